@@ -1,0 +1,3 @@
+"""DeepSeek-V3 reinforcement learning on Ascend clusters, as patches on verl. Importing this package changes nothing."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,112 @@
+"""One row of the catalogue: what is replaced upstream, by what, where, and why."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from verl_patches.errors import ConfigError
+
+STAGES = ("rollout", "reward", "logprob", "advantage", "update", "reshard", "memory", "comm", "model", "platform")
+KINDS = ("register", "wrap", "replace", "extend", "stub")
+LINES = ("pypi", "a3")
+PLATFORMS = ("npu", "cuda", "cpu")
+PROCESSES = ("controller", "worker")
+DEFAULTS = ("on", "off", "auto")
+
+_ID = re.compile(r"[a-z][a-z0-9_]*(\.[a-z0-9_]+)+\Z")
+_PLACE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*(:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*)?\Z")
+
+
+@dataclass(frozen=True)
+class PatchSpec:
+    """One replaced upstream symbol.
+
+    Fields: `target` and `bindings` are "module:qualname" ("module" alone: a whole module that is missing here).
+    `provider` is "module:qualname" of ours and is imported only once the target's module is. What it must be depends on
+    `kind`: wrap: provider(original) -> replacement; replace, extend (the name must not exist), stub: the new object;
+    register: () -> {key: object}, set in the mutable mapping `target`; module stub: our module's name.
+    `default` "auto" is "on" for a target that a run may rightly never import.
+    """
+
+    id: str
+    stage: str
+    target: str
+    kind: str
+    provider: str
+    why: str
+    exit: str
+    bindings: tuple[str, ...] = ()
+    lines: frozenset[str] = frozenset({"pypi"})
+    platforms: frozenset[str] = frozenset(PLATFORMS)
+    processes: frozenset[str] = frozenset(PROCESSES)
+    needs: tuple[str, ...] = ()
+    conflicts: tuple[str, ...] = ()
+    default: str = "on"
+
+    @property
+    def target_module(self) -> str:
+        """The module to wait for."""
+        return self.target.partition(":")[0]
+
+    @property
+    def is_module_stub(self) -> bool:
+        """True where a whole missing module is stood in for."""
+        return ":" not in self.target
+
+
+def validate(specs: Iterable[PatchSpec]) -> dict[str, PatchSpec]:
+    """Check every row before any is applied and return them by id, in order; ConfigError lists all faults at once."""
+    specs = tuple(specs)
+    by_id = {spec.id: spec for spec in specs}
+    faults = [f"id {name!r} stands {count} times" for name, count in Counter(s.id for s in specs).items() if count > 1]
+    for spec in specs:
+        faults += [f"row {spec.id!r}: {fault}" for fault in _faults(spec, by_id)]
+    faults += _need_cycles(by_id)
+    if faults:
+        raise ConfigError("catalogue is not valid, nothing was applied:\n  " + "\n  ".join(faults))
+    return by_id
+
+
+def _faults(spec: PatchSpec, by_id: dict[str, PatchSpec]) -> list[str]:
+    faults = []
+    if not _ID.match(spec.id):
+        faults.append("id must look like stage.verb, lower case")
+    for field, allowed in (("stage", STAGES), ("kind", KINDS), ("default", DEFAULTS)):
+        if getattr(spec, field) not in allowed:
+            faults.append(f"{field} is {getattr(spec, field)!r}, expected one of {', '.join(allowed)}")
+    for field, allowed in (("lines", LINES), ("platforms", PLATFORMS), ("processes", PROCESSES)):
+        given = getattr(spec, field)
+        if not given or not given <= set(allowed):
+            faults.append(f"{field} is {sorted(given)}, expected some of {', '.join(allowed)}")
+    for place in (spec.target, spec.provider, *spec.bindings):
+        if not _PLACE.match(place):
+            faults.append(f"{place!r} is not of the form module:qualname")
+    if spec.is_module_stub and (spec.kind != "stub" or ":" in spec.provider or spec.bindings):
+        faults.append("a target without ':' is a module: kind must be stub, provider a module of ours, no bindings")
+    if not spec.is_module_stub and ":" not in spec.provider:
+        faults.append(f"provider {spec.provider!r} must be module:qualname")
+    if not spec.why or not spec.exit:
+        faults.append("why and exit must say something")
+    if spec.kind == "register" and spec.bindings:
+        faults.append("a registered entry has no bindings")
+    faults += [f"{field} names {other!r}, which is no row" for field in ("needs", "conflicts")
+               for other in getattr(spec, field) if other not in by_id]
+    return faults
+
+
+def _need_cycles(by_id: dict[str, PatchSpec]) -> list[str]:
+    done: set[str] = set()
+
+    def visit(name: str, path: tuple[str, ...]) -> list[str]:
+        if name in path:
+            return [f"needs form a cycle: {' -> '.join((*path[path.index(name):], name))}"]
+        if name in done or name not in by_id:
+            return []
+        found = [fault for need in by_id[name].needs for fault in visit(need, (*path, name))]
+        done.add(name)
+        return found
+
+    return [fault for name in by_id for fault in visit(name, ())]

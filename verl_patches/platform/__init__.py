@@ -1,0 +1,17 @@
+"""One face per device kind. The platform is stated (VERL_PATCHES, `recipe.platform`), never guessed."""
+
+from __future__ import annotations
+
+import importlib.util
+
+from verl_patches.errors import ConfigError
+
+
+def require(platform: str) -> None:
+    """ConfigError where the stated platform ("npu", "cuda", "cpu") cannot work here; torch is not imported."""
+    if platform == "npu" and importlib.util.find_spec("torch_npu") is None:
+        raise ConfigError(
+            "platform npu was asked for (it is the default), but torch_npu is not installed in this Python. "
+            "On an Ascend machine install the torch_npu of the pinned image; for the CPU smoke say "
+            'VERL_PATCHES="line=pypi,platform=cpu" (bash scripts/smoke.sh does).'
+        )

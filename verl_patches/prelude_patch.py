@@ -1,0 +1,15 @@
+"""The one import with a side effect: `from verl_patches import prelude_patch` puts the catalogue's rows in place.
+
+It must come before upstream is imported where that is possible; rows on a module that is being imported right now wait
+until it is whole. Importing it again, in any way, changes nothing.
+"""
+
+from verl_patches.catalog import ROWS
+from verl_patches.patching.engine import start
+from verl_patches.patching.switches import from_environment
+from verl_patches.platform import require
+
+_switches = from_environment()
+require(_switches.platform)
+engine = start(ROWS, _switches)
+engine.apply()
