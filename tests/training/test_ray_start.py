@@ -1,0 +1,28 @@
+"""The worker set-up hook: the prelude first, then the user's own."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from verl_patches.training.ray_start import HOOK, runtime_env
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_user_variables_and_other_keys_stay():
+    env = runtime_env({"A": "1"}, {"env_vars": {"A": "0", "B": "2"}, "pip": []})
+    assert env["env_vars"] == {"A": "1", "B": "2"} and env["pip"] == [] and callable(env[HOOK]) and env[HOOK].__name__
+
+
+@pytest.mark.parametrize("given", ["'my_hooks.mine'", "__import__('my_hooks').mine", "None"])
+def test_hook_runs_prelude_then_the_users(given, tmp_path):
+    (tmp_path / "my_hooks.py").write_text(
+        "import sys\ndef mine(): print('user', 'verl_patches.prelude_patch' in sys.modules)\n")
+    code = (f"from verl_patches.training.ray_start import *\nenv = runtime_env({{}}, {{HOOK: {given}}})\n"
+            "env[HOOK](); env[HOOK]()\nfrom verl_patches.patching.engine import current\nprint(len(current().wanted) > 0)")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env={
+        "PYTHONPATH": f"{tmp_path}:{ROOT}", "PATH": "/usr/bin:/bin", "VERL_PATCHES": "line=pypi,platform=cpu"})
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == ("" if given == "None" else "user True\n" * 2) + "True\n"

@@ -1,0 +1,31 @@
+import json
+
+from verl_patches.training.summary import Progress, Summary, phase_seconds, versions
+
+
+def test_reshard_is_taken_out_of_the_rollout_it_lies_in():
+    metrics = {"timing_s/gen": 3.0, "timing_s/update_actor": 2.0, "timing_s/step": 6.0, "other": 1}
+    found = phase_seconds(metrics, {"reshard": 1.0, "offload": 0.5})
+    assert found == {"rollout": 2.0, "update": 2.0, "reshard": 1.0, "offload": 0.5, "step": 6.0}
+
+
+def test_summary_is_whole_after_every_step(tmp_path):
+    summary = Summary(tmp_path, {"run": "x"})
+    for step, mean in ((1, 1e-7), (2, 3e-7)):
+        summary.add_step({"step": step, "logprob_delta": {"mean": mean, "max": 2 * mean}})
+        on_disk = json.loads((tmp_path / "summary.json").read_text())
+        assert len(on_disk["steps"]) == step and on_disk["exit"] == "running"
+    assert on_disk["logprob_delta"] == {"mean": 2e-7, "max": 6e-7}
+    summary.add_step({"step": 3, "logprob_delta": None})
+    assert summary.data["logprob_delta"]["max"] == 6e-7
+    assert list(tmp_path.iterdir()) == [tmp_path / "summary.json"]
+
+
+def test_versions_name_what_is_installed():
+    assert versions()["torch"] and "torch_npu" not in versions()
+
+
+def test_progress_appends(tmp_path):
+    for text in ("| a", "~ b"):
+        Progress(tmp_path).say(text)
+    assert (tmp_path / "progress.log").read_text() == "| a\n~ b\n"

@@ -1,0 +1,27 @@
+import pytest
+import torch
+
+from verl_patches.training import truth_check
+
+
+def test_delta_is_mean_and_max_over_valid_tokens_only():
+    rollout = torch.tensor([[-1.0, -2.0, -9.0]])
+    actor = torch.tensor([[-1.5, -2.0, 0.0]])
+    delta = truth_check.logprob_delta(rollout, actor, torch.tensor([[1, 1, 0]]))
+    assert delta == {"mean": 0.25, "max": 0.5}
+
+
+def test_check_stops_above_the_limit_and_says_what_to_do():
+    truth_check.check(2, {"mean": 9e-6, "max": 1.0}, 1e-5)
+    truth_check.check(2, None, 1e-5)
+    with pytest.raises(truth_check.WeightSyncError, match=r"step 2: .* differ .* by 0\.5 .* at most 1e-05.*action=report"):
+        truth_check.check(2, {"mean": 0.5, "max": 1.0}, 1e-5)
+
+
+@pytest.mark.parametrize(("sampling", "expected"), [
+    ((1.0, 1, -1), True), ((1.0, 1.0, 0), True), ((0.9, 1, -1), False), ((1.0, 0.9, -1), False), ((1.0, 1, 50), False)])
+def test_only_unchanged_distributions_are_compared(sampling, expected):
+    from types import SimpleNamespace
+
+    temperature, top_p, top_k = sampling
+    assert truth_check.comparable(SimpleNamespace(temperature=temperature, top_p=top_p, top_k=top_k)) is expected

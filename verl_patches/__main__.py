@@ -1,0 +1,156 @@
+"""`python -m verl_patches`: look at the patches, prepare an upstream tree, run a smoke or a training.
+
+Every command takes --json. Exit codes: 0 fine, 1 a problem was found, 2 wrong use.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from verl_patches.errors import ConfigError
+from verl_patches.patching.engine import Engine, PatchError
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
+Json = Annotated[bool, typer.Option("--json", help="Plain JSON on standard output.")]
+Switch = Annotated[str | None, typer.Option("--switches", help="As VERL_PATCHES, which it stands in for.")]
+
+
+def _engine(switches: str | None) -> Engine:
+    """An engine over the catalogue in this process; nothing is applied."""
+    from verl_patches.catalog import ROWS
+    from verl_patches.patching.switches import from_environment, parse
+
+    return Engine(ROWS, parse(switches) if switches is not None else from_environment())
+
+
+def _print_json(data: Any) -> None:
+    print(json.dumps(data, indent=1))
+
+
+def _table(title: str, columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title)
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    Console().print(table)
+
+
+@app.command()
+def status(
+    run: Annotated[Path | None, typer.Option("--run", help="A run's folder: show the states it recorded.")] = None,
+    switches: Switch = None,
+    as_json: Json = False,
+) -> None:
+    """The rows of the catalogue and their states: of a recorded run, or what would be applied here ("waiting")."""
+    if run is not None:
+        from verl_patches.patching.report import count_by_process, run_states
+
+        rows = count_by_process(run_states(run))
+        wrong = [r["id"] for r in rows if {"drifted", "failed", "overridden"} & set(r["states"].values())]
+        if as_json:
+            _print_json({"run": str(run), "rows": rows, "wrong": wrong})
+        else:
+            _table(f"patches of {run}", ("id", "target", "states"),
+                   [(r["id"], r["target"], ", ".join(f"{p}: {s}" for p, s in r["states"].items())) for r in rows])
+        raise typer.Exit(1 if wrong else 0)
+    engine = _engine(switches)
+    rows = [{**r, "state": "waiting" if r["id"] in engine.wanted else "off"} for r in engine.status()]
+    if as_json:
+        _print_json({"switches": engine.switches.text(), "rows": rows})
+    else:
+        _table(f"patches for {engine.switches.text()}", ("id", "state", "target", "reason"),
+               [(r["id"], r["state"], r["target"], r["reason"]) for r in rows])
+
+
+@app.command()
+def explain(row_id: str, switches: Switch = None, as_json: Json = False) -> None:
+    """Everything about one row: what it replaces, why, by what, until when."""
+    facts = _engine(switches).explain(row_id)
+    if as_json:
+        _print_json(facts)
+    else:
+        _table(row_id, ("fact", "value"), [(k, ", ".join(v) if isinstance(v, (list, tuple)) else str(v))
+                                           for k, v in facts.items()])
+
+
+@app.command()
+def digest(switches: Switch = None, as_json: Json = False) -> None:
+    """The digest of intent that controller and workers compare before step 1."""
+    engine = _engine(switches)
+    if as_json:
+        _print_json({"switches": engine.switches.text(), "digest": engine.digest(), "intent": engine.intent()})
+    else:
+        print(engine.digest())
+
+
+@app.command()
+def fingerprint(
+    row_ids: Annotated[list[str] | None, typer.Argument(help="Rows; all of the line when none is given.")] = None,
+    write: Annotated[bool, typer.Option("--write", help="Record them as reviewed.")] = False,
+    switches: Switch = None,
+    as_json: Json = False,
+) -> None:
+    """Fingerprints of targets as they stand on disk, against the reviewed ones."""
+    from verl_patches.patching.fingerprint import fingerprint as compute
+    from verl_patches.patching.fingerprint import reviewed, write_reviewed
+
+    engine = _engine(switches)
+    line = engine.switches.line
+    names = row_ids or [n for n, s in engine.specs.items() if line in s.lines]
+    for name in names:
+        engine.explain(name)
+    targets = [engine.specs[n].target for n in names if not engine.specs[n].is_module_stub]
+    found = {target: compute(target) for target in targets}
+    if write:
+        write_reviewed(line, found)
+    known = reviewed().get(line, {})
+    rows = [{"target": t, "found": f, "reviewed": known.get(t)} for t, f in found.items()]
+    if as_json:
+        _print_json({"line": line, "rows": rows})
+    else:
+        _table(f"fingerprints, line {line}", ("target", "found", "reviewed"),
+               [(r["target"], r["found"], r["reviewed"] or "-") for r in rows])
+    raise typer.Exit(0 if all(r["found"] == r["reviewed"] for r in rows) else 1)
+
+
+@app.command("install-prelude")
+def install_prelude(
+    verl_path: Annotated[Path | None, typer.Option("--verl-path", help="A verl checkout; default: installed.")] = None,
+    undo: Annotated[bool, typer.Option("--undo", help="Take the line out again.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Insert the one line `from verl_patches import prelude_patch` into verl's Megatron workers."""
+    from dataclasses import asdict
+
+    from verl_patches.patching import prelude_line
+
+    result = (prelude_line.undo if undo else prelude_line.install)(verl_path)
+    if as_json:
+        _print_json({key: str(value) if isinstance(value, Path) else value for key, value in asdict(result).items()})
+    else:
+        print(f"{result.state}: {result.file}" + (f", line {result.line}" if result.line else ""))
+
+
+def main() -> None:
+    """Run the command line; a user's mistake ends with one sentence on stderr and code 2, a found problem with 1."""
+    try:
+        app()
+    except ConfigError as error:
+        print(f"verl_patches: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    except PatchError as error:
+        print(f"verl_patches: {error}", file=sys.stderr)
+        raise SystemExit(1) from None
+
+
+if __name__ == "__main__":
+    main()

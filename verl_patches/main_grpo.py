@@ -1,0 +1,52 @@
+"""The driver of a run: `python -m verl_patches.main_grpo --config-name NAME [hydra overrides]`.
+
+Started by cluster/launch.py with the run's environment. It starts (or joins) Ray with the prelude in every worker and
+hands over to verl's own run_ppo, whose TaskRunner is the controller.
+"""
+
+from verl_patches import prelude_patch  # noqa: F401, I001  (before anything of upstream)
+
+import argparse
+import os
+import sys
+
+from verl_patches.cluster.compose import compose
+from verl_patches.training import ray_start
+
+
+def main(arguments: list[str]) -> int:
+    """Run one training; 0 when it ended well. Errors leave as exceptions, for the log."""
+    parser = argparse.ArgumentParser(prog="verl_patches.main_grpo")
+    parser.add_argument("--config-name", required=True)
+    parser.add_argument("overrides", nargs="*")
+    given = parser.parse_args(arguments)
+    config = compose(given.config_name, given.overrides)
+
+    from verl.trainer.main_ppo import run_ppo
+
+    ray_start.start(**ray_options(config))
+    import ray
+
+    try:
+        run_ppo(config)
+    finally:
+        ray.shutdown()
+    return 0
+
+
+def ray_options(config) -> dict:
+    """Options of ray.init for this config: join `recipe.ray_address`, or start a local Ray of the run's own."""
+    from verl_patches.cluster.environment import worker_environment
+
+    recipe = config.recipe
+    options = {"environment": worker_environment(config), "log_to_driver": True, "runtime_env": {
+        ray_start.HOOK: recipe.worker_process_setup_hook}}
+    if recipe.ray_address is not None:
+        return {**options, "address": recipe.ray_address}
+    workers = config.trainer.n_gpus_per_node
+    return {**options, "num_gpus": workers, "num_cpus": config.ray_init.num_cpus or workers + 4,
+            "include_dashboard": False, "object_store_memory": 256 << 20, "_temp_dir": os.environ.get("RAY_TMPDIR")}
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,1 @@
+"""What moves between host and device, and what it costs."""

@@ -1,0 +1,1 @@
+"""From training weights to rollout weights."""

@@ -1,0 +1,30 @@
+"""Weight sync as verl does it, timed, with the switch `recipe.weight_sync.enabled`.
+
+Switched off, the rollout gets the initial weights and never newer ones: the control run that shows what learning
+without weight sync looks like.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from verl_patches.memory.phase_clock import timed
+
+
+def timed_and_switched(original: Callable) -> Callable:
+    """Provider for verl's MegatronVLLMShardingManager.__enter__.
+
+    `manager.weight_sync_enabled` comes from the worker's configuration (training/worker.py); without it, sync is on.
+    """
+    sync = timed("reshard", original)
+
+    @functools.wraps(original)
+    def enter(manager: Any) -> Any:
+        if getattr(manager, "weight_sync_enabled", True) or not getattr(manager, "weights_synced_once", False):
+            manager.weights_synced_once = True
+            return sync(manager)
+        return manager.inference_engine.wake_up()
+
+    return enter

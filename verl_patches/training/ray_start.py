@@ -1,0 +1,39 @@
+"""Ray for one run: every worker process runs the prelude before anything else, then the user's own set-up hook."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+HOOK = "worker_process_setup_hook"
+
+
+def prelude_then(user_hook: str | Callable | None) -> Callable[[], None]:
+    """What each Ray worker process runs first; a user's hook is a callable or "package.module.function"."""
+
+    def prelude_hook() -> None:
+        importlib.import_module("verl_patches.prelude_patch")
+        hook = user_hook
+        if isinstance(hook, str):
+            module, _, name = hook.rpartition(".")
+            hook = getattr(importlib.import_module(module), name)
+        if hook is not None:
+            hook()
+
+    return prelude_hook  # Ray wants a function with a name, not a partial
+
+
+def runtime_env(environment: dict[str, str], given: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Ray's runtime_env: `given` by the user, our variables over it, and both set-up hooks chained."""
+    env = dict(given or {})
+    env["env_vars"] = {**env.get("env_vars", {}), **environment}
+    env[HOOK] = prelude_then(env.get(HOOK))
+    return env
+
+
+def start(environment: dict[str, str], **options: Any) -> None:
+    """ray.init with the chained hook; options are ray.init's own."""
+    import ray
+
+    ray.init(runtime_env=runtime_env(environment, options.pop("runtime_env", None)), **options)

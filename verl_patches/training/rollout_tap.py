@@ -1,0 +1,72 @@
+"""Between trainer and workers: keep every step's responses, or give back recorded ones instead of generating.
+
+Recorded: outputs/<run>/rollouts/step_N.safetensors with prompts [B, S_prompt] and responses [B, S_response] (int64),
+masks and, when vLLM gave them, log-probs. Replay trains on the same responses at another layout, so that gradients can
+be compared.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from verl_patches.errors import ConfigError
+
+
+class RolloutTap:
+    """A worker group that records generate_sequences, or replays it; every other call goes through."""
+
+    def __init__(self, group: Any, record_to: Path, replay_from: Path | None, on_call: Any):
+        self._group, self._record_to, self._replay_from = group, record_to, replay_from
+        self._on_call = on_call
+        self._step = 0
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._group, name)
+        if name in ("compute_log_prob", "compute_ref_log_prob", "update_actor"):
+            self._on_call(name)
+        return found
+
+    def generate_sequences(self, prompts: Any) -> Any:
+        """verl's DataProto with the responses of this step, from vLLM or from the recording."""
+        self._step += 1
+        self._on_call("generate_sequences")
+        if self._replay_from is not None:
+            return self._replay(prompts)
+        output = self._group.generate_sequences(prompts)
+        self._record_to.mkdir(parents=True, exist_ok=True)
+        tensors = {key: value.contiguous() for key, value in output.batch.items()}
+        save_file(tensors, self._record_to / f"step_{self._step}.safetensors")
+        return output
+
+    def _replay(self, prompts: Any) -> Any:
+        from verl import DataProto
+
+        path = self._replay_from / f"step_{self._step}.safetensors"
+        if not path.is_file():
+            raise ConfigError(f"--replay-rollout: {path} does not exist; the recording has fewer steps than asked for. "
+                              f"Ask for --steps {self._step - 1}, or record a longer run")
+        tensors = load_file(path)
+        tensors.pop("rollout_log_probs", None)  # belong to the weights of the recorded run
+        asked, found = prompts.batch["input_ids"], tensors["prompts"]
+        repeats = found.shape[0] // max(asked.shape[0], 1)
+        same = found.shape == (asked.shape[0] * repeats, asked.shape[1])
+        if not same or not torch.equal(asked.repeat_interleave(repeats, 0), found):
+            raise ConfigError(f"--replay-rollout: {path} was recorded with other prompts ({tuple(found.shape)}, now "
+                              f"{tuple(asked.shape)} x {repeats}); use the recorded run's data, batch size and seed")
+        return DataProto.from_dict(tensors=tensors, meta_info=dict(prompts.meta_info))
+
+
+def recording(path: str | None) -> Path | None:
+    """The folder of step_N.safetensors that a user names: itself, a run's folder, or one of its files."""
+    if path is None:
+        return None
+    given = Path(path)
+    for folder in (given, given / "rollouts", given.parent):
+        if (folder / "step_1.safetensors").is_file():
+            return folder.resolve()
+    raise ConfigError(f"--replay-rollout {path}: no step_1.safetensors there; give a run folder (outputs/<run>) that "
+                      "recorded its rollouts")

