@@ -24,6 +24,63 @@ def _timed_offload(name: str) -> PatchSpec:
     )
 
 
+ROLLOUT: tuple[PatchSpec, ...] = (
+    PatchSpec(
+        id="rollout.llm_arguments", stage="rollout", target="vllm.entrypoints.llm:LLM.__init__", kind="wrap",
+        provider="verl_patches.rollout.engine:drop_empty_image_arguments", processes=_WORKER,
+        why="verl 0.4.0 passes limit_mm_per_prompt=None and disable_mm_preprocessor_cache=True for text models too "
+            "(vllm_rollout_spmd.py:159-160); vLLM 0.9.1 wants a dict for the first and refuses the second for text-only "
+            "models (config.py:695).",
+        exit="verl passes image arguments only to models that take images",
+    ),
+    PatchSpec(
+        id="rollout.dp_place", stage="rollout", target="vllm.config:ParallelConfig.__post_init__", kind="wrap",
+        provider="verl_patches.rollout.data_parallel:place_in_launcher", processes=_WORKER,
+        why="With external_launcher and data_parallel_size > 1 vLLM 0.9.1 makes every process DP rank 0 with a port of its "
+            "own (config.py:1884-1888), so DP ranks never meet.",
+        exit="vLLM derives DP rank and meeting point from the launcher when engines are started from outside",
+    ),
+)
+
+MODEL: tuple[PatchSpec, ...] = (
+    PatchSpec(
+        id="model.config", stage="model", target="verl.models.mcore.registry:MODEL_CONFIG_CONVERTER_REGISTRY",
+        kind="register", provider="verl_patches.model.config:converters", processes=_WORKER,
+        why="verl's DeepSeek-V3 converter (verl/models/mcore/config_converter.py:197) drops group-limited routing, computes "
+            "the router in fp64, trains with a balancing loss and lets training move the correction bias.",
+        exit="verl sets moe_router_num_groups and moe_router_group_topk for DeepSeek-V3",
+    ),
+    PatchSpec(
+        id="model.mla_k_pe_grad", stage="model",
+        target="megatron.core.transformer.multi_latent_attention:MLASelfAttention.__init__", kind="wrap",
+        provider="verl_patches.model.mla:sum_k_pe_grad", processes=_WORKER,
+        why="Under TP each rank keeps only its own heads' part of the rotary key's gradient "
+            "(megatron/core/transformer/multi_latent_attention.py:357; verl's patch_v012.py has a copy).",
+        exit="megatron-core sums the gradient of k_pos_emb over TP ranks",
+    ),
+    PatchSpec(
+        id="model.load_hf", stage="model", target="verl.utils.model:load_megatron_gptmodel_weights", kind="wrap",
+        provider="verl_patches.model.load:load_deepseekv3", bindings=(f"{_WORKERS}:load_megatron_gptmodel_weights",),
+        processes=_WORKER,
+        why="verl loads HF weights into Megatron for Llama and Qwen2 only (verl/models/weight_loader_registry.py), through a "
+            "whole HF model on every rank (verl/utils/model.py:350).",
+        exit="verl loads DeepSeek-V3 safetensors into Megatron",
+    ),
+    PatchSpec(
+        id="model.train_dtype", stage="model", target=f"{_ACTOR}._build_model_optimizer", kind="wrap",
+        provider="verl_patches.model.precision:build_in_asked_dtype", processes=_WORKER, needs=("model.optimizer_dtype",),
+        why="The Megatron worker writes bfloat16 down (verl/workers/megatron_workers.py:334); fp32 is what tells a wrong "
+            "weight from rounding.",
+        exit="verl reads the actor's dtype from its configuration",
+    ),
+    PatchSpec(
+        id="model.optimizer_dtype", stage="update", target="verl.utils.megatron.optimizer:get_megatron_optimizer",
+        kind="wrap", provider="verl_patches.model.precision:optimizer_of_model_dtype", processes=_WORKER,
+        why="verl's optimizer config says bf16 whatever the model is (verl/utils/megatron_utils.py:207).",
+        exit="verl derives the optimizer's dtype from the model's",
+    ),
+)
+
 TRAINING: tuple[PatchSpec, ...] = (
     PatchSpec(
         id="update.fit_as_run", stage="update", target=f"{_TRAINER}:RayPPOTrainer.fit", kind="wrap",
@@ -41,18 +98,6 @@ TRAINING: tuple[PatchSpec, ...] = (
         provider="verl_patches.training.worker:take_phase_seconds",
         why="Seconds of reshard and offload are known in the workers only; verl 0.4.0 has no way to ask for them.",
         exit=_NEVER,
-    ),
-    PatchSpec(
-        id="update.asked_dtype", stage="update", target=f"{_ACTOR}._build_model_optimizer", kind="wrap",
-        provider="verl_patches.training.worker:build_in_asked_dtype", processes=_WORKER,
-        why="verl 0.4.0 writes bfloat16 into init_model (megatron_workers.py:319); fp32 is what the truth check needs.",
-        exit="verl reads the actor's dtype from its configuration",
-    ),
-    PatchSpec(
-        id="update.optimizer_dtype", stage="update", target="verl.utils.megatron.optimizer:get_megatron_optimizer",
-        kind="wrap", provider="verl_patches.training.worker:optimizer_follows_model", processes=_WORKER,
-        why="init_megatron_optim_config says bf16=True whatever the model is (megatron_utils.py:207).",
-        exit="verl derives the optimizer's dtype from the model",
     ),
     PatchSpec(
         id="update.log_with_run", stage="update", target="verl.utils.tracking:Tracking.log", kind="wrap",
@@ -78,11 +123,19 @@ TRAINING: tuple[PatchSpec, ...] = (
         why="Counts weight sync as a phase, and can leave it out after the first step: the control run without sync.",
         exit="our own resharder takes this place",
     ),
+    PatchSpec(
+        id="reshard.local_names", stage="reshard", target="verl.utils.model:normalize_model_name", kind="wrap",
+        provider="verl_patches.model.names:te_names_for_verl",
+        bindings=("verl.utils.megatron_utils:normalize_model_name",), processes=_WORKER,
+        why="verl's per_tensor_generator and DeepSeek-V3 converter know Transformer Engine's parameter names only "
+            "(verl/utils/megatron_utils.py:798, verl/models/mcore/weight_converter.py:172).",
+        exit="verl accepts the names of Megatron's own modules",
+    ),
     *map(_timed_offload, ("load_megatron_model_to_gpu", "offload_megatron_model_to_cpu",
                           "load_megatron_optimizer", "offload_megatron_optimizer")),
 )
 
-FUNCTIONAL: tuple[PatchSpec, ...] = TRAINING
+FUNCTIONAL: tuple[PatchSpec, ...] = (*ROLLOUT, *MODEL, *TRAINING)
 
 STAND_INS: tuple[PatchSpec, ...] = (*rows_torch.ROWS, *rows_megatron.ROWS, *rows_vllm.ROWS, *rows_verl.ROWS)
 

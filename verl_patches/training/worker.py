@@ -1,4 +1,4 @@
-"""What our recipe adds to verl's ActorRolloutRefWorker: asked-for dtype, weight-sync mode, proofs, phase seconds.
+"""What our recipe adds to verl's ActorRolloutRefWorker: weight-sync mode, proofs before step 1, phase seconds.
 
 Imported only once verl.workers.megatron_workers is (as a provider of catalogue rows).
 """
@@ -15,34 +15,6 @@ from verl.single_controller.base.decorator import Dispatch, register
 
 from verl_patches.memory import phase_clock
 from verl_patches.patching import engine
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-
-
-def build_in_asked_dtype(original: Callable) -> Callable:
-    """Provider: verl 0.4.0 writes bfloat16 into init_model; build actor and reference in `recipe.dtype` instead."""
-
-    @functools.wraps(original)
-    def build(self: Any, *args: Any, **kwargs: Any) -> Any:
-        recipe = self.config.get("recipe")
-        if recipe is not None:
-            self.param_dtype = self.dtype = DTYPES[recipe.dtype]
-        return original(self, *args, **kwargs)
-
-    return build
-
-
-def optimizer_follows_model(original: Callable) -> Callable:
-    """Provider: verl's OptimizerConfig says bf16 whatever the model is; take it from the model that it will step."""
-
-    @functools.wraps(original)
-    def get_optimizer(model: Any, config: Any, *args: Any, **kwargs: Any) -> Any:
-        config.params_dtype = next(model[0].parameters()).dtype
-        config.bf16 = config.params_dtype is torch.bfloat16
-        return original(model, config, *args, **kwargs)
-
-    return get_optimizer
-
 
 def rollout_with_sync_mode(original: Callable) -> Callable:
     """Provider for _build_rollout: tell the sharding manager whether `recipe.weight_sync.enabled`."""
