@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
+from verl_patches.cluster import cli
 from verl_patches.errors import ConfigError
 from verl_patches.patching.engine import Engine, PatchError
 
@@ -138,6 +139,15 @@ def install_prelude(
         _print_json({key: str(value) if isinstance(value, Path) else value for key, value in asdict(result).items()})
     else:
         print(f"{result.state}: {result.file}" + (f", line {result.line}" if result.line else ""))
+
+
+def _rows() -> Any:
+    from verl_patches.catalog import ROWS
+
+    return ROWS
+
+
+cli.register(app, _rows)
 
 
 def main() -> None:

@@ -127,9 +127,10 @@ def fit_as_run(original: Callable) -> Callable:
         reason = "failed"
         try:
             run.prove()
-            replay = recording(run.recipe.rollout.replay)
-            trainer.actor_rollout_wg = RolloutTap(trainer.actor_rollout_wg, run.folder / "rollouts", replay,
-                                                  run.before_call)
+            replay, record_to = recording(run.recipe.rollout.replay), run.folder / "rollouts"
+            trainer.actor_rollout_wg = RolloutTap(trainer.actor_rollout_wg, record_to, replay, run.before_call)
+            if trainer.use_reference_policy and not trainer.ref_in_actor:
+                trainer.ref_policy_wg = RolloutTap(trainer.ref_policy_wg, record_to, replay, run.before_call)
             result = original(trainer)
             reason = "ok"
             return result

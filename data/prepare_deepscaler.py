@@ -1,0 +1,155 @@
+"""Make train.parquet and test.parquet, in the schema verl trains on, from DeepScaleR or GSM8K files.
+
+    python data/prepare_deepscaler.py FILE [FILE ...] -o DIR [--tokenizer DIR --max-prompt-length N] [--json]
+    python data/prepare_deepscaler.py --learnable ROWS -o DIR
+
+Exit codes: 0 written, 1 bad rows (each named by file and line; nothing written), 2 wrong use.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from verl_patches.errors import ConfigError
+from verl_patches.rewards.learnable import write_task
+from verl_patches.rewards.sources import Problem, read_problems
+from verl_patches.rewards.tables import Row, check_free, shuffled_split, verl_row, write_tables
+
+INSTRUCTION = "Let's think step by step and output the final answer within \\boxed{}."
+SHOWN = 20
+
+
+def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
+    """The command line; wrong use ends the process with exit code 2."""
+    parser = argparse.ArgumentParser(description="Make verl's train.parquet and test.parquet from maths problems.")
+    parser.add_argument("inputs", nargs="*", type=Path, help="DeepScaleR or GSM8K files: .json, .jsonl, .parquet")
+    parser.add_argument("-o", "--output", type=Path, required=True, help="folder for the two parquet files")
+    parser.add_argument("--test-size", type=float, default=0.1, help="share (below 1) or number of test rows")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the shuffle")
+    parser.add_argument("--instruction", default=INSTRUCTION, help="text added to each problem; may be empty")
+    parser.add_argument("--data-source", help="the name verl logs the rows under; default: by the schema of the row")
+    parser.add_argument("--tokenizer", type=Path, help="model folder: drop prompts longer than --max-prompt-length")
+    parser.add_argument("--max-prompt-length", type=int, help="in tokens, with the chat template")
+    parser.add_argument("--skip-bad", action="store_true", help="leave bad rows out instead of refusing the file")
+    parser.add_argument("--learnable", type=int, metavar="ROWS", help="make the task for tiny random models instead")
+    parser.add_argument("--overwrite", action="store_true", help="replace files that are there")
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    args = parser.parse_args(argv)
+    if bool(args.inputs) == (args.learnable is not None):
+        parser.error("give input files or --learnable ROWS, one of the two")
+    if (args.tokenizer is None) != (args.max_prompt_length is None):
+        parser.error("--tokenizer and --max-prompt-length go together")
+    return args
+
+
+def read_all(paths: list[Path], quiet: bool) -> tuple[list[Problem], list[str], list[str]]:
+    """Problems of all files, sentences about bad rows, and where problems were repeated (the first is kept)."""
+    problems, bad, repeated = [], [], []
+    seen: set[str] = set()
+    for path in tqdm(paths, desc="read", unit="file", disable=quiet or None):
+        found, wrong = read_problems(path)
+        bad += wrong
+        for problem in found:
+            key = " ".join(problem.question.split())
+            if key in seen:  # it could stand in train and test at once
+                repeated.append(problem.origin)
+                continue
+            seen.add(key)
+            problems.append(problem)
+    return problems, bad, repeated
+
+
+def drop_long(
+    rows: list[Row], tokenizer_folder: Path, limit: int, quiet: bool
+) -> tuple[list[Row], list[dict[str, Any]]]:
+    """The rows whose prompt has at most `limit` tokens, counted as verl counts them, and a report of the others."""
+    from transformers import AutoTokenizer
+
+    if not tokenizer_folder.is_dir():
+        raise ConfigError(f"--tokenizer {tokenizer_folder}: expected a folder with a tokenizer, found nothing there")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder, local_files_only=True)
+    except (OSError, ValueError) as why:
+        raise ConfigError(f"--tokenizer {tokenizer_folder}: no tokenizer can be read there: {why}") from why
+    if not tokenizer.chat_template:
+        raise ConfigError(f"--tokenizer {tokenizer_folder}: it has no chat template, which verl needs")
+    kept, dropped = [], []
+    for row in tqdm(rows, desc="tokens", unit="row", disable=quiet or None):
+        tokens = len(tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True))
+        if tokens <= limit:
+            kept.append(row)
+        else:
+            dropped.append({"origin": row["extra_info"]["origin"], "tokens": tokens})
+    return kept, dropped
+
+
+def to_row(problem: Problem, instruction: str, data_source: str | None) -> Row:
+    """A problem as a row of verl's schema."""
+    prompt = f"{problem.question} {instruction}".strip()
+    source = data_source or problem.data_source
+    return verl_row(source, prompt, problem.answer, "math", problem.solution, problem.origin)
+
+
+def prepare(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
+    """Exit code and report; ConfigError for wrong use."""
+    check_free(args.output, args.overwrite)
+    if args.learnable is not None:
+        files = write_task(args.output, args.learnable, args.seed, overwrite=args.overwrite)
+        return 0, {"files": [str(file) for file in files], "train": args.learnable}
+    problems, bad, repeated = read_all(args.inputs, args.json)
+    report: dict[str, Any] = {"read": len(problems) + len(repeated), "bad": bad, "repeated": repeated, "too_long": []}
+    if bad and not args.skip_bad:
+        return 1, report
+    rows = [to_row(problem, args.instruction, args.data_source) for problem in problems]
+    if args.tokenizer is not None:
+        rows, report["too_long"] = drop_long(rows, args.tokenizer, args.max_prompt_length, args.json)
+    train, test = shuffled_split(rows, args.test_size, args.seed)
+    files = write_tables(args.output, train, test, args.overwrite)
+    return 0, {**report, "files": [str(file) for file in files], "train": len(train), "test": len(test)}
+
+
+def show(code: int, report: dict[str, Any]) -> None:
+    """The report for people: what was left out on stderr, what was written on stdout."""
+    too_long = [f"{item['origin']}: {item['tokens']} tokens" for item in report.get("too_long", [])]
+    for title, lines in (
+        ("bad", report.get("bad", [])),
+        ("repeated, left out", report.get("repeated", [])),
+        ("too long, left out", too_long),
+    ):
+        for line in lines[:SHOWN]:
+            print(f"{title}: {line}", file=sys.stderr)
+        if len(lines) > SHOWN:
+            print(f"{title}: {len(lines) - SHOWN} more", file=sys.stderr)
+    if code:
+        print(f"{len(report['bad'])} bad rows: nothing written. Mend them, or give --skip-bad.", file=sys.stderr)
+    else:
+        print(f"{report['train']} train rows -> {report['files'][0]}, test rows -> {report['files'][1]}")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Command line; returns the exit code."""
+    args = parse_arguments(argv)
+    try:
+        code, report = prepare(args)
+    except ConfigError as why:
+        if args.json:
+            print(json.dumps({"exit": 2, "error": str(why)}))
+        else:
+            print(f"error: {why}", file=sys.stderr)
+        return 2
+    if args.json:
+        print(json.dumps({"exit": code, **report}))
+    else:
+        show(code, report)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,144 @@
+"""Is this environment exactly what the pin files say? Standard library only; setup.sh runs it with the venv's Python.
+
+    python -I scripts/check_env.py [--stamp FILE | --write-stamp FILE] [--project ROOT] PINS...
+
+Prints one line per finding and exits 1 where something must be repaired:
+    missing NAME==VERSION      not installed, or another version is
+    damaged NAME==VERSION      installed, but files of it are gone or empty
+    stamp REASON               the last set-up did not finish, or was made from other pins or another Python
+    project REASON             the project itself is not installed from ROOT, or was before pyproject.toml changed
+    cuda NAME                  a CUDA package came along (reported, not an error)
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import re
+import sys
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+
+PROJECT = "verl-patches"
+CUDA = re.compile(r"(nvidia-.*|cuda-.*|triton|pytorch-triton)$")
+
+
+def canonical(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def read_pins(files: list[Path]) -> dict[str, str]:
+    """{canonical name: "NAME==VERSION"}; ValueError for a line that is not an exact pin, or a name given twice."""
+    pins: dict[str, str] = {}
+    for file in files:
+        for number, line in enumerate(file.read_text().splitlines(), 1):
+            line = line.partition("#")[0].strip()
+            if not line:
+                continue
+            if not re.fullmatch(r"[A-Za-z0-9._-]+==[A-Za-z0-9.!+]+", line):
+                raise ValueError(f"{file}:{number}: expected NAME==VERSION, found {line!r}")
+            if pins.setdefault(canonical(line.partition("==")[0]), line) != line:
+                raise ValueError(f"{file}:{number}: {line} is pinned before with another version")
+    return pins
+
+
+def is_damaged(dist: metadata.Distribution) -> bool:
+    """Files of it are gone, or emptied; an edited file (the prelude line) is not damage, a missing .pyc neither."""
+    files = dist.files
+    if not files:
+        return True
+    for file in files:
+        if file.suffix == ".pyc":
+            continue
+        try:
+            size = Path(file.locate()).stat().st_size
+        except OSError:
+            return True
+        if size == 0 and file.size:
+            return True
+    return False
+
+
+def package_findings(pins: dict[str, str], dists: dict[str, metadata.Distribution]) -> Iterator[str]:
+    for name, pin in pins.items():
+        wanted, dist = pin.partition("==")[2], dists.get(name)
+        # a pin without a local part takes any build of that version, as pip does: 2.13.0 takes 2.13.0+cpu
+        found = dist.version if dist and "+" in wanted else dist.version.partition("+")[0] if dist else None
+        if found != wanted:
+            yield f"missing {pin}"
+        elif is_damaged(dist):
+            yield f"damaged {dist.metadata['Name']}=={dist.version}"  # with its local part: the same build again
+
+
+def project_findings(root: Path, dists: dict[str, metadata.Distribution]) -> Iterator[str]:
+    dist = dists.get(PROJECT)
+    if dist is None or is_damaged(dist):
+        yield "project is not installed"
+        return
+    url = json.loads(dist.read_text("direct_url.json") or "{}").get("url")
+    if url != root.as_uri():
+        yield f"project is installed from {url}, not from {root.as_uri()}"
+
+
+def cuda_findings(dists: dict[str, metadata.Distribution]) -> Iterator[str]:
+    yield from (f"cuda {name}=={dist.version}" for name, dist in sorted(dists.items()) if CUDA.match(name))
+    version = Path(dists["torch"].locate_file("torch/version.py")) if "torch" in dists else None
+    if version and version.is_file():
+        found = re.search(r"^cuda\b[^=\n]*=\s*['\"]([^'\"]+)", version.read_text(), re.MULTILINE)
+        if found:
+            yield f"cuda torch=={dists['torch'].version} is built for CUDA {found[1]}"
+
+
+def digests(pin_files: list[Path], root: Path | None) -> dict[str, str]:
+    """What the stamp holds: what the stack was made from, and what the project's own metadata was made from."""
+
+    def over(files: list[Path], *words: str) -> str:
+        h = hashlib.sha256("\0".join(words).encode())
+        for file in files:
+            h.update(b"\0" + file.read_bytes())
+        return h.hexdigest()
+
+    found = {"stack": over(pin_files, sys.version.split()[0], sys.prefix)}
+    if root:
+        found["project"] = over([root / "pyproject.toml", root / "requirements.txt"], str(root))
+    return found
+
+
+def stamp_findings(stamp: Path, wanted: dict[str, str]) -> Iterator[str]:
+    try:
+        found = json.loads(stamp.read_text())
+    except (OSError, ValueError):
+        yield "stamp is not there: the last set-up did not finish"
+        return
+    if found.get("stack") != wanted["stack"]:
+        yield "stamp was made from other pins, another Python or in another place"
+    if found.get("project") != wanted.get("project"):
+        yield "project changed its pyproject.toml, requirements.txt or place"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("pins", nargs="+", type=Path)
+    parser.add_argument("--stamp", type=Path, help="also demand that this stamp fits")
+    parser.add_argument("--write-stamp", type=Path, help="write the stamp if nothing must be repaired")
+    parser.add_argument("--project", type=Path, metavar="ROOT", help="also demand the project, installed from ROOT")
+    args = parser.parse_args()
+    pins = read_pins(args.pins)
+    dists = {canonical(d.metadata["Name"]): d for d in metadata.distributions() if d.metadata["Name"]}
+    findings = list(package_findings(pins, dists))
+    if args.project:
+        findings += project_findings(args.project, dists)
+    wanted = digests(args.pins, args.project)
+    if args.stamp:
+        findings += stamp_findings(args.stamp, wanted)
+    if args.write_stamp and not findings:
+        args.write_stamp.write_text(json.dumps(wanted) + "\n")
+    for line in (*findings, *cuda_findings(dists)):
+        print(line)
+    return 1 if findings else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,181 @@
+#!/usr/bin/env bash
+# Set up the Python environment that scripts/smoke.sh, scripts/test.sh and CI share, or repair it.
+#
+#   bash scripts/setup.sh [--venv DIR] [--python EXE] [--torch-index URL]
+#
+#   --venv DIR         where the environment is made           (default: .venv in the repository)
+#   --python EXE       a Python 3.11 to make it with           (default: python3.11, else python3 or python)
+#   --torch-index URL  also look here for torch's CPU build    (default: only pip's own settings, PIP_INDEX_URL etc.)
+#   --pins DIR         folder with the two pin files           (default: configs/)
+#   --no-project       leave out this project itself
+#
+# Safe to repeat and to interrupt: a finished environment is checked in two seconds (every pin, every file of every package), a
+# half-made or damaged one is repaired, and if that fails made anew. Two runs at once wait for each other.
+set -euo pipefail
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
+venv=$root/.venv pins=$root/configs python='' torch_index='' project=(--project "$root")
+needed_gb=4 index=()
+
+say() { printf '[setup %4ss] %s\n' "$SECONDS" "$*"; }
+die() { printf '[setup] error: %s\n' "$*" >&2; exit 1; }
+usage() { sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//;p}' "${BASH_SOURCE[0]}"; }
+
+while [ $# -gt 0 ]; do
+    case $1 in
+        --venv|--python|--torch-index|--pins) [ $# -ge 2 ] || die "$1 needs a value; see --help" ;;
+    esac
+    case $1 in
+        --venv) venv=$2; shift 2 ;;
+        --python) python=$2; shift 2 ;;
+        --torch-index) torch_index=$2; shift 2 ;;
+        --pins) pins=$(cd "$2" && pwd -P) || die "--pins $2: no such folder"; shift 2 ;;
+        --no-project) project=(); shift ;;
+        -h|--help) usage; exit 0 ;;
+        *) die "unknown option $1; see --help" ;;
+    esac
+done
+mkdir -p "$(dirname "$venv")" || die "cannot make the folder of --venv $venv; choose another --venv"
+venv=$(cd "$(dirname "$venv")" && pwd -P)/$(basename "$venv")
+main_pins=$pins/requirements-pypi.txt nodeps_pins=$pins/requirements-pypi-nodeps.txt
+stamp=$venv/.setup-finished started=$venv/.setup-started log=$venv/setup.log
+pip=("$venv/bin/python" -I -m pip --disable-pip-version-check --no-input install)
+[ -z "$torch_index" ] || index=(--extra-index-url "$torch_index")
+[ -f "$main_pins" ] && [ -f "$nodeps_pins" ] || die "$pins must hold $(basename "$main_pins") and $(basename "$nodeps_pins")"
+unset PYTHONPATH PYTHONHOME PIP_TARGET PIP_PREFIX PIP_USER PIP_REQUIREMENT # they would lead pip out of the environment
+
+check() { "$venv/bin/python" -I "$root/scripts/check_env.py" "${project[@]}" "$@" "$main_pins" "$nodeps_pins"; }
+ready() { [ -x "$venv/bin/python" ] && check --stamp "$stamp" >/dev/null 2>&1; }
+
+find_python() { # a Python 3.11 that runs and that is not the environment to be made, in $python
+    local candidate candidates=(python3.11 python3 python) found
+    [ -z "$python" ] || candidates=("$python")
+    for candidate in "${candidates[@]}"; do
+        found=$("$candidate" -c 'import sys; print(sys._base_executable if sys.version_info[:2] == (3, 11) else "")' 2>/dev/null) || true
+        if [ -n "$found" ]; then python=$found; return; fi
+    done
+    [ -z "$python" ] || die "--python $python is not a Python 3.11 that runs; the pins are for 3.11"
+    die "no Python 3.11 found (looked for ${candidates[*]}); install it (Debian 12: apt-get install python3.11-venv)" \
+        "or give one with --python EXE"
+}
+
+job=''
+with_progress() { # run a command: its own progress on a terminal; else into the log, with a line every 15 s
+    local status=0 waited=0
+    if [ -t 1 ]; then "$@" || status=$?; return "$status"; fi
+    "$@" >"$log" 2>&1 &
+    job=$!
+    while kill -0 "$job" 2>/dev/null; do
+        sleep 0.2; waited=$((waited + 1))
+        [ $((waited % 75)) != 0 ] || say "  ... $(grep -v WARNING "$log" | tail -n 1 | tr -cd '[:print:]' | cut -c1-100)"
+    done
+    wait "$job" || status=$?
+    job=''
+    [ "$status" = 0 ] || tail -n 25 "$log" | sed 's/^/    /' >&2
+    return "$status"
+}
+
+pip_failed() {
+    die "pip could not $1 (its words are above). Mostly this is the network, the index (PIP_INDEX_URL) or the disk: put that" \
+        "right and run this again; what is done is kept"
+}
+
+make_venv() { # an empty environment, only where nothing of anybody else's is
+    find_python
+    if [ -e "$venv" ]; then
+        [ -f "$venv/pyvenv.cfg" ] || [ -f "$started" ] || [ -z "$(ls -A "$venv")" ] ||
+            die "$venv exists and is not a Python environment; move it away or choose another --venv"
+        rm -rf "$venv"
+    fi
+    { mkdir -p "$venv" && touch "$started"; } || die "cannot write $venv; choose another --venv"
+    local free_gb; free_gb=$(df -Pk "$venv" | awk 'NR == 2 {print int($4 / 1048576)}')
+    if [ ${#project[@]} -gt 0 ] && [ "${free_gb:-$needed_gb}" -lt $needed_gb ]; then
+        die "$venv needs $needed_gb GB, ${free_gb} GB are free there; free some or choose another --venv"
+    fi
+    say "making $venv with $("$python" --version)"
+    "$python" -m venv "$venv" ||
+        die "$python cannot make environments (Debian: apt-get install python3.11-venv); or give another with --python EXE"
+    rm -f "$started"
+}
+
+pin_of() { grep -E "^$1==" "$main_pins" || true; }
+
+install_torch() { # the CPU build if an index offers it; no other package gets to choose
+    local pin; pin=$(pin_of torch)
+    [ -n "$pin" ] || return 0
+    say "torch: the CPU build of $pin"
+    if "${pip[@]}" -q --no-deps "${index[@]}" "$pin+cpu" >"$log" 2>&1; then return 0; fi
+    say "torch: no build named ${pin#*==}+cpu is offered; taking the plain one (it can be a CUDA build of several GB)"
+    with_progress "${pip[@]}" "${index[@]}" --constraint "$main_pins" "$pin" || pip_failed "install $pin"
+}
+
+install_all() { # into an environment that runs; every step leaves alone what is right already
+    local setuptools damaged
+    setuptools=$(pin_of setuptools)
+    [ -z "$setuptools" ] || "${pip[@]}" -q --no-deps "$setuptools" || pip_failed "install $setuptools"
+    install_torch
+    say "$(cat "$main_pins" "$nodeps_pins" | grep -c '==') pinned packages"
+    # --no-deps: the two files are the whole list, nothing unpinned comes along; build with the pinned setuptools
+    with_progress "${pip[@]}" --no-deps --no-build-isolation -r "$main_pins" -r "$nodeps_pins" || pip_failed "install the pins"
+    damaged=$(check | sed -n 's/^damaged //p' || true)
+    if [ -n "$damaged" ]; then
+        say "putting back what is damaged: $(paste -sd' ' <<<"$damaged" | cut -c1-90)"
+        # shellcheck disable=SC2086 # one word each
+        with_progress "${pip[@]}" "${index[@]}" --no-deps --no-build-isolation --ignore-installed $damaged ||
+            pip_failed "put back damaged packages"
+    fi
+    if [ ${#project[@]} -gt 0 ]; then
+        say "this project, editable"
+        with_progress "${pip[@]}" --no-deps --no-build-isolation --editable "$root" || pip_failed "install this project"
+    fi
+}
+
+finish() { # checked, imports, stamped
+    say "checking every file of every package"
+    local findings; findings=$(check) || { echo "$findings" >"$log"; return 1; }
+    if [ ${#project[@]} -gt 0 ]; then
+        "$venv/bin/python" -I -c 'import torch, ray, transformers, hydra, verl_patches' 2>"$log" ||
+            die "all packages are there but cannot be imported: $(tail -n 1 "$log"). A system library or memory may be missing"
+    fi
+    check --write-stamp "$stamp" >/dev/null
+}
+
+repair() { # 0: repaired; 1: this environment is past it; ends the script where a new one would fare no better
+    (install_all) || {
+        local probe=$venv/.setup-probe status=0
+        "$venv/bin/python" -I -m pip -q download --no-deps --no-cache-dir -d "$probe" "$(grep -m1 -E '==' "$main_pins")" \
+            >/dev/null 2>&1 || status=1
+        rm -rf "$probe"
+        [ "$status" = 0 ] || exit 1 # no package can be had: install_all has said what to do
+        return 1
+    }
+    finish
+}
+
+report_cuda() {
+    local cuda; cuda=$(check | sed -n 's/^cuda //p' || true)
+    [ -n "$cuda" ] || return 0
+    say "note: CUDA parts are here: $(paste -sd' ' <<<"$cuda" | cut -c1-150)"
+    say "note: where the index offers only the CUDA build of torch it is used, on the CPU; --torch-index URL can name another index"
+}
+
+if ready; then say "$venv is ready"; exit 0; fi
+if command -v flock >/dev/null; then
+    exec 9>"$venv.lock" || die "cannot write $venv.lock; choose another --venv"
+    flock -n 9 || { say "another set-up of $venv is running; waiting for it"; flock 9; }
+    if ready; then say "$venv is ready"; exit 0; fi
+fi
+interrupted() { [ -z "$job" ] || kill "$job" 2>/dev/null || true; say "interrupted; run this again, it goes on from here"; exit 130; }
+trap interrupted INT TERM
+
+usable='import sys, pip; sys.exit(sys.version_info[:2] != (3, 11))'
+if [ ! -f "$started" ] && [ -x "$venv/bin/python" ] && "$venv/bin/python" -I -c "$usable" 2>/dev/null; then
+    say "$venv is unfinished, damaged or of other pins: repairing it"
+    rm -f "$stamp"
+    repair || { say "it cannot be repaired: making it anew"; make_venv; install_all; finish || true; }
+else
+    make_venv; install_all; finish || true
+fi
+[ -f "$stamp" ] || die "the environment is still not right: $(tail -n 3 "$log" | paste -sd';'). Remove $venv and run this again"
+report_cuda
+say "ready: $venv ($(du -sm "$venv" | cut -f1) MB)"

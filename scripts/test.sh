@@ -1,0 +1,28 @@
+#!/usr/bin/env bash
+# Set up what is missing, then run the tests.
+#
+#   bash scripts/test.sh [--full] [--upstream DIR] [--venv DIR] [pytest arguments]
+#
+#   --full          also the layout matrix, controls and learning runs (up to an hour on two cores; without: up to 15 minutes)
+#   --upstream DIR  folder with git clones of verl, Megatron-LM, ...: also the tests that read upstream sources
+#   --venv DIR      environment to use or make (default: .venv)
+#   e.g. bash scripts/test.sh -m "not slow"      the quick ones: a minute
+#        bash scripts/test.sh tests/reshard -k plan
+set -euo pipefail
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
+venv=$root/.venv args=()
+absolute() { case $1 in /*) printf '%s' "$1" ;; *) printf '%s/%s' "$PWD" "$1" ;; esac; }
+while [ $# -gt 0 ]; do
+    case $1 in
+        -h|--help) sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//;p}' "${BASH_SOURCE[0]}"; exit 0 ;;
+        --venv|--upstream)
+            [ $# -ge 2 ] || { echo "[test] error: $1 needs a folder; see --help" >&2; exit 2; }
+            if [ "$1" = --venv ]; then venv=$(absolute "$2"); else args+=(--upstream "$(absolute "$2")"); fi
+            shift 2 ;;
+        *) args+=("$1"); shift ;;
+    esac
+done
+bash "$root/scripts/setup.sh" --venv "$venv"
+cd "$root"
+exec "$venv/bin/python" -m pytest "${args[@]}" </dev/null

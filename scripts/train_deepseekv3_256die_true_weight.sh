@@ -1,0 +1,16 @@
+#!/usr/bin/env bash
+# GRPO of DeepSeek-V3 671B on 256 dies (16 Atlas A3 nodes): DeepSeek-V3's own weights: the run that learns.
+#
+#   bash scripts/train_deepseekv3_256die_true_weight.sh --dry-run     # check and print ranks, groups, patches, environment, commands
+#   bash scripts/train_deepseekv3_256die_true_weight.sh               # join the Ray that runs on the nodes, and train
+#   ... actor_rollout_ref.rollout.n=8 trainer.total_training_steps=10         # any Hydra override; --help lists the options
+#
+# Before a real start: data in ./data/deepscaler, the model in ./DeepSeek-V3-hf, and Ray on every node (--dry-run prints the
+# ray commands). Run it where Ray's head runs. The exit code is the run's own. Everything else: configs/grpo_deepseekv3_256die_true_weight.yaml.
+set -euo pipefail
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
+python=$root/.venv/bin/python
+[ -x "$python" ] || python=python3 # an NPU image brings its own
+export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
+exec "$python" -m verl_patches train --config-name grpo_deepseekv3_256die_true_weight "$@"

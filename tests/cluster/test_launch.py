@@ -1,0 +1,198 @@
+"""The supervisor against real child processes: endings, exit codes, clean-up of all that was started, and only that."""
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from verl_patches.cluster import launch
+from verl_patches.cluster.compose import compose
+from verl_patches.errors import ConfigError
+
+NAME = "grpo_deepseekv3_tiny_cpu"
+FOLDER = "import os; from pathlib import Path; out = Path(os.environ['TENSORBOARD_DIR']).parent\n"
+SUMMARY = FOLDER + "(out / 'summary.json').write_text('{\"run\": \"t\", \"steps\": [1], \"exit\": \"ok\"}')\n"
+# a daemon as Ray makes them: a session of its own, its parent gone, deaf to SIGTERM
+DETACHED = FOLDER + """
+import subprocess, sys
+code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
+child = subprocess.Popen([sys.executable, "-c", code], start_new_session=True, stdout=subprocess.PIPE)
+child.stdout.readline()
+(out / "child.pid").write_text(str(child.pid))
+"""
+
+
+@pytest.fixture
+def start(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr("verl_patches.cluster.processes.TERM_S", 0.5)
+
+    def run(code: str, *overrides: str, **kwargs):
+        overrides = (f"recipe.output_root={tmp_path}", "recipe.run=t", *overrides)
+        lines: list[str] = []
+        command = [sys.executable, "-c", code]
+        outcome = launch.run(compose(NAME, overrides), NAME, overrides, lines.append, command=command, **kwargs)
+        return outcome, json.loads((tmp_path / "t" / "summary.json").read_text()), lines
+
+    return run
+
+
+def test_a_good_run(start):
+    code = SUMMARY + """
+import time
+(out / "progress.log").write_text("| one\\n| two\\n")
+x = bytearray(50_000_000)
+time.sleep(1.2)
+"""
+    outcome, summary, lines = start(code)
+    assert (outcome.code, outcome.reason, summary["exit"], summary["steps"]) == (0, "ok", "ok", [1])
+    assert lines == ["| one", "| two"]
+    assert 50_000_000 < summary["peak_pss_bytes"]["total"] < 200_000_000
+    names = {v["name"] for v in json.loads((outcome.folder / "environment.json").read_text())}
+    assert {"VERL_PATCHES", "VLLM_USE_V1", "RAY_TMPDIR"} <= names
+    assert not (outcome.folder / "ray_logs").exists()
+
+
+def test_a_driver_that_dies_names_its_error(start):
+    code = "import sys; print('noise'); raise ValueError('what: expected 2, found 3\\n  do this')"
+    outcome, summary, _ = start(code)
+    assert outcome.code == 1
+    assert summary["exit"] == outcome.reason == "ValueError: what: expected 2, found 3\n  do this"
+    assert summary["layout"]["train"] == "tp1 ep2 @2" and summary["steps"] == []  # valid though the driver wrote none
+
+
+def test_a_run_that_says_ok_but_exits_badly_is_not_ok(start):
+    outcome, summary, _ = start(SUMMARY + "raise SystemExit(3)")
+    assert outcome.code == 3 and summary["exit"] != "ok"
+
+
+def test_exit_zero_without_a_summary_is_an_error(start):
+    outcome, summary, _ = start("pass")
+    assert outcome.code == 1 and "without finishing" in summary["exit"]
+
+
+def test_a_killed_driver(start):
+    outcome, summary, _ = start("import os; os.kill(os.getpid(), 9)")
+    assert outcome.code == 128 + 9 and "SIGKILL" in summary["exit"]
+
+
+@pytest.mark.parametrize("key", ["wall_s", "quiet_s"])
+def test_a_hanging_driver_is_ended(start, key):
+    began = time.monotonic()
+    outcome, summary, _ = start(DETACHED + "import time; time.sleep(600)", f"recipe.timeouts.{key}=1")
+    assert outcome.code == launch.TIMED_OUT and key in summary["exit"]
+    assert time.monotonic() - began < 10
+    assert not psutil.pid_exists(int((outcome.folder / "child.pid").read_text()))
+
+
+def test_detached_daemons_are_ended_too_and_nothing_else(start, tmp_path):
+    bystander = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    try:
+        outcome, _, _ = start(DETACHED + SUMMARY)
+        assert outcome.code == 0 and outcome.ended
+        assert not psutil.pid_exists(int((outcome.folder / "child.pid").read_text()))
+        assert bystander.poll() is None
+    finally:
+        bystander.kill()
+        bystander.wait()
+
+
+def test_an_error_of_the_launcher_itself_leaves_nothing_running(start, tmp_path):
+    code = DETACHED + "import time; (out / 'progress.log').write_text('| x\\n'); time.sleep(600)"
+
+    def broken(line):
+        raise BrokenPipeError
+
+    overrides = (f"recipe.output_root={tmp_path}", "recipe.run=t")
+    with pytest.raises(BrokenPipeError):
+        launch.run(compose(NAME, overrides), NAME, overrides, broken, command=[sys.executable, "-c", code])
+    assert not psutil.pid_exists(int((tmp_path / "t" / "child.pid").read_text()))
+
+
+def test_the_temporary_folder_goes_and_ray_logs_stay(start):
+    code = FOLDER + """
+logs = Path(os.environ["RAY_TMPDIR"]) / "session_2025-01-01_00-00-00_0_1" / "logs"
+logs.mkdir(parents=True); (logs / "raylet.err").write_text("it broke"); (logs / "empty.out").touch()
+(out / "where").write_text(os.environ["RAY_TMPDIR"]); raise SystemExit(2)
+"""
+    outcome, _, _ = start(code)
+    assert (outcome.folder / "ray_logs" / "raylet.err").read_text() == "it broke"
+    assert not (outcome.folder / "ray_logs" / "empty.out").exists()
+    temp = Path((outcome.folder / "where").read_text())
+    assert not temp.exists() and len(str(temp)) < 40
+
+
+def test_a_second_run_replaces_outputs_only(start, tmp_path):
+    start(SUMMARY)
+    (tmp_path / "t" / "notes.txt").write_text("mine")
+    _, summary, _ = start("raise RuntimeError('no')")
+    assert summary["steps"] == [] and (tmp_path / "t" / "notes.txt").exists()
+
+
+def test_the_callers_ray_address_does_not_leak(start, monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    outcome, _, _ = start(SUMMARY + "assert 'RAY_ADDRESS' not in os.environ")
+    assert outcome.code == 0
+
+
+def test_a_taken_port_is_refused_before_anything_starts(start, tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"{port}, which is taken"):
+            start(SUMMARY, f"recipe.ray_port={port}")
+    assert not (tmp_path / "t").exists()
+    outcome, _, _ = start(SUMMARY + f"assert os.environ['RAY_GCS_SERVER_PORT'] == '{port}'", f"recipe.ray_port={port}")
+    assert outcome.code == 0  # free again
+
+
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=SLOW),
+                                              pytest.param(signal.SIGKILL, -9, marks=SLOW)])
+def test_signals_to_the_launcher(run_python, tmp_path, number, code):
+    launcher = f"""
+import sys, threading, os, time
+from verl_patches.cluster import launch, processes
+from verl_patches.cluster.compose import compose
+processes.TERM_S = 0.5
+overrides = ["recipe.output_root={tmp_path}", "recipe.run=t"]
+def interrupt():
+    while not os.path.exists({str(tmp_path / "t" / "child.pid")!r}): time.sleep(0.05)
+    time.sleep(0.2); os.kill(os.getpid(), {int(number)})
+threading.Thread(target=interrupt, daemon=True).start()
+child = {DETACHED + "(out / 'driver.pid').write_text(str(os.getpid()))" + chr(10) + "import time; time.sleep(600)"!r}
+sys.exit(launch.run(compose({NAME!r}, overrides), {NAME!r}, overrides, command=[sys.executable, "-c", child]).code)
+"""
+    done = run_python(launcher, timeout_s=30)
+    assert done.rc == code, done.err
+    driver, child = (int((tmp_path / "t" / name).read_text()) for name in ("driver.pid", "child.pid"))
+    if number == signal.SIGKILL:  # the driver dies with its launcher, and Ray's daemons with the driver
+        deadline = time.monotonic() + 5
+        while psutil.pid_exists(driver) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        psutil.Process(child).kill()  # this test's own, deaf to SIGTERM
+    else:
+        assert "interrupted by" in json.loads((tmp_path / "t" / "summary.json").read_text())["exit"]
+        assert not psutil.pid_exists(child)
+    assert not psutil.pid_exists(driver)
+
+
+@pytest.mark.slow
+def test_memory_sampling_is_cheap(start):
+    """Three processes of 100 MB for 4 s: sampling must cost the launcher < 3% of one core's time."""
+    code = SUMMARY + """
+import subprocess, sys, time
+grow = "import time; x = bytearray(100_000_000); time.sleep(4)"
+for child in [subprocess.Popen([sys.executable, "-c", grow]) for _ in range(2)]: child.wait()
+"""
+    began, wall = time.process_time(), time.monotonic()
+    outcome, summary, _ = start(code)
+    share = (time.process_time() - began) / (time.monotonic() - wall)
+    assert outcome.code == 0 and summary["peak_pss_bytes"]["total"] > 200_000_000
+    assert share < 0.06, share  # two cores: < 3% of the machine, composing the configuration included

@@ -1,0 +1,43 @@
+import pytest
+
+from verl_patches.cluster.recipe import Recipe, check_recipe, recipe_keys
+from verl_patches.errors import ConfigError
+
+
+def test_the_keys_are_the_leaves_of_the_dataclasses():
+    keys = [key for key, _ in recipe_keys()]
+    assert {"recipe.run", "recipe.patches", "recipe.train.layers_per_stage", "recipe.logprob_check.action"} <= set(keys)
+    assert "recipe.train" not in keys and len(keys) == len(set(keys))
+
+
+def test_the_defaults_are_valid():
+    check_recipe({"run": Recipe().run, "train": {"expert_split": "etp"}, "timeouts": {"wall_s": None}})
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"rolout": {"dp": 2}}, r"unknown key recipe\.rolout\.dp; did you mean recipe\.rollout\.dp"),
+        ({"wieght_sync": 1}, r"unknown key recipe\.wieght_sync"),
+        ({"rollout": {"tp": 2}}, r"unknown key recipe\.rollout\.tp"),
+        ({"line": "main"}, "recipe.line is 'main'; expected one of pypi, a3"),
+        ({"train": {"expert_split": "ep"}}, "expected one of etp, tp_extend_ep"),
+        ({"weight_sync": {"corruption": "all"}}, "expected one of none, skip, expert, bias, expert_shift"),
+        ({"run": "../up"}, "plain folder name"),
+        ({"rollout": {"dp": 0}}, "expected a whole number >= 1"),
+        ({"ray_port": 80}, "1024 to 65535"),
+        ({"ray_port": 7000, "ray_address": "auto"}, "remove one of them"),
+        ({"timeouts": {"wall_s": -1}}, "seconds > 0"),
+        ({"patches": ["model.mla"]}, r"expected \+row\.id or -row\.id"),
+        ({"platform": "cpu", "rollout": {"balanced_routing": True}}, "needs recipe.platform=npu, found cpu"),
+    ],
+)
+def test_wrong_keys_and_values_are_refused_by_name(section, message):
+    with pytest.raises(ConfigError, match=message):
+        check_recipe(section)
+
+
+def test_all_faults_are_told_at_once():
+    with pytest.raises(ConfigError) as error:
+        check_recipe({"line": "x", "platform": "y", "foo": 1})
+    assert all(word in str(error.value) for word in ("recipe.line", "recipe.platform", "recipe.foo"))

@@ -1,0 +1,109 @@
+"""Both 256-die scripts with --dry-run, as an operator types them, and the ways in which a plan must fail."""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPTS = {name: ROOT / "scripts" / f"train_deepseekv3_256die_{name}.sh" for name in ("random_init", "true_weight")}
+
+
+def dry_run(name, *arguments, cwd=None, env=None):
+    return subprocess.run(["bash", str(SCRIPTS[name]), "--dry-run", *arguments], capture_output=True, text=True, cwd=cwd,
+                          timeout=60, env={**os.environ, **(env or {})})
+
+
+def plan_of(name, *arguments):
+    done = dry_run(name, "--json", *arguments)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def plans():
+    return {name: plan_of(name) for name in SCRIPTS}
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_layouts_groups_and_ranks(plans, name):
+    plan = plans[name]
+    assert plan["ok"] and all(check["ok"] for check in plan["checks"])
+    train, rollout = plan["train"], plan["rollout"]
+    assert [len(layers) for layers in train["layers"]] == [7, 7, 8, 8, 8, 8, 8, 7]
+    sizes = {axis: (len(groups), len(groups[0])) for axis, groups in train["groups"].items()}
+    assert sizes == {"tp": (64, 4), "dp": (32, 8), "pp": (32, 8), "ep": (8, 32)}
+    assert train["groups"]["tp"][0] == [0, 1, 2, 3] and train["groups"]["pp"][0] == list(range(0, 256, 32))
+    instances = {"random_init": 1, "true_weight": 2}[name]
+    assert (rollout["instances"], rollout["dp_per_instance"]) == (instances, 128 // instances)
+    assert len(rollout["groups"]["ep"][0]) == 256 // instances
+    assert [entry["rank"] for entry in train["ranks"]] == list(range(256)) == [e["rank"] for e in rollout["ranks"]]
+    assert rollout["ranks"][255]["experts"] == [256 - instances, 255]
+    for groups in (*train["groups"].values(), *rollout["groups"].values()):
+        assert sorted(rank for group in groups for rank in group) == list(range(256))
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_patches_environment_and_commands(plans, name):
+    plan = plans[name]
+    on = {row["id"] for row in plan["patches"] if row["on"]}
+    assert on and not any(row_id.startswith("platform.") for row_id in on)  # no stand-in of a CPU
+    variables = {v["name"]: v for v in plan["environment"]}
+    assert variables["VLLM_ENABLE_FIX_ROUTE"]["value"] == {"random_init": "1", "true_weight": "0"}[name]
+    assert variables["VERL_PATCHES"]["value"].endswith("platform=npu")
+    commands = [command["command"] for command in plan["commands"]]
+    assert commands[0].startswith("ray start --head") and commands[1].startswith("ray start --address=")
+    assert "python -m verl_patches train --config-name grpo_deepseekv3_256die_" + name in commands[2]
+    assert not any("0.0.0.0" in command for command in commands)
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_it_starts_nothing_and_writes_nothing(tmp_path, name):
+    before = (ROOT / "outputs").exists()
+    done = dry_run(name, "recipe.run=never", cwd=tmp_path, env={"HOME": str(tmp_path), "TMPDIR": str(tmp_path)})
+    assert done.returncode == 0, done.stderr
+    for word in ("tp ", "64 groups of 4: [0-3] [4-7] [8-11] ...", "layers 54-60 (7)", "HCCL_CONNECT_TIMEOUT", "ray start"):
+        assert word in done.stdout
+    assert list(tmp_path.iterdir()) == [] and (ROOT / "outputs").exists() == before
+
+
+@pytest.mark.parametrize(
+    ("overrides", "code", "message"),
+    [
+        (["recipe.train.layers_per_stage=[8,8,8,8,8,8,8,7]"], 1, "adds up to 63, the model has 61"),
+        (["trainer.nnodes=15"], 1, "must divide world_size 240"),
+        (["recipe.rollout.dp=96"], 1, "expected all 256"),
+        (["recipe.foo=1"], 2, "unknown key recipe.foo"),
+        (["trainer.nodes=16"], 2, "did you mean trainer.nnodes"),
+        (["recipe.patches=[+no.such_row]"], 2, "names no row of the catalogue"),
+        (["--no-such-option"], 2, "No such option"),
+    ],
+)
+def test_what_is_wrong_is_named_and_the_exit_code_kept(overrides, code, message):
+    done = dry_run("true_weight", *overrides)
+    assert done.returncode == code, done.stdout + done.stderr
+    assert message in done.stderr
+
+
+def test_overrides_pass_through(plans):
+    plan = plan_of("true_weight", "actor_rollout_ref.rollout.n=8", "recipe.patches=[-rollout.*]")
+    assert "actor_rollout_ref.rollout.n=8" in plan["commands"][2]["command"]
+    on = {row["id"] for row in plan["patches"] if row["on"]}
+    assert on < {row["id"] for row in plans["true_weight"]["patches"] if row["on"]}
+
+
+def test_the_configs_hold_the_published_run():
+    from verl_patches.cluster.compose import compose
+
+    for name, balanced, forced in (("random_init", True, True), ("true_weight", False, False)):
+        config = compose(f"grpo_deepseekv3_256die_{name}")
+        actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+        assert (config.data.train_batch_size, rollout.n, actor.ppo_mini_batch_size) == (512, 16, 512)
+        assert (config.data.max_prompt_length, config.data.max_response_length) == (1024, 3072)
+        assert (rollout.temperature, rollout.top_p, rollout.top_k) == (0.9, 0.9, 50)
+        assert (actor.optim.lr, actor.kl_loss_type, actor.kl_loss_coef) == (1e-6, "low_var_kl", 0.001)
+        assert (actor.ppo_micro_batch_size_per_gpu, rollout.gpu_memory_utilization) == (1, 0.8)
+        assert (config.recipe.rollout.balanced_routing, rollout.ignore_eos) == (balanced, forced)
+        assert actor.load_weight is not forced

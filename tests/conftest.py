@@ -1,0 +1,143 @@
+"""What every test can use.
+
+Options
+    --full            also run the tests marked `full` (layout matrix, controls, learning runs)
+    --upstream DIR    folder with git clones of upstream (verl, Megatron-LM, ...), for tests marked `upstream`
+Fixtures
+    run_python        runs Python code in a fresh process under a given VERL_PATCHES, as tests of patches must
+    upstream_text     text of one upstream file at one commit, read from the clones of --upstream
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+SAFE_ENV = {
+    "HF_HUB_OFFLINE": "1",  # nothing is ever downloaded by a test
+    "MPLBACKEND": "Agg",
+    "OMP_NUM_THREADS": "1",  # several processes share two cores
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "TOKENIZERS_PARALLELISM": "false",
+    "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
+}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("verl_patches")
+    group.addoption("--full", action="store_true", help="also run the tests marked full")
+    group.addoption("--upstream", metavar="DIR", type=Path, help="folder with git clones of the upstream sources")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    for name, value in SAFE_ENV.items():  # before any test module imports torch
+        os.environ.setdefault(name, value)
+    os.environ.pop("VERL_PATCHES", None)  # a shell's own switches must not decide what a test sees
+    folder = config.getoption("--upstream")
+    if folder is not None and not folder.is_dir():
+        raise pytest.UsageError(f"--upstream {folder}: not a folder; expected one that holds git clones, e.g. DIR/verl")
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m is evaluated, so that `-m "not slow"` leaves out the full tests too
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("full"):
+            item.add_marker("slow")
+            if not config.getoption("--full"):
+                item.add_marker(pytest.mark.skip(reason="full test: runs with --full"))
+        if item.get_closest_marker("upstream") and config.getoption("--upstream") is None:
+            item.add_marker(pytest.mark.skip(reason="needs upstream sources: runs with --upstream DIR"))
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A process that has ended: exit code (negative: a signal), stdout and stderr as text."""
+
+    rc: int
+    out: str
+    err: str
+
+    def check(self) -> Finished:
+        """Return self if the process exited 0, else fail the test with the end of what it wrote."""
+        assert self.rc == 0, f"exit {self.rc}\n--- stdout\n{self.out[-4000:]}\n--- stderr\n{self.err[-8000:]}"
+        return self
+
+
+def _run_python(
+    code: str,
+    *args: str,
+    patches: str | None = None,
+    env: Mapping[str, str] | None = None,
+    timeout_s: float = 120,
+    cwd: Path | None = None,
+    flags: Sequence[str] = (),
+) -> Finished:
+    full_env = {k: v for k, v in os.environ.items() if k != "VERL_PATCHES"} | SAFE_ENV | dict(env or {})
+    if patches is not None:
+        full_env["VERL_PATCHES"] = patches
+    full_env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), full_env.get("PYTHONPATH")]))
+    process = subprocess.Popen(
+        [sys.executable, *flags, "-c", code, *args],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        env=full_env,
+        cwd=cwd,
+        start_new_session=True,
+    )
+    try:
+        out, err = process.communicate(timeout=timeout_s)
+    except BaseException as why:
+        os.killpg(process.pid, signal.SIGKILL)  # its own session: only what this test started
+        out, err = process.communicate()
+        if isinstance(why, subprocess.TimeoutExpired):
+            pytest.fail(f"killed after {timeout_s} s\n--- stdout\n{out[-4000:]}\n--- stderr\n{err[-8000:]}")
+        raise
+    return Finished(process.returncode, out, err)
+
+
+@pytest.fixture(scope="session")
+def run_python() -> Callable[..., Finished]:
+    """Run code in a fresh interpreter: `run_python("print(1)", patches="line=pypi,platform=cpu").check().out`.
+
+    Parameters: the code, then its sys.argv[1:] as strings; keywords: patches (the VERL_PATCHES variable; None leaves it
+    unset), env (more variables), timeout_s (then its whole process group is killed and the test fails), cwd, flags
+    (interpreter options). The repository is on its path. Returns `Finished` (rc, out, err); `.check()` demands exit 0.
+    """
+    return _run_python
+
+
+@pytest.fixture(scope="session")
+def upstream_text(pytestconfig: pytest.Config) -> Callable[[str, str, str], str]:
+    """Read a file of an upstream repository: `upstream_text("volcengine/verl", commit, "verl/protocol.py")`.
+
+    Clones are looked for in the folder given with --upstream, as NAME, NAME.git, OWNER+NAME or OWNER+NAME/repo, bare or
+    not. The test is skipped, with the reason, where the clone or the commit is not there.
+    """
+    folder = pytestconfig.getoption("--upstream")
+
+    def read(repository: str, commit: str, path: str) -> str:
+        if folder is None:
+            pytest.skip("needs upstream sources: runs with --upstream DIR")
+        name, joined = repository.rpartition("/")[2], repository.replace("/", "+")
+        clones = [folder / n for n in (name, f"{name}.git", joined, f"{joined}/repo")]
+        clone = next((c for c in clones if (c / ".git").exists() or (c / "HEAD").is_file()), None)
+        if clone is None:
+            pytest.skip(f"no clone of {repository} in {folder}")
+        git = ["git", f"--git-dir={clone / '.git' if (clone / '.git').exists() else clone}"]
+        if subprocess.run([*git, "cat-file", "-e", f"{commit}^{{commit}}"], capture_output=True).returncode:
+            pytest.skip(f"{clone} does not hold commit {commit}")
+        return subprocess.run([*git, "show", f"{commit}:{path}"], capture_output=True, check=True).stdout.decode()
+
+    return read

@@ -1,0 +1,104 @@
+"""Run in a fresh process: build real vLLM DeepSeek-V3 models rank by rank and print what they hold.
+
+argv[1]: JSON list of {config: HF config, instances, dp, tp, pp, expert_parallel, layers: null or counts, ranks: [...]}.
+Prints one JSON line per case and rank: {case, rank, groups: {name: ranks}, tensors: {name: [shape, dtype]}, experts, first_word}.
+vLLM's own initialize_model_parallel forms the groups. Every group it asks for gets torch's fake backend, which pretends
+that the other ranks exist, and no shared-memory queue, which would wait for them.
+"""
+
+import functools
+import json
+import os
+import resource
+import sys
+import tempfile
+from pathlib import Path
+
+from verl_patches.patching.engine import start
+from verl_patches.patching.switches import from_environment
+from verl_patches.platform.cpu import rows_vllm
+
+start(rows_vllm.ROWS, from_environment()).apply()  # vLLM's stand-ins only: the wheel's compiled ops do not load here
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
+from vllm.config import set_current_vllm_config  # noqa: E402
+from vllm.distributed import parallel_state  # noqa: E402
+from vllm.engine.arg_utils import EngineArgs  # noqa: E402
+from vllm.model_executor.layers.fused_moe import FusedMoE  # noqa: E402
+from vllm.model_executor.models.deepseek_v2 import DeepseekV3ForCausalLM  # noqa: E402
+
+_new_group = dist.new_group
+
+
+@functools.wraps(_new_group)
+def fake_group(ranks=None, *args, **kwargs):
+    return _new_group(ranks, backend="fake")
+
+
+_init_group = parallel_state.init_model_parallel_group
+
+
+def quiet_group(group_ranks, local_rank, backend, use_message_queue_broadcaster=False, group_name=None):
+    """A group without the shared-memory queue, which waits for its other ranks to connect."""
+    return _init_group(group_ranks, local_rank, backend, False, group_name)
+
+
+parallel_state.init_model_parallel_group = quiet_group
+# the real one broadcasts a pickled object; under the fake backend other ranks "receive" uninitialised sizes
+parallel_state.in_the_same_node_as = lambda group, source_rank=0: [True] * dist.get_world_size(group)
+resource.setrlimit(
+    resource.RLIMIT_AS, (16 << 30, 16 << 30)
+)  # should upstream ask another such question, fail, not swap
+
+
+def engine_config(case: dict, rank: int):
+    folder = Path(tempfile.mkdtemp())
+    (folder / "config.json").write_text(json.dumps(case["config"]))
+    config = EngineArgs(
+        model=str(folder),
+        skip_tokenizer_init=True,
+        dtype="bfloat16",
+        max_model_len=64,
+        tensor_parallel_size=case["tp"],
+        pipeline_parallel_size=case["pp"],
+        enable_expert_parallel=case["expert_parallel"],
+        distributed_executor_backend="external_launcher",
+        enforce_eager=True,
+    ).create_engine_config()
+    # as an engine of several DP ranks in verl's processes sees it: EngineArgs would start vLLM's own DP bootstrap
+    config.parallel_config.data_parallel_size = case["dp"]
+    config.parallel_config.data_parallel_rank = rank // (case["tp"] * case["pp"]) % case["dp"]
+    return config
+
+
+def run_rank(case: dict, rank: int) -> dict:
+    world_size = case["instances"] * case["dp"] * case["pp"] * case["tp"]
+    config = engine_config(case, rank)
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    with set_current_vllm_config(config):
+        parallel_state._WORLD = parallel_state.init_world_group(list(range(world_size)), 0, "fake")
+        parallel_state.initialize_model_parallel(case["tp"], case["pp"], "fake")
+        groups = {name: getattr(parallel_state, f"_{name.upper()}").ranks for name in ("tp", "pp", "dp", "ep")}
+        torch.set_default_dtype(torch.bfloat16)
+        model = DeepseekV3ForCausalLM(vllm_config=config)
+        torch.set_default_dtype(torch.float32)
+    tensors = {n: [list(p.shape), str(p.dtype).removeprefix("torch.")] for n, p in model.named_parameters()}
+    parallel_state.destroy_model_parallel()
+    parallel_state._WORLD = None
+    dist.destroy_process_group()
+    embedding = model.model.embed_tokens
+    first_word = embedding.shard_indices.org_vocab_start_index if hasattr(embedding, "shard_indices") else None
+    maps = [m.expert_map for m in model.modules() if isinstance(m, FusedMoE)]  # global id -> local id or -1
+    experts = None if not maps or maps[0] is None else [i for i, local in enumerate(maps[0].tolist()) if local >= 0]
+    return {"rank": rank, "groups": groups, "tensors": tensors, "experts": experts, "first_word": first_word}
+
+
+dist.new_group = torch.distributed.new_group = fake_group
+for number, case in enumerate(json.loads(sys.argv[1])):
+    if case["layers"]:
+        os.environ["VLLM_PP_LAYER_PARTITION"] = ",".join(map(str, case["layers"]))
+    for rank in case["ranks"]:
+        print(json.dumps({"case": number, **run_rank(case, rank)}), flush=True)
+    os.environ.pop("VLLM_PP_LAYER_PARTITION", None)

@@ -1,0 +1,195 @@
+"""ParallelLayout against Megatron's own rank arithmetic, and the rollout layout against vLLM's rank order."""
+
+import ast
+import importlib.util
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from verl_patches.errors import ConfigError
+from verl_patches.layout.parallel import MEGATRON_ORDER, ParallelLayout, parse_layout, rollout_layout
+
+TRAIN_256 = "tp4 pp8 ep32 etp1 @256 layers=7,7,8,8,8,8,8,7"
+EXPERT_NAMES = {"etp": "tp", "edp": "dp"}
+
+
+def _rank_generator():
+    """megatron.core.parallel_state.RankGenerator itself, from the installed file: importing it would take seconds."""
+    root = Path(importlib.util.find_spec("megatron").submodule_search_locations[0])
+    tree = ast.parse((root / "core" / "parallel_state.py").read_text())
+    wanted = {"generate_masked_orthogonal_rank_groups", "RankGenerator"}
+    tree.body = [node for node in tree.body if getattr(node, "name", None) in wanted]
+    assert len(tree.body) == 2
+    space = {"List": list}
+    exec(compile(tree, "parallel_state.py", "exec"), space)
+    return space["RankGenerator"]
+
+
+RankGenerator = _rank_generator()
+
+
+def _megatron_generators(tp, cp, ep, etp, pp, world_size, order):
+    """The two generators and the refusals of initialize_model_parallel (0.12.2, decoder only), in its order."""
+    if world_size % (tp * cp * pp) or world_size % (etp * ep * pp):
+        return None
+    dp, edp = world_size // (tp * cp * pp), world_size // (etp * ep * pp)
+    dense = RankGenerator(tp=tp, ep=1, dp=dp, pp=pp, cp=cp, order=order)
+    expert = RankGenerator(tp=etp, ep=ep, dp=edp, pp=pp, cp=1, order=order)
+    if not (order.endswith("pp") or pp == 1 or edp == dp):
+        return None
+    if dense.get_ranks("pp") != expert.get_ranks("pp"):
+        return None
+    return dense, expert
+
+
+SIZES = st.sampled_from([1, 1, 2, 3, 4])
+ORDERS = st.one_of(st.just(MEGATRON_ORDER), st.permutations(["tp", "cp", "ep", "dp", "pp"]).map("-".join))
+
+
+@settings(max_examples=300, deadline=None)
+@given(tp=SIZES, cp=SIZES, ep=SIZES, etp=SIZES, pp=SIZES, replicas=st.sampled_from([1, 2, 4, 6]), order=ORDERS)
+def test_groups_equal_megatrons(tp, cp, ep, etp, pp, replicas, order):
+    world_size = tp * cp * pp * replicas
+    generators = _megatron_generators(tp, cp, ep, etp, pp, world_size, order)
+    if generators is None:
+        with pytest.raises(ConfigError):
+            ParallelLayout(world_size, tp=tp, cp=cp, ep=ep, etp=etp, pp=pp, order=order)
+        return
+    layout = ParallelLayout(world_size, tp=tp, cp=cp, ep=ep, etp=etp, pp=pp, order=order)
+    dense, expert = generators
+    for name in ("tp", "cp", "dp", "pp", "tp-pp", "tp-cp", "dp-cp", "tp-dp", "tp-dp-cp"):
+        assert layout.groups(name) == dense.get_ranks(name), name
+    for name in ("etp", "ep", "edp", "etp-ep", "etp-ep-pp"):
+        megatron_name = "-".join(EXPERT_NAMES.get(part, part) for part in name.split("-"))
+        assert layout.groups(name) == expert.get_ranks(megatron_name), name
+
+
+@settings(max_examples=100, deadline=None)
+@given(tp=SIZES, ep=SIZES, pp=SIZES, replicas=st.sampled_from([1, 2, 4]), order=ORDERS)
+def test_coordinates_and_ranks_are_inverse(tp, ep, pp, replicas, order):
+    try:
+        layout = ParallelLayout(tp * pp * ep * replicas, tp=tp, ep=ep, etp=tp, pp=pp, order=order)
+    except ConfigError:
+        return
+    for rank in range(layout.world_size):
+        at = layout.coordinates(rank)
+        assert layout.rank_of(tp=at.tp, cp=at.cp, dp=at.dp, pp=at.pp) == rank
+        assert layout.rank_of(etp=at.etp, ep=at.ep, edp=at.edp, pp=at.pp) == rank
+        for axis in ("tp", "cp", "dp", "pp", "etp", "ep", "edp"):
+            assert layout.group_of(axis, rank)[getattr(at, axis)] == rank
+
+
+def test_a_wrong_order_is_noticed():
+    """Negative control: the comparison with Megatron fails for a layout that numbers ranks another way."""
+    layout = ParallelLayout(16, tp=2, pp=2, ep=4, etp=1)
+    dense, _ = _megatron_generators(2, 1, 4, 1, 2, 16, "tp-pp-cp-ep-dp") or (None, None)
+    assert dense is None  # Megatron refuses that order here; and where it accepts one, groups differ:
+    dense, _ = _megatron_generators(2, 1, 1, 2, 2, 16, "tp-pp-cp-ep-dp")
+    assert layout.groups("dp") != dense.get_ranks("dp")
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    instances=st.integers(1, 4),
+    dp=st.sampled_from([1, 2, 4]),
+    tp=st.sampled_from([1, 2, 4]),
+    pp=st.sampled_from([1, 2]),
+)
+def test_rollout_groups_follow_vllms_rank_order(instances, dp, tp, pp):
+    """vLLM 0.9.1: ranks are arange(world).reshape(instance, dp, pp, tp); EP takes dp and tp of one instance, stage."""
+    if pp > 1 and dp > 1:
+        with pytest.raises(ConfigError):
+            rollout_layout(instances, dp, tp, pp)
+        return
+    layout = rollout_layout(instances, dp, tp, pp)
+    grid = [(i, d, p, t) for i in range(instances) for d in range(dp) for p in range(pp) for t in range(tp)]
+
+    def along(*axes):
+        """Groups of ranks that agree on every axis but `axes`."""
+        groups = {}
+        for rank, at in enumerate(grid):
+            groups.setdefault(tuple(x for axis, x in enumerate(at) if axis not in axes), []).append(rank)
+        return sorted(groups.values())
+
+    assert (layout.world_size, layout.edp) == (len(grid), instances)
+    assert sorted(layout.groups("tp")) == along(3)
+    assert sorted(layout.groups("pp")) == along(2)
+    assert layout.groups("instance-dp") == along(1)
+    assert sorted(layout.groups("ep")) == along(1, 3)
+    assert layout.groups("instance") == along(1, 2, 3)
+    assert [layout.coordinates(rank).edp for rank in range(len(grid))] == [at[0] for at in grid]
+
+
+def test_the_three_layouts_of_256_dies():
+    train = parse_layout(TRAIN_256)
+    assert (train.tp, train.pp, train.ep, train.etp, train.dp, train.edp) == (4, 8, 32, 1, 8, 1)
+    assert [len(layers) for layers in train.chunk_layers(61)] == [7, 7, 8, 8, 8, 8, 8, 7]
+    assert train.stage_layers(7, 61) == tuple(range(54, 61))
+    assert train.local_experts(31, 256) == range(248, 256)
+    random_init, true_weight = rollout_layout(1, dp=128, tp=2), rollout_layout(2, dp=64, tp=2)
+    assert str(random_init) == "tp2 ep256 etp1 @256"
+    assert str(true_weight) == "tp2 ep128 etp1 @256"
+    assert (true_weight.edp, true_weight.dp) == (2, 128)
+    assert random_init.local_experts(255, 256) == range(255, 256)
+    assert true_weight.local_experts(128, 256) == range(2)  # first rank of the second instance
+    assert [len(group) for group in true_weight.groups("instance")] == [128, 128]
+    assert true_weight.groups("instance-dp")[0] == list(range(0, 128, 2))
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    tp=SIZES,
+    cp=SIZES,
+    ep=SIZES,
+    etp=SIZES,
+    pp=SIZES,
+    vpp=SIZES,
+    replicas=st.sampled_from([1, 3]),
+    order=ORDERS,
+    listed=st.booleans(),
+)
+def test_text_form_round_trips(tp, cp, ep, etp, pp, vpp, replicas, order, listed):
+    layers = tuple(range(1, pp * vpp + 1)) if listed else None
+    try:
+        layout = ParallelLayout(tp * cp * pp * ep * etp * replicas, tp, cp, ep, etp, pp, vpp, layers, order)
+    except ConfigError:
+        return
+    assert parse_layout(str(layout)) == layout
+
+
+def test_interleaved_chunks_are_dealt_in_turn():
+    """Megatron's interleaved schedule (transformer_block.py): 8 layers, pp 2, vpp 2: stage 0 holds [0, 1], [4, 5]."""
+    layout = ParallelLayout(2, pp=2, vpp=2)
+    assert layout.stage_layers(0, 8) == (0, 1, 4, 5)
+    assert layout.stage_layers(1, 8) == (2, 3, 6, 7)
+    uneven = ParallelLayout(2, pp=2, vpp=2, layers_per_stage=(1, 3, 2, 2))
+    assert uneven.stage_layers(1, 8) == (1, 2, 3, 6, 7)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: ParallelLayout(8, tp=3), "must divide world_size 8"),
+        (lambda: ParallelLayout(8, tp=2, ep=8), "etp\\*ep\\*pp = 2\\*8\\*1"),
+        (lambda: ParallelLayout(8, tp=0), "tp must be a whole number"),
+        (lambda: ParallelLayout(8, order="tp-dp-pp"), "each once"),
+        (lambda: ParallelLayout(8, tp=2, pp=2, ep=4, etp=1, order="tp-pp-cp-ep-dp"), "put pp last"),
+        (lambda: ParallelLayout(8, vpp=2), "needs pp > 1"),
+        (lambda: ParallelLayout(8, pp=2, layers_per_stage=(4,)), "must hold 2 counts"),
+        (lambda: ParallelLayout(8, pp=8).chunk_layers(61), "give a list"),
+        (lambda: ParallelLayout(8, pp=2, layers_per_stage=(4, 5)).stage_layers(0, 8), "adds up to 9"),
+        (lambda: ParallelLayout(8, ep=8, etp=1).local_experts(0, 12), "must divide the number of routed experts"),
+        (lambda: ParallelLayout(8).coordinates(8), "0..7, found 8"),
+        (lambda: ParallelLayout(8, tp=2).rank_of(tp=2), "tp must be in 0..1"),
+        (lambda: ParallelLayout(8).rank_of(tp=0, ep=0), "mix the dense view"),
+        (lambda: ParallelLayout(8).groups("xp"), "no axis 'xp'"),
+        (lambda: parse_layout("tp2 zp3 @4"), "cannot read 'zp3'"),
+        (lambda: parse_layout("tp2 tp2 @4"), "given twice"),
+        (lambda: parse_layout("tp2"), "@256"),
+    ],
+)
+def test_mistakes_are_named(make, message):
+    with pytest.raises(ConfigError, match=message):
+        make()

@@ -1,0 +1,38 @@
+"""What both sides of the parity tests compute alike, and how they are compared."""
+
+from __future__ import annotations
+
+import torch
+
+
+def next_token_loss(logits: torch.Tensor, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Mean cross entropy of the real tokens: logits [B, S, V], ids and mask [B, S]."""
+    wanted = mask[:, 1:] & mask[:, :-1]
+    return torch.nn.functional.cross_entropy(logits[:, :-1][wanted].float(), ids[:, 1:][wanted])
+
+
+def logits_error(reference, found):
+    """max |difference| over max |logit|, on real tokens."""
+    mask, expected = reference["mask"], reference["logits"]
+    return ((found[mask] - expected[mask]).abs().max() / expected[mask].abs().max()).item()
+
+
+def whole_gradients(ranks, layout):
+    """HF name -> gradient, put together from what every rank knows."""
+    parts = {}
+    for rank in ranks:
+        for names, axis, part, of, tensor in rank[layout]["gradients"]:
+            pieces = tensor.chunk(len(names)) if len(names) > 1 else (tensor,)
+            for name, piece in zip(names, pieces, strict=True):
+                slot = parts.setdefault(name, [axis, [None] * of])
+                earlier = slot[1][part]
+                assert earlier is None or torch.allclose(earlier, piece, atol=1e-6), f"{name} differs between ranks"
+                slot[1][part] = piece
+    return {name: torch.cat(pieces, dim=axis or 0) if len(pieces) > 1 else pieces[0]
+            for name, (axis, pieces) in parts.items()}  # fmt: skip
+
+
+def gradient_errors(expected, found):
+    """HF name -> |difference| over |gradient|, both as norms over the tensor."""
+    assert found.keys() == expected.keys()
+    return {name: ((found[name] - g).norm() / g.norm().clamp(min=1e-12)).item() for name, g in expected.items()}

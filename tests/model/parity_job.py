@@ -1,0 +1,130 @@
+"""What one rank does in the parity tests; runs inside rank_main.py, under the rows."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+
+import torch
+from megatron.core import parallel_state as mpu
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.utils import get_model_config
+from parity import next_token_loss
+from verl.models.mcore import get_mcore_forward_fn, get_mcore_weight_converter
+from verl.utils.megatron_utils import per_tensor_generator, unwrap_model
+
+from verl_patches.layout.inventory import build_inventory
+from verl_patches.layout.parallel import ParallelLayout
+from verl_patches.model.build import build_model, start_parallel
+from verl_patches.model.load import named_weights, source
+
+LAYER_NAMES = {"qkv_layer_name": "self_attention.linear_qkv.", "gate_proj_layer_name": "linear_fc1.weight"}
+
+
+def run(chunks, config, hf_config, batch, packed=True, backward=False):
+    """Logits [B, S, V] of all padded places on the last stage (None elsewhere), TP shards gathered, by verl's forward."""
+    forward = get_mcore_forward_fn(hf_config)
+    kept = []
+
+    def step(batches, model):
+        ids, mask, position_ids = next(batches)
+        logits = forward(model, ids, mask, position_ids, sequence_parallel=config.sequence_parallel, pack_seqs=packed)
+        return logits, partial(loss, ids, mask)
+
+    def loss(ids, mask, logits):
+        parts = [torch.empty_like(logits) for _ in range(mpu.get_tensor_model_parallel_world_size())]
+        torch.distributed.all_gather(parts, logits.detach().contiguous(), group=mpu.get_tensor_model_parallel_group())
+        parts[mpu.get_tensor_model_parallel_rank()] = logits
+        whole = torch.cat(parts, dim=-1)
+        kept.append(whole.detach())
+        # every TP rank sees the whole loss: Megatron's embedding and head expect the gradient of their own shard only
+        return next_token_loss(whole, ids, mask), {}
+
+    for chunk in chunks:
+        get_model_config(chunk).finalize_model_grads_func = finalize_model_grads
+    get_forward_backward_func()(
+        forward_step_func=step,
+        data_iterator=iter([batch]),
+        model=chunks if len(chunks) > 1 else chunks[0],
+        num_microbatches=1,
+        seq_length=batch[0].numel(),
+        micro_batch_size=1,
+        forward_only=not backward,
+    )
+    return kept[0] if kept else None
+
+
+def local_gradients(chunks, folder):
+    """What this rank knows of each gradient: HF names joined along axis 0, axis, part, parts, tensor."""
+    inventory = build_inventory(folder)
+    found = []
+    for chunk in unwrap_model(chunks):
+        for name, parameter in chunk.named_parameters():
+            origin = source(chunk, name, inventory)
+            part, parts = (0, 1) if origin.whole_shape == tuple(parameter.shape) else (origin.part, origin.parts)
+            names = [p.name for p in origin.parameters]
+            found.append((names, origin.axis, part, parts, parameter.main_grad.clone()))
+    return found
+
+
+def layouts_job(folder: Path) -> dict:
+    """Logits and gradients at every layout that the test wrote to layouts.json."""
+    model, batch = folder / "model", torch.load(folder / "batch.pt")
+    found = {}
+    for name, sizes in json.loads((folder / "layouts.json").read_text()).items():
+        start_parallel(ParallelLayout(torch.distributed.get_world_size(), **sizes))
+        chunks, config, hf_config = build_model(model, wrap_with_ddp=True)
+        found[name] = {
+            "packed": run(chunks, config, hf_config, batch),
+            "padded": run(chunks, config, hf_config, batch, packed=False),
+            "synced": synced(chunks, config, hf_config),
+        }
+        for chunk in chunks:
+            chunk.zero_grad_buffer()
+        run(chunks, config, hf_config, batch, backward=True)
+        found[name]["gradients"] = local_gradients(chunks, model)
+    return found
+
+
+def synced(chunks, config, hf_config):
+    """What verl would send to the rollout, by HF name (rank 0 only: every rank yields all of it)."""
+    converter = get_mcore_weight_converter(hf_config, torch.float32)
+    sent = {n: t.clone() for n, t in per_tensor_generator(chunks, hf_config, converter, config, LAYER_NAMES)}
+    return sent if torch.distributed.get_rank() == 0 else None
+
+
+def controls_job(folder: Path) -> dict:
+    """Logits with one thing left out each."""
+    model, batch = folder / "model", torch.load(folder / "batch.pt")
+    start_parallel(ParallelLayout(torch.distributed.get_world_size()))
+    left_out = {
+        "nothing": {},
+        "groups": {"moe_router_num_groups": None, "moe_router_group_topk": None},
+        "mscale": {"mscale": 0.0, "mscale_all_dim": 0.0},
+        "yarn": {"rope_type": "rope"},
+        "bias": {},
+    }
+    found = {}
+    for name, overrides in left_out.items():
+        chunks, config, hf_config = build_model(model, overrides=overrides)
+        if name == "bias":
+            for tensor_name, tensor in named_weights(unwrap_model(chunks)[0]):
+                if tensor_name.endswith("expert_bias"):
+                    tensor.zero_()
+        found[name] = run(chunks, config, hf_config, batch)
+    return found
+
+
+def bf16_job(folder: Path) -> dict:
+    """Correction biases after loading and after a step of a bf16 model, and the settings that must not move them."""
+    model, batch = folder / "model", torch.load(folder / "batch.pt")
+    start_parallel(ParallelLayout(torch.distributed.get_world_size(), tp=2, ep=2, etp=1))
+    chunks, config, hf_config = build_model(model, dtype=torch.bfloat16, wrap_with_ddp=True)
+    weights = dict(named_weights(unwrap_model(chunks)[0]))
+    loaded = {n: t.clone() for n, t in weights.items() if n.endswith("expert_bias")}
+    logits = run(chunks, config, hf_config, batch, backward=True)
+    after = {n: t.clone() for n, t in named_weights(unwrap_model(chunks)[0]) if n.endswith("expert_bias")}
+    dtypes = {str(t.dtype) for n, t in weights.items() if not n.endswith("expert_bias")}
+    return {"loaded": loaded, "after": after, "logits": logits, "dtypes": dtypes}

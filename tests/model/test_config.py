@@ -1,0 +1,78 @@
+"""Row model.config: what verl's converter leaves out, and what it takes for granted."""
+
+import json
+
+import pytest
+
+ROW = "model.config"
+pytestmark = pytest.mark.slow
+
+CODE = """
+import verl_patches.prelude_patch
+import json, sys, torch
+from megatron.core import parallel_state
+from transformers import AutoConfig
+torch.distributed.init_process_group("nccl", store=torch.distributed.HashStore(), rank=0, world_size=1)
+parallel_state.initialize_model_parallel()
+from verl.models.mcore import hf_to_mcore_config
+found = []
+for changes, overrides in json.loads(sys.argv[2]):
+    hf_config = AutoConfig.from_pretrained(sys.argv[1])
+    for key, value in changes.items():
+        setattr(hf_config, key, value)
+    try:
+        config = hf_to_mcore_config(hf_config, torch.bfloat16, **overrides)
+        found.append({k: v for k, v in vars(config).items() if isinstance(v, (int, float, str, type(None)))})
+    except ValueError as error:
+        found.append(str(error))
+with open(sys.argv[3], "w") as file:
+    json.dump(found, file)
+"""
+WRONG = [
+    ({"scoring_func": "softmax"}, "scoring_func must be 'sigmoid'"),
+    ({"topk_method": "greedy"}, "topk_method must be 'noaux_tc'"),
+    ({"norm_topk_prob": False}, "norm_topk_prob must be True"),
+    ({"num_experts_per_tok": 6}, "num_experts_per_tok must be 2 * topk_group"),
+    ({"rope_scaling": {"rope_type": "yarn", "factor": 40.0}}, '"type": "yarn"'),
+    ({"rope_scaling": {"type": "yarn", "mscale": 1.0, "mscale_all_dim": 0.7}}, "mscale and mscale_all_dim"),
+]
+CASES = [({}, {}), ({}, {"moe_router_bias_update_rate": 0.001}), ({"n_group": 1}, {}), *((c, {}) for c, _ in WRONG)]
+
+
+@pytest.fixture(scope="module")
+def convert(run_python, tiny_folder, tmp_path_factory):
+    """convert(switches): config fields, or the error, of every case."""
+
+    def run(switches=""):
+        out = tmp_path_factory.mktemp("config") / "found.json"
+        patches = "line=pypi,platform=cpu" + switches
+        run_python(CODE, str(tiny_folder), json.dumps(CASES), str(out), patches=patches).check()
+        return json.loads(out.read_text())
+
+    return run
+
+
+def test_groups_router_and_balancing(convert):
+    plain, overridden, ungrouped, *refused = convert()
+    assert (plain["moe_router_num_groups"], plain["moe_router_group_topk"]) == (4, 2)
+    assert plain["moe_router_dtype"] == "fp32"
+    assert plain["moe_router_load_balancing_type"] == "none"
+    assert plain["moe_aux_loss_coeff"] == 0
+    assert plain["moe_router_bias_update_rate"] == 0
+    # yarn comes over rightly by verl's own converter
+    assert plain["rope_type"] == "yarn"
+    assert plain["max_position_embeddings"] == 64
+    assert (plain["rotary_scaling_factor"], plain["beta_fast"], plain["beta_slow"]) == (40, 32, 1)
+    assert (plain["mscale"], plain["mscale_all_dim"]) == (1, 1)
+    assert overridden["moe_router_bias_update_rate"] == 0.001  # the user's word wins
+    assert ungrouped["moe_router_num_groups"] is None
+    for (_, message), found in zip(WRONG, refused, strict=True):
+        assert message in found
+
+
+def test_without_the_row_groups_are_dropped(convert):
+    plain, *_, unequal_mscale = convert(f",-{ROW}")
+    assert plain["moe_router_num_groups"] is None
+    assert plain["moe_router_dtype"] == "fp64"
+    assert plain["moe_router_load_balancing_type"] == "seq_aux_loss"
+    assert isinstance(unequal_mscale, dict)  # accepted, and computed wrongly

@@ -1,0 +1,65 @@
+"""Our Megatron DeepSeek-V3 against transformers' on the tiny model, at every layout, with controls that must fail."""
+
+import json
+
+import pytest
+import torch
+
+LAYOUTS = {
+    "pp2": {"pp": 2},  # first: Megatron forgets to reset the ranks of the embedding groups between layouts
+    "tp1": {},
+    "tp2": {"tp": 2},
+    "ep2": {"ep": 2},
+    "tp2ep2": {"tp": 2, "ep": 2, "etp": 1},
+}
+TOLERANCE = 1e-4
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def layouts(reference, run_ranks):
+    """Each rank's findings at every layout: one launch for all."""
+    (reference["folder"] / "layouts.json").write_text(json.dumps(LAYOUTS))
+    return run_ranks("parity_job.py:layouts_job", reference["folder"])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("form", ["packed", "padded"])
+def test_logits_equal_transformers(reference, layouts, parity, layout, form):
+    found = [rank[layout][form] for rank in layouts if rank[layout][form] is not None]
+    assert len(found) == (1 if layout == "pp2" else 2)
+    assert max(parity.logits_error(reference, logits) for logits in found) <= TOLERANCE
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gradients_equal_transformers(reference, layouts, parity, layout):
+    errors = parity.gradient_errors(reference["gradients"], parity.whole_gradients(layouts, layout))
+    assert max(errors.values()) <= 1e-4, sorted(errors.items(), key=lambda e: -e[1])[:5]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_weights_sent_to_rollout_are_the_files(reference, layouts, layout):
+    sent = layouts[0][layout]["synced"]
+    assert sent.keys() == reference["weights"].keys()
+    wrong = [name for name, tensor in sent.items() if not torch.equal(tensor, reference["weights"][name])]
+    assert not wrong
+
+
+def test_leaving_something_out_fails_parity(reference, run_ranks, parity):
+    found = run_ranks("parity_job.py:controls_job", reference["folder"], world_size=1)[0]
+    errors = {name: parity.logits_error(reference, logits) for name, logits in found.items()}
+    assert errors.pop("nothing") <= TOLERANCE
+    assert min(errors.values()) > 100 * TOLERANCE, errors
+
+
+def test_correction_bias_stays_fp32_and_still_in_bf16(reference, run_ranks, parity):
+    for rank in run_ranks("parity_job.py:bf16_job", reference["folder"]):
+        assert rank["dtypes"] == {"torch.bfloat16"}
+        assert len(rank["loaded"]) == 3
+        for name, bias in rank["loaded"].items():
+            layer = name.split(".")[2]
+            expected = reference["weights"][f"model.layers.{layer}.mlp.gate.e_score_correction_bias"]
+            assert bias.dtype == torch.float32
+            assert torch.equal(bias, expected)
+            assert torch.equal(rank["after"][name], expected)
+        assert 1e-4 < parity.logits_error(reference, rank["logits"].float()) < 0.5

@@ -1,0 +1,147 @@
+"""The tiny DeepSeek-V3 has what makes V3 hard, and is written whole, the same from the same seed, or not at all."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from verl_patches.errors import ConfigError
+from verl_patches.layout.inventory import build_inventory
+from verl_patches.model.tiny import make_tiny_model, tiny_config
+
+
+@pytest.fixture(scope="module")
+def weights(tiny_folder):
+    """HF name -> tensor, as stored."""
+    found = {}
+    for file in tiny_folder.glob("*.safetensors"):
+        found.update(load_file(file))
+    return found
+
+
+def test_files_are_a_normal_hf_folder(tiny_folder, weights):
+    names = {path.name for path in tiny_folder.iterdir()}
+    assert names >= {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"}
+    assert len([name for name in names if name.endswith(".safetensors")]) > 1
+    index = json.loads((tiny_folder / "model.safetensors.index.json").read_text())["weight_map"]
+    inventory = build_inventory(tiny_folder)
+    assert {name: tuple(t.shape) for name, t in weights.items()} == {p.name: p.shape for p in inventory.parameters}
+    assert index.keys() == weights.keys()
+    assert 0.9e6 < inventory.total < 1.2e6
+
+
+def test_stored_dtypes_are_deepseeks(weights):
+    dtypes = {t.dtype for name, t in weights.items() if not name.endswith("e_score_correction_bias")}
+    assert dtypes == {torch.bfloat16}
+    biases = [t for name, t in weights.items() if name.endswith("e_score_correction_bias")]
+    assert len(biases) == 3
+    for bias in biases:
+        assert bias.dtype == torch.float32
+        assert bias.min() >= 0  # so that score + bias > 0, where transformers' 0.0 for an excluded group is the lowest
+        assert not torch.equal(bias, bias.bfloat16().float())  # a bf16 copy would show
+
+
+def test_hard_parts_are_on(tiny_folder):
+    config = json.loads((tiny_folder / "config.json").read_text())
+    assert config["q_lora_rank"]
+    assert config["first_k_dense_replace"] == 1
+    assert config["num_hidden_layers"] >= 3
+    assert (config["n_routed_experts"], config["n_shared_experts"]) == (16, 1)
+    assert (config["scoring_func"], config["topk_method"], config["n_group"], config["topk_group"]) == (
+        "sigmoid", "noaux_tc", 4, 2,
+    )  # fmt: skip
+    yarn = config["rope_scaling"]
+    assert yarn["type"] == "yarn"
+    assert yarn["mscale"] and yarn["mscale_all_dim"]
+    for key in ("num_attention_heads", "q_lora_rank", "vocab_size", "intermediate_size", "moe_intermediate_size",
+                "n_routed_experts"):  # fmt: skip
+        assert config[key] % 4 == 0
+    assert (config["kv_lora_rank"] + config["qk_rope_head_dim"]) % 4 == 0
+
+
+def test_logits_are_not_flat_and_bias_changes_choices(tiny_folder):
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(tiny_folder, torch_dtype=torch.float32)
+    changed = []
+    for layer in model.model.layers[1:]:
+        layer.mlp.gate.register_forward_hook(lambda gate, args, out: changed.append(share_changed(gate, args[0], out[0])))
+    ids = torch.randint(6, 512, (2, 150), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        assert model(ids).logits.std() >= 1
+    assert len(changed) == 3
+    assert min(changed) >= 0.1, changed
+
+
+def share_changed(gate, hidden, chosen):
+    """Share of chosen experts that would not have been chosen without the correction bias; checks score + bias > 0."""
+    scores = torch.nn.functional.linear(hidden.flatten(0, 1).float(), gate.weight.float()).sigmoid()
+    bias = gate.e_score_correction_bias
+    assert (scores + bias).min() > 0
+    gate.e_score_correction_bias = torch.zeros_like(bias)
+    without = gate.get_topk_indices(scores)
+    gate.e_score_correction_bias = bias
+    kept = (chosen[:, :, None] == without[:, None, :]).any(-1)
+    return 1 - kept.float().mean().item()
+
+
+def test_same_seed_same_files_other_seed_other(tiny_folder, weights, tmp_path):
+    again = make_tiny_model(tmp_path / "again")
+    for path in tiny_folder.iterdir():
+        assert (again / path.name).read_bytes() == path.read_bytes(), path.name
+    deeper = make_tiny_model(tmp_path / "deeper", overrides={"num_hidden_layers": 5})
+    other = make_tiny_model(tmp_path / "other", seed=1)
+    name = "model.layers.1.mlp.experts.3.up_proj.weight"
+    read = {}
+    for folder in (deeper, other):
+        file = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"][name]
+        read[folder] = load_file(folder / file)[name]
+    assert torch.equal(read[deeper], weights[name])  # overrides elsewhere do not move it
+    assert not torch.equal(read[other], weights[name])
+
+
+def test_existing_folder_is_reused_or_refused(tiny_folder, tmp_path):
+    before = (tiny_folder / "config.json").stat().st_mtime_ns
+    assert make_tiny_model(tiny_folder) == tiny_folder
+    assert (tiny_folder / "config.json").stat().st_mtime_ns == before
+    with pytest.raises(ConfigError, match="another tiny model"):
+        make_tiny_model(tiny_folder, seed=3)
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(ConfigError, match="not a tiny model"):
+        make_tiny_model(tmp_path)
+
+
+def test_failed_write_leaves_nothing(tmp_path):
+    with pytest.raises(ConfigError, match="tokenizer"):
+        make_tiny_model(tmp_path / "model", overrides={"vocab_size": 5120})
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"n_expert": 4}, "unknown config key 'n_expert'"),
+        ({"rope_scaling": {"factor": 4.0}}, "max_position_embeddings must be"),
+        ({"num_experts_per_tok": 8}, r"2 \* topk_group"),
+    ],
+)
+def test_bad_overrides_are_refused(overrides, message):
+    with pytest.raises(ConfigError, match=message):
+        tiny_config(overrides)
+
+
+def test_tokenizer_round_trip_and_chat(tiny_folder):
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(tiny_folder)
+    assert len(tokenizer) == 512
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (0, 1, 2)
+    text = "What is 12 + 34? \\boxed{46} é\n"
+    assert tokenizer.decode(tokenizer(text).input_ids) == text
+    assert len(tokenizer("2468").input_ids) == 4  # digits apart
+    messages = [{"role": "user", "content": "1 + 1?"}]
+    chat = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert chat == "<|begin|><|user|>1 + 1?<|assistant|>"
+    answered = tokenizer.apply_chat_template([*messages, {"role": "assistant", "content": "2"}], tokenize=True)
+    assert answered[-1] == tokenizer.eos_token_id

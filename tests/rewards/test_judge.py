@@ -1,0 +1,91 @@
+"""The helper process: its life, and what happens when it is lost or cannot start."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from verl_patches.errors import ConfigError
+from verl_patches.rewards.judge import Judge
+
+
+@pytest.fixture
+def judge():
+    judge = Judge()
+    yield judge
+    judge.close()
+
+
+def test_a_lost_helper_is_replaced(judge):
+    assert judge.equivalent("1/2", "0.5")
+    first = judge.pid
+    assert judge.equivalent("1/2", "0.50") and judge.pid == first
+    os.kill(first, signal.SIGKILL)
+    psutil.Process(first).wait(timeout=10) if psutil.pid_exists(first) else None
+    assert judge.equivalent("1/2", "2/4")
+    assert judge.pid != first
+
+
+def test_time_limits_do_not_depend_on_the_callers_signals(judge):
+    before = signal.signal(signal.SIGPROF, signal.SIG_IGN)
+    try:
+        start = time.perf_counter()
+        assert judge.equivalent("1", "10^{10^{10}}", cpu_limit_s=0.2) is False
+        assert time.perf_counter() - start < 15
+    finally:
+        signal.signal(signal.SIGPROF, before)
+
+
+def test_memory_is_bounded(judge):
+    assert judge.equivalent("1", "2^{2^{34}}", cpu_limit_s=5.0) is False
+    assert psutil.Process().memory_info().rss < 4 << 30
+
+
+def test_close_ends_the_helper(judge):
+    assert judge.equivalent("1", "2/2")
+    helper = psutil.Process(judge.pid)
+    judge.close()
+    assert judge.pid is None
+    assert not helper.is_running()
+
+
+@pytest.mark.parametrize("ending", ["pass", "os._exit(0)", "os.kill(os.getpid(), 9)"])
+def test_the_helper_ends_with_the_process_that_started_it(ending):
+    code = (
+        "import os\nfrom verl_patches.rewards.judge import Judge\njudge = Judge()\n"
+        f"assert judge.equivalent('1', '2/2')\nprint(judge.pid, flush=True)\n{ending}\n"
+    )
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
+    out = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60).stdout
+    helper = int(out)
+    deadline = time.monotonic() + 10
+    while psutil.pid_exists(helper) and psutil.Process(helper).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline, f"helper {helper} still runs"
+        time.sleep(0.05)
+
+
+def test_a_fork_gets_a_helper_of_its_own(run_python):
+    code = """
+import os
+from verl_patches.rewards.judge import shared_judge
+assert shared_judge().equivalent("1", "2/2")
+mine = shared_judge().pid
+child = os.fork()
+if child == 0:
+    good = shared_judge().equivalent("1", "3/3") and shared_judge().pid != mine
+    os._exit(0 if good else 1)
+assert os.waitpid(child, 0)[1] == 0
+assert shared_judge().equivalent("1", "4/4") and shared_judge().pid == mine
+"""
+    run_python(code).check()
+
+
+def test_without_math_verify_the_error_says_what_to_install(tmp_path, monkeypatch, judge):
+    (tmp_path / "math_verify.py").write_text("raise ImportError('no math-verify here')\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ConfigError, match="no math-verify here.*pip install -r requirements.txt"):
+        judge.equivalent("1", "2/2")

@@ -1,0 +1,72 @@
+"""One rank of a test's rollout: builds verl's own vLLMRollout, does what the test's code says, writes what it returns.
+
+Started by `run_ranks` (conftest.py) with a spec (JSON) and the file for the result (torch.save). The spec's `code` is
+"module:function" of a file in this folder; the function gets the spec.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from verl_patches import prelude_patch  # noqa: F401  before torch, as in a worker
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+
+
+def verl_rollout(model: str, **overrides):
+    """verl's vLLMRollout for the model folder, with verl's own config file and `overrides` of its rollout section."""
+    import verl
+    from omegaconf import OmegaConf
+    from transformers import AutoConfig, AutoTokenizer
+    from verl.workers.rollout.vllm_rollout import vLLMRollout
+
+    trainer = OmegaConf.load(Path(verl.__file__).parent / "trainer" / "config" / "ppo_megatron_trainer.yaml")
+    plain = dict(dtype="float32", prompt_length=192, response_length=64, max_num_seqs=16, load_format="auto",
+                 enforce_eager=True, free_cache_engine=False, temperature=1.0)
+    config = OmegaConf.merge(trainer.actor_rollout_ref.rollout, plain, overrides)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    return vLLMRollout(model_path=model, config=config, tokenizer=tokenizer, model_hf_config=AutoConfig.from_pretrained(model))
+
+
+def awake(model: str, **overrides):
+    """The engine inside verl's rollout, woken: verl puts it to sleep as soon as it is built."""
+    llm = verl_rollout(model, **overrides).inference_engine
+    llm.wake_up()
+    return llm
+
+
+def model_of(llm) -> torch.nn.Module:
+    """The torch module inside an in-process engine, found as verl's sharding manager finds it (megatron_vllm.py)."""
+    return llm.llm_engine.model_executor.driver_worker.worker.model_runner.model
+
+
+def watch_logits(llm) -> tuple[list[torch.Tensor], Callable[[], None]]:
+    """(list that receives every logits tensor [tokens, V] before sampling parameters act on it, function that ends it)."""
+    seen: list[torch.Tensor] = []
+    processor = model_of(llm).logits_processor
+
+    def _get_logits(*args, **kwargs):
+        logits = type(processor)._get_logits(processor, *args, **kwargs)
+        seen.append(logits.float().clone())
+        return logits
+
+    processor._get_logits = _get_logits
+    return seen, lambda: delattr(processor, "_get_logits")
+
+
+def main() -> None:
+    spec = json.loads(sys.argv[1])
+    dist.init_process_group("gloo")
+    sys.modules["engine_rank"] = sys.modules["__main__"]
+    module, _, function = spec["code"].partition(":")
+    result = getattr(importlib.import_module(module), function)(spec)
+    torch.save(result, sys.argv[2])
+
+
+if __name__ == "__main__":
+    main()

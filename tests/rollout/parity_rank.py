@@ -1,0 +1,79 @@
+"""What the parity tests run on each rank (see engine_rank.py)."""
+
+from __future__ import annotations
+
+import dp_rank
+import engine_rank
+import torch
+
+
+def logits_of(llm, spec: dict) -> torch.Tensor:
+    """Logits of all positions of the tokens but the last [len - 1, V]: a prompt in one prefill, the rest forced one by one."""
+    from vllm import SamplingParams
+
+    tokens, prompt_tokens = spec["tokens"], spec["prompt_tokens"]
+    forced = tokens[prompt_tokens:]
+
+    def force(past: list[int], logits: torch.Tensor) -> torch.Tensor:
+        return torch.full_like(logits, float("-inf")).index_fill(0, torch.tensor(forced[len(past)]), 0.0)
+
+    seen, stop = engine_rank.watch_logits(llm)
+    params = SamplingParams(max_tokens=len(forced), prompt_logprobs=0, logits_processors=[force], ignore_eos=True)
+    llm.generate([{"prompt_token_ids": tokens[:prompt_tokens]}], params, use_tqdm=False)
+    stop()
+    return torch.cat(seen)
+
+
+def parity(spec: dict) -> dict:
+    """Logits of one engine in the spec's layout."""
+    llm = engine_rank.awake(spec["model"], **spec["rollout"])
+    return {"logits": logits_of(llm, spec)}
+
+
+def one_rank(spec: dict) -> dict:
+    """Parity, its negative controls, an update in memory, and the reference of the data-parallel tests."""
+    llm = engine_rank.awake(spec["model"], **spec["rollout"])
+    model = engine_rank.model_of(llm)
+    found = {"logits": logits_of(llm, spec), "generated": dp_rank.generate_with(llm, spec["requests"])}
+    found["asleep_bytes"], found["awake_bytes"] = _sleep_and_wake(llm)
+    found["again"] = logits_of(llm, spec)
+
+    biases = [layer.mlp.gate.e_score_correction_bias for layer in model.model.layers[1:]]
+    kept = [bias.data.clone() for bias in biases]
+    for bias in biases:
+        bias.data.zero_()
+    found["no_bias"] = logits_of(llm, spec)
+    for bias, value in zip(biases, kept, strict=True):
+        bias.data.copy_(value)
+
+    found["update"] = {"name": "model.layers.1.self_attn.kv_b_proj.weight"}
+    old = next(t for name, t in dp_rank.tensors(spec["model"]) if name == found["update"]["name"])
+    found["update"]["value"] = new = old.flip(1).contiguous()
+    model.load_weights([(found["update"]["name"], new)])
+    found["updated"] = logits_of(llm, spec)
+    model.load_weights([(found["update"]["name"], old)])
+    attention = model.model.layers[1].self_attn.mla_attn.impl
+    attention.W_UV, attention.W_UK_T = attention.W_UV.clone(), attention.W_UK_T.clone()
+    model.load_weights([(found["update"]["name"], new)])
+    found["stale"] = logits_of(llm, spec)  # as a backend that keeps copies of the absorbed weights would give
+
+    for name, overrides in spec.get("wrong_configs", {}).items():
+        rollout = {**spec["rollout"], "engine_kwargs": {"vllm": {"hf_overrides": overrides}}}
+        found[name] = logits_of(engine_rank.awake(spec["model"], **rollout), spec)
+    found["bf16_bias"] = _bias_in_bf16(spec)
+    return found
+
+
+def _sleep_and_wake(llm) -> tuple[int, int]:
+    """KV cache bytes while asleep, and after waking as verl 0.4.0 does: weights first, then kv_cache."""
+    caches = llm.llm_engine.model_executor.driver_worker.worker._caches
+    llm.sleep(level=1)
+    asleep = sum(cache.untyped_storage().nbytes() for cache in caches())
+    llm.wake_up(tags=["weights"])
+    llm.wake_up(tags=["kv_cache"])
+    return asleep, sum(cache.untyped_storage().nbytes() for cache in caches())
+
+
+def _bias_in_bf16(spec: dict) -> list[torch.Tensor]:
+    llm = engine_rank.awake(spec["model"], **spec["rollout"], dtype="bfloat16")
+    return [layer.mlp.gate.e_score_correction_bias.data.clone() for layer in engine_rank.model_of(llm).model.layers[1:]]

@@ -1,0 +1,88 @@
+"""vLLM's DeepSeek-V3 of the tiny config against transformers', in fp32, through the engine that verl builds."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.slow
+
+TOLERANCE = 1e-4  # of max |logit|
+
+
+@pytest.fixture(scope="module")
+def reference(one_rank):
+    """transformers' logits [len - 1, V] of the tokens, as loaded and with the updated weight."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(one_rank["model"], torch_dtype=torch.float32)
+    tokens = torch.tensor([one_rank["tokens"]])
+    with torch.no_grad():
+        base = model(tokens).logits[0, :-1]
+        model.get_parameter(one_rank["update"]["name"]).copy_(one_rank["update"]["value"])
+        updated = model(tokens).logits[0, :-1]
+    return {"base": base, "updated": updated, "prompt": one_rank["prompt_tokens"]}
+
+
+def worst(logits: torch.Tensor, expected: torch.Tensor) -> float:
+    """max |difference| / max |logit|"""
+    return float((logits - expected).abs().max() / expected.abs().max())
+
+
+def test_reference_is_worth_comparing_with(reference, one_rank):
+    assert reference["base"].std() >= 1
+    original = json.loads((Path(one_rank["model"]) / "config.json").read_text())["rope_scaling"]["original_max_position_embeddings"]
+    assert one_rank["prompt_tokens"] > original
+
+
+def test_tp1_prefill_and_decode(reference, one_rank):
+    prompt = reference["prompt"]
+    assert worst(one_rank["logits"][:prompt], reference["base"][:prompt]) < TOLERANCE
+    assert worst(one_rank["logits"][prompt:], reference["base"][prompt:]) < TOLERANCE
+
+
+def test_sleeping_gives_the_cache_back_and_waking_changes_nothing(one_rank):
+    assert one_rank["asleep_bytes"] == 0
+    assert one_rank["awake_bytes"] > 0
+    assert torch.equal(one_rank["again"], one_rank["logits"])
+
+
+def test_tp2_with_expert_parallel(reference, one_rank, run_ranks):
+    rollout = {"tensor_model_parallel_size": 2, "engine_kwargs": {"vllm": {"enable_expert_parallel": True}}}
+    spec = {"code": "parity_rank:parity", **{k: one_rank[k] for k in ("model", "tokens", "prompt_tokens")}, "rollout": rollout}
+    for rank in run_ranks([spec, spec]):
+        assert worst(rank["logits"], reference["base"]) < TOLERANCE
+
+
+@pytest.mark.parametrize("wrong", ["no_bias", "no_mscale", "no_groups"])
+def test_a_dropped_part_of_v3_is_seen(wrong, reference, one_rank):
+    assert worst(one_rank[wrong], reference["base"]) > 100 * TOLERANCE
+
+
+def test_update_in_memory_reaches_prefill_and_decode(reference, one_rank):
+    """Absorbed W_UK and W_UV are views of kv_b_proj here, so verl's load_weights need not make them again."""
+    assert worst(one_rank["updated"], reference["updated"]) < TOLERANCE
+    assert worst(one_rank["updated"], reference["base"]) > 100 * TOLERANCE
+
+
+def test_stale_absorbed_weights_are_seen(reference, one_rank):
+    prompt = reference["prompt"]
+    assert worst(one_rank["stale"][:prompt], reference["updated"][:prompt]) < TOLERANCE
+    assert worst(one_rank["stale"][prompt:], reference["updated"][prompt:]) > 100 * TOLERANCE
+
+
+def test_correction_bias_keeps_its_precision_in_bf16(one_rank):
+    """Row rollout.fp32_correction_bias."""
+    from safetensors.torch import load_file
+
+    files = sorted(Path(one_rank["model"]).glob("*.safetensors"))
+    stored = {name: tensor for file in files for name, tensor in load_file(file).items() if name.endswith("e_score_correction_bias")}
+    assert stored
+    for layer, bias in enumerate(one_rank["bf16_bias"], start=1):
+        expected = stored[f"model.layers.{layer}.mlp.gate.e_score_correction_bias"]
+        assert bias.dtype == torch.float32
+        assert torch.equal(bias, expected)
+        assert not torch.equal(bias, expected.to(torch.bfloat16).float())  # what upstream would have kept

@@ -1,0 +1,52 @@
+"""House rules that a machine can check: ruff, sizes, no print outside the command line, no path of one machine."""
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 80
+
+
+def sources(*folders: str) -> list[Path]:
+    return sorted(p for folder in folders for p in (ROOT / folder).rglob("*.py"))
+
+
+def long_functions(text: str) -> list[str]:
+    return [
+        f"{node.name} ({node.end_lineno - node.lineno + 1} lines)"
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+        and node.end_lineno - node.lineno + 1 > MAX_FUNCTION_LINES
+    ]
+
+
+def test_ruff_is_clean():
+    done = subprocess.run(
+        [sys.executable, "-m", "ruff", "check", "--no-cache", "--output-format=concise", str(ROOT)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr
+
+
+def test_files_and_functions_stay_small():
+    files = sources("verl_patches", "scripts", "data", "tests")
+    assert len(files) > 10
+    too_long = {str(f.relative_to(ROOT)): n for f in files if (n := len(f.read_text().splitlines())) > MAX_FILE_LINES}
+    assert not too_long
+    functions = {str(f.relative_to(ROOT)): found for f in files if (found := long_functions(f.read_text()))}
+    assert not functions
+    assert long_functions("def f():\n" + "    x = 1\n" * MAX_FUNCTION_LINES)  # the check can fail
+
+
+def test_nothing_names_the_machine_it_was_written_on():
+    folders = ("verl_patches", "scripts", "configs", "data", "tests")
+    files = [f for folder in folders for f in (ROOT / folder).rglob("*") if f.suffix in {".py", ".sh", ".yaml", ".txt"}]
+    machine = re.compile(r"/work" + r"/|/root" + r"/|/tmp" + r"/br")
+    assert machine.search("cd /work" + "/main")
+    named = [str(f.relative_to(ROOT)) for f in files if machine.search(f.read_text(errors="replace"))]
+    assert not named

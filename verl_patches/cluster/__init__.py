@@ -1,0 +1,1 @@
+"""From one composed configuration to a supervised run: recipe, compose, environment, layouts, plan, launch, smoke."""

@@ -1,0 +1,248 @@
+"""Does a composed configuration describe a run that can exist? Both layouts, then every rule that would stop it.
+
+Each rule is one `Check` with what was expected and found, so that a plan can show all of them; rules name the upstream
+place that would refuse, or the number that would be wrong.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from omegaconf import DictConfig
+
+from verl_patches.errors import ConfigError
+from verl_patches.layout.inventory import ModelShape, read_model_shape
+from verl_patches.layout.parallel import ParallelLayout, rollout_layout
+
+_ACTOR, _ROLLOUT = "actor_rollout_ref.actor.megatron", "actor_rollout_ref.rollout"
+_SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size",
+          "context_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size")
+
+
+@dataclass(frozen=True)
+class Check:
+    """One rule: `detail` says what holds, or what was expected, found and to be changed."""
+
+    name: str
+    ok: bool
+    detail: str
+
+
+def world_size(config: DictConfig) -> int:
+    """Ranks of the run: one a die."""
+    return config.trainer.nnodes * config.trainer.n_gpus_per_node
+
+
+def train_layout_of(config: DictConfig) -> ParallelLayout:
+    """The layout of actor and reference: verl's megatron section plus recipe.train; ConfigError if there is none."""
+    actor = config.actor_rollout_ref.actor.megatron
+    return ParallelLayout(
+        world_size=world_size(config),
+        tp=actor.tensor_model_parallel_size,
+        cp=actor.context_parallel_size,
+        ep=actor.expert_model_parallel_size,
+        etp=actor.expert_tensor_parallel_size,
+        pp=actor.pipeline_model_parallel_size,
+        vpp=actor.virtual_pipeline_model_parallel_size or 1,
+        layers_per_stage=tuple(config.recipe.train.layers_per_stage) if config.recipe.train.layers_per_stage else None,
+    )
+
+
+def rollout_layout_of(config: DictConfig) -> ParallelLayout:
+    """The layout of the vLLM instances: verl's rollout section plus recipe.rollout; ConfigError if it does not fit."""
+    world, rollout = world_size(config), config.recipe.rollout
+    tp = config.actor_rollout_ref.rollout.tensor_model_parallel_size
+    ranks = tp * rollout.dp
+    instances = rollout.instances or max(1, world // ranks)
+    if instances * ranks != world:
+        given = "recipe.rollout.instances" if rollout.instances else "as many instances as fit"
+        raise ConfigError(
+            f"rollout layout: {instances} instance(s) x dp {rollout.dp} x tp {tp} = {instances * ranks} ranks, "
+            f"expected all {world} "
+            f"(trainer.nnodes x n_gpus_per_node); change {given}, recipe.rollout.dp or "
+            "actor_rollout_ref.rollout.tensor_model_parallel_size"
+        )
+    if rollout.dp > 1 and not rollout.expert_parallel:
+        raise ConfigError(
+            f"rollout layout: recipe.rollout.dp={rollout.dp} shares experts inside an instance, which needs "
+            "recipe.rollout.expert_parallel=true; "
+            "replicas that share nothing are instances (dp=1)"
+        )
+    return rollout_layout(instances, rollout.dp, tp, expert_parallel=rollout.expert_parallel)
+
+
+def model_shape_of(config: DictConfig, configs_dir: Path) -> ModelShape:
+    """Sizes of the model from recipe.model_shape (relative to the configs folder); ConfigError without that file."""
+    path = Path(configs_dir) / config.recipe.model_shape
+    if not path.is_file():
+        raise ConfigError(f"recipe.model_shape is {config.recipe.model_shape}: no such file in {configs_dir}; give an "
+                          "HF config.json")
+    return read_model_shape(path)
+
+
+def check_config(config: DictConfig, configs_dir: Path) -> list[Check]:
+    """All rules in order. A layout that cannot be built is a failed check, and the rules that need it are left out."""
+    checks: list[Check] = []
+    model = model_shape_of(config, configs_dir)
+    train = _built("train layout", lambda: train_layout_of(config), checks)
+    rollout = _built("rollout layout", lambda: rollout_layout_of(config), checks)
+    if train:
+        checks += _train_checks(config, train, model)
+    if rollout:
+        checks += _rollout_checks(config, rollout, model)
+    if train and rollout:
+        checks += _batch_checks(config, train, rollout)
+    return checks + _length_checks(config, configs_dir)
+
+
+def require(checks: Iterable[Check]) -> None:
+    """ConfigError that lists every failed check; nothing if all hold."""
+    failed = [f"{check.name}: {check.detail}" for check in checks if not check.ok]
+    if failed:
+        raise ConfigError("the configuration describes no run that can exist:\n  " + "\n  ".join(failed))
+
+
+def _built(name: str, build: Callable[[], ParallelLayout], checks: list[Check]) -> ParallelLayout | None:
+    try:
+        layout = build()
+    except ConfigError as error:
+        checks.append(Check(name, False, str(error)))
+        return None
+    checks.append(Check(name, True, str(layout)))
+    return layout
+
+
+def _train_checks(config: DictConfig, train: ParallelLayout, model: ModelShape) -> list[Check]:
+    actor, ref = config.actor_rollout_ref.actor.megatron, config.actor_rollout_ref.ref.megatron
+    split = config.recipe.train.expert_split
+    layers, experts = model.num_hidden_layers, model.n_routed_experts
+    checks = [
+        _rule("layers", lambda: train.chunk_layers(layers), f"{layers} layers over {train.pp} stage(s) x {train.vpp} "
+                                                            "chunk(s)"),
+        _experts("train experts", train.ep, experts, "actor_rollout_ref.actor.megatron.expert_model_parallel_size"),
+        _divides("attention heads", model.num_attention_heads, train.tp, f"{_ACTOR}.tensor_model_parallel_size"),
+    ]
+    unequal = [f"{key} {actor[key]} != {ref[key]}" for key in _SIZES if actor[key] != ref[key]]
+    checks.append(Check("actor = ref", not unequal, "expected actor and ref to share one layout, as verl starts "
+                                                    "Megatron once a process "
+                        f"(megatron_workers.py:88); found {', '.join(unequal)}" if unequal else "one layout"))
+    if split == "tp_extend_ep":
+        fits = train.etp == 1 and train.ep % train.tp == 0
+        text = f"ep {train.ep} = tp {train.tp} x MindSpeed ep {train.ep // train.tp}, whole experts" if fits else (
+            f"expected expert_tensor_parallel_size 1 and expert_model_parallel_size a multiple of tp {train.tp}; found "
+            f"{train.etp} and {train.ep}")
+        checks.append(Check("recipe.train.expert_split", fits, text))
+    return checks
+
+
+def _rollout_checks(config: DictConfig, rollout: ParallelLayout, model: ModelShape) -> list[Check]:
+    engine = config.actor_rollout_ref.rollout.engine_kwargs.get("vllm") or {}
+    recipe = config.recipe.rollout
+    wanted = {"enable_expert_parallel": recipe.expert_parallel, "data_parallel_size": recipe.dp}
+    unequal = [f"{key} is {engine.get(key)}, expected "
+               f"{value}" for key, value in wanted.items() if engine.get(key) != value]
+    checks = [
+        _experts("rollout experts", rollout.ep, model.n_routed_experts, "recipe.rollout.dp or "
+                                                                        "rollout.tensor_model_parallel_size"),
+        _divides("rollout heads", model.num_attention_heads, rollout.tp, f"{_ROLLOUT}.tensor_model_parallel_size"),
+        Check("engine_kwargs.vllm", not unequal, "; ".join(unequal) + ": set recipe.rollout, the engine's arguments "
+                                                                      "follow it"
+              if unequal else "agrees with recipe.rollout"),
+    ]
+    if config.recipe.rollout.expert_parallel and rollout.ep == 1:
+        checks.append(Check("expert parallel", False, "recipe.rollout.expert_parallel needs "
+                                                      "rollout.tensor_model_parallel_size x recipe.rollout.dp "
+                            "> 1; found 1 rank an instance, where vLLM ignores it"))
+    return checks
+
+
+def _batch_checks(config: DictConfig, train: ParallelLayout, rollout: ParallelLayout) -> list[Check]:
+    actor, prompts, n = config.actor_rollout_ref.actor, config.data.train_batch_size, config.actor_rollout_ref.rollout.n
+    mini, micro = actor.ppo_mini_batch_size, actor.ppo_micro_batch_size_per_gpu
+    share = mini * n // train.dp
+    checks = [
+        _divides("prompts", prompts, rollout.world_size, "data.train_batch_size (verl hands each rank an equal share "
+                                                         "of the prompts)"),
+        _divides("responses", prompts * n, train.dp, "data.train_batch_size or rollout.n (train data-parallel ranks)"),
+        _divides("mini batch", prompts, mini, "actor.ppo_mini_batch_size (must divide data.train_batch_size)"),
+        _divides("mini batch share", mini * n, train.dp, "actor.ppo_mini_batch_size (responses of a mini batch over "
+                                                         "train dp)"),
+    ]
+    if not actor.use_dynamic_bsz:
+        if micro is None:
+            checks.append(Check("micro batch", False, "actor.ppo_micro_batch_size_per_gpu is null; verl needs it "
+                                                      "without use_dynamic_bsz"))
+        else:
+            checks.append(_divides("micro batch", share, micro, "actor.ppo_micro_batch_size_per_gpu (responses a rank "
+                                                                "and mini batch)"))
+    seats = (config.actor_rollout_ref.rollout.engine_kwargs.get("vllm") or {}).get("max_num_seqs")
+    if seats is not None:
+        budget = config.actor_rollout_ref.rollout.max_num_batched_tokens
+        running = math.ceil(prompts * n / (rollout.world_size // rollout.tp))
+        checks.append(Check("max_num_seqs", seats <= budget, f"{running} responses a replica, {seats} at once; "
+                                                             "expected <= "
+                            f"max_num_batched_tokens {budget} (vLLM's SchedulerConfig refuses more)"))
+        checks += _graph_checks(config, min(running, seats))
+    return checks
+
+
+def _graph_checks(config: DictConfig, running: int) -> list[Check]:
+    additional = config.actor_rollout_ref.rollout.engine_kwargs.vllm.get("additional_config") or {}
+    extra = additional.get("torchair_graph_config") or {}
+    sizes = list(extra.get("graph_batch_sizes") or ())
+    if not extra.get("enabled") or not sizes:
+        return []
+    return [Check("graph batch sizes", max(sizes) >= running, f"largest graph {max(sizes)}, expected at least the "
+                                                              f"{running} responses that a "
+                  "replica decodes at once; add it to graph_batch_sizes or lower max_num_seqs")]
+
+
+def _length_checks(config: DictConfig, configs_dir: Path) -> list[Check]:
+    rollout, data = config.actor_rollout_ref.rollout, config.data
+    longest = rollout.max_model_len or data.max_prompt_length + data.max_response_length
+    budget = rollout.max_num_batched_tokens
+    reach = _max_positions(Path(configs_dir) / config.recipe.model_shape)
+    checks = [Check("lengths", longest <= reach, f"prompt + response {longest} tokens, model reaches {reach}; expected "
+                                                 "no more")]
+    if rollout.enable_chunked_prefill:
+        checks.append(Check("chunked prefill", budget >= longest, f"max_num_batched_tokens {budget}, expected >= "
+                                                                  f"{longest}: verl refuses chunked "
+                            "prefill below it (vllm_rollout_spmd.py); vLLM V1 prefills in chunks anyway, so leave "
+                            "enable_chunked_prefill false"))
+    elif config.recipe.platform == "cpu":
+        checks.append(Check("prefill", budget >= longest, f"max_num_batched_tokens {budget}, expected >= {longest}: "
+                                                          "engine V0 prefills whole prompts"))
+    graph_clash = not rollout.enforce_eager and rollout.free_cache_engine
+    checks.append(Check("graph mode", not graph_clash, "expected free_cache_engine=false with enforce_eager=false: "
+                                                       "verl refuses both (vllm_rollout_spmd.py)"
+                        if graph_clash else "eager" if rollout.enforce_eager else "graph"))
+    return checks
+
+
+def _max_positions(path: Path) -> int:
+    return json.loads(path.read_text())["max_position_embeddings"]
+
+
+def _rule(name: str, run: Callable[[], object], fine: str) -> Check:
+    try:
+        run()
+    except ConfigError as error:
+        return Check(name, False, str(error))
+    return Check(name, True, fine)
+
+
+def _experts(name: str, ep: int, experts: int, key: str) -> Check:
+    fits = ep <= experts and experts % ep == 0
+    return Check(name, fits, f"{experts // ep} of {experts} experts a rank" if fits else
+                 f"{experts} routed experts over {ep} ranks: expected a divisor of {experts}, at most {experts}; "
+                 f"change {key}")
+
+
+def _divides(name: str, whole: int, part: int, key: str) -> Check:
+    fits = whole % part == 0
+    return Check(name, fits, f"{whole} / {part} = {whole // part}" if fits else f"{whole} is not a multiple of {part}; "
+                                                                                f"change {key}")

@@ -1,0 +1,184 @@
+"""What a configuration would do, as plain data and as text: ranks, groups, checks, patch rows, environment, commands.
+
+Starts nothing and writes nothing; torch and verl are not imported.
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig
+from rich.console import Console
+from rich.table import Table
+
+from verl_patches.cluster import environment
+from verl_patches.cluster.checks import check_config, model_shape_of, rollout_layout_of, train_layout_of, world_size
+from verl_patches.cluster.compose import CONFIGS_DIR
+from verl_patches.layout.parallel import ParallelLayout
+from verl_patches.patching.spec import PatchSpec
+from verl_patches.patching.switches import Switches
+
+DRIVER_MODULE = "verl_patches.main_grpo"
+TRAIN_GROUPS = ("tp", "cp", "dp", "pp", "etp", "ep", "edp")
+ROLLOUT_GROUPS = ("tp", "instance", "instance-dp", "ep")
+
+
+def driver_command(config_name: str, overrides: Sequence[str]) -> list[str]:
+    """The command line of the driver process, started by the launcher with the run's environment."""
+    return [sys.executable, "-m", DRIVER_MODULE, "--config-name", config_name, *overrides]
+
+
+def build_plan(
+    config: DictConfig,
+    config_name: str,
+    overrides: Sequence[str],
+    rows: Iterable[PatchSpec],
+    configs_dir: Path = CONFIGS_DIR,
+    verl_path: Path | None = None,
+) -> dict[str, Any]:
+    """Everything a run of `config` would use, as JSON-ready data; `ok` is false if any check failed.
+
+    `rows` is the catalogue. Keys: config, ok, checks, train, rollout (None where that layout cannot be built),
+    patches, environment, commands. Ranks and groups are whole lists. Raises ConfigError for switches that name no
+    row.
+    """
+    checks = check_config(config, configs_dir)
+    model = model_shape_of(config, configs_dir)
+    built = {check.name: check.ok for check in checks}
+    train = rollout = None
+    if built["train layout"]:
+        train = _train_side(train_layout_of(config), model, built["layers"], built["train experts"])
+    if built["rollout layout"]:
+        rollout = _rollout_side(rollout_layout_of(config), model, built["rollout experts"])
+    return {
+        "config": config_name,
+        "ok": all(check.ok for check in checks),
+        "checks": [asdict(check) for check in checks],
+        "train": train,
+        "rollout": rollout,
+        "patches": patch_table(config, rows),
+        "environment": [asdict(variable) for variable in environment.derive(config, verl_path=verl_path)],
+        "commands": commands(config, config_name, overrides),
+    }
+
+
+def _train_side(layout: ParallelLayout, model: Any, layers_fit: bool, experts_fit: bool) -> dict[str, Any]:
+    stages = range(layout.pp) if layers_fit else ()
+    layers = [list(layout.stage_layers(stage, model.num_hidden_layers)) for stage in stages]
+    groups = {name: layout.groups(name) for name in TRAIN_GROUPS if layout.size(name) > 1}
+    return {"layout": str(layout), "groups": groups, "layers": layers,
+            "ranks": _ranks(layout, ("tp", "dp", "pp", "ep"), model.n_routed_experts if experts_fit else None)}
+
+
+def _rollout_side(layout: ParallelLayout, model: Any, experts_fit: bool) -> dict[str, Any]:
+    groups = {name: layout.groups(name) for name in ROLLOUT_GROUPS}
+    return {"layout": str(layout), "instances": layout.edp, "dp_per_instance": layout.dp // layout.edp,
+            "groups": {name: found for name, found in groups.items() if len(found[0]) > 1},
+            "ranks": _ranks(layout, ("edp", "dp", "tp"), model.n_routed_experts if experts_fit else None)}
+
+
+def _ranks(layout: ParallelLayout, axes: tuple[str, ...], experts: int | None) -> list[dict[str, Any]]:
+    found = []
+    for rank in range(layout.world_size):
+        place = layout.coordinates(rank)
+        entry: dict[str, Any] = {"rank": rank, **{axis: getattr(place, axis) for axis in axes}}
+        if experts is not None:
+            held = layout.local_experts(rank, experts)
+            entry["experts"] = [held.start, held.stop - 1]
+        found.append(entry)
+    return found
+
+
+def patch_table(config: DictConfig, rows: Iterable[PatchSpec]) -> list[dict[str, str]]:
+    """One {id, on, reason, kind, target} a row of the catalogue for the line, platform and patches of `config`."""
+    recipe, rows = config.recipe, tuple(rows)
+    switches = Switches(recipe.line, recipe.platform, tuple(recipe.patches))
+    switches.check_against({row.id: row for row in rows})
+    table = []
+    for row in rows:
+        wanted, reason = switches.decide(row)
+        table.append({"id": row.id, "on": wanted, "reason": reason, "kind": row.kind, "target": row.target})
+    return table
+
+
+def commands(config: DictConfig, config_name: str, overrides: Sequence[str]) -> list[dict[str, str]]:
+    """What to type, in order: [{where, command}]; HEAD and NODE stand for addresses of the operator's nodes."""
+    found, nodes, dies = [], config.trainer.nnodes, config.trainer.n_gpus_per_node
+    if config.recipe.ray_address is not None:
+        device = f""" --resources='{{"NPU": {dies}}}'""" if config.trainer.device == "npu" else ""
+        head = "ray start --head --node-ip-address=HEAD --port=6379 --include-dashboard=false"
+        found.append({"where": "head node", "command": head + device})
+        if nodes > 1:
+            other = "ray start --address=HEAD:6379 --node-ip-address=NODE"
+            found.append({"where": f"each of the other {nodes - 1} nodes", "command": other + device})
+    train = ["python", "-m", "verl_patches", "train", "--config-name", config_name, *overrides]
+    found.append({"where": "head node" if found else "this machine", "command": shlex.join(train)})
+    found.append({"where": "started by it", "command": shlex.join(driver_command(config_name, overrides))})
+    return found
+
+
+def compact(groups: Sequence[Sequence[int]], shown: int = 3) -> str:
+    """Groups in one line: "64 groups of 4: [0-3] [4-7] [8-11] ..."; a regular stride is written [0-252:4]."""
+    text = " ".join(f"[{_span(group)}]" for group in groups[:shown])
+    more = " ..." if len(groups) > shown else ""
+    return f"{len(groups)} group{'s' * (len(groups) > 1)} of {len(groups[0])}: {text}{more}"
+
+
+def _span(ranks: Sequence[int]) -> str:
+    steps = {b - a for a, b in zip(ranks, ranks[1:], strict=False)}
+    if len(ranks) > 2 and len(steps) == 1:
+        step = steps.pop()
+        return f"{ranks[0]}-{ranks[-1]}" + (f":{step}" if step > 1 else "")
+    return ",".join(map(str, ranks))
+
+
+def show(plan: dict[str, Any], config: DictConfig, console: Console) -> None:
+    """Print a plan as tables."""
+    console.print(f"[bold]{plan['config']}[/]: {world_size(config)} ranks on {config.trainer.nnodes} node(s) x "
+                  f"{config.trainer.n_gpus_per_node}; line {config.recipe.line}, platform "
+                  f"{config.recipe.platform}", highlight=False)
+    _table(console, "checks", ("check", "", "detail"),
+           [(c["name"], "ok" if c["ok"] else "FAILED", c["detail"]) for c in plan["checks"]])
+    for side in ("train", "rollout"):
+        if plan[side]:
+            _show_side(console, side, plan[side])
+    on = [row for row in plan["patches"] if row["on"]]
+    _table(console, f"patches: {len(on)} of {len(plan['patches'])} rows on", ("id", "kind", "target", "why on"),
+           [(row["id"], row["kind"], row["target"], row["reason"]) for row in on])
+    _table(console, "environment", ("name", "value", "reason", "read by"),
+           [(v["name"] + " *" * (not v["everywhere"]), v["value"], v["reason"], v["read_by"])
+            for v in plan["environment"]])
+    console.print("* driver only; the others travel to every worker in Ray's runtime_env", highlight=False)
+    for command in plan["commands"]:
+        console.print(f"[bold]{command['where']}[/]:", highlight=False)
+        console.print(f"  {command['command']}", highlight=False, markup=False, soft_wrap=True)
+
+
+def _show_side(console: Console, side: str, data: dict[str, Any]) -> None:
+    lines = [(name, compact(groups)) for name, groups in data["groups"].items()]
+    lines += [(f"stage {number}", f"layers {held[0]}-{held[-1]} "
+                                  f"({len(held)})") for number, held in enumerate(data.get("layers", ())) if held]
+    last = len(data["ranks"]) - 1
+    for entry in (data["ranks"][0], data["ranks"][last]) if last else data["ranks"]:
+        where = " ".join(f"{key}{value}" for key, value in entry.items() if key not in ("rank", "experts"))
+        held = entry.get("experts")
+        lines.append((f"rank {entry['rank']}", where + (f" experts {held[0]}-{held[1]}" if held else "")))
+    _table(console, f"{side}: {data['layout']}", ("", "ranks"), lines)
+
+
+def _table(console: Console, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    from rich.text import Text
+
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(*[Text(cell, style="red" if cell == "FAILED" else "") for cell in row])
+    console.print(table)
+
+

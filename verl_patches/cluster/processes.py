@@ -1,0 +1,105 @@
+"""The processes of a run: adopt what detaches, find all of them, end them and nothing else.
+
+On Linux the launcher becomes a "child subreaper": a daemon whose parent dies (Ray's gcs_server and raylet do that) is
+handed to the launcher instead of to init, so everything a run started stays a descendant of the launcher.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import signal
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import psutil
+
+log = logging.getLogger(__name__)
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 1, 36, 37
+TERM_S, KILL_S = 5.0, 5.0  # how long processes get to follow SIGTERM, and then to disappear
+
+
+@contextmanager
+def adopting_orphans() -> Iterator[bool]:
+    """While inside, orphaned descendants of this process become its children; yields False where that cannot be."""
+    if not sys.platform.startswith("linux"):
+        yield False
+        return
+    libc, before = ctypes.CDLL(None, use_errno=True), ctypes.c_int()
+    libc.prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(before), 0, 0, 0)
+    adopted = libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
+    try:
+        yield adopted
+    finally:
+        libc.prctl(_PR_SET_CHILD_SUBREAPER, before.value, 0, 0, 0)
+
+
+def die_with_parent() -> None:
+    """In a child between fork and exec: get SIGKILL when the launcher dies without cleaning up (Linux)."""
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+class Descendants:
+    """Everything below this process that was not there when the object was made."""
+
+    def __init__(self) -> None:
+        self._me = psutil.Process()
+        self._before = set(self._me.children(recursive=True))
+        self.waited_for: frozenset[int] = frozenset()  # children that someone else waits for (the driver's Popen)
+
+    def alive(self) -> list[psutil.Process]:
+        """Processes of the run that still run; finished orphans among them are reaped on the way."""
+        found = [p for p in self._me.children(recursive=True) if p not in self._before]
+        return [p for p in found if not self._is_gone(p)]
+
+    def _is_gone(self, process: psutil.Process) -> bool:
+        try:
+            if process.status() != psutil.STATUS_ZOMBIE:
+                return False
+            if process.ppid() == self._me.pid and process.pid not in self.waited_for:
+                os.waitpid(process.pid, os.WNOHANG)
+            return True
+        except (psutil.NoSuchProcess, ChildProcessError):
+            return True
+
+    def end_all(self) -> list[str]:
+        """SIGTERM, then SIGKILL to all of them, until none is left; returns the names of those that had to be ended."""
+        ended = []
+        kill = (psutil.Process.kill, KILL_S)
+        for send, patience_s in ((psutil.Process.terminate, TERM_S), kill, kill):
+            left = self.alive()
+            if not left:
+                break
+            ended += [name_of(process) for process in left]
+            _send(left, send)
+            psutil.wait_procs([p for p in left if p.pid not in self.waited_for], timeout=patience_s)
+        for process in self.alive():
+            log.warning("process %d (%s) could not be ended", process.pid, name_of(process))
+        return list(dict.fromkeys(ended))
+
+
+def _send(processes: Iterable[psutil.Process], send) -> None:
+    for process in processes:
+        try:
+            send(process)
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue
+
+
+def name_of(process: psutil.Process) -> str:
+    """A short role name: "driver", Ray's own ("raylet", "WorkerDict", "IDLE"), or the program's."""
+    try:
+        line = process.cmdline() or [process.name()]
+    except (psutil.NoSuchProcess, psutil.AccessDenied):
+        return "gone"
+    head = line[0]
+    if head.startswith("ray::"):
+        return head.removeprefix("ray::").split(".")[0].split("(")[0].split()[0]
+    if "-m" in line[:4]:
+        module = line[line.index("-m") + 1]
+        return "driver" if module.endswith("main_grpo") else module.rpartition(".")[2]
+    script = next((part for part in line[1:] if part.endswith(".py")), "")
+    return os.path.basename(script or head).removesuffix(".py")

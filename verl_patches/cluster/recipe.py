@@ -1,0 +1,181 @@
+"""The typed `recipe:` section: what a run needs to say and verl's own configuration cannot hold.
+
+Hydra merges it as a dataclass schema, so a key that is not here is refused by name. Keep it small: a key belongs here
+only if some code acts on it. Workers of verl see it as `config.recipe` (the configs mirror it under actor_rollout_ref).
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from typing import Any
+
+from verl_patches.errors import ConfigError
+from verl_patches.patching.spec import LINES, PLATFORMS
+
+VLLM_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+CORRUPTIONS = ("none", "skip", "expert", "bias", "expert_shift")
+
+
+def _choice(default: str, *allowed: str) -> Any:
+    return field(default=default, metadata={"allowed": allowed})
+
+
+@dataclass
+class Train:
+    """The training layout beyond verl's megatron section.
+
+    layers_per_stage: layers of each pipeline stage in model order, null splits evenly. expert_split: "etp" takes
+    verl's expert_tensor_parallel_size as it is; "tp_extend_ep" says that whole experts are split over TP x EP ranks
+    (expert_model_parallel_size counts them all, expert_tensor_parallel_size is 1; MindSpeed moe_tp_extend_ep).
+    swap_optimizer: optimizer states live on the host between updates (MindSpeed-LLM --swap-optimizer).
+    """
+
+    layers_per_stage: list[int] | None = None
+    expert_split: str = _choice("etp", "etp", "tp_extend_ep")
+    swap_optimizer: bool = False
+
+
+@dataclass
+class Rollout:
+    """The rollout layout beyond verl's rollout section.
+
+    dp: data-parallel ranks inside one vLLM instance (experts are split over dp x tp); instances: null takes world /
+    (dp x tp). balanced_routing: every expert gets equally many tokens, whatever the router says (speed runs on npu
+    only). replay: run folder of recorded responses to train on.
+    """
+
+    dp: int = 1
+    instances: int | None = None
+    expert_parallel: bool = False
+    balanced_routing: bool = False
+    replay: str | None = None
+
+
+@dataclass
+class WeightSync:
+    """Training weights to vLLM before each rollout. enabled=false keeps vLLM at the weights of the first sync.
+
+    corruption: TEST ONLY, spoils the sync from `corruption_from_step` (counted from 1) on, so that the log-prob check
+    can be seen to fail: skip (no sync), expert (one expert's matrix rolled), bias (correction bias zeroed),
+    expert_shift (expert ids + 1).
+    """
+
+    enabled: bool = True
+    corruption: str = _choice("none", *CORRUPTIONS)
+    corruption_from_step: int = 2
+
+
+@dataclass
+class LogprobCheck:
+    """vLLM's log-probs of sampled tokens against the actor's, every step: mean |delta| in nats, a limit a dtype.
+
+    action: stop ends the run with an error, report only prints and stores, off skips the extra comparison.
+    """
+
+    action: str = _choice("stop", "stop", "report", "off")
+    max_mean_fp32: float = 1e-5
+    max_mean_bf16: float = 0.05
+
+
+@dataclass
+class Timeouts:
+    """When the launcher ends a run, in seconds: wall_s since its start, quiet_s since its last output; null: never."""
+
+    wall_s: float | None = None
+    quiet_s: float | None = None
+
+
+@dataclass
+class Recipe:
+    """One run. It writes to <output_root>/<run>; `patches` are +row.id / -row.id switches of the catalogue.
+
+    ray_address: null starts a Ray of its own on this machine, on ray_port (null: any free one); "auto" or HOST:PORT
+    joins one that runs. worker_process_setup_hook: "package.module.function" of the user's, run in every Ray worker
+    after the prelude. model_shape: HF config.json that the plan reads sizes from, relative to the configs folder.
+    """
+
+    run: str = "run"
+    output_root: str = "outputs"
+    line: str = _choice("a3", *LINES)
+    platform: str = _choice("npu", *PLATFORMS)
+    patches: list[str] = field(default_factory=list)
+    dtype: str = _choice("bf16", *VLLM_DTYPES)
+    ray_address: str | None = None
+    worker_process_setup_hook: str | None = None
+    ray_port: int | None = None
+    model_shape: str = "model/deepseekv3_671b.json"
+    train: Train = field(default_factory=Train)
+    rollout: Rollout = field(default_factory=Rollout)
+    weight_sync: WeightSync = field(default_factory=WeightSync)
+    logprob_check: LogprobCheck = field(default_factory=LogprobCheck)
+    timeouts: Timeouts = field(default_factory=Timeouts)
+
+
+def recipe_keys(schema: type = Recipe, prefix: str = "recipe") -> Iterator[tuple[str, Any]]:
+    """(dotted key, dataclass field) of every leaf of the section, in order."""
+    for item in fields(schema):
+        name = f"{prefix}.{item.name}"
+        section = item.default_factory if item.default_factory is not MISSING else None
+        if is_dataclass(section):
+            yield from recipe_keys(section, name)
+        else:
+            yield name, item
+
+
+def check_recipe(section: Mapping[str, Any]) -> None:
+    """ConfigError for a key that is not in the schema (with the nearest one) or a value outside its words or range."""
+    known = dict(recipe_keys())
+    given = dict(_leaves(section, "recipe", known))
+    faults = [unknown_key(key, known) for key in given if key not in known]
+    for key, item in known.items():
+        allowed = item.metadata.get("allowed")
+        if allowed and key in given and given[key] not in allowed:
+            faults.append(f"{key} is {given[key]!r}; expected one of {', '.join(allowed)}")
+    faults += _value_faults(given)
+    if faults:
+        raise ConfigError("recipe: " + "\n        ".join(faults))
+
+
+def _value_faults(given: Mapping[str, Any]) -> list[str]:
+    faults = []
+    run = given.get("recipe.run", "run")
+    if not run or run in (".", "..") or "/" in run or run.startswith("-"):
+        faults.append(f"recipe.run is {run!r}; expected a plain folder name, such as smoke-ep2")
+    for key in ("recipe.rollout.dp", "recipe.rollout.instances", "recipe.weight_sync.corruption_from_step"):
+        if given.get(key) is not None and given[key] < 1:
+            faults.append(f"{key} is {given[key]}; expected a whole number >= 1")
+    port = given.get("recipe.ray_port")
+    if port is not None and not 1024 <= port <= 65535:
+        faults.append(f"recipe.ray_port is {port}; expected 1024 to 65535, or null for a free one")
+    if port is not None and given.get("recipe.ray_address") is not None:
+        faults.append("recipe.ray_port is for a Ray that the run starts itself, but recipe.ray_address joins one; "
+                      "remove one of them")
+    platform = given.get("recipe.platform")
+    if given.get("recipe.rollout.balanced_routing") and platform != "npu":
+        faults.append("recipe.rollout.balanced_routing is vllm-ascend's: it needs recipe.platform=npu, found "
+                      f"{platform}")
+    faults += [f"recipe.timeouts.{key} is {given[f'recipe.timeouts.{key}']}; expected seconds > 0, or null"
+               for key in ("wall_s", "quiet_s") if (given.get(f"recipe.timeouts.{key}") or 1) <= 0]
+    faults += [f"recipe.patches holds {pattern!r}; expected +row.id or -row.id"
+               for pattern in given.get("recipe.patches", ()) if pattern[:1] not in ("+", "-") or len(pattern) < 2]
+    return faults
+
+
+def unknown_key(key: str, known: Mapping[str, Any]) -> str:
+    """One sentence about a key that does not exist, with the nearest ones that do."""
+    leaf = key.rpartition(".")[2]
+    near = difflib.get_close_matches(key, known, n=3, cutoff=0.75)
+    near += [name for name in known if name.rpartition(".")[2] == leaf and name not in near]
+    hint = f"did you mean {' or '.join(near[:3])}?" if near else "the keys are those of verl_patches/cluster/recipe.py"
+    return f"unknown key {key}; {hint}"
+
+
+def _leaves(section: Mapping[str, Any], prefix: str, known: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for key, value in section.items():
+        name = f"{prefix}.{key}"
+        if isinstance(value, Mapping) and name not in known:
+            yield from _leaves(value, name, known)
+        else:
+            yield name, value

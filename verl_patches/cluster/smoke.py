@@ -1,0 +1,187 @@
+"""The smoke run: its few options as Hydra overrides of its config, and the model and data that it needs."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from verl_patches.cluster.recipe import VLLM_DTYPES
+from verl_patches.errors import ConfigError
+
+CONFIG_NAME = "grpo_deepseekv3_tiny_cpu"
+REPOSITORY = Path(__file__).resolve().parents[2]
+SAMPLE = REPOSITORY / "data" / "deepscaler_sample.json"
+PREPARE_S = 300
+PROMPT_TOKENS = "256"  # data.max_prompt_length of the config
+LEARN_TASK = ["--learnable", "768"]
+LEARN_STEPS = 40
+# what the learnable task changes in the config; task and reward: verl_patches/rewards/learnable.py
+LEARN_OVERRIDES = (
+    "custom_reward_function.path=${repo_path:verl_patches/rewards/learnable.py}",
+    "data.train_batch_size=16",
+    "data.max_prompt_length=32",
+    "data.max_response_length=4",
+    "actor_rollout_ref.rollout.n=8",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=16",
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=32",
+    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=32",
+    "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=32",
+    "actor_rollout_ref.rollout.engine_kwargs.vllm.max_num_seqs=64",
+)
+_MAKE_MODEL = """
+import sys
+from pathlib import Path
+from verl_patches.model.tiny import make_tiny_model
+make_tiny_model(Path(sys.argv[1]), int(sys.argv[2]))
+"""
+
+
+@dataclass(frozen=True)
+class TrainLayout:
+    """Sizes of one --train-layout; `etp` is the split inside an expert."""
+
+    workers: int
+    tp: int = 1
+    ep: int = 1
+    etp: int = 1
+    pp: int = 1
+
+
+TRAIN_LAYOUTS = {
+    "ep2": TrainLayout(2, ep=2),
+    "tp2": TrainLayout(2, tp=2, etp=2),
+    "pp2": TrainLayout(2, pp=2),
+    "tp2ep2": TrainLayout(4, tp=2, ep=2),  # whole experts; two replicas of each
+    "ep2pp2": TrainLayout(4, ep=2, pp=2),
+}
+
+
+@dataclass(frozen=True)
+class SmokeOptions:
+    """What `smoke` can be asked for; see the command's own help."""
+
+    train_layout: str = "ep2"
+    rollout_tp: int = 1
+    rollout_dp: int = 1
+    steps: int | None = None
+    dtype: str = "fp32"
+    replay_rollout: Path | None = None
+    learn: bool = False
+    run: str | None = None
+    seed: int = 0
+
+    def check(self) -> None:
+        """ConfigError for a combination that cannot run, with one that can."""
+        if self.train_layout not in TRAIN_LAYOUTS:
+            raise ConfigError(f"--train-layout {self.train_layout}: expected one of {', '.join(TRAIN_LAYOUTS)}")
+        if self.dtype not in VLLM_DTYPES:
+            raise ConfigError(f"--dtype {self.dtype}: expected {' or '.join(VLLM_DTYPES)}")
+        for name, value in (("--rollout-tp", self.rollout_tp), ("--rollout-dp", self.rollout_dp)):
+            if value not in (1, 2):
+                raise ConfigError(f"{name} {value}: expected 1 or 2")
+        workers, ranks = TRAIN_LAYOUTS[self.train_layout].workers, self.rollout_tp * self.rollout_dp
+        if workers % ranks:
+            fitting = ", ".join(name for name, layout in TRAIN_LAYOUTS.items() if layout.workers % ranks == 0)
+            raise ConfigError(f"--rollout-tp {self.rollout_tp} with --rollout-dp {self.rollout_dp} needs {ranks} "
+                              "workers, --train-layout "
+                              f"{self.train_layout} has {workers}: use --train-layout {fitting}")
+        if self.steps is not None and self.steps < 1:
+            raise ConfigError(f"--steps {self.steps}: expected a whole number >= 1")
+        if self.seed < 0:
+            raise ConfigError(f"--seed {self.seed}: expected a whole number >= 0")
+        if self.learn and self.replay_rollout:
+            raise ConfigError("--learn with --replay-rollout: recorded responses do not change, so nothing could be "
+                              "seen to learn; drop one")
+        if self.replay_rollout and not self.replay_rollout.exists():
+            raise ConfigError(f"--replay-rollout {self.replay_rollout}: does not exist; give a run folder "
+                              "(outputs/<run>) or its rollouts")
+
+
+def overrides_of(options: SmokeOptions) -> list[str]:
+    """The options as Hydra overrides, data and model left out (see `prepare`); ConfigError for a wrong combination."""
+    options.check()
+    layout = TRAIN_LAYOUTS[options.train_layout]
+    megatron, rollout = "actor_rollout_ref.actor.megatron", "actor_rollout_ref.rollout"
+    found = [
+        f"recipe.run={options.run or ('learn' if options.learn else 'smoke')}",
+        f"recipe.dtype={options.dtype}",
+        f"trainer.n_gpus_per_node={layout.workers}",
+        f"{megatron}.tensor_model_parallel_size={layout.tp}",
+        f"{megatron}.expert_model_parallel_size={layout.ep}",
+        f"{megatron}.expert_tensor_parallel_size={layout.etp}",
+        f"{megatron}.pipeline_model_parallel_size={layout.pp}",
+        f"{megatron}.seed={options.seed}",
+        f"data.seed={options.seed}",
+        f"{rollout}.seed={options.seed}",
+        f"{rollout}.tensor_model_parallel_size={options.rollout_tp}",
+        f"recipe.rollout.dp={options.rollout_dp}",
+        f"recipe.rollout.expert_parallel={str(options.rollout_tp * options.rollout_dp > 1).lower()}",
+    ]
+    if options.learn:
+        found += LEARN_OVERRIDES
+    if options.steps or options.learn:
+        found.append(f"trainer.total_training_steps={options.steps or LEARN_STEPS}")
+    if options.replay_rollout:
+        found.append(f"recipe.rollout.replay={_quoted(options.replay_rollout.resolve())}")
+    return found
+
+
+def prepare(options: SmokeOptions, cache: Path, say: Callable[[str], None]) -> list[str]:
+    """Make model folder and data below `cache`, unless they are there and unchanged; returns overrides that name them.
+
+    Each is made by a process of its own, as the launcher stays free of torch; its folder appears whole or not at all.
+    Raises ConfigError with the end of its output if one fails.
+    """
+    sources = [REPOSITORY / "configs/model/deepseekv3_tiny.json", REPOSITORY / "verl_patches/model/tiny.py"]
+    model = cache / f"deepseekv3_tiny-seed{options.seed}-{_digest(sources)}"
+    if not model.exists():
+        say(f"making the tiny model, seed {options.seed}")
+        _run([sys.executable, "-c", _MAKE_MODEL, str(model), str(options.seed)], "the tiny model")
+    maths = [str(SAMPLE), "--tokenizer", str(model), "--max-prompt-length", PROMPT_TOKENS]
+    task = LEARN_TASK if options.learn else maths
+    sources += [SAMPLE, *sorted((REPOSITORY / "data").glob("*.py"))]
+    sources += sorted((REPOSITORY / "verl_patches/rewards").glob("*.py"))
+    data = cache / f"{'learnable' if options.learn else 'maths'}-{_digest(sources, *task[1:2], task[-1])}"
+    if not data.exists():
+        say("preparing the data")
+        making = cache / f".{data.name}.{os.getpid()}"
+        try:
+            _run([sys.executable, str(REPOSITORY / "data/prepare_deepscaler.py"), *task, "-o", str(making)], "the data")
+            making.rename(data)
+        finally:
+            shutil.rmtree(making, ignore_errors=True)
+    found = {"actor_rollout_ref.model.path": model, "data.train_files": data / "train.parquet",
+             "data.val_files": data / "test.parquet"}
+    return [f"{key}={_quoted(path)}" for key, path in found.items()]
+
+
+def _run(command: Sequence[str], what: str) -> None:
+    env = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1",
+           "PYTHONPATH": os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))}
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PREPARE_S, env=env)
+    except subprocess.TimeoutExpired:
+        raise ConfigError(f"smoke: {what} was not made within {PREPARE_S} s; command: {' '.join(command)}") from None
+    if done.returncode:
+        tail = "\n  ".join((done.stderr or done.stdout).strip().splitlines()[-8:])
+        raise ConfigError(f"smoke: {what} could not be made (exit {done.returncode}):\n  {tail}\n"
+                          f"  command: {' '.join(command)}")
+
+
+def _digest(files: Sequence[Path], *words: str) -> str:
+    """Twelve hex digits over contents: what was made from the same sources need not be made again."""
+    found = hashlib.sha256("\0".join(words).encode())
+    for file in files:
+        found.update(file.read_bytes())
+    return found.hexdigest()[:12]
+
+
+def _quoted(path: Path) -> str:
+    """A path as Hydra's override grammar takes any path."""
+    return "'" + str(path).replace("'", "\\'") + "'"

@@ -1,0 +1,220 @@
+"""Every tensor of a DeepSeek-V3 checkpoint, computed from its HF config: name, shape, dtype, layer, expert, kind, part.
+
+What deviates from a plain count of weights: the router's correction bias is a tensor too (fp32, steered by load and
+not by the optimizer, so not trainable) and IS in the totals - the published 671,026,419,200 needs its 58 x 256
+values. Multi-token prediction layers are never counted: no recipe here trains or serves them. Weights count in
+`torch_dtype`; an fp8 checkpoint's block scales belong to conversion, not here. Names and shapes follow
+`transformers.models.deepseek_v3.modeling_deepseek_v3`.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from verl_patches.errors import ConfigError
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+PARTS = ("embedding", "head", "attention", "norm", "router", "dense_mlp", "shared_expert", "routed_expert")
+
+
+class Parameter(NamedTuple):
+    """One HF tensor. `kind` is the key of the sharding table; `layer`/`expert` are None where they do not apply."""
+
+    name: str
+    kind: str
+    part: str
+    shape: tuple[int, ...]
+    dtype: str
+    layer: int | None = None
+    expert: int | None = None
+
+    @property
+    def count(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def trainable(self) -> bool:
+        """False only for the router's correction bias: it gets no gradient and no optimizer state."""
+        return self.kind != "router_bias"
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """The numbers of an HF config that decide tensor names and shapes; field names are the config's own keys."""
+
+    hidden_size: int
+    num_hidden_layers: int
+    first_k_dense_replace: int
+    n_routed_experts: int
+    num_experts_per_tok: int
+    moe_intermediate_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    vocab_size: int
+    q_lora_rank: int | None = None
+    n_shared_experts: int = 0
+    moe_layer_freq: int = 1
+    topk_method: str = "noaux_tc"
+    torch_dtype: str = "bfloat16"
+
+    def is_moe(self, layer: int) -> bool:
+        """Whether `layer` has routed experts (vLLM's and transformers' rule)."""
+        return layer >= self.first_k_dense_replace and layer % self.moe_layer_freq == 0
+
+
+_REQUIRED = [f.name for f in ModelShape.__dataclass_fields__.values() if f.name not in vars(ModelShape)]
+
+
+def read_model_shape(config: Mapping | str | Path) -> ModelShape:
+    """Read an HF config: a dict, a config.json, or the folder that holds one.
+
+    Raises ConfigError for a missing file or key, another model type, tied embeddings or attention biases (not
+    DeepSeek-V3).
+    """
+    where = "HF config"
+    if not isinstance(config, Mapping):
+        path = Path(config)
+        path = path / "config.json" if path.is_dir() else path
+        where = str(path)
+        if not path.is_file():
+            raise ConfigError(f"{where}: no such file; give a folder with config.json or the file itself")
+        config = json.loads(path.read_text())
+    if config.get("model_type") != "deepseek_v3":
+        raise ConfigError(f"{where}: model_type must be 'deepseek_v3', found {config.get('model_type')!r}")
+    missing = [key for key in _REQUIRED if not isinstance(config.get(key), int)]
+    if missing:
+        raise ConfigError(
+            f"{where}: whole numbers are missing for {', '.join(missing)}; take them from the model's config.json"
+        )
+    for key in ("tie_word_embeddings", "attention_bias"):
+        if config.get(key):
+            raise ConfigError(f"{where}: {key} must be false for DeepSeek-V3, found {config[key]!r}")
+    values = {key: config[key] for key in ModelShape.__dataclass_fields__ if config.get(key) is not None}
+    shape = ModelShape(**values)
+    if shape.torch_dtype not in DTYPE_BYTES:
+        raise ConfigError(f"{where}: torch_dtype must be one of {', '.join(DTYPE_BYTES)}, found {shape.torch_dtype!r}")
+    return shape
+
+
+@dataclass(frozen=True)
+class Inventory:
+    """All tensors of one model: `outer` holds those outside layers, `layers[i]` those of layer i.
+
+    Routed experts are in `experts[i][e]` (empty for dense layers), so that a rank's share is picked without a search.
+    """
+
+    model: ModelShape
+    outer: tuple[Parameter, ...]
+    layers: tuple[tuple[Parameter, ...], ...]
+    experts: tuple[tuple[tuple[Parameter, ...], ...], ...]
+
+    @functools.cached_property
+    def parameters(self) -> tuple[Parameter, ...]:
+        """Every tensor once: the embedding, layer by layer, then the final norm and the head."""
+        found = [p for p in self.outer if p.part == "embedding"]
+        for layer, experts in zip(self.layers, self.experts, strict=True):
+            found += layer
+            for expert in experts:
+                found += expert
+        return tuple(found + [p for p in self.outer if p.part != "embedding"])
+
+    @functools.cached_property
+    def by_name(self) -> dict[str, Parameter]:
+        """HF name -> tensor."""
+        return {p.name: p for p in self.parameters}
+
+    @functools.cached_property
+    def totals(self) -> dict[str, int]:
+        """Elements per part (see PARTS)."""
+        totals = dict.fromkeys(PARTS, 0)
+        for parameter in self.parameters:
+            totals[parameter.part] += parameter.count
+        return totals
+
+    @property
+    def total(self) -> int:
+        """Elements of the whole model, without multi-token prediction."""
+        return sum(self.totals.values())
+
+    @property
+    def active(self) -> int:
+        """Elements that one token passes: all but the routed experts it does not choose (embedding, head included)."""
+        routed = self.totals["routed_expert"]
+        return self.total - routed + routed * self.model.num_experts_per_tok // self.model.n_routed_experts
+
+
+def build_inventory(config: ModelShape | Mapping | str | Path) -> Inventory:
+    """The inventory of the model that `config` describes (see `read_model_shape` for what it may be)."""
+    model = config if isinstance(config, ModelShape) else read_model_shape(config)
+    h, v, dtype = model.hidden_size, model.vocab_size, model.torch_dtype
+    outer = (
+        Parameter("model.embed_tokens.weight", "embedding", "embedding", (v, h), dtype),
+        Parameter("model.norm.weight", "final_norm", "norm", (h,), dtype),
+        Parameter("lm_head.weight", "head", "head", (v, h), dtype),
+    )
+    ids = range(model.num_hidden_layers)
+    layers = tuple(tuple(_attention(model, i)) + tuple(_mlp_outside_experts(model, i)) for i in ids)
+    return Inventory(model, outer, layers, tuple(tuple(_experts(model, i)) for i in ids))
+
+
+def _attention(model: ModelShape, layer: int) -> Iterable[Parameter]:
+    h, heads, q_rank, kv_rank = model.hidden_size, model.num_attention_heads, model.q_lora_rank, model.kv_lora_rank
+    q_dim = heads * (model.qk_nope_head_dim + model.qk_rope_head_dim)
+    rows = [("input_layernorm", "input_norm", "norm", (h,))]
+    if q_rank is None:
+        rows.append(("self_attn.q_proj", "q_proj", "attention", (q_dim, h)))
+    else:
+        rows.append(("self_attn.q_a_proj", "q_a_proj", "attention", (q_rank, h)))
+        rows.append(("self_attn.q_a_layernorm", "q_a_norm", "attention", (q_rank,)))
+        rows.append(("self_attn.q_b_proj", "q_b_proj", "attention", (q_dim, q_rank)))
+    kv_dim = heads * (model.qk_nope_head_dim + model.v_head_dim)
+    rows += [
+        ("self_attn.kv_a_proj_with_mqa", "kv_a_proj", "attention", (kv_rank + model.qk_rope_head_dim, h)),
+        ("self_attn.kv_a_layernorm", "kv_a_norm", "attention", (kv_rank,)),
+        ("self_attn.kv_b_proj", "kv_b_proj", "attention", (kv_dim, kv_rank)),
+        ("self_attn.o_proj", "o_proj", "attention", (h, heads * model.v_head_dim)),
+        ("post_attention_layernorm", "post_attention_norm", "norm", (h,)),
+    ]
+    for name, kind, part, shape in rows:
+        yield Parameter(f"model.layers.{layer}.{name}.weight", kind, part, shape, model.torch_dtype, layer)
+
+
+def _gated_mlp(
+    model: ModelShape, prefix: str, part: str, width: int, layer: int, expert: int | None = None
+) -> Iterable[Parameter]:
+    h, dtype = model.hidden_size, model.torch_dtype
+    for piece, shape in (("gate", (width, h)), ("up", (width, h)), ("down", (h, width))):
+        yield Parameter(f"{prefix}.{piece}_proj.weight", f"{part}_{piece}", part, shape, dtype, layer, expert)
+
+
+def _mlp_outside_experts(model: ModelShape, layer: int) -> Iterable[Parameter]:
+    prefix = f"model.layers.{layer}.mlp"
+    if not model.is_moe(layer):
+        yield from _gated_mlp(model, prefix, "dense_mlp", model.intermediate_size, layer)
+        return
+    e, h = model.n_routed_experts, model.hidden_size
+    yield Parameter(f"{prefix}.gate.weight", "router", "router", (e, h), model.torch_dtype, layer)
+    if model.topk_method == "noaux_tc":
+        yield Parameter(f"{prefix}.gate.e_score_correction_bias", "router_bias", "router", (e,), "float32", layer)
+    if model.n_shared_experts:
+        width = model.moe_intermediate_size * model.n_shared_experts
+        yield from _gated_mlp(model, f"{prefix}.shared_experts", "shared_expert", width, layer)
+
+
+def _experts(model: ModelShape, layer: int) -> Iterable[tuple[Parameter, ...]]:
+    if not model.is_moe(layer):
+        return
+    for expert in range(model.n_routed_experts):
+        prefix = f"model.layers.{layer}.mlp.experts.{expert}"
+        yield tuple(_gated_mlp(model, prefix, "routed_expert", model.moe_intermediate_size, layer, expert))

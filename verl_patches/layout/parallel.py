@@ -1,0 +1,304 @@
+"""How a model is split over ranks: one type for the training side (Megatron) and the rollout side (vLLM).
+
+Two views of the same ranks, exactly as `megatron.core.parallel_state.initialize_model_parallel` (0.12.2) builds them
+from one `order`: the dense view tp x cp x dp x pp, and the expert view etp x ep x edp x pp. A rank has one coordinate
+in each.
+
+The rollout side fits in the same type: vLLM 0.9.1 (`vllm.distributed.parallel_state.initialize_model_parallel`)
+orders ranks as instance x dp x pp x tp, and its experts are split over all ranks of one instance. So an instance is
+an expert-data-parallel replica: `instances == edp`, and the instance of a rank is its `edp` coordinate. See
+`rollout_layout`.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from verl_patches.errors import ConfigError
+
+MEGATRON_ORDER = "tp-cp-ep-dp-pp"
+VLLM_PIPELINE_ORDER = "tp-cp-ep-pp-dp"  # vLLM numbers stages inside replicas
+DENSE_AXES = ("tp", "cp", "dp", "pp")
+EXPERT_AXES = ("etp", "ep", "edp", "pp")
+_SIZES = ("tp", "cp", "pp", "vpp", "ep", "etp")
+
+
+@dataclass(frozen=True)
+class Coordinates:
+    """Where a rank is: dense view (tp, cp, dp, pp) and expert view (etp, ep, edp, pp), each from 0."""
+
+    tp: int
+    cp: int
+    dp: int
+    pp: int
+    etp: int
+    ep: int
+    edp: int
+
+
+@dataclass(frozen=True)
+class ParallelLayout:
+    """How many ranks a model is split over, along which axes, and in which order ranks are numbered.
+
+    Sizes count ranks. `ep`: ranks that experts are split over; `etp`: split inside one expert (None: `tp`, Megatron's
+    rule). MindSpeed's "TP extends EP" at TP4 EP8 is ep=32, etp=1. `dp` and `edp` are derived. `vpp`: model chunks a
+    stage holds. `layers_per_stage`: layers of each stage, or of each of the pp*vpp chunks in model order when vpp >
+    1; None splits evenly. `order`: names the fastest axis first, `tp` also standing for etp and `dp` for edp in the
+    expert view. Raises ConfigError where Megatron would, or where a list does not fit.
+    """
+
+    world_size: int
+    tp: int = 1
+    cp: int = 1
+    ep: int = 1
+    etp: int | None = None
+    pp: int = 1
+    vpp: int = 1
+    layers_per_stage: tuple[int, ...] | None = None
+    order: str = MEGATRON_ORDER
+
+    def __post_init__(self):
+        if self.etp is None:
+            object.__setattr__(self, "etp", self.tp)
+        if self.layers_per_stage is not None:
+            object.__setattr__(self, "layers_per_stage", tuple(self.layers_per_stage))
+        for name in ("world_size", *_SIZES):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ConfigError(f"layout: {name} must be a whole number >= 1, found {value!r}")
+        if sorted(self.order.split("-")) != ["cp", "dp", "ep", "pp", "tp"]:
+            raise ConfigError(
+                f"layout: order must name tp, cp, ep, dp, pp each once, as {MEGATRON_ORDER!r}, found {self.order!r}"
+            )
+        for view, sizes in (("tp*cp*pp", (self.tp, self.cp, self.pp)), ("etp*ep*pp", (self.etp, self.ep, self.pp))):
+            if self.world_size % math.prod(sizes):
+                raise ConfigError(
+                    f"layout: {view} = {'*'.join(map(str, sizes))} = {math.prod(sizes)} must divide world_size "
+                    f"{self.world_size}; change the sizes or the number of ranks"
+                )
+        self._check_pipeline()
+
+    def _check_pipeline(self):
+        same_stages = self._strides(DENSE_AXES)["pp"] == self._strides(EXPERT_AXES)["pp"]
+        if self.pp > 1 and not (same_stages and (self.order.endswith("pp") or self.dp == self.edp)):
+            raise ConfigError(
+                f"layout: with order {self.order!r} dense and expert layers would disagree on pipeline or data groups "
+                f"(tp*cp {self.tp * self.cp}, etp*ep {self.etp * self.ep}); put pp last, or make etp*ep equal to tp*cp"
+            )
+        if self.vpp > 1 and self.pp == 1:
+            raise ConfigError(f"layout: vpp={self.vpp} needs pp > 1; set vpp=1 or split the model over stages")
+        if self.layers_per_stage is None:
+            return
+        chunks = self.pp * self.vpp
+        if len(self.layers_per_stage) != chunks or any(not isinstance(n, int) or n < 0 for n in self.layers_per_stage):
+            raise ConfigError(
+                f"layout: layers_per_stage must hold {chunks} counts (pp {self.pp} x vpp {self.vpp}), "
+                f"found {list(self.layers_per_stage)}; give one count per chunk"
+            )
+
+    @property
+    def dp(self) -> int:
+        """Replicas of the dense (non-expert) weights."""
+        return self.world_size // (self.tp * self.cp * self.pp)
+
+    @property
+    def edp(self) -> int:
+        """Replicas of the expert weights; on the rollout side, the number of vLLM instances."""
+        return self.world_size // (self.etp * self.ep * self.pp)
+
+    def size(self, axis: str) -> int:
+        """Number of ranks along `axis`: one of tp, cp, dp, pp, etp, ep, edp."""
+        if axis not in DENSE_AXES + EXPERT_AXES:
+            raise ConfigError(f"layout: no axis {axis!r}; expected one of {', '.join(DENSE_AXES + EXPERT_AXES[:3])}")
+        return getattr(self, axis)
+
+    def _axes(self, family: tuple[str, ...]) -> list[str]:
+        spelled = {"tp": "etp", "dp": "edp"} if family is EXPERT_AXES else {}
+        return [spelled.get(a, a) for a in self.order.split("-") if spelled.get(a, a) in family]
+
+    def _strides(self, family: tuple[str, ...]) -> dict[str, int]:
+        strides, stride = {}, 1
+        for axis in self._axes(family):
+            strides[axis] = stride
+            stride *= self.size(axis)
+        return strides
+
+    def coordinates(self, rank: int) -> Coordinates:
+        """Both views' coordinates of `rank`. Raises ConfigError outside 0..world_size-1."""
+        if not 0 <= rank < self.world_size:
+            raise ConfigError(f"layout: rank must be in 0..{self.world_size - 1}, found {rank}")
+        return _all_coordinates(self)[rank]
+
+    def rank_of(self, **coordinates: int) -> int:
+        """The rank at one view's coordinates, e.g. rank_of(tp=1, pp=3) or rank_of(ep=5, edp=1); axes left out are 0.
+
+        Raises ConfigError for an unknown axis, a coordinate out of range, or axes of both views at once (pp belongs
+        to both).
+        """
+        family = self._family(coordinates)
+        for axis, value in coordinates.items():
+            if not 0 <= value < self.size(axis):
+                raise ConfigError(f"layout: {axis} must be in 0..{self.size(axis) - 1}, found {value}")
+        strides = self._strides(family)
+        return sum(value * strides[axis] for axis, value in coordinates.items())
+
+    def _family(self, axes: Iterable[str]) -> tuple[str, ...]:
+        axes = list(axes)
+        for axis in axes:
+            self.size(axis)
+        for family in (DENSE_AXES, EXPERT_AXES):
+            if all(axis in family for axis in axes):
+                return family
+        raise ConfigError(
+            f"layout: axes {', '.join(axes)} mix the dense view (tp cp dp pp) with the expert view (etp ep edp pp)"
+        )
+
+    def groups(self, name: str) -> list[list[int]]:
+        """All groups of ranks that differ only along `name`, in Megatron's order of groups and of ranks.
+
+        `name`: one axis or several of one view joined by "-" ("tp-dp"), or "instance" (the ranks of one expert
+        replica: one vLLM instance) or "instance-dp" (vLLM's DP group: the dp replicas inside one instance; equal to
+        "dp" when edp is 1). Follows `RankGenerator.get_ranks`: "etp" there is the expert generator's "tp", "edp" its
+        "dp".
+        """
+        if name == "instance":
+            groups = self.groups("etp-ep-pp")
+            return sorted(sorted(group) for group in groups)
+        if name == "instance-dp":
+            return self._instance_dp_groups()
+        wanted = name.split("-")
+        family = self._family(wanted)
+        strides = self._strides(family)
+        steps = {axis: [i * strides[axis] for i in range(self.size(axis))] for axis in strides}
+        # itertools.product varies its last factor fastest; our fastest axis is the first
+        inside = [steps[axis] for axis in reversed(strides) if axis in wanted]
+        outside = [steps[axis] for axis in reversed(strides) if axis not in wanted]
+        offsets = [sum(step) for step in itertools.product(*inside)]
+        return [[sum(base) + offset for offset in offsets] for base in itertools.product(*outside)]
+
+    def _instance_dp_groups(self) -> list[list[int]]:
+        groups = []
+        for ranks in self.groups("dp"):
+            by_instance: dict[int, list[int]] = {}
+            for rank in ranks:
+                by_instance.setdefault(self.coordinates(rank).edp, []).append(rank)
+            groups += by_instance.values()
+        return sorted(groups)
+
+    def group_of(self, name: str, rank: int) -> list[int]:
+        """The group called `name` (see `groups`) that holds `rank`."""
+        self.coordinates(rank)
+        return next(group for group in self.groups(name) if rank in group)
+
+    def chunk_layers(self, num_layers: int) -> list[range]:
+        """Layer ids of each of the pp*vpp chunks in model order; chunk c lives on stage c % pp.
+
+        Raises ConfigError if the list does not add up to `num_layers`, or an even split has a remainder.
+        """
+        counts, chunks = self.layers_per_stage, self.pp * self.vpp
+        if counts is None:
+            if num_layers % chunks:
+                raise ConfigError(
+                    f"layout: {num_layers} layers do not split evenly over {chunks} chunks "
+                    f"(pp {self.pp} x vpp {self.vpp}); give a list, e.g. layers=7,7,8,8,8,8,8,7"
+                )
+            counts = (num_layers // chunks,) * chunks
+        if sum(counts) != num_layers:
+            raise ConfigError(
+                f"layout: layers_per_stage {list(counts)} adds up to {sum(counts)}, the model has {num_layers} layers; "
+                "correct the list"
+            )
+        ends = list(itertools.accumulate(counts))
+        return [range(end - count, end) for count, end in zip(counts, ends, strict=True)]
+
+    def stage_layers(self, stage: int, num_layers: int) -> tuple[int, ...]:
+        """Layer ids that pipeline stage `stage` holds, in model order over all its chunks."""
+        if not 0 <= stage < self.pp:
+            raise ConfigError(f"layout: stage must be in 0..{self.pp - 1}, found {stage}")
+        return tuple(itertools.chain.from_iterable(self.chunk_layers(num_layers)[stage :: self.pp]))
+
+    def local_experts(self, rank: int, num_experts: int) -> range:
+        """Ids of the routed experts on `rank` (each whole if etp is 1): a contiguous block, as in Megatron and vLLM.
+
+        Raises ConfigError if `ep` does not divide `num_experts` (Megatron refuses it; vLLM would load the last rank
+        more).
+        """
+        if num_experts % self.ep:
+            raise ConfigError(
+                f"layout: ep={self.ep} must divide the number of routed experts {num_experts}; choose another ep"
+            )
+        local = num_experts // self.ep
+        first = self.coordinates(rank).ep * local
+        return range(first, first + local)
+
+    def __str__(self) -> str:
+        """The short text form that `parse_layout` reads, e.g. "tp4 pp8 ep32 etp1 @256 layers=7,7,8,8,8,8,8,7"."""
+        words = [f"tp{self.tp}"]
+        words += [f"{name}{getattr(self, name)}" for name in ("cp", "pp", "vpp", "ep") if getattr(self, name) > 1]
+        if self.etp != self.tp:
+            words.append(f"etp{self.etp}")
+        words.append(f"@{self.world_size}")
+        if self.layers_per_stage is not None:
+            words.append("layers=" + ",".join(map(str, self.layers_per_stage)))
+        if self.order != MEGATRON_ORDER:
+            words.append(f"order={self.order}")
+        return " ".join(words)
+
+
+@functools.lru_cache(maxsize=64)
+def _all_coordinates(layout: ParallelLayout) -> list[Coordinates]:
+    """Coordinates of every rank; cached because plans ask for all of them again and again."""
+    views = [layout._strides(DENSE_AXES), layout._strides(EXPERT_AXES)]
+    return [
+        Coordinates(**{axis: rank // step % layout.size(axis) for view in views for axis, step in view.items()})
+        for rank in range(layout.world_size)
+    ]
+
+
+def parse_layout(text: str) -> ParallelLayout:
+    """Read the short form "tp4 pp8 ep32 etp1 @256 layers=7,7,8,8,8,8,8,7"; `str(layout)` writes it.
+
+    Words in any order: tp cp pp vpp ep etp with a size, @ranks (required), layers=..., order=... . Sizes left out are
+    1, etp left out is tp. Raises ConfigError for a word that is unknown, repeated, or unreadable.
+    """
+    values: dict[str, object] = {}
+    for word in text.split():
+        if match := re.fullmatch(r"(tp|cp|pp|vpp|ep|etp|@)(\d+)", word):
+            name, value = match[1].replace("@", "world_size"), int(match[2])
+        elif match := re.fullmatch(r"layers=(\d+(?:,\d+)*)", word):
+            name, value = "layers_per_stage", tuple(map(int, match[1].split(",")))
+        elif match := re.fullmatch(r"order=(\S+)", word):
+            name, value = "order", match[1]
+        else:
+            raise ConfigError(
+                f'layout {text!r}: cannot read {word!r}; expected words such as "tp4 pp8 ep32 etp1 @256 layers=7,8"'
+            )
+        if name in values:
+            raise ConfigError(f"layout {text!r}: {name} is given twice")
+        values[name] = value
+    if "world_size" not in values:
+        raise ConfigError(f'layout {text!r}: the number of ranks is missing; add it as "@256"')
+    return ParallelLayout(**values)
+
+
+def rollout_layout(instances: int, dp: int, tp: int, pp: int = 1, expert_parallel: bool = True) -> ParallelLayout:
+    """The layout of `instances` vLLM instances, each of `dp` x `pp` x `tp` ranks, numbered as vLLM 0.9.1 numbers them.
+
+    With `expert_parallel` whole experts are split over the dp*tp ranks of an instance (ep = dp*tp, etp = 1); without
+    it every expert is cut over those ranks (ep = 1, etp = dp*tp; vLLM's `FusedMoEParallelConfig.make`). Raises
+    ConfigError for pp > 1 together with dp > 1, which vLLM numbers in a way that Megatron's rank order cannot say.
+    """
+    split = dp * tp
+    sizes = {"ep": split, "etp": 1} if expert_parallel else {"ep": 1, "etp": split}
+    if pp > 1 and dp > 1:
+        raise ConfigError(
+            f"rollout layout: pp={pp} together with dp={dp} inside an instance is not supported; "
+            "use one of them, or more instances"
+        )
+    order = VLLM_PIPELINE_ORDER if pp > 1 else MEGATRON_ORDER
+    return ParallelLayout(world_size=instances * dp * pp * tp, tp=tp, pp=pp, order=order, **sizes)

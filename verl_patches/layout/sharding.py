@@ -1,0 +1,168 @@
+"""Which part of each tensor a rank holds, per library: one small table and the arithmetic on it.
+
+Libraries differ in a few things only, and LIBRARIES lists them. Facts, with their source:
+- megatron-core 0.12.2 (`models/gpt/gpt_layer_specs.py`) makes q and kv down projections ColumnParallelLinear in its
+  local spec and TEColumnParallelLinear in its Transformer Engine spec: both cut them by rows (576/tp rows of kv_a and
+  so on).
+- MindSpeed-LLM 2.0.0 (`multi_head_latent_attention.py`, linear_qkv in `deepseek_spec.py`) keeps them whole on every
+  TP rank, as does vLLM 0.9.1 (`deepseek_v2.py`, ReplicatedLinear).
+- vLLM pads the vocabulary to a multiple of 64 before it splits it, and keeps the correction bias in the model's dtype
+  instead of fp32 (`DeepseekV2MoE.__init__`: torch.empty without a dtype).
+- vllm-ascend in graph mode with multi-stream MoE also keeps the shared experts whole
+  (`force_replicate=self.enable_multistream_moe` in its deepseek models); this is what gives the published 25.81 GB a
+  die for the EP256 rollout. Without that switch: "vllm".
+Everything else follows from the kind: rows (axis 0) or columns (axis 1) over tp, or over etp for routed experts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from verl_patches.errors import ConfigError
+from verl_patches.layout.inventory import DTYPE_BYTES, Inventory, Parameter
+from verl_patches.layout.parallel import Coordinates, ParallelLayout
+
+# kind -> axis that tensor parallelism cuts; None is a copy on every rank
+AXES: dict[str, int | None] = {
+    "embedding": 0, "head": 0, "final_norm": None, "input_norm": None, "post_attention_norm": None,
+    "q_proj": 0, "q_a_proj": 0, "q_a_norm": None, "q_b_proj": 0, "kv_a_proj": 0, "kv_a_norm": None, "kv_b_proj": 0,
+    "o_proj": 1,
+    "router": None, "router_bias": None,
+    "dense_mlp_gate": 0, "dense_mlp_up": 0, "dense_mlp_down": 1,
+    "shared_expert_gate": 0, "shared_expert_up": 0, "shared_expert_down": 1,
+    "routed_expert_gate": 0, "routed_expert_up": 0, "routed_expert_down": 1,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Library:
+    """What sets one library apart: kinds it keeps whole although AXES cuts them, vocabulary multiple, bias dtype."""
+
+    whole: frozenset[str] = frozenset()
+    vocabulary_multiple: int = 1
+    bias_in_model_dtype: bool = False
+
+
+_DOWN_PROJECTIONS = frozenset({"q_a_proj", "kv_a_proj"})
+_SHARED_EXPERT = frozenset({"shared_expert_gate", "shared_expert_up", "shared_expert_down"})
+LIBRARIES: dict[str, Library] = {
+    "megatron-local": Library(),
+    "megatron-te": Library(),
+    "mindspeed": Library(whole=_DOWN_PROJECTIONS),
+    "vllm": Library(whole=_DOWN_PROJECTIONS, vocabulary_multiple=64, bias_in_model_dtype=True),
+    "vllm-ascend": Library(whole=_DOWN_PROJECTIONS | _SHARED_EXPERT, vocabulary_multiple=64, bias_in_model_dtype=True),
+}
+
+
+class Shard(NamedTuple):
+    """The piece of one HF tensor that one rank holds.
+
+    It is `parameter`'s slice [start, start + shape[axis] - padding) along `axis` (all of it if axis is None),
+    followed by `padding` rows that no HF row backs (vLLM's vocabulary). `shape` includes the padding; `dtype` is the
+    library's.
+    """
+
+    parameter: Parameter
+    shape: tuple[int, ...]
+    dtype: str
+    axis: int | None = None
+    start: int = 0
+    padding: int = 0
+
+    @property
+    def count(self) -> int:
+        """Number of elements held."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class LocalParameters:
+    """All shards of one rank, by HF name, in the inventory's order."""
+
+    shards: dict[str, Shard]
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """HF name -> local shape."""
+        return {name: shard.shape for name, shard in self.shards.items()}
+
+    def count(self, experts: bool | None = None, trainable_only: bool = False) -> int:
+        """Elements held: all, routed experts only (True) or everything else (False)."""
+        return sum(s.count for s in self._chosen(experts) if s.parameter.trainable or not trainable_only)
+
+    def size_bytes(self, experts: bool | None = None) -> int:
+        """Bytes of the weights held, each in its own dtype."""
+        return sum(s.count * DTYPE_BYTES[s.dtype] for s in self._chosen(experts))
+
+    def _chosen(self, experts: bool | None) -> Iterable[Shard]:
+        return (s for s in self.shards.values() if experts is None or (s.parameter.expert is not None) == experts)
+
+
+def local_parameters(inventory: Inventory, layout: ParallelLayout, rank: int, library: str) -> LocalParameters:
+    """The shards that `rank` holds of the model under `layout`, as `library` (a key of LIBRARIES) cuts tensors.
+
+    Raises ConfigError for an unknown library or rank, layers that do not fit the layout, and sizes that do not divide.
+    """
+    rule = _rule(inventory, layout, library)
+    at = layout.coordinates(rank)
+    shards = {}
+    for parameter in _held(inventory, layout, rank, at):
+        shards[parameter.name] = _shard(parameter, layout, at, rule, inventory.model.torch_dtype)
+    return LocalParameters(shards)
+
+
+def _rule(inventory: Inventory, layout: ParallelLayout, library: str) -> Library:
+    if library not in LIBRARIES:
+        raise ConfigError(f"sharding: unknown library {library!r}; expected one of {', '.join(LIBRARIES)}")
+    model, tp = inventory.model, layout.tp
+    if model.num_attention_heads % tp:
+        raise ConfigError(
+            f"sharding: tp={tp} must divide num_attention_heads {model.num_attention_heads}; choose another tp"
+        )
+    if library == "mindspeed" and model.q_lora_rank is None and tp > 1:
+        raise ConfigError(
+            "sharding: MindSpeed-LLM makes q part of a replicated projection when q_lora_rank is null; "
+            "use tp=1, or a model with q_lora_rank"
+        )
+    return LIBRARIES[library]
+
+
+def _held(inventory: Inventory, layout: ParallelLayout, rank: int, at: Coordinates) -> Iterable[Parameter]:
+    model = inventory.model
+    experts = layout.local_experts(rank, model.n_routed_experts)
+    if at.pp == 0:
+        yield from (p for p in inventory.outer if p.part == "embedding")
+    for layer in layout.stage_layers(at.pp, model.num_hidden_layers):
+        yield from inventory.layers[layer]
+        if inventory.experts[layer]:
+            for expert in experts:
+                yield from inventory.experts[layer][expert]
+    if at.pp == layout.pp - 1:
+        yield from (p for p in inventory.outer if p.part != "embedding")
+
+
+def _shard(parameter: Parameter, layout: ParallelLayout, at: Coordinates, rule: Library, model_dtype: str) -> Shard:
+    kind, shape = parameter.kind, parameter.shape
+    dtype = model_dtype if kind == "router_bias" and rule.bias_in_model_dtype else parameter.dtype
+    axis = None if kind in rule.whole else AXES[kind]
+    parts, index = (layout.etp, at.etp) if parameter.expert is not None else (layout.tp, at.tp)
+    if axis is None:
+        return Shard(parameter, shape, dtype)
+    full = shape[axis]
+    padded = full
+    if kind in ("embedding", "head"):
+        padded = -(-full // rule.vocabulary_multiple) * rule.vocabulary_multiple
+    if padded % parts:
+        axis_name = "etp" if parameter.expert is not None else "tp"
+        raise ConfigError(
+            f"sharding: {axis_name}={parts} must divide {padded}, dimension {axis} of {parameter.name}; "
+            f"choose another {axis_name}"
+        )
+    size = padded // parts
+    start = index * size
+    padding = min(size, max(0, start + size - full))
+    local = tuple(size if i == axis else n for i, n in enumerate(shape))
+    return Shard(parameter, local, dtype, axis, min(start, full), padding)

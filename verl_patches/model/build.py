@@ -1,0 +1,59 @@
+"""Build the Megatron DeepSeek-V3 of this rank by verl's own path, outside a worker: for tests and tools."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import parallel_state, tensor_parallel
+from transformers import AutoConfig
+from verl.models.mcore import hf_to_mcore_config, init_mcore_model
+from verl.utils.megatron_utils import get_model
+
+from verl_patches.layout.parallel import ParallelLayout
+from verl_patches.model.load import load_weights
+
+
+def start_parallel(layout: ParallelLayout, seed: int = 42) -> None:
+    """Make Megatron's process groups for `layout`, as verl's worker does (megatron_workers.py:97), dropping earlier ones.
+
+    Needs an initialised torch.distributed of `layout.world_size` ranks; seeds Megatron's random number tracker.
+    """
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
+        context_parallel_size=layout.cp,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.etp,
+    )
+    torch.manual_seed(seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+
+def build_model(
+    folder: str | Path,
+    dtype: torch.dtype = torch.float32,
+    overrides: dict[str, Any] | None = None,
+    load: bool = True,
+    wrap_with_ddp: bool = False,
+    distributed_optimizer: bool = False,
+):
+    """(chunks, transformer config, HF config) of this rank for the HF folder, with its weights unless `load` is False.
+
+    Follows verl's `_build_model_optimizer` (megatron_workers.py:136): config converter, model initializer, wrappers.
+    `overrides` are fields of Megatron's MLATransformerConfig, verl's `override_transformer_config`. Needs `start_parallel`.
+    With `distributed_optimizer`, as in verl's worker, a DDP-wrapped model's gradients are whole on no rank.
+    """
+    hf_config = AutoConfig.from_pretrained(folder)
+    config = hf_to_mcore_config(hf_config, dtype, **(overrides or {}))
+
+    def provide(pre_process, post_process):
+        return init_mcore_model(config, hf_config, pre_process, post_process, freeze_moe_router=False)
+
+    chunks = get_model(provide, wrap_with_ddp=wrap_with_ddp, use_distributed_optimizer=distributed_optimizer)
+    if load:
+        load_weights(folder, chunks)
+    return chunks, config, hf_config

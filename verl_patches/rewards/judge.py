@@ -1,0 +1,100 @@
+"""The process that compares answers, seen from the one that asks: started when needed, bounded, restarted when lost."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+import threading
+
+from verl_patches.errors import ConfigError
+
+CPU_LIMIT_S = 1.0
+_log = logging.getLogger(__name__)
+_judges: dict[int, Judge] = {}
+
+
+class Judge:
+    """One helper process that compares two answers at a time, from whatever thread.
+
+    The helper bounds its own CPU time and memory and ends itself at the limit, so a question never hangs; the next
+    question starts a new one (about 0.5 s). It also ends when this process does, because its standard input then
+    closes.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[str] | None = None
+
+    def equivalent(self, gold: str, answer: str, cpu_limit_s: float = CPU_LIMIT_S) -> bool:
+        """Whether the two answers are equal (`equivalence.equivalent`); False where that takes more than `cpu_limit_s`.
+
+        Raises ConfigError if the helper cannot start, as without math-verify.
+        """
+        request = json.dumps([gold, answer, cpu_limit_s]) + "\n"
+        with self._lock:
+            for _ in range(2):  # a helper that something else ended while it was idle is replaced once
+                process = self._running()
+                try:
+                    process.stdin.write(request)
+                    process.stdin.flush()
+                except OSError:
+                    self._drop()
+                    continue
+                reply = process.stdout.readline()
+                if reply:
+                    return bool(json.loads(reply))
+                self._drop()
+                _log.info("reward: an answer took more than %s s of CPU time and counts as wrong", cpu_limit_s)
+                return False
+        raise ConfigError("reward: the helper process that compares answers ends twice in a row: is memory short?")
+
+    def close(self) -> None:
+        """End the helper process, if there is one."""
+        with self._lock:
+            self._drop()
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the helper, None while there is none."""
+        return self._process.pid if self._process else None
+
+    def _running(self) -> subprocess.Popen[str]:
+        if self._process is None:
+            # The same import path as here: a Ray worker finds this package where its driver put it, not where we are.
+            path = os.pathsep.join(entry for entry in sys.path if entry)
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "verl_patches.rewards.equivalence"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+                env={**os.environ, "PYTHONPATH": path},
+            )
+            greeting = self._process.stdout.readline()
+            if "ready" not in greeting:
+                self._drop()
+                raise ConfigError(
+                    "reward: the helper process that compares answers does not start; expected math-verify and "
+                    f"antlr4-python3-runtime 4.9.3, found: {greeting.strip() or 'no word from it'}. "
+                    "Run: pip install -r requirements.txt"
+                )
+        return self._process
+
+    def _drop(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.wait()
+            for pipe in (process.stdin, process.stdout):
+                try:
+                    pipe.close()
+                except OSError:  # closing flushes, and nobody reads any more
+                    pass
+
+
+def shared_judge() -> Judge:
+    """This process's judge: one per process, so that a fork never talks to its parent's helper."""
+    return _judges.setdefault(os.getpid(), Judge())
