@@ -70,10 +70,10 @@ def drop_long(
     rows: list[Row], tokenizer_folder: Path, limit: int, quiet: bool
 ) -> tuple[list[Row], list[dict[str, Any]]]:
     """The rows whose prompt has at most `limit` tokens, counted as verl counts them, and a report of the others."""
-    from transformers import AutoTokenizer
-
     if not tokenizer_folder.is_dir():
         raise ConfigError(f"--tokenizer {tokenizer_folder}: expected a folder with a tokenizer, found nothing there")
+    from transformers import AutoTokenizer
+
     try:
         tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder, local_files_only=True)
     except (OSError, ValueError) as why:

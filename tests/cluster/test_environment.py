@@ -1,3 +1,4 @@
+import functools
 import importlib.util
 from pathlib import Path
 
@@ -18,8 +19,13 @@ A3 = {
 }
 
 
+@functools.cache
+def config_of(name, *overrides):
+    return compose(name, overrides)
+
+
 def variables(name, *overrides):
-    return {v.name: v for v in derive(compose(name, overrides), temp_dir="/tmp/vp-x")}
+    return {v.name: v for v in derive(config_of(name, *overrides), temp_dir="/tmp/vp-x")}
 
 
 @pytest.mark.parametrize("name", [TINY, LARGE])
@@ -62,21 +68,23 @@ def test_switches_and_routing_follow_the_recipe():
     assert variables(TINY)["VERL_PATCHES"].value == "line=pypi,platform=cpu"
     patched = variables(TINY, "recipe.patches=[+a.b,-c.*]")["VERL_PATCHES"].value
     assert patched == "line=pypi,platform=cpu,+a.b,-c.*"
-    routes = [variables(f"grpo_deepseekv3_256die_{n}")["VLLM_ENABLE_FIX_ROUTE"].value for n in ("random_init", "true_weight")]
+    both = (LARGE, LARGE.replace("random_init", "true_weight"))
+    routes = [variables(name)["VLLM_ENABLE_FIX_ROUTE"].value for name in both]
     assert routes == ["1", "0"]  # never unset: vllm-ascend takes int() of it
     assert "VLLM_ENABLE_FIX_ROUTE" not in variables(TINY) and variables(TINY)["VLLM_USE_V1"].value == "0"
 
 
 def test_workers_get_what_travels_and_nothing_of_this_machine():
-    shipped = worker_environment(compose(TINY))
+    shipped = worker_environment(config_of(TINY))
     assert {"VERL_PATCHES", "VLLM_USE_V1", "OMP_NUM_THREADS"} <= set(shipped)
     assert not {"PYTHONPATH", "TMPDIR", "RAY_TMPDIR", "RAY_ADDRESS"} & set(shipped)
 
 
 def test_the_callers_environment_stays_except_what_the_config_decides():
-    config = compose(TINY)
-    found = process_environment(derive(config, "/tmp/vp-x"), {"HOME": "/h", "RAY_ADDRESS": "x:1", "VERL_PATCHES": "old"})
+    config = config_of(TINY)
+    shell = {"HOME": "/h", "RAY_ADDRESS": "x:1", "VERL_PATCHES": "old"}
+    found = process_environment(derive(config, "/tmp/vp-x"), shell)
     assert found["HOME"] == "/h" and "RAY_ADDRESS" not in found
     assert found["VERL_PATCHES"] == "line=pypi,platform=cpu" and found["RAY_TMPDIR"] == "/tmp/vp-x"
-    joined = process_environment(derive(compose(LARGE), "/tmp/vp-x"), {})
+    joined = process_environment(derive(config_of(LARGE), "/tmp/vp-x"), {})
     assert joined["RAY_ADDRESS"] == "auto" and "RAY_TMPDIR" not in joined

@@ -1,5 +1,6 @@
 """The supervisor against real child processes: endings, exit codes, clean-up of all that was started, and only that."""
 
+import functools
 import json
 import signal
 import socket
@@ -28,15 +29,20 @@ child.stdout.readline()
 """
 
 
+@functools.cache
+def composed():
+    return compose(NAME)
+
+
 @pytest.fixture
 def start(tmp_path: Path, monkeypatch):
     monkeypatch.setattr("verl_patches.cluster.processes.TERM_S", 0.5)
 
-    def run(code: str, *overrides: str, **kwargs):
-        overrides = (f"recipe.output_root={tmp_path}", "recipe.run=t", *overrides)
+    def run(code: str, on_line=None, **recipe):
         lines: list[str] = []
-        command = [sys.executable, "-c", code]
-        outcome = launch.run(compose(NAME, overrides), NAME, overrides, lines.append, command=command, **kwargs)
+        config = composed().copy()
+        config.recipe.update({"output_root": str(tmp_path), "run": "t", **recipe})
+        outcome = launch.run(config, NAME, [], on_line or lines.append, command=[sys.executable, "-c", code])
         return outcome, json.loads((tmp_path / "t" / "summary.json").read_text()), lines
 
     return run
@@ -84,7 +90,8 @@ def test_a_killed_driver(start):
 @pytest.mark.parametrize("key", ["wall_s", "quiet_s"])
 def test_a_hanging_driver_is_ended(start, key):
     began = time.monotonic()
-    outcome, summary, _ = start(DETACHED + "import time; time.sleep(600)", f"recipe.timeouts.{key}=1")
+    timeouts = {"wall_s": None, "quiet_s": None, key: 1.0}
+    outcome, summary, _ = start(DETACHED + "import time; time.sleep(600)", timeouts=timeouts)
     assert outcome.code == launch.TIMED_OUT and key in summary["exit"]
     assert time.monotonic() - began < 10
     assert not psutil.pid_exists(int((outcome.folder / "child.pid").read_text()))
@@ -108,9 +115,8 @@ def test_an_error_of_the_launcher_itself_leaves_nothing_running(start, tmp_path)
     def broken(line):
         raise BrokenPipeError
 
-    overrides = (f"recipe.output_root={tmp_path}", "recipe.run=t")
     with pytest.raises(BrokenPipeError):
-        launch.run(compose(NAME, overrides), NAME, overrides, broken, command=[sys.executable, "-c", code])
+        start(code, on_line=broken)
     assert not psutil.pid_exists(int((tmp_path / "t" / "child.pid").read_text()))
 
 
@@ -144,9 +150,9 @@ def test_a_taken_port_is_refused_before_anything_starts(start, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         with pytest.raises(ConfigError, match=f"{port}, which is taken"):
-            start(SUMMARY, f"recipe.ray_port={port}")
+            start(SUMMARY, ray_port=port)
     assert not (tmp_path / "t").exists()
-    outcome, _, _ = start(SUMMARY + f"assert os.environ['RAY_GCS_SERVER_PORT'] == '{port}'", f"recipe.ray_port={port}")
+    outcome, _, _ = start(SUMMARY + f"assert os.environ['RAY_GCS_SERVER_PORT'] == '{port}'", ray_port=port)
     assert outcome.code == 0  # free again
 
 

@@ -7,24 +7,25 @@ from pathlib import Path
 
 import pytest
 
+from verl_patches.catalog import ROWS
+from verl_patches.cluster.cli import run_train
+from verl_patches.cluster.compose import compose
+from verl_patches.errors import ConfigError
+
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = {name: ROOT / "scripts" / f"train_deepseekv3_256die_{name}.sh" for name in ("random_init", "true_weight")}
 
 
 def dry_run(name, *arguments, cwd=None, env=None):
-    return subprocess.run(["bash", str(SCRIPTS[name]), "--dry-run", *arguments], capture_output=True, text=True, cwd=cwd,
-                          timeout=60, env={**os.environ, **(env or {})})
-
-
-def plan_of(name, *arguments):
-    done = dry_run(name, "--json", *arguments)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return subprocess.run(["bash", str(SCRIPTS[name]), "--dry-run", *arguments], capture_output=True, text=True,
+                          cwd=cwd, timeout=60, env={**os.environ, **(env or {})})
 
 
 @pytest.fixture(scope="module")
 def plans():
-    return {name: plan_of(name) for name in SCRIPTS}
+    done = {name: dry_run(name, "--json") for name in SCRIPTS}
+    assert [d.returncode for d in done.values()] == [0, 0], [d.stderr for d in done.values()]
+    return {name: json.loads(d.stdout) for name, d in done.items()}
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -59,44 +60,35 @@ def test_patches_environment_and_commands(plans, name):
     assert not any("0.0.0.0" in command for command in commands)
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_it_starts_nothing_and_writes_nothing(tmp_path, name):
+def test_it_starts_nothing_and_writes_nothing_and_overrides_pass_through(tmp_path, plans):
     before = (ROOT / "outputs").exists()
-    done = dry_run(name, "recipe.run=never", cwd=tmp_path, env={"HOME": str(tmp_path), "TMPDIR": str(tmp_path)})
+    done = dry_run("true_weight", "recipe.run=never", "recipe.patches=[-rollout.*]", cwd=tmp_path,
+                   env={"HOME": str(tmp_path), "TMPDIR": str(tmp_path)})
     assert done.returncode == 0, done.stderr
-    for word in ("tp ", "64 groups of 4: [0-3] [4-7] [8-11] ...", "layers 54-60 (7)", "HCCL_CONNECT_TIMEOUT", "ray start"):
-        assert word in done.stdout
+    for word in ("64 groups of 4: [0-3] [4-7] [8-11] ...", "layers 54-60 (7)", "HCCL_CONNECT_TIMEOUT", "ray start",
+                 "--config-name grpo_deepseekv3_256die_true_weight recipe.run=never"):
+        assert word in done.stdout, done.stdout
+    rows = [row["id"] for row in plans["true_weight"]["patches"] if row["on"] and row["id"].startswith("rollout.")]
+    assert rows and not any(row in done.stdout for row in rows)
     assert list(tmp_path.iterdir()) == [] and (ROOT / "outputs").exists() == before
 
 
-@pytest.mark.parametrize(
-    ("overrides", "code", "message"),
-    [
-        (["recipe.train.layers_per_stage=[8,8,8,8,8,8,8,7]"], 1, "adds up to 63, the model has 61"),
-        (["trainer.nnodes=15"], 1, "must divide world_size 240"),
-        (["recipe.rollout.dp=96"], 1, "expected all 256"),
-        (["recipe.foo=1"], 2, "unknown key recipe.foo"),
-        (["trainer.nodes=16"], 2, "did you mean trainer.nnodes"),
-        (["recipe.patches=[+no.such_row]"], 2, "names no row of the catalogue"),
-        (["--no-such-option"], 2, "No such option"),
-    ],
-)
-def test_what_is_wrong_is_named_and_the_exit_code_kept(overrides, code, message):
-    done = dry_run("true_weight", *overrides)
+@pytest.mark.parametrize(("override", "code", "message"), [
+    ("recipe.train.layers_per_stage=[8,8,8,8,8,8,8,7]", 1, "adds up to 63, the model has 61"),
+    ("recipe.foo=1", 2, "unknown key recipe.foo"),
+])
+def test_the_scripts_keep_the_exit_code_and_name_what_is_wrong(override, code, message):
+    done = dry_run("true_weight", override)
     assert done.returncode == code, done.stdout + done.stderr
     assert message in done.stderr
 
 
-def test_overrides_pass_through(plans):
-    plan = plan_of("true_weight", "actor_rollout_ref.rollout.n=8", "recipe.patches=[-rollout.*]")
-    assert "actor_rollout_ref.rollout.n=8" in plan["commands"][2]["command"]
-    on = {row["id"] for row in plan["patches"] if row["on"]}
-    assert on < {row["id"] for row in plans["true_weight"]["patches"] if row["on"]}
+def test_switches_that_name_no_row_are_refused():
+    with pytest.raises(ConfigError, match="names no row of the catalogue"):
+        run_train("grpo_deepseekv3_256die_true_weight", ["recipe.patches=[+no.such_row]"], ROWS, True, None, True)
 
 
 def test_the_configs_hold_the_published_run():
-    from verl_patches.cluster.compose import compose
-
     for name, balanced, forced in (("random_init", True, True), ("true_weight", False, False)):
         config = compose(f"grpo_deepseekv3_256die_{name}")
         actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout

@@ -2,9 +2,10 @@
 
 argv[1]: JSON list of {config: HF config, tp, cp, pp, vpp, ep, etp, world_size, ranks: [...], layers}; layers is null or
 [first, last], each a count or null. Prints one JSON line per case and rank: {case, rank, groups: {name: ranks}, chunks:
-[{tensors: {name: [shape, dtype, cut axis]}, layers, experts, first_word}]}. Megatron's own initialize_model_parallel forms the groups, on torch's fake backend, which
-pretends that the other ranks exist. Two more liberties, neither of which holds parameters: an attention core that does
-nothing (Megatron's refuses MLA without Transformer Engine), and "cpu" as the rotary table's device (it asks for CUDA).
+[{tensors: {name: [shape, dtype, cut axis]}, layers, experts, first_word}]}.
+Megatron's own initialize_model_parallel forms the groups, on torch's fake backend, which pretends that the other ranks
+exist. Two more liberties, neither of which holds parameters: an attention core that does nothing (Megatron's refuses
+MLA without Transformer Engine), and "cpu" as the rotary table's device (it asks for CUDA).
 """
 
 import json
@@ -90,7 +91,7 @@ def build_chunk(config: MLATransformerConfig, vocab_size: int) -> GPTModel:
 
 
 def held(model: GPTModel) -> dict:
-    """What the model says of itself; tensors in training's dtypes: Float16Module casts all of them, then each router puts its bias back to fp32."""
+    """What the model says of itself, in training's dtypes: all cast, then each router's bias put back to fp32."""
     model.bfloat16()
     for module in model.modules():
         if hasattr(module, "_maintain_float32_expert_bias"):

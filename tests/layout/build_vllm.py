@@ -1,7 +1,8 @@
 """Run in a fresh process: build real vLLM DeepSeek-V3 models rank by rank and print what they hold.
 
 argv[1]: JSON list of {config: HF config, instances, dp, tp, pp, expert_parallel, layers: null or counts, ranks: [...]}.
-Prints one JSON line per case and rank: {case, rank, groups: {name: ranks}, tensors: {name: [shape, dtype]}, experts, first_word}.
+Prints one JSON line per case and rank: {case, rank, groups: {name: ranks}, tensors: {name: [shape, dtype]}, experts,
+first_word}.
 vLLM's own initialize_model_parallel forms the groups. Every group it asks for gets torch's fake backend, which pretends
 that the other ranks exist, and no shared-memory queue, which would wait for them.
 """

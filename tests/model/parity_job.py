@@ -15,6 +15,7 @@ from parity import next_token_loss
 from verl.models.mcore import get_mcore_forward_fn, get_mcore_weight_converter
 from verl.utils.megatron_utils import per_tensor_generator, unwrap_model
 
+from verl_patches.errors import ConfigError
 from verl_patches.layout.inventory import build_inventory
 from verl_patches.layout.parallel import ParallelLayout
 from verl_patches.model.build import build_model, start_parallel
@@ -118,7 +119,7 @@ def controls_job(folder: Path) -> dict:
 
 
 def bf16_job(folder: Path) -> dict:
-    """Correction biases after loading and after a step of a bf16 model, and the settings that must not move them."""
+    """Correction biases after loading and after a step of a bf16 model at TP2 x EP2; what TP without SP says."""
     model, batch = folder / "model", torch.load(folder / "batch.pt")
     start_parallel(ParallelLayout(torch.distributed.get_world_size(), tp=2, ep=2, etp=1))
     chunks, config, hf_config = build_model(model, dtype=torch.bfloat16, wrap_with_ddp=True)
@@ -127,4 +128,9 @@ def bf16_job(folder: Path) -> dict:
     logits = run(chunks, config, hf_config, batch, backward=True)
     after = {n: t.clone() for n, t in named_weights(unwrap_model(chunks)[0]) if n.endswith("expert_bias")}
     dtypes = {str(t.dtype) for n, t in weights.items() if not n.endswith("expert_bias")}
-    return {"loaded": loaded, "after": after, "logits": logits, "dtypes": dtypes}
+    try:
+        build_model(model, overrides={"sequence_parallel": False}, load=False)
+        refused = ""
+    except ConfigError as error:
+        refused = str(error)
+    return {"loaded": loaded, "after": after, "logits": logits, "dtypes": dtypes, "refused": refused}

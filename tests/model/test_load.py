@@ -54,6 +54,7 @@ def test_leaving_something_out_fails_parity(reference, run_ranks, parity):
 
 def test_correction_bias_stays_fp32_and_still_in_bf16(reference, run_ranks, parity):
     for rank in run_ranks("parity_job.py:bf16_job", reference["folder"]):
+        assert "sequence_parallel=True (found False)" in rank["refused"]  # by row model.mla_k_pe_grad
         assert rank["dtypes"] == {"torch.bfloat16"}
         assert len(rank["loaded"]) == 3
         for name, bias in rank["loaded"].items():

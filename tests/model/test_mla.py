@@ -18,23 +18,3 @@ def test_without_the_row_gradients_are_wrong_under_tp(reference, run_ranks, pari
     errors = parity.gradient_errors(reference["gradients"], parity.whole_gradients(ranks, "tp2"))
     wrong = {name for name, error in errors.items() if error > 1e-3}
     assert {f"model.layers.{layer}.self_attn.kv_a_proj_with_mqa.weight" for layer in range(4)} <= wrong
-
-
-@pytest.mark.slow
-def test_tp_without_sequence_parallel_is_refused(run_python):
-    code = """
-import verl_patches.prelude_patch
-from types import SimpleNamespace
-from megatron.core import parallel_state
-from verl_patches.errors import ConfigError
-from verl_patches.model.mla import sum_k_pe_grad
-parallel_state.get_tensor_model_parallel_world_size = lambda: 2
-init = sum_k_pe_grad(lambda self, config: None)
-try:
-    init(object(), SimpleNamespace(sequence_parallel=False))
-except ConfigError as error:
-    print(error)
-"""
-    said = run_python(code, patches="line=pypi,platform=cpu").check().out
-    assert "sequence_parallel=True (found False)" in said
-    assert f"-{ROW}" in said

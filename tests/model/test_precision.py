@@ -32,17 +32,3 @@ def test_optimizer_follows_the_model(bf16):
     config = SimpleNamespace(bf16=True, params_dtype=torch.bfloat16)
     optimizer_of_model_dtype(lambda model, config: None)(model, config)
     assert (config.bf16, config.params_dtype) == (bf16, dtype)
-
-
-@pytest.mark.slow
-def test_rows_are_active_in_a_worker(run_python):
-    code = """
-import verl_patches.prelude_patch as prelude
-import verl.workers.megatron_workers, verl.utils.megatron.optimizer
-print({row["id"]: row["state"] for row in prelude.engine.status() if row["id"].startswith("model.")})
-"""
-    said = run_python(code, patches="line=pypi,platform=cpu").check().out
-    for row in ("model.train_dtype", "model.optimizer_dtype", "model.load_hf"):
-        assert f"'{row}': 'active'" in said, said
-    said = run_python(code, patches="line=pypi,platform=cpu,-model.*").check().out
-    assert "active" not in said

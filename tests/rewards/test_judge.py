@@ -23,13 +23,16 @@ def judge():
 def test_a_lost_helper_is_replaced(judge):
     assert judge.equivalent("1/2", "0.5")
     first = judge.pid
-    assert judge.equivalent("1/2", "0.50") and judge.pid == first
+    assert judge.equivalent("1/2", "0.50")
+    assert judge.pid == first
     os.kill(first, signal.SIGKILL)
-    psutil.Process(first).wait(timeout=10) if psutil.pid_exists(first) else None
+    while psutil.pid_exists(first) and psutil.Process(first).status() != psutil.STATUS_ZOMBIE:
+        time.sleep(0.01)
     assert judge.equivalent("1/2", "2/4")
     assert judge.pid != first
 
 
+@pytest.mark.slow
 def test_time_limits_do_not_depend_on_the_callers_signals(judge):
     before = signal.signal(signal.SIGPROF, signal.SIG_IGN)
     try:
@@ -40,20 +43,23 @@ def test_time_limits_do_not_depend_on_the_callers_signals(judge):
         signal.signal(signal.SIGPROF, before)
 
 
-def test_memory_is_bounded(judge):
-    assert judge.equivalent("1", "2^{2^{34}}", cpu_limit_s=5.0) is False
-    assert psutil.Process().memory_info().rss < 4 << 30
-
-
-def test_close_ends_the_helper(judge):
+def test_the_helper_has_bounded_memory_and_ends_on_close(judge):
     assert judge.equivalent("1", "2/2")
     helper = psutil.Process(judge.pid)
+    assert helper.rlimit(psutil.RLIMIT_AS)[0] < 4 << 30
     judge.close()
     assert judge.pid is None
     assert not helper.is_running()
 
 
-@pytest.mark.parametrize("ending", ["pass", "os._exit(0)", "os.kill(os.getpid(), 9)"])
+@pytest.mark.parametrize(
+    "ending",
+    [
+        pytest.param("pass", marks=pytest.mark.slow),
+        pytest.param("os._exit(0)", marks=pytest.mark.slow),
+        "os.kill(os.getpid(), 9)",
+    ],
+)
 def test_the_helper_ends_with_the_process_that_started_it(ending):
     code = (
         "import os\nfrom verl_patches.rewards.judge import Judge\njudge = Judge()\n"
@@ -68,6 +74,7 @@ def test_the_helper_ends_with_the_process_that_started_it(ending):
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_a_fork_gets_a_helper_of_its_own(run_python):
     code = """
 import os

@@ -190,7 +190,13 @@ def test_ten_million_characters_take_less_than_a_second(text, expected):
 
 
 @pytest.mark.parametrize(
-    "answer", ["10^{10^{10}}", "9^{9^{9^{9}}}", r"\binom{10^{8}}{5 \cdot 10^{7}}", "(" * 200 + "1" + ")" * 200]
+    "answer",
+    [
+        "10^{10^{10}}",
+        "(" * 200 + "1" + ")" * 200,
+        pytest.param("9^{9^{9^{9}}}", marks=pytest.mark.slow),
+        pytest.param(r"\binom{10^{8}}{5 \cdot 10^{7}}", marks=pytest.mark.slow),
+    ],
 )
 def test_an_answer_that_would_compute_for_ever_is_wrong_after_its_cpu_limit(answer):
     start = time.process_time(), time.perf_counter()
@@ -200,6 +206,7 @@ def test_an_answer_that_would_compute_for_ever_is_wrong_after_its_cpu_limit(answ
     assert score(r"\boxed{84/2}") == RIGHT  # and the next one is compared as ever
 
 
+@pytest.mark.slow
 def test_the_cpu_limit_is_what_stops_it():
     """Negative control: the same question without the small limit is answered."""
     slow = r"\boxed{\binom{30000}{15000} - \binom{30000}{15000} + 42}"
@@ -224,16 +231,18 @@ def test_any_thread_may_ask_and_answers_do_not_mix():
 def test_the_solutions_of_the_sample_are_right_and_shifted_answers_wrong():
     rows = json.loads(SAMPLE.read_text())
     assert all(score(row["solution"], row["answer"]) == RIGHT for row in rows)
-    numbers = [row["answer"] for row in rows if row["answer"].lstrip("-").isdigit()]
-    assert len(numbers) > 100
+    numbers = [row["answer"] for row in rows if row["answer"].lstrip("-").isdigit()][::4]
+    assert len(numbers) > 25
     assert not any(score(rf"\boxed{{{int(answer) + 1}.0}}", answer)["acc"] for answer in numbers)
     assert all(score(rf"\boxed{{{answer}.0}}", answer)["acc"] for answer in numbers)
 
 
-def test_every_kind_of_answer_in_the_sample_can_be_read(monkeypatch):
+def test_every_kind_of_answer_in_the_sample_can_be_read():
     """The boxes above equal the gold string; here each is asked of math-verify in another spelling."""
     rows = json.loads(SAMPLE.read_text())[:48]
-    other = [row["answer"].replace(r"\frac", r"\dfrac").replace("(", r"\left( ").replace(")", r" \right)") for row in rows]
+    other = [
+        row["answer"].replace(r"\frac", r"\dfrac").replace("(", r"\left( ").replace(")", r" \right)") for row in rows
+    ]
     wrong = [
         (row["answer"], spelled)
         for row, spelled in zip(rows, other, strict=True)

@@ -5,6 +5,7 @@ The result is plain and fully resolved: what is printed, stored and handed to th
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import re
 from collections.abc import Iterator, Sequence
@@ -63,7 +64,7 @@ def compose(
     ConfigStore.instance().store(SCHEMA, node=Recipe, package="recipe")
     OmegaConf.register_new_resolver("vllm_dtype", _vllm_dtype, replace=True)
     OmegaConf.register_new_resolver("repo_path", lambda path: str(CONFIGS_DIR.parent / path), replace=True)
-    base = OmegaConf.load(upstream / f"{VERL_CONFIG}.yaml")
+    base = _load(upstream / f"{VERL_CONFIG}.yaml")
     try:
         with initialize_config_dir(str(folder), version_base="1.3"):
             composed = hydra_compose(name, [f"hydra.searchpath=[file://{upstream}]", *overrides])
@@ -92,6 +93,11 @@ def verl_config_dir(verl_path: Path | None = None) -> Path:
         f"{wanted} has no trainer/config/{VERL_CONFIG}.yaml; run scripts/setup.sh, or give --verl-path with the folder "
         "of a verl checkout"
     )
+
+
+@functools.cache
+def _load(path: Path) -> DictConfig:
+    return OmegaConf.load(path)
 
 
 def _vllm_dtype(dtype: str) -> str:

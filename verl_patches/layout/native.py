@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from verl_patches.errors import ConfigError
-from verl_patches.layout.inventory import Inventory
+from verl_patches.layout.inventory import Inventory, Parameter
 from verl_patches.layout.parallel import ParallelLayout
 from verl_patches.layout.sharding import Shard, local_parameters
 
@@ -100,7 +100,7 @@ def _positions(inventory: Inventory, layout: ParallelLayout, rank: int, library:
     return {layer: layer if library == "vllm" else layer - layers.start for layer in layers}
 
 
-def _in_chunk(parameter, position: dict[int, int], layout: ParallelLayout, chunk: int) -> bool:
+def _in_chunk(parameter: Parameter, position: dict[int, int], layout: ParallelLayout, chunk: int) -> bool:
     if parameter.layer is not None:
         return parameter.layer in position
     return chunk == (0 if parameter.kind == "embedding" else layout.vpp - 1)

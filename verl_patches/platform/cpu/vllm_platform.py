@@ -1,7 +1,7 @@
 """vLLM's CPU platform with what an in-process rollout beside training needs; imports vLLM, so nothing imports it early.
 
-vLLM 0.9.1's own CpuPlatform is kept and subclassed. It is installed through `vllm.platforms.builtin_platform_plugins`, the
-registry in which vLLM looks for platforms, so that worker class, communicator and config checks all follow from it.
+vLLM 0.9.1's own CpuPlatform is kept and subclassed. It is installed through `vllm.platforms.builtin_platform_plugins`,
+the registry in which vLLM looks for platforms, so that worker class, communicator and config checks all follow from it.
 """
 
 from __future__ import annotations

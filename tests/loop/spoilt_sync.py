@@ -1,0 +1,46 @@
+"""Worker set-up hooks that spoil what vLLM is given at every weight sync: the controls of the truth check.
+
+Used as recipe.worker_process_setup_hook=spoilt_sync.NAME; they change no symbol that our catalogue replaces.
+"""
+
+import functools
+import re
+
+from verl_patches.patching.hooks import after_import
+
+
+def _spoil(change):
+    def on_import(module):
+        cls = module.DeepseekV2ForCausalLM
+        original = cls.load_weights
+
+        @functools.wraps(original)
+        def load_weights(self, weights):
+            return original(self, (found for name, tensor in weights for found in change(name, tensor)))
+
+        cls.load_weights = load_weights
+
+    after_import("vllm.model_executor.models.deepseek_v2", on_import)
+
+
+def corrupt_expert():
+    """One expert's down projection, rows rolled by one."""
+    _spoil(lambda n, t: [(n, t.roll(1, 0) if n.endswith("layers.1.mlp.experts.0.down_proj.weight") else t)])
+
+
+def drop_bias():
+    """No correction bias."""
+    _spoil(lambda n, t: [(n, t * 0 if "e_score_correction_bias" in n else t)])
+
+
+def shift_experts():
+    """Every routed expert takes its right neighbour's place."""
+    def change(name, tensor):
+        return [(re.sub(r"\.experts\.(\d+)\.", lambda m: f".experts.{(int(m[1]) + 1) % 8}.", name), tensor)]
+
+    _spoil(change)
+
+
+def nothing():
+    """The control of the controls: the hook is there and changes nothing."""
+    _spoil(lambda n, t: [(n, t)])

@@ -1,0 +1,60 @@
+"""Every layout trains, its weights arrive in vLLM, and gradients do not depend on how the model is split."""
+
+import pytest
+
+pytestmark = [pytest.mark.slow, pytest.mark.full]
+LAYOUTS = ["tp2", "pp2", "tp2ep2", "ep2pp2"]
+
+
+def assert_weights_arrive(run, limit):
+    assert run.summary["exit"] == "ok" and all(s["logprob_delta"]["mean"] < limit for s in run.steps)
+    assert all(s["grad_norm"] > 0 for s in run.steps)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_train_layouts_fp32(smoke, layout):
+    rollout_tp = "2" if layout in ("tp2ep2", "ep2pp2") else "1"
+    assert_weights_arrive(smoke("--train-layout", layout, "--rollout-tp", rollout_tp, "--steps", "2"), 1e-5)
+
+
+@pytest.mark.parametrize("rollout", [("--rollout-tp", "2"), ("--rollout-dp", "2")])
+def test_rollout_layouts_fp32(smoke, rollout):
+    assert_weights_arrive(smoke(*rollout, "--steps", "2"), 1e-5)
+
+
+def test_dp_ranks_with_uneven_sequences_do_not_hang(smoke):
+    """Without ignore_eos sequences end at different steps, so that one DP rank is done before the other."""
+    run = smoke("--rollout-dp", "2", "--steps", "2", "actor_rollout_ref.rollout.ignore_eos=false",
+                "data.max_response_length=48")
+    assert_weights_arrive(run, 1e-5)
+
+
+def test_everything_offloaded_between_phases(smoke):
+    megatron = "actor_rollout_ref.actor.megatron"
+    run = smoke("--steps", "2", f"{megatron}.param_offload=true", f"{megatron}.grad_offload=true",
+                f"{megatron}.optimizer_offload=true", "actor_rollout_ref.ref.megatron.param_offload=true")
+    assert_weights_arrive(run, 1e-5)
+    assert all(s["seconds"]["offload"] > 0 for s in run.steps)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_step_one_gradient_on_the_same_responses_is_the_same(smoke, layout):
+    recorded = smoke()
+    replayed = smoke("--train-layout", layout, "--steps", "1", "--replay-rollout", str(recorded.folder))
+    assert replayed.steps[0]["grad_norm"] == pytest.approx(recorded.steps[0]["grad_norm"], rel=1e-3)
+    assert replayed.steps[0]["reward"] == recorded.steps[0]["reward"]
+
+
+def test_without_the_mla_row_the_gradient_is_another(smoke):
+    recorded = smoke()
+    wrong = smoke("--train-layout", "tp2", "--steps", "1", "--replay-rollout", str(recorded.folder),
+                  "recipe.patches=[-model.mla_k_pe_grad]")
+    assert wrong.steps[0]["grad_norm"] != pytest.approx(recorded.steps[0]["grad_norm"], rel=1e-3)
+
+
+def test_bf16_differs_by_rounding_and_mostly_by_routing_flips(smoke):
+    flips = smoke("--dtype", "bf16", "--steps", "2")
+    assert_weights_arrive(flips, 0.05)
+    fixed = smoke("--dtype", "bf16", "--steps", "2", *ALL_EXPERTS)
+    assert_weights_arrive(fixed, 0.05)
+    assert fixed.summary["logprob_delta"]["mean"] < flips.summary["logprob_delta"]["mean"]

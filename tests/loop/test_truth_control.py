@@ -1,0 +1,36 @@
+"""The truth check catches what it is there for: each spoilt weight sync stops the run at the step where it happens."""
+
+import pytest
+
+pytestmark = [pytest.mark.slow, pytest.mark.full]
+
+
+def assert_caught(run, step):
+    assert run.code == 1, run.output[-1500:]
+    assert "WeightSyncError" in run.summary["exit"] and f"step {step}:" in run.summary["exit"], run.summary["exit"]
+    assert run.steps[-1]["step"] == step and run.steps[-1]["logprob_delta"]["mean"] > 1e-3
+
+
+@pytest.mark.parametrize("hook", ["corrupt_expert", "drop_bias", "shift_experts"])
+def test_spoilt_weights_are_caught_at_step_one(smoke, hook):
+    run = smoke("--steps", "2", f"recipe.worker_process_setup_hook=spoilt_sync.{hook}", ok=False)
+    assert_caught(run, 1)
+
+
+def test_the_hook_alone_changes_nothing(smoke):
+    run = smoke("--steps", "1", "recipe.worker_process_setup_hook=spoilt_sync.nothing")
+    assert run.steps[0]["logprob_delta"]["mean"] < 1e-5
+
+
+def test_a_skipped_sync_is_caught_at_the_first_step_that_skips(smoke):
+    run = smoke("--steps", "3", "recipe.weight_sync.enabled=false", ok=False)
+    assert run.steps[0]["logprob_delta"]["mean"] < 1e-5
+    assert_caught(run, 2)
+
+
+@pytest.mark.parametrize(("hook", "words"), [
+    ("other_switches", "other patches than the controller"), ("no_patches", "not active")])
+def test_a_worker_that_differs_is_refused_before_step_one(smoke, hook, words):
+    run = smoke("--steps", "1", f"recipe.worker_process_setup_hook=odd_worker.{hook}", ok=False)
+    assert run.code == 1 and run.steps == [] and "PatchError" in run.summary["exit"]
+    assert words in run.summary["exit"] and "reshard.switch" in run.summary["exit"]

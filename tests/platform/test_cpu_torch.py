@@ -1,0 +1,110 @@
+"""Every row of rows_torch.py does its work, and the same code fails without it; one process tries them all."""
+
+import json
+
+import pytest
+
+from verl_patches.platform.cpu import rows_torch
+
+# row id -> code that is fine with the row and fails (raises, or asserts) without it
+CHECKS = {
+    "is_available": "assert torch.cuda.is_available()",
+    "device_count": "assert torch.cuda.device_count() == 1",
+    "current_device": "assert torch.zeros(1, device=torch.cuda.current_device()).device.type == 'cpu'",
+    "set_device": "torch.cuda.set_device(0)",
+    "synchronize": "torch.cuda.synchronize()",
+    "device_properties": "assert torch.cuda.get_device_name() == 'cpu'; torch.cuda.get_device_properties(0).gcnArchName",
+    "mem_get_info": "free, total = torch.cuda.mem_get_info(); assert 0 < free < total",
+    "stream_class": "torch.cuda.Stream(device=0).synchronize()",
+    "current_stream": "torch.cuda.current_stream()",
+    "stream": "\nside = torch.cpu.Stream()\nwith torch.cuda.stream(side): assert torch.cpu.current_stream() is side",
+    "get_rng_state": "torch.manual_seed(3); assert torch.equal(torch.cuda.get_rng_state(), torch.get_rng_state())",
+    "set_rng_state": "\nstate = torch.get_rng_state()\nfirst = torch.rand(1)\n"
+    "torch.cuda.set_rng_state(state)\nassert torch.rand(1) == first",
+    "manual_seed": "\ntorch.cuda.manual_seed(7)\nfirst = torch.rand(1)\ntorch.cuda.manual_seed(7)\nassert torch.rand(1) == first",
+    "zeros": "assert torch.zeros(2, device='cuda').device.type == 'cpu'",
+    "tensor": "assert torch.tensor([1], device=torch.device('cuda', 0)).device.type == 'cpu'",
+    "tensor_cuda": "x = torch.ones(1); assert x.cuda() is x; torch.nn.Linear(1, 1).cuda()",
+    "tensor_type": "\nx = torch.ones(1)\nassert x.type() == 'torch.cuda.FloatTensor'\n"
+    "assert x.type(torch.float64).dtype == torch.float64",
+    "pin_memory": "\nx = torch.ones(3)\nkept = x.pin_memory()\nx.untyped_storage().resize_(0)\nassert kept.tolist() == [1, 1, 1]",
+    "init_process_group": "\nstore = torch.distributed.HashStore()\n"
+    "torch.distributed.init_process_group('nccl', store=store, rank=0, world_size=1)\n"
+    "try: assert torch.distributed.get_backend() == 'gloo'\nfinally: torch.distributed.destroy_process_group()",
+    "init_device_mesh": "\nfrom torch.distributed.device_mesh import init_device_mesh\nstore = torch.distributed.HashStore()\n"
+    "torch.distributed.init_process_group('gloo', store=store, rank=0, world_size=1)\n"
+    "try: assert init_device_mesh('cuda', (1,)).device_type == 'cpu'\nfinally: torch.distributed.destroy_process_group()",
+}
+# only a CUDA build of torch needs it: that it is in place is all that can be seen here
+UNSEEN = {"optimizer_health"}
+CODE = """
+import json, sys, torch, traceback
+from verl_patches.patching.engine import Engine
+from verl_patches.patching.switches import parse
+from verl_patches.platform.cpu.rows_torch import ROWS
+
+def attempt(code, switches):
+    engine = Engine(ROWS, parse("line=pypi,platform=cpu" + switches))
+    engine.apply()
+    states = {row["id"]: row["state"] for row in engine.status()}
+    try:
+        exec(code, {"torch": torch})
+        return "", states
+    except Exception:
+        return traceback.format_exc(), states
+    finally:
+        engine.revert()
+
+found = {}
+for name, code in json.loads(sys.argv[1]).items():
+    with_row, states = attempt(code, "")
+    without, _ = attempt(code, ",-platform.torch_" + name)
+    found[name] = [with_row, without, states["platform.torch_" + name]]
+print("FOUND" + json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def found(run_python):
+    """Row -> [error with it, error without it, its state]."""
+    said = run_python(CODE, json.dumps({**CHECKS, **dict.fromkeys(UNSEEN, "pass")})).check().out
+    return json.loads(said.rpartition("FOUND")[2])
+
+
+def test_every_row_has_a_check():
+    assert {row.id for row in rows_torch.ROWS} == {f"platform.torch_{name}" for name in {*CHECKS, *UNSEEN}}
+
+
+def test_rows_are_for_the_cpu_platform_only():
+    assert {row.platforms for row in rows_torch.ROWS} == {frozenset({"cpu"})}
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_row_works_and_is_needed(found, name):
+    with_row, without, state = found[name]
+    assert state == "active"
+    assert not with_row, with_row
+    assert without, "the code runs without the row: the row is not needed"
+
+
+@pytest.mark.parametrize("name", sorted(UNSEEN))
+def test_row_is_in_place(found, name):
+    assert found[name][2] == "active"
+
+
+def test_nothing_stays_after_revert_or_on_other_platforms(run_python):
+    code = """
+import torch
+before = dict(vars(torch.cuda)), dict(vars(torch.Tensor)), torch.zeros
+from verl_patches.patching.engine import Engine
+from verl_patches.patching.switches import parse
+from verl_patches.platform.cpu.rows_torch import ROWS
+for platform in ("cpu", "cuda", "npu"):
+    engine = Engine(ROWS, parse(f"line=pypi,platform={platform}"))
+    engine.apply()
+    changed = (dict(vars(torch.cuda)), dict(vars(torch.Tensor)), torch.zeros) != before
+    assert changed == (platform == "cpu"), platform
+    engine.revert()
+assert (dict(vars(torch.cuda)), dict(vars(torch.Tensor)), torch.zeros) == before
+"""
+    run_python(code).check()

@@ -1,0 +1,104 @@
+"""Build an engine and generate with one row switched off at a time, each time in a fork; prints {row: "" or what went wrong}.
+
+argv: model folder, then row ids ("" for none). Rows that must be in place before vLLM is imported are tried before it
+is; for the others the import is paid once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import traceback
+
+EARLY = ("platform.vllm_version", "platform.vllm_platform")
+
+
+def apply(rows, off: str) -> None:
+    """Put rows in place, without those of torch.cuda (this process has no training side) and without `off`."""
+    from verl_patches.patching.engine import Engine
+    from verl_patches.patching.switches import Switches
+
+    patterns = [f"-{row.id}" for row in rows if row.id == off or row.id.startswith("platform.torch_")]
+    Engine(rows, Switches("pypi", "cpu", tuple(patterns))).apply()
+
+
+def generate(model: str) -> list:
+    """What verl does: import, build with its arguments, sleep, wake, generate; greedy tokens and log-probs."""
+    import torch.distributed as dist
+    import verl.third_party.vllm  # noqa: F401  reads the version of vllm
+    from vllm import LLM, SamplingParams
+
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    llm = LLM(model=model, dtype="float32", distributed_executor_backend="external_launcher", enable_sleep_mode=True,
+              enforce_eager=True, disable_custom_all_reduce=True, disable_mm_preprocessor_cache=True, limit_mm_per_prompt=None,
+              max_model_len=128, max_num_seqs=8, enable_chunked_prefill=False, enable_prefix_caching=True, seed=0)
+    llm.sleep(level=1)
+    llm.wake_up()
+    params = SamplingParams(temperature=0.0, logprobs=0, max_tokens=4, ignore_eos=True)
+    outputs = llm.generate([{"prompt_token_ids": list(range(3, 40))}, {"prompt_token_ids": [9, 8, 7]}], params, use_tqdm=False)
+    return [[(token, round(step[token].logprob, 4)) for token, step in zip(o.outputs[0].token_ids, o.outputs[0].logprobs)]
+            for o in outputs]
+
+
+def forked(work) -> str:
+    """Run `work` in a fork: "" or the last line of its traceback."""
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(read)
+        try:
+            said = work()
+        except BaseException as error:
+            traceback.print_exc()
+            said = f"{type(error).__name__}: {str(error)[-300:]}"
+        os.write(write, said.encode()[:4000])
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as pipe:
+        said = pipe.read()
+    os.waitpid(child, 0)
+    return said
+
+
+def main() -> None:
+    os.environ.pop("VERL_PATCHES", None)  # or vLLM's plugin would put every row in place
+    model, *names = sys.argv[1:]
+    import torch._inductor  # noqa: F401  the slow part of importing vLLM, done before any fork
+    import transformers  # noqa: F401
+
+    from verl_patches.catalog import ROWS
+
+    def early(name: str) -> str:
+        apply(ROWS, name)
+        generate(model)
+        return ""
+
+    def late(name: str) -> str:
+        apply([row for row in ROWS if row.id not in EARLY], name)
+        if name == "platform.vllm_inspect":
+            subprocess.run = _no_subprocess
+        return json.dumps(generate(model))
+
+    found = {name: forked(lambda name=name: early(name)) for name in names if name in EARLY}
+    apply([row for row in ROWS if row.id in EARLY], "")
+    import verl.third_party.vllm  # noqa: F401
+    import vllm.model_executor.models.deepseek_v2  # noqa: F401
+    import vllm.worker.cpu_worker  # noqa: F401
+
+    right = forked(lambda: late(""))
+    found[""] = "" if right.startswith("[[") else right
+    for name in (name for name in names if name and name not in EARLY):
+        said = forked(lambda name=name: late(name))
+        found[name] = "" if said == right else said or "other numbers"
+    print(json.dumps(found))
+
+
+def _no_subprocess(*args, **kwargs):
+    raise RuntimeError("a second interpreter was about to be started")
+
+
+if __name__ == "__main__":
+    main()
