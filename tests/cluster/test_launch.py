@@ -29,6 +29,12 @@ child.stdout.readline()
 """
 
 
+BOOKKEEPING = """
+(out / "driver.pid").write_text(str(os.getpid()))
+(out / "temp").write_text(os.environ["TMPDIR"])
+"""
+
+
 @functools.cache
 def composed():
     return compose(NAME)
@@ -169,10 +175,10 @@ from verl_patches.cluster.compose import compose
 processes.TERM_S = 0.5
 overrides = ["recipe.output_root={tmp_path}", "recipe.run=t"]
 def interrupt():
-    while not os.path.exists({str(tmp_path / "t" / "child.pid")!r}): time.sleep(0.05)
+    while not os.path.exists({str(tmp_path / "t" / "temp")!r}): time.sleep(0.05)
     time.sleep(0.2); os.kill(os.getpid(), {int(number)})
 threading.Thread(target=interrupt, daemon=True).start()
-child = {DETACHED + "(out / 'driver.pid').write_text(str(os.getpid()))" + chr(10) + "import time; time.sleep(600)"!r}
+child = {DETACHED + BOOKKEEPING + "import time; time.sleep(600)"!r}
 sys.exit(launch.run(compose({NAME!r}, overrides), {NAME!r}, overrides, command=[sys.executable, "-c", child]).code)
 """
     done = run_python(launcher, timeout_s=30)
@@ -183,6 +189,7 @@ sys.exit(launch.run(compose({NAME!r}, overrides), {NAME!r}, overrides, command=[
         while psutil.pid_exists(driver) and time.monotonic() < deadline:
             time.sleep(0.05)
         psutil.Process(child).kill()  # this test's own, deaf to SIGTERM
+        Path((tmp_path / "t" / "temp").read_text()).rmdir()
     else:
         assert "interrupted by" in json.loads((tmp_path / "t" / "summary.json").read_text())["exit"]
         assert not psutil.pid_exists(child)

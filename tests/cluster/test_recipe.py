@@ -22,7 +22,7 @@ def test_the_defaults_are_valid():
         ({"rollout": {"tp": 2}}, r"unknown key recipe\.rollout\.tp"),
         ({"line": "main"}, "recipe.line is 'main'; expected one of pypi, a3"),
         ({"train": {"expert_split": "ep"}}, "expected one of etp, tp_extend_ep"),
-        ({"weight_sync": {"corruption": "all"}}, "expected one of none, skip, expert, bias, expert_shift"),
+        ({"logprob_check": {"action": "warn"}}, "expected one of stop, report, off"),
         ({"run": "../up"}, "plain folder name"),
         ({"rollout": {"dp": 0}}, "expected a whole number >= 1"),
         ({"ray_port": 80}, "1024 to 65535"),

@@ -82,9 +82,10 @@ def test_a_failed_preparation_says_what_and_shows_the_end_of_its_output(monkeypa
 def test_model_and_data_are_made_once(tmp_path, learn):
     said: list[str] = []
     first = smoke.prepare(SmokeOptions(learn=learn), tmp_path, said.append)
-    assert len(said) == 2
+    assert len(said) == (2 if learn else 3)  # the model, and each task's data
     config = compose(smoke.CONFIG_NAME, [*overrides_of(SmokeOptions(learn=learn)), *first])
     assert Path(config.actor_rollout_ref.model.path, "config.json").is_file()
-    assert Path(config.data.train_files).is_file() and Path(config.data.val_files).is_file()
-    assert smoke.prepare(SmokeOptions(learn=learn), tmp_path, said.append) == first and len(said) == 2
+    files = [*config.data.train_files, *config.data.val_files]
+    assert len(files) == 2 * (len(said) - 1) and all(Path(file).is_file() for file in files)
+    assert smoke.prepare(SmokeOptions(learn=learn), tmp_path, said.append) == first and len(said) == len(files) // 2 + 1
     assert smoke.prepare(SmokeOptions(learn=learn, seed=1), tmp_path, said.append) != first

@@ -36,7 +36,7 @@ def drop_bias():
 def shift_experts():
     """Every routed expert takes its right neighbour's place."""
     def change(name, tensor):
-        return [(re.sub(r"\.experts\.(\d+)\.", lambda m: f".experts.{(int(m[1]) + 1) % 8}.", name), tensor)]
+        return [(re.sub(r"\.experts\.(\d+)\.", lambda m: f".experts.{(int(m[1]) + 1) % 16}.", name), tensor)]
 
     _spoil(change)
 

@@ -102,8 +102,9 @@ def parity():
 
 @pytest.fixture(scope="session")
 def reference(tmp_path_factory, tiny_folder, parity):
-    """transformers' answer in fp32, each sequence by itself: folder (with model and batch.pt), mask, logits, gradients, weights.
+    """transformers' answer in fp32, each sequence by itself, and the folder that holds model and batch.pt.
 
+    Keys: folder, mask, logits, gradients, weights (HF name -> tensor).
     batch.pt is (ids, mask, position_ids), each [3, WIDTH], padded left and right as verl pads prompts and responses.
     """
     import torch

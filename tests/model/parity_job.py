@@ -25,7 +25,7 @@ LAYER_NAMES = {"qkv_layer_name": "self_attention.linear_qkv.", "gate_proj_layer_
 
 
 def run(chunks, config, hf_config, batch, packed=True, backward=False):
-    """Logits [B, S, V] of all padded places on the last stage (None elsewhere), TP shards gathered, by verl's forward."""
+    """Logits [B, S, V] by verl's forward, TP shards gathered; None on all but the last pipeline stage."""
     forward = get_mcore_forward_fn(hf_config)
     kept = []
 
@@ -75,8 +75,9 @@ def layouts_job(folder: Path) -> dict:
     model, batch = folder / "model", torch.load(folder / "batch.pt")
     found = {}
     for name, sizes in json.loads((folder / "layouts.json").read_text()).items():
+        overrides = sizes.pop("overrides", {})
         start_parallel(ParallelLayout(torch.distributed.get_world_size(), **sizes))
-        chunks, config, hf_config = build_model(model, wrap_with_ddp=True)
+        chunks, config, hf_config = build_model(model, overrides=overrides, wrap_with_ddp=True)
         found[name] = {
             "packed": run(chunks, config, hf_config, batch),
             "padded": run(chunks, config, hf_config, batch, packed=False),
@@ -128,6 +129,7 @@ def bf16_job(folder: Path) -> dict:
     logits = run(chunks, config, hf_config, batch, backward=True)
     after = {n: t.clone() for n, t in named_weights(unwrap_model(chunks)[0]) if n.endswith("expert_bias")}
     dtypes = {str(t.dtype) for n, t in weights.items() if not n.endswith("expert_bias")}
+    start_parallel(ParallelLayout(torch.distributed.get_world_size(), tp=2))
     try:
         build_model(model, overrides={"sequence_parallel": False}, load=False)
         refused = ""

@@ -26,7 +26,7 @@ def test_reads_wholes_and_parts(folder):
         assert torch.equal(tensors.read("a"), torch.arange(12.0).view(4, 3))
         assert torch.equal(tensors.read("a", axis=0, part=1, parts=2), torch.arange(6.0, 12.0).view(2, 3))
         assert torch.equal(tensors.read("b", axis=1, part=0, parts=2), torch.tensor([[0.0, 1.0], [4.0, 5.0]]))
-        with pytest.raises(ConfigError, match="axis 1 has 3 rows, which 2 ranks"):
+        with pytest.raises(ConfigError, match="axis 1 has size 3, which 2 ranks"):
             tensors.read("a", axis=1, part=0, parts=2)
         with pytest.raises(ConfigError, match="no tensor named 'c'"):
             tensors.read("c")

@@ -7,8 +7,10 @@ from verl_patches.model.names import local_name, place, te_name, te_names_for_ve
 
 ROW = "reshard.local_names"
 SPELLINGS = [
-    ("decoder.layers.3.mlp.experts.local_experts.7.linear_fc1.weight", "decoder.layers.3.mlp.experts.linear_fc1.weight7"),
-    ("decoder.layers.3.mlp.experts.local_experts.7.linear_fc2.weight", "decoder.layers.3.mlp.experts.linear_fc2.weight7"),
+    ("decoder.layers.3.mlp.experts.local_experts.7.linear_fc1.weight",
+     "decoder.layers.3.mlp.experts.linear_fc1.weight7"),
+    ("decoder.layers.3.mlp.experts.local_experts.7.linear_fc2.weight",
+     "decoder.layers.3.mlp.experts.linear_fc2.weight7"),
     ("decoder.layers.0.self_attention.q_layernorm.weight",
      "decoder.layers.0.self_attention.linear_q_up_proj.layer_norm_weight"),
     ("decoder.layers.0.self_attention.kv_layernorm.weight",

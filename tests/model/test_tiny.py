@@ -66,7 +66,9 @@ def test_logits_are_not_flat_and_bias_changes_choices(tiny_folder):
     model = AutoModelForCausalLM.from_pretrained(tiny_folder, torch_dtype=torch.float32)
     changed = []
     for layer in model.model.layers[1:]:
-        layer.mlp.gate.register_forward_hook(lambda gate, args, out: changed.append(share_changed(gate, args[0], out[0])))
+        layer.mlp.gate.register_forward_hook(
+            lambda gate, args, out: changed.append(share_changed(gate, args[0], out[0]))
+        )
     ids = torch.randint(6, 512, (2, 150), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         assert model(ids).logits.std() >= 1

@@ -35,11 +35,14 @@ assert torch.allclose(packed, torch.cat([plain(q[:5], k[:5], v[:5]), plain(q[5:]
 padded = core(*(x[:, None].expand(-1, 2, -1, -1) for x in (q, k, v)), None)
 assert torch.allclose(padded[:, 1], plain(q, k, v).flatten(1))""",
     "splits_to_cpu": "\nfrom megatron.core.transformer.moe.token_dispatcher import maybe_move_tensor_to_cpu as move\n"
-    "assert type(move(torch.tensor([1, 2]), as_numpy=True)).__name__ == 'ndarray'\nassert move(None, as_numpy=True) is None",
-    "set_rng_state": "\nfrom megatron.core import tensor_parallel\ntracker = tensor_parallel.random.CudaRNGStatesTracker()\n"
+    "assert type(move(torch.tensor([1, 2]), as_numpy=True)).__name__ == 'ndarray'\nassert move(None, as_numpy=True) "
+    "is None",
+    "set_rng_state": "\nfrom megatron.core import tensor_parallel\n"
+    "tracker = tensor_parallel.random.CudaRNGStatesTracker()\n"
     "tracker.add('a', 1); before = torch.get_rng_state()\n"
     "with tracker.fork('a'): first = torch.rand(1)\n"
-    "assert torch.equal(torch.get_rng_state(), before) and first == torch.rand(1, generator=torch.Generator().manual_seed(1))",
+    "assert torch.equal(torch.get_rng_state(), before) and first == torch.rand(1, "
+    "generator=torch.Generator().manual_seed(1))",
     "quantize": "\nfrom megatron.core.optimizer.distrib_optimizer import quantize_param_shard as quantize\n"
     "quantize([], [], [], None)\n"
     "try: quantize([1], [1], [0], None)\nexcept RuntimeError: pass\nelse: raise AssertionError('fp8 is not refused')",

@@ -135,8 +135,9 @@ def without_each_row(run_python, tmp_path_factory) -> dict[str, str]:
     from verl_patches.model.tiny import make_tiny_model
 
     model = make_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
-    env = {"VLLM_USE_V1": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "TORCHDYNAMO_DISABLE": "1", "RANK": "0",
-           "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    env = {"VLLM_USE_V1": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "TORCHDYNAMO_DISABLE": "1",
+           "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1",
+           "GLOO_SOCKET_IFNAME": "lo"}
     code = f"import sys; sys.path.insert(0, {str(HERE)!r}); import vllm_rows; vllm_rows.main()"
     finished = run_python(code, str(model), *IDS, "rollout.llm_arguments", env=env, timeout_s=240).check()
     return json.loads(finished.out.splitlines()[-1])

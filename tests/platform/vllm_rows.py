@@ -1,6 +1,6 @@
-"""Build an engine and generate with one row switched off at a time, each time in a fork; prints {row: "" or what went wrong}.
+"""Build an engine and generate with one row off at a time, each in a fork; prints {row: "" or what went wrong}.
 
-argv: model folder, then row ids ("" for none). Rows that must be in place before vLLM is imported are tried before it
+argv: model folder, then row ids. Rows that must be in place before vLLM is imported are tried before it
 is; for the others the import is paid once.
 """
 
@@ -33,14 +33,16 @@ def generate(model: str) -> list:
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     llm = LLM(model=model, dtype="float32", distributed_executor_backend="external_launcher", enable_sleep_mode=True,
-              enforce_eager=True, disable_custom_all_reduce=True, disable_mm_preprocessor_cache=True, limit_mm_per_prompt=None,
-              max_model_len=128, max_num_seqs=8, enable_chunked_prefill=False, enable_prefix_caching=True, seed=0)
+              enforce_eager=True, disable_custom_all_reduce=True, disable_mm_preprocessor_cache=True,
+              limit_mm_per_prompt=None, max_model_len=128, max_num_seqs=8,
+              enable_chunked_prefill=False, enable_prefix_caching=True, seed=0)
     llm.sleep(level=1)
     llm.wake_up()
     params = SamplingParams(temperature=0.0, logprobs=0, max_tokens=4, ignore_eos=True)
-    outputs = llm.generate([{"prompt_token_ids": list(range(3, 40))}, {"prompt_token_ids": [9, 8, 7]}], params, use_tqdm=False)
-    return [[(token, round(step[token].logprob, 4)) for token, step in zip(o.outputs[0].token_ids, o.outputs[0].logprobs)]
-            for o in outputs]
+    prompts = [{"prompt_token_ids": list(range(3, 40))}, {"prompt_token_ids": [9, 8, 7]}]
+    done = [output.outputs[0] for output in llm.generate(prompts, params, use_tqdm=False)]
+    return [[(token, round(step[token].logprob, 4)) for token, step in zip(one.token_ids, one.logprobs, strict=True)]
+            for one in done]
 
 
 def forked(work) -> str:
@@ -85,7 +87,7 @@ def main() -> None:
     found = {name: forked(lambda name=name: early(name)) for name in names if name in EARLY}
     apply([row for row in ROWS if row.id in EARLY], "")
     import verl.third_party.vllm  # noqa: F401
-    import vllm.model_executor.models.deepseek_v2  # noqa: F401
+    import vllm.model_executor.models.deepseek_v2
     import vllm.worker.cpu_worker  # noqa: F401
 
     right = forked(lambda: late(""))

@@ -16,7 +16,7 @@ import pytest
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
-CPU = "line=pypi,platform=cpu,-platform.torch_*"
+CPU = "line=pypi,platform=cpu"
 ENV = {
     "GLOO_SOCKET_IFNAME": "lo",
     "TORCHDYNAMO_DISABLE": "1",
@@ -43,14 +43,15 @@ def run_ranks(tmp_path_factory):
         folder = tmp_path_factory.mktemp("ranks")
         with socket.create_server(("127.0.0.1", 0)) as server:
             port = server.getsockname()[1]
-        common = {**os.environ, **ENV, "VERL_PATCHES": patches, "WORLD_SIZE": str(len(specs)), "MASTER_ADDR": "127.0.0.1",
-                  "MASTER_PORT": str(port), "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
+        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        common = {**os.environ, **ENV, "VERL_PATCHES": patches, "PYTHONPATH": path, "WORLD_SIZE": str(len(specs)),
+                  "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         ranks = []
         for rank, spec in enumerate(specs):
             command = [sys.executable, str(HERE / "engine_rank.py"), json.dumps(spec), str(folder / f"{rank}.pt")]
+            env = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
             with (folder / f"{rank}.log").open("w") as log:
-                ranks.append(subprocess.Popen(command, env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}, stdout=log,
-                                              stderr=log, cwd=folder, start_new_session=True))
+                ranks.append(subprocess.Popen(command, env=env, stdout=log, stderr=log, start_new_session=True))
         _wait(ranks, folder, timeout_s)
         return [torch.load(folder / f"{rank}.pt") for rank in range(len(specs))]
 
@@ -71,7 +72,9 @@ def _wait(ranks: list[subprocess.Popen], folder: Path, timeout_s: float) -> None
                 os.killpg(ranks[number].pid, signal.SIGKILL)  # a session of its own: only this rank
         codes = [rank.wait() for rank in ranks]
     if late or any(codes):
-        logs = "\n".join(f"--- rank {n}, exit {code}\n{(folder / f'{n}.log').read_text()[-6000:]}" for n, code in enumerate(codes))
+        ends = [(folder / f"{number}.log").read_text()[-6000:] for number in range(len(ranks))]
+        told = enumerate(zip(codes, ends, strict=True))
+        logs = "\n".join(f"--- rank {rank}, exit {code}\n{end}" for rank, (code, end) in told)
         raise RanksFailed(f"ranks still running when the time was up: {late}\n{logs}")
 
 
@@ -98,14 +101,16 @@ def one_rank(run_ranks, tiny_model, requests) -> dict:
     """What one process without parallelism computes: everything in one go, because starting it is what costs."""
     tokens = [(7 * i * i + 3 * i) % 509 + 3 for i in range(150)]  # far beyond original_max_position_embeddings = 64
     spec = {"code": "parity_rank:one_rank", "model": tiny_model, "tokens": tokens, "prompt_tokens": 110,
-            "rollout": {"tensor_model_parallel_size": 1}, "requests": requests, "wrong_configs": _wrong_configs(tiny_model)}
+            "rollout": {"tensor_model_parallel_size": 1}, "requests": requests,
+            "wrong_configs": _wrong_configs(tiny_model)}
     return {**spec, **run_ranks([spec])[0]}
 
 
 def _wrong_configs(model: str) -> dict[str, dict]:
     """HF config overrides under which a part of DeepSeek-V3 is missing."""
     yarn = json.loads((Path(model) / "config.json").read_text())["rope_scaling"]
+    flat = {**yarn, "rope_type": "yarn", "mscale": 0.0, "mscale_all_dim": 0.0}  # 0.1 * 0 * ln(40) + 1 = 1
     return {
-        "no_mscale": {"rope_scaling": {**yarn, "rope_type": "yarn", "mscale": 0.0, "mscale_all_dim": 0.0}},  # 0.1 * 0 * ln(40) + 1 = 1
+        "no_mscale": {"rope_scaling": flat},
         "no_groups": {"n_group": 1, "topk_group": 1},
     }

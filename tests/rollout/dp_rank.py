@@ -25,7 +25,7 @@ def generate(spec: dict) -> dict:
 
 
 def _round(llm, spec: dict, passes: dict[str, int]) -> dict:
-    """One call of generate, perhaps with something taken away; its tokens, log-probs and forward passes, or its error."""
+    """One call of generate, perhaps with something taken away; tokens, log-probs and forward passes, or an error."""
     from vllm import LLM
     from vllm.distributed import get_ep_group
 
@@ -57,8 +57,9 @@ def generate_with(llm, requests: list) -> dict:
     params = [SamplingParams(temperature=0.0, logprobs=0, max_tokens=length, ignore_eos=True) for _, length in requests]
     outputs = llm.generate([{"prompt_token_ids": prompt} for prompt, _ in requests], params, use_tqdm=False)
     done = [output.outputs[0] for output in outputs]
+    pairs = [list(zip(one.token_ids, one.logprobs, strict=True)) for one in done]
     return {"tokens": [list(one.token_ids) for one in done],
-            "logprobs": [[step[token].logprob for token, step in zip(one.token_ids, one.logprobs, strict=True)] for one in done]}
+            "logprobs": [[step[token].logprob for token, step in pair] for pair in pairs]}
 
 
 def tensors(folder: str) -> Iterator[tuple[str, torch.Tensor]]:

@@ -14,8 +14,9 @@ from pathlib import Path
 
 from verl_patches import prelude_patch  # noqa: F401  before torch, as in a worker
 
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
+# isort: split
+import torch
+import torch.distributed as dist
 
 
 def verl_rollout(model: str, **overrides):
@@ -29,8 +30,8 @@ def verl_rollout(model: str, **overrides):
     plain = dict(dtype="float32", prompt_length=192, response_length=64, max_num_seqs=16, load_format="auto",
                  enforce_eager=True, free_cache_engine=False, temperature=1.0)
     config = OmegaConf.merge(trainer.actor_rollout_ref.rollout, plain, overrides)
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    return vLLMRollout(model_path=model, config=config, tokenizer=tokenizer, model_hf_config=AutoConfig.from_pretrained(model))
+    tokenizer, hf_config = AutoTokenizer.from_pretrained(model), AutoConfig.from_pretrained(model)
+    return vLLMRollout(model_path=model, config=config, tokenizer=tokenizer, model_hf_config=hf_config)
 
 
 def awake(model: str, **overrides):
@@ -46,7 +47,7 @@ def model_of(llm) -> torch.nn.Module:
 
 
 def watch_logits(llm) -> tuple[list[torch.Tensor], Callable[[], None]]:
-    """(list that receives every logits tensor [tokens, V] before sampling parameters act on it, function that ends it)."""
+    """(list that receives every logits tensor [tokens, V], before sampling acts on it; function that ends it)."""
     seen: list[torch.Tensor] = []
     processor = model_of(llm).logits_processor
 

@@ -8,7 +8,7 @@ import torch
 
 
 def logits_of(llm, spec: dict) -> torch.Tensor:
-    """Logits of all positions of the tokens but the last [len - 1, V]: a prompt in one prefill, the rest forced one by one."""
+    """Logits of all tokens but the last [len - 1, V]: the prompt in one prefill, the rest forced one by one."""
     from vllm import SamplingParams
 
     tokens, prompt_tokens = spec["tokens"], spec["prompt_tokens"]

@@ -1,4 +1,4 @@
-"""Data-parallel rollout with experts over all ranks: ranks, groups, steps in time, and the same numbers as without it."""
+"""Data-parallel rollout with experts over all ranks: groups, ranks in step, and the same numbers as without it."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def test_uneven_world_is_refused():
 def dp_specs(model: str, rounds: list[list[dict]], tp: int = 1) -> list[dict]:
     """One spec a rank: `rounds[i][d]` is round i of DP rank d."""
     rollout = {"tensor_model_parallel_size": tp, "load_format": "dummy", "engine_kwargs": {"vllm": EP_ALL}}
-    return [{"code": "dp_rank:generate", "model": model, "rollout": rollout, "rounds": [one[rank // tp] for one in rounds]}
-            for rank in range(2 * tp)]
+    common = {"code": "dp_rank:generate", "model": model, "rollout": rollout}
+    return [{**common, "rounds": [one[rank // tp] for one in rounds]} for rank in range(2 * tp)]
 
 
 def worst(found: list[dict], expected: dict) -> float:
@@ -48,19 +48,20 @@ def worst(found: list[dict], expected: dict) -> float:
 
 @pytest.fixture(scope="module")
 def two_ranks(run_ranks, one_rank, requests) -> list[dict]:
-    """Two DP ranks: uneven; one without requests; without the exchange of tokens; without the lockstep (last: it breaks)."""
+    """Two DP ranks: uneven; one without requests; without exchange of tokens; without lockstep (last: it breaks)."""
     rounds = [
         [{"requests": requests[:1]}, {"requests": requests[1:]}],
         [{"requests": []}, {"requests": requests}],
         [{"requests": part, "without": "exchange"} for part in (requests[:1], requests[1:])],
-        [{"requests": part, "without": "platform.vllm_dp_lockstep", "stall_s": 5} for part in (requests[:1], requests[1:])],
+        [{"requests": part, "without": "platform.vllm_dp_lockstep", "stall_s": 5}
+         for part in (requests[:1], requests[1:])],
     ]
     return run_ranks(dp_specs(one_rank["model"], rounds))
 
 
 @pytest.mark.slow
 def test_uneven_ranks_finish_and_agree_with_no_dp(two_ranks, one_rank):
-    """Rows rollout.dp_place and platform.vllm_dp_lockstep; weights come in memory, as every rank gets all of them from verl."""
+    """Rows rollout.dp_place and platform.vllm_dp_lockstep; weights come in memory, all to every rank."""
     first, second = (rank["rounds"][0] for rank in two_ranks)
     assert worst([first, second], one_rank["generated"]) < 1e-4
     assert first["passes"] == {"all": 26, "own": 4}  # 22 dummy passes while the longest of the other rank runs
@@ -100,9 +101,8 @@ def test_without_lockstep_the_waiting_rank_says_so(two_ranks):
 def test_without_a_place_ranks_cannot_meet(run_ranks, one_rank, requests):
     """Negative control of row rollout.dp_place: upstream takes both processes for DP rank 0."""
     specs = dp_specs(one_rank["model"], [[{"requests": part, "stall_s": 5} for part in (requests[:1], requests[1:])]])
-    with pytest.raises(AssertionError, match="--- rank"):
-        found = run_ranks(specs, patches="line=pypi,platform=cpu,-rollout.dp_place")
-        assert worst([rank["rounds"][0] for rank in found], one_rank["generated"]) < 1e-4, "--- rank results differ"
+    found = run_ranks(specs, patches="line=pypi,platform=cpu,-rollout.dp_place")
+    assert any("error" in rank["rounds"][0] for rank in found)
 
 
 @pytest.mark.full

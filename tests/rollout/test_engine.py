@@ -33,7 +33,10 @@ def test_overrides_name_verl_keys():
     }
 
 
-@pytest.mark.parametrize("layout", [rollout_layout(1, 1, 2, pp=2), ParallelLayout(world_size=4, tp=1, ep=2, etp=2)], ids=str)
+UNBUILDABLE = [rollout_layout(1, 1, 2, pp=2), ParallelLayout(world_size=4, tp=1, ep=2, etp=2)]
+
+
+@pytest.mark.parametrize("layout", UNBUILDABLE, ids=str)
 def test_layouts_that_cannot_be_built_are_refused(layout):
     with pytest.raises(ConfigError, match="rollout layout"):
         llm_kwargs(layout)
@@ -50,4 +53,5 @@ def test_image_arguments_go_only_without_a_limit():
     init = drop_empty_image_arguments(lambda self, **kwargs: seen.append(kwargs))
     init(None, model="m", limit_mm_per_prompt=None, disable_mm_preprocessor_cache=True)
     init(None, model="m", limit_mm_per_prompt={"image": 1}, disable_mm_preprocessor_cache=True)
-    assert seen == [{"model": "m"}, {"model": "m", "limit_mm_per_prompt": {"image": 1}, "disable_mm_preprocessor_cache": True}]
+    kept = {"limit_mm_per_prompt": {"image": 1}, "disable_mm_preprocessor_cache": True}
+    assert seen == [{"model": "m"}, {"model": "m", **kept}]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
 from verl_patches.cluster import facts, launch, smoke
@@ -21,8 +22,8 @@ Json = Annotated[bool, typer.Option("--json", help="Plain JSON on standard outpu
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[key=value ...]", help="Any further Hydra overrides.")]
 
 _WIDTH_IN_FILES = 160
-# recipe keys that no row of a line acts on: --dry-run plans them, a start refuses them instead of ignoring them
-_WITHOUT_EFFECT = {"pypi": ("train.layers_per_stage", "train.swap_optimizer")}
+# recipe keys that no row acts on yet: --dry-run plans them, a start refuses them instead of ignoring them
+_PLANNED_ONLY = ("train.layers_per_stage", "train.swap_optimizer")
 
 
 def register(app: typer.Typer, rows: Callable[[], Sequence[PatchSpec]]) -> None:
@@ -102,7 +103,7 @@ def run_train(
     except ConfigError as error:
         typer.echo(f"verl_patches: {error}", err=True)
         raise typer.Exit(1) from None
-    refuse_without_effect(config)
+    refuse_without_effect(config, rows)
     if config.recipe.ray_address is not None:
         facts.check_nodes(config, facts.ask_ray(config.recipe.ray_address))
     elif config.trainer.nnodes > 1:
@@ -114,16 +115,15 @@ def run_train(
     _report(outcome, as_json)
 
 
-def refuse_without_effect(config) -> None:
-    """ConfigError for recipe keys that this line's code does not act on yet: ignored, they would run another layout."""
-    from omegaconf import OmegaConf
-
-    keys = _WITHOUT_EFFECT.get(config.recipe.line, ())
-    given = [f"recipe.{key}" for key in keys if OmegaConf.select(config.recipe, key)]
+def refuse_without_effect(config: DictConfig, rows: Sequence[PatchSpec]) -> None:
+    """ConfigError for a line without rows, and for recipe keys that no row acts on yet: another run would start."""
+    line = config.recipe.line
+    if not any(line in row.lines for row in rows):
+        raise ConfigError(f"recipe.line is {line}, for which the catalogue has no row yet; --dry-run plans such a run")
+    given = [f"recipe.{key}" for key in _PLANNED_ONLY if OmegaConf.select(config.recipe, key)]
     if given:
-        raise ConfigError(f"line {config.recipe.line} cannot act on {', '.join(given)} yet, so this run is not "
-                          "started; --dry-run plans it. "
-                          "Take the keys out (null or false) to run without them")
+        raise ConfigError(f"line {line} cannot act on {', '.join(given)} yet, so this run is not started; --dry-run "
+                          "plans it. Take the keys out (null or false) to run without them")
 
 
 class _Progress:

@@ -24,6 +24,7 @@ SCHEMA = "recipe_schema"
 # verl reads these with .get() although its own config file does not list them; any other new key would be ignored
 _READ_BUT_UNLISTED = {
     "actor_rollout_ref.recipe": "ours: the recipe section where verl's workers see it",
+    "data.dataloader_num_workers": "verl/trainer/ppo/ray_trainer.py: config.data.get('dataloader_num_workers', 8)",
     "data.seed": "verl/trainer/main_ppo.py: data_config.get('seed', 1)",
     "actor_rollout_ref.rollout.seed": "verl/workers/rollout/vllm_rollout/vllm_rollout_spmd.py: config.get('seed', 0)",
 }

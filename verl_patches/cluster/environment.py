@@ -53,6 +53,7 @@ def derive(config: DictConfig, temp_dir: str | None = None, verl_path: Path | No
         Variable("RAY_DEDUP_LOGS", "0", "the log of a rank that differs must not be folded "
                                         "away", "ray/_private/ray_constants.py:266"),
         Variable("RAY_USAGE_STATS_ENABLED", "0", "nothing leaves the machine", "ray/_private/usage/usage_lib.py"),
+        Variable("VLLM_NO_USAGE_STATS", "1", "nothing leaves the machine, no process is made for it", "vllm/envs.py:354"),
     ]
     by_platform = {"cpu": _cpu, "npu": _npu}.get(recipe.platform)
     return shared + (by_platform(config) if by_platform else []) + _launch(config, temp_dir, verl_path)

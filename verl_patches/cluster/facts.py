@@ -15,8 +15,11 @@ from verl_patches.errors import ConfigError
 DEVICE_RESOURCES = {"npu": "NPU", "cuda": "GPU"}
 ASK_S = 60
 _ASK = """
-import json, sys, ray ray.init(address=sys.argv[1], log_to_driver=False, logging_level="ERROR") print("FACTS" +
-json.dumps([{"address": n["NodeManagerAddress"], "resources": n["Resources"]} for n in ray.nodes() if n["Alive"]]))
+import json, sys, ray
+
+ray.init(address=sys.argv[1], log_to_driver=False, logging_level="ERROR")
+alive = [node for node in ray.nodes() if node["Alive"]]
+print("FACTS" + json.dumps([{"address": node["NodeManagerAddress"], "resources": node["Resources"]} for node in alive]))
 """
 
 

@@ -68,7 +68,7 @@ def write_summary(
     elif reason is None:
         reason = said or f"the driver exited with {code}; its log shows no error"
     minimal = {"versions": {}, "steps": [], "logprob_delta": None, "patches": []}
-    summary = {**minimal, **head, **(summary or {}), "peak_pss_bytes": peaks, "exit": reason}
+    summary = {**head, **minimal, **(summary or {}), "peak_pss_bytes": peaks, "exit": reason}
     part = path.with_name(f".{path.name}.{os.getpid()}")
     part.write_text(json.dumps(summary, indent=1) + "\n")
     part.replace(path)

@@ -15,7 +15,6 @@ from verl_patches.errors import ConfigError
 from verl_patches.patching.spec import LINES, PLATFORMS
 
 VLLM_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
-CORRUPTIONS = ("none", "skip", "expert", "bias", "expert_shift")
 
 
 def _choice(default: str, *allowed: str) -> Any:
@@ -55,16 +54,9 @@ class Rollout:
 
 @dataclass
 class WeightSync:
-    """Training weights to vLLM before each rollout. enabled=false keeps vLLM at the weights of the first sync.
-
-    corruption: TEST ONLY, spoils the sync from `corruption_from_step` (counted from 1) on, so that the log-prob check
-    can be seen to fail: skip (no sync), expert (one expert's matrix rolled), bias (correction bias zeroed),
-    expert_shift (expert ids + 1).
-    """
+    """Training weights to vLLM before each rollout. enabled=false keeps vLLM at the weights of the first sync."""
 
     enabled: bool = True
-    corruption: str = _choice("none", *CORRUPTIONS)
-    corruption_from_step: int = 2
 
 
 @dataclass
@@ -143,7 +135,7 @@ def _value_faults(given: Mapping[str, Any]) -> list[str]:
     run = given.get("recipe.run", "run")
     if not run or run in (".", "..") or "/" in run or run.startswith("-"):
         faults.append(f"recipe.run is {run!r}; expected a plain folder name, such as smoke-ep2")
-    for key in ("recipe.rollout.dp", "recipe.rollout.instances", "recipe.weight_sync.corruption_from_step"):
+    for key in ("recipe.rollout.dp", "recipe.rollout.instances"):
         if given.get(key) is not None and given[key] < 1:
             faults.append(f"{key} is {given[key]}; expected a whole number >= 1")
     port = given.get("recipe.ray_port")

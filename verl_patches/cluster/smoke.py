@@ -24,15 +24,17 @@ LEARN_STEPS = 40
 # what the learnable task changes in the config; task and reward: verl_patches/rewards/learnable.py
 LEARN_OVERRIDES = (
     "custom_reward_function.path=${repo_path:verl_patches/rewards/learnable.py}",
-    "data.train_batch_size=16",
-    "data.max_prompt_length=32",
-    "data.max_response_length=4",
-    "actor_rollout_ref.rollout.n=8",
-    "actor_rollout_ref.actor.ppo_mini_batch_size=16",
-    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=32",
-    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=32",
-    "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=32",
-    "actor_rollout_ref.rollout.engine_kwargs.vllm.max_num_seqs=64",
+    "data.train_batch_size=12",
+    "data.shuffle=false",  # the rows come in balanced groups of three
+    "data.max_prompt_length=64",
+    "data.max_response_length=16",
+    "actor_rollout_ref.rollout.n=16",
+    "actor_rollout_ref.actor.optim.lr=2e-3",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=12",
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=48",
+    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=48",
+    "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=48",
+    "actor_rollout_ref.rollout.engine_kwargs.vllm.max_num_seqs=96",
 )
 _MAKE_MODEL = """
 import sys
@@ -144,21 +146,27 @@ def prepare(options: SmokeOptions, cache: Path, say: Callable[[str], None]) -> l
         say(f"making the tiny model, seed {options.seed}")
         _run([sys.executable, "-c", _MAKE_MODEL, str(model), str(options.seed)], "the tiny model")
     maths = [str(SAMPLE), "--tokenizer", str(model), "--max-prompt-length", PROMPT_TOKENS]
-    task = LEARN_TASK if options.learn else maths
+    tasks = {"learnable": LEARN_TASK} if options.learn else {"maths": maths, "learnable": LEARN_TASK}
     sources += [SAMPLE, *sorted((REPOSITORY / "data").glob("*.py"))]
     sources += sorted((REPOSITORY / "verl_patches/rewards").glob("*.py"))
-    data = cache / f"{'learnable' if options.learn else 'maths'}-{_digest(sources, *task[1:2], task[-1])}"
-    if not data.exists():
-        say("preparing the data")
-        making = cache / f".{data.name}.{os.getpid()}"
-        try:
-            _run([sys.executable, str(REPOSITORY / "data/prepare_deepscaler.py"), *task, "-o", str(making)], "the data")
-            making.rename(data)
-        finally:
-            shutil.rmtree(making, ignore_errors=True)
-    found = {"actor_rollout_ref.model.path": model, "data.train_files": data / "train.parquet",
-             "data.val_files": data / "test.parquet"}
-    return [f"{key}={_quoted(path)}" for key, path in found.items()]
+    folders = []
+    for name, task in tasks.items():
+        folders.append(cache / f"{name}-{_digest(sources, *task[1:2], task[-1])}")
+        if not folders[-1].exists():
+            say(f"preparing the data: {name}")
+            _make_data(task, folders[-1])
+    trains, tests = ([_quoted(f / f"{split}.parquet") for f in folders] for split in ("train", "test"))
+    return [f"actor_rollout_ref.model.path={_quoted(model)}", f"data.train_files=[{','.join(trains)}]",
+            f"data.val_files=[{','.join(tests)}]"]
+
+
+def _make_data(task: Sequence[str], folder: Path) -> None:
+    making = folder.with_name(f".{folder.name}.{os.getpid()}")
+    try:
+        _run([sys.executable, str(REPOSITORY / "data/prepare_deepscaler.py"), *task, "-o", str(making)], "the data")
+        making.rename(folder)
+    finally:
+        shutil.rmtree(making, ignore_errors=True)
 
 
 def _run(command: Sequence[str], what: str) -> None:

@@ -16,7 +16,7 @@ from verl_patches.model.load import load_weights
 
 
 def start_parallel(layout: ParallelLayout, seed: int = 42) -> None:
-    """Make Megatron's process groups for `layout`, as verl's worker does (megatron_workers.py:97), dropping earlier ones.
+    """Make Megatron's process groups for `layout`, as verl's worker does (megatron_workers.py:95); drop earlier ones.
 
     Needs an initialised torch.distributed of `layout.world_size` ranks; seeds Megatron's random number tracker.
     """
@@ -43,9 +43,10 @@ def build_model(
 ):
     """(chunks, transformer config, HF config) of this rank for the HF folder, with its weights unless `load` is False.
 
-    Follows verl's `_build_model_optimizer` (megatron_workers.py:136): config converter, model initializer, wrappers.
-    `overrides` are fields of Megatron's MLATransformerConfig, verl's `override_transformer_config`. Needs `start_parallel`.
-    With `distributed_optimizer`, as in verl's worker, a DDP-wrapped model's gradients are whole on no rank.
+    Follows verl's `_build_model_optimizer` (megatron_workers.py:143): config converter, model initializer, wrappers.
+    `overrides` are fields of Megatron's MLATransformerConfig, verl's `override_transformer_config`. Needs
+    `start_parallel`. With `distributed_optimizer`, as in verl's worker, a DDP-wrapped model's gradients are whole on
+    no rank.
     """
     hf_config = AutoConfig.from_pretrained(folder)
     config = hf_to_mcore_config(hf_config, dtype, **(overrides or {}))

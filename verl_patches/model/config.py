@@ -1,6 +1,6 @@
 """HF config to Megatron config for DeepSeek-V3: verl's converter, plus what it leaves out, minus what it cannot know.
 
-verl 0.4.0's `hf_to_mcore_config_dpskv3` (verl/models/mcore/config_converter.py:197) carries MLA and yarn over rightly,
+verl 0.4.0's `hf_to_mcore_config_dpskv3` (verl/models/mcore/config_converter.py:187) carries MLA and yarn over rightly,
 but not group-limited routing, and takes a few things about the model for granted. Those are checked here, because a
 wrong guess gives a model that runs and is wrong.
 """
@@ -29,9 +29,9 @@ _TAKEN_FOR_GRANTED = (
 def deepseekv3_config(hf_config, dtype: torch.dtype, **overrides: Any):
     """MLATransformerConfig of a DeepSeek-V3 HF config, for parameters of `dtype`; `overrides` are its fields and win.
 
-    Deviates from verl's converter: sets group-limited routing, computes the router in fp32 instead of fp64 (as the model
-    was trained, and NPUs have no fp64), and leaves balancing to the model as it is: no auxiliary loss, and a correction
-    bias that training does not move (both would change the model by something that is not the RL loss).
+    Deviates from verl's converter: sets group-limited routing, computes the router in fp32 instead of fp64 (as the
+    model was trained, and NPUs have no fp64), and leaves balancing to the model as it is: no auxiliary loss, and a
+    correction bias that training does not move (both would change the model by something that is not the RL loss).
     Raises ConfigError where the HF config is not what verl's converter takes for granted.
     """
     check(hf_config)
@@ -67,8 +67,8 @@ def check(hf_config) -> None:
         raise ConfigError(f'HF config: rope_scaling must hold "type": "yarn", found {yarn}')
     if yarn.get("mscale") != yarn.get("mscale_all_dim"):
         raise ConfigError(
-            "HF config: rope_scaling.mscale and mscale_all_dim must be given and equal, because Megatron scales the softmax "
-            f"by mscale and transformers and vLLM by mscale_all_dim; found {yarn.get('mscale')} and "
+            "HF config: rope_scaling.mscale and mscale_all_dim must be given and equal, because Megatron scales the "
+            f"softmax by mscale and transformers and vLLM by mscale_all_dim; found {yarn.get('mscale')} and "
             f"{yarn.get('mscale_all_dim')}"
         )
 

@@ -48,7 +48,7 @@ class HFTensors:
         if single.is_file():
             with safe_open(single, "pt") as handle:
                 return dict.fromkeys(handle.keys(), SINGLE)
-        raise ConfigError(f"{self.folder}: expected {INDEX} or {SINGLE}, found neither; give a HF folder of safetensors")
+        raise ConfigError(f"{self.folder}: expected {INDEX} or {SINGLE}, found neither; give a safetensors folder")
 
     def check_names(self, expected: Iterable[str], num_layers: int) -> None:
         """ConfigError unless the folder holds exactly the `expected` names, multi-token prediction layers aside."""
@@ -58,8 +58,8 @@ class HFTensors:
         scales = [name for name in extra if name.endswith("weight_scale_inv")]
         if scales:
             raise ConfigError(
-                f"{self.folder}: weights are stored in fp8 ({len(scales)} block scales, as {min(scales)}); convert them to "
-                "bf16 first"
+                f"{self.folder}: weights are stored in fp8 ({len(scales)} block scales, as {min(scales)}); convert "
+                "them to bf16 first"
             )
         faults = [
             f"{len(names)} {what}, as {', '.join(sorted(names)[:_EXAMPLES])}"
@@ -68,8 +68,9 @@ class HFTensors:
         ]
         if faults:
             raise ConfigError(
-                f"{self.folder}: expected the {len(expected)} tensors that config.json asks for, found {'; '.join(faults)}. "
-                "The weights and config.json do not belong together, or a download is incomplete."
+                f"{self.folder}: expected the {len(expected)} tensors that config.json asks for, found "
+                f"{'; '.join(faults)}. The weights and config.json do not belong together, or a download is "
+                "incomplete."
             )
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -83,7 +84,7 @@ class HFTensors:
             return tensor[:]
         size = tensor.get_shape()[axis]
         if size % parts:
-            raise ConfigError(f"{name}: axis {axis} has {size} rows, which {parts} ranks cannot share; change TP or ETP")
+            raise ConfigError(f"{name}: axis {axis} has size {size}, which {parts} ranks cannot share: change TP, ETP")
         start, stop = size // parts * part, size // parts * (part + 1)
         return tensor[start:stop] if axis == 0 else tensor[:, start:stop]
 

@@ -85,8 +85,8 @@ def source(chunk: torch.nn.Module, name: str, inventory: Inventory, experts: dic
     unknown = [kind for kind in where.kinds if kind not in found]
     if unknown:
         raise ConfigError(
-            f"Megatron parameter {name!r} is {unknown[0]} of layer {layer}, expert {expert}, which config.json's model does "
-            "not have: the Megatron model was built from another config"
+            f"Megatron parameter {name!r} is {unknown[0]} of layer {layer}, expert {expert}, which config.json's "
+            "model does not have: the Megatron model was built from another config"
         )
     if expert is not None:
         part = parallel_state.get_expert_tensor_parallel_rank()
@@ -117,8 +117,9 @@ def _read(tensors: HFTensors, name: str, origin: Source, expected: tuple[int, ..
     value = torch.cat(pieces) if len(pieces) > 1 else pieces[0]
     if tuple(value.shape) != expected:
         raise ConfigError(
-            f"Megatron parameter {name!r}: expected shape {expected}, found {tuple(value.shape)} for part {origin.part} of "
-            f"{origin.parts} of {', '.join(p.name for p in origin.parameters)}: TP or ETP differs from the model's"
+            f"Megatron parameter {name!r}: expected shape {expected}, found {tuple(value.shape)} for part "
+            f"{origin.part} of {origin.parts} of {', '.join(p.name for p in origin.parameters)}: TP or ETP differs "
+            "from the model's"
         )
     return value
 
@@ -126,7 +127,7 @@ def _read(tensors: HFTensors, name: str, origin: Source, expected: tuple[int, ..
 def _keep_bias_fp32(chunk: torch.nn.Module) -> None:
     """Undo what Float16Module did to the correction biases, before values are lost by it.
 
-    Megatron does the same at each forward (moe/router.py:135), which is too late for a value that was loaded in bf16.
+    Megatron does the same at each forward (moe/router.py:131), which is too late for a value that was loaded in bf16.
     """
     for module in chunk.modules():
         if hasattr(module, "_maintain_float32_expert_bias"):
@@ -143,7 +144,7 @@ def load_deepseekv3(load_megatron_gptmodel_weights):
                 config, model_config, parallel_model, params_dtype, is_value_model, *args, **kwargs
             )
         if is_value_model:
-            raise ConfigError("DeepSeek-V3 as a value model cannot be loaded: GRPO has no critic, set adv_estimator=grpo")
+            raise ConfigError("DeepSeek-V3 cannot be a value model: set algorithm.adv_estimator=grpo")
         from verl.utils.fs import copy_to_local
 
         load_weights(copy_to_local(config.model.path), parallel_model)

@@ -1,8 +1,9 @@
 """The tiny DeepSeek-V3: everything that makes V3 hard, in about a million random weights, saved as a normal HF folder.
 
-Deviations from a checkpoint that one would download: the weights are drawn so that the logits are not flat (std >= 1), the
-correction bias is drawn so that it changes a good part of the routing, and yarn starts at 64 tokens instead of 4096. Weights
-are stored in bf16 and the correction bias in fp32, as DeepSeek stores them, so an fp32 and a bf16 reader see equal weights.
+Deviations from a checkpoint that one would download: the weights are drawn so that the logits are not flat (std >=
+1), the correction bias is drawn so that it changes a good part of the routing, and yarn starts at 64 tokens instead
+of 4096. Weights are stored in bf16 and the correction bias in fp32, as DeepSeek stores them, so an fp32 and a bf16
+reader see equal weights.
 """
 
 from __future__ import annotations
@@ -36,11 +37,12 @@ _SHARD_BYTES = "1MB"  # more than one shard, so that readers must follow the ind
 
 
 def make_tiny_model(folder: Path, seed: int = 0, overrides: Mapping[str, Any] | None = None) -> Path:
-    """Write the tiny DeepSeek-V3 (config, safetensors with index, tokenizer, generation config) to `folder` and return it.
+    """Write the tiny DeepSeek-V3 (configs, safetensors with index, tokenizer) to `folder` and return the folder.
 
-    The write is atomic: the folder appears whole or not at all. A folder made from the same seed and config is left as it is.
-    `overrides` replace keys of configs/model/deepseekv3_tiny.json (`rope_scaling` is merged). The value of a tensor depends on
-    its name, its shape and the seed only. Runs in a plain process: transformers only, no verl, Megatron or patch.
+    The write is atomic: the folder appears whole or not at all. A folder made from the same seed and config is left
+    as it is. `overrides` replace keys of configs/model/deepseekv3_tiny.json (`rope_scaling` is merged). The value of
+    a tensor depends on its name, its shape and the seed only. Runs in a plain process: transformers only, no verl,
+    Megatron or patch.
 
     Raises ConfigError for an unknown or inconsistent override, and for a folder that holds something else.
     """
@@ -83,9 +85,9 @@ def tiny_config(overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
             )
     if config["num_experts_per_tok"] != 2 * config["topk_group"]:
         raise ConfigError(
-            "tiny model: num_experts_per_tok must be 2 * topk_group (transformers and vLLM rank groups by their best two "
-            f"experts, Megatron by the best num_experts_per_tok / topk_group), found {config['num_experts_per_tok']} and "
-            f"{config['topk_group']}: override both"
+            "tiny model: num_experts_per_tok must be 2 * topk_group (transformers and vLLM rank groups by their best "
+            "two experts, Megatron by the best num_experts_per_tok / topk_group), found "
+            f"{config['num_experts_per_tok']} and {config['topk_group']}: override both"
         )
     return config
 
@@ -128,7 +130,7 @@ def _tensors(config: dict[str, Any], seed: int) -> Iterator[tuple[str, torch.Ten
         elif name.endswith("norm.weight"):
             yield name, (1 + 0.1 * torch.randn(shape, generator=generator)).to(torch.bfloat16)
         else:
-            gain = 1.5 if name == "lm_head.weight" else 1.0  # the std of the logits: the final norm gives it unit inputs
+            gain = 1.5 if name == "lm_head.weight" else 1.0  # std of the logits: the final norm scales to 1
             std = gain if "embed_tokens" in name else gain / math.sqrt(shape[-1])
             yield name, (std * torch.randn(shape, generator=generator)).to(torch.bfloat16)
 

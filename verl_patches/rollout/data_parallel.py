@@ -1,8 +1,8 @@
 """Data-parallel rollout under an external launcher: which DP rank this process is, and where its group meets.
 
 verl starts one process a rank and each builds its own `LLM`. With `data_parallel_size` among the engine's arguments
-vLLM 0.9.1 takes DP rank 0 and a random port in every process (config.py:1884-1888): it expects to start the ranks
-itself. Rank order is vLLM's own (parallel_state.py:1003): instance x dp x pp x tp, tp fastest.
+vLLM 0.9.1 takes DP rank 0 and a random port in every process (config.py:1885-1887): it expects to start the ranks
+itself. Rank order is vLLM's own (parallel_state.py:1006): instance x dp x pp x tp, tp fastest.
 
 The meeting point is agreed through the store of torch.distributed, which verl has set up before: the first rank of each
 group picks a free port on its own host and publishes it. No formula over ranks, so nothing can collide.
@@ -33,8 +33,8 @@ def dp_place(rank: int, world_size: int, dp: int, ranks_per_replica: int) -> tup
     instance = dp * ranks_per_replica
     if world_size % instance:
         raise ConfigError(
-            f"rollout: world size {world_size} is not a multiple of data_parallel_size {dp} x {ranks_per_replica} ranks a "
-            "replica (tp x pp); change actor_rollout_ref.rollout.tensor_model_parallel_size or "
+            f"rollout: world size {world_size} is no multiple of data_parallel_size {dp} x {ranks_per_replica} ranks "
+            "a replica (tp x pp); change actor_rollout_ref.rollout.tensor_model_parallel_size or "
             "actor_rollout_ref.rollout.engine_kwargs.vllm.data_parallel_size"
         )
     dp_rank = rank % instance // ranks_per_replica
@@ -42,7 +42,7 @@ def dp_place(rank: int, world_size: int, dp: int, ranks_per_replica: int) -> tup
 
 
 def place_in_launcher(original: Callable) -> Callable:
-    """`ParallelConfig.__post_init__` that knows its DP rank and meeting point when processes were started from outside."""
+    """`ParallelConfig.__post_init__` that knows its DP rank and meeting point when a launcher started the processes."""
 
     @functools.wraps(original)
     def __post_init__(self) -> None:
@@ -59,16 +59,16 @@ def _place(parallel_config) -> None:
 
     if not dist.is_initialized():
         raise ConfigError(
-            f"rollout: data_parallel_size {parallel_config.data_parallel_size} with external_launcher needs torch.distributed "
-            "to be initialised before LLM() is built, as verl's workers do; call torch.distributed.init_process_group first"
+            f"rollout: data_parallel_size {parallel_config.data_parallel_size} with external_launcher needs "
+            "torch.distributed to be initialised before LLM() is built, as verl's workers do; call "
+            "torch.distributed.init_process_group first"
         )
-    rank = dist.get_rank()
-    dp_rank, leader = dp_place(rank, dist.get_world_size(), parallel_config.data_parallel_size, parallel_config.world_size)
+    rank, dp, replica = dist.get_rank(), parallel_config.data_parallel_size, parallel_config.world_size
+    dp_rank, leader = dp_place(rank, dist.get_world_size(), dp, replica)
     ip, port = _meet(leader, rank)
     parallel_config.data_parallel_rank = parallel_config.data_parallel_rank_local = dp_rank
     parallel_config.data_parallel_master_ip, parallel_config.data_parallel_master_port = ip, port
-    log.info("rollout rank %d is DP rank %d of %d, its group meets at %s:%d", rank, dp_rank,
-             parallel_config.data_parallel_size, ip, port)
+    log.info("rollout rank %d is DP rank %d of %d, its group meets at %s:%d", rank, dp_rank, dp, ip, port)
 
 
 def _meet(leader: int, rank: int) -> tuple[str, int]:

@@ -1,4 +1,4 @@
-"""Arguments of verl's in-process vLLM engine: what a rollout layout means for them, and which of verl's own vLLM refuses."""
+"""Arguments of verl's in-process vLLM engine: what a rollout layout means for them, and which ones vLLM refuses."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ROLLOUT = "actor_rollout_ref.rollout"
 
 
 def llm_kwargs(layout: ParallelLayout) -> dict[str, Any]:
-    """vLLM engine arguments of a rollout layout (see `layout.parallel.rollout_layout`), for verl's `engine_kwargs.vllm`.
+    """vLLM engine arguments of a rollout layout (`layout.parallel.rollout_layout`), for verl's `engine_kwargs.vllm`.
 
     tensor_parallel_size is not among them: verl passes `rollout.tensor_model_parallel_size` itself
     (`rollout_overrides`). data_parallel_size counts replicas inside one instance, which share experts and step
@@ -25,8 +25,8 @@ def llm_kwargs(layout: ParallelLayout) -> dict[str, Any]:
     whole_experts = layout.ep > 1
     if layout.dp % layout.edp or (layout.ep, layout.etp) not in ((layout.tp * replicas, 1), (1, layout.tp * replicas)):
         raise ConfigError(
-            f"rollout layout {layout}: vLLM splits experts over all tp*dp ranks of an instance, either whole (ep = tp*dp, "
-            "etp = 1) or each one cut (ep = 1, etp = tp*dp); build it with layout.parallel.rollout_layout"
+            f"rollout layout {layout}: vLLM splits experts over all tp*dp ranks of an instance, either whole (ep = "
+            "tp*dp, etp = 1) or each one cut (ep = 1, etp = tp*dp); build it with layout.parallel.rollout_layout"
         )
     kwargs: dict[str, Any] = {"enable_expert_parallel": whole_experts}
     if replicas > 1:
@@ -44,8 +44,8 @@ def rollout_overrides(layout: ParallelLayout, actor_world_size: int) -> dict[str
     """
     if layout.world_size != actor_world_size:
         raise ConfigError(
-            f"rollout layout {layout} has {layout.world_size} ranks, the actor has {actor_world_size}: verl colocates them, "
-            "so both must cover the same ranks; change instances, dp or tp of the rollout"
+            f"rollout layout {layout} has {layout.world_size} ranks, the actor has {actor_world_size}: verl colocates "
+            "them, so both must cover the same ranks; change instances, dp or tp of the rollout"
         )
     keys: dict[str, Any] = {f"{ROLLOUT}.tensor_model_parallel_size": layout.tp}
     keys.update({f"{ROLLOUT}.engine_kwargs.vllm.{name}": value for name, value in llm_kwargs(layout).items()})
@@ -73,7 +73,7 @@ def drop_empty_image_arguments(original: Callable) -> Callable:
 def keep_correction_bias_fp32(original: Callable) -> Callable:
     """`DeepseekV2MoE.__init__` that keeps the routing bias in fp32, whatever the model's dtype.
 
-    vLLM 0.9.1 makes it in the model's dtype (deepseek_v2.py:119). Rounded to bf16 (8 bits) it ranks experts differently
+    vLLM 0.9.1 makes it in the model's dtype (deepseek_v2.py:118). Rounded to bf16 (8 bits) it ranks experts differently
     than training, which keeps fp32, as the checkpoint does. Scores plus bias are then compared in fp32.
     """
 

@@ -1,4 +1,4 @@
-"""Entry point of group `vllm.general_plugins`: vLLM calls it in every process that it starts; one more way in for the prelude."""
+"""Entry point of group `vllm.general_plugins`: vLLM calls it in every process; one more way in for the prelude."""
 
 from __future__ import annotations
 

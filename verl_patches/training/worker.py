@@ -16,6 +16,7 @@ from verl.single_controller.base.decorator import Dispatch, register
 from verl_patches.memory import phase_clock
 from verl_patches.patching import engine
 
+
 def rollout_with_sync_mode(original: Callable) -> Callable:
     """Provider for _build_rollout: tell the sharding manager whether `recipe.weight_sync.enabled`."""
 

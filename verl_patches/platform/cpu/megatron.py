@@ -28,7 +28,7 @@ class RMSNorm(torch.nn.RMSNorm):
 
 
 def torch_norm(original_new):
-    """Row provider for `WrappedTorchNorm.__new__`: RMSNorm above where the config asks for RMS norm, else the original."""
+    """Row provider for `WrappedTorchNorm.__new__`: the RMSNorm above where the config asks for one."""
 
     @functools.wraps(original_new)
     def __new__(cls, config, hidden_size, eps=1e-5, *args, **kwargs):
@@ -40,7 +40,7 @@ def torch_norm(original_new):
 
 
 def accept_mla_channels(original_init):
-    """Row provider for `DotProductAttention.__init__`: take MLA's k_channels and v_channels, which forward has no need of."""
+    """Row provider for `DotProductAttention.__init__`: take MLA's channel counts, of which forward has no need."""
 
     @functools.wraps(original_init)
     def __init__(self, *args, k_channels=None, v_channels=None, **kwargs):
@@ -51,11 +51,11 @@ def accept_mla_channels(original_init):
 
 def causal_attention(self, query, key, value, attention_mask, attn_mask_type=None, attention_bias=None,
                      packed_seq_params=None):  # fmt: skip
-    """Row provider for `DotProductAttention.forward`: causal attention, heads of different k and v widths, packed or not.
+    """Row provider for `DotProductAttention.forward`: causal, packed or not, k and v of different widths.
 
-    query, key [S, B, N, D] and value [S, B, N, Dv] give [S, B, N * Dv]; packed: [T, N, D] and [T, N, Dv] give [T, N, Dv].
-    Padding is on the right (verl removes it on the left), so that being causal is mask enough, as it is for Transformer
-    Engine with the same attn_mask_type; `attention_mask` is not looked at.
+    query, key [S, B, N, D] and value [S, B, N, Dv] give [S, B, N * Dv]; packed: [T, N, D] and [T, N, Dv] give [T, N,
+    Dv]. Padding is on the right (verl removes it on the left), so that being causal is mask enough, as it is for
+    Transformer Engine with the same attn_mask_type; `attention_mask` is not looked at.
     """
     if (attn_mask_type or self.attn_mask_type).name != "causal" or attention_bias is not None:
         raise NotImplementedError(f"this stand-in is causal, without bias; found {attn_mask_type}, {attention_bias}")
@@ -69,13 +69,16 @@ def causal_attention(self, query, key, value, attention_mask, attn_mask_type=Non
 
 
 def without_transformer_engine(original):
-    """Row provider for verl's `_get_base_transformer_config`: switch off what only Transformer Engine or apex can do."""
+    """Row provider for verl's `_get_base_transformer_config`: no features of Transformer Engine or apex."""
 
     @functools.wraps(original)
     def base_config(*args, **kwargs):
         found = original(*args, **kwargs)
         found.update(
-            moe_grouped_gemm=False, moe_shared_expert_overlap=False, persist_layer_norm=False, masked_softmax_fusion=False
+            moe_grouped_gemm=False,
+            moe_shared_expert_overlap=False,
+            persist_layer_norm=False,
+            masked_softmax_fusion=False,
         )
         return found
 
@@ -93,7 +96,7 @@ def local_block_spec(original):
 
 
 def as_if_moved_to_cpu(original):
-    """Row provider for `maybe_move_tensor_to_cpu`: what is on the CPU becomes a numpy array too where one is asked for."""
+    """Row provider for `maybe_move_tensor_to_cpu`: a numpy array where one is asked for, on a CPU too."""
 
     @functools.wraps(original)
     def move(tensor, as_numpy=False, record_stream=False):

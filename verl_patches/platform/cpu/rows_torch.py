@@ -20,8 +20,8 @@ _TABLE = (
     ("synchronize", "torch.cuda:synchronize", "replace", "synchronize", (),
      "megatron/core/pipeline_parallel/p2p_communication.py:403 waits for it after every exchange between stages"),
     ("device_properties", "torch.cuda:get_device_properties", "replace", "get_device_properties", (),
-     "verl/utils/flops_counter.py:33 looks up peak FLOPS by the device's name; with a CUDA build of torch, vLLM reads gcnArchName "
-     "while it is imported"),
+     "verl/utils/flops_counter.py:33 looks up peak FLOPS by the device's name; with a CUDA build of torch, vLLM "
+     "reads gcnArchName while it is imported"),
     ("mem_get_info", "torch.cuda.memory:mem_get_info", "replace", "mem_get_info", ("torch.cuda:mem_get_info",),
      "verl/utils/debug/performance.py:35 logs it around every phase"),
     ("stream_class", "torch.cuda:Stream", "replace", "Stream", (),
@@ -40,18 +40,22 @@ _TABLE = (
     ("tensor", "torch:tensor", "wrap", "on_cpu", (),
      'device="cuda" at megatron/core/optimizer/optimizer.py:776 and clip_grads.py:90'),
     ("tensor_cuda", "torch:Tensor.cuda", "replace", "cuda", (),
-     "verl/workers/megatron_workers.py:157 (Module.cuda ends here too) and megatron/core/pipeline_parallel/schedules.py:765"),
+     "verl/workers/megatron_workers.py:157 (Module.cuda ends here too) and "
+     "megatron/core/pipeline_parallel/schedules.py:765"),
     ("tensor_type", "torch:Tensor.type", "wrap", "type_on_cuda", (),
-     "Megatron's optimizers take torch.cuda.FloatTensor and the like only (megatron/core/optimizer/distrib_optimizer.py:335, "
+     "Megatron's optimizers take torch.cuda.FloatTensor and the like only "
+     "(megatron/core/optimizer/distrib_optimizer.py:335, "
      ":387, optimizer.py:548, clip_grads.py:167)"),
     ("pin_memory", "torch:Tensor.pin_memory", "replace", "pin_memory", (),
-     "verl/utils/megatron_utils.py:254 offloads into pinned memory and frees the original: on a CPU both are the same memory "
-     "unless pinning copies, and the weights would be lost"),
-    ("init_process_group", "torch.distributed.distributed_c10d:init_process_group", "wrap", "init_process_group_with_gloo",
+     "verl/utils/megatron_utils.py:255 offloads into pinned memory and frees the original: on a CPU both are the "
+     "same memory unless pinning copies, and the weights would be lost"),
+    ("init_process_group", "torch.distributed.distributed_c10d:init_process_group", "wrap",
+     "init_process_group_with_gloo",
      ("torch.distributed:init_process_group",), 'backend="nccl" at verl/workers/megatron_workers.py:90'),
     ("init_device_mesh", "torch.distributed.device_mesh:init_device_mesh", "wrap", "init_device_mesh_on_cpu",
      ("torch.distributed:init_device_mesh",), 'a "cuda" mesh at verl/workers/megatron_workers.py:228'),
-    ("optimizer_health", "torch.optim:Optimizer._accelerator_graph_capture_health_check", "replace", "skip_health_check", (),
+    ("optimizer_health", "torch.optim:Optimizer._accelerator_graph_capture_health_check", "replace",
+     "skip_health_check", (),
      "with a CUDA build of torch it asks the driver, which is not there, at every step"),
 )  # fmt: skip
 

@@ -10,7 +10,7 @@ class RolloutCpuCommunicator(CpuCommunicator):
     """CpuCommunicator that sends tokens to the ranks that hold their experts, and sums what comes back.
 
     In vLLM 0.9.1 only the CUDA and XPU communicators have dispatch and combine; CpuCommunicator inherits no-ops
-    (base_device_communicator.py:243), with which expert parallelism across DP silently drops the other ranks' experts.
+    (base_device_communicator.py:246), with which expert parallelism across DP silently drops the other ranks' experts.
     The exchange itself is vLLM's own NaiveAll2AllManager (broadcasts and an all-reduce inside the DP group).
     """
 

@@ -42,8 +42,8 @@ class Lockstep:
         dp = get_dp_group()
         if dp.world_size != size:
             raise RuntimeError(
-                f"vLLM's DP group has {dp.world_size} rank(s), the engine wants data_parallel_size={size}: groups are built "
-                "once a process, by the first engine. Build the data-parallel engine first, or in a process of its own"
+                f"vLLM's DP group has {dp.world_size} rank(s), the engine wants data_parallel_size={size}: groups are "
+                "built once a process, by the first engine. Build the data-parallel engine first, or in its own process"
             )
         return cls(dp.cpu_group, dp.rank_in_group, size)
 
@@ -59,9 +59,9 @@ class Lockstep:
         except RuntimeError as error:
             state = "has sequences to generate" if here else "has finished"
             raise RuntimeError(
-                f"rollout DP rank {self.rank} of {self.size} {state}, but another rank of its group did not take part in the "
-                f"next step within {STALL_S:g} s. Ranks that share experts must call generate() equally often; look for the "
-                "first error among the other ranks' logs, or for row platform.vllm_dp_lockstep being off"
+                f"rollout DP rank {self.rank} of {self.size} {state}, but another rank of its group did not take part "
+                f"in the next step within {STALL_S:g} s. Ranks that share experts must call generate() equally often; "
+                "look for the first error among the other ranks' logs, or for row platform.vllm_dp_lockstep being off"
             ) from error
         return bool(vote.item())
 

@@ -32,7 +32,7 @@ def fused_experts(
     activations.
     """
     if activation != "silu" or apply_router_weight_on_input:
-        raise NotImplementedError(f"experts on CPU: activation {activation!r}, weights on input: only silu on the output")
+        raise NotImplementedError(f"experts on CPU: only silu, weights on the output; found activation {activation!r}")
     ids = topk_ids.long() if expert_map is None else expert_map[topk_ids.long()].long()
     out = torch.zeros(hidden_states.shape, dtype=torch.float32)
     for expert in ids[ids >= 0].unique().tolist():
@@ -44,4 +44,4 @@ def fused_experts(
 
 
 def keep_expert_weights(self: object, layer: torch.nn.Module) -> None:
-    """UnquantizedFusedMoEMethod.process_weights_after_loading that leaves the weights as loaded: nothing is packed for ipex."""
+    """UnquantizedFusedMoEMethod.process_weights_after_loading that packs nothing for ipex: weights stay as loaded."""

@@ -8,8 +8,6 @@ Shape letters: T tokens, B sequences, N heads, L kv_lora_rank, R rope width, D h
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 
@@ -51,10 +49,10 @@ def mla_decode(
     block_tables: torch.Tensor,
     seq_lens: torch.Tensor,
 ) -> None:
-    """One query token a sequence against its cached latents (absorbed MLA: keys and values are the same rows), into `out`.
+    """One query token a sequence against its cached latents (absorbed MLA: keys and values are the same rows).
 
-    out [B, N, L], query [B, N, L + R], kv_cache [blocks, block_size, L + R], block_tables [B, blocks a sequence] int32,
-    seq_lens [B] int32 (the new token counted).
+    Fills out [B, N, L]; query [B, N, L + R], kv_cache [blocks, block_size, L + R], block_tables [B, blocks a sequence]
+    int32, seq_lens [B] int32 (the new token counted).
     """
     lens = seq_lens.long()
     block_size = kv_cache.shape[1]
@@ -87,7 +85,7 @@ def varlen_attention(
     window_size_right: float = -1,
     logits_soft_cap: float = 0.0,
 ) -> None:
-    """Attention over sequences laid end to end, into `out`; the arguments are those of vLLM's `ipex_ops.varlen_attention`.
+    """Attention over sequences laid end to end, into `out`; arguments as vLLM's `ipex_ops.varlen_attention`.
 
     query, key, value, out [T, N, D]; seqlen_q, seqlen_k [B + 1] are the starts of the sequences (cumulative lengths).
     Raises NotImplementedError for dropout, windows, alibi and soft caps, which MLA does not use.

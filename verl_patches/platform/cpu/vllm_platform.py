@@ -13,12 +13,12 @@ _WORKERS = {"vllm.worker.cpu_worker.CPUWorker": f"{_HERE}.vllm_worker.RolloutCpu
 
 
 class RolloutCpuPlatform(CpuPlatform):
-    """CpuPlatform that keeps the external launcher, can sleep, and uses only operations that exist without compiled code."""
+    """CpuPlatform that keeps the external launcher, can sleep, and needs no compiled operation."""
 
     simple_compile_backend: str = "eager"  # upstream: "inductor", which would start a C++ compiler per function
 
     def is_sleep_mode_available(self) -> bool:
-        """True: RolloutCpuWorker gives its KV cache back (config.py:520 refuses enable_sleep_mode otherwise)."""
+        """True: RolloutCpuWorker gives its KV cache back (config.py:521 refuses enable_sleep_mode otherwise)."""
         return True
 
     @classmethod
@@ -32,8 +32,8 @@ class RolloutCpuPlatform(CpuPlatform):
 
         - external_launcher is kept (platforms/cpu.py:146 turns it into "mp" when tp > 1).
         - Operations with a Python version use it (`custom_ops=["none"]`): the wheel's compiled ones do not load.
-        - MLA: prefix caching off. platforms/cpu.py:221 says so in its log but only turns chunked prefill off, and
-          cpu_mla.py:88 refuses either (verl always asks for prefix caching, vllm_rollout_spmd.py:146).
+        - MLA: prefix caching off. platforms/cpu.py:233 says so in its log but only turns chunked prefill off, and
+          cpu_mla.py:88 refuses either (verl always asks for prefix caching, vllm_rollout_spmd.py:167).
         """
         parallel = vllm_config.parallel_config
         backend = parallel.distributed_executor_backend

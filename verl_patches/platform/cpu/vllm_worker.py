@@ -1,4 +1,4 @@
-"""vLLM's V0 CPU worker as an in-process rollout needs it: any rank may drive, it sleeps, and it steps in time with DP ranks."""
+"""vLLM's V0 CPU worker as an in-process rollout needs it: any rank drives, it sleeps, DP ranks keep in step."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class RolloutCpuWorker(CPUWorker):
         self._cache_bytes: list[int] = []
 
     def get_cpus_id_binding_based_on_numa_nodes(self) -> str:
-        """"all": threads are left where the launcher put them (upstream binds by global rank, or needs a compiled op)."""
+        """"all": threads stay where the launcher put them (upstream binds by global rank, with a compiled op)."""
         return "all"
 
     def init_device(self) -> None:
@@ -76,7 +76,7 @@ class RolloutCpuWorker(CPUWorker):
         log.debug("DP rank %d ran %d dummy steps", self.parallel_config.data_parallel_rank, steps)
 
     def _dummy_request(self) -> ExecuteModelRequest:
-        """One prompt of one token without cache slots, greedy (so that no random number is drawn), its output unused."""
+        """One prompt of one token without cache slots, greedy (so no random number is drawn), its output unused."""
         group = SequenceGroupMetadata(
             request_id="dp-dummy",
             is_prompt=True,

@@ -1,0 +1,28 @@
+"""It really learns, and only because the weights reach the rollout engine."""
+
+from statistics import mean
+
+import pytest
+
+pytestmark = [pytest.mark.slow, pytest.mark.full]
+
+
+def gain(run):
+    rewards = [step["reward"] for step in run.steps]
+    assert all(0 <= reward <= 1 for reward in rewards) and len(rewards) >= 20
+    return mean(rewards[-5:]) - mean(rewards[:5])
+
+
+@pytest.mark.parametrize("seed", ["0", "1", "2"])
+def test_reward_rises_by_three_tenths(smoke, seed):
+    run = smoke("--learn", "--seed", seed, timeout_s=600)
+    assert gain(run) >= 0.3, [step["reward"] for step in run.steps]
+    assert all(step["logprob_delta"]["mean"] < 1e-5 for step in run.steps)
+    assert (run.folder / "training.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_weight_sync_it_does_not_learn(smoke):
+    run = smoke("--learn", "--seed", "0", "recipe.weight_sync.enabled=false", "recipe.logprob_check.action=report",
+                timeout_s=600)
+    assert abs(gain(run)) < 0.1, [step["reward"] for step in run.steps]
+    assert run.steps[-1]["logprob_delta"]["mean"] > 1e-3
