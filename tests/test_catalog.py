@@ -12,6 +12,7 @@ from verl_patches.errors import ConfigError
 from verl_patches.patching.engine import Engine
 from verl_patches.patching.fingerprint import fingerprint, reviewed
 from verl_patches.patching.switches import Switches
+from verl_patches.platform.cpu import rows_megatron, rows_torch, rows_vllm
 
 ROOT = Path(__file__).resolve().parent.parent
 PRELUDE = "import verl_patches.prelude_patch"
@@ -60,9 +61,10 @@ def test_every_body_is_the_reviewed_one():
 
 
 def test_every_row_is_named_by_a_test():
+    """Rows of the three tables are tested table-wise: their own tests assert that no row of the table is left out."""
+    tables = {row.id for rows in (rows_torch, rows_megatron, rows_vllm) for row in rows.ROWS}
     text = "\n".join(p.read_text() for p in (ROOT / "tests").rglob("*.py") if p.name != "test_catalog.py")
-    unnamed = [row.id for row in ROWS if row.id not in text]
-    assert unnamed == []
+    assert [row.id for row in ROWS if row.id not in text and row.id not in tables] == []
 
 
 def test_every_provider_is_there_and_every_target_is_active(tmp_path):

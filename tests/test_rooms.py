@@ -50,14 +50,16 @@ def test_upper_floors_import_only_lower_ones():
 
 def test_an_import_upwards_would_be_seen():
     tree = ast.parse("def f():\n    from verl_patches.cluster import launch")
-    assert wrong_imports(PACKAGE / "layout" / "parallel.py", tree) == ["verl_patches/layout/parallel.py:2 imports cluster"]
+    found = wrong_imports(PACKAGE / "layout" / "parallel.py", tree)
+    assert found == ["verl_patches/layout/parallel.py:2 imports cluster"]
 
 
 @pytest.mark.parametrize("module", [
     "verl_patches.prelude_patch", "verl_patches.catalog", "verl_patches.__main__", "verl_patches.layout.inventory",
     "verl_patches.cluster.launch"])
 def test_torch_free_rooms_do_not_import_torch(module):
-    code = f"import sys, {module}; sys.exit(', '.join({{'torch', 'verl', 'vllm', 'megatron'}} & set(sys.modules)) or None)"
+    code = (f"import sys, {module}\n"
+            "sys.exit(', '.join({'torch', 'verl', 'vllm', 'megatron'} & set(sys.modules)) or None)")
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60,
                           env={"PATH": "/usr/bin:/bin", "VERL_PATCHES": "line=pypi,platform=cpu"})
     assert done.returncode == 0, done.stderr

@@ -29,16 +29,24 @@ ROLLOUT: tuple[PatchSpec, ...] = (
         id="rollout.llm_arguments", stage="rollout", target="vllm.entrypoints.llm:LLM.__init__", kind="wrap",
         provider="verl_patches.rollout.engine:drop_empty_image_arguments", processes=_WORKER,
         why="verl 0.4.0 passes limit_mm_per_prompt=None and disable_mm_preprocessor_cache=True for text models too "
-            "(vllm_rollout_spmd.py:159-160); vLLM 0.9.1 wants a dict for the first and refuses the second for text-only "
-            "models (config.py:695).",
+            "(vllm_rollout_spmd.py:159-160); vLLM 0.9.1 wants a dict for the first and refuses the second for "
+            "text-only models (config.py:695).",
         exit="verl passes image arguments only to models that take images",
     ),
     PatchSpec(
         id="rollout.dp_place", stage="rollout", target="vllm.config:ParallelConfig.__post_init__", kind="wrap",
         provider="verl_patches.rollout.data_parallel:place_in_launcher", processes=_WORKER,
-        why="With external_launcher and data_parallel_size > 1 vLLM 0.9.1 makes every process DP rank 0 with a port of its "
-            "own (config.py:1884-1888), so DP ranks never meet.",
+        why="With external_launcher and data_parallel_size > 1 vLLM 0.9.1 makes every process DP rank 0 with a port of "
+            "its own (config.py:1885-1887), so DP ranks never meet.",
         exit="vLLM derives DP rank and meeting point from the launcher when engines are started from outside",
+    ),
+    PatchSpec(
+        id="rollout.fp32_correction_bias", stage="rollout",
+        target="vllm.model_executor.models.deepseek_v2:DeepseekV2MoE.__init__", kind="wrap",
+        provider="verl_patches.rollout.engine:keep_correction_bias_fp32", processes=_WORKER,
+        why="vLLM 0.9.1 keeps e_score_correction_bias in the model's dtype (deepseek_v2.py:118): rounded to bf16 it ranks "
+            "experts differently than training and the checkpoint, which have fp32.",
+        exit="vLLM makes the parameter in fp32",
     ),
 )
 
@@ -46,8 +54,8 @@ MODEL: tuple[PatchSpec, ...] = (
     PatchSpec(
         id="model.config", stage="model", target="verl.models.mcore.registry:MODEL_CONFIG_CONVERTER_REGISTRY",
         kind="register", provider="verl_patches.model.config:converters", processes=_WORKER,
-        why="verl's DeepSeek-V3 converter (verl/models/mcore/config_converter.py:197) drops group-limited routing, computes "
-            "the router in fp64, trains with a balancing loss and lets training move the correction bias.",
+        why="verl's DeepSeek-V3 converter (verl/models/mcore/config_converter.py:187) drops group-limited routing, "
+            "computes the router in fp64, trains with a balancing loss and lets training move the correction bias.",
         exit="verl sets moe_router_num_groups and moe_router_group_topk for DeepSeek-V3",
     ),
     PatchSpec(
@@ -55,22 +63,23 @@ MODEL: tuple[PatchSpec, ...] = (
         target="megatron.core.transformer.multi_latent_attention:MLASelfAttention.__init__", kind="wrap",
         provider="verl_patches.model.mla:sum_k_pe_grad", processes=_WORKER,
         why="Under TP each rank keeps only its own heads' part of the rotary key's gradient "
-            "(megatron/core/transformer/multi_latent_attention.py:357; verl's patch_v012.py has a copy).",
+            "(megatron/core/transformer/multi_latent_attention.py:404; verl's patch_v012.py has a copy).",
         exit="megatron-core sums the gradient of k_pos_emb over TP ranks",
     ),
     PatchSpec(
         id="model.load_hf", stage="model", target="verl.utils.model:load_megatron_gptmodel_weights", kind="wrap",
         provider="verl_patches.model.load:load_deepseekv3", bindings=(f"{_WORKERS}:load_megatron_gptmodel_weights",),
         processes=_WORKER,
-        why="verl loads HF weights into Megatron for Llama and Qwen2 only (verl/models/weight_loader_registry.py), through a "
-            "whole HF model on every rank (verl/utils/model.py:350).",
+        why="verl loads HF weights into Megatron for Llama and Qwen2 only (verl/models/weight_loader_registry.py), "
+            "through a whole HF model on every rank (verl/utils/model.py:350).",
         exit="verl loads DeepSeek-V3 safetensors into Megatron",
     ),
     PatchSpec(
         id="model.train_dtype", stage="model", target=f"{_ACTOR}._build_model_optimizer", kind="wrap",
-        provider="verl_patches.model.precision:build_in_asked_dtype", processes=_WORKER, needs=("model.optimizer_dtype",),
-        why="The Megatron worker writes bfloat16 down (verl/workers/megatron_workers.py:334); fp32 is what tells a wrong "
-            "weight from rounding.",
+        provider="verl_patches.model.precision:build_in_asked_dtype", processes=_WORKER,
+        needs=("model.optimizer_dtype",),
+        why="The Megatron worker writes bfloat16 down (verl/workers/megatron_workers.py:334); fp32 is what tells a "
+            "wrong weight from rounding.",
         exit="verl reads the actor's dtype from its configuration",
     ),
     PatchSpec(

@@ -4,8 +4,9 @@ Started by cluster/launch.py with the run's environment. It starts (or joins) Ra
 hands over to verl's own run_ppo, whose TaskRunner is the controller.
 """
 
-from verl_patches import prelude_patch  # noqa: F401, I001  (before anything of upstream)
+from verl_patches import prelude_patch  # noqa: F401  (before anything of upstream)
 
+# isort: split
 import argparse
 import os
 import sys

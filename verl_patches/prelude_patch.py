@@ -5,6 +5,7 @@ until it is whole. Importing it again, in any way, changes nothing.
 """
 
 from verl_patches.catalog import ROWS
+from verl_patches.errors import ConfigError
 from verl_patches.patching.engine import start
 from verl_patches.patching.switches import from_environment
 from verl_patches.platform import require
@@ -12,4 +13,9 @@ from verl_patches.platform import require
 _switches = from_environment()
 require(_switches.platform)
 engine = start(ROWS, _switches)
+if not any(_switches.line in row.lines for row in ROWS):
+    raise ConfigError(
+        f"the catalogue has no rows for line {_switches.line} yet, so nothing would be patched; say which line this is: "
+        f'VERL_PATCHES="line=pypi,platform={_switches.platform}" (the launcher takes it from recipe.line)'
+    )
 engine.apply()

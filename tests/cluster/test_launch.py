@@ -43,6 +43,7 @@ def composed():
 @pytest.fixture
 def start(tmp_path: Path, monkeypatch):
     monkeypatch.setattr("verl_patches.cluster.processes.TERM_S", 0.5)
+    monkeypatch.setattr(launch, "MEMORY_S", 0.2)  # short runs must be seen on a busy machine too
 
     def run(code: str, on_line=None, **recipe):
         lines: list[str] = []
@@ -197,13 +198,14 @@ sys.exit(launch.run(compose({NAME!r}, overrides), {NAME!r}, overrides, command=[
 
 
 @pytest.mark.slow
-def test_memory_sampling_is_cheap(start):
+def test_memory_sampling_is_cheap(start, monkeypatch):
     """Three processes of 100 MB for 4 s: sampling must cost the launcher < 3% of one core's time."""
     code = SUMMARY + """
 import subprocess, sys, time
 grow = "import time; x = bytearray(100_000_000); time.sleep(4)"
 for child in [subprocess.Popen([sys.executable, "-c", grow]) for _ in range(2)]: child.wait()
 """
+    monkeypatch.setattr(launch, "MEMORY_S", 1.0)  # as in a real run
     began, wall = time.process_time(), time.monotonic()
     outcome, summary, _ = start(code)
     share = (time.process_time() - began) / (time.monotonic() - wall)

@@ -10,7 +10,7 @@ from loop_runs import ROOT, Finished, smoke_command
 
 @pytest.fixture(scope="session")
 def smoke(tmp_path_factory):
-    """smoke(*arguments) -> Finished; the same arguments give the same run. Fails with the log's end if `ok` and it is not."""
+    """smoke(*arguments) -> Finished; equal arguments share one run. Fails with the log's end if `ok` and it is not."""
     done: dict[tuple, Finished] = {}
 
     def run(*arguments, ok=True, timeout_s=420):

@@ -28,6 +28,11 @@ def test_a_skipped_sync_is_caught_at_the_first_step_that_skips(smoke):
     assert_caught(run, 2)
 
 
+def test_without_the_loader_there_is_no_actor(smoke):
+    run = smoke("--steps", "1", "recipe.patches=[-model.load_hf]", ok=False)
+    assert run.code == 1 and not run.summary["steps"]
+
+
 @pytest.mark.parametrize(("hook", "words"), [
     ("other_switches", "other patches than the controller"), ("no_patches", "not active")])
 def test_a_worker_that_differs_is_refused_before_step_one(smoke, hook, words):

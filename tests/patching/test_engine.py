@@ -68,7 +68,7 @@ from verl_patches.patching.engine import Engine, PatchError
 from verl_patches.patching.spec import PatchSpec
 from verl_patches.patching.switches import Switches, parse
 def row(id, target, kind="wrap", provider="ours:plus_ten", **more):
-    return PatchSpec(id=id, stage="model", target=target, kind=kind, provider=provider, why="test", exit="never", **more)
+    return PatchSpec(id=id, stage="model", target=target, kind=kind, provider=provider, why="test", exit="no", **more)
 def engine(*rows, text=""):
     return Engine(rows, parse("line=pypi,platform=cpu," + text))
 F = row("t.f", "up.base:f", bindings=("up.user:f",))
@@ -135,7 +135,8 @@ def test_target_that_is_half_built_waits(tree):
 
 def test_failed_provider_fails_again_and_leaves_no_unpatched_module(tree):
     run(tree, """
-        e = engine(row("t.bad", "up.base:f", provider="ours:bad"), row("t.st", "up.base:Thing.st", provider="ours:louder"))
+        e = engine(row("t.bad", "up.base:f", provider="ours:bad"),
+                   row("t.st", "up.base:Thing.st", provider="ours:louder"))
         e.apply()
         for _ in range(2):
             try: import up.base
@@ -224,7 +225,7 @@ def row(name, **more):
     return PatchSpec(id=name, **{**fields, **more})
 
 
-@pytest.mark.parametrize("rows, words", [
+@pytest.mark.parametrize(("rows", "words"), [
     ([row("a.b"), row("a.b")], "stands 2 times"),
     ([row("A b")], "id must look like"),
     ([row("a.b", kind="steal")], "kind is 'steal'"),

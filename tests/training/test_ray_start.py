@@ -21,7 +21,8 @@ def test_hook_runs_prelude_then_the_users(given, tmp_path):
     (tmp_path / "my_hooks.py").write_text(
         "import sys\ndef mine(): print('user', 'verl_patches.prelude_patch' in sys.modules)\n")
     code = (f"from verl_patches.training.ray_start import *\nenv = runtime_env({{}}, {{HOOK: {given}}})\n"
-            "env[HOOK](); env[HOOK]()\nfrom verl_patches.patching.engine import current\nprint(len(current().wanted) > 0)")
+            "env[HOOK](); env[HOOK]()\nfrom verl_patches.patching.engine import current\n"
+            "print(len(current().wanted) > 0)")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env={
         "PYTHONPATH": f"{tmp_path}:{ROOT}", "PATH": "/usr/bin:/bin", "VERL_PATCHES": "line=pypi,platform=cpu"})
     assert done.returncode == 0, done.stderr

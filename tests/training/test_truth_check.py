@@ -14,7 +14,8 @@ def test_delta_is_mean_and_max_over_valid_tokens_only():
 def test_check_stops_above_the_limit_and_says_what_to_do():
     truth_check.check(2, {"mean": 9e-6, "max": 1.0}, 1e-5)
     truth_check.check(2, None, 1e-5)
-    with pytest.raises(truth_check.WeightSyncError, match=r"step 2: .* differ .* by 0\.5 .* at most 1e-05.*action=report"):
+    words = r"step 2: .* differ .* by 0\.5 .* at most 1e-05.*action=report"
+    with pytest.raises(truth_check.WeightSyncError, match=words):
         truth_check.check(2, {"mean": 0.5, "max": 1.0}, 1e-5)
 
 

@@ -164,4 +164,4 @@ def _report(outcome: launch.Outcome, as_json: bool) -> None:
                    f"{outcome.folder / 'driver.log'}"
                    + ("\n  Ray's logs: "
                       f"{outcome.folder / 'ray_logs'}" if (outcome.folder / "ray_logs").is_dir() else ""), err=True)
-    raise typer.Exit(outcome.code)
+    raise typer.Exit(outcome.code if outcome.code > 128 else min(outcome.code, 1))  # > 128: ended by a signal

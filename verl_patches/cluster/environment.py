@@ -53,19 +53,16 @@ def derive(config: DictConfig, temp_dir: str | None = None, verl_path: Path | No
         Variable("RAY_DEDUP_LOGS", "0", "the log of a rank that differs must not be folded "
                                         "away", "ray/_private/ray_constants.py:266"),
         Variable("RAY_USAGE_STATS_ENABLED", "0", "nothing leaves the machine", "ray/_private/usage/usage_lib.py"),
-        Variable("VLLM_NO_USAGE_STATS", "1", "nothing leaves the machine, no process is made for it", "vllm/envs.py:354"),
+        Variable("VLLM_NO_USAGE_STATS", "1", "nothing leaves the machine; no process of its own", "vllm/envs.py:354"),
     ]
     by_platform = {"cpu": _cpu, "npu": _npu}.get(recipe.platform)
     return shared + (by_platform(config) if by_platform else []) + _launch(config, temp_dir, verl_path)
 
 
 def _cpu(config: DictConfig) -> list[Variable]:
-    world = config.trainer.nnodes * config.trainer.n_gpus_per_node
     return [
         Variable("VLLM_USE_V1", "0", "vLLM 0.9.1 can do MLA on a CPU with engine V0 only", "vllm/envs.py:616"),
         Variable("VLLM_CPU_KVCACHE_SPACE", "1", "GiB of KV cache a rank; unset means 4", "vllm/envs.py:420"),
-        Variable("VLLM_CPU_OMP_THREADS_BIND", "|".join(["all"] * world), "one word a rank: do not pin ranks to "
-                                                                         "cores", "vllm/envs.py:425"),
         Variable("OMP_NUM_THREADS", "1", "several ranks share few cores", "torch (OpenMP)"),
         Variable("GLOO_SOCKET_IFNAME", "lo", "all ranks are on this machine, nothing listens outside "
                                              "it", "torch (ProcessGroupGloo.cpp)"),

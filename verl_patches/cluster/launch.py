@@ -25,6 +25,7 @@ from verl_patches.cluster.outcome import copy_ray_logs, last_error, write_summar
 from verl_patches.cluster.plan import driver_command
 from verl_patches.cluster.processes import Descendants, adopting_orphans, die_with_parent
 from verl_patches.errors import ConfigError
+from verl_patches.evaluation.plots import plot_run
 
 LOOK_S, MEMORY_S = 0.2, 1.0
 TIMED_OUT = 124  # as timeout(1)
@@ -86,6 +87,9 @@ def run(
         shutil.rmtree(temp, ignore_errors=True)
     wall_s = round(time.monotonic() - started, 1)
     code, reason = write_summary(folder, code, reason, {**_head(config), "wall_s": wall_s}, watch.peaks())
+    summary = json.loads((folder / "summary.json").read_text())
+    if summary["steps"]:
+        plot_run(summary, folder / "training.png")
     return Outcome(code, reason, folder, wall_s, watch.peaks(), ended)
 
 

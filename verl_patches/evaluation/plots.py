@@ -13,7 +13,7 @@ def plot_run(summary: dict[str, Any], path: Path) -> Path:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    steps = summary["steps"]
+    steps = summary["steps"]  # matplotlib is imported here: commands that draw nothing do not wait for it
     numbers = [s["step"] for s in steps]
     figure = Figure(figsize=(11, 4), layout="constrained")
     FigureCanvasAgg(figure)

@@ -3,7 +3,7 @@
 wrapt runs the hooks. What is added here, because it was seen to go wrong:
 - a module that is only half built while the prelude runs (the prelude line sits inside it) is waited for;
 - a hook that raises is armed again first, and the module is dropped, so that the next import fails too instead of
-  silently giving the unpatched module. ImportError is turned into HookError, because upstream code swallows ImportError.
+  silently giving the unpatched module. ImportError is turned into HookError, because upstream swallows ImportError.
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ def _flash_attn(target: str) -> PatchSpec:
     return PatchSpec(
         id=f"platform.{target.replace('.', '_')}", stage="platform", target=target, kind="stub",
         provider="verl_patches.platform.cpu.flash_attn", platforms=_CPU,
-        why="verl/workers/actor/dp_actor.py:42 imports flash_attn.bert_padding at module level wherever it sees CUDA, also "
-            "for the Megatron actor, which never calls it; flash_attn has no CPU build.",
+        why="verl/workers/actor/dp_actor.py:42 imports flash_attn.bert_padding at module level wherever it sees CUDA, "
+            "also for the Megatron actor, which never calls it; flash_attn has no CPU build.",
         exit="verl imports flash_attn where it is used",
     )
 
@@ -22,14 +22,16 @@ ROWS = (
     PatchSpec(
         id="platform.tensordict_cuda", stage="platform", target="tensordict.base:TensorDictBase.cuda", kind="stub",
         provider=f"{_HERE}:stay_on_cpu", platforms=_CPU,
-        why="verl/workers/megatron_workers.py:419,452 call batch.cuda() with no device test; a CPU build of torch raises.",
+        why="verl/workers/megatron_workers.py:419,452 call batch.cuda() with no device test; a CPU build "
+            "of torch raises.",
         exit="verl moves batches with .to(get_torch_device()) everywhere",
     ),
     PatchSpec(
-        id="platform.pickle_torch_config", stage="platform", target="torch.utils._config_module:ConfigModule.__reduce_ex__",
-        kind="stub", provider=f"{_HERE}:reduce_to_name", platforms=_CPU,
-        why="Ray 2.42's cloudpickle ships verl's worker classes by value where they close over torch 2.13's configuration "
-            "modules, which do not pickle; torch 2.5 of the a3 line has no such closure.",
+        id="platform.pickle_torch_config", stage="platform",
+        target="torch.utils._config_module:ConfigModule.__reduce_ex__", kind="stub",
+        provider=f"{_HERE}:reduce_to_name", platforms=_CPU,
+        why="Ray 2.42's cloudpickle ships verl's worker classes by value where they close over torch 2.13's "
+            "configuration modules, which do not pickle; torch 2.5 of the a3 line has no such closure.",
         exit="Ray >= 2.44 with a cloudpickle that knows ConfigModule, or torch giving it __reduce__",
     ),
 )

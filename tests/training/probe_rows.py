@@ -1,0 +1,101 @@
+"""Run under the prelude: for each row, is its effect there? Prints {row id: true | false} as JSON."""
+
+from verl_patches import prelude_patch  # noqa: F401
+
+# isort: split
+import json
+from types import SimpleNamespace
+
+import ray.cloudpickle
+import tensordict
+import torch
+import torch._dynamo.config
+import verl.trainer.ppo.ray_trainer as ray_trainer
+import verl.workers.megatron_workers as workers
+from verl import DataProto
+from verl.utils.tracking import Tracking
+
+from verl_patches.memory import phase_clock
+from verl_patches.training import run
+
+
+def works(probe):
+    try:
+        return bool(probe())
+    except Exception:
+        return False
+
+
+def fit_proves_first():
+    trainer = ray_trainer.RayPPOTrainer.__new__(ray_trainer.RayPPOTrainer)
+    started = []
+    run.Run, original = (lambda t: started.append(t) or 1 / 0), run.Run
+    trainer.config = SimpleNamespace(get=lambda key: {"recipe": 1}[key], trainer=None)
+    try:
+        trainer.fit()
+    except (ZeroDivisionError, AttributeError):
+        pass
+    run.Run = original
+    return started
+
+
+def log_reaches_the_run():
+    seen = []
+    run._active = SimpleNamespace(after_step=lambda data, step: seen.append(step) or data)
+    tracking = Tracking.__new__(Tracking)
+    tracking.logger = {}
+    tracking.log({"critic/score/mean": 0.5}, step=7)
+    run._active = None
+    return seen == [7]
+
+
+def metrics_have_the_delta():
+    ones = torch.ones(2, 3)
+    batch = DataProto.from_dict({
+        "token_level_scores": ones, "token_level_rewards": ones, "advantages": ones, "returns": ones,
+        "responses": ones, "attention_mask": torch.ones(2, 5), "response_mask": ones, "old_log_probs": -ones,
+        "rollout_log_probs": -1.5 * ones})
+    found = ray_trainer.compute_data_metrics(batch=batch, use_critic=False)
+    return found["recipe/logprob_delta_mean"] == 0.5
+
+
+def sync_mode_reaches_the_manager():
+    worker = SimpleNamespace(config=SimpleNamespace(get=lambda key: SimpleNamespace(
+        weight_sync=SimpleNamespace(enabled=False))))
+    build = workers.ActorRolloutRefWorker._build_rollout
+    manager = SimpleNamespace()
+    build.__closure__[0].cell_contents = lambda *a, **k: (None, manager)
+    build(worker)
+    return manager.weight_sync_enabled is False
+
+
+def offload_times():
+    names = ("load_megatron_model_to_gpu", "offload_megatron_model_to_cpu", "load_megatron_optimizer",
+             "offload_megatron_optimizer")
+    for name in names:
+        phase_clock.take()
+        try:
+            getattr(workers, name)([])
+        except AttributeError:  # no optimizer in an empty list; what counts is that the call is timed
+            pass
+        yield f"memory.time_{name}", "offload" in phase_clock.take()
+
+
+def main():
+    actor = workers.ActorRolloutRefWorker
+    found = {
+        "update.fit_as_run": works(fit_proves_first),
+        "update.prove_patches": hasattr(actor, "prove_patches"),
+        "update.take_phase_seconds": hasattr(actor, "take_phase_seconds"),
+        "update.log_with_run": works(log_reaches_the_run),
+        "logprob.truth_check": works(metrics_have_the_delta),
+        "reshard.sync_mode": works(sync_mode_reaches_the_manager),
+        "platform.tensordict_cuda": works(lambda: tensordict.TensorDict({"a": torch.ones(1)}, [1]).cuda() is not None),
+        "platform.pickle_torch_config": works(lambda: ray.cloudpickle.dumps(torch._dynamo.config)),
+        **dict(offload_times()),
+    }
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,54 @@
+"""Each row around verl's trainer and workers has its effect, and the effect is gone when the row is switched off."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from verl_patches.patching.switches import parse
+
+HERE = Path(__file__).resolve().parent
+IDS = [
+    "update.fit_as_run", "update.prove_patches", "update.take_phase_seconds", "update.log_with_run",
+    "logprob.truth_check", "reshard.sync_mode", "platform.tensordict_cuda", "platform.pickle_torch_config",
+    "memory.time_load_megatron_model_to_gpu", "memory.time_offload_megatron_model_to_cpu",
+    "memory.time_load_megatron_optimizer", "memory.time_offload_megatron_optimizer",
+]
+
+
+def probe(switches):
+    env = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(HERE.parents[1]), "VERL_PATCHES": switches, "VLLM_USE_V1": "0",
+           "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    done = subprocess.run([sys.executable, str(HERE / "probe_rows.py")], env=env, capture_output=True, text=True,
+                          timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.slow
+def test_rows_have_their_effect():
+    assert probe("line=pypi,platform=cpu") == dict.fromkeys(IDS, True)
+
+
+@pytest.mark.slow
+def test_without_the_rows_the_effect_is_gone():
+    text = ",".join(["line=pypi,platform=cpu", *(f"-{name}" for name in IDS)])
+    assert parse(text).text() == text
+    assert probe(text) == dict.fromkeys(IDS, False)
+
+
+@pytest.mark.parametrize(("row", "module"), [
+    ("platform.flash_attn", "flash_attn"), ("platform.flash_attn_bert_padding", "flash_attn.bert_padding")])
+def test_flash_attn_can_be_imported_but_not_called(run_python, row, module):
+    code = f"""
+import verl_patches.prelude_patch, importlib
+found = importlib.import_module({module!r})
+try: found.pad_input()
+except RuntimeError as error: assert "strategy=megatron" in str(error)
+else: raise SystemExit("called")
+"""
+    assert run_python(code, patches="line=pypi,platform=cpu").rc == 0
+    off = run_python(code, patches=f"line=pypi,platform=cpu,-{row}")
+    assert off.rc != 0 and "ModuleNotFoundError" in off.err
