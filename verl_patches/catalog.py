@@ -44,8 +44,8 @@ ROLLOUT: tuple[PatchSpec, ...] = (
         id="rollout.fp32_correction_bias", stage="rollout",
         target="vllm.model_executor.models.deepseek_v2:DeepseekV2MoE.__init__", kind="wrap",
         provider="verl_patches.rollout.engine:keep_correction_bias_fp32", processes=_WORKER,
-        why="vLLM 0.9.1 keeps e_score_correction_bias in the model's dtype (deepseek_v2.py:118): rounded to bf16 it ranks "
-            "experts differently than training and the checkpoint, which have fp32.",
+        why="vLLM 0.9.1 keeps e_score_correction_bias in the model's dtype (deepseek_v2.py:118): rounded to bf16 it "
+            "ranks experts differently than training and the checkpoint, which have fp32.",
         exit="vLLM makes the parameter in fp32",
     ),
 )

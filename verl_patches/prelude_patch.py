@@ -15,7 +15,7 @@ require(_switches.platform)
 engine = start(ROWS, _switches)
 if not any(_switches.line in row.lines for row in ROWS):
     raise ConfigError(
-        f"the catalogue has no rows for line {_switches.line} yet, so nothing would be patched; say which line this is: "
-        f'VERL_PATCHES="line=pypi,platform={_switches.platform}" (the launcher takes it from recipe.line)'
+        f"the catalogue has no rows for line {_switches.line} yet, so nothing would be patched; say which line "
+        f'this is: VERL_PATCHES="line=pypi,platform={_switches.platform}" (the launcher takes it from recipe.line)'
     )
 engine.apply()
