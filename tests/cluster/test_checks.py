@@ -2,9 +2,10 @@ import re
 
 import pytest
 
-from verl_patches.cluster.checks import check_config, require, rollout_layout_of, train_layout_of
+from verl_patches.cluster.checks import check_config, require
 from verl_patches.cluster.compose import CONFIGS_DIR, compose
 from verl_patches.errors import ConfigError
+from verl_patches.layout.of_config import rollout_layout_of, train_layout_of
 
 TINY, LARGE = "grpo_deepseekv3_tiny_cpu", "grpo_deepseekv3_256die_true_weight"
 ACTOR, ROLLOUT = "actor_rollout_ref.actor.megatron", "actor_rollout_ref.rollout"
@@ -44,6 +45,8 @@ FAULTS = [
     }),
     (LARGE, {f"{ACTOR}.expert_tensor_parallel_size=4": ("train layout", "must divide world_size"),
              "recipe.rollout.expert_parallel=false": ("rollout layout", "needs recipe.rollout.expert_parallel=true")}),
+    (TINY, {f"{ACTOR}.tensor_model_parallel_size=2": ("experts under tp", "expected ep > 1 or etp = tp at tp 2"),
+            f"{ACTOR}.expert_model_parallel_size=1": ("experts under tp", "expected ep > 1 or etp = tp at tp 2")}),
     (TINY, {f"{ROLLOUT}.max_num_batched_tokens=128": ("prefill", "128, expected >= 272"),
             "recipe.rollout.expert_parallel=true": ("expert parallel", "found 1 rank an instance"),
             "data.train_batch_size=5": ("prompts", "5 is not a multiple of 2")}),

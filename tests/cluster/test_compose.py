@@ -42,7 +42,7 @@ def test_a_plus_key_is_the_users_word():
 
 
 def test_a_key_of_ours_that_verl_does_not_have_is_refused(tmp_path):
-    text = (CONFIGS_DIR / f"{TINY}.yaml").read_text()
+    text = (CONFIGS_DIR / "grpo_deepseekv3_tiny.yaml").read_text()
     (tmp_path / "wrong.yaml").write_text(text.replace("  train_batch_size: 4\n", "  train_batch_sice: 4\n"))
     with pytest.raises(ConfigError, match=r"unknown key data\.train_batch_sice; did you mean data\.train_batch_size"):
         compose("wrong", configs_dir=tmp_path)

@@ -41,8 +41,8 @@ def test_options_reach_the_config(tmp_path):
 
 def test_learning_takes_its_own_steps_unless_told_otherwise():
     assert not any("total_training_steps" in override for override in overrides_of(SmokeOptions()))  # the config's 3
-    learn = compose(smoke.CONFIG_NAME, overrides_of(SmokeOptions(learn=True)))
-    assert learn.trainer.total_training_steps == smoke.LEARN_STEPS
+    learn = compose(smoke.LEARN_CONFIG_NAME, overrides_of(SmokeOptions(learn=True)))
+    assert learn.trainer.total_training_steps == 40
     assert learn.custom_reward_function.path.endswith("verl_patches/rewards/learnable.py")
     assert [c for c in check_config(learn, CONFIGS_DIR) if not c.ok] == []
     assert "trainer.total_training_steps=2" in overrides_of(SmokeOptions(learn=True, steps=2))
@@ -83,7 +83,7 @@ def test_model_and_data_are_made_once(tmp_path, learn):
     said: list[str] = []
     first = smoke.prepare(SmokeOptions(learn=learn), tmp_path, said.append)
     assert len(said) == (2 if learn else 3)  # the model, and each task's data
-    config = compose(smoke.CONFIG_NAME, [*overrides_of(SmokeOptions(learn=learn)), *first])
+    config = compose(SmokeOptions(learn=learn).config_name, [*overrides_of(SmokeOptions(learn=learn)), *first])
     assert Path(config.actor_rollout_ref.model.path, "config.json").is_file()
     files = [*config.data.train_files, *config.data.val_files]
     assert len(files) == 2 * (len(said) - 1) and all(Path(file).is_file() for file in files)

@@ -16,7 +16,8 @@ from omegaconf import DictConfig
 
 from verl_patches.errors import ConfigError
 from verl_patches.layout.inventory import ModelShape, read_model_shape
-from verl_patches.layout.parallel import ParallelLayout, rollout_layout
+from verl_patches.layout.of_config import rollout_layout_of, train_layout_of
+from verl_patches.layout.parallel import ParallelLayout
 
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor.megatron", "actor_rollout_ref.rollout"
 _SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size",
@@ -30,49 +31,6 @@ class Check:
     name: str
     ok: bool
     detail: str
-
-
-def world_size(config: DictConfig) -> int:
-    """Ranks of the run: one a die."""
-    return config.trainer.nnodes * config.trainer.n_gpus_per_node
-
-
-def train_layout_of(config: DictConfig) -> ParallelLayout:
-    """The layout of actor and reference: verl's megatron section plus recipe.train; ConfigError if there is none."""
-    actor = config.actor_rollout_ref.actor.megatron
-    return ParallelLayout(
-        world_size=world_size(config),
-        tp=actor.tensor_model_parallel_size,
-        cp=actor.context_parallel_size,
-        ep=actor.expert_model_parallel_size,
-        etp=actor.expert_tensor_parallel_size,
-        pp=actor.pipeline_model_parallel_size,
-        vpp=actor.virtual_pipeline_model_parallel_size or 1,
-        layers_per_stage=tuple(config.recipe.train.layers_per_stage) if config.recipe.train.layers_per_stage else None,
-    )
-
-
-def rollout_layout_of(config: DictConfig) -> ParallelLayout:
-    """The layout of the vLLM instances: verl's rollout section plus recipe.rollout; ConfigError if it does not fit."""
-    world, rollout = world_size(config), config.recipe.rollout
-    tp = config.actor_rollout_ref.rollout.tensor_model_parallel_size
-    ranks = tp * rollout.dp
-    instances = rollout.instances or max(1, world // ranks)
-    if instances * ranks != world:
-        given = "recipe.rollout.instances" if rollout.instances else "as many instances as fit"
-        raise ConfigError(
-            f"rollout layout: {instances} instance(s) x dp {rollout.dp} x tp {tp} = {instances * ranks} ranks, "
-            f"expected all {world} "
-            f"(trainer.nnodes x n_gpus_per_node); change {given}, recipe.rollout.dp or "
-            "actor_rollout_ref.rollout.tensor_model_parallel_size"
-        )
-    if rollout.dp > 1 and not rollout.expert_parallel:
-        raise ConfigError(
-            f"rollout layout: recipe.rollout.dp={rollout.dp} shares experts inside an instance, which needs "
-            "recipe.rollout.expert_parallel=true; "
-            "replicas that share nothing are instances (dp=1)"
-        )
-    return rollout_layout(instances, rollout.dp, tp, expert_parallel=rollout.expert_parallel)
 
 
 def model_shape_of(config: DictConfig, configs_dir: Path) -> ModelShape:
@@ -130,6 +88,9 @@ def _train_checks(config: DictConfig, train: ParallelLayout, model: ModelShape) 
     checks.append(Check("actor = ref", not unequal, "expected actor and ref to share one layout, as verl starts "
                                                     "Megatron once a process "
                         f"(megatron_workers.py:88); found {', '.join(unequal)}" if unequal else "one layout"))
+    lone = train.tp > 1 and train.ep == 1 and train.etp == 1
+    checks.append(Check("experts under tp", not lone, f"expected ep > 1 or etp = tp at tp {train.tp}: with ep 1 and "
+                        "etp 1 Megatron adds up expert outputs of different tokens over TP ranks" if lone else "split"))
     if split == "tp_extend_ep":
         fits = train.etp == 1 and train.ep % train.tp == 0
         text = f"ep {train.ep} = tp {train.tp} x MindSpeed ep {train.ep // train.tp}, whole experts" if fits else (

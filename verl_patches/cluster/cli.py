@@ -69,11 +69,11 @@ def register(app: typer.Typer, rows: Callable[[], Sequence[PatchSpec]]) -> None:
 def run_smoke(options: smoke.SmokeOptions, overrides: Sequence[str], as_json: bool) -> None:
     """The smoke command: prepare, launch, report; leaves by typer.Exit with the run's exit code."""
     chosen = [*smoke.overrides_of(options), *overrides]
-    require(check_config(compose(smoke.CONFIG_NAME, chosen), CONFIGS_DIR))  # before anything is made
+    require(check_config(compose(options.config_name, chosen), CONFIGS_DIR))  # before anything is made
     with _Progress(as_json) as progress:
         made = smoke.prepare(options, Path("outputs/cache").absolute(), progress.now)
         final = [*smoke.overrides_of(options), *made, *overrides]
-        outcome = launch.run(compose(smoke.CONFIG_NAME, final), smoke.CONFIG_NAME, final, progress.line)
+        outcome = launch.run(compose(options.config_name, final), options.config_name, final, progress.line)
     _report(outcome, as_json)
 
 

@@ -19,13 +19,13 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from verl_patches.cluster import environment
-from verl_patches.cluster.checks import rollout_layout_of, train_layout_of
 from verl_patches.cluster.memory_watch import MemoryWatch
 from verl_patches.cluster.outcome import copy_ray_logs, last_error, write_summary
 from verl_patches.cluster.plan import driver_command
 from verl_patches.cluster.processes import Descendants, adopting_orphans, die_with_parent
 from verl_patches.errors import ConfigError
 from verl_patches.evaluation.plots import plot_run
+from verl_patches.layout.of_config import rollout_layout_of, train_layout_of
 
 LOOK_S, MEMORY_S = 0.2, 1.0
 TIMED_OUT = 124  # as timeout(1)

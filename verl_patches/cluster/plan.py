@@ -17,8 +17,9 @@ from rich.console import Console
 from rich.table import Table
 
 from verl_patches.cluster import environment
-from verl_patches.cluster.checks import check_config, model_shape_of, rollout_layout_of, train_layout_of, world_size
+from verl_patches.cluster.checks import check_config, model_shape_of
 from verl_patches.cluster.compose import CONFIGS_DIR
+from verl_patches.layout.of_config import rollout_layout_of, train_layout_of, world_size
 from verl_patches.layout.parallel import ParallelLayout
 from verl_patches.patching.spec import PatchSpec
 from verl_patches.patching.switches import Switches

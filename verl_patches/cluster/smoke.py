@@ -14,28 +14,12 @@ from pathlib import Path
 from verl_patches.cluster.recipe import VLLM_DTYPES
 from verl_patches.errors import ConfigError
 
-CONFIG_NAME = "grpo_deepseekv3_tiny_cpu"
+CONFIG_NAME, LEARN_CONFIG_NAME = "grpo_deepseekv3_tiny_cpu", "grpo_deepseekv3_tiny_cpu_learn"
 REPOSITORY = Path(__file__).resolve().parents[2]
 SAMPLE = REPOSITORY / "data" / "deepscaler_sample.json"
 PREPARE_S = 300
 PROMPT_TOKENS = "256"  # data.max_prompt_length of the config
 LEARN_TASK = ["--learnable", "768"]
-LEARN_STEPS = 40
-# what the learnable task changes in the config; task and reward: verl_patches/rewards/learnable.py
-LEARN_OVERRIDES = (
-    "custom_reward_function.path=${repo_path:verl_patches/rewards/learnable.py}",
-    "data.train_batch_size=12",
-    "data.shuffle=false",  # the rows come in balanced groups of three
-    "data.max_prompt_length=64",
-    "data.max_response_length=16",
-    "actor_rollout_ref.rollout.n=16",
-    "actor_rollout_ref.actor.optim.lr=2e-3",
-    "actor_rollout_ref.actor.ppo_mini_batch_size=12",
-    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=48",
-    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=48",
-    "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=48",
-    "actor_rollout_ref.rollout.engine_kwargs.vllm.max_num_seqs=96",
-)
 _MAKE_MODEL = """
 import sys
 from pathlib import Path
@@ -77,6 +61,11 @@ class SmokeOptions:
     learn: bool = False
     run: str | None = None
     seed: int = 0
+
+    @property
+    def config_name(self) -> str:
+        """The file of configs/ that the run is composed from."""
+        return LEARN_CONFIG_NAME if self.learn else CONFIG_NAME
 
     def check(self) -> None:
         """ConfigError for a combination that cannot run, with one that can."""
@@ -125,10 +114,8 @@ def overrides_of(options: SmokeOptions) -> list[str]:
         f"recipe.rollout.dp={options.rollout_dp}",
         f"recipe.rollout.expert_parallel={str(options.rollout_tp * options.rollout_dp > 1).lower()}",
     ]
-    if options.learn:
-        found += LEARN_OVERRIDES
-    if options.steps or options.learn:
-        found.append(f"trainer.total_training_steps={options.steps or LEARN_STEPS}")
+    if options.steps:
+        found.append(f"trainer.total_training_steps={options.steps}")
     if options.replay_rollout:
         found.append(f"recipe.rollout.replay={_quoted(options.replay_rollout.resolve())}")
     return found

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from verl_patches.layout.parallel import ParallelLayout, rollout_layout
+from verl_patches.layout.of_config import rollout_layout_of, train_layout_of
 from verl_patches.patching import engine
 from verl_patches.patching.engine import PatchError
 from verl_patches.training import truth_check
@@ -32,7 +32,9 @@ class Run:
         self.truth = self.recipe.logprob_check.action != "off" and truth_check.comparable(rollout)
         self.summary = Summary(self.folder, {
             "run": self.recipe.run, "line": self.recipe.line, "platform": self.recipe.platform,
-            "layout": layouts(trainer.config), "dtype": self.recipe.dtype})
+            "layout": {"train": str(train_layout_of(trainer.config)),
+                       "rollout": str(rollout_layout_of(trainer.config))},
+            "dtype": self.recipe.dtype})
         self.step, self.progress = 0, Progress(self.folder)
 
     def prove(self) -> None:
@@ -97,22 +99,6 @@ def refuse_unequal(intent: dict[str, str], digest: str, workers: list[dict[str, 
             f"worker {worker['rank']} (pid {worker['pid']}) means to run other patches than the controller: digest "
             f"{worker['digest'][:12]}, expected {digest[:12]}; different rows: {names}. Its VERL_PATCHES, its copy of "
             "verl_patches or its upstream packages differ from the controller's: make them equal on every node")
-
-
-def layouts(config: Any) -> dict[str, str]:
-    """{"train": ..., "rollout": ...} in the short text form of layout.parallel."""
-    actor, rollout = config.actor_rollout_ref.actor.megatron, config.actor_rollout_ref.rollout
-    recipe = config.recipe
-    world = config.trainer.n_gpus_per_node * config.trainer.nnodes
-    stages = recipe.train.layers_per_stage
-    train = ParallelLayout(
-        world_size=world, tp=actor.tensor_model_parallel_size, cp=actor.context_parallel_size,
-        pp=actor.pipeline_model_parallel_size, vpp=actor.virtual_pipeline_model_parallel_size or 1,
-        ep=actor.expert_model_parallel_size, etp=actor.expert_tensor_parallel_size,
-        layers_per_stage=tuple(stages) if stages else None)
-    tp, dp = rollout.tensor_model_parallel_size, recipe.rollout.dp
-    generation = rollout_layout(world // (tp * dp), dp, tp, expert_parallel=recipe.rollout.expert_parallel)
-    return {"train": str(train), "rollout": str(generation)}
 
 
 def fit_as_run(original: Callable) -> Callable:

@@ -1,0 +1,40 @@
+"""The inserted line alone, in a copy of the installed verl: the prelude runs while that very module is half built."""
+
+import shutil
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+CODE = """
+import verl.workers.megatron_workers as workers
+assert workers.__file__.startswith({tree!r}), workers.__file__
+from verl_patches.patching.engine import current
+states = {{row["id"]: row["state"] for row in current().status()}}
+assert states["update.prove_patches"] == "active" and hasattr(workers.ActorRolloutRefWorker, "prove_patches"), states
+modules = __import__("sys").modules
+waiting = [n for n, s in states.items() if s != "active" and current().specs[n].target_module in modules]
+assert not waiting, waiting
+"""
+
+
+@pytest.mark.slow
+def test_the_line_alone_makes_rows_of_its_own_module_active(tmp_path):
+    source = Path(find_spec("verl").submodule_search_locations[0])
+    shutil.copytree(source, tmp_path / "verl", ignore=shutil.ignore_patterns("__pycache__"))
+    env = {"PATH": "/usr/bin:/bin", "PYTHONPATH": f"{tmp_path}:{ROOT}", "VERL_PATCHES": "line=pypi,platform=cpu",
+           "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "VLLM_USE_V1": "0", "TORCHDYNAMO_DISABLE": "1", "HF_HUB_OFFLINE": "1"}
+
+    def python(*arguments):
+        return subprocess.run([sys.executable, *arguments], env=env, capture_output=True, text=True, timeout=240)
+
+    installed = python("-m", "verl_patches", "install-prelude", "--verl-path", str(tmp_path))
+    assert installed.returncode == 0 and installed.stdout.startswith("installed:"), installed.stderr
+    done = python("-c", CODE.format(tree=str(tmp_path)))
+    assert done.returncode == 0, done.stderr[-2000:]
+    undone = python("-m", "verl_patches", "install-prelude", "--verl-path", str(tmp_path), "--undo", "--json")
+    assert undone.returncode == 0 and '"removed"' in undone.stdout
+    assert python("-c", CODE.format(tree=str(tmp_path))).returncode != 0
