@@ -1,7 +1,8 @@
 """The driver of a run: `python -m verl_patches.main_grpo --config-name NAME [hydra overrides]`.
 
 Started by cluster/launch.py with the run's environment. It starts (or joins) Ray with the prelude in every worker and
-hands over to verl's own run_ppo, whose TaskRunner is the controller.
+lets one of them run verl's own TaskRunner: that process is the controller. The driver itself imports neither torch nor
+verl, so it costs a second and little memory.
 """
 
 from verl_patches import prelude_patch  # noqa: F401  (before anything of upstream)
@@ -22,17 +23,22 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("overrides", nargs="*")
     given = parser.parse_args(arguments)
     config = compose(given.config_name, given.overrides)
-
-    from verl.trainer.main_ppo import run_ppo
-
     ray_start.start(**ray_options(config))
     import ray
 
     try:
-        run_ppo(config)
+        controller = ray.remote(num_cpus=1, max_retries=0)(run_task_runner).options(name="controller")
+        ray.get(controller.remote(config))
     finally:
         ray.shutdown()
     return 0
+
+
+def run_task_runner(config) -> None:
+    """In a Ray worker: what verl's run_ppo lets its TaskRunner actor do, in this process instead of another one."""
+    from verl.trainer.main_ppo import TaskRunner
+
+    TaskRunner.__ray_metadata__.modified_class().run(config)
 
 
 def ray_options(config) -> dict:

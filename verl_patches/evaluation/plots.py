@@ -12,6 +12,7 @@ def plot_run(summary: dict[str, Any], path: Path) -> Path:
     """Reward (left) and seconds per phase (right) of every step of a summary.json, as a PNG; returns its path."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     steps = summary["steps"]  # matplotlib is imported here: commands that draw nothing do not wait for it
     numbers = [s["step"] for s in steps]
@@ -27,6 +28,8 @@ def plot_run(summary: dict[str, Any], path: Path) -> Path:
         right.bar(numbers, seconds, bottom=below, label=phase)
         below = [a + b for a, b in zip(below, seconds, strict=True)]
     right.set(title="seconds per phase", xlabel="step", ylabel="s")
-    right.legend(fontsize=8)
+    right.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    for axes in (left, right):
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     figure.savefig(path, dpi=100)
     return path
