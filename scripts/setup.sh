@@ -105,6 +105,7 @@ install_torch() { # the CPU build if an index offers it; no other package gets t
     [ -n "$pin" ] || return 0
     say "torch: the CPU build of $pin"
     if "${pip[@]}" -q --no-deps "${index[@]}" "$pin+cpu" >"$log" 2>&1; then return 0; fi
+    grep -q "No matching distribution" "$log" || pip_failed "install $pin+cpu" # a network fault is no reason for a CUDA build
     say "torch: no build named ${pin#*==}+cpu is offered; taking the plain one (it can be a CUDA build of several GB)"
     with_progress "${pip[@]}" "${index[@]}" --constraint "$main_pins" "$pin" || pip_failed "install $pin"
 }

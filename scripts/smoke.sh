@@ -7,5 +7,5 @@
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
-bash "$root/scripts/setup.sh"
+bash "$root/scripts/setup.sh" >&2 # standard output is the run's own (--json)
 exec "$root/.venv/bin/python" -m verl_patches smoke "$@"

@@ -56,6 +56,8 @@ def status(
         from verl_patches.patching.report import count_by_process, run_states
 
         rows = count_by_process(run_states(run))
+        if not rows:
+            raise PatchError(f"{run} recorded no states: it ended before any process was asked; see its driver.log")
         wrong = [r["id"] for r in rows if {"drifted", "failed", "overridden"} & set(r["states"].values())]
         if as_json:
             _print_json({"run": str(run), "rows": rows, "wrong": wrong})

@@ -1,4 +1,4 @@
-"""The two errors that users meet."""
+"""The error that users meet."""
 
 
 class ConfigError(ValueError):

@@ -25,10 +25,14 @@ def main(arguments: list[str]) -> int:
     config = compose(given.config_name, given.overrides)
     ray_start.start(**ray_options(config))
     import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     try:
-        controller = ray.remote(num_cpus=1, max_retries=0)(run_task_runner).options(name="controller")
-        ray.get(controller.remote(config))
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)  # its record is ours
+        controller = ray.remote(num_cpus=1, max_retries=0)(run_task_runner)
+        ray.get(controller.options(name="controller", scheduling_strategy=here).remote(config))
+        if config.ray_init.get("timeline_json_file"):
+            ray.timeline(filename=config.ray_init.timeline_json_file)
     finally:
         ray.shutdown()
     return 0
@@ -51,8 +55,11 @@ def ray_options(config) -> dict:
     if recipe.ray_address is not None:
         return {**options, "address": recipe.ray_address}
     workers = config.trainer.n_gpus_per_node
-    return {**options, "num_gpus": workers, "num_cpus": config.ray_init.num_cpus or workers + 4,
-            "include_dashboard": False, "object_store_memory": 256 << 20, "_temp_dir": os.environ.get("RAY_TMPDIR")}
+    devices = {"resources": {"NPU": workers}} if config.trainer.device == "npu" else {"num_gpus": workers}
+    if recipe.platform == "cpu":
+        devices["object_store_memory"] = 256 << 20  # bytes; a tiny model's batches
+    return {**options, **devices, "num_cpus": config.ray_init.num_cpus or workers + 4, "include_dashboard": False,
+            "_temp_dir": os.environ.get("RAY_TMPDIR")}
 
 
 if __name__ == "__main__":

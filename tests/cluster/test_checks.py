@@ -51,8 +51,10 @@ FAULTS = [
             "recipe.rollout.expert_parallel=true": ("expert parallel", "found 1 rank an instance"),
             "data.train_batch_size=5": ("prompts", "5 is not a multiple of 2")}),
     # 512 dies: one expert would have to live on two ranks
-    ("grpo_deepseekv3_256die_random_init", {"trainer.nnodes=32": ("prompts", "ok"), "recipe.rollout.dp=256":
-                                            ("rollout experts", "256 routed experts over 512 ranks")}),
+    ("grpo_deepseekv3_256die_random_init", {
+        "trainer.nnodes=32": ("prompts", "ok"),
+        "recipe.rollout.dp=256": ("rollout experts", "256 routed experts over 512 ranks"),
+    }),
 ]
 
 

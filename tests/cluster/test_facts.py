@@ -38,8 +38,11 @@ def test_no_answer_is_a_sentence():
 def test_a_real_ray_tells_its_nodes():
     """A Ray of this test's own, which says it has 16 NPUs."""
     temp = tempfile.mkdtemp(prefix="vp-test-")
-    code = (f"import ray, time; c = ray.init(resources={{'NPU': 16}}, num_cpus=1, _temp_dir={temp!r},"
-            "include_dashboard=False); print(c.address_info['gcs_address'], flush=True); time.sleep(120)")
+    code = (
+        "import ray, time; "
+        f"c = ray.init(resources={{'NPU': 16}}, num_cpus=1, _temp_dir={temp!r},include_dashboard=False); "
+        "print(c.address_info['gcs_address'], flush=True); time.sleep(120)"
+    )
     env = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0"}
     head = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=env)
     try:

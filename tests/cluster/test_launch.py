@@ -166,8 +166,11 @@ def test_a_taken_port_is_refused_before_anything_starts(start, tmp_path):
 SLOW = pytest.mark.slow
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=SLOW),
-                                              pytest.param(signal.SIGKILL, -9, marks=SLOW)])
+@pytest.mark.parametrize(("number", "code"), [
+    (signal.SIGTERM, 143),
+    pytest.param(signal.SIGINT, 130, marks=SLOW),
+    pytest.param(signal.SIGKILL, -9, marks=SLOW),
+])
 def test_signals_to_the_launcher(run_python, tmp_path, number, code):
     launcher = f"""
 import sys, threading, os, time

@@ -94,6 +94,23 @@ def test_orders_of_import_and_apply(tree, order):
                          "e.apply()", "assert up.user.use() == 12"]))
 
 
+def test_revert_before_the_import_does_not_double_the_patch(tree):
+    run(tree, """
+        e = engine(F, row("t.new", "up.base:added", "extend", "ours:VALUE"))
+        e.apply(); e.revert(); e.apply(); e.revert(); e.apply()
+        import up.user
+        assert up.user.use() == 12, up.user.use()
+        e.verify("worker")
+    """)
+
+
+def test_a_module_that_is_installed_goes_before_its_stub(tree):
+    run(tree, """
+        e = engine(row("t.stub", "up", "stub", "standin_mod")); e.apply()
+        assert state(e, "t.stub") == "overridden"
+    """)
+
+
 def test_every_kind_of_target(tree):
     run(tree, """
         rows = [row("t.plain", "up.base:Thing.plain", provider="ours:louder"),

@@ -40,7 +40,7 @@ def test_recorded_responses_come_back_without_generating(tmp_path):
     group = tap(tmp_path, recorder, calls=calls)
     first, second = group.generate_sequences(prompts()), group.generate_sequences(prompts(6))
     assert group.world_size == 2 and group.update_actor(None) == "updated"
-    assert calls == ["generate_sequences", "generate_sequences", "update_actor"]
+    assert calls == ["generate_sequences", "reward", "generate_sequences", "reward", "update_actor"]
 
     player = Group()
     replayed = tap(tmp_path, player, recording(str(tmp_path)))
@@ -51,6 +51,21 @@ def test_recorded_responses_come_back_without_generating(tmp_path):
     assert player.asked == 0
     with pytest.raises(ConfigError, match="fewer steps.*--steps 2"):
         replayed.generate_sequences(prompts())
+
+
+def test_validation_is_neither_counted_nor_recorded(tmp_path):
+    group = tap(tmp_path, Group())
+    check = prompts()
+    check.meta_info["validate"] = True
+    group.generate_sequences(check)
+    assert not (tmp_path / "rollouts").exists()
+    group.generate_sequences(prompts())
+    assert [p.name for p in (tmp_path / "rollouts").iterdir()] == ["step_1.safetensors"]
+
+
+def test_nothing_is_recorded_when_not_asked_for(tmp_path):
+    RolloutTap(Group(), None, None, lambda name: None).generate_sequences(prompts())
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_other_prompts_are_refused(tmp_path):

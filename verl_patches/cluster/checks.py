@@ -37,8 +37,9 @@ def model_shape_of(config: DictConfig, configs_dir: Path) -> ModelShape:
     """Sizes of the model from recipe.model_shape (relative to the configs folder); ConfigError without that file."""
     path = Path(configs_dir) / config.recipe.model_shape
     if not path.is_file():
-        raise ConfigError(f"recipe.model_shape is {config.recipe.model_shape}: no such file in {configs_dir}; give an "
-                          "HF config.json")
+        raise ConfigError(
+            f"recipe.model_shape is {config.recipe.model_shape}: no such file in {configs_dir}; give an HF config.json"
+        )
     return read_model_shape(path)
 
 
@@ -79,23 +80,36 @@ def _train_checks(config: DictConfig, train: ParallelLayout, model: ModelShape) 
     split = config.recipe.train.expert_split
     layers, experts = model.num_hidden_layers, model.n_routed_experts
     checks = [
-        _rule("layers", lambda: train.chunk_layers(layers), f"{layers} layers over {train.pp} stage(s) x {train.vpp} "
-                                                            "chunk(s)"),
+        _rule(
+            "layers",
+            lambda: train.chunk_layers(layers),
+            f"{layers} layers over {train.pp} stage(s) x {train.vpp} chunk(s)",
+        ),
         _experts("train experts", train.ep, experts, "actor_rollout_ref.actor.megatron.expert_model_parallel_size"),
         _divides("attention heads", model.num_attention_heads, train.tp, f"{_ACTOR}.tensor_model_parallel_size"),
     ]
     unequal = [f"{key} {actor[key]} != {ref[key]}" for key in _SIZES if actor[key] != ref[key]]
-    checks.append(Check("actor = ref", not unequal, "expected actor and ref to share one layout, as verl starts "
-                                                    "Megatron once a process "
-                        f"(megatron_workers.py:88); found {', '.join(unequal)}" if unequal else "one layout"))
+    checks.append(Check(
+        "actor = ref",
+        not unequal,
+        "expected actor and ref to share one layout, as verl starts Megatron once a process (megatron_workers.py:88); "
+        f"found {', '.join(unequal)}"
+        if unequal else "one layout",
+    ))
     lone = train.tp > 1 and train.ep == 1 and train.etp == 1
-    checks.append(Check("experts under tp", not lone, f"expected ep > 1 or etp = tp at tp {train.tp}: with ep 1 and "
-                        "etp 1 Megatron adds up expert outputs of different tokens over TP ranks" if lone else "split"))
+    checks.append(Check(
+        "experts under tp",
+        not lone,
+        f"expected ep > 1 or etp = tp at tp {train.tp}: "
+        "with ep 1 and etp 1 Megatron adds up expert outputs of different tokens over TP ranks"
+        if lone else "split",
+    ))
     if split == "tp_extend_ep":
         fits = train.etp == 1 and train.ep % train.tp == 0
         text = f"ep {train.ep} = tp {train.tp} x MindSpeed ep {train.ep // train.tp}, whole experts" if fits else (
-            f"expected expert_tensor_parallel_size 1 and expert_model_parallel_size a multiple of tp {train.tp}; found "
-            f"{train.etp} and {train.ep}")
+            f"expected expert_tensor_parallel_size 1 and expert_model_parallel_size a multiple of tp {train.tp}; "
+            f"found {train.etp} and {train.ep}"
+        )
         checks.append(Check("recipe.train.expert_split", fits, text))
     return checks
 
@@ -104,20 +118,31 @@ def _rollout_checks(config: DictConfig, rollout: ParallelLayout, model: ModelSha
     engine = config.actor_rollout_ref.rollout.engine_kwargs.get("vllm") or {}
     recipe = config.recipe.rollout
     wanted = {"enable_expert_parallel": recipe.expert_parallel, "data_parallel_size": recipe.dp}
-    unequal = [f"{key} is {engine.get(key)}, expected "
-               f"{value}" for key, value in wanted.items() if engine.get(key) != value]
+    unequal = [
+        f"{key} is {engine.get(key)}, expected {value}" for key, value in wanted.items() if engine.get(key) != value
+    ]
     checks = [
-        _experts("rollout experts", rollout.ep, model.n_routed_experts, "recipe.rollout.dp or "
-                                                                        "rollout.tensor_model_parallel_size"),
+        _experts(
+            "rollout experts",
+            rollout.ep,
+            model.n_routed_experts,
+            "recipe.rollout.dp or rollout.tensor_model_parallel_size",
+        ),
         _divides("rollout heads", model.num_attention_heads, rollout.tp, f"{_ROLLOUT}.tensor_model_parallel_size"),
-        Check("engine_kwargs.vllm", not unequal, "; ".join(unequal) + ": set recipe.rollout, the engine's arguments "
-                                                                      "follow it"
-              if unequal else "agrees with recipe.rollout"),
+        Check(
+            "engine_kwargs.vllm",
+            not unequal,
+            "; ".join(unequal) + ": set recipe.rollout, the engine's arguments follow it"
+            if unequal else "agrees with recipe.rollout",
+        ),
     ]
     if config.recipe.rollout.expert_parallel and rollout.ep == 1:
-        checks.append(Check("expert parallel", False, "recipe.rollout.expert_parallel needs "
-                                                      "rollout.tensor_model_parallel_size x recipe.rollout.dp "
-                            "> 1; found 1 rank an instance, where vLLM ignores it"))
+        checks.append(Check(
+            "expert parallel",
+            False,
+            "recipe.rollout.expert_parallel needs rollout.tensor_model_parallel_size x recipe.rollout.dp > 1; "
+            "found 1 rank an instance, where vLLM ignores it",
+        ))
     return checks
 
 
@@ -126,27 +151,45 @@ def _batch_checks(config: DictConfig, train: ParallelLayout, rollout: ParallelLa
     mini, micro = actor.ppo_mini_batch_size, actor.ppo_micro_batch_size_per_gpu
     share = mini * n // train.dp
     checks = [
-        _divides("prompts", prompts, rollout.world_size, "data.train_batch_size (verl hands each rank an equal share "
-                                                         "of the prompts)"),
+        _divides(
+            "prompts",
+            prompts,
+            rollout.world_size,
+            "data.train_batch_size (verl hands each rank an equal share of the prompts)",
+        ),
         _divides("responses", prompts * n, train.dp, "data.train_batch_size or rollout.n (train data-parallel ranks)"),
         _divides("mini batch", prompts, mini, "actor.ppo_mini_batch_size (must divide data.train_batch_size)"),
-        _divides("mini batch share", mini * n, train.dp, "actor.ppo_mini_batch_size (responses of a mini batch over "
-                                                         "train dp)"),
+        _divides(
+            "mini batch share",
+            mini * n,
+            train.dp,
+            "actor.ppo_mini_batch_size (responses of a mini batch over train dp)",
+        ),
     ]
     if not actor.use_dynamic_bsz:
         if micro is None:
-            checks.append(Check("micro batch", False, "actor.ppo_micro_batch_size_per_gpu is null; verl needs it "
-                                                      "without use_dynamic_bsz"))
+            checks.append(Check(
+                "micro batch",
+                False,
+                "actor.ppo_micro_batch_size_per_gpu is null; verl needs it without use_dynamic_bsz",
+            ))
         else:
-            checks.append(_divides("micro batch", share, micro, "actor.ppo_micro_batch_size_per_gpu (responses a rank "
-                                                                "and mini batch)"))
+            checks.append(_divides(
+                "micro batch",
+                share,
+                micro,
+                "actor.ppo_micro_batch_size_per_gpu (responses a rank and mini batch)",
+            ))
     seats = (config.actor_rollout_ref.rollout.engine_kwargs.get("vllm") or {}).get("max_num_seqs")
     if seats is not None:
         budget = config.actor_rollout_ref.rollout.max_num_batched_tokens
         running = math.ceil(prompts * n / (rollout.world_size // rollout.tp))
-        checks.append(Check("max_num_seqs", seats <= budget, f"{running} responses a replica, {seats} at once; "
-                                                             "expected <= "
-                            f"max_num_batched_tokens {budget} (vLLM's SchedulerConfig refuses more)"))
+        checks.append(Check(
+            "max_num_seqs",
+            seats <= budget,
+            f"{running} responses a replica, {seats} at once; "
+            f"expected <= max_num_batched_tokens {budget} (vLLM's SchedulerConfig refuses more)",
+        ))
         checks += _graph_checks(config, min(running, seats))
     return checks
 
@@ -157,9 +200,12 @@ def _graph_checks(config: DictConfig, running: int) -> list[Check]:
     sizes = list(extra.get("graph_batch_sizes") or ())
     if not extra.get("enabled") or not sizes:
         return []
-    return [Check("graph batch sizes", max(sizes) >= running, f"largest graph {max(sizes)}, expected at least the "
-                                                              f"{running} responses that a "
-                  "replica decodes at once; add it to graph_batch_sizes or lower max_num_seqs")]
+    return [Check(
+        "graph batch sizes",
+        max(sizes) >= running,
+        f"largest graph {max(sizes)}, expected at least the {running} responses that a replica decodes at once; "
+        "add it to graph_batch_sizes or lower max_num_seqs",
+    )]
 
 
 def _length_checks(config: DictConfig, configs_dir: Path) -> list[Check]:
@@ -167,20 +213,32 @@ def _length_checks(config: DictConfig, configs_dir: Path) -> list[Check]:
     longest = rollout.max_model_len or data.max_prompt_length + data.max_response_length
     budget = rollout.max_num_batched_tokens
     reach = _max_positions(Path(configs_dir) / config.recipe.model_shape)
-    checks = [Check("lengths", longest <= reach, f"prompt + response {longest} tokens, model reaches {reach}; expected "
-                                                 "no more")]
+    checks = [Check(
+        "lengths",
+        longest <= reach,
+        f"prompt + response {longest} tokens, model reaches {reach}; expected no more",
+    )]
     if rollout.enable_chunked_prefill:
-        checks.append(Check("chunked prefill", budget >= longest, f"max_num_batched_tokens {budget}, expected >= "
-                                                                  f"{longest}: verl refuses chunked "
-                            "prefill below it (vllm_rollout_spmd.py); vLLM V1 prefills in chunks anyway, so leave "
-                            "enable_chunked_prefill false"))
+        checks.append(Check(
+            "chunked prefill",
+            budget >= longest,
+            f"max_num_batched_tokens {budget}, expected >= {longest}: "
+            "verl refuses chunked prefill below it (vllm_rollout_spmd.py); "
+            "vLLM V1 prefills in chunks anyway, so leave enable_chunked_prefill false",
+        ))
     elif config.recipe.platform == "cpu":
-        checks.append(Check("prefill", budget >= longest, f"max_num_batched_tokens {budget}, expected >= {longest}: "
-                                                          "engine V0 prefills whole prompts"))
+        checks.append(Check(
+            "prefill",
+            budget >= longest,
+            f"max_num_batched_tokens {budget}, expected >= {longest}: engine V0 prefills whole prompts",
+        ))
     graph_clash = not rollout.enforce_eager and rollout.free_cache_engine
-    checks.append(Check("graph mode", not graph_clash, "expected free_cache_engine=false with enforce_eager=false: "
-                                                       "verl refuses both (vllm_rollout_spmd.py)"
-                        if graph_clash else "eager" if rollout.enforce_eager else "graph"))
+    checks.append(Check(
+        "graph mode",
+        not graph_clash,
+        "expected free_cache_engine=false with enforce_eager=false: verl refuses both (vllm_rollout_spmd.py)"
+        if graph_clash else "eager" if rollout.enforce_eager else "graph",
+    ))
     return checks
 
 
@@ -198,12 +256,18 @@ def _rule(name: str, run: Callable[[], object], fine: str) -> Check:
 
 def _experts(name: str, ep: int, experts: int, key: str) -> Check:
     fits = ep <= experts and experts % ep == 0
-    return Check(name, fits, f"{experts // ep} of {experts} experts a rank" if fits else
-                 f"{experts} routed experts over {ep} ranks: expected a divisor of {experts}, at most {experts}; "
-                 f"change {key}")
+    return Check(
+        name,
+        fits,
+        f"{experts // ep} of {experts} experts a rank" if fits else
+        f"{experts} routed experts over {ep} ranks: expected a divisor of {experts}, at most {experts}; change {key}",
+    )
 
 
 def _divides(name: str, whole: int, part: int, key: str) -> Check:
     fits = whole % part == 0
-    return Check(name, fits, f"{whole} / {part} = {whole // part}" if fits else f"{whole} is not a multiple of {part}; "
-                                                                                f"change {key}")
+    return Check(
+        name,
+        fits,
+        f"{whole} / {part} = {whole // part}" if fits else f"{whole} is not a multiple of {part}; change {key}",
+    )

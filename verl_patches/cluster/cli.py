@@ -32,15 +32,18 @@ def register(app: typer.Typer, rows: Callable[[], Sequence[PatchSpec]]) -> None:
     @app.command("smoke")
     def smoke_command(
         overrides: Overrides = None,
-        train_layout: Annotated[str, typer.Option(help="|".join(smoke.TRAIN_LAYOUTS) + ", the last two on 4 workers.")
-                                ] = "ep2",
+        train_layout: Annotated[
+            str, typer.Option(help="|".join(smoke.TRAIN_LAYOUTS) + ", the last two on 4 workers.")
+        ] = "ep2",
         rollout_tp: Annotated[int, typer.Option(help="vLLM tensor parallel size; 2 turns expert parallel on.")] = 1,
         rollout_dp: Annotated[int, typer.Option(help="vLLM data parallel size, experts split across it.")] = 1,
-        steps: Annotated[int | None, typer.Option(help="GRPO steps (default: 3, with --learn what learning "
-                                                       "takes).")] = None,
+        steps: Annotated[
+            int | None, typer.Option(help="GRPO steps (default: 3, with --learn what learning takes).")
+        ] = None,
         dtype: Annotated[str, typer.Option(help="fp32|bf16")] = "fp32",
-        replay_rollout: Annotated[Path | None, typer.Option(help="Train on the responses that another run "
-                                                                 "recorded.")] = None,
+        replay_rollout: Annotated[
+            Path | None, typer.Option(help="Train on the responses that another run recorded.")
+        ] = None,
         learn: Annotated[bool, typer.Option("--learn", help="A task that the tiny model can learn.")] = False,
         run: Annotated[str | None, typer.Option(help="Name; the run writes to outputs/NAME.")] = None,
         seed: Annotated[int, typer.Option(help="Of model, data order and sampling.")] = 0,
@@ -55,10 +58,12 @@ def register(app: typer.Typer, rows: Callable[[], Sequence[PatchSpec]]) -> None:
     @app.command("train")
     def train_command(
         overrides: Overrides = None,
-        config_name: Annotated[str, typer.Option(help="A file of configs/, such as "
-                                                      "grpo_deepseekv3_256die_true_weight.")] = ...,
-        dry_run: Annotated[bool, typer.Option("--dry-run", help="Check and print everything; start and write "
-                                                                "nothing.")] = False,
+        config_name: Annotated[
+            str, typer.Option(help="A file of configs/, such as grpo_deepseekv3_256die_true_weight.")
+        ] = ...,
+        dry_run: Annotated[
+            bool, typer.Option("--dry-run", help="Check and print everything; start and write nothing.")
+        ] = False,
         verl_path: Annotated[Path | None, typer.Option(help="A verl checkout; default: the installed one.")] = None,
         as_json: Json = False,
     ) -> None:
@@ -107,9 +112,10 @@ def run_train(
     if config.recipe.ray_address is not None:
         facts.check_nodes(config, facts.ask_ray(config.recipe.ray_address))
     elif config.trainer.nnodes > 1:
-        raise ConfigError(f"trainer.nnodes is {config.trainer.nnodes}, but recipe.ray_address is null, which starts a "
-                          "Ray on this machine only; "
-                          "start Ray on the nodes (--dry-run prints the commands) and set recipe.ray_address=auto")
+        raise ConfigError(
+            f"trainer.nnodes is {config.trainer.nnodes}, but recipe.ray_address is null, which starts a Ray on this "
+            "machine only; start Ray on the nodes (--dry-run prints the commands) and set recipe.ray_address=auto"
+        )
     with _Progress(as_json) as progress:
         outcome = launch.run(config, config_name, overrides, progress.line, verl_path)
     _report(outcome, as_json)
@@ -122,8 +128,10 @@ def refuse_without_effect(config: DictConfig, rows: Sequence[PatchSpec]) -> None
         raise ConfigError(f"recipe.line is {line}, for which the catalogue has no row yet; --dry-run plans such a run")
     given = [f"recipe.{key}" for key in _PLANNED_ONLY if OmegaConf.select(config.recipe, key)]
     if given:
-        raise ConfigError(f"line {line} cannot act on {', '.join(given)} yet, so this run is not started; --dry-run "
-                          "plans it. Take the keys out (null or false) to run without them")
+        raise ConfigError(
+            f"line {line} cannot act on {', '.join(given)} yet, so this run is not started; --dry-run plans it. "
+            "Take the keys out (null or false) to run without them"
+        )
 
 
 class _Progress:
@@ -157,11 +165,15 @@ def _report(outcome: launch.Outcome, as_json: bool) -> None:
         typer.echo((outcome.folder / "summary.json").read_text())
     elif outcome.code == 0:
         peak = outcome.peak_pss_bytes.get("total", 0) / 2**30
-        typer.echo(f"ok in {outcome.wall_s:.0f} s, peak memory {peak:.1f} GiB (PSS of all processes); results in "
-                   f"{outcome.folder}")
+        typer.echo(
+            f"ok in {outcome.wall_s:.0f} s, peak memory {peak:.1f} GiB (PSS of all processes); "
+            f"results in {outcome.folder}"
+        )
     if outcome.code:
-        typer.echo(f"verl_patches: the run failed after {outcome.wall_s:.0f} s: {outcome.reason}\n  log: "
-                   f"{outcome.folder / 'driver.log'}"
-                   + ("\n  Ray's logs: "
-                      f"{outcome.folder / 'ray_logs'}" if (outcome.folder / "ray_logs").is_dir() else ""), err=True)
+        typer.echo(
+            f"verl_patches: the run failed after {outcome.wall_s:.0f} s: {outcome.reason}\n"
+            f"  log: {outcome.folder / 'driver.log'}"
+            + (f"\n  Ray's logs: {outcome.folder / 'ray_logs'}" if (outcome.folder / "ray_logs").is_dir() else ""),
+            err=True,
+        )
     raise typer.Exit(outcome.code if outcome.code > 128 else min(outcome.code, 1))  # > 128: ended by a signal

@@ -91,8 +91,8 @@ def verl_config_dir(verl_path: Path | None = None) -> Path:
         if (root / "trainer" / "config" / f"{VERL_CONFIG}.yaml").is_file():
             return (root / "trainer" / "config").resolve()
     raise ConfigError(
-        f"{wanted} has no trainer/config/{VERL_CONFIG}.yaml; run scripts/setup.sh, or give --verl-path with the folder "
-        "of a verl checkout"
+        f"{wanted} has no trainer/config/{VERL_CONFIG}.yaml; "
+        "run scripts/setup.sh, or give --verl-path with the folder of a verl checkout"
     )
 
 
@@ -151,8 +151,7 @@ def _check_dtype(config: DictConfig) -> None:
     if expected != found:
         raise ConfigError(
             f"recipe.dtype={config.recipe.dtype} trains in {expected}, but actor_rollout_ref.rollout.dtype is {found}: "
-            "the weights could not "
-            "be compared; set recipe.dtype only, the rollout follows it"
+            "the weights could not be compared; set recipe.dtype only, the rollout follows it"
         )
 
 

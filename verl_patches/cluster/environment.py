@@ -39,19 +39,39 @@ def derive(config: DictConfig, temp_dir: str | None = None, verl_path: Path | No
     recipe = config.recipe
     switches = Switches(recipe.line, recipe.platform, tuple(recipe.patches))
     shared = [
-        Variable(VARIABLE, switches.text(), "line, platform and rows of the patch "
-                                            "catalogue", "verl_patches/patching/switches.py"),
-        Variable("CUDA_DEVICE_MAX_CONNECTIONS", "1", "sequence parallel relies on the order of launches",
-                 "megatron/core/tensor_parallel/layers.py:472"
-                 if recipe.line == "pypi" else "mindspeed/core/tensor_parallel/layers.py:118"),
+        Variable(
+            VARIABLE,
+            switches.text(),
+            "line, platform and rows of the patch catalogue",
+            "verl_patches/patching/switches.py",
+        ),
+        Variable(
+            "CUDA_DEVICE_MAX_CONNECTIONS",
+            "1",
+            "sequence parallel relies on the order of launches",
+            "megatron/core/tensor_parallel/layers.py:472"
+            if recipe.line == "pypi" else "mindspeed/core/tensor_parallel/layers.py:118",
+        ),
         Variable("TOKENIZERS_PARALLELISM", "false", "no thread pools in processes that fork", "tokenizers (Rust)"),
         Variable("VERL_LOGGING_LEVEL", "WARN", "a line a rank otherwise", "verl/workers/megatron_workers.py:50"),
-        Variable("VLLM_LOGGING_LEVEL", "WARNING", "one engine a rank: its INFO lines drown the step "
-                                                  "table", "vllm/envs.py:372"),
-        Variable("TENSORBOARD_DIR", str(run_dir(config) / "tensorboard"), "events beside the rest of the run",
-                 "verl/utils/tracking.py:204"),
-        Variable("RAY_DEDUP_LOGS", "0", "the log of a rank that differs must not be folded "
-                                        "away", "ray/_private/ray_constants.py:266"),
+        Variable(
+            "VLLM_LOGGING_LEVEL",
+            "WARNING",
+            "one engine a rank: its INFO lines drown the step table",
+            "vllm/envs.py:372",
+        ),
+        Variable(
+            "TENSORBOARD_DIR",
+            str(run_dir(config) / "tensorboard"),
+            "events beside the rest of the run",
+            "verl/utils/tracking.py:204",
+        ),
+        Variable(
+            "RAY_DEDUP_LOGS",
+            "0",
+            "the log of a rank that differs must not be folded away",
+            "ray/_private/ray_constants.py:266",
+        ),
         Variable("RAY_USAGE_STATS_ENABLED", "0", "nothing leaves the machine", "ray/_private/usage/usage_lib.py"),
         Variable("VLLM_NO_USAGE_STATS", "1", "nothing leaves the machine; no process of its own", "vllm/envs.py:354"),
     ]
@@ -64,31 +84,61 @@ def _cpu(config: DictConfig) -> list[Variable]:
         Variable("VLLM_USE_V1", "0", "vLLM 0.9.1 can do MLA on a CPU with engine V0 only", "vllm/envs.py:616"),
         Variable("VLLM_CPU_KVCACHE_SPACE", "1", "GiB of KV cache a rank; unset means 4", "vllm/envs.py:420"),
         Variable("OMP_NUM_THREADS", "1", "several ranks share few cores", "torch (OpenMP)"),
-        Variable("GLOO_SOCKET_IFNAME", "lo", "all ranks are on this machine, nothing listens outside "
-                                             "it", "torch (ProcessGroupGloo.cpp)"),
-        Variable("TORCHDYNAMO_DISABLE", "1", "compiling costs more than a tiny model's "
-                                             "step", "torch/_dynamo/eval_frame.py"),
-        Variable("TORCH_DEVICE_BACKEND_AUTOLOAD", "0", "a device plugin that lies around is not "
-                                                       "loaded", "torch/__init__.py"),
+        Variable(
+            "GLOO_SOCKET_IFNAME",
+            "lo",
+            "all ranks are on this machine, nothing listens outside it",
+            "torch (ProcessGroupGloo.cpp)",
+        ),
+        Variable(
+            "TORCHDYNAMO_DISABLE",
+            "1",
+            "compiling costs more than a tiny model's step",
+            "torch/_dynamo/eval_frame.py",
+        ),
+        Variable(
+            "TORCH_DEVICE_BACKEND_AUTOLOAD",
+            "0",
+            "a device plugin that lies around is not loaded",
+            "torch/__init__.py",
+        ),
         Variable("HF_HUB_OFFLINE", "1", "model and tokenizer are local folders", "huggingface_hub/constants.py"),
     ]
 
 
 def _npu(config: DictConfig) -> list[Variable]:
     return [
-        Variable("VLLM_USE_V1", "1", "graph mode and the Ascend scheduler are for engine V1 "
-                                     "only", "vllm/envs.py:616; vllm_ascend/platform.py:170"),
-        Variable("VLLM_ENABLE_FIX_ROUTE", "1" if config.recipe.rollout.balanced_routing else "0",
-                 "recipe.rollout.balanced_routing; must be 0 or 1: unset is a "
-                 "TypeError", "vllm_ascend/ops/fused_moe.py:945 (PR 2058)"),
-        Variable("HCCL_CONNECT_TIMEOUT", "1200", "ranks of many nodes start more than the default 120 s apart (s)",
-                 "torch_npu/csrc/core/npu/register/OptionsManager.cpp:144"),
-        Variable("TASK_QUEUE_ENABLE", "1", "2 is refused while a graph is captured",
-                 "torch_npu/csrc/core/npu/register/OptionsManager.cpp:521"),
-        Variable("PYTORCH_NPU_ALLOC_CONF", "expandable_segments:False",
-                 "vLLM's sleep mode needs memory pools, which expandable segments break; vllm-ascend checks the CUDA "
-                 "name only",
-                 "torch_npu/csrc/core/npu/NPUCachingAllocator.cpp:784"),
+        Variable(
+            "VLLM_USE_V1",
+            "1",
+            "graph mode and the Ascend scheduler are for engine V1 only",
+            "vllm/envs.py:616; vllm_ascend/platform.py:170",
+        ),
+        Variable(
+            "VLLM_ENABLE_FIX_ROUTE",
+            "1" if config.recipe.rollout.balanced_routing else "0",
+            "recipe.rollout.balanced_routing; must be 0 or 1: unset is a TypeError",
+            "vllm_ascend/ops/fused_moe.py:945 (PR 2058)",
+        ),
+        Variable(
+            "HCCL_CONNECT_TIMEOUT",
+            "1200",
+            "ranks of many nodes start more than the default 120 s apart (s)",
+            "torch_npu/csrc/core/npu/register/OptionsManager.cpp:144",
+        ),
+        Variable(
+            "TASK_QUEUE_ENABLE",
+            "1",
+            "2 is refused while a graph is captured",
+            "torch_npu/csrc/core/npu/register/OptionsManager.cpp:521",
+        ),
+        Variable(
+            "PYTORCH_NPU_ALLOC_CONF",
+            "expandable_segments:False",
+            "vLLM's sleep mode needs memory pools, which expandable segments break; "
+            "vllm-ascend checks the CUDA name only",
+            "torch_npu/csrc/core/npu/NPUCachingAllocator.cpp:784",
+        ),
     ]
 
 
@@ -100,14 +150,24 @@ def _launch(config: DictConfig, temp_dir: str | None, verl_path: Path | None) ->
     found = [
         local("PYTHONPATH", os.pathsep.join(path), "this checkout is the one that runs", "python", everywhere=False),
         Variable("PYTHONUNBUFFERED", "1", "the log ends where the run ended", "python", everywhere=False),
-        Variable("TMPDIR", temp, "scratch of the run in one folder that is removed "
-                                 "afterwards", "python tempfile", everywhere=False),
+        Variable(
+            "TMPDIR",
+            temp,
+            "scratch of the run in one folder that is removed afterwards",
+            "python tempfile",
+            everywhere=False,
+        ),
     ]
     if config.recipe.ray_address is not None:
         found.append(local("RAY_ADDRESS", config.recipe.ray_address, "recipe.ray_address", "ray/_private/services.py"))
     else:
-        found.append(Variable("RAY_TMPDIR", temp, "a path short enough for sockets (107 "
-                                                  "bytes)", "ray/_private/utils.py:81", everywhere=False))
+        found.append(Variable(
+            "RAY_TMPDIR",
+            temp,
+            "a path short enough for sockets (107 bytes)",
+            "ray/_private/utils.py:81",
+            everywhere=False,
+        ))
     if config.recipe.ray_port is not None:
         port = str(config.recipe.ray_port)
         found.append(local("RAY_GCS_SERVER_PORT", port, "recipe.ray_port", "ray/_private/ray_constants.py:370"))

@@ -35,9 +35,10 @@ def ask_ray(address: str, python: Sequence[str] = (sys.executable,)) -> list[dic
         output, error = "", [f"no answer within {ASK_S} s"]
     line = next((line for line in output.splitlines() if line.startswith("FACTS")), None)
     if line is None:
-        raise ConfigError(f"recipe.ray_address is {address}, but no Ray answers there "
-                          f"({error[-1] if error else 'no message'}). Start it on "
-                          "every node first: --dry-run prints the ray commands")
+        raise ConfigError(
+            f"recipe.ray_address is {address}, but no Ray answers there ({error[-1] if error else 'no message'}). "
+            "Start it on every node first: --dry-run prints the ray commands"
+        )
     return json.loads(line.removeprefix("FACTS"))
 
 
@@ -49,8 +50,7 @@ def check_nodes(config: DictConfig, nodes: Sequence[dict[str, Any]]) -> None:
     if len(enough) < config.trainer.nnodes:
         found = ", ".join(f"{address}: {count}" for address, count in sorted(held.items())[:20]) or "no node"
         raise ConfigError(
-            f"the run needs {config.trainer.nnodes} node(s) with {wanted} {resource} each (trainer.nnodes, "
-            "trainer.n_gpus_per_node); Ray has "
-            f"{len(enough)} such node(s) of {len(held)} ({found}). Start the missing ones (--dry-run prints the ray "
-            "commands) or correct the config"
+            f"the run needs {config.trainer.nnodes} node(s) with {wanted} {resource} each "
+            f"(trainer.nnodes, trainer.n_gpus_per_node); Ray has {len(enough)} such node(s) of {len(held)} ({found}). "
+            "Start the missing ones (--dry-run prints the ray commands) or correct the config"
         )

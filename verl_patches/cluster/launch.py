@@ -77,8 +77,14 @@ def run(
             try:
                 code, reason = _supervise(
                     list(command or driver_command(config_name, overrides)),
-                    environment.process_environment(variables, os.environ), folder, config, descendants, watch, signals,
-                    on_line)
+                    environment.process_environment(variables, os.environ),
+                    folder,
+                    config,
+                    descendants,
+                    watch,
+                    signals,
+                    on_line,
+                )
             finally:
                 ended = descendants.end_all()
         if code:
@@ -201,9 +207,8 @@ def require_free_port(port: int | None) -> None:
                 pass
         except OSError as error:
             raise ConfigError(
-                f"recipe.ray_port is {port}, which is taken on this machine ({error.strerror or error}); nothing was "
-                "started. Give another port, or "
-                "null for any free one"
+                f"recipe.ray_port is {port}, which is taken on this machine ({error.strerror or error}); "
+                "nothing was started. Give another port, or null for any free one"
             ) from error
 
 
@@ -213,9 +218,10 @@ def short_temp_dir() -> Path:
         longest = len(os.fsencode(parent)) + len("/vp-xxxxxxxx") + len(_RAY_SOCKET)
         if longest <= SOCKET_PATH_BYTES and os.access(parent, os.W_OK):
             return Path(tempfile.mkdtemp(prefix="vp-", dir=parent))
-    raise ConfigError(f"no folder is short enough for Ray's sockets ({SOCKET_PATH_BYTES} bytes): TMPDIR is "
-                      f"{tempfile.gettempdir()}; "
-                      "set TMPDIR to a writable folder with a short path")
+    raise ConfigError(
+        f"no folder is short enough for Ray's sockets ({SOCKET_PATH_BYTES} bytes): "
+        f"TMPDIR is {tempfile.gettempdir()}; set TMPDIR to a writable folder with a short path"
+    )
 
 
 def _fresh_folder(folder: Path) -> Path:

@@ -140,9 +140,12 @@ def _span(ranks: Sequence[int]) -> str:
 
 def show(plan: dict[str, Any], config: DictConfig, console: Console) -> None:
     """Print a plan as tables."""
-    console.print(f"[bold]{plan['config']}[/]: {world_size(config)} ranks on {config.trainer.nnodes} node(s) x "
-                  f"{config.trainer.n_gpus_per_node}; line {config.recipe.line}, platform "
-                  f"{config.recipe.platform}", highlight=False)
+    console.print(
+        f"[bold]{plan['config']}[/]: "
+        f"{world_size(config)} ranks on {config.trainer.nnodes} node(s) x {config.trainer.n_gpus_per_node}; "
+        f"line {config.recipe.line}, platform {config.recipe.platform}",
+        highlight=False,
+    )
     _table(console, "checks", ("check", "", "detail"),
            [(c["name"], "ok" if c["ok"] else "FAILED", c["detail"]) for c in plan["checks"]])
     for side in ("train", "rollout"):
@@ -162,8 +165,11 @@ def show(plan: dict[str, Any], config: DictConfig, console: Console) -> None:
 
 def _show_side(console: Console, side: str, data: dict[str, Any]) -> None:
     lines = [(name, compact(groups)) for name, groups in data["groups"].items()]
-    lines += [(f"stage {number}", f"layers {held[0]}-{held[-1]} "
-                                  f"({len(held)})") for number, held in enumerate(data.get("layers", ())) if held]
+    lines += [
+        (f"stage {number}", f"layers {held[0]}-{held[-1]} ({len(held)})")
+        for number, held in enumerate(data.get("layers", ()))
+        if held
+    ]
     last = len(data["ranks"]) - 1
     for entry in (data["ranks"][0], data["ranks"][last]) if last else data["ranks"]:
         where = " ".join(f"{key}{value}" for key, value in entry.items() if key not in ("rank", "experts"))
@@ -181,5 +187,3 @@ def _table(console: Console, title: str, columns: Sequence[str], rows: Sequence[
     for row in rows:
         table.add_row(*[Text(cell, style="red" if cell == "FAILED" else "") for cell in row])
     console.print(table)
-
-

@@ -142,12 +142,15 @@ def _value_faults(given: Mapping[str, Any]) -> list[str]:
     if port is not None and not 1024 <= port <= 65535:
         faults.append(f"recipe.ray_port is {port}; expected 1024 to 65535, or null for a free one")
     if port is not None and given.get("recipe.ray_address") is not None:
-        faults.append("recipe.ray_port is for a Ray that the run starts itself, but recipe.ray_address joins one; "
-                      "remove one of them")
+        faults.append(
+            "recipe.ray_port is for a Ray that the run starts itself, but recipe.ray_address joins one; "
+            "remove one of them"
+        )
     platform = given.get("recipe.platform")
     if given.get("recipe.rollout.balanced_routing") and platform != "npu":
-        faults.append("recipe.rollout.balanced_routing is vllm-ascend's: it needs recipe.platform=npu, found "
-                      f"{platform}")
+        faults.append(
+            f"recipe.rollout.balanced_routing is vllm-ascend's: it needs recipe.platform=npu, found {platform}"
+        )
     faults += [f"recipe.timeouts.{key} is {given[f'recipe.timeouts.{key}']}; expected seconds > 0, or null"
                for key in ("wall_s", "quiet_s") if (given.get(f"recipe.timeouts.{key}") or 1) <= 0]
     faults += [f"recipe.patches holds {pattern!r}; expected +row.id or -row.id"

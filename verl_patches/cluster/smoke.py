@@ -79,19 +79,24 @@ class SmokeOptions:
         workers, ranks = TRAIN_LAYOUTS[self.train_layout].workers, self.rollout_tp * self.rollout_dp
         if workers % ranks:
             fitting = ", ".join(name for name, layout in TRAIN_LAYOUTS.items() if layout.workers % ranks == 0)
-            raise ConfigError(f"--rollout-tp {self.rollout_tp} with --rollout-dp {self.rollout_dp} needs {ranks} "
-                              "workers, --train-layout "
-                              f"{self.train_layout} has {workers}: use --train-layout {fitting}")
+            raise ConfigError(
+                f"--rollout-tp {self.rollout_tp} with --rollout-dp {self.rollout_dp} needs {ranks} workers, "
+                f"--train-layout {self.train_layout} has {workers}: use --train-layout {fitting}"
+            )
         if self.steps is not None and self.steps < 1:
             raise ConfigError(f"--steps {self.steps}: expected a whole number >= 1")
         if self.seed < 0:
             raise ConfigError(f"--seed {self.seed}: expected a whole number >= 0")
         if self.learn and self.replay_rollout:
-            raise ConfigError("--learn with --replay-rollout: recorded responses do not change, so nothing could be "
-                              "seen to learn; drop one")
+            raise ConfigError(
+                "--learn with --replay-rollout: recorded responses do not change, "
+                "so nothing could be seen to learn; drop one"
+            )
         if self.replay_rollout and not self.replay_rollout.exists():
-            raise ConfigError(f"--replay-rollout {self.replay_rollout}: does not exist; give a run folder "
-                              "(outputs/<run>) or its rollouts")
+            raise ConfigError(
+                f"--replay-rollout {self.replay_rollout}: does not exist; "
+                "give a run folder (outputs/<run>) or its rollouts"
+            )
 
 
 def overrides_of(options: SmokeOptions) -> list[str]:
@@ -165,8 +170,9 @@ def _run(command: Sequence[str], what: str) -> None:
         raise ConfigError(f"smoke: {what} was not made within {PREPARE_S} s; command: {' '.join(command)}") from None
     if done.returncode:
         tail = "\n  ".join((done.stderr or done.stdout).strip().splitlines()[-8:])
-        raise ConfigError(f"smoke: {what} could not be made (exit {done.returncode}):\n  {tail}\n"
-                          f"  command: {' '.join(command)}")
+        raise ConfigError(
+            f"smoke: {what} could not be made (exit {done.returncode}):\n  {tail}\n  command: {' '.join(command)}"
+        )
 
 
 def _digest(files: Sequence[Path], *words: str) -> str:

@@ -56,9 +56,9 @@ def check(hf_config) -> None:
     groups, of_groups = getattr(hf_config, "n_group", None) or 1, getattr(hf_config, "topk_group", None) or 1
     if groups > 1 and hf_config.num_experts_per_tok != 2 * of_groups:
         raise ConfigError(
-            "HF config: num_experts_per_tok must be 2 * topk_group: Megatron ranks a group by its best "
-            "num_experts_per_tok // topk_group experts, transformers and vLLM by its best 2; found "
-            f"{hf_config.num_experts_per_tok} and {of_groups}"
+            "HF config: num_experts_per_tok must be 2 * topk_group: "
+            "Megatron ranks a group by its best num_experts_per_tok // topk_group experts, "
+            f"transformers and vLLM by its best 2; found {hf_config.num_experts_per_tok} and {of_groups}"
         )
     yarn = getattr(hf_config, "rope_scaling", None)
     if not yarn:
@@ -67,9 +67,9 @@ def check(hf_config) -> None:
         raise ConfigError(f'HF config: rope_scaling must hold "type": "yarn", found {yarn}')
     if yarn.get("mscale") != yarn.get("mscale_all_dim"):
         raise ConfigError(
-            "HF config: rope_scaling.mscale and mscale_all_dim must be given and equal, because Megatron scales the "
-            f"softmax by mscale and transformers and vLLM by mscale_all_dim; found {yarn.get('mscale')} and "
-            f"{yarn.get('mscale_all_dim')}"
+            "HF config: rope_scaling.mscale and mscale_all_dim must be given and equal, "
+            "because Megatron scales the softmax by mscale and transformers and vLLM by mscale_all_dim; "
+            f"found {yarn.get('mscale')} and {yarn.get('mscale_all_dim')}"
         )
 
 

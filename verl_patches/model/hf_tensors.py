@@ -58,8 +58,8 @@ class HFTensors:
         scales = [name for name in extra if name.endswith("weight_scale_inv")]
         if scales:
             raise ConfigError(
-                f"{self.folder}: weights are stored in fp8 ({len(scales)} block scales, as {min(scales)}); convert "
-                "them to bf16 first"
+                f"{self.folder}: weights are stored in fp8 ({len(scales)} block scales, as {min(scales)}); "
+                "convert them to bf16 first"
             )
         faults = [
             f"{len(names)} {what}, as {', '.join(sorted(names)[:_EXAMPLES])}"
@@ -68,9 +68,9 @@ class HFTensors:
         ]
         if faults:
             raise ConfigError(
-                f"{self.folder}: expected the {len(expected)} tensors that config.json asks for, found "
-                f"{'; '.join(faults)}. The weights and config.json do not belong together, or a download is "
-                "incomplete."
+                f"{self.folder}: expected the {len(expected)} tensors that config.json asks for, "
+                f"found {'; '.join(faults)}. "
+                "The weights and config.json do not belong together, or a download is incomplete."
             )
 
     def shape(self, name: str) -> tuple[int, ...]:

@@ -85,8 +85,8 @@ def source(chunk: torch.nn.Module, name: str, inventory: Inventory, experts: dic
     unknown = [kind for kind in where.kinds if kind not in found]
     if unknown:
         raise ConfigError(
-            f"Megatron parameter {name!r} is {unknown[0]} of layer {layer}, expert {expert}, which config.json's "
-            "model does not have: the Megatron model was built from another config"
+            f"Megatron parameter {name!r} is {unknown[0]} of layer {layer}, expert {expert}, "
+            "which config.json's model does not have: the Megatron model was built from another config"
         )
     if expert is not None:
         part = parallel_state.get_expert_tensor_parallel_rank()
@@ -117,9 +117,9 @@ def _read(tensors: HFTensors, name: str, origin: Source, expected: tuple[int, ..
     value = torch.cat(pieces) if len(pieces) > 1 else pieces[0]
     if tuple(value.shape) != expected:
         raise ConfigError(
-            f"Megatron parameter {name!r}: expected shape {expected}, found {tuple(value.shape)} for part "
-            f"{origin.part} of {origin.parts} of {', '.join(p.name for p in origin.parameters)}: TP or ETP differs "
-            "from the model's"
+            f"Megatron parameter {name!r}: expected shape {expected}, found {tuple(value.shape)} "
+            f"for part {origin.part} of {origin.parts} of {', '.join(p.name for p in origin.parameters)}: "
+            "TP or ETP differs from the model's"
         )
     return value
 

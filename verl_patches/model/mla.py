@@ -33,9 +33,9 @@ def sum_k_pe_grad(original_init):
             return
         if not config.sequence_parallel:
             raise ConfigError(
-                f"multi-latent attention at tensor_model_parallel_size={tp} needs sequence_parallel=True (found "
-                "False): without it megatron-core loses part of the rotary key's gradient. Set it, or switch the row "
-                "off with -model.mla_k_pe_grad"
+                f"multi-latent attention at tensor_model_parallel_size={tp} needs sequence_parallel=True "
+                "(found False): without it megatron-core loses part of the rotary key's gradient. "
+                "Set it, or switch the row off with -model.mla_k_pe_grad"
             )
         width = config.kv_lora_rank + config.qk_pos_emb_head_dim
         self.linear_kv_down_proj.register_forward_hook(functools.partial(_whole_latent, width))

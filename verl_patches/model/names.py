@@ -61,9 +61,9 @@ def place(name: str) -> Place:
             numbers = {key: int(value) for key, value in match.groupdict().items()}
             return Place(kinds, numbers.get("layer"), numbers.get("expert"))
     raise ConfigError(
-        f"Megatron parameter {name!r} is not one of DeepSeek-V3's: expected names as "
-        "decoder.layers.0.mlp.router.weight; a grouped GEMM without Transformer Engine (weight1, weight2) is not "
-        "supported here: set moe_grouped_gemm=False"
+        f"Megatron parameter {name!r} is not one of DeepSeek-V3's: "
+        "expected names as decoder.layers.0.mlp.router.weight; a grouped GEMM without Transformer Engine "
+        "(weight1, weight2) is not supported here: set moe_grouped_gemm=False"
     )
 
 

@@ -6,6 +6,7 @@ looking at the place itself: the object found there `is` the one that was put th
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import json
 import logging
@@ -37,6 +38,7 @@ class _Row:
     state: str = "off"
     reason: str = ""
     installed: Any = None
+    applied: int = 0  # how often apply() took it up: a hook that an earlier apply() armed does nothing
     place: Slot | None = None
     original: Any = MISSING
     entries: dict[Any, tuple[Any, Any]] = field(default_factory=dict)  # register: key -> (before, ours)
@@ -78,12 +80,13 @@ class Engine:
         with self._lock:
             for name in (n for n in self._in_need_order() if self._rows[n].state in ("off", "reverted")):
                 row = self._rows[name]
-                row.state = "waiting"
+                row.state, row.applied = "waiting", row.applied + 1
                 if row.spec.is_module_stub:
                     hooks.stand_in(row.spec.target, row.spec.provider)
                     row.state = "active"
                     continue
-                hooks.after_import(row.spec.target_module, lambda module, row=row: self._install(row, module))
+                hooks.after_import(row.spec.target_module,
+                                   lambda module, row=row, nth=row.applied: self._install(row, nth, module))
 
     def _in_need_order(self) -> list[str]:
         order: list[str] = []
@@ -99,9 +102,9 @@ class Engine:
                 visit(name)
         return order
 
-    def _install(self, row: _Row, module: ModuleType) -> None:
+    def _install(self, row: _Row, nth: int, module: ModuleType) -> None:
         with self._lock:
-            if row.state == "reverted":
+            if row.state == "reverted" or nth != row.applied:
                 return
             try:
                 self._check_drift(row)
@@ -235,7 +238,9 @@ class Engine:
     def explain(self, name: str) -> dict[str, Any]:
         """Everything about one row as plain data; ConfigError for an unknown id, with the nearest ones."""
         if name not in self.specs:
-            Switches(patterns=(f"+{name}",)).check_against(self.specs)
+            near = difflib.get_close_matches(name, self.specs, n=3) or sorted(self.specs)[:3]
+            raise ConfigError(f"the catalogue has no row {name!r}; nearest: {', '.join(near)}. "
+                              "`python -m verl_patches status` lists them.")
         spec = self.specs[name]
         entry = next(e for e in self.status() if e["id"] == name)
         plain = {k: sorted(v) if isinstance(v, frozenset) else v for k, v in vars(spec).items()}
@@ -244,15 +249,18 @@ class Engine:
                 "reviewed": fingerprint.reviewed().get(self.switches.line, {}).get(spec.target)}
 
     def intent(self) -> dict[str, str]:
-        """{row id: what it means to do here}: switch, provider's source hash, fingerprint of the target on disk."""
-        found = {}
+        """{row id: what it means to do here}: switch, provider's source hash, fingerprint of the target on disk.
+
+        One more entry, "verl_patches", hashes all our own sources: a provider may lean on any of them.
+        """
+        found = {"verl_patches": fingerprint.package_hash()}
         for name in sorted(self.specs):
             spec = self.specs[name]
             if name not in self.wanted:
                 found[name] = "off"
                 continue
             provider = fingerprint.source_file(split(spec.provider)[0])
-            source = hashlib.sha256(provider.read_bytes()).hexdigest()[:16] if provider else "missing"
+            source = fingerprint.file_hash(provider) if provider else "missing"
             target = "module" if spec.is_module_stub else fingerprint.fingerprint(spec.target)
             found[name] = f"on:{source}:{target}"
         return found

@@ -59,6 +59,18 @@ def source_file(module: str, root: Path | None = None) -> Path | None:
     return None
 
 
+def file_hash(path: Path) -> str:
+    """16 hex digits over the bytes of a file."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+
+
+def package_hash() -> str:
+    """16 hex digits over all Python files of verl_patches, names included."""
+    root = REVIEWED.parent
+    lines = (f"{path.relative_to(root)} {file_hash(path)}" for path in sorted(root.rglob("*.py")))
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+
 def reviewed() -> dict[str, dict[str, str]]:
     """The reviewed fingerprints that travel with the package: {line: {"module:qualname": hash}}."""
     return json.loads(REVIEWED.read_text()) if REVIEWED.is_file() else {}

@@ -131,8 +131,9 @@ def remove_stand_in(name: str) -> None:
 
 
 def stand_in_serves(name: str) -> bool:
-    """True where `import name` gives (or would give) our module."""
+    """True where `import name` gives (or would give) our module; a real package that is installed goes first."""
     module = sys.modules.get(name)
     if module is None:
-        return name in _STUBS.providers and _STUBS in sys.meta_path
+        top = importlib.util.find_spec(name.partition(".")[0])
+        return name in _STUBS.providers and isinstance(getattr(top, "loader", None), _AliasLoader)
     return isinstance(getattr(module.__spec__, "loader", None), _AliasLoader)

@@ -168,7 +168,7 @@ def _first_import(file: Path, tree: ast.Module) -> int:
     if missing:
         raise ConfigError(
             f"{file}: expected verl's Megatron worker module, found no {', no '.join(missing)}. "
-            "This verl is not one of the pinned lines (configs/upstream.yaml); check --verl-path."
+            "This verl is not one of the pinned lines (support matrix in README.md); check --verl-path."
         )
     return imports[0].lineno
 

@@ -25,6 +25,6 @@ def timed_and_switched(original: Callable) -> Callable:
         if getattr(manager, "weight_sync_enabled", True) or not getattr(manager, "weights_synced_once", False):
             manager.weights_synced_once = True
             return sync(manager)
-        return manager.inference_engine.wake_up()
+        return manager.inference_engine.wake_up(tags=["weights"])
 
     return enter

@@ -33,8 +33,9 @@ def dp_place(rank: int, world_size: int, dp: int, ranks_per_replica: int) -> tup
     instance = dp * ranks_per_replica
     if world_size % instance:
         raise ConfigError(
-            f"rollout: world size {world_size} is no multiple of data_parallel_size {dp} x {ranks_per_replica} ranks "
-            "a replica (tp x pp); change actor_rollout_ref.rollout.tensor_model_parallel_size or "
+            f"rollout: world size {world_size} is no multiple of "
+            f"data_parallel_size {dp} x {ranks_per_replica} ranks a replica (tp x pp); "
+            "change actor_rollout_ref.rollout.tensor_model_parallel_size or "
             "actor_rollout_ref.rollout.engine_kwargs.vllm.data_parallel_size"
         )
     dp_rank = rank % instance // ranks_per_replica
@@ -60,8 +61,8 @@ def _place(parallel_config) -> None:
     if not dist.is_initialized():
         raise ConfigError(
             f"rollout: data_parallel_size {parallel_config.data_parallel_size} with external_launcher needs "
-            "torch.distributed to be initialised before LLM() is built, as verl's workers do; call "
-            "torch.distributed.init_process_group first"
+            "torch.distributed to be initialised before LLM() is built, as verl's workers do; "
+            "call torch.distributed.init_process_group first"
         )
     rank, dp, replica = dist.get_rank(), parallel_config.data_parallel_size, parallel_config.world_size
     dp_rank, leader = dp_place(rank, dist.get_world_size(), dp, replica)

@@ -25,8 +25,9 @@ def llm_kwargs(layout: ParallelLayout) -> dict[str, Any]:
     whole_experts = layout.ep > 1
     if layout.dp % layout.edp or (layout.ep, layout.etp) not in ((layout.tp * replicas, 1), (1, layout.tp * replicas)):
         raise ConfigError(
-            f"rollout layout {layout}: vLLM splits experts over all tp*dp ranks of an instance, either whole (ep = "
-            "tp*dp, etp = 1) or each one cut (ep = 1, etp = tp*dp); build it with layout.parallel.rollout_layout"
+            f"rollout layout {layout}: vLLM splits experts over all tp*dp ranks of an instance, "
+            "either whole (ep = tp*dp, etp = 1) or each one cut (ep = 1, etp = tp*dp); "
+            "build it with layout.parallel.rollout_layout"
         )
     kwargs: dict[str, Any] = {"enable_expert_parallel": whole_experts}
     if replicas > 1:
@@ -44,8 +45,8 @@ def rollout_overrides(layout: ParallelLayout, actor_world_size: int) -> dict[str
     """
     if layout.world_size != actor_world_size:
         raise ConfigError(
-            f"rollout layout {layout} has {layout.world_size} ranks, the actor has {actor_world_size}: verl colocates "
-            "them, so both must cover the same ranks; change instances, dp or tp of the rollout"
+            f"rollout layout {layout} has {layout.world_size} ranks, the actor has {actor_world_size}: "
+            "verl colocates them, so both must cover the same ranks; change instances, dp or tp of the rollout"
         )
     keys: dict[str, Any] = {f"{ROLLOUT}.tensor_model_parallel_size": layout.tp}
     keys.update({f"{ROLLOUT}.engine_kwargs.vllm.{name}": value for name, value in llm_kwargs(layout).items()})

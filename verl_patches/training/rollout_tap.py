@@ -19,7 +19,7 @@ from verl_patches.errors import ConfigError
 class RolloutTap:
     """A worker group that records generate_sequences, or replays it; every other call goes through."""
 
-    def __init__(self, group: Any, record_to: Path, replay_from: Path | None, on_call: Any):
+    def __init__(self, group: Any, record_to: Path | None, replay_from: Path | None, on_call: Any):
         self._group, self._record_to, self._replay_from = group, record_to, replay_from
         self._on_call = on_call
         self._step = 0
@@ -31,15 +31,19 @@ class RolloutTap:
         return found
 
     def generate_sequences(self, prompts: Any) -> Any:
-        """verl's DataProto with the responses of this step, from vLLM or from the recording."""
+        """The responses of this step (verl's DataProto), from vLLM or from the recording; validation goes through."""
+        if prompts.meta_info.get("validate"):
+            return self._group.generate_sequences(prompts)
         self._step += 1
         self._on_call("generate_sequences")
         if self._replay_from is not None:
             return self._replay(prompts)
         output = self._group.generate_sequences(prompts)
-        self._record_to.mkdir(parents=True, exist_ok=True)
-        tensors = {key: value.contiguous() for key, value in output.batch.items()}
-        save_file(tensors, self._record_to / f"step_{self._step}.safetensors")
+        if self._record_to is not None:
+            self._record_to.mkdir(parents=True, exist_ok=True)
+            tensors = {key: value.contiguous() for key, value in output.batch.items()}
+            save_file(tensors, self._record_to / f"step_{self._step}.safetensors")
+        self._on_call("reward")
         return output
 
     def _replay(self, prompts: Any) -> Any:

@@ -17,7 +17,8 @@ from verl_patches.training.summary import Progress, Summary, phase_seconds
 
 log = logging.getLogger(__name__)
 COLUMNS = ("rollout", "reshard", "offload", "reward", "log_prob", "ref", "update", "step")
-CALLS = {"generate_sequences": "rollout", "compute_log_prob": "log-prob", "compute_ref_log_prob": "ref log-prob",
+CALLS = {"generate_sequences": "reshard, rollout", "reward": "reward",
+         "compute_log_prob": "log-prob", "compute_ref_log_prob": "ref log-prob",
          "update_actor": "update"}
 _active: Run | None = None
 
@@ -29,7 +30,9 @@ class Run:
         self.trainer, self.recipe = trainer, trainer.config.recipe
         self.folder = Path(self.recipe.output_root) / self.recipe.run
         rollout = trainer.config.actor_rollout_ref.rollout
-        self.truth = self.recipe.logprob_check.action != "off" and truth_check.comparable(rollout)
+        check = self.recipe.logprob_check
+        self.not_compared = "recipe.logprob_check.action=off" if check.action == "off" else truth_check.why_not(
+            rollout, replayed=self.recipe.rollout.replay is not None)
         self.summary = Summary(self.folder, {
             "run": self.recipe.run, "line": self.recipe.line, "platform": self.recipe.platform,
             "layout": {"train": str(train_layout_of(trainer.config)),
@@ -38,22 +41,31 @@ class Run:
         self.step, self.progress = 0, Progress(self.folder)
 
     def prove(self) -> None:
-        """Verify this process, ask every worker for its proof, compare digests; PatchError before step 1 otherwise."""
+        """Ask every process for its proof, record all states, then refuse; PatchError before step 1."""
         mine = engine.current()
-        mine.verify("controller")
-        try:
-            workers = self.trainer.actor_rollout_wg.prove_patches()
-        except AttributeError as error:
-            raise PatchError(f"a worker did not run the prelude ({error}); every worker process must import "
-                             "verl_patches.prelude_patch: start through our own entry point or run "
-                             "`python -m verl_patches install-prelude`") from error
-        refuse_unequal(mine.intent(), mine.digest(), workers)
+        workers = self._workers_proofs()
         rows = [{"process": "controller", **row} for row in mine.status()]
         rows += [{"process": f"worker {w['rank']}", **row} for w in workers for row in w["status"]]
         self.summary.data["patches"] = [{k: r[k] for k in ("id", "state", "target", "process")} for r in rows]
         self.summary.data["digest"] = mine.digest()
         self.summary.write()
+        mine.verify("controller")
+        for worker in workers:
+            if worker["error"]:
+                raise PatchError(f"worker {worker['rank']} (pid {worker['pid']}): {worker['error']}")
+        refuse_unequal(mine.intent(), mine.digest(), workers)
+        self.trainer.actor_rollout_wg.take_phase_seconds()  # what building the workers took belongs to no step
         self.progress.say(f"| patches proven in controller and {len(workers)} workers: digest {mine.digest()[:12]}")
+        if self.not_compared:
+            self.progress.say(f"| log-probs are not compared: {self.not_compared}")
+
+    def _workers_proofs(self) -> list[dict[str, Any]]:
+        try:
+            return self.trainer.actor_rollout_wg.prove_patches()
+        except AttributeError as error:
+            raise PatchError(f"a worker did not run the prelude ({error}); every worker process must import "
+                             "verl_patches.prelude_patch: start through our own entry point or run "
+                             "`python -m verl_patches install-prelude`") from error
 
     def before_call(self, name: str) -> None:
         """Show what runs now."""
@@ -69,16 +81,16 @@ class Run:
                 worker[phase] = max(worker.get(phase, 0.0), value)
         seconds = phase_seconds(metrics, worker)
         delta = None
-        if self.truth and truth_check.MEAN in metrics:
+        if not self.not_compared and truth_check.MEAN in metrics:
             delta = {"mean": metrics[truth_check.MEAN], "max": metrics[truth_check.MAX]}
         found = {"step": step, "seconds": seconds, "reward": float(metrics["critic/score/mean"]),
-                 "grad_norm": float(metrics.get("actor/grad_norm", float("nan"))), "logprob_delta": delta}
+                 "grad_norm": _number(metrics.get("actor/grad_norm")), "logprob_delta": delta}
         self.summary.add_step(found)
         if step == 1:
             self.progress.say(f"| {header()}")
         self.progress.say(f"| {line(found)}")
         check = self.recipe.logprob_check
-        if check.action == "stop":
+        if check.action == "stop" and not self.not_compared:
             truth_check.check(step, delta, check[f"max_mean_{self.recipe.dtype}"])
         return {**metrics, **{f"recipe/seconds/{phase}": value for phase, value in seconds.items()}}
 
@@ -86,6 +98,11 @@ class Run:
         """Write the outcome."""
         self.summary.data["exit"] = reason
         self.summary.write()
+
+
+def _number(value: Any) -> float | None:
+    """A float for JSON, which knows no NaN; a skipped update has no gradient norm."""
+    return None if value is None or value != value else float(value)
 
 
 def refuse_unequal(intent: dict[str, str], digest: str, workers: list[dict[str, Any]]) -> None:
@@ -113,7 +130,8 @@ def fit_as_run(original: Callable) -> Callable:
         reason = "failed"
         try:
             run.prove()
-            replay, record_to = recording(run.recipe.rollout.replay), run.folder / "rollouts"
+            replay = recording(run.recipe.rollout.replay)
+            record_to = run.folder / "rollouts" if run.recipe.rollout.record else None
             trainer.actor_rollout_wg = RolloutTap(trainer.actor_rollout_wg, record_to, replay, run.before_call)
             if trainer.use_reference_policy and not trainer.ref_in_actor:
                 trainer.ref_policy_wg = RolloutTap(trainer.ref_policy_wg, record_to, replay, run.before_call)
@@ -150,5 +168,6 @@ def header() -> str:
 def line(step: dict[str, Any]) -> str:
     """One row of the step table."""
     delta = f"{step['logprob_delta']['mean']:.2e}" if step["logprob_delta"] else "-"
-    return (f"{step['step']:>4} {step['reward']:>8.4f} {step['grad_norm']:>10.5f} {delta:>9} "
+    norm = "-" if step["grad_norm"] is None else f"{step['grad_norm']:.5f}"
+    return (f"{step['step']:>4} {step['reward']:>8.4f} {norm:>10} {delta:>9} "
             + " ".join(f"{step['seconds'].get(c, 0.0):>10.3f}" for c in COLUMNS))

@@ -43,9 +43,22 @@ def comparable(rollout: Any) -> bool:
     return rollout.temperature == 1.0 and rollout.top_p in (1, 1.0) and rollout.top_k in (-1, 0)
 
 
+def why_not(rollout: Any, replayed: bool) -> str | None:
+    """Why a run's log-probs cannot be compared, in words; None where they can."""
+    if replayed:
+        return "the responses are recorded ones"
+    if comparable(rollout):
+        return None
+    return (f"sampling changes the distribution (temperature {rollout.temperature}, top_p {rollout.top_p}, top_k "
+            f"{rollout.top_k}; comparable at 1, 1, -1)")
+
+
 def check(step: int, delta: dict[str, float] | None, limit: float) -> None:
-    """WeightSyncError where the mean |delta| is above `limit` (nats); no delta, nothing to compare."""
-    if delta is None or delta["mean"] <= limit:
+    """WeightSyncError where the mean |delta| is above `limit` (nats), not a number, or missing."""
+    if delta is None:
+        raise WeightSyncError(f"step {step}: vLLM gave no log-probs to compare the actor's with, expected one for each "
+                              "sampled token; set recipe.logprob_check.action=off to run without the check")
+    if delta["mean"] <= limit:
         return
     raise WeightSyncError(
         f"step {step}: vLLM's log-probs of the sampled tokens differ from the actor's by {delta['mean']:.3g} on "

@@ -32,11 +32,14 @@ def rollout_with_sync_mode(original: Callable) -> Callable:
 
 @register(dispatch_mode=Dispatch.ONE_TO_ALL)
 def prove_patches(self: Any) -> dict[str, Any]:
-    """This worker's rows: verified active (raises otherwise), its digest of intent and every row's state."""
-    found = engine.current()
-    found.verify("worker")
+    """This worker's proof: digest of intent, every row's state, and `error`, why verify refused (None: all active)."""
+    found, error = engine.current(), None
+    try:
+        found.verify("worker")
+    except engine.PatchError as refused:
+        error = str(refused)
     return {"rank": torch.distributed.get_rank(), "pid": os.getpid(), "digest": found.digest(),
-            "intent": found.intent(), "status": found.status()}
+            "intent": found.intent(), "status": found.status(), "error": error}
 
 
 @register(dispatch_mode=Dispatch.ONE_TO_ALL)

@@ -7,8 +7,10 @@ from typing import Any
 
 def _refuse(name: str) -> Any:
     def call(*args: Any, **kwargs: Any) -> Any:
-        raise RuntimeError(f"flash_attn.bert_padding.{name} was called, but flash_attn is not installed: the FSDP "
-                           "actor needs it, the Megatron actor does not; set actor_rollout_ref.actor.strategy=megatron")
+        raise RuntimeError(
+            f"flash_attn.bert_padding.{name} was called, but flash_attn is not installed: the FSDP actor needs it, "
+            "the Megatron actor does not; set actor_rollout_ref.actor.strategy=megatron"
+        )
 
     return call
 

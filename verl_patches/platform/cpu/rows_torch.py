@@ -44,8 +44,7 @@ _TABLE = (
      "megatron/core/pipeline_parallel/schedules.py:765"),
     ("tensor_type", "torch:Tensor.type", "wrap", "type_on_cuda", (),
      "Megatron's optimizers take torch.cuda.FloatTensor and the like only "
-     "(megatron/core/optimizer/distrib_optimizer.py:335, "
-     ":387, optimizer.py:548, clip_grads.py:167)"),
+     "(megatron/core/optimizer/distrib_optimizer.py:335, :387, optimizer.py:548, clip_grads.py:167)"),
     ("pin_memory", "torch:Tensor.pin_memory", "replace", "pin_memory", (),
      "verl/utils/megatron_utils.py:255 offloads into pinned memory and frees the original: on a CPU both are the "
      "same memory unless pinning copies, and the weights would be lost"),

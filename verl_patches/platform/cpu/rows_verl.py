@@ -22,8 +22,8 @@ ROWS = (
     PatchSpec(
         id="platform.tensordict_cuda", stage="platform", target="tensordict.base:TensorDictBase.cuda", kind="stub",
         provider=f"{_HERE}:stay_on_cpu", platforms=_CPU,
-        why="verl/workers/megatron_workers.py:419,452 call batch.cuda() with no device test; a CPU build "
-            "of torch raises.",
+        why="verl/workers/megatron_workers.py:419,452 call batch.cuda() with no device test; "
+            "a CPU build of torch raises.",
         exit="verl moves batches with .to(get_torch_device()) everywhere",
     ),
     PatchSpec(
