@@ -11,7 +11,9 @@ import tensordict
 import torch
 import torch._dynamo.config
 import verl.trainer.ppo.ray_trainer as ray_trainer
+import verl.utils.megatron.optimizer as optimizer
 import verl.workers.megatron_workers as workers
+import verl.workers.sharding_manager.megatron_vllm as sharding
 from verl import DataProto
 from verl.utils.tracking import Tracking
 
@@ -81,6 +83,31 @@ def offload_times():
         yield f"memory.time_{name}", "offload" in phase_clock.take()
 
 
+def switch_leaves_a_sync_out():
+    manager = SimpleNamespace(weight_sync_enabled=False, weights_synced_once=True,
+                              inference_engine=SimpleNamespace(wake_up=lambda tags: tags))
+    return sharding.MegatronVLLMShardingManager.__enter__(manager) == ["weights"]
+
+
+def worker_takes_the_asked_dtype():
+    worker = SimpleNamespace(config={"recipe": SimpleNamespace(dtype="fp32")}, dtype=None)
+    try:
+        workers.ActorRolloutRefWorker._build_model_optimizer(worker, None, None, None, None)
+    except (AttributeError, TypeError):
+        pass
+    return worker.dtype is torch.float32
+
+
+def optimizer_takes_the_models_dtype():
+    config = SimpleNamespace(bf16=True, params_dtype=torch.bfloat16)
+    model = [SimpleNamespace(config=SimpleNamespace(bf16=False, params_dtype=torch.float32))]
+    try:
+        optimizer.get_megatron_optimizer(model, config)
+    except (AttributeError, TypeError):
+        pass
+    return config.params_dtype is torch.float32
+
+
 def main():
     actor = workers.ActorRolloutRefWorker
     found = {
@@ -92,6 +119,9 @@ def main():
         "reshard.sync_mode": works(sync_mode_reaches_the_manager),
         "platform.tensordict_cuda": works(lambda: tensordict.TensorDict({"a": torch.ones(1)}, [1]).cuda() is not None),
         "platform.pickle_torch_config": works(lambda: ray.cloudpickle.dumps(torch._dynamo.config)),
+        "reshard.switch": works(switch_leaves_a_sync_out),
+        "model.train_dtype": works(worker_takes_the_asked_dtype),
+        "model.optimizer_dtype": works(optimizer_takes_the_models_dtype),
         **dict(offload_times()),
     }
     print(json.dumps(found))

@@ -49,6 +49,7 @@ def check_config(config: DictConfig, configs_dir: Path) -> list[Check]:
     model = model_shape_of(config, configs_dir)
     train = _built("train layout", lambda: train_layout_of(config), checks)
     rollout = _built("rollout layout", lambda: rollout_layout_of(config), checks)
+    checks += _same_model(config, model)
     if train:
         checks += _train_checks(config, train, model)
     if rollout:
@@ -56,6 +57,16 @@ def check_config(config: DictConfig, configs_dir: Path) -> list[Check]:
     if train and rollout:
         checks += _batch_checks(config, train, rollout)
     return checks + _length_checks(config, configs_dir)
+
+
+def _same_model(config: DictConfig, model: ModelShape) -> list[Check]:
+    """The model that would run is the one that the plan is made from; only where its folder exists here."""
+    path = Path(config.actor_rollout_ref.model.path) / "config.json"
+    if not path.is_file():
+        return []
+    found, key = read_model_shape(path), f"recipe.model_shape {config.recipe.model_shape}"
+    text = "same model" if found == model else f"{path} describes another model than {key}: {found}, expected {model}"
+    return [Check("model shape", found == model, text)]
 
 
 def require(checks: Iterable[Check]) -> None:
@@ -243,7 +254,10 @@ def _length_checks(config: DictConfig, configs_dir: Path) -> list[Check]:
 
 
 def _max_positions(path: Path) -> int:
-    return json.loads(path.read_text())["max_position_embeddings"]
+    reach = json.loads(path.read_text()).get("max_position_embeddings")
+    if not isinstance(reach, int):
+        raise ConfigError(f"{path}: expected max_position_embeddings, a whole number, found {reach!r}")
+    return reach
 
 
 def _rule(name: str, run: Callable[[], object], fine: str) -> Check:

@@ -53,7 +53,7 @@ def register(app: typer.Typer, rows: Callable[[], Sequence[PatchSpec]]) -> None:
         options = smoke.SmokeOptions(
             train_layout, rollout_tp, rollout_dp, steps, dtype, replay_rollout, learn, run, seed
         )
-        run_smoke(options, overrides or [], as_json)
+        run_smoke(options, overrides or [], rows(), as_json)
 
     @app.command("train")
     def train_command(
@@ -71,10 +71,13 @@ def register(app: typer.Typer, rows: Callable[[], Sequence[PatchSpec]]) -> None:
         run_train(config_name, overrides or [], rows(), dry_run, verl_path, as_json)
 
 
-def run_smoke(options: smoke.SmokeOptions, overrides: Sequence[str], as_json: bool) -> None:
+def run_smoke(
+    options: smoke.SmokeOptions, overrides: Sequence[str], rows: Sequence[PatchSpec], as_json: bool
+) -> None:
     """The smoke command: prepare, launch, report; leaves by typer.Exit with the run's exit code."""
-    chosen = [*smoke.overrides_of(options), *overrides]
-    require(check_config(compose(options.config_name, chosen), CONFIGS_DIR))  # before anything is made
+    chosen = compose(options.config_name, [*smoke.overrides_of(options), *overrides])
+    require(check_config(chosen, CONFIGS_DIR))  # before anything is made
+    refuse_without_effect(chosen, rows)
     with _Progress(as_json) as progress:
         made = smoke.prepare(options, Path("outputs/cache").absolute(), progress.now)
         final = [*smoke.overrides_of(options), *made, *overrides]
@@ -130,7 +133,7 @@ def refuse_without_effect(config: DictConfig, rows: Sequence[PatchSpec]) -> None
     if given:
         raise ConfigError(
             f"line {line} cannot act on {', '.join(given)} yet, so this run is not started; --dry-run plans it. "
-            "Take the keys out (null or false) to run without them"
+            "It can start once the catalogue has rows for them"
         )
 
 

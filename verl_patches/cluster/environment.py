@@ -66,12 +66,6 @@ def derive(config: DictConfig, temp_dir: str | None = None, verl_path: Path | No
             "events beside the rest of the run",
             "verl/utils/tracking.py:204",
         ),
-        Variable(
-            "RAY_DEDUP_LOGS",
-            "0",
-            "the log of a rank that differs must not be folded away",
-            "ray/_private/ray_constants.py:266",
-        ),
         Variable("RAY_USAGE_STATS_ENABLED", "0", "nothing leaves the machine", "ray/_private/usage/usage_lib.py"),
         Variable("VLLM_NO_USAGE_STATS", "1", "nothing leaves the machine; no process of its own", "vllm/envs.py:354"),
     ]
@@ -101,6 +95,12 @@ def _cpu(config: DictConfig) -> list[Variable]:
             "0",
             "a device plugin that lies around is not loaded",
             "torch/__init__.py",
+        ),
+        Variable(
+            "RAY_DEDUP_LOGS",
+            "0",
+            "the log of a rank that differs must not be folded away",
+            "ray/_private/ray_constants.py:266",
         ),
         Variable("HF_HUB_OFFLINE", "1", "model and tokenizer are local folders", "huggingface_hub/constants.py"),
     ]

@@ -43,7 +43,7 @@ def ask_ray(address: str, python: Sequence[str] = (sys.executable,)) -> list[dic
 
 
 def check_nodes(config: DictConfig, nodes: Sequence[dict[str, Any]]) -> None:
-    """ConfigError unless `nodes` hold trainer.nnodes nodes with trainer.n_gpus_per_node free-standing devices each."""
+    """ConfigError unless `nodes` hold trainer.nnodes nodes with trainer.n_gpus_per_node devices each."""
     resource, wanted = DEVICE_RESOURCES.get(config.trainer.device, "GPU"), config.trainer.n_gpus_per_node
     held = {node["address"]: int(node["resources"].get(resource, 0)) for node in nodes}
     enough = [address for address, count in held.items() if count >= wanted]

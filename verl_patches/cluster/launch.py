@@ -32,7 +32,7 @@ TIMED_OUT = 124  # as timeout(1)
 SOCKET_PATH_BYTES = 107
 _RAY_SOCKET = "/session_2025-01-01_00-00-00_000000_0000000/sockets/plasma_store"
 # what earlier runs of the same name left, from launcher and driver alike; nothing else in the folder is touched
-OUTPUTS = ("config.yaml", "environment.json", "driver.log", "progress.log", "summary.json", "status", "tensorboard",
+OUTPUTS = ("config.yaml", "environment.json", "driver.log", "progress.log", "summary.json", "tensorboard",
            "training.png", "rollouts", "ray_logs")
 
 
@@ -64,6 +64,7 @@ def run(
     returns, and its temporary folder is removed.
     """
     require_free_port(config.recipe.ray_port)
+    _keep_what_is_replayed(config)
     folder = _fresh_folder(environment.run_dir(config))
     temp = short_temp_dir()
     started = time.monotonic()
@@ -222,6 +223,16 @@ def short_temp_dir() -> Path:
         f"no folder is short enough for Ray's sockets ({SOCKET_PATH_BYTES} bytes): "
         f"TMPDIR is {tempfile.gettempdir()}; set TMPDIR to a writable folder with a short path"
     )
+
+
+def _keep_what_is_replayed(config: DictConfig) -> None:
+    """ConfigError where the run would delete the recording that it is to replay."""
+    replay, folder = config.recipe.rollout.replay, environment.run_dir(config).resolve()
+    if replay and (folder == Path(replay).resolve() or folder in Path(replay).resolve().parents):
+        raise ConfigError(
+            f"recipe.rollout.replay is {replay}, inside {folder}, which this run writes anew; "
+            "give this run another name (--run NAME, recipe.run)"
+        )
 
 
 def _fresh_folder(folder: Path) -> Path:

@@ -5,6 +5,7 @@ Starts nothing and writes nothing; torch and verl are not imported.
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 from collections.abc import Iterable, Sequence
@@ -64,7 +65,7 @@ def build_plan(
         "rollout": rollout,
         "patches": patch_table(config, rows),
         "environment": [asdict(variable) for variable in environment.derive(config, verl_path=verl_path)],
-        "commands": commands(config, config_name, overrides),
+        "commands": commands(config, config_name, overrides, verl_path),
     }
 
 
@@ -107,18 +108,26 @@ def patch_table(config: DictConfig, rows: Iterable[PatchSpec]) -> list[dict[str,
     return table
 
 
-def commands(config: DictConfig, config_name: str, overrides: Sequence[str]) -> list[dict[str, str]]:
-    """What to type, in order: [{where, command}]; HEAD and NODE stand for addresses of the operator's nodes."""
+def commands(
+    config: DictConfig, config_name: str, overrides: Sequence[str], verl_path: Path | None = None
+) -> list[dict[str, str]]:
+    """What to type, in order: [{where, command}]; HEAD and NODE stand for addresses of the operator's nodes.
+
+    Ray is started with this checkout (the same path on every node) on PYTHONPATH: its workers import verl_patches.
+    """
     found, nodes, dies = [], config.trainer.nnodes, config.trainer.n_gpus_per_node
+    places = [str(environment.REPOSITORY), *([str(verl_path)] if verl_path else [])]
+    here = f"PYTHONPATH={shlex.quote(os.pathsep.join(places))} "
     if config.recipe.ray_address is not None:
         device = f""" --resources='{{"NPU": {dies}}}'""" if config.trainer.device == "npu" else ""
-        head = "ray start --head --node-ip-address=HEAD --port=6379 --include-dashboard=false"
+        head = here + "ray start --head --node-ip-address=HEAD --port=6379 --include-dashboard=false"
         found.append({"where": "head node", "command": head + device})
         if nodes > 1:
-            other = "ray start --address=HEAD:6379 --node-ip-address=NODE"
+            other = here + "ray start --address=HEAD:6379 --node-ip-address=NODE"
             found.append({"where": f"each of the other {nodes - 1} nodes", "command": other + device})
-    train = ["python", "-m", "verl_patches", "train", "--config-name", config_name, *overrides]
-    found.append({"where": "head node" if found else "this machine", "command": shlex.join(train)})
+    train = ["python", "-m", "verl_patches", "train", "--config-name", config_name]
+    train += [*(["--verl-path", str(verl_path)] if verl_path else []), *overrides]
+    found.append({"where": "head node" if found else "this machine", "command": here + shlex.join(train)})
     found.append({"where": "started by it", "command": shlex.join(driver_command(config_name, overrides))})
     return found
 

@@ -42,7 +42,7 @@ class Rollout:
 
     dp: data-parallel ranks inside one vLLM instance (experts are split over dp x tp); instances: null takes world /
     (dp x tp). balanced_routing: every expert gets equally many tokens, whatever the router says (speed runs on npu
-    only). replay: run folder of recorded responses to train on.
+    only). replay: run folder of recorded responses to train on. record: keep every step's responses in <run>/rollouts.
     """
 
     dp: int = 1
@@ -50,6 +50,7 @@ class Rollout:
     expert_parallel: bool = False
     balanced_routing: bool = False
     replay: str | None = None
+    record: bool = True
 
 
 @dataclass
@@ -63,7 +64,7 @@ class WeightSync:
 class LogprobCheck:
     """vLLM's log-probs of sampled tokens against the actor's, every step: mean |delta| in nats, a limit a dtype.
 
-    action: stop ends the run with an error, report only prints and stores, off skips the extra comparison.
+    action: stop ends the run with an error, report only prints and stores, off does not look.
     """
 
     action: str = _choice("stop", "stop", "report", "off")

@@ -157,6 +157,9 @@ def _make_data(task: Sequence[str], folder: Path) -> None:
     try:
         _run([sys.executable, str(REPOSITORY / "data/prepare_deepscaler.py"), *task, "-o", str(making)], "the data")
         making.rename(folder)
+    except OSError:
+        if not folder.exists():  # another run made it meanwhile
+            raise
     finally:
         shutil.rmtree(making, ignore_errors=True)
 

@@ -83,7 +83,7 @@ def tiny_config(overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
                 "tiny model: max_position_embeddings must be rope_scaling.factor * original_max_position_embeddings = "
                 f"{reach}, found {config['max_position_embeddings']}: override both"
             )
-    if config["num_experts_per_tok"] != 2 * config["topk_group"]:
+    if config["n_group"] > 1 and config["num_experts_per_tok"] != 2 * config["topk_group"]:
         raise ConfigError(
             "tiny model: num_experts_per_tok must be 2 * topk_group (transformers and vLLM rank groups by their best "
             "two experts, Megatron by the best num_experts_per_tok / topk_group), found "

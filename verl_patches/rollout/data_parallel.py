@@ -5,7 +5,7 @@ vLLM 0.9.1 takes DP rank 0 and a random port in every process (config.py:1885-18
 itself. Rank order is vLLM's own (parallel_state.py:1006): instance x dp x pp x tp, tp fastest.
 
 The meeting point is agreed through the store of torch.distributed, which verl has set up before: the first rank of each
-group picks a free port on its own host and publishes it. No formula over ranks, so nothing can collide.
+group picks a free port on its own host and publishes it: no formula over ranks.
 """
 
 from __future__ import annotations
@@ -84,11 +84,18 @@ def _meet(leader: int, rank: int) -> tuple[str, int]:
 
 
 def _free_address() -> tuple[str, int]:
-    """This host's address towards the launcher's master, and a port that is free on it now."""
+    """This host's address towards the launcher's master, and a port that is free on it now, as the next one is."""
     master = os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT", "1"))
     family, kind, _, _, address = socket.getaddrinfo(*master, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
         probe.connect(address)  # chooses a route, sends nothing
         ip = probe.getsockname()[0]
-    with socket.create_server((ip, 0), family=family) as server:
-        return ip, server.getsockname()[1]
+    for _ in range(100):  # vLLM's V1 engine meets at the port and at the next one: both must be free
+        with socket.create_server((ip, 0), family=family) as server:
+            port = server.getsockname()[1]
+            try:
+                socket.create_server((ip, port + 1), family=family).close()
+            except (OSError, OverflowError):
+                continue
+            return ip, port
+    raise ConfigError(f"rollout: no two neighbouring ports are free on {ip} for the engines' DP group; free some")
