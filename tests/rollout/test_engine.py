@@ -1,50 +1,12 @@
-"""Rollout layouts as arguments of verl and vLLM."""
+"""Arguments and parameters of verl's in-process vLLM engine."""
 
 from __future__ import annotations
 
-import pytest
+from types import SimpleNamespace
 
-from verl_patches.errors import ConfigError
-from verl_patches.layout.parallel import ParallelLayout, rollout_layout
-from verl_patches.rollout.engine import drop_empty_image_arguments, llm_kwargs, rollout_overrides
+import torch
 
-
-@pytest.mark.parametrize(
-    ("layout", "expected"),
-    [
-        (rollout_layout(2, 1, 1), {"enable_expert_parallel": False}),
-        (rollout_layout(1, 1, 2), {"enable_expert_parallel": True}),
-        (rollout_layout(1, 1, 2, expert_parallel=False), {"enable_expert_parallel": False}),
-        (rollout_layout(1, 2, 1), {"enable_expert_parallel": True, "data_parallel_size": 2}),
-        (rollout_layout(2, 64, 2), {"enable_expert_parallel": True, "data_parallel_size": 64}),
-        (rollout_layout(1, 128, 2), {"enable_expert_parallel": True, "data_parallel_size": 128}),
-    ],
-    ids=str,
-)
-def test_engine_arguments_of_a_layout(layout, expected):
-    assert llm_kwargs(layout) == expected
-
-
-def test_overrides_name_verl_keys():
-    assert rollout_overrides(rollout_layout(2, 64, 2), 256) == {
-        "actor_rollout_ref.rollout.tensor_model_parallel_size": 2,
-        "actor_rollout_ref.rollout.engine_kwargs.vllm.enable_expert_parallel": True,
-        "actor_rollout_ref.rollout.engine_kwargs.vllm.data_parallel_size": 64,
-    }
-
-
-UNBUILDABLE = [rollout_layout(1, 1, 2, pp=2), ParallelLayout(world_size=4, tp=1, ep=2, etp=2)]
-
-
-@pytest.mark.parametrize("layout", UNBUILDABLE, ids=str)
-def test_layouts_that_cannot_be_built_are_refused(layout):
-    with pytest.raises(ConfigError, match="rollout layout"):
-        llm_kwargs(layout)
-
-
-def test_rollout_must_cover_the_actor():
-    with pytest.raises(ConfigError, match="has 2 ranks, the actor has 4"):
-        rollout_overrides(rollout_layout(1, 1, 2), 4)
+from verl_patches.rollout.engine import drop_empty_image_arguments, keep_correction_bias_fp32
 
 
 def test_image_arguments_go_only_without_a_limit():
@@ -55,3 +17,14 @@ def test_image_arguments_go_only_without_a_limit():
     init(None, model="m", limit_mm_per_prompt={"image": 1}, disable_mm_preprocessor_cache=True)
     kept = {"limit_mm_per_prompt": {"image": 1}, "disable_mm_preprocessor_cache": True}
     assert seen == [{"model": "m"}, {"model": "m", **kept}]
+
+
+def test_correction_bias_is_made_fp32_and_a_missing_one_stays_missing():
+    """Row rollout.fp32_correction_bias; in a real bf16 engine: tests/rollout/test_parity.py."""
+    for bias in (torch.nn.Parameter(torch.ones(4, dtype=torch.bfloat16)), None):
+        layer = SimpleNamespace(gate=SimpleNamespace(e_score_correction_bias=bias))
+        upstream, ours = (lambda self: None), keep_correction_bias_fp32(lambda self: None)
+        upstream(layer)
+        assert bias is None or bias.dtype is torch.bfloat16
+        ours(layer)
+        assert layer.gate.e_score_correction_bias is bias and (bias is None or bias.dtype is torch.float32)

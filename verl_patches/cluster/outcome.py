@@ -9,6 +9,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from verl_patches.training.summary import write_json
+
 _TAIL_BYTES = 256 << 10
 _LOG_BYTES = 4 << 20  # of one of Ray's log files, its end
 _PREFIX = re.compile(r"^\([^()]*pid=\d+[^()]*\)\s?")
@@ -69,9 +71,7 @@ def write_summary(
         reason = said or f"the driver exited with {code}; its log shows no error"
     minimal = {"versions": {}, "steps": [], "logprob_delta": None, "patches": []}
     summary = {**head, **minimal, **(summary or {}), "peak_pss_bytes": peaks, "exit": reason}
-    part = path.with_name(f".{path.name}.{os.getpid()}")
-    part.write_text(json.dumps(summary, indent=1) + "\n")
-    part.replace(path)
+    write_json(path, summary)
     return code, reason
 
 
