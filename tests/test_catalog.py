@@ -33,6 +33,7 @@ def test_stand_ins_are_for_cpu_only(platform):
     assert {row.id for row in STAND_INS} <= Engine(ROWS, Switches("pypi", "cpu")).wanted
 
 
+@pytest.mark.slow
 def test_on_cuda_the_prelude_leaves_torch_alone():
     code = f"{PRELUDE}\nimport torch\nassert torch.cuda.is_available.__module__ == 'torch.cuda', 'patched'"
     assert prelude("cuda", code).returncode == 0
@@ -67,6 +68,7 @@ def test_every_row_is_named_by_a_test():
     assert [row.id for row in ROWS if row.id not in text and row.id not in tables] == []
 
 
+@pytest.mark.slow
 def test_every_provider_is_there_and_every_target_is_active(tmp_path):
     """Import everything that rows wait for in one fresh process; all rows must say active."""
     modules = sorted({row.target_module for row in ROWS} - {"verl.trainer.ppo.ray_trainer"})

@@ -42,6 +42,7 @@ def test_run_python_kills_the_whole_group_on_timeout(run_python, tmp_path):
     raise AssertionError(f"process {pid} outlived its test")
 
 
+@pytest.mark.slow
 def test_full_and_upstream_tests_say_why_they_are_skipped(pytester_like):
     out = pytester_like("")
     assert "runs with --full" in out and "runs with --upstream DIR" in out and "2 skipped" in out
