@@ -41,12 +41,12 @@ ROLLOUT: tuple[PatchSpec, ...] = (
         exit="vLLM derives DP rank and meeting point from the launcher when engines are started from outside",
     ),
     PatchSpec(
-        id="rollout.fp32_correction_bias", stage="rollout",
+        id="rollout.fp32_router", stage="rollout",
         target="vllm.model_executor.models.deepseek_v2:DeepseekV2MoE.__init__", kind="wrap",
-        provider="verl_patches.rollout.engine:keep_correction_bias_fp32", processes=_WORKER,
-        why="vLLM 0.9.1 keeps e_score_correction_bias in the model's dtype (deepseek_v2.py:118): rounded to bf16 it "
-            "ranks experts differently than training and the checkpoint, which have fp32.",
-        exit="vLLM makes the parameter in fp32",
+        provider="verl_patches.rollout.engine:route_in_fp32", processes=_WORKER,
+        why="vLLM 0.9.1 routes in the model's dtype (deepseek_v2.py:105-118), training and the checkpoint's bias are "
+            "fp32: in bf16 near scores change places and tokens go to other experts than in training.",
+        exit="vLLM routes DeepSeek-V3 in fp32",
     ),
 )
 

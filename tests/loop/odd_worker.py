@@ -1,8 +1,10 @@
-"""Worker set-up hooks that make rank 1 another process than the rest: it must be refused before step 1."""
+"""Worker set-up hooks that make ranks differ: in their patches, which is refused before step 1, or in their work."""
 
+import functools
 import os
 
 from verl_patches.patching import engine
+from verl_patches.patching.hooks import after_import
 
 
 def other_switches():
@@ -22,3 +24,19 @@ def no_patches():
     if os.environ.get("RANK") == "1":
         row = engine.current()._rows["reshard.switch"]
         row.state = "reverted"
+
+
+def stop_early():
+    """A quarter of the words ends a sequence, so that sequences, and with them DP ranks, end at different steps."""
+
+    def on_import(module):
+        original = module.vLLMRollout.__init__
+
+        @functools.wraps(original)
+        def __init__(self, *args, **kwargs):
+            original(self, *args, **kwargs)
+            self.sampling_params.stop_token_ids = list(range(128))
+
+        module.vLLMRollout.__init__ = __init__
+
+    after_import("verl.workers.rollout.vllm_rollout.vllm_rollout_spmd", on_import)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import torch
 
-from verl_patches.rollout.engine import drop_empty_image_arguments, keep_correction_bias_fp32
+from verl_patches.rollout.engine import drop_empty_image_arguments, route_in_fp32
 
 
 def test_image_arguments_go_only_without_a_limit():
@@ -19,12 +17,15 @@ def test_image_arguments_go_only_without_a_limit():
     assert seen == [{"model": "m"}, {"model": "m", **kept}]
 
 
-def test_correction_bias_is_made_fp32_and_a_missing_one_stays_missing():
-    """Row rollout.fp32_correction_bias; in a real bf16 engine: tests/rollout/test_parity.py."""
-    for bias in (torch.nn.Parameter(torch.ones(4, dtype=torch.bfloat16)), None):
-        layer = SimpleNamespace(gate=SimpleNamespace(e_score_correction_bias=bias))
-        upstream, ours = (lambda self: None), keep_correction_bias_fp32(lambda self: None)
-        upstream(layer)
-        assert bias is None or bias.dtype is torch.bfloat16
-        ours(layer)
-        assert layer.gate.e_score_correction_bias is bias and (bias is None or bias.dtype is torch.float32)
+def test_the_router_works_in_fp32():
+    """Row rollout.fp32_router; in a real bf16 engine: tests/rollout/test_parity.py."""
+    layer = torch.nn.Module()
+    layer.gate = torch.nn.Linear(8, 4, bias=False, dtype=torch.bfloat16)
+    layer.gate.e_score_correction_bias = torch.nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+    bias, tokens = layer.gate.e_score_correction_bias, torch.randn(3, 8, dtype=torch.bfloat16)
+    rounded = layer.gate(tokens)
+    route_in_fp32(lambda self: None)(layer)
+    assert layer.gate.e_score_correction_bias is bias and bias.dtype is torch.float32
+    exact = layer.gate(tokens)
+    assert rounded.dtype is torch.bfloat16 and exact.dtype is torch.float32
+    assert torch.equal(exact, tokens.float() @ layer.gate.weight.T) and not torch.equal(exact, rounded.float())

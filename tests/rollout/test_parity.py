@@ -76,7 +76,7 @@ def test_stale_absorbed_weights_are_seen(reference, one_rank):
 
 
 def test_correction_bias_keeps_its_precision_in_bf16(one_rank):
-    """Row rollout.fp32_correction_bias."""
+    """Row rollout.fp32_router."""
     from safetensors.torch import load_file
 
     files = sorted(Path(one_rank["model"]).glob("*.safetensors"))

@@ -32,7 +32,7 @@ CHAT_TEMPLATE = (
     "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
-_FORMAT = 1  # raise when the same seed and config would give other files
+_FORMAT = 2  # raise when the same seed and config would give other files
 _SHARD_BYTES = "1MB"  # more than one shard, so that readers must follow the index
 
 
@@ -130,7 +130,9 @@ def _tensors(config: dict[str, Any], seed: int) -> Iterator[tuple[str, torch.Ten
         elif name.endswith("norm.weight"):
             yield name, (1 + 0.1 * torch.randn(shape, generator=generator)).to(torch.bfloat16)
         else:
-            gain = 1.5 if name == "lm_head.weight" else 1.0  # std of the logits: the final norm scales to 1
+            gain = 1.2 if name == "lm_head.weight" else 1.0  # std of the logits: the final norm scales to 1
+            if ".mlp.experts." in name and "down_proj" in name:
+                gain = 0.5  # a routed expert moves the residual stream by less than its size, as in a trained model
             std = gain if "embed_tokens" in name else gain / math.sqrt(shape[-1])
             yield name, (std * torch.randn(shape, generator=generator)).to(torch.bfloat16)
 

@@ -24,18 +24,20 @@ def drop_empty_image_arguments(original: Callable) -> Callable:
     return __init__
 
 
-def keep_correction_bias_fp32(original: Callable) -> Callable:
-    """`DeepseekV2MoE.__init__` that keeps the routing bias in fp32, whatever the model's dtype.
+def route_in_fp32(original: Callable) -> Callable:
+    """`DeepseekV2MoE.__init__` whose router works in fp32, whatever the model's dtype: logits, scores, correction bias.
 
-    vLLM 0.9.1 makes it in the model's dtype (deepseek_v2.py:118). Rounded to bf16 (8 bits) it ranks experts differently
-    than training, which keeps fp32, as the checkpoint does. Scores plus bias are then compared in fp32.
+    vLLM 0.9.1 computes logits and scores in the model's dtype and keeps the bias in it (deepseek_v2.py:105-118).
+    Training and transformers route in fp32, and the checkpoint's bias is fp32: in bf16 (8 bits) near scores change
+    places, and a token goes to other experts than in training. The gate's weight is stored in fp32 for it (7 MB a
+    layer at 671B); its input is widened on the way in.
     """
 
     @functools.wraps(original)
     def __init__(self, *args, **kwargs) -> None:
         original(self, *args, **kwargs)
-        bias = self.gate.e_score_correction_bias  # the experts' layer holds the same Parameter
-        if bias is not None:
-            bias.data = bias.data.float()
+        for parameter in self.gate.parameters():  # weight, and the bias that the experts' layer holds too
+            parameter.data = parameter.data.float()
+        self.gate.register_forward_pre_hook(lambda gate, inputs: (inputs[0].float(), *inputs[1:]))
 
     return __init__
