@@ -24,6 +24,7 @@ from verl_patches.rewards.tables import Row, check_free, shuffled_split, verl_ro
 
 INSTRUCTION = "Let's think step by step and output the final answer within \\boxed{}."
 SHOWN = 20
+LEARNABLE_TEST_ROWS = 30
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -101,8 +102,8 @@ def prepare(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     """Exit code and report; ConfigError for wrong use."""
     check_free(args.output, args.overwrite)
     if args.learnable is not None:
-        files = write_task(args.output, args.learnable, args.seed, overwrite=args.overwrite)
-        return 0, {"files": [str(file) for file in files], "train": args.learnable}
+        files = write_task(args.output, args.learnable, args.seed, LEARNABLE_TEST_ROWS, args.overwrite)
+        return 0, {"files": [str(file) for file in files], "train": args.learnable, "test": LEARNABLE_TEST_ROWS}
     problems, bad, repeated = read_all(args.inputs, args.json)
     report: dict[str, Any] = {"read": len(problems) + len(repeated), "bad": bad, "repeated": repeated, "too_long": []}
     if bad and not args.skip_bad:
@@ -130,7 +131,8 @@ def show(code: int, report: dict[str, Any]) -> None:
     if code:
         print(f"{len(report['bad'])} bad rows: nothing written. Mend them, or give --skip-bad.", file=sys.stderr)
     else:
-        print(f"{report['train']} train rows -> {report['files'][0]}, test rows -> {report['files'][1]}")
+        print(f"{report['train']} train rows -> {report['files'][0]}, "
+              f"{report['test']} test rows -> {report['files'][1]}")
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -12,5 +12,9 @@ set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
 python=$root/.venv/bin/python
 [ -x "$python" ] || python=python3 # an NPU image brings its own
+"$python" -c "import typer, hydra" 2>/dev/null || {
+    echo "$0: $python lacks what the recipe needs; run: bash scripts/setup.sh, or on an NPU image: pip install -r requirements.txt" >&2
+    exit 2
+}
 export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
 exec "$python" -m verl_patches train --config-name grpo_deepseekv3_256die_true_weight "$@"

@@ -42,7 +42,8 @@ def _table(title: str, columns: tuple[str, ...], rows: list[tuple[str, ...]]) ->
         table.add_column(column, overflow="fold")
     for row in rows:
         table.add_row(*row)
-    Console().print(table)
+    console = Console()
+    (console if console.is_terminal else Console(width=200)).print(table)  # whole ids in pipes and files
 
 
 @app.command()
@@ -58,10 +59,12 @@ def status(
         rows = count_by_process(run_states(run))
         if not rows:
             raise PatchError(f"{run} recorded no states: it ended before any process was asked; see its driver.log")
+        ended = json.loads((run / "summary.json").read_text())["exit"]
         wrong = [r["id"] for r in rows if {"drifted", "failed", "overridden"} & set(r["states"].values())]
         if as_json:
-            _print_json({"run": str(run), "rows": rows, "wrong": wrong})
+            _print_json({"run": str(run), "exit": ended, "rows": rows, "wrong": wrong})
         else:
+            print(f"run ended: {ended}. A row waits where its module was never imported in that process.")
             _table(f"patches of {run}", ("id", "target", "states"),
                    [(r["id"], r["target"], ", ".join(f"{p}: {s}" for p, s in r["states"].items())) for r in rows])
         raise typer.Exit(1 if wrong else 0)
@@ -78,6 +81,7 @@ def status(
 def explain(row_id: str, switches: Switch = None, as_json: Json = False) -> None:
     """Everything about one row: what it replaces, why, by what, until when."""
     facts = _engine(switches).explain(row_id)
+    facts["state"] = "waiting" if facts["wanted"] else "off"  # nothing is applied in this process
     if as_json:
         _print_json(facts)
     else:

@@ -1,5 +1,6 @@
 """The supervisor against real child processes: endings, exit codes, clean-up of all that was started, and only that."""
 
+import fcntl
 import functools
 import json
 import signal
@@ -214,3 +215,32 @@ for child in [subprocess.Popen([sys.executable, "-c", grow]) for _ in range(2)]:
 """
     outcome, summary, _ = start(code)
     assert outcome.code == 0 and summary["peak_pss_bytes"]["total"] > 200_000_000
+
+
+def test_a_folder_that_another_run_writes_is_refused(start, tmp_path):
+    (tmp_path / "t").mkdir()
+    with (tmp_path / "t" / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(ConfigError, match=r"being written by another run.*--run NAME"):
+            start(SUMMARY)
+
+
+def test_shared_memory_that_a_killed_process_left_is_removed(start, tmp_path):
+    code = SUMMARY + BOOKKEEPING + """
+import signal, sys, subprocess, time
+hold = '''
+import time
+from multiprocessing import resource_tracker, shared_memory
+block = shared_memory.SharedMemory(create=True, size=4096)
+resource_tracker.unregister(block._name, "shared_memory")
+print(block.name, flush=True)
+time.sleep(60)
+'''
+child = subprocess.Popen([sys.executable, "-c", hold], stdout=subprocess.PIPE, text=True)
+(out / "block").write_text(child.stdout.readline().strip())
+time.sleep(1)
+child.kill()
+"""
+    outcome, *_ = start(code)
+    name = (tmp_path / "t" / "block").read_text()
+    assert outcome.code == 0 and name.startswith("psm_") and not Path("/dev/shm", name).exists()

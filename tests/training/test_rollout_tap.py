@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from verl_patches.errors import ConfigError
-from verl_patches.training.rollout_tap import RolloutTap, recording
+from verl_patches.training.recording import find_recording
+from verl_patches.training.rollout_tap import RolloutTap
 
 verl = pytest.importorskip("verl")
 
@@ -43,7 +44,7 @@ def test_recorded_responses_come_back_without_generating(tmp_path):
     assert calls == ["generate_sequences", "reward", "generate_sequences", "reward", "update_actor"]
 
     player = Group()
-    replayed = tap(tmp_path, player, recording(str(tmp_path)))
+    replayed = tap(tmp_path, player, find_recording(str(tmp_path)))
     for original, start in ((first, 0), (second, 6)):
         found = replayed.generate_sequences(prompts(start))
         assert torch.equal(found.batch["responses"], original.batch["responses"])
@@ -71,13 +72,16 @@ def test_nothing_is_recorded_when_not_asked_for(tmp_path):
 def test_other_prompts_are_refused(tmp_path):
     tap(tmp_path, Group()).generate_sequences(prompts())
     with pytest.raises(ConfigError, match="recorded with other prompts"):
-        tap(tmp_path, Group(), recording(str(tmp_path))).generate_sequences(prompts(1))
+        tap(tmp_path, Group(), find_recording(str(tmp_path))).generate_sequences(prompts(1))
 
 
 def test_recording_is_found_by_run_folder_or_file_and_refused_elsewhere(tmp_path):
     tap(tmp_path, Group()).generate_sequences(prompts())
     folder = tmp_path / "rollouts"
-    assert {recording(str(p)) for p in (tmp_path, folder, folder / "step_1.safetensors")} == {folder.resolve()}
-    assert recording(None) is None
+    assert {find_recording(str(p)) for p in (tmp_path, folder, folder / "step_1.safetensors")} == {folder.resolve()}
+    assert find_recording(None) is None
+    assert find_recording(str(tmp_path), 1)
+    with pytest.raises(ConfigError, match=r"has 1 step\(s\), this run wants 3; ask for --steps 1"):
+        find_recording(str(tmp_path), 3)
     with pytest.raises(ConfigError, match="no step_1.safetensors"):
-        recording(str(tmp_path / "elsewhere"))
+        find_recording(str(tmp_path / "elsewhere"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
@@ -11,7 +12,8 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,7 @@ from verl_patches.cluster.processes import Descendants, adopting_orphans, die_wi
 from verl_patches.errors import ConfigError
 from verl_patches.evaluation.plots import plot_run
 from verl_patches.layout.of_config import rollout_layout_of, train_layout_of
+from verl_patches.training.recording import find_recording
 
 LOOK_S, MEMORY_S = 0.2, 1.0
 TIMED_OUT = 124  # as timeout(1)
@@ -64,8 +67,12 @@ def run(
     returns, and its temporary folder is removed.
     """
     require_free_port(config.recipe.ray_port)
-    _keep_what_is_replayed(config)
-    folder = _fresh_folder(environment.run_dir(config))
+    _check_replay(config)
+    with _locked(environment.run_dir(config)) as folder:
+        return _run(config, config_name, overrides, on_line, verl_path, command, _fresh_folder(folder))
+
+
+def _run(config, config_name, overrides, on_line, verl_path, command, folder) -> Outcome:
     temp = short_temp_dir()
     started = time.monotonic()
     try:
@@ -115,7 +122,9 @@ def _supervise(command, env, folder, config, descendants, watch, signals, on_lin
         now = time.monotonic()
         follow.look()
         if now >= next_memory:
-            watch.look(descendants.alive())
+            alive = descendants.alive()
+            watch.look(alive)
+            descendants.shared.look(alive)
             next_memory = max(now, next_memory) + MEMORY_S
         if code is not None:
             break
@@ -225,9 +234,25 @@ def short_temp_dir() -> Path:
     )
 
 
-def _keep_what_is_replayed(config: DictConfig) -> None:
-    """ConfigError where the run would delete the recording that it is to replay."""
+@contextmanager
+def _locked(folder: Path) -> Iterator[Path]:
+    """The run's folder, for this process alone; ConfigError where another run is writing to it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"{folder} is being written by another run; wait for it, or name this one (--run NAME, recipe.run)"
+            ) from None
+        yield folder
+
+
+def _check_replay(config: DictConfig) -> None:
+    """ConfigError where the recording does not hold every step, or the run would delete what it is to replay."""
     replay, folder = config.recipe.rollout.replay, environment.run_dir(config).resolve()
+    if replay:
+        find_recording(replay, config.trainer.total_training_steps)
     if replay and (folder == Path(replay).resolve() or folder in Path(replay).resolve().parents):
         raise ConfigError(
             f"recipe.rollout.replay is {replay}, inside {folder}, which this run writes anew; "

@@ -9,10 +9,12 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+import re
 import signal
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import psutil
 
@@ -48,6 +50,7 @@ class Descendants:
     def __init__(self) -> None:
         self._me = psutil.Process()
         self._before = set(self._me.children(recursive=True))
+        self.shared = SharedMemory()
         self.waited_for: frozenset[int] = frozenset()  # children that someone else waits for (the driver's Popen)
 
     def alive(self) -> list[psutil.Process]:
@@ -73,12 +76,42 @@ class Descendants:
             left = self.alive()
             if not left:
                 break
+            self.shared.look(left)
             ended += [name_of(process) for process in left]
             _send(left, send)
             psutil.wait_procs([p for p in left if p.pid not in self.waited_for], timeout=patience_s)
+        self.shared.remove()
         for process in self.alive():
             log.warning("process %d (%s) could not be ended", process.pid, name_of(process))
         return list(dict.fromkeys(ended))
+
+
+class SharedMemory:
+    """Shared memory files that processes of the run have mapped: whoever is killed leaves them behind (vLLM's TP does).
+
+    Named psm_* by Python's multiprocessing, at random, so a file that one of ours maps is the run's own.
+    """
+
+    FOLDER = Path("/dev/shm")
+
+    def __init__(self) -> None:
+        self._names: set[str] = set()
+
+    def look(self, processes: Iterable[psutil.Process]) -> None:
+        """Remember what the living processes have mapped; nothing where the system has no /proc."""
+        for process in processes:
+            try:
+                maps = Path(f"/proc/{process.pid}/maps").read_text()
+            except OSError:
+                continue
+            self._names.update(re.findall(rf"{self.FOLDER}/(psm_\w+)", maps))
+
+    def remove(self) -> list[str]:
+        """Unlink what is still there, once the run's processes are gone; returns the names."""
+        left = [name for name in sorted(self._names) if (self.FOLDER / name).exists()]
+        for name in left:
+            (self.FOLDER / name).unlink(missing_ok=True)
+        return left
 
 
 def _send(processes: Iterable[psutil.Process], send) -> None:

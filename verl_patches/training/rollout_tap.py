@@ -62,15 +62,3 @@ class RolloutTap:
             raise ConfigError(f"--replay-rollout: {path} was recorded with other prompts ({tuple(found.shape)}, now "
                               f"{tuple(asked.shape)} x {repeats}); use the recorded run's data, batch size and seed")
         return DataProto.from_dict(tensors=tensors, meta_info=dict(prompts.meta_info))
-
-
-def recording(path: str | None) -> Path | None:
-    """The folder of step_N.safetensors that a user names: itself, a run's folder, or one of its files."""
-    if path is None:
-        return None
-    given = Path(path)
-    for folder in (given, given / "rollouts", given.parent):
-        if (folder / "step_1.safetensors").is_file():
-            return folder.resolve()
-    raise ConfigError(f"--replay-rollout {path}: no step_1.safetensors there; give a run folder (outputs/<run>) that "
-                      "recorded its rollouts")

@@ -12,7 +12,8 @@ from verl_patches.layout.of_config import rollout_layout_of, train_layout_of
 from verl_patches.patching import engine
 from verl_patches.patching.engine import PatchError
 from verl_patches.training import truth_check
-from verl_patches.training.rollout_tap import RolloutTap, recording
+from verl_patches.training.recording import find_recording
+from verl_patches.training.rollout_tap import RolloutTap
 from verl_patches.training.summary import Progress, Summary, phase_seconds
 
 log = logging.getLogger(__name__)
@@ -130,7 +131,7 @@ def fit_as_run(original: Callable) -> Callable:
         reason = "failed"
         try:
             run.prove()
-            replay = recording(run.recipe.rollout.replay)
+            replay = find_recording(run.recipe.rollout.replay)
             record_to = run.folder / "rollouts" if run.recipe.rollout.record else None
             trainer.actor_rollout_wg = RolloutTap(trainer.actor_rollout_wg, record_to, replay, run.before_call)
             if trainer.use_reference_policy and not trainer.ref_in_actor:
