@@ -27,7 +27,7 @@ def no_patches():
 
 
 def stop_early():
-    """A quarter of the words ends a sequence, so that sequences, and with them DP ranks, end at different steps."""
+    """One word in sixteen ends a sequence, so that sequences, and with them DP ranks, end at different steps."""
 
     def on_import(module):
         original = module.vLLMRollout.__init__
@@ -35,7 +35,7 @@ def stop_early():
         @functools.wraps(original)
         def __init__(self, *args, **kwargs):
             original(self, *args, **kwargs)
-            self.sampling_params.stop_token_ids = list(range(128))
+            self.sampling_params.stop_token_ids = list(range(32))
 
         module.vLLMRollout.__init__ = __init__
 

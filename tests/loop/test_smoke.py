@@ -94,7 +94,7 @@ def assert_all_gone(processes):
 def test_a_killed_worker_ends_the_run_with_a_reason_and_nothing_left(tmp_path):
     launcher = start(tmp_path, "--steps", "50")
     try:
-        wait_for("step 1/50: rollout", tmp_path / "r" / "progress.log", 240)
+        wait_for("step 1/50: reshard, rollout", tmp_path / "r" / "progress.log", 240)
         started = run_processes(launcher)
         worker = next(p for p in started if "WorkerDict" in " ".join(p.cmdline()))
         killed_at = time.monotonic()
