@@ -99,6 +99,7 @@ def test_layouts_that_do_not_fit_are_refused(text, library, change, message):
         local_parameters(build_inventory(TINY_CONFIG | change), parse_layout(text), 0, library)
 
 
+@pytest.mark.slow
 def test_every_kind_has_an_axis_and_numbers_come_fast():
     assert {p.kind for p in BIG.parameters} <= set(AXES)
     started = time.process_time()

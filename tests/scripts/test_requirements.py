@@ -132,6 +132,7 @@ def unmet(name: str, pinned: dict[str, str]) -> list[str]:
     return problems
 
 
+@pytest.mark.slow
 def test_the_main_pin_file_is_closed_under_dependencies():
     pinned = pins(MAIN)
     absent = [name for name in pinned if not _installed(name)]
