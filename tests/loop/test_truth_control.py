@@ -31,6 +31,7 @@ def test_a_skipped_sync_is_caught_at_the_first_step_that_skips(smoke):
 def test_without_the_loader_there_is_no_actor(smoke):
     run = smoke("--steps", "1", "recipe.patches=[-model.load_hf]", ok=False)
     assert run.code == 1 and not run.summary["steps"]
+    assert "linear_qkv" in run.summary["exit"]  # verl's own loader looks for the attention of Llama
 
 
 @pytest.mark.parametrize(("hook", "words"), [

@@ -1,7 +1,7 @@
 """Does the rollout engine hold the actor's weights? Compare both log-probs of the very tokens that were sampled.
 
 Valid at temperature 1 with top-p and top-k off, where vLLM's sampled log-prob and the actor's are the same quantity. In
-fp32 right weights give about 5e-7 and wrong ones above 0.1, so one number per step separates them.
+fp32 right weights give about 1e-6 and wrong ones above 0.1, so one number per step separates them.
 """
 
 from __future__ import annotations
