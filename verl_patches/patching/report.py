@@ -4,11 +4,56 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from verl_patches.errors import ConfigError
 from verl_patches.patching.spec import PatchSpec
+
+STATES = ("fine", "note", "problem")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a check saw at one place. `state`: fine, note (said, but nobody has to act) or problem.
+
+    `name` is what was looked at (a row id, a package, a variable), `where` the file:line or place, `todo` the next step.
+    """
+
+    name: str
+    state: str
+    where: str = ""
+    expected: str = ""
+    found: str = ""
+    todo: str = ""
+
+
+@dataclass(frozen=True)
+class Report:
+    """All findings of one command about one line: the one JSON shape of `check`, `versions` and `fetch-upstream`."""
+
+    command: str
+    line: str
+    findings: tuple[Finding, ...]
+
+    @property
+    def state(self) -> str:
+        """problem if any finding is one; empty if there was nothing to look at, which is not fine; else fine."""
+        if not self.findings:
+            return "empty"
+        return "problem" if any(f.state == "problem" for f in self.findings) else "fine"
+
+    @property
+    def exit_code(self) -> int:
+        """0 only where something was looked at and no problem was found."""
+        return 0 if self.state == "fine" else 1
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data: {command, line, state, counts, rows}."""
+        counts = {state: sum(f.state == state for f in self.findings) for state in STATES}
+        return {"command": self.command, "line": self.line, "state": self.state, "counts": counts,
+                "rows": [asdict(finding) for finding in self.findings]}
 
 
 def run_states(folder: Path) -> list[dict[str, str]]:
