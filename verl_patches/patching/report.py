@@ -18,7 +18,7 @@ STATES = ("fine", "note", "problem")
 class Finding:
     """What a check saw at one place. `state`: fine, note (said, but nobody has to act) or problem.
 
-    `name` is what was looked at (a row id, a package, a variable), `where` the file:line or place, `todo` the next step.
+    `name`: what was looked at (a row id, a package, a variable); `where`: file:line or place; `todo`: the next step.
     """
 
     name: str
