@@ -12,7 +12,9 @@ from typing import Annotated, Any
 
 import typer
 
-from verl_patches.cluster import cli
+from verl_patches import contract_cli
+from verl_patches.cluster import cli, upstream_cli
+from verl_patches.contract_cli import table
 from verl_patches.errors import ConfigError
 from verl_patches.patching.engine import Engine, PatchError
 
@@ -31,19 +33,6 @@ def _engine(switches: str | None) -> Engine:
 
 def _print_json(data: Any) -> None:
     print(json.dumps(data, indent=1))
-
-
-def _table(title: str, columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title=title)
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    for row in rows:
-        table.add_row(*row)
-    console = Console()
-    (console if console.is_terminal else Console(width=200)).print(table)  # whole ids in pipes and files
 
 
 @app.command()
@@ -65,7 +54,7 @@ def status(
             _print_json({"run": str(run), "exit": ended, "rows": rows, "wrong": wrong})
         else:
             print(f"run ended: {ended}. A row waits where its module was never imported in that process.")
-            _table(f"patches of {run}", ("id", "target", "states"),
+            table(f"patches of {run}", ("id", "target", "states"),
                    [(r["id"], r["target"], ", ".join(f"{p}: {s}" for p, s in r["states"].items())) for r in rows])
         raise typer.Exit(1 if wrong else 0)
     engine = _engine(switches)
@@ -73,7 +62,7 @@ def status(
     if as_json:
         _print_json({"switches": engine.switches.text(), "rows": rows})
     else:
-        _table(f"patches for {engine.switches.text()}", ("id", "state", "target", "reason"),
+        table(f"patches for {engine.switches.text()}", ("id", "state", "target", "reason"),
                [(r["id"], r["state"], r["target"], r["reason"]) for r in rows])
 
 
@@ -85,7 +74,7 @@ def explain(row_id: str, switches: Switch = None, as_json: Json = False) -> None
     if as_json:
         _print_json(facts)
     else:
-        _table(row_id, ("fact", "value"), [(k, ", ".join(v) if isinstance(v, (list, tuple)) else str(v))
+        table(row_id, ("fact", "value"), [(k, ", ".join(v) if isinstance(v, (list, tuple)) else str(v))
                                            for k, v in facts.items()])
 
 
@@ -97,36 +86,6 @@ def digest(switches: Switch = None, as_json: Json = False) -> None:
         _print_json({"switches": engine.switches.text(), "digest": engine.digest(), "intent": engine.intent()})
     else:
         print(engine.digest())
-
-
-@app.command()
-def fingerprint(
-    row_ids: Annotated[list[str] | None, typer.Argument(help="Rows; all of the line when none is given.")] = None,
-    write: Annotated[bool, typer.Option("--write", help="Record them as reviewed.")] = False,
-    switches: Switch = None,
-    as_json: Json = False,
-) -> None:
-    """Fingerprints of targets as they stand on disk, against the reviewed ones."""
-    from verl_patches.patching.fingerprint import fingerprint as compute
-    from verl_patches.patching.fingerprint import reviewed, write_reviewed
-
-    engine = _engine(switches)
-    line = engine.switches.line
-    names = row_ids or [n for n, s in engine.specs.items() if line in s.lines]
-    for name in names:
-        engine.explain(name)
-    targets = [engine.specs[n].target for n in names if not engine.specs[n].is_module_stub]
-    found = {target: compute(target) for target in targets}
-    if write:
-        write_reviewed(line, found)
-    known = reviewed().get(line, {})
-    rows = [{"target": t, "found": f, "reviewed": known.get(t)} for t, f in found.items()]
-    if as_json:
-        _print_json({"line": line, "rows": rows})
-    else:
-        _table(f"fingerprints, line {line}", ("target", "found", "reviewed"),
-               [(r["target"], r["found"], r["reviewed"] or "-") for r in rows])
-    raise typer.Exit(0 if all(r["found"] == r["reviewed"] for r in rows) else 1)
 
 
 @app.command("install-prelude")
@@ -153,7 +112,9 @@ def _rows() -> Any:
     return ROWS
 
 
+contract_cli.register(app, _engine)
 cli.register(app, _rows)
+upstream_cli.register(app)
 
 
 def main() -> None:

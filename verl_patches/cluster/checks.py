@@ -14,6 +14,8 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
+from verl_patches.cluster.environment import DROPPED, derive
+from verl_patches.cluster.support import refusal, refused_keys, shell_findings
 from verl_patches.errors import ConfigError
 from verl_patches.layout.inventory import ModelShape, read_model_shape
 from verl_patches.layout.of_config import rollout_layout_of, train_layout_of
@@ -56,7 +58,22 @@ def check_config(config: DictConfig, configs_dir: Path) -> list[Check]:
         checks += _rollout_checks(config, rollout, model)
     if train and rollout:
         checks += _batch_checks(config, train, rollout)
-    return checks + _length_checks(config, configs_dir)
+    return checks + _length_checks(config, configs_dir) + _line_checks(config)
+
+
+def _line_checks(config: DictConfig) -> list[Check]:
+    """What the pin file says that the line cannot do; a planned key only shows, as a start is refused elsewhere."""
+    line = config.recipe.line
+    checks = [
+        Check(f"line {line}", entry.planned, refusal(entry, value, line) + "; a start is refused" * entry.planned)
+        for entry, value in refused_keys(config)
+    ]
+    shell = shell_findings(line, decided={*DROPPED, *(variable.name for variable in derive(config))})
+    checks += [
+        Check("environment", False, f"{f.name} is {f.found}, expected {f.expected}; {f.todo}")
+        for f in shell if f.state == "problem"
+    ]
+    return checks
 
 
 def _same_model(config: DictConfig, model: ModelShape) -> list[Check]:

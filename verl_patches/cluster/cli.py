@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from rich.console import Console
 
 from verl_patches.cluster import facts, launch, smoke
 from verl_patches.cluster.checks import check_config, require
 from verl_patches.cluster.compose import CONFIGS_DIR, compose
 from verl_patches.cluster.plan import build_plan, show
+from verl_patches.cluster.support import refused_keys
 from verl_patches.errors import ConfigError
 from verl_patches.patching.spec import PatchSpec
 
@@ -22,8 +23,6 @@ Json = Annotated[bool, typer.Option("--json", help="Plain JSON on standard outpu
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[key=value ...]", help="Any further Hydra overrides.")]
 
 _WIDTH_IN_FILES = 160
-# recipe keys that no row acts on yet: --dry-run plans them, a start refuses them instead of ignoring them
-_PLANNED_ONLY = ("train.layers_per_stage", "train.swap_optimizer")
 
 
 def register(app: typer.Typer, rows: Callable[[], Sequence[PatchSpec]]) -> None:
@@ -125,11 +124,11 @@ def run_train(
 
 
 def refuse_without_effect(config: DictConfig, rows: Sequence[PatchSpec]) -> None:
-    """ConfigError for a line without rows, and for recipe keys that no row acts on yet: another run would start."""
+    """ConfigError for a line without rows, and for keys whose rows are still to come: another run would start."""
     line = config.recipe.line
     if not any(line in row.lines for row in rows):
         raise ConfigError(f"recipe.line is {line}, for which the catalogue has no row yet; --dry-run plans such a run")
-    given = [f"recipe.{key}" for key in _PLANNED_ONLY if OmegaConf.select(config.recipe, key)]
+    given = [entry.key for entry, _ in refused_keys(config) if entry.planned]
     if given:
         raise ConfigError(
             f"line {line} cannot act on {', '.join(given)} yet, so this run is not started; --dry-run plans it. "

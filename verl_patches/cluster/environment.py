@@ -1,9 +1,7 @@
 """The environment of a run: one list, derived once from the configuration, each variable with reason and reader.
 
-`read_by` is "file:line" of the package that reads it, at the pin: installed packages for `pypi`, and for a3
-vllm-ascend f20869ef (head of PR 2058), MindSpeed dc83a031, torch_npu v7.1.0-pytorch2.5.1 (2.5.1.post1). A variable
-that nothing reads is not set: VLLM_ENABLE_MC2 and VLLM_ASCEND_ACL_OP_INIT_MODE of public scripts are read nowhere;
-ACL_OP_INIT_MODE is set by vllm-ascend itself.
+Where each variable is read at the pins stands in configs/upstream.yaml, `environment:`; a variable that nothing reads
+is not set, and one that is not listed there cannot be derived (KeyError in the tests).
 """
 
 from __future__ import annotations
@@ -12,15 +10,16 @@ import functools
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from omegaconf import DictConfig
 
+from verl_patches.cluster.pins import load_pins
 from verl_patches.patching.switches import VARIABLE, Switches
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-_DROPPED = ("RAY_ADDRESS", "RAY_GCS_SERVER_PORT", "RAY_TMPDIR", VARIABLE)  # of the shell: the configuration decides
+DROPPED = ("RAY_ADDRESS", "RAY_GCS_SERVER_PORT", "RAY_TMPDIR", VARIABLE)  # of the shell: the configuration decides
 
 
 @dataclass(frozen=True)
@@ -30,114 +29,66 @@ class Variable:
     name: str
     value: str
     reason: str
-    read_by: str
     everywhere: bool = True
+    read_by: str = ""
+
+
+def switches_of(config: DictConfig) -> Switches:
+    """What the run asks of the patch catalogue: `recipe.line`, `.platform`, `.patches` and `.drift`."""
+    recipe = config.recipe
+    return Switches(recipe.line, recipe.platform, tuple(recipe.patches), recipe.drift)
 
 
 def derive(config: DictConfig, temp_dir: str | None = None, verl_path: Path | None = None) -> list[Variable]:
     """The variables of a run of `config`; `temp_dir` is the run's own folder for sockets and scratch, None: not yet."""
     recipe = config.recipe
-    switches = Switches(recipe.line, recipe.platform, tuple(recipe.patches))
+    switches = switches_of(config)
     shared = [
-        Variable(
-            VARIABLE,
-            switches.text(),
-            "line, platform and rows of the patch catalogue",
-            "verl_patches/patching/switches.py",
-        ),
-        Variable(
-            "CUDA_DEVICE_MAX_CONNECTIONS",
-            "1",
-            "sequence parallel relies on the order of launches",
-            "megatron/core/tensor_parallel/layers.py:472"
-            if recipe.line == "pypi" else "mindspeed/core/tensor_parallel/layers.py:118",
-        ),
-        Variable("TOKENIZERS_PARALLELISM", "false", "no thread pools in processes that fork", "tokenizers (Rust)"),
-        Variable("VERL_LOGGING_LEVEL", "WARN", "a line a rank otherwise", "verl/workers/megatron_workers.py:50"),
-        Variable(
-            "VLLM_LOGGING_LEVEL",
-            "WARNING",
-            "one engine a rank: its INFO lines drown the step table",
-            "vllm/envs.py:372",
-        ),
-        Variable(
-            "TENSORBOARD_DIR",
-            str(run_dir(config) / "tensorboard"),
-            "events beside the rest of the run",
-            "verl/utils/tracking.py:204",
-        ),
-        Variable("RAY_USAGE_STATS_ENABLED", "0", "nothing leaves the machine", "ray/_private/usage/usage_lib.py"),
-        Variable("VLLM_NO_USAGE_STATS", "1", "nothing leaves the machine; no process of its own", "vllm/envs.py:354"),
+        Variable(VARIABLE, switches.text(), "line, platform and rows of the patch catalogue"),
+        Variable("CUDA_DEVICE_MAX_CONNECTIONS", "1", "sequence parallel relies on the order of launches"),
+        Variable("TOKENIZERS_PARALLELISM", "false", "no thread pools in processes that fork"),
+        Variable("VERL_LOGGING_LEVEL", "WARN", "a line a rank otherwise"),
+        Variable("VLLM_LOGGING_LEVEL", "WARNING", "one engine a rank: its INFO lines drown the step table"),
+        Variable("TENSORBOARD_DIR", str(run_dir(config) / "tensorboard"), "events beside the rest of the run"),
+        Variable("RAY_USAGE_STATS_ENABLED", "0", "nothing leaves the machine"),
+        Variable("VLLM_NO_USAGE_STATS", "1", "nothing leaves the machine; no process of its own"),
     ]
     by_platform = {"cpu": _cpu, "npu": _npu}.get(recipe.platform)
-    return shared + (by_platform(config) if by_platform else []) + _launch(config, temp_dir, verl_path)
+    found = shared + (by_platform(config) if by_platform else []) + _launch(config, temp_dir, verl_path)
+    pins = load_pins()
+    return [replace(variable, read_by=pins.read_by(variable.name, recipe.line)) for variable in found]
 
 
 def _cpu(config: DictConfig) -> list[Variable]:
     return [
-        Variable("VLLM_USE_V1", "0", "vLLM 0.9.1 can do MLA on a CPU with engine V0 only", "vllm/envs.py:616"),
-        Variable("VLLM_CPU_KVCACHE_SPACE", "1", "GiB of KV cache a rank; unset means 4", "vllm/envs.py:420"),
-        Variable("OMP_NUM_THREADS", "1", "several ranks share few cores", "torch (OpenMP)"),
-        Variable(
-            "GLOO_SOCKET_IFNAME",
-            "lo",
-            "all ranks are on this machine, nothing listens outside it",
-            "torch (ProcessGroupGloo.cpp)",
-        ),
-        Variable(
-            "TORCHDYNAMO_DISABLE",
-            "1",
-            "compiling costs more than a tiny model's step",
-            "torch/_dynamo/eval_frame.py",
-        ),
-        Variable(
-            "TORCH_DEVICE_BACKEND_AUTOLOAD",
-            "0",
-            "a device plugin that lies around is not loaded",
-            "torch/__init__.py",
-        ),
-        Variable(
-            "RAY_DEDUP_LOGS",
-            "0",
-            "the log of a rank that differs must not be folded away",
-            "ray/_private/ray_constants.py:266",
-        ),
-        Variable("HF_HUB_OFFLINE", "1", "model and tokenizer are local folders", "huggingface_hub/constants.py"),
+        Variable("VLLM_USE_V1", "0", "vLLM 0.9.1 can do MLA on a CPU with engine V0 only"),
+        Variable("VLLM_CPU_KVCACHE_SPACE", "1", "GiB of KV cache a rank; unset means 4"),
+        Variable("OMP_NUM_THREADS", "1", "several ranks share few cores"),
+        Variable("GLOO_SOCKET_IFNAME", "lo", "all ranks are on this machine, nothing listens outside it"),
+        Variable("TORCHDYNAMO_DISABLE", "1", "compiling costs more than a tiny model's step"),
+        Variable("TORCH_DEVICE_BACKEND_AUTOLOAD", "0", "a device plugin that lies around is not loaded"),
+        Variable("RAY_DEDUP_LOGS", "0", "the log of a rank that differs must not be folded away"),
+        Variable("HF_HUB_OFFLINE", "1", "model and tokenizer are local folders"),
     ]
 
 
 def _npu(config: DictConfig) -> list[Variable]:
     return [
-        Variable(
-            "VLLM_USE_V1",
-            "1",
-            "graph mode and the Ascend scheduler are for engine V1 only",
-            "vllm/envs.py:616; vllm_ascend/platform.py:170",
-        ),
+        Variable("VLLM_USE_V1", "1", "graph mode and the Ascend scheduler are for engine V1 only"),
         Variable(
             "VLLM_ENABLE_FIX_ROUTE",
             "1" if config.recipe.rollout.balanced_routing else "0",
             "recipe.rollout.balanced_routing; must be 0 or 1: unset is a TypeError",
-            "vllm_ascend/ops/fused_moe.py:945 (PR 2058)",
         ),
         Variable(
-            "HCCL_CONNECT_TIMEOUT",
-            "1200",
-            "ranks of many nodes start more than the default 120 s apart (s)",
-            "torch_npu/csrc/core/npu/register/OptionsManager.cpp:144",
+            "HCCL_CONNECT_TIMEOUT", "1200", "ranks of many nodes start more than the default 120 s apart (s)"
         ),
-        Variable(
-            "TASK_QUEUE_ENABLE",
-            "1",
-            "2 is refused while a graph is captured",
-            "torch_npu/csrc/core/npu/register/OptionsManager.cpp:521",
-        ),
+        Variable("TASK_QUEUE_ENABLE", "1", "2 is refused while a graph is captured"),
         Variable(
             "PYTORCH_NPU_ALLOC_CONF",
             "expandable_segments:False",
             "vLLM's sleep mode needs memory pools, which expandable segments break; "
             "vllm-ascend checks the CUDA name only",
-            "torch_npu/csrc/core/npu/NPUCachingAllocator.cpp:784",
         ),
     ]
 
@@ -148,29 +99,16 @@ def _launch(config: DictConfig, temp_dir: str | None, verl_path: Path | None) ->
     temp = temp_dir or "(made at start)"
     local = functools.partial(Variable, everywhere=False)
     found = [
-        local("PYTHONPATH", os.pathsep.join(path), "this checkout is the one that runs", "python", everywhere=False),
-        Variable("PYTHONUNBUFFERED", "1", "the log ends where the run ended", "python", everywhere=False),
-        Variable(
-            "TMPDIR",
-            temp,
-            "scratch of the run in one folder that is removed afterwards",
-            "python tempfile",
-            everywhere=False,
-        ),
+        local("PYTHONPATH", os.pathsep.join(path), "this checkout is the one that runs"),
+        local("PYTHONUNBUFFERED", "1", "the log ends where the run ended"),
+        local("TMPDIR", temp, "scratch of the run in one folder that is removed afterwards"),
     ]
     if config.recipe.ray_address is not None:
-        found.append(local("RAY_ADDRESS", config.recipe.ray_address, "recipe.ray_address", "ray/_private/services.py"))
+        found.append(local("RAY_ADDRESS", config.recipe.ray_address, "recipe.ray_address"))
     else:
-        found.append(Variable(
-            "RAY_TMPDIR",
-            temp,
-            "a path short enough for sockets (107 bytes)",
-            "ray/_private/utils.py:81",
-            everywhere=False,
-        ))
+        found.append(local("RAY_TMPDIR", temp, "a path short enough for sockets (107 bytes)"))
     if config.recipe.ray_port is not None:
-        port = str(config.recipe.ray_port)
-        found.append(local("RAY_GCS_SERVER_PORT", port, "recipe.ray_port", "ray/_private/ray_constants.py:370"))
+        found.append(local("RAY_GCS_SERVER_PORT", str(config.recipe.ray_port), "recipe.ray_port"))
     return found
 
 
@@ -184,7 +122,7 @@ def process_environment(variables: list[Variable], base: Mapping[str, str]) -> d
 
     The interpreter's own folder comes first on PATH, as Ray looks for its tools there.
     """
-    merged = {name: value for name, value in base.items() if name not in _DROPPED}
+    merged = {name: value for name, value in base.items() if name not in DROPPED}
     merged.update({v.name: v.value for v in variables})
     merged["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), merged.get("PATH", os.defpath)])
     return merged

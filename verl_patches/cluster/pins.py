@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Mapping
+from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
@@ -15,7 +17,8 @@ from verl_patches.errors import ConfigError
 PIN_FILE = Path(__file__).resolve().parents[2] / "configs" / "upstream.yaml"
 
 Hash = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{40}$")]
-Version = Annotated[str, StringConstraints(min_length=1)]
+Version = Annotated[str, StringConstraints(min_length=1)]  # of a package: exact, or a pattern such as 0.1*
+Kind = Annotated[str, StringConstraints(pattern=r"^(int|text|path|\d+\.\.\d+)$")]
 
 
 class _Strict(BaseModel):
@@ -49,16 +52,129 @@ class Repository(_Strict):
     pull_requests: tuple[PullRequest, ...] = ()
 
 
+class Words(_Strict):
+    """One phrase of the README's table in both languages."""
+
+    en: str
+    zh: str
+
+
+class Source(_Strict):
+    """Where the source of an installed wheel can be read; it is not cloned."""
+
+    url: str
+    ref: str
+    commit: Hash
+
+
+class Variable(_Strict):
+    """One environment variable that upstream reads, by its name in `Pins.environment`.
+
+    read_by: places by line ("both": the same on both), "package/file.py:line" or the name of a library; default: what
+    the reader takes where it is unset, None: nothing; allowed: the values, or int, A..B, path (absolute), text.
+    """
+
+    read_by: Mapping[Literal["both", "pypi", "a3"], tuple[str, ...]]
+    default: str | None
+    allowed: Kind | tuple[str, ...]
+    note: str = ""
+
+    def reads(self, line: str) -> tuple[str, ...]:
+        """Where `line` reads it; nothing if it does not."""
+        return (*self.read_by.get("both", ()), *self.read_by.get(line, ()))
+
+    def accepts(self, value: str) -> bool:
+        """True if the reader understands `value`."""
+        if not isinstance(self.allowed, str):
+            return value in self.allowed
+        if self.allowed in ("text", "path"):
+            return self.allowed == "text" or value.startswith("/")
+        whole = re.fullmatch(r"-?\d+", value)
+        low, _, high = self.allowed.partition("..")
+        return bool(whole) and (not high or int(low) <= int(value) <= int(high))
+
+    @property
+    def allowed_text(self) -> str:
+        """The allowed values in words."""
+        words = {"int": "a whole number", "path": "an absolute path", "text": "any text"}
+        return words.get(self.allowed, self.allowed) if isinstance(self.allowed, str) else " or ".join(self.allowed)
+
+
+class Unsupported(_Strict):
+    """One configuration key that `lines` cannot act on: any value but a `neutral` one is refused.
+
+    planned: --dry-run shows such a run all the same, a start is refused (its rows are still to come).
+    """
+
+    key: str
+    lines: tuple[Literal["pypi", "a3"], ...]
+    neutral: tuple[Any, ...]
+    why: str
+    instead: str
+    planned: bool = False
+
+
+class Apex(_Strict):
+    """Where apex for Ascend is built from: its repository, and NVIDIA's, which its build script patches.
+
+    commit: None where no reviewed one is known, so `ref` decides. build_needs: what pip must install before.
+    """
+
+    url: str
+    ref: str
+    commit: Hash | None
+    base_url: str
+    build_needs: tuple[str, ...]
+
+
+class Requirements(_Strict):
+    """A requirements file of a repository, without the packages that other pins decide."""
+
+    file: str
+    without: tuple[str, ...] = ()
+
+
+class Container(_Strict):
+    """What the line's Dockerfile and its start command need beyond versions and repositories.
+
+    cann_packages: file names in the order of installation, {key} is a version of `system`. on_pip: repositories that
+    pip installs, the others are on PYTHONPATH. requirements: by repository. devices: /dev/davinci0 and up. mounts:
+    SOURCE:TARGET[:ro]. shm_size: a limit of /dev/shm, not a reservation.
+    """
+
+    name: str
+    image: Annotated[str, StringConstraints(pattern=r"^\S+:[\w.-]*\d[\w.-]*$")]  # a versioned tag or a digest
+    os_packages: tuple[str, ...]
+    jemalloc: str
+    cann_packages: tuple[str, ...]
+    set_env: tuple[str, ...]
+    driver_libraries: tuple[str, ...]
+    build_libraries: str
+    apex: Apex
+    build_needs: tuple[str, ...]
+    on_pip: tuple[str, ...]
+    requirements: Mapping[str, Requirements]
+    devices: int
+    device_files: tuple[str, ...]
+    mounts: tuple[str, ...]
+    shm_size: str
+    ulimits: Mapping[str, str]
+    privileged: bool
+
+
 class Line(_Strict):
     """One upstream line: exact versions of Python packages, of the Ascend software below, and repositories."""
 
-    use: str
-    state: str
+    use: Words
+    state: Words
     engine: Literal["V0", "V1"]
     python: Version
     packages: Mapping[str, Version]
     repositories: Mapping[str, Repository]
     system: Mapping[str, Version] = Field(default_factory=dict)
+    sources: Mapping[str, Source] = Field(default_factory=dict)
+    limits: tuple[str, ...] = ()
+    container: Container | None = None
 
     def package_roots(self, folder: Path) -> dict[str, Path]:
         """{top-level package: the folder that holds it} for clones side by side in `folder`, named as in the pin file.
@@ -84,12 +200,33 @@ class Pins(_Strict):
     """The whole pin file."""
 
     lines: Mapping[str, Line]
+    environment: Mapping[str, Variable]
+    read_nowhere: Mapping[str, str]
+    unsupported: tuple[Unsupported, ...]
 
     def line(self, name: str) -> Line:
         """The pins of one line; ConfigError names the lines there are."""
         if name not in self.lines:
             raise ConfigError(f"--line {name}: expected one of {', '.join(self.lines)}")
         return self.lines[name]
+
+    def unsupported_on(self, line: str) -> tuple[Unsupported, ...]:
+        """The keys that `line` cannot act on."""
+        return tuple(entry for entry in self.unsupported if line in entry.lines)
+
+    def read_by(self, variable: str, line: str) -> str:
+        """Where `line` reads an environment variable, in one text; else where another line does, which it names.
+
+        Raises KeyError for a variable that the pin file does not list.
+        """
+        entry = self.environment[variable]
+        others = [f"{other}: {place}" for other in self.lines for place in entry.reads(other)]
+        return "; ".join(entry.reads(line) or others)
+
+
+def same_version(pinned: str, found: str) -> bool:
+    """True if an installed version is the pinned one; a local part (2.13.0+cpu) counts only where the pin has one."""
+    return fnmatchcase(found if "+" in pinned else found.partition("+")[0], pinned)
 
 
 @functools.cache

@@ -23,7 +23,6 @@ from verl_patches.cluster.compose import CONFIGS_DIR
 from verl_patches.layout.of_config import rollout_layout_of, train_layout_of, world_size
 from verl_patches.layout.parallel import ParallelLayout
 from verl_patches.patching.spec import PatchSpec
-from verl_patches.patching.switches import Switches
 
 DRIVER_MODULE = "verl_patches.main_grpo"
 TRAIN_GROUPS = ("tp", "cp", "dp", "pp", "etp", "ep", "edp")
@@ -98,8 +97,7 @@ def _ranks(layout: ParallelLayout, axes: tuple[str, ...], experts: int | None) -
 
 def patch_table(config: DictConfig, rows: Iterable[PatchSpec]) -> list[dict[str, str]]:
     """One {id, on, reason, kind, target} a row of the catalogue for the line, platform and patches of `config`."""
-    recipe, rows = config.recipe, tuple(rows)
-    switches = Switches(recipe.line, recipe.platform, tuple(recipe.patches))
+    rows, switches = tuple(rows), environment.switches_of(config)
     switches.check_against({row.id: row for row in rows})
     table = []
     for row in rows:

@@ -12,7 +12,7 @@ from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from typing import Any
 
 from verl_patches.errors import ConfigError
-from verl_patches.patching.spec import LINES, PLATFORMS
+from verl_patches.patching.spec import DRIFT_POLICIES, LINES, PLATFORMS
 
 VLLM_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 
@@ -84,6 +84,8 @@ class Timeouts:
 class Recipe:
     """One run. It writes to <output_root>/<run>; `patches` are +row.id / -row.id switches of the catalogue.
 
+    drift: what to do where upstream is not as a row was reviewed: strict stops the run, warn applies the row where it
+    can and marks it, skip leaves upstream alone there.
     ray_address: null starts a Ray of its own on this machine, on ray_port (null: any free one); "auto" or HOST:PORT
     joins one that runs. worker_process_setup_hook: "package.module.function" of the user's, run in every Ray worker
     after the prelude. model_shape: HF config.json that the plan reads sizes from, relative to the configs folder.
@@ -94,6 +96,7 @@ class Recipe:
     line: str = _choice("a3", *LINES)
     platform: str = _choice("npu", *PLATFORMS)
     patches: list[str] = field(default_factory=list)
+    drift: str = _choice("strict", *DRIFT_POLICIES)
     dtype: str = _choice("bf16", *VLLM_DTYPES)
     ray_address: str | None = None
     worker_process_setup_hook: str | None = None

@@ -1,0 +1,97 @@
+import pytest
+
+from verl_patches.catalog import ROWS
+from verl_patches.cluster import cli
+from verl_patches.cluster.checks import check_config
+from verl_patches.cluster.compose import CONFIGS_DIR, compose
+from verl_patches.cluster.pins import load_pins
+from verl_patches.cluster.support import refusal, refused_keys, shell_findings
+from verl_patches.errors import ConfigError
+
+TINY, LARGE = "grpo_deepseekv3_tiny_cpu", "grpo_deepseekv3_256die_true_weight"
+ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+OTHER = {  # another value than a neutral one, for every key of the pin file
+    f"{ACTOR}.entropy_coeff": "0.001",
+    f"{ACTOR}.megatron.context_parallel_size": "2",
+    f"{ACTOR}.megatron.virtual_pipeline_model_parallel_size": "2",
+    f"{ACTOR}.optim.lr_warmup_steps": "10",
+    f"{ACTOR}.optim.lr_warmup_steps_ratio": "0.1",
+    f"{ACTOR}.optim.warmup_style": "cosine",
+    f"{ACTOR}.optim.min_lr_ratio": "0.1",
+    f"{ACTOR}.use_dynamic_bsz": "true",
+    f"{ROLLOUT}.mode": "async",
+    f"{ROLLOUT}.max_num_seqs": "64",
+    f"+{ROLLOUT}.engine_kwargs.vllm.quantization": "fp8",
+    f"+{ROLLOUT}.engine_kwargs.vllm.kv_cache_dtype": "fp8",
+    f"{ROLLOUT}.log_prob_use_dynamic_bsz": "true",
+    "actor_rollout_ref.ref.log_prob_use_dynamic_bsz": "true",
+    "algorithm.use_pf_ppo": "true",
+    "ray_init.timeline_json_file": "t.json",
+    "recipe.train.layers_per_stage": "[1]",
+    "recipe.train.swap_optimizer": "true",
+}
+
+
+@pytest.mark.parametrize("line", ["pypi", "a3"])
+def test_every_key_of_the_pin_file_is_refused_by_name(line):
+    entries = load_pins().unsupported_on(line)
+    assert {key.lstrip("+") for key in OTHER} == {entry.key for entry in load_pins().unsupported}
+    config = compose(TINY, [f"recipe.line={line}", *(f"{key}={value}" for key, value in OTHER.items())])
+    assert [entry.key for entry, _ in refused_keys(config)] == [entry.key for entry in entries]
+    failed = [c.detail for c in check_config(config, CONFIGS_DIR) if c.name == f"line {line}" and not c.ok]
+    assert [detail.partition(" is ")[0] for detail in failed] == [e.key for e in entries if not e.planned]
+    assert all(f"line {line} supports " in detail and "Instead: " in detail for detail in failed)
+
+
+def test_a_neutral_config_is_not_refused():
+    assert refused_keys(compose(TINY)) == [] and refused_keys(compose(TINY, ["recipe.line=a3"])) == []
+
+
+def test_planned_keys_pass_the_checks_and_stop_a_start():
+    config = compose(LARGE)
+    (first, layers), (second, swap) = refused_keys(config)
+    assert (layers, swap) == ([7, 7, 8, 8, 8, 8, 8, 7], True) and first.planned and second.planned
+    shown = [c for c in check_config(config, CONFIGS_DIR) if c.name == "line pypi"]
+    assert [c.ok for c in shown] == [True, True] and all("a start is refused" in c.detail for c in shown)
+    with pytest.raises(ConfigError, match="cannot act on recipe.train.layers_per_stage, recipe.train.swap_optimizer"):
+        cli.refuse_without_effect(config, ROWS)
+
+
+def test_a_refusal_is_one_sentence_with_why_and_what_instead():
+    entry = next(e for e in load_pins().unsupported if e.key == f"{ROLLOUT}.max_num_seqs")
+    assert refusal(entry, 64, "pypi") == (
+        f"{ROLLOUT}.max_num_seqs is 64, line pypi supports 1024 only: verl does not hand it to vLLM "
+        f"(verl/workers/rollout/vllm_rollout/vllm_rollout_spmd.py). Instead: {ROLLOUT}.engine_kwargs.vllm.max_num_seqs")
+
+
+@pytest.mark.parametrize(("line", "name", "value", "state", "said"), [
+    ("a3", "VLLM_ENABLE_MC2", "1", "problem", "unset VLLM_ENABLE_MC2: no source of either line reads it"),
+    ("a3", "VLLM_ASCEND_ACL_OP_INIT_MODE", "1", "problem", "ACL_OP_INIT_MODE is the name"),
+    ("a3", "VLLM_ENABLE_FIX_ROUTE", "2", "problem", "unset is a TypeError"),
+    ("a3", "VLLM_ENABLE_FIX_ROUTE", "1", "fine", ""),
+    ("pypi", "VLLM_ENABLE_FIX_ROUTE", "1", "note", "line pypi does not read it (a3: vllm_ascend/ops/fused_moe.py:945)"),
+    ("a3", "HCCL_CONNECT_TIMEOUT", "60", "problem", "seconds until all ranks have connected"),
+    ("a3", "VLLM_ASCEND_MLAPA", "1", "note", "nearest: VLLM_ASCEND_MLA_PA"),
+    ("a3", "ATB_HOME_PATH", "", "problem", "correct or unset it"),
+])
+def test_what_this_shell_says_is_compared(line, name, value, state, said):
+    finding, = shell_findings(line, {name: value, "HOME": "/h", "LANG": "C"})
+    assert (finding.name, finding.state) == (name, state) and said in finding.todo
+
+
+def test_what_the_launcher_decides_is_no_problem_and_secrets_are_not_shown():
+    environ = {"HCCL_CONNECT_TIMEOUT": "60", "SWANLAB_API_KEY": "hush"}
+    findings = shell_findings("a3", environ, decided={"HCCL_CONNECT_TIMEOUT"})
+    assert [f.state for f in findings] == ["fine", "fine"] and "hush" not in str(findings)
+
+
+def test_the_guard_names_a_wrong_variable_of_the_shell(monkeypatch):
+    def failed():
+        return [c.detail for c in check_config(compose(TINY), CONFIGS_DIR) if not c.ok]
+
+    assert failed() == []
+    monkeypatch.setenv("VLLM_ENABLE_MC2", "1")
+    monkeypatch.setenv("VLLM_MLA_DISABLE", "1")
+    monkeypatch.setenv("VLLM_USE_V1", "7")  # the launcher sets its own
+    mc2, mla = failed()
+    assert "VLLM_ENABLE_MC2 is 1, expected unset" in mc2 and "VLLM_MLA_DISABLE is 1, expected 0" in mla

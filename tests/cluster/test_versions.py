@@ -1,0 +1,233 @@
+"""`versions` on a made-up machine that holds the whole a3 line, and with one thing wrong at a time."""
+
+import json
+import subprocess
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from verl_patches.cluster import upstream_cli
+from verl_patches.cluster.pins import load_pins
+from verl_patches.cluster.versions import Machine, compare
+from verl_patches.errors import ConfigError
+from verl_patches.patching import prelude_line
+
+TOOLKIT = "ascend-toolkit/latest/aarch64-linux/ascend_toolkit_install.info"
+FILES = {  # as the installers of CANN 8 write them
+    "driver/version.info": "Version=25.2.0\nascendhal_version=7.35.23\nInnerversion=V100R001C22SPC001B220\n",
+    "firmware/version.info": "Version=7.7.0.6.236\nfirmware_version=1.0\npackage_version=25.2.0\n",
+    TOOLKIT: "package_name=Ascend-cann-toolkit\nversion=8.2.RC1\ninnerversion=V100R001C22SPC001B231\narch=aarch64\n",
+    "ascend-toolkit/latest/opp_kernel/version.info":
+        'Version=8.2.0.1.220\nversion_dir=8.2.RC1\nrequired_package_opp_version=">=7.6, <=8.2"\n',
+    "nnal/atb/latest/version.info":
+        "    Ascend-cann-atb : 8.2.RC1\n    Ascend-cann-atb Version : 8.2.RC1.B010\n    Platform : aarch64\n",
+}
+WORKER = "verl/workers/megatron_workers.py"
+
+
+def git(folder, *args):
+    done = subprocess.run(["git", "-c", "user.name=t", "-c", "user.email=t@t", "-C", str(folder), *args],
+                          capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+@pytest.fixture
+def ascend(tmp_path):
+    root = tmp_path / "Ascend"
+    for name, text in FILES.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+@pytest.fixture
+def clones(tmp_path):
+    """Small clones in place of upstream's, and the pin file with their hashes."""
+    pins, made = load_pins(), {}
+    for name, pin in pins.line("a3").repositories.items():
+        folder = tmp_path / "upstream" / name
+        for package in pin.packages:
+            (folder / package).mkdir(parents=True)
+            (folder / package / "__init__.py").write_text(f'"""{package}"""\n')
+        if name == "verl":
+            (folder / WORKER).parent.mkdir(parents=True)
+            (folder / WORKER).write_text("import torch\n")
+        git(folder, "init", "-q")
+        git(folder, "add", "-A")
+        git(folder, "commit", "-q", "-m", "all of it")
+        commit, tree = git(folder, "rev-parse", "HEAD", "HEAD^{tree}").split()
+        made[name] = pin.model_copy(update={"commit": commit, "tree": tree})
+    line = pins.line("a3").model_copy(update={"repositories": made})
+    return tmp_path / "upstream", pins.model_copy(update={"lines": {**pins.lines, "a3": line}})
+
+
+@pytest.fixture
+def machine(ascend, clones):
+    folder, pins = clones
+    versions = {name: version.replace("*", "9") for name, version in pins.line("a3").packages.items()}
+    places = {p: folder / name / p for name, r in pins.line("a3").repositories.items() for p in r.packages}
+
+    def make(**changes):
+        return Machine(**{"environ": {}, "ascend": ascend, "python": "3.10.14", "distribution": versions.get,
+                          "package": places.get, **changes})
+
+    return make, pins, versions, places
+
+
+def problems(report):
+    return {f.name: f for f in report.findings if f.state == "problem"}
+
+
+def test_a_machine_that_holds_the_line_is_fine(machine):
+    make, pins, versions, _ = machine
+    report = compare("a3", make(), pins)
+    assert problems(report) == {} and report.exit_code == 0 and report.state == "fine"
+    fine = {f.name for f in report.findings if f.state == "fine"}
+    assert fine >= {"python", *versions, *pins.line("a3").system, "verl", "megatron", "mindspeed_llm", "vllm_ascend"}
+
+
+@pytest.mark.parametrize(("file", "old", "new", "name", "found"), [
+    ("driver/version.info", "25.2.0", "24.1.rc1", "driver", "24.1.rc1"),
+    ("firmware/version.info", "package_version=25.2.0", "package_version=23.0.7", "firmware", "23.0.7"),
+    (TOOLKIT, "8.2.RC1", "8.1.RC1", "cann_toolkit", "8.1.RC1"),
+    ("ascend-toolkit/latest/opp_kernel/version.info", "8.2.RC1", "8.3.RC1", "cann_kernels", "8.3.RC1"),
+    ("nnal/atb/latest/version.info", "atb : 8.2.RC1", "atb : 8.0.0", "cann_nnal", "8.0.0"),
+])
+def test_other_ascend_software_is_named_with_its_file(machine, ascend, file, old, new, name, found):
+    make, pins, *_ = machine
+    (ascend / file).write_text(FILES[file].replace(old, new))
+    (problem,) = problems(compare("a3", make(), pins)).values()
+    assert (problem.name, problem.found, problem.expected) == (name, found, pins.line("a3").system[name])
+    assert problem.where == str(ascend / file) and problem.todo
+
+
+def test_software_elsewhere_is_found_by_its_own_variables(machine, ascend, tmp_path):
+    make, pins, *_ = machine
+    (ascend / "ascend-toolkit/latest").rename(tmp_path / "cann")
+    (ascend / "nnal").rename(tmp_path / "nnal")
+    missing = problems(compare("a3", make(), pins))
+    assert set(missing) == {"cann_toolkit", "cann_kernels", "cann_nnal"} and "set_env.sh" in missing["cann_nnal"].todo
+    atb = tmp_path / "nnal/atb/latest/atb/cxx_abi_0"
+    environ = {"ASCEND_HOME_PATH": str(tmp_path / "cann"), "ATB_HOME_PATH": str(atb)}
+    assert problems(compare("a3", make(environ=environ), pins)) == {}
+
+
+def test_in_a_container_firmware_is_a_note_and_a_missing_driver_a_problem(machine, ascend):
+    make, pins, *_ = machine
+    (ascend / "firmware/version.info").unlink()
+    report = compare("a3", make(), pins)
+    assert report.exit_code == 0 and next(f for f in report.findings if f.name == "firmware").state == "note"
+    (ascend / "driver/version.info").unlink()
+    assert set(problems(compare("a3", make(), pins))) == {"driver", "firmware"}
+
+
+def test_packages_and_python(machine):
+    make, pins, versions, _ = machine
+    found = {**versions, "torch": "2.5.1+cpu", "transformers": "4.53.0"}
+    del found["apex"]
+    wrong = problems(compare("a3", make(distribution=found.get, python="3.11.4"), pins))
+    assert set(wrong) == {"python", "transformers", "apex"}
+    assert (wrong["apex"].found, wrong["transformers"].expected) == ("not installed", "4.52.4")
+
+
+def test_clones_at_another_commit_changed_copied_or_missing(machine, clones, tmp_path):
+    make, pins, _, places = machine
+    folder = clones[0]
+    git(folder / "MindSpeed", "commit", "-q", "--allow-empty", "-m", "another")
+    (folder / "Megatron-LM/megatron/__init__.py").write_text("changed = 1\n")
+    (tmp_path / "copied/mindspeed_llm").mkdir(parents=True)
+    found = {**places, "mindspeed_llm": tmp_path / "copied/mindspeed_llm", "vllm_ascend": None}
+    report = compare("a3", make(package=found.get), pins)
+    wrong = problems(report)
+    assert set(wrong) == {"mindspeed", "mindspeed_llm", "vllm_ascend"}
+    assert "expected commit" in wrong["mindspeed"].found and wrong["mindspeed_llm"].found == "no git checkout"
+    assert wrong["vllm_ascend"].found == "not importable" and "fetch_upstream.sh --line a3" in wrong["vllm_ascend"].todo
+    changed = next(f for f in report.findings if f.name == "megatron")
+    assert changed.state == "note" and "megatron/__init__.py" in changed.found
+
+
+def test_a_copy_inside_another_repository_is_no_checkout_and_a_wheel_of_the_version_is_a_note(machine, clones):
+    make, pins, _, places = machine
+    site = clones[0] / "verl" / "venv" / "site-packages" / "vllm"  # a venv inside a work tree
+    site.mkdir(parents=True)
+    report = compare("a3", make(package={**places, "vllm": site}.get), pins)
+    assert [f.found for f in report.findings if f.name == "vllm"] == ["0.9.1", "an installed 0.9.1"]
+    site = site.with_name("mindspeed")
+    assert set(problems(compare("a3", make(package={**places, "mindspeed": site}.get), pins))) == {"mindspeed"}
+
+
+def test_the_prelude_line_is_no_change(machine, clones):
+    make, pins, *_ = machine
+    worker = clones[0] / "verl" / WORKER
+    worker.write_text(f"{prelude_line.LINE}\nimport torch\n")
+    verl = next(f for f in compare("a3", make(), pins).findings if f.name == "verl")
+    assert verl.state == "fine"
+    worker.write_text(f"{prelude_line.LINE}\nimport torch, os\n")
+    assert next(f for f in compare("a3", make(), pins).findings if f.name == "verl").state == "note"
+
+
+@pytest.mark.parametrize(("environ", "line", "why"), [
+    ({}, "a3", "VERL_PATCHES names no line: production"), ({"VERL_PATCHES": "platform=cpu"}, "a3", "production"),
+    ({"VERL_PATCHES": "line=pypi,platform=cpu"}, "pypi", "VERL_PATCHES"),
+])
+def test_which_line_was_taken_is_said(machine, environ, line, why):
+    report = compare(None, machine[0](environ=environ), machine[1])
+    assert report.line == line == report.findings[0].found and why in report.findings[0].where
+    assert compare("pypi", machine[0](environ=environ), machine[1]).findings[0].where == "--line"
+
+
+def test_variables_and_limits_are_part_of_it(machine):
+    make, pins, *_ = machine
+    report = compare("a3", make(environ={"VLLM_ENABLE_MC2": "1"}), pins)
+    assert set(problems(report)) == {"VLLM_ENABLE_MC2"} and report.exit_code == 1
+    notes = {f.name for f in report.findings if f.state == "note"}
+    assert notes >= {"not supported", *(entry.key for entry in pins.unsupported_on("a3"))}
+
+
+@pytest.fixture
+def call(monkeypatch):
+    monkeypatch.delenv("VERL_PATCHES", raising=False)
+    app = typer.Typer()
+    app.callback()(lambda: None)
+    upstream_cli.register(app)
+    return lambda *arguments: CliRunner().invoke(app, ["versions", *arguments])
+
+
+def test_the_command_on_the_installed_line(call):
+    done = call("--line", "pypi", "--json")
+    data = json.loads(done.stdout)
+    assert (done.exit_code, data["command"], data["line"], data["state"]) == (0, "versions", "pypi", "fine"), data
+    assert {row["name"] for row in data["rows"]} >= set(load_pins().line("pypi").packages)
+    table = call("--line", "pypi").stdout
+    assert "megatron-core" in table and "0 problem" in table
+
+
+def test_the_command_where_a3_is_not_installed_and_for_an_unknown_line(call):
+    done = call("--json")
+    assert done.exit_code == 1 and json.loads(done.stdout)["line"] == "a3"
+    assert isinstance(call("--line", "a2").exception, ConfigError)
+
+
+def test_no_torch(run_python):
+    code = """
+import sys
+from verl_patches.cluster.versions import compare
+compare("pypi")
+print("torch" in sys.modules)
+"""
+    assert run_python(code).check().out.strip() == "False"
+
+
+def test_repositories_in_a_folder_of_the_clone_are_found(clones, machine):
+    make, pins, _, places = machine
+    folder = clones[0] / "MindSpeed"
+    (folder / "src").mkdir()
+    git(folder, "mv", "mindspeed", "src/mindspeed")
+    git(folder, "commit", "-q", "-m", "moved")
+    commit, tree = git(folder, "rev-parse", "HEAD", "HEAD^{tree}").split()
+    line = pins.line("a3")
+    moved = line.repositories["MindSpeed"].model_copy(update={"folder": "src", "commit": commit, "tree": tree})
+    line = line.model_copy(update={"repositories": {**line.repositories, "MindSpeed": moved}})
+    pins = pins.model_copy(update={"lines": {**pins.lines, "a3": line}})
+    assert problems(compare("a3", make(package={**places, "mindspeed": folder / "src/mindspeed"}.get), pins)) == {}

@@ -1,0 +1,68 @@
+"""What a line cannot do, by the pin file: keys that it cannot act on, variables of the shell that it does not read."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from verl_patches.cluster.pins import Pins, Unsupported, load_pins
+from verl_patches.patching.report import Finding
+from verl_patches.patching.switches import nearest
+
+_SECRET = ("KEY", "SECRET", "TOKEN", "PASSWORD")  # in a name: the value is not shown
+# a variable named like these, but not listed, was meant for one of the pins
+_FAMILIES = ("VERL_", "VLLM_", "HCCL_", "ASCEND_", "TORCH_NPU_", "PYTORCH_NPU_", "MINDSPEED_")
+
+
+def refused_keys(config: DictConfig) -> list[tuple[Unsupported, Any]]:
+    """(entry of the pin file, value) of every key that `config` sets and its line cannot act on."""
+    found = []
+    for entry in load_pins().unsupported_on(config.recipe.line):
+        value = OmegaConf.select(config, entry.key)
+        if value is not None and value not in entry.neutral:
+            found.append((entry, OmegaConf.to_container(value) if OmegaConf.is_config(value) else value))
+    return found
+
+
+def refusal(entry: Unsupported, value: Any, line: str) -> str:
+    """One sentence: the key and its value, why the line cannot act on it, what to set instead."""
+    neutral = " or ".join("null" if word is None else str(word) for word in entry.neutral)
+    return f"{entry.key} is {value}, line {line} supports {neutral} only: {entry.why}. Instead: {entry.instead}"
+
+
+def shell_findings(line: str, environ: Mapping[str, str] | None = None, decided: Collection[str] = ()) -> list[Finding]:
+    """One finding for each variable of this shell that the pins know or that is named like theirs.
+
+    A problem: no pin reads it, or its value is not allowed on `line`, unless the launcher sets it anyway (`decided`).
+    A note: only another line reads it, or the pin file does not list it.
+    """
+    pins, found = load_pins(), []
+    for name, value in sorted((os.environ if environ is None else environ).items()):
+        finding = _shell_finding(pins, line, name, value, name in decided)
+        if finding:
+            found.append(finding)
+    return found
+
+
+def _shell_finding(pins: Pins, line: str, name: str, given: str, decided: bool) -> Finding | None:
+    value = "(set)" if given and any(word in name.upper() for word in _SECRET) else given
+    if name in pins.read_nowhere:
+        return Finding(name, "problem", "shell", "unset", value, f"unset {name}: {pins.read_nowhere[name]}")
+    variable = pins.environment.get(name)
+    if variable is None:
+        if not name.startswith(_FAMILIES):
+            return None
+        return Finding(name, "note", "shell", "a name of the pin file", value,
+                       f"not among those known to be read; nearest: {nearest(name, pins.environment)}")
+    if not variable.reads(line):
+        return Finding(name, "note", "shell", "", value, f"line {line} does not read it ({pins.read_by(name, line)})")
+    if decided:
+        return Finding(name, "fine", "shell", "", value, "the launcher sets its own value")
+    if variable.accepts(given):
+        return Finding(name, "fine", "shell", variable.allowed_text, value)
+    note = f": {variable.note}" if variable.note else ""
+    return Finding(name, "problem", "shell", variable.allowed_text, value or "an empty text",
+                   f"correct or unset it{note} (read by {pins.read_by(name, line)})")
