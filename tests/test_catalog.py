@@ -1,5 +1,6 @@
 """The table itself: valid, provable, honest about platforms, and the same in the READMEs."""
 
+import ast
 import re
 import subprocess
 import sys
@@ -9,12 +10,17 @@ import pytest
 
 from verl_patches.catalog import FUNCTIONAL, ROWS, STAND_INS
 from verl_patches.errors import ConfigError
+from verl_patches.patching.contract import check, installed_roots
 from verl_patches.patching.engine import Engine
 from verl_patches.patching.fingerprint import fingerprint, reviewed
+from verl_patches.patching.row_contract import Sources
 from verl_patches.patching.switches import Switches
 from verl_patches.platform.cpu import rows_megatron, rows_torch, rows_vllm
 
 ROOT = Path(__file__).resolve().parent.parent
+# compiled originals; None where vLLM sees no GPU (vllm_experts); a decorator's *args, **kwargs (reshard.switch)
+UNKNOWN_SIGNATURES = {"reshard.switch", *(f"platform.{name}" for name in (
+    "torch_zeros", "torch_tensor", "torch_tensor_type", "torch_tensor_cuda", "torch_pin_memory", "vllm_experts"))}
 PRELUDE = "import verl_patches.prelude_patch"
 
 
@@ -55,23 +61,76 @@ def test_an_unknown_row_in_the_switch_is_refused():
 
 def test_every_body_is_the_reviewed_one():
     known = reviewed()["pypi"]
-    for row in ROWS:
-        if not row.is_module_stub:
-            assert known.get(row.target) == fingerprint(row.target), row.id
-    assert set(known) == {row.target for row in ROWS if not row.is_module_stub}
+    targets = {row.target for row in ROWS if "pypi" in row.lines and not row.is_module_stub}
+    assert {target: fingerprint(target) for target in targets} == known
+
+
+def test_every_signature_fits_and_all_bindings_are_listed():
+    """As `check --installed` says it, no signature left unchecked; negative controls: tests/test_contract_cli.py."""
+    report = check(ROWS, "pypi", Sources(installed_roots("pypi")))
+    assert [f for f in report.findings if f.state == "problem" or "not checked" in f.found] == []
+
+
+def named_in(source):
+    """Words that could be row ids in the strings of a test module: in its code or as what a test says of itself.
+
+    Comments, names, and docstrings of anything but a test do not count.
+    """
+    tree = ast.parse(source)
+    said = {id(node.body[0].value) for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)
+            and node.name.startswith("test_") and isinstance(node.body[0], ast.Expr)}
+    loose = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)} - said
+    strings = (node.value for node in ast.walk(tree)
+               if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in loose)
+    return {word.strip(".") for text in strings for word in re.split(r"[^\w.]+", text)}
 
 
 def test_every_row_is_named_by_a_test():
     """Rows of the three tables are tested table-wise: their own tests assert that no row of the table is left out."""
     tables = {row.id for rows in (rows_torch, rows_megatron, rows_vllm) for row in rows.ROWS}
-    text = "\n".join(p.read_text() for p in (ROOT / "tests").rglob("*.py") if p.name != "test_catalog.py")
-    assert [row.id for row in ROWS if row.id not in text and row.id not in tables] == []
+    modules = [p for p in (ROOT / "tests").rglob("*.py") if p.name != "test_catalog.py"]
+    words = set().union(*(named_in(p.read_text()) for p in modules))
+    assert [row.id for row in ROWS if row.id not in words and row.id not in tables] == []
+
+
+def test_only_strings_of_code_and_of_tests_name_a_row():
+    source = """'a.doc'\n# a.comment
+def f():
+    'a.inner'
+    return g('a.b', '-c.d,+e.f', 'xa.g')
+def test_f():
+    'Row a.said: and more.'
+"""
+    assert {word for word in named_in(source) if "." in word} == {"a.b", "c.d", "e.f", "xa.g", "a.said"}
+
+
+SIGNATURES = """
+import inspect
+from verl_patches.patching.resolve import unwrap
+from verl_patches.patching.signature import not_accepted
+def plain(obj, follow_wrapped):
+    try: return inspect.signature(unwrap(obj), follow_wrapped=follow_wrapped)
+    except (TypeError, ValueError): return None
+refused, unseen = {}, []
+for row in current()._rows.values():
+    if row.place is None or row.spec.kind == "extend": continue
+    target, provider = plain(row.place.value(), True), plain(row.installed, False)
+    bound = "." in row.spec.target.partition(":")[2]
+    known = target and provider and str(target) != "(*args, **kwargs)"
+    faults = not_accepted(target, provider, bound) if known else unseen.append(row.spec.id)
+    refused.update({row.spec.id: faults} if faults else {})
+assert not refused, refused
+print("without a signature:", *unseen)
+"""
 
 
 @pytest.mark.slow
-def test_every_provider_is_there_and_every_target_is_active(tmp_path):
-    """Import everything that rows wait for in one fresh process; all rows must say active."""
-    modules = sorted({row.target_module for row in ROWS} - {"verl.trainer.ppo.ray_trainer"})
+def test_every_provider_is_there_and_every_target_is_active():
+    """Import everything that rows wait for in one fresh process; all rows must say active.
+
+    Every replacement must accept what the original does by Python's own signatures, where the original has one.
+    """
+    modules = sorted({row.target_module for row in ROWS if "pypi" in row.lines} - {"verl.trainer.ppo.ray_trainer"})
     code = f"""
 {PRELUDE}
 import importlib
@@ -81,9 +140,11 @@ from verl_patches.patching.engine import current
 wrong = [r for r in current().status() if r["state"] != "active"]
 assert not wrong, wrong
 current().verify("worker"); current().verify("controller")
+{SIGNATURES}
 """
     done = prelude("cpu", code, VLLM_USE_V1="0", HF_HUB_OFFLINE="1")
     assert done.returncode == 0, done.stderr[-3000:]
+    assert set(done.stdout.splitlines()[-1].split(": ")[1].split()) == UNKNOWN_SIGNATURES
 
 
 def test_functional_rows_reach_npus():
@@ -93,9 +154,9 @@ def test_functional_rows_reach_npus():
 @pytest.mark.parametrize("name", ["README.md", "README_zh.md"])
 def test_patch_table_of_the_readme_is_the_catalogues(name):
     sys.path.insert(0, str(ROOT / "scripts"))
-    import patch_table
+    import readme_tables
 
-    assert name not in patch_table.stale()
+    assert name not in readme_tables.stale()
     assert all(f"| `{row.id}` |" in (ROOT / name).read_text() for row in ROWS)
 
 

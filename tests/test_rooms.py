@@ -12,7 +12,7 @@ PACKAGE = ROOT / "verl_patches"
 FLOORS = (
     {"errors"}, {"patching", "layout"}, {"platform"}, {"model", "reshard", "memory", "comm", "weights"},
     {"rollout", "training", "rewards"}, {"cluster", "evaluation"},
-    {"catalog", "prelude_patch", "main_grpo", "__main__", "__init__"},
+    {"catalog", "prelude_patch", "main_grpo", "contract_cli", "__main__", "__init__"},
 )
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 # the prelude is reached by name from the two places that are called before anything else of ours

@@ -43,19 +43,20 @@ def status(
 ) -> None:
     """The rows of the catalogue and their states: of a recorded run, or what would be applied here ("waiting")."""
     if run is not None:
-        from verl_patches.patching.report import count_by_process, run_states
+        from verl_patches.patching.report import WRONG, count_by_process, run_states
 
         rows = count_by_process(run_states(run))
         if not rows:
             raise PatchError(f"{run} recorded no states: it ended before any process was asked; see its driver.log")
         ended = json.loads((run / "summary.json").read_text())["exit"]
-        wrong = [r["id"] for r in rows if {"drifted", "failed", "overridden"} & set(r["states"].values())]
+        wrong = [r["id"] for r in rows if WRONG & set(r["states"].values())]
         if as_json:
             _print_json({"run": str(run), "exit": ended, "rows": rows, "wrong": wrong})
         else:
             print(f"run ended: {ended}. A row waits where its module was never imported in that process.")
-            table(f"patches of {run}", ("id", "target", "states"),
-                   [(r["id"], r["target"], ", ".join(f"{p}: {s}" for p, s in r["states"].items())) for r in rows])
+            table(f"patches of {run}", ("id", "target", "states", "reason"),
+                  [(r["id"], r["target"], ", ".join(f"{p}: {s}" for p, s in r["states"].items()), r["reason"])
+                   for r in rows])
         raise typer.Exit(1 if wrong else 0)
     engine = _engine(switches)
     rows = [{**r, "state": "waiting" if r["id"] in engine.wanted else "off"} for r in engine.status()]
@@ -63,7 +64,7 @@ def status(
         _print_json({"switches": engine.switches.text(), "rows": rows})
     else:
         table(f"patches for {engine.switches.text()}", ("id", "state", "target", "reason"),
-               [(r["id"], r["state"], r["target"], r["reason"]) for r in rows])
+              [(r["id"], r["state"], r["target"], r["reason"]) for r in rows])
 
 
 @app.command()
@@ -75,7 +76,7 @@ def explain(row_id: str, switches: Switch = None, as_json: Json = False) -> None
         _print_json(facts)
     else:
         table(row_id, ("fact", "value"), [(k, ", ".join(v) if isinstance(v, (list, tuple)) else str(v))
-                                           for k, v in facts.items()])
+                                          for k, v in facts.items()])
 
 
 @app.command()

@@ -23,7 +23,19 @@ def no_patches():
     """Rank 1 takes our weight-sync row out again: what it means is unchanged, what it does is not."""
     if os.environ.get("RANK") == "1":
         row = engine.current()._rows["reshard.switch"]
-        row.state = "reverted"
+        row.state, row.hook = "reverted", None
+
+
+def no_prelude():
+    """Rank 1 is as if the prelude had not run: no engine, nobody to ask. What a CPU cannot do without stays patched."""
+    if os.environ.get("RANK") == "1":
+        from verl_patches.catalog import ROWS
+        from verl_patches.patching.switches import parse
+
+        text = engine.current().switches.text()
+        engine.current().revert()
+        engine._CURRENT = None
+        engine.Engine(ROWS, parse(f"{text},-update.prove_patches")).apply()
 
 
 def stop_early():

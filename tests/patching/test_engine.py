@@ -214,7 +214,7 @@ def test_drifted_body_stops_the_import(tree):
     run(tree, """
         from verl_patches.patching import fingerprint
         known = fingerprint.fingerprint("up.base:f")
-        fingerprint.reviewed = lambda: {"pypi": {"up.base:f": known}}
+        fingerprint.reviewed_hash = lambda line, target: known if target == "up.base:f" else None
         e = engine(F); e.apply()
         import up.base; assert state(e) == "active"
         e.revert(); del sys.modules["up.base"]
@@ -260,7 +260,7 @@ def test_faulty_catalogues_are_refused(rows, words):
 
 
 def test_needs_and_conflicts_follow_the_switches():
-    rows = [row("a.b", needs=("a.c",)), row("a.c"), row("a.d", conflicts=("a.b",), default="off")]
+    rows = [row("a.b", needs=("a.c",)), row("a.c", target="a:c"), row("a.d", conflicts=("a.b",), default="off")]
     Engine(rows, CPU)
     with pytest.raises(ConfigError, match="needs a.c, which is off"):
         Engine(rows, parse("line=pypi,platform=cpu,-a.c"))
@@ -279,6 +279,6 @@ def test_switch_text_round_trip_and_errors():
 
 
 def test_later_pattern_wins_and_platform_cannot_be_switched_on():
-    engine = Engine([row("a.b"), row("a.c"), row("a.npu", platforms=frozenset({"npu"}))],
+    engine = Engine([row("a.b"), row("a.c", target="a:c"), row("a.npu", target="a:d", platforms=frozenset({"npu"}))],
                     parse("line=pypi,platform=cpu,-a.*,+a.c,+a.npu"))
     assert engine.wanted == {"a.c"}

@@ -1,8 +1,26 @@
+"""What changes a fingerprint and what does not, and that every Python computes the same one."""
+
+import ast
+import functools
+import io
+import json
+import keyword
+import shutil
+import subprocess
+import sys
 import textwrap
+import token as tk
+import tokenize
+from pathlib import Path
 
 import pytest
 
 from verl_patches.patching import fingerprint as fp
+from verl_patches.patching.drift import changes
+from verl_patches.patching.statements import flatten, whole_hash
+
+CORPUS = Path(__file__).resolve().parent / "corpus"
+PYTHONS = ("3.10", "3.11", "3.12", "3.13")
 
 BODY = '''
 import os
@@ -24,9 +42,12 @@ def printed(tmp_path):
     def of(text, place):
         (tmp_path / "mod.py").write_text(textwrap.dedent(text))
         fp._tree.cache_clear()
+        fp._nodes.cache_clear()
         return fp.fingerprint(f"mod:{place}", tmp_path)
     return of
 
+
+# -- what counts -------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("place", ["f", "C", "C.m", "TABLE", "late"])
 def test_comments_docstrings_and_layout_do_not_count(printed, place):
@@ -43,15 +64,187 @@ def test_any_token_of_the_body_counts(printed, place, old, new):
     assert printed(BODY, place) != printed(BODY.replace(old, new), place)
 
 
+@pytest.mark.parametrize(("before", "after"), [
+    ("def f(x):\n    if x:\n        a()\n        b()", "def f(x):\n    if x:\n        a()\n    b()"),
+    ("def f(x):\n    for y in x:\n        a()\n    else:\n        b()",
+     "def f(x):\n    for y in x:\n        a()\n    b()"),
+    ("def f(x):\n    try:\n        a()\n        b()\n    finally:\n        c()",
+     "def f(x):\n    try:\n        a()\n    finally:\n        b()\n        c()"),
+    ("def f(x):\n    a()\n    b()", "def f(x):\n    b()\n    a()")])
+def test_where_a_statement_stands_counts(printed, before, after):
+    assert printed(before, "f") != printed(after, "f")
+
+
+def without_docstrings(tree):
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) and ast.get_docstring(node, False):
+            node.body = node.body[1:] or [ast.Pass()]
+    return tree
+
+
+def plain_tokens(text):
+    """Names, numbers and strings that mean something and can be changed alone: no docstring, no empty string."""
+    docs = {node.body[0].lineno for node in ast.walk(ast.parse(text))
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) and ast.get_docstring(node)}
+    for t in tokenize.generate_tokens(io.StringIO(text).readline):
+        if t.type == tk.NAME and not keyword.iskeyword(t.string) and t.string not in ("match", "case"):
+            yield t
+        elif t.type == tk.NUMBER or t.type == tk.STRING and t.start[0] not in docs and any(
+                c.isalnum() for c in t.string.lstrip("rbfRBF")):
+            yield t
+
+
+def mutations(text):
+    """(line, changed text) for every token that carries meaning: each is replaced in a few ways that still parse."""
+    operators = [*"+ - * / < > == != += -= and , . : = | & ( [".split(), ""]
+    starts = [0, *(i + 1 for i, c in enumerate(text) if c == "\n")]
+    for t in tokenize.generate_tokens(io.StringIO(text).readline):
+        if t.type == tk.NUMBER:
+            others = ["7777", "7777j"]
+        elif t.type == tk.STRING or tk.tok_name[t.type] in ("FSTRING_MIDDLE",):
+            quote = min((t.string.find(q) for q in "'\"" if q in t.string), default=-1)
+            others = [t.string[:i] + ("z" if c != "z" else "y") + t.string[i + 1:] for i, c in enumerate(t.string)
+                      if c.isalnum() and i > quote]
+        elif t.type == tk.NAME and not keyword.iskeyword(t.string):
+            others = [f"{t.string}_x"]
+        elif t.type == tk.NAME:
+            others = [*keyword.kwlist, "+", ""]
+        elif t.type == tk.OP:
+            others = operators
+        else:
+            continue
+        at = starts[t.start[0] - 1] + t.start[1]
+        for other in others:
+            if other != t.string:
+                yield t, f"{text[:at]}{other}{text[at + len(t.string):]}"
+
+
+def bodies():
+    """Sources of realistic functions: our corpus, piece by piece, and functions that rows of the catalogue replace."""
+    tree = ast.parse((CORPUS / "py310.txt").read_text())
+    lines = (CORPUS / "py310.txt").read_text().splitlines()
+    for node in tree.body:
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Assign)):
+            first = min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", ()))])
+            yield pytest.param("\n".join(lines[first - 1:node.end_lineno]) + "\n",
+                               id=f"corpus-line-{node.lineno}")
+    for place in ("verl.utils.model:normalize_model_name", "verl.utils.megatron_utils:load_megatron_optimizer",
+                  "megatron.core.transformer.moe.moe_utils:maybe_move_tensor_to_cpu"):
+        found = fp.definitions(place)[0]
+        source = found.file.read_text().splitlines()[found.node.lineno - 1:found.node.end_lineno]
+        yield pytest.param(textwrap.dedent("\n".join(source)) + "\n", id=place)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("text", bodies())
+def test_every_token_counts_and_the_statement_is_found(text):
+    """Two texts have one hash only where Python's own dump of them is the same; the changed line is the one told."""
+    original = ast.parse(text)
+    dump = ast.dump(without_docstrings(ast.parse(text)))
+    before = [s for node in original.body for s in flatten(node, CORPUS)]
+    told = {}
+    for t, changed in mutations(text):
+        try:
+            tree = ast.parse(changed)
+        except (SyntaxError, ValueError):
+            continue
+        after = [s for node in tree.body for s in flatten(node, CORPUS)]
+        same = ast.dump(without_docstrings(tree)) == dump
+        assert (whole_hash(after) == whole_hash(before)) == same, f"{t}: {changed}"
+        if not same and t.type != tk.OP and not keyword.iskeyword(t.string):
+            told[t.start] = changes([s.hash for s in before], after)[0]
+            assert any(s.line <= t.end[0] and t.start[0] <= s.end_line for s in told[t.start]), (t.start, t.string)
+    assert [t.string for t in plain_tokens(text) if t.start not in told] == []
+
+
+def test_mutations_reach_the_names_numbers_and_strings():
+    """The control of the test above: it really changes each of these tokens, and finds none in a comment."""
+    text = "def f(a, b=12):\n    # note\n    return a.size + 'word'\n"
+    assert {t.string for t, _ in mutations(text)} >= {"def", "f", "a", "b", "12", "return", "size", "+", "'word'", "="}
+    assert not any("nope" in changed or "# not_x" in changed for _, changed in mutations(text))
+
+
+def test_a_changed_statement_is_told_and_a_gone_one_counted(tmp_path):
+    before = "def f(x):\n    a = 1\n    if x:\n        b = 2\n        c = 3\n    return a\n"
+    after = "def f(x):\n    a = 1\n    if x:\n        b = 4\n    return a\n"
+    old, new = (flatten(ast.parse(text).body[0], tmp_path) for text in (before, after))
+    changed, gone = changes([s.hash for s in old], new)
+    assert [s.line for s in changed] == [4] and [(count, last.line) for count, last in gone] == [(1, 4)]
+    assert changes([s.hash for s in old], old) == ([], [])
+
+
+# -- where it looks ----------------------------------------------------------------------------------------------------
+
 def test_absent_names_and_modules_have_no_source(printed):
     assert printed(BODY, "g") == fp.NO_SOURCE and fp.fingerprint("no_such_module_here:f") == fp.NO_SOURCE
 
 
-def test_reading_imports_nothing():
-    import subprocess
-    import sys
+def test_a_name_imported_from_the_same_package_is_followed(tmp_path):
+    (tmp_path / "pack").mkdir()
+    (tmp_path / "pack" / "deep.py").write_text("def f(): return 1\n")
+    (tmp_path / "pack" / "loop.py").write_text("from .loop import f\n")
+    (tmp_path / "pack" / "__init__.py").write_text("from .deep import f as g\nfrom os import path\n")
+    assert fp.fingerprint("pack:g", tmp_path) == fp.fingerprint("pack.deep:f", tmp_path) != fp.NO_SOURCE
+    assert fp.statements("pack:g", tmp_path)[0].file.name == "deep.py"
+    assert fp.fingerprint("pack:path", tmp_path) == fp.fingerprint("pack.loop:f", tmp_path) == fp.NO_SOURCE
 
+
+def test_reading_imports_nothing():
     code = ("import sys; from verl_patches.patching.fingerprint import fingerprint as f\n"
             "assert f('json.decoder:JSONDecoder.decode') != 'no-python-source'\nassert 'json.decoder' in sys.modules\n"
             "assert f('email.mime.text:MIMEText') != 'no-python-source'\nassert 'email' not in sys.modules")
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+# -- the record --------------------------------------------------------------------------------------------------------
+
+def test_the_record_keeps_other_lines_and_has_one_target_a_line(tmp_path, monkeypatch):
+    monkeypatch.setattr(fp, "REVIEWED", tmp_path / "fingerprints.json")
+    (tmp_path / "mod.py").write_text("def f(): return 1\n")
+    found = fp.statements("mod:f", tmp_path)
+    fp.write_reviewed("pypi", {"mod:f": found, "mod:absent": []})
+    fp.write_reviewed("a3", {"mod:f": found})
+    fp.write_reviewed("pypi", {"mod:g": found})
+    assert fp.reviewed_hash("pypi", "mod:f") == fp.fingerprint("mod:f", tmp_path)
+    assert fp.reviewed_statements("a3", "mod:f") == [s.hash for s in found]
+    assert fp.reviewed_hash("pypi", "mod:absent") == fp.NO_SOURCE and fp.reviewed_hash("a3", "mod:g") is None
+    assert set(fp.reviewed()["pypi"]) == {"mod:f", "mod:g", "mod:absent"}
+    text = fp.REVIEWED.read_text()
+    assert sum("mod:" in line for line in text.splitlines()) == 4 and "return" not in text
+
+
+def test_the_record_of_the_package_has_hashes_only():
+    tables = json.loads(fp.REVIEWED.read_text())
+    assert all(set(entry) == {"hash", "statements"} for table in tables.values() for entry in table.values())
+    assert all(entry["statements"] or entry["hash"] == fp.NO_SOURCE for table in tables.values()
+               for entry in table.values())
+
+
+# -- the same on every Python ------------------------------------------------------------------------------------------
+
+@functools.cache
+def interpreter(version):
+    """A Python of that version that really runs, from the search path or from pyenv's folder; None if there is none."""
+    found = [shutil.which(f"python{version}"),
+             *(str(p) for p in sorted(Path.home().glob(f".pyenv/versions/{version}.*/bin/python")))]
+    for path in filter(None, found):
+        said = subprocess.run([path, "-c", "import sys; print('%d.%d' % sys.version_info[:2])"], capture_output=True,
+                              text=True, timeout=60, check=False)
+        if said.returncode == 0 and said.stdout.strip() == version:
+            return path
+    return None
+
+
+@pytest.mark.parametrize("version", [*PYTHONS, "this"])
+@pytest.mark.parametrize("corpus", sorted(p.stem for p in CORPUS.glob("*.txt")))
+def test_hashes_and_lines_are_the_recorded_ones_on_every_python(version, corpus):
+    path = sys.executable if version == "this" else interpreter(version)
+    if path is None:
+        pytest.skip(f"no Python {version} on this machine")
+    number = sys.version_info[:2] if version == "this" else tuple(map(int, version.split(".")))
+    if number < (3, int(corpus.removeprefix("py3"))):
+        pytest.skip(f"{corpus} is syntax that Python {version} does not have")
+    done = subprocess.run([path, "-W", "ignore", "-B", str(CORPUS / "hashes.py"), str(CORPUS / f"{corpus}.txt")],
+                          capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == (CORPUS / f"{corpus}.golden").read_text()

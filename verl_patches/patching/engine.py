@@ -1,47 +1,41 @@
 """Apply, revert, prove and explain the rows of the catalogue in one process.
 
-A row goes off | waiting -> active | drifted | failed, and active -> overridden | reverted. "active" is only said after
-looking at the place itself: the object found there `is` the one that was put there.
+A row goes off, waiting -> active | drifted | unsupported | failed, and active -> overridden | reverted. "active" is
+only said after looking at the place itself: the object found there `is` the one that was put there. What upstream does
+not have as it was reviewed is drifted (another body) or unsupported (no such place), and the policy `drift=` says what
+then; failed is a fault of our own provider, and always stops.
+
+Threads: `_lock` guards the rows and the moment of putting something in place, and nothing is imported while it is held
+(a thread inside an import holds that module's lock and wants ours). Providers run without it: two threads may prepare
+the same row, and the first one to finish puts it in place.
 """
 
 from __future__ import annotations
 
-import difflib
-import hashlib
-import json
-import logging
+import functools
 import sys
 import threading
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
 from verl_patches.errors import ConfigError
-from verl_patches.patching import fingerprint, hooks
-from verl_patches.patching.resolve import MISSING, ResolveError, Slot, describe, load, rewrap, slot, split
+from verl_patches.patching import hooks
+from verl_patches.patching.resolve import MISSING, split
+from verl_patches.patching.row import NOT_AS_REVIEWED, Prepared, Row, log_outcome, prepare, refusal
 from verl_patches.patching.spec import PatchSpec, validate
-from verl_patches.patching.switches import Switches
+from verl_patches.patching.switches import Switches, nearest
 
-log = logging.getLogger(__name__)
+_ADVICE = {
+    "waiting": "waiting: its module was not imported here, or not under the prelude; let the prelude run first.",
+    "reverted": "reverted: revert() was called and apply() was not called after it.",
+    "overridden": "overridden: another library changed this place after us. Import it before the prelude runs, so that "
+                  "our row goes over its change, or switch off that change, or our row (-id).",
+}
 
 
 class PatchError(RuntimeError):
     """A row could not be made active, or is no longer: the message names row, target, expected, found and remedy."""
-
-
-@dataclass
-class _Row:
-    """What one process knows of one row."""
-
-    spec: PatchSpec
-    state: str = "off"
-    reason: str = ""
-    installed: Any = None
-    applied: int = 0  # how often apply() took it up: a hook that an earlier apply() armed does nothing
-    place: Slot | None = None
-    original: Any = MISSING
-    entries: dict[Any, tuple[Any, Any]] = field(default_factory=dict)  # register: key -> (before, ours)
 
 
 class Engine:
@@ -51,15 +45,17 @@ class Engine:
         self.specs = validate(specs)
         self.switches = switches
         switches.check_against(self.specs)
-        self._rows = {name: _Row(spec) for name, spec in self.specs.items()}
+        self._rows = {name: Row(spec) for name, spec in self.specs.items()}
         self._lock = threading.RLock()
         self._check_wanted()
+        self._order = [self._rows[name] for name in self._in_need_order()]
 
     def _check_wanted(self) -> None:
         """Decide every row and refuse wanted rows whose needs are off or whose conflicts are on."""
         wanted = {}
         for name, row in self._rows.items():
-            wanted[name], row.reason = self.switches.decide(row.spec)
+            wanted[name], row.decided = self.switches.decide(row.spec)
+            row.reason = row.decided
         for name, row in self._rows.items():
             if not wanted[name]:
                 continue
@@ -72,21 +68,6 @@ class Engine:
                     raise ConfigError(f"rows {name} and {other} exclude each other and both are on; "
                                       f"switch one off: -{name} or -{other}")
         self.wanted = {name for name, on in wanted.items() if on}
-
-    # -- apply and revert ---------------------------------------------------------------------------------------------
-
-    def apply(self) -> None:
-        """Put every wanted row in place, now or as soon as its target module is imported. Idempotent."""
-        with self._lock:
-            for name in (n for n in self._in_need_order() if self._rows[n].state in ("off", "reverted")):
-                row = self._rows[name]
-                row.state, row.applied = "waiting", row.applied + 1
-                if row.spec.is_module_stub:
-                    hooks.stand_in(row.spec.target, row.spec.provider)
-                    row.state = "active"
-                    continue
-                hooks.after_import(row.spec.target_module,
-                                   lambda module, row=row, nth=row.applied: self._install(row, nth, module))
 
     def _in_need_order(self) -> list[str]:
         order: list[str] = []
@@ -102,157 +83,169 @@ class Engine:
                 visit(name)
         return order
 
-    def _install(self, row: _Row, nth: int, module: ModuleType) -> None:
+    # -- apply and revert ---------------------------------------------------------------------------------------------
+
+    def apply(self) -> None:
+        """Put every wanted row in place, now or as soon as its target module is imported. Idempotent.
+
+        A row that could not be put in place is tried again: a second apply() fails like the first. Raises PatchError.
+        """
         with self._lock:
-            if row.state == "reverted" or nth != row.applied:
+            for row in self._order:
+                if row.hook is None:
+                    row.state, row.reason, row.applied = "waiting", row.decided, row.applied + 1
+                    row.hook = functools.partial(self._install, row, row.applied)
+                if row.spec.is_module_stub:
+                    hooks.stand_in(row.spec.target, row.spec.provider)
+                    row.state = "active"
+            due = [(row.spec.target_module, row.hook) for row in self._order
+                   if row.module is None and not row.spec.is_module_stub]
+        for name, hook in due:
+            hooks.after_import(name, hook)
+            module = sys.modules.get(name)
+            if module is not None and not hooks.is_half_built(module):
+                hook(module)  # another thread may have taken the hook and not be through
+
+    def _install(self, row: Row, nth: int, module: ModuleType) -> None:
+        """Import hook of one row; PatchError where the run must stop."""
+        if self._is_done(row, nth, module):
+            return
+        for need in (self._rows[name] for name in row.spec.needs):
+            if need.spec.target_module == row.spec.target_module and not need.spec.is_module_stub:
+                self._install(need, need.applied, module)  # whoever comes first, a row goes over what it needs
+        policy = self.switches.drift
+        found = self._unmet(row.spec) or prepare(row.spec, module, self.switches.line, policy)
+        with self._lock:
+            if self._is_done(row, nth, module):
                 return
-            try:
-                self._check_drift(row)
-                if row.spec.kind == "register":
-                    self._register(row, module)
-                else:
-                    self._replace(row, module)
-                row.state = "active"
-                log.debug("patch %s active at %s", row.spec.id, row.spec.target)
-            except PatchError:
-                raise
-            except Exception as error:
-                row.state, row.reason = "failed", f"{type(error).__name__}: {error}"
-                raise PatchError(f"row {row.spec.id}: cannot {row.spec.kind} {row.spec.target} with "
-                                 f"{row.spec.provider}: {error}. Switch it off with -{row.spec.id} to run without "
-                                 "it") from error
-
-    def _check_drift(self, row: _Row) -> None:
-        known = fingerprint.reviewed().get(self.switches.line, {}).get(row.spec.target)
-        found = fingerprint.fingerprint(row.spec.target)
-        if known is not None and found != known:
-            row.state, row.reason = "drifted", f"fingerprint {found}, reviewed {known}"
-            raise PatchError(
-                f"row {row.spec.id}: the body of {row.spec.target} is not the one that was reviewed (expected "
-                f"{known}, found {found} in {fingerprint.source_file(row.spec.target_module)}). Install the pinned "
-                f"version, or review the change and run `python -m verl_patches fingerprint {row.spec.id} --write`, "
-                f"or switch the row off with -{row.spec.id}"
-            )
-
-    def _replace(self, row: _Row, module: ModuleType) -> None:
-        spec, place = row.spec, slot(row.spec.target, module)
-        original = place.value()
-        if (original is MISSING) != (spec.kind == "extend"):
-            raise ResolveError(f"{spec.target} {'does not exist' if original is MISSING else 'exists already'}")
-        provided = load(spec.provider)
-        new = provided(original) if spec.kind == "wrap" else provided
-        row.place, row.original, row.installed = place, original, rewrap(place.raw, new)
-        setattr(place.holder, place.attribute, row.installed)
-        for binding in spec.bindings:
+            found = self._unmet(row.spec) or found
+            row.take_out()  # of an earlier copy of the module, which was dropped when patching it failed
+            if found.place is not None:
+                found = row.put(found)
+            row.state, row.reason = found.state, found.reason or row.decided
+            stops = found.state == "failed" or (found.state != "active" and policy == "strict")
+            if not stops:
+                row.module = module
+                self._leave_dependents(row)
+            in_place = row.in_place
+        if stops:
+            raise PatchError(refusal(row.spec, found)) from found.error
+        log_outcome(row.spec, found, in_place)
+        for binding in row.spec.bindings if in_place else ():
             name, _ = split(binding)
-            if name in sys.modules:
-                hooks.after_import(name, lambda _, b=binding: self._rebind(row, b))
+            if hooks.is_half_built(sys.modules.get(name)):
+                hooks.after_import(name, functools.partial(self._rebind, row, nth, binding))
 
-    def _rebind(self, row: _Row, binding: str) -> None:
-        place = slot(binding)
-        if place.raw is not MISSING and place.raw is row.original:
-            setattr(place.holder, place.attribute, row.installed)
+    def _is_done(self, row: Row, nth: int, module: ModuleType) -> bool:
+        return row.applied != nth or row.hook is None or row.module is module
 
-    def _register(self, row: _Row, module: ModuleType) -> None:
-        registry = slot(row.spec.target, module).value()
-        for key, value in load(row.spec.provider)().items():
-            row.entries[key] = (registry.get(key, MISSING), value)
-            registry[key] = value
+    def _unmet(self, spec: PatchSpec) -> Prepared | None:
+        """What becomes of a row when one that it needs was left alone."""
+        for need in (self._rows[name] for name in spec.needs):
+            if need.left_alone:
+                return Prepared("unsupported", f"it needs {need.spec.id}, which is {need.state} and was left alone")
+        return None
+
+    def _leave_dependents(self, left: Row) -> None:
+        """Rows that need one which was left alone are left alone too; those in place are taken out again."""
+        for row in self._order if left.left_alone else ():  # a need comes before what needs it
+            unmet = self._unmet(row.spec) if row.hook is not None else None
+            if unmet:
+                row.take_out()
+                row.state, row.reason = unmet.state, unmet.reason
+
+    def _rebind(self, row: Row, nth: int, binding: str, _: ModuleType) -> None:
+        with self._lock:
+            if row.applied == nth:
+                row.rebind(binding)
 
     def revert(self) -> None:
         """Take every row out again, in reverse order; what somebody else put over one of ours is left alone."""
         with self._lock:
-            for name in reversed(self._in_need_order()):
-                row = self._rows[name]
+            for row in reversed(self._order):
+                if row.hook is None:
+                    continue
                 if row.spec.is_module_stub:
                     hooks.remove_stand_in(row.spec.target)
-                for place in reversed(self._places(row)):
-                    if place.current() is not row.installed:
-                        continue
-                    if place.holder is row.place.holder and place.attribute == row.place.attribute:
-                        row.place.restore()
-                    else:
-                        setattr(place.holder, place.attribute, row.original)
-                self._unregister(row)
-                row.place, row.original, row.entries, row.installed = None, MISSING, {}, None
-                row.state = "reverted"
-
-    def _unregister(self, row: _Row) -> None:
-        if not row.entries:
-            return
-        registry = slot(row.spec.target).value()
-        for key, (before, ours) in row.entries.items():
-            if registry.get(key) is ours:
-                registry.pop(key) if before is MISSING else registry.__setitem__(key, before)
+                covered = row.found_over(row.installed) if row.in_place else ""
+                row.take_out()
+                row.hook = row.module = None
+                row.state, row.reason = "reverted", f"{covered}, and was left there" if covered else ""
 
     # -- say and prove ------------------------------------------------------------------------------------------------
 
     def status(self) -> list[dict[str, str]]:
         """One {id, state, target, reason} a row, in catalogue order, after looking at every place anew."""
         with self._lock:
-            for row in self._rows.values():
-                self._look(row)
-            return [{"id": n, "state": r.state, "target": r.spec.target, "reason": r.reason}
-                    for n, r in self._rows.items()]
+            found = [(row.spec, *self._look(row)) for row in self._rows.values()]
+        return [{"id": spec.id, "state": state, "target": spec.target, "reason": reason}
+                for spec, state, reason in found]
 
-    def _look(self, row: _Row) -> None:
-        if row.state not in ("active", "overridden"):
-            return
-        if row.spec.is_module_stub:
-            fine, found = hooks.stand_in_serves(row.spec.target), "an installed package"
-        elif row.spec.kind == "register":
-            registry = slot(row.spec.target).value()
-            fine = all(registry.get(key) is ours for key, (_, ours) in row.entries.items())
-            found = "another entry"
-        else:
-            others = [p.current() for p in self._places(row) if p.current() is not row.installed]
-            fine, found = not others, describe(others[0]) if others else ""
-        row.state = "active" if fine else "overridden"
-        if not fine:
-            row.reason = f"{found} stands there now"
+    def _look(self, row: Row) -> tuple[str, str]:
+        """(state, reason) of one row as it is now."""
+        name = row.spec.target_module
+        now = sys.modules.get(name)
+        if row.spec.is_module_stub and row.state == "active" and not hooks.stand_in_serves(name):
+            return "overridden", f"a package {name} is installed and goes first"
+        if not row.in_place:
+            missed = row.state == "waiting" and now is not None and not hooks.is_half_built(now)
+            return row.state, "its module was imported past our hook; apply() again" if missed else row.reason
+        if now is not row.module and hooks.is_armed(name):
+            return "waiting", "its module was not left imported, because patching it failed"
+        if now is None:
+            return "overridden", f"{name} was dropped from sys.modules after it was patched"
+        covered = row.found_over(self._uppermost(row))
+        return ("overridden", covered) if covered else (row.state, row.reason)
 
-    def _places(self, row: _Row) -> list[Slot]:
-        """The target and every binding whose module is imported by now: all must hold what we installed."""
-        loaded = [slot(b) for b in row.spec.bindings if split(b)[0] in sys.modules]
-        return [row.place, *(p for p in loaded if p.raw is not MISSING)] if row.place else []
+    def _uppermost(self, row: Row) -> Any:
+        """What must stand where this row was put: its own object, or that of the row that wraps it, and so on."""
+        over = {id(r.place.found): r.installed for r in self._order
+                if r.spec.target == row.spec.target and r.place and r.place.found is not MISSING}
+        expected = row.installed
+        while id(expected) in over:
+            expected = over[id(expected)]
+        return expected
 
     def verify(self, process: str) -> None:
         """Prove that every wanted row meant for this process ("controller" or "worker") is active; else PatchError.
 
-        Rows of the other process and rows with default "auto" may still wait.
+        Rows of the other process may still wait, and rows with default "auto" whose module was never imported. A policy
+        other than strict accepts drifted and unsupported rows.
         """
-        bad = []
+        allowed = {"active", *(() if self.switches.drift == "strict" else NOT_AS_REVIEWED)}
+        bad, states = [], set()
         for entry in self.status():
-            spec = self.specs[entry["id"]]
-            if entry["id"] in self.wanted and process in spec.processes:
-                allowed = ("active", "waiting") if spec.default == "auto" else ("active",)
-                if entry["state"] not in allowed:
-                    bad.append(f"{spec.id} is {entry['state']} at {spec.target} ({entry['reason']})")
+            spec, state = self.specs[entry["id"]], entry["state"]
+            idle = spec.default == "auto" and state == "waiting" and spec.target_module not in sys.modules
+            if spec.id in self.wanted and process in spec.processes and state not in allowed and not idle:
+                bad.append(f"{spec.id} is {state} at {spec.target} ({entry['reason']})")
+                states.add(state)
         if bad:
-            raise PatchError(
-                f"{len(bad)} row(s) meant for this {process} process are not active:\n  " + "\n  ".join(bad)
-                + "\nA waiting row's module was not imported; an overridden one was replaced by another library after "
-                "us: import that library first, or switch the row off."
-            )
+            advice = [text for state, text in _ADVICE.items() if state in states]
+            raise PatchError(f"{len(bad)} row(s) meant for this {process} process are not active:\n  "
+                             + "\n  ".join((*bad, *advice)))
 
     def explain(self, name: str) -> dict[str, Any]:
         """Everything about one row as plain data; ConfigError for an unknown id, with the nearest ones."""
+        from verl_patches.patching import fingerprint
+
         if name not in self.specs:
-            near = difflib.get_close_matches(name, self.specs, n=3) or sorted(self.specs)[:3]
-            raise ConfigError(f"the catalogue has no row {name!r}; nearest: {', '.join(near)}. "
+            raise ConfigError(f"the catalogue has no row {name!r}; nearest: {nearest(name, self.specs)}. "
                               "`python -m verl_patches status` lists them.")
         spec = self.specs[name]
         entry = next(e for e in self.status() if e["id"] == name)
         plain = {k: sorted(v) if isinstance(v, frozenset) else v for k, v in vars(spec).items()}
         return {**plain, "state": entry["state"], "reason": entry["reason"], "wanted": name in self.wanted,
                 "fingerprint": fingerprint.fingerprint(spec.target),
-                "reviewed": fingerprint.reviewed().get(self.switches.line, {}).get(spec.target)}
+                "reviewed": fingerprint.reviewed_hash(self.switches.line, spec.target)}
 
     def intent(self) -> dict[str, str]:
         """{row id: what it means to do here}: switch, provider's source hash, fingerprint of the target on disk.
 
         One more entry, "verl_patches", hashes all our own sources: a provider may lean on any of them.
         """
+        from verl_patches.patching import fingerprint
+
         found = {"verl_patches": fingerprint.package_hash()}
         for name in sorted(self.specs):
             spec = self.specs[name]
@@ -266,9 +259,12 @@ class Engine:
         return found
 
     def digest(self) -> str:
-        """64 hex digits over `intent()`, line and platform: equal in all processes that mean to do the same."""
-        text = json.dumps([self.switches.line, self.switches.platform, self.intent()], sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()
+        """64 hex digits over `intent()`, line, platform and policy: equal where processes mean to do the same."""
+        import hashlib
+        import json
+
+        asked = [self.switches.line, self.switches.platform, self.switches.drift, self.intent()]
+        return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()
 
 
 _CURRENT: Engine | None = None

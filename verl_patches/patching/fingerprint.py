@@ -1,7 +1,6 @@
 """A hash of what a symbol's source says, comments and docstrings dropped, read from disk without importing anything.
 
-The hash walks the syntax tree field by field and leaves out empty fields, so that fields which newer Python versions
-add (type_params and the like) do not change it.
+`statements` gives the same per statement, so that a drifted body can be shown line by line.
 """
 
 from __future__ import annotations
@@ -12,29 +11,83 @@ import hashlib
 import importlib.util
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from verl_patches.patching.resolve import split
+from verl_patches.patching.statements import DEFINITIONS, Statement, flatten, whole_hash
 
 REVIEWED = Path(__file__).resolve().parent.parent / "fingerprints.json"
 NO_SOURCE = "no-python-source"
-_DEFS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+
+
+@dataclass(frozen=True)
+class Definition:
+    """One definition of a name: its syntax tree and the file and module that it stands in."""
+
+    node: ast.AST
+    file: Path
+    module: str
 
 
 def fingerprint(place: str, root: Path | None = None) -> str:
-    """16 hex digits for "module:qualname", or NO_SOURCE where the module's own text does not define that name.
+    """16 hex digits for "module:qualname", or NO_SOURCE where its package's Python text does not define that name.
 
     `root`: the folder that holds the top-level package; default: where this interpreter would import it from.
     """
+    found = statements(place, root)
+    return whole_hash(found) if found else NO_SOURCE
+
+
+def statements(place: str, root: Path | None = None) -> list[Statement]:
+    """The statements of "module:qualname" in source order, of all its definitions; empty where there is none."""
+    return [statement for d in definitions(place, root) for statement in flatten(d.node, d.file)]
+
+
+def definitions(place: str, root: Path | None = None, seen: frozenset[str] = frozenset()) -> list[Definition]:
+    """Every definition of "module:qualname"; a name imported from the same top-level package is followed there."""
     module, qualname = split(place)
     path = source_file(module, root)
-    if path is None:
-        return NO_SOURCE
-    nodes: list[ast.AST] = [_tree(str(path), path.stat().st_mtime_ns)]
-    for step in qualname.split("."):
-        nodes = [found for node in nodes for found in _definitions(node, step)]
-    return _hash(nodes) if nodes else NO_SOURCE
+    if path is None or place in seen:
+        return []
+    stat, found = path.stat(), []
+    for node in _nodes(str(path), (stat.st_mtime_ns, stat.st_size), qualname):
+        if not isinstance(node, ast.ImportFrom):
+            found.append(Definition(node, path, module))
+            continue
+        origin = import_origin(node, module, path.name == "__init__.py")
+        if origin.split(".")[0] == module.split(".")[0]:
+            name, *rest = qualname.split(".")
+            real = next(a.name for a in node.names if (a.asname or a.name) == name)
+            found += definitions(f"{origin}:{'.'.join((real, *rest))}", root, seen | {place})
+    return found
+
+
+def import_origin(node: ast.ImportFrom, module: str, is_package: bool) -> str:
+    """The dotted module that a `from ... import` in `module` names, relative ones made absolute."""
+    if not node.level:
+        return node.module or ""
+    parts = module.split(".")
+    parts = parts[:len(parts) - node.level + is_package]
+    return ".".join((*parts, node.module) if node.module else parts)
+
+
+def bindings_of(node: ast.AST, name: str) -> Iterator[ast.AST]:
+    """Whatever binds `name` directly in a module or class body, also inside if, try and with blocks there."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, DEFINITIONS):
+            if child.name == name:
+                yield child
+        elif isinstance(child, (ast.Assign, ast.AnnAssign)):
+            targets = child.targets if isinstance(child, ast.Assign) else [child.target]
+            if any(isinstance(t, ast.Name) and t.id == name for t in targets):
+                yield child
+        elif isinstance(child, ast.ImportFrom):
+            if any((alias.asname or alias.name) == name for alias in child.names):
+                yield child
+        elif isinstance(child, (ast.If, ast.Try, ast.With, ast.ExceptHandler)):
+            yield from bindings_of(child, name)
 
 
 def source_file(module: str, root: Path | None = None) -> Path | None:
@@ -73,49 +126,45 @@ def package_hash() -> str:
 
 def reviewed() -> dict[str, dict[str, str]]:
     """The reviewed fingerprints that travel with the package: {line: {"module:qualname": hash}}."""
+    return {line: {target: entry["hash"] for target, entry in table.items()} for line, table in _record().items()}
+
+
+def reviewed_hash(line: str, target: str) -> str | None:
+    """The reviewed fingerprint of one target on one line; None where none was recorded."""
+    return _record().get(line, {}).get(target, {}).get("hash")
+
+
+def reviewed_statements(line: str, target: str) -> list[str]:
+    """The hashes of the statements that were reviewed, in order; empty where nothing was, or nothing is there."""
+    return _record().get(line, {}).get(target, {}).get("statements", [])
+
+
+def write_reviewed(line: str, found: Mapping[str, Sequence[Statement]]) -> None:
+    """Record {target: its statements} of one line, sorted; entries of other targets and lines stay."""
+    table = _record()
+    entries = {target: {"hash": whole_hash(seen) if seen else NO_SOURCE, "statements": [s.hash for s in seen]}
+               for target, seen in found.items()}
+    table[line] = {**table.get(line, {}), **entries}
+    blocks = (f" {json.dumps(name)}: {{\n" + ",\n".join(
+        f"  {json.dumps(target)}: {json.dumps(rows[target])}" for target in sorted(rows)) + "\n }"
+        for name, rows in sorted(table.items()))
+    REVIEWED.write_text("{\n" + ",\n".join(blocks) + "\n}\n")
+
+
+def _record() -> dict[str, dict[str, dict]]:
     return json.loads(REVIEWED.read_text()) if REVIEWED.is_file() else {}
 
 
-def write_reviewed(line: str, prints: dict[str, str]) -> None:
-    """Record fingerprints of one line, sorted; entries of other targets and lines stay."""
-    table = reviewed()
-    table[line] = dict(sorted({**table.get(line, {}), **prints}.items()))
-    REVIEWED.write_text(json.dumps(table, indent=1, sort_keys=True) + "\n")
-
-
-@functools.lru_cache(maxsize=256)
-def _tree(path: str, _mtime_ns: int) -> ast.Module:
+@functools.lru_cache(maxsize=2)  # rows of one file mostly stand together; many live trees make garbage collection slow
+def _tree(path: str, _version: tuple[int, int]) -> ast.Module:
     return ast.parse(Path(path).read_bytes(), filename=path)
 
 
-def _definitions(node: ast.AST, name: str) -> Iterator[ast.AST]:
-    """Every definition of `name` directly in a module or class body, also inside if/try/with blocks there."""
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, _DEFS):
-            if child.name == name:
-                yield child
-        elif isinstance(child, (ast.Assign, ast.AnnAssign)):
-            targets = child.targets if isinstance(child, ast.Assign) else [child.target]
-            if any(isinstance(t, ast.Name) and t.id == name for t in targets):
-                yield child
-        elif isinstance(child, (ast.If, ast.Try, ast.With, ast.ExceptHandler)):
-            yield from _definitions(child, name)
-
-
-def _hash(nodes: list[ast.AST]) -> str:
-    return hashlib.sha256("\n".join(_text(node) for node in nodes).encode()).hexdigest()[:16]
-
-
-def _text(value: object) -> str:
-    if isinstance(value, ast.AST):
-        fields = []
-        for name, child in ast.iter_fields(value):
-            if name == "body" and isinstance(value, _DEFS) and ast.get_docstring(value, clean=False) is not None:
-                child = child[1:]
-            if name in ("ctx", "kind", "type_comment") or child is None or child == []:
-                continue
-            fields.append(f"{name}={_text(child)}")
-        return f"{type(value).__name__}({','.join(fields)})"
-    if isinstance(value, list):
-        return f"[{','.join(_text(item) for item in value)}]"
-    return repr(value)
+@functools.lru_cache(maxsize=512)
+def _nodes(path: str, version: tuple[int, int], qualname: str) -> tuple[ast.AST, ...]:
+    nodes: list[ast.AST] = [_tree(path, version)]
+    for number, step in enumerate(qualname.split(".")):
+        nodes = [found for node in nodes for found in
+                 ([node] if isinstance(node, ast.ImportFrom) else bindings_of(node, step))
+                 if number == 0 or isinstance(node, (ast.ClassDef, ast.ImportFrom))]
+    return tuple(nodes)

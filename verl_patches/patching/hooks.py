@@ -1,18 +1,21 @@
 """Run something right after a module is imported, once it is whole; the only place that writes to sys.modules.
 
-wrapt runs the hooks. What is added here, because it was seen to go wrong:
+wrapt says that a module's body has run, importlib's own flag that the module is whole. What is added here, because it
+was seen to go wrong:
 - a module that is only half built while the prelude runs (the prelude line sits inside it) is waited for;
 - a hook that raises is armed again first, and the module is dropped, so that the next import fails too instead of
-  silently giving the unpatched module. ImportError is turned into HookError, because upstream swallows ImportError.
+  silently giving the unpatched module. ImportError is turned into HookError, because upstream swallows ImportError;
+- other threads may be importing: they see a module as unfinished until its hooks have run, and hooks run unlocked.
 """
 
 from __future__ import annotations
 
 import importlib
-import importlib.abc
 import importlib.util
 import sys
+import threading
 from collections.abc import Callable
+from importlib._bootstrap import _lock_unlock_module  # what every `import` of a half-built module waits with
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
@@ -26,69 +29,113 @@ class HookError(RuntimeError):
 
 
 def is_half_built(module: ModuleType) -> bool:
-    """True while the module's own code is still running."""
+    """True while the module's own code, or a hook of it, is still running."""
     return bool(getattr(getattr(module, "__spec__", None), "_initializing", False))
 
 
 _HOOKS: dict[str, list[Hook]] = {}
+_LOCK = threading.Lock()  # guards _HOOKS; nothing is called while it is held
 
 
 def after_import(name: str, hook: Hook) -> None:
-    """Call hook(module) as soon as module `name` is whole: now, when its body ends, or when it is first imported."""
+    """Call hook(module) as soon as module `name` is whole: now, when its body ends, or when it is first imported.
+
+    A hook that waits already is not added again. Call it without a lock: upstream's code may run.
+    """
     module = sys.modules.get(name)
     if module is not None and not is_half_built(module):
         hook(module)
         return
-    first = name not in _HOOKS
-    _HOOKS.setdefault(name, []).append(hook)
-    if first:
-        _arm(name, module)
-
-
-def _arm(name: str, module: ModuleType | None) -> None:
+    with _LOCK:
+        waiting = _HOOKS.setdefault(name, [])
+        if hook not in waiting:
+            waiting.append(hook)
     if module is None:
-        wrapt.register_post_import_hook(_run, name)  # one entry a module: wrapt forgets the rest when one raises
+        _arm(name)
     else:
-        module.__spec__.__dict__.pop("_initializing", None)
-        module.__spec__.__class__ = _WatchedSpec
+        _watch(module)
 
 
-def _run(module: ModuleType) -> None:
-    name = module.__name__
-    hooks = _HOOKS.pop(name, [])
+def is_armed(name: str) -> bool:
+    """True where a hook waits for the next import of module `name`."""
+    return name in _HOOKS
+
+
+def _arm(name: str) -> None:
+    wrapt.register_post_import_hook(_watch, name)
+    _lock_unlock_module(name)  # another thread may have asked wrapt's finder just before: wait until it is through
+    module = sys.modules.get(name)
+    if module is not None and not is_half_built(module):
+        _run(name, module)
+
+
+def _watch(module: ModuleType) -> None:
+    """Run the module's hooks when the import system lets go of it."""
+    spec = getattr(module, "__spec__", None)
+    if isinstance(spec, _WatchedSpec):
+        return
+    if type(spec) is not ModuleSpec:
+        _run(module.__name__, module)  # a spec of its own kind cannot be watched; the module's body has run
+        return
+    spec.__class__ = _WatchedSpec  # from here on the end of the import is ours to see
+    if not spec.__dict__.pop("_initializing", False):
+        _finish(spec)  # it had ended before
+
+
+def _finish(spec: ModuleSpec) -> None:
+    module = sys.modules.get(spec.name)
     try:
-        for hook in hooks:
-            hook(module)
+        if module is not None:
+            _run(spec.name, module)
+        elif is_armed(spec.name):
+            _arm(spec.name)  # the module's own code raised: its next import is hooked as well
+    finally:
+        spec.__dict__["_initializing"] = False
+        spec.__class__ = ModuleSpec
+    if module is not None and is_armed(spec.name):
+        _run(spec.name, module)  # another thread added a hook while the last ones ran
+
+
+def _run(name: str, module: ModuleType) -> None:
+    ran: list[Hook] = []
+    try:
+        while hooks := _take(name):
+            ran += hooks
+            for hook in hooks:
+                hook(module)
     except BaseException as error:
         sys.modules.pop(name, None)
-        _HOOKS[name] = hooks
-        _arm(name, None)
+        with _LOCK:
+            _HOOKS[name] = ran + [hook for hook in _HOOKS.get(name, ()) if hook not in ran]
+        _arm(name)
         if isinstance(error, ImportError):
             raise HookError(f"patching {name} failed: {error}") from error
         raise
 
 
+def _take(name: str) -> list[Hook]:
+    with _LOCK:
+        return _HOOKS.pop(name, [])
+
+
 class _WatchedSpec(ModuleSpec):
     """A module spec that tells when the import system marks its module as no longer initialising.
 
-    importlib sets `spec._initializing = False` as the last act of every import; nothing else marks that moment.
+    importlib sets `spec._initializing = False` as the last act of every import; nothing else marks that moment. Until
+    the hooks have run it stays True, so that `import` in other threads waits for them.
     """
-
-    _initializing_now = True
 
     @property
     def _initializing(self):
-        return self._initializing_now
+        return True
 
     @_initializing.setter
     def _initializing(self, value):
-        self._initializing_now = value
-        module = sys.modules.get(self.name)
-        if not value and module is not None and self.name in _HOOKS:
-            _run(module)
+        if not value:
+            _finish(self)
 
 
-class _ModuleStubs(importlib.abc.MetaPathFinder):
+class _ModuleStubs:
     """Last finder of all: resolves a missing top-level module (and its submodules) to a module of ours."""
 
     def __init__(self):
@@ -99,7 +146,7 @@ class _ModuleStubs(importlib.abc.MetaPathFinder):
         return None if provider is None else importlib.util.spec_from_loader(name, _AliasLoader(provider))
 
 
-class _AliasLoader(importlib.abc.Loader):
+class _AliasLoader:
     def __init__(self, provider: str):
         self.provider = provider
 
@@ -107,7 +154,11 @@ class _AliasLoader(importlib.abc.Loader):
         return None
 
     def exec_module(self, module):
-        provider = importlib.import_module(self.provider)
+        try:
+            provider = importlib.import_module(self.provider)
+        except ImportError as error:
+            raise HookError(f"{self.provider}, which stands in for {module.__name__}, cannot be imported: "
+                            f"{error}") from error
         public = {k: v for k, v in vars(provider).items() if not k.startswith("__")}
         vars(module).update(public, __doc__=provider.__doc__, __path__=[], __version__="0")
 

@@ -12,13 +12,15 @@ from verl_patches.errors import ConfigError
 from verl_patches.patching.spec import PatchSpec
 
 STATES = ("fine", "note", "problem")
+WRONG = frozenset({"drifted", "unsupported", "failed", "overridden"})  # row states that somebody has to look at
 
 
 @dataclass(frozen=True)
 class Finding:
     """What a check saw at one place. `state`: fine, note (said, but nobody has to act) or problem.
 
-    `name`: what was looked at (a row id, a package, a variable); `where`: file:line or place; `todo`: the next step.
+    `name`: what was looked at (a row id, a package, a variable); `where`: file:line or place; `todo`: the next step;
+    `details`: lines that do not fit one sentence (statements with their places, a diff).
     """
 
     name: str
@@ -27,6 +29,7 @@ class Finding:
     expected: str = ""
     found: str = ""
     todo: str = ""
+    details: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -65,11 +68,12 @@ def run_states(folder: Path) -> list[dict[str, str]]:
 
 
 def count_by_process(rows: Iterable[Mapping[str, str]]) -> list[dict[str, Any]]:
-    """Recorded states folded to one entry a row: {id, target, states: {process: state}}."""
+    """Recorded states folded to one entry a row: {id, target, states: {process: state}, reason (of a wrong state)}."""
     folded: dict[str, dict[str, Any]] = {}
     for row in rows:
-        entry = folded.setdefault(row["id"], {"id": row["id"], "target": row["target"], "states": {}})
+        entry = folded.setdefault(row["id"], {"id": row["id"], "target": row["target"], "states": {}, "reason": ""})
         entry["states"][row["process"]] = row["state"]
+        entry["reason"] = row.get("reason") or entry["reason"]
     return list(folded.values())
 
 

@@ -15,6 +15,7 @@ LINES = ("pypi", "a3")
 PLATFORMS = ("npu", "cuda", "cpu")
 PROCESSES = ("controller", "worker")
 DEFAULTS = ("on", "off", "auto")
+DRIFT_POLICIES = ("strict", "warn", "skip")
 
 _ID = re.compile(r"[a-z][a-z0-9_]*(\.[a-z0-9_]+)+\Z")
 _PLACE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*(:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*)?\Z")
@@ -28,7 +29,8 @@ class PatchSpec:
     `provider` is "module:qualname" of ours and is imported only once the target's module is. What it must be depends on
     `kind`: wrap: provider(original) -> replacement; replace, extend (the name must not exist), stub: the new object;
     register: () -> {key: object}, set in the mutable mapping `target`; module stub: our module's name.
-    `default` "auto" is "on" for a target that a run may rightly never import.
+    `default` "auto" is "on" for a target that a run may rightly never import. Of two rows on one target the upper one
+    must be a wrap that needs the lower one.
     """
 
     id: str
@@ -64,7 +66,7 @@ def validate(specs: Iterable[PatchSpec]) -> dict[str, PatchSpec]:
     faults = [f"id {name!r} stands {count} times" for name, count in Counter(s.id for s in specs).items() if count > 1]
     for spec in specs:
         faults += [f"row {spec.id!r}: {fault}" for fault in _faults(spec, by_id)]
-    faults += _need_cycles(by_id)
+    faults += _need_cycles(by_id) or _shared_targets(by_id)
     if faults:
         raise ConfigError("catalogue is not valid, nothing was applied:\n  " + "\n  ".join(faults))
     return by_id
@@ -92,6 +94,10 @@ def _faults(spec: PatchSpec, by_id: dict[str, PatchSpec]) -> list[str]:
         faults.append("why and exit must say something")
     if spec.kind == "register" and spec.bindings:
         faults.append("a registered entry has no bindings")
+    if spec.is_module_stub and spec.needs:
+        faults.append("a module stub can need no row")
+    if spec.id in spec.conflicts:
+        faults.append("it conflicts with itself")
     faults += [f"{field} names {other!r}, which is no row" for field in ("needs", "conflicts")
                for other in getattr(spec, field) if other not in by_id]
     return faults
@@ -110,3 +116,40 @@ def _need_cycles(by_id: dict[str, PatchSpec]) -> list[str]:
         return found
 
     return [fault for name in by_id for fault in visit(name, ())]
+
+
+def _shared_targets(by_id: dict[str, PatchSpec]) -> list[str]:
+    """Faults of rows that can be on together and touch one place: their order must be known, and seen from both."""
+    by_target: dict[str, list[PatchSpec]] = {}
+    for spec in by_id.values():
+        if spec.kind != "register":
+            by_target.setdefault(spec.target, []).append(spec)
+    faults = []
+    for target, rows in by_target.items():
+        for number, first in enumerate(rows):
+            faults += [_order_fault(by_id, first, second, target) for second in rows[number + 1:]
+                       if _can_meet(first, second)]
+    for spec in by_id.values():
+        faults += [f"row {spec.id!r}: its binding {place} is the target of row {other.id!r}; patch one of the two"
+                   for place in spec.bindings for other in by_target.get(place, ()) if _can_meet(spec, other)]
+    return [fault for fault in faults if fault]
+
+
+def _order_fault(by_id: dict[str, PatchSpec], first: PatchSpec, second: PatchSpec, target: str) -> str:
+    upper = next((a for a, b in ((second, first), (first, second)) if b.id in _all_needs(by_id, a.id)), None)
+    if upper is None or upper.kind != "wrap":
+        return (f"rows {first.id!r} and {second.id!r} are both on {target}: the one that goes over the other must be a "
+                "wrap and name it in needs, or they must be in conflict")
+    if set(first.bindings) != set(second.bindings):
+        return f"rows {first.id!r} and {second.id!r} are both on {target}: they must list the same bindings"
+    return ""
+
+
+def _can_meet(one: PatchSpec, other: PatchSpec) -> bool:
+    apart = one.id in other.conflicts or other.id in one.conflicts
+    return bool(one.lines & other.lines and one.platforms & other.platforms) and not apart
+
+
+def _all_needs(by_id: dict[str, PatchSpec], name: str) -> set[str]:
+    direct = set(by_id[name].needs) & set(by_id)
+    return direct.union(*(_all_needs(by_id, need) for need in direct))

@@ -1,6 +1,6 @@
 """What is asked for: line, platform and single rows, from an argument or the one environment variable VERL_PATCHES.
 
-    VERL_PATCHES="line=pypi,platform=cpu,-reshard.*,+memory.ledger"
+    VERL_PATCHES="line=pypi,platform=cpu,drift=warn,-reshard.*,+memory.ledger"
 
 The prelude runs before any configuration exists, so this is the only switch that reaches every process. The launcher
 writes it from the composed configuration (`recipe:`).
@@ -8,30 +8,36 @@ writes it from the composed configuration (`recipe:`).
 
 from __future__ import annotations
 
-import difflib
 import fnmatch
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from verl_patches.errors import ConfigError
-from verl_patches.patching.spec import LINES, PLATFORMS, PatchSpec
+from verl_patches.patching.spec import DRIFT_POLICIES, LINES, PLATFORMS, PatchSpec
 
 VARIABLE = "VERL_PATCHES"
 DEFAULT_LINE, DEFAULT_PLATFORM = "a3", "npu"
+DEFAULT_DRIFT = "strict"
 
 
 @dataclass(frozen=True)
 class Switches:
-    """Line, platform and the +id / -id patterns (fnmatch) in the order given; a later one wins."""
+    """Line, platform and the +id / -id patterns (fnmatch) in the order given; a later one wins.
+
+    `drift`: what to do where upstream is not as reviewed (row drifted or unsupported): strict stops the run, warn
+    applies the row where it can and marks it, skip leaves upstream alone there.
+    """
 
     line: str = DEFAULT_LINE
     platform: str = DEFAULT_PLATFORM
     patterns: tuple[str, ...] = ()
+    drift: str = DEFAULT_DRIFT
 
     def text(self) -> str:
         """The form that VERL_PATCHES takes; `parse(s.text()) == s`."""
-        return ",".join((f"line={self.line}", f"platform={self.platform}", *self.patterns))
+        drift = () if self.drift == DEFAULT_DRIFT else (f"drift={self.drift}",)
+        return ",".join((f"line={self.line}", f"platform={self.platform}", *drift, *self.patterns))
 
     def decide(self, spec: PatchSpec) -> tuple[bool, str]:
         """(wanted, reason in words) for one row."""
@@ -49,17 +55,23 @@ class Switches:
         """ConfigError for a pattern that names no row, with the nearest ids."""
         for pattern in self.patterns:
             if not fnmatch.filter(specs, pattern[1:]):
-                near = difflib.get_close_matches(pattern[1:], specs, n=3) or sorted(specs)[:3]
                 raise ConfigError(
-                    f"{VARIABLE}: {pattern!r} names no row of the catalogue; nearest: {', '.join(near)}. "
+                    f"{VARIABLE}: {pattern!r} names no row of the catalogue; nearest: {nearest(pattern[1:], specs)}. "
                     "`python -m verl_patches status` lists them."
                 )
 
 
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The known names most like `name`, or else the first ones, as text."""
+    import difflib
+
+    return ", ".join(difflib.get_close_matches(name, list(known), n=3) or sorted(known)[:3])
+
+
 def parse(text: str) -> Switches:
     """Switches from the text form; ConfigError names the part that is wrong."""
-    values = {"line": DEFAULT_LINE, "platform": DEFAULT_PLATFORM}
-    allowed = {"line": LINES, "platform": PLATFORMS}
+    values = {"line": DEFAULT_LINE, "platform": DEFAULT_PLATFORM, "drift": DEFAULT_DRIFT}
+    allowed = {"line": LINES, "platform": PLATFORMS, "drift": DRIFT_POLICIES}
     patterns = []
     for part in filter(None, (p.strip() for p in text.split(","))):
         key, equals, value = part.partition("=")
@@ -68,11 +80,10 @@ def parse(text: str) -> Switches:
         elif key in allowed and value in allowed[key]:
             values[key] = value
         else:
-            raise ConfigError(
-                f"{VARIABLE}: cannot read {part!r} in {text!r}; expected line={'|'.join(LINES)}, "
-                f"platform={'|'.join(PLATFORMS)}, +row.id or -row.id, separated by commas"
-            )
-    return Switches(values["line"], values["platform"], tuple(patterns))
+            words = ", ".join(f"{name}={'|'.join(values)}" for name, values in allowed.items())
+            raise ConfigError(f"{VARIABLE}: cannot read {part!r} in {text!r}; expected {words}, +row.id or -row.id, "
+                              "separated by commas")
+    return Switches(patterns=tuple(patterns), **values)
 
 
 def from_environment() -> Switches:

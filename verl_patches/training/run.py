@@ -10,8 +10,8 @@ from typing import Any
 
 from verl_patches.layout.of_config import rollout_layout_of, train_layout_of
 from verl_patches.patching import engine
-from verl_patches.patching.engine import PatchError
 from verl_patches.training import truth_check
+from verl_patches.training.proofs import not_as_reviewed, recorded, refuse_unequal, refuse_unproven, workers_proofs
 from verl_patches.training.recording import find_recording
 from verl_patches.training.rollout_tap import RolloutTap
 from verl_patches.training.summary import Progress, Summary, phase_seconds
@@ -44,29 +44,21 @@ class Run:
     def prove(self) -> None:
         """Ask every process for its proof, record all states, then refuse; PatchError before step 1."""
         mine = engine.current()
-        workers = self._workers_proofs()
+        workers = workers_proofs(self.trainer.actor_rollout_wg)
         rows = [{"process": "controller", **row} for row in mine.status()]
         rows += [{"process": f"worker {w['rank']}", **row} for w in workers for row in w["status"]]
-        self.summary.data["patches"] = [{k: r[k] for k in ("id", "state", "target", "process")} for r in rows]
+        self.summary.data["patches"] = [recorded(row) for row in rows]
         self.summary.data["digest"] = mine.digest()
         self.summary.write()
         mine.verify("controller")
-        for worker in workers:
-            if worker["error"]:
-                raise PatchError(f"worker {worker['rank']} (pid {worker['pid']}): {worker['error']}")
+        refuse_unproven(workers)
         refuse_unequal(mine.intent(), mine.digest(), workers)
         self.trainer.actor_rollout_wg.take_phase_seconds()  # what building the workers took belongs to no step
         self.progress.say(f"| patches proven in controller and {len(workers)} workers: digest {mine.digest()[:12]}")
+        for state, ids in not_as_reviewed(rows).items():
+            self.progress.say(f"| {state} (drift={mine.switches.drift}, reasons in summary.json): {', '.join(ids)}")
         if self.not_compared:
             self.progress.say(f"| log-probs are not compared: {self.not_compared}")
-
-    def _workers_proofs(self) -> list[dict[str, Any]]:
-        try:
-            return self.trainer.actor_rollout_wg.prove_patches()
-        except AttributeError as error:
-            raise PatchError(f"a worker did not run the prelude ({error}); every worker process must import "
-                             "verl_patches.prelude_patch: start through our own entry point or run "
-                             "`python -m verl_patches install-prelude`") from error
 
     def before_call(self, name: str) -> None:
         """Show what runs now."""
@@ -104,19 +96,6 @@ class Run:
 def _number(value: Any) -> float | None:
     """A float for JSON, which knows no NaN; a skipped update has no gradient norm."""
     return None if value is None or value != value else float(value)
-
-
-def refuse_unequal(intent: dict[str, str], digest: str, workers: list[dict[str, Any]]) -> None:
-    """PatchError naming worker and rows where a worker means to do something else than the controller."""
-    for worker in workers:
-        if worker["digest"] == digest:
-            continue
-        rows = sorted(set(intent.items()) ^ set(worker["intent"].items()))
-        names = ", ".join(dict.fromkeys(name for name, _ in rows)) or "line or platform"
-        raise PatchError(
-            f"worker {worker['rank']} (pid {worker['pid']}) means to run other patches than the controller: digest "
-            f"{worker['digest'][:12]}, expected {digest[:12]}; different rows: {names}. Its VERL_PATCHES, its copy of "
-            "verl_patches or its upstream packages differ from the controller's: make them equal on every node")
 
 
 def fit_as_run(original: Callable) -> Callable:

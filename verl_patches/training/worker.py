@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import os
+import socket
 from collections.abc import Callable
 from typing import Any
 
@@ -30,15 +31,19 @@ def rollout_with_sync_mode(original: Callable) -> Callable:
     return build
 
 
-@register(dispatch_mode=Dispatch.ONE_TO_ALL)
+@register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
 def prove_patches(self: Any) -> dict[str, Any]:
-    """This worker's proof: digest of intent, every row's state, and `error`, why verify refused (None: all active)."""
+    """This worker's proof: digest of intent, every row's state, and `error`, why verify refused (None: all active).
+
+    Not blocking: the controller gets one reference a worker and can tell which one has no proof.
+    """
     found, error = engine.current(), None
     try:
         found.verify("worker")
     except engine.PatchError as refused:
         error = str(refused)
-    return {"rank": torch.distributed.get_rank(), "pid": os.getpid(), "digest": found.digest(),
+    where = f"pid {os.getpid()} on {socket.gethostname()}"
+    return {"rank": torch.distributed.get_rank(), "where": where, "digest": found.digest(),
             "intent": found.intent(), "status": found.status(), "error": error}
 
 

@@ -12,11 +12,11 @@ _NO_KERNELS = "a vLLM CPU wheel whose compiled extension loads here (vllm/_C.abi
 
 def _row(
     name: str, target: str, kind: str, provider: str, why: str, exit: str = _NO_KERNELS,
-    processes: tuple[str, ...] = ("worker",),
+    processes: tuple[str, ...] = ("worker",), bindings: tuple[str, ...] = (),
 ) -> PatchSpec:
     return PatchSpec(
         id=f"platform.{name}", stage="platform", target=target, kind=kind, provider=provider, why=why, exit=exit,
-        platforms=frozenset({"cpu"}), processes=frozenset(processes),
+        platforms=frozenset({"cpu"}), processes=frozenset(processes), bindings=bindings,
     )
 
 
@@ -27,6 +27,8 @@ ROWS: tuple[PatchSpec, ...] = (
         "ask for the version of `vllm`",
         exit="a wheel named vllm for CPU on the package index",
         processes=("controller", "worker"),
+        bindings=("verl.third_party.vllm:version", "verl.workers.rollout.vllm_rollout:version",
+                  "megatron.core.utils:version"),
     ),
     _row(
         "vllm_platform", "vllm.platforms:builtin_platform_plugins", "register",

@@ -6,7 +6,7 @@ import importlib
 from typing import Any
 
 
-def stay_on_cpu(self: Any, device: Any = None) -> Any:
+def stay_on_cpu(self: Any, device: Any = None, **kwargs: Any) -> Any:
     """TensorDict.cuda: there is no other device; the same TensorDict."""
     return self
 

@@ -1,0 +1,237 @@
+"""Every order of events against a small model of what must hold after each; run as a program in a fresh process.
+
+    python orders_world.py FOLDER WORLD LENGTH [SPOIL]
+
+A world is a fresh fake package for each sequence of steps, with rows on every kind of target. WORLD says what goes
+wrong in it: `healthy`; `provider`: one row's provider raises ImportError until the step heal; `body`: the module's own
+code raises at its first import; `inside-` before one of them: the module's first line applies the rows, as the prelude
+line does. SPOIL breaks the engine on purpose. Prints {"sequences": n, "faults": [text, ...]} as JSON.
+"""
+
+import itertools
+import json
+import random
+import sys
+import textwrap
+from pathlib import Path
+
+from verl_patches.patching import hooks
+from verl_patches.patching.engine import Engine, PatchError
+from verl_patches.patching.row import Row
+from verl_patches.patching.spec import PatchSpec
+from verl_patches.patching.switches import Switches
+
+BASE = """
+    from __main__ import world
+    world.in_body()
+    TABLE = {"a": 1}
+    def f(x): return x + 1
+    def g(x): return x
+    class Thing:
+        def plain(self): return "plain"
+        @staticmethod
+        def st(x): return x
+        @classmethod
+        def cl(cls): return cls.__name__
+        @property
+        def prop(self): return "prop"
+        class Inner:
+            def deep(self): return "deep"
+    class Child(Thing): pass
+"""
+OURS = """
+    from __main__ import world
+    def louder(original): return lambda *a: f"{original(*a)}!"
+    def entries(): return {"b": 2}
+    def flaky(original):
+        world.in_provider()
+        return lambda x: f"{original(x)}!"
+"""
+# row id, target, provider; rows after t.flaky come after the one that fails
+ROWS = (
+    ("t.f", "f", "louder"), ("t.over_f", "f", "louder"), ("t.plain", "Thing.plain", "louder"),
+    ("t.st", "Thing.st", "louder"), ("t.cl", "Thing.cl", "louder"), ("t.child_cl", "Child.cl", "louder"),
+    ("t.flaky", "g", "flaky"),
+    ("t.prop", "Thing.prop", "louder"), ("t.child_st", "Child.st", "louder"), ("t.deep", "Thing.Inner.deep", "louder"),
+    ("t.table", "TABLE", "entries"), ("t.added", "added", "louder"),
+)
+BEFORE = [row[0] for row in ROWS[:6]]
+PLAIN = {"f": 2, "user": 2, "plain": "plain", "st": "s", "cl": "Thing", "child_cl": "Child", "child_st": "s", "g": 3,
+         "prop": "prop", "deep": "deep", "table": {"a": 1}, "added": False}
+OURS_IN = {"t.f": {}, "t.over_f": {"f": "2!!", "user": "2!!"}, "t.plain": {"plain": "plain!"},
+           "t.st": {"st": "s!", "child_st": "s!"}, "t.cl": {"cl": "Thing!", "child_cl": "Child!"},
+           "t.child_cl": {"child_cl": "Child!!"}, "t.flaky": {"g": "3!"},
+           "t.prop": {"prop": "prop!"}, "t.child_st": {"child_st": "s!!"}, "t.deep": {"deep": "deep!"},
+           "t.table": {"table": {"a": 1, "b": 2}}, "t.added": {"added": True}}
+
+
+class World:
+    """One fresh package, an engine over it, and the model: what was applied, imported, healed."""
+
+    def __init__(self, folder, number, kind):
+        self.name = f"up{number}"
+        self.inside, self.kind = kind.startswith("inside-"), kind.removeprefix("inside-")
+        for file, text in (("__init__", ""), ("base", BASE), ("ours", OURS),
+                           ("user", f"from {self.name}.base import f\n")):
+            (folder / self.name).mkdir(exist_ok=True)
+            (folder / self.name / f"{file}.py").write_text(textwrap.dedent(text))
+        self.engine = Engine(self.rows(), Switches("pypi", "cpu"))
+        self.taken_up = self.applied = False
+        self.healed, self.bodies = self.kind != "provider", 0
+        self.base = self.user = False
+        self.stuck = self.failed_import = False  # t.flaky stopped an apply(), or an import
+
+    def rows(self):
+        kinds = {"t.table": "register", "t.added": "extend"}
+        for name, target, provider in ROWS:
+            yield PatchSpec(
+                id=name, stage="model", target=f"{self.name}.base:{target}", kind=kinds.get(name, "wrap"),
+                provider=f"{self.name}.ours:{provider}", why="test", exit="no", needs=("t.f",) * (name == "t.over_f"),
+                bindings=(f"{self.name}.user:f",) if target == "f" else ())
+
+    def in_body(self):
+        self.bodies += 1
+        if self.inside and self.bodies == 1:  # a second import of the prelude does nothing
+            self.engine.apply()
+        if self.kind == "body" and self.bodies == 1:
+            raise ImportError("upstream's own fault")
+
+    def in_provider(self):
+        if not self.healed:
+            raise ImportError("our fault")
+
+    # -- steps: what the model says, then what happens
+
+    def step(self, name):
+        wanted = getattr(self, f"model_{name}")()
+        try:
+            getattr(self, f"do_{name}")()
+            got = None
+        except Exception as error:
+            got = type(error)
+        assert got is wanted, f"{name} raised {got}, expected {wanted}"
+
+    def model_import(self):
+        if self.base:
+            return None
+        body_fails = self.kind == "body" and self.bodies == 0
+        if self.inside and self.bodies == 0:
+            self.applied = self.taken_up = True
+        if body_fails:
+            return ImportError
+        self.base = not self.applied or self.healed
+        self.failed_import = not self.base
+        return None if self.base else PatchError
+
+    def model_user(self):
+        error = self.model_import()
+        self.user = self.user or error is None
+        return error
+
+    def model_apply(self):
+        self.applied = self.taken_up = True
+        self.stuck = self.base and not self.healed
+        return PatchError if self.stuck else None
+
+    def model_revert(self):
+        self.applied = self.stuck = self.failed_import = False
+
+    def model_verify(self):
+        return None if self.applied and self.base and not self.stuck else PatchError
+
+    def model_heal(self):
+        self.healed = True
+
+    def do_import(self):
+        __import__(f"{self.name}.base")
+
+    def do_user(self):
+        __import__(f"{self.name}.user")
+
+    def do_apply(self):
+        self.engine.apply()
+
+    def do_revert(self):
+        self.engine.revert()
+
+    def do_verify(self):
+        self.engine.verify("worker")
+
+    def do_heal(self):
+        pass
+
+    def look(self):
+        """Compare states and what a caller sees with the model."""
+        states = {row["id"]: row["state"] for row in self.engine.status()}
+        assert states == self.model_states(states), f"states {states}, expected {self.model_states(states)}"
+        assert (f"{self.name}.base" in sys.modules) == self.base, "left imported" if not self.base else "not imported"
+        if self.base:
+            active = [OURS_IN[name] for name in states if states[name] == "active"]
+            wanted = {**PLAIN, **{key: value for entries in active for key, value in entries.items()}}
+            if not self.user:
+                wanted.pop("user")
+            assert self.seen() == wanted, f"a caller sees {self.seen()}, expected {wanted}"
+
+    def model_states(self, names):
+        if not self.applied:
+            return dict.fromkeys(names, "reverted" if self.taken_up else "off")
+        if not self.base:
+            return {**dict.fromkeys(names, "waiting"), **({"t.flaky": "failed"} if self.failed_import else {})}
+        if self.stuck:
+            return {n: "failed" if n == "t.flaky" else "active" if n in BEFORE else "waiting" for n in names}
+        return dict.fromkeys(names, "active")
+
+    def seen(self):
+        base = sys.modules[f"{self.name}.base"]
+        thing = base.Thing()
+        found = {"f": base.f(1), "plain": thing.plain(), "st": thing.st("s"), "cl": base.Thing.cl(), "g": base.g(3),
+                 "child_cl": base.Child.cl(), "child_st": base.Child.st("s"), "prop": thing.prop,
+                 "deep": base.Thing.Inner().deep(), "table": dict(base.TABLE), "added": hasattr(base, "added")}
+        return {**found, "user": sys.modules[f"{self.name}.user"].f(1)} if self.user else found
+
+
+def sequences(kind, length):
+    steps = ["import", "user", "apply", "revert", "verify", *(["heal"] if kind.endswith("provider") else [])]
+    yield from itertools.product(steps, repeat=length)
+    chance = random.Random(7)
+    yield from (chance.choices(steps, k=10) for _ in range(60))
+
+
+def spoil(what):
+    """Break the engine, so that the model has something to see."""
+    if what == "arms once":
+        armed, arm = set(), hooks._arm
+        hooks._arm = lambda name: name in armed or armed.add(name) or arm(name)
+    elif what == "never arms":
+        hooks._arm = lambda name: None
+    elif what == "no rebinding":
+        Row.rebind = lambda self, binding: None
+    elif what == "lower row looks alone":
+        Engine._uppermost = lambda self, row: row.installed
+    elif what == "unwatched":
+        hooks._watch = lambda module: hooks._run(module.__spec__.name, module)
+
+
+def main(folder, kind, length, *spoilt):
+    global world
+    for what in spoilt:
+        spoil(what)
+    sys.path.insert(0, folder)
+    count, faults = 0, []
+    for count, sequence in enumerate(sequences(kind, int(length)), 1):
+        world = World(Path(folder), count, kind)
+        done = []
+        try:
+            for step in sequence:
+                done.append(step)
+                world.step(step)
+                world.look()
+        except Exception as error:
+            faults.append(f"{' '.join(done)}: {type(error).__name__}: {error}")
+        for name in [n for n in sys.modules if n.startswith(world.name)]:
+            del sys.modules[name]
+    print(json.dumps({"sequences": count, "faults": faults[:20]}))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,241 @@
+"""The contract check on a small upstream package: every kind of change is told, and what is fine is not."""
+
+import dataclasses
+import json
+
+import pytest
+
+from verl_patches.patching import contract
+from verl_patches.patching import fingerprint as fp
+from verl_patches.patching.row_contract import Sources
+from verl_patches.patching.spec import PatchSpec
+
+FILES = {
+    "up/__init__.py": "from .tools import weigh, Scale\n",
+    "up/tools.py": '''"""Tools."""
+__all__ = ["weigh", "Scale"]
+
+def weigh(thing, scale=1):
+    """Words."""
+    if scale:
+        total = thing * 2
+        total += 1
+    return total
+
+def hidden(x): return x
+
+class Scale:
+    def read(self, unit="kg"):
+        return unit
+''',
+    "up/user.py": '''from typing import TYPE_CHECKING
+if TYPE_CHECKING:
+    from up.tools import weigh as only_a_type
+try:
+    from up import weigh as w
+except ImportError:
+    w = None
+
+class Shop:
+    from .tools import (  # a note with a ) in it
+        Scale,
+        weigh,
+    )
+
+def later():
+    from up.tools import weigh
+    return weigh
+''',
+    "up/all.py": "from .tools import *\n",
+    "up/odd.py": "def broken(:\nfrom up.tools import weigh\n",
+}
+OURS = '''
+def wrap(original):
+    def weigh(thing, *args, **kwargs): return original(thing, *args, **kwargs)
+    return weigh
+def read(self, unit="kg"): return "g"
+def new(self): return 1
+'''
+BINDINGS = ("up:weigh", "up.user:w", "up.user:Shop.weigh", "up.all:weigh")
+
+
+@pytest.fixture
+def tree(tmp_path, monkeypatch):
+    """A folder with the package `up`, our providers on the path, and a record of our own."""
+    for name, text in FILES.items():
+        (tmp_path / "now" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "now" / name).write_text(text)
+    (tmp_path / "contract_ours.py").write_text(OURS)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(fp, "REVIEWED", tmp_path / "fingerprints.json")
+    targets = [row().target for row in (weigh, read, new)]
+    fp.write_reviewed("pypi", {target: fp.statements(target, tmp_path / "now") for target in targets})
+    return tmp_path / "now"
+
+
+def spec(id, kind, target, provider, **more):
+    return PatchSpec(id, "model", f"up.tools:{target}", kind, f"contract_ours:{provider}", "why", "exit", **more)
+
+
+def weigh(**more):
+    return spec("up.weigh", "wrap", "weigh", "wrap", **{"bindings": BINDINGS, **more})
+
+
+def read():
+    return spec("up.read", "replace", "Scale.read", "read")
+
+
+def new():
+    return spec("up.new", "extend", "Scale.new", "new")
+
+
+def look(tree, *rows, line="pypi", **more):
+    report = contract.check(rows, line, Sources({"up": tree}, installed=False, **more))
+    return report, {f.name: f for f in report.findings}
+
+
+def edit(tree, name, old, text):
+    before = (tree / name).read_text()
+    assert before.count(old) == 1
+    (tree / name).write_text(before.replace(old, text))
+
+
+def test_an_unchanged_tree_is_fine_and_says_where_it_looked(tree):
+    report, found = look(tree, weigh(), read(), new())
+    assert report.exit_code == 0 and report.state == "fine", report.as_dict()
+    assert found["up.weigh"].where == "up/tools.py:4" and found["up.read"].where == "up/tools.py:14"
+    assert found["up.weigh"].found == "body as reviewed; signature accepted; 4 binding(s) complete"
+    assert found["package up"].found == "5 Python files" and str(tree) not in json.dumps(report.as_dict()["rows"][1:])
+
+
+def test_a_line_without_rows_is_empty_and_not_fine(tree):
+    report, _ = look(tree, weigh(), line="a3")
+    assert (report.state, report.exit_code, report.as_dict()["rows"]) == ("empty", 1, [])
+
+
+@pytest.mark.parametrize(("old", "text"), [
+    ('"""Words."""', '"""Other words."""'), ("total += 1", "total += 1  # note")])
+def test_docstrings_and_comments_may_change(tree, old, text):
+    edit(tree, "up/tools.py", old, text)
+    assert look(tree, weigh(), read(), new())[0].exit_code == 0
+
+
+def test_one_changed_token_names_row_file_line_and_statement(tree):
+    edit(tree, "up/tools.py", "thing * 2", "thing * 3")
+    report, found = look(tree, weigh(), read())
+    assert report.exit_code == 1 and found["up.read"].state == "fine"
+    assert found["up.weigh"].details == ("up/tools.py:7: total = thing * 3",)
+    assert "1 statement(s) new or changed, 0 gone" in found["up.weigh"].found
+
+
+def test_gone_statements_are_counted_and_a_known_tree_gives_the_diff(tree, tmp_path):
+    import shutil
+
+    shutil.copytree(tree, tmp_path / "known")
+    edit(tree, "up/tools.py", "        total += 1\n", "")
+    _, found = look(tree, weigh(), base={"up": tmp_path / "known"})
+    assert found["up.weigh"].details[0] == "1 reviewed statement(s) gone after up/tools.py:7"
+    assert "-        total += 1" in found["up.weigh"].details
+    assert not any(line.startswith("-") for line in look(tree, weigh())[1]["up.weigh"].details)
+
+
+def test_a_missing_name_lists_near_ones_and_the_same_name_elsewhere(tree):
+    edit(tree, "up/tools.py", "def weigh(", "def weigh_all(")
+    (tree / "up" / "moved.py").write_text("\n\ndef weigh(thing): pass\n")
+    finding = look(tree, weigh())[1]["up.weigh"]
+    assert finding.state == "problem" and "weigh is not in up/tools.py" in finding.found
+    assert finding.details == ("near: weigh_all, line 4", "same name: up.moved, line 3")
+
+
+def test_a_missing_class_or_module_lists_near_ones(tree):
+    edit(tree, "up/tools.py", "class Scale:", "class Scales:")
+    found = look(tree, read(), new())[1]
+    assert found["up.read"].details == found["up.new"].details == ("near: Scales, line 13",)
+    (tree / "up" / "tools.py").rename(tree / "up" / "tool.py")
+    finding = look(tree, read())[1]["up.read"]
+    assert "no module up.tools" in finding.found and "near: up.tool" in finding.details
+
+
+def test_a_new_name_that_upstream_has_by_now_is_told(tree):
+    edit(tree, "up/tools.py", "        return unit\n", "        return unit\n    def new(self): pass\n")
+    assert "upstream has this name now" in look(tree, new())[1]["up.new"].found
+
+
+def test_a_changed_signature_is_told(tree):
+    edit(tree, "up/tools.py", 'unit="kg"', 'unit="kg", digits=2')
+    assert "takes no argument 3 (digits)" in look(tree, read())[1]["up.read"].found
+
+
+@pytest.mark.parametrize("text", [
+    "from up.tools import weigh\n", "from . import weigh as v\n", "from up import (a,\n  weigh)\n",
+    "if 1:\n    from .tools \\\n        import weigh\n", "from up.user import w\n", "from up.all import *\n"])
+def test_a_new_import_elsewhere_is_a_missing_binding(tree, text):
+    (tree / "up" / "extra.py").write_text(text)
+    finding = look(tree, weigh())[1]["up.weigh"]
+    assert finding.state == "problem" and "1 binding(s) not listed" in finding.found
+    assert finding.details[0].startswith("up/extra.py:") and "up.extra:" in finding.todo
+
+
+@pytest.mark.parametrize("text", [
+    "def f():\n    from up.tools import weigh\n", "from other.tools import weigh\n", "from up.tools import hidden\n",
+    "# from up.tools import weigh\n", "import up.tools\n"])
+def test_other_imports_are_no_bindings(tree, text):
+    (tree / "up" / "extra.py").write_text(text)
+    assert look(tree, weigh())[1]["up.weigh"].state == "fine"
+
+
+def test_a_star_import_brings_what_all_lists(tree):
+    edit(tree, "up/tools.py", '"weigh", "Scale"', '"Scale"')
+    assert "do not hold it: up.all:weigh" in look(tree, weigh())[1]["up.weigh"].found
+
+
+def test_an_incomplete_or_wrong_list_of_bindings_is_seen(tree):
+    few = look(tree, weigh(bindings=BINDINGS[1:]))[1]["up.weigh"]
+    assert few.state == "problem" and "up:weigh" in few.todo
+    wrong = look(tree, weigh(bindings=(*BINDINGS, "up.user:only_a_type")))[1]["up.weigh"]
+    assert wrong.state == "problem" and "do not hold it: up.user:only_a_type" in wrong.found
+
+
+def test_a_signature_that_cannot_be_seen_and_an_unreviewed_body_are_said(tree):
+    unseen = dataclasses.replace(weigh(), provider="contract_ours:absent")
+    finding = look(tree, unseen)[1]["up.weigh"]
+    assert finding.state == "note" and "signature not checked" in finding.found
+    unknown = spec("up.hidden", "wrap", "hidden", "wrap")
+    assert "never reviewed" in look(tree, unknown)[1]["up.hidden"].found
+
+
+def test_a_target_that_this_python_cannot_read_is_a_problem(tree):
+    odd = dataclasses.replace(read(), target="up.odd:broken")
+    assert "cannot read up/odd.py:1" in look(tree, odd)[1]["up.read"].found
+
+
+@pytest.mark.parametrize(("pinned", "state", "text"), [
+    (None, "note", "pin file does not name"), ("0.1", "note", "pinned 0.1"), ("here", "fine", "as pinned")])
+def test_compiled_targets_are_held_by_the_version(tree, pinned, state, text):
+    from importlib.metadata import version
+
+    zeros = PatchSpec("up.zeros", "model", "torch:zeros", "wrap", "verl_patches.platform.cpu.torch_cuda:on_cpu",
+                      "why", "exit")
+    fp.write_reviewed("pypi", {"torch:zeros": []})
+    versions = {} if pinned is None else {"torch": version("torch") if pinned == "here" else pinned}
+    report = contract.check([zeros], "pypi", Sources({"up": tree}, versions=versions))
+    assert report.findings[1].state == state and text in report.findings[1].found
+    never = dataclasses.replace(zeros, target="torch:zeroes")
+    assert contract.check([never], "pypi", Sources({"up": tree}, versions=versions)).exit_code == 1
+
+
+def test_packages_outside_the_tree_are_named_and_compared_at_the_pinned_version_only(tree):
+    row = PatchSpec("up.torch", "model", "torch.cuda:device_count", "replace",
+                    "verl_patches.platform.cpu.torch_cuda:device_count", "why", "exit",
+                    bindings=("torch.cuda.random:device_count",))
+    finding = look(tree, row, versions={"torch": "0.1"})[1]["up.torch"]
+    assert finding.state == "note" and "of this interpreter was looked at" in finding.found
+    assert "body not compared: the pin is torch 0.1" in finding.found
+
+
+def test_a_package_that_is_nowhere_is_said_not_passed_over(tree):
+    row = PatchSpec("up.npu", "model", "no_such_npu.ops:f", "replace", "contract_ours:read", "why", "exit")
+    finding = look(tree, row)[1]["up.npu"]
+    assert finding.state == "note" and "not checked: no_such_npu" in finding.found
+    installed = contract.check([row], "pypi", Sources({"up": tree}))
+    assert installed.exit_code == 1 and "no module no_such_npu.ops" in installed.findings[1].found

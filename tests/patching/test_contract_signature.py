@@ -1,0 +1,140 @@
+"""Whether a provider accepts what its target accepts, from text."""
+
+import ast
+import inspect
+
+import pytest
+
+from verl_patches.patching import signature
+from verl_patches.patching.spec import PatchSpec
+
+
+def of(text):
+    return signature.of_function(ast.parse(f"def f({text}): pass").body[0])
+
+
+@pytest.mark.parametrize("text", ["", "a", "a, b=1", "a, /, b, *, c, d=2", "a, *rest, c=1, **more", "*, k"])
+def test_a_signature_read_from_text_is_pythons_own(text):
+    spaces = {}
+    exec(f"def f({text}): pass", spaces)
+    found, known = of(text).parameters, inspect.signature(spaces["f"]).parameters
+    assert [(p.name, p.kind, p.default is p.empty) for p in found.values()] == [
+        (p.name, p.kind, p.default is p.empty) for p in known.values()]
+    assert signature.not_accepted(of(text), of(text)) == []
+    assert signature.not_accepted(of(text), of("*args, **kwargs")) == []
+
+
+@pytest.mark.parametrize(("target", "provider", "fault"), [
+    ("a, b", "a", "takes no argument 2 (b)"),
+    ("a, b=1", "a, b", "needs b, which callers may leave out"),
+    ("a", "a, b", "needs b, which callers do not pass"),
+    ("a, b", "a, c", "takes no b="),
+    ("a, b", "b, a", "its argument 1 is b, not a"),
+    ("a, b", "a, *rest, b", "its argument 2 is in *args, not b"),
+    ("a, *, k", "a", "takes no k="),
+    ("a, *, k=1", "a, *, k", "needs k, which callers may leave out"),
+    ("a, *rest", "a", "takes no *rest"),
+    ("a, **more", "a", "takes no **more"),
+    ("a", "a, /", "takes no a="),
+    ("a", "*args", "takes no a="),
+    ("a", "**kwargs", "takes no argument 1 (a)"),
+])
+def test_a_call_that_would_fail_is_told(target, provider, fault):
+    assert fault in signature.not_accepted(of(target), of(provider))
+
+
+@pytest.mark.parametrize(("target", "provider"), [
+    ("a, b", "a, b, c=1"), ("a, b=1", "a, *args, **kwargs"), ("a, /", "other"), ("*, k", "**kwargs"),
+    ("a, b", "a, b=2")])
+def test_a_provider_may_take_more(target, provider):
+    assert signature.not_accepted(of(target), of(provider)) == []
+
+
+def test_self_may_have_any_name():
+    assert signature.not_accepted(of("self, x"), of("trainer, x"), bound=True) == []
+    assert signature.not_accepted(of("self, x"), of("trainer, x"), bound=False) == ["takes no self="]
+
+
+UPSTREAM = '''
+class Base:
+    def __init__(self, a, b=1): pass
+class Shape(Base): pass
+class Held:
+    @staticmethod
+    def s(x): pass
+    @classmethod
+    def c(cls, x): pass
+    @property
+    def p(self): pass
+    @p.setter
+    def p(self, value): pass
+def f(x, y=1): pass
+made = print
+'''
+OURS = '''
+import functools
+def wrap_good(original):
+    @functools.wraps(original)
+    def inner(x, *args, **kwargs):
+        def unrelated(): return 1
+        return original(x, *args, **kwargs)
+    return inner
+def wrap_bad(original):
+    def inner(x): return 1
+    if original is None:
+        return original
+    return inner
+def wrap_called(original):
+    return helper("name", original)
+def helper(name, original):
+    return lambda x, y=1: original(x, y)
+def wrap_unseen(original):
+    return functools.partial(original, 1)
+def wrap_without_argument(): return None
+def plain(x): pass
+def plain_y(x, y=2): pass
+def fget(self): pass
+def of_class(cls, x): pass
+def entries(): return {}
+class Good:
+    def __init__(self, a, b=2, c=3): pass
+class Bad:
+    def __new__(cls, a): pass
+'''
+
+
+@pytest.fixture
+def faults(tmp_path, monkeypatch):
+    (tmp_path / "sig_upstream.py").write_text(UPSTREAM)
+    (tmp_path / "sig_ours.py").write_text(OURS)
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def of_row(kind, target, provider):
+        spec = PatchSpec("a.b", "model", f"sig_upstream:{target}", kind, f"sig_ours:{provider}", "why", "exit")
+        return signature.faults(spec, tmp_path)
+    return of_row
+
+
+@pytest.mark.parametrize(("kind", "target", "provider"), [
+    ("wrap", "f", "wrap_good"), ("wrap", "f", "wrap_called"), ("replace", "f", "plain_y"), ("replace", "Shape", "Good"),
+    ("replace", "Held.s", "plain"), ("replace", "Held.c", "of_class"), ("replace", "Held.p", "fget"),
+    ("register", "made", "entries"), ("extend", "new", "plain"), ("stub", "Held.__reduce_ex__", "plain_y")])
+def test_providers_of_every_kind_are_read(faults, kind, target, provider):
+    assert faults(kind, target, provider) == []
+
+
+@pytest.mark.parametrize(("kind", "target", "provider", "fault"), [
+    ("wrap", "f", "wrap_bad", "takes no argument 2 (y)"), ("replace", "f", "plain", "takes no argument 2 (y)"),
+    ("replace", "Shape", "Bad", "takes no argument 2 (b)"), ("replace", "Held.s", "fget", "takes no x="),
+    ("wrap", "f", "wrap_without_argument", "provider(original): takes no argument 1 (original)"),
+    ("register", "made", "plain", "needs x, which callers do not pass")])
+def test_providers_that_refuse_a_call_are_told(faults, kind, target, provider, fault):
+    assert fault in faults(kind, target, provider)
+
+
+@pytest.mark.parametrize(("kind", "target", "provider", "reason"), [
+    ("wrap", "f", "wrap_unseen", "functools.partial"), ("replace", "made", "plain_y", "assigned"),
+    ("replace", "gone", "plain", "no Python text"), ("replace", "f", "absent", "absent")])
+def test_what_cannot_be_seen_is_said(faults, kind, target, provider, reason):
+    with pytest.raises(signature.Unseen, match=reason):
+        faults(kind, target, provider)

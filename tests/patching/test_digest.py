@@ -1,0 +1,122 @@
+"""The digest says the same wherever the same is meant: other hash seeds, folders, processes, Python versions."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+CATALOGUE = """
+import verl_patches.prelude_patch as prelude
+print(prelude.engine.digest())
+"""
+FAKE = """
+from verl_patches.patching.engine import Engine
+from verl_patches.patching.spec import PatchSpec
+from verl_patches.patching.switches import parse
+def row(id, target, **more):
+    fields = dict(stage="model", kind="wrap", provider="ours:louder", why="w", exit="e", **more)
+    return PatchSpec(id=id, target=target, **fields)
+rows = [row("t.f", "up:f"), row("t.g", "up:Thing.g", needs=("t.f",)), row("t.h", "up:h")]
+engine = Engine(rows, parse("line=pypi,platform=cpu,-t.h"))
+print(engine.digest())
+"""
+UP = '''
+def f(x: int, *rest, key=None) -> int:
+    """Doc."""
+    if x and (y := x) > 1:
+        return f"{y!r:>3}"
+    with open(x) as a, open(y) as b:
+        return [*rest, {**a}]
+class Thing:
+    async def g(self): yield 1.5e3
+def h(): pass
+'''
+
+
+def digest(code, folder, python=sys.executable, seed="0", **env):
+    env = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(folder), "PYTHONHASHSEED": seed,
+           "PYTHONDONTWRITEBYTECODE": "1", **env}
+    done = subprocess.run([python, "-c", code], env=env, cwd="/", capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout.strip()
+
+
+@pytest.fixture(scope="module")
+def copies(tmp_path_factory):
+    """The package and a small upstream twice: the same files, written in another order, at another depth."""
+    found = []
+    for folder in (tmp_path_factory.mktemp("a"), tmp_path_factory.mktemp("b") / "deep" / "er"):
+        files = sorted((ROOT / "verl_patches").rglob("*.py"), reverse=bool(found))
+        for file in [*files, ROOT / "verl_patches" / "fingerprints.json"]:
+            target = folder / file.relative_to(ROOT)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(file, target)
+        (folder / "up.py").write_text(UP)
+        (folder / "ours.py").write_text("def louder(original): return original\n")
+        found.append(folder)
+    return found
+
+
+@pytest.mark.slow
+def test_the_catalogues_digest_depends_on_neither_seed_nor_folder(copies):
+    """Every row of the table against the installed upstream."""
+    here, there = copies
+    switches = {"VERL_PATCHES": "line=pypi,platform=cpu"}
+    first = digest(CATALOGUE, here, seed="1", **switches)
+    assert first == digest(CATALOGUE, there, seed="2", **switches) and len(first) == 64
+    (there / "verl_patches" / "errors.py").write_text((here / "verl_patches" / "errors.py").read_text() + "\n# other\n")
+    assert first != digest(CATALOGUE, there, seed="2", **switches)
+    shutil.copyfile(here / "verl_patches" / "errors.py", there / "verl_patches" / "errors.py")
+
+
+def test_a_small_digest_depends_on_neither_seed_nor_folder(copies):
+    first = digest(FAKE, copies[0], seed="1")
+    assert first == digest(FAKE, copies[1], seed="2") == digest("import up, ours\n" + FAKE, copies[1], seed="3")
+
+
+def test_policy_line_switches_provider_and_target_are_in_it(copies):
+    here = copies[0]
+    first = digest(FAKE, here)
+    for text in ("drift=skip,-t.h", "drift=warn,-t.h", ""):
+        assert digest(FAKE.replace("platform=cpu,-t.h", f"platform=cpu,{text}"), here) != first
+    assert digest(FAKE.replace("platform=cpu", "platform=cuda"), here) != first
+    for name, old, new in (("up", "1.5e3", "1.5e4"), ("ours", "return original", "return  original")):
+        file = here / f"{name}.py"
+        text = file.read_text()
+        file.write_text(text.replace(old, new))
+        assert digest(FAKE, here) != first
+        file.write_text(text)
+    assert digest(FAKE, here) == first
+
+
+def other_pythons():
+    """{version: interpreter} of the other supported versions that are on this machine."""
+    found = {}
+    for version in ("3.10", "3.11", "3.12", "3.13"):
+        if version == f"{sys.version_info.major}.{sys.version_info.minor}":
+            continue
+        pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
+        candidates = [*sorted(pyenv.glob(f"{version}.*/bin/python")), shutil.which(f"python{version}")]
+        for candidate in filter(None, map(str, filter(None, candidates))):
+            if subprocess.run([candidate, "-c", "pass"], capture_output=True).returncode == 0:  # a shim may not work
+                found[version] = candidate
+                break
+    return found
+
+
+@pytest.mark.parametrize("version", ["3.10", "3.11", "3.12", "3.13"])
+def test_python_versions_agree(copies, version):
+    """wrapt is lent from this environment without its compiled part, which it can do without."""
+    python = other_pythons().get(version)
+    if python is None:
+        pytest.skip(f"this is Python {version}" if sys.version.startswith(version) else f"no Python {version} here")
+    import wrapt
+
+    lent = copies[0].parent / "lent"
+    shutil.copytree(Path(wrapt.__file__).parent, lent / "wrapt", dirs_exist_ok=True,
+                    ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    assert digest(FAKE, f"{copies[0]}:{lent}", python) == digest(FAKE, copies[0])

@@ -1,0 +1,231 @@
+"""Another library patches the same places: before us, over us, around us; and two rows of ours on one place."""
+
+import json
+import textwrap
+
+import pytest
+
+FILES = {
+    "up/__init__.py": "",
+    "up/base.py": """
+        def f(x): return x
+        class Thing:
+            def m(self): return "m"
+            @staticmethod
+            def st(x): return x
+        TABLE = {"a": 1}
+    """,
+    "up/user.py": "from up.base import f\n",
+    "up/lazy.py": """
+        def made(kept=[]): return kept or kept.append(type("Made", (), {"m": lambda self: "m"})) or kept
+        def __getattr__(name):
+            if name == "Made": return made()[0]
+            raise AttributeError(name)
+    """,
+    "ours.py": """
+        import functools
+        def louder(original):
+            @functools.wraps(original)
+            def ours(*a): return f"{original(*a)}!"
+            return ours
+        def asking(original):
+            return lambda *a: f"{original(*a)}?"
+        def entries(): return {"b": 2}
+    """,
+    # what a manager of patches that goes over all of sys.modules does
+    "theirs.py": """
+        import functools, sys
+        def put(module, name, make):
+            old = getattr(sys.modules[module], name)
+            new = make(old)
+            for other in list(sys.modules.values()):
+                if getattr(other, name, None) is old: setattr(other, name, new)
+        def replacing(old):
+            def quick(x): return "theirs"
+            return quick
+        def wrapping(old):
+            @functools.wraps(old)
+            def wrapper(*a): return f"<{old(*a)}>"
+            return wrapper
+    """,
+}
+PREAMBLE = """
+import json, sys
+from verl_patches.patching.engine import Engine, PatchError
+from verl_patches.patching.spec import PatchSpec
+from verl_patches.patching.switches import parse
+def row(id, target, kind="wrap", provider="ours:louder", **more):
+    return PatchSpec(id=id, stage="model", target=target, kind=kind, provider=provider, why="test", exit="no", **more)
+def engine(*rows, text=""): return Engine(rows, parse("line=pypi,platform=cpu," + text))
+F = row("t.f", "up.base:f", bindings=("up.user:f",))
+OVER = row("t.over", "up.base:f", provider="ours:asking", bindings=("up.user:f",), needs=("t.f",))
+def look(e): return {s["id"]: [s["state"], s["reason"]] for s in e.status()}
+def proof(e):
+    try: e.verify("worker")
+    except PatchError as error: return str(error)
+"""
+
+
+@pytest.fixture
+def play(run_python, tmp_path):
+    """play(code) -> what the code put into `out`"""
+    for name, text in FILES.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(textwrap.dedent(text))
+
+    def run(code):
+        text = f"{PREAMBLE}{textwrap.dedent(code)}\nprint(json.dumps(out))"
+        return json.loads(run_python(text, env={"PYTHONPATH": str(tmp_path)}).check().out)
+
+    return run
+
+
+@pytest.mark.parametrize(("how", "words", "seen"), [
+    ("replacing", "replaces ours", ["theirs", "theirs"]), ("wrapping", "wraps ours", ["<1!>", "<1!>"])])
+def test_a_library_that_comes_after_us_is_named_and_refused(play, how, words, seen):
+    out = play(f"""
+        import up.user, theirs
+        e = engine(F); e.apply()
+        fine = proof(e)
+        theirs.put("up.base", "f", theirs.{how})
+        out = [fine, look(e)["t.f"], proof(e), [up.base.f(1), up.user.f(1)]]
+        e.revert()
+        out += [look(e)["t.f"], [up.base.f(1), up.user.f(1)]]
+    """)
+    fine, (state, reason), refusal, found, (after, why), left = out
+    assert fine is None and state == "overridden" and found == seen == left
+    assert words in reason and "stands at up.base:f now" in reason and "theirs." in reason and "theirs.py:" in reason
+    assert "t.f is overridden" in refusal and reason in refusal and "Import it before the prelude runs" in refusal
+    assert after == "reverted" and "was left there" in why
+
+
+def test_a_library_that_comes_before_us_is_wrapped(play):
+    out = play("""
+        import up.user, theirs
+        theirs.put("up.base", "f", theirs.wrapping)
+        e = engine(F); e.apply()
+        out = [proof(e), up.base.f(1), up.user.f(1)]
+        e.revert()
+        out += [up.base.f(1), up.user.f(1)]
+    """)
+    assert out == [None, "<1>!", "<1>!", "<1>", "<1>"]
+
+
+def test_a_binding_alone_that_was_changed_is_named(play):
+    out = play("""
+        import up.user
+        e = engine(F); e.apply()
+        up.user.f = len
+        out = look(e)["t.f"]
+    """)
+    assert out == ["overridden", "builtins.len stands at up.user:f now and replaces ours"]
+
+
+def test_a_class_that_was_replaced_takes_our_method_with_it(play):
+    out = play("""
+        import up.base
+        e = engine(row("t.m", "up.base:Thing.m"), row("t.st", "up.base:Thing.st")); e.apply()
+        class Sub(up.base.Thing): pass
+        old, up.base.Thing = up.base.Thing, Sub
+        inherits = look(e)
+        class Other:
+            def m(self): return 0
+        up.base.Thing = Other
+        out = [inherits, look(e)]
+        up.base.Thing = old
+        out.append(look(e))
+    """)
+    assert [row[0] for row in out[0].values()] == ["active", "active"] == [row[0] for row in out[2].values()]
+    assert out[1]["t.m"][0] == "overridden" and "__main__." in out[1]["t.m"][1]
+    assert out[1]["t.st"] == ["overridden", "nothing stands at up.base:Thing.st now and replaces ours"]
+
+
+def test_a_class_that_upstream_makes_on_demand(play):
+    out = play("""
+        import up.lazy
+        e = engine(row("t.m", "up.lazy:Made.m")); e.apply()
+        out = [proof(e), up.lazy.Made().m()]
+        up.lazy.Made.m = len
+        out.append(look(e)["t.m"])
+        e.revert(); e.apply()
+        del up.lazy.Made.m
+        out.append(look(e)["t.m"])
+    """)
+    assert out == [None, "m!", ["overridden", "builtins.len stands at up.lazy:Made.m now and replaces ours"],
+                   ["overridden", "nothing stands at up.lazy:Made.m now and replaces ours"]]
+
+
+def test_an_entry_that_was_changed_is_named(play):
+    out = play("""
+        import up.base
+        e = engine(row("t.table", "up.base:TABLE", "register", "ours:entries")); e.apply()
+        up.base.TABLE["b"] = len
+        out = [look(e)["t.table"]]
+        e.revert()
+        out.append(up.base.TABLE["b"] is len)
+    """)
+    assert out == [["overridden", "entry 'b' is builtins.len now"], True]
+
+
+def test_a_module_imported_anew_or_dropped_is_not_called_active(play):
+    out = play("""
+        import up.base
+        e = engine(row("t.m", "up.base:Thing.m")); e.apply()
+        first = sys.modules.pop("up.base")
+        dropped = look(e)["t.m"]
+        import up.base
+        again = look(e)["t.m"]
+        sys.modules["up.base"] = first
+        out = [dropped, again, look(e)["t.m"][0]]
+    """)
+    assert out[0] == ["overridden", "up.base was dropped from sys.modules after it was patched"]
+    assert out[1][0] == "overridden" and "replaces ours" in out[1][1] and out[2] == "active"
+
+
+@pytest.mark.parametrize("order", ["import up.user; e.apply()", "e.apply(); import up.user",
+                                   "import up.base; e.apply(); import up.user"])
+@pytest.mark.parametrize("rows", ["F, OVER", "OVER, F"])
+def test_a_row_over_a_row(play, order, rows):
+    out = play(f"""
+        e = engine({rows}); {order}
+        out = [look(e), proof(e), up.base.f(1), up.user.f(1)]
+        e.revert(); out += [up.base.f(1), up.user.f(1)]
+        e.apply(); out += [proof(e), up.base.f(1), up.user.f(1)]
+    """)
+    assert {name: state for name, (state, _) in out[0].items()} == {"t.f": "active", "t.over": "active"}
+    assert out[1:] == [None, "1!?", "1!?", 1, 1, None, "1!?", "1!?"]
+
+
+def test_a_row_over_a_row_that_somebody_overrides(play):
+    out = play("""
+        import up.user, theirs
+        e = engine(F, OVER); e.apply()
+        theirs.put("up.base", "f", theirs.replacing)
+        out = [look(e)]
+        e.revert()
+        out += [up.base.f(1), up.user.f(1)]
+    """)
+    assert [state for state, _ in out[0].values()] == ["overridden", "overridden"] and out[1:] == ["theirs", "theirs"]
+
+
+def test_the_lower_row_alone_can_be_on_and_the_upper_one_cannot(play):
+    out = play("""
+        import up.base
+        e = engine(F, OVER, text="-t.over"); e.apply()
+        out = [proof(e), up.base.f(1)]
+        e.revert()
+        try: engine(F, OVER, text="-t.f")
+        except ValueError as error: out.append(str(error))
+    """)
+    assert out[:2] == [None, "1!"] and "row t.over needs t.f, which is off" in out[2]
+
+
+def test_a_row_whose_module_came_in_past_the_hooks_is_refused_even_if_it_may_wait(play):
+    out = play("""
+        e = engine(row("t.f", "up.base:f", default="auto")); e.apply()
+        before = proof(e)
+        import types
+        sys.modules["up.base"] = types.ModuleType("up.base")
+        out = [before, look(e)["t.f"], proof(e)]
+    """)
+    assert out[0] is None and out[1][0] == "waiting" and "past our hook" in out[1][1] and "t.f is waiting" in out[2]

@@ -1,0 +1,176 @@
+"""Apply, import, status and revert from many threads at once; run as a program, as a deadlock ends it after a while.
+
+    python threads_world.py FOLDER storm | crossed | crossed-naive | late | late-naive
+
+storm: fresh packages, eight threads each. crossed: one thread is inside the import of a module whose hook wants the
+engine, while another one inside apply() imports a provider that imports that module. late: a row is applied while
+another thread has asked the finders for its module already. The naive ones show that the trap is real: there the engine
+installs under its lock, or hooks do not wait for a running import. A deadlock exits 1 with all stacks on stderr.
+"""
+
+import faulthandler
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+from verl_patches.patching import hooks
+from verl_patches.patching.engine import Engine
+from verl_patches.patching.spec import PatchSpec
+from verl_patches.patching.switches import Switches
+
+WRAP = "def louder(original):\n    return lambda *a: f'{original(*a)}!'\n"
+
+
+def engine(*rows):
+    """Engine over (id, target, provider, bindings, needs)."""
+    specs = [PatchSpec(id=name, stage="model", target=target, kind="wrap", provider=provider, why="test", exit="no",
+                       bindings=bindings, needs=needs) for name, target, provider, bindings, needs in rows]
+    return Engine(specs, Switches("pypi", "cpu"))
+
+
+def write(folder, package, **files):
+    """A package of modules."""
+    (folder / package).mkdir()
+    for name, text in {"__init__": "", **files}.items():
+        (folder / package / f"{name}.py").write_text(textwrap.dedent(text))
+
+
+def run_all(*works):
+    """Run functions in threads that start together; the first error is raised."""
+    errors, gate = [], threading.Barrier(len(works))
+
+    def run(work):
+        gate.wait()
+        try:
+            work()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(work,)) for work in works]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+def storm(folder, number):
+    """Everything at once; afterwards every row is active, everywhere."""
+    up = f"up{number}"
+    write(folder, up, base="def f(x): return x\ndef g(x): return x\n", user=f"from {up}.base import f\n",
+          other=f"import time; time.sleep(0.001)\nimport {up}.base\ndef h(x): return x\n",
+          ours=f"import time, {up}.other\ntime.sleep(0.001)\n{WRAP}", ours_of_other=WRAP)
+    bindings = (f"{up}.user:f",)
+    e = engine(("t.f", f"{up}.base:f", f"{up}.ours:louder", bindings, ()),
+               ("t.over", f"{up}.base:f", f"{up}.ours:louder", bindings, ("t.f",)),
+               ("t.g", f"{up}.base:g", f"{up}.ours:louder", (), ()),
+               ("t.h", f"{up}.other:h", f"{up}.ours_of_other:louder", (), ()))
+
+    def look():
+        for _ in range(20):
+            states = {row["state"] for row in e.status()}
+            assert states <= {"off", "waiting", "active"}, states
+
+    run_all(e.apply, e.apply, e.apply, look, look, lambda: __import__(f"{up}.base"), lambda: __import__(f"{up}.user"),
+            lambda: __import__(f"{up}.other"))
+    e.verify("worker")
+    modules = [sys.modules[f"{up}.{name}"] for name in ("base", "user", "other")]
+    seen = [modules[0].f(1), modules[1].f(1), modules[0].g(1), modules[2].h(1)]
+    assert seen == ["1!!", "1!!", "1!", "1!"], seen
+    run_all(e.revert, look_any(e), e.apply, e.revert, look_any(e), e.apply)
+    e.revert()
+    assert [modules[0].f(1), modules[1].f(1), modules[0].g(1), modules[2].h(1)] == [1, 1, 1, 1]
+    e.apply()
+    e.verify("worker")
+    assert modules[1].f(1) == "1!!"
+
+
+def look_any(e):
+    """status() while rows come and go."""
+    def look():
+        for _ in range(20):
+            assert {row["state"] for row in e.status()} <= {"waiting", "active", "reverted"}
+    return look
+
+
+def crossed(folder):
+    """The import of up.slow ends only once apply() is inside the provider, which then imports up.slow."""
+    inside = threading.Event()
+    sys.modules["__main__"].inside = inside
+    write(folder, "up", base="def f(x): return x\n", ours=WRAP,
+          slow="import __main__\n__main__.inside.wait(5)\ndef h(x): return x\n",
+          ours_slow=f"import __main__, time\n__main__.inside.set()\ntime.sleep(0.3)\nimport up.slow\n{WRAP}")
+    __import__("up.base")
+    e = engine(("t.h", "up.slow:h", "up.ours:louder", (), ()), ("t.f", "up.base:f", "up.ours_slow:louder", (), ()))
+    started = threading.Event()
+
+    def late_apply():
+        started.wait(5)
+        time.sleep(0.1)
+        e.apply()
+
+    def first():
+        started.set()
+        __import__("up.slow")
+
+    run_all(first, late_apply)
+    e.verify("worker")
+
+
+def late(folder):
+    """The finder of up.late is asked before apply() and answers after apply() has looked at sys.modules."""
+    write(folder, "up", late="def f(x): return x\n", ours=WRAP)
+    asked, go_on = threading.Event(), threading.Event()
+
+    class Slow:
+        def find_spec(self, name, path=None, target=None):
+            if name == "up.late" and threading.current_thread() is not threading.main_thread():
+                asked.set()
+                go_on.wait(5)
+
+    hooks.after_import("up.unrelated", print)  # wrapt's finder is there, as after any prelude
+    sys.meta_path.insert(1, Slow())  # behind wrapt's finder, before the one that finds
+    e = engine(("t.f", "up.late:f", "up.ours:louder", (), ()))
+    importer = threading.Thread(target=lambda: __import__("up.late"))
+    importer.start()
+    asked.wait(5)
+    threading.Timer(0.3, go_on.set).start()
+    e.apply()
+    importer.join()
+    e.verify("worker")
+    assert sys.modules["up.late"].f(1) == "1!"
+
+
+def naive_install():
+    """Install under the engine's lock, as one would."""
+    install = Engine._install
+
+    def locked(self, *args):
+        with self._lock:
+            install(self, *args)
+
+    Engine._install = locked
+
+
+def main(folder, world):
+    faulthandler.dump_traceback_later(5 if "naive" in world else 60, exit=True)
+    sys.setswitchinterval(1e-5)
+    sys.path.insert(0, folder)
+    if world == "storm":
+        for number in range(40):
+            storm(Path(folder), number)
+    elif world.startswith("crossed"):
+        if "naive" in world:
+            naive_install()
+        crossed(Path(folder))
+    else:
+        if "naive" in world:
+            hooks._lock_unlock_module = lambda name: None
+        late(Path(folder))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,154 @@
+"""`check` and `fingerprint` on the command line, on the installed packages and on copies of them."""
+
+import json
+import shutil
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from verl_patches import contract_cli
+from verl_patches.__main__ import main
+from verl_patches.errors import ConfigError
+from verl_patches.patching import fingerprint as fp
+from verl_patches.patching.engine import Engine
+from verl_patches.patching.report import Finding, Report
+from verl_patches.patching.spec import PatchSpec
+from verl_patches.patching.switches import Switches
+
+PACKAGES = ("verl", "megatron", "vllm")
+INSTALLED = Path(next(iter(find_spec("verl").submodule_search_locations))).parent
+GREEN = """
+import sys
+sys.argv = ["verl_patches", "check", "--installed", "--line", "pypi", "--json"]
+from verl_patches.__main__ import main
+try:
+    main()
+except SystemExit as done:
+    code = done.code
+print({"torch", "verl", "megatron", "vllm", "tensordict", "ray"} & set(sys.modules), file=sys.stderr)
+raise SystemExit(code)
+"""
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """(exit code, stdout, stderr) of the command line in this process."""
+    def call(*words):
+        monkeypatch.setattr(sys, "argv", ["verl_patches", *map(str, words)])
+        with pytest.raises(SystemExit) as done:
+            main()
+        said = capsys.readouterr()
+        return done.value.code or 0, said.out, said.err
+    return call
+
+
+@pytest.fixture
+def copies(tmp_path):
+    """A folder with a copy of verl's Python files beside links to the other installed packages."""
+    shutil.copytree(INSTALLED / "verl", tmp_path / "verl",
+                    ignore=lambda folder, names: [n for n in names if not n.endswith(".py")
+                                                  and not (Path(folder) / n).is_dir()])
+    for name in PACKAGES[1:]:
+        (tmp_path / name).symlink_to(INSTALLED / name)
+    return tmp_path
+
+
+def edit(file, old, new):
+    text = file.read_text()
+    assert text.count(old) == 1, f"{old!r} stands {text.count(old)} times in {file}"
+    file.write_text(text.replace(old, new))
+
+
+def test_the_installed_packages_are_as_the_catalogue_expects(run_python):
+    """Green, every row told with its place, and nothing of upstream imported: all is read as text."""
+    done = run_python(GREEN)
+    report = json.loads(done.out)
+    assert done.rc == 0 and report["state"] == "fine", [r for r in report["rows"] if r["state"] != "fine"]
+    from verl_patches.catalog import ROWS
+
+    rows = [row.id for row in ROWS if "pypi" in row.lines]
+    assert [r["name"] for r in report["rows"]] == [*(f"package {p}" for p in PACKAGES), *rows]
+    assert all(r["where"] and not Path(r["where"]).is_absolute() for r in report["rows"][len(PACKAGES):])
+    assert done.err.strip() == "set()"
+
+
+def test_one_token_of_a_copy_is_found(run, copies):
+    file = copies / "verl" / "utils" / "megatron_utils.py"
+    edit(file, "def load_megatron_optimizer(optimizers):\n", "def load_megatron_optimizer(optimizers):  # a comment\n")
+    edit(copies / "verl" / "trainer" / "ppo" / "ray_trainer.py", "def fit(self):\n        \"\"\"\n",
+         "def fit(self):\n        \"\"\"\n        Other words.\n")
+    code, out, _ = run("check", "--line", "pypi", "--upstream", copies)
+    assert code == 0 and "0 problem" in out
+    lines = file.read_text().splitlines()
+    number = next(n for n, line in enumerate(lines) if "def load_megatron_optimizer" in line) + 2
+    changed = lines[number].replace("(", "(1, ", 1)
+    assert changed != lines[number]
+    lines[number] = changed
+    file.write_text("\n".join(lines) + "\n")
+    code, out, _ = run("check", "--line", "pypi", "--upstream", copies, "--base", INSTALLED, "--json")
+    (found,) = (r for r in json.loads(out)["rows"] if r["state"] == "problem")
+    assert code == 1 and found["name"] == "memory.time_load_megatron_optimizer"
+    assert found["details"][0] == f"verl/utils/megatron_utils.py:{number + 1}: {changed.strip()}"
+    assert f"+{changed}" in found["details"]
+
+
+def test_a_problem_is_shown_to_people_too(capsys):
+    finding = Finding("a.b", "problem", "verl/x.py:3", "reviewed 1", "the body is 2", "review it",
+                      ("verl/x.py:4: y = 1",))
+    contract_cli.show(Report("check", "pypi", (finding, Finding("c.d", "fine"))))
+    out = capsys.readouterr().out
+    assert "a.b: verl/x.py:4: y = 1" in out and "review it" in out and "1 fine, 0 note, 1 problem" in out
+
+
+def test_a_line_without_rows_is_empty(run, monkeypatch):
+    monkeypatch.setattr("verl_patches.catalog.ROWS", ())
+    code, out, _ = run("check", "--line", "a3", "--json")
+    assert code == 1 and json.loads(out)["state"] == "empty"
+    assert "no row for line a3" in run("check", "--line", "a3")[1]
+
+
+@pytest.mark.parametrize(("words", "said"), [
+    (("--upstream", "{tmp}", "--installed"), "exclude each other"),
+    (("--upstream", "{tmp}/nowhere"), "nowhere is not a folder"),
+    (("--upstream", "{tmp}"), "found no verl"), (("--base", "{tmp}/nowhere"), "nowhere is not a folder"),
+    (("--line", "a4"), "a4"), (("--line", "a3", "--upstream", "{tmp}"), "found no verl"),
+])
+def test_wrong_use_is_refused(run, tmp_path, words, said):
+    line = () if "--line" in words else ("--line", "pypi")
+    code, _, err = run("check", *line, *(word.format(tmp=tmp_path) for word in words))
+    assert code == 2 and said in err
+
+
+def test_a_fingerprint_is_recorded_for_the_named_row_only(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(fp, "REVIEWED", tmp_path / "fingerprints.json")
+    words = ("reshard.local_names", "--switches", "line=pypi,platform=cpu")
+    assert run("fingerprint", *words)[0] == 1
+    assert run("fingerprint", *words, "--write")[0] == run("fingerprint", *words)[0] == 0
+    target = "verl.utils.model:normalize_model_name"
+    assert fp.reviewed() == {"pypi": {target: fp.fingerprint(target)}}
+    assert run("fingerprint", "reshard.local_name", "--switches", "line=pypi,platform=cpu")[0] == 2
+
+
+@pytest.mark.parametrize("target", ["verl.utils.model:normalise", "verl.utils.no_such:f", "no_such_package:f"])
+def test_a_target_that_is_not_there_is_not_recorded(tmp_path, monkeypatch, target):
+    monkeypatch.setattr(fp, "REVIEWED", tmp_path / "fingerprints.json")
+    engine = Engine([PatchSpec("a.b", "model", target, "wrap", "verl_patches.model.names:te_names_for_verl", "w", "e")],
+                    Switches("pypi", "cpu"))
+    with pytest.raises(ConfigError, match="nothing was written"):
+        contract_cli.fingerprints(engine, ["a.b"], write=True, no_source=False)
+    assert not fp.REVIEWED.exists()
+    if "model:" in target:
+        contract_cli.fingerprints(engine, ["a.b"], write=True, no_source=True)
+        assert fp.reviewed_hash("pypi", target) == fp.NO_SOURCE
+
+
+def test_a_fingerprint_of_other_sources_is_of_those(copies, tmp_path, monkeypatch):
+    monkeypatch.setattr(fp, "REVIEWED", tmp_path / "fingerprints.json")
+    edit(copies / "verl" / "utils" / "model.py", "def normalize_model_name(", "def normalize_model_name(extra, ")
+    engine = Engine([PatchSpec("a.b", "model", "verl.utils.model:normalize_model_name", "wrap",
+                               "verl_patches.model.names:te_names_for_verl", "w", "e")], Switches("pypi", "cpu"))
+    found = [contract_cli.fingerprints(engine, [], False, False, upstream)["rows"][0]["found"]
+             for upstream in (None, INSTALLED, copies)]
+    assert found[0] == found[1] != found[2]

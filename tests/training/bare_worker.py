@@ -1,0 +1,73 @@
+"""A worker of verl's for the test of proofs; run as a program, it is the controller that asks two of them.
+
+Worker 1 ran the prelude, worker 0 did not. Prints {"digest": the controller's, "proofs": [{rank, where, digest}],
+"refused": text or null} as JSON on its last line.
+"""
+
+import importlib
+import json
+import os
+import sys
+
+import torch
+from verl.single_controller.base import Worker
+from verl.single_controller.base.decorator import Dispatch, register
+
+
+class Bare(Worker):
+    """Stands for ActorRolloutRefWorker; under the prelude its own process adds what our rows would add."""
+
+    def __init__(self):
+        super().__init__()
+        if "verl_patches.prelude_patch" in sys.modules:
+            add_proof()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def start(self):
+        """Join the group, as init_model does."""
+        torch.distributed.init_process_group("gloo", rank=int(os.environ["RANK"]),
+                                             world_size=int(os.environ["WORLD_SIZE"]))
+
+
+def add_proof():
+    """What row update.prove_patches does to ActorRolloutRefWorker."""
+    from verl_patches.training.worker import prove_patches
+
+    Bare.prove_patches = prove_patches
+
+
+def prelude_on_rank_one():
+    """Worker set-up hook."""
+    if os.environ.get("RANK") == "1":
+        importlib.import_module("verl_patches.prelude_patch")
+
+
+def main():
+    import bare_worker  # the workers import the class by this name
+    import ray
+    from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
+    from verl.single_controller.ray.base import create_colocated_worker_cls
+
+    from verl_patches import prelude_patch
+    from verl_patches.patching.engine import PatchError
+    from verl_patches.training import proofs
+
+    ray.init(num_cpus=5, include_dashboard=False, log_to_driver=False, object_store_memory=128 << 20,
+             runtime_env={"worker_process_setup_hook": bare_worker.prelude_on_rank_one})
+    bare_worker.add_proof()
+    pool = RayResourcePool([2], use_gpu=False, max_colocate_count=1)
+    both = create_colocated_worker_cls({"actor_rollout": RayClassWithInitArgs(ray.remote(bare_worker.Bare))})
+    group = RayWorkerGroup(pool, both).spawn({"actor_rollout"})["actor_rollout"]
+    group.start()
+    found, refused = proofs.workers_proofs(group), None
+    try:
+        proofs.refuse_unproven(found)
+    except PatchError as error:
+        refused = str(error)
+    ray.shutdown()
+    print(json.dumps({"digest": prelude_patch.engine.digest(), "refused": refused,
+                      "proofs": [{key: proof.get(key) for key in ("rank", "where", "digest")} for proof in found]}))
+
+
+if __name__ == "__main__":
+    main()

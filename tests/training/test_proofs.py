@@ -1,0 +1,74 @@
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from verl_patches.patching.engine import PatchError
+from verl_patches.training.proofs import (
+    not_as_reviewed,
+    recorded,
+    refuse_unequal,
+    refuse_unproven,
+    workers_proofs,
+)
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+
+
+def worker(rank, intent=None, digest="", error=None):
+    return {"rank": rank, "where": f"pid {100 + rank} on node", "intent": intent, "digest": digest, "error": error}
+
+
+def test_equal_digests_pass_and_another_one_names_worker_and_row():
+    mine = {"a.b": "on:1:2", "a.c": "off"}
+    refuse_unequal(mine, "d" * 64, [worker(0, mine, "d" * 64)])
+    other = {**mine, "a.c": "on:3:4"}
+    with pytest.raises(PatchError, match=r"worker 1 \(pid 101 on node\).*different rows: a\.c"):
+        refuse_unequal(mine, "d" * 64, [worker(0, mine, "d" * 64), worker(1, other, "e" * 64)])
+
+
+def test_workers_without_proof_are_named():
+    refuse_unproven([worker(0), worker(1)])
+    with pytest.raises(PatchError, match=r"^worker 1 \(pid 101 on node\): not active$"):
+        refuse_unproven([worker(0), worker(1, error="not active")])
+    with pytest.raises(PatchError, match=r"worker 1 (.|\n)*2 more workers .*: 2, 3$"):
+        refuse_unproven([worker(0), *(worker(rank, error="x") for rank in (1, 2, 3))])
+
+
+def test_the_record_says_what_happened():
+    row = {"id": "a.b", "state": "drifted", "target": "m:f", "process": "worker 0", "reason": "expected 1, found 2"}
+    assert recorded(row) == row
+    assert "reason" not in recorded({**row, "state": "active"})
+    rows = [row, {**row, "process": "worker 1"}, {**row, "id": "a.c", "state": "active"},
+            {**row, "id": "a.d", "state": "unsupported"}]
+    assert not_as_reviewed(rows) == {"drifted": ["a.b"], "unsupported": ["a.d"]}
+
+
+def test_a_group_that_cannot_be_asked_is_refused():
+    with pytest.raises(PatchError, match="update.prove_patches is off here"):
+        workers_proofs(object())
+
+
+@pytest.mark.slow
+def test_a_worker_that_never_ran_the_prelude_is_refused_by_rank(tmp_path_factory):
+    """Real Ray, verl's own worker group and its colocated class; worker 1 ran the prelude and proves as much.
+
+    They run from a copy of the package: an edit while they start would make their digests differ.
+    """
+    copy = tmp_path_factory.mktemp("r")
+    shutil.copytree(ROOT / "verl_patches", copy / "verl_patches", ignore=shutil.ignore_patterns("__pycache__"))
+    env = {**os.environ, "PYTHONPATH": f"{HERE}:{copy}", "VERL_PATCHES": "line=pypi,platform=cpu",
+           "RAY_TMPDIR": str(copy), "GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run([sys.executable, str(HERE / "bare_worker.py")], env=env, capture_output=True, text=True,
+                          timeout=240)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    without, with_prelude = found["proofs"]
+    assert without["digest"] is None and with_prelude["digest"] == found["digest"] and with_prelude["rank"] == 1
+    assert found["refused"].startswith("worker 0 (") and "pid=" in without["where"]
+    assert "did not run the prelude" in found["refused"] and "install-prelude" in found["refused"]

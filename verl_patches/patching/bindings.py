@@ -1,0 +1,134 @@
+"""Where else in a source tree an object is held: every module-level or class-level `from M import f`, read as text.
+
+Such names keep the old object when `M.f` is replaced after they were imported, so a row must list them. Imports inside
+functions run later and are no bindings; neither are those under `if TYPE_CHECKING:`. Copies made by assignment, default
+values or tables of functions are not seen.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from verl_patches.patching.fingerprint import import_origin
+from verl_patches.patching.resolve import split
+
+_FROM = re.compile(rb"\bfrom\b[\s\\]*([.\w]*?)[\s\\]*\bimport\b(?=[ \t]*(\([^)]*\)|[^\n]*))")
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+_FOR_TYPES = ("TYPE_CHECKING", "typing.TYPE_CHECKING")
+_BLOCKS = (ast.stmt, ast.ExceptHandler, ast.match_case)
+
+
+@dataclass(frozen=True)
+class Import:
+    """One name that a from-import binds: `place` ("module:qualname") gets `origin`'s `name` (or "*") at `line`."""
+
+    place: str
+    origin: str
+    name: str
+    line: int
+
+
+class SourceFile:
+    """One module of a tree; parsed only when asked for its imports."""
+
+    def __init__(self, module: str, path: Path):
+        self.module, self.path = module, path
+        self._words = _imported_words(path.read_bytes())
+
+    @property
+    def _is_package(self) -> bool:
+        return self.path.name == "__init__.py"
+
+    def may_import(self, module: str, name: str) -> bool:
+        """False only where no from-import of `name` from `module` can be: cheap, and no parsing."""
+        last = module.rpartition(".")[2]
+        return any(name in words or "*" in words for words in (self._words.get(last, ()), self._words.get("", ())))
+
+    def _tree(self) -> ast.Module:
+        try:
+            return ast.parse(self.path.read_bytes(), filename=str(self.path))
+        except SyntaxError:  # nor can this Python import it: it holds nothing
+            return ast.Module([], [])
+
+    @cached_property
+    def imports(self) -> list[Import]:
+        """Every from-import that runs while the module is imported."""
+        return [Import(f"{self.module}:{prefix}{alias.asname or alias.name}",
+                       import_origin(node, self.module, self._is_package), alias.name, node.lineno)
+                for prefix, node in _from_imports(self._tree(), "") for alias in node.names]
+
+    def exports(self, name: str) -> bool:
+        """Whether `from this import *` brings `name`; a computed __all__ counts as bringing everything."""
+        listed = [node.value for node in self._tree().body if isinstance(node, (ast.Assign, ast.AugAssign))
+                  and any(isinstance(t, ast.Name) and t.id == "__all__" for t in
+                          (node.targets if isinstance(node, ast.Assign) else [node.target]))]
+        if not listed:
+            return not name.startswith("_")
+        try:
+            return any(name in ast.literal_eval(value) for value in listed)
+        except ValueError:
+            return True
+
+
+def _imported_words(text: bytes) -> dict[str, frozenset[str]]:
+    """{last part of a module, "" for `from . import`: words imported from it}; "*" where the text alone cannot say."""
+    found: dict[str, frozenset[str]] = {}
+    for head, rest in _FROM.findall(text):
+        goes_on = rest.rstrip().endswith(b"\\") or rest[:1] == b"(" and b")" not in rest
+        unsure = goes_on or b"*" in rest or b"#" in rest
+        words = {"*"} if unsure else {word.decode("utf-8", "replace") for word in re.findall(rb"\w+", rest)}
+        end = head.rpartition(b".")[2].decode("utf-8", "replace")
+        found[end] = found.get(end, frozenset()) | words
+    return found
+
+
+def read_tree(packages: Mapping[str, Path]) -> dict[str, SourceFile]:
+    """{dotted module: its file} of all Python files in {top-level package: the folder that holds it}."""
+    found = {}
+    for package, root in packages.items():
+        for path in sorted((root / package).rglob("*.py")):
+            parts = path.relative_to(root).with_suffix("").parts
+            module = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+            found[module] = SourceFile(module, path)
+    return found
+
+
+def find_bindings(targets: Iterable[str], tree: Mapping[str, SourceFile]) -> dict[str, dict[str, Import]]:
+    """{target: {place that also holds it: the import there}} for "module:name" targets, re-exports followed."""
+    found: dict[str, dict[str, Import]] = {target: {} for target in targets}
+    for target, places in found.items():
+        waiting = [target]
+        while waiting:
+            module, name = split(waiting.pop())
+            for item in _imports_of(module, name, tree):
+                if item.place not in places and item.place != target:
+                    places[item.place] = item
+                    waiting.append(item.place)
+    return found
+
+
+def _imports_of(module: str, name: str, tree: Mapping[str, SourceFile]) -> Iterator[Import]:
+    for file in tree.values():
+        if not file.may_import(module, name):
+            continue
+        for item in file.imports:
+            if item.origin == module and item.name == name:
+                yield item
+            elif item.origin == module and item.name == "*" and module in tree and tree[module].exports(name):
+                yield Import(f"{item.place[:-1]}{name}", module, name, item.line)
+
+
+def _from_imports(node: ast.AST, prefix: str) -> Iterator[tuple[str, ast.ImportFrom]]:
+    only_for_types = isinstance(node, ast.If) and ast.unparse(node.test) in _FOR_TYPES
+    for child in node.orelse if only_for_types else ast.iter_child_nodes(node):
+        if isinstance(child, ast.ImportFrom):
+            yield prefix, child
+        elif isinstance(child, ast.ClassDef):
+            yield from _from_imports(child, f"{prefix}{child.name}.")
+        elif isinstance(child, _BLOCKS) and not isinstance(child, _FUNCTIONS):
+            yield from _from_imports(child, prefix)

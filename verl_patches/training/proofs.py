@@ -1,0 +1,71 @@
+"""Proofs of all workers before step 1, as the controller gathers, records and judges them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from verl_patches.patching.engine import PatchError
+from verl_patches.patching.row import NOT_AS_REVIEWED
+
+NO_PRELUDE = ("it did not run the prelude, so upstream runs there unpatched. Every worker process must import "
+              "verl_patches.prelude_patch: start through our own entry point (python -m verl_patches train), or run "
+              "`python -m verl_patches install-prelude` on every node")
+_SILENT_STATES = ("off", "waiting", "active")
+
+
+def workers_proofs(group: Any) -> list[dict[str, Any]]:
+    """The proof of every worker of verl's worker group, by rank: what `prove_patches` of training/worker.py gives.
+
+    A worker that has none gets {rank, where, status: [], error}. PatchError where this process cannot even ask.
+    """
+    import ray
+
+    if not hasattr(group, "prove_patches"):
+        raise PatchError("the worker group has no prove_patches, so no worker can be asked for its patches: row "
+                         "update.prove_patches is off here, or the workers are of another class than verl's "
+                         "ActorRolloutRefWorker")
+    proofs = []
+    for rank, answer in enumerate(group.prove_patches()):  # references: one worker's error must not hide the others
+        try:
+            proofs.append(ray.get(answer))
+        except (AttributeError, PatchError) as error:  # no such method there, or no engine
+            where, _, _ = str(error).partition("\n")
+            proofs.append({"rank": rank, "where": where, "status": [], "error": NO_PRELUDE})
+    return proofs
+
+
+def recorded(row: dict[str, str]) -> dict[str, str]:
+    """What summary.json keeps of one row of one process: a reason only where the state needs one."""
+    keys = ("id", "state", "target", "process", *(() if row["state"] in _SILENT_STATES else ("reason",)))
+    return {key: row[key] for key in keys}
+
+
+def not_as_reviewed(rows: list[dict[str, str]]) -> dict[str, list[str]]:
+    """{state: ids} of the rows, of any process, that the run goes on with only because the policy allows it."""
+    found: dict[str, list[str]] = {}
+    for row in rows:
+        if row["state"] in NOT_AS_REVIEWED and row["id"] not in found.setdefault(row["state"], []):
+            found[row["state"]].append(row["id"])
+    return found
+
+
+def refuse_unproven(workers: list[dict[str, Any]]) -> None:
+    """PatchError naming the first worker that could not prove its patches, and the ranks of the others."""
+    bad = [worker for worker in workers if worker["error"]]
+    if bad:
+        others = ", ".join(str(worker["rank"]) for worker in bad[1:])
+        more = f"\n{len(bad) - 1} more workers could not prove their patches: {others}" if others else ""
+        raise PatchError(f"worker {bad[0]['rank']} ({bad[0]['where']}): {bad[0]['error']}{more}")
+
+
+def refuse_unequal(intent: dict[str, str], digest: str, workers: list[dict[str, Any]]) -> None:
+    """PatchError naming worker and rows where a worker means to do something else than the controller."""
+    for worker in workers:
+        if worker["digest"] == digest:
+            continue
+        rows = sorted(set(intent.items()) ^ set(worker["intent"].items()))
+        names = ", ".join(dict.fromkeys(name for name, _ in rows)) or "line, platform or drift policy"
+        raise PatchError(
+            f"worker {worker['rank']} ({worker['where']}) means to run other patches than the controller: digest "
+            f"{worker['digest'][:12]}, expected {digest[:12]}; different rows: {names}. Its VERL_PATCHES, its copy of "
+            "verl_patches or its upstream packages differ from the controller's: make them equal on every node")
