@@ -11,7 +11,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLE = re.compile(r"<!-- example: (\S+) -->\n```\w+\n(.*?)```", re.DOTALL)
-COPIED = ("verl_patches", "configs", "scripts", "tests", "README.md", "README_zh.md", "pyproject.toml", "requirements.txt")
+COPIED = ("verl_patches", "configs", "scripts", "tests", "README.md", "README_zh.md", "pyproject.toml",
+          "requirements.txt")
 ROW_ABOVE = "TRAINING: tuple[PatchSpec, ...] = (\n"
 
 
@@ -50,12 +51,13 @@ def test_both_readmes_show_the_same_example():
 def test_the_example_works_as_written(copy):
     parts = examples("README.md")
     add(copy, parts)
-    stale = run(copy, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_catalog.py", "-k", "reviewed or table")
+    pytest_quietly = ("-m", "pytest", "-q", "-p", "no:cacheprovider")
+    stale = run(copy, *pytest_quietly, "tests/test_catalog.py", "-k", "reviewed or table")
     assert stale.returncode == 1, stale.stdout  # a row alone is not enough: no reviewed body, a stale table
     for line in parts["commands"].strip().splitlines():
         words = line.split()
         if words[0] == "bash":  # test.sh would make an environment of its own first
-            words = ["python", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "", *words[2:]]
+            words = ["python", *pytest_quietly, *words[2:]]
         done = run(copy, *words[1:])
         assert done.returncode == 0, f"{line}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
     assert "| `advantage.finite_rewards` |" in (copy / "README.md").read_text()
