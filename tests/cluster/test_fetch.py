@@ -14,6 +14,7 @@ from verl_patches.cluster.fetch import fetch_upstream
 from verl_patches.cluster.mirrors import candidates, sources
 from verl_patches.cluster.pins import Repository, load_pins
 from verl_patches.errors import ConfigError
+from verl_patches.patching.contract import PACKAGES
 from verl_patches.patching.engine import PatchError
 from verl_patches.patching.prelude_line import LINE
 
@@ -195,6 +196,36 @@ def test_ignored_files_are_no_dirt(upstream, dest):
     assert run(dest, upstream.pin(upstream.first))[0].exit_code == 0
 
 
+def ignore_by(how, tree, name, monkeypatch, tmp_path):
+    if how == "repository":
+        (tree / ".git" / "info").mkdir(exist_ok=True)
+        (tree / ".git" / "info" / "exclude").write_text(name)
+    else:  # a person's own setting, which must count for nothing
+        (tmp_path / "mine").write_text(name)
+        for variable, value in {"COUNT": "1", "KEY_0": "core.excludesFile", "VALUE_0": str(tmp_path / "mine")}.items():
+            monkeypatch.setenv(f"GIT_CONFIG_{variable}", value)
+
+
+@pytest.mark.parametrize("how", ["repository", "person"])
+def test_a_move_never_writes_over_an_ignored_file(upstream, dest, monkeypatch, tmp_path, how):
+    run(dest, upstream.pin(upstream.first))
+    tree, new = dest / "verl", "verl/b.py"
+    ignore_by(how, tree, new, monkeypatch, tmp_path)
+    (tree / new).write_text("my own settings")
+    assert new not in git(tree, "status", "--porcelain")  # the control: plain git sees nothing to lose
+    report, found = run(dest, upstream.pin(upstream.pull, ref="pull/7/head"))
+    assert report.exit_code == 1 and new in found["verl"].found and "another --dest" in found["verl"].todo
+    assert (tree / new).read_text() == "my own settings"
+    assert git(tree, "rev-parse", "HEAD") == upstream.first and LINE in (tree / WORKER).read_text()
+
+
+def test_a_prelude_line_that_is_staged_is_dirt(upstream, dest):
+    run(dest, upstream.pin(upstream.first))
+    git(dest / "verl", "add", WORKER)
+    report, found = run(dest, upstream.pin(upstream.first))
+    assert report.exit_code == 1 and WORKER in found["verl"].found
+
+
 def test_a_clean_tree_at_another_commit_is_moved(upstream, dest):
     run(dest, upstream.pin(upstream.first))
     report, found = run(dest, upstream.pin(upstream.second, ref="main"))
@@ -306,13 +337,13 @@ def test_a_pull_request_that_is_not_merged_says_why(upstream, dest):
 
 def test_a_pull_request_is_merged_only_at_its_pinned_head(upstream, dest):
     pull = {"number": 7, "head": upstream.pull, "merge": True, "why": "needed"}
-    pin = upstream.pin(upstream.second, tree=None, pull_requests=[pull])
+    tree = git(upstream.bare, "merge-tree", "--write-tree", upstream.second, upstream.pull)
+    pin = upstream.pin(upstream.second, tree=tree, pull_requests=[pull])
     report, found = run(dest, pin)
     assert report.exit_code == 0, found
     assert (dest / "verl" / "verl" / "a.py").read_text() == "a = 2\n" and (dest / "verl" / "verl" / "b.py").is_file()
-    tree = git(dest / "verl", "rev-parse", "HEAD^{tree}")
-    assert run(dest, pin.model_copy(update={"tree": tree}))[1]["verl"].found.startswith("already right")
-    moved = upstream.pin(upstream.second, tree=None, pull_requests=[{**pull, "head": upstream.first}])
+    assert run(dest, pin)[1]["verl"].found.startswith("already right")
+    moved = upstream.pin(upstream.second, tree=tree, pull_requests=[{**pull, "head": upstream.first}])
     report, found = run(dest.with_name("other"), moved)
     assert report.exit_code == 1
     assert f"expected head {upstream.first}, found {upstream.pull}" in found["verl"].found
@@ -380,6 +411,15 @@ def test_the_check_runs_only_over_a_whole_line(upstream, dest):
     report = fetch_upstream("test", line_of(**pins), dest, only=["verl"])
     assert report.exit_code == 0
     assert report.findings[-1].state == "note" and "no second" in report.findings[-1].found
+
+
+def test_the_real_check_is_understood(tmp_path):
+    """Over packages without a module: every row of the line is a problem, and each becomes a finding of ours."""
+    for package in PACKAGES["pypi"]:
+        (tmp_path / package).mkdir()
+    first, *problems = fetch_module._checked("pypi", load_pins().line("pypi"), tmp_path)
+    assert first.state == "problem" and first.found.endswith("problem") and "check --upstream" in first.todo
+    assert "model.config" in {finding.name for finding in problems} and {f.state for f in problems} == {"problem"}
 
 
 def test_a_check_that_cannot_run_says_why(tmp_path):

@@ -104,7 +104,9 @@ def _base(line: Line, container: Container) -> list[str]:
     """CANN, torch and torch_npu on the base image; first of all, what is missing is said."""
     *cann, torch, torch_npu, _, _ = files = package_files(line, container)
     toolkit_env, *other_env = container.set_env
-    exact = [f"{name}=={version}" for name, version in line.packages.items() if "*" not in version]
+    # of patterns pip knows 1.26.* only; 0.1* is for `versions`
+    exact = [f"{name}=={version}" for name, version in line.packages.items()
+             if "*" not in version.removesuffix(".*")]
     return [
         "FROM ${BASE_IMAGE} AS base",
         'SHELL ["/bin/bash", "-c"]',

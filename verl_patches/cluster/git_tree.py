@@ -22,7 +22,8 @@ QUICK_S = 120  # a local command, or one question to a server
 SILENCE_S = 180  # a transfer reports its progress every second; silent for this long, it is stuck
 
 _SETTINGS = (
-    "core.hooksPath=/dev/null", "core.autocrlf=false", "core.attributesFile=/dev/null", "core.fsmonitor=false",
+    "core.hooksPath=/dev/null", "core.autocrlf=false", "core.attributesFile=/dev/null", "core.excludesFile=/dev/null",
+    "core.fsmonitor=false",
     "core.quotePath=false", "gc.auto=0", "maintenance.auto=false", "submodule.recurse=false", "status.renames=false",
     "commit.gpgSign=false", "advice.detachedHead=false", "user.name=fetch-upstream", "user.email=fetch@localhost",
 )
@@ -45,7 +46,7 @@ def git(folder: Path | None, *args: str) -> str:
         raise ConfigError("git is not installed; install it (openEuler: yum install git) and run this again") from None
     if done.returncode:
         raise PatchError(f"git {args[0]}: {_last_words(done.stderr)}")
-    return done.stdout.strip()
+    return done.stdout.rstrip()
 
 
 def succeeds(folder: Path | None, *args: str) -> bool:
@@ -118,6 +119,7 @@ def _environment(folder: Path | None) -> dict[str, str]:
 
 
 def _last_words(text: str) -> str:
-    lines = [line.strip() for line in re.split(r"[\r\n]+", text) if line.strip()]
-    said = [line for line in lines if line.startswith(("fatal:", "error:", "remote: error", "ERROR"))]
-    return " ".join(said or lines[-3:]) or "failed without a word"
+    """git's error lines and the files listed (indented) below them, or else the last three lines."""
+    lines = [line.rstrip() for line in re.split(r"[\r\n]+", text) if line.strip()]
+    said = [line.strip() for line in lines if line.startswith(("fatal:", "error:", "remote: error", "ERROR", "\t"))]
+    return " ".join(said or map(str.strip, lines[-3:])) or "failed without a word"

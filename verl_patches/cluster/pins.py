@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
 
 from verl_patches.errors import ConfigError
 
@@ -50,6 +50,12 @@ class Repository(_Strict):
     folder: str = "."
     note: str = ""
     pull_requests: tuple[PullRequest, ...] = ()
+
+    @model_validator(mode="after")
+    def _a_merge_is_known_by_its_tree(self) -> Repository:
+        if self.tree is None and any(pull.merge for pull in self.pull_requests):
+            raise ValueError("a pull request is merged: tree must be the tree hash of the result, found null")
+        return self
 
 
 class Words(_Strict):

@@ -62,7 +62,7 @@ def _shell_finding(pins: Pins, line: str, name: str, given: str, decided: bool) 
     if decided:
         return Finding(name, "fine", "shell", "", value, "the launcher sets its own value")
     if variable.accepts(given):
-        return Finding(name, "fine", "shell", variable.allowed_text, value)
+        return Finding(name, "fine", pins.read_by(name, line), variable.allowed_text, value)
     note = f": {variable.note}" if variable.note else ""
     return Finding(name, "problem", "shell", variable.allowed_text, value or "an empty text",
                    f"correct or unset it{note} (read by {pins.read_by(name, line)})")

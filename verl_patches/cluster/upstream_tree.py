@@ -55,9 +55,10 @@ def look(path: Path, pin: Repository) -> str:
 
 def dirt(path: Path) -> list[str]:
     """Changed and untracked files of a work tree, as git status says them; our prelude line alone is no change."""
-    lines = git(path, "status", "--porcelain=v1", "--untracked-files=normal").splitlines()
-    changed = [(line[:2].strip(), line[2:].strip()) for line in lines]
-    return [f"{file} ({state})" for state, file in changed if file != str(WORKER_FILE) or not _only_prelude(path)]
+    lines = git(path, "status", "--porcelain=v1", "-z", "--untracked-files=normal").split("\0")
+    changed = [(line[:2], line[3:]) for line in lines if line]
+    ours = (" M", str(WORKER_FILE))
+    return [f"{file} ({state.strip()})" for state, file in changed if (state, file) != ours or not _only_prelude(path)]
 
 
 def faults(folder: Path, pin: Repository) -> list[str]:
@@ -96,11 +97,18 @@ def make(path: Path, pin: Repository, source: str, on_percent: OnPercent) -> Non
 
 
 def move(path: Path, pin: Repository, source: str, on_percent: OnPercent) -> None:
-    """A clean tree at another commit: the pin fetched, the prelude line out, the pin checked out."""
+    """A clean tree at another commit: the pin fetched, the prelude line out, the pin checked out.
+
+    Where that fails (an ignored file stands in the way), the prelude line is put back.
+    """
     _bring(path, pin, source, on_percent)
-    if (path / WORKER_FILE).is_file():
-        prelude_line.undo(path)
-    _place(path, pin, source)
+    undone = (path / WORKER_FILE).is_file() and prelude_line.undo(path).state == "removed"
+    try:
+        _place(path, pin, source)
+    except PatchError:
+        if undone:
+            prelude_line.install(path)
+        raise
 
 
 def merges(pin: Repository) -> list[PullRequest]:
@@ -129,7 +137,10 @@ def _bring(folder: Path, pin: Repository, source: str, on_percent: OnPercent) ->
 
 def _place(folder: Path, pin: Repository, source: str) -> None:
     """Check out the pin, merge what is to be merged, keep it as a remote ref, verify; PatchError if anything is off."""
-    git(folder, "checkout", "--quiet", "--detach", pin.commit)
+    try:
+        git(folder, "checkout", "--quiet", "--no-overwrite-ignore", "--detach", pin.commit)
+    except PatchError as error:
+        raise TreeError(str(error), f"move what stands in the way out of {folder}, or give another --dest") from error
     for pull in merges(pin):
         ref = f"refs/remotes/origin/pull/{pull.number}"
         fetch(folder, source, f"+pull/{pull.number}/head:{ref}")
