@@ -10,6 +10,7 @@ import pytest
 
 from verl_patches import contract_cli
 from verl_patches.__main__ import main
+from verl_patches.cluster.show import show
 from verl_patches.errors import ConfigError
 from verl_patches.patching import fingerprint as fp
 from verl_patches.patching.engine import Engine
@@ -97,9 +98,14 @@ def test_one_token_of_a_copy_is_found(run, copies):
 def test_a_problem_is_shown_to_people_too(capsys):
     finding = Finding("a.b", "problem", "verl/x.py:3", "reviewed 1", "the body is 2", "review it",
                       ("verl/x.py:4: y = 1",))
-    contract_cli.show(Report("check", "pypi", (finding, Finding("c.d", "fine"))))
+    report = Report("check", "pypi", (finding, Finding("c.d", "fine", where="[bold]")))
+    show(report, fine=False)
     out = capsys.readouterr().out
     assert "a.b: verl/x.py:4: y = 1" in out and "review it" in out and "1 fine, 0 note, 1 problem" in out
+    assert "[verl/x.py:3]" in out and "c.d" not in out
+    show(report)
+    out = capsys.readouterr().out
+    assert "c.d" in out and "[[bold]]" in out and "a.b: verl/x.py:4" in out
 
 
 def test_a_line_without_rows_is_empty(run, monkeypatch):
@@ -123,12 +129,47 @@ def test_wrong_use_is_refused(run, tmp_path, words, said):
 
 def test_a_fingerprint_is_recorded_for_the_named_row_only(run, tmp_path, monkeypatch):
     monkeypatch.setattr(fp, "REVIEWED", tmp_path / "fingerprints.json")
-    words = ("reshard.local_names", "--switches", "line=pypi,platform=cpu")
+    words = ("reshard.local_names", "--line", "pypi")
     assert run("fingerprint", *words)[0] == 1
     assert run("fingerprint", *words, "--write")[0] == run("fingerprint", *words)[0] == 0
     target = "verl.utils.model:normalize_model_name"
     assert fp.reviewed() == {"pypi": {target: fp.fingerprint(target)}}
-    assert run("fingerprint", "reshard.local_name", "--switches", "line=pypi,platform=cpu")[0] == 2
+    assert run("fingerprint", "reshard.local_name", "--line", "pypi")[0] == 2
+    before = fp.REVIEWED.read_text()
+    code, _, err = run("fingerprint", "platform.megatron_quantize", "--write", "--line", "a3")  # not a row of that line
+    assert code == 2 and "is for line pypi, not for a3" in err and fp.REVIEWED.read_text() == before
+
+
+def test_a_file_that_cannot_be_parsed_is_a_note(run, copies):
+    name = "from verl.utils.model import normalize_model_name as n\nx = (((\n"
+    (copies / "verl" / "zz_new.py").write_text(name)
+    (copies / "verl" / "zz_latin.py").write_bytes(b"from verl.utils.model import normalize_model_name\nx = 'caf\xe9'\n")
+    code, out, _ = run("check", "--line", "pypi", "--upstream", copies, "--json")
+    package = next(row for row in json.loads(out)["rows"] if row["name"] == "package verl")
+    assert code == 0 and package["state"] == "note"
+    assert [detail.partition(":")[0] for detail in package["details"]] == ["verl.zz_latin", "verl.zz_new"]
+
+
+def test_explain_tells_a_body_that_has_drifted(run, tmp_path, monkeypatch):
+    words = ("explain", "reshard.local_names", "--switches", "line=pypi,platform=cpu", "--json")
+    assert json.loads(run(*words)[1])["state"] == "waiting"
+    monkeypatch.setattr(fp, "REVIEWED", tmp_path / "fingerprints.json")
+    fp.write_reviewed("pypi", {"verl.utils.model:normalize_model_name": fp.statements("verl.utils.model:squeeze")})
+    assert json.loads(run(*words)[1])["state"] == "drifted"
+
+
+def test_writing_the_whole_line_drops_records_without_a_row(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(fp, "REVIEWED", tmp_path / "fingerprints.json")
+    row = PatchSpec("a.b", "model", "verl.utils.model:normalize_model_name", "wrap",
+                    "verl_patches.model.names:te_names_for_verl", "w", "e")
+    monkeypatch.setattr("verl_patches.catalog.ROWS", (row,))
+    for line in ("pypi", "a3"):
+        fp.write_reviewed(line, {"verl.gone:f": []})
+    words = ("fingerprint", "--write", "--line", "pypi")
+    assert "verl.gone" not in run(*words, "a.b")[1] and set(fp.reviewed()["pypi"]) == {row.target, "verl.gone:f"}
+    code, out, _ = run(*words)
+    assert code == 0 and "no row has this target: verl.gone:f" in out and set(fp.reviewed()["pypi"]) == {row.target}
+    assert json.loads(run(*words, "--json")[1])["dropped"] == [] and set(fp.reviewed()["a3"]) == {"verl.gone:f"}
 
 
 @pytest.mark.parametrize("target", ["verl.utils.model:normalise", "verl.utils.no_such:f", "no_such_package:f"])

@@ -14,12 +14,11 @@ import typer
 
 from verl_patches import contract_cli
 from verl_patches.cluster import cli, upstream_cli
-from verl_patches.contract_cli import table
+from verl_patches.cluster.show import Json, table
 from verl_patches.errors import ConfigError
 from verl_patches.patching.engine import Engine, PatchError
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
-Json = Annotated[bool, typer.Option("--json", help="Plain JSON on standard output.")]
 Switch = Annotated[str | None, typer.Option("--switches", help="As VERL_PATCHES, which it stands in for.")]
 
 
@@ -71,7 +70,8 @@ def status(
 def explain(row_id: str, switches: Switch = None, as_json: Json = False) -> None:
     """Everything about one row: what it replaces, why, by what, until when."""
     facts = _engine(switches).explain(row_id)
-    facts["state"] = "waiting" if facts["wanted"] else "off"  # nothing is applied in this process
+    drifted = facts["reviewed"] not in (None, facts["fingerprint"])
+    facts["state"] = ("drifted" if drifted else "waiting") if facts["wanted"] else "off"  # nothing is applied here
     if as_json:
         _print_json(facts)
     else:

@@ -9,12 +9,10 @@ from typing import Annotated, Any
 
 import typer
 
+from verl_patches.cluster.show import Json, leave_with, table
 from verl_patches.errors import ConfigError
 from verl_patches.patching.engine import Engine
 from verl_patches.patching.report import Report
-
-Json = Annotated[bool, typer.Option("--json", help="Plain JSON on standard output.")]
-Switch = Annotated[str | None, typer.Option("--switches", help="As VERL_PATCHES, which it stands in for.")]
 
 
 def register(app: typer.Typer, engine_of: Callable[[str | None], Engine]) -> None:
@@ -33,12 +31,7 @@ def register(app: typer.Typer, engine_of: Callable[[str | None], Engine]) -> Non
         """What every row expects of upstream, against its sources: target, body, signature, bindings."""
         if upstream is not None and installed:
             raise ConfigError("check: --upstream and --installed exclude each other; give one")
-        report = run_check(upstream, line, base)
-        if as_json:
-            typer.echo(json.dumps(report.as_dict(), indent=1))
-        else:
-            show(report)
-        raise typer.Exit(report.exit_code)
+        leave_with(run_check(upstream, line, base), as_json, fine=False)
 
     @app.command("fingerprint")
     def fingerprint_command(
@@ -47,17 +40,22 @@ def register(app: typer.Typer, engine_of: Callable[[str | None], Engine]) -> Non
         no_source: Annotated[bool, typer.Option("--no-source", help="With --write: accept targets without Python text "
                                                                     "(compiled or inherited).")] = False,
         upstream: Annotated[Path | None, typer.Option(help="Read these clones, as for `check`.")] = None,
-        switches: Switch = None,
+        line: Annotated[str | None, typer.Option(help="pypi or a3; default: the line of VERL_PATCHES.")] = None,
         as_json: Json = False,
     ) -> None:
         """Fingerprints of targets as they stand on disk, against the reviewed ones."""
-        rows = fingerprints(engine_of(switches), row_ids or [], write, no_source, upstream)
+        rows = fingerprints(engine_of(line and f"line={line}"), row_ids or [], write, no_source, upstream)
         if as_json:
             typer.echo(json.dumps(rows, indent=1))
+        elif not rows["rows"]:
+            typer.echo(f"fingerprint: the catalogue has no row with a target on line {rows['line']}")
         else:
             table(f"fingerprints, line {rows['line']}", ("target", "found", "reviewed"),
                   [(r["target"], r["found"], r["reviewed"] or "-") for r in rows["rows"]])
-        raise typer.Exit(0 if all(r["found"] == r["reviewed"] for r in rows["rows"]) else 1)
+            for target in rows["dropped"]:
+                typer.echo(f"dropped from the record, no row has this target: {target}")
+        fine = rows["rows"] and all(r["found"] == r["reviewed"] for r in rows["rows"])
+        raise typer.Exit(0 if fine else 1)
 
 
 def run_check(upstream: Path | None, line: str | None, base: Path | None) -> Report:
@@ -96,9 +94,10 @@ def _roots(option: str, folder: Path, line: str) -> dict[str, Path]:
 def fingerprints(
     engine: Engine, row_ids: list[str], write: bool, no_source: bool, upstream: Path | None = None
 ) -> dict[str, Any]:
-    """{line, rows: [{target, found, reviewed}]}, recorded first if `write`; ConfigError for targets that have no text.
+    """{line, rows: [{target, found, reviewed}], dropped}, recorded first if `write`; ConfigError for absent targets.
 
-    Such a target is accepted where the row is an `extend`, where it was reviewed as such, or with `no_source`.
+    A target without Python text is recorded where the row is an `extend`, where it was reviewed as such, or with
+    `no_source`. `dropped`: targets that no row has any more; writing the whole line takes their records out.
     """
     from verl_patches.patching import fingerprint as fp
 
@@ -106,8 +105,12 @@ def fingerprints(
     names = row_ids or [name for name, spec in engine.specs.items() if line in spec.lines]
     for name in names:
         engine.explain(name)  # refuses an unknown one, with the nearest
+        if line not in engine.specs[name].lines:
+            raise ConfigError(f"row {name} is for line {', '.join(sorted(engine.specs[name].lines))}, not for {line}; "
+                              "say which with --line")
     specs = [engine.specs[name] for name in names if not engine.specs[name].is_module_stub]
     roots = {} if upstream is None else _roots("--upstream", upstream, line)
+    dropped: list[str] = []
     root_of = {spec.target: roots.get(spec.target_module.split(".")[0]) for spec in specs}
     found = {target: fp.statements(target, root) for target, root in root_of.items()}
     if write:
@@ -119,37 +122,8 @@ def fingerprints(
             raise ConfigError("fingerprint: nothing was written, these targets have no Python text here:\n  "
                               + "\n  ".join(dict.fromkeys(absent)) + "\n`python -m verl_patches check` lists near "
                               "names; for a compiled or inherited target add --no-source")
-        fp.write_reviewed(line, found)
+        dropped = fp.write_reviewed(line, found, whole=not row_ids)
     known = fp.reviewed().get(line, {})
-    return {"line": line, "rows": [{"target": target, "found": fp.whole_hash(seen) if seen else fp.NO_SOURCE,
-                                    "reviewed": known.get(target)} for target, seen in found.items()]}
-
-
-def show(report: Report) -> None:
-    """A table of what is not fine, its details, and one line of counts."""
-    told = [finding for finding in report.findings if finding.state != "fine"]
-    if told:
-        table(f"check, line {report.line}", ("row", "state", "where", "found", "to do"),
-              [(f.name, f.state, f.where, f.found, f.todo) for f in told])
-    for finding in told:
-        for detail in finding.details:
-            typer.echo(f"{finding.name}: {detail}")
-    if report.state == "empty":
-        typer.echo(f"check: the catalogue has no row for line {report.line}: nothing was checked")
-    else:
-        counts = ", ".join(f"{count} {state}" for state, count in report.as_dict()["counts"].items())
-        typer.echo(f"check, line {report.line}: {counts}")
-
-
-def table(title: str, columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
-    """A rich table on standard output, 200 columns wide in pipes and files so that ids stay whole."""
-    from rich.console import Console
-    from rich.table import Table
-
-    made = Table(title=title)
-    for column in columns:
-        made.add_column(column, overflow="fold")
-    for row in rows:
-        made.add_row(*row)
-    console = Console()
-    (console if console.is_terminal else Console(width=200)).print(made)
+    rows = [{"target": target, "found": fp.whole_hash(seen) if seen else fp.NO_SOURCE, "reviewed": known.get(target)}
+            for target, seen in found.items()]
+    return {"line": line, "rows": rows, "dropped": dropped}

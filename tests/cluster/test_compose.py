@@ -52,7 +52,7 @@ def test_a_key_of_ours_that_verl_does_not_have_is_refused(tmp_path):
 
 
 def test_an_unknown_config_lists_those_there_are():
-    with pytest.raises(ConfigError, match=f"no such file.*{TINY}"):
+    with pytest.raises(ConfigError, match=f"no config of a run.*{TINY}"):
         compose("grpo_deepseekv2")
 
 
@@ -84,3 +84,9 @@ compose("grpo_deepseekv3_256die_true_weight")
 print([name for name in ("torch", "verl", "ray", "vllm", "megatron", "transformers") if name in sys.modules])
 """
     assert run_python(code).check().out.strip() == "[]"
+
+
+def test_the_pin_file_beside_the_configs_is_no_run():
+    with pytest.raises(ConfigError, match="no config of a run") as error:
+        compose("upstream")
+    assert "grpo_deepseekv3_tiny" in str(error.value) and "upstream," not in str(error.value)

@@ -73,6 +73,8 @@ def test_a_refusal_is_one_sentence_with_why_and_what_instead():
     ("a3", "HCCL_CONNECT_TIMEOUT", "60", "problem", "seconds until all ranks have connected"),
     ("a3", "VLLM_ASCEND_MLAPA", "1", "note", "nearest: VLLM_ASCEND_MLA_PA"),
     ("a3", "ATB_HOME_PATH", "", "problem", "correct or unset it"),
+    ("a3", "VERL_PATCHES", "banana", "problem", "cannot read 'banana'"),
+    ("a3", "VERL_PATCHES", "line=a3,platform=npu", "fine", ""),
 ])
 def test_what_this_shell_says_is_compared(line, name, value, state, said):
     finding, = shell_findings(line, {name: value, "HOME": "/h", "LANG": "C"})

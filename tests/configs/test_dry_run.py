@@ -101,3 +101,9 @@ def test_the_configs_hold_the_published_run():
         assert (actor.ppo_micro_batch_size_per_gpu, rollout.gpu_memory_utilization) == (1, 0.8)
         assert (config.recipe.rollout.balanced_routing, rollout.ignore_eos) == (balanced, forced)
         assert actor.load_weight is not forced
+
+
+def test_what_a_start_would_refuse_is_a_note_and_not_ok(plans):
+    plan = plans["random_init"]
+    notes = [check["detail"] for check in plan["checks"] if check["note"]]
+    assert notes and all(text.startswith("a start is refused: ") for text in notes)

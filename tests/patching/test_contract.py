@@ -105,7 +105,9 @@ def test_an_unchanged_tree_is_fine_and_says_where_it_looked(tree):
     assert report.exit_code == 0 and report.state == "fine", report.as_dict()
     assert found["up.weigh"].where == "up/tools.py:4" and found["up.read"].where == "up/tools.py:14"
     assert found["up.weigh"].found == "body as reviewed; signature accepted; 4 binding(s) complete"
-    assert found["package up"].found == "5 Python files" and str(tree) not in json.dumps(report.as_dict()["rows"][1:])
+    assert found["package up"].found.startswith("5 Python files, 1 of them unreadable")
+    assert found["package up"].state == "note" and "up.odd" in found["package up"].details[0]
+    assert str(tree) not in json.dumps(report.as_dict()["rows"][1:])
 
 
 def test_a_line_without_rows_is_empty_and_not_fine(tree):
@@ -168,7 +170,9 @@ def test_a_changed_signature_is_told(tree):
 
 @pytest.mark.parametrize("text", [
     "from up.tools import weigh\n", "from . import weigh as v\n", "from up import (a,\n  weigh)\n",
-    "if 1:\n    from .tools \\\n        import weigh\n", "from up.user import w\n", "from up.all import *\n"])
+    "if 1:\n    from .tools \\\n        import weigh\n", "from up.user import w\n", "from up.all import *\n",
+    "from . tools import weigh\n", "from up . \\\n tools import weigh\n", "from .import weigh\n",
+    "# words from\nfrom up import weigh\n", "# words from\nfrom . import weigh\n"])
 def test_a_new_import_elsewhere_is_a_missing_binding(tree, text):
     (tree / "up" / "extra.py").write_text(text)
     finding = look(tree, weigh())[1]["up.weigh"]
@@ -184,9 +188,18 @@ def test_other_imports_are_no_bindings(tree, text):
     assert look(tree, weigh())[1]["up.weigh"].state == "fine"
 
 
-def test_a_star_import_brings_what_all_lists(tree):
-    edit(tree, "up/tools.py", '"weigh", "Scale"', '"Scale"')
+@pytest.mark.parametrize("listed", ["__all__ =", "__all__: list[str] ="])
+def test_a_star_import_brings_what_all_lists(tree, listed):
+    edit(tree, "up/tools.py", '__all__ = ["weigh", "Scale"]', f'{listed} ["Scale"]')
     assert "do not hold it: up.all:weigh" in look(tree, weigh())[1]["up.weigh"].found
+
+
+@pytest.mark.parametrize("more", [
+    "__all__.extend(['weigh'])", "__all__ += ['weigh']", "__all__.append('weigh')",
+    "for name in ('weigh',): __all__.append(name)", "__all__: list = [*__all__, 'weigh']"])
+def test_an_all_that_is_used_again_is_computed(tree, more):
+    edit(tree, "up/tools.py", '__all__ = ["weigh", "Scale"]', f'__all__ = ["Scale"]\n{more}')
+    assert look(tree, weigh())[1]["up.weigh"].state == "fine"
 
 
 def test_an_incomplete_or_wrong_list_of_bindings_is_seen(tree):

@@ -56,18 +56,27 @@ def test_self_may_have_any_name():
 
 
 UPSTREAM = '''
+import contextlib
 class Base:
     def __init__(self, a, b=1): pass
 class Shape(Base): pass
 class Held:
     @staticmethod
     def s(x): pass
+    @staticmethod
+    def none(): pass
     @classmethod
     def c(cls, x): pass
     @property
     def p(self): pass
     @p.setter
     def p(self, value): pass
+    async def co(self, x): pass
+    class Inner:
+        def __init__(self, a): pass
+async def af(x): pass
+@contextlib.asynccontextmanager
+async def opened(x): yield x
 def f(x, y=1): pass
 made = print
 '''
@@ -91,6 +100,24 @@ def helper(name, original):
 def wrap_unseen(original):
     return functools.partial(original, 1)
 def wrap_without_argument(): return None
+def wrap_without_return(original):
+    original
+def wrap_forgets(original):
+    def inner(x, y=1): return 1
+def wrap_gives_back(original):
+    return original
+def wrap_returns_bare(original): return
+def wrap_calls_one_that_forgets(original):
+    return wrap_forgets(original)
+def wrap_async(original):
+    async def inner(x, y=1): return await original(x, y)
+    return inner
+def rest_too(x, *args, **kwargs): pass
+async def rest_async(self, *args, **kwargs): pass
+class Inner:
+    def __init__(self, a, b=1): pass
+class InnerOther:
+    def __init__(self, q, *args, **kwargs): pass
 def plain(x): pass
 def plain_y(x, y=2): pass
 def fget(self): pass
@@ -118,7 +145,9 @@ def faults(tmp_path, monkeypatch):
 @pytest.mark.parametrize(("kind", "target", "provider"), [
     ("wrap", "f", "wrap_good"), ("wrap", "f", "wrap_called"), ("replace", "f", "plain_y"), ("replace", "Shape", "Good"),
     ("replace", "Held.s", "plain"), ("replace", "Held.c", "of_class"), ("replace", "Held.p", "fget"),
-    ("register", "made", "entries"), ("extend", "new", "plain"), ("stub", "Held.__reduce_ex__", "plain_y")])
+    ("register", "made", "entries"), ("extend", "new", "plain"), ("stub", "Held.__reduce_ex__", "plain_y"),
+    ("replace", "Held.s", "rest_too"), ("replace", "Held.p", "rest_too"), ("replace", "Held.Inner", "Inner"),
+    ("replace", "Held.co", "rest_async"), ("wrap", "af", "wrap_async"), ("replace", "opened", "plain")])
 def test_providers_of_every_kind_are_read(faults, kind, target, provider):
     assert faults(kind, target, provider) == []
 
@@ -127,7 +156,20 @@ def test_providers_of_every_kind_are_read(faults, kind, target, provider):
     ("wrap", "f", "wrap_bad", "takes no argument 2 (y)"), ("replace", "f", "plain", "takes no argument 2 (y)"),
     ("replace", "Shape", "Bad", "takes no argument 2 (b)"), ("replace", "Held.s", "fget", "takes no x="),
     ("wrap", "f", "wrap_without_argument", "provider(original): takes no argument 1 (original)"),
-    ("register", "made", "plain", "needs x, which callers do not pass")])
+    ("register", "made", "plain", "needs x, which callers do not pass"),
+    ("wrap", "f", "wrap_without_return", "returns no replacement"),
+    ("wrap", "f", "wrap_forgets", "returns no replacement"),
+    ("wrap", "f", "wrap_gives_back", "returns no replacement"),
+    ("wrap", "f", "wrap_returns_bare", "returns no replacement"),
+    ("wrap", "f", "wrap_calls_one_that_forgets", "returns no replacement"),
+    ("wrap", "made", "wrap_forgets", "returns no replacement"),
+    ("replace", "Held.none", "rest_too", "needs x, which callers do not pass"),
+    ("replace", "Held.Inner", "InnerOther", "its argument 1 is q, not a"),
+    ("replace", "Held.co", "of_class", "is not async, callers await it"),
+    ("wrap", "af", "wrap_good", "is not async, callers await it"),
+    ("replace", "f", "rest_async", "is async, callers do not await it"),
+    ("wrap", "f", "wrap_async", "is async, callers do not await it"),
+    ("replace", "opened", "rest_async", "is async, callers do not await it")])
 def test_providers_that_refuse_a_call_are_told(faults, kind, target, provider, fault):
     assert fault in faults(kind, target, provider)
 

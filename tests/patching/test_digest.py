@@ -1,12 +1,14 @@
 """The digest says the same wherever the same is meant: other hash seeds, folders, processes, Python versions."""
 
-import os
+import json
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.patching.pythons import VERSIONS, interpreter
 
 ROOT = Path(__file__).resolve().parents[2]
 CATALOGUE = """
@@ -78,12 +80,19 @@ def test_a_small_digest_depends_on_neither_seed_nor_folder(copies):
     assert first == digest(FAKE, copies[1], seed="2") == digest("import up, ours\n" + FAKE, copies[1], seed="3")
 
 
-def test_policy_line_switches_provider_and_target_are_in_it(copies):
+def test_policy_line_switches_provider_target_and_review_are_in_it(copies):
     here = copies[0]
     first = digest(FAKE, here)
     for text in ("drift=skip,-t.h", "drift=warn,-t.h", ""):
         assert digest(FAKE.replace("platform=cpu,-t.h", f"platform=cpu,{text}"), here) != first
     assert digest(FAKE.replace("platform=cpu", "platform=cuda"), here) != first
+    record = here / "verl_patches" / "fingerprints.json"
+    reviewed = record.read_text()
+    record.write_text(json.dumps({"pypi": {"up:f": {"hash": "0" * 16, "statements": []}}}))
+    assert digest(FAKE, here) != first  # under warn and skip it decides what is applied
+    record.write_text(json.dumps({"a3": {"up:f": {"hash": "0" * 16, "statements": []}}}))
+    assert digest(FAKE, here) == first
+    record.write_text(reviewed)
     for name, old, new in (("up", "1.5e3", "1.5e4"), ("ours", "return original", "return  original")):
         file = here / f"{name}.py"
         text = file.read_text()
@@ -93,27 +102,12 @@ def test_policy_line_switches_provider_and_target_are_in_it(copies):
     assert digest(FAKE, here) == first
 
 
-def other_pythons():
-    """{version: interpreter} of the other supported versions that are on this machine."""
-    found = {}
-    for version in ("3.10", "3.11", "3.12", "3.13"):
-        if version == f"{sys.version_info.major}.{sys.version_info.minor}":
-            continue
-        pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
-        candidates = [*sorted(pyenv.glob(f"{version}.*/bin/python")), shutil.which(f"python{version}")]
-        for candidate in filter(None, map(str, filter(None, candidates))):
-            if subprocess.run([candidate, "-c", "pass"], capture_output=True).returncode == 0:  # a shim may not work
-                found[version] = candidate
-                break
-    return found
-
-
-@pytest.mark.parametrize("version", ["3.10", "3.11", "3.12", "3.13"])
+@pytest.mark.parametrize("version", VERSIONS)
 def test_python_versions_agree(copies, version):
     """wrapt is lent from this environment without its compiled part, which it can do without."""
-    python = other_pythons().get(version)
-    if python is None:
-        pytest.skip(f"this is Python {version}" if sys.version.startswith(version) else f"no Python {version} here")
+    python = interpreter(version)
+    if python is None or version == f"{sys.version_info.major}.{sys.version_info.minor}":
+        pytest.skip(f"no other Python {version} here")
     import wrapt
 
     lent = copies[0].parent / "lent"

@@ -271,7 +271,7 @@ def test_needs_and_conflicts_follow_the_switches():
 def test_switch_text_round_trip_and_errors():
     text = "line=pypi,platform=cpu,-reshard.*,+a.b"
     assert parse(text).text() == text
-    for bad in ("platform=tpu", "nonsense", "+", "line"):
+    for bad in ("platform=tpu", "nonsense", "+", "line", "line=pypi,line=a3", "line=a3,line=a3"):
         with pytest.raises(ConfigError, match="VERL_PATCHES"):
             parse(bad)
     with pytest.raises(ConfigError, match="nearest: a.bcd"):

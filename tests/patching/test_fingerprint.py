@@ -1,11 +1,9 @@
 """What changes a fingerprint and what does not, and that every Python computes the same one."""
 
 import ast
-import functools
 import io
 import json
 import keyword
-import shutil
 import subprocess
 import sys
 import textwrap
@@ -15,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.patching.pythons import VERSIONS, interpreter
 from verl_patches.patching import fingerprint as fp
-from verl_patches.patching.drift import changes
+from verl_patches.patching.drift import changes, difference
 from verl_patches.patching.statements import flatten, whole_hash
 
 CORPUS = Path(__file__).resolve().parent / "corpus"
-PYTHONS = ("3.10", "3.11", "3.12", "3.13")
 
 BODY = '''
 import os
@@ -173,6 +171,25 @@ def test_a_changed_statement_is_told_and_a_gone_one_counted(tmp_path):
     assert changes([s.hash for s in old], old) == ([], [])
 
 
+@pytest.mark.parametrize(("text", "changed"), [
+    ("for i in ():\n    def f(): return 1\n", "for i in ():\n    def f(): return 2\n"),
+    ("while True:\n    def f(): return 1\n    break\n", "while True:\n    def f(): return 2\n    break\n"),
+    ("match 1:\n    case 1:\n        f = 1\n", "match 1:\n    case 1:\n        f = 2\n"),
+    ("try:\n    pass\nfinally:\n    f = 1\n", "try:\n    pass\nfinally:\n    f = 2\n"),
+    ("(f, [g, *h]) = 1, 2, 3\n", "(f, [g, *h]) = 2, 2, 3\n"), ("g, *f = 1, 2, 3\n", "g, *f = 1, 2, 4\n"),
+    ("f = 1\nf += 2\n", "f = 1\nf += 3\n"), ("f: int = 1\n", "f: int = 2\n")])
+def test_every_statement_that_binds_the_name_counts(printed, text, changed):
+    assert printed(text, "f") != fp.NO_SOURCE
+    assert printed(text, "f") != printed(changed, "f")
+    assert printed(f"{text}f.x = f[0] = 3\ndef g(): f = 4\n", "f") == printed(text, "f")
+
+
+def test_a_form_feed_ends_no_line(printed, tmp_path):
+    printed("x = 'a\x0c\x85\u2028'\n\x0c\ndef f():\n    return 1\n", "f")
+    assert [s.source() for s in fp.statements("mod:f", tmp_path)] == [["def f():"], ["    return 1"]]
+    assert difference([], fp.definitions("mod:f", tmp_path), "mod.py")[3:] == ["+def f():", "+    return 1"]
+
+
 # -- where it looks ----------------------------------------------------------------------------------------------------
 
 def test_absent_names_and_modules_have_no_source(printed):
@@ -209,6 +226,9 @@ def test_the_record_keeps_other_lines_and_has_one_target_a_line(tmp_path, monkey
     assert fp.reviewed_statements("a3", "mod:f") == [s.hash for s in found]
     assert fp.reviewed_hash("pypi", "mod:absent") == fp.NO_SOURCE and fp.reviewed_hash("a3", "mod:g") is None
     assert set(fp.reviewed()["pypi"]) == {"mod:f", "mod:g", "mod:absent"}
+    assert fp.write_reviewed("pypi", {"mod:f": found}, whole=True) == ["mod:absent", "mod:g"]
+    assert set(fp.reviewed()["pypi"]) == {"mod:f"} == set(fp.reviewed()["a3"])
+    assert fp.write_reviewed("pypi", {"mod:g": found, "mod:absent": []}) == []
     text = fp.REVIEWED.read_text()
     assert sum("mod:" in line for line in text.splitlines()) == 4 and "return" not in text
 
@@ -222,20 +242,7 @@ def test_the_record_of_the_package_has_hashes_only():
 
 # -- the same on every Python ------------------------------------------------------------------------------------------
 
-@functools.cache
-def interpreter(version):
-    """A Python of that version that really runs, from the search path or from pyenv's folder; None if there is none."""
-    found = [shutil.which(f"python{version}"),
-             *(str(p) for p in sorted(Path.home().glob(f".pyenv/versions/{version}.*/bin/python")))]
-    for path in filter(None, found):
-        said = subprocess.run([path, "-c", "import sys; print('%d.%d' % sys.version_info[:2])"], capture_output=True,
-                              text=True, timeout=60, check=False)
-        if said.returncode == 0 and said.stdout.strip() == version:
-            return path
-    return None
-
-
-@pytest.mark.parametrize("version", [*PYTHONS, "this"])
+@pytest.mark.parametrize("version", [*VERSIONS, "this"])
 @pytest.mark.parametrize("corpus", sorted(p.stem for p in CORPUS.glob("*.txt")))
 def test_hashes_and_lines_are_the_recorded_ones_on_every_python(version, corpus):
     path = sys.executable if version == "this" else interpreter(version)

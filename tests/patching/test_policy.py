@@ -166,7 +166,8 @@ def test_apply_after_the_import_fails_each_time(play):
 @pytest.mark.parametrize("order", ["import other, up", "import up, other"])
 def test_rows_that_need_a_skipped_one_are_skipped_in_any_order_of_imports(play, order):
     out = play(f"""
-        rows = [row("t.low", "up:f"), row("t.mid", "other:h", needs=("t.low",)), row("t.top", "up:g", needs=("t.mid",)),
+        rows = [row("t.low", "up:f"), row("t.mid", "other:h", needs=("t.low",)),
+                row("t.over", "other:h", needs=("t.mid",)), row("t.top", "up:g", needs=("t.over",)),
                 row("t.else", "up:Thing.m")]
         e = Engine(rows, parse("line=pypi,platform=cpu,drift=skip"))
         e.apply(); e.apply()
@@ -176,8 +177,8 @@ def test_rows_that_need_a_skipped_one_are_skipped_in_any_order_of_imports(play, 
         e.apply(); e.revert()
         out += [seen(), states(e)]
     """, ("up:f",))
-    states = {"t.low": "drifted", "t.mid": "unsupported", "t.top": "unsupported", "t.else": "active"}
-    assert out[:2] == [states, "it needs t.mid, which is unsupported and was left alone"]
+    states = {"t.low": "drifted", **dict.fromkeys(("t.mid", "t.over", "t.top"), "unsupported"), "t.else": "active"}
+    assert out[:2] == [states, "it needs t.over, which is unsupported and was left alone"]
     assert out[2] == [1, 1, 1, "m!"] and out[3] is None
     assert out[4] == [1, 1, 1, "m"] and set(out[5].values()) == {"reverted"}
 
@@ -203,6 +204,11 @@ def row(name, **more):
     ([row("a.b"), row("a.c", needs=("a.b",), bindings=("m:c",))], "must list the same bindings"),
     ([row("a.b", bindings=("m:c",)), row("a.c", target="m:c")], "its binding m:c is the target of row 'a.c'"),
     ([row("a.b", conflicts=("a.b",))], "it conflicts with itself"),
+    ([row("a.b", target="m:C"), row("a.c", target="m:C.m")],
+     "row 'a.c' is on m:C.m, inside m:C of row 'a.b': one must name the other in needs"),
+    ([row("a.c", target="m:C.D.m"), row("a.b", target="m:C", kind="replace", needs=("a.c",))],
+     "row 'a.b' replaces m:C, over m:C.D.m of row 'a.c': it must be a wrap"),
+    ([row("a.b", target="m:C"), row("a.c", target="m:C.TABLE", kind="register")], "row 'a.c' is on m:C.TABLE, inside"),
     ([row("a.b"), row("a.c", target="m", kind="stub", provider="o", needs=("a.b",))], "a module stub can need no row"),
     ([row("a.b", needs=("a.b",))], "needs form a cycle: a.b -> a.b"),
     ([row("a.b", needs=("a.d",)), row("a.c", needs=("a.b",)), row("a.d", needs=("a.c",))], "a.b -> a.d -> a.c -> a.b"),
@@ -221,6 +227,11 @@ def test_rows_on_one_place_whose_order_is_not_known_are_refused(rows, words):
     [row("a.b", lines=frozenset({"pypi"})), row("a.c", lines=frozenset({"a3"}))],
     [row("a.b", platforms=frozenset({"cpu"})), row("a.c", platforms=frozenset({"npu"}))],
     [row("a.b", kind="register"), row("a.c", kind="register")],
+    [row("a.b", target="m:C", kind="replace"), row("a.c", target="m:C.m", kind="replace", needs=("a.b",))],
+    [row("a.b", target="m:C", needs=("a.c",)), row("a.c", target="m:C.m", bindings=("o:m",))],
+    [row("a.b", target="m:C"), row("a.c", target="m:C.m", conflicts=("a.b",), default="off")],
+    [row("a.b", target="m:C"), row("a.c", target="m:Cs.m"), row("a.d", target="n:C.m")],
+    [row("a.b", target="m", kind="stub", provider="o"), row("a.c", target="m.n:f")],
 ])
 def test_rows_on_one_place_that_cannot_clash_are_fine(rows):
     assert list(validate(rows)) == [r.id for r in rows]

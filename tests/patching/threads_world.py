@@ -6,13 +6,13 @@ storm: fresh packages, eight threads each. crossed: one thread is inside the imp
 engine, while another one inside apply() imports a provider that imports that module. late: a row is applied while
 another thread has asked the finders for its module already. The naive ones show that the trap is real: there the engine
 installs under its lock, or hooks do not wait for a running import. A deadlock exits 1 with all stacks on stderr.
+Events, not times, bring the threads to the place that counts, so a busy machine changes nothing.
 """
 
 import faulthandler
 import sys
 import textwrap
 import threading
-import time
 from pathlib import Path
 
 from verl_patches.patching import hooks
@@ -96,32 +96,38 @@ def look_any(e):
     return look
 
 
-def crossed(folder):
-    """The import of up.slow ends only once apply() is inside the provider, which then imports up.slow."""
-    inside = threading.Event()
-    sys.modules["__main__"].inside = inside
+def crossed(folder, naive):
+    """apply() is inside a provider that imports up.slow, while the hook of up.slow is about to enter the engine."""
+    main = sys.modules["__main__"]
+    main.importing, main.inside, main.hooked = threading.Event(), threading.Event(), threading.Event()
+    main.crossed = lambda: naive and faulthandler.dump_traceback_later(3, exit=True)  # from here on it hangs
     write(folder, "up", base="def f(x): return x\n", ours=WRAP,
-          slow="import __main__\n__main__.inside.wait(5)\ndef h(x): return x\n",
-          ours_slow=f"import __main__, time\n__main__.inside.set()\ntime.sleep(0.3)\nimport up.slow\n{WRAP}")
+          slow="import __main__\n__main__.importing.set()\n__main__.inside.wait()\ndef h(x): return x\n",
+          ours_slow="import __main__\n__main__.inside.set()\n__main__.hooked.wait()\n__main__.crossed()\n"
+                    f"import up.slow\n{WRAP}")
     __import__("up.base")
     e = engine(("t.h", "up.slow:h", "up.ours:louder", (), ()), ("t.f", "up.base:f", "up.ours_slow:louder", (), ()))
-    started = threading.Event()
+    install = Engine._install
+
+    def seen(self, row, nth, module):
+        if module.__name__ == "up.slow":
+            main.hooked.set()
+        if not naive:
+            return install(self, row, nth, module)
+        with self._lock:  # as one would
+            return install(self, row, nth, module)
 
     def late_apply():
-        started.wait(5)
-        time.sleep(0.1)
+        main.importing.wait()
         e.apply()
 
-    def first():
-        started.set()
-        __import__("up.slow")
-
-    run_all(first, late_apply)
+    Engine._install = seen
+    run_all(lambda: __import__("up.slow"), late_apply)
     e.verify("worker")
 
 
-def late(folder):
-    """The finder of up.late is asked before apply() and answers after apply() has looked at sys.modules."""
+def late(folder, naive):
+    """The finder of up.late is asked before apply(), and answers when apply() waits for it, or (naive) is through."""
     write(folder, "up", late="def f(x): return x\n", ours=WRAP)
     asked, go_on = threading.Event(), threading.Event()
 
@@ -129,47 +135,33 @@ def late(folder):
         def find_spec(self, name, path=None, target=None):
             if name == "up.late" and threading.current_thread() is not threading.main_thread():
                 asked.set()
-                go_on.wait(5)
+                go_on.wait()
 
     hooks.after_import("up.unrelated", print)  # wrapt's finder is there, as after any prelude
     sys.meta_path.insert(1, Slow())  # behind wrapt's finder, before the one that finds
     e = engine(("t.f", "up.late:f", "up.ours:louder", (), ()))
     importer = threading.Thread(target=lambda: __import__("up.late"))
     importer.start()
-    asked.wait(5)
-    threading.Timer(0.3, go_on.set).start()
+    asked.wait()
+    wait_for_import = hooks._lock_unlock_module
+    hooks._lock_unlock_module = lambda name: naive or go_on.set() or wait_for_import(name)
     e.apply()
+    assert go_on.is_set() != naive
+    go_on.set()
     importer.join()
     e.verify("worker")
     assert sys.modules["up.late"].f(1) == "1!"
 
 
-def naive_install():
-    """Install under the engine's lock, as one would."""
-    install = Engine._install
-
-    def locked(self, *args):
-        with self._lock:
-            install(self, *args)
-
-    Engine._install = locked
-
-
 def main(folder, world):
-    faulthandler.dump_traceback_later(5 if "naive" in world else 60, exit=True)
+    faulthandler.dump_traceback_later(80, exit=True)
     sys.setswitchinterval(1e-5)
     sys.path.insert(0, folder)
     if world == "storm":
         for number in range(40):
             storm(Path(folder), number)
-    elif world.startswith("crossed"):
-        if "naive" in world:
-            naive_install()
-        crossed(Path(folder))
     else:
-        if "naive" in world:
-            hooks._lock_unlock_module = lambda name: None
-        late(Path(folder))
+        {"crossed": crossed, "late": late}[world.partition("-")[0]](Path(folder), "naive" in world)
 
 
 if __name__ == "__main__":

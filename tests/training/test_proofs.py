@@ -4,6 +4,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,6 +13,7 @@ from verl_patches.training.proofs import (
     not_as_reviewed,
     recorded,
     refuse_unequal,
+    refuse_unlike,
     refuse_unproven,
     workers_proofs,
 )
@@ -20,8 +22,10 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 
 
-def worker(rank, intent=None, digest="", error=None):
-    return {"rank": rank, "where": f"pid {100 + rank} on node", "intent": intent, "digest": digest, "error": error}
+def worker(rank, intent=None, digest="", error=None, **states):
+    status = [{"id": f"a.{name}", "state": state} for name, state in states.items()]
+    return {"rank": rank, "where": f"pid {100 + rank} on node", "intent": intent, "digest": digest, "error": error,
+            "status": status}
 
 
 def test_equal_digests_pass_and_another_one_names_worker_and_row():
@@ -38,6 +42,35 @@ def test_workers_without_proof_are_named():
         refuse_unproven([worker(0), worker(1, error="not active")])
     with pytest.raises(PatchError, match=r"worker 1 (.|\n)*2 more workers .*: 2, 3$"):
         refuse_unproven([worker(0), *(worker(rank, error="x") for rank in (1, 2, 3))])
+
+
+def test_workers_that_left_other_rows_alone_are_refused():
+    ids = ["a.b", "a.c"]
+    refuse_unlike(ids, [worker(0, b="active", c="drifted"), worker(1, b="active", c="drifted")])
+    refuse_unlike(ids, [worker(0, b="active", c="drifted"), worker(1, b="waiting", c="drifted")])  # never imported
+    refuse_unlike(ids, [worker(0, other="active"), worker(1, other="drifted")])  # a row of the controller
+    with pytest.raises(PatchError, match=r"a\.b: unsupported in 0; active in 2, 3\nTheir") as refused:
+        refuse_unlike(ids, [worker(0, b="unsupported", c="off"), worker(1, b="waiting", c="off"),
+                            worker(2, b="active", c="off"), worker(3, b="active", c="off")])
+    assert "a.c" not in str(refused.value)
+
+
+@pytest.mark.parametrize(("error", "said"), [
+    (AttributeError("ray::Worker() (pid=7)\nin prove_patches\nAttributeError: 'E' object has no attribute 'statu'"),
+     "no attribute 'statu'"),
+    (AttributeError("ray::Worker() (pid=7)\nAttributeError: 'Worker' object has no attribute 'ref_prove_patches'"),
+     "did not run the prelude"),
+    (PatchError("ray::Worker() (pid=7)\nthe prelude has not run in this process"), "did not run the prelude")])
+def test_only_a_worker_without_the_method_is_said_to_lack_the_prelude(monkeypatch, error, said):
+    def get(answer):
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr("ray.get", get)
+    first, second = workers_proofs(SimpleNamespace(prove_patches=lambda: [error, worker(1)]))
+    assert second == worker(1) and (first["rank"], first["where"]) == (0, "ray::Worker() (pid=7)")
+    assert said in first["error"] and ("prelude" in first["error"]) == ("prelude" in said)
 
 
 def test_the_record_says_what_happened():

@@ -1,3 +1,11 @@
+from types import SimpleNamespace
+
+import pytest
+
+from verl_patches.patching import engine
+from verl_patches.patching.spec import PatchSpec
+from verl_patches.patching.switches import Switches
+from verl_patches.training import run
 from verl_patches.training.run import header, line
 
 
@@ -5,3 +13,32 @@ def test_a_row_of_the_table_is_as_wide_as_its_header():
     step = {"step": 3, "reward": 0.5, "grad_norm": 1.0, "logprob_delta": {"mean": 5e-7, "max": 1e-6}, "seconds": {}}
     assert len(line(step)) == len(header())
     assert " - " in line({**step, "logprob_delta": None}) and " - " in line({**step, "grad_norm": None})
+
+
+@pytest.fixture
+def prove(monkeypatch, tmp_path):
+    """prove(states of two workers) -> what was said, after Run.prove with the catalogue of one row for workers."""
+    row = PatchSpec("a.b", "model", "no_such_module_here:f", "wrap", "o:f", "w", "e", processes=frozenset({"worker"}))
+    mine = engine.Engine([row], Switches("pypi", "cpu", drift="skip"))
+    mine.apply()
+    monkeypatch.setattr(engine, "_CURRENT", mine)
+
+    def run_it(*states):
+        workers = [{"rank": rank, "where": "here", "error": None, "digest": mine.digest(), "intent": mine.intent(),
+                    "status": [{"id": "a.b", "state": state, "target": row.target, "reason": "r"}]}
+                   for rank, state in enumerate(states)]
+        monkeypatch.setattr(run, "workers_proofs", lambda group: workers)
+        said, made = [], run.Run.__new__(run.Run)
+        made.trainer = SimpleNamespace(actor_rollout_wg=SimpleNamespace(take_phase_seconds=lambda: None))
+        made.summary, made.not_compared = SimpleNamespace(data={}, write=lambda: None), ""
+        made.progress = SimpleNamespace(say=said.append)
+        made.prove()
+        return said
+
+    return run_it
+
+
+def test_rows_left_alone_everywhere_are_said_and_those_left_alone_in_some_workers_refused(prove):
+    assert "| drifted (drift=skip, reasons in summary.json): a.b" in prove("drifted", "drifted")
+    with pytest.raises(engine.PatchError, match="a.b: active in 0; drifted in 1"):
+        prove("active", "drifted")

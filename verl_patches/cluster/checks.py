@@ -28,11 +28,15 @@ _SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual
 
 @dataclass(frozen=True)
 class Check:
-    """One rule: `detail` says what holds, or what was expected, found and to be changed."""
+    """One rule: `detail` says what holds, or what was expected, found and to be changed.
+
+    `note`: the rule does not fail a plan, but somebody should read it.
+    """
 
     name: str
     ok: bool
     detail: str
+    note: bool = False
 
 
 def model_shape_of(config: DictConfig, configs_dir: Path) -> ModelShape:
@@ -65,7 +69,8 @@ def _line_checks(config: DictConfig) -> list[Check]:
     """What the pin file says that the line cannot do; a planned key only shows, as a start is refused elsewhere."""
     line = config.recipe.line
     checks = [
-        Check(f"line {line}", entry.planned, refusal(entry, value, line) + "; a start is refused" * entry.planned)
+        Check(f"line {line}", entry.planned, "a start is refused: " * entry.planned + refusal(entry, value, line),
+              note=entry.planned)
         for entry, value in refused_keys(config)
     ]
     shell = shell_findings(line, decided={*DROPPED, *(variable.name for variable in derive(config))})

@@ -18,8 +18,9 @@ from rich.console import Console
 from rich.table import Table
 
 from verl_patches.cluster import environment
-from verl_patches.cluster.checks import check_config, model_shape_of
+from verl_patches.cluster.checks import Check, check_config, model_shape_of
 from verl_patches.cluster.compose import CONFIGS_DIR
+from verl_patches.cluster.trees import Trees
 from verl_patches.layout.of_config import rollout_layout_of, train_layout_of, world_size
 from verl_patches.layout.parallel import ParallelLayout
 from verl_patches.patching.spec import PatchSpec
@@ -40,7 +41,7 @@ def build_plan(
     overrides: Sequence[str],
     rows: Iterable[PatchSpec],
     configs_dir: Path = CONFIGS_DIR,
-    verl_path: Path | None = None,
+    trees: Trees | None = None,
 ) -> dict[str, Any]:
     """Everything a run of `config` would use, as JSON-ready data; `ok` is false if any check failed.
 
@@ -48,7 +49,8 @@ def build_plan(
     patches, environment, commands. Ranks and groups are whole lists. Raises ConfigError for switches that name no
     row.
     """
-    checks = check_config(config, configs_dir)
+    rows = tuple(rows)
+    checks = [*check_config(config, configs_dir), *_catalogue(config.recipe.line, rows)]
     model = model_shape_of(config, configs_dir)
     built = {check.name: check.ok for check in checks}
     train = rollout = None
@@ -63,9 +65,15 @@ def build_plan(
         "train": train,
         "rollout": rollout,
         "patches": patch_table(config, rows),
-        "environment": [asdict(variable) for variable in environment.derive(config, verl_path=verl_path)],
-        "commands": commands(config, config_name, overrides, verl_path),
+        "environment": [asdict(variable) for variable in environment.derive(config, trees=trees)],
+        "commands": commands(config, config_name, overrides, trees),
     }
+
+
+def _catalogue(line: str, rows: Sequence[PatchSpec]) -> list[Check]:
+    if any(line in row.lines for row in rows):
+        return []
+    return [Check("catalogue", True, f"a start is refused: the catalogue has no row for line {line} yet", note=True)]
 
 
 def _train_side(layout: ParallelLayout, model: Any, layers_fit: bool, experts_fit: bool) -> dict[str, Any]:
@@ -107,14 +115,14 @@ def patch_table(config: DictConfig, rows: Iterable[PatchSpec]) -> list[dict[str,
 
 
 def commands(
-    config: DictConfig, config_name: str, overrides: Sequence[str], verl_path: Path | None = None
+    config: DictConfig, config_name: str, overrides: Sequence[str], trees: Trees | None = None
 ) -> list[dict[str, str]]:
     """What to type, in order: [{where, command}]; HEAD and NODE stand for addresses of the operator's nodes.
 
     Ray is started with this checkout (the same path on every node) on PYTHONPATH: its workers import verl_patches.
     """
     found, nodes, dies = [], config.trainer.nnodes, config.trainer.n_gpus_per_node
-    places = [str(environment.REPOSITORY), *([str(verl_path)] if verl_path else [])]
+    places = [str(environment.REPOSITORY), *map(str, trees.folders if trees else ())]
     here = f"PYTHONPATH={shlex.quote(os.pathsep.join(places))} "
     if config.recipe.ray_address is not None:
         device = f""" --resources='{{"NPU": {dies}}}'""" if config.trainer.device == "npu" else ""
@@ -124,7 +132,7 @@ def commands(
             other = here + "ray start --address=HEAD:6379 --node-ip-address=NODE"
             found.append({"where": f"each of the other {nodes - 1} nodes", "command": other + device})
     train = ["python", "-m", "verl_patches", "train", "--config-name", config_name]
-    train += [*(["--verl-path", str(verl_path)] if verl_path else []), *overrides]
+    train += [*(trees.option if trees else ()), *overrides]
     found.append({"where": "head node" if found else "this machine", "command": here + shlex.join(train)})
     found.append({"where": "started by it", "command": shlex.join(driver_command(config_name, overrides))})
     return found
@@ -154,7 +162,7 @@ def show(plan: dict[str, Any], config: DictConfig, console: Console) -> None:
         highlight=False,
     )
     _table(console, "checks", ("check", "", "detail"),
-           [(c["name"], "ok" if c["ok"] else "FAILED", c["detail"]) for c in plan["checks"]])
+           [(c["name"], "note" if c["note"] else "ok" if c["ok"] else "FAILED", c["detail"]) for c in plan["checks"]])
     for side in ("train", "rollout"):
         if plan[side]:
             _show_side(console, side, plan[side])

@@ -9,8 +9,9 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from verl_patches.cluster.pins import Pins, Unsupported, load_pins
+from verl_patches.errors import ConfigError
 from verl_patches.patching.report import Finding
-from verl_patches.patching.switches import nearest
+from verl_patches.patching.switches import VARIABLE, nearest, parse
 
 _SECRET = ("KEY", "SECRET", "TOKEN", "PASSWORD")  # in a name: the value is not shown
 # a variable named like these, but not listed, was meant for one of the pins
@@ -59,6 +60,11 @@ def _shell_finding(pins: Pins, line: str, name: str, given: str, decided: bool) 
                        f"not among those known to be read; nearest: {nearest(name, pins.environment)}")
     if not variable.reads(line):
         return Finding(name, "note", "shell", "", value, f"line {line} does not read it ({pins.read_by(name, line)})")
+    if name == VARIABLE:
+        try:
+            parse(given)
+        except ConfigError as error:
+            return Finding(name, "problem", "shell", variable.note, value, f"correct or unset it: {error}")
     if decided:
         return Finding(name, "fine", "shell", "", value, "the launcher sets its own value")
     if variable.accepts(given):

@@ -9,12 +9,9 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
-from verl_patches.patching.report import Report
-
-Json = Annotated[bool, typer.Option("--json", help="Plain JSON on standard output.")]
+from verl_patches.cluster.show import Json, leave_with
 
 
 def register(app: typer.Typer) -> None:
@@ -22,29 +19,6 @@ def register(app: typer.Typer) -> None:
     _versions(app)
     _fetch_upstream(app)
     _dockerfile(app)
-
-
-def leave_with(report: Report, as_json: bool) -> None:
-    """Print a report, as JSON or as a table with a sentence below it, and leave with its exit code."""
-    if as_json:
-        typer.echo(json.dumps(report.as_dict(), indent=1))
-    else:
-        console = Console()
-        _show(report, console if console.is_terminal else Console(width=200))
-    raise typer.Exit(report.exit_code)
-
-
-def _show(report: Report, console: Console) -> None:
-    table = Table(title=f"{report.command}, line {report.line}", title_justify="left", box=None, pad_edge=False)
-    for column in ("", "name", "expected", "found", "what to do"):
-        table.add_column(column, overflow="fold")
-    for finding in report.findings:
-        todo = " ".join(filter(None, (finding.todo, f"[{finding.where}]" if finding.where else "")))
-        cells = (finding.state, finding.name, finding.expected, finding.found, todo)
-        table.add_row(*[Text(cell, style="red" if finding.state == "problem" else "") for cell in cells])
-    console.print(table)
-    counts = report.as_dict()["counts"]
-    console.print(", ".join(f"{count} {state}" for state, count in counts.items()), highlight=False)
 
 
 def _versions(app: typer.Typer) -> None:

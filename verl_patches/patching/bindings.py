@@ -16,11 +16,12 @@ from pathlib import Path
 
 from verl_patches.patching.fingerprint import import_origin
 from verl_patches.patching.resolve import split
+from verl_patches.patching.statements import BLOCKS
 
-_FROM = re.compile(rb"\bfrom\b[\s\\]*([.\w]*?)[\s\\]*\bimport\b(?=[ \t]*(\([^)]*\)|[^\n]*))")
+_FROM = re.compile(rb"\bfrom\b([.\w\s\\]*?)\bimport\b(?=[ \t]*(\([^)]*\)|[^\n]*))")
+_LAST_PART = re.compile(rb"\w*(?=[\s\\]*\Z)")
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _FOR_TYPES = ("TYPE_CHECKING", "typing.TYPE_CHECKING")
-_BLOCKS = (ast.stmt, ast.ExceptHandler, ast.match_case)
 
 
 @dataclass(frozen=True)
@@ -34,10 +35,10 @@ class Import:
 
 
 class SourceFile:
-    """One module of a tree; parsed only when asked for its imports."""
+    """One module of a tree; parsed only when asked for its imports. `unread`: why this Python could not parse it."""
 
     def __init__(self, module: str, path: Path):
-        self.module, self.path = module, path
+        self.module, self.path, self.unread = module, path, ""
         self._words = _imported_words(path.read_bytes())
 
     @property
@@ -52,7 +53,8 @@ class SourceFile:
     def _tree(self) -> ast.Module:
         try:
             return ast.parse(self.path.read_bytes(), filename=str(self.path))
-        except SyntaxError:  # nor can this Python import it: it holds nothing
+        except (SyntaxError, ValueError) as error:  # nor can this Python import it: it holds nothing
+            self.unread = str(error)
             return ast.Module([], [])
 
     @cached_property
@@ -63,14 +65,15 @@ class SourceFile:
                 for prefix, node in _from_imports(self._tree(), "") for alias in node.names]
 
     def exports(self, name: str) -> bool:
-        """Whether `from this import *` brings `name`; a computed __all__ counts as bringing everything."""
-        listed = [node.value for node in self._tree().body if isinstance(node, (ast.Assign, ast.AugAssign))
-                  and any(isinstance(t, ast.Name) and t.id == "__all__" for t in
-                          (node.targets if isinstance(node, ast.Assign) else [node.target]))]
-        if not listed:
+        """Whether `from this import *` brings `name`; an __all__ that is not one literal list may bring anything."""
+        tree = self._tree()
+        used = [node for node in ast.walk(tree) if isinstance(node, ast.Name) and node.id == "__all__"]
+        if not used:
             return not name.startswith("_")
+        listed = next((node.value for node in tree.body if isinstance(node, (ast.Assign, ast.AnnAssign))
+                       and used == getattr(node, "targets", [getattr(node, "target", None)])), None)
         try:
-            return any(name in ast.literal_eval(value) for value in listed)
+            return listed is None or name in ast.literal_eval(listed)
         except ValueError:
             return True
 
@@ -82,7 +85,7 @@ def _imported_words(text: bytes) -> dict[str, frozenset[str]]:
         goes_on = rest.rstrip().endswith(b"\\") or rest[:1] == b"(" and b")" not in rest
         unsure = goes_on or b"*" in rest or b"#" in rest
         words = {"*"} if unsure else {word.decode("utf-8", "replace") for word in re.findall(rb"\w+", rest)}
-        end = head.rpartition(b".")[2].decode("utf-8", "replace")
+        end = _LAST_PART.search(head)[0].decode("utf-8", "replace")
         found[end] = found.get(end, frozenset()) | words
     return found
 
@@ -130,5 +133,5 @@ def _from_imports(node: ast.AST, prefix: str) -> Iterator[tuple[str, ast.ImportF
             yield prefix, child
         elif isinstance(child, ast.ClassDef):
             yield from _from_imports(child, f"{prefix}{child.name}.")
-        elif isinstance(child, _BLOCKS) and not isinstance(child, _FUNCTIONS):
+        elif isinstance(child, BLOCKS) and not isinstance(child, _FUNCTIONS):
             yield from _from_imports(child, prefix)

@@ -17,7 +17,7 @@ from verl_patches.patching import fingerprint as fp
 from verl_patches.patching.bindings import SourceFile, find_bindings, read_tree
 from verl_patches.patching.report import Finding, Report
 from verl_patches.patching.resolve import split
-from verl_patches.patching.row_contract import Row, Sources, can_be_bound
+from verl_patches.patching.row_contract import RowCheck, Sources, can_be_bound
 from verl_patches.patching.spec import PatchSpec
 
 PACKAGES = {
@@ -43,7 +43,7 @@ def installed_roots(line: str) -> dict[str, Path]:
 
 def check(specs: Iterable[PatchSpec], line: str, sources: Sources) -> Report:
     """One finding for each package that was read and each row of the line, on any platform; none if it has no rows."""
-    rows = [spec for spec in specs if line in spec.lines]
+    rows = [spec.on_line(line) for spec in specs if line in spec.lines]
     if not rows:
         return Report("check", line, ())
     with warnings.catch_warnings():
@@ -53,14 +53,17 @@ def check(specs: Iterable[PatchSpec], line: str, sources: Sources) -> Report:
 
 def _findings(rows: list[PatchSpec], line: str, sources: Sources) -> Iterator[Finding]:
     tree = read_tree(sources.roots)
-    per_package = {name: sum(module.split(".")[0] == name for module in tree) for name in sources.roots}
-    for name, count in per_package.items():
-        yield Finding(f"package {name}", "fine", where=str(sources.roots[name]), found=f"{count} Python files")
     named = {split(place)[0] for spec in rows if not spec.is_module_stub for place in (spec.target, *spec.bindings)}
     for module in sorted(named - set(tree)):  # outside: torch and the like, as far as the rows name it
         path = fp.source_file(module, sources.roots.get(module.split(".")[0]))
         if path is not None:
             tree[module] = SourceFile(module, path)
     held = find_bindings([spec.target for spec in rows if can_be_bound(spec)], tree)
+    for name, root in sources.roots.items():
+        files = [file for module, file in tree.items() if module.split(".")[0] == name]
+        unread = tuple(f"{file.module}: {file.unread}" for file in files if file.unread)
+        yield Finding(f"package {name}", "note" if unread else "fine", where=str(root), details=unread,
+                      found=f"{len(files)} Python files" + f", {len(unread)} of them unreadable: what they import from "
+                      "rows' targets is not known" * bool(unread))
     for spec in rows:
-        yield Row(spec, line, sources, held, tree).finding()
+        yield RowCheck(spec, line, sources, held, tree).finding()

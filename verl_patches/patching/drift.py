@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from verl_patches.patching.bindings import SourceFile
-from verl_patches.patching.fingerprint import Definition
+from verl_patches.patching.fingerprint import Definition, bindings_of
 from verl_patches.patching.resolve import split
-from verl_patches.patching.statements import DEFINITIONS, Statement
+from verl_patches.patching.statements import Statement, source_lines
 
 
 def changes(
@@ -38,7 +38,7 @@ def _text(found: list[Definition]) -> list[str]:
     lines = []
     for one in found:
         first = min([one.node.lineno, *(mark.lineno for mark in getattr(one.node, "decorator_list", ()))])
-        lines += one.file.read_text(errors="replace").splitlines()[first - 1:one.node.end_lineno]
+        lines += source_lines(one.file)[first - 1:one.node.end_lineno]
     return lines
 
 
@@ -62,16 +62,8 @@ def near_modules(module: str, tree: Mapping[str, SourceFile]) -> list[str]:
 
 
 def _names(node: ast.AST) -> dict[str, ast.AST]:
-    """{name: its definition} directly in a module or class body, also inside if, try and with blocks there."""
-    found: dict[str, ast.AST] = {}
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, DEFINITIONS):
-            found[child.name] = child
-        elif isinstance(child, ast.Assign):
-            found.update({target.id: child for target in child.targets if isinstance(target, ast.Name)})
-        elif isinstance(child, (ast.If, ast.Try, ast.With, ast.ExceptHandler)):
-            found.update(_names(child))
-    return found
+    """{name: the last statement that binds it} in a module or class body."""
+    return {name: statement for names, statement in bindings_of(node) for name in names}
 
 
 def _same_name(name: str, place: str, tree: Mapping[str, SourceFile]) -> list[str]:

@@ -42,7 +42,7 @@ class Engine:
     """The rows of one process. All methods are safe to call from any thread, and again."""
 
     def __init__(self, specs: Iterable[PatchSpec], switches: Switches):
-        self.specs = validate(specs)
+        self.specs = {name: spec.on_line(switches.line) for name, spec in validate(specs).items()}
         self.switches = switches
         switches.check_against(self.specs)
         self._rows = {name: Row(spec) for name, spec in self.specs.items()}
@@ -129,7 +129,7 @@ class Engine:
                 self._leave_dependents(row)
             in_place = row.in_place
         if stops:
-            raise PatchError(refusal(row.spec, found)) from found.error
+            raise PatchError(refusal(row.spec, found, self.switches.line)) from found.error
         log_outcome(row.spec, found, in_place)
         for binding in row.spec.bindings if in_place else ():
             name, _ = split(binding)
@@ -148,11 +148,14 @@ class Engine:
 
     def _leave_dependents(self, left: Row) -> None:
         """Rows that need one which was left alone are left alone too; those in place are taken out again."""
+        leaving = []
         for row in self._order if left.left_alone else ():  # a need comes before what needs it
             unmet = self._unmet(row.spec) if row.hook is not None else None
             if unmet:
-                row.take_out()
                 row.state, row.reason = unmet.state, unmet.reason
+                leaving.append(row)
+        for row in reversed(leaving):  # the upper one of a place first: each puts back what it found
+            row.take_out()
 
     def _rebind(self, row: Row, nth: int, binding: str, _: ModuleType) -> None:
         with self._lock:
@@ -240,12 +243,13 @@ class Engine:
                 "reviewed": fingerprint.reviewed_hash(self.switches.line, spec.target)}
 
     def intent(self) -> dict[str, str]:
-        """{row id: what it means to do here}: switch, provider's source hash, fingerprint of the target on disk.
+        """{row id: what it means to do here}: switch, provider's source hash, target on disk, and as it was reviewed.
 
         One more entry, "verl_patches", hashes all our own sources: a provider may lean on any of them.
         """
         from verl_patches.patching import fingerprint
 
+        reviewed = fingerprint.reviewed().get(self.switches.line, {})
         found = {"verl_patches": fingerprint.package_hash()}
         for name in sorted(self.specs):
             spec = self.specs[name]
@@ -255,7 +259,7 @@ class Engine:
             provider = fingerprint.source_file(split(spec.provider)[0])
             source = fingerprint.file_hash(provider) if provider else "missing"
             target = "module" if spec.is_module_stub else fingerprint.fingerprint(spec.target)
-            found[name] = f"on:{source}:{target}"
+            found[name] = f"on:{source}:{target}:{reviewed.get(spec.target, 'never reviewed')}"
         return found
 
     def digest(self) -> str:

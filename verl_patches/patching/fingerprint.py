@@ -11,12 +11,12 @@ import hashlib
 import importlib.util
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from verl_patches.patching.resolve import split
-from verl_patches.patching.statements import DEFINITIONS, Statement, flatten, whole_hash
+from verl_patches.patching.statements import BLOCKS, DEFINITIONS, Statement, flatten, whole_hash
 
 REVIEWED = Path(__file__).resolve().parent.parent / "fingerprints.json"
 NO_SOURCE = "no-python-source"
@@ -64,6 +64,12 @@ def definitions(place: str, root: Path | None = None, seen: frozenset[str] = fro
     return found
 
 
+def review_command(row_id: str, line: str, upstream: str = "") -> str:
+    """What to type once a change of this row's target was reviewed; `upstream`: the folder of clones that was read."""
+    return f"python -m verl_patches fingerprint {row_id} --write --line {line}" + (f" --upstream {upstream}" if upstream
+                                                                                  else "")
+
+
 def import_origin(node: ast.ImportFrom, module: str, is_package: bool) -> str:
     """The dotted module that a `from ... import` in `module` names, relative ones made absolute."""
     if not node.level:
@@ -73,21 +79,22 @@ def import_origin(node: ast.ImportFrom, module: str, is_package: bool) -> str:
     return ".".join((*parts, node.module) if node.module else parts)
 
 
-def bindings_of(node: ast.AST, name: str) -> Iterator[ast.AST]:
-    """Whatever binds `name` directly in a module or class body, also inside if, try and with blocks there."""
+def bindings_of(node: ast.AST) -> Iterator[tuple[Collection[str], ast.AST]]:
+    """(names, the statement that binds them) directly in a module or class body, also inside if, for, try ... there.
+
+    Not seen: plain imports, the targets of `for`, `with`, `except` and `case` themselves, `:=` and `del`.
+    """
     for child in ast.iter_child_nodes(node):
         if isinstance(child, DEFINITIONS):
-            if child.name == name:
-                yield child
-        elif isinstance(child, (ast.Assign, ast.AnnAssign)):
+            yield (child.name,), child
+        elif isinstance(child, (ast.Assign, ast.AnnAssign, ast.AugAssign)):
             targets = child.targets if isinstance(child, ast.Assign) else [child.target]
-            if any(isinstance(t, ast.Name) and t.id == name for t in targets):
-                yield child
+            yield {part.id for target in targets for part in ast.walk(target)
+                   if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store)}, child
         elif isinstance(child, ast.ImportFrom):
-            if any((alias.asname or alias.name) == name for alias in child.names):
-                yield child
-        elif isinstance(child, (ast.If, ast.Try, ast.With, ast.ExceptHandler)):
-            yield from bindings_of(child, name)
+            yield {alias.asname or alias.name for alias in child.names}, child
+        elif isinstance(child, BLOCKS):
+            yield from bindings_of(child)
 
 
 def source_file(module: str, root: Path | None = None) -> Path | None:
@@ -139,16 +146,21 @@ def reviewed_statements(line: str, target: str) -> list[str]:
     return _record().get(line, {}).get(target, {}).get("statements", [])
 
 
-def write_reviewed(line: str, found: Mapping[str, Sequence[Statement]]) -> None:
-    """Record {target: its statements} of one line, sorted; entries of other targets and lines stay."""
+def write_reviewed(line: str, found: Mapping[str, Sequence[Statement]], whole: bool = False) -> list[str]:
+    """Record {target: its statements} of one line, sorted; gives the targets whose entries went.
+
+    Entries of other lines stay, and so do those of other targets unless this is the `whole` line.
+    """
     table = _record()
+    gone = [target for target in table.get(line, {}) if whole and target not in found]
     entries = {target: {"hash": whole_hash(seen) if seen else NO_SOURCE, "statements": [s.hash for s in seen]}
                for target, seen in found.items()}
-    table[line] = {**table.get(line, {}), **entries}
+    table[line] = {**({} if whole else table.get(line, {})), **entries}
     blocks = (f" {json.dumps(name)}: {{\n" + ",\n".join(
         f"  {json.dumps(target)}: {json.dumps(rows[target])}" for target in sorted(rows)) + "\n }"
         for name, rows in sorted(table.items()))
     REVIEWED.write_text("{\n" + ",\n".join(blocks) + "\n}\n")
+    return gone
 
 
 def _record() -> dict[str, dict[str, dict]]:
@@ -165,6 +177,10 @@ def _nodes(path: str, version: tuple[int, int], qualname: str) -> tuple[ast.AST,
     nodes: list[ast.AST] = [_tree(path, version)]
     for number, step in enumerate(qualname.split(".")):
         nodes = [found for node in nodes for found in
-                 ([node] if isinstance(node, ast.ImportFrom) else bindings_of(node, step))
+                 ([node] if isinstance(node, ast.ImportFrom) else _named(node, step))
                  if number == 0 or isinstance(node, (ast.ClassDef, ast.ImportFrom))]
     return tuple(nodes)
+
+
+def _named(node: ast.AST, name: str) -> list[ast.AST]:
+    return [statement for names, statement in bindings_of(node) if name in names]

@@ -78,9 +78,10 @@ def count_by_process(rows: Iterable[Mapping[str, str]]) -> list[dict[str, Any]]:
 
 
 def markdown_table(specs: Iterable[PatchSpec]) -> str:
-    """The README's table: id, kind, target and why of every row."""
-    lines = ["| id | kind | target | platforms | why |", "|---|---|---|---|---|"]
+    """The README's table: id, kind, target, lines, platforms and why of every row."""
+    lines = ["| id | kind | target | lines | platforms | why |", "|---|---|---|---|---|---|"]
     for spec in specs:
         platforms = ", ".join(sorted(spec.platforms))
-        lines.append(f"| `{spec.id}` | {spec.kind} | `{spec.target}` | {platforms} | {spec.why} |")
+        on = ", ".join(sorted(spec.lines))
+        lines.append(f"| `{spec.id}` | {spec.kind} | `{spec.target}` | {on} | {platforms} | {spec.why} |")
     return "\n".join(lines) + "\n"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 from verl_patches.patching.hooks import is_half_built
@@ -65,8 +65,8 @@ class Row:
 
     @property
     def left_alone(self) -> bool:
-        """True where upstream is not as reviewed, so nothing was changed."""
-        return self.state in NOT_AS_REVIEWED and not self.in_place
+        """True where upstream is not as reviewed and this row does nothing to it, as an unsupported one never does."""
+        return self.state == "unsupported" or (self.state == "drifted" and not self.in_place)
 
     def put(self, found: Prepared) -> Prepared:
         """Change upstream, and the bindings that exist by now; what cannot be set there is unsupported."""
@@ -118,11 +118,17 @@ class Row:
             if not is_half_built(sys.modules.get(split(binding)[0])):
                 places[binding] = peek(binding)
         for place, found in places.items():
-            if found is expected or (found is MISSING and place != self.spec.target):
+            if found is expected or (found is MISSING and place != self.spec.target) or self._is_under(found, expected):
                 continue
             how = "wraps ours" if wraps(found, expected) else "replaces ours"
             return f"{describe(found)} stands at {place} now and {how}"
         return ""
+
+    def _is_under(self, found: Any, expected: Any) -> bool:
+        """True where `found` is a wrapper that `spec.under` allows, and it holds `expected`."""
+        found = unwrap(found)
+        named = isinstance(found, FunctionType) and found.__globals__.get("__name__") in self.spec.under
+        return named and wraps(found, expected)
 
 
 def prepare(spec: PatchSpec, module: ModuleType, line: str, policy: str) -> Prepared:
@@ -170,8 +176,10 @@ def _provided(spec: PatchSpec, original: Any) -> Any:
     return new
 
 
-def refusal(spec: PatchSpec, found: Prepared) -> str:
+def refusal(spec: PatchSpec, found: Prepared, line: str) -> str:
     """Why the run stops at this row, and what can be done."""
+    from verl_patches.patching.fingerprint import review_command
+
     off = f"switch the row off with -{spec.id}"
     if found.state == "failed":
         return (f"row {spec.id}: cannot {spec.kind} {spec.target}, because its provider {spec.provider} failed: "
@@ -181,7 +189,7 @@ def refusal(spec: PatchSpec, found: Prepared) -> str:
         return (f"row {spec.id}: cannot {spec.kind} {spec.target}, because upstream here does not take it: "
                 f"{found.reason}. Install the pinned version, {off}, {policy}")
     return (f"row {spec.id}: {spec.target} has drifted: {found.reason}. Install the pinned version, or review the "
-            f"change and run `python -m verl_patches fingerprint {spec.id} --write`, {off}, {policy}")
+            f"change and run `{review_command(spec.id, line)}`, {off}, {policy}")
 
 
 def log_outcome(spec: PatchSpec, found: Prepared, in_place: bool) -> None:

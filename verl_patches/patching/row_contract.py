@@ -39,7 +39,7 @@ def can_be_bound(spec: PatchSpec) -> bool:
     return spec.target.count(":") == 1 and "." not in split(spec.target)[1] and spec.kind not in ("register", "extend")
 
 
-class Row:
+class RowCheck:
     """The look at one row: every step adds to `problems`, `notes`, `said` (what is fine) and `details`."""
 
     def __init__(self, spec: PatchSpec, line: str, sources: Sources, held: Mapping[str, Mapping[str, Import]],
@@ -116,7 +116,7 @@ class Row:
             return self._check_without_source(known, pinned, here)
         if known is None:
             self.problems.append(f"its fingerprint {found} was never reviewed")
-            self.todo.append(f"review it, then `python -m verl_patches fingerprint {self.spec.id} --write`")
+            self.todo.append(f"review it, then `{self._review()}`")
         elif known != found:
             self._tell_drift(found)
         else:
@@ -162,8 +162,11 @@ class Row:
                          + (f"after {self._at(last.file, last.line)}" if last else "at the start")
                          for number, last in gone]
         self.details += self._diff()
-        self.todo.append(f"review the change, then `python -m verl_patches fingerprint {self.spec.id} --write`"
+        self.todo.append(f"review the change, then `{self._review()}`"
                          + ("" if self.sources.base else "; --base DIR shows the whole difference"))
+
+    def _review(self) -> str:
+        return fp.review_command(self.spec.id, self.line, "" if self.sources.installed else "DIR")
 
     def _diff(self) -> list[str]:
         base = self.sources.base.get(self.top)
@@ -181,8 +184,8 @@ class Row:
             self.notes.append(f"signature not checked: {reason}")
             return
         if faults:
-            self.problems.append(f"{self.spec.provider} does not accept what its target accepts: {', '.join(faults)}")
-            self.todo.append("give the provider the target's arguments")
+            self.problems.append(f"{self.spec.provider} does not fit its target: {', '.join(faults)}")
+            self.todo.append("make the provider give what can be called, and awaited, as the target is")
         else:
             self.said.append("signature accepted")
 

@@ -27,16 +27,14 @@ class Unseen(Exception):
 
 @dataclass(frozen=True)
 class Call:
-    """How something is called, as its text tells. `bound`: a caller never names the first parameter (self, cls)."""
+    """How something is called, as its text tells. `bound`: a caller never names the first parameter (self, cls).
+
+    `is_async`: what a call gives is awaited (or iterated by `async for`).
+    """
 
     signature: Signature
     bound: bool = False
-
-    @property
-    def takes_all(self) -> bool:
-        """True for (*args, **kwargs), with or without a first parameter that is self."""
-        kinds = [p.kind for p in self.signature.parameters.values()][self.bound:]
-        return kinds == [Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD]
+    is_async: bool = False
 
 
 def faults(spec: PatchSpec, root: Path | None = None) -> list[str]:
@@ -54,13 +52,35 @@ def faults(spec: PatchSpec, root: Path | None = None) -> list[str]:
         refused = not_accepted(original, of_function(_function(spec.provider)))
         if refused:
             return [f"provider(original): {fault}" for fault in refused]
-    in_class = "." in split(spec.target)[1]
-    providers = [Call(signature, in_class) for signature in _provider_signatures(spec)]
-    if spec.kind == "extend" or all(provider.takes_all for provider in providers):
+    providers = _provider_calls(spec)
+    if not providers:
+        return ["returns no replacement"]
+    if spec.kind == "extend":
         return []
-    found = [fault for provider in providers for target in _target_calls(spec.target, root)
-             for fault in not_accepted(target.signature, provider.signature, target.bound)]
-    return list(dict.fromkeys(found))
+    try:
+        targets = _target_calls(spec.target, root)
+    except Unseen:
+        if all(_takes_all(provider.signature, "." in split(spec.target)[1]) for provider in providers):
+            return []
+        raise
+    return list(dict.fromkeys(fault for provider in providers for target in targets
+                              for fault in _call_faults(target, provider)))
+
+
+def _call_faults(target: Call, provider: Call) -> list[str]:
+    found = []
+    if target.is_async != provider.is_async:
+        found.append("is not async, callers await it" if target.is_async else "is async, callers do not await it")
+    if not _takes_all(provider.signature, target.bound):
+        found += not_accepted(target.signature, provider.signature, target.bound)
+    return found
+
+
+def _takes_all(signature: Signature, bound: bool) -> bool:
+    """True for (*args, **kwargs), with or without a first parameter that is self."""
+    kinds = [p.kind for p in signature.parameters.values()]
+    rest = [Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD]
+    return kinds == rest or (bound and kinds[1:] == rest)
 
 
 def not_accepted(target: Signature, provider: Signature, bound: bool = False) -> list[str]:
@@ -117,9 +137,10 @@ def _target_calls(place: str, root: Path | None) -> list[Call]:
     for definition in found:
         node = definition.node
         if isinstance(node, _FUNCTIONS):
-            marks = {ast.unparse(mark).rpartition(".")[2] for mark in node.decorator_list}
+            marks = _marks(node)
             if not marks & {"overload", "setter", "deleter"}:
-                seen.append(Call(of_function(node), bound="." in qualname and "staticmethod" not in marks))
+                bound = "." in qualname and "staticmethod" not in marks
+                seen.append(Call(of_function(node), bound, _is_async(node)))
         elif isinstance(node, ast.ClassDef):
             seen += [Call(signature) for signature in _of_class(definition, root)]
     if not found and "." in qualname and hasattr(object, qualname.rpartition(".")[2]):
@@ -151,13 +172,24 @@ def _function(place: str) -> ast.FunctionDef | ast.AsyncFunctionDef:
     return found[-1].node
 
 
-def _provider_signatures(spec: PatchSpec) -> list[Signature]:
+def _marks(node: ast.AST) -> set[str]:
+    """The last names of the decorators of a definition; a lambda has none."""
+    return {ast.unparse(mark).rpartition(".")[2] for mark in getattr(node, "decorator_list", ())}
+
+
+def _is_async(node: ast.AST) -> bool:
+    return isinstance(node, ast.AsyncFunctionDef) and "asynccontextmanager" not in _marks(node)
+
+
+def _provider_calls(spec: PatchSpec) -> list[Call]:
+    """How what a provider gives is called; empty where a wrap gives nothing, or its original only."""
     found = definitions(spec.provider)
     if found and spec.kind == "wrap":
-        return [of_function(node) for node in _returned(found[-1], 0)]
+        return [Call(of_function(node), is_async=_is_async(node)) for node in _returned(found[-1], 0)]
     if found and isinstance(found[-1].node, ast.ClassDef):
-        return _of_class(found[-1], None)
-    return [of_function(_function(spec.provider))]
+        return [Call(signature) for signature in _of_class(found[-1], None)]
+    node = _function(spec.provider)
+    return [Call(of_function(node), is_async=_is_async(node))]
 
 
 def _returned(maker: Definition, depth: int) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda]:
@@ -166,7 +198,10 @@ def _returned(maker: Definition, depth: int) -> Iterator[ast.FunctionDef | ast.A
         raise Unseen(f"{maker.module} does not return a function that it defines")
     inner = {node.name: node for node in maker.node.body if isinstance(node, _FUNCTIONS)}
     original = maker.node.args.args[0].arg if maker.node.args.args else None
-    for result in _returns(maker.node):
+    results = list(_returns(maker.node))
+    if all(result is None or ast.unparse(result) in ("None", original) for result in results):
+        return
+    for result in results:
         if isinstance(result, ast.Lambda):
             yield result
         elif isinstance(result, ast.Name) and result.id in inner:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from itertools import combinations
 
 from verl_patches.errors import ConfigError
 
@@ -25,12 +26,14 @@ _PLACE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*(:[A-Za-z_]\w*(\.[A-Za-z_]\w*
 class PatchSpec:
     """One replaced upstream symbol.
 
-    Fields: `target` and `bindings` are "module:qualname" ("module" alone: a whole module that is missing here).
+    Fields: `target` and `bindings` are "module:qualname" ("module" alone: a whole module that is missing here); a
+    binding that one line alone has is written "module:qualname@line".
     `provider` is "module:qualname" of ours and is imported only once the target's module is. What it must be depends on
     `kind`: wrap: provider(original) -> replacement; replace, extend (the name must not exist), stub: the new object;
     register: () -> {key: object}, set in the mutable mapping `target`; module stub: our module's name.
-    `default` "auto" is "on" for a target that a run may rightly never import. Of two rows on one target the upper one
-    must be a wrap that needs the lower one.
+    `under` names modules of other libraries whose own wrappers may go over ours: the row stays active while theirs hold
+    it. `default` "auto" is "on" for a target that a run may rightly never import. Of two rows on one target the upper
+    one must be a wrap that needs the lower one; of a row on m:C and one on m:C.x, one must need the other.
     """
 
     id: str
@@ -41,12 +44,19 @@ class PatchSpec:
     why: str
     exit: str
     bindings: tuple[str, ...] = ()
+    under: tuple[str, ...] = ()
     lines: frozenset[str] = frozenset({"pypi"})
     platforms: frozenset[str] = frozenset(PLATFORMS)
     processes: frozenset[str] = frozenset(PROCESSES)
     needs: tuple[str, ...] = ()
     conflicts: tuple[str, ...] = ()
     default: str = "on"
+
+    def on_line(self, line: str) -> PatchSpec:
+        """This row with the bindings that it has on `line`."""
+        split = [place.partition("@") for place in self.bindings]
+        kept = tuple(place for place, _, only in split if only in ("", line))
+        return self if kept == self.bindings else replace(self, bindings=kept)
 
     @property
     def target_module(self) -> str:
@@ -83,7 +93,10 @@ def _faults(spec: PatchSpec, by_id: dict[str, PatchSpec]) -> list[str]:
         given = getattr(spec, field)
         if not given or not given <= set(allowed):
             faults.append(f"{field} is {sorted(given)}, expected some of {', '.join(allowed)}")
-    for place in (spec.target, spec.provider, *spec.bindings):
+    bindings = [place.partition("@") for place in spec.bindings]
+    faults += [f"binding {place!r} is for line {only!r}, which the row is not for" for place, at, only in bindings
+               if at and only not in spec.lines]
+    for place in (spec.target, spec.provider, *(place for place, _, _ in bindings)):
         if not _PLACE.match(place):
             faults.append(f"{place!r} is not of the form module:qualname")
     if spec.is_module_stub and (spec.kind != "stub" or ":" in spec.provider or spec.bindings):
@@ -122,27 +135,53 @@ def _shared_targets(by_id: dict[str, PatchSpec]) -> list[str]:
     """Faults of rows that can be on together and touch one place: their order must be known, and seen from both."""
     by_target: dict[str, list[PatchSpec]] = {}
     for spec in by_id.values():
-        if spec.kind != "register":
-            by_target.setdefault(spec.target, []).append(spec)
+        by_target.setdefault(spec.target, []).append(spec)
     faults = []
-    for target, rows in by_target.items():
-        for number, first in enumerate(rows):
-            faults += [_order_fault(by_id, first, second, target) for second in rows[number + 1:]
-                       if _can_meet(first, second)]
+    for rows in by_target.values():
+        faults += [_order_fault(by_id, first, second) for first, second in combinations(rows, 2)
+                   if "register" not in (first.kind, second.kind) and _can_meet(first, second)]
     for spec in by_id.values():
+        faults += [_inside_fault(by_id, outer, spec) for place in _holders(spec.target)
+                   for outer in by_target.get(place, ()) if _can_meet(outer, spec)]
         faults += [f"row {spec.id!r}: its binding {place} is the target of row {other.id!r}; patch one of the two"
-                   for place in spec.bindings for other in by_target.get(place, ()) if _can_meet(spec, other)]
+                   for place in spec.bindings for other in by_target.get(place.partition("@")[0], ())
+                   if other.kind != "register" and _can_meet(spec, other)]
     return [fault for fault in faults if fault]
 
 
-def _order_fault(by_id: dict[str, PatchSpec], first: PatchSpec, second: PatchSpec, target: str) -> str:
-    upper = next((a for a, b in ((second, first), (first, second)) if b.id in _all_needs(by_id, a.id)), None)
+def _order_fault(by_id: dict[str, PatchSpec], first: PatchSpec, second: PatchSpec) -> str:
+    upper = _upper(by_id, first, second)
     if upper is None or upper.kind != "wrap":
-        return (f"rows {first.id!r} and {second.id!r} are both on {target}: the one that goes over the other must be a "
-                "wrap and name it in needs, or they must be in conflict")
+        return (f"rows {first.id!r} and {second.id!r} are both on {first.target}: the one that goes over the other "
+                "must be a wrap and name it in needs, or they must be in conflict")
     if set(first.bindings) != set(second.bindings):
-        return f"rows {first.id!r} and {second.id!r} are both on {target}: they must list the same bindings"
+        return f"rows {first.id!r} and {second.id!r} are both on {first.target}: they must list the same bindings"
     return ""
+
+
+def _inside_fault(by_id: dict[str, PatchSpec], outer: PatchSpec, inner: PatchSpec) -> str:
+    """A class and something in it: with the order of the table alone, one of the two could silently lose its effect."""
+    upper = _upper(by_id, outer, inner)
+    if upper is None:
+        return (f"row {inner.id!r} is on {inner.target}, inside {outer.target} of row {outer.id!r}: one must name the "
+                "other in needs, or they must be in conflict")
+    if upper is outer and outer.kind != "wrap":
+        return (f"row {outer.id!r} replaces {outer.target}, over {inner.target} of row {inner.id!r}: it must be a "
+                "wrap, or lie below")
+    return ""
+
+
+def _upper(by_id: dict[str, PatchSpec], first: PatchSpec, second: PatchSpec) -> PatchSpec | None:
+    """The one of two rows that goes over the other, because it needs it."""
+    return next((a for a, b in ((second, first), (first, second)) if b.id in _all_needs(by_id, a.id)), None)
+
+
+def _holders(place: str) -> Iterator[str]:
+    """m:A.B and m:A for m:A.B.c."""
+    module, _, qualname = place.partition(":")
+    while "." in qualname:
+        qualname = qualname.rpartition(".")[0]
+        yield f"{module}:{qualname}"
 
 
 def _can_meet(one: PatchSpec, other: PatchSpec) -> bool:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+BLOCKS = (ast.stmt, ast.ExceptHandler, ast.match_case)  # what statements stand in, definitions among them
 _NESTED = ("body", "orelse", "handlers", "cases", "finalbody")
 _NO_MEANING = ("ctx", "kind", "type_comment", "type_ignores")
 
@@ -30,8 +31,12 @@ class Statement:
 
     def source(self) -> list[str]:
         """Its lines as they stand in the file."""
-        lines = self.file.read_text(encoding="utf-8", errors="replace").splitlines()
-        return lines[self.line - 1:self.end_line]
+        return source_lines(self.file)[self.line - 1:self.end_line]
+
+
+def source_lines(file: Path) -> list[str]:
+    """The lines of a file as Python counts them: a form feed, for one, ends none."""
+    return file.read_text(encoding="utf-8", errors="replace").split("\n")
 
 
 def flatten(node: ast.AST, file: Path) -> list[Statement]:

@@ -72,13 +72,16 @@ def parse(text: str) -> Switches:
     """Switches from the text form; ConfigError names the part that is wrong."""
     values = {"line": DEFAULT_LINE, "platform": DEFAULT_PLATFORM, "drift": DEFAULT_DRIFT}
     allowed = {"line": LINES, "platform": PLATFORMS, "drift": DRIFT_POLICIES}
-    patterns = []
+    patterns, given = [], set()
     for part in filter(None, (p.strip() for p in text.split(","))):
         key, equals, value = part.partition("=")
         if part[0] in "+-" and len(part) > 1 and not equals:
             patterns.append(part)
+        elif key in given:
+            raise ConfigError(f"{VARIABLE}: {key} stands twice in {text!r}; expected it once")
         elif key in allowed and value in allowed[key]:
             values[key] = value
+            given.add(key)
         else:
             words = ", ".join(f"{name}={'|'.join(values)}" for name, values in allowed.items())
             raise ConfigError(f"{VARIABLE}: cannot read {part!r} in {text!r}; expected {words}, +row.id or -row.id, "

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from typing import Any
 
 from verl_patches.patching.engine import PatchError
@@ -10,6 +12,7 @@ from verl_patches.patching.row import NOT_AS_REVIEWED
 NO_PRELUDE = ("it did not run the prelude, so upstream runs there unpatched. Every worker process must import "
               "verl_patches.prelude_patch: start through our own entry point (python -m verl_patches train), or run "
               "`python -m verl_patches install-prelude` on every node")
+_NO_METHOD = re.compile(r"has no attribute '\w*prove_patches'")
 _SILENT_STATES = ("off", "waiting", "active")
 
 
@@ -28,9 +31,11 @@ def workers_proofs(group: Any) -> list[dict[str, Any]]:
     for rank, answer in enumerate(group.prove_patches()):  # references: one worker's error must not hide the others
         try:
             proofs.append(ray.get(answer))
-        except (AttributeError, PatchError) as error:  # no such method there, or no engine
-            where, _, _ = str(error).partition("\n")
-            proofs.append({"rank": rank, "where": where, "status": [], "error": NO_PRELUDE})
+        except (AttributeError, PatchError) as error:
+            where, _, text = str(error).partition("\n")
+            bare = isinstance(error, PatchError) or _NO_METHOD.search(str(error))  # no engine there, or no such method
+            proofs.append({"rank": rank, "where": where, "status": [],
+                           "error": NO_PRELUDE if bare else f"its proof failed:\n{text or where}"})
     return proofs
 
 
@@ -69,3 +74,23 @@ def refuse_unequal(intent: dict[str, str], digest: str, workers: list[dict[str, 
             f"worker {worker['rank']} ({worker['where']}) means to run other patches than the controller: digest "
             f"{worker['digest'][:12]}, expected {digest[:12]}; different rows: {names}. Its VERL_PATCHES, its copy of "
             "verl_patches or its upstream packages differ from the controller's: make them equal on every node")
+
+
+def refuse_unlike(ids: Iterable[str], workers: list[dict[str, Any]]) -> None:
+    """PatchError naming the rows of `ids` that ended otherwise in one worker than in another: some would run unpatched.
+
+    A row may wait in some: verify lets that pass only for rows that a run may never import ("auto").
+    """
+    faults = []
+    for name in ids:
+        ranks: dict[str, list[str]] = {}
+        for worker in workers:
+            for row in worker["status"]:
+                if row["id"] == name and row["state"] != "waiting":
+                    ranks.setdefault(row["state"], []).append(str(worker["rank"]))
+        if len(ranks) > 1:
+            faults.append(f"{name}: " + "; ".join(f"{state} in {', '.join(of)}" for state, of in ranks.items()))
+    if faults:
+        raise PatchError("workers run other patches than each other (reasons in summary.json):\n  "
+                         + "\n  ".join(faults) + "\nTheir upstream packages differ: make them equal on every node, or "
+                         "switch these rows off")

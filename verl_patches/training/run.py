@@ -11,7 +11,14 @@ from typing import Any
 from verl_patches.layout.of_config import rollout_layout_of, train_layout_of
 from verl_patches.patching import engine
 from verl_patches.training import truth_check
-from verl_patches.training.proofs import not_as_reviewed, recorded, refuse_unequal, refuse_unproven, workers_proofs
+from verl_patches.training.proofs import (
+    not_as_reviewed,
+    recorded,
+    refuse_unequal,
+    refuse_unlike,
+    refuse_unproven,
+    workers_proofs,
+)
 from verl_patches.training.recording import find_recording
 from verl_patches.training.rollout_tap import RolloutTap
 from verl_patches.training.summary import Progress, Summary, phase_seconds
@@ -53,6 +60,7 @@ class Run:
         mine.verify("controller")
         refuse_unproven(workers)
         refuse_unequal(mine.intent(), mine.digest(), workers)
+        refuse_unlike([name for name, spec in mine.specs.items() if "worker" in spec.processes], workers)
         self.trainer.actor_rollout_wg.take_phase_seconds()  # what building the workers took belongs to no step
         self.progress.say(f"| patches proven in controller and {len(workers)} workers: digest {mine.digest()[:12]}")
         for state, ids in not_as_reviewed(rows).items():
@@ -113,7 +121,7 @@ def fit_as_run(original: Callable) -> Callable:
             replay = find_recording(run.recipe.rollout.replay)
             record_to = run.folder / "rollouts" if run.recipe.rollout.record else None
             trainer.actor_rollout_wg = RolloutTap(trainer.actor_rollout_wg, record_to, replay, run.before_call)
-            if trainer.use_reference_policy and not trainer.ref_in_actor:
+            if trainer.use_reference_policy and not getattr(trainer, "ref_in_actor", False):
                 trainer.ref_policy_wg = RolloutTap(trainer.ref_policy_wg, record_to, replay, run.before_call)
             result = original(trainer)
             reason = "ok"

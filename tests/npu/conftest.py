@@ -1,0 +1,41 @@
+"""What job.py finds in the two Pythons, each asked once."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
+
+
+def run_job(python: str, mode: str, out: Path, **env: str) -> dict:
+    """The JSON of `job.py MODE`; the test fails with the end of its words if it does."""
+    full_env = {k: v for k, v in os.environ.items() if k not in ("VERL_PATCHES", "LD_LIBRARY_PATH")}
+    full_env |= {"PYTHONPATH": str(ROOT), **env}
+    done = subprocess.run([python, str(HERE / "job.py"), mode, str(out)], env=full_env, stdin=subprocess.DEVNULL,
+                          capture_output=True, text=True, timeout=300)
+    if done.returncode:
+        pytest.fail(f"job.py {mode} ended with {done.returncode}:\n{done.stderr[-6000:]}")
+    return json.loads(out.read_text())
+
+
+@pytest.fixture(scope="session")
+def references(tmp_path_factory) -> dict:
+    """The calls on the plain-torch references."""
+    return run_job(sys.executable, "references", tmp_path_factory.mktemp("npu") / "references.json")
+
+
+@pytest.fixture(scope="session")
+def npu(tmp_path_factory) -> dict:
+    """The calls on the real torch_npu; its environment is made if it is not there."""
+    done = subprocess.run(["bash", str(ROOT / "scripts" / "npu_venv.sh"), "--venv", sys.prefix], text=True, timeout=600,
+                          stdin=subprocess.DEVNULL, capture_output=True)
+    if done.returncode:
+        pytest.fail(f"scripts/npu_venv.sh ended with {done.returncode}:\n{done.stderr[-4000:]}")
+    *settings, python = done.stdout.split()
+    env = dict(setting.split("=", 1) for setting in settings)
+    return run_job(python, "npu", tmp_path_factory.mktemp("npu") / "npu.json", **env)

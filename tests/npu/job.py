@@ -1,0 +1,135 @@
+"""What the tests here run in two Pythons; writes what it found as JSON.
+
+    python job.py references OUT    the calls of cases.py on the plain-torch references, real tensors of a CPU
+    python job.py npu OUT           the same on the real torch_npu, fake tensors of the stand-in device (.venv.npu)
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from cases import BAD, CASES, Maker, outcome, whole_layer
+from layer import Sizes, parameter_shapes
+
+from verl_patches.platform.npu import ops
+from verl_patches.platform.npu_schemas import names, reader
+
+TOKENS = 4096  # of the layer at DeepSeek-V3's own size: nothing is computed, so it costs nothing
+
+
+def references() -> dict[str, Any]:
+    """The cases, with the rows that give line a3 its torch_npu on a CPU."""
+    from verl_patches.patching.engine import Engine
+    from verl_patches.patching.switches import Switches
+    from verl_patches.platform.cpu import rows_npu
+
+    Engine([row for row in rows_npu.ROWS if row.is_module_stub], Switches("a3", "cpu")).apply()
+    import torch_npu
+
+    return {
+        "made by": torch_npu.npu_rms_norm.__module__,
+        "cases": {name: outcome(case, "cpu") for name, case in CASES.items()},
+        "bad": {name: {"ours": refusal(lambda ours=ours: ours(Maker("cpu")))} for name, (_, ours, _) in BAD.items()},
+        "grouped_matmul": grouped_matmul_errors(),
+    }
+
+
+def grouped_matmul_errors() -> dict[str, float]:
+    """Greatest difference, in fp64, between our grouped matmul and a loop over experts, one of which has no rows."""
+    counts, sides = [3, 0, 2], (5, 4)
+    inputs = {"x": torch.randn(sum(counts), sides[0]).double(), "weight": torch.randn(len(counts), *sides).double()}
+    factors = torch.randn(sum(counts), sides[1]).double()
+    made = []
+    for loop in (False, True):
+        x, weight = (tensor.clone().requires_grad_() for tensor in inputs.values())
+        y = (torch.cat([part @ w for part, w in zip(x.split(counts), weight, strict=True)]) if loop
+             else ops.grouped_matmul(x, weight, torch.tensor(counts)))
+        (y * factors).sum().backward()
+        made.append({"y": y.detach(), "gradient x": x.grad, "gradient weight": weight.grad})
+    ours, plain = made
+    return {name: (ours[name] - plain[name]).abs().max().item() for name in ours}
+
+
+def npu() -> dict[str, Any]:
+    """Everything that is asked of the real torch_npu."""
+    import torch_npu
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    found: dict[str, Any] = {
+        "version": torch_npu.__version__, "devices": torch.npu.device_count(), "soc": torch.npu.get_device_name(),
+        "real tensor": refusal(lambda: torch.ones(4, device="npu")), "schemas": schemas(), "autograd": autograd(),
+    }  # fmt: skip
+    with FakeTensorMode():
+        found["bad"] = {name: {"meta": refusal(lambda call=call: call(torch_npu, Maker("npu"))),
+                               "ours": refusal(lambda ours=ours: ours(Maker("npu")))}
+                        for name, (call, ours, _) in BAD.items()}
+        found["bare gradient"] = bare_gradient(torch_npu)
+        calls = record_calls(torch_npu)
+        found["cases"] = {name: outcome(case, "npu") for name, case in CASES.items()}
+        found["full size"] = outcome(lambda m: whole_layer(m, Sizes(), TOKENS, [1000, TOKENS]), "npu")
+    return found | {"calls": calls, "parameters": {name: list(s) for name, s in parameter_shapes(Sizes()).items()}}
+
+
+def bare_gradient(torch_npu: Any) -> bool:
+    """Does torch_npu's own grouped matmul give its input a gradient?"""
+    m = Maker("npu")
+    x = m.leaf("x", 4, 8)
+    y = torch_npu.npu_grouped_matmul([x], [m.values(2, 8, 6)], group_list=m.counts(2, 4), split_item=3, group_type=0,
+                                     group_list_type=1)[0]
+    y.sum().backward()
+    return x.grad is not None
+
+
+def refusal(call: Any) -> str | None:
+    """"Type: message" of what a call raises, None if it goes through."""
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def schemas() -> dict[str, str | None]:
+    """{"function.overload": schema as this torch_npu has it, or None} of all that the pinned version declares."""
+    found: dict[str, str | None] = {}
+    for name, overloads in reader.read().items():
+        for overload in (schema.overload for schema in overloads):
+            try:
+                found[f"{name}.{overload}"] = str(torch._C._get_schema(f"npu::{name}", overload)).removeprefix("npu::")
+            except RuntimeError:
+                found[f"{name}.{overload}"] = None
+    return found
+
+
+def autograd() -> list[str]:
+    """Functions that have a gradient of their own."""
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    return [name for name in names.FUNCTIONS if has(f"npu::{name}", "AutogradPrivateUse1")]
+
+
+def record_calls(torch_npu: Any) -> list[list]:
+    """From here on, every call of these functions from Python: [name, how many arguments by position, other names]."""
+    calls: list[list] = []
+
+    def recorded(name: str, function: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            calls.append([name, len(args), sorted(kwargs)])
+            return function(*args, **kwargs)
+
+        return call
+
+    for name in names.FUNCTIONS:
+        if hasattr(torch_npu, name):
+            setattr(torch_npu, name, recorded(name, getattr(torch_npu, name)))
+    return calls
+
+
+if __name__ == "__main__":
+    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # it logs what the bad calls raise
+    made = {"references": references, "npu": npu}[sys.argv[1]]()
+    Path(sys.argv[2]).write_text(json.dumps(made))

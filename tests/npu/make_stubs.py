@@ -1,0 +1,112 @@
+"""Stand-ins for the CANN libraries that the torch_npu of this Python names, so that it can be imported without CANN.
+
+    python tests/npu/make_stubs.py OUT      prints a line of what was made
+
+What is missing is asked of the wheel itself: the libraries that the loader does not find for its .so files, and the
+symbols that neither they, nor torch, nor the system define. Every one becomes a function that returns 0 (C++ vtables
+and type information become zeroed memory), but those of answers.c, which must say something or refuse. One library
+holds all, under each missing name. Needs gcc, nm and ldd. Exits: 0 made, 1 it cannot be.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+ANSWERS = Path(__file__).with_name("answers.c")
+TOOLS = {"gcc": "gcc", "nm": "binutils", "ldd": "libc-bin"}  # command -> Debian package
+DATA = ("_ZTV", "_ZTI", "_ZTS", "_ZTT")  # vtable, type information and its name, table of vtables
+LIBRARY = "libcann_stubs.so"
+
+
+class NoStubs(Exception):
+    """The stubs cannot be made; the message says why and what to do."""
+
+
+def run(*command: str, **env: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, env={"PATH": _path(), **env})
+    if done.returncode:
+        raise NoStubs(f"{' '.join(command[:4])} ... failed with {done.returncode}: {done.stderr.strip()[-1500:]}")
+    return done.stdout
+
+
+def _path() -> str:
+    lacking = [tool for tool in TOOLS if not shutil.which(tool)]
+    if lacking:
+        packages = " ".join(TOOLS[tool] for tool in lacking)
+        raise NoStubs(f"not found on PATH: {', '.join(lacking)}; on Debian: apt-get install {packages}")
+    return ":".join(dict.fromkeys(str(Path(shutil.which(tool)).parent) for tool in TOOLS))
+
+
+def wheel_files(package: str) -> list[Path]:
+    """The shared libraries of an installed package."""
+    try:
+        files = metadata.distribution(package).files or ()
+    except metadata.PackageNotFoundError:
+        raise NoStubs(f"{package} is not installed in {sys.prefix}; run: bash scripts/npu_venv.sh") from None
+    found = [Path(file.locate()) for file in files if re.search(r"\.so(\.\d+)*$", file.name)]
+    if not found:
+        raise NoStubs(f"{package} in {sys.prefix} has no shared library; expected a wheel for Linux")
+    return found
+
+
+def symbols(file: Path, which: str) -> set[str]:
+    """Names that a library defines ("defined") or wants ("undefined", weak ones left out), without their versions."""
+    lines = map(str.split, run("nm", "-D", f"--{which}-only", str(file)).splitlines())  # [address,] kind, name@version
+    return {line[-1].partition("@")[0] for line in lines if len(line) > 1 and (which == "defined" or line[-2] == "U")}
+
+
+def missing(npu: list[Path], torch: list[Path]) -> tuple[list[str], list[str]]:
+    """(library names, symbols) that nothing on this machine gives."""
+    folders = ":".join(dict.fromkeys(str(file.parent) for file in npu + torch))
+    libraries: set[str] = set()
+    system: set[Path] = {Path(sys.executable).resolve()}  # the interpreter's own symbols
+    for file in (*npu, *system):
+        for line in run("ldd", str(file), LD_LIBRARY_PATH=folders).splitlines():
+            name, _, place = line.strip().partition(" => ")
+            if place == "not found":
+                libraries.add(name)
+            elif line.strip().startswith("/") or place.startswith("/"):
+                system.add(Path((place or name).partition(" (")[0]))
+    known = set().union(*(symbols(file, "defined") for file in {*npu, *torch, *system}))
+    wanted = set().union(*(symbols(file, "undefined") for file in npu))
+    return sorted(libraries), sorted(wanted - known)
+
+
+def source(names: list[str]) -> str:
+    """C for every symbol that answers.c does not define."""
+    answered = set(re.findall(r"^\w[\w *]*\b(\w+)\(", ANSWERS.read_text(), re.MULTILINE))
+    odd = [name for name in names if not re.fullmatch(r"\w+", name)]
+    if odd:
+        raise NoStubs(f"symbols that C cannot name: {odd[:5]}; expected letters, digits and _")
+    return "\n".join(
+        f"char {name}[512];" if name.startswith(DATA) else f"long {name}(void) {{ return 0; }}"
+        for name in names if name not in answered
+    ) + "\n"
+
+
+def make(out: Path) -> str:
+    """Build the stubs in `out`; returns what was made, in words."""
+    libraries, names = missing(wheel_files("torch-npu"), wheel_files("torch"))
+    if not libraries:
+        raise NoStubs("nothing is missing: CANN is installed here, use it")
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "stubs.c").write_text(source(names))
+    built = out / LIBRARY
+    run("gcc", "-shared", "-fPIC", "-fno-builtin", "-w", "-o", str(built), str(out / "stubs.c"), str(ANSWERS))
+    for name in libraries:
+        link = out / name
+        link.unlink(missing_ok=True)
+        link.symlink_to(LIBRARY)
+    return f"{len(names)} symbols of {len(libraries)} libraries: {' '.join(libraries)}"
+
+
+if __name__ == "__main__":
+    try:
+        print(make(Path(sys.argv[1])))
+    except NoStubs as error:
+        sys.exit(f"stubs for CANN: {error}")

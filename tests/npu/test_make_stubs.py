@@ -1,0 +1,66 @@
+"""Making the stand-ins for CANN: what is asked of the libraries, and what it says where it cannot be done."""
+
+import importlib.util
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).resolve().parent
+SCRIPT = HERE.parent.parent / "scripts" / "npu_venv.sh"
+
+
+@pytest.fixture
+def stubs():
+    spec = importlib.util.spec_from_file_location("make_stubs", HERE / "make_stubs.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+needs_gcc = pytest.mark.skipif(not all(map(shutil.which, ("gcc", "nm", "ldd"))), reason="needs gcc, nm and ldd")
+
+
+def compiled(folder, name, code, *options):
+    source, made = folder / f"{name}.c", folder / f"lib{name}.so"
+    source.write_text(code)
+    subprocess.run(["gcc", "-shared", "-fPIC", "-o", made, source, *options], check=True)
+    return made
+
+
+@needs_gcc
+def test_only_what_nothing_here_defines_is_missing(stubs, tmp_path):
+    """libuser wants a library that is there, one that is gone, and the C library."""
+    here = compiled(tmp_path, "here", "int here(void) { return 1; }")
+    gone = compiled(tmp_path, "gone", "int gone(void) { return 1; } int unused(void) { return 2; }")
+    code = "#include <stdlib.h>\nint here(void); int gone(void); int user(void) { return abs(here() + gone()); }"
+    user = compiled(tmp_path, "user", code, f"-L{tmp_path}", "-lhere", "-lgone")
+    gone.unlink()
+    assert stubs.missing([user], [here]) == (["libgone.so"], ["gone"])
+
+
+def test_source_defines_functions_and_data_but_not_what_is_answered(stubs):
+    made = stubs.source(["_ZTVN2ge5GraphE", "aclrtGetDeviceCount", "aclrtReset"])
+    assert made == "char _ZTVN2ge5GraphE[512];\nlong aclrtReset(void) { return 0; }\n"
+    with pytest.raises(stubs.NoStubs, match="cannot name"):
+        stubs.source(["a.b"])
+
+
+def test_missing_tools_are_named(stubs, tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(stubs.NoStubs, match="gcc, nm, ldd; on Debian: apt-get install gcc binutils libc-bin"):
+        stubs.symbols(tmp_path, "defined")
+
+
+def test_a_python_without_torch_npu_is_refused(tmp_path):
+    done = subprocess.run([sys.executable, HERE / "make_stubs.py", tmp_path / "out"], capture_output=True, text=True)
+    assert done.returncode == 1 and "torch-npu is not installed" in done.stderr and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("arguments", "words"), [
+    (["--venv", "nowhere"], "not a Python environment"), (["--venv"], "needs a folder"), (["--odd"], "unknown option")])
+def test_npu_venv_refuses_what_it_cannot_do(tmp_path, arguments, words):
+    done = subprocess.run(["bash", SCRIPT, *arguments], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 1 and words in done.stderr and not list(tmp_path.iterdir())

@@ -1,0 +1,67 @@
+"""What differs between lines inside one row: bindings; and other libraries that may go over a row."""
+
+import json
+
+import pytest
+
+from verl_patches.errors import ConfigError
+from verl_patches.patching.engine import Engine
+from verl_patches.patching.spec import PatchSpec, validate
+from verl_patches.patching.switches import Switches
+
+
+def row(**more):
+    return PatchSpec(**{"id": "t.f", "stage": "model", "target": "up.base:f", "kind": "wrap", "provider": "ours:louder",
+                        "why": "test", "exit": "no", "lines": frozenset({"pypi", "a3"}), **more})
+
+
+BOUND = row(bindings=("up.user:f", "up.old:f@a3", "up.new:f@pypi"))
+
+
+@pytest.mark.parametrize(("line", "bindings"), [("pypi", ("up.user:f", "up.new:f")), ("a3", ("up.user:f", "up.old:f"))])
+def test_a_binding_of_one_line_is_seen_on_that_line_only(line, bindings):
+    assert BOUND.on_line(line).bindings == bindings
+    assert Engine([BOUND], Switches(line, "cpu")).specs["t.f"].bindings == bindings
+    assert row().on_line(line) == row()
+
+
+@pytest.mark.parametrize(("binding", "words"), [
+    ("up.user:f@a4", "is for line 'a4'"), ("up.user f@a3", "not of the form")])
+def test_a_line_or_place_that_does_not_exist_is_refused(binding, words):
+    with pytest.raises(ConfigError, match=words):
+        validate([row(bindings=(binding,))])
+    with pytest.raises(ConfigError, match="which the row is not for"):
+        validate([row(bindings=("up.user:f@a3",), lines=frozenset({"pypi"}))])
+
+
+FILES = {
+    "base.py": "def f(x): return x\n",
+    "ours.py": "import functools\ndef louder(original):\n    @functools.wraps(original)\n"
+               "    def ours(*a): return f'{original(*a)}!'\n    return ours\n",
+    "theirs.py": "import functools\ndef wrapper(fn):\n    @functools.wraps(fn)\n    def over(*a): return fn(*a)\n"
+                 "    return over\ndef other(x): return x\n",
+}
+CODE = """
+import json, sys, base, theirs
+from verl_patches.patching.engine import Engine
+from verl_patches.patching.spec import PatchSpec
+from verl_patches.patching.switches import parse
+spec = PatchSpec(id="t.f", stage="model", target="base:f", kind="wrap", provider="ours:louder", why="t", exit="no",
+                 under=tuple(sys.argv[2:]))
+engine = Engine([spec], parse("line=pypi,platform=cpu")); engine.apply()
+base.f = eval(sys.argv[1])
+print(json.dumps([engine.status()[0]["state"], base.f(1)]))
+"""
+
+
+@pytest.mark.parametrize(("put", "under", "found"), [
+    ("theirs.wrapper(base.f)", ["theirs"], ["active", "1!"]),
+    ("theirs.wrapper(base.f)", [], ["overridden", "1!"]),
+    ("theirs.wrapper(base.f)", ["others"], ["overridden", "1!"]),
+    ("theirs.wrapper(theirs.other)", ["theirs"], ["overridden", 1]),
+    ("theirs.other", ["theirs"], ["overridden", 1])])
+def test_a_named_library_may_wrap_a_row_but_not_replace_it(run_python, tmp_path, put, under, found):
+    for name, text in FILES.items():
+        (tmp_path / name).write_text(text)
+    done = run_python(CODE, put, *under, env={"PYTHONPATH": str(tmp_path)}).check()
+    assert json.loads(done.out) == found
