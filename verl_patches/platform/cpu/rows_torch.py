@@ -55,6 +55,7 @@ _TABLE = (
     ("init_device_mesh", "torch.distributed.device_mesh:init_device_mesh", "wrap", "init_device_mesh_on_cpu",
      ("torch.distributed:init_device_mesh", "verl.workers.fsdp_workers:init_device_mesh",
       "verl.workers.rollout.sglang_rollout.sglang_rollout:init_device_mesh",
+      "verl.workers.rollout.sglang_rollout.async_sglang_rollout:init_device_mesh@a3",
       "verl.trainer.fsdp_sft_trainer:init_device_mesh"),
      'a "cuda" mesh at verl/workers/megatron_workers.py:228'),
     ("optimizer_health", "torch.optim:Optimizer._accelerator_graph_capture_health_check", "replace",
@@ -62,10 +63,13 @@ _TABLE = (
      "with a CUDA build of torch it asks the driver, which is not there, at every step"),
 )  # fmt: skip
 
+_NOT_A3 = {"tensor_type"}  # MindSpeed stands there itself: rows_mindspeed.py
+
 ROWS: tuple[PatchSpec, ...] = tuple(
     PatchSpec(
         id=f"platform.torch_{name}", stage="platform", target=target, kind=kind, provider=f"{_OURS}:{provider}",
         bindings=bindings, why=why, exit=_EXIT, platforms=frozenset({"cpu"}),
+        lines=frozenset({"pypi"} if name in _NOT_A3 else {"pypi", "a3"}),
     )
     for name, target, kind, provider, bindings, why in _TABLE
 )  # fmt: skip

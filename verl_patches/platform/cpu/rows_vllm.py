@@ -12,11 +12,12 @@ _NO_KERNELS = "a vLLM CPU wheel whose compiled extension loads here (vllm/_C.abi
 
 def _row(
     name: str, target: str, kind: str, provider: str, why: str, exit: str = _NO_KERNELS,
-    processes: tuple[str, ...] = ("worker",), bindings: tuple[str, ...] = (),
+    processes: tuple[str, ...] = ("worker",), bindings: tuple[str, ...] = (), under: tuple[str, ...] = (),
 ) -> PatchSpec:
     return PatchSpec(
         id=f"platform.{name}", stage="platform", target=target, kind=kind, provider=provider, why=why, exit=exit,
-        platforms=frozenset({"cpu"}), processes=frozenset(processes), bindings=bindings,
+        lines=frozenset({"pypi", "a3"}), platforms=frozenset({"cpu"}), processes=frozenset(processes),
+        bindings=bindings, under=under,
     )
 
 
@@ -28,7 +29,10 @@ ROWS: tuple[PatchSpec, ...] = (
         exit="a wheel named vllm for CPU on the package index",
         processes=("controller", "worker"),
         bindings=("verl.third_party.vllm:version", "verl.workers.rollout.vllm_rollout:version",
-                  "megatron.core.utils:version"),
+                  "megatron.core.utils:version@pypi", "megatron.core.models.retro.config:version@a3",
+                  "megatron.core.tensor_parallel.random:version@a3", "megatron.core.transformer.attention:version@a3",
+                  "megatron.core.transformer.custom_layers.transformer_engine:version@a3"),
+        under=("mindspeed.megatron_adaptor",),  # answers for transformer-engine, asks ours for the rest
     ),
     _row(
         "vllm_platform", "vllm.platforms:builtin_platform_plugins", "register",

@@ -1,0 +1,202 @@
+"""The references take what the real functions take: schemas of the pinned wheel, and of MindSpeed's op builders."""
+
+import hashlib
+import inspect
+import json
+import re
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from verl_patches.errors import ConfigError
+from verl_patches.platform.cpu.ascend import torch_npu
+from verl_patches.platform.cpu.ascend.ops.checked import builder_op
+from verl_patches.platform.cpu.mindspeed_ops import loader
+from verl_patches.platform.npu_schemas import names, reader
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "scripts" / "extract_npu_schemas.py"
+BUILDER_OPS = {name: function for ops in loader.OPS.values() for name, function in vars(ops).items()}
+# overload -> arguments that only it has; Python sees all overloads of a name as one function
+OPTIONAL_OUT = {"npu_apply_adam_w": {""}, "npu_grouped_matmul": {"List"}, "npu_format_cast": {"Tensor"}}
+
+
+def differences(function, schema):
+    """What a reference's signature has otherwise than the schema."""
+    ours = inspect.signature(function).parameters
+    found = [f"arguments {list(ours)}, expected {[a.name for a in schema.arguments]}"] * (
+        list(ours) != [a.name for a in schema.arguments])
+    for argument in schema.arguments:
+        mine = ours.get(argument.name)
+        if mine is None:
+            continue
+        if mine.default != argument.default or type(mine.default) is not type(argument.default):
+            found.append(f"{argument.name}: default {mine.default!r}, expected {argument.default!r}")
+        if (mine.kind is mine.KEYWORD_ONLY) != argument.keyword_only:
+            found.append(f"{argument.name}: {mine.kind.description}")
+    return found
+
+
+@pytest.mark.parametrize("name", names.WITH_REFERENCE)
+def test_signature_equals_the_schema(name):
+    compared = [s for s in reader.read()[name] if s.overload not in OPTIONAL_OUT.get(name, ())]
+    assert len(compared) == 1
+    assert differences(getattr(torch_npu, name), compared[0]) == []
+
+
+def test_another_name_default_or_kind_would_be_seen():
+    schema = reader.parse("f(Tensor self, int k=1, *, float eps=1e-6) -> Tensor")
+    assert differences(lambda input, k=1, *, eps=1e-6: 0, schema) == []
+    for wrong in (lambda x, k=1, *, eps=1e-6: 0, lambda input, k=2, *, eps=1e-6: 0, lambda input, k=1, eps=1e-6: 0,
+                  lambda input, k=1.0, *, eps=1e-6: 0, lambda input, k=1, *, eps=1e-6, more=0: 0):
+        assert differences(wrong, schema)
+
+
+def test_every_function_of_the_stand_in_has_a_schema_and_the_other_way_round():
+    assert {name for name in vars(torch_npu) if name.startswith("npu_")} == set(names.WITH_REFERENCE)
+    assert set(reader.read()) == set(names.FUNCTIONS)
+
+
+def test_committed_file_says_where_it_is_from():
+    found = json.loads(reader.FILE.read_text())
+    assert found["version"] == reader.VERSION and found["source"] == reader.WHEEL_FILE
+    assert all(name.startswith(f"torch_npu-{reader.VERSION}-") for name in found["sha256"])
+    assert all(re.fullmatch(r"[0-9a-f]{64}", value) for value in found["sha256"].values())
+    assert any("aarch64" in name for name in found["sha256"])  # the machines of the cluster
+    assert found["functions"] == sorted(set(found["functions"]))
+
+
+def wheel(folder, functions, file=reader.WHEEL_FILE, machine="any"):
+    path = folder / f"torch_npu-9.9.9-cp310-cp310-{machine}.whl"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr(file, json.dumps({"custom": [{"func": f} for f in functions]}))  # JSON is YAML
+    return path
+
+
+def test_extraction_from_a_wheel(tmp_path):
+    path = wheel(tmp_path, ["npu_a(Tensor  self) -> Tensor", "npu_a.out(Tensor self, *, Tensor(a!) y) -> Tensor(a!)",
+                            "npu_b(int k) -> Tensor"])
+    found = reader.extract([path], ["npu_a"])
+    assert found["functions"] == ["npu_a(Tensor self) -> Tensor",
+                                  "npu_a.out(Tensor self, *, Tensor(a!) y) -> Tensor(a!)"]
+    assert found["version"] == "9.9.9" and found["sha256"] == {path.name: hashlib.sha256(path.read_bytes()).hexdigest()}
+    with pytest.raises(ConfigError, match="declares no npu_c"):
+        reader.extract([path], ["npu_a", "npu_c"])
+    with pytest.raises(ConfigError, match="expected a torch_npu wheel"):
+        reader.extract([wheel(tmp_path, [], "other.yaml", "x")], ["npu_a"])
+    with pytest.raises(ConfigError, match="not a wheel"):
+        reader.extract([reader.FILE], ["npu_a"])
+    other = wheel(tmp_path, ["npu_a(Tensor x) -> Tensor"], machine="other")
+    with pytest.raises(ConfigError, match="wheels differ.*other.whl"):
+        reader.extract([path, other], ["npu_a"])
+
+
+def test_script_compares_and_refuses(tmp_path):
+    def run(*args):
+        return subprocess.run([sys.executable, str(SCRIPT), *map(str, args)], capture_output=True, text=True,
+                              timeout=60)
+
+    known = json.loads(reader.FILE.read_text())["functions"]
+    assert run(wheel(tmp_path, known), "--check").returncode == 0
+    done = run(wheel(tmp_path, [line.replace("1e-06", "1e-05") for line in known]), "--check")
+    assert done.returncode == 1 and "npu_rms_norm(Tensor self, Tensor gamma, float epsilon=1e-05)" in done.stdout
+    assert run(tmp_path / "absent.whl", "--check").returncode == 2
+
+
+def test_parser_reads_every_form_and_refuses_the_rest():
+    schema = reader.parse("f.x(Tensor(a!) self, int[2] b=[], str m=\"A, B\", *, Tensor[]? t=None) -> (Tensor, int)")
+    assert [(a.name, a.kind, a.default, a.keyword_only) for a in schema.arguments] == [
+        ("input", "Tensor", inspect.Parameter.empty, False), ("b", "int[2]", [], False), ("m", "str", "A, B", False),
+        ("t", "Tensor[]?", None, True)]
+    assert (schema.name, schema.overload, schema.returns) == ("f", "x", "(Tensor, int)")
+    for bad in ("f(Tensor) -> Tensor", "f Tensor x", "f(Tensor x=) -> Tensor"):
+        with pytest.raises(ConfigError):
+            reader.parse(bad)
+
+
+X = torch.zeros(2, 4)
+BAD_CALLS = {
+    "unknown name": lambda: torch_npu.npu_rms_norm(X, torch.ones(4), eps=1e-6),
+    "name of another function": lambda: torch_npu.npu_fusion_attention(X, X, X, 1, "SBH", pre_tokens=1),
+    "positional where a keyword is needed": lambda: torch_npu.npu_moe_gating_top_k(X, 1, torch.zeros(4)),
+    "too few": lambda: torch_npu.npu_swiglu(),
+    "number for a tensor": lambda: torch_npu.npu_swiglu(1.0),
+    "text for a number": lambda: torch_npu.npu_swiglu(X, "1"),
+    "float for an int": lambda: torch_npu.npu_swiglu(X, 1.0),
+    "bool for an int": lambda: torch_npu.npu_swiglu(X, True),
+    "tensor for a list of numbers": lambda: torch_npu.npu_confusion_transpose(X, torch.tensor([1, 0]), [4, 2], True),
+    "list of floats": lambda: torch_npu.npu_confusion_transpose(X, [1.0, 0.0], [4, 2], True),
+    "tensor for a list of tensors": lambda: torch_npu.npu_grouped_matmul(X, [X]),
+    "missing out": lambda: torch_npu.npu_apply_adam_w(0.9, 0.9, 1.0, 0.0, 0.9, 0.9, 1e-8, X, None, False, False),
+    "builder: keyword where the C++ names none":
+        lambda: BUILDER_OPS["npu_gmm"]([X], [X], [], group_list=None, group_type=0, group_list_type=0),
+    "builder: tensor for a list": lambda: BUILDER_OPS["npu_gmm"](X, [X], [], None, 0, 0),
+    "builder: None for a tensor":
+        lambda: BUILDER_OPS["npu_apply_fused_adamw_v2"](X, X, X, X, None, X, 1.0, 0.9, 0.9, 0.0, 1e-8, False, False),
+}
+
+
+@pytest.mark.parametrize("name", BAD_CALLS)
+def test_wrong_names_and_kinds_are_type_errors(name):
+    with pytest.raises(TypeError, match="npu_"):
+        BAD_CALLS[name]()
+
+
+def test_kinds_are_no_stricter_than_the_real_ones():
+    torch_npu.npu_rms_norm(X, torch.ones(4), 1)  # an int is a float
+    torch_npu.npu_confusion_transpose(X, (1, 0), torch.Size((4, 2)), True)
+    ours = builder_op("f(int? k, int[]? ends, Scalar s) -> ()")(lambda k, ends, s: (k, ends, s))
+    assert ours(None, None, True) == (None, None, True)
+
+
+# -- MindSpeed's builders, against their C++ ----------------------------------------------------------------------
+
+KINDS = {
+    "at::Tensor": "Tensor", "std::vector<at::Tensor>": "Tensor[]", "int64_t": "int", "double": "float", "bool": "bool",
+    "std::string": "str", "std::vector<int64_t>": "int[]", "at::IntArrayRef": "int[]",
+}  # fmt: skip
+
+
+def kind_of(cpp):
+    cpp = re.sub(r"\bconst\b|&|\s", "", cpp)
+    optional = re.fullmatch(r"c10::optional<(.*)>", cpp)
+    return KINDS[optional[1]] + "?" if optional else KINDS[cpp]
+
+
+def declared(text):
+    """{Python name: [(names or None, kinds, {name: default text}), one for each overload]} of a pybind11 file."""
+    found = {}
+    for name, function, rest in re.findall(r'm\.def\("(\w+)",\s*(?:\(\w+\))?&(\w+),(.*?)\);', text, re.DOTALL):
+        named = re.findall(r'pybind11::arg\("(\w+)"\)(?:\s*=\s*(pybind11::none\(\)|[^,\s)]+))?', rest)
+        bodies = re.findall(rf"\b{function}\(([^{{}};]*?)\)\s*\{{", text)
+        kinds = [[kind_of(re.sub(r"\s*\w+$", "", p.strip())) for p in body.split(",")] for body in bodies]
+        found[name] = [([n for n, _ in named] or None, of, {n: d for n, d in named if d}) for of in kinds]
+    return found
+
+
+DEFAULTS = {"pybind11::none()": None, "false": False, "true": True, "0": 0, '"SBH"': "SBH"}
+
+
+@pytest.mark.upstream
+@pytest.mark.parametrize("name", sorted(loader.OPS))
+def test_builder_ops_equal_their_source(a3_sources, name):
+    tree = a3_sources / "MindSpeed" / "mindspeed"
+    builder = next(f for f in (tree / "op_builder").glob("*.py") if f'OP_NAME = "{name}"' in f.read_text())
+    sources = re.findall(r"'(ops/csrc/(?!flop_counter|atb/utils)[\w/]+\.cpp)'", builder.read_text())
+    found = declared((tree / sources[0]).read_text())
+    assert set(found) == set(vars(loader.OPS[name]))
+    for function, overloads in found.items():
+        ours = getattr(loader.OPS[name], function)
+        parameters = inspect.signature(ours).parameters
+        kinds = sorted(tuple(kinds) for _, kinds, _ in overloads)
+        assert kinds and sorted(tuple(s.kinds.values()) for s in ours.schemas) == kinds
+        for named, _, defaults in overloads:
+            only_by_place = {p.kind is p.POSITIONAL_ONLY for p in parameters.values()}
+            assert only_by_place == {named is None}
+            assert named is None or named == list(parameters)
+            has = {p.name: p.default for p in parameters.values() if p.default is not p.empty}
+            assert has == {n: DEFAULTS[d] for n, d in defaults.items()}

@@ -1,0 +1,205 @@
+"""The pinned sources on the stand-ins: every name they use is known, and MindSpeed's own fused modules compute right.
+
+Needs the sources of line a3 (--upstream), and MindSpeed's Python requirements that its adaptor imports (gpytorch).
+"""
+
+import importlib
+import importlib.util
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from verl_patches.platform.cpu import ascend
+from verl_patches.platform.cpu.ascend import not_on_our_paths
+from verl_patches.platform.cpu.mindspeed_ops import loader
+from verl_patches.platform.npu_schemas import reader
+
+HERE = Path(__file__).parent
+TREES = {"MindSpeed": "mindspeed", "MindSpeed-LLM": "mindspeed_llm", "Megatron-LM": "megatron", "verl": "verl"}
+
+pytestmark = pytest.mark.upstream
+
+
+@pytest.fixture(scope="module")
+def npu_names():
+    spec = importlib.util.spec_from_file_location("npu_names", HERE / "npu_names.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def used(a3_sources, npu_names):
+    """{name: {"file:line"}} over all four trees."""
+    found = {}
+    for tree, package in TREES.items():
+        for name, places in npu_names.names_used(a3_sources / tree, package).items():
+            found.setdefault(name, set()).update(places)
+    return found
+
+
+def is_there(name):
+    """Does a stand-in have it?"""
+    parts = name.split(".")
+    for end in range(len(parts), 0, -1):
+        try:
+            place = importlib.import_module(".".join((ascend.__name__, *parts[:end])))
+        except ModuleNotFoundError:
+            continue
+        for part in parts[end:]:
+            if not hasattr(place, part):
+                return False
+            place = getattr(place, part)
+        return True
+    return False
+
+
+def unknown(used):
+    """Names that are neither there nor listed, and places that use a listed one elsewhere than the list says."""
+    found = []
+    for name, places in used.items():
+        if is_there(name):
+            continue
+        if not_on_our_paths.reason(name) is None:
+            found.append(f"{name}: not known, used at {', '.join(sorted(places))}")
+        else:
+            found += [f"{name}: listed, but used at {place}" for place in sorted(places)
+                      if not place.startswith(not_on_our_paths.users(name))]
+    return sorted(found)
+
+
+def test_every_name_is_known(used):
+    assert unknown(used) == []
+    assert {"torch_npu.npu_fusion_attention", "torch_npu.npu.Stream", "acl.get_soc_name", "torchair.ge",
+            "apex.optimizers.FusedAdam", "torch_npu.contrib.transfer_to_npu"} <= set(used)  # something was read
+    assert sum(is_there(name) for name in used) > 30
+
+
+def test_a_new_name_or_a_new_place_would_be_seen():
+    new = unknown({"torch_npu.npu_magic": {"mindspeed/a.py:1"}, "torch_npu.npu.magic": {"mindspeed/a.py:2"}})
+    assert len(new) == 2 and "mindspeed/a.py:1" in new[1]
+    mc2 = "torch_npu.npu_all_gather_base_mm"
+    assert unknown({mc2: {"mindspeed/core/tensor_parallel/layers.py:476"}}) == []
+    assert unknown({mc2: {"mindspeed/core/transformer/moe/experts.py:1"}}) == [
+        f"{mc2}: listed, but used at mindspeed/core/transformer/moe/experts.py:1"]
+
+
+def test_the_list_has_no_name_that_is_not_used(used):
+    reasons = {not_on_our_paths.reason(name) for name in used if not is_there(name)}
+    assert {entry[0] for entry in not_on_our_paths.NAMES.values()} == reasons - {None}
+
+
+def test_reading_finds_every_form(npu_names, tmp_path):
+    (tmp_path / "p").mkdir()
+    (tmp_path / "p" / "m.py").write_text("import torch_npu\nfrom torch_npu.npu import device as d\n"
+                                         "torch.npu.Event(x)\nx = torch_npu.a.b.c()\nother.torch_npu.d\n")
+    assert npu_names.names_used(tmp_path, "p") == {
+        "torch_npu": {"p/m.py:1"}, "torch_npu.npu.device": {"p/m.py:2"}, "torch_npu.npu.Event": {"p/m.py:3"},
+        "torch_npu.a.b.c": {"p/m.py:4"}}
+
+
+def test_every_call_fits_the_schema_of_the_pinned_torch_npu(a3_sources, npu_names):
+    """As written upstream: number of arguments and keywords, of all functions that the wheel's yaml declares."""
+    trees = {"MindSpeed": "mindspeed", "MindSpeed-LLM": "mindspeed_llm", "vllm-ascend": "vllm_ascend"}
+    calls = [call for tree, package in trees.items()
+             for call in npu_names.calls_made(a3_sources / tree, package, "torch_npu.npu_")
+             if not call[0].startswith("torch_npu.npu.")]
+    assert {name for name, *_ in calls} >= {"torch_npu.npu_swiglu", "torch_npu.npu_fusion_attention"}
+    assert not_fitting(calls) == []
+    attend = "torch_npu.npu_fusion_attention"
+    assert len(not_fitting([(attend, "a.py:1", 5, ("pre_tokens",)), (attend, "a.py:2", 20, ()),
+                            ("torch_npu.npu_magic", "a.py:3", 0, ())])) == 3
+
+
+def not_fitting(calls):
+    found = []
+    for name, place, count, keywords in calls:
+        schemas = reader.read().get(name.rpartition(".")[2], ())
+        if not any(takes(schema.signature, count, keywords) for schema in schemas):
+            found.append(f"{place}: {name} with {count} arguments and {keywords}, expected one of {schemas}")
+    return found
+
+
+def takes(signature, count, keywords):
+    try:
+        signature.bind(*range(count), **dict.fromkeys(keywords))
+    except TypeError:
+        return False
+    return True
+
+
+def test_every_builder_is_known(a3_sources, npu_names):
+    found = {}
+    for tree in ("MindSpeed", "MindSpeed-LLM"):
+        found.update(npu_names.builders_loaded(a3_sources / tree, TREES[tree]))
+    sources = [f.read_text() for f in (a3_sources / "MindSpeed/mindspeed/op_builder").glob("*.py")]
+    with_reference = {builder for builder in found for text in sources for name in loader.OPS
+                      if f"class {builder}(" in text and f'OP_NAME = "{name}"' in text}
+    assert set(found) == with_reference | set(not_on_our_paths.BUILDERS)
+    assert len(with_reference) == len(loader.OPS)
+
+
+# -- real modules -----------------------------------------------------------------------------------------------------
+
+ATTENTION = {"npu_fusion_attention"}
+GMM = {"npu_gmm", "npu_gmm_backward"}
+EXPECTED_CALLS = {
+    "rms_norm": {"npu_rms_norm"},
+    "swiglu": {"npu_swiglu"},
+    "rotary": {"npu_rotary_position_embedding"},
+    "grouped_experts": {"npu_swiglu", *GMM, "npu_gmm_backward_fusion", "npu_groupmatmul_add_fp32"},
+    "gmm_by_counts": GMM,
+    "attention": ATTENTION,
+    "attention_v2": {"npu_fusion_attention_v2", "npu_fusion_attention_grad_v2"},
+    "attention_packed": ATTENTION,
+    "attention_packed_llm": ATTENTION,
+    "token_permutation": {"npu_moe_token_permute", "npu_moe_token_unpermute"},
+    "fused_adamw": {"npu_apply_adam_w"},
+    "swap_adamw": {"npu_apply_fused_adamw_v2"},
+}
+ONLY = {"mindspeed": {"attention_v2", "attention_packed"}, "mindspeed_llm": {"attention_packed_llm"}}
+RUNS = [(adaptor, check) for adaptor, own in ONLY.items() for check in EXPECTED_CALLS
+        if check in own or all(check not in some for some in ONLY.values())]
+
+
+@pytest.fixture(scope="module")
+def job(a3_sources, run_python):
+    """job(adaptor, *more) -> what npu_real_job.py printed, run once each."""
+    for module in ("gpytorch", "einops", "tensordict"):
+        if importlib.util.find_spec(module) is None:
+            pytest.skip(f"MindSpeed imports {module}, which is not installed in this Python")
+    path = os.pathsep.join([*(str(a3_sources / tree) for tree in TREES), *filter(None, sys.path)])
+    ran = {}
+
+    def run(*args):
+        if args not in ran:
+            code = f"import runpy, sys; sys.argv[0] = 'job'; runpy.run_path({str(HERE / 'npu_real_job.py')!r})"
+            out = run_python(code, *args, env={"PYTHONPATH": path}, timeout_s=300, flags=("-W", "ignore")).check().out
+            ran[args] = json.loads(out.rpartition("FOUND")[2])
+        return ran[args]
+
+    return run
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("adaptor", "check"), RUNS)
+def test_real_module_on_the_references(job, adaptor, check):
+    found = job(adaptor)
+    assert found["errors"][check] == ""
+    assert set(found["calls"][check]) == EXPECTED_CALLS[check]
+    assert set(found["errors"]) == {c for a, c in RUNS if a == adaptor}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("adaptor", ONLY)
+def test_rows_stand_after_the_adaptor(job, adaptor):
+    states = {name: state for name, state in job(adaptor)["states"].items() if name.startswith("platform.npu_")}
+    assert set(states.values()) == {"active"}, states
+
+
+@pytest.mark.slow
+def test_another_result_of_the_ops_is_seen_by_every_check(job):
+    assert [check for check, error in job("mindspeed", "spoilt")["errors"].items() if not error] == []

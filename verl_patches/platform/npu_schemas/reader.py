@@ -1,0 +1,141 @@
+"""Schemas of torch_npu functions: out of a wheel (it is a zip, nothing is installed), into JSON, and back.
+
+A wheel declares its functions in one yaml (`WHEEL_FILE`), section `custom`, one line each:
+`npu_rms_norm(Tensor self, Tensor gamma, float epsilon=1e-06) -> (Tensor, Tensor)`. In Python `self` is called `input`.
+The committed file holds those lines for the functions that are called on our paths, with the wheels' version and
+hashes.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import hashlib
+import inspect
+import json
+import re
+import zipfile
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from verl_patches.errors import ConfigError
+
+VERSION = "2.5.1.post1"
+FILE = Path(__file__).with_name(f"torch_npu-{VERSION}.json")
+WHEEL_FILE = "torch_npu/csrc/aten/npu_native_functions_by_codegen.yaml"
+
+_HEAD = re.compile(r"(?P<name>\w+)(\.(?P<overload>\w+))?\((?P<arguments>.*)\)\s*->\s*(?P<returns>.*)\Z", re.DOTALL)
+_ARGUMENT = re.compile(r"(?P<kind>\w+(\(\w!\))?(\[\d*\])?\??)\s+(?P<name>\w+)(=(?P<default>.+))?\Z", re.DOTALL)
+_WORDS = {"true": True, "false": False, "none": None}
+
+
+@dataclass(frozen=True)
+class Argument:
+    """One argument: name in Python, kind as the schema spells it ("Tensor?", "int[]?"), default as Python's."""
+
+    name: str
+    kind: str
+    default: Any = inspect.Parameter.empty
+    keyword_only: bool = False
+
+
+@dataclass(frozen=True)
+class Schema:
+    """One function or overload; `returns` is the schema's own text."""
+
+    name: str
+    overload: str
+    arguments: tuple[Argument, ...]
+    returns: str
+
+    @property
+    def kinds(self) -> dict[str, str]:
+        """{argument: kind}."""
+        return {argument.name: argument.kind for argument in self.arguments}
+
+    @property
+    def signature(self) -> inspect.Signature:
+        """As a Python function that takes the same would have it."""
+        where = {False: inspect.Parameter.POSITIONAL_OR_KEYWORD, True: inspect.Parameter.KEYWORD_ONLY}
+        return inspect.Signature([inspect.Parameter(a.name, where[a.keyword_only], default=a.default)
+                                  for a in self.arguments])
+
+
+def parse(text: str) -> Schema:
+    """One schema line; ConfigError where it is not of that form. Outputs written in place become one argument `out`."""
+    head = _HEAD.match(text.strip())
+    if head is None:
+        raise ConfigError(f"not a schema: {text!r}; expected name(kind argument, ...) -> returns")
+    arguments: list[Argument] = []
+    keyword_only = False
+    for part in _split(head["arguments"]):
+        found = _ARGUMENT.match(part)
+        if part == "*":
+            keyword_only = True
+        elif found is None:
+            raise ConfigError(f"not an argument: {part!r} in {text!r}")
+        elif keyword_only and "!" in found["kind"]:  # torch gathers these in one tuple
+            arguments = [a for a in arguments if a.name != "out"] + [Argument("out", "Tensor[]", keyword_only=True)]
+        else:
+            name = "input" if found["name"] == "self" else found["name"]
+            kind = re.sub(r"\(\w!\)", "", found["kind"])
+            arguments.append(Argument(name, kind, _default(found["default"]), keyword_only))
+    return Schema(head["name"], head["overload"] or "", tuple(arguments), head["returns"])
+
+
+def _split(text: str) -> list[str]:
+    parts = re.findall(r"(?:\[[^\]]*\]|'[^']*'|\"[^\"]*\"|\([^)]*\)|[^,])+", text)
+    return [part.strip() for part in parts if part.strip()]
+
+
+def _default(text: str | None) -> Any:
+    if text is None:
+        return inspect.Parameter.empty
+    return _WORDS[text.lower()] if text.lower() in _WORDS else ast.literal_eval(text)
+
+
+@functools.cache
+def read(file: Path = FILE) -> dict[str, tuple[Schema, ...]]:
+    """{function: its overloads} of the committed file."""
+    found: dict[str, tuple[Schema, ...]] = {}
+    for text in json.loads(file.read_text())["functions"]:
+        schema = parse(text)
+        found[schema.name] = (*found.get(schema.name, ()), schema)
+    return found
+
+
+def extract(wheels: Sequence[Path], names: Iterable[str]) -> dict[str, Any]:
+    """What the committed file holds, read anew from wheels of one version (one a machine type), which must agree.
+
+    Raises ConfigError that names the functions that a wheel does not declare, or the wheel that differs.
+    """
+    wanted = sorted(set(names))
+    declared = {wheel: _declared(wheel, wanted) for wheel in wheels}
+    versions = {wheel.name.split("-")[1] for wheel in wheels}
+    lines = declared[wheels[0]]
+    odd = [wheel.name for wheel in wheels if declared[wheel] != lines]
+    if len(versions) != 1 or odd:
+        raise ConfigError(f"wheels differ: versions {sorted(versions)}; other declarations than in the first: {odd}")
+    hashes = {wheel.name: hashlib.sha256(wheel.read_bytes()).hexdigest() for wheel in sorted(wheels)}
+    return {"package": "torch_npu", "version": versions.pop(), "sha256": hashes, "source": WHEEL_FILE,
+            "functions": lines}
+
+
+def _declared(wheel: Path, wanted: list[str]) -> list[str]:
+    import yaml
+
+    if not zipfile.is_zipfile(wheel):
+        raise ConfigError(f"{wheel}: not a wheel; expected a file like torch_npu-{VERSION}-cp310-cp310-*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        if WHEEL_FILE not in archive.namelist():
+            raise ConfigError(f"{wheel}: has no {WHEEL_FILE}; expected a torch_npu wheel")
+        content = yaml.safe_load(archive.read(WHEEL_FILE))
+    lines = {" ".join(entry["func"].split()) for section in ("custom", "custom_autograd")
+             for entry in content.get(section) or ()}
+    kept = sorted(line for line in lines if line.split("(", 1)[0].split(".")[0] in wanted)
+    missing = set(wanted) - {parse(line).name for line in kept}
+    if missing:
+        raise ConfigError(f"{wheel.name} declares no {', '.join(sorted(missing))}")
+    return kept
