@@ -16,6 +16,26 @@ def test_user_variables_and_other_keys_stay():
     assert env["env_vars"] == {"A": "1", "B": "2"} and env["pip"] == [] and callable(env[HOOK]) and env[HOOK].__name__
 
 
+FAKE_START = """
+import sys, types
+start = types.ModuleType("verl_patches.training.engine_start")
+start.prepare = lambda engine: print("prepared", engine["layers"], "verl_patches.prelude_patch" in sys.modules)
+sys.modules[start.__name__] = start
+from verl_patches.training.ray_start import *
+runtime_env({}, {HOOK: lambda: print("user")}, ENGINE)[HOOK]()
+"""
+
+
+@pytest.mark.parametrize(("rank", "engine", "said"), [
+    ("0", '{"layers": 4}', "prepared 4 True\nuser\n"),  # a training worker
+    (None, '{"layers": 4}', "user\n"),  # the controller
+    ("0", "None", "user\n")])  # a line without such an engine
+def test_a_training_worker_prepares_its_engine_after_the_prelude_and_before_the_user(run_python, rank, engine, said):
+    env = {"RANK": rank} if rank else {}
+    done = run_python(f"ENGINE = {engine}\n{FAKE_START}", patches="line=pypi,platform=cpu", env=env).check()
+    assert done.out == said
+
+
 @pytest.mark.parametrize("given", ["'my_hooks.mine'", "__import__('my_hooks').mine", "None"])
 def test_hook_runs_prelude_then_the_users(given, tmp_path):
     (tmp_path / "my_hooks.py").write_text(

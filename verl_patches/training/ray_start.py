@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Mapping
 from typing import Any
 
 HOOK = "worker_process_setup_hook"
 
 
-def prelude_then(user_hook: str | Callable | None) -> Callable[[], None]:
-    """What each Ray worker process runs first; a user's hook is a callable or "package.module.function"."""
+def prelude_then(user_hook: str | Callable | None, engine: Mapping[str, Any] | None = None) -> Callable[[], None]:
+    """What each Ray worker process runs first; a user's hook is a callable or "package.module.function".
+
+    `engine`: verl's actor_rollout_ref section, for a line whose engine must be prepared before Megatron is imported.
+    """
 
     def prelude_hook() -> None:
         importlib.import_module("verl_patches.prelude_patch")
+        if engine is not None and "RANK" in os.environ:  # verl's workers have one, its controller has not
+            importlib.import_module("verl_patches.training.engine_start").prepare(engine)
         hook = user_hook
         if isinstance(hook, str):
             module, _, name = hook.rpartition(".")
@@ -24,16 +30,18 @@ def prelude_then(user_hook: str | Callable | None) -> Callable[[], None]:
     return prelude_hook  # Ray wants a function with a name, not a partial
 
 
-def runtime_env(environment: dict[str, str], given: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Ray's runtime_env: `given` by the user, our variables over it, and both set-up hooks chained."""
+def runtime_env(
+    environment: dict[str, str], given: dict[str, Any] | None = None, engine: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Ray's runtime_env: `given` by the user, our variables over it, and the set-up hooks chained."""
     env = dict(given or {})
     env["env_vars"] = {**env.get("env_vars", {}), **environment}
-    env[HOOK] = prelude_then(env.get(HOOK))
+    env[HOOK] = prelude_then(env.get(HOOK), engine)
     return env
 
 
-def start(environment: dict[str, str], **options: Any) -> None:
-    """ray.init with the chained hook; options are ray.init's own."""
+def start(environment: dict[str, str], engine: Mapping[str, Any] | None = None, **options: Any) -> None:
+    """ray.init with the chained hooks; options are ray.init's own."""
     import ray
 
-    ray.init(runtime_env=runtime_env(environment, options.pop("runtime_env", None)), **options)
+    ray.init(runtime_env=runtime_env(environment, options.pop("runtime_env", None), engine), **options)

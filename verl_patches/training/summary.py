@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,17 @@ TIMERS = {"rollout": "gen", "reward": "reward", "log_prob": "old_log_prob", "ref
           "update": "update_actor"}
 
 
+# modules that say themselves which version they are: a source tree on PYTHONPATH goes before an installed package
+_SAY_IT = {"verl": "verl", "megatron-core": "megatron.core"}
+
+
 def versions() -> dict[str, str]:
-    """{package: version} of what is installed here, python included."""
+    """{package: version} of what is imported or else installed here, python included."""
     found = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
             found[name] = importlib.metadata.version(name)
+            found[name] = getattr(sys.modules.get(_SAY_IT.get(name)), "__version__", found[name])
         except importlib.metadata.PackageNotFoundError:
             continue
     return found

@@ -1,0 +1,178 @@
+"""What one rank does in the parity tests of line a3; runs inside mindspeed_rank.py, under the rows."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import torch
+from megatron.core import parallel_state as mpu
+from megatron.core import tensor_parallel
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.utils import get_model_config
+from parity import next_token_loss
+from transformers import AutoConfig
+from verl.models.mcore import get_mcore_forward_fn, get_mcore_weight_converter, hf_to_mcore_config, init_mcore_model
+from verl.utils.megatron_utils import get_model, per_tensor_generator, unwrap_model
+
+from verl_patches.layout.inventory import build_inventory
+from verl_patches.model.load import named_weights
+from verl_patches.model.mindspeed import experts
+from verl_patches.model.mindspeed.load import load_weights, origin
+
+
+def build(model: Path, args, with_ddp: bool = True):
+    """(chunks, transformer config, HF config) of this rank, as verl's worker builds them, with their weights."""
+    torch.manual_seed(args.seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(args.seed)
+    hf_config = AutoConfig.from_pretrained(model)
+    config = hf_to_mcore_config(hf_config, args.params_dtype)
+
+    def provide(pre_process, post_process):
+        return init_mcore_model(config, hf_config, pre_process, post_process)
+
+    chunks = get_model(provide, wrap_with_ddp=with_ddp, use_distributed_optimizer=False)
+    load_weights(model, chunks)
+    return chunks, config, hf_config
+
+
+def run(chunks, config, hf_config, batch, packed=True, backward=False):
+    """Logits [B, S, V] by verl's forward, TP shards gathered; None on all but the last pipeline stage."""
+    forward = get_mcore_forward_fn(hf_config)
+    kept = []
+
+    def step(batches, model):
+        ids, mask, position_ids = next(batches)
+        logits = forward(model, ids, mask, position_ids, sequence_parallel=config.sequence_parallel, pack_seqs=packed)
+        return logits, partial(loss, ids, mask)
+
+    def loss(ids, mask, logits):
+        parts = [torch.empty_like(logits) for _ in range(mpu.get_tensor_model_parallel_world_size())]
+        torch.distributed.all_gather(parts, logits.detach().contiguous(), group=mpu.get_tensor_model_parallel_group())
+        parts[mpu.get_tensor_model_parallel_rank()] = logits
+        whole = torch.cat(parts, dim=-1)
+        kept.append(whole.detach())
+        return next_token_loss(whole, ids, mask), {}
+
+    for chunk in chunks:
+        get_model_config(chunk).finalize_model_grads_func = finalize_model_grads
+    get_forward_backward_func()(
+        forward_step_func=step,
+        data_iterator=iter([batch]),
+        model=chunks,
+        num_microbatches=1,
+        seq_length=batch[0].numel(),
+        micro_batch_size=1,
+        forward_only=not backward,
+    )
+    return kept[0] if kept else None
+
+
+def local_gradients(chunks, folder):
+    """What this rank knows of each gradient: [HF name], axis, part, parts, tensor (parity.whole_gradients reads it)."""
+    inventory = build_inventory(folder)
+    found = []
+    for chunk in unwrap_model(chunks):
+        for name, parameter in chunk.named_parameters():
+            made_of = origin(chunk, name, inventory)
+            gradients = [parameter.main_grad.clone()]
+            if made_of.stacked:
+                split = experts.split_down if made_of.sources[0].axis == 1 else experts.split_up
+                gradients = split(parameter.main_grad.clone(), len(made_of.sources))
+            for source, gradient in zip(made_of.sources, gradients, strict=True):
+                part, parts = (0, 1) if source.whole_shape == tuple(gradient.shape) else (source.part, source.parts)
+                rows = [p.shape[0] // (parts if source.axis == 0 else 1) for p in source.parameters]
+                found += [([p.name], source.axis, part, parts, piece)
+                          for p, piece in zip(source.parameters, gradient.split(rows), strict=True)]
+    return found
+
+
+def parity_job(folder: Path, args) -> dict:
+    """Logits packed and padded, what the rollout would get, and gradients."""
+    model, batch = folder / "model", torch.load(folder / "batch.pt")
+    chunks, config, hf_config = build(model, args)
+    found = {"packed": run(chunks, config, hf_config, batch), "padded": run(chunks, config, hf_config, batch, False)}
+    converter = get_mcore_weight_converter(hf_config, args.params_dtype)
+    sent = {name: tensor.clone() for name, tensor in per_tensor_generator(chunks, hf_config, converter, config, {})}
+    found["synced"] = sent if torch.distributed.get_rank() == 0 else None
+    for chunk in chunks:
+        chunk.zero_grad_buffer()
+    run(chunks, config, hf_config, batch, backward=True)
+    found["gradients"] = local_gradients(chunks, model)
+    found["layers"] = [layer.layer_number for chunk in unwrap_model(chunks) for layer in chunk.decoder.layers]
+    return found
+
+
+def bf16_job(folder: Path, args) -> dict:
+    """Correction biases after loading and after a step of a bf16 model, and its logits."""
+    batch = torch.load(folder / "batch.pt")
+    chunks, config, hf_config = build(folder / "model", args)
+    logits = run(chunks, config, hf_config, batch, backward=True)
+    weights = dict(named_weights(unwrap_model(chunks)[0]))
+    return {"logits": logits, "biases": {n: t.clone() for n, t in weights.items() if n.endswith("expert_bias")},
+            "dtypes": {str(t.dtype) for n, t in weights.items() if not n.endswith("expert_bias")}}  # fmt: skip
+
+
+def controls_job(folder: Path, args) -> dict:
+    """Logits with one thing wrong each."""
+    batch = torch.load(folder / "batch.pt")
+    chunks, config, hf_config = build(folder / "model", args, with_ddp=False)
+    found = {"nothing": run(chunks, config, hf_config, batch)}
+    weights = dict(named_weights(unwrap_model(chunks)[0]))
+    for name, spoil in {"bias": _zero_bias, "columns": _split_columns}.items():
+        saved = {n: t.clone() for n, t in weights.items()}
+        spoil(weights, args)
+        found[name] = run(chunks, config, hf_config, batch)
+        with torch.no_grad():
+            for n, t in weights.items():
+                t.copy_(saved[n])
+    return found
+
+
+def _zero_bias(weights, args):
+    for name, tensor in weights.items():
+        if name.endswith("expert_bias"):
+            tensor.zero_()
+
+
+@torch.no_grad()
+def _split_columns(weights, args):
+    """weight1 filled as its shape [H, e * 2F] says, the published mistake, instead of as view(e, H, 2F)."""
+    for name, tensor in weights.items():
+        if name.endswith("weight1"):
+            whole = experts.split_up(tensor.clone(), args.num_experts)
+            tensor.copy_(torch.cat([expert.t() for expert in whole], dim=1))
+
+
+def worker_job(folder: Path, args) -> dict:
+    """Two updates by verl's own worker and actor (no rollout): log-probs before each, and the actor's metrics."""
+    from omegaconf import OmegaConf
+    from verl import DataProto
+    from verl.workers.megatron_workers import ActorRolloutRefWorker
+
+    class Trainer(ActorRolloutRefWorker):
+        def _build_rollout(self, trust_remote_code=False):
+            return None, None
+
+    worker = Trainer(OmegaConf.load(folder / "engine.yaml"), "actor_rollout")
+    worker.init_model()
+    ids, mask, position_ids = torch.load(folder / "batch.pt")
+    width = 16
+    mask, ids = torch.ones_like(mask), ids.clone()
+    ids[:, 0] = torch.arange(6, 6 + len(ids))
+    position_ids = mask.long().cumsum(-1) - 1
+    tensors = {"input_ids": ids, "attention_mask": mask.long(), "position_ids": position_ids,
+               "responses": ids[:, -width:], "advantages": torch.linspace(-1, 1, len(ids))[:, None].expand(-1, width)}
+    rows = torch.arange(8) % len(ids)  # the mini batch: 4 prompts x 2 responses
+    share = rows.chunk(mpu.get_data_parallel_world_size())[mpu.get_data_parallel_rank()]
+    found = {"log_probs": [], "metrics": []}
+    for _ in range(2):
+        data = DataProto.from_dict({name: t[share].contiguous() for name, t in tensors.items()})
+        data.meta_info["micro_batch_size"] = 1
+        log_probs, _ = worker.actor.compute_log_prob(data)
+        data.batch["old_log_probs"] = log_probs
+        data.batch["ref_log_prob"] = log_probs.clone()
+        found["log_probs"].append(log_probs)
+        found["metrics"].append(worker.actor.update_policy(worker.actor.make_minibatch_iterator(data)))
+    return {**found, "ids": ids[share], "optimizer": type(worker.actor_optimizer).__name__}

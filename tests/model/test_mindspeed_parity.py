@@ -1,0 +1,217 @@
+"""MindSpeed-LLM's DeepSeek-V3 on Megatron core_r0.8.0, started by our engine start, against transformers in fp32."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+PACKAGES = {"verl": "verl", "Megatron-LM": "megatron", "MindSpeed": "mindspeed", "MindSpeed-LLM": "mindspeed_llm"}
+_ACTOR = "actor_rollout_ref.actor.megatron."
+# name -> ranks, overrides of the tiny configuration
+LAYOUTS = {
+    "tp1": (1, {}),
+    "tp2": (2, {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 2}),
+    "tp2_extends_ep": (2, {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2, "split": "tp_extend_ep"}),
+    "ep2": (2, {"expert_model_parallel_size": 2}),
+    "pp2_uneven": (2, {"pipeline_model_parallel_size": 2, "layers": [1, 3]}),
+    "tp2_ep2": (4, {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 4, "split": "tp_extend_ep"}),
+}
+pytestmark = [pytest.mark.slow, pytest.mark.upstream]
+
+
+@pytest.fixture(scope="session")
+def sources(pytestconfig) -> list[str]:
+    """Folders of line a3's Python sources, in the order of PYTHONPATH."""
+    folder = pytestconfig.getoption("--upstream")
+    folders = [folder / name for name in PACKAGES]
+    missing = [f for f, package in zip(folders, PACKAGES.values(), strict=True) if not (f / package).is_dir()]
+    if missing:
+        pytest.skip(f"--upstream {folder} holds no checkout {missing[0].name}: fetch-upstream makes them")
+    return [str(f) for f in folders]
+
+
+@pytest.fixture(scope="session")
+def run_a3(sources, reference, tmp_path_factory):
+    """run_a3(job, ranks, sizes, dtype): what the function of mindspeed_job.py returns on every rank."""
+
+    def run(job: str, ranks: int, sizes: dict, dtype: str = "fp32") -> list:
+        import torch
+
+        folder = tmp_path_factory.mktemp(job)
+        shutil.copytree(reference["folder"] / "model", folder / "model")
+        shutil.copy(reference["folder"] / "batch.pt", folder)
+        _write_config(folder, Path(sources[0]), ranks, sizes, dtype)
+        _run_ranks(job, folder, ranks, sources)
+        return [torch.load(folder / f"mindspeed_job.{job}.rank{r}.pt", weights_only=False) for r in range(ranks)]
+
+    return run
+
+
+def _write_config(folder: Path, verl: Path, ranks: int, sizes: dict, dtype: str) -> None:
+    from omegaconf import OmegaConf
+
+    from verl_patches.cluster.compose import compose
+
+    sizes = {"expert_model_parallel_size": 1, "expert_tensor_parallel_size": 1, **sizes}
+    layers, split, more = sizes.pop("layers", None), sizes.pop("split", "etp"), sizes.pop("more", [])
+    train = sizes.pop("train", {})  # keys that the schema may not list yet
+    overrides = [f"{_ACTOR}{key}={value}" for key, value in sizes.items()]
+    overrides += [f"actor_rollout_ref.model.path={folder / 'model'}", f"trainer.n_gpus_per_node={ranks}",
+                  "recipe.line=a3", f"recipe.dtype={dtype}", f"recipe.train.expert_split={split}",
+                  f"recipe.train.layers_per_stage={layers or 'null'}", *more]  # fmt: skip
+    config = compose("grpo_deepseekv3_tiny_cpu", overrides, verl_path=verl)
+    for key, value in train.items():
+        OmegaConf.update(config.actor_rollout_ref, f"recipe.train.{key}", value, force_add=True)
+    OmegaConf.save(config.actor_rollout_ref, folder / "engine.yaml")
+
+
+def _run_ranks(job: str, folder: Path, ranks: int, sources: list[str], timeout_s: float = 400) -> None:
+    environment = {**os.environ, "VERL_PATCHES": "line=a3,platform=cpu", "WORLD_SIZE": str(ranks),
+                   "PYTHONPATH": os.pathsep.join([*sources, str(ROOT)]), "TORCHDYNAMO_DISABLE": "1",
+                   "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1",
+                   "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # fmt: skip
+    logs = [folder / f"rank{rank}.log" for rank in range(ranks)]
+    command = [sys.executable, "-W", "ignore", str(HERE / "mindspeed_rank.py"), f"mindspeed_job.py:{job}", str(folder)]
+    processes = []
+    for rank, path in enumerate(logs):
+        with path.open("wb") as log:
+            processes.append(subprocess.Popen(command, env={**environment, "RANK": str(rank)}, stdout=log, stderr=log))
+    deadline = time.monotonic() + timeout_s
+    try:
+        while any(p.poll() is None for p in processes) and not any(p.poll() for p in processes):
+            assert time.monotonic() < deadline, f"ranks hang; rank 0 said:\n{logs[0].read_text()[-6000:]}"
+            time.sleep(0.1)
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    failed = [rank for rank, p in enumerate(processes) if p.returncode > 0]
+    assert not failed, "\n".join(f"rank {rank} failed:\n{logs[rank].read_text()[-6000:]}" for rank in failed)
+
+
+@pytest.fixture(scope="session", params=LAYOUTS)
+def found(request, run_a3):
+    ranks, sizes = LAYOUTS[request.param]
+    return {request.param: run_a3("parity_job", ranks, sizes)}
+
+
+@pytest.mark.parametrize("how", ["packed", "padded"])
+def test_logits_are_those_of_transformers(found, reference, parity, how):
+    ((name, ranks),) = found.items()
+    logits = [rank[how] for rank in ranks if rank[how] is not None]
+    assert len(logits) == (1 if name == "pp2_uneven" else len(ranks))
+    assert max(parity.logits_error(reference, each) for each in logits) < 1e-4
+
+
+def test_gradients_are_those_of_transformers(found, reference, parity):
+    ((name, ranks),) = found.items()
+    errors = parity.gradient_errors(reference["gradients"], parity.whole_gradients([{name: r} for r in ranks], name))
+    assert max(errors.values()) < 1e-3, sorted(errors.items(), key=lambda e: -e[1])[:5]
+
+
+def test_rollout_gets_every_weight_with_its_bias(found, reference):
+    import torch
+
+    sent = next(iter(found.values()))[0]["synced"]
+    assert sent.keys() == reference["weights"].keys()
+    assert all(torch.equal(sent[name], weight.float()) for name, weight in reference["weights"].items())
+
+
+def test_layer_list_decides_the_stages(found):
+    ((name, ranks),) = found.items()
+    assert [r["layers"] for r in ranks] == ([[1], [2, 3, 4]] if name == "pp2_uneven" else [[1, 2, 3, 4]] * len(ranks))
+
+
+def test_wrong_weights_are_seen(run_a3, reference, parity):
+    ((found,)) = run_a3("controls_job", 1, {})
+    assert parity.logits_error(reference, found["nothing"]) < 1e-4
+    assert parity.logits_error(reference, found["bias"]) > 1e-2
+    assert parity.logits_error(reference, found["columns"]) > 1e-1
+
+
+def test_correction_bias_stays_fp32_in_a_bf16_model(run_a3, reference, parity):
+    import torch
+
+    ranks = run_a3("bf16_job", 2, LAYOUTS["tp2_extends_ep"][1], dtype="bf16")
+    stored = [w for name, w in reference["weights"].items() if name.endswith("correction_bias")]
+    for rank in ranks:
+        assert rank["dtypes"] == {"torch.bfloat16"}
+        assert all(torch.equal(bias, w) for bias, w in zip(rank["biases"].values(), stored, strict=True))
+        assert 1e-4 < parity.logits_error(reference, rank["logits"].float()) < 0.5  # experts change places in bf16
+
+
+@pytest.fixture(scope="session")
+def one_rank(run_a3):
+    """The worker's updates on one rank in fp32."""
+    return run_a3("worker_job", 1, {})[0]
+
+
+def _grad_norms(rank) -> list[float]:
+    return [step["actor/grad_norm"][0] for step in rank["metrics"]]
+
+
+@pytest.mark.parametrize("layout", ["tp2_extends_ep", "pp2_uneven", "tp2_ep2"])
+def test_updates_of_verls_worker_are_equal_across_layouts(run_a3, one_rank, layout):
+    import torch
+
+    ranks = run_a3("worker_job", *LAYOUTS[layout])
+    for rank in ranks:
+        assert _grad_norms(rank) == pytest.approx(_grad_norms(one_rank), rel=1e-5)
+        same = (one_rank["ids"][:, None] == rank["ids"][None]).all(-1).int().argmax(0)  # this rank's sequences there
+        for there, here in zip(one_rank["log_probs"], rank["log_probs"], strict=True):
+            assert torch.allclose(here, there[same], atol=1e-3)
+
+
+def test_an_update_changes_what_the_next_one_sees(one_rank):
+    first, second = _grad_norms(one_rank)
+    assert abs(first - second) > 0.1
+    assert (one_rank["log_probs"][0] - one_rank["log_probs"][1]).abs().mean() > 0.01
+
+
+def test_recomputed_activations_give_the_same_update(run_a3, one_rank):
+    keys = "actor_rollout_ref.model.gradient_checkpointing_kwargs.activations_checkpoint_"
+    more = ["actor_rollout_ref.model.enable_gradient_checkpointing=true", f"{keys}granularity=full",
+            f"{keys}method=block", f"{keys}num_layers=4"]  # fmt: skip
+    (found,) = run_a3("worker_job", 1, {"more": more})
+    assert _grad_norms(found) == pytest.approx(_grad_norms(one_rank), rel=1e-6)
+
+
+def test_fused_kernels_give_the_same_update(run_a3, one_rank):
+    unfused = {f"fused_{kernel}": False for kernel in ("rmsnorm", "swiglu", "rope", "permute")}
+    (found,) = run_a3("worker_job", 1, {"train": unfused})
+    assert _grad_norms(found) == pytest.approx(_grad_norms(one_rank), rel=1e-5)
+
+
+def test_overlapped_expert_exchange_gives_the_same_update(run_a3, one_rank):
+    ranks, sizes = LAYOUTS["tp2_extends_ep"]
+    for found in run_a3("worker_job", ranks, {**sizes, "train": {"alltoall_overlap": True}}):
+        assert _grad_norms(found) == pytest.approx(_grad_norms(one_rank), rel=1e-5)
+
+
+def test_balanced_routing_is_not_the_models(run_a3, one_rank):
+    (found,) = run_a3("worker_job", 1, {"train": {"balanced_routing": True}})
+    assert abs(_grad_norms(found)[0] - _grad_norms(one_rank)[0]) > 0.1
+
+
+def test_learning_rate_follows_the_schedule(run_a3, one_rank):
+    optim = "actor_rollout_ref.actor.optim."
+    more = [f"{optim}warmup_style=cosine", f"{optim}total_training_steps=4", f"{optim}lr_warmup_steps=1"]
+    (found,) = run_a3("worker_job", 1, {"more": more})
+    assert [step["actor/lr"] for step in found["metrics"]] == [[0.0], [1e-3]]
+    assert [step["actor/lr"] for step in one_rank["metrics"]] == [[1e-3], [1e-3]]
+    assert found["log_probs"][0].equal(found["log_probs"][1])  # nothing moved at rate 0
+
+
+def test_swapped_optimizer_gives_the_same_update(run_a3):
+    (plain,) = run_a3("worker_job", 1, {}, dtype="bf16")
+    (swapped,) = run_a3("worker_job", 1, {"more": ["recipe.train.swap_optimizer=true"]}, dtype="bf16")
+    assert (plain["optimizer"], swapped["optimizer"]) == ("DistributedOptimizer", "SwapDistributedOptimizer")
+    assert _grad_norms(swapped) == _grad_norms(plain)

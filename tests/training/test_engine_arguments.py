@@ -1,0 +1,134 @@
+"""The table from verl's configuration to Megatron and MindSpeed arguments; no upstream source is needed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from verl_patches.cluster.compose import CONFIGS_DIR, compose
+from verl_patches.cluster.recipe import recipe_keys
+from verl_patches.errors import ConfigError
+from verl_patches.model.mindspeed.arguments import arguments_of
+from verl_patches.training.engine_arguments import explain
+from verl_patches.training.engine_table import SECTIONS, TABLE
+
+ACTOR, OPTIM = "actor_rollout_ref.actor.megatron.", "actor_rollout_ref.actor.optim."
+REF = "actor_rollout_ref.ref.megatron."
+
+
+def _words(config) -> list[str]:
+    return arguments_of(explain(config))
+
+
+def _value(words: list[str], argument: str) -> str:
+    return words[words.index(argument) + 1]
+
+
+def _tiny(*overrides: str):
+    return compose("grpo_deepseekv3_tiny_cpu", overrides)
+
+
+@pytest.fixture(scope="module")
+def die256():
+    return compose("grpo_deepseekv3_256die_true_weight")
+
+
+def test_table_names_each_key_once_and_knows_every_recipe_key():
+    keys = [row.key for row in TABLE]
+    assert len(keys) == len(set(keys))
+    assert {key for key, _ in recipe_keys() if key.startswith("recipe.train.")} <= set(keys)
+
+
+def test_every_key_of_the_sections_has_a_row(die256):
+    rows = explain(die256)
+    assert not [row for row in rows if row.how == "refused"]
+    section = die256.actor_rollout_ref
+    for name in SECTIONS[:4]:
+        node = section
+        for part in name.split("."):
+            node = node[part]
+        assert {f"{name}.{key}" for key in node} <= {row.key for row in rows}
+
+
+def test_unknown_key_is_refused_not_dropped(die256):
+    changed = die256.copy()
+    changed.actor_rollout_ref.actor.megatron["overlap_everything"] = True
+    with pytest.raises(ConfigError, match="actor.megatron.overlap_everything is True: no row of"):
+        _words(changed)
+
+
+@pytest.mark.parametrize("name", ["grpo_deepseekv3_256die_random_init", "grpo_deepseekv3_256die_true_weight"])
+def test_256_dies(name):
+    config = compose(name)
+    hf = {**json.loads((CONFIGS_DIR / config.recipe.model_shape).read_text()), "num_nextn_predict_layers": 0}
+    words = arguments_of(explain(config, hf))
+    assert _value(words, "--expert-model-parallel-size") == "8"  # 32 ranks of experts / TP 4
+    for argument, value in {"--tensor-model-parallel-size": "4", "--pipeline-model-parallel-size": "8",
+                            "--num-layer-list": "7,7,8,8,8,8,8,7", "--recompute-granularity": "full",
+                            "--recompute-num-layers": "8", "--seq-length": "4096",
+                            "--lr": "1e-06"}.items():  # fmt: skip
+        assert _value(words, argument) == value
+    assert {"--moe-tp-extend-ep", "--moe-grouped-gemm", "--moe-permutation-async-comm", "--swap-optimizer",
+            "--sequence-parallel", "--use-distributed-optimizer", "--bf16"} <= set(words)  # fmt: skip
+
+
+def test_worker_section_says_the_same_as_the_whole_configuration(die256):
+    assert _words(die256.actor_rollout_ref) == _words(die256)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ([f"{ACTOR}virtual_pipeline_model_parallel_size=2"], "virtual_pipeline_model_parallel_size is 2"),
+        ([f"{ACTOR}context_parallel_size=2", f"{REF}context_parallel_size=2"], "context_parallel_size is 2"),
+        ([f"{ACTOR}use_dist_checkpointing=true"], "stacked experts"),
+        ([f"+{ACTOR}override_transformer_config.num_layers_in_first_pipeline_stage=1"], "recipe.train"),
+        ([f"{ACTOR}tensor_model_parallel_size=2"], "cuts each expert by TP 2"),
+        ([f"{ACTOR}tensor_model_parallel_size=2", f"{ACTOR}sequence_parallel=false",
+          "recipe.train.expert_split=tp_extend_ep"], "loses part of the rotary key's gradient"),
+        ([f"{ACTOR}tensor_model_parallel_size=2", f"{ACTOR}expert_model_parallel_size=1",
+          "recipe.train.expert_split=tp_extend_ep"], "a multiple of TP 2"),
+        ([f"{ACTOR}tensor_model_parallel_size=2", f"{ACTOR}expert_tensor_parallel_size=2",
+          "recipe.train.expert_split=tp_extend_ep"], "keeps experts whole"),
+        (["recipe.train.swap_optimizer=true", f"{ACTOR}optimizer_offload=true", "recipe.dtype=bf16"],
+         "on the host already"),
+        (["recipe.train.swap_optimizer=true"], "no states for fp32 weights"),
+        ([f"{REF}sequence_parallel=false"], "ref.megatron.sequence_parallel is False: must equal"),
+        (["actor_rollout_ref.model.enable_gradient_checkpointing=true"], "must say full or selective"),
+        ([f"{OPTIM}total_training_steps=4", f"{OPTIM}lr_warmup_steps=4"], "warm-up"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_done_is_refused_with_its_reason(overrides, said):
+    with pytest.raises(ConfigError, match=said):
+        _words(_tiny(*overrides))
+
+
+def test_explain_does_not_raise():
+    rows = explain(_tiny(f"{ACTOR}virtual_pipeline_model_parallel_size=2"))
+    assert [row.key for row in rows if row.how == "refused"] == ["actor.megatron.virtual_pipeline_model_parallel_size"]
+
+
+def test_learning_rate_schedule():
+    words = _words(_tiny(f"{OPTIM}warmup_style=cosine", f"{OPTIM}lr_warmup_steps_ratio=0.1", f"{OPTIM}min_lr_ratio=0.5",
+                         f"{OPTIM}total_training_steps=50", f"{OPTIM}lr=1e-3"))  # fmt: skip
+    expected = {"--lr-decay-style": "cosine", "--lr-warmup-iters": "5", "--min-lr": "0.0005", "--lr-decay-iters": "50"}
+    assert {argument: _value(words, argument) for argument in expected} == expected
+
+
+def test_experts_by_tp_as_megatron_does():
+    words = _words(_tiny(f"{ACTOR}tensor_model_parallel_size=2", f"{ACTOR}expert_tensor_parallel_size=2"))
+    assert _value(words, "--expert-model-parallel-size") == "2"
+    assert "--moe-tp-extend-ep" not in words
+
+
+def test_fp32_leaves_router_gating_alone():
+    assert "--router-gating-in-fp32" not in _words(_tiny("recipe.dtype=fp32"))
+    assert "--router-gating-in-fp32" in _words(_tiny("recipe.dtype=bf16"))
+
+
+def test_explaining_needs_no_torch():
+    code = "import sys, verl_patches.training.engine_arguments; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

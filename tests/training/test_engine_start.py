@@ -1,0 +1,119 @@
+"""Engine start on line a3: upstream's own parsers and validators see what our table makes of a configuration."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).resolve().parent
+SOURCES = {"verl": "verl", "Megatron-LM": "megatron", "MindSpeed": "mindspeed", "MindSpeed-LLM": "mindspeed_llm"}
+ACTOR = "actor_rollout_ref.actor.megatron."
+TP2 = [f"{ACTOR}tensor_model_parallel_size=2", "recipe.train.expert_split=tp_extend_ep"]
+PP2 = [f"{ACTOR}pipeline_model_parallel_size=2"]
+# name -> (configuration, ranks, overrides, what upstream says); the first is what the process is prepared for
+CASES = {
+    "base": ("grpo_deepseekv3_tiny_cpu", 2, TP2, None),
+    "die256": ("grpo_deepseekv3_256die_true_weight", 256, ["recipe.train.swap_optimizer=false"], None),
+    "recompute": ("grpo_deepseekv3_tiny_cpu", 2, [*TP2, "actor_rollout_ref.model.enable_gradient_checkpointing=true",
+        "actor_rollout_ref.model.gradient_checkpointing_kwargs.activations_checkpoint_granularity=full",
+        "actor_rollout_ref.model.gradient_checkpointing_kwargs.activations_checkpoint_method=block",
+        "actor_rollout_ref.model.gradient_checkpointing_kwargs.activations_checkpoint_num_layers=2"], None),
+    "layer_list": ("grpo_deepseekv3_tiny_cpu", 4, [*TP2, *PP2, "recipe.train.layers_per_stage=[1,3]"], None),
+    "no_grouped_gemm": ("grpo_deepseekv3_tiny_cpu", 2, [*TP2, "+recipe.train.grouped_gemm=false"],
+                        "moe-tp-extend-ep` needs `--moe-permutation-async-comm` and `--moe-grouped-gemm"),
+    "too_many_stages": ("grpo_deepseekv3_tiny_cpu", 4, [*TP2, *PP2, "recipe.train.layers_per_stage=[1,1,2]"],
+                        "num_layer_list"),
+    "too_long": ("grpo_deepseekv3_tiny_cpu", 2, [*TP2, "data.max_response_length=4096"], "upstream refuses"),
+    "selective_with_method": ("grpo_deepseekv3_tiny_cpu", 2,
+        [*TP2, "actor_rollout_ref.model.enable_gradient_checkpointing=true",
+         "actor_rollout_ref.model.gradient_checkpointing_kwargs.activations_checkpoint_granularity=selective",
+         "actor_rollout_ref.model.gradient_checkpointing_kwargs.activations_checkpoint_method=block"],
+        "not yet supported for selective"),
+    "three_ranks": ("grpo_deepseekv3_tiny_cpu", 3, TP2, "world size"),
+    "too_few_ranks": ("grpo_deepseekv3_tiny_cpu", 1, TP2, "tensor_model_parallel_size: asked 2, got 1"),
+    "bad_word": ("grpo_deepseekv3_tiny_cpu", 2, [*TP2, "actor_rollout_ref.actor.optim.warmup_style=sine"],
+                 "invalid choice: 'sine'"),
+    "other_features": ("grpo_deepseekv3_tiny_cpu", 2, [*TP2, "+recipe.train.fused_permute=false"],
+                       "use_fused_moe_token_permute_and_unpermute True, now False"),
+}  # fmt: skip
+pytestmark = [pytest.mark.slow, pytest.mark.upstream]
+
+
+@pytest.fixture(scope="module")
+def folders(pytestconfig) -> list[Path]:
+    upstream = pytestconfig.getoption("--upstream")
+    folders = [upstream / name for name in SOURCES]
+    if not all((f / package).is_dir() for f, package in zip(folders, SOURCES.values(), strict=True)):
+        pytest.skip(f"--upstream {upstream} holds no checkouts of {', '.join(SOURCES)}: fetch-upstream makes them")
+    return folders
+
+
+@pytest.fixture(scope="module")
+def cases(folders, tmp_path_factory) -> Path:
+    return _cases(tmp_path_factory.mktemp("cases"), folders[0])
+
+
+@pytest.fixture(scope="module")
+def found(folders, cases):
+    return _run(folders, cases)
+
+
+def _cases(folder: Path, verl: Path) -> Path:
+    from omegaconf import OmegaConf, open_dict
+
+    from verl_patches.cluster.compose import CONFIGS_DIR, compose
+
+    for name, (config_name, ranks, overrides, _) in CASES.items():
+        added = dict(word[1:].split("=") for word in overrides if word.startswith("+recipe"))
+        plain = [word for word in overrides if not word.startswith("+recipe")]
+        config = compose(config_name, plain, verl_path=verl)
+        section = config.actor_rollout_ref
+        with open_dict(section):
+            section.recipe = config.recipe
+            for key, value in added.items():  # keys that a schema may not list yet
+                OmegaConf.update(section, key, json.loads(value), force_add=True)
+        hf = {**json.loads((CONFIGS_DIR / config.recipe.model_shape).read_text()), "num_nextn_predict_layers": 0}
+        case = {"world_size": ranks, "config": OmegaConf.to_container(section, resolve=True), "hf": hf}
+        (folder / f"{name}.json").write_text(json.dumps(case))
+    return folder
+
+
+def _run(folders: list[Path], *words):
+    environment = {**os.environ, "VERL_PATCHES": "line=a3,platform=cpu", "TORCHDYNAMO_DISABLE": "1",
+                   "PYTHONPATH": os.pathsep.join([*map(str, folders), str(HERE.parents[1])])}  # fmt: skip
+    command = [sys.executable, "-W", "ignore", str(HERE / "engine_start_probe.py"), *map(str, words)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case[3]])
+def test_upstream_refuses_in_its_own_words(found, name):
+    assert isinstance(found[name], str), f"{name} was accepted"
+    assert CASES[name][3] in found[name]
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if not case[3]])
+def test_upstream_takes_the_rest(found, name):
+    assert isinstance(found[name], dict), found[name]
+
+
+def test_256_dies_as_megatron_sees_them(found):
+    args = found["die256"]
+    expected = {"data_parallel_size": 8, "expert_model_parallel_size": 8, "moe_tp_extend_ep": True, "num_layers": 61,
+                "num_layer_list": "7,7,8,8,8,8,8,7", "recompute_num_layers": 8, "sequence_parallel": True,
+                "moe_router_bias_update_rate": 0.0, "adam_beta2": 0.999, "clip_grad": 1.0}  # fmt: skip
+    assert {key: args[key] for key in expected} == expected
+
+
+def test_megatron_before_mindspeed_is_refused(folders, cases):
+    assert "megatron.core is imported already" in _run(folders, cases, "megatron.core.parallel_state")
+
+
+def test_what_the_adaptor_leaves_behind(found):
+    assert found["compile_is_torchs"] and found["argv_is_ours"]
