@@ -10,12 +10,14 @@ import pytest
 
 from verl_patches.catalog import FUNCTIONAL, ROWS, STAND_INS
 from verl_patches.errors import ConfigError
+from verl_patches.model import a3_rows
 from verl_patches.patching.contract import check, installed_roots
 from verl_patches.patching.engine import Engine
 from verl_patches.patching.fingerprint import fingerprint, reviewed
 from verl_patches.patching.row_contract import Sources
+from verl_patches.patching.spec import LINES
 from verl_patches.patching.switches import Switches
-from verl_patches.platform.cpu import rows_megatron, rows_torch, rows_vllm
+from verl_patches.platform.cpu import rows_megatron, rows_mindspeed, rows_npu, rows_torch, rows_vllm
 
 ROOT = Path(__file__).resolve().parent.parent
 # compiled originals; None where vLLM sees no GPU (vllm_experts); a decorator's *args, **kwargs (reshard.switch)
@@ -30,13 +32,14 @@ def prelude(platform, code=PRELUDE, **env):
         **({"VERL_PATCHES": f"line=pypi,platform={platform}"} if platform else {}), **env})
 
 
+@pytest.mark.parametrize("line", LINES)
 @pytest.mark.parametrize("platform", ["npu", "cuda"])
-def test_stand_ins_are_for_cpu_only(platform):
-    wanted = Engine(ROWS, Switches("pypi", platform)).wanted
+def test_stand_ins_are_for_cpu_only(platform, line):
+    wanted = Engine(ROWS, Switches(line, platform)).wanted
     assert wanted and wanted.isdisjoint(row.id for row in STAND_INS)
-    asked = Switches("pypi", platform, tuple(f"+{row.id}" for row in STAND_INS))
+    asked = Switches(line, platform, tuple(f"+{row.id}" for row in STAND_INS))
     assert Engine(ROWS, asked).wanted.isdisjoint(row.id for row in STAND_INS)
-    assert {row.id for row in STAND_INS} <= Engine(ROWS, Switches("pypi", "cpu")).wanted
+    assert {row.id for row in STAND_INS if line in row.lines} <= Engine(ROWS, Switches(line, "cpu")).wanted
 
 
 @pytest.mark.slow
@@ -86,8 +89,12 @@ def named_in(source):
 
 
 def test_every_row_is_named_by_a_test():
-    """Rows of the three tables are tested table-wise: their own tests assert that no row of the table is left out."""
-    tables = {row.id for rows in (rows_torch, rows_megatron, rows_vllm) for row in rows.ROWS}
+    """Rows of the tables are tested table-wise: their own tests assert that no row of the table is left out.
+
+    Those of line a3: tests/loop/test_a3_smoke.py, where each is active in the processes that it is for.
+    """
+    tables = {row.id for rows in (rows_torch, rows_megatron, rows_vllm, rows_npu, rows_mindspeed, a3_rows)
+              for row in rows.ROWS}
     modules = [p for p in (ROOT / "tests").rglob("*.py") if p.name != "test_catalog.py"]
     words = set().union(*(named_in(p.read_text()) for p in modules))
     assert [row.id for row in ROWS if row.id not in words and row.id not in tables] == []

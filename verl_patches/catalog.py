@@ -5,12 +5,14 @@
 Rows of platform `cpu` only (stand-ins for what a machine without an accelerator lacks) come last, from platform/cpu/.
 """
 
+from verl_patches.model import a3_rows
 from verl_patches.patching.spec import PatchSpec
-from verl_patches.platform.cpu import rows_megatron, rows_torch, rows_verl, rows_vllm
+from verl_patches.platform.cpu import rows_megatron, rows_mindspeed, rows_npu, rows_torch, rows_verl, rows_vllm
 
 _WORKERS = "verl.workers.megatron_workers"
 _ACTOR = f"{_WORKERS}:ActorRolloutRefWorker"
 _TRAINER = "verl.trainer.ppo.ray_trainer"
+_A3, _BOTH = frozenset({"a3"}), frozenset({"pypi", "a3"})
 _CONTROLLER, _WORKER = frozenset({"controller"}), frozenset({"worker"})
 _NEVER = "none: it is what this recipe adds to verl"
 
@@ -18,7 +20,8 @@ _NEVER = "none: it is what this recipe adds to verl"
 def _timed_offload(name: str) -> PatchSpec:
     return PatchSpec(
         id=f"memory.time_{name}", stage="memory", target=f"verl.utils.megatron_utils:{name}", kind="wrap",
-        provider="verl_patches.memory.phase_clock:time_offload", bindings=(f"{_WORKERS}:{name}",), processes=_WORKER,
+        provider="verl_patches.memory.phase_clock:time_offload", bindings=(f"{_WORKERS}:{name}",),
+        processes=_WORKER, lines=_BOTH,
         why="verl counts offload inside rollout, log-prob, ref and update; the step table shows it by itself.",
         exit="verl times offload as a phase of its own",
     )
@@ -27,7 +30,7 @@ def _timed_offload(name: str) -> PatchSpec:
 ROLLOUT: tuple[PatchSpec, ...] = (
     PatchSpec(
         id="rollout.llm_arguments", stage="rollout", target="vllm.entrypoints.llm:LLM.__init__", kind="wrap",
-        provider="verl_patches.rollout.engine:drop_empty_image_arguments", processes=_WORKER,
+        provider="verl_patches.rollout.engine:drop_empty_image_arguments", processes=_WORKER, lines=_BOTH,
         why="verl 0.4.0 passes limit_mm_per_prompt=None and disable_mm_preprocessor_cache=True for text models too "
             "(vllm_rollout_spmd.py:159-160); vLLM 0.9.1 wants a dict for the first and refuses the second for "
             "text-only models (config.py:695).",
@@ -35,7 +38,7 @@ ROLLOUT: tuple[PatchSpec, ...] = (
     ),
     PatchSpec(
         id="rollout.dp_place", stage="rollout", target="vllm.config:ParallelConfig.__post_init__", kind="wrap",
-        provider="verl_patches.rollout.data_parallel:place_in_launcher", processes=_WORKER,
+        provider="verl_patches.rollout.data_parallel:place_in_launcher", processes=_WORKER, lines=_BOTH,
         why="With external_launcher and data_parallel_size > 1 vLLM 0.9.1 makes every process DP rank 0 with a port of "
             "its own (config.py:1885-1887), so DP ranks never meet.",
         exit="vLLM derives DP rank and meeting point from the launcher when engines are started from outside",
@@ -43,10 +46,27 @@ ROLLOUT: tuple[PatchSpec, ...] = (
     PatchSpec(
         id="rollout.fp32_router", stage="rollout",
         target="vllm.model_executor.models.deepseek_v2:DeepseekV2MoE.__init__", kind="wrap",
-        provider="verl_patches.rollout.engine:route_in_fp32", processes=_WORKER,
+        provider="verl_patches.rollout.engine:route_in_fp32", processes=_WORKER, lines=_BOTH,
         why="vLLM 0.9.1 routes in the model's dtype (deepseek_v2.py:105-118), training and the checkpoint's bias are "
             "fp32: in bf16 near scores change places and tokens go to other experts than in training.",
         exit="vLLM routes DeepSeek-V3 in fp32",
+    ),
+    PatchSpec(
+        id="rollout.absorb_mla_again", stage="rollout", kind="wrap",
+        target="vllm.model_executor.models.deepseek_v2:DeepseekV2ForCausalLM.load_weights",
+        provider="verl_patches.rollout.engine:absorb_mla_again", processes=_WORKER, lines=_A3,
+        why="vLLM's MLA decodes with projections that it derives from kv_b_proj at start (mla/common.py:1115) and that "
+            "follow a weight sync as views of it only; MindSpeed makes torch.Tensor.view copy "
+            "(mindspeed/megatron_adaptor.py:157), so that decoding would go on with the first weights.",
+        exit="vLLM derives them again when weights are loaded, or MindSpeed leaves torch.Tensor.view alone",
+    ),
+    PatchSpec(
+        id="rollout.keep_log_probs", stage="rollout", kind="wrap",
+        target="verl.workers.rollout.vllm_rollout.vllm_rollout_spmd:vLLMRollout.generate_sequences",
+        provider="verl_patches.rollout.log_probs:keep_sampled", processes=_WORKER, lines=_A3,
+        why="verl 54c9b736 has vLLM compute the log-probs of sampled tokens (vllm_rollout_spmd.py:162) and drops them; "
+            "the truth check compares them with the actor's.",
+        exit="the pins move to verl 0.4.0 or later, which keeps them",
     ),
 )
 
@@ -76,7 +96,7 @@ MODEL: tuple[PatchSpec, ...] = (
     ),
     PatchSpec(
         id="model.train_dtype", stage="model", target=f"{_ACTOR}._build_model_optimizer", kind="wrap",
-        provider="verl_patches.model.precision:build_in_asked_dtype", processes=_WORKER,
+        provider="verl_patches.model.precision:build_in_asked_dtype", processes=_WORKER, lines=_BOTH,
         needs=("model.optimizer_dtype",),
         why="The Megatron worker writes bfloat16 down (verl/workers/megatron_workers.py:334); fp32 is what tells a "
             "wrong weight from rounding.",
@@ -84,7 +104,7 @@ MODEL: tuple[PatchSpec, ...] = (
     ),
     PatchSpec(
         id="model.optimizer_dtype", stage="update", target="verl.utils.megatron.optimizer:get_megatron_optimizer",
-        kind="wrap", provider="verl_patches.model.precision:optimizer_of_model_dtype", processes=_WORKER,
+        kind="wrap", provider="verl_patches.model.precision:optimizer_of_model_dtype", processes=_WORKER, lines=_BOTH,
         why="verl's optimizer config says bf16 whatever the model is (verl/utils/megatron_utils.py:207).",
         exit="verl derives the optimizer's dtype from the model's",
     ),
@@ -93,36 +113,36 @@ MODEL: tuple[PatchSpec, ...] = (
 TRAINING: tuple[PatchSpec, ...] = (
     PatchSpec(
         id="update.fit_as_run", stage="update", target=f"{_TRAINER}:RayPPOTrainer.fit", kind="wrap",
-        provider="verl_patches.training.run:fit_as_run", processes=_CONTROLLER,
+        provider="verl_patches.training.run:fit_as_run", processes=_CONTROLLER, lines=_BOTH,
         why="Proofs before step 1 (rows active, equal digests), record or replay of rollouts, summary.json.",
         exit=_NEVER,
     ),
     PatchSpec(
         id="update.prove_patches", stage="update", target=f"{_ACTOR}.prove_patches", kind="extend",
-        provider="verl_patches.training.worker:prove_patches",
+        provider="verl_patches.training.worker:prove_patches", lines=_BOTH,
         why="The controller asks every worker for its digest and row states before step 1.", exit=_NEVER,
     ),
     PatchSpec(
         id="update.take_phase_seconds", stage="update", target=f"{_ACTOR}.take_phase_seconds", kind="extend",
-        provider="verl_patches.training.worker:take_phase_seconds",
+        provider="verl_patches.training.worker:take_phase_seconds", lines=_BOTH,
         why="Seconds of reshard and offload are known in the workers only; verl 0.4.0 has no way to ask for them.",
         exit=_NEVER,
     ),
     PatchSpec(
         id="update.log_with_run", stage="update", target="verl.utils.tracking:Tracking.log", kind="wrap",
-        provider="verl_patches.training.run:log_with_run", processes=_CONTROLLER,
+        provider="verl_patches.training.run:log_with_run", processes=_CONTROLLER, lines=_BOTH,
         why="One place sees every step's metrics: phase table, summary.json and the log-prob check.", exit=_NEVER,
     ),
     PatchSpec(
         id="logprob.truth_check", stage="logprob", target="verl.trainer.ppo.metric_utils:compute_data_metrics",
         kind="wrap", provider="verl_patches.training.truth_check:add_to_metrics",
-        bindings=(f"{_TRAINER}:compute_data_metrics",), processes=_CONTROLLER,
+        bindings=(f"{_TRAINER}:compute_data_metrics",), processes=_CONTROLLER, lines=_BOTH,
         why="verl compares probabilities, which hides errors of rare tokens; log-probs show a wrong weight at once.",
         exit="verl reports |log-prob delta| of rollout and actor (0.5 and later: rollout correction metrics)",
     ),
     PatchSpec(
         id="reshard.sync_mode", stage="reshard", target=f"{_ACTOR}._build_rollout", kind="wrap",
-        provider="verl_patches.training.worker:rollout_with_sync_mode", processes=_WORKER,
+        provider="verl_patches.training.worker:rollout_with_sync_mode", processes=_WORKER, lines=_BOTH,
         why="recipe.weight_sync must reach the sharding manager, which verl gives no configuration.", exit=_NEVER,
     ),
     PatchSpec(
@@ -131,6 +151,13 @@ TRAINING: tuple[PatchSpec, ...] = (
         provider="verl_patches.reshard.sync_switch:timed_and_switched", processes=_WORKER,
         why="Counts weight sync as a phase, and can leave it out after the first step: the control run without sync.",
         exit="our own resharder takes this place",
+    ),
+    PatchSpec(
+        id="reshard.switch_and_wake", stage="reshard",
+        target="verl.workers.sharding_manager.megatron_vllm:MegatronVLLMShardingManager.__enter__", kind="wrap",
+        provider="verl_patches.reshard.sync_switch:timed_and_switched_with_cache", processes=_WORKER, lines=_A3,
+        why="As reshard.switch; at verl 54c9b736 this method wakes vLLM's KV cache too (megatron_vllm.py:334).",
+        exit="the pins move to verl 0.4.0 or later, where reshard.switch serves",
     ),
     PatchSpec(
         id="reshard.local_names", stage="reshard", target="verl.utils.model:normalize_model_name", kind="wrap",
@@ -144,8 +171,10 @@ TRAINING: tuple[PatchSpec, ...] = (
                           "load_megatron_optimizer", "offload_megatron_optimizer")),
 )
 
-FUNCTIONAL: tuple[PatchSpec, ...] = (*ROLLOUT, *MODEL, *TRAINING)
+FUNCTIONAL: tuple[PatchSpec, ...] = (*ROLLOUT, *MODEL, *a3_rows.ROWS, *TRAINING)
 
-STAND_INS: tuple[PatchSpec, ...] = (*rows_torch.ROWS, *rows_megatron.ROWS, *rows_vllm.ROWS, *rows_verl.ROWS)
+STAND_INS: tuple[PatchSpec, ...] = (
+    *rows_torch.ROWS, *rows_npu.ROWS, *rows_mindspeed.ROWS, *rows_megatron.ROWS, *rows_vllm.ROWS, *rows_verl.ROWS,
+)
 
 ROWS: tuple[PatchSpec, ...] = (*FUNCTIONAL, *STAND_INS)

@@ -23,7 +23,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("overrides", nargs="*")
     given = parser.parse_args(arguments)
     config = compose(given.config_name, given.overrides)
-    ray_start.start(**ray_options(config))
+    ray_start.start(**ray_options(config), engine=engine_section(config))
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -43,6 +43,15 @@ def run_task_runner(config) -> None:
     from verl.trainer.main_ppo import TaskRunner
 
     TaskRunner.__ray_metadata__.modified_class().run(config)
+
+
+def engine_section(config) -> dict | None:
+    """What line a3's workers prepare their engine from before they import Megatron; other lines need nothing."""
+    from omegaconf import OmegaConf
+
+    from verl_patches.cluster.trees import LINE
+
+    return OmegaConf.to_container(config.actor_rollout_ref) if config.recipe.line == LINE else None
 
 
 def ray_options(config) -> dict:

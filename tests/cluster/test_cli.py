@@ -1,5 +1,6 @@
 """The two commands as a user types them, up to the point where a run would start."""
 
+import importlib.util
 import json
 
 import pytest
@@ -8,6 +9,7 @@ from typer.testing import CliRunner
 
 from verl_patches.catalog import ROWS
 from verl_patches.cluster import cli, launch
+from verl_patches.cluster.compose import VERL_CONFIG, verl_config_dir
 from verl_patches.errors import ConfigError
 
 LARGE = "grpo_deepseekv3_256die_true_weight"
@@ -20,6 +22,17 @@ def call():
     return lambda *arguments: CliRunner().invoke(app, list(arguments))
 
 
+@pytest.fixture
+def upstream(tmp_path):
+    """Folders named as the line's sources, with verl's configuration and nothing else."""
+    for name, package in {"verl": "verl/trainer/config", "Megatron-LM": "megatron", "MindSpeed": "mindspeed",
+                          "MindSpeed-LLM": "mindspeed_llm"}.items():
+        (tmp_path / name / package).mkdir(parents=True)
+    base = verl_config_dir() / f"{VERL_CONFIG}.yaml"
+    (tmp_path / "verl/verl/trainer/config" / base.name).write_text(base.read_text())
+    return tmp_path
+
+
 def test_help_lists_the_options(call):
     text = call("smoke", "--help").output
     for option in ("--train-layout", "--rollout-tp", "--rollout-dp", "--steps", "--dtype", "--replay", "--learn"):
@@ -27,12 +40,42 @@ def test_help_lists_the_options(call):
 
 
 def test_a_start_that_would_ignore_keys_is_refused(call):
-    error = call("train", "--config-name", LARGE).exception
+    error = call("train", "--config-name", LARGE, "recipe.line=pypi").exception
     assert isinstance(error, ConfigError)
     assert "recipe.train.layers_per_stage, recipe.train.swap_optimizer" in str(error)
-    error = call("train", "--config-name", LARGE, "recipe.line=a3").exception
-    rows_of_a3 = [row for row in ROWS if "a3" in row.lines]
-    assert isinstance(error, ConfigError) and (rows_of_a3 or "no row yet" in str(error))
+
+
+def test_on_line_a3_only_the_machine_is_missing(call):
+    assert importlib.util.find_spec("torch_npu") is None
+    error = call("train", "--config-name", LARGE).exception
+    assert isinstance(error, ConfigError) and "torch_npu is not installed" in str(error)
+
+
+@pytest.mark.parametrize(("version", "words"), [("0.4.0", "composed over verl 0.4.0"), (None, "of an unknown version"),
+                                                ("0.3.1.dev", "recipe.ray_address is null")])
+def test_a_start_over_another_verl_than_the_lines_is_refused(call, upstream, version, words):
+    if version:
+        file = upstream / "verl/verl/version/version"
+        file.parent.mkdir()
+        file.write_text(f"{version}\n")
+    error = call("train", "--config-name", "grpo_deepseekv3_tiny_cpu", "--upstream", str(upstream), "recipe.line=a3",
+                 "trainer.nnodes=2").exception  # the last: so that nothing starts
+    assert isinstance(error, ConfigError) and words in str(error)
+
+
+@pytest.mark.parametrize(("arguments", "words"), [
+    (("smoke", "--line", "a3"), r"--upstream DIR; bash scripts/fetch_upstream.sh --dest DIR"),
+    (("smoke", "--line", "a3", "--upstream", "/no/such"), "found no verl/verl"),
+    (("train", "--config-name", "grpo_deepseekv3_tiny_cpu", "recipe.line=a3"), "--upstream DIR")])
+def test_line_a3_on_a_cpu_needs_its_sources(call, arguments, words):
+    error = call(*arguments).exception
+    assert isinstance(error, ConfigError) and words in str(error)
+
+
+def test_a_key_that_mindspeed_cannot_act_on_is_refused_before_anything_starts(call, upstream):
+    error = call("smoke", "--line", "a3", "--upstream", str(upstream), "--train-layout", "tp2",
+                 "actor_rollout_ref.actor.megatron.sequence_parallel=false").exception
+    assert isinstance(error, ConfigError) and "actor.megatron.sequence_parallel is False" in str(error)
 
 
 def test_several_nodes_need_a_ray_that_runs(call):

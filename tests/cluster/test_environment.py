@@ -8,6 +8,7 @@ from verl_patches.cluster.environment import derive, process_environment, worker
 from verl_patches.cluster.pins import load_pins
 
 TINY, LARGE = "grpo_deepseekv3_tiny_cpu", "grpo_deepseekv3_256die_random_init"
+WEIGHTS = "grpo_deepseekv3_256die_true_weight"
 
 
 @functools.cache
@@ -19,10 +20,13 @@ def variables(name, *overrides):
     return {v.name: v for v in derive(config_of(name, *overrides), temp_dir="/tmp/vp-x")}
 
 
-@pytest.mark.parametrize(("name", "line"), [(TINY, "pypi"), (LARGE, "pypi"), (LARGE, "a3")])
+@pytest.mark.parametrize(("name", "line"), [(TINY, "pypi"), (TINY, "a3"), (LARGE, "a3"), (WEIGHTS, "a3"),
+                                            (WEIGHTS, "pypi")])
 def test_every_variable_is_one_of_the_pin_file_with_an_allowed_value(name, line):
     pins = load_pins()
     found = variables(name, f"recipe.line={line}")
+    unread = {name for name in found if not pins.environment[name].reads(line)}
+    assert not unread if (name, line) != (WEIGHTS, "pypi") else "VLLM_ENABLE_FIX_ROUTE" in unread
     for variable in found.values():
         assert variable.reason and pins.environment[variable.name].accepts(variable.value), variable
         assert variable.read_by == pins.read_by(variable.name, line) and variable.read_by
@@ -30,10 +34,10 @@ def test_every_variable_is_one_of_the_pin_file_with_an_allowed_value(name, line)
 
 
 def test_where_a_variable_is_read_follows_the_line():
-    megatron = {line: variables(LARGE, f"recipe.line={line}")["CUDA_DEVICE_MAX_CONNECTIONS"].read_by
+    megatron = {line: variables(WEIGHTS, f"recipe.line={line}")["CUDA_DEVICE_MAX_CONNECTIONS"].read_by
                 for line in ("pypi", "a3")}
     assert "mindspeed/" in megatron["a3"] and "mindspeed/" not in megatron["pypi"]
-    only_there = variables(LARGE)["VLLM_ENABLE_FIX_ROUTE"].read_by
+    only_there = variables(WEIGHTS, "recipe.line=pypi")["VLLM_ENABLE_FIX_ROUTE"].read_by
     assert only_there == "a3: vllm_ascend/ops/fused_moe.py:945"
 
 
@@ -49,8 +53,7 @@ def test_switches_and_routing_follow_the_recipe():
     assert variables(TINY)["VERL_PATCHES"].value == "line=pypi,platform=cpu"
     patched = variables(TINY, "recipe.patches=[+a.b,-c.*]")["VERL_PATCHES"].value
     assert patched == "line=pypi,platform=cpu,+a.b,-c.*"
-    both = (LARGE, LARGE.replace("random_init", "true_weight"))
-    routes = [variables(name)["VLLM_ENABLE_FIX_ROUTE"].value for name in both]
+    routes = [variables(name)["VLLM_ENABLE_FIX_ROUTE"].value for name in (LARGE, WEIGHTS)]
     assert routes == ["1", "0"]  # never unset: vllm-ascend takes int() of it
     assert "VLLM_ENABLE_FIX_ROUTE" not in variables(TINY) and variables(TINY)["VLLM_USE_V1"].value == "0"
 

@@ -8,81 +8,15 @@ from pathlib import Path
 
 import pytest
 
+from tests.cluster.small_upstream import NOWHERE, WORKER, WORKER_TEXT, commit, git, line_of, run
 from verl_patches.cluster import fetch as fetch_module
 from verl_patches.cluster import git_tree, upstream_tree
 from verl_patches.cluster.fetch import fetch_upstream
 from verl_patches.cluster.mirrors import candidates, sources
 from verl_patches.cluster.pins import Repository, load_pins
 from verl_patches.errors import ConfigError
-from verl_patches.patching.contract import PACKAGES
 from verl_patches.patching.engine import PatchError
 from verl_patches.patching.prelude_line import LINE
-
-WORKER = "verl/workers/megatron_workers.py"
-WORKER_TEXT = "import logging\n\nimport torch\n\n\nclass ActorRolloutRefWorker:\n    pass\n"
-NOWHERE = "http://127.0.0.1:9/owner/verl.git"  # nothing listens there
-
-
-def git(folder: Path, *args: str) -> str:
-    identity = ("-c", "user.name=t", "-c", "user.email=t@t", "-c", "init.defaultBranch=main")
-    done = subprocess.run(["git", *identity, "-C", str(folder), *args], capture_output=True, text=True, check=True)
-    return done.stdout.strip()
-
-
-def commit(repo: Path, files: dict[str, str], *, parent: str | None = None) -> str:
-    if parent:
-        git(repo, "checkout", "-q", "--detach", parent)
-    for name, text in files.items():
-        (repo / name).parent.mkdir(parents=True, exist_ok=True)
-        (repo / name).write_text(text)
-    git(repo, "add", "-A")
-    git(repo, "commit", "-q", "-m", "c")
-    return git(repo, "rev-parse", "HEAD")
-
-
-class Upstream:
-    """`owner/verl.git`: branch main with two commits, pull request 7 based on the first one."""
-
-    def __init__(self, folder: Path):
-        work = folder / "work"
-        work.mkdir()
-        git(work, "init", "-q")
-        self.first = commit(work, {WORKER: WORKER_TEXT, "verl/a.py": "a = 1\n", ".gitignore": "*.pyc\n"})
-        self.second = commit(work, {"verl/a.py": "a = 2\n"})
-        self.pull = commit(work, {"verl/b.py": "b = 1\n"}, parent=self.first)
-        git(work, "checkout", "-q", "main")
-        self.bare = folder / "owner" / "verl.git"
-        self.bare.parent.mkdir()
-        git(folder, "clone", "-q", "--mirror", str(work), str(self.bare))
-        git(self.bare, "fetch", "-q", str(work), f"{self.pull}:refs/pull/7/head")
-
-    def pin(self, at: str, **more) -> Repository:
-        tree = git(self.bare, "rev-parse", f"{at}^{{tree}}")
-        facts = {"url": str(self.bare), "commit": at, "tree": tree, "packages": ["verl"], "version": "1", **more}
-        return Repository.model_validate(facts)
-
-
-@pytest.fixture
-def upstream(tmp_path):
-    folder = tmp_path / "remote"
-    folder.mkdir()
-    return Upstream(folder)
-
-
-@pytest.fixture
-def dest(tmp_path, monkeypatch):
-    """Where trees go; the catalogue has nothing to say about the small repositories."""
-    monkeypatch.setattr(fetch_module, "_check_report", lambda line, dest: {"state": "empty", "rows": [], "counts": {}})
-    return tmp_path / "dest"
-
-
-def line_of(**repositories: Repository):
-    return load_pins().line("pypi").model_copy(update={"repositories": repositories})
-
-
-def run(dest, pin, mirror=None, **more):
-    report = fetch_upstream("test", line_of(verl=pin), dest, mirror, **more)
-    return report, {finding.name: finding for finding in report.findings}
 
 
 def test_a_fresh_tree_is_verified_and_carries_the_prelude_line_once(upstream, dest):
@@ -388,39 +322,3 @@ def test_wrong_use(upstream, dest, tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="cannot be written"):
         run(tmp_path / "file", upstream.pin(upstream.first))
-
-
-def test_what_the_check_says_decides(upstream, dest, monkeypatch):
-    row = {"name": "a.row", "state": "problem", "where": "f.py:3", "expected": "x", "found": "y", "todo": "z",
-           "details": ["statement"]}
-    counts = {"fine": 1, "note": 0, "problem": 1}
-    pin = upstream.pin(upstream.first)
-    for said, states in (
-        ({"state": "problem", "counts": counts, "rows": [row]}, {"check": "problem", "a.row": "problem"}),
-        ({"state": "fine", "counts": counts, "rows": []}, {"check": "fine"}),
-        ("check ended with 2: why", {"check": "problem"}),
-    ):
-        monkeypatch.setattr(fetch_module, "_check_report", lambda line, dest, said=said: said)
-        report, found = run(dest, pin)
-        assert {name: found[name].state for name in states} == states
-        assert report.exit_code == ("problem" in states.values())
-
-
-def test_the_check_runs_only_over_a_whole_line(upstream, dest):
-    pins = {"verl": upstream.pin(upstream.first), "second": upstream.pin(upstream.second, packages=[])}
-    report = fetch_upstream("test", line_of(**pins), dest, only=["verl"])
-    assert report.exit_code == 0
-    assert report.findings[-1].state == "note" and "no second" in report.findings[-1].found
-
-
-def test_the_real_check_is_understood(tmp_path):
-    """Over packages without a module: every row of the line is a problem, and each becomes a finding of ours."""
-    for package in PACKAGES["pypi"]:
-        (tmp_path / package).mkdir()
-    first, *problems = fetch_module._checked("pypi", load_pins().line("pypi"), tmp_path)
-    assert first.state == "problem" and first.found.endswith("problem") and "check --upstream" in first.todo
-    assert "model.config" in {finding.name for finding in problems} and {f.state for f in problems} == {"problem"}
-
-
-def test_a_check_that_cannot_run_says_why(tmp_path):
-    assert "expected one of pypi, a3" in fetch_module._check_report("nonsense", tmp_path)

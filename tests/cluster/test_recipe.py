@@ -1,13 +1,24 @@
+from dataclasses import fields
+
 import pytest
 
-from verl_patches.cluster.recipe import Recipe, check_recipe, recipe_keys
+from verl_patches.cluster.recipe import Recipe, Train, check_recipe, recipe_keys
 from verl_patches.errors import ConfigError
+from verl_patches.training.engine_table import TABLE
 
 
 def test_the_keys_are_the_leaves_of_the_dataclasses():
     keys = [key for key, _ in recipe_keys()]
     assert {"recipe.run", "recipe.patches", "recipe.train.layers_per_stage", "recipe.logprob_check.action"} <= set(keys)
     assert "recipe.train" not in keys and len(keys) == len(set(keys))
+
+
+def test_train_has_the_keys_and_defaults_of_the_engine_table():
+    table = {row.key: row.default for row in TABLE if row.key.startswith("recipe.train.")}
+    train = {f"recipe.train.{item.name}": item.default for item in fields(Train)}
+    assert set(table) == set(train)
+    assert {key: default for key, default in table.items() if default is not None} == {
+        key: train[key] for key, default in table.items() if default is not None}
 
 
 def test_the_defaults_are_valid():
@@ -30,6 +41,7 @@ def test_the_defaults_are_valid():
         ({"timeouts": {"wall_s": -1}}, "seconds > 0"),
         ({"patches": ["model.mla"]}, r"expected \+row\.id or -row\.id"),
         ({"platform": "cpu", "rollout": {"balanced_routing": True}}, "needs recipe.platform=npu, found cpu"),
+        ({"line": "pypi", "train": {"balanced_routing": True}}, "needs recipe.line=a3, found pypi"),
     ],
 )
 def test_wrong_keys_and_values_are_refused_by_name(section, message):

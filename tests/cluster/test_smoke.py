@@ -5,7 +5,7 @@ import pytest
 from verl_patches.cluster import smoke
 from verl_patches.cluster.checks import check_config
 from verl_patches.cluster.compose import CONFIGS_DIR, compose
-from verl_patches.cluster.smoke import TRAIN_LAYOUTS, SmokeOptions, overrides_of
+from verl_patches.cluster.smoke import LAYOUTS, TRAIN_LAYOUTS, SmokeOptions, overrides_of
 from verl_patches.errors import ConfigError
 
 COMBINATIONS = [(layout, tp, dp) for layout in TRAIN_LAYOUTS for tp in (1, 2) for dp in (1, 2)]
@@ -22,6 +22,17 @@ def test_every_fitting_combination_is_a_run_that_can_exist(train_layout, tp, dp)
     assert [c for c in check_config(config, CONFIGS_DIR) if not c.ok] == []
     engine = config.actor_rollout_ref.rollout.engine_kwargs.vllm
     assert engine.enable_expert_parallel == (tp * dp > 1) and engine.data_parallel_size == dp
+
+
+@pytest.mark.parametrize("train_layout", LAYOUTS["a3"])
+def test_on_line_a3_experts_stay_whole_and_layers_are_listed(train_layout):
+    config = compose(smoke.CONFIG_NAME, overrides_of(SmokeOptions(train_layout=train_layout, line="a3")))
+    assert [c for c in check_config(config, CONFIGS_DIR) if not c.ok] == [] and config.recipe.line == "a3"
+    megatron, train = config.actor_rollout_ref.actor.megatron, config.recipe.train
+    tp, ep = megatron.tensor_model_parallel_size, megatron.expert_model_parallel_size
+    assert megatron.expert_tensor_parallel_size == 1 and ep % tp == 0
+    assert (train.expert_split == "tp_extend_ep") == (tp > 1)
+    assert train.layers_per_stage is None or sum(train.layers_per_stage) == 4
 
 
 @pytest.mark.parametrize("train_layout", [name for name, layout in TRAIN_LAYOUTS.items() if layout.workers == 2])
@@ -52,6 +63,7 @@ def test_learning_takes_its_own_steps_unless_told_otherwise():
     ("options", "message"),
     [
         ({"train_layout": "ep4"}, "expected one of ep2, tp2, pp2, tp2ep2, ep2pp2"),
+        ({"line": "a4"}, "--line a4: expected one of pypi, a3"),
         ({"rollout_tp": 3}, "--rollout-tp 3: expected 1 or 2"),
         ({"dtype": "fp16"}, "expected fp32 or bf16"),
         ({"steps": 0}, "whole number >= 1"),

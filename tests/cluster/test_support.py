@@ -5,6 +5,7 @@ from verl_patches.cluster import cli
 from verl_patches.cluster.checks import check_config
 from verl_patches.cluster.compose import CONFIGS_DIR, compose
 from verl_patches.cluster.pins import load_pins
+from verl_patches.cluster.recipe import recipe_keys
 from verl_patches.cluster.support import refusal, refused_keys, shell_findings
 from verl_patches.errors import ConfigError
 
@@ -29,6 +30,14 @@ OTHER = {  # another value than a neutral one, for every key of the pin file
     "ray_init.timeline_json_file": "t.json",
     "recipe.train.layers_per_stage": "[1]",
     "recipe.train.swap_optimizer": "true",
+    "recipe.train.swap_optimizer_times": "4",
+    **{f"recipe.train.{name}": "false"
+       for name in ("grouped_gemm", "fused_rmsnorm", "fused_swiglu", "fused_rope", "fused_permute")},
+    **{f"recipe.train.{name}": "true" for name in ("alltoall_overlap", "grad_overlap", "param_overlap")},
+    "recipe.train.router_bias_update_rate": "0.001",
+    "recipe.train.adam_beta1": "0.8",
+    "recipe.train.adam_beta2": "0.99",
+    "recipe.train.adam_eps": "1e-6",
 }
 
 
@@ -48,13 +57,23 @@ def test_a_neutral_config_is_not_refused():
 
 
 def test_planned_keys_pass_the_checks_and_stop_a_start():
-    config = compose(LARGE)
+    config = compose(LARGE, ["recipe.line=pypi"])
     (first, layers), (second, swap) = refused_keys(config)
     assert (layers, swap) == ([7, 7, 8, 8, 8, 8, 8, 7], True) and first.planned and second.planned
     shown = [c for c in check_config(config, CONFIGS_DIR) if c.name == "line pypi"]
     assert [c.ok for c in shown] == [True, True] and all("a start is refused" in c.detail for c in shown)
     with pytest.raises(ConfigError, match="cannot act on recipe.train.layers_per_stage, recipe.train.swap_optimizer"):
         cli.refuse_without_effect(config, ROWS)
+    there = compose(LARGE)
+    assert there.recipe.line == "a3" and refused_keys(there) == []
+    cli.refuse_without_effect(there, ROWS)
+
+
+def test_every_key_of_recipe_train_is_refused_or_read_on_line_pypi():
+    """layers_per_stage and swap_optimizer too; expert_split is a layout's, balanced_routing is refused by its value."""
+    refused = {entry.key for entry in load_pins().unsupported_on("pypi")}
+    keys = {key for key, _ in recipe_keys() if key.startswith("recipe.train.")}
+    assert keys - refused == {"recipe.train.expert_split", "recipe.train.balanced_routing"}
 
 
 def test_a_refusal_is_one_sentence_with_why_and_what_instead():

@@ -10,9 +10,11 @@ import pytest
 from verl_patches.catalog import ROWS
 from verl_patches.cluster.cli import run_train
 from verl_patches.cluster.compose import compose
+from verl_patches.cluster.pins import load_pins
 from verl_patches.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
+VERL = load_pins().line("a3").repositories["verl"].version
 SCRIPTS = {name: ROOT / "scripts" / f"train_deepseekv3_256die_{name}.sh" for name in ("random_init", "true_weight")}
 
 
@@ -53,7 +55,8 @@ def test_patches_environment_and_commands(plans, name):
     assert on and not any(row_id.startswith("platform.") for row_id in on)  # no stand-in of a CPU
     variables = {v["name"]: v for v in plan["environment"]}
     assert variables["VLLM_ENABLE_FIX_ROUTE"]["value"] == {"random_init": "1", "true_weight": "0"}[name]
-    assert variables["VERL_PATCHES"]["value"].endswith("platform=npu")
+    assert variables["VERL_PATCHES"]["value"] == "line=a3,platform=npu"
+    assert {row["id"] for row in plan["patches"] if row["on"]} >= {"update.engine_start", "model.mindspeed_config"}
     commands = [command["command"] for command in plan["commands"]]
     assert " ray start --head" in commands[0] and " ray start --address=" in commands[1]
     assert all(command.startswith("PYTHONPATH=") for command in commands[:3])
@@ -76,8 +79,10 @@ def test_it_starts_nothing_and_writes_nothing_and_overrides_pass_through(tmp_pat
 
 @pytest.mark.parametrize(("override", "code", "message"), [
     ("recipe.train.layers_per_stage=[8,8,8,8,8,8,8,7]", 1, "adds up to 63, the model has 61"),
+    ("actor_rollout_ref.actor.megatron.sequence_parallel=false", 1,
+     "engine arguments: actor.megatron.sequence_parallel is False: without it MindSpeed-LLM's MLA loses"),
     ("recipe.foo=1", 2, "unknown key recipe.foo"),
-    ("actor_rollout_ref.actor.entropy_coeff=0.01", 1, "entropy_coeff is 0.01, line pypi supports 0 only"),
+    ("actor_rollout_ref.actor.entropy_coeff=0.01", 1, "entropy_coeff is 0.01, line a3 supports 0 only"),
 ])
 def test_the_scripts_keep_the_exit_code_and_name_what_is_wrong(override, code, message):
     done = dry_run("true_weight", override)
@@ -100,10 +105,23 @@ def test_the_configs_hold_the_published_run():
         assert (actor.optim.lr, actor.kl_loss_type, actor.kl_loss_coef) == (1e-6, "low_var_kl", 0.001)
         assert (actor.ppo_micro_batch_size_per_gpu, rollout.gpu_memory_utilization) == (1, 0.8)
         assert (config.recipe.rollout.balanced_routing, rollout.ignore_eos) == (balanced, forced)
+        assert config.recipe.train.balanced_routing is balanced and config.recipe.line == "a3"
         assert actor.load_weight is not forced
 
 
-def test_what_a_start_would_refuse_is_a_note_and_not_ok(plans):
-    plan = plans["random_init"]
-    notes = [check["detail"] for check in plan["checks"] if check["note"]]
-    assert notes and all(text.startswith("a start is refused: ") for text in notes)
+def test_another_verl_than_the_lines_is_a_note_as_a_start_would_refuse_it(plans):
+    for plan in plans.values():
+        (note,) = [check for check in plan["checks"] if check["note"]]
+        assert note["name"] == "verl" and note["detail"].startswith("a start is refused: composed over verl 0.4.0")
+
+
+@pytest.mark.upstream
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_over_the_lines_own_verl_nothing_is_left_to_refuse(name, pytestconfig):
+    done = dry_run(name, "--json", "--upstream", str(pytestconfig.getoption("--upstream")))
+    assert done.returncode == 0, done.stderr
+    plan = json.loads(done.stdout)
+    checks = {check["name"]: check["detail"] for check in plan["checks"]}
+    assert not [check for check in plan["checks"] if check["note"]] and f"verl {VERL}," in checks["verl"]
+    assert checks["engine arguments"].endswith("config --explain are mapped")
+    assert "/Megatron-LM:" in plan["commands"][0]["command"] and "--upstream" in plan["commands"][2]["command"]

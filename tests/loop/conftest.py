@@ -1,11 +1,15 @@
 """Whole runs of the smoke command, each made once per session and shared by the tests that look at it."""
 
+import functools
 import json
 import subprocess
 import time
 
 import pytest
 from loop_runs import ROOT, Finished, smoke_command
+
+from verl_patches.cluster.trees import trees_of
+from verl_patches.errors import ConfigError
 
 
 @pytest.fixture(scope="session")
@@ -31,3 +35,14 @@ def smoke(tmp_path_factory):
         return result
 
     return run
+
+
+@pytest.fixture(scope="session")
+def a3(smoke, pytestconfig):
+    """smoke(*arguments) on line a3 with the sources of --upstream; skips, with the reason, where they are not there."""
+    folder = pytestconfig.getoption("--upstream")
+    try:
+        trees_of(folder)
+    except ConfigError as error:
+        pytest.skip(str(error))
+    return functools.partial(smoke, "--line", "a3", "--upstream", str(folder))

@@ -11,8 +11,9 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from verl_patches.cluster.environment import DROPPED, derive
 from verl_patches.cluster.support import refusal, refused_keys, shell_findings
@@ -41,12 +42,22 @@ class Check:
 
 def model_shape_of(config: DictConfig, configs_dir: Path) -> ModelShape:
     """Sizes of the model from recipe.model_shape (relative to the configs folder); ConfigError without that file."""
+    return read_model_shape(_shape_file(config, configs_dir))
+
+
+def hf_config_of(config: DictConfig, configs_dir: Path) -> dict[str, Any]:
+    """The model's config.json, recipe.model_shape, with `override_config.model_config` over it, as in a worker."""
+    changes = OmegaConf.to_container(config.actor_rollout_ref.model.override_config).get("model_config") or {}
+    return {**json.loads(_shape_file(config, configs_dir).read_text()), **changes}
+
+
+def _shape_file(config: DictConfig, configs_dir: Path) -> Path:
     path = Path(configs_dir) / config.recipe.model_shape
     if not path.is_file():
         raise ConfigError(
             f"recipe.model_shape is {config.recipe.model_shape}: no such file in {configs_dir}; give an HF config.json"
         )
-    return read_model_shape(path)
+    return path
 
 
 def check_config(config: DictConfig, configs_dir: Path) -> list[Check]:

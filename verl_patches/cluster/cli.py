@@ -15,12 +15,20 @@ from verl_patches.cluster import facts, launch, smoke
 from verl_patches.cluster.checks import check_config, require
 from verl_patches.cluster.compose import CONFIGS_DIR, compose
 from verl_patches.cluster.plan import build_plan, show
+from verl_patches.cluster.show import Json
 from verl_patches.cluster.support import refused_keys
+from verl_patches.cluster.trees import LINE, require_trees, require_verl, trees_of
 from verl_patches.errors import ConfigError
+from verl_patches.model.mindspeed.arguments import arguments_of
 from verl_patches.patching.spec import PatchSpec
+from verl_patches.platform import require as require_platform
+from verl_patches.training.engine_arguments import explain
 
-Json = Annotated[bool, typer.Option("--json", help="Plain JSON on standard output.")]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[key=value ...]", help="Any further Hydra overrides.")]
+
+Upstream = Annotated[
+    Path | None, typer.Option(help="Folder with the clones of scripts/fetch_upstream.sh, for line a3.")
+]
 
 _WIDTH_IN_FILES = 160
 
@@ -46,11 +54,13 @@ def register(app: typer.Typer, rows: Callable[[], Sequence[PatchSpec]]) -> None:
         learn: Annotated[bool, typer.Option("--learn", help="A task that the tiny model can learn.")] = False,
         run: Annotated[str | None, typer.Option(help="Name; the run writes to outputs/NAME.")] = None,
         seed: Annotated[int, typer.Option(help="Of model, data order and sampling.")] = 0,
+        line: Annotated[str, typer.Option(help="|".join(smoke.LAYOUTS) + ": whose sources run.")] = "pypi",
+        upstream: Upstream = None,
         as_json: Json = False,
     ) -> None:
         """Real GRPO, small: verl, Megatron, vLLM and Ray on this machine's CPU with a tiny DeepSeek-V3."""
         options = smoke.SmokeOptions(
-            train_layout, rollout_tp, rollout_dp, steps, dtype, replay_rollout, learn, run, seed
+            train_layout, rollout_tp, rollout_dp, steps, dtype, replay_rollout, learn, run, seed, line, upstream
         )
         run_smoke(options, overrides or [], rows(), as_json)
 
@@ -64,23 +74,29 @@ def register(app: typer.Typer, rows: Callable[[], Sequence[PatchSpec]]) -> None:
             bool, typer.Option("--dry-run", help="Check and print everything; start and write nothing.")
         ] = False,
         verl_path: Annotated[Path | None, typer.Option(help="A verl checkout; default: the installed one.")] = None,
+        upstream: Upstream = None,
         as_json: Json = False,
     ) -> None:
         """Run a config of this repository for real, or show what it would do."""
-        run_train(config_name, overrides or [], rows(), dry_run, verl_path, as_json)
+        run_train(config_name, overrides or [], rows(), dry_run, verl_path, as_json, upstream)
 
 
 def run_smoke(
     options: smoke.SmokeOptions, overrides: Sequence[str], rows: Sequence[PatchSpec], as_json: bool
 ) -> None:
     """The smoke command: prepare, launch, report; leaves by typer.Exit with the run's exit code."""
-    chosen = compose(options.config_name, [*smoke.overrides_of(options), *overrides])
+    given = smoke.overrides_of(options)
+    trees = trees_of(options.upstream)
+    chosen = compose(options.config_name, [*given, *overrides], verl_path=trees.verl)
+    require_trees(chosen, trees)
     require(check_config(chosen, CONFIGS_DIR))  # before anything is made
     refuse_without_effect(chosen, rows)
+    require_verl(chosen.recipe.line, trees)
     with _Progress(as_json) as progress:
         made = smoke.prepare(options, Path("outputs/cache").absolute(), progress.now)
-        final = [*smoke.overrides_of(options), *made, *overrides]
-        outcome = launch.run(compose(options.config_name, final), options.config_name, final, progress.line)
+        final = [*given, *made, *overrides]
+        config = compose(options.config_name, final, verl_path=trees.verl)
+        outcome = launch.run(config, options.config_name, final, progress.line, trees)
     _report(outcome, as_json)
 
 
@@ -91,11 +107,14 @@ def run_train(
     dry_run: bool,
     verl_path: Path | None,
     as_json: bool,
+    upstream: Path | None = None,
 ) -> None:
     """The train command. --dry-run: 0 the plan holds, 1 a check failed, 2 wrong use. Else the run's exit code."""
-    config = compose(config_name, overrides, verl_path=verl_path)
+    trees = trees_of(upstream, verl_path)
+    config = compose(config_name, overrides, verl_path=trees.verl)
+    require_trees(config, trees)
     if dry_run:
-        plan = build_plan(config, config_name, overrides, rows, verl_path=verl_path)
+        plan = build_plan(config, config_name, overrides, rows, trees=trees)
         if as_json:
             typer.echo(json.dumps(plan, indent=1))
         else:
@@ -111,6 +130,8 @@ def run_train(
         typer.echo(f"verl_patches: {error}", err=True)
         raise typer.Exit(1) from None
     refuse_without_effect(config, rows)
+    require_platform(config.recipe.platform)
+    require_verl(config.recipe.line, trees)
     if config.recipe.ray_address is not None:
         facts.check_nodes(config, facts.ask_ray(config.recipe.ray_address))
     elif config.trainer.nnodes > 1:
@@ -119,12 +140,12 @@ def run_train(
             "machine only; start Ray on the nodes (--dry-run prints the commands) and set recipe.ray_address=auto"
         )
     with _Progress(as_json) as progress:
-        outcome = launch.run(config, config_name, overrides, progress.line, verl_path)
+        outcome = launch.run(config, config_name, overrides, progress.line, trees)
     _report(outcome, as_json)
 
 
 def refuse_without_effect(config: DictConfig, rows: Sequence[PatchSpec]) -> None:
-    """ConfigError for a line without rows, and for keys whose rows are still to come: another run would start."""
+    """ConfigError for a line without rows, and for keys that it could not act on: another run would start."""
     line = config.recipe.line
     if not any(line in row.lines for row in rows):
         raise ConfigError(f"recipe.line is {line}, for which the catalogue has no row yet; --dry-run plans such a run")
@@ -134,6 +155,8 @@ def refuse_without_effect(config: DictConfig, rows: Sequence[PatchSpec]) -> None
             f"line {line} cannot act on {', '.join(given)} yet, so this run is not started; --dry-run plans it. "
             "It can start once the catalogue has rows for them"
         )
+    if line == LINE:
+        arguments_of(explain(config))  # every key becomes an argument of MindSpeed's, or is refused by name
 
 
 class _Progress:

@@ -58,9 +58,10 @@ def compose(
 
     folder = Path(configs_dir or CONFIGS_DIR).resolve()
     name = config_name.removesuffix(".yaml")
-    if not (folder / f"{name}.yaml").is_file():
-        found = ", ".join(sorted(p.stem for p in folder.glob("*.yaml"))) or "none"
-        raise ConfigError(f"--config-name {config_name}: no such file in {folder}; there is: {found}")
+    runs = [path.stem for path in sorted(folder.glob("*.yaml")) if _is_run(path)]
+    if name not in runs:
+        raise ConfigError(f"--config-name {config_name}: no config of a run in {folder} has this name; there is: "
+                          + (", ".join(runs) or "none"))
     upstream = verl_config_dir(verl_path)
     ConfigStore.instance().store(SCHEMA, node=Recipe, package="recipe")
     OmegaConf.register_new_resolver("vllm_dtype", _vllm_dtype, replace=True)
@@ -78,6 +79,11 @@ def compose(
     _check_verl_keys(config, base, name, overrides)
     _check_dtype(config)
     return config
+
+
+def _is_run(path: Path) -> bool:
+    """Hydra's configs have a defaults list; the pin file beside them has none."""
+    return any(line.startswith("defaults:") for line in path.read_text().splitlines())
 
 
 def verl_config_dir(verl_path: Path | None = None) -> Path:

@@ -16,6 +16,7 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from verl_patches.cluster.pins import load_pins
+from verl_patches.cluster.trees import Trees
 from verl_patches.patching.switches import VARIABLE, Switches
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -39,8 +40,11 @@ def switches_of(config: DictConfig) -> Switches:
     return Switches(recipe.line, recipe.platform, tuple(recipe.patches), recipe.drift)
 
 
-def derive(config: DictConfig, temp_dir: str | None = None, verl_path: Path | None = None) -> list[Variable]:
-    """The variables of a run of `config`; `temp_dir` is the run's own folder for sockets and scratch, None: not yet."""
+def derive(config: DictConfig, temp_dir: str | None = None, trees: Trees | None = None) -> list[Variable]:
+    """The variables of a run of `config`; `temp_dir` is the run's own folder for sockets and scratch, None: not yet.
+
+    `trees`: upstream trees that go before installed packages.
+    """
     recipe = config.recipe
     switches = switches_of(config)
     shared = [
@@ -54,7 +58,7 @@ def derive(config: DictConfig, temp_dir: str | None = None, verl_path: Path | No
         Variable("VLLM_NO_USAGE_STATS", "1", "nothing leaves the machine; no process of its own"),
     ]
     by_platform = {"cpu": _cpu, "npu": _npu}.get(recipe.platform)
-    found = shared + (by_platform(config) if by_platform else []) + _launch(config, temp_dir, verl_path)
+    found = shared + (by_platform(config) if by_platform else []) + _launch(config, temp_dir, trees or Trees())
     pins = load_pins()
     return [replace(variable, read_by=pins.read_by(variable.name, recipe.line)) for variable in found]
 
@@ -93,13 +97,13 @@ def _npu(config: DictConfig) -> list[Variable]:
     ]
 
 
-def _launch(config: DictConfig, temp_dir: str | None, verl_path: Path | None) -> list[Variable]:
+def _launch(config: DictConfig, temp_dir: str | None, trees: Trees) -> list[Variable]:
     """What the driver on this machine needs, and other nodes must not get."""
-    path = [str(REPOSITORY), *([str(verl_path)] if verl_path else []), *filter(None, [os.environ.get("PYTHONPATH")])]
+    path = [str(REPOSITORY), *map(str, trees.folders), *filter(None, [os.environ.get("PYTHONPATH")])]
     temp = temp_dir or "(made at start)"
     local = functools.partial(Variable, everywhere=False)
     found = [
-        local("PYTHONPATH", os.pathsep.join(path), "this checkout is the one that runs"),
+        local("PYTHONPATH", os.pathsep.join(path), "this checkout runs, with the upstream trees that were asked for"),
         local("PYTHONUNBUFFERED", "1", "the log ends where the run ended"),
         local("TMPDIR", temp, "scratch of the run in one folder that is removed afterwards"),
     ]

@@ -25,6 +25,7 @@ from verl_patches.cluster.memory_watch import MemoryWatch
 from verl_patches.cluster.outcome import copy_ray_logs, last_error, write_summary
 from verl_patches.cluster.plan import driver_command
 from verl_patches.cluster.processes import Descendants, adopting_orphans, die_with_parent
+from verl_patches.cluster.trees import Trees, commit_of
 from verl_patches.errors import ConfigError
 from verl_patches.evaluation.plots import plot_run
 from verl_patches.layout.of_config import rollout_layout_of, train_layout_of
@@ -56,7 +57,7 @@ def run(
     config_name: str,
     overrides: Sequence[str],
     on_line: Callable[[str], None] = lambda line: None,
-    verl_path: Path | None = None,
+    trees: Trees | None = None,
     command: Sequence[str] | None = None,
 ) -> Outcome:
     """Run the driver of `config` to its end and return the outcome; the driver's progress lines go to `on_line`.
@@ -69,14 +70,14 @@ def run(
     require_free_port(config.recipe.ray_port)
     _check_replay(config)
     with _locked(environment.run_dir(config)) as folder:
-        return _run(config, config_name, overrides, on_line, verl_path, command, _fresh_folder(folder))
+        return _run(config, config_name, overrides, on_line, trees, command, _fresh_folder(folder))
 
 
-def _run(config, config_name, overrides, on_line, verl_path, command, folder) -> Outcome:
+def _run(config, config_name, overrides, on_line, trees, command, folder) -> Outcome:
     temp = short_temp_dir()
     started = time.monotonic()
     try:
-        variables = environment.derive(config, str(temp), verl_path)
+        variables = environment.derive(config, str(temp), trees)
         OmegaConf.save(config, folder / "config.yaml")
         (folder / "environment.json").write_text(json.dumps([asdict(v) for v in variables], indent=1) + "\n")
         watch = MemoryWatch()
@@ -100,7 +101,8 @@ def _run(config, config_name, overrides, on_line, verl_path, command, folder) ->
     finally:
         shutil.rmtree(temp, ignore_errors=True)
     wall_s = round(time.monotonic() - started, 1)
-    code, reason = write_summary(folder, code, reason, {**_head(config), "wall_s": wall_s}, watch.peaks())
+    head = {**_head(config), **_commits(trees), "wall_s": wall_s}
+    code, reason = write_summary(folder, code, reason, head, watch.peaks())
     summary = json.loads((folder / "summary.json").read_text())
     if summary["steps"]:
         plot_run(summary, folder / "training.png")
@@ -269,6 +271,12 @@ def _fresh_folder(folder: Path) -> Path:
         else:
             path.unlink(missing_ok=True)
     return folder
+
+
+def _commits(trees: Trees | None) -> dict[str, Any]:
+    """{upstream: {repository: commit}} of the trees that a run took its Python from; None where it is no checkout."""
+    folders = trees.folders if trees else ()
+    return {"upstream": {folder.name: commit_of(folder) for folder in folders}} if folders else {}
 
 
 def _head(config: DictConfig) -> dict[str, Any]:

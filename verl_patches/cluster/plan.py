@@ -18,12 +18,13 @@ from rich.console import Console
 from rich.table import Table
 
 from verl_patches.cluster import environment
-from verl_patches.cluster.checks import Check, check_config, model_shape_of
+from verl_patches.cluster.checks import Check, check_config, hf_config_of, model_shape_of
 from verl_patches.cluster.compose import CONFIGS_DIR
-from verl_patches.cluster.trees import Trees
+from verl_patches.cluster.trees import LINE, Trees, verl_check
 from verl_patches.layout.of_config import rollout_layout_of, train_layout_of, world_size
 from verl_patches.layout.parallel import ParallelLayout
 from verl_patches.patching.spec import PatchSpec
+from verl_patches.training.engine_arguments import explain
 
 DRIVER_MODULE = "verl_patches.main_grpo"
 TRAIN_GROUPS = ("tp", "cp", "dp", "pp", "etp", "ep", "edp")
@@ -50,7 +51,9 @@ def build_plan(
     row.
     """
     rows = tuple(rows)
-    checks = [*check_config(config, configs_dir), *_catalogue(config.recipe.line, rows)]
+    line = config.recipe.line
+    checks = [*check_config(config, configs_dir), *_catalogue(line, rows), _verl(line, trees or Trees()),
+              *_engine(config, configs_dir)]
     model = model_shape_of(config, configs_dir)
     built = {check.name: check.ok for check in checks}
     train = rollout = None
@@ -74,6 +77,22 @@ def _catalogue(line: str, rows: Sequence[PatchSpec]) -> list[Check]:
     if any(line in row.lines for row in rows):
         return []
     return [Check("catalogue", True, f"a start is refused: the catalogue has no row for line {line} yet", note=True)]
+
+
+def _verl(line: str, trees: Trees) -> Check:
+    """Any verl will do for a plan; a start wants the line's own."""
+    fits, said = verl_check(line, trees)
+    return Check("verl", True, said if fits else f"a start is refused: {said}", note=not fits)
+
+
+def _engine(config: DictConfig, configs_dir: Path) -> list[Check]:
+    """Line a3: what the training engine refuses of the configuration and the model, each by name."""
+    if config.recipe.line != LINE:
+        return []
+    rows = explain(config, hf_config_of(config, configs_dir))
+    refused = [Check("engine arguments", False, f"{row.key} is {row.value!r}: {row.why}")
+               for row in rows if row.how == "refused"]
+    return refused or [Check("engine arguments", True, f"all {len(rows)} rows of config --explain are mapped")]
 
 
 def _train_side(layout: ParallelLayout, model: Any, layers_fit: bool, experts_fit: bool) -> dict[str, Any]:

@@ -28,12 +28,33 @@ class Train:
     layers_per_stage: layers of each pipeline stage in model order, null splits evenly. expert_split: "etp" takes
     verl's expert_tensor_parallel_size as it is; "tp_extend_ep" says that whole experts are split over TP x EP ranks
     (expert_model_parallel_size counts them all, expert_tensor_parallel_size is 1; MindSpeed moe_tp_extend_ep).
-    swap_optimizer: optimizer states live on the host between updates (MindSpeed-LLM --swap-optimizer).
+
+    The rest is for line a3, where training/engine_table.py says what each becomes; line pypi refuses other values.
+    swap_optimizer: optimizer states live on the host between updates, swapped in swap_optimizer_times pieces.
+    grouped_gemm: all local experts in one kernel. fused_rmsnorm, fused_swiglu, fused_rope, fused_permute: MindSpeed's
+    fused kernels. alltoall_overlap: expert exchange beside computation. grad_overlap, param_overlap: DDP's exchanges
+    beside computation; refused on both lines, as verl never waits for them. router_bias_update_rate: step of the
+    router's correction bias, 0 leaves it as the model has it. balanced_routing: every expert gets equally many tokens,
+    whatever the router says (speed runs only). adam_beta1, adam_beta2, adam_eps: of Adam.
     """
 
     layers_per_stage: list[int] | None = None
     expert_split: str = _choice("etp", "etp", "tp_extend_ep")
     swap_optimizer: bool = False
+    swap_optimizer_times: int = 16
+    grouped_gemm: bool = True
+    fused_rmsnorm: bool = True
+    fused_swiglu: bool = True
+    fused_rope: bool = True
+    fused_permute: bool = True
+    alltoall_overlap: bool = False
+    grad_overlap: bool = False
+    param_overlap: bool = False
+    router_bias_update_rate: float = 0.0
+    balanced_routing: bool = False
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.999
+    adam_eps: float = 1e-8
 
 
 @dataclass
@@ -155,6 +176,9 @@ def _value_faults(given: Mapping[str, Any]) -> list[str]:
         faults.append(
             f"recipe.rollout.balanced_routing is vllm-ascend's: it needs recipe.platform=npu, found {platform}"
         )
+    line = given.get("recipe.line")
+    if given.get("recipe.train.balanced_routing") and line != "a3":
+        faults.append(f"recipe.train.balanced_routing is MindSpeed-LLM's: it needs recipe.line=a3, found {line}")
     faults += [f"recipe.timeouts.{key} is {given[f'recipe.timeouts.{key}']}; expected seconds > 0, or null"
                for key in ("wall_s", "quiet_s") if (given.get(f"recipe.timeouts.{key}") or 1) <= 0]
     faults += [f"recipe.patches holds {pattern!r}; expected +row.id or -row.id"

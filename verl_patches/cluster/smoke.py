@@ -37,6 +37,8 @@ class TrainLayout:
     ep: int = 1
     etp: int = 1
     pp: int = 1
+    expert_split: str = "etp"
+    layers: tuple[int, ...] = ()
 
 
 TRAIN_LAYOUTS = {
@@ -45,6 +47,16 @@ TRAIN_LAYOUTS = {
     "pp2": TrainLayout(2, pp=2),
     "tp2ep2": TrainLayout(4, tp=2, ep=2),  # whole experts; two replicas of each
     "ep2pp2": TrainLayout(4, ep=2, pp=2),
+}
+# what differs on each line: with MindSpeed TP extends EP, so that experts stay whole, and stages take a list of layers
+LAYOUTS = {
+    "pypi": TRAIN_LAYOUTS,
+    "a3": {
+        **TRAIN_LAYOUTS,
+        "tp2": TrainLayout(2, tp=2, ep=2, expert_split="tp_extend_ep"),
+        "pp2": TrainLayout(2, pp=2, layers=(3, 1)),
+        "tp2ep2": TrainLayout(4, tp=2, ep=4, expert_split="tp_extend_ep"),
+    },
 }
 
 
@@ -61,6 +73,8 @@ class SmokeOptions:
     learn: bool = False
     run: str | None = None
     seed: int = 0
+    line: str = "pypi"
+    upstream: Path | None = None
 
     @property
     def config_name(self) -> str:
@@ -69,6 +83,8 @@ class SmokeOptions:
 
     def check(self) -> None:
         """ConfigError for a combination that cannot run, with one that can."""
+        if self.line not in LAYOUTS:
+            raise ConfigError(f"--line {self.line}: expected one of {', '.join(LAYOUTS)}")
         if self.train_layout not in TRAIN_LAYOUTS:
             raise ConfigError(f"--train-layout {self.train_layout}: expected one of {', '.join(TRAIN_LAYOUTS)}")
         if self.dtype not in VLLM_DTYPES:
@@ -102,16 +118,18 @@ class SmokeOptions:
 def overrides_of(options: SmokeOptions) -> list[str]:
     """The options as Hydra overrides, data and model left out (see `prepare`); ConfigError for a wrong combination."""
     options.check()
-    layout = TRAIN_LAYOUTS[options.train_layout]
+    layout = LAYOUTS[options.line][options.train_layout]
     megatron, rollout = "actor_rollout_ref.actor.megatron", "actor_rollout_ref.rollout"
     found = [
         f"recipe.run={options.run or ('learn' if options.learn else 'smoke')}",
+        f"recipe.line={options.line}",
         f"recipe.dtype={options.dtype}",
         f"trainer.n_gpus_per_node={layout.workers}",
         f"{megatron}.tensor_model_parallel_size={layout.tp}",
         f"{megatron}.expert_model_parallel_size={layout.ep}",
         f"{megatron}.expert_tensor_parallel_size={layout.etp}",
         f"{megatron}.pipeline_model_parallel_size={layout.pp}",
+        f"recipe.train.expert_split={layout.expert_split}",
         f"{megatron}.seed={options.seed}",
         f"data.seed={options.seed}",
         f"{rollout}.seed={options.seed}",
@@ -119,6 +137,8 @@ def overrides_of(options: SmokeOptions) -> list[str]:
         f"recipe.rollout.dp={options.rollout_dp}",
         f"recipe.rollout.expert_parallel={str(options.rollout_tp * options.rollout_dp > 1).lower()}",
     ]
+    if layout.layers:
+        found.append(f"recipe.train.layers_per_stage=[{','.join(map(str, layout.layers))}]")
     if options.steps:
         found.append(f"trainer.total_training_steps={options.steps}")
     if options.replay_rollout:

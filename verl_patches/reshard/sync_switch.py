@@ -7,7 +7,7 @@ without weight sync looks like.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from verl_patches.memory.phase_clock import timed
@@ -18,6 +18,15 @@ def timed_and_switched(original: Callable) -> Callable:
 
     `manager.weight_sync_enabled` comes from the worker's configuration (training/worker.py); without it, sync is on.
     """
+    return _switched(original, ("weights",))  # verl's worker wakes the KV cache afterwards (megatron_workers.py:475)
+
+
+def timed_and_switched_with_cache(original: Callable) -> Callable:
+    """The same for verl 54c9b736, whose `__enter__` wakes the KV cache itself."""
+    return _switched(original, ("weights", "kv_cache"))
+
+
+def _switched(original: Callable, tags: Sequence[str]) -> Callable:
     sync = timed("reshard", original)
 
     @functools.wraps(original)
@@ -25,6 +34,6 @@ def timed_and_switched(original: Callable) -> Callable:
         if getattr(manager, "weight_sync_enabled", True) or not getattr(manager, "weights_synced_once", False):
             manager.weights_synced_once = True
             return sync(manager)
-        return manager.inference_engine.wake_up(tags=["weights"])
+        return manager.inference_engine.wake_up(tags=list(tags))
 
     return enter

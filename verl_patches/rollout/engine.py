@@ -41,3 +41,21 @@ def route_in_fp32(original: Callable) -> Callable:
         self.gate.register_forward_pre_hook(lambda gate, inputs: (inputs[0].float(), *inputs[1:]))
 
     return __init__
+
+
+def absorb_mla_again(load_weights: Callable) -> Callable:
+    """`DeepseekV2ForCausalLM.load_weights` after which MLA's absorbed projections are those of the new weights.
+
+    vLLM derives W_UK_T and W_UV from kv_b_proj when it builds the engine (Attention.process_weights_after_loading);
+    they follow later weights only as long as they are views of it, which nothing promises.
+    """
+
+    @functools.wraps(load_weights)
+    def load(self, *args, **kwargs):
+        loaded = load_weights(self, *args, **kwargs)
+        dtype = next(self.parameters()).dtype
+        for layer in self.model.layers[self.model.start_layer : self.model.end_layer]:
+            layer.self_attn.mla_attn.process_weights_after_loading(dtype)
+        return loaded
+
+    return load

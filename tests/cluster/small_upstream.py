@@ -1,0 +1,59 @@
+"""A small upstream repository on this disk, the folder that fetch-upstream makes trees in, and one call of it."""
+
+import subprocess
+from pathlib import Path
+
+from verl_patches.cluster.fetch import fetch_upstream
+from verl_patches.cluster.pins import Repository, load_pins
+
+WORKER = "verl/workers/megatron_workers.py"
+WORKER_TEXT = "import logging\n\nimport torch\n\n\nclass ActorRolloutRefWorker:\n    pass\n"
+NOWHERE = "http://127.0.0.1:9/owner/verl.git"  # nothing listens there
+
+
+def git(folder: Path, *args: str) -> str:
+    identity = ("-c", "user.name=t", "-c", "user.email=t@t", "-c", "init.defaultBranch=main")
+    done = subprocess.run(["git", *identity, "-C", str(folder), *args], capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+def commit(repo: Path, files: dict[str, str], *, parent: str | None = None) -> str:
+    if parent:
+        git(repo, "checkout", "-q", "--detach", parent)
+    for name, text in files.items():
+        (repo / name).parent.mkdir(parents=True, exist_ok=True)
+        (repo / name).write_text(text)
+    git(repo, "add", "-A")
+    git(repo, "commit", "-q", "-m", "c")
+    return git(repo, "rev-parse", "HEAD")
+
+
+class Upstream:
+    """`owner/verl.git`: branch main with two commits, pull request 7 based on the first one."""
+
+    def __init__(self, folder: Path):
+        work = folder / "work"
+        work.mkdir()
+        git(work, "init", "-q")
+        self.first = commit(work, {WORKER: WORKER_TEXT, "verl/a.py": "a = 1\n", ".gitignore": "*.pyc\n"})
+        self.second = commit(work, {"verl/a.py": "a = 2\n"})
+        self.pull = commit(work, {"verl/b.py": "b = 1\n"}, parent=self.first)
+        git(work, "checkout", "-q", "main")
+        self.bare = folder / "owner" / "verl.git"
+        self.bare.parent.mkdir()
+        git(folder, "clone", "-q", "--mirror", str(work), str(self.bare))
+        git(self.bare, "fetch", "-q", str(work), f"{self.pull}:refs/pull/7/head")
+
+    def pin(self, at: str, **more) -> Repository:
+        tree = git(self.bare, "rev-parse", f"{at}^{{tree}}")
+        facts = {"url": str(self.bare), "commit": at, "tree": tree, "packages": ["verl"], "version": "1", **more}
+        return Repository.model_validate(facts)
+
+
+def line_of(**repositories: Repository):
+    return load_pins().line("pypi").model_copy(update={"repositories": repositories})
+
+
+def run(dest, pin, mirror=None, **more):
+    report = fetch_upstream("test", line_of(verl=pin), dest, mirror, **more)
+    return report, {finding.name: finding for finding in report.findings}

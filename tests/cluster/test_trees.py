@@ -1,0 +1,91 @@
+"""Upstream trees: found or refused by name, on the path before anything installed, and told in the summary."""
+
+import os
+import subprocess
+from types import SimpleNamespace
+
+import pytest
+
+from verl_patches.cluster.compose import compose, verl_config_dir
+from verl_patches.cluster.environment import REPOSITORY, derive
+from verl_patches.cluster.plan import commands
+from verl_patches.cluster.trees import Trees, commit_of, require_trees, require_verl, trees_of, verl_check
+from verl_patches.errors import ConfigError
+
+PACKAGES = {"verl": "verl", "Megatron-LM": "megatron", "MindSpeed": "mindspeed", "MindSpeed-LLM": "mindspeed_llm"}
+
+
+@pytest.fixture
+def upstream(tmp_path):
+    for name, package in PACKAGES.items():
+        (tmp_path / name / package).mkdir(parents=True)
+    return tmp_path
+
+
+def config(line="a3", platform="cpu"):
+    return SimpleNamespace(recipe=SimpleNamespace(line=line, platform=platform))
+
+
+def test_the_repositories_that_pip_does_not_install_in_the_pin_files_order(upstream):
+    found = trees_of(upstream)
+    assert found.folders == tuple(upstream / name for name in PACKAGES) and found.verl == upstream / "verl"
+    assert found.option == ("--upstream", str(upstream))
+
+
+def test_a_folder_that_lacks_one_is_refused_with_what_to_do(upstream):
+    (upstream / "MindSpeed" / "mindspeed").rmdir()
+    with pytest.raises(ConfigError, match=r"found no MindSpeed/mindspeed; bash scripts/fetch_upstream.sh"):
+        trees_of(upstream)
+
+
+def test_a_verl_alone_and_nothing_at_all(tmp_path):
+    assert trees_of(None, tmp_path) == Trees(("--verl-path", str(tmp_path)), (tmp_path,), tmp_path)
+    assert trees_of() == Trees()
+
+
+def test_two_verls_are_refused(upstream):
+    with pytest.raises(ConfigError, match="leave --verl-path away"):
+        trees_of(upstream, upstream)
+
+
+@pytest.mark.parametrize(("given", "line", "platform", "words"), [
+    (True, "pypi", "cpu", "recipe.line is pypi"), (False, "a3", "cpu", "fetch_upstream.sh"),
+    (True, "a3", "cpu", None), (False, "pypi", "cpu", None), (False, "a3", "npu", None)])
+def test_line_and_trees_go_together(upstream, given, line, platform, words):
+    trees = trees_of(upstream) if given else trees_of()
+    if words is None:
+        require_trees(config(line, platform), trees)
+    else:
+        with pytest.raises(ConfigError, match=words):
+            require_trees(config(line, platform), trees)
+
+
+def test_trees_come_before_what_is_installed_and_after_this_checkout(upstream, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", "/users/own")
+    composed, trees = compose("grpo_deepseekv3_tiny_cpu"), trees_of(upstream)
+    path = next(v for v in derive(composed, trees=trees) if v.name == "PYTHONPATH")
+    wanted = [REPOSITORY, *trees.folders, "/users/own"]
+    assert path.value.split(os.pathsep) == [str(p) for p in wanted] and not path.everywhere
+    printed = commands(composed, "grpo_deepseekv3_tiny_cpu", (), trees)[0]["command"]
+    assert f"--upstream {upstream}" in printed and f"{upstream}/Megatron-LM" in printed
+
+
+def test_the_commit_of_a_checkout(tmp_path):
+    assert commit_of(tmp_path) is None
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=t", "-c", "user.email=t@t"]
+    subprocess.run([*git, "init", "-q"], check=True)
+    subprocess.run([*git, "commit", "-q", "--allow-empty", "-m", "first"], check=True)
+    head = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
+    assert commit_of(tmp_path) == head
+
+
+def test_the_verl_of_a_line_is_known_by_its_version(tmp_path):
+    assert verl_check("pypi", Trees()) == (True, f"composed over verl 0.4.0, {verl_config_dir().parents[1]}")
+    fits, said = verl_check("a3", Trees())
+    assert not fits and "line a3 pins 0.3.1.dev (54c9b7364c2d)" in said and "--upstream DIR" in said
+    for name in ("version/version", "trainer/config/ppo_megatron_trainer.yaml"):
+        (tmp_path / "verl" / name).parent.mkdir(parents=True)
+        (tmp_path / "verl" / name).write_text("0.3.1.dev\n")
+    require_verl("a3", Trees(verl=tmp_path))
+    with pytest.raises(ConfigError, match="line pypi pins 0.4.0: leave --upstream"):
+        require_verl("pypi", Trees(verl=tmp_path))

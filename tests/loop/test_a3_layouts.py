@@ -1,0 +1,56 @@
+"""Line a3 at every layout of the smoke: experts whole over TP x EP, stages by a list of layers, as in production."""
+
+import pytest
+
+pytestmark = [pytest.mark.slow, pytest.mark.full, pytest.mark.upstream]
+LAYOUTS = {"tp2": "1", "pp2": "1", "tp2ep2": "2", "ep2pp2": "2"}  # and the rollout's tensor parallel size
+
+
+def assert_weights_arrive(run, limit):
+    assert run.summary["exit"] == "ok" and all(s["logprob_delta"]["mean"] < limit for s in run.steps)
+    assert all(s["grad_norm"] > 0 for s in run.steps)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_train_layouts_fp32(a3, layout):
+    assert_weights_arrive(a3("--train-layout", layout, "--rollout-tp", LAYOUTS[layout]), 1e-5)
+
+
+@pytest.mark.parametrize("layout", ["ep2", *LAYOUTS])
+def test_train_layouts_bf16(a3, layout):
+    assert_weights_arrive(a3("--train-layout", layout, "--dtype", "bf16"), 0.05)
+
+
+@pytest.mark.parametrize("rollout", [("--rollout-tp", "2"), ("--rollout-dp", "2")])
+def test_rollout_layouts_fp32(a3, rollout):
+    assert_weights_arrive(a3(*rollout, "--steps", "2"), 1e-5)
+
+
+def test_everything_offloaded_between_phases(a3):
+    megatron = "actor_rollout_ref.actor.megatron"
+    run = a3("--steps", "2", f"{megatron}.param_offload=true", f"{megatron}.grad_offload=true",
+             f"{megatron}.optimizer_offload=true", "actor_rollout_ref.ref.megatron.param_offload=true")
+    assert_weights_arrive(run, 1e-5)
+    assert all(s["seconds"]["offload"] > 0 for s in run.steps)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_step_one_gradient_on_the_same_responses_is_the_same(a3, layout):
+    recorded = a3()
+    replayed = a3("--train-layout", layout, "--steps", "1", "--replay-rollout", str(recorded.folder))
+    assert replayed.steps[0]["grad_norm"] == pytest.approx(recorded.steps[0]["grad_norm"], rel=1e-3)
+    assert replayed.steps[0]["reward"] == recorded.steps[0]["reward"]
+
+
+@pytest.mark.parametrize("hook", ["corrupt_expert", "drop_bias", "shift_experts"])
+def test_a_spoilt_sync_is_caught_at_once(a3, hook):
+    run = a3("--steps", "1", f"recipe.worker_process_setup_hook=spoilt_sync.{hook}", ok=False)
+    assert run.code == 1 and "WeightSyncError: step 1" in run.summary["exit"]
+
+
+def test_the_tiny_model_learns_on_this_line_too(a3):
+    run = a3("--learn", timeout_s=900)
+    rewards = [step["reward"] for step in run.steps]
+    assert sum(rewards[-5:]) / 5 - sum(rewards[:5]) / 5 >= 0.3, rewards
+    means = sorted(step["logprob_delta"]["mean"] for step in run.steps)
+    assert means[len(means) // 2] < 1e-5 and means[-1] < 1e-3  # a near tie in routing may flip a token of a step

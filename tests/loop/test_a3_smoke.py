@@ -1,0 +1,67 @@
+"""Line a3: the same loop with verl 54c9b736, Megatron core_r0.8.0, MindSpeed(-LLM) 2.0.0 from --upstream."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from loop_runs import ROOT
+
+pytestmark = [pytest.mark.slow, pytest.mark.upstream]
+
+
+def test_three_steps_with_the_pinned_sources(a3):
+    summary = a3().summary
+    assert summary["exit"] == "ok" and [s["step"] for s in summary["steps"]] == [1, 2, 3]
+    assert (summary["line"], summary["platform"], summary["dtype"]) == ("a3", "cpu", "fp32")
+    assert (summary["versions"]["verl"], summary["versions"]["megatron-core"]) == ("0.3.1.dev", "0.8.0")
+    assert list(summary["upstream"]) == ["verl", "Megatron-LM", "MindSpeed", "MindSpeed-LLM"]
+
+
+def test_weights_are_right_in_vllm_after_every_sync(a3):
+    assert all(s["logprob_delta"]["mean"] < 1e-5 and s["grad_norm"] > 0 for s in a3().steps)
+
+
+def test_every_process_proved_the_rows_of_this_line(a3):
+    from verl_patches.catalog import ROWS
+
+    wanted = {r.id: r for r in ROWS if "a3" in r.lines and "cpu" in r.platforms and r.default == "on"}
+    of_pypi_only = {r.id for r in ROWS if "a3" not in r.lines}
+    processes = set()
+    for patch in a3().summary["patches"]:
+        processes.add(patch["process"])
+        if patch["id"] in wanted and patch["process"].split()[0] in wanted[patch["id"]].processes:
+            assert patch["state"] == "active", patch
+        elif patch["id"] in of_pypi_only:
+            assert patch["state"] == "off", patch
+    assert processes == {"controller", "worker 0", "worker 1"} and of_pypi_only
+
+
+def test_status_of_the_run_from_the_command_line(a3):
+    done = subprocess.run([sys.executable, "-m", "verl_patches", "status", "--run", str(a3().folder), "--json"],
+                          capture_output=True, text=True, cwd=ROOT, timeout=60)
+    found = json.loads(done.stdout)
+    assert done.returncode == 0 and found["wrong"] == []
+    row = next(r for r in found["rows"] if r["id"] == "update.engine_start")
+    assert row["states"]["worker 0"] == "active" and row["states"]["controller"] == "active"
+
+
+def test_both_lines_have_the_same_gradient_on_the_same_responses(smoke, a3):
+    pypi = smoke()
+    replayed = a3("--steps", "1", "--replay-rollout", str(pypi.folder))
+    assert replayed.steps[0]["grad_norm"] == pytest.approx(pypi.steps[0]["grad_norm"], rel=1e-3)
+    assert replayed.steps[0]["reward"] == pypi.steps[0]["reward"]
+
+
+@pytest.mark.parametrize("row", ["rollout.absorb_mla_again", "rollout.keep_log_probs"])
+def test_without_a_row_of_this_line_the_truth_check_stops_the_run(a3, row):
+    run = a3("--steps", "1", f"recipe.patches=[-{row}]", ok=False)
+    assert run.code == 1 and "WeightSyncError: step 1" in run.summary["exit"]
+    assert ("differ" if row == "rollout.absorb_mla_again" else "no log-probs") in run.summary["exit"]
+
+
+def test_a_skipped_sync_is_caught_at_the_first_step_that_skips(a3):
+    """Rows reshard.switch_and_wake and reshard.sync_mode."""
+    run = a3("--steps", "3", "recipe.weight_sync.enabled=false", ok=False)
+    assert run.steps[0]["logprob_delta"]["mean"] < 1e-5
+    assert run.code == 1 and "WeightSyncError: step 2" in run.summary["exit"]
