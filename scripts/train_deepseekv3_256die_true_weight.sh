@@ -2,7 +2,8 @@
 # GRPO of DeepSeek-V3 671B on 256 dies (16 Atlas A3 nodes): DeepSeek-V3's own weights: the run that learns.
 #
 #   bash scripts/train_deepseekv3_256die_true_weight.sh --dry-run     # check and print ranks, groups, patches, environment, commands
-#   bash scripts/train_deepseekv3_256die_true_weight.sh               # join the Ray on the nodes, and train; refused until its rows exist
+#   bash scripts/train_deepseekv3_256die_true_weight.sh               # join the Ray on the nodes, and train
+#   ... --upstream DIR         # the line's sources, if PYTHONPATH has them not; scripts/fetch_upstream.sh --dest DIR brings them
 #   ... actor_rollout_ref.rollout.n=8 trainer.total_training_steps=10         # any Hydra override; --help lists the options
 #
 # Before a real start: data in ./data/deepscaler, the model in ./DeepSeek-V3-hf, and Ray on every node (--dry-run prints the

@@ -45,8 +45,8 @@ def test_a_start_that_would_ignore_keys_is_refused(call):
     assert "recipe.train.layers_per_stage, recipe.train.swap_optimizer" in str(error)
 
 
+@pytest.mark.skipif(importlib.util.find_spec("torch_npu") is not None, reason="torch_npu is here: it would start")
 def test_on_line_a3_only_the_machine_is_missing(call):
-    assert importlib.util.find_spec("torch_npu") is None
     error = call("train", "--config-name", LARGE).exception
     assert isinstance(error, ConfigError) and "torch_npu is not installed" in str(error)
 

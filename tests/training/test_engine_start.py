@@ -24,7 +24,7 @@ CASES = {
         "actor_rollout_ref.model.gradient_checkpointing_kwargs.activations_checkpoint_method=block",
         "actor_rollout_ref.model.gradient_checkpointing_kwargs.activations_checkpoint_num_layers=2"], None),
     "layer_list": ("grpo_deepseekv3_tiny_cpu", 4, [*TP2, *PP2, "recipe.train.layers_per_stage=[1,3]"], None),
-    "no_grouped_gemm": ("grpo_deepseekv3_tiny_cpu", 2, [*TP2, "+recipe.train.grouped_gemm=false"],
+    "no_grouped_gemm": ("grpo_deepseekv3_tiny_cpu", 2, [*TP2, "recipe.train.grouped_gemm=false"],
                         "moe-tp-extend-ep` needs `--moe-permutation-async-comm` and `--moe-grouped-gemm"),
     "too_many_stages": ("grpo_deepseekv3_tiny_cpu", 4, [*TP2, *PP2, "recipe.train.layers_per_stage=[1,1,2]"],
                         "num_layer_list"),
@@ -38,7 +38,7 @@ CASES = {
     "too_few_ranks": ("grpo_deepseekv3_tiny_cpu", 1, TP2, "tensor_model_parallel_size: asked 2, got 1"),
     "bad_word": ("grpo_deepseekv3_tiny_cpu", 2, [*TP2, "actor_rollout_ref.actor.optim.warmup_style=sine"],
                  "invalid choice: 'sine'"),
-    "other_features": ("grpo_deepseekv3_tiny_cpu", 2, [*TP2, "+recipe.train.fused_permute=false"],
+    "other_features": ("grpo_deepseekv3_tiny_cpu", 2, [*TP2, "recipe.train.fused_permute=false"],
                        "use_fused_moe_token_permute_and_unpermute True, now False"),
 }  # fmt: skip
 pytestmark = [pytest.mark.slow, pytest.mark.upstream]
@@ -55,7 +55,7 @@ def folders(pytestconfig) -> list[Path]:
 
 @pytest.fixture(scope="module")
 def cases(folders, tmp_path_factory) -> Path:
-    return _cases(tmp_path_factory.mktemp("cases"), folders[0])
+    return _cases(tmp_path_factory.mktemp("cases"), folders[0], CASES)
 
 
 @pytest.fixture(scope="module")
@@ -63,22 +63,16 @@ def found(folders, cases):
     return _run(folders, cases)
 
 
-def _cases(folder: Path, verl: Path) -> Path:
-    from omegaconf import OmegaConf, open_dict
+def _cases(folder: Path, verl: Path, cases: dict) -> Path:
+    from omegaconf import OmegaConf
 
+    from verl_patches.cluster.checks import hf_config_of
     from verl_patches.cluster.compose import CONFIGS_DIR, compose
 
-    for name, (config_name, ranks, overrides, _) in CASES.items():
-        added = dict(word[1:].split("=") for word in overrides if word.startswith("+recipe"))
-        plain = [word for word in overrides if not word.startswith("+recipe")]
-        config = compose(config_name, plain, verl_path=verl)
-        section = config.actor_rollout_ref
-        with open_dict(section):
-            section.recipe = config.recipe
-            for key, value in added.items():  # keys that a schema may not list yet
-                OmegaConf.update(section, key, json.loads(value), force_add=True)
-        hf = {**json.loads((CONFIGS_DIR / config.recipe.model_shape).read_text()), "num_nextn_predict_layers": 0}
-        case = {"world_size": ranks, "config": OmegaConf.to_container(section, resolve=True), "hf": hf}
+    for name, (config_name, ranks, overrides, _) in cases.items():
+        config = compose(config_name, overrides, verl_path=verl)
+        section = OmegaConf.to_container(config.actor_rollout_ref, resolve=True)
+        case = {"world_size": ranks, "config": section, "hf": hf_config_of(config, CONFIGS_DIR)}
         (folder / f"{name}.json").write_text(json.dumps(case))
     return folder
 
@@ -109,6 +103,16 @@ def test_256_dies_as_megatron_sees_them(found):
                 "num_layer_list": "7,7,8,8,8,8,8,7", "recompute_num_layers": 8, "sequence_parallel": True,
                 "moe_router_bias_update_rate": 0.0, "adam_beta2": 0.999, "clip_grad": 1.0}  # fmt: skip
     assert {key: args[key] for key in expected} == expected
+
+
+def test_upstream_takes_both_256_die_configs_as_they_are(folders, tmp_path):
+    """A process of their own: the adaptor reads --swap-optimizer once."""
+    cases = {name: (f"grpo_deepseekv3_256die_{run}", 256, [], None)
+             for name, run in (("base", "random_init"), ("learning", "true_weight"))}
+    found = _run(folders, _cases(tmp_path, folders[0], cases))
+    assert all(isinstance(found[name], dict) for name in cases), found
+    assert [found[name]["swap_optimizer"] for name in cases] == [True, True]
+    assert [found[name]["fix_router"] for name in cases] == [True, False]
 
 
 def test_megatron_before_mindspeed_is_refused(folders, cases):
