@@ -32,3 +32,4 @@ def test_only_unchanged_distributions_are_compared(sampling, expected):
     assert truth_check.comparable(rollout) is expected
     assert (truth_check.why_not(rollout, replayed=False) is None) is expected
     assert "recorded" in truth_check.why_not(rollout, replayed=True)
+    assert "balanced" in truth_check.why_not(rollout, replayed=False, balanced=True)

@@ -40,7 +40,8 @@ class Run:
         rollout = trainer.config.actor_rollout_ref.rollout
         check = self.recipe.logprob_check
         self.not_compared = "recipe.logprob_check.action=off" if check.action == "off" else truth_check.why_not(
-            rollout, replayed=self.recipe.rollout.replay is not None)
+            rollout, replayed=self.recipe.rollout.replay is not None,
+            balanced=self.recipe.rollout.balanced_routing or self.recipe.train.balanced_routing)
         self.summary = Summary(self.folder, {
             "run": self.recipe.run, "line": self.recipe.line, "platform": self.recipe.platform,
             "layout": {"train": str(train_layout_of(trainer.config)),

@@ -43,10 +43,12 @@ def comparable(rollout: Any) -> bool:
     return rollout.temperature == 1.0 and rollout.top_p in (1, 1.0) and rollout.top_k in (-1, 0)
 
 
-def why_not(rollout: Any, replayed: bool) -> str | None:
-    """Why a run's log-probs cannot be compared, in words; None where they can."""
+def why_not(rollout: Any, replayed: bool, balanced: bool = False) -> str | None:
+    """Why a run's log-probs cannot be compared, in words; None where they can. `balanced`: routing is forced."""
     if replayed:
         return "the responses are recorded ones"
+    if balanced:
+        return "balanced routing takes experts by a token's place in the batch, which differs from vLLM to training"
     if comparable(rollout):
         return None
     return (f"sampling changes the distribution (temperature {rollout.temperature}, top_p {rollout.top_p}, top_k "
