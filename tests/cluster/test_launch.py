@@ -102,10 +102,10 @@ def test_a_killed_driver(start):
 @pytest.mark.parametrize("key", ["wall_s", "quiet_s"])
 def test_a_hanging_driver_is_ended(start, key):
     began = time.monotonic()
-    timeouts = {"wall_s": None, "quiet_s": None, key: 1.0}
+    timeouts = {"wall_s": None, "quiet_s": None, key: 3.0}
     outcome, summary, _ = start(DETACHED + "import time; time.sleep(600)", timeouts=timeouts)
     assert outcome.code == launch.TIMED_OUT and key in summary["exit"]
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 30
     assert not psutil.pid_exists(int((outcome.folder / "child.pid").read_text()))
 
 

@@ -10,15 +10,19 @@ from verl_patches.patching.hooks import after_import
 
 
 def _spoil(change):
+    """Each model that vLLM makes gets a load_weights of its own; the class keeps the one that a row may have wrapped."""
+
     def on_import(module):
         cls = module.DeepseekV2ForCausalLM
-        original = cls.load_weights
+        original = cls.__init__
 
         @functools.wraps(original)
-        def load_weights(self, weights):
-            return original(self, (found for name, tensor in weights for found in change(name, tensor)))
+        def __init__(self, *args, **kwargs):
+            original(self, *args, **kwargs)
+            load = self.load_weights
+            self.load_weights = lambda weights: load(new for name, tensor in weights for new in change(name, tensor))
 
-        cls.load_weights = load_weights
+        cls.__init__ = __init__
 
     after_import("vllm.model_executor.models.deepseek_v2", on_import)
 
