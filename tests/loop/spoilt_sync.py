@@ -10,7 +10,7 @@ from verl_patches.patching.hooks import after_import
 
 
 def _spoil(change):
-    """Each model that vLLM makes gets a load_weights of its own; the class keeps the one that a row may have wrapped."""
+    """Each model that vLLM makes gets a load_weights of its own; the class keeps the one that a row may wrap."""
 
     def on_import(module):
         cls = module.DeepseekV2ForCausalLM
