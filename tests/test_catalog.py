@@ -144,7 +144,7 @@ import importlib
 for name in {modules!r}: importlib.import_module(name)
 import verl.trainer.ppo.ray_trainer
 from verl_patches.patching.engine import current
-wrong = [r for r in current().status() if r["state"] != "active"]
+wrong = [r for r in current().status() if r["id"] in current().wanted and r["state"] != "active"]
 assert not wrong, wrong
 current().verify("worker"); current().verify("controller")
 {SIGNATURES}

@@ -16,7 +16,7 @@ from verl_patches.patching.engine import current
 states = {{row["id"]: row["state"] for row in current().status()}}
 assert states["update.prove_patches"] == "active" and hasattr(workers.ActorRolloutRefWorker, "prove_patches"), states
 modules = __import__("sys").modules
-waiting = [n for n, s in states.items() if s != "active" and current().specs[n].target_module in modules]
+waiting = [n for n in current().wanted if states[n] != "active" and current().specs[n].target_module in modules]
 assert not waiting, waiting
 """
 
