@@ -155,7 +155,8 @@ current().verify("worker"); current().verify("controller")
 
 
 def test_functional_rows_reach_npus():
-    assert all("npu" in row.platforms for row in FUNCTIONAL)
+    """But one: vllm-ascend's own MoE class takes the place of the class that rollout.fp32_router wraps."""
+    assert [row.id for row in FUNCTIONAL if "npu" not in row.platforms] == ["rollout.fp32_router"]
 
 
 @pytest.mark.parametrize("name", ["README.md", "README_zh.md"])

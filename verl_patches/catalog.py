@@ -47,6 +47,7 @@ ROLLOUT: tuple[PatchSpec, ...] = (
         id="rollout.fp32_router", stage="rollout",
         target="vllm.model_executor.models.deepseek_v2:DeepseekV2MoE.__init__", kind="wrap",
         provider="verl_patches.rollout.engine:route_in_fp32", processes=_WORKER, lines=_BOTH,
+        platforms=frozenset({"cuda", "cpu"}),  # vllm-ascend builds its own class (models/deepseek_v2.py:293)
         why="vLLM 0.9.1 routes in the model's dtype (deepseek_v2.py:105-118), training and the checkpoint's bias are "
             "fp32: in bf16 near scores change places and tokens go to other experts than in training.",
         exit="vLLM routes DeepSeek-V3 in fp32",
