@@ -26,7 +26,8 @@ def test_rollout_layouts_fp32(a3, rollout):
     assert_weights_arrive(a3(*rollout, "--steps", "2"), 1e-5)
 
 
-def test_everything_offloaded_between_phases(a3):
+def test_weights_stay_right_with_offload_on(a3):
+    """Says nothing of what is left on the device: at this pin verl does not offload expert_parallel_buffers."""
     megatron = "actor_rollout_ref.actor.megatron"
     run = a3("--steps", "2", f"{megatron}.param_offload=true", f"{megatron}.grad_offload=true",
              f"{megatron}.optimizer_offload=true", "actor_rollout_ref.ref.megatron.param_offload=true")
