@@ -17,11 +17,11 @@ from verl_patches.patching.fingerprint import fingerprint, reviewed
 from verl_patches.patching.row_contract import Sources
 from verl_patches.patching.spec import LINES
 from verl_patches.patching.switches import Switches
-from verl_patches.platform.cpu import rows_megatron, rows_mindspeed, rows_npu, rows_torch, rows_vllm
+from verl_patches.platform.cpu import rows_megatron, rows_npu, rows_torch, rows_vllm
 
 ROOT = Path(__file__).resolve().parent.parent
-# compiled originals; None where vLLM sees no GPU (vllm_experts); a decorator's *args, **kwargs (reshard.switch)
-UNKNOWN_SIGNATURES = {"reshard.switch", *(f"platform.{name}" for name in (
+# compiled originals; None where vLLM sees no GPU (vllm_experts); a decorator's *args, **kwargs (update.sync_switch)
+UNKNOWN_SIGNATURES = {"update.sync_switch", *(f"platform.{name}" for name in (
     "torch_zeros", "torch_tensor", "torch_tensor_type", "torch_tensor_cuda", "torch_pin_memory", "vllm_experts"))}
 PRELUDE = "import verl_patches.prelude_patch"
 
@@ -93,7 +93,7 @@ def test_every_row_is_named_by_a_test():
 
     Those of line a3: tests/loop/test_a3_smoke.py, where each is active in the processes that it is for.
     """
-    tables = {row.id for rows in (rows_torch, rows_megatron, rows_vllm, rows_npu, rows_mindspeed, a3_rows)
+    tables = {row.id for rows in (rows_torch, rows_megatron, rows_vllm, rows_npu, a3_rows)
               for row in rows.ROWS}
     modules = [p for p in (ROOT / "tests").rglob("*.py") if p.name != "test_catalog.py"]
     words = set().union(*(named_in(p.read_text()) for p in modules))

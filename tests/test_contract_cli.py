@@ -129,7 +129,7 @@ def test_wrong_use_is_refused(run, tmp_path, words, said):
 
 def test_a_fingerprint_is_recorded_for_the_named_row_only(run, tmp_path, monkeypatch):
     monkeypatch.setattr(fp, "REVIEWED", tmp_path / "fingerprints.json")
-    words = ("reshard.local_names", "--line", "pypi")
+    words = ("model.local_names", "--line", "pypi")
     assert run("fingerprint", *words)[0] == 1
     assert run("fingerprint", *words, "--write")[0] == run("fingerprint", *words)[0] == 0
     target = "verl.utils.model:normalize_model_name"
@@ -151,7 +151,7 @@ def test_a_file_that_cannot_be_parsed_is_a_note(run, copies):
 
 
 def test_explain_tells_a_body_that_has_drifted(run, tmp_path, monkeypatch):
-    words = ("explain", "reshard.local_names", "--switches", "line=pypi,platform=cpu", "--json")
+    words = ("explain", "model.local_names", "--switches", "line=pypi,platform=cpu", "--json")
     assert json.loads(run(*words)[1])["state"] == "waiting"
     monkeypatch.setattr(fp, "REVIEWED", tmp_path / "fingerprints.json")
     fp.write_reviewed("pypi", {"verl.utils.model:normalize_model_name": fp.statements("verl.utils.model:squeeze")})

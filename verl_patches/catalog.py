@@ -7,7 +7,7 @@ Rows of platform `cpu` only (stand-ins for what a machine without an accelerator
 
 from verl_patches.model import a3_rows
 from verl_patches.patching.spec import PatchSpec
-from verl_patches.platform.cpu import rows_megatron, rows_mindspeed, rows_npu, rows_torch, rows_verl, rows_vllm
+from verl_patches.platform.cpu import rows_megatron, rows_npu, rows_torch, rows_verl, rows_vllm
 
 _WORKERS = "verl.workers.megatron_workers"
 _ACTOR = f"{_WORKERS}:ActorRolloutRefWorker"
@@ -24,6 +24,17 @@ def _timed_offload(name: str) -> PatchSpec:
         processes=_WORKER, lines=_BOTH,
         why="verl counts offload inside rollout, log-prob, ref and update; the step table shows it by itself.",
         exit="verl times offload as a phase of its own",
+    )
+
+
+def _experts_too(id: str, name: str, *needs: str) -> PatchSpec:
+    return PatchSpec(
+        id=id, stage="memory", target=f"verl.utils.megatron_utils:{name}", kind="wrap",
+        provider="verl_patches.memory.expert_buffers:with_expert_buffers", bindings=(f"{_WORKERS}:{name}",),
+        processes=_WORKER, lines=_A3, needs=(f"memory.time_{name}", *needs),
+        why="verl 54c9b736 moves Megatron's `buffers` only (verl/utils/megatron_utils.py:250, :277): routed experts, "
+            "in `expert_parallel_buffers`, would stay on the die during rollout, parameters and gradients.",
+        exit="the pins move to verl 0.4.0 or later, which goes over both lists",
     )
 
 
@@ -57,8 +68,9 @@ ROLLOUT: tuple[PatchSpec, ...] = (
         target="vllm.model_executor.models.deepseek_v2:DeepseekV2ForCausalLM.load_weights",
         provider="verl_patches.rollout.engine:absorb_mla_again", processes=_WORKER, lines=_A3,
         why="vLLM's MLA decodes with projections that it derives from kv_b_proj at start (mla/common.py:1115) and that "
-            "follow a weight sync as views of it only; MindSpeed makes torch.Tensor.view copy "
-            "(mindspeed/megatron_adaptor.py:157), so that decoding would go on with the first weights.",
+            "follow a weight sync as views of it only; vllm-ascend copies them (attention/mla_v1.py:669) and MindSpeed "
+            "makes torch.Tensor.view copy (mindspeed/megatron_adaptor.py:157): decoding would go on with the first "
+            "weights.",
         exit="vLLM derives them again when weights are loaded, or MindSpeed leaves torch.Tensor.view alone",
     ),
     PatchSpec(
@@ -142,26 +154,26 @@ TRAINING: tuple[PatchSpec, ...] = (
         exit="verl reports |log-prob delta| of rollout and actor (0.5 and later: rollout correction metrics)",
     ),
     PatchSpec(
-        id="reshard.sync_mode", stage="reshard", target=f"{_ACTOR}._build_rollout", kind="wrap",
+        id="update.sync_mode", stage="reshard", target=f"{_ACTOR}._build_rollout", kind="wrap",
         provider="verl_patches.training.worker:rollout_with_sync_mode", processes=_WORKER, lines=_BOTH,
         why="recipe.weight_sync must reach the sharding manager, which verl gives no configuration.", exit=_NEVER,
     ),
     PatchSpec(
-        id="reshard.switch", stage="reshard",
+        id="update.sync_switch", stage="reshard",
         target="verl.workers.sharding_manager.megatron_vllm:MegatronVLLMShardingManager.__enter__", kind="wrap",
         provider="verl_patches.reshard.sync_switch:timed_and_switched", processes=_WORKER,
         why="Counts weight sync as a phase, and can leave it out after the first step: the control run without sync.",
         exit="our own resharder takes this place",
     ),
     PatchSpec(
-        id="reshard.switch_and_wake", stage="reshard",
+        id="update.sync_switch_and_wake", stage="reshard",
         target="verl.workers.sharding_manager.megatron_vllm:MegatronVLLMShardingManager.__enter__", kind="wrap",
         provider="verl_patches.reshard.sync_switch:timed_and_switched_with_cache", processes=_WORKER, lines=_A3,
-        why="As reshard.switch; at verl 54c9b736 this method wakes vLLM's KV cache too (megatron_vllm.py:334).",
-        exit="the pins move to verl 0.4.0 or later, where reshard.switch serves",
+        why="As update.sync_switch; at verl 54c9b736 this method wakes vLLM's KV cache too (megatron_vllm.py:334).",
+        exit="the pins move to verl 0.4.0 or later, where update.sync_switch serves",
     ),
     PatchSpec(
-        id="reshard.local_names", stage="reshard", target="verl.utils.model:normalize_model_name", kind="wrap",
+        id="model.local_names", stage="reshard", target="verl.utils.model:normalize_model_name", kind="wrap",
         provider="verl_patches.model.names:te_names_for_verl",
         bindings=("verl.utils.megatron_utils:normalize_model_name",), processes=_WORKER,
         why="verl's per_tensor_generator and DeepSeek-V3 converter know Transformer Engine's parameter names only "
@@ -170,12 +182,14 @@ TRAINING: tuple[PatchSpec, ...] = (
     ),
     *map(_timed_offload, ("load_megatron_model_to_gpu", "offload_megatron_model_to_cpu",
                           "load_megatron_optimizer", "offload_megatron_optimizer")),
+    _experts_too("memory.load_experts", "load_megatron_model_to_gpu"),
+    _experts_too("memory.offload_experts", "offload_megatron_model_to_cpu", "memory.load_experts"),
 )
 
 FUNCTIONAL: tuple[PatchSpec, ...] = (*ROLLOUT, *MODEL, *a3_rows.ROWS, *TRAINING)
 
 STAND_INS: tuple[PatchSpec, ...] = (
-    *rows_torch.ROWS, *rows_npu.ROWS, *rows_mindspeed.ROWS, *rows_megatron.ROWS, *rows_vllm.ROWS, *rows_verl.ROWS,
+    *rows_torch.ROWS, *rows_npu.ROWS, *rows_megatron.ROWS, *rows_vllm.ROWS, *rows_verl.ROWS,
 )
 
 ROWS: tuple[PatchSpec, ...] = (*FUNCTIONAL, *STAND_INS)

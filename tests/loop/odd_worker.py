@@ -16,13 +16,13 @@ def other_switches():
         text = engine.current().switches.text()
         engine.current().revert()
         engine._CURRENT = None
-        engine.start(ROWS, parse(f"{text},-reshard.switch")).apply()
+        engine.start(ROWS, parse(f"{text},-update.sync_switch")).apply()
 
 
 def no_patches():
     """Rank 1 takes our weight-sync row out again: what it means is unchanged, what it does is not."""
     if os.environ.get("RANK") == "1":
-        row = engine.current()._rows["reshard.switch"]
+        row = engine.current()._rows["update.sync_switch"]
         row.state, row.hook = "reverted", None
 
 

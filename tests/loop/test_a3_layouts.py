@@ -4,6 +4,14 @@ import pytest
 
 pytestmark = [pytest.mark.slow, pytest.mark.full, pytest.mark.upstream]
 LAYOUTS = {"tp2": "1", "pp2": "1", "tp2ep2": "2", "ep2pp2": "2"}  # and the rollout's tensor parallel size
+MEGATRON, MODEL = "actor_rollout_ref.actor.megatron", "actor_rollout_ref.model"
+OFFLOAD = (f"{MEGATRON}.param_offload=true", f"{MEGATRON}.grad_offload=true",
+           "actor_rollout_ref.ref.megatron.param_offload=true",
+           "recipe.worker_process_setup_hook=offload_probe.nothing_left")
+SWAP = (f"{MEGATRON}.optimizer_offload=false", "recipe.train.swap_optimizer=true")
+RECOMPUTE = (f"{MODEL}.enable_gradient_checkpointing=true", *(
+    f"{MODEL}.gradient_checkpointing_kwargs.activations_checkpoint_{key}={value}"
+    for key, value in {"granularity": "full", "method": "block", "num_layers": 4}.items()))
 
 
 def assert_weights_arrive(run, limit):
@@ -27,12 +35,29 @@ def test_rollout_layouts_fp32(a3, rollout):
 
 
 def test_weights_stay_right_with_offload_on(a3):
-    """Says nothing of what is left on the device: at this pin verl does not offload expert_parallel_buffers."""
-    megatron = "actor_rollout_ref.actor.megatron"
-    run = a3("--steps", "2", f"{megatron}.param_offload=true", f"{megatron}.grad_offload=true",
-             f"{megatron}.optimizer_offload=true", "actor_rollout_ref.ref.megatron.param_offload=true")
+    """Rows memory.offload_experts and memory.load_experts: nothing of the actor is on the device during rollout."""
+    run = a3("--steps", "2", *OFFLOAD, f"{MEGATRON}.optimizer_offload=true")
     assert_weights_arrive(run, 1e-5)
     assert all(s["seconds"]["offload"] > 0 for s in run.steps)
+
+
+def test_without_the_rows_experts_stay_on_the_device(a3):
+    run = a3("--steps", "1", *OFFLOAD, "recipe.patches=[-memory.offload_experts,-memory.load_experts]", ok=False)
+    said = run.summary["exit"]
+    assert run.code == 1 and "LeftOnDeviceError" in said
+    left = said.partition("left on the device:")[2]
+    assert "'expert_parallel_buffers.param_data'" in left and "'expert_parallel_buffers.grad_data'" in left
+    assert "'buffers." not in left  # verl's own part
+
+
+def test_memory_as_in_production_changes_no_update(a3):
+    """Host optimizer, offload and full recompute, in bf16 with experts whole over TP x EP, against a run without."""
+    bf16 = ("--train-layout", "tp2ep2", "--dtype", "bf16")
+    saving = a3(*bf16, "--steps", "2", *OFFLOAD, *SWAP, *RECOMPUTE)
+    log = (saving.folder / "driver.log").read_text()
+    assert "swap_optimizer=True" in log and "recompute_granularity='full'" in log  # Megatron's own arguments
+    assert_weights_arrive(saving, 0.05)
+    assert [s["grad_norm"] for s in saving.steps] == [s["grad_norm"] for s in a3(*bf16).steps[:2]]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

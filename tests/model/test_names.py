@@ -5,7 +5,7 @@ import pytest
 from verl_patches.errors import ConfigError
 from verl_patches.model.names import local_name, place, te_name, te_names_for_verl
 
-ROW = "reshard.local_names"
+ROW = "model.local_names"
 SPELLINGS = [
     ("decoder.layers.3.mlp.experts.local_experts.7.linear_fc1.weight",
      "decoder.layers.3.mlp.experts.linear_fc1.weight7"),

@@ -12,9 +12,9 @@ from verl_patches.patching.switches import parse
 HERE = Path(__file__).resolve().parent
 IDS = [
     "update.fit_as_run", "update.prove_patches", "update.take_phase_seconds", "update.log_with_run",
-    "logprob.truth_check", "reshard.sync_mode", "platform.tensordict_cuda", "platform.pickle_torch_config",
+    "logprob.truth_check", "update.sync_mode", "platform.tensordict_cuda", "platform.pickle_torch_config",
     "memory.time_load_megatron_model_to_gpu", "memory.time_offload_megatron_model_to_cpu",
-    "reshard.switch", "model.train_dtype", "model.optimizer_dtype",
+    "update.sync_switch", "model.train_dtype", "model.optimizer_dtype",
     "memory.time_load_megatron_optimizer", "memory.time_offload_megatron_optimizer",
 ]
 

@@ -69,7 +69,7 @@ _TABLE = (
      f"{_OURS}.rope:rope_of_packed", (),
      "MindSpeed-LLM's MLA hands over [T, 1, N, D] (multi_head_latent_attention.py:323), which it takes for [T, N, D]",
      "MindSpeed-LLM's MLA takes packed sequences"),
-    ("reshard.mindspeed_weights", "reshard", "verl.utils.megatron_utils:per_tensor_generator", "wrap",
+    ("model.mindspeed_weights", "reshard", "verl.utils.megatron_utils:per_tensor_generator", "wrap",
      f"{_OURS}.sync:generator_by_our_names",
      ("verl.workers.sharding_manager.megatron_vllm:per_tensor_generator",
       "verl.workers.sharding_manager.megatron_sglang:per_tensor_generator"),
