@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from verl_patches import contract_cli
-from verl_patches.cluster import cli, config_cli, upstream_cli
+from verl_patches.cluster import cli, config_cli, reshard_cli, upstream_cli
 from verl_patches.cluster.show import Json, table
 from verl_patches.errors import ConfigError
 from verl_patches.patching.engine import Engine, PatchError
@@ -116,6 +116,7 @@ def _rows() -> Any:
 contract_cli.register(app, _engine)
 cli.register(app, _rows)
 config_cli.register(app)
+reshard_cli.register(app)
 upstream_cli.register(app)
 
 

@@ -168,6 +168,14 @@ def test_interleaved_chunks_are_dealt_in_turn():
     assert uneven.stage_layers(1, 8) == (1, 2, 3, 6, 7)
 
 
+def test_what_ep_does_not_divide_can_go_to_the_last_rank():
+    """As vLLM 0.9.1's determine_expert_map does; build_vllm.py compares it with the real one."""
+    layout = rollout_layout(2, dp=3, tp=1)
+    assert [layout.local_experts(rank, 16, rest_on_last=True) for rank in range(6)] == [
+        range(5), range(5, 10), range(10, 16)] * 2
+    assert layout.local_experts(2, 12, rest_on_last=True) == layout.local_experts(2, 12) == range(8, 12)
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -181,6 +189,7 @@ def test_interleaved_chunks_are_dealt_in_turn():
         (lambda: ParallelLayout(8, pp=8).chunk_layers(61), "give a list"),
         (lambda: ParallelLayout(8, pp=2, layers_per_stage=(4, 5)).stage_layers(0, 8), "adds up to 9"),
         (lambda: ParallelLayout(8, ep=8, etp=1).local_experts(0, 12), "must divide the number of routed experts"),
+        (lambda: ParallelLayout(8, ep=8, etp=1).local_experts(0, 4, rest_on_last=True), "ep=8 is more than the 4"),
         (lambda: ParallelLayout(8).coordinates(8), "0..7, found 8"),
         (lambda: ParallelLayout(8, tp=2).rank_of(tp=2), "tp must be in 0..1"),
         (lambda: ParallelLayout(8).rank_of(tp=0, ep=0), "mix the dense view"),

@@ -19,7 +19,8 @@ from typing import NamedTuple
 
 from verl_patches.errors import ConfigError
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
+MODEL_DTYPES = ("float32", "bfloat16", "float16")  # what a model may be in; single tensors of it may be fp8
 PARTS = ("embedding", "head", "attention", "norm", "router", "dense_mlp", "shared_expert", "routed_expert")
 
 
@@ -102,8 +103,8 @@ def read_model_shape(config: Mapping | str | Path) -> ModelShape:
             raise ConfigError(f"{where}: {key} must be false for DeepSeek-V3, found {config[key]!r}")
     values = {key: config[key] for key in ModelShape.__dataclass_fields__ if config.get(key) is not None}
     shape = ModelShape(**values)
-    if shape.torch_dtype not in DTYPE_BYTES:
-        raise ConfigError(f"{where}: torch_dtype must be one of {', '.join(DTYPE_BYTES)}, found {shape.torch_dtype!r}")
+    if shape.torch_dtype not in MODEL_DTYPES:
+        raise ConfigError(f"{where}: torch_dtype must be one of {', '.join(MODEL_DTYPES)}, found {shape.torch_dtype!r}")
     return shape
 
 

@@ -1,4 +1,4 @@
-"""Both layouts of a composed configuration: verl's sections plus what `recipe:` adds to them."""
+"""Both layouts of a configuration: verl's sections plus what `recipe:` adds to them."""
 
 from __future__ import annotations
 
@@ -14,24 +14,33 @@ def world_size(config: Any) -> int:
 
 
 def train_layout_of(config: Any) -> ParallelLayout:
-    """The layout of actor and reference: verl's megatron section plus recipe.train; ConfigError if there is none."""
-    actor = config.actor_rollout_ref.actor.megatron
+    """The layout of actor and reference in a composed configuration; ConfigError if there is none."""
+    return train_layout_in(config.actor_rollout_ref, config.recipe, world_size(config))
+
+
+def rollout_layout_of(config: Any) -> ParallelLayout:
+    """The layout of the vLLM instances in a composed configuration; ConfigError if it does not fit."""
+    return rollout_layout_in(config.actor_rollout_ref, config.recipe, world_size(config))
+
+
+def train_layout_in(section: Any, recipe: Any, world: int) -> ParallelLayout:
+    """The layout of actor and reference: `section` is verl's actor_rollout_ref, which is all that a worker has."""
+    actor = section.actor.megatron
     return ParallelLayout(
-        world_size=world_size(config),
+        world_size=world,
         tp=actor.tensor_model_parallel_size,
         cp=actor.context_parallel_size,
         ep=actor.expert_model_parallel_size,
         etp=actor.expert_tensor_parallel_size,
         pp=actor.pipeline_model_parallel_size,
         vpp=actor.virtual_pipeline_model_parallel_size or 1,
-        layers_per_stage=tuple(config.recipe.train.layers_per_stage) if config.recipe.train.layers_per_stage else None,
+        layers_per_stage=tuple(recipe.train.layers_per_stage) if recipe.train.layers_per_stage else None,
     )
 
 
-def rollout_layout_of(config: Any) -> ParallelLayout:
-    """The layout of the vLLM instances: verl's rollout section plus recipe.rollout; ConfigError if it does not fit."""
-    world, rollout = world_size(config), config.recipe.rollout
-    tp = config.actor_rollout_ref.rollout.tensor_model_parallel_size
+def rollout_layout_in(section: Any, recipe: Any, world: int) -> ParallelLayout:
+    """The layout of the vLLM instances: `section` is verl's actor_rollout_ref, which is all that a worker has."""
+    rollout, tp = recipe.rollout, section.rollout.tensor_model_parallel_size
     ranks = tp * rollout.dp
     instances = rollout.instances or max(1, world // ranks)
     if instances * ranks != world:

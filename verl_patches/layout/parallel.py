@@ -222,19 +222,25 @@ class ParallelLayout:
             raise ConfigError(f"layout: stage must be in 0..{self.pp - 1}, found {stage}")
         return tuple(itertools.chain.from_iterable(self.chunk_layers(num_layers)[stage :: self.pp]))
 
-    def local_experts(self, rank: int, num_experts: int) -> range:
+    def local_experts(self, rank: int, num_experts: int, rest_on_last: bool = False) -> range:
         """Ids of the routed experts on `rank` (each whole if etp is 1): a contiguous block, as in Megatron and vLLM.
 
-        Raises ConfigError if `ep` does not divide `num_experts` (Megatron refuses it; vLLM would load the last rank
-        more).
+        With `rest_on_last` the last of the ep ranks also holds what is left where `ep` does not divide `num_experts`
+        (vLLM 0.9.1, `determine_expert_map`). Raises ConfigError if a rank would hold none, and without `rest_on_last`
+        (Megatron) if `ep` does not divide.
         """
-        if num_experts % self.ep:
+        if num_experts < self.ep:
+            raise ConfigError(
+                f"layout: ep={self.ep} is more than the {num_experts} routed experts: ranks would hold none; "
+                f"choose an ep of at most {num_experts}"
+            )
+        if num_experts % self.ep and not rest_on_last:
             raise ConfigError(
                 f"layout: ep={self.ep} must divide the number of routed experts {num_experts}; choose another ep"
             )
-        local = num_experts // self.ep
-        first = self.coordinates(rank).ep * local
-        return range(first, first + local)
+        local, index = num_experts // self.ep, self.coordinates(rank).ep
+        last = rest_on_last and index == self.ep - 1
+        return range(index * local, num_experts if last else (index + 1) * local)
 
     def __str__(self) -> str:
         """The short text form that `parse_layout` reads, e.g. "tp4 pp8 ep32 etp1 @256 layers=7,7,8,8,8,8,8,7"."""

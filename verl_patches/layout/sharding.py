@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from verl_patches.errors import ConfigError
 from verl_patches.layout.inventory import DTYPE_BYTES, Inventory, Parameter
-from verl_patches.layout.parallel import Coordinates, ParallelLayout
+from verl_patches.layout.parallel import ParallelLayout
 
 # kind -> axis that tensor parallelism cuts; None is a copy on every rank
 AXES: dict[str, int | None] = {
@@ -39,11 +39,15 @@ AXES: dict[str, int | None] = {
 
 @dataclass(frozen=True)
 class Library:
-    """What sets one library apart: kinds it keeps whole although AXES cuts them, vocabulary multiple, bias dtype."""
+    """What sets one library apart: kinds it keeps whole although AXES cuts them, vocabulary multiple, bias dtype.
+
+    `experts_rest_on_last`: where ep does not divide the experts, the last rank holds the rest (else it is refused).
+    """
 
     whole: frozenset[str] = frozenset()
     vocabulary_multiple: int = 1
     bias_in_model_dtype: bool = False
+    experts_rest_on_last: bool = False
 
 
 _DOWN_PROJECTIONS = frozenset({"q_a_proj", "kv_a_proj"})
@@ -52,8 +56,10 @@ LIBRARIES: dict[str, Library] = {
     "megatron-local": Library(),
     "megatron-te": Library(),
     "mindspeed": Library(whole=_DOWN_PROJECTIONS),
-    "vllm": Library(whole=_DOWN_PROJECTIONS, vocabulary_multiple=64, bias_in_model_dtype=True),
-    "vllm-ascend": Library(whole=_DOWN_PROJECTIONS | _SHARED_EXPERT, vocabulary_multiple=64, bias_in_model_dtype=True),
+    "vllm": Library(_DOWN_PROJECTIONS, vocabulary_multiple=64, bias_in_model_dtype=True, experts_rest_on_last=True),
+    "vllm-ascend": Library(
+        _DOWN_PROJECTIONS | _SHARED_EXPERT, vocabulary_multiple=64, bias_in_model_dtype=True, experts_rest_on_last=True
+    ),
 }
 
 
@@ -106,15 +112,27 @@ def local_parameters(inventory: Inventory, layout: ParallelLayout, rank: int, li
 
     Raises ConfigError for an unknown library or rank, layers that do not fit the layout, and sizes that do not divide.
     """
-    rule = _rule(inventory, layout, library)
+    rule = library_rule(inventory, layout, library)
     at = layout.coordinates(rank)
     shards = {}
-    for parameter in _held(inventory, layout, rank, at):
-        shards[parameter.name] = _shard(parameter, layout, at, rule, inventory.model.torch_dtype)
+    for parameter in _held(inventory, layout, rank, rule):
+        index = at.tp if parameter.expert is None else at.etp
+        shards[parameter.name] = _shard(parameter, layout, index, rule, inventory.model.torch_dtype)
     return LocalParameters(shards)
 
 
-def _rule(inventory: Inventory, layout: ParallelLayout, library: str) -> Library:
+def shards_of(inventory: Inventory, layout: ParallelLayout, library: str, parameter: Parameter) -> tuple[Shard, ...]:
+    """The pieces of one tensor: the shard of each tp index, for a routed expert of each etp index.
+
+    Raises ConfigError as `local_parameters`.
+    """
+    rule = library_rule(inventory, layout, library)
+    parts = layout.tp if parameter.expert is None else layout.etp
+    return tuple(_shard(parameter, layout, index, rule, inventory.model.torch_dtype) for index in range(parts))
+
+
+def library_rule(inventory: Inventory, layout: ParallelLayout, library: str) -> Library:
+    """The row of LIBRARIES; ConfigError where that library cannot cut this model by `layout`'s tp."""
     if library not in LIBRARIES:
         raise ConfigError(f"sharding: unknown library {library!r}; expected one of {', '.join(LIBRARIES)}")
     model, tp = inventory.model, layout.tp
@@ -130,9 +148,9 @@ def _rule(inventory: Inventory, layout: ParallelLayout, library: str) -> Library
     return LIBRARIES[library]
 
 
-def _held(inventory: Inventory, layout: ParallelLayout, rank: int, at: Coordinates) -> Iterable[Parameter]:
-    model = inventory.model
-    experts = layout.local_experts(rank, model.n_routed_experts)
+def _held(inventory: Inventory, layout: ParallelLayout, rank: int, rule: Library) -> Iterable[Parameter]:
+    model, at = inventory.model, layout.coordinates(rank)
+    experts = layout.local_experts(rank, model.n_routed_experts, rule.experts_rest_on_last)
     if at.pp == 0:
         yield from (p for p in inventory.outer if p.part == "embedding")
     for layer in layout.stage_layers(at.pp, model.num_hidden_layers):
@@ -144,11 +162,11 @@ def _held(inventory: Inventory, layout: ParallelLayout, rank: int, at: Coordinat
         yield from (p for p in inventory.outer if p.part != "embedding")
 
 
-def _shard(parameter: Parameter, layout: ParallelLayout, at: Coordinates, rule: Library, model_dtype: str) -> Shard:
+def _shard(parameter: Parameter, layout: ParallelLayout, index: int, rule: Library, model_dtype: str) -> Shard:
     kind, shape = parameter.kind, parameter.shape
     dtype = model_dtype if kind == "router_bias" and rule.bias_in_model_dtype else parameter.dtype
     axis = None if kind in rule.whole else AXES[kind]
-    parts, index = (layout.etp, at.etp) if parameter.expert is not None else (layout.tp, at.tp)
+    parts = layout.tp if parameter.expert is None else layout.etp
     if axis is None:
         return Shard(parameter, shape, dtype)
     full = shape[axis]

@@ -1,0 +1,199 @@
+"""What can be sent as one: blocks of tensors that the same ranks hold in training and the same ranks need in rollout.
+
+Both sides cut a tensor along the same axis (layout/sharding.py), at rows that need not be multiples of each other:
+vLLM pads the vocabulary. All cuts together give elementary intervals, inside which nothing is cut any more. Tensors
+of one layer (or one expert) whose intervals are held and needed by the same ranks share a block per interval, so that
+256 ranks of DeepSeek-V3 make some 16,000 blocks instead of 45,395 tensors x intervals. No torch.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Iterable, Sequence
+from typing import NamedTuple
+
+from verl_patches.errors import ConfigError
+from verl_patches.layout.inventory import Inventory, Parameter
+from verl_patches.layout.parallel import ParallelLayout
+from verl_patches.layout.sharding import Shard, library_rule, shards_of
+from verl_patches.reshard.region import Region, region_of
+from verl_patches.reshard.sizes import align, row_bytes
+
+
+class Block(NamedTuple):
+    """Regions that travel alike: every rank of `holders` has all of them, every rank of `receivers` needs all of them.
+
+    `row_bytes`: bytes of one row of each region. `owners`: the receivers that need the block by their layout alone,
+    and not only because a tensor was asked for whole. Ranks are sorted; all holders are of one pipeline stage.
+    """
+
+    regions: tuple[Region, ...]
+    row_bytes: tuple[int, ...]
+    holders: tuple[int, ...]
+    receivers: tuple[int, ...]
+    owners: tuple[int, ...]
+
+    @property
+    def raw_bytes(self) -> int:
+        """Bytes of all elements."""
+        return sum((r.stop - r.start) * size for r, size in zip(self.regions, self.row_bytes, strict=True))
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes of all regions between ranks, if none is cut."""
+        return sum(align((r.stop - r.start) * size) for r, size in zip(self.regions, self.row_bytes, strict=True))
+
+
+class Interval(NamedTuple):
+    """Rows [start, stop) along `axis`, and the tp (etp) indices that hold, need and own them (see Block)."""
+
+    axis: int
+    start: int
+    stop: int
+    holders: tuple[int, ...]
+    receivers: tuple[int, ...]
+    owners: tuple[int, ...]
+
+    @property
+    def ranks(self) -> tuple[tuple[int, ...], ...]:
+        """What must be equal for two tensors to share a block."""
+        return self[3:]
+
+
+def make_blocks(
+    inventory: Inventory,
+    train: ParallelLayout,
+    rollout: ParallelLayout,
+    *,
+    train_library: str,
+    rollout_library: str,
+    whole: Collection[str] = (),
+) -> list[Block]:
+    """All blocks, in the inventory's order of layers and experts.
+
+    `whole`: HF tensors that each rank which holds a part of it in rollout needs whole. Raises ConfigError as
+    `local_parameters` does for either side.
+    """
+    sides = Side(inventory, train, train_library), Side(inventory, rollout, rollout_library)
+    known: dict[tuple, tuple[Interval, ...]] = {}  # tensors of one kind and shape are cut alike
+    blocks = []
+    for tensors in _units(inventory):
+        alike: dict[tuple, list[tuple[Parameter, tuple[Interval, ...]]]] = {}
+        for parameter in tensors:
+            asked = parameter.name in whole
+            key = parameter.kind, parameter.shape, asked
+            if key not in known:
+                known[key] = tuple(_intervals(sides[0].shards(parameter), sides[1].shards(parameter), asked))
+            same_ranks = tuple(interval.ranks for interval in known[key])
+            alike.setdefault(same_ranks, []).append((parameter, known[key]))
+        for members in alike.values():
+            blocks += _blocks(members, *sides)
+    return blocks
+
+
+def _units(inventory: Inventory) -> Iterable[Sequence[Parameter]]:
+    for parameter in inventory.outer:
+        yield (parameter,)
+    for layer, experts in zip(inventory.layers, inventory.experts, strict=True):
+        yield layer
+        yield from experts
+
+
+def _intervals(train: Sequence[Shard], rollout: Sequence[Shard], whole: bool) -> Iterable[Interval]:
+    parameter = train[0].parameter
+    axes = {shard.axis for shard in (*train, *rollout)} - {None}
+    assert len(axes) <= 1, f"{parameter.name} is cut along axis {axes}"  # AXES is one table for all libraries
+    axis = axes.pop() if axes else 0
+    full = parameter.shape[axis]
+    held, needed = ([_rows(shard, full) for shard in shards] for shards in (train, rollout))
+    cuts = sorted({0, full}.union(*held, *needed))
+    for start, stop in itertools.pairwise(cuts):
+        holders, owners = (
+            tuple(i for i, (a, b) in enumerate(rows) if a <= start and stop <= b) for rows in (held, needed)
+        )
+        receivers = tuple(range(len(needed))) if whole else owners
+        yield Interval(axis, start, stop, holders, receivers, owners)
+
+
+def _rows(shard: Shard, full: int) -> tuple[int, int]:
+    return (0, full) if shard.axis is None else region_of(shard)[2:]
+
+
+def _blocks(members: list[tuple[Parameter, tuple[Interval, ...]]], train: Side, rollout: Side) -> Iterable[Block]:
+    """The blocks of tensors whose intervals are held and needed alike: one for each interval."""
+    first = members[0][0]
+    for number, interval in enumerate(members[0][1]):
+        parts = [(parameter, intervals[number]) for parameter, intervals in members]
+        yield Block(
+            tuple(Region(p.name, i.axis, i.start, i.stop) for p, i in parts),
+            tuple(row_bytes(p, i.axis) for p, i in parts),
+            train.ranks(first, interval.holders),
+            rollout.ranks(first, interval.receivers),
+            rollout.ranks(first, interval.owners),
+        )
+
+
+class Side:
+    """One layout with its library: which ranks hold which index of which tensor."""
+
+    def __init__(self, inventory: Inventory, layout: ParallelLayout, library: str):
+        model, self.layout = inventory.model, layout
+        self._inventory, self._library = inventory, library
+        self.rule = library_rule(inventory, layout, library)
+        self._stages = {i: s for s in range(layout.pp) for i in layout.stage_layers(s, model.num_hidden_layers)}
+        self._groups: dict[tuple, list[int]] = {}  # (stage, ep index or None, tp or etp index) -> ranks
+        self._ep_index: dict[int, int] = {}  # expert -> ep index
+        self._known: dict[tuple, tuple[int, ...]] = {}
+        for rank in range(layout.world_size):
+            at = layout.coordinates(rank)
+            self._groups.setdefault((at.pp, None, at.tp), []).append(rank)
+            self._groups.setdefault((at.pp, at.ep, at.etp), []).append(rank)
+            experts = layout.local_experts(rank, model.n_routed_experts, self.rule.experts_rest_on_last)
+            self._ep_index.update(dict.fromkeys(experts, at.ep))
+
+    def shards(self, parameter: Parameter) -> tuple[Shard, ...]:
+        """The piece of `parameter` at each tp (etp) index."""
+        return shards_of(self._inventory, self.layout, self._library, parameter)
+
+    def stage(self, parameter: Parameter) -> int:
+        """The pipeline stage that holds `parameter`."""
+        if parameter.layer is not None:
+            return self._stages[parameter.layer]
+        return 0 if parameter.kind == "embedding" else self.layout.pp - 1
+
+    def ranks(self, parameter: Parameter, indices: tuple[int, ...]) -> tuple[int, ...]:
+        """All ranks that hold one of the tp (etp) `indices` of `parameter`, sorted."""
+        expert = None if parameter.expert is None else self._ep_index[parameter.expert]
+        key = self.stage(parameter), expert, indices
+        if key not in self._known:
+            self._known[key] = tuple(sorted(itertools.chain(*(self._groups[(*key[:2], i)] for i in indices))))
+        return self._known[key]
+
+
+def check_pair(inventory: Inventory, train: ParallelLayout, rollout: ParallelLayout, whole: Collection[str]) -> None:
+    """Refuse, as ConfigError, what no plan can be made for and neither layout knows alone."""
+    if train.world_size != rollout.world_size:
+        raise ConfigError(
+            f"reshard plan: training has {train.world_size} ranks ({train}), rollout {rollout.world_size} ({rollout}); "
+            "expected the same ranks on both sides: change the layouts until both name all of them"
+        )
+    experts = inventory.model.n_routed_experts
+    for side, layout in (("train", train), ("rollout", rollout)):
+        if layout.ep > experts:
+            raise ConfigError(
+                f"reshard plan: {side} ep={layout.ep} ({layout}) is more than the model's {experts} routed experts; "
+                f"expected at most one rank per expert: split {side} into more instances or replicas, so that "
+                f"ep <= {experts}"
+            )
+    for axis in ("cp", "vpp"):
+        if getattr(rollout, axis) > 1:
+            raise ConfigError(
+                f"reshard plan: rollout {axis}={getattr(rollout, axis)} ({rollout}), but vLLM has no {axis}; "
+                f"expected {axis}=1: use tp, ep, pp or more instances"
+            )
+    unknown = sorted(set(whole) - set(inventory.by_name))
+    if unknown:
+        raise ConfigError(
+            f"reshard plan: {unknown[0]!r} is wanted whole, but the model has no such tensor; "
+            f"expected HF names such as {inventory.parameters[0].name!r}"
+        )

@@ -1,0 +1,123 @@
+"""Proof of a plan, from the layouts alone: nothing of how the plan was made is believed. No torch.
+
+Each rank's rollout shards are covered exactly once by what it keeps and what it receives; what it keeps and sends lies
+in its training shards; buckets stay within their bytes; and both ends of every segment agree on its regions and their
+order. Together this says: run as planned, every rollout element is written once, from the right training element.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+
+from verl_patches.layout.sharding import local_parameters
+from verl_patches.patching.engine import PatchError
+from verl_patches.reshard.plan import RankPlan, ReshardPlan
+from verl_patches.reshard.region import Region, region_of
+from verl_patches.reshard.sizes import wire_bytes
+
+
+def check_plan(plan: ReshardPlan, rank_plans: Mapping[int, RankPlan] | None = None) -> None:
+    """Prove `plan`, or what is given as the plans of all its ranks; raises PatchError naming rank and parameter."""
+    if rank_plans is None:
+        rank_plans = {rank: plan.for_rank(rank) for rank in range(plan.world_size)}
+    if sorted(rank_plans) != list(range(plan.world_size)):
+        raise PatchError(f"reshard plan: expected a plan for each of {plan.world_size} ranks, found {len(rank_plans)}")
+    for rank, mine in sorted(rank_plans.items()):
+        if mine.rank != rank:
+            raise PatchError(f"reshard plan: rank {rank} was given the plan of rank {mine.rank}; plan again")
+        _check_buckets(plan, mine)
+        _check_held(plan, mine)
+        _check_written(plan, mine)
+    _check_ends(rank_plans)
+
+
+def _check_buckets(plan: ReshardPlan, mine: RankPlan) -> None:
+    if len(mine.buckets) != plan.bucket_count:
+        raise PatchError(f"reshard plan: rank {mine.rank} has {len(mine.buckets)} buckets, expected "
+                         f"{plan.bucket_count}: the ranks would wait for each other for ever")
+    by_name = plan.inventory.by_name
+    for number, bucket in enumerate(mine.buckets):
+        for verb, segments in zip(("sends", "receives"), bucket, strict=True):
+            size = sum(wire_bytes(by_name[r.name], r) for regions in segments.values() for r in regions)
+            if size > plan.bucket_bytes:
+                raise PatchError(f"reshard plan: rank {mine.rank} {verb} {size} bytes in bucket {number}, "
+                                 f"expected at most bucket_bytes = {plan.bucket_bytes}")
+
+
+def _check_held(plan: ReshardPlan, mine: RankPlan) -> None:
+    held = local_parameters(plan.inventory, plan.train, mine.rank, plan.train_library).shards
+    by_name = plan.inventory.by_name
+    sent = [region for bucket in mine.buckets for regions in bucket.send.values() for region in regions]
+    for verb, regions in (("keeps", mine.local), ("sends", sent)):
+        for region in regions:
+            has = held.get(region.name) and region_of(held[region.name])
+            start, stop = _along(has, region.axis, by_name[region.name].shape) if has else (0, 0)
+            if not start <= region.start < region.stop <= stop:
+                raise PatchError(f"reshard plan: rank {mine.rank} {verb} {region}, expected a part of what it holds "
+                                 f"in training ({plan.train}), found {has or 'nothing of that tensor'}")
+
+
+def _check_written(plan: ReshardPlan, mine: RankPlan) -> None:
+    needed = local_parameters(plan.inventory, plan.rollout, mine.rank, plan.rollout_library).shards
+    written: dict[str, list[Region]] = defaultdict(list)
+    for region in mine.local:
+        written[region.name].append(region)
+    for bucket in mine.buckets:
+        for regions in bucket.receive.values():
+            for region in regions:
+                written[region.name].append(region)
+    for name in written.keys() - needed.keys():
+        raise PatchError(f"reshard plan: rank {mine.rank} gets {written[name][0]}, expected nothing of {name}: its "
+                         f"rollout layout ({plan.rollout}) does not hold it")
+    for name, shard in needed.items():
+        expected = region_of(shard)
+        if name in plan.whole:
+            expected = Region(name, 0, 0, shard.parameter.shape[0])
+        fault = _fault(expected, sorted(written.get(name, ())), shard.parameter.shape)
+        if fault:
+            raise PatchError(f"reshard plan: rank {mine.rank} needs {expected} exactly once, {fault}")
+
+
+def _fault(expected: Region, found: list[Region], shape: tuple[int, ...]) -> str | None:
+    """What is wrong with `found` (sorted) as a cover of `expected`, or None."""
+    axes = {region.axis for region in found}
+    if len(axes) > 1:
+        return f"found it cut along more than one axis: {_list(found)}"
+    at, end = _along(expected, axes.pop() if axes else expected.axis, shape)
+    for region in found:
+        if region.start != at or region.stop <= region.start:
+            word = "twice or out of place" if region.start < at or region.stop <= region.start else "a hole"
+            return f"found {word} at {at}: {_list(found)}"
+        at = region.stop
+    return None if at == end else f"found it to end at {at} instead of {end}: {_list(found) or 'nothing arrives'}"
+
+
+def _along(region: Region, axis: int, shape: tuple[int, ...]) -> tuple[int, int]:
+    """[start, stop) of `region` along `axis`; empty where it is cut along another."""
+    if region.axis == axis:
+        return region.start, region.stop
+    return (0, shape[axis]) if (region.start, region.stop) == (0, shape[region.axis]) else (0, 0)
+
+
+def _check_ends(rank_plans: Mapping[int, RankPlan]) -> None:
+    for rank, mine in sorted(rank_plans.items()):
+        for number, bucket in enumerate(mine.buckets):
+            for peer, regions in bucket.send.items():
+                there = rank_plans[peer].buckets[number].receive.get(rank, ()) if peer != rank else ()
+                _check_segment(rank, peer, number, regions, there)
+            for peer, regions in bucket.receive.items():
+                if peer == rank or rank not in rank_plans[peer].buckets[number].send:
+                    _check_segment(peer, rank, number, (), regions)
+
+
+def _check_segment(sender: int, receiver: int, number: int, sent: tuple, awaited: tuple) -> None:
+    if sent != awaited or not sent:
+        raise PatchError(f"reshard plan: in bucket {number} rank {sender} sends rank {receiver} "
+                         f"{_list(sent) or 'nothing'}, which expects {_list(awaited) or 'nothing'}; "
+                         "expected the same regions in the same order, and a segment only where there are any")
+
+
+def _list(regions: Iterable[Region]) -> str:
+    texts = [str(region) for region in regions]
+    return ", ".join(texts[:4]) + (f" and {len(texts) - 4} more" if len(texts) > 4 else "")
