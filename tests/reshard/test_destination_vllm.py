@@ -1,0 +1,130 @@
+"""The destination map of vLLM's own DeepSeek-V3, rank by rank (vllm_ranks.py); of a whole engine: tests/rollout."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from verl_patches.layout.inventory import build_inventory
+
+pytestmark = pytest.mark.slow
+
+HERE = Path(__file__).parent
+TINY = json.loads((HERE.parents[1] / "configs" / "model" / "deepseekv3_tiny.json").read_text())
+SQUARE = TINY | {"moe_intermediate_size": 128}  # as hidden_size: no shape tells of a transposed expert
+RUINED = "model.layers.3.mlp.experts.0.down_proj.weight"
+
+
+def _case(config=TINY, instances=1, dp=1, tp=1, pp=1, expert_parallel=True, ruin=None, ranks=None, planned=None):
+    sizes = {"instances": instances, "dp": dp, "tp": tp, "pp": pp, "expert_parallel": expert_parallel}
+    ranks = ranks or list(range(instances * dp * tp * pp))
+    return {"config": config, "layers": None, "ruin": ruin, "ranks": ranks, "planned": planned or {}, **sizes}
+
+
+RIGHT = {
+    "tp1": _case(),
+    "tp2": _case(tp=2, expert_parallel=False),
+    "tp2 ep": _case(tp=2),
+    "dp2 ep": _case(dp=2),
+    "2 x dp2 tp2 ep": _case(instances=2, dp=2, tp=2, ranks=[0, 3, 6]),
+    "dp2 tp2 without ep": _case(dp=2, tp=2, expert_parallel=False),
+    "pp2 tp2 ep": _case(pp=2, tp=2),
+    "no q_lora tp2": _case(TINY | {"q_lora_rank": None}, tp=2),
+    "two shared tp2": _case(TINY | {"n_shared_experts": 2}, tp=2),
+    "padded words tp4": _case(TINY | {"vocab_size": 400}, tp=4),
+    "ep3": _case(dp=3),
+}
+WRONG = {
+    **{ruin: _case(ruin=ruin) for ruin in ("twice", "skip", "compute", "transpose")},
+    "transpose square": _case(SQUARE, ruin="transpose"),
+}
+OTHER = {
+    "planned for tp2": _case(dp=2, ranks=[1], planned={"dp": 1, "tp": 2}),
+    "planned for vllm-ascend": _case(tp=2, ranks=[0], planned={"library": "vllm-ascend"}),
+}
+CASES = {**RIGHT, **WRONG, **OTHER}
+
+
+@pytest.fixture(scope="module")
+def learnt(run_python):
+    code = f"import runpy; runpy.run_path({str(HERE / 'vllm_ranks.py')!r}, run_name='__main__')"
+    cases = json.dumps(list(CASES.values()))
+    out = run_python(code, cases, patches="line=pypi,platform=cpu", timeout_s=400).check().out
+    found = {}
+    for line in out.splitlines():
+        if line.startswith('{"case"'):
+            row = json.loads(line)
+            found.setdefault(list(CASES)[row["case"]], []).append(row)
+    return found
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_written_through_the_map_is_what_load_weights_writes(name, learnt):
+    assert [row["rank"] for row in learnt[name]] == CASES[name]["ranks"]
+    for row in learnt[name]:
+        assert (row["touched"], row["differ"], row["unmapped"], row["covers"]) == ([], [], {}, None)
+        assert row["mapped"] > 0
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_the_map_is_the_plan(name, learnt):
+    assert [row["plan"] for row in learnt[name]] == [None] * len(learnt[name])
+
+
+def test_another_plan_is_noticed(learnt):
+    message, embedding = learnt["planned for tp2"][0]["plan"], "model.embed_tokens.weight"
+    assert f"rank 1: {embedding} in {embedding}: expected {embedding}[256:512] by layout tp2" in message
+    assert f"found {embedding}[0:512] in load_weights" in message
+    message = learnt["planned for vllm-ascend"][0]["plan"]
+    assert "expected model.layers.1.mlp.shared_experts.gate_proj.weight[0:32]" in message
+    assert "found model.layers.1.mlp.shared_experts.gate_proj.weight[0:16]" in message
+
+
+def test_experts_that_do_not_divide(learnt):
+    """vLLM gives the last rank what is left: here one expert more in each of three layers."""
+    first, second, last = (row["mapped"] for row in learnt["ep3"])
+    assert first == second == last - 3 * 3
+
+
+def test_padding_is_a_constant(learnt):
+    """400 words are padded to 448, 112 a rank: the last one has 64 and 48 rows of zeros, in embedding and head."""
+    rows = learnt["padded words tp4"]
+    assert [row["constants"] for row in rows] == [[]] * 3 + [[[0, [48, TINY["hidden_size"]]]] * 2]
+    assert rows[3]["differ"] == []
+
+
+def test_a_turned_expert_would_be_seen(learnt):
+    for row in learnt["tp1"]:
+        differing, parameter = row["turned"]
+        assert differing == parameter and parameter.endswith("mlp.experts.w13_weight")
+
+
+def test_an_expert_loaded_twice_is_named(learnt):
+    message = learnt["twice"][0]["covers"]
+    assert "rank 0: model.layers.3.mlp.experts.w2_weight: expected each of its" in message
+    assert f"[0, 0, 0] written by {RUINED}[0:128] and by {RUINED}[0:128]" in message
+
+
+def test_an_expert_left_out_is_named(learnt):
+    row = learnt["skip"][0]
+    assert "model.layers.3.mlp.experts.w2_weight: expected" in row["covers"]
+    assert "found 4096 not written, the first at [0, 0, 0]" in row["covers"]
+    assert RUINED in row["plan"] and "found nothing in load_weights" in row["plan"]
+
+
+@pytest.mark.parametrize(("ruin", "reason"), [("compute", "aten.mul"), ("transpose", "RuntimeError")])
+def test_an_expert_that_cannot_be_followed_is_left_to_load_weights(ruin, reason, learnt):
+    row = learnt[ruin][0]
+    assert list(row["unmapped"]) == [RUINED] and reason in row["unmapped"][RUINED]
+    assert row["plan"] is None
+
+
+def test_a_loader_that_transposes_is_followed(learnt):
+    row = learnt["transpose square"][0]
+    assert (row["unmapped"], row["differ"], row["covers"]) == ({}, [], None)
+
+
+def test_counts(learnt):
+    assert learnt["tp1"][0]["mapped"] == len(build_inventory(TINY).parameters)

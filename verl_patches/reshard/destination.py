@@ -1,0 +1,190 @@
+"""Where each HF tensor lives in the rollout engine's parameters, learnt from vLLM's own `load_weights`.
+
+`load_weights` is traced once with meta tensors (trace.py); nothing is written, and no table of vLLM's names is kept.
+From then on weights can be written straight into the views of `Destinations.tensors`. A tensor that cannot be followed
+is named in `unmapped`, with the reason: it is for `load_weights` itself, whole.
+
+Call it when the engine is awake and as verl leaves it for a sync: `patch_vllm_moe_model_weight_loader(model)` has run
+(vllm-ascend's fused_moe.py:878 makes new expert parameters that have lost their weight_loader).
+
+Layouts that an engine gives its parameters after loading:
+- Another stride, as `_maybe_pad_weight` of vLLM (fused_moe/layer.py:510) leaves: views follow strides.
+- Last two axes swapped, as view or copy: found where a parameter has the shape of `load_shapes` with these swapped, and
+  traced through a transposed view. Shapes cannot tell for square matrices; no engine at our pins does it unquantised.
+- A private NPU format (NZ): elements are not where strides say, so its tensors are unmapped. At our pins vllm-ascend
+  casts quantised weights and MLA's absorbed ones only (the latter: post_load.py). Asking torch_npu for the format
+  cannot be tried without an NPU.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from verl_patches.layout.inventory import Inventory, Parameter
+from verl_patches.layout.parallel import ParallelLayout
+from verl_patches.layout.sharding import local_parameters
+from verl_patches.patching.engine import PatchError
+from verl_patches.reshard.coverage import not_once
+from verl_patches.reshard.live_memory import Live, Owners, in_load_shape, named_tensors, private_format, put_back
+from verl_patches.reshard.region import Region, region_of
+from verl_patches.reshard.trace import Constant, Opaque, Trace
+
+
+@dataclass(frozen=True, eq=False)
+class RolloutTensor:
+    """A region of an HF tensor and the place of it in one live parameter.
+
+    `tensor`: view of live memory with the region's own shape, in the parameter's dtype; possibly strided. `parameter`:
+    vLLM's name.
+    """
+
+    region: Region
+    tensor: torch.Tensor
+    parameter: str
+
+
+@dataclass(frozen=True, eq=False)
+class Destinations:
+    """Where HF tensors go on this rank. Holds its engine's memory alive: forget it together with the engine.
+
+    `tensors`: HF name -> its places, only of tensors of which the rank holds something. `constants`: what load_weights
+    fills in itself (padding of the vocabulary), to be written once more only if the memory was lost. `unmapped`: HF
+    name -> why load_weights must load it; `opaque`: what is known of where that goes.
+    """
+
+    rank: int
+    tensors: dict[str, tuple[RolloutTensor, ...]]
+    constants: tuple[Constant, ...]
+    unmapped: dict[str, str]
+    opaque: tuple[Opaque, ...]
+    model: torch.nn.Module
+    live: dict[str, Live]
+
+    def still_valid(self, model: torch.nn.Module) -> bool:
+        """Whether the memory is that which was learnt; if not (rebuilt, moved), learn again. Reads no data.
+
+        A few ms at 671B: it looks where each parameter was, and would not see a module put in another's place. vLLM's
+        sleep keeps the storage and gives its memory back: waking is the caller's.
+        """
+        return model is self.model and all(each.is_there() for each in self.live.values())
+
+    def check_covers(self, model: torch.nn.Module) -> None:
+        """PatchError unless each element of every parameter, and of buffers that are loaded, is written exactly once.
+
+        Counts `tensors`, `constants` and `opaque`. The message names parameter, rank, expected and found.
+        """
+        if not self.still_valid(model):
+            raise PatchError(f"reshard: rank {self.rank}: parameters moved since they were learnt: learn them again")
+        live = {name: each.tensor for name, each in self.live.items()}
+        writes = [(str(held.region), held.tensor) for places in self.tensors.values() for held in places]
+        writes += [(f"the constant {constant.value:g}", constant.target) for constant in self.constants]
+        writes += [(f"{each.name} ({each.reason})", each.target) for each in self.opaque]
+        _raise(self.rank, not_once(live, writes), "the rollout would compute with what is there")
+
+    def check_against_plan(self, inventory: Inventory, layout: ParallelLayout, library: str) -> None:
+        """PatchError unless the learnt regions are those that layout/sharding.py gives this rank; unmapped ones aside.
+
+        `library`: "vllm" or "vllm-ascend". ConfigError for a layout that has no plan, as experts that do not divide.
+        """
+        shards = local_parameters(inventory, layout, self.rank, library).shards
+        planned = {name: region_of(shard) for name, shard in shards.items()}
+        planned = {name: region for name, region in planned.items() if region.stop > region.start}
+        problems = []
+        for name in [*planned, *(name for name in self.tensors if name not in planned)]:
+            if name in self.unmapped:
+                continue
+            places, region, shape = self.tensors.get(name, ()), planned.get(name), inventory.by_name[name].shape
+            found = sorted({str(_normal(held.region, shape)) for held in places})
+            if found != ([str(_normal(region, shape))] if region else []):
+                where = ", ".join(dict.fromkeys(held.parameter for held in places)) or "no parameter"
+                problems.append(
+                    f"{name} in {where}: expected {region or 'nothing'} by layout {layout} of {library}, "
+                    f"found {', '.join(found) or 'nothing'} in load_weights"
+                )
+        _raise(self.rank, problems, "the engine runs with another layout or config than the plan")
+
+
+def learn_destinations(
+    model: torch.nn.Module, inventory: Inventory, *, rank: int, load_shapes: Mapping[str, tuple[int, ...]] | None = None
+) -> Destinations:
+    """Trace `model.load_weights` with every tensor of `inventory` and say where each goes; parameters stay as they are.
+
+    Costs about what one load_weights costs without its copies. `inventory` in the dtypes that will be sent.
+    `load_shapes`: vLLM's parameter -> shape that its loader expects (layout/native.py), for engines that swap axes
+    after loading. Raises PatchError for a parameter of neither shape, for a loader that gives parameters other memory,
+    and for one that cannot be traced at all (see `Trace.run`).
+    """
+    before = named_tensors(model)
+    data = {name: tensor.data for name, tensor in before.items()}
+    sources = {p.name: torch.empty(p.shape, dtype=getattr(torch, p.dtype), device="meta") for p in inventory.parameters}
+    trace = Trace(before.values())
+    try:
+        with in_load_shape(before, load_shapes or {}, rank):
+            trace.run(model.load_weights, sources)
+    finally:
+        put_back(model, before, data, rank)
+    strange = [each for each in trace.opaque if each.name not in sources]
+    if strange:
+        raise PatchError(
+            f"reshard: rank {rank}: load_weights changes parameters {strange[0].name} ({strange[0].reason}), which no "
+            "weight sync can follow: switch the resharder off"
+        )
+    return _destinations(trace, inventory, model, rank)
+
+
+def _destinations(trace: Trace, inventory: Inventory, model: torch.nn.Module, rank: int) -> Destinations:
+    parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+    owners = Owners({**parameters, **buffers})
+    unmapped = dict(trace.failed) | {each.name: each.reason for each in trace.opaque}
+    tensors: dict[str, list[RolloutTensor]] = {}
+    opaque, written = list(trace.opaque), {owners.of(record.target) for record in (*trace.constants, *trace.opaque)}
+    for copy in trace.copies:
+        owner, parameter = owners.of(copy.target), inventory.by_name[copy.name]
+        written.add(owner)
+        private, placed = private_format(copy.target), _placed(parameter, copy.source, copy.target, owner)
+        if private is not None:
+            unmapped[copy.name] = f"{owner} is kept in the private NPU format {private}"
+        elif placed is None:
+            unmapped.setdefault(copy.name, f"{owner} gets elements of it that are no block of its rows or columns")
+        else:
+            tensors.setdefault(copy.name, []).append(placed)
+    opaque += [Opaque(c.name, unmapped[c.name], c.target) for c in trace.copies if c.name in unmapped]
+    mapped = {name: tuple(places) for name, places in tensors.items() if name not in unmapped}
+    live = {n: Live.of(model, n) for n in parameters | buffers if n in parameters or n in written}
+    return Destinations(rank, mapped, tuple(trace.constants), unmapped, tuple(opaque), model, live)
+
+
+def _placed(parameter: Parameter, source: torch.Tensor, target: torch.Tensor, owner: str) -> RolloutTensor | None:
+    """`target` as a region of the HF tensor that `source` is a view of, element by element; None if it is no region."""
+    shape = parameter.shape
+    steps = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]  # its strides: the meta tensor is contiguous
+    axes = {source.stride(dim): dim for dim in range(source.dim()) if source.shape[dim] > 1}
+    left, begins, sizes, strides = source.storage_offset(), [], [], []
+    for length, step in zip(shape, steps, strict=True):
+        begin, left = divmod(left, step)
+        dim = axes.get(step) if length > 1 else None
+        begins.append(begin)
+        sizes.append(1 if dim is None else source.shape[dim])
+        strides.append(1 if dim is None else target.stride(dim))
+    cut = [axis for axis, size in enumerate(sizes) if size != shape[axis]]
+    inside = all(begin + size <= length for begin, size, length in zip(begins, sizes, shape, strict=True))
+    if math.prod(sizes) != target.numel() or not inside or len(cut) > 1:
+        return None
+    axis = cut[0] if cut else 0
+    region = Region(parameter.name, axis, begins[axis], begins[axis] + sizes[axis])
+    return RolloutTensor(region, target.as_strided(sizes, strides, target.storage_offset()), owner)
+
+
+def _normal(region: Region, shape: tuple[int, ...]) -> Region:
+    """A whole tensor has many names: the one along axis 0."""
+    return Region(region.name, 0, 0, shape[0]) if region[2:] == (0, shape[region.axis]) else region
+
+
+def _raise(rank: int, problems: list[str], meaning: str) -> None:
+    if problems:
+        more = f" (and {len(problems) - 5} more)" if len(problems) > 5 else ""
+        raise PatchError(f"reshard: rank {rank}: {'; '.join(problems[:5])}{more}: {meaning}")
