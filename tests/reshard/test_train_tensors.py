@@ -1,0 +1,249 @@
+"""Views of training parameters, which are packed here by hand as each library packs them; no Megatron is built."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from verl_patches.errors import ConfigError
+from verl_patches.layout.inventory import build_inventory, read_model_shape
+from verl_patches.layout.native import NATIVE_NAMES
+from verl_patches.layout.parallel import parse_layout
+from verl_patches.layout.sharding import local_parameters
+from verl_patches.model.mindspeed.names import NAMES as MINDSPEED_NAMES
+from verl_patches.model.names import te_name
+from verl_patches.model.tiny import tiny_config
+from verl_patches.reshard.region import Region, region_of
+from verl_patches.reshard.storage import DOWN_STACK, PLAIN, UP_STACK, storage_of
+from verl_patches.reshard.train_tensors import are_views_of, views_of
+
+INVENTORY = build_inventory(dataclasses.replace(read_model_shape(tiny_config()), torch_dtype="float32"))
+GATE, UP, DOWN = "routed_expert_gate", "routed_expert_up", "routed_expert_down"
+GROUPED = {GATE: "decoder.layers.{layer}.mlp.experts.weight1", UP: "decoder.layers.{layer}.mlp.experts.weight1",
+           DOWN: "decoder.layers.{layer}.mlp.experts.weight2"}  # fmt: skip
+# how parameters are stored -> library that cuts them, name of each kind's parameter
+STORAGES = {
+    "local": ("megatron-local", NATIVE_NAMES["megatron-local"]),
+    "te": ("megatron-te", NATIVE_NAMES["megatron-local"]),  # respelled below
+    "grouped": ("megatron-local", NATIVE_NAMES["megatron-local"] | GROUPED),
+    "mindspeed": ("mindspeed", MINDSPEED_NAMES),
+}
+LAYOUTS = ["@1", "tp2 @2", "tp4 etp1 ep2 @4", "tp2 etp2 ep2 @4", "pp2 @2 layers=3,1", "tp2 pp2 vpp2 ep2 etp1 @4",
+           "pp2 vpp2 @2 layers=1,0,2,1"]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def weights() -> dict[str, torch.Tensor]:
+    """HF name -> whole tensor."""
+    generator = torch.Generator().manual_seed(0)
+    return {p.name: torch.randn(p.shape, generator=generator) for p in INVENTORY.parameters}
+
+
+def pack(weights, text: str, rank: int, storage: str, stack_up=None) -> list[dict[str, torch.Tensor]]:
+    """What `rank` would hold, by native name, chunk by chunk."""
+    layout, (library, names) = parse_layout(text), STORAGES[storage]
+    shards = local_parameters(INVENTORY, layout, rank, library).shards.values()
+    first = layout.local_experts(rank, INVENTORY.model.n_routed_experts).start
+    chunks = []
+    for number in range(layout.vpp):
+        stage = number * layout.pp + layout.coordinates(rank).pp
+        layers = layout.chunk_layers(INVENTORY.model.num_hidden_layers)[stage]
+        joined: dict[str, dict[int | None, list[torch.Tensor]]] = {}
+        for shard in shards:
+            p = shard.parameter
+            outer = {"embedding": 0, "head": layout.vpp - 1, "final_norm": layout.vpp - 1}
+            if (p.layer not in layers) if p.layer is not None else outer[p.kind] != number:
+                continue
+            local = {"layer": None if p.layer is None else p.layer - layers.start,
+                     "expert": None if p.expert is None else p.expert - first}  # fmt: skip
+            name = names[p.kind].format(**local)
+            name = te_name(name) if storage == "te" else name
+            joined.setdefault(name, {}).setdefault(p.expert, []).append(part(weights, region_of(shard)))
+        of_name = {name: [torch.cat(pieces) for pieces in each.values()] for name, each in joined.items()}
+        chunks.append({name: _stack(name, pieces, stack_up) for name, pieces in of_name.items()})
+    return chunks
+
+
+def _stack(name, pieces, stack_up):
+    """Each expert's transposed matrix after the other in memory, in the shape that GroupedMLP gives it."""
+    if name.endswith(".experts.weight1"):
+        if stack_up is not None:
+            return stack_up(pieces)
+        return torch.cat([piece.t().flatten() for piece in pieces]).view(pieces[0].shape[1], -1)  # [H, e * 2F]
+    if name.endswith(".experts.weight2"):
+        return torch.cat([piece.t().flatten() for piece in pieces]).view(-1, pieces[0].shape[0])  # [e * F, H]
+    assert len(pieces) == 1, name
+    return pieces[0].clone()
+
+
+def views(weights, text, rank, storage, **how):
+    native = pack(weights, text, rank, storage, **how)
+    return views_of(native, INVENTORY, parse_layout(text), rank, STORAGES[storage][0]), native
+
+
+def wrong(found, weights) -> list[str]:
+    """HF names whose view is not that slice of the whole tensor."""
+    return [name for name, t in found.items() if not torch.equal(t.tensor, part(weights, t.region))]
+
+
+def part(weights, region: Region) -> torch.Tensor:
+    return weights[region.name].narrow(region.axis, region.start, region.stop - region.start)
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("text", LAYOUTS)
+def test_views_are_the_ranks_slices(weights, text, storage):
+    layout = parse_layout(text)
+    for rank in range(layout.world_size):
+        found, _ = views(weights, text, rank, storage)
+        shards = local_parameters(INVENTORY, layout, rank, STORAGES[storage][0]).shards
+        assert {name: t.region for name, t in found.items()} == {name: region_of(s) for name, s in shards.items()}
+        assert all(t.tensor.shape == t.region.shape_in(weights[name].shape) for name, t in found.items())
+        assert not wrong(found, weights)
+
+
+@pytest.mark.parametrize("storage", ["grouped", "mindspeed"])
+def test_experts_stacked_by_columns_are_not_taken_for_right(weights, storage):
+    found, _ = views(weights, "@1", 0, storage, stack_up=lambda pieces: torch.cat([p.t() for p in pieces], dim=1))
+    spoilt = wrong(found, weights)
+    assert {INVENTORY.by_name[name].kind for name in spoilt} == {GATE, UP}
+    assert len(spoilt) == 2 * 3 * 16
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_views_show_what_is_written_to_parameters(weights, storage):
+    found, native = views(weights, "tp2 ep2 etp1 @2", 1, storage)
+    for tensor in (t for chunk in native for t in chunk.values()):
+        tensor.mul_(2)
+    assert not wrong(found, {name: 2 * w for name, w in weights.items()})
+    storages = {t.untyped_storage()._cdata for chunk in native for t in chunk.values()}
+    assert {t.tensor.untyped_storage()._cdata for t in found.values()} == storages
+
+
+TABLE = {
+    ("megatron-local", "embedding.word_embeddings.weight"): (("embedding",), None, None, PLAIN),
+    ("megatron-local", "decoder.layers.2.self_attention.linear_kv_up_proj.weight"): (("kv_b_proj",), 2, None, PLAIN),
+    ("megatron-local", "decoder.layers.2.mlp.router.expert_bias"): (("router_bias",), 2, None, PLAIN),
+    ("megatron-local", "module.module.decoder.layers.0.mlp.linear_fc1.weight"):
+        (("dense_mlp_gate", "dense_mlp_up"), 0, None, PLAIN),
+    ("megatron-local", "decoder.layers.1.mlp.experts.local_experts.7.linear_fc1.weight"): ((GATE, UP), 1, 7, PLAIN),
+    ("megatron-local", "decoder.layers.1.mlp.experts.local_experts.7.linear_fc2.weight"): ((DOWN,), 1, 7, PLAIN),
+    ("megatron-te", "decoder.layers.1.mlp.experts.linear_fc1.weight7"): ((GATE, UP), 1, 7, PLAIN),
+    ("megatron-te", "decoder.layers.1.self_attention.linear_q_up_proj.layer_norm_weight"):
+        (("q_a_norm",), 1, None, PLAIN),
+    ("megatron-te", "decoder.layers.1.mlp.experts.weight1"): ((GATE, UP), 1, None, UP_STACK),
+    ("megatron-local", "decoder.layers.1.mlp.experts.weight2"): ((DOWN,), 1, None, DOWN_STACK),
+    ("mindspeed", "decoder.layers.1.mlp.experts.weight1"): ((GATE, UP), 1, None, UP_STACK),
+    ("mindspeed", "decoder.layers.1.self_attention.linear_qkv.weight"): (("q_a_proj", "kv_a_proj"), 1, None, PLAIN),
+    ("mindspeed", "decoder.layers.1.self_attention.linear_kvb.weight"): (("kv_b_proj",), 1, None, PLAIN),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("library", "name"), TABLE)
+def test_storage_table(library, name):
+    assert storage_of(name, library) == TABLE[library, name]
+
+
+@pytest.mark.parametrize(("library", "name", "message"), [
+    ("megatron-local", "decoder.layers.0.self_attention.linear_qkv.weight", "not one of DeepSeek-V3's"),
+    ("mindspeed", "decoder.layers.0.self_attention.linear_q_down_proj.weight", "not one of DeepSeek-V3's"),
+    ("mindspeed", "decoder.layers.0.mlp.experts.local_experts.0.linear_fc1.weight", "not one of DeepSeek-V3's"),
+    ("megatron-te", "mtp.layers.0.mlp.experts.weight1", "not one of DeepSeek-V3's"),
+    ("vllm", "model.embed_tokens.weight", "no training storage known for 'vllm'"),
+])  # fmt: skip
+def test_unknown_parameters_and_libraries_are_refused(library, name, message):
+    with pytest.raises(ConfigError, match=message):
+        storage_of(name, library)
+
+
+def _spoil(native, how):
+    chunk, expert = native[0], "decoder.layers.1.mlp.experts.local_experts.0.linear_fc2.weight"
+    if how == "shape":
+        chunk[expert] = chunk[expert].t().contiguous()
+    elif how == "dtype":
+        chunk["decoder.layers.1.mlp.router.expert_bias"] = chunk["decoder.layers.1.mlp.router.expert_bias"].bfloat16()
+    elif how == "missing":
+        del chunk[expert]
+    elif how == "twice":
+        chunk[te_name(expert)] = chunk[expert]
+    elif how == "layer":
+        chunk[expert.replace("layers.1", "layers.2")] = chunk[expert]
+    elif how == "no layer":
+        chunk[expert.replace("layers.1", "layers.9")] = chunk[expert]
+    elif how == "expert":
+        chunk[expert.replace("experts.0", "experts.8")] = chunk[expert]
+    elif how == "dense":
+        chunk[expert.replace("layers.1", "layers.0")] = chunk[expert]
+    elif how == "chunks":
+        native.append({})
+
+
+@pytest.mark.parametrize(("how", "message"), [
+    ("shape", r"layers.1.mlp.experts.local_experts.0.linear_fc2.weight' on rank 1: expected float32 \(128, 32\), which "
+              r"holds model.layers.1.mlp.experts.8.down_proj.weight\[:, 0:32\], found float32 \(32, 128\)"),
+    ("dtype", r"expert_bias' on rank 1: expected float32 \(16,\).*found bfloat16 \(16,\)"),
+    ("missing", "rank 1 should train 1 HF tensors, as model.layers.1.mlp.experts.8.down_proj.weight"),
+    ("twice", "rank 1 has model.layers.1.mlp.experts.8.down_proj.weight in .*linear_fc2.weight and in .*weight0"),
+    ("layer", "on rank 1 is model.layers.2.mlp.experts.8.down_proj.weight of layer 2, expert 8, which its layout does"),
+    ("no layer", "on rank 1 is routed_expert_down of layer 9"),
+    ("expert", "on rank 1 is routed_expert_down of layer 1, expert 16"),
+    ("dense", "on rank 1 is routed_expert_down of layer 0, expert 8"),
+    ("chunks", "rank 1 has 2 model chunks, layout .* has 1"),
+])  # fmt: skip
+def test_parameters_that_are_not_the_layouts_are_refused(weights, how, message):
+    text = "ep2 pp2 @4"
+    native = pack(weights, text, 1, "local")
+    _spoil(native, how)
+    with pytest.raises(ConfigError, match=message):
+        views_of(native, INVENTORY, parse_layout(text), 1, "megatron-local")
+
+
+def test_parts_of_a_view(weights):
+    found, _ = views(weights, "tp2 @2", 1, "local")
+    down, kv = "model.layers.0.mlp.down_proj.weight", "model.layers.0.self_attn.kv_a_layernorm.weight"
+    held = found[down]
+    assert held.region == Region(down, 1, 128, 256)
+    inner = held.read(Region(down, 1, 130, 140))
+    assert torch.equal(inner, weights[down][:, 130:140]) and inner.data_ptr() == held.tensor[:, 2].data_ptr()
+    assert torch.equal(found[kv].read(Region(kv, 0, 4, 8)), weights[kv][4:8])
+    outside = [Region(down, 1, 120, 130), Region(down, 1, 250, 257), Region(down, 0, 0, 4), Region(kv, 1, 130, 140),
+               Region(down, 1, 140, 140)]  # fmt: skip
+    for region in outside:
+        with pytest.raises(ConfigError, match="is asked for where .*128:256"):
+            held.read(region)
+
+
+def test_whole_tensors_can_be_read_along_any_axis(weights):
+    found, _ = views(weights, "@1", 0, "mindspeed")
+    for name in ("model.layers.0.self_attn.kv_a_proj_with_mqa.weight", "model.layers.1.mlp.experts.3.up_proj.weight"):
+        assert torch.equal(found[name].read(Region(name, 1, 3, 5)), weights[name][:, 3:5])
+        assert torch.equal(found[name].read(Region(name, 0, 3, 5)), weights[name][3:5])
+
+
+def test_views_outlive_offload_by_resize_but_not_other_memory():
+    """As verl offloads DDP: parameters are views of a buffer whose storage is freed and filled again."""
+    generator, text = torch.Generator().manual_seed(1), "@1"
+    weights = {p.name: torch.randn(p.shape, generator=generator) for p in INVENTORY.parameters}
+    native = pack(weights, text, 0, "mindspeed")
+    buffer = torch.cat([t.flatten() for t in native[0].values()])
+    start = 0
+    for name, tensor in native[0].items():
+        native[0][name] = torch.nn.Parameter(buffer[start : start + tensor.numel()].view(tensor.shape))
+        start += tensor.numel()
+    found = views_of(native, INVENTORY, parse_layout(text), 0, "mindspeed")
+    saved, size = buffer.clone(), buffer.untyped_storage().nbytes()
+    buffer.untyped_storage().resize_(0)
+    assert are_views_of(found, native)
+    buffer.untyped_storage().resize_(size)
+    buffer.copy_(saved)
+    assert are_views_of(found, native) and not wrong(found, weights)
+    before = native[0]["output_layer.weight"].data
+    for other in (before.clone(), buffer[: before.numel()].view(before.shape), before.t().contiguous().t()):
+        native[0]["output_layer.weight"].data = other
+        assert not are_views_of(found, native)
+    native[0]["output_layer.weight"].data = before
+    assert are_views_of(found, native)
+    del native[0]["output_layer.weight"]
+    assert not are_views_of(found, native)
