@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -9,17 +11,21 @@ import torch
 from megatron.core import parallel_state as mpu
 from megatron.core import tensor_parallel
 from megatron.core.distributed import finalize_model_grads
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.utils import get_model_config
 from parity import next_token_loss
 from transformers import AutoConfig
 from verl.models.mcore import get_mcore_forward_fn, get_mcore_weight_converter, hf_to_mcore_config, init_mcore_model
 from verl.utils.megatron_utils import get_model, per_tensor_generator, unwrap_model
 
+from verl_patches.errors import ConfigError
 from verl_patches.layout.inventory import build_inventory
 from verl_patches.model.load import named_weights
 from verl_patches.model.mindspeed import experts
 from verl_patches.model.mindspeed.load import load_weights, origin
+from verl_patches.platform.npu import ops
 
 
 def build(model: Path, args, with_ddp: bool = True):
@@ -145,8 +151,62 @@ def _split_columns(weights, args):
             tensor.copy_(torch.cat([expert.t() for expert in whole], dim=1))
 
 
+def attention_job(folder: Path, args) -> dict:
+    """How often our model code waits for lengths, works out places and attends, after one forward and after a second.
+
+    `refused`: what the attention says to a dropout and to lengths that are not those of the tokens.
+    """
+    model, batch = folder / "model", torch.load(folder / "batch.pt")
+    chunks, config, hf_config = build(model, args, with_ddp=False)
+    calls = {"tolist": _count(torch.Tensor, "tolist"), "repeat_interleave": _count(torch, "repeat_interleave"),
+             "attention": _count(ops, "attention")}  # fmt: skip
+    found = []
+    for _ in range(2):
+        run(chunks, config, hf_config, batch, backward=False)
+        found.append({name: sum("model/mindspeed/" in file for file, _ in seen) for name, seen in calls.items()})
+    return {"calls": found, "refused": _refused(chunks, config)}
+
+
+def _refused(chunks, config) -> dict[str, str]:
+    attention = unwrap_model(chunks)[0].decoder.layers[0].self_attention.core_attention
+    x, lengths = torch.randn(6, 1, 2, 24), torch.tensor([0, 3, 5])
+    params = PackedSeqParams(qkv_format="thd", cu_seqlens_q=lengths, cu_seqlens_kv=lengths)
+    calls = {
+        "dropout": lambda: type(attention)(config, 1, AttnMaskType.causal, "self", attention_dropout=0.1),
+        "ends": lambda: attention(x, x, x, None, packed_seq_params=params),
+    }
+    said = {}
+    for name, call in calls.items():
+        try:
+            call()
+        except ConfigError as error:
+            said[name] = str(error)
+    return said
+
+
+def _count(holder, name: str) -> list:
+    """A list that gets (file of the caller, arguments) of every call of holder.name from here on."""
+    seen, original = [], getattr(holder, name)
+
+    @functools.wraps(original)
+    def counted(*args, **kwargs):
+        seen.append((sys._getframe(1).f_code.co_filename, args))
+        return original(*args, **kwargs)
+
+    setattr(holder, name, counted)
+    return seen
+
+
 def worker_job(folder: Path, args) -> dict:
-    """Two updates by verl's own worker and actor (no rollout): log-probs before each, and the actor's metrics."""
+    """Two updates by verl's own worker and actor (no rollout): log-probs before each, and the actor's metrics.
+
+    `calls`: how often what a key of recipe.train switches on was called.
+    """
+    import fused_weight_gradient_mlp_cuda
+    import mindspeed.ops.gmm
+
+    linear = _count(fused_weight_gradient_mlp_cuda, "wgrad_gemm_accum_fp32")
+    grouped, attended = _count(mindspeed.ops.gmm, "npu_groupmatmul_add_fp32"), _count(ops, "attention")
     from omegaconf import OmegaConf
     from verl import DataProto
     from verl.workers.megatron_workers import ActorRolloutRefWorker
@@ -175,4 +235,6 @@ def worker_job(folder: Path, args) -> dict:
         data.batch["ref_log_prob"] = log_probs.clone()
         found["log_probs"].append(log_probs)
         found["metrics"].append(worker.actor.update_policy(worker.actor.make_minibatch_iterator(data)))
-    return {**found, "ids": ids[share], "optimizer": type(worker.actor_optimizer).__name__}
+    unpadded = sum(value.shape[-1] != key.shape[-1] for _, (_, key, value) in attended)
+    calls = {"fused_linear_wgrad": len(linear), "fused_expert_wgrad": len(grouped), "unpadded_attention": unpadded}
+    return {**found, "calls": calls, "ids": ids[share], "optimizer": type(worker.actor_optimizer).__name__}

@@ -14,9 +14,9 @@ from verl_patches import catalog
 from verl_patches.model import a3_rows
 from verl_patches.patching import engine
 from verl_patches.patching.switches import from_environment
-from verl_patches.platform.cpu import rows_mindspeed, rows_npu, rows_torch, rows_verl
+from verl_patches.platform.cpu import rows_npu, rows_torch, rows_verl
 
-# MindSpeed goes over Tensor.type itself; rows_mindspeed.py has this line's stand-in
+# MindSpeed goes over Tensor.type itself; rows_npu.py has this line's stand-in
 _NOT_HERE = {"platform.torch_tensor_type"}
 _DTYPE = {"model.train_dtype", "model.optimizer_dtype"}
 
@@ -26,10 +26,11 @@ def rows():
     shared = [row for row in (*rows_torch.ROWS, *rows_verl.ROWS) if row.id not in _NOT_HERE]
     shared += [row for row in catalog.MODEL if row.id in _DTYPE]
     shared = [dataclasses.replace(row, lines=frozenset({"a3"})) for row in shared]
-    return (*a3_rows.ROWS, *rows_mindspeed.ROWS, *rows_npu.ROWS, *shared)
+    return (*a3_rows.ROWS, *rows_npu.ROWS, *shared)
 
 
 def main(job: str, folder: Path) -> None:
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # as the launcher does; Megatron's validator asks for it
     found = {row.id: row for row in rows()}
     engine.start(found.values(), from_environment()).apply()
     file, _, function = job.partition(":")

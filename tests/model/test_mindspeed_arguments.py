@@ -7,22 +7,33 @@ import json
 import pytest
 
 from verl_patches.errors import ConfigError
-from verl_patches.model.mindspeed.arguments import ONLY, SIZES, arguments_of, model_settings
+from verl_patches.model.mindspeed.arguments import NO_MATTER, ONLY, SIZES, arguments_of, model_settings
 from verl_patches.model.tiny import CONFIG_FILE
 
 HF = json.loads(CONFIG_FILE.read_text())
-# keys of config.json that change nothing about the training computation
-_NO_MATTER = {"architectures", "aux_loss_alpha", "bos_token_id", "eos_token_id", "pad_token_id", "ep_size", "seq_aux",
-              "initializer_range", "torch_dtype", "use_cache"}  # fmt: skip
 
 
 def _value(words: list[str], argument: str) -> str:
     return words[words.index(argument) + 1]
 
 
-def test_every_key_of_the_config_is_decided_on():
-    decided = {*SIZES, *(key for key, _, _ in ONLY), "num_key_value_heads", "rope_scaling"}
-    assert set(HF) == decided | _NO_MATTER
+def test_every_key_is_in_one_table():
+    keys = [*SIZES, *(key for key, _, _ in ONLY), *NO_MATTER, "num_key_value_heads", "rope_scaling"]
+    assert len(keys) == len(set(keys)) and set(HF) <= set(keys)
+
+
+def test_no_matter_gives_no_argument():
+    plain = arguments_of(model_settings({key: value for key, value in HF.items() if key not in NO_MATTER}))
+    assert plain == arguments_of(model_settings({**HF, **dict.fromkeys(NO_MATTER, "anything")}))
+
+
+def test_transformers_knows_no_further_key():
+    """So a config.json that transformers wrote is refused for what it says only, not for what it is called."""
+    from transformers import DeepseekV3Config, PretrainedConfig
+
+    own = set(DeepseekV3Config().to_dict()) - set(PretrainedConfig().to_dict())
+    known = {*SIZES, *(key for key, _, _ in ONLY), *NO_MATTER, "num_key_value_heads", "rope_scaling"}
+    assert own <= known and len(own) > 30
 
 
 def test_the_671b_model():
@@ -30,7 +41,7 @@ def test_the_671b_model():
     words = arguments_of(model_settings({**hf, "num_nextn_predict_layers": 0}))
     for argument, value in {"--num-layers": "61", "--num-experts": "256", "--n-group": "8", "--topk-group": "4",
                             "--routed-scaling-factor": "2.5", "--rope-scaling-factor": "40", "--kv-lora-rank": "512",
-                            "--padded-vocab-size": "129280"}.items():  # fmt: skip
+                            "--padded-vocab-size": "129280", "--init-method-std": "0.02"}.items():  # fmt: skip
         assert _value(words, argument) == value
 
 
@@ -40,6 +51,11 @@ def test_the_671b_model():
         ({"scoring_func": "softmax"}, "HF scoring_func is 'softmax': must be 'sigmoid'"),
         ({"topk_method": "greedy"}, "topk_method"),
         ({"num_nextn_predict_layers": 1}, "num_nextn_predict_layers is 1"),
+        ({"attention_dropout": 0.1}, "attention_dropout is 0.1: must be 0"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config is"),
+        ({"rope_interleave": False}, "rope_interleave is False"),
+        ({"sliding_window": 4096}, "HF sliding_window is 4096: no table of"),
+        ({"rope_scaling": {**HF["rope_scaling"], "truncate": False}}, "rope_scaling.truncate is False"),
         ({"q_lora_rank": None}, "q_lora_rank is None"),
         ({"num_key_value_heads": 2}, "one key for each of 4 heads"),
         ({"rope_scaling": None}, "by its yarn only"),

@@ -125,6 +125,13 @@ def test_rollout_gets_every_weight_with_its_bias(found, reference):
     assert all(torch.equal(sent[name], weight.float()) for name, weight in reference["weights"].items())
 
 
+def test_attention_asks_for_lengths_once_a_forward_and_has_its_guards(run_a3):
+    (found,) = run_a3("attention_job", 1, {})
+    assert found["calls"] == [{"tolist": n, "repeat_interleave": n, "attention": 4 * n} for n in (1, 2)]  # 4 layers
+    assert "attention dropout is 0.1" in found["refused"]["dropout"]
+    assert "q_ends [3, 5]" in found["refused"]["ends"]
+
+
 def test_layer_list_decides_the_stages(found):
     ((name, ranks),) = found.items()
     assert [r["layers"] for r in ranks] == ([[1], [2, 3, 4]] if name == "pp2_uneven" else [[1, 2, 3, 4]] * len(ranks))
@@ -188,6 +195,16 @@ def test_fused_kernels_give_the_same_update(run_a3, one_rank):
     unfused = {f"fused_{kernel}": False for kernel in ("rmsnorm", "swiglu", "rope", "permute")}
     (found,) = run_a3("worker_job", 1, {"train": unfused})
     assert _grad_norms(found) == pytest.approx(_grad_norms(one_rank), rel=1e-5)
+
+
+@pytest.mark.parametrize("layout", ["tp1", "tp2_extends_ep"])
+@pytest.mark.parametrize("key", ["fused_linear_wgrad", "fused_expert_wgrad", "unpadded_attention"])
+def test_fused_gradients_and_unpadded_attention_give_the_same_update(run_a3, one_rank, key, layout):
+    ranks, sizes = LAYOUTS[layout]
+    for found in run_a3("worker_job", ranks, {**sizes, "train": {key: True}}):
+        assert found["calls"][key] > 0
+        assert _grad_norms(found) == pytest.approx(_grad_norms(one_rank), rel=1e-5)
+        assert one_rank["calls"][key] == 0
 
 
 def test_overlapped_expert_exchange_gives_the_same_update(run_a3, one_rank):

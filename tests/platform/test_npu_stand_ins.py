@@ -22,13 +22,16 @@ import torch
 """
 
 
+STUB = """
+import {0} as m
+assert m.__doc__ and m.__file__.partition('/ascend/')[2].partition('.')[0].startswith('{0}'.replace('.', '/'))
+try: m.npu_magic
+except AttributeError as e: assert str(e).startswith('the stand-in for {0} has no'), e
+else: raise AssertionError('npu_magic')
+"""
 # row id -> code that is fine with the row and fails (raises, or asserts) without it
 CHECKS = {
-    **{f"module_{name.replace('.', '_')}": f"import {name} as m; assert m.__doc__" for name in STUBS},
-    "version": "import torch_npu; assert torch_npu.__version__ == '2.5.1.post1'",
-    "file": "import torch_npu; assert torch_npu.__file__.endswith('torch_npu/__init__.py')",
-    "unknown": "\nimport torch_npu\ntry: torch_npu.npu_magic\n"
-    "except AttributeError as e: assert 'add it to' in str(e), e",
+    **{f"module_{name.replace('.', '_')}": STUB.format(name) for name in STUBS},
     "device": "assert torch.npu.current_device() == torch.device('cpu')",
     "stream": "\nside = torch.cuda.Stream()\nwith torch.cuda.stream(side):\n"
     "    assert torch.cuda.current_stream() is side and side.record_event().query()",
@@ -46,13 +49,16 @@ CHECKS = {
     "library": "\nlib = torch.library.Library('mindspeed', 'DEF')\ntry:\n    lib.define('twice(Tensor x) -> Tensor')\n"
     "    torch.library.impl(lib, 'twice', 'PrivateUse1')(lambda x: 2 * x)\n"
     "    assert torch.ops.mindspeed.twice(torch.ones(1)) == 2\nfinally: lib._destroy()",
+    "tensor_type": "from mindspeed.megatron_adaptor import type_wrapper\n"
+    "asked = type_wrapper(lambda x, dtype=None: x.to(dtype) if dtype else 'torch.FloatTensor')\n"
+    "assert asked(torch.ones(1)) == 'torch.cuda.FloatTensor' and asked(torch.ones(1), torch.int8).dtype == torch.int8",
     "builder": "from mindspeed.op_builder.builder import MindSpeedOpBuilder as B\n"
     "assert B('grouped_matmul').load().npu_gmm",
     "atb_builder": "from mindspeed.op_builder.atb_builder import AtbOpBuilder as B\n"
     "assert B('npu_matmul_add_fp32').load().npu_matmul_add_fp32",
 }  # fmt: skip
 FAKE_MINDSPEED = {  # the real builders are loaded in test_npu_upstream
-    "__init__.py": "", "op_builder/__init__.py": "",
+    "__init__.py": "", "op_builder/__init__.py": "", "megatron_adaptor.py": "def type_wrapper(fn): return fn",
     "op_builder/builder.py": "class MindSpeedOpBuilder:\n    def __init__(self, name): self.name = name\n"
     "    def load(self, verbose=True): raise RuntimeError('no compiler')\n",
     "op_builder/atb_builder.py": "from mindspeed.op_builder.builder import MindSpeedOpBuilder\n"
@@ -124,6 +130,10 @@ def on_a3(run_python):
 @pytest.mark.parametrize(("line", "platform"), [("a3", "npu"), ("a3", "cuda"), ("pypi", "cpu"), ("pypi", "npu")])
 def test_nothing_is_wanted_elsewhere(line, platform):
     assert not [row.id for row in rows_npu.ROWS if Switches(line, platform).decide(row)[0]]
+
+
+def test_torch_npu_calls_itself_what_it_stands_for(on_a3):
+    on_a3("import torch_npu, apex; assert (torch_npu.__version__, apex.__version__) == ('2.5.1.post1', '0')")
 
 
 def test_all_is_wanted_on_a3_cpu():

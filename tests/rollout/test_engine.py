@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
+import pytest
 import torch
 
-from verl_patches.rollout.engine import drop_empty_image_arguments, route_in_fp32
+from verl_patches.rollout.engine import absorb_mla_again, drop_empty_image_arguments, route_in_fp32
 
 
 def test_image_arguments_go_only_without_a_limit():
@@ -29,3 +32,68 @@ def test_the_router_works_in_fp32():
     exact = layer.gate(tokens)
     assert rounded.dtype is torch.bfloat16 and exact.dtype is torch.float32
     assert torch.equal(exact, tokens.float() @ layer.gate.weight.T) and not torch.equal(exact, rounded.float())
+
+
+class Absorbing:
+    """MLA of one layer as vLLM and vllm-ascend derive its projections from kv_b_proj [N * (P + V), L]."""
+
+    heads, nope, value, latent = 2, 3, 4, 5
+
+    def __init__(self, copies: bool):
+        self.copies, self.impl = copies, SimpleNamespace()
+        self.kv_b_proj = torch.zeros(self.heads * (self.nope + self.value), self.latent)
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        weight = self.kv_b_proj.T.view(self.latent, self.heads, self.nope + self.value)
+        up_key, up_value = weight.split([self.nope, self.value], dim=-1)
+        self.impl.W_UV, self.impl.W_UK_T = up_value.transpose(0, 1), up_key.permute(1, 2, 0)
+        if self.copies:  # vllm_ascend/attention/mla_v1.py:669
+            self.impl.W_UV, self.impl.W_UK_T = self.impl.W_UV.contiguous(), self.impl.W_UK_T.contiguous()
+
+
+def _decoder(copies: bool):
+    """(load, layers, attention of the one layer that this stage holds)."""
+    attention = Absorbing(copies)
+    layers = [None, SimpleNamespace(self_attn=SimpleNamespace(mla_attn=attention)), None]
+    model = SimpleNamespace(model=SimpleNamespace(layers=layers, start_layer=1, end_layer=2))
+
+    def load_weights(self, seed):
+        attention.kv_b_proj.copy_(torch.randn(attention.kv_b_proj.shape, generator=torch.Generator().manual_seed(seed)))
+        return {"kv_b_proj"}
+
+    return model, load_weights, attention
+
+
+def _derived(attention: Absorbing) -> dict[str, torch.Tensor]:
+    fresh = Absorbing(copies=True)
+    fresh.kv_b_proj = attention.kv_b_proj
+    fresh.process_weights_after_loading(torch.float32)
+    return vars(fresh.impl)
+
+
+@pytest.mark.parametrize("copies", [True, False])
+def test_absorbed_projections_follow_new_weights_at_their_old_addresses(copies):
+    """Row rollout.absorb_mla_again; in a real engine, with a control: tests/loop/test_a3_smoke.py."""
+    model, load_weights, attention = _decoder(copies)
+    load = absorb_mla_again(load_weights)
+    assert load(model, 0) == {"kv_b_proj"}
+    assert vars(attention.impl) == {}  # the first load: vLLM derives them when it has all weights
+    attention.process_weights_after_loading(torch.float32)
+    captured = dict(vars(attention.impl))  # what a graph reads
+    places = {name: tensor.data_ptr() for name, tensor in captured.items()}
+    load(model, 1)
+    assert {name: tensor.data_ptr() for name, tensor in vars(attention.impl).items()} == places
+    for name, expected in _derived(attention).items():
+        assert torch.equal(getattr(attention.impl, name), expected) and torch.equal(captured[name], expected)
+
+
+def test_without_the_row_copies_would_stay_at_the_first_weights():
+    model, load_weights, attention = _decoder(copies=True)
+    load_weights(model, 0)
+    attention.process_weights_after_loading(torch.float32)
+    captured = dict(vars(attention.impl))
+    load_weights(model, 1)
+    assert not torch.equal(captured["W_UV"], _derived(attention)["W_UV"])
+    attention.process_weights_after_loading(torch.float32)  # upstream's own way: a graph would go on with the old ones
+    assert attention.impl.W_UV is not captured["W_UV"]
+    assert not torch.equal(captured["W_UV"], _derived(attention)["W_UV"])

@@ -96,6 +96,8 @@ def test_worker_section_says_the_same_as_the_whole_configuration(die256):
         (["recipe.train.swap_optimizer=true", f"{ACTOR}optimizer_offload=true", "recipe.dtype=bf16"],
          "on the host already"),
         (["recipe.train.swap_optimizer=true"], "no states for fp32 weights"),
+        (["recipe.train.grouped_gemm=false"], "recipe.train.grouped_gemm is False: weights go by MindSpeed's stacked"),
+        (["+actor_rollout_ref.nccl_timeout=600"], "use recipe.train.collective_timeout_minutes"),
         ([f"{REF}sequence_parallel=false"], "ref.megatron.sequence_parallel is False: must equal"),
         (["actor_rollout_ref.model.enable_gradient_checkpointing=true"], "must say full or selective"),
         ([f"{OPTIM}total_training_steps=4", f"{OPTIM}lr_warmup_steps=4"], "warm-up"),
@@ -122,6 +124,26 @@ def test_experts_by_tp_as_megatron_does():
     words = _words(_tiny(f"{ACTOR}tensor_model_parallel_size=2", f"{ACTOR}expert_tensor_parallel_size=2"))
     assert _value(words, "--expert-model-parallel-size") == "2"
     assert "--moe-tp-extend-ep" not in words
+
+
+@pytest.mark.parametrize(("key", "argument"), [("fused_expert_wgrad", "--gemm-gradient-accumulation-fusion"),
+                                               ("unpadded_attention", "--mla-fa-without-pad")])  # fmt: skip
+def test_switches_that_are_off_at_first(key, argument):
+    assert argument not in _words(_tiny())
+    assert argument in _words(_tiny(f"recipe.train.{key}=true"))
+
+
+def test_fused_linear_gradients_are_on_in_megatron_unless_it_is_told_otherwise():
+    assert "--no-gradient-accumulation-fusion" in _words(_tiny())
+    assert "--no-gradient-accumulation-fusion" not in _words(_tiny("recipe.train.fused_linear_wgrad=true"))
+
+
+def test_timeout_of_collectives():
+    assert _value(_words(_tiny()), "--distributed-timeout-minutes") == "30"
+    words = _words(_tiny("recipe.train.collective_timeout_minutes=90"))
+    assert _value(words, "--distributed-timeout-minutes") == "90"
+    with pytest.raises(ConfigError, match="collective_timeout_minutes is 0"):
+        _tiny("recipe.train.collective_timeout_minutes=0")
 
 
 def test_fp32_leaves_router_gating_alone():

@@ -25,7 +25,10 @@ CASES = {
         "actor_rollout_ref.model.gradient_checkpointing_kwargs.activations_checkpoint_num_layers=2"], None),
     "layer_list": ("grpo_deepseekv3_tiny_cpu", 4, [*TP2, *PP2, "recipe.train.layers_per_stage=[1,3]"], None),
     "no_grouped_gemm": ("grpo_deepseekv3_tiny_cpu", 2, [*TP2, "recipe.train.grouped_gemm=false"],
-                        "moe-tp-extend-ep` needs `--moe-permutation-async-comm` and `--moe-grouped-gemm"),
+                        "recipe.train.grouped_gemm is False: weights go by MindSpeed's stacked experts"),
+    "fused_wgrad": ("grpo_deepseekv3_tiny_cpu", 2,
+                    [*TP2, "recipe.train.fused_linear_wgrad=true", "recipe.train.fused_expert_wgrad=true",
+                     "recipe.train.collective_timeout_minutes=45"], None),
     "too_many_stages": ("grpo_deepseekv3_tiny_cpu", 4, [*TP2, *PP2, "recipe.train.layers_per_stage=[1,1,2]"],
                         "num_layer_list"),
     "too_long": ("grpo_deepseekv3_tiny_cpu", 2, [*TP2, "data.max_response_length=4096"], "upstream refuses"),
@@ -103,6 +106,12 @@ def test_256_dies_as_megatron_sees_them(found):
                 "num_layer_list": "7,7,8,8,8,8,8,7", "recompute_num_layers": 8, "sequence_parallel": True,
                 "moe_router_bias_update_rate": 0.0, "adam_beta2": 0.999, "clip_grad": 1.0}  # fmt: skip
     assert {key: args[key] for key in expected} == expected
+
+
+def test_fused_weight_gradients_and_the_timeout_arrive(found):
+    names = ("gradient_accumulation_fusion", "gemm_gradient_accumulation_fusion", "distributed_timeout_minutes")
+    assert [found["fused_wgrad"][name] for name in names] == [True, True, 45]
+    assert [found["base"][name] for name in names] == [False, False, 30]
 
 
 def test_upstream_takes_both_256_die_configs_as_they_are(folders, tmp_path):

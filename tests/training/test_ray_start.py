@@ -26,12 +26,15 @@ runtime_env({}, {HOOK: lambda: print("user")}, ENGINE)[HOOK]()
 """
 
 
-@pytest.mark.parametrize(("rank", "engine", "said"), [
-    ("0", '{"layers": 4}', "prepared 4 True\nuser\n"),  # a training worker
-    (None, '{"layers": 4}', "user\n"),  # the controller
-    ("0", "None", "user\n")])  # a line without such an engine
-def test_a_training_worker_prepares_its_engine_after_the_prelude_and_before_the_user(run_python, rank, engine, said):
-    env = {"RANK": rank} if rank else {}
+WORKER = {"RANK": "0", "WG_PREFIX": "abc"}
+
+
+@pytest.mark.parametrize(("env", "engine", "said"), [
+    (WORKER, '{"layers": 4}', "prepared 4 True\nuser\n"),  # a training worker
+    ({}, '{"layers": 4}', "user\n"),  # the controller
+    ({"RANK": "0"}, '{"layers": 4}', "user\n"),  # the controller under a scheduler that gives ranks
+    (WORKER, "None", "user\n")])  # a line without such an engine
+def test_a_training_worker_prepares_its_engine_after_the_prelude_and_before_the_user(run_python, env, engine, said):
     done = run_python(f"ENGINE = {engine}\n{FAKE_START}", patches="line=pypi,platform=cpu", env=env).check()
     assert done.out == said
 

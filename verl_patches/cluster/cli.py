@@ -62,7 +62,7 @@ def register(app: typer.Typer, rows: Callable[[], Sequence[PatchSpec]]) -> None:
         options = smoke.SmokeOptions(
             train_layout, rollout_tp, rollout_dp, steps, dtype, replay_rollout, learn, run, seed, line, upstream
         )
-        run_smoke(options, overrides or [], rows(), as_json)
+        run_smoke(options, overrides or [], as_json)
 
     @app.command("train")
     def train_command(
@@ -81,16 +81,14 @@ def register(app: typer.Typer, rows: Callable[[], Sequence[PatchSpec]]) -> None:
         run_train(config_name, overrides or [], rows(), dry_run, verl_path, as_json, upstream)
 
 
-def run_smoke(
-    options: smoke.SmokeOptions, overrides: Sequence[str], rows: Sequence[PatchSpec], as_json: bool
-) -> None:
+def run_smoke(options: smoke.SmokeOptions, overrides: Sequence[str], as_json: bool) -> None:
     """The smoke command: prepare, launch, report; leaves by typer.Exit with the run's exit code."""
     given = smoke.overrides_of(options)
     trees = trees_of(options.upstream)
     chosen = compose(options.config_name, [*given, *overrides], verl_path=trees.verl)
     require_trees(chosen, trees)
     require(check_config(chosen, CONFIGS_DIR))  # before anything is made
-    refuse_without_effect(chosen, rows)
+    refuse_without_effect(chosen)
     require_verl(chosen.recipe.line, trees)
     with _Progress(as_json) as progress:
         made = smoke.prepare(options, Path("outputs/cache").absolute(), progress.now)
@@ -129,7 +127,7 @@ def run_train(
     except ConfigError as error:
         typer.echo(f"verl_patches: {error}", err=True)
         raise typer.Exit(1) from None
-    refuse_without_effect(config, rows)
+    refuse_without_effect(config)
     require_platform(config.recipe.platform)
     require_verl(config.recipe.line, trees)
     if config.recipe.ray_address is not None:
@@ -144,11 +142,9 @@ def run_train(
     _report(outcome, as_json)
 
 
-def refuse_without_effect(config: DictConfig, rows: Sequence[PatchSpec]) -> None:
-    """ConfigError for a line without rows, and for keys that it could not act on: another run would start."""
+def refuse_without_effect(config: DictConfig) -> None:
+    """ConfigError for keys that the line could not act on: another run than the one asked for would start."""
     line = config.recipe.line
-    if not any(line in row.lines for row in rows):
-        raise ConfigError(f"recipe.line is {line}, for which the catalogue has no row yet; --dry-run plans such a run")
     given = [entry.key for entry, _ in refused_keys(config) if entry.planned]
     if given:
         raise ConfigError(

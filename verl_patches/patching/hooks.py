@@ -146,6 +146,9 @@ class _ModuleStubs:
         return None if provider is None else importlib.util.spec_from_loader(name, _AliasLoader(provider))
 
 
+_CARRIED_OVER = ("__doc__", "__file__", "__getattr__", "__version__")
+
+
 class _AliasLoader:
     def __init__(self, provider: str):
         self.provider = provider
@@ -159,8 +162,8 @@ class _AliasLoader:
         except ImportError as error:
             raise HookError(f"{self.provider}, which stands in for {module.__name__}, cannot be imported: "
                             f"{error}") from error
-        public = {k: v for k, v in vars(provider).items() if not k.startswith("__")}
-        vars(module).update(public, __doc__=provider.__doc__, __path__=[], __version__="0")
+        shown = {k: v for k, v in vars(provider).items() if not k.startswith("__") or k in _CARRIED_OVER}
+        vars(module).update({"__version__": "0", **shown, "__path__": []})
 
 
 _STUBS = _ModuleStubs()

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import datetime
 import importlib
 import io
 import json
@@ -77,7 +78,7 @@ def start(config: Any) -> Namespace:
     global_vars = importlib.import_module("megatron.training.global_vars")
     if global_vars._GLOBAL_ARGS is not None:
         return global_vars.get_args()
-    _start_distributed()
+    _start_distributed(section.recipe.train.collective_timeout_minutes)
     args = _arguments(words)
     if section.recipe.dtype == "fp32":
         args.bf16, args.params_dtype = False, torch.float32
@@ -110,10 +111,9 @@ def check_rows() -> None:
         raise engine.PatchError("after MindSpeed's start these rows are no longer in place:\n  " + "\n  ".join(lost))
 
 
-def _start_distributed() -> None:
-    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # Megatron's validator asks for it; verl sets it with SP
+def _start_distributed(timeout_minutes: int) -> None:
     if not torch.distributed.is_initialized():  # as verl/workers/megatron_workers.py:86, which then finds it done
-        torch.distributed.init_process_group(backend="nccl")
+        torch.distributed.init_process_group(backend="nccl", timeout=datetime.timedelta(minutes=timeout_minutes))
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     world, said = torch.distributed.get_world_size(), os.environ.get("WORLD_SIZE")
     if str(world) != said:
@@ -129,6 +129,7 @@ def _start_groups(args: Namespace) -> None:
             pipeline_model_parallel_size=args.pipeline_model_parallel_size,
             context_parallel_size=args.context_parallel_size,
             expert_model_parallel_size=args.expert_model_parallel_size,
+            distributed_timeout_minutes=args.distributed_timeout_minutes,
         )
 
 

@@ -73,6 +73,11 @@ def _recompute(on: bool, get: Get) -> list[str] | Refusal:
     return [word for argument, value in values.items() if value is not None for word in (argument, str(value))]
 
 
+def _fused_linear_wgrad(on: bool, get: Get) -> list[str]:
+    # on by default in Megatron, where it is apex's kernel; MindSpeed's adaptor puts npu_matmul_add_fp32 in its place
+    return [] if on else ["--no-gradient-accumulation-fusion"]
+
+
 def _swap(on: bool, get: Get) -> list[str] | Refusal:
     if on and get("recipe.dtype") == "fp32":
         return Refusal("MindSpeed makes no states for fp32 weights in its swap (swap_optimizer.py:562): use bf16")
@@ -154,14 +159,27 @@ TABLE: tuple[Key, ...] = (
     Key(_R + "expert_split", "with", _A + "expert_model_parallel_size", ""),
     Key(_R + "swap_optimizer", "convert", _swap, "optimizer states live on the host"),
     Key(_R + "swap_optimizer_times", "value", "--swap-optimizer-times", "pieces that states are swapped in", 16),
-    Key(_R + "grouped_gemm", "switch", "--moe-grouped-gemm", "all local experts in one kernel", True),
+    Key(_R + "grouped_gemm", "only", (None, True),
+        "weights go by MindSpeed's stacked experts (weight1, weight2), which the grouped GEMM has; one module an "
+        "expert has other names (model/mindspeed/names.py)"),
     Key(_R + "fused_rmsnorm", "switch", "--use-fused-rmsnorm", _FUSED, True),
     Key(_R + "fused_swiglu", "switch", "--use-fused-swiglu", _FUSED, True),
     Key(_R + "fused_rope", "switch", "--use-fused-rotary-pos-emb", _FUSED, True),
     Key(_R + "fused_permute", "switch", "--use-fused-moe-token-permute-and-unpermute", _FUSED, True),
+    Key(_R + "fused_linear_wgrad", "convert", _fused_linear_wgrad,
+        "linear layers add their weight gradients to fp32 main_grad in the product's kernel (npu_matmul_add_fp32)",
+        False),
+    Key(_R + "fused_expert_wgrad", "switch", "--gemm-gradient-accumulation-fusion",
+        "the same for grouped experts (npu_groupmatmul_add_fp32)", False),
+    Key(_R + "unpadded_attention", "switch", "--mla-fa-without-pad",
+        "values keep v_head_dim; otherwise query, key and value are padded to a multiple of 128, 256 at 671B", False),
     Key(_R + "alltoall_overlap", "switch", "--moe-alltoall-overlap-comm", "expert exchange beside computation", False),
     Key(_R + "grad_overlap", "only", (None, False), _DDP),
     Key(_R + "param_overlap", "only", (None, False), _DDP),
+    Key(_R + "collective_timeout_minutes", "value", "--distributed-timeout-minutes",
+        "of torch.distributed and of every group; verl's worker sets none at this commit", 30),
+    Key("nccl_timeout", "only", (None,),
+        "verl does not read it at this commit; use recipe.train.collective_timeout_minutes"),
     Key(_R + "router_bias_update_rate", "value", "--moe-router-bias-update-rate",
         "0 leaves the model's correction bias alone", 0.0),
     Key(_R + "balanced_routing", "switch", "--fix-router", "equally many tokens an expert: speed runs only", False),
@@ -182,6 +200,6 @@ FIXED = (
     (("--variable-seq-lengths",), "packed sequences: each micro batch has its own length"),
     (("--moe-token-dispatcher-type", "alltoall", "--moe-permutation-async-comm"),
      "without the second MindSpeed leaves Megatron's dispatcher in place, which does not know moe_tp_extend_ep"),
-    (("--no-gradient-accumulation-fusion",), "apex's CUDA kernel"),
+    (("--moe-grouped-gemm",), "experts are stacked in weight1 and weight2"),
     (("--distributed-backend", "nccl"), "torch_npu turns it into hccl, platform cpu into gloo"),
 )  # fmt: skip

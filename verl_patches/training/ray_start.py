@@ -8,6 +8,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 HOOK = "worker_process_setup_hook"
+# verl gives both to the actors of its worker groups and to nothing else (verl/single_controller/ray/base.py:326);
+# RANK alone may come from a scheduler that started the driver
+_VERLS_WORKERS = {"RANK", "WG_PREFIX"}
 
 
 def prelude_then(user_hook: str | Callable | None, engine: Mapping[str, Any] | None = None) -> Callable[[], None]:
@@ -18,7 +21,7 @@ def prelude_then(user_hook: str | Callable | None, engine: Mapping[str, Any] | N
 
     def prelude_hook() -> None:
         importlib.import_module("verl_patches.prelude_patch")
-        if engine is not None and "RANK" in os.environ:  # verl's workers have one, its controller has not
+        if engine is not None and os.environ.keys() >= _VERLS_WORKERS:
             importlib.import_module("verl_patches.training.engine_start").prepare(engine)
         hook = user_hook
         if isinstance(hook, str):

@@ -1,8 +1,8 @@
 """HF config to MindSpeed-LLM arguments for DeepSeek-V3: one table, torch-free.
 
 MindSpeed-LLM's modules read sizes and switches by `get_args()`, not from a configuration object, so the model is said
-in its command-line arguments. Every HF key that changes the computation is in one of the tables: carried over, or
-checked to have the one value that these modules compute.
+in its command-line arguments. Every HF key is in one of the tables: carried over, checked to have the one value that
+these modules compute, or known not to matter. Any other is refused by name.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ SIZES = {
     "num_attention_heads": "--num-attention-heads",
     "max_position_embeddings": "--max-position-embeddings",
     "rms_norm_eps": "--norm-epsilon",
+    "initializer_range": "--init-method-std",
     "rope_theta": "--rotary-base",
     "vocab_size": "--padded-vocab-size",
-    "attention_dropout": "--attention-dropout",
     "q_lora_rank": "--q-lora-rank",
     "kv_lora_rank": "--kv-lora-rank",
     "qk_nope_head_dim": "--qk-nope-head-dim",
@@ -69,9 +69,20 @@ ONLY = (
     ("norm_topk_prob", True, ("--norm-topk-prob",)),
     ("hidden_act", "silu", ("--swiglu",)),
     ("attention_bias", False, ("--disable-bias-linear",)),
+    ("attention_dropout", 0, ("--attention-dropout", "0")),
     ("tie_word_embeddings", False, ("--untie-embeddings-and-output-weights",)),
     ("num_nextn_predict_layers", 0, ()),
+    ("quantization_config", None, ()),
+    ("rope_interleave", True, ()),
 )
+# keys of config.json that change nothing about the training computation
+NO_MATTER = frozenset({
+    "_name_or_path", "architectures", "auto_map", "torch_dtype", "transformers_version",  # of transformers
+    "bos_token_id", "eos_token_id", "pad_token_id", "use_cache",  # of generation, which is vLLM's
+    "aux_loss_alpha", "seq_aux",  # of balancing: FIXED says why there is none
+    "ep_size", "pretraining_tp",  # of layouts, which are verl's and recipe.train's
+    "head_dim", "qk_head_dim",  # transformers derives them from the sizes above
+})  # fmt: skip
 FIXED = (
     (("--use-mcore-models",), "MindSpeed-LLM has MoE and MLA for Megatron core models only"),
     (("--normalization", "RMSNorm"), "DeepSeek-V3's norm"),
@@ -82,6 +93,7 @@ FIXED = (
     (("--moe-aux-loss-coeff", "0"), "balancing would change the model by something that is not the RL loss"),
     (("--tokenizer-type", "NullTokenizer", "--vocab-size", "1"), "verl tokenizes; validators want some tokenizer"),
 )
+_DECIDED = {*SIZES, *(key for key, _, _ in ONLY), *NO_MATTER, "num_key_value_heads", "rope_scaling"}
 
 
 def model_settings(hf_config: Mapping[str, Any]) -> list[Setting]:
@@ -89,6 +101,8 @@ def model_settings(hf_config: Mapping[str, Any]) -> list[Setting]:
     hf = dict(hf_config)
     found = [_size(key, argument, hf) for key, argument in SIZES.items()]
     found += [_only(key, expected, arguments, hf.get(key)) for key, expected, arguments in ONLY]
+    found += [_refused(key, value, "no table of model/mindspeed/arguments.py says what it becomes")
+              for key, value in hf.items() if key not in _DECIDED]
     heads, kv_heads = hf.get("num_attention_heads"), hf.get("num_key_value_heads")
     if kv_heads not in (None, heads):
         found.append(_refused("num_key_value_heads", kv_heads, f"MLA has one key for each of {heads} heads"))
@@ -98,6 +112,8 @@ def model_settings(hf_config: Mapping[str, Any]) -> list[Setting]:
     else:
         found += [_size(f"rope_scaling.{key}", argument, {f"rope_scaling.{key}": yarn.get(key)})
                   for key, argument in YARN.items()]
+        found += [_refused(f"rope_scaling.{key}", value, "MindSpeed-LLM's yarn has no such setting")
+                  for key, value in yarn.items() if key not in {*YARN, "type", "rope_type"}]
     found += [Setting("always", None, "fixed", arguments, why) for arguments, why in FIXED]
     return [row._replace(key=f"HF {row.key}") if row.key != "always" else row for row in found]
 

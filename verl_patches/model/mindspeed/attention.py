@@ -9,40 +9,41 @@ D head size.
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
-import torch_npu
 from mindspeed_llm.tasks.models.transformer.mla_dot_product_attention import MlaDotProductAttention
 
-_COMPRESSED = 2048  # the kernel's fixed size of a causal mask in sparse modes 2 to 4
-_RIGHT_DOWN_CAUSAL = 3
+from verl_patches.errors import ConfigError
+from verl_patches.model.mindspeed.packed import lengths_of
+from verl_patches.platform.npu import guards, ops
+
+_RIGHT_DOWN_CAUSAL = 3  # sparse mode
 
 
 class CausalMlaAttention(MlaDotProductAttention):
     """MindSpeed-LLM's MLA attention, always causal, for PackedSeqParams too.
 
-    query, key, value [S, B, N, D] of equal D (MLA pads them) give [S, B, N * D]; with packed_seq_params S is T and B is
-    1. Padding is on the right of each sequence (verl removes it on the left), so that being causal is mask enough and
-    `attention_mask` is not looked at.
+    query, key [S, B, N, D] and value [S, B, N, D or less] give [S, B, N * value's D]; with packed_seq_params S is T and
+    B is 1. Padding is on the right of each sequence (verl removes it on the left), so that being causal is mask enough
+    and `attention_mask` is not looked at. Raises ConfigError for a dropout, and what guards.py refuses.
     """
 
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        if self.attention_dropout.p:
+            raise ConfigError(f"attention dropout is {self.attention_dropout.p}; the attention here has none: set 0")
+
     def forward(self, query, key, value, attention_mask, attn_mask_type=None, packed_seq_params=None):
-        attend = functools.partial(
-            torch_npu.npu_fusion_attention,
-            head_num=query.shape[2],
-            atten_mask=_causal_mask(query.device),
-            scale=self.softmax_scale,
-            keep_prob=1.0 - self.attention_dropout.p,
-            sparse_mode=_RIGHT_DOWN_CAUSAL,
-        )
+        attend = functools.partial(ops.attention, heads=query.shape[2], mask=_causal_mask(query.device),
+                                   scale=self.softmax_scale, sparse_mode=_RIGHT_DOWN_CAUSAL)  # fmt: skip
         if packed_seq_params is None:
-            return attend(*(x.flatten(2) for x in (query, key, value)), input_layout="SBH")[0]
-        ends = packed_seq_params.cu_seqlens_q[1:].tolist()
-        packed = (x.squeeze(1) for x in (query, key, value))
-        out = attend(*packed, input_layout="TND", actual_seq_qlen=ends, actual_seq_kvlen=ends)[0]
+            return attend(*(x.flatten(2) for x in (query, key, value)), layout="SBH")
+        ends = lengths_of(packed_seq_params.cu_seqlens_q).ends
+        out = attend(*(x.squeeze(1) for x in (query, key, value)), layout="TND", q_ends=ends, kv_ends=ends)
         return out.flatten(1).unsqueeze(1)
 
 
 @functools.lru_cache(maxsize=1)
 def _causal_mask(device: torch.device) -> torch.Tensor:
-    return torch.ones(_COMPRESSED, _COMPRESSED, dtype=torch.bool, device=device).triu(1)
+    return torch.ones(guards.MASK_SIDE, guards.MASK_SIDE, dtype=torch.bool, device=device).triu(1)

@@ -20,6 +20,7 @@ from verl_patches.layout.sharding import AXES, LIBRARIES
 from verl_patches.model.hf_tensors import HFTensors
 from verl_patches.model.load import ARCHITECTURE, Source, named_weights
 from verl_patches.model.mindspeed import experts
+from verl_patches.model.mindspeed.absent import expert_tensor_parallel_rank, expert_tensor_parallel_world_size
 from verl_patches.model.mindspeed.names import is_expert_stack, place
 
 log = logging.getLogger(__name__)
@@ -64,14 +65,8 @@ def origin(chunk: torch.nn.Module, name: str, inventory: Inventory) -> Origin:
         found = {p.kind: p for p in inventory.layers[layer]}
         return Origin((_source(where.kinds, found, name, _tensor_parallel()),), False)
     per_expert = ({p.kind: p for p in inventory.experts[layer][e]} for e in block.mlp.local_expert_indices)
-    return Origin(tuple(_source(where.kinds, found, name, expert_tensor_parallel()) for found in per_expert), True)
-
-
-def expert_tensor_parallel() -> tuple[int, int]:
-    """(part, parts) of each routed expert on this rank: TP cuts experts unless it extends EP (moe_tp_extend_ep)."""
-    from megatron.training import get_args
-
-    return (0, 1) if get_args().moe_tp_extend_ep else _tensor_parallel()
+    split = expert_tensor_parallel_rank(), expert_tensor_parallel_world_size()
+    return Origin(tuple(_source(where.kinds, found, name, split) for found in per_expert), True)
 
 
 def _tensor_parallel() -> tuple[int, int]:

@@ -55,13 +55,6 @@ def place(name: str) -> Place:
     )
 
 
-def native_name(kind: str, layer: int | None = None) -> str:
-    """The parameter that HF tensors of `kind` are in; `layer` counts from the stage's first. Inverse of `place`."""
-    if kind not in NAMES:
-        raise ConfigError(f"MindSpeed-LLM has no parameter for {kind!r}; known are {', '.join(NAMES)}")
-    return NAMES[kind].format(layer=layer)
-
-
 @functools.cache
 def _patterns() -> tuple[tuple[re.Pattern[str], tuple[str, ...]], ...]:
     kinds: dict[str, tuple[str, ...]] = {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 
-import torch
+from verl_patches.model.mindspeed.packed import lengths_of
 
 
 def rope_of_packed(apply_rotary_pos_emb_thd):
@@ -20,8 +20,6 @@ def rope_of_packed(apply_rotary_pos_emb_thd):
             return apply_rotary_pos_emb_thd(t, cu_seqlens, freqs, rotary_interleaved)
         from megatron.core.models.common.embeddings.rotary_pos_embedding import apply_rotary_pos_emb_bshd  # MindSpeed's
 
-        tokens = torch.arange(t.shape[0], device=t.device)
-        starts = torch.repeat_interleave(cu_seqlens[:-1], cu_seqlens.diff(), output_size=t.shape[0])
-        return apply_rotary_pos_emb_bshd(t, freqs[tokens - starts], rotary_interleaved)
+        return apply_rotary_pos_emb_bshd(t, freqs[lengths_of(cu_seqlens).places], rotary_interleaved)
 
     return apply

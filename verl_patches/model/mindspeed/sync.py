@@ -20,17 +20,16 @@ from verl_patches.layout.inventory import Inventory, Parameter, build_inventory
 from verl_patches.layout.sharding import AXES, LIBRARIES
 from verl_patches.model.load import named_weights
 from verl_patches.model.mindspeed import experts
-from verl_patches.model.mindspeed.load import expert_tensor_parallel
+from verl_patches.model.mindspeed.absent import expert_tensor_parallel_world_size
 from verl_patches.model.mindspeed.names import is_expert_stack, place
 
 Weights = Iterator[tuple[str, torch.Tensor]]
 
 
 class HfNames:
-    """What verl calls the weight converter of a model; it knows the model's HF tensors."""
+    """What verl calls the weight converter of a model, and makes of both configs; it knows the model's HF tensors."""
 
     def __init__(self, hf_config: Any, mcore_config: Any):
-        self.mcore_config = mcore_config
         self.inventory: Inventory = build_inventory(hf_config.to_dict())
 
 
@@ -80,7 +79,7 @@ def _dense(held: Held, tensor: torch.Tensor, inventory: Inventory) -> Weights:
 
 def _experts(held: Held, tensor: torch.Tensor, inventory: Inventory) -> Weights:
     group = parallel_state.get_tensor_and_expert_parallel_group()  # ranks in the order ep, then tp
-    cuts = expert_tensor_parallel()[1]
+    cuts = expert_tensor_parallel_world_size()
     of_layer = inventory.experts[held.layer]
     local = len(of_layer) // (dist.get_world_size(group) // cuts)
     down = held.kinds[0] == "routed_expert_down"

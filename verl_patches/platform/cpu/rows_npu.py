@@ -33,12 +33,6 @@ _MODULES = {
 
 # id suffix, target, kind, provider, why
 _TABLE = (
-    ("version", "torch_npu:__version__", "replace", f"{_HERE}.ascend.torch_npu:VERSION",
-     "a stand-in calls itself version 0; vllm_ascend and transformers compare versions"),
-    ("file", "torch_npu:__file__", "extend", f"{_HERE}.ascend.torch_npu:__file__",
-     "mindspeed/op_builder/builder.py:23 takes the folder of it when a builder is made"),
-    ("unknown", "torch_npu:__getattr__", "extend", f"{_HERE}.ascend.torch_npu:__getattr__",
-     "a name that the stand-in lacks says where to add it, or why it is left out (ascend/not_on_our_paths.py)"),
     ("device", "torch:npu", "extend", f"{_HERE}.ascend.torch_npu:npu",
      "torch_npu puts its device there; MindSpeed's dispatcher and optimizers use torch.npu (50 times current_device)"),
     ("stream", "torch.cuda:Stream", "wrap", f"{_HERE}.ascend.streams:stream_of_npu",
@@ -64,6 +58,10 @@ _TABLE = (
      "(mindspeed/megatron_adaptor.py:131): what it cannot compile must run as it is"),
     ("library", "torch.library:Library.impl", "wrap", f"{_HERE}.ascend.device_names:implement_on_cpu",
      "grouped matmul is registered for PrivateUse1, the NPU's key, only (mindspeed/ops/gmm.py:153)"),
+    ("tensor_type", "mindspeed.megatron_adaptor:type_wrapper", "wrap",
+     f"{_HERE}.ascend.device_names:type_as_on_a_device",
+     "Megatron's optimizers take torch.cuda.FloatTensor and the like only "
+     "(megatron/core/optimizer/distrib_optimizer.py:347); MindSpeed goes over Tensor.type itself"),
     ("builder", "mindspeed.op_builder.builder:MindSpeedOpBuilder.load", "replace",
      f"{_HERE}.mindspeed_ops.loader:load", "it compiles C++ against CANN (mindspeed/op_builder/builder.py:65)"),
     ("atb_builder", "mindspeed.op_builder.atb_builder:AtbOpBuilder.load", "replace",

@@ -63,7 +63,7 @@ _TABLE = (
      "with a CUDA build of torch it asks the driver, which is not there, at every step"),
 )  # fmt: skip
 
-_NOT_A3 = {"tensor_type"}  # MindSpeed stands there itself: rows_mindspeed.py
+_NOT_A3 = {"tensor_type"}  # MindSpeed stands there itself: rows_npu.py
 
 ROWS: tuple[PatchSpec, ...] = tuple(
     PatchSpec(

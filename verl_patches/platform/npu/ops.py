@@ -1,5 +1,9 @@
 """NPU ops, checked (guards.py) and differentiable; T tokens, H hidden, k experts a token, E experts, N heads.
 
+Production calls `attention` (model/mindspeed/attention.py): that call to torch_npu is this project's own. MindSpeed and
+MindSpeed-LLM call torch_npu and their op builders themselves for the rest; the other wrappers say what those calls must
+be like, and tests/npu makes a DeepSeek-V3 layer of all of them and tries it on the real torch_npu.
+
 Every argument whose default is not the same in all versions of torch_npu is given (grouped matmul's `group_type` is -1
 in 2.5.1 and None later), and none that the pinned 2.5.1.post1 does not have.
 """
