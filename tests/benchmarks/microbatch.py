@@ -1,0 +1,113 @@
+"""How far from equal the micro batches of the train replicas are, at the batch of the 256-die run. Run by hand:
+
+    python tests/benchmarks/microbatch.py
+
+Prints JSON: a list of figures, each with `value`, `bound` (what it must not exceed; null where it is only told) and
+`peer` (other ways on the same lengths, in the same run). Exits 1 where a bound is exceeded. 512 prompts x 16 responses,
+prompt <= 1024 and response <= 3072 tokens, lengths lognormal (tests/comm/lengths.py); figures are the worst of three
+seeds. A value is sum(max over replicas) / sum(mean over replicas) of the tokens of each micro batch: 1 is equal.
+
+Peers: verl's arrival order; verl's trainer.balance_batch (partitions of equal size and near-equal sum, one a worker of
+256, joined in order); under a token budget, verl's rearrange_micro_batches on each replica. Both are verl's own code
+(verl.utils.seqlen_balancing of the installed verl).
+"""
+
+from __future__ import annotations
+
+import json
+import runpy
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions
+
+from verl_patches.comm.batch_plan import held_after_rollout, mini_batches, plan_batch
+from verl_patches.comm.micro_batches import Replicas, arrival, balanced, packed, steps_cost
+
+lognormal_lengths = runpy.run_path(str(Path(__file__).resolve().parents[1] / "comm/lengths.py"))["lognormal_lengths"]
+SAMPLES, WORLD, BUDGET = 512 * 16, 256, 8192
+CVS, REPLICAS, SEEDS = (0.4, 0.55, 0.7), (8, 64), (1, 2, 3)
+Share = Sequence[Sequence[int]]
+
+
+def verl_share(lengths: Sequence[int], replicas: int) -> list[list[int]]:
+    """What each replica gets from RayPPOTrainer._balance_batch."""
+    parts = get_seqlen_balanced_partitions(list(lengths), k_partitions=WORLD, equal_size=True)
+    order = [sample for part in parts for sample in part]
+    each = len(order) // replicas
+    return [order[r * each : (r + 1) * each] for r in range(replicas)]
+
+
+def verl_packed(share: Share, lengths: Sequence[int]) -> Replicas:
+    """What rearrange_micro_batches makes on each replica: as many on each, their number agreed by the most needed."""
+    local = [[lengths[sample] for sample in mine] for mine in share]
+    count = max(-(-sum(mine) // BUDGET) for mine in local)
+    parts = [get_seqlen_balanced_partitions(mine, count, equal_size=False) for mine in local]
+    return [[[mine[at] for at in part] for part in of] for mine, of in zip(share, parts, strict=True)]
+
+
+def worst(ways: dict[str, Callable[[Share, Sequence[int]], Replicas]], cv: float, replicas: int) -> dict[str, float]:
+    """{way: worst ratio over seeds}."""
+    found = dict.fromkeys(ways, 0.0)
+    for seed in SEEDS:
+        lengths = lognormal_lengths(SAMPLES, cv, seed=seed)
+        (share,) = mini_batches(SAMPLES, replicas, SAMPLES)
+        for name, way in ways.items():
+            most, equal = steps_cost(way(share, lengths), lengths)
+            found[name] = max(found[name], round(most / equal, 4))
+    return found
+
+
+def figure(name: str, found: dict[str, Any], unit: str, bound: float | None) -> dict[str, Any]:
+    """One line of the answer: `ours` against the others."""
+    value = found.pop("ours")
+    return {"name": name, "value": value, "unit": unit, "bound": bound, "peer": found or None,
+            "fine": bound is None or value <= bound}
+
+
+def figures() -> Iterator[dict[str, Any]]:
+    """All of them."""
+    single = {"ours": lambda share, lengths: balanced(share, lengths, 1),
+              "verl arrival order": lambda share, lengths: arrival(share, 1),
+              "verl balance_batch": lambda share, lengths: arrival(verl_share(lengths, len(share)), 1)}
+    for replicas in REPLICAS:
+        for cv in CVS:
+            yield figure(f"micro batch 1, DP {replicas}, cv {cv}", worst(single, cv, replicas), "", 1.02)
+    budget = {"ours": lambda share, lengths: packed(share, lengths, BUDGET),
+              "verl dynamic batch": lambda share, lengths: verl_packed(share, lengths),
+              "verl dynamic batch, balance_batch": lambda share, lengths: verl_packed(verl_share(lengths, len(share)),
+                                                                                     lengths)}
+    for cv in CVS:
+        yield figure(f"{BUDGET} tokens, DP 8, cv {cv}", worst(budget, cv, 8), "", 1.02)
+    four = {"ours": lambda share, lengths: balanced(share, lengths, 4, move_whole=True),
+            "verl arrival order": lambda share, lengths: arrival(share, 4)}
+    yield figure("micro batch 4 moved whole, DP 8, cv 0.7", worst(four, 0.7, 8), "", 1.02)
+    yield figure("planning a step and one rank's exchange, 256 ranks", planning(), "s", 1.0)
+
+
+def planning() -> dict[str, float]:
+    """Seconds of one process, beside verl's balance_batch on the driver."""
+    lengths = lognormal_lengths(SAMPLES, 0.7, seed=1)
+    start = time.process_time()
+    plan = plan_batch(held_after_rollout(SAMPLES, range(WORLD)), [rank // 4 % 8 for rank in range(WORLD)], lengths,
+                      mini_batch_size=SAMPLES, micro_batch_size=1)  # fmt: skip
+    plan.sends(0), plan.receives(0)
+    ours = time.process_time() - start
+    start = time.process_time()
+    verl_share(lengths, 8)
+    return {"ours": round(ours, 3), "verl balance_batch": round(time.process_time() - start, 3)}
+
+
+def main() -> int:
+    """Measure, print, judge."""
+    found = list(figures())
+    fine = all(line["fine"] for line in found)
+    print(json.dumps({"name": "microbatch", "figures": found, "fine": fine}, indent=1))
+    return 0 if fine else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,267 @@
+"""The executor of weight syncs, measured on CPU. Run by hand:
+
+    python tests/benchmarks/reshard_execute.py [pairs] [python-time] [--examples 300]
+
+pairs: random (train, rollout) layouts on 4 and 8 gloo ranks, each bit for bit against gather-everything-then-slice;
+`value` is how many were equal, and `kinds` how many had what makes a pair hard. Exits 1 at the first that is not equal.
+
+python-time: milliseconds of a rank's sync outside copies and collectives, at DeepSeek-V3's 256-die layout and real
+sizes (tensors without memory, copies and collectives stubbed). Peer: vLLM's own load_weights in the same run, on a rank
+of EP256 with all 44,544 expert tensors by name and its copies stubbed. `value` is how many times less; bound 100. Both
+are also told with their copies, of matrices so narrow that a copy costs what its call costs.
+
+Prints one JSON object for each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+import types
+from collections import Counter
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+BOUND = 100.0
+MODEL = ROOT / "configs/model/deepseekv3_671b.json"
+# as many layers, experts and tensors, but matrices that fit in memory
+NARROW = dict(
+    hidden_size=64, moe_intermediate_size=8, intermediate_size=64, q_lora_rank=16, kv_lora_rank=16, vocab_size=256,
+    num_attention_heads=4, num_key_value_heads=4, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8,
+)  # fmt: skip
+NARROW_BUCKET_BYTES = 34_000  # as many buckets as at real sizes
+TRAIN = "tp4 pp8 ep32 etp1 @256 layers=7,7,8,8,8,8,8,7"
+
+
+def pairs(examples: int) -> dict:
+    """Half of the examples on 4 ranks, half on 8."""
+    from hypothesis import HealthCheck, Phase, Verbosity, given, settings
+
+    from tests.reshard import cases, pairs
+    from tests.reshard.pool import Pool
+
+    kinds, equal, start = Counter(), Counter(), time.perf_counter()
+    random = settings(max_examples=examples // 2, deadline=None, database=None, phases=[Phase.generate],
+                      suppress_health_check=list(HealthCheck), verbosity=Verbosity.quiet)  # fmt: skip
+    def check(size: int, pool: Pool) -> None:
+        @random
+        @given(case=pairs.pairs(size))
+        def equal_on_all_ranks(case: cases.Case) -> None:
+            outcomes = pool.run(cases.sync_and_compare, case)
+            equal[size] += 1
+            kinds.update(kinds_of(case, outcomes))
+
+        equal_on_all_ranks()
+
+    for size in (4, 8):
+        pool = Pool(size)
+        check(size, pool)
+        pool.close()
+    value = sum(equal.values())
+    return {"name": "reshard_pairs", "unit": "pairs equal", "value": value, "bound": examples,
+            "fine": value >= examples, "ranks": dict(equal), "kinds": dict(sorted(kinds.items())),
+            "peer": "gather everything, then slice", "seconds": round(time.perf_counter() - start, 1)}  # fmt: skip
+
+
+def kinds_of(case, outcomes) -> list[str]:
+    """What makes this pair hard."""
+    train, rollout = case.train, case.rollout
+    facts = {
+        "tp": train.tp > 1, "cp": train.cp > 1, "ep": train.ep > 1, "etp": train.etp > 1, "pp": train.pp > 1,
+        "vpp": train.vpp > 1, "tp extends ep": train.tp > 1 and train.ep > 1 and train.etp == 1,
+        "uneven layers": len(set(train.layers_per_stage)) > 1, "empty stage": 0 in train.layers_per_stage,
+        "several instances": rollout.edp > 1, "rollout pp": rollout.pp > 1, "rollout experts cut": rollout.etp > 1,
+        "rollout ep does not divide": case.model.n_routed_experts % rollout.ep > 0, "whole tensors": bool(case.whole),
+        "padded vocabulary": case.model.vocab_size % 64 > 0, "cast": case.model.torch_dtype != case.rollout_dtype,
+        "more than 8 buckets": outcomes[0].report.collectives > 10, "mindspeed": case.train_library == "mindspeed",
+    }  # fmt: skip
+    return [name for name, holds in facts.items() if holds]
+
+
+def python_time() -> dict:
+    """Ours, then the peer in a process of its own, since vLLM needs its stand-ins before torch."""
+    environment = {**os.environ, "VERL_PATCHES": "line=pypi,platform=cpu", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, __file__, "peer"], capture_output=True, text=True, cwd=ROOT, timeout=1200,
+                          env=environment)  # fmt: skip
+    if done.returncode:
+        raise RuntimeError(done.stderr[-4000:])
+    peer = json.loads(done.stdout.splitlines()[-1])
+    own = executor_times(671, stubbed=True)
+    narrow = {"executor": executor_times(0, stubbed=False), "vllm.load_weights": {"median_ms": peer.pop("narrow_ms")}}
+    value = peer["median_ms"] / own["median_ms"]
+    return {"name": "reshard_python_time", "unit": "times less than load_weights", "value": round(value, 1),
+            "bound": BOUND, "fine": value >= BOUND, "torch": peer.pop("torch"), "executor": own,
+            "peer": {"vllm.load_weights": peer}, "with copies of narrow matrices": narrow}  # fmt: skip
+
+
+def executor_times(billions: int, stubbed: bool, runs: int = 30) -> dict:
+    """A rank in the middle of the pipeline of 256: 671 billions without memory, or narrow matrices in real memory.
+
+    Collectives are stubbed, copies too if `stubbed`.
+    """
+    import torch
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from tests.reshard.cases import Live, Trained
+    from verl_patches.layout.inventory import build_inventory
+    from verl_patches.layout.parallel import parse_layout, rollout_layout
+    from verl_patches.layout.sharding import local_parameters
+    from verl_patches.reshard import agree, execute
+    from verl_patches.reshard.compiled import Compiler
+    from verl_patches.reshard.plan import DEFAULT_BUCKET_BYTES, plan_reshard
+    from verl_patches.reshard.region import region_of
+
+    rank, device = 100, "meta" if billions else "cpu"
+    inventory = build_inventory(json.loads(MODEL.read_text()) | ({} if billions else NARROW))
+    train, rollout = parse_layout(TRAIN), rollout_layout(1, dp=128, tp=2)
+    plan = plan_reshard(inventory, train, rollout, train_library="mindspeed", rollout_library="vllm-ascend",
+                        bucket_bytes=DEFAULT_BUCKET_BYTES if billions else NARROW_BUCKET_BYTES)  # fmt: skip
+
+    def memory(layout, library):
+        for name, shard in local_parameters(inventory, layout, rank, library).shards.items():
+            region = region_of(shard)
+            shape = region.shape_in(shard.parameter.shape)
+            yield name, region, torch.zeros(shape, dtype=getattr(torch, shard.dtype), device=device)
+
+    sources = {name: Trained(region, tensor) for name, region, tensor in memory(train, "mindspeed")}
+    places = {name: (Live(region, tensor, name),) for name, region, tensor in memory(rollout, "vllm-ascend")}
+    copied: list[int] = []
+    copy = torch._foreach_copy_
+
+    def count(to, source):
+        copied.append(len(to))
+        if not stubbed:
+            copy(to, source)
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=256)
+    execute.agree = lambda problems, group, device, todo: agree.agree(problems, group, "cpu", todo)
+    torch._foreach_copy_ = count
+    exchange, dist.all_to_all_single = dist.all_to_all_single, lambda *args, **kwargs: _Done()
+    try:
+        start = time.perf_counter()
+        compiler = Compiler(plan.for_rank(rank), sources, places, inventory, (), 256, device)
+        problems = list(compiler.problems())
+        executor = execute.Executor(compiler, group=None, load_whole=None, keep_buffers=False)
+        compile_ms = (time.perf_counter() - start) * 1000
+        if problems:
+            raise RuntimeError(problems)
+        times = []
+        for _ in range(runs):
+            copied.clear()
+            start = time.perf_counter()
+            report = executor.run()
+            times.append((time.perf_counter() - start) * 1000)
+    finally:
+        torch._foreach_copy_, dist.all_to_all_single, execute.agree = copy, exchange, agree.agree
+        dist.destroy_process_group()
+    return {"median_ms": round(statistics.median(times), 3), "max_ms": round(max(times), 3), "runs": runs,
+            "compile_ms_once": round(compile_ms), "buckets": plan.bucket_count, "copies": sum(copied),
+            "collectives": report.collectives, "received_gb": round(report.received_bytes / 1e9, 6)}  # fmt: skip
+
+
+class _Done:
+    def wait(self) -> None:
+        """Nothing was under way."""
+
+
+def load_weights_times(runs: int = 3) -> dict:
+    """A rank of EP256 x TP2: 61 layers, 256 experts, narrow matrices, since time outside copies knows no widths."""
+    from verl_patches.patching.engine import start
+    from verl_patches.patching.switches import from_environment
+    from verl_patches.platform.cpu import rows_vllm
+
+    start(rows_vllm.ROWS, from_environment()).apply()
+    import torch
+
+    from verl_patches.layout.inventory import build_inventory
+
+    config = json.loads(MODEL.read_text()) | NARROW
+    config.pop("quantization_config", None)
+    model = _vllm_model(config, rank=100)
+    shapes: dict = {}
+    weights = [(p.name, shapes.setdefault((p.shape, p.dtype), torch.zeros(p.shape, dtype=getattr(torch, p.dtype))))
+               for p in build_inventory(config).parameters]  # fmt: skip
+    copies: list[int] = []
+
+    def stub(self, other, *args, **kwargs):
+        copies.append(1)
+        return self
+
+    def measure() -> list[float]:
+        times = []
+        for _ in range(runs):
+            copies.clear()
+            begin = time.perf_counter()
+            model.load_weights(weights)
+            times.append((time.perf_counter() - begin) * 1000)
+        return times
+
+    narrow, torch.Tensor.copy_ = measure(), stub
+    times = measure()
+    return {"median_ms": round(statistics.median(times), 1), "min_ms": round(min(times), 1), "runs": runs,
+            "narrow_ms": round(statistics.median(narrow), 1), "copies": len(copies), "tensors": len(weights),
+            "expert_tensors": sum(".experts." in name for name, _ in weights), "torch": torch.__version__}  # fmt: skip
+
+
+def _vllm_model(config: dict, rank: int):
+    """The real model as it is on `rank` of one instance of DP128 x TP2 with expert parallelism."""
+    import tempfile
+
+    import torch
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed import parallel_state
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.models.deepseek_v2 import DeepseekV3ForCausalLM
+
+    new_group = dist.new_group
+    dist.new_group = lambda ranks=None, *args, **kwargs: new_group(ranks, backend="fake")
+    real = parallel_state.init_model_parallel_group
+    # without the shared-memory queue, which waits for its other ranks
+    parallel_state.init_model_parallel_group = lambda ranks, local_rank, backend, use_message_queue_broadcaster=False, \
+        group_name=None: real(ranks, local_rank, backend, False, group_name)  # fmt: skip
+    parallel_state.in_the_same_node_as = lambda group, source_rank=0: [True] * dist.get_world_size(group)
+    folder = Path(tempfile.mkdtemp())
+    (folder / "config.json").write_text(json.dumps(config))
+    engine = EngineArgs(model=str(folder), skip_tokenizer_init=True, dtype="bfloat16", max_model_len=64,
+                        tensor_parallel_size=2, enable_expert_parallel=True, enforce_eager=True,
+                        distributed_executor_backend="external_launcher").create_engine_config()  # fmt: skip
+    engine.parallel_config.data_parallel_size = 128
+    engine.parallel_config.data_parallel_rank = rank // 2
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=256)
+    with set_current_vllm_config(engine):
+        parallel_state._WORLD = parallel_state.init_world_group(list(range(256)), 0, "fake")
+        parallel_state.initialize_model_parallel(2, 1, "fake")
+        torch.set_default_dtype(torch.bfloat16)
+        return DeepseekV3ForCausalLM(vllm_config=engine)
+
+
+def main() -> int:
+    """Measure, print, judge."""
+    sys.path.insert(0, str(ROOT))
+    sys.modules["tests"] = types.ModuleType("tests")  # and not an installed package of that name
+    sys.modules["tests"].__path__ = [str(ROOT / "tests")]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", nargs="*", default=["pairs", "python-time"], help="pairs, python-time")
+    parser.add_argument("--examples", type=int, default=300, help="random pairs of layouts")
+    options = parser.parse_args()
+    if options.what == ["peer"]:
+        print(json.dumps(load_weights_times()))
+        return 0
+    fine = True
+    for what in options.what:
+        result = pairs(options.examples) if what == "pairs" else python_time()
+        print(json.dumps(result, indent=1), flush=True)
+        fine &= result["fine"]
+    return 0 if fine else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

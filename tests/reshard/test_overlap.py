@@ -1,0 +1,53 @@
+"""What regions share and cover, along either axis."""
+
+import pytest
+import torch
+
+from verl_patches.errors import ConfigError
+from verl_patches.reshard.overlap import cover, overlap, part_of
+from verl_patches.reshard.region import Region
+
+SHAPE = (6, 4)
+
+
+def rows(start, stop):
+    return Region("w", 0, start, stop)
+
+
+def columns(start, stop):
+    return Region("w", 1, start, stop)
+
+
+def test_overlap_along_one_axis_and_of_a_whole_tensor():
+    assert overlap(rows(0, 4), rows(2, 6), SHAPE) == rows(2, 4)
+    assert overlap(rows(0, 2), rows(2, 6), SHAPE) is None
+    assert overlap(rows(3, 3), rows(0, 6), SHAPE) is None
+    assert overlap(rows(0, 6), columns(1, 3), SHAPE) == overlap(columns(1, 3), rows(0, 6), SHAPE) == columns(1, 3)
+    with pytest.raises(ConfigError, match=r"w\[0:3\] and w\[:, 0:2\] are cut along different axes"):
+        overlap(rows(0, 3), columns(0, 2), SHAPE)
+
+
+def test_part_of_is_a_view_of_the_right_elements():
+    whole = torch.arange(24).view(SHAPE)
+    assert torch.equal(part_of(whole[2:], rows(2, 6), rows(3, 5), SHAPE), whole[3:5])
+    assert torch.equal(part_of(whole, rows(0, 6), columns(1, 3), SHAPE), whole[:, 1:3])
+    assert torch.equal(part_of(whole, columns(0, 4), rows(0, 6), SHAPE), whole)
+    assert part_of(whole[2:], rows(2, 6), rows(1, 5), SHAPE) is None
+    part_of(whole, rows(0, 6), columns(1, 3), SHAPE).zero_()
+    assert whole[:, 1:3].sum() == 0
+
+
+@pytest.mark.parametrize(
+    ("wanted", "pieces", "missing", "doubled"),
+    [
+        (rows(1, 5), [rows(0, 3), rows(3, 6)], [], []),
+        (rows(1, 5), [rows(3, 6), rows(0, 2)], [rows(2, 3)], []),
+        (rows(0, 6), [rows(0, 4), rows(3, 6)], [], [rows(3, 4)]),
+        (rows(0, 6), [rows(0, 6), rows(1, 2), rows(4, 5)], [], [rows(1, 2), rows(4, 5)]),
+        (rows(0, 6), [], [rows(0, 6)], []),
+        (rows(0, 6), [columns(0, 1), columns(2, 4)], [columns(1, 2)], []),
+        (columns(1, 3), [rows(0, 6)], [], []),
+    ],
+)
+def test_cover_names_gaps_and_doubles(wanted, pieces, missing, doubled):
+    assert cover(wanted, pieces, SHAPE) == (missing, doubled)

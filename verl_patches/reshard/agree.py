@@ -1,0 +1,101 @@
+"""What the ranks of a weight sync say to each other besides weights: is all well, and do both ends expect the same.
+
+Only numbers travel while all is well. Once one rank has a problem, every rank gathers the texts and stops with the same
+message, so that none waits for ever in a collective.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from verl_patches.patching.engine import PatchError
+from verl_patches.reshard.region import Region
+
+if TYPE_CHECKING:
+    from verl_patches.reshard.plan import RankPlan
+
+_SHOWN, _OF_A_RANK = 8, 3  # problems that a message lists
+
+
+class ReshardError(PatchError):
+    """Weights cannot be moved as planned, or did not arrive: the message names parameter, rank, expected and found."""
+
+
+def collect(check: Callable[[], Iterable[str]]) -> list[str]:
+    """The problems that `check` yields; what it raises is one more, so that it reaches all ranks through `agree`."""
+    problems: list[str] = []
+    try:
+        problems.extend(check())
+    except Exception as why:
+        problems.append(f"{type(why).__name__}: {why}")
+    return problems
+
+
+def agree(problems: Sequence[str], group: Any, device: torch.device | str, todo: str) -> None:
+    """Return if no rank has a problem, else raise the same ReshardError on every rank; collective."""
+    flag = torch.tensor([len(problems)], dtype=torch.int64, device=device)
+    dist.all_reduce(flag, dist.ReduceOp.MAX, group=group)
+    if not flag.item():
+        return
+    every = gather((len(problems), list(problems[:_OF_A_RANK])), group)
+    lines = [f"rank {rank}: {text}" for rank, (_, texts) in enumerate(every) for text in texts][:_SHOWN]
+    left = sum(count for count, _ in every) - len(lines)
+    more = [f"and {left} more"] if left else []
+    raise ReshardError("\n  ".join([f"reshard: {todo}", *lines, *more]))
+
+
+def gather(value: Any, group: Any) -> list[Any]:
+    """`value` of every rank, pickled: for the way to an error only."""
+    every = [None] * dist.get_world_size(group)
+    dist.all_gather_object(every, value, group=group)
+    return every
+
+
+def check_peers(plan: RankPlan, digest: str, group: Any, device: torch.device | str) -> None:
+    """Raise ReshardError on all ranks unless what each rank sends is what its receiver expects, by one collective.
+
+    Compares a hash of (digest, buckets, regions in wire order) for every pair of ranks; `digest` is the whole plan's.
+    """
+    peers = range(dist.get_world_size(group))
+    sent = torch.tensor([_hash(digest, _regions(plan, "send", peer)) for peer in peers], device=device)
+    told = torch.empty_like(sent)
+    dist.all_to_all_single(told, sent, group=group)
+    expected = [_hash(digest, _regions(plan, "receive", peer)) for peer in peers]
+    wrong = {peer for peer, a, b in zip(peers, told.tolist(), expected, strict=True) if a != b}
+    flag = torch.tensor([len(wrong)], dtype=torch.int64, device=device)
+    dist.all_reduce(flag, dist.ReduceOp.MAX, group=group)
+    if flag.item():
+        complaints = gather(wrong, group)  # by receiver
+        sends = gather({to: _regions(plan, "send", to) for to in peers if plan.rank in complaints[to]}, group)
+        digests = gather(digest, group)
+        problems = [_difference(peer, sends[peer][plan.rank], _regions(plan, "receive", peer))
+                    for peer in sorted(wrong)]  # fmt: skip
+        if digest != digests[0]:
+            problems.insert(0, f"its plan has the digest {digest}, that of rank 0 is {digests[0]}")
+        agree(problems, group, device, "ranks do not have the same plan; look for unequal layouts or versions")
+
+
+def _regions(plan: RankPlan, side: str, peer: int) -> list[list[Region]]:
+    return [list(getattr(bucket, side).get(peer, ())) for bucket in plan.buckets]
+
+
+def _hash(digest: str, regions: list[list[Region]]) -> int:
+    text = repr((digest, [[tuple(region) for region in bucket] for bucket in regions]))
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big", signed=True)
+
+
+def _difference(peer: int, sent: list[list[Region]], expected: list[list[Region]]) -> str:
+    if len(sent) != len(expected):
+        return f"has {len(expected)} buckets, rank {peer} has {len(sent)}"
+    for number, (theirs, ours) in enumerate(zip(sent, expected, strict=True)):
+        for at in range(max(len(theirs), len(ours))):
+            found = str(theirs[at]) if at < len(theirs) else "nothing"
+            wanted = str(ours[at]) if at < len(ours) else "nothing"
+            if found != wanted:
+                return f"expected {wanted} from rank {peer} as region {at} of bucket {number}, found {found}"
+    return f"the same regions as rank {peer}, but of another plan"

@@ -1,0 +1,200 @@
+"""Proof, by the data itself, that a weight sync wrote every rollout element with what training holds.
+
+For `recipe.reshard.verify`; it costs a pass over all weights. Before the sync live memory is poisoned with NaN. After
+it, each elementary region of the plan (a part of an HF tensor that no layout cuts) has one checksum of its raw values
+at every rank that trains it and at every rank that received it, in the rollout's dtype; one MIN over all ranks compares
+them all. What this cannot see is a map that reads and writes wrongly in the same way: check_map.py asks load_weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from verl_patches.reshard.agree import ReshardError, agree, collect, gather
+from verl_patches.reshard.checksum import checksum, count_nan
+from verl_patches.reshard.overlap import overlap, part_of
+from verl_patches.reshard.region import Region
+from verl_patches.reshard.views import Destination, Source
+
+if TYPE_CHECKING:
+    from verl_patches.reshard.plan import ReshardPlan
+
+_NONE = torch.iinfo(torch.int64).max  # of a rank that does not hold the region
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8, torch.uint8)
+_TRAINING = "training"
+_SHOWN = 4  # wrong regions that a message explains
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """What was compared over all ranks: `regions`, and of these, on this rank, `elements` of live rollout memory.
+
+    `nan_elements`: how many of them are not a number, as in training. `unverified`: tensors that load_weights was given
+    whole.
+    """
+
+    regions: int
+    elements: int
+    nan_elements: int
+    unverified: tuple[str, ...]
+
+
+class _Held(NamedTuple):
+    """One elementary region that this rank holds: its number in the plan's order, in training or which parameter."""
+
+    number: int
+    holder: str
+    elements: int
+
+
+class Verifier:
+    """Poisons and checks the memory of one rank; make it and call it on all ranks of the plan together.
+
+    Raises ReshardError on every rank where live memory has not one dtype for a tensor, or a holder lacks its part.
+    """
+
+    def __init__(
+        self,
+        plan: ReshardPlan,
+        rank: int,
+        sources: Mapping[str, Source],
+        destinations: Mapping[str, Sequence[Destination]],
+        *,
+        group: Any = None,
+        device: torch.device | str = "cpu",
+    ):
+        self.rank, self.sources, self.group, self.device = rank, sources, group, device
+        self.destinations = {name: parts for name, parts in destinations.items() if name not in plan.whole}
+        self.parameters, self.whole = plan.inventory.by_name, plan.whole
+        self.items = [
+            (region, rank in block.holders, rank in block.receivers)
+            for block in plan.blocks for region in block.regions if region.name not in plan.whole
+        ]  # fmt: skip
+        self.dtypes = self._agree_on_dtypes()
+
+    def poison(self) -> None:
+        """Fill all live memory that the sync is to write: NaN, or all bits for integers."""
+        with torch.no_grad():
+            for part in (part for parts in self.destinations.values() for part in parts):
+                floating = part.tensor.is_floating_point()
+                part.tensor.fill_(float("nan") if floating else (255 if part.tensor.dtype == torch.uint8 else -1))
+
+    @torch.no_grad()
+    def check(self) -> VerifyReport:
+        """Compare live rollout memory with training memory over all ranks; collective.
+
+        Raises ReshardError on every rank naming parameter, region, ranks, expected and found.
+        """
+        held: list[_Held] = []
+        sums: list[torch.Tensor] = []
+
+        def compute() -> Iterator[str]:
+            for number, holder, values in self._held():
+                region = self.items[number][0]
+                held.append(_Held(number, holder, values.numel()))
+                sums.append(checksum(values, region, self.parameters[region.name].shape))
+                sums.append(count_nan(values))
+            yield from ()
+
+        agree(collect(compute), self.group, self.device, "weights could not be compared")
+        numbers = torch.stack(sums).view(-1, 2).cpu() if sums else torch.zeros(0, 2, dtype=torch.int64)
+        self._raise_for(self._unequal(held, numbers), held, numbers)
+        live = [(each.elements, int(nan)) for each, (_, nan) in zip(held, numbers, strict=True)
+                if each.holder != _TRAINING]  # fmt: skip
+        elements, nan_elements = (sum(column) for column in zip(*live, strict=True)) if live else (0, 0)
+        return VerifyReport(len(self.items), elements, nan_elements, tuple(sorted(self.whole)))
+
+    def _held(self) -> Iterator[tuple[int, str, torch.Tensor]]:
+        for number, (region, trains, receives) in enumerate(self.items):
+            shape = self.parameters[region.name].shape
+            if trains:
+                yield number, _TRAINING, self._trained(region, shape)
+            if receives:
+                yield from ((number, name, values) for name, values in self._live(region, shape))
+
+    def _trained(self, region: Region, shape: Sequence[int]) -> torch.Tensor:
+        source = self.sources[region.name]
+        if source.is_view:
+            values = source.read(region)
+        else:
+            values = part_of(source.read(source.region), source.region, region, shape)
+        wire = getattr(torch, self.parameters[region.name].dtype)
+        return values.detach().to(wire).to(self.dtypes[region.name])
+
+    def _live(self, region: Region, shape: Sequence[int]) -> Iterator[tuple[str, torch.Tensor]]:
+        parts = [part for part in self.destinations.get(region.name, ()) if overlap(part.region, region, shape)]
+        if not parts:
+            raise ReshardError(f"{region}: expected in live memory of rank {self.rank}, found nowhere")
+        for part in parts:
+            values = part_of(part.tensor, part.region, region, shape)
+            if values is None:
+                raise ReshardError(f"{region}: expected in {part.parameter}, found {part.region} there")
+            yield part.parameter, values
+
+    def _agree_on_dtypes(self) -> dict[str, torch.dtype]:
+        """Dtype of each tensor in live memory, equal on all ranks: those that only train a tensor cast to it."""
+        names = list(dict.fromkeys(region.name for region, *_ in self.items))
+        codes = torch.full((2, len(names)), _NONE, dtype=torch.int64)
+        problems = []
+        for at, name in enumerate(names):
+            found = {part.tensor.dtype for part in self.destinations.get(name, ())}
+            if found - set(_DTYPES):
+                problems.append(f"{name}: expected one of {_DTYPES}, found {found}")
+            elif found:
+                every = [_DTYPES.index(dtype) for dtype in found]
+                codes[0, at], codes[1, at] = min(every), -max(every)
+        codes = self._minimum(codes)
+        problems += [f"{name}: expected one dtype in live memory of all ranks, found none or several"
+                     for name, low, high in zip(names, *codes.tolist(), strict=True) if low != -high]  # fmt: skip
+        agree(problems, self.group, self.device, "live rollout memory cannot be compared")
+        return {name: _DTYPES[code] for name, code in zip(names, codes[0].tolist(), strict=True)}
+
+    def _unequal(self, held: list[_Held], numbers: torch.Tensor) -> list[int]:
+        """Numbers of the regions whose holders, over all ranks, do not have the same checksum and count of NaN."""
+        low = [[_NONE, _NONE] for _ in self.items]
+        high = [[_NONE, _NONE] for _ in self.items]  # of ~value, so that one MIN finds the largest too
+        for each, pair in zip(held, numbers.tolist(), strict=True):
+            for ends, values in ((low, pair), (high, [~value for value in pair])):
+                ends[each.number] = [min(both) for both in zip(ends[each.number], values, strict=True)]
+        low, high = self._minimum(torch.tensor([low, high]))
+        return (low != ~high).any(dim=1).nonzero().flatten().tolist()
+
+    def _minimum(self, numbers: torch.Tensor) -> torch.Tensor:
+        numbers = numbers.to(self.device)
+        dist.all_reduce(numbers, dist.ReduceOp.MIN, group=self.group)
+        return numbers.cpu()
+
+    def _raise_for(self, wrong: list[int], held: list[_Held], numbers: torch.Tensor) -> None:
+        """`wrong` is equal on all ranks, so either all of them gather what to say or none."""
+        if not wrong:
+            return
+        shown = wrong[:_SHOWN]
+        mine = [(each.number, each.holder, *pair) for each, pair in zip(held, numbers.tolist(), strict=True)
+                if each.number in shown]  # fmt: skip
+        every = [(number, holder, rank, *pair) for rank, theirs in enumerate(gather(mine, self.group))
+                 for number, holder, *pair in theirs]  # fmt: skip
+        lines = [self._explain(number, [each[1:] for each in every if each[0] == number]) for number in shown]
+        raise ReshardError(
+            f"reshard: {len(wrong)} of {len(self.items)} regions are not everywhere what training holds; stop, do not "
+            "sample with these weights\n  " + "\n  ".join(lines)
+        )
+
+    def _explain(self, number: int, every: list[tuple[str, int, int, int]]) -> str:
+        """One line: which holder differs from the first training rank, expected and found."""
+        region = self.items[number][0]
+        truth = next((each for each in every if each[0] == _TRAINING), None)
+        if truth is None:
+            return f"{region}: expected a training rank that holds it, found none"
+        _, rank, expected, nan = truth
+        others = [each for each in every if each[2:] != truth[2:]]
+        texts = [f"rank {at} ({holder}) {_text(value, bad)}" for holder, at, value, bad in others]
+        return f"{region}: expected {_text(expected, nan)} as on training rank {rank}, found {', '.join(texts)}"
+
+
+def _text(value: int, nan: int) -> str:
+    return f"checksum {value & (1 << 64) - 1:016x}" + (f" with {nan} NaN" if nan else "")
