@@ -14,9 +14,11 @@ import verl.trainer.ppo.ray_trainer as ray_trainer
 import verl.utils.megatron.optimizer as optimizer
 import verl.workers.megatron_workers as workers
 import verl.workers.sharding_manager.megatron_vllm as sharding
+from omegaconf import OmegaConf
 from verl import DataProto
 from verl.utils.tracking import Tracking
 
+from verl_patches.cluster.recipe import Recipe
 from verl_patches.memory import phase_clock
 from verl_patches.training import run
 
@@ -62,13 +64,19 @@ def metrics_have_the_delta():
 
 
 def sync_mode_reaches_the_manager():
-    worker = SimpleNamespace(config=SimpleNamespace(get=lambda key: SimpleNamespace(
-        weight_sync=SimpleNamespace(enabled=False))))
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    recipe = OmegaConf.structured(Recipe)
+    recipe.weight_sync.enabled = False
+    sizes = {f"{name}_model_parallel_size": 1 for name in ("tensor", "expert", "pipeline")}
+    megatron = {**sizes, "context_parallel_size": 1, "expert_tensor_parallel_size": 1,
+                "virtual_pipeline_model_parallel_size": None}
+    worker = SimpleNamespace(config=OmegaConf.create({
+        "recipe": recipe, "actor": {"megatron": megatron}, "rollout": {"tensor_model_parallel_size": 1}}))
     build = workers.ActorRolloutRefWorker._build_rollout
     manager = SimpleNamespace()
     build.__closure__[0].cell_contents = lambda *a, **k: (None, manager)
     build(worker)
-    return manager.weight_sync_enabled is False
+    return manager.weight_sync_enabled is False and manager.reshard_settings.rollout.world_size == 1
 
 
 def offload_times():
@@ -87,6 +95,20 @@ def switch_leaves_a_sync_out():
     manager = SimpleNamespace(weight_sync_enabled=False, weights_synced_once=True,
                               inference_engine=SimpleNamespace(wake_up=lambda tags: tags))
     return sharding.MegatronVLLMShardingManager.__enter__(manager) == ["weights"]
+
+
+def resharder_takes_the_place_of_verls_path():
+    seen, model = [], torch.nn.Linear(1, 1)
+    executor = SimpleNamespace(driver_worker=SimpleNamespace(worker=SimpleNamespace(
+        model_runner=SimpleNamespace(model=model))))
+    manager = SimpleNamespace(reshard_settings=object(), resharder=SimpleNamespace(sync=seen.append),
+                              inference_engine=SimpleNamespace(wake_up=lambda tags: seen.append(tags),
+                                                               llm_engine=SimpleNamespace(model_executor=executor)))
+    try:
+        sharding.MegatronVLLMShardingManager.__enter__(manager)
+    except AttributeError:  # verl's own path asks this manager for more
+        pass
+    return seen == [["weights"], model]
 
 
 def worker_takes_the_asked_dtype():
@@ -114,6 +136,8 @@ def main():
         "update.fit_as_run": works(fit_proves_first),
         "update.prove_patches": hasattr(actor, "prove_patches"),
         "update.take_phase_seconds": hasattr(actor, "take_phase_seconds"),
+        "update.take_sync_reports": hasattr(actor, "take_sync_reports"),
+        "reshard.direct": works(resharder_takes_the_place_of_verls_path),
         "update.log_with_run": works(log_reaches_the_run),
         "logprob.truth_check": works(metrics_have_the_delta),
         "update.sync_mode": works(sync_mode_reaches_the_manager),

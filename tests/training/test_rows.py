@@ -14,7 +14,7 @@ IDS = [
     "update.fit_as_run", "update.prove_patches", "update.take_phase_seconds", "update.log_with_run",
     "logprob.truth_check", "update.sync_mode", "platform.tensordict_cuda", "platform.pickle_torch_config",
     "memory.time_load_megatron_model_to_gpu", "memory.time_offload_megatron_model_to_cpu",
-    "update.sync_switch", "model.train_dtype", "model.optimizer_dtype",
+    "update.sync_switch", "update.take_sync_reports", "reshard.direct", "model.train_dtype", "model.optimizer_dtype",
     "memory.time_load_megatron_optimizer", "memory.time_offload_megatron_optimizer",
 ]
 

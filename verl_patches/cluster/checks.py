@@ -21,6 +21,7 @@ from verl_patches.errors import ConfigError
 from verl_patches.layout.inventory import ModelShape, read_model_shape
 from verl_patches.layout.of_config import rollout_layout_of, train_layout_of
 from verl_patches.layout.parallel import ParallelLayout
+from verl_patches.training.on_policy import faults
 
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor.megatron", "actor_rollout_ref.rollout"
 _SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size",
@@ -73,7 +74,7 @@ def check_config(config: DictConfig, configs_dir: Path) -> list[Check]:
         checks += _rollout_checks(config, rollout, model)
     if train and rollout:
         checks += _batch_checks(config, train, rollout)
-    return checks + _length_checks(config, configs_dir) + _line_checks(config)
+    return checks + _length_checks(config, configs_dir) + _line_checks(config) + _on_policy_checks(config, configs_dir)
 
 
 def _line_checks(config: DictConfig) -> list[Check]:
@@ -90,6 +91,13 @@ def _line_checks(config: DictConfig) -> list[Check]:
         for f in shell if f.state == "problem"
     ]
     return checks
+
+
+def _on_policy_checks(config: DictConfig, configs_dir: Path) -> list[Check]:
+    found = [Check("on policy", False, fault) for fault in faults(config, hf_config_of(config, configs_dir))]
+    if config.recipe.train.skip_old_log_prob and not found:
+        found.append(Check("on policy", True, "no pass for old log-probs: one mini batch and one epoch an update"))
+    return found
 
 
 def _same_model(config: DictConfig, model: ModelShape) -> list[Check]:
@@ -171,6 +179,7 @@ def _rollout_checks(config: DictConfig, rollout: ParallelLayout, model: ModelSha
             rollout.ep,
             model.n_routed_experts,
             "recipe.rollout.dp or rollout.tensor_model_parallel_size",
+            rest_on_last=True,
         ),
         _divides("rollout heads", model.num_attention_heads, rollout.tp, f"{_ROLLOUT}.tensor_model_parallel_size"),
         Check(
@@ -301,7 +310,10 @@ def _rule(name: str, run: Callable[[], object], fine: str) -> Check:
     return Check(name, True, fine)
 
 
-def _experts(name: str, ep: int, experts: int, key: str) -> Check:
+def _experts(name: str, ep: int, experts: int, key: str, rest_on_last: bool = False) -> Check:
+    if rest_on_last and ep <= experts and experts % ep:
+        last = experts - (ep - 1) * (experts // ep)
+        return Check(name, True, f"{experts // ep} of {experts} experts a rank, {last} on the last")
     fits = ep <= experts and experts % ep == 0
     return Check(
         name,

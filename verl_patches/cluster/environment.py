@@ -87,6 +87,10 @@ def _npu(config: DictConfig) -> list[Variable]:
         Variable(
             "HCCL_CONNECT_TIMEOUT", "1200", "ranks of many nodes start more than the default 120 s apart (s)"
         ),
+        Variable(
+            "HCCL_EXEC_TIMEOUT", str(60 * config.recipe.train.collective_timeout_minutes),
+            "recipe.train.collective_timeout_minutes: HCCL gives up by itself, whatever torch is told (s)",
+        ),
         Variable("TASK_QUEUE_ENABLE", "1", "2 is refused while a graph is captured"),
         Variable(
             "PYTORCH_NPU_ALLOC_CONF",

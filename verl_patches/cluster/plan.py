@@ -99,16 +99,17 @@ def _rollout_side(layout: ParallelLayout, model: Any, experts_fit: bool) -> dict
     groups = {name: layout.groups(name) for name in ROLLOUT_GROUPS}
     return {"layout": str(layout), "instances": layout.edp, "dp_per_instance": layout.dp // layout.edp,
             "groups": {name: found for name, found in groups.items() if len(found[0]) > 1},
-            "ranks": _ranks(layout, ("edp", "dp", "tp"), model.n_routed_experts if experts_fit else None)}
+            "ranks": _ranks(layout, ("edp", "dp", "tp"), model.n_routed_experts if experts_fit else None, True)}
 
 
-def _ranks(layout: ParallelLayout, axes: tuple[str, ...], experts: int | None) -> list[dict[str, Any]]:
+def _ranks(layout: ParallelLayout, axes: tuple[str, ...], experts: int | None,
+           rest_on_last: bool = False) -> list[dict[str, Any]]:  # fmt: skip
     found = []
     for rank in range(layout.world_size):
         place = layout.coordinates(rank)
         entry: dict[str, Any] = {"rank": rank, **{axis: getattr(place, axis) for axis in axes}}
         if experts is not None:
-            held = layout.local_experts(rank, experts)
+            held = layout.local_experts(rank, experts, rest_on_last)
             entry["experts"] = [held.start, held.stop - 1]
         found.append(entry)
     return found

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
-_ABSORBED = ("W_UV", "W_UK_T")  # vllm/attention/backends/mla/common.py, vllm_ascend/attention/mla_v1.py
+from verl_patches.reshard.post_load import absorb_in_place
 
 
 def drop_empty_image_arguments(original: Callable) -> Callable:
@@ -51,27 +50,14 @@ def absorb_mla_again(load_weights: Callable) -> Callable:
 
     vLLM derives W_UV and W_UK_T from kv_b_proj once, when it has built the engine
     (Attention.process_weights_after_loading). They follow later weights only where they are views of it; vllm-ascend
-    copies them (attention/mla_v1.py:669), and MindSpeed makes torch.Tensor.view copy. The new values go into the
-    tensors that are there: a captured graph reads those addresses. The first load has none yet and is left to vLLM.
+    copies them (attention/mla_v1.py:669), and MindSpeed makes torch.Tensor.view copy. The first load is left to vLLM.
     """
 
     @functools.wraps(load_weights)
     def load(self, *args, **kwargs):
         loaded = load_weights(self, *args, **kwargs)
         for layer in self.model.layers[self.model.start_layer : self.model.end_layer]:
-            _absorb_in_place(layer.self_attn.mla_attn)
+            absorb_in_place(layer.self_attn.mla_attn)
         return loaded
 
     return load
-
-
-def _absorb_in_place(attention: Any) -> None:
-    """Derive the projections of one layer again, into the tensors that hold them; nothing where there are none yet."""
-    holder = attention.impl
-    held = {name: getattr(holder, name) for name in _ABSORBED if hasattr(holder, name)}
-    if not held:
-        return
-    attention.process_weights_after_loading(held["W_UV"].dtype)
-    for name, tensor in held.items():
-        tensor.copy_(getattr(holder, name))  # onto itself, where it is a view of kv_b_proj
-        setattr(holder, name, tensor)
