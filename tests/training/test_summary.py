@@ -1,6 +1,6 @@
 import json
 
-from verl_patches.training.summary import Progress, Summary, phase_seconds, versions
+from verl_patches.training.summary import Progress, Summary, phase_seconds, sync_of_step, versions
 
 
 def test_reshard_is_taken_out_of_the_rollout_it_lies_in():
@@ -19,6 +19,18 @@ def test_summary_is_whole_after_every_step(tmp_path):
     summary.add_step({"step": 3, "logprob_delta": None})
     assert summary.data["logprob_delta"]["max"] == 6e-7
     assert list(tmp_path.iterdir()) == [tmp_path / "summary.json"]
+
+
+def test_syncs_of_a_step_are_added_up_and_the_busiest_rank_counts():
+    def report(received, extra, verified=False):
+        return {"sent_bytes": 10, "received_bytes": received, "local_bytes": 1, "collectives": 3,
+                "peak_extra_bytes": extra, "seconds": {"pack": 0.5, "total": 1.0}, "verified": verified}
+
+    found = sync_of_step([[report(100, 7, True), report(100, 5)], [report(300, 2), report(100, 2)]])
+    assert found["received_bytes"] == {"max": 400, "mean": 300} and found["collectives"] == 6
+    assert found["syncs"] == 2 and found["verified"] and found["peak_extra_bytes"] == 7
+    assert found["seconds"] == {"pack": 1.0, "total": 2.0}
+    assert sync_of_step([[], []]) is None  # verl's own path
 
 
 def test_versions_name_what_is_installed():

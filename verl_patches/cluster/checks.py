@@ -21,7 +21,6 @@ from verl_patches.errors import ConfigError
 from verl_patches.layout.inventory import ModelShape, read_model_shape
 from verl_patches.layout.of_config import rollout_layout_of, train_layout_of
 from verl_patches.layout.parallel import ParallelLayout
-from verl_patches.training.on_policy import faults
 
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor.megatron", "actor_rollout_ref.rollout"
 _SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size",
@@ -74,7 +73,7 @@ def check_config(config: DictConfig, configs_dir: Path) -> list[Check]:
         checks += _rollout_checks(config, rollout, model)
     if train and rollout:
         checks += _batch_checks(config, train, rollout)
-    return checks + _length_checks(config, configs_dir) + _line_checks(config) + _on_policy_checks(config, configs_dir)
+    return checks + _length_checks(config, configs_dir) + _line_checks(config)
 
 
 def _line_checks(config: DictConfig) -> list[Check]:
@@ -91,13 +90,6 @@ def _line_checks(config: DictConfig) -> list[Check]:
         for f in shell if f.state == "problem"
     ]
     return checks
-
-
-def _on_policy_checks(config: DictConfig, configs_dir: Path) -> list[Check]:
-    found = [Check("on policy", False, fault) for fault in faults(config, hf_config_of(config, configs_dir))]
-    if config.recipe.train.skip_old_log_prob and not found:
-        found.append(Check("on policy", True, "no pass for old log-probs: one mini batch and one epoch an update"))
-    return found
 
 
 def _same_model(config: DictConfig, model: ModelShape) -> list[Check]:

@@ -31,11 +31,15 @@ class Train:
 
     The rest is for line a3, where training/engine_table.py says what each becomes; line pypi refuses other values.
     swap_optimizer: optimizer states live on the host between updates, swapped in swap_optimizer_times pieces.
-    grouped_gemm: all local experts in one kernel. fused_rmsnorm, fused_swiglu, fused_rope, fused_permute: MindSpeed's
-    fused kernels. alltoall_overlap: expert exchange beside computation. grad_overlap, param_overlap: DDP's exchanges
-    beside computation; refused on both lines, as verl never waits for them. router_bias_update_rate: step of the
-    router's correction bias, 0 leaves it as the model has it. balanced_routing: every expert gets equally many tokens,
-    whatever the router says (speed runs only). adam_beta1, adam_beta2, adam_eps: of Adam.
+    grouped_gemm: all local experts in one kernel; false is refused. fused_rmsnorm, fused_swiglu, fused_rope,
+    fused_permute: MindSpeed's fused kernels. fused_linear_wgrad, fused_expert_wgrad: weight gradients of linear layers
+    and of experts are added to the fp32 gradients inside the product's kernel. unpadded_attention: attention takes
+    values of v_head_dim as they are, instead of query, key and value padded to 256 (at 671B). alltoall_overlap: expert
+    exchange beside computation. grad_overlap, param_overlap: DDP's exchanges beside computation; refused on both
+    lines, as verl never waits for them. collective_timeout_minutes: when a collective of training is given up.
+    router_bias_update_rate: step of the router's correction bias, 0 leaves it as the model has it. balanced_routing:
+    every expert gets equally many tokens, whatever the router says (speed runs only). adam_beta1, adam_beta2,
+    adam_eps: of Adam.
     """
 
     layers_per_stage: list[int] | None = None
@@ -47,9 +51,13 @@ class Train:
     fused_swiglu: bool = True
     fused_rope: bool = True
     fused_permute: bool = True
+    fused_linear_wgrad: bool = False
+    fused_expert_wgrad: bool = False
+    unpadded_attention: bool = False
     alltoall_overlap: bool = False
     grad_overlap: bool = False
     param_overlap: bool = False
+    collective_timeout_minutes: int = 30
     router_bias_update_rate: float = 0.0
     balanced_routing: bool = False
     adam_beta1: float = 0.9
@@ -79,6 +87,19 @@ class WeightSync:
     """Training weights to vLLM before each rollout. enabled=false keeps vLLM at the weights of the first sync."""
 
     enabled: bool = True
+
+
+@dataclass
+class Reshard:
+    """How weights are synced (rows reshard.*; without them verl's own path does it, and this says nothing).
+
+    bucket_bytes: most that a rank sends, and receives, in one exchange; four such buffers are there during a sync.
+    verify: off, first (the first sync of a run) or every. A verified sync poisons vLLM's weights with NaN first and
+    compares checksums of every region over all ranks that hold it afterwards: one more pass over the weights.
+    """
+
+    bucket_bytes: int = 512 << 20
+    verify: str = _choice("first", "off", "first", "every")
 
 
 @dataclass
@@ -126,6 +147,7 @@ class Recipe:
     train: Train = field(default_factory=Train)
     rollout: Rollout = field(default_factory=Rollout)
     weight_sync: WeightSync = field(default_factory=WeightSync)
+    reshard: Reshard = field(default_factory=Reshard)
     logprob_check: LogprobCheck = field(default_factory=LogprobCheck)
     timeouts: Timeouts = field(default_factory=Timeouts)
 
@@ -171,11 +193,17 @@ def _value_faults(given: Mapping[str, Any]) -> list[str]:
             "recipe.ray_port is for a Ray that the run starts itself, but recipe.ray_address joins one; "
             "remove one of them"
         )
+    bucket = given.get("recipe.reshard.bucket_bytes", 1)
+    if bucket < 1:
+        faults.append(f"recipe.reshard.bucket_bytes is {bucket}; expected a whole number of bytes, such as {512 << 20}")
     platform = given.get("recipe.platform")
     if given.get("recipe.rollout.balanced_routing") and platform != "npu":
         faults.append(
             f"recipe.rollout.balanced_routing is vllm-ascend's: it needs recipe.platform=npu, found {platform}"
         )
+    minutes = given.get("recipe.train.collective_timeout_minutes", 1)
+    if minutes < 1:
+        faults.append(f"recipe.train.collective_timeout_minutes is {minutes}; expected a whole number >= 1")
     line = given.get("recipe.line")
     if given.get("recipe.train.balanced_routing") and line != "a3":
         faults.append(f"recipe.train.balanced_routing is MindSpeed-LLM's: it needs recipe.line=a3, found {line}")

@@ -11,8 +11,8 @@ there during a sync only, unless `keep_buffers`. Collectives: one all_to_all_sin
 number before and after them, by which a problem of one rank stops all. A work handle's wait() puts the exchange before
 what this stream does next, on any device, so nothing else is synchronised.
 
-For NPU (torch_npu 2.5.1): HcclAlltoAllV takes uint8 on Atlas A3 (CANN 8.2.RC1's API reference), empty sends are counted
-as nothing (ProcessGroupHCCL.cpp, alltoall_base), and storages of base format can be resized (ResizeNpu.h).
+For an NPU, read and not run: HcclAlltoAllV takes uint8 on Atlas A3 (CANN 8.2.RC1's API reference), empty sends are
+counted as nothing (ProcessGroupHCCL.cpp, alltoall_base), and storages of base format can be resized (ResizeNpu.h).
 """
 
 from __future__ import annotations

@@ -21,10 +21,11 @@ from verl_patches.training.proofs import (
 )
 from verl_patches.training.recording import find_recording
 from verl_patches.training.rollout_tap import RolloutTap
-from verl_patches.training.summary import Progress, Summary, phase_seconds
+from verl_patches.training.summary import Progress, Summary, phase_seconds, sync_of_step
 
 log = logging.getLogger(__name__)
 COLUMNS = ("rollout", "reshard", "offload", "reward", "log_prob", "ref", "update", "step")
+SYNC_COLUMNS = ("sync MB", "sync calls", "extra MB")
 CALLS = {"generate_sequences": "reshard, rollout", "reward": "reward",
          "compute_log_prob": "log-prob", "compute_ref_log_prob": "ref log-prob",
          "update_actor": "update"}
@@ -86,7 +87,8 @@ class Run:
         if not self.not_compared and truth_check.MEAN in metrics:
             delta = {"mean": metrics[truth_check.MEAN], "max": metrics[truth_check.MAX]}
         found = {"step": step, "seconds": seconds, "reward": float(metrics["critic/score/mean"]),
-                 "grad_norm": _number(metrics.get("actor/grad_norm")), "logprob_delta": delta}
+                 "grad_norm": _number(metrics.get("actor/grad_norm")), "logprob_delta": delta,
+                 "sync": sync_of_step(self.trainer.actor_rollout_wg.take_sync_reports())}
         self.summary.add_step(found)
         if step == 1:
             self.progress.say(f"| {header()}")
@@ -151,12 +153,21 @@ def log_with_run(original: Callable) -> Callable:
 
 def header() -> str:
     """Column names of the step table."""
-    return f"{'step':>4} {'reward':>8} {'grad_norm':>10} {'|dlogp|':>9} " + " ".join(f"{c + ' s':>10}" for c in COLUMNS)
+    columns = [f"{c + ' s':>10}" for c in COLUMNS] + [f"{c:>10}" for c in SYNC_COLUMNS]
+    return f"{'step':>4} {'reward':>8} {'grad_norm':>10} {'|dlogp|':>9} " + " ".join(columns)
 
 
 def line(step: dict[str, Any]) -> str:
     """One row of the step table."""
     delta = f"{step['logprob_delta']['mean']:.2e}" if step["logprob_delta"] else "-"
     norm = "-" if step["grad_norm"] is None else f"{step['grad_norm']:.5f}"
-    return (f"{step['step']:>4} {step['reward']:>8.4f} {norm:>10} {delta:>9} "
-            + " ".join(f"{step['seconds'].get(c, 0.0):>10.3f}" for c in COLUMNS))
+    seconds = " ".join(f"{step['seconds'].get(c, 0.0):>10.3f}" for c in COLUMNS)
+    return f"{step['step']:>4} {step['reward']:>8.4f} {norm:>10} {delta:>9} {seconds} {_sync_columns(step['sync'])}"
+
+
+def _sync_columns(sync: dict[str, Any] | None) -> str:
+    """What the weight sync brought to the busiest rank, in how many collectives, with how much memory besides."""
+    if sync is None:
+        return " ".join(f"{'-':>10}" for _ in SYNC_COLUMNS)
+    received, extra = sync["received_bytes"]["max"] / 1e6, sync["peak_extra_bytes"] / 1e6
+    return f"{received:>10.3f} {sync['collectives']:>10} {extra:>10.3f}"

@@ -55,6 +55,27 @@ def phase_seconds(metrics: dict[str, float], worker: dict[str, float]) -> dict[s
     return {phase: round(seconds, 4) for phase, seconds in found.items()}
 
 
+def sync_of_step(workers: list[list[dict[str, Any]]]) -> dict[str, Any] | None:
+    """What the weight syncs of one step moved, from every worker's reports; None if verl's own path did them.
+
+    Bytes are those of a rank, the most and the mean over ranks, summed over the step's syncs (a validation syncs too);
+    collectives and seconds are summed as well, `peak_extra_bytes` is the highest of any rank.
+    """
+    syncs = max(map(len, workers), default=0)
+    if not syncs:
+        return None
+    found: dict[str, Any] = {"syncs": syncs, "verified": any(report["verified"] for mine in workers for report in mine)}
+    for name in ("sent_bytes", "received_bytes", "local_bytes"):
+        of_rank = [sum(report[name] for report in mine) for mine in workers]
+        found[name] = {"max": max(of_rank), "mean": round(sum(of_rank) / len(of_rank))}
+    found["collectives"] = max(sum(report["collectives"] for report in mine) for mine in workers)
+    found["peak_extra_bytes"] = max(report["peak_extra_bytes"] for mine in workers for report in mine)
+    phases = {phase for mine in workers for report in mine for phase in report["seconds"]}
+    found["seconds"] = {phase: round(max(sum(r["seconds"][phase] for r in mine) for mine in workers), 4)
+                        for phase in sorted(phases)}  # fmt: skip
+    return found
+
+
 class Progress:
     """outputs/<run>/progress.log, which the launcher shows while it grows: "| " a line to keep, "~ " what runs now."""
 
@@ -77,7 +98,7 @@ class Summary:
                                      "peak_pss_bytes": {}, "exit": "running"}
 
     def add_step(self, step: dict[str, Any]) -> None:
-        """Append one step {step, seconds, reward, grad_norm, logprob_delta} and update the run's own delta."""
+        """Append one step {step, seconds, reward, grad_norm, logprob_delta, sync} and update the run's own delta."""
         self.data["steps"].append(step)
         deltas = [s["logprob_delta"] for s in self.data["steps"] if s["logprob_delta"]]
         if deltas:

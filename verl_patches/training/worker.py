@@ -14,21 +14,32 @@ from typing import Any
 import torch
 from verl.single_controller.base.decorator import Dispatch, register
 
+from verl_patches.layout.of_config import rollout_layout_in, train_layout_in
 from verl_patches.memory import phase_clock
 from verl_patches.patching import engine
+from verl_patches.reshard.in_loop import Settings
 
 
 def rollout_with_sync_mode(original: Callable) -> Callable:
-    """Provider for _build_rollout: tell the sharding manager whether `recipe.weight_sync.enabled`."""
+    """Provider for _build_rollout: tell the sharding manager both layouts and what `recipe` says of the sync."""
 
     @functools.wraps(original)
     def build(self: Any, *args: Any, **kwargs: Any) -> Any:
         rollout, manager = original(self, *args, **kwargs)
         recipe = self.config.get("recipe")
         manager.weight_sync_enabled = recipe is None or recipe.weight_sync.enabled
+        manager.reshard_settings = None if recipe is None else _reshard_settings(self.config, recipe)
         return rollout, manager
 
     return build
+
+
+def _reshard_settings(section: Any, recipe: Any) -> Settings:
+    world = torch.distributed.get_world_size()
+    return Settings(
+        train_layout_in(section, recipe, world), rollout_layout_in(section, recipe, world), recipe.line,
+        recipe.reshard.bucket_bytes, recipe.reshard.verify,
+    )  # fmt: skip
 
 
 @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
@@ -51,3 +62,10 @@ def prove_patches(self: Any) -> dict[str, Any]:
 def take_phase_seconds(self: Any) -> dict[str, float]:
     """{phase: seconds} of this worker since the last call."""
     return phase_clock.take()
+
+
+@register(dispatch_mode=Dispatch.ONE_TO_ALL)
+def take_sync_reports(self: Any) -> list[dict[str, Any]]:
+    """What each weight sync of this worker did since the last call (reshard/in_loop.py); empty on verl's own path."""
+    resharder = getattr(getattr(self, "sharding_manager", None), "resharder", None)
+    return resharder.take_reports() if resharder else []
