@@ -1,10 +1,12 @@
 """What a weight sync costs, against its bounds and against the pinned verl path. Run by hand:
 
-    python tests/benchmarks/reshard.py [--only plan]
+    python tests/benchmarks/reshard.py [--only plan] [--only execute] [--only loop]
+
+plan: DeepSeek-V3 671B, each plan in a fresh process on one core. execute: reshard_execute.py, on gloo ranks. loop: the
+smoke with the resharder and with verl's own path in turns, 5 pairs (about ten minutes).
 
 Prints JSON: a list of figures, each with `value`, `bound` (what it must not exceed; null where it is only told) and
 `peer` (another way to do the same, with its source; null where there is none). Exits 1 where a bound is exceeded.
-Plans are made for DeepSeek-V3 671B in a fresh process on one core each: no accelerator and no second rank is needed.
 """
 
 from __future__ import annotations
@@ -13,8 +15,10 @@ import argparse
 import json
 import os
 import resource
+import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -81,8 +85,43 @@ def plan_alone(pair: str) -> None:
     print(json.dumps({**figures(plan), "planning_s": round(seconds, 2), "peak_rss_bytes": peak}))
 
 
-# figures of the execution are added here: a function that yields figures, measured on this machine
-PARTS: dict[str, Callable[[], Iterator[dict[str, Any]]]] = {"plan": plan_figures}
+def execute_figures() -> Iterator[dict[str, Any]]:
+    """What reshard_execute.py measures; its ratio as time over the time of load_weights, so that less is better."""
+    done = subprocess.run([sys.executable, str(Path(__file__).with_name("reshard_execute.py"))], cwd=ROOT,
+                          env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE, text=True, check=True)
+    decoder, rest = json.JSONDecoder(), done.stdout.strip()
+    while rest:
+        told, end = decoder.raw_decode(rest)
+        rest = rest[end:].strip()
+        if told["name"] == "reshard_pairs":
+            yield figure("random pairs not equal to gather-then-slice", told["bound"] - told["value"], "pairs", 0,
+                         {"tried": told["bound"]})
+        else:
+            yield figure("Python time a sync / load_weights", 1 / told["value"], "", 1 / told["bound"], told["peer"])
+
+
+def loop_figures(pairs: int = 5, steps: int = 4) -> Iterator[dict[str, Any]]:
+    """Seconds of the weight sync in the smoke, median over pairs of runs of each run's median after step 1."""
+    with tempfile.TemporaryDirectory() as folder:
+        ours, verls = zip(*((_sync_seconds(folder, f"ours{i}", steps),
+                             _sync_seconds(folder, f"verls{i}", steps, "recipe.patches=[-reshard.*]"))
+                            for i in range(pairs)), strict=True)
+    yield figure("loop: weight sync, median of pairs", round(statistics.median(ours), 4), "s",
+                 round(statistics.median(verls), 4), {"verl's own path, s": list(verls), "ours, s": list(ours)})
+
+
+def _sync_seconds(folder: str, run: str, steps: int, *overrides: str) -> float:
+    print(f"smoke {run}", file=sys.stderr)
+    subprocess.run([sys.executable, "-m", "verl_patches", "smoke", "--run", run, "--steps", str(steps), "--rollout-tp",
+                    "2", f"recipe.output_root={folder}", *overrides], cwd=ROOT, stdout=subprocess.DEVNULL, check=True)
+    summary = json.loads((Path(folder) / run / "summary.json").read_text())
+    return statistics.median(step["seconds"]["reshard"] for step in summary["steps"][1:])
+
+
+# functions that yield figures, measured on this machine
+PARTS: dict[str, Callable[[], Iterator[dict[str, Any]]]] = {
+    "plan": plan_figures, "execute": execute_figures, "loop": loop_figures,
+}
 
 
 def main() -> int:
