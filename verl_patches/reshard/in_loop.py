@@ -74,7 +74,8 @@ class WorkerReshard:
         post_load(model)
         if verifier:
             self._verify(verifier, model)
-        self.reports.append({**report.as_dict(), "verified": verify})
+        collectives = report.collectives + 1  # the flag of `_learn`
+        self.reports.append({**report.as_dict(), "collectives": collectives, "verified": verify})
         return report
 
     def _verify(self, verifier: Verifier, model: torch.nn.Module) -> None:
