@@ -20,9 +20,12 @@ from verl_patches.patching.switches import Switches
 from verl_patches.platform.cpu import rows_megatron, rows_npu, rows_torch, rows_vllm
 
 ROOT = Path(__file__).resolve().parent.parent
-# compiled originals; None where vLLM sees no GPU (vllm_experts); a decorator's *args, **kwargs (update.sync_switch)
-UNKNOWN_SIGNATURES = {"update.sync_switch", *(f"platform.{name}" for name in (
-    "torch_zeros", "torch_tensor", "torch_tensor_type", "torch_tensor_cuda", "torch_pin_memory", "vllm_experts"))}
+# compiled originals; None where vLLM sees no GPU (vllm_experts); a decorator's *args, **kwargs (update.*)
+UNKNOWN_SIGNATURES = {
+    "update.sync_switch", "reshard.direct", "rollout.keep_responses", "update.on_policy", "memory.ledger_update",
+    "memory.ledger_log_prob", *(f"platform.{name}" for name in (
+        "torch_zeros", "torch_tensor", "torch_tensor_type", "torch_tensor_cuda", "torch_pin_memory", "vllm_experts")),
+}  # fmt: skip
 PRELUDE = "import verl_patches.prelude_patch"
 
 
@@ -60,6 +63,15 @@ def test_an_unknown_row_in_the_switch_is_refused():
     assert done.returncode != 0 and "nearest: model.mla_k_pe_grad" in done.stderr
     with pytest.raises(ConfigError):
         Engine(ROWS, Switches("pypi", "cpu", ("-no.such",)))
+
+
+@pytest.mark.parametrize(("line", "resharder"), [("pypi", "reshard.direct"), ("a3", "reshard.direct_and_wake")])
+def test_the_resharder_without_the_row_that_gives_it_its_settings_is_refused(line, resharder):
+    """It would find no settings on the manager, and take verl's path without a word."""
+    with pytest.raises(ConfigError, match=f"row {resharder} needs update.sync_mode, which is off"):
+        Engine(ROWS, Switches(line, "cpu", ("-update.sync_mode",)))
+    off = Switches(line, "cpu", ("-update.sync_mode", "-reshard.*"))
+    assert resharder not in Engine(ROWS, off).wanted and resharder in Engine(ROWS, Switches(line, "cpu")).wanted
 
 
 def test_every_body_is_the_reviewed_one():

@@ -89,8 +89,9 @@ def test_one_token_of_a_copy_is_found(run, copies):
     lines[number] = changed
     file.write_text("\n".join(lines) + "\n")
     code, out, _ = run("check", "--line", "pypi", "--upstream", copies, "--base", INSTALLED, "--json")
-    (found,) = (r for r in json.loads(out)["rows"] if r["state"] == "problem")
+    found, other = (r for r in json.loads(out)["rows"] if r["state"] == "problem")
     assert code == 1 and found["name"] == "memory.time_load_megatron_optimizer"
+    assert other["name"] == "memory.load_optimizer"  # a row over it
     assert found["details"][0] == f"verl/utils/megatron_utils.py:{number + 1}: {changed.strip()}"
     assert f"+{changed}" in found["details"]
 

@@ -12,13 +12,15 @@ from verl_patches.platform.cpu import rows_megatron, rows_npu, rows_torch, rows_
 _WORKERS = "verl.workers.megatron_workers"
 _ACTOR = f"{_WORKERS}:ActorRolloutRefWorker"
 _TRAINER = "verl.trainer.ppo.ray_trainer"
+_MEGATRON_ACTOR = "verl.workers.actor.megatron_actor:MegatronPPOActor"
 _A3, _BOTH = frozenset({"a3"}), frozenset({"pypi", "a3"})
 _CONTROLLER, _WORKER = frozenset({"controller"}), frozenset({"worker"})
 _NEVER = "none: it is what this recipe adds to verl"
 _DIRECT = (
     "verl gives every rank every weight, tensor by tensor (verl/utils/megatron_utils.py, per_tensor_generator): at 256 "
-    "dies 73.9 GB arrive where 23.9 GB are needed, and vLLM searches 44,544 expert names one by one."
+    "dies 1.3 TB, where a rank lacks 24.95 GB; and vLLM searches 44,544 expert names one by one."
 )
+
 
 def _timed_offload(name: str) -> PatchSpec:
     return PatchSpec(
@@ -30,14 +32,31 @@ def _timed_offload(name: str) -> PatchSpec:
     )
 
 
-def _experts_too(id: str, name: str, *needs: str) -> PatchSpec:
+def _ledger(name: str, target: str, provider: str, why: str, **other: object) -> PatchSpec:
     return PatchSpec(
-        id=id, stage="memory", target=f"verl.utils.megatron_utils:{name}", kind="wrap",
-        provider="verl_patches.memory.expert_buffers:with_expert_buffers", bindings=(f"{_WORKERS}:{name}",),
-        processes=_WORKER, lines=_A3, needs=(f"memory.time_{name}", *needs),
-        why="verl 54c9b736 moves Megatron's `buffers` only (verl/utils/megatron_utils.py:250, :277): routed experts, "
-            "in `expert_parallel_buffers`, would stay on the die during rollout, parameters and gradients.",
-        exit="the pins move to verl 0.4.0 or later, which goes over both lists",
+        id=f"memory.{name}", stage="memory", target=target, kind="wrap", why=why, exit=_NEVER,
+        provider=f"verl_patches.memory.in_worker:{provider}", **{"processes": _WORKER, "lines": _BOTH, **other},
+    )
+
+
+def _moved(name: str, function: str, *needs: str) -> PatchSpec:
+    return PatchSpec(
+        id=f"memory.{name}", stage="memory", target=f"verl.utils.megatron_utils:{function}", kind="wrap",
+        provider=f"verl_patches.memory.offload:{name}", bindings=(f"{_WORKERS}:{function}",),
+        processes=_WORKER, lines=_BOTH, needs=(f"memory.time_{function}", *needs),
+        why="verl makes host memory anew at every offload and pins it by a second copy, brings the reference back to "
+            "the host though nothing wrote to it, and trims the pool at every move (verl/utils/megatron_utils.py); "
+            "at 54c9b736 it leaves routed experts, in `expert_parallel_buffers`, on the die.",
+        exit="verl moves into host memory that it keeps, and only what was written to",
+    )
+
+
+def _checkpoint(name: str) -> PatchSpec:
+    return PatchSpec(
+        id=f"memory.optimizer_at_{name}", stage="memory", target=f"{_ACTOR}.{name}_checkpoint", kind="wrap",
+        provider="verl_patches.memory.offload:with_optimizer_on_device", processes=_WORKER, lines=_BOTH,
+        why="verl's checkpoints reach for optimizer states wherever they are; ours have no memory while they are away.",
+        exit="our own checkpoints take this place",
     )
 
 
@@ -150,6 +169,47 @@ TRAINING: tuple[PatchSpec, ...] = (
         why="Bytes, collectives and memory of each weight sync are known in the workers only.", exit=_NEVER,
     ),
     PatchSpec(
+        id="update.take_log_prob_moments", stage="update", target=f"{_ACTOR}.take_log_prob_moments", kind="extend",
+        provider="verl_patches.training.worker:take_log_prob_moments", lines=_BOTH,
+        why="Where the update's log-probs are the old ones, how far vLLM's are from them is known in the workers only.",
+        exit=_NEVER,
+    ),
+    PatchSpec(
+        id="update.on_policy", stage="update", target=f"{_ACTOR}.update_actor", kind="wrap",
+        provider="verl_patches.training.old_log_prob:update_on_policy", processes=_WORKER, lines=_BOTH,
+        needs=("update.take_log_prob_moments", "update.loss_on_policy"),
+        why="verl computes old log-probs in a pass of its own (verl/trainer/ppo/ray_trainer.py) also where the update "
+            "finds the same ones, and never makes up for vLLM's differing from them.",
+        exit="the pins move to a verl with algorithm.rollout_correction that leaves the pass out on policy (verl 3996)",
+    ),
+    PatchSpec(
+        id="update.loss_on_policy", stage="update", target="verl.trainer.ppo.core_algos:compute_policy_loss",
+        kind="wrap", provider="verl_patches.training.old_log_prob:loss_on_policy", processes=_WORKER, lines=_BOTH,
+        bindings=("verl.workers.actor.megatron_actor:compute_policy_loss",
+                  "verl.workers.actor.dp_actor:compute_policy_loss"),
+        why="The only place where an update's own log-probs can take the place of old ones.",
+        exit="as update.on_policy",
+    ),
+    PatchSpec(
+        id="rollout.keep_responses", stage="rollout", kind="wrap", processes=_WORKER, lines=_BOTH,
+        target="verl.workers.sharding_manager.megatron_vllm:MegatronVLLMShardingManager.postprocess_data",
+        provider="verl_patches.training.kept_worker:keep_responses",
+        why="Here a step's responses are on the device, and this rank's own, for the last time: verl sends all of it "
+            "through the trainer, padded, and back for each stage (verl/single_controller/base/decorator.py).",
+        exit="verl's stages leave their tensors on the workers for the next",
+    ),
+    PatchSpec(
+        id="rollout.generate_kept", stage="rollout", target=f"{_ACTOR}.generate_kept", kind="extend",
+        provider="verl_patches.training.kept_worker:generate_kept", lines=_BOTH, needs=("rollout.keep_responses",),
+        why="verl has no call that generates and leaves the result on the workers.", exit="as rollout.keep_responses",
+    ),
+    PatchSpec(
+        id="update.run_kept", stage="update", target=f"{_ACTOR}.run_kept", kind="extend",
+        provider="verl_patches.training.kept_worker:run_kept", lines=_BOTH, needs=("rollout.generate_kept",),
+        why="verl has no calls of its stages that take their tensors from the workers.",
+        exit="as rollout.keep_responses",
+    ),
+    PatchSpec(
         id="update.log_with_run", stage="update", target="verl.utils.tracking:Tracking.log", kind="wrap",
         provider="verl_patches.training.run:log_with_run", processes=_CONTROLLER, lines=_BOTH,
         why="One place sees every step's metrics: phase table, summary.json and the log-prob check.", exit=_NEVER,
@@ -181,14 +241,15 @@ TRAINING: tuple[PatchSpec, ...] = (
         exit="the pins move to verl 0.4.0 or later, where update.sync_switch serves",
     ),
     PatchSpec(
-        id="reshard.direct", stage="reshard", kind="wrap", processes=_WORKER, needs=("update.sync_switch",),
+        id="reshard.direct", stage="reshard", kind="wrap", processes=_WORKER,
+        needs=("update.sync_switch", "update.sync_mode"),
         target="verl.workers.sharding_manager.megatron_vllm:MegatronVLLMShardingManager.__enter__",
         provider="verl_patches.reshard.in_loop:direct",
         why=_DIRECT, exit="verl sends each rank the weights that it lacks, and those only",
     ),
     PatchSpec(
         id="reshard.direct_and_wake", stage="reshard", kind="wrap", processes=_WORKER, lines=_A3,
-        needs=("update.sync_switch_and_wake",),
+        needs=("update.sync_switch_and_wake", "update.sync_mode"),
         target="verl.workers.sharding_manager.megatron_vllm:MegatronVLLMShardingManager.__enter__",
         provider="verl_patches.reshard.in_loop:direct_with_cache",
         why=_DIRECT + " At 54c9b736 this method wakes vLLM's KV cache too (megatron_vllm.py:334).",
@@ -204,8 +265,48 @@ TRAINING: tuple[PatchSpec, ...] = (
     ),
     *map(_timed_offload, ("load_megatron_model_to_gpu", "offload_megatron_model_to_cpu",
                           "load_megatron_optimizer", "offload_megatron_optimizer")),
-    _experts_too("memory.load_experts", "load_megatron_model_to_gpu"),
-    _experts_too("memory.offload_experts", "offload_megatron_model_to_cpu", "memory.load_experts"),
+    _ledger("ledger", f"{_ACTOR}.init_model", "keep_ledger",
+            "verl never looks at who is on the device; the ledger watches what the worker has built."),
+    PatchSpec(
+        id="memory.trim_before_wake", stage="memory", target="vllm.entrypoints.llm:LLM.wake_up", kind="wrap",
+        provider="verl_patches.memory.offload:trim_before_wake", processes=_WORKER, lines=_BOTH,
+        why="vLLM's sleep mode maps device memory past torch's allocator, whose pool must be empty then; with rows "
+            "memory.offload_* moves leave it filled for each other.",
+        exit="rollout weights and KV cache come from torch's allocator",
+    ),
+    _ledger("ledger_wake", "vllm.entrypoints.llm:LLM.wake_up", "wake", "The phases reshard and wake_kv begin here.",
+            needs=("memory.trim_before_wake",)),
+    _ledger("ledger_rollout", "vllm.entrypoints.llm:LLM.generate", "generate", "The phase rollout begins here."),
+    _ledger("ledger_sleep", "vllm.entrypoints.llm:LLM.sleep", "sleep", "The phase sleep begins here."),
+    _ledger("ledger_log_prob", f"{_MEGATRON_ACTOR}.compute_log_prob", "log_prob",
+            "The phases old_log_prob and ref begin here."),
+    _ledger("ledger_update", f"{_MEGATRON_ACTOR}.update_policy", "update", "The phase update begins here.",
+            lines=frozenset({"pypi"})),
+    _ledger("ledger_update_a3", f"{_MEGATRON_ACTOR}.update_policy", "update",
+            "As memory.ledger_update, over the learning-rate schedule of this line.", lines=_A3,
+            needs=("update.lr_schedule",)),
+    PatchSpec(
+        id="memory.take_memory", stage="memory", target=f"{_ACTOR}.take_memory", kind="extend",
+        provider="verl_patches.memory.in_worker:take_memory", lines=_BOTH,
+        why="What the ledgers saw is known in the workers only.", exit=_NEVER,
+    ),
+    _moved("load_model", "load_megatron_model_to_gpu"),
+    _moved("offload_model", "offload_megatron_model_to_cpu", "memory.load_model"),
+    _moved("load_optimizer", "load_megatron_optimizer"),
+    _moved("offload_optimizer", "offload_megatron_optimizer", "memory.load_optimizer"),
+    _checkpoint("save"), _checkpoint("load"),
+    PatchSpec(
+        id="memory.swap_optimizer", stage="memory", target=f"{_ACTOR}._build_model_optimizer", kind="wrap",
+        provider="verl_patches.memory.swap_optimizer:build_swapped", processes=_WORKER, needs=("model.train_dtype",),
+        why="Megatron 0.12.2 steps all states at once, on the device or on the host (optimizer_cpu_offload); "
+            "recipe.train.swap_optimizer streams them through the device in pieces, as MindSpeed does on line a3.",
+        exit=_NEVER,
+    ),
+    PatchSpec(
+        id="memory.take_offload", stage="memory", target=f"{_ACTOR}.take_offload", kind="extend",
+        provider="verl_patches.training.worker:take_offload", lines=_BOTH,
+        why="What was moved, and what it took, is known in the workers only.", exit=_NEVER,
+    ),
 )
 
 FUNCTIONAL: tuple[PatchSpec, ...] = (*ROLLOUT, *MODEL, *a3_rows.ROWS, *TRAINING)

@@ -24,11 +24,13 @@ from typing import Any
 
 from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions
 
-from verl_patches.comm.batch_plan import held_after_rollout, mini_batches, plan_batch
+from verl_patches.comm.batch_plan import held_after_rollout, mini_batches, plan_batch, train_replicas
 from verl_patches.comm.micro_batches import Replicas, arrival, balanced, packed, steps_cost
+from verl_patches.layout.parallel import parse_layout
 
 lognormal_lengths = runpy.run_path(str(Path(__file__).resolve().parents[1] / "comm/lengths.py"))["lognormal_lengths"]
 SAMPLES, WORLD, BUDGET = 512 * 16, 256, 8192
+TRAIN = "tp4 pp8 ep32 etp1 @256 layers=7,7,8,8,8,8,8,7"
 CVS, REPLICAS, SEEDS = (0.4, 0.55, 0.7), (8, 64), (1, 2, 3)
 Share = Sequence[Sequence[int]]
 
@@ -92,7 +94,7 @@ def planning() -> dict[str, float]:
     """Seconds of one process, beside verl's balance_batch on the driver."""
     lengths = lognormal_lengths(SAMPLES, 0.7, seed=1)
     start = time.process_time()
-    plan = plan_batch(held_after_rollout(SAMPLES, range(WORLD)), [rank // 4 % 8 for rank in range(WORLD)], lengths,
+    plan = plan_batch(held_after_rollout(SAMPLES, range(WORLD)), train_replicas(parse_layout(TRAIN)), lengths,
                       mini_batch_size=SAMPLES, micro_batch_size=1)  # fmt: skip
     plan.sends(0), plan.receives(0)
     ours = time.process_time() - start

@@ -58,6 +58,19 @@ FAULTS = [
 ]
 
 
+@pytest.mark.parametrize(("overrides", "found"), [
+    ((), {}),
+    (("recipe.reshard.bucket_bytes=1000",), {
+        "weight sync": "bucket_bytes must be a whole number of at least 14336, one row of model.*, found 1000"}),
+    (("recipe.reshard.bucket_bytes=1000", "recipe.patches=[-reshard.*]"), {}),
+    (("recipe.reshard.bucket_bytes=1000", "recipe.patches=[-reshard.direct_and_wake]"), {}),
+])
+def test_buckets_of_the_weight_sync_are_checked_before_anything_starts(overrides, found):
+    faults = failed(LARGE, *overrides)
+    assert faults.keys() == found.keys()
+    assert all(re.search(message, faults[check]) for check, message in found.items()), faults
+
+
 @pytest.mark.parametrize(("name", "faults"), FAULTS)
 def test_what_cannot_run_is_named_with_expected_and_found(name, faults):
     found = failed(name, *faults)

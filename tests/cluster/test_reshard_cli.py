@@ -52,6 +52,28 @@ def test_figures_for_people(call, tmp_path):
     assert (tmp_path / "other.png").read_bytes() != first
 
 
+def test_the_picture_goes_into_a_folder_that_is_not_there_yet(call, tmp_path):
+    png = tmp_path / "new" / "deep" / "plan.png"
+    assert answer(call, "--png", str(png))["png"] == str(png)
+    assert png.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_picture_that_cannot_be_written_is_wrong_use(run_python, tmp_path):
+    """Asked of the command itself, as exit codes are its own."""
+    (tmp_path / "file").write_text("")
+    png = str(tmp_path / "file" / "plan.png")
+    arguments = ["reshard-plan", *TINY, *LAYOUTS, "--png", png]
+    done = run_python("from verl_patches.__main__ import main; main()", *arguments)
+    assert done.rc == 2
+    assert f"--png {png} cannot be written" in done.err and "give another file" in done.err
+    assert "Traceback" not in done.err
+
+
+def test_pipelines_in_vllms_order_are_served(call):
+    done = call("--train", "tp2 @4", "--rollout", "tp1 pp2 ep1 @4 order=tp-cp-ep-pp-dp", "--json")
+    assert done.exit_code == 0 and json.loads(done.stdout)["proven"]
+
+
 def test_the_path_of_one_parameter(call):
     """Expert 5 is on the second of four EP ranks: rank 5 of stage 1 holds it, ranks 1 and 5 need it in rollout."""
     told = answer(call, "--param", GATE, "--rank", "1")
@@ -70,9 +92,11 @@ def test_the_path_of_one_parameter(call):
 @pytest.mark.parametrize(("arguments", "message"), [
     (("--param", GATE), "--param and --rank go together"),
     (("--param", "model.nothing", "--rank", "1"), "no tensor 'model.nothing'"),
-    (("--param", GATE, "--rank", "8"), "rank must be in 0..7, found 8"),
+    (("--param", GATE, "--rank", "8"), "--rank 8: expected 0 to 7"),
     (("--bucket-bytes", "10"), "bucket_bytes must be"),
     (("--rollout", "tp2 @4"), "training has 8 ranks"),
+    (("--rollout", "tp1 pp2 ep1 @8"), "numbers its ranks as Megatron does; expected vLLM's order=tp-cp-ep-pp-dp"),
+    (("--png", "plan.png", "--param", GATE, "--rank", "1"), "give one of them"),
 ])
 def test_refusals(call, arguments, message):
     done = call(*LAYOUTS, *arguments)

@@ -28,8 +28,6 @@ OTHER = {  # another value than a neutral one, for every key of the pin file
     "algorithm.use_pf_ppo": "true",
     "ray_init.timeline_json_file": "t.json",
     "recipe.train.layers_per_stage": "[1]",
-    "recipe.train.swap_optimizer": "true",
-    "recipe.train.swap_optimizer_times": "4",
     **{f"recipe.train.{name}": "false"
        for name in ("grouped_gemm", "fused_rmsnorm", "fused_swiglu", "fused_rope", "fused_permute")},
     **{f"recipe.train.{name}": "true"
@@ -60,11 +58,11 @@ def test_a_neutral_config_is_not_refused():
 
 def test_planned_keys_pass_the_checks_and_stop_a_start():
     config = compose(LARGE, ["recipe.line=pypi"])
-    (first, layers), (second, swap) = refused_keys(config)
-    assert (layers, swap) == ([7, 7, 8, 8, 8, 8, 8, 7], True) and first.planned and second.planned
+    ((entry, layers),) = refused_keys(config)
+    assert layers == [7, 7, 8, 8, 8, 8, 8, 7] and entry.planned
     shown = [c for c in check_config(config, CONFIGS_DIR) if c.name == "line pypi"]
-    assert [c.ok for c in shown] == [True, True] and all("a start is refused" in c.detail for c in shown)
-    with pytest.raises(ConfigError, match="cannot act on recipe.train.layers_per_stage, recipe.train.swap_optimizer"):
+    assert [c.ok for c in shown] == [True] and all("a start is refused" in c.detail for c in shown)
+    with pytest.raises(ConfigError, match="cannot act on recipe.train.layers_per_stage"):
         cli.refuse_without_effect(config)
     there = compose(LARGE)
     assert there.recipe.line == "a3" and refused_keys(there) == []
@@ -72,10 +70,14 @@ def test_planned_keys_pass_the_checks_and_stop_a_start():
 
 
 def test_every_key_of_recipe_train_is_refused_or_read_on_line_pypi():
-    """layers_per_stage and swap_optimizer too; expert_split is a layout's, balanced_routing is refused by its value."""
+    """layers_per_stage too; expert_split is a layout's, balanced_routing is refused by its value.
+
+    skip_old_log_prob and the swapped optimizer are for both lines.
+    """
     refused = {entry.key for entry in load_pins().unsupported_on("pypi")}
     keys = {key for key, _ in recipe_keys() if key.startswith("recipe.train.")}
-    assert keys - refused == {"recipe.train.expert_split", "recipe.train.balanced_routing"}
+    read = {"expert_split", "balanced_routing", "skip_old_log_prob", "swap_optimizer", "swap_optimizer_times"}
+    assert keys - refused == {f"recipe.train.{name}" for name in read}
 
 
 def test_a_refusal_is_one_sentence_with_why_and_what_instead():

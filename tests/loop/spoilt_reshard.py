@@ -1,22 +1,23 @@
-"""Worker set-up hooks that spoil the resharder: the controls of its own proof.
+"""Worker set-up hooks that change what the resharder learns: the controls of its own proof, and of its way around.
 
 Used as recipe.worker_process_setup_hook=spoilt_reshard.NAME; they change no symbol that our catalogue replaces.
 """
 
 from verl_patches.patching.hooks import after_import
 
+O_PROJ = "model.layers.3.self_attn.o_proj.weight"
 EXPERT = "model.layers.2.mlp.experts.{}.down_proj.weight"
 
 
 def _on_learnt(change):
-    """`change(tensors)`: edit what is learnt of vLLM's memory, {HF name: places}, right after it was learnt."""
+    """`change(found)`: edit what is learnt of vLLM's memory (destination.Destinations) right after it was learnt."""
 
     def on_import(module):
         learn = module.learn_destinations
 
         def learn_spoilt(*args, **kwargs):
             found = learn(*args, **kwargs)
-            change(found.tensors)
+            change(found)
             return found
 
         module.learn_destinations = learn_spoilt
@@ -27,7 +28,8 @@ def _on_learnt(change):
 def swap_experts():
     """Two experts land in each other's place."""
 
-    def change(tensors):
+    def change(found):
+        tensors = found.tensors
         one, other = EXPERT.format(0), EXPERT.format(1)
         if one in tensors and other in tensors:
             places = tensors[one][0].tensor, tensors[other][0].tensor
@@ -39,14 +41,27 @@ def swap_experts():
 
 def forget_an_expert():
     """One expert's place is not known."""
-    _on_learnt(lambda tensors: tensors.pop(EXPERT.format(0), None))
+    _on_learnt(lambda found: found.tensors.pop(EXPERT.format(0), None))
 
 
 def write_half():
     """What arrives of the last layer's o_proj is not written: its place is a copy."""
 
-    def change(tensors):
-        for place in tensors["model.layers.3.self_attn.o_proj.weight"]:
+    def change(found):
+        for place in found.tensors[O_PROJ]:
             object.__setattr__(place, "tensor", place.tensor.clone())
+
+    _on_learnt(change)
+
+
+def unmap_o_proj():
+    """Rank 1 cannot follow the last layer's o_proj: as destination.py has it, so that load_weights must load it."""
+    def change(found):
+        from verl_patches.reshard.trace import Opaque  # not before: torch
+
+        if found.rank == 1:
+            found.unmapped[O_PROJ] = "spoilt"
+            unmapped = [Opaque(O_PROJ, "spoilt", place.tensor) for place in found.tensors.pop(O_PROJ)]
+            object.__setattr__(found, "opaque", (*found.opaque, *unmapped))
 
     _on_learnt(change)

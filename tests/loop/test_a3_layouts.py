@@ -35,14 +35,14 @@ def test_rollout_layouts_fp32(a3, rollout):
 
 
 def test_weights_stay_right_with_offload_on(a3):
-    """Rows memory.offload_experts and memory.load_experts: nothing of the actor is on the device during rollout."""
+    """Rows memory.offload_model and memory.load_model: nothing of the actor is on the device during rollout."""
     run = a3("--steps", "2", *OFFLOAD, f"{MEGATRON}.optimizer_offload=true")
     assert_weights_arrive(run, 1e-5)
     assert all(s["seconds"]["offload"] > 0 for s in run.steps)
 
 
 def test_without_the_rows_experts_stay_on_the_device(a3):
-    run = a3("--steps", "1", *OFFLOAD, "recipe.patches=[-memory.offload_experts,-memory.load_experts]", ok=False)
+    run = a3("--steps", "1", *OFFLOAD, "recipe.patches=[-memory.offload_model,-memory.load_model]", ok=False)
     said = run.summary["exit"]
     assert run.code == 1 and "LeftOnDeviceError" in said
     left = said.partition("left on the device:")[2]

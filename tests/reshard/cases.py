@@ -94,6 +94,18 @@ def full_tensor(name: str, shape: tuple[int, ...], dtype: str, seed: int) -> tor
     return torch.randn(shape, generator=generator).to(getattr(torch, dtype))
 
 
+def grow(module: torch.nn.Module, parameters: Mapping[str, torch.Tensor]) -> None:
+    """Give `module` these parameters, by name, and the modules that the names need."""
+    for name, tensor in parameters.items():
+        *path, key = name.split(".")
+        holder = module
+        for part in path:
+            if part not in holder._modules:
+                holder.add_module(part, torch.nn.Module())
+            holder = holder._modules[part]
+        holder.register_parameter(key, torch.nn.Parameter(tensor, requires_grad=False))
+
+
 def cut(shard: Shard, whole: torch.Tensor) -> torch.Tensor:
     """The shard's values, without padding."""
     region = region_of(shard)

@@ -141,7 +141,7 @@ def while_running(case: Case, spoil: str) -> list[str]:
     executor = build_executor(plan, rank, sources, destinations, load_whole=load_whole)
     storage = next(iter(destinations.values()))[0].tensor.untyped_storage()
     size = storage.nbytes()
-    if broken[0] and spoil == "asleep":
+    if broken[0] and spoil == "offloaded":
         storage.resize_(0)
     first = message(executor.run)
     broken[0] = False
@@ -233,14 +233,14 @@ def with_a_bit_flipped(case: Case) -> list[str]:
     return differences(case, rank, gathered(case, sources), live)
 
 
-def peak_while_running(case: Case, keep: bool) -> tuple[int, int, int]:
+def peak_while_running(case: Case) -> tuple[int, int, int]:
     """(peak bytes that torch's allocator saw during a sync, the report's, buffers left afterwards)."""
     from torch.profiler import ProfilerActivity, profile
 
     rank = dist.get_rank()
     destinations, _ = rollout_memory(case, rank)
     sources = {name: Trained(*source[:2]) for name, source in train_memory(case, rank).items()}
-    executor = build_executor(case.plan(), rank, sources, destinations, keep_buffers=keep)
+    executor = build_executor(case.plan(), rank, sources, destinations)
     executor.run()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         report = executor.run()

@@ -15,7 +15,7 @@ from verl_patches.layout.parallel import parse_layout, rollout_layout
 
 # not derandomized: every run sees other pairs; a failing case is printed whole, so shrinking it is not worth the time
 RANDOM = settings(max_examples=15, deadline=None, database=None, phases=[Phase.generate], print_blob=True,
-                  suppress_health_check=list(HealthCheck))  # fmt: skip
+                  derandomize=False, suppress_health_check=list(HealthCheck))  # fmt: skip
 PLAIN = Case(TINY, parse_layout("tp2 pp2 ep2 etp1 @4 layers=1,2"), rollout_layout(1, dp=2, tp=2), bucket_bytes=1 << 11)
 FIRST = "model.embed_tokens.weight"
 
@@ -106,7 +106,7 @@ def test_memory_that_does_not_fit_is_refused_on_every_rank_by_name(pool4, spoil,
 @pytest.mark.parametrize(
     ("spoil", "said"),
     [("computed", "rank 1: ValueError: no such scale"), ("load", f"rank 1: KeyError: '{FIRST}'"),
-     ("asleep", f"rank 1: RuntimeError: memory of {FIRST} and 0 more is not there")],
+     ("offloaded", f"rank 1: RuntimeError: memory of {FIRST} and 0 more is not there")],
 )  # fmt: skip
 def test_an_error_of_one_rank_stops_all_and_the_next_sync_is_well(pool4, spoil, said):
     case = replace(PLAIN, whole=(FIRST,) if spoil == "load" else ())
@@ -118,12 +118,10 @@ def test_an_error_of_one_rank_stops_all_and_the_next_sync_is_well(pool4, spoil, 
 def test_peak_is_what_the_allocator_sees_and_within_four_buckets(pool4):
     case = replace(PLAIN, model=replace(TINY, hidden_size=256, vocab_size=2048), bucket_bytes=1 << 17)
     case = replace(case, rollout_dtype="float32")
-    for seen, said, left in pool4.run(spoilt.peak_while_running, case, False):
-        assert said <= 4 * case.bucket_bytes
+    for seen, said, left in pool4.run(spoilt.peak_while_running, case):
+        assert 4096 < said <= 4 * case.bucket_bytes
         assert said <= seen <= said + 4096  # flags, and what torch keeps beside them
         assert left == 0
-    for seen, said, left in pool4.run(spoilt.peak_while_running, case, True):
-        assert seen <= 4096 < said == left
     assert case.plan().bucket_count > 4
 
 

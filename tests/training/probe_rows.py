@@ -19,7 +19,7 @@ from verl import DataProto
 from verl.utils.tracking import Tracking
 
 from verl_patches.cluster.recipe import Recipe
-from verl_patches.memory import phase_clock
+from verl_patches.memory import moves, phase_clock, swap_optimizer
 from verl_patches.training import run
 
 
@@ -64,7 +64,6 @@ def metrics_have_the_delta():
 
 
 def sync_mode_reaches_the_manager():
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     recipe = OmegaConf.structured(Recipe)
     recipe.weight_sync.enabled = False
     sizes = {f"{name}_model_parallel_size": 1 for name in ("tensor", "expert", "pipeline")}
@@ -91,6 +90,54 @@ def offload_times():
         yield f"memory.time_{name}", "offload" in phase_clock.take()
 
 
+def moves_are_counted():
+    model = torch.nn.Linear(2, 2)
+    adam = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2)).sum().backward()
+    adam.step()
+    adam.zero_grad()
+    megatron = SimpleNamespace(optimizer=adam)
+    moves.take()
+    for name, function, what in (("offload_model", "offload_megatron_model_to_cpu", [model]),
+                                 ("load_model", "load_megatron_model_to_gpu", [model]),
+                                 ("offload_optimizer", "offload_megatron_optimizer", megatron),
+                                 ("load_optimizer", "load_megatron_optimizer", megatron)):
+        getattr(workers, function)(what)
+        yield f"memory.{name}", bool(moves.take())
+
+
+def worker_swaps_the_optimizer():
+    asked = []
+    recipe = SimpleNamespace(dtype="fp32", train=SimpleNamespace(swap_optimizer=True, swap_optimizer_times=3))
+    swap_optimizer.swap_optimizer, original = (lambda *of: asked.append(of)), swap_optimizer.swap_optimizer
+    worker = SimpleNamespace(config={"recipe": recipe}, dtype=None)
+    build = workers.ActorRolloutRefWorker._build_model_optimizer
+    while hasattr(build, "__wrapped__"):  # verl's own needs a model
+        inner, build = build, build.__wrapped__
+    cell = next(c for c in inner.__closure__ if c.cell_contents is build)
+    cell.cell_contents = lambda self: ("chunks", "optimizer", "hf", "config")
+    workers.ActorRolloutRefWorker._build_model_optimizer(worker)
+    cell.cell_contents, swap_optimizer.swap_optimizer = build, original
+    return asked == [("optimizer", 3)]
+
+
+def checkpoint_asks_for_the_optimizer(name):
+    seen = []
+
+    class Worker:
+        _is_offload_param = _is_actor = True
+
+        def __getattr__(self, name):
+            seen.append(name)
+            raise AttributeError(name)
+
+    try:
+        getattr(workers.ActorRolloutRefWorker, f"{name}_checkpoint")(Worker(), "folder")
+    except AttributeError:
+        pass
+    return seen == ["actor_optimizer"]
+
+
 def switch_leaves_a_sync_out():
     manager = SimpleNamespace(weight_sync_enabled=False, weights_synced_once=True,
                               inference_engine=SimpleNamespace(wake_up=lambda tags: tags))
@@ -101,13 +148,11 @@ def resharder_takes_the_place_of_verls_path():
     seen, model = [], torch.nn.Linear(1, 1)
     executor = SimpleNamespace(driver_worker=SimpleNamespace(worker=SimpleNamespace(
         model_runner=SimpleNamespace(model=model))))
-    manager = SimpleNamespace(reshard_settings=object(), resharder=SimpleNamespace(sync=seen.append),
+    resharder = SimpleNamespace(sync=lambda model: seen.append(model) or SimpleNamespace(peak_extra_bytes=0))
+    manager = SimpleNamespace(reshard_settings=object(), resharder=resharder, actor_module=[torch.nn.Linear(1, 1)],
                               inference_engine=SimpleNamespace(wake_up=lambda tags: seen.append(tags),
                                                                llm_engine=SimpleNamespace(model_executor=executor)))
-    try:
-        sharding.MegatronVLLMShardingManager.__enter__(manager)
-    except AttributeError:  # verl's own path asks this manager for more
-        pass
+    sharding.MegatronVLLMShardingManager.__enter__(manager)  # verl's own path asks this manager for more, and raises
     return seen == [["weights"], model]
 
 
@@ -131,6 +176,7 @@ def optimizer_takes_the_models_dtype():
 
 
 def main():
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     actor = workers.ActorRolloutRefWorker
     found = {
         "update.fit_as_run": works(fit_proves_first),
@@ -147,6 +193,11 @@ def main():
         "model.train_dtype": works(worker_takes_the_asked_dtype),
         "model.optimizer_dtype": works(optimizer_takes_the_models_dtype),
         **dict(offload_times()),
+        "memory.take_offload": hasattr(actor, "take_offload"),
+        "memory.swap_optimizer": works(worker_swaps_the_optimizer),
+        **dict(moves_are_counted()),
+        **{f"memory.optimizer_at_{name}": works(lambda name=name: checkpoint_asks_for_the_optimizer(name))
+           for name in ("save", "load")},
     }
     print(json.dumps(found))
 

@@ -16,6 +16,8 @@ IDS = [
     "memory.time_load_megatron_model_to_gpu", "memory.time_offload_megatron_model_to_cpu",
     "update.sync_switch", "update.take_sync_reports", "reshard.direct", "model.train_dtype", "model.optimizer_dtype",
     "memory.time_load_megatron_optimizer", "memory.time_offload_megatron_optimizer",
+    "memory.load_model", "memory.offload_model", "memory.load_optimizer", "memory.offload_optimizer",
+    "memory.optimizer_at_save", "memory.optimizer_at_load", "memory.swap_optimizer", "memory.take_offload",
 ]
 
 

@@ -11,8 +11,9 @@ from verl_patches.training.run import header, line
 
 def test_a_row_of_the_table_is_as_wide_as_its_header():
     step = {"step": 3, "reward": 0.5, "grad_norm": 1.0, "logprob_delta": {"mean": 5e-7, "max": 1e-6}, "seconds": {},
-            "sync": {"received_bytes": {"max": 25_400_000_000}, "collectives": 65, "peak_extra_bytes": 2_147_483_648}}
-    assert len(line(step)) == len(header()) == len(line({**step, "sync": None}))
+            "sync": {"received_bytes": {"max": 25_400_000_000}, "collectives": 65, "peak_extra_bytes": 2_147_483_648},
+            "memory": {"peak_bytes": 54_990_000_000}}
+    assert len(line(step)) == len(header()) == len(line({**step, "sync": None, "memory": None}))
     assert " - " in line({**step, "logprob_delta": None}) and " - " in line({**step, "grad_norm": None})
 
 
@@ -30,7 +31,8 @@ def prove(monkeypatch, tmp_path):
                    for rank, state in enumerate(states)]
         monkeypatch.setattr(run, "workers_proofs", lambda group: workers)
         said, made = [], run.Run.__new__(run.Run)
-        made.trainer = SimpleNamespace(actor_rollout_wg=SimpleNamespace(take_phase_seconds=lambda: None))
+        made.trainer = SimpleNamespace(actor_rollout_wg=SimpleNamespace(
+            take_phase_seconds=lambda: None, take_offload=lambda: None))
         made.summary, made.not_compared = SimpleNamespace(data={}, write=lambda: None), ""
         made.progress = SimpleNamespace(say=said.append)
         made.prove()

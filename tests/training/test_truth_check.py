@@ -1,14 +1,22 @@
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from verl_patches.training import truth_check
 
 
-def test_delta_is_mean_and_max_over_valid_tokens_only():
-    rollout = torch.tensor([[-1.0, -2.0, -9.0]])
-    actor = torch.tensor([[-1.5, -2.0, 0.0]])
-    delta = truth_check.logprob_delta(rollout, actor, torch.tensor([[1, 1, 0]]))
-    assert delta == {"mean": 0.25, "max": 0.5}
+def test_delta_is_of_valid_tokens_only():
+    """What the deltas are: tests/training/test_rollout_correction.py."""
+    tensors = {"rollout_log_probs": torch.tensor([[-1.0, -2.0, -9.0]]),
+               "old_log_probs": torch.tensor([[-1.5, -2.0, 0.0]]), "response_mask": torch.tensor([[1, 1, 0]])}
+    compute = truth_check.add_to_metrics(lambda batch: {"of verl": 1.0})
+    found = compute(SimpleNamespace(batch=tensors))
+    delta = truth_check.logprob_delta(found)
+    assert found["of verl"] == 1.0 and (delta["mean"], delta["max"], delta["kl"]) == (0.25, 0.5, 0.25)
+    assert set(delta) == {"mean", "max", "std", "pearson", "kl", "k3_kl"}
+    del tensors["rollout_log_probs"]
+    assert compute(SimpleNamespace(batch=tensors)) == {"of verl": 1.0} and truth_check.logprob_delta({}) is None
 
 
 def test_check_stops_above_the_limit_and_says_what_to_do():
@@ -17,6 +25,8 @@ def test_check_stops_above_the_limit_and_says_what_to_do():
         truth_check.check(2, None, 1e-5)
     with pytest.raises(truth_check.WeightSyncError):
         truth_check.check(2, {"mean": float("nan"), "max": float("nan")}, 1e-5)
+    with pytest.raises(truth_check.WeightSyncError, match="step 2: 3 sampled tokens have no finite log-prob"):
+        truth_check.check(2, {"mean": float("nan"), "max": float("nan"), "not_finite": 3.0}, 1e-5)
     words = r"step 2: .* differ .* by 0\.5 .* at most 1e-05.*action=report"
     with pytest.raises(truth_check.WeightSyncError, match=words):
         truth_check.check(2, {"mean": 0.5, "max": 1.0}, 1e-5)

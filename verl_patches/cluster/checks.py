@@ -6,21 +6,26 @@ place that would refuse, or the number that would be wrong.
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from verl_patches.cluster.environment import DROPPED, derive
+from verl_patches.cluster.recipe import VLLM_DTYPES
 from verl_patches.cluster.support import refusal, refused_keys, shell_findings
 from verl_patches.errors import ConfigError
-from verl_patches.layout.inventory import ModelShape, read_model_shape
+from verl_patches.layout.inventory import ModelShape, build_inventory, read_model_shape
 from verl_patches.layout.of_config import rollout_layout_of, train_layout_of
 from verl_patches.layout.parallel import ParallelLayout
+from verl_patches.reshard.plan import servable_blocks
+from verl_patches.training import kept_config
+from verl_patches.training.on_policy import faults
 
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor.megatron", "actor_rollout_ref.rollout"
 _SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size",
@@ -72,8 +77,9 @@ def check_config(config: DictConfig, configs_dir: Path) -> list[Check]:
     if rollout:
         checks += _rollout_checks(config, rollout, model)
     if train and rollout:
-        checks += _batch_checks(config, train, rollout)
-    return checks + _length_checks(config, configs_dir) + _line_checks(config)
+        checks += _batch_checks(config, train, rollout) + _sync_checks(config, train, rollout, model)
+    checks += _length_checks(config, configs_dir) + _line_checks(config) + _on_policy_checks(config, configs_dir)
+    return checks + _tensor_cache_checks(config) + _swap_checks(config)
 
 
 def _line_checks(config: DictConfig) -> list[Check]:
@@ -90,6 +96,44 @@ def _line_checks(config: DictConfig) -> list[Check]:
         for f in shell if f.state == "problem"
     ]
     return checks
+
+
+def _on_policy_checks(config: DictConfig, configs_dir: Path) -> list[Check]:
+    found = [Check("on policy", False, fault) for fault in faults(config, hf_config_of(config, configs_dir))]
+    if config.recipe.train.skip_old_log_prob and not found:
+        found.append(Check("on policy", True, "no pass for old log-probs: one mini batch and one epoch an update"))
+    return found
+
+
+def _tensor_cache_checks(config: DictConfig) -> list[Check]:
+    return [Check("tensor cache", False, fault) for fault in kept_config.faults(config)]
+
+
+def _swap_checks(config: DictConfig) -> list[Check]:
+    """Line a3 has its own say in training/engine_table.py."""
+    train, actor = config.recipe.train, config.actor_rollout_ref.actor.megatron
+    if config.recipe.line != "pypi" or not train.swap_optimizer:
+        return []
+    faults = []
+    if actor.optimizer_offload:
+        faults.append("the states are on the host already: set actor.megatron.optimizer_offload=false")
+    if train.swap_optimizer_times < 1:
+        faults.append(f"recipe.train.swap_optimizer_times is {train.swap_optimizer_times}, expected at least 1")
+    said = "; ".join(faults) or f"states come in {train.swap_optimizer_times} pieces, or one tensor at a time"
+    return [Check("swap optimizer", not faults, said)]
+
+
+def _sync_checks(config: DictConfig, train: ParallelLayout, rollout: ParallelLayout, model: ModelShape) -> list[Check]:
+    """Whether the resharder can serve this pair of layouts, with these buckets; nothing to say where it is off."""
+    row = "reshard.direct_and_wake" if config.recipe.line == "a3" else "reshard.direct"
+    asked = [pattern for pattern in config.recipe.patches if fnmatch.fnmatchcase(row, pattern[1:])]
+    if asked and asked[-1].startswith("-"):
+        return []
+    inventory = build_inventory(replace(model, torch_dtype=VLLM_DTYPES[config.recipe.dtype]))
+    return [_rule("weight sync", lambda: servable_blocks(
+        inventory, train, rollout, train_library="mindspeed" if config.recipe.line == "a3" else "megatron-local",
+        rollout_library="vllm-ascend" if config.recipe.platform == "npu" else "vllm",
+        bucket_bytes=config.recipe.reshard.bucket_bytes), "each rank can be sent what it lacks")]  # fmt: skip
 
 
 def _same_model(config: DictConfig, model: ModelShape) -> list[Check]:

@@ -27,6 +27,7 @@ from verl_patches.cluster.plan import driver_command
 from verl_patches.cluster.processes import Descendants, adopting_orphans, die_with_parent
 from verl_patches.cluster.trees import Trees, commit_of
 from verl_patches.errors import ConfigError
+from verl_patches.evaluation.memory_picture import draw_memory
 from verl_patches.evaluation.plots import plot_run
 from verl_patches.layout.of_config import rollout_layout_of, train_layout_of
 from verl_patches.training.recording import find_recording
@@ -37,7 +38,7 @@ SOCKET_PATH_BYTES = 107
 _RAY_SOCKET = "/session_2025-01-01_00-00-00_000000_0000000/sockets/plasma_store"
 # what earlier runs of the same name left, from launcher and driver alike; nothing else in the folder is touched
 OUTPUTS = ("config.yaml", "environment.json", "driver.log", "progress.log", "summary.json", "tensorboard",
-           "training.png", "rollouts", "ray_logs")
+           "training.png", "memory.png", "rollouts", "ray_logs")
 
 
 @dataclass
@@ -106,6 +107,8 @@ def _run(config, config_name, overrides, on_line, trees, command, folder) -> Out
     summary = json.loads((folder / "summary.json").read_text())
     if summary["steps"]:
         plot_run(summary, folder / "training.png")
+    if any(step.get("memory") for step in summary["steps"]):
+        draw_memory(summary, folder / "memory.png")
     return Outcome(code, reason, folder, wall_s, watch.peaks(), ended)
 
 

@@ -20,6 +20,7 @@ from rich.table import Table
 from verl_patches.cluster import environment
 from verl_patches.cluster.checks import Check, check_config, hf_config_of, model_shape_of
 from verl_patches.cluster.compose import CONFIGS_DIR
+from verl_patches.cluster.memory_plan import memory_plan, memory_rows
 from verl_patches.cluster.trees import LINE, Trees, verl_check
 from verl_patches.layout.of_config import rollout_layout_of, train_layout_of, world_size
 from verl_patches.layout.parallel import ParallelLayout
@@ -27,6 +28,7 @@ from verl_patches.patching.spec import PatchSpec
 from verl_patches.training.engine_arguments import explain
 
 DRIVER_MODULE = "verl_patches.main_grpo"
+_SIZED = ("layers", "train experts", "rollout experts")  # checks without which no rank's bytes can be told
 TRAIN_GROUPS = ("tp", "cp", "dp", "pp", "etp", "ep", "edp")
 ROLLOUT_GROUPS = ("tp", "instance", "instance-dp", "ep")
 
@@ -47,8 +49,8 @@ def build_plan(
     """Everything a run of `config` would use, as JSON-ready data; `ok` is false if any check failed.
 
     `rows` is the catalogue. Keys: config, ok, checks, train, rollout (None where that layout cannot be built),
-    patches, environment, commands. Ranks and groups are whole lists. Raises ConfigError for switches that name no
-    row.
+    memory (memory_plan.py; None without layouts), patches, environment, commands. Ranks and groups are whole lists.
+    Raises ConfigError for switches that name no row.
     """
     checks = [*check_config(config, configs_dir), _verl(config.recipe.line, trees or Trees()),
               *_engine(config, configs_dir)]
@@ -59,16 +61,25 @@ def build_plan(
         train = _train_side(train_layout_of(config), model, built["layers"], built["train experts"])
     if built["rollout layout"]:
         rollout = _rollout_side(rollout_layout_of(config), model, built["rollout experts"])
+    patches = patch_table(config, rows)
+    sized = train and rollout and all(built[name] for name in _SIZED)
     return {
         "config": config_name,
         "ok": all(check.ok for check in checks),
         "checks": [asdict(check) for check in checks],
         "train": train,
         "rollout": rollout,
-        "patches": patch_table(config, rows),
+        "memory": memory_plan(config, model, _on(patches, "reshard.direct"), _on(patches, "memory.offload_model"))
+        if sized else None,
+        "patches": patches,
         "environment": [asdict(variable) for variable in environment.derive(config, trees=trees)],
         "commands": commands(config, config_name, overrides, trees),
     }
+
+
+def _on(patches: list[dict[str, Any]], rows: str) -> bool:
+    """Whether one of the rows whose names begin so is on."""
+    return any(row["on"] for row in patches if row["id"].startswith(rows))
 
 
 def _verl(line: str, trees: Trees) -> Check:
@@ -178,6 +189,8 @@ def show(plan: dict[str, Any], config: DictConfig, console: Console) -> None:
     for side in ("train", "rollout"):
         if plan[side]:
             _show_side(console, side, plan[side])
+    if plan["memory"]:
+        _table(console, *memory_rows(plan["memory"]))
     on = [row for row in plan["patches"] if row["on"]]
     _table(console, f"patches: {len(on)} of {len(plan['patches'])} rows on", ("id", "kind", "target", "why on"),
            [(row["id"], row["kind"], row["target"], row["reason"]) for row in on])

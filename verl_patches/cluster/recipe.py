@@ -29,8 +29,13 @@ class Train:
     verl's expert_tensor_parallel_size as it is; "tp_extend_ep" says that whole experts are split over TP x EP ranks
     (expert_model_parallel_size counts them all, expert_tensor_parallel_size is 1; MindSpeed moe_tp_extend_ep).
 
+    skip_old_log_prob: the update takes its own log-probs as the old ones, and the actor's pass for them is left out;
+    refused where one update is more than one mini batch and one epoch (training/on_policy.py).
+
+    swap_optimizer: optimizer states live on the host and come in pieces of whole tensors during the update, one piece
+    at a time; it has at most 1/swap_optimizer_times of them, or one tensor (memory/swap_optimizer.py; a3: MindSpeed's).
+
     The rest is for line a3, where training/engine_table.py says what each becomes; line pypi refuses other values.
-    swap_optimizer: optimizer states live on the host between updates, swapped in swap_optimizer_times pieces.
     grouped_gemm: all local experts in one kernel; false is refused. fused_rmsnorm, fused_swiglu, fused_rope,
     fused_permute: MindSpeed's fused kernels. fused_linear_wgrad, fused_expert_wgrad: weight gradients of linear layers
     and of experts are added to the fp32 gradients inside the product's kernel. unpadded_attention: attention takes
@@ -44,6 +49,7 @@ class Train:
 
     layers_per_stage: list[int] | None = None
     expert_split: str = _choice("etp", "etp", "tp_extend_ep")
+    skip_old_log_prob: bool = False
     swap_optimizer: bool = False
     swap_optimizer_times: int = 16
     grouped_gemm: bool = True
@@ -95,11 +101,48 @@ class Reshard:
 
     bucket_bytes: most that a rank sends, and receives, in one exchange; four such buffers are there during a sync.
     verify: off, first (the first sync of a run) or every. A verified sync poisons vLLM's weights with NaN first and
-    compares checksums of every region over all ranks that hold it afterwards: one more pass over the weights.
+    compares checksums of every region over all ranks that hold it afterwards; once for each map it also has vLLM load
+    what it holds again. That is some passes over the weights, with memory that the step table does not count. Whether
+    log-probs agree is another question: recipe.logprob_check asks it, where the sampling lets it.
     """
 
     bucket_bytes: int = 512 << 20
     verify: str = _choice("first", "off", "first", "every")
+
+
+@dataclass
+class RolloutCorrection:
+    """Policy gradient corrected for where vLLM's probabilities differ from the actor's; as in later verl, null is off.
+
+    rollout_is: a token's gradient is weighed by pi_actor / pi_rollout of the token, or of its sequence, at most
+    rollout_is_threshold. rollout_rs: a sequence gives no gradient where its ratio, the product over its tokens
+    (seq_sum_k1) or the geometric mean (seq_mean_k1), is outside rollout_rs_threshold: LOWEST_HIGHEST, such as 0.5_2.0,
+    or the highest alone. How far both are apart is reported at every step, whatever stands here.
+    """
+
+    rollout_is: str | None = None
+    rollout_is_threshold: float = 2.0
+    rollout_rs: str | None = None
+    rollout_rs_threshold: str | None = None
+
+
+@dataclass
+class TensorCache:
+    """enabled: what rollout, log-prob and reference make stays on the workers, in the order that the update computes;
+    the trainer gets lengths and unpadded ids, and gives advantages. With trainer.balance_batch that order makes the
+    micro batches of all train replicas equally long, in the same mini batches (comm/micro_batches.py).
+    """
+
+    enabled: bool = False
+
+
+@dataclass
+class Memory:
+    """ledger: every worker watches who is on the device in each phase, against the order's table (memory/phases.py):
+    report logs and records what is not as expected, strict stops the run there, off does not look.
+    """
+
+    ledger: str = _choice("report", "off", "report", "strict")
 
 
 @dataclass
@@ -148,6 +191,9 @@ class Recipe:
     rollout: Rollout = field(default_factory=Rollout)
     weight_sync: WeightSync = field(default_factory=WeightSync)
     reshard: Reshard = field(default_factory=Reshard)
+    rollout_correction: RolloutCorrection = field(default_factory=RolloutCorrection)
+    tensor_cache: TensorCache = field(default_factory=TensorCache)
+    memory: Memory = field(default_factory=Memory)
     logprob_check: LogprobCheck = field(default_factory=LogprobCheck)
     timeouts: Timeouts = field(default_factory=Timeouts)
 

@@ -13,12 +13,13 @@ from verl_patches.cluster.compose import CONFIGS_DIR
 from verl_patches.cluster.show import Json, table
 from verl_patches.errors import ConfigError
 from verl_patches.layout.inventory import build_inventory
-from verl_patches.layout.parallel import parse_layout
+from verl_patches.layout.parallel import ParallelLayout, parse_layout
 from verl_patches.reshard.check import check_plan
 from verl_patches.reshard.figures import figures, path_of
 from verl_patches.reshard.plan import DEFAULT_BUCKET_BYTES, plan_reshard
 
 GB = 1e9
+TRAIN_LIBRARIES, ROLLOUT_LIBRARIES = ("mindspeed", "megatron-local", "megatron-te"), ("vllm-ascend", "vllm")
 DEFAULT_MODEL = CONFIGS_DIR / "model" / "deepseekv3_671b.json"
 TRAIN_HELP = 'Training layout, such as "tp4 pp8 ep32 etp1 @256 layers=7,7,8,8,8,8,8,7".'
 ROLLOUT_HELP = 'Rollout layout, such as "tp2 ep128 etp1 @256": 2 instances of 128 ranks.'
@@ -45,9 +46,16 @@ def register(app: typer.Typer) -> None:
         """Plan the weight sync between two layouts, prove it, and tell what it costs."""
         if (param is None) != (rank is None):
             raise ConfigError("reshard-plan: --param and --rank go together: name one HF tensor and one rank")
+        if param is not None and png is not None:
+            raise ConfigError("reshard-plan: --png draws the plan, --param tells one tensor's path: give one of them")
         start = time.perf_counter()
-        plan = plan_reshard(build_inventory(model), parse_layout(train), parse_layout(rollout),
-                            train_library=train_library, rollout_library=rollout_library, bucket_bytes=bucket_bytes)
+        layouts = _layout("--train", train), _layout("--rollout", rollout)
+        _check_library("--train-library", train_library, TRAIN_LIBRARIES)
+        _check_library("--rollout-library", rollout_library, ROLLOUT_LIBRARIES)
+        if rank is not None and not 0 <= rank < layouts[0].world_size:
+            raise ConfigError(f"reshard-plan: --rank {rank}: expected 0 to {layouts[0].world_size - 1}")
+        plan = plan_reshard(build_inventory(model), *layouts, train_library=train_library,
+                            rollout_library=rollout_library, bucket_bytes=bucket_bytes)
         seconds = time.perf_counter() - start
         if param is not None:
             told = path_of(plan, param, rank)
@@ -60,6 +68,18 @@ def register(app: typer.Typer) -> None:
             draw_plan(plan, png)
         told = {**figures(plan), "proven": True, "planning_s": round(seconds, 2), "png": png and str(png)}
         typer.echo(json.dumps(told, indent=1)) if as_json else _show(told)
+
+
+def _layout(option: str, text: str) -> ParallelLayout:
+    try:
+        return parse_layout(text)
+    except ConfigError as error:
+        raise ConfigError(f'reshard-plan: {option} "{text}": {error} (etp left out is tp)') from error
+
+
+def _check_library(option: str, found: str, allowed: tuple[str, ...]) -> None:
+    if found not in allowed:
+        raise ConfigError(f"reshard-plan: {option} {found}: expected one of {', '.join(allowed)}")
 
 
 def _show(told: dict[str, Any]) -> None:

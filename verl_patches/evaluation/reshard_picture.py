@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from verl_patches.errors import ConfigError
 from verl_patches.reshard.figures import traffic
 from verl_patches.reshard.plan import ReshardPlan
 
@@ -35,5 +36,9 @@ def draw_plan(plan: ReshardPlan, path: Path) -> Path:
               xlabel="rank (lines part the training stages)", ylabel="GB", ylim=(0, None))
     right.legend(fontsize=8)
     figure.suptitle(f"{plan.train} ({plan.train_library})  to  {plan.rollout} ({plan.rollout_library})", fontsize=10)
-    figure.savefig(path, dpi=100)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=100)
+    except (OSError, ValueError) as why:
+        raise ConfigError(f"reshard-plan: --png {path} cannot be written: {why}; give another file") from why
     return path

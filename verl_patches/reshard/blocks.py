@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from verl_patches.errors import ConfigError
 from verl_patches.layout.inventory import Inventory, Parameter
-from verl_patches.layout.parallel import ParallelLayout
+from verl_patches.layout.parallel import VLLM_PIPELINE_ORDER, ParallelLayout
 from verl_patches.layout.sharding import Shard, library_rule, shards_of
 from verl_patches.reshard.region import Region, region_of
 from verl_patches.reshard.sizes import align, row_bytes
@@ -191,6 +191,11 @@ def check_pair(inventory: Inventory, train: ParallelLayout, rollout: ParallelLay
                 f"reshard plan: rollout {axis}={getattr(rollout, axis)} ({rollout}), but vLLM has no {axis}; "
                 f"expected {axis}=1: use tp, ep, pp or more instances"
             )
+    if rollout.pp > 1 and rollout.order != VLLM_PIPELINE_ORDER:
+        raise ConfigError(
+            f"reshard plan: rollout pp={rollout.pp} ({rollout}) numbers its ranks as Megatron does; expected vLLM's "
+            f"order={VLLM_PIPELINE_ORDER}: add it to the layout"
+        )
     unknown = sorted(set(whole) - set(inventory.by_name))
     if unknown:
         raise ConfigError(

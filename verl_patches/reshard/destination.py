@@ -131,7 +131,7 @@ def learn_destinations(
     if strange:
         raise PatchError(
             f"reshard: rank {rank}: load_weights changes parameters {strange[0].name} ({strange[0].reason}), which no "
-            "weight sync can follow: switch the resharder off"
+            "weight sync can follow: use verl's path, recipe.patches=[-reshard.*]"
         )
     return _destinations(trace, inventory, model, rank)
 

@@ -6,8 +6,8 @@ way, and k is unpacked while k + 1 is:
     pack 0 | exchange 0      | exchange 1        | ...
            | local, pack 1   | unpack 0, pack 2  | ...
 
-so there are two buffers to send from and two to receive into, never more than 4 * bucket_bytes in all; their memory is
-there during a sync only, unless `keep_buffers`. Collectives: one all_to_all_single of bytes for each bucket, and one
+so there are two buffers to send from and two to receive into, never more than 4 * bucket_bytes in all; their memory
+is taken from torch's allocator during a sync only. Collectives: one all_to_all_single of bytes for each bucket, and one
 number before and after them, by which a problem of one rank stops all. A work handle's wait() puts the exchange before
 what this stream does next, on any device, so nothing else is synchronised.
 
@@ -62,8 +62,8 @@ class SyncReport:
 class Executor:
     """What one rank does at every sync. `build_executor` makes it, on all ranks at once."""
 
-    def __init__(self, compiler: Compiler, *, group: Any, load_whole: LoadWhole | None, keep_buffers: bool):
-        self.group, self.device, self._load_whole, self._keep = group, compiler.device, load_whole, keep_buffers
+    def __init__(self, compiler: Compiler, *, group: Any, load_whole: LoadWhole | None, finish: Callable[[], Any]):
+        self.group, self.device, self._load_whole, self._finish = group, compiler.device, load_whole, finish
         self._local, self._buckets, self._wire = compiler.local(), compiler.buckets(), list(compiler.wire.values())
         self._traffic = compiler.traffic()
         late = {scratch.region for bucket in self._buckets for scratch in bucket.opens}
@@ -77,21 +77,25 @@ class Executor:
         self._seconds: dict[str, float] = {}
 
     @torch.no_grad()
-    def run(self) -> SyncReport:
+    def run(self, before: Callable[[], Any] | None = None) -> SyncReport:
         """Move the weights; collective. Raises ReshardError on every rank for a problem of any.
 
-        Training and rollout weights must be in device memory: neither offloaded nor asleep.
+        Training and rollout weights must be in device memory: neither offloaded nor asleep. `before` is called first,
+        once all memory is there.
         """
         begin = time.perf_counter()
         self._seconds = dict.fromkeys(("pack", "exchange", "unpack", "local", "memory", "load"), 0.0)
         self._problem, self._peak = None, self._now
         self._step("memory", self._open_all)
+        if before:
+            self._step("load", before)
         try:
-            agree(self._found(), self.group, self.device, "nothing was sent; rollout weights are as they were")
+            agree(self._found(), self.group, self.device, "nothing was sent; stop, do not sample with what is there")
         except ReshardError:
             self._close_all()
             raise
         self._exchange_all()  # if a collective raises, buffers stay: it may still be writing
+        self._step("load", self._finish)
         self._step("memory", self._close_all)
         agree(self._found(), self.group, self.device, "rollout weights are incomplete; stop, do not sample with them")
         self._seconds["total"] = time.perf_counter() - begin
@@ -150,7 +154,7 @@ class Executor:
     def _open_all(self) -> None:
         gone = [name for storage, needed, name in self._storages if storage.nbytes() < needed]
         if gone:
-            raise RuntimeError(f"memory of {gone[0]} and {len(gone) - 1} more is not there: offloaded or asleep?")
+            raise RuntimeError(f"memory of {gone[0]} and {len(gone) - 1} more is not there: is it offloaded?")
         for lent in self._wire:
             if not lent.is_open:
                 self._open(lent)
@@ -158,9 +162,8 @@ class Executor:
     def _close_all(self) -> None:
         for scratch in [*self._only_local, *(each for bucket in self._buckets for each in bucket.opens)]:
             self._close(scratch.memory)
-        if not self._keep:
-            for lent in self._wire:
-                self._close(lent)
+        for lent in self._wire:
+            self._close(lent)
 
     def _open(self, lent: Lent) -> None:
         lent.open()
@@ -185,15 +188,16 @@ def build_executor(
     load_whole: LoadWhole | None = None,
     group: Any = None,
     device: torch.device | str = "cpu",
-    keep_buffers: bool = False,
+    finish: Callable[[], Any] = lambda: None,
     rank_plan: RankPlan | None = None,
 ) -> Executor:
     """Compile `rank`'s part of the plan; collective over `group`, whose ranks are the plan's.
 
     `sources`: HF name -> what this rank trains. `destinations`: HF name -> live rollout memory, but for the plan's
     `whole` tensors: each of those is put together in scratch memory and given to `load_whole(name, tensor)`, which must
-    not keep it. `rank_plan` replaces the rank's own part (tests). Raises ReshardError with the same message on every
-    rank: where memory and plan disagree (a parameter unmapped, written twice or never, wrongly shaped), or two ranks.
+    not keep it. `finish` is called at every sync once all weights are there. `rank_plan` replaces the rank's own part
+    (tests). Raises ReshardError with the same message on every rank: where memory and plan disagree (a parameter
+    unmapped, written twice or never, wrongly shaped), or two ranks.
     """
     made: list[tuple[RankPlan, Executor]] = []
 
@@ -205,7 +209,7 @@ def build_executor(
         if compiler.scratch and load_whole is None:
             problems.append(f"{next(iter(compiler.scratch))} is to be loaded whole: expected load_whole, found None")
         if not problems:
-            executor = Executor(compiler, group=group, load_whole=load_whole, keep_buffers=keep_buffers)
+            executor = Executor(compiler, group=group, load_whole=load_whole, finish=finish)
             made.append((mine, executor))
         return problems
 

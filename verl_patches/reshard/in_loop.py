@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from verl_patches.layout.inventory import Inventory, build_inventory
 from verl_patches.layout.parallel import ParallelLayout
+from verl_patches.memory import ledger
 from verl_patches.memory.phase_clock import timed
 from verl_patches.model.names import local_name
 from verl_patches.reshard.agree import agree, collect, gather
@@ -29,17 +30,22 @@ from verl_patches.reshard.train_tensors import TrainTensor, still_valid, train_t
 from verl_patches.reshard.verify import Verifier
 
 log = logging.getLogger(__name__)
+FLAGS = 2  # collectives of one number before those of the executor
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What a worker's configuration says of its weight sync; `verify`: off, first (sync only) or every."""
+    """What a worker's configuration says of its weight sync; `verify`: off, first (sync only) or every.
+
+    `offloads`: training weights leave the device for the rollout (param_offload).
+    """
 
     train: ParallelLayout
     rollout: ParallelLayout
     line: str
     bucket_bytes: int
     verify: str
+    offloads: bool = False
 
 
 class WorkerReshard:
@@ -64,18 +70,18 @@ class WorkerReshard:
 
     def sync(self, model: torch.nn.Module) -> SyncReport:
         """Bring training's present weights into `model`; collective. Raises ReshardError on every rank, or on none."""
-        self._learn(model)
+        learnt = self._learn(model)
         verify = self.settings.verify == "every" or (self.settings.verify == "first" and not self.verified)
-        verifier = None
         if verify:
             verifier = Verifier(self.plan, self.rank, self.sources, self.destinations.tensors, device=self.device)
-            verifier.poison()
-        report = self.executor.run()
-        post_load(model)
-        if verifier:
+            report = self.executor.run(before=verifier.poison)
             self._verify(verifier, model)
-        collectives = report.collectives + 1  # the flag of `_learn`
-        self.reports.append({**report.as_dict(), "collectives": collectives, "verified": verify})
+        else:
+            report = self.executor.run()
+        if self.device.type != "cpu":  # vLLM takes memory from the device, not from torch's pool
+            torch.get_device_module(self.device).empty_cache()
+        facts = {"collectives": report.collectives + FLAGS, "verified": verify, "learnt": learnt}
+        self.reports.append({**report.as_dict(), **facts})
         return report
 
     def _verify(self, verifier: Verifier, model: torch.nn.Module) -> None:
@@ -93,21 +99,25 @@ class WorkerReshard:
         taken, self.reports = self.reports, []
         return taken
 
-    def _learn(self, model: torch.nn.Module) -> None:
-        """Learn what is new or moved, and compile; whether to is decided by all ranks together."""
+    def _learn(self, model: torch.nn.Module) -> bool:
+        """Learn what is new or moved, and compile; whether to is decided by all ranks together. Returns whether."""
         valid = (self.executor is not None and still_valid(self.sources, self.chunks)
                  and self.destinations.still_valid(model))  # fmt: skip
         flag = torch.tensor([int(valid)], device=self.device)
         dist.all_reduce(flag, dist.ReduceOp.MIN)
         if flag.item():
-            return
-        self.verified = False
+            return False
+        self.executor, self.verified = None, False  # what fails half way is not used again
+        log.info("weight sync: learning where weights are in training and in vLLM")
 
         def learn():
             self.sources = train_tensors(
                 self.chunks, self.inventory, self.settings.train, self.rank, self.library)  # fmt: skip
             self.destinations = learn_destinations(model, self.inventory, rank=self.rank)
             self.destinations.check_covers(model)
+            with torch.no_grad():
+                for constant in self.destinations.constants:  # a dummy load leaves anything in padding
+                    constant.target.fill_(constant.value)
             yield from ()
 
         agree(collect(learn), None, self.device, "training or rollout weights cannot be mapped")
@@ -115,7 +125,9 @@ class WorkerReshard:
         self.executor = build_executor(
             self.plan, self.rank, self.sources, self.destinations.tensors, device=self.device,
             load_whole=lambda name, tensor: model.load_weights([(name, tensor)]),
+            finish=functools.partial(post_load, model),
         )  # fmt: skip
+        return True
 
     def _make_plan(self) -> None:
         """The plan for what all ranks learnt; a tensor that one of them cannot map goes whole to all that need it."""
@@ -172,16 +184,28 @@ def _direct(original: Callable, wake_after: tuple[str, ...]) -> Callable:
 
 def _sync(manager: Any, settings: Settings, wake_after: tuple[str, ...]) -> None:
     from verl.utils.vllm_utils import patch_vllm_moe_model_weight_loader
+    from verl.workers import megatron_workers
 
-    manager.inference_engine.wake_up(tags=["weights"])
-    model = manager.inference_engine.llm_engine.model_executor.driver_worker.worker.model_runner.model
-    patch_vllm_moe_model_weight_loader(model)
-    if getattr(manager, "resharder", None) is None:
-        device = next(model.parameters()).device
-        manager.resharder = WorkerReshard(settings, manager.actor_module, manager.model_config, device)
-    manager.resharder.sync(model)
+    device = next(manager.actor_module[0].parameters()).device
+
+    def prepare():
+        manager.inference_engine.wake_up(tags=["weights"])
+        patch_vllm_moe_model_weight_loader(_model_of(manager))
+        if getattr(manager, "resharder", None) is None:
+            manager.resharder = WorkerReshard(settings, manager.actor_module, manager.model_config, device)
+        yield from ()
+
+    agree(collect(prepare), None, device, "the rollout engine is not ready for weights")
+    model = _model_of(manager)
+    ledger.look(manager.resharder.sync(model).peak_extra_bytes)
     if wake_after:
+        if settings.offloads:  # the worker does it after this: too late for a cache that takes what is left
+            megatron_workers.offload_megatron_model_to_cpu(manager.actor_module)
         manager.inference_engine.wake_up(tags=list(wake_after))
+
+
+def _model_of(manager: Any) -> torch.nn.Module:
+    return manager.inference_engine.llm_engine.model_executor.driver_worker.worker.model_runner.model
 
 
 def _megatron_spelling(chunks: Sequence[torch.nn.Module]) -> str:

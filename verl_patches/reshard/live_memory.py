@@ -77,7 +77,7 @@ def in_load_shape(
             raise PatchError(
                 f"reshard: rank {rank}: {name}: expected shape {tuple(shape)} as load_weights fills it, or its last "
                 f"two axes swapped, found {tuple(tensors[name].shape)}: the engine changes weights after loading in a "
-                "way that is not known here; switch the resharder off"
+                "way that is not known here; use verl's path, recipe.patches=[-reshard.*]"
             )
         swapped[name] = tensors[name].data
     try:
@@ -102,7 +102,7 @@ def put_back(
     if moved:
         raise PatchError(
             f"reshard: rank {rank}: load_weights gives {', '.join(moved[:3])} other memory instead of copying into it, "
-            "which cannot be traced: switch the resharder off"
+            "which cannot be traced: use verl's path, recipe.patches=[-reshard.*]"
         )
 
 

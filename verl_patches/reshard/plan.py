@@ -195,17 +195,35 @@ def plan_reshard(
     bucket. `whole`: HF tensors that each rollout rank which holds a part of it gets whole. Raises ConfigError for
     pairs of layouts that cannot be served, and for a bucket too small for one row of some tensor.
     """
-    check_pair(inventory, train, rollout, whole)
-    blocks = make_blocks(
-        inventory, train, rollout, train_library=train_library, rollout_library=rollout_library, whole=whole
-    )
-    _check_bucket(blocks, bucket_bytes)
+    blocks = servable_blocks(
+        inventory, train, rollout, train_library=train_library, rollout_library=rollout_library,
+        bucket_bytes=bucket_bytes, whole=whole,
+    )  # fmt: skip
     stages = [train.coordinates(rank).pp for rank in range(train.world_size)]
     pieces = schedule(blocks, route(blocks, stages, topology), bucket_bytes)
     return ReshardPlan(
         inventory, train, rollout, train_library, rollout_library, bucket_bytes, topology, frozenset(whole), blocks,
         pieces,
     )
+
+
+def servable_blocks(
+    inventory: Inventory,
+    train: ParallelLayout,
+    rollout: ParallelLayout,
+    *,
+    train_library: str,
+    rollout_library: str,
+    bucket_bytes: int,
+    whole: Collection[str] = (),
+) -> list[Block]:
+    """What there is to move, without deciding how; raises ConfigError where `plan_reshard` would, in less time."""
+    check_pair(inventory, train, rollout, whole)
+    blocks = make_blocks(
+        inventory, train, rollout, train_library=train_library, rollout_library=rollout_library, whole=whole
+    )
+    _check_bucket(blocks, bucket_bytes)
+    return blocks
 
 
 def _check_bucket(blocks: Sequence[Block], bucket_bytes: int) -> None:

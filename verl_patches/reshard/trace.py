@@ -94,7 +94,7 @@ class Trace(TorchDispatchMode):
             if self.current is None or len(self.failed) >= _MOST_RESTARTS:
                 raise PatchError(
                     f"reshard: load_weights cannot be traced with meta tensors ({len(self.failed)} tensors failed, now "
-                    f"at {self.current or 'none of them'}): {why}. Switch the resharder off, or mend the loader"
+                    f"at {self.current or 'none of them'}): {why}. Use verl's path, recipe.patches=[-reshard.*]"
                 ) from error
             self._forget_turn()
             again = self.current not in self.failed

@@ -43,6 +43,8 @@ def _explain(row: Key, get: Get) -> Setting:
         return Setting(row.key, value, f"with {row.to}", (), row.why)
     if row.how == "verl":
         return Setting(row.key, value, "verl's own", (), row.why)
+    if row.how == "ours":
+        return Setting(row.key, value, "our own", (), row.why)
     if row.how == "same":
         actors = get(row.to)
         equal = number(value) in (None, number(actors))

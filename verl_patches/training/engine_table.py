@@ -23,8 +23,9 @@ class Refusal(NamedTuple):
 class Key(NamedTuple):
     """One row: how `key` is treated; `to` is an argument, or function(value, get) -> arguments or Refusal.
 
-    how: value (`to` VALUE), switch (`to` if true), convert, verl (its own), with (another key's conversion reads it),
-    same (as the actor's), only (`to` is the tuple of values that change nothing; others are refused with `why`).
+    how: value (`to` VALUE), switch (`to` if true), convert, verl (its own), ours (no argument, our own rows read it),
+    with (another key's conversion reads it), same (as the actor's), only (`to` is the tuple of values that change
+    nothing; others are refused with `why`).
     """
 
     key: str
@@ -158,6 +159,7 @@ TABLE: tuple[Key, ...] = (
     Key("rollout.prompt_length", "with", "rollout.response_length", ""),
     Key(_R + "layers_per_stage", "convert", _layers, "uneven PP; null splits evenly"),
     Key(_R + "expert_split", "with", _A + "expert_model_parallel_size", ""),
+    Key(_R + "skip_old_log_prob", "ours", None, "the update's own log-probs are the old ones", False),
     Key(_R + "swap_optimizer", "convert", _swap, "optimizer states live on the host"),
     Key(_R + "swap_optimizer_times", "value", "--swap-optimizer-times", "pieces that states are swapped in", 16),
     Key(_R + "grouped_gemm", "only", (None, True),

@@ -9,8 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from verl_patches.layout.of_config import rollout_layout_of, train_layout_of
+from verl_patches.memory.moves import offload_of_step
+from verl_patches.memory.report import memory_of_step, said_of
 from verl_patches.patching import engine
-from verl_patches.training import truth_check
+from verl_patches.training import old_log_prob, truth_check
+from verl_patches.training.on_policy import correction_of
 from verl_patches.training.proofs import (
     not_as_reviewed,
     recorded,
@@ -26,6 +29,7 @@ from verl_patches.training.summary import Progress, Summary, phase_seconds, sync
 log = logging.getLogger(__name__)
 COLUMNS = ("rollout", "reshard", "offload", "reward", "log_prob", "ref", "update", "step")
 SYNC_COLUMNS = ("sync MB", "sync calls", "extra MB")
+MEMORY_COLUMN = "held MB"
 CALLS = {"generate_sequences": "reshard, rollout", "reward": "reward",
          "compute_log_prob": "log-prob", "compute_ref_log_prob": "ref log-prob",
          "update_actor": "update"}
@@ -43,6 +47,10 @@ class Run:
         self.not_compared = "recipe.logprob_check.action=off" if check.action == "off" else truth_check.why_not(
             rollout, replayed=self.recipe.rollout.replay is not None,
             balanced=self.recipe.rollout.balanced_routing or self.recipe.train.balanced_routing)
+        self.workers_see_log_probs = (
+            self.recipe.train.skip_old_log_prob or correction_of(self.recipe.rollout_correction) is not None
+            or self.recipe.tensor_cache.enabled)
+        self.kept_on_workers: Any = None
         self.summary = Summary(self.folder, {
             "run": self.recipe.run, "line": self.recipe.line, "platform": self.recipe.platform,
             "layout": {"train": str(train_layout_of(trainer.config)),
@@ -64,11 +72,23 @@ class Run:
         refuse_unequal(mine.intent(), mine.digest(), workers)
         refuse_unlike([name for name, spec in mine.specs.items() if "worker" in spec.processes], workers)
         self.trainer.actor_rollout_wg.take_phase_seconds()  # what building the workers took belongs to no step
+        self.trainer.actor_rollout_wg.take_offload()
         self.progress.say(f"| patches proven in controller and {len(workers)} workers: digest {mine.digest()[:12]}")
         for state, ids in not_as_reviewed(rows).items():
             self.progress.say(f"| {state} (drift={mine.switches.drift}, reasons in summary.json): {', '.join(ids)}")
         if self.not_compared:
             self.progress.say(f"| log-probs are not compared: {self.not_compared}")
+
+    def keep_on_workers(self) -> None:
+        """With recipe.tensor_cache: the trainer's groups become those whose tensors stay with them."""
+        if not self.recipe.tensor_cache.enabled:
+            return
+        from verl_patches.training.kept_batch import KeptOnWorkers, kept_of
+
+        trainer, kept = self.trainer, kept_of(self.trainer)
+        self.kept_on_workers = trainer.actor_rollout_wg = KeptOnWorkers(trainer.actor_rollout_wg, kept)
+        if trainer.use_reference_policy and not getattr(trainer, "ref_in_actor", False):
+            trainer.ref_policy_wg = KeptOnWorkers(trainer.ref_policy_wg, kept)
 
     def before_call(self, name: str) -> None:
         """Show what runs now."""
@@ -83,16 +103,25 @@ class Run:
             for phase, value in seconds.items():
                 worker[phase] = max(worker.get(phase, 0.0), value)
         seconds = phase_seconds(metrics, worker)
-        delta = None
-        if not self.not_compared and truth_check.MEAN in metrics:
-            delta = {"mean": metrics[truth_check.MEAN], "max": metrics[truth_check.MAX]}
+        if self.recipe.train.skip_old_log_prob:
+            seconds.pop("log_prob", None)
+        if self.workers_see_log_probs:
+            reports = self.trainer.actor_rollout_wg.take_log_prob_moments()
+            metrics = old_log_prob.with_workers_metrics(metrics, reports, self.recipe)
+        delta = None if self.not_compared else truth_check.logprob_delta(metrics)
         found = {"step": step, "seconds": seconds, "reward": float(metrics["critic/score/mean"]),
                  "grad_norm": _number(metrics.get("actor/grad_norm")), "logprob_delta": delta,
-                 "sync": sync_of_step(self.trainer.actor_rollout_wg.take_sync_reports())}
+                 "sync": sync_of_step(self.trainer.actor_rollout_wg.take_sync_reports()),
+                 "memory": memory_of_step(self.trainer.actor_rollout_wg.take_memory()),
+                 "offload": offload_of_step(self.trainer.actor_rollout_wg.take_offload())}
+        if self.kept_on_workers is not None:
+            found["tensor_cache"] = self.kept_on_workers.end_step()
         self.summary.add_step(found)
         if step == 1:
             self.progress.say(f"| {header()}")
         self.progress.say(f"| {line(found)}")
+        if found["memory"] and (said := said_of(found["memory"]["violations"])):
+            self.progress.say(f"| {said}")
         check = self.recipe.logprob_check
         if check.action == "stop" and not self.not_compared:
             truth_check.check(step, delta, check[f"max_mean_{self.recipe.dtype}"])
@@ -123,7 +152,10 @@ def fit_as_run(original: Callable) -> Callable:
             run.prove()
             replay = find_recording(run.recipe.rollout.replay)
             record_to = run.folder / "rollouts" if run.recipe.rollout.record else None
+            run.keep_on_workers()
             trainer.actor_rollout_wg = RolloutTap(trainer.actor_rollout_wg, record_to, replay, run.before_call)
+            if run.recipe.train.skip_old_log_prob:
+                trainer.actor_rollout_wg = old_log_prob.WithoutOldLogProb(trainer.actor_rollout_wg)
             if trainer.use_reference_policy and not getattr(trainer, "ref_in_actor", False):
                 trainer.ref_policy_wg = RolloutTap(trainer.ref_policy_wg, record_to, replay, run.before_call)
             result = original(trainer)
@@ -153,7 +185,7 @@ def log_with_run(original: Callable) -> Callable:
 
 def header() -> str:
     """Column names of the step table."""
-    columns = [f"{c + ' s':>10}" for c in COLUMNS] + [f"{c:>10}" for c in SYNC_COLUMNS]
+    columns = [f"{c + ' s':>10}" for c in COLUMNS] + [f"{c:>10}" for c in (*SYNC_COLUMNS, MEMORY_COLUMN)]
     return f"{'step':>4} {'reward':>8} {'grad_norm':>10} {'|dlogp|':>9} " + " ".join(columns)
 
 
@@ -162,7 +194,8 @@ def line(step: dict[str, Any]) -> str:
     delta = f"{step['logprob_delta']['mean']:.2e}" if step["logprob_delta"] else "-"
     norm = "-" if step["grad_norm"] is None else f"{step['grad_norm']:.5f}"
     seconds = " ".join(f"{step['seconds'].get(c, 0.0):>10.3f}" for c in COLUMNS)
-    return f"{step['step']:>4} {step['reward']:>8.4f} {norm:>10} {delta:>9} {seconds} {_sync_columns(step['sync'])}"
+    last = f"{_sync_columns(step['sync'])} {_memory_column(step['memory'])}"
+    return f"{step['step']:>4} {step['reward']:>8.4f} {norm:>10} {delta:>9} {seconds} {last}"
 
 
 def _sync_columns(sync: dict[str, Any] | None) -> str:
@@ -171,3 +204,8 @@ def _sync_columns(sync: dict[str, Any] | None) -> str:
         return " ".join(f"{'-':>10}" for _ in SYNC_COLUMNS)
     received, extra = sync["received_bytes"]["max"] / 1e6, sync["peak_extra_bytes"] / 1e6
     return f"{received:>10.3f} {sync['collectives']:>10} {extra:>10.3f}"
+
+
+def _memory_column(memory: dict[str, Any] | None) -> str:
+    """The most that the tenants of one rank held at once; activations are nobody's."""
+    return f"{'-' if memory is None else format(memory['peak_bytes'] / 1e6, '.3f'):>10}"

@@ -64,7 +64,9 @@ def sync_of_step(workers: list[list[dict[str, Any]]]) -> dict[str, Any] | None:
     syncs = max(map(len, workers), default=0)
     if not syncs:
         return None
-    found: dict[str, Any] = {"syncs": syncs, "verified": any(report["verified"] for mine in workers for report in mine)}
+    found: dict[str, Any] = {"syncs": syncs}
+    for fact in ("verified", "learnt"):
+        found[fact] = any(report[fact] for mine in workers for report in mine)
     for name in ("sent_bytes", "received_bytes", "local_bytes"):
         of_rank = [sum(report[name] for report in mine) for mine in workers]
         found[name] = {"max": max(of_rank), "mean": round(sum(of_rank) / len(of_rank))}
@@ -98,7 +100,7 @@ class Summary:
                                      "peak_pss_bytes": {}, "exit": "running"}
 
     def add_step(self, step: dict[str, Any]) -> None:
-        """Append one step {step, seconds, reward, grad_norm, logprob_delta, sync} and update the run's own delta."""
+        """Append one step, run.py says what is in it; the run's delta follows."""
         self.data["steps"].append(step)
         deltas = [s["logprob_delta"] for s in self.data["steps"] if s["logprob_delta"]]
         if deltas:

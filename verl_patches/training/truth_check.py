@@ -7,33 +7,41 @@ fp32 right weights give about 1e-6 and wrong ones above 0.1, so one number per s
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
-MEAN, MAX = "recipe/logprob_delta_mean", "recipe/logprob_delta_max"
+DELTA = "recipe/logprob_delta"
+MEAN, STD, MAX = f"{DELTA}_mean", f"{DELTA}_std", f"{DELTA}_max"
+PEARSON, NOT_FINITE = "recipe/logprob_pearson", "recipe/logprob_not_finite"
+KL, K3_KL = "rollout_corr/kl", "rollout_corr/k3_kl"  # verl's names
+IN_SUMMARY = {"mean": MEAN, "max": MAX, "std": STD, "pearson": PEARSON, "kl": KL, "k3_kl": K3_KL,
+              "not_finite": NOT_FINITE}  # fmt: skip
 
 
 class WeightSyncError(RuntimeError):
     """vLLM's and the actor's log-probs of the same tokens differ by more than the limit."""
 
 
-def logprob_delta(rollout_log_probs: Any, actor_log_probs: Any, response_mask: Any) -> dict[str, float]:
-    """{mean, max} of |rollout - actor| over valid response tokens; all three [B, S_response]; nats."""
-    delta = (rollout_log_probs - actor_log_probs).abs()[response_mask.bool()]
-    return {"mean": delta.mean().item(), "max": delta.max().item()}
+def logprob_delta(metrics: Mapping[str, float]) -> dict[str, float] | None:
+    """What a step's metrics say of both sides' log-probs, as summary.json has it; None where they say nothing."""
+    return {name: metrics[key] for name, key in IN_SUMMARY.items() if key in metrics} or None
 
 
 def add_to_metrics(original: Callable) -> Callable:
-    """Provider for verl's compute_data_metrics: adds the two log-prob deltas where the batch has both sides."""
+    """Provider for verl's compute_data_metrics: how far the log-probs are apart, where the batch has both sides.
+
+    Where recipe.train.skip_old_log_prob leaves out the actor's, the workers report them (old_log_prob.py).
+    """
 
     @functools.wraps(original)
     def compute(batch: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        metrics = original(batch, *args, **kwargs)
-        tensors = batch.batch
+        from verl_patches.training import rollout_correction  # imports torch, which this module does without
+
+        found, tensors = original(batch, *args, **kwargs), batch.batch
         if "rollout_log_probs" in tensors.keys() and "old_log_probs" in tensors.keys():
-            delta = logprob_delta(tensors["rollout_log_probs"], tensors["old_log_probs"], tensors["response_mask"])
-            metrics.update({MEAN: delta["mean"], MAX: delta["max"]})
-        return metrics
+            sides = [tensors[name] for name in ("rollout_log_probs", "old_log_probs", "response_mask")]
+            found.update(rollout_correction.metrics(rollout_correction.moments(*sides)))
+        return found
 
     return compute
 
@@ -62,6 +70,12 @@ def check(step: int, delta: dict[str, float] | None, limit: float) -> None:
                               "sampled token; set recipe.logprob_check.action=off to run without the check")
     if delta["mean"] <= limit:
         return
+    if delta.get("not_finite"):
+        raise WeightSyncError(
+            f"step {step}: {delta['not_finite']:.0f} sampled tokens have no finite log-prob in vLLM or in the actor, "
+            "expected none: look at the last weight sync, then for an overflow. "
+            "recipe.logprob_check.action=report goes on all the same."
+        )
     raise WeightSyncError(
         f"step {step}: vLLM's log-probs of the sampled tokens differ from the actor's by {delta['mean']:.3g} on "
         f"average (max {delta['max']:.3g}), expected at most {limit:g}. The rollout engine does not hold the actor's "

@@ -15,7 +15,7 @@ import torch
 from verl.single_controller.base.decorator import Dispatch, register
 
 from verl_patches.layout.of_config import rollout_layout_in, train_layout_in
-from verl_patches.memory import phase_clock
+from verl_patches.memory import moves, phase_clock
 from verl_patches.patching import engine
 from verl_patches.reshard.in_loop import Settings
 
@@ -38,7 +38,7 @@ def _reshard_settings(section: Any, recipe: Any) -> Settings:
     world = torch.distributed.get_world_size()
     return Settings(
         train_layout_in(section, recipe, world), rollout_layout_in(section, recipe, world), recipe.line,
-        recipe.reshard.bucket_bytes, recipe.reshard.verify,
+        recipe.reshard.bucket_bytes, recipe.reshard.verify, section.actor.megatron.get("param_offload", False),
     )  # fmt: skip
 
 
@@ -69,3 +69,15 @@ def take_sync_reports(self: Any) -> list[dict[str, Any]]:
     """What each weight sync of this worker did since the last call (reshard/in_loop.py); empty on verl's own path."""
     resharder = getattr(getattr(self, "sharding_manager", None), "resharder", None)
     return resharder.take_reports() if resharder else []
+
+
+@register(dispatch_mode=Dispatch.ONE_TO_ALL)
+def take_log_prob_moments(self: Any) -> dict[str, dict[str, float]] | None:
+    """Moments of both sides' log-probs in this worker's last update (old_log_prob.py); None where others have them."""
+    return self.__dict__.pop("log_prob_moments", None)
+
+
+@register(dispatch_mode=Dispatch.ONE_TO_ALL)
+def take_offload(self: Any) -> list[dict[str, Any]]:
+    """What was moved between host and device since the last call (memory/moves.py); empty on verl's own path."""
+    return moves.take()

@@ -1,0 +1,62 @@
+"""The plan's section about memory: both orders of the 256-die runs against a die, and the tiny run's bytes."""
+
+import pytest
+
+from verl_patches.cluster.checks import model_shape_of
+from verl_patches.cluster.compose import CONFIGS_DIR, compose
+from verl_patches.cluster.memory_plan import memory_plan, memory_rows
+
+BIG, TINY = "grpo_deepseekv3_256die_random_init", "grpo_deepseekv3_tiny_cpu"
+
+
+def plan(name, *overrides, direct=True, skip=False):
+    config = compose(name, [f"recipe.train.skip_old_log_prob={str(skip).lower()}", *overrides])
+    return memory_plan(config, model_shape_of(config, CONFIGS_DIR), direct)
+
+
+def test_the_256_die_run_fits_in_the_order_that_it_follows_and_not_in_verls():
+    found = plan(BIG)
+    peaks = {order["order"]: order["peak_bytes"] for order in found["orders"]}
+    assert list(peaks) == ["ours", "verl 54c9b736", "verl 54c9b736 with our weight sync"]
+    assert found["followed"] == "verl 54c9b736 with our weight sync" and found["modelled"] and found["swapped"]
+    assert peaks["ours"] <= peaks[found["followed"]] <= found["hbm_bytes"] == 64 << 30 < peaks["verl 54c9b736"]
+    title, columns, rows = memory_rows(found)
+    assert "GB" in title and "follows verl 54c9b736 with our" in title and all(len(row) == len(columns) for row in rows)
+    wake = next(row for row in rows if row[0] == "wake_kv")
+    assert wake[1] == "54.98" and wake[2] == "75.29 TOO MUCH"
+
+
+def test_verls_own_weight_sync_is_told_as_what_the_run_follows():
+    assert plan(BIG, direct=False)["followed"] == "verl 54c9b736"
+
+
+def test_what_the_configuration_leaves_on_the_device_is_there_in_every_phase():
+    offload = "actor_rollout_ref.actor.megatron.param_offload=false"
+    kept = {p["phase"]: p["bytes"] for p in plan(BIG, offload)["orders"][0]["phases"]}
+    assert all(bytes_.get("grads", 0) > 13e9 for bytes_ in kept.values())
+    gone = {p["phase"]: p["bytes"] for p in plan(BIG)["orders"][0]["phases"]}
+    assert "grads" not in gone["rollout"]
+
+
+@pytest.mark.parametrize(("override", "tenant"), [
+    ("actor_rollout_ref.rollout.gpu_memory_utilization=0.7", "kv_cache"),
+    ("recipe.reshard.bucket_bytes=268435456", "reshard_buffers"),
+    ("recipe.train.swap_optimizer=false", "optimizer"),
+])
+def test_keys_of_the_configuration_reach_the_bytes(override, tenant):
+    def bytes_of(found):
+        return [p["bytes"].get(tenant) for p in found["orders"][0]["phases"]]
+
+    assert bytes_of(plan(BIG, override)) != bytes_of(plan(BIG))
+
+
+def test_a_pass_that_is_left_out_is_no_phase():
+    found = plan(BIG, skip=True)
+    assert all("old_log_prob" not in [p["phase"] for p in order["phases"]] for order in found["orders"])
+
+
+def test_a_cpu_has_no_die_to_compare_with():
+    found = plan(TINY)
+    assert found["hbm_bytes"] is None and found["followed"] == "verl 0.4.0"
+    title, _, rows = memory_rows(found)
+    assert " MB " in title and not any("TOO MUCH" in cell for row in rows for cell in row)

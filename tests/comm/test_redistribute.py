@@ -1,0 +1,44 @@
+"""The exchange between rollout ranks and train replicas, on gloo."""
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.comm import cache_jobs
+from tests.comm.lengths import lognormal_lengths
+from tests.comm.strategies import steps
+from verl_patches.comm.batch_plan import held_after_rollout
+
+STEP = dict(held=held_after_rollout(16, range(4)), replica_of=[0, 1, 0, 1], mini_batch_size=8, micro_batch_size=2,
+            lengths=lognormal_lengths(16, 0.7, seed=1))  # fmt: skip
+
+
+@pytest.mark.slow
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(arguments=steps(worlds=st.just(4)))
+def test_all_bits_arrive_where_they_are_planned_in_one_collective(ranks, arguments):
+    for arrived, calls, wire, left in ranks.run(cache_jobs.redistribute, arguments):
+        assert arrived
+        assert calls == [["all_to_all_single", *wire]]
+        assert left == ()
+
+
+def test_a_wrong_order_would_be_seen(ranks):
+    assert not any(ranks.run(cache_jobs.disordered, STEP))
+
+
+@pytest.mark.parametrize(("how", "own", "others"), [
+    ("missing", "CacheError: tensor cache: step 3 has no responses of 4 samples, the first is 8; it keeps",
+     "ExchangeError: exchange: rank(s) [2] had nothing to send"),
+    ("short", "ExchangeError: exchange: log_probs of sample 11 has", "rank(s) [2] had nothing to send"),
+    ("dtype", "ExchangeError: exchange: prompts is torch.int64, expected torch.int32", "rank(s) [2] had nothing"),
+    ("step", "has another plan, step, or other tensors than rank(s) [0, 1, 3]", "tensors than rank(s) [2]"),
+])  # fmt: skip
+def test_one_odd_rank_stops_all_and_none_waits(ranks, how, own, others):
+    for rank, (said, left) in enumerate(ranks.run(cache_jobs.spoilt, STEP, how, 2)):
+        assert (own if rank == 2 else others) in said
+        assert left == ()
+
+
+def test_an_even_step_is_not_stopped(ranks):
+    assert [said for said, _ in ranks.run(cache_jobs.spoilt, STEP, "none", 2)] == ["no error"] * 4

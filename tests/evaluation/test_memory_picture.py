@@ -1,0 +1,17 @@
+"""The picture of the ledger's records."""
+
+from verl_patches.evaluation.memory_picture import draw_memory
+
+
+def phase(bytes_, **measured):
+    return {"rank": 0, "peak_bytes": sum(bytes_.values()), "bytes": bytes_, "measured": measured}
+
+
+def test_a_picture_of_steps_with_and_without_a_ledger(tmp_path):
+    reshard, update = phase({"actor_params": 4, "grads": 0}, rss=9), phase({"grads": 8}, rss=9)
+    steps = [{"step": 1, "memory": None}, {"step": 2, "memory": {"phases": {"reshard": reshard, "update": update}}}]
+    found = draw_memory({"run": "r", "steps": steps}, tmp_path / "memory.png")
+    assert found.read_bytes().startswith(b"\x89PNG")
+    more = draw_memory({"run": "r", "steps": 3 * steps}, tmp_path / "more.png")
+    assert more.stat().st_size > found.stat().st_size  # negative control: what is drawn depends on the steps
+    assert draw_memory({"run": "r", "steps": []}, tmp_path / "none.png").is_file()

@@ -1,0 +1,51 @@
+"""The loop without a pass for old log-probs, and with weights: same gradients, same truth check, closed forms."""
+
+import pytest
+
+pytestmark = [pytest.mark.slow, pytest.mark.full]
+SKIP = "recipe.train.skip_old_log_prob=true"
+HALF = ("recipe.rollout_correction.rollout_is=token", "recipe.rollout_correction.rollout_is_threshold=0.5")
+
+
+def assert_same_but_for_the_pass(skipped, plain):
+    for step, other in zip(skipped.steps, plain.steps, strict=True):
+        assert (step["grad_norm"], step["reward"]) == (other["grad_norm"], other["reward"])
+        assert step["logprob_delta"] == pytest.approx(other["logprob_delta"], rel=1e-9)
+        assert 0 < step["logprob_delta"]["mean"] < 1e-5 and step["logprob_delta"]["pearson"] > 0.999
+        assert "log_prob" not in step["seconds"] and other["seconds"]["log_prob"] > 0
+
+
+def test_skipped_steps_are_the_same_steps_without_the_pass(smoke):
+    """Rows update.on_policy, update.loss_on_policy and update.take_log_prob_moments."""
+    assert_same_but_for_the_pass(smoke(SKIP), smoke())
+
+
+@pytest.mark.upstream
+def test_skipped_steps_are_the_same_steps_on_line_a3(a3):
+    assert_same_but_for_the_pass(a3(SKIP), a3())
+
+
+def test_one_rank_of_each_replica_reports(smoke):
+    """Both log-probs of a response are counted once, whatever ranks have them."""
+    plain, skipped = (smoke("--steps", "1", "--train-layout", "tp2ep2", *more) for more in ((), (SKIP,)))
+    assert_same_but_for_the_pass(skipped, plain)
+
+
+def test_spoilt_weights_are_still_caught_at_step_one(smoke):
+    run = smoke("--steps", "2", SKIP, "recipe.worker_process_setup_hook=spoilt_sync.corrupt_expert", ok=False)
+    assert run.code == 1 and "WeightSyncError: step 1:" in run.summary["exit"]
+    assert run.steps[-1]["logprob_delta"]["mean"] > 1e-3
+
+
+@pytest.mark.parametrize("skip", [[SKIP], []])
+def test_a_cap_of_one_half_halves_the_gradient(smoke, skip):
+    """In fp32 every ratio is within 1e-5 of 1, so all weights are 1/2; at step 1 the KL loss has no gradient yet."""
+    run = smoke("--steps", "1", *skip, *HALF)
+    assert run.steps[0]["grad_norm"] == pytest.approx(smoke().steps[0]["grad_norm"] / 2, rel=1e-6)
+    assert run.steps[0]["logprob_delta"]["mean"] < 1e-5
+
+
+def test_replayed_responses_have_nothing_to_compare_and_train_alike(smoke):
+    replayed = smoke("--steps", "1", "--replay-rollout", str(smoke().folder), SKIP)
+    assert replayed.steps[0]["logprob_delta"] is None
+    assert replayed.steps[0]["grad_norm"] == smoke().steps[0]["grad_norm"]

@@ -1,0 +1,199 @@
+"""The ledger on real storages: what it lets pass, and that a tenant left, a few bytes and a wrong table are caught."""
+
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from verl_patches.errors import ConfigError
+from verl_patches.memory import ledger as ledgers
+from verl_patches.memory.ledger import Ledger, MemoryLedgerError, memory_of_process
+from verl_patches.memory.measure import held_bytes, optimizer_full_bytes, optimizer_tensors
+from verl_patches.memory.phases import OURS, make_order
+from verl_patches.memory.report import memory_of_step, said_of
+
+SIZES = {"actor_params": 400, "grads": 800, "optimizer": 2400, "ref_params": 400, "rollout_weights": 600,
+         "kv_cache": 1000}  # fmt: skip
+
+
+class Device:
+    """One storage a tenant, which the table's moves resize as offload does."""
+
+    def __init__(self, order=OURS, action="strict", **options):
+        self.tensors = {tenant: torch.zeros(size, dtype=torch.int8) for tenant, size in SIZES.items()}
+        self.ledger = Ledger(order, action=action, **options)
+        for tenant, tensor in self.tensors.items():
+            tensor.untyped_storage().resize_(0)
+            self.ledger.register(tenant, lambda tensor=tensor: held_bytes([tensor], "cpu"), full_bytes=SIZES[tenant])
+        self.order = order
+
+    def resize(self, tenant, size):
+        self.tensors[tenant].untyped_storage().resize_(size)
+
+    def move(self, moves):
+        for verb, tenant in moves:
+            if tenant in self.tensors:
+                self.resize(tenant, SIZES[tenant] if verb in ("load", "alloc") else 0)
+
+    def step(self, until=None):
+        for phase in self.order.phases:
+            self.move(phase.enter)
+            if phase.name == until:
+                return
+            self.ledger.enter(phase.name)
+            self.move(phase.leave)
+
+
+def test_two_steps_as_planned():
+    device = Device()
+    for _ in range(2):
+        device.step()
+    taken = device.ledger.take()
+    assert taken["violations"] == [] and [r["phase"] for r in taken["records"]] == 2 * [p.name for p in OURS.phases]
+    by_phase = {r["phase"]: r for r in taken["records"]}
+    assert by_phase["update"]["total_bytes"] == 400 + 800 + 2400 and by_phase["wake_kv"]["bytes"]["kv_cache"] == 1000
+    assert device.ledger.take() == {"records": [], "violations": []}
+
+
+def test_a_tenant_left_behind_is_named_with_its_bytes_and_who_should_have_released_it():
+    device = Device()
+    device.step()
+    device.resize("grads", 800)
+    with pytest.raises(MemoryLedgerError) as said:
+        device.step()
+    for words in ("rank 0", "entering reshard", "grads", "800 bytes", "expected 0", "after update (free)", "'ours'"):
+        assert words in str(said.value)
+    assert device.ledger.take()["violations"] == [
+        {"phase": "reshard", "tenant": "grads", "bytes": 800, "expected_bytes": 0}]
+
+
+@pytest.mark.parametrize(("tenant", "size", "words"), [
+    ("ref_params", 7, "holds 7 bytes, expected 0"),
+    ("rollout_weights", 607, "7 bytes were allocated since it was registered and belong to nobody"),
+    ("rollout_weights", 599, "released or never came"),
+    ("kv_cache", 0, "released or never came"),
+])
+def test_a_few_bytes_are_seen(tenant, size, words):
+    device = Device()
+    device.step(until="rollout")
+    device.resize(tenant, size)
+    with pytest.raises(MemoryLedgerError, match=words.replace("(", r"\(")):
+        device.ledger.enter("rollout")
+
+
+def test_a_wrong_table_fails():
+    device = Device()
+    device.ledger = Ledger(make_order("wrong", *(
+        (p.name, ", ".join(m for m in map(str, p.enter) if m != "load ref_params"),
+         ", ".join(map(str, p.leave))) for p in OURS.phases)), action="strict")
+    for tenant, tensor in device.tensors.items():
+        device.ledger.register(tenant, lambda tensor=tensor: held_bytes([tensor], "cpu"), full_bytes=SIZES[tenant])
+    with pytest.raises(MemoryLedgerError, match="entering ref: ref_params .* order 'wrong' does not have it"):
+        device.step()
+
+
+def test_what_stays_is_expected_everywhere():
+    device = Device(stays={"ref_params"})
+    with pytest.raises(MemoryLedgerError, match="entering reshard: ref_params .* holds 0 bytes, expected 400"):
+        device.step()
+    device.resize("ref_params", 400)
+    device.ledger.enter("reshard")
+
+
+def test_report_goes_on_and_keeps_what_it_saw():
+    device = Device(action="report", rank=3)
+    device.step(until="rollout")
+    device.resize("grads", 8)
+    device.ledger.enter("rollout")
+    memory = memory_of_step([{"rank": 3, **device.ledger.take()}, None])
+    assert memory["violations"]["count"] == 1 and memory["violations"]["first"][0]["rank"] == 3
+    assert "rank 3, rollout: grads holds 8 bytes, expected 0" in said_of(memory["violations"])
+    assert said_of({"count": 0, "first": []}) == "" and memory_of_step([None, None]) is None
+
+
+def test_told_tenants_transients_and_peaks():
+    seen = iter([{"rss": n} for n in (5, 9, 7, 1, 2, *range(9))])
+    ledger = Ledger(OURS, action="strict", device_memory=seen.__next__)
+    ledger.enter("update")
+    ledger.allocated("swap_window", 100)
+    ledger.look(extra_bytes=11)
+    ledger.freed("swap_window", 40)
+    ledger.freed("swap_window")
+    ledger.enter("reshard")
+    taken = ledger.take()["records"]
+    assert [r["peak_bytes"] for r in taken] == [111, 0] and taken[0]["measured"] == {"rss": 9}
+    ledger.allocated("swap_window", 1)
+    with pytest.raises(MemoryLedgerError, match="swap_window .* holds 1 bytes"):
+        ledger.enter("reshard")
+
+
+def test_a_tenant_that_grows_is_full_once():
+    held = {"optimizer": 4}
+    ledger = Ledger(OURS, stays={"optimizer"}, action="strict")
+    ledger.register("optimizer", lambda: held["optimizer"], full_bytes=12, grows=True)
+    for size in (4, 8, 12):
+        held["optimizer"] = size
+        ledger.enter("update")
+    for size in (8, 13):
+        held["optimizer"] = size
+        with pytest.raises(MemoryLedgerError, match=f"holds {size} bytes, expected 12"):
+            ledger.enter("update")
+    fresh = Ledger(OURS, stays={"optimizer"}, action="strict")
+    fresh.register("optimizer", lambda: 13, full_bytes=12, grows=True)
+    with pytest.raises(MemoryLedgerError, match="holds 13 bytes"):
+        fresh.enter("update")
+
+
+def test_the_size_of_a_tenant_without_one_is_learnt_once():
+    held = {"kv_cache": 50}
+    ledger = Ledger(OURS, stays={"kv_cache"}, action="strict")
+    ledger.register("kv_cache", lambda: held["kv_cache"])
+    ledger.enter("rollout")
+    held["kv_cache"] = 51
+    with pytest.raises(MemoryLedgerError, match="expected 50"):
+        ledger.enter("rollout")
+
+
+@pytest.mark.parametrize(("use", "words"), [
+    (lambda ledger: ledger.register("gards"), "'gards' is none of actor_params"),
+    (lambda ledger: ledger.register("grads"), "'grads' is registered already"),
+    (lambda ledger: ledger.allocated("grads", 1), "grads is measured, it cannot be told of"),
+    (lambda ledger: ledger.enter("upadte"), "has no phase 'upadte'"),
+    (lambda ledger: Ledger(OURS, action="warn"), "expected one of report, strict"),
+])
+def test_wrong_use_is_refused(use, words):
+    ledger = Ledger(OURS)
+    ledger.register("grads", lambda: 0)
+    with pytest.raises(ConfigError, match=words):
+        use(ledger)
+
+
+def test_storages_count_once_and_only_on_the_device():
+    whole = torch.zeros(10)
+    assert held_bytes([whole, whole[:5], [whole[2:], (None, torch.zeros(1))]], "cpu") == 44
+    assert held_bytes([whole, torch.zeros(3, device="meta")], "meta") == 12
+    whole.untyped_storage().resize_(0)
+    assert held_bytes([whole], "cpu") == 0
+
+
+def test_an_optimizers_bytes_before_and_after_its_first_step():
+    """bf16 parameters have a main copy beside two moments; fp32 parameters have the moments alone."""
+    main, own = torch.nn.Parameter(torch.zeros(6)), torch.nn.Parameter(torch.zeros(5))
+    adam = torch.optim.AdamW([main, own])
+    megatron = SimpleNamespace(shard_fp32_from_float16_groups=[[main]], shard_fp32_groups=[[own]], optimizer=adam)
+    chained = SimpleNamespace(chained_optimizers=[megatron])
+    assert held_bytes(optimizer_tensors(chained), "cpu") == 24
+    main.grad, own.grad = torch.ones(6), torch.ones(5)
+    adam.step()
+    assert held_bytes(optimizer_tensors(chained), "cpu") == optimizer_full_bytes(chained) == 6 * 12 + 5 * 8
+
+
+def test_without_a_ledger_phases_cost_nothing_and_the_module_needs_no_torch():
+    assert ledgers.current() is None
+    ledgers.enter("no such phase")
+    ledgers.look()
+    assert memory_of_process("cpu")()["rss"] > 1e6
+    code = "import sys, verl_patches.memory.ledger, verl_patches.memory.expected; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -1,0 +1,99 @@
+"""The order of a step as a table: what each order promises, its simulation, and tables that must be refused."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from verl_patches.errors import ConfigError
+from verl_patches.memory.phases import OURS, TENANTS, VERL, VERL_54C9B736, make_order, residency, simulate, staying
+
+ORDERS = (OURS, *VERL.values())
+SIZES = {tenant: 2**bit for bit, tenant in enumerate(TENANTS)}  # a sum says who was there
+SUBSETS = st.sets(st.sampled_from(sorted(TENANTS)))
+
+
+def positions(order, verbs, tenant):
+    moves = [move for phase in order.phases for move in (*phase.enter, *phase.leave)]
+    return [i for i, move in enumerate(moves) if move.verb in verbs and move.tenant == tenant]
+
+
+def test_who_is_there_in_each_phase_of_our_order():
+    found = residency(OURS)
+    assert list(found) == ["reshard", "wake_kv", "rollout", "sleep", "reward", "old_log_prob", "ref", "advantage",
+                           "update"]
+    assert found["reshard"] == {"actor_params", "rollout_weights", "reshard_buffers"}
+    assert found["wake_kv"] == found["rollout"] == {"rollout_weights", "kv_cache"}
+    assert found["sleep"] == found["reward"] == {"tensor_cache"}
+    assert found["old_log_prob"] == found["advantage"] == {"tensor_cache", "actor_params"}
+    assert found["ref"] == {"tensor_cache", "actor_params", "ref_params"}
+    assert found["update"] == {"tensor_cache", "actor_params", "grads", "optimizer", "swap_window"}
+
+
+def test_weights_come_before_the_cache_which_comes_last_and_goes_first():
+    (weights,), (cache,) = positions(OURS, ("alloc",), "rollout_weights"), positions(OURS, ("alloc",), "kv_cache")
+    (weights_go,), (cache_goes,) = (positions(OURS, ("free",), t) for t in ("rollout_weights", "kv_cache"))
+    assert weights < cache < cache_goes < weights_go
+    assert positions(OURS, ("offload",), "actor_params") < [cache]
+    worst = simulate(VERL_54C9B736, SIZES)["wake_kv"].at_peak  # negative control: the cache comes before they go
+    assert worst >= {"kv_cache", "actor_params", "grads"}
+
+
+def test_training_weights_stay_from_update_to_reshard_and_move_once_a_step():
+    found = simulate(OURS, SIZES)
+    moved = {name: (m.to_device_bytes, m.to_host_bytes) for name, m in found.items() if m.trims + m.to_device_bytes}
+    assert found["reshard"].to_device_bytes == 0 and found["reshard"].to_host_bytes == SIZES["actor_params"]
+    assert moved["old_log_prob"] == (SIZES["actor_params"], 0) and moved["ref"] == (SIZES["ref_params"], 0)
+    assert found["update"].to_device_bytes == found["update"].to_host_bytes == SIZES["optimizer"]
+    assert sum(m.trims for m in found.values()) == 2
+
+
+def test_what_verls_orders_move():
+    for order in VERL.values():
+        found = simulate(order, SIZES)
+        there_and_back = SIZES["actor_params"] * 3 + SIZES["ref_params"] + SIZES["optimizer"] + SIZES["rollout_weights"]
+        assert sum(m.to_device_bytes for m in found.values()) == there_and_back
+        assert sum(m.to_host_bytes for m in found.values()) == there_and_back
+        assert sum(m.trims for m in found.values()) > 10
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=lambda order: order.name)
+@given(stays=SUBSETS, absent=SUBSETS)
+def test_whatever_stays_or_is_not_there_every_order_closes(order, stays, absent):
+    sizes = {tenant: size for tenant, size in SIZES.items() if tenant not in absent}
+    found = simulate(order, sizes, stays)
+    for moment in found.values():
+        assert moment.resident >= stays & set(sizes) and not moment.resident & absent
+        assert moment.peak_bytes == sum(SIZES[t] for t in moment.at_peak)
+        assert moment.peak_bytes >= sum(SIZES[t] for t in moment.resident)
+        assert moment.to_device_bytes <= sum(sizes.get(t, 0) for t in TENANTS if t not in stays)
+    if stays >= set(TENANTS):
+        assert all(m.to_device_bytes == m.to_host_bytes == 0 for m in found.values())
+
+
+def test_who_should_have_released_a_tenant():
+    assert OURS.released_by("grads", "reshard") == "after update (free)"  # the step before
+    assert OURS.released_by("actor_params", "wake_kv") == "after reshard (offload)"
+    assert OURS.released_by("kv_cache", "sleep") == "at the start of sleep (free)"
+    assert OURS.released_by("ref_params", "ref") == "after ref (free)"
+    assert VERL["pypi"].released_by("tensor_cache", "reshard") is None
+
+
+def test_a_wrong_table_is_refused():
+    with pytest.raises(ConfigError, match="order 'x', phase a: lod grads is no move"):
+        make_order("x", ("a", "lod grads", ""))
+    with pytest.raises(ConfigError, match="alloc gradz is no move"):
+        make_order("x", ("a", "", "alloc gradz"))
+    with pytest.raises(ConfigError, match="a holds nothing in the first step and grads later"):
+        residency(make_order("x", ("a", "", ""), ("b", "alloc grads", "")))
+    with pytest.raises(ConfigError, match=r"has no phase 'rolout'; it has reshard"):
+        OURS.phase("rolout")
+
+
+def test_what_a_run_never_moves():
+    every = {"param_offload": True, "optimizer_offload": True, "ref_offload": True}
+    assert staying(**every) == frozenset()
+    assert staying(**every, one_memory=True) == {"rollout_weights"}
+    alone = staying(**every, one_memory=True, our_moves=False)
+    assert alone == {"optimizer", "ref_params", "rollout_weights"}  # verl's moves from device to device
+    assert staying(**{**every, "param_offload": False}) == {"actor_params", "grads"}
+    assert staying(**dict.fromkeys(every, False)) == {"actor_params", "grads", "optimizer", "ref_params"}

@@ -1,0 +1,258 @@
+"""The update without a pass for old log-probs: refusals, both sides of the call, the loss; nothing while it is off."""
+
+import json
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from verl import DataProto
+from verl.trainer.ppo.core_algos import agg_loss, compute_policy_loss
+
+from verl_patches.cluster.checks import check_config
+from verl_patches.cluster.compose import CONFIGS_DIR, compose
+from verl_patches.patching.engine import PatchError
+from verl_patches.training import old_log_prob
+from verl_patches.training.on_policy import faults
+from verl_patches.training.rollout_correction import LogProbError
+
+TINY, LARGE = "grpo_deepseekv3_tiny_cpu", "grpo_deepseekv3_256die_true_weight"
+SKIP, CORRECT = "recipe.train.skip_old_log_prob", "recipe.rollout_correction"
+ACTOR = "actor_rollout_ref.actor"
+PROMPT, LENGTH = 3, 4
+OF_ACTOR = -torch.rand(4 * LENGTH, generator=torch.Generator().manual_seed(9)) - 0.5  # of each token, at weights 0
+
+
+def refused(*overrides, name=TINY):
+    return [check.detail for check in check_config(compose(name, overrides), CONFIGS_DIR) if not check.ok]
+
+
+@pytest.mark.parametrize(("overrides", "words"), [
+    ([f"{ACTOR}.ppo_mini_batch_size=2"],
+     f"{ACTOR}.ppo_mini_batch_size is 2 and data.train_batch_size 4: .* make them equal"),
+    ([f"{ACTOR}.ppo_epochs=2"], f"{ACTOR}.ppo_epochs is 2: .* set 1"),
+    (["algorithm.use_kl_in_reward=true"], f"algorithm.use_kl_in_reward is true, .* use {ACTOR}.use_kl_loss"),
+    (["trainer.critic_warmup=2"], "trainer.critic_warmup is 2: "),
+    ([f"+{ACTOR}.megatron.override_transformer_config.hidden_dropout=0.1"], "hidden_dropout 0.1: two forward passes"),
+])
+def test_what_breaks_on_policy_is_refused_by_name(overrides, words):
+    import re
+
+    found = refused(f"{SKIP}=true", *overrides)
+    assert len(found) == 1 and re.search(rf"{SKIP} is true, but .*{words}", found[0]), found
+    assert refused(*overrides) == []  # fine while the pass is made
+
+
+def test_dropout_of_the_model_is_refused():
+    config = compose(TINY, [f"{SKIP}=true"])
+    assert faults(config, {"attention_dropout": 0.0}) == []
+    fault, = faults(config, {"attention_dropout": 0.1})
+    assert "config.json says attention_dropout 0.1" in fault
+
+
+def test_what_holds_is_said():
+    checks = check_config(compose(TINY, [f"{SKIP}=true"]), CONFIGS_DIR)
+    assert [check.ok for check in checks if check.name == "on policy"] == [True]
+    assert not [check for check in check_config(compose(TINY), CONFIGS_DIR) if check.name == "on policy"]
+
+
+@pytest.mark.parametrize(("overrides", "words"), [
+    (["rollout_is=tokens"], "rollout_is is 'tokens'; expected null, token or sequence"),
+    (["rollout_is=token", "rollout_is_threshold=0"], "rollout_is_threshold is 0.0; expected the highest weight"),
+    (["rollout_rs=token_k1", "rollout_rs_threshold=2.0"], "expected null, seq_sum_k1 or seq_mean_k1"),
+    (["rollout_rs=seq_sum_k1"], "rollout_rs_threshold is None; expected LOWEST_HIGHEST"),
+    (["rollout_rs=seq_sum_k1", "rollout_rs_threshold=2.0_0.5"], "'2.0_0.5'; expected LOWEST_HIGHEST"),
+    (["rollout_rs=seq_sum_k1", "rollout_rs_threshold=0.5"], "'0.5'; expected LOWEST_HIGHEST .*the highest alone"),
+    (["rollout_rs=seq_sum_k1", "rollout_rs_threshold=high"], "'high'; expected"),
+    (["rollout_rs_threshold=2.0"], "rollout_rs_threshold is 2.0, but rollout_rs is null"),
+])
+def test_wrong_values_of_the_correction_are_refused_by_name(overrides, words):
+    import re
+
+    found = refused(*(f"{CORRECT}.{override}" for override in overrides))
+    assert len(found) == 1 and re.search(f"{CORRECT}.*{words}", found[0]), found
+
+
+@pytest.mark.parametrize(("override", "words"), [
+    ("actor_rollout_ref.rollout.temperature=0.9", "temperature 0.9"),
+    ("recipe.rollout.replay=somewhere", "recorded"),
+])
+def test_a_correction_needs_comparable_log_probs(override, words):
+    on = [f"{CORRECT}.rollout_is=token", f"{CORRECT}.rollout_rs=seq_sum_k1", f"{CORRECT}.rollout_rs_threshold=0.5_2.0"]
+    assert refused(*on) == [] and refused(override) == []
+    fault, = refused(*on, override)
+    assert f"{CORRECT} is on, but vLLM's log-probs" in fault and words in fault
+
+
+def batch(seed=0, rows=4, far=0.05):
+    """What verl's trainer hands to update_actor, the pass for old log-probs included."""
+    generator = torch.Generator().manual_seed(seed)
+    mask = torch.ones(rows, PROMPT + LENGTH, dtype=torch.int64)
+    mask[0, -2:] = 0
+    old = OF_ACTOR.view(rows, LENGTH).clone()
+    return DataProto.from_dict({
+        "responses": torch.arange(rows * LENGTH).view(rows, LENGTH), "attention_mask": mask, "old_log_probs": old,
+        "rollout_log_probs": old + far * torch.randn(rows, LENGTH, generator=generator),
+        "advantages": torch.randn(rows, LENGTH, generator=generator)})
+
+
+class Worker:
+    """As ActorRolloutRefWorker.update_actor goes: micro batches, and verl's own loss under our row."""
+
+    loss = staticmethod(old_log_prob.loss_on_policy(compute_policy_loss))
+
+    def __init__(self, skip=False, **correction):
+        off = {"rollout_is": None, "rollout_is_threshold": 2.0, "rollout_rs": None, "rollout_rs_threshold": None}
+        recipe = SimpleNamespace(train=SimpleNamespace(skip_old_log_prob=skip),
+                                 rollout_correction=SimpleNamespace(**{**off, **correction}))
+        self.config, self.parameter = {"recipe": recipe}, torch.zeros(LENGTH, requires_grad=True)
+
+    def update_actor(self, data):
+        self.met = data
+        for part in data.batch.split(2):
+            assert "old_log_probs" in part.keys()
+            mask = part["attention_mask"][:, -LENGTH:].bool()
+            log_prob = OF_ACTOR[part["responses"]] + self.parameter
+            loss, *_ = self.loss(old_log_prob=part["old_log_probs"], log_prob=log_prob,
+                                 advantages=part["advantages"], response_mask=mask, cliprange=0.2,
+                                 loss_agg_mode="seq-mean-token-mean")
+            loss.backward()
+        return self.parameter.grad.clone()
+
+    def run(self, data):
+        if self.config["recipe"].train.skip_old_log_prob:
+            data.batch.pop("old_log_probs")
+        return old_log_prob.update_on_policy(type(self).update_actor)(self, data)
+
+
+@pytest.fixture(autouse=True)
+def one_rank(monkeypatch):
+    monkeypatch.setattr(old_log_prob, "_speaks_for_its_replica", lambda: True)
+
+
+def test_off_is_untouched_bit_for_bit():
+    data, plain = batch(), Worker()
+    before = {name: tensor.clone() for name, tensor in data.batch.items()}
+    found = plain.run(data)
+    assert plain.met is data and not hasattr(plain, "log_prob_moments")
+    assert all(torch.equal(data.batch[name], tensor) for name, tensor in before.items())
+    bare = Worker()
+    bare.loss = compute_policy_loss
+    assert torch.equal(found, bare.update_actor(data))
+    assert not torch.equal(found, Worker(rollout_is="token").run(batch()))  # negative control
+
+
+def test_without_recipe_nothing_happens():
+    worker = Worker()
+    worker.config = {}
+    assert old_log_prob.update_on_policy(lambda self, data: data)(worker, 5) == 5
+
+
+def test_skipped_gradients_are_those_of_the_pass():
+    skipped = Worker(skip=True)
+    assert torch.equal(skipped.run(batch()), Worker().run(batch()))
+    found = old_log_prob.with_workers_metrics(
+        {"actor/entropy_loss": math.nan, "other": 1.0}, [skipped.log_prob_moments, None], skipped.config["recipe"])
+    data = batch().batch
+    mask = data["attention_mask"][:, -LENGTH:].bool()
+    far = (data["rollout_log_probs"] - data["old_log_probs"]).abs()[mask]
+    assert found["recipe/logprob_delta_mean"] == pytest.approx(far.mean().item())
+    assert found["other"] == 1.0 and "actor/entropy_loss" not in found and "rollout_corr/rollout_is_mean" not in found
+
+
+def test_an_update_with_verls_own_loss_is_an_error():
+    """It would take vLLM's log-probs for old ones, which is another gradient."""
+    bare = Worker(skip=True)
+    bare.loss = compute_policy_loss
+    with pytest.raises(PatchError, match="its loss is not that of row update.loss_on_policy"):
+        bare.run(batch())
+    assert not torch.equal(bare.parameter.grad, Worker().run(batch()))
+
+
+@pytest.mark.parametrize("correction", [
+    {"rollout_is": "token", "rollout_is_threshold": 1.02}, {"rollout_is": "sequence"},
+    {"rollout_rs": "seq_sum_k1", "rollout_rs_threshold": "0.97_1.1"},
+    {"rollout_is": "token", "rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.98_1.02"},
+])
+def test_both_ways_weigh_alike(correction):
+    passed, skipped = Worker(**correction), Worker(skip=True, **correction)
+    found, other = passed.run(batch()), skipped.run(batch())
+    assert torch.equal(found, other) and not torch.allclose(found, Worker().run(batch()))
+    assert passed.log_prob_moments == skipped.log_prob_moments
+    metrics = old_log_prob.with_workers_metrics({}, [passed.log_prob_moments] * 2, passed.config["recipe"])
+    assert metrics["recipe/logprob_delta_mean"] > 0
+    assert ("rollout_corr/rollout_is_mean" in metrics) is ("rollout_is" in correction)
+    assert ("rollout_corr/rollout_rs_masked_fraction" in metrics) is ("rollout_rs" in correction)
+
+
+def test_half_weights_are_half_the_gradient():
+    """A cap of 1/2 below every ratio."""
+    half = Worker(rollout_is="token", rollout_is_threshold=0.5)
+    torch.testing.assert_close(half.run(batch(far=0.01)), 0.5 * Worker().run(batch(far=0.01)), rtol=0, atol=0)
+
+
+def test_a_rejected_batch_has_no_gradient():
+    none = Worker(rollout_rs="seq_sum_k1", rollout_rs_threshold="7_8")
+    assert not none.run(batch()).any()
+
+
+def test_without_the_rollouts_log_probs():
+    """Replayed responses have none: an update without a report; a correction has nothing to go by."""
+    data, worker = batch(), Worker(skip=True)
+    data.batch.pop("rollout_log_probs")
+    assert torch.equal(worker.run(data), Worker().run(batch()))
+    assert old_log_prob.with_workers_metrics({}, [worker.log_prob_moments], worker.config["recipe"]) == {}
+    data = batch()
+    data.batch.pop("rollout_log_probs")
+    with pytest.raises(LogProbError, match="rollout_correction is on, but the batch has no rollout_log_probs"):
+        Worker(rollout_is="token").run(data)
+
+
+def test_a_failed_update_leaves_the_loss_alone():
+    worker = Worker(skip=True)
+    worker.loss = lambda **kwargs: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        worker.run(batch())
+    data = batch().batch
+    given = [data["old_log_probs"], data["old_log_probs"] + 0.1, data["advantages"], torch.ones(4, LENGTH), 0.2]
+    assert torch.equal(Worker.loss(*given)[0], compute_policy_loss(*given)[0])
+
+
+def test_the_trainer_gets_columns_of_nan_and_sends_none():
+    sent = []
+    group = SimpleNamespace(update_actor=lambda data: sent.append(set(data.batch.keys())), compute_ref_log_prob=len)
+    without, data = old_log_prob.WithoutOldLogProb(group), batch()
+    data.batch.pop("old_log_probs")
+    passed = without.compute_log_prob(data)  # group has no such method: it would be an AttributeError
+    entropys = passed.batch.pop("entropys")  # from here on as verl's fit
+    assert math.isnan(agg_loss(entropys, data.batch["attention_mask"][:, -LENGTH:], "token-mean"))
+    data = data.union(passed)
+    assert data.batch["old_log_probs"].isnan().all() and data.batch["old_log_probs"].shape == (4, LENGTH)
+    without.update_actor(data)
+    assert sent == [{"responses", "attention_mask", "rollout_log_probs", "advantages"}]
+    assert without.compute_ref_log_prob is len
+
+
+PROBE = """
+import verl_patches.prelude_patch, json
+import verl.workers.megatron_workers as workers
+from verl.trainer.ppo import core_algos
+from verl.workers.actor import megatron_actor
+actor = workers.ActorRolloutRefWorker
+print(json.dumps({
+    "update.on_policy": "old_log_prob.py" in actor.update_actor.__code__.co_filename,
+    "update.loss_on_policy": all("old_log_prob.py" in module.compute_policy_loss.__code__.co_filename
+                                 for module in (core_algos, megatron_actor)),
+    "update.take_log_prob_moments": hasattr(actor, "take_log_prob_moments"),
+    "dispatch": actor.update_actor.__dict__["attrs_3141562937"]["dispatch_mode"].name}))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("on", [True, False])
+def test_rows_have_their_effect_and_lose_it(run_python, on):
+    ids = ["update.on_policy", "update.loss_on_policy", "update.take_log_prob_moments"]
+    off = "" if on else "".join(f",-{name}" for name in ids)
+    done = run_python(PROBE, patches=f"line=pypi,platform=cpu{off}")
+    assert done.rc == 0, done.err
+    assert json.loads(done.out.splitlines()[-1]) == {**dict.fromkeys(ids, on), "dispatch": "MEGATRON_COMPUTE_PROTO"}

@@ -1,0 +1,83 @@
+"""What a configuration would hold on its worst rank, phase by phase: in our order of a step and in verl's. Modelled."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from omegaconf import DictConfig
+
+from verl_patches.cluster.recipe import VLLM_DTYPES
+from verl_patches.layout.inventory import ModelShape, build_inventory
+from verl_patches.layout.of_config import rollout_layout_of, train_layout_of
+from verl_patches.memory.expected import A3_DIE_BYTES, Setting, in_dtype, peaks
+from verl_patches.memory.phases import OURS, VERL, order_followed, staying
+
+
+def memory_plan(
+    config: DictConfig, model: ModelShape, direct_sync: bool, our_moves: bool = False
+) -> dict[str, Any]:
+    """{modelled, hbm_bytes, followed, swapped, orders}: `peaks` of our order, of verl's on this line, of the run's own.
+
+    `hbm_bytes` is that of an A3 die, None on other platforms, where no KV cache can be told. `followed` names the order
+    that the run follows, by `direct_sync` (rows reshard.direct*) and `our_moves` (rows memory.offload_*); verl's order
+    is told with verl's own weight sync. Activations, HCCL's buffers and CANN's context are in none of the figures.
+    ConfigError where sizes do not divide.
+    """
+    recipe, actor, ref = config.recipe, config.actor_rollout_ref.actor.megatron, config.actor_rollout_ref.ref.megatron
+    inventory = in_dtype(build_inventory(model), VLLM_DTYPES[recipe.dtype])
+    layouts = train_layout_of(config), rollout_layout_of(config)
+    stays = staying(
+        param_offload=actor.param_offload, optimizer_offload=actor.optimizer_offload or recipe.train.swap_optimizer,
+        ref_offload=ref.param_offload)  # fmt: skip
+    ours = _setting(config)
+    skip = recipe.train.skip_old_log_prob
+    followed = order_followed(recipe.line, direct_sync=direct_sync, skip_old_log_prob=skip, our_moves=our_moves)
+    compared = [(order.without("old_log_prob") if skip else order, setting)
+                for order, setting in ((OURS, ours), (VERL[recipe.line], replace(ours, bucket_bytes=None)))]
+    if followed.name not in (order.name for order, _ in compared):
+        compared.append((followed, ours))
+    return {
+        "modelled": True, "hbm_bytes": A3_DIE_BYTES if recipe.platform == "npu" else None, "followed": followed.name,
+        "orders": [peaks(order, inventory, *layouts, setting, stays) for order, setting in compared],
+        "swapped": recipe.train.swap_optimizer,
+    }  # fmt: skip
+
+
+def _setting(config: DictConfig) -> Setting:
+    recipe, rollout = config.recipe, config.actor_rollout_ref.rollout
+    additional = ((rollout.engine_kwargs or {}).get("vllm") or {}).get("additional_config") or {}
+    graph = additional.get("torchair_graph_config") or {}
+    return Setting(
+        train_library="mindspeed" if recipe.line == "a3" else "megatron-local",
+        rollout_library="vllm-ascend" if graph.get("enable_multistream_moe") else "vllm",
+        bucket_bytes=recipe.reshard.bucket_bytes,
+        swap_pieces=recipe.train.swap_optimizer_times if recipe.train.swap_optimizer else None,
+        kv_share=rollout.gpu_memory_utilization if recipe.platform == "npu" else 0.0,
+    )
+
+
+def memory_rows(memory: dict[str, Any]) -> tuple[str, tuple[str, ...], list[tuple[str, ...]]]:
+    """(title, columns, rows) of a table: peak of each phase on the worst rank, one column an order."""
+    hbm, orders = memory["hbm_bytes"], memory["orders"]
+    unit, scale = ("GB", 1e9) if max(found["peak_bytes"] for found in orders) >= 1e9 else ("MB", 1e6)
+
+    def said(size_bytes: float) -> str:
+        return f"{size_bytes / scale:.2f}" if size_bytes else "-"
+
+    def against_die(size_bytes: int) -> str:
+        return said(size_bytes) + (" TOO MUCH" if hbm is not None and size_bytes > hbm else "")
+
+    rows = []
+    for number, phase in enumerate(orders[0]["phases"]):
+        who = " ".join(f"{tenant} {said(size)}" for tenant, size in phase["bytes"].items())
+        rows.append((phase["phase"], *(against_die(found["phases"][number]["peak_bytes"]) for found in orders), who))
+    rows.append(("highest", *(against_die(found["peak_bytes"]) for found in orders),
+                 f"a die has {said(hbm)}" if hbm else "the KV cache is not told on this platform"))
+    beside = "; the swapped optimizer's come on top" if memory["swapped"] else ""
+    rows.append(("from, to host", *(f"{said(found['to_device_bytes']['mean'])}, {said(found['to_host_bytes']['mean'])}"
+                                    for found in orders), f"copied in a step, mean of all ranks{beside}"))
+    rows.append(("trims", *(str(found["trims"]) for found in orders), "in a step"))
+    title = (f"memory by phase (modelled): {unit} at the peak of the worst rank, without activations; "
+             f"this run follows {memory['followed']}")
+    return title, ("phase", *(found["order"] for found in orders), f"who, in {orders[0]['order']}"), rows

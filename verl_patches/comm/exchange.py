@@ -1,0 +1,148 @@
+"""One AlltoAllV of bytes that carries several ragged tensors from where they are to where a plan computes them.
+
+Wire layout: one segment for each peer, by rank. It begins with a header of 16 bytes, the hash of (plan, step, tensors),
+which the receiver compares; then tensor by tensor, by name, the planned samples' values, each tensor from a multiple of
+16 bytes on. A rank that cannot take part still sends segments of the planned size, with a header of zeros: so no rank
+waits for it, and all stop.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from verl_patches.comm.batch_plan import BatchPlan
+from verl_patches.comm.ragged import Ragged
+from verl_patches.patching.engine import PatchError
+
+_ALIGNED = 16  # bytes; the header's too
+
+
+class ExchangeError(PatchError):
+    """Ranks do not carry out the same plan on the same tensors, or one of them cannot; names the ranks."""
+
+
+@dataclass(frozen=True)
+class Told:
+    """What every rank knows of a tensor before any of it moves: dtype, and [sample] -> number of values."""
+
+    dtype: torch.dtype
+    lengths: Sequence[int]
+
+
+def exchange(
+    plan: BatchPlan,
+    rank: int,
+    told: Mapping[str, Told],
+    held: Callable[[], Mapping[str, Ragged]],
+    *,
+    step: int,
+    device: torch.device | str = "cpu",
+    group: object = None,
+) -> dict[str, Ragged]:
+    """Tensors of the samples that `rank` computes, in its order; collective over `group`, whose ranks are the plan's.
+
+    `held()`: the same tensors of the samples plan.held[rank]; what it raises reaches the other ranks as an
+    ExchangeError. Raises that too where held tensors are not as told, or a peer has another plan, step or tensors.
+    Plans that differ in sizes fail in the collective itself.
+    """
+    kinds = {name: told[name] for name in sorted(told)}
+    header = _header(plan, step, kinds, device)
+    sends, receives = plan.sends(rank), plan.receives(rank)
+    splits = [[_segment_bytes(samples, kinds) for samples in side] for side in (sends, receives)]
+    problem: Exception | None = None
+    try:
+        send = _pack(sends, plan.held[rank], held(), kinds, header)
+    except Exception as why:
+        problem, send = why, torch.zeros(sum(splits[0]), dtype=torch.uint8, device=device)
+    arrived = torch.empty(sum(splits[1]), dtype=torch.uint8, device=device)
+    dist.all_to_all_single(arrived, send, splits[1], splits[0], group=group)
+    if problem is not None:
+        raise problem
+    segments = arrived.split(splits[1])
+    _check(segments, header, rank)
+    return _unpack(segments, receives, plan.placed[plan.replica_of[rank]], kinds)
+
+
+def wire_bytes(plan: BatchPlan, rank: int, told: Mapping[str, Told]) -> tuple[int, int]:
+    """Bytes that `rank` sends and receives, headers and what stays on the rank included."""
+    return tuple(sum(_segment_bytes(samples, told) for samples in side)
+                 for side in (plan.sends(rank), plan.receives(rank)))  # fmt: skip
+
+
+def _pack(
+    sends: Sequence[Sequence[int]],
+    samples_held: Sequence[int],
+    held: Mapping[str, Ragged],
+    kinds: Mapping[str, Told],
+    header: torch.Tensor,
+) -> torch.Tensor:
+    parts = {}
+    for name, kind in kinds.items():
+        ragged = held[name]
+        expected = (kind.dtype, tuple(kind.lengths[sample] for sample in samples_held))
+        found = (ragged.values.dtype, ragged.lengths)
+        if found != expected:
+            raise ExchangeError(_not_as_told(name, samples_held, expected, found))
+        parts[name] = dict(zip(samples_held, ragged.parts(), strict=True))
+    pieces = []
+    for samples in sends:
+        pieces.append(header)
+        for name in kinds if samples else ():
+            values = torch.cat([parts[name][sample] for sample in samples])
+            pieces += [values.view(torch.uint8), header.new_zeros(-values.nbytes % _ALIGNED)]
+    return torch.cat(pieces)
+
+
+def _unpack(
+    segments: Sequence[torch.Tensor],
+    receives: Sequence[Sequence[int]],
+    computed: Sequence[int],
+    kinds: Mapping[str, Told],
+) -> dict[str, Ragged]:
+    parts: dict[str, dict[int, torch.Tensor]] = {name: {} for name in kinds}
+    for samples, segment in zip(receives, segments, strict=True):
+        at = _ALIGNED
+        for name, kind in kinds.items() if samples else ():
+            counts = [kind.lengths[sample] for sample in samples]
+            nbytes = sum(counts) * kind.dtype.itemsize
+            parts[name].update(zip(samples, segment[at : at + nbytes].view(kind.dtype).split(counts), strict=True))
+            at += nbytes + -nbytes % _ALIGNED
+    return {name: Ragged(torch.cat([parts[name][sample] for sample in computed]),
+                         tuple(kind.lengths[sample] for sample in computed))
+            for name, kind in kinds.items()}  # fmt: skip
+
+
+def _segment_bytes(samples: Sequence[int], kinds: Mapping[str, Told]) -> int:
+    each = (sum(kind.lengths[sample] for sample in samples) * kind.dtype.itemsize for kind in kinds.values())
+    return _ALIGNED + sum(nbytes + -nbytes % _ALIGNED for nbytes in each)
+
+
+def _header(plan: BatchPlan, step: int, kinds: Mapping[str, Told], device: torch.device | str) -> torch.Tensor:
+    said = repr((plan.digest, step, [(name, str(kind.dtype), list(kind.lengths)) for name, kind in kinds.items()]))
+    digest = hashlib.blake2b(said.encode(), digest_size=_ALIGNED).digest()
+    return torch.tensor(list(digest), dtype=torch.uint8, device=device)
+
+
+def _check(segments: Sequence[torch.Tensor], header: torch.Tensor, rank: int) -> None:
+    begins = torch.stack([segment[:_ALIGNED] for segment in segments]).cpu()
+    wrong = [peer for peer, same in enumerate((begins == header.cpu()).all(1).tolist()) if not same]
+    failed = [peer for peer in wrong if not begins[peer].any()]
+    if failed:
+        raise ExchangeError(f"exchange: rank(s) {failed[:8]} had nothing to send; their own errors say why")
+    if wrong:
+        raise ExchangeError(f"exchange: rank {rank} has another plan, step, or other tensors than rank(s) {wrong[:8]}; "
+                            "all ranks must be told the same lengths, step and tensors")  # fmt: skip
+
+
+def _not_as_told(name: str, samples: Sequence[int], expected: tuple, found: tuple) -> str:
+    if expected[0] != found[0]:
+        return f"exchange: {name} is {found[0]}, expected {expected[0]}, as all ranks were told"
+    if len(expected[1]) != len(found[1]):
+        return f"exchange: {name} is of {len(found[1])} samples, expected {len(expected[1])}"
+    sample, told, has = next(each for each in zip(samples, *(expected[1], found[1]), strict=True) if each[1] != each[2])
+    return f"exchange: {name} of sample {sample} has {has} values, expected {told}, as all ranks were told"

@@ -1,0 +1,198 @@
+"""The ledger of one worker: what every tenant holds, checked against the order's table whenever a phase begins.
+
+Whoever moves a tenant registers it, either with a function that measures it (storages that are there) or by telling
+`allocated` and `freed`. A worker has one ledger, `current()`; without one (recipe.memory.ledger=off) callers get None.
+No torch at import.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from typing import Any
+
+from verl_patches.errors import ConfigError
+from verl_patches.memory.phases import TENANTS, Order, residency
+from verl_patches.patching.engine import PatchError
+
+log = logging.getLogger(__name__)
+ACTIONS = ("report", "strict")
+_CURRENT: Ledger | None = None
+
+
+class MemoryLedgerError(PatchError):
+    """A tenant is where it must not be, or is not where it must be."""
+
+
+@dataclass
+class _Entry:
+    """One tenant: `full_bytes` is what it holds when it is there, None until it was seen there for the first time."""
+
+    measure: Callable[[], int] | None
+    full_bytes: int | None
+    grows: bool
+    told_bytes: int = 0
+
+    def held_bytes(self) -> int:
+        return self.told_bytes if self.measure is None else self.measure()
+
+
+@dataclass
+class Ledger:
+    """Bytes by tenant and phase. `enter(phase)` checks and begins a record; `take` gives the records away.
+
+    `order` and `stays` (phases.py) say what is expected. `action`: report logs a violation and keeps it for the
+    record, strict raises MemoryLedgerError. `device_memory` measures the process itself: {name: bytes}; see
+    `memory_of_process`. Tenants that nobody registered are not looked at.
+    """
+
+    order: Order
+    stays: Collection[str] = ()
+    action: str = "report"
+    rank: int = 0
+    device_memory: Callable[[], dict[str, int]] = dict
+    _entries: dict[str, _Entry] = field(default_factory=dict)
+    _records: list[dict[str, Any]] = field(default_factory=list)
+    _violations: list[dict[str, Any]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if self.action not in ACTIONS:
+            raise ConfigError(f"memory ledger: action is {self.action!r}; expected one of {', '.join(ACTIONS)}")
+        self._expected = residency(self.order, self.stays)
+
+    def register(
+        self, tenant: str, measure: Callable[[], int] | None = None, *, full_bytes: int | None = None,
+        grows: bool = False,
+    ) -> None:
+        """Watch `tenant`: `measure()` gives the bytes that it holds now; None: `allocated` and `freed` tell.
+
+        `full_bytes`: what it holds when it is there; None learns it the first time it is. `grows`: until it has once
+        held `full_bytes` it may hold less (Adam's moments are made in the first step). ConfigError for a name that is
+        not in TENANTS or was registered before.
+        """  # fmt: skip
+        if tenant not in TENANTS or tenant in self._entries:
+            why = "is registered already" if tenant in self._entries else f"is none of {', '.join(TENANTS)}"
+            raise ConfigError(f"memory ledger: tenant {tenant!r} {why}")
+        self._entries[tenant] = _Entry(measure, full_bytes, grows)
+
+    def allocated(self, tenant: str, size_bytes: int) -> None:
+        """`tenant`, registered without a measure, has `size_bytes` more on the device now."""
+        self._told(tenant).told_bytes += size_bytes
+        self.look()
+
+    def freed(self, tenant: str, size_bytes: int | None = None) -> None:
+        """`tenant` has `size_bytes` fewer; None: nothing any more."""
+        entry = self._told(tenant)
+        entry.told_bytes = 0 if size_bytes is None else entry.told_bytes - size_bytes
+        self.look()
+
+    def _told(self, tenant: str) -> _Entry:
+        if tenant not in self._entries:
+            self.register(tenant)
+        if self._entries[tenant].measure is not None:
+            raise ConfigError(f"memory ledger: {tenant} is measured, it cannot be told of")
+        return self._entries[tenant]
+
+    def enter(self, phase: str) -> None:
+        """The moves at `phase`'s entry are done: record what is there, and check it. MemoryLedgerError if strict."""
+        self.order.phase(phase)
+        held = {tenant: entry.held_bytes() for tenant, entry in self._entries.items()}
+        total = sum(held.values())
+        self._records.append({"phase": phase, "bytes": held, "total_bytes": total, "peak_bytes": total,
+                              "measured": self.device_memory()})
+        found = [text for tenant, entry in self._entries.items()
+                 if (text := self._fault(phase, tenant, entry, held[tenant]))]
+        if found and self.action == "strict":
+            raise MemoryLedgerError("\n  ".join(found))
+
+    def look(self, extra_bytes: int = 0) -> None:
+        """Raise the peak of the phase that runs to what is there now; `extra_bytes` on top, held only for a while."""
+        if self._records:
+            record = self._records[-1]
+            total = extra_bytes + sum(entry.held_bytes() for entry in self._entries.values())
+            record["peak_bytes"] = max(record["peak_bytes"], total)
+            record["measured"] = _highest(record["measured"], self.device_memory())
+
+    def take(self) -> dict[str, Any]:
+        """{records, violations} since the last call."""
+        self.look()
+        taken = {"records": self._records, "violations": self._violations}
+        self._records, self._violations = [], []
+        return taken
+
+    def _fault(self, phase: str, tenant: str, entry: _Entry, held: int) -> str:
+        there = tenant in self._expected[phase]
+        if there and entry.full_bytes is None and held:
+            entry.full_bytes = held
+        entry.grows = entry.grows and held != entry.full_bytes
+        wanted = entry.full_bytes if there else 0
+        if held == wanted or (there and entry.grows and held < wanted):
+            return ""
+        self._violations.append({"phase": phase, "tenant": tenant, "bytes": held, "expected_bytes": wanted})
+        text = (f"memory ledger, rank {self.rank}, entering {phase}: {tenant} ({TENANTS[tenant]}) holds "
+                f"{held:,} bytes, expected {_number(wanted)}: {self._why(phase, tenant, there, held, wanted)}")
+        log.warning(text)
+        return text
+
+    def _why(self, phase: str, tenant: str, there: bool, held: int, wanted: int | None) -> str:
+        if there and wanted is not None and held > wanted:
+            return f"{held - wanted:,} bytes were allocated since it was registered and belong to nobody"
+        if there:
+            return f"order {self.order.name!r} has it on the device in this phase, but it was released or never came"
+        by = self.order.released_by(tenant, phase)
+        who = f"it should have gone {by}" if by else "it never comes"
+        return f"order {self.order.name!r} does not have it on the device in this phase; {who}"
+
+
+def _number(size_bytes: int | None) -> str:
+    return "some" if size_bytes is None else f"{size_bytes:,}"
+
+
+def _highest(one: dict[str, int], other: dict[str, int]) -> dict[str, int]:
+    return {name: max(one.get(name, 0), other.get(name, 0)) for name in {**one, **other}}
+
+
+def current() -> Ledger | None:
+    """The ledger of this process, None where none is kept."""
+    return _CURRENT
+
+
+def keep(ledger: Ledger | None) -> None:
+    """Make `ledger` the one of this process."""
+    global _CURRENT
+    _CURRENT = ledger
+
+
+def enter(phase: str) -> None:
+    """`Ledger.enter` of this process's ledger, if it keeps one."""
+    if _CURRENT is not None:
+        _CURRENT.enter(phase)
+
+
+def look(extra_bytes: int = 0) -> None:
+    """`Ledger.look` of this process's ledger, if it keeps one."""
+    if _CURRENT is not None:
+        _CURRENT.look(extra_bytes)
+
+
+def memory_of_process(device_type: str) -> Callable[[], dict[str, int]]:
+    """What measures this process beside the ledger, since the call before: the allocator's figures, or RSS on a CPU.
+
+    npu and cuda: {allocated, peak, reserved}, where `peak` starts anew with every call; cpu: {rss}. Bytes.
+    """
+    if device_type == "cpu":
+        import psutil
+
+        return lambda: {"rss": psutil.Process().memory_info().rss}
+    import torch
+
+    device = getattr(torch, device_type)
+
+    def measure() -> dict[str, int]:
+        found = {"allocated": device.memory_allocated(), "peak": device.max_memory_allocated(),
+                 "reserved": device.memory_reserved()}
+        device.reset_peak_memory_stats()
+        return found
+
+    return measure

@@ -1,0 +1,210 @@
+"""A worker whose stages leave their tensors to each other: what recipe.tensor_cache.enabled adds to verl's worker.
+
+    generate_kept        as generate_sequences, but prompts, responses and log-probs stay here; ids of responses go back
+      keep_responses     where they are taken: row provider for the sharding manager's postprocess_data
+    run_kept             one of: place     to the train replicas (comm/batch_plan.py), one exchange
+                                 log_prob  verl's compute_log_prob on what is here; the entropy goes back
+                                 ref       verl's compute_ref_log_prob, likewise; nothing goes back
+                                 update    verl's update_actor, with advantages that are given
+                                 close     nothing stays
+
+The worker of the actor and that of the reference share a process and its tensors. training/kept_batch.py calls these.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from verl import DataProto
+from verl.single_controller.base.decorator import Dispatch, register
+
+from verl_patches.comm.batch_plan import BatchPlan, held_after_rollout, plan_batch, train_replicas
+from verl_patches.comm.exchange import Told, wire_bytes
+from verl_patches.comm.ragged import Ragged, from_padded, model_inputs, to_padded
+from verl_patches.comm.tensor_cache import TensorCache
+from verl_patches.layout.of_config import train_layout_in
+from verl_patches.training import rollout_correction
+
+STEP = "tensor_cache_step"  # in meta_info of prompts
+_LOG_PROBS = ("old_log_probs", "ref_log_prob", "rollout_log_probs")
+
+
+@dataclass
+class _Process:
+    """What this process keeps between calls."""
+
+    cache: TensorCache
+    generating: int | None = None
+    plan: BatchPlan | None = None
+    told: Mapping[str, Any] | None = None
+
+    @property
+    def samples(self) -> tuple[int, ...]:
+        """Those that this rank computes."""
+        return self.plan.placed[self.plan.replica_of[dist.get_rank()]]
+
+
+_process: _Process | None = None
+
+
+def _here(worker: Any) -> _Process:
+    global _process
+    if _process is None:
+        _process = _Process(TensorCache(worker.config.recipe.platform))
+    return _process
+
+
+@register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+def generate_kept(self: Any, prompts: DataProto) -> DataProto:
+    """prompt_length and response_length [b], response_ids (b arrays of int32); the rest of verl's output stays."""
+    here, step = _here(self), prompts.meta_info[STEP]
+    here.cache.open(step)
+    with here.cache.closed_by_error(), _generating(here, step):
+        return self.generate_sequences(prompts)
+
+
+@contextmanager
+def _generating(here: _Process, step: int) -> Iterator[None]:
+    here.generating = step
+    try:
+        yield
+    finally:
+        here.generating = None
+
+
+def keep_responses(postprocess_data: Callable) -> Callable:
+    """Row provider for MegatronVLLMShardingManager.postprocess_data: inside generate_kept, what it returns stays."""
+
+    @functools.wraps(postprocess_data)
+    def post(self: Any, data: DataProto) -> DataProto:
+        output = postprocess_data(self, data)
+        if _process is None or _process.generating is None:
+            return output
+        return _keep(_process.cache, _process.generating, output.batch)
+
+    return post
+
+
+def _keep(cache: TensorCache, step: int, batch: Any) -> DataProto:
+    count, width = batch["responses"].shape
+    samples = held_after_rollout(count * dist.get_world_size(), range(dist.get_world_size()))[dist.get_rank()]
+    mask = batch["attention_mask"]
+    prompts = from_padded(batch["prompts"], mask[:, :-width], left=True, dtype=torch.int32)
+    responses = from_padded(batch["responses"], mask[:, -width:], dtype=torch.int32)
+    cache.put(step, "prompts", samples, prompts)
+    cache.put(step, "responses", samples, responses)
+    if "rollout_log_probs" in batch.keys():
+        cache.put(step, "rollout_log_probs", samples, from_padded(batch["rollout_log_probs"], mask[:, -width:]))
+    ids = np.empty(count, dtype=object)
+    on_host = Ragged(responses.values.cpu(), responses.lengths)
+    ids[:] = [part.numpy() for part in on_host.parts()]
+    lengths = {"prompt_length": prompts.lengths, "response_length": responses.lengths}
+    return DataProto.from_dict(tensors={name: torch.tensor(each) for name, each in lengths.items()},
+                               non_tensors={"response_ids": ids})  # fmt: skip
+
+
+@register(dispatch_mode=Dispatch.ONE_TO_ALL)
+def run_kept(self: Any, stage: str, step: int, told: Mapping[str, Any] | None = None) -> Any:
+    """Run one stage of `step` on what this process keeps; what goes back is small, or None."""
+    here = _here(self)
+    if stage == "close":
+        return here.cache.close()
+    with here.cache.closed_by_error():
+        return _STAGES[stage](self, here, step, told)
+
+
+def _place(worker: Any, here: _Process, step: int, told: Mapping[str, Any]) -> dict[str, Any]:
+    """`told`: prompts and responses (int arrays, lengths by sample), widths, pad, balance."""
+    world, rank, actor = dist.get_world_size(), dist.get_rank(), worker.config.actor
+    train = train_layout_in(worker.config, worker.config.recipe, world)
+    prompts, responses = told["prompts"].tolist(), told["responses"].tolist()
+    tokens = [a + b for a, b in zip(prompts, responses, strict=True)]
+    here.told = told
+    here.plan = plan_batch(
+        held_after_rollout(len(tokens), range(world)), train_replicas(train), tokens, balance=told["balance"],
+        mini_batch_size=actor.ppo_mini_batch_size * train.dp,  # verl has divided it in the worker
+        micro_batch_size=1 if actor.get("use_dynamic_bsz") else actor.ppo_micro_batch_size_per_gpu,
+        loss_agg_mode=actor.loss_agg_mode)  # fmt: skip
+    kinds = {"prompts": Told(torch.int32, prompts), "responses": Told(torch.int32, responses)}
+    if "rollout_log_probs" in here.cache.names:
+        kinds["rollout_log_probs"] = Told(torch.float32, responses)
+    here.cache.redistribute(step, here.plan, rank, kinds)
+    sent, received = wire_bytes(here.plan, rank, kinds)
+    return {"sent_bytes": sent, "received_bytes": received, "kept_bytes": here.cache.bytes_held}
+
+
+def _log_prob(worker: Any, here: _Process, step: int, told: Mapping[str, Any]) -> dict[str, Any] | None:
+    """`told`: send_back, whether the log-probs themselves go back too (unpadded, in the order of `samples`)."""
+    data, mask = _inputs(here, step)
+    output = worker.compute_log_prob(data).batch
+    kept = _keep_log_probs(worker, here, step, "old_log_probs", output["old_log_probs"], mask)
+    if "rollout_log_probs" in here.cache.names:
+        sides = _padded(here, step, "rollout_log_probs").cpu(), output["old_log_probs"], mask.cpu()
+        worker.log_prob_moments = rollout_correction.moments(*sides) if _speaks_for_its_replica() else None
+    if not _speaks_for_its_replica():
+        return None
+    entropy = (output["entropys"] * mask.cpu()).sum(1) / mask.cpu().sum(1)
+    return {"samples": here.samples, "entropy": entropy.numpy(), "values": kept if told["send_back"] else None}
+
+
+def _ref(worker: Any, here: _Process, step: int, told: Mapping[str, Any]) -> dict[str, Any] | None:
+    data, mask = _inputs(here, step)
+    output = worker.compute_ref_log_prob(data).batch["ref_log_prob"]
+    kept = _keep_log_probs(worker, here, step, "ref_log_prob", output, mask)
+    return {"samples": here.samples, "values": kept} if told["send_back"] and _speaks_for_its_replica() else None
+
+
+def _update(worker: Any, here: _Process, step: int, told: Mapping[str, Any]) -> dict[str, Any] | None:
+    """`told`: advantages, one a sample or one a response token, by sample; meta, the trainer's meta_info."""
+    data, mask = _inputs(here, step)
+    for name in _LOG_PROBS:
+        if name in here.cache.names:
+            data.batch[name] = _padded(here, step, name)
+    data.batch["advantages"] = _advantages(here, torch.tensor(told["advantages"]), mask)
+    data.meta_info.update(told["meta"])
+    here.cache.close()  # the update has copies
+    metrics = worker.update_actor(data).meta_info["metrics"]
+    return metrics if _speaks_for_its_replica() else None
+
+
+_STAGES = {"place": _place, "log_prob": _log_prob, "ref": _ref, "update": _update}
+
+
+def _inputs(here: _Process, step: int) -> tuple[DataProto, torch.Tensor]:
+    """(the model's inputs, mask of responses) of the samples that this rank computes."""
+    prompts, responses = (here.cache.get(step, name, here.samples) for name in ("prompts", "responses"))
+    widths = here.told["widths"]
+    tensors = model_inputs(prompts, responses, *widths, here.told["pad"])
+    return DataProto.from_dict(tensors=tensors), tensors["attention_mask"][:, widths[0] :].bool()
+
+
+def _padded(here: _Process, step: int, name: str) -> torch.Tensor:
+    return to_padded(here.cache.get(step, name, here.samples), here.told["widths"][1])
+
+
+def _keep_log_probs(worker: Any, here: _Process, step: int, name: str, found: Any, mask: Any) -> np.ndarray:
+    ragged = from_padded(found.to(mask.device), mask)
+    here.cache.put(step, name, here.samples, ragged)
+    return ragged.values.cpu().numpy()
+
+
+def _advantages(here: _Process, values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    lengths = here.told["responses"].tolist()
+    if len(values) == len(lengths):
+        return values[list(here.samples)].to(mask.device)[:, None] * mask
+    return to_padded(Ragged(values, tuple(lengths)).take(here.samples), mask.shape[1]).to(mask.device)
+
+
+def _speaks_for_its_replica() -> bool:
+    """The rank whose results verl takes of each replica (collect_megatron_compute)."""
+    from megatron.core import parallel_state as mpu
+
+    last = mpu.is_pipeline_last_stage(ignore_virtual=True)
+    return last and mpu.get_tensor_model_parallel_rank() == 0 and mpu.get_context_parallel_rank() == 0
