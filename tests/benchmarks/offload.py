@@ -41,6 +41,7 @@ def child(what: str, switches: str) -> Any:
 
 def count() -> list[dict[str, Any]]:
     """Per phase of the third step: {phase, copied_bytes, plan_bytes, host_allocations}."""
+    sys.path.insert(0, str(JOB.parent))  # for what it imports
     job = runpy.run_path(str(JOB))
     job["main"]([])
     import torch
@@ -96,6 +97,7 @@ def speed() -> dict[str, float]:
     """GB/s, the best of some, of 2 GiB to the host and back: plain copies, and verl's functions under the rows."""
     import torch
 
+    sys.path.insert(0, str(JOB.parent))  # for what it imports
     job = runpy.run_path(str(JOB))
     job["main"]([])
     from verl.utils import megatron_utils as verl

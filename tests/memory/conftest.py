@@ -26,7 +26,8 @@ def offload_job(run_python, pytestconfig, tmp_path_factory):
         patches = ",".join((f"line={line},platform=cpu", *switches))
 
         def one(rank):
-            done = run_python(JOB.read_text(), *parts, patches=patches, env={**env, "RANK": str(rank)})
+            code = f"import sys; sys.path.insert(0, {str(JOB.parent)!r})\n{JOB.read_text()}"
+            done = run_python(code, *parts, patches=patches, env={**env, "RANK": str(rank)})
             return json.loads(done.check().out.splitlines()[-1])
 
         with ThreadPoolExecutor(ranks) as pool:

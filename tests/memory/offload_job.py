@@ -13,13 +13,13 @@ import sys
 
 import megatron.core.optimizer
 import torch
+from counted import Counted
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.transformer import TransformerConfig
 from verl.utils import megatron_utils as verl
 
-from tests.memory.counted import Counted
 from verl_patches.memory import moves, phase_clock
 from verl_patches.patching import engine
 from verl_patches.platform.cpu.torch_cuda import type_on_cuda
