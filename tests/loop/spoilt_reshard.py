@@ -44,16 +44,6 @@ def forget_an_expert():
     _on_learnt(lambda found: found.tensors.pop(EXPERT.format(0), None))
 
 
-def write_half():
-    """What arrives of the last layer's o_proj is not written: its place is a copy."""
-
-    def change(found):
-        for place in found.tensors[O_PROJ]:
-            object.__setattr__(place, "tensor", place.tensor.clone())
-
-    _on_learnt(change)
-
-
 def unmap_o_proj():
     """Rank 1 cannot follow the last layer's o_proj: as destination.py has it, so that load_weights must load it."""
     def change(found):
