@@ -18,8 +18,9 @@ def assert_same_steps(kept, plain):
 
 
 def test_in_arrival_order_the_steps_are_those_of_verl(smoke):
-    """Rows rollout.keep_responses, rollout.generate_kept and update.run_kept: mini batches, epochs and validation."""
-    more = ["--train-layout", "tp2ep2", f"{ACTOR}.ppo_mini_batch_size=2", f"{ACTOR}.ppo_epochs=2", "trainer.test_freq=1"]
+    """Rows rollout.keep_responses, rollout.generate_kept, update.run_kept; mini batches, epochs, validation."""
+    more = ["--train-layout", "tp2ep2", f"{ACTOR}.ppo_mini_batch_size=2", f"{ACTOR}.ppo_epochs=2",
+            "trainer.test_freq=1"]
     plain, kept = (smoke("--steps", "2", ARRIVAL, SAY, *more, *on) for on in ([], [ON]))
     assert_same_steps(kept, plain)
 
