@@ -26,6 +26,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 from vllm.config import set_current_vllm_config  # noqa: E402
 from vllm.distributed import parallel_state  # noqa: E402
 from vllm.model_executor.layers.fused_moe import FusedMoE  # noqa: E402
+from vllm.model_executor.models import utils as model_utils  # noqa: E402
 from vllm.model_executor.models.deepseek_v2 import DeepseekV3ForCausalLM  # noqa: E402
 
 from verl_patches.errors import ConfigError  # noqa: E402
@@ -49,6 +50,7 @@ def model_of(case: dict, rank: int):
         torch.set_default_dtype(torch.float32)
         for parameter in model.parameters():
             parameter.data.normal_()
+        model_utils._model_to_pp_missing_layer_names.clear()  # by id(model), and ids come again in this process
         yield model
     parallel_state.destroy_model_parallel()
     parallel_state._WORLD = None
