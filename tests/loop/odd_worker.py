@@ -16,7 +16,7 @@ def other_switches():
         text = engine.current().switches.text()
         engine.current().revert()
         engine._CURRENT = None
-        engine.start(ROWS, parse(f"{text},-update.sync_switch")).apply()
+        engine.start(ROWS, parse(f"{text},-reshard.direct")).apply()
 
 
 def no_patches():
@@ -35,7 +35,7 @@ def no_prelude():
         text = engine.current().switches.text()
         engine.current().revert()
         engine._CURRENT = None
-        engine.Engine(ROWS, parse(f"{text},-update.prove_patches")).apply()
+        engine.Engine(ROWS, parse(f"{text},-update.prove_patches,-memory.ledger*")).apply()
 
 
 def stop_early():

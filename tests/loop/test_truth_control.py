@@ -35,7 +35,7 @@ def test_without_the_loader_there_is_no_actor(smoke):
 
 
 @pytest.mark.parametrize(("hook", "words"), [
-    ("other_switches", ("other patches than the controller", "update.sync_switch")),
+    ("other_switches", ("other patches than the controller", "reshard.direct")),
     ("no_patches", ("not active", "update.sync_switch is reverted")),
     ("no_prelude", ("worker 1 (", "did not run the prelude", "install-prelude"))])
 def test_a_worker_that_differs_is_refused_before_step_one(smoke, hook, words):
