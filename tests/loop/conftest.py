@@ -1,9 +1,13 @@
 """Whole runs of the smoke command, each made once per session and shared by the tests that look at it."""
 
+import fcntl
 import functools
+import hashlib
 import json
+import os
 import subprocess
 import time
+from pathlib import Path
 
 import pytest
 from loop_runs import ROOT, Finished, smoke_command
@@ -15,19 +19,17 @@ from verl_patches.errors import ConfigError
 @pytest.fixture(scope="session")
 def smoke(tmp_path_factory):
     """smoke(*arguments) -> Finished; equal arguments share one run. Fails with the log's end if `ok` and it is not."""
-    done: dict[tuple, Finished] = {}
+    base = tmp_path_factory.getbasetemp()
+    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base  # by all test processes of this session
 
     def run(*arguments, ok=True, timeout_s=420):
-        if arguments not in done:
-            folder, name = tmp_path_factory.mktemp("run"), "r"
-            command, env = smoke_command(*arguments, folder=folder, run=name)
-            start = time.monotonic()
-            found = subprocess.run(command, cwd=ROOT, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True,
-                                   timeout=timeout_s)
-            summary = folder / name / "summary.json"
-            done[arguments] = Finished(found.returncode, time.monotonic() - start, found.stdout + found.stderr,
-                                       folder / name, json.loads(summary.read_text()) if summary.is_file() else {})
-        result = done[arguments]
+        folder = shared / f"run-{hashlib.sha256(repr(arguments).encode()).hexdigest()[:16]}"
+        folder.mkdir(exist_ok=True)
+        with (folder / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # the other process may be at this very run
+            if not (folder / "finished.json").exists():
+                _run(arguments, folder, timeout_s)
+        result = Finished.read(folder)
         if ok and result.code:
             log = result.folder / "driver.log"
             tail = log.read_text(errors="replace")[-3000:] if log.is_file() else ""
@@ -35,6 +37,15 @@ def smoke(tmp_path_factory):
         return result
 
     return run
+
+
+def _run(arguments: tuple[str, ...], folder: Path, timeout_s: float) -> None:
+    command, env = smoke_command(*arguments, folder=folder, run="r")
+    start = time.monotonic()
+    found = subprocess.run(command, cwd=ROOT, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True,
+                           timeout=timeout_s)
+    told = {"code": found.returncode, "wall_s": time.monotonic() - start, "output": found.stdout + found.stderr}
+    (folder / "finished.json").write_text(json.dumps(told))
 
 
 @pytest.fixture(scope="session")

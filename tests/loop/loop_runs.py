@@ -1,5 +1,6 @@
 """How tests start the smoke command, and what is left of a run."""
 
+import json
 import os
 import sys
 from dataclasses import dataclass
@@ -21,6 +22,13 @@ class Finished:
     @property
     def steps(self):
         return self.summary["steps"]
+
+    @classmethod
+    def read(cls, folder):
+        """The run in folder/r, of which folder/finished.json tells the rest."""
+        summary = folder / "r" / "summary.json"
+        return cls(**json.loads((folder / "finished.json").read_text()), folder=folder / "r",
+                   summary=json.loads(summary.read_text()) if summary.is_file() else {})
 
 
 def smoke_command(*arguments, folder, run):
