@@ -44,7 +44,7 @@ def call(root: Path, script: str, *args: str, cwd: Path | None = None) -> tuple[
 def test_test_sh_keeps_arguments_and_exit_code(clone):
     code, out = call(clone, "scripts/test.sh", "-m", "not slow", "--full", "tests/x y")
     assert code == 7
-    assert "<-m><pytest><-m><not slow><--full><tests/x y>" in out
+    assert "<-m><pytest><-n><2><--dist><loadfile><-m><not slow><--full><tests/x y>" in out
 
 
 def test_test_sh_takes_folders_relative_to_where_it_is_called(clone):
@@ -71,7 +71,7 @@ def test_smoke_sh_hands_its_arguments_to_the_command_line(clone):
 def test_ci_runs_everything(clone):
     code, out = call(clone, ".ci/run", cwd=Path("/"))
     assert code == 7
-    assert "<-m><pytest><--full>" in out
+    assert "<-m><pytest><-n><2><--dist><loadfile><--full>" in out
 
 
 def test_help_and_missing_values(clone):
