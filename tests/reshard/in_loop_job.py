@@ -162,12 +162,15 @@ def _never(manager: Any) -> None:
 def syncs(case: Case, verify: str, count: int, strange_on: int | None = None) -> list[tuple]:
     """`count` syncs, training in between: (message, wrong tensors, facts, what load_weights was given whole) of each.
 
+    Before each the rollout's memory has lost what it held, padding too, as after sleep.
     `strange_on`: the rank whose engine keeps FIRST from being mapped.
     """
     found = []
     with World(case, verify, (FIRST,) * (dist.get_rank() == strange_on)).stand_ins() as world:
         for seed in range(1, count + 1):
             world.train(seed)
+            for parameter in world.engine.parameters():
+                parameter.data.fill_(float("nan"))
             world.engine.loaded.clear()
             said = world.sync()
             found.append((said, world.engine.wrong(seed), world.facts(), list(world.engine.loaded)))

@@ -6,6 +6,8 @@ import dp_rank
 import engine_rank
 import torch
 
+from verl_patches.memory import measure
+
 
 def logits_of(llm, spec: dict) -> torch.Tensor:
     """Logits of all tokens but the last [len - 1, V]: the prompt in one prefill, the rest forced one by one."""
@@ -66,12 +68,11 @@ def one_rank(spec: dict) -> dict:
 
 def _sleep_and_wake(llm) -> tuple[int, int]:
     """KV cache bytes while asleep, and after waking as verl 0.4.0 does: weights first, then kv_cache."""
-    caches = llm.llm_engine.model_executor.driver_worker.worker._caches
     llm.sleep(level=1)
-    asleep = sum(cache.untyped_storage().nbytes() for cache in caches())
+    asleep = measure.held_bytes(measure.kv_caches(llm), "cpu")
     llm.wake_up(tags=["weights"])
     llm.wake_up(tags=["kv_cache"])
-    return asleep, sum(cache.untyped_storage().nbytes() for cache in caches())
+    return asleep, measure.held_bytes(measure.kv_caches(llm), "cpu")
 
 
 def _bias_in_bf16(spec: dict) -> list[torch.Tensor]:

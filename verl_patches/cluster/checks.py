@@ -79,7 +79,7 @@ def check_config(config: DictConfig, configs_dir: Path) -> list[Check]:
     if train and rollout:
         checks += _batch_checks(config, train, rollout) + _sync_checks(config, train, rollout, model)
     checks += _length_checks(config, configs_dir) + _line_checks(config) + _on_policy_checks(config, configs_dir)
-    return checks + _tensor_cache_checks(config) + _swap_checks(config)
+    return checks + _tensor_cache_checks(config) + _swap_checks(config) + _rollout_life_checks(config)
 
 
 def _line_checks(config: DictConfig) -> list[Check]:
@@ -126,14 +126,33 @@ def _swap_checks(config: DictConfig) -> list[Check]:
 def _sync_checks(config: DictConfig, train: ParallelLayout, rollout: ParallelLayout, model: ModelShape) -> list[Check]:
     """Whether the resharder can serve this pair of layouts, with these buckets; nothing to say where it is off."""
     row = "reshard.direct_and_wake" if config.recipe.line == "a3" else "reshard.direct"
-    asked = [pattern for pattern in config.recipe.patches if fnmatch.fnmatchcase(row, pattern[1:])]
-    if asked and asked[-1].startswith("-"):
+    if _switched_off(config, row):
         return []
     inventory = build_inventory(replace(model, torch_dtype=VLLM_DTYPES[config.recipe.dtype]))
     return [_rule("weight sync", lambda: servable_blocks(
         inventory, train, rollout, train_library="mindspeed" if config.recipe.line == "a3" else "megatron-local",
         rollout_library="vllm-ascend" if config.recipe.platform == "npu" else "vllm",
         bucket_bytes=config.recipe.reshard.bucket_bytes), "each rank can be sent what it lacks")]  # fmt: skip
+
+
+def _switched_off(config: DictConfig, row: str) -> bool:
+    asked = [pattern for pattern in config.recipe.patches if fnmatch.fnmatchcase(row, pattern[1:])]
+    return bool(asked) and asked[-1].startswith("-")
+
+
+def _rollout_life_checks(config: DictConfig) -> list[Check]:
+    """Whose sleep and wake the rollout engine has (memory/rollout_life.py)."""
+    if _switched_off(config, "memory.rollout_life"):
+        said, key = "row memory.rollout_life is off", "recipe.patches without -memory.rollout_life"
+    elif not config.actor_rollout_ref.rollout.enforce_eager:
+        said, key = "graphs keep the addresses that they captured", "actor_rollout_ref.rollout.enforce_eager=true"
+    else:
+        return [Check("rollout memory", True, "given back between rollouts, nothing is copied")]
+    if config.recipe.platform == "cpu":
+        return [Check("rollout memory", False, f"{said}: that is for vLLM's sleep mode, which it has not on a CPU; "
+                      f"expected {key}")]
+    return [Check("rollout memory", True, f"{said}: vLLM's sleep mode serves, which copies all weights to the host at "
+                  f"every sleep; {key} would drop them", note=True)]
 
 
 def _same_model(config: DictConfig, model: ModelShape) -> list[Check]:

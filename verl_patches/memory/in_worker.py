@@ -16,7 +16,7 @@ from verl_patches.memory.phases import order_followed, staying
 from verl_patches.patching import engine
 
 _TAGS = {"weights": "rollout_weights", "kv_cache": "kv_cache"}
-_ASLEEP: set[str] = set()  # tags of vLLM's sleep mode, which unmaps memory that tensors go on pointing at
+_ASLEEP: set[str] = set()  # tags of vLLM's sleep mode, under which storages do not show what is there
 
 
 def keep_ledger(init_model: Callable) -> Callable:
@@ -45,6 +45,9 @@ def _new_ledger(worker: Any, recipe: Any) -> Ledger:
     stays = staying(
         param_offload=actor.param_offload, optimizer_offload=actor.optimizer_offload, ref_offload=ref.param_offload,
         one_memory=recipe.platform == "cpu", our_moves=our_moves)  # fmt: skip
+    if "memory.rollout_life" in rows and worker.config.rollout.enforce_eager:
+        synced = recipe.weight_sync.enabled
+        stays = stays - {"rollout_weights"} if synced else stays | {"rollout_weights"}
     order = order_followed(recipe.line, direct_sync=direct, skip_old_log_prob=recipe.train.skip_old_log_prob,
                            our_moves=our_moves)
     found = Ledger(order, stays, recipe.memory.ledger, dist.get_rank(), memory_of_process(recipe.platform))
@@ -71,14 +74,12 @@ def _watch(worker: Any, recipe: Any, ledger: Ledger) -> None:
         llm = worker.rollout.inference_engine
         model = measure.vllm_worker(llm).model_runner.model
         for tag, tensors in (("weights", model.parameters), ("kv_cache", lambda: measure.kv_caches(llm))):
-            ledger.register(_TAGS[tag], _unless_asleep(tag, device, bytes_of(tensors)))
+            ledger.register(_TAGS[tag], _unless_asleep(tag, bytes_of(tensors)))
     if worker._is_ref:
         ledger.register("ref_params", bytes_of(lambda: measure.parameters_of(worker.ref_module)))
 
 
-def _unless_asleep(tag: str, device: str, of_storages: Callable[[], int]) -> Callable[[], int]:
-    if device == "cpu":  # platform/cpu/vllm_worker.py resizes storages, which shows by itself
-        return of_storages
+def _unless_asleep(tag: str, of_storages: Callable[[], int]) -> Callable[[], int]:
     return lambda: 0 if tag in _ASLEEP else of_storages()
 
 
@@ -102,7 +103,8 @@ def sleep(original: Callable) -> Callable:
     def call(self: Any, level: int = 1) -> Any:
         ledgers.look()
         result = original(self, level)
-        _ASLEEP.update(_TAGS)
+        if measure.has_sleep_mode(self):
+            _ASLEEP.update(_TAGS)
         ledgers.enter("sleep")
         return result
 

@@ -16,17 +16,18 @@ def held_bytes(tensors: Iterable[Any], device_type: str) -> int:
     A storage that was resized to 0 holds nothing. None, and lists or tuples of tensors, may stand among them.
     """
     storages = {}
-    for tensor in _flat(tensors):
+    for tensor in tensors_in(tensors):
         if tensor.device.type == device_type:
             storage = tensor.untyped_storage()
             storages[storage._cdata] = storage.nbytes()
     return sum(storages.values())
 
 
-def _flat(tensors: Iterable[Any]) -> Iterator[torch.Tensor]:
+def tensors_in(tensors: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """Every tensor of nested lists and tuples, in order, without None."""
     for each in tensors:
         if isinstance(each, (list, tuple)):
-            yield from _flat(each)
+            yield from tensors_in(each)
         elif each is not None:
             yield each
 
@@ -47,7 +48,7 @@ def optimizer_tensors(optimizer: Any) -> Iterator[torch.Tensor]:
     fp32 parameters have no main copy: their shards are views of the parameters.
     """
     for each in getattr(optimizer, "chained_optimizers", [optimizer]):
-        yield from _flat(each.shard_fp32_from_float16_groups)
+        yield from tensors_in(each.shard_fp32_from_float16_groups)
         for state in each.optimizer.state.values():
             yield from (state[name] for name in MOMENTS if name in state)
 
@@ -56,8 +57,8 @@ def optimizer_full_bytes(optimizer: Any) -> int:
     """Bytes of `optimizer_tensors` once the moments have been made."""
     total = 0
     for each in getattr(optimizer, "chained_optimizers", [optimizer]):
-        main = sum(tensor.numel() for tensor in _flat(each.shard_fp32_from_float16_groups))
-        own = sum(tensor.numel() for tensor in _flat(each.shard_fp32_groups))
+        main = sum(tensor.numel() for tensor in tensors_in(each.shard_fp32_from_float16_groups))
+        own = sum(tensor.numel() for tensor in tensors_in(each.shard_fp32_groups))
         total += 4 * (len(MOMENTS) * (main + own) + main)
     return total
 
@@ -65,6 +66,11 @@ def optimizer_full_bytes(optimizer: Any) -> int:
 def vllm_worker(engine: Any) -> Any:
     """The worker of an in-process LLM, as verl reaches it (verl/workers/sharding_manager/megatron_vllm.py)."""
     return engine.llm_engine.model_executor.driver_worker.worker
+
+
+def has_sleep_mode(engine: Any) -> bool:
+    """Whether vLLM's sleep mode is on, which unmaps memory that tensors go on pointing at."""
+    return engine.llm_engine.vllm_config.model_config.enable_sleep_mode
 
 
 def kv_caches(engine: Any) -> list[Any]:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from verl_patches.layout.inventory import Inventory, build_inventory
 from verl_patches.layout.parallel import ParallelLayout
-from verl_patches.memory import ledger
+from verl_patches.memory import ledger, rollout_life
 from verl_patches.memory.phase_clock import timed
 from verl_patches.model.names import local_name
 from verl_patches.reshard.agree import agree, collect, gather
@@ -71,6 +71,9 @@ class WorkerReshard:
     def sync(self, model: torch.nn.Module) -> SyncReport:
         """Bring training's present weights into `model`; collective. Raises ReshardError on every rank, or on none."""
         learnt = self._learn(model)
+        with torch.no_grad():
+            for constant in self.destinations.constants:  # padding: a dummy load, and sleep, leave anything in it
+                constant.target.fill_(constant.value)
         verify = self.settings.verify == "every" or (self.settings.verify == "first" and not self.verified)
         if verify:
             verifier = Verifier(self.plan, self.rank, self.sources, self.destinations.tensors, device=self.device)
@@ -115,9 +118,6 @@ class WorkerReshard:
                 self.chunks, self.inventory, self.settings.train, self.rank, self.library)  # fmt: skip
             self.destinations = learn_destinations(model, self.inventory, rank=self.rank)
             self.destinations.check_covers(model)
-            with torch.no_grad():
-                for constant in self.destinations.constants:  # a dummy load leaves anything in padding
-                    constant.target.fill_(constant.value)
             yield from ()
 
         agree(collect(learn), None, self.device, "training or rollout weights cannot be mapped")
@@ -198,6 +198,7 @@ def _sync(manager: Any, settings: Settings, wake_after: tuple[str, ...]) -> None
     agree(collect(prepare), None, device, "the rollout engine is not ready for weights")
     model = _model_of(manager)
     ledger.look(manager.resharder.sync(model).peak_extra_bytes)
+    rollout_life.filled(manager.inference_engine, stay=not getattr(manager, "weight_sync_enabled", True))
     if wake_after:
         if settings.offloads:  # the worker does it after this: too late for a cache that takes what is left
             megatron_workers.offload_megatron_model_to_cpu(manager.actor_module)

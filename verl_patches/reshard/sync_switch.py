@@ -10,6 +10,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from verl_patches.memory import rollout_life
 from verl_patches.memory.phase_clock import timed
 
 
@@ -31,9 +32,12 @@ def _switched(original: Callable, tags: Sequence[str]) -> Callable:
 
     @functools.wraps(original)
     def enter(manager: Any) -> Any:
-        if getattr(manager, "weight_sync_enabled", True) or not getattr(manager, "weights_synced_once", False):
+        enabled = getattr(manager, "weight_sync_enabled", True)
+        if enabled or not getattr(manager, "weights_synced_once", False):
             manager.weights_synced_once = True
-            return sync(manager)
+            result = sync(manager)
+            rollout_life.filled(manager.inference_engine, stay=not enabled)
+            return result
         return manager.inference_engine.wake_up(tags=list(tags))
 
     return enter

@@ -37,11 +37,11 @@ ROWS: tuple[PatchSpec, ...] = (
     _row(
         "vllm_platform", "vllm.platforms:builtin_platform_plugins", "register",
         "verl_patches.platform.cpu.vllm_plugin:platform_plugins",
-        "vLLM's CpuPlatform replaces external_launcher by its own processes (platforms/cpu.py:146), refuses sleep mode "
-        "(config.py:521), leaves prefix caching on although MLA refuses it (cpu_mla.py:88), lets only rank 0 drive "
-        "(worker/cpu_worker.py:151) and has no expert exchange across DP (base_device_communicator.py:246): a subclass "
-        "of it, with its worker and communicator, is entered in vLLM's own table of platforms",
-        exit="vLLM supports external_launcher, sleep and expert parallelism across DP on CPU",
+        "vLLM's CpuPlatform replaces external_launcher by its own processes (platforms/cpu.py:146), leaves prefix "
+        "caching on although MLA refuses it (cpu_mla.py:88), lets only rank 0 drive (worker/cpu_worker.py:151) and has "
+        "no expert exchange across DP (base_device_communicator.py:246): a subclass of it, with its worker and "
+        "communicator, is entered in vLLM's own table of platforms",
+        exit="vLLM supports external_launcher and expert parallelism across DP on CPU",
     ),
     _row(
         "vllm_inspect", "vllm.model_executor.models.registry:_LazyRegisteredModel.inspect_model_cls", "replace",

@@ -13,13 +13,9 @@ _WORKERS = {"vllm.worker.cpu_worker.CPUWorker": f"{_HERE}.vllm_worker.RolloutCpu
 
 
 class RolloutCpuPlatform(CpuPlatform):
-    """CpuPlatform that keeps the external launcher, can sleep, and needs no compiled operation."""
+    """CpuPlatform that keeps the external launcher and needs no compiled operation."""
 
     simple_compile_backend: str = "eager"  # upstream: "inductor", which would start a C++ compiler per function
-
-    def is_sleep_mode_available(self) -> bool:
-        """True: RolloutCpuWorker gives its KV cache back (config.py:521 refuses enable_sleep_mode otherwise)."""
-        return True
 
     @classmethod
     def get_device_communicator_cls(cls) -> str:

@@ -1,10 +1,9 @@
-"""vLLM's V0 CPU worker as an in-process rollout needs it: any rank drives, it sleeps, DP ranks keep in step."""
+"""vLLM's V0 CPU worker as an in-process rollout needs it: any rank drives, DP ranks keep in step."""
 
 from __future__ import annotations
 
 import logging
 
-import torch
 from vllm.sampling_params import SamplingParams
 from vllm.sequence import ExecuteModelRequest, SequenceData, SequenceGroupMetadata
 from vllm.worker.cpu_worker import CPUWorker
@@ -21,7 +20,6 @@ class RolloutCpuWorker(CPUWorker):
         # cpu_worker.py:150 asserts that the driver is rank 0; with external_launcher every rank drives its own engine
         super().__init__(*args, is_driver_worker=False, **kwargs)
         self.is_driver_worker = self.model_runner.is_driver_worker = is_driver_worker
-        self._cache_bytes: list[int] = []
 
     def get_cpus_id_binding_based_on_numa_nodes(self) -> str:
         """"all": threads stay where the launcher put them (upstream binds by global rank, with a compiled op)."""
@@ -38,28 +36,6 @@ class RolloutCpuWorker(CPUWorker):
         per_sequence = -(-self.model_config.max_model_len // self.cache_config.block_size)
         useful = self.scheduler_config.max_num_seqs * per_sequence
         return min(allowed, useful + useful // 50 + 1), 0  # the scheduler keeps 1% free before it admits a prompt
-
-    def sleep(self, level: int = 1) -> None:
-        """Give the KV cache's memory back; the weights stay where they are (level 1 moves them to this very memory).
-
-        Raises NotImplementedError for level 2, which would discard weights.
-        """
-        if level != 1:
-            raise NotImplementedError(f"sleep level {level} on CPU: only level 1 (KV cache) is supported")
-        caches = self._caches()
-        self._cache_bytes = [cache.untyped_storage().nbytes() for cache in caches]
-        for cache in caches:
-            cache.untyped_storage().resize_(0)
-
-    def wake_up(self, tags: list[str] | None = None) -> None:
-        """Take the KV cache's memory again, contents undefined, unless only other tags (weights) are woken."""
-        if tags is not None and "kv_cache" not in tags:
-            return
-        for cache, size in zip(self._caches(), self._cache_bytes, strict=True):
-            cache.untyped_storage().resize_(size)
-
-    def _caches(self) -> list[torch.Tensor]:
-        return [cache for engine in self.cpu_cache or [] for cache in engine]
 
     def execute_model(self, execute_model_req: ExecuteModelRequest | None = None):
         """Upstream's, after telling the DP ranks that share experts that this rank still works."""

@@ -1,0 +1,95 @@
+"""What the test of the rollout's sleep and wake runs in a real engine (see engine_rank.py)."""
+
+from __future__ import annotations
+
+import gc
+
+import engine_rank
+import torch
+
+from verl_patches.memory import measure, rollout_life
+from verl_patches.patching.engine import PatchError
+from verl_patches.reshard.post_load import ABSORBED, post_load
+
+CYCLES, EVERY = 50, 10
+
+
+def live_bytes() -> int:
+    """Bytes of all storages below tensors that Python knows of."""
+    gc.collect()
+    tensors = [each for each in gc.get_objects() if isinstance(each, torch.Tensor)]
+    return sum({each.untyped_storage()._cdata: each.untyped_storage().nbytes() for each in tensors}.values())
+
+
+def sampled(llm) -> list[list[int]]:
+    """Tokens of some prompts, drawn with one seed."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=1.0, seed=7, max_tokens=12, ignore_eos=True)
+    prompts = [{"prompt_token_ids": list(range(begin, begin + 9))} for begin in (3, 40, 77)]
+    return [list(out.outputs[0].token_ids) for out in llm.generate(prompts, params, use_tqdm=False)]
+
+
+def refused(do) -> str:
+    """What the PatchError says that `do` raises; empty if it does not."""
+    try:
+        do()
+    except PatchError as error:
+        return str(error)
+    return ""
+
+
+def cycle(llm, weights: dict[str, torch.Tensor], sync: bool = True, derive: bool = True) -> None:
+    """One step of training from the engine's side, as verl 0.4.0 does it; `weights`: vLLM's parameters by name."""
+    llm.sleep(level=1)
+    llm.wake_up(tags=["weights"])
+    if sync:
+        model = engine_rank.model_of(llm)
+        for name, parameter in model.named_parameters():
+            parameter.data.copy_(weights[name])
+        if derive:
+            post_load(model)
+        rollout_life.filled(llm, stay=False)
+    llm.wake_up(tags=["kv_cache"])
+
+
+def cycles(spec: dict) -> dict:
+    """Fifty steps of a real engine whose absorbed projections are copies, as vllm-ascend's; then what is refused."""
+    llm = engine_rank.verl_rollout(spec["model"], **spec["rollout"]).inference_engine  # asleep
+    model, config = engine_rank.model_of(llm), llm.llm_engine.vllm_config
+    found = {"sleep_mode": config.model_config.enable_sleep_mode, "while_asleep": refused(lambda: sampled(llm))}
+    llm.wake_up()
+    for layer in model.model.layers:
+        impl = layer.self_attn.mla_attn.impl
+        for name in ABSORBED:
+            setattr(impl, name, getattr(impl, name).clone())
+    weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    name = "model.layers.1.self_attn.kv_b_proj.weight"
+    other = {**weights, name: weights[name].flip(1).contiguous()}
+    found["tokens"] = [sampled(llm)]  # weights that vLLM has loaded survive the sleep after which it is woken first
+    cycle(llm, weights)
+    found["bytes"], found["blocks"] = [live_bytes()], {config.cache_config.num_gpu_blocks}
+    for number in range(CYCLES):
+        cycle(llm, weights)
+        found["blocks"].add(config.cache_config.num_gpu_blocks)
+        if number % EVERY == EVERY - 1:
+            found["tokens"].append(sampled(llm))
+            found["bytes"].append(live_bytes())
+    caches = list(measure.tensors_in(measure.kv_caches(llm)))
+    llm.sleep(level=1)
+    found["asleep"] = [live_bytes(), sum(t.untyped_storage().nbytes() for t in (*model.parameters(), *caches))]
+    llm.wake_up()
+    found["cache"] = [len(caches), sum(each.count_nonzero().item() for each in caches)]
+    found["not_filled"] = refused(lambda: sampled(llm))
+    cycle(llm, other)
+    found["other"] = sampled(llm)
+    cycle(llm, weights)
+    cycle(llm, other, derive=False)
+    found["not_derived"] = sampled(llm)
+    held = [parameter.clone() for parameter in model.parameters()]
+    cycle(llm, weights)
+    found["leak"] = [live_bytes(), sum(each.nbytes for each in held)]
+    rollout_life.filled(llm, stay=True)  # recipe.weight_sync.enabled=false after its first sync
+    cycle(llm, weights, sync=False)
+    found["tokens"].append(sampled(llm))
+    return found

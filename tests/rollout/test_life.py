@@ -1,0 +1,39 @@
+"""Sleep and wake of the engine that verl builds, by row memory.rollout_life in place of vLLM's sleep mode."""
+
+from __future__ import annotations
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def found(tiny_model, run_ranks) -> dict:
+    spec = {"code": "life_rank:cycles", "model": tiny_model, "rollout": {"tensor_model_parallel_size": 1}}
+    return run_ranks([spec])[0]
+
+
+def test_fifty_cycles_leave_nothing_behind_and_give_the_same_tokens(found):
+    assert found["sleep_mode"] is False
+    assert len(found["tokens"]) == 7 and all(tokens == found["tokens"][0] for tokens in found["tokens"])
+    assert len(found["bytes"]) == 6 and len(set(found["bytes"])) == 1
+    assert len(found["blocks"]) == 1
+    now, copies = found["leak"]  # negative control: somebody holds a copy of the weights
+    assert now == found["bytes"][0] + copies and copies
+
+
+def test_asleep_neither_weights_nor_cache_have_memory(found):
+    rest, held = found["asleep"]
+    assert held == 0 and rest < found["bytes"][0]
+    layers, nonzero = found["cache"]
+    assert layers and nonzero == 0
+
+
+def test_weights_that_no_sync_has_filled_are_refused(found):
+    assert "weights that were given up" in found["not_filled"] and "sharding manager" in found["not_filled"]
+    assert "are asleep" in found["while_asleep"] and "wake_up" in found["while_asleep"]
+
+
+def test_absorbed_projections_must_be_derived_again(found):
+    assert found["other"] != found["tokens"][0]
+    assert found["not_derived"] not in (found["other"], found["tokens"][0])

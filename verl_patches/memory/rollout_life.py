@@ -1,0 +1,164 @@
+"""Weights and KV cache of verl's in-process vLLM between two rollouts, in place of vLLM's sleep mode.
+
+Asleep, their storages are placeholders of no bytes: every view stays what it is (layers, runner, the weight sync's) and
+nothing is copied to the host. Awake, they have as many bytes again, at other addresses:
+- weights: parameters and what is derived from them (MLA's absorbed projections), contents undefined until a weight sync
+  has filled them; generating before is refused. Those that the engine has loaded itself stay until the first sync
+  (load_format=dummy has loaded none), and those of a sync after which none comes (recipe.weight_sync.enabled=false)
+  stay for good.
+- kv_cache: as many blocks of the same size, zero.
+Buffers (rotary tables, expert maps) stay, and what shares their memory, and what has a private NPU format, whose
+storage torch_npu does not resize (ResizeNpu.h).
+
+Graphs go on at the addresses that they have captured (torchair: frozen_parameter, vllm_ascend model_runner_v1.py:1774),
+which only vLLM's sleep mode brings back: an engine with enforce_eager=false keeps that.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from verl_patches.memory.measure import kv_caches, tensors_in, vllm_worker
+from verl_patches.memory.parking import Parked, unique
+from verl_patches.patching.engine import PatchError
+from verl_patches.reshard.live_memory import private_format
+from verl_patches.reshard.post_load import ABSORBED
+
+WEIGHTS, CACHE = TAGS = ("weights", "kv_cache")  # vLLM's tags of LLM.wake_up
+Tensors = dict[str, torch.Tensor]
+
+
+class RolloutLife:
+    """Sleep and wake of one engine, `llm`; see the head of this file. Asking for what is so already does nothing.
+
+    `loaded`: its weights are worth something before a first sync.
+    """
+
+    def __init__(self, llm: Any, loaded: bool = True):
+        self._llm = llm
+        self._asleep: dict[str, dict[str, Parked]] = {}
+        self._cache: dict[str, int] = {}  # as it was built: number of blocks, bytes of each tensor
+        self._weights_stay, self._lost = loaded, False
+
+    def sleep(self, level: int = 1) -> None:
+        """Give the memory back; `level` is vLLM's and says nothing here. PatchError if the cache is not as built."""
+        if CACHE not in self._asleep:
+            self._check_cache()
+            self._drop(CACHE)
+        if WEIGHTS not in self._asleep and not self._weights_stay:
+            self._lost = True
+            self._drop(WEIGHTS)
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        """Take the memory again, of all or of vLLM's `tags`. PatchError if somebody gave a tensor another storage."""
+        for tag in [tag for tag in TAGS if tag in self._asleep and (tags is None or tag in tags)]:
+            now = self._tensors(tag)
+            for name, parked in self._asleep[tag].items():
+                if name not in now or now[name].untyped_storage()._cdata != parked.storage._cdata:
+                    raise PatchError(f"rollout: {name}: expected the storage with which the engine went to sleep, "
+                                     f"found {'another' if name in now else 'no such tensor'}: somebody else has "
+                                     "replaced it")
+                parked.check(now[name])
+            for parked in unique(self._asleep[tag].values()):
+                parked.make_room()
+                if tag == CACHE:
+                    torch.empty(0, dtype=torch.uint8, device=parked.device).set_(parked.storage).zero_()
+            del self._asleep[tag]
+            if tag == CACHE:
+                self._check_cache()
+
+    def filled(self, stay: bool = False) -> None:
+        """A weight sync has written every weight; `stay`: no other sync comes, so they are to survive sleep."""
+        self._weights_stay, self._lost = stay, False
+
+    def check_ready(self) -> None:
+        """PatchError if something is asleep, or weights have not been filled since they were given up."""
+        if self._asleep:
+            raise PatchError(f"rollout: asked to generate while {' and '.join(self._asleep)} of the engine are asleep: "
+                             "call LLM.wake_up first")
+        if self._lost:
+            raise PatchError("rollout: asked to generate with weights that were given up when the engine went to "
+                             "sleep and that no weight sync has filled since: enter verl's sharding manager first")
+
+    def _drop(self, tag: str) -> None:
+        asleep, by_storage = {}, {}
+        for name, tensor in self._tensors(tag).items():
+            asleep[name] = by_storage.setdefault(tensor.untyped_storage()._cdata, Parked(name, tensor))
+        for parked in by_storage.values():
+            parked.leave(copy=False)
+        self._asleep[tag] = asleep
+
+    def _tensors(self, tag: str) -> Tensors:
+        if tag == CACHE:
+            return {f"kv_cache[{i}]": each for i, each in enumerate(tensors_in(kv_caches(self._llm)))}
+        return weights_of(vllm_worker(self._llm).model_runner.model)
+
+    def _check_cache(self) -> None:
+        found = {"blocks": self._llm.llm_engine.vllm_config.cache_config.num_gpu_blocks}
+        found |= {name: tensor.untyped_storage().nbytes() for name, tensor in self._tensors(CACHE).items()}
+        if len(found) == 1:
+            raise PatchError("rollout: expected the engine's KV cache in its model runner or worker, found none")
+        self._cache = self._cache or found
+        for name in [*self._cache, *(name for name in found if name not in self._cache)]:
+            if self._cache.get(name) != found.get(name):
+                what = "blocks of KV cache" if name == "blocks" else f"{name} in bytes"
+                raise PatchError(f"rollout: {what}: expected {self._cache.get(name)} as the engine was built, found "
+                                 f"{found.get(name)}: somebody else has rebuilt the cache")
+
+
+def weights_of(model: torch.nn.Module) -> Tensors:
+    """Tensors of vLLM's `model` that a weight sync fills or derives anew, by name, where their memory is theirs alone.
+
+    Each parameter, and each layer's absorbed projections as `<layer>.impl.W_UV`; several may share one storage.
+    """
+    found = dict(model.named_parameters())
+    for layer, module in model.named_modules():
+        impl = vars(module).get("impl")
+        found |= {f"{layer}.impl.{key}": vars(impl)[key] for key in ABSORBED if impl and key in vars(impl)}
+    stay = {buffer.untyped_storage()._cdata for buffer in model.buffers()}
+    stay |= {each.untyped_storage()._cdata for each in found.values() if private_format(each) is not None}
+    return {name: each for name, each in found.items() if each.untyped_storage()._cdata not in stay}
+
+
+def of(llm: Any) -> RolloutLife | None:
+    """The life of an engine; None where vLLM's own sleep mode serves it, or none."""
+    return getattr(llm, "rollout_life", None)
+
+
+def filled(llm: Any, stay: bool) -> None:
+    """`RolloutLife.filled` of an engine that has one: whoever syncs weights calls it afterwards."""
+    life = of(llm)
+    if life is not None:
+        life.filled(stay)
+
+
+def without_sleep_mode(original: Callable) -> Callable:
+    """Row provider for LLM.__init__: an eager engine that is to sleep is built without vLLM's sleep mode, and has ours.
+
+    Its sleep, wake_up and add_request are ours from then on, below LLM's methods of these names.
+    """
+
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        ours = bool(kwargs.get("enable_sleep_mode") and kwargs.get("enforce_eager"))
+        original(self, *args, **{**kwargs, "enable_sleep_mode": False} if ours else kwargs)
+        if ours:
+            self.rollout_life = life = RolloutLife(self, loaded=kwargs.get("load_format") != "dummy")
+            engine = self.llm_engine
+            engine.sleep, engine.wake_up = life.sleep, life.wake_up
+            engine.add_request = _guarded(life, engine.add_request)
+
+    return __init__
+
+
+def _guarded(life: RolloutLife, add_request: Callable) -> Callable:
+    @functools.wraps(add_request)
+    def add(*args: Any, **kwargs: Any) -> Any:
+        life.check_ready()
+        return add_request(*args, **kwargs)
+
+    return add
