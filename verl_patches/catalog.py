@@ -54,9 +54,30 @@ def _moved(name: str, function: str, *needs: str) -> PatchSpec:
 def _checkpoint(name: str) -> PatchSpec:
     return PatchSpec(
         id=f"memory.optimizer_at_{name}", stage="memory", target=f"{_ACTOR}.{name}_checkpoint", kind="wrap",
-        provider="verl_patches.memory.offload:with_optimizer_on_device", processes=_WORKER, lines=_BOTH,
-        why="verl's checkpoints reach for optimizer states wherever they are; ours have no memory while they are away.",
+        provider=f"verl_patches.memory.checkpoints:at_{name}", processes=_WORKER, lines=_BOTH,
+        why="verl's checkpoints reach for optimizer states wherever they are; ours have no memory while they are away. "
+            "With memory.order* weights are where the order has them, not where verl leaves them.",
         exit="our own checkpoints take this place",
+    )
+
+
+def _order(name: str, update_row: str, **other: object) -> PatchSpec:
+    return _ledger(
+        name, f"{_ACTOR}.init_model", "keep_order",
+        "verl brings training weights to the host and back around every call, gradients for a weight sync too, and at "
+        "54c9b736 KV cache and training weights are on the die together; ours is one table (memory/phases.py).",
+        needs=("memory.ledger", "memory.ledger_wake", "memory.ledger_rollout", "memory.ledger_sleep",
+               "memory.ledger_log_prob", update_row, "memory.offload_model", "memory.offload_optimizer",
+               "memory.optimizer_at_save", "memory.optimizer_at_load"), **other)  # fmt: skip
+
+
+def _trims(name: str, module: str, places: str) -> PatchSpec:
+    return PatchSpec(
+        id=f"memory.trims_{name}", stage="memory", target=f"{module}:torch", kind="wrap", processes=_WORKER,
+        provider="verl_patches.memory.trims:by_order", lines=_BOTH,
+        why=f"verl gives the allocator's pool back {places}, and the next stage asks the device for the same memory "
+            "again; with memory.order* the order has the trims.",
+        exit="verl trims where a stage needs memory past torch's pool, and only there",
     )
 
 
@@ -304,6 +325,11 @@ TRAINING: tuple[PatchSpec, ...] = (
     _moved("load_optimizer", "load_megatron_optimizer"),
     _moved("offload_optimizer", "offload_megatron_optimizer", "memory.load_optimizer"),
     _checkpoint("save"), _checkpoint("load"),
+    _order("order", "memory.ledger_update", lines=frozenset({"pypi"})),
+    _order("order_a3", "memory.ledger_update_a3", lines=_A3),
+    _trims("worker", _WORKERS, "after every call (megatron_workers.py, the end of each)"),
+    _trims("actor", "verl.workers.actor.megatron_actor", "after each pass and update (megatron_actor.py)"),
+    _trims("sleep", "verl.workers.sharding_manager.megatron_vllm", "after vLLM went to sleep (megatron_vllm.py)"),
     PatchSpec(
         id="memory.swap_optimizer", stage="memory", target=f"{_ACTOR}._build_model_optimizer", kind="wrap",
         provider="verl_patches.memory.swap_optimizer:build_swapped", processes=_WORKER, needs=("model.train_dtype",),

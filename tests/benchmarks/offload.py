@@ -47,15 +47,16 @@ def count() -> list[dict[str, Any]]:
     import torch
     from verl.utils import megatron_utils as verl
 
+    from verl_patches.memory.followed import VERL_0_4_0, with_our_copies
     from verl_patches.memory.measure import buffers_of, held_bytes, optimizer_tensors
-    from verl_patches.memory.phases import VERL_0_4_0, simulate, with_our_moves
+    from verl_patches.memory.phases import simulate
 
     chunks, optimizer = job["trained"](torch.bfloat16)
     reference = [torch.nn.Linear(40, 50)]
     job["step"](chunks, optimizer, 0)
     held = {"actor_params": [b.param_data for b in buffers_of(chunks)], "ref_params": reference[0].parameters(),
             "grads": [b.grad_data for b in buffers_of(chunks)], "optimizer": optimizer_tensors(optimizer)}  # fmt: skip
-    plan = simulate(with_our_moves(VERL_0_4_0), {name: held_bytes(list(of), "cpu") for name, of in held.items()})
+    plan = simulate(with_our_copies(VERL_0_4_0), {name: held_bytes(list(of), "cpu") for name, of in held.items()})
 
     def load(models: Any, load_grad: bool) -> Callable[[], None]:
         return lambda: verl.load_megatron_model_to_gpu(models, load_grad=load_grad)
@@ -131,7 +132,7 @@ def speed() -> dict[str, float]:
 
 def figures() -> Iterator[dict[str, Any]]:
     """All of them."""
-    without = ",".join(f"-{row}" for row in OURS)
+    without = ",".join(f"-{row}" for row in ("memory.order*", *OURS))
     ours, verls = child("count", "line=pypi,platform=cpu"), child("count", f"line=pypi,platform=cpu,{without}")
     for mine, peer in zip(ours, verls, strict=True):
         copies = [round(each["copied_bytes"] / each["plan_bytes"], 3) for each in (mine, peer)]

@@ -9,25 +9,35 @@ from verl_patches.cluster.memory_plan import memory_plan, memory_rows
 BIG, TINY = "grpo_deepseekv3_256die_random_init", "grpo_deepseekv3_tiny_cpu"
 
 
-def plan(name, *overrides, direct=True, skip=False):
+ON = ("reshard.direct_and_wake", "memory.order_a3", "memory.offload_model")
+
+
+def plan(name, *overrides, rows=ON, skip=False):
     config = compose(name, [f"recipe.train.skip_old_log_prob={str(skip).lower()}", *overrides])
-    return memory_plan(config, model_shape_of(config, CONFIGS_DIR), direct)
+    return memory_plan(config, model_shape_of(config, CONFIGS_DIR), rows)
 
 
 def test_the_256_die_run_fits_in_the_order_that_it_follows_and_not_in_verls():
     found = plan(BIG)
     peaks = {order["order"]: order["peak_bytes"] for order in found["orders"]}
-    assert list(peaks) == ["ours", "verl 54c9b736", "verl 54c9b736 with our weight sync"]
-    assert found["followed"] == "verl 54c9b736 with our weight sync" and found["modelled"] and found["swapped"]
-    assert peaks["ours"] <= peaks[found["followed"]] <= found["hbm_bytes"] == 64 << 30 < peaks["verl 54c9b736"]
+    assert list(peaks) == ["ours", "verl 54c9b736", "ours, with vLLM's sleep mode"]
+    assert found["followed"] == "ours, with vLLM's sleep mode" and found["modelled"] and found["swapped"]
+    assert peaks["ours"] == peaks[found["followed"]] <= found["hbm_bytes"] == 64 << 30 < peaks["verl 54c9b736"]
     title, columns, rows = memory_rows(found)
-    assert "GB" in title and "follows verl 54c9b736 with our" in title and all(len(row) == len(columns) for row in rows)
+    assert "GB" in title and "follows ours, with" in title and all(len(row) == len(columns) for row in rows)
     wake = next(row for row in rows if row[0] == "wake_kv")
     assert wake[1] == "54.98" and wake[2] == "75.29 TOO MUCH"
 
 
-def test_verls_own_weight_sync_is_told_as_what_the_run_follows():
-    assert plan(BIG, direct=False)["followed"] == "verl 54c9b736"
+def test_what_is_switched_back_is_told_as_what_the_run_follows():
+    assert plan(BIG, rows=())["followed"] == "verl 54c9b736"
+    back = plan(BIG, rows=("reshard.direct_and_wake", "memory.offload_model"))
+    assert back["followed"] == "verl 54c9b736, with our copies" == back["orders"][2]["order"]
+    assert back["orders"][2]["peak_bytes"] > back["hbm_bytes"]  # the cache comes before training weights have gone
+    gathered = plan(BIG, rows=("memory.offload_model",))["orders"][2]["phases"][0]["bytes"]
+    assert gathered["reshard_buffers"] != back["orders"][2]["phases"][0]["bytes"]["reshard_buffers"]
+    own = plan(BIG, "actor_rollout_ref.rollout.enforce_eager=true", rows=(*ON, "memory.rollout_life"))
+    assert own["followed"] == "ours" and len(own["orders"]) == 2
 
 
 def test_what_the_configuration_leaves_on_the_device_is_there_in_every_phase():
@@ -57,6 +67,6 @@ def test_a_pass_that_is_left_out_is_no_phase():
 
 def test_a_cpu_has_no_die_to_compare_with():
     found = plan(TINY)
-    assert found["hbm_bytes"] is None and found["followed"] == "verl 0.4.0"
+    assert found["hbm_bytes"] is None and found["followed"] == "ours, with vLLM's sleep mode"
     title, _, rows = memory_rows(found)
     assert " MB " in title and not any("TOO MUCH" in cell for row in rows for cell in row)

@@ -35,7 +35,7 @@ def no_prelude():
         text = engine.current().switches.text()
         engine.current().revert()
         engine._CURRENT = None
-        engine.Engine(ROWS, parse(f"{text},-update.prove_patches,-memory.ledger*")).apply()
+        engine.Engine(ROWS, parse(f"{text},-update.prove_patches,-memory.order*,-memory.ledger*")).apply()
 
 
 def stop_early():

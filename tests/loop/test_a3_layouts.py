@@ -42,7 +42,8 @@ def test_weights_stay_right_with_offload_on(a3):
 
 
 def test_without_the_rows_experts_stay_on_the_device(a3):
-    run = a3("--steps", "1", *OFFLOAD, "recipe.patches=[-memory.offload_model,-memory.load_model]", ok=False)
+    verls = "recipe.patches=[-memory.order*,-memory.offload_model,-memory.load_model]"
+    run = a3("--steps", "1", *OFFLOAD, verls, ok=False)
     said = run.summary["exit"]
     assert run.code == 1 and "LeftOnDeviceError" in said
     left = said.partition("left on the device:")[2]

@@ -1,4 +1,4 @@
-"""The ledger in the real loop: what it saw is what the plan expects, and a tenant left behind is named."""
+"""Our order in the real loop: its moves are the table's, the ledger saw what it expects, who is left is named."""
 
 from pathlib import Path
 
@@ -7,21 +7,37 @@ import pytest
 from verl_patches.layout.inventory import build_inventory
 from verl_patches.layout.parallel import parse_layout
 from verl_patches.memory.expected import Setting, in_dtype, padding_bytes, tenant_bytes
-from verl_patches.memory.phases import order_followed, residency, staying
+from verl_patches.memory.followed import staying
+from verl_patches.memory.phases import OURS, make_order, moves_of_a_step, residency
 
 pytestmark = [pytest.mark.slow, pytest.mark.full]
 ACTOR, REF = "actor_rollout_ref.actor.megatron", "actor_rollout_ref.ref.megatron"
 OFFLOAD = (*(f"{ACTOR}.{what}_offload=true" for what in ("param", "grad", "optimizer")), f"{REF}.param_offload=true")
 STRICT = ("--steps", "2", "recipe.memory.ledger=strict", *OFFLOAD)
 MODEL = in_dtype(build_inventory(Path(__file__).resolve().parents[2] / "configs/model/deepseekv3_tiny.json"), "float32")
-MOVES = staying(param_offload=True, optimizer_offload=True, ref_offload=True, one_memory=True, our_moves=True)
-MOVES -= {"rollout_weights"}  # row memory.rollout_life
+STAYS = staying(param_offload=True, optimizer_offload=True, ref_offload=True, one_memory=True, own_life=True)
+TRAINING = ("actor_params", "grads", "optimizer", "ref_params")
+LATER = {"free ref_params": "", "free grads": "free grads, free ref_params"}  # the reference stays for the update
+ONE_CHANGED = make_order("one changed", *(
+    (p.name, ", ".join(map(str, p.enter)), ", ".join(LATER.get(str(move), str(move)) for move in p.leave))
+    for p in OURS.phases))
 
 
-def assert_as_planned(run, line, library):
+def assert_carried_out(run):
+    """Simulated and executed are one table; training weights are copied once a direction."""
+    first, second = (step["offload"] for step in run.steps)
+    done = moves_of_a_step(OURS, STAYS, TRAINING)
+    assert second["sequences"] == [done] and first["sequences"][0][:2] == ["load actor_params", done[0]]
+    assert moves_of_a_step(ONE_CHANGED, STAYS, TRAINING) not in second["sequences"]  # negative control
+    for way in ("load", "offload"):
+        moved = second["moves"][f"{way} actor_params"]
+        assert moved["count"] == 1 and moved["copied_bytes"] == moved["bytes"] > 0
+    assert "free actor_params" not in second["moves"] and second["moves"]["trim"]["count"] == done.count("trim")
+
+
+def assert_as_planned(run, library):
     layouts = [parse_layout(run.summary["layout"][side]) for side in ("train", "rollout")]
-    order = order_followed(line, direct_sync=True, skip_old_log_prob=False, our_moves=True)
-    expected = residency(order, MOVES)
+    expected = residency(OURS, STAYS)
     assert all("rollout_weights" not in expected[name] for name in ("sleep", "old_log_prob", "ref", "update"))
     memory = run.steps[1]["memory"]
     assert run.summary["exit"] == "ok" and all(s["memory"]["violations"]["count"] == 0 for s in run.steps)
@@ -47,21 +63,27 @@ def assert_as_planned(run, line, library):
 
 def test_what_the_ledger_saw_is_what_the_plan_expects(smoke):
     """Rows memory.ledger, memory.ledger_wake, memory.ledger_rollout, memory.ledger_sleep, memory.ledger_log_prob,
-    memory.ledger_update and memory.take_memory."""
-    assert_as_planned(smoke(*STRICT), "pypi", "megatron-local")
+    memory.ledger_update, memory.take_memory and memory.order."""
+    run = smoke(*STRICT)
+    assert_as_planned(run, "megatron-local")
+    assert_carried_out(run)
 
 
 @pytest.mark.upstream
 def test_on_line_a3_the_cache_comes_after_training_weights_have_gone(a3):
-    """Rows memory.ledger_update_a3 and reshard.direct_and_wake."""
-    assert_as_planned(a3(*STRICT), "a3", "mindspeed")
+    """Rows memory.ledger_update_a3, reshard.direct_and_wake and memory.order_a3."""
+    run = a3(*STRICT)
+    assert_as_planned(run, "mindspeed")
+    assert_carried_out(run)
 
 
-def test_without_its_row_a_phase_is_not_seen(smoke):
-    """Negative control for the rows: memory.ledger_sleep off."""
-    run = smoke("--steps", "1", "recipe.patches=[-memory.ledger_sleep]")
-    phases = run.steps[0]["memory"]["phases"]
-    assert "sleep" not in phases and "rollout" in phases
+def test_switched_back_a_run_follows_verls_order_and_without_its_row_a_phase_is_not_seen(smoke):
+    """Negative control for the rows memory.order and memory.ledger_sleep."""
+    run = smoke("--steps", "1", *OFFLOAD, "recipe.memory.ledger=strict",
+                "recipe.patches=[-memory.order,-memory.ledger_sleep]")
+    phases, (done,) = run.steps[0]["memory"]["phases"], run.steps[0]["offload"]["sequences"]
+    assert "sleep" not in phases and phases["reshard"]["bytes"]["grads"] > 0 == phases["ref"]["bytes"]["actor_params"]
+    assert done.count("load actor_params") == 3 and "trim" not in done
 
 
 def test_gradients_left_behind_stop_a_strict_run_by_name(smoke):
@@ -72,7 +94,8 @@ def test_gradients_left_behind_stop_a_strict_run_by_name(smoke):
 
 
 def test_left_gradients_are_reported_and_the_run_goes_on(smoke):
-    verls = "recipe.patches=[-memory.load_model,-memory.offload_model]"  # ours refuse memory that somebody resized
+    # ours refuse memory that somebody resized
+    verls = "recipe.patches=[-memory.order,-memory.load_model,-memory.offload_model]"
     run = smoke("--steps", "1", *OFFLOAD, verls, "recipe.worker_process_setup_hook=left_gradients.keep")
     violations = run.steps[0]["memory"]["violations"]
     assert violations["count"] and {v["tenant"] for v in violations["first"]} == {"grads"}

@@ -2,7 +2,8 @@
 
 import pytest
 
-from verl_patches.memory.phases import order_followed, simulate, staying
+from verl_patches.memory.followed import order_followed, staying
+from verl_patches.memory.phases import simulate
 
 pytestmark = [pytest.mark.slow, pytest.mark.full]
 ACTOR, REF = "actor_rollout_ref.actor.megatron", "actor_rollout_ref.ref.megatron"
@@ -23,12 +24,12 @@ def assert_one_copy_and_no_new_host_memory(run, line):
     assert first["host_bytes"] > 0 and second["host_allocations"] == second["host_bytes"] == 0
     moves = second["moves"]
     assert moves["free grads"]["copied_bytes"] == moves["free ref_params"]["copied_bytes"] == 0
-    assert "offload ref_params" not in moves and moves["free actor_params"]["count"] == 1  # after old_log_prob
+    assert "offload ref_params" not in moves and "free actor_params" not in moves  # they stay after old_log_prob
     assert moves["load optimizer"] == moves["offload optimizer"]
-    stays = staying(param_offload=True, optimizer_offload=True, ref_offload=True, one_memory=True, our_moves=True)
+    stays = staying(param_offload=True, optimizer_offload=True, ref_offload=True, one_memory=True)
     sizes = run.steps[1]["memory"]["phases"]["update"]["bytes"]
     sizes = {**sizes, "ref_params": run.steps[1]["memory"]["phases"]["ref"]["bytes"]["ref_params"]}
-    order = order_followed(line, direct_sync=True, skip_old_log_prob=False, our_moves=True)
+    order = order_followed(line, skip_old_log_prob=False)
     moments = simulate(order, sizes, stays).values()
     for way in ("to_device_bytes", "to_host_bytes"):  # ranks' shares of the optimizer differ by a few hundred bytes
         assert second[way]["max"] / sum(getattr(moment, way) for moment in moments) == pytest.approx(1, abs=1e-3)

@@ -238,20 +238,20 @@ def checkpoints():
     """save_checkpoint and load_checkpoint of verl's worker find the states, which are away before and after."""
     from types import SimpleNamespace
 
-    from verl_patches.memory.offload import with_optimizer_on_device
+    from verl_patches.memory.checkpoints import at_load, at_save
 
     chunks, optimizer = trained(BF16)
     step(chunks, optimizer, 0)
     states = [state for one in optimizer.chained_optimizers for state in one.optimizer.state.values()]
     before = [state["exp_avg"].clone() for state in states]
     verl.offload_megatron_optimizer(optimizer)
-    worker = SimpleNamespace(_is_actor=True, actor_optimizer=optimizer)
+    worker = SimpleNamespace(_is_actor=True, actor_optimizer=optimizer, actor_module=chunks)
 
     def held():
         return sum(state["exp_avg"].untyped_storage().nbytes() for state in states)
 
     found = {"away": held()}
-    found["saved"] = with_optimizer_on_device(lambda self: same([state["exp_avg"] for state in states], before))(worker)
+    found["saved"] = at_save(lambda self: same([state["exp_avg"] for state in states], before))(worker)
     found["away again"] = held()
 
     def replace(self):
@@ -259,10 +259,57 @@ def checkpoints():
             state["exp_avg"] = state["exp_avg"] * 2
 
     moves.take()
-    with_optimizer_on_device(replace)(worker)
+    at_load(replace)(worker)
     found["host memory for the loaded ones"] = sum(m["host_bytes"] for m in moves.take())
     verl.load_megatron_optimizer(optimizer)
     found["loaded"] = same([state["exp_avg"] for state in states], [each * 2 for each in before])
+    return found
+
+
+def checkpoints_in_our_order():
+    """With a conductor, verl's own calls do nothing: weights that are away come for a checkpoint, and go again."""
+    from types import SimpleNamespace
+
+    from verl_patches.memory import conduct
+    from verl_patches.memory.checkpoints import at_load, at_save
+    from verl_patches.memory.movers import movers_of
+    from verl_patches.memory.phases import OURS
+
+    chunks, optimizer = trained(BF16)
+    conductor = conduct.Conductor(OURS, lambda: None)
+    worker = SimpleNamespace(_is_actor=True, actor_optimizer=optimizer, actor_module=chunks)
+    found, before = {}, weights(chunks)
+
+    def save(self):
+        verl.load_megatron_model_to_gpu(self.actor_module)
+        found["saved"] = same(weights(chunks), before)
+        verl.offload_megatron_model_to_cpu(self.actor_module)
+
+    def load(self):
+        verl.load_megatron_model_to_gpu(self.actor_module)
+        for parameter in chunks[0].parameters():
+            parameter.data.mul_(2)
+        verl.offload_megatron_model_to_cpu(self.actor_module)
+        verl.offload_megatron_optimizer(self.actor_optimizer)
+
+    verl.offload_megatron_model_to_cpu(chunks)
+    verl.offload_megatron_optimizer(optimizer)
+    conductor.add(movers_of(chunks, optimizer))
+    conduct.keep(conductor)
+    try:
+        for name, call in (("save", at_save(save)), ("load", at_load(load))):
+            moves.take()
+            call(worker)
+            found[f"{name} moves"] = [f"{m['verb']} {m['tenant']}" for m in moves.take()]
+        found["held"] = sizes(chunks)
+        conductor.begin("update")
+        doubled = len(list(chunks[0].parameters()))
+        found["loaded"] = same(weights(chunks), [each * 2 for each in before[:doubled]] + before[doubled:])
+        moves.take()
+        at_save(lambda self: None)(worker)
+        found["save moves while all is there"] = moves.take()
+    finally:
+        conduct.keep(None)
     return found
 
 
@@ -270,7 +317,7 @@ def carried_out():
     """An order carried out by movers of real objects: moves of the second step, and what the table predicts."""
     from verl_patches.memory.conduct import Conductor
     from verl_patches.memory.measure import held_bytes, optimizer_tensors
-    from verl_patches.memory.movers import movers_of
+    from verl_patches.memory.movers import movers_of, movers_of_reference
     from verl_patches.memory.phases import OURS, simulate
 
     chunks, optimizer = trained(BF16)
@@ -280,10 +327,11 @@ def carried_out():
     held = {"actor_params": [b.param_data for b in buffers], "grads": [b.grad_data for b in buffers],
             "optimizer": optimizer_tensors(optimizer), "ref_params": reference.parameters()}
     full = {tenant: held_bytes(list(tensors), "cpu") for tenant, tensors in held.items()}
-    movers = movers_of(chunks, optimizer, [reference])
+    movers = {**movers_of(chunks, optimizer), **movers_of_reference([reference])}
     for mover in movers.values():
         getattr(mover, "offload" if hasattr(mover, "offload") else "free")()
-    conductor, every = Conductor(OURS, movers, lambda: None), []
+    conductor, every = Conductor(OURS, lambda: None), []
+    conductor.add(movers)
     for number in (1, 2):
         moves.take()
         for phase in OURS.phases:

@@ -6,11 +6,13 @@ import pytest
 import torch
 
 from verl_patches.errors import ConfigError
+from verl_patches.memory import conduct, moves
 from verl_patches.memory import ledger as ledgers
 from verl_patches.memory.conduct import Conductor, trim_of
 from verl_patches.memory.ledger import Ledger, MemoryLedgerError
 from verl_patches.memory.measure import held_bytes
 from verl_patches.memory.phases import OURS, simulate
+from verl_patches.memory.trims import by_order
 
 SIZES = {"actor_params": 400, "grads": 800, "optimizer": 2400, "ref_params": 400, "rollout_weights": 600,
          "kv_cache": 1000, "reshard_buffers": 100, "swap_window": 10, "tensor_cache": 20}  # fmt: skip
@@ -18,6 +20,8 @@ SIZES = {"actor_params": 400, "grads": 800, "optimizer": 2400, "ref_params": 400
 
 class Buffer:
     """A mover of one storage, which counts what it copies and notes each move that did something."""
+
+    of = None
 
     def __init__(self, name, log):
         self.name, self.log = name, log
@@ -58,7 +62,9 @@ def made(monkeypatch):
         for tenant, mover in movers.items():
             ledger.register(tenant, lambda mover=mover: held_bytes([mover.device], "cpu"), full_bytes=SIZES[tenant])
         monkeypatch.setattr(ledgers, "_CURRENT", ledger)
-        return Conductor(OURS, movers, lambda: log.append("trim"), stays), log, movers
+        conductor = Conductor(OURS, lambda: log.append("trim"), stays)
+        conductor.add(movers)
+        return conductor, log, movers
 
     return make
 
@@ -82,7 +88,7 @@ def test_every_step_does_what_the_table_says_and_the_simulation_predicts(made):
     assert loads == sum(m.to_device_bytes for m in moments) and offloads == sum(m.to_host_bytes for m in moments)
     assert log.count("trim") == sum(m.trims for m in moments) == 2
     peaks = {r["phase"]: r["peak_bytes"] for r in ledgers.current().take()["records"]}
-    assert all(peaks[m.phase] <= m.peak_bytes for m in moments) and peaks["update"] == 400 + 800 + 2400 + 10 + 20
+    assert all(peaks[m.phase] <= m.peak_bytes for m in moments) and peaks["update"] == 400 + 800 + 2400 + 10
     movers["optimizer"].load()
     assert torch.equal(movers["optimizer"].device, torch.arange(2400).to(torch.uint8))  # there and back, unchanged
 
@@ -116,9 +122,71 @@ def test_a_mover_that_forgets_is_caught_at_the_next_phase(made):
         step(conductor)
 
 
+VLLMS = ("rollout_weights", "kv_cache")
+
+
+def test_what_vllm_moves_comes_in_the_place_that_the_table_has(made):
+    conductor, log, movers = made(tuple(tenant for tenant in SIZES if tenant not in VLLMS))
+    conductor.begin("reshard", lambda: log.append("wake weights"))
+    conductor.begin("wake_kv", lambda: log.append("wake cache"))
+    conductor.begin("rollout", lambda: log.append("never"))
+    conductor.begin("sleep", lambda: log.append("sleep"))
+    assert log == ["load actor_params", "wake weights", "alloc reshard_buffers", "free reshard_buffers",
+                   "offload actor_params", "trim", "wake cache", "alloc tensor_cache", "sleep", "trim"]
+
+
+def test_a_wake_that_fails_leaves_nothing_that_the_next_step_meets(made):
+    conductor, log, _ = made(tuple(tenant for tenant in SIZES if tenant not in VLLMS))
+
+    def fail():
+        raise MemoryError("no memory for the cache")
+
+    conductor.begin("reshard", lambda: None)
+    with pytest.raises(MemoryError):
+        conductor.begin("wake_kv", fail)
+    log.clear()
+    conductor.begin("reshard", lambda: None)
+    assert log == ["load actor_params", "alloc reshard_buffers"]
+
+
+def test_a_second_generation_and_a_step_without_an_update_leave_the_table_true(made):
+    """REMAX and validation generate again; a critic's warm-up updates nothing. The ledger is strict."""
+    conductor, log, movers = made()
+    again = ("reshard", "wake_kv", "rollout", "sleep")
+    step(conductor)
+    movers["tensor_cache"].free()
+    for phase in (*again, "old_log_prob", "ref"):
+        conductor.begin(phase)
+    conductor.end()
+    movers["tensor_cache"].free()  # its scope ends with the step (training/kept_batch.py, end_step)
+    log.clear()
+    step(conductor)
+    assert "load actor_params" in log and log.index("offload actor_params") < log.index("alloc kv_cache")
+
+
+def test_trims_are_on_record_and_without_a_conductor_only_the_ledger_hears(made, monkeypatch):
+    conductor, log, _ = made(())
+    moves.take()
+    step(conductor)
+    assert [each["verb"] for each in moves.take()] == ["trim", "trim"] == log
+    conduct.begin("rollout", lambda: log.append("vllm"))
+    conduct.end()
+    assert log[2:] == ["vllm"] and not conduct.moved_here(None) and conduct.current() is None
+    assert [r["phase"] for r in ledgers.current().take()["records"]][-1] == "rollout"
+    monkeypatch.setattr(conduct, "_current", conductor)
+    conduct.begin("sleep")
+    assert log[3:] == ["trim"]
+
+
+def test_whose_memory_a_conductor_moves(made):
+    conductor, _, movers = made(stays={"grads"})
+    movers["grads"].of, movers["optimizer"].of = chunks, optimizer = [1], [1]
+    assert conductor.moves(optimizer) and not conductor.moves(chunks) and not conductor.moves([1])
+
+
 def test_unknown_names_are_refused(made):
     with pytest.raises(ConfigError, match="movers for gards"):
-        Conductor(OURS, {"gards": None}, lambda: None)
+        made()[0].add({"gards": None})
     with pytest.raises(ConfigError, match="no phase 'x'"):
         made()[0].begin("x")
 
@@ -128,3 +196,17 @@ def test_the_light_form_of_empty_cache_is_taken_where_there_is_one():
     assert trim_of(SimpleNamespace(empty_cache=full)) is full
     assert trim_of(SimpleNamespace(empty_cache=full, empty_virt_addr_cache=light)) is light
     assert trim_of(None)() is None and trim_of(torch.cuda) is torch.cuda.empty_cache
+
+
+def test_what_stands_for_torch_travels_as_verls_functions_do(monkeypatch):
+    cloudpickle = pytest.importorskip("ray.cloudpickle")
+    found = cloudpickle.loads(cloudpickle.dumps(by_order(torch)))
+    calls = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("trim"))
+    found.cuda.empty_cache()
+    assert calls == ["trim"] and found.Tensor is torch.Tensor and found.cuda.Stream is torch.cuda.Stream
+    monkeypatch.setattr(conduct, "_current", object())
+    found.cuda.empty_cache()
+    assert calls == ["trim"]
+    with pytest.raises(AttributeError, match="no_such_name"):
+        found.no_such_name  # noqa: B018

@@ -146,6 +146,21 @@ def test_a_tenant_that_grows_is_full_once():
         fresh.enter("update")
 
 
+def test_what_varies_may_stay_until_the_order_lets_it_go():
+    """As the tensor cache: other bytes in each phase and step, none after the update; REMAX generates twice."""
+    held = {"now": 0}
+    ledger = Ledger(OURS, action="strict")
+    ledger.register("tensor_cache", lambda: held["now"], varies=True)
+    for size, phase in ((0, "reshard"), (0, "rollout"), (7, "sleep"), (7, "reshard"), (7, "rollout"), (9, "sleep"),
+                        (5, "old_log_prob"), (0, "ref"), (3, "ref"), (0, "update"), (0, "reshard")):
+        held["now"] = size
+        ledger.enter(phase)
+    held["now"] = 3
+    for phase in ("wake_kv", "update"):  # left by the step before
+        with pytest.raises(MemoryLedgerError, match=r"tensor_cache .* holds 3 bytes, expected 0"):
+            ledger.enter(phase)
+
+
 def test_the_size_of_a_tenant_without_one_is_learnt_once():
     held = {"kv_cache": 50}
     ledger = Ledger(OURS, stays={"kv_cache"}, action="strict")

@@ -12,7 +12,7 @@ from verl_patches.patching.engine import Engine
 from verl_patches.patching.switches import Switches
 
 LINES = ["pypi", pytest.param("a3", marks=pytest.mark.upstream)]
-PARTS = ("models", "optimizers", "spoilt", "counted", "checkpoints", "carried_out")
+PARTS = ("models", "optimizers", "spoilt", "counted", "checkpoints", "checkpoints_in_our_order", "carried_out")
 OURS = ("memory.load_model", "memory.offload_model", "memory.load_optimizer", "memory.offload_optimizer")
 EMPTY = dict.fromkeys(("dense param", "dense grad", "expert param", "expert grad"), 0)
 KINDS = ("fp32", "bf16", "plain fp32", "plain bf16")
@@ -99,6 +99,17 @@ def test_checkpoints_find_the_states_and_loaded_ones_use_the_same_host_memory(fo
 
 
 @pytest.mark.slow
+def test_in_our_order_a_checkpoint_finds_the_weights_and_leaves_them_where_they_were(found):
+    """verl's own calls around it do nothing; what was loaded into them is copied to the host, what was read is not."""
+    order = found["checkpoints_in_our_order"]
+    assert order["saved"] and order["loaded"] and order["held"] == EMPTY
+    there, back = ["load actor_params"] * 2 + ["load optimizer"], ["offload optimizer"]
+    assert order["save moves"] == there + ["free actor_params"] * 2 + back
+    assert order["load moves"] == there + ["offload actor_params"] * 2 + back
+    assert order["save moves while all is there"] == []
+
+
+@pytest.mark.slow
 def test_an_order_carried_out_moves_what_its_simulation_says(found):
     order = found["carried_out"]
     for way in ("to_device", "to_host"):
@@ -110,7 +121,8 @@ def test_an_order_carried_out_moves_what_its_simulation_says(found):
 @pytest.mark.slow
 @pytest.mark.upstream
 def test_verl_54c9b736_alone_leaves_the_experts(offload_job):
-    left = offload_job("verl_alone", line="a3", switches=tuple(f"-{row}" for row in OURS))[0]["verl_alone"]
+    off = ("-memory.order*", *(f"-{row}" for row in OURS))
+    left = offload_job("verl_alone", line="a3", switches=off)[0]["verl_alone"]
     assert left["dense param"] == left["dense grad"] == 0 < left["expert param"] and left["expert grad"] > 0
 
 
@@ -118,7 +130,15 @@ def test_verl_54c9b736_alone_leaves_the_experts(offload_job):
 def test_what_nothing_would_bring_back_is_not_offloaded(line):
     assert set(OURS) <= Engine(ROWS, Switches(line, "npu")).wanted
     with pytest.raises(ConfigError, match=r"memory\.offload_model needs memory\.load_model, which is off"):
-        Engine(ROWS, Switches(line, "npu", ("-memory.load_model",)))
+        Engine(ROWS, Switches(line, "npu", ("-memory.order*", "-memory.load_model",)))
+
+
+@pytest.mark.parametrize(("line", "update"), [("pypi", "memory.ledger_update"), ("a3", "memory.ledger_update_a3")])
+def test_an_order_whose_phases_are_not_seen_is_refused(line, update):
+    """Without gradients on the device an update would write where there is no memory."""
+    assert Engine(ROWS, Switches(line, "npu", ("-memory.order*",))).wanted
+    with pytest.raises(ConfigError, match=rf"row memory\.order.* needs {update}, which is off"):
+        Engine(ROWS, Switches(line, "npu", (f"-{update}",)))
 
 
 def test_a_large_storage_takes_several_pieces_and_comes_back(monkeypatch):
@@ -173,6 +193,14 @@ def test_a_steps_account_is_of_the_busiest_rank():
     assert found["to_device_bytes"] == {"max": 120, "mean": 110} and found["to_host_bytes"] == {"max": 100, "mean": 50}
     assert found["copies_per_byte"] == 2 and (found["host_allocations"], found["host_bytes"]) == (2, 60)
     assert found["swap_peak_bytes"] == 7 and offload_of_step([[], []]) is None
+
+
+def test_what_ranks_did_one_after_the_other():
+    one = [moved("load", "actor_params", 1), moved("load", "actor_params", 2), moved("trim", "", 0)]
+    other = [moved("trim", "", 0), moved("trim", "", 0), moved("load", "actor_params", 3)]
+    found = offload_of_step([one, other, one])
+    assert found["sequences"] == [["load actor_params", "trim"], ["trim", "trim", "load actor_params"]]
+    assert found["moves"]["load actor_params"]["count"] == 2 and offload_of_step([[moved("trim", "", 0)]]) is None
 
 
 def test_a_move_of_nothing_is_no_move():

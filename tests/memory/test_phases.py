@@ -5,9 +5,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from verl_patches.errors import ConfigError
-from verl_patches.memory.phases import OURS, TENANTS, VERL, VERL_54C9B736, make_order, residency, simulate, staying
+from verl_patches.memory.followed import (
+    VERL,
+    VERL_54C9B736,
+    in_sleep_mode,
+    order_followed,
+    staying,
+    switches_of,
+    with_our_copies,
+    with_own_life,
+)
+from verl_patches.memory.phases import OURS, TENANTS, make_order, moves_of_a_step, residency, simulate
 
-ORDERS = (OURS, *VERL.values())
+VARIANTS = (in_sleep_mode(OURS), *map(with_our_copies, VERL.values()), *map(with_own_life, VERL.values()))
+ORDERS = (OURS, *VERL.values(), *VARIANTS)
 SIZES = {tenant: 2**bit for bit, tenant in enumerate(TENANTS)}  # a sum says who was there
 SUBSETS = st.sets(st.sampled_from(sorted(TENANTS)))
 
@@ -26,7 +37,7 @@ def test_who_is_there_in_each_phase_of_our_order():
     assert found["sleep"] == found["reward"] == {"tensor_cache"}
     assert found["old_log_prob"] == found["advantage"] == {"tensor_cache", "actor_params"}
     assert found["ref"] == {"tensor_cache", "actor_params", "ref_params"}
-    assert found["update"] == {"tensor_cache", "actor_params", "grads", "optimizer", "swap_window"}
+    assert found["update"] == {"actor_params", "grads", "optimizer", "swap_window"}
 
 
 def test_weights_come_before_the_cache_which_comes_last_and_goes_first():
@@ -78,6 +89,36 @@ def test_who_should_have_released_a_tenant():
     assert VERL["pypi"].released_by("tensor_cache", "reshard") is None
 
 
+def test_what_a_step_of_ours_does_one_after_the_other():
+    training = ("actor_params", "grads", "optimizer", "ref_params")
+    assert moves_of_a_step(OURS, (), training) == [
+        "offload actor_params", "trim", "trim", "load actor_params", "load ref_params", "free ref_params",
+        "alloc grads", "load optimizer", "offload optimizer", "free grads"]
+    assert moves_of_a_step(OURS, {"actor_params", "grads"}, training)[:3] == ["trim", "trim", "load ref_params"]
+
+
+def test_which_order_a_run_follows():
+    def name(rows, line="a3", enforce_eager=True):
+        return order_followed(line, skip_old_log_prob=False, **switches_of(rows, enforce_eager=enforce_eager)).name
+
+    every = {"memory.order_a3", "memory.offload_model", "memory.rollout_life"}
+    assert name(every) == "ours" and name(every, enforce_eager=False) == "ours, with vLLM's sleep mode"
+    assert name(every - {"memory.order_a3"}) == "verl 54c9b736, with our copies, rollout weights not copied"
+    assert name({"memory.offload_model"}, "pypi") == "verl 0.4.0, with our copies" and name((), "pypi") == "verl 0.4.0"
+    assert order_followed("pypi", skip_old_log_prob=True, own_life=True).name == "ours without old_log_prob"
+
+
+def test_a_way_of_moving_changes_who_copies_but_not_who_is_there():
+    for order in (OURS, VERL["pypi"], VERL["a3"]):
+        for other in VARIANTS:
+            if other.name.startswith(order.name):
+                assert residency(other) == residency(order)
+    copied = [sum(m.to_host_bytes for m in simulate(order, SIZES).values()) for order in (in_sleep_mode(OURS), OURS)]
+    assert copied[0] - copied[1] == SIZES["rollout_weights"]
+    wake = simulate(in_sleep_mode(OURS), SIZES)["reshard"].moves
+    assert str(wake[0]) == "trim" and str(wake[1]) == "load rollout_weights"  # memory past the pool
+
+
 def test_a_wrong_table_is_refused():
     with pytest.raises(ConfigError, match="order 'x', phase a: lod grads is no move"):
         make_order("x", ("a", "lod grads", ""))
@@ -93,7 +134,9 @@ def test_what_a_run_never_moves():
     every = {"param_offload": True, "optimizer_offload": True, "ref_offload": True}
     assert staying(**every) == frozenset()
     assert staying(**every, one_memory=True) == {"rollout_weights"}
-    alone = staying(**every, one_memory=True, our_moves=False)
+    alone = staying(**every, one_memory=True, our_copies=False)
     assert alone == {"optimizer", "ref_params", "rollout_weights"}  # verl's moves from device to device
+    assert staying(**every, one_memory=True, own_life=True) == frozenset()
+    assert staying(**every, own_life=True, synced=False) == {"rollout_weights"}
     assert staying(**{**every, "param_offload": False}) == {"actor_params", "grads"}
     assert staying(**dict.fromkeys(every, False)) == {"actor_params", "grads", "optimizer", "ref_params"}

@@ -90,7 +90,7 @@ class Spoilt:
 class World:
     """One rank: training, engine and verl's sharding manager. Use it inside `stand_ins`."""
 
-    def __init__(self, case: Case, verify: str, strange: tuple[str, ...] = (), offloads: bool = False):
+    def __init__(self, case: Case, verify: str, strange: tuple[str, ...] = ()):
         self.case, self.rank, self.events, self.spoilt = case, dist.get_rank(), [], Spoilt()
         self.sources, self.trained_is_valid = train_memory(case, self.rank), True
         self.engine = Engine(case, self.rank, strange)
@@ -98,7 +98,7 @@ class World:
         executor = SimpleNamespace(driver_worker=SimpleNamespace(worker=runner))
         config = {"model_type": "deepseek_v3", **vars(replace(case.model, torch_dtype="float32"))}
         self.manager = SimpleNamespace(
-            reshard_settings=in_loop.Settings(case.train, case.rollout, "pypi", case.bucket_bytes, verify, offloads),
+            reshard_settings=in_loop.Settings(case.train, case.rollout, "pypi", case.bucket_bytes, verify),
             actor_module=[torch.nn.Linear(1, 1, dtype=getattr(torch, case.model.torch_dtype))],
             model_config=SimpleNamespace(to_dict=lambda: config),
             inference_engine=SimpleNamespace(wake_up=self._wake_up,
@@ -128,10 +128,8 @@ class World:
     @contextlib.contextmanager
     def stand_ins(self) -> Iterator[World]:
         """Meanwhile in_loop.py meets this world's memory where it would ask Megatron, and verl's functions here."""
-        verl_utils, workers = ModuleType("verl.utils.vllm_utils"), ModuleType("verl.workers")
+        verl_utils = ModuleType("verl.utils.vllm_utils")
         verl_utils.patch_vllm_moe_model_weight_loader = lambda model: self.events.append("loaders")
-        workers.megatron_workers = SimpleNamespace(
-            offload_megatron_model_to_cpu=lambda chunks: self.events.append("offload"))  # fmt: skip
         covers, plan, after, poison = (destination.Destinations.check_covers, in_loop.plan_reshard, in_loop.post_load,
                                        in_loop.Verifier.poison)  # fmt: skip
 
@@ -144,7 +142,7 @@ class World:
             return call
 
         with (
-            mock.patch.dict(sys.modules, {"verl.utils.vllm_utils": verl_utils, "verl.workers": workers}),
+            mock.patch.dict(sys.modules, {"verl.utils.vllm_utils": verl_utils}),
             mock.patch.object(in_loop, "train_tensors", lambda *args: self.sources),
             mock.patch.object(in_loop, "still_valid", lambda *args: self.trained_is_valid),
             mock.patch.object(in_loop, "plan_reshard", spoil("plan", plan)),
@@ -212,7 +210,7 @@ def broken(case: Case, what: str, at: int) -> list[tuple]:
 
 
 def with_cache(case: Case) -> list[str]:
-    """What happens in which order in a first sync at verl 54c9b736, with training weights that leave the device."""
-    with World(case, "first", offloads=True).stand_ins() as world:
+    """What happens in which order in a first sync at verl 54c9b736."""
+    with World(case, "first").stand_ins() as world:
         assert world.sync(in_loop.direct_with_cache(_never)) == "fine"
         return world.events

@@ -71,7 +71,7 @@ def test_an_error_of_one_rank_stops_all_alike_and_the_next_sync_is_right(pool4, 
 
 
 def test_the_cache_is_woken_last_and_after_training_weights_have_left(pool4):
-    events = ["wake ['weights']", "loaders", "learn", "plan", "poison", "post_load", "offload", "wake ['kv_cache']"]
+    events = ["wake ['weights']", "loaders", "learn", "plan", "poison", "post_load", "wake ['kv_cache']"]
     assert pool4.run(in_loop_job.with_cache, CASE) == [events] * 4
 
 

@@ -12,6 +12,7 @@ import torch
 import torch._dynamo.config
 import verl.trainer.ppo.ray_trainer as ray_trainer
 import verl.utils.megatron.optimizer as optimizer
+import verl.workers.actor.megatron_actor as megatron_actor
 import verl.workers.megatron_workers as workers
 import verl.workers.sharding_manager.megatron_vllm as sharding
 from omegaconf import OmegaConf
@@ -19,7 +20,7 @@ from verl import DataProto
 from verl.utils.tracking import Tracking
 
 from verl_patches.cluster.recipe import Recipe
-from verl_patches.memory import moves, phase_clock, swap_optimizer
+from verl_patches.memory import conduct, moves, phase_clock, swap_optimizer
 from verl_patches.training import run
 
 
@@ -138,6 +139,40 @@ def checkpoint_asks_for_the_optimizer(name):
     return seen == ["actor_optimizer"]
 
 
+def verls_trims_are_left_to_the_order():
+    calls, conductor = [], conduct.current()
+    torch.cuda.empty_cache, original = (lambda: calls.append("trim")), torch.cuda.empty_cache
+    for name, module in (("worker", workers), ("actor", megatron_actor), ("sleep", sharding)):
+        calls.clear()
+        conduct.keep(object())
+        module.torch.cuda.empty_cache()
+        conduct.keep(None)
+        left = not calls
+        module.torch.cuda.empty_cache()
+        same = module.torch.Tensor is torch.Tensor and module.torch.cuda.current_device == torch.cuda.current_device
+        yield f"memory.trims_{name}", left and calls == ["trim"] and same
+    torch.cuda.empty_cache = original
+    conduct.keep(conductor)
+
+
+def init_makes_the_conductor():
+    init = workers.ActorRolloutRefWorker.init_model
+    while hasattr(init, "__wrapped__"):  # verl's own builds models
+        inner, init = init, init.__wrapped__
+    cell = next(c for c in inner.__closure__ if c.cell_contents is init)
+    cell.cell_contents = lambda self: None
+    side = {"megatron": {"param_offload": True, "optimizer_offload": True}}
+    recipe = SimpleNamespace(line="pypi", platform="cpu", memory=SimpleNamespace(ledger="off"),
+                             train=SimpleNamespace(skip_old_log_prob=False), weight_sync=SimpleNamespace(enabled=True))
+    config = OmegaConf.create({"actor": side, "ref": side, "rollout": {"enforce_eager": True}})
+    worker = SimpleNamespace(_is_actor=True, _is_ref=False, actor_module=[object()], actor_optimizer=object())
+    worker.config = SimpleNamespace(actor=config.actor, ref=config.ref, rollout=config.rollout,
+                                    get={"recipe": recipe}.get)
+    workers.ActorRolloutRefWorker.init_model(worker)
+    cell.cell_contents = init
+    return conduct.moved_here(worker.actor_module) and conduct.moved_here(worker.actor_optimizer)
+
+
 def switch_leaves_a_sync_out():
     manager = SimpleNamespace(weight_sync_enabled=False, weights_synced_once=True,
                               inference_engine=SimpleNamespace(wake_up=lambda tags: tags))
@@ -196,6 +231,8 @@ def main():
         "memory.take_offload": hasattr(actor, "take_offload"),
         "memory.swap_optimizer": works(worker_swaps_the_optimizer),
         **dict(moves_are_counted()),
+        **dict(verls_trims_are_left_to_the_order()),
+        "memory.order": works(init_makes_the_conductor),
         **{f"memory.optimizer_at_{name}": works(lambda name=name: checkpoint_asks_for_the_optimizer(name))
            for name in ("save", "load")},
     }

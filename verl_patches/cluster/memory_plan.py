@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
@@ -11,32 +12,34 @@ from verl_patches.cluster.recipe import VLLM_DTYPES
 from verl_patches.layout.inventory import ModelShape, build_inventory
 from verl_patches.layout.of_config import rollout_layout_of, train_layout_of
 from verl_patches.memory.expected import A3_DIE_BYTES, Setting, in_dtype, peaks
-from verl_patches.memory.phases import OURS, VERL, order_followed, staying
+from verl_patches.memory.followed import VERL, order_followed, staying, switches_of
+from verl_patches.memory.phases import OURS
 
 
-def memory_plan(
-    config: DictConfig, model: ModelShape, direct_sync: bool, our_moves: bool = False
-) -> dict[str, Any]:
+def memory_plan(config: DictConfig, model: ModelShape, rows: Collection[str]) -> dict[str, Any]:
     """{modelled, hbm_bytes, followed, swapped, orders}: `peaks` of our order, of verl's on this line, of the run's own.
 
     `hbm_bytes` is that of an A3 die, None on other platforms, where no KV cache can be told. `followed` names the order
-    that the run follows, by `direct_sync` (rows reshard.direct*) and `our_moves` (rows memory.offload_*); verl's order
-    is told with verl's own weight sync. Activations, HCCL's buffers and CANN's context are in none of the figures.
+    that the run follows, by the ids of the `rows` that are on; verl's order is told with verl's own weight sync.
+    Activations, HCCL's buffers and CANN's context are in none of the figures.
     ConfigError where sizes do not divide.
     """
     recipe, actor, ref = config.recipe, config.actor_rollout_ref.actor.megatron, config.actor_rollout_ref.ref.megatron
     inventory = in_dtype(build_inventory(model), VLLM_DTYPES[recipe.dtype])
     layouts = train_layout_of(config), rollout_layout_of(config)
+    switches = switches_of(rows, enforce_eager=config.actor_rollout_ref.rollout.enforce_eager)
     stays = staying(
         param_offload=actor.param_offload, optimizer_offload=actor.optimizer_offload or recipe.train.swap_optimizer,
-        ref_offload=ref.param_offload)  # fmt: skip
+        ref_offload=ref.param_offload, own_life=switches["own_life"], synced=recipe.weight_sync.enabled)  # fmt: skip
     ours = _setting(config)
     skip = recipe.train.skip_old_log_prob
-    followed = order_followed(recipe.line, direct_sync=direct_sync, skip_old_log_prob=skip, our_moves=our_moves)
+    followed = order_followed(recipe.line, skip_old_log_prob=skip, **switches)
+    gathered = replace(ours, bucket_bytes=None)
     compared = [(order.without("old_log_prob") if skip else order, setting)
-                for order, setting in ((OURS, ours), (VERL[recipe.line], replace(ours, bucket_bytes=None)))]
+                for order, setting in ((OURS, ours), (VERL[recipe.line], gathered))]
     if followed.name not in (order.name for order, _ in compared):
-        compared.append((followed, ours))
+        direct = any(row.startswith("reshard.direct") for row in rows)
+        compared.append((followed, ours if direct else gathered))
     return {
         "modelled": True, "hbm_bytes": A3_DIE_BYTES if recipe.platform == "npu" else None, "followed": followed.name,
         "orders": [peaks(order, inventory, *layouts, setting, stays) for order, setting in compared],

@@ -69,17 +69,11 @@ def build_plan(
         "checks": [asdict(check) for check in checks],
         "train": train,
         "rollout": rollout,
-        "memory": memory_plan(config, model, _on(patches, "reshard.direct"), _on(patches, "memory.offload_model"))
-        if sized else None,
+        "memory": memory_plan(config, model, [row["id"] for row in patches if row["on"]]) if sized else None,
         "patches": patches,
         "environment": [asdict(variable) for variable in environment.derive(config, trees=trees)],
         "commands": commands(config, config_name, overrides, trees),
     }
-
-
-def _on(patches: list[dict[str, Any]], rows: str) -> bool:
-    """Whether one of the rows whose names begin so is on."""
-    return any(row["on"] for row in patches if row["id"].startswith(rows))
 
 
 def _verl(line: str, trees: Trees) -> Check:

@@ -1,7 +1,7 @@
 """Carries out an order (phases.py): the moves of a phase before and after its work, then the ledger's check.
 
-Tenants without a mover are moved by their owner (vLLM wakes and drops its own). A mover's verbs do nothing where
-nothing is to be done, as the table says. No torch.
+A worker has one conductor, `current()`; verl's own calls of its four functions then do nothing for what the conductor
+moves (offload.py). Without one (rows memory.order* off) `begin` and `end` only tell the ledger. No torch.
 """
 
 from __future__ import annotations
@@ -11,11 +11,18 @@ from typing import Any, Protocol
 
 from verl_patches.errors import ConfigError
 from verl_patches.memory import ledger as ledgers
+from verl_patches.memory import moves
+from verl_patches.memory.phase_clock import timed
 from verl_patches.memory.phases import TENANTS, Move, Order
+
+_BY_VLLM = ("rollout_weights", "kv_cache")  # one call of its own moves them
+_current: Conductor | None = None
 
 
 class Mover(Protocol):
-    """What brings one tenant to the device and away from it; see phases.py for the verbs."""
+    """What brings one tenant to the device and away from it; see phases.py for the verbs. `of`: whose memory it is."""
+
+    of: Any
 
     def load(self) -> None:
         """Device memory, filled from the host."""
@@ -31,24 +38,33 @@ class Mover(Protocol):
 
 
 class Conductor:
-    """One worker's order under way. `movers`: by tenant; `stays`: tenants that the run never moves; see `trim_of`."""
+    """One worker's order under way; `stays`: tenants that the run never moves; `trim`: see `trim_of`."""
 
-    def __init__(
-        self, order: Order, movers: Mapping[str, Mover], trim: Callable[[], None], stays: Collection[str] = ()
-    ):
+    def __init__(self, order: Order, trim: Callable[[], None], stays: Collection[str] = ()):
+        self.order, self._trim, self._stays = order, trim, frozenset(stays)
+        self._movers: dict[str, Mover] = {}
+        self._open: str | None = None
+
+    def add(self, movers: Mapping[str, Mover]) -> None:
+        """Movers by tenant. ConfigError for what is no tenant. Tenants without one are moved by their owners."""
         unknown = [tenant for tenant in movers if tenant not in TENANTS]
         if unknown:
             raise ConfigError(f"memory order: movers for {', '.join(unknown)}; expected some of {', '.join(TENANTS)}")
-        self.order, self._trim = order, trim
-        self._movers = {tenant: mover for tenant, mover in movers.items() if tenant not in stays}
-        self._open: str | None = None
+        self._movers.update({tenant: mover for tenant, mover in movers.items() if tenant not in self._stays})
 
-    def begin(self, phase: str) -> None:
-        """Before the work of `phase`; a phase that was left open by an error is left first. ConfigError: no phase."""
+    def moves(self, of: Any) -> bool:
+        """Whether a mover moves memory of this very object."""
+        return any(mover.of is of for mover in self._movers.values())
+
+    def begin(self, phase: str, by_vllm: Callable[[], Any] | None = None) -> None:
+        """Before the work of `phase`; one that is still open, by an error too, is left first. ConfigError: no phase.
+
+        `by_vllm` is called once, in place of the moves that vLLM makes.
+        """
         enter = self.order.phase(phase).enter
         self.end()
         self._open = phase
-        self._carry_out(enter)
+        self._carry_out(enter, by_vllm)
         ledgers.enter(phase)
 
     def end(self) -> None:
@@ -58,12 +74,16 @@ class Conductor:
             ledgers.look()
             self._carry_out(phase.leave)
 
-    def _carry_out(self, moves: Iterable[Move]) -> None:
-        for move in moves:
+    def _carry_out(self, some: Iterable[Move], by_vllm: Callable[[], Any] | None = None) -> None:
+        for move in some:
             if move.verb == "trim":
                 self._trim()
+                moves.note_trim()
             elif move.tenant in self._movers:
-                getattr(self._movers[move.tenant], move.verb)()
+                timed("offload", getattr(self._movers[move.tenant], move.verb))()
+            elif move.tenant in _BY_VLLM and by_vllm is not None:
+                by_vllm()
+                by_vllm = None
 
 
 def trim_of(device: Any) -> Callable[[], None]:
@@ -75,3 +95,37 @@ def trim_of(device: Any) -> Callable[[], None]:
     if device is None:
         return lambda: None
     return getattr(device, "empty_virt_addr_cache", device.empty_cache)
+
+
+def current() -> Conductor | None:
+    """The conductor of this process, None where verl's own calls move."""
+    return _current
+
+
+def keep(conductor: Conductor | None) -> None:
+    """Make `conductor` the one of this process."""
+    global _current
+    _current = conductor
+
+
+def begin(phase: str, by_vllm: Callable[[], Any] | None = None) -> None:
+    """`Conductor.begin`; without one only vLLM moves here, and the ledger checks."""
+    if _current is not None:
+        _current.begin(phase, by_vllm)
+        return
+    if by_vllm is not None:
+        by_vllm()
+    ledgers.enter(phase)
+
+
+def end() -> None:
+    """`Conductor.end`; without one the ledger looks."""
+    if _current is not None:
+        _current.end()
+    else:
+        ledgers.look()
+
+
+def moved_here(of: Any) -> bool:
+    """Whether this process's conductor moves memory of this very object (a list of chunks, an optimizer)."""
+    return _current is not None and _current.moves(of)

@@ -1,4 +1,7 @@
-"""The ledger in verl's worker: what it watches, and where each phase begins. Providers of the rows memory.ledger*."""
+"""Ledger and order in verl's worker: what they watch and move, and where each phase begins and ends.
+
+Providers of the rows memory.ledger* and memory.order*.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,16 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from verl.single_controller.base.decorator import Dispatch, register
 
+from verl_patches.memory import conduct, measure
 from verl_patches.memory import ledger as ledgers
-from verl_patches.memory import measure
+from verl_patches.memory.followed import order_followed, staying, switches_of
 from verl_patches.memory.ledger import Ledger, memory_of_process
-from verl_patches.memory.phases import order_followed, staying
+from verl_patches.memory.movers import movers_of, movers_of_reference
+from verl_patches.memory.phases import Order
 from verl_patches.patching import engine
 
 _TAGS = {"weights": "rollout_weights", "kv_cache": "kv_cache"}
@@ -39,20 +45,49 @@ def keep_ledger(init_model: Callable) -> Callable:
 
 
 def _new_ledger(worker: Any, recipe: Any) -> Ledger:
-    actor, ref = worker.config.actor.megatron, worker.config.ref.megatron
-    rows = engine.current().wanted
-    direct, our_moves = any(row.startswith("reshard.direct") for row in rows), "memory.offload_model" in rows
-    stays = staying(
-        param_offload=actor.param_offload, optimizer_offload=actor.optimizer_offload, ref_offload=ref.param_offload,
-        one_memory=recipe.platform == "cpu", our_moves=our_moves)  # fmt: skip
-    if "memory.rollout_life" in rows and worker.config.rollout.enforce_eager:
-        synced = recipe.weight_sync.enabled
-        stays = stays - {"rollout_weights"} if synced else stays | {"rollout_weights"}
-    order = order_followed(recipe.line, direct_sync=direct, skip_old_log_prob=recipe.train.skip_old_log_prob,
-                           our_moves=our_moves)
+    order, stays = _order_of(worker, recipe)
     found = Ledger(order, stays, recipe.memory.ledger, dist.get_rank(), memory_of_process(recipe.platform))
     ledgers.keep(found)
     return found
+
+
+def _order_of(worker: Any, recipe: Any) -> tuple[Order, frozenset[str]]:
+    """(the order that this run follows, who never moves), by its configuration and the rows that are on."""
+    actor, ref = worker.config.actor.megatron, worker.config.ref.megatron
+    switches = switches_of(engine.current().wanted, enforce_eager=worker.config.rollout.enforce_eager)
+    stays = staying(
+        param_offload=actor.param_offload, optimizer_offload=actor.optimizer_offload, ref_offload=ref.param_offload,
+        one_memory=recipe.platform == "cpu", our_copies=switches["our_copies"], own_life=switches["own_life"],
+        synced=recipe.weight_sync.enabled)  # fmt: skip
+    return order_followed(recipe.line, skip_old_log_prob=recipe.train.skip_old_log_prob, **switches), stays
+
+
+def keep_order(init_model: Callable) -> Callable:
+    """Row provider for ActorRolloutRefWorker.init_model: from then on a conductor moves what the worker has built.
+
+    The worker of the actor and that of the reference share a process, and a conductor.
+    """
+
+    @functools.wraps(init_model)
+    def build(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = init_model(self, *args, **kwargs)
+        recipe = self.config.get("recipe")
+        if recipe is not None:
+            conductor = conduct.current() or _new_conductor(self, recipe)
+            if self._is_actor:
+                conductor.add(movers_of(self.actor_module, self.actor_optimizer))
+            if self._is_ref:
+                conductor.add(movers_of_reference(self.ref_module))
+        return result
+
+    return build
+
+
+def _new_conductor(worker: Any, recipe: Any) -> conduct.Conductor:
+    device = None if recipe.platform == "cpu" else torch.get_device_module(recipe.platform)
+    order, stays = _order_of(worker, recipe)
+    conduct.keep(conduct.Conductor(order, conduct.trim_of(device), stays))
+    return conduct.current()
 
 
 def _watch(worker: Any, recipe: Any, ledger: Ledger) -> None:
@@ -84,49 +119,45 @@ def _unless_asleep(tag: str, of_storages: Callable[[], int]) -> Callable[[], int
 
 
 def wake(wake_up: Callable) -> Callable:
-    """Row provider for vLLM's LLM.wake_up: rollout weights are there (reshard), or the KV cache is too (wake_kv)."""
+    """Row provider for vLLM's LLM.wake_up: the phases reshard, for the weights, and wake_kv begin."""
 
     @functools.wraps(wake_up)
-    def call(self: Any, tags: list[str] | None = None) -> Any:
-        result = wake_up(self, tags)
-        _ASLEEP.difference_update(_TAGS if tags is None else tags)
-        ledgers.enter("wake_kv" if tags is None or "kv_cache" in tags else "reshard")
-        return result
+    def call(self: Any, tags: list[str] | None = None) -> None:
+        for tag, phase in (("weights", "reshard"), ("kv_cache", "wake_kv")):
+            if tags is None or tag in tags:
+                conduct.begin(phase, functools.partial(_wake, wake_up, self, tag))
 
     return call
+
+
+def _wake(wake_up: Callable, engine: Any, tag: str) -> None:
+    wake_up(engine, [tag])
+    _ASLEEP.discard(tag)
 
 
 def sleep(original: Callable) -> Callable:
-    """Row provider for vLLM's LLM.sleep."""
+    """Row provider for vLLM's LLM.sleep: the phase sleep begins."""
 
     @functools.wraps(original)
-    def call(self: Any, level: int = 1) -> Any:
+    def call(self: Any, level: int = 1) -> None:
         ledgers.look()
-        result = original(self, level)
-        if measure.has_sleep_mode(self):
-            _ASLEEP.update(_TAGS)
-        ledgers.enter("sleep")
-        return result
+        conduct.begin("sleep", functools.partial(_sleep, original, self, level))
 
     return call
+
+
+def _sleep(original: Callable, engine: Any, level: int) -> None:
+    original(engine, level)
+    if measure.has_sleep_mode(engine):
+        _ASLEEP.update(_TAGS)
 
 
 def generate(original: Callable) -> Callable:
-    """Row provider for vLLM's LLM.generate."""
-    return _begins("rollout", original)
-
-
-def update(original: Callable) -> Callable:
-    """Row provider for MegatronPPOActor.update_policy, before which verl has brought all that it needs."""
-    return _begins("update", original)
-
-
-def log_prob(original: Callable) -> Callable:
-    """Row provider for MegatronPPOActor.compute_log_prob, which actor and reference share."""
+    """Row provider for vLLM's LLM.generate: the phase rollout begins, and ends when vLLM sleeps."""
 
     @functools.wraps(original)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        ledgers.enter("ref" if self.actor_optimizer is None else "old_log_prob")
+        conduct.begin("rollout")
         result = original(self, *args, **kwargs)
         ledgers.look()
         return result
@@ -134,12 +165,27 @@ def log_prob(original: Callable) -> Callable:
     return call
 
 
-def _begins(phase: str, original: Callable) -> Callable:
+def update(original: Callable) -> Callable:
+    """Row provider for MegatronPPOActor.update_policy: the whole phase update."""
+
     @functools.wraps(original)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        ledgers.enter(phase)
+        conduct.begin("update")
         result = original(self, *args, **kwargs)
-        ledgers.look()
+        conduct.end()  # not after an error: whatever phase begins next leaves this one
+        return result
+
+    return call
+
+
+def log_prob(original: Callable) -> Callable:
+    """Row provider for MegatronPPOActor.compute_log_prob, which actor and reference share: old_log_prob or ref."""
+
+    @functools.wraps(original)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        conduct.begin("ref" if self.actor_optimizer is None else "old_log_prob")
+        result = original(self, *args, **kwargs)
+        conduct.end()
         return result
 
     return call

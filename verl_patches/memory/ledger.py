@@ -27,11 +27,16 @@ class MemoryLedgerError(PatchError):
 
 @dataclass
 class _Entry:
-    """One tenant: `full_bytes` is what it holds when it is there, None until it was seen there for the first time."""
+    """One tenant: `full_bytes` is what it holds when it is there, None until it was seen there for the first time.
+
+    `may_stay`: it varies, and the order has not let it go since it last had it there.
+    """
 
     measure: Callable[[], int] | None
     full_bytes: int | None
     grows: bool
+    varies: bool
+    may_stay: bool = False
     told_bytes: int = 0
 
     def held_bytes(self) -> int:
@@ -63,18 +68,19 @@ class Ledger:
 
     def register(
         self, tenant: str, measure: Callable[[], int] | None = None, *, full_bytes: int | None = None,
-        grows: bool = False,
+        grows: bool = False, varies: bool = False,
     ) -> None:
         """Watch `tenant`: `measure()` gives the bytes that it holds now; None: `allocated` and `freed` tell.
 
         `full_bytes`: what it holds when it is there; None learns it the first time it is. `grows`: until it has once
-        held `full_bytes` it may hold less (Adam's moments are made in the first step). ConfigError for a name that is
-        not in TENANTS or was registered before.
+        held `full_bytes` it may hold less (Adam's moments are made in the first step). `varies`: it holds what a step
+        gives it, also in phases that come again (REMAX generates twice) until the order lets it go. ConfigError for a
+        name that is not in TENANTS or was registered before.
         """  # fmt: skip
         if tenant not in TENANTS or tenant in self._entries:
             why = "is registered already" if tenant in self._entries else f"is none of {', '.join(TENANTS)}"
             raise ConfigError(f"memory ledger: tenant {tenant!r} {why}")
-        self._entries[tenant] = _Entry(measure, full_bytes, grows)
+        self._entries[tenant] = _Entry(measure, full_bytes, grows, varies)
 
     def allocated(self, tenant: str, size_bytes: int) -> None:
         """`tenant`, registered without a measure, has `size_bytes` more on the device now."""
@@ -123,6 +129,10 @@ class Ledger:
 
     def _fault(self, phase: str, tenant: str, entry: _Entry, held: int) -> str:
         there = tenant in self._expected[phase]
+        if entry.varies:
+            entry.may_stay = there or (entry.may_stay and not self.order.lets_go(tenant, phase))
+            if entry.may_stay:
+                return ""
         if there and entry.full_bytes is None and held:
             entry.full_bytes = held
         entry.grows = entry.grows and held != entry.full_bytes

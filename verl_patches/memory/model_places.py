@@ -40,6 +40,11 @@ class ModelPlaces:
     def _grad_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         return ((f"{name}.grad_data", buffer.grad_data) for name, buffer in self.buffers)
 
+    @property
+    def away(self) -> bool:
+        """Whether any parameters wait on the host."""
+        return any(each.away for each in self.params.values())
+
     def load(self) -> int:
         """Parameters are on the device; returns the bytes that came."""
         _check(self.params, self._param_tensors())

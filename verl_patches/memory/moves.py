@@ -60,6 +60,11 @@ def move(verb: str, tenant: str) -> Iterator[Found]:
         _MOVED.append(Moved(found.verb, tenant, found.bytes, peak_bytes=found.peak_bytes, **spent))
 
 
+def note_trim() -> None:
+    """Record that the allocator's pool was given back: a move without a tenant and without bytes."""
+    _MOVED.append(Moved("trim", "", 0))
+
+
 def take() -> list[dict[str, Any]]:
     """This process's moves since the last call, in order, as plain data."""
     taken = [asdict(each) for each in _MOVED]
@@ -70,18 +75,22 @@ def take() -> list[dict[str, Any]]:
 def offload_of_step(workers: Sequence[Sequence[dict[str, Any]]]) -> dict[str, Any] | None:
     """One step's moves from every worker's, None where nothing moved.
 
-    {moves: {"load actor_params": {count, bytes, copied_bytes}}: of the rank that moves most; to_device_bytes,
+    {sequences: what ranks did, one after the other, each different one once ("load actor_params", "trim"; the chunks of
+    a model are one); moves: {"load actor_params": {count, bytes, copied_bytes}}: of the rank that moves most, where all
+    chunks count; to_device_bytes,
     to_host_bytes: {max, mean} over ranks of what was copied; copies_per_byte: copied / moved by load and offload, of
     the rank where it is highest; host_allocations, host_bytes: the most of any rank; swap_peak_bytes}.
     """
-    if not any(workers):
+    if not any(each["bytes"] for mine in workers for each in mine):
         return None
     moves: dict[str, dict[str, int]] = {}
     for mine in workers:
         for name, sums in _by_name(mine).items():
             if name not in moves or sums["bytes"] > moves[name]["bytes"]:
                 moves[name] = sums
+    sequences = list(map(_sequence, workers))
     return {
+        "sequences": [found for at, found in enumerate(sequences) if found not in sequences[:at]],
         "moves": moves,
         "to_device_bytes": _spread([_sum(mine, "copied_bytes", "load") for mine in workers]),
         "to_host_bytes": _spread([_sum(mine, "copied_bytes", "offload") for mine in workers]),
@@ -102,10 +111,19 @@ def _sum(mine: Sequence[dict[str, Any]], name: str, verb: str | None = None) -> 
     return sum(each[name] for each in mine if verb in (None, each["verb"]))
 
 
+def _name(move: dict[str, Any]) -> str:
+    return f"{move['verb']} {move['tenant']}".strip()
+
+
+def _sequence(mine: Sequence[dict[str, Any]]) -> list[str]:
+    names = list(map(_name, mine))
+    return [name for name, before in zip(names, ["", *names], strict=False) if name == "trim" or name != before]
+
+
 def _by_name(mine: Sequence[dict[str, Any]]) -> dict[str, dict[str, int]]:
     found: dict[str, dict[str, int]] = {}
     for each in mine:
-        sums = found.setdefault(f"{each['verb']} {each['tenant']}", {"count": 0, "bytes": 0, "copied_bytes": 0})
+        sums = found.setdefault(_name(each), {"count": 0, "bytes": 0, "copied_bytes": 0})
         sums["count"] += 1
         for name in ("bytes", "copied_bytes"):
             sums[name] += each[name]

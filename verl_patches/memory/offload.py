@@ -4,6 +4,9 @@ Models in DDP: buffers of dense parameters and of routed experts; gradients are 
 zeros. What was loaded without gradients (log-probs, the reference) cannot have been trained: it is dropped, not copied
 back. Optimizers: optimizer_places.py. Nothing here trims the allocator's pool but `trim_before_wake`: vLLM's sleep mode
 takes its memory past the pool, nobody else does.
+
+Where a worker has a conductor (conduct.py), it calls the functions of the first half, and verl's calls, which come by
+the row providers, do nothing.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from typing import Any
 
 import torch
 
+from verl_patches.memory import conduct
 from verl_patches.memory.model_places import places_of_model
 from verl_patches.memory.moves import move
 from verl_patches.memory.optimizer_places import OptimizerPlaces, places_of_optimizer, single_optimizers
@@ -84,6 +88,7 @@ def _each_optimizer(verb: str, do: Callable[[OptimizerPlaces], int], optimizers:
 
 
 # Row providers, in place of verl's functions but under their names, by which Ray pickles them; timed as verl's are.
+# What the conductor moves, verl does not: a critic's model it does.
 
 
 def load_model(original: Callable) -> Callable:
@@ -92,7 +97,8 @@ def load_model(original: Callable) -> Callable:
 
     @functools.wraps(original)
     def load(models: Sequence[torch.nn.Module], load_grad: bool = True) -> None:
-        ours(models, load_grad)
+        if not conduct.moved_here(models):
+            ours(models, load_grad)
 
     return load
 
@@ -103,7 +109,8 @@ def offload_model(original: Callable) -> Callable:
 
     @functools.wraps(original)
     def offload(models: Sequence[torch.nn.Module]) -> None:
-        ours(models)
+        if not conduct.moved_here(models):
+            ours(models)
 
     return offload
 
@@ -114,7 +121,8 @@ def load_optimizer(original: Callable) -> Callable:
 
     @functools.wraps(original)
     def load(optimizers: Any) -> None:
-        ours(optimizers)
+        if not conduct.moved_here(optimizers):
+            ours(optimizers)
 
     return load
 
@@ -125,37 +133,22 @@ def offload_optimizer(original: Callable) -> Callable:
 
     @functools.wraps(original)
     def offload(optimizers: Any) -> None:
-        ours(optimizers)
+        if not conduct.moved_here(optimizers):
+            ours(optimizers)
 
     return offload
 
 
 def trim_before_wake(wake_up: Callable) -> Callable:
-    """Row provider for vLLM's LLM.wake_up, whose memory does not come from torch's pool: give back what lies there."""
+    """Row provider for vLLM's LLM.wake_up, whose memory does not come from torch's pool: give back what lies there.
+
+    A conductor does it where its order says so.
+    """
 
     @functools.wraps(wake_up)
     def call(self: Any, tags: list[str] | None = None) -> Any:
-        torch.cuda.empty_cache()
+        if conduct.current() is None:
+            torch.cuda.empty_cache()
         return wake_up(self, tags)
-
-    return call
-
-
-def with_optimizer_on_device(original: Callable) -> Callable:
-    """Row provider for the worker's save_checkpoint and load_checkpoint, which read and replace optimizer states."""
-
-    @functools.wraps(original)
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        away = []
-        if self._is_actor:
-            every = [places_of_optimizer(one) for one in single_optimizers(self.actor_optimizer)]
-            away = [each for each in every if any(parked.away for parked in each.parked.values())]
-        for places in away:
-            places.load()
-        try:
-            return original(self, *args, **kwargs)
-        finally:
-            for places in away:
-                places.offload()
 
     return call

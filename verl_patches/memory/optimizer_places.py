@@ -58,6 +58,11 @@ class OptimizerPlaces:
         """Every place there is now."""
         return [place for name, parameter in self.parameters() for place in self.parked_of(name, parameter)]
 
+    @property
+    def away(self) -> bool:
+        """Whether any of it waits on the host."""
+        return any(each.away for each in self.parked.values())
+
     def load(self) -> int:
         """All of it is on the device; returns the bytes that came."""
         return come(self.all())

@@ -6,7 +6,8 @@ A phase's `enter` moves are done before its work, its `leave` moves right after 
     offload T  T's bytes go to the host, its device memory is freed  (nothing to do if it is gone)
     free T     T's device memory is freed, nothing is copied         (nothing to do if it is gone)
     trim       the allocator gives cached blocks back to the device
-Where a tenant is not named it stays as it is. verl's own orders stand below ours, so that the same code simulates all.
+Where a tenant is not named it stays as it is. Workers carry out this table (conduct.py). verl's own orders, and which
+one a run follows: followed.py.
 """
 
 from __future__ import annotations
@@ -25,11 +26,10 @@ TENANTS = {
     "ref_params": "parameters of the reference model",
     "rollout_weights": "parameters of vLLM's model",
     "kv_cache": "vLLM's blocks",
-    "tensor_cache": "what one stage made for the next, kept on the device until the step ends",
+    "tensor_cache": "what one stage made for the next, kept on the device until the update has taken it",
     "reshard_buffers": "wire buffers of a weight sync; on verl's own path the tensors it gathers at once",
 }
-_COMES, _GOES = ("load", "alloc"), ("offload", "free")
-_TRAINING = ("actor_params", "grads", "optimizer", "ref_params")
+COMES, GOES = ("load", "alloc"), ("offload", "free")
 
 
 class Move(NamedTuple):
@@ -69,12 +69,17 @@ class Order:
         """The order of runs that leave out `phase`: old_log_prob, where recipe.train.skip_old_log_prob says so."""
         return Order(f"{self.name} without {phase}", tuple(p for p in self.phases if p is not self.phase(phase)))
 
+    def lets_go(self, tenant: str, phase: str) -> bool:
+        """Whether `tenant` goes before the work of `phase`, or after it."""
+        found = self.phase(phase)
+        return any(move.tenant == tenant and move.verb in GOES for move in (*found.enter, *found.leave))
+
     def released_by(self, tenant: str, phase: str) -> str | None:
         """Where `tenant` was last to go before the work of `phase`, "at the end of update (offload)"; None: never."""
         moments = list(_moments(self))
         last = max(i for i, (at, where, _) in enumerate(moments) if at.name == phase and where != "leave")
         for at, where, move in reversed([*moments[last + 1 :], *moments[: last + 1]]):
-            if move.tenant == tenant and move.verb in _GOES:
+            if move.tenant == tenant and move.verb in GOES:
                 return f"{'at the start of' if where == 'enter' else 'after'} {at.name} ({move.verb})"
         return None
 
@@ -96,13 +101,14 @@ def make_order(name: str, *rows: tuple[str, str, str]) -> Order:
     order = Order(name, tuple(Phase(phase, _moves(enter), _moves(leave)) for phase, enter, leave in rows))
     for phase, _, move in _moments(order):
         known = not move.tenant if move.verb in ("trim", "work") else move.tenant in TENANTS
-        if move.verb not in (*_COMES, *_GOES, "trim", "work") or not known:
+        if move.verb not in (*COMES, *GOES, "trim", "work") or not known:
             raise ConfigError(f"order {name!r}, phase {phase.name}: {move!s} is no move; see memory/phases.py")
     return order
 
 
 # Training weights stay from the update to the weight sync; rollout weights come before the KV cache, which is the last
-# to come and the first to go. Two trims a step: KV takes what is left, and training follows it.
+# to come and the first to go. Two trims a step: KV takes what is left, and training follows it. Phases that a worker
+# never hears of (reward, advantage) have no moves.
 OURS = make_order(
     "ours",
     # phase          enter                                                              leave
@@ -115,92 +121,16 @@ OURS = make_order(
     ("old_log_prob", "load actor_params",                                               ""),
     ("ref",          "load ref_params",                                                 "free ref_params"),
     ("advantage",    "",                                                                ""),
-    ("update",       "load actor_params, alloc grads, load optimizer, alloc swap_window",
-                     "free swap_window, offload optimizer, free grads, free tensor_cache"),
+    ("update",       "free tensor_cache, load actor_params, alloc grads, load optimizer, alloc swap_window",
+                     "free swap_window, offload optimizer, free grads"),
 )  # fmt: skip
-
-# After the weight sync both of verl's orders are the same: verl/workers/megatron_workers.py, its compute_log_prob,
-# compute_ref_log_prob and update_actor; verl/utils/megatron_utils.py trims in each of its four functions.
-_VERL_TRAINING = (
-    ("rollout",      "",                                                                ""),
-    # megatron_vllm.py, __exit__: sleep(level=1) keeps a copy of the weights on the host; the worker trims once more
-    ("sleep",        "offload rollout_weights, free kv_cache, trim, trim",              ""),
-    ("reward",       "",                                                                ""),
-    ("old_log_prob", "load actor_params, trim",                                         "offload actor_params, trim, "
-                                                                                        "trim"),
-    ("ref",          "load ref_params, trim",                                           "offload ref_params, trim, "
-                                                                                        "trim"),
-    ("advantage",    "",                                                                ""),
-    ("update",       "load actor_params, alloc grads, trim, load optimizer, trim, alloc swap_window",
-                     "free swap_window, offload actor_params, free grads, trim, offload optimizer, trim, trim"),
-)  # fmt: skip
-# megatron_workers.py:449 generate_sequences: loads gradients too, offloads both after the sync, then wakes the cache
-VERL_0_4_0 = make_order(
-    "verl 0.4.0",
-    ("reshard",      "load actor_params, alloc grads, trim, offload optimizer, trim, load rollout_weights, "
-                     "alloc reshard_buffers",                                           "free reshard_buffers, "
-                     "offload actor_params, free grads, trim"),
-    ("wake_kv",      "alloc kv_cache",                                                  ""),
-    *_VERL_TRAINING,
-)  # fmt: skip
-# megatron_workers.py:447: its sharding manager wakes the cache (megatron_vllm.py:334) before the worker offloads
-VERL_54C9B736 = make_order(
-    "verl 54c9b736",
-    ("reshard",      "load actor_params, alloc grads, trim, load rollout_weights, alloc reshard_buffers",
-                     "free reshard_buffers"),
-    ("wake_kv",      "alloc kv_cache",                                                  "offload actor_params, "
-                     "free grads, trim, offload optimizer, trim"),
-    *_VERL_TRAINING,
-)  # fmt: skip
-VERL = {"pypi": VERL_0_4_0, "a3": VERL_54C9B736}
-# reshard/in_loop.py offloads before it wakes the cache; what the worker offloads afterwards is gone then
-_A3_DIRECT = make_order(
-    "verl 54c9b736 with our weight sync",
-    ("reshard",      "load actor_params, alloc grads, trim, load rollout_weights, alloc reshard_buffers",
-                     "free reshard_buffers, offload actor_params, free grads, trim"),
-    ("wake_kv",      "alloc kv_cache",                                                  "trim, offload optimizer, "
-                                                                                        "trim"),
-    *_VERL_TRAINING,
-)  # fmt: skip
-
-
-def with_our_moves(order: Order) -> Order:
-    """`order` of verl where rows memory.load_* and memory.offload_* move (memory/offload.py).
-
-    What was loaded for log-probs is dropped, not copied back; moves do not trim, vLLM's memory is made room for when
-    it wakes (row memory.trim_before_wake).
-    """
-    read_only = {("ref", "ref_params"), ("old_log_prob", "actor_params")}
-
-    def changed(phase: Phase, moves: tuple[Move, ...]) -> Iterator[Move]:
-        moved = phase.name == "wake_kv"  # verl's worker offloads again, which moves nothing, and trims
-        for move in moves:
-            if move.verb == "trim" and moved:  # the one inside verl's own function
-                moved = False
-                continue
-            if move.tenant in ("rollout_weights", "kv_cache") and move.verb in _COMES:
-                yield Move("trim")
-            moved = moved or move.tenant in _TRAINING
-            dropped = move.verb == "offload" and (phase.name, move.tenant) in read_only
-            yield Move("free", move.tenant) if dropped else move
-
-    return Order(f"{order.name}, our moves", tuple(
-        Phase(phase.name, tuple(changed(phase, phase.enter)), tuple(changed(phase, phase.leave)))
-        for phase in order.phases))
-
-
-def order_followed(line: str, *, direct_sync: bool, skip_old_log_prob: bool, our_moves: bool = False) -> Order:
-    """The order that a run follows: that of its line's verl, with our weight sync (rows reshard.direct*) or its own.
-
-    `our_moves`: rows memory.offload_* are on.
-    """
-    order = _A3_DIRECT if line == "a3" and direct_sync else VERL[line]
-    order = with_our_moves(order) if our_moves else order
-    return order.without("old_log_prob") if skip_old_log_prob else order
 
 
 class Moment(NamedTuple):
-    """What a phase holds and costs: `resident` while it works, the highest sum of it, bytes that its moves copy."""
+    """What a phase holds and costs: `resident` while it works, the highest sum of it, bytes that its moves copy.
+
+    `moves`: those that do something, trims among them.
+    """
 
     phase: str
     resident: frozenset[str]
@@ -209,6 +139,7 @@ class Moment(NamedTuple):
     to_device_bytes: int
     to_host_bytes: int
     trims: int
+    moves: tuple[Move, ...]
 
 
 def simulate(order: Order, sizes: Mapping[str, int], stays: Collection[str] = ()) -> dict[str, Moment]:
@@ -238,11 +169,12 @@ def _step(order: Order, sizes: Mapping[str, int], now: set[str], stays: frozense
     """One step; `now`, who is on the device, is changed in place."""
     found: dict[str, Moment] = {}
     for phase, where, move in _moments(order):
-        moment = found.setdefault(phase.name, Moment(phase.name, frozenset(), 0, frozenset(), 0, 0, 0))
-        copied = 0
+        moment = found.setdefault(phase.name, Moment(phase.name, frozenset(), 0, frozenset(), 0, 0, 0, ()))
+        copied, does = 0, move.verb == "trim"
         if move.tenant and move.tenant not in stays and sizes[move.tenant]:
-            comes = move.verb in _COMES
-            copied = sizes[move.tenant] * (move.verb in ("load", "offload") and comes != (move.tenant in now))
+            comes = move.verb in COMES
+            does = comes != (move.tenant in now)
+            copied = sizes[move.tenant] * (does and move.verb in ("load", "offload"))
             (now.add if comes else now.discard)(move.tenant)
         total = sum(sizes[tenant] for tenant in now)
         if total > moment.peak_bytes:
@@ -252,7 +184,7 @@ def _step(order: Order, sizes: Mapping[str, int], now: set[str], stays: frozense
         found[phase.name] = moment._replace(
             to_device_bytes=moment.to_device_bytes + copied * (move.verb == "load"),
             to_host_bytes=moment.to_host_bytes + copied * (move.verb == "offload"),
-            trims=moment.trims + (move.verb == "trim"))
+            trims=moment.trims + (move.verb == "trim"), moves=moment.moves + (move,) * does)
     return found
 
 
@@ -265,20 +197,7 @@ def residency(order: Order, stays: Collection[str] = ()) -> dict[str, frozenset[
     return {name: moment.resident for name, moment in simulate(order, dict.fromkeys(TENANTS, 1), stays).items()}
 
 
-def staying(
-    *, param_offload: bool, optimizer_offload: bool, ref_offload: bool, one_memory: bool = False,
-    our_moves: bool = True,
-) -> frozenset[str]:  # fmt: skip
-    """Tenants that a run never moves: those of verl's three offload switches that are off.
-
-    verl frees gradients with the parameters, its grad_offload is read nowhere. `one_memory`: host and device are the
-    same (a CPU), where verl's moves from device to device move nothing; buffers that it resizes go there too, and with
-    `our_moves` (rows memory.offload_*) everything does.
-    """
-    stays = set() if param_offload else {"actor_params", "grads"}
-    unmoved = one_memory and not our_moves
-    if not optimizer_offload or unmoved:
-        stays.add("optimizer")
-    if not ref_offload or unmoved:
-        stays.add("ref_params")
-    return frozenset(stays | ({"rollout_weights"} if one_memory else set()))
+def moves_of_a_step(order: Order, stays: Collection[str], tenants: Collection[str]) -> list[str]:
+    """What an order does in a step in the long run, with `tenants` and by trims: "load actor_params" and the like."""
+    moments = simulate(order, dict.fromkeys(TENANTS, 1), stays).values()
+    return [str(move) for moment in moments for move in moment.moves if not move.tenant or move.tenant in tenants]

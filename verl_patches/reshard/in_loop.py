@@ -35,17 +35,13 @@ FLAGS = 2  # collectives of one number before those of the executor
 
 @dataclass(frozen=True)
 class Settings:
-    """What a worker's configuration says of its weight sync; `verify`: off, first (sync only) or every.
-
-    `offloads`: training weights leave the device for the rollout (param_offload).
-    """
+    """What a worker's configuration says of its weight sync; `verify`: off, first (sync only) or every."""
 
     train: ParallelLayout
     rollout: ParallelLayout
     line: str
     bucket_bytes: int
     verify: str
-    offloads: bool = False
 
 
 class WorkerReshard:
@@ -81,8 +77,6 @@ class WorkerReshard:
             self._verify(verifier, model)
         else:
             report = self.executor.run()
-        if self.device.type != "cpu":  # vLLM takes memory from the device, not from torch's pool
-            torch.get_device_module(self.device).empty_cache()
         facts = {"collectives": report.collectives + FLAGS, "verified": verify, "learnt": learnt}
         self.reports.append({**report.as_dict(), **facts})
         return report
@@ -184,7 +178,6 @@ def _direct(original: Callable, wake_after: tuple[str, ...]) -> Callable:
 
 def _sync(manager: Any, settings: Settings, wake_after: tuple[str, ...]) -> None:
     from verl.utils.vllm_utils import patch_vllm_moe_model_weight_loader
-    from verl.workers import megatron_workers
 
     device = next(manager.actor_module[0].parameters()).device
 
@@ -200,8 +193,6 @@ def _sync(manager: Any, settings: Settings, wake_after: tuple[str, ...]) -> None
     ledger.look(manager.resharder.sync(model).peak_extra_bytes)
     rollout_life.filled(manager.inference_engine, stay=not getattr(manager, "weight_sync_enabled", True))
     if wake_after:
-        if settings.offloads:  # the worker does it after this: too late for a cache that takes what is left
-            megatron_workers.offload_megatron_model_to_cpu(manager.actor_module)
         manager.inference_engine.wake_up(tags=list(wake_after))
 
 

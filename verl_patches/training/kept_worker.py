@@ -30,6 +30,7 @@ from verl_patches.comm.exchange import Told, wire_bytes
 from verl_patches.comm.ragged import Ragged, from_padded, model_inputs, to_padded
 from verl_patches.comm.tensor_cache import TensorCache
 from verl_patches.layout.of_config import train_layout_in
+from verl_patches.memory import ledger
 from verl_patches.training import rollout_correction
 
 STEP = "tensor_cache_step"  # in meta_info of prompts
@@ -58,6 +59,8 @@ def _here(worker: Any) -> _Process:
     global _process
     if _process is None:
         _process = _Process(TensorCache(worker.config.recipe.platform))
+        if (kept := ledger.current()) is not None:
+            kept.register("tensor_cache", lambda: _process.cache.bytes_held, varies=True)
     return _process
 
 

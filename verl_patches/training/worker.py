@@ -38,7 +38,7 @@ def _reshard_settings(section: Any, recipe: Any) -> Settings:
     world = torch.distributed.get_world_size()
     return Settings(
         train_layout_in(section, recipe, world), rollout_layout_in(section, recipe, world), recipe.line,
-        recipe.reshard.bucket_bytes, recipe.reshard.verify, section.actor.megatron.get("param_offload", False),
+        recipe.reshard.bucket_bytes, recipe.reshard.verify,
     )  # fmt: skip
 
 

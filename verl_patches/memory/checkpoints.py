@@ -1,0 +1,45 @@
+"""Checkpoints find weights and optimizer states on the device, and leave them where they were. No phase of a step."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from verl_patches.memory import conduct
+from verl_patches.memory.model_places import places_of_model
+from verl_patches.memory.movers import Optimizer, Params
+from verl_patches.memory.optimizer_places import places_of_optimizer, single_optimizers
+
+
+def at_save(save_checkpoint: Callable) -> Callable:
+    """Row provider for ActorRolloutRefWorker.save_checkpoint, which reads."""
+    return _all_there(save_checkpoint, writes=False)
+
+
+def at_load(load_checkpoint: Callable) -> Callable:
+    """Row provider for ActorRolloutRefWorker.load_checkpoint, which writes weights and replaces states."""
+    return _all_there(load_checkpoint, writes=True)
+
+
+def _all_there(original: Callable, writes: bool) -> Callable:
+    @functools.wraps(original)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not self._is_actor:
+            return original(self, *args, **kwargs)
+        optimizers = [places_of_optimizer(one) for one in single_optimizers(self.actor_optimizer)]
+        # without a conductor verl's own calls bring the weights, and take them away
+        models = list(map(places_of_model, self.actor_module)) if conduct.moved_here(self.actor_module) else []
+        away = [Params(self.actor_module)] * any(each.away for each in models)
+        away += [Optimizer(self.actor_optimizer)] * any(each.away for each in optimizers)
+        for mover in away:
+            mover.load()
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            for each in models:
+                each.written = each.written or writes
+            for mover in away:
+                mover.offload()
+
+    return call

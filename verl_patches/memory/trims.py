@@ -1,0 +1,43 @@
+"""verl's own calls of torch.cuda.empty_cache() do nothing where a conductor trims as its order says (conduct.py).
+
+The row providers stand in for the name `torch` of one module of verl's: on an NPU, where transfer_to_npu sets
+torch.cuda's names when it is imported, a row on torch.cuda itself would be overwritten.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+from verl_patches.memory import conduct
+
+
+class _Names:
+    """A module as it is now, but for the names given."""
+
+    def __init__(self, module: ModuleType, **own: Any):
+        vars(self).update(own, _module=module)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self)["_module"], name)
+
+
+class _Torch(_Names):
+    def __reduce__(self) -> tuple[Any, ...]:
+        return by_order, (self._module,)  # Ray pickles functions of verl's workers with what they name
+
+    @property
+    def cuda(self) -> _Names:
+        """torch.cuda, with an empty_cache of ours."""
+        cuda = self._module.cuda
+
+        def empty_cache() -> None:
+            if conduct.current() is None:
+                cuda.empty_cache()
+
+        return _Names(cuda, empty_cache=empty_cache)
+
+
+def by_order(torch: ModuleType) -> Any:
+    """Row provider for the name `torch` of a module."""
+    return _Torch(torch)
