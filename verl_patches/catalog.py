@@ -213,7 +213,9 @@ TRAINING: tuple[PatchSpec, ...] = (
         id="update.micro_batches_as_planned", stage="update", kind="wrap", processes=_WORKER,
         target="verl.utils.seqlen_balancing:rearrange_micro_batches",
         provider="verl_patches.training.kept_micro_batches:as_planned",
-        bindings=("verl.workers.actor.megatron_actor:rearrange_micro_batches",),
+        bindings=("verl.workers.actor.megatron_actor:rearrange_micro_batches",
+                  "verl.workers.actor.dp_actor:rearrange_micro_batches",
+                  "verl.workers.reward_model.megatron.reward_model:rearrange_micro_batches"),
         why="Dynamic batch size: verl packs rank by rank, above the token budget at times, and the n-th micro batches "
             "of two replicas are not equally long (verl/utils/seqlen_balancing.py).",
         exit="verl plans dynamic micro batches for all replicas together, within the budget",
