@@ -215,6 +215,8 @@ TRAINING: tuple[PatchSpec, ...] = (
         provider="verl_patches.training.kept_micro_batches:as_planned",
         bindings=("verl.workers.actor.megatron_actor:rearrange_micro_batches",
                   "verl.workers.actor.dp_actor:rearrange_micro_batches",
+                  "verl.workers.critic.megatron_critic:rearrange_micro_batches",
+                  "verl.workers.critic.dp_critic:rearrange_micro_batches",
                   "verl.workers.reward_model.megatron.reward_model:rearrange_micro_batches"),
         why="Dynamic batch size: verl packs rank by rank, above the token budget at times, and the n-th micro batches "
             "of two replicas are not equally long (verl/utils/seqlen_balancing.py).",
