@@ -231,6 +231,19 @@ TRAINING: tuple[PatchSpec, ...] = (
         exit="as rollout.keep_responses",
     ),
     PatchSpec(
+        id="update.micro_batches_as_planned", stage="update", kind="wrap", processes=_WORKER,
+        target="verl.utils.seqlen_balancing:rearrange_micro_batches",
+        provider="verl_patches.training.kept_micro_batches:as_planned",
+        bindings=("verl.workers.actor.megatron_actor:rearrange_micro_batches",
+                  "verl.workers.actor.dp_actor:rearrange_micro_batches",
+                  "verl.workers.critic.megatron_critic:rearrange_micro_batches",
+                  "verl.workers.critic.dp_critic:rearrange_micro_batches",
+                  "verl.workers.reward_model.megatron.reward_model:rearrange_micro_batches"),
+        why="Dynamic batch size: verl packs rank by rank, above the token budget at times, and the n-th micro batches "
+            "of two replicas are not equally long (verl/utils/seqlen_balancing.py).",
+        exit="verl plans dynamic micro batches for all replicas together, within the budget",
+    ),
+    PatchSpec(
         id="update.log_with_run", stage="update", target="verl.utils.tracking:Tracking.log", kind="wrap",
         provider="verl_patches.training.run:log_with_run", processes=_CONTROLLER, lines=_BOTH,
         why="One place sees every step's metrics: phase table, summary.json and the log-prob check.", exit=_NEVER,

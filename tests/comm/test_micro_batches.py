@@ -99,6 +99,18 @@ def test_packed_micro_batches_keep_the_budget_and_are_equally_many(case, room, b
         assert [sorted(s for batch in mine for s in batch) for mine in found] == [list(mine) for mine in share]
 
 
+@pytest.mark.parametrize("minis", [1, 8])
+def test_a_pass_over_dealt_mini_batches_is_as_equal_without_moving_samples(minis):
+    lengths = lognormal_lengths(8192, 0.7, seed=2)
+    dealt = [packed(share, lengths, 8192) for share in mini_batches(8192, 8, 8192 // minis)]
+    placed = [[s for mini in dealt for batch in mini[replica] for s in batch] for replica in range(8)]
+    most, equal = steps_cost(packed(placed, lengths, 16384, balance=False), lengths)
+    assert most / equal <= 1.02
+    (arrived,) = mini_batches(8192, 8, 8192)
+    most, _ = steps_cost(packed(sorted(map(list, arrived)), lengths, 16384, balance=False), lengths)
+    assert most / equal > 1.02
+
+
 @pytest.mark.parametrize("budget", [4096, 8192, 16384])
 def test_packed_micro_batches_are_equal_and_few(budget):
     lengths = lognormal_lengths(8192, 0.55, seed=2)

@@ -3,7 +3,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verl_patches.comm.ragged import Ragged, from_padded, mask_of, model_inputs, to_padded
+from verl_patches.comm.ragged import Ragged, from_padded, mask_of, model_inputs, prompt_inputs, to_padded
 
 LENGTHS = st.lists(st.integers(0, 6), min_size=1, max_size=6)
 
@@ -50,6 +50,9 @@ def test_model_inputs_are_those_of_verl():
     mask = torch.cat([prompt_mask, get_response_mask(responses, end, torch.int64)], 1)
     prompt_places = compute_position_id_with_mask(prompt_mask)
     places = torch.cat([prompt_places, prompt_places[:, -1:] + torch.arange(1, width + 1)], 1)
+    asked = prompt_inputs(from_padded(prompts, prompt_mask, left=True, dtype=torch.int32), prompt_width, pad)
+    for name, tensor in {"input_ids": prompts, "attention_mask": prompt_mask, "position_ids": prompt_places}.items():
+        assert torch.equal(asked[name], tensor) and asked[name].dtype == torch.int64, name
     found = model_inputs(from_padded(prompts, prompt_mask, left=True, dtype=torch.int32),
                          from_padded(responses, mask[:, prompt_width:], dtype=torch.int32), prompt_width, width, pad)
     expected = {"prompts": prompts, "responses": responses, "input_ids": torch.cat([prompts, responses], 1),

@@ -21,7 +21,7 @@ from verl.utils.tracking import Tracking
 
 from verl_patches.cluster.recipe import Recipe
 from verl_patches.memory import conduct, moves, phase_clock, swap_optimizer
-from verl_patches.training import run
+from verl_patches.training import kept_micro_batches, run
 
 
 def works(probe):
@@ -52,6 +52,14 @@ def log_reaches_the_run():
     tracking.log({"critic/score/mean": 0.5}, step=7)
     run._active = None
     return seen == [7]
+
+
+def actor_splits_as_planned():
+    from verl.workers.actor import megatron_actor
+
+    batch = tensordict.TensorDict({"attention_mask": torch.ones(3, 2, dtype=torch.int64)}, [3])
+    with kept_micro_batches.following([[[2], [0, 1]]], [2, 2, 2]):
+        return megatron_actor.rearrange_micro_batches(batch=batch, max_token_len=100)[1] == [[2], [0, 1]]
 
 
 def metrics_have_the_delta():
@@ -227,6 +235,7 @@ def main():
         "update.sync_switch": works(switch_leaves_a_sync_out),
         "model.train_dtype": works(worker_takes_the_asked_dtype),
         "model.optimizer_dtype": works(optimizer_takes_the_models_dtype),
+        "update.micro_batches_as_planned": works(actor_splits_as_planned),
         **dict(offload_times()),
         "memory.take_offload": hasattr(actor, "take_offload"),
         "memory.swap_optimizer": works(worker_swaps_the_optimizer),

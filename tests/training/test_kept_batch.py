@@ -1,18 +1,24 @@
 """Tensors that stay on the workers: what the trainer sends and gets instead, and which configurations are refused."""
 
+import copy
 import re
 
 import numpy as np
 import pytest
 import torch
+import yaml
+from omegaconf import OmegaConf
 from verl import DataProto
 from verl.trainer.ppo.core_algos import agg_loss
 
 from verl_patches.cluster.checks import check_config
 from verl_patches.cluster.compose import CONFIGS_DIR, compose
-from verl_patches.comm.ragged import Ragged, mask_of
-from verl_patches.training import kept_batch
+from verl_patches.comm.ragged import Ragged, mask_of, to_padded
+from verl_patches.errors import ConfigError
+from verl_patches.training import kept_batch, kept_config
 from verl_patches.training.kept_batch import Kept, KeptOnWorkers
+from verl_patches.training.kept_rollout import padded_prompts
+from verl_patches.training.old_log_prob import WithoutOldLogProb
 
 TINY, LARGE = "grpo_deepseekv3_tiny_cpu", "grpo_deepseekv3_256die_true_weight"
 ON, ROLLOUT = "recipe.tensor_cache.enabled=true", "actor_rollout_ref.rollout"
@@ -20,25 +26,108 @@ LENGTHS, WIDTH = (2, 3, 1, 3), 3
 PLACED = ((2, 0), (3, 1))  # two replicas
 
 
-def refused(*overrides, name=TINY):
-    return [c.detail for c in check_config(compose(name, overrides), CONFIGS_DIR) if c.name == "tensor cache"]
+@pytest.fixture(scope="module")
+def refused():
+    """refused(*overrides) -> reasons; one configuration is composed, overrides are set in it."""
+    composed = compose(TINY, [])
+
+    def find(*overrides):
+        config = copy.deepcopy(composed)
+        for override in overrides:
+            key, value = override.split("=")
+            OmegaConf.update(config, key.lstrip("+"), yaml.safe_load(value), force_add=key.startswith("+"))
+        return list(kept_config.faults(config))
+
+    return find
 
 
 @pytest.mark.parametrize("name", [TINY, LARGE])
 def test_the_configs_of_this_repository_can_keep_their_tensors(name):
-    assert refused(ON, name=name) == []
+    assert of_check(name, ON) == []
 
 
-@pytest.mark.parametrize(("override", "words"), [
-    (f"{ROLLOUT}.mode=async", "is vllm, async; only vllm, sync"),
-    (f"{ROLLOUT}.multi_turn.enable=true", "multi_turn.enable is true: its masks have holes"),
-    ("recipe.rollout.replay=/somewhere", "recipe.rollout.replay gives responses to the trainer alone"),
-    ("actor_rollout_ref.actor.shuffle=true", "actor.shuffle is true: micro batches would be others"),
-])
-def test_what_cannot_be_kept_is_refused_by_name(override, words):
+def of_check(name, *overrides):
+    return [c.detail for c in check_config(compose(name, overrides), CONFIGS_DIR) if c.name == "tensor cache"]
+
+
+def test_the_check_of_a_configuration_has_the_reasons():
+    assert "shuffle is true" in of_check(TINY, ON, f"{ACTOR}.shuffle=true")[0]
+    assert of_check(TINY, f"{ACTOR}.shuffle=true") == []
+
+
+ACTOR, DYNAMIC, LONGEST = "actor_rollout_ref.actor", "use_dynamic_bsz", 272
+BUDGET = "log_prob_max_token_len_per_gpu"
+LOG_PROB_BUDGET, REF_BUDGET = f"{ROLLOUT}.{BUDGET}", f"actor_rollout_ref.ref.{BUDGET}"
+SERVED = {  # sequences are always packed: verl's Megatron actor has no other way at either pin
+    "one response a prompt": [f"{ROLLOUT}.n=1", "algorithm.adv_estimator=reinforce_plus_plus"],
+    "many responses": [f"{ROLLOUT}.n=8"],
+    "mini batches": [f"{ACTOR}.ppo_mini_batch_size=2"],
+    "epochs": [f"{ACTOR}.ppo_epochs=3"],
+    "KL in the loss": [f"{ACTOR}.use_kl_loss=true"],
+    "KL in the reward": [f"{ACTOR}.use_kl_loss=false", "algorithm.use_kl_in_reward=true"],
+    "KL in both": [f"{ACTOR}.use_kl_loss=true", "algorithm.use_kl_in_reward=true"],
+    "no KL": [f"{ACTOR}.use_kl_loss=false"],
+    **{name: [f"algorithm.adv_estimator={name}"] for name in
+       ("grpo", "remax", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "opo", "grpo_passk")},
+    "arrival order": ["trainer.balance_batch=false"],
+    "balanced": ["trainer.balance_batch=true"],
+    "dynamic size": [f"{ACTOR}.{DYNAMIC}=true"],
+    "dynamic size of the update": [f"{ACTOR}.{DYNAMIC}=true", f"{ROLLOUT}.log_prob_{DYNAMIC}=false",
+                                   f"actor_rollout_ref.ref.log_prob_{DYNAMIC}=false"],
+    "dynamic size of log-probs": [f"{ROLLOUT}.log_prob_{DYNAMIC}=true", f"{LOG_PROB_BUDGET}={LONGEST}"],
+    "dynamic size of the reference": [f"actor_rollout_ref.ref.log_prob_{DYNAMIC}=true", f"{REF_BUDGET}={LONGEST}"],
+    "no pass for old log-probs": ["recipe.train.skip_old_log_prob=true"],
+    "rollout correction": ["recipe.rollout_correction.rollout_is=token"],
+    "another DP in training": [f"{ACTOR}.megatron.tensor_model_parallel_size=2"],
+    "another DP in the rollout": [f"{ROLLOUT}.tensor_model_parallel_size=2"],
+    "validation": ["trainer.val_before_train=true", "trainer.test_freq=1"],
+    "critic warm-up": ["trainer.critic_warmup=2"],
+    "rewards at their leisure": ["reward_model.launch_reward_fn_async=true"],
+    "recorded rollouts": ["recipe.rollout.record=true"],
+}
+REFUSED = {
+    f"{ROLLOUT}.mode=async": "is vllm, async; only vllm, sync",
+    f"{ROLLOUT}.multi_turn.enable=true": "multi_turn.enable is true: its masks have holes",
+    "recipe.rollout.replay=/somewhere": "recipe.rollout.replay gives responses to the trainer alone",
+    f"{ACTOR}.shuffle=true": "actor.shuffle is true: micro batches would be others",
+    f"+{ACTOR}.recompute_old_log_prob=false": "recompute_old_log_prob is false: verl's actor has no log-probs",
+    "algorithm.adv_estimator=gae": "adv_estimator is gae: its critic takes the padded batch",
+    "reward_model.enable=true": "reward_model.enable is true: its workers take the padded batch",
+    "data.return_raw_chat=true": "return_raw_chat is true: raw prompts would not come back",
+}
+@pytest.mark.parametrize("overrides", SERVED.values(), ids=SERVED)
+def test_combinations_that_are_served(refused, overrides):
+    assert refused(ON, *overrides) == []
+
+
+@pytest.mark.parametrize(("override", "words"), REFUSED.items(), ids=REFUSED)
+def test_combinations_that_are_not_served_are_refused_by_name(refused, override, words):
     (told,) = refused(ON, override)
     assert re.search(words, told)
     assert refused(override) == []
+
+
+@pytest.mark.parametrize(("switch", "budget"), [
+    (f"{ACTOR}.{DYNAMIC}", f"{ACTOR}.ppo_max_token_len_per_gpu"),
+    (f"{ROLLOUT}.log_prob_{DYNAMIC}", LOG_PROB_BUDGET),
+    (f"actor_rollout_ref.ref.log_prob_{DYNAMIC}", REF_BUDGET),
+])
+def test_a_budget_that_a_sample_may_not_fit_is_refused(refused, switch, budget):
+    assert refused(ON, f"{switch}=true", f"{budget}={LONGEST}", f"{LOG_PROB_BUDGET}={LONGEST}",
+                   f"{REF_BUDGET}={LONGEST}") == []
+    told = refused(ON, f"{switch}=true", f"{budget}={LONGEST - 1}")
+    assert re.search(f"{budget.split('.')[-1]} {LONGEST - 1}: a sample may have {LONGEST} tokens", told[0])
+
+
+def test_batches_that_do_not_divide_are_refused():
+    found = check_config(compose(TINY, [ON, "data.train_batch_size=5", f"{ACTOR}.ppo_mini_batch_size=3"]), CONFIGS_DIR)
+    assert {"prompts", "mini batch", "micro batch"} <= {check.name for check in found if not check.ok}
+
+
+def test_groups_are_not_filtered_at_these_pins():
+    """DAPO's filter_groups is of verl's recipe/dapo; verl's own trainer has no such key at either pin."""
+    with pytest.raises(ConfigError, match="filter_groups"):
+        compose(TINY, ["algorithm.filter_groups.enable=true"])
 
 
 class Workers:
@@ -116,6 +205,47 @@ def test_an_outcome_reward_travels_as_one_advantage_a_sample(make):
 def test_a_sample_without_tokens_is_not_taken_for_a_scalar():
     ragged = Ragged(torch.tensor([1.0, 2.0]), (0, 2))
     assert kept_batch._smallest(ragged).tolist() == [1.0, 2.0]
+
+
+def prompts(ids=(1, 2), **non_tensors):
+    """Two prompts of the trainer's, as verl's dataset has them; the first has one token more."""
+    ragged = Ragged(torch.tensor([*ids, 7]), (len(ids), 1))
+    mask = mask_of(ragged.lengths, 4, left=True).long()
+    batch = {"input_ids": to_padded(ragged, 4, left=True), "attention_mask": mask}
+    return DataProto.from_dict(batch, {name: np.array(each, dtype=object) for name, each in non_tensors.items()})
+
+
+def test_prompts_travel_without_padding_and_are_padded_again_on_the_worker():
+    sent = kept_batch._asked(prompts(raw_prompt_ids=[[1, 2], [7]]), 1, 0)
+    assert [(ids.dtype, ids.tolist()) for ids in sent.non_tensor_batch["prompt_ids"]] == [
+        (np.int32, [1, 2]), (np.int32, [7])]
+    sent.meta_info.pop(kept_batch.STEP)
+    found = padded_prompts(sent)
+    assert found.non_tensor_batch["raw_prompt_ids"].tolist() == [[1, 2], [7]]
+    assert {name: tensor.tolist() for name, tensor in found.batch.items()} == {
+        "input_ids": [[0, 0, 1, 2], [0, 0, 0, 7]], "attention_mask": [[0, 0, 1, 1], [0, 0, 0, 1]],
+        "position_ids": [[0, 0, 0, 1], [0, 0, 0, 0]]}
+    assert found.meta_info == {}
+
+
+@pytest.mark.parametrize(("more", "says"), [
+    ({"raw_prompt_ids": [[1, 2], [8]]}, r"raw_prompt_ids of prompt 1 \(1\) are not its input_ids"),
+    ({"multi_modal_data": [{}, {}]}, "prompts have multi_modal_data, which would not come back"),
+])
+def test_prompts_that_are_not_text_are_refused_before_anything_runs(make, more, says):
+    group, workers = make()
+    with pytest.raises(ConfigError, match=says):
+        group.generate_sequences(prompts(**more))
+    assert workers.calls == []
+
+
+def test_an_update_without_old_log_probs_is_given_none(make):
+    group, workers = make()
+    batch = rows([1, 0, 3, 2], responses=torch.zeros(4, WIDTH, dtype=torch.int64), advantages=torch.ones(4, WIDTH))
+    without = WithoutOldLogProb(group)
+    batch = batch.union(without.compute_log_prob(batch))
+    assert without.update_actor(batch).meta_info["metrics"] == {"metric": [1.0]}
+    assert [stage for stage, _ in workers.calls] == ["update"]
 
 
 @pytest.mark.parametrize("meta", [{"validate": True}, {"do_sample": False}])

@@ -19,6 +19,7 @@ IDS = [
     "memory.load_model", "memory.offload_model", "memory.load_optimizer", "memory.offload_optimizer",
     "memory.optimizer_at_save", "memory.optimizer_at_load", "memory.swap_optimizer", "memory.take_offload",
     "memory.order", "memory.trims_worker", "memory.trims_actor", "memory.trims_sleep",
+    "update.micro_batches_as_planned",
 ]
 
 

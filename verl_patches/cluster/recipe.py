@@ -130,7 +130,8 @@ class RolloutCorrection:
 class TensorCache:
     """enabled: what rollout, log-prob and reference make stays on the workers, in the order that the update computes;
     the trainer gets lengths and unpadded ids, and gives advantages. With trainer.balance_batch that order makes the
-    micro batches of all train replicas equally long, in the same mini batches (comm/micro_batches.py).
+    micro batches of all train replicas equally long, in the same mini batches (comm/micro_batches.py), and with
+    use_dynamic_bsz packs them within the token budget. Without balance_batch micro batches are verl's.
     """
 
     enabled: bool = False

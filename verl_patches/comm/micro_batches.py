@@ -62,14 +62,15 @@ def packed(share: Sequence[Samples], lengths: Sequence[int], token_budget: int, 
     """Micro batches of any number of samples and at most `token_budget` tokens, equally many on each replica.
 
     Balanced, a slot's place is decided once for all replicas, by its longest sample; else each replica packs its own
-    share. Raises ConfigError for a sample longer than the budget, or replicas with unequally many samples.
+    share, which comes out as equal where the shares are. Raises ConfigError for a sample longer than the budget, or
+    replicas with unequally many samples.
     """
     arrival(share, 1)  # refuses replicas with unequally many
     longest = max((lengths[sample] for mine in share for sample in mine), default=0)
     if longest > token_budget:
         raise ConfigError(
             f"micro batches: a sample has {longest} tokens, more than the budget of {token_budget} a micro batch; "
-            "raise ppo_max_token_len_per_gpu to data.max_prompt_length + data.max_response_length or more"
+            "raise that max_token_len_per_gpu to data.max_prompt_length + data.max_response_length or more"
         )
     if balance:
         dealt = _deal([[sample] for mine in share for sample in mine], lengths, len(share))

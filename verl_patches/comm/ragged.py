@@ -67,6 +67,13 @@ def mask_of(
     return place >= width - count if left else place < count
 
 
+def prompt_inputs(prompts: Ragged, width: int, pad_id: int) -> dict[str, torch.Tensor]:
+    """The tensors of prompts [B, width] that verl's dataset makes: int64, padded on the left, positions from 0 on."""
+    ids = to_padded(prompts, width, pad=pad_id, left=True, dtype=torch.int64)
+    mask = mask_of(prompts.lengths, width, left=True, device=ids.device).long()
+    return {"input_ids": ids, "attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
+
+
 def model_inputs(
     prompts: Ragged, responses: Ragged, prompt_width: int, response_width: int, pad_id: int
 ) -> dict[str, torch.Tensor]:

@@ -17,8 +17,10 @@ from tensordict import TensorDict
 from verl import DataProto
 
 from verl_patches.comm.ragged import Ragged, from_padded, model_inputs, to_padded
+from verl_patches.errors import ConfigError
 from verl_patches.training.kept_worker import STEP
 
+_NON_TENSORS = {"raw_prompt_ids", "tools_kwargs"}  # of prompts; the second only acts with multi_turn, which is refused
 _SAMPLE = "sample"  # tensor [B] int64: the row's place in the batch as generated
 
 
@@ -56,10 +58,14 @@ class KeptOnWorkers:
         """verl's batch of this step, but for log-probs; validation and greedy baselines are verl's own."""
         if prompts.meta_info.get("validate") or not prompts.meta_info.get("do_sample", True):
             return self._group.generate_sequences(prompts)
+        unknown = set(prompts.non_tensor_batch) - _NON_TENSORS
+        if unknown:
+            raise ConfigError(f"recipe.tensor_cache.enabled is true, but prompts have {', '.join(sorted(unknown))}, "
+                              "which would not come back with the responses; expected text alone: set it false")
         kept = self._kept
+        asked = _asked(prompts, kept.step + 1, kept.pad_id)
         kept.step, kept.open = kept.step + 1, True
-        prompts.meta_info[STEP] = kept.step
-        told = self._group.generate_kept(prompts)
+        told = self._group.generate_kept(asked)
         kept.lengths = tuple(told.batch["response_length"].tolist())
         batch = _whole_batch(prompts, told, kept)
         widths = batch["prompts"].shape[1], kept.response_width
@@ -117,6 +123,21 @@ class KeptOnWorkers:
                             tuple(self._kept.lengths[sample] for sample in rows.tolist()))  # fmt: skip
             tensors[name] = to_padded(ragged, self._kept.response_width)
         return DataProto(batch=TensorDict(tensors, batch_size=[len(rows)]))
+
+
+def _asked(prompts: DataProto, step: int, pad_id: int) -> DataProto:
+    """Unpadded ids of prompts, as generate_kept takes them; ConfigError where raw_prompt_ids are other ones."""
+    padded = prompts.batch["input_ids"]
+    ids = from_padded(padded, prompts.batch["attention_mask"], left=True, dtype=torch.int32)
+    parts = np.empty(len(padded), dtype=object)
+    parts[:] = [part.numpy() for part in ids.parts()]
+    for row, raw in enumerate(prompts.non_tensor_batch.get("raw_prompt_ids", ())):
+        if list(raw) != parts[row].tolist():
+            raise ConfigError(f"recipe.tensor_cache.enabled is true, but raw_prompt_ids of prompt {row} ({len(raw)}) "
+                              f"are not its input_ids ({len(parts[row])}); expected text as verl's RLHFDataset has it")
+    meta = {**prompts.meta_info, STEP: step, "width": padded.shape[1], "pad": pad_id}
+    lengths = torch.tensor(ids.lengths, dtype=torch.int32)
+    return DataProto.from_dict({"prompt_length": lengths}, {"prompt_ids": parts}, meta)
 
 
 def _whole_batch(prompts: DataProto, told: DataProto, kept: Kept) -> dict[str, torch.Tensor]:

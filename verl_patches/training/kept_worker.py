@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,8 +32,12 @@ from verl_patches.comm.tensor_cache import TensorCache
 from verl_patches.layout.of_config import train_layout_in
 from verl_patches.memory import ledger
 from verl_patches.training import rollout_correction
+from verl_patches.training.kept_config import token_budget
+from verl_patches.training.kept_log_probs import taken
+from verl_patches.training.kept_micro_batches import planned
+from verl_patches.training.kept_rollout import keep_rollout, padded_prompts
 
-STEP = "tensor_cache_step"  # in meta_info of prompts
+STEP = "step"  # in meta_info of prompts
 _LOG_PROBS = ("old_log_probs", "ref_log_prob", "rollout_log_probs")
 
 
@@ -45,11 +49,17 @@ class _Process:
     generating: int | None = None
     plan: BatchPlan | None = None
     told: Mapping[str, Any] | None = None
+    tokens: tuple[int, ...] = ()
+
+    @property
+    def replica(self) -> int:
+        """The train replica of this rank."""
+        return self.plan.replica_of[dist.get_rank()]
 
     @property
     def samples(self) -> tuple[int, ...]:
         """Those that this rank computes."""
-        return self.plan.placed[self.plan.replica_of[dist.get_rank()]]
+        return self.plan.placed[self.replica]
 
 
 _process: _Process | None = None
@@ -66,11 +76,15 @@ def _here(worker: Any) -> _Process:
 
 @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
 def generate_kept(self: Any, prompts: DataProto) -> DataProto:
-    """prompt_length and response_length [b], response_ids (b arrays of int32); the rest of verl's output stays."""
-    here, step = _here(self), prompts.meta_info[STEP]
+    """prompt_length and response_length [b], response_ids (b arrays of int32); the rest of verl's output stays.
+
+    `prompts`: prompt_ids (arrays of int32); in meta_info STEP, width and pad, of the padded prompts that verl takes.
+    """
+    here, step = _here(self), prompts.meta_info.pop(STEP)
+    padded = padded_prompts(prompts)
     here.cache.open(step)
     with here.cache.closed_by_error(), _generating(here, step):
-        return self.generate_sequences(prompts)
+        return self.generate_sequences(padded)
 
 
 @contextmanager
@@ -90,27 +104,9 @@ def keep_responses(postprocess_data: Callable) -> Callable:
         output = postprocess_data(self, data)
         if _process is None or _process.generating is None:
             return output
-        return _keep(_process.cache, _process.generating, output.batch)
+        return keep_rollout(_process.cache, _process.generating, output.batch)
 
     return post
-
-
-def _keep(cache: TensorCache, step: int, batch: Any) -> DataProto:
-    count, width = batch["responses"].shape
-    samples = held_after_rollout(count * dist.get_world_size(), range(dist.get_world_size()))[dist.get_rank()]
-    mask = batch["attention_mask"]
-    prompts = from_padded(batch["prompts"], mask[:, :-width], left=True, dtype=torch.int32)
-    responses = from_padded(batch["responses"], mask[:, -width:], dtype=torch.int32)
-    cache.put(step, "prompts", samples, prompts)
-    cache.put(step, "responses", samples, responses)
-    if "rollout_log_probs" in batch.keys():
-        cache.put(step, "rollout_log_probs", samples, from_padded(batch["rollout_log_probs"], mask[:, -width:]))
-    ids = np.empty(count, dtype=object)
-    on_host = Ragged(responses.values.cpu(), responses.lengths)
-    ids[:] = [part.numpy() for part in on_host.parts()]
-    lengths = {"prompt_length": prompts.lengths, "response_length": responses.lengths}
-    return DataProto.from_dict(tensors={name: torch.tensor(each) for name, each in lengths.items()},
-                               non_tensors={"response_ids": ids})  # fmt: skip
 
 
 @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -128,12 +124,15 @@ def _place(worker: Any, here: _Process, step: int, told: Mapping[str, Any]) -> d
     world, rank, actor = dist.get_world_size(), dist.get_rank(), worker.config.actor
     train = train_layout_in(worker.config, worker.config.recipe, world)
     prompts, responses = told["prompts"].tolist(), told["responses"].tolist()
-    tokens = [a + b for a, b in zip(prompts, responses, strict=True)]
-    here.told = told
+    tokens = tuple(a + b for a, b in zip(prompts, responses, strict=True))
+    budget = token_budget(worker.config, "update")
+    packs = budget is not None and told["balance"]
+    size = None if packs else 1 if budget else actor.ppo_micro_batch_size_per_gpu  # 1: verl packs by itself
+    here.told, here.tokens = told, tokens
     here.plan = plan_batch(
         held_after_rollout(len(tokens), range(world)), train_replicas(train), tokens, balance=told["balance"],
         mini_batch_size=actor.ppo_mini_batch_size * train.dp,  # verl has divided it in the worker
-        micro_batch_size=1 if actor.get("use_dynamic_bsz") else actor.ppo_micro_batch_size_per_gpu,
+        micro_batch_size=size, token_budget=budget if packs else None,
         loss_agg_mode=actor.loss_agg_mode)  # fmt: skip
     kinds = {"prompts": Told(torch.int32, prompts), "responses": Told(torch.int32, responses)}
     if "rollout_log_probs" in here.cache.names:
@@ -146,22 +145,27 @@ def _place(worker: Any, here: _Process, step: int, told: Mapping[str, Any]) -> d
 def _log_prob(worker: Any, here: _Process, step: int, told: Mapping[str, Any]) -> dict[str, Any] | None:
     """`told`: send_back, whether the log-probs themselves go back too (unpadded, in the order of `samples`)."""
     data, mask = _inputs(here, step)
-    output = worker.compute_log_prob(data).batch
-    kept = _keep_log_probs(worker, here, step, "old_log_probs", output["old_log_probs"], mask)
+    with taken(worker.actor) as found, _planned(here, worker.config, "log_prob"):
+        worker.compute_log_prob(data)
+    log_probs, entropies = found
+    kept = _keep(here, step, "old_log_probs", log_probs, mask)
+    speaks = _speaks_for_its_replica()
     if "rollout_log_probs" in here.cache.names:
-        sides = _padded(here, step, "rollout_log_probs").cpu(), output["old_log_probs"], mask.cpu()
-        worker.log_prob_moments = rollout_correction.moments(*sides) if _speaks_for_its_replica() else None
-    if not _speaks_for_its_replica():
+        sides = _padded(here, step, "rollout_log_probs"), log_probs, mask
+        worker.log_prob_moments = rollout_correction.moments(*sides) if speaks else None
+    if not speaks:
         return None
-    entropy = (output["entropys"] * mask.cpu()).sum(1) / mask.cpu().sum(1)
-    return {"samples": here.samples, "entropy": entropy.numpy(), "values": kept if told["send_back"] else None}
+    entropy = (entropies * mask).sum(1) / mask.sum(1)
+    return {"samples": here.samples, "entropy": entropy.cpu().numpy(), **_sent_back(kept, told)}
 
 
 def _ref(worker: Any, here: _Process, step: int, told: Mapping[str, Any]) -> dict[str, Any] | None:
     data, mask = _inputs(here, step)
-    output = worker.compute_ref_log_prob(data).batch["ref_log_prob"]
-    kept = _keep_log_probs(worker, here, step, "ref_log_prob", output, mask)
-    return {"samples": here.samples, "values": kept} if told["send_back"] and _speaks_for_its_replica() else None
+    with taken(worker.ref_policy) as found, _planned(here, worker.config, "ref"):
+        worker.compute_ref_log_prob(data)
+    kept = _keep(here, step, "ref_log_prob", found[0], mask)
+    wanted = told["send_back"] and _speaks_for_its_replica()
+    return {"samples": here.samples, **_sent_back(kept, told)} if wanted else None
 
 
 def _update(worker: Any, here: _Process, step: int, told: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -173,7 +177,8 @@ def _update(worker: Any, here: _Process, step: int, told: Mapping[str, Any]) -> 
     data.batch["advantages"] = _advantages(here, torch.tensor(told["advantages"]), mask)
     data.meta_info.update(told["meta"])
     here.cache.close()  # the update has copies
-    metrics = worker.update_actor(data).meta_info["metrics"]
+    with _planned(here, worker.config, "update"):
+        metrics = worker.update_actor(data).meta_info["metrics"]
     return metrics if _speaks_for_its_replica() else None
 
 
@@ -192,10 +197,19 @@ def _padded(here: _Process, step: int, name: str) -> torch.Tensor:
     return to_padded(here.cache.get(step, name, here.samples), here.told["widths"][1])
 
 
-def _keep_log_probs(worker: Any, here: _Process, step: int, name: str, found: Any, mask: Any) -> np.ndarray:
-    ragged = from_padded(found.to(mask.device), mask)
+def _keep(here: _Process, step: int, name: str, found: torch.Tensor, mask: torch.Tensor) -> Ragged:
+    ragged = from_padded(found, mask)
     here.cache.put(step, name, here.samples, ragged)
-    return ragged.values.cpu().numpy()
+    return ragged
+
+
+def _sent_back(kept: Ragged, told: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    return {"values": kept.values.cpu().numpy()} if told["send_back"] else {}
+
+
+def _planned(here: _Process, config: Any, stage: str) -> AbstractContextManager[None]:
+    tokens = here.tokens if here.told["balance"] else None
+    return planned(stage, token_budget(config, stage), here.plan, here.replica, tokens)
 
 
 def _advantages(here: _Process, values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

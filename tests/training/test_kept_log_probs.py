@@ -1,0 +1,127 @@
+"""Log-probs that stay: how much of them a stage moves to the host, counted at torch's own calls."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+from verl import DataProto
+
+from verl_patches.comm.batch_plan import plan_batch
+from verl_patches.comm.ragged import Ragged
+from verl_patches.comm.tensor_cache import TensorCache
+from verl_patches.training import kept_worker
+from verl_patches.training.kept_log_probs import taken
+
+PROMPTS, RESPONSES, WIDTHS = (1, 2, 3, 2), (5, 2, 6, 4), (3, 6)
+STAGES = [("log_prob", "old_log_probs"), ("ref", "ref_log_prob")]
+
+
+class HostCopies(TorchFunctionMode):
+    """The most values of any call that gives them to the host; on a CPU such calls are made all the same."""
+
+    def __init__(self):
+        super().__init__()
+        self.most = 0
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        name = function.__name__
+        to_host = name == "to" and "cpu" in map(str, [*args[1:], *(kwargs or {}).values()])
+        if to_host or name in ("cpu", "numpy", "tolist", "item", "__array__"):
+            self.most = max(self.most, args[0].numel())
+        return function(*args, **(kwargs or {}))
+
+
+class Actor:
+    """Stands for MegatronPPOActor: padded values, as they would come from the model."""
+
+    def compute_log_prob(self, data, calculate_entropy=False):
+        shape = data.batch["responses"].shape
+        values = -torch.arange(1.0, 1 + shape.numel()).reshape(shape)
+        return values, -2 * values
+
+
+class Worker:
+    """The end of verl's two calls at 0.4.0 (verl/workers/megatron_workers.py); the actor computes the reference too."""
+
+    def __init__(self):
+        self.actor = self.ref_policy = Actor()
+        actor = SimpleNamespace(get=lambda name: None)
+        self.config = {"actor": actor, "rollout": actor, "ref": actor}
+
+    def compute_log_prob(self, data):
+        found, entropies = self.actor.compute_log_prob(data=data, calculate_entropy=True)
+        return DataProto.from_dict(tensors={"old_log_probs": found, "entropys": entropies}).to("cpu")
+
+    def compute_ref_log_prob(self, data):
+        found, _ = self.ref_policy.compute_log_prob(data=data, calculate_entropy=False)
+        return DataProto.from_dict(tensors={"ref_log_prob": found}).to("cpu")
+
+
+class WorkerOfA3(Worker):
+    """As at 54c9b736, where the answer has the inputs too."""
+
+    def compute_log_prob(self, data):
+        found, entropies = self.actor.compute_log_prob(data=data, calculate_entropy=True)
+        data.batch["old_log_probs"], data.batch["entropys"] = found, entropies
+        return data.to("cpu")
+
+
+@pytest.fixture
+def here(monkeypatch):
+    """One process that computes all samples, after the exchange."""
+    monkeypatch.setattr(kept_worker, "dist", SimpleNamespace(get_rank=lambda: 0))
+    monkeypatch.setattr(kept_worker, "_speaks_for_its_replica", lambda: True)
+    tokens = tuple(map(sum, zip(PROMPTS, RESPONSES, strict=True)))
+    plan = plan_batch([range(4)], [0], tokens, mini_batch_size=4, micro_batch_size=1)
+    told = {"widths": WIDTHS, "pad": 0, "balance": True, "responses": np.array(RESPONSES)}
+    found = kept_worker._Process(TensorCache(), plan=plan, told=told, tokens=tokens)
+    found.cache.open(1)
+    for name, lengths in (("prompts", PROMPTS), ("responses", RESPONSES)):
+        each = [lengths[s] for s in found.samples]
+        found.cache.put(1, name, found.samples, Ragged(torch.ones(sum(each), dtype=torch.int32), tuple(each)))
+    return found
+
+
+def run(here, stage, worker, send_back):
+    with HostCopies() as copies:
+        answer = kept_worker._STAGES[stage](worker, here, 1, {"send_back": send_back})
+    return answer, copies.most
+
+
+@pytest.mark.parametrize("worker", [Worker, WorkerOfA3])
+@pytest.mark.parametrize(("stage", "name"), STAGES)
+def test_what_is_not_asked_for_stays_on_the_device(here, stage, name, worker):
+    answer, most = run(here, stage, worker(), send_back=False)
+    assert most <= len(PROMPTS)  # lengths, and one entropy a sample
+    values = here.cache.get(1, name, here.samples).values
+    assert len(values) == sum(RESPONSES) and (values < 0).all()
+    if stage == "log_prob":
+        entropy = [2 * part.mean().abs().item() for part in here.cache.get(1, name, here.samples).parts()]
+        assert answer["entropy"].tolist() == pytest.approx(entropy)
+        assert "values" not in answer
+    else:
+        assert answer is None
+
+
+@pytest.mark.parametrize(("stage", "name"), STAGES)
+def test_what_is_asked_for_comes_once_without_padding(here, stage, name):
+    answer, most = run(here, stage, Worker(), send_back=True)
+    assert most == sum(RESPONSES)
+    assert answer["values"].tolist() == here.cache.get(1, name, here.samples).values.tolist()
+
+
+@pytest.mark.parametrize(("worker", "expected"), [(Worker, 4 * WIDTHS[1]), (WorkerOfA3, 4 * sum(WIDTHS))])
+def test_verls_own_copies_would_be_counted(here, worker, expected):
+    data, _ = kept_worker._inputs(here, 1)
+    with HostCopies() as copies:
+        worker().compute_log_prob(data)
+    assert copies.most == expected
+
+
+def test_an_actor_is_as_it_was_also_after_an_error():
+    actor = Actor()
+    with pytest.raises(ZeroDivisionError), taken(actor):
+        1 / 0  # noqa: B018
+    assert "compute_log_prob" not in vars(actor)
