@@ -10,6 +10,7 @@ import ray.cloudpickle
 import tensordict
 import torch
 import torch._dynamo.config
+import verl.single_controller.ray.base as ray_base
 import verl.trainer.ppo.ray_trainer as ray_trainer
 import verl.utils.megatron.optimizer as optimizer
 import verl.workers.megatron_workers as workers
@@ -19,6 +20,7 @@ from verl import DataProto
 from verl.utils.tracking import Tracking
 
 from verl_patches.cluster.recipe import Recipe
+from verl_patches.comm import dispatch, starts
 from verl_patches.memory import moves, phase_clock, swap_optimizer
 from verl_patches.training import run
 
@@ -51,6 +53,23 @@ def log_reaches_the_run():
     tracking.log({"critic/score/mean": 0.5}, step=7)
     run._active = None
     return seen == [7]
+
+
+def calls_are_told():
+    group = SimpleNamespace(_workers=[1, 2], _execute_remote_single_worker=lambda worker, *_: worker)
+    dispatch.take_calls()
+    assert ray_base.RayWorkerGroup.execute_all_async(group, "f", "x") == [1, 2]
+    return dispatch.take_calls()
+
+
+def starts_are_noted():
+    starts.take()
+    worker = workers.ActorRolloutRefWorker.__new__(workers.ActorRolloutRefWorker)
+    try:
+        worker.load_pretrained_model("nowhere")
+    except Exception:
+        pass
+    return [name for name, _ in starts.take()] == ["load_pretrained_model"]
 
 
 def metrics_have_the_delta():
@@ -194,6 +213,8 @@ def main():
         "model.optimizer_dtype": works(optimizer_takes_the_models_dtype),
         **dict(offload_times()),
         "memory.take_offload": hasattr(actor, "take_offload"),
+        "dispatch.put_once": works(calls_are_told), "dispatch.note_starts": works(starts_are_noted),
+        "dispatch.take_starts": hasattr(actor, "take_starts"),
         "memory.swap_optimizer": works(worker_swaps_the_optimizer),
         **dict(moves_are_counted()),
         **{f"memory.optimizer_at_{name}": works(lambda name=name: checkpoint_asks_for_the_optimizer(name))

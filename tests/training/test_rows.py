@@ -18,6 +18,7 @@ IDS = [
     "memory.time_load_megatron_optimizer", "memory.time_offload_megatron_optimizer",
     "memory.load_model", "memory.offload_model", "memory.load_optimizer", "memory.offload_optimizer",
     "memory.optimizer_at_save", "memory.optimizer_at_load", "memory.swap_optimizer", "memory.take_offload",
+    "dispatch.put_once", "dispatch.note_starts", "dispatch.take_starts",
 ]
 
 
