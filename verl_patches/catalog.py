@@ -357,7 +357,31 @@ TRAINING: tuple[PatchSpec, ...] = (
     ),
 )
 
-FUNCTIONAL: tuple[PatchSpec, ...] = (*ROLLOUT, *MODEL, *a3_rows.ROWS, *TRAINING)
+DISPATCH: tuple[PatchSpec, ...] = (
+    PatchSpec(
+        id="dispatch.put_once", stage="comm", kind="wrap", processes=_CONTROLLER, lines=_BOTH,
+        target="verl.single_controller.ray.base:RayWorkerGroup.execute_all_async",
+        provider="verl_patches.comm.dispatch:put_before_calling",
+        why="verl serialises each worker's arguments in that worker's own call (execute_all_async), at 54c9b736 also a "
+            "batch that all ranks of a replica share: the last worker starts when all others have been served.",
+        exit="verl puts every large argument into Ray's store once, before it calls the first worker",
+    ),
+    PatchSpec(
+        id="dispatch.note_starts", stage="comm", kind="wrap", processes=_WORKER, lines=_BOTH,
+        target="verl.single_controller.base.decorator:register", provider="verl_patches.comm.starts:noted",
+        bindings=("verl.single_controller.base.worker:register", f"{_WORKERS}:register",
+                  "verl.workers.fsdp_workers:register"),
+        why="How far apart workers start is known in the workers only, and verl does not look.", exit=_NEVER,
+    ),
+    PatchSpec(
+        id="dispatch.take_starts", stage="comm", target=f"{_ACTOR}.take_starts", kind="extend",
+        provider="verl_patches.training.worker:take_starts", lines=_BOTH,
+        needs=("dispatch.note_starts", "dispatch.put_once"),
+        why="The controller asks every worker for its starts at the end of a step.", exit=_NEVER,
+    ),
+)
+
+FUNCTIONAL: tuple[PatchSpec, ...] = (*ROLLOUT, *MODEL, *a3_rows.ROWS, *TRAINING, *DISPATCH)
 
 STAND_INS: tuple[PatchSpec, ...] = (
     *rows_torch.ROWS, *rows_npu.ROWS, *rows_megatron.ROWS, *rows_vllm.ROWS, *rows_verl.ROWS,

@@ -48,6 +48,15 @@ def test_every_process_proved_its_own_rows(smoke):
             assert patch["state"] == "active", patch
 
 
+def test_what_was_sent_to_workers_and_when_they_started(smoke):
+    stages = {"generate_sequences", "compute_log_prob", "compute_ref_log_prob", "update_actor"}
+    for step in smoke().steps:
+        sent, skew = step["dispatch"], step["dispatch"]["start_skew_s"]
+        assert sent["calls"] >= len(stages) and sent["put_bytes"] > 1e5  # one batch a replica, by verl 0.4.0 itself
+        assert stages <= set(skew["by_call"]) and 0 < skew["max"] == max(skew["by_call"].values())
+    assert "skew s" in smoke().output and f"{skew['max']:.4f}" in smoke().output
+
+
 def test_memory_and_pictures(smoke):
     run = smoke()
     peaks = run.summary["peak_pss_bytes"]

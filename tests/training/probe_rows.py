@@ -10,6 +10,7 @@ import ray.cloudpickle
 import tensordict
 import torch
 import torch._dynamo.config
+import verl.single_controller.ray.base as ray_base
 import verl.trainer.ppo.ray_trainer as ray_trainer
 import verl.utils.megatron.optimizer as optimizer
 import verl.workers.actor.megatron_actor as megatron_actor
@@ -20,6 +21,7 @@ from verl import DataProto
 from verl.utils.tracking import Tracking
 
 from verl_patches.cluster.recipe import Recipe
+from verl_patches.comm import dispatch, starts
 from verl_patches.memory import conduct, moves, phase_clock, swap_optimizer
 from verl_patches.training import kept_micro_batches, run
 
@@ -60,6 +62,23 @@ def actor_splits_as_planned():
     batch = tensordict.TensorDict({"attention_mask": torch.ones(3, 2, dtype=torch.int64)}, [3])
     with kept_micro_batches.following([[[2], [0, 1]]], [2, 2, 2]):
         return megatron_actor.rearrange_micro_batches(batch=batch, max_token_len=100)[1] == [[2], [0, 1]]
+
+
+def calls_are_told():
+    group = SimpleNamespace(_workers=[1, 2], _execute_remote_single_worker=lambda worker, *_: worker)
+    dispatch.take_calls()
+    assert ray_base.RayWorkerGroup.execute_all_async(group, "f", "x") == [1, 2]
+    return dispatch.take_calls()
+
+
+def starts_are_noted():
+    starts.take()
+    worker = workers.ActorRolloutRefWorker.__new__(workers.ActorRolloutRefWorker)
+    try:
+        worker.load_pretrained_model("nowhere")
+    except Exception:
+        pass
+    return [name for name, _ in starts.take()] == ["load_pretrained_model"]
 
 
 def metrics_have_the_delta():
@@ -238,6 +257,8 @@ def main():
         "update.micro_batches_as_planned": works(actor_splits_as_planned),
         **dict(offload_times()),
         "memory.take_offload": hasattr(actor, "take_offload"),
+        "dispatch.put_once": works(calls_are_told), "dispatch.note_starts": works(starts_are_noted),
+        "dispatch.take_starts": hasattr(actor, "take_starts"),
         "memory.swap_optimizer": works(worker_swaps_the_optimizer),
         **dict(moves_are_counted()),
         **dict(verls_trims_are_left_to_the_order()),

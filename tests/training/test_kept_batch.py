@@ -150,9 +150,8 @@ class Workers:
 
 
 @pytest.fixture
-def make(monkeypatch):
-    """make(send_back) -> (group, workers); Ray's store is left out, what is put is passed."""
-    monkeypatch.setattr(kept_batch.ray, "put", lambda told: told)
+def make():
+    """make(send_back) -> (group, workers)."""
 
     def build(send_back=False):
         workers = Workers(torch.rand(4, WIDTH, generator=torch.Generator().manual_seed(1)))

@@ -20,6 +20,7 @@ IDS = [
     "memory.optimizer_at_save", "memory.optimizer_at_load", "memory.swap_optimizer", "memory.take_offload",
     "memory.order", "memory.trims_worker", "memory.trims_actor", "memory.trims_sleep",
     "update.micro_batches_as_planned",
+    "dispatch.put_once", "dispatch.note_starts", "dispatch.take_starts",
 ]
 
 

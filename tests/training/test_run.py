@@ -12,8 +12,9 @@ from verl_patches.training.run import header, line
 def test_a_row_of_the_table_is_as_wide_as_its_header():
     step = {"step": 3, "reward": 0.5, "grad_norm": 1.0, "logprob_delta": {"mean": 5e-7, "max": 1e-6}, "seconds": {},
             "sync": {"received_bytes": {"max": 25_400_000_000}, "collectives": 65, "peak_extra_bytes": 2_147_483_648},
-            "memory": {"peak_bytes": 54_990_000_000}}
-    assert len(line(step)) == len(header()) == len(line({**step, "sync": None, "memory": None}))
+            "memory": {"peak_bytes": 54_990_000_000},
+            "dispatch": {"put_bytes": 107_000_000_000, "inline_bytes": 4, "start_skew_s": {"max": 81.23456}}}
+    assert len(line(step)) == len(header()) == len(line({**step, "sync": None, "memory": None, "dispatch": None}))
     assert " - " in line({**step, "logprob_delta": None}) and " - " in line({**step, "grad_norm": None})
 
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import ray
 import torch
 from tensordict import TensorDict
 from verl import DataProto
@@ -109,8 +108,8 @@ class KeptOnWorkers:
         return {name: max(each[name] for each in kept.report) for name in kept.report[0]} if kept.report else None
 
     def _run(self, stage: str, told: dict[str, Any]) -> list[Any]:
-        """What the ranks that have something to say answer, in order of ranks; `told` is stored once for all."""
-        answers = self._group.run_kept(stage, self._kept.step, ray.put(told))
+        """What the ranks that have something to say answer, in order of ranks."""
+        answers = self._group.run_kept(stage, self._kept.step, told)
         return [each for each in answers if each is not None]
 
     def _answer(self, rows: torch.Tensor, tensors: dict[str, Any], name: str, found: list[dict[str, Any]]) -> DataProto:

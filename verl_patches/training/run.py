@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from verl_patches.comm.dispatch import dispatch_of_step
 from verl_patches.layout.of_config import rollout_layout_of, train_layout_of
 from verl_patches.memory.moves import offload_of_step
 from verl_patches.memory.report import memory_of_step, said_of
@@ -30,6 +31,7 @@ log = logging.getLogger(__name__)
 COLUMNS = ("rollout", "reshard", "offload", "reward", "log_prob", "ref", "update", "step")
 SYNC_COLUMNS = ("sync MB", "sync calls", "extra MB")
 MEMORY_COLUMN = "held MB"
+DISPATCH_COLUMNS = ("sent MB", "skew s")
 CALLS = {"generate_sequences": "reshard, rollout", "reward": "reward",
          "compute_log_prob": "log-prob", "compute_ref_log_prob": "ref log-prob",
          "update_actor": "update"}
@@ -73,6 +75,7 @@ class Run:
         refuse_unlike([name for name, spec in mine.specs.items() if "worker" in spec.processes], workers)
         self.trainer.actor_rollout_wg.take_phase_seconds()  # what building the workers took belongs to no step
         self.trainer.actor_rollout_wg.take_offload()
+        self._dispatch()
         self.progress.say(f"| patches proven in controller and {len(workers)} workers: digest {mine.digest()[:12]}")
         for state, ids in not_as_reviewed(rows).items():
             self.progress.say(f"| {state} (drift={mine.switches.drift}, reasons in summary.json): {', '.join(ids)}")
@@ -116,6 +119,7 @@ class Run:
                  "offload": offload_of_step(self.trainer.actor_rollout_wg.take_offload())}
         if self.kept_on_workers is not None:
             found["tensor_cache"] = self.kept_on_workers.end_step()
+        found["dispatch"] = self._dispatch()
         self.summary.add_step(found)
         if step == 1:
             self.progress.say(f"| {header()}")
@@ -126,6 +130,11 @@ class Run:
         if check.action == "stop" and not self.not_compared:
             truth_check.check(step, delta, check[f"max_mean_{self.recipe.dtype}"])
         return {**metrics, **{f"recipe/seconds/{phase}": value for phase, value in seconds.items()}}
+
+    def _dispatch(self) -> dict[str, Any] | None:
+        """What was sent to workers since the last time, and when they started; None where rows dispatch.* are off."""
+        group = self.trainer.actor_rollout_wg
+        return dispatch_of_step(group.take_starts()) if hasattr(group, "take_starts") else None
 
     def end(self, reason: str) -> None:
         """Write the outcome."""
@@ -185,7 +194,8 @@ def log_with_run(original: Callable) -> Callable:
 
 def header() -> str:
     """Column names of the step table."""
-    columns = [f"{c + ' s':>10}" for c in COLUMNS] + [f"{c:>10}" for c in (*SYNC_COLUMNS, MEMORY_COLUMN)]
+    names = *(f"{c} s" for c in COLUMNS), *SYNC_COLUMNS, MEMORY_COLUMN, *DISPATCH_COLUMNS
+    columns = [f"{c:>10}" for c in names]
     return f"{'step':>4} {'reward':>8} {'grad_norm':>10} {'|dlogp|':>9} " + " ".join(columns)
 
 
@@ -194,7 +204,7 @@ def line(step: dict[str, Any]) -> str:
     delta = f"{step['logprob_delta']['mean']:.2e}" if step["logprob_delta"] else "-"
     norm = "-" if step["grad_norm"] is None else f"{step['grad_norm']:.5f}"
     seconds = " ".join(f"{step['seconds'].get(c, 0.0):>10.3f}" for c in COLUMNS)
-    last = f"{_sync_columns(step['sync'])} {_memory_column(step['memory'])}"
+    last = f"{_sync_columns(step['sync'])} {_memory_column(step['memory'])} {_dispatch_columns(step['dispatch'])}"
     return f"{step['step']:>4} {step['reward']:>8.4f} {norm:>10} {delta:>9} {seconds} {last}"
 
 
@@ -209,3 +219,11 @@ def _sync_columns(sync: dict[str, Any] | None) -> str:
 def _memory_column(memory: dict[str, Any] | None) -> str:
     """The most that the tenants of one rank held at once; activations are nobody's."""
     return f"{'-' if memory is None else format(memory['peak_bytes'] / 1e6, '.3f'):>10}"
+
+
+def _dispatch_columns(dispatch: dict[str, Any] | None) -> str:
+    """What the trainer serialised for its workers, and how far apart they started the call that was worst."""
+    if dispatch is None:
+        return " ".join(f"{'-':>10}" for _ in DISPATCH_COLUMNS)
+    sent = (dispatch["put_bytes"] + dispatch["inline_bytes"]) / 1e6
+    return f"{sent:>10.3f} {dispatch['start_skew_s']['max']:>10.4f}"

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from verl.single_controller.base.decorator import Dispatch, register
 
+from verl_patches.comm import starts
 from verl_patches.layout.of_config import rollout_layout_in, train_layout_in
 from verl_patches.memory import moves, phase_clock
 from verl_patches.patching import engine
@@ -81,3 +82,9 @@ def take_log_prob_moments(self: Any) -> dict[str, dict[str, float]] | None:
 def take_offload(self: Any) -> list[dict[str, Any]]:
     """What was moved between host and device since the last call (memory/moves.py); empty on verl's own path."""
     return moves.take()
+
+
+@register(dispatch_mode=Dispatch.ONE_TO_ALL)
+def take_starts(self: Any) -> list[tuple[str, float]]:
+    """When this process started what the trainer asked of all workers, since the last call (comm/starts.py)."""
+    return starts.take()

@@ -1,0 +1,132 @@
+"""verl's real RayWorkerGroup with rows dispatch.* and then without them, as the controller; JSON on its last line.
+
+Four workers (TP2 x DP2) in two actors. {"on"|"off": {case: facts}}; facts of a call: `answers`, by worker, `large`, how
+many objects above 1 MB this process serialised, and `told`, what the row noted (null without it).
+"""
+
+import hashlib
+import json
+
+import numpy as np
+import torch
+from verl.protocol import DataProto
+from verl.single_controller.base.decorator import Dispatch, register
+
+LARGE = 1 << 18  # int64 values: 2 MiB
+
+
+class Echo:
+    """A worker that says what it got."""
+
+    @register(dispatch_mode=Dispatch.ALL_TO_ALL)
+    def say(self, *args, **kwargs):
+        """[digest of each value, whether its arrays can be written to]."""
+        values = [*args, *kwargs.values()]
+        return [[digest(value), writable(value)] for value in values]
+
+    @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO)
+    def compute(self, data):
+        """The data, through another dispatched method."""
+        self.say(data)
+        return data
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def generate(self, data):
+        """The data."""
+        return data
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def fail(self, data):
+        """An error."""
+        raise ValueError(f"no {type(data).__name__}")
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def take_starts(self):
+        """As training/worker.py."""
+        from verl_patches.comm import starts
+
+        return starts.take()
+
+
+def digest(value):
+    """Equal for equal values."""
+    if isinstance(value, DataProto):
+        value = [value.batch["x"].numpy(), value.non_tensor_batch["n"], value.meta_info]
+    if isinstance(value, list):
+        return [digest(part) for part in value]
+    return hashlib.sha256(value.tobytes()).hexdigest() if isinstance(value, np.ndarray) else repr(value)
+
+
+def writable(value):
+    """Of tensors and of numbers in numpy."""
+    if isinstance(value, DataProto):
+        value.batch["x"] += 1  # the worker's own
+        return [True, value.non_tensor_batch["n"].flags.writeable]
+    return value.flags.writeable if isinstance(value, np.ndarray) else None
+
+
+def batch(seed):
+    """8 samples, 4 MiB."""
+    x = torch.arange(2 * LARGE).reshape(8, -1) + seed
+    return DataProto.from_dict({"x": x}, {"n": np.arange(8) + seed}, {"step": seed})
+
+
+def cases(group):
+    """{case: () -> answers}."""
+    array = np.arange(LARGE)
+    first, second = batch(1).chunk(2)
+    each = [np.arange(LARGE) + n for n in range(4)]
+    return {
+        "shared by a replica": lambda: group.execute_all_sync("say", [first, first, second, second]),
+        "one a worker": lambda: group.execute_all_sync("say", each, name=[str(n) for n in range(4)]),
+        "one for all": lambda: group.execute_all_sync("say", array, [1, 2], name="x", same=array),
+        "small": lambda: group.execute_all_sync("say", [1, 2, 3, 4], [np.arange(9)] * 4),
+        "nothing": lambda: group.execute_all_sync("say"),
+        "verl's Megatron dispatch": lambda: digest(group.compute(batch(2))),
+        "verl's dispatch to all": lambda: digest(group.generate(batch(3))),
+    }
+
+
+def facts(group):
+    """{case: facts} and how a worker's error arrives."""
+    from logical_group import Serialised
+
+    from verl_patches.comm.dispatch import take_calls
+
+    found = {}
+    take_calls()
+    for name, call in cases(group).items():
+        with Serialised() as seen:
+            answers = call()
+        told = [vars(each) for each in take_calls()]
+        found[name] = {"answers": answers, "large": sum(size > 1e6 for size in seen.sizes), "bytes": sum(seen.sizes),
+                       "told": told[0] if told else None}
+    try:
+        group.fail(np.arange(LARGE))
+    except ValueError as error:
+        found["error"] = [type(error).__name__, "no ndarray" in str(error)]
+    return found
+
+
+def main():
+    from verl_patches import prelude_patch  # noqa: I001  before verl's workers
+    import dispatch_job  # the workers import the class by this name
+    import ray
+    from logical_group import group_of
+
+    from verl_patches.comm.starts import start_skew
+    from verl_patches.training import ray_start
+
+    ray_start.start({}, num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=200 << 20)
+    group, actors = group_of(dispatch_job.Echo, 2, 4)
+    group.lay_out(tp=2, dp=2, pp=1)
+    on = facts(group)
+    starts = ray.get([actor.take_starts.remote() for actor in actors])
+    prelude_patch.engine.revert()
+    off = facts(group)
+    print(json.dumps({"on": on, "off": off, "starts": [[name for name, _ in each] for each in starts],
+                      "skew": start_skew(starts)}))
+
+
+if __name__ == "__main__":
+    main()

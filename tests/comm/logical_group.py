@@ -1,0 +1,49 @@
+"""verl's RayWorkerGroup over logical workers: several in one actor, with the ranks of a Megatron layout."""
+
+import ray
+from verl.single_controller.base.megatron.worker import DistGlobalInfo, DistRankInfo
+from verl.single_controller.base.megatron.worker_group import MegatronWorkerGroup
+from verl.single_controller.ray.base import RayClassWithInitArgs, RayWorkerGroup
+
+
+class LogicalGroup(RayWorkerGroup, MegatronWorkerGroup):
+    """As NVMegatronRayWorkerGroup, but an actor that stands for several workers cannot be asked for their ranks."""
+
+    def lay_out(self, tp, dp, pp):
+        """Ranks in Megatron's order: tp within dp within pp."""
+        ranks = [(t, d, p) for p in range(pp) for d in range(dp) for t in range(tp)]
+        self._megatron_rank_info = [DistRankInfo(tp_rank=t, dp_rank=d, pp_rank=p, cp_rank=0) for t, d, p in ranks]
+        self._megatron_global_info = DistGlobalInfo(tp_size=tp, dp_size=dp, pp_size=pp, cp_size=1)
+        return self
+
+
+def group_of(cls, actors, workers):
+    """(group, actors): `workers` logical workers of class `cls`, the n-th in actor n % actors."""
+    made = [ray.remote(num_cpus=0)(cls).remote() for _ in range(actors)]
+    group = LogicalGroup(ray_cls_with_init=RayClassWithInitArgs(ray.remote(cls)),
+                         worker_names=[str(n) for n in range(workers)],
+                         worker_handles=[made[n % actors] for n in range(workers)])
+    return group, made
+
+
+class Serialised:
+    """Counts what Ray serialises in this process while it is entered: {objects, bytes}."""
+
+    def __enter__(self):
+        from ray._private.serialization import SerializationContext
+
+        self.sizes, self._kept = [], SerializationContext.serialize
+        sizes, kept = self.sizes, self._kept
+
+        def serialize(context, value):
+            found = kept(context, value)
+            sizes.append(found.total_bytes)
+            return found
+
+        SerializationContext.serialize = serialize
+        return self
+
+    def __exit__(self, *error):
+        from ray._private.serialization import SerializationContext
+
+        SerializationContext.serialize = self._kept
