@@ -18,8 +18,10 @@ bytes   256 logical workers (TP4 x PP8 x DP8) in 16 Ray actors. All that Ray ser
         generation are at full scale; the other calls of other ways on 1/32 of the samples, times 32.
 skew    8, 16 and 32 actors, one worker each, started by verl's calls of a step, the worst of its calls
         (comm/starts.py), median of the repeats. Messages of ours are those of a whole step of 32 samples a worker; for
-        other ways a worker's batch is 1/8 of what a DP rank has in the 256-die run. For 256 a straight line through
-        the medians: a model, no measurement. All actors share this machine's cores, and no network lies between.
+        other ways a worker's batch is 1/16 of what a DP rank has in the 256-die run. For 256 a straight line through
+        the medians: a model, no measurement. All actors share this machine's cores, so that on few of them unpickling
+        in turn is most of what is left of ours; no network lies between.
+        Needs 16 GB: an actor has torch.
 """
 
 from __future__ import annotations
@@ -56,7 +58,7 @@ from verl_patches.comm.starts import noted, start_skew, take  # noqa: E402
 from verl_patches.training.kept_batch import Kept, KeptOnWorkers  # noqa: E402
 
 PROMPTS, EACH, WORLD, DP, PP, TP = 512, 16, 256, 8, 8, 4
-SAMPLES, BYTES_SCALE, SKEW_SCALE, VOCABULARY = PROMPTS * EACH, 32, 8, 129_280
+SAMPLES, BYTES_SCALE, SKEW_SCALE, VOCABULARY = PROMPTS * EACH, 32, 16, 129_280
 BOUND_BYTES, BOUND_TIMES, BOUND_MODEL_S = 0.06e9, 50, 0.5
 register = noted(register)
 
@@ -230,7 +232,9 @@ def cluster(store_bytes: int) -> None:
     """A Ray of this benchmark's own."""
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), str(ROOT / "tests/comm"),
                                                              os.environ.get("PYTHONPATH")]))
-    os.environ.update(OMP_NUM_THREADS="1", RAY_USAGE_STATS_ENABLED="0", TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    os.environ["RAY_worker_niceness"] = "0"  # at Ray's 15 whatever else runs here goes before the actors
+    os.environ.update(OMP_NUM_THREADS="1", RAY_USAGE_STATS_ENABLED="0", TORCH_DEVICE_BACKEND_AUTOLOAD="0",
+                      MALLOC_MMAP_THRESHOLD_="1000000")  # actors give back what a batch took
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=store_bytes)
 
 
@@ -306,15 +310,15 @@ def byte_figures() -> Iterator[dict[str, Any]]:
 # -- start skew -------------------------------------------------------------------------------------------------------
 
 
-def skews_of(actors: list[Any], run: Callable[[], None]) -> float:
-    """The worst of a step's calls; what the actors do before is not counted."""
+def skews_of(actors: list[Any], run: Callable[[], None]) -> dict[str, float]:
+    """Of every call of a step; what the actors do before is not counted."""
     ray.get([actor.starts.remote() for actor in actors])
     run()
-    return max(start_skew(ray.get([actor.starts.remote() for actor in actors])).values())
+    return start_skew(ray.get([actor.starts.remote() for actor in actors]))
 
 
-def measured(count: int, made: list[Any], repeats: int, of: tuple[list[int], list[int]]) -> dict[str, list[float]]:
-    """{way: skew of every repeat} with `count` workers; ways take turns."""
+def measured(count: int, made: list[Any], repeats: int, of: tuple[list[int], list[int]]) -> dict[str, list]:
+    """{way: skew by call of every repeat} with `count` workers; ways take turns."""
     from logical_group import LogicalGroup
     from verl.single_controller.ray.base import RayClassWithInitArgs
 
@@ -346,10 +350,10 @@ def measured(count: int, made: list[Any], repeats: int, of: tuple[list[int], lis
         step = Step(kept, own(kept))
         step.train(step.generate(asked))
 
-    ways = {"a copy a worker": (peers(copies), contextlib.nullcontext), "put once": (peers(copies), our_row),
+    ways = {"a copy a worker": (peers(copies), contextlib.nullcontext),
             f"own dispatch of verl {verl.__version__}": (peers(own), contextlib.nullcontext),
             "ours": (ours, our_row)}  # fmt: skip
-    found: dict[str, list[float]] = {name: [] for name in ways}
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in ways}
     for at in range(repeats + 1):
         for name, (run, row) in ways.items():
             with row():
@@ -362,14 +366,17 @@ def measured(count: int, made: list[Any], repeats: int, of: tuple[list[int], lis
 
 def skew_figures(repeats: int) -> Iterator[dict[str, Any]]:
     """Measured with 8, 16 and 32 workers, and the line through them."""
-    cluster(4 << 30)
+    cluster(2 << 30)
     of = lengths()
     made = [ray.remote(num_cpus=0)(Host).remote() for _ in range(32)]
     found = {count: measured(count, made, repeats, of) for count in (8, 16, 32)}
     ray.shutdown()
-    middle = {count: {way: statistics.median(each) for way, each in ways.items()} for count, ways in found.items()}
-    told = {count: {way: {"median": round(middle[count][way], 5), "least": min(each), "most": max(each)}
-                    for way, each in ways.items()} for count, ways in found.items()}  # fmt: skip
+    worst = {count: {way: [max(by_call.values()) for by_call in each] for way, each in ways.items()}
+             for count, ways in found.items()}  # fmt: skip
+    middle = {count: {way: statistics.median(each) for way, each in ways.items()} for count, ways in worst.items()}
+    told = {count: {way: {"median": round(middle[count][way], 5), "least": min(each), "most": max(each), "by_call": {
+        call: statistics.median(by_call[call] for by_call in found[count][way]) for call in found[count][way][0]}}
+                    for way, each in ways.items()} for count, ways in worst.items()}  # fmt: skip
     times = middle[32]["a copy a worker"] / middle[32]["ours"]
     yield {**figure("start skew, 32 actors, times less than a copy a worker", round(times, 1), "x", BOUND_TIMES,
                     {way: round(middle[32][way] / middle[32]["ours"], 1) for way in middle[32]}),
