@@ -1,7 +1,7 @@
 """What several tests of offload look at, in one process under the rows of VERL_PATCHES: Megatron's real DDP and Adam.
 
 `python offload_job.py PART...` prints JSON. One gloo rank, or WORLD_SIZE of them that meet at the file STORE; no
-MindSpeed; sizes are chosen so that nothing is a multiple.
+MindSpeed.
 """
 
 from verl_patches import prelude_patch  # noqa: F401
@@ -11,87 +11,15 @@ import json
 import os
 import sys
 
-import megatron.core.optimizer
 import torch
 from counted import Counted
 from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.transformer import TransformerConfig
+from offload_objects import BF16, FP32, chunk, refused, same, sizes, step, trained, weights
+from swap_parts import counting_by_group, swap_controls, swapped  # noqa: F401  (parts)
 from verl.utils import megatron_utils as verl
 
 from verl_patches.memory import moves, phase_clock
 from verl_patches.patching import engine
-from verl_patches.platform.cpu.torch_cuda import type_on_cuda
-
-FP32, BF16 = torch.float32, torch.bfloat16
-if megatron.core.optimizer.Adam.__module__.startswith("verl_patches"):  # line a3 without MindSpeed: apex's stand-in
-    megatron.core.optimizer.Adam = megatron.core.optimizer.distrib_optimizer.Adam = torch.optim.AdamW
-    torch.Tensor.type = type_on_cuda(torch.Tensor.type)
-
-
-def chunk(experts=True, dtype=FP32, distributed=True):
-    """A chunk with dense and, if asked, expert parameters; `allreduce` is what tells them apart."""
-    module = torch.nn.Module()
-    for number in range(5):
-        module.register_parameter(f"dense{number}", torch.nn.Parameter(torch.randn(8, 3 + number).to(dtype)))
-    if experts:
-        module.expert = torch.nn.Parameter(torch.randn(4, 5).to(dtype))
-        module.expert.allreduce = False
-    return in_ddp(module, dtype, distributed)
-
-
-def in_ddp(module, dtype, distributed=True):
-    """`module` as Megatron trains it."""
-    config = module.config = TransformerConfig(
-        num_layers=1, hidden_size=4, num_attention_heads=1, bf16=dtype == BF16, params_dtype=dtype)
-    ddp = DistributedDataParallelConfig(use_distributed_optimizer=distributed, grad_reduce_in_fp32=True)
-    return DistributedDataParallel(config, ddp, module)
-
-
-def trained(dtype=FP32, distributed=True):
-    """The same two chunks and their optimizer, whenever it is called."""
-    torch.manual_seed(1)
-    chunks = [chunk(True, dtype, distributed), chunk(False, dtype, distributed)]
-    config = OptimizerConfig(optimizer="adam", lr=0.01, weight_decay=0.1, bf16=dtype == BF16, params_dtype=dtype,
-                             use_distributed_optimizer=distributed, clip_grad=1.0)
-    return chunks, get_megatron_optimizer(config, chunks)
-
-
-def step(chunks, optimizer, number):
-    """One update with gradients of that number; its gradient norm."""
-    torch.manual_seed(100 + number)
-    for each in chunks:
-        each.zero_grad_buffer()
-        for parameter in each.parameters():
-            parameter.main_grad.copy_(torch.randn(parameter.shape))
-    optimizer.zero_grad()
-    return float(optimizer.step()[1])
-
-
-def weights(chunks):
-    return [p.detach().clone() for each in chunks for p in each.parameters()]
-
-
-def same(one, other):
-    return len(one) == len(other) and all(map(torch.equal, one, other))
-
-
-def sizes(chunks):
-    """Bytes in the storages of each kind."""
-    return {f"{kind} {what}": sum(getattr(buffer, f"{what}_data").untyped_storage().nbytes()
-                                  for each in chunks for buffer in getattr(each, name))
-            for kind, name in (("dense", "buffers"), ("expert", "expert_parallel_buffers"))
-            for what in ("param", "grad")}
-
-
-def refused(action):
-    """What `action` is refused with, "" if it is not."""
-    try:
-        action()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
 
 
 def models():
@@ -346,83 +274,6 @@ def carried_out():
                           sum(m.to_device_bytes for m in moments)],
             "to_host": [sum(m["copied_bytes"] for m in every[1] if m["verb"] == "offload"),
                         sum(m.to_host_bytes for m in moments)]}
-
-
-def swapped():
-    """Three swapped steps against the same unswapped, fp32 and bf16, pieces from few to many."""
-    from verl_patches.memory.swap_optimizer import swap_optimizer
-
-    found = {}
-    for name, dtype, times in (("fp32 in 3", FP32, 3), ("fp32 in 1", FP32, 1), ("bf16 in 4", BF16, 4),
-                               ("bf16 in 100", BF16, 100)):
-        plain, other, equal, every = trained(dtype), trained(dtype), [], []
-        swaps = swap_optimizer(other[1], times)
-        first = moves.take()
-        for number in range(3):
-            norm = step(*plain, number)
-            equal.append(step(*other, number) == norm and same(weights(plain[0]), weights(other[0])))
-            every.append(moves.offload_of_step([moves.take()]))
-        other[1].reload_model_params()
-        found[name] = {"equal": equal, "steps": every, "limits": [s.limit_bytes for s in swaps],
-                       "pieces": [len(s.pieces) for s in swaps], "first": moves.offload_of_step([first])}
-    return found
-
-
-def swap_controls():
-    """What cannot be swapped, and a step that forgets a piece's states."""
-    from verl_patches.memory import swap_optimizer as ours
-    from verl_patches.memory.parking import Parked
-
-    found = {
-        "plain": refused(lambda: ours.swap_optimizer(trained(distributed=False)[1], 4)),
-        "times": refused(lambda: ours.swap_optimizer(trained()[1], 0)),
-    }
-    chunks, optimizer = trained()
-    for one in optimizer.chained_optimizers:
-        one.optimizer.__class__ = torch.optim.SGD
-    found["sgd"] = refused(lambda: ours.swap_optimizer(optimizer, 4))
-    plain, other, leave = trained(), trained(), Parked.leave
-    ours.swap_optimizer(other[1], 4)
-    Parked.leave = lambda self, copy: leave(self, copy and "exp_avg_sq" not in self.name)
-    equal = []
-    for number in range(3):
-        step(*plain, number)
-        refused(lambda number=number: step(*other, number))
-        equal.append(same(weights(plain[0]), weights(other[0])))
-    Parked.leave = leave
-    found["forgotten state is equal"] = equal
-    return found
-
-
-def counting_by_group():
-    """An Adam that counts steps by group and call, as apex's FusedAdam does, swapped and not."""
-    from verl_patches.memory.swap_optimizer import swap_optimizer
-
-    class FusedAdam(torch.optim.Optimizer):
-        def step(self):
-            for group in self.param_groups:
-                if not group["params"]:
-                    continue
-                group["step"] = group.get("step", 0) + 1
-                for parameter in group["params"]:
-                    state = self.state[parameter]
-                    state.setdefault("exp_avg", torch.zeros_like(parameter)).add_(parameter.grad)
-                    parameter.data.sub_(state["exp_avg"] * group["lr"] / group["step"])
-
-    def made():
-        chunks, optimizer = trained()
-        for one in optimizer.chained_optimizers:
-            one.optimizer.__class__ = FusedAdam
-        return chunks, optimizer
-
-    plain, other, equal = made(), made(), []
-    swap_optimizer(other[1], 4)
-    for number in range(3):
-        step(*plain, number)
-        step(*other, number)
-        equal.append(same(weights(plain[0]), weights(other[0])))
-    return {"equal": equal, "counts": [g.get("step") for one in other[1].chained_optimizers
-                                       for g in one.optimizer.param_groups]}
 
 
 def main(parts):

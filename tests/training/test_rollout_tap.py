@@ -54,10 +54,11 @@ def test_recorded_responses_come_back_without_generating(tmp_path):
         replayed.generate_sequences(prompts())
 
 
-def test_validation_is_neither_counted_nor_recorded(tmp_path):
+@pytest.mark.parametrize("said", [{"validate": True}, {"do_sample": False}])
+def test_validation_and_greedy_baselines_are_neither_counted_nor_recorded(tmp_path, said):
     group = tap(tmp_path, Group())
     check = prompts()
-    check.meta_info["validate"] = True
+    check.meta_info.update(said)
     group.generate_sequences(check)
     assert not (tmp_path / "rollouts").exists()
     group.generate_sequences(prompts())

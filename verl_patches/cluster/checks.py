@@ -152,7 +152,7 @@ def _rollout_life_checks(config: DictConfig) -> list[Check]:
         return [Check("rollout memory", False, f"{said}: that is for vLLM's sleep mode, which it has not on a CPU; "
                       f"expected {key}")]
     return [Check("rollout memory", True, f"{said}: vLLM's sleep mode serves, which copies all weights to the host at "
-                  f"every sleep; {key} would drop them", note=True)]
+                  f"every sleep; {key} would drop them")]
 
 
 def _same_model(config: DictConfig, model: ModelShape) -> list[Check]:

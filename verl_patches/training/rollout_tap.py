@@ -31,8 +31,11 @@ class RolloutTap:
         return found
 
     def generate_sequences(self, prompts: Any) -> Any:
-        """The responses of this step (verl's DataProto), from vLLM or from the recording; validation goes through."""
-        if prompts.meta_info.get("validate"):
+        """The responses of this step (verl's DataProto), from vLLM or from the recording.
+
+        Validation and REMAX's greedy baseline go through.
+        """
+        if prompts.meta_info.get("validate") or not prompts.meta_info.get("do_sample", True):
             return self._group.generate_sequences(prompts)
         self._step += 1
         self._on_call("generate_sequences")
