@@ -90,7 +90,7 @@ def test_gradients_left_behind_stop_a_strict_run_by_name(smoke):
     run = smoke(*STRICT, "recipe.worker_process_setup_hook=left_gradients.keep", ok=False)
     said = run.summary["exit"]
     assert run.code == 1 and not run.steps
-    assert all(word in said for word in ("MemoryLedgerError", "grads", "expected 0", "reshard (free)")), said
+    assert all(word in said for word in ("MemoryLedgerError", "grads", "expected 0", "update (free)")), said
 
 
 def test_left_gradients_are_reported_and_the_run_goes_on(smoke):

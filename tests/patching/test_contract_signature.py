@@ -147,7 +147,8 @@ def faults(tmp_path, monkeypatch):
     ("replace", "Held.s", "plain"), ("replace", "Held.c", "of_class"), ("replace", "Held.p", "fget"),
     ("register", "made", "entries"), ("extend", "new", "plain"), ("stub", "Held.__reduce_ex__", "plain_y"),
     ("replace", "Held.s", "rest_too"), ("replace", "Held.p", "rest_too"), ("replace", "Held.Inner", "Inner"),
-    ("replace", "Held.co", "rest_async"), ("wrap", "af", "wrap_async"), ("replace", "opened", "plain")])
+    ("replace", "Held.co", "rest_async"), ("wrap", "af", "wrap_async"), ("replace", "opened", "plain"),
+    ("wrap", "contextlib", "wrap_unseen")])
 def test_providers_of_every_kind_are_read(faults, kind, target, provider):
     assert faults(kind, target, provider) == []
 
@@ -156,6 +157,7 @@ def test_providers_of_every_kind_are_read(faults, kind, target, provider):
     ("wrap", "f", "wrap_bad", "takes no argument 2 (y)"), ("replace", "f", "plain", "takes no argument 2 (y)"),
     ("replace", "Shape", "Bad", "takes no argument 2 (b)"), ("replace", "Held.s", "fget", "takes no x="),
     ("wrap", "f", "wrap_without_argument", "provider(original): takes no argument 1 (original)"),
+    ("wrap", "contextlib", "wrap_without_argument", "provider(original): takes no argument 1 (original)"),
     ("register", "made", "plain", "needs x, which callers do not pass"),
     ("wrap", "f", "wrap_without_return", "returns no replacement"),
     ("wrap", "f", "wrap_forgets", "returns no replacement"),

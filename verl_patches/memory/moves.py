@@ -75,11 +75,11 @@ def take() -> list[dict[str, Any]]:
 def offload_of_step(workers: Sequence[Sequence[dict[str, Any]]]) -> dict[str, Any] | None:
     """One step's moves from every worker's, None where nothing moved.
 
-    {sequences: what ranks did, one after the other, each different one once ("load actor_params", "trim"; the chunks of
-    a model are one); moves: {"load actor_params": {count, bytes, copied_bytes}}: of the rank that moves most, where all
-    chunks count; to_device_bytes,
-    to_host_bytes: {max, mean} over ranks of what was copied; copies_per_byte: copied / moved by load and offload, of
-    the rank where it is highest; host_allocations, host_bytes: the most of any rank; swap_peak_bytes}.
+    {sequences: what ranks did one after the other, each different one once ("load actor_params", "trim"; a model's
+    chunks are one); moves: {"load actor_params": {count, bytes, copied_bytes}}: of the rank that moves most, chunks
+    counted; to_device_bytes, to_host_bytes: {max, mean} over ranks of what was copied; copies_per_byte: copied / moved
+    by load and offload, of the rank where it is highest; host_allocations, host_bytes: the most of any rank;
+    swap_peak_bytes}.
     """
     if not any(each["bytes"] for mine in workers for each in mine):
         return None

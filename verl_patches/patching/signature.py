@@ -13,7 +13,7 @@ from inspect import Parameter, Signature
 from inspect import signature as signature_of
 from pathlib import Path
 
-from verl_patches.patching.fingerprint import Definition, definitions
+from verl_patches.patching.fingerprint import Definition, definitions, source_file
 from verl_patches.patching.resolve import split
 from verl_patches.patching.spec import PatchSpec
 
@@ -40,8 +40,9 @@ class Call:
 def faults(spec: PatchSpec, root: Path | None = None) -> list[str]:
     """What the target of a row accepts and its provider does not, in words; raises Unseen where one has no text.
 
-    `root`: the folder that holds the target's top-level package. A new name (extend) and a whole module have no calls
-    to accept; a registered provider is called without arguments.
+    `root`: the folder that holds the target's top-level package. A new name (extend), a whole module and the name by
+    which one imports another (`import torch`) have no calls to accept; a registered provider is called without
+    arguments.
     """
     if spec.is_module_stub:
         return []
@@ -52,6 +53,8 @@ def faults(spec: PatchSpec, root: Path | None = None) -> list[str]:
         refused = not_accepted(original, of_function(_function(spec.provider)))
         if refused:
             return [f"provider(original): {fault}" for fault in refused]
+    if _names_a_module(spec.target, root):
+        return []
     providers = _provider_calls(spec)
     if not providers:
         return ["returns no replacement"]
@@ -65,6 +68,14 @@ def faults(spec: PatchSpec, root: Path | None = None) -> list[str]:
         raise
     return list(dict.fromkeys(fault for provider in providers for target in targets
                               for fault in _call_faults(target, provider)))
+
+
+def _names_a_module(target: str, root: Path | None) -> bool:
+    module, name = split(target)
+    path = source_file(module, root)
+    statements = ast.parse(path.read_text()).body if path else ()
+    return any(isinstance(each, ast.Import) and name in [a.asname or a.name.partition(".")[0] for a in each.names]
+               for each in statements)
 
 
 def _call_faults(target: Call, provider: Call) -> list[str]:

@@ -44,7 +44,8 @@ def write_json(path: Path, data: Any) -> None:
 def phase_seconds(metrics: dict[str, float], worker: dict[str, float]) -> dict[str, float]:
     """{phase: seconds} of one step: verl's timers; the workers' reshard is taken out of the rollout it lies in.
 
-    `offload` is the workers' own time (slowest rank) inside rollout, log-prob, ref and update; it is not taken out.
+    `offload` is the workers' own time (slowest rank) inside reshard, rollout, log-prob, ref and update; it is not
+    taken out.
     """
     timers = {key.removeprefix("timing_s/"): float(v) for key, v in metrics.items() if key.startswith("timing_s/")}
     found = {phase: timers[timer] for phase, timer in TIMERS.items() if timer in timers}
