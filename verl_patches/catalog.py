@@ -220,13 +220,8 @@ TRAINING: tuple[PatchSpec, ...] = (
         exit="verl's stages leave their tensors on the workers for the next",
     ),
     PatchSpec(
-        id="rollout.generate_kept", stage="rollout", target=f"{_ACTOR}.generate_kept", kind="extend",
-        provider="verl_patches.training.kept_worker:generate_kept", lines=_BOTH, needs=("rollout.keep_responses",),
-        why="verl has no call that generates and leaves the result on the workers.", exit="as rollout.keep_responses",
-    ),
-    PatchSpec(
         id="update.run_kept", stage="update", target=f"{_ACTOR}.run_kept", kind="extend",
-        provider="verl_patches.training.kept_worker:run_kept", lines=_BOTH, needs=("rollout.generate_kept",),
+        provider="verl_patches.training.kept_worker:run_kept", lines=_BOTH, needs=("rollout.keep_responses",),
         why="verl has no calls of its stages that take their tensors from the workers.",
         exit="as rollout.keep_responses",
     ),

@@ -18,7 +18,7 @@ bytes   256 logical workers (TP4 x PP8 x DP8) in 16 Ray actors. All that Ray ser
         generation are at full scale; the other calls of other ways on 1/32 of the samples, times 32.
 skew    8, 16 and 32 actors, one worker each, started by verl's calls of a step, the worst of its calls
         (comm/starts.py), median of the repeats. Messages of ours are those of a whole step of 32 samples a worker; for
-        other ways a worker's batch is 1/16 of what a DP rank has in the 256-die run. For 256 a straight line through
+        other ways a worker's batch is 1/8 of what a DP rank has in the 256-die run. For 256 a straight line through
         the medians: a model, no measurement. All actors share this machine's cores, so that on few of them unpickling
         in turn is most of what is left of ours; no network lies between.
         Needs 16 GB: an actor has torch.
@@ -58,7 +58,7 @@ from verl_patches.comm.starts import noted, start_skew, take  # noqa: E402
 from verl_patches.training.kept_batch import Kept, KeptOnWorkers  # noqa: E402
 
 DP, PP, TP = 8, 8, 4
-BYTES_SCALE, SKEW_SCALE = 32, 16
+BYTES_SCALE, SKEW_SCALE = 32, 8
 BOUND_BYTES, BOUND_TIMES, BOUND_MODEL_S = 0.06e9, 50, 0.5
 register = noted(register)
 
@@ -100,16 +100,6 @@ class Host:
         tensors = model_inputs(*self._ids(count, self._rank("generate")), PROMPT, RESPONSE, 0)
         return DataProto.from_dict({**tensors, "rollout_log_probs": torch.zeros(count, RESPONSE)})
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
-    def generate_kept(self, prompts):
-        """training/kept_worker.py."""
-        count = len(prompts) * EACH
-        prompt, response = self._ids(count, self._rank("generate"))
-        ids = np.empty(count, dtype=object)
-        ids[:] = [part.numpy() for part in response.parts()]
-        return DataProto.from_dict({"prompt_length": torch.tensor(prompt.lengths),
-                                    "response_length": torch.tensor(response.lengths)}, {"response_ids": ids})
-
     @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO)
     def compute_log_prob(self, data):
         """ActorRolloutRefWorker, on every rank."""
@@ -127,8 +117,16 @@ class Host:
         return DataProto(meta_info={"metrics": {f"actor/{n}": [0.0] for n in range(10)}})
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def nothing(self):
+        """A call without arguments: what Ray itself takes."""
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def run_kept(self, stage, step, told=None):
         """training/kept_worker.py, answers of every stage."""
+        if stage == "generate":
+            prompt, response = self._ids(len(self.lengths[0]) // WORLD, self._rank(stage))
+            return {"prompt_length": np.array(prompt.lengths), "response_length": np.array(response.lengths),
+                    "response_ids": response.values.numpy()}  # fmt: skip
         replica = self.heads.get(self._rank(stage))
         if stage == "place":
             return {"sent_bytes": 1, "received_bytes": 1, "kept_bytes": 1}
@@ -291,7 +289,7 @@ def measured(count: int, made: list[Any], repeats: int, of: tuple[list[int], lis
 
     ways = {"a copy a worker": (peers(copies), contextlib.nullcontext),
             f"own dispatch of verl {verl.__version__}": (peers(own), contextlib.nullcontext),
-            "ours": (ours, our_row)}  # fmt: skip
+            "ours": (ours, our_row), "calls without arguments": (lambda: [group.nothing() for _ in range(5)], our_row)}
     found: dict[str, list[dict[str, float]]] = {name: [] for name in ways}
     for at in range(repeats + 1):
         for name, (run, row) in ways.items():

@@ -215,16 +215,22 @@ def prompts(ids=(1, 2), **non_tensors):
 
 
 def test_prompts_travel_without_padding_and_are_padded_again_on_the_worker():
-    sent = kept_batch._asked(prompts(raw_prompt_ids=[[1, 2], [7]]), 1, 0)
-    assert [(ids.dtype, ids.tolist()) for ids in sent.non_tensor_batch["prompt_ids"]] == [
-        (np.int32, [1, 2]), (np.int32, [7])]
-    sent.meta_info.pop(kept_batch.STEP)
-    found = padded_prompts(sent)
+    sent = kept_batch._asked(prompts(raw_prompt_ids=[[1, 2], [7]]), 0)
+    assert (sent["prompt_ids"].dtype, sent["prompt_ids"].tolist()) == (np.int32, [1, 2, 7])
+    found = padded_prompts(sent, 0, 1)
     assert found.non_tensor_batch["raw_prompt_ids"].tolist() == [[1, 2], [7]]
     assert {name: tensor.tolist() for name, tensor in found.batch.items()} == {
         "input_ids": [[0, 0, 1, 2], [0, 0, 0, 7]], "attention_mask": [[0, 0, 1, 1], [0, 0, 0, 1]],
         "position_ids": [[0, 0, 0, 1], [0, 0, 0, 0]]}
     assert found.meta_info == {}
+
+
+def test_every_rank_takes_its_own_prompts():
+    sent = kept_batch._asked(prompts(), 0)
+    assert [padded_prompts(sent, rank, 2).batch["input_ids"].tolist() for rank in (0, 1)] == [
+        [[0, 0, 1, 2]], [[0, 0, 0, 7]]]
+    with pytest.raises(ConfigError, match="2 prompts for 3 workers.*train_batch_size"):
+        padded_prompts(sent, 0, 3)
 
 
 @pytest.mark.parametrize(("more", "says"), [

@@ -17,7 +17,6 @@ from verl import DataProto
 
 from verl_patches.comm.ragged import Ragged, from_padded, model_inputs, to_padded
 from verl_patches.errors import ConfigError
-from verl_patches.training.kept_worker import STEP
 
 _NON_TENSORS = {"raw_prompt_ids", "tools_kwargs"}  # of prompts; the second only acts with multi_turn, which is refused
 _SAMPLE = "sample"  # tensor [B] int64: the row's place in the batch as generated
@@ -62,14 +61,15 @@ class KeptOnWorkers:
             raise ConfigError(f"recipe.tensor_cache.enabled is true, but prompts have {', '.join(sorted(unknown))}, "
                               "which would not come back with the responses; expected text alone: set it false")
         kept = self._kept
-        asked = _asked(prompts, kept.step + 1, kept.pad_id)
+        asked = _asked(prompts, kept.pad_id)
         kept.step, kept.open = kept.step + 1, True
-        told = self._group.generate_kept(asked)
-        kept.lengths = tuple(told.batch["response_length"].tolist())
-        batch = _whole_batch(prompts, told, kept)
+        answers = self._run("generate", asked)
+        told = {name: np.concatenate([each[name] for each in answers]) for name in answers[0]}
+        kept.lengths = tuple(told["response_length"].tolist())
+        batch = _whole_batch(prompts, told["response_ids"], kept)
         widths = batch["prompts"].shape[1], kept.response_width
         kept.report = self._run("place", {
-            "prompts": told.batch["prompt_length"].numpy(), "responses": told.batch["response_length"].numpy(),
+            "prompts": told["prompt_length"], "responses": told["response_length"],
             "widths": widths, "pad": kept.pad_id, "balance": kept.balance})  # fmt: skip
         return DataProto.from_dict(tensors=batch)
 
@@ -124,29 +124,27 @@ class KeptOnWorkers:
         return DataProto(batch=TensorDict(tensors, batch_size=[len(rows)]))
 
 
-def _asked(prompts: DataProto, step: int, pad_id: int) -> DataProto:
-    """Unpadded ids of prompts, as generate_kept takes them; ConfigError where raw_prompt_ids are other ones."""
+def _asked(prompts: DataProto, pad_id: int) -> dict[str, Any]:
+    """Unpadded ids of prompts, as the workers take them; ConfigError where raw_prompt_ids are other ones."""
     padded = prompts.batch["input_ids"]
     ids = from_padded(padded, prompts.batch["attention_mask"], left=True, dtype=torch.int32)
-    parts = np.empty(len(padded), dtype=object)
-    parts[:] = [part.numpy() for part in ids.parts()]
+    parts = [part.tolist() for part in ids.parts()]
     for row, raw in enumerate(prompts.non_tensor_batch.get("raw_prompt_ids", ())):
-        if list(raw) != parts[row].tolist():
+        if list(raw) != parts[row]:
             raise ConfigError(f"recipe.tensor_cache.enabled is true, but raw_prompt_ids of prompt {row} ({len(raw)}) "
                               f"are not its input_ids ({len(parts[row])}); expected text as verl's RLHFDataset has it")
-    meta = {**prompts.meta_info, STEP: step, "width": padded.shape[1], "pad": pad_id}
-    lengths = torch.tensor(ids.lengths, dtype=torch.int32)
-    return DataProto.from_dict({"prompt_length": lengths}, {"prompt_ids": parts}, meta)
+    return {"prompt_ids": ids.values.numpy(), "prompt_lengths": np.array(ids.lengths), "width": padded.shape[1],
+            "pad": pad_id, "meta": dict(prompts.meta_info)}  # fmt: skip
 
 
-def _whole_batch(prompts: DataProto, told: DataProto, kept: Kept) -> dict[str, torch.Tensor]:
+def _whole_batch(prompts: DataProto, response_ids: np.ndarray, kept: Kept) -> dict[str, torch.Tensor]:
     """The tensors that verl's generate_sequences returns, rebuilt on the trainer, and `sample`."""
     asked = prompts.batch["input_ids"]
     count = len(kept.lengths)
     each = count // len(asked)
     ids = from_padded(asked, prompts.batch["attention_mask"], left=True).take([at // each for at in range(count)])
-    responses = torch.from_numpy(np.concatenate(told.non_tensor_batch["response_ids"]))
-    tensors = model_inputs(ids, Ragged(responses, kept.lengths), asked.shape[1], kept.response_width, kept.pad_id)
+    responses = Ragged(torch.from_numpy(response_ids), kept.lengths)
+    tensors = model_inputs(ids, responses, asked.shape[1], kept.response_width, kept.pad_id)
     return {**tensors, _SAMPLE: torch.arange(count)}
 
 

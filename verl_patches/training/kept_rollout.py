@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -12,17 +13,26 @@ from verl import DataProto
 from verl_patches.comm.batch_plan import held_after_rollout
 from verl_patches.comm.ragged import Ragged, from_padded, prompt_inputs
 from verl_patches.comm.tensor_cache import TensorCache
+from verl_patches.errors import ConfigError
 
 
-def padded_prompts(prompts: DataProto) -> DataProto:
-    """Prompts as verl's generation takes them, from prompt_ids (arrays of int32) and their width and pad."""
-    meta, ids = prompts.meta_info, prompts.non_tensor_batch["prompt_ids"]
-    width, pad = meta.pop("width"), meta.pop("pad")
+def padded_prompts(told: Mapping[str, Any], rank: int, world: int) -> DataProto:
+    """This rank's prompts as verl's generation takes them.
+
+    `told`: prompt_ids (int32, one after the other) and prompt_lengths of all ranks in order, width and pad of the
+    padded prompts, and meta. ConfigError where they cannot be shared out equally, on every rank.
+    """
+    lengths = told["prompt_lengths"]
+    each, left = divmod(len(lengths), world)
+    if left:
+        raise ConfigError(f"tensor cache: {len(lengths)} prompts for {world} workers; expected a multiple of {world}: "
+                          "change data.train_batch_size")
+    ids = np.split(told["prompt_ids"], np.cumsum(lengths)[:-1])[rank * each : (rank + 1) * each]
     ragged = Ragged(torch.from_numpy(np.concatenate(ids)), tuple(map(len, ids)))
-    raw = np.empty(len(ids), dtype=object)
+    raw = np.empty(each, dtype=object)
     raw[:] = [part.tolist() for part in ids]
-    return DataProto.from_dict(tensors=prompt_inputs(ragged, width, pad), non_tensors={"raw_prompt_ids": raw},
-                               meta_info=meta)  # fmt: skip
+    return DataProto.from_dict(tensors=prompt_inputs(ragged, told["width"], told["pad"]),
+                               non_tensors={"raw_prompt_ids": raw}, meta_info=dict(told["meta"]))  # fmt: skip
 
 
 def keep_rollout(cache: TensorCache, step: int, batch: Any) -> DataProto:

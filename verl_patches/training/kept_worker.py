@@ -1,8 +1,9 @@
 """A worker whose stages leave their tensors to each other: what recipe.tensor_cache.enabled adds to verl's worker.
 
-    generate_kept        as generate_sequences, but prompts, responses and log-probs stay here; ids of responses go back
-      keep_responses     where they are taken: row provider for the sharding manager's postprocess_data
-    run_kept             one of: place     to the train replicas (comm/batch_plan.py), one exchange
+    run_kept             one of: generate  verl's generate_sequences; lengths and ids of responses go back, the rest
+                                           stays (keep_responses, row provider for the sharding manager's
+                                           postprocess_data)
+                                 place     to the train replicas (comm/batch_plan.py), one exchange
                                  log_prob  verl's compute_log_prob on what is here; the entropy goes back
                                  ref       verl's compute_ref_log_prob, likewise; nothing goes back
                                  update    verl's update_actor, with advantages that are given
@@ -37,7 +38,6 @@ from verl_patches.training.kept_log_probs import taken
 from verl_patches.training.kept_micro_batches import planned
 from verl_patches.training.kept_rollout import keep_rollout, padded_prompts
 
-STEP = "step"  # in meta_info of prompts
 _LOG_PROBS = ("old_log_probs", "ref_log_prob", "rollout_log_probs")
 
 
@@ -74,19 +74,6 @@ def _here(worker: Any) -> _Process:
     return _process
 
 
-@register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
-def generate_kept(self: Any, prompts: DataProto) -> DataProto:
-    """prompt_length and response_length [b], response_ids (b arrays of int32); the rest of verl's output stays.
-
-    `prompts`: prompt_ids (arrays of int32); in meta_info STEP, width and pad, of the padded prompts that verl takes.
-    """
-    here, step = _here(self), prompts.meta_info.pop(STEP)
-    padded = padded_prompts(prompts)
-    here.cache.open(step)
-    with here.cache.closed_by_error(), _generating(here, step):
-        return self.generate_sequences(padded)
-
-
 @contextmanager
 def _generating(here: _Process, step: int) -> Iterator[None]:
     here.generating = step
@@ -97,7 +84,7 @@ def _generating(here: _Process, step: int) -> Iterator[None]:
 
 
 def keep_responses(postprocess_data: Callable) -> Callable:
-    """Row provider for MegatronVLLMShardingManager.postprocess_data: inside generate_kept, what it returns stays."""
+    """Row provider for MegatronVLLMShardingManager.postprocess_data: inside `_generate`, what it returns stays."""
 
     @functools.wraps(postprocess_data)
     def post(self: Any, data: DataProto) -> DataProto:
@@ -117,6 +104,16 @@ def run_kept(self: Any, stage: str, step: int, told: Mapping[str, Any] | None = 
         return here.cache.close()
     with here.cache.closed_by_error():
         return _STAGES[stage](self, here, step, told)
+
+
+def _generate(worker: Any, here: _Process, step: int, told: Mapping[str, Any]) -> dict[str, Any]:
+    """`told`: see `padded_prompts`. Back go lengths, and ids of this rank's responses, one after the other (int32)."""
+    padded = padded_prompts(told, dist.get_rank(), dist.get_world_size())
+    here.cache.open(step)
+    with _generating(here, step):
+        output = worker.generate_sequences(padded)
+    lengths = {name: output.batch[name].numpy() for name in ("prompt_length", "response_length")}
+    return {**lengths, "response_ids": np.concatenate(output.non_tensor_batch["response_ids"])}
 
 
 def _place(worker: Any, here: _Process, step: int, told: Mapping[str, Any]) -> dict[str, Any]:
@@ -182,7 +179,7 @@ def _update(worker: Any, here: _Process, step: int, told: Mapping[str, Any]) -> 
     return metrics if _speaks_for_its_replica() else None
 
 
-_STAGES = {"place": _place, "log_prob": _log_prob, "ref": _ref, "update": _update}
+_STAGES = {"generate": _generate, "place": _place, "log_prob": _log_prob, "ref": _ref, "update": _update}
 
 
 def _inputs(here: _Process, step: int) -> tuple[DataProto, torch.Tensor]:
