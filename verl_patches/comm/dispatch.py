@@ -22,9 +22,9 @@ from verl.protocol import DataProto
 
 from verl_patches.comm.starts import start_skew
 
-# an argument that is smaller for all workers together travels in the calls themselves. Ray 2.42.1, 64 calls: in the
-# calls they are through sooner up to 50 KB each, at 200 KB, where Ray puts each by itself, later by half
-INLINE_BYTES = 1 << 20
+# an argument that is smaller for all workers together travels in the calls themselves. Ray 2.42.1, 32 calls of 16 KB
+# each: the driver is through in 35 ms, with one object in the store in 15 ms, as if there were no argument
+INLINE_BYTES = 128 << 10
 
 
 @dataclass(frozen=True)
