@@ -94,7 +94,11 @@ REFUSED = {
     "algorithm.adv_estimator=gae": "adv_estimator is gae: its critic takes the padded batch",
     "reward_model.enable=true": "reward_model.enable is true: its workers take the padded batch",
     "data.return_raw_chat=true": "return_raw_chat is true: raw prompts would not come back",
+    "data.custom_cls.path=pkg://mine": "custom_cls.path is pkg://mine: prompts are rebuilt as verl's own RLHFDataset",
+    f"{ROLLOUT}.response_length=32": "response_length is 32 and data.max_response_length 16: a batch rebuilt",
+    f"{ROLLOUT}.prompt_length=32": "prompt_length is 32 and data.max_prompt_length 256: a batch rebuilt",
 }
+
 @pytest.mark.parametrize("overrides", SERVED.values(), ids=SERVED)
 def test_combinations_that_are_served(refused, overrides):
     assert refused(ON, *overrides) == []
@@ -117,6 +121,15 @@ def test_a_budget_that_a_sample_may_not_fit_is_refused(refused, switch, budget):
                    f"{REF_BUDGET}={LONGEST}") == []
     told = refused(ON, f"{switch}=true", f"{budget}={LONGEST - 1}")
     assert re.search(f"{budget.split('.')[-1]} {LONGEST - 1}: a sample may have {LONGEST} tokens", told[0])
+
+
+@pytest.mark.parametrize("size", ["context_parallel_size", "virtual_pipeline_model_parallel_size"])
+@pytest.mark.parametrize("section", ["actor", "ref"])
+def test_sizes_that_verls_dynamic_batches_depend_on_are_refused_with_them(refused, section, size):
+    more = f"actor_rollout_ref.{section}.megatron.{size}=2"
+    (told,) = refused(ON, f"{ACTOR}.{DYNAMIC}=true", more)
+    assert f"{section}.megatron.{size} is 2 with a dynamic batch size" in told
+    assert refused(ON, more) == []
 
 
 def test_batches_that_do_not_divide_are_refused():
