@@ -17,9 +17,9 @@ from verl import DataProto
 
 from verl_patches.comm.ragged import Ragged, from_padded, model_inputs, to_padded
 from verl_patches.errors import ConfigError
+from verl_patches.training.rollout_tap import SAMPLE
 
 _NON_TENSORS = {"raw_prompt_ids", "tools_kwargs"}  # of prompts; the second only acts with multi_turn, which is refused
-_SAMPLE = "sample"  # tensor [B] int64: the row's place in the batch as generated
 
 
 @dataclass
@@ -75,7 +75,7 @@ class KeptOnWorkers:
 
     def compute_log_prob(self, batch: DataProto) -> DataProto:
         """entropys [B, S_response], a sample's mean in each place: all that verl's entropy loss can see."""
-        rows, found = batch.batch[_SAMPLE], self._run("log_prob", {"send_back": self._kept.send_back})
+        rows, found = batch.batch[SAMPLE], self._run("log_prob", {"send_back": self._kept.send_back})
         entropy = torch.empty(len(rows))
         for each in found:
             entropy[list(each["samples"])] = torch.from_numpy(each["entropy"])
@@ -85,13 +85,13 @@ class KeptOnWorkers:
     def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
         """Nothing, or ref_log_prob [B, S_response] where it is needed here."""
         found = self._run("ref", {"send_back": self._kept.send_back})
-        return self._answer(batch.batch[_SAMPLE], {}, "ref_log_prob", found)
+        return self._answer(batch.batch[SAMPLE], {}, "ref_log_prob", found)
 
     def update_actor(self, batch: DataProto) -> DataProto:
         """verl's metrics, from the first replica as verl takes them."""
         tensors = batch.batch
         advantages = from_padded(tensors["advantages"], tensors["response_mask"])
-        by_sample = advantages.take(tensors[_SAMPLE].argsort().tolist())
+        by_sample = advantages.take(tensors[SAMPLE].argsort().tolist())
         found = self._run("update", {"advantages": _smallest(by_sample).numpy(), "meta": dict(batch.meta_info)})
         self._kept.open = False
         return DataProto(meta_info={"metrics": found[0]})
@@ -145,7 +145,7 @@ def _whole_batch(prompts: DataProto, response_ids: np.ndarray, kept: Kept) -> di
     ids = from_padded(asked, prompts.batch["attention_mask"], left=True).take([at // each for at in range(count)])
     responses = Ragged(torch.from_numpy(response_ids), kept.lengths)
     tensors = model_inputs(ids, responses, asked.shape[1], kept.response_width, kept.pad_id)
-    return {**tensors, _SAMPLE: torch.arange(count)}
+    return {**tensors, SAMPLE: torch.arange(count)}
 
 
 def _smallest(ragged: Ragged) -> torch.Tensor:
