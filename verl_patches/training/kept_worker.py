@@ -37,6 +37,7 @@ from verl_patches.training.kept_config import token_budget
 from verl_patches.training.kept_log_probs import taken
 from verl_patches.training.kept_micro_batches import planned
 from verl_patches.training.kept_rollout import keep_rollout, padded_prompts
+from verl_patches.training.old_log_prob import speaks_for_its_replica
 
 _LOG_PROBS = ("old_log_probs", "ref_log_prob", "rollout_log_probs")
 
@@ -146,7 +147,7 @@ def _log_prob(worker: Any, here: _Process, step: int, told: Mapping[str, Any]) -
         worker.compute_log_prob(data)
     log_probs, entropies = found
     kept = _keep(here, step, "old_log_probs", log_probs, mask)
-    speaks = _speaks_for_its_replica()
+    speaks = speaks_for_its_replica()
     if "rollout_log_probs" in here.cache.names:
         sides = _padded(here, step, "rollout_log_probs"), log_probs, mask
         worker.log_prob_moments = rollout_correction.moments(*sides) if speaks else None
@@ -161,7 +162,7 @@ def _ref(worker: Any, here: _Process, step: int, told: Mapping[str, Any]) -> dic
     with taken(worker.ref_policy) as found, _planned(here, worker.config, "ref"):
         worker.compute_ref_log_prob(data)
     kept = _keep(here, step, "ref_log_prob", found[0], mask)
-    wanted = told["send_back"] and _speaks_for_its_replica()
+    wanted = told["send_back"] and speaks_for_its_replica()
     return {"samples": here.samples, **_sent_back(kept, told)} if wanted else None
 
 
@@ -176,7 +177,7 @@ def _update(worker: Any, here: _Process, step: int, told: Mapping[str, Any]) -> 
     here.cache.close()  # the update has copies
     with _planned(here, worker.config, "update"):
         metrics = worker.update_actor(data).meta_info["metrics"]
-    return metrics if _speaks_for_its_replica() else None
+    return metrics if speaks_for_its_replica() else None
 
 
 _STAGES = {"generate": _generate, "place": _place, "log_prob": _log_prob, "ref": _ref, "update": _update}
@@ -214,11 +215,3 @@ def _advantages(here: _Process, values: torch.Tensor, mask: torch.Tensor) -> tor
     if len(values) == len(lengths):
         return values[list(here.samples)].to(mask.device)[:, None] * mask
     return to_padded(Ragged(values, tuple(lengths)).take(here.samples), mask.shape[1]).to(mask.device)
-
-
-def _speaks_for_its_replica() -> bool:
-    """The rank whose results verl takes of each replica (collect_megatron_compute)."""
-    from megatron.core import parallel_state as mpu
-
-    last = mpu.is_pipeline_last_stage(ignore_virtual=True)
-    return last and mpu.get_tensor_model_parallel_rank() == 0 and mpu.get_context_parallel_rank() == 0
