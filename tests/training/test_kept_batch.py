@@ -2,6 +2,7 @@
 
 import copy
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from verl_patches.cluster.checks import check_config
 from verl_patches.cluster.compose import CONFIGS_DIR, compose
 from verl_patches.comm.ragged import Ragged, mask_of, to_padded
 from verl_patches.errors import ConfigError
-from verl_patches.training import kept_batch, kept_config
+from verl_patches.training import kept_batch, kept_config, kept_worker
 from verl_patches.training.kept_batch import Kept, KeptOnWorkers
 from verl_patches.training.kept_rollout import padded_prompts
 from verl_patches.training.old_log_prob import WithoutOldLogProb
@@ -207,16 +208,24 @@ def test_an_outcome_reward_travels_as_one_advantage_a_sample(make):
     of_sample = torch.tensor([0.0, 0.1, 0.2, 0.3])
     batch.batch["advantages"] = of_sample[order][:, None] * batch.batch["response_mask"]
     assert group.update_actor(batch).meta_info["metrics"] == {"metric": [1.0]}
-    assert workers.calls[-1][1]["advantages"].tolist() == of_sample.tolist()
+    sent = workers.calls[-1][1]
+    assert (sent["advantages"].tolist(), sent["per_token"]) == (of_sample.tolist(), False)
     batch.batch["advantages"] = workers.values[order]
     group.update_actor(batch)
     tokens = torch.cat([workers.values[s, : LENGTHS[s]] for s in range(4)])
-    assert workers.calls[-1][1]["advantages"].tolist() == tokens.tolist()
+    sent = workers.calls[-1][1]
+    assert (sent["advantages"].tolist(), sent["per_token"]) == (tokens.tolist(), True)
 
 
 def test_a_sample_without_tokens_is_not_taken_for_a_scalar():
-    ragged = Ragged(torch.tensor([1.0, 2.0]), (0, 2))
-    assert kept_batch._smallest(ragged).tolist() == [1.0, 2.0]
+    """Also not on the worker, where there are as many values as samples."""
+    values, per_token = kept_batch._smallest(Ragged(torch.tensor([1.0, 2.0]), (0, 2)))
+    assert (values.tolist(), per_token) == ([1.0, 2.0], True)
+    here = SimpleNamespace(told={"responses": np.array([0, 2])}, samples=(1, 0))
+    mask = mask_of([2, 0], 2)
+    told = {"advantages": values.numpy(), "per_token": per_token}
+    assert kept_worker._advantages(here, told, mask).tolist() == [[1.0, 2.0], [0.0, 0.0]]
+    assert kept_worker._advantages(here, {**told, "per_token": False}, mask).tolist() == [[2.0, 2.0], [0.0, 0.0]]
 
 
 def prompts(ids=(1, 2), **non_tensors):
@@ -244,6 +253,50 @@ def test_every_rank_takes_its_own_prompts():
         [[0, 0, 1, 2]], [[0, 0, 0, 7]]]
     with pytest.raises(ConfigError, match="2 prompts for 3 workers.*train_batch_size"):
         padded_prompts(sent, 0, 3)
+
+
+class Generating:
+    """Two ranks with two responses to their prompt each, of unequal lengths."""
+
+    ANSWERS = [{"prompt_length": [2, 2], "response_length": [2, 3], "response_ids": [11, 12, 21, 22, 23]},
+               {"prompt_length": [1, 1], "response_length": [1, 3], "response_ids": [31, 41, 42, 43]}]
+    REPORTS = [{"sent_bytes": 8, "received_bytes": 4, "balance": 1.25}, {"sent_bytes": 2, "received_bytes": 6,
+                                                                         "balance": 1.25}]
+
+    def __init__(self):
+        self.calls = []
+
+    def run_kept(self, stage, step, told=None):
+        self.calls.append((stage, step, told))
+        answers = [{name: np.array(each) for name, each in answer.items()} for answer in self.ANSWERS]
+        return {"generate": answers, "place": self.REPORTS, "close": None}[stage]
+
+
+def test_the_responses_of_two_ranks_become_verls_batch_in_the_order_of_samples():
+    workers = Generating()
+    group = KeptOnWorkers(workers, Kept(0, WIDTH, True, False, step=5))
+    found = group.generate_sequences(prompts(raw_prompt_ids=[[1, 2], [7]])).batch
+    expected = {
+        "sample": [0, 1, 2, 3],
+        "prompts": [[0, 0, 1, 2], [0, 0, 1, 2], [0, 0, 0, 7], [0, 0, 0, 7]],
+        "responses": [[11, 12, 0], [21, 22, 23], [31, 0, 0], [41, 42, 43]],
+        "attention_mask": [[0, 0, 1, 1, 1, 1, 0], [0, 0, 1, 1, 1, 1, 1], [0, 0, 0, 1, 1, 0, 0], [0, 0, 0, 1, 1, 1, 1]],
+        "position_ids": [[0, 0, 0, 1, 2, 3, 4]] * 2 + [[0, 0, 0, 0, 1, 2, 3]] * 2,
+    }
+    assert {name: found[name].tolist() for name in expected} == expected
+    assert torch.equal(found["input_ids"], torch.cat([found["prompts"], found["responses"]], 1))
+    assert set(found.keys()) == {*expected, "input_ids"}
+    (_, _, asked), (stage, step, placed) = workers.calls
+    assert (stage, step, asked["prompt_ids"].tolist()) == ("place", 6, [1, 2, 7])
+    assert {name: np.asarray(told).tolist() for name, told in placed.items()} == {
+        "prompts": [2, 2, 1, 1], "responses": [2, 3, 1, 3], "widths": [4, WIDTH], "pad": 0, "balance": True}
+    assert group.end_step() == {"sent_bytes": 8, "received_bytes": 6, "balance": 1.25}
+    assert workers.calls[-1][:2] == ("close", 6)
+
+
+def test_only_what_verl_says_of_its_own_partition_is_left_out():
+    metrics = {"global_seqlen/balanced_max": 9, "global_seqlen/mean": 5.0, "critic/score/mean": 0.5}
+    assert KeptOnWorkers.without_verls_partition(metrics) == {"critic/score/mean": 0.5}
 
 
 @pytest.mark.parametrize(("more", "says"), [

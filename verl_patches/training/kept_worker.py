@@ -118,7 +118,10 @@ def _generate(worker: Any, here: _Process, step: int, told: Mapping[str, Any]) -
 
 
 def _place(worker: Any, here: _Process, step: int, told: Mapping[str, Any]) -> dict[str, Any]:
-    """`told`: prompts and responses (int arrays, lengths by sample), widths, pad, balance."""
+    """`told`: prompts and responses (int arrays, lengths by sample), widths, pad, balance.
+
+    Back go bytes, and `balance` of the update's micro batches: sum(most of any replica) / sum(mean), 1 is equal.
+    """
     world, rank, actor = dist.get_world_size(), dist.get_rank(), worker.config.actor
     train = train_layout_in(worker.config, worker.config.recipe, world)
     prompts, responses = told["prompts"].tolist(), told["responses"].tolist()
@@ -137,7 +140,9 @@ def _place(worker: Any, here: _Process, step: int, told: Mapping[str, Any]) -> d
         kinds["rollout_log_probs"] = Told(torch.float32, responses)
     here.cache.redistribute(step, here.plan, rank, kinds)
     sent, received = wire_bytes(here.plan, rank, kinds)
-    return {"sent_bytes": sent, "received_bytes": received, "kept_bytes": here.cache.bytes_held}
+    most, mean = here.plan.tokens(tokens)
+    return {"sent_bytes": sent, "received_bytes": received, "kept_bytes": here.cache.bytes_held,
+            "balance": round(most / mean, 4)}
 
 
 def _log_prob(worker: Any, here: _Process, step: int, told: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -167,12 +172,12 @@ def _ref(worker: Any, here: _Process, step: int, told: Mapping[str, Any]) -> dic
 
 
 def _update(worker: Any, here: _Process, step: int, told: Mapping[str, Any]) -> dict[str, Any] | None:
-    """`told`: advantages, one a sample or one a response token, by sample; meta, the trainer's meta_info."""
+    """`told`: advantages by sample, one each or one a response token (per_token); meta, the trainer's meta_info."""
     data, mask = _inputs(here, step)
     for name in _LOG_PROBS:
         if name in here.cache.names:
             data.batch[name] = _padded(here, step, name)
-    data.batch["advantages"] = _advantages(here, torch.tensor(told["advantages"]), mask)
+    data.batch["advantages"] = _advantages(here, told, mask)
     data.meta_info.update(told["meta"])
     here.cache.close()  # the update has copies
     with _planned(here, worker.config, "update"):
@@ -210,8 +215,9 @@ def _planned(here: _Process, config: Any, stage: str) -> AbstractContextManager[
     return planned(stage, token_budget(config, stage), here.plan, here.replica, tokens)
 
 
-def _advantages(here: _Process, values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    lengths = here.told["responses"].tolist()
-    if len(values) == len(lengths):
+def _advantages(here: _Process, told: Mapping[str, Any], mask: torch.Tensor) -> torch.Tensor:
+    values = torch.tensor(told["advantages"])
+    if not told["per_token"]:
         return values[list(here.samples)].to(mask.device)[:, None] * mask
-    return to_padded(Ragged(values, tuple(lengths)).take(here.samples), mask.shape[1]).to(mask.device)
+    ragged = Ragged(values, tuple(here.told["responses"].tolist()))
+    return to_padded(ragged.take(here.samples), mask.shape[1]).to(mask.device)
