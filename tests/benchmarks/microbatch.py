@@ -8,8 +8,9 @@ prompt <= 1024 and response <= 3072 tokens, lengths lognormal (tests/comm/length
 seeds. A value is sum(max over replicas) / sum(mean over replicas) of the tokens of each micro batch: 1 is equal.
 
 Peers: verl's arrival order; verl's trainer.balance_batch (partitions of equal size and near-equal sum, one a worker of
-256, joined in order); under a token budget, verl's rearrange_micro_batches on each replica. Both are verl's own code
-(verl.utils.seqlen_balancing of the installed verl).
+256, joined in order); under a token budget, verl's rearrange_micro_batches on each replica. Partitions are made by
+verl's own get_seqlen_balanced_partitions (verl.utils.seqlen_balancing of the installed verl); what verl does around it
+is written here after RayPPOTrainer._balance_batch and rearrange_micro_batches of 0.4.0.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def verl_share(lengths: Sequence[int], replicas: int) -> list[list[int]]:
 def verl_packed(share: Share, lengths: Sequence[int]) -> Replicas:
     """What rearrange_micro_batches makes on each replica: as many on each, their number agreed by the most needed."""
     local = [[lengths[sample] for sample in mine] for mine in share]
-    count = max(-(-sum(mine) // BUDGET) for mine in local)
+    count = max(min(len(mine), -(-sum(mine) // BUDGET)) for mine in local)
     parts = [get_seqlen_balanced_partitions(mine, count, equal_size=False) for mine in local]
     return [[[mine[at] for at in part] for part in of] for mine, of in zip(share, parts, strict=True)]
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
+
 import torch
 import torch.distributed as dist
 
@@ -92,10 +95,31 @@ def spoilt(arguments, how, on_rank):
                 ragged = Ragged(ragged.values.long(), ragged.lengths)
             cache.put(step, name, samples, ragged)
         try:
-            cache.redistribute(step, plan, rank, told)
+            with out_of_memory() if odd and how == "memory" else nullcontext():
+                cache.redistribute(step, plan, rank, told)
         except Exception as why:
             return f"{type(why).__name__}: {why}", cache.names
     return "no error", ()
+
+
+@contextmanager
+def out_of_memory():
+    """Packing writes every segment and fails then; from there on no tensor can be made."""
+    real = module._pack
+
+    def fails(*_, **__):
+        raise torch.OutOfMemoryError("no memory is left")
+
+    def pack(*arguments):
+        real(*arguments)
+        module.torch = SimpleNamespace(**{**vars(torch), **dict.fromkeys(("empty", "zeros", "cat"), fails)})
+        fails()
+
+    module._pack = pack
+    try:
+        yield
+    finally:
+        module._pack, module.torch = real, torch
 
 
 def disordered(arguments):

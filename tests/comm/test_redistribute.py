@@ -32,6 +32,7 @@ def test_a_wrong_order_would_be_seen(ranks):
      "ExchangeError: exchange: rank(s) [2] had nothing to send"),
     ("short", "ExchangeError: exchange: log_probs of sample 11 has", "rank(s) [2] had nothing to send"),
     ("dtype", "ExchangeError: exchange: prompts is torch.int64, expected torch.int32", "rank(s) [2] had nothing"),
+    ("memory", "OutOfMemoryError: no memory is left", "ExchangeError: exchange: rank(s) [2] had nothing to send"),
     ("step", "has another plan, step, or other tensors than rank(s) [0, 1, 3]", "tensors than rank(s) [2]"),
 ])  # fmt: skip
 def test_one_odd_rank_stops_all_and_none_waits(ranks, how, own, others):

@@ -40,14 +40,29 @@ def no_prelude():
 
 def stop_early():
     """One word in sixteen ends a sequence, so that sequences, and with them DP ranks, end at different steps."""
+    _stop_at(list(range(32)))
 
+
+def end_early():
+    """The same, and verl takes those words for ends: responses are unequally long, and log-probs can be compared."""
+
+    def mask(original):
+        return lambda response_id, eos_token, dtype: original(response_id, [eos_token, *range(32)], dtype)
+
+    _stop_at(list(range(32)), mask)
+
+
+def _stop_at(words, mask=None):
     def on_import(module):
         original = module.vLLMRollout.__init__
 
         @functools.wraps(original)
         def __init__(self, *args, **kwargs):
             original(self, *args, **kwargs)
-            self.sampling_params.stop_token_ids = list(range(32))
+            self.sampling_params.stop_token_ids = words
+
+        if mask is not None:
+            module.get_response_mask = mask(module.get_response_mask)
 
         module.vLLMRollout.__init__ = __init__
 

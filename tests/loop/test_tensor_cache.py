@@ -1,6 +1,7 @@
 """The loop with tensors that stay on the workers: the same steps, bit for bit, where the order is the same."""
 
 import pytest
+from safetensors.torch import load_file
 
 pytestmark = [pytest.mark.slow, pytest.mark.full]
 ON, ARRIVAL = "recipe.tensor_cache.enabled=true", "trainer.balance_batch=false"
@@ -25,15 +26,19 @@ def assert_same_steps(kept, plain):
 
 
 def test_in_arrival_order_the_steps_are_those_of_verl(smoke):
-    """Rows rollout.keep_responses, update.run_kept: mini batches, epochs, validation, warm-up.
+    """Rows rollout.keep_responses, update.run_kept: mini batches, epochs, validation, warm-up; one rollout instance of
+    TP 2 for two train replicas, and responses of unequal lengths.
 
     A sample has 144 tokens at most, so verl packs some micro batches of two samples and some of one.
     """
     more = [f"{ACTOR}.ppo_mini_batch_size=2", f"{ACTOR}.ppo_epochs=2", "trainer.test_freq=1",
-            "trainer.critic_warmup=2", DYNAMIC, budget(144), "data.max_prompt_length=128"]
+            "trainer.critic_warmup=2", DYNAMIC, budget(144), "data.max_prompt_length=128",
+            "--rollout-tp", "2", "recipe.worker_process_setup_hook=odd_worker.end_early"]
     plain, kept = (smoke("--steps", "2", ARRIVAL, SEED, *more, *on) for on in ([], [ON]))
     assert_same_steps(kept, plain)
     assert kept.steps[0]["grad_norm"] is None and kept.steps[1]["grad_norm"] > 0
+    recorded = load_file(kept.folder / "rollouts" / "step_2.safetensors")
+    assert len(set(recorded["attention_mask"][:, -recorded["responses"].shape[1]:].sum(1).tolist())) > 1
     assert "was not closed" not in (kept.folder / "driver.log").read_text()
 
 
@@ -45,6 +50,9 @@ def test_balanced_and_packed_steps_are_the_same_but_for_rounding(smoke):
     for step, other in zip(kept.steps, plain.steps, strict=True):
         assert step["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
         assert step["logprob_delta"]["mean"] < 1e-5
+        assert 1 <= step["tensor_cache"]["balance"] < 1.1
+    said = [(run.folder / "driver.log").read_text() for run in (kept, plain)]
+    assert ["global_seqlen/" in each for each in said] == [False, True]
 
 
 @pytest.mark.upstream

@@ -42,6 +42,16 @@ def test_row_rollout_keep_log_probs_adds_them_and_leaves_the_engine_as_it_was():
     assert "generate" not in vars(rollout.inference_engine)
 
 
+def test_they_are_where_the_responses_are():
+    rollout = SimpleNamespace(inference_engine=Engine())
+
+    def generate_sequences(self, prompts, **kwargs):
+        self.inference_engine.generate(prompts)
+        return SimpleNamespace(batch={"responses": torch.zeros(2, 3, device="meta")})
+
+    assert keep_sampled(generate_sequences)(rollout, ["p"]).batch["rollout_log_probs"].is_meta
+
+
 def test_a_rollout_that_fails_leaves_the_engine_as_it_was():
     rollout = SimpleNamespace(inference_engine=Engine())
 

@@ -2,6 +2,7 @@
 
 import copy
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from verl_patches.cluster.checks import check_config
 from verl_patches.cluster.compose import CONFIGS_DIR, compose
 from verl_patches.comm.ragged import Ragged, mask_of, to_padded
 from verl_patches.errors import ConfigError
-from verl_patches.training import kept_batch, kept_config
+from verl_patches.training import kept_batch, kept_config, kept_worker
 from verl_patches.training.kept_batch import Kept, KeptOnWorkers
 from verl_patches.training.kept_rollout import padded_prompts
 from verl_patches.training.old_log_prob import WithoutOldLogProb
@@ -94,7 +95,11 @@ REFUSED = {
     "algorithm.adv_estimator=gae": "adv_estimator is gae: its critic takes the padded batch",
     "reward_model.enable=true": "reward_model.enable is true: its workers take the padded batch",
     "data.return_raw_chat=true": "return_raw_chat is true: raw prompts would not come back",
+    "data.custom_cls.path=pkg://mine": "custom_cls.path is pkg://mine: prompts are rebuilt as verl's own RLHFDataset",
+    f"{ROLLOUT}.response_length=32": "response_length is 32 and data.max_response_length 16: a batch rebuilt",
+    f"{ROLLOUT}.prompt_length=32": "prompt_length is 32 and data.max_prompt_length 256: a batch rebuilt",
 }
+
 @pytest.mark.parametrize("overrides", SERVED.values(), ids=SERVED)
 def test_combinations_that_are_served(refused, overrides):
     assert refused(ON, *overrides) == []
@@ -117,6 +122,15 @@ def test_a_budget_that_a_sample_may_not_fit_is_refused(refused, switch, budget):
                    f"{REF_BUDGET}={LONGEST}") == []
     told = refused(ON, f"{switch}=true", f"{budget}={LONGEST - 1}")
     assert re.search(f"{budget.split('.')[-1]} {LONGEST - 1}: a sample may have {LONGEST} tokens", told[0])
+
+
+@pytest.mark.parametrize("size", ["context_parallel_size", "virtual_pipeline_model_parallel_size"])
+@pytest.mark.parametrize("section", ["actor", "ref"])
+def test_sizes_that_verls_dynamic_batches_depend_on_are_refused_with_them(refused, section, size):
+    more = f"actor_rollout_ref.{section}.megatron.{size}=2"
+    (told,) = refused(ON, f"{ACTOR}.{DYNAMIC}=true", more)
+    assert f"{section}.megatron.{size} is 2 with a dynamic batch size" in told
+    assert refused(ON, more) == []
 
 
 def test_batches_that_do_not_divide_are_refused():
@@ -194,16 +208,24 @@ def test_an_outcome_reward_travels_as_one_advantage_a_sample(make):
     of_sample = torch.tensor([0.0, 0.1, 0.2, 0.3])
     batch.batch["advantages"] = of_sample[order][:, None] * batch.batch["response_mask"]
     assert group.update_actor(batch).meta_info["metrics"] == {"metric": [1.0]}
-    assert workers.calls[-1][1]["advantages"].tolist() == of_sample.tolist()
+    sent = workers.calls[-1][1]
+    assert (sent["advantages"].tolist(), sent["per_token"]) == (of_sample.tolist(), False)
     batch.batch["advantages"] = workers.values[order]
     group.update_actor(batch)
     tokens = torch.cat([workers.values[s, : LENGTHS[s]] for s in range(4)])
-    assert workers.calls[-1][1]["advantages"].tolist() == tokens.tolist()
+    sent = workers.calls[-1][1]
+    assert (sent["advantages"].tolist(), sent["per_token"]) == (tokens.tolist(), True)
 
 
 def test_a_sample_without_tokens_is_not_taken_for_a_scalar():
-    ragged = Ragged(torch.tensor([1.0, 2.0]), (0, 2))
-    assert kept_batch._smallest(ragged).tolist() == [1.0, 2.0]
+    """Also not on the worker, where there are as many values as samples."""
+    values, per_token = kept_batch._smallest(Ragged(torch.tensor([1.0, 2.0]), (0, 2)))
+    assert (values.tolist(), per_token) == ([1.0, 2.0], True)
+    here = SimpleNamespace(told={"responses": np.array([0, 2])}, samples=(1, 0))
+    mask = mask_of([2, 0], 2)
+    told = {"advantages": values.numpy(), "per_token": per_token}
+    assert kept_worker._advantages(here, told, mask).tolist() == [[1.0, 2.0], [0.0, 0.0]]
+    assert kept_worker._advantages(here, {**told, "per_token": False}, mask).tolist() == [[2.0, 2.0], [0.0, 0.0]]
 
 
 def prompts(ids=(1, 2), **non_tensors):
@@ -231,6 +253,50 @@ def test_every_rank_takes_its_own_prompts():
         [[0, 0, 1, 2]], [[0, 0, 0, 7]]]
     with pytest.raises(ConfigError, match="2 prompts for 3 workers.*train_batch_size"):
         padded_prompts(sent, 0, 3)
+
+
+class Generating:
+    """Two ranks with two responses to their prompt each, of unequal lengths."""
+
+    ANSWERS = [{"prompt_length": [2, 2], "response_length": [2, 3], "response_ids": [11, 12, 21, 22, 23]},
+               {"prompt_length": [1, 1], "response_length": [1, 3], "response_ids": [31, 41, 42, 43]}]
+    REPORTS = [{"sent_bytes": 8, "received_bytes": 4, "balance": 1.25}, {"sent_bytes": 2, "received_bytes": 6,
+                                                                         "balance": 1.25}]
+
+    def __init__(self):
+        self.calls = []
+
+    def run_kept(self, stage, step, told=None):
+        self.calls.append((stage, step, told))
+        answers = [{name: np.array(each) for name, each in answer.items()} for answer in self.ANSWERS]
+        return {"generate": answers, "place": self.REPORTS, "close": None}[stage]
+
+
+def test_the_responses_of_two_ranks_become_verls_batch_in_the_order_of_samples():
+    workers = Generating()
+    group = KeptOnWorkers(workers, Kept(0, WIDTH, True, False, step=5))
+    found = group.generate_sequences(prompts(raw_prompt_ids=[[1, 2], [7]])).batch
+    expected = {
+        "sample": [0, 1, 2, 3],
+        "prompts": [[0, 0, 1, 2], [0, 0, 1, 2], [0, 0, 0, 7], [0, 0, 0, 7]],
+        "responses": [[11, 12, 0], [21, 22, 23], [31, 0, 0], [41, 42, 43]],
+        "attention_mask": [[0, 0, 1, 1, 1, 1, 0], [0, 0, 1, 1, 1, 1, 1], [0, 0, 0, 1, 1, 0, 0], [0, 0, 0, 1, 1, 1, 1]],
+        "position_ids": [[0, 0, 0, 1, 2, 3, 4]] * 2 + [[0, 0, 0, 0, 1, 2, 3]] * 2,
+    }
+    assert {name: found[name].tolist() for name in expected} == expected
+    assert torch.equal(found["input_ids"], torch.cat([found["prompts"], found["responses"]], 1))
+    assert set(found.keys()) == {*expected, "input_ids"}
+    (_, _, asked), (stage, step, placed) = workers.calls
+    assert (stage, step, asked["prompt_ids"].tolist()) == ("place", 6, [1, 2, 7])
+    assert {name: np.asarray(told).tolist() for name, told in placed.items()} == {
+        "prompts": [2, 2, 1, 1], "responses": [2, 3, 1, 3], "widths": [4, WIDTH], "pad": 0, "balance": True}
+    assert group.end_step() == {"sent_bytes": 8, "received_bytes": 6, "balance": 1.25}
+    assert workers.calls[-1][:2] == ("close", 6)
+
+
+def test_only_what_verl_says_of_its_own_partition_is_left_out():
+    metrics = {"global_seqlen/balanced_max": 9, "global_seqlen/mean": 5.0, "critic/score/mean": 0.5}
+    assert KeptOnWorkers.without_verls_partition(metrics) == {"critic/score/mean": 0.5}
 
 
 @pytest.mark.parametrize(("more", "says"), [

@@ -72,7 +72,7 @@ class WorkerOfA3(Worker):
 def here(monkeypatch):
     """One process that computes all samples, after the exchange."""
     monkeypatch.setattr(kept_worker, "dist", SimpleNamespace(get_rank=lambda: 0))
-    monkeypatch.setattr(kept_worker, "_speaks_for_its_replica", lambda: True)
+    monkeypatch.setattr(kept_worker, "speaks_for_its_replica", lambda: True)
     tokens = tuple(map(sum, zip(PROMPTS, RESPONSES, strict=True)))
     plan = plan_batch([range(4)], [0], tokens, mini_batch_size=4, micro_batch_size=1)
     told = {"widths": WIDTHS, "pad": 0, "balance": True, "responses": np.array(RESPONSES)}

@@ -45,7 +45,7 @@ def test_metrics_are_those_of_numpy_over_valid_tokens():
     rollout, actor, mask = sides()
     found = rc.metrics(rc.moments(rollout, actor, mask))
     x, y = rollout[mask].double().numpy(), actor[mask].double().numpy()
-    of_sequence = [float((a - r)[m].double().mean()) for r, a, m in zip(rollout, actor, mask, strict=True) if m.any()]
+    of_sequence = [float((r - a)[m].double().mean()) for r, a, m in zip(rollout, actor, mask, strict=True) if m.any()]
     far, far_probs = np.abs(y - x), np.abs(np.exp(y) - np.exp(x))
     expected = {
         "recipe/logprob_delta_mean": far.mean(), "recipe/logprob_delta_max": far.max(),
@@ -151,16 +151,56 @@ def test_sequence_weights_turn_the_rollouts_mean_into_the_actors():
     assert mean(1.5) < mean(100.0)  # truncation has a bias, and one direction
 
 
-def test_weight_metrics():
+def test_log_ppl_diff_is_positive_where_the_actor_is_the_more_perplexed():
+    """verl: log perplexity of the actor less that of the rollout, sequence by sequence."""
+    rollout, actor = torch.tensor([[-1.0, -2.0], [-3.0, 9.0]]), torch.tensor([[-2.0, -4.0], [-2.5, 7.0]])
+    found = rc.metrics(rc.moments(rollout, actor, torch.tensor([[1, 1], [1, 0]])))
+    differences = [3.0 - 1.5, 2.5 - 3.0]  # -mean(actor) - -mean(rollout)
+    expected = {"diff": np.mean(differences), "abs_diff": 1.0, "diff_max": 1.5, "diff_min": -0.5}
+    assert {name: found[f"rollout_corr/log_ppl_{name}"] for name in expected} == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("bounds", [(0.5, 1.1), (0.9, 3.0)])
+@pytest.mark.parametrize("reject", ["seq_sum_k1", "seq_mean_k1"])
+def test_a_sequence_is_rejected_by_verls_k1(reject, bounds):
+    """verl: log(low) <= sum or mean of -clamp(log pi_actor - log pi_rollout, -20, 20) <= log(high)."""
+    rollout, actor, mask = sides(seed=2, rows=40, far=0.4, dtype=torch.float64)
+    rollout[2, 0], actor[2, 0] = -30.0, 0.0
+    found = rc.weigh(rollout, actor, mask, Correction(None, 2.0, reject, bounds)).kept
+    low, high = np.log(bounds)
+    kept, other_way = [], []
+    for x, y, valid in zip(rollout.numpy(), actor.numpy(), mask.numpy(), strict=True):
+        k1 = -np.clip(y[valid] - x[valid], -20, 20)
+        statistic = k1.sum() / (max(len(k1), 1) if reject == "seq_mean_k1" else 1)
+        kept.append(low <= statistic <= high)
+        other_way.append(low <= -statistic <= high)
+    assert found.tolist() == kept != other_way
+    assert set(kept) == {True, False}
+
+
+def test_a_tokens_log_ratio_is_bounded_before_it_decides_on_its_sequence():
+    rollout, actor = torch.tensor([[-30.0, -0.1]]), torch.tensor([[-0.1, -20.0]])  # k1: -20, not -29.9, and 19.9
+    correction = Correction(None, 2.0, "seq_sum_k1", (0.8, 1.2))
+    assert rc.weigh(rollout, actor, torch.ones(1, 2), correction).kept.tolist() == [True]
+
+
+@pytest.mark.parametrize(("level", "ratios", "high"), [
+    ("token", [2.0, 0.5, 1.0, 0.25], 1 / 4),
+    ("sequence", [2.0, 2.0, 0.25, 0.25], 1 / 2),
+])
+def test_weight_metrics_are_verls(level, ratios, high):
+    """Mean, max and min before the cap; std and ESS of ratios held between 1 / cap and cap."""
     rollout = torch.tensor([[-LOG2, -LOG2], [-LOG2, -LOG2]])
     actor = torch.tensor([[0.0, -2 * LOG2], [-LOG2, -3 * LOG2]])  # ratios 2, 1/2 and 1, 1/4
-    correction = Correction("token", 1.5, "seq_sum_k1", (0.5, 2.0))
+    if level == "sequence":
+        actor[0, 1] = -LOG2
+    correction = Correction(level, 1.5, "seq_sum_k1", (0.4, 2.0))  # pi_rollout / pi_actor of the second is 4
     found = rc.metrics(rc.moments(rollout, actor, torch.ones(2, 2), correction), correction)
-    weights = np.array([1.5, 0.5, 1.0, 0.25])
+    held = np.clip(ratios, 1 / 1.5, 1.5)
     expected = {
-        "rollout_is_mean": weights.mean(), "rollout_is_std": weights.std(ddof=1), "rollout_is_max": 2.0,
-        "rollout_is_min": 0.25, "rollout_is_eff_sample_size": 1 / np.mean((weights / weights.mean()) ** 2),
-        "rollout_is_ratio_fraction_high": 0.25, "rollout_rs_masked_fraction": 0.5,
+        "rollout_is_mean": np.mean(ratios), "rollout_is_std": held.std(), "rollout_is_max": 2.0,
+        "rollout_is_min": 0.25, "rollout_is_eff_sample_size": 1 / np.mean((held / held.mean()) ** 2),
+        "rollout_is_ratio_fraction_high": high, "rollout_rs_masked_fraction": 0.5,
         "rollout_rs_seq_masked_fraction": 0.5,
     }  # fmt: skip
     assert {name: found[f"rollout_corr/{name}"] for name in expected} == pytest.approx(expected, rel=1e-6)

@@ -22,7 +22,8 @@ class Group:
         self.asked += 1
         ids = prompts.batch["input_ids"].repeat_interleave(2, 0)
         return verl.DataProto.from_dict({"prompts": ids, "responses": ids + self.asked,
-                                         "rollout_log_probs": torch.zeros(ids.shape)})
+                                         "rollout_log_probs": torch.zeros(ids.shape),
+                                         "sample": torch.arange(len(ids))})
 
     def update_actor(self, batch):
         return "updated"
@@ -48,7 +49,8 @@ def test_recorded_responses_come_back_without_generating(tmp_path):
     for original, start in ((first, 0), (second, 6)):
         found = replayed.generate_sequences(prompts(start))
         assert torch.equal(found.batch["responses"], original.batch["responses"])
-        assert "rollout_log_probs" not in found.batch.keys()
+        assert "sample" in original.batch.keys()  # of a run with the tensor cache
+        assert set(found.batch.keys()) == {"prompts", "responses"}
     assert player.asked == 0
     with pytest.raises(ConfigError, match="fewer steps.*--steps 2"):
         replayed.generate_sequences(prompts())

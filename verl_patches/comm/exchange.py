@@ -3,7 +3,8 @@
 Wire layout: one segment for each peer, by rank. It begins with a header of 16 bytes, the hash of (plan, step, tensors),
 which the receiver compares; then tensor by tensor, by name, the planned samples' values, each tensor from a multiple of
 16 bytes on. A rank that cannot take part still sends segments of the planned size, with a header of zeros: so no rank
-waits for it, and all stop.
+waits for it, and all stop. Both buffers are there before anything else that can fail; one that finds no memory even
+for them leaves the others to the collective's timeout.
 """
 
 from __future__ import annotations
@@ -54,12 +55,14 @@ def exchange(
     header = _header(plan, step, kinds, device)
     sends, receives = plan.sends(rank), plan.receives(rank)
     splits = [[_segment_bytes(samples, kinds) for samples in side] for side in (sends, receives)]
+    send = torch.zeros(sum(splits[0]), dtype=torch.uint8, device=device)
+    arrived = torch.empty(sum(splits[1]), dtype=torch.uint8, device=device)
     problem: Exception | None = None
     try:
-        send = _pack(sends, plan.held[rank], held(), kinds, header)
+        _pack(send.split(splits[0]), sends, plan.held[rank], held(), kinds, header)
     except Exception as why:
-        problem, send = why, torch.zeros(sum(splits[0]), dtype=torch.uint8, device=device)
-    arrived = torch.empty(sum(splits[1]), dtype=torch.uint8, device=device)
+        problem = why
+        send.zero_()
     dist.all_to_all_single(arrived, send, splits[1], splits[0], group=group)
     if problem is not None:
         raise problem
@@ -75,12 +78,13 @@ def wire_bytes(plan: BatchPlan, rank: int, told: Mapping[str, Told]) -> tuple[in
 
 
 def _pack(
+    segments: Sequence[torch.Tensor],
     sends: Sequence[Sequence[int]],
     samples_held: Sequence[int],
     held: Mapping[str, Ragged],
     kinds: Mapping[str, Told],
     header: torch.Tensor,
-) -> torch.Tensor:
+) -> None:
     parts = {}
     for name, kind in kinds.items():
         ragged = held[name]
@@ -89,13 +93,14 @@ def _pack(
         if found != expected:
             raise ExchangeError(_not_as_told(name, samples_held, expected, found))
         parts[name] = dict(zip(samples_held, ragged.parts(), strict=True))
-    pieces = []
-    for samples in sends:
-        pieces.append(header)
+    for samples, segment in zip(sends, segments, strict=True):
+        segment[:_ALIGNED] = header
+        at = _ALIGNED
         for name in kinds if samples else ():
-            values = torch.cat([parts[name][sample] for sample in samples])
-            pieces += [values.view(torch.uint8), header.new_zeros(-values.nbytes % _ALIGNED)]
-    return torch.cat(pieces)
+            nbytes = sum(parts[name][sample].nbytes for sample in samples)
+            values = [parts[name][sample].view(torch.uint8) for sample in samples]
+            torch.cat(values, out=segment[at : at + nbytes])
+            at += nbytes + -nbytes % _ALIGNED
 
 
 def _unpack(

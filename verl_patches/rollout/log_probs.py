@@ -10,7 +10,10 @@ PADDING = -1.0  # verl 0.4.0's (verl/workers/rollout/vllm_rollout/vllm_rollout_s
 
 
 def keep_sampled(generate_sequences: Callable) -> Callable:
-    """Row provider for `vLLMRollout.generate_sequences`: adds `rollout_log_probs` [B, S_response] fp32 to its batch."""
+    """Row provider for `vLLMRollout.generate_sequences`: adds `rollout_log_probs` [B, S_response] to its batch.
+
+    fp32, on the device of the responses.
+    """
 
     @functools.wraps(generate_sequences)
     def generate(self: Any, prompts: Any, **kwargs: Any) -> Any:
@@ -29,9 +32,9 @@ def keep_sampled(generate_sequences: Callable) -> Callable:
             output = generate_sequences(self, prompts, **kwargs)
         finally:
             del engine.generate
-        length = output.batch["responses"].shape[1]
-        rows = [padded(sample.token_ids, sample.logprobs, length) for sample in sampled]
-        output.batch["rollout_log_probs"] = torch.tensor(rows, dtype=torch.float32)
+        responses = output.batch["responses"]
+        rows = [padded(sample.token_ids, sample.logprobs, responses.shape[1]) for sample in sampled]
+        output.batch["rollout_log_probs"] = torch.tensor(rows, dtype=torch.float32, device=responses.device)
         return output
 
     return generate

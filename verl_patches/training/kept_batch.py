@@ -7,6 +7,7 @@ says by `sample` which sample it is, so the trainer may order its rows as it lik
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,9 +18,9 @@ from verl import DataProto
 
 from verl_patches.comm.ragged import Ragged, from_padded, model_inputs, to_padded
 from verl_patches.errors import ConfigError
+from verl_patches.training.rollout_tap import SAMPLE
 
 _NON_TENSORS = {"raw_prompt_ids", "tools_kwargs"}  # of prompts; the second only acts with multi_turn, which is refused
-_SAMPLE = "sample"  # tensor [B] int64: the row's place in the batch as generated
 
 
 @dataclass
@@ -33,7 +34,7 @@ class Kept:
     step: int = 0
     lengths: tuple[int, ...] = ()
     open: bool = False
-    report: list[dict[str, int]] = field(default_factory=list)
+    report: list[dict[str, float]] = field(default_factory=list)
 
 
 def kept_of(trainer: Any) -> Kept:
@@ -75,7 +76,7 @@ class KeptOnWorkers:
 
     def compute_log_prob(self, batch: DataProto) -> DataProto:
         """entropys [B, S_response], a sample's mean in each place: all that verl's entropy loss can see."""
-        rows, found = batch.batch[_SAMPLE], self._run("log_prob", {"send_back": self._kept.send_back})
+        rows, found = batch.batch[SAMPLE], self._run("log_prob", {"send_back": self._kept.send_back})
         entropy = torch.empty(len(rows))
         for each in found:
             entropy[list(each["samples"])] = torch.from_numpy(each["entropy"])
@@ -85,27 +86,34 @@ class KeptOnWorkers:
     def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
         """Nothing, or ref_log_prob [B, S_response] where it is needed here."""
         found = self._run("ref", {"send_back": self._kept.send_back})
-        return self._answer(batch.batch[_SAMPLE], {}, "ref_log_prob", found)
+        return self._answer(batch.batch[SAMPLE], {}, "ref_log_prob", found)
 
     def update_actor(self, batch: DataProto) -> DataProto:
         """verl's metrics, from the first replica as verl takes them."""
         tensors = batch.batch
         advantages = from_padded(tensors["advantages"], tensors["response_mask"])
-        by_sample = advantages.take(tensors[_SAMPLE].argsort().tolist())
-        found = self._run("update", {"advantages": _smallest(by_sample).numpy(), "meta": dict(batch.meta_info)})
+        by_sample = advantages.take(tensors[SAMPLE].argsort().tolist())
+        values, per_token = _smallest(by_sample)
+        found = self._run("update", {"advantages": values.numpy(), "per_token": per_token,
+                                     "meta": dict(batch.meta_info)})
         self._kept.open = False
         return DataProto(meta_info={"metrics": found[0]})
 
-    def end_step(self) -> dict[str, int] | None:
-        """What the step's exchange moved, the most of any rank, in bytes; what a step without an update left goes.
+    def end_step(self) -> dict[str, float] | None:
+        """What the step's exchange moved, the most of any rank, in bytes, and `balance`, that of the plan.
 
-        Critic warm-up is such a step.
+        What a step without an update left goes; critic warm-up is such a step.
         """
         kept = self._kept
         if kept.open:
             self._group.run_kept("close", kept.step)
             kept.open = False
         return {name: max(each[name] for each in kept.report) for name in kept.report[0]} if kept.report else None
+
+    @staticmethod
+    def without_verls_partition(metrics: Mapping[str, Any]) -> dict[str, Any]:
+        """A step's metrics but for those of the partition that verl's balance_batch makes: nobody computes it."""
+        return {name: value for name, value in metrics.items() if not name.startswith("global_seqlen/")}
 
     def _run(self, stage: str, told: dict[str, Any]) -> list[Any]:
         """What the ranks that have something to say answer, in order of ranks."""
@@ -145,12 +153,12 @@ def _whole_batch(prompts: DataProto, response_ids: np.ndarray, kept: Kept) -> di
     ids = from_padded(asked, prompts.batch["attention_mask"], left=True).take([at // each for at in range(count)])
     responses = Ragged(torch.from_numpy(response_ids), kept.lengths)
     tensors = model_inputs(ids, responses, asked.shape[1], kept.response_width, kept.pad_id)
-    return {**tensors, _SAMPLE: torch.arange(count)}
+    return {**tensors, SAMPLE: torch.arange(count)}
 
 
-def _smallest(ragged: Ragged) -> torch.Tensor:
-    """One value a sample where each has one only (GRPO and other outcome rewards), else all values."""
+def _smallest(ragged: Ragged) -> tuple[torch.Tensor, bool]:
+    """(one value a sample, False) where each has one only (GRPO and other outcome rewards), else (all values, True)."""
     parts = ragged.parts()
     if all(len(part) and bool((part == part[0]).all()) for part in parts):
-        return torch.stack([part[0] for part in parts])
-    return ragged.values
+        return torch.stack([part[0] for part in parts]), False
+    return ragged.values, True

@@ -30,6 +30,11 @@ def faults(config: Any) -> Iterator[str]:
         yield f"{_ON} {_ROLLOUT} is {rollout.name}, {rollout.mode}; only vllm, sync leaves its responses on the workers"
     if rollout.multi_turn.enable:
         yield f"{_ON} {_ROLLOUT}.multi_turn.enable is true: its masks have holes; set false"
+    for side in ("prompt", "response"):
+        width, of_data = rollout[f"{side}_length"], config.data[f"max_{side}_length"]
+        if width != of_data:
+            yield (f"{_ON} {_ROLLOUT}.{side}_length is {width} and data.max_{side}_length {of_data}: a batch rebuilt "
+                   "from lengths would not be as wide as vLLM's; make them equal")
     if config.recipe.rollout.replay is not None:
         yield f"{_ON} recipe.rollout.replay gives responses to the trainer alone; set one of them only"
     if actor.shuffle:
@@ -49,12 +54,23 @@ def _trainer_faults(config: Any) -> Iterator[str]:
                "give custom_reward_function")
     if config.data.return_raw_chat:
         yield f"{_ON} data.return_raw_chat is true: raw prompts would not come back with the responses; set false"
+    if config.data.custom_cls.path is not None:
+        yield (f"{_ON} data.custom_cls.path is {config.data.custom_cls.path}: prompts are rebuilt as verl's own "
+               "RLHFDataset has them; set null")
 
 
 def _budget_faults(config: Any) -> Iterator[str]:
+    sections = config.actor_rollout_ref
+    budgets = {stage: token_budget(sections, stage) for stage in _DYNAMIC}
+    budgets = {stage: budget for stage, budget in budgets.items() if budget is not None}
+    for section in ("actor", "ref") if budgets else ():
+        for key in ("context_parallel_size", "virtual_pipeline_model_parallel_size"):
+            if (size := sections[section].megatron[key]) not in (None, 1):
+                yield (f"{_ON} {_SECTION}.{section}.megatron.{key} is {size} with a dynamic batch size: verl's budget "
+                       "and number of micro batches depend on it, the plan's do not; set 1, or use_dynamic_bsz false")
     longest = config.data.max_prompt_length + config.data.max_response_length
-    for stage, (name, switch, key) in _DYNAMIC.items():
-        budget = token_budget(config.actor_rollout_ref, stage)
-        if budget is not None and budget < longest:
+    for stage, budget in budgets.items():
+        name, switch, key = _DYNAMIC[stage]
+        if budget < longest:
             yield (f"{_ON} {_SECTION}.{name}.{switch} is true with {key} {budget}: a sample may have {longest} tokens "
                    "(data.max_prompt_length + data.max_response_length); raise it to that or more")

@@ -37,6 +37,7 @@ from verl_patches.training.kept_config import token_budget
 from verl_patches.training.kept_log_probs import taken
 from verl_patches.training.kept_micro_batches import planned
 from verl_patches.training.kept_rollout import keep_rollout, padded_prompts
+from verl_patches.training.old_log_prob import speaks_for_its_replica
 
 _LOG_PROBS = ("old_log_probs", "ref_log_prob", "rollout_log_probs")
 
@@ -117,7 +118,10 @@ def _generate(worker: Any, here: _Process, step: int, told: Mapping[str, Any]) -
 
 
 def _place(worker: Any, here: _Process, step: int, told: Mapping[str, Any]) -> dict[str, Any]:
-    """`told`: prompts and responses (int arrays, lengths by sample), widths, pad, balance."""
+    """`told`: prompts and responses (int arrays, lengths by sample), widths, pad, balance.
+
+    Back go bytes, and `balance` of the update's micro batches: sum(most of any replica) / sum(mean), 1 is equal.
+    """
     world, rank, actor = dist.get_world_size(), dist.get_rank(), worker.config.actor
     train = train_layout_in(worker.config, worker.config.recipe, world)
     prompts, responses = told["prompts"].tolist(), told["responses"].tolist()
@@ -136,7 +140,9 @@ def _place(worker: Any, here: _Process, step: int, told: Mapping[str, Any]) -> d
         kinds["rollout_log_probs"] = Told(torch.float32, responses)
     here.cache.redistribute(step, here.plan, rank, kinds)
     sent, received = wire_bytes(here.plan, rank, kinds)
-    return {"sent_bytes": sent, "received_bytes": received, "kept_bytes": here.cache.bytes_held}
+    most, mean = here.plan.tokens(tokens)
+    return {"sent_bytes": sent, "received_bytes": received, "kept_bytes": here.cache.bytes_held,
+            "balance": round(most / mean, 4)}
 
 
 def _log_prob(worker: Any, here: _Process, step: int, told: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -146,7 +152,7 @@ def _log_prob(worker: Any, here: _Process, step: int, told: Mapping[str, Any]) -
         worker.compute_log_prob(data)
     log_probs, entropies = found
     kept = _keep(here, step, "old_log_probs", log_probs, mask)
-    speaks = _speaks_for_its_replica()
+    speaks = speaks_for_its_replica()
     if "rollout_log_probs" in here.cache.names:
         sides = _padded(here, step, "rollout_log_probs"), log_probs, mask
         worker.log_prob_moments = rollout_correction.moments(*sides) if speaks else None
@@ -161,22 +167,22 @@ def _ref(worker: Any, here: _Process, step: int, told: Mapping[str, Any]) -> dic
     with taken(worker.ref_policy) as found, _planned(here, worker.config, "ref"):
         worker.compute_ref_log_prob(data)
     kept = _keep(here, step, "ref_log_prob", found[0], mask)
-    wanted = told["send_back"] and _speaks_for_its_replica()
+    wanted = told["send_back"] and speaks_for_its_replica()
     return {"samples": here.samples, **_sent_back(kept, told)} if wanted else None
 
 
 def _update(worker: Any, here: _Process, step: int, told: Mapping[str, Any]) -> dict[str, Any] | None:
-    """`told`: advantages, one a sample or one a response token, by sample; meta, the trainer's meta_info."""
+    """`told`: advantages by sample, one each or one a response token (per_token); meta, the trainer's meta_info."""
     data, mask = _inputs(here, step)
     for name in _LOG_PROBS:
         if name in here.cache.names:
             data.batch[name] = _padded(here, step, name)
-    data.batch["advantages"] = _advantages(here, torch.tensor(told["advantages"]), mask)
+    data.batch["advantages"] = _advantages(here, told, mask)
     data.meta_info.update(told["meta"])
     here.cache.close()  # the update has copies
     with _planned(here, worker.config, "update"):
         metrics = worker.update_actor(data).meta_info["metrics"]
-    return metrics if _speaks_for_its_replica() else None
+    return metrics if speaks_for_its_replica() else None
 
 
 _STAGES = {"generate": _generate, "place": _place, "log_prob": _log_prob, "ref": _ref, "update": _update}
@@ -209,16 +215,9 @@ def _planned(here: _Process, config: Any, stage: str) -> AbstractContextManager[
     return planned(stage, token_budget(config, stage), here.plan, here.replica, tokens)
 
 
-def _advantages(here: _Process, values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    lengths = here.told["responses"].tolist()
-    if len(values) == len(lengths):
+def _advantages(here: _Process, told: Mapping[str, Any], mask: torch.Tensor) -> torch.Tensor:
+    values = torch.tensor(told["advantages"])
+    if not told["per_token"]:
         return values[list(here.samples)].to(mask.device)[:, None] * mask
-    return to_padded(Ragged(values, tuple(lengths)).take(here.samples), mask.shape[1]).to(mask.device)
-
-
-def _speaks_for_its_replica() -> bool:
-    """The rank whose results verl takes of each replica (collect_megatron_compute)."""
-    from megatron.core import parallel_state as mpu
-
-    last = mpu.is_pipeline_last_stage(ignore_virtual=True)
-    return last and mpu.get_tensor_model_parallel_rank() == 0 and mpu.get_context_parallel_rank() == 0
+    ragged = Ragged(values, tuple(here.told["responses"].tolist()))
+    return to_padded(ragged.take(here.samples), mask.shape[1]).to(mask.device)

@@ -110,7 +110,7 @@ def update_on_policy(update_actor: Callable) -> Callable:
             output = update_actor(self, data, *args, **kwargs)
         finally:
             _update = None
-        speaks = _speaks_for_its_replica()
+        speaks = speaks_for_its_replica()
         if skip and speaks and not step.reached:
             raise PatchError(_NOT_REACHED)
         self.log_prob_moments = step.moments() if speaks else None
@@ -126,11 +126,14 @@ def _weigh_batch(batch: Any, step: _Update) -> None:
     batch["advantages"] = weighed(batch["advantages"], *sides, step.correction)
 
 
-def _speaks_for_its_replica() -> bool:
-    """One rank of each data-parallel replica: the last stage has the loss, and its TP ranks have the same."""
+def speaks_for_its_replica() -> bool:
+    """One rank of each replica, whose results verl takes too (collect_megatron_compute): the last stage has the loss,
+    and its TP and CP ranks have the same.
+    """
     from megatron.core import parallel_state as mpu
 
-    return mpu.is_pipeline_last_stage(ignore_virtual=True) and mpu.get_tensor_model_parallel_rank() == 0
+    last = mpu.is_pipeline_last_stage(ignore_virtual=True)
+    return last and mpu.get_tensor_model_parallel_rank() == 0 and mpu.get_context_parallel_rank() == 0
 
 
 def loss_on_policy(compute_policy_loss: Callable) -> Callable:

@@ -24,7 +24,7 @@ class Correction:
     """recipe.rollout_correction where something of it is on.
 
     level: whose ratio weighs a token, LEVELS or None; cap: the highest weight. reject: whose ratio a sequence is
-    rejected by, REJECTIONS or None; bounds: lowest and highest ratio that is kept.
+    rejected by, REJECTIONS or None; bounds: lowest and highest pi_rollout / pi_actor that is kept.
     """
 
     level: str | None

@@ -1,8 +1,9 @@
 """vLLM's log-probs of sampled tokens against the actor's: how far apart they are, and weights that make up for it.
 
-Names and definitions follow verl's documentation (docs/algo/rollout_corr.md of 0.7.0, "decoupled mode"): a token's
-ratio is pi_actor / pi_rollout, before the update. Other than there, a rejected sequence stays in the loss's mean and in
-the KL loss, with nothing in the policy gradient: the actor of both pins takes its mask from the attention mask alone.
+Names and definitions are those of verl b178a3cd5 (verl/trainer/ppo/rollout_corr_helper.py, "decoupled mode"): a
+token's ratio is pi_actor / pi_rollout, before the update, and its k1, which sequences are rejected by, is -log ratio:
+bounds are those of pi_rollout / pi_actor. Other than there, a rejected sequence stays in the loss's mean and in the KL
+loss, with nothing in the policy gradient: the actor of both pins takes its mask from the attention mask alone.
 
 A weight w >= 0 goes to the advantage. PPO's loss of a token, max(-r A, -clip(r) A) and its lower bound -c A for A < 0,
 is linear in a positive factor of A, so w A gives w times the loss, exactly; w = 0 gives 0.
@@ -44,8 +45,8 @@ def weigh(
     """Weight of each response token; all [B, S_response], at least fp32, nats. LogProbError for one that is no number.
 
     ratio: pi_actor / pi_rollout of the token, or of the whole sequence; weight: the ratio, at most `cap`, 1 without a
-    `level`. A sequence is rejected, weight 0, where its ratio (seq_sum_k1: the product; seq_mean_k1: the geometric
-    mean over its tokens) is outside `bounds`.
+    `level`. A sequence is rejected, weight 0, where pi_rollout / pi_actor (seq_sum_k1: the product over its tokens;
+    seq_mean_k1: their geometric mean) is outside `bounds`.
     """
     mask = mask.bool()
     refuse_not_finite("vLLM", rollout, mask)
@@ -59,7 +60,8 @@ def weigh(
     if correction.reject:
         low, high = (math.log(bound) for bound in correction.bounds)
         length = mask.sum(-1).clamp(min=1) if correction.reject == "seq_mean_k1" else 1
-        kept = (by_sequence / length >= low) & (by_sequence / length <= high)
+        k1 = -by_token.clamp(-SAFE, SAFE).sum(-1) / length
+        kept = (k1 >= low) & (k1 <= high)
     capped = ratios if log_ratio is None else ratios.clamp(max=correction.cap)
     return Weighed(torch.where(mask & kept.unsqueeze(-1), capped, 0.0), ratios, kept)
 
@@ -107,9 +109,8 @@ def _moments(x: torch.Tensor, y: torch.Tensor, mask: torch.Tensor, correction: C
     not_finite = int((mask & ~(torch.isfinite(x) & torch.isfinite(y))).sum())
     if not_finite or not mask.any():
         return {"sum": {"not_finite": float(not_finite), "tokens": float(mask.sum())}, "max": {}}
-    log_ratio = y - x
-    d, of_sequence = log_ratio[mask], torch.where(mask, log_ratio, 0.0).sum(-1) / mask.sum(-1).clamp(min=1)
-    of_sequence = of_sequence[mask.any(-1)]
+    d, filled = (y - x)[mask], mask.any(-1)
+    of_sequence = (torch.where(mask, x - y, 0.0).sum(-1) / mask.sum(-1).clamp(min=1))[filled]
     rows = {
         "d": d, "k3": torch.expm1(d) - d,
         **_pair("log", x[mask], y[mask]), **_pair("prob", x[mask].exp(), y[mask].exp()),
@@ -120,9 +121,12 @@ def _moments(x: torch.Tensor, y: torch.Tensor, mask: torch.Tensor, correction: C
     sums = {"not_finite": 0.0, "tokens": float(mask.sum()), "sequences": float(len(of_sequence))}
     if correction:
         _, by_token, kept = weigh(x, y, mask, correction)
-        ratios, capped = by_token[mask], by_token[mask].clamp(max=correction.cap)  # as if no sequence was rejected
-        rows |= {"weight": capped, "weight_2": capped.square(), "above_cap": ratios > correction.cap,
-                 "rejected_tokens": mask[~kept], "rejected": ~kept[mask.any(-1)]}
+        ratios = by_token[mask]  # as if no sequence was rejected
+        bounded = ratios.clamp(1 / correction.cap, correction.cap)
+        judged = by_token[filled, 0] if correction.level == "sequence" else ratios
+        rows |= {"ratio": ratios, "bounded": bounded, "bounded_2": bounded.square(),
+                 "above_cap": judged > correction.cap, "judged": torch.ones_like(judged),
+                 "rejected_tokens": mask[~kept], "rejected": ~kept[filled]}
         highest |= {"ratio": ratios, "ratio_low": -ratios}
     return {"sum": sums | {name: float(row.sum()) for name, row in rows.items()},
             "max": {name: float(row.max()) for name, row in highest.items()}}
@@ -138,8 +142,9 @@ def metrics(found: Moments, correction: Correction | None = None) -> dict[str, f
     """The step's metrics by name; without a valid token none, with one that is no number its count and NaN.
 
     recipe/logprob_delta_{mean,std,max}: of |actor - rollout| in nats; PEARSON: correlation of both. KL, K3_KL: the k1
-    and k3 estimates of KL(rollout || actor). log_ppl_diff: mean over sequences of actor - rollout a token. Standard
-    deviations are those of samples (n - 1); one that is not defined is left out.
+    and k3 estimates of KL(rollout || actor). log_ppl_diff: mean over sequences of rollout - actor a token, above 0
+    where the actor's perplexity is the higher one. Standard deviations are those of samples (n - 1), rollout_is_std
+    that of n; one that is not defined is left out.
     """
     sums, highest = found["sum"], found["max"]
     tokens = sums.get("tokens")
@@ -163,22 +168,26 @@ def metrics(found: Moments, correction: Correction | None = None) -> dict[str, f
         named[f"{prefix}_std"] = _deviation(sums[f"{name}_abs"], sums[f"{name}_abs2"], tokens)
         named[f"{prefix}_max"] = highest[f"{name}_abs"]
     if correction and correction.level:
-        named |= _weight_metrics(sums, highest, tokens)
+        named |= _weight_metrics(sums, highest)
     if correction and correction.reject:
         named[f"{_CORR}/rollout_rs_masked_fraction"] = sums["rejected_tokens"] / tokens
         named[f"{_CORR}/rollout_rs_seq_masked_fraction"] = sums["rejected"] / sequences
     return {name: value for name, value in named.items() if value is not None}
 
 
-def _weight_metrics(sums: dict[str, float], highest: dict[str, float], tokens: float) -> dict[str, Any]:
-    mean = sums["weight"] / tokens
+def _weight_metrics(sums: dict[str, float], highest: dict[str, float]) -> dict[str, Any]:
+    """Of the ratios as they are; std and ESS of those held between 1 / cap and cap; fraction_high of what is capped:
+    tokens, or sequences.
+    """
+    tokens = sums["tokens"]
+    mean, mean_2 = sums["bounded"] / tokens, sums["bounded_2"] / tokens
     return {
-        f"{_CORR}/rollout_is_mean": mean,
-        f"{_CORR}/rollout_is_std": _deviation(sums["weight"], sums["weight_2"], tokens),
+        f"{_CORR}/rollout_is_mean": sums["ratio"] / tokens,
+        f"{_CORR}/rollout_is_std": math.sqrt(max(mean_2 - mean * mean, 0.0)),
         f"{_CORR}/rollout_is_max": highest["ratio"],
         f"{_CORR}/rollout_is_min": -highest["ratio_low"],
-        f"{_CORR}/rollout_is_eff_sample_size": mean * mean / (sums["weight_2"] / tokens),
-        f"{_CORR}/rollout_is_ratio_fraction_high": sums["above_cap"] / tokens,
+        f"{_CORR}/rollout_is_eff_sample_size": mean * mean / mean_2,
+        f"{_CORR}/rollout_is_ratio_fraction_high": sums["above_cap"] / sums["judged"],
     }
 
 

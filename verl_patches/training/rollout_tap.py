@@ -1,8 +1,8 @@
 """Between trainer and workers: keep every step's responses, or give back recorded ones instead of generating.
 
 Recorded: outputs/<run>/rollouts/step_N.safetensors with prompts [B, S_prompt] and responses [B, S_response] (int64),
-masks and, when vLLM gave them, log-probs. Replay trains on the same responses at another layout, so that gradients can
-be compared.
+masks and, when vLLM gave them and they came to the trainer, which they do not with recipe.tensor_cache, log-probs.
+Replay trains on the same responses at another layout, so that gradients can be compared.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from verl_patches.errors import ConfigError
+
+SAMPLE = "sample"  # [B] int64, of training/kept_batch.py: a row's place in the batch as generated
 
 
 class RolloutTap:
@@ -44,7 +46,7 @@ class RolloutTap:
         output = self._group.generate_sequences(prompts)
         if self._record_to is not None:
             self._record_to.mkdir(parents=True, exist_ok=True)
-            tensors = {key: value.contiguous() for key, value in output.batch.items()}
+            tensors = {key: value.contiguous() for key, value in output.batch.items() if key != SAMPLE}
             save_file(tensors, self._record_to / f"step_{self._step}.safetensors")
         self._on_call("reward")
         return output

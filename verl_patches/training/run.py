@@ -119,6 +119,7 @@ class Run:
                  "offload": offload_of_step(self.trainer.actor_rollout_wg.take_offload())}
         if self.kept_on_workers is not None:
             found["tensor_cache"] = self.kept_on_workers.end_step()
+            metrics = self.kept_on_workers.without_verls_partition(metrics)
         found["dispatch"] = self._dispatch()
         self.summary.add_step(found)
         if step == 1:
