@@ -54,12 +54,16 @@ def _new_ledger(worker: Any, recipe: Any) -> Ledger:
 def _order_of(worker: Any, recipe: Any) -> tuple[Order, frozenset[str]]:
     """(the order that this run follows, who never moves), by its configuration and the rows that are on."""
     actor, ref = worker.config.actor.megatron, worker.config.ref.megatron
-    switches = switches_of(engine.current().wanted, enforce_eager=worker.config.rollout.enforce_eager)
+    switches = _switches(worker)
     stays = staying(
         param_offload=actor.param_offload, optimizer_offload=actor.optimizer_offload, ref_offload=ref.param_offload,
         one_memory=recipe.platform == "cpu", our_copies=switches["our_copies"], own_life=switches["own_life"],
         synced=recipe.weight_sync.enabled)  # fmt: skip
     return order_followed(recipe.line, skip_old_log_prob=recipe.train.skip_old_log_prob, **switches), stays
+
+
+def _switches(worker: Any) -> dict[str, bool]:
+    return switches_of(engine.current().wanted, enforce_eager=worker.config.rollout.enforce_eager)
 
 
 def keep_order(init_model: Callable) -> Callable:
@@ -86,7 +90,7 @@ def keep_order(init_model: Callable) -> Callable:
 def _new_conductor(worker: Any, recipe: Any) -> conduct.Conductor:
     device = None if recipe.platform == "cpu" else torch.get_device_module(recipe.platform)
     order, stays = _order_of(worker, recipe)
-    conduct.keep(conduct.Conductor(order, conduct.trim_of(device), stays))
+    conduct.keep(conduct.Conductor(order, conduct.trim_of(device, _switches(worker)["own_life"]), stays))
     return conduct.current()
 
 
