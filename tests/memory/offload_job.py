@@ -241,6 +241,47 @@ def checkpoints_in_our_order():
     return found
 
 
+def checkpoints_without_states_before():
+    """A resume in fp32: nothing is away before, load_checkpoint makes the states; who has them on the host then."""
+    from types import SimpleNamespace
+
+    from verl_patches.memory import conduct
+    from verl_patches.memory.checkpoints import at_load
+    from verl_patches.memory.measure import held_bytes, optimizer_tensors
+    from verl_patches.memory.movers import movers_of
+    from verl_patches.memory.phases import OURS
+    from verl_patches.memory.swap_optimizer import swap_optimizer
+
+    def left(case):
+        chunks, optimizer = trained(FP32)
+        conductor = conduct.Conductor(OURS, lambda: None, stays=() if case == "moved" else ("optimizer",))
+        conductor.add(movers_of(chunks, optimizer))
+        conduct.keep(conductor)
+        if case == "swapped":
+            swap_optimizer(optimizer, 2)
+        held = []
+
+        def load(self):
+            for one in optimizer.chained_optimizers:
+                for group in one.optimizer.param_groups:
+                    for parameter in group["params"]:
+                        states = {"exp_avg": torch.ones_like(parameter), "exp_avg_sq": torch.ones_like(parameter)}
+                        one.optimizer.state[parameter] = {"step": torch.tensor(3.0), **states}
+            held.append(held_bytes(optimizer_tensors(optimizer), "cpu"))
+
+        try:
+            at_load(load)(SimpleNamespace(_is_actor=True, actor_optimizer=optimizer, actor_module=chunks))
+            held.append(held_bytes(optimizer_tensors(optimizer), "cpu"))
+            conductor.begin("update")
+            if case != "swapped":
+                held.append(sum(float(t.sum()) * 4 for t in optimizer_tensors(optimizer)))
+        finally:
+            conduct.keep(None)
+        return held
+
+    return {case: left(case) for case in ("moved", "stays", "swapped")}
+
+
 def carried_out():
     """An order carried out by movers of real objects: moves of the second step, and what the table predicts."""
     from verl_patches.memory.conduct import Conductor

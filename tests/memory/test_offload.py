@@ -12,7 +12,8 @@ from verl_patches.patching.engine import Engine
 from verl_patches.patching.switches import Switches
 
 LINES = ["pypi", pytest.param("a3", marks=pytest.mark.upstream)]
-PARTS = ("models", "optimizers", "spoilt", "counted", "checkpoints", "checkpoints_in_our_order", "carried_out")
+PARTS = ("models", "optimizers", "spoilt", "counted", "checkpoints", "checkpoints_in_our_order",
+         "checkpoints_without_states_before", "carried_out")
 OURS = ("memory.load_model", "memory.offload_model", "memory.load_optimizer", "memory.offload_optimizer")
 EMPTY = dict.fromkeys(("dense param", "dense grad", "expert param", "expert grad"), 0)
 KINDS = ("fp32", "bf16", "plain fp32", "plain bf16")
@@ -107,6 +108,14 @@ def test_in_our_order_a_checkpoint_finds_the_weights_and_leaves_them_where_they_
     assert order["save moves"] == there + ["free actor_params"] * 2 + back
     assert order["load moves"] == there + ["offload actor_params"] * 2 + back
     assert order["save moves while all is there"] == []
+
+
+@pytest.mark.slow
+def test_states_that_a_checkpoint_makes_go_to_the_host_where_the_order_has_them(found):
+    states = found["checkpoints_without_states_before"]
+    full = states["stays"][0]
+    assert states["moved"] == [full, 0, full] and states["swapped"] == [full, 0]
+    assert states["stays"] == [full, full, full] and full  # negative control: optimizer_offload=false
 
 
 @pytest.mark.slow
