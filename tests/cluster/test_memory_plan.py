@@ -9,7 +9,8 @@ from verl_patches.cluster.memory_plan import memory_plan, memory_rows
 BIG, TINY = "grpo_deepseekv3_256die_random_init", "grpo_deepseekv3_tiny_cpu"
 
 
-ON = ("reshard.direct_and_wake", "memory.order_a3", "memory.offload_model")
+COPIES = tuple(f"memory.{way}_{what}" for way in ("load", "offload") for what in ("model", "optimizer"))
+ON = ("reshard.direct_and_wake", "memory.order_a3", *COPIES)
 
 
 def plan(name, *overrides, rows=ON, skip=False):
@@ -31,10 +32,10 @@ def test_the_256_die_run_fits_in_the_order_that_it_follows_and_not_in_verls():
 
 def test_what_is_switched_back_is_told_as_what_the_run_follows():
     assert plan(BIG, rows=())["followed"] == "verl 54c9b736"
-    back = plan(BIG, rows=("reshard.direct_and_wake", "memory.offload_model"))
+    back = plan(BIG, rows=("reshard.direct_and_wake", *COPIES))
     assert back["followed"] == "verl 54c9b736, with our copies" == back["orders"][2]["order"]
     assert back["orders"][2]["peak_bytes"] > back["hbm_bytes"]  # the cache comes before training weights have gone
-    gathered = plan(BIG, rows=("memory.offload_model",))["orders"][2]["phases"][0]["bytes"]
+    gathered = plan(BIG, rows=COPIES)["orders"][2]["phases"][0]["bytes"]
     assert gathered["reshard_buffers"] != back["orders"][2]["phases"][0]["bytes"]["reshard_buffers"]
     own = plan(BIG, "actor_rollout_ref.rollout.enforce_eager=true", rows=(*ON, "memory.rollout_life"))
     assert own["followed"] == "ours" and len(own["orders"]) == 2
