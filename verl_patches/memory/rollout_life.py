@@ -113,15 +113,24 @@ class RolloutLife:
 def weights_of(model: torch.nn.Module) -> Tensors:
     """Tensors of vLLM's `model` that a weight sync fills or derives anew, by name, where their memory is theirs alone.
 
-    Each parameter, and each layer's absorbed projections as `<layer>.impl.W_UV`; several may share one storage.
+    What has to stay is left out of `all_weights`: what buffers share, and private NPU formats.
+    """
+    found = all_weights(model)
+    stay = {buffer.untyped_storage()._cdata for buffer in model.buffers()}
+    stay |= {each.untyped_storage()._cdata for each in found.values() if private_format(each) is not None}
+    return {name: each for name, each in found.items() if each.untyped_storage()._cdata not in stay}
+
+
+def all_weights(model: torch.nn.Module) -> Tensors:
+    """Each parameter of vLLM's `model`, and each layer's absorbed projections as `<layer>.impl.W_UV`, by name.
+
+    Several may share one storage: projections that are views of kv_b_proj (vLLM's own, mla/common.py:1162) share its.
     """
     found = dict(model.named_parameters())
     for layer, module in model.named_modules():
         impl = vars(module).get("impl")
         found |= {f"{layer}.impl.{key}": vars(impl)[key] for key in ABSORBED if impl and key in vars(impl)}
-    stay = {buffer.untyped_storage()._cdata for buffer in model.buffers()}
-    stay |= {each.untyped_storage()._cdata for each in found.values() if private_format(each) is not None}
-    return {name: each for name, each in found.items() if each.untyped_storage()._cdata not in stay}
+    return found
 
 
 def of(llm: Any) -> RolloutLife | None:
