@@ -31,7 +31,7 @@ def memory_plan(config: DictConfig, model: ModelShape, rows: Collection[str]) ->
     stays = staying(
         param_offload=actor.param_offload, optimizer_offload=actor.optimizer_offload or recipe.train.swap_optimizer,
         ref_offload=ref.param_offload, own_life=switches["own_life"], synced=recipe.weight_sync.enabled)  # fmt: skip
-    ours = _setting(config)
+    ours = _setting(config, layouts[0].dp)
     skip = recipe.train.skip_old_log_prob
     followed = order_followed(recipe.line, skip_old_log_prob=skip, **switches)
     gathered = replace(ours, bucket_bytes=None)
@@ -47,7 +47,7 @@ def memory_plan(config: DictConfig, model: ModelShape, rows: Collection[str]) ->
     }  # fmt: skip
 
 
-def _setting(config: DictConfig) -> Setting:
+def _setting(config: DictConfig, replicas: int) -> Setting:
     recipe, rollout = config.recipe, config.actor_rollout_ref.rollout
     additional = ((rollout.engine_kwargs or {}).get("vllm") or {}).get("additional_config") or {}
     graph = additional.get("torchair_graph_config") or {}
@@ -57,7 +57,21 @@ def _setting(config: DictConfig) -> Setting:
         bucket_bytes=recipe.reshard.bucket_bytes,
         swap_pieces=recipe.train.swap_optimizer_times if recipe.train.swap_optimizer else None,
         kv_share=rollout.gpu_memory_utilization if recipe.platform == "npu" else 0.0,
+        tensor_cache_bytes=_kept_bytes(config) // replicas if recipe.tensor_cache.enabled else 0,
+        absorbed_copies=recipe.platform == "npu" or recipe.line == "a3",  # MindSpeed's view on the CPU too
     )
+
+
+def _kept_bytes(config: DictConfig) -> int:
+    """At most, of all samples of a step (training/kept_worker.py): int32 ids, fp32 log-probs of the responses.
+
+    Log-probs are of rollout, of the old policy unless that pass is left out, and of the reference if a loss needs it.
+    """
+    data, rollout = config.data, config.actor_rollout_ref.rollout
+    ref = config.actor_rollout_ref.actor.use_kl_loss or config.algorithm.use_kl_in_reward
+    columns = 1 + (not config.recipe.train.skip_old_log_prob) + bool(ref)
+    tokens = data.max_prompt_length + data.max_response_length * (1 + columns)
+    return 4 * data.train_batch_size * rollout.n * tokens
 
 
 def memory_rows(memory: dict[str, Any]) -> tuple[str, tuple[str, ...], list[tuple[str, ...]]]:
