@@ -8,6 +8,7 @@ from verl_patches.errors import ConfigError
 from verl_patches.memory.followed import (
     VERL,
     VERL_54C9B736,
+    direct_sync,
     in_sleep_mode,
     order_followed,
     staying,
@@ -109,6 +110,11 @@ def test_which_order_a_run_follows():
     with pytest.raises(ConfigError, match=r"memory\.load_model.* are on without memory\.offload_optimizer: "):
         name(copies - {"memory.offload_optimizer"})
     assert order_followed("pypi", skip_old_log_prob=True, own_life=True).name == "ours without old_log_prob"
+
+
+def test_who_proves_that_every_rollout_weight_is_written():
+    assert direct_sync({"reshard.direct"}) and direct_sync({"reshard.direct_and_wake"})
+    assert not direct_sync({"update.sync_switch", "memory.order"})
 
 
 def test_a_way_of_moving_changes_who_copies_but_not_who_is_there():

@@ -12,7 +12,7 @@ from verl_patches.cluster.recipe import VLLM_DTYPES
 from verl_patches.layout.inventory import ModelShape, build_inventory
 from verl_patches.layout.of_config import rollout_layout_of, train_layout_of
 from verl_patches.memory.expected import A3_DIE_BYTES, Setting, in_dtype, peaks
-from verl_patches.memory.followed import VERL, order_followed, staying, switches_of
+from verl_patches.memory.followed import VERL, direct_sync, order_followed, staying, switches_of
 from verl_patches.memory.phases import OURS
 
 
@@ -28,9 +28,11 @@ def memory_plan(config: DictConfig, model: ModelShape, rows: Collection[str]) ->
     inventory = in_dtype(build_inventory(model), VLLM_DTYPES[recipe.dtype])
     layouts = train_layout_of(config), rollout_layout_of(config)
     switches = switches_of(rows, enforce_eager=config.actor_rollout_ref.rollout.enforce_eager)
+    direct = direct_sync(rows)
     stays = staying(
         param_offload=actor.param_offload, optimizer_offload=actor.optimizer_offload or recipe.train.swap_optimizer,
-        ref_offload=ref.param_offload, own_life=switches["own_life"], synced=recipe.weight_sync.enabled)  # fmt: skip
+        ref_offload=ref.param_offload, own_life=switches["own_life"],
+        synced=recipe.weight_sync.enabled and direct)  # fmt: skip
     ours = _setting(config, layouts[0].dp)
     skip = recipe.train.skip_old_log_prob
     followed = order_followed(recipe.line, skip_old_log_prob=skip, **switches)
@@ -38,7 +40,6 @@ def memory_plan(config: DictConfig, model: ModelShape, rows: Collection[str]) ->
     compared = [(order.without("old_log_prob") if skip else order, setting)
                 for order, setting in ((OURS, ours), (VERL[recipe.line], gathered))]
     if followed.name not in (order.name for order, _ in compared):
-        direct = any(row.startswith("reshard.direct") for row in rows)
         compared.append((followed, ours if direct else gathered))
     return {
         "modelled": True, "hbm_bytes": A3_DIE_BYTES if recipe.platform == "npu" else None, "followed": followed.name,

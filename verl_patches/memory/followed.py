@@ -107,6 +107,11 @@ def switches_of(rows: Collection[str], *, enforce_eager: bool) -> dict[str, bool
             "own_life": "memory.rollout_life" in rows and enforce_eager}  # fmt: skip
 
 
+def direct_sync(rows: Collection[str]) -> bool:
+    """Whether the resharder writes rollout weights, which proves that it writes every one; verl's own path does not."""
+    return any(row.startswith("reshard.direct") for row in rows)
+
+
 def order_followed(
     line: str, *, skip_old_log_prob: bool, our_order: bool = True, our_copies: bool = True, own_life: bool = False
 ) -> Order:
@@ -132,7 +137,8 @@ def staying(
     verl frees gradients with the parameters, its grad_offload is read nowhere. `one_memory`: host and device are the
     same (a CPU), where verl's moves from device to device move nothing; buffers that it resizes go there too, and with
     `our_copies` (rows memory.load_*, memory.offload_*) everything does. There vLLM's sleep leaves the rollout weights;
-    with `own_life` they go everywhere, unless no weight sync brings new ones (recipe.weight_sync.enabled).
+    with `own_life` they go everywhere, but where not `synced`: no weight sync brings new ones
+    (recipe.weight_sync.enabled), or none that provably writes all (`direct_sync`).
     """
     stays = set() if param_offload else {"actor_params", "grads"}
     unmoved = one_memory and not our_copies

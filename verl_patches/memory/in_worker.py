@@ -15,7 +15,7 @@ from verl.single_controller.base.decorator import Dispatch, register
 
 from verl_patches.memory import conduct, measure, rollout_life
 from verl_patches.memory import ledger as ledgers
-from verl_patches.memory.followed import order_followed, staying, switches_of
+from verl_patches.memory.followed import direct_sync, order_followed, staying, switches_of
 from verl_patches.memory.ledger import Ledger, memory_of_process
 from verl_patches.memory.movers import movers_of, movers_of_reference
 from verl_patches.memory.phases import Order
@@ -54,11 +54,11 @@ def _new_ledger(worker: Any, recipe: Any) -> Ledger:
 def _order_of(worker: Any, recipe: Any) -> tuple[Order, frozenset[str]]:
     """(the order that this run follows, who never moves), by its configuration and the rows that are on."""
     actor, ref = worker.config.actor.megatron, worker.config.ref.megatron
-    switches = _switches(worker)
+    switches, rows = _switches(worker), engine.current().wanted
     stays = staying(
         param_offload=actor.param_offload, optimizer_offload=actor.optimizer_offload, ref_offload=ref.param_offload,
         one_memory=recipe.platform == "cpu", our_copies=switches["our_copies"], own_life=switches["own_life"],
-        synced=recipe.weight_sync.enabled)  # fmt: skip
+        synced=recipe.weight_sync.enabled and direct_sync(rows))  # fmt: skip
     return order_followed(recipe.line, skip_old_log_prob=recipe.train.skip_old_log_prob, **switches), stays
 
 
