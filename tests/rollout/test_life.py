@@ -20,7 +20,7 @@ def test_fifty_cycles_leave_nothing_behind_and_give_the_same_tokens(found):
     assert len(found["blocks"]) == 1
     now, copies = found["leak"]  # negative control: somebody holds a copy of the weights
     assert now == found["bytes"][0] + copies and copies
-    warm, *later = found["rss"]  # memory below no tensor: measured 4 KB in 40 cycles; weights lost in each were 40 copies
+    warm, *later = found["rss"]  # below no tensor: 4 KB in 40 cycles; weights lost in each were 40 copies
     assert len(later) == 4 and max(later) - warm < 10 * copies
 
 
