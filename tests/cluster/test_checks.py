@@ -76,6 +76,7 @@ def test_buckets_of_the_weight_sync_are_checked_before_anything_starts(overrides
     (LARGE, (), "ok", "graphs keep the addresses .*enforce_eager=true would drop them"),
     (LARGE, (f"{ROLLOUT}.enforce_eager=true",), "ok", "nothing is copied"),
     (TINY, (f"{ROLLOUT}.enforce_eager=false",), "failed", "graphs .* on a CPU; expected .*enforce_eager=true"),
+    (TINY, ("recipe.patches=[-reshard.*]",), "ok", "weights stay, as row reshard.direct is off"),
     (TINY, ("recipe.patches=[-memory.*]",), "failed", "memory.rollout_life is off.* on a CPU"),
 ])
 def test_whose_sleep_the_rollout_has_is_said_and_refused_where_there_is_none(name, overrides, state, said):

@@ -9,7 +9,8 @@ from verl_patches.cluster.memory_plan import memory_plan, memory_rows
 BIG, TINY = "grpo_deepseekv3_256die_random_init", "grpo_deepseekv3_tiny_cpu"
 
 
-ON = ("reshard.direct_and_wake", "memory.order_a3", "memory.offload_model")
+COPIES = tuple(f"memory.{way}_{what}" for way in ("load", "offload") for what in ("model", "optimizer"))
+ON = ("reshard.direct_and_wake", "memory.order_a3", *COPIES)
 
 
 def plan(name, *overrides, rows=ON, skip=False):
@@ -31,10 +32,10 @@ def test_the_256_die_run_fits_in_the_order_that_it_follows_and_not_in_verls():
 
 def test_what_is_switched_back_is_told_as_what_the_run_follows():
     assert plan(BIG, rows=())["followed"] == "verl 54c9b736"
-    back = plan(BIG, rows=("reshard.direct_and_wake", "memory.offload_model"))
+    back = plan(BIG, rows=("reshard.direct_and_wake", *COPIES))
     assert back["followed"] == "verl 54c9b736, with our copies" == back["orders"][2]["order"]
     assert back["orders"][2]["peak_bytes"] > back["hbm_bytes"]  # the cache comes before training weights have gone
-    gathered = plan(BIG, rows=("memory.offload_model",))["orders"][2]["phases"][0]["bytes"]
+    gathered = plan(BIG, rows=COPIES)["orders"][2]["phases"][0]["bytes"]
     assert gathered["reshard_buffers"] != back["orders"][2]["phases"][0]["bytes"]["reshard_buffers"]
     own = plan(BIG, "actor_rollout_ref.rollout.enforce_eager=true", rows=(*ON, "memory.rollout_life"))
     assert own["followed"] == "ours" and len(own["orders"]) == 2
@@ -52,12 +53,24 @@ def test_what_the_configuration_leaves_on_the_device_is_there_in_every_phase():
     ("actor_rollout_ref.rollout.gpu_memory_utilization=0.7", "kv_cache"),
     ("recipe.reshard.bucket_bytes=268435456", "reshard_buffers"),
     ("recipe.train.swap_optimizer=false", "optimizer"),
+    ("recipe.tensor_cache.enabled=true", "tensor_cache"),
 ])
 def test_keys_of_the_configuration_reach_the_bytes(override, tenant):
     def bytes_of(found):
         return [p["bytes"].get(tenant) for p in found["orders"][0]["phases"]]
 
     assert bytes_of(plan(BIG, override)) != bytes_of(plan(BIG))
+
+
+def test_what_stages_keep_for_each_other_at_most():
+    """512 prompts of 16 samples over 8 replicas: ids of 1024 + 3072, log-probs of 3072 twice, or three times."""
+    def kept(*overrides, skip=True):
+        found = plan(BIG, "recipe.tensor_cache.enabled=true", *overrides, skip=skip)["orders"][0]["phases"]
+        return next(p["bytes"]["tensor_cache"] for p in found if p["phase"] == "ref")
+
+    assert kept() == 512 * 16 // 8 * 4 * (1024 + 3072 * 3)
+    assert kept(skip=False) == 512 * 16 // 8 * 4 * (1024 + 3072 * 4)
+    assert kept("data.max_response_length=1024", "actor_rollout_ref.actor.use_kl_loss=false") == 1024 * 4 * 1024 * 3
 
 
 def test_a_pass_that_is_left_out_is_no_phase():

@@ -241,6 +241,95 @@ def checkpoints_in_our_order():
     return found
 
 
+def checkpoints_without_states_before():
+    """A resume in fp32: nothing is away before, load_checkpoint makes the states; who has them on the host then."""
+    from types import SimpleNamespace
+
+    from verl_patches.memory import conduct
+    from verl_patches.memory.checkpoints import at_load
+    from verl_patches.memory.measure import held_bytes, optimizer_tensors
+    from verl_patches.memory.movers import movers_of
+    from verl_patches.memory.phases import OURS
+    from verl_patches.memory.swap_optimizer import swap_optimizer
+
+    def left(case):
+        chunks, optimizer = trained(FP32)
+        conductor = conduct.Conductor(OURS, lambda: None, stays=() if case == "moved" else ("optimizer",))
+        conductor.add(movers_of(chunks, optimizer))
+        conduct.keep(conductor)
+        if case == "swapped":
+            swap_optimizer(optimizer, 2)
+        held = []
+
+        def load(self):
+            for one in optimizer.chained_optimizers:
+                for group in one.optimizer.param_groups:
+                    for parameter in group["params"]:
+                        states = {"exp_avg": torch.ones_like(parameter), "exp_avg_sq": torch.ones_like(parameter)}
+                        one.optimizer.state[parameter] = {"step": torch.tensor(3.0), **states}
+            held.append(held_bytes(optimizer_tensors(optimizer), "cpu"))
+
+        try:
+            at_load(load)(SimpleNamespace(_is_actor=True, actor_optimizer=optimizer, actor_module=chunks))
+            held.append(held_bytes(optimizer_tensors(optimizer), "cpu"))
+            conductor.begin("update")
+            if case != "swapped":
+                held.append(sum(float(t.sum()) * 4 for t in optimizer_tensors(optimizer)))
+        finally:
+            conduct.keep(None)
+        return held
+
+    return {case: left(case) for case in ("moved", "stays", "swapped")}
+
+
+def watched():
+    """What in_worker registers of a worker, with a swapped optimizer and without: every tenant of a worker's table."""
+    from types import SimpleNamespace
+
+    from verl_patches.memory import in_worker, ledger
+    from verl_patches.memory.phases import OURS
+    from verl_patches.memory.swap_optimizer import swap_optimizer
+
+    def watch(swap):
+        chunks, optimizer = trained(BF16)
+        if swap:
+            swap_optimizer(optimizer, 4)
+        attention, engine = torch.nn.Linear(4, 6, bias=False), SimpleNamespace()
+        attention.impl = SimpleNamespace(W_UV=attention.weight.data.clone(), W_UK_T=attention.weight.data.t())
+        runner = SimpleNamespace(model=attention, kv_caches=[torch.zeros(2)])
+        engine.llm_engine = SimpleNamespace(model_executor=SimpleNamespace(
+            driver_worker=SimpleNamespace(worker=SimpleNamespace(model_runner=runner))))
+        sync = SimpleNamespace(executor=SimpleNamespace(held_bytes=0))
+        worker = SimpleNamespace(
+            _is_actor=True, _is_rollout=True, _is_ref=True, actor_module=chunks, actor_optimizer=optimizer,
+            rollout=SimpleNamespace(inference_engine=engine), sharding_manager=SimpleNamespace(resharder=sync),
+            ref_module=[torch.nn.Linear(2, 3)])
+        recipe = SimpleNamespace(platform="cpu", train=SimpleNamespace(swap_optimizer=swap),
+                                 reshard=SimpleNamespace(bucket_bytes=8))
+        stays = {"actor_params", "grads", "optimizer", "rollout_weights", "kv_cache", "ref_params"}
+        kept = ledger.Ledger(OURS, stays, "strict")
+        ledger.keep(kept)
+        in_worker._watch(worker, recipe, kept)
+        kept.enter("reshard")
+        kept.enter("update")
+        step(chunks, optimizer, 0)
+        before, record = kept._records[-1]["bytes"], kept.take()["records"][-1]
+        found = {"tenants": sorted(before), "absorbed": before["rollout_weights"],
+                 "in the update": record["peak_bytes"] - record["total_bytes"], "leaks": []}
+        kept.enter("reshard")
+        sync.executor.held_bytes = 5
+        found["leaks"].append(refused(lambda: kept.enter("wake_kv")))
+        sync.executor.held_bytes = 0
+        optimizer.chained_optimizers[0].recipe_places.load() if swap else None
+        found["leaks"].append(refused(lambda: kept.enter("wake_kv")))
+        return found
+
+    try:
+        return {name: watch(name == "swapped") for name in ("whole", "swapped")}
+    finally:
+        ledger.keep(None)
+
+
 def carried_out():
     """An order carried out by movers of real objects: moves of the second step, and what the table predicts."""
     from verl_patches.memory.conduct import Conductor

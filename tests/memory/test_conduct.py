@@ -191,11 +191,48 @@ def test_unknown_names_are_refused(made):
         made()[0].begin("x")
 
 
-def test_the_light_form_of_empty_cache_is_taken_where_there_is_one():
-    full, light = object(), object()
-    assert trim_of(SimpleNamespace(empty_cache=full)) is full
-    assert trim_of(SimpleNamespace(empty_cache=full, empty_virt_addr_cache=light)) is light
-    assert trim_of(None)() is None and trim_of(torch.cuda) is torch.cuda.empty_cache
+@pytest.mark.parametrize(("settings", "own_life", "taken"), [
+    ("expandable_segments:True", True, "light"),
+    ("max_split_size_mb:128, expandable_segments:true", True, "light"),
+    ("expandable_segments:True", False, "full"),  # vLLM's sleep mode takes memory past the pool
+    ("expandable_segments:False", True, "full"),  # the light form raises there
+    (None, True, "full"),
+])
+def test_the_light_form_of_empty_cache_is_taken_only_where_it_works_and_suffices(
+        settings, own_life, taken, monkeypatch):
+    monkeypatch.delenv("PYTORCH_NPU_ALLOC_CONF", raising=False)
+    if settings:
+        monkeypatch.setenv("PYTORCH_NPU_ALLOC_CONF", settings)
+    assert trim_of(SimpleNamespace(empty_cache="full", empty_virt_addr_cache="light"), own_life) == taken
+    assert trim_of(SimpleNamespace(empty_cache="full"), own_life) == "full"
+    assert trim_of(None, own_life)() is None and trim_of(torch.cuda, own_life) is torch.cuda.empty_cache
+
+
+def test_what_fails_does_not_keep_the_rest_from_going(made):
+    def fail():
+        raise MemoryError("no host memory")
+
+    conductor, log, movers = made(("actor_params", "grads", "optimizer"))
+    conductor.begin("update")
+    movers["optimizer"].offload = fail
+    log.clear()
+    with pytest.raises(MemoryError, match="no host memory"):
+        conductor.end()
+    assert log == ["free grads"]
+    conductor, log, movers = made(("actor_params", "grads", "optimizer"))
+    movers["actor_params"].load = fail
+    with pytest.raises(MemoryError, match="no host memory"):
+        conductor.begin("update")
+    assert log == []  # nothing more comes after an error
+
+
+def test_whom_the_order_has_on_the_device_now(made):
+    conductor, _, _ = made()
+    assert not conductor.has("optimizer")
+    conductor.begin("update")
+    assert conductor.has("optimizer") and conductor.has("actor_params")
+    conductor.end()
+    assert not conductor.has("optimizer") and conductor.has("actor_params")
 
 
 def test_what_stands_for_torch_travels_as_verls_functions_do(monkeypatch):
@@ -210,3 +247,5 @@ def test_what_stands_for_torch_travels_as_verls_functions_do(monkeypatch):
     assert calls == ["trim"]
     with pytest.raises(AttributeError, match="no_such_name"):
         found.no_such_name  # noqa: B018
+    with pytest.raises(AttributeError, match="no_such_name"):  # as a copy asks before it has filled the object
+        type(found).__new__(type(found)).no_such_name  # noqa: B018

@@ -46,6 +46,15 @@ def test_rollout_weights_and_the_caches_share():
     assert tenant_bytes(BIG, TRAIN, ONE, 0, Setting())["kv_cache"] == 0
 
 
+def test_absorbed_projections_that_the_engine_copies():
+    """As large as kv_b_proj, 61 layers of 128 heads of 128 + 128 by 512 in bf16, half a die's at TP 2."""
+    views, copies = (tenant_bytes(BIG, TRAIN, ONE, 0, Setting(kv_share=0.8, absorbed_copies=more))
+                     for more in (False, True))
+    assert copies["rollout_weights"] - views["rollout_weights"] == 61 * 128 * 256 * 512 * 2 // 2
+    assert copies["rollout_weights"] + copies["kv_cache"] == int(0.8 * HBM)
+    assert copies["reshard_buffers"] == views["reshard_buffers"]  # derived here, never sent
+
+
 def test_peaks_of_the_256_die_run_in_our_order():
     found = peaks(OURS, BIG, TRAIN, ONE, SWAPPED)
     phases = {p["phase"]: gb(p["peak_bytes"]) for p in found["phases"]}

@@ -205,6 +205,19 @@ def test_an_optimizers_bytes_before_and_after_its_first_step():
     assert held_bytes(optimizer_tensors(chained), "cpu") == optimizer_full_bytes(chained) == 6 * 12 + 5 * 8
 
 
+def test_on_a_device_what_the_driver_has_given_is_measured_too(monkeypatch):
+    """torch's counters do not fall when vLLM's sleep mode unmaps memory past the pool."""
+    free = [60, 90]
+    counters = {"memory_allocated": 30, "max_memory_allocated": 35, "memory_reserved": 40}
+    for name, value in counters.items():
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free.pop(0), 100))
+    measure = memory_of_process("cuda")
+    assert measure() == {"allocated": 30, "peak": 35, "reserved": 40, "used": 40} and measure()["used"] == 10
+    assert set(memory_of_process("cpu")()) == {"rss"}
+
+
 def test_without_a_ledger_phases_cost_nothing_and_the_module_needs_no_torch():
     assert ledgers.current() is None
     ledgers.enter("no such phase")

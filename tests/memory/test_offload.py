@@ -8,11 +8,13 @@ from verl_patches.errors import ConfigError
 from verl_patches.memory import parking
 from verl_patches.memory.moves import Moved, move, offload_of_step, take
 from verl_patches.memory.parking import Parked, come, leave
+from verl_patches.memory.phases import TENANTS
 from verl_patches.patching.engine import Engine
 from verl_patches.patching.switches import Switches
 
 LINES = ["pypi", pytest.param("a3", marks=pytest.mark.upstream)]
-PARTS = ("models", "optimizers", "spoilt", "counted", "checkpoints", "checkpoints_in_our_order", "carried_out")
+PARTS = ("models", "optimizers", "spoilt", "counted", "checkpoints", "checkpoints_in_our_order",
+         "checkpoints_without_states_before", "watched", "carried_out")
 OURS = ("memory.load_model", "memory.offload_model", "memory.load_optimizer", "memory.offload_optimizer")
 EMPTY = dict.fromkeys(("dense param", "dense grad", "expert param", "expert grad"), 0)
 KINDS = ("fp32", "bf16", "plain fp32", "plain bf16")
@@ -107,6 +109,24 @@ def test_in_our_order_a_checkpoint_finds_the_weights_and_leaves_them_where_they_
     assert order["save moves"] == there + ["free actor_params"] * 2 + back
     assert order["load moves"] == there + ["offload actor_params"] * 2 + back
     assert order["save moves while all is there"] == []
+
+
+@pytest.mark.slow
+def test_states_that_a_checkpoint_makes_go_to_the_host_where_the_order_has_them(found):
+    states = found["checkpoints_without_states_before"]
+    full = states["stays"][0]
+    assert states["moved"] == [full, 0, full] and states["swapped"] == [full, 0]
+    assert states["stays"] == [full, full, full] and full  # negative control: optimizer_offload=false
+
+
+@pytest.mark.slow
+def test_every_tenant_of_a_worker_is_watched_and_what_a_sync_or_a_swapped_step_leaves_is_seen(found):
+    whole, swapped = found["watched"]["whole"], found["watched"]["swapped"]
+    assert set(whole["tenants"]) == set(swapped["tenants"]) == set(TENANTS) - {"tensor_cache"}  # kept_worker.py's
+    assert whole["absorbed"] == 2 * 4 * 6 * 4  # W_UK_T is a view of the weight, W_UV a copy
+    assert "reshard_buffers" in whole["leaks"][0] and "holds 5 bytes, expected 0" in whole["leaks"][0]
+    assert "swap_window" in swapped["leaks"][1] and whole["leaks"][1] == ""
+    assert 0 < swapped["in the update"] < whole["in the update"]
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ from verl_patches.errors import ConfigError
 from verl_patches.memory.followed import (
     VERL,
     VERL_54C9B736,
+    direct_sync,
     in_sleep_mode,
     order_followed,
     staying,
@@ -101,11 +102,19 @@ def test_which_order_a_run_follows():
     def name(rows, line="a3", enforce_eager=True):
         return order_followed(line, skip_old_log_prob=False, **switches_of(rows, enforce_eager=enforce_eager)).name
 
-    every = {"memory.order_a3", "memory.offload_model", "memory.rollout_life"}
+    copies = {f"memory.{way}_{what}" for way in ("load", "offload") for what in ("model", "optimizer")}
+    every = {"memory.order_a3", "memory.rollout_life", *copies}
     assert name(every) == "ours" and name(every, enforce_eager=False) == "ours, with vLLM's sleep mode"
     assert name(every - {"memory.order_a3"}) == "verl 54c9b736, with our copies, rollout weights not copied"
-    assert name({"memory.offload_model"}, "pypi") == "verl 0.4.0, with our copies" and name((), "pypi") == "verl 0.4.0"
+    assert name(copies, "pypi") == "verl 0.4.0, with our copies" and name((), "pypi") == "verl 0.4.0"
+    with pytest.raises(ConfigError, match=r"memory\.load_model.* are on without memory\.offload_optimizer: "):
+        name(copies - {"memory.offload_optimizer"})
     assert order_followed("pypi", skip_old_log_prob=True, own_life=True).name == "ours without old_log_prob"
+
+
+def test_who_proves_that_every_rollout_weight_is_written():
+    assert direct_sync({"reshard.direct"}) and direct_sync({"reshard.direct_and_wake"})
+    assert not direct_sync({"update.sync_switch", "memory.order"})
 
 
 def test_a_way_of_moving_changes_who_copies_but_not_who_is_there():

@@ -7,6 +7,7 @@ import torch
 
 from verl_patches.memory import rollout_life
 from verl_patches.memory.rollout_life import RolloutLife, weights_of
+from verl_patches.patching import engine as patches
 from verl_patches.patching.engine import PatchError
 
 
@@ -40,7 +41,9 @@ def engine():
     worker = SimpleNamespace(model_runner=SimpleNamespace(model=model, kv_caches=caches))
     config = SimpleNamespace(cache_config=SimpleNamespace(num_gpu_blocks=5))
     executor = SimpleNamespace(driver_worker=SimpleNamespace(worker=worker))
-    return SimpleNamespace(llm_engine=SimpleNamespace(model_executor=executor, vllm_config=config)), model, caches
+    core = SimpleNamespace(model_executor=executor, vllm_config=config, get_num_unfinished_requests=lambda: 0,
+                           reset_prefix_cache=lambda: None)
+    return SimpleNamespace(llm_engine=core), model, caches
 
 
 def bytes_of(*tensors):
@@ -85,6 +88,22 @@ def test_weights_stay_until_a_sync_has_filled_them_and_where_none_comes_again():
         each.check_ready()
 
 
+def test_a_cache_in_use_does_not_go_and_what_goes_is_forgotten():
+    llm, _, caches = engine()
+    life, core, resets = RolloutLife(llm), llm.llm_engine, []
+    core.get_num_unfinished_requests = lambda: 2
+    with pytest.raises(PatchError, match="sleep with 2 unfinished requests"):
+        life.sleep()
+    core.get_num_unfinished_requests, core.reset_prefix_cache = lambda: 0, lambda: False
+    with pytest.raises(PatchError, match="cannot reset its prefix cache"):
+        life.sleep()
+    assert bytes_of(caches[0]) == 40
+    core.reset_prefix_cache = lambda: resets.append(1)
+    life.sleep()
+    life.sleep()
+    assert resets == [1] and bytes_of(caches[0]) == 0
+
+
 def test_another_storage_or_another_cache_is_refused_by_name():
     llm, model, _ = engine()
     life = RolloutLife(llm)
@@ -107,6 +126,22 @@ def test_another_storage_or_another_cache_is_refused_by_name():
     caches.clear()
     with pytest.raises(PatchError, match="KV cache .* found none"):
         RolloutLife(llm).sleep()
+
+
+@pytest.mark.parametrize(("rows", "load_format", "stay"), [
+    (("reshard.direct",), "dummy", False), (("update.sync_switch",), "dummy", True),
+    (("reshard.direct",), "auto", True),
+])
+def test_weights_that_no_sync_will_vouch_for_are_never_given_up(rows, load_format, stay, monkeypatch):
+    """verl's own path, rows reshard.direct* off: nothing proves that it writes every weight."""
+    llm, model, _ = engine()
+    llm.llm_engine.add_request = None
+    monkeypatch.setattr(patches, "current", lambda: SimpleNamespace(wanted=rows))
+    monkeypatch.setattr(rollout_life, "_guarded", lambda life, add_request: None)
+    rollout_life.without_sleep_mode(lambda self, **kwargs: None)(
+        llm, enable_sleep_mode=True, enforce_eager=True, load_format=load_format)
+    llm.llm_engine.sleep()
+    assert (bytes_of(*model.parameters()) > 28) == stay  # 28: what shares a buffer's memory
 
 
 @pytest.mark.parametrize(("asked", "passed"), [

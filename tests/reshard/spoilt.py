@@ -146,7 +146,7 @@ def while_running(case: Case, spoil: str) -> list[str]:
     first = message(executor.run)
     broken[0] = False
     storage.resize_(size)
-    return [first, message(executor.run), str(executor._now)]
+    return [first, message(executor.run), str(executor._now + executor.held_bytes)]
 
 
 def with_wrong_bytes(case: Case, spoil: str) -> str:
@@ -233,8 +233,8 @@ def with_a_bit_flipped(case: Case) -> list[str]:
     return differences(case, rank, gathered(case, sources), live)
 
 
-def peak_while_running(case: Case) -> tuple[int, int, int]:
-    """(peak bytes that torch's allocator saw during a sync, the report's, buffers left afterwards)."""
+def peak_while_running(case: Case) -> tuple[int, int, int, int]:
+    """(peak bytes that torch's allocator saw during a sync, the report's, held afterwards, held with wires open)."""
     from torch.profiler import ProfilerActivity, profile
 
     rank = dist.get_rank()
@@ -249,5 +249,6 @@ def peak_while_running(case: Case) -> tuple[int, int, int]:
         if event.name() == "[memory]":
             now += event.nbytes()
             peak = max(peak, now)
-    left = sum(lent.tensor.untyped_storage().nbytes() for lent in executor._wire)
-    return peak, report.peak_extra_bytes, left
+    left = executor.held_bytes
+    executor._open_all()
+    return peak, report.peak_extra_bytes, left, executor.held_bytes

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 
 import engine_rank
+import psutil
 import torch
 
 from verl_patches.memory import measure, rollout_life
@@ -19,6 +20,11 @@ def live_bytes() -> int:
     gc.collect()
     tensors = [each for each in gc.get_objects() if isinstance(each, torch.Tensor)]
     return sum({each.untyped_storage()._cdata: each.untyped_storage().nbytes() for each in tensors}.values())
+
+
+def rss() -> int:
+    """Bytes of this process that are resident: memory that no tensor shows is in it too."""
+    return psutil.Process().memory_info().rss
 
 
 def sampled(llm) -> list[list[int]]:
@@ -55,6 +61,8 @@ def cycle(llm, weights: dict[str, torch.Tensor], sync: bool = True, derive: bool
 
 def cycles(spec: dict) -> dict:
     """Fifty steps of a real engine whose absorbed projections are copies, as vllm-ascend's; then what is refused."""
+    from vllm import SamplingParams
+
     llm = engine_rank.verl_rollout(spec["model"], **spec["rollout"]).inference_engine  # asleep
     model, config = engine_rank.model_of(llm), llm.llm_engine.vllm_config
     found = {"sleep_mode": config.model_config.enable_sleep_mode, "while_asleep": refused(lambda: sampled(llm))}
@@ -68,6 +76,7 @@ def cycles(spec: dict) -> dict:
     other = {**weights, name: weights[name].flip(1).contiguous()}
     found["tokens"] = [sampled(llm)]  # weights that vLLM has loaded survive the sleep after which it is woken first
     cycle(llm, weights)
+    found["rss"] = []
     found["bytes"], found["blocks"] = [live_bytes()], {config.cache_config.num_gpu_blocks}
     for number in range(CYCLES):
         cycle(llm, weights)
@@ -75,6 +84,10 @@ def cycles(spec: dict) -> dict:
         if number % EVERY == EVERY - 1:
             found["tokens"].append(sampled(llm))
             found["bytes"].append(live_bytes())
+            found["rss"].append(rss())
+    llm.llm_engine.add_request("left", {"prompt_token_ids": [3, 4, 5]}, SamplingParams(max_tokens=4))
+    found["unfinished"] = refused(llm.sleep)
+    llm.llm_engine.abort_request(["left"])
     caches = list(measure.tensors_in(measure.kv_caches(llm)))
     llm.sleep(level=1)
     found["asleep"] = [live_bytes(), sum(t.untyped_storage().nbytes() for t in (*model.parameters(), *caches))]

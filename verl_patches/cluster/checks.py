@@ -147,7 +147,10 @@ def _rollout_life_checks(config: DictConfig) -> list[Check]:
     elif not config.actor_rollout_ref.rollout.enforce_eager:
         said, key = "graphs keep the addresses that they captured", "actor_rollout_ref.rollout.enforce_eager=true"
     else:
-        return [Check("rollout memory", True, "given back between rollouts, nothing is copied")]
+        direct = "reshard.direct_and_wake" if config.recipe.line == "a3" else "reshard.direct"
+        weights = f"; weights stay, as row {direct} is off and nothing proves that verl's own sync writes all of them"
+        return [Check("rollout memory", True, "given back between rollouts, nothing is copied"
+                      + weights * _switched_off(config, direct))]
     if config.recipe.platform == "cpu":
         return [Check("rollout memory", False, f"{said}: that is for vLLM's sleep mode, which it has not on a CPU; "
                       f"expected {key}")]

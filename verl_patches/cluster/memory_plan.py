@@ -12,7 +12,7 @@ from verl_patches.cluster.recipe import VLLM_DTYPES
 from verl_patches.layout.inventory import ModelShape, build_inventory
 from verl_patches.layout.of_config import rollout_layout_of, train_layout_of
 from verl_patches.memory.expected import A3_DIE_BYTES, Setting, in_dtype, peaks
-from verl_patches.memory.followed import VERL, order_followed, staying, switches_of
+from verl_patches.memory.followed import VERL, direct_sync, order_followed, staying, switches_of
 from verl_patches.memory.phases import OURS
 
 
@@ -28,17 +28,18 @@ def memory_plan(config: DictConfig, model: ModelShape, rows: Collection[str]) ->
     inventory = in_dtype(build_inventory(model), VLLM_DTYPES[recipe.dtype])
     layouts = train_layout_of(config), rollout_layout_of(config)
     switches = switches_of(rows, enforce_eager=config.actor_rollout_ref.rollout.enforce_eager)
+    direct = direct_sync(rows)
     stays = staying(
         param_offload=actor.param_offload, optimizer_offload=actor.optimizer_offload or recipe.train.swap_optimizer,
-        ref_offload=ref.param_offload, own_life=switches["own_life"], synced=recipe.weight_sync.enabled)  # fmt: skip
-    ours = _setting(config)
+        ref_offload=ref.param_offload, own_life=switches["own_life"],
+        synced=recipe.weight_sync.enabled and direct)  # fmt: skip
+    ours = _setting(config, layouts[0].dp)
     skip = recipe.train.skip_old_log_prob
     followed = order_followed(recipe.line, skip_old_log_prob=skip, **switches)
     gathered = replace(ours, bucket_bytes=None)
     compared = [(order.without("old_log_prob") if skip else order, setting)
                 for order, setting in ((OURS, ours), (VERL[recipe.line], gathered))]
     if followed.name not in (order.name for order, _ in compared):
-        direct = any(row.startswith("reshard.direct") for row in rows)
         compared.append((followed, ours if direct else gathered))
     return {
         "modelled": True, "hbm_bytes": A3_DIE_BYTES if recipe.platform == "npu" else None, "followed": followed.name,
@@ -47,7 +48,7 @@ def memory_plan(config: DictConfig, model: ModelShape, rows: Collection[str]) ->
     }  # fmt: skip
 
 
-def _setting(config: DictConfig) -> Setting:
+def _setting(config: DictConfig, replicas: int) -> Setting:
     recipe, rollout = config.recipe, config.actor_rollout_ref.rollout
     additional = ((rollout.engine_kwargs or {}).get("vllm") or {}).get("additional_config") or {}
     graph = additional.get("torchair_graph_config") or {}
@@ -57,7 +58,21 @@ def _setting(config: DictConfig) -> Setting:
         bucket_bytes=recipe.reshard.bucket_bytes,
         swap_pieces=recipe.train.swap_optimizer_times if recipe.train.swap_optimizer else None,
         kv_share=rollout.gpu_memory_utilization if recipe.platform == "npu" else 0.0,
+        tensor_cache_bytes=_kept_bytes(config) // replicas if recipe.tensor_cache.enabled else 0,
+        absorbed_copies=recipe.platform == "npu" or recipe.line == "a3",  # MindSpeed's view on the CPU too
     )
+
+
+def _kept_bytes(config: DictConfig) -> int:
+    """At most, of all samples of a step (training/kept_worker.py): int32 ids, fp32 log-probs of the responses.
+
+    Log-probs are of rollout, of the old policy unless that pass is left out, and of the reference if a loss needs it.
+    """
+    data, rollout = config.data, config.actor_rollout_ref.rollout
+    ref = config.actor_rollout_ref.actor.use_kl_loss or config.algorithm.use_kl_in_reward
+    columns = 1 + (not config.recipe.train.skip_old_log_prob) + bool(ref)
+    tokens = data.max_prompt_length + data.max_response_length * (1 + columns)
+    return 4 * data.train_batch_size * rollout.n * tokens
 
 
 def memory_rows(memory: dict[str, Any]) -> tuple[str, tuple[str, ...], list[tuple[str, ...]]]:

@@ -41,5 +41,14 @@ def _all_there(original: Callable, writes: bool) -> Callable:
                 each.written = each.written or writes
             for mover in away:
                 mover.offload()
+            if writes and _is_to_be_away(self.actor_optimizer):
+                Optimizer(self.actor_optimizer).offload()  # states that there were none of before
 
     return call
+
+
+def _is_to_be_away(optimizer: Any) -> bool:
+    """Whether its states belong on the host now; without a conductor verl's own call takes them there."""
+    if any(places_of_optimizer(one).swapped for one in single_optimizers(optimizer)):
+        return True
+    return conduct.moved_here(optimizer) and not conduct.current().has("optimizer")

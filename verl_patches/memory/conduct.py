@@ -6,6 +6,7 @@ moves (offload.py). Without one (rows memory.order* off) `begin` and `end` only 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Protocol
 
@@ -13,7 +14,7 @@ from verl_patches.errors import ConfigError
 from verl_patches.memory import ledger as ledgers
 from verl_patches.memory import moves
 from verl_patches.memory.phase_clock import timed
-from verl_patches.memory.phases import TENANTS, Move, Order
+from verl_patches.memory.phases import COMES, TENANTS, Move, Order
 
 _BY_VLLM = ("rollout_weights", "kv_cache")  # one call of its own moves them
 _current: Conductor | None = None
@@ -44,6 +45,7 @@ class Conductor:
         self.order, self._trim, self._stays = order, trim, frozenset(stays)
         self._movers: dict[str, Mover] = {}
         self._open: str | None = None
+        self._there: set[str] = set()  # by the table: a step begins with nothing
 
     def add(self, movers: Mapping[str, Mover]) -> None:
         """Movers by tenant. ConfigError for what is no tenant. Tenants without one are moved by their owners."""
@@ -55,6 +57,10 @@ class Conductor:
     def moves(self, of: Any) -> bool:
         """Whether a mover moves memory of this very object."""
         return any(mover.of is of for mover in self._movers.values())
+
+    def has(self, tenant: str) -> bool:
+        """Whether the order has `tenant`, which it moves, on the device now."""
+        return tenant in self._there
 
     def begin(self, phase: str, by_vllm: Callable[[], Any] | None = None) -> None:
         """Before the work of `phase`; one that is still open, by an error too, is left first. ConfigError: no phase.
@@ -75,26 +81,40 @@ class Conductor:
             self._carry_out(phase.leave)
 
     def _carry_out(self, some: Iterable[Move], by_vllm: Callable[[], Any] | None = None) -> None:
+        """After a first error, which is raised at the end, what goes still goes, and nothing more comes."""
+        error: Exception | None = None
         for move in some:
-            if move.verb == "trim":
-                self._trim()
-                moves.note_trim()
-            elif move.tenant in self._movers:
-                timed("offload", getattr(self._movers[move.tenant], move.verb))()
-            elif move.tenant in _BY_VLLM and by_vllm is not None:
-                by_vllm()
-                by_vllm = None
+            if error is not None and move.verb in COMES:
+                continue
+            try:
+                if move.verb == "trim":
+                    self._trim()
+                    moves.note_trim()
+                elif move.tenant in self._movers:
+                    timed("offload", getattr(self._movers[move.tenant], move.verb))()
+                elif move.tenant in _BY_VLLM and by_vllm is not None:
+                    call, by_vllm = by_vllm, None
+                    call()
+            except Exception as why:
+                error = error or why
+            (self._there.add if move.verb in COMES else self._there.discard)(move.tenant)
+        if error is not None:
+            raise error
 
 
-def trim_of(device: Any) -> Callable[[], None]:
+def trim_of(device: Any, own_life: bool) -> Callable[[], None]:
     """What `trim` calls: `device` is torch.npu, torch.cuda, or None where there is no allocator to ask (a CPU).
 
-    torch_npu's light form keeps the physical pages and gives only addresses back; it came with 2.6.0 (v7.2.0), the
-    pinned 2.5.1.post1 has not got it.
+    torch_npu's light form empty_virt_addr_cache (from 2.6.0, v7.2.0, on; the pinned 2.5.1.post1 has not got it) keeps
+    the physical pages in the pool: it gives nothing to memory past the pool, which vLLM's sleep mode takes, and it is a
+    RuntimeError without expandable segments, which cluster/environment.py switches off for that mode. So it is taken
+    only where both are otherwise: `own_life` (memory/rollout_life.py), and PYTORCH_NPU_ALLOC_CONF says so.
     """
     if device is None:
         return lambda: None
-    return getattr(device, "empty_virt_addr_cache", device.empty_cache)
+    settings = os.environ.get("PYTORCH_NPU_ALLOC_CONF", "").lower().replace(" ", "").split(",")
+    light = getattr(device, "empty_virt_addr_cache", None)
+    return light if light and own_life and "expandable_segments:true" in settings else device.empty_cache
 
 
 def current() -> Conductor | None:

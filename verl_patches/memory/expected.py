@@ -30,7 +30,9 @@ class Setting:
     `bucket_bytes`: recipe.reshard.bucket_bytes, four such buffers live in a weight sync; None: verl's own path.
     `swap_pieces`: recipe.train.swap_optimizer_times where the optimizer is swapped, None where it is not. `hbm_bytes`
     with `kv_share` (vLLM's gpu_memory_utilization) gives the KV cache, unless `kv_bytes` does. `tensor_cache_bytes`:
-    what stages keep for each other.
+    what stages keep for each other. `absorbed_copies`: the engine keeps MLA's absorbed projections beside kv_b_proj, as
+    large as that; vllm-ascend does (attention/mla_v1.py:669), and vLLM where MindSpeed makes torch.Tensor.view copy
+    (mindspeed/megatron_adaptor.py:157); vLLM's own are views of it.
     """
 
     train_library: str = "mindspeed"
@@ -41,6 +43,7 @@ class Setting:
     kv_share: float = 0.0
     kv_bytes: int | None = None
     tensor_cache_bytes: int = 0
+    absorbed_copies: bool = False
 
 
 def in_dtype(inventory: Inventory, dtype: str) -> Inventory:
@@ -62,7 +65,9 @@ def tenant_bytes(
     per_value = OPTIMIZER_BYTES - GRAD_BYTES * (dtype == "float32")
     optimizer = static.optimizer_bytes // OPTIMIZER_BYTES * per_value
     params = static.grad_bytes // GRAD_BYTES * DTYPE_BYTES[dtype]
-    weights = local_parameters(inventory, rollout, rank, setting.rollout_library).size_bytes()
+    served = local_parameters(inventory, rollout, rank, setting.rollout_library)
+    absorbed = [s for s in served.shards.values() if s.parameter.kind == "kv_b_proj" and setting.absorbed_copies]
+    weights = served.size_bytes() + sum(s.count * DTYPE_BYTES[s.dtype] for s in absorbed)
     swapped = setting.swap_pieces is not None
     kv = setting.kv_bytes if setting.kv_bytes is not None else int(setting.kv_share * setting.hbm_bytes) - weights
     return {
@@ -70,7 +75,7 @@ def tenant_bytes(
         "swap_window": _window(held, train, setting, per_value) if swapped else 0,
         "ref_params": params, "rollout_weights": weights, "kv_cache": max(kv, 0),
         "tensor_cache": setting.tensor_cache_bytes,
-        "reshard_buffers": _wire(setting.bucket_bytes, weights, rollout) if setting.bucket_bytes else (
+        "reshard_buffers": _wire(setting.bucket_bytes, served.size_bytes(), rollout) if setting.bucket_bytes else (
             _gathered(inventory, train)),
     }  # fmt: skip
 

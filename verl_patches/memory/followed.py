@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 
+from verl_patches.errors import ConfigError
 from verl_patches.memory.phases import COMES, OURS, Move, Order, Phase, make_order
 
+_COPIES = tuple(f"memory.{way}_{what}" for what in ("model", "optimizer") for way in ("load", "offload"))
 _TRAINING = ("actor_params", "grads", "optimizer", "ref_params")
 
 # After the weight sync both of verl's orders are the same: verl/workers/megatron_workers.py, its compute_log_prob,
@@ -93,11 +95,21 @@ def with_our_copies(order: Order) -> Order:
 def switches_of(rows: Collection[str], *, enforce_eager: bool) -> dict[str, bool]:
     """{our_order, our_copies, own_life} for `order_followed`, by the ids of the rows that are on.
 
-    Row memory.rollout_life is for engines without captured graphs only.
+    Row memory.rollout_life is for engines without captured graphs only. ConfigError for some of the four rows that copy
+    without the others: verl's moves and ours together are no order that there is a table for.
     """
+    copies = [row for row in _COPIES if row in rows]
+    if copies and len(copies) < len(_COPIES):
+        raise ConfigError(f"rows {', '.join(copies)} are on without {', '.join(r for r in _COPIES if r not in rows)}: "
+                          "expected all four or none in recipe.patches")
     return {"our_order": any(row.startswith("memory.order") for row in rows),
-            "our_copies": "memory.offload_model" in rows,
+            "our_copies": bool(copies),
             "own_life": "memory.rollout_life" in rows and enforce_eager}  # fmt: skip
+
+
+def direct_sync(rows: Collection[str]) -> bool:
+    """Whether the resharder writes rollout weights, which proves that it writes every one; verl's own path does not."""
+    return any(row.startswith("reshard.direct") for row in rows)
 
 
 def order_followed(
@@ -105,8 +117,8 @@ def order_followed(
 ) -> Order:
     """The order that a run follows, by the rows that are on: ours, or where verl calls its four functions.
 
-    `our_order`: rows memory.order*, which need the others; `our_copies`: rows memory.offload_*; `own_life`: rollout
-    weights come and go without vLLM's sleep mode.
+    `our_order`: rows memory.order*, which need the others; `our_copies`: rows memory.load_* and memory.offload_*;
+    `own_life`: rollout weights come and go without vLLM's sleep mode.
     """
     if our_order:
         order = OURS if own_life else in_sleep_mode(OURS)
@@ -124,8 +136,9 @@ def staying(
 
     verl frees gradients with the parameters, its grad_offload is read nowhere. `one_memory`: host and device are the
     same (a CPU), where verl's moves from device to device move nothing; buffers that it resizes go there too, and with
-    `our_copies` (rows memory.offload_*) everything does. There vLLM's sleep leaves the rollout weights; with `own_life`
-    they go everywhere, unless no weight sync brings new ones (recipe.weight_sync.enabled).
+    `our_copies` (rows memory.load_*, memory.offload_*) everything does. There vLLM's sleep leaves the rollout weights;
+    with `own_life` they go everywhere, but where not `synced`: no weight sync brings new ones
+    (recipe.weight_sync.enabled), or none that provably writes all (`direct_sync`).
     """
     stays = set() if param_offload else {"actor_params", "grads"}
     unmoved = one_memory and not our_copies

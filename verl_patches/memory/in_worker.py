@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from verl.single_controller.base.decorator import Dispatch, register
 
-from verl_patches.memory import conduct, measure
+from verl_patches.memory import conduct, measure, rollout_life
 from verl_patches.memory import ledger as ledgers
-from verl_patches.memory.followed import order_followed, staying, switches_of
+from verl_patches.memory.followed import direct_sync, order_followed, staying, switches_of
 from verl_patches.memory.ledger import Ledger, memory_of_process
 from verl_patches.memory.movers import movers_of, movers_of_reference
 from verl_patches.memory.phases import Order
@@ -54,12 +54,16 @@ def _new_ledger(worker: Any, recipe: Any) -> Ledger:
 def _order_of(worker: Any, recipe: Any) -> tuple[Order, frozenset[str]]:
     """(the order that this run follows, who never moves), by its configuration and the rows that are on."""
     actor, ref = worker.config.actor.megatron, worker.config.ref.megatron
-    switches = switches_of(engine.current().wanted, enforce_eager=worker.config.rollout.enforce_eager)
+    switches, rows = _switches(worker), engine.current().wanted
     stays = staying(
         param_offload=actor.param_offload, optimizer_offload=actor.optimizer_offload, ref_offload=ref.param_offload,
         one_memory=recipe.platform == "cpu", our_copies=switches["our_copies"], own_life=switches["own_life"],
-        synced=recipe.weight_sync.enabled)  # fmt: skip
+        synced=recipe.weight_sync.enabled and direct_sync(rows))  # fmt: skip
     return order_followed(recipe.line, skip_old_log_prob=recipe.train.skip_old_log_prob, **switches), stays
+
+
+def _switches(worker: Any) -> dict[str, bool]:
+    return switches_of(engine.current().wanted, enforce_eager=worker.config.rollout.enforce_eager)
 
 
 def keep_order(init_model: Callable) -> Callable:
@@ -86,7 +90,7 @@ def keep_order(init_model: Callable) -> Callable:
 def _new_conductor(worker: Any, recipe: Any) -> conduct.Conductor:
     device = None if recipe.platform == "cpu" else torch.get_device_module(recipe.platform)
     order, stays = _order_of(worker, recipe)
-    conduct.keep(conduct.Conductor(order, conduct.trim_of(device), stays))
+    conduct.keep(conduct.Conductor(order, conduct.trim_of(device, _switches(worker)["own_life"]), stays))
     return conduct.current()
 
 
@@ -102,16 +106,28 @@ def _watch(worker: Any, recipe: Any, ledger: Ledger) -> None:
                         full_bytes=sum(b.numel * b.param_data.element_size() for b in buffers))
         ledger.register("grads", bytes_of(lambda: [b.grad_data for b in buffers]),
                         full_bytes=sum(b.numel * b.grad_data.element_size() for b in buffers))
-        full = 0 if recipe.train.swap_optimizer else measure.optimizer_full_bytes(optimizer)
-        ledger.register("optimizer", bytes_of(lambda: measure.optimizer_tensors(optimizer)), full_bytes=full,
-                        grows=True)
+        states, full = bytes_of(lambda: measure.optimizer_tensors(optimizer)), measure.optimizer_full_bytes(optimizer)
+        whole, window = (int, states) if recipe.train.swap_optimizer else (states, int)  # int() is 0
+        # at most that much; while the ledger looks, before the update, none of a window is there
+        ledger.register("optimizer", whole, full_bytes=full if whole is states else 0, grows=True)
+        ledger.register("swap_window", window, full_bytes=full if window is states else 0, grows=True)
     if worker._is_rollout:
         llm = worker.rollout.inference_engine
         model = measure.vllm_worker(llm).model_runner.model
-        for tag, tensors in (("weights", model.parameters), ("kv_cache", lambda: measure.kv_caches(llm))):
+        for tag, tensors in (("weights", lambda: rollout_life.all_weights(model).values()),
+                             ("kv_cache", lambda: measure.kv_caches(llm))):  # fmt: skip
             ledger.register(_TAGS[tag], _unless_asleep(tag, bytes_of(tensors)))
+        # they come and go within the sync: what it holds for a while is told to `look` (reshard/in_loop.py)
+        ledger.register("reshard_buffers", functools.partial(_wire_bytes, worker), grows=True,
+                        full_bytes=4 * recipe.reshard.bucket_bytes)
     if worker._is_ref:
         ledger.register("ref_params", bytes_of(lambda: measure.parameters_of(worker.ref_module)))
+
+
+def _wire_bytes(worker: Any) -> int:
+    """What the worker's resharder holds now; nothing is seen of verl's own path, nor before the first sync."""
+    executor = getattr(getattr(worker.sharding_manager, "resharder", None), "executor", None)
+    return executor.held_bytes if executor else 0
 
 
 def _unless_asleep(tag: str, of_storages: Callable[[], int]) -> Callable[[], int]:

@@ -189,7 +189,9 @@ def look(extra_bytes: int = 0) -> None:
 def memory_of_process(device_type: str) -> Callable[[], dict[str, int]]:
     """What measures this process beside the ledger, since the call before: the allocator's figures, or RSS on a CPU.
 
-    npu and cuda: {allocated, peak, reserved}, where `peak` starts anew with every call; cpu: {rss}. Bytes.
+    npu and cuda: {allocated, peak, reserved, used}, where `peak` starts anew with every call; cpu: {rss}. Bytes. `used`
+    is what the driver has given to anybody on this device: the others do not see memory past torch's pool (vLLM's sleep
+    mode maps and unmaps there).
     """
     if device_type == "cpu":
         import psutil
@@ -200,8 +202,9 @@ def memory_of_process(device_type: str) -> Callable[[], dict[str, int]]:
     device = getattr(torch, device_type)
 
     def measure() -> dict[str, int]:
+        free, total = device.mem_get_info()
         found = {"allocated": device.memory_allocated(), "peak": device.max_memory_allocated(),
-                 "reserved": device.memory_reserved()}
+                 "reserved": device.memory_reserved(), "used": total - free}
         device.reset_peak_memory_stats()
         return found
 

@@ -1,4 +1,10 @@
-"""Where the parameters and gradients of one Megatron model chunk go, and what they must be like when they come back."""
+"""Where the parameters and gradients of one Megatron model chunk go, and what they must be like when they come back.
+
+Parameters that were loaded for reading only are dropped, not copied back. Whether somebody has written to them all the
+same is asked of each parameter's version, which autograd counts: an in-place operation on the parameter itself is seen.
+Writes past it are not, and are lost: through `.data`, through param_data, by a collective (dist.broadcast). Who writes
+like that loads with load_grad=True before, or says so (checkpoints.py).
+"""
 
 from __future__ import annotations
 
@@ -82,6 +88,7 @@ class ModelPlaces:
         return sum(each.size_bytes for each in here)
 
     def _refuse_unknown_writes(self) -> None:
+        """PatchError for those that a parameter's version shows; which it does not show: the head of this file."""
         for name, parameter in self.weights:
             if not self.buffers and parameter.grad is not None:
                 raise PatchError(f"offload: {name} of a model without DDP has a gradient, which would stay on the "

@@ -2,8 +2,9 @@
 
 Models in DDP: buffers of dense parameters and of routed experts; gradients are never copied, they go and come back as
 zeros. What was loaded without gradients (log-probs, the reference) cannot have been trained: it is dropped, not copied
-back. Optimizers: optimizer_places.py. Nothing here trims the allocator's pool but `trim_before_wake`: vLLM's sleep mode
-takes its memory past the pool, nobody else does.
+back, and an in-place write to such a parameter is refused, as far as it can be seen (model_places.py). Optimizers:
+optimizer_places.py. Nothing here trims the allocator's pool but `trim_before_wake`: vLLM's sleep mode takes its memory
+past the pool, nobody else does.
 
 Where a worker has a conductor (conduct.py), it calls the functions of the first half, and verl's calls, which come by
 the row providers, do nothing.
@@ -39,7 +40,10 @@ def load_megatron_model_to_gpu(models: Sequence[torch.nn.Module], load_grad: boo
 
 
 def offload_megatron_model_to_cpu(models: Sequence[torch.nn.Module]) -> None:
-    """Take gradients and parameters of model chunks off the device. PatchError as for loading, and for a stale copy."""
+    """Take gradients and parameters of model chunks off the device. PatchError as for loading, and for a stale copy.
+
+    A stale copy is seen only where a parameter's version shows the write: see model_places.py.
+    """
     drop_gradients(models)
     offload_params(models)
 

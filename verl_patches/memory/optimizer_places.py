@@ -28,6 +28,7 @@ class OptimizerPlaces:
             raise ConfigError("offload: Megatron's optimizer_cpu_offload keeps part of this optimizer on the host by "
                               "itself: set actor.megatron.optimizer_offload=false")
         self.megatron = megatron
+        self.swapped = False  # swap_optimizer.py brings pieces of it during a step, and nothing else does
         self.mains = {id(main) for name in _MAIN_GROUPS for group in getattr(megatron, name, ()) for main in group}
         self.parked: dict[str, Parked] = {}
 

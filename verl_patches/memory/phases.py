@@ -24,7 +24,7 @@ TENANTS = {
     "optimizer": "fp32 main parameters and Adam's moments of this rank's share, all at once",
     "swap_window": "the piece of the optimizer that is on the device during a swapped step",
     "ref_params": "parameters of the reference model",
-    "rollout_weights": "parameters of vLLM's model",
+    "rollout_weights": "parameters of vLLM's model, and the projections that it derives from them where it copies",
     "kv_cache": "vLLM's blocks",
     "tensor_cache": "what one stage made for the next, kept on the device until the update has taken it",
     "reshard_buffers": "wire buffers of a weight sync; on verl's own path the tensors it gathers at once",

@@ -5,7 +5,7 @@ nothing is copied to the host. Awake, they have as many bytes again, at other ad
 - weights: parameters and what is derived from them (MLA's absorbed projections), contents undefined until a weight sync
   has filled them; generating before is refused. Those that the engine has loaded itself stay until the first sync
   (load_format=dummy has loaded none), and those of a sync after which none comes (recipe.weight_sync.enabled=false)
-  stay for good.
+  stay for good. So do all on verl's own path (rows reshard.direct* off): nothing proves that it writes every weight.
 - kv_cache: as many blocks of the same size, zero.
 Buffers (rotary tables, expert maps) stay, and what shares their memory, and what has a private NPU format, whose
 storage torch_npu does not resize (ResizeNpu.h).
@@ -22,8 +22,10 @@ from typing import Any
 
 import torch
 
+from verl_patches.memory.followed import direct_sync
 from verl_patches.memory.measure import kv_caches, tensors_in, vllm_worker
 from verl_patches.memory.parking import Parked, unique
+from verl_patches.patching import engine as patches
 from verl_patches.patching.engine import PatchError
 from verl_patches.reshard.live_memory import private_format
 from verl_patches.reshard.post_load import ABSORBED
@@ -35,7 +37,7 @@ Tensors = dict[str, torch.Tensor]
 class RolloutLife:
     """Sleep and wake of one engine, `llm`; see the head of this file. Asking for what is so already does nothing.
 
-    `loaded`: its weights are worth something before a first sync.
+    `loaded`: its weights are worth something before a first sync, or no sync will say that it has `filled` them.
     """
 
     def __init__(self, llm: Any, loaded: bool = True):
@@ -45,8 +47,12 @@ class RolloutLife:
         self._weights_stay, self._lost = loaded, False
 
     def sleep(self, level: int = 1) -> None:
-        """Give the memory back; `level` is vLLM's and says nothing here. PatchError if the cache is not as built."""
+        """Give the memory back; `level` is vLLM's and says nothing here.
+
+        PatchError if the cache is not as built, or in use: what vLLM knows of its blocks' contents is forgotten here.
+        """
         if CACHE not in self._asleep:
+            self._forget_blocks()
             self._check_cache()
             self._drop(CACHE)
         if WEIGHTS not in self._asleep and not self._weights_stay:
@@ -84,6 +90,16 @@ class RolloutLife:
             raise PatchError("rollout: asked to generate with weights that were given up when the engine went to "
                              "sleep and that no weight sync has filled since: enter verl's sharding manager first")
 
+    def _forget_blocks(self) -> None:
+        engine = self._llm.llm_engine  # these two have one name in engines V0 and V1
+        unfinished = engine.get_num_unfinished_requests()
+        if unfinished:
+            raise PatchError(f"rollout: asked to sleep with {unfinished} unfinished requests, whose blocks would be "
+                             "lost: expected 0; let them end or abort them")
+        if engine.reset_prefix_cache() is False:  # V1 says nothing
+            raise PatchError("rollout: asked to sleep, but vLLM cannot reset its prefix cache: some blocks are in use, "
+                             "expected none after the last request")
+
     def _drop(self, tag: str) -> None:
         asleep, by_storage = {}, {}
         for name, tensor in self._tensors(tag).items():
@@ -113,15 +129,24 @@ class RolloutLife:
 def weights_of(model: torch.nn.Module) -> Tensors:
     """Tensors of vLLM's `model` that a weight sync fills or derives anew, by name, where their memory is theirs alone.
 
-    Each parameter, and each layer's absorbed projections as `<layer>.impl.W_UV`; several may share one storage.
+    What has to stay is left out of `all_weights`: what buffers share, and private NPU formats.
+    """
+    found = all_weights(model)
+    stay = {buffer.untyped_storage()._cdata for buffer in model.buffers()}
+    stay |= {each.untyped_storage()._cdata for each in found.values() if private_format(each) is not None}
+    return {name: each for name, each in found.items() if each.untyped_storage()._cdata not in stay}
+
+
+def all_weights(model: torch.nn.Module) -> Tensors:
+    """Each parameter of vLLM's `model`, and each layer's absorbed projections as `<layer>.impl.W_UV`, by name.
+
+    Several may share one storage: projections that are views of kv_b_proj (vLLM's own, mla/common.py:1162) share its.
     """
     found = dict(model.named_parameters())
     for layer, module in model.named_modules():
         impl = vars(module).get("impl")
         found |= {f"{layer}.impl.{key}": vars(impl)[key] for key in ABSORBED if impl and key in vars(impl)}
-    stay = {buffer.untyped_storage()._cdata for buffer in model.buffers()}
-    stay |= {each.untyped_storage()._cdata for each in found.values() if private_format(each) is not None}
-    return {name: each for name, each in found.items() if each.untyped_storage()._cdata not in stay}
+    return found
 
 
 def of(llm: Any) -> RolloutLife | None:
@@ -147,7 +172,8 @@ def without_sleep_mode(original: Callable) -> Callable:
         ours = bool(kwargs.get("enable_sleep_mode") and kwargs.get("enforce_eager"))
         original(self, *args, **{**kwargs, "enable_sleep_mode": False} if ours else kwargs)
         if ours:
-            self.rollout_life = life = RolloutLife(self, loaded=kwargs.get("load_format") != "dummy")
+            stay = kwargs.get("load_format") != "dummy" or not direct_sync(patches.current().wanted)
+            self.rollout_life = life = RolloutLife(self, loaded=stay)
             engine = self.llm_engine
             engine.sleep, engine.wake_up = life.sleep, life.wake_up
             engine.add_request = _guarded(life, engine.add_request)

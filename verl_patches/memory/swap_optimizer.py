@@ -35,6 +35,7 @@ class SwappedOptimizer:
         _refuse(megatron, times)
         self.megatron, self.inner = megatron, megatron.optimizer
         self.places = places_of_optimizer(megatron)
+        self.places.swapped = True
         self.models = {id(main): model for mains, models in _pairs(megatron)
                        for main, model in zip(mains, models, strict=True)}  # fmt: skip
         self.pieces, self.limit_bytes = self._cut(times)

@@ -19,6 +19,8 @@ class _Names:
         vars(self).update(own, _module=module)
 
     def __getattr__(self, name: str) -> Any:
+        if "_module" not in vars(self):  # not made by __init__
+            raise AttributeError(name)
         return getattr(vars(self)["_module"], name)
 
 

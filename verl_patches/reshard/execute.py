@@ -68,6 +68,7 @@ class Executor:
         self._traffic = compiler.traffic()
         late = {scratch.region for bucket in self._buckets for scratch in bucket.opens}
         self._only_local = [each for each in compiler.scratch.values() if each.region not in late]
+        self._scratch = list(compiler.scratch.values())
         live = {name: parts for name, parts in compiler.destinations.items() if name not in compiler.scratch}
         self._storages = _storages(compiler.sources, live)
         for lent in self._wire:
@@ -75,6 +76,12 @@ class Executor:
         self._now = self._peak = 0
         self._problem: Exception | None = None
         self._seconds: dict[str, float] = {}
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of wire buffers and scratch tensors that are there now: none between two syncs."""
+        lent = [*self._wire, *(scratch.memory for scratch in self._scratch)]
+        return sum(each.tensor.untyped_storage().nbytes() for each in lent)
 
     @torch.no_grad()
     def run(self, before: Callable[[], Any] | None = None) -> SyncReport:
@@ -160,7 +167,7 @@ class Executor:
                 self._open(lent)
 
     def _close_all(self) -> None:
-        for scratch in [*self._only_local, *(each for bucket in self._buckets for each in bucket.opens)]:
+        for scratch in self._scratch:
             self._close(scratch.memory)
         for lent in self._wire:
             self._close(lent)

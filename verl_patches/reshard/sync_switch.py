@@ -10,7 +10,6 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from verl_patches.memory import rollout_life
 from verl_patches.memory.phase_clock import timed
 
 
@@ -35,9 +34,7 @@ def _switched(original: Callable, tags: Sequence[str]) -> Callable:
         enabled = getattr(manager, "weight_sync_enabled", True)
         if enabled or not getattr(manager, "weights_synced_once", False):
             manager.weights_synced_once = True
-            result = sync(manager)
-            rollout_life.filled(manager.inference_engine, stay=not enabled)
-            return result
+            return sync(manager)  # does not say `filled`: nothing proves that verl's path writes every weight
         return manager.inference_engine.wake_up(tags=list(tags))
 
     return enter
