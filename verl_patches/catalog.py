@@ -245,7 +245,7 @@ TRAINING: tuple[PatchSpec, ...] = (
     ),
     PatchSpec(
         id="logprob.truth_check", stage="logprob", target="verl.trainer.ppo.metric_utils:compute_data_metrics",
-        kind="wrap", provider="verl_patches.training.truth_check:add_to_metrics",
+        kind="wrap", provider="verl_patches.training.rollout_correction:add_to_metrics",
         bindings=(f"{_TRAINER}:compute_data_metrics",), processes=_CONTROLLER, lines=_BOTH,
         why="verl compares probabilities, which hides errors of rare tokens; log-probs show a wrong weight at once.",
         exit="verl reports |log-prob delta| of rollout and actor (0.5 and later: rollout correction metrics)",

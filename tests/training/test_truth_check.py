@@ -3,14 +3,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from verl_patches.training import truth_check
+from verl_patches.training import rollout_correction, truth_check
 
 
 def test_delta_is_of_valid_tokens_only():
     """What the deltas are: tests/training/test_rollout_correction.py."""
     tensors = {"rollout_log_probs": torch.tensor([[-1.0, -2.0, -9.0]]),
                "old_log_probs": torch.tensor([[-1.5, -2.0, 0.0]]), "response_mask": torch.tensor([[1, 1, 0]])}
-    compute = truth_check.add_to_metrics(lambda batch: {"of verl": 1.0})
+    compute = rollout_correction.add_to_metrics(lambda batch: {"of verl": 1.0})
     found = compute(SimpleNamespace(batch=tensors))
     delta = truth_check.logprob_delta(found)
     assert found["of verl"] == 1.0 and (delta["mean"], delta["max"], delta["kl"]) == (0.25, 0.5, 0.25)

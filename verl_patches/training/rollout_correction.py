@@ -11,8 +11,9 @@ is linear in a positive factor of A, so w A gives w times the loss, exactly; w =
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -136,6 +137,23 @@ def _pair(name: str, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor
     far = (y - x).abs()
     return {f"{name}_x": x, f"{name}_y": y, f"{name}_xx": x * x, f"{name}_yy": y * y, f"{name}_xy": x * y,
             f"{name}_abs": far, f"{name}_abs2": far * far}
+
+
+def add_to_metrics(original: Callable) -> Callable:
+    """Provider for verl's compute_data_metrics: how far the log-probs are apart, where the batch has both sides.
+
+    Where recipe.train.skip_old_log_prob leaves out the actor's, the workers report them (old_log_prob.py).
+    """
+
+    @functools.wraps(original)
+    def compute(batch: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        found, tensors = original(batch, *args, **kwargs), batch.batch
+        if "rollout_log_probs" in tensors.keys() and "old_log_probs" in tensors.keys():
+            sides = [tensors[name] for name in ("rollout_log_probs", "old_log_probs", "response_mask")]
+            found.update(metrics(moments(*sides)))
+        return found
+
+    return compute
 
 
 def metrics(found: Moments, correction: Correction | None = None) -> dict[str, float]:

@@ -6,8 +6,7 @@ fp32 right weights give about 1e-6 and wrong ones above 0.1, so one number per s
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 DELTA = "recipe/logprob_delta"
@@ -25,25 +24,6 @@ class WeightSyncError(RuntimeError):
 def logprob_delta(metrics: Mapping[str, float]) -> dict[str, float] | None:
     """What a step's metrics say of both sides' log-probs, as summary.json has it; None where they say nothing."""
     return {name: metrics[key] for name, key in IN_SUMMARY.items() if key in metrics} or None
-
-
-def add_to_metrics(original: Callable) -> Callable:
-    """Provider for verl's compute_data_metrics: how far the log-probs are apart, where the batch has both sides.
-
-    Where recipe.train.skip_old_log_prob leaves out the actor's, the workers report them (old_log_prob.py).
-    """
-
-    @functools.wraps(original)
-    def compute(batch: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        from verl_patches.training import rollout_correction  # imports torch, which this module does without
-
-        found, tensors = original(batch, *args, **kwargs), batch.batch
-        if "rollout_log_probs" in tensors.keys() and "old_log_probs" in tensors.keys():
-            sides = [tensors[name] for name in ("rollout_log_probs", "old_log_probs", "response_mask")]
-            found.update(rollout_correction.metrics(rollout_correction.moments(*sides)))
-        return found
-
-    return compute
 
 
 def comparable(rollout: Any) -> bool:
