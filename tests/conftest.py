@@ -6,6 +6,7 @@ Options
 Fixtures
     run_python        runs Python code in a fresh process under a given VERL_PATCHES, as tests of patches must
     upstream_text     text of one upstream file at one commit, read from the clones of --upstream
+    ray_folder        a folder for Ray of a short name
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,6 +58,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.skip(reason="full test: runs with --full"))
         if item.get_closest_marker("upstream") and config.getoption("--upstream") is None:
             item.add_marker(pytest.mark.skip(reason="needs upstream sources: runs with --upstream DIR"))
+
+
+@pytest.fixture(scope="session")
+def ray_folder() -> Iterator[str]:
+    """A folder for RAY_TMPDIR: paths of Ray's sockets must stay below 108 characters, pytest's own are too long."""
+    with tempfile.TemporaryDirectory(prefix="r-", ignore_cleanup_errors=True) as folder:
+        yield folder
 
 
 @dataclass(frozen=True)

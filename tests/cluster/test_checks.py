@@ -71,6 +71,14 @@ def test_buckets_of_the_weight_sync_are_checked_before_anything_starts(overrides
     assert all(re.search(message, faults[check]) for check, message in found.items()), faults
 
 
+@pytest.mark.parametrize(("overrides", "lost"), [
+    (("trainer.save_freq=1",), True), ((), False),
+    (("trainer.save_freq=1", "actor_rollout_ref.actor.megatron.expert_model_parallel_size=1"), False)])
+def test_checkpoints_that_would_lack_experts_are_refused(overrides, lost):
+    found = [check for check in check_config(compose(TINY, overrides), CONFIGS_DIR) if check.name == "checkpoints"]
+    assert [("rank 0 only" in each.detail, each.ok) for each in found] == [(True, False)] * lost
+
+
 @pytest.mark.parametrize(("name", "overrides", "state", "said"), [
     (TINY, (), "ok", "nothing is copied"),
     (LARGE, (), "ok", "graphs keep the addresses .*enforce_eager=true would drop them"),

@@ -24,10 +24,10 @@ LARGE = {"shared by a replica": (2, 4), "one a worker": (4, 4), "one for all": (
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory):
+def found(ray_folder):
     """What dispatch_job.py says."""
     env = {**os.environ, "PYTHONPATH": f"{HERE}:{HERE.parents[1]}", "VERL_PATCHES": "line=pypi,platform=cpu",
-           "RAY_TMPDIR": str(tmp_path_factory.mktemp("r"))}
+           "RAY_TMPDIR": ray_folder}
     done = subprocess.run([sys.executable, str(HERE / "dispatch_job.py")], env=env, capture_output=True, text=True,
                           timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -73,7 +73,7 @@ def check_config(config: DictConfig, configs_dir: Path) -> list[Check]:
     rollout = _built("rollout layout", lambda: rollout_layout_of(config), checks)
     checks += _same_model(config, model)
     if train:
-        checks += _train_checks(config, train, model)
+        checks += _train_checks(config, train, model) + _checkpoint_checks(config, train)
     if rollout:
         checks += _rollout_checks(config, rollout, model)
     if train and rollout:
@@ -107,6 +107,14 @@ def _on_policy_checks(config: DictConfig, configs_dir: Path) -> list[Check]:
 
 def _tensor_cache_checks(config: DictConfig) -> list[Check]:
     return [Check("tensor cache", False, fault) for fault in kept_config.faults(config)]
+
+
+def _checkpoint_checks(config: DictConfig, train: ParallelLayout) -> list[Check]:
+    """Nothing to say where no checkpoint is asked for, or where one is whole."""
+    every = config.trainer.save_freq
+    return [Check("checkpoints", False, f"trainer.save_freq={every} with expert parallel size {train.ep}: verl saves "
+                  "the model on data-parallel rank 0 only (megatron_checkpoint_manager.py:236), experts of all others "
+                  "would be lost; expected trainer.save_freq=-1")] if every > 0 and train.ep > 1 else []  # fmt: skip
 
 
 def _swap_checks(config: DictConfig) -> list[Check]:

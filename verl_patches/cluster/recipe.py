@@ -115,8 +115,8 @@ class RolloutCorrection:
     """Policy gradient corrected for where vLLM's probabilities differ from the actor's; as in later verl, null is off.
 
     rollout_is: a token's gradient is weighed by pi_actor / pi_rollout of the token, or of its sequence, at most
-    rollout_is_threshold. rollout_rs: a sequence gives no gradient where pi_rollout / pi_actor, the other way
-    round, as in verl, its product over the tokens (seq_sum_k1) or the geometric mean (seq_mean_k1), is outside
+    rollout_is_threshold. rollout_rs: a sequence gives no gradient where pi_rollout / pi_actor (the inverse,
+    as in verl), multiplied over its tokens (seq_sum_k1) or as their geometric mean (seq_mean_k1), is outside
     rollout_rs_threshold: LOWEST_HIGHEST, such as 0.5_2.0, or the highest alone. How far both are apart is reported at
     every step, whatever stands here.
     """

@@ -50,8 +50,8 @@ def ratio_bounds(text: str | None) -> tuple[float, float]:
             return low, high
     except (ValueError, ZeroDivisionError):
         pass
-    raise ConfigError(f"{_SECTION}.rollout_rs_threshold is {text!r}; expected LOWEST_HIGHEST ratio, such as 0.5_2.0, "
-                      "or the highest alone, above 1")
+    raise ConfigError(f"{_SECTION}.rollout_rs_threshold is {text!r}; expected LOWEST_HIGHEST pi_rollout / pi_actor, "
+                      "such as 0.5_2.0, or the highest alone, above 1")
 
 
 def faults(config: Any, hf_config: Mapping[str, Any]) -> list[str]:
