@@ -27,15 +27,15 @@ def no_patches():
 
 
 def no_prelude():
-    """Rank 1 is as if the prelude had not run: no engine, nobody to ask. What a CPU cannot do without stays patched."""
+    """Rank 1 has nobody who proves, as where the prelude has not run. What a CPU cannot do without stays patched."""
     if os.environ.get("RANK") == "1":
         from verl_patches.catalog import ROWS
         from verl_patches.patching.switches import parse
 
         text = engine.current().switches.text()
         engine.current().revert()
-        engine._CURRENT = None
-        engine.Engine(ROWS, parse(f"{text},-update.prove_patches,-memory.order*,-memory.ledger*")).apply()
+        engine._CURRENT = engine.Engine(ROWS, parse(f"{text},-update.prove_patches"))
+        engine._CURRENT.apply()
 
 
 def stop_early():
