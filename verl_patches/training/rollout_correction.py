@@ -1,6 +1,6 @@
 """vLLM's log-probs of sampled tokens against the actor's: how far apart they are, and weights that make up for it.
 
-Names and definitions are those of verl b178a3cd5 (verl/trainer/ppo/rollout_corr_helper.py, "decoupled mode"): a
+Names and definitions are those of later verl (trainer/ppo/rollout_corr_helper.py as of b178a3cd5, "decoupled mode"): a
 token's ratio is pi_actor / pi_rollout, before the update, and its k1, which sequences are rejected by, is -log ratio:
 bounds are those of pi_rollout / pi_actor. Other than there, a rejected sequence stays in the loss's mean and in the KL
 loss, with nothing in the policy gradient: the actor of both pins takes its mask from the attention mask alone.
