@@ -7,6 +7,7 @@ Fixtures
     run_python        runs Python code in a fresh process under a given VERL_PATCHES, as tests of patches must
     upstream_text     text of one upstream file at one commit, read from the clones of --upstream
     ray_folder        a folder for Ray of a short name
+Every test starts torch's and numpy's generators at TEST_SEED (0 unless set), whatever ran before it in its process.
 """
 
 from __future__ import annotations
@@ -58,6 +59,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.skip(reason="full test: runs with --full"))
         if item.get_closest_marker("upstream") and config.getoption("--upstream") is None:
             item.add_marker(pytest.mark.skip(reason="needs upstream sources: runs with --upstream DIR"))
+
+
+@pytest.fixture(autouse=True)
+def _same_numbers() -> None:
+    """`-n 2` decides anew which tests share a process: what a test draws must not follow from that."""
+    seed = int(os.environ.get("TEST_SEED", "0"))
+    for name, start in (("torch", "manual_seed"), ("numpy.random", "seed")):
+        if (module := sys.modules.get(name)) is not None:
+            getattr(module, start)(seed)
 
 
 @pytest.fixture(scope="session")

@@ -19,8 +19,9 @@ bytes   256 logical workers (TP4 x PP8 x DP8) in 16 Ray actors. All that Ray ser
 skew    8, 16 and 32 actors, one worker each, started by verl's calls of a step, the worst of its calls
         (comm/starts.py), median of the repeats. Messages of ours are those of a whole step of 32 samples a worker; for
         other ways a worker's batch is 1/8 of what a DP rank has in the 256-die run. For 256 a straight line through
-        the medians: a model, no measurement. All actors share this machine's cores, so that on few of them unpickling
-        in turn is most of what is left of ours; no network lies between.
+        the medians: a model, no measurement. A worker waits half a second before it answers, where a real one's device
+        works: else the answers of the first would take this machine's cores, which all actors share, from the last.
+        Unpickling in turn on them is most of what is left of ours; no network lies between.
         Needs 16 GB: an actor has torch.
 """
 
@@ -41,6 +42,7 @@ import numpy as np
 import ray
 import torch
 import verl
+from tqdm import tqdm
 from verl import DataProto
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.single_controller.ray.base import RayWorkerGroup
@@ -59,6 +61,7 @@ from verl_patches.training.kept_batch import Kept, KeptOnWorkers  # noqa: E402
 
 DP, PP, TP = 8, 8, 4
 BYTES_SCALE, SKEW_SCALE = 32, 8
+WORK_S = 0.5
 BOUND_BYTES, BOUND_TIMES, BOUND_MODEL_S = 0.06e9, 50, 0.5
 register = noted(register)
 
@@ -66,9 +69,9 @@ register = noted(register)
 class Host:
     """An actor that stands for workers `ranks` of `dp` replicas; asked for them in turn, as the group does."""
 
-    def stand_for(self, ranks, samples, heads, prompts, responses):
+    def stand_for(self, ranks, samples, heads, prompts, responses, work_s=0.0):
         """`heads`: {rank of a replica's head: its number}; lengths by sample, all of them."""
-        self.ranks, self.heads, self.asked = ranks, heads, {}
+        self.ranks, self.heads, self.asked, self.work_s = ranks, heads, {}, work_s
         self.each = samples // max(len(heads), 1)
         self.lengths = prompts, responses
         self.counted = Serialised()
@@ -85,6 +88,7 @@ class Host:
         return take()
 
     def _rank(self, method):
+        time.sleep(self.work_s)
         self.asked[method] = self.asked.get(method, 0) + 1
         return self.ranks[(self.asked[method] - 1) % len(self.ranks)]
 
@@ -103,22 +107,26 @@ class Host:
     @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO)
     def compute_log_prob(self, data):
         """ActorRolloutRefWorker, on every rank."""
+        self._rank("log_prob")
         shape = data.batch["responses"].shape
         return DataProto.from_dict({"old_log_probs": torch.zeros(shape), "entropys": torch.zeros(shape)})
 
     @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO)
     def compute_ref_log_prob(self, data):
         """Likewise."""
+        self._rank("ref")
         return DataProto.from_dict({"ref_log_prob": torch.zeros(data.batch["responses"].shape)})
 
     @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO)
     def update_actor(self, data):
         """Likewise."""
+        self._rank("update")
         return DataProto(meta_info={"metrics": {f"actor/{n}": [0.0] for n in range(10)}})
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def nothing(self):
         """A call without arguments: what Ray itself takes."""
+        self._rank("nothing")
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def run_kept(self, stage, step, told=None):
@@ -218,7 +226,7 @@ def byte_figures() -> Iterator[dict[str, Any]]:
     stand(responses)
     ways = {"a copy a worker": (copies, contextlib.nullcontext), "put once": (copies, our_row),
             f"own dispatch of verl {verl.__version__}": (own, contextlib.nullcontext)}  # fmt: skip
-    for name, (how, row) in ways.items():
+    for name, (how, row) in tqdm(ways.items(), desc="bytes", unit="way"):
         step = Step(group, how(group))
         with row():
             with counted.way(name):
@@ -265,7 +273,7 @@ def measured(count: int, made: list[Any], repeats: int, of: tuple[list[int], lis
     prompts, responses = of
     per_worker = SAMPLES // WORLD  # samples that a worker generates
     samples = count * per_worker
-    ray.get([actor.stand_for.remote([n], samples, heads_of(group), prompts, responses)
+    ray.get([actor.stand_for.remote([n], samples, heads_of(group), prompts, responses, WORK_S)
              for n, actor in enumerate(made[:count])])  # fmt: skip
     asked = prompts_of(samples // EACH, prompts)
     kept = KeptOnWorkers(group, Kept(0, RESPONSE, True, False))
@@ -291,7 +299,7 @@ def measured(count: int, made: list[Any], repeats: int, of: tuple[list[int], lis
             f"own dispatch of verl {verl.__version__}": (peers(own), contextlib.nullcontext),
             "ours": (ours, our_row), "calls without arguments": (lambda: [group.nothing() for _ in range(5)], our_row)}
     found: dict[str, list[dict[str, float]]] = {name: [] for name in ways}
-    for at in range(repeats + 1):
+    for at in tqdm(range(repeats + 1), desc=f"{count} actors", unit="round"):
         for name, (run, row) in ways.items():
             with row():
                 skew = skews_of(made[:count], run)

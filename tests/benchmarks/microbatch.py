@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from tqdm import tqdm
 from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions
 
 from verl_patches.comm.batch_plan import held_after_rollout, mini_batches, plan_batch, train_replicas
@@ -72,7 +73,7 @@ def figure(name: str, found: dict[str, Any], unit: str, bound: float | None) -> 
 
 
 def figures() -> Iterator[dict[str, Any]]:
-    """All of them."""
+    """All of them, in minutes."""
     single = {"ours": lambda share, lengths: balanced(share, lengths, 1),
               "verl arrival order": lambda share, lengths: arrival(share, 1),
               "verl balance_batch": lambda share, lengths: arrival(verl_share(lengths, len(share)), 1)}
@@ -106,7 +107,8 @@ def planning() -> dict[str, float]:
 
 def main() -> int:
     """Measure, print, judge."""
-    found = list(figures())
+    count = len(REPLICAS) * len(CVS) + len(CVS) + 2
+    found = list(tqdm(figures(), total=count, desc="microbatch", unit="figure"))
     fine = all(line["fine"] for line in found)
     print(json.dumps({"name": "microbatch", "figures": found, "fine": fine}, indent=1))
     return 0 if fine else 1

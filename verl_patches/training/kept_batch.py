@@ -79,7 +79,7 @@ class KeptOnWorkers:
         rows, found = batch.batch[SAMPLE], self._run("log_prob", {"send_back": self._kept.send_back})
         entropy = torch.empty(len(rows))
         for each in found:
-            entropy[list(each["samples"])] = torch.from_numpy(each["entropy"])
+            entropy[list(each["samples"])] = torch.tensor(each["entropy"])  # Ray's array is read-only
         answer = {"entropys": entropy[rows][:, None].expand(len(rows), self._kept.response_width)}
         return self._answer(rows, answer, "old_log_probs", found)
 
@@ -125,7 +125,7 @@ class KeptOnWorkers:
             parts: dict[int, torch.Tensor] = {}
             for each in found:
                 lengths = [self._kept.lengths[sample] for sample in each["samples"]]
-                parts.update(zip(each["samples"], torch.from_numpy(each["values"]).split(lengths), strict=True))
+                parts.update(zip(each["samples"], torch.tensor(each["values"]).split(lengths), strict=True))
             ragged = Ragged(torch.cat([parts[sample] for sample in rows.tolist()]),
                             tuple(self._kept.lengths[sample] for sample in rows.tolist()))  # fmt: skip
             tensors[name] = to_padded(ragged, self._kept.response_width)
