@@ -18,7 +18,8 @@ while [ $# -gt 0 ]; do
         -h|--help) sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//;p}' "${BASH_SOURCE[0]}"; exit 0 ;;
         --venv|--upstream)
             [ $# -ge 2 ] || { echo "[test] error: $1 needs a folder; see --help" >&2; exit 2; }
-            if [ "$1" = --venv ]; then venv=$(absolute "$2"); else args+=(--upstream "$(absolute "$2")"); fi
+            # one word, =: pytest takes the folder for where the tests are otherwise
+            if [ "$1" = --venv ]; then venv=$(absolute "$2"); else args+=("--upstream=$(absolute "$2")"); fi
             shift 2 ;;
         *) args+=("$1"); shift ;;
     esac
