@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -44,6 +45,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     for name, value in SAFE_ENV.items():  # before any test module imports torch
         os.environ.setdefault(name, value)
+    hypothesis.settings.register_profile("busy machine", deadline=None)  # a slow example is no failure
+    hypothesis.settings.load_profile("busy machine")
     os.environ.pop("VERL_PATCHES", None)  # a shell's own switches must not decide what a test sees
     folder = config.getoption("--upstream")
     if folder is not None and not folder.is_dir():

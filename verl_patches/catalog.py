@@ -298,11 +298,11 @@ TRAINING: tuple[PatchSpec, ...] = (
             "verl never looks at who is on the device; the ledger watches what the worker has built."),
     PatchSpec(
         id="memory.rollout_life", stage="memory", target="vllm.entrypoints.llm:LLM.__init__", kind="wrap",
-        provider="verl_patches.memory.rollout_life:without_sleep_mode", processes=_WORKER, lines=_BOTH,
+        provider="verl_patches.memory.rollout_life:taken_over", processes=_WORKER, lines=_BOTH,
         needs=("rollout.llm_arguments",),
         why="vLLM's sleep mode copies all weights to the host at every sleep, where the weight sync overwrites them, "
             "and takes memory past torch's allocator; a CPU has none. Ours gives the storages' memory back and takes "
-            "it again. With enforce_eager=false vLLM's stays: graphs need the addresses that they captured.",
+            "it again. With enforce_eager=false vLLM's stays, without that copy: graphs need their addresses.",
         exit="vLLM drops weights that are to be replaced, at sleep, into torch's pool",
     ),
     PatchSpec(

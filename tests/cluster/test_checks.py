@@ -80,9 +80,11 @@ def test_checkpoints_that_would_lack_experts_are_refused(overrides, lost):
 
 
 @pytest.mark.parametrize(("name", "overrides", "state", "said"), [
-    (TINY, (), "ok", "nothing is copied"),
-    (LARGE, (), "ok", "graphs keep the addresses .*enforce_eager=true would drop them"),
-    (LARGE, (f"{ROLLOUT}.enforce_eager=true",), "ok", "nothing is copied"),
+    (TINY, (), "ok", "into torch's pool; nothing .* is copied"),
+    (LARGE, (), "ok", "sleep mode, for the addresses that graphs captured; nothing .* is copied"),
+    (LARGE, ("recipe.patches=[-reshard.*]",), "ok", "sleep mode.*weights are copied to the host, as row reshard.dir"),
+    (LARGE, ("recipe.patches=[-memory.rollout_life]",), "ok", "row memory.rollout_life is off: .*copies all weights"),
+    (LARGE, (f"{ROLLOUT}.enforce_eager=true",), "ok", "into torch's pool; nothing .* is copied"),
     (TINY, (f"{ROLLOUT}.enforce_eager=false",), "failed", "graphs .* on a CPU; expected .*enforce_eager=true"),
     (TINY, ("recipe.patches=[-reshard.*]",), "ok", "weights stay, as row reshard.direct is off"),
     (TINY, ("recipe.patches=[-memory.*]",), "failed", "memory.rollout_life is off.* on a CPU"),

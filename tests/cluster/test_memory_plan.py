@@ -37,8 +37,12 @@ def test_what_is_switched_back_is_told_as_what_the_run_follows():
     assert back["orders"][2]["peak_bytes"] > back["hbm_bytes"]  # the cache comes before training weights have gone
     gathered = plan(BIG, rows=COPIES)["orders"][2]["phases"][0]["bytes"]
     assert gathered["reshard_buffers"] != back["orders"][2]["phases"][0]["bytes"]["reshard_buffers"]
-    own = plan(BIG, "actor_rollout_ref.rollout.enforce_eager=true", rows=(*ON, "memory.rollout_life"))
+    rows = (*ON, "memory.rollout_life")
+    own = plan(BIG, "actor_rollout_ref.rollout.enforce_eager=true", rows=rows)
     assert own["followed"] == "ours" and len(own["orders"]) == 2
+    assert plan(BIG, rows=rows)["followed"] == "ours, with vLLM's sleep mode without its copy"
+    kept = plan(BIG, "recipe.weight_sync.enabled=false", rows=rows)
+    assert kept["followed"] == "ours, with vLLM's sleep mode"  # weights that no sync brings again are copied
 
 
 def test_what_the_configuration_leaves_on_the_device_is_there_in_every_phase():

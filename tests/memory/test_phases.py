@@ -18,7 +18,8 @@ from verl_patches.memory.followed import (
 )
 from verl_patches.memory.phases import OURS, TENANTS, make_order, moves_of_a_step, residency, simulate
 
-VARIANTS = (in_sleep_mode(OURS), *map(with_our_copies, VERL.values()), *map(with_own_life, VERL.values()))
+VARIANTS = (in_sleep_mode(OURS), in_sleep_mode(OURS, copied=False),
+            *map(with_our_copies, VERL.values()), *map(with_own_life, VERL.values()))
 ORDERS = (OURS, *VERL.values(), *VARIANTS)
 SIZES = {tenant: 2**bit for bit, tenant in enumerate(TENANTS)}  # a sum says who was there
 SUBSETS = st.sets(st.sampled_from(sorted(TENANTS)))
@@ -99,12 +100,16 @@ def test_what_a_step_of_ours_does_one_after_the_other():
 
 
 def test_which_order_a_run_follows():
-    def name(rows, line="a3", enforce_eager=True):
-        return order_followed(line, skip_old_log_prob=False, **switches_of(rows, enforce_eager=enforce_eager)).name
+    def name(rows, line="a3", enforce_eager=True, synced=True):
+        switches = switches_of(rows, enforce_eager=enforce_eager, synced=synced)
+        return order_followed(line, skip_old_log_prob=False, **switches).name
 
     copies = {f"memory.{way}_{what}" for way in ("load", "offload") for what in ("model", "optimizer")}
     every = {"memory.order_a3", "memory.rollout_life", *copies}
-    assert name(every) == "ours" and name(every, enforce_eager=False) == "ours, with vLLM's sleep mode"
+    assert name(every) == name(every, synced=False) == "ours"
+    assert name(every, enforce_eager=False) == "ours, with vLLM's sleep mode without its copy"
+    assert name(every, enforce_eager=False, synced=False) == "ours, with vLLM's sleep mode"
+    assert name(every - {"memory.rollout_life"}) == "ours, with vLLM's sleep mode"
     assert name(every - {"memory.order_a3"}) == "verl 54c9b736, with our copies, rollout weights not copied"
     assert name(copies, "pypi") == "verl 0.4.0, with our copies" and name((), "pypi") == "verl 0.4.0"
     with pytest.raises(ConfigError, match=r"memory\.load_model.* are on without memory\.offload_optimizer: "):
@@ -122,10 +127,12 @@ def test_a_way_of_moving_changes_who_copies_but_not_who_is_there():
         for other in VARIANTS:
             if other.name.startswith(order.name):
                 assert residency(other) == residency(order)
-    copied = [sum(m.to_host_bytes for m in simulate(order, SIZES).values()) for order in (in_sleep_mode(OURS), OURS)]
-    assert copied[0] - copied[1] == SIZES["rollout_weights"]
-    wake = simulate(in_sleep_mode(OURS), SIZES)["reshard"].moves
-    assert str(wake[0]) == "trim" and str(wake[1]) == "load rollout_weights"  # memory past the pool
+    sleeps = in_sleep_mode(OURS), in_sleep_mode(OURS, copied=False)
+    copied = [sum(m.to_host_bytes for m in simulate(order, SIZES).values()) for order in (*sleeps, OURS)]
+    assert copied[0] - copied[1] == SIZES["rollout_weights"] and copied[1] == copied[2]
+    for order, come in zip(sleeps, ("load rollout_weights", "alloc rollout_weights"), strict=True):
+        wake = simulate(order, SIZES)["reshard"].moves
+        assert str(wake[0]) == "trim" and str(wake[1]) == come  # memory past the pool
 
 
 def test_a_wrong_table_is_refused():

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from verl_patches.memory import rollout_life
+from verl_patches.memory.graph_life import GraphLife
 from verl_patches.memory.rollout_life import RolloutLife, weights_of
 from verl_patches.patching import engine as patches
 from verl_patches.patching.engine import PatchError
@@ -138,32 +139,33 @@ def test_weights_that_no_sync_will_vouch_for_are_never_given_up(rows, load_forma
     llm.llm_engine.add_request = None
     monkeypatch.setattr(patches, "current", lambda: SimpleNamespace(wanted=rows))
     monkeypatch.setattr(rollout_life, "_guarded", lambda life, add_request: None)
-    rollout_life.without_sleep_mode(lambda self, **kwargs: None)(
+    rollout_life.taken_over(lambda self, **kwargs: None)(
         llm, enable_sleep_mode=True, enforce_eager=True, load_format=load_format)
     llm.llm_engine.sleep()
     assert (bytes_of(*model.parameters()) > 28) == stay  # 28: what shares a buffer's memory
 
 
-@pytest.mark.parametrize(("asked", "passed"), [
-    ({"enable_sleep_mode": True, "enforce_eager": True}, False),
-    ({"enable_sleep_mode": True, "enforce_eager": False}, True),  # graphs have captured addresses
-    ({"enforce_eager": True}, None),  # it is not to sleep
+@pytest.mark.parametrize(("asked", "passed", "kind"), [
+    ({"enable_sleep_mode": True, "enforce_eager": True}, False, RolloutLife),
+    ({"enable_sleep_mode": True, "enforce_eager": False}, True, GraphLife),  # graphs have captured addresses
+    ({"enforce_eager": True}, None, type(None)),  # it is not to sleep
 ])
-def test_only_an_eager_engine_that_is_to_sleep_has_ours(asked, passed):
+def test_an_engine_that_is_to_sleep_has_our_life_and_an_eager_one_no_sleep_mode(asked, passed, kind):
     """Row memory.rollout_life."""
     seen = {}
 
     def init(self, **kwargs):
         seen.update(kwargs)
-        self.llm_engine = SimpleNamespace(add_request=lambda number: number + 1)
+        self.llm_engine = engine()[0].llm_engine
+        vars(self.llm_engine).update(add_request=lambda number: number + 1, sleep=None, wake_up=None)
 
     llm = SimpleNamespace()
-    rollout_life.without_sleep_mode(init)(llm, **asked)
+    rollout_life.taken_over(init)(llm, **asked)
     ours = rollout_life.of(llm)
-    assert seen.get("enable_sleep_mode") is passed and (ours is not None) == (passed is False)
+    assert seen.get("enable_sleep_mode") is passed and isinstance(ours, kind)
     assert llm.llm_engine.add_request(1) == 2
     if ours:
         assert llm.llm_engine.sleep == ours.sleep and llm.llm_engine.wake_up == ours.wake_up
-        ours._asleep["kv_cache"] = {}
+        ours._asleep = {"kv_cache": {}}
         with pytest.raises(PatchError, match="kv_cache of the engine are asleep"):
             llm.llm_engine.add_request(1)

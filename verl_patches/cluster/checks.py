@@ -150,20 +150,22 @@ def _switched_off(config: DictConfig, row: str) -> bool:
 
 def _rollout_life_checks(config: DictConfig) -> list[Check]:
     """Whose sleep and wake the rollout engine has (memory/rollout_life.py)."""
-    if _switched_off(config, "memory.rollout_life"):
-        said, key = "row memory.rollout_life is off", "recipe.patches without -memory.rollout_life"
-    elif not config.actor_rollout_ref.rollout.enforce_eager:
-        said, key = "graphs keep the addresses that they captured", "actor_rollout_ref.rollout.enforce_eager=true"
-    else:
-        direct = "reshard.direct_and_wake" if config.recipe.line == "a3" else "reshard.direct"
-        weights = f"; weights stay, as row {direct} is off and nothing proves that verl's own sync writes all of them"
-        return [Check("rollout memory", True, "given back between rollouts, nothing is copied"
-                      + weights * _switched_off(config, direct))]
-    if config.recipe.platform == "cpu":
+    rollout, recipe = config.actor_rollout_ref.rollout, config.recipe
+    off, graphs = _switched_off(config, "memory.rollout_life"), not rollout.enforce_eager
+    if recipe.platform == "cpu" and (off or graphs):
+        said, key = (("row memory.rollout_life is off", "recipe.patches without -memory.rollout_life") if off else
+                     ("graphs keep the addresses that they captured", "actor_rollout_ref.rollout.enforce_eager=true"))
         return [Check("rollout memory", False, f"{said}: that is for vLLM's sleep mode, which it has not on a CPU; "
                       f"expected {key}")]
-    return [Check("rollout memory", True, f"{said}: vLLM's sleep mode serves, which copies all weights to the host at "
-                  f"every sleep; {key} would drop them")]
+    if off:
+        return [Check("rollout memory", True, "row memory.rollout_life is off: vLLM's sleep mode serves, which copies "
+                      "all weights to the host at every sleep")]
+    direct = "reshard.direct_and_wake" if recipe.line == "a3" else "reshard.direct"
+    unproven = _switched_off(config, direct)
+    how = "by vLLM's sleep mode, for the addresses that graphs captured" if graphs else "into torch's pool"
+    what = (f"weights {'are copied to the host' if graphs else 'stay'}, as row {direct} is off and nothing proves that "
+            "verl's own sync writes all of them" if unproven else "nothing that a weight sync writes is copied")
+    return [Check("rollout memory", True, f"given back between rollouts, {how}; {what}")]
 
 
 def _same_model(config: DictConfig, model: ModelShape) -> list[Check]:

@@ -27,12 +27,12 @@ def memory_plan(config: DictConfig, model: ModelShape, rows: Collection[str]) ->
     recipe, actor, ref = config.recipe, config.actor_rollout_ref.actor.megatron, config.actor_rollout_ref.ref.megatron
     inventory = in_dtype(build_inventory(model), VLLM_DTYPES[recipe.dtype])
     layouts = train_layout_of(config), rollout_layout_of(config)
-    switches = switches_of(rows, enforce_eager=config.actor_rollout_ref.rollout.enforce_eager)
     direct = direct_sync(rows)
+    synced = recipe.weight_sync.enabled and direct
+    switches = switches_of(rows, enforce_eager=config.actor_rollout_ref.rollout.enforce_eager, synced=synced)
     stays = staying(
         param_offload=actor.param_offload, optimizer_offload=actor.optimizer_offload or recipe.train.swap_optimizer,
-        ref_offload=ref.param_offload, own_life=switches["own_life"],
-        synced=recipe.weight_sync.enabled and direct)  # fmt: skip
+        ref_offload=ref.param_offload, own_life=switches["own_life"], synced=synced)  # fmt: skip
     ours = _setting(config, layouts[0].dp)
     skip = recipe.train.skip_old_log_prob
     followed = order_followed(recipe.line, skip_old_log_prob=skip, **switches)

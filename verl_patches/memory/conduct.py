@@ -102,19 +102,20 @@ class Conductor:
             raise error
 
 
-def trim_of(device: Any, own_life: bool) -> Callable[[], None]:
+def trim_of(device: Any, in_pool: bool) -> Callable[[], None]:
     """What `trim` calls: `device` is torch.npu, torch.cuda, or None where there is no allocator to ask (a CPU).
 
     torch_npu's light form empty_virt_addr_cache (from 2.6.0, v7.2.0, on; the pinned 2.5.1.post1 has not got it) keeps
     the physical pages in the pool: it gives nothing to memory past the pool, which vLLM's sleep mode takes, and it is a
     RuntimeError without expandable segments, which cluster/environment.py switches off for that mode. So it is taken
-    only where both are otherwise: `own_life` (memory/rollout_life.py), and PYTORCH_NPU_ALLOC_CONF says so.
+    only where both are otherwise: the rollout's memory is in the pool too (`in_pool`), and PYTORCH_NPU_ALLOC_CONF says
+    so.
     """
     if device is None:
         return lambda: None
     settings = os.environ.get("PYTORCH_NPU_ALLOC_CONF", "").lower().replace(" ", "").split(",")
     light = getattr(device, "empty_virt_addr_cache", None)
-    return light if light and own_life and "expandable_segments:true" in settings else device.empty_cache
+    return light if light and in_pool and "expandable_segments:true" in settings else device.empty_cache
 
 
 def current() -> Conductor | None:

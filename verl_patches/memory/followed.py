@@ -46,11 +46,15 @@ VERL_54C9B736 = make_order(
 VERL = {"pypi": VERL_0_4_0, "a3": VERL_54C9B736}
 
 
-def in_sleep_mode(order: Order) -> Order:
-    """`order`, ours, where vLLM's sleep mode moves the rollout weights: by way of the host, in memory past the pool."""
-    changed = {Move("alloc", "rollout_weights"): (Move("trim"), Move("load", "rollout_weights")),
-               Move("free", "rollout_weights"): (Move("offload", "rollout_weights"),)}  # fmt: skip
-    return _exchanged(f"{order.name}, with vLLM's sleep mode", order, changed)
+def in_sleep_mode(order: Order, copied: bool = True) -> Order:
+    """`order`, ours, where vLLM's sleep mode moves the rollout weights, in memory past the pool.
+
+    `copied`: by way of the host; else what a weight sync writes is not copied (memory/graph_life.py).
+    """
+    come, go = ("load", "offload") if copied else ("alloc", "free")
+    changed = {Move("alloc", "rollout_weights"): (Move("trim"), Move(come, "rollout_weights")),
+               Move("free", "rollout_weights"): (Move(go, "rollout_weights"),)}  # fmt: skip
+    return _exchanged(f"{order.name}, with vLLM's sleep mode{'' if copied else ' without its copy'}", order, changed)
 
 
 def with_own_life(order: Order) -> Order:
@@ -92,11 +96,11 @@ def with_our_copies(order: Order) -> Order:
         for phase in order.phases))
 
 
-def switches_of(rows: Collection[str], *, enforce_eager: bool) -> dict[str, bool]:
-    """{our_order, our_copies, own_life} for `order_followed`, by the ids of the rows that are on.
+def switches_of(rows: Collection[str], *, enforce_eager: bool, synced: bool) -> dict[str, bool]:
+    """{our_order, our_copies, own_life, graphs} for `order_followed`, by the ids of the rows that are on.
 
-    Row memory.rollout_life is for engines without captured graphs only. ConfigError for some of the four rows that copy
-    without the others: verl's moves and ours together are no order that there is a table for.
+    `synced`: see `staying`; captured graphs keep weights that no sync brings by vLLM's copy. ConfigError for some of
+    the four rows that copy without the others: verl's moves and ours together are no order that there is a table for.
     """
     copies = [row for row in _COPIES if row in rows]
     if copies and len(copies) < len(_COPIES):
@@ -104,7 +108,8 @@ def switches_of(rows: Collection[str], *, enforce_eager: bool) -> dict[str, bool
                           "expected all four or none in recipe.patches")
     return {"our_order": any(row.startswith("memory.order") for row in rows),
             "our_copies": bool(copies),
-            "own_life": "memory.rollout_life" in rows and enforce_eager}  # fmt: skip
+            "own_life": "memory.rollout_life" in rows and (enforce_eager or synced),
+            "graphs": not enforce_eager}  # fmt: skip
 
 
 def direct_sync(rows: Collection[str]) -> bool:
@@ -113,15 +118,16 @@ def direct_sync(rows: Collection[str]) -> bool:
 
 
 def order_followed(
-    line: str, *, skip_old_log_prob: bool, our_order: bool = True, our_copies: bool = True, own_life: bool = False
-) -> Order:
+    line: str, *, skip_old_log_prob: bool, our_order: bool = True, our_copies: bool = True, own_life: bool = False,
+    graphs: bool = False,
+) -> Order:  # fmt: skip
     """The order that a run follows, by the rows that are on: ours, or where verl calls its four functions.
 
     `our_order`: rows memory.order*, which need the others; `our_copies`: rows memory.load_* and memory.offload_*;
-    `own_life`: rollout weights come and go without vLLM's sleep mode.
+    `own_life`: rollout weights come and go without vLLM's copy, but for `graphs` without its sleep mode too.
     """
     if our_order:
-        order = OURS if own_life else in_sleep_mode(OURS)
+        order = OURS if own_life and not graphs else in_sleep_mode(OURS, copied=not own_life)
     else:
         order = with_our_copies(VERL[line]) if our_copies else VERL[line]
         order = with_own_life(order) if own_life else order

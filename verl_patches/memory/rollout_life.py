@@ -10,14 +10,13 @@ nothing is copied to the host. Awake, they have as many bytes again, at other ad
 Buffers (rotary tables, expert maps) stay, and what shares their memory, and what has a private NPU format, whose
 storage torch_npu does not resize (ResizeNpu.h).
 
-Graphs go on at the addresses that they have captured (torchair: frozen_parameter, vllm_ascend model_runner_v1.py:1774),
-which only vLLM's sleep mode brings back: an engine with enforce_eager=false keeps that.
+An engine with captured graphs (enforce_eager=false) keeps vLLM's sleep mode: graph_life.py.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -34,17 +33,39 @@ WEIGHTS, CACHE = TAGS = ("weights", "kv_cache")  # vLLM's tags of LLM.wake_up
 Tensors = dict[str, torch.Tensor]
 
 
-class RolloutLife:
-    """Sleep and wake of one engine, `llm`; see the head of this file. Asking for what is so already does nothing.
+class Life:
+    """What an engine's weights are worth.
 
-    `loaded`: its weights are worth something before a first sync, or no sync will say that it has `filled` them.
+    `loaded`: something before a first sync, or no sync will say that it has `filled` them.
     """
 
+    _asleep: Collection[str]  # vLLM's tags
+
+    def __init__(self, loaded: bool):
+        self._weights_stay, self._lost = loaded, False
+
+    def filled(self, stay: bool = False) -> None:
+        """A weight sync has written every weight; `stay`: no other sync comes, so they are to survive sleep."""
+        self._weights_stay, self._lost = stay, False
+
+    def check_ready(self) -> None:
+        """PatchError if something is asleep, or weights have not been filled since they were given up."""
+        if self._asleep:
+            raise PatchError(f"rollout: asked to generate while {' and '.join(sorted(self._asleep))} of the engine are "
+                             "asleep: call LLM.wake_up first")
+        if self._lost:
+            raise PatchError("rollout: asked to generate with weights that were given up when the engine went to "
+                             "sleep and that no weight sync has filled since: enter verl's sharding manager first")
+
+
+class RolloutLife(Life):
+    """Sleep and wake of one engine, `llm`; see the head of this file. Asking for what is so already does nothing."""
+
     def __init__(self, llm: Any, loaded: bool = True):
+        super().__init__(loaded)
         self._llm = llm
         self._asleep: dict[str, dict[str, Parked]] = {}
         self._cache: dict[str, int] = {}  # as it was built: number of blocks, bytes of each tensor
-        self._weights_stay, self._lost = loaded, False
 
     def sleep(self, level: int = 1) -> None:
         """Give the memory back; `level` is vLLM's and says nothing here.
@@ -76,19 +97,6 @@ class RolloutLife:
             del self._asleep[tag]
             if tag == CACHE:
                 self._check_cache()
-
-    def filled(self, stay: bool = False) -> None:
-        """A weight sync has written every weight; `stay`: no other sync comes, so they are to survive sleep."""
-        self._weights_stay, self._lost = stay, False
-
-    def check_ready(self) -> None:
-        """PatchError if something is asleep, or weights have not been filled since they were given up."""
-        if self._asleep:
-            raise PatchError(f"rollout: asked to generate while {' and '.join(self._asleep)} of the engine are asleep: "
-                             "call LLM.wake_up first")
-        if self._lost:
-            raise PatchError("rollout: asked to generate with weights that were given up when the engine went to "
-                             "sleep and that no weight sync has filled since: enter verl's sharding manager first")
 
     def _forget_blocks(self) -> None:
         engine = self._llm.llm_engine  # these two have one name in engines V0 and V1
@@ -149,31 +157,33 @@ def all_weights(model: torch.nn.Module) -> Tensors:
     return found
 
 
-def of(llm: Any) -> RolloutLife | None:
-    """The life of an engine; None where vLLM's own sleep mode serves it, or none."""
+def of(llm: Any) -> Life | None:
+    """The life of an engine; None where it never sleeps, or as vLLM has it."""
     return getattr(llm, "rollout_life", None)
 
 
 def filled(llm: Any, stay: bool) -> None:
-    """`RolloutLife.filled` of an engine that has one: whoever syncs weights calls it afterwards."""
+    """`Life.filled` of an engine that has one: whoever syncs weights calls it afterwards."""
     life = of(llm)
     if life is not None:
         life.filled(stay)
 
 
-def without_sleep_mode(original: Callable) -> Callable:
-    """Row provider for LLM.__init__: an eager engine that is to sleep is built without vLLM's sleep mode, and has ours.
+def taken_over(original: Callable) -> Callable:
+    """Row provider for LLM.__init__: an engine that is to sleep has our life, an eager one no sleep mode of vLLM's.
 
     Its sleep, wake_up and add_request are ours from then on, below LLM's methods of these names.
     """
 
     @functools.wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        ours = bool(kwargs.get("enable_sleep_mode") and kwargs.get("enforce_eager"))
-        original(self, *args, **{**kwargs, "enable_sleep_mode": False} if ours else kwargs)
-        if ours:
+        from verl_patches.memory.graph_life import GraphLife  # that module needs this one
+
+        sleeps, eager = bool(kwargs.get("enable_sleep_mode")), bool(kwargs.get("enforce_eager"))
+        original(self, *args, **{**kwargs, "enable_sleep_mode": False} if sleeps and eager else kwargs)
+        if sleeps:
             stay = kwargs.get("load_format") != "dummy" or not direct_sync(patches.current().wanted)
-            self.rollout_life = life = RolloutLife(self, loaded=stay)
+            self.rollout_life = life = (RolloutLife if eager else GraphLife)(self, loaded=stay)
             engine = self.llm_engine
             engine.sleep, engine.wake_up = life.sleep, life.wake_up
             engine.add_request = _guarded(life, engine.add_request)
@@ -181,7 +191,7 @@ def without_sleep_mode(original: Callable) -> Callable:
     return __init__
 
 
-def _guarded(life: RolloutLife, add_request: Callable) -> Callable:
+def _guarded(life: Life, add_request: Callable) -> Callable:
     @functools.wraps(add_request)
     def add(*args: Any, **kwargs: Any) -> Any:
         life.check_ready()

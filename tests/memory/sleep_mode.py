@@ -1,0 +1,142 @@
+"""What the test of vLLM's sleep mode runs: its real allocator over memory of this process, where unmapping is writing.
+
+    sleep_mode.py [camem.py]      vLLM's CuMemAllocator, or vllm-ascend's CaMemAllocator from that file
+
+Prints JSON: {bytes: copied to the host at each sleep, kept: {tensor: whether its contents outlived each sleep},
+weights: bytes of all segments of weights, refused, tags}.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import importlib.util
+import json
+import sys
+import types
+from types import SimpleNamespace
+
+import torch
+
+from verl_patches.memory import graph_life, rollout_life
+from verl_patches.patching import engine as patches
+from verl_patches.patching.engine import PatchError
+
+SEGMENT, TENSOR = 4096, 512  # bytes
+copied: list[int] = []
+
+
+def memory_of(address: int, count: int) -> torch.Tensor:
+    """float32 [count] at `address`, in a storage of its own."""
+    return torch.frombuffer((ctypes.c_char * (4 * count)).from_address(address), dtype=torch.float32)
+
+
+def to(target: int, source: int, size: int) -> None:
+    """What the driver's memcpy does."""
+    ctypes.memmove(target, source, size)
+
+
+def overwritten(handle: tuple[int, int, int, int]) -> None:
+    """What unmapping comes to: nobody knows what is there afterwards."""
+    ctypes.memset(handle[2], 0xAB, handle[1])
+
+
+def allocator_of(file: str | None):
+    """(class, its module), with the driver's part replaced."""
+    if file is None:
+        module = importlib.import_module("vllm.device_allocator.cumem")
+        module.libcudart = SimpleNamespace(cudaMemcpy=to)
+    else:
+        driver = types.ModuleType("acl.rt")
+        driver.memcpy = lambda target, room, source, size, kind: to(target, source, size)
+        sys.modules.update({"acl": types.ModuleType("acl"), "acl.rt": driver})
+        torch.npu = SimpleNamespace(memory=SimpleNamespace(NPUPluggableAllocator=None))  # it annotates with that
+        spec = importlib.util.spec_from_file_location("vllm_ascend.device_allocator.camem", file)
+        module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    module.unmap_and_release, module.create_and_map = overwritten, lambda handle: None
+    module.is_pin_memory_available = lambda: False
+    return module.CuMemAllocator if file is None else module.CaMemAllocator
+
+
+class Pool:
+    """Segments of the allocator's, of which blocks are taken in turn."""
+
+    def __init__(self, allocator, count: int):
+        self._whole = torch.zeros(SEGMENT * count, dtype=torch.uint8)
+        self._allocator, self.snapshot = allocator, []
+
+    def segment(self, tag: str, *states: str) -> list[torch.Tensor]:
+        """A segment with blocks in these states; float32 [32] in each."""
+        at = self._whole.data_ptr() + SEGMENT * len(self.snapshot)
+        self._allocator.current_tag = tag
+        self._allocator.python_malloc_callback((0, SEGMENT, at, 0))
+        places = [at + TENSOR * i for i in range(len(states))]
+        self.snapshot.append({"address": at, "blocks": [
+            {"address": place, "state": state} for place, state in zip(places, states, strict=True)]})
+        return [memory_of(place, 32) for place in places]
+
+
+def main() -> None:
+    """See the head of this file."""
+    cls = allocator_of(*sys.argv[1:] or [None])
+    cls.instance = allocator = cls()
+    pool, lives, free, waits = Pool(allocator, 7), "active_allocated", "inactive", "active_pending_free"
+    model, impl = torch.nn.Module(), SimpleNamespace()
+    parameter = torch.nn.Parameter
+    model.up, model.down = map(parameter, pool.segment("weights", lives, lives, free)[:2])
+    alone, impl.W_UV = pool.segment("weights", lives, lives)
+    model.kv_b_proj, model.impl = parameter(alone), impl
+    beside_a_map, expert_map = pool.segment("weights", lives, lives)
+    model.gate = parameter(beside_a_map)
+    table, = pool.segment("weights", lives)
+    model.register_buffer("table", table)
+    model.shared = parameter(table[:8])
+    pool.segment("weights", free)
+    model.head = parameter(pool.segment("weights", lives, waits)[0])
+    pool.segment("kv_cache", lives)
+    tensors = {"up": model.up, "down": model.down, "kv_b_proj": alone, "W_UV": impl.W_UV, "gate": model.gate,
+               "expert_map": expert_map, "table": table, "shared": model.shared, "head": model.head}
+    graph_life._snapshot = lambda device: pool.snapshot
+
+    def init(self, **kwargs):
+        worker = SimpleNamespace(model_runner=SimpleNamespace(model=model))
+        self.llm_engine = SimpleNamespace(
+            model_executor=SimpleNamespace(driver_worker=SimpleNamespace(worker=worker)), add_request=lambda: None,
+            sleep=lambda level: allocator.sleep(("weights",) if level == 1 else ()),
+            wake_up=lambda tags=None: allocator.wake_up(tags))  # fmt: skip
+
+    patches.current = lambda: SimpleNamespace(wanted=("reshard.direct",))
+    llm = SimpleNamespace()
+    rollout_life.taken_over(init)(llm, enable_sleep_mode=True, enforce_eager=False, load_format="auto")
+    found = {"bytes": [], "kept": {name: [] for name in tensors}, "refused": [], "tags": [],
+             "weights": SEGMENT * sum(each.tag == "weights" for each in allocator.pointer_to_data.values())}
+    for step in range(3):  # as loaded; after a sync; after the last one
+        with torch.no_grad():
+            for tensor in tensors.values():
+                tensor.copy_(torch.arange(len(tensor)) + step)
+        if step:
+            rollout_life.filled(llm, stay=step == 2)
+        llm.llm_engine.sleep(1)
+        held = [each.cpu_backup_tensor for each in allocator.pointer_to_data.values()]
+        found["bytes"].append(sum(each.numel() for each in held if each is not None))
+        found["tags"].append(sorted({each.tag for each in allocator.pointer_to_data.values()}))
+        for tags in (["weights"], ["kv_cache"]):
+            try:
+                llm.llm_engine.add_request()
+                found["refused"].append("")
+            except PatchError as error:
+                found["refused"].append(str(error))
+            llm.llm_engine.wake_up(tags)
+        for name, tensor in tensors.items():
+            found["kept"][name].append(bool(torch.equal(tensor, torch.arange(len(tensor)) + step)))
+        try:
+            llm.llm_engine.add_request()
+            found["refused"].append("")
+        except PatchError as error:
+            found["refused"].append(str(error))
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

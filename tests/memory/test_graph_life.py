@@ -1,0 +1,73 @@
+"""vLLM's sleep mode of engines with captured graphs, without the copy of what the weight sync writes."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from verl_patches.memory import graph_life
+from verl_patches.memory.graph_life import dropped, segments_of
+from verl_patches.patching.engine import PatchError
+
+SCRIPT = Path(__file__).with_name("sleep_mode.py").read_text()
+SEGMENT = 4096
+
+
+def segment(address, *blocks):
+    return {"address": address, "blocks": [{"address": at, "state": state} for at, state in blocks]}
+
+
+def test_a_segment_goes_only_if_nothing_else_lives_in_it():
+    lives, free, waits = "active_allocated", "inactive", "active_pending_free"
+    snapshot = [segment(0, (0, lives), (8, lives), (9, free)), segment(16, (16, lives), (24, lives)),
+                segment(32, (32, lives), (40, waits)), segment(48, (48, free)), segment(64, (64, waits))]
+    assert segments_of(snapshot, {0, 8, 16, 32}) == {0, 48}
+    assert segments_of(snapshot, {0, 8, 16, 24, 32, 40, 64}) == {0, 16, 32, 48, 64}
+
+
+def test_what_another_tag_holds_is_left_and_tags_come_back_after_an_error():
+    pieces = {0: SimpleNamespace(tag="weights"), 8: SimpleNamespace(tag="kv_cache"), 16: SimpleNamespace(tag="weights")}
+    with pytest.raises(RuntimeError, match="no more"), dropped(pieces, {0, 8}):
+        assert [each.tag == "weights" for each in pieces.values()] == [False, False, True]
+        assert pieces[8].tag == "kv_cache"
+        raise RuntimeError("no more")
+    assert [each.tag for each in pieces.values()] == ["weights", "kv_cache", "weights"]
+
+
+def test_a_sleep_mode_that_is_not_known_here_is_refused(monkeypatch):
+    monkeypatch.setattr(graph_life, "_ALLOCATORS", (("no.such.module", "CaMemAllocator"),))
+    with pytest.raises(PatchError, match="CaMemAllocator of vLLM's sleep mode, found neither: .*rollout_life"):
+        graph_life._allocator()
+
+
+def of_its_allocator(run_python, *file):
+    return json.loads(run_python(SCRIPT, *file).check().out.splitlines()[-1])
+
+
+@pytest.fixture(scope="module", params=["vllm", pytest.param("vllm_ascend", marks=pytest.mark.upstream)])
+def found(request, run_python, pytestconfig):
+    file = "vllm-ascend/vllm_ascend/device_allocator/camem.py"
+    given = [str(pytestconfig.getoption("--upstream") / file)] if request.param == "vllm_ascend" else []
+    return of_its_allocator(run_python, *given)
+
+
+def test_only_what_the_sync_does_not_write_is_copied(found):
+    """Six segments of weights; in three something else lives: an expert map, a buffer, what waits for a stream."""
+    assert found["weights"] == 6 * SEGMENT
+    as_loaded, after_a_sync, after_the_last = found["bytes"]
+    assert as_loaded == after_the_last == 6 * SEGMENT and after_a_sync == 3 * SEGMENT
+    assert found["tags"] == [["kv_cache", "weights"]] * 3
+
+
+def test_contents_outlive_sleep_but_for_weights_that_the_next_sync_writes(found):
+    gone = [True, False, True]
+    assert found["kept"] == {
+        "up": gone, "down": gone, "kv_b_proj": gone, "W_UV": gone, "gate": [True] * 3, "expert_map": [True] * 3,
+        "table": [True] * 3, "shared": [True] * 3, "head": [True] * 3}
+
+
+def test_generating_asleep_or_without_a_sync_is_refused(found):
+    asleep, half, as_loaded = found["refused"][:3]
+    assert "kv_cache and weights of the engine are asleep" in asleep and "while kv_cache of" in half and not as_loaded
+    assert "no weight sync has filled" in found["refused"][5] and not found["refused"][8]
