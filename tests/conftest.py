@@ -7,7 +7,7 @@ Fixtures
     run_python        runs Python code in a fresh process under a given VERL_PATCHES, as tests of patches must
     upstream_text     text of one upstream file at one commit, read from the clones of --upstream
     ray_folder        a folder for Ray of a short name
-Every test starts torch's and numpy's generators at TEST_SEED (0 unless set), whatever ran before it in its process.
+Every test starts the generators of Python, torch and numpy at TEST_SEED (0 unless set), fixtures of modules before.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def _same_numbers() -> None:
     """`-n 2` decides anew which tests share a process: what a test draws must not follow from that."""
     seed = int(os.environ.get("TEST_SEED", "0"))
-    for name, start in (("torch", "manual_seed"), ("numpy.random", "seed")):
+    for name, start in (("random", "seed"), ("torch", "manual_seed"), ("numpy.random", "seed")):
         if (module := sys.modules.get(name)) is not None:
             getattr(module, start)(seed)
 

@@ -19,9 +19,9 @@ bytes   256 logical workers (TP4 x PP8 x DP8) in 16 Ray actors. All that Ray ser
 skew    8, 16 and 32 actors, one worker each, started by verl's calls of a step, the worst of its calls
         (comm/starts.py), median of the repeats. Messages of ours are those of a whole step of 32 samples a worker; for
         other ways a worker's batch is 1/8 of what a DP rank has in the 256-die run. For 256 a straight line through
-        the medians: a model, no measurement. A worker waits half a second before it answers, where a real one's device
-        works: else the answers of the first would take this machine's cores, which all actors share, from the last.
-        Unpickling in turn on them is most of what is left of ours; no network lies between.
+        the medians: a model, no measurement. Workers answer half a second after the last has been called, where real
+        ones' devices work: else the answers of the first would take this machine's cores, which all actors share, from
+        the last. Unpickling in turn on them is most of what is left of ours; no network lies between.
         Needs 16 GB: an actor has torch.
 """
 
@@ -33,6 +33,8 @@ import json
 import os
 import statistics
 import sys
+import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -69,9 +71,9 @@ register = noted(register)
 class Host:
     """An actor that stands for workers `ranks` of `dp` replicas; asked for them in turn, as the group does."""
 
-    def stand_for(self, ranks, samples, heads, prompts, responses, work_s=0.0):
-        """`heads`: {rank of a replica's head: its number}; lengths by sample, all of them."""
-        self.ranks, self.heads, self.asked, self.work_s = ranks, heads, {}, work_s
+    def stand_for(self, ranks, samples, heads, prompts, responses, held_in=None):
+        """`heads`: {rank of a replica's head: its number}; lengths by sample, all of them; `held_in`: see Held."""
+        self.ranks, self.heads, self.asked, self.held_in, self.calls = ranks, heads, {}, held_in, 0
         self.each = samples // max(len(heads), 1)
         self.lengths = prompts, responses
         self.counted = Serialised()
@@ -88,7 +90,9 @@ class Host:
         return take()
 
     def _rank(self, method):
-        time.sleep(self.work_s)
+        self.calls += 1
+        while self.held_in and not Path(self.held_in, str(self.calls)).exists():
+            time.sleep(0.05)
         self.asked[method] = self.asked.get(method, 0) + 1
         return self.ranks[(self.asked[method] - 1) % len(self.ranks)]
 
@@ -262,18 +266,30 @@ def skews_of(actors: list[Any], run: Callable[[], None]) -> dict[str, float]:
     return start_skew(ray.get([actor.starts.remote() for actor in actors]))
 
 
-def measured(count: int, made: list[Any], repeats: int, of: tuple[list[int], list[int]]) -> dict[str, list]:
-    """{way: skew by call of every repeat} with `count` workers; ways take turns."""
+def measured(count: int, made: list[Any], repeats: int, of: tuple[list[int], list[int]], folder: str) -> dict[str, list]:
+    """{way: skew by call of every repeat} with `count` workers; ways take turns. `folder`: an empty one."""
     from logical_group import LogicalGroup
     from verl.single_controller.ray.base import RayClassWithInitArgs
 
+    class Held(LogicalGroup):
+        """Says by a file for each call when its workers may answer."""
+
+        calls = 0
+
+        def execute_all_async(self, *args, **kwargs):
+            """verl's."""
+            answers = super().execute_all_async(*args, **kwargs)
+            self.calls += 1
+            threading.Timer(WORK_S, Path(folder, str(self.calls)).touch).start()
+            return answers
+
     names = [str(n) for n in range(count)]
-    group = LogicalGroup(ray_cls_with_init=RayClassWithInitArgs(ray.remote(Host)), worker_names=names,
+    group = Held(ray_cls_with_init=RayClassWithInitArgs(ray.remote(Host)), worker_names=names,
                          worker_handles=made[:count]).lay_out(tp=4, dp=count // 4, pp=1)  # fmt: skip
     prompts, responses = of
     per_worker = SAMPLES // WORLD  # samples that a worker generates
     samples = count * per_worker
-    ray.get([actor.stand_for.remote([n], samples, heads_of(group), prompts, responses, WORK_S)
+    ray.get([actor.stand_for.remote([n], samples, heads_of(group), prompts, responses, folder)
              for n, actor in enumerate(made[:count])])  # fmt: skip
     asked = prompts_of(samples // EACH, prompts)
     kept = KeptOnWorkers(group, Kept(0, RESPONSE, True, False))
@@ -314,7 +330,10 @@ def skew_figures(repeats: int) -> Iterator[dict[str, Any]]:
     cluster(2 << 30)
     of = lengths()
     made = [ray.remote(num_cpus=0)(Host).remote() for _ in range(32)]
-    found = {count: measured(count, made, repeats, of) for count in (8, 16, 32)}
+    found = {}
+    for count in (8, 16, 32):
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+            found[count] = measured(count, made, repeats, of, folder)
     ray.shutdown()
     worst = {count: {way: [max(by_call.values()) for by_call in each] for way, each in ways.items()}
              for count, ways in found.items()}  # fmt: skip

@@ -40,7 +40,7 @@ def test_what_is_switched_back_is_told_as_what_the_run_follows():
     rows = (*ON, "memory.rollout_life")
     own = plan(BIG, "actor_rollout_ref.rollout.enforce_eager=true", rows=rows)
     assert own["followed"] == "ours" and len(own["orders"]) == 2
-    assert plan(BIG, rows=rows)["followed"] == "ours, with vLLM's sleep mode without its copy"
+    assert plan(BIG, rows=rows)["followed"] == "ours, addresses kept by vLLM"
     kept = plan(BIG, "recipe.weight_sync.enabled=false", rows=rows)
     assert kept["followed"] == "ours, with vLLM's sleep mode"  # weights that no sync brings again are copied
 

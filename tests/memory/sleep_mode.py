@@ -3,11 +3,13 @@
     sleep_mode.py [camem.py]      vLLM's CuMemAllocator, or vllm-ascend's CaMemAllocator from that file
 
 Prints JSON: {bytes: copied to the host at each sleep, kept: {tensor: whether its contents outlived each sleep},
-weights: bytes of all segments of weights, refused, tags}.
+weights: bytes of all segments of weights, refused, tags, calls: of vLLM's own functions}. The snapshot of torch's
+allocator is made up here: a CPU has no such pool.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib
 import importlib.util
@@ -59,6 +61,15 @@ def allocator_of(file: str | None):
     return module.CuMemAllocator if file is None else module.CaMemAllocator
 
 
+def refused(do) -> str:
+    """What the PatchError says that `do` raises; empty if it does not."""
+    try:
+        do()
+    except PatchError as error:
+        return str(error)
+    return ""
+
+
 class Pool:
     """Segments of the allocator's, of which blocks are taken in turn."""
 
@@ -99,12 +110,23 @@ def main() -> None:
                "expert_map": expert_map, "table": table, "shared": model.shared, "head": model.head}
     graph_life._snapshot = lambda device: pool.snapshot
 
+    calls: list[str] = []
+
+    def sleep(level):
+        calls.append("sleep")
+        allocator.sleep(("weights",) if level == 1 else ())
+        if "broken" in calls:
+            raise AssertionError("Memory usage increased after sleeping.")
+
+    def wake_up(tags):
+        calls.append(f"wake {', '.join(tags)}")
+        allocator.wake_up(tags)
+
     def init(self, **kwargs):
         worker = SimpleNamespace(model_runner=SimpleNamespace(model=model))
         self.llm_engine = SimpleNamespace(
             model_executor=SimpleNamespace(driver_worker=SimpleNamespace(worker=worker)), add_request=lambda: None,
-            sleep=lambda level: allocator.sleep(("weights",) if level == 1 else ()),
-            wake_up=lambda tags=None: allocator.wake_up(tags))  # fmt: skip
+            sleep=sleep, wake_up=wake_up)  # fmt: skip
 
     patches.current = lambda: SimpleNamespace(wanted=("reshard.direct",))
     llm = SimpleNamespace()
@@ -122,19 +144,26 @@ def main() -> None:
         found["bytes"].append(sum(each.numel() for each in held if each is not None))
         found["tags"].append(sorted({each.tag for each in allocator.pointer_to_data.values()}))
         for tags in (["weights"], ["kv_cache"]):
-            try:
-                llm.llm_engine.add_request()
-                found["refused"].append("")
-            except PatchError as error:
-                found["refused"].append(str(error))
+            found["refused"].append(refused(llm.llm_engine.add_request))
             llm.llm_engine.wake_up(tags)
         for name, tensor in tensors.items():
             found["kept"][name].append(bool(torch.equal(tensor, torch.arange(len(tensor)) + step)))
-        try:
-            llm.llm_engine.add_request()
-            found["refused"].append("")
-        except PatchError as error:
-            found["refused"].append(str(error))
+        found["refused"].append(refused(llm.llm_engine.add_request))
+    calls.clear()
+    for do in (llm.llm_engine.wake_up, llm.llm_engine.sleep, llm.llm_engine.sleep):
+        do()
+    llm.llm_engine.wake_up(["weights"])
+    llm.llm_engine.wake_up(list(rollout_life.TAGS))
+    llm.llm_engine.sleep()
+    llm.llm_engine.wake_up(["weights"])
+    llm.llm_engine.sleep()
+    found["calls"] = list(calls)
+    llm.llm_engine.wake_up()
+    rollout_life.filled(llm, stay=False)
+    calls.append("broken")
+    with contextlib.suppress(AssertionError):
+        llm.llm_engine.sleep()
+    found["refused"].append(refused(llm.llm_engine.add_request))
     print(json.dumps(found))
 
 

@@ -107,7 +107,7 @@ def test_which_order_a_run_follows():
     copies = {f"memory.{way}_{what}" for way in ("load", "offload") for what in ("model", "optimizer")}
     every = {"memory.order_a3", "memory.rollout_life", *copies}
     assert name(every) == name(every, synced=False) == "ours"
-    assert name(every, enforce_eager=False) == "ours, with vLLM's sleep mode without its copy"
+    assert name(every, enforce_eager=False) == "ours, addresses kept by vLLM"
     assert name(every, enforce_eager=False, synced=False) == "ours, with vLLM's sleep mode"
     assert name(every - {"memory.rollout_life"}) == "ours, with vLLM's sleep mode"
     assert name(every - {"memory.order_a3"}) == "verl 54c9b736, with our copies, rollout weights not copied"

@@ -153,18 +153,18 @@ def _rollout_life_checks(config: DictConfig) -> list[Check]:
     rollout, recipe = config.actor_rollout_ref.rollout, config.recipe
     off, graphs = _switched_off(config, "memory.rollout_life"), not rollout.enforce_eager
     if recipe.platform == "cpu" and (off or graphs):
-        said, key = (("row memory.rollout_life is off", "recipe.patches without -memory.rollout_life") if off else
-                     ("graphs keep the addresses that they captured", "actor_rollout_ref.rollout.enforce_eager=true"))
-        return [Check("rollout memory", False, f"{said}: that is for vLLM's sleep mode, which it has not on a CPU; "
-                      f"expected {key}")]
+        expected = ["recipe.patches without -memory.rollout_life"] * off + [
+            "actor_rollout_ref.rollout.enforce_eager=true (graphs keep the addresses that they captured)"] * graphs
+        return [Check("rollout memory", False, f"no sleep mode of vLLM's on a CPU; expected {', '.join(expected)}")]
     if off:
-        return [Check("rollout memory", True, "row memory.rollout_life is off: vLLM's sleep mode serves, which copies "
-                      "all weights to the host at every sleep")]
+        return [Check("rollout memory", True, "row memory.rollout_life is off: vLLM copies all weights to the host")]
     direct = "reshard.direct_and_wake" if recipe.line == "a3" else "reshard.direct"
-    unproven = _switched_off(config, direct)
+    why = "" if recipe.weight_sync.enabled else "recipe.weight_sync.enabled is false"
+    if _switched_off(config, direct):
+        why = f"row {direct} is off and nothing proves that verl's own sync writes all of them"
     how = "by vLLM's sleep mode, for the addresses that graphs captured" if graphs else "into torch's pool"
-    what = (f"weights {'are copied to the host' if graphs else 'stay'}, as row {direct} is off and nothing proves that "
-            "verl's own sync writes all of them" if unproven else "nothing that a weight sync writes is copied")
+    what = (f"weights {'are copied to the host' if graphs else 'stay'}, as {why}" if why
+            else "nothing that a weight sync writes is copied")
     return [Check("rollout memory", True, f"given back between rollouts, {how}; {what}")]
 
 

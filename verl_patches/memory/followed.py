@@ -54,7 +54,8 @@ def in_sleep_mode(order: Order, copied: bool = True) -> Order:
     come, go = ("load", "offload") if copied else ("alloc", "free")
     changed = {Move("alloc", "rollout_weights"): (Move("trim"), Move(come, "rollout_weights")),
                Move("free", "rollout_weights"): (Move(go, "rollout_weights"),)}  # fmt: skip
-    return _exchanged(f"{order.name}, with vLLM's sleep mode{'' if copied else ' without its copy'}", order, changed)
+    how = "with vLLM's sleep mode" if copied else "addresses kept by vLLM"
+    return _exchanged(f"{order.name}, {how}", order, changed)
 
 
 def with_own_life(order: Order) -> Order:

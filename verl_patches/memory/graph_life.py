@@ -26,31 +26,37 @@ _DROPPED = "weights that the next sync writes"  # sleep copies what has the tag 
 
 
 class GraphLife(Life):
-    """Sleep and wake of one engine by its own sleep mode; see the head of this file."""
+    """Sleep and wake of one engine, `llm`, by its own sleep mode; see the head of this file.
+
+    Asking for what is so already does nothing: vLLM's executor forgets what it is asked while half of it is awake.
+    """
 
     def __init__(self, llm: Any, loaded: bool = True):
         super().__init__(loaded)
-        self._model = vllm_worker(llm).model_runner.model
+        self._llm = llm
         self._sleep, self._wake_up = llm.llm_engine.sleep, llm.llm_engine.wake_up
         self._asleep: set[str] = set()
 
     def sleep(self, level: int = 1) -> None:
         """vLLM's own. PatchError if its allocator is not there."""
-        if self._weights_stay and level == 1:
+        if self._asleep == set(TAGS):
+            return
+        self.wake_up()
+        drop = level != 1 or not self._weights_stay
+        pieces, addresses = (_allocator().pointer_to_data, self._filled_alone()) if drop else ({}, ())
+        self._asleep, self._lost = set(TAGS), drop  # before: after an error inside nobody knows what is there
+        with dropped(pieces, addresses):
             self._sleep(level)
-        else:
-            with dropped(_allocator().pointer_to_data, self._filled_alone()):
-                self._sleep(level)
-            self._lost = True
-        self._asleep = set(TAGS)
 
     def wake_up(self, tags: list[str] | None = None) -> None:
-        """vLLM's own."""
-        self._wake_up(tags)
-        self._asleep -= set(TAGS if tags is None else tags)
+        """vLLM's own, of all or of vLLM's `tags`."""
+        wanted = [tag for tag in TAGS if tag in self._asleep and (tags is None or tag in tags)]
+        if wanted:
+            self._wake_up(wanted)
+            self._asleep -= set(wanted)
 
     def _filled_alone(self) -> set[int]:
-        weights = weights_of(self._model).values()
+        weights = weights_of(vllm_worker(self._llm).model_runner.model).values()
         addresses = {weight.untyped_storage().data_ptr() for weight in weights}
         return segments_of(_snapshot(next(iter(weights)).device), addresses)
 
@@ -78,7 +84,9 @@ def dropped(pieces: Mapping[int, Any], addresses: Collection[int]) -> Iterator[N
 
 
 def _snapshot(device: torch.device) -> Iterable[Mapping[str, Any]]:
-    return torch.get_device_module(device).memory_snapshot()
+    module = torch.get_device_module(device.type)
+    module.synchronize()  # vLLM unmaps without waiting; where it copies nothing, that does not wait either
+    return module.memory_snapshot()
 
 
 def _allocator() -> Any:
