@@ -266,7 +266,7 @@ def skews_of(actors: list[Any], run: Callable[[], None]) -> dict[str, float]:
     return start_skew(ray.get([actor.starts.remote() for actor in actors]))
 
 
-def measured(count: int, made: list[Any], repeats: int, of: tuple[list[int], list[int]], folder: str) -> dict[str, list]:
+def measured(count: int, made: list[Any], repeats: int, of: tuple[list[int], list[int]], folder: str) -> dict[str, Any]:
     """{way: skew by call of every repeat} with `count` workers; ways take turns. `folder`: an empty one."""
     from logical_group import LogicalGroup
     from verl.single_controller.ray.base import RayClassWithInitArgs
