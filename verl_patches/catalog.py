@@ -298,7 +298,7 @@ TRAINING: tuple[PatchSpec, ...] = (
             "verl never looks at who is on the device; the ledger watches what the worker has built."),
     PatchSpec(
         id="memory.rollout_life", stage="memory", target="vllm.entrypoints.llm:LLM.__init__", kind="wrap",
-        provider="verl_patches.memory.rollout_life:taken_over", processes=_WORKER, lines=_BOTH,
+        provider="verl_patches.memory.engine_life:taken_over", processes=_WORKER, lines=_BOTH,
         needs=("rollout.llm_arguments",),
         why="vLLM's sleep mode copies all weights to the host at every sleep, where the weight sync overwrites them, "
             "and takes memory past torch's allocator; a CPU has none. Ours gives the storages' memory back and takes "

@@ -20,7 +20,7 @@ from types import SimpleNamespace
 
 import torch
 
-from verl_patches.memory import graph_life, rollout_life
+from verl_patches.memory import engine_life, graph_life, rollout_life
 from verl_patches.patching import engine as patches
 from verl_patches.patching.engine import PatchError
 
@@ -130,7 +130,7 @@ def main() -> None:
 
     patches.current = lambda: SimpleNamespace(wanted=("reshard.direct",))
     llm = SimpleNamespace()
-    rollout_life.taken_over(init)(llm, enable_sleep_mode=True, enforce_eager=False, load_format="auto")
+    engine_life.taken_over(init)(llm, enable_sleep_mode=True, enforce_eager=False, load_format="auto")
     found = {"bytes": [], "kept": {name: [] for name in tensors}, "refused": [], "tags": [],
              "weights": SEGMENT * sum(each.tag == "weights" for each in allocator.pointer_to_data.values())}
     for step in range(3):  # as loaded; after a sync; after the last one
