@@ -6,7 +6,7 @@
 #   --full          also the layout matrix, controls and learning runs (up to an hour on two cores; without: up to 15 minutes)
 #   --upstream DIR  folder with git clones of verl, Megatron-LM, ...: also the tests that read upstream sources
 #   --venv DIR      environment to use or make (default: .venv)
-#   e.g. bash scripts/test.sh -m "not slow"      the quick ones: a minute
+#   e.g. bash scripts/test.sh -m "not slow"      the quick ones: two to three minutes
 #        bash scripts/test.sh tests/reshard -k plan
 set -euo pipefail
 

@@ -5,7 +5,7 @@
 Prints JSON: a list of figures, each with `value`, `bound` (null where it is only told) and `peer` (other ways in the
 same run). Exits 1 where a bound is missed. verl's real RayWorkerGroup, Megatron dispatch and DataProto; the workers
 answer with what verl's would (shapes and dtypes), without a model. 512 prompts x 16 responses, prompt <= 1024 and
-response <= 3072 tokens, lengths lognormal, cv .55, mean response 1000 (tests/comm/lengths.py). Ways of sending:
+response <= 3072 tokens, lengths lognormal, cv .55, mean response 983 (tests/comm/lengths.py). Ways of sending:
 
     copy a worker    each worker's batch serialised in its own call: verl 54c9b736; 0.4.0 for what is not Megatron's
     own dispatch     the imported verl's: 0.4.0 puts a Megatron batch into Ray's store once a DP rank. With

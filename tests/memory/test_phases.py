@@ -114,7 +114,7 @@ def test_which_order_a_run_follows():
     assert name(copies, "pypi") == "verl 0.4.0, with our copies" and name((), "pypi") == "verl 0.4.0"
     with pytest.raises(ConfigError, match=r"memory\.load_model.* are on without memory\.offload_optimizer: "):
         name(copies - {"memory.offload_optimizer"})
-    assert order_followed("pypi", skip_old_log_prob=True, own_life=True).name == "ours without old_log_prob"
+    assert order_followed("pypi", skip_old_log_prob=True, own_life=True).name == "ours, without old_log_prob"
 
 
 def test_who_proves_that_every_rollout_weight_is_written():

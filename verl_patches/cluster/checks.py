@@ -164,7 +164,7 @@ def _rollout_life_checks(config: DictConfig) -> list[Check]:
         why = f"row {direct} is off and nothing proves that verl's own sync writes all of them"
     how = "by vLLM's sleep mode, for the addresses that graphs captured" if graphs else "into torch's pool"
     what = (f"weights {'are copied to the host' if graphs else 'stay'}, as {why}" if why
-            else "nothing that a weight sync writes is copied")
+            else "what a weight sync writes is not copied" + ", but where anything else shares its segment" * graphs)
     return [Check("rollout memory", True, f"given back between rollouts, {how}; {what}")]
 
 

@@ -93,8 +93,8 @@ def memory_rows(memory: dict[str, Any]) -> tuple[str, tuple[str, ...], list[tupl
     rows.append(("highest", *(against_die(found["peak_bytes"]) for found in orders),
                  f"a die has {said(hbm)}" if hbm else "the KV cache is not told on this platform"))
     beside = "; the swapped optimizer's come on top" if memory["swapped"] else ""
-    rows.append(("from, to host", *(f"{said(found['to_device_bytes']['mean'])}, {said(found['to_host_bytes']['mean'])}"
-                                    for found in orders), f"copied in a step, mean of all ranks{beside}"))
+    rows.append(("from, to host", *(f"{said(found['to_device_bytes']['max'])}, {said(found['to_host_bytes']['max'])}"
+                                    for found in orders), f"{unit} copied in a step, worst rank{beside}"))
     rows.append(("trims", *(str(found["trims"]) for found in orders), "in a step"))
     title = (f"memory by phase (modelled): {unit} at the peak of the worst rank, without activations; "
              f"this run follows {memory['followed']}")

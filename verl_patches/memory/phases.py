@@ -67,7 +67,7 @@ class Order:
 
     def without(self, phase: str) -> Order:
         """The order of runs that leave out `phase`: old_log_prob, where recipe.train.skip_old_log_prob says so."""
-        return Order(f"{self.name} without {phase}", tuple(p for p in self.phases if p is not self.phase(phase)))
+        return Order(f"{self.name}, without {phase}", tuple(p for p in self.phases if p is not self.phase(phase)))
 
     def lets_go(self, tenant: str, phase: str) -> bool:
         """Whether `tenant` goes before the work of `phase`, or after it."""

@@ -139,7 +139,7 @@ class RowCheck:
             return self._tell_missing()
         text = f"compiled or inherited, no Python text: held by the version of {self.top}, {here} here"
         if pinned is None:
-            self.notes.append(f"{text}, which the pin file does not name")
+            self.notes.append(f"{text}; the line pins no version of it")
         elif _public(pinned) != _public(here):
             self.notes.append(f"{text}, pinned {pinned}")
         else:

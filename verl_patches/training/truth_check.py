@@ -60,5 +60,6 @@ def check(step: int, delta: dict[str, float] | None, limit: float) -> None:
         f"step {step}: vLLM's log-probs of the sampled tokens differ from the actor's by {delta['mean']:.3g} on "
         f"average (max {delta['max']:.3g}), expected at most {limit:g}. The rollout engine does not hold the actor's "
         "weights, or computes another model: look at the last weight sync (`status --run DIR` for its rows), then at "
-        "router bias and expert order. recipe.logprob_check.action=report goes on all the same."
+        "router bias and expert order. A single token, max far above the average, may also have had two experts nearly "
+        "tied: another actor_rollout_ref.rollout.seed tells. recipe.logprob_check.action=report goes on all the same."
     )
