@@ -223,7 +223,7 @@ def test_a_target_that_this_python_cannot_read_is_a_problem(tree):
 
 
 @pytest.mark.parametrize(("pinned", "state", "text"), [
-    (None, "note", "pin file does not name"), ("0.1", "note", "pinned 0.1"), ("here", "fine", "as pinned")])
+    (None, "note", "pins no version"), ("0.1", "note", "pinned 0.1"), ("here", "fine", "as pinned")])
 def test_compiled_targets_are_held_by_the_version(tree, pinned, state, text):
     from importlib.metadata import version
 

@@ -103,11 +103,12 @@ def _npu(config: DictConfig) -> list[Variable]:
 
 def _launch(config: DictConfig, temp_dir: str | None, trees: Trees) -> list[Variable]:
     """What the driver on this machine needs, and other nodes must not get."""
-    path = [str(REPOSITORY), *map(str, trees.folders), *filter(None, [os.environ.get("PYTHONPATH")])]
+    given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    path = os.pathsep.join(dict.fromkeys([str(REPOSITORY), *map(str, trees.folders), *filter(None, given)]))
     temp = temp_dir or "(made at start)"
     local = functools.partial(Variable, everywhere=False)
     found = [
-        local("PYTHONPATH", os.pathsep.join(path), "this checkout runs, with the upstream trees that were asked for"),
+        local("PYTHONPATH", path, "this checkout runs, with the upstream trees that were asked for"),
         local("PYTHONUNBUFFERED", "1", "the log ends where the run ended"),
         local("TMPDIR", temp, "scratch of the run in one folder that is removed afterwards"),
     ]
