@@ -54,7 +54,7 @@ def _new_ledger(worker: Any, recipe: Any) -> Ledger:
 def _order_of(worker: Any, recipe: Any) -> tuple[Order, frozenset[str]]:
     """(the order that this run follows, who never moves), by its configuration and the rows that are on."""
     actor, ref = worker.config.actor.megatron, worker.config.ref.megatron
-    switches = _switches(worker)
+    switches = _switches(worker, recipe)
     stays = staying(
         param_offload=actor.param_offload, optimizer_offload=actor.optimizer_offload, ref_offload=ref.param_offload,
         one_memory=recipe.platform == "cpu", our_copies=switches["our_copies"], own_life=switches["own_life"],
@@ -62,9 +62,9 @@ def _order_of(worker: Any, recipe: Any) -> tuple[Order, frozenset[str]]:
     return order_followed(recipe.line, skip_old_log_prob=recipe.train.skip_old_log_prob, **switches), stays
 
 
-def _switches(worker: Any) -> dict[str, bool]:
+def _switches(worker: Any, recipe: Any) -> dict[str, bool]:
     return switches_of(engine.current().wanted, enforce_eager=worker.config.rollout.enforce_eager,
-                       synced=_synced(worker.config.recipe))
+                       synced=_synced(recipe))
 
 
 def _synced(recipe: Any) -> bool:
@@ -95,7 +95,7 @@ def keep_order(init_model: Callable) -> Callable:
 def _new_conductor(worker: Any, recipe: Any) -> conduct.Conductor:
     device = None if recipe.platform == "cpu" else torch.get_device_module(recipe.platform)
     order, stays = _order_of(worker, recipe)
-    switches = _switches(worker)
+    switches = _switches(worker, recipe)
     trim = conduct.trim_of(device, in_pool=switches["own_life"] and not switches["graphs"])
     conduct.keep(conduct.Conductor(order, trim, stays))
     return conduct.current()
