@@ -45,7 +45,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     for name, value in SAFE_ENV.items():  # before any test module imports torch
         os.environ.setdefault(name, value)
-    hypothesis.settings.register_profile("busy machine", deadline=None)  # a slow example is no failure
+    slow = [hypothesis.HealthCheck.too_slow]  # is no failure
+    hypothesis.settings.register_profile("busy machine", deadline=None, suppress_health_check=slow)
     hypothesis.settings.load_profile("busy machine")
     os.environ.pop("VERL_PATCHES", None)  # a shell's own switches must not decide what a test sees
     folder = config.getoption("--upstream")
