@@ -47,14 +47,14 @@ import verl
 from tqdm import tqdm
 from verl import DataProto
 from verl.single_controller.base.decorator import Dispatch, register
-from verl.single_controller.ray.base import RayWorkerGroup
+from verl.single_controller.ray.base import RayClassWithInitArgs, RayWorkerGroup
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests/comm")]
 
 from fit_step import EACH, PROMPTS, SAMPLES, VOCABULARY, WORLD, Step, balanced, lengths, prompts_of  # noqa: E402
 from lengths import PROMPT, RESPONSE  # noqa: E402
-from logical_group import Serialised, group_of  # noqa: E402
+from logical_group import LogicalGroup, Serialised, group_of  # noqa: E402
 
 from verl_patches.comm.dispatch import put_before_calling  # noqa: E402
 from verl_patches.comm.ragged import Ragged, model_inputs  # noqa: E402
@@ -89,7 +89,8 @@ class Host:
         """comm/starts.py."""
         return take()
 
-    def _rank(self, method):
+    def _held(self, method):
+        """Wait until answers may go; the rank that this call is for."""
         self.calls += 1
         while self.held_in and not Path(self.held_in, str(self.calls)).exists():
             time.sleep(0.05)
@@ -105,41 +106,41 @@ class Host:
     def generate_sequences(self, prompts):
         """vLLMRollout.generate_sequences."""
         count = len(prompts) * EACH
-        tensors = model_inputs(*self._ids(count, self._rank("generate")), PROMPT, RESPONSE, 0)
+        tensors = model_inputs(*self._ids(count, self._held("generate")), PROMPT, RESPONSE, 0)
         return DataProto.from_dict({**tensors, "rollout_log_probs": torch.zeros(count, RESPONSE)})
 
     @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO)
     def compute_log_prob(self, data):
         """ActorRolloutRefWorker, on every rank."""
-        self._rank("log_prob")
+        self._held("log_prob")
         shape = data.batch["responses"].shape
         return DataProto.from_dict({"old_log_probs": torch.zeros(shape), "entropys": torch.zeros(shape)})
 
     @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO)
     def compute_ref_log_prob(self, data):
         """Likewise."""
-        self._rank("ref")
+        self._held("ref")
         return DataProto.from_dict({"ref_log_prob": torch.zeros(data.batch["responses"].shape)})
 
     @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO)
     def update_actor(self, data):
         """Likewise."""
-        self._rank("update")
+        self._held("update")
         return DataProto(meta_info={"metrics": {f"actor/{n}": [0.0] for n in range(10)}})
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def nothing(self):
         """A call without arguments: what Ray itself takes."""
-        self._rank("nothing")
+        self._held("nothing")
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def run_kept(self, stage, step, told=None):
         """training/kept_worker.py, answers of every stage."""
         if stage == "generate":
-            prompt, response = self._ids(len(self.lengths[0]) // WORLD, self._rank(stage))
+            prompt, response = self._ids(len(self.lengths[0]) // WORLD, self._held(stage))
             return {"prompt_length": np.array(prompt.lengths), "response_length": np.array(response.lengths),
                     "response_ids": response.values.numpy()}  # fmt: skip
-        replica = self.heads.get(self._rank(stage))
+        replica = self.heads.get(self._held(stage))
         if stage == "place":
             return {"sent_bytes": 1, "received_bytes": 1, "kept_bytes": 1}
         if replica is None:
@@ -266,26 +267,25 @@ def skews_of(actors: list[Any], run: Callable[[], None]) -> dict[str, float]:
     return start_skew(ray.get([actor.starts.remote() for actor in actors]))
 
 
+class Held(LogicalGroup):
+    """Says by a file in `folder`, for each call, when its workers may answer: WORK_S after the last has been called."""
+
+    folder, calls = "", 0
+
+    def execute_all_async(self, *args: Any, **kwargs: Any) -> Any:
+        """verl's."""
+        answers = super().execute_all_async(*args, **kwargs)
+        self.calls += 1
+        threading.Timer(WORK_S, Path(self.folder, str(self.calls)).touch).start()
+        return answers
+
+
 def measured(count: int, made: list[Any], repeats: int, of: tuple[list[int], list[int]], folder: str) -> dict[str, Any]:
     """{way: skew by call of every repeat} with `count` workers; ways take turns. `folder`: an empty one."""
-    from logical_group import LogicalGroup
-    from verl.single_controller.ray.base import RayClassWithInitArgs
-
-    class Held(LogicalGroup):
-        """Says by a file for each call when its workers may answer."""
-
-        calls = 0
-
-        def execute_all_async(self, *args, **kwargs):
-            """verl's."""
-            answers = super().execute_all_async(*args, **kwargs)
-            self.calls += 1
-            threading.Timer(WORK_S, Path(folder, str(self.calls)).touch).start()
-            return answers
-
     names = [str(n) for n in range(count)]
     group = Held(ray_cls_with_init=RayClassWithInitArgs(ray.remote(Host)), worker_names=names,
                          worker_handles=made[:count]).lay_out(tp=4, dp=count // 4, pp=1)  # fmt: skip
+    group.folder = folder
     prompts, responses = of
     per_worker = SAMPLES // WORLD  # samples that a worker generates
     samples = count * per_worker
