@@ -26,5 +26,6 @@ while [ $# -gt 0 ]; do
 done
 bash "$root/scripts/setup.sh" --venv "$venv"
 cd "$root"
-# two at once: most of a loop run's time is start-up on one core; tests of one file stay together
-exec "$venv/bin/python" -m pytest -n 2 --dist loadfile "${args[@]}" </dev/null
+# two at once: most of a loop run's time is start-up on one core; tests of one file stay together, in the order of
+# tests/conftest.py: the long ones first, so that none of them is alone at the end
+exec "$venv/bin/python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder "${args[@]}" </dev/null

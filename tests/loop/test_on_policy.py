@@ -27,7 +27,8 @@ def test_skipped_steps_are_the_same_steps_on_line_a3(a3):
 
 def test_one_rank_of_each_replica_reports(smoke):
     """Both log-probs of a response are counted once, whatever ranks have them."""
-    plain, skipped = (smoke("--steps", "1", "--train-layout", "tp2ep2", *more) for more in ((), (SKIP,)))
+    layout = ("--train-layout", "tp2ep2", "--rollout-tp", "2", "--steps", "2", "recipe.reshard.verify=every")
+    plain, skipped = (smoke(*layout, *more) for more in ((), (SKIP,)))  # plain: as in test_layouts.py
     assert_same_but_for_the_pass(skipped, plain)
 
 

@@ -70,14 +70,6 @@ def test_unverified_the_truth_check_still_sees_swapped_experts(smoke):
 
 
 @pytest.mark.upstream
-@pytest.mark.parametrize(("layout", "rollout"), [
-    ("tp2ep2", ("--rollout-tp", "2", "--rollout-dp", "2")), ("pp2", ("--rollout-tp", "2"))])
-def test_line_a3(a3, layout, rollout):
-    """Row reshard.direct_and_wake."""
-    assert_proven(a3("--train-layout", layout, *rollout, "--steps", "2", EVERY))
-
-
-@pytest.mark.upstream
 def test_line_a3_with_verls_own_path(a3):
     run = a3("--steps", "2", "recipe.patches=[-reshard.*]")
     assert run.summary["exit"] == "ok" and all(s["sync"] is None for s in run.steps)

@@ -11,8 +11,9 @@ def assert_caught(run, step):
     assert run.steps[-1]["step"] == step and run.steps[-1]["logprob_delta"]["mean"] > 1e-3
 
 
-@pytest.mark.parametrize("hook", ["corrupt_expert", "drop_bias", "shift_experts"])
+@pytest.mark.parametrize("hook", ["corrupt_expert", "drop_bias"])
 def test_spoilt_weights_are_caught_at_step_one(smoke, hook):
+    """Line a3 has the third, shift_experts (test_a3_layouts.py)."""
     run = smoke("--steps", "2", f"recipe.worker_process_setup_hook=spoilt_sync.{hook}", ok=False)
     assert_caught(run, 1)
 

@@ -1,6 +1,7 @@
 """test.sh, smoke.sh and .ci/run only set up, then hand over: arguments unchanged, exit code kept, no standard input."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -21,6 +22,7 @@ def clone(tmp_path):
         shutil.copy(script, target)
     root = tmp_path / "re po"
     (root / "scripts" / "setup.sh").write_text('printf "setup %s\\n" "$*"; [ ! -e broken ]\n')
+    (root / "scripts" / "fetch_upstream.sh").write_text('printf "<%s>" fetch "$@"; [ ! -e unfetched ]\n')
     for venv in (".venv", "other"):
         python = root / venv / "bin" / "python"
         python.parent.mkdir(parents=True)
@@ -45,7 +47,7 @@ def call(root: Path, script: str, *args: str, cwd: Path | None = None) -> tuple[
 def test_test_sh_keeps_arguments_and_exit_code(clone):
     code, out = call(clone, "scripts/test.sh", "-m", "not slow", "--full", "tests/x y")
     assert code == 7
-    assert "<-m><pytest><-n><2><--dist><loadfile><-m><not slow><--full><tests/x y>" in out
+    assert "<--no-loadscope-reorder><-m><not slow><--full><tests/x y>" in out
 
 
 def test_test_sh_takes_folders_relative_to_where_it_is_called(clone):
@@ -76,10 +78,25 @@ def test_smoke_sh_hands_its_arguments_to_the_command_line(clone):
     assert "<-m><verl_patches><smoke><--steps><3><trainer.x='a b'>" in out
 
 
-def test_ci_runs_everything(clone):
+def test_ci_runs_everything_and_says_what_it_goes_without(clone):
     code, out = call(clone, ".ci/run", cwd=Path("/"))
     assert code == 7
-    assert "<-m><pytest><-n><2><--dist><loadfile><--full>" in out
+    assert "<--no-loadscope-reorder><--full>" in out and "mirrors.tar" in out and "<fetch>" not in out
+
+
+def test_ci_tests_the_line_whose_sources_are_there(clone):
+    mirrors = clone.parent / "shared" / "upstream"
+    for name in ("verl", "MindSpeed"):
+        (mirrors / f"{name}.git").mkdir(parents=True)
+    subprocess.run(["tar", "-C", mirrors, "-cf", mirrors / "mirrors.tar", "verl.git", "MindSpeed.git"], check=True)
+    code, out = call(clone, ".ci/run", cwd=Path("/"))
+    fetched, dest = re.search(r"(<fetch>.*<--dest><(.*?)>.*?)<[^>]*python>", out, re.DOTALL).groups()
+    assert code == 7 and not Path(dest).exists()  # pytest's own code; nothing is left
+    assert "<--line><a3>" in fetched and "<--only><MindSpeed><--only><verl>" in fetched
+    assert f"<--full><--upstream={dest}>" in out
+    (clone / "unfetched").touch()
+    code, out = call(clone, ".ci/run", cwd=Path("/"))
+    assert code == 1 and "<--full>" not in out
 
 
 def test_help_and_missing_values(clone):
