@@ -84,7 +84,7 @@ def source(names: list[str]) -> str:
     if odd:
         raise NoStubs(f"symbols that C cannot name: {odd[:5]}; expected letters, digits and _")
     return "\n".join(
-        f"char {name}[512];" if name.startswith(DATA) else f"long {name}(void) {{ return 0; }}"
+        f"char {name}[512];" if name.startswith(DATA) else f'long {name}(void) {{ note_call("{name}"); return 0; }}'
         for name in names if name not in answered
     ) + "\n"
 
