@@ -1,12 +1,14 @@
 """Workers that say which die Ray gave them and when they knew; run as a program, it starts Ray and asks them.
 
-No device is needed: Ray sets ASCEND_RT_VISIBLE_DEVICES for actors that ask for its resource NPU. Prints JSON, see `main`.
+No device is needed: Ray sets ASCEND_RT_VISIBLE_DEVICES for actors that ask for its resource NPU. `verl` is an empty
+package on PYTHONPATH, as only when it is imported matters here. Prints JSON, see `main`.
 """
 
 import json
 import os
 import sys
 import time
+import types
 
 import verl  # noqa: F401  (as verl's worker module does: loading the class imports it)
 
@@ -39,13 +41,13 @@ def main():
 
     def note():
         """The user's set-up hook."""
-        from verl_patches.training import engine_start
 
         def prepare(engine):
-            has_megatron = "megatron.core" in sys.modules
-            os.environ["PREPARED"] = f"{engine['layers']} {os.environ.get(ray_start.VISIBLE)} {has_megatron}"
+            os.environ["PREPARED"] = f"{engine['layers']} {os.environ.get(ray_start.VISIBLE)}"
 
+        engine_start = types.ModuleType("verl_patches.training.engine_start")  # it needs MindSpeed
         engine_start.prepare = prepare
+        sys.modules[engine_start.__name__] = engine_start
         os.environ["AT_HOOK"] = repr(os.environ.get(ray_start.VISIBLE))
         if "FAIL" in os.environ:
             raise ConfigError("row a.b: has drifted")
@@ -65,18 +67,21 @@ def main():
     told["moved"] = ray.get(first.tell.remote(moved="7"))
     ray.kill(first)
     ray.kill(second)
-    told["not set"] = ray.get(worker(RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES="1").tell.remote())
-    told["no die"] = ray.get(worker(npus=0).tell.remote())
+    free = worker(RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES="1")
+    told["not set"] = ray.get(free.tell.remote())
+    without = worker(npus=0)
+    told["no die"] = ray.get(without.tell.remote())
 
-    wait = ray.remote(num_cpus=1)(time.sleep)
+    wait = ray.remote(num_cpus=1)(lambda seconds: time.sleep(seconds))
     killed = ray_start.result_of(wait.remote(3))  # the actors that were killed had started: nothing failed
-    worker(npus=0, FAIL="1")
+    failing = worker(npus=0, FAIL="1")
     start = time.monotonic()
     try:
         failed = ray_start.result_of(wait.remote(100))
     except RuntimeError as error:
         failed = str(error)
     seconds = time.monotonic() - start
+    del failing
     ray.shutdown()
     print(json.dumps({"dies": told, "killed": killed, "failed": [seconds, failed]}))
 
