@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 def test_the_rows_own_error_within_ten_seconds(tmp_path, hook, row):
     command, env = smoke_command("--steps", "1", f"recipe.worker_process_setup_hook=odd_worker.{hook}", folder=tmp_path,
                                  run="r")
-    done = subprocess.run(command, cwd=ROOT, env={**env, "FAILED_AT": str(tmp_path / "failed_at")}, timeout=180,
+    done = subprocess.run(command, cwd=ROOT, env={**env, "FAILED_AT": str(tmp_path / "failed_at")}, timeout=400,
                           stdin=subprocess.DEVNULL, capture_output=True, text=True)
     seconds = time.time() - float((tmp_path / "failed_at").read_text())
     reason = json.loads((tmp_path / "r" / "summary.json").read_text())["exit"]
@@ -27,10 +27,8 @@ def test_the_rows_own_error_within_ten_seconds(tmp_path, hook, row):
 
 
 def test_the_drivers_own_failure_needs_no_ray(tmp_path):
-    """Here before anything starts: the launcher's process knows the rows too."""
-    command, env = smoke_command("--steps", "1", folder=tmp_path, run="r")
     command = [sys.executable, "-m", "verl_patches.main_grpo", "--config-name", "grpo_deepseekv3_tiny_cpu"]
-    env["VERL_PATCHES"] = "line=pypi,platform=cpu,-no.such_row"
+    env = {**smoke_command(folder=tmp_path, run="r")[1], "VERL_PATCHES": "line=pypi,platform=cpu,-no.such_row"}
     done = subprocess.run(command, cwd=ROOT, env=env, timeout=60, stdin=subprocess.DEVNULL, capture_output=True,
                           text=True)
-    assert done.returncode == 1 and "no.such_row" in done.stderr.splitlines()[-1] and "ray" not in done.stderr.lower()
+    assert done.returncode == 1 and "no.such_row" in done.stderr.splitlines()[-1] and "raylet" not in done.stderr

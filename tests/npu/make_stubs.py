@@ -5,7 +5,8 @@
 What is missing is asked of the wheel itself: the libraries that the loader does not find for its .so files, and the
 symbols that neither they, nor torch, nor the system define. Every one becomes a function that returns 0 (C++ vtables
 and type information become zeroed memory), but those of answers.c, which must say something or refuse. One library
-holds all, under each missing name. Needs gcc, nm and ldd. Exits: 0 made, 1 it cannot be.
+holds all, under each missing name, and notes each call (answers.c says where). Needs gcc, nm and ldd. Exits: 0 made, 1
+it cannot be.
 """
 
 from __future__ import annotations

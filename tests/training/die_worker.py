@@ -23,7 +23,7 @@ class Asked:
     """An actor of verl's worker group, as far as this goes."""
 
     def tell(self, visible=1, moved=None):
-        """What this process knows of its die; `visible` devices are those of the runtime, `moved` changes its place."""
+        """Its die, as this process knows it; the runtime sees `visible` devices, `moved` changes the variable."""
         if moved:
             os.environ[ray_start.VISIBLE] = moved
         try:
