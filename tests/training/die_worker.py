@@ -23,7 +23,7 @@ class Asked:
     """An actor of verl's worker group, as far as this goes."""
 
     def tell(self, visible=1, moved=None):
-        """Its die, as this process knows it; the runtime sees `visible` devices, `moved` changes the variable."""
+        """What this process knows of its die. The runtime sees `visible` devices; `moved` sets the variable."""
         if moved:
             os.environ[ray_start.VISIBLE] = moved
         try:
@@ -35,7 +35,7 @@ class Asked:
 
 
 def main():
-    """{"dies": {case: what that worker says}, "killed": result, "failed": [seconds until the wait ended, its error]}."""
+    """{"dies": {case: what that worker says}, "killed": result, "failed": [seconds until the wait ended, error]}."""
     import die_worker  # the workers import the class by this name
     import ray
 
