@@ -1,11 +1,19 @@
-"""Ray for one run: every worker process runs the prelude before anything else, then the user's own set-up hook."""
+"""Ray for one run: every worker process runs the prelude before anything else, then the user's own set-up hook.
+
+A run without our launcher (cluster/import_alone.py) has no set-up hook of ours: `tell_workers` and `tell_engine` bring
+its workers VERL_PATCHES and what their engine must be prepared from.
+"""
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
+
+from verl_patches.patching.switches import VARIABLE
 
 HOOK = "worker_process_setup_hook"
 # verl gives both to the actors of its worker groups and to nothing else (verl/single_controller/ray/base.py:326);
@@ -48,3 +56,63 @@ def start(environment: dict[str, str], engine: Mapping[str, Any] | None = None, 
     import ray
 
     ray.init(runtime_env=runtime_env(environment, options.pop("runtime_env", None), engine), **options)
+
+
+def tell_workers(original: Callable) -> Callable:
+    """Row provider for ray.init: the job's processes on every node get this process's VERL_PATCHES, unless it is given.
+
+    Variables of the driver's shell do not reach nodes where `ray start` ran without them.
+    """
+
+    @functools.wraps(original)
+    def init(*args: Any, **options: Any) -> Any:
+        from verl_patches.patching import engine
+
+        given = options.get("runtime_env") or getattr(options.get("job_config"), "runtime_env", None) or {}
+        variables = given.get("env_vars") or {}
+        if VARIABLE not in variables and VARIABLE not in _submitted_variables():  # Ray refuses one that stands twice
+            told = {**variables, VARIABLE: engine.current().switches.text()}
+            options["runtime_env"] = {**given, "env_vars": told}
+        return original(*args, **options)
+
+    return init
+
+
+def _submitted_variables() -> Mapping[str, str]:
+    """The variables that `ray job submit` gives to the job that this driver belongs to."""
+    import json
+
+    job = json.loads(os.environ.get("RAY_JOB_CONFIG_JSON") or "{}")
+    return (job.get("runtime_env") or {}).get("env_vars") or {}
+
+
+def tell_engine(section: Mapping[str, Any]) -> None:
+    """In the controller: leave verl's actor_rollout_ref section for `prepare_from_controller` in the job's workers."""
+    import json
+
+    from ray.experimental.internal_kv import _internal_kv_put
+
+    _internal_kv_put(_engine_key(), json.dumps(section))
+
+
+def prepare_from_controller() -> None:
+    """In a training worker of line a3, right before verl's worker module: prepare the engine as `tell_engine` says.
+
+    Does nothing in other processes, and where our launcher's set-up hook prepares it.
+    """
+    ray = sys.modules.get("ray")
+    if ray is None or not ray.is_initialized() or not os.environ.keys() >= _VERLS_WORKERS:
+        return
+    import json
+
+    from ray.experimental.internal_kv import _internal_kv_get
+
+    section = _internal_kv_get(_engine_key())
+    if section is not None:
+        importlib.import_module("verl_patches.training.engine_start").prepare(json.loads(section))
+
+
+def _engine_key() -> str:
+    import ray
+
+    return f"verl_patches/engine/{ray.get_runtime_context().get_job_id()}"
