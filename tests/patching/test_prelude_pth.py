@@ -41,7 +41,7 @@ class Python:
         self.pth = self.site / prelude_pth.NAME
 
     def run(self, *code, patches=None, before=""):
-        """The finished process of `-c code`, or of `code` as arguments; `before`: a folder that goes before upstream."""
+        """The finished process of `-c code`, or of `code` as arguments; `before`: a folder that goes first."""
         path = os.pathsep.join(filter(None, [str(before), str(self.upstream)]))
         env = {"PATH": "/usr/bin:/bin", "PYTHONPATH": path, **({"VERL_PATCHES": patches} if patches else {})}
         arguments = code if len(code) > 1 else ("-c", *code)
