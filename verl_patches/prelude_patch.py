@@ -6,8 +6,8 @@ until it is whole. Importing it again, in any way, changes nothing.
 
 from verl_patches.catalog import ROWS
 from verl_patches.errors import ConfigError
-from verl_patches.patching.before_import import before_import
 from verl_patches.patching.engine import start
+from verl_patches.patching.hooks import after_import
 from verl_patches.patching.switches import from_environment
 from verl_patches.platform import require
 from verl_patches.training.ray_start import prepare_from_controller
@@ -22,4 +22,4 @@ if not any(_switches.line in row.lines for row in ROWS):
     )
 engine.apply()
 if _switches.line == "a3":
-    before_import("verl.workers.megatron_workers", prepare_from_controller)
+    after_import("verl", prepare_from_controller)

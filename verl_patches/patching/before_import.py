@@ -1,4 +1,4 @@
-"""Run something right before a module's own code: the prelude before upstream, line a3's engine before Megatron.
+"""Run the prelude right before upstream's own code, in whatever process imports it.
 
 The `.pth` file of `install-prelude` (prelude_pth.py) puts a finder in front of every Python process of one interpreter.
 It asks this file only when an upstream package is looked for, so nothing here may import more than such a start has.
@@ -12,7 +12,7 @@ import importlib
 import os
 import sys
 from _thread import get_ident
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
@@ -33,7 +33,7 @@ def prelude_first(
     """
     if PRELUDE in sys.modules or (VARIABLE not in os.environ and name.partition(".")[0] != "verl"):
         return None
-    return _found_by_others(name, path, target, _run_prelude)
+    return _found_by_others(name, path, target)
 
 
 def _run_prelude() -> None:
@@ -57,39 +57,13 @@ def _is_ray_worker() -> bool:
     return ray is not None and ray.global_worker.mode == ray.WORKER_MODE
 
 
-def before_import(name: str, hook: Callable[[], None]) -> None:
-    """Call hook() right before the code of module `name` runs; now, if it is being imported, never if it is whole.
-
-    A hook that raises fails the import, and is called again at the next one.
-    """
-    module = sys.modules.get(name)
-    if module is None:
-        _FINDER.hooks[name] = hook
-        if _FINDER not in sys.meta_path:
-            sys.meta_path.insert(0, _FINDER)
-    elif getattr(module.__spec__, "_initializing", False):
-        hook()
-
-
-class _Finder:
-    def __init__(self) -> None:
-        self.hooks: dict[str, Callable[[], None]] = {}
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        hook = self.hooks.get(name)
-        return None if hook is None else _found_by_others(name, path, target, hook)
-
-
-_FINDER = _Finder()
-
-
 _ASKED: set[tuple[int, str]] = set()  # (thread, module) that other finders are asked for
 
 
-def _found_by_others(name: str, path: Any, target: Any, hook: Callable[[], None]) -> ModuleSpec | None:
-    """What the other finders say of `name`, with `hook` before its code; a namespace package has none.
+def _found_by_others(name: str, path: Any, target: Any) -> ModuleSpec | None:
+    """What the other finders say of `name`, with the prelude before its code; a namespace package has none.
 
-    A finder of this file answers None to the inner search: there may be two, where two folders have the `.pth` file.
+    Ours answers None to the inner search: there may be two of it, as Python reads the `.pth` files of a venv twice.
     """
     asked = (get_ident(), name)
     if asked in _ASKED:
@@ -100,14 +74,14 @@ def _found_by_others(name: str, path: Any, target: Any, hook: Callable[[], None]
             spec = other.find_spec(name, path, target) if hasattr(other, "find_spec") else None  # old ones have none
             if spec is not None:
                 if spec.loader is not None:
-                    spec.loader.exec_module = functools.partial(_execute, spec.loader, hook)
+                    spec.loader.exec_module = functools.partial(_execute, spec.loader)
                 return spec
         return None
     finally:
         _ASKED.discard(asked)
 
 
-def _execute(loader: Any, hook: Callable[[], None], module: ModuleType) -> None:
+def _execute(loader: Any, module: ModuleType) -> None:
     del loader.exec_module  # of this one loader: its class has the real one
-    hook()
+    _run_prelude()
     loader.exec_module(module)

@@ -95,8 +95,8 @@ def tell_engine(section: Mapping[str, Any]) -> None:
     _internal_kv_put(_engine_key(), json.dumps(section))
 
 
-def prepare_from_controller() -> None:
-    """In a training worker of line a3, right before verl's worker module: prepare the engine as `tell_engine` says.
+def prepare_from_controller(_: Any) -> None:
+    """Import hook of verl, line a3: in a training worker prepare the engine as `tell_engine` says, before Megatron.
 
     Does nothing in other processes, and where our launcher's set-up hook prepares it.
     """
