@@ -169,7 +169,7 @@ MODEL: tuple[PatchSpec, ...] = (
 TRAINING: tuple[PatchSpec, ...] = (
     PatchSpec(
         id="platform.tell_workers", stage="platform", target="ray._private.worker:init", kind="wrap",
-        provider="verl_patches.training.ray_start:tell_workers", bindings=("ray:init",), processes=_CONTROLLER,
+        provider="verl_patches.training.tell_workers:tell_workers", bindings=("ray:init",), processes=_CONTROLLER,
         lines=_BOTH,
         why="Variables of the driver's shell do not reach nodes where `ray start` ran without them: their workers "
             "would run other patches than the driver means.",

@@ -29,13 +29,21 @@ def main(arguments: list[str]) -> int:
 
     try:
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)  # its record is ours
-        controller = ray.remote(num_cpus=1, max_retries=0)(run_task_runner)
-        ray.get(controller.options(name="controller", scheduling_strategy=here).remote(config))
+        controller = ray.remote(num_cpus=1)(Controller).options(scheduling_strategy=here).remote()
+        ray_start.result_of(controller.run.remote(config))
         if config.ray_init.get("timeline_json_file"):
             ray.timeline(filename=config.ray_init.timeline_json_file)
     finally:
         ray.shutdown()
     return 0
+
+
+class Controller:
+    """An actor, as Ray keeps the reason why an actor's process could not start, and for a task only that it died."""
+
+    def run(self, config) -> None:
+        """verl's run."""
+        run_task_runner(config)
 
 
 def run_task_runner(config) -> None:

@@ -1,9 +1,12 @@
 """Worker set-up hooks that make ranks differ: in their patches, which is refused before step 1, or in their work."""
 
 import functools
+import importlib
 import os
+import time
+from pathlib import Path
 
-from verl_patches.patching import engine
+from verl_patches.patching import engine, fingerprint
 from verl_patches.patching.hooks import after_import
 
 
@@ -36,6 +39,31 @@ def no_prelude():
         engine.current().revert()
         engine._CURRENT = engine.Engine(ROWS, parse(f"{text},-update.prove_patches"))
         engine._CURRENT.apply()
+
+
+def drifted_in_workers():
+    """A row's target is not the reviewed one, in training workers only; the row fails when they load their class."""
+    if "WG_PREFIX" in os.environ:
+        _let_drift("verl.workers.megatron_workers:ActorRolloutRefWorker._build_model_optimizer")
+
+
+def drifted_in_the_hook():
+    """The same in the controller and at once, while Ray's set-up hook runs."""
+    if "WG_PREFIX" not in os.environ:
+        _let_drift("verl.utils.tracking:Tracking.log")
+        importlib.import_module("verl.utils.tracking")
+
+
+def _let_drift(target):
+    """`target` drifts in this process; when its row was refused goes to the file that FAILED_AT names."""
+    reviewed_hash, refusal = fingerprint.reviewed_hash, engine.refusal
+
+    def noted(*args):
+        Path(os.environ["FAILED_AT"]).write_text(str(time.time()))
+        return refusal(*args)
+
+    fingerprint.reviewed_hash = lambda line, place: "0" * 16 if place == target else reviewed_hash(line, place)
+    engine.refusal = noted
 
 
 def stop_early():

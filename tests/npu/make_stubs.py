@@ -5,7 +5,8 @@
 What is missing is asked of the wheel itself: the libraries that the loader does not find for its .so files, and the
 symbols that neither they, nor torch, nor the system define. Every one becomes a function that returns 0 (C++ vtables
 and type information become zeroed memory), but those of answers.c, which must say something or refuse. One library
-holds all, under each missing name. Needs gcc, nm and ldd. Exits: 0 made, 1 it cannot be.
+holds all, under each missing name, and notes each call (answers.c says where). Needs gcc, nm and ldd. Exits: 0 made, 1
+it cannot be.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ def source(names: list[str]) -> str:
     if odd:
         raise NoStubs(f"symbols that C cannot name: {odd[:5]}; expected letters, digits and _")
     return "\n".join(
-        f"char {name}[512];" if name.startswith(DATA) else f"long {name}(void) {{ return 0; }}"
+        f"char {name}[512];" if name.startswith(DATA) else f'long {name}(void) {{ note_call("{name}"); return 0; }}'
         for name in names if name not in answered
     ) + "\n"
 

@@ -1,18 +1,17 @@
-"""The worker set-up hook: the prelude first, then the user's own; without it, what workers are told by the driver."""
+"""The worker set-up hook: the prelude first, then the user's own."""
 
 import json
-import socket
+import os
 import subprocess
 import sys
-import sysconfig
 from pathlib import Path
 
 import pytest
 
-from verl_patches.patching import prelude_pth
 from verl_patches.training.ray_start import HOOK, runtime_env
 
-ROOT = Path(__file__).resolve().parents[2]
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
 
 
 def test_user_variables_and_other_keys_stay():
@@ -21,26 +20,86 @@ def test_user_variables_and_other_keys_stay():
 
 
 FAKE_START = """
-import sys, types
+import os, sys, types
 start = types.ModuleType("verl_patches.training.engine_start")
-start.prepare = lambda engine: print("prepared", engine["layers"], "verl_patches.prelude_patch" in sys.modules)
+start.prepare = lambda engine: print("prepared", engine["layers"], os.environ.get("ASCEND_RT_VISIBLE_DEVICES"))
 sys.modules[start.__name__] = start
 from verl_patches.training.ray_start import *
 runtime_env({}, {HOOK: lambda: print("user")}, ENGINE)[HOOK]()
+print("torch" in sys.modules)
+os.environ["ASCEND_RT_VISIBLE_DEVICES"] = "5"  # as Ray does when the actor's creation has arrived
+import verl
 """
-
-
 WORKER = {"RANK": "0", "WG_PREFIX": "abc"}
 
 
-@pytest.mark.parametrize(("env", "engine", "said"), [
-    (WORKER, '{"layers": 4}', "prepared 4 True\nuser\n"),  # a training worker
-    ({}, '{"layers": 4}', "user\n"),  # the controller
-    ({"RANK": "0"}, '{"layers": 4}', "user\n"),  # the controller under a scheduler that gives ranks
-    (WORKER, "None", "user\n")])  # a line without such an engine
-def test_a_training_worker_prepares_its_engine_after_the_prelude_and_before_the_user(run_python, env, engine, said):
-    done = run_python(f"ENGINE = {engine}\n{FAKE_START}", patches="line=pypi,platform=cpu", env=env).check()
-    assert done.out == said
+@pytest.mark.parametrize(("env", "engine", "prepared"), [
+    (WORKER, '{"layers": 4}', "prepared 4 5\n"),  # a training worker
+    ({}, '{"layers": 4}', ""),  # the controller
+    ({"RANK": "0"}, '{"layers": 4}', ""),  # the controller under a scheduler that gives ranks
+    (WORKER, "None", "")])  # a line without such an engine
+def test_a_training_worker_prepares_its_engine_with_the_import_of_verl(tmp_path, run_python, env, engine, prepared):
+    (tmp_path / "verl").mkdir()
+    (tmp_path / "verl" / "__init__.py").write_text("print('verl')\n")
+    done = run_python(f"ENGINE = {engine}\n{FAKE_START}", patches="line=pypi,platform=cpu",
+                      env={**env, "PYTHONPATH": str(tmp_path)}).check()
+    assert done.out == f"user\nFalse\nverl\n{prepared}"
+
+
+EARLY = """
+import sys, types
+from verl_patches.patching import engine
+from verl_patches.patching.switches import Switches
+from verl_patches.training.ray_start import refuse_early_device_runtime
+sys.modules["torch_npu"] = types.ModuleType("torch_npu")
+engine.start([], Switches("a3", sys.argv[1]))
+refuse_early_device_runtime()
+"""
+
+
+def test_torch_npu_in_the_set_up_hook_is_refused(run_python):
+    assert run_python(EARLY, "cpu").check()
+    refused = run_python(EARLY, "npu", env=WORKER)
+    assert refused.rc == 1 and "ConfigError: rank 0 (pid" in refused.err and "before Ray sets ASCEND" in refused.err
+
+
+@pytest.fixture(scope="module")
+def ray_job(ray_folder, tmp_path_factory):
+    """What tests/training/die_worker.py found, with real Ray and its resource NPU."""
+    path = tmp_path_factory.mktemp("path")
+    (path / "verl").mkdir()
+    (path / "verl" / "__init__.py").touch()
+    env = {**os.environ, "PYTHONPATH": f"{path}:{HERE}:{ROOT}", "VERL_PATCHES": "line=pypi,platform=cpu",
+           "RAY_TMPDIR": ray_folder}
+    done = subprocess.run([sys.executable, str(HERE / "die_worker.py")], env=env, capture_output=True, text=True,
+                          timeout=240)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.slow
+def test_each_worker_is_on_the_die_that_ray_gave_it_before_it_imports_verl(ray_job):
+    first, second = ray_job["dies"]["first"], ray_job["dies"]["second"]
+    assert first["at hook"] == second["at hook"] == "None"  # too early: Ray has not said it yet
+    assert {first["at import"], second["at import"]} == {"0", "1"} and first["refused"] is second["refused"] is None
+    assert [die["prepared"] for die in (first, second)] == [f"4 {die['now']}" for die in (first, second)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("case", "words"), [
+    ("runtime came first", "sees 16 devices, expected 1"), ("moved", "is '7', expected "),
+    ("not set", "ASCEND_RT_VISIBLE_DEVICES is None, expected "), ("no die", "found ids []")])
+def test_a_worker_on_another_die_is_refused(ray_job, case, words):
+    refused = ray_job["dies"][case]["refused"]
+    assert refused.startswith("rank 0 (pid ") and words in refused, refused
+
+
+@pytest.mark.slow
+def test_a_set_up_hook_that_fails_ends_the_wait_with_its_own_error(ray_job):
+    seconds, error = ray_job["failed"]
+    assert "row a.b: has drifted" in error and error.startswith("Asked (pid ") and "could not start" in error
+    assert seconds < 10
+    assert ray_job["killed"] is None  # two actors were ended on purpose before that
 
 
 @pytest.mark.parametrize("given", ["'my_hooks.mine'", "__import__('my_hooks').mine", "None"])
@@ -54,70 +113,3 @@ def test_hook_runs_prelude_then_the_users(given, tmp_path):
         "PYTHONPATH": f"{tmp_path}:{ROOT}", "PATH": "/usr/bin:/bin", "VERL_PATCHES": "line=pypi,platform=cpu"})
     assert done.returncode == 0, done.stderr
     assert done.stdout == ("" if given == "None" else "user True\n" * 2) + "True\n"
-
-
-TELL = """
-import json, sys
-from verl_patches import prelude_patch
-from verl_patches.training.ray_start import tell_workers
-class Config: runtime_env = {"env_vars": {"B": "2"}}
-given = eval(sys.argv[1], {"Config": Config})
-print(json.dumps(tell_workers(lambda *args, **options: options.get("runtime_env"))(**given)))
-"""
-TOLD = "line=pypi,platform=cpu,-memory.order"
-
-
-@pytest.mark.parametrize(("given", "job", "runtime_env"), [
-    ("{}", None, {"env_vars": {"VERL_PATCHES": TOLD}}),
-    ("{'runtime_env': {'env_vars': {'A': '1'}, 'pip': []}}", None,
-     {"env_vars": {"A": "1", "VERL_PATCHES": TOLD}, "pip": []}),
-    ("{'job_config': Config}", None, {"env_vars": {"B": "2", "VERL_PATCHES": TOLD}}),
-    ("{'runtime_env': {'env_vars': {'VERL_PATCHES': 'x'}}}", None, {"env_vars": {"VERL_PATCHES": "x"}}),
-    ("{}", '{"runtime_env": {"env_vars": {"VERL_PATCHES": "x"}}}', None)])  # Ray merges the submitted job's
-def test_workers_are_told_the_drivers_switches_unless_they_are_given(run_python, given, job, runtime_env):
-    done = run_python(TELL, given, patches=TOLD, env={"RAY_JOB_CONFIG_JSON": job} if job else None).check()
-    assert json.loads(done.out) == runtime_env
-
-
-JOB = """
-import os, sys
-import ray
-
-@ray.remote(num_cpus=0, max_retries=0)
-def imports_verl():
-    import verl
-    return verl.said, os.environ["VERL_PATCHES"]
-
-def job():
-    ray.init(num_cpus=1, include_dashboard=False, object_store_memory=80 << 20, log_to_driver=False)
-    try:
-        return ray.get(imports_verl.remote())
-    except ray.exceptions.RayTaskError as error:
-        return str(error)
-    finally:
-        ray.shutdown()
-
-print("missing", job().replace("\\n", " "))
-os.environ["VERL_PATCHES"] = "line=pypi,platform=cpu"
-import verl  # in the driver before ray.init, as verl.trainer.main_ppo does
-del os.environ["VERL_PATCHES"]  # a Ray whose `ray start` did not have it
-print("told", *job())
-"""
-
-
-@pytest.mark.slow
-def test_a_worker_without_the_variable_is_refused_by_node_and_the_row_gives_it(tmp_path, ray_folder):
-    """Row platform.tell_workers, in a Python with the .pth file; verl is a package that says who came first."""
-    (tmp_path / "verl").mkdir()
-    (tmp_path / "verl" / "__init__.py").write_text("import sys\nsaid = 'verl_patches.prelude_patch' in sys.modules\n")
-    subprocess.run([sys.executable, "-I", "-m", "venv", "--without-pip", tmp_path / "venv"], check=True)
-    site = next((tmp_path / "venv" / "lib").glob("python*/site-packages"))
-    (site / "base.pth").write_text(f"{sysconfig.get_path('purelib')}\n{ROOT}\n")
-    (site / prelude_pth.NAME).write_text(prelude_pth.TEXT)
-    done = subprocess.run([tmp_path / "venv/bin/python", "-c", JOB], capture_output=True, text=True, timeout=240, env={
-        "PYTHONPATH": str(tmp_path), "PATH": f"{tmp_path}/venv/bin:/usr/bin:/bin", "RAY_TMPDIR": ray_folder,
-        "RAY_USAGE_STATS_ENABLED": "0"})
-    assert done.returncode == 0, done.stderr[-3000:]
-    missing, told = done.stdout.splitlines()
-    assert "ConfigError" in missing and "VERL_PATCHES is not set" in missing and socket.gethostname() in missing
-    assert told == "told True line=pypi,platform=cpu"

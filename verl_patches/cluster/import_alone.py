@@ -17,7 +17,8 @@ from verl_patches.errors import ConfigError
 from verl_patches.layout.of_config import rollout_layout_of, train_layout_of
 from verl_patches.patching import engine
 from verl_patches.patching.switches import VARIABLE, Switches
-from verl_patches.training import kept_config, ray_start
+from verl_patches.training import kept_config
+from verl_patches.training.tell_workers import tell_engine
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +43,7 @@ def recipe_by_default(original: Callable) -> Callable:
             run = config.recipe.run
             log.warning(NOT_HERE.format(record=_NO_RECORD if run is None else f"the record is kept in {run}"))
             if config.recipe.line == LINE:
-                ray_start.tell_engine(OmegaConf.to_container(config.actor_rollout_ref, resolve=True))
+                tell_engine(OmegaConf.to_container(config.actor_rollout_ref, resolve=True))
         original(self, config, *args, **kwargs)
 
     return __init__

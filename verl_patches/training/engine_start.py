@@ -31,6 +31,7 @@ from verl_patches.errors import ConfigError
 from verl_patches.model.mindspeed.arguments import arguments_of
 from verl_patches.patching import engine
 from verl_patches.training.engine_arguments import explain
+from verl_patches.training.ray_start import check_visible_die
 
 log = logging.getLogger(__name__)
 
@@ -78,6 +79,8 @@ def start(config: Any) -> Namespace:
     global_vars = importlib.import_module("megatron.training.global_vars")
     if global_vars._GLOBAL_ARGS is not None:
         return global_vars.get_args()
+    if engine.current().switches.platform == "npu":
+        check_visible_die(torch.npu.device_count())
     _start_distributed(section.recipe.train.collective_timeout_minutes)
     args = _arguments(words)
     if section.recipe.dtype == "fp32":

@@ -1,24 +1,34 @@
-"""Ray for one run: every worker process runs the prelude before anything else, then the user's own set-up hook.
+"""Ray for one run: what each worker process does first, which die it is on, and what ends a start that failed.
 
-A run without our launcher (cluster/import_alone.py) has no set-up hook of ours: `tell_workers` and `tell_engine` bring
-its workers VERL_PATCHES and what their engine must be prepared from.
+Order in a Ray worker (2.42.1): default_worker.py runs the set-up hook before the worker knows its resources. Then the
+first task or the actor's creation arrives, Ray sets ASCEND_RT_VISIBLE_DEVICES to the ids that it gave, and only then it
+loads the actor's class, which imports verl. `import verl` asks the device runtime for its devices, and the answer stays
+(verl/utils/device.py calls torch.npu.is_available()). So the hook runs the prelude, which imports neither torch nor
+verl, and what imports torch_npu (MindSpeed) waits for `import verl`.
 """
 
 from __future__ import annotations
 
-import functools
 import importlib
 import os
+import socket
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from verl_patches.patching.switches import VARIABLE
+from verl_patches.errors import ConfigError
+from verl_patches.patching import hooks
+from verl_patches.patching.engine import current
 
 HOOK = "worker_process_setup_hook"
+VISIBLE = "ASCEND_RT_VISIBLE_DEVICES"
+NOT_SET_BY_RAY = "RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES"
+LOOK_S = 1.0
+# python/ray/_raylet.pyx appends it to a traceback
+_RAYS_LAST_LINE = "An unexpected internal error occurred while the worker was executing a task."
 # verl gives both to the actors of its worker groups and to nothing else (verl/single_controller/ray/base.py:326);
 # RANK alone may come from a scheduler that started the driver
-_VERLS_WORKERS = {"RANK", "WG_PREFIX"}
+VERLS_WORKERS = {"RANK", "WG_PREFIX"}
 
 
 def prelude_then(user_hook: str | Callable | None, engine: Mapping[str, Any] | None = None) -> Callable[[], None]:
@@ -29,16 +39,71 @@ def prelude_then(user_hook: str | Callable | None, engine: Mapping[str, Any] | N
 
     def prelude_hook() -> None:
         importlib.import_module("verl_patches.prelude_patch")
-        if engine is not None and os.environ.keys() >= _VERLS_WORKERS:
-            importlib.import_module("verl_patches.training.engine_start").prepare(engine)
+        is_worker = os.environ.keys() >= VERLS_WORKERS
+        if engine is not None and is_worker:
+            prepare_with_verl(engine)
         hook = user_hook
         if isinstance(hook, str):
             module, _, name = hook.rpartition(".")
             hook = getattr(importlib.import_module(module), name)
         if hook is not None:
             hook()
+        if is_worker:
+            refuse_early_device_runtime()
 
     return prelude_hook  # Ray wants a function with a name, not a partial
+
+
+def prepare_with_verl(engine: Mapping[str, Any]) -> None:
+    """Prepare line a3's engine when this process imports verl: Ray has set the visible die, Megatron is not there yet.
+
+    The import of verl fails with what `engine_start.prepare` raises.
+    """
+
+    def prepare(_: Any) -> None:
+        importlib.import_module("verl_patches.training.engine_start").prepare(engine)
+
+    hooks.after_import("verl", prepare)
+
+
+def refuse_early_device_runtime() -> None:
+    """ConfigError where platform npu has torch_npu imported before Ray has set ASCEND_RT_VISIBLE_DEVICES."""
+    if current().switches.platform == "npu" and "torch_npu" in sys.modules:
+        raise ConfigError(
+            f"{_place()}: torch_npu is imported in Ray's worker set-up hook, before Ray sets {VISIBLE}; expected only "
+            "after that, as the device runtime reads the variable once. If recipe.worker_process_setup_hook imports "
+            "torch or verl, let it do so later: verl_patches.patching.hooks.after_import(module, function)"
+        )
+
+
+def check_visible_die(visible: int) -> None:
+    """ConfigError where this worker of verl's would run on another die than Ray gave it; before any process group.
+
+    visible: number of devices that the device runtime sees in this process (torch.npu.device_count()). A process that
+    Ray did not start chose its device itself: nothing is checked there.
+    """
+    import ray
+
+    if not ray.is_initialized():
+        return
+    given = [str(number) for number in ray.get_runtime_context().get_accelerator_ids()["NPU"]]
+    found = os.environ.get(VISIBLE)
+    fault = None
+    if len(given) != 1:
+        fault = f"expected one die from Ray, found ids {given}: the actor asks for no NPU, or for more than one"
+    elif found != given[0]:
+        fault = (f"{VISIBLE} is {found!r}, expected {given[0]!r}, the id that Ray gave. {NOT_SET_BY_RAY} is "
+                 f"{os.environ.get(NOT_SET_BY_RAY)!r} (set, it keeps Ray from choosing): unset it where Ray is "
+                 f"started, and set {VISIBLE} neither in a runtime_env nor in a set-up hook")
+    elif visible != 1:
+        fault = (f"the device runtime sees {visible} devices, expected 1, with {VISIBLE}={found}: it was started "
+                 "before Ray set the variable. Find what calls torch.npu before `import verl`, a set-up hook for one")
+    if fault:
+        raise ConfigError(f"{_place()}: {fault}")
+
+
+def _place() -> str:
+    return f"rank {os.environ.get('RANK')} (pid {os.getpid()} on {socket.gethostname()})"
 
 
 def runtime_env(
@@ -58,61 +123,50 @@ def start(environment: dict[str, str], engine: Mapping[str, Any] | None = None, 
     ray.init(runtime_env=runtime_env(environment, options.pop("runtime_env", None), engine), **options)
 
 
-def tell_workers(original: Callable) -> Callable:
-    """Row provider for ray.init: the job's processes on every node get this process's VERL_PATCHES, unless it is given.
+def result_of(task: Any) -> Any:
+    """ray.get(task), but an actor of this job that could not start ends the wait with that actor's own error.
 
-    Variables of the driver's shell do not reach nodes where `ray start` ran without them.
+    verl would wait 300 s for the register centre of a worker group whose first worker is dead, and then name that
+    (verl/single_controller/ray/base.py:355). Raises RuntimeError with the worker's class, node, pid and traceback.
     """
-
-    @functools.wraps(original)
-    def init(*args: Any, **options: Any) -> Any:
-        from verl_patches.patching import engine
-
-        given = options.get("runtime_env") or getattr(options.get("job_config"), "runtime_env", None) or {}
-        variables = given.get("env_vars") or {}
-        if VARIABLE not in variables and VARIABLE not in _submitted_variables():  # Ray refuses one that stands twice
-            told = {**variables, VARIABLE: engine.current().switches.text()}
-            options["runtime_env"] = {**given, "env_vars": told}
-        return original(*args, **options)
-
-    return init
-
-
-def _submitted_variables() -> Mapping[str, str]:
-    """The variables that `ray job submit` gives to the job that this driver belongs to."""
-    import json
-
-    job = json.loads(os.environ.get("RAY_JOB_CONFIG_JSON") or "{}")
-    return (job.get("runtime_env") or {}).get("env_vars") or {}
-
-
-def tell_engine(section: Mapping[str, Any]) -> None:
-    """In the controller: leave verl's actor_rollout_ref section for `prepare_from_controller` in the job's workers."""
-    import json
-
-    from ray.experimental.internal_kv import _internal_kv_put
-
-    _internal_kv_put(_engine_key(), json.dumps(section))
-
-
-def prepare_from_controller(_: Any) -> None:
-    """Import hook of verl, line a3: in a training worker prepare the engine as `tell_engine` says, before Megatron.
-
-    Does nothing in other processes, and where our launcher's set-up hook prepares it.
-    """
-    ray = sys.modules.get("ray")
-    if ray is None or not ray.is_initialized() or not os.environ.keys() >= _VERLS_WORKERS:
-        return
-    import json
-
-    from ray.experimental.internal_kv import _internal_kv_get
-
-    section = _internal_kv_get(_engine_key())
-    if section is not None:
-        importlib.import_module("verl_patches.training.engine_start").prepare(json.loads(section))
-
-
-def _engine_key() -> str:
     import ray
 
-    return f"verl_patches/engine/{ray.get_runtime_context().get_job_id()}"
+    while not ray.wait([task], timeout=LOOK_S)[0]:
+        if found := _start_failure():
+            raise RuntimeError(found)
+    return ray.get(task)
+
+
+def _start_failure() -> str | None:
+    """Why the first actor of this job that could not start died, from Ray's actor table; None where none did."""
+    import ray
+
+    job = ray.JobID.from_hex(ray.get_runtime_context().get_job_id())
+    dead = ray._private.state.actors(job_id=job, actor_state_name="DEAD").values()
+    for actor in sorted(dead, key=lambda actor: actor["EndTime"]):
+        said = _failed_before_ready(actor["DeathCause"], actor["StartTime"])
+        if said:
+            place = f"pid {actor['Pid']} on {actor['Address']['IPAddress']}"
+            return f"{actor['ActorClassName']} ({place}), an actor of this run, could not start:\n{said}"
+    return None
+
+
+def _failed_before_ready(cause: Any, started: int) -> str | None:
+    """The message of a death in the set-up hook, while loading the class or in __init__; None for any other.
+
+    cause: Ray's protobuf ActorDeathCause; started: ms since 1970, 0 where the actor never was ready. A class of verl's
+    that cannot be loaded is no failed creation for Ray but a dead process: its stand-in fails in __new__, which verl's
+    Worker defines.
+    """
+    from ray.exceptions import RayError
+
+    kind = cause.WhichOneof("context")
+    if kind == "creation_task_failure_context":
+        return str(RayError.from_ray_exception(cause.creation_task_failure_context))
+    if kind == "runtime_env_failed_context":
+        return cause.runtime_env_failed_context.error_message
+    if kind == "actor_died_error_context" and not started:
+        died = cause.actor_died_error_context
+        if died.reason in (died.WORKER_DIED, died.NODE_DIED):
+            return died.error_message.removesuffix(_RAYS_LAST_LINE).rstrip()
+    return None

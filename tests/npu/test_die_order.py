@@ -1,0 +1,90 @@
+"""When the real torch_npu asks the device runtime, and that a Ray worker does so only on the die that Ray gave it.
+
+The runtime itself is a stand-in that notes every call (answers.c): what CANN's own libraries do when they are loaded is
+not shown here.
+"""
+
+import json
+import subprocess
+
+import pytest
+from conftest import ROOT
+
+pytestmark = [pytest.mark.slow, pytest.mark.full]
+VERLS = {"RANK": "0", "WG_PREFIX": "abc"}
+
+IMPORTS = """
+import torch, torch_npu
+done("import torch_npu")
+os.environ["ASCEND_RT_VISIBLE_DEVICES"] = "3"
+found["available"] = torch.npu.is_available()
+done("is_available")
+os.environ["ASCEND_RT_VISIBLE_DEVICES"] = "4,5"
+found["devices"] = torch.npu.device_count()
+done("device_count")
+torch.npu.set_device(0)
+done("set_device")
+"""
+WORKER = """
+from verl_patches.training import ray_start
+ray_start.prelude_then(None)()
+done("set-up hook")
+if ORDER == "as Ray":
+    os.environ["ASCEND_RT_VISIBLE_DEVICES"] = "5"
+import verl
+done("import verl")
+os.environ["ASCEND_RT_VISIBLE_DEVICES"] = "5"
+import torch
+found["devices"] = torch.npu.device_count()
+"""
+EARLY = """
+from verl_patches.training import ray_start
+ray_start.prelude_then("torch_npu.npu.is_available")()
+"""
+
+
+@pytest.fixture
+def run(npu_python, tmp_path):
+    """run(code, **variables) -> (exit code, {"calls": {step: [[function, visible devices]]}, ...}, stderr)."""
+    python, settings = npu_python
+    start = f"""
+import json, os
+found, calls = {{"calls": {{}}}}, {str(tmp_path / "calls")!r}
+def done(step):
+    lines = open(calls).read().splitlines() if os.path.exists(calls) else []
+    found["calls"][step] = [line.split(" ") for line in lines]
+    open(calls, "w").close()
+"""
+
+    def run(code, **variables):
+        env = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "VERL_PATCHES": "line=a3,platform=npu",
+               "CANN_DIES": "16", "CANN_CALLS": str(tmp_path / "calls"), **settings, **variables}
+        ended = subprocess.run([python, "-W", "ignore", "-c", f"{start}{code}\nprint(json.dumps(found))"], env=env,
+                               stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=300)
+        return ended.returncode, json.loads(ended.stdout.splitlines()[-1]) if not ended.returncode else {}, ended.stderr
+
+    return run
+
+
+def test_importing_torch_npu_asks_nothing_and_the_first_question_settles_the_count(run):
+    code, found, error = run(IMPORTS)
+    assert code == 0, error
+    calls = found["calls"]
+    assert calls["import torch_npu"] == []
+    assert calls["is_available"] == [["aclrtGetDeviceCount", "3"]]
+    assert calls["device_count"] == [] and found["devices"] == 1  # torch_npu remembers it: "4,5" comes too late
+    assert calls["set_device"][0] == ["aclInit", "4,5"]
+
+
+@pytest.mark.parametrize(("order", "asked_on", "devices"), [("as Ray", "5", 1), ("too late", "unset", 16)])
+def test_a_worker_asks_with_the_import_of_verl_and_not_before(run, order, asked_on, devices):
+    code, found, error = run(f"ORDER = {order!r}\n{WORKER}", **VERLS)
+    assert code == 0, error
+    assert found["calls"]["set-up hook"] == []
+    assert found["calls"]["import verl"][0] == ["aclrtGetDeviceCount", asked_on]
+    assert found["devices"] == devices  # 16 is what check_visible_die refuses
+
+
+def test_a_set_up_hook_that_asks_is_refused(run):
+    code, _, error = run(EARLY, **VERLS)
+    assert code == 1 and "ConfigError: rank 0 (pid" in error and "before Ray sets ASCEND_RT_VISIBLE_DEVICES" in error

@@ -1,0 +1,90 @@
+"""Workers that say which die Ray gave them and when they knew; run as a program, it starts Ray and asks them.
+
+No device is needed: Ray sets ASCEND_RT_VISIBLE_DEVICES for actors that ask for its resource NPU. `verl` is an empty
+package on PYTHONPATH, as only when it is imported matters here. Prints JSON, see `main`.
+"""
+
+import json
+import os
+import sys
+import time
+import types
+
+import verl  # noqa: F401  (as verl's worker module does: loading the class imports it)
+
+from verl_patches.errors import ConfigError
+from verl_patches.training import ray_start
+
+AT_IMPORT = os.environ.get(ray_start.VISIBLE)
+VERLS = {"RANK": "0", "WG_PREFIX": "abc"}  # what marks a worker of verl's
+
+
+class Asked:
+    """An actor of verl's worker group, as far as this goes."""
+
+    def tell(self, visible=1, moved=None):
+        """What this process knows of its die. The runtime sees `visible` devices; `moved` sets the variable."""
+        if moved:
+            os.environ[ray_start.VISIBLE] = moved
+        try:
+            refused = ray_start.check_visible_die(visible)
+        except ConfigError as error:
+            refused = str(error)
+        return {"at hook": os.environ["AT_HOOK"], "at import": AT_IMPORT, "now": os.environ.get(ray_start.VISIBLE),
+                "prepared": os.environ.get("PREPARED"), "refused": refused}
+
+
+def main():
+    """{"dies": {case: what that worker says}, "killed": result, "failed": [seconds until the wait ended, error]}."""
+    import die_worker  # the workers import the class by this name
+    import ray
+
+    def note():
+        """The user's set-up hook."""
+
+        def prepare(engine):
+            os.environ["PREPARED"] = f"{engine['layers']} {os.environ.get(ray_start.VISIBLE)}"
+
+        engine_start = types.ModuleType("verl_patches.training.engine_start")  # it needs MindSpeed
+        engine_start.prepare = prepare
+        sys.modules[engine_start.__name__] = engine_start
+        os.environ["AT_HOOK"] = repr(os.environ.get(ray_start.VISIBLE))
+        if "FAIL" in os.environ:
+            raise ConfigError("row a.b: has drifted")
+
+    ray_start.start({"VERL_PATCHES": os.environ["VERL_PATCHES"]}, {"layers": 4}, num_cpus=4, resources={"NPU": 2},
+                    include_dashboard=False, log_to_driver=False, runtime_env={ray_start.HOOK: note})
+    asked = ray.remote(die_worker.Asked)
+
+    def worker(npus=1, **env):
+        return asked.options(num_cpus=0, resources={"NPU": npus} if npus else {},
+                             runtime_env={"env_vars": {**VERLS, **env}}).remote()
+
+    first, second = worker(), worker()
+    told = {"first": first.tell.remote(), "second": second.tell.remote()}
+    told = {name: ray.get(answer) for name, answer in told.items()}
+    told["runtime came first"] = ray.get(first.tell.remote(visible=16))
+    told["moved"] = ray.get(first.tell.remote(moved="7"))
+    ray.kill(first)
+    ray.kill(second)
+    free = worker(RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES="1")
+    told["not set"] = ray.get(free.tell.remote())
+    without = worker(npus=0)
+    told["no die"] = ray.get(without.tell.remote())
+
+    wait = ray.remote(num_cpus=1)(lambda seconds: time.sleep(seconds))
+    killed = ray_start.result_of(wait.remote(3))  # the actors that were killed had started: nothing failed
+    failing = worker(npus=0, FAIL="1")
+    start = time.monotonic()
+    try:
+        failed = ray_start.result_of(wait.remote(100))
+    except RuntimeError as error:
+        failed = str(error)
+    seconds = time.monotonic() - start
+    del failing
+    ray.shutdown()
+    print(json.dumps({"dies": told, "killed": killed, "failed": [seconds, failed]}))
+
+
+if __name__ == "__main__":
+    main()
