@@ -92,19 +92,23 @@ def digest(switches: Switch = None, as_json: Json = False) -> None:
 @app.command("install-prelude")
 def install_prelude(
     verl_path: Annotated[Path | None, typer.Option("--verl-path", help="A verl checkout; default: installed.")] = None,
-    undo: Annotated[bool, typer.Option("--undo", help="Take the line out again.")] = False,
+    undo: Annotated[bool, typer.Option("--undo", help="Take both out again.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Insert the one line `from verl_patches import prelude_patch` into verl's Megatron workers."""
+    """Insert `from verl_patches import prelude_patch` into verl's Megatron workers, and a .pth file into this Python.
+
+    The .pth file runs the prelude in every process of this Python that imports upstream before it reaches the line.
+    """
     from dataclasses import asdict
 
-    from verl_patches.patching import prelude_line
+    from verl_patches.patching import prelude_pth
 
-    result = (prelude_line.undo if undo else prelude_line.install)(verl_path)
+    found = asdict((prelude_pth.undo if undo else prelude_pth.install)(verl_path))
     if as_json:
-        _print_json({key: str(value) if isinstance(value, Path) else value for key, value in asdict(result).items()})
-    else:
-        print(f"{result.state}: {result.file}" + (f", line {result.line}" if result.line else ""))
+        _print_json({name: {**result, "file": str(result["file"])} for name, result in found.items()})
+        return
+    for result in found.values():
+        print(f"{result['state']}: {result['file']}" + (f", line {result['line']}" if result["line"] else ""))
 
 
 def _rows() -> Any:

@@ -168,6 +168,19 @@ MODEL: tuple[PatchSpec, ...] = (
 
 TRAINING: tuple[PatchSpec, ...] = (
     PatchSpec(
+        id="platform.tell_workers", stage="platform", target="ray._private.worker:init", kind="wrap",
+        provider="verl_patches.training.tell_workers:tell_workers", bindings=("ray:init",), processes=_CONTROLLER,
+        lines=_BOTH,
+        why="Variables of the driver's shell do not reach nodes where `ray start` ran without them: their workers "
+            "would run other patches than the driver means.",
+        exit=_NEVER,
+    ),
+    PatchSpec(
+        id="update.recipe_by_default", stage="update", target=f"{_TRAINER}:RayPPOTrainer.__init__", kind="wrap",
+        provider="verl_patches.cluster.import_alone:recipe_by_default", processes=_CONTROLLER, lines=_BOTH,
+        why="verl's own entry point composes no `recipe:`, which rows of controller and workers read.", exit=_NEVER,
+    ),
+    PatchSpec(
         id="update.fit_as_run", stage="update", target=f"{_TRAINER}:RayPPOTrainer.fit", kind="wrap",
         provider="verl_patches.training.run:fit_as_run", processes=_CONTROLLER, lines=_BOTH,
         why="Proofs before step 1 (rows active, equal digests), record or replay of rollouts, summary.json.",

@@ -7,8 +7,10 @@ until it is whole. Importing it again, in any way, changes nothing.
 from verl_patches.catalog import ROWS
 from verl_patches.errors import ConfigError
 from verl_patches.patching.engine import start
+from verl_patches.patching.hooks import after_import
 from verl_patches.patching.switches import from_environment
 from verl_patches.platform import require
+from verl_patches.training.tell_workers import prepare_from_controller
 
 _switches = from_environment()
 require(_switches.platform)
@@ -19,3 +21,5 @@ if not any(_switches.line in row.lines for row in ROWS):
         f'this is: VERL_PATCHES="line=pypi,platform={_switches.platform}" (the launcher takes it from recipe.line)'
     )
 engine.apply()
+if _switches.line == "a3":
+    after_import("verl", prepare_from_controller)

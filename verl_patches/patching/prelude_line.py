@@ -179,20 +179,29 @@ def _is_plain(node: ast.stmt) -> bool:
 
 
 def _replace(file: Path, data: bytes) -> None:
-    """Write beside the file and rename over it: whole or not at all, same mode; other hard links keep the old text."""
+    """Write over a file that may be written, with its mode and owner; other hard links keep the old text."""
     info = file.stat()
     if not info.st_mode & (stat.S_IWUSR | stat.S_IWGRP | stat.S_IWOTH):
         raise ConfigError(
             f"{file}: expected a file that may be written, found it read-only. chmod u+w it, then run this again."
         )
+    write_whole(file, data, stat.S_IMODE(info.st_mode), (info.st_uid, info.st_gid))
+
+
+def write_whole(file: Path, data: bytes, mode: int, owner: tuple[int, int] | None = None) -> None:
+    """Write beside the file and rename over it: whole or not at all; ConfigError where that cannot be done.
+
+    owner: user and group id, kept where this user may.
+    """
     temporary = None
     try:
         handle, temporary = tempfile.mkstemp(prefix=f".{file.name}.", dir=file.parent)
         with os.fdopen(handle, "wb") as out:
             out.write(data)
-            os.fchmod(out.fileno(), stat.S_IMODE(info.st_mode))
-            with contextlib.suppress(PermissionError):  # only root may keep another owner
-                os.fchown(out.fileno(), info.st_uid, info.st_gid)
+            os.fchmod(out.fileno(), mode)
+            if owner is not None:
+                with contextlib.suppress(PermissionError):  # only root may keep another owner
+                    os.fchown(out.fileno(), *owner)
             out.flush()
             os.fsync(out.fileno())
         os.replace(temporary, file)

@@ -28,7 +28,7 @@ LOOK_S = 1.0
 _RAYS_LAST_LINE = "An unexpected internal error occurred while the worker was executing a task."
 # verl gives both to the actors of its worker groups and to nothing else (verl/single_controller/ray/base.py:326);
 # RANK alone may come from a scheduler that started the driver
-_VERLS_WORKERS = {"RANK", "WG_PREFIX"}
+VERLS_WORKERS = {"RANK", "WG_PREFIX"}
 
 
 def prelude_then(user_hook: str | Callable | None, engine: Mapping[str, Any] | None = None) -> Callable[[], None]:
@@ -39,7 +39,7 @@ def prelude_then(user_hook: str | Callable | None, engine: Mapping[str, Any] | N
 
     def prelude_hook() -> None:
         importlib.import_module("verl_patches.prelude_patch")
-        is_worker = os.environ.keys() >= _VERLS_WORKERS
+        is_worker = os.environ.keys() >= VERLS_WORKERS
         if engine is not None and is_worker:
             prepare_with_verl(engine)
         hook = user_hook

@@ -43,7 +43,7 @@ class Run:
 
     def __init__(self, trainer: Any):
         self.trainer, self.recipe = trainer, trainer.config.recipe
-        self.folder = Path(self.recipe.output_root) / self.recipe.run
+        self.folder = None if self.recipe.run is None else Path(self.recipe.output_root) / self.recipe.run
         rollout = trainer.config.actor_rollout_ref.rollout
         check = self.recipe.logprob_check
         self.not_compared = "recipe.logprob_check.action=off" if check.action == "off" else truth_check.why_not(
@@ -161,7 +161,7 @@ def fit_as_run(original: Callable) -> Callable:
         try:
             run.prove()
             replay = find_recording(run.recipe.rollout.replay)
-            record_to = run.folder / "rollouts" if run.recipe.rollout.record else None
+            record_to = run.folder / "rollouts" if run.folder and run.recipe.rollout.record else None
             run.keep_on_workers()
             trainer.actor_rollout_wg = RolloutTap(trainer.actor_rollout_wg, record_to, replay, run.before_call)
             if run.recipe.train.skip_old_log_prob:

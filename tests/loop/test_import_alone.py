@@ -1,0 +1,102 @@
+"""The import alone: verl's own entry point with verl's own configuration, on a Ray that knows nothing of us.
+
+`install-prelude` was run, and VERL_PATCHES is the driver's: no launcher, no `recipe:`, no set-up hook.
+"""
+
+import os
+import re
+import socket
+import subprocess
+import sys
+import sysconfig
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import yaml
+from loop_runs import ROOT
+
+from verl_patches.cluster.trees import trees_of
+from verl_patches.patching import prelude_pth
+
+pytestmark = pytest.mark.full
+HERE = Path(__file__).parent
+SHELL = {  # what the launcher sets for a CPU (cluster/environment.py)
+    "VLLM_USE_V1": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
+    "TORCHDYNAMO_DISABLE": "1", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1",
+    "CUDA_DEVICE_MAX_CONNECTIONS": "1", "RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0", "COLUMNS": "200",
+}  # fmt: skip
+RAY = ["-m", "ray.scripts.scripts", "start", "--head", "--block", "--port=0", "--min-worker-port=0",
+       "--max-worker-port=0", "--include-dashboard=false", "--num-cpus=8", "--num-gpus=2",
+       f"--object-store-memory={256 << 20}"]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def python(tmp_path_factory):
+    """An environment over this one whose site-packages have the .pth file."""
+    folder = tmp_path_factory.mktemp("alone")
+    subprocess.run([sys.executable, "-I", "-m", "venv", "--without-pip", folder / "venv"], check=True)
+    site = next((folder / "venv" / "lib").glob("python*/site-packages"))
+    (site / "base.pth").write_text(f"{sysconfig.get_path('purelib')}\n{ROOT}\n")
+    (site / prelude_pth.NAME).write_text(prelude_pth.TEXT)
+    return folder / "venv" / "bin" / "python"
+
+
+def run_verl(python, smoke_run, patches, path, ray_folder, cwd):
+    """What `python -m verl.trainer.main_ppo` printed and its exit code, on a Ray started without VERL_PATCHES."""
+    Path(ray_folder).mkdir()
+    env = {**os.environ, **SHELL, "RAY_TMPDIR": ray_folder, "PYTHONPATH": os.pathsep.join(path)}
+    used = yaml.safe_load((smoke_run.folder / "config.yaml").read_text())
+    given = {"actor_rollout_ref.model.path": used["actor_rollout_ref"]["model"]["path"],
+             **{f"data.{name}": used["data"][name] for name in ("train_files", "val_files")},
+             **{f"custom_reward_function.{name}": used["custom_reward_function"][name] for name in ("path", "name")}}
+    overrides = [f"{key}={value}".replace("'", "").replace(" ", "") for key, value in given.items()]
+    with socket.create_server(("127.0.0.1", 0)) as free:  # the default one may be another run's
+        start = [python, *RAY, f"--ray-client-server-port={free.getsockname()[1]}"]
+    ray = subprocess.Popen(start, env=env, cwd=cwd, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        address = Path(ray_folder, "ray", "ray_current_cluster")
+        end = time.monotonic() + 120
+        while not address.is_file():
+            assert ray.poll() is None and time.monotonic() < end, "Ray did not start"
+            time.sleep(0.2)
+        main = [python, "-m", "verl.trainer.main_ppo", "--config-dir", HERE, "--config-name", "plain_verl", *overrides]
+        done = subprocess.run(main, env={**env, "VERL_PATCHES": patches}, cwd=cwd, stdin=subprocess.DEVNULL, text=True,
+                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=600)
+        return done.returncode, done.stdout
+    finally:
+        started = psutil.Process(ray.pid).children(recursive=True)
+        ray.terminate()
+        _, alive = psutil.wait_procs([*started, ray], timeout=10)
+        for process in alive:
+            process.kill()
+        ray.wait()
+
+
+def norms_of(text):
+    return [float(found) for found in re.findall(r"actor/grad_norm:([\d.]+)", text)]
+
+
+def check(code, said, smoke_run):
+    """Three steps with the smoke's figures, proofs before them, and what is missing said once."""
+    assert code == 0, said[-4000:]
+    assert norms_of(said) == pytest.approx([step["grad_norm"] for step in smoke_run.steps], abs=2e-3)
+    rewards = [float(found) for found in re.findall(r"critic/score/mean:([\d.]+)", said)]
+    assert rewards == pytest.approx([step["reward"] for step in smoke_run.steps], abs=1e-3)
+    assert said.count("started without its launcher") == 1
+    assert "patches proven in controller and 2 workers" in said
+
+
+def test_three_steps_on_line_pypi(smoke, python, ray_folder, tmp_path):
+    code, said = run_verl(python, smoke(), "line=pypi,platform=cpu", [str(ROOT)], f"{ray_folder}/p", tmp_path)
+    check(code, said, smoke())
+    assert not list(tmp_path.rglob("summary.json"))  # nothing was asked to be recorded
+
+
+@pytest.mark.upstream
+def test_three_steps_on_line_a3(a3, python, ray_folder, tmp_path, pytestconfig):
+    """Row update.recipe_by_default also leaves the configuration from which workers prepare MindSpeed."""
+    trees = [str(folder) for folder in trees_of(pytestconfig.getoption("--upstream")).folders]
+    code, said = run_verl(python, a3(), "line=a3,platform=cpu", [str(ROOT), *trees], f"{ray_folder}/a", tmp_path)
+    check(code, said, a3())

@@ -1,0 +1,79 @@
+"""What workers are told without the launcher: the driver's VERL_PATCHES, in every process of a real Ray too."""
+
+import json
+import socket
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from verl_patches.patching import prelude_pth
+
+ROOT = Path(__file__).resolve().parents[2]
+TELL = """
+import json, sys
+from verl_patches import prelude_patch
+from verl_patches.training.tell_workers import tell_workers
+class Config: runtime_env = {"env_vars": {"B": "2"}}
+given = eval(sys.argv[1], {"Config": Config})
+print(json.dumps(tell_workers(lambda *args, **options: options.get("runtime_env"))(**given)))
+"""
+TOLD = "line=pypi,platform=cpu,-memory.order"
+
+
+@pytest.mark.parametrize(("given", "job", "runtime_env"), [
+    ("{}", None, {"env_vars": {"VERL_PATCHES": TOLD}}),
+    ("{'runtime_env': {'env_vars': {'A': '1'}, 'pip': []}}", None,
+     {"env_vars": {"A": "1", "VERL_PATCHES": TOLD}, "pip": []}),
+    ("{'job_config': Config}", None, {"env_vars": {"B": "2", "VERL_PATCHES": TOLD}}),
+    ("{'runtime_env': {'env_vars': {'VERL_PATCHES': 'x'}}}", None, {"env_vars": {"VERL_PATCHES": "x"}}),
+    ("{}", '{"runtime_env": {"env_vars": {"VERL_PATCHES": "x"}}}', None)])  # Ray merges the submitted job's
+def test_workers_are_told_the_drivers_switches_unless_they_are_given(run_python, given, job, runtime_env):
+    done = run_python(TELL, given, patches=TOLD, env={"RAY_JOB_CONFIG_JSON": job} if job else None).check()
+    assert json.loads(done.out) == runtime_env
+
+
+JOB = """
+import os, sys
+import ray
+
+@ray.remote(num_cpus=0, max_retries=0)
+def imports_verl():
+    import verl
+    return verl.said, os.environ["VERL_PATCHES"]
+
+def job():
+    ray.init(num_cpus=1, include_dashboard=False, object_store_memory=80 << 20, log_to_driver=False)
+    try:
+        return ray.get(imports_verl.remote())
+    except ray.exceptions.RayTaskError as error:
+        return str(error)
+    finally:
+        ray.shutdown()
+
+print("missing", job().replace("\\n", " "))
+os.environ["VERL_PATCHES"] = "line=pypi,platform=cpu"
+import verl  # in the driver before ray.init, as verl.trainer.main_ppo does
+del os.environ["VERL_PATCHES"]  # a Ray whose `ray start` did not have it
+print("told", *job())
+"""
+
+
+@pytest.mark.slow
+def test_a_worker_without_the_variable_is_refused_by_node_and_the_row_gives_it(tmp_path, ray_folder):
+    """Row platform.tell_workers, in a Python with the .pth file; verl is a package that says who came first."""
+    (tmp_path / "verl").mkdir()
+    (tmp_path / "verl" / "__init__.py").write_text("import sys\nsaid = 'verl_patches.prelude_patch' in sys.modules\n")
+    subprocess.run([sys.executable, "-I", "-m", "venv", "--without-pip", tmp_path / "venv"], check=True)
+    site = next((tmp_path / "venv" / "lib").glob("python*/site-packages"))
+    (site / "base.pth").write_text(f"{sysconfig.get_path('purelib')}\n{ROOT}\n")
+    (site / prelude_pth.NAME).write_text(prelude_pth.TEXT)
+    done = subprocess.run([tmp_path / "venv/bin/python", "-c", JOB], capture_output=True, text=True, timeout=240, env={
+        "PYTHONPATH": str(tmp_path), "PATH": f"{tmp_path}/venv/bin:/usr/bin:/bin", "RAY_TMPDIR": ray_folder,
+        "RAY_USAGE_STATS_ENABLED": "0"})
+    assert done.returncode == 0, done.stderr[-3000:]
+    missing, told = done.stdout.splitlines()
+    assert "ConfigError" in missing and "VERL_PATCHES is not set" in missing and socket.gethostname() in missing
+    assert told == "told True line=pypi,platform=cpu"

@@ -1,0 +1,87 @@
+"""Run the prelude right before upstream's own code, in whatever process imports it.
+
+The `.pth` file of `install-prelude` (prelude_pth.py) puts a finder in front of every Python process of one interpreter.
+It asks this file only when an upstream package is looked for, so nothing here may import more than such a start has.
+Looking for a package without importing it (`importlib.util.find_spec`) runs nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+import sys
+from _thread import get_ident
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+from verl_patches.errors import ConfigError
+from verl_patches.patching.switches import VARIABLE
+
+PRELUDE = "verl_patches.prelude_patch"
+
+
+def prelude_first(
+    name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+) -> ModuleSpec | None:
+    """What the `.pth` file's finder answers for a module of an upstream package: its spec, with the prelude before it.
+
+    None (other finders answer) once the prelude has run, and, where VERL_PATCHES is not set, for packages other than
+    verl: a process that imports vLLM or Megatron by themselves is not a run of ours.
+    """
+    if PRELUDE in sys.modules or (VARIABLE not in os.environ and name.partition(".")[0] != "verl"):
+        return None
+    return _found_by_others(name, path, target)
+
+
+def _run_prelude() -> None:
+    if VARIABLE not in os.environ and _is_ray_worker():
+        import socket
+
+        raise ConfigError(
+            f"{VARIABLE} is not set in this Ray worker (pid {os.getpid()} on {socket.gethostname()}), so it would not "
+            "be patched as the process is that started it. Start the driver with a Python in which `python -m "
+            "verl_patches install-prelude` was run, and import verl there before ray.init, or set the variable for "
+            "`ray start` on every node"
+        )
+    try:
+        importlib.import_module(PRELUDE)
+    except ImportError as error:  # upstream would swallow it and go on
+        raise ConfigError(f"the prelude cannot be imported, and upstream must not run without it: {error}") from error
+
+
+def _is_ray_worker() -> bool:
+    ray = sys.modules.get("ray._private.worker")
+    return ray is not None and ray.global_worker.mode == ray.WORKER_MODE
+
+
+_ASKED: set[tuple[int, str]] = set()  # (thread, module) that other finders are asked for
+
+
+def _found_by_others(name: str, path: Any, target: Any) -> ModuleSpec | None:
+    """What the other finders say of `name`, with the prelude before its code; a namespace package has none.
+
+    Ours answers None to the inner search: there may be two of it, as Python reads the `.pth` files of a venv twice.
+    """
+    asked = (get_ident(), name)
+    if asked in _ASKED:
+        return None
+    _ASKED.add(asked)
+    try:
+        for other in sys.meta_path:
+            spec = other.find_spec(name, path, target) if hasattr(other, "find_spec") else None  # old ones have none
+            if spec is not None:
+                if spec.loader is not None:
+                    spec.loader.exec_module = functools.partial(_execute, spec.loader)
+                return spec
+        return None
+    finally:
+        _ASKED.discard(asked)
+
+
+def _execute(loader: Any, module: ModuleType) -> None:
+    del loader.exec_module  # of this one loader: its class has the real one
+    _run_prelude()
+    loader.exec_module(module)
