@@ -136,11 +136,12 @@ def commands(
 ) -> list[dict[str, str]]:
     """What to type, in order: [{where, command}]; HEAD and NODE stand for addresses of the operator's nodes.
 
-    Ray is started with this checkout (the same path on every node) on PYTHONPATH: its workers import verl_patches.
+    Ray is started with this checkout and the upstream trees (the same paths on every node) before what the node's own
+    PYTHONPATH holds: its workers import verl_patches, and where there are no trees they import the image's.
     """
     found, nodes, dies = [], config.trainer.nnodes, config.trainer.n_gpus_per_node
     places = [str(environment.REPOSITORY), *map(str, trees.folders if trees else ())]
-    here = f"PYTHONPATH={shlex.quote(os.pathsep.join(places))} "
+    here = f"PYTHONPATH={shlex.quote(os.pathsep.join(places))}${{PYTHONPATH:+:$PYTHONPATH}} "
     if config.recipe.ray_address is not None:
         device = f""" --resources='{{"NPU": {dies}}}'""" if config.trainer.device == "npu" else ""
         head = here + "ray start --head --node-ip-address=HEAD --port=6379 --include-dashboard=false"
