@@ -82,7 +82,7 @@ for name in sys.argv[1:]:
 
 @pytest.mark.parametrize("given", [True, False], ids=["upstream", "image"])
 def test_a_printed_command_finds_the_trees_and_all_that_the_image_has_on_its_path(upstream, tmp_path, given):
-    """The text before `ray start`, as a shell takes it, in front of python: the packages come from where they should."""
+    """What stands before `ray start`, as a shell takes it, put before python: packages come from where they should."""
     image = tmp_path / "image"
     for package in (*PACKAGES.values(), "vllm_of_the_image"):
         (image / package).mkdir(parents=True)
@@ -99,7 +99,8 @@ def test_a_printed_command_finds_the_trees_and_all_that_the_image_has_on_its_pat
                               env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(image)})
         found = dict(text.split(" ", 1) for text in done.stdout.splitlines())
         for name, package in PACKAGES.items():
-            assert str(upstream / name / package if given else image / package) in found[package], (printed, done.stdout)
+            place = upstream / name if given else image
+            assert str(place / package) in found[package], (printed, done.stdout)
         assert str(image / "vllm_of_the_image") in found["vllm_of_the_image"]
         assert str(REPOSITORY / "verl_patches") in found["verl_patches"]
         without = subprocess.run(["bash", "-c", f"{prefix}printenv PYTHONPATH"], capture_output=True, text=True,
