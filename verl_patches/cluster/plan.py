@@ -29,6 +29,7 @@ from verl_patches.training.engine_arguments import explain
 
 DRIVER_MODULE = "verl_patches.main_grpo"
 _SIZED = ("layers", "train experts", "rollout experts")  # checks without which no rank's bytes can be told
+_SET_IN = {"workers": "driver, workers", "driver": "driver", "node": "each worker"}
 TRAIN_GROUPS = ("tp", "cp", "dp", "pp", "etp", "ep", "edp")
 ROLLOUT_GROUPS = ("tp", "instance", "instance-dp", "ep")
 
@@ -152,7 +153,8 @@ def commands(
     train = ["python", "-m", "verl_patches", "train", "--config-name", config_name]
     train += [*(trees.option if trees else ()), *overrides]
     found.append({"where": "head node" if found else "this machine", "command": here + shlex.join(train)})
-    found.append({"where": "started by it", "command": shlex.join(driver_command(config_name, overrides))})
+    driver = shlex.join(driver_command(config_name, overrides))
+    found.append({"where": "started by the last one, not to be typed", "command": driver})
     return found
 
 
@@ -189,10 +191,12 @@ def show(plan: dict[str, Any], config: DictConfig, console: Console) -> None:
     on = [row for row in plan["patches"] if row["on"]]
     _table(console, f"patches: {len(on)} of {len(plan['patches'])} rows on", ("id", "kind", "target", "why on"),
            [(row["id"], row["kind"], row["target"], row["reason"]) for row in on])
-    _table(console, "environment", ("name", "value", "reason", "read by"),
-           [(v["name"] + " *" * (not v["everywhere"]), v["value"], v["reason"], v["read_by"])
-            for v in plan["environment"]])
-    console.print("* driver only; the others travel to every worker in Ray's runtime_env", highlight=False)
+    _table(console, "environment", ("name", "value", "set in", "reason", "read by"),
+           [(v["name"], v["value"], _SET_IN[v["where"]], v["reason"], v["read_by"]) for v in plan["environment"]])
+    console.print("commands to type, in this order:", style="bold")
+    if any("HEAD" in command["command"] for command in plan["commands"]):
+        console.print("HEAD and NODE stand for addresses of your nodes that the other nodes reach, not 127.0.0.1; the "
+                      "folders of PYTHONPATH are expected on every node", highlight=False)
     for command in plan["commands"]:
         console.print(f"[bold]{command['where']}[/]:", highlight=False)
         console.print(f"  {command['command']}", highlight=False, markup=False, soft_wrap=True)
