@@ -55,7 +55,7 @@ def _cells(line: Line) -> dict[str, str]:
         tag = pin.ref if pin.ref and "/" not in pin.ref else ""
         found[name] = f"{tag} = {pin.commit[:12]}" if tag else pin.commit[:12]
     versions = {name: version for name, version in line.packages.items() if name not in found}
-    return {**found, "engine": line.engine, "Python": line.python, **versions, **line.system}
+    return {**found, "engine": line.engine, "Python": " / ".join(line.python), **versions, **line.system}
 
 
 def with_table(text: str, name: str, table: str) -> str:

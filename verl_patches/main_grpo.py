@@ -67,7 +67,8 @@ def ray_options(config) -> dict:
     from verl_patches.cluster.environment import worker_environment
 
     recipe = config.recipe
-    options = {"environment": worker_environment(config), "log_to_driver": True, "runtime_env": {
+    network = {"nodes": config.trainer.nnodes, "interface": recipe.hccl.interface} if recipe.platform == "npu" else None
+    options = {"environment": worker_environment(config), "network": network, "log_to_driver": True, "runtime_env": {
         ray_start.HOOK: recipe.worker_process_setup_hook}}
     if recipe.ray_address is not None:
         return {**options, "address": recipe.ray_address}

@@ -99,7 +99,7 @@ def test_no_version_is_written_anywhere_but_in_the_pin_file():
 @pytest.mark.parametrize("path", [
     ("packages", "torch"), ("packages", "torch_npu"), ("packages", "ray"), ("packages", "vllm"),
     ("packages", "transformers"), ("system", "cann_toolkit"), ("system", "cann_kernels"), ("system", "cann_nnal"),
-    ("python",), ("repositories", "vllm", "version"), ("repositories", "vllm-ascend", "version"),
+    ("repositories", "vllm", "version"), ("repositories", "vllm-ascend", "version"),
     ("container", "jemalloc"), ("container", "apex", "url"), ("container", "apex", "ref"),
     ("container", "apex", "base_url"), ("container", "build_libraries"),
 ], ids="/".join)
@@ -117,6 +117,27 @@ def test_a_changed_base_image_and_a_hash_of_apex_are_followed():
     assert "git checkout --quiet " + "a" * 40 in text and "(commit " + "a" * 40 in text
 
 
+def test_the_build_takes_the_python_that_the_tag_has_and_refuses_another(tmp_path):
+    """The Dockerfile's own check, with a python3 that answers as the base image's does by the pin file."""
+    runs = [rest for word, rest in instructions(container.dockerfile("a3", A3)) if word == "RUN"]
+    (check,) = [rest for rest in runs if "python3 --version" in rest]
+    tag, other = A3.container.python, next(v for v in A3.python if v != A3.container.python)
+    for version, code in ((tag, 0), (other, 1), (f"{tag}1", 1)):
+        for name in ("python3", f"python{version}"):
+            (tmp_path / name).write_text(f"#!/bin/sh\necho Python {version}.9\n")
+            (tmp_path / name).chmod(0o755)
+        done = subprocess.run(["/bin/bash", "-c", check], capture_output=True, text=True, env={"PATH": str(tmp_path)})
+        assert done.returncode == code, done.stderr
+        assert code == 0 or f"BASE_IMAGE has Python {version}.9, expected {tag}: give another" in done.stderr
+
+
+def test_the_other_python_of_the_line_is_followed_and_a_third_is_refused():
+    text = container.dockerfile("a3", changed("container", "python", value="3.10"))
+    assert "torch-2.5.1-cp310-cp310-" in text and "--python=3.10" in text and "311" not in text
+    with pytest.raises(ValidationError, match=r"container.python is 3.12.*expected one of the line's 3.11, 3.10"):
+        changed("container", "python", value="3.12")
+
+
 @pytest.mark.parametrize("image", ["quay.io/x/y", "quay.io/x/y:latest"])
 def test_an_image_without_a_version_is_refused(image):
     with pytest.raises(ValidationError, match="image"):
@@ -128,7 +149,7 @@ def test_packages_are_installed_in_the_order_that_they_need():
     order = ["--build-context packages=DIR", "cann-toolkit_8.2.RC1_linux-aarch64.run --quiet --install",
              "cann-kernels_8.2.RC1_linux-aarch64.run --quiet", "source /usr/local/Ascend/ascend-toolkit/set_env.sh",
              "cann-nnal_8.2.RC1_linux-aarch64.run --quiet", "source /usr/local/Ascend/nnal/atb/set_env.sh",
-             "install /packages/torch-2.5.1-cp310-cp310-", "scripts/build.sh --python=3.10",
+             "install /packages/torch-2.5.1-cp311-cp311-", "scripts/build.sh --python=3.11",
              "VLLM_TARGET_DEVICE=empty", "COMPILE_CUSTOM_KERNELS=1", "LD_PRELOAD="]
     places = [text.index(words) for words in order]
     assert places == sorted(places)

@@ -1,4 +1,5 @@
 import functools
+from dataclasses import replace
 
 import pytest
 
@@ -72,3 +73,28 @@ def test_the_callers_environment_stays_except_what_the_config_decides():
     assert found["VERL_PATCHES"] == "line=pypi,platform=cpu" and found["RAY_TMPDIR"] == "/tmp/vp-x"
     joined = process_environment(derive(config_of(LARGE), "/tmp/vp-x"), {})
     assert joined["RAY_ADDRESS"] == "auto" and "RAY_TMPDIR" not in joined
+
+
+def page_of(page):
+    """{variable: the text of its third column} of the table in docs/environment.md or its Chinese twin."""
+    rows = [line.strip("|").split(" | ") for line in page.read_text().splitlines() if line.startswith("| `")]
+    return {cells[0].strip(" `"): cells[2] for cells in rows if len(cells) == 4 and cells[0].strip(" `").isupper()}
+
+
+def differences(page, variables):
+    """What the page does not say of `variables`, and what it says of others."""
+    told = page_of(page)
+    wrong = [v.name for v in variables if f"`{v.value}`" not in told.get(v.name, "")]
+    return wrong + sorted(told.keys() - {v.name for v in variables})
+
+
+@pytest.mark.parametrize("page", ["docs/environment.md", "docs/zh/environment.md"])
+def test_the_page_tells_every_variable_of_platform_npu_with_its_value(page):
+    cpu = {(v.name, v.value) for v in derive(config_of(TINY))}
+    own = {"VERL_PATCHES", "TENSORBOARD_DIR"}
+    of_both = [[v for v in derive(config_of(name)) if v.where != "driver" and (v.name, v.value) not in cpu
+                and v.name not in own] for name in (LARGE, WEIGHTS)]
+    for variables in of_both:
+        assert differences(environment.REPOSITORY / page, variables) == [] and len(variables) > 10
+        changed = [replace(v, value="17") if v.name == "HCCL_BUFFSIZE" else v for v in variables]  # the control
+        assert differences(environment.REPOSITORY / page, changed[1:]) == ["HCCL_BUFFSIZE", variables[0].name]

@@ -41,6 +41,9 @@ def test_the_defaults_are_valid():
         ({"timeouts": {"wall_s": -1}}, "seconds > 0"),
         ({"patches": ["model.mla"]}, r"expected \+row\.id or -row\.id"),
         ({"platform": "cpu", "rollout": {"balanced_routing": True}}, "needs recipe.platform=npu, found cpu"),
+        ({"hccl": {"base_port": 65500}}, "base_port is 65500; expected 1024 to 65392"),
+        ({"hccl": {"expansion_mode": "HOST"}}, "expected one of AIV, AI_CPU"),
+        ({"platform": "cpu", "hccl": {"buffer_mib": 300}}, "buffer_mib is Ascend.s: it needs recipe.platform=npu"),
         ({"line": "pypi", "train": {"balanced_routing": True}}, "needs recipe.line=a3, found pypi"),
     ],
 )

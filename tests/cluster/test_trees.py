@@ -1,7 +1,10 @@
 """Upstream trees: found or refused by name, on the path before anything installed, and told in the summary."""
 
 import os
+import re
+import shlex
 import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -65,9 +68,44 @@ def test_trees_come_before_what_is_installed_and_after_this_checkout(upstream, m
     composed, trees = compose("grpo_deepseekv3_tiny_cpu"), trees_of(upstream)
     path = next(v for v in derive(composed, trees=trees) if v.name == "PYTHONPATH")
     wanted = [REPOSITORY, *trees.folders, "/users/own"]
-    assert path.value.split(os.pathsep) == [str(p) for p in wanted] and not path.everywhere
+    assert path.value.split(os.pathsep) == [str(p) for p in wanted] and path.where == "driver"
     printed = commands(composed, "grpo_deepseekv3_tiny_cpu", (), trees)[0]["command"]
     assert f"--upstream {upstream}" in printed and f"{upstream}/Megatron-LM" in printed
+
+
+FOUND = """
+import importlib.util, sys
+for name in sys.argv[1:]:
+    print(name, (importlib.util.find_spec(name) or sys).__dict__.get("submodule_search_locations"))
+"""
+
+
+@pytest.mark.parametrize("given", [True, False], ids=["upstream", "image"])
+def test_a_printed_command_finds_the_trees_and_all_that_the_image_has_on_its_path(upstream, tmp_path, given):
+    """What stands before `ray start`, as a shell takes it, put before python: packages come from where they should."""
+    image = tmp_path / "image"
+    for package in (*PACKAGES.values(), "vllm_of_the_image"):
+        (image / package).mkdir(parents=True)
+        (image / package / "__init__.py").touch()
+    for name, package in PACKAGES.items():
+        (upstream / name / package / "__init__.py").touch()
+    trees = trees_of(upstream) if given else trees_of()
+    config = compose("grpo_deepseekv3_256die_true_weight")
+    for printed in commands(config, "grpo_deepseekv3_256die_true_weight", (), trees)[:3]:
+        prefix = re.split(r"(?=ray start|python -m)", printed["command"])[0]
+        names = [*PACKAGES.values(), "vllm_of_the_image", "verl_patches"]
+        line = shlex.join([sys.executable, "-c", FOUND, *names])
+        done = subprocess.run(["bash", "-c", prefix + line], capture_output=True, text=True, check=True, cwd="/",
+                              env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(image)})
+        found = dict(text.split(" ", 1) for text in done.stdout.splitlines())
+        for name, package in PACKAGES.items():
+            place = upstream / name if given else image
+            assert str(place / package) in found[package], (printed, done.stdout)
+        assert str(image / "vllm_of_the_image") in found["vllm_of_the_image"]
+        assert str(REPOSITORY / "verl_patches") in found["verl_patches"]
+        without = subprocess.run(["bash", "-c", f"{prefix}printenv PYTHONPATH"], capture_output=True, text=True,
+                                 check=True, env={"PATH": "/usr/bin:/bin"})  # nothing set before: no empty entry
+        assert "" not in without.stdout.strip().split(os.pathsep)
 
 
 def test_the_commit_of_a_checkout(tmp_path):

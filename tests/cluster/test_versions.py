@@ -69,7 +69,7 @@ def machine(ascend, clones):
     places = {p: folder / name / p for name, r in pins.line("a3").repositories.items() for p in r.packages}
 
     def make(**changes):
-        return Machine(**{"environ": {}, "ascend": ascend, "python": "3.10.14", "distribution": versions.get,
+        return Machine(**{"environ": {}, "ascend": ascend, "python": "3.11.4", "distribution": versions.get,
                           "package": places.get, **changes})
 
     return make, pins, versions, places
@@ -126,7 +126,7 @@ def test_packages_and_python(machine):
     make, pins, versions, _ = machine
     found = {**versions, "torch": "2.5.1+cpu", "transformers": "4.53.0"}
     del found["apex"]
-    wrong = problems(compare("a3", make(distribution=found.get, python="3.11.4"), pins))
+    wrong = problems(compare("a3", make(distribution=found.get, python="3.12.1"), pins))
     assert set(wrong) == {"python", "transformers", "apex"}
     assert (wrong["apex"].found, wrong["transformers"].expected) == ("not installed", "4.52.4")
 

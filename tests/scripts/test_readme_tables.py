@@ -24,7 +24,7 @@ def test_every_pin_is_in_the_table(language):
     rows = [row.split(" | ") for row in table.splitlines()]
     assert {len(row) for row in rows if not row[0].startswith("|---")} == {3}
     for line in pins.lines.values():
-        assert all(version in table for version in (*line.packages.values(), *line.system.values(), line.python))
+        assert all(version in table for version in (*line.packages.values(), *line.system.values(), *line.python))
         assert all(pin.commit[:12] in table for pin in line.repositories.values())
         assert getattr(line.use, language) in table and getattr(line.state, language) in table
 

@@ -136,7 +136,7 @@ def test_the_pins_of_the_pypi_line_are_those_of_the_pin_file():
 
 
 def test_the_scripts_take_the_python_of_the_pin_file():
-    version = load_pins().line("pypi").python
+    (version,) = load_pins().line("pypi").python
     assert f"Python {version}" in MAIN.read_text() and version in (ROOT / "scripts" / "setup.sh").read_text()
 
 

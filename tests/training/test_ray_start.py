@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from verl_patches.platform.npu.network import towards
 from verl_patches.training.ray_start import HOOK, runtime_env
 
 HERE = Path(__file__).resolve().parent
@@ -113,3 +114,24 @@ def test_hook_runs_prelude_then_the_users(given, tmp_path):
         "PYTHONPATH": f"{tmp_path}:{ROOT}", "PATH": "/usr/bin:/bin", "VERL_PATCHES": "line=pypi,platform=cpu"})
     assert done.returncode == 0, done.stderr
     assert done.stdout == ("" if given == "None" else "user True\n" * 2) + "True\n"
+
+
+SEEN = """
+import json, os, ray
+from verl_patches.training.ray_start import start
+start({"VERL_PATCHES": "line=pypi,platform=cpu"}, network={"nodes": NODES, "interface": None}, num_cpus=1,
+      include_dashboard=False, _temp_dir=os.environ["RAY_TMPDIR"], object_store_memory=80 << 20)
+names = ("HCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
+seen = ray.remote(lambda: {**{name: os.environ.get(name) for name in names},
+                           "head": ray.get_runtime_context().gcs_address})
+print(json.dumps(ray.get(seen.remote())))
+"""
+
+
+@pytest.mark.slow
+def test_a_worker_finds_the_interface_by_the_head_of_its_own_ray(run_python, ray_folder):
+    done = run_python(SEEN.replace("NODES", "1"), env={"RAY_TMPDIR": ray_folder, "GLOO_SOCKET_IFNAME": "of_the_node"})
+    found = json.loads(done.check().out.splitlines()[-1])
+    interface = towards(found["head"])
+    assert (found["HCCL_SOCKET_IFNAME"], found["TP_SOCKET_IFNAME"]) == (f"={interface}", interface)
+    assert found["GLOO_SOCKET_IFNAME"] == "of_the_node"

@@ -16,6 +16,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from verl_patches.cluster import hccl
 from verl_patches.cluster.environment import DROPPED, derive
 from verl_patches.cluster.recipe import VLLM_DTYPES
 from verl_patches.cluster.support import refusal, refused_keys, shell_findings
@@ -79,7 +80,15 @@ def check_config(config: DictConfig, configs_dir: Path) -> list[Check]:
     if train and rollout:
         checks += _batch_checks(config, train, rollout) + _sync_checks(config, train, rollout, model)
     checks += _length_checks(config, configs_dir) + _line_checks(config) + _on_policy_checks(config, configs_dir)
-    return checks + _tensor_cache_checks(config) + _swap_checks(config) + _rollout_life_checks(config)
+    checks += _tensor_cache_checks(config) + _swap_checks(config) + _rollout_life_checks(config)
+    return checks + _hccl_checks(config, model)
+
+
+def _hccl_checks(config: DictConfig, model: ModelShape) -> list[Check]:
+    if config.recipe.platform != "npu":
+        return []
+    return [Check("HCCL buffer", *hccl.check_buffer(config, model)),
+            Check("HCCL timeouts", *hccl.check_timeouts(config)), Check("HCCL ports", *hccl.check_ports(config))]
 
 
 def _line_checks(config: DictConfig) -> list[Check]:
@@ -90,7 +99,7 @@ def _line_checks(config: DictConfig) -> list[Check]:
               note=entry.planned)
         for entry, value in refused_keys(config)
     ]
-    shell = shell_findings(line, decided={*DROPPED, *(variable.name for variable in derive(config))})
+    shell = shell_findings(line, decided={*DROPPED, *(v.name for v in derive(config) if v.where != "node")})
     checks += [
         Check("environment", False, f"{f.name} is {f.found}, expected {f.expected}; {f.todo}")
         for f in shell if f.state == "problem"

@@ -29,7 +29,7 @@ def container_of(line_name: str, line: Line) -> Container:
 
 def package_files(line: Line, container: Container) -> list[str]:
     """Name patterns of what the build context `packages` must hold: CANN in order, the wheels, the sources of apex."""
-    tag = "cp" + line.python.replace(".", "")
+    tag = "cp" + container.python.replace(".", "")
     cann = [name.format(**line.system) for name in container.cann_packages]
     wheels = [f"{name}-{line.packages[name]}-{tag}-{tag}-*aarch64.whl" for name in ("torch", "torch_npu")]
     return [*cann, *wheels, "apex", "NVIDIA-apex.git"]
@@ -111,8 +111,7 @@ def _base(line: Line, container: Container) -> list[str]:
         "FROM ${BASE_IMAGE} AS base",
         'SHELL ["/bin/bash", "-c"]',
         "ARG PIP_INDEX_URL",
-        *_run(f"[[ $(python3 --version) == 'Python {line.python}.'* ]] && command -v python{line.python} ||",
-              f"{{ echo 'BASE_IMAGE has no Python {line.python}: its tag has moved; give another' >&2; exit 1; }}"),
+        *_python_check(container),
         *_run("for name in", *(f"'{name}'" for name in files), "; do",
               '[ -e "$(compgen -G "/packages/$name" | head -n 1)" ] ||',
               '{ echo "packages has no $name; give --build-context packages=DIR" >&2; exit 1; }; done', packages=True),
@@ -129,6 +128,13 @@ def _base(line: Line, container: Container) -> list[str]:
     ]
 
 
+def _python_check(container: Container) -> list[str]:
+    wanted = container.python
+    return _run(f"[[ $(python3 --version) == 'Python {wanted}.'* ]] && command -v python{wanted} ||",
+                f'{{ echo "BASE_IMAGE has $(python3 --version), expected {wanted}: give another image, or set" \\\n'
+                f"    'container.image and .python in configs/upstream.yaml and write this file again' >&2; exit 1; }}")
+
+
 def _apex(line: Line, container: Container) -> list[str]:
     """apex by its own script, whose clone of NVIDIA's repository is answered from the packages."""
     apex = container.apex
@@ -139,7 +145,7 @@ def _apex(line: Line, container: Container) -> list[str]:
               f"python3 -m pip install {_quoted(apex.build_needs)} &&",
               "export GIT_CONFIG_COUNT=1 GIT_CONFIG_KEY_0=url./build/NVIDIA-apex.git.insteadOf",
               f"GIT_CONFIG_VALUE_0={apex.base_url} &&",
-              f"bash scripts/build.sh --python={line.python} &&",
+              f"bash scripts/build.sh --python={container.python} &&",
               "mkdir /wheels && mv apex/dist/*.whl /wheels/", packages=True),
     ]
 

@@ -15,9 +15,13 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
+from verl_patches.cluster import hccl
+from verl_patches.cluster.compose import CONFIGS_DIR
 from verl_patches.cluster.pins import load_pins
 from verl_patches.cluster.trees import Trees
+from verl_patches.layout.inventory import read_model_shape
 from verl_patches.patching.switches import VARIABLE, Switches
+from verl_patches.platform.npu.network import SOCKETS
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 DROPPED = ("RAY_ADDRESS", "RAY_GCS_SERVER_PORT", "RAY_TMPDIR", VARIABLE)  # of the shell: the configuration decides
@@ -25,12 +29,16 @@ DROPPED = ("RAY_ADDRESS", "RAY_GCS_SERVER_PORT", "RAY_TMPDIR", VARIABLE)  # of t
 
 @dataclass(frozen=True)
 class Variable:
-    """One environment variable; `everywhere` ones travel to all Ray workers, others stay in driver and local Ray."""
+    """One environment variable of a run.
+
+    where: "workers", in the driver and by Ray's runtime_env in every worker; "driver", there and in a Ray of its own;
+    "node", set by each worker from what it finds on its node, so that `value` says only what it looks for.
+    """
 
     name: str
     value: str
     reason: str
-    everywhere: bool = True
+    where: str = "workers"
     read_by: str = ""
 
 
@@ -77,21 +85,47 @@ def _cpu(config: DictConfig) -> list[Variable]:
 
 
 def _npu(config: DictConfig) -> list[Variable]:
+    recipe, model = config.recipe, read_model_shape(CONFIGS_DIR / config.recipe.model_shape)
+    first, last = hccl.host_ports(config)
+    name = recipe.hccl.interface
+    interface = {key: form.format(name) if name else "(towards Ray's head)" for key, form in SOCKETS.items()}
     return [
         Variable("VLLM_USE_V1", "1", "graph mode and the Ascend scheduler are for engine V1 only"),
         Variable(
             "VLLM_ENABLE_FIX_ROUTE",
-            "1" if config.recipe.rollout.balanced_routing else "0",
+            "1" if recipe.rollout.balanced_routing else "0",
             "recipe.rollout.balanced_routing; must be 0 or 1: unset is a TypeError",
         ),
         Variable(
             "HCCL_CONNECT_TIMEOUT", "1200", "ranks of many nodes start more than the default 120 s apart (s)"
         ),
+        Variable("VLLM_ASCEND_ENABLE_TOPK_OPTIMIZE", "1", "top-k and top-p by a threshold, nothing is scattered back"),
         Variable(
-            "HCCL_EXEC_TIMEOUT", str(60 * config.recipe.train.collective_timeout_minutes),
-            "recipe.train.collective_timeout_minutes: HCCL gives up by itself, whatever torch is told (s)",
+            "HCCL_EXEC_TIMEOUT", str(hccl.exec_timeout_s(config)),
+            "recipe.train.collective_timeout_minutes, at most 1091 with AIV: HCCL gives up by itself, whatever torch "
+            "is told (s)",
         ),
-        Variable("TASK_QUEUE_ENABLE", "1", "2 is refused while a graph is captured"),
+        Variable("HCCL_OP_EXPANSION_MODE", recipe.hccl.expansion_mode, "recipe.hccl.expansion_mode"),
+        Variable(
+            "HCCL_BUFFSIZE", str(hccl.buffer_mib(config, model)),
+            f"the exchange of experts in decode needs {hccl.buffer_need_mib(config, model)} (MiB)",
+        ),
+        Variable(
+            "HCCL_IF_BASE_PORT", str(recipe.hccl.base_port),
+            "recipe.hccl.base_port; HCCL's own 60000 lies among the ports that Linux gives to any connection",
+        ),
+        Variable(
+            "HCCL_HOST_SOCKET_PORT_RANGE", f"{first}-{last}", "the ports behind those of HCCL_IF_BASE_PORT, as above"
+        ),
+        *(
+            Variable(key, value, "recipe.hccl.interface; a node's own value goes before it", where="node")
+            for key, value in interface.items()
+        ),
+        Variable(
+            "TASK_QUEUE_ENABLE", "2",
+            "workspaces are made off the main thread too; refused only while torch_npu captures a graph of its own "
+            "(NPUGraph.cpp:101), and graphs here are torchair's",
+        ),
         Variable(
             "PYTORCH_NPU_ALLOC_CONF",
             "expandable_segments:False",
@@ -106,7 +140,7 @@ def _launch(config: DictConfig, temp_dir: str | None, trees: Trees) -> list[Vari
     given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     path = os.pathsep.join(dict.fromkeys([str(REPOSITORY), *map(str, trees.folders), *filter(None, given)]))
     temp = temp_dir or "(made at start)"
-    local = functools.partial(Variable, everywhere=False)
+    local = functools.partial(Variable, where="driver")
     found = [
         local("PYTHONPATH", path, "this checkout runs, with the upstream trees that were asked for"),
         local("PYTHONUNBUFFERED", "1", "the log ends where the run ended"),
@@ -123,7 +157,7 @@ def _launch(config: DictConfig, temp_dir: str | None, trees: Trees) -> list[Vari
 
 def worker_environment(config: DictConfig) -> dict[str, str]:
     """{name: value} of the variables that Ray's runtime_env ships to every worker."""
-    return {v.name: v.value for v in derive(config) if v.everywhere}
+    return {v.name: v.value for v in derive(config) if v.where == "workers"}
 
 
 def process_environment(variables: list[Variable], base: Mapping[str, str]) -> dict[str, str]:
@@ -132,7 +166,7 @@ def process_environment(variables: list[Variable], base: Mapping[str, str]) -> d
     The interpreter's own folder comes first on PATH, as Ray looks for its tools there.
     """
     merged = {name: value for name, value in base.items() if name not in DROPPED}
-    merged.update({v.name: v.value for v in variables})
+    merged.update({v.name: v.value for v in variables if v.where != "node"})
     merged["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), merged.get("PATH", os.defpath)])
     return merged
 

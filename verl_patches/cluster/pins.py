@@ -145,11 +145,12 @@ class Container(_Strict):
 
     cann_packages: file names in the order of installation, {key} is a version of `system`. on_pip: repositories that
     pip installs, the others are on PYTHONPATH. requirements: by repository. devices: /dev/davinci0 and up. mounts:
-    SOURCE:TARGET[:ro]. shm_size: a limit of /dev/shm, not a reservation.
+    SOURCE:TARGET[:ro]. shm_size: a limit of /dev/shm, not a reservation. python: that of `image`, one of the line's.
     """
 
     name: str
     image: Annotated[str, StringConstraints(pattern=r"^\S+:[\w.-]*\d[\w.-]*$")]  # a versioned tag or a digest
+    python: Version
     os_packages: tuple[str, ...]
     jemalloc: str
     cann_packages: tuple[str, ...]
@@ -169,18 +170,28 @@ class Container(_Strict):
 
 
 class Line(_Strict):
-    """One upstream line: exact versions of Python packages, of the Ascend software below, and repositories."""
+    """One upstream line: exact versions of Python packages, of the Ascend software below, and repositories.
+
+    python: the minor versions that all of them support, the preferred one first.
+    """
 
     use: Words
     state: Words
     engine: Literal["V0", "V1"]
-    python: Version
+    python: Annotated[tuple[Version, ...], Field(min_length=1)]
     packages: Mapping[str, Version]
     repositories: Mapping[str, Repository]
     system: Mapping[str, Version] = Field(default_factory=dict)
     sources: Mapping[str, Source] = Field(default_factory=dict)
     limits: tuple[str, ...] = ()
     container: Container | None = None
+
+    @model_validator(mode="after")
+    def _the_base_image_has_a_python_of_the_line(self) -> Line:
+        if self.container and self.container.python not in self.python:
+            raise ValueError(f"container.python is {self.container.python}, that of {self.container.image}: "
+                             f"expected one of the line's {', '.join(self.python)}")
+        return self
 
     def package_roots(self, folder: Path) -> dict[str, Path]:
         """{top-level package: the folder that holds it} for clones side by side in `folder`, named as in the pin file.

@@ -29,6 +29,7 @@ from verl_patches.training.engine_arguments import explain
 
 DRIVER_MODULE = "verl_patches.main_grpo"
 _SIZED = ("layers", "train experts", "rollout experts")  # checks without which no rank's bytes can be told
+_SET_IN = {"workers": "driver, workers", "driver": "driver", "node": "each worker"}
 TRAIN_GROUPS = ("tp", "cp", "dp", "pp", "etp", "ep", "edp")
 ROLLOUT_GROUPS = ("tp", "instance", "instance-dp", "ep")
 
@@ -136,11 +137,12 @@ def commands(
 ) -> list[dict[str, str]]:
     """What to type, in order: [{where, command}]; HEAD and NODE stand for addresses of the operator's nodes.
 
-    Ray is started with this checkout (the same path on every node) on PYTHONPATH: its workers import verl_patches.
+    Ray is started with this checkout and the upstream trees (the same paths on every node) before what the node's own
+    PYTHONPATH holds: its workers import verl_patches, and where there are no trees they import the image's.
     """
     found, nodes, dies = [], config.trainer.nnodes, config.trainer.n_gpus_per_node
     places = [str(environment.REPOSITORY), *map(str, trees.folders if trees else ())]
-    here = f"PYTHONPATH={shlex.quote(os.pathsep.join(places))} "
+    here = f"PYTHONPATH={shlex.quote(os.pathsep.join(places))}${{PYTHONPATH:+:$PYTHONPATH}} "
     if config.recipe.ray_address is not None:
         device = f""" --resources='{{"NPU": {dies}}}'""" if config.trainer.device == "npu" else ""
         head = here + "ray start --head --node-ip-address=HEAD --port=6379 --include-dashboard=false"
@@ -151,7 +153,8 @@ def commands(
     train = ["python", "-m", "verl_patches", "train", "--config-name", config_name]
     train += [*(trees.option if trees else ()), *overrides]
     found.append({"where": "head node" if found else "this machine", "command": here + shlex.join(train)})
-    found.append({"where": "started by it", "command": shlex.join(driver_command(config_name, overrides))})
+    driver = shlex.join(driver_command(config_name, overrides))
+    found.append({"where": "started by the last one, not to be typed", "command": driver})
     return found
 
 
@@ -188,10 +191,12 @@ def show(plan: dict[str, Any], config: DictConfig, console: Console) -> None:
     on = [row for row in plan["patches"] if row["on"]]
     _table(console, f"patches: {len(on)} of {len(plan['patches'])} rows on", ("id", "kind", "target", "why on"),
            [(row["id"], row["kind"], row["target"], row["reason"]) for row in on])
-    _table(console, "environment", ("name", "value", "reason", "read by"),
-           [(v["name"] + " *" * (not v["everywhere"]), v["value"], v["reason"], v["read_by"])
-            for v in plan["environment"]])
-    console.print("* driver only; the others travel to every worker in Ray's runtime_env", highlight=False)
+    _table(console, "environment", ("name", "value", "set in", "reason", "read by"),
+           [(v["name"], v["value"], _SET_IN[v["where"]], v["reason"], v["read_by"]) for v in plan["environment"]])
+    console.print("commands to type, in this order:", style="bold")
+    if any("HEAD" in command["command"] for command in plan["commands"]):
+        console.print("HEAD and NODE stand for addresses of your nodes that the other nodes reach, not 127.0.0.1; the "
+                      "folders of PYTHONPATH are expected on every node", highlight=False)
     for command in plan["commands"]:
         console.print(f"[bold]{command['where']}[/]:", highlight=False)
         console.print(f"  {command['command']}", highlight=False, markup=False, soft_wrap=True)

@@ -15,6 +15,7 @@ from verl_patches.errors import ConfigError
 from verl_patches.patching.spec import DRIFT_POLICIES, LINES, PLATFORMS
 
 VLLM_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+HCCL_PORTS = 16 + 128  # of each node: HCCL_IF_BASE_PORT takes 16, HCCL_HOST_SOCKET_PORT_RANGE gets the others
 
 
 def _choice(default: str, *allowed: str) -> Any:
@@ -160,6 +161,22 @@ class LogprobCheck:
 
 
 @dataclass
+class Hccl:
+    """Ascend's collectives, on platform npu only (cluster/hccl.py).
+
+    interface: network interface of every node for rendezvous and host traffic; null: each node takes the one towards
+    Ray's head, and HCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME or TP_SOCKET_IFNAME in a node's own environment goes before
+    both. buffer_mib: HCCL_BUFFSIZE in MiB, null: what the layout needs. expansion_mode: what runs collectives on the
+    device, its vector cores (AIV) or its AI CPU. base_port: first of 144 ports that HCCL listens on, on every node.
+    """
+
+    interface: str | None = None
+    buffer_mib: int | None = None
+    expansion_mode: str = _choice("AIV", "AIV", "AI_CPU")
+    base_port: int = 61000
+
+
+@dataclass
 class Timeouts:
     """When the launcher ends a run, in seconds: wall_s since its start, quiet_s since its last output; null: never."""
 
@@ -197,6 +214,7 @@ class Recipe:
     tensor_cache: TensorCache = field(default_factory=TensorCache)
     memory: Memory = field(default_factory=Memory)
     logprob_check: LogprobCheck = field(default_factory=LogprobCheck)
+    hccl: Hccl = field(default_factory=Hccl)
     timeouts: Timeouts = field(default_factory=Timeouts)
 
 
@@ -252,6 +270,12 @@ def _value_faults(given: Mapping[str, Any]) -> list[str]:
     minutes = given.get("recipe.train.collective_timeout_minutes", 1)
     if minutes < 1:
         faults.append(f"recipe.train.collective_timeout_minutes is {minutes}; expected a whole number >= 1")
+    faults += [f"recipe.hccl.{item.name} is Ascend's: it needs recipe.platform=npu, found {platform}"
+               for item in fields(Hccl)
+               if platform not in ("npu", None) and given.get(f"recipe.hccl.{item.name}", item.default) != item.default]
+    base_port, last = given.get("recipe.hccl.base_port", 61000), 65535 - HCCL_PORTS + 1
+    if not 1024 <= base_port <= last:
+        faults.append(f"recipe.hccl.base_port is {base_port}; expected 1024 to {last}, as {HCCL_PORTS} ports are taken")
     line = given.get("recipe.line")
     if given.get("recipe.train.balanced_routing") and line != "a3":
         faults.append(f"recipe.train.balanced_routing is MindSpeed-LLM's: it needs recipe.line=a3, found {line}")

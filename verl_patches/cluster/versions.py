@@ -82,9 +82,9 @@ def _word(value: object) -> str:
 
 
 def _python(pinned: Line, machine: Machine) -> Finding:
-    fits = machine.python == pinned.python or machine.python.startswith(f"{pinned.python}.")
-    todo = "" if fits else f"run this with Python {pinned.python}: wheels and pins of the line are for it"
-    return Finding("python", "fine" if fits else "problem", "", pinned.python, machine.python, todo)
+    fits, wanted = ".".join(machine.python.split(".")[:2]) in pinned.python, " or ".join(pinned.python)
+    todo = "" if fits else f"run this with Python {wanted}: wheels and pins of the line are for it"
+    return Finding("python", "fine" if fits else "problem", "", wanted, machine.python, todo)
 
 
 def _distribution_finding(name: str, pinned: str, machine: Machine) -> Finding:

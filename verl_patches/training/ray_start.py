@@ -31,14 +31,18 @@ _RAYS_LAST_LINE = "An unexpected internal error occurred while the worker was ex
 VERLS_WORKERS = {"RANK", "WG_PREFIX"}
 
 
-def prelude_then(user_hook: str | Callable | None, engine: Mapping[str, Any] | None = None) -> Callable[[], None]:
+def prelude_then(user_hook: str | Callable | None, engine: Mapping[str, Any] | None = None,
+                 network: Mapping[str, Any] | None = None) -> Callable[[], None]:
     """What each Ray worker process runs first; a user's hook is a callable or "package.module.function".
 
     `engine`: verl's actor_rollout_ref section, for a line whose engine must be prepared before Megatron is imported.
+    `network`: arguments of platform/npu/network.py's set_interface, None where the interface is no question.
     """
 
     def prelude_hook() -> None:
         importlib.import_module("verl_patches.prelude_patch")
+        if network is not None:
+            importlib.import_module("verl_patches.platform.npu.network").set_interface(**network)
         is_worker = os.environ.keys() >= VERLS_WORKERS
         if engine is not None and is_worker:
             prepare_with_verl(engine)
@@ -107,20 +111,22 @@ def _place() -> str:
 
 
 def runtime_env(
-    environment: dict[str, str], given: dict[str, Any] | None = None, engine: Mapping[str, Any] | None = None
+    environment: dict[str, str], given: dict[str, Any] | None = None, engine: Mapping[str, Any] | None = None,
+    network: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Ray's runtime_env: `given` by the user, our variables over it, and the set-up hooks chained."""
     env = dict(given or {})
     env["env_vars"] = {**env.get("env_vars", {}), **environment}
-    env[HOOK] = prelude_then(env.get(HOOK), engine)
+    env[HOOK] = prelude_then(env.get(HOOK), engine, network)
     return env
 
 
-def start(environment: dict[str, str], engine: Mapping[str, Any] | None = None, **options: Any) -> None:
+def start(environment: dict[str, str], engine: Mapping[str, Any] | None = None,
+          network: Mapping[str, Any] | None = None, **options: Any) -> None:
     """ray.init with the chained hooks; options are ray.init's own."""
     import ray
 
-    ray.init(runtime_env=runtime_env(environment, options.pop("runtime_env", None), engine), **options)
+    ray.init(runtime_env=runtime_env(environment, options.pop("runtime_env", None), engine, network), **options)
 
 
 def result_of(task: Any) -> Any:

@@ -1,0 +1,105 @@
+"""The interface that a node's workers rendezvous over: found by the route, and never the loopback between nodes."""
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from verl_patches.errors import ConfigError
+from verl_patches.platform.npu.network import SOCKETS, set_interface, towards
+
+ROOT = Path(__file__).resolve().parents[2]
+LOOPBACK = "127.0.0.1:6379"
+
+
+@pytest.fixture(autouse=True)
+def node(monkeypatch):
+    for name in SOCKETS:
+        monkeypatch.setenv(name, "")  # restored afterwards, whatever a test's call sets
+    return monkeypatch
+
+
+def found():
+    return {name: os.environ[name] for name in SOCKETS}
+
+
+def others() -> dict[str, str]:
+    """{interface: IPv4 address} of this machine, without the loopback."""
+    return {name: a.address for name, held in psutil.net_if_addrs().items() for a in held
+            if a.family == socket.AF_INET and not a.address.startswith("127.")}
+
+
+def test_one_node_may_use_the_loopback_and_several_may_not():
+    set_interface(1, head=LOOPBACK)
+    assert found() == {"HCCL_SOCKET_IFNAME": "=lo", "GLOO_SOCKET_IFNAME": "lo", "TP_SOCKET_IFNAME": "lo"}
+    for name in SOCKETS:
+        os.environ[name] = ""
+    with pytest.raises(ConfigError, match=r"loopback lo, by the route to Ray's head, where trainer.nnodes is 2"):
+        set_interface(2, head=LOOPBACK)
+    assert set(found().values()) == {""}
+
+
+def test_the_interface_is_that_of_the_route():
+    assert others() or towards(LOOPBACK) == "lo"
+    for name, address in others().items():
+        assert towards(f"{address}:6379") == name
+
+
+def test_the_configured_interface_must_be_on_the_node():
+    with pytest.raises(ConfigError, match=r"recipe.hccl.interface is eth99: node \S+ has .*\blo\b"):
+        set_interface(1, "eth99", LOOPBACK)
+    with pytest.raises(ConfigError, match="loopback lo, by recipe.hccl.interface"):
+        set_interface(16, "lo", LOOPBACK)
+    set_interface(1, "lo", "no.such.host.invalid:1")  # the route is not asked
+    assert found()["GLOO_SOCKET_IFNAME"] == "lo"
+
+
+def test_what_the_node_sets_goes_before_the_configuration(node):
+    for name in SOCKETS:
+        node.setenv(name, "bond7")
+    set_interface(16, "lo", LOOPBACK)
+    assert set(found().values()) == {"bond7"}
+    node.setenv("HCCL_SOCKET_IFNAME", "=bond7,lo")
+    with pytest.raises(ConfigError, match="by HCCL_SOCKET_IFNAME==bond7,lo of this node's environment"):
+        set_interface(16, None, LOOPBACK)
+
+
+def test_a_head_that_cannot_be_reached_is_named():
+    with pytest.raises(ConfigError, match=r"has no route to Ray's head no\.such\.host\.invalid:6379"):
+        set_interface(16, head="no.such.host.invalid:6379")
+
+
+FIND = ("from verl_patches.platform.npu.network import *\nimport os, sys\nset_interface(2, head=sys.argv[1])\n"
+        "print(os.environ['GLOO_SOCKET_IFNAME'])")
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("ip"), reason="network namespaces need root and iproute2")
+def test_two_nodes_name_their_interfaces_differently():
+    """Two network namespaces joined by one cable, whose ends have other names: each node finds its own."""
+    head, other = (f"vp{os.getpid()}{end}" for end in "ab")
+    cable = {head: ("up0", "10.77.0.1"), other: ("down9", "10.77.0.2")}
+    try:
+        for name in cable:
+            made = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True)
+            if made.returncode:
+                pytest.skip(f"no network namespaces here: {made.stderr.strip()}")
+        subprocess.run(["ip", "link", "add", "up0", "netns", head, "type", "veth", "peer", "name", "down9", "netns",
+                        other], check=True)
+        for name, (interface, address) in cable.items():
+            inside = ["ip", "-n", name]
+            subprocess.run([*inside, "address", "add", f"{address}/24", "dev", interface], check=True)
+            subprocess.run([*inside, "link", "set", interface, "up"], check=True)
+            subprocess.run([*inside, "link", "set", "lo", "up"], check=True)
+        for name, (interface, _) in cable.items():
+            done = subprocess.run(["ip", "netns", "exec", name, sys.executable, "-c", FIND, "10.77.0.1:6379"],
+                                  capture_output=True, text=True,
+                                  env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"})
+            assert (done.returncode, done.stdout.strip()) == (0, interface), done.stderr
+    finally:
+        for name in cable:
+            subprocess.run(["ip", "netns", "delete", name], capture_output=True)

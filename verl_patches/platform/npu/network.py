@@ -1,0 +1,86 @@
+"""The network interface of this node that HCCL, Gloo and torch's RPC rendezvous over: the one towards Ray's head.
+
+Every worker finds it on its own node, as nodes may name it differently; unset, Gloo takes what the host name resolves
+to, which may be the loopback.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+
+from verl_patches.errors import ConfigError
+
+# HCCL takes a name as a prefix, "=eth1" as that interface alone (CANN envref_07_0075)
+SOCKETS = {"HCCL_SOCKET_IFNAME": "={}", "GLOO_SOCKET_IFNAME": "{}", "TP_SOCKET_IFNAME": "{}"}
+
+log = logging.getLogger(__name__)
+
+
+def set_interface(nodes: int, interface: str | None = None, head: str | None = None) -> None:
+    """Put the interface into the variables of this process that its node's environment leaves unset.
+
+    `interface`: recipe.hccl.interface, None takes the one towards `head`, the HOST:PORT of Ray's head (None: that of
+    the Ray that this worker belongs to). Raises ConfigError where the node has no such interface, or where one is the
+    loopback and there are several nodes.
+    """
+    own = {name: os.environ[name] for name in SOCKETS if os.environ.get(name)}
+    if len(own) < len(SOCKETS):
+        chosen = _existing(interface) if interface else towards(head or _head_of_this_ray())
+        why = "recipe.hccl.interface" if interface else "the route to Ray's head"
+        _refuse_loopback(nodes, chosen, why)
+        for name in SOCKETS.keys() - own.keys():
+            os.environ[name] = SOCKETS[name].format(chosen)
+        log.info("network interface %s, by %s; set by the node: %s", chosen, why, own or "nothing")
+    for name, value in own.items():
+        for part in value.lstrip("=").split(","):
+            _refuse_loopback(nodes, part, f"{name}={value} of this node's environment")
+
+
+def towards(address: str) -> str:
+    """The interface through which this node reaches HOST:PORT; ConfigError where there is no route."""
+    host, _, port = address.rpartition(":")
+    try:
+        family, kind, _, _, place = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(place)  # chooses a route, sends nothing
+            ip = probe.getsockname()[0]
+    except OSError as error:
+        raise ConfigError(f"{_here()} has no route to Ray's head {address}: {error}") from error
+    import psutil
+
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(found.address.partition("%")[0] == ip for found in addresses):
+            return name
+    raise ConfigError(f"{_here()} reaches Ray's head {address} from {ip}, which is none of its interfaces' addresses; "
+                      "set recipe.hccl.interface")
+
+
+def _existing(interface: str) -> str:
+    import psutil
+
+    names = sorted(psutil.net_if_addrs())
+    if interface not in names:
+        raise ConfigError(
+            f"recipe.hccl.interface is {interface}: {_here()} has {', '.join(names)}. Leave it null, or set "
+            "HCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME and TP_SOCKET_IFNAME where that node's Ray is started")
+    return interface
+
+
+def _refuse_loopback(nodes: int, interface: str, why: str) -> None:
+    if nodes > 1 and interface in ("lo", "localhost"):
+        raise ConfigError(
+            f"{_here()} would rendezvous over the loopback {interface}, by {why}, where trainer.nnodes is {nodes}: "
+            "other nodes cannot reach it. Start Ray with an address that they reach (--node-ip-address), or set "
+            "recipe.hccl.interface")
+
+
+def _here() -> str:
+    return f"node {socket.gethostname()}"
+
+
+def _head_of_this_ray() -> str:
+    import ray
+
+    return ray.get_runtime_context().gcs_address
