@@ -206,7 +206,8 @@ def production_calls() -> dict[str, Any]:
         made[name] = [list(out.shape), str(out.dtype), out.device.type, [list(x.grad.shape) for x in given]]
 
     with FakeTensorMode():
-        norm = RMSNorm(7168, eps=1e-6).to("npu", torch.bfloat16)
+        norm = RMSNorm(7168, eps=1e-6)
+        norm.weight = torch.nn.Parameter(torch.ones(7168, dtype=torch.bfloat16, device="npu"))
         run("norm", norm, (64, 1, 7168))
         run("swiglu", SwiGLUFunction.apply, (64, 2 * 4608))
         attend = functools.partial(CausalMlaAttention.forward, SimpleNamespace(softmax_scale=192**-0.5))

@@ -31,7 +31,7 @@ WANTED = {row.id: row for row in ROWS if Switches("a3", "npu").decide(row)[0]}
 
 # kind -> modules (or whole packages) that this kind never imports while it starts: their rows may wait there
 NEVER_IMPORTED = {
-    "driver": ("megatron", "mindspeed", "tensordict", "torch", "verl", "vllm"),
+    "driver": ("megatron", "verl", "vllm"),
     "controller": (
         "megatron.core.models", "megatron.core.packed_seq_params",  # no model is built
         "verl.models.mcore.registry", "verl.utils.megatron.optimizer",
@@ -150,7 +150,7 @@ def quick(upstream, tmp_path_factory) -> SimpleNamespace:
     """The half with stand-ins for torch_npu."""
     starts = Starts(tmp_path_factory.mktemp("boot"), upstream, [HERE / "fake_torch_npu"], sys.executable,
                     {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"})  # fmt: skip
-    return SimpleNamespace(starts=starts, found=starts.all_kinds())
+    return SimpleNamespace(starts=starts, found=starts.all_kinds(), more_steps={})
 
 
 @pytest.fixture(scope="module")
@@ -159,7 +159,8 @@ def wheel(upstream, npu_python, tmp_path_factory) -> SimpleNamespace:
     python, settings = npu_python
     settings = settings | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "1"}
     starts = Starts(tmp_path_factory.mktemp("boot_wheel"), upstream, [], python, settings)
-    return SimpleNamespace(starts=starts, found=starts.all_kinds())
+    more = {"worker": ["calls of the real torch_npu"]}
+    return SimpleNamespace(starts=starts, found=starts.all_kinds(), more_steps=more)
 
 
 HALVES = [pytest.param("quick", marks=[pytest.mark.slow, pytest.mark.upstream]),
@@ -179,7 +180,7 @@ halves = pytest.mark.parametrize("half", HALVES, indirect=True)
 def test_every_wanted_row_is_active_or_waits_for_what_is_never_imported(half, kind):
     found = half.found[kind]
     assert faults(kind, found) == [], found["stderr"]
-    assert found["steps"] == STEPS[kind] and found["reached"] == REACHED[kind]
+    assert found["steps"] == STEPS[kind] + half.more_steps.get(kind, []) and found["reached"] == REACHED[kind]
     active = [name for name in WANTED if found["rows"][name][0] == "active"]
     assert len(active) == {"driver": 2, "controller": len(WANTED) - 20, "worker": len(WANTED) - 3}[kind]
 
