@@ -244,7 +244,6 @@ def test_what_a_layer_calls_in_torch_npu_itself_is_as_the_pin_has_it(wheel):
 # row that is switched off -> (step that fails, part of its error)
 CONTROLS = {
     "platform.flash_attn*": ("verl.workers.megatron_workers", "No module named 'flash_attn.bert_padding'"),
-    "model.mla_config_name": ("verl.workers.megatron_workers", "cannot import name 'MLATransformerConfig'"),
     "update.engine_start": ("ActorRolloutRefWorker.__init__", "asked for by megatron_workers.__init__"),
 }
 
