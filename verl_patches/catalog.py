@@ -2,7 +2,8 @@
 
     rollout -> reward -> ref log-prob -> advantage -> update -> reshard
 
-Rows of platform `cpu` only (stand-ins for what a machine without an accelerator lacks) come last, from platform/cpu/.
+Then come stand-ins for packages that have no build for the platform, and last the rows of platform `cpu` only (what a
+machine without an accelerator lacks), from platform/cpu/.
 """
 
 from verl_patches.model import a3_rows
@@ -78,6 +79,17 @@ def _trims(name: str, module: str, places: str) -> PatchSpec:
         why=f"verl gives the allocator's pool back {places}, and the next stage asks the device for the same memory "
             "again; with memory.order* the order has the trims.",
         exit="verl trims where a stage needs memory past torch's pool, and only there",
+    )
+
+
+def _flash_attn(target: str) -> PatchSpec:
+    return PatchSpec(
+        id=f"platform.{target.replace('.', '_')}", stage="platform", target=target, kind="stub", default="auto",
+        provider="verl_patches.platform.flash_attn", platforms=frozenset({"npu", "cpu"}), lines=_BOTH,
+        why="verl/workers/critic/dp_critic.py:24 imports flash_attn.bert_padding wherever megatron_workers is imported "
+            "(verl/workers/actor/dp_actor.py:42 too where it sees CUDA); flash_attn has no build for NPU or CPU, and "
+            "MindSpeed puts an empty module in its place (mindspeed/megatron_adaptor.py:138).",
+        exit="verl imports flash_attn where it is used",
     )
 
 
@@ -391,8 +403,10 @@ DISPATCH: tuple[PatchSpec, ...] = (
 
 FUNCTIONAL: tuple[PatchSpec, ...] = (*ROLLOUT, *MODEL, *a3_rows.ROWS, *TRAINING, *DISPATCH)
 
+NO_BUILD: tuple[PatchSpec, ...] = (_flash_attn("flash_attn"), _flash_attn("flash_attn.bert_padding"))
+
 STAND_INS: tuple[PatchSpec, ...] = (
     *rows_torch.ROWS, *rows_npu.ROWS, *rows_megatron.ROWS, *rows_vllm.ROWS, *rows_verl.ROWS,
 )
 
-ROWS: tuple[PatchSpec, ...] = (*FUNCTIONAL, *STAND_INS)
+ROWS: tuple[PatchSpec, ...] = (*FUNCTIONAL, *NO_BUILD, *STAND_INS)

@@ -23,7 +23,7 @@ _DTYPE = {"model.train_dtype", "model.optimizer_dtype"}
 
 def rows():
     """The rows of this line that a rank without verl's loop needs."""
-    shared = [row for row in (*rows_torch.ROWS, *rows_verl.ROWS) if row.id not in _NOT_HERE]
+    shared = [row for row in (*catalog.NO_BUILD, *rows_torch.ROWS, *rows_verl.ROWS) if row.id not in _NOT_HERE]
     shared += [row for row in catalog.MODEL if row.id in _DTYPE]
     shared = [dataclasses.replace(row, lines=frozenset({"a3"})) for row in shared]
     return (*a3_rows.ROWS, *rows_npu.ROWS, *shared)

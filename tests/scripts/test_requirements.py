@@ -21,8 +21,8 @@ ROOT = Path(__file__).resolve().parents[2]
 MAIN, NODEPS = ROOT / "configs" / "requirements-pypi.txt", ROOT / "configs" / "requirements-pypi-nodeps.txt"
 # what an NPU image and the pinned sources bring, by import name
 UPSTREAM = {
-    "apex", "huggingface_hub", "megatron", "mindspeed", "mindspeed_llm", "numpy", "ray", "tensordict", "tokenizers",
-    "torch", "torch_npu", "transformers", "verl", "vllm", "vllm_ascend",
+    "apex", "einops", "huggingface_hub", "megatron", "mindspeed", "mindspeed_llm", "numpy", "ray", "tensordict",
+    "tokenizers", "torch", "torch_npu", "transformers", "verl", "vllm", "vllm_ascend",
 }  # fmt: skip
 # pinned packages that requirements.txt names all the same: pure Python, wanted by the launcher before any image's stack
 OURS_TOO = {"hydra-core", "omegaconf"}

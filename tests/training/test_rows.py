@@ -43,18 +43,3 @@ def test_without_the_rows_the_effect_is_gone():
     text = ",".join(["line=pypi,platform=cpu", *(f"-{name}" for name in IDS)])
     assert parse(text).text() == text
     assert probe(text) == dict.fromkeys(IDS, False)
-
-
-@pytest.mark.parametrize(("row", "module"), [
-    ("platform.flash_attn", "flash_attn"), ("platform.flash_attn_bert_padding", "flash_attn.bert_padding")])
-def test_flash_attn_can_be_imported_but_not_called(run_python, row, module):
-    code = f"""
-import verl_patches.prelude_patch, importlib
-found = importlib.import_module({module!r})
-try: found.pad_input()
-except RuntimeError as error: assert "strategy=megatron" in str(error)
-else: raise SystemExit("called")
-"""
-    assert run_python(code, patches="line=pypi,platform=cpu").rc == 0
-    off = run_python(code, patches=f"line=pypi,platform=cpu,-{row}")
-    assert off.rc != 0 and "ModuleNotFoundError" in off.err

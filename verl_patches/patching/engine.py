@@ -189,6 +189,8 @@ class Engine:
         name = row.spec.target_module
         now = sys.modules.get(name)
         if row.spec.is_module_stub and row.state == "active" and not hooks.stand_in_serves(name):
+            if row.spec.default == "auto" and hooks.is_installed(name):
+                return "off", f"a package {name} is installed and is used"
             return "overridden", f"a package {name} is installed and goes first"
         if not row.in_place:
             missed = row.state == "waiting" and now is not None and not hooks.is_half_built(now)
@@ -212,14 +214,16 @@ class Engine:
     def verify(self, process: str) -> None:
         """Prove that every wanted row meant for this process ("controller" or "worker") is active; else PatchError.
 
-        Rows of the other process may still wait, and rows with default "auto" whose module was never imported. A policy
-        other than strict accepts drifted and unsupported rows.
+        Rows of the other process may still wait. A row with default "auto" may wait where its module was never
+        imported, and be off where the package that it stands for is installed. A policy other than strict accepts
+        drifted and unsupported rows.
         """
         allowed = {"active", *(() if self.switches.drift == "strict" else NOT_AS_REVIEWED)}
         bad, states = [], set()
         for entry in self.status():
             spec, state = self.specs[entry["id"]], entry["state"]
-            idle = spec.default == "auto" and state == "waiting" and spec.target_module not in sys.modules
+            unused = state == "off" or (state == "waiting" and spec.target_module not in sys.modules)
+            idle = spec.default == "auto" and unused
             if spec.id in self.wanted and process in spec.processes and state not in allowed and not idle:
                 bad.append(f"{spec.id} is {state} at {spec.target} ({entry['reason']})")
                 states.add(state)

@@ -184,6 +184,15 @@ def remove_stand_in(name: str) -> None:
         del sys.modules[name]
 
 
+def is_installed(name: str) -> bool:
+    """True where a real package gives `import name`: neither our module, nor an empty one that somebody made."""
+    top = name.partition(".")[0]
+    module = sys.modules.get(name) or sys.modules.get(top)
+    spec = importlib.util.find_spec(top) if module is None else module.__spec__
+    loader = getattr(spec, "loader", None)
+    return loader is not None and not isinstance(loader, _AliasLoader)
+
+
 def stand_in_serves(name: str) -> bool:
     """True where `import name` gives (or would give) our module; a real package that is installed goes first."""
     module = sys.modules.get(name)

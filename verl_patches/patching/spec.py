@@ -32,8 +32,9 @@ class PatchSpec:
     `kind`: wrap: provider(original) -> replacement; replace, extend (the name must not exist), stub: the new object;
     register: () -> {key: object}, set in the mutable mapping `target`; module stub: our module's name.
     `under` names modules of other libraries whose own wrappers may go over ours: the row stays active while theirs hold
-    it. `default` "auto" is "on" for a target that a run may rightly never import. Of two rows on one target the upper
-    one must be a wrap that needs the lower one; of a row on m:C and one on m:C.x, one must need the other.
+    it. `default` "auto" is "on" for a target that a run may rightly never import, or for a module that may be installed
+    (then the row is off). Of two rows on one target the upper one must be a wrap that needs the lower one; of a row on
+    m:C and one on m:C.x, one must need the other.
     """
 
     id: str

@@ -7,19 +7,7 @@ _BOTH = frozenset({"pypi", "a3"})
 _HERE = "verl_patches.platform.cpu.upstream_glue"
 
 
-def _flash_attn(target: str) -> PatchSpec:
-    return PatchSpec(
-        id=f"platform.{target.replace('.', '_')}", stage="platform", target=target, kind="stub",
-        provider="verl_patches.platform.cpu.flash_attn", platforms=_CPU, lines=_BOTH,
-        why="verl/workers/actor/dp_actor.py:42 imports flash_attn.bert_padding at module level wherever it sees CUDA, "
-            "also for the Megatron actor, which never calls it; flash_attn has no CPU build.",
-        exit="verl imports flash_attn where it is used",
-    )
-
-
 ROWS = (
-    _flash_attn("flash_attn"),
-    _flash_attn("flash_attn.bert_padding"),
     PatchSpec(
         id="platform.tensordict_cuda", stage="platform", target="tensordict.base:TensorDictBase.cuda", kind="stub",
         provider=f"{_HERE}:stay_on_cpu", platforms=_CPU, lines=_BOTH,
