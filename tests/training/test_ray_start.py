@@ -95,11 +95,12 @@ def test_a_worker_on_another_die_is_refused(ray_job, case, words):
 
 
 @pytest.mark.slow
-def test_a_set_up_hook_that_fails_ends_the_wait_with_its_own_error(ray_job):
-    seconds, error = ray_job["failed"]
-    assert "row a.b: has drifted" in error and error.startswith("Asked (pid ") and "could not start" in error
-    assert seconds < 10
-    assert ray_job["killed"] is None  # two actors were ended on purpose before that
+@pytest.mark.parametrize("kind", ["hook", "class"])
+def test_a_worker_that_cannot_start_ends_the_wait_with_its_own_error(ray_job, kind):
+    seconds, error = ray_job["failed"][kind]
+    assert error.startswith("Asked (pid ") and "could not start" in error
+    assert error.endswith("ConfigError: row a.b: has drifted") and seconds < 10
+    assert ray_job["ended"] is None  # a wait is not ended by actors that were killed on purpose
 
 
 @pytest.mark.parametrize("given", ["'my_hooks.mine'", "__import__('my_hooks').mine", "None"])
