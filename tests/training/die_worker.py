@@ -45,7 +45,7 @@ def note():
         os.environ["PREPARED"] = f"{engine['layers']} {os.environ.get(ray_start.VISIBLE)}"
 
     def fail(_=None):
-        raise ConfigError("row a.b: has drifted")
+        raise ConfigError(f"row a.b: has drifted at {time.time()}")
 
     engine_start = types.ModuleType("verl_patches.training.engine_start")  # it needs MindSpeed
     engine_start.prepare = prepare
@@ -95,24 +95,23 @@ def ask():
 
 
 def fail(kind):
-    """(seconds until a wait of 100 s ended, its error): a worker fails in its hook, or when its class is loaded."""
+    """(when a wait of 100 s ended, its error) where a worker fails in its hook, or when its class is loaded."""
     import ray
 
     worker, wait = start()
     failing = worker(npus=0, FAIL=kind)
-    begun = time.monotonic()
     try:
         ended = ray_start.result_of(wait.remote(100))
     except RuntimeError as error:
         ended = str(error)
-    seconds = time.monotonic() - begun
+    when = time.time()
     del failing
     ray.shutdown()
-    return seconds, ended
+    return when, ended
 
 
 def main():
-    """{"dies": {case: what that worker says}, "ended": None, "failed": {"hook" or "class": [seconds, error]}}."""
+    """{"dies": {case: what that worker says}, "ended": None, "failed": {"hook" or "class": [time, error]}}."""
     told, ended = ask()
     print(json.dumps({"dies": told, "ended": ended, "failed": {kind: fail(kind) for kind in ("hook", "class")}}))
 
