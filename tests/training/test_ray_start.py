@@ -72,7 +72,7 @@ def ray_job(ray_folder, tmp_path_factory):
     env = {**os.environ, "PYTHONPATH": f"{path}:{HERE}:{ROOT}", "VERL_PATCHES": "line=pypi,platform=cpu",
            "RAY_TMPDIR": ray_folder}
     done = subprocess.run([sys.executable, str(HERE / "die_worker.py")], env=env, capture_output=True, text=True,
-                          timeout=240)
+                          timeout=500)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
 
