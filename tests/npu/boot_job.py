@@ -111,7 +111,7 @@ def worker(folder: Path, found: dict[str, Any]) -> None:
         camem = importlib.import_module("vllm_ascend.device_allocator.camem")
         found["sleep mode"] = camem.camem_available
         found["not imported"] = {name: why for name in vllm_ascend_modules() if (why := refusal(name))}
-    if importlib.util.find_spec("torch_npu._C").origin.endswith(".so"):
+    if str(importlib.util.find_spec("torch_npu._C").origin).endswith(".so"):  # not the stand-in
         with step(found, "calls of the real torch_npu"):
             found.update(production_calls())
 
