@@ -77,6 +77,7 @@ if "ascend" in sys.argv:
         vars(module).update(dict.fromkeys(has, torch.cuda.Event))
     from vllm_ascend.platform import NPUPlatform
     vllm.platforms._current_platform = NPUPlatform()
+    torch.utils.rename_privateuse1_backend("npu")  # VllmConfig makes a torch.device of the name
     try:
         config()
     except ValueError as error:
