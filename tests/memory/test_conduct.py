@@ -98,7 +98,7 @@ def test_a_phase_that_the_order_leaves_out_leaves_nothing_behind(made):
     conductor, log, _ = made(order=OURS.without("old_log_prob"))
     step(conductor)
     log.clear()
-    for phase in ("reshard", "wake_kv", "rollout", "rollout", "sleep", "old_log_prob", "ref", "update"):
+    for phase in ("reshard", "wake_kv", "rollout", "sleep", "old_log_prob", "ref", "update"):
         conductor.begin(phase)
         if phase == "old_log_prob":
             conductor.end()  # as the actor's pass does

@@ -1,4 +1,7 @@
-"""The trainer's side of the truth check on sequences that are sampled for it; whole runs: tests/loop."""
+"""The trainer's side of the truth check on sequences that are sampled for it.
+
+Whole runs, with row update.take_checked in real workers: tests/loop/test_truth_control.py.
+"""
 
 import re
 from types import SimpleNamespace

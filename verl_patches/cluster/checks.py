@@ -25,6 +25,7 @@ from verl_patches.layout.model_folder import QUANTIZATION, fp8_fault, read_confi
 from verl_patches.layout.of_config import rollout_layout_of, train_layout_of
 from verl_patches.layout.parallel import ParallelLayout
 from verl_patches.reshard.plan import servable_blocks
+from verl_patches.rollout.log_probs import CHECK_TOKENS
 from verl_patches.training import kept_config, truth_check
 from verl_patches.training.on_policy import faults
 
@@ -91,7 +92,7 @@ def check_config(config: DictConfig, configs_dir: Path) -> list[Check]:
     if train and rollout:
         checks += _batch_checks(config, train, rollout) + _sync_checks(config, train, rollout, model)
     checks += _length_checks(config, configs_dir) + _line_checks(config) + _on_policy_checks(config, configs_dir)
-    checks += [Check("truth check", False, fault) for fault in truth_check.faults(config)]
+    checks += _truth_check_checks(config)
     return checks + _tensor_cache_checks(config) + _swap_checks(config) + _rollout_life_checks(config)
 
 
@@ -120,6 +121,16 @@ def _on_policy_checks(config: DictConfig, configs_dir: Path) -> list[Check]:
 
 def _tensor_cache_checks(config: DictConfig) -> list[Check]:
     return [Check("tensor cache", False, fault) for fault in kept_config.faults(config)]
+
+
+def _truth_check_checks(config: DictConfig) -> list[Check]:
+    """Nothing to say without recipe.logprob_check.every."""
+    found = [Check("truth check", False, fault) for fault in truth_check.faults(config)]
+    every = config.recipe.logprob_check.every
+    if every is None or found or config.recipe.logprob_check.action == "off":
+        return found
+    told = f"steps 1, {1 + every}, {1 + 2 * every}, ...: {truth_check.sequences_of(config)} sequences sampled besides"
+    return [Check("truth check", True, f"{told}, at most {CHECK_TOKENS} tokens each")]
 
 
 def _checkpoint_checks(config: DictConfig, train: ParallelLayout) -> list[Check]:
