@@ -96,11 +96,12 @@ def _flash_attn(target: str) -> PatchSpec:
 ROLLOUT: tuple[PatchSpec, ...] = (
     PatchSpec(
         id="rollout.llm_arguments", stage="rollout", target="vllm.entrypoints.llm:LLM.__init__", kind="wrap",
-        provider="verl_patches.rollout.engine:drop_empty_image_arguments", processes=_WORKER, lines=_BOTH,
+        provider="verl_patches.rollout.engine:llm_arguments", processes=_WORKER, lines=_BOTH,
         why="verl 0.4.0 passes limit_mm_per_prompt=None and disable_mm_preprocessor_cache=True for text models too "
             "(vllm_rollout_spmd.py:159-160); vLLM 0.9.1 wants a dict for the first and refuses the second for "
-            "text-only models (config.py:695).",
-        exit="verl passes image arguments only to models that take images",
+            "text-only models (config.py:695). And vLLM reads the model folder, not verl's override of it: DeepSeek's "
+            "config.json says fp8, which vllm-ascend refuses (platform.py:52), also after conversion to bf16.",
+        exit="verl passes image arguments only to models that take images, and its override_config to vLLM",
     ),
     PatchSpec(
         id="rollout.dp_place", stage="rollout", target="vllm.config:ParallelConfig.__post_init__", kind="wrap",
@@ -131,10 +132,11 @@ ROLLOUT: tuple[PatchSpec, ...] = (
     PatchSpec(
         id="rollout.keep_log_probs", stage="rollout", kind="wrap",
         target="verl.workers.rollout.vllm_rollout.vllm_rollout_spmd:vLLMRollout.generate_sequences",
-        provider="verl_patches.rollout.log_probs:keep_sampled", processes=_WORKER, lines=_A3,
+        provider="verl_patches.rollout.log_probs:keep_sampled", processes=_WORKER, lines=_BOTH,
         why="verl 54c9b736 has vLLM compute the log-probs of sampled tokens (vllm_rollout_spmd.py:162) and drops them; "
-            "the truth check compares them with the actor's.",
-        exit="the pins move to verl 0.4.0 or later, which keeps them",
+            "the truth check compares them with the actor's, on both lines with recipe.logprob_check.every those of "
+            "sequences that are sampled for it while vLLM is awake.",
+        exit=_NEVER,
     ),
 )
 
@@ -219,6 +221,11 @@ TRAINING: tuple[PatchSpec, ...] = (
         provider="verl_patches.training.worker:take_log_prob_moments", lines=_BOTH,
         why="Where the update's log-probs are the old ones, how far vLLM's are from them is known in the workers only.",
         exit=_NEVER,
+    ),
+    PatchSpec(
+        id="update.take_checked", stage="update", target=f"{_ACTOR}.take_checked", kind="extend",
+        provider="verl_patches.training.worker:take_checked", lines=_BOTH, needs=("rollout.keep_log_probs",),
+        why="What vLLM sampled for the truth check is known in the workers only.", exit=_NEVER,
     ),
     PatchSpec(
         id="update.on_policy", stage="update", target=f"{_ACTOR}.update_actor", kind="wrap",

@@ -1,12 +1,16 @@
 import re
+from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
-from verl_patches.cluster.checks import check_config, require
+from verl_patches.cluster.checks import check_config, hf_config_of, require
 from verl_patches.cluster.compose import CONFIGS_DIR, compose
 from verl_patches.errors import ConfigError
 from verl_patches.layout.of_config import rollout_layout_of, train_layout_of
 
+PUBLIC = "deepseek_v3_public_config.json"
 TINY, LARGE = "grpo_deepseekv3_tiny_cpu", "grpo_deepseekv3_256die_true_weight"
 ACTOR, ROLLOUT = "actor_rollout_ref.actor.megatron", "actor_rollout_ref.rollout"
 
@@ -103,6 +107,39 @@ def test_what_cannot_run_is_named_with_expected_and_found(name, faults):
     for override, (check, message) in faults.items():
         if message != "ok":
             assert re.search(message, found[check]), (override, found)
+
+
+@pytest.fixture
+def model_folder(tmp_path):
+    """A folder with the public config.json (fp8 entry, MTP layer, auto_map), and no weights yet."""
+    (tmp_path / "config.json").write_text((Path(__file__).parents[1] / "layout" / PUBLIC).read_text())
+    return tmp_path
+
+
+def test_fp8_weights_are_refused_before_anything_starts_and_a_stale_config_is_not(model_folder):
+    folder, init = f"actor_rollout_ref.model.path={model_folder}", "actor_rollout_ref.actor.load_weight=false"
+    stored = model_folder / "model.safetensors"
+    save_file({"a.weight": torch.ones(4).bfloat16()}, stored)
+    config = compose(LARGE, [folder])
+    assert {c.name: c.ok for c in check_config(config, CONFIGS_DIR) if c.name.startswith("model")} == {
+        "model shape": True, "model weights": True}
+    assert not hf_config_of(config, CONFIGS_DIR).keys() & {"quantization_config"}
+    save_file({"a.weight": torch.ones(4).to(torch.float8_e4m3fn)}, stored)
+    assert "fp8_cast_bf16.py" in failed(LARGE, folder)["model weights"]
+    assert failed(LARGE, folder, init) == {}  # random init reads none
+    assert failed(LARGE, folder, init, "actor_rollout_ref.rollout.load_format=auto").keys() == {"model weights"}
+
+
+def test_an_override_that_ends_verls_rank_0_is_refused():
+    key = "+actor_rollout_ref.model.override_config.model_config.quantization_config=null"
+    assert "expected none" in failed(LARGE, key)["model folder"]
+
+
+def test_the_truth_check_is_refused_where_it_says_nothing():
+    assert compose(LARGE).recipe.logprob_check.every == 10
+    found = failed("grpo_deepseekv3_256die_random_init", "recipe.logprob_check={action: stop, every: 10}")
+    assert "balanced routing" in found["truth check"]
+    assert "multiple of 128" in failed(LARGE, "recipe.logprob_check.sequences=100")["truth check"]
 
 
 def test_layouts_are_read_from_where_verl_reads_them():

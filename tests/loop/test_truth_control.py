@@ -3,6 +3,7 @@
 import pytest
 
 pytestmark = [pytest.mark.slow, pytest.mark.full]
+ROLLOUT = "actor_rollout_ref.rollout"
 
 
 def assert_caught(run, step):
@@ -27,6 +28,24 @@ def test_a_skipped_sync_is_caught_at_the_first_step_that_skips(smoke):
     run = smoke("--steps", "3", "recipe.weight_sync.enabled=false", ok=False)
     assert run.steps[0]["logprob_delta"]["mean"] < 1e-5
     assert_caught(run, 2)
+
+
+SAMPLED = ("recipe.logprob_check.every=2", "recipe.logprob_check.sequences=4", "recipe.memory.ledger=strict",
+           "recipe.train.skip_old_log_prob=true", f"{ROLLOUT}.temperature=0.9", f"{ROLLOUT}.top_p=0.9",
+           f"{ROLLOUT}.top_k=50")
+
+
+def test_at_another_sampling_a_skipped_sync_is_caught_in_the_next_checked_step(smoke):
+    run = smoke("--steps", "4", *SAMPLED, "recipe.weight_sync.enabled=false", ok=False)
+    first, second = run.steps[:2]
+    assert first["logprob_delta"]["mean"] < 1e-5 and second["logprob_delta"] is second["logprob_check"] is None
+    assert (first["logprob_check"]["sequences"], first["logprob_check"]["tokens"]) == (4, 64)
+    assert_caught(run, 3)
+
+
+def test_at_another_sampling_spoilt_weights_are_caught_at_step_one(smoke):
+    run = smoke("--steps", "2", *SAMPLED, "recipe.worker_process_setup_hook=spoilt_sync.corrupt_expert", ok=False)
+    assert_caught(run, 1)
 
 
 def test_without_the_loader_there_is_no_actor(smoke):

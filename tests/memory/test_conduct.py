@@ -55,14 +55,14 @@ class Buffer:
 @pytest.fixture
 def made(monkeypatch):
     """made(tenants, stays) -> (conductor, log of moves, movers); the ledger is strict and measures the storages."""
-    def make(tenants=tuple(SIZES), stays=()):
+    def make(tenants=tuple(SIZES), stays=(), order=OURS):
         log = []
         movers = {tenant: Buffer(tenant, log) for tenant in tenants}
-        ledger = Ledger(OURS, stays, "strict")
+        ledger = Ledger(order, stays, "strict")
         for tenant, mover in movers.items():
             ledger.register(tenant, lambda mover=mover: held_bytes([mover.device], "cpu"), full_bytes=SIZES[tenant])
         monkeypatch.setattr(ledgers, "_CURRENT", ledger)
-        conductor = Conductor(OURS, lambda: log.append("trim"), stays)
+        conductor = Conductor(order, lambda: log.append("trim"), stays)
         conductor.add(movers)
         return conductor, log, movers
 
@@ -91,6 +91,20 @@ def test_every_step_does_what_the_table_says_and_the_simulation_predicts(made):
     assert all(peaks[m.phase] <= m.peak_bytes for m in moments) and peaks["update"] == 400 + 800 + 2400 + 10
     movers["optimizer"].load()
     assert torch.equal(movers["optimizer"].device, torch.arange(2400).to(torch.uint8))  # there and back, unchanged
+
+
+def test_a_phase_that_the_order_leaves_out_leaves_nothing_behind(made):
+    """The truth check's pass in a run without old log-probs; the strict ledger would stop at ref otherwise."""
+    conductor, log, _ = made(order=OURS.without("old_log_prob"))
+    step(conductor)
+    log.clear()
+    for phase in ("reshard", "wake_kv", "rollout", "sleep", "old_log_prob", "ref", "update"):
+        conductor.begin(phase)
+        if phase == "old_log_prob":
+            conductor.end()  # as the actor's pass does
+    assert log[log.index("load actor_params") :][:2] == ["load actor_params", "free actor_params"]
+    with pytest.raises(ConfigError, match="no phase 'nap'"):
+        conductor.begin("nap")
 
 
 def test_a_phase_that_failed_is_left_before_the_next_begins(made):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import shutil
 import subprocess
@@ -12,8 +13,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.layout.public_folder import as_published
+
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
+PUBLIC = ROOT / "tests" / "layout" / "deepseek_v3_public_config.json"
 LENGTHS, WIDTH = (150, 97, 131), 160  # beyond the 64 tokens that yarn starts from
 
 
@@ -104,6 +108,8 @@ def parity():
 def reference(tmp_path_factory, tiny_folder, parity):
     """transformers' answer in fp32, each sequence by itself, and the folder that holds model and batch.pt.
 
+    The model's config.json and extra tensors are then made those of a published folder (tests/layout).
+
     Keys: folder, mask, logits, gradients, weights (HF name -> tensor).
     batch.pt is (ids, mask, position_ids), each [3, WIDTH], padded left and right as verl pads prompts and responses.
     """
@@ -115,6 +121,7 @@ def reference(tmp_path_factory, tiny_folder, parity):
     ids, mask, _ = batch = _make_batch()
     torch.save(batch, folder / "batch.pt")
     model = AutoModelForCausalLM.from_pretrained(folder / "model", torch_dtype=torch.float32)
+    as_published(folder / "model", json.loads(PUBLIC.read_text()))  # what Megatron's side reads from here on
     rows = [model(ids[i, m][None]).logits[0] for i, m in enumerate(mask)]
     logits = torch.zeros(*ids.shape, rows[0].shape[-1])
     logits[mask] = torch.cat(rows)

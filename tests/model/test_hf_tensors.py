@@ -7,7 +7,8 @@ import torch
 from safetensors.torch import save_file
 
 from verl_patches.errors import ConfigError
-from verl_patches.model.hf_tensors import INDEX, HFTensors
+from verl_patches.layout.model_folder import INDEX
+from verl_patches.model.hf_tensors import HFTensors
 
 
 @pytest.fixture()
@@ -50,8 +51,9 @@ def test_names_must_be_exactly_those_of_the_config(folder):
 
 
 def test_fp8_is_refused(tmp_path):
-    save_file({"a.weight": torch.ones(1), "a.weight_scale_inv": torch.ones(1)}, tmp_path / "model.safetensors")
-    with HFTensors(tmp_path) as tensors, pytest.raises(ConfigError, match="convert them to bf16 first"):
+    fp8 = torch.ones(1).to(torch.float8_e4m3fn)  # without scales: their names would be refused anyway
+    save_file({"a.weight": fp8, "b.weight": torch.ones(1)}, tmp_path / "model.safetensors")
+    with HFTensors(tmp_path) as tensors, pytest.raises(ConfigError, match="1 tensors are stored in fp8, as a.weight"):
         tensors.check_names(["a.weight"], num_layers=1)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -13,6 +14,8 @@ import time
 from pathlib import Path
 
 import pytest
+
+from tests.layout.public_folder import as_published
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
@@ -87,6 +90,14 @@ def tiny_model(tmp_path_factory) -> str:
 
 
 @pytest.fixture(scope="session")
+def public_folder(tiny_model, tmp_path_factory) -> Path:
+    """The same model in a folder as DeepSeek publishes it, with weights in bf16."""
+    folder = tmp_path_factory.mktemp("public") / "tiny"
+    shutil.copytree(tiny_model, folder)
+    return as_published(folder, json.loads((ROOT / "tests/layout/deepseek_v3_public_config.json").read_text()))
+
+
+@pytest.fixture(scope="session")
 def requests() -> list[list]:
     """[prompt, number of tokens to generate]: one short sequence, then five longer ones."""
     import random
@@ -97,12 +108,12 @@ def requests() -> list[list]:
 
 
 @pytest.fixture(scope="session")
-def one_rank(run_ranks, tiny_model, requests) -> dict:
+def one_rank(run_ranks, tiny_model, public_folder, requests) -> dict:
     """What one process without parallelism computes: everything in one go, because starting it is what costs."""
     tokens = [(7 * i * i + 3 * i) % 509 + 3 for i in range(150)]  # far beyond original_max_position_embeddings = 64
     spec = {"code": "parity_rank:one_rank", "model": tiny_model, "tokens": tokens, "prompt_tokens": 110,
             "rollout": {"tensor_model_parallel_size": 1}, "requests": requests,
-            "wrong_configs": _wrong_configs(tiny_model)}
+            "wrong_configs": _wrong_configs(tiny_model), "public_folder": str(public_folder)}
     return {**spec, **run_ranks([spec])[0]}
 
 

@@ -62,8 +62,19 @@ def one_rank(spec: dict) -> dict:
     for name, overrides in spec.get("wrong_configs", {}).items():
         rollout = {**spec["rollout"], "engine_kwargs": {"vllm": {"hf_overrides": overrides}}}
         found[name] = logits_of(engine_rank.awake(spec["model"], **rollout), spec)
+    found["public_folder"] = logits_of(engine_rank.awake(spec["public_folder"], **spec["rollout"]), spec)
+    found["without_mtp"] = _key_error(spec, {"num_nextn_predict_layers": 0})
     found["bf16_bias"] = _bias_in_bf16(spec)
     return found
+
+
+def _key_error(spec: dict, overrides: dict) -> str:
+    """What vLLM's loader does not find in its model, in a published folder with `overrides`."""
+    try:
+        engine_rank.awake(spec["public_folder"], **spec["rollout"], engine_kwargs={"vllm": {"hf_overrides": overrides}})
+    except KeyError as error:
+        return str(error)
+    return ""
 
 
 def _sleep_and_wake(llm) -> tuple[int, int]:

@@ -6,18 +6,31 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import PretrainedConfig
 
-from verl_patches.rollout.engine import absorb_mla_again, drop_empty_image_arguments, route_in_fp32
+from verl_patches.rollout.engine import absorb_mla_again, llm_arguments, route_in_fp32
 
 
 def test_image_arguments_go_only_without_a_limit():
     """Row rollout.llm_arguments; with a real LLM: tests/platform/test_cpu_vllm.py."""
     seen = []
-    init = drop_empty_image_arguments(lambda self, **kwargs: seen.append(kwargs))
-    init(None, model="m", limit_mm_per_prompt=None, disable_mm_preprocessor_cache=True)
-    init(None, model="m", limit_mm_per_prompt={"image": 1}, disable_mm_preprocessor_cache=True)
-    kept = {"limit_mm_per_prompt": {"image": 1}, "disable_mm_preprocessor_cache": True}
-    assert seen == [{"model": "m"}, {"model": "m", **kept}]
+    init = llm_arguments(lambda self, **kwargs: seen.append(kwargs))
+    init(None, model="m", quantization="ascend", limit_mm_per_prompt=None, disable_mm_preprocessor_cache=True)
+    init(None, model="m", quantization="ascend", limit_mm_per_prompt={"image": 1}, disable_mm_preprocessor_cache=True)
+    plain, kept = {"model": "m", "quantization": "ascend"}, {"limit_mm_per_prompt": {"image": 1}}
+    assert seen == [plain, {**plain, **kept, "disable_mm_preprocessor_cache": True}]
+
+
+@pytest.mark.parametrize("asked", [None, {"n_group": 1}, lambda found: found.update({"n_group": 1}) or found])
+@pytest.mark.parametrize("model_type", ["deepseek_v3", "other"])
+def test_the_model_view_comes_before_the_callers_own_overrides(asked, model_type):
+    seen = []
+    llm_arguments(lambda self, **kwargs: seen.append(kwargs))(None, model="m", hf_overrides=asked)
+    found = PretrainedConfig(quantization_config={"quant_method": "fp8"}, n_group=4)
+    found.model_type = model_type
+    found = seen[0]["hf_overrides"](found)
+    assert hasattr(found, "quantization_config") == (model_type == "other")
+    assert found.n_group == (4 if asked is None else 1)
 
 
 def test_the_router_works_in_fp32():

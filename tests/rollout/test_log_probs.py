@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from verl_patches.rollout.log_probs import PADDING, keep_sampled, padded
+from verl_patches.rollout.log_probs import CHECK, CHECK_TOKENS, PADDING, keep_sampled, padded
 
 
 def sample(tokens, log_probs):
@@ -23,6 +23,9 @@ def test_a_missing_one_is_an_error():
         padded([7, 3], sample([7], [-0.5]).logprobs, 4)
 
 
+PLAIN = SimpleNamespace(meta_info={})
+
+
 class Engine:
     def generate(self, prompts):
         return [SimpleNamespace(outputs=[sample([1, 2], [-1.0, -2.0]), sample([3], [-3.0])])]
@@ -37,7 +40,7 @@ def test_row_rollout_keep_log_probs_adds_them_and_leaves_the_engine_as_it_was():
         return SimpleNamespace(batch={"responses": torch.zeros(2, 3)})
 
     for _ in range(2):
-        found = keep_sampled(generate_sequences)(rollout, ["p"]).batch["rollout_log_probs"]
+        found = keep_sampled(generate_sequences)(rollout, PLAIN).batch["rollout_log_probs"]
         assert found.dtype == torch.float32 and found.tolist() == [[-1, -2, PADDING], [-3, PADDING, PADDING]]
     assert "generate" not in vars(rollout.inference_engine)
 
@@ -49,7 +52,7 @@ def test_they_are_where_the_responses_are():
         self.inference_engine.generate(prompts)
         return SimpleNamespace(batch={"responses": torch.zeros(2, 3, device="meta")})
 
-    assert keep_sampled(generate_sequences)(rollout, ["p"]).batch["rollout_log_probs"].is_meta
+    assert keep_sampled(generate_sequences)(rollout, PLAIN).batch["rollout_log_probs"].is_meta
 
 
 def test_a_rollout_that_fails_leaves_the_engine_as_it_was():
@@ -59,5 +62,42 @@ def test_a_rollout_that_fails_leaves_the_engine_as_it_was():
         raise RuntimeError("no memory")
 
     with pytest.raises(RuntimeError, match="no memory"):
-        keep_sampled(generate_sequences)(rollout, ["p"])
+        keep_sampled(generate_sequences)(rollout, PLAIN)
     assert "generate" not in vars(rollout.inference_engine)
+
+
+class Sampling:
+    """An engine whose n-th sequence is [n] with log-prob -n, and which notes what it is asked for."""
+
+    def __init__(self):
+        self.asked = []
+
+    def generate(self, prompts, sampling_params, use_tqdm):
+        self.asked.append((prompts, sampling_params))
+        return [SimpleNamespace(outputs=[sample([at], [-float(at)])]) for at in range(len(prompts))]
+
+
+@pytest.mark.parametrize("kept_by_verl", [False, True])
+def test_sequences_to_compare_are_sampled_behind_the_responses_as_the_model_gives_them(kept_by_verl):
+    """In whole runs: tests/loop/test_truth_control.py."""
+    engine = Sampling()
+    rollout = SimpleNamespace(inference_engine=engine, config=SimpleNamespace(response_length=3072))
+    ids, mask = torch.tensor([[0, 7, 8], [4, 5, 6], [0, 0, 9]]), torch.tensor([[0, 1, 1], [1, 1, 1], [0, 0, 1]])
+    prompts = SimpleNamespace(meta_info={CHECK: {"sequences": 2, "seed": 11}},
+                              batch={"input_ids": ids, "attention_mask": mask})
+
+    def generate_sequences(self, prompts):
+        prompts.batch.clear()  # verl may take it apart
+        self.inference_engine.generate(["p"] * 3, "the run's own", use_tqdm=False)
+        kept = {"rollout_log_probs": torch.ones(3, 2)} if kept_by_verl else {}
+        return SimpleNamespace(batch={"responses": torch.zeros(3, 2), **kept})
+
+    found = keep_sampled(generate_sequences)(rollout, prompts).batch["rollout_log_probs"]
+    assert found.tolist() == ([[1, 1]] * 3 if kept_by_verl else [[0, PADDING], [-1, PADDING], [-2, PADDING]])
+    (_, own), (asked, plain) = engine.asked
+    assert own == "the run's own" and asked == [{"prompt_token_ids": [7, 8]}, {"prompt_token_ids": [4, 5, 6]}]
+    assert {(p.temperature, p.top_p, p.top_k, p.min_p, p.n, p.max_tokens) for p in plain} == {
+        (1.0, 1.0, -1, 0.0, 1, CHECK_TOKENS)}
+    assert [p.seed for p in plain] == [11, 12]
+    assert rollout.checked.pop("seconds") >= 0
+    assert rollout.checked == {"prompts": [[7, 8], [4, 5, 6]], "responses": [[0], [1]], "log_probs": [[0.0], [-1.0]]}

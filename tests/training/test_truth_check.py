@@ -41,5 +41,6 @@ def test_only_unchanged_distributions_are_compared(sampling, expected):
     rollout = SimpleNamespace(temperature=temperature, top_p=top_p, top_k=top_k)
     assert truth_check.comparable(rollout) is expected
     assert (truth_check.why_not(rollout, replayed=False) is None) is expected
+    assert truth_check.why_not(rollout, replayed=False, sampled=True) is None
     assert "recorded" in truth_check.why_not(rollout, replayed=True)
-    assert "balanced" in truth_check.why_not(rollout, replayed=False, balanced=True)
+    assert "balanced" in truth_check.why_not(rollout, replayed=False, balanced=True, sampled=True)

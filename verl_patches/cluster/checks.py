@@ -22,10 +22,12 @@ from verl_patches.cluster.recipe import VLLM_DTYPES
 from verl_patches.cluster.support import refusal, refused_keys, shell_findings
 from verl_patches.errors import ConfigError
 from verl_patches.layout.inventory import ModelShape, build_inventory, read_model_shape
+from verl_patches.layout.model_folder import QUANTIZATION, fp8_fault, read_config
 from verl_patches.layout.of_config import rollout_layout_of, train_layout_of
 from verl_patches.layout.parallel import ParallelLayout
 from verl_patches.reshard.plan import servable_blocks
-from verl_patches.training import kept_config
+from verl_patches.rollout.log_probs import CHECK_TOKENS
+from verl_patches.training import kept_config, truth_check
 from verl_patches.training.on_policy import faults
 
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor.megatron", "actor_rollout_ref.rollout"
@@ -52,9 +54,20 @@ def model_shape_of(config: DictConfig, configs_dir: Path) -> ModelShape:
 
 
 def hf_config_of(config: DictConfig, configs_dir: Path) -> dict[str, Any]:
-    """The model's config.json, recipe.model_shape, with `override_config.model_config` over it, as in a worker."""
-    changes = OmegaConf.to_container(config.actor_rollout_ref.model.override_config).get("model_config") or {}
-    return {**json.loads(_shape_file(config, configs_dir).read_text()), **changes}
+    """The model's config.json with `override_config.model_config` over it, as training reads it in a worker.
+
+    The file is that of the model's folder, where it exists here, else recipe.model_shape.
+    """
+    file = _config_file(config)
+    return {**read_config(file if file.is_file() else _shape_file(config, configs_dir)), **_model_changes(config)}
+
+
+def _config_file(config: DictConfig) -> Path:
+    return Path(config.actor_rollout_ref.model.path) / "config.json"
+
+
+def _model_changes(config: DictConfig) -> dict[str, Any]:
+    return OmegaConf.to_container(config.actor_rollout_ref.model.override_config).get("model_config") or {}
 
 
 def _shape_file(config: DictConfig, configs_dir: Path) -> Path:
@@ -72,7 +85,7 @@ def check_config(config: DictConfig, configs_dir: Path) -> list[Check]:
     model = model_shape_of(config, configs_dir)
     train = _built("train layout", lambda: train_layout_of(config), checks)
     rollout = _built("rollout layout", lambda: rollout_layout_of(config), checks)
-    checks += _same_model(config, model)
+    checks += _folder_checks(config, model)
     if train:
         checks += _train_checks(config, train, model) + _checkpoint_checks(config, train)
     if rollout:
@@ -80,7 +93,8 @@ def check_config(config: DictConfig, configs_dir: Path) -> list[Check]:
     if train and rollout:
         checks += _batch_checks(config, train, rollout) + _sync_checks(config, train, rollout, model)
     checks += _length_checks(config, configs_dir) + _line_checks(config) + _on_policy_checks(config, configs_dir)
-    checks += _tensor_cache_checks(config) + _swap_checks(config) + _rollout_life_checks(config)
+    checks += _truth_check_checks(config) + _tensor_cache_checks(config) + _swap_checks(config)
+    checks += _rollout_life_checks(config)
     return checks + _hccl_checks(config, model)
 
 
@@ -116,6 +130,16 @@ def _on_policy_checks(config: DictConfig, configs_dir: Path) -> list[Check]:
 
 def _tensor_cache_checks(config: DictConfig) -> list[Check]:
     return [Check("tensor cache", False, fault) for fault in kept_config.faults(config)]
+
+
+def _truth_check_checks(config: DictConfig) -> list[Check]:
+    """Nothing to say without recipe.logprob_check.every."""
+    found = [Check("truth check", False, fault) for fault in truth_check.faults(config)]
+    every = config.recipe.logprob_check.every
+    if every is None or found or config.recipe.logprob_check.action == "off":
+        return found
+    told = f"steps 1, {1 + every}, {1 + 2 * every}, ...: {truth_check.sequences_of(config)} sequences sampled besides"
+    return [Check("truth check", True, f"{told}, at most {CHECK_TOKENS} tokens each")]
 
 
 def _checkpoint_checks(config: DictConfig, train: ParallelLayout) -> list[Check]:
@@ -177,14 +201,30 @@ def _rollout_life_checks(config: DictConfig) -> list[Check]:
     return [Check("rollout memory", True, f"given back between rollouts, {how}; {what}")]
 
 
-def _same_model(config: DictConfig, model: ModelShape) -> list[Check]:
-    """The model that would run is the one that the plan is made from; only where its folder exists here."""
-    path = Path(config.actor_rollout_ref.model.path) / "config.json"
-    if not path.is_file():
-        return []
+def _folder_checks(config: DictConfig, model: ModelShape) -> list[Check]:
+    """The model that would run is the one that the plan is made from, in weights that it can read; where it is here."""
+    checks = []
+    if QUANTIZATION in _model_changes(config):
+        checks.append(Check(
+            "model folder", False,
+            f"actor_rollout_ref.model.override_config.model_config holds {QUANTIZATION}; expected none: that of "
+            "config.json is not read, and null ends rank 0, where verl prints the configuration (transformers "
+            "configuration_utils.py:845)"))  # fmt: skip
+    if not (path := _config_file(config)).is_file():
+        return checks
     found, key = read_model_shape(path), f"recipe.model_shape {config.recipe.model_shape}"
     text = "same model" if found == model else f"{path} describes another model than {key}: {found}, expected {model}"
-    return [Check("model shape", found == model, text)]
+    checks.append(Check("model shape", found == model, text))
+    if _reads_weights(config):
+        fault = fp8_fault(path.parent)
+        checks.append(Check("model weights", fault is None, fault or "none is stored in fp8"))
+    return checks
+
+
+def _reads_weights(config: DictConfig) -> bool:
+    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+    return (actor.load_weight and not actor.megatron.use_dist_checkpointing) or not rollout.load_format.startswith(
+        "dummy")  # fmt: skip
 
 
 def require(checks: Iterable[Check]) -> None:

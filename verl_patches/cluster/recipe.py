@@ -150,12 +150,17 @@ class Memory:
 
 @dataclass
 class LogprobCheck:
-    """vLLM's log-probs of sampled tokens against the actor's, every step: mean |delta| in nats, a limit a dtype.
+    """vLLM's log-probs of sampled tokens against the actor's: mean |delta| in nats, a limit a dtype.
 
-    action: stop ends the run with an error, report only prints and stores, off does not look.
+    action: stop ends the run with an error, report only prints and stores, off does not look. every: null compares the
+    responses of every step, which takes a sampling at temperature 1 with top-p and top-k off; N compares, in the first
+    step and each N-th after it, sequences that are sampled for it so: `sequences` in all, equally many a rollout
+    replica (null: one each), from prompts of the step, 256 tokens long at most. The step itself is as without.
     """
 
     action: str = _choice("stop", "stop", "report", "off")
+    every: int | None = None
+    sequences: int | None = None
     max_mean_fp32: float = 1e-5
     max_mean_bf16: float = 0.05
 
@@ -249,7 +254,8 @@ def _value_faults(given: Mapping[str, Any]) -> list[str]:
     run = given.get("recipe.run", "run")
     if not run or run in (".", "..") or "/" in run or run.startswith("-"):
         faults.append(f"recipe.run is {run!r}; expected a plain folder name, such as smoke-ep2")
-    for key in ("recipe.rollout.dp", "recipe.rollout.instances"):
+    for key in ("recipe.rollout.dp", "recipe.rollout.instances", "recipe.logprob_check.every",
+                "recipe.logprob_check.sequences"):
         if given.get(key) is not None and given[key] < 1:
             faults.append(f"{key} is {given[key]}; expected a whole number >= 1")
     port = given.get("recipe.ray_port")

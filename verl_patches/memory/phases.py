@@ -53,21 +53,29 @@ class Phase:
 
 @dataclass(frozen=True)
 class Order:
-    """A whole step, which begins with nothing on the device but what never moves; `phase(name)` finds a row."""
+    """A whole step, which begins with nothing on the device but what never moves; `phase(name)` finds a row.
+
+    `whole`: the order that this one leaves phases out of. They may run all the same, in some steps (the truth check's
+    pass), and leave nothing behind.
+    """
 
     name: str
     phases: tuple[Phase, ...]
+    whole: Order | None = None
 
     def phase(self, name: str) -> Phase:
-        """ConfigError for a name that is not in the table."""
+        """A row of the table, or of the whole one; ConfigError for a name that is in neither."""
         for phase in self.phases:
             if phase.name == name:
                 return phase
+        if self.whole is not None:
+            return self.whole.phase(name)
         raise ConfigError(f"order {self.name!r} has no phase {name!r}; it has {', '.join(p.name for p in self.phases)}")
 
     def without(self, phase: str) -> Order:
         """The order of runs that leave out `phase`: old_log_prob, where recipe.train.skip_old_log_prob says so."""
-        return Order(f"{self.name}, without {phase}", tuple(p for p in self.phases if p is not self.phase(phase)))
+        kept = tuple(p for p in self.phases if p is not self.phase(phase))
+        return Order(f"{self.name}, without {phase}", kept, whole=self)
 
     def lets_go(self, tenant: str, phase: str) -> bool:
         """Whether `tenant` goes before the work of `phase`, or after it."""
@@ -76,6 +84,8 @@ class Order:
 
     def released_by(self, tenant: str, phase: str) -> str | None:
         """Where `tenant` was last to go before the work of `phase`, "at the end of update (offload)"; None: never."""
+        if self.whole is not None and self.phase(phase) not in self.phases:
+            return self.whole.released_by(tenant, phase)
         moments = list(_moments(self))
         last = max(i for i, (at, where, _) in enumerate(moments) if at.name == phase and where != "leave")
         for at, where, move in reversed([*moments[last + 1 :], *moments[: last + 1]]):
@@ -194,7 +204,9 @@ def _names(tenants: Collection[str]) -> str:
 
 def residency(order: Order, stays: Collection[str] = ()) -> dict[str, frozenset[str]]:
     """{phase: who is on the device while it works}: what the ledger expects. ConfigError as `simulate`."""
-    return {name: moment.resident for name, moment in simulate(order, dict.fromkeys(TENANTS, 1), stays).items()}
+    of_whole = {} if order.whole is None else residency(order.whole, stays)
+    moments = simulate(order, dict.fromkeys(TENANTS, 1), stays)
+    return of_whole | {name: moment.resident for name, moment in moments.items()}
 
 
 def moves_of_a_step(order: Order, stays: Collection[str], tenants: Collection[str]) -> list[str]:

@@ -14,6 +14,7 @@ from verl.models.mcore.config_converter import hf_to_mcore_config_dpskv3
 from verl.models.mcore.registry import SupportedModel
 
 from verl_patches.errors import ConfigError
+from verl_patches.layout.model_folder import for_training
 
 # (HF key, the only value verl's converter and Megatron's modules stand for)
 _TAKEN_FOR_GRANTED = (
@@ -32,8 +33,10 @@ def deepseekv3_config(hf_config, dtype: torch.dtype, **overrides: Any):
     Deviates from verl's converter: sets group-limited routing, computes the router in fp32 instead of fp64 (as the
     model was trained, and NPUs have no fp64), and leaves balancing to the model as it is: no auxiliary loss, and a
     correction bias that training does not move (both would change the model by something that is not the RL loss).
-    Raises ConfigError where the HF config is not what verl's converter takes for granted.
+    Takes fp8 and MTP entries out of `hf_config`, in place (layout/model_folder.py). Raises ConfigError where the HF
+    config is not what verl's converter takes for granted.
     """
+    for_training(hf_config)
     check(hf_config)
     defaults: dict[str, Any] = {
         "moe_router_dtype": "fp32",

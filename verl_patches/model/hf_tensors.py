@@ -12,8 +12,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from verl_patches.errors import ConfigError
+from verl_patches.layout.model_folder import INDEX, SINGLE, fp8_fault
 
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 _EXAMPLES = 3
 
 
@@ -51,16 +51,12 @@ class HFTensors:
         raise ConfigError(f"{self.folder}: expected {INDEX} or {SINGLE}, found neither; give a safetensors folder")
 
     def check_names(self, expected: Iterable[str], num_layers: int) -> None:
-        """ConfigError unless the folder holds exactly the `expected` names, multi-token prediction layers aside."""
+        """ConfigError for weights in fp8, or names other than `expected`, multi-token prediction layers aside."""
         expected, found = set(expected), set(self._files)
         missing, extra = expected - found, found - expected
         extra = {name for name in extra if not _is_beyond(name, num_layers)}
-        scales = [name for name in extra if name.endswith("weight_scale_inv")]
-        if scales:
-            raise ConfigError(
-                f"{self.folder}: weights are stored in fp8 ({len(scales)} block scales, as {min(scales)}); "
-                "convert them to bf16 first"
-            )
+        if fault := fp8_fault(self.folder):
+            raise ConfigError(fault)
         faults = [
             f"{len(names)} {what}, as {', '.join(sorted(names)[:_EXAMPLES])}"
             for what, names in (("missing", missing), ("not known to the config", extra))

@@ -1,19 +1,23 @@
-"""What verl's in-process vLLM engine is built with, where verl 0.4.0 and vLLM 0.9.1 disagree."""
+"""What verl's in-process vLLM engine is built with, where verl, the model folder and vLLM 0.9.1 disagree."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
+from verl_patches.layout.model_folder import for_vllm
 from verl_patches.reshard.post_load import absorb_in_place
 
 
-def drop_empty_image_arguments(original: Callable) -> Callable:
-    """`LLM.__init__` for text-only models: verl's image arguments are dropped when no image limit is set.
+def llm_arguments(original: Callable) -> Callable:
+    """`LLM.__init__` without what verl and DeepSeek's config.json say and vLLM, or vllm-ascend, refuses.
 
     verl 0.4.0 always passes limit_mm_per_prompt (None for text, vllm_rollout_spmd.py:160) and
     disable_mm_preprocessor_cache (:159); vLLM 0.9.1 wants a dict for the first and refuses the second for text-only
-    models (config.py:695).
+    models (config.py:695). Unless `quantization` is asked for, the model's configuration goes through
+    layout/model_folder.py before vLLM looks for a quantization method (config.py:484, :612); the caller's own
+    hf_overrides come after it.
     """
 
     @functools.wraps(original)
@@ -21,9 +25,22 @@ def drop_empty_image_arguments(original: Callable) -> Callable:
         if "limit_mm_per_prompt" in kwargs and kwargs["limit_mm_per_prompt"] is None:
             del kwargs["limit_mm_per_prompt"]
             kwargs.pop("disable_mm_preprocessor_cache", None)
+        if kwargs.get("quantization") is None:
+            kwargs["hf_overrides"] = _model_view(kwargs.get("hf_overrides") or {})
         original(self, *args, **kwargs)
 
     return __init__
+
+
+def _model_view(overrides: Callable | dict[str, Any]) -> Callable:
+    def view(hf_config: Any) -> Any:
+        hf_config = for_vllm(hf_config)
+        if callable(overrides):
+            return overrides(hf_config)
+        hf_config.update(overrides)
+        return hf_config
+
+    return view
 
 
 def route_in_fp32(original: Callable) -> Callable:

@@ -1,24 +1,36 @@
-"""The log-probs of sampled tokens, which verl 54c9b736 asks vLLM for and drops (verl 0.4.0 keeps them)."""
+"""vLLM's log-probs of sampled tokens: those of a step's responses, and of sequences that are sampled to be compared.
+
+verl 54c9b736 asks vLLM for the first and drops them; verl 0.4.0 keeps them. Where a run samples at another temperature,
+or cuts the distribution, they need not be the model's own, so the truth check (training/sampled_check.py) has vLLM
+sample again as the model gives it: a second call of the engine, while it is awake, behind that of the responses, which
+stay as they are. Its requests draw from generators of their own.
+"""
 
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 PADDING = -1.0  # verl 0.4.0's (verl/workers/rollout/vllm_rollout/vllm_rollout_spmd.py)
+CHECK = "logprob_check"  # in a batch's meta_info: {sequences: how many each replica samples, seed: of their draws}
+CHECK_TOKENS = 256  # of a compared sequence at most: wrong weights show in every token, and decoding costs by the token
 
 
 def keep_sampled(generate_sequences: Callable) -> Callable:
     """Row provider for `vLLMRollout.generate_sequences`: adds `rollout_log_probs` [B, S_response] to its batch.
 
-    fp32, on the device of the responses.
+    fp32, on the device of the responses. With CHECK in meta_info the replica samples from its first prompts once more,
+    and keeps what `sample_as_the_model` returns as `self.checked`.
     """
 
     @functools.wraps(generate_sequences)
     def generate(self: Any, prompts: Any, **kwargs: Any) -> Any:
         import torch
 
+        asked = prompts.meta_info.get(CHECK)
+        compared = _first_prompts(prompts, asked["sequences"]) if asked else []  # before verl takes the batch apart
         engine, sampled = self.inference_engine, []
         generate_of_engine = engine.generate
 
@@ -32,12 +44,38 @@ def keep_sampled(generate_sequences: Callable) -> Callable:
             output = generate_sequences(self, prompts, **kwargs)
         finally:
             del engine.generate
-        responses = output.batch["responses"]
-        rows = [padded(sample.token_ids, sample.logprobs, responses.shape[1]) for sample in sampled]
-        output.batch["rollout_log_probs"] = torch.tensor(rows, dtype=torch.float32, device=responses.device)
+        if "rollout_log_probs" not in output.batch.keys():
+            responses = output.batch["responses"]
+            rows = [padded(sample.token_ids, sample.logprobs, responses.shape[1]) for sample in sampled]
+            output.batch["rollout_log_probs"] = torch.tensor(rows, dtype=torch.float32, device=responses.device)
+        if asked:
+            tokens = min(CHECK_TOKENS, self.config.response_length)
+            self.checked = sample_as_the_model(engine, compared, tokens, asked["seed"])
         return output
 
     return generate
+
+
+def _first_prompts(prompts: Any, count: int) -> list[list[int]]:
+    ids, mask = prompts.batch["input_ids"][:count], prompts.batch["attention_mask"][:count].bool()
+    return [row[keep].tolist() for row, keep in zip(ids, mask, strict=True)]
+
+
+def sample_as_the_model(engine: Any, prompts: Sequence[list[int]], tokens: int, seed: int) -> dict[str, Any]:
+    """One sequence a prompt at temperature 1, nothing cut off: {prompts, responses, log_probs, seconds}, in order.
+
+    At most `tokens` each. `engine`: vLLM's LLM, awake; all ranks of its instance must call this.
+    """
+    from vllm import SamplingParams
+
+    begin = time.perf_counter()
+    plain = [SamplingParams(n=1, temperature=1.0, top_p=1.0, top_k=-1, min_p=0.0, logprobs=0, max_tokens=tokens,
+                            detokenize=False, seed=seed + at) for at in range(len(prompts))]  # fmt: skip
+    found = engine.generate([{"prompt_token_ids": ids} for ids in prompts], plain, use_tqdm=False)
+    samples = [request.outputs[0] for request in found]
+    return {"prompts": list(prompts), "responses": [list(sample.token_ids) for sample in samples],
+            "log_probs": [padded(s.token_ids, s.logprobs, len(s.token_ids)) for s in samples],
+            "seconds": time.perf_counter() - begin}  # fmt: skip
 
 
 def padded(tokens: Sequence[int], log_probs: Sequence[Any], length: int) -> list[float]:

@@ -16,18 +16,17 @@ import copy
 import datetime
 import importlib
 import io
-import json
 import logging
 import os
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from verl_patches.errors import ConfigError
+from verl_patches.layout.model_folder import read_config
 from verl_patches.model.mindspeed.arguments import arguments_of
 from verl_patches.patching import engine
 from verl_patches.training.engine_arguments import explain
@@ -92,14 +91,11 @@ def start(config: Any) -> Namespace:
 
 
 def read_hf_config(section: Any) -> Mapping[str, Any]:
-    """config.json of `model.path` with verl's `override_config.model_config` over it."""
+    """config.json of `model.path` as training reads it, with verl's `override_config.model_config` over it."""
     from verl.utils.fs import copy_to_local
 
-    path = Path(copy_to_local(section.model.path)) / "config.json"
-    if not path.is_file():
-        raise ConfigError(f"actor_rollout_ref.model.path: {path} does not exist; expected a HF model folder")
     changes = section.model.get("override_config", {}).get("model_config", {})
-    return {**json.loads(path.read_text()), **changes}
+    return {**read_config(copy_to_local(section.model.path)), **changes}
 
 
 def check_rows() -> None:

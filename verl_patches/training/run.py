@@ -44,15 +44,12 @@ class Run:
     def __init__(self, trainer: Any):
         self.trainer, self.recipe = trainer, trainer.config.recipe
         self.folder = None if self.recipe.run is None else Path(self.recipe.output_root) / self.recipe.run
-        rollout = trainer.config.actor_rollout_ref.rollout
-        check = self.recipe.logprob_check
-        self.not_compared = "recipe.logprob_check.action=off" if check.action == "off" else truth_check.why_not(
-            rollout, replayed=self.recipe.rollout.replay is not None,
-            balanced=self.recipe.rollout.balanced_routing or self.recipe.train.balanced_routing)
+        self.not_compared = truth_check.not_compared(trainer.config)
         self.workers_see_log_probs = (
             self.recipe.train.skip_old_log_prob or correction_of(self.recipe.rollout_correction) is not None
             or self.recipe.tensor_cache.enabled)
         self.kept_on_workers: Any = None
+        self.sampled_check: Any = None
         self.summary = Summary(self.folder, {
             "run": self.recipe.run, "line": self.recipe.line, "platform": self.recipe.platform,
             "layout": {"train": str(train_layout_of(trainer.config)),
@@ -93,6 +90,15 @@ class Run:
         if trainer.use_reference_policy and not getattr(trainer, "ref_in_actor", False):
             trainer.ref_policy_wg = KeptOnWorkers(trainer.ref_policy_wg, kept)
 
+    def check_sampled(self, workers: Any) -> None:
+        """With recipe.logprob_check.every: the trainer's group becomes one whose rollout is checked every N steps."""
+        if self.not_compared or self.recipe.logprob_check.every is None:
+            return
+        from verl_patches.training.sampled_check import SampledCheck
+
+        trainer = self.trainer
+        self.sampled_check = trainer.actor_rollout_wg = SampledCheck(trainer.actor_rollout_wg, workers, trainer)
+
     def before_call(self, name: str) -> None:
         """Show what runs now."""
         if name == "generate_sequences":
@@ -111,7 +117,7 @@ class Run:
         if self.workers_see_log_probs:
             reports = self.trainer.actor_rollout_wg.take_log_prob_moments()
             metrics = old_log_prob.with_workers_metrics(metrics, reports, self.recipe)
-        delta = None if self.not_compared else truth_check.logprob_delta(metrics)
+        delta, compared = self._delta(metrics)
         found = {"step": step, "seconds": seconds, "reward": float(metrics["critic/score/mean"]),
                  "grad_norm": _number(metrics.get("actor/grad_norm")), "logprob_delta": delta,
                  "sync": sync_of_step(self.trainer.actor_rollout_wg.take_sync_reports()),
@@ -121,6 +127,8 @@ class Run:
             found["tensor_cache"] = self.kept_on_workers.end_step()
             metrics = self.kept_on_workers.without_verls_partition(metrics)
         found["dispatch"] = self._dispatch()
+        if self.sampled_check is not None:
+            found["logprob_check"] = self.sampled_check.report
         self.summary.add_step(found)
         if step == 1:
             self.progress.say(f"| {header()}")
@@ -128,9 +136,16 @@ class Run:
         if found["memory"] and (said := said_of(found["memory"]["violations"])):
             self.progress.say(f"| {said}")
         check = self.recipe.logprob_check
-        if check.action == "stop" and not self.not_compared:
+        if check.action == "stop" and compared:
             truth_check.check(step, delta, check[f"max_mean_{self.recipe.dtype}"])
         return {**metrics, **{f"recipe/seconds/{phase}": value for phase, value in seconds.items()}}
+
+    def _delta(self, metrics: dict[str, Any]) -> tuple[dict[str, float] | None, bool]:
+        """(how far the log-probs of this step are apart, whether they were to be compared)."""
+        if self.sampled_check is not None:
+            report = self.sampled_check.report
+            return report and report["delta"], report is not None
+        return None if self.not_compared else truth_check.logprob_delta(metrics), not self.not_compared
 
     def _dispatch(self) -> dict[str, Any] | None:
         """What was sent to workers since the last time, and when they started; None where rows dispatch.* are off."""
@@ -162,7 +177,9 @@ def fit_as_run(original: Callable) -> Callable:
             run.prove()
             replay = find_recording(run.recipe.rollout.replay)
             record_to = run.folder / "rollouts" if run.folder and run.recipe.rollout.record else None
+            workers = trainer.actor_rollout_wg
             run.keep_on_workers()
+            run.check_sampled(workers)
             trainer.actor_rollout_wg = RolloutTap(trainer.actor_rollout_wg, record_to, replay, run.before_call)
             if run.recipe.train.skip_old_log_prob:
                 trainer.actor_rollout_wg = old_log_prob.WithoutOldLogProb(trainer.actor_rollout_wg)

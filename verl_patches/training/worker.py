@@ -79,6 +79,14 @@ def take_log_prob_moments(self: Any) -> dict[str, dict[str, float]] | None:
 
 
 @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+def take_checked(self: Any) -> dict[str, Any] | None:
+    """What this replica sampled for the truth check (rollout/log_probs.py), from its first rank; None from others."""
+    first = torch.distributed.get_rank() % self.config.rollout.tensor_model_parallel_size == 0
+    checked = self.rollout.__dict__.pop("checked")
+    return checked if first else None
+
+
+@register(dispatch_mode=Dispatch.ONE_TO_ALL)
 def take_offload(self: Any) -> list[dict[str, Any]]:
     """What was moved between host and device since the last call (memory/moves.py); empty on verl's own path."""
     return moves.take()

@@ -18,14 +18,17 @@ from verl.models.mcore.model_initializer import BaseModelInitializer
 from verl.models.mcore.registry import SupportedModel
 
 from verl_patches.errors import ConfigError
+from verl_patches.layout.model_folder import for_training
 from verl_patches.model.mindspeed.router_bias import keep_fp32_when_cast
 
 
 def config_of_arguments(hf_config: Any, dtype: torch.dtype, **overrides: Any):
     """TransformerConfig of the model that engine start was told of, which must be `hf_config`'s, in `dtype`.
 
-    Raises ConfigError for another model or dtype, and for `overrides`, which MindSpeed-LLM's modules would not see.
+    Takes fp8 and MTP entries out of `hf_config`, in place (layout/model_folder.py). Raises ConfigError for another
+    model or dtype, and for `overrides`, which MindSpeed-LLM's modules would not see.
     """
+    for_training(hf_config)
     args = get_args()
     if overrides:
         raise ConfigError(f"override_transformer_config holds {sorted(overrides)}: on line a3 use recipe.train instead")

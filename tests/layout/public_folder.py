@@ -1,0 +1,23 @@
+"""A HF folder as DeepSeek publishes it, after conversion of its weights to bf16: config.json still says fp8."""
+
+import json
+
+from verl_patches.layout.model_folder import INDEX, MTP_LAYERS, QUANTIZATION
+
+
+def as_published(folder, public):
+    """Give `folder` (a tiny model's) the keys of `public`, fp8 entry too, and an MTP layer's tensors; returns it."""
+    import torch
+    from safetensors.torch import save_file
+
+    config = json.loads((folder / "config.json").read_text())
+    missing = {key: value for key, value in public.items() if key not in config}
+    config |= missing | {MTP_LAYERS: 1, QUANTIZATION: public[QUANTIZATION]}
+    (folder / "config.json").write_text(json.dumps(config))
+    index = json.loads((folder / INDEX).read_text())
+    prefix = f"model.layers.{config['num_hidden_layers']}."
+    tensors = {prefix + name: torch.ones(2, 2) for name in ("eh_proj.weight", "self_attn.o_proj.weight")}
+    save_file(tensors, folder / "model-mtp.safetensors")
+    index["weight_map"] |= dict.fromkeys(tensors, "model-mtp.safetensors")
+    (folder / INDEX).write_text(json.dumps(index))
+    return folder

@@ -1,0 +1,110 @@
+"""One view of the model folder for training, one for vLLM: with the keys of DeepSeek-V3's public config.json.
+
+Through the real loaders: tests/model (the reference folder is as published) and tests/rollout/test_parity.py.
+"""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from verl_patches.errors import ConfigError
+from verl_patches.layout.model_folder import INDEX, MTP_LAYERS, QUANTIZATION, fp8_fault, read_config
+from verl_patches.model.mindspeed.arguments import arguments_of, model_settings
+
+PUBLIC = Path(__file__).with_name("deepseek_v3_public_config.json")
+SOURCES = ("vllm-ascend", "verl", "Megatron-LM", "MindSpeed", "MindSpeed-LLM")
+
+
+def test_training_reads_the_public_config_without_fp8_and_mtp():
+    public, ours = json.loads(PUBLIC.read_text()), json.loads(PUBLIC.read_text())
+    ours.pop(QUANTIZATION)
+    assert read_config(PUBLIC) == {**ours, MTP_LAYERS: 0} and public[MTP_LAYERS] == 1
+    assert arguments_of(model_settings(read_config(PUBLIC)))  # MindSpeed-LLM's arguments: every key is decided
+    with pytest.raises(ConfigError, match=f"{MTP_LAYERS} is 1.*\n.*{QUANTIZATION} is"):
+        arguments_of(model_settings(public))
+
+
+def test_no_config_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="expected a HF model folder"):
+        read_config(tmp_path)
+
+
+def _store(folder, **tensors):
+    save_file(tensors, folder / "1.safetensors")
+    (folder / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(tensors, "1.safetensors")}))
+    return folder
+
+
+def test_weights_in_fp8_are_told_from_a_config_that_says_so(tmp_path):
+    assert fp8_fault(tmp_path) is None  # random init: no weights at all
+    (tmp_path / "config.json").write_text(PUBLIC.read_text())
+    assert fp8_fault(_store(tmp_path, a=torch.ones(2).bfloat16(), bias=torch.ones(2))) is None
+    (tmp_path / "config.json").write_text(json.dumps(read_config(PUBLIC)))
+    fault = fp8_fault(_store(tmp_path, a=torch.ones(2).to(torch.float8_e4m3fn), b=torch.ones(2).bfloat16()))
+    assert "1 tensors are stored in fp8, as a;" in fault and "fp8_cast_bf16.py" in fault
+    (tmp_path / "1.safetensors").write_bytes(b"version https://git-lfs")
+    with pytest.raises(ConfigError, match="not a whole safetensors file"):
+        fp8_fault(tmp_path)
+
+
+VLLM = """
+from verl_patches import prelude_patch
+import sys, types
+from vllm.config import VllmConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.models.deepseek_v2 import get_spec_layer_idx_from_weight_name
+from verl_patches.layout.model_folder import for_vllm
+
+def config(**more):
+    return EngineArgs(model=sys.argv[1], skip_tokenizer_init=True, load_format="dummy", dtype="bfloat16",
+                      max_model_len=4096, enforce_eager=True, **more).create_model_config()
+
+plain, view = config(), config(hf_overrides=for_vllm)
+assert plain.quantization == "fp8" and view.quantization is None
+assert view.compute_hash() and repr(view.hf_config)  # both print the configuration
+assert get_spec_layer_idx_from_weight_name(view.hf_config, "model.layers.61.enorm.weight") == 61
+nothing = config(hf_overrides={"num_nextn_predict_layers": 0})
+assert get_spec_layer_idx_from_weight_name(nothing.hf_config, "model.layers.61.enorm.weight") is None
+if "ascend" in sys.argv:
+    import torch, vllm.platforms
+    for name, has in (("torch_npu.npu.streams", ["Event"]),
+                      ("torchair.scope", ["npu_stream_switch", "npu_wait_tensor"])):
+        module = sys.modules[name] = types.ModuleType(name)  # imported there, not used here
+        vars(module).update(dict.fromkeys(has, torch.cuda.Event))
+    from vllm_ascend.platform import NPUPlatform
+    vllm.platforms._current_platform = NPUPlatform()
+    torch.utils.rename_privateuse1_backend("npu")  # VllmConfig makes a torch.device of the name
+    try:
+        config()
+    except ValueError as error:
+        assert "fp8 quantization is currently not supported in npu" in str(error), error
+    else:
+        raise AssertionError("vllm-ascend takes fp8")
+    made = VllmConfig(model_config=config(hf_overrides=for_vllm))
+    assert made.quant_config is None and "vllm_ascend" in made.parallel_config.worker_cls
+"""
+
+
+def _vllm(run_python, folder, *words, line, **env):
+    (folder / "config.json").write_text(PUBLIC.read_text())
+    env = {"VLLM_LOGGING_LEVEL": "ERROR", **env}
+    run_python(VLLM, str(folder), *words, patches=f"line={line},platform=cpu", env=env, timeout_s=240).check()
+
+
+@pytest.mark.slow
+def test_vllm_sees_no_fp8(run_python, tmp_path):
+    _vllm(run_python, tmp_path, line="pypi", VLLM_USE_V1="0")
+
+
+@pytest.mark.slow
+@pytest.mark.upstream
+def test_vllm_ascend_refuses_the_folder_and_takes_the_view(run_python, tmp_path, pytestconfig):
+    upstream = pytestconfig.getoption("--upstream")
+    if missing := [name for name in SOURCES if not (upstream / name).is_dir()]:
+        pytest.skip(f"--upstream {upstream} holds no {', '.join(missing)}")
+    path = os.pathsep.join(str(upstream.resolve() / name) for name in SOURCES)
+    _vllm(run_python, tmp_path, "ascend", line="a3", VLLM_USE_V1="1", PYTHONPATH=path)

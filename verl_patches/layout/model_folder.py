@@ -1,0 +1,100 @@
+"""What a run reads of a HF model folder: one view of its config.json for training, one for vLLM, and how weights lie.
+
+DeepSeek publishes V3 and R1 with fp8 weights and one layer for multi-token prediction (MTP); config.json says so in
+`quantization_config` and `num_nextn_predict_layers`. Conversion to bf16 leaves config.json as it is. This recipe trains
+and serves bf16 or fp32 weights without MTP layers, so both frameworks read an edited config.json; the edit is made in
+memory, in each process, because the run's folder need not be shared between nodes.
+
+    training   no quantization_config, num_nextn_predict_layers 0: verl's converter and MindSpeed-LLM refuse others
+    vLLM       no quantization_config: vllm-ascend refuses the method (vllm_ascend/platform.py:52), vLLM would build fp8
+               layers. num_nextn_predict_layers stays: vLLM 0.9.1 builds MTP layers only with a speculative_config and
+               reads it only to pass over their tensors (deepseek_v2.py:763); with 0 its loader ends in a KeyError
+
+The key is deleted, not set to None: transformers 4.51 to 4.52 call `.to_dict()` on it when a configuration is printed
+(configuration_utils.py:845), which verl does on rank 0. No torch here.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from verl_patches.errors import ConfigError
+
+QUANTIZATION, MTP_LAYERS = "quantization_config", "num_nextn_predict_layers"
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+_MODEL_TYPE = "deepseek_v3"
+_LONGEST_HEADER = 100_000_000  # bytes, safetensors' own limit
+
+
+def read_config(path: str | Path) -> dict[str, Any]:
+    """config.json (the file, or the folder that holds it) as training reads it; ConfigError where there is none."""
+    path = Path(path)
+    path = path / "config.json" if path.is_dir() else path
+    if not path.is_file():
+        raise ConfigError(f"actor_rollout_ref.model.path: {path} does not exist; expected a HF model folder")
+    config = json.loads(path.read_text())
+    config.pop(QUANTIZATION, None)
+    return {**config, MTP_LAYERS: 0} if config.get(MTP_LAYERS) else config
+
+
+def for_training(hf_config: Any) -> None:
+    """Edit a transformers configuration in place, as `read_config` edits the file's content."""
+    _drop_quantization(hf_config)
+    if getattr(hf_config, MTP_LAYERS, 0):
+        setattr(hf_config, MTP_LAYERS, 0)
+
+
+def for_vllm(hf_config: Any) -> Any:
+    """vLLM's `hf_overrides`: the configuration of a DeepSeek-V3, edited in place; another model's as it is."""
+    if hf_config.model_type == _MODEL_TYPE:
+        _drop_quantization(hf_config)
+    return hf_config
+
+
+def _drop_quantization(hf_config: Any) -> None:
+    if hasattr(hf_config, QUANTIZATION):
+        delattr(hf_config, QUANTIZATION)
+
+
+def fp8_fault(folder: str | Path) -> str | None:
+    """Why the folder's weights cannot be read, and what to run, where some are stored in fp8; else None.
+
+    Read from the headers of its safetensors files, whatever config.json says. A folder without weights has no fault.
+    """
+    found = sorted(name for name, dtype in _stored_dtypes(Path(folder)) if dtype.startswith("F8_"))
+    if not found:
+        return None
+    return (
+        f"{folder}: {len(found)} tensors are stored in fp8, as {found[0]}; expected bf16, in which this recipe trains. "
+        "Run `python inference/fp8_cast_bf16.py --input-fp8-hf-path FP8 --output-bf16-hf-path BF16` of DeepSeek-V3's "
+        "own repository, copy config.json and the tokenizer's files to BF16 and set actor_rollout_ref.model.path to "
+        f"it. {QUANTIZATION} may stay in config.json: it is not read where the tensors are bf16"
+    )
+
+
+def _stored_dtypes(folder: Path) -> Iterator[tuple[str, str]]:
+    """(tensor, safetensors' name of its dtype) of the files that the index names and that are there."""
+    index = folder / INDEX
+    files = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else {SINGLE}
+    for file in sorted(files):
+        if (folder / file).is_file():
+            yield from ((name, tensor["dtype"]) for name, tensor in _header(folder / file).items())
+
+
+def _header(path: Path) -> Mapping[str, Any]:
+    """The header of a safetensors file: 8 bytes of length, then JSON; ConfigError where it is none."""
+    with path.open("rb") as file:
+        start = file.read(8)
+        length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
+        try:
+            header = json.loads(file.read(length)) if 0 < length <= _LONGEST_HEADER else None
+        except ValueError:
+            header = None
+    if not isinstance(header, dict):
+        raise ConfigError(f"{path}: not a whole safetensors file (its header cannot be read); download it again")
+    header.pop("__metadata__", None)
+    return header
