@@ -47,11 +47,14 @@ def status(
         rows = count_by_process(run_states(run))
         if not rows:
             raise PatchError(f"{run} recorded no states: it ended before any process was asked; see its driver.log")
-        ended = json.loads((run / "summary.json").read_text())["exit"]
+        record = json.loads((run / "summary.json").read_text())
+        ended, dirty = record["exit"], record.get("dirty", {})
         wrong = [r["id"] for r in rows if WRONG & set(r["states"].values())]
         if as_json:
-            _print_json({"run": str(run), "exit": ended, "rows": rows, "wrong": wrong})
+            _print_json({"run": str(run), "exit": ended, "dirty": dirty, "rows": rows, "wrong": wrong})
         else:
+            for name, files in dirty.items():
+                print(f"dirty: {name} was not as pinned: {', '.join(files)}")
             print(f"run ended: {ended}. A row waits where its module was never imported in that process.")
             table(f"patches of {run}", ("id", "target", "states", "reason"),
                   [(r["id"], r["target"], ", ".join(f"{p}: {s}" for p, s in r["states"].items()), r["reason"])
