@@ -353,12 +353,14 @@ def _length_checks(config: DictConfig, configs_dir: Path) -> list[Check]:
             budget >= longest,
             f"max_num_batched_tokens {budget}, expected >= {longest}: engine V0 prefills whole prompts",
         ))
-    graph_clash = not rollout.enforce_eager and rollout.free_cache_engine
+    eager, free = bool(rollout.enforce_eager), bool(rollout.free_cache_engine)
     checks.append(Check(
         "graph mode",
-        not graph_clash,
-        "expected free_cache_engine=false with enforce_eager=false: verl refuses both (vllm_rollout_spmd.py)"
-        if graph_clash else "eager" if rollout.enforce_eager else "graph",
+        eager == free,
+        ("eager" if eager else "graph") if eager == free else
+        "expected free_cache_engine=true with enforce_eager=true: the engine sleeps after each rollout whatever it says"
+        if eager else
+        "expected free_cache_engine=false with enforce_eager=false: verl refuses both (vllm_rollout_spmd.py)",
     ))
     return checks
 

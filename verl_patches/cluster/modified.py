@@ -197,7 +197,7 @@ def _files_below(folder: Path) -> bool:
 
 def _modules_below(folder: Path) -> bool:
     """Whether Python could import anything below a folder: by names that are identifiers, down to a .py."""
-    for place, folders, names in os.walk(folder, followlinks=True):
+    for _place, folders, names in os.walk(folder, followlinks=True):
         folders[:] = filter(str.isidentifier, folders)
         if any(name.endswith(".py") for name in names):
             return True

@@ -121,6 +121,20 @@ class Unsupported(_Strict):
     planned: bool = False
 
 
+class GivenByVerl(_Strict):
+    """Keywords that verl itself gives to vLLM's LLM, `at` a place by line: the key that decides each, or its value."""
+
+    at: Mapping[Literal["pypi", "a3"], str]
+    keywords: Mapping[str, str]
+
+
+class RolloutKeys(_Strict):
+    """Keys of actor_rollout_ref.rollout: {key: {line: who reads it there}}; other lines cannot act on it."""
+
+    acts: Mapping[str, Mapping[Literal["pypi", "a3"], str]]
+    given_by_verl: GivenByVerl
+
+
 class Apex(_Strict):
     """Where apex for Ascend is built from: its repository, and NVIDIA's, which its build script patches.
 
@@ -210,6 +224,7 @@ class Pins(_Strict):
     lines: Mapping[str, Line]
     environment: Mapping[str, Variable]
     read_nowhere: Mapping[str, str]
+    rollout_keys: RolloutKeys
     unsupported: tuple[Unsupported, ...]
 
     def line(self, name: str) -> Line:
