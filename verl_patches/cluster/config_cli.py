@@ -44,7 +44,8 @@ def register(app: typer.Typer) -> None:
                               f"add recipe.line={LINE}, or leave --explain away")
         fits, said = verl_check(line, trees)
         if not fits:
-            typer.echo(f"verl_patches: note: {said}", err=True)
+            typer.echo(f"verl_patches: note: defaults shown here are another verl's than a run's: {said}",
+                       err=True)
         if explain:
             _explain(config, config_name, as_json)
         elif as_json:
