@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -109,6 +110,27 @@ def test_a_problem_is_shown_to_people_too(capsys):
     show(report)
     out = capsys.readouterr().out
     assert "c.d" in out and "[[bold]]" in out and "a.b: verl/x.py:4" in out
+
+
+@pytest.mark.slow
+@pytest.mark.upstream
+def test_the_trees_that_are_there_are_checked_and_the_rows_of_others_are_named(run, tmp_path, pytestconfig):
+    """Without vllm's clone; its rows are not those of the interpreter's vllm, and verl's trims_* name the tree."""
+    given = Path(pytestconfig.getoption("--upstream")).absolute()
+    for name in ("verl", "Megatron-LM", "MindSpeed", "MindSpeed-LLM"):
+        (tmp_path / name).symlink_to(given / name)
+    subprocess.run(["git", "clone", "-q", "--shared", given / "vllm-ascend", tmp_path / "vllm-ascend"], check=True)
+    (tmp_path / "vllm-ascend/vllm_ascend/envs.py").write_text("# no row targets this\n")
+    code, out, _ = run("check", "--line", "a3", "--upstream", tmp_path, "--json")
+    rows = {row["name"]: row for row in json.loads(out)["rows"]}
+    assert code == 1 and {name for name, row in rows.items() if row["state"] == "problem"} == {
+        "package vllm", "vllm-ascend"}
+    assert rows["vllm-ascend"]["details"] == ["vllm_ascend/envs.py (modified)"]
+    unseen = {name for name, row in rows.items() if "not looked at: no vllm" in row["found"]}
+    assert {"rollout.llm_arguments", "platform.vllm_silu"} < unseen
+    trims = [row for name, row in rows.items() if name.startswith("memory.trims_")]
+    assert trims and all(row["state"] == "fine" and "held by verl, 54c9b7364c2d" in row["found"] for row in trims)
+    assert not any("0.4.0" in row["found"] for row in trims)
 
 
 def test_a_line_without_rows_is_empty(run, monkeypatch):

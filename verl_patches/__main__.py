@@ -17,6 +17,7 @@ from verl_patches.cluster import cli, config_cli, reshard_cli, upstream_cli
 from verl_patches.cluster.show import Json, table
 from verl_patches.errors import ConfigError
 from verl_patches.patching.engine import Engine, PatchError
+from verl_patches.patching.prelude_line import PLACES
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
 Switch = Annotated[str | None, typer.Option("--switches", help="As VERL_PATCHES, which it stands in for.")]
@@ -80,6 +81,7 @@ def explain(row_id: str, switches: Switch = None, as_json: Json = False) -> None
     else:
         table(row_id, ("fact", "value"), [(k, ", ".join(v) if isinstance(v, (list, tuple)) else str(v))
                                           for k, v in facts.items()])
+        print(PLACES)
 
 
 @app.command()

@@ -71,7 +71,7 @@ def test_a_neutral_config_is_not_refused():
 
 
 @pytest.mark.parametrize(("override", "said"), [
-    (f"+{ROLLOUT}.engine_kwargs.vllm.enable_prefix_caching=false", "it is always True"),
+    (f"+{ROLLOUT}.engine_kwargs.vllm.enable_prefix_caching=false", "verl always gives True"),
     (f"+{ROLLOUT}.engine_kwargs.vllm.enforce_eager=true", f"set {ROLLOUT}.enforce_eager"),
     (f"+{ROLLOUT}.enable_prefix_caching=false", "nothing is known to read it"),
     (f"+{ROLLOUT}.val_kwargs.min_p=0.1", "nothing is known to read it"),

@@ -24,6 +24,7 @@ from verl_patches.cluster.memory_plan import memory_plan, memory_rows
 from verl_patches.cluster.trees import LINE, Trees, verl_check
 from verl_patches.layout.of_config import rollout_layout_of, train_layout_of, world_size
 from verl_patches.layout.parallel import ParallelLayout
+from verl_patches.patching.prelude_line import PLACES
 from verl_patches.patching.spec import PatchSpec
 from verl_patches.training.engine_arguments import explain
 
@@ -193,6 +194,7 @@ def show(plan: dict[str, Any], config: DictConfig, console: Console) -> None:
            [(v["name"] + " *" * (not v["everywhere"]), v["value"], v["reason"], v["read_by"])
             for v in plan["environment"]])
     console.print("* driver only; the others travel to every worker in Ray's runtime_env", highlight=False)
+    console.print(PLACES, highlight=False, soft_wrap=True)
     for command in plan["commands"]:
         console.print(f"[bold]{command['where']}[/]:", highlight=False)
         console.print(f"  {command['command']}", highlight=False, markup=False, soft_wrap=True)

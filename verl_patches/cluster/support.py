@@ -51,7 +51,7 @@ def _rollout_entries(config: DictConfig, listed: Collection[str]) -> Iterator[Un
             yield Unsupported(
                 key=key, lines=(line,), neutral=(None,),
                 why=f"verl gives vLLM this keyword itself ({keys.given_by_verl.at[line]}), twice is a TypeError",
-                instead=f"set {decides}" if "." in decides else f"leave it unset, it is always {decides}")
+                instead=f"set {decides}" if "." in decides else f"leave it unset, verl always gives {decides}")
 
 
 def _leaves(section: Mapping[str, Any], prefix: str) -> Iterator[str]:
