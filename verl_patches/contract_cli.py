@@ -12,7 +12,7 @@ import typer
 from verl_patches.cluster.show import Json, leave_with, table
 from verl_patches.errors import ConfigError
 from verl_patches.patching.engine import Engine
-from verl_patches.patching.report import Report
+from verl_patches.patching.report import Finding, Report
 
 
 def register(app: typer.Typer, engine_of: Callable[[str | None], Engine]) -> None:
@@ -28,7 +28,7 @@ def register(app: typer.Typer, engine_of: Callable[[str | None], Engine]) -> Non
                                                        "difference of drifted targets against it.")] = None,
         as_json: Json = False,
     ) -> None:
-        """What every row expects of upstream, against its sources: target, body, signature, bindings."""
+        """Upstream's files against their pins, and what every row expects: target, body, signature, bindings."""
         if upstream is not None and installed:
             raise ConfigError("check: --upstream and --installed exclude each other; give one")
         leave_with(run_check(upstream, line, base), as_json, fine=False)
@@ -61,34 +61,48 @@ def register(app: typer.Typer, engine_of: Callable[[str | None], Engine]) -> Non
 def run_check(upstream: Path | None, line: str | None, base: Path | None) -> Report:
     """The report on one line; ConfigError for folders and lines that are not there."""
     from verl_patches.catalog import ROWS
+    from verl_patches.cluster.modified import source_findings
     from verl_patches.cluster.pins import load_pins
-    from verl_patches.patching.contract import check, installed_roots
+    from verl_patches.cluster.trees import FETCH
+    from verl_patches.patching.contract import PACKAGES, check, installed_roots
     from verl_patches.patching.row_contract import Sources
     from verl_patches.patching.switches import from_environment
 
-    line = line or from_environment().line
-    pins = load_pins().line(line)
-    if upstream is None and not any(line in row.lines for row in ROWS):
-        return Report("check", line, ())
-    here = installed_roots(line) if upstream is None else _roots("--upstream", upstream, line)
-    known = {} if base is None else _roots("--base", base, line)
-    return check(ROWS, line, Sources(here, upstream is None, known, pins.packages))
+    name = line or from_environment().line
+    pins = load_pins().line(name)
+    if upstream is None and not any(name in row.lines for row in ROWS):
+        return Report("check", name, ())
+    here = installed_roots(name) if upstream is None else _roots("--upstream", upstream, name, part=True)
+    known = {} if base is None else _roots("--base", base, name)
+    absent = frozenset(PACKAGES[name]) - set(here)
+    compared = dict(zip(here, source_findings(pins, here), strict=True))
+    held = {package: f"{f.name}, {f.found}" for package, f in compared.items() if f.state == "fine"}
+    report = check(ROWS, name, Sources(here, upstream is None, known, pins.packages, absent, held))
+    if report.state == "empty":
+        return report
+    missing = [Finding(f"package {package}", "problem", str(upstream), "a clone of every repository of the line",
+                       f"not there: the rows of {package} were not looked at", FETCH)
+               for package in PACKAGES[name] if package in absent]
+    return Report("check", name, (*missing, *compared.values(), *report.findings))
 
 
-def _roots(option: str, folder: Path, line: str) -> dict[str, Path]:
-    """{top-level package: the folder that holds it}; a line without repositories has its packages in `folder`."""
+def _roots(option: str, folder: Path, line: str, part: bool = False) -> dict[str, Path]:
+    """{top-level package: the folder that holds it}; a line without repositories has its packages in `folder`.
+
+    Raises ConfigError for packages that are missing; with `part` only where all are.
+    """
     from verl_patches.cluster.pins import load_pins
     from verl_patches.patching.contract import PACKAGES
 
     if not folder.is_dir():
         raise ConfigError(f"{option} {folder} is not a folder")
     if load_pins().line(line).repositories:
-        return load_pins().line(line).package_roots(folder)
+        return load_pins().line(line).package_roots(folder, part)
     missing = [package for package in PACKAGES[line] if not (folder / package).is_dir()]
-    if missing:
+    if missing and (not part or len(missing) == len(PACKAGES[line])):
         raise ConfigError(f"{option} {folder}: expected the packages {', '.join(PACKAGES[line])}, "
                           f"found no {', '.join(missing)}")
-    return dict.fromkeys(PACKAGES[line], folder)
+    return {package: folder for package in PACKAGES[line] if package not in missing}
 
 
 def fingerprints(

@@ -9,11 +9,16 @@ from verl_patches import prelude_patch  # noqa: F401  (before anything of upstre
 
 # isort: split
 import argparse
+import contextlib
 import os
 import sys
+import threading
 
 from verl_patches.cluster.compose import compose
 from verl_patches.training import ray_start
+
+ENDED = "the controller has ended"
+_FORWARDED_S = 5
 
 
 def main(arguments: list[str]) -> int:
@@ -23,19 +28,41 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("overrides", nargs="*")
     given = parser.parse_args(arguments)
     config = compose(given.config_name, given.overrides)
-    ray_start.start(**ray_options(config), engine=engine_section(config))
-    import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+    with contextlib.redirect_stdout(_Watched(sys.stdout, ENDED)) as output:
+        ray_start.start(**ray_options(config), engine=engine_section(config))
+        import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    try:
-        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)  # its record is ours
-        controller = ray.remote(num_cpus=1)(Controller).options(scheduling_strategy=here).remote()
-        ray_start.result_of(controller.run.remote(config))
-        if config.ray_init.get("timeline_json_file"):
-            ray.timeline(filename=config.ray_init.timeline_json_file)
-    finally:
-        ray.shutdown()
+        try:
+            node = ray.get_runtime_context().get_node_id()  # its record is ours
+            here = NodeAffinitySchedulingStrategy(node, soft=False)
+            controller = ray.remote(num_cpus=1)(Controller).options(scheduling_strategy=here).remote()
+            ray_start.result_of(controller.run.remote(config))
+            output.seen.wait(_FORWARDED_S)
+            if config.ray_init.get("timeline_json_file"):
+                ray.timeline(filename=config.ray_init.timeline_json_file)
+        except ray.exceptions.RayTaskError:
+            output.seen.wait(_FORWARDED_S)
+            raise
+        finally:
+            ray.shutdown()
     return 0
+
+
+class _Watched:
+    """A text stream that notes when a text was written to it: Ray forwards output late, and shutdown drops the rest."""
+
+    def __init__(self, stream, text: str):
+        self._stream, self._text, self.seen = stream, text, threading.Event()
+
+    def write(self, text: str) -> int:
+        written = self._stream.write(text)
+        if self._text in text:
+            self.seen.set()
+        return written
+
+    def __getattr__(self, name: str):
+        return getattr(self._stream, name)
 
 
 class Controller:
@@ -48,9 +75,13 @@ class Controller:
 
 def run_task_runner(config) -> None:
     """In a Ray worker: what verl's run_ppo lets its TaskRunner actor do, in this process instead of another one."""
-    from verl.trainer.main_ppo import TaskRunner
+    try:
+        from verl.trainer.main_ppo import TaskRunner
 
-    TaskRunner.__ray_metadata__.modified_class().run(config)
+        TaskRunner.__ray_metadata__.modified_class().run(config)
+    finally:
+        sys.stdout.write(f"{ENDED}\n")  # its last line: when this one has been forwarded, all others have been
+        sys.stdout.flush()
 
 
 def engine_section(config) -> dict | None:

@@ -1,5 +1,8 @@
 """A small upstream repository on this disk, the folder that fetch-upstream makes trees in, and one call of it."""
 
+import base64
+import hashlib
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -48,6 +51,21 @@ class Upstream:
         tree = git(self.bare, "rev-parse", f"{at}^{{tree}}")
         facts = {"url": str(self.bare), "commit": at, "tree": tree, "packages": ["verl"], "version": "1", **more}
         return Repository.model_validate(facts)
+
+
+def install(site: Path, name: str, version: str, files: dict[str, str]) -> None:
+    """A package in a site-packages folder as pip leaves it, with a RECORD of hashes."""
+    rows = []
+    for path, text in files.items():
+        (site / path).parent.mkdir(parents=True, exist_ok=True)
+        (site / path).write_text(text)
+        digest = base64.urlsafe_b64encode(hashlib.sha256(text.encode()).digest()).rstrip(b"=").decode()
+        rows.append(f"{path},sha256={digest},{len(text)}")
+    for old in site.glob(f"{name}-*.dist-info"):
+        shutil.rmtree(old)
+    info = site / f"{name}-{version}.dist-info"
+    info.mkdir()
+    (info / "RECORD").write_text("\n".join([*rows, f"{info.name}/RECORD,,"]) + "\n")
 
 
 def line_of(**repositories: Repository):

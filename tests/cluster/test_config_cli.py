@@ -73,7 +73,7 @@ def test_the_table_says_for_each_key_what_it_becomes(call):
 
 def test_another_verl_than_the_lines_is_said(call):
     done = call("--explain", "--config-name", RUNS[0])
-    assert "note: composed over verl 0.4.0" in done.stderr and "note:" not in done.stdout
+    assert "note: " in done.stderr and "composed over verl 0.4.0" in done.stderr and "note:" not in done.stdout
     assert "note:" not in call("--config-name", TINY).output
 
 

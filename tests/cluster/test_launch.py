@@ -12,7 +12,9 @@ from pathlib import Path
 
 import psutil
 import pytest
+from typer.testing import CliRunner
 
+from verl_patches.__main__ import app
 from verl_patches.cluster import launch
 from verl_patches.cluster.compose import compose
 from verl_patches.errors import ConfigError
@@ -50,11 +52,11 @@ def start(tmp_path: Path, monkeypatch):
     monkeypatch.setattr("verl_patches.cluster.processes.TERM_S", 0.5)
     monkeypatch.setattr(launch, "MEMORY_S", 0.2)  # short runs must be seen on a busy machine too
 
-    def run(code: str, on_line=None, **recipe):
+    def run(code: str, on_line=None, dirty=None, **recipe):
         lines: list[str] = []
         config = composed().copy()
         config.recipe.update({"output_root": str(tmp_path), "run": "t", **recipe})
-        outcome = launch.run(config, NAME, [], on_line or lines.append, command=[sys.executable, "-c", code])
+        outcome = launch.run(config, NAME, [], on_line or lines.append, None, [sys.executable, "-c", code], dirty)
         return outcome, json.loads((tmp_path / "t" / "summary.json").read_text()), lines
 
     return run
@@ -74,6 +76,20 @@ time.sleep(1.2)
     names = {v["name"] for v in json.loads((outcome.folder / "environment.json").read_text())}
     assert {"VERL_PATCHES", "VLLM_USE_V1", "RAY_TMPDIR"} <= names
     assert not (outcome.folder / "ray_logs").exists()
+
+
+def test_a_dirty_run_says_so_in_its_record_and_above_the_table(start):
+    code = SUMMARY + '(out / "progress.log").open("a").write("| step 1\\n")'
+    outcome, summary, lines = start(code, dirty={"verl": ["verl/a.py (modified)"]}, drift="warn")
+    assert summary["dirty"] == {"verl": ["verl/a.py (modified)"]} and outcome.code == 0
+    said = "verl is not as pinned (drift=warn): 1 file changed: verl/a.py (modified)"
+    assert said in lines[0] and lines[1] == "| step 1"
+    shown = CliRunner().invoke(app, ["status", "--run", str(outcome.folder)])
+    assert "recorded no states" in str(shown.exception)  # it died before any row was proven
+    summary["patches"] = [{"id": "a.b", "state": "active", "target": "m:f", "process": "controller"}]
+    (outcome.folder / "summary.json").write_text(json.dumps(summary))
+    assert "dirty: verl was not as pinned: verl/a.py (modified)" in CliRunner().invoke(
+        app, ["status", "--run", str(outcome.folder)]).stdout
 
 
 def test_a_driver_that_dies_names_its_error(start):

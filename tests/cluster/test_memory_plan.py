@@ -26,8 +26,12 @@ def test_the_256_die_run_fits_in_the_order_that_it_follows_and_not_in_verls():
     assert peaks["ours"] == peaks[found["followed"]] <= found["hbm_bytes"] == 64 << 30 < peaks["verl 54c9b736"]
     title, columns, rows = memory_rows(found)
     assert "GB" in title and "follows ours, with" in title and all(len(row) == len(columns) for row in rows)
+    own = found["followed"]
+    assert columns == ("phase", own, "ours", "verl 54c9b736", f"who, in {own}") and "the same" not in title
     wake = next(row for row in rows if row[0] == "wake_kv")
-    assert wake[1] == "54.98" and wake[2] == "75.29 TOO MUCH"
+    assert wake[1] == "54.98" and wake[3] == "75.29 TOO MUCH"
+    title, columns, _ = memory_rows(plan(BIG, rows=(*ON, "memory.rollout_life")))  # equal figures, one column
+    assert columns[1:3] == ("ours, addresses kept by vLLM", "verl 54c9b736") and "; ours: the same bytes" in title
 
 
 def test_what_is_switched_back_is_told_as_what_the_run_follows():

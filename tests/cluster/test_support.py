@@ -1,12 +1,17 @@
+import ast
+from pathlib import Path
+
 import pytest
+import yaml
 
 from verl_patches.cluster import cli
 from verl_patches.cluster.checks import check_config
-from verl_patches.cluster.compose import CONFIGS_DIR, compose
+from verl_patches.cluster.compose import CONFIGS_DIR, compose, verl_config_dir
 from verl_patches.cluster.pins import load_pins
 from verl_patches.cluster.recipe import recipe_keys
 from verl_patches.cluster.support import refusal, refused_keys, shell_findings
 from verl_patches.errors import ConfigError
+from verl_patches.patching.prelude_line import LINE
 
 TINY, LARGE = "grpo_deepseekv3_tiny_cpu", "grpo_deepseekv3_256die_true_weight"
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
@@ -21,6 +26,15 @@ OTHER = {  # another value than a neutral one, for every key of the pin file
     f"{ACTOR}.use_dynamic_bsz": "true",
     f"{ROLLOUT}.mode": "async",
     f"{ROLLOUT}.max_num_seqs": "64",
+    f"{ROLLOUT}.name": "sglang",
+    f"{ROLLOUT}.do_sample": "false",
+    f"{ROLLOUT}.layer_name_map.qkv_layer_name": "x",
+    f"{ROLLOUT}.layer_name_map.gate_proj_layer_name": "x",
+    f"{ROLLOUT}.engine_kwargs.sglang.attention_backend": "triton",
+    f"{ROLLOUT}.multi_turn.enable": "true",
+    f"{ROLLOUT}.multi_turn.max_turns": "2",
+    f"{ROLLOUT}.multi_turn.tool_config_path": "x.yaml",
+    f"{ROLLOUT}.multi_turn.format": "x",
     f"+{ROLLOUT}.engine_kwargs.vllm.quantization": "fp8",
     f"+{ROLLOUT}.engine_kwargs.vllm.kv_cache_dtype": "fp8",
     f"{ROLLOUT}.log_prob_use_dynamic_bsz": "true",
@@ -54,6 +68,54 @@ def test_every_key_of_the_pin_file_is_refused_by_name(line):
 
 def test_a_neutral_config_is_not_refused():
     assert refused_keys(compose(TINY)) == [] and refused_keys(compose(TINY, ["recipe.line=a3"])) == []
+
+
+@pytest.mark.parametrize(("override", "said"), [
+    (f"+{ROLLOUT}.engine_kwargs.vllm.enable_prefix_caching=false", "verl always gives True"),
+    (f"+{ROLLOUT}.engine_kwargs.vllm.enforce_eager=true", f"set {ROLLOUT}.enforce_eager"),
+    (f"+{ROLLOUT}.enable_prefix_caching=false", "nothing is known to read it"),
+    (f"+{ROLLOUT}.val_kwargs.min_p=0.1", "nothing is known to read it"),
+    (f"+{ROLLOUT}.use_fire_sampling=true", "nothing is known to read it"),
+])
+@pytest.mark.parametrize("line", ["pypi", "a3"])
+def test_a_rollout_key_that_would_not_act_is_refused(line, override, said):
+    config = compose(TINY, [f"recipe.line={line}", override])
+    (failed,) = (c.detail for c in check_config(config, CONFIGS_DIR) if c.name == f"line {line}" and not c.ok)
+    assert said in failed and failed.startswith(override.lstrip("+").partition("=")[0])
+
+
+def test_what_vllm_alone_decides_passes():
+    given = [f"+{ROLLOUT}.engine_kwargs.vllm.block_size=32", f"+{ROLLOUT}.engine_kwargs.vllm.load_format=null"]
+    assert refused_keys(compose(TINY, given)) == []
+
+
+def verls_leaves(section, prefix=""):
+    for key, value in section.items():
+        yield from verls_leaves(value, f"{prefix}{key}.") if isinstance(value, dict) and value else [f"{prefix}{key}"]
+
+
+@pytest.mark.parametrize("line", ["pypi", pytest.param("a3", marks=pytest.mark.upstream)])
+def test_every_rollout_key_of_verl_is_in_a_table_and_its_reader_names_it(line, pytestconfig):
+    """Over verl's own file, not over what our configs make of it: every key acts where it says, or is refused."""
+    verl = Path(pytestconfig.getoption("--upstream")).absolute() / "verl" if line == "a3" else None
+    package = verl_config_dir(verl).parents[1]
+    own = yaml.safe_load((package / "trainer/config/ppo_megatron_trainer.yaml").read_text())
+    keys, pins = list(verls_leaves(own["actor_rollout_ref"]["rollout"])), load_pins()
+    acts = {key: of[line] for key, of in pins.rollout_keys.acts.items() if line in of}
+    refused = {entry.key.removeprefix(f"{ROLLOUT}.") for entry in pins.unsupported_on(line)}
+    assert set(keys) - {"engine_kwargs.vllm.swap_space"} <= {*acts, *refused}  # vLLM's own
+    assert len(keys) > 30 and not set(acts) & refused
+    given = pins.rollout_keys.given_by_verl.at[line]
+    for key, place in {**acts, "LLM": given}.items():
+        if not place.startswith("verl/"):
+            continue
+        file, _, number = place.partition(":")
+        lines = [text for text in (package.parent / file).read_text().splitlines() if text != LINE]
+        text = lines[int(number) - 1]
+        assert key.rpartition(".")[2] in text or "for k in config.keys()" in text, (key, place, text)
+    call = next(node for node in ast.walk(ast.parse((package.parent / given.partition(":")[0]).read_text()))
+                if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "LLM")
+    assert {word.arg for word in call.keywords if word.arg} == set(pins.rollout_keys.given_by_verl.keywords)
 
 
 def test_planned_keys_pass_the_checks_and_stop_a_start():

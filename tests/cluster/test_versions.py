@@ -7,8 +7,10 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from tests.cluster.small_upstream import install
 from verl_patches.cluster import upstream_cli
 from verl_patches.cluster.pins import load_pins
+from verl_patches.cluster.trees import Trees
 from verl_patches.cluster.versions import Machine, compare
 from verl_patches.errors import ConfigError
 from verl_patches.patching import prelude_line
@@ -66,11 +68,11 @@ def clones(tmp_path):
 def machine(ascend, clones):
     folder, pins = clones
     versions = {name: version.replace("*", "9") for name, version in pins.line("a3").packages.items()}
-    places = {p: folder / name / p for name, r in pins.line("a3").repositories.items() for p in r.packages}
+    places = {p: folder / name for name, r in pins.line("a3").repositories.items() for p in r.packages}
 
     def make(**changes):
         return Machine(**{"environ": {}, "ascend": ascend, "python": "3.11.4", "distribution": versions.get,
-                          "package": places.get, **changes})
+                          "root": places.get, **changes})
 
     return make, pins, versions, places
 
@@ -83,8 +85,9 @@ def test_a_machine_that_holds_the_line_is_fine(machine):
     make, pins, versions, _ = machine
     report = compare("a3", make(), pins)
     assert problems(report) == {} and report.exit_code == 0 and report.state == "fine"
-    fine = {f.name for f in report.findings if f.state == "fine"}
-    assert fine >= {"python", *versions, *pins.line("a3").system, "verl", "megatron", "mindspeed_llm", "vllm_ascend"}
+    fine = [f.name for f in report.findings if f.state == "fine"]
+    assert {*fine} >= {"python", *versions, *pins.line("a3").system, *pins.line("a3").repositories}
+    assert len(fine) == len({*fine})  # vllm, a pinned version and a pinned commit, is there once
 
 
 @pytest.mark.parametrize(("file", "old", "new", "name", "found"), [
@@ -137,24 +140,29 @@ def test_clones_at_another_commit_changed_copied_or_missing(machine, clones, tmp
     git(folder / "MindSpeed", "commit", "-q", "--allow-empty", "-m", "another")
     (folder / "Megatron-LM/megatron/__init__.py").write_text("changed = 1\n")
     (tmp_path / "copied/mindspeed_llm").mkdir(parents=True)
-    found = {**places, "mindspeed_llm": tmp_path / "copied/mindspeed_llm", "vllm_ascend": None}
-    report = compare("a3", make(package=found.get), pins)
-    wrong = problems(report)
-    assert set(wrong) == {"mindspeed", "mindspeed_llm", "vllm_ascend"}
-    assert "expected commit" in wrong["mindspeed"].found and wrong["mindspeed_llm"].found == "no git checkout"
-    assert wrong["vllm_ascend"].found == "not importable" and "fetch_upstream.sh --line a3" in wrong["vllm_ascend"].todo
-    changed = next(f for f in report.findings if f.name == "megatron")
-    assert changed.state == "note" and "megatron/__init__.py" in changed.found
+    found = {**places, "mindspeed_llm": tmp_path / "copied", "vllm_ascend": None, "verl": None}
+    wrong = problems(compare("a3", make(root=found.get), pins))
+    assert set(wrong) == {"MindSpeed", "MindSpeed-LLM", "Megatron-LM", "vllm-ascend", "verl"}
+    assert "expected commit" in wrong["MindSpeed"].found and "neither a git checkout" in wrong["MindSpeed-LLM"].found
+    assert wrong["vllm-ascend"].found == "not importable" and "pip install" in wrong["vllm-ascend"].todo  # by on_pip
+    assert "--upstream" in wrong["verl"].todo and "pip install" not in wrong["verl"].todo
+    assert wrong["Megatron-LM"].details == ("megatron/__init__.py (modified)",)
 
 
-def test_a_copy_inside_another_repository_is_no_checkout_and_a_wheel_of_the_version_is_a_note(machine, clones):
+def test_a_wheel_inside_another_repository_is_held_by_its_record_and_not_by_the_checkout(machine, clones):
     make, pins, _, places = machine
-    site = clones[0] / "verl" / "venv" / "site-packages" / "vllm"  # a venv inside a work tree
-    site.mkdir(parents=True)
-    report = compare("a3", make(package={**places, "vllm": site}.get), pins)
-    assert [f.found for f in report.findings if f.name == "vllm"] == ["0.9.1", "an installed 0.9.1"]
-    site = site.with_name("mindspeed")
-    assert set(problems(compare("a3", make(package={**places, "mindspeed": site}.get), pins))) == {"mindspeed"}
+    (clones[0] / "verl/.git/info/exclude").write_text("/venv/\n")
+    site = clones[0] / "verl/venv/site-packages"  # a venv inside a work tree
+    (site / "mindspeed").mkdir(parents=True)
+    install(site, "vllm", "0.9.1", {"vllm/__init__.py": "x = 1\n"})
+    here = make(root={**places, "vllm": site}.get)
+    (vllm,) = (f for f in compare("a3", here, pins).findings if f.name == "vllm")
+    assert vllm.state == "fine" and "RECORD" in vllm.found and "commit cannot be told" in vllm.found
+    (site / "vllm/__init__.py").write_text("x = 2\n")
+    assert problems(compare("a3", here, pins))["vllm"].details == ("vllm/__init__.py (modified)",)
+    install(site, "vllm", "0.9.2", {"vllm/__init__.py": "x = 1\n"})
+    assert problems(compare("a3", here, pins))["vllm"].found == "0.9.2"
+    assert set(problems(compare("a3", make(root={**places, "mindspeed": site}.get), pins))) == {"MindSpeed"}
 
 
 def test_the_prelude_line_is_no_change(machine, clones):
@@ -164,7 +172,15 @@ def test_the_prelude_line_is_no_change(machine, clones):
     verl = next(f for f in compare("a3", make(), pins).findings if f.name == "verl")
     assert verl.state == "fine"
     worker.write_text(f"{prelude_line.LINE}\nimport torch, os\n")
-    assert next(f for f in compare("a3", make(), pins).findings if f.name == "verl").state == "note"
+    assert problems(compare("a3", make(), pins))["verl"].details == (f"{WORKER} (modified)",)
+
+
+def test_trees_that_are_given_go_before_what_is_importable(machine, clones):
+    make, pins, *_ = machine
+    folders = tuple(clones[0] / name for name in pins.line("a3").repositories if not name.startswith("vllm"))
+    nowhere = make(root=lambda package: None)
+    wrong = problems(compare("a3", nowhere, pins, Trees(("--upstream", str(clones[0])), folders, folders[0])))
+    assert set(wrong) == {"vllm", "vllm-ascend"}
 
 
 @pytest.mark.parametrize(("environ", "line", "why"), [
@@ -212,6 +228,7 @@ def test_the_command_where_a3_is_not_installed_and_for_an_unknown_line(call):
 def test_no_torch(run_python):
     code = """
 import sys
+from verl_patches.cluster.trees import Trees
 from verl_patches.cluster.versions import compare
 compare("pypi")
 print("torch" in sys.modules)
@@ -230,4 +247,4 @@ def test_repositories_in_a_folder_of_the_clone_are_found(clones, machine):
     moved = line.repositories["MindSpeed"].model_copy(update={"folder": "src", "commit": commit, "tree": tree})
     line = line.model_copy(update={"repositories": {**line.repositories, "MindSpeed": moved}})
     pins = pins.model_copy(update={"lines": {**pins.lines, "a3": line}})
-    assert problems(compare("a3", make(package={**places, "mindspeed": folder / "src/mindspeed"}.get), pins)) == {}
+    assert problems(compare("a3", make(root={**places, "mindspeed": folder / "src"}.get), pins)) == {}

@@ -28,6 +28,8 @@ def test_three_steps_leave_a_whole_record(smoke):
     for step in summary["steps"]:
         assert set(step["seconds"]) >= PHASES and step["grad_norm"] > 0 and 0 <= step["reward"] <= 1
     assert all(name in run.output for name in PHASES)
+    log = (run.folder / "driver.log").read_text()  # verl's own lines too, the last step's as well
+    assert {int(n) for n in re.findall(r"step:(\d+) - ", log)} >= {1, 2, 3}
 
 
 def test_weights_are_right_in_vllm_after_every_sync(smoke):

@@ -108,6 +108,15 @@ def test_what_cannot_be_done_is_refused_with_its_reason(overrides, said):
         _words(_tiny(*overrides))
 
 
+def test_a_row_that_is_taken_does_not_read_as_an_error():
+    hf = json.loads((CONFIGS_DIR / "model/deepseekv3_671b.json").read_text())
+    fine = [row for row in explain(_tiny(), hf) if row.how != "refused"]
+    assert [row for row in fine if row.why.startswith(("only ", "must "))] == []
+    whys = {row.key: row.why for row in fine}
+    assert whys["actor.megatron.virtual_pipeline_model_parallel_size"].startswith("as it must be: ")
+    assert "another value is refused" in whys["HF scoring_func"] and "left out" in whys["HF rope_interleave"]
+
+
 def test_explain_does_not_raise():
     rows = explain(_tiny(f"{ACTOR}virtual_pipeline_model_parallel_size=2"))
     assert [row.key for row in rows if row.how == "refused"] == ["actor.megatron.virtual_pipeline_model_parallel_size"]

@@ -255,7 +255,8 @@ def _train_checks(config: DictConfig, train: ParallelLayout, model: ModelShape) 
             f"{layers} layers over {train.pp} stage(s) x {train.vpp} chunk(s)",
         ),
         _experts("train experts", train.ep, experts, "actor_rollout_ref.actor.megatron.expert_model_parallel_size"),
-        _divides("attention heads", model.num_attention_heads, train.tp, f"{_ACTOR}.tensor_model_parallel_size"),
+        _divides("attention heads", model.num_attention_heads, train.tp, f"{_ACTOR}.tensor_model_parallel_size",
+                 "heads a rank"),
     ]
     unequal = [f"{key} {actor[key]} != {ref[key]}" for key in _SIZES if actor[key] != ref[key]]
     checks.append(Check(
@@ -271,7 +272,8 @@ def _train_checks(config: DictConfig, train: ParallelLayout, model: ModelShape) 
         not lone,
         f"expected ep > 1 or etp = tp at tp {train.tp}: "
         "with ep 1 and etp 1 Megatron adds up expert outputs of different tokens over TP ranks"
-        if lone else "split",
+        if lone else f"experts are whole, {train.ep} ranks share them" if train.etp == 1 else
+        f"each expert is split over {train.etp} ranks, as tp",
     ))
     if split == "tp_extend_ep":
         fits = train.etp == 1 and train.ep % train.tp == 0
@@ -298,7 +300,8 @@ def _rollout_checks(config: DictConfig, rollout: ParallelLayout, model: ModelSha
             "recipe.rollout.dp or rollout.tensor_model_parallel_size",
             rest_on_last=True,
         ),
-        _divides("rollout heads", model.num_attention_heads, rollout.tp, f"{_ROLLOUT}.tensor_model_parallel_size"),
+        _divides("rollout heads", model.num_attention_heads, rollout.tp, f"{_ROLLOUT}.tensor_model_parallel_size",
+                 "heads a rank"),
         Check(
             "engine_kwargs.vllm",
             not unequal,
@@ -326,14 +329,18 @@ def _batch_checks(config: DictConfig, train: ParallelLayout, rollout: ParallelLa
             prompts,
             rollout.world_size,
             "data.train_batch_size (verl hands each rank an equal share of the prompts)",
+            "prompts a rank",
         ),
-        _divides("responses", prompts * n, train.dp, "data.train_batch_size or rollout.n (train data-parallel ranks)"),
-        _divides("mini batch", prompts, mini, "actor.ppo_mini_batch_size (must divide data.train_batch_size)"),
+        _divides("responses", prompts * n, train.dp, "data.train_batch_size or rollout.n (train data-parallel ranks)",
+                 "responses a train replica"),
+        _divides("mini batch", prompts, mini, "actor.ppo_mini_batch_size (must divide data.train_batch_size)",
+                 "mini batches a step"),
         _divides(
             "mini batch share",
             mini * n,
             train.dp,
             "actor.ppo_mini_batch_size (responses of a mini batch over train dp)",
+            "responses of a mini batch a train replica",
         ),
     ]
     if not actor.use_dynamic_bsz:
@@ -349,6 +356,7 @@ def _batch_checks(config: DictConfig, train: ParallelLayout, rollout: ParallelLa
                 share,
                 micro,
                 "actor.ppo_micro_batch_size_per_gpu (responses a rank and mini batch)",
+                "micro batches of a mini batch",
             ))
     seats = (config.actor_rollout_ref.rollout.engine_kwargs.get("vllm") or {}).get("max_num_seqs")
     if seats is not None:
@@ -357,8 +365,9 @@ def _batch_checks(config: DictConfig, train: ParallelLayout, rollout: ParallelLa
         checks.append(Check(
             "max_num_seqs",
             seats <= budget,
-            f"{running} responses a replica, {seats} at once; "
-            f"expected <= max_num_batched_tokens {budget} (vLLM's SchedulerConfig refuses more)",
+            f"{running} responses a replica, {seats} at once, "
+            + (f"within max_num_batched_tokens {budget}" if seats <= budget else
+               f"expected <= max_num_batched_tokens {budget} (vLLM's SchedulerConfig refuses more)"),
         ))
         checks += _graph_checks(config, min(running, seats))
     return checks
@@ -373,6 +382,8 @@ def _graph_checks(config: DictConfig, running: int) -> list[Check]:
     return [Check(
         "graph batch sizes",
         max(sizes) >= running,
+        f"largest graph {max(sizes)} holds the {running} responses that a replica decodes at once"
+        if max(sizes) >= running else
         f"largest graph {max(sizes)}, expected at least the {running} responses that a replica decodes at once; "
         "add it to graph_batch_sizes or lower max_num_seqs",
     )]
@@ -386,12 +397,13 @@ def _length_checks(config: DictConfig, configs_dir: Path) -> list[Check]:
     checks = [Check(
         "lengths",
         longest <= reach,
-        f"prompt + response {longest} tokens, model reaches {reach}; expected no more",
+        f"prompt + response {longest} tokens, model reaches {reach}" + "; expected no more" * (longest > reach),
     )]
     if rollout.enable_chunked_prefill:
         checks.append(Check(
             "chunked prefill",
             budget >= longest,
+            f"max_num_batched_tokens {budget} holds prompt + response {longest}" if budget >= longest else
             f"max_num_batched_tokens {budget}, expected >= {longest}: "
             "verl refuses chunked prefill below it (vllm_rollout_spmd.py); "
             "vLLM V1 prefills in chunks anyway, so leave enable_chunked_prefill false",
@@ -400,14 +412,17 @@ def _length_checks(config: DictConfig, configs_dir: Path) -> list[Check]:
         checks.append(Check(
             "prefill",
             budget >= longest,
+            f"max_num_batched_tokens {budget} holds prompt + response {longest}" if budget >= longest else
             f"max_num_batched_tokens {budget}, expected >= {longest}: engine V0 prefills whole prompts",
         ))
-    graph_clash = not rollout.enforce_eager and rollout.free_cache_engine
+    eager, free = bool(rollout.enforce_eager), bool(rollout.free_cache_engine)
     checks.append(Check(
         "graph mode",
-        not graph_clash,
-        "expected free_cache_engine=false with enforce_eager=false: verl refuses both (vllm_rollout_spmd.py)"
-        if graph_clash else "eager" if rollout.enforce_eager else "graph",
+        eager == free,
+        ("eager" if eager else "graph") if eager == free else
+        "expected free_cache_engine=true with enforce_eager=true: the engine sleeps after each rollout whatever it says"
+        if eager else
+        "expected free_cache_engine=false with enforce_eager=false: verl refuses both (vllm_rollout_spmd.py)",
     ))
     return checks
 
@@ -440,10 +455,11 @@ def _experts(name: str, ep: int, experts: int, key: str, rest_on_last: bool = Fa
     )
 
 
-def _divides(name: str, whole: int, part: int, key: str) -> Check:
+def _divides(name: str, whole: int, part: int, key: str, quotient: str) -> Check:
     fits = whole % part == 0
     return Check(
         name,
         fits,
-        f"{whole} / {part} = {whole // part}" if fits else f"{whole} is not a multiple of {part}; change {key}",
+        f"{whole} / {part} = {whole // part} {quotient}" if fits else
+        f"{whole} is not a multiple of {part}; change {key}",
     )

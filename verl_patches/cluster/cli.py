@@ -14,6 +14,7 @@ from rich.console import Console
 from verl_patches.cluster import facts, launch, smoke
 from verl_patches.cluster.checks import check_config, require
 from verl_patches.cluster.compose import CONFIGS_DIR, compose
+from verl_patches.cluster.modified import refuse_modified
 from verl_patches.cluster.plan import build_plan, show
 from verl_patches.cluster.show import Json
 from verl_patches.cluster.support import refused_keys
@@ -90,11 +91,12 @@ def run_smoke(options: smoke.SmokeOptions, overrides: Sequence[str], as_json: bo
     require(check_config(chosen, CONFIGS_DIR))  # before anything is made
     refuse_without_effect(chosen)
     require_verl(chosen.recipe.line, trees)
+    dirty = refuse_modified(chosen, trees)
     with _Progress(as_json) as progress:
         made = smoke.prepare(options, Path("outputs/cache").absolute(), progress.now)
         final = [*given, *made, *overrides]
         config = compose(options.config_name, final, verl_path=trees.verl)
-        outcome = launch.run(config, options.config_name, final, progress.line, trees)
+        outcome = launch.run(config, options.config_name, final, progress.line, trees, dirty=dirty)
     _report(outcome, as_json)
 
 
@@ -130,6 +132,7 @@ def run_train(
     refuse_without_effect(config)
     require_platform(config.recipe.platform)
     require_verl(config.recipe.line, trees)
+    dirty = refuse_modified(config, trees)
     if config.recipe.ray_address is not None:
         facts.check_nodes(config, facts.ask_ray(config.recipe.ray_address))
     elif config.trainer.nnodes > 1:
@@ -138,7 +141,7 @@ def run_train(
             "machine only; start Ray on the nodes (--dry-run prints the commands) and set recipe.ray_address=auto"
         )
     with _Progress(as_json) as progress:
-        outcome = launch.run(config, config_name, overrides, progress.line, trees)
+        outcome = launch.run(config, config_name, overrides, progress.line, trees, dirty=dirty)
     _report(outcome, as_json)
 
 

@@ -16,6 +16,7 @@ from verl_patches.cluster.show import Json, table
 from verl_patches.cluster.trees import LINE, trees_of, verl_check
 from verl_patches.errors import ConfigError
 from verl_patches.model.mindspeed.arguments import Setting
+from verl_patches.patching.prelude_line import PLACES
 from verl_patches.training.engine_arguments import explain as explain_engine
 
 
@@ -44,7 +45,8 @@ def register(app: typer.Typer) -> None:
                               f"add recipe.line={LINE}, or leave --explain away")
         fits, said = verl_check(line, trees)
         if not fits:
-            typer.echo(f"verl_patches: note: {said}", err=True)
+            typer.echo(f"verl_patches: note: defaults shown here are another verl's than a run's: {said}",
+                       err=True)
         if explain:
             _explain(config, config_name, as_json)
         elif as_json:
@@ -65,7 +67,7 @@ def _explain(config: DictConfig, config_name: str, as_json: bool) -> None:
         table(f"{config_name}: keys below actor_rollout_ref, and the model's (HF), for Megatron and MindSpeed",
               ("key", "value", "becomes", "why"), cells,
               [number for number, row in enumerate(rows) if row.how == "refused"])
-        typer.echo(f"{len(rows)} rows, {len(refused)} refused")
+        typer.echo(f"{len(rows)} rows, {len(refused)} refused. {PLACES}.")
     for row in refused:
         typer.echo(f"verl_patches: {row.key} is {_text(row)}: {row.why}", err=True)
     raise typer.Exit(1 if refused else 0)

@@ -105,6 +105,9 @@ def _upload_pack(source: str) -> list[str]:
 
 def _command(folder: Path | None, *args: str) -> list[str]:
     settings = [word for setting in _SETTINGS for word in ("-c", setting)]
+    if folder and (folder / ".git").exists():  # named, not looked for: git then asks neither who owns it, nor above it
+        own = Path(os.path.abspath(folder))
+        settings += [f"--git-dir={own / '.git'}", f"--work-tree={own}"]
     return ["git", *settings, *(["-C", str(folder)] if folder else []), *args]
 
 
@@ -112,7 +115,7 @@ def _environment(folder: Path | None) -> dict[str, str]:
     env = {name: value for name, value in os.environ.items() if name not in _OUTER}
     env.setdefault("GIT_SSH_COMMAND", "ssh -oBatchMode=yes -oConnectTimeout=30")
     env |= {"GIT_TERMINAL_PROMPT": "0", "GIT_ALLOW_PROTOCOL": "file:git:http:https:ssh", "GIT_OPTIONAL_LOCKS": "0",
-            "LC_ALL": "C"}
+            "GIT_NO_REPLACE_OBJECTS": "1", "LC_ALL": "C"}
     if folder:  # a folder that is no repository must not be taken for a part of one above it
         env["GIT_CEILING_DIRECTORIES"] = str(folder.resolve().parent)
     return env

@@ -12,7 +12,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -22,6 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_patches.cluster import environment
 from verl_patches.cluster.memory_watch import MemoryWatch
+from verl_patches.cluster.modified import said
 from verl_patches.cluster.outcome import copy_ray_logs, last_error, write_summary
 from verl_patches.cluster.plan import driver_command
 from verl_patches.cluster.processes import Descendants, adopting_orphans, die_with_parent
@@ -31,6 +32,7 @@ from verl_patches.evaluation.memory_picture import draw_memory
 from verl_patches.evaluation.plots import plot_run
 from verl_patches.layout.of_config import rollout_layout_of, train_layout_of
 from verl_patches.training.recording import find_recording
+from verl_patches.training.summary import Progress
 
 LOOK_S, MEMORY_S = 0.2, 1.0
 TIMED_OUT = 124  # as timeout(1)
@@ -60,22 +62,27 @@ def run(
     on_line: Callable[[str], None] = lambda line: None,
     trees: Trees | None = None,
     command: Sequence[str] | None = None,
+    dirty: Mapping[str, Sequence[str]] | None = None,
 ) -> Outcome:
     """Run the driver of `config` to its end and return the outcome; the driver's progress lines go to `on_line`.
 
     Writes <output_root>/<run>/: config.yaml, environment.json, driver.log, and after the driver summary.json
     (peak_pss_bytes and exit filled in) and on failure ray_logs/. `command` replaces the driver's command line
-    (tests). Raises ConfigError before anything starts. All processes that the run started are ended before this
-    returns, and its temporary folder is removed.
+    (tests). `dirty`: {repository or package: files} that are not as pinned (modified.py); the summary and a line above
+    the step table have them. Raises ConfigError before anything starts. All processes that the run started are ended
+    before this returns, and its temporary folder is removed.
     """
     require_free_port(config.recipe.ray_port)
     _check_replay(config)
     with _locked(environment.run_dir(config)) as folder:
-        return _run(config, config_name, overrides, on_line, trees, command, _fresh_folder(folder))
+        return _run(config, config_name, overrides, on_line, trees, command, _fresh_folder(folder),
+                    dict(dirty or {}))
 
 
-def _run(config, config_name, overrides, on_line, trees, command, folder) -> Outcome:
+def _run(config, config_name, overrides, on_line, trees, command, folder, dirty) -> Outcome:
     temp = short_temp_dir()
+    for name, files in dirty.items():
+        Progress(folder).say(f"| dirty: {name} is not as pinned (drift={config.recipe.drift}): {said(files)}")
     started = time.monotonic()
     try:
         variables = environment.derive(config, str(temp), trees)
@@ -102,7 +109,7 @@ def _run(config, config_name, overrides, on_line, trees, command, folder) -> Out
     finally:
         shutil.rmtree(temp, ignore_errors=True)
     wall_s = round(time.monotonic() - started, 1)
-    head = {**_head(config), **_commits(trees), "wall_s": wall_s}
+    head = {**_head(config), **_commits(trees), **({"dirty": dirty} if dirty else {}), "wall_s": wall_s}
     code, reason = write_summary(folder, code, reason, head, watch.peaks())
     summary = json.loads((folder / "summary.json").read_text())
     if summary["steps"]:

@@ -76,8 +76,14 @@ def _kept_bytes(config: DictConfig) -> int:
 
 
 def memory_rows(memory: dict[str, Any]) -> tuple[str, tuple[str, ...], list[tuple[str, ...]]]:
-    """(title, columns, rows) of a table: peak of each phase on the worst rank, one column an order."""
-    hbm, orders = memory["hbm_bytes"], memory["orders"]
+    """(title, columns, rows) of a table: peak of each phase on the worst rank, one column an order.
+
+    The order that the run follows is the first column, and one with the same figures as it has none of its own.
+    """
+    hbm = memory["hbm_bytes"]
+    first, *others = sorted(memory["orders"], key=lambda found: found["order"] != memory["followed"])
+    equal = [found["order"] for found in others if _figures(found) == _figures(first)]
+    orders = [first, *(found for found in others if found["order"] not in equal)]
     unit, scale = ("GB", 1e9) if max(found["peak_bytes"] for found in orders) >= 1e9 else ("MB", 1e6)
 
     def said(size_bytes: float) -> str:
@@ -97,5 +103,12 @@ def memory_rows(memory: dict[str, Any]) -> tuple[str, tuple[str, ...], list[tupl
                                     for found in orders), f"{unit} copied in a step, worst rank{beside}"))
     rows.append(("trims", *(str(found["trims"]) for found in orders), "in a step"))
     title = (f"memory by phase (modelled): {unit} at the peak of the worst rank, without activations; "
-             f"this run follows {memory['followed']}")
+             f"this run follows {memory['followed']}"
+             + "".join(f"; {order}: the same bytes" for order in equal))
     return title, ("phase", *(found["order"] for found in orders), f"who, in {orders[0]['order']}"), rows
+
+
+def _figures(order: dict[str, Any]) -> tuple[Any, ...]:
+    """What the table shows of an order, but for its trims."""
+    return ([phase["peak_bytes"] for phase in order["phases"]], order["to_device_bytes"]["max"],
+            order["to_host_bytes"]["max"])

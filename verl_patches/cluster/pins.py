@@ -38,7 +38,7 @@ class Repository(_Strict):
     """One git repository at one commit. `packages`: top-level Python packages in `folder` of it.
 
     `ref`: the tag, branch or pull-request ref that holds the commit. `tree`: the commit's tree hash, None where it is
-    not known.
+    not known. `generated`: files that installing from the tree writes into it.
     """
 
     url: str
@@ -49,6 +49,7 @@ class Repository(_Strict):
     ref: str | None = None
     folder: str = "."
     note: str = ""
+    generated: tuple[str, ...] = ()
     pull_requests: tuple[PullRequest, ...] = ()
 
     @model_validator(mode="after")
@@ -118,6 +119,20 @@ class Unsupported(_Strict):
     why: str
     instead: str
     planned: bool = False
+
+
+class GivenByVerl(_Strict):
+    """Keywords that verl itself gives to vLLM's LLM, `at` a place by line: the key that decides each, or its value."""
+
+    at: Mapping[Literal["pypi", "a3"], str]
+    keywords: Mapping[str, str]
+
+
+class RolloutKeys(_Strict):
+    """Keys of actor_rollout_ref.rollout: {key: {line: who reads it there}}; other lines cannot act on it."""
+
+    acts: Mapping[str, Mapping[Literal["pypi", "a3"], str]]
+    given_by_verl: GivenByVerl
 
 
 class Apex(_Strict):
@@ -193,19 +208,20 @@ class Line(_Strict):
                              f"expected one of the line's {', '.join(self.python)}")
         return self
 
-    def package_roots(self, folder: Path) -> dict[str, Path]:
+    def package_roots(self, folder: Path, part: bool = False) -> dict[str, Path]:
         """{top-level package: the folder that holds it} for clones side by side in `folder`, named as in the pin file.
 
-        Raises ConfigError that lists what is missing.
+        Raises ConfigError that lists what is missing; `part`: those that are there will do, if there is one.
         """
         roots, missing = {}, []
         for name, repository in self.repositories.items():
             root = Path(folder) / name / repository.folder
             for package in repository.packages:
-                roots[package] = root
-                if not (root / package).is_dir():
+                if (root / package).is_dir():
+                    roots[package] = root
+                else:
                     missing.append(f"{name}/{package}")
-        if missing:
+        if missing and not (part and roots):
             raise ConfigError(
                 f"--upstream {folder}: expected clones of {', '.join(self.repositories)}, "
                 f"found no {', '.join(missing)}. bash scripts/fetch_upstream.sh --dest DIR brings them"
@@ -219,6 +235,7 @@ class Pins(_Strict):
     lines: Mapping[str, Line]
     environment: Mapping[str, Variable]
     read_nowhere: Mapping[str, str]
+    rollout_keys: RolloutKeys
     unsupported: tuple[Unsupported, ...]
 
     def line(self, name: str) -> Line:

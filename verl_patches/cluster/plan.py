@@ -24,6 +24,7 @@ from verl_patches.cluster.memory_plan import memory_plan, memory_rows
 from verl_patches.cluster.trees import LINE, Trees, verl_check
 from verl_patches.layout.of_config import rollout_layout_of, train_layout_of, world_size
 from verl_patches.layout.parallel import ParallelLayout
+from verl_patches.patching.prelude_line import PLACES
 from verl_patches.patching.spec import PatchSpec
 from verl_patches.training.engine_arguments import explain
 
@@ -90,7 +91,8 @@ def _engine(config: DictConfig, configs_dir: Path) -> list[Check]:
     rows = explain(config, hf_config_of(config, configs_dir))
     refused = [Check("engine arguments", False, f"{row.key} is {row.value!r}: {row.why}")
                for row in rows if row.how == "refused"]
-    return refused or [Check("engine arguments", True, f"all {len(rows)} rows of config --explain are mapped")]
+    return refused or [Check("engine arguments", True,
+                             f"none of {len(rows)} keys is refused; config --explain says what each becomes")]
 
 
 def _train_side(layout: ParallelLayout, model: Any, layers_fit: bool, experts_fit: bool) -> dict[str, Any]:
@@ -193,6 +195,7 @@ def show(plan: dict[str, Any], config: DictConfig, console: Console) -> None:
            [(row["id"], row["kind"], row["target"], row["reason"]) for row in on])
     _table(console, "environment", ("name", "value", "set in", "reason", "read by"),
            [(v["name"], v["value"], _SET_IN[v["where"]], v["reason"], v["read_by"]) for v in plan["environment"]])
+    console.print(PLACES, highlight=False, soft_wrap=True)
     console.print("commands to type, in this order:", style="bold")
     if any("HEAD" in command["command"] for command in plan["commands"]):
         console.print("HEAD and NODE stand for addresses of your nodes that the other nodes reach, not 127.0.0.1; the "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -19,13 +19,47 @@ _FAMILIES = ("VERL_", "VLLM_", "HCCL_", "ASCEND_", "TORCH_NPU_", "PYTORCH_NPU_",
 
 
 def refused_keys(config: DictConfig) -> list[tuple[Unsupported, Any]]:
-    """(entry of the pin file, value) of every key that `config` sets and its line cannot act on."""
+    """(entry of the pin file, value) of every key that `config` sets and its line cannot act on.
+
+    Keys of the rollout section that the pin file does not know have an entry made here: nothing is known to read them.
+    """
     found = []
-    for entry in load_pins().unsupported_on(config.recipe.line):
+    entries = load_pins().unsupported_on(config.recipe.line)
+    for entry in (*entries, *_rollout_entries(config, {entry.key for entry in entries})):
         value = OmegaConf.select(config, entry.key)
         if value is not None and value not in entry.neutral:
             found.append((entry, OmegaConf.to_container(value) if OmegaConf.is_config(value) else value))
     return found
+
+
+_ROLLOUT, _ENGINE = "actor_rollout_ref.rollout.", "actor_rollout_ref.rollout.engine_kwargs.vllm."
+
+
+def _rollout_entries(config: DictConfig, listed: Collection[str]) -> Iterator[Unsupported]:
+    """Entries for keys of the rollout section, set or not, that no table of the pin file lets pass."""
+    line, keys = config.recipe.line, load_pins().rollout_keys
+    for key in _leaves(OmegaConf.to_container(config.actor_rollout_ref.rollout, resolve=False), _ROLLOUT):
+        keyword = key.removeprefix(_ENGINE)
+        if key in listed:
+            continue
+        if not key.startswith(_ENGINE):
+            if line not in keys.acts.get(key.removeprefix(_ROLLOUT), ()):
+                yield Unsupported(key=key, lines=(line,), neutral=(None,), why="nothing is known to read it "
+                                  "(configs/upstream.yaml, rollout_keys)", instead="take it out")
+        elif keyword in keys.given_by_verl.keywords:
+            decides = keys.given_by_verl.keywords[keyword]
+            yield Unsupported(
+                key=key, lines=(line,), neutral=(None,),
+                why=f"verl gives vLLM this keyword itself ({keys.given_by_verl.at[line]}), twice is a TypeError",
+                instead=f"set {decides}" if "." in decides else f"leave it unset, verl always gives {decides}")
+
+
+def _leaves(section: Mapping[str, Any], prefix: str) -> Iterator[str]:
+    for key, value in section.items():
+        if isinstance(value, dict) and value and not prefix.startswith(_ENGINE):
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}"
 
 
 def refusal(entry: Unsupported, value: Any, line: str) -> str:

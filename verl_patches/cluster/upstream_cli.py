@@ -27,12 +27,20 @@ def _versions(app: typer.Typer) -> None:
         line: Annotated[
             str | None, typer.Option(help="pypi or a3; default: the line of VERL_PATCHES, else production.")
         ] = None,
+        upstream: Annotated[
+            Path | None, typer.Option(help="Folder with the clones of scripts/fetch_upstream.sh, for line a3.")
+        ] = None,
         as_json: Json = False,
     ) -> None:
         """What of the pins is on this machine: packages, commits, Ascend software, environment variables."""
+        from verl_patches.cluster.trees import LINE, trees_of
         from verl_patches.cluster.versions import compare
+        from verl_patches.errors import ConfigError
 
-        leave_with(compare(line), as_json)
+        report = compare(line, trees=trees_of(upstream))
+        if upstream is not None and report.line != LINE:
+            raise ConfigError(f"--upstream holds line {LINE}, but this compares line {report.line}: say --line {LINE}")
+        leave_with(report, as_json)
 
 
 def _fetch_upstream(app: typer.Typer) -> None:

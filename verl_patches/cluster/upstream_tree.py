@@ -7,18 +7,16 @@ can be lost by that, and otherwise refused with what stands in the way.
 
 from __future__ import annotations
 
-import hashlib
 import re
 import shutil
 from pathlib import Path
 
-from verl_patches.cluster.git_tree import OnPercent, fetch, git, has_commit, listed, succeeds
-from verl_patches.cluster.pins import PullRequest, Repository
+from verl_patches.cluster.git_tree import OnPercent, fetch, git, has_commit, listed
+from verl_patches.cluster.modified import WORKER_FILE, commit_faults, merges, said, tree_changes
+from verl_patches.cluster.pins import Repository
 from verl_patches.patching import prelude_line
 from verl_patches.patching.engine import PatchError
 
-WORKER_FILE = Path("verl") / prelude_line.INSIDE
-_SHOWN = 10  # of a long list of changed files
 # a server's words for "I do not hand out that": another way of asking may be granted
 _NOT_GRANTED = re.compile("not our ref|unadvertised object|find remote ref|not allow", re.IGNORECASE)
 
@@ -37,12 +35,12 @@ def look(path: Path, pin: Repository) -> str:
         return "absent"
     if not (path / ".git").exists():
         raise TreeError("files that are no git clone", f"move {path} away")
-    changed, head = dirt(path), git(path, "rev-parse", "HEAD")
+    head = git(path, "rev-parse", "HEAD")
+    changed = tree_changes(path, head, pin.generated)
     if changed:
-        more = f" and {len(changed) - _SHOWN} more" if len(changed) > _SHOWN else ""
-        raise TreeError(f"changed files: {', '.join(changed[:_SHOWN])}{more}",
-                        f"keep them (git -C {path} stash -u, or commit and push a branch), or give another --dest")
-    wrong = faults(path, pin)
+        raise TreeError(said(changed), f"keep them (git -C {path} stash -u, or commit and push a branch), "
+                        "or give another --dest")
+    wrong = commit_faults(path, pin)
     if not wrong:
         return "right"
     if head == pin.commit or merges(pin):
@@ -51,29 +49,6 @@ def look(path: Path, pin: Repository) -> str:
         raise TreeError(f"commit {head[:12]}, which is on no remote branch and would be lost",
                         f"push it, or move {path} away, or give another --dest")
     return "other"
-
-
-def dirt(path: Path) -> list[str]:
-    """Changed and untracked files of a work tree, as git status says them; our prelude line alone is no change."""
-    lines = git(path, "status", "--porcelain=v1", "-z", "--untracked-files=normal").split("\0")
-    changed = [(line[:2], line[3:]) for line in lines if line]
-    ours = (" M", str(WORKER_FILE))
-    return [f"{file} ({state.strip()})" for state, file in changed if (state, file) != ours or not _only_prelude(path)]
-
-
-def faults(folder: Path, pin: Repository) -> list[str]:
-    """In what the checked-out commit differs from the pin; empty if it is the pin."""
-    head, tree = git(folder, "rev-parse", "HEAD", "HEAD^{tree}").split()
-    found = []
-    if merges(pin):
-        for commit in (pin.commit, *(pull.head for pull in merges(pin))):
-            if not succeeds(folder, "merge-base", "--is-ancestor", commit, head):
-                found.append(f"expected {commit} to be merged, found {head} without it")
-    elif head != pin.commit:
-        found.append(f"expected commit {pin.commit}, found {head}")
-    if pin.tree and tree != pin.tree:
-        found.append(f"expected tree {pin.tree}, found {tree}")
-    return found
 
 
 def make(path: Path, pin: Repository, source: str, on_percent: OnPercent) -> None:
@@ -111,11 +86,6 @@ def move(path: Path, pin: Repository, source: str, on_percent: OnPercent) -> Non
         raise
 
 
-def merges(pin: Repository) -> list[PullRequest]:
-    """The pull requests that the pin wants merged."""
-    return [pull for pull in pin.pull_requests if pull.merge]
-
-
 def _bring(folder: Path, pin: Repository, source: str, on_percent: OnPercent) -> None:
     """The pin's objects: by its ref if that is at the pin, else by the bare hash, else (old servers) all history."""
     if has_commit(folder, pin.commit):
@@ -150,18 +120,6 @@ def _place(folder: Path, pin: Repository, source: str) -> None:
                             "somebody pushed to it: review it, then change the pin")
         git(folder, "merge", "--quiet", "--no-edit", head)
     git(folder, "update-ref", f"refs/remotes/origin/pinned-{pin.commit[:12]}", "HEAD")
-    wrong = faults(folder, pin) + dirt(folder)
+    wrong = commit_faults(folder, pin) + tree_changes(folder, "HEAD", pin.generated)
     if wrong:
         raise TreeError("; ".join(wrong), "the source or the pin file is wrong: find out which before using it")
-
-
-def _only_prelude(path: Path) -> bool:
-    """Whether verl's worker file is its committed self plus our line: the line taken out gives the committed hash."""
-    file = path / WORKER_FILE
-    if not file.is_file():
-        return False
-    lines = file.read_bytes().splitlines(keepends=True)
-    ours = [n for n, line in enumerate(lines) if line.strip() == prelude_line.LINE.encode()]
-    data = b"".join(line for n, line in enumerate(lines) if n not in ours[:1])
-    blob = hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
-    return blob == git(path, "rev-parse", f"HEAD:{WORKER_FILE}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import platform
 from collections.abc import Callable, Iterator, Mapping
@@ -11,15 +10,13 @@ from importlib import metadata
 from pathlib import Path
 
 from verl_patches.cluster import ascend_software
-from verl_patches.cluster.git_tree import git
-from verl_patches.cluster.pins import Line, Pins, Repository, load_pins, same_version
+from verl_patches.cluster.modified import installed_root, roots_of, source_findings
+from verl_patches.cluster.pins import Line, Pins, load_pins, same_version
 from verl_patches.cluster.support import shell_findings
-from verl_patches.cluster.upstream_tree import dirt, faults
-from verl_patches.patching.engine import PatchError
+from verl_patches.cluster.trees import FETCH, Trees
+from verl_patches.patching.contract import PACKAGES
 from verl_patches.patching.report import Finding, Report
 from verl_patches.patching.switches import VARIABLE, parse
-
-FETCH = "bash scripts/fetch_upstream.sh --line {line}, then put the clones on PYTHONPATH"
 
 
 def _distribution(name: str) -> str | None:
@@ -27,16 +24,6 @@ def _distribution(name: str) -> str | None:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return None
-
-
-def _package(name: str) -> Path | None:
-    """The folder of a top-level package, found without importing it."""
-    try:
-        spec = importlib.util.find_spec(name)
-    except (ImportError, ValueError):
-        return None
-    places = list(spec.submodule_search_locations or ()) if spec else []
-    return Path(places[0]).resolve() if places else None
 
 
 @dataclass(frozen=True)
@@ -47,11 +34,13 @@ class Machine:
     ascend: Path = ascend_software.ROOT
     python: str = platform.python_version()
     distribution: Callable[[str], str | None] = _distribution
-    package: Callable[[str], Path | None] = _package
+    root: Callable[[str], Path | None] = installed_root
 
 
-def compare(line: str | None = None, machine: Machine | None = None, pins: Pins | None = None) -> Report:
-    """Every pin of one line against `machine`, then its shell, then as notes what the line cannot do.
+def compare(
+    line: str | None = None, machine: Machine | None = None, pins: Pins | None = None, trees: Trees | None = None
+) -> Report:
+    """Every pin of one line against `machine` and `trees`, then its shell, then as notes what the line cannot do.
 
     `line` None: the line of VERL_PATCHES, and with nothing set production, as everywhere. Raises ConfigError for a line
     that the pin file does not have.
@@ -60,10 +49,12 @@ def compare(line: str | None = None, machine: Machine | None = None, pins: Pins 
     name, why = (line, "--line") if line else _line_of(machine.environ)
     pinned = pins.line(name)
     found = [Finding("line", "fine", why, "", name), _python(pinned, machine)]
-    found += [_distribution_finding(key, version, machine) for key, version in pinned.packages.items()]
+    sources = [*_sources(name, pinned, roots_of(name, trees or Trees(), machine.root))]
+    once = {finding.name for finding in sources}
+    found += [_distribution_finding(key, version, machine) for key, version in pinned.packages.items()
+              if key not in once]
     found += [_system(key, version, machine) for key, version in pinned.system.items()]
-    for key, repository in pinned.repositories.items():
-        found += _repository(name, key, repository, machine)
+    found += sources
     found += shell_findings(name, machine.environ)
     found += [Finding("not supported", "note", "", "", limit) for limit in pinned.limits]
     for entry in pins.unsupported_on(name):
@@ -107,40 +98,19 @@ def _system(name: str, pinned: str, machine: Machine) -> Finding:
     return Finding(name, "problem", where, pinned, "no version file", f"install {name} {pinned}{elsewhere}")
 
 
-def _repository(line: str, name: str, repository: Repository, machine: Machine) -> Iterator[Finding]:
-    for package in repository.packages:
-        place, expected = machine.package(package), f"{name} at {repository.commit[:12]}"
-        where, todo = str(place or package), FETCH.format(line=line)
-        if place is None:
-            yield Finding(package, "problem", where, expected, "not importable", todo)
+def _sources(name: str, pinned: Line, roots: Mapping[str, Path]) -> Iterator[Finding]:
+    """Each upstream package of the line once: what it is compared with its pin, or where it has to come from."""
+    yield from source_findings(pinned, roots)
+    by_pip = pinned.container.on_pip if pinned.container else ()
+    of_package = {package: key for key, repository in pinned.repositories.items() for package in repository.packages}
+    for package in PACKAGES[name]:
+        if package in roots:
             continue
-        root = _checkout(place, repository)
-        if root is None:
-            version = machine.distribution(name)
-            if version and same_version(repository.version, version):
-                yield Finding(package, "note", where, expected, f"an installed {version}", "its commit cannot be told")
-            else:
-                yield Finding(package, "problem", where, expected, "no git checkout", todo)
+        key = of_package.get(package)
+        if key is None:
+            yield Finding(package, "problem", package, "an installed package", "not importable",
+                          "bash scripts/setup.sh installs it")
             continue
-        wrong, changed = faults(root, repository), dirt(root)
-        if wrong:
-            yield Finding(package, "problem", str(root), expected, "; ".join(wrong), todo)
-        elif changed:
-            more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
-            yield Finding(package, "note", str(root), expected, f"changed files: {', '.join(changed[:3])}{more}",
-                          f"git -C {root} status shows them")
-        else:
-            yield Finding(package, "fine", str(root), expected, repository.commit[:12])
-
-
-def _checkout(place: Path, repository: Repository) -> Path | None:
-    """The root of the checkout that `place` is a package of; None where it was copied or installed from a wheel."""
-    root = place.parent
-    for _ in Path(repository.folder).parts:
-        root = root.parent
-    try:
-        top = git(root, "rev-parse", "--show-toplevel")
-    except PatchError:
-        return None
-    return root if Path(top).resolve() == root.resolve() else None
-
+        todo = f"{FETCH}; " + (f"then install it: python -m pip install --no-build-isolation --editable DIR/{key}"
+                               if key in by_pip else "then give --upstream DIR, or put it on PYTHONPATH")
+        yield Finding(key, "problem", package, f"commit {pinned.repositories[key].commit[:12]}", "not importable", todo)

@@ -52,6 +52,8 @@ def check(specs: Iterable[PatchSpec], line: str, sources: Sources) -> Report:
 
 
 def _findings(rows: list[PatchSpec], line: str, sources: Sources) -> Iterator[Finding]:
+    unseen = [spec for spec in rows if _names(spec) & sources.absent]
+    rows = [spec for spec in rows if not _names(spec) & sources.absent]
     tree = read_tree(sources.roots)
     named = {split(place)[0] for spec in rows if not spec.is_module_stub for place in (spec.target, *spec.bindings)}
     for module in sorted(named - set(tree)):  # outside: torch and the like, as far as the rows name it
@@ -67,3 +69,11 @@ def _findings(rows: list[PatchSpec], line: str, sources: Sources) -> Iterator[Fi
                       "rows' targets is not known" * bool(unread))
     for spec in rows:
         yield RowCheck(spec, line, sources, held, tree).finding()
+    for spec in unseen:
+        lacking = ", ".join(sorted(_names(spec) & sources.absent))
+        yield Finding(spec.id, "note", where=spec.target, found=f"not looked at: no {lacking} in the folder given")
+
+
+def _names(spec: PatchSpec) -> set[str]:
+    """The top-level packages that a row's target and bindings name."""
+    return {place.partition(":")[0].split(".")[0] for place in (spec.target, *spec.bindings)}

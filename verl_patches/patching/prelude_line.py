@@ -20,6 +20,8 @@ from verl_patches.errors import ConfigError
 
 LINE = "from verl_patches import prelude_patch  # noqa: F401"
 INSIDE = Path("workers") / "megatron_workers.py"
+PLACES = (f"FILE:LINE is of the pinned sources as they come; with the prelude line, places below it in verl/{INSIDE} "
+          "are one line further down")
 ANCHOR_CLASS = "ActorRolloutRefWorker"
 ANCHOR_IMPORT = "torch"
 # whatever speaks of our prelude without being LINE: an edited, commented-out or foreign one

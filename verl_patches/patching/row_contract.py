@@ -25,13 +25,16 @@ class Sources:
 
     `roots`: {top-level package: the folder that holds it}; other packages (torch, tensordict) are those of this
     interpreter. `installed`: the roots are this interpreter's too. `base`: a tree known to be good, as `roots`.
-    `versions`: {distribution: pinned version}.
+    `versions`: {distribution: pinned version}. `absent`: packages of the line that `roots` lack; rows that name them
+    are not looked at. `held`: {top-level package: what it is, whole, as compared with its pin}.
     """
 
     roots: Mapping[str, Path]
     installed: bool = True
     base: Mapping[str, Path] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
+    absent: frozenset[str] = frozenset()
+    held: Mapping[str, str] = field(default_factory=dict)
 
 
 def can_be_bound(spec: PatchSpec) -> bool:
@@ -137,8 +140,14 @@ class RowCheck:
     def _check_without_source(self, known: str | None, pinned: str | None, here: str) -> bool:
         if known != fp.NO_SOURCE:
             return self._tell_missing()
-        text = f"compiled or inherited, no Python text: held by the version of {self.top}, {here} here"
-        if pinned is None:
+        text = "no Python text of its own (an imported name, compiled or inherited): held by "
+        if self.top in self.sources.held:
+            self.said.append(text + self.sources.held[self.top])
+            return True
+        text += f"the version of {self.top}, {here} here"
+        if self.top in self.sources.roots and not self.sources.installed:
+            self.notes.append(f"{text.partition(' held')[0]} {self.top} is not as pinned, so nothing says what it is")
+        elif pinned is None:
             self.notes.append(f"{text}; the line pins no version of it")
         elif _public(pinned) != _public(here):
             self.notes.append(f"{text}, pinned {pinned}")

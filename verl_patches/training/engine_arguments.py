@@ -51,7 +51,9 @@ def _explain(row: Key, get: Get) -> Setting:
         why = row.why if equal else f"must equal {row.to}, {actors!r}: {row.why}"
         return Setting(row.key, value, f"with {row.to}" if equal else "refused", (), why)
     if row.how == "only":
-        return Setting(row.key, value, "mapped" if value in row.to else "refused", (), row.why)
+        fits = value in row.to
+        return Setting(row.key, value, "mapped" if fits else "refused", (),
+                       f"as it must be: {row.why}" if fits else row.why)
     if row.how == "convert":
         found = row.to(value, get)
         refused = isinstance(found, Refusal)

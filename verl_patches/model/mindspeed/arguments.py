@@ -136,7 +136,8 @@ def _size(key: str, argument: str, hf: Mapping[str, Any]) -> Setting:
 
 def _only(key: str, expected: Any, arguments: tuple[str, ...], value: Any) -> Setting:
     if value is None or value == expected:
-        return Setting(key, value, "mapped", arguments, f"only {expected!r} is computed rightly")
+        why = "as it must be; another value is refused" if value == expected else f"left out, which means {expected!r}"
+        return Setting(key, value, "mapped", arguments, why)
     return _refused(key, value, f"must be {expected!r} for DeepSeek-V3 on MindSpeed-LLM")
 
 
