@@ -30,12 +30,18 @@ def references(tmp_path_factory) -> dict:
 
 
 @pytest.fixture(scope="session")
-def npu(tmp_path_factory) -> dict:
-    """The calls on the real torch_npu; its environment is made if it is not there."""
+def npu_python() -> tuple[str, dict[str, str]]:
+    """The Python that has the real torch_npu, and its variables; its environment is made if it is not there."""
     done = subprocess.run(["bash", str(ROOT / "scripts" / "npu_venv.sh"), "--venv", sys.prefix], text=True, timeout=600,
                           stdin=subprocess.DEVNULL, capture_output=True)
     if done.returncode:
         pytest.fail(f"scripts/npu_venv.sh ended with {done.returncode}:\n{done.stderr[-4000:]}")
     *settings, python = done.stdout.split()
-    env = dict(setting.split("=", 1) for setting in settings)
+    return python, dict(setting.split("=", 1) for setting in settings)
+
+
+@pytest.fixture(scope="session")
+def npu(npu_python, tmp_path_factory) -> dict:
+    """The calls on the real torch_npu."""
+    python, env = npu_python
     return run_job(python, "npu", tmp_path_factory.mktemp("npu") / "npu.json", **env)

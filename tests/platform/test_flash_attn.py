@@ -60,7 +60,8 @@ from verl_patches.patching.engine import current
 import verl_patches.prelude_patch
 {before}
 from flash_attn.bert_padding import index_first_axis, pad_input, rearrange, unpad_input
-print(pad_input.__module__, *(row["state"] for row in current().status() if row["id"].startswith("platform.flash_attn")))
+rows = {{row["id"]: row["state"] for row in current().status()}}
+print(pad_input.__module__, *(state for name, state in rows.items() if name.startswith("platform.flash_attn")))
 {after}
 """
 EMPTY_MODULE = """

@@ -1,8 +1,9 @@
 """NPU ops, checked (guards.py) and differentiable; T tokens, H hidden, k experts a token, E experts, N heads.
 
-Production calls `attention` (model/mindspeed/attention.py): that call to torch_npu is this project's own. MindSpeed and
-MindSpeed-LLM call torch_npu and their op builders themselves for the rest; the other wrappers say what those calls must
-be like, and tests/npu makes a DeepSeek-V3 layer of all of them and tries it on the real torch_npu.
+Production calls `attention` (model/mindspeed/attention.py): that call to torch_npu is this project's own. MindSpeed
+calls torch_npu itself for norms and SwiGLU, and its op builders for the rest; tests/npu/boot_job.py makes these three
+calls as production does, on the real torch_npu. The other wrappers here say what the rest must be like, and tests/npu
+makes a DeepSeek-V3 layer of all of them.
 
 Every argument whose default is not the same in all versions of torch_npu is given (grouped matmul's `group_type` is -1
 in 2.5.1 and None later), and none that the pinned 2.5.1.post1 does not have.

@@ -1,0 +1,277 @@
+"""The start of one kind of process of line a3 on platform npu, as production does it, without a device.
+
+    python boot_job.py KIND FOLDER      KIND: driver | controller | worker
+
+FOLDER holds model/ (config.json, tokenizer) and data.parquet. The driver leaves driver.pickle, what Ray would carry to
+other processes: set-up hook, task and configuration; the others start from it. Each leaves KIND.json: state of every
+row, modules that were imported, and "failed": "step: error" where a step raised, after which nothing more is tried.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import functools
+import importlib
+import importlib.util
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+CONFIG, OTHER_CONFIG = "grpo_deepseekv3_256die_true_weight", "grpo_deepseekv3_256die_random_init"
+# what Ray and verl give a worker of a group (verl/single_controller/ray/base.py:326); DISABLE_WORKER_INIT, because
+# ActorRolloutRefWorker is made inside another worker, which has registered the group already (base.py:702)
+WORKER = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "256", "LOCAL_WORLD_SIZE": "16", "WG_PREFIX": "group",
+          "WG_BACKEND": "ray", "DISABLE_WORKER_INIT": "1", "MASTER_ADDR": "127.0.0.1",
+          "MASTER_PORT": "29500"}  # fmt: skip
+# chosen where rollout.name is sglang (verl/workers/megatron_workers.py:261)
+NOT_CHOSEN = ("verl.workers.rollout.sglang_rollout", "verl.workers.sharding_manager.megatron_sglang")
+
+
+class Reached(Exception):
+    """The process came to the first call that needs Ray or a device."""
+
+
+def stop(*args: Any, **kwargs: Any) -> Any:
+    """Stands where the process would go on to what is not here."""
+    raise Reached
+
+
+def overrides(folder: Path) -> list[str]:
+    """Hydra overrides that name what is in `folder`."""
+    return [f"actor_rollout_ref.model.path={folder / 'model'}", f"data.train_files={folder / 'data.parquet'}",
+            f"data.val_files={folder / 'data.parquet'}", f"recipe.output_root={folder / 'outputs'}"]
+
+
+def driver(folder: Path, found: dict[str, Any]) -> None:
+    """verl_patches/main_grpo.py until it starts Ray."""
+    with step(found, "verl_patches.main_grpo"):
+        main_grpo = importlib.import_module("verl_patches.main_grpo")
+        import ray
+
+        given = {}
+        ray.init = lambda **options: given.update(options) or stop()
+        try:
+            main_grpo.main(["--config-name", CONFIG, *overrides(folder)])
+        except Reached:
+            found["reached"] = "ray.init"
+        config = main_grpo.compose(CONFIG, overrides(folder))
+        hook = given["runtime_env"].pop("worker_process_setup_hook")
+        (folder / "driver.pickle").write_bytes(ray.cloudpickle.dumps((hook, main_grpo.run_task_runner, config)))
+        found["env_vars"] = given["runtime_env"]["env_vars"]
+
+
+def controller(folder: Path, found: dict[str, Any]) -> None:
+    """A Ray worker process that runs verl's TaskRunner, until the worker groups are made."""
+    import ray
+
+    hook, task, config = ray.cloudpickle.loads((folder / "driver.pickle").read_bytes())
+    with step(found, "set-up hook"):
+        hook()
+    with step(found, "verl.trainer.main_ppo"):
+        importlib.import_module("verl.trainer.main_ppo")
+    with step(found, "TaskRunner.run"):
+        trainer = importlib.import_module("verl.trainer.ppo.ray_trainer")
+        trainer.RayPPOTrainer.init_workers = stop
+        try:
+            task(config)
+        except Reached:
+            found["reached"] = "RayPPOTrainer.init_workers"
+
+
+def worker(folder: Path, found: dict[str, Any]) -> None:
+    """A Ray worker process of verl's group: engine, then ActorRolloutRefWorker, then what its init imports."""
+    import ray
+
+    hook, _, config = ray.cloudpickle.loads((folder / "driver.pickle").read_bytes())
+    os.environ.update(WORKER)
+    sys.modules["vllm._C"] = None  # the image builds vLLM for no device (VLLM_TARGET_DEVICE=empty): no compiled ops
+    with step(found, "set-up hook"):
+        hook()
+        found["mindspeed before megatron"] = "mindspeed_llm" in sys.modules
+    with step(found, "verl.workers.megatron_workers"):
+        importlib.import_module("verl.single_controller.ray.megatron")
+        workers = importlib.import_module("verl.workers.megatron_workers")
+    with step(found, "validators on both configurations"):
+        found["arguments"] = {name: arguments(name, folder) for name in (CONFIG, OTHER_CONFIG)}
+    with step(found, "ActorRolloutRefWorker.__init__"):
+        first_call_of_a_device(lambda: workers.ActorRolloutRefWorker(config.actor_rollout_ref, "actor_rollout"), found)
+    with step(found, "imports of ActorRolloutRefWorker's methods"):
+        found["lazy"] = lazy_imports(workers)
+        for name in found["lazy"]:
+            importlib.import_module(name)
+    with step(found, "vLLM's platform and plugins"):
+        found.update(engine())
+    with step(found, "modules of vllm_ascend"):
+        camem = importlib.import_module("vllm_ascend.device_allocator.camem")
+        found["sleep mode"] = camem.camem_available
+        found["not imported"] = {name: why for name in vllm_ascend_modules() if (why := refusal(name))}
+    if str(importlib.util.find_spec("torch_npu._C").origin).endswith(".so"):  # not the stand-in
+        with step(found, "calls of the real torch_npu"):
+            found.update(production_calls())
+
+
+def arguments(name: str, folder: Path) -> dict[str, Any]:
+    """What upstream's parsers and validators make of one configuration."""
+    from verl_patches.cluster.compose import compose
+    from verl_patches.model.mindspeed.arguments import arguments_of
+    from verl_patches.training import engine_start
+    from verl_patches.training.engine_arguments import explain
+
+    section = compose(name, overrides(folder)).actor_rollout_ref
+    words = arguments_of(explain(section, engine_start.read_hf_config(section)))
+    engine_start._same_features(words)
+    args = vars(engine_start._arguments(words))
+    return {key: args[key] for key in ("data_parallel_size", "expert_model_parallel_size", "num_layers", "fix_router")}
+
+
+def first_call_of_a_device(call: Callable[[], Any], found: dict[str, Any]) -> None:
+    """Call until torch.distributed would start HCCL; RuntimeError where another asks for it than our engine's start."""
+    import torch
+
+    def reached(*args: Any, **kwargs: Any) -> None:
+        caller = traceback.extract_stack()[-2]
+        found["reached"] = f"{Path(caller.filename).stem}.{caller.name}"
+        if found["reached"] != "engine_start._start_distributed":
+            raise RuntimeError(f"the process group was asked for by {found['reached']}, before MindSpeed's arguments")
+        raise Reached
+
+    torch.distributed.init_process_group, kept = reached, torch.distributed.init_process_group
+    try:
+        call()
+    except Reached:
+        pass
+    finally:
+        torch.distributed.init_process_group = kept
+
+
+def lazy_imports(workers: Any) -> list[str]:
+    """Modules that methods of ActorRolloutRefWorker import, NOT_CHOSEN left out."""
+    tree = ast.parse(Path(workers.__file__).read_text())
+    body = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "ActorRolloutRefWorker")
+    names = [node.module for node in ast.walk(body) if isinstance(node, ast.ImportFrom)]
+    return [name for name in dict.fromkeys(names) if name not in NOT_CHOSEN]
+
+
+def engine() -> dict[str, Any]:
+    """vLLM's platform by its entry point, and the classes that it and the registry give for DeepSeek-V3."""
+    from vllm.platforms import current_platform
+    from vllm.plugins import load_general_plugins
+    from vllm.utils import resolve_obj_by_qualname
+
+    load_general_plugins()
+    import torch
+    from vllm.model_executor.models import ModelRegistry
+
+    worker = importlib.import_module("vllm_ascend.worker.worker_v1").NPUWorker  # platform.py names it for engine V1
+    backend = current_platform.get_attn_backend_cls(None, 576, torch.bfloat16, "auto", 128, True, True)
+    model = ModelRegistry.models["DeepseekV3ForCausalLM"].load_model_cls()
+    return {"platform": full_name(type(current_platform)), "model": full_name(model), "worker": full_name(worker),
+            "attention": full_name(resolve_obj_by_qualname(backend))}
+
+
+def production_calls() -> dict[str, Any]:
+    """What a layer calls in torch_npu itself, by the functions that the adaptor left in Megatron, on fake tensors.
+
+    Sizes of one rank at TP4, packed sequences. Rotary embedding, permutation, grouped products and the optimizer's step
+    are not among them: MindSpeed makes those with op builders, which compile against CANN.
+    """
+    import torch
+    import torch_npu
+    from job import record_calls
+    from megatron.core.fusions.fused_bias_swiglu import SwiGLUFunction
+    from megatron.legacy.model.rms_norm import RMSNorm
+    from megatron.training import global_vars
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from verl_patches.model.mindspeed.attention import CausalMlaAttention
+    from verl_patches.model.mindspeed.packed import lengths_of
+    from verl_patches.training import engine_start
+
+    global_vars.set_args(engine_start._features)
+    packed = SimpleNamespace(cu_seqlens_q=torch.tensor([0, 40, 64], dtype=torch.int32))
+    lengths_of(packed.cu_seqlens_q)
+    calls = record_calls(torch_npu)
+    made: dict[str, list] = {}
+
+    def run(name: str, call: Callable, *shapes: tuple[int, ...]) -> None:
+        given = [torch.randn(*shape, dtype=torch.bfloat16, device="npu", requires_grad=True) for shape in shapes]
+        out = call(*given)
+        out.sum().backward()
+        made[name] = [list(out.shape), str(out.dtype), out.device.type, [list(x.grad.shape) for x in given]]
+
+    with FakeTensorMode():
+        norm = RMSNorm(7168, eps=1e-6)
+        norm.weight = torch.nn.Parameter(torch.ones(7168, dtype=torch.bfloat16, device="npu"))
+        run("norm", norm, (64, 1, 7168))
+        run("swiglu", SwiGLUFunction.apply, (64, 2 * 4608))
+        attend = functools.partial(CausalMlaAttention.forward, SimpleNamespace(softmax_scale=192**-0.5))
+        run("attention", lambda q, k, v: attend(q, k, v, None, packed_seq_params=packed),
+            (64, 1, 32, 192), (64, 1, 32, 192), (64, 1, 32, 128))  # fmt: skip
+    made["norm"].append(list(norm.weight.grad.shape))
+    return {"made": made, "calls": calls}
+
+
+def full_name(thing: type) -> str:
+    """module.Name of a class."""
+    return f"{thing.__module__}.{thing.__qualname__}"
+
+
+def vllm_ascend_modules() -> Iterator[str]:
+    """Every module of the package, by its files."""
+    import vllm_ascend
+
+    for path in sorted(Path(vllm_ascend.__path__[0]).rglob("*.py")):
+        parts = path.relative_to(Path(vllm_ascend.__path__[0]).parent).with_suffix("").parts
+        yield ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def refusal(name: str) -> str | None:
+    """"Type: message" of what importing a module raises."""
+    try:
+        importlib.import_module(name)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+class Failed(Exception):
+    """A step raised; it has been noted."""
+
+
+@contextlib.contextmanager
+def step(found: dict[str, Any], name: str) -> Iterator[None]:
+    """One part of a start."""
+    try:
+        yield
+    except BaseException as error:
+        traceback.print_exc()
+        found["failed"] = f"{name}: {type(error).__name__}: {error}"
+        raise Failed from error
+    found["steps"].append(name)
+
+
+def main(kind: str, folder: Path) -> None:
+    """Run one start and write what was found."""
+    found: dict[str, Any] = {"steps": []}
+    with contextlib.suppress(Failed):
+        {"driver": driver, "controller": controller, "worker": worker}[kind](folder, found)
+    from verl_patches.patching.engine import current
+
+    try:
+        found["rows"] = {row["id"]: [row["state"], row["reason"]] for row in current().status()}
+        found["targets"] = sorted({s.target_module for s in current().specs.values() if s.target_module in sys.modules})
+    except RuntimeError as error:
+        found["rows"], found["targets"] = {}, []
+        found.setdefault("failed", f"prelude: {error}")
+    found["top level"] = sorted({name.partition(".")[0] for name in sys.modules})
+    (folder / f"{kind}.json").write_text(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))

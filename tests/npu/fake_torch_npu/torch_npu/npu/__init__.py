@@ -1,0 +1,9 @@
+"""torch_npu.npu, which is torch.npu too."""
+
+from types import SimpleNamespace
+
+from torch_npu.npu import memory, streams  # noqa: F401
+from verl_patches.platform.cpu.ascend.torch_npu.npu import *  # noqa: F403
+from verl_patches.platform.cpu.ascend.torch_npu.npu import __getattr__, _lazy_call  # noqa: F401
+
+config = SimpleNamespace(allow_internal_format=False)

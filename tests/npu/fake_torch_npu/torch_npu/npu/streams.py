@@ -1,0 +1,3 @@
+"""torch_npu.npu.streams."""
+
+from verl_patches.platform.cpu.ascend.streams import Event, Stream  # noqa: F401

@@ -1,0 +1,1 @@
+"""torchair._contrib.custom_torch_ops, imported for its effect alone."""

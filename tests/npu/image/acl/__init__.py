@@ -1,0 +1,6 @@
+"""CANN's Python package as MindSpeed and vllm-ascend import it."""
+
+
+def get_soc_name() -> str:
+    """Name of an Atlas A3 die."""
+    return "Ascend910_9391"

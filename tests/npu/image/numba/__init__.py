@@ -1,0 +1,9 @@
+"""numba, which vllm-ascend requires and the CPU line's environment lacks: decorators that do nothing."""
+
+
+def jit(*args, **kwargs):
+    """The function itself."""
+    return args[0] if args and callable(args[0]) else lambda function: function
+
+
+njit = jit

@@ -1,0 +1,273 @@
+"""Import proofs: each kind of process of line a3 on platform npu starts as in production, without a device.
+
+boot_job.py runs the start itself; what is allowed to wait, and what cannot be imported here, is data below. Two halves:
+with stand-ins for torch_npu (fake_torch_npu/), and with the real one over stand-ins for CANN (scripts/npu_venv.sh).
+Both take acl, apex and numba from image/, which holds the names that the image's packages have. Nothing here shows that
+HCCL, kernels or memory work.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from verl_patches.catalog import ROWS
+from verl_patches.patching.switches import Switches
+from verl_patches.platform.npu_schemas import reader
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
+TREES = ("verl", "Megatron-LM", "MindSpeed", "MindSpeed-LLM", "vllm-ascend")
+KINDS = ("driver", "controller", "worker")
+WANTED = {row.id: row for row in ROWS if Switches("a3", "npu").decide(row)[0]}
+
+# kind -> modules (or whole packages) that this kind never imports while it starts: their rows may wait there
+NEVER_IMPORTED = {
+    "driver": ("megatron", "verl", "vllm"),
+    "controller": (
+        "megatron.core.models", "megatron.core.packed_seq_params",  # no model is built
+        "verl.models.mcore.registry", "verl.utils.megatron.optimizer",
+        "verl.workers.rollout", "verl.workers.sharding_manager", "vllm",  # no engine either
+    ),
+    "worker": ("verl.trainer.ppo.metric_utils", "verl.trainer.ppo.ray_trainer", "verl.utils.tracking"),
+}  # fmt: skip
+STEPS = {
+    "driver": ["verl_patches.main_grpo"],
+    "controller": ["set-up hook", "verl.trainer.main_ppo", "TaskRunner.run"],
+    "worker": ["set-up hook", "verl.workers.megatron_workers", "validators on both configurations",
+               "ActorRolloutRefWorker.__init__", "imports of ActorRolloutRefWorker's methods",
+               "vLLM's platform and plugins", "modules of vllm_ascend"],
+}  # fmt: skip
+REACHED = {"driver": "ray.init", "controller": "RayPPOTrainer.init_workers",
+           "worker": "engine_start._start_distributed"}  # fmt: skip
+
+# Modules of vllm-ascend that cannot be imported here -> (what the error says, why it is not on our path)
+_NO_DATADIST = ("No module named 'llm_datadist'", "CANN's package for prefill and decode in different engines")
+NOT_IMPORTED = {
+    "vllm_ascend.compilation.piecewise_backend":
+        ("has no attribute 'rms_norm'", "graphs of ACL, piece by piece; vLLM's compiled ops are not in the image"),
+    **{f"vllm_ascend.distributed.{name}": _NO_DATADIST for name in (
+        "kv_transfer.simple_buffer", "kv_transfer.simple_connector", "kv_transfer.simple_pipe", "kv_transfer.utils",
+        "llmdatadist_c_mgr_connector", "llmdatadist_connector")},
+}  # fmt: skip
+
+
+def faults(kind: str, found: dict) -> list[str]:
+    """What is wrong with the start of a process, in words; empty where it is proven."""
+    wrong = [f"the start failed at {found['failed']}"] if "failed" in found else []
+    for name, row in WANTED.items():
+        state, reason = found["rows"].get(name, ("off", "unknown there"))
+        if state == "waiting" and _never(kind, row.target_module):
+            continue
+        if state != "active":
+            wrong.append(f"row {name} at {row.target} is {state} ({reason})")
+    wrong += [f"{kind} imports {module}, which NEVER_IMPORTED lists" for module in found["targets"]
+              if _never(kind, module)]
+    wrong += [f"no row waits for {listed}, which NEVER_IMPORTED lists" for listed in NEVER_IMPORTED[kind]
+              if not any(_in(row.target_module, listed) for row in WANTED.values())]
+    return wrong
+
+
+def _never(kind: str, module: str) -> bool:
+    return any(_in(module, listed) for listed in NEVER_IMPORTED[kind])
+
+
+def _in(module: str, package: str) -> bool:
+    return module == package or module.startswith(f"{package}.")
+
+
+class Starts:
+    """Runs boot_job.py for one half; the driver first, as the others start from what it leaves."""
+
+    def __init__(self, folder: Path, upstream: Path, places: list[Path], python: str, settings: dict[str, str]):
+        self.folder, self.python = folder, python
+        path = [ROOT, *(upstream / tree for tree in TREES), *places, HERE / "image", folder / "installed"]
+        self.env = {name: value for name, value in os.environ.items() if name != "VERL_PATCHES"}
+        self.env |= {"PYTHONPATH": os.pathsep.join(map(str, path)), "VERL_PATCHES": "line=a3,platform=npu", **settings}
+        _what_the_run_has(folder)
+        _installed(folder / "installed", upstream / "vllm-ascend" / "setup.py")
+        self.driver = self.start("driver")
+        self.shipped = self.driver.get("env_vars", {})  # to every Ray worker
+
+    def start(self, kind: str, switches: str = "") -> dict:
+        """The JSON of one start; `switches` are appended to VERL_PATCHES."""
+        env = self.env | (self.shipped if kind != "driver" else {})
+        env["VERL_PATCHES"] += switches
+        done = subprocess.run([self.python, "-W", "ignore", str(HERE / "boot_job.py"), kind, str(self.folder)], env=env,
+                              stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=900)
+        if done.returncode:
+            pytest.fail(f"boot_job.py {kind} ended with {done.returncode}:\n{done.stderr[-6000:]}")
+        return json.loads((self.folder / f"{kind}.json").read_text()) | {"stderr": done.stderr[-6000:]}
+
+    def all_kinds(self) -> dict[str, dict]:
+        """{kind: what its start left}."""
+        return {"driver": self.driver, "controller": self.start("controller"), "worker": self.start("worker")}
+
+
+def _what_the_run_has(folder: Path) -> None:
+    """Model folder (configuration of the 671B model, a small tokenizer) and one batch of prompts."""
+    import pandas
+
+    from verl_patches.model import tiny
+
+    tiny._make_tokenizer(tiny.tiny_config()).save_pretrained(folder / "model")
+    shutil.copy(ROOT / "configs" / "model" / "deepseekv3_671b.json", folder / "model" / "config.json")
+    row = {"prompt": [{"role": "user", "content": "1 + 1 = ?"}], "data_source": "learnable", "ability": "math",
+           "reward_model": {"style": "rule", "ground_truth": "2"}, "extra_info": {"index": 0}}  # fmt: skip
+    pandas.DataFrame([row] * 512).to_parquet(folder / "data.parquet")
+
+
+def _installed(folder: Path, setup: Path) -> None:
+    """What pip leaves of vLLM and vllm-ascend: versions, and the entry points that vllm-ascend's setup.py declares."""
+    call = next(node for node in ast.walk(ast.parse(setup.read_text()))
+                if isinstance(node, ast.keyword) and node.arg == "entry_points")
+    points = "\n".join(f"[{group}]\n" + "\n".join(lines) for group, lines in ast.literal_eval(call.value).items())
+    for name, more in (("vllm", ""), ("vllm_ascend", points)):
+        info = folder / f"{name}-0.9.1.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0.9.1\n")
+        (info / "entry_points.txt").write_text(more)
+
+
+@pytest.fixture(scope="module")
+def upstream(pytestconfig) -> Path:
+    folder = pytestconfig.getoption("--upstream")
+    if not all((folder / tree).is_dir() for tree in TREES):
+        pytest.skip(f"--upstream {folder} holds no checkouts of {', '.join(TREES)}: fetch-upstream makes them")
+    return folder.absolute()
+
+
+@pytest.fixture(scope="module")
+def quick(upstream, tmp_path_factory) -> SimpleNamespace:
+    """The half with stand-ins for torch_npu."""
+    starts = Starts(tmp_path_factory.mktemp("boot"), upstream, [HERE / "fake_torch_npu"], sys.executable,
+                    {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"})  # fmt: skip
+    return SimpleNamespace(starts=starts, found=starts.all_kinds(), more_steps={})
+
+
+@pytest.fixture(scope="module")
+def wheel(upstream, npu_python, tmp_path_factory) -> SimpleNamespace:
+    """The half with the real torch_npu, which `import torch` loads by itself as in the image."""
+    python, settings = npu_python
+    settings = settings | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "1"}
+    starts = Starts(tmp_path_factory.mktemp("boot_wheel"), upstream, [], python, settings)
+    more = {"worker": ["calls of the real torch_npu"]}
+    return SimpleNamespace(starts=starts, found=starts.all_kinds(), more_steps=more)
+
+
+HALVES = [pytest.param("quick", marks=[pytest.mark.slow, pytest.mark.upstream]),
+          pytest.param("wheel", marks=[pytest.mark.full, pytest.mark.upstream])]
+
+
+@pytest.fixture
+def half(request) -> SimpleNamespace:
+    return request.getfixturevalue(request.param)
+
+
+halves = pytest.mark.parametrize("half", HALVES, indirect=True)
+
+
+@halves
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_wanted_row_is_active_or_waits_for_what_is_never_imported(half, kind):
+    found = half.found[kind]
+    assert faults(kind, found) == [], found["stderr"]
+    assert found["steps"] == STEPS[kind] + half.more_steps.get(kind, []) and found["reached"] == REACHED[kind]
+    active = [name for name in WANTED if found["rows"][name][0] == "active"]
+    assert len(active) == {"driver": 2, "controller": len(WANTED) - 20, "worker": len(WANTED) - 3}[kind]
+
+
+@halves
+def test_the_driver_imports_neither_torch_nor_verl(half):
+    assert {"torch", "torch_npu", "verl", "vllm", "megatron"}.isdisjoint(half.found["driver"]["top level"])
+
+
+@halves
+def test_a_worker_has_mindspeed_first_and_both_configurations_pass_the_validators(half):
+    found = half.found["worker"]
+    assert found["mindspeed before megatron"] is True
+    for name, fixed in (("true_weight", False), ("random_init", True)):
+        assert found["arguments"][f"grpo_deepseekv3_256die_{name}"] == {
+            "data_parallel_size": 8, "expert_model_parallel_size": 8, "num_layers": 61, "fix_router": fixed}
+    assert "verl.workers.rollout.vllm_rollout" in found["lazy"]
+
+
+@halves
+def test_vllm_takes_vllm_ascends_classes(half):
+    found = half.found["worker"]
+    assert {name: found[name] for name in ("platform", "worker", "attention", "model")} == {
+        "platform": "vllm_ascend.platform.NPUPlatform",
+        "worker": "vllm_ascend.worker.worker_v1.NPUWorker",
+        "attention": "vllm_ascend.attention.mla_v1.AscendMLABackend",
+        "model": "vllm_ascend.models.deepseek_v2.CustomDeepseekV3ForCausalLM",
+    }
+
+
+@halves
+def test_all_of_vllm_ascend_can_be_imported_but_what_is_listed(half):
+    """A listed module that can be imported after all is a fault too."""
+    found = half.found["worker"]["not imported"]
+    assert found.keys() == NOT_IMPORTED.keys()
+    assert {name: why for name, why in found.items() if NOT_IMPORTED[name][0] not in why} == {}
+
+
+@halves
+def test_without_its_extension_vllm_ascend_has_no_sleep_mode(half):
+    """The one part of our path that imports and does not work without vllm_ascend_C (device_allocator/camem.py:53)."""
+    assert half.found["worker"]["sleep mode"] is False
+
+
+@pytest.mark.full
+@pytest.mark.upstream
+def test_what_a_layer_calls_in_torch_npu_itself_is_as_the_pin_has_it(wheel):
+    """MindSpeed's RMS norm and SwiGLU, our attention: shapes, gradients, and no argument that 2.5.1.post1 lacks."""
+    found, query = wheel.found["worker"], [64, 1, 32, 192]
+    assert found["made"] == {
+        "norm": [[64, 1, 7168], "torch.bfloat16", "npu", [[64, 1, 7168]], [7168]],
+        "swiglu": [[64, 4608], "torch.bfloat16", "npu", [[64, 9216]]],
+        "attention": [[64, 1, 32 * 128], "torch.bfloat16", "npu", [query, query, [64, 1, 32, 128]]],
+    }
+    assert [name for name, _, _ in found["calls"]] == ["npu_rms_norm", "npu_swiglu", "npu_fusion_attention"]
+    for name, positional, named in found["calls"]:
+        known = [argument.name for argument in reader.read()[name][0].arguments]
+        assert positional <= len(known) and set(named) <= set(known[positional:])
+
+
+# row that is switched off -> (step that fails, part of its error)
+CONTROLS = {
+    "platform.flash_attn*": ("verl.workers.megatron_workers", "No module named 'flash_attn.bert_padding'"),
+    "update.engine_start": ("ActorRolloutRefWorker.__init__", "asked for by megatron_workers.__init__"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.upstream
+@pytest.mark.parametrize("row", CONTROLS)
+def test_the_proof_fails_without_a_row_and_names_it(quick, row):
+    step, error = CONTROLS[row]
+    found = faults("worker", quick.starts.start("worker", f",-{row}"))
+    assert found[0].startswith(f"the start failed at {step}: ") and error in found[0]
+    named = [fault for fault in found if fault.startswith(f"row {row.rstrip('*')}")]
+    assert named and all(f"is off (switched by -{row})" in fault for fault in named)
+
+
+@pytest.mark.slow
+@pytest.mark.upstream
+def test_a_row_that_waits_though_its_module_is_there_is_a_fault(quick):
+    """Controls on what was found: a row past its hook, and a module that the list says is never imported."""
+    found = json.loads(json.dumps(quick.found["worker"]))
+    found["rows"]["memory.ledger"] = ["waiting", "its module was imported past our hook"]
+    found["targets"].append("verl.utils.tracking")
+    assert faults("worker", found) == [
+        "row memory.ledger at verl.workers.megatron_workers:ActorRolloutRefWorker.init_model is waiting "
+        "(its module was imported past our hook)",
+        "worker imports verl.utils.tracking, which NEVER_IMPORTED lists",
+    ]
