@@ -25,6 +25,7 @@ static uint32_t visible_dies(void) {
     const char *devices = getenv("ASCEND_RT_VISIBLE_DEVICES"), *all = getenv("CANN_DIES");
     uint32_t count = 1;
     if (!devices) return all ? atoi(all) : 1;
+    if (!*devices) return 0;
     while (*devices) count += *devices++ == ',';
     return count;
 }

@@ -22,6 +22,9 @@ VERLS = {"RANK": "0", "WG_PREFIX": "abc"}  # what marks a worker of verl's
 class Asked:
     """An actor of verl's worker group, as far as this goes."""
 
+    def __new__(cls):  # as verl's Worker: Ray then handles a class that cannot be loaded in another way
+        return super().__new__(cls)
+
     def tell(self, visible=1, moved=None):
         """What this process knows of its die. The runtime sees `visible` devices; `moved` sets the variable."""
         if moved:
@@ -34,23 +37,30 @@ class Asked:
                 "prepared": os.environ.get("PREPARED"), "refused": refused}
 
 
-def main():
-    """{"dies": {case: what that worker says}, "killed": result, "failed": [seconds until the wait ended, error]}."""
+def note():
+    """The user's set-up hook; where FAIL says so, it fails, or the class does when it is loaded."""
+    from verl_patches.patching.hooks import after_import
+
+    def prepare(engine):
+        os.environ["PREPARED"] = f"{engine['layers']} {os.environ.get(ray_start.VISIBLE)}"
+
+    def fail(_=None):
+        raise ConfigError(f"row a.b: has drifted at {time.time()}")
+
+    engine_start = types.ModuleType("verl_patches.training.engine_start")  # it needs MindSpeed
+    engine_start.prepare = prepare
+    sys.modules[engine_start.__name__] = engine_start
+    os.environ["AT_HOOK"] = repr(os.environ.get(ray_start.VISIBLE))
+    if os.environ.get("FAIL") == "hook":
+        fail()
+    if os.environ.get("FAIL") == "class":
+        after_import("die_worker", fail)
+
+
+def start():
+    """Ray with two pretended dies; (makes an actor of Asked, task that sleeps)."""
     import die_worker  # the workers import the class by this name
     import ray
-
-    def note():
-        """The user's set-up hook."""
-
-        def prepare(engine):
-            os.environ["PREPARED"] = f"{engine['layers']} {os.environ.get(ray_start.VISIBLE)}"
-
-        engine_start = types.ModuleType("verl_patches.training.engine_start")  # it needs MindSpeed
-        engine_start.prepare = prepare
-        sys.modules[engine_start.__name__] = engine_start
-        os.environ["AT_HOOK"] = repr(os.environ.get(ray_start.VISIBLE))
-        if "FAIL" in os.environ:
-            raise ConfigError("row a.b: has drifted")
 
     ray_start.start({"VERL_PATCHES": os.environ["VERL_PATCHES"]}, {"layers": 4}, num_cpus=4, resources={"NPU": 2},
                     include_dashboard=False, log_to_driver=False, runtime_env={ray_start.HOOK: note})
@@ -60,6 +70,14 @@ def main():
         return asked.options(num_cpus=0, resources={"NPU": npus} if npus else {},
                              runtime_env={"env_vars": {**VERLS, **env}}).remote()
 
+    return worker, ray.remote(num_cpus=1)(lambda seconds: time.sleep(seconds))
+
+
+def ask():
+    """{case: what that worker says of its die}, and what a wait gives after actors were ended on purpose."""
+    import ray
+
+    worker, wait = start()
     first, second = worker(), worker()
     told = {"first": first.tell.remote(), "second": second.tell.remote()}
     told = {name: ray.get(answer) for name, answer in told.items()}
@@ -71,19 +89,31 @@ def main():
     told["not set"] = ray.get(free.tell.remote())
     without = worker(npus=0)
     told["no die"] = ray.get(without.tell.remote())
+    ended = ray_start.result_of(wait.remote(3))
+    ray.shutdown()
+    return told, ended
 
-    wait = ray.remote(num_cpus=1)(lambda seconds: time.sleep(seconds))
-    killed = ray_start.result_of(wait.remote(3))  # the actors that were killed had started: nothing failed
-    failing = worker(npus=0, FAIL="1")
-    start = time.monotonic()
+
+def fail(kind):
+    """(when a wait of 100 s ended, its error) where a worker fails in its hook, or when its class is loaded."""
+    import ray
+
+    worker, wait = start()
+    failing = worker(npus=0, FAIL=kind)
     try:
-        failed = ray_start.result_of(wait.remote(100))
+        ended = ray_start.result_of(wait.remote(100))
     except RuntimeError as error:
-        failed = str(error)
-    seconds = time.monotonic() - start
+        ended = str(error)
+    when = time.time()
     del failing
     ray.shutdown()
-    print(json.dumps({"dies": told, "killed": killed, "failed": [seconds, failed]}))
+    return when, ended
+
+
+def main():
+    """{"dies": {case: what that worker says}, "ended": None, "failed": {"hook" or "class": [time, error]}}."""
+    told, ended = ask()
+    print(json.dumps({"dies": told, "ended": ended, "failed": {kind: fail(kind) for kind in ("hook", "class")}}))
 
 
 if __name__ == "__main__":

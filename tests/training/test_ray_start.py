@@ -72,7 +72,7 @@ def ray_job(ray_folder, tmp_path_factory):
     env = {**os.environ, "PYTHONPATH": f"{path}:{HERE}:{ROOT}", "VERL_PATCHES": "line=pypi,platform=cpu",
            "RAY_TMPDIR": ray_folder}
     done = subprocess.run([sys.executable, str(HERE / "die_worker.py")], env=env, capture_output=True, text=True,
-                          timeout=240)
+                          timeout=500)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -95,11 +95,13 @@ def test_a_worker_on_another_die_is_refused(ray_job, case, words):
 
 
 @pytest.mark.slow
-def test_a_set_up_hook_that_fails_ends_the_wait_with_its_own_error(ray_job):
-    seconds, error = ray_job["failed"]
-    assert "row a.b: has drifted" in error and error.startswith("Asked (pid ") and "could not start" in error
-    assert seconds < 10
-    assert ray_job["killed"] is None  # two actors were ended on purpose before that
+@pytest.mark.parametrize("kind", ["hook", "class"])
+def test_a_worker_that_cannot_start_ends_the_wait_with_its_own_error(ray_job, kind):
+    ended, error = ray_job["failed"][kind]
+    message, _, failed = error.rpartition(" at ")
+    assert message.startswith("Asked (pid ") and message.endswith("ConfigError: row a.b: has drifted")
+    assert "could not start" in message and ended - float(failed) < 10
+    assert ray_job["ended"] is None  # a wait is not ended by actors that were killed on purpose
 
 
 @pytest.mark.parametrize("given", ["'my_hooks.mine'", "__import__('my_hooks').mine", "None"])

@@ -175,7 +175,8 @@ class Recipe:
     can and marks it, skip leaves upstream alone there.
     ray_address: null starts a Ray of its own on this machine, on ray_port (null: any free one); "auto" or HOST:PORT
     joins one that runs. worker_process_setup_hook: "package.module.function" of the user's, run in every Ray worker
-    after the prelude. model_shape: HF config.json that the plan reads sizes from, relative to the configs folder.
+    after the prelude, before Ray gives it a die (so on npu it may not import torch_npu). model_shape: HF config.json
+    that the plan reads sizes from, relative to the configs folder.
     """
 
     run: str = "run"

@@ -24,7 +24,7 @@ HOOK = "worker_process_setup_hook"
 VISIBLE = "ASCEND_RT_VISIBLE_DEVICES"
 NOT_SET_BY_RAY = "RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES"
 LOOK_S = 1.0
-# python/ray/_raylet.pyx appends it to a traceback
+# python/ray/_raylet.pyx appends it to the traceback of an error outside of an actor's own methods
 _RAYS_LAST_LINE = "An unexpected internal error occurred while the worker was executing a task."
 # verl gives both to the actors of its worker groups and to nothing else (verl/single_controller/ray/base.py:326);
 # RANK alone may come from a scheduler that started the driver
@@ -155,8 +155,8 @@ def _failed_before_ready(cause: Any, started: int) -> str | None:
     """The message of a death in the set-up hook, while loading the class or in __init__; None for any other.
 
     cause: Ray's protobuf ActorDeathCause; started: ms since 1970, 0 where the actor never was ready. A class of verl's
-    that cannot be loaded is no failed creation for Ray but a dead process: its stand-in fails in __new__, which verl's
-    Worker defines.
+    that cannot be loaded is no failed creation for Ray, but an error of its own: what stands in for the class fails in
+    __new__, which verl's Worker defines, and Ray may take the actor for ready some milliseconds before it is dead.
     """
     from ray.exceptions import RayError
 
@@ -165,8 +165,9 @@ def _failed_before_ready(cause: Any, started: int) -> str | None:
         return str(RayError.from_ray_exception(cause.creation_task_failure_context))
     if kind == "runtime_env_failed_context":
         return cause.runtime_env_failed_context.error_message
-    if kind == "actor_died_error_context" and not started:
+    if kind == "actor_died_error_context":
         died = cause.actor_died_error_context
-        if died.reason in (died.WORKER_DIED, died.NODE_DIED):
+        rays_own = died.error_message.endswith(_RAYS_LAST_LINE)
+        if rays_own or not started and died.reason in (died.WORKER_DIED, died.NODE_DIED):
             return died.error_message.removesuffix(_RAYS_LAST_LINE).rstrip()
     return None
