@@ -52,7 +52,7 @@ def test_on_line_a3_only_the_machine_is_missing(call):
 
 
 @pytest.mark.parametrize(("version", "words"), [("0.4.0", "composed over verl 0.4.0"), (None, "of an unknown version"),
-                                                ("0.3.1.dev", "recipe.ray_address is null")])
+                                                ("0.3.1.dev", "the upstream sources are not as pinned")])
 def test_a_start_over_another_verl_than_the_lines_is_refused(call, upstream, version, words):
     if version:
         file = upstream / "verl/verl/version/version"
