@@ -93,7 +93,6 @@ def _tensor_cache_checks(config: DictConfig) -> list[Check]:
 
 
 def _truth_check_checks(config: DictConfig) -> list[Check]:
-    """Nothing to say without recipe.logprob_check.every."""
     found = [Check("truth check", False, fault) for fault in truth_check.faults(config)]
     section, sequences = config.recipe.logprob_check, truth_check.sequences_of(config)
     if section.every is None or found or section.action == "off":
@@ -162,13 +161,13 @@ def _rollout_life_checks(config: DictConfig) -> list[Check]:
 
 def _folder_checks(config: DictConfig, model: ModelShape) -> list[Check]:
     """The model that would run is the one that the plan is made from, in weights that it can read; where it is here."""
-    checks = []
+    checks, path = [], config_file(config)
     if QUANTIZATION in model_changes(config):
         checks.append(Check(
             "model folder", False,
             f"actor_rollout_ref.model.override_config.model_config holds {QUANTIZATION}; expected none: that of "
             "config.json is not read, and null ends rank 0, where verl prints it (configuration_utils.py:845)"))
-    if not (path := config_file(config)).is_file():
+    if not path.is_file():
         return checks
     found, key = read_model_shape(path), f"recipe.model_shape {config.recipe.model_shape}"
     text = "same model" if found == model else f"{path} describes another model than {key}: {found}, expected {model}"
