@@ -36,6 +36,7 @@ SAMPLED = ("recipe.logprob_check.every=2", "recipe.logprob_check.sequences=4", "
 
 
 def test_at_another_sampling_a_skipped_sync_is_caught_in_the_next_checked_step(smoke):
+    """Rows rollout.keep_log_probs and update.take_checked."""
     run = smoke("--steps", "4", *SAMPLED, "recipe.weight_sync.enabled=false", ok=False)
     first, second = run.steps[:2]
     assert first["logprob_delta"]["mean"] < 1e-5 and second["logprob_delta"] is second["logprob_check"] is None

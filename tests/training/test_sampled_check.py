@@ -1,6 +1,6 @@
 """The trainer's side of the truth check on sequences that are sampled for it.
 
-Whole runs, with row update.take_checked in real workers: tests/loop/test_truth_control.py.
+Whole runs, with the workers' side: tests/loop/test_truth_control.py.
 """
 
 import re

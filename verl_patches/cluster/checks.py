@@ -12,17 +12,17 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from verl_patches.cluster import hccl
 from verl_patches.cluster.environment import DROPPED, derive
+from verl_patches.cluster.model_files import config_file, hf_config_of, model_changes, model_shape_of, reads_weights
 from verl_patches.cluster.recipe import VLLM_DTYPES
 from verl_patches.cluster.support import refusal, refused_keys, shell_findings
 from verl_patches.errors import ConfigError
 from verl_patches.layout.inventory import ModelShape, build_inventory, read_model_shape
-from verl_patches.layout.model_folder import QUANTIZATION, fp8_fault, read_config
+from verl_patches.layout.model_folder import QUANTIZATION, fp8_fault
 from verl_patches.layout.of_config import rollout_layout_of, train_layout_of
 from verl_patches.layout.parallel import ParallelLayout
 from verl_patches.reshard.plan import servable_blocks
@@ -46,37 +46,6 @@ class Check:
     ok: bool
     detail: str
     note: bool = False
-
-
-def model_shape_of(config: DictConfig, configs_dir: Path) -> ModelShape:
-    """Sizes of the model from recipe.model_shape (relative to the configs folder); ConfigError without that file."""
-    return read_model_shape(_shape_file(config, configs_dir))
-
-
-def hf_config_of(config: DictConfig, configs_dir: Path) -> dict[str, Any]:
-    """The model's config.json with `override_config.model_config` over it, as training reads it in a worker.
-
-    The file is that of the model's folder, where it exists here, else recipe.model_shape.
-    """
-    file = _config_file(config)
-    return {**read_config(file if file.is_file() else _shape_file(config, configs_dir)), **_model_changes(config)}
-
-
-def _config_file(config: DictConfig) -> Path:
-    return Path(config.actor_rollout_ref.model.path) / "config.json"
-
-
-def _model_changes(config: DictConfig) -> dict[str, Any]:
-    return OmegaConf.to_container(config.actor_rollout_ref.model.override_config).get("model_config") or {}
-
-
-def _shape_file(config: DictConfig, configs_dir: Path) -> Path:
-    path = Path(configs_dir) / config.recipe.model_shape
-    if not path.is_file():
-        raise ConfigError(
-            f"recipe.model_shape is {config.recipe.model_shape}: no such file in {configs_dir}; give an HF config.json"
-        )
-    return path
 
 
 def check_config(config: DictConfig, configs_dir: Path) -> list[Check]:
@@ -133,13 +102,11 @@ def _tensor_cache_checks(config: DictConfig) -> list[Check]:
 
 
 def _truth_check_checks(config: DictConfig) -> list[Check]:
-    """Nothing to say without recipe.logprob_check.every."""
     found = [Check("truth check", False, fault) for fault in truth_check.faults(config)]
-    every = config.recipe.logprob_check.every
-    if every is None or found or config.recipe.logprob_check.action == "off":
+    section, sequences = config.recipe.logprob_check, truth_check.sequences_of(config)
+    if section.every is None or found or section.action == "off":
         return found
-    told = f"steps 1, {1 + every}, {1 + 2 * every}, ...: {truth_check.sequences_of(config)} sequences sampled besides"
-    return [Check("truth check", True, f"{told}, at most {CHECK_TOKENS} tokens each")]
+    return [Check("truth check", True, f"from step 1 every {section.every}: {sequences} x {CHECK_TOKENS} tokens")]
 
 
 def _checkpoint_checks(config: DictConfig, train: ParallelLayout) -> list[Check]:
@@ -203,28 +170,21 @@ def _rollout_life_checks(config: DictConfig) -> list[Check]:
 
 def _folder_checks(config: DictConfig, model: ModelShape) -> list[Check]:
     """The model that would run is the one that the plan is made from, in weights that it can read; where it is here."""
-    checks = []
-    if QUANTIZATION in _model_changes(config):
+    checks, path = [], config_file(config)
+    if QUANTIZATION in model_changes(config):
         checks.append(Check(
             "model folder", False,
             f"actor_rollout_ref.model.override_config.model_config holds {QUANTIZATION}; expected none: that of "
-            "config.json is not read, and null ends rank 0, where verl prints the configuration (transformers "
-            "configuration_utils.py:845)"))  # fmt: skip
-    if not (path := _config_file(config)).is_file():
+            "config.json is not read, and null ends rank 0, where verl prints it (configuration_utils.py:845)"))
+    if not path.is_file():
         return checks
     found, key = read_model_shape(path), f"recipe.model_shape {config.recipe.model_shape}"
     text = "same model" if found == model else f"{path} describes another model than {key}: {found}, expected {model}"
     checks.append(Check("model shape", found == model, text))
-    if _reads_weights(config):
+    if reads_weights(config):
         fault = fp8_fault(path.parent)
         checks.append(Check("model weights", fault is None, fault or "none is stored in fp8"))
     return checks
-
-
-def _reads_weights(config: DictConfig) -> bool:
-    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
-    return (actor.load_weight and not actor.megatron.use_dist_checkpointing) or not rollout.load_format.startswith(
-        "dummy")  # fmt: skip
 
 
 def require(checks: Iterable[Check]) -> None:
