@@ -64,14 +64,7 @@ def check_config(config: DictConfig, configs_dir: Path) -> list[Check]:
     checks += _length_checks(config, configs_dir) + _line_checks(config) + _on_policy_checks(config, configs_dir)
     checks += _truth_check_checks(config) + _tensor_cache_checks(config) + _swap_checks(config)
     checks += _rollout_life_checks(config)
-    return checks + _hccl_checks(config, model)
-
-
-def _hccl_checks(config: DictConfig, model: ModelShape) -> list[Check]:
-    if config.recipe.platform != "npu":
-        return []
-    return [Check("HCCL buffer", *hccl.check_buffer(config, model)),
-            Check("HCCL timeouts", *hccl.check_timeouts(config)), Check("HCCL ports", *hccl.check_ports(config))]
+    return checks + [Check(*found) for found in hccl.checks(config, model)]
 
 
 def _line_checks(config: DictConfig) -> list[Check]:
@@ -305,11 +298,8 @@ def _batch_checks(config: DictConfig, train: ParallelLayout, rollout: ParallelLa
     ]
     if not actor.use_dynamic_bsz:
         if micro is None:
-            checks.append(Check(
-                "micro batch",
-                False,
-                "actor.ppo_micro_batch_size_per_gpu is null; verl needs it without use_dynamic_bsz",
-            ))
+            checks.append(Check("micro batch", False, "actor.ppo_micro_batch_size_per_gpu is null; verl needs it "
+                                "without use_dynamic_bsz"))
         else:
             checks.append(_divides(
                 "micro batch",

@@ -27,6 +27,14 @@ _RAY_PORTS = {  # `ray start` with its defaults, and the port of the printed com
     "Ray's workers": (10002, 19999), "Ray's dashboard agent": (52365, 52365)}  # fmt: skip
 
 
+def checks(config: DictConfig, model: ModelShape) -> list[tuple[str, bool, str]]:
+    """(name, whether it holds, one sentence) of each rule of this file; nothing on other platforms than npu."""
+    if config.recipe.platform != "npu":
+        return []
+    return [("HCCL buffer", *check_buffer(config, model)), ("HCCL timeouts", *check_timeouts(config)),
+            ("HCCL ports", *check_ports(config))]
+
+
 def buffer_need_mib(config: DictConfig, model: ModelShape) -> int:
     """MiB of HCCL_BUFFSIZE that vllm-ascend's exchange of experts (MC2) needs in decode; 0 where it is not used.
 
