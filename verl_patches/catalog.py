@@ -182,8 +182,8 @@ MODEL: tuple[PatchSpec, ...] = (
 
 TRAINING: tuple[PatchSpec, ...] = (
     PatchSpec(
-        id="platform.tell_workers", stage="platform", target="ray._private.worker:init", kind="wrap",
-        provider="verl_patches.training.tell_workers:tell_workers", bindings=("ray:init",), processes=_CONTROLLER,
+        id="dispatch.send_switches", stage="comm", target="ray._private.worker:init", kind="wrap",
+        provider="verl_patches.training.worker_settings:send_switches", bindings=("ray:init",), processes=_CONTROLLER,
         lines=_BOTH,
         why="Variables of the driver's shell do not reach nodes where `ray start` ran without them: their workers "
             "would run other patches than the driver means.",

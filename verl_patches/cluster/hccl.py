@@ -71,7 +71,7 @@ def buffer_mib(config: DictConfig, model: ModelShape) -> int:
 def check_buffer(config: DictConfig, model: ModelShape) -> tuple[bool, str]:
     """(True if the buffer holds what the rollout's experts exchange, one sentence)."""
     need, given = buffer_need_mib(config, model), buffer_mib(config, model)
-    memory = f"each communicator takes twice that of a die's memory, {2 * given} MiB"
+    memory = f"each communicator has two such buffers in a die's memory, {2 * given} MiB"
     if given >= need:
         return True, f"HCCL_BUFFSIZE {given} MiB, the experts' exchange in decode needs {need}; {memory}"
     return False, (

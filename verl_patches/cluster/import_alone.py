@@ -17,8 +17,8 @@ from verl_patches.errors import ConfigError
 from verl_patches.layout.of_config import rollout_layout_of, train_layout_of
 from verl_patches.patching import engine
 from verl_patches.patching.switches import VARIABLE, Switches
-from verl_patches.training import kept_config
-from verl_patches.training.tell_workers import tell_engine
+from verl_patches.training import kept_config, truth_check
+from verl_patches.training.worker_settings import send_engine_section
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ def recipe_by_default(original: Callable) -> Callable:
             run = config.recipe.run
             log.warning(NOT_HERE.format(record=_NO_RECORD if run is None else f"the record is kept in {run}"))
             if config.recipe.line == LINE:
-                tell_engine(OmegaConf.to_container(config.actor_rollout_ref, resolve=True))
+                send_engine_section(OmegaConf.to_container(config.actor_rollout_ref, resolve=True))
         original(self, config, *args, **kwargs)
 
     return __init__
@@ -85,7 +85,7 @@ def fill_recipe(config: DictConfig, switches: Switches) -> None:
 def _check(config: DictConfig) -> None:
     """What the launcher would refuse and can be told from the configuration alone."""
     train_layout_of(config), rollout_layout_of(config)
-    faults = [*kept_config.faults(config),
+    faults = [*kept_config.faults(config), *truth_check.faults(config),
               *(refusal(entry, value, config.recipe.line) for entry, value in refused_keys(config))]
     if faults:
         raise ConfigError("\n  ".join(faults))

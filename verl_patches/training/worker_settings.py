@@ -1,4 +1,4 @@
-"""What a run without our launcher tells its workers: VERL_PATCHES, and what line a3's engine is prepared from.
+"""What a run without our launcher sends to its workers: VERL_PATCHES, and what line a3's engine is prepared from.
 
 With the launcher both come by Ray's runtime_env and set-up hook (ray_start.py). The prelude imports this file.
 """
@@ -15,7 +15,7 @@ from verl_patches.patching import engine
 from verl_patches.patching.switches import VARIABLE
 
 
-def tell_workers(original: Callable) -> Callable:
+def send_switches(original: Callable) -> Callable:
     """Row provider for ray.init: the job's processes on every node get this process's VERL_PATCHES, unless it is given.
 
     Variables of the driver's shell do not reach nodes where `ray start` ran without them.
@@ -26,8 +26,8 @@ def tell_workers(original: Callable) -> Callable:
         given = options.get("runtime_env") or getattr(options.get("job_config"), "runtime_env", None) or {}
         variables = given.get("env_vars") or {}
         if VARIABLE not in variables and VARIABLE not in _submitted_variables():  # Ray refuses one that stands twice
-            told = {**variables, VARIABLE: engine.current().switches.text()}
-            options["runtime_env"] = {**given, "env_vars": told}
+            sent = {**variables, VARIABLE: engine.current().switches.text()}
+            options["runtime_env"] = {**given, "env_vars": sent}
         return original(*args, **options)
 
     return init
@@ -41,7 +41,7 @@ def _submitted_variables() -> Mapping[str, str]:
     return (job.get("runtime_env") or {}).get("env_vars") or {}
 
 
-def tell_engine(section: Mapping[str, Any]) -> None:
+def send_engine_section(section: Mapping[str, Any]) -> None:
     """In the controller: leave verl's actor_rollout_ref section for `prepare_from_controller` in the job's workers."""
     import json
 
@@ -51,7 +51,7 @@ def tell_engine(section: Mapping[str, Any]) -> None:
 
 
 def prepare_from_controller(_: Any) -> None:
-    """Import hook of verl, line a3: in a training worker prepare the engine as `tell_engine` says, before Megatron.
+    """Import hook of verl, line a3: in a training worker prepare the engine from that section, before Megatron.
 
     Does nothing in other processes, and where our launcher's set-up hook prepares it.
     """

@@ -15,10 +15,10 @@ ROOT = Path(__file__).resolve().parents[2]
 TELL = """
 import json, sys
 from verl_patches import prelude_patch
-from verl_patches.training.tell_workers import tell_workers
+from verl_patches.training.worker_settings import send_switches
 class Config: runtime_env = {"env_vars": {"B": "2"}}
 given = eval(sys.argv[1], {"Config": Config})
-print(json.dumps(tell_workers(lambda *args, **options: options.get("runtime_env"))(**given)))
+print(json.dumps(send_switches(lambda *args, **options: options.get("runtime_env"))(**given)))
 """
 TOLD = "line=pypi,platform=cpu,-memory.order"
 
@@ -63,7 +63,7 @@ print("told", *job())
 
 @pytest.mark.slow
 def test_a_worker_without_the_variable_is_refused_by_node_and_the_row_gives_it(tmp_path, ray_folder):
-    """Row platform.tell_workers, in a Python with the .pth file; verl is a package that says who came first."""
+    """Row dispatch.send_switches, in a Python with the .pth file; verl is a package that says who came first."""
     (tmp_path / "verl").mkdir()
     (tmp_path / "verl" / "__init__.py").write_text("import sys\nsaid = 'verl_patches.prelude_patch' in sys.modules\n")
     subprocess.run([sys.executable, "-I", "-m", "venv", "--without-pip", tmp_path / "venv"], check=True)
