@@ -3,8 +3,6 @@
 import pytest
 from safetensors.torch import load_file
 
-from verl_patches.model.tiny import make_tiny_model
-
 pytestmark = [pytest.mark.slow, pytest.mark.full]
 LAYOUTS = {"tp2": (), "pp2": (), "tp2ep2": ("--rollout-tp", "2"), "ep2pp2": ("--rollout-tp", "2", "--rollout-dp", "2")}
 EVERY = "recipe.reshard.verify=every"
@@ -44,12 +42,5 @@ def test_without_the_mla_row_the_gradient_is_another(smoke):
     assert wrong.steps[0]["grad_norm"] != pytest.approx(recorded.steps[0]["grad_norm"], rel=1e-3)
 
 
-def test_bf16_differs_by_rounding_and_mostly_by_routing_flips(smoke, tmp_path):
-    """With every expert chosen for every token nothing can flip: what is left is rounding."""
-    flips = smoke("--dtype", "bf16", "--steps", "2", EVERY)
-    assert_weights_arrive(flips, 0.05)
-    every = make_tiny_model(tmp_path / "every_expert", 0, {"num_experts_per_tok": 16, "n_group": 1, "topk_group": 1})
-    fixed = smoke("--dtype", "bf16", "--steps", "2", f"actor_rollout_ref.model.path={every}",
-                  f"recipe.model_shape={every}/config.json")
-    assert_weights_arrive(fixed, 0.05)
-    assert fixed.summary["logprob_delta"]["mean"] < flips.summary["logprob_delta"]["mean"]
+def test_weights_arrive_in_bf16(smoke):
+    assert_weights_arrive(smoke("--dtype", "bf16", "--steps", "2", EVERY), 0.05)
