@@ -133,7 +133,7 @@ ROLLOUT: tuple[PatchSpec, ...] = (
         id="rollout.keep_log_probs", stage="rollout", kind="wrap",
         target="verl.workers.rollout.vllm_rollout.vllm_rollout_spmd:vLLMRollout.generate_sequences",
         provider="verl_patches.rollout.log_probs:keep_sampled", processes=_WORKER, lines=_BOTH,
-        why="verl 54c9b736 has vLLM compute the log-probs of sampled tokens (vllm_rollout_spmd.py:162) and drops them; "
+        why="verl 54c9b736 has vLLM compute the log-probs of sampled tokens (vllm_rollout_spmd.py:173) and drops them; "
             "the truth check compares them with the actor's, on both lines with recipe.logprob_check.every those of "
             "sequences that are sampled for it while vLLM is awake.",
         exit=_NEVER,

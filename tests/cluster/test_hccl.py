@@ -69,13 +69,11 @@ def test_a_plan_holds_the_checks_and_fails_with_them():
 
 
 def test_collectives_are_given_up_when_the_mode_can():
-    assert value("HCCL_EXEC_TIMEOUT") == "1091"
-    ten_minutes = {"recipe__train__collective_timeout_minutes": 10}
-    assert value("HCCL_EXEC_TIMEOUT", **ten_minutes) == "600"
-    assert value("HCCL_EXEC_TIMEOUT", recipe__hccl__expansion_mode="AI_CPU") == "1800"
-    _, said = hccl.check_timeouts(config_of())
-    assert "1091 s" in said and "1800 s of recipe.train.collective_timeout_minutes" in said
-    assert "1091" not in hccl.check_timeouts(config_of(**ten_minutes))[1]
+    assert value("HCCL_EXEC_TIMEOUT") == "1080" and hccl.check_timeouts(config_of())[0]
+    half_an_hour = {"recipe__train__collective_timeout_minutes": 30}
+    fits, said = hccl.check_timeouts(config_of(**half_an_hour))
+    assert not fits and "collective_timeout_minutes is 30" in said and "1091 s" in said
+    assert hccl.check_timeouts(config_of(**half_an_hour, recipe__hccl__expansion_mode="AI_CPU"))[0]
 
 
 @pytest.fixture

@@ -49,11 +49,3 @@ def test_memory_as_in_production_changes_no_update(a3):
 def test_a_spoilt_sync_is_caught_at_once(a3):
     run = a3("--steps", "1", "recipe.worker_process_setup_hook=spoilt_sync.shift_experts", ok=False)
     assert run.code == 1 and "WeightSyncError: step 1" in run.summary["exit"]
-
-
-def test_the_tiny_model_learns_on_this_line_too(a3):
-    run = a3("--learn", timeout_s=900)
-    rewards = [step["reward"] for step in run.steps]
-    assert sum(rewards[-5:]) / 5 - sum(rewards[:5]) / 5 >= 0.3, rewards
-    means = sorted(step["logprob_delta"]["mean"] for step in run.steps)
-    assert means[len(means) // 2] < 1e-5 and means[-1] < 1e-3  # a near tie in routing may flip a token of a step

@@ -51,10 +51,14 @@ def test_names_must_be_exactly_those_of_the_config(folder):
 
 
 def test_fp8_is_refused(tmp_path):
-    fp8 = torch.ones(1).to(torch.float8_e4m3fn)  # without scales: their names would be refused anyway
-    save_file({"a.weight": fp8, "b.weight": torch.ones(1)}, tmp_path / "model.safetensors")
-    with HFTensors(tmp_path) as tensors, pytest.raises(ConfigError, match="1 tensors are stored in fp8, as a.weight"):
-        tensors.check_names(["a.weight"], num_layers=1)
+    """By the names of scales before anything is read, and by the dtype of each tensor that is read."""
+    weights = {"a.weight": torch.ones(1).to(torch.float8_e4m3fn), "b.weight": torch.ones(1)}
+    save_file({**weights, "a.weight_scale_inv": torch.ones(1)}, tmp_path / "model.safetensors")
+    with HFTensors(tmp_path) as tensors:
+        for refused in (lambda: tensors.check_names(weights, num_layers=1), lambda: tensors.read("a.weight")):
+            with pytest.raises(ConfigError, match="1 tensors are stored in fp8, as a.weight"):
+                refused()
+        assert tensors.read("b.weight").item() == 1
 
 
 def test_broken_folders_are_refused(folder, tmp_path_factory):

@@ -17,9 +17,9 @@ from omegaconf import DictConfig
 
 from verl_patches.cluster import hccl
 from verl_patches.cluster.compose import CONFIGS_DIR
+from verl_patches.cluster.model_files import model_shape_of
 from verl_patches.cluster.pins import load_pins
 from verl_patches.cluster.trees import Trees
-from verl_patches.layout.inventory import read_model_shape
 from verl_patches.patching.switches import VARIABLE, Switches
 from verl_patches.platform.npu.network import SOCKETS
 
@@ -32,7 +32,7 @@ class Variable:
     """One environment variable of a run.
 
     where: "workers", in the driver and by Ray's runtime_env in every worker; "driver", there and in a Ray of its own;
-    "node", set by each worker from what it finds on its node, so that `value` says only what it looks for.
+    "node", set by each worker from what it finds on its node, so that `value` is a description, not the value.
     """
 
     name: str
@@ -85,7 +85,7 @@ def _cpu(config: DictConfig) -> list[Variable]:
 
 
 def _npu(config: DictConfig) -> list[Variable]:
-    recipe, model = config.recipe, read_model_shape(CONFIGS_DIR / config.recipe.model_shape)
+    recipe, model = config.recipe, model_shape_of(config, CONFIGS_DIR)
     first, last = hccl.host_ports(config)
     name = recipe.hccl.interface
     interface = {key: form.format(name) if name else "(towards Ray's head)" for key, form in SOCKETS.items()}
@@ -102,8 +102,7 @@ def _npu(config: DictConfig) -> list[Variable]:
         Variable("VLLM_ASCEND_ENABLE_TOPK_OPTIMIZE", "1", "top-k and top-p by a threshold, nothing is scattered back"),
         Variable(
             "HCCL_EXEC_TIMEOUT", str(hccl.exec_timeout_s(config)),
-            "recipe.train.collective_timeout_minutes, at most 1091 with AIV: HCCL gives up by itself, whatever torch "
-            "is told (s)",
+            "recipe.train.collective_timeout_minutes: HCCL gives up by itself, whatever torch's limit is (s)",
         ),
         Variable("HCCL_OP_EXPANSION_MODE", recipe.hccl.expansion_mode, "recipe.hccl.expansion_mode"),
         Variable(

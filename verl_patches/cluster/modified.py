@@ -39,8 +39,12 @@ def refuse_modified(config: DictConfig, trees: Trees) -> dict[str, list[str]]:
     has them as `dirty`: skip is about rows, which leave upstream alone where it changed, and has nothing to leave here.
     """
     recipe = config.recipe
-    line = load_pins().line(recipe.line)
-    found = [f for f in source_findings(line, roots_of(recipe.line, trees)) if f.state == "problem"]
+    line, roots = load_pins().line(recipe.line), roots_of(recipe.line, trees)
+    absent = [package for package in PACKAGES[recipe.line] if package not in roots]
+    if absent and recipe.platform == "npu":
+        raise ConfigError(f"{', '.join(absent)}: expected in this Python or in the folder of --upstream, found in "
+                          f"neither; run this in the image of the line; {FETCH}")
+    found = [f for f in source_findings(line, roots) if f.state == "problem"]
     if found and recipe.drift == "strict":
         raise ConfigError("the upstream sources are not as pinned, so this run is not started:\n  "
                           + "\n  ".join(f"{f.name} ({f.where}): {f.found}; {f.todo}" for f in found)

@@ -21,7 +21,7 @@ _FAMILIES = ("VERL_", "VLLM_", "HCCL_", "ASCEND_", "TORCH_NPU_", "PYTORCH_NPU_",
 def refused_keys(config: DictConfig) -> list[tuple[Unsupported, Any]]:
     """(entry of the pin file, value) of every key that `config` sets and its line cannot act on.
 
-    Keys of the rollout section that the pin file does not know have an entry made here: nothing is known to read them.
+    Keys of the rollout section that the pin file does not know have an entry made here: no reader is known.
     """
     found = []
     entries = load_pins().unsupported_on(config.recipe.line)
@@ -44,7 +44,7 @@ def _rollout_entries(config: DictConfig, listed: Collection[str]) -> Iterator[Un
             continue
         if not key.startswith(_ENGINE):
             if line not in keys.acts.get(key.removeprefix(_ROLLOUT), ()):
-                yield Unsupported(key=key, lines=(line,), neutral=(None,), why="nothing is known to read it "
+                yield Unsupported(key=key, lines=(line,), neutral=(None,), why="no reader is known at the pins "
                                   "(configs/upstream.yaml, rollout_keys)", instead="take it out")
         elif keyword in keys.given_by_verl.keywords:
             decides = keys.given_by_verl.keywords[keyword]
@@ -56,7 +56,7 @@ def _rollout_entries(config: DictConfig, listed: Collection[str]) -> Iterator[Un
 
 def _leaves(section: Mapping[str, Any], prefix: str) -> Iterator[str]:
     for key, value in section.items():
-        if isinstance(value, dict) and value and not prefix.startswith(_ENGINE):
+        if isinstance(value, dict) and not prefix.startswith(_ENGINE):
             yield from _leaves(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}"

@@ -26,6 +26,7 @@ from verl_patches.errors import ConfigError
 
 QUANTIZATION, MTP_LAYERS = "quantization_config", "num_nextn_predict_layers"
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+SCALE = "weight_scale_inv"  # ends the names of fp8 weights' scales
 _MODEL_TYPE = "deepseek_v3"
 _LONGEST_HEADER = 100_000_000  # bytes, safetensors' own limit
 

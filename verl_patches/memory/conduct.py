@@ -79,7 +79,7 @@ class Conductor:
             phase, self._open = self.order.phase(self._open), None
             ledgers.look()
             self._carry_out(phase.leave)
-            if phase not in self.order.phases:  # its leaving out says who is there next
+            if phase not in self.order.phases:  # the next phase in the order does not expect its groups
                 self._carry_out(Move("free", move.tenant) for move in phase.enter if move.verb in COMES)
 
     def _carry_out(self, some: Iterable[Move], by_vllm: Callable[[], Any] | None = None) -> None:

@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from verl_patches.errors import ConfigError
-from verl_patches.layout.model_folder import INDEX, SINGLE, fp8_fault
+from verl_patches.layout.model_folder import INDEX, SCALE, SINGLE, fp8_fault
 
 _EXAMPLES = 3
 
@@ -55,7 +55,7 @@ class HFTensors:
         expected, found = set(expected), set(self._files)
         missing, extra = expected - found, found - expected
         extra = {name for name in extra if not _is_beyond(name, num_layers)}
-        if fault := fp8_fault(self.folder):
+        if any(name.endswith(SCALE) for name in extra) and (fault := fp8_fault(self.folder)):
             raise ConfigError(fault)
         faults = [
             f"{len(names)} {what}, as {', '.join(sorted(names)[:_EXAMPLES])}"
@@ -91,9 +91,12 @@ class HFTensors:
         if file not in self._handles:
             self._handles[file] = self._open.enter_context(safe_open(self.folder / file, "pt"))
         try:
-            return self._handles[file].get_slice(name)
+            found = self._handles[file].get_slice(name)
         except SafetensorError as error:
             raise ConfigError(f"{self.folder / file}: the index puts {name!r} here, but it is not: {error}") from error
+        if found.get_dtype().startswith("F8_"):
+            raise ConfigError(fp8_fault(self.folder))
+        return found
 
 
 def _is_beyond(name: str, num_layers: int) -> bool:

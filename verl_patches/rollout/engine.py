@@ -16,7 +16,7 @@ def llm_arguments(original: Callable) -> Callable:
     verl 0.4.0 always passes limit_mm_per_prompt (None for text, vllm_rollout_spmd.py:160) and
     disable_mm_preprocessor_cache (:159); vLLM 0.9.1 wants a dict for the first and refuses the second for text-only
     models (config.py:695). Unless `quantization` is asked for, the model's configuration goes through
-    layout/model_folder.py before vLLM looks for a quantization method (config.py:484, :612); the caller's own
+    layout/model_folder.py before vLLM looks for a quantization method (config.py:484, :621); the caller's own
     hf_overrides come after it.
     """
 

@@ -46,7 +46,7 @@ def why_not(rollout: Any, replayed: bool, balanced: bool = False, sampled: bool 
     if sampled or comparable(rollout):
         return None
     return (f"sampling changes the distribution (temperature {rollout.temperature}, top_p {rollout.top_p}, top_k "
-            f"{rollout.top_k}; comparable at 1, 1, -1, or with recipe.logprob_check.every)")
+            f"{rollout.top_k}; comparable at 1, 1, -1)")
 
 
 def not_compared(config: Any) -> str | None:
@@ -54,9 +54,14 @@ def not_compared(config: Any) -> str | None:
     recipe = config.recipe
     if recipe.logprob_check.action == "off":
         return "recipe.logprob_check.action=off"
-    return why_not(config.actor_rollout_ref.rollout, replayed=recipe.rollout.replay is not None,
-                   balanced=recipe.rollout.balanced_routing or recipe.train.balanced_routing,
-                   sampled=recipe.logprob_check.every is not None)
+    rollout = config.actor_rollout_ref.rollout
+    replayed = recipe.rollout.replay is not None
+    balanced = recipe.rollout.balanced_routing or recipe.train.balanced_routing
+    if recipe.logprob_check.every is not None:
+        return why_not(rollout, replayed, balanced, sampled=True)
+    reason = why_not(rollout, replayed, balanced)
+    could = reason and why_not(rollout, replayed, balanced, sampled=True) is None
+    return f"{reason}; recipe.logprob_check.every=N compares sequences sampled for it" if could else reason
 
 
 def replicas_of(config: Any) -> int:
