@@ -81,7 +81,8 @@ def run_check(upstream: Path | None, line: str | None, base: Path | None) -> Rep
     if report.state == "empty":
         return report
     missing = [Finding(f"package {package}", "problem", str(upstream), "a clone of every repository of the line",
-                       f"not there: the rows of {package} were not looked at", FETCH)
+                       f"not there: the rows of {package} were not looked at",
+                       f"{FETCH}; a run needs no clone of what pip has installed (check --installed looks at that)")
                for package in PACKAGES[name] if package in absent]
     return Report("check", name, (*missing, *compared.values(), *report.findings))
 

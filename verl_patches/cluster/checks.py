@@ -22,7 +22,7 @@ from verl_patches.cluster.recipe import VLLM_DTYPES
 from verl_patches.cluster.support import refusal, refused_keys, shell_findings
 from verl_patches.errors import ConfigError
 from verl_patches.layout.inventory import ModelShape, build_inventory, read_model_shape
-from verl_patches.layout.model_folder import QUANTIZATION, fp8_fault
+from verl_patches.layout.model_folder import QUANTIZATION, fp8_fault, weight_files
 from verl_patches.layout.of_config import rollout_layout_of, train_layout_of
 from verl_patches.layout.parallel import ParallelLayout
 from verl_patches.reshard.plan import servable_blocks
@@ -54,7 +54,7 @@ def check_config(config: DictConfig, configs_dir: Path) -> list[Check]:
     model = model_shape_of(config, configs_dir)
     train = _built("train layout", lambda: train_layout_of(config), checks)
     rollout = _built("rollout layout", lambda: rollout_layout_of(config), checks)
-    checks += _folder_checks(config, model)
+    checks += _folder_checks(config, model) + _data_checks(config)
     if train:
         checks += _train_checks(config, train, model) + _checkpoint_checks(config, train)
     if rollout:
@@ -170,13 +170,29 @@ def _folder_checks(config: DictConfig, model: ModelShape) -> list[Check]:
             f"actor_rollout_ref.model.override_config.model_config holds {QUANTIZATION}; expected none: that of "
             "config.json is not read, and null ends rank 0, where verl prints it (configuration_utils.py:845)"))
     if not path.is_file():
-        return checks
+        here = f"{path.parent} is not on this machine, its weights were not looked at; every node reads it"
+        return [*checks, Check("model folder", True, f"{here} (actor_rollout_ref.model.path)", note=True)]
     found, key = read_model_shape(path), f"recipe.model_shape {config.recipe.model_shape}"
     text = "same model" if found == model else f"{path} describes another model than {key}: {found}, expected {model}"
     checks.append(Check("model shape", found == model, text))
-    if reads_weights(config):
+    if reads_weights(config) and not weight_files(path.parent):
+        said = f"{path.parent} has no safetensors file: whether its weights are bf16 is not known"
+        checks.append(Check("model weights", True, said, note=True))
+    elif reads_weights(config):
         fault = fp8_fault(path.parent)
         checks.append(Check("model weights", fault is None, fault or "none is stored in fp8"))
+    return checks
+
+
+def _data_checks(config: DictConfig) -> list[Check]:
+    """Which data files are not on this machine; the node of the trainer reads them."""
+    checks = []
+    for key in ("train_files", "val_files"):
+        files = config.data.get(key) or []
+        absent = [file for file in ([files] if isinstance(files, str) else files) if not Path(file).exists()]
+        if absent:
+            said = f"{', '.join(absent)} is not on this machine; data/prepare_deepscaler.py makes it (data.{key})"
+            checks.append(Check("data", True, said, note=True))
     return checks
 
 

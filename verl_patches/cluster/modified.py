@@ -94,7 +94,10 @@ def _checkout(root: Path, pin: Repository) -> Path:
 
 
 def _tree_finding(name: str, folder: Path, pin: Repository) -> Finding:
-    expected, todo = f"commit {pin.commit[:12]}", f"git -C {folder} diff {pin.commit[:12]} shows them; {FETCH}"
+    expected = f"commit {pin.commit[:12]}"
+    todo = (
+        f"git -C {folder} diff {pin.commit[:12]} shows the changes, git -C {folder} stash -u puts them aside; "
+        "bash scripts/fetch_upstream.sh --dest ANOTHER brings the pinned sources")
     try:
         wrong, files = commit_faults(folder, pin), tree_changes(folder, pin.tree or pin.commit, pin.generated)
     except PatchError as error:

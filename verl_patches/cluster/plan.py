@@ -147,10 +147,11 @@ def commands(
     here = f"PYTHONPATH={shlex.quote(os.pathsep.join(places))}${{PYTHONPATH:+:$PYTHONPATH}} "
     if config.recipe.ray_address is not None:
         device = f""" --resources='{{"NPU": {dies}}}'""" if config.trainer.device == "npu" else ""
-        head = here + "ray start --head --node-ip-address=HEAD --port=6379 --include-dashboard=false"
+        quiet = "--include-dashboard=false --disable-usage-stats"
+        head = here + f"ray start --head --node-ip-address=HEAD --port=6379 {quiet}"
         found.append({"where": "head node", "command": head + device})
         if nodes > 1:
-            other = here + "ray start --address=HEAD:6379 --node-ip-address=NODE"
+            other = here + "ray start --address=HEAD:6379 --node-ip-address=NODE --disable-usage-stats"
             found.append({"where": f"each of the other {nodes - 1} nodes", "command": other + device})
     train = ["python", "-m", "verl_patches", "train", "--config-name", config_name]
     train += [*(trees.option if trees else ()), *overrides]
@@ -196,10 +197,13 @@ def show(plan: dict[str, Any], config: DictConfig, console: Console) -> None:
     _table(console, "environment", ("name", "value", "set in", "reason", "read by"),
            [(v["name"], v["value"], _SET_IN[v["where"]], v["reason"], v["read_by"]) for v in plan["environment"]])
     console.print(PLACES, highlight=False, soft_wrap=True)
-    console.print("commands to type, in this order:", style="bold")
+    refused = [c["name"] for c in plan["checks"] if not c["ok"] or c["detail"].startswith("a start is refused")]
+    console.print(f"not to be typed yet, a start is refused (checks above: {', '.join(refused)}):" if refused
+                  else "commands to type, in this order:", style="bold", highlight=False)
     if any("HEAD" in command["command"] for command in plan["commands"]):
-        console.print("HEAD and NODE stand for addresses of your nodes that the other nodes reach, not 127.0.0.1; the "
-                      "folders of PYTHONPATH are expected on every node", highlight=False)
+        console.print("HEAD and NODE stand for addresses of your nodes that the other nodes reach, not 127.0.0.1. Each "
+                      "node needs the folders of PYTHONPATH and the model's; vllm, vllm-ascend and torch_npu are those "
+                      "installed there", highlight=False)
     for command in plan["commands"]:
         console.print(f"[bold]{command['where']}[/]:", highlight=False)
         console.print(f"  {command['command']}", highlight=False, markup=False, soft_wrap=True)

@@ -61,6 +61,11 @@ def _drop_quantization(hf_config: Any) -> None:
         delattr(hf_config, QUANTIZATION)
 
 
+def weight_files(folder: str | Path) -> set[str]:
+    """Names of the safetensors files that lie in a folder."""
+    return {file.name for file in Path(folder).glob("*.safetensors")}
+
+
 def fp8_fault(folder: str | Path) -> str | None:
     """Why the folder's weights cannot be read, and what to run, where some are stored in fp8; else None.
 
@@ -78,9 +83,12 @@ def fp8_fault(folder: str | Path) -> str | None:
 
 
 def _stored_dtypes(folder: Path) -> Iterator[tuple[str, str]]:
-    """(tensor, safetensors' name of its dtype) of the files that the index names and that are there."""
+    """(tensor, safetensors' name of its dtype) of the files that the index names, or of all where there is none."""
     index = folder / INDEX
-    files = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else {SINGLE}
+    if index.is_file():
+        files = set(json.loads(index.read_text())["weight_map"].values())
+    else:
+        files = weight_files(folder)
     for file in sorted(files):
         if (folder / file).is_file():
             yield from ((name, tensor["dtype"]) for name, tensor in _header(folder / file).items())
