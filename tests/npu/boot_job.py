@@ -38,8 +38,8 @@ class Reached(Exception):
 
 
 def stop(*args: Any, **kwargs: Any) -> Any:
-    """Stands where the process would go on to what is not here."""
-    raise Reached
+    """Stands where the process would go on to what is not here; what it is called with is in the exception."""
+    raise Reached(*args)
 
 
 def overrides(folder: Path) -> list[str]:
@@ -54,16 +54,19 @@ def driver(folder: Path, found: dict[str, Any]) -> None:
         main_grpo = importlib.import_module("verl_patches.main_grpo")
         import ray
 
-        given = {}
-        ray.init = lambda **options: given.update(options) or stop()
+        # ray.init hands it the runtime_env (ray/_private/worker.py:1636), below the row that wraps ray.init
+        os.environ["RAY_RUNTIME_ENV_HOOK"] = f"{__name__}.{stop.__name__}"
         try:
             main_grpo.main(["--config-name", CONFIG, *overrides(folder)])
-        except Reached:
+        except Reached as reached:
+            (runtime_env,) = reached.args
             found["reached"] = "ray.init"
+        finally:
+            del os.environ["RAY_RUNTIME_ENV_HOOK"]
         config = main_grpo.compose(CONFIG, overrides(folder))
-        hook = given["runtime_env"].pop("worker_process_setup_hook")
+        hook = runtime_env.pop("worker_process_setup_hook")
         (folder / "driver.pickle").write_bytes(ray.cloudpickle.dumps((hook, main_grpo.run_task_runner, config)))
-        found["env_vars"] = given["runtime_env"]["env_vars"]
+        found["env_vars"] = runtime_env["env_vars"]
 
 
 def controller(folder: Path, found: dict[str, Any]) -> None:
@@ -85,15 +88,13 @@ def controller(folder: Path, found: dict[str, Any]) -> None:
 
 
 def worker(folder: Path, found: dict[str, Any]) -> None:
-    """A Ray worker process of verl's group: engine, then ActorRolloutRefWorker, then what its init imports."""
+    """A Ray worker process of verl's group: engine, then ActorRolloutRefWorker, then what its methods import."""
     import ray
 
     hook, _, config = ray.cloudpickle.loads((folder / "driver.pickle").read_bytes())
     os.environ.update(WORKER)
     sys.modules["vllm._C"] = None  # the image builds vLLM for no device (VLLM_TARGET_DEVICE=empty): no compiled ops
-    with step(found, "set-up hook"):
-        hook()
-        found["mindspeed before megatron"] = "mindspeed_llm" in sys.modules
+    prepare_engine(hook, found)
     with step(found, "verl.workers.megatron_workers"):
         importlib.import_module("verl.single_controller.ray.megatron")
         workers = importlib.import_module("verl.workers.megatron_workers")
@@ -114,6 +115,22 @@ def worker(folder: Path, found: dict[str, Any]) -> None:
     if str(importlib.util.find_spec("torch_npu._C").origin).endswith(".so"):  # not the stand-in
         with step(found, "calls of the real torch_npu"):
             found.update(production_calls())
+
+
+def prepare_engine(hook: Callable[[], None], found: dict[str, Any]) -> None:
+    """Set-up hook, then the import of verl, which prepares MindSpeed; notes what of the engine is there after each."""
+    with step(found, "set-up hook"):
+        hook()
+        found["first of the engine after the hook"] = first_of_engine()
+    with step(found, "verl"):
+        importlib.import_module("verl")
+        found["first of the engine after verl"] = first_of_engine()
+
+
+def first_of_engine() -> str | None:
+    """The package, MindSpeed-LLM or Megatron, whose module was imported first in this process; None without either."""
+    packages = (name.partition(".")[0] for name in sys.modules)  # in the order in which imports ended
+    return next((package for package in packages if package in ("mindspeed_llm", "megatron")), None)
 
 
 def arguments(name: str, folder: Path) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import ray
 
 from verl_patches.errors import ConfigError
 from verl_patches.platform.npu.network import SOCKETS, set_interface, towards
@@ -72,6 +73,13 @@ def test_what_the_node_sets_goes_before_the_configuration(node):
 def test_a_head_that_cannot_be_reached_is_named():
     with pytest.raises(ConfigError, match=r"has no route to Ray's head no\.such\.host\.invalid:6379"):
         set_interface(16, head="no.such.host.invalid:6379")
+
+
+def test_a_process_outside_of_ray_is_refused_and_starts_no_ray():
+    assert not ray.is_initialized()
+    with pytest.raises(ConfigError, match="not connected to any.* set recipe.hccl.interface, or set HCCL_"):
+        set_interface(1)
+    assert not ray.is_initialized() and set(found().values()) == {""}
 
 
 FIND = ("from verl_patches.platform.npu.network import *\nimport os, sys\nset_interface(2, head=sys.argv[1])\n"

@@ -83,4 +83,9 @@ def _here() -> str:
 def _head_of_this_ray() -> str:
     import ray
 
+    if not ray.is_initialized():  # get_runtime_context would start a Ray of this process's own
+        raise ConfigError(
+            f"{_here()} (pid {os.getpid()}) needs the interface towards Ray's head; expected a process of a Ray "
+            "cluster, found one that is not connected to any. Start it by Ray, set recipe.hccl.interface, or set "
+            f"{', '.join(SOCKETS)} in its environment")
     return ray.get_runtime_context().gcs_address

@@ -7,3 +7,8 @@ from verl_patches.platform.cpu.ascend.torch_npu.npu import *  # noqa: F403
 from verl_patches.platform.cpu.ascend.torch_npu.npu import __getattr__, _lazy_call  # noqa: F401
 
 config = SimpleNamespace(allow_internal_format=False)
+
+
+def get_device_name(device=None) -> str:
+    """Name of an A3's die; verl looks for "AMD" in it (verl/single_controller/base/worker.py:153)."""
+    return "Ascend910_9391"
