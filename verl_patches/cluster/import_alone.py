@@ -78,8 +78,9 @@ def fill_recipe(config: DictConfig, switches: Switches) -> None:
     faults = [f"recipe.{key} is {given[key]!r}; expected {value!r}, as {where}" for key, value in decided.items()
               for where in ("actor_rollout_ref.rollout.dtype says" if key == "dtype" else f"{VARIABLE} says",)
               if given.get(key, value) != value]
-    faults += [f"recipe.{key} is given, but only the launcher (python -m verl_patches train) acts on it; take it out, or "
-               "use the launcher" for key in _BY_LAUNCHER if OmegaConf.select(OmegaConf.create(given), key) is not None]
+    faults += [f"recipe.{key} is given, but only the launcher (python -m verl_patches train) acts on it; take it out, "
+               "or use the launcher" for key in _BY_LAUNCHER
+               if OmegaConf.select(OmegaConf.create(given), key) is not None]
     if faults:
         raise ConfigError("\n  ".join(faults))
     try:
