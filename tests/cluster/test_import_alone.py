@@ -1,12 +1,16 @@
 """A configuration of verl alone gets the recipe that rows read, from the schema, the switches and what a user adds."""
 
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
 
 from verl_patches.cluster.compose import VERL_CONFIG, verl_config_dir
-from verl_patches.cluster.import_alone import _record, fill_recipe
+from verl_patches.cluster.import_alone import _record, _worker_settings, fill_recipe
+from verl_patches.cluster.modified import installed_root
 from verl_patches.cluster.recipe import Recipe, recipe_keys
 from verl_patches.errors import ConfigError
 from verl_patches.patching.switches import parse
@@ -108,3 +112,47 @@ def test_the_folder_of_the_record_is_named_in_full(monkeypatch, tmp_path):
     recipe = OmegaConf.create({"run": "mine", "output_root": "outputs"})
     assert str(tmp_path / "outputs" / "mine") in _record(recipe)
     assert "+recipe.run=NAME" in _record(OmegaConf.merge(recipe, {"run": None}))
+
+
+@pytest.mark.parametrize(("switches", "engine", "network"), [
+    (NPU, True, {"nodes": 16, "interface": "eth1"}), (parse("line=a3,platform=cpu"), True, None), (CPU, False, None)])
+def test_workers_are_sent_what_the_launcher_would_send(monkeypatch, switches, engine, network):
+    monkeypatch.setenv("VLLM_ENABLE_FIX_ROUTE", "0")
+    found = config(**({"hccl": {"interface": "eth1"}} if network else {}))
+    found.trainer.nnodes, found.trainer.device = 16, "npu" if network else "cuda"
+    fill_recipe(found, switches)
+    section, sent = _worker_settings(found)
+    assert sent == network and (section is not None) is engine
+    assert not engine or section == OmegaConf.to_container(found.actor_rollout_ref)
+
+
+@pytest.mark.slow
+def test_edited_sources_are_refused_or_recorded(monkeypatch, tmp_path):
+    """verl as the path has it, with one edit; the trainer keeps what differs for the summary (training/run.py)."""
+    for folder in (installed_root("verl") / "verl", *installed_root("verl").glob("verl-*.dist-info")):
+        shutil.copytree(folder, tmp_path / folder.name, ignore=shutil.ignore_patterns("__pycache__"))
+    file = tmp_path / "verl/utils/torch_dtypes.py"
+    file.write_text(file.read_text() + "# edited\n")
+    code = """
+import sys
+from types import SimpleNamespace
+from verl_patches.cluster import import_alone
+from verl_patches.patching.switches import parse
+from test_import_alone import config
+import_alone.send_settings = lambda *sent: None  # no Ray here
+for drift in ("warn", "strict"):
+    import_alone.engine.current = lambda: SimpleNamespace(switches=parse(f"line=pypi,platform=cpu,drift={drift}"))
+    trainer = SimpleNamespace()
+    try:
+        import_alone.recipe_by_default(lambda *_: None)(trainer, config())
+        print(trainer.modified_sources)
+    except ValueError as error:
+        print(type(error).__name__, "torch_dtypes.py (modified)" in str(error))
+"""
+    here = Path(__file__).resolve().parent
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, env={
+        "PYTHONPATH": f"{tmp_path}:{here}:{here.parents[1]}", "PATH": "/usr/bin:/bin"})
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.splitlines()[-2:] == [
+        "{'verl': ['verl/utils/torch_dtypes.py (modified)']}", "ConfigError True"]
+    assert "started without its launcher" in done.stderr and "dirty: verl" in done.stderr

@@ -14,16 +14,17 @@ from omegaconf.errors import OmegaConfBaseException
 
 from verl_patches.cluster.checks import fault_of_experts
 from verl_patches.cluster.model_files import model_changes
+from verl_patches.cluster.modified import refuse_modified, said
 from verl_patches.cluster.recipe import VLLM_DTYPES, Recipe, check_recipe
 from verl_patches.cluster.support import refusal, refused_keys
-from verl_patches.cluster.trees import LINE
+from verl_patches.cluster.trees import LINE, Trees
 from verl_patches.errors import ConfigError
 from verl_patches.layout.model_folder import read_config
 from verl_patches.layout.of_config import rollout_layout_of, train_layout_of
 from verl_patches.patching import engine
 from verl_patches.patching.switches import VARIABLE, Switches
 from verl_patches.training import kept_config, on_policy, truth_check
-from verl_patches.training.worker_settings import send_engine_section
+from verl_patches.training.worker_settings import send_settings
 
 log = logging.getLogger(__name__)
 
@@ -48,11 +49,23 @@ def recipe_by_default(original: Callable) -> Callable:
         if config.actor_rollout_ref.get("recipe") is None:
             fill_recipe(config, engine.current().switches)
             log.warning(NOT_HERE.format(record=_record(config.recipe)))
-            if config.recipe.line == LINE:
-                send_engine_section(OmegaConf.to_container(config.actor_rollout_ref, resolve=True))
+            self.modified_sources = refuse_modified(config, Trees())
+            for name, files in self.modified_sources.items():
+                log.warning("dirty: %s is not as pinned (drift=%s): %s", name, config.recipe.drift, said(files))
+            send_settings(*_worker_settings(config))
         original(self, config, *args, **kwargs)
 
     return __init__
+
+
+def _worker_settings(config: DictConfig) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+    """(what line a3's engine is prepared from, how a worker on npu finds its interface), as the launcher sends them."""
+    recipe, engine_section, network = config.recipe, None, None
+    if recipe.line == LINE:
+        engine_section = OmegaConf.to_container(config.actor_rollout_ref, resolve=True)
+    if recipe.platform == "npu":
+        network = {"nodes": config.trainer.nnodes, "interface": recipe.hccl.interface}
+    return engine_section, network
 
 
 def _record(recipe: DictConfig) -> str:

@@ -2,7 +2,8 @@
 
 verl's TaskRunner and workers import much of upstream before the inserted line (prelude_line.py) is reached. Python
 reads `.pth` files of its site-packages at every start. Ours holds one line: a finder that does nothing until a package
-of PACKAGES is imported (before_import.py). It needs verl_patches to be importable then, else that import fails with a RuntimeError.
+of PACKAGES is imported (before_import.py). It needs verl_patches to be importable then, else that import
+fails with a RuntimeError.
 """
 
 from __future__ import annotations
