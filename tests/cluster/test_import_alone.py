@@ -142,9 +142,10 @@ from test_import_alone import config
 import_alone.send_settings = lambda *sent: None  # no Ray here
 for drift in ("warn", "strict"):
     import_alone.engine.current = lambda: SimpleNamespace(switches=parse(f"line=pypi,platform=cpu,drift={drift}"))
-    trainer = SimpleNamespace()
+    trainer = SimpleNamespace(init_workers=print)
     try:
         import_alone.recipe_by_default(lambda *_: None)(trainer, config())
+        assert trainer.init_workers.func is import_alone.unless_start_fails
         print(trainer.modified_sources)
     except ValueError as error:
         print(type(error).__name__, "torch_dtypes.py (modified)" in str(error))

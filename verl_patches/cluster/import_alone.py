@@ -24,6 +24,7 @@ from verl_patches.layout.of_config import rollout_layout_of, train_layout_of
 from verl_patches.patching import engine
 from verl_patches.patching.switches import VARIABLE, Switches
 from verl_patches.training import kept_config, on_policy, truth_check
+from verl_patches.training.ray_start import unless_start_fails
 from verl_patches.training.worker_settings import send_settings
 
 log = logging.getLogger(__name__)
@@ -53,6 +54,7 @@ def recipe_by_default(original: Callable) -> Callable:
             for name, files in self.modified_sources.items():
                 log.warning("dirty: %s is not as pinned (drift=%s): %s", name, config.recipe.drift, said(files))
             send_settings(*_worker_settings(config))
+            self.init_workers = functools.partial(unless_start_fails, self.init_workers)
         original(self, config, *args, **kwargs)
 
     return __init__
