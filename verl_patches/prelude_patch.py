@@ -21,5 +21,5 @@ if not any(_switches.line in row.lines for row in ROWS):
         f'this is: VERL_PATCHES="line=pypi,platform={_switches.platform}" (the launcher takes it from recipe.line)'
     )
 engine.apply()
-if _switches.line == "a3":
+if _switches.line == "a3" or _switches.platform == "npu":
     after_import("verl", prepare_from_controller)

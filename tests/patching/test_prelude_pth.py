@@ -136,3 +136,20 @@ def test_without_site_packages_on_the_path_it_is_refused(monkeypatch):
     monkeypatch.setattr(sys, "path", [str(ROOT)])
     with pytest.raises(ConfigError, match="-S"):
         prelude_pth.install_pth()
+
+
+WITHOUT_US = """
+import sys
+exec(sys.argv[1])
+import importlib.util, json
+try: import vllm
+except ImportError: print("swallowed")  # as upstream does
+except RuntimeError as error: print(error)
+"""
+
+
+def test_a_file_left_behind_without_verl_patches_says_what_to_do(tmp_path):
+    done = subprocess.run([sys.executable, "-I", "-S", "-c", WITHOUT_US, prelude_pth.TEXT], capture_output=True,
+                          text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert all(word in done.stdout for word in (prelude_pth.NAME, "PYTHONPATH", "--undo", "No module named"))

@@ -137,3 +137,45 @@ def test_a_worker_finds_the_interface_by_the_head_of_its_own_ray(run_python, ray
     interface = towards(found["head"])
     assert (found["HCCL_SOCKET_IFNAME"], found["TP_SOCKET_IFNAME"]) == (f"={interface}", interface)
     assert found["GLOO_SOCKET_IFNAME"] == "of_the_node"
+
+
+ALONE = """
+import json, time
+import ray
+
+class Broken:
+    def __init__(self):
+        raise ValueError("row a.b: has drifted")
+
+class Controller:
+    def wait(self, broken, seconds):
+        from verl_patches.training.ray_start import unless_start_fails
+        worker = ray.remote(num_cpus=0)(Broken).remote() if broken else None
+        def body():
+            for _ in range(seconds):
+                try: time.sleep(1)
+                except Exception: pass
+            return "waited"
+        start = time.monotonic()
+        try:
+            return unless_start_fails(body), time.monotonic() - start
+        except RuntimeError as error:
+            return str(error), time.monotonic() - start
+
+ray.init(num_cpus=2, include_dashboard=False, object_store_memory=80 << 20, log_to_driver=False)
+controller = ray.remote(num_cpus=1)(Controller).remote()
+print(json.dumps([ray.get(controller.wait.remote(False, 3)), ray.get(controller.wait.remote(True, 90))]))
+ray.shutdown()
+"""
+
+
+@pytest.mark.slow
+def test_verls_own_wait_ends_with_the_error_of_a_worker_that_cannot_start(ray_folder):
+    """In an actor, as verl's TaskRunner is one; a wait without such a worker ends by itself."""
+    done = subprocess.run([sys.executable, "-c", ALONE], capture_output=True, text=True, timeout=240, env={
+        "PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "RAY_TMPDIR": ray_folder, "RAY_USAGE_STATS_ENABLED": "0"})
+    assert done.returncode == 0, done.stderr[-3000:]
+    (fine, _), (failed, seconds) = json.loads(done.stdout.splitlines()[-1])
+    assert fine == "waited"
+    assert "Broken (pid " in failed and "could not start" in failed and "row a.b: has drifted" in failed
+    assert seconds < 60

@@ -77,3 +77,49 @@ def test_a_worker_without_the_variable_is_refused_by_node_and_the_row_gives_it(t
     missing, told = done.stdout.splitlines()
     assert "ConfigError" in missing and "VERL_PATCHES is not set" in missing and socket.gethostname() in missing
     assert told == "told True line=pypi,platform=cpu"
+
+
+SETTINGS = """
+import json, os, sys, types
+import ray
+
+class Worker:
+    def told(self):
+        from verl_patches.training.worker_settings import prepare_from_controller
+        found = []
+        start = types.ModuleType("verl_patches.training.engine_start")  # it needs MindSpeed
+        start.prepare = found.append
+        sys.modules[start.__name__] = start
+        try:
+            prepare_from_controller(None)
+        except ValueError as error:
+            return str(error)
+        return [found, os.environ.get("GLOO_SOCKET_IFNAME")]
+
+def told(**env):
+    actor = ray.remote(num_cpus=0)(Worker).options(runtime_env={"env_vars": env}).remote()
+    return ray.get(actor.told.remote())
+
+ray.init(num_cpus=1, include_dashboard=False, object_store_memory=80 << 20, log_to_driver=False,
+         _node_ip_address="127.0.0.1")
+from verl_patches.training.worker_settings import send_settings
+verls = {"RANK": "0", "WG_PREFIX": "a"}
+answers = [told(**verls)]
+send_settings({"layers": 4}, {"nodes": 1, "interface": None})
+answers += [told(), told(**verls)]
+send_settings(None, {"nodes": 2, "interface": None})
+answers += [told(**verls)]
+ray.shutdown()
+print(json.dumps(answers))
+"""
+
+
+@pytest.mark.slow
+def test_training_workers_get_engine_and_interface_from_the_controller(ray_folder):
+    """Nothing was sent; another process; a training worker; two nodes that would meet over the loopback."""
+    done = subprocess.run([sys.executable, "-c", SETTINGS], capture_output=True, text=True, timeout=240, env={
+        "PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "RAY_TMPDIR": ray_folder, "RAY_USAGE_STATS_ENABLED": "0"})
+    assert done.returncode == 0, done.stderr[-3000:]
+    unsent, other, worker, loopback = json.loads(done.stdout.splitlines()[-1])
+    assert unsent == other == [[], None] and worker == [[{"layers": 4}], "lo"]
+    assert "trainer.nnodes is 2" in loopback

@@ -235,13 +235,11 @@ def _train_checks(config: DictConfig, train: ParallelLayout, model: ModelShape) 
         f"found {', '.join(unequal)}"
         if unequal else "one layout",
     ))
-    lone = train.tp > 1 and train.ep == 1 and train.etp == 1
+    lone = fault_of_experts(train)
     checks.append(Check(
         "experts under tp",
-        not lone,
-        f"expected ep > 1 or etp = tp at tp {train.tp}: "
-        "with ep 1 and etp 1 Megatron adds up expert outputs of different tokens over TP ranks"
-        if lone else f"experts are whole, {train.ep} ranks share them" if train.etp == 1 else
+        lone is None,
+        lone if lone else f"experts are whole, {train.ep} ranks share them" if train.etp == 1 else
         f"each expert is split over {train.etp} ranks, as tp",
     ))
     if split == "tp_extend_ep":
@@ -252,6 +250,14 @@ def _train_checks(config: DictConfig, train: ParallelLayout, model: ModelShape) 
         )
         checks.append(Check("recipe.train.expert_split", fits, text))
     return checks
+
+
+def fault_of_experts(train: ParallelLayout) -> str | None:
+    """Why Megatron would compute wrong expert outputs in this training layout; None where it would not."""
+    if train.tp == 1 or train.ep > 1 or train.etp > 1:
+        return None
+    return (f"expected ep > 1 or etp = tp at tp {train.tp}: "
+            "with ep 1 and etp 1 Megatron adds up expert outputs of different tokens over TP ranks")
 
 
 def _rollout_checks(config: DictConfig, rollout: ParallelLayout, model: ModelShape) -> list[Check]:

@@ -48,7 +48,8 @@ def refuse_modified(config: DictConfig, trees: Trees) -> dict[str, list[str]]:
     if found and recipe.drift == "strict":
         raise ConfigError("the upstream sources are not as pinned, so this run is not started:\n  "
                           + "\n  ".join(f"{f.name} ({f.where}): {f.found}; {f.todo}" for f in found)
-                          + "\nrecipe.drift=warn runs them all the same and records the run as dirty")
+                          + "\nrecipe.drift=warn (without the launcher: drift=warn in VERL_PATCHES) runs them all the "
+                          "same and records the run as dirty")
     return {f.name: [*(f.details or (f.found,))] for f in found}
 
 

@@ -49,7 +49,10 @@ def _run_prelude() -> None:
     try:
         importlib.import_module(PRELUDE)
     except ImportError as error:  # upstream would swallow it and go on
-        raise ConfigError(f"the prelude cannot be imported, and upstream must not run without it: {error}") from error
+        raise ConfigError(
+            f"the prelude cannot be imported, and upstream must not run without it: {error}. Put verl_patches and what "
+            "it needs on this process's PYTHONPATH, or remove the .pth file: python -m verl_patches install-prelude "
+            "--undo") from error
 
 
 def _is_ray_worker() -> bool:

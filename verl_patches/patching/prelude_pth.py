@@ -2,7 +2,8 @@
 
 verl's TaskRunner and workers import much of upstream before the inserted line (prelude_line.py) is reached. Python
 reads `.pth` files of its site-packages at every start. Ours holds one line: a finder that does nothing until a package
-of PACKAGES is imported (before_import.py). It needs verl_patches to be importable then, else that import fails.
+of PACKAGES is imported (before_import.py). It needs verl_patches to be importable then, else that import
+fails with a RuntimeError.
 """
 
 from __future__ import annotations
@@ -18,11 +19,24 @@ from verl_patches.patching.prelude_line import PreludeResult
 
 NAME = "verl_patches_prelude.pth"
 PACKAGES = ("verl", "megatron", "mindspeed", "mindspeed_llm", "vllm", "vllm_ascend")
-TEXT = (
-    'import sys; sys.meta_path.insert(0, type("VerlPatchesPrelude", (), {"find_spec": lambda self, name, *where: '
-    f'__import__("verl_patches.patching.before_import", fromlist=["_"]).prelude_first(name, *where) '
-    f'if name.partition(".")[0] in {PACKAGES} else None}})())\n'
+_WITHOUT_US = (
+    f"{NAME} is in the site-packages of this Python, but verl_patches cannot be imported: put it on the PYTHONPATH of "
+    "this process, or remove the file (python -m verl_patches install-prelude --undo)"
 )
+_FINDER = f'''
+import sys
+class VerlPatchesPrelude:
+    def find_spec(self, name, *where):
+        if name.partition(".")[0] not in {PACKAGES}:
+            return None
+        try:
+            from verl_patches.patching.before_import import prelude_first
+        except ImportError as error:
+            raise RuntimeError({_WITHOUT_US!r} + ": " + str(error)) from error
+        return prelude_first(name, *where)
+sys.meta_path.insert(0, VerlPatchesPrelude())
+'''
+TEXT = f"import sys; exec({_FINDER!r}, {{}})\n"  # one line, as Python reads .pth files; an ImportError may be swallowed
 
 
 @dataclass(frozen=True)

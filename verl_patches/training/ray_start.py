@@ -9,10 +9,12 @@ verl, and what imports torch_npu (MindSpeed) waits for `import verl`.
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import os
 import socket
 import sys
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -141,6 +143,39 @@ def result_of(task: Any) -> Any:
         if found := _start_failure():
             raise RuntimeError(found)
     return ray.get(task)
+
+
+class _Ended(BaseException):
+    """Raised in a thread that waits for a worker; not an Exception, as upstream's handlers would take one."""
+
+
+def unless_start_fails(body: Callable[[], Any]) -> Any:
+    """What `body()` returns, but an actor of this job that could not start ends it with that actor's own error.
+
+    For a process in which verl itself waits in Python (its loop of one second a turn for the register centre).
+    Raises RuntimeError as `result_of`.
+    """
+    found: list[str] = []
+    over, changing, waiting = threading.Event(), threading.Lock(), threading.get_ident()
+
+    def look() -> None:
+        while not over.wait(LOOK_S):
+            failure = _start_failure()
+            with changing:
+                if failure and not over.is_set():
+                    found.append(failure)
+                    over.set()
+                    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(waiting), ctypes.py_object(_Ended))
+
+    threading.Thread(target=look, name="verl_patches start failures", daemon=True).start()
+    try:
+        try:
+            return body()
+        finally:
+            with changing:
+                over.set()
+    except _Ended:
+        raise RuntimeError(found[0]) from None
 
 
 def _start_failure() -> str | None:

@@ -50,11 +50,12 @@ class Run:
             or self.recipe.tensor_cache.enabled)
         self.kept_on_workers: Any = None
         self.sampled_check: Any = None
+        dirty = getattr(trainer, "modified_sources", None)  # of cluster/import_alone.py; the launcher adds its own
         self.summary = Summary(self.folder, {
             "run": self.recipe.run, "line": self.recipe.line, "platform": self.recipe.platform,
             "layout": {"train": str(train_layout_of(trainer.config)),
                        "rollout": str(rollout_layout_of(trainer.config))},
-            "dtype": self.recipe.dtype})
+            "dtype": self.recipe.dtype, **({"dirty": dirty} if dirty else {})})
         self.step, self.progress = 0, Progress(self.folder)
 
     def prove(self) -> None:

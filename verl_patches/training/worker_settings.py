@@ -1,6 +1,6 @@
-"""What a run without our launcher sends to its workers: VERL_PATCHES, and what line a3's engine is prepared from.
+"""What a run without our launcher sends to its workers: VERL_PATCHES, the network interface, line a3's engine.
 
-With the launcher both come by Ray's runtime_env and set-up hook (ray_start.py). The prelude imports this file.
+With the launcher all come by Ray's runtime_env and set-up hook (ray_start.py). The prelude imports this file.
 """
 
 from __future__ import annotations
@@ -41,19 +41,24 @@ def _submitted_variables() -> Mapping[str, str]:
     return (job.get("runtime_env") or {}).get("env_vars") or {}
 
 
-def send_engine_section(section: Mapping[str, Any]) -> None:
-    """In the controller: leave verl's actor_rollout_ref section for `prepare_from_controller` in the job's workers."""
+def send_settings(engine: Mapping[str, Any] | None, network: Mapping[str, Any] | None) -> None:
+    """In the controller: leave what `prepare_from_controller` needs in the job's workers; None is not asked for there.
+
+    engine: verl's actor_rollout_ref section, for a line whose engine must be prepared before Megatron is imported.
+    network: arguments of platform/npu/network.py's set_interface.
+    """
     import json
 
     from ray.experimental.internal_kv import _internal_kv_put
 
-    _internal_kv_put(_engine_key(), json.dumps(section))
+    _internal_kv_put(_key(), json.dumps({"engine": engine, "network": network}))
 
 
 def prepare_from_controller(_: Any) -> None:
-    """Import hook of verl, line a3: in a training worker prepare the engine from that section, before Megatron.
+    """Import hook of verl: in a training worker choose the network interface and prepare the engine, before Megatron.
 
-    Does nothing in other processes, and where our launcher's set-up hook prepares it.
+    Does nothing in other processes, and in runs of our launcher, whose controller sends nothing (`ray_start.start`
+    brings both there).
     """
     ray = sys.modules.get("ray")
     if ray is None or not ray.is_initialized():
@@ -62,16 +67,23 @@ def prepare_from_controller(_: Any) -> None:
 
     from verl_patches.training.ray_start import VERLS_WORKERS
 
-    section = _internal_kv_get(_engine_key()) if os.environ.keys() >= VERLS_WORKERS else None
-    if section is not None:
-        import json
+    sent = _internal_kv_get(_key()) if os.environ.keys() >= VERLS_WORKERS else None
+    if sent is None:
+        return
+    import json
 
+    settings = json.loads(sent)
+    if settings["network"] is not None:
+        from verl_patches.platform.npu.network import set_interface
+
+        set_interface(**settings["network"])
+    if settings["engine"] is not None:
         from verl_patches.training.engine_start import prepare
 
-        prepare(json.loads(section))
+        prepare(settings["engine"])
 
 
-def _engine_key() -> str:
+def _key() -> str:
     import ray
 
-    return f"verl_patches/engine/{ray.get_runtime_context().get_job_id()}"
+    return f"verl_patches/settings/{ray.get_runtime_context().get_job_id()}"
