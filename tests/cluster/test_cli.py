@@ -40,7 +40,7 @@ def test_help_lists_the_options(call):
 
 
 def test_a_start_that_would_ignore_keys_is_refused(call):
-    pypi = ("recipe.line=pypi", "recipe.train.collective_timeout_minutes=30")
+    pypi = ("recipe.line=pypi", "recipe.train.collective_timeout_minutes=30", "recipe.hccl.expansion_mode=AI_CPU")
     error = call("train", "--config-name", LARGE, *pypi).exception
     assert isinstance(error, ConfigError)
     assert "recipe.train.layers_per_stage" in str(error)
