@@ -13,9 +13,10 @@ import types
 import verl  # noqa: F401  (as verl's worker module does: loading the class imports it)
 
 from verl_patches.errors import ConfigError
+from verl_patches.platform.npu import visible_die
 from verl_patches.training import ray_start
 
-AT_IMPORT = os.environ.get(ray_start.VISIBLE)
+AT_IMPORT = os.environ.get(visible_die.VISIBLE)
 VERLS = {"RANK": "0", "WG_PREFIX": "abc"}  # what marks a worker of verl's
 
 
@@ -28,12 +29,12 @@ class Asked:
     def tell(self, visible=1, moved=None):
         """What this process knows of its die. The runtime sees `visible` devices; `moved` sets the variable."""
         if moved:
-            os.environ[ray_start.VISIBLE] = moved
+            os.environ[visible_die.VISIBLE] = moved
         try:
-            refused = ray_start.check_visible_die(visible)
+            refused = visible_die.check_visible_die(visible)
         except ConfigError as error:
             refused = str(error)
-        return {"at hook": os.environ["AT_HOOK"], "at import": AT_IMPORT, "now": os.environ.get(ray_start.VISIBLE),
+        return {"at hook": os.environ["AT_HOOK"], "at import": AT_IMPORT, "now": os.environ.get(visible_die.VISIBLE),
                 "prepared": os.environ.get("PREPARED"), "refused": refused}
 
 
@@ -42,7 +43,7 @@ def note():
     from verl_patches.patching.hooks import after_import
 
     def prepare(engine):
-        os.environ["PREPARED"] = f"{engine['layers']} {os.environ.get(ray_start.VISIBLE)}"
+        os.environ["PREPARED"] = f"{engine['layers']} {os.environ.get(visible_die.VISIBLE)}"
 
     def fail(_=None):
         raise ConfigError(f"row a.b: has drifted at {time.time()}")
@@ -50,7 +51,7 @@ def note():
     engine_start = types.ModuleType("verl_patches.training.engine_start")  # it needs MindSpeed
     engine_start.prepare = prepare
     sys.modules[engine_start.__name__] = engine_start
-    os.environ["AT_HOOK"] = repr(os.environ.get(ray_start.VISIBLE))
+    os.environ["AT_HOOK"] = repr(os.environ.get(visible_die.VISIBLE))
     if os.environ.get("FAIL") == "hook":
         fail()
     if os.environ.get("FAIL") == "class":

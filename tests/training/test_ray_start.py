@@ -51,7 +51,7 @@ EARLY = """
 import sys, types
 from verl_patches.patching import engine
 from verl_patches.patching.switches import Switches
-from verl_patches.training.ray_start import refuse_early_device_runtime
+from verl_patches.platform.npu.visible_die import refuse_early_device_runtime
 sys.modules["torch_npu"] = types.ModuleType("torch_npu")
 engine.start([], Switches("a3", sys.argv[1]))
 refuse_early_device_runtime()

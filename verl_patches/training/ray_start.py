@@ -1,4 +1,4 @@
-"""Ray for one run: what each worker process does first, which die it is on, and what ends a start that failed.
+"""Ray for one run: what each worker process does first, and what ends a start that failed.
 
 Order in a Ray worker (2.42.1): default_worker.py runs the set-up hook before the worker knows its resources. Then the
 first task or the actor's creation arrives, Ray sets ASCEND_RT_VISIBLE_DEVICES to the ids that it gave, and only then it
@@ -12,25 +12,18 @@ from __future__ import annotations
 import ctypes
 import importlib
 import os
-import socket
-import sys
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from verl_patches.errors import ConfigError
 from verl_patches.patching import hooks
-from verl_patches.patching.engine import current
+from verl_patches.platform.npu.visible_die import refuse_early_device_runtime
+from verl_patches.training.worker_settings import VERLS_WORKERS
 
 HOOK = "worker_process_setup_hook"
-VISIBLE = "ASCEND_RT_VISIBLE_DEVICES"
-NOT_SET_BY_RAY = "RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES"
 LOOK_S = 1.0
 # python/ray/_raylet.pyx appends it to the traceback of an error outside of an actor's own methods
 _RAYS_LAST_LINE = "An unexpected internal error occurred while the worker was executing a task."
-# verl gives both to the actors of its worker groups and to nothing else (verl/single_controller/ray/base.py:326);
-# RANK alone may come from a scheduler that started the driver
-VERLS_WORKERS = {"RANK", "WG_PREFIX"}
 
 
 def prelude_then(user_hook: str | Callable | None, engine: Mapping[str, Any] | None = None,
@@ -70,46 +63,6 @@ def prepare_with_verl(engine: Mapping[str, Any]) -> None:
         importlib.import_module("verl_patches.training.engine_start").prepare(engine)
 
     hooks.after_import("verl", prepare)
-
-
-def refuse_early_device_runtime() -> None:
-    """ConfigError where platform npu has torch_npu imported before Ray has set ASCEND_RT_VISIBLE_DEVICES."""
-    if current().switches.platform == "npu" and "torch_npu" in sys.modules:
-        raise ConfigError(
-            f"{_place()}: torch_npu is imported in Ray's worker set-up hook, before Ray sets {VISIBLE}; expected only "
-            "after that, as the device runtime reads the variable once. If recipe.worker_process_setup_hook imports "
-            "torch or verl, let it do so later: verl_patches.patching.hooks.after_import(module, function)"
-        )
-
-
-def check_visible_die(visible: int) -> None:
-    """ConfigError where this worker of verl's would run on another die than Ray gave it; before any process group.
-
-    visible: number of devices that the device runtime sees in this process (torch.npu.device_count()). A process that
-    Ray did not start chose its device itself: nothing is checked there.
-    """
-    import ray
-
-    if not ray.is_initialized():
-        return
-    given = [str(number) for number in ray.get_runtime_context().get_accelerator_ids()["NPU"]]
-    found = os.environ.get(VISIBLE)
-    fault = None
-    if len(given) != 1:
-        fault = f"expected one die from Ray, found ids {given}: the actor asks for no NPU, or for more than one"
-    elif found != given[0]:
-        fault = (f"{VISIBLE} is {found!r}, expected {given[0]!r}, the id that Ray gave. {NOT_SET_BY_RAY} is "
-                 f"{os.environ.get(NOT_SET_BY_RAY)!r} (set, it keeps Ray from choosing): unset it where Ray is "
-                 f"started, and set {VISIBLE} neither in a runtime_env nor in a set-up hook")
-    elif visible != 1:
-        fault = (f"the device runtime sees {visible} devices, expected 1, with {VISIBLE}={found}: it was started "
-                 "before Ray set the variable. Find what calls torch.npu before `import verl`, a set-up hook for one")
-    if fault:
-        raise ConfigError(f"{_place()}: {fault}")
-
-
-def _place() -> str:
-    return f"rank {os.environ.get('RANK')} (pid {os.getpid()} on {socket.gethostname()})"
 
 
 def runtime_env(

@@ -14,6 +14,10 @@ from typing import Any
 from verl_patches.patching import engine
 from verl_patches.patching.switches import VARIABLE
 
+# verl gives both to the actors of its worker groups and to nothing else (verl/single_controller/ray/base.py:326);
+# RANK alone may come from a scheduler that started the driver
+VERLS_WORKERS = {"RANK", "WG_PREFIX"}
+
 
 def send_switches(original: Callable) -> Callable:
     """Row provider for ray.init: the job's processes on every node get this process's VERL_PATCHES, unless it is given.
@@ -64,8 +68,6 @@ def prepare_from_controller(_: Any) -> None:
     if ray is None or not ray.is_initialized():
         return
     from ray.experimental.internal_kv import _internal_kv_get
-
-    from verl_patches.training.ray_start import VERLS_WORKERS
 
     sent = _internal_kv_get(_key()) if os.environ.keys() >= VERLS_WORKERS else None
     if sent is None:
