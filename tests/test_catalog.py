@@ -20,10 +20,10 @@ from verl_patches.patching.switches import Switches
 from verl_patches.platform.cpu import rows_megatron, rows_npu, rows_torch, rows_vllm
 
 ROOT = Path(__file__).resolve().parent.parent
-# compiled originals; None where vLLM sees no GPU (vllm_experts); a decorator's *args, **kwargs (update.*)
+# compiled originals; None where vLLM sees no GPU (vllm_experts); a decorator's *args, **kwargs (update.*, rollout.*)
 UNKNOWN_SIGNATURES = {
-    "update.sync_switch", "reshard.direct", "rollout.keep_responses", "update.on_policy", "memory.ledger_update",
-    "memory.ledger_log_prob", *(f"memory.trims_{name}" for name in ("worker", "actor", "sleep")),
+    "update.sync_switch", "reshard.direct", "rollout.keep_responses", "rollout.keep_log_probs", "update.on_policy",
+    "memory.ledger_update", "memory.ledger_log_prob", *(f"memory.trims_{name}" for name in ("worker", "actor", "sleep")),
     *(f"platform.{name}" for name in (
         "torch_zeros", "torch_tensor", "torch_tensor_type", "torch_tensor_cuda", "torch_pin_memory", "vllm_experts")),
 }  # fmt: skip
