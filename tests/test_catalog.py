@@ -23,7 +23,8 @@ ROOT = Path(__file__).resolve().parent.parent
 # compiled originals; None where vLLM sees no GPU (vllm_experts); a decorator's *args, **kwargs (update.*, rollout.*)
 UNKNOWN_SIGNATURES = {
     "update.sync_switch", "reshard.direct", "rollout.keep_responses", "rollout.keep_log_probs", "update.on_policy",
-    "memory.ledger_update", "memory.ledger_log_prob", *(f"memory.trims_{name}" for name in ("worker", "actor", "sleep")),
+    "memory.ledger_update", "memory.ledger_log_prob",
+    *(f"memory.trims_{name}" for name in ("worker", "actor", "sleep")),
     *(f"platform.{name}" for name in (
         "torch_zeros", "torch_tensor", "torch_tensor_type", "torch_tensor_cuda", "torch_pin_memory", "vllm_experts")),
 }  # fmt: skip
