@@ -75,6 +75,7 @@ def test_the_installed_packages_are_as_the_catalogue_expects(run_python):
     assert done.err.strip() == "set()"
 
 
+@pytest.mark.slow
 def test_one_token_of_a_copy_is_found(run, copies):
     file = copies / "verl" / "utils" / "megatron_utils.py"
     edit(file, "def load_megatron_optimizer(optimizers):\n", "def load_megatron_optimizer(optimizers):  # a comment\n")

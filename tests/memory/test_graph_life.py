@@ -52,6 +52,7 @@ def found(request, run_python, pytestconfig):
     return of_its_allocator(run_python, *given)
 
 
+@pytest.mark.slow
 def test_only_what_the_sync_does_not_write_is_copied(found):
     """Six segments of weights; in three something else lives: an expert map, a buffer, what waits for a stream."""
     assert found["weights"] == 6 * SEGMENT
