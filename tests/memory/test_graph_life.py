@@ -61,6 +61,7 @@ def test_only_what_the_sync_does_not_write_is_copied(found):
     assert found["tags"] == [["kv_cache", "weights"]] * 3
 
 
+@pytest.mark.slow
 def test_contents_outlive_sleep_but_for_weights_that_the_next_sync_writes(found):
     gone = [True, False, True]
     assert found["kept"] == {
@@ -68,18 +69,21 @@ def test_contents_outlive_sleep_but_for_weights_that_the_next_sync_writes(found)
         "table": [True] * 3, "shared": [True] * 3, "head": [True] * 3}
 
 
+@pytest.mark.slow
 def test_generating_asleep_or_without_a_sync_is_refused(found):
     asleep, half, as_loaded = found["refused"][:3]
     assert "kv_cache and weights of the engine are asleep" in asleep and "while kv_cache of" in half and not as_loaded
     assert "no weight sync has filled" in found["refused"][5] and not found["refused"][8]
 
 
+@pytest.mark.slow
 def test_asking_for_what_is_so_already_does_nothing_and_half_awake_is_woken_before_it_sleeps(found):
     """vLLM's executor sleeps and wakes as a whole: it would forget one of two tags, or all of a sleep."""
     both, half = "wake weights, kv_cache", ["wake weights", "wake kv_cache"]
     assert found["calls"] == ["sleep", *half, "sleep", *half, "sleep"] and both not in found["calls"]
 
 
+@pytest.mark.slow
 def test_after_an_error_inside_sleep_nobody_generates(found):
     """vllm-ascend asserts, memory unmapped, that what is in use has not grown."""
     assert "weights of the engine are asleep" in found["refused"][9]
