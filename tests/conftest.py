@@ -5,13 +5,16 @@ Options
     --upstream DIR    folder with git clones of upstream (verl, Megatron-LM, ...), for tests marked `upstream`
 Fixtures
     run_python        runs Python code in a fresh process under a given VERL_PATCHES, as tests of patches must
+    run_warm          the same, for code that may find torch imported already
     upstream_text     text of one upstream file at one commit, read from the clones of --upstream
     ray_folder        a folder for Ray of a short name
+    warm              environment for processes that need not import torch and its like from nothing (tests/warm)
 Every test starts the generators of Python, torch and numpy at TEST_SEED (0 unless set), fixtures of modules before.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import subprocess
@@ -25,6 +28,7 @@ import hypothesis
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
+WARM = ROOT / "tests" / "warm"
 
 SAFE_ENV = {
     "HF_HUB_OFFLINE": "1",  # nothing is ever downloaded by a test
@@ -82,6 +86,26 @@ def ray_folder() -> Iterator[str]:
         yield folder
 
 
+@pytest.fixture(scope="session")
+def warm() -> Iterator[Callable[[Mapping[str, str]], dict[str, str]]]:
+    """`warm(env)`: env, with which Ray's workers and `python -X warm ...` start as forks of one warm interpreter.
+
+    For processes that a test only needs as they are after their imports; tests of how a process starts go without.
+    """
+    with tempfile.TemporaryDirectory(prefix="w-") as folder:
+        command, path = [sys.executable, str(WARM / "server.py")], str(Path(folder, "s"))
+        env = {**os.environ, **SAFE_ENV, "TORCHDYNAMO_DISABLE": "1"}
+        with subprocess.Popen([*command, path], env=env, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL) as server:
+            assert server.stdout is not None and server.stdout.readline() == b"ready\n"
+
+            def add(env: Mapping[str, str]) -> dict[str, str]:
+                paths = os.pathsep.join(filter(None, [str(WARM), env.get("PYTHONPATH")]))
+                return {**SAFE_ENV, "TORCHDYNAMO_DISABLE": "1", **env, "WARM_PYTHON": path, "PYTHONPATH": paths}
+
+            yield add
+            server.kill()
+
+
 @dataclass(frozen=True)
 class Finished:
     """A process that has ended: exit code (negative: a signal), stdout and stderr as text."""
@@ -97,6 +121,7 @@ class Finished:
 
 
 def _run_python(
+    warm: Callable[[Mapping[str, str]], dict[str, str]] | None,
     code: str,
     *args: str,
     patches: str | None = None,
@@ -109,6 +134,8 @@ def _run_python(
     if patches is not None:
         full_env["VERL_PATCHES"] = patches
     full_env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), full_env.get("PYTHONPATH")]))
+    if warm is not None:
+        full_env, flags = warm(full_env), ("-X", "warm", *flags)
     process = subprocess.Popen(
         [sys.executable, *flags, "-c", code, *args],
         stdin=subprocess.DEVNULL,
@@ -139,7 +166,13 @@ def run_python() -> Callable[..., Finished]:
     unset), env (more variables), timeout_s (then its whole process group is killed and the test fails), cwd, flags
     (interpreter options). The repository is on its path. Returns `Finished` (rc, out, err); `.check()` demands exit 0.
     """
-    return _run_python
+    return functools.partial(_run_python, None)
+
+
+@pytest.fixture(scope="session")
+def run_warm(warm: Callable[[Mapping[str, str]], dict[str, str]]) -> Callable[..., Finished]:
+    """`run_python`, in a fork of the warm interpreter."""
+    return functools.partial(_run_python, warm)
 
 
 @pytest.fixture(scope="session")

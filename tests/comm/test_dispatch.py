@@ -24,12 +24,12 @@ LARGE = {"shared by a replica": (2, 4), "one a worker": (4, 4), "one for all": (
 
 
 @pytest.fixture(scope="module")
-def found(ray_folder):
+def found(ray_folder, warm):
     """What dispatch_job.py says."""
     env = {**os.environ, "PYTHONPATH": f"{HERE}:{HERE.parents[1]}", "VERL_PATCHES": "line=pypi,platform=cpu",
            "RAY_TMPDIR": ray_folder}
-    done = subprocess.run([sys.executable, str(HERE / "dispatch_job.py")], env=env, capture_output=True, text=True,
-                          timeout=240)
+    done = subprocess.run([sys.executable, str(HERE / "dispatch_job.py")], env=warm(env), capture_output=True,
+                          text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
 

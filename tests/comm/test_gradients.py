@@ -8,10 +8,10 @@ MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-to
 
 
 @pytest.fixture(scope="module")
-def difference(run_python):
+def difference(run_warm):
     """{case: relative difference to the gradients of arrival order}."""
     code = "import runpy; runpy.run_path('tests/comm/gradient_job.py', run_name='__main__')"
-    return json.loads(run_python(code).check().out.splitlines()[-1])
+    return json.loads(run_warm(code).check().out.splitlines()[-1])
 
 
 @pytest.mark.slow

@@ -89,22 +89,22 @@ if "ascend" in sys.argv:
 """
 
 
-def _vllm(run_python, folder, *words, line, **env):
+def _vllm(run_warm, folder, *words, line, **env):
     (folder / "config.json").write_text(PUBLIC.read_text())
     env = {"VLLM_LOGGING_LEVEL": "ERROR", **env}
-    run_python(VLLM, str(folder), *words, patches=f"line={line},platform=cpu", env=env, timeout_s=240).check()
+    run_warm(VLLM, str(folder), *words, patches=f"line={line},platform=cpu", env=env, timeout_s=240).check()
 
 
 @pytest.mark.slow
-def test_vllm_sees_no_fp8(run_python, tmp_path):
-    _vllm(run_python, tmp_path, line="pypi", VLLM_USE_V1="0")
+def test_vllm_sees_no_fp8(run_warm, tmp_path):
+    _vllm(run_warm, tmp_path, line="pypi", VLLM_USE_V1="0")
 
 
 @pytest.mark.slow
 @pytest.mark.upstream
-def test_vllm_ascend_refuses_the_folder_and_takes_the_view(run_python, tmp_path, pytestconfig):
+def test_vllm_ascend_refuses_the_folder_and_takes_the_view(run_warm, tmp_path, pytestconfig):
     upstream = pytestconfig.getoption("--upstream")
     if missing := [name for name in SOURCES if not (upstream / name).is_dir()]:
         pytest.skip(f"--upstream {upstream} holds no {', '.join(missing)}")
     path = os.pathsep.join(str(upstream.resolve() / name) for name in SOURCES)
-    _vllm(run_python, tmp_path, "ascend", line="a3", VLLM_USE_V1="1", PYTHONPATH=path)
+    _vllm(run_warm, tmp_path, "ascend", line="a3", VLLM_USE_V1="1", PYTHONPATH=path)

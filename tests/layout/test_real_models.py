@@ -80,9 +80,9 @@ VLLM = {
 }
 
 
-def _run(run_python, script, cases, patches=None):
+def _run(run_warm, script, cases, patches=None):
     code = f"import runpy; runpy.run_path({str(HERE / script)!r}, run_name='__main__')"
-    out = run_python(code, json.dumps(list(cases.values())), patches=patches, timeout_s=400).check().out
+    out = run_warm(code, json.dumps(list(cases.values())), patches=patches, timeout_s=400).check().out
     found = {}
     for line in out.splitlines():
         if line.startswith('{"case"'):
@@ -92,13 +92,13 @@ def _run(run_python, script, cases, patches=None):
 
 
 @pytest.fixture(scope="module")
-def megatron(run_python):
-    return _run(run_python, "build_megatron.py", MEGATRON)
+def megatron(run_warm):
+    return _run(run_warm, "build_megatron.py", MEGATRON)
 
 
 @pytest.fixture(scope="module")
-def vllm(run_python):
-    return _run(run_python, "build_vllm.py", VLLM, patches="line=pypi,platform=cpu")
+def vllm(run_warm):
+    return _run(run_warm, "build_vllm.py", VLLM, patches="line=pypi,platform=cpu")
 
 
 def _train_layout(case):

@@ -17,8 +17,12 @@ from verl_patches.errors import ConfigError
 
 
 @pytest.fixture(scope="session")
-def smoke(tmp_path_factory):
-    """smoke(*arguments) -> Finished; equal arguments share one run. Fails with the log's end if `ok` and it is not."""
+def smoke(tmp_path_factory, warm):
+    """smoke(*arguments) -> Finished; equal arguments share one run. Fails with the log's end if `ok` and it is not.
+
+    A run without arguments starts all its processes from nothing; the workers of the others are warm (tests/warm), and
+    have the same figures.
+    """
     base = tmp_path_factory.getbasetemp()
     shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base  # by all test processes of this session
 
@@ -28,7 +32,7 @@ def smoke(tmp_path_factory):
         with (folder / "lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # the other process may be at this very run
             if not (folder / "finished.json").exists():
-                _run(arguments, folder, timeout_s)
+                _run(arguments, folder, timeout_s, warm if arguments else dict)
         result = Finished.read(folder)
         if ok and result.code:
             log = result.folder / "driver.log"
@@ -39,11 +43,11 @@ def smoke(tmp_path_factory):
     return run
 
 
-def _run(arguments: tuple[str, ...], folder: Path, timeout_s: float) -> None:
+def _run(arguments: tuple[str, ...], folder: Path, timeout_s: float, environment) -> None:
     command, env = smoke_command(*arguments, folder=folder, run="r")
     start = time.monotonic()
-    found = subprocess.run(command, cwd=ROOT, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True,
-                           timeout=timeout_s)
+    found = subprocess.run(command, cwd=ROOT, env=environment(env), stdin=subprocess.DEVNULL, capture_output=True,
+                           text=True, timeout=timeout_s)
     told = {"code": found.returncode, "wall_s": time.monotonic() - start, "output": found.stdout + found.stderr}
     (folder / "finished.json").write_text(json.dumps(told))
 

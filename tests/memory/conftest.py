@@ -12,7 +12,7 @@ JOB = Path(__file__).resolve().parent / "offload_job.py"
 
 
 @pytest.fixture(scope="session")
-def offload_job(run_python, pytestconfig, tmp_path_factory):
+def offload_job(run_warm, pytestconfig, tmp_path_factory):
     """offload_job(*parts, line="pypi", switches=(), ranks=1): what each rank found, {part: found}.
 
     Line a3 needs checkouts under --upstream and skips, with the reason, where they are not there.
@@ -27,7 +27,7 @@ def offload_job(run_python, pytestconfig, tmp_path_factory):
 
         def one(rank):
             code = f"import sys; sys.path.insert(0, {str(JOB.parent)!r})\n{JOB.read_text()}"
-            done = run_python(code, *parts, patches=patches, env={**env, "RANK": str(rank)})
+            done = run_warm(code, *parts, patches=patches, env={**env, "RANK": str(rank)})
             return json.loads(done.check().out.splitlines()[-1])
 
         with ThreadPoolExecutor(ranks) as pool:

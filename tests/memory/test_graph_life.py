@@ -41,15 +41,15 @@ def test_a_sleep_mode_that_is_not_known_here_is_refused(monkeypatch):
         graph_life._allocator()
 
 
-def of_its_allocator(run_python, *file):
-    return json.loads(run_python(SCRIPT, *file).check().out.splitlines()[-1])
+def of_its_allocator(run_warm, *file):
+    return json.loads(run_warm(SCRIPT, *file).check().out.splitlines()[-1])
 
 
 @pytest.fixture(scope="module", params=["vllm", pytest.param("vllm_ascend", marks=pytest.mark.upstream)])
-def found(request, run_python, pytestconfig):
+def found(request, run_warm, pytestconfig):
     file = "vllm-ascend/vllm_ascend/device_allocator/camem.py"
     given = [str(pytestconfig.getoption("--upstream") / file)] if request.param == "vllm_ascend" else []
-    return of_its_allocator(run_python, *given)
+    return of_its_allocator(run_warm, *given)
 
 
 @pytest.mark.slow

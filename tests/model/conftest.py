@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import os
@@ -29,33 +30,33 @@ def _load(name: str):
 
 
 @pytest.fixture(scope="session")
-def run_ranks():
+def run_ranks(warm):
     """run_ranks(job, folder, world_size=2, switches="", timeout_s=240): what "file.py:function" returns on every rank.
 
     The function is called with `folder`. `switches`: more of VERL_PATCHES, as ",-model.config". A rank that fails or
     hangs takes the others with it, and its output is in the AssertionError.
     """
-    return _run_ranks
+    return functools.partial(_run_ranks, warm)
 
 
-def _run_ranks(job: str, folder: Path, world_size: int = 2, switches: str = "", timeout_s: float = 240) -> list:
+def _run_ranks(warm, job: str, folder: Path, world_size: int = 2, switches: str = "", timeout_s: float = 240) -> list:
     import torch
 
     stem = job.replace(".py:", ".")
     for old in folder.glob(f"{stem}.*"):
         old.unlink()
-    environment = {
+    environment = warm({
         **os.environ,
         "VERL_PATCHES": "line=pypi,platform=cpu" + switches,
         "PYTHONPATH": str(ROOT),
         "WORLD_SIZE": str(world_size),
         "TORCHDYNAMO_DISABLE": "1",
         "GLOO_SOCKET_IFNAME": "lo",
-    }
+    })
     processes, logs = [], [folder / f"{stem}.rank{rank}.log" for rank in range(world_size)]
     for rank, path in enumerate(logs):
         with path.open("wb") as log:
-            command = [sys.executable, "-W", "ignore", str(HERE / "rank_main.py"), job, str(folder)]
+            command = [sys.executable, "-X", "warm", "-W", "ignore", str(HERE / "rank_main.py"), job, str(folder)]
             processes.append(
                 subprocess.Popen(command, env={**environment, "RANK": str(rank)}, stdout=log, stderr=log, cwd=ROOT)
             )

@@ -39,7 +39,7 @@ def sources(pytestconfig) -> list[str]:
 
 
 @pytest.fixture(scope="session")
-def run_a3(sources, reference, tmp_path_factory):
+def run_a3(sources, reference, tmp_path_factory, warm):
     """run_a3(job, ranks, sizes, dtype): what the function of mindspeed_job.py returns on every rank."""
 
     def run(job: str, ranks: int, sizes: dict, dtype: str = "fp32") -> list:
@@ -49,7 +49,7 @@ def run_a3(sources, reference, tmp_path_factory):
         shutil.copytree(reference["folder"] / "model", folder / "model")
         shutil.copy(reference["folder"] / "batch.pt", folder)
         _write_config(folder, Path(sources[0]), ranks, sizes, dtype)
-        _run_ranks(job, folder, ranks, sources)
+        _run_ranks(warm, job, folder, ranks, sources)
         return [torch.load(folder / f"mindspeed_job.{job}.rank{r}.pt", weights_only=False) for r in range(ranks)]
 
     return run
@@ -73,13 +73,15 @@ def _write_config(folder: Path, verl: Path, ranks: int, sizes: dict, dtype: str)
     OmegaConf.save(config.actor_rollout_ref, folder / "engine.yaml")
 
 
-def _run_ranks(job: str, folder: Path, ranks: int, sources: list[str], timeout_s: float = 400) -> None:
-    environment = {**os.environ, "VERL_PATCHES": "line=a3,platform=cpu", "WORLD_SIZE": str(ranks),
+def _run_ranks(warm, job: str, folder: Path, ranks: int, sources: list[str], timeout_s: float = 400) -> None:
+    environment = warm({
+                   **os.environ, "VERL_PATCHES": "line=a3,platform=cpu", "WORLD_SIZE": str(ranks),
                    "PYTHONPATH": os.pathsep.join([*sources, str(ROOT)]), "TORCHDYNAMO_DISABLE": "1",
                    "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1",
-                   "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # fmt: skip
+                   "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"})  # fmt: skip
     logs = [folder / f"rank{rank}.log" for rank in range(ranks)]
-    command = [sys.executable, "-W", "ignore", str(HERE / "mindspeed_rank.py"), f"mindspeed_job.py:{job}", str(folder)]
+    command = [sys.executable, "-X", "warm", "-W", "ignore", str(HERE / "mindspeed_rank.py"),
+               f"mindspeed_job.py:{job}", str(folder)]  # fmt: skip
     processes = []
     for rank, path in enumerate(logs):
         with path.open("wb") as log:

@@ -81,9 +81,9 @@ print("FOUND" + json.dumps(found))
 
 
 @pytest.fixture(scope="module")
-def found(run_python):
+def found(run_warm):
     """Row -> [error with it, error without it, its state]."""
-    said = run_python(CODE, json.dumps({**CHECKS, **dict.fromkeys(UNSEEN, "pass")})).check().out
+    said = run_warm(CODE, json.dumps({**CHECKS, **dict.fromkeys(UNSEEN, "pass")})).check().out
     return json.loads(said.rpartition("FOUND")[2])
 
 

@@ -130,7 +130,7 @@ def test_no_lockstep_without_data_parallelism():
 
 
 @pytest.fixture(scope="module")
-def without_each_row(run_python, tmp_path_factory) -> dict[str, str]:
+def without_each_row(run_warm, tmp_path_factory) -> dict[str, str]:
     """{row id: what went wrong without it}; "" is the key of the run with all rows."""
     from verl_patches.model.tiny import make_tiny_model
 
@@ -139,7 +139,7 @@ def without_each_row(run_python, tmp_path_factory) -> dict[str, str]:
            "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1",
            "GLOO_SOCKET_IFNAME": "lo"}
     code = f"import sys; sys.path.insert(0, {str(HERE)!r}); import vllm_rows; vllm_rows.main()"
-    finished = run_python(code, str(model), *IDS, "rollout.llm_arguments", env=env, timeout_s=240).check()
+    finished = run_warm(code, str(model), *IDS, "rollout.llm_arguments", env=env, timeout_s=240).check()
     return json.loads(finished.out.splitlines()[-1])
 
 

@@ -48,10 +48,10 @@ CASES = {**RIGHT, **WRONG, **OTHER}
 
 
 @pytest.fixture(scope="module")
-def learnt(run_python):
+def learnt(run_warm):
     code = f"import runpy; runpy.run_path({str(HERE / 'vllm_ranks.py')!r}, run_name='__main__')"
     cases = json.dumps(list(CASES.values()))
-    out = run_python(code, cases, patches="line=pypi,platform=cpu", timeout_s=400).check().out
+    out = run_warm(code, cases, patches="line=pypi,platform=cpu", timeout_s=400).check().out
     found = {}
     for line in out.splitlines():
         if line.startswith('{"case"'):

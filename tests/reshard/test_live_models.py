@@ -47,12 +47,14 @@ def model(tmp_path_factory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("tiny") / "model")
 
 
-def run_ranks(script: str, job: str, folder: Path, line: str, path: list[str]) -> list[dict]:
+def run_ranks(warm, script: str, job: str, folder: Path, line: str, path: list[str]) -> list[dict]:
     """What live_job.py's function `job` returns on two ranks that `script` of tests/model starts."""
-    environment = {**os.environ, "VERL_PATCHES": f"line={line},platform=cpu", "WORLD_SIZE": "2",
+    environment = warm({
+                   **os.environ, "VERL_PATCHES": f"line={line},platform=cpu", "WORLD_SIZE": "2",
                    "PYTHONPATH": os.pathsep.join([*path, str(ROOT), str(HERE)]), "TORCHDYNAMO_DISABLE": "1",
-                   "GLOO_SOCKET_IFNAME": "lo", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # fmt: skip
-    command = [sys.executable, "-W", "ignore", str(ROOT / "tests/model" / script), f"live_job.py:{job}", str(folder)]
+                   "GLOO_SOCKET_IFNAME": "lo", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"})  # fmt: skip
+    command = [sys.executable, "-X", "warm", "-W", "ignore", str(ROOT / "tests/model" / script), f"live_job.py:{job}",
+               str(folder)]  # fmt: skip
     processes, logs = [], [folder / f"rank{rank}.log" for rank in range(2)]
     for rank, path in enumerate(logs):
         with path.open("wb") as log:
@@ -86,12 +88,12 @@ def check(found: list[dict], model: Path, text: str, library: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def megatron(model, tmp_path_factory) -> list[dict]:
+def megatron(model, tmp_path_factory, warm) -> list[dict]:
     """Each rank's findings at every layout of megatron-core 0.12.2: one launch for all."""
     folder = tmp_path_factory.mktemp("megatron")
     (folder / "model").symlink_to(model)
     (folder / "layouts.json").write_text(json.dumps(MEGATRON))
-    return run_ranks("rank_main.py", "megatron_job", folder, "pypi", [])
+    return run_ranks(warm, "rank_main.py", "megatron_job", folder, "pypi", [])
 
 
 @pytest.mark.parametrize("name", MEGATRON)
@@ -126,7 +128,7 @@ def sources(pytestconfig) -> list[str]:
 
 @pytest.mark.upstream
 @pytest.mark.parametrize("name", MINDSPEED)
-def test_views_of_line_a3_are_the_checkpoints_slices(sources, model, tmp_path, name):
+def test_views_of_line_a3_are_the_checkpoints_slices(sources, model, tmp_path, name, warm):
     from omegaconf import OmegaConf
 
     from verl_patches.cluster.compose import compose
@@ -142,6 +144,6 @@ def test_views_of_line_a3_are_the_checkpoints_slices(sources, model, tmp_path, n
                   f"recipe.train.layers_per_stage={list(layers) if layers else 'null'}"]  # fmt: skip
     config = compose("grpo_deepseekv3_tiny_cpu", overrides, verl_path=Path(sources[0]))
     OmegaConf.save(config.actor_rollout_ref, tmp_path / "engine.yaml")
-    found = run_ranks("mindspeed_rank.py", "mindspeed_job", tmp_path, "a3", sources)
+    found = run_ranks(warm, "mindspeed_rank.py", "mindspeed_job", tmp_path, "a3", sources)
     check(found, model, text, "mindspeed")
     assert all("not one of DeepSeek-V3's" in rank["refused"] for rank in found)  # asked for as another library's

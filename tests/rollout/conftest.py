@@ -35,7 +35,7 @@ class RanksFailed(AssertionError):
 
 
 @pytest.fixture(scope="session")
-def run_ranks(tmp_path_factory):
+def run_ranks(tmp_path_factory, warm):
     """run_ranks(specs, patches=..., timeout_s=...) -> what each rank's code returned, in rank order; one spec a rank.
 
     Raises RanksFailed with every rank's output if one fails or the time is up; only processes started here are ended.
@@ -51,8 +51,9 @@ def run_ranks(tmp_path_factory):
                   "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         ranks = []
         for rank, spec in enumerate(specs):
-            command = [sys.executable, str(HERE / "engine_rank.py"), json.dumps(spec), str(folder / f"{rank}.pt")]
-            env = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            command = [sys.executable, "-X", "warm", str(HERE / "engine_rank.py"), json.dumps(spec),
+                       str(folder / f"{rank}.pt")]  # fmt: skip
+            env = {**warm(common), "RANK": str(rank), "LOCAL_RANK": str(rank)}
             with (folder / f"{rank}.log").open("w") as log:
                 ranks.append(subprocess.Popen(command, env=env, stdout=log, stderr=log, start_new_session=True))
         _wait(ranks, folder, timeout_s)

@@ -250,9 +250,9 @@ print(json.dumps({
 
 @pytest.mark.slow
 @pytest.mark.parametrize("on", [True, False])
-def test_rows_have_their_effect_and_lose_it(run_python, on):
+def test_rows_have_their_effect_and_lose_it(run_warm, on):
     ids = ["update.on_policy", "update.loss_on_policy", "update.take_log_prob_moments"]
     off = "" if on else "".join(f",-{name}" for name in ids)
-    done = run_python(PROBE, patches=f"line=pypi,platform=cpu{off}")
+    done = run_warm(PROBE, patches=f"line=pypi,platform=cpu{off}")
     assert done.rc == 0, done.err
     assert json.loads(done.out.splitlines()[-1]) == {**dict.fromkeys(ids, on), "dispatch": "MEGATRON_COMPUTE_PROTO"}

@@ -88,7 +88,7 @@ def test_a_group_that_cannot_be_asked_is_refused():
 
 
 @pytest.mark.slow
-def test_a_worker_that_never_ran_the_prelude_is_refused_by_rank(tmp_path, ray_folder):
+def test_a_worker_that_never_ran_the_prelude_is_refused_by_rank(tmp_path, ray_folder, warm):
     """Real Ray, verl's own worker group and its colocated class; worker 1 ran the prelude and proves as much.
 
     They run from a copy of the package: an edit while they start would make their digests differ.
@@ -97,7 +97,7 @@ def test_a_worker_that_never_ran_the_prelude_is_refused_by_rank(tmp_path, ray_fo
     shutil.copytree(ROOT / "verl_patches", copy / "verl_patches", ignore=shutil.ignore_patterns("__pycache__"))
     env = {**os.environ, "PYTHONPATH": f"{HERE}:{copy}", "VERL_PATCHES": "line=pypi,platform=cpu",
            "RAY_TMPDIR": ray_folder, "GLOO_SOCKET_IFNAME": "lo"}
-    done = subprocess.run([sys.executable, str(HERE / "bare_worker.py")], env=env, capture_output=True, text=True,
+    done = subprocess.run([sys.executable, str(HERE / "bare_worker.py")], env=warm(env), capture_output=True, text=True,
                           timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])

@@ -30,8 +30,8 @@ TOLD = "line=pypi,platform=cpu,-memory.order"
     ("{'job_config': Config}", None, {"env_vars": {"B": "2", "VERL_PATCHES": TOLD}}),
     ("{'runtime_env': {'env_vars': {'VERL_PATCHES': 'x'}}}", None, {"env_vars": {"VERL_PATCHES": "x"}}),
     ("{}", '{"runtime_env": {"env_vars": {"VERL_PATCHES": "x"}}}', None)])  # Ray merges the submitted job's
-def test_workers_are_told_the_drivers_switches_unless_they_are_given(run_python, given, job, runtime_env):
-    done = run_python(TELL, given, patches=TOLD, env={"RAY_JOB_CONFIG_JSON": job} if job else None).check()
+def test_workers_are_told_the_drivers_switches_unless_they_are_given(run_warm, given, job, runtime_env):
+    done = run_warm(TELL, given, patches=TOLD, env={"RAY_JOB_CONFIG_JSON": job} if job else None).check()
     assert json.loads(done.out) == runtime_env
 
 

@@ -7,6 +7,7 @@ place that would refuse, or the number that would be wrong.
 from __future__ import annotations
 
 import fnmatch
+import functools
 import json
 import math
 from collections.abc import Callable, Iterable
@@ -129,11 +130,22 @@ def _sync_checks(config: DictConfig, train: ParallelLayout, rollout: ParallelLay
     row = "reshard.direct_and_wake" if config.recipe.line == "a3" else "reshard.direct"
     if _switched_off(config, row):
         return []
-    inventory = build_inventory(replace(model, torch_dtype=VLLM_DTYPES[config.recipe.dtype]))
-    return [_rule("weight sync", lambda: servable_blocks(
-        inventory, train, rollout, train_library="mindspeed" if config.recipe.line == "a3" else "megatron-local",
-        rollout_library="vllm-ascend" if config.recipe.platform == "npu" else "vllm",
-        bucket_bytes=config.recipe.reshard.bucket_bytes), "each rank can be sent what it lacks")]  # fmt: skip
+    model = replace(model, torch_dtype=VLLM_DTYPES[config.recipe.dtype])
+    train_library = "mindspeed" if config.recipe.line == "a3" else "megatron-local"
+    rollout_library = "vllm-ascend" if config.recipe.platform == "npu" else "vllm"
+    served = functools.partial(_served, model, train, rollout, train_library, rollout_library,
+                               config.recipe.reshard.bucket_bytes)  # fmt: skip
+    return [_rule("weight sync", served, "each rank can be sent what it lacks")]
+
+
+@functools.lru_cache(64)  # a command asks once for the launch and once for what it prints
+def _served(
+    model: ModelShape, train: ParallelLayout, rollout: ParallelLayout, train_library: str, rollout_library: str,
+    bucket_bytes: int,
+) -> None:  # fmt: skip
+    """Raise ConfigError where the weights of `train` cannot be sent to `rollout`."""
+    servable_blocks(build_inventory(model), train, rollout, train_library=train_library,
+                    rollout_library=rollout_library, bucket_bytes=bucket_bytes)  # fmt: skip
 
 
 def _switched_off(config: DictConfig, row: str) -> bool:

@@ -1,0 +1,197 @@
+"""A Python process that has imported what every process of a run imports from other libraries, and forks.
+
+    python server.py SOCKET
+
+Only libraries that know nothing of verl, Megatron, vLLM, MindSpeed, Ray or this project are imported ahead
+(tests/warm/test_warm.py): those come in the fork, after the prelude, as in a process started from nothing.
+"""
+
+import ast
+import atexit
+import contextlib
+import ctypes
+import functools
+import gc
+import importlib
+import inspect
+import io
+import json
+import os
+import select
+import signal
+import socket
+import struct
+import sys
+import threading
+import types
+import warnings
+
+AHEAD = """
+torch torch.cuda torch.distributed torch.distributed.checkpoint torch.distributed.fsdp torch.distributed.tensor
+torch.distributed.device_mesh torch.distributed.nn torch.fx torch.func torch.export torch.library
+torch._dynamo torch._inductor.compile_fx torch._inductor.lowering torch.utils.data torch.utils.checkpoint
+torch.utils.tensorboard torch.utils._debug_mode torch.multiprocessing torch.optim torch.testing
+numpy scipy.special scipy.stats scipy.sparse sympy networkx
+aiohttp fastapi openai openai.types.chat openai.types.responses pydantic requests httpx jinja2 jsonschema zmq msgspec
+prometheus_client PIL.Image opentelemetry.trace google.protobuf uvicorn watchfiles cloudpickle yaml omegaconf einops
+""".split()
+# read when a library is imported: a process with another value of one of these is not for this server
+AT_IMPORT = ("OMP_", "MKL_", "OPENBLAS_", "NUMEXPR_", "KMP_", "TORCH", "PYTORCH_", "PYTHONHASHSEED", "LD_", "MALLOC_",
+             "ARROW_", "PYDANTIC_", "MPLBACKEND")  # fmt: skip
+# of them, what torch and vLLM themselves set in a process that imports them, such as pytest's own
+THEIR_OWN = ("PYTORCH_NVML_BASED_CUDA_CHECK", "TORCHINDUCTOR_COMPILE_THREADS", "TORCHINDUCTOR_CACHE_DIR")
+NEVER = ("verl", "verl_patches", "vllm", "vllm_ascend", "megatron", "mindspeed", "mindspeed_llm", "ray",
+         "transformers", "tensordict", "torch_npu", "apex", "flash_attn", "transformer_engine", "triton")  # fmt: skip
+
+
+def at_import(env):
+    return {name: value for name, value in env.items() if name.startswith(AT_IMPORT) and name not in THEIR_OWN}
+
+
+def import_ahead():
+    for name in AHEAD:
+        importlib.import_module(name)
+    found = sorted({name.partition(".")[0] for name in sys.modules} & set(NEVER))
+    threads = len(os.listdir("/proc/self/task"))
+    # vLLM asks for the source of each of its 30 configuration classes, and each time inspect parses the whole file
+    inspect.ast = types.SimpleNamespace(**vars(ast) | {"parse": functools.lru_cache(8)(ast.parse)})
+    gc.collect()
+    gc.freeze()  # the collector leaves the shared pages alone
+    if found or threads != 1:
+        raise SystemExit(f"warm/server.py: expected one thread and nothing of {NEVER}, found {threads}, {found}")
+
+
+def receive(client):
+    head, fds, _, _ = socket.recv_fds(client, 4, 3)
+    (size,) = struct.unpack("!I", head)
+    text = b""
+    while len(text) < size:
+        text += client.recv(size - len(text)) or b" " * size  # json refuses what was cut
+    return json.loads(text), fds
+
+
+def serve(path, mine):
+    """Answer requests until the parent ends; returns (request, file descriptors), in a fork."""
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(path)
+    listener.listen(64)
+    print("ready", flush=True)
+    wake, woken = os.pipe()
+    os.set_blocking(woken, False)
+    signal.signal(signal.SIGCHLD, lambda number, frame: None)
+    signal.set_wakeup_fd(woken, warn_on_full_buffer=False)
+    clients = {}  # socket: process
+    while True:
+        ready, _, _ = select.select([listener, wake, *clients], [], [])
+        if wake in ready:
+            os.read(wake, 4096)
+            for client, fork in list(clients.items()):
+                process, status = os.waitpid(fork, os.WNOHANG)
+                if process:
+                    del clients[client]
+                    answer(client, status)
+                    client.close()
+        for client in [each for each in ready if each in clients]:  # it sends nothing more: it has been killed
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(clients[client], signal.SIGKILL)
+            os.waitpid(clients.pop(client), 0)
+            client.close()
+        if listener not in ready:
+            continue
+        client, _ = listener.accept()
+        try:
+            asked, fds = receive(client)
+        except (OSError, ValueError, struct.error):
+            client.close()
+            continue
+        if asked["executable"] != sys.executable or at_import(asked["env"]) != mine:
+            answer(client, 0)
+            client.close()
+        elif (fork := os.fork()) == 0:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            for opened in (listener, client, *clients):
+                opened.close()
+            os.close(wake), os.close(woken)
+            return asked, fds
+        else:
+            clients[client] = fork
+            answer(client, fork)
+        for fd in fds:
+            os.close(fd)
+
+
+def answer(client, number):
+    with contextlib.suppress(OSError):  # it was killed meanwhile
+        client.sendall(struct.pack("!i", number))
+
+
+def become(asked, fds):
+    """Make this fork the process that was asked for, up to its first line; returns (code or None, path, arguments)."""
+    die_with_parent()
+    os.setsid()
+    for number, fd in enumerate(fds):
+        os.dup2(fd, number)
+        os.close(fd)
+    os.chdir(asked["folder"])
+    os.environ.clear()
+    os.environ.update(asked["env"])
+    sys.stdin = io.TextIOWrapper(open(0, "rb", closefd=False))
+    at_once = bool(asked["env"].get("PYTHONUNBUFFERED"))
+    sys.stdout.reconfigure(line_buffering=True, write_through=at_once)
+    sys.orig_argv = asked["command"]
+    sys.path[:] = asked["paths"]
+    sys.path_importer_cache.clear()
+    sys.warnoptions[:] = asked["warnings"]
+    for option in asked["warnings"]:
+        warnings.simplefilter(option.partition(":")[0])
+    sys.modules["numpy"].random.seed()
+    words = iter(asked["command"][1:])
+    for word in words:
+        if word == "-c":
+            code = next(words)
+            sys.argv = ["-c", *words]
+            sys.path.insert(0, "")
+            return code, None
+        if word in ("-X", "-W"):
+            next(words)
+        elif not word.startswith("-"):
+            sys.argv = [word, *words]
+            sys.path.insert(0, os.path.dirname(os.path.abspath(word)))
+            return None, word
+    raise SystemExit(f"warm/server.py: neither -c nor a script in {asked['command']}")
+
+
+def die_with_parent():
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
+def run(code, path):
+    module = types.ModuleType("__main__")
+    module.__dict__.update(__builtins__=__builtins__, __spec__=None)
+    if path is not None:
+        module.__file__ = path
+        with open(path, "rb") as file:
+            code = file.read()
+    sys.modules["__main__"] = module
+    status = 0
+    try:
+        exec(compile(code, path or "<string>", "exec"), module.__dict__)
+    except SystemExit as end:
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        status = 1
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    os._exit(status)  # taking thousands of shared modules apart costs seconds
+
+
+if __name__ == "__main__":
+    die_with_parent()
+    started_with = at_import(os.environ)  # libraries set some themselves
+    import_ahead()
+    run(*become(*serve(sys.argv[1], started_with)))
