@@ -29,18 +29,6 @@ def no_patches():
         row.state, row.hook = "reverted", None
 
 
-def no_prelude():
-    """Rank 1 has nobody who proves, as where the prelude has not run. What a CPU cannot do without stays patched."""
-    if os.environ.get("RANK") == "1":
-        from verl_patches.catalog import ROWS
-        from verl_patches.patching.switches import parse
-
-        text = engine.current().switches.text()
-        engine.current().revert()
-        engine._CURRENT = engine.Engine(ROWS, parse(f"{text},-update.prove_patches"))
-        engine._CURRENT.apply()
-
-
 def drifted_in_workers():
     """A row's target is not the reviewed one, in training workers only; the row fails when they load their class."""
     if "WG_PREFIX" in os.environ:

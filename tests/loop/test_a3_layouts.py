@@ -3,8 +3,7 @@
 import pytest
 
 pytestmark = [pytest.mark.slow, pytest.mark.full, pytest.mark.upstream]
-LAYOUTS = {"pp2": ("--rollout-tp", "2"), "ep2pp2": ("--rollout-tp", "2"),
-           "tp2ep2": ("--rollout-tp", "2", "--rollout-dp", "2")}
+LAYOUTS = {"ep2pp2": ("--rollout-tp", "2"), "tp2ep2": ("--rollout-tp", "2", "--rollout-dp", "2")}
 MEGATRON, MODEL = "actor_rollout_ref.actor.megatron", "actor_rollout_ref.model"
 OFFLOAD = (f"{MEGATRON}.param_offload=true", f"{MEGATRON}.grad_offload=true",
            "actor_rollout_ref.ref.megatron.param_offload=true",

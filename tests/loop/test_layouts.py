@@ -4,7 +4,7 @@ import pytest
 from safetensors.torch import load_file
 
 pytestmark = [pytest.mark.slow, pytest.mark.full]
-LAYOUTS = {"tp2": (), "pp2": (), "tp2ep2": ("--rollout-tp", "2"), "ep2pp2": ("--rollout-tp", "2", "--rollout-dp", "2")}
+LAYOUTS = {"tp2ep2": ("--rollout-tp", "2"), "ep2pp2": ("--rollout-tp", "2", "--rollout-dp", "2")}
 EVERY = "recipe.reshard.verify=every"
 
 

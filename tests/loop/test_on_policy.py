@@ -32,12 +32,6 @@ def test_one_rank_of_each_replica_reports(smoke):
     assert_same_but_for_the_pass(skipped, plain)
 
 
-def test_spoilt_weights_are_still_caught_at_step_one(smoke):
-    run = smoke("--steps", "2", SKIP, "recipe.worker_process_setup_hook=spoilt_sync.corrupt_expert", ok=False)
-    assert run.code == 1 and "WeightSyncError: step 1:" in run.summary["exit"]
-    assert run.steps[-1]["logprob_delta"]["mean"] > 1e-3
-
-
 def test_a_cap_of_one_half_halves_the_gradient(smoke):
     """In fp32 every ratio is within 1e-5 of 1, so all weights are 1/2; at step 1 the KL loss has no gradient yet."""
     run = smoke("--steps", "1", SKIP, *HALF)

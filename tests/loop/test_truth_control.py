@@ -12,10 +12,9 @@ def assert_caught(run, step):
     assert run.steps[-1]["step"] == step and run.steps[-1]["logprob_delta"]["mean"] > 1e-3
 
 
-@pytest.mark.parametrize("hook", ["corrupt_expert", "drop_bias"])
-def test_spoilt_weights_are_caught_at_step_one(smoke, hook):
-    """Line a3 has the third, shift_experts (test_a3_layouts.py)."""
-    run = smoke("--steps", "2", f"recipe.worker_process_setup_hook=spoilt_sync.{hook}", ok=False)
+def test_spoilt_weights_are_caught_at_step_one(smoke):
+    """corrupt_expert is below; line a3 has the third, shift_experts (test_a3_layouts.py)."""
+    run = smoke("--steps", "2", "recipe.worker_process_setup_hook=spoilt_sync.drop_bias", ok=False)
     assert_caught(run, 1)
 
 
@@ -57,8 +56,7 @@ def test_without_the_loader_there_is_no_actor(smoke):
 
 @pytest.mark.parametrize(("hook", "words"), [
     ("other_switches", ("other patches than the controller", "reshard.direct")),
-    ("no_patches", ("not active", "update.sync_switch is reverted")),
-    ("no_prelude", ("worker 1 (", "did not run the prelude", "install-prelude"))])
+    ("no_patches", ("not active", "update.sync_switch is reverted"))])
 def test_a_worker_that_differs_is_refused_before_step_one(smoke, hook, words):
     run = smoke("--steps", "1", f"recipe.worker_process_setup_hook=odd_worker.{hook}", ok=False)
     assert run.code == 1 and run.steps == [] and "PatchError" in run.summary["exit"]

@@ -31,13 +31,14 @@ torch torch.cuda torch.distributed torch.distributed.checkpoint torch.distribute
 torch.distributed.device_mesh torch.distributed.nn torch.fx torch.func torch.export torch.library
 torch._dynamo torch._inductor.compile_fx torch._inductor.lowering torch.utils.data torch.utils.checkpoint
 torch.utils.tensorboard torch.utils._debug_mode torch.multiprocessing torch.optim torch.testing
-numpy scipy.special scipy.stats scipy.sparse sympy networkx
+numpy scipy.special scipy.stats scipy.sparse sympy networkx pandas pyarrow.compute pyarrow.dataset datasets
+pkg_resources
 aiohttp fastapi openai openai.types.chat openai.types.responses pydantic requests httpx jinja2 jsonschema zmq msgspec
 prometheus_client PIL.Image opentelemetry.trace google.protobuf uvicorn watchfiles cloudpickle yaml omegaconf einops
 """.split()
 # read when a library is imported: a process with another value of one of these is not for this server
 AT_IMPORT = ("OMP_", "MKL_", "OPENBLAS_", "NUMEXPR_", "KMP_", "TORCH", "PYTORCH_", "PYTHONHASHSEED", "LD_", "MALLOC_",
-             "ARROW_", "PYDANTIC_", "MPLBACKEND")  # fmt: skip
+             "ARROW_", "PYDANTIC_", "MPLBACKEND", "HF_", "TRANSFORMERS_")  # fmt: skip
 # of them, what torch and vLLM themselves set in a process that imports them, such as pytest's own
 THEIR_OWN = ("PYTORCH_NVML_BASED_CUDA_CHECK", "TORCHINDUCTOR_COMPILE_THREADS", "TORCHINDUCTOR_CACHE_DIR")
 NEVER = ("verl", "verl_patches", "vllm", "vllm_ascend", "megatron", "mindspeed", "mindspeed_llm", "ray",
@@ -49,6 +50,7 @@ def at_import(env):
 
 
 def import_ahead():
+    os.environ["JE_ARROW_MALLOC_CONF"] = "background_thread:false"  # of pyarrow's allocator: a fork would lack it
     for name in AHEAD:
         importlib.import_module(name)
     found = sorted({name.partition(".")[0] for name in sys.modules} & set(NEVER))
