@@ -96,6 +96,7 @@ def serve(path, mine):
         for client in [each for each in ready if each in clients]:  # it sends nothing more: it has been killed
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(clients[client], signal.SIGKILL)
+            os.kill(clients[client], signal.SIGKILL)  # it may not lead its group yet
             os.waitpid(clients.pop(client), 0)
             client.close()
         if listener not in ready:

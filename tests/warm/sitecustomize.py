@@ -37,7 +37,8 @@ def hand_over(path: str) -> None:
         ended = answers.read(4)
     code = os.waitstatus_to_exitcode(struct.unpack("!i", ended)[0]) if ended else 70
     if code < 0:
-        signal.signal(-code, signal.SIG_DFL) if -code not in (signal.SIGKILL, signal.SIGSTOP) else None
+        if -code != signal.SIGKILL:
+            signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
     os._exit(code)
 
