@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLE = re.compile(r"<!-- example: (\S+) -->\n```\w+\n(.*?)```", re.DOTALL)
 PAGE, TABLE = "docs/writing-patches.md", "docs/patches.md"
-COPIED = ("verl_patches", "configs", "scripts", "tests", "docs", "data", "LICENSE", "README.md", "README_zh.md",
+COPIED = ("verl_patches", "configs", "scripts", "tests", "docs", "README.md", "README_zh.md",
           "pyproject.toml", "requirements.txt")
 ROW_ABOVE = "TRAINING: tuple[PatchSpec, ...] = (\n"
 
