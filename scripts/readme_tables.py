@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 import re
 import sys
+import textwrap
 from dataclasses import MISSING, Field, fields, is_dataclass
 from pathlib import Path
 
@@ -82,7 +83,7 @@ def recipe_tables(schema: type = Recipe, prefix: str = "recipe") -> str:
     for paragraph in paragraphs:
         entries = _entries(paragraph, [item.name for item in own])
         if not entries:
-            text += [" ".join(paragraph.split()), ""]
+            text += [textwrap.fill(" ".join(paragraph.split()), 118), ""]
             continue
         text += ["| key | default | values | meaning |", "|---|---|---|---|"]
         text += [_key_row(prefix, item, entries[item.name]) for item in own if item.name in entries] + [""]
