@@ -1,13 +1,18 @@
-"""Write the generated tables of README.md and README_zh.md between their markers, or check that they are there.
+"""Write the generated tables of the READMEs and docs/ between their markers, or check that they are there.
 
     python scripts/readme_tables.py [--write]     exits 1 where a table is stale
 
-`pins` comes from configs/upstream.yaml, `patches` from the catalogue.
+`pins` comes from configs/upstream.yaml (five rows of it in the READMEs), `patches` from the catalogue and `recipe` from
+the docstrings of verl_patches/cluster/recipe.py.
 """
 
 from __future__ import annotations
 
+import inspect
+import re
 import sys
+import textwrap
+from dataclasses import MISSING, Field, fields, is_dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -15,15 +20,19 @@ sys.path.insert(0, str(ROOT))
 
 from verl_patches.catalog import ROWS  # noqa: E402
 from verl_patches.cluster.pins import Line, Pins, load_pins  # noqa: E402
+from verl_patches.cluster.recipe import Recipe  # noqa: E402
 from verl_patches.patching.report import markdown_table  # noqa: E402
 
-LANGUAGES = {"README.md": "en", "README_zh.md": "zh"}
+READMES = {"README.md": "en", "README_zh.md": "zh"}
+PINS, PATCHES, RECIPE = "docs/upstream-pins.md", "docs/patches.md", "docs/configuration.md"
+FILES = (*READMES, PINS, PATCHES, RECIPE)
 WORDS = {
     "en": {"engine": "vLLM's engine", "use": "use", "state": "state here", "driver": "Ascend driver, firmware",
            "cann": "CANN toolkit, kernels, NNAL"},
     "zh": {"engine": "vLLM 引擎", "use": "用途", "state": "现状", "driver": "昇腾驱动、固件",
            "cann": "CANN toolkit、kernels、NNAL"},
 }
+IN_README = ("use", "state", "engine", "Python", "verl")
 # label of a row: what shares it of a line's repositories, packages and system software; the rest has own rows
 SAME_ROW = {
     "Megatron": ("Megatron-LM", "megatron-core"),
@@ -33,8 +42,11 @@ SAME_ROW = {
 }
 
 
-def pins_table(pins: Pins, language: str) -> str:
-    """One row a component, one column a line: commit or tag of a repository, else the exact version."""
+def pins_table(pins: Pins, language: str, only: tuple[str, ...] = ()) -> str:
+    """One row a component, one column a line: commit or tag of a repository, else the exact version.
+
+    `only`: labels of the rows that are wanted; empty: all.
+    """
     words = WORDS[language]
     cells = {name: _cells(line) for name, line in pins.lines.items()}
     label_of = {key: label for label, keys in SAME_ROW.items() for key in keys}
@@ -44,6 +56,7 @@ def pins_table(pins: Pins, language: str) -> str:
     for label in labels:
         found = ([cells[name].get(key) for key in SAME_ROW.get(label, (label,))] for name in pins.lines)
         rows.append([label, *(", ".join(dict.fromkeys(filter(None, values))) or "-" for values in found)])
+    rows = [row for row in rows if not only or row[0] in only]
     lines = ["| | " + " | ".join(f"`{name}`" for name in pins.lines) + " |", "|---" * (len(pins.lines) + 1) + "|"]
     lines += ["| " + " | ".join([words.get(label, label), *values]) + " |" for label, *values in rows]
     return "\n".join(lines) + "\n"
@@ -58,6 +71,52 @@ def _cells(line: Line) -> dict[str, str]:
     return {**found, "engine": line.engine, "Python": " / ".join(line.python), **versions, **line.system}
 
 
+def recipe_tables(schema: type = Recipe, prefix: str = "recipe") -> str:
+    """Every key of a section and of those inside it: default, values and the docstring's description.
+
+    ValueError where a key has no description, or a description no key.
+    """
+    sections = {item.name: item.default_factory for item in fields(schema) if is_dataclass(item.default_factory)}
+    own = [item for item in fields(schema) if item.name not in sections]
+    head, *paragraphs = re.split(r"\n\s*\n", inspect.getdoc(schema))
+    text, described = [f"## `{prefix}`", "", head, ""], set()
+    for paragraph in paragraphs:
+        entries = _entries(paragraph, [item.name for item in own])
+        if not entries:
+            text += [textwrap.fill(" ".join(paragraph.split()), 118), ""]
+            continue
+        text += ["| key | default | values | meaning |", "|---|---|---|---|"]
+        text += [_key_row(prefix, item, entries[item.name]) for item in own if item.name in entries] + [""]
+        described |= entries.keys()
+    if missing := [item.name for item in own if item.name not in described]:
+        raise ValueError(f"{schema.__name__}: the docstring does not describe {', '.join(missing)}")
+    return "\n".join(text) + "\n" + "".join(
+        recipe_tables(section, f"{prefix}.{name}") for name, section in sections.items())
+
+
+def _entries(paragraph: str, names: list[str]) -> dict[str, str]:
+    """{key: description} of the "key: text" and "key, key: text" entries, each of which begins a line."""
+    starts = list(re.finditer(r"^([a-z_0-9]+(?:, [a-z_0-9]+)*): ", paragraph, re.MULTILINE))
+    found = {}
+    for number, start in enumerate(starts):
+        end = starts[number + 1].start() if number + 1 < len(starts) else len(paragraph)
+        for name in start[1].split(", "):
+            if name not in names:
+                raise ValueError(f"docstring: {name!r} is no key of this section; it has {', '.join(names)}")
+            found[name] = " ".join(paragraph[start.end():end].split())
+    return found
+
+
+def _key_row(prefix: str, item: Field, meaning: str) -> str:
+    default = item.default if item.default is not MISSING else item.default_factory()
+    plain = {None: "null", True: "true", False: "false"}
+    shown = plain[default] if default is None or isinstance(default, bool) else str(default)
+    values = ", ".join(f"`{word}`" for word in item.metadata.get("allowed", ())) or str(item.type)
+    values = values.replace(" | None", " or null").replace("|", "\\|")
+    meaning = meaning.replace("|", "\\|").replace("<", "\\<")
+    return f"| `{prefix}.{item.name}` | `{shown}` | {values} | {meaning} |"
+
+
 def with_table(text: str, name: str, table: str) -> str:
     """`text` with `table` between its markers; ValueError if it has not exactly one pair of them."""
     begin, end = f"<!-- {name}:begin -->\n", f"<!-- {name}:end -->"
@@ -67,13 +126,21 @@ def with_table(text: str, name: str, table: str) -> str:
     return head + begin + table + end + rest.partition(end)[2]
 
 
+def _table_of(name: str) -> tuple[str, str]:
+    """(marker, table) of a file."""
+    if name in READMES:
+        return "pins", pins_table(load_pins(), READMES[name], IN_README)
+    if name == PINS:
+        return "pins", pins_table(load_pins(), "en")
+    return ("patches", markdown_table(ROWS)) if name == PATCHES else ("recipe", recipe_tables())
+
+
 def stale(write: bool = False) -> list[str]:
-    """Names of the READMEs with a table that is not the generated one; `write` mends them."""
+    """Names of the files with a table that is not the generated one; `write` replaces it."""
     found = []
-    for name, language in LANGUAGES.items():
+    for name in FILES:
         text = (ROOT / name).read_text()
-        fresh = with_table(text, "patches", markdown_table(ROWS))
-        fresh = with_table(fresh, "pins", pins_table(load_pins(), language))
+        fresh = with_table(text, *_table_of(name))
         if fresh != text:
             found.append(name)
             if write:

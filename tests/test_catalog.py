@@ -1,4 +1,4 @@
-"""The table itself: valid, provable, honest about platforms, and the same in the READMEs."""
+"""The table itself: valid, provable, honest about platforms, and the same in docs/patches.md."""
 
 import ast
 import re
@@ -173,15 +173,23 @@ def test_functional_rows_reach_npus():
     assert [row.id for row in FUNCTIONAL if "npu" not in row.platforms] == ["rollout.fp32_router"]
 
 
-@pytest.mark.parametrize("name", ["README.md", "README_zh.md"])
-def test_patch_table_of_the_readme_is_the_catalogues(name):
+def test_patch_table_of_the_docs_is_the_catalogues():
     sys.path.insert(0, str(ROOT / "scripts"))
     import readme_tables
 
-    assert name not in readme_tables.stale()
-    assert all(f"| `{row.id}` |" in (ROOT / name).read_text() for row in ROWS)
+    assert readme_tables.PATCHES not in readme_tables.stale()
+    assert all(f"| `{row.id}` |" in (ROOT / readme_tables.PATCHES).read_text() for row in ROWS)
 
 
-def test_both_readmes_have_the_same_headings():
-    levels = [re.findall(r"^(#+) ", (ROOT / name).read_text(), re.M) for name in ("README.md", "README_zh.md")]
-    assert levels[0] == levels[1] and len(levels[0]) > 8
+def headings(text):
+    """Levels of a page's headings, in order; lines inside code blocks are none."""
+    return re.findall(r"^(#+) ", re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE), re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/256-die-runbook.md", "docs/troubleshooting.md",
+                                  "docs/environment.md", "docs/import-alone.md"])
+def test_a_page_and_its_chinese_twin_have_the_same_headings(page):
+    twin = page.replace(".md", "_zh.md") if page == "README.md" else page.replace("docs/", "docs/zh/")
+    levels = [headings((ROOT / name).read_text()) for name in (page, twin)]
+    assert levels[0] == levels[1] and len(levels[0]) > 2
+    assert headings("# a\n```bash\n# no heading\n```\n## b\n") == ["#", "##"]

@@ -1,11 +1,13 @@
-"""The generated tables of both READMEs are fresh, and a stale one is seen and mended."""
+"""The generated tables of the READMEs and docs/ are fresh, and a stale one is seen and written again."""
 
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from verl_patches.cluster.pins import load_pins
+from verl_patches.cluster.recipe import recipe_keys
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -29,14 +31,54 @@ def test_every_pin_is_in_the_table(language):
         assert getattr(line.use, language) in table and getattr(line.state, language) in table
 
 
+def test_the_readmes_have_five_of_its_rows():
+    short = readme_tables.pins_table(load_pins(), "en", readme_tables.IN_README).splitlines()
+    assert len(short) == 2 + 5 and set(short) < set(readme_tables.pins_table(load_pins(), "en").splitlines())
+
+
 def test_a_stale_table_is_named_and_written(tmp_path, monkeypatch):
-    for name in readme_tables.LANGUAGES:
-        (tmp_path / name).write_text((ROOT / name).read_text().replace("2.5.1.post1", "2.5.1.post9"))
-    (tmp_path / "README.md").write_text((ROOT / "README.md").read_text())
+    (tmp_path / "docs").mkdir()
+    for name in readme_tables.FILES:
+        (tmp_path / name).write_text((ROOT / name).read_text())
+    spoilt = tmp_path / readme_tables.PINS
+    spoilt.write_text(spoilt.read_text().replace("2.5.1.post1", "2.5.1.post9"))
     monkeypatch.setattr(readme_tables, "ROOT", tmp_path)
-    assert readme_tables.stale() == ["README_zh.md"] == readme_tables.stale(write=True)
+    assert readme_tables.stale() == [readme_tables.PINS] == readme_tables.stale(write=True)
     assert readme_tables.stale() == []
-    assert (tmp_path / "README_zh.md").read_text() == (ROOT / "README_zh.md").read_text()
+    assert spoilt.read_text() == (ROOT / readme_tables.PINS).read_text()
+
+
+def test_every_recipe_key_is_described():
+    table = readme_tables.recipe_tables()
+    assert [key for key, _ in recipe_keys() if f"| `{key}` |" not in table] == []
+
+
+@dataclass
+class Undescribed:
+    """A section.
+
+    there: is described.
+    """
+
+    there: int = 1
+    absent: int = 2
+
+
+@dataclass
+class Unknown:
+    """A section.
+
+    there: is described.
+    gone: was a key once.
+    """
+
+    there: int = 1
+
+
+@pytest.mark.parametrize(("section", "named"), [(Undescribed, "absent"), (Unknown, "gone")])
+def test_keys_and_descriptions_belong_together(section, named):
+    with pytest.raises(ValueError, match=named):
+        readme_tables.recipe_tables(section)
 
 
 BEGIN, END = "<!-- pins:begin -->\n", "<!-- pins:end -->\n"

@@ -2,6 +2,7 @@
 
 Hydra merges it as a dataclass schema, so a key that is not here is refused by name. Keep it small: a key belongs here
 only if some code acts on it. Workers of verl see it as `config.recipe` (the configs mirror it under actor_rollout_ref).
+docs/configuration.md is generated from the docstrings: each key is described as "key: text" or "key, key: text".
 """
 
 from __future__ import annotations
@@ -24,28 +25,34 @@ def _choice(default: str, *allowed: str) -> Any:
 
 @dataclass
 class Train:
-    """The training layout beyond verl's megatron section.
+    """The training layout and engine, beyond verl's megatron section.
 
-    layers_per_stage: layers of each pipeline stage in model order, null splits evenly. expert_split: "etp" takes
-    verl's expert_tensor_parallel_size as it is; "tp_extend_ep" says that whole experts are split over TP x EP ranks
-    (expert_model_parallel_size counts them all, expert_tensor_parallel_size is 1; MindSpeed moe_tp_extend_ep).
+    layers_per_stage: number of layers of each pipeline stage in model order; null splits them evenly.
+    expert_split: what verl's expert sizes mean. etp takes expert_tensor_parallel_size as it is; tp_extend_ep splits
+    whole experts over TP x EP ranks: expert_model_parallel_size counts all of them, and expert_tensor_parallel_size
+    is 1 (MindSpeed's moe_tp_extend_ep).
+    skip_old_log_prob: the update uses its own log-probs as the old ones, and the actor's separate pass for them is
+    left out. Refused unless the update is one mini batch and one epoch (training/on_policy.py).
+    swap_optimizer: keep optimizer states on the host and bring them to the device in pieces of whole tensors during
+    the update (memory/swap_optimizer.py; on line a3 MindSpeed's own).
+    swap_optimizer_times: a piece holds at most 1/swap_optimizer_times of the states, or one tensor.
 
-    skip_old_log_prob: the update takes its own log-probs as the old ones, and the actor's pass for them is left out;
-    refused where one update is more than one mini batch and one epoch (training/on_policy.py).
+    The other keys are for line a3; training/engine_table.py maps each to an engine argument. Line pypi refuses values
+    other than the defaults.
 
-    swap_optimizer: optimizer states live on the host and come in pieces of whole tensors during the update, one piece
-    at a time; it has at most 1/swap_optimizer_times of them, or one tensor (memory/swap_optimizer.py; a3: MindSpeed's).
-
-    The rest is for line a3, where training/engine_table.py says what each becomes; line pypi refuses other values.
-    grouped_gemm: all local experts in one kernel; false is refused. fused_rmsnorm, fused_swiglu, fused_rope,
-    fused_permute: MindSpeed's fused kernels. fused_linear_wgrad, fused_expert_wgrad: weight gradients of linear layers
-    and of experts are added to the fp32 gradients inside the product's kernel. unpadded_attention: attention takes
-    values of v_head_dim as they are, instead of query, key and value padded to 256 (at 671B). alltoall_overlap: expert
-    exchange beside computation. grad_overlap, param_overlap: DDP's exchanges beside computation; refused on both
-    lines, as verl never waits for them. collective_timeout_minutes: when a collective of training is given up.
-    router_bias_update_rate: step of the router's correction bias, 0 leaves it as the model has it. balanced_routing:
-    every expert gets equally many tokens, whatever the router says (speed runs only). adam_beta1, adam_beta2,
-    adam_eps: of Adam.
+    grouped_gemm: all local experts in one kernel; false is refused.
+    fused_rmsnorm, fused_swiglu, fused_rope, fused_permute: MindSpeed's fused kernel of that name.
+    fused_linear_wgrad, fused_expert_wgrad: add weight gradients of linear layers, or of experts, to the fp32 gradients
+    inside the matrix product's kernel.
+    unpadded_attention: pass attention values of v_head_dim as they are, instead of padding query, key and value to 256
+    (at 671B).
+    alltoall_overlap: overlap the experts' exchange with computation.
+    grad_overlap, param_overlap: overlap DDP's exchanges with computation; refused on both lines, as verl never waits
+    for them.
+    collective_timeout_minutes: time limit of a training collective.
+    router_bias_update_rate: step size of the router's correction bias; 0 keeps the model's values.
+    balanced_routing: send equally many tokens to every expert, whatever the router says. For speed runs only.
+    adam_beta1, adam_beta2, adam_eps: Adam's parameters.
     """
 
     layers_per_stage: list[int] | None = None
@@ -74,11 +81,14 @@ class Train:
 
 @dataclass
 class Rollout:
-    """The rollout layout beyond verl's rollout section.
+    """The rollout layout, beyond verl's rollout section.
 
-    dp: data-parallel ranks inside one vLLM instance (experts are split over dp x tp); instances: null takes world /
-    (dp x tp). balanced_routing: every expert gets equally many tokens, whatever the router says (speed runs on npu
-    only). replay: run folder of recorded responses to train on. record: keep every step's responses in <run>/rollouts.
+    dp: data-parallel ranks inside one vLLM instance; experts are split over dp x tp ranks.
+    instances: number of vLLM instances; null takes world size / (dp x tp).
+    expert_parallel: split experts over the ranks of an instance instead of cutting each of them.
+    balanced_routing: send equally many tokens to every expert, whatever the router says. For speed runs on npu only.
+    replay: run folder of recorded responses to train on instead of sampling.
+    record: keep every step's responses in <run>/rollouts.
     """
 
     dp: int = 1
@@ -91,20 +101,23 @@ class Rollout:
 
 @dataclass
 class WeightSync:
-    """Training weights to vLLM before each rollout. enabled=false keeps vLLM at the weights of the first sync."""
+    """The weight sync from training to vLLM before each rollout.
+
+    enabled: false keeps vLLM at the weights of the first sync.
+    """
 
     enabled: bool = True
 
 
 @dataclass
 class Reshard:
-    """How weights are synced (rows reshard.*; without them verl's own path does it, and this says nothing).
+    """How weights are synced by rows reshard.*; without them verl's own path runs and these keys have no effect.
 
-    bucket_bytes: most that a rank sends, and receives, in one exchange; four such buffers are there during a sync.
-    verify: off, first (the first sync of a run) or every. A verified sync poisons vLLM's weights with NaN first and
-    compares checksums of every region over all ranks that hold it afterwards; once for each map it also has vLLM load
-    what it holds again. That is some passes over the weights, with memory that the step table does not count. Whether
-    log-probs agree is another question: recipe.logprob_check asks it, where the sampling lets it.
+    bucket_bytes: most bytes that a rank sends, and receives, in one exchange. A sync uses four such buffers.
+    verify: which syncs are verified. A verified sync fills vLLM's weights with NaN first and afterwards compares
+    checksums of every region over all ranks that hold it; once for each learnt map vLLM also loads its weights again.
+    This takes some passes over the weights and memory that the step table does not count. recipe.logprob_check
+    compares log-probs.
     """
 
     bucket_bytes: int = 512 << 20
@@ -113,13 +126,14 @@ class Reshard:
 
 @dataclass
 class RolloutCorrection:
-    """Policy gradient corrected for where vLLM's probabilities differ from the actor's; as in later verl, null is off.
+    """Corrects the policy gradient where vLLM's probabilities differ from the actor's; names are verl's.
 
-    rollout_is: a token's gradient is weighed by pi_actor / pi_rollout of the token, or of its sequence, at most
-    rollout_is_threshold. rollout_rs: a sequence gives no gradient where pi_rollout / pi_actor (the inverse,
-    as in verl), multiplied over its tokens (seq_sum_k1) or as their geometric mean (seq_mean_k1), is outside
-    rollout_rs_threshold: LOWEST_HIGHEST, such as 0.5_2.0, or the highest alone. How far both are apart is reported at
-    every step, whatever stands here.
+    rollout_is: token or sequence, whose pi_actor / pi_rollout weights a token's gradient; null is off.
+    rollout_is_threshold: upper limit of that weight.
+    rollout_rs: give no gradient to sequences whose pi_rollout / pi_actor (the inverse, as in verl) is outside
+    rollout_rs_threshold. seq_sum_k1 multiplies the ratios of its tokens, seq_mean_k1 takes their geometric mean; null
+    is off.
+    rollout_rs_threshold: LOWEST_HIGHEST, such as 0.5_2.0, or the highest alone.
     """
 
     rollout_is: str | None = None
@@ -130,10 +144,12 @@ class RolloutCorrection:
 
 @dataclass
 class TensorCache:
-    """enabled: what rollout, log-prob and reference make stays on the workers, in the order that the update computes;
-    the trainer gets lengths and unpadded ids, and gives advantages. With trainer.balance_batch that order makes the
-    micro batches of all train replicas equally long, in the same mini batches (comm/micro_batches.py), and with
-    use_dynamic_bsz packs them within the token budget. Without balance_batch micro batches are verl's.
+    """The tensor cache (experimental).
+
+    enabled: keep what rollout, log-prob and reference produce on the workers, in the order of the update. The trainer
+    receives lengths and unpadded ids, and returns advantages. With trainer.balance_batch the micro batches of all
+    train replicas have about equal lengths, in the same mini batches (comm/micro_batches.py); with use_dynamic_bsz they
+    are packed within the token budget. Without balance_batch micro batches are verl's.
     """
 
     enabled: bool = False
@@ -141,8 +157,10 @@ class TensorCache:
 
 @dataclass
 class Memory:
-    """ledger: every worker watches who is on the device in each phase, against the order's table (memory/phases.py):
-    report logs and records what is not as expected, strict stops the run there, off does not look.
+    """The memory ledger of every worker.
+
+    ledger: compares what is on the device in each phase with the table in memory/phases.py. report logs and records
+    differences, strict stops the run at the first one, off does not look.
     """
 
     ledger: str = _choice("report", "off", "report", "strict")
@@ -150,12 +168,14 @@ class Memory:
 
 @dataclass
 class LogprobCheck:
-    """vLLM's log-probs of sampled tokens against the actor's: mean |delta| in nats, a limit a dtype.
+    """The truth check: vLLM's log-probs of sampled tokens against the actor's, as mean |delta| in nats.
 
-    action: stop ends the run with an error, report only prints and stores, off does not look. every: null compares the
-    responses of every step, which takes a sampling at temperature 1 with top-p and top-k off; N compares, in the first
-    step and each N-th after it, sequences that are sampled for it so: `sequences` in all, equally many a rollout
-    replica (null: one each), from prompts of the step, 256 tokens long at most. The step itself is as without.
+    action: stop ends the run with an error, report only prints and stores, off does not compare.
+    every: null compares the responses of every step, which needs temperature 1 with top-p and top-k off. N samples
+    extra sequences for the check in the first step and each N-th after it; the step itself does not change.
+    sequences: number of those extra sequences over all rollout replicas, equally many each, of at most 256 tokens;
+    null is one a replica.
+    max_mean_fp32, max_mean_bf16: limit for each training dtype.
     """
 
     action: str = _choice("stop", "stop", "report", "off")
@@ -169,10 +189,11 @@ class LogprobCheck:
 class Hccl:
     """Ascend's collectives, on platform npu only (cluster/hccl.py).
 
-    interface: network interface of every node for rendezvous and host traffic; null: each node takes the one towards
-    Ray's head, and HCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME or TP_SOCKET_IFNAME in a node's own environment goes before
-    both. buffer_mib: HCCL_BUFFSIZE in MiB, null: what the layout needs. expansion_mode: what runs collectives on the
-    device, its vector cores (AIV) or its AI CPU. base_port: first of 144 ports that HCCL listens on, on every node.
+    interface: network interface of every node for rendezvous and host traffic; null: each node uses the one towards
+    Ray's head. HCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME or TP_SOCKET_IFNAME in a node's own environment override both.
+    buffer_mib: HCCL_BUFFSIZE in MiB; null: what the layout needs.
+    expansion_mode: what runs collectives on the device: its vector cores (AIV) or its AI CPU.
+    base_port: first of the 144 ports that HCCL listens on, on every node.
     """
 
     interface: str | None = None
@@ -183,7 +204,11 @@ class Hccl:
 
 @dataclass
 class Timeouts:
-    """When the launcher ends a run, in seconds: wall_s since its start, quiet_s since its last output; null: never."""
+    """When the launcher ends a run.
+
+    wall_s: seconds since the start; null: no limit.
+    quiet_s: seconds since the last output; null: no limit.
+    """
 
     wall_s: float | None = None
     quiet_s: float | None = None
@@ -191,14 +216,21 @@ class Timeouts:
 
 @dataclass
 class Recipe:
-    """One run. It writes to <output_root>/<run>; `patches` are +row.id / -row.id switches of the catalogue.
+    """One run.
 
-    drift: what to do where upstream is not as a row was reviewed: strict stops the run, warn applies the row where it
-    can and marks it, skip leaves upstream alone there.
-    ray_address: null starts a Ray of its own on this machine, on ray_port (null: any free one); "auto" or HOST:PORT
-    joins one that runs. worker_process_setup_hook: "package.module.function" of the user's, run in every Ray worker
-    after the prelude, before Ray gives it a die (so on npu it may not import torch_npu). model_shape: HF config.json
-    that the plan reads sizes from, relative to the configs folder.
+    run: name of the run; it writes to <output_root>/<run>.
+    output_root: folder of all runs, relative to the current folder.
+    line: the set of pins: pypi (CPU) or a3 (production).
+    platform: the kind of device. cpu uses stand-ins for compiled code.
+    patches: +row.id or -row.id, switches of the catalogue's rows; `*` stands for any text.
+    drift: what to do where upstream is not as reviewed: strict stops the run, warn applies the row where it can and
+    marks it, skip leaves upstream as it is there.
+    dtype: dtype of training and rollout.
+    ray_address: null starts a Ray on this machine; "auto" or HOST:PORT joins a running one.
+    worker_process_setup_hook: "package.module.function" of the user's, run in every Ray worker after the prelude and
+    before Ray gives it a die. On npu it must not import torch_npu.
+    ray_port: port of the Ray that the run starts; null: any free one.
+    model_shape: HF config.json from which the plan reads sizes, relative to the configs folder.
     """
 
     run: str = "run"

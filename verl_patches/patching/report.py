@@ -78,7 +78,7 @@ def count_by_process(rows: Iterable[Mapping[str, str]]) -> list[dict[str, Any]]:
 
 
 def markdown_table(specs: Iterable[PatchSpec]) -> str:
-    """The README's table: id, kind, target, lines, platforms and why of every row."""
+    """The table of docs/patches.md: id, kind, target, lines, platforms and why of every row."""
     lines = ["| id | kind | target | lines | platforms | why |", "|---|---|---|---|---|---|"]
     for spec in specs:
         platforms = ", ".join(sorted(spec.platforms))

@@ -1,0 +1,127 @@
+"""README and docs: links lead somewhere, commands exist, README stays short."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import typer
+
+from verl_patches.__main__ import app
+from verl_patches.cluster.recipe import recipe_keys
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = sorted([*ROOT.glob("README*.md"), *(ROOT / "docs").rglob("*.md"), ROOT / "data" / "README.md"])
+MAX_README_LINES = 200
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
+LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
+CODE = re.compile(r"`([^`\n]+)`")
+# what these scripts hand all their arguments to
+SCRIPTS = {"smoke": ["smoke"], "fetch_upstream": ["fetch-upstream"],
+           "train_deepseekv3_256die_random_init": ["train", "--config-name", "x"],
+           "train_deepseekv3_256die_true_weight": ["train", "--config-name", "x"]}
+
+
+def anchors(text):
+    """GitHub's anchors of a page: headings in lower case, words joined by "-", punctuation dropped."""
+    found = []
+    for heading in re.findall(r"^#+ (.+)$", FENCE.sub("", text), re.MULTILINE):
+        slug = re.sub(r"[^\w\- ]", "", LINK.sub("", heading).lower()).replace(" ", "-")
+        found.append(slug + (f"-{found.count(slug)}" if slug in found else ""))
+    return found
+
+
+def broken_links(page, text):
+    """Relative links of a page that lead to no file of the repository, or to a heading that is not there."""
+    broken = []
+    for link in LINK.findall(FENCE.sub("", text)):
+        name, _, anchor = link.partition("#")
+        if "://" in link:
+            continue
+        target = (page.parent / name).resolve() if name else page
+        if not target.exists() or (anchor and anchor not in anchors(text if target == page else target.read_text())):
+            broken.append(link)
+    return broken
+
+
+def commands(text):
+    """Every `python -m verl_patches ...`, `bash scripts/...` and `python FILE ...` of a page's code, in words."""
+    blocks = [body for _, body in FENCE.findall(text)]
+    lines = "\n".join(blocks).replace("\\\n", " ").splitlines() + CODE.findall(FENCE.sub("", text))
+    found = []
+    for line in lines:
+        start = re.search(r"(?:\S*python|bash) (?:-m verl_patches|scripts/|data/|tests/).*", line)
+        if start:
+            words = shlex.split(start[0], comments=True)
+            ends = [number for number, word in enumerate(words) if word in ("&&", "|", ";")]
+            found.append(words[: ends[0]] if ends else words)
+    return found
+
+
+def fault(words):
+    """What is wrong with one command: a script, subcommand or option that does not exist; None if nothing."""
+    if words[0] == "bash" or words[1] != "-m":
+        file = ROOT / words[1]
+        if not file.is_file():
+            return f"no file {words[1]}"
+        if file.stem not in SCRIPTS or "--help" in words:
+            given = [word for word in words[2:] if word.startswith("--")]
+            return next((f"{words[1]} has no {option}" for option in given if option not in file.read_text()), None)
+        arguments = SCRIPTS[file.stem] + words[2:]
+    else:
+        arguments = words[3:]
+    if not arguments or arguments[0].startswith("-"):
+        return None
+    group = typer.main.get_command(app)
+    command = group.commands.get(arguments[0])
+    if command is None:
+        return f"no subcommand {arguments[0]}"
+    known = {option for parameter in command.params for option in parameter.opts} | {"--help"}
+    wrong = [word for word in arguments[1:] if word.startswith("--") and word.partition("=")[0] not in known]
+    return f"{arguments[0]} has no option {wrong[0]}" if wrong else _override_fault(arguments)
+
+
+def _override_fault(arguments):
+    known = {key for key, _ in recipe_keys()}
+    keys = [word.lstrip("+").partition("=")[0] for word in arguments if "=" in word and not word.startswith("--")]
+    return next((f"no key {key}" for key in keys if key.startswith("recipe.") and key not in known), None)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_and_commands_of_a_page_exist(page):
+    text = page.read_text()
+    assert broken_links(page, text) == []
+    assert [found for words in commands(text) if (found := fault(words))] == []
+
+
+def test_pages_have_links_and_commands():
+    texts = [page.read_text() for page in PAGES]
+    assert sum(len(LINK.findall(text)) for text in texts) > 100
+    assert len({words[3] for text in texts for words in commands(text) if words[1:2] == ["-m"] and words[3:]}) > 8
+
+
+def test_readme_is_short():
+    for name in ("README.md", "README_zh.md"):
+        assert len((ROOT / name).read_text().splitlines()) <= MAX_README_LINES
+
+
+@pytest.mark.parametrize("link", ["gone.md", "README.md#gone", "#gone", "docs/gone.png"])
+def test_a_broken_link_is_found(link):
+    text = f"# Here\n[a](LICENSE) [b](https://example.org/x) [c](#here) [d]({link})\n```text\n[e](gone)\n```\n"
+    assert broken_links(ROOT / "README.md", text) == [link]
+
+
+@pytest.mark.parametrize(("line", "named"), [
+    ("python -m verl_patches statuss", "statuss"),
+    (".venv/bin/python -m verl_patches check --lines pypi", "--lines"),
+    ("bash scripts/gone.sh", "scripts/gone.sh"),
+    ("bash scripts/smoke.sh --train-layouts ep2", "--train-layouts"),
+    ("bash scripts/test.sh --fuller", "--fuller"),
+    ("python data/prepare_deepscaler.py x.json --outputs y", "--outputs"),
+    ("bash scripts/smoke.sh recipe.logprob_check.each=3", "recipe.logprob_check.each"),
+])
+def test_a_wrong_command_is_found(line, named):
+    for text in (f"```bash\n{line}   # a comment\n```\n", f"Run `{line}` now.\n"):
+        (words,) = commands(text)
+        assert named in fault(words)
+    assert fault(commands("`python -m verl_patches check --line pypi`")[0]) is None
