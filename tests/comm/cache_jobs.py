@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from types import SimpleNamespace
 
 import torch
@@ -47,7 +47,8 @@ def redistribute(arguments):
     """(arrived as planned, collectives, bytes of the wire as told, names left after close)."""
     rank, plan, told = dist.get_rank(), plan_batch(**arguments), told_of(arguments["lengths"])
     cache, calls = TensorCache(), []
-    with counted(calls), cache.step(3):
+    cache.open(3)
+    with counted(calls), closing(cache):
         for name in told:
             cache.put(3, name, plan.held[rank], ragged_of(name, plan.held[rank], told))
         cache.redistribute(3, plan, rank, told)
@@ -83,7 +84,8 @@ def spoilt(arguments, how, on_rank):
     rank, plan, told = dist.get_rank(), plan_batch(**arguments), told_of(arguments["lengths"])
     cache, odd = TensorCache(), dist.get_rank() == on_rank
     step = 4 if odd and how == "step" else 3
-    with cache.step(step):
+    cache.open(step)
+    with closing(cache):
         for name in told:
             if odd and how == "missing" and name == "responses":
                 continue

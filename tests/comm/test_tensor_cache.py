@@ -19,7 +19,8 @@ def values(found):
 
 def test_samples_come_in_the_order_asked_for():
     cache = TensorCache()
-    with cache.step(1):
+    cache.open(1)
+    with cache.closed_by_error():
         cache.put(1, "responses", [7, 3, 5], ragged([70, 71], [], [50]))
         assert values(cache.get(1, "responses", [5, 7])) == [[50], [70, 71]]
         assert values(cache.get(1, "responses", [3])) == [[]]
@@ -68,7 +69,8 @@ def test_a_failed_step_leaves_nothing():
     assert_empty(cache, kept)
     with pytest.raises(CacheError, match="asked for step 1, but no step is open"):
         cache.get(1, "responses", [0])
-    with pytest.raises(ZeroDivisionError), cache.step(2):
+    cache.open(2)
+    with pytest.raises(ZeroDivisionError), cache.closed_by_error():
         cache.put(2, "responses", [0], ragged([1]))
         raise ZeroDivisionError
     assert cache.names == ()

@@ -259,13 +259,11 @@ def test_faulty_catalogues_are_refused(rows, words):
     assert words in str(error.value)
 
 
-def test_needs_and_conflicts_follow_the_switches():
-    rows = [row("a.b", needs=("a.c",)), row("a.c", target="a:c"), row("a.d", conflicts=("a.b",), default="off")]
+def test_needs_follow_the_switches():
+    rows = [row("a.b", needs=("a.c",)), row("a.c", target="a:c")]
     Engine(rows, CPU)
     with pytest.raises(ConfigError, match="needs a.c, which is off"):
         Engine(rows, parse("line=pypi,platform=cpu,-a.c"))
-    with pytest.raises(ConfigError, match="exclude each other"):
-        Engine(rows, parse("line=pypi,platform=cpu,+a.d"))
 
 
 def test_switch_text_round_trip_and_errors():

@@ -1,13 +1,11 @@
 """What happens where upstream is not as reviewed (drift=strict, warn, skip), and where a provider of ours fails."""
 
-import dataclasses
 import json
 import textwrap
 
 import pytest
 
 from verl_patches.errors import ConfigError
-from verl_patches.patching.engine import Engine
 from verl_patches.patching.spec import PatchSpec, validate
 from verl_patches.patching.switches import Switches, parse
 
@@ -203,7 +201,6 @@ def row(name, **more):
     ([row("a.b"), row("a.c", kind="replace", needs=("a.b",))], "must be a wrap and name it in needs"),
     ([row("a.b"), row("a.c", needs=("a.b",), bindings=("m:c",))], "must list the same bindings"),
     ([row("a.b", bindings=("m:c",)), row("a.c", target="m:c")], "its binding m:c is the target of row 'a.c'"),
-    ([row("a.b", conflicts=("a.b",))], "it conflicts with itself"),
     ([row("a.b", target="m:C"), row("a.c", target="m:C.m")],
      "row 'a.c' is on m:C.m, inside m:C of row 'a.b': one must name the other in needs"),
     ([row("a.c", target="m:C.D.m"), row("a.b", target="m:C", kind="replace", needs=("a.c",))],
@@ -223,28 +220,16 @@ def test_rows_on_one_place_whose_order_is_not_known_are_refused(rows, words):
     [row("a.b"), row("a.c", needs=("a.b",))],
     [row("a.c", needs=("a.b",)), row("a.b", kind="replace")],  # the order of the table does not matter
     [row("a.b"), row("a.c", needs=("a.b",)), row("a.d", needs=("a.c",))],
-    [row("a.b"), row("a.c", conflicts=("a.b",), default="off")],
     [row("a.b", lines=frozenset({"pypi"})), row("a.c", lines=frozenset({"a3"}))],
     [row("a.b", platforms=frozenset({"cpu"})), row("a.c", platforms=frozenset({"npu"}))],
     [row("a.b", kind="register"), row("a.c", kind="register")],
     [row("a.b", target="m:C", kind="replace"), row("a.c", target="m:C.m", kind="replace", needs=("a.b",))],
     [row("a.b", target="m:C", needs=("a.c",)), row("a.c", target="m:C.m", bindings=("o:m",))],
-    [row("a.b", target="m:C"), row("a.c", target="m:C.m", conflicts=("a.b",), default="off")],
     [row("a.b", target="m:C"), row("a.c", target="m:Cs.m"), row("a.d", target="n:C.m")],
     [row("a.b", target="m", kind="stub", provider="o"), row("a.c", target="m.n:f")],
 ])
 def test_rows_on_one_place_that_cannot_clash_are_fine(rows):
     assert list(validate(rows)) == [r.id for r in rows]
-
-
-@pytest.mark.parametrize("declares", ["a.b", "a.c"])
-def test_a_conflict_counts_from_whichever_side_declares_it(declares):
-    other = {"a.b": "a.c", "a.c": "a.b"}[declares]
-    rows = [row("a.b", target="m:b"), row("a.c", target="m:c")]
-    rows = [dataclasses.replace(r, conflicts=(other,)) if r.id == declares else r for r in rows]
-    with pytest.raises(ConfigError, match=f"rows {declares} and {other} exclude each other"):
-        Engine(rows, Switches("pypi", "cpu"))
-    assert Engine(rows, parse(f"line=pypi,platform=cpu,-{other}")).wanted == {declares}
 
 
 def test_the_policy_is_part_of_the_switch_text_only_when_it_is_not_the_default():

@@ -18,10 +18,8 @@ from verl_patches.layout.inventory import Inventory, ModelShape, build_inventory
 from verl_patches.layout.parallel import ParallelLayout
 from verl_patches.layout.sharding import Shard, local_parameters
 from verl_patches.reshard.execute import SyncReport, build_executor
-from verl_patches.reshard.fp8 import SCALE, is_quantised, quantise, quantised_tensors, with_block_scales
 from verl_patches.reshard.plan import ReshardPlan, plan_reshard
 from verl_patches.reshard.region import Region, region_of
-from verl_patches.reshard.train_tensors import TrainTensor
 from verl_patches.reshard.verify import Verifier, VerifyReport
 
 TINY = ModelShape(
@@ -240,36 +238,3 @@ def sync_and_compare(case: Case) -> Outcome:
     scratch, computed = sum(whole[name].nbytes for name in case.whole), max(t.nbytes for t in whole.values())
     assert report.peak_extra_bytes <= 4 * case.bucket_bytes + scratch + computed
     return Outcome(report, verified, sum(place.tensor.numel() for places in destinations.values() for place in places))
-
-
-def quantised_sync(case: Case) -> list[str]:
-    """One rank's sync that leaves training as fp8 with block scales: HF tensors that are not, bit for bit, so."""
-    rank = dist.get_rank()
-    inventory = with_block_scales(case.inventory)
-    trained = {}
-    for name, shard in local_parameters(case.inventory, case.train, rank, case.train_library).shards.items():
-        values = cut(shard, full_tensor(name, shard.parameter.shape, shard.dtype, case.seed)).clone()
-        trained[name] = TrainTensor(region_of(shard), shard.parameter.shape, values, 0, name, values)
-    sources = quantised_tensors(trained, case.inventory)
-    places = {}
-    for name, shard in local_parameters(inventory, case.rollout, rank, case.rollout_library).shards.items():
-        region = region_of(shard)
-        memory = torch.zeros(region.shape_in(shard.parameter.shape), dtype=getattr(torch, shard.dtype))
-        places[name] = (Live(region, memory, name),)
-    plan = plan_reshard(inventory, case.train, case.rollout, train_library=case.train_library,
-                        rollout_library=case.rollout_library, bucket_bytes=case.bucket_bytes)  # fmt: skip
-    verifier = Verifier(plan, rank, sources, places)
-    verifier.poison()
-    build_executor(plan, rank, sources, places).run()
-    verifier.check()
-    wrong = []
-    for name, (place,) in places.items():
-        plain = case.inventory.by_name[name.removesuffix(SCALE)]
-        whole = full_tensor(plain.name, plain.shape, plain.dtype, case.seed)
-        if is_quantised(plain):
-            whole = quantise(whole)[name.endswith(SCALE)]
-        region = place.region
-        expected = whole.narrow(region.axis, region.start, region.stop - region.start).to(place.tensor.dtype)
-        if not torch.equal(bytes_of(expected), bytes_of(place.tensor)):
-            wrong.append(name)
-    return wrong

@@ -20,7 +20,6 @@ from verl_patches.layout.inventory import DTYPE_BYTES, build_inventory
 from verl_patches.layout.parallel import ParallelLayout, parse_layout, rollout_layout
 from verl_patches.layout.sharding import local_parameters
 from verl_patches.reshard.check import check_plan
-from verl_patches.reshard.fp8 import with_block_scales
 from verl_patches.reshard.plan import Topology, plan_reshard
 from verl_patches.reshard.region import region_of
 from verl_patches.reshard.sizes import wire_bytes
@@ -68,14 +67,6 @@ def test_the_plan_of_671b_moves_only_what_must_move(big):
 @pytest.mark.slow
 def test_the_plan_of_671b_is_proven(big):
     check_plan(big)
-
-
-@pytest.mark.slow
-def test_the_plan_of_671b_in_fp8_is_proven_and_half_as_large():
-    """Factors are of their weight's kind and another shape: each is cut by its own rows."""
-    plan = plan_of(*BIG_PAIRS["EP256"], with_block_scales(BIG), "mindspeed", "vllm-ascend")
-    check_plan(plan)
-    assert 0.5 < sum(plan.received_bytes) / sum(big_plan("EP256").received_bytes) < 0.55
 
 
 def test_every_bucket_mixes_all_stages():

@@ -59,10 +59,6 @@ class BatchPlan:
             found[peer] = [s for s in self.placed[replica] if s in mine and self._sender(s, peer) == rank]
         return found
 
-    def counts(self, rank: int) -> tuple[list[int], list[int]]:
-        """(samples sent to, samples received from) each peer: what an AlltoAllV of one number a sample would take."""
-        return [len(each) for each in self.sends(rank)], [len(each) for each in self.receives(rank)]
-
     def tokens(self, lengths: Sequence[int]) -> tuple[int, float]:
         """(sum over all micro batches of the most tokens on any replica, the same if all replicas were equal)."""
         costs = [micro_batches.steps_cost([list(map(list, mini)) for mini in minis], lengths)

@@ -8,7 +8,7 @@
 
 Values are kept without padding (token ids as int32, log-probs as fp32), by sample. Every call names its step, so that a
 stage never takes what another step left. A worker's calls come one by one: `open` and `close` are for them, with
-`closed_by_error` around each. `with cache.step(step)` does both where one function is the whole step.
+`closed_by_error` around each.
 """
 
 from __future__ import annotations
@@ -71,15 +71,6 @@ class TensorCache:
         self._kept.clear()
         self._step = None
         return held
-
-    @contextmanager
-    def step(self, step: int) -> Iterator[TensorCache]:
-        """A scope that ends with the block, also by an error."""
-        self.open(step)
-        try:
-            yield self
-        finally:
-            self.close()
 
     @contextmanager
     def closed_by_error(self) -> Iterator[None]:

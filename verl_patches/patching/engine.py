@@ -51,7 +51,7 @@ class Engine:
         self._order = [self._rows[name] for name in self._in_need_order()]
 
     def _check_wanted(self) -> None:
-        """Decide every row and refuse wanted rows whose needs are off or whose conflicts are on."""
+        """Decide every row and refuse wanted rows whose needs are off."""
         wanted = {}
         for name, row in self._rows.items():
             wanted[name], row.decided = self.switches.decide(row.spec)
@@ -63,10 +63,6 @@ class Engine:
                 if not wanted[need]:
                     raise ConfigError(f"row {name} needs {need}, which is off ({self._rows[need].reason}); "
                                       f"switch {name} off too (-{name}) or {need} on")
-            for other in row.spec.conflicts:
-                if wanted[other]:
-                    raise ConfigError(f"rows {name} and {other} exclude each other and both are on; "
-                                      f"switch one off: -{name} or -{other}")
         self.wanted = {name for name, on in wanted.items() if on}
 
     def _in_need_order(self) -> list[str]:

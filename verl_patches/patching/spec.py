@@ -50,7 +50,6 @@ class PatchSpec:
     platforms: frozenset[str] = frozenset(PLATFORMS)
     processes: frozenset[str] = frozenset(PROCESSES)
     needs: tuple[str, ...] = ()
-    conflicts: tuple[str, ...] = ()
     default: str = "on"
 
     def on_line(self, line: str) -> PatchSpec:
@@ -110,10 +109,7 @@ def _faults(spec: PatchSpec, by_id: dict[str, PatchSpec]) -> list[str]:
         faults.append("a registered entry has no bindings")
     if spec.is_module_stub and spec.needs:
         faults.append("a module stub can need no row")
-    if spec.id in spec.conflicts:
-        faults.append("it conflicts with itself")
-    faults += [f"{field} names {other!r}, which is no row" for field in ("needs", "conflicts")
-               for other in getattr(spec, field) if other not in by_id]
+    faults += [f"needs names {other!r}, which is no row" for other in spec.needs if other not in by_id]
     return faults
 
 
@@ -186,8 +182,7 @@ def _holders(place: str) -> Iterator[str]:
 
 
 def _can_meet(one: PatchSpec, other: PatchSpec) -> bool:
-    apart = one.id in other.conflicts or other.id in one.conflicts
-    return bool(one.lines & other.lines and one.platforms & other.platforms) and not apart
+    return bool(one.lines & other.lines and one.platforms & other.platforms)
 
 
 def _all_needs(by_id: dict[str, PatchSpec], name: str) -> set[str]:
