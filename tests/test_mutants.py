@@ -12,7 +12,7 @@ def test_every_mutant_can_be_applied(mutant):
     text = (ROOT / "verl_patches" / mutant.file).read_text(encoding="utf-8")
     changed = mutated(text, mutant)
     assert ast.dump(ast.parse(changed)) != ast.dump(ast.parse(text))
-    assert all((ROOT / "tests" / name).is_file() for name in mutant.tests)
+    assert all((ROOT / path).is_file() for path in mutant.tests.paths)
 
 
 def test_names_are_unique_and_stale_mutants_are_refused(capsys):
