@@ -80,6 +80,8 @@ def test_vllm_pads_the_vocabulary():
     beyond = local_parameters(build_inventory(TINY_CONFIG | {"vocab_size": 60}), parse_layout("tp4 @4"), 3, "vllm")
     assert beyond.shards["lm_head.weight"].shape == (16, 128)
     assert beyond.shards["lm_head.weight"].padding == 4
+    empty = local_parameters(build_inventory(TINY_CONFIG | {"vocab_size": 36}), parse_layout("tp4 @4"), 3, "vllm")
+    assert empty.shards["lm_head.weight"][1:] == ((16, 128), "bfloat16", 0, 36, 16)  # padding alone, no more than it
     unpadded = local_parameters(inventory, parse_layout("tp4 @4"), 3, "megatron-local").shards["lm_head.weight"]
     assert (unpadded.shape, unpadded.start, unpadded.padding) == ((125, 128), 375, 0)
 

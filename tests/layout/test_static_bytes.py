@@ -42,4 +42,6 @@ def test_another_split_costs_something_else():
     assert static_bytes(BIG, uneven, rank).total_bytes > published.total_bytes
     assert static_bytes(BIG, fewer, rank).param_bytes > 1.5 * published.param_bytes
     assert static_bytes(BIG, fewer, rank).optimizer_bytes < 1.01 * published.optimizer_bytes  # sharded over edp = 2
+    context = ParallelLayout(256, tp=4, cp=2, pp=8, ep=32, etp=1, layers_per_stage=TRAIN.layers_per_stage)
+    assert static_bytes(BIG, context, rank) == published  # dp = 4: the optimizer is sharded over dp * cp
     assert static_bytes(BIG, TRAIN, rank, "megatron-te").param_bytes < published.param_bytes

@@ -60,6 +60,12 @@ def test_training_weights_stay_from_update_to_reshard_and_move_once_a_step():
     assert sum(m.trims for m in found.values()) == 2
 
 
+def test_the_peak_of_a_phase_has_what_the_step_before_left():
+    left = make_order("left", ("reshard", "alloc kv_cache, free optimizer", ""), ("update", "load optimizer", ""))
+    moment = simulate(left, SIZES)["reshard"]
+    assert moment.at_peak == {"kv_cache", "optimizer"} and moment.resident == {"kv_cache"}
+
+
 def test_what_verls_orders_move():
     for order in VERL.values():
         found = simulate(order, SIZES)

@@ -104,6 +104,20 @@ def test_revert_before_the_import_does_not_double_the_patch(tree):
     """)
 
 
+def test_a_row_goes_over_what_it_needs_whichever_hook_runs_first(tree):
+    """Where an import ends while apply() adds hooks, that of the upper row can come first."""
+    run(tree, """
+        from verl_patches.patching import hooks
+        take = hooks._take
+        hooks._take = lambda name: take(name)[::-1]
+        e = engine(F, row("t.over", "up.base:f", provider="ours:louder", bindings=("up.user:f",), needs=("t.f",)))
+        e.apply()
+        import up.user
+        assert up.user.use() == "12!", up.user.use()
+        e.verify("worker")
+    """)
+
+
 def test_a_module_that_is_installed_goes_before_its_stub(tree):
     run(tree, """
         e = engine(row("t.stub", "up", "stub", "standin_mod")); e.apply()

@@ -100,6 +100,10 @@ def test_gating_is_deepseek_v3s():
         x, 3, bias=bias, k_group=2, group_count=4, group_select_mode=1, norm_type=1, routed_scaling_factor=2.5)
     assert torch.equal(ids, chosen.int()) and ids.dtype == torch.int32 and out.numel() == 0
     torch.testing.assert_close(weights, expected)
+    raw = x.sigmoid().gather(1, chosen)
+    with_eps = torch_npu.npu_moe_gating_top_k(
+        x, 3, bias=bias, k_group=2, group_count=4, group_select_mode=1, norm_type=1, eps=0.5)[0]
+    torch.testing.assert_close(with_eps, raw / (raw.sum(1, keepdim=True) + 0.5))
     other = torch_npu.npu_moe_gating_top_k(x, 3, bias=bias, k_group=2, group_count=4, group_select_mode=0, norm_type=1)
     assert not torch.equal(other[1], ids)  # the best of a group, not the sum of two
 

@@ -57,6 +57,7 @@ def test_tensors_that_share_a_storage_are_told_apart():
     a, b = flat[:4], flat[4:]
     assert not_once({"a": a, "b": b}, [("x", a), ("y", b)]) == []
     assert not_once({"a": a, "b": b}, [("x", flat)]) == []
+    assert not_once({"b": b}, [("x", a), ("y", flat[2:])]) == []  # both reach a, one of them b
     (missing,) = not_once({"a": a, "b": b}, [("x", flat[:6])])
     assert missing == "b: expected each of its 6 elements to be written once, found 4 not written, the first at [2]"
     (doubled,) = not_once({"a": a, "b": b}, [("x", flat), ("y", flat[8:])])

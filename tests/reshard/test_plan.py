@@ -19,9 +19,12 @@ from verl_patches.errors import ConfigError
 from verl_patches.layout.inventory import DTYPE_BYTES, build_inventory
 from verl_patches.layout.parallel import ParallelLayout, parse_layout, rollout_layout
 from verl_patches.layout.sharding import local_parameters
+from verl_patches.reshard.blocks import Block
 from verl_patches.reshard.check import check_plan
 from verl_patches.reshard.plan import Topology, plan_reshard
-from verl_patches.reshard.region import region_of
+from verl_patches.reshard.region import Region, region_of
+from verl_patches.reshard.route import route
+from verl_patches.reshard.schedule import schedule
 from verl_patches.reshard.sizes import wire_bytes
 
 MODELS = Path(__file__).resolve().parents[2] / "configs" / "model"
@@ -217,6 +220,42 @@ def test_nearer_ranks_send_first():
     assert _near_share(card, 2) > 0.95
 
 
+def _block(rows, holders=(0,), receivers=(1,)):
+    """Rows of 16 bytes."""
+    return Block((Region("w", 0, 0, rows),), (16,), holders, receivers, receivers)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "dies", "sent"),
+    [
+        ([(1, (0, 1), (2,)), (1, (0, 1), (2,)), (2, (0, 1), (2,))], 1, [2, 2, 0, 0]),  # the large one first
+        ([(1, (0, 1), (2, 3))], 1, [1, 1, 0, 0]),  # each receiver of a block has its own sender
+        ([(2, (0, 2), (1,)), (2, (0,), (3,))], 2, [2, 0, 2, 0]),  # the one without a choice first
+        ([(1, (0, 2), (1,))] * 10, 2, [5, 0, 5, 0]),  # a near sender above the mean is passed over
+    ],
+)
+def test_holders_send_equally_much(blocks, dies, sent):
+    """Four ranks of one stage, `dies` on a card and node; blocks of (rows, holders, receivers)."""
+    blocks = [_block(*each) for each in blocks]
+    routes = route(blocks, [0] * 4, Topology(dies, dies))
+    assert [sum(blocks[i].wire_bytes for numbers in to.values() for i in numbers) // 16 for to in routes] == sent
+
+
+@pytest.mark.parametrize(
+    ("rows", "pieces"),
+    [(95, [(0, 0, 0, 95), (1, 1, 0, 95)]), (90, [(0, 0, 0, 90), (0, 1, 0, 10), (1, 1, 10, 90)])],
+)
+def test_room_of_less_than_a_sixteenth_is_left_empty(rows, pieces):
+    """Two blocks in buckets of 100 rows: 5 rows of room stay empty, 10 are filled."""
+    made = schedule([_block(rows)] * 2, [{1: [0, 1]}, {}], 1600)
+    assert [(piece.bucket, piece.block, piece.start, piece.stop) for piece in made] == pieces
+
+
+def test_a_region_takes_whole_16_bytes():
+    norm = TINY.by_name["model.norm.weight"]  # of 2 bytes a value
+    assert [wire_bytes(norm, Region(norm.name, 0, 0, rows)) for rows in (1, 8, 9)] == [16, 16, 32]
+
+
 def test_whole_tensors_arrive_whole_where_a_part_is_held():
     name = "model.layers.2.mlp.experts.5.down_proj.weight"
     plan = plan_of("tp2 etp2 @4", rollout_layout(2, 1, 2, expert_parallel=False), whole=[name, "lm_head.weight"])
@@ -226,6 +265,8 @@ def test_whole_tensors_arrive_whole_where_a_part_is_held():
     extra = sum(plan.inventory.by_name[n].count for n in plan.whole)  # half of it, in 2 bytes a value
     assert sum(plan.received_bytes) - sum(plain.received_bytes) == 4 * extra
     assert plan.digest() != plain.digest()
+    assert dataclasses.replace(plain, pieces=plain.pieces[:-1]).digest() != plain.digest()
+    check_plan(plan_of("@2", rollout_layout(1, 1, 2), whole=["lm_head.weight"]))  # all is held, nothing arrives
 
 
 def _arriving(mine):

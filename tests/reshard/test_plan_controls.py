@@ -56,6 +56,16 @@ def test_a_local_region_removed_is_caught(small):
         check_plan(plan, plans)
 
 
+@pytest.mark.parametrize("rows", [-1, 1])
+def test_a_local_region_that_is_not_held_is_caught(small, rows):
+    plan, plans = small
+    name = "model.embed_tokens.weight"  # rank 1 holds its second half
+    moved = tuple(r._replace(start=r.start + rows, stop=r.stop + rows) if r.name == name else r for r in plans[1].local)
+    plans[1] = dataclasses.replace(plans[1], local=moved)
+    with pytest.raises(PatchError, match=f"rank 1 keeps {name}"):
+        check_plan(plan, plans)
+
+
 def test_a_region_duplicated_is_caught(small):
     plan, plans = small
     number, sender, regions = _first_receive(plans, 1)

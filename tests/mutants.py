@@ -1,0 +1,335 @@
+"""Mutation test of the planners, the memory schedule, the tensor cache, rewards and the patch engine; run by hand.
+
+    .venv/bin/python tests/mutants.py [--only NAME ...] [--json]
+
+Copies the repository to a temporary folder and applies one mutant of MUTANTS after another there; its tests must pass
+without it (the control) and are run with it. The working tree is never written to. Each run is a fork of this process,
+which has imported pytest and torch but nothing of verl_patches.
+
+killed: a test fails, or the run ends after TIMEOUT_S; survived: all pass; stale: the old text is not exactly once in
+the file. Exit code 0: at least 90 % killed and none stale; 1: otherwise; 2: wrong arguments.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple, NoReturn
+
+import pytest
+from tqdm import tqdm
+
+ROOT = Path(__file__).resolve().parent.parent
+LEAST_KILLED = 0.9
+TIMEOUT_S = 600
+NOT_THE_COPY, OUTPUT = 90, "mutants-output.txt"
+
+
+class Tests(NamedTuple):
+    """Files below tests/, separated by spaces; of these the quick tests that `keyword` (pytest -k) selects."""
+
+    files: str
+    keyword: str = ""
+
+    @property
+    def paths(self) -> list[str]:
+        """The files, from the repository's root."""
+        return [f"tests/{name}" for name in self.files.split()]
+
+
+class Mutant(NamedTuple):
+    """`old`, exactly once in verl_patches/`file`, becomes `new`; one of `tests` must then fail."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: Tests
+
+
+class StaleMutantError(ValueError):
+    """The old text of a mutant is not exactly once in its file."""
+
+
+PLAN = Tests("reshard/test_plan.py", "not 671b and not published and not mixes")
+BIG_PLAN = Tests("reshard/test_plan.py", "671b")
+SENDERS = Tests("reshard/test_plan.py", "holders_send or room or nearer or few")
+CHECK = Tests("reshard/test_plan_controls.py")
+LAYOUT, SHARDING = Tests("layout/test_parallel.py"), Tests("layout/test_sharding.py")
+PHASES, LEDGER = Tests("memory/test_phases.py", "not whatever"), Tests("memory/test_ledger.py", "not optimizers")
+CONDUCT = Tests("memory/test_conduct.py")
+BATCH, MICRO = Tests("comm/test_batch_plan.py"), Tests("comm/test_micro_batches.py", "not torch")
+CACHE = Tests("comm/test_tensor_cache.py")
+BOXES, EQUAL = Tests("rewards/test_maths.py", "closed"), Tests("rewards/test_maths.py", "equal_answers")
+ENGINE, POLICY = Tests("patching/test_engine.py"), Tests("patching/test_policy.py")
+FOREIGN = Tests("patching/test_foreign.py patching/test_engine.py")
+ORDER_KEY = "(len(blocks[i].holders), -router.sizes[i], i)"
+
+MUTANTS = (
+    # reshard
+    Mutant("route-small-blocks-first", "reshard/route.py",
+           ORDER_KEY, "(len(blocks[i].holders), router.sizes[i], i)", SENDERS),
+    Mutant("route-many-holders-first", "reshard/route.py",
+           ORDER_KEY, "(-len(blocks[i].holders), -router.sizes[i], i)", SENDERS),
+    Mutant("route-may-always-send", "reshard/route.py",
+           "return load + size <= mean or load <= min(self.load[rank] for rank in holders) + AHEAD * mean",
+           "return True", SENDERS),
+    Mutant("route-first-holder-sends", "reshard/route.py",
+           "heapq.heapreplace(waiting, (self.load[sender], sender))", "pass", SENDERS),
+    Mutant("schedule-crumbs", "reshard/schedule.py",
+           "self.least = -(-bucket_bytes // CUT)", "self.least = 1", SENDERS),
+    Mutant("schedule-idle-senders-first", "reshard/schedule.py",
+           "key=lambda r: (-self.to_send[r], r)", "key=lambda r: (self.to_send[r], r)", BIG_PLAN),
+    Mutant("schedule-idle-receivers-first", "reshard/schedule.py",
+           "key=lambda r: (-self.to_receive[r], r)", "key=lambda r: (self.to_receive[r], r)", BIG_PLAN),
+    Mutant("blocks-holders-of-a-part", "reshard/blocks.py",
+           "if a <= start and stop <= b)", "if a <= start)", PLAN),
+    Mutant("plan-digest-of-inputs-only", "reshard/plan.py",
+           'said.update(array("q", [number for piece in self.pieces for number in piece]).tobytes())', "pass", PLAN),
+    Mutant("plan-whole-tensors-not-kept", "reshard/plan.py",
+           "set(block.holders).intersection(block.receivers)", "set(block.holders).intersection(block.owners)", PLAN),
+    Mutant("sizes-not-aligned", "reshard/sizes.py",
+           "return -(-size_bytes // ALIGN_BYTES) * ALIGN_BYTES", "return size_bytes", PLAN),
+    Mutant("check-start-of-what-is-held", "reshard/check.py",
+           "if not start <= region.start < region.stop <= stop:",
+           "if not region.start < region.stop <= stop:", CHECK),
+    Mutant("check-segment-order", "reshard/check.py",
+           "if sent != awaited or not sent:", "if sorted(sent) != sorted(awaited) or not sent:", CHECK),
+    Mutant("coverage-overlap-to-the-end", "reshard/coverage.py",
+           "np.minimum(self.stops[self.again], reach[self.again - 1])", "self.stops[self.again]",
+           Tests("reshard/test_coverage.py")),
+    Mutant("checksum-of-any-place", "reshard/checksum.py",
+           "place = row[:, None] * shape[1] + column", "place = row[:, None] + column",
+           Tests("reshard/test_verify.py", "checksum")),
+    # layout
+    Mutant("sharding-padding-not-capped", "layout/sharding.py",
+           "padding = min(size, max(0, start + size - full))", "padding = max(0, start + size - full)", SHARDING),
+    Mutant("sharding-experts-by-tp", "layout/sharding.py",
+           "index = at.tp if parameter.expert is None else at.etp", "index = at.tp", SHARDING),
+    Mutant("sharding-vocabulary-not-padded", "layout/sharding.py",
+           "padded = -(-full // rule.vocabulary_multiple) * rule.vocabulary_multiple", "padded = full", SHARDING),
+    Mutant("layout-stages-of-neighbour-chunks", "layout/parallel.py",
+           "[stage :: self.pp]", "[stage * self.vpp : (stage + 1) * self.vpp]", LAYOUT),
+    Mutant("layout-rest-of-experts-dropped", "layout/parallel.py",
+           "num_experts if last else (index + 1) * local", "(index + 1) * local", LAYOUT),
+    Mutant("layout-instance-dp-is-dp", "layout/parallel.py",
+           "by_instance.setdefault(self.coordinates(rank).edp, [])", "by_instance.setdefault(0, [])", LAYOUT),
+    Mutant("static-bytes-without-cp", "layout/static_bytes.py",
+           "(layout.dp * layout.cp)", "layout.dp", Tests("layout/test_static_bytes.py")),
+    # memory
+    Mutant("phases-every-move-counts", "memory/phases.py",
+           "does = comes != (move.tenant in now)", "does = True", PHASES),
+    Mutant("phases-peak-of-the-first-step-only", "memory/phases.py",
+           "highest = max(moment, before, key=lambda each: each.peak_bytes)", "highest = before", PHASES),
+    Mutant("ledger-growth-past-full", "memory/ledger.py",
+           "(there and entry.grows and held < wanted)", "(there and entry.grows)", LEDGER),
+    Mutant("ledger-freed-is-all", "memory/ledger.py",
+           "entry.told_bytes = 0 if size_bytes is None else entry.told_bytes - size_bytes",
+           "entry.told_bytes = 0", LEDGER),
+    Mutant("ledger-peak-is-the-last", "memory/ledger.py",
+           'record["peak_bytes"] = max(record["peak_bytes"], total)', 'record["peak_bytes"] = total', LEDGER),
+    Mutant("conduct-comes-after-an-error", "memory/conduct.py",
+           "if error is not None and move.verb in COMES:", "if error is not None and not move.verb:", CONDUCT),
+    Mutant("conduct-open-phase-not-left", "memory/conduct.py",
+           "        self.end()\n        self._open = phase", "        self._open = phase", CONDUCT),
+    Mutant("parking-first-copy-left-out", "memory/parking.py",
+           "each.leave(copy or new)", "each.leave(copy)", Tests("memory/test_offload.py", "stale_host_copy")),
+    Mutant("rollout-life-lost-weights-pass", "memory/rollout_life.py",
+           "            self._lost = True\n", "", Tests("memory/test_rollout_life.py")),
+    Mutant("expected-window-of-single-experts", "memory/expected.py",
+           'whole = setting.train_library == "mindspeed"', "whole = False", Tests("memory/test_expected.py")),
+    # tensor cache
+    Mutant("batch-plan-holder-asks-another", "comm/batch_plan.py",
+           "return receiver if receiver in holders else holders[receiver % len(holders)]",
+           "return holders[receiver % len(holders)]", BATCH),
+    Mutant("batch-plan-mini-batches-across-shares", "comm/batch_plan.py",
+           "range(r * share + at, r * share + at + piece)",
+           "range(at * replicas + r * piece, at * replicas + (r + 1) * piece)", BATCH),
+    Mutant("micro-short-first", "comm/micro_batches.py",
+           "order = sorted(range(len(units)), key=lambda at: (-tokens[at], at))",
+           "order = sorted(range(len(units)), key=lambda at: (tokens[at], at))", MICRO),
+    Mutant("micro-longest-to-the-first-replica", "comm/micro_batches.py",
+           "key=lambda replica: (totals[replica], replica)", "key=lambda replica: replica", MICRO),
+    Mutant("micro-bins-unsorted", "comm/micro_batches.py",
+           "return sorted(bins, key=lambda each: -sum(costs[at] for at in each))", "return bins", MICRO),
+    Mutant("micro-empty-bins", "comm/micro_batches.py",
+           "(total + costs[at], held + 1, number)", "(total + costs[at], held, number)", MICRO),
+    Mutant("exchange-any-step", "comm/exchange.py",
+           "repr((plan.digest, step, [", "repr((plan.digest, [", Tests("comm/test_redistribute.py", "odd_rank")),
+    Mutant("cache-open-after-an-error", "comm/tensor_cache.py",
+           "        except BaseException:\n            self.close()\n", "        except BaseException:\n", CACHE),
+    Mutant("cache-any-step", "comm/tensor_cache.py",
+           "if self._step != step:", "if self._step is None:", CACHE),
+    Mutant("ragged-mask-with-a-hole", "comm/ragged.py",
+           "if not torch.equal(keep, mask_of(lengths, keep.shape[1], left=left, device=keep.device)):",
+           "if keep.shape[1] < max(lengths, default=0):", Tests("comm/test_ragged.py")),
+    # rewards
+    Mutant("maths-box-in-a-box", "rewards/maths.py",
+           "content = None if nested else tail[start : token.start()].strip()",
+           "content = tail[start : token.start()].strip()", BOXES),
+    Mutant("maths-open-box", "rewards/maths.py",
+           "return None if open_boxes else content", "return content", BOXES),
+    Mutant("equivalence-any-side", "rewards/equivalence.py",
+           "return all(side and", "return any(side and", EQUAL),
+    Mutant("equivalence-percent-of-small-numbers", "rewards/equivalence.py",
+           "abs(float(bare_gold)) > 1 and", "abs(float(bare_gold)) > 0 and", EQUAL),
+    Mutant("equivalence-two-numbers", "rewards/equivalence.py",
+           "_TWO_NUMBERS.search(answer) or ", "", EQUAL),
+    Mutant("compose-pays-without-form", "rewards/compose.py",
+           "if not well_formed:", "if not well_formed and not correct:", Tests("rewards/test_compose.py")),
+    Mutant("learnable-short-answers-pay", "rewards/learnable.py",
+           "max(len(chars), MIN_CHARS)", "max(len(chars), 1)", Tests("rewards/test_learnable.py")),
+    # patching
+    Mutant("engine-needs-not-first", "patching/engine.py",
+           "                self._install(need, need.applied, module)", "                pass", ENGINE),
+    Mutant("engine-revert-in-order", "patching/engine.py",
+           "            for row in reversed(self._order):\n                if row.hook is None:",
+           "            for row in self._order:\n                if row.hook is None:", ENGINE),
+    Mutant("engine-verify-other-processes-rows", "patching/engine.py",
+           " and process in spec.processes and", " and", ENGINE),
+    Mutant("row-rebinds-what-others-put", "patching/row.py",
+           "peek(binding) is self.place.found is not MISSING", "self.place.found is not MISSING", FOREIGN),
+    Mutant("hooks-import-error-passes", "patching/hooks.py",
+           "if isinstance(error, ImportError):", "if isinstance(error, KeyError):", ENGINE),
+    Mutant("switches-first-pattern-wins", "patching/switches.py",
+           "for pattern in self.patterns:\n            if fnmatch.fnmatchcase",
+           "for pattern in reversed(self.patterns):\n            if fnmatch.fnmatchcase", ENGINE),
+    Mutant("spec-replaced-class-over-its-method", "patching/spec.py",
+           'if upper is outer and outer.kind != "wrap":', 'if upper is None and outer.kind != "wrap":', POLICY),
+    Mutant("fingerprint-depth-does-not-count", "patching/statements.py",
+           'text = f"{depth}{field}:', 'text = f"{field}:', Tests("patching/test_fingerprint.py", "stands")),
+    # reference ops of the emulated NPU
+    Mutant("attention-masked-row-backward", "platform/cpu/ascend/ops/attention.py",
+           "    top, total = top.clamp_min(torch.finfo(q.dtype).min), total.clamp_min(torch.finfo(q.dtype).tiny)\n", "",
+           Tests("platform/test_npu_attention.py")),
+    Mutant("gating-without-eps", "platform/cpu/ascend/ops/experts.py",
+           "(weights.sum(-1, keepdim=True) + eps)", "weights.sum(-1, keepdim=True)",
+           Tests("platform/test_npu_experts.py")),
+)  # fmt: skip
+
+
+def mutated(text: str, mutant: Mutant) -> str:
+    """The file's text with the mutant in it. Raises StaleMutantError."""
+    count = text.count(mutant.old)
+    if count != 1:
+        raise StaleMutantError(f"{mutant.name}: expected its old text once in {mutant.file}, found it {count} times")
+    return text.replace(mutant.old, mutant.new)
+
+
+def copy_repository(folder: Path) -> Path:
+    """The working tree, without what git and tools keep there, in `folder`."""
+    skipped = shutil.ignore_patterns(".git", ".venv", "outputs", "__pycache__", ".*_cache", ".hypothesis", "*.egg-info")
+    return Path(shutil.copytree(ROOT, folder / "copy", ignore=skipped, symlinks=True))
+
+
+def run_tests(copy: Path, tests: Tests) -> bool:
+    """Whether the tests pass in the copy, in time. Raises SystemExit where they cannot run at all."""
+    shutil.rmtree(copy / ".hypothesis", ignore_errors=True)  # examples that failed under another mutant
+    asked = ["-x", "-q", "--hypothesis-seed=0", "-m", "not slow", "-k", tests.keyword, *tests.paths]
+    child = os.fork()
+    if not child:
+        _run_in_child(copy, asked)
+    deadline, code = time.monotonic() + TIMEOUT_S, None
+    try:
+        while code is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+            ended, status = os.waitpid(child, os.WNOHANG)
+            code = os.waitstatus_to_exitcode(status) if ended else None
+    finally:
+        if code is None:
+            os.killpg(child, signal.SIGKILL)  # its own session: only what was started here
+            os.waitpid(child, 0)
+    if code == NOT_THE_COPY:
+        raise SystemExit(f"mutants: the tests imported another verl_patches than the copy in {copy}")
+    if code not in (0, 1, 2, None):  # passed, failed, not importable under the mutant, too late
+        output = (copy / OUTPUT).read_text(errors="replace")
+        raise SystemExit(f"mutants: pytest ended with {code} on {' '.join(asked)}\n{output[-2000:]}")
+    return code == 0
+
+
+def _run_in_child(copy: Path, asked: list[str]) -> NoReturn:
+    code = NOT_THE_COPY
+    try:
+        os.setsid()
+        os.chdir(copy)
+        with open(OUTPUT, "w") as output:
+            os.dup2(output.fileno(), 1)
+            os.dup2(output.fileno(), 2)
+        os.environ.update(PYTHONPATH=str(copy), PYTHONDONTWRITEBYTECODE="1")
+        sys.dont_write_bytecode = True
+        sys.path[0] = str(copy)  # this script's folder before; an editable install of the working tree comes later
+        import verl_patches
+
+        if Path(verl_patches.__file__).is_relative_to(copy):
+            code = pytest.main(asked)
+    finally:
+        os._exit(code)
+
+
+def verdict(copy: Path, mutant: Mutant) -> str:
+    """killed, survived or stale; the copy is as before afterwards."""
+    file = copy / "verl_patches" / mutant.file
+    text = file.read_text(encoding="utf-8")
+    try:
+        changed = mutated(text, mutant)
+    except StaleMutantError:
+        return "stale"
+    file.write_text(changed, encoding="utf-8")
+    try:
+        return "survived" if run_tests(copy, mutant.tests) else "killed"
+    finally:
+        file.write_text(text, encoding="utf-8")
+
+
+def check_control(copy: Path, tests: Tests) -> None:
+    """Raise SystemExit unless tests that are to kill a mutant pass without one."""
+    if not run_tests(copy, tests):
+        raise SystemExit(f"mutants: the control failed: {' '.join(tests.paths)} must pass without a mutant")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Apply one mutant after another to a copy and run the tests.")
+    parser.add_argument("--only", metavar="NAME", action="append", choices=[mutant.name for mutant in MUTANTS],
+                        help="this mutant alone; may be given several times")  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="print one JSON object in place of lines")
+    asked = parser.parse_args(arguments)
+    chosen = [mutant for mutant in MUTANTS if not asked.only or mutant.name in asked.only]
+    found: dict[str, str] = {}
+    import hypothesis  # noqa: F401 for the forks
+    import torch  # noqa: F401
+
+    tqdm.monitor_interval = 0  # no thread beside the forks
+    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
+        copy = copy_repository(Path(folder))
+        checked: set[Tests] = set()
+        with tqdm(chosen, unit="mutant") as bar:
+            for mutant in bar:
+                started = time.monotonic()
+                if mutant.tests not in checked:
+                    bar.set_description(f"control of {mutant.name}")
+                    check_control(copy, mutant.tests)
+                    checked.add(mutant.tests)
+                bar.set_description(mutant.name)
+                found[mutant.name] = verdict(copy, mutant)
+                if not asked.json:
+                    bar.write(f"{found[mutant.name]:8}  {time.monotonic() - started:5.1f} s  {mutant.name}")
+    counts = {word: list(found.values()).count(word) for word in ("killed", "survived", "stale")}
+    rate = counts["killed"] / max(1, counts["killed"] + counts["survived"])
+    if asked.json:
+        print(json.dumps({"mutants": found, **counts, "rate": rate}))
+    else:
+        print(f"mutants: {counts['killed']} killed, {counts['survived']} survived, {counts['stale']} stale: "
+              f"{100 * rate:.1f} % killed")  # fmt: skip
+    return 0 if rate >= LEAST_KILLED and not counts["stale"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
