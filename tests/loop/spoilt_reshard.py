@@ -39,11 +39,6 @@ def swap_experts():
     _on_learnt(change)
 
 
-def forget_an_expert():
-    """One expert's place is not known."""
-    _on_learnt(lambda found: found.tensors.pop(EXPERT.format(0), None))
-
-
 def unmap_o_proj():
     """Rank 1 cannot follow the last layer's o_proj: as destination.py has it, so that load_weights must load it."""
     def change(found):

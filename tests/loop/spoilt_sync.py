@@ -4,7 +4,6 @@ Used as recipe.worker_process_setup_hook=spoilt_sync.NAME; they change no symbol
 """
 
 import functools
-import re
 
 from verl_patches.patching.hooks import after_import
 
@@ -35,14 +34,6 @@ def corrupt_expert():
 def drop_bias():
     """No correction bias."""
     _spoil(lambda n, t: [(n, t * 0 if "e_score_correction_bias" in n else t)])
-
-
-def shift_experts():
-    """Every routed expert takes its right neighbour's place."""
-    def change(name, tensor):
-        return [(re.sub(r"\.experts\.(\d+)\.", lambda m: f".experts.{(int(m[1]) + 1) % 16}.", name), tensor)]
-
-    _spoil(change)
 
 
 def nothing():

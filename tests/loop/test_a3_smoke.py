@@ -51,6 +51,7 @@ def test_both_lines_have_the_same_gradient_on_the_same_responses(smoke, a3):
     replayed = a3("--steps", "1", "--replay-rollout", str(pypi.folder))
     assert replayed.steps[0]["grad_norm"] == pytest.approx(pypi.steps[0]["grad_norm"], rel=1e-3)
     assert replayed.steps[0]["reward"] == pypi.steps[0]["reward"]
+    assert replayed.steps[0]["logprob_delta"] is None  # nobody sampled them with these weights
 
 
 def test_without_a_row_of_this_line_the_truth_check_stops_the_run(a3):

@@ -35,12 +35,5 @@ def test_dp_ranks_with_uneven_sequences_do_not_hang(smoke):
     assert run.summary["exit"] == "ok" and max(lengths[0]) != max(lengths[1]), lengths
 
 
-def test_without_the_mla_row_the_gradient_is_another(smoke):
-    recorded = smoke()
-    wrong = smoke("--train-layout", "tp2", "--steps", "1", "--replay-rollout", str(recorded.folder),
-                  "recipe.patches=[-model.mla_k_pe_grad]")
-    assert wrong.steps[0]["grad_norm"] != pytest.approx(recorded.steps[0]["grad_norm"], rel=1e-3)
-
-
 def test_weights_arrive_in_bf16(smoke):
     assert_weights_arrive(smoke("--dtype", "bf16", "--steps", "2", EVERY), 0.05)

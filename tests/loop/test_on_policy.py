@@ -15,13 +15,9 @@ def assert_same_but_for_the_pass(skipped, plain):
         assert "log_prob" not in step["seconds"] and other["seconds"]["log_prob"] > 0
 
 
-def test_skipped_steps_are_the_same_steps_without_the_pass(smoke):
-    """Rows update.on_policy, update.loss_on_policy and update.take_log_prob_moments."""
-    assert_same_but_for_the_pass(smoke(SKIP), smoke())
-
-
 @pytest.mark.upstream
-def test_skipped_steps_are_the_same_steps_on_line_a3(a3):
+def test_skipped_steps_are_the_same_steps_without_the_pass(a3):
+    """Rows update.on_policy, update.loss_on_policy and update.take_log_prob_moments."""
     assert_same_but_for_the_pass(a3(SKIP), a3())
 
 
@@ -37,9 +33,3 @@ def test_a_cap_of_one_half_halves_the_gradient(smoke):
     run = smoke("--steps", "1", SKIP, *HALF)
     assert run.steps[0]["grad_norm"] == pytest.approx(smoke().steps[0]["grad_norm"] / 2, rel=1e-6)
     assert run.steps[0]["logprob_delta"]["mean"] < 1e-5
-
-
-def test_replayed_responses_have_nothing_to_compare_and_train_alike(smoke):
-    replayed = smoke("--steps", "1", "--replay-rollout", str(smoke().folder), SKIP)
-    assert replayed.steps[0]["logprob_delta"] is None
-    assert replayed.steps[0]["grad_norm"] == smoke().steps[0]["grad_norm"]

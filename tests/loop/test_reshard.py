@@ -44,12 +44,9 @@ def test_small_buckets_many_ranks_and_everything_offloaded(smoke):
     assert sync["collectives"] > 6 and sync["peak_extra_bytes"] <= 4 * 16384
 
 
-@pytest.mark.parametrize(("hook", "words"), [
-    ("swap_experts", ("model.layers.2.mlp.experts.w2_weight", "loaded again", "expected", "found", "rank")),
-    ("forget_an_expert", ("experts.w2_weight", "expected", "found 4096 not written", "rank")),
-])
-def test_a_spoilt_map_stops_the_run_by_name(smoke, hook, words):
-    run = smoke("--steps", "1", f"recipe.worker_process_setup_hook=spoilt_reshard.{hook}", ok=False)
+def test_a_spoilt_map_stops_the_run_by_name(smoke):
+    words = ("model.layers.2.mlp.experts.w2_weight", "loaded again", "expected", "found", "rank")
+    run = smoke("--steps", "1", "recipe.worker_process_setup_hook=spoilt_reshard.swap_experts", ok=False)
     assert run.code == 1 and not run.steps
     assert all(word in run.summary["exit"] for word in words), run.summary["exit"]
 

@@ -13,7 +13,7 @@ def assert_caught(run, step):
 
 
 def test_spoilt_weights_are_caught_at_step_one(smoke):
-    """corrupt_expert is below; line a3 has the third, shift_experts (test_a3_layouts.py)."""
+    """corrupt_expert is below."""
     run = smoke("--steps", "2", "recipe.worker_process_setup_hook=spoilt_sync.drop_bias", ok=False)
     assert_caught(run, 1)
 

@@ -32,7 +32,7 @@ torch.distributed.device_mesh torch.distributed.nn torch.fx torch.func torch.exp
 torch._dynamo torch._inductor.compile_fx torch._inductor.lowering torch.utils.data torch.utils.checkpoint
 torch.utils.tensorboard torch.utils._debug_mode torch.multiprocessing torch.optim torch.testing
 numpy scipy.special scipy.stats scipy.sparse sympy networkx pandas pyarrow.compute pyarrow.dataset datasets
-pkg_resources
+pkg_resources transformers transformers.models
 aiohttp fastapi openai openai.types.chat openai.types.responses pydantic requests httpx jinja2 jsonschema zmq msgspec
 prometheus_client PIL.Image opentelemetry.trace google.protobuf uvicorn watchfiles cloudpickle yaml omegaconf einops
 """.split()
@@ -42,7 +42,7 @@ AT_IMPORT = ("OMP_", "MKL_", "OPENBLAS_", "NUMEXPR_", "KMP_", "TORCH", "PYTORCH_
 # of them, what torch and vLLM themselves set in a process that imports them, such as pytest's own
 THEIR_OWN = ("PYTORCH_NVML_BASED_CUDA_CHECK", "TORCHINDUCTOR_COMPILE_THREADS", "TORCHINDUCTOR_CACHE_DIR")
 NEVER = ("verl", "verl_patches", "vllm", "vllm_ascend", "megatron", "mindspeed", "mindspeed_llm", "ray",
-         "transformers", "tensordict", "torch_npu", "apex", "flash_attn", "transformer_engine", "triton")  # fmt: skip
+         "tensordict", "torch_npu", "apex", "flash_attn", "transformer_engine", "triton")  # fmt: skip
 
 
 def at_import(env):
