@@ -18,6 +18,8 @@ from verl_patches.errors import ConfigError
 from verl_patches.patching.engine import PatchError
 from verl_patches.patching.prelude_line import LINE
 
+pytestmark = pytest.mark.slow  # each starts processes, or plans 256 ranks
+
 
 def test_a_fresh_tree_is_verified_and_carries_the_prelude_line_once(upstream, dest):
     pin = upstream.pin(upstream.first)

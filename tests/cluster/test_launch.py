@@ -19,6 +19,8 @@ from verl_patches.cluster import launch
 from verl_patches.cluster.compose import compose
 from verl_patches.errors import ConfigError
 
+pytestmark = pytest.mark.slow  # each starts processes, or plans 256 ranks
+
 NAME = "grpo_deepseekv3_tiny_cpu"
 FOLDER = "import os; from pathlib import Path; out = Path(os.environ['TENSORBOARD_DIR']).parent\n"
 STEP = {"step": 1, "reward": 0.5, "seconds": {"rollout": 1.0}}
@@ -221,7 +223,6 @@ sys.exit(launch.run(compose({NAME!r}, overrides), {NAME!r}, overrides, command=[
     assert not psutil.pid_exists(driver)
 
 
-@pytest.mark.slow
 def test_memory_of_all_processes_is_added_up(start):
     """Two children of 100 MB each, held for 2 s."""
     code = SUMMARY + """

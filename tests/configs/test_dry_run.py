@@ -13,6 +13,8 @@ from verl_patches.cluster.compose import compose
 from verl_patches.cluster.pins import load_pins
 from verl_patches.errors import ConfigError
 
+pytestmark = pytest.mark.slow  # each starts processes, or plans 256 ranks
+
 ROOT = Path(__file__).resolve().parents[2]
 VERL = load_pins().line("a3").repositories["verl"].version
 SCRIPTS = {name: ROOT / "scripts" / f"train_deepseekv3_256die_{name}.sh" for name in ("random_init", "true_weight")}

@@ -14,7 +14,7 @@ def gain(run):
 
 
 def test_reward_rises_by_three_tenths(smoke):
-    run = smoke("--learn", timeout_s=600)
+    run = smoke("--learn", "--steps", "28", timeout_s=600)
     assert gain(run) >= 0.3, [step["reward"] for step in run.steps]
     means = sorted(step["logprob_delta"]["mean"] for step in run.steps)
     assert means[len(means) // 2] < 1e-5 and means[-1] < 1e-3  # a near tie in routing may flip a token of a step
@@ -22,7 +22,7 @@ def test_reward_rises_by_three_tenths(smoke):
 
 
 def test_without_weight_sync_it_does_not_learn(smoke):
-    run = smoke("--learn", "recipe.weight_sync.enabled=false", "recipe.logprob_check.action=report",
+    run = smoke("--learn", "--steps", "20", "recipe.weight_sync.enabled=false", "recipe.logprob_check.action=report",
                 timeout_s=600)
     assert abs(gain(run)) < 0.1, [step["reward"] for step in run.steps]
     assert run.steps[-1]["logprob_delta"]["mean"] > 1e-3

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow  # each starts processes, or plans 256 ranks
+
 WORLD = Path(__file__).with_name("orders_world.py")
 WORLDS = ["healthy", "provider", "body", "inside-healthy", "inside-provider", "inside-body"]
 
@@ -26,7 +28,6 @@ def test_all_orders_of_three_steps(play, world):
     assert found["sequences"] > 180 and found["faults"] == []
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("world", ["healthy", "provider", "inside-provider"])
 def test_all_orders_of_four_steps(play, world):
     found = play(world, 4)

@@ -6,6 +6,8 @@ import pytest
 
 from verl_patches.platform.cpu import rows_torch
 
+pytestmark = pytest.mark.slow  # each starts processes, or plans 256 ranks
+
 # row id -> code that is fine with the row and fails (raises, or asserts) without it
 CHECKS = {
     "is_available": "assert torch.cuda.is_available()",

@@ -5,6 +5,8 @@ import torch
 
 from verl_patches.platform.flash_attn import index_first_axis, pad_input, rearrange, unpad_input
 
+pytestmark = pytest.mark.slow  # each starts processes, or plans 256 ranks
+
 MASKS = {
     "left and right padding": [[0, 1, 1, 0], [1, 1, 1, 1], [0, 0, 1, 0]],
     "holes": [[1, 0, 1, 1], [0, 1, 0, 1]],

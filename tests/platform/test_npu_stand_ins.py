@@ -9,6 +9,8 @@ from verl_patches.patching.switches import Switches
 from verl_patches.platform.cpu import ascend, rows_npu
 from verl_patches.platform.cpu.ascend import not_on_our_paths
 
+pytestmark = pytest.mark.slow  # each starts processes, or plans 256 ranks
+
 STUBS = {row.target for row in rows_npu.ROWS if row.is_module_stub}
 START = """
 import dataclasses
@@ -112,7 +114,6 @@ def test_every_row_has_a_check():
     assert {row.id for row in rows_npu.ROWS} == {f"platform.npu_{name}" for name in CHECKS}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(CHECKS))
 def test_row_works_and_is_needed(attempts, name):
     with_row, state, without, off = attempts[f"platform.npu_{name}"]

@@ -12,6 +12,8 @@ import pytest
 from verl_patches.errors import ConfigError
 from verl_patches.rewards.judge import Judge
 
+pytestmark = pytest.mark.slow  # each starts processes, or plans 256 ranks
+
 
 @pytest.fixture
 def judge():
@@ -56,7 +58,6 @@ def test_a_helper_that_dies_at_work_is_asked_again_once(judge, monkeypatch, capl
     assert len(set(deaths)) == 3
 
 
-@pytest.mark.slow
 def test_time_limits_do_not_depend_on_the_callers_signals(judge):
     before = signal.signal(signal.SIGPROF, signal.SIG_IGN)
     try:
@@ -89,7 +90,6 @@ def test_the_helper_ends_with_the_process_that_started_it(ending):
         time.sleep(0.05)
 
 
-@pytest.mark.slow
 def test_a_fork_gets_a_helper_of_its_own(run_python):
     code = """
 import os
