@@ -2,8 +2,9 @@
 
     python server.py SOCKET
 
-Only libraries that know nothing of verl, Megatron, vLLM, MindSpeed, Ray or this project are imported ahead
-(tests/warm/test_warm.py): those come in the fork, after the prelude, as in a process started from nothing.
+Only libraries that know nothing of verl, Megatron, vLLM, MindSpeed or this project are imported ahead
+(tests/warm/test_warm.py): those come in the fork, after the prelude, as in a process started from nothing. Ray comes in
+the fork too: with it imported ahead a run hangs (its C++ settings are probably read then).
 """
 
 import ast
@@ -130,7 +131,7 @@ def answer(client, number):
 
 
 def become(asked, fds):
-    """Make this fork the process that was asked for, up to its first line; returns (code or None, path, arguments)."""
+    """Make this fork the process that was asked for, up to its first line; returns (code, None) or (None, path of a script)."""
     die_with_parent()
     os.setsid()
     for number, fd in enumerate(fds):
