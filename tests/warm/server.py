@@ -131,7 +131,7 @@ def answer(client, number):
 
 
 def become(asked, fds):
-    """Make this fork the process that was asked for, up to its first line; returns (code, None) or (None, path of a script)."""
+    """Make this fork the process that was asked for, up to its first line; returns (code, None) or (None, script)."""
     die_with_parent()
     os.setsid()
     for number, fd in enumerate(fds):
