@@ -8,6 +8,8 @@ past the pool, nobody else does.
 
 Where a worker has a conductor (conduct.py), it calls the functions of the first half, and verl's calls, which come by
 the row providers, do nothing.
+
+Movers (conduct.py) of the tenants that training has: what an order's verbs do with Megatron's objects.
 """
 
 from __future__ import annotations
@@ -15,16 +17,15 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
-
 import torch
-
-from verl_patches.memory import conduct
-from verl_patches.memory.model_places import places_of_model
-from verl_patches.memory.moves import move
-from verl_patches.memory.optimizer_places import OptimizerPlaces, places_of_optimizer, single_optimizers
-from verl_patches.memory.parking import synchronise
-from verl_patches.memory.phase_clock import timed
-
+from verl_patches.memory import scheduler
+from verl_patches.memory.host_backed import places_of_model
+from verl_patches.memory.counters import move
+from verl_patches.memory.host_backed import OptimizerPlaces, places_of_optimizer, single_optimizers
+from verl_patches.memory.host_backed import synchronise
+from verl_patches.memory.counters import timed
+from collections.abc import Sequence
+from verl_patches.memory import offload
 
 def load_megatron_model_to_gpu(models: Sequence[torch.nn.Module], load_grad: bool = True) -> None:
     """Bring parameters of model chunks to the device, and zeroed gradients if `load_grad` and they are in DDP.
@@ -101,7 +102,7 @@ def load_model(original: Callable) -> Callable:
 
     @functools.wraps(original)
     def load(models: Sequence[torch.nn.Module], load_grad: bool = True) -> None:
-        if not conduct.moved_here(models):
+        if not scheduler.moved_here(models):
             ours(models, load_grad)
 
     return load
@@ -113,7 +114,7 @@ def offload_model(original: Callable) -> Callable:
 
     @functools.wraps(original)
     def offload(models: Sequence[torch.nn.Module]) -> None:
-        if not conduct.moved_here(models):
+        if not scheduler.moved_here(models):
             ours(models)
 
     return offload
@@ -125,7 +126,7 @@ def load_optimizer(original: Callable) -> Callable:
 
     @functools.wraps(original)
     def load(optimizers: Any) -> None:
-        if not conduct.moved_here(optimizers):
+        if not scheduler.moved_here(optimizers):
             ours(optimizers)
 
     return load
@@ -137,7 +138,7 @@ def offload_optimizer(original: Callable) -> Callable:
 
     @functools.wraps(original)
     def offload(optimizers: Any) -> None:
-        if not conduct.moved_here(optimizers):
+        if not scheduler.moved_here(optimizers):
             ours(optimizers)
 
     return offload
@@ -151,8 +152,65 @@ def trim_before_wake(wake_up: Callable) -> Callable:
 
     @functools.wraps(wake_up)
     def call(self: Any, tags: list[str] | None = None) -> Any:
-        if conduct.current() is None:
+        if scheduler.current() is None:
             torch.cuda.empty_cache()
         return wake_up(self, tags)
 
     return call
+
+
+class Params:
+    """actor_params or ref_params: parameters of `chunks`, without their gradients."""
+
+    def __init__(self, chunks: Sequence[torch.nn.Module]):
+        self.of = chunks
+
+    def load(self) -> None:
+        """To the device."""
+        offload.load_megatron_model_to_gpu(self.of, load_grad=False)
+
+    def offload(self) -> None:
+        """Off the device; copied only if they may have been written to."""
+        offload.offload_params(self.of)
+
+    free = offload
+
+
+class Grads:
+    """Gradients of `chunks`."""
+
+    def __init__(self, chunks: Sequence[torch.nn.Module]):
+        self.of = chunks
+
+    def alloc(self) -> None:
+        """On the device, zero; from now on parameters may be written to."""
+        offload.make_gradients(self.of)
+
+    def free(self) -> None:
+        """Off the device."""
+        offload.drop_gradients(self.of)
+
+
+class Optimizer:
+    """Main parameters and states."""
+
+    def __init__(self, optimizer: Any):
+        self.of = optimizer
+
+    def load(self) -> None:
+        """To the device."""
+        offload.load_megatron_optimizer(self.of)
+
+    def offload(self) -> None:
+        """Off the device."""
+        offload.offload_megatron_optimizer(self.of)
+
+
+def movers_of(chunks: Sequence[torch.nn.Module], optimizer: Any) -> dict[str, Any]:
+    """{tenant: mover} of an actor in DDP and its Megatron optimizer."""
+    return {"actor_params": Params(chunks), "grads": Grads(chunks), "optimizer": Optimizer(optimizer)}
+
+
+def movers_of_reference(chunks: Sequence[torch.nn.Module]) -> dict[str, Any]:
+    """{tenant: mover} of a reference model."""
+    return {"ref_params": Params(chunks)}

@@ -1,0 +1,254 @@
+"""Weights and KV cache of verl's in-process vLLM between two rollouts, in place of vLLM's sleep mode.
+
+Asleep, their storages are placeholders of no bytes: every view stays what it is (layers, runner, the weight sync's) and
+nothing is copied to the host. Awake, they have as many bytes again, at other addresses:
+- weights: parameters and what is derived from them (MLA's absorbed projections), contents undefined until a weight sync
+  has filled them; generating before is refused. Those that the engine has loaded itself stay until the first sync
+  (load_format=dummy has loaded none), and those of a sync after which none comes (recipe.weight_sync.enabled=false)
+  stay for good. So do all on verl's own path (rows reshard.direct* off): nothing proves that it writes every weight.
+- kv_cache: as many blocks of the same size, zero.
+Buffers (rotary tables, expert maps) stay, and what shares their memory, and what has a private NPU format, whose
+storage torch_npu does not resize (ResizeNpu.h).
+
+An engine with captured graphs (enforce_eager=false) keeps vLLM's sleep mode: graph_life.py.
+
+Rollout weights and KV cache of an engine with captured graphs, between two rollouts.
+
+Graphs go on at the addresses that they captured (torchair: frozen_parameter, vllm_ascend model_runner_v1.py:1774), and
+only vLLM's sleep mode brings memory back to those: it stays, but for its host copy of what the next weight sync writes
+anyway. It moves whole segments of torch's allocator; one in which every living tensor is such a weight is given back as
+those of the KV cache are. All others are copied as ever: buffers, expert maps, private NPU formats, what a weight
+shares with them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+import torch
+from verl_patches.memory.measure import kv_caches, tensors_in, vllm_worker
+from verl_patches.memory.host_backed import Parked, unique
+from verl_patches.patching.engine import PatchError
+from verl_patches.reshard.live_memory import private_format
+from verl_patches.reshard.post_load import ABSORBED
+import contextlib
+import sys
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from verl_patches.memory.measure import vllm_worker
+
+WEIGHTS, CACHE = TAGS = ("weights", "kv_cache")  # vLLM's tags of LLM.wake_up
+Tensors = dict[str, torch.Tensor]
+
+
+class Life:
+    """What an engine's weights are worth.
+
+    `loaded`: something before a first sync, or no sync will say that it has `filled` them.
+    """
+
+    _asleep: Collection[str]  # vLLM's tags
+
+    def __init__(self, loaded: bool):
+        self._weights_stay, self._lost = loaded, False
+
+    def filled(self, stay: bool = False) -> None:
+        """A weight sync has written every weight; `stay`: no other sync comes, so they are to survive sleep."""
+        self._weights_stay, self._lost = stay, False
+
+    def check_ready(self) -> None:
+        """PatchError if something is asleep, or weights have not been filled since they were given up."""
+        if self._asleep:
+            raise PatchError(f"rollout: asked to generate while {' and '.join(sorted(self._asleep))} of the engine are "
+                             "asleep: call LLM.wake_up first")
+        if self._lost:
+            raise PatchError("rollout: asked to generate with weights that were given up when the engine went to "
+                             "sleep and that no weight sync has filled since: enter verl's sharding manager first")
+
+
+class RolloutLife(Life):
+    """Sleep and wake of one engine, `llm`; see the head of this file. Asking for what is so already does nothing."""
+
+    def __init__(self, llm: Any, loaded: bool = True):
+        super().__init__(loaded)
+        self._llm = llm
+        self._asleep: dict[str, dict[str, Parked]] = {}
+        self._cache: dict[str, int] = {}  # as it was built: number of blocks, bytes of each tensor
+
+    def sleep(self, level: int = 1) -> None:
+        """Give the memory back; `level` is vLLM's and says nothing here.
+
+        PatchError if the cache is not as built, or in use: what vLLM knows of its blocks' contents is forgotten here.
+        """
+        if CACHE not in self._asleep:
+            self._forget_blocks()
+            self._check_cache()
+            self._drop(CACHE)
+        if WEIGHTS not in self._asleep and not self._weights_stay:
+            self._lost = True
+            self._drop(WEIGHTS)
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        """Take the memory again, of all or of vLLM's `tags`. PatchError if somebody gave a tensor another storage."""
+        for tag in [tag for tag in TAGS if tag in self._asleep and (tags is None or tag in tags)]:
+            now = self._tensors(tag)
+            for name, parked in self._asleep[tag].items():
+                if name not in now or now[name].untyped_storage()._cdata != parked.storage._cdata:
+                    raise PatchError(f"rollout: {name}: expected the storage with which the engine went to sleep, "
+                                     f"found {'another' if name in now else 'no such tensor'}: somebody else has "
+                                     "replaced it")
+                parked.check(now[name])
+            for parked in unique(self._asleep[tag].values()):
+                parked.make_room()
+                if tag == CACHE:
+                    torch.empty(0, dtype=torch.uint8, device=parked.device).set_(parked.storage).zero_()
+            del self._asleep[tag]
+            if tag == CACHE:
+                self._check_cache()
+
+    def _forget_blocks(self) -> None:
+        engine = self._llm.llm_engine  # these two have one name in engines V0 and V1
+        unfinished = engine.get_num_unfinished_requests()
+        if unfinished:
+            raise PatchError(f"rollout: asked to sleep with {unfinished} unfinished requests, whose blocks would be "
+                             "lost: expected 0; let them end or abort them")
+        if engine.reset_prefix_cache() is False:  # V1 says nothing
+            raise PatchError("rollout: asked to sleep, but vLLM cannot reset its prefix cache: some blocks are in use, "
+                             "expected none after the last request")
+
+    def _drop(self, tag: str) -> None:
+        asleep, by_storage = {}, {}
+        for name, tensor in self._tensors(tag).items():
+            asleep[name] = by_storage.setdefault(tensor.untyped_storage()._cdata, Parked(name, tensor))
+        for parked in by_storage.values():
+            parked.leave(copy=False)
+        self._asleep[tag] = asleep
+
+    def _tensors(self, tag: str) -> Tensors:
+        if tag == CACHE:
+            return {f"kv_cache[{i}]": each for i, each in enumerate(tensors_in(kv_caches(self._llm)))}
+        return weights_of(vllm_worker(self._llm).model_runner.model)
+
+    def _check_cache(self) -> None:
+        found = {"blocks": self._llm.llm_engine.vllm_config.cache_config.num_gpu_blocks}
+        found |= {name: tensor.untyped_storage().nbytes() for name, tensor in self._tensors(CACHE).items()}
+        if len(found) == 1:
+            raise PatchError("rollout: expected the engine's KV cache in its model runner or worker, found none")
+        self._cache = self._cache or found
+        for name in [*self._cache, *(name for name in found if name not in self._cache)]:
+            if self._cache.get(name) != found.get(name):
+                what = "blocks of KV cache" if name == "blocks" else f"{name} in bytes"
+                raise PatchError(f"rollout: {what}: expected {self._cache.get(name)} as the engine was built, found "
+                                 f"{found.get(name)}: somebody else has rebuilt the cache")
+
+
+def weights_of(model: torch.nn.Module) -> Tensors:
+    """Tensors of vLLM's `model` that a weight sync fills or derives anew, by name, where their memory is theirs alone.
+
+    What has to stay is left out of `all_weights`: what buffers share, and private NPU formats.
+    """
+    found = all_weights(model)
+    stay = {buffer.untyped_storage()._cdata for buffer in model.buffers()}
+    stay |= {each.untyped_storage()._cdata for each in found.values() if private_format(each) is not None}
+    return {name: each for name, each in found.items() if each.untyped_storage()._cdata not in stay}
+
+
+def all_weights(model: torch.nn.Module) -> Tensors:
+    """Each parameter of vLLM's `model`, and each layer's absorbed projections as `<layer>.impl.W_UV`, by name.
+
+    Several may share one storage: projections that are views of kv_b_proj (vLLM's own, mla/common.py:1162) share its.
+    """
+    found = dict(model.named_parameters())
+    for layer, module in model.named_modules():
+        impl = vars(module).get("impl")
+        found |= {f"{layer}.impl.{key}": vars(impl)[key] for key in ABSORBED if impl and key in vars(impl)}
+    return found
+
+
+def of(llm: Any) -> Life | None:
+    """The life of an engine; None where it never sleeps, or as vLLM has it."""
+    return getattr(llm, "rollout_life", None)
+
+
+def filled(llm: Any, stay: bool) -> None:
+    """`Life.filled` of an engine that has one: whoever syncs weights calls it afterwards."""
+    life = of(llm)
+    if life is not None:
+        life.filled(stay)
+
+
+_ALLOCATORS = (("vllm_ascend.device_allocator.camem", "CaMemAllocator"),
+               ("vllm.device_allocator.cumem", "CuMemAllocator"))  # fmt: skip
+_DROPPED = "weights that the next sync writes"  # sleep copies what has the tag `weights` only
+
+
+class GraphLife(Life):
+    """Sleep and wake of one engine, `llm`, by its own sleep mode; see the head of this file.
+
+    Asking for what is so already does nothing: vLLM's executor forgets what it is asked while half of it is awake.
+    """
+
+    def __init__(self, llm: Any, loaded: bool = True):
+        super().__init__(loaded)
+        self._llm = llm
+        self._sleep, self._wake_up = llm.llm_engine.sleep, llm.llm_engine.wake_up
+        self._asleep: set[str] = set()
+
+    def sleep(self, level: int = 1) -> None:
+        """vLLM's own. PatchError if its allocator is not there."""
+        if self._asleep == set(TAGS):
+            return
+        self.wake_up()
+        drop = level != 1 or not self._weights_stay
+        pieces, addresses = (_allocator().pointer_to_data, self._filled_alone()) if drop else ({}, ())
+        self._asleep, self._lost = set(TAGS), drop  # before: after an error inside nobody knows what is there
+        with dropped(pieces, addresses):
+            self._sleep(level)
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        """vLLM's own, of all or of vLLM's `tags`."""
+        wanted = [tag for tag in TAGS if tag in self._asleep and (tags is None or tag in tags)]
+        if wanted:
+            self._wake_up(wanted)
+            self._asleep -= set(wanted)
+
+    def _filled_alone(self) -> set[int]:
+        weights = weights_of(vllm_worker(self._llm).model_runner.model).values()
+        addresses = {weight.untyped_storage().data_ptr() for weight in weights}
+        return segments_of(_snapshot(next(iter(weights)).device), addresses)
+
+
+def segments_of(snapshot: Iterable[Mapping[str, Any]], tensors: Collection[int]) -> set[int]:
+    """Addresses of the segments in which nothing lives but `tensors`, addresses too.
+
+    `snapshot`: torch's memory_snapshot. What is free but waits for a stream counts as living.
+    """
+    return {segment["address"] for segment in snapshot
+            if {block["address"] for block in segment["blocks"] if block["state"] != "inactive"} <= set(tensors)}
+
+
+@contextlib.contextmanager
+def dropped(pieces: Mapping[int, Any], addresses: Collection[int]) -> Iterator[None]:
+    """Meanwhile the `pieces` (vLLM's AllocationData by address) of weights at `addresses` are not copied by sleep."""
+    ours = [piece for address, piece in pieces.items() if address in addresses and piece.tag == WEIGHTS]
+    for piece in ours:
+        piece.tag = _DROPPED
+    try:
+        yield
+    finally:
+        for piece in ours:
+            piece.tag = WEIGHTS
+
+
+def _snapshot(device: torch.device) -> Iterable[Mapping[str, Any]]:
+    module = torch.get_device_module(device.type)
+    module.synchronize()  # vLLM unmaps without waiting; where it copies nothing, that does not wait either
+    return module.memory_snapshot()
+
+
+def _allocator() -> Any:
+    for module, name in _ALLOCATORS:
+        found = getattr(getattr(sys.modules.get(module), name, None), "instance", None)
+        if found is not None:
+            return found
+    raise PatchError(f"rollout: asked to sleep, expected {' or '.join(name for _, name in _ALLOCATORS)} of vLLM's "
+                     "sleep mode, found neither: switch the row off, recipe.patches=[-memory.rollout_life]")

@@ -1,0 +1,203 @@
+"""The resharder inside verl's sharding manager: learn both ends at the first sync, then run the plan at every sync.
+
+In place of verl's per-tensor generator and vLLM's load_weights (verl/workers/sharding_manager/megatron_vllm.py,
+`__enter__`). Both ends are learnt again where their memory is no longer what was learnt.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+import torch
+import torch.distributed as dist
+from verl_patches.layout.inventory import Inventory, build_inventory
+from verl_patches.layout.parallel import ParallelLayout
+from verl_patches.memory import ledger, sleep_mode
+from verl_patches.memory.counters import timed
+from verl_patches.model.names import local_name
+from verl_patches.reshard.agree import agree, collect, gather
+from verl_patches.reshard.check_map import check_map
+from verl_patches.reshard.destination import Destinations, learn_destinations
+from verl_patches.reshard.execute import Executor, SyncReport, build_executor
+from verl_patches.reshard.plan import ReshardPlan, plan_reshard
+from verl_patches.reshard.post_load import post_load
+from verl_patches.reshard.train_tensors import TrainTensor, still_valid, train_tensors
+from verl_patches.reshard.verify import Verifier
+
+log = logging.getLogger(__name__)
+FLAGS = 2  # collectives of one number before those of the executor
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a worker's configuration says of its weight sync; `verify`: off, first (sync only) or every."""
+
+    train: ParallelLayout
+    rollout: ParallelLayout
+    line: str
+    bucket_bytes: int
+    verify: str
+
+
+class WorkerReshard:
+    """The weight sync of one worker, from its Megatron `chunks` to vLLM's `model`; every worker makes and runs one.
+
+    `reports` holds what each sync did, oldest first, until `take_reports`.
+    """
+
+    def __init__(self, settings: Settings, chunks: Sequence[torch.nn.Module], hf_config: Any, device: torch.device):
+        self.settings, self.chunks, self.device = settings, chunks, device
+        self.rank = dist.get_rank()
+        dtype = str(next(chunks[0].parameters()).dtype).removeprefix("torch.")
+        inventory = build_inventory(hf_config.to_dict())
+        self.inventory: Inventory = build_inventory(replace(inventory.model, torch_dtype=dtype))
+        self.library = "mindspeed" if settings.line == "a3" else _megatron_spelling(chunks)
+        self.sources: dict[str, TrainTensor] = {}
+        self.destinations: Destinations | None = None
+        self.plan: ReshardPlan | None = None
+        self.executor: Executor | None = None
+        self.verified = False
+        self.reports: list[dict[str, Any]] = []
+
+    def sync(self, model: torch.nn.Module) -> SyncReport:
+        """Bring training's present weights into `model`; collective. Raises ReshardError on every rank, or on none."""
+        learnt = self._learn(model)
+        with torch.no_grad():
+            for constant in self.destinations.constants:  # padding: a dummy load, and sleep, leave anything in it
+                constant.target.fill_(constant.value)
+        verify = self.settings.verify == "every" or (self.settings.verify == "first" and not self.verified)
+        if verify:
+            verifier = Verifier(self.plan, self.rank, self.sources, self.destinations.tensors, device=self.device)
+            report = self.executor.run(before=verifier.poison)
+            self._verify(verifier, model)
+        else:
+            report = self.executor.run()
+        facts = {"collectives": report.collectives + FLAGS, "verified": verify, "learnt": learnt}
+        self.reports.append({**report.as_dict(), **facts})
+        return report
+
+    def _verify(self, verifier: Verifier, model: torch.nn.Module) -> None:
+        checked = verifier.check()
+        if not self.verified:  # once for each map that was learnt
+            ask_load_weights = functools.partial(
+                check_map, model.load_weights, dict(model.named_parameters()), self.destinations.tensors,
+                {p.name: p.shape for p in self.inventory.parameters}, self.rank)  # fmt: skip
+            agree(collect(ask_load_weights), None, self.device, "vLLM's load_weights puts weights elsewhere")
+        self.verified = True
+        log.info("weight sync verified: %d regions of all ranks, %d elements here", checked.regions, checked.elements)
+
+    def take_reports(self) -> list[dict[str, Any]]:
+        """What the syncs since the last call did."""
+        taken, self.reports = self.reports, []
+        return taken
+
+    def _learn(self, model: torch.nn.Module) -> bool:
+        """Learn what is new or moved, and compile; whether to is decided by all ranks together. Returns whether."""
+        valid = (self.executor is not None and still_valid(self.sources, self.chunks)
+                 and self.destinations.still_valid(model))  # fmt: skip
+        flag = torch.tensor([int(valid)], device=self.device)
+        dist.all_reduce(flag, dist.ReduceOp.MIN)
+        if flag.item():
+            return False
+        self.executor, self.verified = None, False  # what fails half way is not used again
+        log.info("weight sync: learning where weights are in training and in vLLM")
+
+        def learn():
+            self.sources = train_tensors(
+                self.chunks, self.inventory, self.settings.train, self.rank, self.library)  # fmt: skip
+            self.destinations = learn_destinations(model, self.inventory, rank=self.rank)
+            self.destinations.check_covers(model)
+            yield from ()
+
+        agree(collect(learn), None, self.device, "training or rollout weights cannot be mapped")
+        self._make_plan()
+        self.executor = build_executor(
+            self.plan, self.rank, self.sources, self.destinations.tensors, device=self.device,
+            load_whole=lambda name, tensor: model.load_weights([(name, tensor)]),
+            finish=functools.partial(post_load, model),
+        )  # fmt: skip
+        return True
+
+    def _make_plan(self) -> None:
+        """The plan for what all ranks learnt; a tensor that one of them cannot map goes whole to all that need it."""
+        mine = {"unmapped": self.destinations.unmapped, "shared_whole": self._shared_experts_are_whole()}
+        every = gather(mine, None)
+        unmapped = {name: reason for each in every for name, reason in each["unmapped"].items()}
+        for name, reason in unmapped.items():
+            log.warning("weight sync of %s goes through load_weights: %s", name, reason)
+        library = "vllm-ascend" if any(each["shared_whole"] for each in every) else "vllm"
+        settings = self.settings
+
+        def check():
+            self.plan = plan_reshard(
+                self.inventory, settings.train, settings.rollout, train_library=self.library, rollout_library=library,
+                bucket_bytes=settings.bucket_bytes, whole=unmapped.keys())  # fmt: skip
+            self.destinations.check_against_plan(self.inventory, settings.rollout, library)
+            yield from ()
+
+        agree(collect(check), None, self.device, "rollout weights are not laid out as planned")
+
+    def _shared_experts_are_whole(self) -> bool:
+        """Whether this engine keeps shared experts whole on every rank although it splits the rest by TP."""
+        if self.settings.rollout.tp == 1:
+            return False
+        for name, places in self.destinations.tensors.items():
+            parameter = self.inventory.by_name[name]
+            if parameter.kind == "shared_expert_gate":
+                return places[0].region.stop - places[0].region.start == parameter.shape[0]
+        return False
+
+
+def direct(original: Callable) -> Callable:
+    """Row provider for MegatronVLLMShardingManager.__enter__: the resharder instead of verl's path."""
+    return _direct(original, ())
+
+
+def direct_with_cache(original: Callable) -> Callable:
+    """The same for verl 54c9b736, whose `__enter__` wakes vLLM's KV cache too."""
+    return _direct(original, ("kv_cache",))
+
+
+def _direct(original: Callable, wake_after: tuple[str, ...]) -> Callable:
+    @functools.wraps(original)
+    def enter(manager: Any) -> Any:
+        settings = getattr(manager, "reshard_settings", None)
+        off = not getattr(manager, "weight_sync_enabled", True) and getattr(manager, "weights_synced_once", False)
+        if settings is None or off:
+            return original(manager)
+        manager.weights_synced_once = True
+        return timed("reshard", functools.partial(_sync, manager, settings, wake_after))()
+
+    return enter
+
+
+def _sync(manager: Any, settings: Settings, wake_after: tuple[str, ...]) -> None:
+    from verl.utils.vllm_utils import patch_vllm_moe_model_weight_loader
+
+    device = next(manager.actor_module[0].parameters()).device
+
+    def prepare():
+        manager.inference_engine.wake_up(tags=["weights"])
+        patch_vllm_moe_model_weight_loader(_model_of(manager))
+        if getattr(manager, "resharder", None) is None:
+            manager.resharder = WorkerReshard(settings, manager.actor_module, manager.model_config, device)
+        yield from ()
+
+    agree(collect(prepare), None, device, "the rollout engine is not ready for weights")
+    model = _model_of(manager)
+    ledger.look(manager.resharder.sync(model).peak_extra_bytes)
+    sleep_mode.filled(manager.inference_engine, stay=not getattr(manager, "weight_sync_enabled", True))
+    if wake_after:
+        manager.inference_engine.wake_up(tags=list(wake_after))
+
+
+def _model_of(manager: Any) -> torch.nn.Module:
+    return manager.inference_engine.llm_engine.model_executor.driver_worker.worker.model_runner.model
+
+
+def _megatron_spelling(chunks: Sequence[torch.nn.Module]) -> str:
+    names = [name for chunk in chunks for name, _ in chunk.named_parameters()]
+    return "megatron-te" if any(local_name(name) != name for name in names) else "megatron-local"

@@ -1,0 +1,166 @@
+"""Ray for one run: what each worker process does first, and what ends a start that failed.
+
+Order in a Ray worker (2.42.1): default_worker.py runs the set-up hook before the worker knows its resources. Then the
+first task or the actor's creation arrives, Ray sets ASCEND_RT_VISIBLE_DEVICES to the ids that it gave, and only then it
+loads the actor's class, which imports verl. `import verl` asks the device runtime for its devices, and the answer stays
+(verl/utils/device.py calls torch.npu.is_available()). So the hook runs the prelude, which imports neither torch nor
+verl, and what imports torch_npu (MindSpeed) waits for `import verl`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import os
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+from verl_patches.patching import hooks
+from verl_patches.platform.npu.visible_die import refuse_early_device_runtime
+from verl_patches.trainer.worker_settings import VERLS_WORKERS
+
+HOOK = "worker_process_setup_hook"
+LOOK_S = 1.0
+# python/ray/_raylet.pyx appends it to the traceback of an error outside of an actor's own methods
+_RAYS_LAST_LINE = "An unexpected internal error occurred while the worker was executing a task."
+
+
+def prelude_then(user_hook: str | Callable | None, engine: Mapping[str, Any] | None = None,
+                 network: Mapping[str, Any] | None = None) -> Callable[[], None]:
+    """What each Ray worker process runs first; a user's hook is a callable or "package.module.function".
+
+    `engine`: verl's actor_rollout_ref section, for a line whose engine must be prepared before Megatron is imported.
+    `network`: arguments of platform/npu/network.py's set_interface, None where the interface is no question.
+    """
+
+    def prelude_hook() -> None:
+        importlib.import_module("verl_patches.prelude_patch")
+        if network is not None:
+            importlib.import_module("verl_patches.platform.npu.network").set_interface(**network)
+        is_worker = os.environ.keys() >= VERLS_WORKERS
+        if engine is not None and is_worker:
+            prepare_with_verl(engine)
+        hook = user_hook
+        if isinstance(hook, str):
+            module, _, name = hook.rpartition(".")
+            hook = getattr(importlib.import_module(module), name)
+        if hook is not None:
+            hook()
+        if is_worker:
+            refuse_early_device_runtime()
+
+    return prelude_hook  # Ray wants a function with a name, not a partial
+
+
+def prepare_with_verl(engine: Mapping[str, Any]) -> None:
+    """Prepare line a3's engine when this process imports verl: Ray has set the visible die, Megatron is not there yet.
+
+    The import of verl fails with what `engine_start.prepare` raises.
+    """
+
+    def prepare(_: Any) -> None:
+        importlib.import_module("verl_patches.training.engine_start").prepare(engine)
+
+    hooks.after_import("verl", prepare)
+
+
+def runtime_env(
+    environment: dict[str, str], given: dict[str, Any] | None = None, engine: Mapping[str, Any] | None = None,
+    network: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Ray's runtime_env: `given` by the user, our variables over it, and the set-up hooks chained."""
+    env = dict(given or {})
+    env["env_vars"] = {**env.get("env_vars", {}), **environment}
+    env[HOOK] = prelude_then(env.get(HOOK), engine, network)
+    return env
+
+
+def start(environment: dict[str, str], engine: Mapping[str, Any] | None = None,
+          network: Mapping[str, Any] | None = None, **options: Any) -> None:
+    """ray.init with the chained hooks; options are ray.init's own."""
+    import ray
+
+    ray.init(runtime_env=runtime_env(environment, options.pop("runtime_env", None), engine, network), **options)
+
+
+def result_of(task: Any) -> Any:
+    """ray.get(task), but an actor of this job that could not start ends the wait with that actor's own error.
+
+    verl would wait 300 s for the register centre of a worker group whose first worker is dead, and then name that
+    (verl/single_controller/ray/base.py:355). Raises RuntimeError with the worker's class, node, pid and traceback.
+    """
+    import ray
+
+    while not ray.wait([task], timeout=LOOK_S)[0]:
+        if found := _start_failure():
+            raise RuntimeError(found)
+    return ray.get(task)
+
+
+class _Ended(BaseException):
+    """Raised in a thread that waits for a worker; not an Exception, as upstream's handlers would take one."""
+
+
+def unless_start_fails(body: Callable[[], Any]) -> Any:
+    """What `body()` returns, but an actor of this job that could not start ends it with that actor's own error.
+
+    For a process in which verl itself waits in Python (its loop of one second a turn for the register centre).
+    Raises RuntimeError as `result_of`.
+    """
+    found: list[str] = []
+    over, changing, waiting = threading.Event(), threading.Lock(), threading.get_ident()
+
+    def look() -> None:
+        while not over.wait(LOOK_S):
+            failure = _start_failure()
+            with changing:
+                if failure and not over.is_set():
+                    found.append(failure)
+                    over.set()
+                    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(waiting), ctypes.py_object(_Ended))
+
+    threading.Thread(target=look, name="verl_patches start failures", daemon=True).start()
+    try:
+        try:
+            return body()
+        finally:
+            with changing:
+                over.set()
+    except _Ended:
+        raise RuntimeError(found[0]) from None
+
+
+def _start_failure() -> str | None:
+    """Why the first actor of this job that could not start died, from Ray's actor table; None where none did."""
+    import ray
+
+    job = ray.JobID.from_hex(ray.get_runtime_context().get_job_id())
+    dead = ray._private.state.actors(job_id=job, actor_state_name="DEAD").values()
+    for actor in sorted(dead, key=lambda actor: actor["EndTime"]):
+        said = _failed_before_ready(actor["DeathCause"], actor["StartTime"])
+        if said:
+            place = f"pid {actor['Pid']} on {actor['Address']['IPAddress']}"
+            return f"{actor['ActorClassName']} ({place}), an actor of this run, could not start:\n{said}"
+    return None
+
+
+def _failed_before_ready(cause: Any, started: int) -> str | None:
+    """The message of a death in the set-up hook, while loading the class or in __init__; None for any other.
+
+    cause: Ray's protobuf ActorDeathCause; started: ms since 1970, 0 where the actor never was ready. A class of verl's
+    that cannot be loaded is no failed creation for Ray, but an error of its own: what stands in for the class fails in
+    __new__, which verl's Worker defines, and Ray may take the actor for ready some milliseconds before it is dead.
+    """
+    from ray.exceptions import RayError
+
+    kind = cause.WhichOneof("context")
+    if kind == "creation_task_failure_context":
+        return str(RayError.from_ray_exception(cause.creation_task_failure_context))
+    if kind == "runtime_env_failed_context":
+        return cause.runtime_env_failed_context.error_message
+    if kind == "actor_died_error_context":
+        died = cause.actor_died_error_context
+        rays_own = died.error_message.endswith(_RAYS_LAST_LINE)
+        if rays_own or not started and died.reason in (died.WORKER_DIED, died.NODE_DIED):
+            return died.error_message.removesuffix(_RAYS_LAST_LINE).rstrip()
+    return None

@@ -1,0 +1,248 @@
+"""One run as the trainer's process sees it: proofs before step 1, then a line, a record and a check every step."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from verl_patches.trainer.dispatch import dispatch_of_step
+from verl_patches.layout.of_config import rollout_layout_of, train_layout_of
+from verl_patches.memory.counters import offload_of_step
+from verl_patches.memory.ledger import memory_of_step, said_of
+from verl_patches.patching import engine
+from verl_patches.worker import on_policy_update
+from verl_patches.trainer import truth_check
+from verl_patches.trainer.on_policy import correction_of
+from verl_patches.trainer.worker_handshake import (
+    not_as_reviewed,
+    recorded,
+    refuse_unequal,
+    refuse_unlike,
+    refuse_unproven,
+    workers_proofs,
+)
+from verl_patches.trainer.recording import find_recording
+from verl_patches.trainer.rollout_recorder import RolloutTap
+from verl_patches.trainer.summary import Progress, Summary, phase_seconds, sync_of_step
+
+log = logging.getLogger(__name__)
+COLUMNS = ("rollout", "reshard", "offload", "reward", "log_prob", "ref", "update", "step")
+SYNC_COLUMNS = ("sync MB", "sync calls", "extra MB")
+MEMORY_COLUMN = "held MB"
+DISPATCH_COLUMNS = ("sent MB", "skew s")
+CALLS = {"generate_sequences": "reshard, rollout", "reward": "reward",
+         "compute_log_prob": "log-prob", "compute_ref_log_prob": "ref log-prob",
+         "update_actor": "update"}
+_active: Run | None = None
+
+
+class Run:
+    """Wraps one RayPPOTrainer.fit()."""
+
+    def __init__(self, trainer: Any):
+        self.trainer, self.recipe = trainer, trainer.config.recipe
+        self.folder = None if self.recipe.run is None else Path(self.recipe.output_root) / self.recipe.run
+        self.not_compared = truth_check.not_compared(trainer.config)
+        self.workers_see_log_probs = (
+            self.recipe.train.skip_old_log_prob or correction_of(self.recipe.rollout_correction) is not None
+            or self.recipe.tensor_cache.enabled)
+        self.kept_on_workers: Any = None
+        self.sampled_check: Any = None
+        dirty = getattr(trainer, "modified_sources", None)  # of cluster/import_alone.py; the launcher adds its own
+        self.summary = Summary(self.folder, {
+            "run": self.recipe.run, "line": self.recipe.line, "platform": self.recipe.platform,
+            "layout": {"train": str(train_layout_of(trainer.config)),
+                       "rollout": str(rollout_layout_of(trainer.config))},
+            "dtype": self.recipe.dtype, **({"dirty": dirty} if dirty else {})})
+        self.step, self.progress = 0, Progress(self.folder)
+
+    def prove(self) -> None:
+        """Ask every process for its proof, record all states, then refuse; PatchError before step 1."""
+        mine = engine.current()
+        workers = workers_proofs(self.trainer.actor_rollout_wg)
+        rows = [{"process": "controller", **row} for row in mine.status()]
+        rows += [{"process": f"worker {w['rank']}", **row} for w in workers for row in w["status"]]
+        self.summary.data["patches"] = [recorded(row) for row in rows]
+        self.summary.data["digest"] = mine.digest()
+        self.summary.write()
+        mine.verify("controller")
+        refuse_unproven(workers)
+        refuse_unequal(mine.intent(), mine.digest(), workers)
+        refuse_unlike([name for name, spec in mine.specs.items() if "worker" in spec.processes], workers)
+        self.trainer.actor_rollout_wg.take_phase_seconds()  # what building the workers took belongs to no step
+        self.trainer.actor_rollout_wg.take_offload()
+        self._dispatch()
+        self.progress.say(f"| patches proven in controller and {len(workers)} workers: digest {mine.digest()[:12]}")
+        for state, ids in not_as_reviewed(rows).items():
+            self.progress.say(f"| {state} (drift={mine.switches.drift}, reasons in summary.json): {', '.join(ids)}")
+        if self.not_compared:
+            self.progress.say(f"| log-probs are not compared: {self.not_compared}")
+
+    def keep_on_workers(self) -> None:
+        """With recipe.tensor_cache: the trainer's groups become those whose tensors stay with them."""
+        if not self.recipe.tensor_cache.enabled:
+            return
+        from verl_patches.trainer.tensor_cache import KeptOnWorkers, kept_of
+
+        trainer, kept = self.trainer, kept_of(self.trainer)
+        self.kept_on_workers = trainer.actor_rollout_wg = KeptOnWorkers(trainer.actor_rollout_wg, kept)
+        if trainer.use_reference_policy and not getattr(trainer, "ref_in_actor", False):
+            trainer.ref_policy_wg = KeptOnWorkers(trainer.ref_policy_wg, kept)
+
+    def check_sampled(self, workers: Any) -> None:
+        """With recipe.logprob_check.every: the trainer's group becomes one whose rollout is checked every N steps."""
+        if self.not_compared or self.recipe.logprob_check.every is None:
+            return
+        from verl_patches.trainer.sampled_check import SampledCheck
+
+        trainer = self.trainer
+        self.sampled_check = trainer.actor_rollout_wg = SampledCheck(trainer.actor_rollout_wg, workers, trainer)
+
+    def before_call(self, name: str) -> None:
+        """Show what runs now."""
+        if name == "generate_sequences":
+            self.step += 1
+        self.progress.say(f"~ step {self.step}/{self.trainer.total_training_steps}: {CALLS[name]}")
+
+    def after_step(self, metrics: dict[str, Any], step: int) -> dict[str, Any]:
+        """Record one step and check it; returns the metrics with ours added."""
+        worker: dict[str, float] = {}
+        for seconds in self.trainer.actor_rollout_wg.take_phase_seconds():
+            for phase, value in seconds.items():
+                worker[phase] = max(worker.get(phase, 0.0), value)
+        seconds = phase_seconds(metrics, worker)
+        if self.recipe.train.skip_old_log_prob:
+            seconds.pop("log_prob", None)
+        if self.workers_see_log_probs:
+            reports = self.trainer.actor_rollout_wg.take_log_prob_moments()
+            metrics = on_policy_update.with_workers_metrics(metrics, reports, self.recipe)
+        delta, compared = self._delta(metrics)
+        found = {"step": step, "seconds": seconds, "reward": float(metrics["critic/score/mean"]),
+                 "grad_norm": _number(metrics.get("actor/grad_norm")), "logprob_delta": delta,
+                 "sync": sync_of_step(self.trainer.actor_rollout_wg.take_sync_reports()),
+                 "memory": memory_of_step(self.trainer.actor_rollout_wg.take_memory()),
+                 "offload": offload_of_step(self.trainer.actor_rollout_wg.take_offload())}
+        if self.kept_on_workers is not None:
+            found["tensor_cache"] = self.kept_on_workers.end_step()
+            metrics = self.kept_on_workers.without_verls_partition(metrics)
+        found["dispatch"] = self._dispatch()
+        if self.sampled_check is not None:
+            found["logprob_check"] = self.sampled_check.report
+        self.summary.add_step(found)
+        if step == 1:
+            self.progress.say(f"| {header()}")
+        self.progress.say(f"| {line(found)}")
+        if found["memory"] and (said := said_of(found["memory"]["violations"])):
+            self.progress.say(f"| {said}")
+        check = self.recipe.logprob_check
+        if check.action == "stop" and compared:
+            truth_check.check(step, delta, check[f"max_mean_{self.recipe.dtype}"])
+        return {**metrics, **{f"recipe/seconds/{phase}": value for phase, value in seconds.items()}}
+
+    def _delta(self, metrics: dict[str, Any]) -> tuple[dict[str, float] | None, bool]:
+        """(how far the log-probs of this step are apart, whether they were to be compared)."""
+        if self.sampled_check is not None:
+            report = self.sampled_check.report
+            return report and report["delta"], report is not None
+        return None if self.not_compared else truth_check.logprob_delta(metrics), not self.not_compared
+
+    def _dispatch(self) -> dict[str, Any] | None:
+        """What was sent to workers since the last time, and when they started; None where rows dispatch.* are off."""
+        group = self.trainer.actor_rollout_wg
+        return dispatch_of_step(group.take_starts()) if hasattr(group, "take_starts") else None
+
+    def end(self, reason: str) -> None:
+        """Write the outcome."""
+        self.summary.data["exit"] = reason
+        self.summary.write()
+
+
+def _number(value: Any) -> float | None:
+    """A float for JSON, which knows no NaN; a skipped update has no gradient norm."""
+    return None if value is None or value != value else float(value)
+
+
+def fit_as_run(original: Callable) -> Callable:
+    """Provider for RayPPOTrainer.fit."""
+
+    @functools.wraps(original)
+    def fit(trainer: Any) -> Any:
+        global _active
+        if trainer.config.get("recipe") is None:
+            return original(trainer)
+        run = _active = Run(trainer)
+        reason = "failed"
+        try:
+            run.prove()
+            replay = find_recording(run.recipe.rollout.replay)
+            record_to = run.folder / "rollouts" if run.folder and run.recipe.rollout.record else None
+            workers = trainer.actor_rollout_wg
+            run.keep_on_workers()
+            run.check_sampled(workers)
+            trainer.actor_rollout_wg = RolloutTap(trainer.actor_rollout_wg, record_to, replay, run.before_call)
+            if run.recipe.train.skip_old_log_prob:
+                trainer.actor_rollout_wg = on_policy_update.WithoutOldLogProb(trainer.actor_rollout_wg)
+            if trainer.use_reference_policy and not getattr(trainer, "ref_in_actor", False):
+                trainer.ref_policy_wg = RolloutTap(trainer.ref_policy_wg, record_to, replay, run.before_call)
+            result = original(trainer)
+            reason = "ok"
+            return result
+        except BaseException as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise
+        finally:
+            run.end(reason)
+            _active = None
+
+    return fit
+
+
+def log_with_run(original: Callable) -> Callable:
+    """Provider for verl's Tracking.log: the active run sees each step's metrics first."""
+
+    @functools.wraps(original)
+    def log_metrics(self: Any, data: dict[str, Any], step: int, *args: Any, **kwargs: Any) -> Any:
+        if _active is not None and "critic/score/mean" in data:
+            data = _active.after_step(data, step)
+        return original(self, data, step, *args, **kwargs)
+
+    return log_metrics
+
+
+def header() -> str:
+    """Column names of the step table."""
+    names = *(f"{c} s" for c in COLUMNS), *SYNC_COLUMNS, MEMORY_COLUMN, *DISPATCH_COLUMNS
+    columns = [f"{c:>10}" for c in names]
+    return f"{'step':>4} {'reward':>8} {'grad_norm':>10} {'|dlogp|':>9} " + " ".join(columns)
+
+
+def line(step: dict[str, Any]) -> str:
+    """One row of the step table."""
+    delta = f"{step['logprob_delta']['mean']:.2e}" if step["logprob_delta"] else "-"
+    norm = "-" if step["grad_norm"] is None else f"{step['grad_norm']:.5f}"
+    seconds = " ".join(f"{step['seconds'].get(c, 0.0):>10.3f}" for c in COLUMNS)
+    last = f"{_sync_columns(step['sync'])} {_memory_column(step['memory'])} {_dispatch_columns(step['dispatch'])}"
+    return f"{step['step']:>4} {step['reward']:>8.4f} {norm:>10} {delta:>9} {seconds} {last}"
+
+
+def _sync_columns(sync: dict[str, Any] | None) -> str:
+    """What the weight sync brought to the busiest rank, in how many collectives, with how much memory besides."""
+    if sync is None:
+        return " ".join(f"{'-':>10}" for _ in SYNC_COLUMNS)
+    received, extra = sync["received_bytes"]["max"] / 1e6, sync["peak_extra_bytes"] / 1e6
+    return f"{received:>10.3f} {sync['collectives']:>10} {extra:>10.3f}"
+
+
+def _memory_column(memory: dict[str, Any] | None) -> str:
+    """The most that the tenants of one rank held at once; activations are nobody's."""
+    return f"{'-' if memory is None else format(memory['peak_bytes'] / 1e6, '.3f'):>10}"
+
+
+def _dispatch_columns(dispatch: dict[str, Any] | None) -> str:
+    """What the trainer serialised for its workers, and how far apart they started the call that was worst."""
+    if dispatch is None:
+        return " ".join(f"{'-':>10}" for _ in DISPATCH_COLUMNS)
+    sent = (dispatch["put_bytes"] + dispatch["inline_bytes"]) / 1e6
+    return f"{sent:>10.3f} {dispatch['start_skew_s']['max']:>10.4f}"

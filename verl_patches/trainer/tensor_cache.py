@@ -1,0 +1,162 @@
+"""The trainer's side of recipe.tensor_cache.enabled: verl's calls answered with what is small.
+
+verl's fit() goes on as it is. Its batch holds ids and masks that are rebuilt here from lengths and unpadded ids;
+log-probs stay on the workers (training/kept_worker.py), unless KL in the reward needs them here. A row of the batch
+says by `sample` which sample it is, so the trainer may order its rows as it likes (balance_batch).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+import numpy as np
+import torch
+from tensordict import TensorDict
+from verl import DataProto
+from verl_patches.tensor_cache.exchange import Ragged, from_padded, model_inputs, to_padded
+from verl_patches.errors import ConfigError
+from verl_patches.trainer.rollout_recorder import SAMPLE
+
+_NON_TENSORS = {"raw_prompt_ids", "tools_kwargs"}  # of prompts; the second only acts with multi_turn, which is refused
+
+
+@dataclass
+class Kept:
+    """One run's settings, and its step now; shared by the groups of actor and reference."""
+
+    pad_id: int
+    response_width: int
+    balance: bool
+    send_back: bool
+    step: int = 0
+    lengths: tuple[int, ...] = ()
+    open: bool = False
+    report: list[dict[str, float]] = field(default_factory=list)
+
+
+def kept_of(trainer: Any) -> Kept:
+    """What the trainer's configuration says."""
+    config = trainer.config
+    return Kept(trainer.tokenizer.pad_token_id, config.data.max_response_length, config.trainer.balance_batch,
+                config.algorithm.use_kl_in_reward)  # fmt: skip
+
+
+class KeptOnWorkers:
+    """A worker group whose tensors of a step stay with it; calls that are not of the step's stages go through."""
+
+    def __init__(self, group: Any, kept: Kept):
+        self._group, self._kept = group, kept
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._group, name)
+
+    def generate_sequences(self, prompts: DataProto) -> DataProto:
+        """verl's batch of this step, but for log-probs; validation and greedy baselines are verl's own."""
+        if prompts.meta_info.get("validate") or not prompts.meta_info.get("do_sample", True):
+            return self._group.generate_sequences(prompts)
+        unknown = set(prompts.non_tensor_batch) - _NON_TENSORS
+        if unknown:
+            raise ConfigError(f"recipe.tensor_cache.enabled is true, but prompts have {', '.join(sorted(unknown))}, "
+                              "which would not come back with the responses; expected text alone: set it false")
+        kept = self._kept
+        asked = _asked(prompts, kept.pad_id)
+        kept.step, kept.open = kept.step + 1, True
+        answers = self._run("generate", asked)
+        told = {name: np.concatenate([each[name] for each in answers]) for name in answers[0]}
+        kept.lengths = tuple(told["response_length"].tolist())
+        batch = _whole_batch(prompts, told["response_ids"], kept)
+        widths = batch["prompts"].shape[1], kept.response_width
+        kept.report = self._run("place", {
+            "prompts": told["prompt_length"], "responses": told["response_length"],
+            "widths": widths, "pad": kept.pad_id, "balance": kept.balance})  # fmt: skip
+        return DataProto.from_dict(tensors=batch)
+
+    def compute_log_prob(self, batch: DataProto) -> DataProto:
+        """entropys [B, S_response], a sample's mean in each place: all that verl's entropy loss can see."""
+        rows, found = batch.batch[SAMPLE], self._run("log_prob", {"send_back": self._kept.send_back})
+        entropy = torch.empty(len(rows))
+        for each in found:
+            entropy[list(each["samples"])] = torch.tensor(each["entropy"])  # Ray's array is read-only
+        answer = {"entropys": entropy[rows][:, None].expand(len(rows), self._kept.response_width)}
+        return self._answer(rows, answer, "old_log_probs", found)
+
+    def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
+        """Nothing, or ref_log_prob [B, S_response] where it is needed here."""
+        found = self._run("ref", {"send_back": self._kept.send_back})
+        return self._answer(batch.batch[SAMPLE], {}, "ref_log_prob", found)
+
+    def update_actor(self, batch: DataProto) -> DataProto:
+        """verl's metrics, from the first replica as verl takes them."""
+        tensors = batch.batch
+        advantages = from_padded(tensors["advantages"], tensors["response_mask"])
+        by_sample = advantages.take(tensors[SAMPLE].argsort().tolist())
+        values, per_token = _smallest(by_sample)
+        found = self._run("update", {"advantages": values.numpy(), "per_token": per_token,
+                                     "meta": dict(batch.meta_info)})
+        self._kept.open = False
+        return DataProto(meta_info={"metrics": found[0]})
+
+    def end_step(self) -> dict[str, float] | None:
+        """What the step's exchange moved, the most of any rank, in bytes, and `balance`, that of the plan.
+
+        What a step without an update left goes; critic warm-up is such a step.
+        """
+        kept = self._kept
+        if kept.open:
+            self._group.run_kept("close", kept.step)
+            kept.open = False
+        return {name: max(each[name] for each in kept.report) for name in kept.report[0]} if kept.report else None
+
+    @staticmethod
+    def without_verls_partition(metrics: Mapping[str, Any]) -> dict[str, Any]:
+        """A step's metrics but for those of the partition that verl's balance_batch makes: nobody computes it."""
+        return {name: value for name, value in metrics.items() if not name.startswith("global_seqlen/")}
+
+    def _run(self, stage: str, told: dict[str, Any]) -> list[Any]:
+        """What the ranks that have something to say answer, in order of ranks."""
+        answers = self._group.run_kept(stage, self._kept.step, told)
+        return [each for each in answers if each is not None]
+
+    def _answer(self, rows: torch.Tensor, tensors: dict[str, Any], name: str, found: list[dict[str, Any]]) -> DataProto:
+        if self._kept.send_back:
+            parts: dict[int, torch.Tensor] = {}
+            for each in found:
+                lengths = [self._kept.lengths[sample] for sample in each["samples"]]
+                parts.update(zip(each["samples"], torch.tensor(each["values"]).split(lengths), strict=True))
+            ragged = Ragged(torch.cat([parts[sample] for sample in rows.tolist()]),
+                            tuple(self._kept.lengths[sample] for sample in rows.tolist()))  # fmt: skip
+            tensors[name] = to_padded(ragged, self._kept.response_width)
+        return DataProto(batch=TensorDict(tensors, batch_size=[len(rows)]))
+
+
+def _asked(prompts: DataProto, pad_id: int) -> dict[str, Any]:
+    """Unpadded ids of prompts, as the workers take them; ConfigError where raw_prompt_ids are other ones."""
+    padded = prompts.batch["input_ids"]
+    ids = from_padded(padded, prompts.batch["attention_mask"], left=True, dtype=torch.int32)
+    parts = [part.tolist() for part in ids.parts()]
+    for row, raw in enumerate(prompts.non_tensor_batch.get("raw_prompt_ids", ())):
+        if list(raw) != parts[row]:
+            raise ConfigError(f"recipe.tensor_cache.enabled is true, but raw_prompt_ids of prompt {row} ({len(raw)}) "
+                              f"are not its input_ids ({len(parts[row])}); expected text as verl's RLHFDataset has it")
+    return {"prompt_ids": ids.values.numpy(), "prompt_lengths": np.array(ids.lengths), "width": padded.shape[1],
+            "pad": pad_id, "meta": dict(prompts.meta_info)}  # fmt: skip
+
+
+def _whole_batch(prompts: DataProto, response_ids: np.ndarray, kept: Kept) -> dict[str, torch.Tensor]:
+    """The tensors that verl's generate_sequences returns, rebuilt on the trainer, and `sample`."""
+    asked = prompts.batch["input_ids"]
+    count = len(kept.lengths)
+    each = count // len(asked)
+    ids = from_padded(asked, prompts.batch["attention_mask"], left=True).take([at // each for at in range(count)])
+    responses = Ragged(torch.from_numpy(response_ids), kept.lengths)
+    tensors = model_inputs(ids, responses, asked.shape[1], kept.response_width, kept.pad_id)
+    return {**tensors, SAMPLE: torch.arange(count)}
+
+
+def _smallest(ragged: Ragged) -> tuple[torch.Tensor, bool]:
+    """(one value a sample, False) where each has one only (GRPO and other outcome rewards), else (all values, True)."""
+    parts = ragged.parts()
+    if all(len(part) and bool((part == part[0]).all()) for part in parts):
+        return torch.stack([part[0] for part in parts]), False
+    return ragged.values, True

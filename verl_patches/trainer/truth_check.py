@@ -1,0 +1,114 @@
+"""Does the rollout engine hold the actor's weights? Compare both log-probs of the very tokens that were sampled.
+
+Valid at temperature 1 with top-p and top-k off, where vLLM's sampled log-prob and the actor's are the same quantity. In
+fp32 right weights give about 1e-6 and wrong ones above 0.1, so one number per step separates them. A run that samples
+otherwise has sequences sampled for the check every N steps (sampled_check.py). No torch here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+from verl_patches.layout.of_config import world_size
+
+DELTA = "recipe/logprob_delta"
+MEAN, STD, MAX = f"{DELTA}_mean", f"{DELTA}_std", f"{DELTA}_max"
+PEARSON, NOT_FINITE = "recipe/logprob_pearson", "recipe/logprob_not_finite"
+KL, K3_KL = "rollout_corr/kl", "rollout_corr/k3_kl"  # verl's names
+IN_SUMMARY = {"mean": MEAN, "max": MAX, "std": STD, "pearson": PEARSON, "kl": KL, "k3_kl": K3_KL,
+              "not_finite": NOT_FINITE}  # fmt: skip
+
+
+class WeightSyncError(RuntimeError):
+    """vLLM's and the actor's log-probs of the same tokens differ by more than the limit."""
+
+
+def logprob_delta(metrics: Mapping[str, float]) -> dict[str, float] | None:
+    """What a step's metrics say of both sides' log-probs, as summary.json has it; None where they say nothing."""
+    return {name: metrics[key] for name, key in IN_SUMMARY.items() if key in metrics} or None
+
+
+def comparable(rollout: Any) -> bool:
+    """True where the sampling settings leave the distribution as the model gives it."""
+    return rollout.temperature == 1.0 and rollout.top_p in (1, 1.0) and rollout.top_k in (-1, 0)
+
+
+def why_not(rollout: Any, replayed: bool, balanced: bool = False, sampled: bool = False) -> str | None:
+    """Why a run's log-probs cannot be compared, in words; None where they can.
+
+    `balanced`: routing is forced. `sampled`: sequences are sampled for it, so the run's own sampling does not matter.
+    """
+    if replayed:
+        return "the responses are recorded ones"
+    if balanced:
+        return "balanced routing takes experts by a token's place in the batch, which differs from vLLM to training"
+    if sampled or comparable(rollout):
+        return None
+    return (f"sampling changes the distribution (temperature {rollout.temperature}, top_p {rollout.top_p}, top_k "
+            f"{rollout.top_k}; comparable at 1, 1, -1)")
+
+
+def not_compared(config: Any) -> str | None:
+    """Why the whole configuration's run compares nothing; None where it does."""
+    recipe = config.recipe
+    if recipe.logprob_check.action == "off":
+        return "recipe.logprob_check.action=off"
+    rollout = config.actor_rollout_ref.rollout
+    replayed = recipe.rollout.replay is not None
+    balanced = recipe.rollout.balanced_routing or recipe.train.balanced_routing
+    if recipe.logprob_check.every is not None:
+        return why_not(rollout, replayed, balanced, sampled=True)
+    reason = why_not(rollout, replayed, balanced)
+    could = reason and why_not(rollout, replayed, balanced, sampled=True) is None
+    return f"{reason}; recipe.logprob_check.every=N compares sequences sampled for it" if could else reason
+
+
+def replicas_of(config: Any) -> int:
+    """Rollout replicas: ranks that sample by themselves."""
+    return world_size(config) // config.actor_rollout_ref.rollout.tensor_model_parallel_size
+
+
+def sequences_of(config: Any) -> int:
+    """Sequences of one check over all replicas."""
+    return config.recipe.logprob_check.sequences or replicas_of(config)
+
+
+def faults(config: Any) -> Iterator[str]:
+    """Why a composed configuration cannot check sequences sampled for it, one sentence each; none without `every`."""
+    section = config.recipe.logprob_check
+    if section.every is None or section.action == "off":
+        return
+    told = f"recipe.logprob_check.every is {section.every}, but"
+    if reason := not_compared(config):
+        yield f"{told} log-probs cannot be compared: {reason}; set recipe.logprob_check.action=off"
+    rollout, replicas, sequences = config.actor_rollout_ref.rollout, replicas_of(config), sequences_of(config)
+    if rollout.name != "vllm" or rollout.mode != "sync":
+        yield f"{told} actor_rollout_ref.rollout is {rollout.name}, {rollout.mode}; only vllm, sync samples for it"
+    if sequences % replicas:
+        yield (f"recipe.logprob_check.sequences is {sequences}; expected a multiple of {replicas}, the replicas of the "
+               "rollout (all dies / actor_rollout_ref.rollout.tensor_model_parallel_size): each samples equally many")
+    if sequences > config.data.train_batch_size:
+        yield (f"recipe.logprob_check.sequences is {sequences}; expected at most data.train_batch_size "
+               f"{config.data.train_batch_size}: one is sampled from a prompt of the step")
+
+
+def check(step: int, delta: dict[str, float] | None, limit: float) -> None:
+    """WeightSyncError where the mean |delta| is above `limit` (nats), not a number, or missing."""
+    if delta is None:
+        raise WeightSyncError(f"step {step}: vLLM gave no log-probs to compare the actor's with, expected one for each "
+                              "sampled token; set recipe.logprob_check.action=off to run without the check")
+    if delta["mean"] <= limit:
+        return
+    if delta.get("not_finite"):
+        raise WeightSyncError(
+            f"step {step}: {delta['not_finite']:.0f} sampled tokens have no finite log-prob in vLLM or in the actor, "
+            "expected none: look at the last weight sync, then for an overflow. "
+            "recipe.logprob_check.action=report goes on all the same."
+        )
+    raise WeightSyncError(
+        f"step {step}: vLLM's log-probs of the sampled tokens differ from the actor's by {delta['mean']:.3g} on "
+        f"average (max {delta['max']:.3g}), expected at most {limit:g}. The rollout engine does not hold the actor's "
+        "weights, or computes another model: look at the last weight sync (`status --run DIR` for its rows), then at "
+        "router bias and expert order. A single token, max far above the average, may also have had two experts nearly "
+        "tied: another actor_rollout_ref.rollout.seed tells. recipe.logprob_check.action=report goes on all the same."
+    )

@@ -1,0 +1,90 @@
+"""What a run without our launcher sends to its workers: VERL_PATCHES, the network interface, line a3's engine.
+
+With the launcher all come by Ray's runtime_env and set-up hook (ray_start.py). The prelude imports this file.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+from verl_patches.patching import engine
+from verl_patches.patching.switches import VARIABLE
+
+# verl gives both to the actors of its worker groups and to nothing else (verl/single_controller/ray/base.py:326);
+# RANK alone may come from a scheduler that started the driver
+VERLS_WORKERS = {"RANK", "WG_PREFIX"}
+
+
+def send_switches(original: Callable) -> Callable:
+    """Row provider for ray.init: the job's processes on every node get this process's VERL_PATCHES, unless it is given.
+
+    Variables of the driver's shell do not reach nodes where `ray start` ran without them.
+    """
+
+    @functools.wraps(original)
+    def init(*args: Any, **options: Any) -> Any:
+        given = options.get("runtime_env") or getattr(options.get("job_config"), "runtime_env", None) or {}
+        variables = given.get("env_vars") or {}
+        if VARIABLE not in variables and VARIABLE not in _submitted_variables():  # Ray refuses one that stands twice
+            sent = {**variables, VARIABLE: engine.current().switches.text()}
+            options["runtime_env"] = {**given, "env_vars": sent}
+        return original(*args, **options)
+
+    return init
+
+
+def _submitted_variables() -> Mapping[str, str]:
+    """The variables that `ray job submit` gives to the job that this driver belongs to."""
+    import json
+
+    job = json.loads(os.environ.get("RAY_JOB_CONFIG_JSON") or "{}")
+    return (job.get("runtime_env") or {}).get("env_vars") or {}
+
+
+def send_settings(engine: Mapping[str, Any] | None, network: Mapping[str, Any] | None) -> None:
+    """In the controller: leave what `prepare_from_controller` needs in the job's workers; None is not asked for there.
+
+    engine: verl's actor_rollout_ref section, for a line whose engine must be prepared before Megatron is imported.
+    network: arguments of platform/npu/network.py's set_interface.
+    """
+    import json
+
+    from ray.experimental.internal_kv import _internal_kv_put
+
+    _internal_kv_put(_key(), json.dumps({"engine": engine, "network": network}))
+
+
+def prepare_from_controller(_: Any) -> None:
+    """Import hook of verl: in a training worker choose the network interface and prepare the engine, before Megatron.
+
+    Does nothing in other processes, and in runs of our launcher, whose controller sends nothing (`ray_start.start`
+    brings both there).
+    """
+    ray = sys.modules.get("ray")
+    if ray is None or not ray.is_initialized():
+        return
+    from ray.experimental.internal_kv import _internal_kv_get
+
+    sent = _internal_kv_get(_key()) if os.environ.keys() >= VERLS_WORKERS else None
+    if sent is None:
+        return
+    import json
+
+    settings = json.loads(sent)
+    if settings["network"] is not None:
+        from verl_patches.platform.npu.network import set_interface
+
+        set_interface(**settings["network"])
+    if settings["engine"] is not None:
+        from verl_patches.training.engine_start import prepare
+
+        prepare(settings["engine"])
+
+
+def _key() -> str:
+    import ray
+
+    return f"verl_patches/settings/{ray.get_runtime_context().get_job_id()}"
