@@ -16,7 +16,7 @@ FLOORS = (
 )
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 # the prelude is reached by name from the two places that are called before anything else of ours
-DOORS = {"rollout/vllm_plugin.py", "training/ray_start.py"}
+DOORS = {"rollout/vllm_plugin.py", "trainer/ray_start.py"}
 
 
 def room_of(path):

@@ -13,73 +13,10 @@ from verl_patches.platform.cpu import rows_megatron, rows_npu, rows_torch, rows_
 _WORKERS = "verl.workers.megatron_workers"
 _ACTOR = f"{_WORKERS}:ActorRolloutRefWorker"
 _TRAINER = "verl.trainer.ppo.ray_trainer"
-_MEGATRON_ACTOR = "verl.workers.actor.megatron_actor:MegatronPPOActor"
+_MANAGER = "verl.workers.sharding_manager.megatron_vllm:MegatronVLLMShardingManager"
 _A3, _BOTH = frozenset({"a3"}), frozenset({"pypi", "a3"})
 _CONTROLLER, _WORKER = frozenset({"controller"}), frozenset({"worker"})
 _NEVER = "none: it is what this recipe adds to verl"
-_DIRECT = (
-    "verl gives every rank every weight, tensor by tensor (verl/utils/megatron_utils.py, per_tensor_generator): at 256 "
-    "dies 1.3 TB, where a rank lacks 24.95 GB; and vLLM searches 44,544 expert names one by one."
-)
-
-
-def _timed_offload(name: str) -> PatchSpec:
-    return PatchSpec(
-        id=f"memory.time_{name}", stage="memory", target=f"verl.utils.megatron_utils:{name}", kind="wrap",
-        provider="verl_patches.memory.phase_clock:time_offload", bindings=(f"{_WORKERS}:{name}",),
-        processes=_WORKER, lines=_BOTH,
-        why="verl counts offload inside rollout, log-prob, ref and update; the step table shows it by itself.",
-        exit="verl times offload as a phase of its own",
-    )
-
-
-def _ledger(name: str, target: str, provider: str, why: str, **other: object) -> PatchSpec:
-    return PatchSpec(
-        id=f"memory.{name}", stage="memory", target=target, kind="wrap", why=why, exit=_NEVER,
-        provider=f"verl_patches.memory.in_worker:{provider}", **{"processes": _WORKER, "lines": _BOTH, **other},
-    )
-
-
-def _moved(name: str, function: str, *needs: str) -> PatchSpec:
-    return PatchSpec(
-        id=f"memory.{name}", stage="memory", target=f"verl.utils.megatron_utils:{function}", kind="wrap",
-        provider=f"verl_patches.memory.offload:{name}", bindings=(f"{_WORKERS}:{function}",),
-        processes=_WORKER, lines=_BOTH, needs=(f"memory.time_{function}", *needs),
-        why="verl makes host memory anew at every offload and pins it by a second copy, brings the reference back to "
-            "the host though nothing wrote to it, and trims the pool at every move (verl/utils/megatron_utils.py); "
-            "at 54c9b736 it leaves routed experts, in `expert_parallel_buffers`, on the die.",
-        exit="verl moves into host memory that it keeps, and only what was written to",
-    )
-
-
-def _checkpoint(name: str) -> PatchSpec:
-    return PatchSpec(
-        id=f"memory.optimizer_at_{name}", stage="memory", target=f"{_ACTOR}.{name}_checkpoint", kind="wrap",
-        provider=f"verl_patches.memory.checkpoints:at_{name}", processes=_WORKER, lines=_BOTH,
-        why="verl's checkpoints reach for optimizer states wherever they are; ours have no memory while they are away. "
-            "With memory.order* weights are where the order has them, not where verl leaves them.",
-        exit="our own checkpoints take this place",
-    )
-
-
-def _order(name: str, update_row: str, **other: object) -> PatchSpec:
-    return _ledger(
-        name, f"{_ACTOR}.init_model", "keep_order",
-        "verl brings training weights to the host and back around every call, gradients for a weight sync too, and at "
-        "54c9b736 KV cache and training weights are on the die together; ours is one table (memory/phases.py).",
-        needs=("memory.ledger", "memory.ledger_wake", "memory.ledger_rollout", "memory.ledger_sleep",
-               "memory.ledger_log_prob", update_row, "memory.offload_model", "memory.offload_optimizer",
-               "memory.optimizer_at_save", "memory.optimizer_at_load"), **other)  # fmt: skip
-
-
-def _trims(name: str, module: str, places: str) -> PatchSpec:
-    return PatchSpec(
-        id=f"memory.trims_{name}", stage="memory", target=f"{module}:torch", kind="wrap", processes=_WORKER,
-        provider="verl_patches.memory.trims:by_order", lines=_BOTH,
-        why=f"verl gives the allocator's pool back {places}, and the next stage asks the device for the same memory "
-            "again; with memory.order* the order has the trims.",
-        exit="verl trims where a stage needs memory past torch's pool, and only there",
-    )
 
 
 def _flash_attn(target: str) -> PatchSpec:
@@ -95,8 +32,22 @@ def _flash_attn(target: str) -> PatchSpec:
 
 ROLLOUT: tuple[PatchSpec, ...] = (
     PatchSpec(
-        id="rollout.llm_arguments", stage="rollout", target="vllm.entrypoints.llm:LLM.__init__", kind="wrap",
-        provider="verl_patches.rollout.engine:llm_arguments", processes=_WORKER, lines=_BOTH,
+        id="rollout.engine", stage="rollout", target="vllm.entrypoints.llm:LLM", kind="subclass",
+        provider="verl_patches.worker.rollout_engine:RolloutEngine", processes=_WORKER, lines=_BOTH,
+        bindings=("vllm:LLM", "vllm.benchmarks.latency:LLM",
+                  "mindspeed_llm.tasks.posttrain.rejection_sampling.rejection_sampling:LLM@a3", "verl.third_party.vllm:LLM",
+                  "verl.third_party.vllm.vllm_v_0_5_4.llm:LLM", "verl.third_party.vllm.vllm_v_0_6_3.llm:LLM",
+                  "verl.workers.rollout.vllm_rollout.vllm_rollout:LLM",
+                  "verl.workers.rollout.vllm_rollout.vllm_rollout_spmd:LLM",
+                  "verl.workers.sharding_manager.fsdp_vllm:LLM", "verl.workers.sharding_manager.megatron_vllm:LLM"),
+        why="Phases of the step begin where the engine wakes, generates and sleeps; verl 0.4.0 and 54c9b736 call it at "
+            "different places.",
+        exit=_NEVER,
+    ),
+    PatchSpec(
+        id="rollout.llm_arguments", stage="rollout", target="vllm.entrypoints.llm:LLM.__init__", kind="override",
+        provider="verl_patches.worker.rollout_engine:RolloutEngine.__init__", processes=_WORKER, lines=_BOTH,
+        needs=("rollout.engine",),
         why="verl 0.4.0 passes limit_mm_per_prompt=None and disable_mm_preprocessor_cache=True for text models too "
             "(vllm_rollout_spmd.py:159-160); vLLM 0.9.1 wants a dict for the first and refuses the second for "
             "text-only models (config.py:695). And vLLM reads the model folder, not verl's override of it: DeepSeek's "
@@ -165,25 +116,25 @@ MODEL: tuple[PatchSpec, ...] = (
         exit="verl loads DeepSeek-V3 safetensors into Megatron",
     ),
     PatchSpec(
-        id="model.train_dtype", stage="model", target=f"{_ACTOR}._build_model_optimizer", kind="wrap",
-        provider="verl_patches.model.precision:build_in_asked_dtype", processes=_WORKER, lines=_BOTH,
-        needs=("model.optimizer_dtype",),
+        id="model.train_dtype", stage="model", target=f"{_ACTOR}._build_model_optimizer", kind="override",
+        provider="verl_patches.worker.recipe_worker:RecipeWorker._build_model_optimizer", processes=_WORKER,
+        lines=_BOTH, needs=("update.recipe_worker", "model.optimizer_dtype"),
         why="The Megatron worker writes bfloat16 down (verl/workers/megatron_workers.py:334); fp32 is what tells a "
             "wrong weight from rounding.",
         exit="verl reads the actor's dtype from its configuration",
     ),
     PatchSpec(
-        id="model.optimizer_dtype", stage="update", target="verl.utils.megatron.optimizer:get_megatron_optimizer",
+        id="model.optimizer_dtype", stage="model", target="verl.utils.megatron.optimizer:get_megatron_optimizer",
         kind="wrap", provider="verl_patches.model.precision:optimizer_of_model_dtype", processes=_WORKER, lines=_BOTH,
         why="verl's optimizer config says bf16 whatever the model is (verl/utils/megatron_utils.py:207).",
         exit="verl derives the optimizer's dtype from the model's",
     ),
 )
 
-TRAINING: tuple[PatchSpec, ...] = (
+CONTROLLER: tuple[PatchSpec, ...] = (
     PatchSpec(
-        id="dispatch.send_switches", stage="comm", target="ray._private.worker:init", kind="wrap",
-        provider="verl_patches.training.worker_settings:send_switches", bindings=("ray:init",), processes=_CONTROLLER,
+        id="dispatch.send_switches", stage="dispatch", target="ray._private.worker:init", kind="wrap",
+        provider="verl_patches.trainer.worker_settings:send_switches", bindings=("ray:init",), processes=_CONTROLLER,
         lines=_BOTH,
         why="Variables of the driver's shell do not reach nodes where `ray start` ran without them: their workers "
             "would run other patches than the driver means.",
@@ -196,71 +147,88 @@ TRAINING: tuple[PatchSpec, ...] = (
     ),
     PatchSpec(
         id="update.fit_as_run", stage="update", target=f"{_TRAINER}:RayPPOTrainer.fit", kind="wrap",
-        provider="verl_patches.training.run:fit_as_run", processes=_CONTROLLER, lines=_BOTH,
-        why="Proofs before step 1 (rows active, equal digests), record or replay of rollouts, summary.json.",
+        provider="verl_patches.trainer.run:fit_as_run", processes=_CONTROLLER, lines=_BOTH,
+        needs=("update.recipe_worker",),
+        why="Worker handshake before step 1 (rows active, equal digests), record or replay of rollouts, summary.json.",
         exit=_NEVER,
     ),
     PatchSpec(
-        id="update.prove_patches", stage="update", target=f"{_ACTOR}.prove_patches", kind="extend",
-        provider="verl_patches.training.worker:prove_patches", lines=_BOTH,
-        why="The controller asks every worker for its digest and row states before step 1.", exit=_NEVER,
+        id="update.log_with_run", stage="update", target="verl.utils.tracking:Tracking.log", kind="wrap",
+        provider="verl_patches.trainer.run:log_with_run", processes=_CONTROLLER, lines=_BOTH,
+        why="One place sees every step's metrics: phase table, summary.json and the log-prob check.", exit=_NEVER,
     ),
     PatchSpec(
-        id="update.take_phase_seconds", stage="update", target=f"{_ACTOR}.take_phase_seconds", kind="extend",
-        provider="verl_patches.training.worker:take_phase_seconds", lines=_BOTH,
-        why="Seconds of reshard and offload are known in the workers only; verl 0.4.0 has no way to ask for them.",
+        id="logprob.truth_check", stage="logprob", target="verl.trainer.ppo.metric_utils:compute_data_metrics",
+        kind="wrap", provider="verl_patches.trainer.rollout_correction:add_to_metrics",
+        bindings=(f"{_TRAINER}:compute_data_metrics",), processes=_CONTROLLER, lines=_BOTH,
+        why="verl compares probabilities, which hides errors of rare tokens; log-probs show a wrong weight at once.",
+        exit="verl reports |log-prob delta| of rollout and actor (0.5 and later: rollout correction metrics)",
+    ),
+)
+
+RESHARD: tuple[PatchSpec, ...] = (
+    PatchSpec(
+        id="reshard.sharding_manager", stage="reshard", kind="subclass", target=_MANAGER, processes=_WORKER,
+        provider="verl_patches.worker.sharding:RecipeShardingManager", lines=_BOTH, needs=("rollout.engine",),
+        why="Counts weight sync as a phase, wakes the KV cache after it on both lines, and can leave it out after the "
+            "first step: the control run without sync.",
         exit=_NEVER,
     ),
     PatchSpec(
-        id="update.take_sync_reports", stage="update", target=f"{_ACTOR}.take_sync_reports", kind="extend",
-        provider="verl_patches.training.worker:take_sync_reports", lines=_BOTH,
-        why="Bytes, collectives and memory of each weight sync are known in the workers only.", exit=_NEVER,
+        id="reshard.direct", stage="reshard", kind="override", target=f"{_MANAGER}.__enter__", processes=_WORKER,
+        provider="verl_patches.worker.sharding:RecipeShardingManager.__enter__", lines=_BOTH,
+        needs=("reshard.sharding_manager", "update.recipe_worker"),
+        why="verl gives every rank every weight, tensor by tensor (verl/utils/megatron_utils.py, "
+            "per_tensor_generator): at 256 dies 1.3 TB, where a rank lacks 24.95 GB; and vLLM searches 44,544 expert "
+            "names one by one.",
+        exit="verl sends each rank the weights that it lacks, and those only",
     ),
     PatchSpec(
-        id="update.take_log_prob_moments", stage="update", target=f"{_ACTOR}.take_log_prob_moments", kind="extend",
-        provider="verl_patches.training.worker:take_log_prob_moments", lines=_BOTH,
-        why="Where the update's log-probs are the old ones, how far vLLM's are from them is known in the workers only.",
+        id="reshard.local_names", stage="reshard", target="verl.utils.model:normalize_model_name", kind="wrap",
+        provider="verl_patches.model.names:te_names_for_verl",
+        bindings=("verl.utils.megatron_utils:normalize_model_name",), processes=_WORKER,
+        why="verl's per_tensor_generator and DeepSeek-V3 converter know Transformer Engine's parameter names only "
+            "(verl/utils/megatron_utils.py:798, verl/models/mcore/weight_converter.py:172).",
+        exit="verl accepts the names of Megatron's own modules",
+    ),
+)
+
+UPDATE: tuple[PatchSpec, ...] = (
+    PatchSpec(
+        id="update.recipe_worker", stage="update", target=_ACTOR, kind="subclass",
+        provider="verl_patches.worker.recipe_worker:RecipeWorker", lines=_BOTH,
+        why="The step of a worker is written down in one class: phases of memory, weight sync, on-policy update, "
+            "tensors that stay on the device, handshake and report.",
         exit=_NEVER,
     ),
     PatchSpec(
-        id="update.take_checked", stage="update", target=f"{_ACTOR}.take_checked", kind="extend",
-        provider="verl_patches.training.worker:take_checked", lines=_BOTH, needs=("rollout.keep_log_probs",),
-        why="What vLLM sampled for the truth check is known in the workers only.", exit=_NEVER,
-    ),
-    PatchSpec(
-        id="update.on_policy", stage="update", target=f"{_ACTOR}.update_actor", kind="wrap",
-        provider="verl_patches.training.old_log_prob:update_on_policy", processes=_WORKER, lines=_BOTH,
-        needs=("update.take_log_prob_moments", "update.loss_on_policy"),
+        id="update.on_policy", stage="update", target=f"{_ACTOR}.update_actor", kind="override",
+        provider="verl_patches.worker.recipe_worker:RecipeWorker.update_actor", processes=_WORKER, lines=_BOTH,
+        needs=("update.recipe_worker", "update.loss_on_policy"),
         why="verl computes old log-probs in a pass of its own (verl/trainer/ppo/ray_trainer.py) also where the update "
             "finds the same ones, and never makes up for vLLM's differing from them.",
         exit="the pins move to a verl with algorithm.rollout_correction that leaves the pass out on policy (verl 3996)",
     ),
     PatchSpec(
         id="update.loss_on_policy", stage="update", target="verl.trainer.ppo.core_algos:compute_policy_loss",
-        kind="wrap", provider="verl_patches.training.old_log_prob:loss_on_policy", processes=_WORKER, lines=_BOTH,
+        kind="wrap", provider="verl_patches.worker.on_policy_update:loss_on_policy", processes=_WORKER, lines=_BOTH,
         bindings=("verl.workers.actor.megatron_actor:compute_policy_loss",
                   "verl.workers.actor.dp_actor:compute_policy_loss"),
         why="The only place where an update's own log-probs can take the place of old ones.",
         exit="as update.on_policy",
     ),
     PatchSpec(
-        id="rollout.keep_responses", stage="rollout", kind="wrap", processes=_WORKER, lines=_BOTH,
-        target="verl.workers.sharding_manager.megatron_vllm:MegatronVLLMShardingManager.postprocess_data",
-        provider="verl_patches.training.kept_worker:keep_responses",
+        id="update.tensor_cache", stage="update", kind="override", target=f"{_MANAGER}.postprocess_data",
+        provider="verl_patches.worker.sharding:RecipeShardingManager.postprocess_data", processes=_WORKER, lines=_BOTH,
+        needs=("reshard.sharding_manager", "update.recipe_worker"),
         why="Here a step's responses are on the device, and this rank's own, for the last time: verl sends all of it "
             "through the trainer, padded, and back for each stage (verl/single_controller/base/decorator.py).",
         exit="verl's stages leave their tensors on the workers for the next",
     ),
     PatchSpec(
-        id="update.run_kept", stage="update", target=f"{_ACTOR}.run_kept", kind="extend",
-        provider="verl_patches.training.kept_worker:run_kept", lines=_BOTH, needs=("rollout.keep_responses",),
-        why="verl has no calls of its stages that take their tensors from the workers.",
-        exit="as rollout.keep_responses",
-    ),
-    PatchSpec(
         id="update.micro_batches_as_planned", stage="update", kind="wrap", processes=_WORKER,
         target="verl.utils.seqlen_balancing:rearrange_micro_batches",
-        provider="verl_patches.training.kept_micro_batches:as_planned",
+        provider="verl_patches.worker.tensor_cache_stages:as_planned",
         bindings=("verl.workers.actor.megatron_actor:rearrange_micro_batches",
                   "verl.workers.actor.dp_actor:rearrange_micro_batches",
                   "verl.workers.critic.megatron_critic:rearrange_micro_batches",
@@ -270,145 +238,73 @@ TRAINING: tuple[PatchSpec, ...] = (
             "of two replicas are not equally long (verl/utils/seqlen_balancing.py).",
         exit="verl plans dynamic micro batches for all replicas together, within the budget",
     ),
+)
+
+MEMORY: tuple[PatchSpec, ...] = (
     PatchSpec(
-        id="update.log_with_run", stage="update", target="verl.utils.tracking:Tracking.log", kind="wrap",
-        provider="verl_patches.training.run:log_with_run", processes=_CONTROLLER, lines=_BOTH,
-        why="One place sees every step's metrics: phase table, summary.json and the log-prob check.", exit=_NEVER,
+        id="memory.ledger", stage="memory", target=f"{_ACTOR}.init_model", kind="override", processes=_WORKER,
+        provider="verl_patches.worker.recipe_worker:RecipeWorker.init_model", lines=_BOTH,
+        needs=("update.recipe_worker", "rollout.engine"),
+        why="verl never looks at what is on the device; the ledger watches what the worker has built.", exit=_NEVER,
     ),
     PatchSpec(
-        id="logprob.truth_check", stage="logprob", target="verl.trainer.ppo.metric_utils:compute_data_metrics",
-        kind="wrap", provider="verl_patches.training.rollout_correction:add_to_metrics",
-        bindings=(f"{_TRAINER}:compute_data_metrics",), processes=_CONTROLLER, lines=_BOTH,
-        why="verl compares probabilities, which hides errors of rare tokens; log-probs show a wrong weight at once.",
-        exit="verl reports |log-prob delta| of rollout and actor (0.5 and later: rollout correction metrics)",
+        id="memory.order", stage="memory", target=f"{_ACTOR}.init_model", kind="override", processes=_WORKER,
+        provider="verl_patches.worker.recipe_worker:RecipeWorker.init_model", lines=_BOTH,
+        needs=("update.recipe_worker", "rollout.engine", "reshard.sharding_manager", "memory.empty_cache"),
+        why="verl brings training weights to the host and back around every call, gradients for a weight sync too, "
+            "into host memory made anew each time and pinned by a second copy; at 54c9b736 it leaves routed experts on "
+            "the die, and has KV cache and training weights there together. Ours is one table (memory/schedule.py).",
+        exit="verl moves memory by one table, into host memory that it keeps, and only what was written to",
     ),
     PatchSpec(
-        id="update.sync_mode", stage="reshard", target=f"{_ACTOR}._build_rollout", kind="wrap",
-        provider="verl_patches.training.worker:rollout_with_sync_mode", processes=_WORKER, lines=_BOTH,
-        why="recipe.weight_sync must reach the sharding manager, which verl gives no configuration.", exit=_NEVER,
+        id="memory.empty_cache", stage="memory", target=f"{_WORKERS}:torch", kind="wrap", processes=_WORKER,
+        provider="verl_patches.worker.empty_cache:without_empty_cache", lines=_BOTH,
+        bindings=("verl.workers.actor.megatron_actor:torch",),
+        why="verl gives the allocator's pool back after every call, pass and update (megatron_workers.py, "
+            "megatron_actor.py), and the next stage asks the device for the same memory again; with memory.order the "
+            "schedule has the trims.",
+        exit="verl trims where a stage needs memory past torch's pool, and only there",
     ),
     PatchSpec(
-        id="update.sync_switch", stage="reshard",
-        target="verl.workers.sharding_manager.megatron_vllm:MegatronVLLMShardingManager.__enter__", kind="wrap",
-        provider="verl_patches.reshard.sync_switch:timed_and_switched", processes=_WORKER,
-        why="Counts weight sync as a phase, and can leave it out after the first step: the control run without sync.",
-        exit=_NEVER,
-    ),
-    PatchSpec(
-        id="update.sync_switch_and_wake", stage="reshard",
-        target="verl.workers.sharding_manager.megatron_vllm:MegatronVLLMShardingManager.__enter__", kind="wrap",
-        provider="verl_patches.reshard.sync_switch:timed_and_switched_with_cache", processes=_WORKER, lines=_A3,
-        why="As update.sync_switch; at verl 54c9b736 this method wakes vLLM's KV cache too (megatron_vllm.py:334).",
-        exit="the pins move to verl 0.4.0 or later, where update.sync_switch serves",
-    ),
-    PatchSpec(
-        id="reshard.direct", stage="reshard", kind="wrap", processes=_WORKER,
-        needs=("update.sync_switch", "update.sync_mode"),
-        target="verl.workers.sharding_manager.megatron_vllm:MegatronVLLMShardingManager.__enter__",
-        provider="verl_patches.reshard.in_loop:direct",
-        why=_DIRECT, exit="verl sends each rank the weights that it lacks, and those only",
-    ),
-    PatchSpec(
-        id="reshard.direct_and_wake", stage="reshard", kind="wrap", processes=_WORKER, lines=_A3,
-        needs=("update.sync_switch_and_wake", "update.sync_mode"),
-        target="verl.workers.sharding_manager.megatron_vllm:MegatronVLLMShardingManager.__enter__",
-        provider="verl_patches.reshard.in_loop:direct_with_cache",
-        why=_DIRECT + " At 54c9b736 this method wakes vLLM's KV cache too (megatron_vllm.py:334).",
-        exit="as reshard.direct",
-    ),
-    PatchSpec(
-        id="model.local_names", stage="reshard", target="verl.utils.model:normalize_model_name", kind="wrap",
-        provider="verl_patches.model.names:te_names_for_verl",
-        bindings=("verl.utils.megatron_utils:normalize_model_name",), processes=_WORKER,
-        why="verl's per_tensor_generator and DeepSeek-V3 converter know Transformer Engine's parameter names only "
-            "(verl/utils/megatron_utils.py:798, verl/models/mcore/weight_converter.py:172).",
-        exit="verl accepts the names of Megatron's own modules",
-    ),
-    *map(_timed_offload, ("load_megatron_model_to_gpu", "offload_megatron_model_to_cpu",
-                          "load_megatron_optimizer", "offload_megatron_optimizer")),
-    _ledger("ledger", f"{_ACTOR}.init_model", "keep_ledger",
-            "verl never looks at who is on the device; the ledger watches what the worker has built."),
-    PatchSpec(
-        id="memory.rollout_life", stage="memory", target="vllm.entrypoints.llm:LLM.__init__", kind="wrap",
-        provider="verl_patches.memory.engine_life:taken_over", processes=_WORKER, lines=_BOTH,
-        needs=("rollout.llm_arguments",),
+        id="memory.sleep_mode", stage="memory", target="vllm.entrypoints.llm:LLM.sleep", kind="override",
+        provider="verl_patches.worker.rollout_engine:RolloutEngine.sleep", processes=_WORKER, lines=_BOTH,
+        needs=("rollout.engine",),
         why="vLLM's sleep mode copies all weights to the host at every sleep, where the weight sync overwrites them, "
             "and takes memory past torch's allocator; a CPU has none. Ours gives the storages' memory back and takes "
             "it again. With enforce_eager=false vLLM's stays, without that copy: graphs need their addresses.",
         exit="vLLM drops weights that are to be replaced, at sleep, into torch's pool",
     ),
     PatchSpec(
-        id="memory.trim_before_wake", stage="memory", target="vllm.entrypoints.llm:LLM.wake_up", kind="wrap",
-        provider="verl_patches.memory.offload:trim_before_wake", processes=_WORKER, lines=_BOTH,
-        why="vLLM's sleep mode maps device memory past torch's allocator, whose pool must be empty then; with rows "
-            "memory.offload_* moves leave it filled for each other.",
-        exit="rollout weights and KV cache come from torch's allocator",
-    ),
-    _ledger("ledger_wake", "vllm.entrypoints.llm:LLM.wake_up", "wake", "The phases reshard and wake_kv begin here.",
-            needs=("memory.trim_before_wake",)),
-    _ledger("ledger_rollout", "vllm.entrypoints.llm:LLM.generate", "generate", "The phase rollout begins here."),
-    _ledger("ledger_sleep", "vllm.entrypoints.llm:LLM.sleep", "sleep", "The phase sleep begins here."),
-    _ledger("ledger_log_prob", f"{_MEGATRON_ACTOR}.compute_log_prob", "log_prob",
-            "The phases old_log_prob and ref begin here."),
-    _ledger("ledger_update", f"{_MEGATRON_ACTOR}.update_policy", "update", "The phase update begins here.",
-            lines=frozenset({"pypi"})),
-    _ledger("ledger_update_a3", f"{_MEGATRON_ACTOR}.update_policy", "update",
-            "As memory.ledger_update, over the learning-rate schedule of this line.", lines=_A3,
-            needs=("update.lr_schedule",)),
-    PatchSpec(
-        id="memory.take_memory", stage="memory", target=f"{_ACTOR}.take_memory", kind="extend",
-        provider="verl_patches.memory.in_worker:take_memory", lines=_BOTH,
-        why="What the ledgers saw is known in the workers only.", exit=_NEVER,
-    ),
-    _moved("load_model", "load_megatron_model_to_gpu"),
-    _moved("offload_model", "offload_megatron_model_to_cpu", "memory.load_model"),
-    _moved("load_optimizer", "load_megatron_optimizer"),
-    _moved("offload_optimizer", "offload_megatron_optimizer", "memory.load_optimizer"),
-    _checkpoint("save"), _checkpoint("load"),
-    _order("order", "memory.ledger_update", lines=frozenset({"pypi"})),
-    _order("order_a3", "memory.ledger_update_a3", lines=_A3),
-    _trims("worker", _WORKERS, "after every call (megatron_workers.py, the end of each)"),
-    _trims("actor", "verl.workers.actor.megatron_actor", "after each pass and update (megatron_actor.py)"),
-    _trims("sleep", "verl.workers.sharding_manager.megatron_vllm", "after vLLM went to sleep (megatron_vllm.py)"),
-    PatchSpec(
-        id="memory.swap_optimizer", stage="memory", target=f"{_ACTOR}._build_model_optimizer", kind="wrap",
-        provider="verl_patches.memory.swap_optimizer:build_swapped", processes=_WORKER, needs=("model.train_dtype",),
+        id="memory.swap_optimizer", stage="memory", target=f"{_ACTOR}._build_model_optimizer", kind="override",
+        provider="verl_patches.worker.recipe_worker:RecipeWorker._build_model_optimizer", processes=_WORKER,
+        needs=("update.recipe_worker", "model.train_dtype"),
         why="Megatron 0.12.2 steps all states at once, on the device or on the host (optimizer_cpu_offload); "
             "recipe.train.swap_optimizer streams them through the device in pieces, as MindSpeed does on line a3.",
         exit=_NEVER,
-    ),
-    PatchSpec(
-        id="memory.take_offload", stage="memory", target=f"{_ACTOR}.take_offload", kind="extend",
-        provider="verl_patches.training.worker:take_offload", lines=_BOTH,
-        why="What was moved, and what it took, is known in the workers only.", exit=_NEVER,
     ),
 )
 
 DISPATCH: tuple[PatchSpec, ...] = (
     PatchSpec(
-        id="dispatch.put_once", stage="comm", kind="wrap", processes=_CONTROLLER, lines=_BOTH,
+        id="dispatch.put_once", stage="dispatch", kind="wrap", processes=_CONTROLLER, lines=_BOTH,
         target="verl.single_controller.ray.base:RayWorkerGroup.execute_all_async",
-        provider="verl_patches.comm.dispatch:put_before_calling",
+        provider="verl_patches.trainer.dispatch:put_before_calling",
         why="verl serialises each worker's arguments in that worker's own call (execute_all_async), at 54c9b736 also a "
             "batch that all ranks of a replica share: the last worker starts when all others have been served.",
         exit="verl puts every large argument into Ray's store once, before it calls the first worker",
     ),
     PatchSpec(
-        id="dispatch.note_starts", stage="comm", kind="wrap", processes=_WORKER, lines=_BOTH,
-        target="verl.single_controller.base.decorator:register", provider="verl_patches.comm.starts:noted",
+        id="dispatch.note_starts", stage="dispatch", kind="wrap", processes=_WORKER, lines=_BOTH,
+        target="verl.single_controller.base.decorator:register", provider="verl_patches.trainer.worker_starts:noted",
         bindings=("verl.single_controller.base.worker:register", f"{_WORKERS}:register",
                   "verl.workers.fsdp_workers:register"),
         why="How far apart workers start is known in the workers only, and verl does not look.", exit=_NEVER,
     ),
-    PatchSpec(
-        id="dispatch.take_starts", stage="comm", target=f"{_ACTOR}.take_starts", kind="extend",
-        provider="verl_patches.training.worker:take_starts", lines=_BOTH,
-        needs=("dispatch.note_starts", "dispatch.put_once"),
-        why="The controller asks every worker for its starts at the end of a step.", exit=_NEVER,
-    ),
 )
 
-FUNCTIONAL: tuple[PatchSpec, ...] = (*ROLLOUT, *MODEL, *a3_rows.ROWS, *TRAINING, *DISPATCH)
+FUNCTIONAL: tuple[PatchSpec, ...] = (
+    *CONTROLLER, *DISPATCH, *MODEL, *a3_rows.ROWS, *RESHARD, *ROLLOUT, *UPDATE, *MEMORY,
+)
 
 NO_BUILD: tuple[PatchSpec, ...] = (_flash_attn("flash_attn"), _flash_attn("flash_attn.bert_padding"))
 

@@ -15,7 +15,7 @@ import sys
 import threading
 
 from verl_patches.cluster.compose import compose
-from verl_patches.training import ray_start
+from verl_patches.trainer import ray_start
 
 ENDED = "the controller has ended"
 _FORWARDED_S = 5

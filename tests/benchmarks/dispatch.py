@@ -11,13 +11,13 @@ response <= 3072 tokens, lengths lognormal, cv .55, mean response 983 (tests/com
     own dispatch     the imported verl's: 0.4.0 puts a Megatron batch into Ray's store once a DP rank. With
                      PYTHONPATH=<verl 54c9b736> it is that one's
     put once         row dispatch.put_once under a copy a worker
-    ours             row dispatch.put_once, and recipe.tensor_cache.enabled (training/kept_batch.py)
+    ours             row dispatch.put_once, and recipe.tensor_cache.enabled (trainer/tensor_cache.py)
 
 bytes   256 logical workers (TP4 x PP8 x DP8) in 16 Ray actors. All that Ray serialises for calls (`sent`) and for their
         answers, which the controller fetches from every worker (`back`), counted in its serialiser. `ours` and
         generation are at full scale; the other calls of other ways on 1/32 of the samples, times 32.
 skew    8, 16 and 32 actors, one worker each, started by verl's calls of a step, the worst of its calls
-        (comm/starts.py), median of the repeats. Messages of ours are those of a whole step of 32 samples a worker; for
+        (trainer/dispatch.py), median of the repeats. Messages of ours are those of a whole step of 32 samples a worker; for
         other ways a worker's batch is 1/8 of what a DP rank has in the 256-die run. For 256 a straight line through
         the medians: a model, no measurement. Workers answer half a second after the last has been called, where real
         ones' devices work: else the answers of the first would take this machine's cores, which all actors share, from
@@ -56,10 +56,14 @@ from fit_step import EACH, PROMPTS, SAMPLES, VOCABULARY, WORLD, Step, balanced, 
 from lengths import PROMPT, RESPONSE  # noqa: E402
 from logical_group import LogicalGroup, Serialised, group_of  # noqa: E402
 
-from verl_patches.comm.dispatch import put_before_calling  # noqa: E402
-from verl_patches.comm.ragged import Ragged, model_inputs  # noqa: E402
-from verl_patches.comm.starts import noted, start_skew, take  # noqa: E402
-from verl_patches.training.kept_batch import Kept, KeptOnWorkers  # noqa: E402
+from verl_patches.tensor_cache.exchange import Ragged, model_inputs  # noqa: E402
+from verl_patches.trainer.dispatch import (  # noqa: E402
+    noted,
+    put_before_calling,  # noqa: E402
+    start_skew,
+    take,
+)
+from verl_patches.trainer.tensor_cache import Kept, TensorCacheGroup  # noqa: E402
 
 DP, PP, TP = 8, 8, 4
 BYTES_SCALE, SKEW_SCALE = 32, 8
@@ -86,7 +90,7 @@ class Host:
         return total
 
     def starts(self):
-        """comm/starts.py."""
+        """trainer/dispatch.py."""
         return take()
 
     def _held(self, method):
@@ -134,8 +138,8 @@ class Host:
         self._held("nothing")
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def run_kept(self, stage, step, told=None):
-        """training/kept_worker.py, answers of every stage."""
+    def run_stage(self, stage, step, told=None):
+        """worker/tensor_cache_stages.py, answers of every stage."""
         if stage == "generate":
             prompt, response = self._ids(len(self.lengths[0]) // WORLD, self._held(stage))
             return {"prompt_length": np.array(prompt.lengths), "response_length": np.array(response.lengths),
@@ -243,7 +247,7 @@ def byte_figures() -> Iterator[dict[str, Any]]:
                 step.train(part)
     for name, of in (("ours", responses), ("ours, every response of 3072 tokens", [RESPONSE] * SAMPLES)):
         stand(of)
-        kept = KeptOnWorkers(group, Kept(0, RESPONSE, True, False))
+        kept = TensorCacheGroup(group, Kept(0, RESPONSE, True, False))
         step = Step(kept, own(kept))
         with our_row(), counted.way(name):
             step.train(balanced(step.generate(prompts_of(PROMPTS, prompts))))
@@ -292,7 +296,7 @@ def measured(count: int, made: list[Any], repeats: int, of: tuple[list[int], lis
     ray.get([actor.stand_for.remote([n], samples, heads_of(group), prompts, responses, folder)
              for n, actor in enumerate(made[:count])])  # fmt: skip
     asked = prompts_of(samples // EACH, prompts)
-    kept = KeptOnWorkers(group, Kept(0, RESPONSE, True, False))
+    kept = TensorCacheGroup(group, Kept(0, RESPONSE, True, False))
     whole = Step(group, own(group)).generate(asked)
     each = SAMPLES // DP // SKEW_SCALE
     picked = [at % len(whole) for at in range(group.dp_size * each)]

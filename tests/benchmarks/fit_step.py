@@ -11,7 +11,7 @@ from lengths import PROMPT, RESPONSE, lognormal_lengths
 from verl import DataProto
 from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions
 
-from verl_patches.comm.ragged import Ragged, model_inputs
+from verl_patches.tensor_cache.exchange import Ragged, model_inputs
 
 PROMPTS, EACH, WORLD, VOCABULARY = 512, 16, 256, 129_280
 SAMPLES = PROMPTS * EACH

@@ -26,9 +26,18 @@ from typing import Any
 from tqdm import tqdm
 from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions
 
-from verl_patches.comm.batch_plan import held_after_rollout, mini_batches, plan_batch, train_replicas
-from verl_patches.comm.micro_batches import Replicas, arrival, balanced, packed, steps_cost
 from verl_patches.layout.parallel import parse_layout
+from verl_patches.tensor_cache.batch_plan import (
+    Replicas,
+    arrival,
+    balanced,
+    held_after_rollout,
+    mini_batches,
+    packed,
+    plan_batch,
+    steps_cost,
+    train_replicas,
+)
 
 lognormal_lengths = runpy.run_path(str(Path(__file__).resolve().parents[1] / "comm/lengths.py"))["lognormal_lengths"]
 SAMPLES, WORLD, BUDGET = 512 * 16, 256, 8192

@@ -5,7 +5,7 @@
 Prints JSON: a list of figures, each with `value`, `bound` and `peer` (verl 0.4.0's own four functions on the same
 objects, in the same run). Exits 1 where a bound is missed. Megatron's real DDP and bf16 optimizer, moved as the worker
 of verl 0.4.0 moves them; copies and host memory are counted from outside, in the third step, by the tensor calls that
-make them. `plan` is the simulation of the order (memory/phases.py). Where a GPU is, GB/s of offloading and loading
+make them. `plan` is the simulation of the order (memory/schedule.py). Where a GPU is, GB/s of offloading and loading
 2 GiB against a plain copy of as many bytes to and from pinned memory; elsewhere that figure is null. On a CPU calls are
 counted as what they do on a device (`Counted` in tests/memory/offload_job.py).
 """
@@ -47,9 +47,8 @@ def count() -> list[dict[str, Any]]:
     import torch
     from verl.utils import megatron_utils as verl
 
-    from verl_patches.memory.followed import VERL_0_4_0, with_our_copies
     from verl_patches.memory.measure import buffers_of, held_bytes, optimizer_tensors
-    from verl_patches.memory.phases import simulate
+    from verl_patches.memory.schedule import VERL_0_4_0, simulate, with_our_copies
 
     chunks, optimizer = job["trained"](torch.bfloat16)
     reference = [torch.nn.Linear(40, 50)]

@@ -165,8 +165,8 @@ def _worker(billions: int) -> tuple:
     from verl_patches.layout.native import native_parameters
     from verl_patches.layout.parallel import parse_layout, rollout_layout
     from verl_patches.layout.sharding import local_parameters
-    from verl_patches.reshard import in_loop
     from verl_patches.reshard import live_memory as memory
+    from verl_patches.reshard import weight_sync
     from verl_patches.reshard.compiled import Compiler
     from verl_patches.reshard.destination import Destinations
     from verl_patches.reshard.execute import Executor
@@ -201,14 +201,14 @@ def _worker(billions: int) -> tuple:
     problems = list(compiler.problems())
     if problems:
         raise RuntimeError(problems)
-    worker = object.__new__(in_loop.WorkerReshard)  # its own __init__ and _learn ask Megatron and all ranks
+    worker = object.__new__(weight_sync.WorkerReshard)  # its own __init__ and _learn ask Megatron and all ranks
     vars(worker).update(
         settings=types.SimpleNamespace(verify="off"), chunks=[chunk], rank=RANK, device=torch.device("cpu"), plan=plan,
         sources=sources, destinations=Destinations(RANK, places, (), {}, (), model, live), verified=True, reports=[],
-        executor=Executor(compiler, group=None, load_whole=None, finish=lambda: in_loop.post_load(model)),
+        executor=Executor(compiler, group=None, load_whole=None, finish=lambda: weight_sync.post_load(model)),
     )  # fmt: skip
     # without verl's unwrap_model, which looks at each chunk once
-    in_loop.still_valid = lambda tensors, chunks: are_views_of(tensors, [dict(c.named_parameters()) for c in chunks])
+    weight_sync.still_valid = lambda tensors, chunks: are_views_of(tensors, [dict(c.named_parameters()) for c in chunks])
     return worker, model
 
 

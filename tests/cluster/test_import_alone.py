@@ -128,7 +128,7 @@ def test_workers_are_sent_what_the_launcher_would_send(monkeypatch, switches, en
 
 @pytest.mark.slow
 def test_edited_sources_are_refused_or_recorded(monkeypatch, tmp_path):
-    """verl as the path has it, with one edit; the trainer keeps what differs for the summary (training/run.py)."""
+    """verl as the path has it, with one edit; the trainer keeps what differs for the summary (trainer/run.py)."""
     for folder in (installed_root("verl") / "verl", *installed_root("verl").glob("verl-*.dist-info")):
         shutil.copytree(folder, tmp_path / folder.name, ignore=shutil.ignore_patterns("__pycache__"))
     file = tmp_path / "verl/utils/torch_dtypes.py"

@@ -8,11 +8,10 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 
-from verl_patches.comm import exchange as module
-from verl_patches.comm.batch_plan import plan_batch
-from verl_patches.comm.exchange import Told, wire_bytes
-from verl_patches.comm.ragged import Ragged
-from verl_patches.comm.tensor_cache import TensorCache
+from verl_patches.tensor_cache import exchange as module
+from verl_patches.tensor_cache.batch_plan import plan_batch
+from verl_patches.tensor_cache.cache import TensorCache
+from verl_patches.tensor_cache.exchange import Ragged, TensorSpec, wire_bytes
 
 DTYPES = {"prompts": torch.int32, "responses": torch.int32, "log_probs": torch.float32, "flags": torch.bool,
           "halves": torch.bfloat16, "scores": torch.float64}  # fmt: skip
@@ -22,7 +21,7 @@ def told_of(lengths):
     """Responses take a third of a sample's tokens or none, prompts the rest; one score a sample."""
     responses = [length // 3 for length in lengths]
     counts = {"prompts": [a - b for a, b in zip(lengths, responses, strict=True)], "scores": [1] * len(lengths)}
-    return {name: Told(dtype, counts.get(name, responses)) for name, dtype in DTYPES.items()}
+    return {name: TensorSpec(dtype, counts.get(name, responses)) for name, dtype in DTYPES.items()}
 
 
 def values_of(name, sample, count):

@@ -42,10 +42,10 @@ class Echo:
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def take_starts(self):
-        """As training/worker.py."""
-        from verl_patches.comm import starts
+        """As worker/recipe_worker.py."""
+        from verl_patches.trainer import dispatch
 
-        return starts.take()
+        return dispatch.take()
 
 
 def digest(value):
@@ -91,7 +91,7 @@ def facts(group):
     """{case: facts} and how a worker's error arrives."""
     from logical_group import Serialised
 
-    from verl_patches.comm.dispatch import take_calls
+    from verl_patches.trainer.dispatch import take_calls
 
     found = {}
     take_calls()
@@ -114,18 +114,18 @@ def main():
     import ray
     from logical_group import group_of
 
-    from verl_patches.comm.starts import start_skew
-    from verl_patches.training import ray_start
+    from verl_patches.trainer.dispatch import start_skew
+    from verl_patches.trainer import ray_start
 
     ray_start.start({}, num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=200 << 20)
     group, actors = group_of(dispatch_job.Echo, 2, 4)
     group.lay_out(tp=2, dp=2, pp=1)
     on = facts(group)
-    starts = ray.get([actor.take_starts.remote() for actor in actors])
+    dispatch = ray.get([actor.take_starts.remote() for actor in actors])
     prelude_patch.engine.revert()
     off = facts(group)
-    print(json.dumps({"on": on, "off": off, "starts": [[name for name, _ in each] for each in starts],
-                      "skew": start_skew(starts)}))
+    print(json.dumps({"on": on, "off": off, "starts": [[name for name, _ in each] for each in dispatch],
+                      "skew": start_skew(dispatch)}))
 
 
 if __name__ == "__main__":

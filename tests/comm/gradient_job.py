@@ -14,7 +14,7 @@ from megatron.core.pipeline_parallel.schedules import forward_step
 from megatron.core.transformer import TransformerConfig
 from verl.trainer.ppo.core_algos import agg_loss, compute_policy_loss, kl_penalty
 
-from verl_patches.comm.micro_batches import arrival, balanced, packed, weight_depends_on_company
+from verl_patches.tensor_cache.batch_plan import arrival, balanced, packed, weight_depends_on_company
 
 SAMPLES, REPLICAS, WIDTH, VOCAB, HIDDEN = 32, 4, 24, 29, 16
 MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")

@@ -2,7 +2,7 @@
 
 from hypothesis import strategies as st
 
-from verl_patches.comm.batch_plan import held_after_rollout
+from verl_patches.tensor_cache.batch_plan import held_after_rollout
 
 ANY = st.integers(1, 12)
 

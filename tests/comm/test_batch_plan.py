@@ -5,9 +5,9 @@ from hypothesis import given, settings
 
 from tests.comm.lengths import lognormal_lengths
 from tests.comm.strategies import steps
-from verl_patches.comm.batch_plan import held_after_rollout, mini_batches, plan_batch, train_replicas
 from verl_patches.errors import ConfigError
 from verl_patches.layout.parallel import parse_layout
+from verl_patches.tensor_cache.batch_plan import held_after_rollout, mini_batches, plan_batch, train_replicas
 
 
 @settings(deadline=None)

@@ -5,9 +5,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.comm.lengths import lognormal_lengths
-from verl_patches.comm.batch_plan import mini_batches
-from verl_patches.comm.micro_batches import arrival, balanced, packed, steps_cost, weight_depends_on_company
 from verl_patches.errors import ConfigError
+from verl_patches.tensor_cache.batch_plan import (
+    arrival,
+    balanced,
+    mini_batches,
+    packed,
+    steps_cost,
+    weight_depends_on_company,
+)
 
 ONE = st.just(1)
 
@@ -141,6 +147,6 @@ def test_weights_depend_on_company_for_token_mean_only():
 
 
 def test_torch_is_not_needed(run_python):
-    code = "import sys, verl_patches.comm.batch_plan, verl_patches.comm.micro_batches; sys.exit('torch' in sys.modules)"
+    code = "import sys, verl_patches.tensor_cache.batch_plan, verl_patches.tensor_cache.batch_plan; sys.exit('torch' in sys.modules)"
     assert run_python(code).rc == 0
     assert run_python("import torch; " + code).rc == 1

@@ -3,7 +3,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verl_patches.comm.ragged import Ragged, from_padded, mask_of, model_inputs, prompt_inputs, to_padded
+from verl_patches.tensor_cache.exchange import Ragged, from_padded, mask_of, model_inputs, prompt_inputs, to_padded
 
 LENGTHS = st.lists(st.integers(0, 6), min_size=1, max_size=6)
 

@@ -5,8 +5,8 @@ import weakref
 import pytest
 import torch
 
-from verl_patches.comm.ragged import Ragged
-from verl_patches.comm.tensor_cache import CacheError, TensorCache
+from verl_patches.tensor_cache.cache import CacheError, TensorCache
+from verl_patches.tensor_cache.exchange import Ragged
 
 
 def ragged(*samples):

@@ -22,7 +22,7 @@ def _on_learnt(change):
 
         module.learn_destinations = learn_spoilt
 
-    after_import("verl_patches.reshard.in_loop", on_import)
+    after_import("verl_patches.reshard.weight_sync", on_import)
 
 
 def swap_experts():

@@ -7,8 +7,7 @@ import pytest
 from verl_patches.layout.inventory import build_inventory
 from verl_patches.layout.parallel import parse_layout
 from verl_patches.memory.expected import Setting, in_dtype, padding_bytes, tenant_bytes
-from verl_patches.memory.followed import staying
-from verl_patches.memory.phases import OURS, make_order, moves_of_a_step, residency
+from verl_patches.memory.schedule import OURS, make_order, moves_of_a_step, residency, staying
 
 pytestmark = [pytest.mark.slow, pytest.mark.full]
 ACTOR, REF = "actor_rollout_ref.actor.megatron", "actor_rollout_ref.ref.megatron"

@@ -2,8 +2,7 @@
 
 import pytest
 
-from verl_patches.memory.followed import order_followed, staying
-from verl_patches.memory.phases import simulate
+from verl_patches.memory.schedule import order_followed, simulate, staying
 
 pytestmark = [pytest.mark.slow, pytest.mark.full]
 ACTOR, REF = "actor_rollout_ref.actor.megatron", "actor_rollout_ref.ref.megatron"

@@ -26,7 +26,7 @@ def assert_same_steps(kept, plain):
 
 
 def test_in_arrival_order_the_steps_are_those_of_verl(smoke):
-    """Rows rollout.keep_responses, update.run_kept: mini batches, epochs, validation, warm-up; one rollout instance of
+    """Rows rollout.keep_responses, update.run_stage: mini batches, epochs, validation, warm-up; one rollout instance of
     TP 2 for two train replicas, and responses of unequal lengths.
 
     A sample has 144 tokens at most, so verl packs some micro batches of two samples and some of one.

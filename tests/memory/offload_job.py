@@ -18,7 +18,7 @@ from offload_objects import BF16, FP32, chunk, refused, same, sizes, step, train
 from swap_parts import counting_by_group, swap_controls, swapped  # noqa: F401  (parts)
 from verl.utils import megatron_utils as verl
 
-from verl_patches.memory import moves, phase_clock
+from verl_patches.memory import counters
 from verl_patches.patching import engine
 
 
@@ -27,18 +27,18 @@ def models():
     torch.manual_seed(0)
     chunks, reference = [chunk(), chunk(experts=False)], torch.nn.Linear(2, 3)
     views, before, of_reference = [p.view(-1) for p in chunks[0].parameters()], weights(chunks), weights([reference])
-    phase_clock.take()
+    counters.take_seconds()
     found = {"at first": sizes(chunks)}
     verl.offload_megatron_model_to_cpu([*chunks, reference])
     verl.offload_megatron_model_to_cpu(chunks)
     found["offloaded"] = sizes(chunks)
     found["reference"] = sum(p.untyped_storage().nbytes() for p in reference.parameters())
-    found["first moves"] = moves.take()
+    found["first moves"] = counters.take_moves()
     verl.load_megatron_model_to_gpu([*chunks, reference], load_grad=False)
     found["for log-probs"] = sizes(chunks)
     found["weights are back"] = same(weights(chunks), before) and same(weights([reference]), of_reference)
     verl.offload_megatron_model_to_cpu([*chunks, reference])
-    found["moves for log-probs"] = moves.take()
+    found["moves for log-probs"] = counters.take_moves()
     verl.load_megatron_model_to_gpu(chunks)
     found["loaded"] = sizes(chunks)
     found["gradients"] = [p.main_grad.abs().sum().item() for each in chunks for p in each.parameters()]
@@ -53,8 +53,8 @@ def models():
     verl.load_megatron_model_to_gpu(chunks)
     found["training is kept"] = same(weights(chunks), [weight + 1 for weight in before])
     found["gradients of the next step"] = [p.main_grad.abs().sum().item() for e in chunks for p in e.parameters()]
-    found["moves of training"] = moves.take()
-    found["phases"] = list(phase_clock.take())
+    found["moves of training"] = counters.take_moves()
+    found["phases"] = list(counters.take_seconds())
     found["rows"] = {row["id"]: row["state"] for row in engine.current().status() if row["id"].startswith("memory.")}
     return found
 
@@ -72,7 +72,7 @@ def optimizers():
     for name, dtype, distributed in (("fp32", FP32, True), ("bf16", BF16, True), ("plain fp32", FP32, False),
                                      ("plain bf16", BF16, False)):
         plain, offloaded, equal, every = trained(dtype, distributed), trained(dtype, distributed), [], []
-        moves.take()
+        counters.take_moves()
         for number in range(3):
             norm = step(*plain, number)
             verl.load_megatron_model_to_gpu(offloaded[0])
@@ -80,7 +80,7 @@ def optimizers():
             equal.append(step(*offloaded, number) == norm and same(weights(plain[0]), weights(offloaded[0])))
             verl.offload_megatron_model_to_cpu(offloaded[0])
             verl.offload_megatron_optimizer(offloaded[1])
-            every.append(moves.offload_of_step([moves.take()]))
+            every.append(counters.offload_of_step([counters.take_moves()]))
         left = sum(s.untyped_storage().nbytes() for one in offloaded[1].chained_optimizers
                    for state in one.optimizer.state.values() for s in state.values() if s.dim())
         found[name] = {"classes": sorted({type(one).__name__ for one in offloaded[1].chained_optimizers}),
@@ -144,7 +144,7 @@ def counted():
         step(chunks, optimizer, 0)
         every = []
         for number in (1, 2, 3):
-            moves.take()
+            counters.take_moves()
             with Counted() as seen:
                 if name == "gradients copied":
                     kept = [buffer.grad_data.cpu() for each in chunks for buffer in each.buffers]
@@ -154,10 +154,10 @@ def counted():
                 verl.load_megatron_model_to_gpu(chunks)
                 verl.load_megatron_optimizer(optimizer)
             step(chunks, optimizer, number)
-            mine = moves.take()
+            mine = counters.take_moves()
             every.append({"seen": seen.copied_bytes, "told": sum(m["copied_bytes"] for m in mine),
                           "seen host": seen.host_bytes, "told host": sum(m["host_bytes"] for m in mine),
-                          "plan": sum(m["bytes"] for m in mine if m["verb"] in moves.COPYING)})
+                          "plan": sum(m["bytes"] for m in mine if m["verb"] in counters.COPYING)})
         found[name] = every
     return found
 
@@ -166,7 +166,7 @@ def checkpoints():
     """save_checkpoint and load_checkpoint of verl's worker find the states, which are away before and after."""
     from types import SimpleNamespace
 
-    from verl_patches.memory.checkpoints import at_load, at_save
+    from verl_patches.worker.recipe_worker import at_load, at_save
 
     chunks, optimizer = trained(BF16)
     step(chunks, optimizer, 0)
@@ -186,9 +186,9 @@ def checkpoints():
         for state in states:
             state["exp_avg"] = state["exp_avg"] * 2
 
-    moves.take()
+    counters.take_moves()
     at_load(replace)(worker)
-    found["host memory for the loaded ones"] = sum(m["host_bytes"] for m in moves.take())
+    found["host memory for the loaded ones"] = sum(m["host_bytes"] for m in counters.take_moves())
     verl.load_megatron_optimizer(optimizer)
     found["loaded"] = same([state["exp_avg"] for state in states], [each * 2 for each in before])
     return found
@@ -198,13 +198,13 @@ def checkpoints_in_our_order():
     """With a conductor, verl's own calls do nothing: weights that are away come for a checkpoint, and go again."""
     from types import SimpleNamespace
 
-    from verl_patches.memory import conduct
-    from verl_patches.memory.checkpoints import at_load, at_save
-    from verl_patches.memory.movers import movers_of
-    from verl_patches.memory.phases import OURS
+    from verl_patches.memory import scheduler
+    from verl_patches.memory.offload import movers_of
+    from verl_patches.memory.schedule import OURS
+    from verl_patches.worker.recipe_worker import at_load, at_save
 
     chunks, optimizer = trained(BF16)
-    conductor = conduct.Conductor(OURS, lambda: None)
+    conductor = scheduler.Conductor(OURS, lambda: None)
     worker = SimpleNamespace(_is_actor=True, actor_optimizer=optimizer, actor_module=chunks)
     found, before = {}, weights(chunks)
 
@@ -223,21 +223,21 @@ def checkpoints_in_our_order():
     verl.offload_megatron_model_to_cpu(chunks)
     verl.offload_megatron_optimizer(optimizer)
     conductor.add(movers_of(chunks, optimizer))
-    conduct.keep(conductor)
+    scheduler.keep(conductor)
     try:
         for name, call in (("save", at_save(save)), ("load", at_load(load))):
-            moves.take()
+            counters.take_moves()
             call(worker)
-            found[f"{name} moves"] = [f"{m['verb']} {m['tenant']}" for m in moves.take()]
+            found[f"{name} moves"] = [f"{m['verb']} {m['tenant']}" for m in counters.take_moves()]
         found["held"] = sizes(chunks)
         conductor.begin("update")
         doubled = len(list(chunks[0].parameters()))
         found["loaded"] = same(weights(chunks), [each * 2 for each in before[:doubled]] + before[doubled:])
-        moves.take()
+        counters.take_moves()
         at_save(lambda self: None)(worker)
-        found["save moves while all is there"] = moves.take()
+        found["save moves while all is there"] = counters.take_moves()
     finally:
-        conduct.keep(None)
+        scheduler.keep(None)
     return found
 
 
@@ -245,18 +245,18 @@ def checkpoints_without_states_before():
     """A resume in fp32: nothing is away before, load_checkpoint makes the states; who has them on the host then."""
     from types import SimpleNamespace
 
-    from verl_patches.memory import conduct
-    from verl_patches.memory.checkpoints import at_load
+    from verl_patches.memory import scheduler
     from verl_patches.memory.measure import held_bytes, optimizer_tensors
-    from verl_patches.memory.movers import movers_of
-    from verl_patches.memory.phases import OURS
+    from verl_patches.memory.offload import movers_of
+    from verl_patches.memory.schedule import OURS
     from verl_patches.memory.swap_optimizer import swap_optimizer
+    from verl_patches.worker.recipe_worker import at_load
 
     def left(case):
         chunks, optimizer = trained(FP32)
-        conductor = conduct.Conductor(OURS, lambda: None, stays=() if case == "moved" else ("optimizer",))
+        conductor = scheduler.Conductor(OURS, lambda: None, stays=() if case == "moved" else ("optimizer",))
         conductor.add(movers_of(chunks, optimizer))
-        conduct.keep(conductor)
+        scheduler.keep(conductor)
         if case == "swapped":
             swap_optimizer(optimizer, 2)
         held = []
@@ -276,7 +276,7 @@ def checkpoints_without_states_before():
             if case != "swapped":
                 held.append(sum(float(t.sum()) * 4 for t in optimizer_tensors(optimizer)))
         finally:
-            conduct.keep(None)
+            scheduler.keep(None)
         return held
 
     return {case: left(case) for case in ("moved", "stays", "swapped")}
@@ -286,9 +286,10 @@ def watched():
     """What in_worker registers of a worker, with a swapped optimizer and without: every tenant of a worker's table."""
     from types import SimpleNamespace
 
-    from verl_patches.memory import in_worker, ledger
-    from verl_patches.memory.phases import OURS
+    from verl_patches.memory import ledger
+    from verl_patches.memory.schedule import OURS
     from verl_patches.memory.swap_optimizer import swap_optimizer
+    from verl_patches.worker import recipe_worker
 
     def watch(swap):
         chunks, optimizer = trained(BF16)
@@ -309,7 +310,7 @@ def watched():
         stays = {"actor_params", "grads", "optimizer", "rollout_weights", "kv_cache", "ref_params"}
         kept = ledger.Ledger(OURS, stays, "strict")
         ledger.keep(kept)
-        in_worker._watch(worker, recipe, kept)
+        recipe_worker._watch(worker, recipe, kept)
         kept.enter("reshard")
         kept.enter("update")
         step(chunks, optimizer, 0)
@@ -332,10 +333,10 @@ def watched():
 
 def carried_out():
     """An order carried out by movers of real objects: moves of the second step, and what the table predicts."""
-    from verl_patches.memory.conduct import Conductor
     from verl_patches.memory.measure import held_bytes, optimizer_tensors
-    from verl_patches.memory.movers import movers_of, movers_of_reference
-    from verl_patches.memory.phases import OURS, simulate
+    from verl_patches.memory.offload import movers_of, movers_of_reference
+    from verl_patches.memory.schedule import OURS, simulate
+    from verl_patches.memory.scheduler import Conductor
 
     chunks, optimizer = trained(BF16)
     reference = torch.nn.Linear(20, 30)
@@ -350,13 +351,13 @@ def carried_out():
     conductor, every = Conductor(OURS, lambda: None), []
     conductor.add(movers)
     for number in (1, 2):
-        moves.take()
+        counters.take_moves()
         for phase in OURS.phases:
             conductor.begin(phase.name)
             if phase.name == "update":
                 step(chunks, optimizer, number)
         conductor.end()
-        every.append(moves.take())
+        every.append(counters.take_moves())
     moments = simulate(OURS, full).values()
     return {"moves": [f"{m['verb']} {m['tenant']}" for m in every[1]],
             "to_device": [sum(m["copied_bytes"] for m in every[1] if m["verb"] == "load"),

@@ -20,9 +20,10 @@ from types import SimpleNamespace
 
 import torch
 
-from verl_patches.memory import engine_life, graph_life, rollout_life
+from verl_patches.memory import sleep_mode
 from verl_patches.patching import engine as patches
 from verl_patches.patching.engine import PatchError
+from verl_patches.worker import rollout_engine
 
 SEGMENT, TENSOR = 4096, 512  # bytes
 copied: list[int] = []
@@ -108,7 +109,7 @@ def main() -> None:
     pool.segment("kv_cache", lives)
     tensors = {"up": model.up, "down": model.down, "kv_b_proj": alone, "W_UV": impl.W_UV, "gate": model.gate,
                "expert_map": expert_map, "table": table, "shared": model.shared, "head": model.head}
-    graph_life._snapshot = lambda device: pool.snapshot
+    sleep_mode._snapshot = lambda device: pool.snapshot
 
     calls: list[str] = []
 
@@ -130,7 +131,7 @@ def main() -> None:
 
     patches.current = lambda: SimpleNamespace(wanted=("reshard.direct",))
     llm = SimpleNamespace()
-    engine_life.taken_over(init)(llm, enable_sleep_mode=True, enforce_eager=False, load_format="auto")
+    rollout_engine.taken_over(init)(llm, enable_sleep_mode=True, enforce_eager=False, load_format="auto")
     found = {"bytes": [], "kept": {name: [] for name in tensors}, "refused": [], "tags": [],
              "weights": SEGMENT * sum(each.tag == "weights" for each in allocator.pointer_to_data.values())}
     for step in range(3):  # as loaded; after a sync; after the last one
@@ -138,7 +139,7 @@ def main() -> None:
             for tensor in tensors.values():
                 tensor.copy_(torch.arange(len(tensor)) + step)
         if step:
-            rollout_life.filled(llm, stay=step == 2)
+            sleep_mode.filled(llm, stay=step == 2)
         llm.llm_engine.sleep(1)
         held = [each.cpu_backup_tensor for each in allocator.pointer_to_data.values()]
         found["bytes"].append(sum(each.numel() for each in held if each is not None))
@@ -153,13 +154,13 @@ def main() -> None:
     for do in (llm.llm_engine.wake_up, llm.llm_engine.sleep, llm.llm_engine.sleep):
         do()
     llm.llm_engine.wake_up(["weights"])
-    llm.llm_engine.wake_up(list(rollout_life.TAGS))
+    llm.llm_engine.wake_up(list(sleep_mode.TAGS))
     llm.llm_engine.sleep()
     llm.llm_engine.wake_up(["weights"])
     llm.llm_engine.sleep()
     found["calls"] = list(calls)
     llm.llm_engine.wake_up()
-    rollout_life.filled(llm, stay=False)
+    sleep_mode.filled(llm, stay=False)
     calls.append("broken")
     with contextlib.suppress(AssertionError):
         llm.llm_engine.sleep()

@@ -3,7 +3,7 @@
 import torch
 from offload_objects import BF16, FP32, refused, same, step, trained, weights
 
-from verl_patches.memory import moves
+from verl_patches.memory import counters
 
 
 def swapped():
@@ -15,21 +15,21 @@ def swapped():
                                ("bf16 in 100", BF16, 100)):
         plain, other, equal, every = trained(dtype), trained(dtype), [], []
         swaps = swap_optimizer(other[1], times)
-        first = moves.take()
+        first = counters.take_moves()
         for number in range(3):
             norm = step(*plain, number)
             equal.append(step(*other, number) == norm and same(weights(plain[0]), weights(other[0])))
-            every.append(moves.offload_of_step([moves.take()]))
+            every.append(counters.offload_of_step([counters.take_moves()]))
         other[1].reload_model_params()
         found[name] = {"equal": equal, "steps": every, "limits": [s.limit_bytes for s in swaps],
-                       "pieces": [len(s.pieces) for s in swaps], "first": moves.offload_of_step([first])}
+                       "pieces": [len(s.pieces) for s in swaps], "first": counters.offload_of_step([first])}
     return found
 
 
 def swap_controls():
     """What cannot be swapped, and a step that forgets a piece's states."""
     from verl_patches.memory import swap_optimizer as ours
-    from verl_patches.memory.parking import Parked
+    from verl_patches.memory.host_backed import Parked
 
     found = {
         "plain": refused(lambda: ours.swap_optimizer(trained(distributed=False)[1], 4)),

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from verl_patches.errors import ConfigError
-from verl_patches.memory import conduct, moves
+from verl_patches.memory import counters, scheduler
 from verl_patches.memory import ledger as ledgers
-from verl_patches.memory.conduct import Conductor, trim_of
 from verl_patches.memory.ledger import Ledger, MemoryLedgerError
 from verl_patches.memory.measure import held_bytes
-from verl_patches.memory.phases import OURS, simulate
+from verl_patches.memory.schedule import OURS, simulate
+from verl_patches.memory.scheduler import Conductor, trim_of
 from verl_patches.memory.trims import by_order
 
 SIZES = {"actor_params": 400, "grads": 800, "optimizer": 2400, "ref_params": 400, "rollout_weights": 600,
@@ -172,7 +172,7 @@ def test_a_second_generation_and_a_step_without_an_update_leave_the_table_true(m
     for phase in (*again, "old_log_prob", "ref"):
         conductor.begin(phase)
     conductor.end()
-    movers["tensor_cache"].free()  # its scope ends with the step (training/kept_batch.py, end_step)
+    movers["tensor_cache"].free()  # its scope ends with the step (trainer/tensor_cache.py, end_step)
     log.clear()
     step(conductor)
     assert "load actor_params" in log and log.index("offload actor_params") < log.index("alloc kv_cache")
@@ -180,15 +180,15 @@ def test_a_second_generation_and_a_step_without_an_update_leave_the_table_true(m
 
 def test_trims_are_on_record_and_without_a_conductor_only_the_ledger_hears(made, monkeypatch):
     conductor, log, _ = made(())
-    moves.take()
+    counters.take_moves()
     step(conductor)
-    assert [each["verb"] for each in moves.take()] == ["trim", "trim"] == log
-    conduct.begin("rollout", lambda: log.append("vllm"))
-    conduct.end()
-    assert log[2:] == ["vllm"] and not conduct.moved_here(None) and conduct.current() is None
+    assert [each["verb"] for each in counters.take_moves()] == ["trim", "trim"] == log
+    scheduler.begin("rollout", lambda: log.append("vllm"))
+    scheduler.end()
+    assert log[2:] == ["vllm"] and not scheduler.moved_here(None) and scheduler.current() is None
     assert [r["phase"] for r in ledgers.current().take()["records"]][-1] == "rollout"
-    monkeypatch.setattr(conduct, "_current", conductor)
-    conduct.begin("sleep")
+    monkeypatch.setattr(scheduler, "_current", conductor)
+    scheduler.begin("sleep")
     assert log[3:] == ["trim"]
 
 
@@ -256,7 +256,7 @@ def test_what_stands_for_torch_travels_as_verls_functions_do(monkeypatch):
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("trim"))
     found.cuda.empty_cache()
     assert calls == ["trim"] and found.Tensor is torch.Tensor and found.cuda.Stream is torch.cuda.Stream
-    monkeypatch.setattr(conduct, "_current", object())
+    monkeypatch.setattr(scheduler, "_current", object())
     found.cuda.empty_cache()
     assert calls == ["trim"]
     with pytest.raises(AttributeError, match="no_such_name"):

@@ -11,8 +11,7 @@ from verl_patches.layout.inventory import build_inventory
 from verl_patches.layout.native import native_parameters
 from verl_patches.layout.parallel import ParallelLayout, parse_layout, rollout_layout
 from verl_patches.memory.expected import Setting, in_dtype, padding_bytes, peaks, tenant_bytes
-from verl_patches.memory.followed import VERL
-from verl_patches.memory.phases import OURS, TENANTS
+from verl_patches.memory.schedule import OURS, TENANTS, VERL
 
 MODELS = Path(__file__).resolve().parents[2] / "configs" / "model"
 BIG = build_inventory(MODELS / "deepseekv3_671b.json")

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from verl_patches.memory import graph_life
-from verl_patches.memory.graph_life import dropped, segments_of
+from verl_patches.memory import sleep_mode
+from verl_patches.memory.sleep_mode import dropped, segments_of
 from verl_patches.patching.engine import PatchError
 
 SCRIPT = Path(__file__).with_name("sleep_mode.py").read_text()
@@ -36,9 +36,9 @@ def test_what_another_tag_holds_is_left_and_tags_come_back_after_an_error():
 
 
 def test_a_sleep_mode_that_is_not_known_here_is_refused(monkeypatch):
-    monkeypatch.setattr(graph_life, "_ALLOCATORS", (("no.such.module", "CaMemAllocator"),))
+    monkeypatch.setattr(sleep_mode, "_ALLOCATORS", (("no.such.module", "CaMemAllocator"),))
     with pytest.raises(PatchError, match="CaMemAllocator of vLLM's sleep mode, found neither: .*rollout_life"):
-        graph_life._allocator()
+        sleep_mode._allocator()
 
 
 def of_its_allocator(run_warm, *file):

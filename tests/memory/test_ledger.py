@@ -9,10 +9,9 @@ import torch
 
 from verl_patches.errors import ConfigError
 from verl_patches.memory import ledger as ledgers
-from verl_patches.memory.ledger import Ledger, MemoryLedgerError, memory_of_process
+from verl_patches.memory.ledger import Ledger, MemoryLedgerError, memory_of_process, memory_of_step, said_of
 from verl_patches.memory.measure import held_bytes, optimizer_full_bytes, optimizer_tensors
-from verl_patches.memory.phases import OURS, make_order
-from verl_patches.memory.report import memory_of_step, said_of
+from verl_patches.memory.schedule import OURS, make_order
 
 SIZES = {"actor_params": 400, "grads": 800, "optimizer": 2400, "ref_params": 400, "rollout_weights": 600,
          "kv_cache": 1000}  # fmt: skip

@@ -5,10 +5,10 @@ import torch
 
 from verl_patches.catalog import ROWS
 from verl_patches.errors import ConfigError
-from verl_patches.memory import parking
-from verl_patches.memory.moves import Moved, move, offload_of_step, take
-from verl_patches.memory.parking import Parked, come, leave
-from verl_patches.memory.phases import TENANTS
+from verl_patches.memory import host_backed
+from verl_patches.memory.counters import Moved, move, offload_of_step, take_moves
+from verl_patches.memory.host_backed import Parked, come, leave
+from verl_patches.memory.schedule import TENANTS
 from verl_patches.patching.engine import Engine
 from verl_patches.patching.switches import Switches
 
@@ -162,16 +162,16 @@ def test_an_order_whose_phases_are_not_seen_is_refused(line, update):
 
 
 def test_a_large_storage_takes_several_pieces_and_comes_back(monkeypatch):
-    monkeypatch.setattr(parking, "PIECE_BYTES", 1024)
-    monkeypatch.setattr(parking, "_allocate", lambda size, device, made=[]: made.append(size) or torch.empty(
+    monkeypatch.setattr(host_backed, "PIECE_BYTES", 1024)
+    monkeypatch.setattr(host_backed, "_allocate", lambda size, device, made=[]: made.append(size) or torch.empty(
         size, dtype=torch.uint8))
-    made = parking._allocate.__defaults__[0]
+    made = host_backed._allocate.__defaults__[0]
     tensors = [torch.randn(size) for size in (3, 700, 1, 60)]
     before = [tensor.clone() for tensor in tensors]
     parked = [Parked(str(number), tensor) for number, tensor in enumerate(tensors)]
     for each in parked:
         each.device = torch.device("meta")  # no CPU: pieces are shared
-    parking._make_host_memory(parked)
+    host_backed._make_host_memory(parked)
     assert made[0] == 0 and made[1:] == [1024, 1024, 1024, 1024, 512]
     spans = sorted((piece.data_ptr(), piece.numel()) for each in parked for piece in each.host)
     assert all(at + size <= after for (at, size), (after, _) in zip(spans, spans[1:], strict=False))
@@ -224,9 +224,9 @@ def test_what_ranks_did_one_after_the_other():
 
 
 def test_a_move_of_nothing_is_no_move():
-    take()
+    take_moves()
     with move("load", "grads"):
         pass
     with move("load", "grads") as found:
         found.bytes, found.verb = 5, "alloc"
-    assert [(each["verb"], each["bytes"]) for each in take()] == [("alloc", 5)] and take() == []
+    assert [(each["verb"], each["bytes"]) for each in take_moves()] == [("alloc", 5)] and take_moves() == []

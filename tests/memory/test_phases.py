@@ -5,18 +5,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from verl_patches.errors import ConfigError
-from verl_patches.memory.followed import (
+from verl_patches.memory.schedule import (
+    OURS,
+    TENANTS,
     VERL,
     VERL_54C9B736,
     direct_sync,
     in_sleep_mode,
+    make_order,
+    moves_of_a_step,
     order_followed,
+    residency,
+    simulate,
     staying,
     switches_of,
     with_our_copies,
     with_own_life,
 )
-from verl_patches.memory.phases import OURS, TENANTS, make_order, moves_of_a_step, residency, simulate
 
 VARIANTS = (in_sleep_mode(OURS), in_sleep_mode(OURS, copied=False),
             *map(with_our_copies, VERL.values()), *map(with_own_life, VERL.values()))

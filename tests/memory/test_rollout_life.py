@@ -5,11 +5,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from verl_patches.memory import engine_life, rollout_life
-from verl_patches.memory.graph_life import GraphLife
-from verl_patches.memory.rollout_life import RolloutLife, weights_of
+from verl_patches.memory import sleep_mode
+from verl_patches.memory.sleep_mode import GraphLife, RolloutLife, weights_of
 from verl_patches.patching import engine as patches
 from verl_patches.patching.engine import PatchError
+from verl_patches.worker import rollout_engine
 
 
 class Attention(torch.nn.Module):
@@ -138,8 +138,8 @@ def test_weights_that_no_sync_will_vouch_for_are_never_given_up(rows, load_forma
     llm, model, _ = engine()
     llm.llm_engine.add_request = None
     monkeypatch.setattr(patches, "current", lambda: SimpleNamespace(wanted=rows))
-    monkeypatch.setattr(engine_life, "_guarded", lambda life, add_request: None)
-    engine_life.taken_over(lambda self, **kwargs: None)(
+    monkeypatch.setattr(rollout_engine, "_guarded", lambda life, add_request: None)
+    rollout_engine.taken_over(lambda self, **kwargs: None)(
         llm, enable_sleep_mode=True, enforce_eager=True, load_format=load_format)
     llm.llm_engine.sleep()
     assert (bytes_of(*model.parameters()) > 28) == stay  # 28: what shares a buffer's memory
@@ -160,8 +160,8 @@ def test_an_engine_that_is_to_sleep_has_our_life_and_an_eager_one_no_sleep_mode(
         vars(self.llm_engine).update(add_request=lambda number: number + 1, sleep=None, wake_up=None)
 
     llm = SimpleNamespace()
-    engine_life.taken_over(init)(llm, **asked)
-    ours = rollout_life.of(llm)
+    rollout_engine.taken_over(init)(llm, **asked)
+    ours = sleep_mode.of(llm)
     assert seen.get("enable_sleep_mode") is passed and isinstance(ours, kind)
     assert llm.llm_engine.add_request(1) == 2
     if ours:

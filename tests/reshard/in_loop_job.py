@@ -1,4 +1,4 @@
-"""What a rank does in tests of reshard/in_loop.py: syncs between memory of a tiny model, with something spoilt.
+"""What a rank does in tests of reshard/weight_sync.py: syncs between memory of a tiny model, with something spoilt.
 
 Real is all but what needs Megatron, vLLM or verl: training memory is cases.py's, the engine is a module whose
 load_weights works as vLLM's does, and verl's two functions are stand-ins that say when they were called.
@@ -20,7 +20,7 @@ import torch.distributed as dist
 from tests.reshard.cases import Case, Live, cut, full_tensor, grow, rollout_memory, train_memory
 from tests.reshard.spoilt import message
 from verl_patches.layout.sharding import local_parameters
-from verl_patches.reshard import destination, in_loop
+from verl_patches.reshard import destination, weight_sync
 
 BROKEN_RANK = 1
 FIRST = "model.embed_tokens.weight"
@@ -98,7 +98,7 @@ class World:
         executor = SimpleNamespace(driver_worker=SimpleNamespace(worker=runner))
         config = {"model_type": "deepseek_v3", **vars(replace(case.model, torch_dtype="float32"))}
         self.manager = SimpleNamespace(
-            reshard_settings=in_loop.Settings(case.train, case.rollout, "pypi", case.bucket_bytes, verify),
+            reshard_settings=weight_sync.Settings(case.train, case.rollout, "pypi", case.bucket_bytes, verify),
             actor_module=[torch.nn.Linear(1, 1, dtype=getattr(torch, case.model.torch_dtype))],
             model_config=SimpleNamespace(to_dict=lambda: config),
             inference_engine=SimpleNamespace(wake_up=self._wake_up,
@@ -113,7 +113,7 @@ class World:
 
     def sync(self, enter: Callable[[Any], Any] | None = None) -> str:
         """One sync as verl calls it: what it raises, or "fine"."""
-        return message((enter or in_loop.direct(_never)), self.manager)
+        return message((enter or weight_sync.direct(_never)), self.manager)
 
     def facts(self) -> dict[str, Any]:
         """What the last sync reported; nothing, if it raised."""
@@ -130,8 +130,8 @@ class World:
         """Meanwhile in_loop.py meets this world's memory where it would ask Megatron, and verl's functions here."""
         verl_utils = ModuleType("verl.utils.vllm_utils")
         verl_utils.patch_vllm_moe_model_weight_loader = lambda model: self.events.append("loaders")
-        covers, plan, after, poison = (destination.Destinations.check_covers, in_loop.plan_reshard, in_loop.post_load,
-                                       in_loop.Verifier.poison)  # fmt: skip
+        covers, plan, after, poison = (destination.Destinations.check_covers, weight_sync.plan_reshard, weight_sync.post_load,
+                                       weight_sync.Verifier.poison)  # fmt: skip
 
         def spoil(what: str, original: Callable) -> Callable:
             def call(*args, **kwargs):
@@ -143,11 +143,11 @@ class World:
 
         with (
             mock.patch.dict(sys.modules, {"verl.utils.vllm_utils": verl_utils}),
-            mock.patch.object(in_loop, "train_tensors", lambda *args: self.sources),
-            mock.patch.object(in_loop, "still_valid", lambda *args: self.trained_is_valid),
-            mock.patch.object(in_loop, "plan_reshard", spoil("plan", plan)),
-            mock.patch.object(in_loop, "post_load", spoil("post_load", after)),
-            mock.patch.object(in_loop.Verifier, "poison", spoil("poison", poison)),
+            mock.patch.object(weight_sync, "train_tensors", lambda *args: self.sources),
+            mock.patch.object(weight_sync, "still_valid", lambda *args: self.trained_is_valid),
+            mock.patch.object(weight_sync, "plan_reshard", spoil("plan", plan)),
+            mock.patch.object(weight_sync, "post_load", spoil("post_load", after)),
+            mock.patch.object(weight_sync.Verifier, "poison", spoil("poison", poison)),
             mock.patch.object(destination.Destinations, "check_covers", spoil("learn", covers)),
         ):
             yield self
@@ -212,5 +212,5 @@ def broken(case: Case, what: str, at: int) -> list[tuple]:
 def with_cache(case: Case) -> list[str]:
     """What happens in which order in a first sync at verl 54c9b736."""
     with World(case, "first").stand_ins() as world:
-        assert world.sync(in_loop.direct_with_cache(_never)) == "fine"
+        assert world.sync(weight_sync.direct_with_cache(_never)) == "fine"
         return world.events

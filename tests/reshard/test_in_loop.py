@@ -80,6 +80,6 @@ def test_the_cache_is_woken_last_and_after_training_weights_have_left(pool4):
     SimpleNamespace(reshard_settings=object(), weight_sync_enabled=False, weights_synced_once=True),
 ])  # fmt: skip
 def test_verls_path_is_taken_where_there_is_nothing_to_do(manager):
-    from verl_patches.reshard.in_loop import direct
+    from verl_patches.reshard.weight_sync import direct
 
     assert direct(lambda manager: "verl's")(manager) == "verl's"

@@ -8,7 +8,7 @@ from pathlib import Path
 import engine_rank
 import torch
 
-from verl_patches.memory import rollout_life
+from verl_patches.memory import sleep_mode
 
 
 def generate(spec: dict) -> dict:
@@ -19,7 +19,7 @@ def generate(spec: dict) -> dict:
     model = engine_rank.model_of(llm)
     if spec["rollout"].get("load_format") == "dummy":  # as verl's sharding manager: every rank is given every tensor
         model.load_weights(tensors(spec["model"]))
-        rollout_life.filled(llm, stay=False)
+        sleep_mode.filled(llm, stay=False)
     passes = _count_passes(llm.llm_engine.model_executor.driver_worker.worker)
     groups = {"dp": get_dp_group().ranks, "tp": get_tp_group().ranks, "ep": get_ep_group().ranks}
     expert_map = model.model.layers[1].mlp.experts.expert_map

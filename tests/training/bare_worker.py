@@ -31,7 +31,7 @@ class Bare(Worker):
 
 def add_proof():
     """What row update.prove_patches does to ActorRolloutRefWorker."""
-    from verl_patches.training.worker import prove_patches
+    from verl_patches.worker.recipe_worker import prove_patches
 
     Bare.prove_patches = prove_patches
 
@@ -50,7 +50,7 @@ def main():
 
     from verl_patches import prelude_patch
     from verl_patches.patching.engine import PatchError
-    from verl_patches.training import proofs
+    from verl_patches.trainer import worker_handshake
 
     ray.init(num_cpus=5, include_dashboard=False, log_to_driver=False, object_store_memory=128 << 20,
              runtime_env={"worker_process_setup_hook": bare_worker.prelude_on_rank_one})
@@ -59,9 +59,9 @@ def main():
     both = create_colocated_worker_cls({"actor_rollout": RayClassWithInitArgs(ray.remote(bare_worker.Bare))})
     group = RayWorkerGroup(pool, both).spawn({"actor_rollout"})["actor_rollout"]
     group.start()
-    found, refused = proofs.workers_proofs(group), None
+    found, refused = worker_handshake.workers_proofs(group), None
     try:
-        proofs.refuse_unproven(found)
+        worker_handshake.refuse_unproven(found)
     except PatchError as error:
         refused = str(error)
     ray.shutdown()

@@ -14,7 +14,7 @@ import verl  # noqa: F401  (as verl's worker module does: loading the class impo
 
 from verl_patches.errors import ConfigError
 from verl_patches.platform.npu import visible_die
-from verl_patches.training import ray_start
+from verl_patches.trainer import ray_start
 
 AT_IMPORT = os.environ.get(visible_die.VISIBLE)
 VERLS = {"RANK": "0", "WG_PREFIX": "abc"}  # what marks a worker of verl's

@@ -20,10 +20,11 @@ from omegaconf import OmegaConf
 from verl import DataProto
 from verl.utils.tracking import Tracking
 
-from verl_patches.cluster.recipe import Recipe
-from verl_patches.comm import dispatch, starts
-from verl_patches.memory import conduct, moves, phase_clock, swap_optimizer
-from verl_patches.training import kept_micro_batches, run
+from verl_patches.patching.row import subclass_of
+from verl_patches.trainer import dispatch, run, worker_starts
+from verl_patches.worker import on_policy_update, recipe_worker, tensor_cache_stages
+from verl_patches.worker import sharding as sharding_manager
+from verl_patches.worker.context import context
 
 
 def works(probe):
@@ -60,7 +61,7 @@ def actor_splits_as_planned():
     from verl.workers.actor import megatron_actor
 
     batch = tensordict.TensorDict({"attention_mask": torch.ones(3, 2, dtype=torch.int64)}, [3])
-    with kept_micro_batches.following([[[2], [0, 1]]], [2, 2, 2]):
+    with tensor_cache_stages.following([[[2], [0, 1]]], [2, 2, 2]):
         return megatron_actor.rearrange_micro_batches(batch=batch, max_token_len=100)[1] == [[2], [0, 1]]
 
 
@@ -72,13 +73,13 @@ def calls_are_told():
 
 
 def starts_are_noted():
-    starts.take()
+    worker_starts.take_starts()
     worker = workers.ActorRolloutRefWorker.__new__(workers.ActorRolloutRefWorker)
     try:
         worker.load_pretrained_model("nowhere")
     except Exception:
         pass
-    return [name for name, _ in starts.take()] == ["load_pretrained_model"]
+    return [name for name, _ in worker_starts.take_starts()] == ["load_pretrained_model"]
 
 
 def metrics_have_the_delta():
@@ -91,140 +92,130 @@ def metrics_have_the_delta():
     return found["recipe/logprob_delta_mean"] == 0.5
 
 
-def sync_mode_reaches_the_manager():
-    recipe = OmegaConf.structured(Recipe)
-    recipe.weight_sync.enabled = False
-    sizes = {f"{name}_model_parallel_size": 1 for name in ("tensor", "expert", "pipeline")}
-    megatron = {**sizes, "context_parallel_size": 1, "expert_tensor_parallel_size": 1,
-                "virtual_pipeline_model_parallel_size": None}
-    worker = SimpleNamespace(config=OmegaConf.create({
-        "recipe": recipe, "actor": {"megatron": megatron}, "rollout": {"tensor_model_parallel_size": 1}}))
-    build = workers.ActorRolloutRefWorker._build_rollout
-    manager = SimpleNamespace()
-    build.__closure__[0].cell_contents = lambda *a, **k: (None, manager)
-    build(worker)
-    return manager.weight_sync_enabled is False and manager.reshard_settings.rollout.world_size == 1
+class Upstream:
+    """Stands for verl's worker under ours; `seen` has the calls that reach it."""
+
+    _is_actor, _is_ref, _is_rollout, _is_offload_param = True, False, False, True
+
+    def __init__(self, config=None, role="actor"):
+        self.config, self.seen = config or {}, []
+
+    def __getattr__(self, name):
+        if name.startswith("_") or name in ("actor_module", "actor_optimizer", "ref_module"):
+            raise AttributeError(name)
+        return lambda *args, **kwargs: self.seen.append(name)
+
+    def _build_model_optimizer(self, *args, **kwargs):
+        self.seen.append(self.dtype)
+        return "chunks", "optimizer", "hf", "config"
+
+    def init_model(self):
+        self.actor_module, self.actor_optimizer = [object()], object()
+
+    def update_actor(self, data):
+        self.seen.append(context().update is not None)
 
 
-def offload_times():
-    names = ("load_megatron_model_to_gpu", "offload_megatron_model_to_cpu", "load_megatron_optimizer",
-             "offload_megatron_optimizer")
-    for name in names:
-        phase_clock.take()
-        try:
-            getattr(workers, name)([])
-        except AttributeError:  # no optimizer in an empty list; what counts is that the call is timed
-            pass
-        yield f"memory.time_{name}", "offload" in phase_clock.take()
-
-
-def moves_are_counted():
-    model = torch.nn.Linear(2, 2)
-    adam = torch.optim.AdamW(model.parameters())
-    model(torch.ones(2)).sum().backward()
-    adam.step()
-    adam.zero_grad()
-    megatron = SimpleNamespace(optimizer=adam)
-    moves.take()
-    for name, function, what in (("offload_model", "offload_megatron_model_to_cpu", [model]),
-                                 ("load_model", "load_megatron_model_to_gpu", [model]),
-                                 ("offload_optimizer", "offload_megatron_optimizer", megatron),
-                                 ("load_optimizer", "load_megatron_optimizer", megatron)):
-        getattr(workers, function)(what)
-        yield f"memory.{name}", bool(moves.take())
+def worker(**recipe):
+    """A worker of ours over `Upstream`; the rows that are on in this process say what it does."""
+    settings = {"line": "pypi", "platform": "cpu", "dtype": "fp32", "memory": {"ledger": "off"},
+                "train": {"skip_old_log_prob": False, "swap_optimizer": False, "swap_optimizer_times": 3},
+                "weight_sync": {"enabled": True}, **recipe}
+    side = {"megatron": {"param_offload": True, "optimizer_offload": True}}
+    config = OmegaConf.create({"recipe": settings, "actor": side, "ref": side, "rollout": {"enforce_eager": True}})
+    return subclass_of(Upstream, recipe_worker.RecipeWorker)(config, "actor")
 
 
 def worker_swaps_the_optimizer():
     asked = []
-    recipe = SimpleNamespace(dtype="fp32", train=SimpleNamespace(swap_optimizer=True, swap_optimizer_times=3))
-    swap_optimizer.swap_optimizer, original = (lambda *of: asked.append(of)), swap_optimizer.swap_optimizer
-    worker = SimpleNamespace(config={"recipe": recipe}, dtype=None)
-    build = workers.ActorRolloutRefWorker._build_model_optimizer
-    while hasattr(build, "__wrapped__"):  # verl's own needs a model
-        inner, build = build, build.__wrapped__
-    cell = next(c for c in inner.__closure__ if c.cell_contents is build)
-    cell.cell_contents = lambda self: ("chunks", "optimizer", "hf", "config")
-    workers.ActorRolloutRefWorker._build_model_optimizer(worker)
-    cell.cell_contents, swap_optimizer.swap_optimizer = build, original
+    recipe_worker.swap_optimizer, original = (lambda *of, look: asked.append(of)), recipe_worker.swap_optimizer
+    made = worker(train={"skip_old_log_prob": False, "swap_optimizer": True, "swap_optimizer_times": 3})
+    made.memory.built = lambda *of: None
+    made._build_model_optimizer()
+    recipe_worker.swap_optimizer = original
     return asked == [("optimizer", 3)]
 
 
-def checkpoint_asks_for_the_optimizer(name):
-    seen = []
-
-    class Worker:
-        _is_offload_param = _is_actor = True
-
-        def __getattr__(self, name):
-            seen.append(name)
-            raise AttributeError(name)
-
-    try:
-        getattr(workers.ActorRolloutRefWorker, f"{name}_checkpoint")(Worker(), "folder")
-    except AttributeError:
-        pass
-    return seen == ["actor_optimizer"]
+def worker_takes_the_asked_dtype():
+    made = worker()
+    made.dtype, made.memory.built = None, lambda *of: None
+    made._build_model_optimizer()
+    return made.seen == [torch.float32]
 
 
-def verls_trims_are_left_to_the_order():
-    calls, conductor = [], conduct.current()
+def scheduler_moves_what_the_worker_built():
+    made = worker()
+    made.init_model()
+    found = context().scheduler
+    context().scheduler = None
+    return found is not None and found.moves("optimizer") and made._is_offload_param is False
+
+
+def verls_trims_are_left_to_the_schedule():
+    calls = []
     torch.cuda.empty_cache, original = (lambda: calls.append("trim")), torch.cuda.empty_cache
-    for name, module in (("worker", workers), ("actor", megatron_actor), ("sleep", sharding)):
+    found = []
+    for module in (workers, megatron_actor):
         calls.clear()
-        conduct.keep(object())
+        context().scheduler = object()
         module.torch.cuda.empty_cache()
-        conduct.keep(None)
+        context().scheduler = None
         left = not calls
         module.torch.cuda.empty_cache()
         same = module.torch.Tensor is torch.Tensor and module.torch.cuda.current_device == torch.cuda.current_device
-        yield f"memory.trims_{name}", left and calls == ["trim"] and same
+        found.append(left and calls == ["trim"] and same)
     torch.cuda.empty_cache = original
-    conduct.keep(conductor)
+    assert len(set(found)) == 1
+    return found[0]
 
 
-def init_makes_the_conductor():
-    init = workers.ActorRolloutRefWorker.init_model
-    while hasattr(init, "__wrapped__"):  # verl's own builds models
-        inner, init = init, init.__wrapped__
-    cell = next(c for c in inner.__closure__ if c.cell_contents is init)
-    cell.cell_contents = lambda self: None
-    side = {"megatron": {"param_offload": True, "optimizer_offload": True}}
-    recipe = SimpleNamespace(line="pypi", platform="cpu", memory=SimpleNamespace(ledger="off"),
-                             train=SimpleNamespace(skip_old_log_prob=False), weight_sync=SimpleNamespace(enabled=True))
-    config = OmegaConf.create({"actor": side, "ref": side, "rollout": {"enforce_eager": True}})
-    worker = SimpleNamespace(_is_actor=True, _is_ref=False, actor_module=[object()], actor_optimizer=object())
-    worker.config = SimpleNamespace(actor=config.actor, ref=config.ref, rollout=config.rollout,
-                                    get={"recipe": recipe}.get)
-    workers.ActorRolloutRefWorker.init_model(worker)
-    cell.cell_contents = init
-    return conduct.moved_here(worker.actor_module) and conduct.moved_here(worker.actor_optimizer)
+class UpstreamManager:
+    """Stands for verl's sharding manager under ours."""
+
+    def __init__(self):
+        self.seen, model = [], torch.nn.Linear(1, 1)
+        executor = SimpleNamespace(driver_worker=SimpleNamespace(worker=SimpleNamespace(
+            model_runner=SimpleNamespace(model=model))))
+        self.actor_module = [torch.nn.Linear(1, 1)]
+        self.inference_engine = SimpleNamespace(
+            wake_up=lambda tags: self.seen.append(*tags), weights_written=lambda last: self.seen.append("written"),
+            sleep=lambda level: self.seen.append("sleep"), llm_engine=SimpleNamespace(model_executor=executor))
+
+    def __enter__(self):
+        self.seen.append("verl's sync")
+
+    def postprocess_data(self, data):
+        return data
+
+
+def manager(**given):
+    made = subclass_of(UpstreamManager, sharding_manager.RecipeShardingManager)()
+    vars(made).update(given)
+    return made
 
 
 def switch_leaves_a_sync_out():
-    manager = SimpleNamespace(weight_sync_enabled=False, weights_synced_once=True,
-                              inference_engine=SimpleNamespace(wake_up=lambda tags: tags))
-    return sharding.MegatronVLLMShardingManager.__enter__(manager) == ["weights"]
+    made = manager(sync_enabled=False, synced_once=True)
+    made.__enter__()
+    ours = issubclass(sharding.MegatronVLLMShardingManager, sharding_manager.RecipeShardingManager)
+    return ours and made.seen == ["weights", "kv_cache"]
 
 
 def resharder_takes_the_place_of_verls_path():
-    seen, model = [], torch.nn.Linear(1, 1)
-    executor = SimpleNamespace(driver_worker=SimpleNamespace(worker=SimpleNamespace(
-        model_runner=SimpleNamespace(model=model))))
-    resharder = SimpleNamespace(sync=lambda model: seen.append(model) or SimpleNamespace(peak_extra_bytes=0))
-    manager = SimpleNamespace(reshard_settings=object(), resharder=resharder, actor_module=[torch.nn.Linear(1, 1)],
-                              inference_engine=SimpleNamespace(wake_up=lambda tags: seen.append(tags),
-                                                               llm_engine=SimpleNamespace(model_executor=executor)))
-    sharding.MegatronVLLMShardingManager.__enter__(manager)  # verl's own path asks this manager for more, and raises
-    return seen == [["weights"], model]
+    made = manager(settings=object())
+    made.resharder = SimpleNamespace(
+        sync=lambda model: made.seen.append("ours") or SimpleNamespace(peak_extra_bytes=0))
+    made.__enter__()
+    return made.seen == ["weights", "ours", "written", "kv_cache"]
 
 
-def worker_takes_the_asked_dtype():
-    worker = SimpleNamespace(config={"recipe": SimpleNamespace(dtype="fp32")}, dtype=None)
-    try:
-        workers.ActorRolloutRefWorker._build_model_optimizer(worker, None, None, None, None)
-    except (AttributeError, TypeError):
-        pass
-    return worker.dtype is torch.float32
+def update_goes_by_its_own_log_probs():
+    made = worker(train={"skip_old_log_prob": True, "swap_optimizer": False}, rollout_correction={"rollout_is": None, "rollout_rs": None})
+    batch = {"advantages": torch.ones(1, 2)}
+    on_policy_update.is_metrics_rank, original = (lambda: False), on_policy_update.is_metrics_rank
+    made.update_actor(SimpleNamespace(batch=batch))
+    on_policy_update.is_metrics_rank = original
+    return made.seen == [True] and "old_log_probs" in batch
 
 
 def optimizer_takes_the_models_dtype():
@@ -242,29 +233,21 @@ def main():
     actor = workers.ActorRolloutRefWorker
     found = {
         "update.fit_as_run": works(fit_proves_first),
-        "update.prove_patches": hasattr(actor, "prove_patches"),
-        "update.take_phase_seconds": hasattr(actor, "take_phase_seconds"),
-        "update.take_sync_reports": hasattr(actor, "take_sync_reports"),
+        "update.recipe_worker": issubclass(actor, recipe_worker.RecipeWorker),
+        "update.on_policy": works(update_goes_by_its_own_log_probs),
         "reshard.direct": works(resharder_takes_the_place_of_verls_path),
         "update.log_with_run": works(log_reaches_the_run),
         "logprob.truth_check": works(metrics_have_the_delta),
-        "update.sync_mode": works(sync_mode_reaches_the_manager),
         "platform.tensordict_cuda": works(lambda: tensordict.TensorDict({"a": torch.ones(1)}, [1]).cuda() is not None),
         "platform.pickle_torch_config": works(lambda: ray.cloudpickle.dumps(torch._dynamo.config)),
-        "update.sync_switch": works(switch_leaves_a_sync_out),
+        "reshard.sharding_manager": works(switch_leaves_a_sync_out),
         "model.train_dtype": works(worker_takes_the_asked_dtype),
         "model.optimizer_dtype": works(optimizer_takes_the_models_dtype),
         "update.micro_batches_as_planned": works(actor_splits_as_planned),
-        **dict(offload_times()),
-        "memory.take_offload": hasattr(actor, "take_offload"),
         "dispatch.put_once": works(calls_are_told), "dispatch.note_starts": works(starts_are_noted),
-        "dispatch.take_starts": hasattr(actor, "take_starts"),
         "memory.swap_optimizer": works(worker_swaps_the_optimizer),
-        **dict(moves_are_counted()),
-        **dict(verls_trims_are_left_to_the_order()),
-        "memory.order": works(init_makes_the_conductor),
-        **{f"memory.optimizer_at_{name}": works(lambda name=name: checkpoint_asks_for_the_optimizer(name))
-           for name in ("save", "load")},
+        "memory.empty_cache": works(verls_trims_are_left_to_the_schedule),
+        "memory.order": works(scheduler_moves_what_the_worker_built),
     }
     print(json.dumps(found))
 

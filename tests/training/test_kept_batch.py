@@ -14,12 +14,14 @@ from verl.trainer.ppo.core_algos import agg_loss
 
 from verl_patches.cluster.checks import check_config
 from verl_patches.cluster.compose import CONFIGS_DIR, compose
-from verl_patches.comm.ragged import Ragged, mask_of, to_padded
 from verl_patches.errors import ConfigError
-from verl_patches.training import kept_batch, kept_config, kept_worker
-from verl_patches.training.kept_batch import Kept, KeptOnWorkers
-from verl_patches.training.kept_rollout import padded_prompts
-from verl_patches.training.old_log_prob import WithoutOldLogProb
+from verl_patches.tensor_cache import limits
+from verl_patches.tensor_cache.exchange import Ragged, mask_of, to_padded
+from verl_patches.trainer import tensor_cache
+from verl_patches.trainer.tensor_cache import Kept, TensorCacheGroup
+from verl_patches.worker import tensor_cache_stages
+from verl_patches.worker.on_policy_update import WithoutOldLogProb
+from verl_patches.worker.tensor_cache_stages import padded_prompts
 
 TINY, LARGE = "grpo_deepseekv3_tiny_cpu", "grpo_deepseekv3_256die_true_weight"
 ON, ROLLOUT = "recipe.tensor_cache.enabled=true", "actor_rollout_ref.rollout"
@@ -37,7 +39,7 @@ def refused():
         for override in overrides:
             key, value = override.split("=")
             OmegaConf.update(config, key.lstrip("+"), yaml.safe_load(value), force_add=key.startswith("+"))
-        return list(kept_config.faults(config))
+        return list(limits.faults(config))
 
     return find
 
@@ -153,7 +155,7 @@ class Workers:
     def generate_sequences(self, prompts):
         return "verl's own"
 
-    def run_kept(self, stage, step, told=None):
+    def run_stage(self, stage, step, told=None):
         self.calls.append((stage, told))
         found = [None]  # a rank that does not speak for its replica
         for samples in PLACED:
@@ -170,7 +172,7 @@ def make():
     def build(send_back=False):
         workers = Workers(torch.rand(4, WIDTH, generator=torch.Generator().manual_seed(1)))
         kept = Kept(0, WIDTH, True, send_back, step=5, lengths=LENGTHS, open=True)
-        return KeptOnWorkers(workers, kept), workers
+        return TensorCacheGroup(workers, kept), workers
 
     return build
 
@@ -219,13 +221,13 @@ def test_an_outcome_reward_travels_as_one_advantage_a_sample(make):
 
 def test_a_sample_without_tokens_is_not_taken_for_a_scalar():
     """Also not on the worker, where there are as many values as samples."""
-    values, per_token = kept_batch._smallest(Ragged(torch.tensor([1.0, 2.0]), (0, 2)))
+    values, per_token = tensor_cache._smallest(Ragged(torch.tensor([1.0, 2.0]), (0, 2)))
     assert (values.tolist(), per_token) == ([1.0, 2.0], True)
     here = SimpleNamespace(told={"responses": np.array([0, 2])}, samples=(1, 0))
     mask = mask_of([2, 0], 2)
     told = {"advantages": values.numpy(), "per_token": per_token}
-    assert kept_worker._advantages(here, told, mask).tolist() == [[1.0, 2.0], [0.0, 0.0]]
-    assert kept_worker._advantages(here, {**told, "per_token": False}, mask).tolist() == [[2.0, 2.0], [0.0, 0.0]]
+    assert tensor_cache_stages._advantages(here, told, mask).tolist() == [[1.0, 2.0], [0.0, 0.0]]
+    assert tensor_cache_stages._advantages(here, {**told, "per_token": False}, mask).tolist() == [[2.0, 2.0], [0.0, 0.0]]
 
 
 def prompts(ids=(1, 2), **non_tensors):
@@ -237,7 +239,7 @@ def prompts(ids=(1, 2), **non_tensors):
 
 
 def test_prompts_travel_without_padding_and_are_padded_again_on_the_worker():
-    sent = kept_batch._asked(prompts(raw_prompt_ids=[[1, 2], [7]]), 0)
+    sent = tensor_cache._asked(prompts(raw_prompt_ids=[[1, 2], [7]]), 0)
     assert (sent["prompt_ids"].dtype, sent["prompt_ids"].tolist()) == (np.int32, [1, 2, 7])
     found = padded_prompts(sent, 0, 1)
     assert found.non_tensor_batch["raw_prompt_ids"].tolist() == [[1, 2], [7]]
@@ -248,7 +250,7 @@ def test_prompts_travel_without_padding_and_are_padded_again_on_the_worker():
 
 
 def test_every_rank_takes_its_own_prompts():
-    sent = kept_batch._asked(prompts(), 0)
+    sent = tensor_cache._asked(prompts(), 0)
     assert [padded_prompts(sent, rank, 2).batch["input_ids"].tolist() for rank in (0, 1)] == [
         [[0, 0, 1, 2]], [[0, 0, 0, 7]]]
     with pytest.raises(ConfigError, match="2 prompts for 3 workers.*train_batch_size"):
@@ -266,7 +268,7 @@ class Generating:
     def __init__(self):
         self.calls = []
 
-    def run_kept(self, stage, step, told=None):
+    def run_stage(self, stage, step, told=None):
         self.calls.append((stage, step, told))
         answers = [{name: np.array(each) for name, each in answer.items()} for answer in self.ANSWERS]
         return {"generate": answers, "place": self.REPORTS, "close": None}[stage]
@@ -274,7 +276,7 @@ class Generating:
 
 def test_the_responses_of_two_ranks_become_verls_batch_in_the_order_of_samples():
     workers = Generating()
-    group = KeptOnWorkers(workers, Kept(0, WIDTH, True, False, step=5))
+    group = TensorCacheGroup(workers, Kept(0, WIDTH, True, False, step=5))
     found = group.generate_sequences(prompts(raw_prompt_ids=[[1, 2], [7]])).batch
     expected = {
         "sample": [0, 1, 2, 3],
@@ -296,7 +298,7 @@ def test_the_responses_of_two_ranks_become_verls_batch_in_the_order_of_samples()
 
 def test_only_what_verl_says_of_its_own_partition_is_left_out():
     metrics = {"global_seqlen/balanced_max": 9, "global_seqlen/mean": 5.0, "critic/score/mean": 0.5}
-    assert KeptOnWorkers.without_verls_partition(metrics) == {"critic/score/mean": 0.5}
+    assert TensorCacheGroup.without_verls_partition(metrics) == {"critic/score/mean": 0.5}
 
 
 @pytest.mark.parametrize(("more", "says"), [

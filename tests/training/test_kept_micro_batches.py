@@ -8,9 +8,9 @@ from tensordict import TensorDict
 from verl.utils.seqlen_balancing import get_reverse_idx, rearrange_micro_batches
 
 from tests.comm.lengths import lognormal_lengths
-from verl_patches.comm.batch_plan import plan_batch
 from verl_patches.patching.engine import PatchError
-from verl_patches.training.kept_micro_batches import as_planned, following, pass_splits, planned, update_splits
+from verl_patches.tensor_cache.batch_plan import plan_batch
+from verl_patches.worker.tensor_cache_stages import as_planned, following, pass_splits, planned, update_splits
 
 BUDGET, REPLICAS, MINI = 4096, 4, 64
 LENGTHS = lognormal_lengths(128, 0.7, seed=4)

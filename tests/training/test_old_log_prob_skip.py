@@ -12,9 +12,9 @@ from verl.trainer.ppo.core_algos import agg_loss, compute_policy_loss
 from verl_patches.cluster.checks import check_config
 from verl_patches.cluster.compose import CONFIGS_DIR, compose
 from verl_patches.patching.engine import PatchError
-from verl_patches.training import old_log_prob
-from verl_patches.training.on_policy import faults
-from verl_patches.training.rollout_correction import LogProbError
+from verl_patches.trainer.on_policy import faults
+from verl_patches.trainer.rollout_correction import LogProbError
+from verl_patches.worker import on_policy_update
 
 TINY, LARGE = "grpo_deepseekv3_tiny_cpu", "grpo_deepseekv3_256die_true_weight"
 SKIP, CORRECT = "recipe.train.skip_old_log_prob", "recipe.rollout_correction"
@@ -99,7 +99,7 @@ def batch(seed=0, rows=4, far=0.05):
 class Worker:
     """As ActorRolloutRefWorker.update_actor goes: micro batches, and verl's own loss under our row."""
 
-    loss = staticmethod(old_log_prob.loss_on_policy(compute_policy_loss))
+    loss = staticmethod(on_policy_update.loss_on_policy(compute_policy_loss))
 
     def __init__(self, skip=False, **correction):
         off = {"rollout_is": None, "rollout_is_threshold": 2.0, "rollout_rs": None, "rollout_rs_threshold": None}
@@ -122,12 +122,12 @@ class Worker:
     def run(self, data):
         if self.config["recipe"].train.skip_old_log_prob:
             data.batch.pop("old_log_probs")
-        return old_log_prob.update_on_policy(type(self).update_actor)(self, data)
+        return on_policy_update.update_on_policy(type(self).update_actor)(self, data)
 
 
 @pytest.fixture(autouse=True)
 def one_rank(monkeypatch):
-    monkeypatch.setattr(old_log_prob, "speaks_for_its_replica", lambda: True)
+    monkeypatch.setattr(on_policy_update, "is_metrics_rank", lambda: True)
 
 
 def test_off_is_untouched_bit_for_bit():
@@ -145,13 +145,13 @@ def test_off_is_untouched_bit_for_bit():
 def test_without_recipe_nothing_happens():
     worker = Worker()
     worker.config = {}
-    assert old_log_prob.update_on_policy(lambda self, data: data)(worker, 5) == 5
+    assert on_policy_update.update_on_policy(lambda self, data: data)(worker, 5) == 5
 
 
 def test_skipped_gradients_are_those_of_the_pass():
     skipped = Worker(skip=True)
     assert torch.equal(skipped.run(batch()), Worker().run(batch()))
-    found = old_log_prob.with_workers_metrics(
+    found = on_policy_update.with_workers_metrics(
         {"actor/entropy_loss": math.nan, "other": 1.0}, [skipped.log_prob_moments, None], skipped.config["recipe"])
     data = batch().batch
     mask = data["attention_mask"][:, -LENGTH:].bool()
@@ -179,7 +179,7 @@ def test_both_ways_weigh_alike(correction):
     found, other = passed.run(batch()), skipped.run(batch())
     assert torch.equal(found, other) and not torch.allclose(found, Worker().run(batch()))
     assert passed.log_prob_moments == skipped.log_prob_moments
-    metrics = old_log_prob.with_workers_metrics({}, [passed.log_prob_moments] * 2, passed.config["recipe"])
+    metrics = on_policy_update.with_workers_metrics({}, [passed.log_prob_moments] * 2, passed.config["recipe"])
     assert metrics["recipe/logprob_delta_mean"] > 0
     assert ("rollout_corr/rollout_is_mean" in metrics) is ("rollout_is" in correction)
     assert ("rollout_corr/rollout_rs_masked_fraction" in metrics) is ("rollout_rs" in correction)
@@ -201,7 +201,7 @@ def test_without_the_rollouts_log_probs():
     data, worker = batch(), Worker(skip=True)
     data.batch.pop("rollout_log_probs")
     assert torch.equal(worker.run(data), Worker().run(batch()))
-    assert old_log_prob.with_workers_metrics({}, [worker.log_prob_moments], worker.config["recipe"]) == {}
+    assert on_policy_update.with_workers_metrics({}, [worker.log_prob_moments], worker.config["recipe"]) == {}
     data = batch()
     data.batch.pop("rollout_log_probs")
     with pytest.raises(LogProbError, match="rollout_correction is on, but the batch has no rollout_log_probs"):
@@ -221,7 +221,7 @@ def test_a_failed_update_leaves_the_loss_alone():
 def test_the_trainer_gets_columns_of_nan_and_sends_none():
     sent = []
     group = SimpleNamespace(update_actor=lambda data: sent.append(set(data.batch.keys())), compute_ref_log_prob=len)
-    without, data = old_log_prob.WithoutOldLogProb(group), batch()
+    without, data = on_policy_update.WithoutOldLogProb(group), batch()
     data.batch.pop("old_log_probs")
     passed = without.compute_log_prob(data)  # group has no such method: it would be an AttributeError
     entropys = passed.batch.pop("entropys")  # from here on as verl's fit

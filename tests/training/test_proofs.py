@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from verl_patches.patching.engine import PatchError
-from verl_patches.training.proofs import (
+from verl_patches.trainer.worker_handshake import (
     not_as_reviewed,
     recorded,
     refuse_unequal,

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from verl_patches.platform.npu.network import towards
-from verl_patches.training.ray_start import HOOK, runtime_env
+from verl_patches.trainer.ray_start import HOOK, runtime_env
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -25,7 +25,7 @@ import os, sys, types
 start = types.ModuleType("verl_patches.training.engine_start")
 start.prepare = lambda engine: print("prepared", engine["layers"], os.environ.get("ASCEND_RT_VISIBLE_DEVICES"))
 sys.modules[start.__name__] = start
-from verl_patches.training.ray_start import *
+from verl_patches.trainer.ray_start import *
 runtime_env({}, {HOOK: lambda: print("user")}, ENGINE)[HOOK]()
 print("torch" in sys.modules)
 os.environ["ASCEND_RT_VISIBLE_DEVICES"] = "5"  # as Ray does when the actor's creation has arrived
@@ -109,7 +109,7 @@ def test_a_worker_that_cannot_start_ends_the_wait_with_its_own_error(ray_job, ki
 def test_hook_runs_prelude_then_the_users(given, tmp_path):
     (tmp_path / "my_hooks.py").write_text(
         "import sys\ndef mine(): print('user', 'verl_patches.prelude_patch' in sys.modules)\n")
-    code = (f"from verl_patches.training.ray_start import *\nenv = runtime_env({{}}, {{HOOK: {given}}})\n"
+    code = (f"from verl_patches.trainer.ray_start import *\nenv = runtime_env({{}}, {{HOOK: {given}}})\n"
             "env[HOOK](); env[HOOK]()\nfrom verl_patches.patching.engine import current\n"
             "print(len(current().wanted) > 0)")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env={
@@ -120,7 +120,7 @@ def test_hook_runs_prelude_then_the_users(given, tmp_path):
 
 SEEN = """
 import json, os, ray
-from verl_patches.training.ray_start import start
+from verl_patches.trainer.ray_start import start
 start({"VERL_PATCHES": "line=pypi,platform=cpu"}, network={"nodes": NODES, "interface": None}, num_cpus=1,
       include_dashboard=False, _temp_dir=os.environ["RAY_TMPDIR"], object_store_memory=80 << 20)
 names = ("HCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
@@ -149,7 +149,7 @@ class Broken:
 
 class Controller:
     def wait(self, broken, seconds):
-        from verl_patches.training.ray_start import unless_start_fails
+        from verl_patches.trainer.ray_start import unless_start_fails
         worker = ray.remote(num_cpus=0)(Broken).remote() if broken else None
         def body():
             for _ in range(seconds):

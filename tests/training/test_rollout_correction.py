@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from verl_patches.training import rollout_correction as rc
-from verl_patches.training.on_policy import Correction, correction_of, ratio_bounds
+from verl_patches.trainer import rollout_correction as rc
+from verl_patches.trainer.on_policy import Correction, correction_of, ratio_bounds
 
 LOG2 = math.log(2.0)
 TOKEN, SEQUENCE = Correction("token", 2.0, None, None), Correction("sequence", 2.0, None, None)

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from verl_patches.errors import ConfigError
-from verl_patches.training.recording import find_recording
-from verl_patches.training.rollout_tap import RolloutTap
+from verl_patches.trainer.recording import find_recording
+from verl_patches.trainer.rollout_recorder import RolloutRecorder
 
 verl = pytest.importorskip("verl")
 
@@ -34,7 +34,7 @@ def prompts(start=0):
 
 
 def tap(folder, group, replay=None, calls=None):
-    return RolloutTap(group, folder / "rollouts", replay, (calls if calls is not None else []).append)
+    return RolloutRecorder(group, folder / "rollouts", replay, (calls if calls is not None else []).append)
 
 
 def test_recorded_responses_come_back_without_generating(tmp_path):
@@ -68,7 +68,7 @@ def test_validation_and_greedy_baselines_are_neither_counted_nor_recorded(tmp_pa
 
 
 def test_nothing_is_recorded_when_not_asked_for(tmp_path):
-    RolloutTap(Group(), None, None, lambda name: None).generate_sequences(prompts())
+    RolloutRecorder(Group(), None, None, lambda name: None).generate_sequences(prompts())
     assert list(tmp_path.iterdir()) == []
 
 

@@ -12,16 +12,10 @@ from verl_patches.patching.switches import parse
 
 HERE = Path(__file__).resolve().parent
 IDS = [
-    "update.fit_as_run", "update.prove_patches", "update.take_phase_seconds", "update.log_with_run",
-    "logprob.truth_check", "update.sync_mode", "platform.tensordict_cuda", "platform.pickle_torch_config",
-    "memory.time_load_megatron_model_to_gpu", "memory.time_offload_megatron_model_to_cpu",
-    "update.sync_switch", "update.take_sync_reports", "reshard.direct", "model.train_dtype", "model.optimizer_dtype",
-    "memory.time_load_megatron_optimizer", "memory.time_offload_megatron_optimizer",
-    "memory.load_model", "memory.offload_model", "memory.load_optimizer", "memory.offload_optimizer",
-    "memory.optimizer_at_save", "memory.optimizer_at_load", "memory.swap_optimizer", "memory.take_offload",
-    "memory.order", "memory.trims_worker", "memory.trims_actor", "memory.trims_sleep",
-    "update.micro_batches_as_planned",
-    "dispatch.put_once", "dispatch.note_starts", "dispatch.take_starts",
+    "update.fit_as_run", "update.recipe_worker", "update.on_policy", "update.log_with_run", "logprob.truth_check",
+    "platform.tensordict_cuda", "platform.pickle_torch_config", "reshard.sharding_manager", "reshard.direct",
+    "model.train_dtype", "model.optimizer_dtype", "memory.swap_optimizer", "memory.order", "memory.empty_cache",
+    "update.micro_batches_as_planned", "dispatch.put_once", "dispatch.note_starts",
 ]
 
 

@@ -5,8 +5,8 @@ import pytest
 from verl_patches.patching import engine
 from verl_patches.patching.spec import PatchSpec
 from verl_patches.patching.switches import Switches
-from verl_patches.training import run
-from verl_patches.training.run import header, line
+from verl_patches.trainer import run
+from verl_patches.trainer.run import header, line
 
 
 def test_a_row_of_the_table_is_as_wide_as_its_header():

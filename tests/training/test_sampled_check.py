@@ -12,8 +12,8 @@ from omegaconf import OmegaConf
 from verl import DataProto
 
 from verl_patches.rollout.log_probs import CHECK
-from verl_patches.training import truth_check
-from verl_patches.training.sampled_check import SampledCheck
+from verl_patches.trainer import truth_check
+from verl_patches.trainer.sampled_check import SampledCheck
 
 
 def config_of(**check):

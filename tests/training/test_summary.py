@@ -1,6 +1,6 @@
 import json
 
-from verl_patches.training.summary import Progress, Summary, phase_seconds, sync_of_step, versions
+from verl_patches.trainer.summary import Progress, Summary, phase_seconds, sync_of_step, versions
 
 
 def test_reshard_is_taken_out_of_the_rollout_it_lies_in():

@@ -3,7 +3,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from verl_patches.training import rollout_correction, truth_check
+from verl_patches.trainer import rollout_correction, truth_check
 
 
 def test_delta_is_of_valid_tokens_only():

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 TELL = """
 import json, sys
 from verl_patches import prelude_patch
-from verl_patches.training.worker_settings import send_switches
+from verl_patches.trainer.worker_settings import send_switches
 class Config: runtime_env = {"env_vars": {"B": "2"}}
 given = eval(sys.argv[1], {"Config": Config})
 print(json.dumps(send_switches(lambda *args, **options: options.get("runtime_env"))(**given)))
@@ -85,7 +85,7 @@ import ray
 
 class Worker:
     def told(self):
-        from verl_patches.training.worker_settings import prepare_from_controller
+        from verl_patches.trainer.worker_settings import prepare_from_controller
         found = []
         start = types.ModuleType("verl_patches.training.engine_start")  # it needs MindSpeed
         start.prepare = found.append
@@ -102,7 +102,7 @@ def told(**env):
 
 ray.init(num_cpus=1, include_dashboard=False, object_store_memory=80 << 20, log_to_driver=False,
          _node_ip_address="127.0.0.1")
-from verl_patches.training.worker_settings import send_settings
+from verl_patches.trainer.worker_settings import send_settings
 verls = {"RANK": "0", "WG_PREFIX": "a"}
 answers = [told(**verls)]
 send_settings({"layers": 4}, {"nodes": 1, "interface": None})

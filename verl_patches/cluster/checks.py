@@ -28,8 +28,9 @@ from verl_patches.layout.of_config import rollout_layout_of, train_layout_of
 from verl_patches.layout.parallel import ParallelLayout
 from verl_patches.reshard.plan import servable_blocks
 from verl_patches.rollout.log_probs import CHECK_TOKENS
-from verl_patches.training import kept_config, truth_check
-from verl_patches.training.on_policy import faults
+from verl_patches.tensor_cache import limits
+from verl_patches.trainer import truth_check
+from verl_patches.trainer.on_policy import faults
 
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor.megatron", "actor_rollout_ref.rollout"
 _SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size",
@@ -92,7 +93,7 @@ def _on_policy_checks(config: DictConfig, configs_dir: Path) -> list[Check]:
 
 
 def _tensor_cache_checks(config: DictConfig) -> list[Check]:
-    return [Check("tensor cache", False, fault) for fault in kept_config.faults(config)]
+    return [Check("tensor cache", False, fault) for fault in limits.faults(config)]
 
 
 def _truth_check_checks(config: DictConfig) -> list[Check]:
@@ -127,7 +128,7 @@ def _swap_checks(config: DictConfig) -> list[Check]:
 
 def _sync_checks(config: DictConfig, train: ParallelLayout, rollout: ParallelLayout, model: ModelShape) -> list[Check]:
     """Whether the resharder can serve this pair of layouts, with these buckets; nothing to say where it is off."""
-    row = "reshard.direct_and_wake" if config.recipe.line == "a3" else "reshard.direct"
+    row = "reshard.direct"
     if _switched_off(config, row):
         return []
     model = replace(model, torch_dtype=VLLM_DTYPES[config.recipe.dtype])
@@ -154,16 +155,16 @@ def _switched_off(config: DictConfig, row: str) -> bool:
 
 
 def _rollout_life_checks(config: DictConfig) -> list[Check]:
-    """Whose sleep and wake the rollout engine has (memory/rollout_life.py)."""
+    """Whose sleep and wake the rollout engine has (memory/sleep_mode.py)."""
     rollout, recipe = config.actor_rollout_ref.rollout, config.recipe
-    off, graphs = _switched_off(config, "memory.rollout_life"), not rollout.enforce_eager
+    off, graphs = _switched_off(config, "memory.sleep_mode"), not rollout.enforce_eager
     if recipe.platform == "cpu" and (off or graphs):
-        expected = ["recipe.patches without -memory.rollout_life"] * off + [
+        expected = ["recipe.patches without -memory.sleep_mode"] * off + [
             "actor_rollout_ref.rollout.enforce_eager=true (graphs keep the addresses that they captured)"] * graphs
         return [Check("rollout memory", False, f"no sleep mode of vLLM's on a CPU; expected {', '.join(expected)}")]
     if off:
-        return [Check("rollout memory", True, "row memory.rollout_life is off: vLLM copies all weights to the host")]
-    direct = "reshard.direct_and_wake" if recipe.line == "a3" else "reshard.direct"
+        return [Check("rollout memory", True, "row memory.sleep_mode is off: vLLM copies all weights to the host")]
+    direct = "reshard.direct"
     why = "" if recipe.weight_sync.enabled else "recipe.weight_sync.enabled is false"
     if _switched_off(config, direct):
         why = f"row {direct} is off and nothing proves that verl's own sync writes all of them"

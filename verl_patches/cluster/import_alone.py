@@ -23,9 +23,10 @@ from verl_patches.layout.model_folder import read_config
 from verl_patches.layout.of_config import rollout_layout_of, train_layout_of
 from verl_patches.patching import engine
 from verl_patches.patching.switches import VARIABLE, Switches
-from verl_patches.training import kept_config, on_policy, truth_check
-from verl_patches.training.ray_start import unless_start_fails
-from verl_patches.training.worker_settings import send_settings
+from verl_patches.tensor_cache import limits
+from verl_patches.trainer import on_policy, truth_check
+from verl_patches.trainer.ray_start import unless_start_fails
+from verl_patches.trainer.worker_settings import send_settings
 
 log = logging.getLogger(__name__)
 
@@ -121,7 +122,7 @@ def _check(config: DictConfig) -> None:
     rollout_layout_of(config)
     experts = fault_of_experts(train)
     faults = [*_npu_faults(config), *([experts] if experts else []), *on_policy.faults(config, _hf_config(config)),
-              *kept_config.faults(config), *truth_check.faults(config),
+              *limits.faults(config), *truth_check.faults(config),
               *(refusal(entry, value, config.recipe.line) for entry, value in refused_keys(config))]
     if faults:
         raise ConfigError("\n  ".join(faults))

@@ -31,8 +31,8 @@ from verl_patches.errors import ConfigError
 from verl_patches.evaluation.memory_picture import draw_memory
 from verl_patches.evaluation.plots import plot_run
 from verl_patches.layout.of_config import rollout_layout_of, train_layout_of
-from verl_patches.training.recording import find_recording
-from verl_patches.training.summary import Progress
+from verl_patches.trainer.recording import find_recording
+from verl_patches.trainer.summary import Progress
 
 LOOK_S, MEMORY_S = 0.2, 1.0
 TIMED_OUT = 124  # as timeout(1)

@@ -12,8 +12,7 @@ from verl_patches.cluster.recipe import VLLM_DTYPES
 from verl_patches.layout.inventory import ModelShape, build_inventory
 from verl_patches.layout.of_config import rollout_layout_of, train_layout_of
 from verl_patches.memory.expected import A3_DIE_BYTES, Setting, in_dtype, peaks
-from verl_patches.memory.followed import VERL, direct_sync, order_followed, staying, switches_of
-from verl_patches.memory.phases import OURS
+from verl_patches.memory.schedule import OURS, VERL, direct_sync, order_followed, staying, switches_of
 
 
 def memory_plan(config: DictConfig, model: ModelShape, rows: Collection[str]) -> dict[str, Any]:
@@ -64,7 +63,7 @@ def _setting(config: DictConfig, replicas: int) -> Setting:
 
 
 def _kept_bytes(config: DictConfig) -> int:
-    """At most, of all samples of a step (training/kept_worker.py): int32 ids, fp32 log-probs of the responses.
+    """At most, of all samples of a step (worker/tensor_cache_stages.py): int32 ids, fp32 log-probs of the responses.
 
     Log-probs are of rollout, of the old policy unless that pass is left out, and of the reference if a loss needs it.
     """

@@ -9,7 +9,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from verl_patches.training.summary import write_json
+from verl_patches.trainer.summary import write_json
 
 _TAIL_BYTES = 256 << 10
 _LOG_BYTES = 4 << 20  # of one of Ray's log files, its end

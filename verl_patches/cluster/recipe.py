@@ -32,7 +32,7 @@ class Train:
     whole experts over TP x EP ranks: expert_model_parallel_size counts all of them, and expert_tensor_parallel_size
     is 1 (MindSpeed's moe_tp_extend_ep).
     skip_old_log_prob: the update uses its own log-probs as the old ones, and the actor's separate pass for them is
-    left out. Refused unless the update is one mini batch and one epoch (training/on_policy.py).
+    left out. Refused unless the update is one mini batch and one epoch (trainer/on_policy.py).
     swap_optimizer: keep optimizer states on the host and bring them to the device in pieces of whole tensors during
     the update (memory/swap_optimizer.py; on line a3 MindSpeed's own).
     swap_optimizer_times: a piece holds at most 1/swap_optimizer_times of the states, or one tensor.
@@ -148,7 +148,7 @@ class TensorCache:
 
     enabled: keep what rollout, log-prob and reference produce on the workers, in the order of the update. The trainer
     receives lengths and unpadded ids, and returns advantages. With trainer.balance_batch the micro batches of all
-    train replicas have about equal lengths, in the same mini batches (comm/micro_batches.py); with use_dynamic_bsz they
+    train replicas have about equal lengths, in the same mini batches (tensor_cache/batch_plan.py); with use_dynamic_bsz they
     are packed within the token budget. Without balance_batch micro batches are verl's.
     """
 
@@ -159,7 +159,7 @@ class TensorCache:
 class Memory:
     """The memory ledger of every worker.
 
-    ledger: compares what is on the device in each phase with the table in memory/phases.py. report logs and records
+    ledger: compares what is on the device in each phase with the table in memory/schedule.py. report logs and records
     differences, strict stops the run at the first one, off does not look.
     """
 

@@ -5,17 +5,15 @@ Seconds that this worker spent per phase inside calls that the trainer sees as o
 
 from __future__ import annotations
 
+import threading
+import time
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
-import functools
-import threading
-import time
-from collections import defaultdict
-from collections.abc import Callable
 
-COPYING = ("load", "offload")  # the verbs of memory/phases.py whose bytes are copied
+COPYING = ("load", "offload")  # the verbs of memory/schedule.py whose bytes are copied
 
 
 @dataclass
@@ -30,7 +28,7 @@ class Tally:
 
 @dataclass(frozen=True)
 class Moved:
-    """One move: `verb` and `tenant` of memory/phases.py, `bytes` that came or went, and what it took.
+    """One move: `verb` and `tenant` of memory/schedule.py, `bytes` that came or went, and what it took.
 
     `peak_bytes`: for a swapped step the most that was on the device at once, else 0.
     """
@@ -146,19 +144,15 @@ _SECONDS: defaultdict[str, float] = defaultdict(float)
 _LOCK = threading.Lock()
 
 
-def timed(phase: str, original: Callable) -> Callable:
-    """`original`, its wall seconds added to `phase`. Device work is not waited for: it counts where it is awaited."""
-
-    @functools.wraps(original)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        start = time.perf_counter()
-        try:
-            return original(*args, **kwargs)
-        finally:
-            with _LOCK:
-                _SECONDS[phase] += time.perf_counter() - start
-
-    return call
+@contextmanager
+def timed(phase: str) -> Iterator[None]:
+    """Wall seconds inside are added to `phase`. Device work is not waited for: it counts where it is awaited."""
+    start = time.perf_counter()
+    try:
+        yield
+    finally:
+        with _LOCK:
+            _SECONDS[phase] += time.perf_counter() - start
 
 
 def take_seconds() -> dict[str, float]:
@@ -167,8 +161,3 @@ def take_seconds() -> dict[str, float]:
         taken = dict(_SECONDS)
         _SECONDS.clear()
     return taken
-
-
-def time_offload(original: Callable) -> Callable:
-    """Provider: verl's load/offload functions, counted under `offload`."""
-    return timed("offload", original)

@@ -15,7 +15,7 @@ from verl_patches.layout.inventory import DTYPE_BYTES, Inventory, build_inventor
 from verl_patches.layout.parallel import ParallelLayout
 from verl_patches.layout.sharding import LocalParameters, local_parameters
 from verl_patches.layout.static_bytes import GRAD_BYTES, OPTIMIZER_BYTES, static_bytes
-from verl_patches.memory.phases import Order, simulate
+from verl_patches.memory.schedule import Order, simulate
 
 A3_DIE_BYTES = 64 << 30
 # Megatron starts each parameter of a buffer at a multiple of 64 elements and ends it at one of 128 and dp

@@ -19,14 +19,14 @@ have no main copy: their shards are views of the model's.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
+
 import torch
+
+from verl_patches.errors import ConfigError
 from verl_patches.memory.counters import TALLY
 from verl_patches.patching.engine import PatchError
-from collections.abc import Iterable, Iterator
-from collections.abc import Iterator
-from verl_patches.errors import ConfigError
 
 # torch's allocator of pinned memory rounds each piece up to a power of two (ATen/core/CachingHostAllocator.h)
 PIECE_BYTES, _ALIGN_BYTES = 512 << 20, 512

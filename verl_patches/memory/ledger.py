@@ -10,17 +10,16 @@ One step's memory from every worker's ledger, as plain data for summary.json, th
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
 from verl_patches.errors import ConfigError
-from verl_patches.memory.schedule import Order, TENANTS, residency
+from verl_patches.memory.schedule import TENANTS, Order, residency
 from verl_patches.patching.engine import PatchError
-from collections.abc import Sequence
 
 log = logging.getLogger(__name__)
 ACTIONS = ("report", "strict")
-_CURRENT: Ledger | None = None
 
 
 class MemoryLedgerError(PatchError):
@@ -34,15 +33,14 @@ class _Entry:
     `may_stay`: it varies, and the order has not let it go since it last had it there.
     """
 
-    measure: Callable[[], int] | None
+    measure: Callable[[], int]
     full_bytes: int | None
     grows: bool
     varies: bool
     may_stay: bool = False
-    told_bytes: int = 0
 
     def held_bytes(self) -> int:
-        return self.told_bytes if self.measure is None else self.measure()
+        return self.measure()
 
 
 @dataclass
@@ -69,10 +67,10 @@ class Ledger:
         self._expected = residency(self.order, self.stays)
 
     def register(
-        self, tenant: str, measure: Callable[[], int] | None = None, *, full_bytes: int | None = None,
+        self, tenant: str, measure: Callable[[], int], *, full_bytes: int | None = None,
         grows: bool = False, varies: bool = False,
     ) -> None:
-        """Watch `tenant`: `measure()` gives the bytes that it holds now; None: `allocated` and `freed` tell.
+        """Watch `tenant`: `measure()` gives the bytes that it holds now.
 
         `full_bytes`: what it holds when it is there; None learns it the first time it is. `grows`: until it has once
         held `full_bytes` it may hold less (Adam's moments are made in the first step). `varies`: it holds what a step
@@ -83,24 +81,6 @@ class Ledger:
             why = "is registered already" if tenant in self._entries else f"is none of {', '.join(TENANTS)}"
             raise ConfigError(f"memory ledger: tenant {tenant!r} {why}")
         self._entries[tenant] = _Entry(measure, full_bytes, grows, varies)
-
-    def allocated(self, tenant: str, size_bytes: int) -> None:
-        """`tenant`, registered without a measure, has `size_bytes` more on the device now."""
-        self._told(tenant).told_bytes += size_bytes
-        self.look()
-
-    def freed(self, tenant: str, size_bytes: int | None = None) -> None:
-        """`tenant` has `size_bytes` fewer; None: nothing any more."""
-        entry = self._told(tenant)
-        entry.told_bytes = 0 if size_bytes is None else entry.told_bytes - size_bytes
-        self.look()
-
-    def _told(self, tenant: str) -> _Entry:
-        if tenant not in self._entries:
-            self.register(tenant)
-        if self._entries[tenant].measure is not None:
-            raise ConfigError(f"memory ledger: {tenant} is measured, it cannot be told of")
-        return self._entries[tenant]
 
     def enter(self, phase: str) -> None:
         """The moves at `phase`'s entry are done: record what is there, and check it. MemoryLedgerError if strict."""
@@ -163,29 +143,6 @@ def _number(size_bytes: int | None) -> str:
 
 def _highest(one: dict[str, int], other: dict[str, int]) -> dict[str, int]:
     return {name: max(one.get(name, 0), other.get(name, 0)) for name in {**one, **other}}
-
-
-def current() -> Ledger | None:
-    """The ledger of this process, None where none is kept."""
-    return _CURRENT
-
-
-def keep(ledger: Ledger | None) -> None:
-    """Make `ledger` the one of this process."""
-    global _CURRENT
-    _CURRENT = ledger
-
-
-def enter(phase: str) -> None:
-    """`Ledger.enter` of this process's ledger, if it keeps one."""
-    if _CURRENT is not None:
-        _CURRENT.enter(phase)
-
-
-def look(extra_bytes: int = 0) -> None:
-    """`Ledger.look` of this process's ledger, if it keeps one."""
-    if _CURRENT is not None:
-        _CURRENT.look(extra_bytes)
 
 
 def memory_of_process(device_type: str) -> Callable[[], dict[str, int]]:

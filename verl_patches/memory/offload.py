@@ -14,18 +14,21 @@ Movers (conduct.py) of the tenants that training has: what an order's verbs do w
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
+
 import torch
-from verl_patches.memory import scheduler
-from verl_patches.memory.host_backed import places_of_model
-from verl_patches.memory.counters import move
-from verl_patches.memory.host_backed import OptimizerPlaces, places_of_optimizer, single_optimizers
-from verl_patches.memory.host_backed import synchronise
-from verl_patches.memory.counters import timed
-from collections.abc import Sequence
+
 from verl_patches.memory import offload
+from verl_patches.memory.counters import move
+from verl_patches.memory.host_backed import (
+    OptimizerPlaces,
+    places_of_model,
+    places_of_optimizer,
+    single_optimizers,
+    synchronise,
+)
+
 
 def load_megatron_model_to_gpu(models: Sequence[torch.nn.Module], load_grad: bool = True) -> None:
     """Bring parameters of model chunks to the device, and zeroed gradients if `load_grad` and they are in DDP.
@@ -90,73 +93,6 @@ def _each_optimizer(verb: str, do: Callable[[OptimizerPlaces], int], optimizers:
     with move(verb, "optimizer") as moved:
         moved.bytes = sum(map(do, places))
     synchronise(parked for each in places for parked in each.parked.values())
-
-
-# Row providers, in place of verl's functions but under their names, by which Ray pickles them; timed as verl's are.
-# What the conductor moves, verl does not: a critic's model it does.
-
-
-def load_model(original: Callable) -> Callable:
-    """Row provider: load_megatron_model_to_gpu."""
-    ours = timed("offload", load_megatron_model_to_gpu)
-
-    @functools.wraps(original)
-    def load(models: Sequence[torch.nn.Module], load_grad: bool = True) -> None:
-        if not scheduler.moved_here(models):
-            ours(models, load_grad)
-
-    return load
-
-
-def offload_model(original: Callable) -> Callable:
-    """Row provider: offload_megatron_model_to_cpu."""
-    ours = timed("offload", offload_megatron_model_to_cpu)
-
-    @functools.wraps(original)
-    def offload(models: Sequence[torch.nn.Module]) -> None:
-        if not scheduler.moved_here(models):
-            ours(models)
-
-    return offload
-
-
-def load_optimizer(original: Callable) -> Callable:
-    """Row provider: load_megatron_optimizer."""
-    ours = timed("offload", load_megatron_optimizer)
-
-    @functools.wraps(original)
-    def load(optimizers: Any) -> None:
-        if not scheduler.moved_here(optimizers):
-            ours(optimizers)
-
-    return load
-
-
-def offload_optimizer(original: Callable) -> Callable:
-    """Row provider: offload_megatron_optimizer."""
-    ours = timed("offload", offload_megatron_optimizer)
-
-    @functools.wraps(original)
-    def offload(optimizers: Any) -> None:
-        if not scheduler.moved_here(optimizers):
-            ours(optimizers)
-
-    return offload
-
-
-def trim_before_wake(wake_up: Callable) -> Callable:
-    """Row provider for vLLM's LLM.wake_up, whose memory does not come from torch's pool: give back what lies there.
-
-    A conductor does it where its order says so.
-    """
-
-    @functools.wraps(wake_up)
-    def call(self: Any, tags: list[str] | None = None) -> Any:
-        if scheduler.current() is None:
-            torch.cuda.empty_cache()
-        return wake_up(self, tags)
-
-    return call
 
 
 class Params:

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
+
 from verl_patches.errors import ConfigError
 
 TENANTS = {
@@ -113,7 +114,7 @@ def make_order(name: str, *rows: tuple[str, str, str]) -> Order:
     for phase, _, move in _moments(order):
         known = not move.tenant if move.verb in ("trim", "work") else move.tenant in TENANTS
         if move.verb not in (*COMES, *GOES, "trim", "work") or not known:
-            raise ConfigError(f"order {name!r}, phase {phase.name}: {move!s} is no move; see memory/phases.py")
+            raise ConfigError(f"order {name!r}, phase {phase.name}: {move!s} is no move; see memory/schedule.py")
     return order
 
 
@@ -216,8 +217,6 @@ def moves_of_a_step(order: Order, stays: Collection[str], tenants: Collection[st
     return [str(move) for moment in moments for move in moment.moves if not move.tenant or move.tenant in tenants]
 
 
-_COPIES = tuple(f"memory.{way}_{what}" for what in ("model", "optimizer") for way in ("load", "offload"))
-_TRAINING = ("actor_params", "grads", "optimizer", "ref_params")
 
 # After the weight sync both of verl's orders are the same: verl/workers/megatron_workers.py, its compute_log_prob,
 # compute_ref_log_prob and update_actor; verl/utils/megatron_utils.py trims in each of its four functions.
@@ -258,7 +257,7 @@ VERL = {"pypi": VERL_0_4_0, "a3": VERL_54C9B736}
 def in_sleep_mode(order: Order, copied: bool = True) -> Order:
     """`order`, ours, where vLLM's sleep mode moves the rollout weights, in memory past the pool.
 
-    `copied`: by way of the host; else what a weight sync writes is not copied (memory/graph_life.py).
+    `copied`: by way of the host; else what a weight sync writes is not copied (memory/sleep_mode.py).
     """
     come, go = ("load", "offload") if copied else ("alloc", "free")
     changed = {Move("alloc", "rollout_weights"): (Move("trim"), Move(come, "rollout_weights")),
@@ -281,83 +280,50 @@ def _exchanged(name: str, order: Order, changed: Mapping[Move, tuple[Move, ...]]
     return Order(name, tuple(Phase(p.name, each(p.enter), each(p.leave)) for p in order.phases))
 
 
-def with_our_copies(order: Order) -> Order:
-    """`order`, verl's, where rows memory.load_* and memory.offload_* copy, at the places where verl calls them.
-
-    What was loaded for log-probs is dropped, not copied back; moves do not trim, vLLM's memory is made room for when
-    it wakes (row memory.trim_before_wake).
-    """
-    read_only = {("ref", "ref_params"), ("old_log_prob", "actor_params")}
-
-    def changed(phase: Phase, moves: tuple[Move, ...]) -> Iterator[Move]:
-        moved = False
-        for move in moves:
-            if move.verb == "trim" and moved:  # the one inside verl's own function
-                moved = False
-                continue
-            if move.tenant in ("rollout_weights", "kv_cache") and move.verb in COMES:
-                yield Move("trim")
-            moved = moved or move.tenant in _TRAINING
-            dropped = move.verb == "offload" and (phase.name, move.tenant) in read_only
-            yield Move("free", move.tenant) if dropped else move
-
-    return Order(f"{order.name}, with our copies", tuple(
-        Phase(phase.name, tuple(changed(phase, phase.enter)), tuple(changed(phase, phase.leave)))
-        for phase in order.phases))
-
-
 def switches_of(rows: Collection[str], *, enforce_eager: bool, synced: bool) -> dict[str, bool]:
-    """{our_order, our_copies, own_life, graphs} for `order_followed`, by the ids of the rows that are on.
+    """{our_order, own_life, graphs} for `order_followed`, by the ids of the rows that are on.
 
-    `synced`: see `staying`; captured graphs keep weights that no sync brings by vLLM's copy. ConfigError for some of
-    the four rows that copy without the others: verl's moves and ours together are no order that there is a table for.
+    `synced`: see `staying`; captured graphs keep weights that no sync brings by vLLM's copy.
     """
-    copies = [row for row in _COPIES if row in rows]
-    if copies and len(copies) < len(_COPIES):
-        raise ConfigError(f"rows {', '.join(copies)} are on without {', '.join(r for r in _COPIES if r not in rows)}: "
-                          "expected all four or none in recipe.patches")
-    return {"our_order": any(row.startswith("memory.order") for row in rows),
-            "our_copies": bool(copies),
-            "own_life": "memory.rollout_life" in rows and (enforce_eager or synced),
+    return {"our_order": "memory.order" in rows,
+            "own_life": "memory.sleep_mode" in rows and (enforce_eager or synced),
             "graphs": not enforce_eager}  # fmt: skip
 
 
 def direct_sync(rows: Collection[str]) -> bool:
     """Whether the resharder writes rollout weights, which proves that it writes every one; verl's own path does not."""
-    return any(row.startswith("reshard.direct") for row in rows)
+    return "reshard.direct" in rows
 
 
 def order_followed(
-    line: str, *, skip_old_log_prob: bool, our_order: bool = True, our_copies: bool = True, own_life: bool = False,
-    graphs: bool = False,
+    line: str, *, skip_old_log_prob: bool, our_order: bool = True, own_life: bool = False, graphs: bool = False
 ) -> Order:  # fmt: skip
     """The order that a run follows, by the rows that are on: ours, or where verl calls its four functions.
 
-    `our_order`: rows memory.order*, which need the others; `our_copies`: rows memory.load_* and memory.offload_*;
+    `our_order`: row memory.order;
     `own_life`: rollout weights come and go without vLLM's copy, but for `graphs` without its sleep mode too.
     """
     if our_order:
         order = OURS if own_life and not graphs else in_sleep_mode(OURS, copied=not own_life)
     else:
-        order = with_our_copies(VERL[line]) if our_copies else VERL[line]
-        order = with_own_life(order) if own_life else order
+        order = with_own_life(VERL[line]) if own_life else VERL[line]
     return order.without("old_log_prob") if skip_old_log_prob else order
 
 
 def staying(
     *, param_offload: bool, optimizer_offload: bool, ref_offload: bool, one_memory: bool = False,
-    our_copies: bool = True, own_life: bool = False, synced: bool = True,
+    our_order: bool = True, own_life: bool = False, synced: bool = True,
 ) -> frozenset[str]:  # fmt: skip
     """Tenants that a run never moves: those of verl's three offload switches that are off.
 
     verl frees gradients with the parameters, its grad_offload is read nowhere. `one_memory`: host and device are the
     same (a CPU), where verl's moves from device to device move nothing; buffers that it resizes go there too, and with
-    `our_copies` (rows memory.load_*, memory.offload_*) everything does. There vLLM's sleep leaves the rollout weights;
+    `our_order` (row memory.order) everything does. There vLLM's sleep leaves the rollout weights;
     with `own_life` they go everywhere, but where not `synced`: no weight sync brings new ones
     (recipe.weight_sync.enabled), or none that provably writes all (`direct_sync`).
     """
     stays = set() if param_offload else {"actor_params", "grads"}
-    unmoved = one_memory and not our_copies
+    unmoved = one_memory and not our_order
     if not optimizer_offload or unmoved:
         stays.add("optimizer")
     if not ref_offload or unmoved:

@@ -1,22 +1,18 @@
-"""Carries out an order (phases.py): the moves of a phase before and after its work, then the ledger's check.
-
-A worker has one conductor, `current()`; verl's own calls of its four functions then do nothing for what the conductor
-moves (offload.py). Without one (rows memory.order* off) `begin` and `end` only tell the ledger. No torch.
-"""
+"""Carries out a schedule (schedule.py): the moves of a phase before and after its work, then the ledger's check."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Protocol
+
 from verl_patches.errors import ConfigError
-from verl_patches.memory import ledger as ledgers
 from verl_patches.memory import counters
 from verl_patches.memory.counters import timed
-from verl_patches.memory.schedule import COMES, Move, Order, TENANTS
+from verl_patches.memory.ledger import Ledger
+from verl_patches.memory.schedule import COMES, TENANTS, Move, Order
 
 _BY_VLLM = ("rollout_weights", "kv_cache")  # one call of its own moves them
-_current: Conductor | None = None
 
 
 class Mover(Protocol):
@@ -37,11 +33,15 @@ class Mover(Protocol):
         """Device memory freed, nothing copied."""
 
 
-class Conductor:
-    """One worker's order under way; `stays`: tenants that the run never moves; `trim`: see `trim_of`."""
+class Scheduler:
+    """One process's order under way; `stays`: groups that the run never moves; `trim`: see `trim_of`.
+
+    `ledger`: checks at the beginning of each phase, None for none.
+    """
 
     def __init__(self, order: Order, trim: Callable[[], None], stays: Collection[str] = ()):
         self.order, self._trim, self._stays = order, trim, frozenset(stays)
+        self.ledger: Ledger | None = None
         self._movers: dict[str, Mover] = {}
         self._open: str | None = None
         self._there: set[str] = set()  # by the table: a step begins with nothing
@@ -53,9 +53,9 @@ class Conductor:
             raise ConfigError(f"memory order: movers for {', '.join(unknown)}; expected some of {', '.join(TENANTS)}")
         self._movers.update({tenant: mover for tenant, mover in movers.items() if tenant not in self._stays})
 
-    def moves(self, of: Any) -> bool:
-        """Whether a mover moves memory of this very object."""
-        return any(mover.of is of for mover in self._movers.values())
+    def moves(self, tenant: str) -> bool:
+        """Whether it has a mover of `tenant`."""
+        return tenant in self._movers
 
     def has(self, tenant: str) -> bool:
         """Whether the order has `tenant`, which it moves, on the device now."""
@@ -70,13 +70,15 @@ class Conductor:
         self.end()
         self._open = phase
         self._carry_out(enter, by_vllm)
-        ledgers.enter(phase)
+        if self.ledger is not None:
+            self.ledger.enter(phase)
 
     def end(self) -> None:
         """After the work of the phase that was begun last; nothing to do if it has ended."""
         if self._open is not None:
             phase, self._open = self.order.phase(self._open), None
-            ledgers.look()
+            if self.ledger is not None:
+                self.ledger.look()
             self._carry_out(phase.leave)
             if phase not in self.order.phases:  # the next phase in the order does not expect its groups
                 self._carry_out(Move("free", move.tenant) for move in phase.enter if move.verb in COMES)
@@ -92,13 +94,17 @@ class Conductor:
                     self._trim()
                     counters.note_trim()
                 elif move.tenant in self._movers:
-                    timed("offload", getattr(self._movers[move.tenant], move.verb))()
+                    with timed("offload"):
+                        getattr(self._movers[move.tenant], move.verb)()
                 elif move.tenant in _BY_VLLM and by_vllm is not None:
                     call, by_vllm = by_vllm, None
                     call()
             except Exception as why:
                 error = error or why
-            (self._there.add if move.verb in COMES else self._there.discard)(move.tenant)
+            if move.verb in COMES:
+                self._there.add(move.tenant)
+            else:
+                self._there.discard(move.tenant)
         if error is not None:
             raise error
 
@@ -117,37 +123,3 @@ def trim_of(device: Any, in_pool: bool) -> Callable[[], None]:
     settings = os.environ.get("PYTORCH_NPU_ALLOC_CONF", "").lower().replace(" ", "").split(",")
     light = getattr(device, "empty_virt_addr_cache", None)
     return light if light and in_pool and "expandable_segments:true" in settings else device.empty_cache
-
-
-def current() -> Conductor | None:
-    """The conductor of this process, None where verl's own calls move."""
-    return _current
-
-
-def keep(conductor: Conductor | None) -> None:
-    """Make `conductor` the one of this process."""
-    global _current
-    _current = conductor
-
-
-def begin(phase: str, by_vllm: Callable[[], Any] | None = None) -> None:
-    """`Conductor.begin`; without one only vLLM moves here, and the ledger checks."""
-    if _current is not None:
-        _current.begin(phase, by_vllm)
-        return
-    if by_vllm is not None:
-        by_vllm()
-    ledgers.enter(phase)
-
-
-def end() -> None:
-    """`Conductor.end`; without one the ledger looks."""
-    if _current is not None:
-        _current.end()
-    else:
-        ledgers.look()
-
-
-def moved_here(of: Any) -> bool:
-    """Whether this process's conductor moves memory of this very object (a list of chunks, an optimizer)."""
-    return _current is not None and _current.moves(of)

@@ -23,27 +23,27 @@ shares with them.
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import Any
-import torch
-from verl_patches.memory.measure import kv_caches, tensors_in, vllm_worker
-from verl_patches.memory.host_backed import Parked, unique
-from verl_patches.patching.engine import PatchError
-from verl_patches.reshard.live_memory import private_format
-from verl_patches.reshard.post_load import ABSORBED
 import contextlib
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from verl_patches.memory.measure import vllm_worker
+from typing import Any
+
+import torch
+
+from verl_patches.memory.host_backed import Parked, unique
+from verl_patches.memory.measure import kv_caches, tensors_in, vllm_worker
+from verl_patches.patching.engine import PatchError
+from verl_patches.reshard.live_memory import private_format
+from verl_patches.reshard.post_load import ABSORBED
 
 WEIGHTS, CACHE = TAGS = ("weights", "kv_cache")  # vLLM's tags of LLM.wake_up
 Tensors = dict[str, torch.Tensor]
 
 
-class Life:
+class SleepMode:
     """What an engine's weights are worth.
 
-    `loaded`: something before a first sync, or no sync will say that it has `filled` them.
+    `loaded`: something before a first sync, or no sync will say that it has written them (`weights_written`).
     """
 
     _asleep: Collection[str]  # vLLM's tags
@@ -51,9 +51,9 @@ class Life:
     def __init__(self, loaded: bool):
         self._weights_stay, self._lost = loaded, False
 
-    def filled(self, stay: bool = False) -> None:
-        """A weight sync has written every weight; `stay`: no other sync comes, so they are to survive sleep."""
-        self._weights_stay, self._lost = stay, False
+    def weights_written(self, last: bool = False) -> None:
+        """A weight sync has written every weight; `last`: no other sync comes, so they have to survive sleep."""
+        self._weights_stay, self._lost = last, False
 
     def check_ready(self) -> None:
         """PatchError if something is asleep, or weights have not been filled since they were given up."""
@@ -65,7 +65,7 @@ class Life:
                              "sleep and that no weight sync has filled since: enter verl's sharding manager first")
 
 
-class RolloutLife(Life):
+class ResizeSleepMode(SleepMode):
     """Sleep and wake of one engine, `llm`; see the head of this file. Asking for what is so already does nothing."""
 
     def __init__(self, llm: Any, loaded: bool = True):
@@ -164,24 +164,12 @@ def all_weights(model: torch.nn.Module) -> Tensors:
     return found
 
 
-def of(llm: Any) -> Life | None:
-    """The life of an engine; None where it never sleeps, or as vLLM has it."""
-    return getattr(llm, "rollout_life", None)
-
-
-def filled(llm: Any, stay: bool) -> None:
-    """`Life.filled` of an engine that has one: whoever syncs weights calls it afterwards."""
-    life = of(llm)
-    if life is not None:
-        life.filled(stay)
-
-
 _ALLOCATORS = (("vllm_ascend.device_allocator.camem", "CaMemAllocator"),
                ("vllm.device_allocator.cumem", "CuMemAllocator"))  # fmt: skip
 _DROPPED = "weights that the next sync writes"  # sleep copies what has the tag `weights` only
 
 
-class GraphLife(Life):
+class CumemSleepMode(SleepMode):
     """Sleep and wake of one engine, `llm`, by its own sleep mode; see the head of this file.
 
     Asking for what is so already does nothing: vLLM's executor forgets what it is asked while half of it is awake.

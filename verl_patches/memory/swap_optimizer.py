@@ -8,7 +8,6 @@ step, bit for bit, because Adam computes element by element.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,10 +15,8 @@ from typing import Any
 import torch
 
 from verl_patches.errors import ConfigError
-from verl_patches.memory import ledger
-from verl_patches.memory.moves import move
-from verl_patches.memory.optimizer_places import places_of_optimizer, single_optimizers
-from verl_patches.memory.parking import Parked, come, leave, synchronise
+from verl_patches.memory.counters import move
+from verl_patches.memory.host_backed import Parked, come, leave, places_of_optimizer, single_optimizers, synchronise
 
 _MOMENTS = 2  # Adam's
 Named = list[tuple[str, torch.Tensor]]
@@ -31,9 +28,9 @@ class SwappedOptimizer:
     ConfigError, naming it, for an optimizer that cannot be swapped, and for `times` below 1.
     """
 
-    def __init__(self, megatron: Any, times: int):
+    def __init__(self, megatron: Any, times: int, look: Callable[[], None] = lambda: None):
         _refuse(megatron, times)
-        self.megatron, self.inner = megatron, megatron.optimizer
+        self.megatron, self.inner, self._look = megatron, megatron.optimizer, look
         self.places = places_of_optimizer(megatron)
         self.places.swapped = True
         self.models = {id(main): model for mains, models in _pairs(megatron)
@@ -77,7 +74,7 @@ class SwappedOptimizer:
                 self._write_models()
                 for at, group in enumerate(self.inner.param_groups):
                     after[at] = group.get("step") if group["params"] else after[at]
-            ledger.look()
+            self._look()
             here = self._parked(piece)  # with the states that a first step has made
             with move("offload", "optimizer") as moved:
                 moved.peak_bytes = sum(each.size_bytes for each in self.places.parked.values() if not each.away)
@@ -165,20 +162,9 @@ def _refuse(megatron: Any, times: int) -> None:
 _NOT_SWAPPED = ("use_precision_aware_optimizer", "optimizer_cpu_offload", "overlap_param_gather_with_optimizer_step")
 
 
-def swap_optimizer(optimizers: Any, times: int) -> list[SwappedOptimizer]:
-    """Swap each optimizer of a chain, or the one; their pieces never are on the device together."""
-    return [SwappedOptimizer(one, times) for one in single_optimizers(optimizers)]
+def swap_optimizer(optimizers: Any, times: int, look: Callable[[], None] = lambda: None) -> list[SwappedOptimizer]:
+    """Swap each optimizer of a chain, or the one; their pieces never are on the device together.
 
-
-def build_swapped(build_model_optimizer: Callable) -> Callable:
-    """Row provider for ActorRolloutRefWorker._build_model_optimizer: recipe.train.swap_optimizer."""
-
-    @functools.wraps(build_model_optimizer)
-    def build(self: Any, *args: Any, **kwargs: Any) -> Any:
-        built = build_model_optimizer(self, *args, **kwargs)
-        recipe = self.config.get("recipe")
-        if recipe is not None and recipe.train.swap_optimizer and len(built) == 4 and built[1] is not None:
-            swap_optimizer(built[1], recipe.train.swap_optimizer_times)
-        return built
-
-    return build
+    `look` is called while a piece is on the device, so that a ledger sees it.
+    """
+    return [SwappedOptimizer(one, times, look) for one in single_optimizers(optimizers)]

@@ -55,7 +55,7 @@ _TABLE = (
     ("model.mindspeed_initializer", "model", f"{_REGISTRY}:MODEL_INITIALIZER_REGISTRY", "register",
      f"{_OURS}.build:initializers", (),
      "verl builds Megatron's own attention; MLA is MindSpeed-LLM's (deepseek_spec.py)", _MODEL),
-    ("model.mindspeed_converter", "reshard", f"{_REGISTRY}:MODEL_WEIGHT_CONVERTER_REGISTRY", "register",
+    ("reshard.mindspeed_converter", "reshard", f"{_REGISTRY}:MODEL_WEIGHT_CONVERTER_REGISTRY", "register",
      f"{_OURS}.sync:weight_converters", (), "verl has no DeepSeek-V3 names at this commit", _MODEL),
     ("model.mindspeed_load_hf", "model", "verl.utils.model:load_megatron_gptmodel_weights", "wrap",
      f"{_OURS}.load:load_deepseekv3", (f"{_WORKERS}:load_megatron_gptmodel_weights",),
@@ -69,13 +69,14 @@ _TABLE = (
      f"{_OURS}.rope:rope_of_packed", (),
      "MindSpeed-LLM's MLA hands over [T, 1, N, D] (multi_head_latent_attention.py:323), which it takes for [T, N, D]",
      "MindSpeed-LLM's MLA takes packed sequences"),
-    ("model.mindspeed_weights", "reshard", "verl.utils.megatron_utils:per_tensor_generator", "wrap",
+    ("reshard.mindspeed_weights", "reshard", "verl.utils.megatron_utils:per_tensor_generator", "wrap",
      f"{_OURS}.sync:generator_by_our_names",
      ("verl.workers.sharding_manager.megatron_vllm:per_tensor_generator",
       "verl.workers.sharding_manager.megatron_sglang:per_tensor_generator"),
      "it reads fields that core_r0.8.0's TransformerConfig lacks, knows no stacked experts and leaves out the "
      "correction bias", "our own resharder takes this place"),
-    ("update.engine_start", "update", f"{_ACTOR}.__init__", "wrap", f"{_START}:start_engine_first", (),
+    ("update.engine_start", "update", f"{_ACTOR}.__init__", "override",
+     "verl_patches.worker.recipe_worker:RecipeWorker.__init__", (),
      "verl calls initialize_model_parallel with an argument that core_r0.8.0 lacks, and knows no arguments of "
      "MindSpeed (verl/workers/megatron_workers.py:86)", "verl starts MindSpeed"),
     ("update.optimizer_config", "update", "verl.utils.megatron_utils:init_megatron_optim_config", "wrap",
@@ -92,6 +93,7 @@ ROWS: tuple[PatchSpec, ...] = tuple(
     PatchSpec(
         id=name, stage=stage, target=target, kind=kind, provider=provider, bindings=bindings, why=why, exit=exit,
         lines=frozenset({"a3"}), processes=frozenset({"worker"}),
+        needs=("update.recipe_worker",) if kind == "override" else (),
     )
     for name, stage, target, kind, provider, bindings, why, exit in _TABLE
 )  # fmt: skip

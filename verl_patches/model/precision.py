@@ -13,19 +13,6 @@ import torch
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-def build_in_asked_dtype(build_model_optimizer):
-    """Row provider for `ActorRolloutRefWorker._build_model_optimizer`: the first thing that reads the dtype."""
-
-    @functools.wraps(build_model_optimizer)
-    def build(self, *args, **kwargs):
-        recipe = self.config.get("recipe")
-        if recipe is not None:
-            self.dtype = self.param_dtype = DTYPES[recipe.dtype]
-        return build_model_optimizer(self, *args, **kwargs)
-
-    return build
-
-
 def optimizer_of_model_dtype(get_megatron_optimizer):
     """Row provider for verl's `get_megatron_optimizer`: no bf16 optimizer for a model that is not bf16."""
 

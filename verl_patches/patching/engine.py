@@ -201,7 +201,8 @@ class Engine:
     def _uppermost(self, row: Row) -> Any:
         """What must stand where this row was put: its own object, or that of the row that wraps it, and so on."""
         over = {id(r.place.found): r.installed for r in self._order
-                if r.spec.target == row.spec.target and r.place and r.place.found is not MISSING}
+                if r.spec.target == row.spec.target and r.place and r.spec.kind != "override"
+                and r.place.found is not MISSING}
         expected = row.installed
         while id(expected) in over:
             expected = over[id(expected)]
@@ -282,6 +283,11 @@ def start(specs: Iterable[PatchSpec], switches: Switches) -> Engine:
         if _CURRENT is None:
             _CURRENT = Engine(specs, switches)
         return _CURRENT
+
+
+def is_on(row: str) -> bool:
+    """Whether the row of this id is wanted in this process; False without a prelude."""
+    return _CURRENT is not None and row in _CURRENT.wanted
 
 
 def current() -> Engine:

@@ -76,6 +76,8 @@ class Row:
                 entries = {key: (place.found.get(key, MISSING), value) for key, value in found.new.items()}
                 place.found.update(found.new)
                 self.registry, self.entries = place.found, entries
+            elif self.spec.kind == "override":
+                self.place, self.installed = place, place.found  # stands there since the subclass does
             else:
                 installed = rewrap(place.found, found.new)
                 setattr(place.holder, place.attribute, installed)
@@ -98,7 +100,7 @@ class Row:
             if peek(binding) is self.installed:
                 place = slot(binding)
                 setattr(place.holder, place.attribute, self.place.found)
-        if self.place and self.place.current() is self.installed:
+        if self.place and self.spec.kind != "override" and self.place.current() is self.installed:
             self.place.restore()
         for key, (before, ours) in self.entries.items():
             if self.registry.get(key) is ours:
@@ -166,6 +168,12 @@ def _drift(spec: PatchSpec, line: str) -> str:
 def _provided(spec: PatchSpec, original: Any) -> Any:
     """What the provider of a row gives for its target; anything unusable is an error."""
     provided = load(spec.provider)
+    if spec.kind == "override":
+        if unwrap(original) is not unwrap(provided):
+            raise TypeError(f"expected {spec.provider} there, found {describe(original)}")
+        return provided
+    if spec.kind == "subclass":
+        return subclass_of(original, provided)
     new = provided(original) if spec.kind == "wrap" else provided() if spec.kind == "register" else provided
     if spec.kind == "register" and not isinstance(new, dict):
         raise TypeError(f"a register provider must give a dict, this one gave {describe(new)}")
@@ -174,6 +182,12 @@ def _provided(spec: PatchSpec, original: Any) -> Any:
     if new is original:
         raise TypeError("it gave the original back, which would change nothing")
     return new
+
+
+def subclass_of(upstream: type, ours: type) -> type:
+    """A class with the methods of `ours` before those of `upstream`, under upstream's name: Ray pickles it by that."""
+    named = {name: getattr(upstream, name) for name in ("__module__", "__qualname__", "__doc__")}
+    return type(upstream)(upstream.__name__, (ours, upstream), named)
 
 
 def refusal(spec: PatchSpec, found: Prepared, line: str) -> str:

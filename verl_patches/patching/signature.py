@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from inspect import Parameter, Signature
 from inspect import signature as signature_of
 from pathlib import Path
@@ -53,8 +53,10 @@ def faults(spec: PatchSpec, root: Path | None = None) -> list[str]:
         refused = not_accepted(original, of_function(_function(spec.provider)))
         if refused:
             return [f"provider(original): {fault}" for fault in refused]
-    if _names_a_module(spec.target, root):
+    if names_a_module(spec.target, root):
         return []
+    if spec.kind == "subclass":
+        return _faults_of_methods(spec, root)
     providers = _provider_calls(spec)
     if not providers:
         return ["returns no replacement"]
@@ -70,7 +72,18 @@ def faults(spec: PatchSpec, root: Path | None = None) -> list[str]:
                               for fault in _call_faults(target, provider)))
 
 
-def _names_a_module(target: str, root: Path | None) -> bool:
+def _faults_of_methods(spec: PatchSpec, root: Path | None) -> list[str]:
+    """Faults of each method of a subclass that upstream's class has too, in its own text."""
+    found = []
+    for node in definitions(spec.provider)[-1].node.body:
+        if isinstance(node, _FUNCTIONS) and definitions(f"{spec.target}.{node.name}", root):
+            method = replace(spec, kind="override", target=f"{spec.target}.{node.name}",
+                             provider=f"{spec.provider}.{node.name}")  # fmt: skip
+            found += [f"{node.name} {fault}" for fault in faults(method, root)]
+    return found
+
+
+def names_a_module(target: str, root: Path | None) -> bool:
     module, name = split(target)
     path = source_file(module, root)
     statements = ast.parse(path.read_text()).body if path else ()

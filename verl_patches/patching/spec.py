@@ -10,8 +10,8 @@ from itertools import combinations
 
 from verl_patches.errors import ConfigError
 
-STAGES = ("rollout", "reward", "logprob", "advantage", "update", "reshard", "memory", "comm", "model", "platform")
-KINDS = ("register", "wrap", "replace", "extend", "stub")
+STAGES = ("rollout", "reward", "logprob", "advantage", "update", "reshard", "memory", "dispatch", "model", "platform")
+KINDS = ("register", "subclass", "override", "wrap", "replace", "extend", "stub")
 LINES = ("pypi", "a3")
 PLATFORMS = ("npu", "cuda", "cpu")
 PROCESSES = ("controller", "worker")
@@ -29,7 +29,9 @@ class PatchSpec:
     Fields: `target` and `bindings` are "module:qualname" ("module" alone: a whole module that is missing here); a
     binding that one line alone has is written "module:qualname@line".
     `provider` is "module:qualname" of ours and is imported only once the target's module is. What it must be depends on
-    `kind`: wrap: provider(original) -> replacement; replace, extend (the name must not exist), stub: the new object;
+    `kind`: subclass: a class whose methods go over those of the class `target`, by `super()`; override: one of these
+    methods, a feature with a switch of its own, which the method itself asks for (`engine.is_on`); wrap:
+    provider(original) -> replacement; replace, extend (the name must not exist), stub: the new object;
     register: () -> {key: object}, set in the mutable mapping `target`; module stub: our module's name.
     `under` names modules of other libraries whose own wrappers may go over ours: the row stays active while theirs hold
     it. `default` "auto" is "on" for a target that a run may rightly never import, or for a module that may be installed
@@ -86,6 +88,8 @@ def _faults(spec: PatchSpec, by_id: dict[str, PatchSpec]) -> list[str]:
     faults = []
     if not _ID.match(spec.id):
         faults.append("id must look like stage.verb, lower case")
+    if spec.id.partition(".")[0] != spec.stage:
+        faults.append(f"id must begin with its stage, {spec.stage}")
     for field, allowed in (("stage", STAGES), ("kind", KINDS), ("default", DEFAULTS)):
         if getattr(spec, field) not in allowed:
             faults.append(f"{field} is {getattr(spec, field)!r}, expected one of {', '.join(allowed)}")
@@ -107,6 +111,8 @@ def _faults(spec: PatchSpec, by_id: dict[str, PatchSpec]) -> list[str]:
         faults.append("why and exit must say something")
     if spec.kind == "register" and spec.bindings:
         faults.append("a registered entry has no bindings")
+    if spec.kind == "override" and not any(by_id[need].kind == "subclass" for need in spec.needs if need in by_id):
+        faults.append("an override must name the subclass row that it is a method of in needs")
     if spec.is_module_stub and spec.needs:
         faults.append("a module stub can need no row")
     faults += [f"needs names {other!r}, which is no row" for other in spec.needs if other not in by_id]
@@ -136,7 +142,8 @@ def _shared_targets(by_id: dict[str, PatchSpec]) -> list[str]:
     faults = []
     for rows in by_target.values():
         faults += [_order_fault(by_id, first, second) for first, second in combinations(rows, 2)
-                   if "register" not in (first.kind, second.kind) and _can_meet(first, second)]
+                   if "register" not in (first.kind, second.kind) and _can_meet(first, second)
+                   and not first.kind == second.kind == "override"]
     for spec in by_id.values():
         faults += [_inside_fault(by_id, outer, spec) for place in _holders(spec.target)
                    for outer in by_target.get(place, ()) if _can_meet(outer, spec)]

@@ -1,4 +1,4 @@
-"""The resharder inside verl's sharding manager: learn both ends at the first sync, then run the plan at every sync.
+"""The weight sync of one worker: both ends are learnt at the first sync, and every sync runs the plan.
 
 In place of verl's per-tensor generator and vLLM's load_weights (verl/workers/sharding_manager/megatron_vllm.py,
 `__enter__`). Both ends are learnt again where their memory is no longer what was learnt.
@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+
 import torch
 import torch.distributed as dist
+
 from verl_patches.layout.inventory import Inventory, build_inventory
 from verl_patches.layout.parallel import ParallelLayout
-from verl_patches.memory import ledger, sleep_mode
-from verl_patches.memory.counters import timed
 from verl_patches.model.names import local_name
 from verl_patches.reshard.agree import agree, collect, gather
 from verl_patches.reshard.check_map import check_map
@@ -149,53 +149,6 @@ class WorkerReshard:
             if parameter.kind == "shared_expert_gate":
                 return places[0].region.stop - places[0].region.start == parameter.shape[0]
         return False
-
-
-def direct(original: Callable) -> Callable:
-    """Row provider for MegatronVLLMShardingManager.__enter__: the resharder instead of verl's path."""
-    return _direct(original, ())
-
-
-def direct_with_cache(original: Callable) -> Callable:
-    """The same for verl 54c9b736, whose `__enter__` wakes vLLM's KV cache too."""
-    return _direct(original, ("kv_cache",))
-
-
-def _direct(original: Callable, wake_after: tuple[str, ...]) -> Callable:
-    @functools.wraps(original)
-    def enter(manager: Any) -> Any:
-        settings = getattr(manager, "reshard_settings", None)
-        off = not getattr(manager, "weight_sync_enabled", True) and getattr(manager, "weights_synced_once", False)
-        if settings is None or off:
-            return original(manager)
-        manager.weights_synced_once = True
-        return timed("reshard", functools.partial(_sync, manager, settings, wake_after))()
-
-    return enter
-
-
-def _sync(manager: Any, settings: Settings, wake_after: tuple[str, ...]) -> None:
-    from verl.utils.vllm_utils import patch_vllm_moe_model_weight_loader
-
-    device = next(manager.actor_module[0].parameters()).device
-
-    def prepare():
-        manager.inference_engine.wake_up(tags=["weights"])
-        patch_vllm_moe_model_weight_loader(_model_of(manager))
-        if getattr(manager, "resharder", None) is None:
-            manager.resharder = WorkerReshard(settings, manager.actor_module, manager.model_config, device)
-        yield from ()
-
-    agree(collect(prepare), None, device, "the rollout engine is not ready for weights")
-    model = _model_of(manager)
-    ledger.look(manager.resharder.sync(model).peak_extra_bytes)
-    sleep_mode.filled(manager.inference_engine, stay=not getattr(manager, "weight_sync_enabled", True))
-    if wake_after:
-        manager.inference_engine.wake_up(tags=list(wake_after))
-
-
-def _model_of(manager: Any) -> torch.nn.Module:
-    return manager.inference_engine.llm_engine.model_executor.driver_worker.worker.model_runner.model
 
 
 def _megatron_spelling(chunks: Sequence[torch.nn.Module]) -> str:

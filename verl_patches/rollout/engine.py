@@ -10,8 +10,8 @@ from verl_patches.layout.model_folder import for_vllm
 from verl_patches.reshard.post_load import absorb_in_place
 
 
-def llm_arguments(original: Callable) -> Callable:
-    """`LLM.__init__` without what verl and DeepSeek's config.json say and vLLM, or vllm-ascend, refuses.
+def engine_arguments(given: dict[str, Any]) -> dict[str, Any]:
+    """The keyword arguments `given` to `LLM.__init__`, but for what vLLM or vllm-ascend refuses.
 
     verl 0.4.0 always passes limit_mm_per_prompt (None for text, vllm_rollout_spmd.py:160) and
     disable_mm_preprocessor_cache (:159); vLLM 0.9.1 wants a dict for the first and refuses the second for text-only
@@ -19,17 +19,13 @@ def llm_arguments(original: Callable) -> Callable:
     layout/model_folder.py before vLLM looks for a quantization method (config.py:484, :621); the caller's own
     hf_overrides come after it.
     """
-
-    @functools.wraps(original)
-    def __init__(self, *args, **kwargs) -> None:
-        if "limit_mm_per_prompt" in kwargs and kwargs["limit_mm_per_prompt"] is None:
-            del kwargs["limit_mm_per_prompt"]
-            kwargs.pop("disable_mm_preprocessor_cache", None)
-        if kwargs.get("quantization") is None:
-            kwargs["hf_overrides"] = _model_view(kwargs.get("hf_overrides") or {})
-        original(self, *args, **kwargs)
-
-    return __init__
+    arguments = dict(given)
+    if "limit_mm_per_prompt" in arguments and arguments["limit_mm_per_prompt"] is None:
+        del arguments["limit_mm_per_prompt"]
+        arguments.pop("disable_mm_preprocessor_cache", None)
+    if arguments.get("quantization") is None:
+        arguments["hf_overrides"] = _model_view(arguments.get("hf_overrides") or {})
+    return arguments
 
 
 def _model_view(overrides: Callable | dict[str, Any]) -> Callable:

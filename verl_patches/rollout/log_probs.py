@@ -1,7 +1,7 @@
 """vLLM's log-probs of sampled tokens: those of a step's responses, and of sequences that are sampled to be compared.
 
 verl 54c9b736 asks vLLM for the first and drops them; verl 0.4.0 keeps them. Where a run samples at another temperature,
-or cuts the distribution, they need not be the model's own, so the truth check (training/sampled_check.py) has vLLM
+or cuts the distribution, they need not be the model's own, so the truth check (trainer/sampled_check.py) has vLLM
 sample again as the model gives it: a second call of the engine, while it is awake, behind that of the responses, which
 stay as they are. Its requests draw from generators of their own.
 """

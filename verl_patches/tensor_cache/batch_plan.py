@@ -27,13 +27,13 @@ says so itself). PPO epochs go over the same plan again.
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Sequence
-from verl_patches.errors import ConfigError
 import functools
 import hashlib
+import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+from verl_patches.errors import ConfigError
 from verl_patches.layout.parallel import ParallelLayout
 
 Samples = Sequence[int]

@@ -17,11 +17,12 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+
 import torch
-from verl_patches.tensor_cache.batch_plan import BatchPlan
-from verl_patches.tensor_cache.exchange import Told, exchange
-from verl_patches.tensor_cache.exchange import Ragged
+
 from verl_patches.patching.engine import PatchError
+from verl_patches.tensor_cache.batch_plan import BatchPlan
+from verl_patches.tensor_cache.exchange import Ragged, TensorSpec, exchange
 
 log = logging.getLogger(__name__)
 
@@ -102,7 +103,7 @@ class TensorCache:
         return kept.ragged if kept.samples == tuple(samples) else kept.ragged.take([kept.place[s] for s in samples])
 
     def redistribute(
-        self, step: int, plan: BatchPlan, rank: int, told: Mapping[str, Told], group: object = None
+        self, step: int, plan: BatchPlan, rank: int, told: Mapping[str, TensorSpec], group: object = None
     ) -> None:
         """Bring the tensors that are `told` from where rollout left them to where the plan computes them; collective.
 

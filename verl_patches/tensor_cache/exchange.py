@@ -11,14 +11,16 @@ for them leaves the others to the collective's timeout.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-import torch
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
 import torch.distributed as dist
-from verl_patches.tensor_cache.batch_plan import BatchPlan
+
 from verl_patches.patching.engine import PatchError
+from verl_patches.tensor_cache.batch_plan import BatchPlan
+
 
 @dataclass(frozen=True)
 class Ragged:
@@ -114,7 +116,7 @@ class ExchangeError(PatchError):
 
 
 @dataclass(frozen=True)
-class Told:
+class TensorSpec:
     """What every rank knows of a tensor before any of it moves: dtype, and [sample] -> number of values."""
 
     dtype: torch.dtype
@@ -124,7 +126,7 @@ class Told:
 def exchange(
     plan: BatchPlan,
     rank: int,
-    told: Mapping[str, Told],
+    told: Mapping[str, TensorSpec],
     held: Callable[[], Mapping[str, Ragged]],
     *,
     step: int,
@@ -157,7 +159,7 @@ def exchange(
     return _unpack(segments, receives, plan.placed[plan.replica_of[rank]], kinds)
 
 
-def wire_bytes(plan: BatchPlan, rank: int, told: Mapping[str, Told]) -> tuple[int, int]:
+def wire_bytes(plan: BatchPlan, rank: int, told: Mapping[str, TensorSpec]) -> tuple[int, int]:
     """Bytes that `rank` sends and receives, headers and what stays on the rank included."""
     return tuple(sum(_segment_bytes(samples, told) for samples in side)
                  for side in (plan.sends(rank), plan.receives(rank)))  # fmt: skip
@@ -168,7 +170,7 @@ def _pack(
     sends: Sequence[Sequence[int]],
     samples_held: Sequence[int],
     held: Mapping[str, Ragged],
-    kinds: Mapping[str, Told],
+    kinds: Mapping[str, TensorSpec],
     header: torch.Tensor,
 ) -> None:
     parts = {}
@@ -193,7 +195,7 @@ def _unpack(
     segments: Sequence[torch.Tensor],
     receives: Sequence[Sequence[int]],
     computed: Sequence[int],
-    kinds: Mapping[str, Told],
+    kinds: Mapping[str, TensorSpec],
 ) -> dict[str, Ragged]:
     parts: dict[str, dict[int, torch.Tensor]] = {name: {} for name in kinds}
     for samples, segment in zip(receives, segments, strict=True):
@@ -208,12 +210,12 @@ def _unpack(
             for name, kind in kinds.items()}  # fmt: skip
 
 
-def _segment_bytes(samples: Sequence[int], kinds: Mapping[str, Told]) -> int:
+def _segment_bytes(samples: Sequence[int], kinds: Mapping[str, TensorSpec]) -> int:
     each = (sum(kind.lengths[sample] for sample in samples) * kind.dtype.itemsize for kind in kinds.values())
     return _ALIGNED + sum(nbytes + -nbytes % _ALIGNED for nbytes in each)
 
 
-def _header(plan: BatchPlan, step: int, kinds: Mapping[str, Told], device: torch.device | str) -> torch.Tensor:
+def _header(plan: BatchPlan, step: int, kinds: Mapping[str, TensorSpec], device: torch.device | str) -> torch.Tensor:
     said = repr((plan.digest, step, [(name, str(kind.dtype), list(kind.lengths)) for name, kind in kinds.items()]))
     digest = hashlib.blake2b(said.encode(), digest_size=_ALIGNED).digest()
     return torch.tensor(list(digest), dtype=torch.uint8, device=device)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
+
 from verl_patches.errors import ConfigError
 from verl_patches.trainer.truth_check import why_not
 

@@ -15,6 +15,7 @@ import os
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any
+
 from verl_patches.patching import hooks
 from verl_patches.platform.npu.visible_die import refuse_early_device_runtime
 from verl_patches.trainer.worker_settings import VERLS_WORKERS

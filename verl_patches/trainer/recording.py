@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
+
 from verl_patches.errors import ConfigError
+
 
 def find_recording(path: str | None, steps: int | None = None) -> Path | None:
     """The folder of step_N.safetensors that a user names: itself, a run's folder, or one of its files; None for None.

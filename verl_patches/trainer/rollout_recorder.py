@@ -9,14 +9,16 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+
 import torch
 from safetensors.torch import load_file, save_file
+
 from verl_patches.errors import ConfigError
 
-SAMPLE = "sample"  # [B] int64, of training/kept_batch.py: a row's place in the batch as generated
+SAMPLE = "sample"  # [B] int64, of trainer/tensor_cache.py: a row's place in the batch as generated
 
 
-class RolloutTap:
+class RolloutRecorder:
     """A worker group that records generate_sequences, or replays it; every other call goes through."""
 
     def __init__(self, group: Any, record_to: Path | None, replay_from: Path | None, on_call: Any):

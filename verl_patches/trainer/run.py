@@ -7,14 +7,17 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from verl_patches.trainer.dispatch import dispatch_of_step
+
 from verl_patches.layout.of_config import rollout_layout_of, train_layout_of
 from verl_patches.memory.counters import offload_of_step
 from verl_patches.memory.ledger import memory_of_step, said_of
 from verl_patches.patching import engine
-from verl_patches.worker import on_policy_update
-from verl_patches.trainer import truth_check
+from verl_patches.trainer import rollout_correction, truth_check
+from verl_patches.trainer.dispatch import dispatch_of_step, take_calls
 from verl_patches.trainer.on_policy import correction_of
+from verl_patches.trainer.recording import find_recording
+from verl_patches.trainer.rollout_recorder import RolloutRecorder
+from verl_patches.trainer.summary import Progress, Summary, phase_seconds, sync_of_step
 from verl_patches.trainer.worker_handshake import (
     not_as_reviewed,
     recorded,
@@ -23,9 +26,6 @@ from verl_patches.trainer.worker_handshake import (
     refuse_unproven,
     workers_proofs,
 )
-from verl_patches.trainer.recording import find_recording
-from verl_patches.trainer.rollout_recorder import RolloutTap
-from verl_patches.trainer.summary import Progress, Summary, phase_seconds, sync_of_step
 
 log = logging.getLogger(__name__)
 COLUMNS = ("rollout", "reshard", "offload", "reward", "log_prob", "ref", "update", "step")
@@ -71,9 +71,8 @@ class Run:
         refuse_unproven(workers)
         refuse_unequal(mine.intent(), mine.digest(), workers)
         refuse_unlike([name for name, spec in mine.specs.items() if "worker" in spec.processes], workers)
-        self.trainer.actor_rollout_wg.take_phase_seconds()  # what building the workers took belongs to no step
-        self.trainer.actor_rollout_wg.take_offload()
-        self._dispatch()
+        self.trainer.actor_rollout_wg.take_report()  # what building the workers took belongs to no step
+        take_calls()
         self.progress.say(f"| patches proven in controller and {len(workers)} workers: digest {mine.digest()[:12]}")
         for state, ids in not_as_reviewed(rows).items():
             self.progress.say(f"| {state} (drift={mine.switches.drift}, reasons in summary.json): {', '.join(ids)}")
@@ -84,12 +83,12 @@ class Run:
         """With recipe.tensor_cache: the trainer's groups become those whose tensors stay with them."""
         if not self.recipe.tensor_cache.enabled:
             return
-        from verl_patches.trainer.tensor_cache import KeptOnWorkers, kept_of
+        from verl_patches.trainer.tensor_cache import TensorCacheGroup, cached_step_of
 
-        trainer, kept = self.trainer, kept_of(self.trainer)
-        self.kept_on_workers = trainer.actor_rollout_wg = KeptOnWorkers(trainer.actor_rollout_wg, kept)
+        trainer, kept = self.trainer, cached_step_of(self.trainer)
+        self.kept_on_workers = trainer.actor_rollout_wg = TensorCacheGroup(trainer.actor_rollout_wg, kept)
         if trainer.use_reference_policy and not getattr(trainer, "ref_in_actor", False):
-            trainer.ref_policy_wg = KeptOnWorkers(trainer.ref_policy_wg, kept)
+            trainer.ref_policy_wg = TensorCacheGroup(trainer.ref_policy_wg, kept)
 
     def check_sampled(self, workers: Any) -> None:
         """With recipe.logprob_check.every: the trainer's group becomes one whose rollout is checked every N steps."""
@@ -109,25 +108,28 @@ class Run:
     def after_step(self, metrics: dict[str, Any], step: int) -> dict[str, Any]:
         """Record one step and check it; returns the metrics with ours added."""
         worker: dict[str, float] = {}
-        for seconds in self.trainer.actor_rollout_wg.take_phase_seconds():
-            for phase, value in seconds.items():
+        reports = self.trainer.actor_rollout_wg.take_report()
+        for report in reports:
+            for phase, value in report["seconds"].items():
                 worker[phase] = max(worker.get(phase, 0.0), value)
         seconds = phase_seconds(metrics, worker)
         if self.recipe.train.skip_old_log_prob:
             seconds.pop("log_prob", None)
         if self.workers_see_log_probs:
-            reports = self.trainer.actor_rollout_wg.take_log_prob_moments()
-            metrics = on_policy_update.with_workers_metrics(metrics, reports, self.recipe)
+            moments = [report["log_prob_moments"] for report in reports]
+            metrics = rollout_correction.with_workers_metrics(metrics, moments, self.recipe)
         delta, compared = self._delta(metrics)
         found = {"step": step, "seconds": seconds, "reward": float(metrics["critic/score/mean"]),
                  "grad_norm": _number(metrics.get("actor/grad_norm")), "logprob_delta": delta,
-                 "sync": sync_of_step(self.trainer.actor_rollout_wg.take_sync_reports()),
-                 "memory": memory_of_step(self.trainer.actor_rollout_wg.take_memory()),
-                 "offload": offload_of_step(self.trainer.actor_rollout_wg.take_offload())}
+                 "sync": sync_of_step([report["sync"] for report in reports]),
+                 "memory": memory_of_step([report["memory"] for report in reports]),
+                 "offload": offload_of_step([report["moves"] for report in reports]),
+                 "dispatch": None}
         if self.kept_on_workers is not None:
             found["tensor_cache"] = self.kept_on_workers.end_step()
             metrics = self.kept_on_workers.without_verls_partition(metrics)
-        found["dispatch"] = self._dispatch()
+        if engine.is_on("dispatch.put_once"):
+            found["dispatch"] = dispatch_of_step([report["starts"] for report in reports])
         if self.sampled_check is not None:
             found["logprob_check"] = self.sampled_check.report
         self.summary.add_step(found)
@@ -147,11 +149,6 @@ class Run:
             report = self.sampled_check.report
             return report and report["delta"], report is not None
         return None if self.not_compared else truth_check.logprob_delta(metrics), not self.not_compared
-
-    def _dispatch(self) -> dict[str, Any] | None:
-        """What was sent to workers since the last time, and when they started; None where rows dispatch.* are off."""
-        group = self.trainer.actor_rollout_wg
-        return dispatch_of_step(group.take_starts()) if hasattr(group, "take_starts") else None
 
     def end(self, reason: str) -> None:
         """Write the outcome."""
@@ -181,11 +178,11 @@ def fit_as_run(original: Callable) -> Callable:
             workers = trainer.actor_rollout_wg
             run.keep_on_workers()
             run.check_sampled(workers)
-            trainer.actor_rollout_wg = RolloutTap(trainer.actor_rollout_wg, record_to, replay, run.before_call)
+            trainer.actor_rollout_wg = RolloutRecorder(trainer.actor_rollout_wg, record_to, replay, run.before_call)
             if run.recipe.train.skip_old_log_prob:
-                trainer.actor_rollout_wg = on_policy_update.WithoutOldLogProb(trainer.actor_rollout_wg)
+                trainer.actor_rollout_wg = rollout_correction.WithoutOldLogProb(trainer.actor_rollout_wg)
             if trainer.use_reference_policy and not getattr(trainer, "ref_in_actor", False):
-                trainer.ref_policy_wg = RolloutTap(trainer.ref_policy_wg, record_to, replay, run.before_call)
+                trainer.ref_policy_wg = RolloutRecorder(trainer.ref_policy_wg, record_to, replay, run.before_call)
             result = original(trainer)
             reason = "ok"
             return result

@@ -13,13 +13,16 @@ from __future__ import annotations
 
 import time
 from typing import Any
+
 import torch
 from verl import DataProto
 from verl.protocol import pad_dataproto_to_divisor
-from verl_patches.tensor_cache.exchange import Ragged, model_inputs, to_padded
+
 from verl_patches.layout.of_config import train_layout_of
 from verl_patches.rollout.log_probs import CHECK
+from verl_patches.tensor_cache.exchange import Ragged, model_inputs, to_padded
 from verl_patches.trainer import rollout_correction, truth_check
+
 
 class SampledCheck:
     """A worker group whose rollout is checked; `workers` is verl's own group, `group` the one over it, if any.

@@ -1,7 +1,7 @@
 """The trainer's side of recipe.tensor_cache.enabled: verl's calls answered with what is small.
 
 verl's fit() goes on as it is. Its batch holds ids and masks that are rebuilt here from lengths and unpadded ids;
-log-probs stay on the workers (training/kept_worker.py), unless KL in the reward needs them here. A row of the batch
+log-probs stay on the workers (worker/tensor_cache_stages.py), unless KL in the reward needs them here. A row of the batch
 says by `sample` which sample it is, so the trainer may order its rows as it likes (balance_batch).
 """
 
@@ -10,12 +10,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
 import numpy as np
 import torch
 from tensordict import TensorDict
 from verl import DataProto
-from verl_patches.tensor_cache.exchange import Ragged, from_padded, model_inputs, to_padded
+
 from verl_patches.errors import ConfigError
+from verl_patches.tensor_cache.exchange import Ragged, from_padded, model_inputs, to_padded
 from verl_patches.trainer.rollout_recorder import SAMPLE
 
 _NON_TENSORS = {"raw_prompt_ids", "tools_kwargs"}  # of prompts; the second only acts with multi_turn, which is refused
@@ -35,14 +37,14 @@ class Kept:
     report: list[dict[str, float]] = field(default_factory=list)
 
 
-def kept_of(trainer: Any) -> Kept:
+def cached_step_of(trainer: Any) -> Kept:
     """What the trainer's configuration says."""
     config = trainer.config
     return Kept(trainer.tokenizer.pad_token_id, config.data.max_response_length, config.trainer.balance_batch,
                 config.algorithm.use_kl_in_reward)  # fmt: skip
 
 
-class KeptOnWorkers:
+class TensorCacheGroup:
     """A worker group whose tensors of a step stay with it; calls that are not of the step's stages go through."""
 
     def __init__(self, group: Any, kept: Kept):
@@ -104,7 +106,7 @@ class KeptOnWorkers:
         """
         kept = self._kept
         if kept.open:
-            self._group.run_kept("close", kept.step)
+            self._group.run_stage("close", kept.step)
             kept.open = False
         return {name: max(each[name] for each in kept.report) for name in kept.report[0]} if kept.report else None
 
@@ -115,7 +117,7 @@ class KeptOnWorkers:
 
     def _run(self, stage: str, told: dict[str, Any]) -> list[Any]:
         """What the ranks that have something to say answer, in order of ranks."""
-        answers = self._group.run_kept(stage, self._kept.step, told)
+        answers = self._group.run_stage(stage, self._kept.step, told)
         return [each for each in answers if each is not None]
 
     def _answer(self, rows: torch.Tensor, tensors: dict[str, Any], name: str, found: list[dict[str, Any]]) -> DataProto:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from typing import Any
+
 from verl_patches.layout.of_config import world_size
 
 DELTA = "recipe/logprob_delta"

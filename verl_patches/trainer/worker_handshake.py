@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from typing import Any
+
 from verl_patches.patching.engine import PatchError
 from verl_patches.patching.row import NOT_AS_REVIEWED
 
@@ -16,7 +17,7 @@ _SILENT_STATES = ("off", "waiting", "active")
 
 
 def workers_proofs(group: Any) -> list[dict[str, Any]]:
-    """The proof of every worker of verl's worker group, by rank: what `prove_patches` of training/worker.py gives.
+    """The proof of every worker of verl's worker group, by rank: what `prove_patches` of worker/recipe_worker.py gives.
 
     A worker that has none gets {rank, where, status: [], error}. PatchError where this process cannot even ask.
     """
@@ -24,7 +25,7 @@ def workers_proofs(group: Any) -> list[dict[str, Any]]:
 
     if not hasattr(group, "prove_patches"):
         raise PatchError("the worker group has no prove_patches, so no worker can be asked for its patches: row "
-                         "update.prove_patches is off here, or the workers are of another class than verl's "
+                         "update.recipe_worker is off here, or the workers are of another class than verl's "
                          "ActorRolloutRefWorker")
     proofs = []
     for rank, answer in enumerate(group.prove_patches()):  # references: one worker's error must not hide the others

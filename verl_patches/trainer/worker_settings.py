@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
+
 from verl_patches.patching import engine
 from verl_patches.patching.switches import VARIABLE
 

@@ -7,19 +7,6 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from verl_patches.training import engine_start
-
-
-def start_engine_first(original_init: Callable) -> Callable:
-    """Row provider for ActorRolloutRefWorker.__init__: process groups and arguments are there before verl looks."""
-
-    @functools.wraps(original_init)
-    def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
-        engine_start.start(config)
-        original_init(self, config, *args, **kwargs)
-
-    return __init__
-
 
 def optimizer_config_of_arguments(original: Callable) -> Callable:
     """Row provider for verl's `init_megatron_optim_config`: every field that Megatron's arguments know, from them."""

@@ -1,354 +1,189 @@
-"""What our recipe adds to verl's ActorRolloutRefWorker: weight-sync mode, proofs before step 1, phase seconds.
+"""One GRPO step as a worker runs it: methods over those of verl's ActorRolloutRefWorker.
 
-Imported only once verl.workers.megatron_workers is (as a provider of catalogue rows).
+    call of the trainer       here                                            memory phases (memory/schedule.py)
+    generate_sequences        sharding.py: weight sync, then wake the cache   reshard, wake_kv
+                              rollout_engine.py: vLLM generates, and sleeps   rollout, sleep
+    compute_log_prob          verl's own                                      old_log_prob
+    compute_ref_log_prob      verl's own                                      ref
+    update_actor              OnPolicyUpdate around verl's own                update
+    run_stage                 the same calls on tensors that stay here (recipe.tensor_cache)
+    take_report               what this worker counted in the step
 
-Ledger and order in verl's worker: what they watch and move, and where each phase begins and ends.
-
-Providers of the rows memory.ledger* and memory.order*.
-
-Checkpoints find weights and optimizer states on the device, and leave them where they were. No phase of a step.
+Row update.recipe_worker puts the class in place; the rows that name one of its methods are its features, each with a
+switch of its own. Without a `recipe:` section every method is verl's own.
 """
 
 from __future__ import annotations
 
-import functools
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
-import torch
+
+import torch.distributed as dist
 from verl.single_controller.base.decorator import Dispatch, register
-from verl_patches.trainer import dispatch
+
 from verl_patches.layout.of_config import rollout_layout_in, train_layout_in
 from verl_patches.memory import counters
+from verl_patches.memory.swap_optimizer import swap_optimizer
+from verl_patches.model.precision import DTYPES
 from verl_patches.patching import engine
+from verl_patches.patching.engine import is_on
 from verl_patches.reshard.weight_sync import Settings
-import torch.distributed as dist
-from verl_patches.memory import measure, scheduler, sleep_mode
-from verl_patches.memory import ledger as ledgers
-from verl_patches.memory.schedule import direct_sync, order_followed, staying, switches_of
-from verl_patches.memory.ledger import Ledger, memory_of_process
-from verl_patches.memory.offload import movers_of, movers_of_reference
-from verl_patches.memory.schedule import Order
-from verl_patches.memory import scheduler
-from verl_patches.memory.host_backed import places_of_model
-from verl_patches.memory.offload import Optimizer, Params
-from verl_patches.memory.host_backed import places_of_optimizer, single_optimizers
+from verl_patches.trainer.worker_starts import take_starts
+from verl_patches.worker.context import context
+from verl_patches.worker.memory import WorkerMemory
+from verl_patches.worker.on_policy_update import OnPolicyUpdate
+from verl_patches.worker.sharding import RecipeShardingManager
+from verl_patches.worker.tensor_cache_stages import CachedBatch
 
-def rollout_with_sync_mode(original: Callable) -> Callable:
-    """Provider for _build_rollout: tell the sharding manager both layouts and what `recipe` says of the sync."""
 
-    @functools.wraps(original)
-    def build(self: Any, *args: Any, **kwargs: Any) -> Any:
-        rollout, manager = original(self, *args, **kwargs)
-        recipe = self.config.get("recipe")
-        manager.weight_sync_enabled = recipe is None or recipe.weight_sync.enabled
-        manager.reshard_settings = None if recipe is None else _reshard_settings(self.config, recipe)
+class RecipeWorker:
+    """Methods over those of ActorRolloutRefWorker; `self.memory` is None without a `recipe:` section."""
+
+    memory: WorkerMemory | None = None
+    log_prob_moments: Mapping[str, Any] | None = None
+
+    # -- start --------------------------------------------------------------------------------------------------------
+
+    def __init__(self, config: Any, role: str) -> None:
+        if is_on("update.engine_start"):
+            from verl_patches.training import engine_start
+
+            engine_start.start(config)  # process groups and arguments are there before verl looks
+        super().__init__(config, role)
+        self.recipe = config.get("recipe")
+        if self.recipe is not None:
+            self.memory = WorkerMemory(config, self.recipe)
+            if self.memory.scheduled:  # then verl's own calls move nothing
+                self._is_offload_param = self._is_offload_optimizer = self._ref_is_offload_param = False
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        """verl builds models, optimizer and rollout; from then on memory is watched and moved as scheduled."""
+        super().init_model()
+        if self.memory is not None:
+            self.memory.start(self)
+
+    def _build_model_optimizer(self, *args: Any, **kwargs: Any) -> tuple:
+        if self.recipe is not None and is_on("model.train_dtype"):
+            self.dtype = self.param_dtype = DTYPES[self.recipe.dtype]  # the first thing that reads them comes next
+        built = super()._build_model_optimizer(*args, **kwargs)
+        if self.recipe is None:
+            return built
+        chunks, optimizer = built[0], built[1] if self._is_actor else None
+        if optimizer is not None and self.recipe.train.swap_optimizer and is_on("memory.swap_optimizer"):
+            swap_optimizer(optimizer, self.recipe.train.swap_optimizer_times, look=context().look)
+        self.memory.built(chunks, optimizer)
+        return built
+
+    def _build_rollout(self, *args: Any, **kwargs: Any) -> tuple:
+        rollout, manager = super()._build_rollout(*args, **kwargs)
+        if self.recipe is not None and isinstance(manager, RecipeShardingManager):
+            manager.sync_enabled = self.recipe.weight_sync.enabled
+            manager.settings = self._sync_settings()
         return rollout, manager
 
-    return build
-
-
-def _reshard_settings(section: Any, recipe: Any) -> Settings:
-    world = torch.distributed.get_world_size()
-    return Settings(
-        train_layout_in(section, recipe, world), rollout_layout_in(section, recipe, world), recipe.line,
-        recipe.reshard.bucket_bytes, recipe.reshard.verify,
-    )  # fmt: skip
-
-
-@register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
-def prove_patches(self: Any) -> dict[str, Any]:
-    """This worker's proof: digest of intent, every row's state, and `error`, why verify refused (None: all active).
-
-    Not blocking: the controller gets one reference a worker and can tell which one has no proof.
-    """
-    found, error = engine.current(), None
-    try:
-        found.verify("worker")
-    except engine.PatchError as refused:
-        error = str(refused)
-    where = f"pid {os.getpid()} on {socket.gethostname()}"
-    return {"rank": torch.distributed.get_rank(), "where": where, "digest": found.digest(),
-            "intent": found.intent(), "status": found.status(), "error": error}
-
-
-@register(dispatch_mode=Dispatch.ONE_TO_ALL)
-def take_phase_seconds(self: Any) -> dict[str, float]:
-    """{phase: seconds} of this worker since the last call."""
-    return counters.take_seconds()
-
-
-@register(dispatch_mode=Dispatch.ONE_TO_ALL)
-def take_sync_reports(self: Any) -> list[dict[str, Any]]:
-    """What each weight sync of this worker did since the last call (reshard/in_loop.py); empty on verl's own path."""
-    resharder = getattr(getattr(self, "sharding_manager", None), "resharder", None)
-    return resharder.take_reports() if resharder else []
-
-
-@register(dispatch_mode=Dispatch.ONE_TO_ALL)
-def take_log_prob_moments(self: Any) -> dict[str, dict[str, float]] | None:
-    """Moments of both sides' log-probs in this worker's last update (old_log_prob.py); None where others have them."""
-    return self.__dict__.pop("log_prob_moments", None)
-
-
-@register(dispatch_mode=Dispatch.ONE_TO_ALL)
-def take_checked(self: Any) -> dict[str, Any] | None:
-    """What this replica sampled for the truth check (rollout/log_probs.py), from its first rank; None from others."""
-    first = torch.distributed.get_rank() % self.config.rollout.tensor_model_parallel_size == 0
-    checked = self.rollout.__dict__.pop("checked")
-    return checked if first else None
-
-
-@register(dispatch_mode=Dispatch.ONE_TO_ALL)
-def take_offload(self: Any) -> list[dict[str, Any]]:
-    """What was moved between host and device since the last call (memory/moves.py); empty on verl's own path."""
-    return counters.take_moves()
-
-
-@register(dispatch_mode=Dispatch.ONE_TO_ALL)
-def take_starts(self: Any) -> list[tuple[str, float]]:
-    """When this process started what the trainer asked of all workers, since the last call (comm/starts.py)."""
-    return dispatch.take()
-
-
-_TAGS = {"weights": "rollout_weights", "kv_cache": "kv_cache"}
-_ASLEEP: set[str] = set()  # tags of vLLM's sleep mode, under which storages do not show what is there
-
-
-def keep_ledger(init_model: Callable) -> Callable:
-    """Row provider for ActorRolloutRefWorker.init_model: what the worker has built is watched from then on.
-
-    The worker of the actor and that of the reference share a process, and a ledger.
-    """
-
-    @functools.wraps(init_model)
-    def build(self: Any, *args: Any, **kwargs: Any) -> Any:
-        result = init_model(self, *args, **kwargs)
-        recipe = self.config.get("recipe")
-        if recipe is not None and recipe.memory.ledger != "off":
-            ledger = ledgers.current() or _new_ledger(self, recipe)
-            _watch(self, recipe, ledger)
-            ledger.take()  # what building the engine recorded belongs to no step
-        return result
-
-    return build
-
-
-def _new_ledger(worker: Any, recipe: Any) -> Ledger:
-    order, stays = _order_of(worker, recipe)
-    found = Ledger(order, stays, recipe.memory.ledger, dist.get_rank(), memory_of_process(recipe.platform))
-    ledgers.keep(found)
-    return found
-
-
-def _order_of(worker: Any, recipe: Any) -> tuple[Order, frozenset[str]]:
-    """(the order that this run follows, who never moves), by its configuration and the rows that are on."""
-    actor, ref = worker.config.actor.megatron, worker.config.ref.megatron
-    switches = _switches(worker, recipe)
-    stays = staying(
-        param_offload=actor.param_offload, optimizer_offload=actor.optimizer_offload, ref_offload=ref.param_offload,
-        one_memory=recipe.platform == "cpu", our_copies=switches["our_copies"], own_life=switches["own_life"],
-        synced=_synced(recipe))  # fmt: skip
-    return order_followed(recipe.line, skip_old_log_prob=recipe.train.skip_old_log_prob, **switches), stays
-
-
-def _switches(worker: Any, recipe: Any) -> dict[str, bool]:
-    return switches_of(engine.current().wanted, enforce_eager=worker.config.rollout.enforce_eager,
-                       synced=_synced(recipe))
-
-
-def _synced(recipe: Any) -> bool:
-    return recipe.weight_sync.enabled and direct_sync(engine.current().wanted)
-
-
-def keep_order(init_model: Callable) -> Callable:
-    """Row provider for ActorRolloutRefWorker.init_model: from then on a conductor moves what the worker has built.
-
-    The worker of the actor and that of the reference share a process, and a conductor.
-    """
-
-    @functools.wraps(init_model)
-    def build(self: Any, *args: Any, **kwargs: Any) -> Any:
-        result = init_model(self, *args, **kwargs)
-        recipe = self.config.get("recipe")
-        if recipe is not None:
-            conductor = scheduler.current() or _new_conductor(self, recipe)
-            if self._is_actor:
-                conductor.add(movers_of(self.actor_module, self.actor_optimizer))
-            if self._is_ref:
-                conductor.add(movers_of_reference(self.ref_module))
-        return result
-
-    return build
-
-
-def _new_conductor(worker: Any, recipe: Any) -> scheduler.Conductor:
-    device = None if recipe.platform == "cpu" else torch.get_device_module(recipe.platform)
-    order, stays = _order_of(worker, recipe)
-    switches = _switches(worker, recipe)
-    trim = scheduler.trim_of(device, in_pool=switches["own_life"] and not switches["graphs"])
-    scheduler.keep(scheduler.Conductor(order, trim, stays))
-    return scheduler.current()
-
-
-def _watch(worker: Any, recipe: Any, ledger: Ledger) -> None:
-    device = recipe.platform
-
-    def bytes_of(tensors: Callable[[], Any]) -> Callable[[], int]:
-        return lambda: measure.held_bytes(tensors(), device)
-
-    if worker._is_actor:
-        buffers, optimizer = measure.buffers_of(worker.actor_module), worker.actor_optimizer
-        ledger.register("actor_params", bytes_of(lambda: [b.param_data for b in buffers]),
-                        full_bytes=sum(b.numel * b.param_data.element_size() for b in buffers))
-        ledger.register("grads", bytes_of(lambda: [b.grad_data for b in buffers]),
-                        full_bytes=sum(b.numel * b.grad_data.element_size() for b in buffers))
-        states, full = bytes_of(lambda: measure.optimizer_tensors(optimizer)), measure.optimizer_full_bytes(optimizer)
-        whole, window = (int, states) if recipe.train.swap_optimizer else (states, int)  # int() is 0
-        # at most that much; while the ledger looks, before the update, none of a window is there
-        ledger.register("optimizer", whole, full_bytes=full if whole is states else 0, grows=True)
-        ledger.register("swap_window", window, full_bytes=full if window is states else 0, grows=True)
-    if worker._is_rollout:
-        llm = worker.rollout.inference_engine
-        model = measure.vllm_worker(llm).model_runner.model
-        for tag, tensors in (("weights", lambda: sleep_mode.all_weights(model).values()),
-                             ("kv_cache", lambda: measure.kv_caches(llm))):  # fmt: skip
-            ledger.register(_TAGS[tag], _unless_asleep(tag, bytes_of(tensors)))
-        # they come and go within the sync: what it holds for a while is told to `look` (reshard/in_loop.py)
-        ledger.register("reshard_buffers", functools.partial(_wire_bytes, worker), grows=True,
-                        full_bytes=4 * recipe.reshard.bucket_bytes)
-    if worker._is_ref:
-        ledger.register("ref_params", bytes_of(lambda: measure.parameters_of(worker.ref_module)))
-
-
-def _wire_bytes(worker: Any) -> int:
-    """What the worker's resharder holds now; nothing is seen of verl's own path, nor before the first sync."""
-    executor = getattr(getattr(worker.sharding_manager, "resharder", None), "executor", None)
-    return executor.held_bytes if executor else 0
-
-
-def _unless_asleep(tag: str, of_storages: Callable[[], int]) -> Callable[[], int]:
-    return lambda: 0 if tag in _ASLEEP else of_storages()
-
-
-def wake(wake_up: Callable) -> Callable:
-    """Row provider for vLLM's LLM.wake_up: the phases reshard, for the weights, and wake_kv begin."""
-
-    @functools.wraps(wake_up)
-    def call(self: Any, tags: list[str] | None = None) -> None:
-        for tag, phase in (("weights", "reshard"), ("kv_cache", "wake_kv")):
-            if tags is None or tag in tags:
-                scheduler.begin(phase, functools.partial(_wake, wake_up, self, tag))
-
-    return call
-
-
-def _wake(wake_up: Callable, engine: Any, tag: str) -> None:
-    wake_up(engine, [tag])
-    _ASLEEP.discard(tag)
-
-
-def sleep(original: Callable) -> Callable:
-    """Row provider for vLLM's LLM.sleep: the phase sleep begins."""
-
-    @functools.wraps(original)
-    def call(self: Any, level: int = 1) -> None:
-        ledgers.look()
-        scheduler.begin("sleep", functools.partial(_sleep, original, self, level))
-
-    return call
-
-
-def _sleep(original: Callable, engine: Any, level: int) -> None:
-    original(engine, level)
-    if measure.has_sleep_mode(engine):
-        _ASLEEP.update(_TAGS)
-
-
-def generate(original: Callable) -> Callable:
-    """Row provider for vLLM's LLM.generate: the phase rollout begins, and ends when vLLM sleeps."""
-
-    @functools.wraps(original)
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        scheduler.begin("rollout")
-        result = original(self, *args, **kwargs)
-        ledgers.look()
-        return result
-
-    return call
-
-
-def update(original: Callable) -> Callable:
-    """Row provider for MegatronPPOActor.update_policy: the whole phase update."""
-
-    @functools.wraps(original)
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        scheduler.begin("update")
-        result = original(self, *args, **kwargs)
-        scheduler.end()  # not after an error: whatever phase begins next leaves this one
-        return result
-
-    return call
-
-
-def log_prob(original: Callable) -> Callable:
-    """Row provider for MegatronPPOActor.compute_log_prob, which actor and reference share: old_log_prob or ref."""
-
-    @functools.wraps(original)
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        scheduler.begin("ref" if self.actor_optimizer is None else "old_log_prob")
-        result = original(self, *args, **kwargs)
-        scheduler.end()
-        return result
-
-    return call
-
-
-@register(dispatch_mode=Dispatch.ONE_TO_ALL)
-def take_memory(self: Any) -> dict[str, Any] | None:
-    """What this worker's ledger saw since the last call; None where none is kept."""
-    ledger = ledgers.current()
-    return {"rank": ledger.rank, **ledger.take()} if ledger else None
-
-
-def at_save(save_checkpoint: Callable) -> Callable:
-    """Row provider for ActorRolloutRefWorker.save_checkpoint, which reads."""
-    return _all_there(save_checkpoint, writes=False)
-
-
-def at_load(load_checkpoint: Callable) -> Callable:
-    """Row provider for ActorRolloutRefWorker.load_checkpoint, which writes weights and replaces states."""
-    return _all_there(load_checkpoint, writes=True)
-
-
-def _all_there(original: Callable, writes: bool) -> Callable:
-    @functools.wraps(original)
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not self._is_actor:
-            return original(self, *args, **kwargs)
-        optimizers = [places_of_optimizer(one) for one in single_optimizers(self.actor_optimizer)]
-        # without a conductor verl's own calls bring the weights, and take them away
-        models = list(map(places_of_model, self.actor_module)) if scheduler.moved_here(self.actor_module) else []
-        away = [Params(self.actor_module)] * any(each.away for each in models)
-        away += [Optimizer(self.actor_optimizer)] * any(each.away for each in optimizers)
-        for mover in away:
-            mover.load()
+    def _sync_settings(self) -> Settings:
+        recipe, world = self.recipe, dist.get_world_size()
+        train, rollout = train_layout_in(self.config, recipe, world), rollout_layout_in(self.config, recipe, world)
+        return Settings(train, rollout, recipe.line, recipe.reshard.bucket_bytes, recipe.reshard.verify)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def prove_patches(self) -> dict[str, Any]:
+        """Digest of intent, states of all rows, and `error`: why verify refused, None where all are active.
+
+        Not blocking: the controller gets one reference a worker and can tell which one has no proof.
+        """
+        found, error = engine.current(), None
         try:
-            return original(self, *args, **kwargs)
-        finally:
-            for each in models:
-                each.written = each.written or writes
-            for mover in away:
-                mover.offload()
-            if writes and _is_to_be_away(self.actor_optimizer):
-                Optimizer(self.actor_optimizer).offload()  # states that there were none of before
+            found.verify("worker")
+        except engine.PatchError as refused:
+            error = str(refused)
+        return {"rank": dist.get_rank(), "where": f"pid {os.getpid()} on {socket.gethostname()}",
+                "digest": found.digest(), "intent": found.intent(), "status": found.status(), "error": error}
 
-    return call
+    # -- the step -----------------------------------------------------------------------------------------------------
 
+    @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO)
+    def compute_log_prob(self, data: Any) -> Any:
+        """verl's, in phase old_log_prob."""
+        with context().phase("old_log_prob"):
+            return super().compute_log_prob(data)
 
-def _is_to_be_away(optimizer: Any) -> bool:
-    """Whether its states belong on the host now; without a conductor verl's own call takes them there."""
-    if any(places_of_optimizer(one).swapped for one in single_optimizers(optimizer)):
-        return True
-    return scheduler.moved_here(optimizer) and not scheduler.current().has("optimizer")
+    @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO)
+    def compute_ref_log_prob(self, data: Any) -> Any:
+        """verl's, in phase ref."""
+        with context().phase("ref"):
+            return super().compute_ref_log_prob(data)
+
+    @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO)
+    def update_actor(self, data: Any) -> Any:
+        """verl's, in phase update, inside OnPolicyUpdate with recipe.train.skip_old_log_prob or a rollout correction."""
+        on_policy = OnPolicyUpdate.of(self.recipe) if self.recipe is not None and is_on("update.on_policy") else None
+        with context().phase("update"):
+            if on_policy is None:
+                return super().update_actor(data)
+            with on_policy.around(data.batch):
+                output = super().update_actor(data)
+        self.log_prob_moments = on_policy.moments()
+        return output
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def run_stage(self, stage: str, step: int, payload: Mapping[str, Any] | None = None) -> Any:
+        """One stage of `step` on the tensors that stay here: worker/tensor_cache_stages.py."""
+        here = context()
+        if here.batch is None:
+            here.batch = CachedBatch(self.recipe.platform, here.ledger)
+        return here.batch.run(self, stage, step, payload)
+
+    # -- checkpoints --------------------------------------------------------------------------------------------------
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        """verl's, with weights and optimizer states on the device, which are where they were afterwards."""
+        with self._all_on_device(writes=False):
+            super().save_checkpoint(*args, **kwargs)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        """verl's, which writes weights and replaces states; see save_checkpoint."""
+        with self._all_on_device(writes=True):
+            super().load_checkpoint(*args, **kwargs)
+
+    @contextmanager
+    def _all_on_device(self, writes: bool) -> Iterator[None]:
+        if self.memory is None or not self._is_actor:
+            yield
+            return
+        with self.memory.all_on_device(self.actor_module, self.actor_optimizer, writes):
+            yield
+
+    # -- reports ------------------------------------------------------------------------------------------------------
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def take_report(self) -> dict[str, Any]:
+        """What this worker counted since the last call.
+
+        seconds: {phase: s}; sync: one dict a weight sync; log_prob_moments: of the last update, None on ranks that do
+        not report; memory: the ledger's records, None without one; moves: between host and device; starts: (method,
+        seconds since the epoch) of what the trainer called.
+        """
+        moments, self.log_prob_moments = self.log_prob_moments, None
+        resharder, ledger = getattr(getattr(self, "sharding_manager", None), "resharder", None), context().ledger
+        return {
+            "seconds": counters.take_seconds(),
+            "sync": resharder.take_reports() if resharder else [],
+            "log_prob_moments": moments,
+            "memory": {"rank": ledger.rank, **ledger.take()} if ledger else None,
+            "moves": counters.take_moves(),
+            "starts": take_starts(),
+        }
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def take_checked(self) -> dict[str, Any] | None:
+        """What this replica sampled for the truth check (rollout/log_probs.py), from its first rank; None elsewhere."""
+        first = dist.get_rank() % self.config.rollout.tensor_model_parallel_size == 0
+        checked = self.rollout.__dict__.pop("checked")
+        return checked if first else None

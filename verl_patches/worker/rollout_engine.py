@@ -1,39 +1,80 @@
-"""Which life a new vLLM engine has between two rollouts: graph_life.py for captured graphs, else rollout_life.py."""
+"""vLLM's LLM as verl's rollout uses it: how it is built, and the memory phases that its calls begin."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
 from typing import Any
+
 from verl_patches.memory.schedule import direct_sync
-from verl_patches.memory.sleep_mode import GraphLife
-from verl_patches.memory.sleep_mode import Life, RolloutLife
-from verl_patches.patching import engine as patches
+from verl_patches.memory.sleep_mode import CumemSleepMode, ResizeSleepMode, SleepMode
+from verl_patches.patching import engine
+from verl_patches.patching.engine import is_on
+from verl_patches.rollout.engine import engine_arguments
+from verl_patches.worker.context import context
 
-def taken_over(original: Callable) -> Callable:
-    """Row provider for LLM.__init__: an engine that is to sleep has our life, an eager one no sleep mode of vLLM's.
+_PHASE_OF_TAG = {"weights": "reshard", "kv_cache": "wake_kv"}  # vLLM's tags of LLM.wake_up
 
-    Its sleep, wake_up and add_request are ours from then on, below LLM's methods of these names.
+
+class RolloutEngine:
+    """Methods over those of vLLM's LLM (row rollout.engine).
+
+    Phases begin here, and not in verl's worker, because verl 0.4.0 and 54c9b736 wake and sleep the engine at different
+    places (0.4.0: megatron_workers.py, generate_sequences; 54c9b736: megatron_vllm.py, __enter__).
     """
 
-    @functools.wraps(original)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        if is_on("rollout.llm_arguments"):
+            kwargs = engine_arguments(kwargs)
         sleeps, eager = bool(kwargs.get("enable_sleep_mode")), bool(kwargs.get("enforce_eager"))
-        original(self, *args, **{**kwargs, "enable_sleep_mode": False} if sleeps and eager else kwargs)
-        if sleeps:
-            stay = kwargs.get("load_format") != "dummy" or not direct_sync(patches.current().wanted)
-            self.rollout_life = life = (RolloutLife if eager else GraphLife)(self, loaded=stay)
-            engine = self.llm_engine
-            engine.sleep, engine.wake_up = life.sleep, life.wake_up
-            engine.add_request = _guarded(life, engine.add_request)
+        ours = sleeps and is_on("memory.sleep_mode")
+        if ours and eager:
+            kwargs["enable_sleep_mode"] = False
+        super().__init__(*args, **kwargs)
+        self.sleep_mode: SleepMode | None = None
+        self.awake = set(_PHASE_OF_TAG)
+        if ours:
+            loaded = kwargs.get("load_format") != "dummy" or not direct_sync(engine.current().wanted)
+            self.sleep_mode = (ResizeSleepMode if eager else CumemSleepMode)(self, loaded=loaded)
+            self.llm_engine.sleep, self.llm_engine.wake_up = self.sleep_mode.sleep, self.sleep_mode.wake_up
+            self.llm_engine.add_request = _refuse_unready(self.sleep_mode, self.llm_engine.add_request)
 
-    return __init__
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        """Wake weights, in phase reshard, then the KV cache, in phase wake_kv; what is awake is left alone."""
+        for tag, phase in _PHASE_OF_TAG.items():
+            if tag not in self.awake and (tags is None or tag in tags):
+                context().begin(phase, functools.partial(self._wake_tag, tag))
+
+    def _wake_tag(self, tag: str) -> None:
+        super().wake_up([tag])
+        self.awake.add(tag)
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """As upstream, in phase rollout, which lasts until the engine sleeps."""
+        context().begin("rollout")
+        outputs = super().generate(*args, **kwargs)
+        context().look()
+        return outputs
+
+    def sleep(self, level: int = 1) -> None:
+        """Give up weights and KV cache, in phase sleep. RecipeError: see memory/sleep_mode.py."""
+        context().look()
+        context().begin("sleep", functools.partial(self._sleep, level))
+
+    def _sleep(self, level: int) -> None:
+        super().sleep(level)
+        self.awake.clear()
+
+    def weights_written(self, last: bool) -> None:
+        """A weight sync has written every weight; `last`: no other one comes, so they have to survive sleep."""
+        if self.sleep_mode is not None:
+            self.sleep_mode.weights_written(last)
 
 
-def _guarded(life: Life, add_request: Callable) -> Callable:
+def _refuse_unready(sleep_mode: SleepMode, add_request: Callable) -> Callable:
     @functools.wraps(add_request)
     def add(*args: Any, **kwargs: Any) -> Any:
-        life.check_ready()
+        sleep_mode.check_ready()
         return add_request(*args, **kwargs)
 
     return add

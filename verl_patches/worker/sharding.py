@@ -1,38 +1,77 @@
-"""Weight sync as verl does it, timed, with the switch `recipe.weight_sync.enabled`.
-
-Switched off, the rollout gets the initial weights and never newer ones: the control run that shows what learning
-without weight sync looks like.
-"""
+"""verl's sharding manager between training and rollout: weight sync on entering, sleep on leaving."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
 from typing import Any
+
+import torch
+
 from verl_patches.memory.counters import timed
+from verl_patches.patching.engine import is_on
+from verl_patches.reshard.agree import agree, collect
+from verl_patches.reshard.weight_sync import Settings, WorkerReshard
+from verl_patches.worker.context import context
 
-def timed_and_switched(original: Callable) -> Callable:
-    """Provider for verl's MegatronVLLMShardingManager.__enter__.
 
-    `manager.weight_sync_enabled` comes from the worker's configuration (training/worker.py); without it, sync is on.
+class RecipeShardingManager:
+    """Methods over those of verl's MegatronVLLMShardingManager (row reshard.sharding_manager).
+
+    `settings` and `sync_enabled` (recipe.weight_sync.enabled) come from the worker, in `_build_rollout`; without
+    settings the sync is verl's own. Where `sync_enabled` is false only the first entry syncs: the control run that
+    shows what learning without weight sync looks like.
     """
-    return _switched(original, ("weights",))  # verl's worker wakes the KV cache afterwards (megatron_workers.py:475)
+
+    settings: Settings | None = None
+    sync_enabled = True
+    synced_once = False
+    resharder: WorkerReshard | None = None
+
+    def __enter__(self) -> None:
+        """Weights of the rollout are training's, then both they and the KV cache are awake."""
+        if self.synced_once and not self.sync_enabled:
+            self.inference_engine.wake_up(tags=["weights"])
+        elif self.settings is not None and is_on("reshard.direct"):
+            with timed("reshard"):
+                self._sync()
+        else:
+            with timed("reshard"):
+                super().__enter__()  # does not say that every weight was written: nothing proves it
+        self.synced_once = True
+        self.inference_engine.wake_up(tags=["kv_cache"])  # verl does it here, or right after: then it finds it awake
+
+    def _sync(self) -> None:
+        """The resharder in place of verl's per-tensor generator. ReshardError on every rank, or on none."""
+        engine, device = self.inference_engine, next(self.actor_module[0].parameters()).device
+
+        def prepare():
+            from verl.utils.vllm_utils import patch_vllm_moe_model_weight_loader
+
+            engine.wake_up(tags=["weights"])
+            patch_vllm_moe_model_weight_loader(_model_of(engine))
+            if self.resharder is None:
+                self.resharder = WorkerReshard(self.settings, self.actor_module, self.model_config, device)
+            yield from ()
+
+        agree(collect(prepare), None, device, "the rollout engine is not ready for weights")
+        report = self.resharder.sync(_model_of(engine))
+        context().look(report.peak_extra_bytes)
+        engine.weights_written(last=not self.sync_enabled)
+
+    def __exit__(self, exc_type: Any, exc_value: Any, traceback: Any) -> None:
+        """The rollout engine sleeps. Where our schedule moves memory, it has the trims too, and verl's is left out."""
+        if context().scheduler is None:
+            super().__exit__(exc_type, exc_value, traceback)
+            return
+        self.inference_engine.sleep(level=1)
+        for chunk in self.actor_module:
+            chunk.train()
+
+    def postprocess_data(self, data: Any) -> Any:
+        """verl's, after which this rank's responses stay here if the tensor cache asked for them."""
+        output = super().postprocess_data(data)
+        batch = context().batch
+        return output if batch is None else batch.keep_responses(output)
 
 
-def timed_and_switched_with_cache(original: Callable) -> Callable:
-    """The same for verl 54c9b736, whose `__enter__` wakes the KV cache itself."""
-    return _switched(original, ("weights", "kv_cache"))
-
-
-def _switched(original: Callable, tags: Sequence[str]) -> Callable:
-    sync = timed("reshard", original)
-
-    @functools.wraps(original)
-    def enter(manager: Any) -> Any:
-        enabled = getattr(manager, "weight_sync_enabled", True)
-        if enabled or not getattr(manager, "weights_synced_once", False):
-            manager.weights_synced_once = True
-            return sync(manager)  # does not say `filled`: nothing proves that verl's path writes every weight
-        return manager.inference_engine.wake_up(tags=list(tags))
-
-    return enter
+def _model_of(engine: Any) -> torch.nn.Module:
+    return engine.llm_engine.model_executor.driver_worker.worker.model_runner.model

@@ -1,77 +1,64 @@
-"""A worker whose stages leave their tensors to each other: what recipe.tensor_cache.enabled adds to verl's worker.
+"""The stages of a step on tensors that stay in the worker's process: recipe.tensor_cache.enabled.
 
-    run_kept             one of: generate  verl's generate_sequences; lengths and ids of responses go back, the rest
-                                           stays (keep_responses, row provider for the sharding manager's
-                                           postprocess_data)
-                                 place     to the train replicas (comm/batch_plan.py), one exchange
-                                 log_prob  verl's compute_log_prob on what is here; the entropy goes back
-                                 ref       verl's compute_ref_log_prob, likewise; nothing goes back
-                                 update    verl's update_actor, with advantages that are given
-                                 close     nothing stays
+    stage      runs                                        goes back to the trainer
+    generate   verl's generate_sequences                   lengths and ids of responses
+    place      one exchange to the train replicas          bytes moved (tensor_cache/batch_plan.py)
+    log_prob   verl's compute_log_prob on what is here     entropy; log-probs if KL in the reward needs them
+    ref        verl's compute_ref_log_prob                 as log_prob, without entropy
+    update     verl's update_actor with given advantages   metrics
+    close      drops everything                            nothing
 
-The worker of the actor and that of the reference share a process and its tensors. training/kept_batch.py calls these.
-
-What goes into verl's generation from unpadded prompts, and what stays of it on the worker.
-
-What verl's actor computes is taken where it is: on the device, before verl's worker moves it to the host.
-
-verl's compute_log_prob and compute_ref_log_prob end with `output.to("cpu")` (verl/workers/megatron_workers.py, both
-pins); at 54c9b736 `output` has the model's inputs too. Inside `taken` the worker gets rows without values instead.
-
-Dynamic batch size with recipe.tensor_cache.enabled: verl's actor takes the micro batches that the plan has.
-
-verl packs each rank's samples by itself, into as many micro batches as the rank with the most tokens needs at least
-(verl/utils/seqlen_balancing.py, rearrange_micro_batches of 0.4.0): some come out above the token budget, and the n-th
-ones of two replicas are not of one length. Here all replicas follow one plan (comm/micro_batches.py). Without
-trainer.balance_batch everything is in verl's order, and verl packs.
+trainer/tensor_cache.py calls them by `RecipeWorker.run_stage`.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import chain, cycle
 from typing import Any
+
 import numpy as np
 import torch
 import torch.distributed as dist
 from verl import DataProto
-from verl.single_controller.base.decorator import Dispatch, register
-from verl_patches.tensor_cache.batch_plan import BatchPlan, held_after_rollout, plan_batch, train_replicas
-from verl_patches.tensor_cache.exchange import Told, wire_bytes
-from verl_patches.tensor_cache.exchange import Ragged, from_padded, model_inputs, to_padded
-from verl_patches.tensor_cache.cache import TensorCache
-from verl_patches.layout.of_config import train_layout_in
-from verl_patches.memory import ledger
-from verl_patches.trainer import rollout_correction
-from verl_patches.tensor_cache.config import token_budget
-from verl_patches.worker.on_policy_update import speaks_for_its_replica
-from collections.abc import Mapping
-from verl_patches.tensor_cache.batch_plan import held_after_rollout
-from verl_patches.tensor_cache.exchange import Ragged, from_padded, prompt_inputs
+
 from verl_patches.errors import ConfigError
-from collections.abc import Iterator
-from contextlib import contextmanager
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from itertools import chain, cycle
-from verl_patches.tensor_cache import batch_plan
-from verl_patches.tensor_cache.batch_plan import BatchPlan
+from verl_patches.layout.of_config import train_layout_in
+from verl_patches.memory.ledger import Ledger
 from verl_patches.patching.engine import PatchError
+from verl_patches.tensor_cache import batch_plan
+from verl_patches.tensor_cache.batch_plan import BatchPlan, held_after_rollout, plan_batch, train_replicas
+from verl_patches.tensor_cache.cache import TensorCache
+from verl_patches.tensor_cache.exchange import (
+    Ragged,
+    TensorSpec,
+    from_padded,
+    model_inputs,
+    prompt_inputs,
+    to_padded,
+    wire_bytes,
+)
+from verl_patches.tensor_cache.limits import token_budget
+from verl_patches.trainer import rollout_correction
+from verl_patches.worker.context import context
+from verl_patches.worker.on_policy_update import is_metrics_rank
 
 _LOG_PROBS = ("old_log_probs", "ref_log_prob", "rollout_log_probs")
 
 
-@dataclass
-class _Process:
-    """What this process keeps between calls."""
+class CachedBatch:
+    """The tensors of one step that stay in this process, and the stages that work on them."""
 
-    cache: TensorCache
-    generating: int | None = None
-    plan: BatchPlan | None = None
-    told: Mapping[str, Any] | None = None
-    tokens: tuple[int, ...] = ()
+    def __init__(self, platform: str, ledger: Ledger | None):
+        self.cache = TensorCache(platform)
+        self.generating: int | None = None
+        self.plan: BatchPlan | None = None
+        self.payload: Mapping[str, Any] | None = None
+        self.tokens: tuple[int, ...] = ()
+        if ledger is not None:
+            ledger.register("tensor_cache", lambda: self.cache.bytes_held, varies=True)
 
     @property
     def replica(self) -> int:
@@ -83,184 +70,150 @@ class _Process:
         """Those that this rank computes."""
         return self.plan.placed[self.replica]
 
+    def run(self, worker: Any, stage: str, step: int, payload: Mapping[str, Any] | None) -> Any:
+        """One stage of `step` by the methods of `worker`; what goes back is small, or None. An error drops all."""
+        if stage == "close":
+            return self.cache.close()
+        stages = {"generate": self._generate, "place": self._place, "log_prob": self._log_prob, "ref": self._ref,
+                  "update": self._update}
+        with self.cache.closed_by_error():
+            return stages[stage](worker, step, payload)
 
-_process: _Process | None = None
-
-
-def _here(worker: Any) -> _Process:
-    global _process
-    if _process is None:
-        _process = _Process(TensorCache(worker.config.recipe.platform))
-        if (kept := ledger.current()) is not None:
-            kept.register("tensor_cache", lambda: _process.cache.bytes_held, varies=True)
-    return _process
-
-
-@contextmanager
-def _generating(here: _Process, step: int) -> Iterator[None]:
-    here.generating = step
-    try:
-        yield
-    finally:
-        here.generating = None
-
-
-def keep_responses(postprocess_data: Callable) -> Callable:
-    """Row provider for MegatronVLLMShardingManager.postprocess_data: inside `_generate`, what it returns stays."""
-
-    @functools.wraps(postprocess_data)
-    def post(self: Any, data: DataProto) -> DataProto:
-        output = postprocess_data(self, data)
-        if _process is None or _process.generating is None:
+    def keep_responses(self, output: DataProto) -> DataProto:
+        """Inside `generate`: tensors of verl's `output` stay here, and lengths and ids go on. Else `output` itself."""
+        if self.generating is None:
             return output
-        return keep_rollout(_process.cache, _process.generating, output.batch)
+        return keep_rollout(self.cache, self.generating, output.batch)
 
-    return post
+    @contextmanager
+    def _in_generation(self, step: int) -> Iterator[None]:
+        self.generating = step
+        try:
+            yield
+        finally:
+            self.generating = None
 
+    def _generate(self, worker: Any, step: int, payload: Mapping[str, Any]) -> dict[str, Any]:
+        """`payload`: see `padded_prompts`. Returns lengths, and ids of this rank's responses, concatenated (int32)."""
+        padded = padded_prompts(payload, dist.get_rank(), dist.get_world_size())
+        self.cache.open(step)
+        with self._in_generation(step):
+            output = worker.generate_sequences(padded)
+        lengths = {name: output.batch[name].numpy() for name in ("prompt_length", "response_length")}
+        return {**lengths, "response_ids": np.concatenate(output.non_tensor_batch["response_ids"])}
 
-@register(dispatch_mode=Dispatch.ONE_TO_ALL)
-def run_kept(self: Any, stage: str, step: int, told: Mapping[str, Any] | None = None) -> Any:
-    """Run one stage of `step` on what this process keeps; what goes back is small, or None."""
-    here = _here(self)
-    if stage == "close":
-        return here.cache.close()
-    with here.cache.closed_by_error():
-        return _STAGES[stage](self, here, step, told)
+    def _place(self, worker: Any, step: int, payload: Mapping[str, Any]) -> dict[str, Any]:
+        """`payload`: prompts and responses (int arrays, lengths by sample), widths, pad, balance.
 
+        Back go bytes, and `balance` of the update's micro batches: sum(most of any replica) / sum(mean), 1 is equal.
+        """
+        world, rank, actor = dist.get_world_size(), dist.get_rank(), worker.config.actor
+        train = train_layout_in(worker.config, worker.config.recipe, world)
+        prompts, responses = payload["prompts"].tolist(), payload["responses"].tolist()
+        tokens = tuple(a + b for a, b in zip(prompts, responses, strict=True))
+        budget = token_budget(worker.config, "update")
+        packs = budget is not None and payload["balance"]
+        size = None if packs else 1 if budget else actor.ppo_micro_batch_size_per_gpu  # 1: verl packs by itself
+        self.payload, self.tokens = payload, tokens
+        self.plan = plan_batch(
+            held_after_rollout(len(tokens), range(world)), train_replicas(train), tokens, balance=payload["balance"],
+            mini_batch_size=actor.ppo_mini_batch_size * train.dp,  # verl has divided it in the worker
+            micro_batch_size=size, token_budget=budget if packs else None,
+            loss_agg_mode=actor.loss_agg_mode)  # fmt: skip
+        kinds = {"prompts": TensorSpec(torch.int32, prompts), "responses": TensorSpec(torch.int32, responses)}
+        if "rollout_log_probs" in self.cache.names:
+            kinds["rollout_log_probs"] = TensorSpec(torch.float32, responses)
+        self.cache.redistribute(step, self.plan, rank, kinds)
+        sent, received = wire_bytes(self.plan, rank, kinds)
+        most, mean = self.plan.tokens(tokens)
+        return {"sent_bytes": sent, "received_bytes": received, "kept_bytes": self.cache.bytes_held,
+                "balance": round(most / mean, 4)}
 
-def _generate(worker: Any, here: _Process, step: int, told: Mapping[str, Any]) -> dict[str, Any]:
-    """`told`: see `padded_prompts`. Back go lengths, and ids of this rank's responses, one after the other (int32)."""
-    padded = padded_prompts(told, dist.get_rank(), dist.get_world_size())
-    here.cache.open(step)
-    with _generating(here, step):
-        output = worker.generate_sequences(padded)
-    lengths = {name: output.batch[name].numpy() for name in ("prompt_length", "response_length")}
-    return {**lengths, "response_ids": np.concatenate(output.non_tensor_batch["response_ids"])}
+    def _log_prob(self, worker: Any, step: int, payload: Mapping[str, Any]) -> dict[str, Any] | None:
+        """`payload`: send_back, whether the log-probs themselves go back too (unpadded, in the order of `samples`)."""
+        data, mask = self._inputs(step)
+        with taken(worker.actor) as found, self._planned(worker.config, "log_prob"):
+            worker.compute_log_prob(data)
+        log_probs, entropies = found
+        kept = self._keep(step, "old_log_probs", log_probs, mask)
+        speaks = is_metrics_rank()
+        if "rollout_log_probs" in self.cache.names:
+            sides = self._padded(step, "rollout_log_probs"), log_probs, mask
+            worker.log_prob_moments = rollout_correction.moments(*sides) if speaks else None
+        if not speaks:
+            return None
+        entropy = (entropies * mask).sum(1) / mask.sum(1)
+        return {"samples": self.samples, "entropy": entropy.cpu().numpy(), **self._sent_back(kept, payload)}
 
+    def _ref(self, worker: Any, step: int, payload: Mapping[str, Any]) -> dict[str, Any] | None:
+        data, mask = self._inputs(step)
+        with taken(worker.ref_policy) as found, self._planned(worker.config, "ref"):
+            worker.compute_ref_log_prob(data)
+        kept = self._keep(step, "ref_log_prob", found[0], mask)
+        wanted = payload["send_back"] and is_metrics_rank()
+        return {"samples": self.samples, **self._sent_back(kept, payload)} if wanted else None
 
-def _place(worker: Any, here: _Process, step: int, told: Mapping[str, Any]) -> dict[str, Any]:
-    """`told`: prompts and responses (int arrays, lengths by sample), widths, pad, balance.
+    def _update(self, worker: Any, step: int, payload: Mapping[str, Any]) -> dict[str, Any] | None:
+        """`payload`: advantages by sample, one each or one a response token (per_token); meta: the trainer's meta_info."""
+        data, mask = self._inputs(step)
+        for name in _LOG_PROBS:
+            if name in self.cache.names:
+                data.batch[name] = self._padded(step, name)
+        data.batch["advantages"] = self._advantages(payload, mask)
+        data.meta_info.update(payload["meta"])
+        self.cache.close()  # the update has copies
+        with self._planned(worker.config, "update"):
+            metrics = worker.update_actor(data).meta_info["metrics"]
+        return metrics if is_metrics_rank() else None
 
-    Back go bytes, and `balance` of the update's micro batches: sum(most of any replica) / sum(mean), 1 is equal.
-    """
-    world, rank, actor = dist.get_world_size(), dist.get_rank(), worker.config.actor
-    train = train_layout_in(worker.config, worker.config.recipe, world)
-    prompts, responses = told["prompts"].tolist(), told["responses"].tolist()
-    tokens = tuple(a + b for a, b in zip(prompts, responses, strict=True))
-    budget = token_budget(worker.config, "update")
-    packs = budget is not None and told["balance"]
-    size = None if packs else 1 if budget else actor.ppo_micro_batch_size_per_gpu  # 1: verl packs by itself
-    here.told, here.tokens = told, tokens
-    here.plan = plan_batch(
-        held_after_rollout(len(tokens), range(world)), train_replicas(train), tokens, balance=told["balance"],
-        mini_batch_size=actor.ppo_mini_batch_size * train.dp,  # verl has divided it in the worker
-        micro_batch_size=size, token_budget=budget if packs else None,
-        loss_agg_mode=actor.loss_agg_mode)  # fmt: skip
-    kinds = {"prompts": Told(torch.int32, prompts), "responses": Told(torch.int32, responses)}
-    if "rollout_log_probs" in here.cache.names:
-        kinds["rollout_log_probs"] = Told(torch.float32, responses)
-    here.cache.redistribute(step, here.plan, rank, kinds)
-    sent, received = wire_bytes(here.plan, rank, kinds)
-    most, mean = here.plan.tokens(tokens)
-    return {"sent_bytes": sent, "received_bytes": received, "kept_bytes": here.cache.bytes_held,
-            "balance": round(most / mean, 4)}
+    def _inputs(self, step: int) -> tuple[DataProto, torch.Tensor]:
+        """(the model's inputs, mask of responses) of the samples that this rank computes."""
+        prompts, responses = (self.cache.get(step, name, self.samples) for name in ("prompts", "responses"))
+        widths = self.payload["widths"]
+        tensors = model_inputs(prompts, responses, *widths, self.payload["pad"])
+        return DataProto.from_dict(tensors=tensors), tensors["attention_mask"][:, widths[0] :].bool()
 
+    def _padded(self, step: int, name: str) -> torch.Tensor:
+        return to_padded(self.cache.get(step, name, self.samples), self.payload["widths"][1])
 
-def _log_prob(worker: Any, here: _Process, step: int, told: Mapping[str, Any]) -> dict[str, Any] | None:
-    """`told`: send_back, whether the log-probs themselves go back too (unpadded, in the order of `samples`)."""
-    data, mask = _inputs(here, step)
-    with taken(worker.actor) as found, _planned(here, worker.config, "log_prob"):
-        worker.compute_log_prob(data)
-    log_probs, entropies = found
-    kept = _keep(here, step, "old_log_probs", log_probs, mask)
-    speaks = speaks_for_its_replica()
-    if "rollout_log_probs" in here.cache.names:
-        sides = _padded(here, step, "rollout_log_probs"), log_probs, mask
-        worker.log_prob_moments = rollout_correction.moments(*sides) if speaks else None
-    if not speaks:
-        return None
-    entropy = (entropies * mask).sum(1) / mask.sum(1)
-    return {"samples": here.samples, "entropy": entropy.cpu().numpy(), **_sent_back(kept, told)}
+    def _keep(self, step: int, name: str, found: torch.Tensor, mask: torch.Tensor) -> Ragged:
+        ragged = from_padded(found, mask)
+        self.cache.put(step, name, self.samples, ragged)
+        return ragged
 
+    @staticmethod
+    def _sent_back(kept: Ragged, payload: Mapping[str, Any]) -> dict[str, np.ndarray]:
+        return {"values": kept.values.cpu().numpy()} if payload["send_back"] else {}
 
-def _ref(worker: Any, here: _Process, step: int, told: Mapping[str, Any]) -> dict[str, Any] | None:
-    data, mask = _inputs(here, step)
-    with taken(worker.ref_policy) as found, _planned(here, worker.config, "ref"):
-        worker.compute_ref_log_prob(data)
-    kept = _keep(here, step, "ref_log_prob", found[0], mask)
-    wanted = told["send_back"] and speaks_for_its_replica()
-    return {"samples": here.samples, **_sent_back(kept, told)} if wanted else None
+    def _planned(self, config: Any, stage: str) -> AbstractContextManager[None]:
+        tokens = self.tokens if self.payload["balance"] else None
+        return planned(stage, token_budget(config, stage), self.plan, self.replica, tokens)
 
-
-def _update(worker: Any, here: _Process, step: int, told: Mapping[str, Any]) -> dict[str, Any] | None:
-    """`told`: advantages by sample, one each or one a response token (per_token); meta, the trainer's meta_info."""
-    data, mask = _inputs(here, step)
-    for name in _LOG_PROBS:
-        if name in here.cache.names:
-            data.batch[name] = _padded(here, step, name)
-    data.batch["advantages"] = _advantages(here, told, mask)
-    data.meta_info.update(told["meta"])
-    here.cache.close()  # the update has copies
-    with _planned(here, worker.config, "update"):
-        metrics = worker.update_actor(data).meta_info["metrics"]
-    return metrics if speaks_for_its_replica() else None
-
-
-_STAGES = {"generate": _generate, "place": _place, "log_prob": _log_prob, "ref": _ref, "update": _update}
-
-
-def _inputs(here: _Process, step: int) -> tuple[DataProto, torch.Tensor]:
-    """(the model's inputs, mask of responses) of the samples that this rank computes."""
-    prompts, responses = (here.cache.get(step, name, here.samples) for name in ("prompts", "responses"))
-    widths = here.told["widths"]
-    tensors = model_inputs(prompts, responses, *widths, here.told["pad"])
-    return DataProto.from_dict(tensors=tensors), tensors["attention_mask"][:, widths[0] :].bool()
-
-
-def _padded(here: _Process, step: int, name: str) -> torch.Tensor:
-    return to_padded(here.cache.get(step, name, here.samples), here.told["widths"][1])
-
-
-def _keep(here: _Process, step: int, name: str, found: torch.Tensor, mask: torch.Tensor) -> Ragged:
-    ragged = from_padded(found, mask)
-    here.cache.put(step, name, here.samples, ragged)
-    return ragged
-
-
-def _sent_back(kept: Ragged, told: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    return {"values": kept.values.cpu().numpy()} if told["send_back"] else {}
+    def _advantages(self, payload: Mapping[str, Any], mask: torch.Tensor) -> torch.Tensor:
+        values = torch.tensor(payload["advantages"])
+        if not payload["per_token"]:
+            return values[list(self.samples)].to(mask.device)[:, None] * mask
+        ragged = Ragged(values, tuple(self.payload["responses"].tolist()))
+        return to_padded(ragged.take(self.samples), mask.shape[1]).to(mask.device)
 
 
-def _planned(here: _Process, config: Any, stage: str) -> AbstractContextManager[None]:
-    tokens = here.tokens if here.told["balance"] else None
-    return planned(stage, token_budget(config, stage), here.plan, here.replica, tokens)
-
-
-def _advantages(here: _Process, told: Mapping[str, Any], mask: torch.Tensor) -> torch.Tensor:
-    values = torch.tensor(told["advantages"])
-    if not told["per_token"]:
-        return values[list(here.samples)].to(mask.device)[:, None] * mask
-    ragged = Ragged(values, tuple(here.told["responses"].tolist()))
-    return to_padded(ragged.take(here.samples), mask.shape[1]).to(mask.device)
-
-
-def padded_prompts(told: Mapping[str, Any], rank: int, world: int) -> DataProto:
+def padded_prompts(payload: Mapping[str, Any], rank: int, world: int) -> DataProto:
     """This rank's prompts as verl's generation takes them.
 
-    `told`: prompt_ids (int32, one after the other) and prompt_lengths of all ranks in order, width and pad of the
+    `payload`: prompt_ids (int32, one after the other) and prompt_lengths of all ranks in order, width and pad of the
     padded prompts, and meta. ConfigError where they cannot be shared out equally, on every rank.
     """
-    lengths = told["prompt_lengths"]
+    lengths = payload["prompt_lengths"]
     each, left = divmod(len(lengths), world)
     if left:
         raise ConfigError(f"tensor cache: {len(lengths)} prompts for {world} workers; expected a multiple of {world}: "
                           "change data.train_batch_size")
-    ids = np.split(told["prompt_ids"], np.cumsum(lengths)[:-1])[rank * each : (rank + 1) * each]
+    ids = np.split(payload["prompt_ids"], np.cumsum(lengths)[:-1])[rank * each : (rank + 1) * each]
     ragged = Ragged(torch.from_numpy(np.concatenate(ids)), tuple(map(len, ids)))
     raw = np.empty(each, dtype=object)
     raw[:] = [part.tolist() for part in ids]
-    return DataProto.from_dict(tensors=prompt_inputs(ragged, told["width"], told["pad"]),
-                               non_tensors={"raw_prompt_ids": raw}, meta_info=dict(told["meta"]))  # fmt: skip
+    return DataProto.from_dict(tensors=prompt_inputs(ragged, payload["width"], payload["pad"]),
+                               non_tensors={"raw_prompt_ids": raw}, meta_info=dict(payload["meta"]))  # fmt: skip
 
 
 def keep_rollout(cache: TensorCache, step: int, batch: Any) -> DataProto:
@@ -286,6 +239,8 @@ def keep_rollout(cache: TensorCache, step: int, batch: Any) -> DataProto:
 def taken(actor: Any) -> Iterator[list[torch.Tensor]]:
     """[log-probs, entropies] of the one compute_log_prob that `actor` (MegatronPPOActor) runs inside, both [B, S].
 
+    verl's compute_log_prob and compute_ref_log_prob end with `output.to("cpu")` (verl/workers/megatron_workers.py, both
+    pins); at 54c9b736 `output` has the model's inputs too. Inside, the worker gets rows without values instead.
     On this object alone, so rows on its class stand. The batch that it was given has no tensors afterwards.
     """
     found: list[torch.Tensor] = []
@@ -305,10 +260,9 @@ def taken(actor: Any) -> Iterator[list[torch.Tensor]]:
 
 
 Parts = list[list[int]]  # [micro batch] -> places in the batch that verl splits
-_following: _Following | None = None
 
 
-class _Following:
+class PlannedSplits:
     """What the stage that runs now splits its batches into, in order; over again for each epoch."""
 
     def __init__(self, splits: Sequence[Parts], tokens: Sequence[Sequence[int]]):
@@ -360,26 +314,31 @@ def following(splits: Sequence[Parts], tokens: Sequence[int]) -> Iterator[None]:
 
     Raises PatchError where verl's actor did not ask for them.
     """
-    global _following
     rows = iter(tokens)
-    now = _following = _Following(splits, [[next(rows) for part in parts for _ in part] for parts in splits])
+    now = context().splits = PlannedSplits(splits, [[next(rows) for part in parts for _ in part] for parts in splits])
     try:
         yield
     finally:
-        _following = None
+        context().splits = None
     if not now.reached:
         raise PatchError("micro batches: the actor did not split by the plan; row update.micro_batches_as_planned must "
                          "reach verl.workers.actor.megatron_actor: look at `status --run DIR`")  # fmt: skip
 
 
 def as_planned(rearrange_micro_batches: Callable) -> Callable:
-    """Provider for verl's rearrange_micro_batches: (micro batches, places), by the plan inside `following`."""
+    """Provider for verl's rearrange_micro_batches: (micro batches, places), by the plan inside `following`.
+
+    verl packs each rank's samples by itself, into as many micro batches as the rank with the most tokens needs at
+    least (verl/utils/seqlen_balancing.py of 0.4.0): some come out above the token budget, and the n-th ones of two
+    replicas are not of one length. Here all replicas follow one plan. Without trainer.balance_batch verl packs.
+    """
 
     @functools.wraps(rearrange_micro_batches)
     def rearrange(batch: Any, *args: Any, **kwargs: Any) -> tuple[list[Any], Parts]:
-        if _following is None:
+        splits = context().splits
+        if splits is None:
             return rearrange_micro_batches(batch, *args, **kwargs)
-        parts = _following.next(batch["attention_mask"].sum(dim=1).tolist())
+        parts = splits.next(batch["attention_mask"].sum(dim=1).tolist())
         return [batch[torch.tensor(part, device=batch["attention_mask"].device)] for part in parts], parts
 
     return rearrange

@@ -13,11 +13,12 @@ _NO_KERNELS = "a vLLM CPU wheel whose compiled extension loads here (vllm/_C.abi
 def _row(
     name: str, target: str, kind: str, provider: str, why: str, exit: str = _NO_KERNELS,
     processes: tuple[str, ...] = ("worker",), bindings: tuple[str, ...] = (), under: tuple[str, ...] = (),
+    needs: tuple[str, ...] = (),
 ) -> PatchSpec:
     return PatchSpec(
         id=f"platform.{name}", stage="platform", target=target, kind=kind, provider=provider, why=why, exit=exit,
         lines=frozenset({"pypi", "a3"}), platforms=frozenset({"cpu"}), processes=frozenset(processes),
-        bindings=bindings, under=under,
+        bindings=bindings, under=under, needs=needs,
     )
 
 
@@ -87,6 +88,6 @@ ROWS: tuple[PatchSpec, ...] = (
         "vLLM's V0 engine, the only one that runs MLA on CPU, does not keep DP ranks in step (llm_engine.py:856; V1 "
         "does, v1/engine/llm_engine.py:166): a rank that finishes first leaves the others waiting in the experts' "
         "exchange",
-        exit="MLA on CPU in vLLM's V1 engine",
+        exit="MLA on CPU in vLLM's V1 engine", needs=("rollout.engine",),
     ),
 )

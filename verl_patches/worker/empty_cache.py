@@ -9,7 +9,7 @@ from __future__ import annotations
 from types import ModuleType
 from typing import Any
 
-from verl_patches.memory import conduct
+from verl_patches.worker.context import context
 
 
 class _Names:
@@ -26,7 +26,7 @@ class _Names:
 
 class _Torch(_Names):
     def __reduce__(self) -> tuple[Any, ...]:
-        return by_order, (self._module,)  # Ray pickles functions of verl's workers with what they name
+        return without_empty_cache, (self._module,)  # Ray pickles functions of verl's workers with what they name
 
     @property
     def cuda(self) -> _Names:
@@ -34,12 +34,12 @@ class _Torch(_Names):
         cuda = self._module.cuda
 
         def empty_cache() -> None:
-            if conduct.current() is None:
+            if context().scheduler is None:
                 cuda.empty_cache()
 
         return _Names(cuda, empty_cache=empty_cache)
 
 
-def by_order(torch: ModuleType) -> Any:
+def without_empty_cache(torch: ModuleType) -> Any:
     """Row provider for the name `torch` of a module."""
     return _Torch(torch)

@@ -1,0 +1,68 @@
+"""What the workers of one process share: verl's actor and reference workers live in one process, on one device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from verl_patches.memory.ledger import Ledger
+    from verl_patches.memory.scheduler import Scheduler
+    from verl_patches.worker.on_policy_update import OnPolicyUpdate
+    from verl_patches.worker.tensor_cache_stages import CachedBatch, PlannedSplits
+
+
+@dataclass
+class WorkerContext:
+    """One object per process.
+
+    `scheduler`: moves memory as the schedule says; None with row memory.order off, where verl's worker moves it.
+    `ledger`: checks what is on the device; None with recipe.memory.ledger=off. `batch`: tensors that stay here between
+    stages; None before the first stage, or without recipe.tensor_cache. `update`: the on-policy update that runs now.
+    `splits`: the planned micro batches of the stage that runs now.
+    """
+
+    scheduler: Scheduler | None = None
+    ledger: Ledger | None = None
+    batch: CachedBatch | None = None
+    update: OnPolicyUpdate | None = None
+    splits: PlannedSplits | None = None
+
+    def begin(self, phase: str, by_vllm: Callable[[], Any] | None = None) -> None:
+        """Enter `phase` of memory/schedule.py, leaving the one before; `by_vllm` makes the moves that are vLLM's."""
+        if self.scheduler is not None:
+            self.scheduler.begin(phase, by_vllm)
+            return
+        if by_vllm is not None:
+            by_vllm()
+        if self.ledger is not None:
+            self.ledger.enter(phase)
+
+    def end(self) -> None:
+        """Leave the phase that was begun last."""
+        if self.scheduler is not None:
+            self.scheduler.end()
+        else:
+            self.look()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """A phase around some work. After an error it stays open, and the phase that begins next leaves it."""
+        self.begin(name)
+        yield
+        self.end()
+
+    def look(self, extra_bytes: int = 0) -> None:
+        """Raise the ledger's peak of this phase to what is there now, with `extra_bytes` held for a while."""
+        if self.ledger is not None:
+            self.ledger.look(extra_bytes)
+
+
+_context = WorkerContext()
+
+
+def context() -> WorkerContext:
+    """The context of this process."""
+    return _context
