@@ -76,7 +76,7 @@ FAULTS = [
     (("recipe.reshard.bucket_bytes=1000",), {
         "weight sync": "bucket_bytes must be a whole number of at least 14336, one row of model.*, found 1000"}),
     (("recipe.reshard.bucket_bytes=1000", "recipe.patches=[-reshard.*]"), {}),
-    (("recipe.reshard.bucket_bytes=1000", "recipe.patches=[-reshard.direct_and_wake]"), {}),
+    (("recipe.reshard.bucket_bytes=1000", "recipe.patches=[-reshard.direct]"), {}),
 ])
 def test_buckets_of_the_weight_sync_are_checked_before_anything_starts(overrides, found):
     faults = failed(LARGE, *overrides)

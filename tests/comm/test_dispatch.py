@@ -15,7 +15,7 @@ from verl.protocol import DataProto
 from verl.single_controller.base.decorator import MAGIC_ATTR, Dispatch, register
 
 from verl_patches.trainer import dispatch
-from verl_patches.trainer.dispatch import noted, start_skew
+from verl_patches.trainer.worker_starts import noted, start_skew
 
 HERE = Path(__file__).resolve().parent
 # objects above 1 MB that the controller serialises: with the row, without it
