@@ -75,14 +75,13 @@ class Source(_Strict):
 
 
 class Variable(_Strict):
-    """One environment variable that upstream reads, by its name in `Pins.environment`.
+    """One environment variable that a run sets, or that a user's shell must not set to another value.
 
-    read_by: places by line ("both": the same on both), "package/file.py:line" or the name of a library; default: what
-    the reader takes where it is unset, None: nothing; allowed: the values, or int, A..B, path (absolute), text.
+    read_by: places by line ("both": the same on both), "package/file.py:line" or the name of a library.
+    allowed: the values, or int, A..B, path (absolute), text.
     """
 
     read_by: Mapping[Literal["both", "pypi", "a3"], tuple[str, ...]]
-    default: str | None
     allowed: Kind | tuple[str, ...]
     note: str = ""
 
