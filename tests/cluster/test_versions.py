@@ -9,8 +9,8 @@ from typer.testing import CliRunner
 
 from tests.cluster.small_upstream import install
 from verl_patches.cluster import upstream_cli
+from verl_patches.cluster.checkouts import Trees
 from verl_patches.cluster.pins import load_pins
-from verl_patches.cluster.trees import Trees
 from verl_patches.cluster.versions import Machine, compare
 from verl_patches.errors import ConfigError
 from verl_patches.patching import prelude_line
@@ -228,7 +228,7 @@ def test_the_command_where_a3_is_not_installed_and_for_an_unknown_line(call):
 def test_no_torch(run_python):
     code = """
 import sys
-from verl_patches.cluster.trees import Trees
+from verl_patches.cluster.checkouts import Trees
 from verl_patches.cluster.versions import compare
 compare("pypi")
 print("torch" in sys.modules)

@@ -26,11 +26,10 @@ class _Strict(BaseModel):
 
 
 class PullRequest(_Strict):
-    """A pull request that was looked at: its head, and whether fetch-upstream merges it (and why, or why not)."""
+    """A pull request that was reviewed and is not merged into the pin: its head and the reason."""
 
     number: int
     head: Hash
-    merge: bool
     why: str
 
 
@@ -51,12 +50,6 @@ class Repository(_Strict):
     note: str = ""
     generated: tuple[str, ...] = ()
     pull_requests: tuple[PullRequest, ...] = ()
-
-    @model_validator(mode="after")
-    def _a_merge_is_known_by_its_tree(self) -> Repository:
-        if self.tree is None and any(pull.merge for pull in self.pull_requests):
-            raise ValueError("a pull request is merged: tree must be the tree hash of the result, found null")
-        return self
 
 
 class Words(_Strict):
@@ -223,7 +216,7 @@ class Line(_Strict):
         if missing and not (part and roots):
             raise ConfigError(
                 f"--upstream {folder}: expected clones of {', '.join(self.repositories)}, "
-                f"found no {', '.join(missing)}. bash scripts/fetch_upstream.sh --dest DIR brings them"
+                f"found no {', '.join(missing)}; bash scripts/fetch_upstream.sh --dest DIR clones them"
             )
         return roots
 
