@@ -87,8 +87,7 @@ def trees_of(upstream: Path | None = None, verl_path: Path | None = None) -> Tre
     if verl_path is not None:
         raise ConfigError("--upstream and --verl-path: expected one of them, found both; --upstream contains a verl")
     folder, pins = Path(upstream).absolute(), load_pins().line(LINE)
-    by_pip = pins.container.on_pip if pins.container else ()
-    plain = {name: repository for name, repository in pins.repositories.items() if name not in by_pip}
+    plain = {name: repository for name, repository in pins.repositories.items() if not repository.by_pip}
     missing = [f"{name}/{package}" for name, repository in plain.items() for package in repository.packages
                if not (folder / name / repository.folder / package).is_dir()]
     if missing:

@@ -1,9 +1,7 @@
-"""The commands about the pins: `versions`, `fetch-upstream`, `dockerfile`."""
+"""The commands about the pins: `versions` and `fetch-upstream`."""
 
 from __future__ import annotations
 
-import json
-import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
@@ -18,7 +16,6 @@ def register(app: typer.Typer, check: Callable[[Path, str], Report]) -> None:
     """Add the commands of this file to `app`; `check`: the contract check, by folder of clones and line."""
     _versions(app)
     _fetch_upstream(app, check)
-    _dockerfile(app)
 
 
 def _versions(app: typer.Typer) -> None:
@@ -64,42 +61,3 @@ def _fetch_upstream(app: typer.Typer, check: Callable[[Path, str], Report]) -> N
 
         report = fetch_upstream(line, load_pins().line(line), dest or DEFAULT_DEST, check, mirror, only or (), log)
         leave_with(report, as_json)
-
-
-def _dockerfile(app: typer.Typer) -> None:
-    @app.command("dockerfile")
-    def dockerfile_command(
-        line: Annotated[str, typer.Option(help="The line whose container is wanted.")] = "a3",
-        write: Annotated[bool, typer.Option("--write", help="Write it to configs/Dockerfile.LINE.")] = False,
-        run: Annotated[bool, typer.Option("--run", help="Print how to build the image and start a container.")] = False,
-        as_json: Json = False,
-    ) -> None:
-        """The Dockerfile of a line, from the pin file, and the commands to build it and to start its container."""
-        from verl_patches.cluster import container
-        from verl_patches.cluster.pins import load_pins
-
-        pins = load_pins().line(line)
-        text, path = container.dockerfile(line, pins), container.dockerfile_path(line)
-        build, start = container.build_command(line, pins), container.start_command(line, pins)
-        if write:
-            path.write_text(text)
-        if as_json:
-            facts = {"line": line, "file": str(path), "written": write, "built_here": False, "dockerfile": text}
-            typer.echo(json.dumps({**facts, "build": build, "start": start}, indent=1))
-            return
-        if run:
-            typer.echo(f"{_copyable(build)}\n\n{_copyable(start)}")
-        elif not write:
-            typer.echo(text, nl=False)
-        said = f"written to {path}" if write else "generated from configs/upstream.yaml"
-        typer.echo(f"verl_patches: {said}; not built here and not run here", err=True)
-
-
-def _copyable(argv: list[str]) -> str:
-    """A command for a shell: an option and its value on each line."""
-    lines: list[list[str]] = [[]]
-    for word in argv:
-        if word.startswith("--") or (len(lines) > 1 and len(lines[-1]) == 2):
-            lines.append([])
-        lines[-1].append(shlex.quote(word))
-    return " \\\n  ".join(" ".join(line) for line in lines)
