@@ -1,19 +1,17 @@
 """`versions` on a made-up machine that holds the whole a3 line, and with one thing wrong at a time."""
 
 import json
-import subprocess
 
 import pytest
 import typer
 from typer.testing import CliRunner
 
-from tests.cluster.small_upstream import install
+from tests.cluster.small_upstream import commit, git, install
 from verl_patches.cluster import upstream_cli
 from verl_patches.cluster.checkouts import Trees
 from verl_patches.cluster.pins import load_pins
 from verl_patches.cluster.versions import Machine, compare
 from verl_patches.errors import ConfigError
-from verl_patches.patching import prelude_line
 
 TOOLKIT = "ascend-toolkit/latest/aarch64-linux/ascend_toolkit_install.info"
 FILES = {  # as the installers of CANN 8 write them
@@ -25,13 +23,6 @@ FILES = {  # as the installers of CANN 8 write them
     "nnal/atb/latest/version.info":
         "    Ascend-cann-atb : 8.2.RC1\n    Ascend-cann-atb Version : 8.2.RC1.B010\n    Platform : aarch64\n",
 }
-WORKER = "verl/workers/megatron_workers.py"
-
-
-def git(folder, *args):
-    done = subprocess.run(["git", "-c", "user.name=t", "-c", "user.email=t@t", "-C", str(folder), *args],
-                          capture_output=True, text=True, check=True)
-    return done.stdout.strip()
 
 
 @pytest.fixture
@@ -52,14 +43,10 @@ def clones(tmp_path):
         for package in pin.packages:
             (folder / package).mkdir(parents=True)
             (folder / package / "__init__.py").write_text(f'"""{package}"""\n')
-        if name == "verl":
-            (folder / WORKER).parent.mkdir(parents=True)
-            (folder / WORKER).write_text("import torch\n")
         git(folder, "init", "-q")
-        git(folder, "add", "-A")
-        git(folder, "commit", "-q", "-m", "all of it")
-        commit, tree = git(folder, "rev-parse", "HEAD", "HEAD^{tree}").split()
-        made[name] = pin.model_copy(update={"commit": commit, "tree": tree})
+        commit(folder, {})
+        head, tree = git(folder, "rev-parse", "HEAD", "HEAD^{tree}").split()
+        made[name] = pin.model_copy(update={"commit": head, "tree": tree})
     line = pins.line("a3").model_copy(update={"repositories": made})
     return tmp_path / "upstream", pins.model_copy(update={"lines": {**pins.lines, "a3": line}})
 
@@ -165,16 +152,6 @@ def test_a_wheel_inside_another_repository_is_held_by_its_record_and_not_by_the_
     assert set(problems(compare("a3", make(root={**places, "mindspeed": site}.get), pins))) == {"MindSpeed"}
 
 
-def test_the_prelude_line_is_no_change(machine, clones):
-    make, pins, *_ = machine
-    worker = clones[0] / "verl" / WORKER
-    worker.write_text(f"{prelude_line.LINE}\nimport torch\n")
-    verl = next(f for f in compare("a3", make(), pins).findings if f.name == "verl")
-    assert verl.state == "fine"
-    worker.write_text(f"{prelude_line.LINE}\nimport torch, os\n")
-    assert problems(compare("a3", make(), pins))["verl"].details == (f"{WORKER} (modified)",)
-
-
 def test_trees_that_are_given_go_before_what_is_importable(machine, clones):
     make, pins, *_ = machine
     folders = tuple(clones[0] / name for name in pins.line("a3").repositories if not name.startswith("vllm"))
@@ -234,17 +211,3 @@ compare("pypi")
 print("torch" in sys.modules)
 """
     assert run_python(code).check().out.strip() == "False"
-
-
-def test_repositories_in_a_folder_of_the_clone_are_found(clones, machine):
-    make, pins, _, places = machine
-    folder = clones[0] / "MindSpeed"
-    (folder / "src").mkdir()
-    git(folder, "mv", "mindspeed", "src/mindspeed")
-    git(folder, "commit", "-q", "-m", "moved")
-    commit, tree = git(folder, "rev-parse", "HEAD", "HEAD^{tree}").split()
-    line = pins.line("a3")
-    moved = line.repositories["MindSpeed"].model_copy(update={"folder": "src", "commit": commit, "tree": tree})
-    line = line.model_copy(update={"repositories": {**line.repositories, "MindSpeed": moved}})
-    pins = pins.model_copy(update={"lines": {**pins.lines, "a3": line}})
-    assert problems(compare("a3", make(root={**places, "mindspeed": folder / "src"}.get), pins)) == {}

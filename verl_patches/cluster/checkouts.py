@@ -89,12 +89,11 @@ def trees_of(upstream: Path | None = None, verl_path: Path | None = None) -> Tre
     folder, pins = Path(upstream).absolute(), load_pins().line(LINE)
     plain = {name: repository for name, repository in pins.repositories.items() if not repository.by_pip}
     missing = [f"{name}/{package}" for name, repository in plain.items() for package in repository.packages
-               if not (folder / name / repository.folder / package).is_dir()]
+               if not (folder / name / package).is_dir()]
     if missing:
         raise ConfigError(f"--upstream {upstream}: expected clones of {', '.join(plain)}, "
                           f"found no {', '.join(missing)}; {FETCH}")
-    folders = {name: folder / name / repository.folder for name, repository in plain.items()}
-    return Trees(("--upstream", str(folder)), tuple(folders.values()), folders["verl"])
+    return Trees(("--upstream", str(folder)), tuple(folder / name for name in plain), folder / "verl")
 
 
 def commit_of(folder: Path) -> str | None:

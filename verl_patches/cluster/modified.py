@@ -81,16 +81,10 @@ def source_findings(line: Line, roots: Mapping[str, Path]) -> Iterator[Finding]:
     of_package = {package: (name, pin) for name, pin in line.repositories.items() for package in pin.packages}
     for package, root in roots.items():
         name, pin = of_package.get(package, (package, None))
-        checkout = None if pin is None else _checkout(root, pin)
-        if checkout is not None and (checkout / ".git").exists():
-            yield _tree_finding(name, checkout, pin)
+        if pin is not None and (root / ".git").exists():
+            yield _tree_finding(name, root.resolve(), pin)
         else:
             yield _package_finding(name, package, root, line)
-
-
-def _checkout(root: Path, pin: Repository) -> Path:
-    """The root of the repository whose packages lie in `root`."""
-    return root.joinpath(*[".."] * len(Path(pin.folder).parts)).resolve()
 
 
 def _tree_finding(name: str, folder: Path, pin: Repository) -> Finding:

@@ -34,7 +34,7 @@ class PullRequest(_Strict):
 
 
 class Repository(_Strict):
-    """One git repository at one commit. `packages`: top-level Python packages in `folder` of it.
+    """One git repository at one commit. `packages`: top-level Python packages in its root.
 
     ref: the tag, branch or pull-request ref that contains the commit. tree: the commit's tree hash, None where it is
     unknown. by_pip: pip installs it; the others are on PYTHONPATH. generated: files that installing writes into it.
@@ -46,7 +46,6 @@ class Repository(_Strict):
     packages: tuple[str, ...]
     version: Version
     ref: str | None = None
-    folder: str = "."
     note: str = ""
     by_pip: bool = False
     generated: tuple[str, ...] = ()
@@ -157,7 +156,7 @@ class Line(_Strict):
         """
         roots, missing = {}, []
         for name, repository in self.repositories.items():
-            root = Path(folder) / name / repository.folder
+            root = Path(folder) / name
             for package in repository.packages:
                 if (root / package).is_dir():
                     roots[package] = root
