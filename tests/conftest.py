@@ -6,6 +6,8 @@ Options
 Fixtures
     run_python        runs Python code in a fresh process under a given VERL_PATCHES, as tests of patches must
     run_warm          the same, for code that may find torch imported already
+    run_ranks         runs a function on gloo ranks, in forks of the warm interpreter (tests/ranks.py)
+    ranks4, ranks8    gloo ranks that all tests of a session share
     upstream_text     text of one upstream file at one commit, read from the clones of --upstream
     ray_folder        a folder for Ray of a short name
     warm              environment for processes that need not import torch and its like from nothing (tests/warm)
@@ -23,9 +25,12 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
+
+from tests.ranks import Ranks
 
 ROOT = Path(__file__).resolve().parent.parent
 WARM = ROOT / "tests" / "warm"
@@ -120,6 +125,14 @@ class Finished:
         return self
 
 
+def _environment(patches: str | None, env: Mapping[str, str] | None) -> dict[str, str]:
+    found = {k: v for k, v in os.environ.items() if k != "VERL_PATCHES"} | SAFE_ENV | dict(env or {})
+    if patches is not None:
+        found["VERL_PATCHES"] = patches
+    found["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), found.get("PYTHONPATH")]))
+    return found
+
+
 def _run_python(
     warm: Callable[[Mapping[str, str]], dict[str, str]] | None,
     code: str,
@@ -130,10 +143,7 @@ def _run_python(
     cwd: Path | None = None,
     flags: Sequence[str] = (),
 ) -> Finished:
-    full_env = {k: v for k, v in os.environ.items() if k != "VERL_PATCHES"} | SAFE_ENV | dict(env or {})
-    if patches is not None:
-        full_env["VERL_PATCHES"] = patches
-    full_env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), full_env.get("PYTHONPATH")]))
+    full_env = _environment(patches, env)
     if warm is not None:
         full_env, flags = warm(full_env), ("-X", "warm", *flags)
     process = subprocess.Popen(
@@ -173,6 +183,37 @@ def run_python() -> Callable[..., Finished]:
 def run_warm(warm: Callable[[Mapping[str, str]], dict[str, str]]) -> Callable[..., Finished]:
     """`run_python`, in a fork of the warm interpreter."""
     return functools.partial(_run_python, warm)
+
+
+@pytest.fixture(scope="session")
+def run_ranks(warm: Callable[[Mapping[str, str]], dict[str, str]]) -> Callable[..., list]:
+    """What a function returns on each of `size` gloo ranks: `run_ranks("tests.model.parity_job:bf16_job", folder)`.
+
+    Parameters: "module:function" and its arguments; keywords: size (1), patches (the VERL_PATCHES variable; with it the
+    ranks import the prelude first), env (more variables), and those of `Ranks` in tests/ranks.py. Raises RankError.
+    """
+
+    def run(function: str, *arguments: Any, size: int = 1, patches: str | None = None,
+            env: Mapping[str, str] | None = None, timeout_s: float = 240, **options: Any) -> list:  # fmt: skip
+        options = {"prelude": patches is not None, "timeout_s": timeout_s, **options}
+        with Ranks(size, warm(_environment(patches, env)), flags=("-X", "warm"), **options) as ranks:
+            return ranks.run(function, *arguments)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def ranks4() -> Iterator[Ranks]:
+    """Four gloo ranks."""
+    with Ranks(4) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="session")
+def ranks8() -> Iterator[Ranks]:
+    """Eight gloo ranks."""
+    with Ranks(8) as ranks:
+        yield ranks
 
 
 @pytest.fixture(scope="session")
