@@ -8,6 +8,8 @@ Fixtures
     run_warm          the same, for code that may find torch imported already
     run_ranks         runs a function on gloo ranks, in forks of the warm interpreter (tests/ranks.py)
     ranks4, ranks8    gloo ranks that all tests of a session share
+    tiny_model        folder of a tiny DeepSeek-V3
+    a3_sources        folders of line a3's checkouts, below --upstream
     upstream_text     text of one upstream file at one commit, read from the clones of --upstream
     ray_folder        a folder for Ray of a short name
     warm              environment for processes that need not import torch and its like from nothing (tests/warm)
@@ -214,6 +216,33 @@ def ranks8() -> Iterator[Ranks]:
     """Eight gloo ranks."""
     with Ranks(8) as ranks:
         yield ranks
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny DeepSeek-V3 of seed 0, as Hugging Face has it."""
+    from verl_patches.model.tiny import make_tiny_model
+
+    return make_tiny_model(tmp_path_factory.mktemp("tiny") / "model")
+
+
+@pytest.fixture(scope="session")
+def a3_sources(pytestconfig: pytest.Config) -> Callable[..., list[Path]]:
+    """`a3_sources("verl", "Megatron-LM")`: these checkouts below --upstream, in the order of PYTHONPATH.
+
+    Without names: all four of a training worker. The test is skipped, with the reason, where one is not there.
+    """
+
+    def find(*names: str) -> list[Path]:
+        folder = pytestconfig.getoption("--upstream")
+        names = names or ("verl", "Megatron-LM", "MindSpeed", "MindSpeed-LLM")
+        packages = {name: "megatron" if name == "Megatron-LM" else name.lower().replace("-", "_") for name in names}
+        missing = [name for name in names if folder is None or not (folder / name / packages[name]).is_dir()]
+        if missing:
+            pytest.skip(f"--upstream {folder} holds no checkouts of {', '.join(missing)}: fetch-upstream makes them")
+        return [folder.resolve() / name for name in names]
+
+    return find
 
 
 @pytest.fixture(scope="session")
