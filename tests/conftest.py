@@ -192,13 +192,17 @@ def run_ranks(warm: Callable[[Mapping[str, str]], dict[str, str]]) -> Callable[.
     """What a function returns on each of `size` gloo ranks: `run_ranks("tests.model.parity_job:bf16_job", folder)`.
 
     Parameters: "module:function" and its arguments; keywords: size (1), patches (the VERL_PATCHES variable; with it the
-    ranks import the prelude first), env (more variables), and those of `Ranks` in tests/ranks.py. Raises RankError.
+    ranks import the prelude first), env (more variables), fresh (no warm interpreter: for tests of how a process
+    starts), and those of `Ranks` in tests/ranks.py. Raises RankError.
     """
 
     def run(function: str, *arguments: Any, size: int = 1, patches: str | None = None,
-            env: Mapping[str, str] | None = None, timeout_s: float = 240, **options: Any) -> list:  # fmt: skip
-        options = {"prelude": patches is not None, "timeout_s": timeout_s, **options}
-        with Ranks(size, warm(_environment(patches, env)), flags=("-X", "warm"), **options) as ranks:
+            env: Mapping[str, str] | None = None, fresh: bool = False, **options: Any) -> list:  # fmt: skip
+        environment, flags = _environment(patches, env), ()
+        if not fresh:
+            environment, flags = warm(environment), ("-X", "warm")
+        options = {"prelude": patches is not None, "timeout_s": 240, **options}
+        with Ranks(size, environment, flags=flags, **options) as ranks:
             return ranks.run(function, *arguments)
 
     return run

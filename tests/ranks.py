@@ -23,7 +23,6 @@ import sys
 import tempfile
 import time
 import traceback
-import types
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Client, Connection, wait
@@ -94,11 +93,11 @@ class Ranks:
         folder = Path(self._folder.name)
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
-        path = os.pathsep.join(filter(None, [self._environment.get("PYTHONPATH"), str(ROOT)]))
+        path = os.pathsep.join(filter(None, [str(ROOT), self._environment.get("PYTHONPATH")]))
         environment = {"GLOO_SOCKET_IFNAME": "lo", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
                        **self._environment, "PYTHONPATH": path, "WORLD_SIZE": str(self.size),
                        "RANKS_FOLDER": str(folder), "RANKS_TIMEOUT_S": str(self.timeout_s)}  # fmt: skip
-        command = [sys.executable, *self._flags, "-W", "ignore", __file__]
+        command = [sys.executable, *self._flags, "-W", "ignore", "-c", "from tests.ranks import main; main()"]
         with socket.socket(socket.AF_UNIX) as server, (folder / "launcher").open("wb") as log:
             server.bind(str(folder / "socket"))
             server.listen(self.size)
@@ -200,9 +199,6 @@ def _serve(rank: int, folder: Path) -> None:
     os.dup2(log, 1)
     os.dup2(log, 2)
     faulthandler.register(signal.SIGUSR1, file=sys.stderr)
-    # the folder, and not some installed package called tests, which Python would prefer to a folder without __init__
-    sys.modules["tests"] = types.ModuleType("tests")
-    sys.modules["tests"].__path__ = [str(ROOT / "tests")]
     pipe = Client(str(folder / "socket"))
     pipe.send((rank, os.getpid()))
     while True:
@@ -247,7 +243,3 @@ def main() -> None:
             failed = True
         ranks.pop(process, None)
     sys.exit(int(failed))
-
-
-if __name__ == "__main__":
-    main()

@@ -292,8 +292,6 @@ def _vllm_model(config: dict, rank: int):
 def main() -> int:
     """Measure, print, judge."""
     sys.path.insert(0, str(ROOT))
-    sys.modules["tests"] = types.ModuleType("tests")  # and not an installed package of that name
-    sys.modules["tests"].__path__ = [str(ROOT / "tests")]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", nargs="*", default=["pairs", "python-time"], help="pairs, python-time")
     parser.add_argument("--examples", type=int, default=300, help="random pairs of layouts")

@@ -1,8 +1,5 @@
-"""Run in a fresh process: build real vLLM DeepSeek-V3 models rank by rank and print what they hold.
+"""Build real vLLM DeepSeek-V3 models rank by rank and say what they hold, in a process of its own.
 
-argv[1]: JSON list of {config: HF config, instances, dp, tp, pp, expert_parallel, layers: null or counts, ranks: [...]}.
-Prints one JSON line per case and rank: {case, rank, groups: {name: ranks}, tensors: {name: [shape, dtype]}, experts,
-first_word}.
 vLLM's own initialize_model_parallel forms the groups. Every group it asks for gets torch's fake backend, which pretends
 that the other ranks exist, and no shared-memory queue, which would wait for them.
 """
@@ -11,7 +8,6 @@ import functools
 import json
 import os
 import resource
-import sys
 import tempfile
 from pathlib import Path
 
@@ -96,10 +92,18 @@ def run_rank(case: dict, rank: int) -> dict:
     return {"rank": rank, "groups": groups, "tensors": tensors, "experts": experts, "first_word": first_word}
 
 
+def held(cases: dict[str, dict]) -> dict[str, list[dict]]:
+    """{name: rows}; a case: {config: HF config, instances, dp, tp, pp, expert_parallel, layers: None or counts, ranks}.
+
+    A row, of a rank: {rank, groups: {name: ranks}, tensors: {name: [shape, dtype]}, experts, first_word}.
+    """
+    found = {}
+    for name, case in cases.items():
+        if case["layers"]:
+            os.environ["VLLM_PP_LAYER_PARTITION"] = ",".join(map(str, case["layers"]))
+        found[name] = [run_rank(case, rank) for rank in case["ranks"]]
+        os.environ.pop("VLLM_PP_LAYER_PARTITION", None)
+    return found
+
+
 dist.new_group = torch.distributed.new_group = fake_group
-for number, case in enumerate(json.loads(sys.argv[1])):
-    if case["layers"]:
-        os.environ["VLLM_PP_LAYER_PARTITION"] = ",".join(map(str, case["layers"]))
-    for rank in case["ranks"]:
-        print(json.dumps({"case": number, **run_rank(case, rank)}), flush=True)
-    os.environ.pop("VLLM_PP_LAYER_PARTITION", None)

@@ -1,39 +1,27 @@
-"""Run in a fresh process: learn where vLLM's real DeepSeek-V3 puts each HF tensor, rank by rank, and try the map.
+"""Learn where vLLM's real DeepSeek-V3 puts each HF tensor, rank by rank in one process, and try the map.
 
-argv[1]: JSON list of cases as tests/layout/build_vllm.py takes them, with `ruin`: null or one of RUINS, and `planned`.
-Prints one JSON line per case and rank:
-    case, rank, unmapped, mapped, constants
-    touched       parameters that learning changed
-    differ        parameters in which load_weights and writes through the map differ; or why load_weights itself fails
-    turned        the same with one expert turned, then the parameter that it is in
-    covers, plan  what the two checks raise, or null
-Groups are formed by vLLM under torch's fake process group, as in build_vllm.py, whose helpers are used.
+Groups are formed by vLLM under torch's fake process group, as in tests/layout/build_vllm.py, whose helpers are used.
 """
 
 import contextlib
-import json
-import sys
-from pathlib import Path
 
-CASES = json.loads(sys.argv[1])
-sys.argv[1] = "[]"  # build_vllm.py runs its own cases when it is imported: none
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "layout"))
+from tests.layout import build_vllm  # applies vLLM's stand-ins
 
-import build_vllm  # noqa: E402  applies vLLM's stand-ins
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
-from vllm.config import set_current_vllm_config  # noqa: E402
-from vllm.distributed import parallel_state  # noqa: E402
-from vllm.model_executor.layers.fused_moe import FusedMoE  # noqa: E402
-from vllm.model_executor.models import utils as model_utils  # noqa: E402
-from vllm.model_executor.models.deepseek_v2 import DeepseekV3ForCausalLM  # noqa: E402
+# isort: split
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from vllm.config import set_current_vllm_config
+from vllm.distributed import parallel_state
+from vllm.model_executor.layers.fused_moe import FusedMoE
+from vllm.model_executor.models import utils as model_utils
+from vllm.model_executor.models.deepseek_v2 import DeepseekV3ForCausalLM
 
-from verl_patches.errors import ConfigError  # noqa: E402
-from verl_patches.layout.inventory import build_inventory  # noqa: E402
-from verl_patches.layout.parallel import rollout_layout  # noqa: E402
-from verl_patches.patching.engine import PatchError  # noqa: E402
-from verl_patches.reshard.destination import learn_destinations  # noqa: E402
+from verl_patches.errors import ConfigError
+from verl_patches.layout.inventory import build_inventory
+from verl_patches.layout.parallel import rollout_layout
+from verl_patches.patching.engine import PatchError
+from verl_patches.reshard.destination import learn_destinations
 
 
 @contextlib.contextmanager
@@ -159,8 +147,17 @@ def turned_expert(found, model, tensors, expected) -> list[str]:
     return [*differing(model, expected), place.parameter]
 
 
-weight_loader = FusedMoE.weight_loader
-for number, case in enumerate(CASES):
-    FusedMoE.weight_loader = ruined(weight_loader, RUINS[case["ruin"]]) if case["ruin"] else weight_loader
-    for rank in case["ranks"]:
-        print(json.dumps({"case": number, **run_rank(case, rank)}), flush=True)
+def learnt(cases: dict[str, dict]) -> dict[str, list[dict]]:
+    """{name: rows}; a case is as build_vllm.py takes it, with `ruin`: None or one of RUINS, and `planned`.
+
+    A row, of a rank: rank, unmapped, mapped, constants
+        touched       parameters that learning changed
+        differ        parameters in which load_weights and writes through the map differ; or why load_weights fails
+        turned        the same with one expert turned, then the parameter that it is in
+        covers, plan  what the two checks raise, or None
+    """
+    weight_loader, found = FusedMoE.weight_loader, {}
+    for name, case in cases.items():
+        FusedMoE.weight_loader = ruined(weight_loader, RUINS[case["ruin"]]) if case["ruin"] else weight_loader
+        found[name] = [run_rank(case, rank) for rank in case["ranks"]]
+    return found

@@ -1,9 +1,5 @@
-"""Run under the prelude: for each row, is its effect there? Prints {row id: true | false} as JSON."""
+"""For each row, is its effect there? Run under the prelude."""
 
-from verl_patches import prelude_patch  # noqa: F401
-
-# isort: split
-import json
 from types import SimpleNamespace
 
 import ray.cloudpickle
@@ -237,10 +233,10 @@ def optimizer_takes_the_models_dtype():
     return config.params_dtype is torch.float32
 
 
-def main():
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+def effects():
+    """{row id: whether its effect is there}."""
     actor = workers.ActorRolloutRefWorker
-    found = {
+    return {
         "update.fit_as_run": works(fit_proves_first),
         "update.prove_patches": hasattr(actor, "prove_patches"),
         "update.take_phase_seconds": hasattr(actor, "take_phase_seconds"),
@@ -266,8 +262,3 @@ def main():
         **{f"memory.optimizer_at_{name}": works(lambda name=name: checkpoint_asks_for_the_optimizer(name))
            for name in ("save", "load")},
     }
-    print(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main()

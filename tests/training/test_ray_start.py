@@ -1,7 +1,6 @@
 """The worker set-up hook: the prelude first, then the user's own."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,8 +10,7 @@ import pytest
 from verl_patches.platform.npu.network import towards
 from verl_patches.training.ray_start import HOOK, runtime_env
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_user_variables_and_other_keys_stay():
@@ -65,17 +63,13 @@ def test_torch_npu_in_the_set_up_hook_is_refused(run_python):
 
 
 @pytest.fixture(scope="module")
-def ray_job(ray_folder, tmp_path_factory):
+def ray_job(ray_folder, run_ranks, tmp_path_factory):
     """What tests/training/die_worker.py found, with real Ray and its resource NPU."""
     path = tmp_path_factory.mktemp("path")
     (path / "verl").mkdir()
     (path / "verl" / "__init__.py").touch()
-    env = {**os.environ, "PYTHONPATH": f"{path}:{HERE}:{ROOT}", "VERL_PATCHES": "line=pypi,platform=cpu",
-           "RAY_TMPDIR": ray_folder}
-    done = subprocess.run([sys.executable, str(HERE / "die_worker.py")], env=env, capture_output=True, text=True,
-                          timeout=500)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    env = {"PYTHONPATH": str(path), "VERL_PATCHES": "line=pypi,platform=cpu", "RAY_TMPDIR": ray_folder}
+    return run_ranks("tests.training.die_worker:found", env=env, fresh=True, backend=None, timeout_s=500)[0]
 
 
 @pytest.mark.slow
