@@ -1,6 +1,5 @@
 """The table itself: valid, provable, honest about platforms, and the same in docs/patches.md."""
 
-import ast
 import re
 import subprocess
 import sys
@@ -10,14 +9,12 @@ import pytest
 
 from verl_patches.catalog import FUNCTIONAL, ROWS, STAND_INS
 from verl_patches.errors import ConfigError
-from verl_patches.model import a3_rows
 from verl_patches.patching.contract import check, installed_roots
 from verl_patches.patching.engine import Engine
 from verl_patches.patching.fingerprint import fingerprint, reviewed
 from verl_patches.patching.row_contract import Sources
 from verl_patches.patching.spec import LINES
 from verl_patches.patching.switches import Switches
-from verl_patches.platform.cpu import rows_megatron, rows_npu, rows_torch, rows_vllm
 
 ROOT = Path(__file__).resolve().parent.parent
 # compiled originals; None where vLLM sees no GPU (vllm_experts); a decorator's *args, **kwargs (update.*, rollout.*)
@@ -86,43 +83,6 @@ def test_every_signature_fits_and_all_bindings_are_listed():
     """As `check --installed` says it, no signature left unchecked; negative controls: tests/test_contract_cli.py."""
     report = check(ROWS, "pypi", Sources(installed_roots("pypi")))
     assert [f for f in report.findings if f.state == "problem" or "not checked" in f.found] == []
-
-
-def named_in(source):
-    """Words that could be row ids in the strings of a test module: in its code or as what a test says of itself.
-
-    Comments, names, and docstrings of anything but a test do not count.
-    """
-    tree = ast.parse(source)
-    said = {id(node.body[0].value) for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)
-            and node.name.startswith("test_") and isinstance(node.body[0], ast.Expr)}
-    loose = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)} - said
-    strings = (node.value for node in ast.walk(tree)
-               if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in loose)
-    return {word.strip(".") for text in strings for word in re.split(r"[^\w.]+", text)}
-
-
-def test_every_row_is_named_by_a_test():
-    """Rows of the tables are tested table-wise: their own tests assert that no row of the table is left out.
-
-    Those of line a3: tests/loop/test_a3_smoke.py, where each is active in the processes that it is for.
-    """
-    tables = {row.id for rows in (rows_torch, rows_megatron, rows_vllm, rows_npu, a3_rows)
-              for row in rows.ROWS}
-    modules = [p for p in (ROOT / "tests").rglob("*.py") if p.name != "test_catalog.py"]
-    words = set().union(*(named_in(p.read_text()) for p in modules))
-    assert [row.id for row in ROWS if row.id not in words and row.id not in tables] == []
-
-
-def test_only_strings_of_code_and_of_tests_name_a_row():
-    source = """'a.doc'\n# a.comment
-def f():
-    'a.inner'
-    return g('a.b', '-c.d,+e.f', 'xa.g')
-def test_f():
-    'Row a.said: and more.'
-"""
-    assert {word for word in named_in(source) if "." in word} == {"a.b", "c.d", "e.f", "xa.g", "a.said"}
 
 
 SIGNATURES = """
