@@ -36,7 +36,7 @@ def used(a3_sources, npu_names):
     """{name: {"file:line"}} over all four trees."""
     found = {}
     for tree, package in TREES.items():
-        for name, places in npu_names.names_used(a3_sources / tree, package).items():
+        for name, places in npu_names.names_used(a3_sources(tree)[0], package).items():
             found.setdefault(name, set()).update(places)
     return found
 
@@ -105,7 +105,7 @@ def test_every_call_fits_the_schema_of_the_pinned_torch_npu(a3_sources, npu_name
     """As written upstream: number of arguments and keywords, of all functions that the wheel's yaml declares."""
     trees = {"MindSpeed": "mindspeed", "MindSpeed-LLM": "mindspeed_llm", "vllm-ascend": "vllm_ascend"}
     calls = [call for tree, package in trees.items()
-             for call in npu_names.calls_made(a3_sources / tree, package, "torch_npu.npu_")
+             for call in npu_names.calls_made(a3_sources(tree)[0], package, "torch_npu.npu_")
              if not call[0].startswith("torch_npu.npu.")]
     assert {name for name, *_ in calls} >= {"torch_npu.npu_swiglu", "torch_npu.npu_fusion_attention"}
     assert not_fitting(calls) == []
@@ -134,8 +134,8 @@ def takes(signature, count, keywords):
 def test_every_builder_is_known(a3_sources, npu_names):
     found = {}
     for tree in ("MindSpeed", "MindSpeed-LLM"):
-        found.update(npu_names.builders_loaded(a3_sources / tree, TREES[tree]))
-    sources = [f.read_text() for f in (a3_sources / "MindSpeed/mindspeed/op_builder").glob("*.py")]
+        found.update(npu_names.builders_loaded(a3_sources(tree)[0], TREES[tree]))
+    sources = [f.read_text() for f in (a3_sources("MindSpeed")[0] / "mindspeed/op_builder").glob("*.py")]
     with_reference = {builder for builder in found for text in sources for name in loader.OPS
                       if f"class {builder}(" in text and f'OP_NAME = "{name}"' in text}
     assert set(found) == with_reference | set(not_on_our_paths.BUILDERS)
@@ -171,7 +171,7 @@ def job(a3_sources, run_python):
     for module in ("gpytorch", "einops", "tensordict"):
         if importlib.util.find_spec(module) is None:
             pytest.skip(f"MindSpeed imports {module}, which is not installed in this Python")
-    path = os.pathsep.join([*(str(a3_sources / tree) for tree in TREES), *filter(None, sys.path)])
+    path = os.pathsep.join([*(str(a3_sources(tree)[0]) for tree in TREES), *filter(None, sys.path)])
     ran = {}
 
     def run(*args):
