@@ -3,24 +3,12 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import pytest
-from omegaconf import DictConfig, OmegaConf
 
 from tests.model import parity
-from verl_patches.cluster.compose import compose
+from tests.model.mindspeed_start import LAYOUTS, engine_config
 
-_ACTOR = "actor_rollout_ref.actor.megatron."
-# name -> ranks, overrides of the tiny configuration
-LAYOUTS = {
-    "tp1": (1, {}),
-    "tp2": (2, {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 2}),
-    "tp2_extends_ep": (2, {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2, "split": "tp_extend_ep"}),
-    "ep2": (2, {"expert_model_parallel_size": 2}),
-    "pp2_uneven": (2, {"pipeline_model_parallel_size": 2, "layers": [1, 3]}),
-    "tp2_ep2": (4, {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 4, "split": "tp_extend_ep"}),
-}
 pytestmark = [pytest.mark.slow, pytest.mark.upstream]
 
 
@@ -31,26 +19,12 @@ def run_a3(a3_sources, reference, run_ranks):
     env = {"VERL_PATCHES": "line=a3,platform=cpu", "PYTHONPATH": os.pathsep.join(map(str, sources))}
 
     def run(job: str, ranks: int, sizes: dict, dtype: str = "fp32") -> list:
-        config = _config(reference["folder"] / "model", sources[0], ranks, sizes, dtype)
+        config = engine_config(reference["folder"] / "model", sources[0], ranks, sizes, dtype)
         arguments = (reference["folder"], config) if job == "worker_job" else (reference["folder"],)
         return run_ranks("tests.model.mindspeed_start:run", f"tests.model.mindspeed_job:{job}", config, *arguments,
                          size=ranks, env=env, backend=None, timeout_s=400)  # fmt: skip
 
     return run
-
-
-def _config(model: Path, verl: Path, ranks: int, sizes: dict, dtype: str) -> DictConfig:
-    sizes = {"expert_model_parallel_size": 1, "expert_tensor_parallel_size": 1, **sizes}
-    layers, split, more = sizes.pop("layers", None), sizes.pop("split", "etp"), sizes.pop("more", [])
-    train = sizes.pop("train", {})  # keys that the schema may not list yet
-    overrides = [f"{_ACTOR}{key}={value}" for key, value in sizes.items()]
-    overrides += [f"actor_rollout_ref.model.path={model}", f"trainer.n_gpus_per_node={ranks}",
-                  "recipe.line=a3", f"recipe.dtype={dtype}", f"recipe.train.expert_split={split}",
-                  f"recipe.train.layers_per_stage={layers or 'null'}", *more]  # fmt: skip
-    config = compose("grpo_deepseekv3_tiny_cpu", overrides, verl_path=verl)
-    for key, value in train.items():
-        OmegaConf.update(config.actor_rollout_ref, f"recipe.train.{key}", value, force_add=True)
-    return OmegaConf.create(OmegaConf.to_container(config.actor_rollout_ref, resolve=True))
 
 
 @pytest.fixture(scope="session", params=LAYOUTS)

@@ -3,11 +3,10 @@
 Needs the sources of line a3 (--upstream), and MindSpeed's Python requirements that its adaptor imports (gpytorch).
 """
 
+import functools
 import importlib
 import importlib.util
-import json
 import os
-import sys
 from pathlib import Path
 
 import pytest
@@ -166,20 +165,17 @@ RUNS = [(adaptor, check) for adaptor, own in ONLY.items() for check in EXPECTED_
 
 
 @pytest.fixture(scope="module")
-def job(a3_sources, run_python):
-    """job(adaptor, *more) -> what npu_real_job.py printed, run once each."""
+def job(a3_sources, run_ranks):
+    """job(adaptor, **variables) -> what npu_real_job.py found, run once each."""
     for module in ("gpytorch", "einops", "tensordict"):
         if importlib.util.find_spec(module) is None:
             pytest.skip(f"MindSpeed imports {module}, which is not installed in this Python")
-    path = os.pathsep.join([*(str(a3_sources(tree)[0]) for tree in TREES), *filter(None, sys.path)])
-    ran = {}
+    path = os.pathsep.join(map(str, a3_sources(*TREES)))
 
-    def run(*args):
-        if args not in ran:
-            code = f"import runpy, sys; sys.argv[0] = 'job'; runpy.run_path({str(HERE / 'npu_real_job.py')!r})"
-            out = run_python(code, *args, env={"PYTHONPATH": path}, timeout_s=300, flags=("-W", "ignore")).check().out
-            ran[args] = json.loads(out.rpartition("FOUND")[2])
-        return ran[args]
+    @functools.cache
+    def run(adaptor, **env):
+        env = {"PYTHONPATH": path, "ADAPTOR": adaptor, **env}
+        return run_ranks("tests.platform.npu_real_job:main", env=env, fresh=True, backend=None, timeout_s=300)[0]
 
     return run
 
@@ -202,4 +198,4 @@ def test_rows_stand_after_the_adaptor(job, adaptor):
 
 @pytest.mark.slow
 def test_another_result_of_the_ops_is_seen_by_every_check(job):
-    assert [check for check, error in job("mindspeed", "spoilt")["errors"].items() if not error] == []
+    assert [check for check, error in job("mindspeed", SPOILT="1")["errors"].items() if not error] == []

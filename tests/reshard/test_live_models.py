@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 
-from verl_patches.cluster.compose import compose
+from tests.model.mindspeed_start import LAYOUTS, engine_config
 from verl_patches.layout.inventory import build_inventory
 from verl_patches.layout.parallel import parse_layout
 from verl_patches.layout.sharding import local_parameters
@@ -25,13 +24,7 @@ MEGATRON = {
     "ep2": {"layout": "ep2 @2", "refused": ["tp2 @2"]},
     "tp2ep2": {"layout": "tp2 ep2 etp1 @2", "refused": ["tp2 @2"]},
 }  # fmt: skip
-# name -> layout, overrides of the tiny configuration
-MINDSPEED = {
-    "tp2": ("tp2 @2", ["tensor_model_parallel_size=2", "expert_tensor_parallel_size=2"]),
-    "tp2_extends_ep": ("tp2 ep2 etp1 @2", ["tensor_model_parallel_size=2", "expert_model_parallel_size=2"]),
-    "ep2": ("ep2 @2", ["expert_model_parallel_size=2"]),
-    "pp2_uneven": ("pp2 @2 layers=1,3", ["pipeline_model_parallel_size=2"]),
-}
+MINDSPEED = {"tp2": "tp2 @2", "tp2_extends_ep": "tp2 ep2 etp1 @2", "ep2": "ep2 @2", "pp2_uneven": "pp2 @2 layers=1,3"}
 pytestmark = pytest.mark.slow
 
 
@@ -79,17 +72,10 @@ def test_layouts_that_are_not_the_models_are_refused(megatron):
 @pytest.mark.upstream
 @pytest.mark.parametrize("name", MINDSPEED)
 def test_views_of_line_a3_are_the_checkpoints_slices(a3_sources, tiny_model, name, run_ranks):
-    sources, (text, sizes) = a3_sources(), MINDSPEED[name]
-    sizes = ["expert_model_parallel_size=1", "expert_tensor_parallel_size=1", *sizes]
-    layers = parse_layout(text).layers_per_stage
-    overrides = [f"actor_rollout_ref.actor.megatron.{size}" for size in sizes if size]
-    overrides += [f"actor_rollout_ref.model.path={tiny_model}", "trainer.n_gpus_per_node=2", "recipe.line=a3",
-                  "recipe.dtype=bf16", f"recipe.train.expert_split={'tp_extend_ep' if 'extends' in name else 'etp'}",
-                  f"recipe.train.layers_per_stage={list(layers) if layers else 'null'}"]  # fmt: skip
-    config = compose("grpo_deepseekv3_tiny_cpu", overrides, verl_path=sources[0]).actor_rollout_ref
+    sources, text = a3_sources(), MINDSPEED[name]
+    config = engine_config(tiny_model, sources[0], *LAYOUTS[name], dtype="bf16")
     env = {"VERL_PATCHES": "line=a3,platform=cpu", "PYTHONPATH": os.pathsep.join(map(str, sources))}
     found = run_ranks("tests.model.mindspeed_start:run", "tests.reshard.live_job:mindspeed_job",
-                      OmegaConf.create(OmegaConf.to_container(config, resolve=True)), tiny_model, text,
-                      size=2, env=env, backend=None, timeout_s=400)  # fmt: skip
+                      config, tiny_model, text, size=2, env=env, backend=None, timeout_s=400)  # fmt: skip
     check(found, tiny_model, text, "mindspeed")
     assert all("not one of DeepSeek-V3's" in rank["refused"] for rank in found)  # asked for as another library's

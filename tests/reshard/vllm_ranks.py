@@ -3,46 +3,18 @@
 Groups are formed by vLLM under torch's fake process group, as in tests/layout/build_vllm.py, whose helpers are used.
 """
 
-import contextlib
-
 from tests.layout import build_vllm  # applies vLLM's stand-ins
 
 # isort: split
 import torch
-import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
-from vllm.config import set_current_vllm_config
-from vllm.distributed import parallel_state
 from vllm.model_executor.layers.fused_moe import FusedMoE
 from vllm.model_executor.models import utils as model_utils
-from vllm.model_executor.models.deepseek_v2 import DeepseekV3ForCausalLM
 
 from verl_patches.errors import ConfigError
 from verl_patches.layout.inventory import build_inventory
 from verl_patches.layout.parallel import rollout_layout
 from verl_patches.patching.engine import PatchError
 from verl_patches.reshard.destination import learn_destinations
-
-
-@contextlib.contextmanager
-def model_of(case: dict, rank: int):
-    """vLLM's model of one rank, with random weights."""
-    world_size = case["instances"] * case["dp"] * case["pp"] * case["tp"]
-    config = build_vllm.engine_config(case, rank)
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
-    with set_current_vllm_config(config):
-        parallel_state._WORLD = parallel_state.init_world_group(list(range(world_size)), 0, "fake")
-        parallel_state.initialize_model_parallel(case["tp"], case["pp"], "fake")
-        torch.set_default_dtype(torch.bfloat16)
-        model = DeepseekV3ForCausalLM(vllm_config=config)
-        torch.set_default_dtype(torch.float32)
-        for parameter in model.parameters():
-            parameter.data.normal_()
-        model_utils._model_to_pp_missing_layer_names.clear()  # by id(model), and ids come again in this process
-        yield model
-    parallel_state.destroy_model_parallel()
-    parallel_state._WORLD = None
-    dist.destroy_process_group()
 
 
 def ruined(loader, change):
@@ -89,7 +61,10 @@ def error_of(check, *args) -> str | None:
 
 def run_rank(case: dict, rank: int) -> dict:
     inventory = build_inventory(case["config"])
-    with model_of(case, rank) as model:
+    with build_vllm.model_of(case, rank) as model:
+        for parameter in model.parameters():
+            parameter.data.normal_()
+        model_utils._model_to_pp_missing_layer_names.clear()  # by id(model), and ids come again in this process
         before = values(model)
         found = learn_destinations(model, inventory, rank=rank)
         return {"rank": rank, "touched": differing(model, before), **compare(found, model, inventory),
