@@ -1,7 +1,6 @@
 """The table itself: valid, provable, honest about platforms, and the same in docs/patches.md."""
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -28,10 +27,11 @@ UNKNOWN_SIGNATURES = {
 PRELUDE = "import verl_patches.prelude_patch"
 
 
-def prelude(platform, code=PRELUDE, **env):
-    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120, env={
-        "PATH": "/usr/bin:/bin", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
-        **({"VERL_PATCHES": f"line=pypi,platform={platform}"} if platform else {}), **env})
+@pytest.fixture
+def prelude(run_python):
+    """prelude(platform, code, **env): the code's process; without a platform VERL_PATCHES is not set."""
+    return lambda platform, code=PRELUDE, **env: run_python(
+        code, patches=platform and f"line=pypi,platform={platform}", env=env)
 
 
 @pytest.mark.parametrize("line", LINES)
@@ -45,21 +45,21 @@ def test_stand_ins_are_for_cpu_only(platform, line):
 
 
 @pytest.mark.slow
-def test_on_cuda_the_prelude_leaves_torch_alone():
+def test_on_cuda_the_prelude_leaves_torch_alone(prelude):
     code = f"{PRELUDE}\nimport torch\nassert torch.cuda.is_available.__module__ == 'torch.cuda', 'patched'"
-    assert prelude("cuda", code).returncode == 0
-    assert "patched" in prelude("cpu", code).stderr
+    assert prelude("cuda", code).rc == 0
+    assert "patched" in prelude("cpu", code).err
 
 
 @pytest.mark.parametrize("platform", ["npu", None])
-def test_missing_torch_npu_is_an_error_that_says_so(platform):
+def test_missing_torch_npu_is_an_error_that_says_so(prelude, platform):
     done = prelude(platform)
-    assert done.returncode != 0 and "torch_npu is not installed" in done.stderr and "platform=cpu" in done.stderr
+    assert done.rc != 0 and "torch_npu is not installed" in done.err and "platform=cpu" in done.err
 
 
-def test_an_unknown_row_in_the_switch_is_refused():
+def test_an_unknown_row_in_the_switch_is_refused(prelude):
     done = prelude("cpu,-model.mla_k_pe_gard")
-    assert done.returncode != 0 and "nearest: model.mla_k_pe_grad" in done.stderr
+    assert done.rc != 0 and "nearest: model.mla_k_pe_grad" in done.err
     with pytest.raises(ConfigError):
         Engine(ROWS, Switches("pypi", "cpu", ("-no.such",)))
 
@@ -106,7 +106,7 @@ print("without a signature:", *unseen)
 
 
 @pytest.mark.slow
-def test_every_provider_is_there_and_every_target_is_active():
+def test_every_provider_is_there_and_every_target_is_active(prelude):
     """Import everything that rows wait for in one fresh process; all rows must say active.
 
     Every replacement must accept what the original does by Python's own signatures, where the original has one.
@@ -123,9 +123,8 @@ assert not wrong, wrong
 current().verify("worker"); current().verify("controller")
 {SIGNATURES}
 """
-    done = prelude("cpu", code, VLLM_USE_V1="0", HF_HUB_OFFLINE="1")
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert set(done.stdout.splitlines()[-1].split(": ")[1].split()) == UNKNOWN_SIGNATURES
+    done = prelude("cpu", code, VLLM_USE_V1="0").check()
+    assert set(done.out.splitlines()[-1].split(": ")[1].split()) == UNKNOWN_SIGNATURES
 
 
 def test_functional_rows_reach_npus():
