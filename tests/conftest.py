@@ -6,6 +6,10 @@ Options
 Fixtures
     run_python        runs Python code in a fresh process under a given VERL_PATCHES, as tests of patches must
     run_warm          the same, for code that may find torch imported already
+    run_ranks         runs a function on gloo ranks, in forks of the warm interpreter (tests/ranks.py)
+    ranks4, ranks8    gloo ranks that all tests of a session share
+    tiny_model        folder of a tiny DeepSeek-V3
+    a3_sources        folders of line a3's checkouts, below --upstream
     upstream_text     text of one upstream file at one commit, read from the clones of --upstream
     ray_folder        a folder for Ray of a short name
     warm              environment for processes that need not import torch and its like from nothing (tests/warm)
@@ -23,9 +27,12 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
+
+from tests.ranks import Ranks
 
 ROOT = Path(__file__).resolve().parent.parent
 WARM = ROOT / "tests" / "warm"
@@ -120,6 +127,14 @@ class Finished:
         return self
 
 
+def _environment(patches: str | None, env: Mapping[str, str] | None) -> dict[str, str]:
+    found = {k: v for k, v in os.environ.items() if k != "VERL_PATCHES"} | SAFE_ENV | dict(env or {})
+    if patches is not None:
+        found["VERL_PATCHES"] = patches
+    found["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), found.get("PYTHONPATH")]))
+    return found
+
+
 def _run_python(
     warm: Callable[[Mapping[str, str]], dict[str, str]] | None,
     code: str,
@@ -130,10 +145,7 @@ def _run_python(
     cwd: Path | None = None,
     flags: Sequence[str] = (),
 ) -> Finished:
-    full_env = {k: v for k, v in os.environ.items() if k != "VERL_PATCHES"} | SAFE_ENV | dict(env or {})
-    if patches is not None:
-        full_env["VERL_PATCHES"] = patches
-    full_env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), full_env.get("PYTHONPATH")]))
+    full_env = _environment(patches, env)
     if warm is not None:
         full_env, flags = warm(full_env), ("-X", "warm", *flags)
     process = subprocess.Popen(
@@ -173,6 +185,68 @@ def run_python() -> Callable[..., Finished]:
 def run_warm(warm: Callable[[Mapping[str, str]], dict[str, str]]) -> Callable[..., Finished]:
     """`run_python`, in a fork of the warm interpreter."""
     return functools.partial(_run_python, warm)
+
+
+@pytest.fixture(scope="session")
+def run_ranks(warm: Callable[[Mapping[str, str]], dict[str, str]]) -> Callable[..., list]:
+    """What a function returns on each of `size` gloo ranks: `run_ranks("tests.model.parity_job:bf16_job", folder)`.
+
+    Parameters: "module:function" and its arguments; keywords: size (1), patches (the VERL_PATCHES variable; with it the
+    ranks import the prelude first), env (more variables), fresh (no warm interpreter: for tests of how a process
+    starts), and those of `Ranks` in tests/ranks.py. Raises RankError.
+    """
+
+    def run(function: str, *arguments: Any, size: int = 1, patches: str | None = None,
+            env: Mapping[str, str] | None = None, fresh: bool = False, **options: Any) -> list:  # fmt: skip
+        environment, flags = _environment(patches, env), ()
+        if not fresh:
+            environment, flags = warm(environment), ("-X", "warm")
+        options = {"prelude": patches is not None, "timeout_s": 240, **options}
+        with Ranks(size, environment, flags=flags, **options) as ranks:
+            return ranks.run(function, *arguments)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def ranks4() -> Iterator[Ranks]:
+    """Four gloo ranks."""
+    with Ranks(4) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="session")
+def ranks8() -> Iterator[Ranks]:
+    """Eight gloo ranks."""
+    with Ranks(8) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny DeepSeek-V3 of seed 0, as Hugging Face has it."""
+    from verl_patches.model.tiny import make_tiny_model
+
+    return make_tiny_model(tmp_path_factory.mktemp("tiny") / "model")
+
+
+@pytest.fixture(scope="session")
+def a3_sources(pytestconfig: pytest.Config) -> Callable[..., list[Path]]:
+    """`a3_sources("verl", "Megatron-LM")`: these checkouts below --upstream, in the order of PYTHONPATH.
+
+    Without names: all four of a training worker. The test is skipped, with the reason, where one is not there.
+    """
+
+    def find(*names: str) -> list[Path]:
+        folder = pytestconfig.getoption("--upstream")
+        names = names or ("verl", "Megatron-LM", "MindSpeed", "MindSpeed-LLM")
+        packages = {name: "megatron" if name == "Megatron-LM" else name.lower().replace("-", "_") for name in names}
+        missing = [name for name in names if folder is None or not (folder / name / packages[name]).is_dir()]
+        if missing:
+            pytest.skip(f"--upstream {folder} holds no checkouts of {', '.join(missing)}: fetch-upstream makes them")
+        return [folder.resolve() / name for name in names]
+
+    return find
 
 
 @pytest.fixture(scope="session")

@@ -1,8 +1,6 @@
 """The table itself: valid, provable, honest about platforms, and the same in docs/patches.md."""
 
-import ast
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -10,14 +8,12 @@ import pytest
 
 from verl_patches.catalog import FUNCTIONAL, ROWS, STAND_INS
 from verl_patches.errors import ConfigError
-from verl_patches.model import a3_rows
 from verl_patches.patching.contract import check, installed_roots
 from verl_patches.patching.engine import Engine
 from verl_patches.patching.fingerprint import fingerprint, reviewed
 from verl_patches.patching.row_contract import Sources
 from verl_patches.patching.spec import LINES
 from verl_patches.patching.switches import Switches
-from verl_patches.platform.cpu import rows_megatron, rows_npu, rows_torch, rows_vllm
 
 ROOT = Path(__file__).resolve().parent.parent
 # compiled originals; None where vLLM sees no GPU (vllm_experts); a decorator's *args, **kwargs (update.*, rollout.*)
@@ -29,10 +25,11 @@ UNKNOWN_SIGNATURES = {
 PRELUDE = "import verl_patches.prelude_patch"
 
 
-def prelude(platform, code=PRELUDE, **env):
-    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120, env={
-        "PATH": "/usr/bin:/bin", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
-        **({"VERL_PATCHES": f"line=pypi,platform={platform}"} if platform else {}), **env})
+@pytest.fixture
+def prelude(run_python):
+    """prelude(platform, code, **env): the code's process; without a platform VERL_PATCHES is not set."""
+    return lambda platform, code=PRELUDE, **env: run_python(
+        code, patches=platform and f"line=pypi,platform={platform}", env=env)
 
 
 @pytest.mark.parametrize("line", LINES)
@@ -46,21 +43,21 @@ def test_stand_ins_are_for_cpu_only(platform, line):
 
 
 @pytest.mark.slow
-def test_on_cuda_the_prelude_leaves_torch_alone():
+def test_on_cuda_the_prelude_leaves_torch_alone(prelude):
     code = f"{PRELUDE}\nimport torch\nassert torch.cuda.is_available.__module__ == 'torch.cuda', 'patched'"
-    assert prelude("cuda", code).returncode == 0
-    assert "patched" in prelude("cpu", code).stderr
+    assert prelude("cuda", code).rc == 0
+    assert "patched" in prelude("cpu", code).err
 
 
 @pytest.mark.parametrize("platform", ["npu", None])
-def test_missing_torch_npu_is_an_error_that_says_so(platform):
+def test_missing_torch_npu_is_an_error_that_says_so(prelude, platform):
     done = prelude(platform)
-    assert done.returncode != 0 and "torch_npu is not installed" in done.stderr and "platform=cpu" in done.stderr
+    assert done.rc != 0 and "torch_npu is not installed" in done.err and "platform=cpu" in done.err
 
 
-def test_an_unknown_row_in_the_switch_is_refused():
+def test_an_unknown_row_in_the_switch_is_refused(prelude):
     done = prelude("cpu,-model.mla_k_pe_gard")
-    assert done.returncode != 0 and "nearest: model.mla_k_pe_grad" in done.stderr
+    assert done.rc != 0 and "nearest: model.mla_k_pe_grad" in done.err
     with pytest.raises(ConfigError):
         Engine(ROWS, Switches("pypi", "cpu", ("-no.such",)))
 
@@ -86,43 +83,6 @@ def test_every_signature_fits_and_all_bindings_are_listed():
     assert [f for f in report.findings if f.state == "problem" or "not checked" in f.found] == []
 
 
-def named_in(source):
-    """Words that could be row ids in the strings of a test module: in its code or as what a test says of itself.
-
-    Comments, names, and docstrings of anything but a test do not count.
-    """
-    tree = ast.parse(source)
-    said = {id(node.body[0].value) for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)
-            and node.name.startswith("test_") and isinstance(node.body[0], ast.Expr)}
-    loose = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)} - said
-    strings = (node.value for node in ast.walk(tree)
-               if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in loose)
-    return {word.strip(".") for text in strings for word in re.split(r"[^\w.]+", text)}
-
-
-def test_every_row_is_named_by_a_test():
-    """Rows of the tables are tested table-wise: their own tests assert that no row of the table is left out.
-
-    Those of line a3: tests/loop/test_a3_smoke.py, where each is active in the processes that it is for.
-    """
-    tables = {row.id for rows in (rows_torch, rows_megatron, rows_vllm, rows_npu, a3_rows)
-              for row in rows.ROWS}
-    modules = [p for p in (ROOT / "tests").rglob("*.py") if p.name != "test_catalog.py"]
-    words = set().union(*(named_in(p.read_text()) for p in modules))
-    assert [row.id for row in ROWS if row.id not in words and row.id not in tables] == []
-
-
-def test_only_strings_of_code_and_of_tests_name_a_row():
-    source = """'a.doc'\n# a.comment
-def f():
-    'a.inner'
-    return g('a.b', '-c.d,+e.f', 'xa.g')
-def test_f():
-    'Row a.said: and more.'
-"""
-    assert {word for word in named_in(source) if "." in word} == {"a.b", "c.d", "e.f", "xa.g", "a.said"}
-
-
 SIGNATURES = """
 import inspect
 from verl_patches.patching.resolve import unwrap
@@ -144,7 +104,7 @@ print("without a signature:", *unseen)
 
 
 @pytest.mark.slow
-def test_every_provider_is_there_and_every_target_is_active():
+def test_every_provider_is_there_and_every_target_is_active(prelude):
     """Import everything that rows wait for in one fresh process; all rows must say active.
 
     Every replacement must accept what the original does by Python's own signatures, where the original has one.
@@ -161,9 +121,8 @@ assert not wrong, wrong
 current().verify("worker"); current().verify("controller")
 {SIGNATURES}
 """
-    done = prelude("cpu", code, VLLM_USE_V1="0", HF_HUB_OFFLINE="1")
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert set(done.stdout.splitlines()[-1].split(": ")[1].split()) == UNKNOWN_SIGNATURES
+    done = prelude("cpu", code, VLLM_USE_V1="0").check()
+    assert set(done.out.splitlines()[-1].split(": ")[1].split()) == UNKNOWN_SIGNATURES
 
 
 def test_functional_rows_reach_npus():

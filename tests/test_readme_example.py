@@ -6,14 +6,15 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLE = re.compile(r"<!-- example: (\S+) -->\n```\w+\n(.*?)```", re.DOTALL)
 PAGE, TABLE = "docs/writing-patches.md", "docs/patches.md"
-COPIED = ("verl_patches", "configs", "scripts", "tests", "docs", "README.md", "README_zh.md",
-          "pyproject.toml", "requirements.txt")
+COPIED = ("verl_patches", "configs", "scripts", "docs", "README.md", "README_zh.md")
+PROVIDER, TEST = "verl_patches/training/finite_rewards.py", "tests/training/test_finite_rewards.py"
 ROW_ABOVE = "TRAINING: tuple[PatchSpec, ...] = (\n"
 
 
@@ -30,14 +31,14 @@ def copy(tmp_path_factory):
     return folder
 
 
-def run(folder, *command):
-    env = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
+def run(folder, *command, **variables):
+    env = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1", **variables}
     return subprocess.run([sys.executable, *command], cwd=folder, env=env, capture_output=True, text=True, timeout=300)
 
 
 def add(folder, parts):
     for name, text in parts.items():
-        if name.endswith(".py"):
+        if name.startswith("verl_patches/"):
             (folder / name).write_text(text)
     catalog = folder / "verl_patches" / "catalog.py"
     assert catalog.read_text().count(ROW_ABOVE) == 1
@@ -50,15 +51,29 @@ def test_the_page_shows_provider_row_test_and_commands():
 
 @pytest.mark.slow
 def test_the_example_works_as_written(copy):
-    parts = examples()
+    """Its test is called here, with a `run_python` for the copy, and fails on a provider that does nothing."""
+    parts, module = examples(), {}
     add(copy, parts)
-    pytest_quietly = ("-m", "pytest", "-q", "-p", "no:cacheprovider")
-    stale = run(copy, *pytest_quietly, "tests/test_catalog.py", "-k", "reviewed or table")
-    assert stale.returncode == 1, stale.stdout  # a row alone is not enough: no reviewed body, a stale table
-    for line in parts["commands"].strip().splitlines():
-        words = line.split()
-        if words[0] == "bash":  # test.sh would make an environment of its own first
-            words = ["python", *pytest_quietly, *words[2:]]
-        done = run(copy, *words[1:])
+    *commands, tests = parts["commands"].strip().splitlines()
+    reviewed, table = (line.split()[1:] for line in commands[1:])
+    for check in (reviewed, table[:1]):  # a row alone is not enough: no reviewed body, a stale table
+        assert run(copy, *check).returncode == 1
+    for line in commands:
+        done = run(copy, *line.split()[1:])
         assert done.returncode == 0, f"{line}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    assert run(copy, *table[:1]).returncode == 0
     assert "| `advantage.finite_rewards` |" in (copy / TABLE).read_text()
+    assert tests.split()[:3] == ["bash", "scripts/test.sh", TEST]
+
+    def run_python(code, patches):
+        done = run(copy, "-c", code, VERL_PATCHES=patches)
+        return SimpleNamespace(rc=done.returncode, err=done.stderr)
+
+    exec(compile(parts[TEST], TEST, "exec"), module)
+    test = module["test_nan_reward_is_refused"]
+    (cases,) = test.pytestmark
+    for refused in cases.args[1]:
+        test(run_python, refused)
+    (copy / PROVIDER).write_text("refuse_nan = lambda original: original\n")
+    with pytest.raises(AssertionError):
+        test(run_python, True)

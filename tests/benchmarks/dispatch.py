@@ -50,12 +50,12 @@ from verl.single_controller.base.decorator import Dispatch, register
 from verl.single_controller.ray.base import RayClassWithInitArgs, RayWorkerGroup
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests/comm")]
+sys.path.insert(0, str(ROOT))
 
 from fit_step import EACH, PROMPTS, SAMPLES, VOCABULARY, WORLD, Step, balanced, lengths, prompts_of  # noqa: E402
-from lengths import PROMPT, RESPONSE  # noqa: E402
-from logical_group import LogicalGroup, Serialised, group_of  # noqa: E402
 
+from tests.comm.lengths import PROMPT, RESPONSE  # noqa: E402
+from tests.comm.logical_group import LogicalGroup, Serialised, group_of  # noqa: E402
 from verl_patches.tensor_cache.exchange import Ragged, model_inputs  # noqa: E402
 from verl_patches.trainer.dispatch import put_before_calling  # noqa: E402
 from verl_patches.trainer.tensor_cache import Kept, TensorCacheGroup  # noqa: E402

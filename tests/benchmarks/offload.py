@@ -7,7 +7,7 @@ objects, in the same run). Exits 1 where a bound is missed. Megatron's real DDP 
 of verl 0.4.0 moves them; copies and host memory are counted from outside, in the third step, by the tensor calls that
 make them. `plan` is the simulation of the order (memory/schedule.py). Where a GPU is, GB/s of offloading and loading
 2 GiB against a plain copy of as many bytes to and from pinned memory; elsewhere that figure is null. On a CPU calls are
-counted as what they do on a device (`Counted` in tests/memory/offload_job.py).
+counted as what they do on a device (`Counted` in tests/memory/counted.py).
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from __future__ import annotations
 import functools
 import json
 import os
-import runpy
 import subprocess
 import sys
 import time
@@ -23,36 +22,34 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve()
-ROOT, JOB = HERE.parents[2], HERE.parents[1] / "memory/offload_job.py"
+ROOT = Path(__file__).resolve().parents[2]
 OURS = ("memory.load_model", "memory.offload_model", "memory.load_optimizer", "memory.offload_optimizer")
 SPEED_BYTES, REPEATS = 2 << 30, 5
 
 
 def child(what: str, switches: str) -> Any:
-    """What this file finds when it is run as `what` under these rows."""
-    env = {**os.environ, "VERL_PATCHES": switches, "PYTHONPATH": str(ROOT), "TORCHDYNAMO_DISABLE": "1",
-           "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
-    done = subprocess.run([sys.executable, "-W", "ignore", str(HERE), what], env=env, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(f"{what} under {switches} ended with {done.returncode}:\n{done.stderr[-3000:]}")
-    return json.loads(done.stdout.splitlines()[-1])
+    """What this file's function `what` finds in a rank of its own under these rows."""
+    from tests.ranks import Ranks
+
+    env = {**os.environ, "VERL_PATCHES": switches, "TORCHDYNAMO_DISABLE": "1", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    with Ranks(1, env, prelude=True, timeout_s=600) as ranks:
+        return ranks.run(f"tests.benchmarks.offload:{what}")[0]
 
 
 def count() -> list[dict[str, Any]]:
     """Per phase of the third step: {phase, copied_bytes, plan_bytes, host_allocations}."""
-    sys.path.insert(0, str(JOB.parent))  # for what it imports
-    job = runpy.run_path(str(JOB))
-    job["main"]([])
+    from tests.memory import offload_job as job
+
+    job.found([])
     import torch
     from verl.utils import megatron_utils as verl
 
     from verl_patches.memory.measure import buffers_of, held_bytes, optimizer_tensors
     from verl_patches.memory.schedule import VERL_0_4_0, simulate, with_our_copies
 
-    chunks, optimizer = job["trained"](torch.bfloat16)
+    chunks, optimizer = job.trained(torch.bfloat16)
     reference = [torch.nn.Linear(40, 50)]
-    job["step"](chunks, optimizer, 0)
+    job.step(chunks, optimizer, 0)
     held = {"actor_params": [b.param_data for b in buffers_of(chunks)], "ref_params": reference[0].parameters(),
             "grads": [b.grad_data for b in buffers_of(chunks)], "optimizer": optimizer_tensors(optimizer)}  # fmt: skip
     plan = simulate(with_our_copies(VERL_0_4_0), {name: held_bytes(list(of), "cpu") for name, of in held.items()})
@@ -74,20 +71,20 @@ def count() -> list[dict[str, Any]]:
                    [offload(chunks), no_optimizer]),
     }  # fmt: skip
     host: dict[int, Any] = {}
-    with job["Counted"](host):
+    with job.Counted(host):
         offload([*chunks, *reference])()
         no_optimizer()
     found: list[dict[str, Any]] = []
     for number in (1, 2, 3):
         found = []
         for phase, sides in moves.items():
-            seen = job["Counted"](host)
+            seen = job.Counted(host)
             for at, side in enumerate(sides):
                 with seen:
                     for move in side:
                         move()
                 if phase == "update" and at == 0:
-                    job["step"](chunks, optimizer, number)
+                    job.step(chunks, optimizer, number)
             found.append({"phase": phase, "copied_bytes": seen.copied_bytes, "host_allocations": seen.host_allocations,
                           "plan_bytes": plan[phase].to_device_bytes + plan[phase].to_host_bytes})
     return found
@@ -96,17 +93,17 @@ def count() -> list[dict[str, Any]]:
 def speed() -> dict[str, float]:
     """GB/s, the best of some, of 2 GiB to the host and back: plain copies, and verl's functions under the rows."""
     import torch
-
-    sys.path.insert(0, str(JOB.parent))  # for what it imports
-    job = runpy.run_path(str(JOB))
-    job["main"]([])
     from verl.utils import megatron_utils as verl
 
+    from tests.memory.offload_job import found
+    from tests.memory.offload_objects import in_ddp
+
+    found([])
     model = torch.nn.Module()
     for number in range(8):
         weight = torch.zeros(SPEED_BYTES // 8 // 2, dtype=torch.bfloat16, device="cuda")
         model.register_parameter(f"weight{number}", torch.nn.Parameter(weight))
-    chunk = job["in_ddp"](model, torch.bfloat16)
+    chunk = in_ddp(model, torch.bfloat16)
     whole = torch.empty(SPEED_BYTES, dtype=torch.uint8, device="cuda")
     host = torch.empty(SPEED_BYTES, dtype=torch.uint8, pin_memory=True)
 
@@ -159,9 +156,7 @@ def figure(name: str, found: list[float], unit: str, bound: float) -> dict[str, 
 
 def main() -> int:
     """Measure, print, judge."""
-    if sys.argv[1:]:
-        print("\n" + json.dumps({"count": count, "speed": speed}[sys.argv[1]]()))
-        return 0
+    sys.path.insert(0, str(ROOT))
     found = list(figures())
     fine = all(line["fine"] for line in found)
     print(json.dumps({"name": "offload", "figures": found, "fine": fine}, indent=1))

@@ -44,33 +44,32 @@ def pairs(examples: int) -> dict:
     """Half of the examples on 4 ranks, half on 8."""
     from hypothesis import HealthCheck, Phase, Verbosity, given, settings
 
+    from tests.ranks import RankError, Ranks
     from tests.reshard import cases, pairs
-    from tests.reshard.pool import Pool, RankError
 
     kinds, equal, unequal, start = Counter(), Counter(), Counter(), time.perf_counter()
     random = settings(max_examples=examples // 2, deadline=None, database=None, phases=[Phase.generate],
                       derandomize=False, suppress_health_check=list(HealthCheck),
                       verbosity=Verbosity.quiet)  # fmt: skip
 
-    def check(size: int, pool: Pool) -> None:
+    def check(ranks: Ranks) -> None:
         @random
-        @given(case=pairs.pairs(size))
+        @given(case=pairs.pairs(ranks.size))
         def equal_on_all_ranks(case: cases.Case) -> None:
             try:
-                outcomes = pool.run(cases.sync_and_compare, case)
+                outcomes = ranks.run(cases.sync_and_compare, case)
             except RankError as why:
-                unequal[size] += 1
+                unequal[ranks.size] += 1
                 print(f"{case}\n{why}", file=sys.stderr)
                 return
-            equal[size] += 1
+            equal[ranks.size] += 1
             kinds.update(kinds_of(case, outcomes))
 
         equal_on_all_ranks()
 
     for size in (4, 8):
-        pool = Pool(size)
-        check(size, pool)
-        pool.close()
+        with Ranks(size) as ranks:
+            check(ranks)
     value = sum(equal.values())
     return {"name": "reshard_pairs", "unit": "pairs equal", "value": value, "bound": examples,
             "fine": value >= examples and not unequal, "ranks": dict(equal), "unequal": dict(unequal),
@@ -293,8 +292,6 @@ def _vllm_model(config: dict, rank: int):
 def main() -> int:
     """Measure, print, judge."""
     sys.path.insert(0, str(ROOT))
-    sys.modules["tests"] = types.ModuleType("tests")  # and not an installed package of that name
-    sys.modules["tests"].__path__ = [str(ROOT / "tests")]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", nargs="*", default=["pairs", "python-time"], help="pairs, python-time")
     parser.add_argument("--examples", type=int, default=300, help="random pairs of layouts")

@@ -1,16 +1,21 @@
-"""verl's real RayWorkerGroup with rows dispatch.* and then without them, as the controller; JSON on its last line.
+"""verl's real RayWorkerGroup with rows dispatch.* and then without them, as the controller.
 
-Four workers (TP2 x DP2) in two actors. {"on"|"off": {case: facts}}; facts of a call: `answers`, by worker, `large`, how
-many objects above 1 MB this process serialised, and `told`, what the row noted (null without it).
+Four workers (TP2 x DP2) in two actors.
 """
 
 import hashlib
-import json
 
 import numpy as np
+import ray
 import torch
 from verl.protocol import DataProto
 from verl.single_controller.base.decorator import Dispatch, register
+
+from tests.comm.logical_group import Serialised, group_of
+from verl_patches import prelude_patch
+from verl_patches.trainer import ray_start
+from verl_patches.trainer.dispatch import take_calls
+from verl_patches.trainer.worker_starts import start_skew
 
 LARGE = 1 << 18  # int64 values: 2 MiB
 
@@ -88,11 +93,11 @@ def cases(group):
 
 
 def facts(group):
-    """{case: facts} and how a worker's error arrives."""
-    from logical_group import Serialised
+    """{case: facts} and how a worker's error arrives.
 
-    from verl_patches.trainer.dispatch import take_calls
-
+    `answers`, by worker, `large`, how many objects above 1 MB this process serialised, and `told`, what the row noted
+    (None without it).
+    """
     found = {}
     take_calls()
     for name, call in cases(group).items():
@@ -108,25 +113,13 @@ def facts(group):
     return found
 
 
-def main():
-    from verl_patches import prelude_patch  # noqa: I001  before verl's workers
-    import dispatch_job  # the workers import the class by this name
-    import ray
-    from logical_group import group_of
-
-    from verl_patches.trainer.worker_starts import start_skew
-    from verl_patches.trainer import ray_start
-
+def on_and_off():
+    """{"on"|"off": {case: facts}}, and the starts that the workers noted."""
     ray_start.start({}, num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=200 << 20)
-    group, actors = group_of(dispatch_job.Echo, 2, 4)
+    group, actors = group_of(Echo, 2, 4)
     group.lay_out(tp=2, dp=2, pp=1)
     on = facts(group)
     dispatch = ray.get([actor.take_starts.remote() for actor in actors])
     prelude_patch.engine.revert()
     off = facts(group)
-    print(json.dumps({"on": on, "off": off, "starts": [[name for name, _ in each] for each in dispatch],
-                      "skew": start_skew(dispatch)}))
-
-
-if __name__ == "__main__":
-    main()
+    return {"on": on, "off": off, "starts": [[name for name, _ in each] for each in dispatch], "skew": start_skew(dispatch)}

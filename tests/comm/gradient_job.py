@@ -1,13 +1,9 @@
 """Gradients of one mini batch under different micro batches, in fp64: verl's losses, Megatron's own forward_step.
 
-Prints JSON: {case: largest difference to arrival order / largest gradient}. One process; replicas are computed one
-after another and averaged, as Megatron's DDP does (gradient scaling 1 / dp).
+One process; replicas are computed one after another and averaged, as Megatron's DDP does (gradient scaling 1 / dp).
 """
 
-import json
-
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.enums import ModelType
 from megatron.core.pipeline_parallel.schedules import forward_step
@@ -76,8 +72,8 @@ def gradients(replicas, data, mode):
     return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
 
 
-def main():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+def differences():
+    """{case: largest difference to arrival order / largest gradient}."""
     parallel_state.initialize_model_parallel()
     data, lengths = batch()
     each = SAMPLES // REPLICAS
@@ -94,8 +90,4 @@ def main():
             found[f"{mode} {size}"] = difference(balanced(share, lengths, size, move_whole=whole))
             found[f"{mode} {size} torn"] = difference(balanced(share, lengths, size))
             found[f"{mode} {size} packed"] = difference(packed(share, lengths, 2 * WIDTH))
-    print(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main()
+    return found

@@ -1,12 +1,7 @@
 """Calls to all workers: what is serialised, what arrives, when they start."""
 
 import functools
-import json
-import os
-import subprocess
-import sys
 import threading
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,21 +12,16 @@ from verl.single_controller.base.decorator import MAGIC_ATTR, Dispatch, register
 from verl_patches.trainer import dispatch, worker_starts
 from verl_patches.trainer.worker_starts import noted, start_skew
 
-HERE = Path(__file__).resolve().parent
 # objects above 1 MB that the controller serialises: with the row, without it
 LARGE = {"shared by a replica": (2, 4), "one a worker": (4, 4), "one for all": (1, 8), "small": (0, 0),
          "nothing": (0, 0), "verl's Megatron dispatch": (2, 2), "verl's dispatch to all": (4, 4)}
 
 
 @pytest.fixture(scope="module")
-def found(ray_folder, warm):
+def found(ray_folder, run_ranks):
     """What dispatch_job.py says."""
-    env = {**os.environ, "PYTHONPATH": f"{HERE}:{HERE.parents[1]}", "VERL_PATCHES": "line=pypi,platform=cpu",
-           "RAY_TMPDIR": ray_folder}
-    done = subprocess.run([sys.executable, str(HERE / "dispatch_job.py")], env=warm(env), capture_output=True,
-                          text=True, timeout=240)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return run_ranks("tests.comm.dispatch_job:on_and_off", patches="line=pypi,platform=cpu", backend=None,
+                     env={"RAY_TMPDIR": ray_folder})[0]  # fmt: skip
 
 
 @pytest.mark.slow

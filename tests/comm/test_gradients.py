@@ -1,17 +1,14 @@
 """Balanced micro batches leave the gradients of a mini batch as they are; see gradient_job.py for what is computed."""
 
-import json
-
 import pytest
 
 MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 
 
 @pytest.fixture(scope="module")
-def difference(run_warm):
+def difference(run_ranks):
     """{case: relative difference to the gradients of arrival order}."""
-    code = "import runpy; runpy.run_path('tests/comm/gradient_job.py', run_name='__main__')"
-    return json.loads(run_warm(code).check().out.splitlines()[-1])
+    return run_ranks("tests.comm.gradient_job:differences")[0]
 
 
 @pytest.mark.slow

@@ -16,15 +16,15 @@ STEP = dict(held=held_after_rollout(16, range(4)), replica_of=[0, 1, 0, 1], mini
 @pytest.mark.slow
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(arguments=steps(worlds=st.just(4)))
-def test_all_bits_arrive_where_they_are_planned_in_one_collective(ranks, arguments):
-    for arrived, calls, wire, left in ranks.run(cache_jobs.redistribute, arguments):
+def test_all_bits_arrive_where_they_are_planned_in_one_collective(ranks4, arguments):
+    for arrived, calls, wire, left in ranks4.run(cache_jobs.redistribute, arguments):
         assert arrived
         assert calls == [["all_to_all_single", *wire]]
         assert left == ()
 
 
-def test_a_wrong_order_would_be_seen(ranks):
-    assert not any(ranks.run(cache_jobs.disordered, STEP))
+def test_a_wrong_order_would_be_seen(ranks4):
+    assert not any(ranks4.run(cache_jobs.disordered, STEP))
 
 
 @pytest.mark.parametrize(("how", "own", "others"), [
@@ -35,11 +35,11 @@ def test_a_wrong_order_would_be_seen(ranks):
     ("memory", "OutOfMemoryError: no memory is left", "ExchangeError: exchange: rank(s) [2] had nothing to send"),
     ("step", "has another plan, step, or other tensors than rank(s) [0, 1, 3]", "tensors than rank(s) [2]"),
 ])  # fmt: skip
-def test_one_odd_rank_stops_all_and_none_waits(ranks, how, own, others):
-    for rank, (said, left) in enumerate(ranks.run(cache_jobs.spoilt, STEP, how, 2)):
+def test_one_odd_rank_stops_all_and_none_waits(ranks4, how, own, others):
+    for rank, (said, left) in enumerate(ranks4.run(cache_jobs.spoilt, STEP, how, 2)):
         assert (own if rank == 2 else others) in said
         assert left == ()
 
 
-def test_an_even_step_is_not_stopped(ranks):
-    assert [said for said, _ in ranks.run(cache_jobs.spoilt, STEP, "none", 2)] == ["no error"] * 4
+def test_an_even_step_is_not_stopped(ranks4):
+    assert [said for said, _ in ranks4.run(cache_jobs.spoilt, STEP, "none", 2)] == ["no error"] * 4

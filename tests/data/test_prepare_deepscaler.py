@@ -134,13 +134,6 @@ def test_as_a_program(tmp_path):
     assert len(read(tmp_path / "train.parquet")) == 12
 
 
-@pytest.fixture(scope="module")
-def tiny_model(tmp_path_factory):
-    from verl_patches.model.tiny import make_tiny_model
-
-    return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
-
-
 @pytest.mark.slow
 def test_long_prompts_are_reported_and_dropped_and_verl_reads_the_rest(run, tmp_path, tiny_model, monkeypatch):
     options = ["--tokenizer", tiny_model, "--max-prompt-length"]

@@ -1,15 +1,9 @@
-"""Run in a fresh process: build real Megatron GPTModels rank by rank and print what they hold.
+"""Build real Megatron GPTModels rank by rank and say what they hold, in a process of its own.
 
-argv[1]: JSON list of {config: HF config, tp, cp, pp, vpp, ep, etp, world_size, ranks: [...], layers}; layers is null or
-[first, last], each a count or null. Prints one JSON line per case and rank: {case, rank, groups: {name: ranks}, chunks:
-[{tensors: {name: [shape, dtype, cut axis]}, layers, experts, first_word}]}.
 Megatron's own initialize_model_parallel forms the groups, on torch's fake backend, which pretends that the other ranks
 exist. Two more liberties, neither of which holds parameters: an attention core that does nothing (Megatron's refuses
 MLA without Transformer Engine), and "cpu" as the rotary table's device (it asks for CUDA).
 """
-
-import json
-import sys
 
 import torch
 import torch.distributed as dist
@@ -90,7 +84,7 @@ def build_chunk(config: MLATransformerConfig, vocab_size: int) -> GPTModel:
     )
 
 
-def held(model: GPTModel) -> dict:
+def of_chunk(model: GPTModel) -> dict:
     """What the model says of itself, in training's dtypes: all cast, then each router's bias put back to fp32."""
     model.bfloat16()
     for module in model.modules():
@@ -123,7 +117,8 @@ def groups() -> dict:
     return {name: dist.get_process_group_ranks(group) for name, group in found.items()}
 
 
-def run_case(number: int, case: dict) -> None:
+def run_case(case: dict) -> list[dict]:
+    rows = []
     for rank in case["ranks"]:
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=case["world_size"])
         parallel_state.initialize_model_parallel(
@@ -139,11 +134,17 @@ def run_case(number: int, case: dict) -> None:
         for chunk in range(case["vpp"]):
             if case["vpp"] > 1:
                 parallel_state.set_virtual_pipeline_model_parallel_rank(chunk)
-            chunks.append(held(build_chunk(megatron_config(case), case["config"]["vocab_size"])))
-        print(json.dumps({"case": number, "rank": rank, "groups": groups(), "chunks": chunks}), flush=True)
+            chunks.append(of_chunk(build_chunk(megatron_config(case), case["config"]["vocab_size"])))
+        rows.append({"rank": rank, "groups": groups(), "chunks": chunks})
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
+    return rows
 
 
-for number, case in enumerate(json.loads(sys.argv[1])):
-    run_case(number, case)
+def held(cases: dict[str, dict]) -> dict[str, list[dict]]:
+    """{name: rows}; a case: {config: HF config, tp, cp, pp, vpp, ep, etp, world_size, ranks, layers}.
+
+    layers: None or [first, last], each a count or None. A row, of a rank: {rank, groups: {name: ranks}, chunks:
+    [{tensors: {name: [shape, dtype, cut axis]}, layers, experts, first_word}]}.
+    """
+    return {name: run_case(case) for name, case in cases.items()}

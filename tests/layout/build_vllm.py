@@ -1,18 +1,16 @@
-"""Run in a fresh process: build real vLLM DeepSeek-V3 models rank by rank and print what they hold.
+"""Build real vLLM DeepSeek-V3 models rank by rank and say what they hold, in a process of its own.
 
-argv[1]: JSON list of {config: HF config, instances, dp, tp, pp, expert_parallel, layers: null or counts, ranks: [...]}.
-Prints one JSON line per case and rank: {case, rank, groups: {name: ranks}, tensors: {name: [shape, dtype]}, experts,
-first_word}.
 vLLM's own initialize_model_parallel forms the groups. Every group it asks for gets torch's fake backend, which pretends
 that the other ranks exist, and no shared-memory queue, which would wait for them.
 """
 
+import contextlib
 import functools
 import json
 import os
 import resource
-import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 from verl_patches.patching.engine import start
@@ -74,21 +72,28 @@ def engine_config(case: dict, rank: int):
     return config
 
 
-def run_rank(case: dict, rank: int) -> dict:
+@contextlib.contextmanager
+def model_of(case: dict, rank: int) -> Iterator[DeepseekV3ForCausalLM]:
+    """vLLM's model of one rank, among its groups."""
     world_size = case["instances"] * case["dp"] * case["pp"] * case["tp"]
     config = engine_config(case, rank)
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     with set_current_vllm_config(config):
         parallel_state._WORLD = parallel_state.init_world_group(list(range(world_size)), 0, "fake")
         parallel_state.initialize_model_parallel(case["tp"], case["pp"], "fake")
-        groups = {name: getattr(parallel_state, f"_{name.upper()}").ranks for name in ("tp", "pp", "dp", "ep")}
         torch.set_default_dtype(torch.bfloat16)
         model = DeepseekV3ForCausalLM(vllm_config=config)
         torch.set_default_dtype(torch.float32)
-    tensors = {n: [list(p.shape), str(p.dtype).removeprefix("torch.")] for n, p in model.named_parameters()}
+        yield model
     parallel_state.destroy_model_parallel()
     parallel_state._WORLD = None
     dist.destroy_process_group()
+
+
+def run_rank(case: dict, rank: int) -> dict:
+    with model_of(case, rank) as model:
+        groups = {name: getattr(parallel_state, f"_{name.upper()}").ranks for name in ("tp", "pp", "dp", "ep")}
+    tensors = {n: [list(p.shape), str(p.dtype).removeprefix("torch.")] for n, p in model.named_parameters()}
     embedding = model.model.embed_tokens
     first_word = embedding.shard_indices.org_vocab_start_index if hasattr(embedding, "shard_indices") else None
     maps = [m.expert_map for m in model.modules() if isinstance(m, FusedMoE)]  # global id -> local id or -1
@@ -96,10 +101,18 @@ def run_rank(case: dict, rank: int) -> dict:
     return {"rank": rank, "groups": groups, "tensors": tensors, "experts": experts, "first_word": first_word}
 
 
+def held(cases: dict[str, dict]) -> dict[str, list[dict]]:
+    """{name: rows}; a case: {config: HF config, instances, dp, tp, pp, expert_parallel, layers: None or counts, ranks}.
+
+    A row, of a rank: {rank, groups: {name: ranks}, tensors: {name: [shape, dtype]}, experts, first_word}.
+    """
+    found = {}
+    for name, case in cases.items():
+        if case["layers"]:
+            os.environ["VLLM_PP_LAYER_PARTITION"] = ",".join(map(str, case["layers"]))
+        found[name] = [run_rank(case, rank) for rank in case["ranks"]]
+        os.environ.pop("VLLM_PP_LAYER_PARTITION", None)
+    return found
+
+
 dist.new_group = torch.distributed.new_group = fake_group
-for number, case in enumerate(json.loads(sys.argv[1])):
-    if case["layers"]:
-        os.environ["VLLM_PP_LAYER_PARTITION"] = ",".join(map(str, case["layers"]))
-    for rank in case["ranks"]:
-        print(json.dumps({"case": number, **run_rank(case, rank)}), flush=True)
-    os.environ.pop("VLLM_PP_LAYER_PARTITION", None)

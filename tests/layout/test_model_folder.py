@@ -102,9 +102,6 @@ def test_vllm_sees_no_fp8(run_warm, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.upstream
-def test_vllm_ascend_refuses_the_folder_and_takes_the_view(run_warm, tmp_path, pytestconfig):
-    upstream = pytestconfig.getoption("--upstream")
-    if missing := [name for name in SOURCES if not (upstream / name).is_dir()]:
-        pytest.skip(f"--upstream {upstream} holds no {', '.join(missing)}")
-    path = os.pathsep.join(str(upstream.resolve() / name) for name in SOURCES)
+def test_vllm_ascend_refuses_the_folder_and_takes_the_view(run_warm, tmp_path, a3_sources):
+    path = os.pathsep.join(map(str, a3_sources(*SOURCES)))
     _vllm(run_warm, tmp_path, "ascend", line="a3", VLLM_USE_V1="1", PYTHONPATH=path)

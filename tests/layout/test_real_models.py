@@ -80,25 +80,15 @@ VLLM = {
 }
 
 
-def _run(run_warm, script, cases, patches=None):
-    code = f"import runpy; runpy.run_path({str(HERE / script)!r}, run_name='__main__')"
-    out = run_warm(code, json.dumps(list(cases.values())), patches=patches, timeout_s=400).check().out
-    found = {}
-    for line in out.splitlines():
-        if line.startswith('{"case"'):
-            row = json.loads(line)
-            found.setdefault(list(cases)[row["case"]], []).append(row)
-    return found
+@pytest.fixture(scope="module")
+def megatron(run_ranks):
+    return run_ranks("tests.layout.build_megatron:held", MEGATRON, backend=None, timeout_s=400)[0]
 
 
 @pytest.fixture(scope="module")
-def megatron(run_warm):
-    return _run(run_warm, "build_megatron.py", MEGATRON)
-
-
-@pytest.fixture(scope="module")
-def vllm(run_warm):
-    return _run(run_warm, "build_vllm.py", VLLM, patches="line=pypi,platform=cpu")
+def vllm(run_ranks):
+    env = {"VERL_PATCHES": "line=pypi,platform=cpu"}
+    return run_ranks("tests.layout.build_vllm:held", VLLM, env=env, backend=None, timeout_s=400)[0]
 
 
 def _train_layout(case):

@@ -1,23 +1,12 @@
-"""What several tests of offload look at, in one process under the rows of VERL_PATCHES: Megatron's real DDP and Adam.
-
-`python offload_job.py PART...` prints JSON. One gloo rank, or WORLD_SIZE of them that meet at the file STORE; no
-MindSpeed.
-"""
-
-from verl_patches import prelude_patch  # noqa: F401
-
-# isort: split
-import json
-import os
-import sys
+"""What several tests of offload look at, under the rows: Megatron's real DDP and Adam on gloo ranks; no MindSpeed."""
 
 import torch
-from counted import Counted
 from megatron.core import parallel_state
-from offload_objects import BF16, FP32, chunk, refused, same, sizes, step, trained, weights
-from swap_parts import counting_by_group, swap_controls, swapped  # noqa: F401  (parts)
 from verl.utils import megatron_utils as verl
 
+from tests.memory.counted import Counted
+from tests.memory.offload_objects import BF16, FP32, chunk, refused, same, sizes, step, trained, weights
+from tests.memory.swap_parts import counting_by_group, swap_controls, swapped  # noqa: F401  (parts)
 from verl_patches.memory import counters
 from verl_patches.patching import engine
 
@@ -27,7 +16,7 @@ def models():
     torch.manual_seed(0)
     chunks, reference = [chunk(), chunk(experts=False)], torch.nn.Linear(2, 3)
     views, before, of_reference = [p.view(-1) for p in chunks[0].parameters()], weights(chunks), weights([reference])
-    counters.take_seconds()
+    counters.take_moves()
     found = {"at first": sizes(chunks)}
     verl.offload_megatron_model_to_cpu([*chunks, reference])
     verl.offload_megatron_model_to_cpu(chunks)
@@ -54,7 +43,7 @@ def models():
     found["training is kept"] = same(weights(chunks), [weight + 1 for weight in before])
     found["gradients of the next step"] = [p.main_grad.abs().sum().item() for e in chunks for p in e.parameters()]
     found["moves of training"] = counters.take_moves()
-    found["phases"] = list(counters.take_seconds())
+    found["phases"] = list(counters.take_moves())
     found["rows"] = {row["id"]: row["state"] for row in engine.current().status() if row["id"].startswith("memory.")}
     return found
 
@@ -366,13 +355,7 @@ def carried_out():
                         sum(m.to_host_bytes for m in moments)]}
 
 
-def main(parts):
-    rank, ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    store = torch.distributed.FileStore(os.environ["STORE"], ranks) if ranks > 1 else torch.distributed.HashStore()
-    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+def found(parts):
+    """{part: what it returns}."""
     parallel_state.initialize_model_parallel()
     return {part: globals()[part]() for part in parts}
-
-
-if __name__ == "__main__":
-    print("\n" + json.dumps(main(sys.argv[1:])))

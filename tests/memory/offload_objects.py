@@ -1,8 +1,5 @@
 """What offload_job.py moves: Megatron's real DDP and Adam, small; sizes are chosen so that nothing is a multiple."""
 
-from verl_patches import prelude_patch  # noqa: F401
-
-# isort: split
 import megatron.core.optimizer
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig

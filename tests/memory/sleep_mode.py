@@ -1,10 +1,6 @@
 """What the test of vLLM's sleep mode runs: its real allocator over memory of this process, where unmapping is writing.
 
-    sleep_mode.py [camem.py]      vLLM's CuMemAllocator, or vllm-ascend's CaMemAllocator from that file
-
-Prints JSON: {bytes: copied to the host at each sleep, kept: {tensor: whether its contents outlived each sleep},
-weights: bytes of all segments of weights, refused, tags, calls: of vLLM's own functions}. The snapshot of torch's
-allocator is made up here: a CPU has no such pool.
+The snapshot of torch's allocator is made up here: a CPU has no such pool.
 """
 
 from __future__ import annotations
@@ -13,7 +9,6 @@ import contextlib
 import ctypes
 import importlib
 import importlib.util
-import json
 import sys
 import types
 from types import SimpleNamespace
@@ -89,9 +84,13 @@ class Pool:
         return [memory_of(place, 32) for place in places]
 
 
-def main() -> None:
-    """See the head of this file."""
-    cls = allocator_of(*sys.argv[1:] or [None])
+def sleeps(file: str | None = None) -> dict:
+    """With vLLM's CuMemAllocator, or vllm-ascend's CaMemAllocator from that file.
+
+    {bytes: copied to the host at each sleep, kept: {tensor: whether its contents outlived each sleep}, weights: bytes
+    of all segments of weights, refused, tags, calls: of vLLM's own functions}.
+    """
+    cls = allocator_of(file)
     cls.instance = allocator = cls()
     pool, lives, free, waits = Pool(allocator, 7), "active_allocated", "inactive", "active_pending_free"
     model, impl = torch.nn.Module(), SimpleNamespace()
@@ -165,8 +164,4 @@ def main() -> None:
     with contextlib.suppress(AssertionError):
         llm.llm_engine.sleep()
     found["refused"].append(refused(llm.llm_engine.add_request))
-    print(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main()
+    return found

@@ -1,8 +1,8 @@
 """The parts of offload_job.py that swap the optimizer."""
 
 import torch
-from offload_objects import BF16, FP32, refused, same, step, trained, weights
 
+from tests.memory.offload_objects import BF16, FP32, refused, same, step, trained, weights
 from verl_patches.memory import counters
 
 

@@ -1,7 +1,5 @@
 """vLLM's sleep mode of engines with captured graphs, without the copy of what the weight sync writes."""
 
-import json
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +8,6 @@ from verl_patches.memory import sleep_mode
 from verl_patches.memory.sleep_mode import dropped, segments_of
 from verl_patches.patching.engine import PatchError
 
-SCRIPT = Path(__file__).with_name("sleep_mode.py").read_text()
 SEGMENT = 4096
 
 
@@ -41,15 +38,12 @@ def test_a_sleep_mode_that_is_not_known_here_is_refused(monkeypatch):
         sleep_mode._allocator()
 
 
-def of_its_allocator(run_warm, *file):
-    return json.loads(run_warm(SCRIPT, *file).check().out.splitlines()[-1])
-
-
 @pytest.fixture(scope="module", params=["vllm", pytest.param("vllm_ascend", marks=pytest.mark.upstream)])
-def found(request, run_warm, pytestconfig):
-    file = "vllm-ascend/vllm_ascend/device_allocator/camem.py"
-    given = [str(pytestconfig.getoption("--upstream") / file)] if request.param == "vllm_ascend" else []
-    return of_its_allocator(run_warm, *given)
+def found(request, run_ranks, a3_sources):
+    given = []
+    if request.param == "vllm_ascend":
+        given = [str(a3_sources("vllm-ascend")[0] / "vllm_ascend/device_allocator/camem.py")]
+    return run_ranks("tests.memory.sleep_mode:sleeps", *given, backend=None)[0]
 
 
 @pytest.mark.slow

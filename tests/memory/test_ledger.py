@@ -1,7 +1,5 @@
 """The ledger on real storages: what it lets pass, and that a tenant left, a few bytes and a wrong table are caught."""
 
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -218,10 +216,10 @@ def test_on_a_device_what_the_driver_has_given_is_measured_too(monkeypatch):
     assert set(memory_of_process("cpu")()) == {"rss"}
 
 
-def test_without_a_ledger_phases_cost_nothing_and_the_module_needs_no_torch():
+def test_without_a_ledger_phases_cost_nothing_and_the_module_needs_no_torch(run_python):
     assert ledgers.current() is None
     ledgers.enter("no such phase")
     ledgers.look()
     assert memory_of_process("cpu")()["rss"] > 1e6
     code = "import sys, verl_patches.memory.ledger, verl_patches.memory.expected; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+    run_python(code).check()

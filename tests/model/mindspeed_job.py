@@ -1,25 +1,21 @@
-"""What one rank does in the parity tests of line a3; runs inside mindspeed_rank.py, under the rows."""
+"""What one rank does in the parity tests of line a3; see mindspeed_start.py."""
 
 from __future__ import annotations
 
 import functools
 import sys
-from functools import partial
 from pathlib import Path
 
 import torch
 from megatron.core import parallel_state as mpu
 from megatron.core import tensor_parallel
-from megatron.core.distributed import finalize_model_grads
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.utils import get_model_config
-from parity import next_token_loss
 from transformers import AutoConfig
-from verl.models.mcore import get_mcore_forward_fn, get_mcore_weight_converter, hf_to_mcore_config, init_mcore_model
+from verl.models.mcore import get_mcore_weight_converter, hf_to_mcore_config, init_mcore_model
 from verl.utils.megatron_utils import get_model, per_tensor_generator, unwrap_model
 
+from tests.model.parity_job import run
 from verl_patches.errors import ConfigError
 from verl_patches.layout.inventory import build_inventory
 from verl_patches.model.load import named_weights
@@ -41,38 +37,6 @@ def build(model: Path, args, with_ddp: bool = True):
     chunks = get_model(provide, wrap_with_ddp=with_ddp, use_distributed_optimizer=False)
     load_weights(model, chunks)
     return chunks, config, hf_config
-
-
-def run(chunks, config, hf_config, batch, packed=True, backward=False):
-    """Logits [B, S, V] by verl's forward, TP shards gathered; None on all but the last pipeline stage."""
-    forward = get_mcore_forward_fn(hf_config)
-    kept = []
-
-    def step(batches, model):
-        ids, mask, position_ids = next(batches)
-        logits = forward(model, ids, mask, position_ids, sequence_parallel=config.sequence_parallel, pack_seqs=packed)
-        return logits, partial(loss, ids, mask)
-
-    def loss(ids, mask, logits):
-        parts = [torch.empty_like(logits) for _ in range(mpu.get_tensor_model_parallel_world_size())]
-        torch.distributed.all_gather(parts, logits.detach().contiguous(), group=mpu.get_tensor_model_parallel_group())
-        parts[mpu.get_tensor_model_parallel_rank()] = logits
-        whole = torch.cat(parts, dim=-1)
-        kept.append(whole.detach())
-        return next_token_loss(whole, ids, mask), {}
-
-    for chunk in chunks:
-        get_model_config(chunk).finalize_model_grads_func = finalize_model_grads
-    get_forward_backward_func()(
-        forward_step_func=step,
-        data_iterator=iter([batch]),
-        model=chunks,
-        num_microbatches=1,
-        seq_length=batch[0].numel(),
-        micro_batch_size=1,
-        forward_only=not backward,
-    )
-    return kept[0] if kept else None
 
 
 def local_gradients(chunks, folder):
@@ -197,7 +161,7 @@ def _count(holder, name: str) -> list:
     return seen
 
 
-def worker_job(folder: Path, args) -> dict:
+def worker_job(folder: Path, config, args) -> dict:
     """Two updates by verl's own worker and actor (no rollout): log-probs before each, and the actor's metrics.
 
     `calls`: how often what a key of recipe.train switches on was called.
@@ -207,7 +171,6 @@ def worker_job(folder: Path, args) -> dict:
 
     linear = _count(fused_weight_gradient_mlp_cuda, "wgrad_gemm_accum_fp32")
     grouped, attended = _count(mindspeed.ops.gmm, "npu_groupmatmul_add_fp32"), _count(ops, "attention")
-    from omegaconf import OmegaConf
     from verl import DataProto
     from verl.workers.megatron_workers import ActorRolloutRefWorker
 
@@ -215,7 +178,7 @@ def worker_job(folder: Path, args) -> dict:
         def _build_rollout(self, trust_remote_code=False):
             return None, None
 
-    worker = Trainer(OmegaConf.load(folder / "engine.yaml"), "actor_rollout")
+    worker = Trainer(config, "actor_rollout")
     worker.init_model()
     ids, mask, position_ids = torch.load(folder / "batch.pt")
     width = 16

@@ -1,8 +1,7 @@
-"""What one rank does in the parity tests; runs inside rank_main.py, under the rows."""
+"""What one rank does in the parity tests; runs under the rows."""
 
 from __future__ import annotations
 
-import json
 from functools import partial
 from pathlib import Path
 
@@ -11,10 +10,10 @@ from megatron.core import parallel_state as mpu
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config
-from parity import next_token_loss
 from verl.models.mcore import get_mcore_forward_fn, get_mcore_weight_converter
 from verl.utils.megatron_utils import per_tensor_generator, unwrap_model
 
+from tests.model.parity import next_token_loss
 from verl_patches.errors import ConfigError
 from verl_patches.layout.inventory import build_inventory
 from verl_patches.layout.parallel import ParallelLayout
@@ -70,11 +69,11 @@ def local_gradients(chunks, folder):
     return found
 
 
-def layouts_job(folder: Path) -> dict:
-    """Logits and gradients at every layout that the test wrote to layouts.json."""
+def layouts_job(folder: Path, layouts: dict[str, dict]) -> dict:
+    """Logits and gradients at every layout: {name: sizes and `overrides`}."""
     model, batch = folder / "model", torch.load(folder / "batch.pt")
     found = {}
-    for name, sizes in json.loads((folder / "layouts.json").read_text()).items():
+    for name, sizes in layouts.items():
         overrides = sizes.pop("overrides", {})
         start_parallel(ParallelLayout(torch.distributed.get_world_size(), **sizes))
         chunks, config, hf_config = build_model(model, overrides=overrides, wrap_with_ddp=True)

@@ -40,13 +40,13 @@ CASES = [({}, {}), ({}, {"moe_router_bias_update_rate": 0.001}), ({"n_group": 1}
 
 
 @pytest.fixture(scope="module")
-def convert(run_warm, tiny_folder, tmp_path_factory):
+def convert(run_warm, tiny_model, tmp_path_factory):
     """convert(switches): config fields, or the error, of every case."""
 
     def run(switches=""):
         out = tmp_path_factory.mktemp("config") / "found.json"
         patches = "line=pypi,platform=cpu" + switches
-        run_warm(CODE, str(tiny_folder), json.dumps(CASES), str(out), patches=patches).check()
+        run_warm(CODE, str(tiny_model), json.dumps(CASES), str(out), patches=patches).check()
         return json.loads(out.read_text())
 
     return run

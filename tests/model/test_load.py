@@ -1,9 +1,9 @@
 """Our Megatron DeepSeek-V3 against transformers' on the tiny model, at every layout, with controls that must fail."""
 
-import json
-
 import pytest
 import torch
+
+from tests.model import parity
 
 LAYOUTS = {
     "pp2": {"pp": 2},  # pipelines first: Megatron forgets to reset the ranks of the embedding groups between layouts
@@ -14,26 +14,26 @@ LAYOUTS = {
     "tp2ep2": {"tp": 2, "ep": 2, "etp": 1},
 }
 TOLERANCE = 1e-4
+WORKER = {"patches": "line=pypi,platform=cpu", "backend": "nccl"}
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
 def layouts(reference, run_ranks):
     """Each rank's findings at every layout: one launch for all."""
-    (reference["folder"] / "layouts.json").write_text(json.dumps(LAYOUTS))
-    return run_ranks("parity_job.py:layouts_job", reference["folder"])
+    return run_ranks("tests.model.parity_job:layouts_job", reference["folder"], LAYOUTS, size=2, **WORKER)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("form", ["packed", "padded"])
-def test_logits_equal_transformers(reference, layouts, parity, layout, form):
+def test_logits_equal_transformers(reference, layouts, layout, form):
     found = [rank[layout][form] for rank in layouts if rank[layout][form] is not None]
     assert len(found) == (1 if layout.startswith("pp2") else 2)
     assert max(parity.logits_error(reference, logits) for logits in found) <= TOLERANCE
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_gradients_equal_transformers(reference, layouts, parity, layout):
+def test_gradients_equal_transformers(reference, layouts, layout):
     errors = parity.gradient_errors(reference["gradients"], parity.whole_gradients(layouts, layout))
     assert max(errors.values()) <= 1e-4, sorted(errors.items(), key=lambda e: -e[1])[:5]
 
@@ -46,15 +46,15 @@ def test_weights_sent_to_rollout_are_the_files(reference, layouts, layout):
     assert not wrong
 
 
-def test_leaving_something_out_fails_parity(reference, run_ranks, parity):
-    found = run_ranks("parity_job.py:controls_job", reference["folder"], world_size=1)[0]
+def test_leaving_something_out_fails_parity(reference, run_ranks):
+    found = run_ranks("tests.model.parity_job:controls_job", reference["folder"], **WORKER)[0]
     errors = {name: parity.logits_error(reference, logits) for name, logits in found.items()}
     assert errors.pop("nothing") <= TOLERANCE
     assert min(errors.values()) > 100 * TOLERANCE, errors
 
 
-def test_correction_bias_stays_fp32_and_still_in_bf16(reference, run_ranks, parity):
-    for rank in run_ranks("parity_job.py:bf16_job", reference["folder"]):
+def test_correction_bias_stays_fp32_and_still_in_bf16(reference, run_ranks):
+    for rank in run_ranks("tests.model.parity_job:bf16_job", reference["folder"], size=2, **WORKER):
         assert "sequence_parallel=True (found False)" in rank["refused"]  # by row model.mla_k_pe_grad
         assert rank["dtypes"] == {"torch.bfloat16"}
         assert len(rank["loaded"]) == 3

@@ -3,100 +3,28 @@
 from __future__ import annotations
 
 import os
-import shutil
-import subprocess
-import sys
-import time
-from pathlib import Path
 
 import pytest
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parents[1]
-PACKAGES = {"verl": "verl", "Megatron-LM": "megatron", "MindSpeed": "mindspeed", "MindSpeed-LLM": "mindspeed_llm"}
-_ACTOR = "actor_rollout_ref.actor.megatron."
-# name -> ranks, overrides of the tiny configuration
-LAYOUTS = {
-    "tp1": (1, {}),
-    "tp2": (2, {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 2}),
-    "tp2_extends_ep": (2, {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2, "split": "tp_extend_ep"}),
-    "ep2": (2, {"expert_model_parallel_size": 2}),
-    "pp2_uneven": (2, {"pipeline_model_parallel_size": 2, "layers": [1, 3]}),
-    "tp2_ep2": (4, {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 4, "split": "tp_extend_ep"}),
-}
+from tests.model import parity
+from tests.model.mindspeed_start import LAYOUTS, engine_config
+
 pytestmark = [pytest.mark.slow, pytest.mark.upstream]
 
 
 @pytest.fixture(scope="session")
-def sources(pytestconfig) -> list[str]:
-    """Folders of line a3's Python sources, in the order of PYTHONPATH."""
-    folder = pytestconfig.getoption("--upstream")
-    folders = [folder / name for name in PACKAGES]
-    missing = [f for f, package in zip(folders, PACKAGES.values(), strict=True) if not (f / package).is_dir()]
-    if missing:
-        pytest.skip(f"--upstream {folder} holds no checkout {missing[0].name}: fetch-upstream makes them")
-    return [str(f) for f in folders]
-
-
-@pytest.fixture(scope="session")
-def run_a3(sources, reference, tmp_path_factory, warm):
+def run_a3(a3_sources, reference, run_ranks):
     """run_a3(job, ranks, sizes, dtype): what the function of mindspeed_job.py returns on every rank."""
+    sources = a3_sources()
+    env = {"VERL_PATCHES": "line=a3,platform=cpu", "PYTHONPATH": os.pathsep.join(map(str, sources))}
 
     def run(job: str, ranks: int, sizes: dict, dtype: str = "fp32") -> list:
-        import torch
-
-        folder = tmp_path_factory.mktemp(job)
-        shutil.copytree(reference["folder"] / "model", folder / "model")
-        shutil.copy(reference["folder"] / "batch.pt", folder)
-        _write_config(folder, Path(sources[0]), ranks, sizes, dtype)
-        _run_ranks(warm, job, folder, ranks, sources)
-        return [torch.load(folder / f"mindspeed_job.{job}.rank{r}.pt", weights_only=False) for r in range(ranks)]
+        config = engine_config(reference["folder"] / "model", sources[0], ranks, sizes, dtype)
+        arguments = (reference["folder"], config) if job == "worker_job" else (reference["folder"],)
+        return run_ranks("tests.model.mindspeed_start:run", f"tests.model.mindspeed_job:{job}", config, *arguments,
+                         size=ranks, env=env, backend=None, timeout_s=400)  # fmt: skip
 
     return run
-
-
-def _write_config(folder: Path, verl: Path, ranks: int, sizes: dict, dtype: str) -> None:
-    from omegaconf import OmegaConf
-
-    from verl_patches.cluster.compose import compose
-
-    sizes = {"expert_model_parallel_size": 1, "expert_tensor_parallel_size": 1, **sizes}
-    layers, split, more = sizes.pop("layers", None), sizes.pop("split", "etp"), sizes.pop("more", [])
-    train = sizes.pop("train", {})  # keys that the schema may not list yet
-    overrides = [f"{_ACTOR}{key}={value}" for key, value in sizes.items()]
-    overrides += [f"actor_rollout_ref.model.path={folder / 'model'}", f"trainer.n_gpus_per_node={ranks}",
-                  "recipe.line=a3", f"recipe.dtype={dtype}", f"recipe.train.expert_split={split}",
-                  f"recipe.train.layers_per_stage={layers or 'null'}", *more]  # fmt: skip
-    config = compose("grpo_deepseekv3_tiny_cpu", overrides, verl_path=verl)
-    for key, value in train.items():
-        OmegaConf.update(config.actor_rollout_ref, f"recipe.train.{key}", value, force_add=True)
-    OmegaConf.save(config.actor_rollout_ref, folder / "engine.yaml")
-
-
-def _run_ranks(warm, job: str, folder: Path, ranks: int, sources: list[str], timeout_s: float = 400) -> None:
-    environment = warm({
-                   **os.environ, "VERL_PATCHES": "line=a3,platform=cpu", "WORLD_SIZE": str(ranks),
-                   "PYTHONPATH": os.pathsep.join([*sources, str(ROOT)]), "TORCHDYNAMO_DISABLE": "1",
-                   "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1",
-                   "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"})  # fmt: skip
-    logs = [folder / f"rank{rank}.log" for rank in range(ranks)]
-    command = [sys.executable, "-X", "warm", "-W", "ignore", str(HERE / "mindspeed_rank.py"),
-               f"mindspeed_job.py:{job}", str(folder)]  # fmt: skip
-    processes = []
-    for rank, path in enumerate(logs):
-        with path.open("wb") as log:
-            processes.append(subprocess.Popen(command, env={**environment, "RANK": str(rank)}, stdout=log, stderr=log))
-    deadline = time.monotonic() + timeout_s
-    try:
-        while any(p.poll() is None for p in processes) and not any(p.poll() for p in processes):
-            assert time.monotonic() < deadline, f"ranks hang; rank 0 said:\n{logs[0].read_text()[-6000:]}"
-            time.sleep(0.1)
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    failed = [rank for rank, p in enumerate(processes) if p.returncode > 0]
-    assert not failed, "\n".join(f"rank {rank} failed:\n{logs[rank].read_text()[-6000:]}" for rank in failed)
 
 
 @pytest.fixture(scope="session", params=LAYOUTS)
@@ -106,14 +34,14 @@ def found(request, run_a3):
 
 
 @pytest.mark.parametrize("how", ["packed", "padded"])
-def test_logits_are_those_of_transformers(found, reference, parity, how):
+def test_logits_are_those_of_transformers(found, reference, how):
     ((name, ranks),) = found.items()
     logits = [rank[how] for rank in ranks if rank[how] is not None]
     assert len(logits) == (1 if name == "pp2_uneven" else len(ranks))
     assert max(parity.logits_error(reference, each) for each in logits) < 1e-4
 
 
-def test_gradients_are_those_of_transformers(found, reference, parity):
+def test_gradients_are_those_of_transformers(found, reference):
     ((name, ranks),) = found.items()
     errors = parity.gradient_errors(reference["gradients"], parity.whole_gradients([{name: r} for r in ranks], name))
     assert max(errors.values()) < 1e-3, sorted(errors.items(), key=lambda e: -e[1])[:5]
@@ -139,14 +67,14 @@ def test_layer_list_decides_the_stages(found):
     assert [r["layers"] for r in ranks] == ([[1], [2, 3, 4]] if name == "pp2_uneven" else [[1, 2, 3, 4]] * len(ranks))
 
 
-def test_wrong_weights_are_seen(run_a3, reference, parity):
+def test_wrong_weights_are_seen(run_a3, reference):
     ((found,)) = run_a3("controls_job", 1, {})
     assert parity.logits_error(reference, found["nothing"]) < 1e-4
     assert parity.logits_error(reference, found["bias"]) > 1e-2
     assert parity.logits_error(reference, found["columns"]) > 1e-1
 
 
-def test_correction_bias_stays_fp32_in_a_bf16_model(run_a3, reference, parity):
+def test_correction_bias_stays_fp32_in_a_bf16_model(run_a3, reference):
     import torch
 
     ranks = run_a3("bf16_job", 2, LAYOUTS["tp2_extends_ep"][1], dtype="bf16")

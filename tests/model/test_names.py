@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.ranks import RankError
 from verl_patches.errors import ConfigError
 from verl_patches.model.names import local_name, place, te_name, te_names_for_verl
 
@@ -49,9 +50,7 @@ def test_row_gives_verl_the_names_it_knows():
 
 
 @pytest.mark.slow
-def test_verl_converter_needs_the_row(reference, run_ranks, tmp_path):
-    (tmp_path / "model").symlink_to(reference["folder"] / "model")
-    (tmp_path / "batch.pt").symlink_to(reference["folder"] / "batch.pt")
-    (tmp_path / "layouts.json").write_text('{"tp1": {}}')
-    with pytest.raises(AssertionError, match="q_layernorm"):
-        run_ranks("parity_job.py:layouts_job", tmp_path, world_size=1, switches=f",-{ROW}")
+def test_verl_converter_needs_the_row(reference, run_ranks):
+    with pytest.raises(RankError, match="q_layernorm"):
+        run_ranks("tests.model.parity_job:layouts_job", reference["folder"], {"tp1": {}}, backend="nccl",
+                  patches=f"line=pypi,platform=cpu,-{ROW}")  # fmt: skip

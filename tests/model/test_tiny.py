@@ -12,20 +12,20 @@ from verl_patches.model.tiny import make_tiny_model, tiny_config
 
 
 @pytest.fixture(scope="module")
-def weights(tiny_folder):
+def weights(tiny_model):
     """HF name -> tensor, as stored."""
     found = {}
-    for file in tiny_folder.glob("*.safetensors"):
+    for file in tiny_model.glob("*.safetensors"):
         found.update(load_file(file))
     return found
 
 
-def test_files_are_a_normal_hf_folder(tiny_folder, weights):
-    names = {path.name for path in tiny_folder.iterdir()}
+def test_files_are_a_normal_hf_folder(tiny_model, weights):
+    names = {path.name for path in tiny_model.iterdir()}
     assert names >= {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"}
     assert len([name for name in names if name.endswith(".safetensors")]) > 1
-    index = json.loads((tiny_folder / "model.safetensors.index.json").read_text())["weight_map"]
-    inventory = build_inventory(tiny_folder)
+    index = json.loads((tiny_model / "model.safetensors.index.json").read_text())["weight_map"]
+    inventory = build_inventory(tiny_model)
     assert {name: tuple(t.shape) for name, t in weights.items()} == {p.name: p.shape for p in inventory.parameters}
     assert index.keys() == weights.keys()
     assert 0.9e6 < inventory.total < 1.2e6
@@ -42,8 +42,8 @@ def test_stored_dtypes_are_deepseeks(weights):
         assert not torch.equal(bias, bias.bfloat16().float())  # a bf16 copy would show
 
 
-def test_hard_parts_are_on(tiny_folder):
-    config = json.loads((tiny_folder / "config.json").read_text())
+def test_hard_parts_are_on(tiny_model):
+    config = json.loads((tiny_model / "config.json").read_text())
     assert config["q_lora_rank"]
     assert config["first_k_dense_replace"] == 1
     assert config["num_hidden_layers"] >= 3
@@ -60,10 +60,10 @@ def test_hard_parts_are_on(tiny_folder):
     assert (config["kv_lora_rank"] + config["qk_rope_head_dim"]) % 4 == 0
 
 
-def test_logits_are_not_flat_and_bias_changes_choices(tiny_folder):
+def test_logits_are_not_flat_and_bias_changes_choices(tiny_model):
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(tiny_folder, torch_dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, torch_dtype=torch.float32)
     changed = []
     for layer in model.model.layers[1:]:
         layer.mlp.gate.register_forward_hook(
@@ -88,9 +88,9 @@ def share_changed(gate, hidden, chosen):
     return 1 - kept.float().mean().item()
 
 
-def test_same_seed_same_files_other_seed_other(tiny_folder, weights, tmp_path):
+def test_same_seed_same_files_other_seed_other(tiny_model, weights, tmp_path):
     again = make_tiny_model(tmp_path / "again")
-    for path in tiny_folder.iterdir():
+    for path in tiny_model.iterdir():
         assert (again / path.name).read_bytes() == path.read_bytes(), path.name
     deeper = make_tiny_model(tmp_path / "deeper", overrides={"num_hidden_layers": 5})
     other = make_tiny_model(tmp_path / "other", seed=1)
@@ -103,12 +103,12 @@ def test_same_seed_same_files_other_seed_other(tiny_folder, weights, tmp_path):
     assert not torch.equal(read[other], weights[name])
 
 
-def test_existing_folder_is_reused_or_refused(tiny_folder, tmp_path):
-    before = (tiny_folder / "config.json").stat().st_mtime_ns
-    assert make_tiny_model(tiny_folder) == tiny_folder
-    assert (tiny_folder / "config.json").stat().st_mtime_ns == before
+def test_existing_folder_is_reused_or_refused(tiny_model, tmp_path):
+    before = (tiny_model / "config.json").stat().st_mtime_ns
+    assert make_tiny_model(tiny_model) == tiny_model
+    assert (tiny_model / "config.json").stat().st_mtime_ns == before
     with pytest.raises(ConfigError, match="another tiny model"):
-        make_tiny_model(tiny_folder, seed=3)
+        make_tiny_model(tiny_model, seed=3)
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(ConfigError, match="not a tiny model"):
         make_tiny_model(tmp_path)
@@ -133,10 +133,10 @@ def test_bad_overrides_are_refused(overrides, message):
         tiny_config(overrides)
 
 
-def test_tokenizer_round_trip_and_chat(tiny_folder):
+def test_tokenizer_round_trip_and_chat(tiny_model):
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(tiny_folder)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     assert len(tokenizer) == 512
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (0, 1, 2)
     text = "What is 12 + 34? \\boxed{46} é\n"

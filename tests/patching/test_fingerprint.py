@@ -206,11 +206,11 @@ def test_a_name_imported_from_the_same_package_is_followed(tmp_path):
     assert fp.fingerprint("pack:path", tmp_path) == fp.fingerprint("pack.loop:f", tmp_path) == fp.NO_SOURCE
 
 
-def test_reading_imports_nothing():
+def test_reading_imports_nothing(run_python):
     code = ("import sys; from verl_patches.patching.fingerprint import fingerprint as f\n"
             "assert f('json.decoder:JSONDecoder.decode') != 'no-python-source'\nassert 'json.decoder' in sys.modules\n"
             "assert f('email.mime.text:MIMEText') != 'no-python-source'\nassert 'email' not in sys.modules")
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    run_python(code).check()
 
 
 # -- the record --------------------------------------------------------------------------------------------------------

@@ -1,18 +1,15 @@
-"""MindSpeed's own fused modules, forward and backward, on the reference ops: a process of its own, prints FOUND{json}.
+"""MindSpeed's own fused modules, forward and backward, on the reference ops, in a process of its own.
 
-    python npu_real_job.py mindspeed|mindspeed_llm [spoilt]
-
-Which adaptor starts is the argument. Each check compares upstream's real module with a formula in plain torch, and the
-ops that were called are counted: {"errors": {check: traceback or ""}, "calls": {check: {op: times}}, "states": {row id:
-state}}. `spoilt` changes what every op gives, as a control.
+Which adaptor starts is the variable ADAPTOR: mindspeed or mindspeed_llm. Each check compares upstream's real module
+with a formula in plain torch, and the ops that were called are counted. With SPOILT=1 every op gives something else, as
+a control.
 """
 
 import collections
 import dataclasses
 import functools
-import json
 import math
-import sys
+import os
 import traceback
 from types import SimpleNamespace
 
@@ -20,8 +17,7 @@ from verl_patches.patching.engine import Engine
 from verl_patches.patching.switches import Switches
 from verl_patches.platform.cpu import rows_npu, rows_torch
 
-ADAPTOR, SPOILT = sys.argv[1], sys.argv[2:] == ["spoilt"]
-del sys.argv[1:]  # the adaptors read it
+ADAPTOR, SPOILT = os.environ["ADAPTOR"], "SPOILT" in os.environ
 ROWS = [dataclasses.replace(row, lines=frozenset({"a3"})) for row in rows_torch.ROWS] + list(rows_npu.ROWS)
 ENGINE = Engine(ROWS, Switches("a3", "cpu"))
 ENGINE.apply()
@@ -39,6 +35,7 @@ from megatron.core.transformer.enums import AttnMaskType  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 from megatron.training import arguments, get_args, global_vars  # noqa: E402
 
+from tests.ranks import init_group  # noqa: E402
 from verl_patches.platform.cpu.mindspeed_ops import loader  # noqa: E402
 
 CALLS = collections.Counter()
@@ -81,8 +78,8 @@ def count_calls():
 
 
 def start():
-    """One process, one rank; Megatron's arguments at their defaults, but for what the checks need."""
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    """Megatron's arguments at their defaults, but for what the checks need."""
+    init_group()
     args = arguments.parse_args()
     if ADAPTOR == "mindspeed_llm":
         from mindspeed_llm.training.arguments import _add_dummy_args
@@ -300,6 +297,7 @@ def swap_adamw():
 
 
 def main():
+    """{"errors": {check: traceback or ""}, "calls": {check: {op: times}}, "states": {row id: state}}."""
     start()
     count_calls()
     errors, calls = {}, {}
@@ -313,7 +311,4 @@ def main():
             errors[name] = traceback.format_exc()
         calls[name] = dict(CALLS)
     states = {row["id"]: row["state"] for row in ENGINE.status()}
-    print("FOUND" + json.dumps({"errors": errors, "calls": calls, "states": states}))
-
-
-main()
+    return {"errors": errors, "calls": calls, "states": states}

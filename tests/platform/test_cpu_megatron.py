@@ -90,12 +90,9 @@ print("FOUND" + json.dumps(found))
 
 
 @pytest.fixture(scope="module")
-def found(run_warm, tmp_path_factory):
+def found(run_warm, tiny_model):
     """Row -> [error with it, error without it, its state]."""
-    from verl_patches.model.tiny import make_tiny_model
-
-    folder = make_tiny_model(tmp_path_factory.mktemp("tiny") / "model")
-    said = run_warm(CODE, json.dumps(CHECKS), str(folder), env={"TORCHDYNAMO_DISABLE": "1"}).check().out
+    said = run_warm(CODE, json.dumps(CHECKS), str(tiny_model), env={"TORCHDYNAMO_DISABLE": "1"}).check().out
     return json.loads(said.rpartition("FOUND")[2])
 
 

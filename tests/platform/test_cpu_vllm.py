@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +10,6 @@ import torch
 from verl_patches.platform.cpu import vllm_lockstep, vllm_moe, vllm_ops, vllm_version
 from verl_patches.platform.cpu.rows_vllm import ROWS
 
-HERE = Path(__file__).resolve().parent
 IDS = [row.id for row in ROWS if row.id != "platform.vllm_dp_lockstep"]  # that one: tests/rollout/test_data_parallel.py
 SCALE = 0.3
 
@@ -130,17 +127,11 @@ def test_no_lockstep_without_data_parallelism():
 
 
 @pytest.fixture(scope="module")
-def without_each_row(run_warm, tmp_path_factory) -> dict[str, str]:
+def without_each_row(run_ranks, tiny_model) -> dict[str, str]:
     """{row id: what went wrong without it}; "" is the key of the run with all rows."""
-    from verl_patches.model.tiny import make_tiny_model
-
-    model = make_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
-    env = {"VLLM_USE_V1": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "TORCHDYNAMO_DISABLE": "1",
-           "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1",
-           "GLOO_SOCKET_IFNAME": "lo"}
-    code = f"import sys; sys.path.insert(0, {str(HERE)!r}); import vllm_rows; vllm_rows.main()"
-    finished = run_warm(code, str(model), *IDS, "rollout.llm_arguments", env=env, timeout_s=240).check()
-    return json.loads(finished.out.splitlines()[-1])
+    env = {"VLLM_USE_V1": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    names = [*IDS, "rollout.llm_arguments"]
+    return run_ranks("tests.platform.vllm_rows:without_each", str(tiny_model), names, backend=None, env=env)[0]
 
 
 @pytest.mark.slow

@@ -3,11 +3,10 @@
 Needs the sources of line a3 (--upstream), and MindSpeed's Python requirements that its adaptor imports (gpytorch).
 """
 
+import functools
 import importlib
 import importlib.util
-import json
 import os
-import sys
 from pathlib import Path
 
 import pytest
@@ -36,7 +35,7 @@ def used(a3_sources, npu_names):
     """{name: {"file:line"}} over all four trees."""
     found = {}
     for tree, package in TREES.items():
-        for name, places in npu_names.names_used(a3_sources / tree, package).items():
+        for name, places in npu_names.names_used(a3_sources(tree)[0], package).items():
             found.setdefault(name, set()).update(places)
     return found
 
@@ -105,7 +104,7 @@ def test_every_call_fits_the_schema_of_the_pinned_torch_npu(a3_sources, npu_name
     """As written upstream: number of arguments and keywords, of all functions that the wheel's yaml declares."""
     trees = {"MindSpeed": "mindspeed", "MindSpeed-LLM": "mindspeed_llm", "vllm-ascend": "vllm_ascend"}
     calls = [call for tree, package in trees.items()
-             for call in npu_names.calls_made(a3_sources / tree, package, "torch_npu.npu_")
+             for call in npu_names.calls_made(a3_sources(tree)[0], package, "torch_npu.npu_")
              if not call[0].startswith("torch_npu.npu.")]
     assert {name for name, *_ in calls} >= {"torch_npu.npu_swiglu", "torch_npu.npu_fusion_attention"}
     assert not_fitting(calls) == []
@@ -134,8 +133,8 @@ def takes(signature, count, keywords):
 def test_every_builder_is_known(a3_sources, npu_names):
     found = {}
     for tree in ("MindSpeed", "MindSpeed-LLM"):
-        found.update(npu_names.builders_loaded(a3_sources / tree, TREES[tree]))
-    sources = [f.read_text() for f in (a3_sources / "MindSpeed/mindspeed/op_builder").glob("*.py")]
+        found.update(npu_names.builders_loaded(a3_sources(tree)[0], TREES[tree]))
+    sources = [f.read_text() for f in (a3_sources("MindSpeed")[0] / "mindspeed/op_builder").glob("*.py")]
     with_reference = {builder for builder in found for text in sources for name in loader.OPS
                       if f"class {builder}(" in text and f'OP_NAME = "{name}"' in text}
     assert set(found) == with_reference | set(not_on_our_paths.BUILDERS)
@@ -166,20 +165,17 @@ RUNS = [(adaptor, check) for adaptor, own in ONLY.items() for check in EXPECTED_
 
 
 @pytest.fixture(scope="module")
-def job(a3_sources, run_python):
-    """job(adaptor, *more) -> what npu_real_job.py printed, run once each."""
+def job(a3_sources, run_ranks):
+    """job(adaptor, **variables) -> what npu_real_job.py found, run once each."""
     for module in ("gpytorch", "einops", "tensordict"):
         if importlib.util.find_spec(module) is None:
             pytest.skip(f"MindSpeed imports {module}, which is not installed in this Python")
-    path = os.pathsep.join([*(str(a3_sources / tree) for tree in TREES), *filter(None, sys.path)])
-    ran = {}
+    path = os.pathsep.join(map(str, a3_sources(*TREES)))
 
-    def run(*args):
-        if args not in ran:
-            code = f"import runpy, sys; sys.argv[0] = 'job'; runpy.run_path({str(HERE / 'npu_real_job.py')!r})"
-            out = run_python(code, *args, env={"PYTHONPATH": path}, timeout_s=300, flags=("-W", "ignore")).check().out
-            ran[args] = json.loads(out.rpartition("FOUND")[2])
-        return ran[args]
+    @functools.cache
+    def run(adaptor, **env):
+        env = {"PYTHONPATH": path, "ADAPTOR": adaptor, **env}
+        return run_ranks("tests.platform.npu_real_job:main", env=env, fresh=True, backend=None, timeout_s=300)[0]
 
     return run
 
@@ -202,4 +198,4 @@ def test_rows_stand_after_the_adaptor(job, adaptor):
 
 @pytest.mark.slow
 def test_another_result_of_the_ops_is_seen_by_every_check(job):
-    assert [check for check, error in job("mindspeed", "spoilt")["errors"].items() if not error] == []
+    assert [check for check, error in job("mindspeed", SPOILT="1")["errors"].items() if not error] == []

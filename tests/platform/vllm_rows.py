@@ -1,7 +1,6 @@
-"""Build an engine and generate with one row off at a time, each in a fork; prints {row: "" or what went wrong}.
+"""Build an engine and generate with one row off at a time, each in a fork.
 
-argv: model folder, then row ids. Rows that must be in place before vLLM is imported are tried before it
-is; for the others the import is paid once.
+Rows that must be in place before vLLM is imported are tried before it is; for the others the import is paid once.
 """
 
 from __future__ import annotations
@@ -9,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 import traceback
 
 EARLY = ("platform.vllm_version", "platform.vllm_platform")
@@ -65,9 +63,9 @@ def forked(work) -> str:
     return said
 
 
-def main() -> None:
+def without_each(model: str, names: list[str]) -> dict[str, str]:
+    """{row: "" or what went wrong without it}; "" is the key of the run with all rows."""
     os.environ.pop("VERL_PATCHES", None)  # or vLLM's plugin would put every row in place
-    model, *names = sys.argv[1:]
     import torch._inductor  # noqa: F401  the slow part of importing vLLM, done before any fork
     import transformers  # noqa: F401
 
@@ -95,12 +93,8 @@ def main() -> None:
     for name in (name for name in names if name and name not in EARLY):
         said = forked(lambda name=name: late(name))
         found[name] = "" if said == right else said or "other numbers"
-    print(json.dumps(found))
+    return found
 
 
 def _no_subprocess(*args, **kwargs):
     raise RuntimeError("a second interpreter was about to be started")
-
-
-if __name__ == "__main__":
-    main()

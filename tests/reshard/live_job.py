@@ -1,8 +1,7 @@
-"""What one rank says of its views of a real model; runs inside tests/model's rank_main.py and mindspeed_rank.py."""
+"""What one rank says of its views of a real model, under the rows."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import torch
@@ -54,16 +53,16 @@ def refusal(call, *args):
         return str(error)
 
 
-def megatron_job(folder: Path) -> dict:
-    """Every layout of layouts.json: {name: {"layout": text, "overrides": {}, "refused": [other layouts]}}."""
+def megatron_job(model: Path, layouts: dict[str, dict]) -> dict:
+    """Every layout: {name: {"layout": text, "overrides": {}, "refused": [other layouts]}}."""
     from verl_patches.model.build import build_model, start_parallel
 
-    inventory, rank = build_inventory(folder / "model"), torch.distributed.get_rank()
+    inventory, rank = build_inventory(model), torch.distributed.get_rank()
     found = {}
-    for name, case in json.loads((folder / "layouts.json").read_text()).items():
+    for name, case in layouts.items():
         layout = parse_layout(case["layout"])
         start_parallel(layout)
-        chunks, _, _ = build_model(folder / "model", torch.bfloat16, case.get("overrides"), wrap_with_ddp=True,
+        chunks, _, _ = build_model(model, torch.bfloat16, case.get("overrides"), wrap_with_ddp=True,
                                    distributed_optimizer=True)  # fmt: skip
         wrong = {text: refusal(train_tensors, chunks, inventory, parse_layout(text), rank, "megatron-local")
                  for text in case.get("refused", ())}  # fmt: skip
@@ -71,12 +70,12 @@ def megatron_job(folder: Path) -> dict:
     return found
 
 
-def mindspeed_job(folder: Path, args) -> dict:
-    """The one layout of layout.txt."""
-    from mindspeed_job import build
+def mindspeed_job(model: Path, text: str, args) -> dict:
+    """The one layout that `text` is; see tests/model/mindspeed_start.py."""
+    from tests.model.mindspeed_job import build
 
-    chunks, _, _ = build(folder / "model", args)
-    layout = parse_layout((folder / "layout.txt").read_text())
-    inventory, rank = build_inventory(folder / "model"), torch.distributed.get_rank()
+    chunks, _, _ = build(model, args)
+    layout = parse_layout(text)
+    inventory, rank = build_inventory(model), torch.distributed.get_rank()
     wrong = refusal(train_tensors, chunks, inventory, layout, rank, "megatron-local")
     return look(chunks, inventory, layout, "mindspeed", offload=False) | {"refused": wrong}

@@ -11,8 +11,7 @@ from verl_patches.layout.inventory import build_inventory
 
 pytestmark = pytest.mark.slow
 
-HERE = Path(__file__).parent
-TINY = json.loads((HERE.parents[1] / "configs" / "model" / "deepseekv3_tiny.json").read_text())
+TINY = json.loads((Path(__file__).parents[2] / "configs" / "model" / "deepseekv3_tiny.json").read_text())
 SQUARE = TINY | {"moe_intermediate_size": 128}  # as hidden_size: no shape tells of a transposed expert
 RUINED = "model.layers.3.mlp.experts.0.down_proj.weight"
 
@@ -48,16 +47,9 @@ CASES = {**RIGHT, **WRONG, **OTHER}
 
 
 @pytest.fixture(scope="module")
-def learnt(run_warm):
-    code = f"import runpy; runpy.run_path({str(HERE / 'vllm_ranks.py')!r}, run_name='__main__')"
-    cases = json.dumps(list(CASES.values()))
-    out = run_warm(code, cases, patches="line=pypi,platform=cpu", timeout_s=400).check().out
-    found = {}
-    for line in out.splitlines():
-        if line.startswith('{"case"'):
-            row = json.loads(line)
-            found.setdefault(list(CASES)[row["case"]], []).append(row)
-    return found
+def learnt(run_ranks):
+    env = {"VERL_PATCHES": "line=pypi,platform=cpu"}
+    return run_ranks("tests.reshard.vllm_ranks:learnt", CASES, env=env, backend=None, timeout_s=400)[0]
 
 
 @pytest.mark.parametrize("name", RIGHT)

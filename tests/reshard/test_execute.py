@@ -10,7 +10,6 @@ from hypothesis import HealthCheck, Phase, given, settings
 from tests.reshard import spoilt
 from tests.reshard.cases import TINY, Case, sync_and_compare
 from tests.reshard.pairs import pairs
-from tests.reshard.pool import Pool, RankError
 from verl_patches.layout.parallel import parse_layout, rollout_layout
 
 # not derandomized: every run sees other pairs; a failing case is printed whole, so shrinking it is not worth the time
@@ -23,24 +22,24 @@ FIRST = "model.embed_tokens.weight"
 @pytest.mark.slow
 @RANDOM
 @given(case=pairs(4))
-def test_random_pairs_on_4_ranks(pool4, case):
-    pool4.run(sync_and_compare, case)
+def test_random_pairs_on_4_ranks(ranks4, case):
+    ranks4.run(sync_and_compare, case)
 
 
 @pytest.mark.slow
 @RANDOM
 @given(case=pairs(8))
-def test_random_pairs_on_8_ranks(pool8, case):
-    pool8.run(sync_and_compare, case)
+def test_random_pairs_on_8_ranks(ranks8, case):
+    ranks8.run(sync_and_compare, case)
 
 
-def test_one_wrong_bit_would_be_seen(pool4):
-    assert pool4.run(spoilt.with_a_bit_flipped, PLAIN) == [[], [], [], ["model.norm.weight"]]
+def test_one_wrong_bit_would_be_seen(ranks4):
+    assert ranks4.run(spoilt.with_a_bit_flipped, PLAIN) == [[], [], [], ["model.norm.weight"]]
 
 
-def test_report_counts_what_the_plan_says(pool4):
+def test_report_counts_what_the_plan_says(ranks4):
     plan = PLAIN.plan()
-    reports = [outcome.report for outcome in pool4.run(sync_and_compare, PLAIN)]
+    reports = [outcome.report for outcome in ranks4.run(sync_and_compare, PLAIN)]
     assert plan.bucket_count > 1
     assert {report.collectives for report in reports} == {plan.bucket_count + 2}
     assert [report.local_bytes for report in reports] == plan.local_bytes
@@ -49,15 +48,15 @@ def test_report_counts_what_the_plan_says(pool4):
     assert all({"pack", "exchange", "unpack", "total"} <= set(report.as_dict()["seconds"]) for report in reports)
 
 
-def test_whole_tensors_are_put_together_for_load_weights(pool4):
+def test_whole_tensors_are_put_together_for_load_weights(ranks4):
     names = (FIRST, "model.layers.1.mlp.experts.3.down_proj.weight", "model.norm.weight")
-    outcomes = pool4.run(sync_and_compare, replace(PLAIN, whole=names))
+    outcomes = ranks4.run(sync_and_compare, replace(PLAIN, whole=names))
     assert all(outcome.verified.unverified == tuple(sorted(names)) for outcome in outcomes)
 
 
 @pytest.mark.parametrize("spoil", sorted(spoilt.SPOILERS))
-def test_a_spoilt_plan_is_refused_on_every_rank_by_name(pool4, spoil):
-    messages = pool4.run(spoilt.with_plan, PLAIN, spoil)
+def test_a_spoilt_plan_is_refused_on_every_rank_by_name(ranks4, spoil):
+    messages = ranks4.run(spoilt.with_plan, PLAIN, spoil)
     assert len(set(messages)) == 1
     said = {
         "nothing": "fine",
@@ -72,9 +71,9 @@ def test_a_spoilt_plan_is_refused_on_every_rank_by_name(pool4, spoil):
     assert spoil in ("nothing", "a bucket less") or (".weight[" in messages[0] and "rank " in messages[0]), messages[0]
 
 
-def test_ranks_that_planned_differently_are_told_so(pool4):
+def test_ranks_that_planned_differently_are_told_so(ranks4):
     case = replace(PLAIN, bucket_bytes=1 << 20)  # all in one bucket, with 16 bytes more too
-    messages = pool4.run(spoilt.planned_differently, case)
+    messages = ranks4.run(spoilt.planned_differently, case)
     assert len(set(messages)) == 1
     assert "rank 1: its plan has the digest" in messages[0]
 
@@ -90,8 +89,8 @@ def test_ranks_that_planned_differently_are_told_so(pool4):
         ("nothing", "fine"),
     ],
 )
-def test_memory_that_does_not_fit_is_refused_on_every_rank_by_name(pool4, spoil, said):
-    messages = pool4.run(spoilt.with_memory, PLAIN, spoil)
+def test_memory_that_does_not_fit_is_refused_on_every_rank_by_name(ranks4, spoil, said):
+    messages = ranks4.run(spoilt.with_memory, PLAIN, spoil)
     assert len(set(messages)) == 1
     assert said in messages[0]
 
@@ -101,36 +100,18 @@ def test_memory_that_does_not_fit_is_refused_on_every_rank_by_name(pool4, spoil,
     [("computed", "rank 1: ValueError: no such scale"), ("load", f"rank 1: KeyError: '{FIRST}'"),
      ("offloaded", f"rank 1: RuntimeError: memory of {FIRST} and 0 more is not there")],
 )  # fmt: skip
-def test_an_error_of_one_rank_stops_all_and_the_next_sync_is_well(pool4, spoil, said):
+def test_an_error_of_one_rank_stops_all_and_the_next_sync_is_well(ranks4, spoil, said):
     case = replace(PLAIN, whole=(FIRST,) if spoil == "load" else ())
-    for first, second, memory_in_use in pool4.run(spoilt.while_running, case, spoil):
+    for first, second, memory_in_use in ranks4.run(spoilt.while_running, case, spoil):
         assert said in first
         assert (second, memory_in_use) == ("fine", "0")
 
 
-def test_peak_is_what_the_allocator_sees_and_within_four_buckets(pool4):
+def test_peak_is_what_the_allocator_sees_and_within_four_buckets(ranks4):
     case = replace(PLAIN, model=replace(TINY, hidden_size=256, vocab_size=2048), bucket_bytes=1 << 17)
     case = replace(case, rollout_dtype="float32")
-    for seen, said, left, held in pool4.run(spoilt.peak_while_running, case):
+    for seen, said, left, held in ranks4.run(spoilt.peak_while_running, case):
         assert 4096 < said <= 4 * case.bucket_bytes
         assert said <= seen <= said + 4096  # flags, and what torch keeps beside them
         assert left == 0 < held <= said
     assert case.plan().bucket_count > 4
-
-
-def fails_on_one(rank: int) -> None:
-    """A job for the test below."""
-    import torch.distributed as dist
-
-    if dist.get_rank() == rank:
-        raise ZeroDivisionError("of this rank")
-    dist.barrier()
-
-
-@pytest.mark.slow
-def test_the_pool_says_which_rank_failed_and_goes_on():
-    pool = Pool(2, timeout_s=20)
-    with pytest.raises(RankError, match=r"(?s)rank 1:.*ZeroDivisionError: of this rank.*no answer from ranks \[0\]"):
-        pool.run(fails_on_one, 1)
-    assert pool.run(fails_on_one, 2) == [None, None]
-    pool.close()

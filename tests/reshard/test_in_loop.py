@@ -16,9 +16,9 @@ CASE = Case(TINY, parse_layout("tp2 pp2 ep2 etp1 @4 layers=1,2"), rollout_layout
 FLAGS = 4  # collectives of one number: engine ready, memory as learnt, before and after the exchange
 
 
-def test_syncs_are_right_and_learn_once(pool4):
+def test_syncs_are_right_and_learn_once(ranks4):
     plan = CASE.plan()
-    for rank, (first, second) in enumerate(pool4.run(in_loop_job.syncs, CASE, "first", 2)):
+    for rank, (first, second) in enumerate(ranks4.run(in_loop_job.syncs, CASE, "first", 2)):
         for said, wrong, facts, _ in (first, second):
             assert (said, wrong) == ("fine", [])
             assert facts["received_bytes"] == plan.lower_bound_bytes[rank]
@@ -30,22 +30,22 @@ def test_syncs_are_right_and_learn_once(pool4):
 
 @pytest.mark.parametrize(("verify", "when"), [("off", [False] * 3), ("first", [True, False, False]),
                                               ("every", [True] * 3)])  # fmt: skip
-def test_when_it_is_verified(pool4, verify, when):
-    for found in pool4.run(in_loop_job.syncs, CASE, verify, 3):
+def test_when_it_is_verified(ranks4, verify, when):
+    for found in ranks4.run(in_loop_job.syncs, CASE, verify, 3):
         assert [facts["verified"] for _, _, facts, _ in found] == when
         assert all((said, wrong) == ("fine", []) for said, wrong, *_ in found)
 
 
-def test_what_one_rank_cannot_map_goes_whole_to_all_that_need_it(pool4):
-    for found in pool4.run(in_loop_job.syncs, CASE, "every", 3, 2):
+def test_what_one_rank_cannot_map_goes_whole_to_all_that_need_it(ranks4):
+    for found in ranks4.run(in_loop_job.syncs, CASE, "every", 3, 2):
         for said, wrong, *_ in found:
             assert (said, wrong) == ("fine", [])
         assert [loaded for *_, loaded in found[1:]] == [[FIRST], [FIRST]]
 
 
 @pytest.mark.parametrize("side", ["rollout", "training"])
-def test_memory_that_moved_on_one_rank_is_learnt_and_proven_again_on_all(pool4, side):
-    for found in pool4.run(in_loop_job.moved, CASE, side):
+def test_memory_that_moved_on_one_rank_is_learnt_and_proven_again_on_all(ranks4, side):
+    for found in ranks4.run(in_loop_job.moved, CASE, side):
         assert [(said, wrong) for said, wrong, _ in found] == [("fine", [])] * 3
         assert [facts["learnt"] for *_, facts in found] == [True, True, False]
         assert [facts["verified"] for *_, facts in found] == [True, True, False]
@@ -59,9 +59,9 @@ def test_memory_that_moved_on_one_rank_is_learnt_and_proven_again_on_all(pool4, 
     ("wake_up", 1, "the rollout engine is not ready"),
     ("poison", 2, "nothing was sent"),
 ])  # fmt: skip
-def test_an_error_of_one_rank_stops_all_alike_and_the_next_sync_is_right(pool4, what, at, todo):
+def test_an_error_of_one_rank_stops_all_alike_and_the_next_sync_is_right(ranks4, what, at, todo):
     """At the second sync memory has moved: what was compiled for the first would write into the old one."""
-    results = pool4.run(in_loop_job.broken, CASE, what, at)
+    results = ranks4.run(in_loop_job.broken, CASE, what, at)
     assert len({found[at - 1][0] for found in results}) == 1
     assert f"reshard: {todo}" in results[0][at - 1][0] and f"rank 1: OSError: broken {what}" in results[0][at - 1][0]
     for found in results:
@@ -70,9 +70,9 @@ def test_an_error_of_one_rank_stops_all_alike_and_the_next_sync_is_right(pool4, 
     assert what == "post_load" or any(found[at - 1][1] for found in results)  # nothing was there to find otherwise
 
 
-def test_the_cache_is_woken_last_and_after_training_weights_have_left(pool4):
+def test_the_cache_is_woken_last_and_after_training_weights_have_left(ranks4):
     events = ["wake ['weights']", "loaders", "learn", "plan", "poison", "post_load", "wake ['kv_cache']"]
-    assert pool4.run(in_loop_job.with_cache, CASE) == [events] * 4
+    assert ranks4.run(in_loop_job.with_cache, CASE) == [events] * 4
 
 
 @pytest.mark.parametrize(("given", "calls"), [

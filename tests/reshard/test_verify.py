@@ -25,20 +25,20 @@ PLAIN = Case(TINY, parse_layout("tp2 pp2 ep2 etp1 @4 layers=1,2"), rollout_layou
         ("replicas differ", "(training) checksum"),
     ],
 )
-def test_wrong_bytes_are_named_on_every_rank(pool4, spoil, said):
-    messages = pool4.run(spoilt.with_wrong_bytes, PLAIN, spoil)
+def test_wrong_bytes_are_named_on_every_rank(ranks4, spoil, said):
+    messages = ranks4.run(spoilt.with_wrong_bytes, PLAIN, spoil)
     assert len(set(messages)) == 1
     assert said in messages[0]
     assert spoil == "nothing" or "as on training rank" in messages[0]
 
 
-def test_not_a_number_in_training_is_no_fault_of_the_sync(pool4):
-    assert pool4.run(spoilt.with_nan, PLAIN) == [("fine", 1)] * 4
+def test_not_a_number_in_training_is_no_fault_of_the_sync(ranks4):
+    assert ranks4.run(spoilt.with_nan, PLAIN) == [("fine", 1)] * 4
 
 
 @pytest.mark.parametrize("spoil", ["nothing", "transposed", "exchanged"])
-def test_a_wrong_map_is_found_by_loading_again(pool4, spoil):
-    for rank, found in enumerate(pool4.run(spoilt.with_wrong_map, PLAIN, spoil)):
+def test_a_wrong_map_is_found_by_loading_again(ranks4, spoil):
+    for rank, found in enumerate(ranks4.run(spoilt.with_wrong_map, PLAIN, spoil)):
         names = [text.split(" on rank ")[0] for text in found]
         assert names == ([] if spoil == "nothing" else ["model.layers.1.mlp.experts.down_proj.weight"])
         assert all(f"on rank {rank}: expected to stay" in text for text in found)

@@ -1,60 +1,20 @@
-"""Run in a fresh process: learn where vLLM's real DeepSeek-V3 puts each HF tensor, rank by rank, and try the map.
+"""Learn where vLLM's real DeepSeek-V3 puts each HF tensor, rank by rank in one process, and try the map.
 
-argv[1]: JSON list of cases as tests/layout/build_vllm.py takes them, with `ruin`: null or one of RUINS, and `planned`.
-Prints one JSON line per case and rank:
-    case, rank, unmapped, mapped, constants
-    touched       parameters that learning changed
-    differ        parameters in which load_weights and writes through the map differ; or why load_weights itself fails
-    turned        the same with one expert turned, then the parameter that it is in
-    covers, plan  what the two checks raise, or null
-Groups are formed by vLLM under torch's fake process group, as in build_vllm.py, whose helpers are used.
+Groups are formed by vLLM under torch's fake process group, as in tests/layout/build_vllm.py, whose helpers are used.
 """
 
-import contextlib
-import json
-import sys
-from pathlib import Path
+from tests.layout import build_vllm  # applies vLLM's stand-ins
 
-CASES = json.loads(sys.argv[1])
-sys.argv[1] = "[]"  # build_vllm.py runs its own cases when it is imported: none
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "layout"))
+# isort: split
+import torch
+from vllm.model_executor.layers.fused_moe import FusedMoE
+from vllm.model_executor.models import utils as model_utils
 
-import build_vllm  # noqa: E402  applies vLLM's stand-ins
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
-from vllm.config import set_current_vllm_config  # noqa: E402
-from vllm.distributed import parallel_state  # noqa: E402
-from vllm.model_executor.layers.fused_moe import FusedMoE  # noqa: E402
-from vllm.model_executor.models import utils as model_utils  # noqa: E402
-from vllm.model_executor.models.deepseek_v2 import DeepseekV3ForCausalLM  # noqa: E402
-
-from verl_patches.errors import ConfigError  # noqa: E402
-from verl_patches.layout.inventory import build_inventory  # noqa: E402
-from verl_patches.layout.parallel import rollout_layout  # noqa: E402
-from verl_patches.patching.engine import PatchError  # noqa: E402
-from verl_patches.reshard.destination import learn_destinations  # noqa: E402
-
-
-@contextlib.contextmanager
-def model_of(case: dict, rank: int):
-    """vLLM's model of one rank, with random weights."""
-    world_size = case["instances"] * case["dp"] * case["pp"] * case["tp"]
-    config = build_vllm.engine_config(case, rank)
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
-    with set_current_vllm_config(config):
-        parallel_state._WORLD = parallel_state.init_world_group(list(range(world_size)), 0, "fake")
-        parallel_state.initialize_model_parallel(case["tp"], case["pp"], "fake")
-        torch.set_default_dtype(torch.bfloat16)
-        model = DeepseekV3ForCausalLM(vllm_config=config)
-        torch.set_default_dtype(torch.float32)
-        for parameter in model.parameters():
-            parameter.data.normal_()
-        model_utils._model_to_pp_missing_layer_names.clear()  # by id(model), and ids come again in this process
-        yield model
-    parallel_state.destroy_model_parallel()
-    parallel_state._WORLD = None
-    dist.destroy_process_group()
+from verl_patches.errors import ConfigError
+from verl_patches.layout.inventory import build_inventory
+from verl_patches.layout.parallel import rollout_layout
+from verl_patches.patching.engine import PatchError
+from verl_patches.reshard.destination import learn_destinations
 
 
 def ruined(loader, change):
@@ -101,7 +61,10 @@ def error_of(check, *args) -> str | None:
 
 def run_rank(case: dict, rank: int) -> dict:
     inventory = build_inventory(case["config"])
-    with model_of(case, rank) as model:
+    with build_vllm.model_of(case, rank) as model:
+        for parameter in model.parameters():
+            parameter.data.normal_()
+        model_utils._model_to_pp_missing_layer_names.clear()  # by id(model), and ids come again in this process
         before = values(model)
         found = learn_destinations(model, inventory, rank=rank)
         return {"rank": rank, "touched": differing(model, before), **compare(found, model, inventory),
@@ -159,8 +122,17 @@ def turned_expert(found, model, tensors, expected) -> list[str]:
     return [*differing(model, expected), place.parameter]
 
 
-weight_loader = FusedMoE.weight_loader
-for number, case in enumerate(CASES):
-    FusedMoE.weight_loader = ruined(weight_loader, RUINS[case["ruin"]]) if case["ruin"] else weight_loader
-    for rank in case["ranks"]:
-        print(json.dumps({"case": number, **run_rank(case, rank)}), flush=True)
+def learnt(cases: dict[str, dict]) -> dict[str, list[dict]]:
+    """{name: rows}; a case is as build_vllm.py takes it, with `ruin`: None or one of RUINS, and `planned`.
+
+    A row, of a rank: rank, unmapped, mapped, constants
+        touched       parameters that learning changed
+        differ        parameters in which load_weights and writes through the map differ; or why load_weights fails
+        turned        the same with one expert turned, then the parameter that it is in
+        covers, plan  what the two checks raise, or None
+    """
+    weight_loader, found = FusedMoE.weight_loader, {}
+    for name, case in cases.items():
+        FusedMoE.weight_loader = ruined(weight_loader, RUINS[case["ruin"]]) if case["ruin"] else weight_loader
+        found[name] = [run_rank(case, rank) for rank in case["ranks"]]
+    return found

@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 import time
 
 import psutil
@@ -76,14 +74,12 @@ def test_time_limits_do_not_depend_on_the_callers_signals(judge):
         "os._exit(0)",
     ],
 )
-def test_the_helper_ends_with_the_process_that_started_it(ending):
+def test_the_helper_ends_with_the_process_that_started_it(run_python, ending):
     code = (
         "import os\nfrom verl_patches.rewards.judge import Judge\njudge = Judge()\n"
         f"assert judge.equivalent('1', '2/2')\nprint(judge.pid, flush=True)\n{ending}\n"
     )
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
-    out = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60).stdout
-    helper = int(out)
+    helper = int(run_python(code).out)
     deadline = time.monotonic() + 10
     while psutil.pid_exists(helper) and psutil.Process(helper).status() != psutil.STATUS_ZOMBIE:
         assert time.monotonic() < deadline, f"helper {helper} still runs"

@@ -1,28 +1,18 @@
-"""Ranks of an in-process rollout for tests: gloo processes on this host, as verl's launcher would start them."""
+"""Ranks of an in-process rollout for tests, and what one of them without parallelism computes."""
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import shutil
-import signal
-import socket
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from tests.layout.public_folder import as_published
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parent.parent
+PUBLIC = Path(__file__).resolve().parents[1] / "layout" / "deepseek_v3_public_config.json"
 CPU = "line=pypi,platform=cpu"
 ENV = {
-    "GLOO_SOCKET_IFNAME": "lo",
-    "TORCHDYNAMO_DISABLE": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
@@ -30,64 +20,14 @@ ENV = {
 }
 
 
-class RanksFailed(AssertionError):
-    """Some rank did not exit 0 in time; the message holds the end of each rank's output."""
-
-
 @pytest.fixture(scope="session")
-def run_ranks(tmp_path_factory, warm):
-    """run_ranks(specs, patches=..., timeout_s=...) -> what each rank's code returned, in rank order; one spec a rank.
+def run_rollout(run_ranks):
+    """run_rollout("module:function", *arguments, size=1, ...): what the function of this folder returns on each rank.
 
-    Raises RanksFailed with every rank's output if one fails or the time is up; only processes started here are ended.
+    As `run_ranks`, under the rows of platform cpu and the variables of an in-process vLLM.
     """
-    import torch
-
-    def run(specs: list[dict], patches: str = CPU, timeout_s: float = 120) -> list[dict]:
-        folder = tmp_path_factory.mktemp("ranks")
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            port = server.getsockname()[1]
-        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-        common = {**os.environ, **ENV, "VERL_PATCHES": patches, "PYTHONPATH": path, "WORLD_SIZE": str(len(specs)),
-                  "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        ranks = []
-        for rank, spec in enumerate(specs):
-            command = [sys.executable, "-X", "warm", str(HERE / "engine_rank.py"), json.dumps(spec),
-                       str(folder / f"{rank}.pt")]  # fmt: skip
-            env = {**warm(common), "RANK": str(rank), "LOCAL_RANK": str(rank)}
-            with (folder / f"{rank}.log").open("w") as log:
-                ranks.append(subprocess.Popen(command, env=env, stdout=log, stderr=log, start_new_session=True))
-        _wait(ranks, folder, timeout_s)
-        return [torch.load(folder / f"{rank}.pt") for rank in range(len(specs))]
-
-    return run
-
-
-def _wait(ranks: list[subprocess.Popen], folder: Path, timeout_s: float) -> None:
-    end = time.monotonic() + timeout_s
-    try:
-        while any(rank.poll() is None for rank in ranks) and time.monotonic() < end:
-            if any(rank.poll() not in (None, 0) for rank in ranks):
-                end = min(end, time.monotonic() + 5)  # let the others say why they stop, too
-            time.sleep(0.05)
-    finally:
-        late = [number for number, rank in enumerate(ranks) if rank.poll() is None]
-        for number in late:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(ranks[number].pid, signal.SIGKILL)  # a session of its own: only this rank
-        codes = [rank.wait() for rank in ranks]
-    if late or any(codes):
-        ends = [(folder / f"{number}.log").read_text()[-6000:] for number in range(len(ranks))]
-        told = enumerate(zip(codes, ends, strict=True))
-        logs = "\n".join(f"--- rank {rank}, exit {code}\n{end}" for rank, (code, end) in told)
-        raise RanksFailed(f"ranks still running when the time was up: {late}\n{logs}")
-
-
-@pytest.fixture(scope="session")
-def tiny_model(tmp_path_factory) -> str:
-    """The tiny DeepSeek-V3 of this repository, seed 0."""
-    from verl_patches.model.tiny import make_tiny_model
-
-    return str(make_tiny_model(tmp_path_factory.mktemp("model") / "tiny"))
+    return lambda job, *arguments, **options: run_ranks(
+        f"tests.rollout.{job}", *arguments, **{"patches": CPU, "env": ENV, **options})
 
 
 @pytest.fixture(scope="session")
@@ -95,7 +35,7 @@ def public_folder(tiny_model, tmp_path_factory) -> Path:
     """The same model in a folder as DeepSeek publishes it, with weights in bf16."""
     folder = tmp_path_factory.mktemp("public") / "tiny"
     shutil.copytree(tiny_model, folder)
-    return as_published(folder, json.loads((ROOT / "tests/layout/deepseek_v3_public_config.json").read_text()))
+    return as_published(folder, json.loads(PUBLIC.read_text()))
 
 
 @pytest.fixture(scope="session")
@@ -109,18 +49,18 @@ def requests() -> list[list]:
 
 
 @pytest.fixture(scope="session")
-def one_rank(run_ranks, tiny_model, public_folder, requests) -> dict:
+def one_rank(run_rollout, tiny_model, public_folder, requests) -> dict:
     """What one process without parallelism computes: everything in one go, because starting it is what costs."""
     tokens = [(7 * i * i + 3 * i) % 509 + 3 for i in range(150)]  # far beyond original_max_position_embeddings = 64
-    spec = {"code": "parity_rank:one_rank", "model": tiny_model, "tokens": tokens, "prompt_tokens": 110,
+    spec = {"model": str(tiny_model), "tokens": tokens, "prompt_tokens": 110,
             "rollout": {"tensor_model_parallel_size": 1}, "requests": requests,
             "wrong_configs": _wrong_configs(tiny_model), "public_folder": str(public_folder)}
-    return {**spec, **run_ranks([spec])[0]}
+    return {**spec, **run_rollout("parity_rank:one_rank", spec)[0]}
 
 
-def _wrong_configs(model: str) -> dict[str, dict]:
+def _wrong_configs(model: Path) -> dict[str, dict]:
     """HF config overrides under which a part of DeepSeek-V3 is missing."""
-    yarn = json.loads((Path(model) / "config.json").read_text())["rope_scaling"]
+    yarn = json.loads((model / "config.json").read_text())["rope_scaling"]
     flat = {**yarn, "rope_type": "yarn", "mscale": 0.0, "mscale_all_dim": 0.0}  # 0.1 * 0 * ln(40) + 1 = 1
     return {
         "no_mscale": {"rope_scaling": flat},

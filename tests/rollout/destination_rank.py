@@ -1,11 +1,12 @@
-"""What the destination map's test runs in a real engine (see engine_rank.py)."""
+"""What the destination map's test runs in a real engine."""
 
 from __future__ import annotations
 
-import dp_rank
-import engine_rank
+from pathlib import Path
+
 import torch
 
+from tests.rollout import dp_rank, engine_rank
 from verl_patches.layout.inventory import build_inventory
 from verl_patches.layout.parallel import rollout_layout
 from verl_patches.reshard.destination import learn_destinations
@@ -20,23 +21,23 @@ def _differing(model, expected) -> list[str]:
     return [name for name, value in _values(model).items() if not torch.equal(value, expected[name])]
 
 
-def learn_and_write(spec: dict) -> dict:
+def learn_and_write(folder: Path, rollout: dict) -> dict:
     """Learn in an engine that serves, sleep and wake it, write other weights through the map, compare with loading."""
-    llm = engine_rank.awake(spec["model"], **spec["rollout"])
+    llm = engine_rank.awake(folder, **rollout)
     model, rank = engine_rank.model_of(llm), torch.distributed.get_rank()
-    inventory = build_inventory(spec["model"])
+    inventory = build_inventory(folder)
     before = _values(model)
     destinations = learn_destinations(model, inventory, rank=rank)
     found = {"touched": _differing(model, before), "unmapped": destinations.unmapped}
     destinations.check_covers(model)
-    layout = rollout_layout(1, 1, spec["rollout"]["tensor_model_parallel_size"], expert_parallel=True)
+    layout = rollout_layout(1, 1, rollout["tensor_model_parallel_size"], expert_parallel=True)
     destinations.check_against_plan(inventory, layout, "vllm")
     llm.sleep(level=1)
     llm.wake_up(tags=["weights"])
     llm.wake_up(tags=["kv_cache"])
     found["valid"] = destinations.still_valid(model)
 
-    tensors = {name: tensor.flip(0).contiguous() for name, tensor in dp_rank.tensors(spec["model"])}
+    tensors = {name: tensor.flip(0).contiguous() for name, tensor in dp_rank.tensors(folder)}
     model.load_weights(tensors.items())
     expected = _values(model)
     for parameter in model.parameters():

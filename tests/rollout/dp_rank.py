@@ -1,30 +1,34 @@
-"""What the data-parallel tests run on each rank (see engine_rank.py)."""
+"""What the data-parallel tests run on each rank."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
 
-import engine_rank
 import torch
 
+from tests.rollout import engine_rank
 from verl_patches.memory import sleep_mode
 
 
-def generate(spec: dict) -> dict:
-    """The spec's rounds of generation one after the other, and where this rank stands: groups and experts."""
+def generate(folder: str, rollout: dict, rounds: list[list[dict]]) -> dict:
+    """Rounds of generation one after the other, and where this rank stands: groups and experts.
+
+    `rounds[i][d]` is round i of DP rank d.
+    """
     from vllm.distributed import get_dp_group, get_ep_group, get_tp_group
 
-    llm = engine_rank.awake(spec["model"], **spec["rollout"])
+    llm = engine_rank.awake(folder, **rollout)
     model = engine_rank.model_of(llm)
-    if spec["rollout"].get("load_format") == "dummy":  # as verl's sharding manager: every rank is given every tensor
-        model.load_weights(tensors(spec["model"]))
+    if rollout.get("load_format") == "dummy":  # as verl's sharding manager: every rank is given every tensor
+        model.load_weights(tensors(folder))
         sleep_mode.filled(llm, stay=False)
     passes = _count_passes(llm.llm_engine.model_executor.driver_worker.worker)
     groups = {"dp": get_dp_group().ranks, "tp": get_tp_group().ranks, "ep": get_ep_group().ranks}
     expert_map = model.model.layers[1].mlp.experts.expert_map
-    rounds = [_round(llm, one, passes) for one in spec["rounds"]]
-    return {"rounds": rounds, "groups": groups, "experts": torch.nonzero(expert_map >= 0).flatten().tolist()}
+    place = torch.distributed.get_rank() // rollout["tensor_model_parallel_size"]
+    found = [_round(llm, one[place], passes) for one in rounds]
+    return {"rounds": found, "groups": groups, "experts": torch.nonzero(expert_map >= 0).flatten().tolist()}
 
 
 def _round(llm, spec: dict, passes: dict[str, int]) -> dict:
@@ -65,7 +69,7 @@ def generate_with(llm, requests: list) -> dict:
             "logprobs": [[step[token].logprob for token, step in pair] for pair in pairs]}
 
 
-def tensors(folder: str) -> Iterator[tuple[str, torch.Tensor]]:
+def tensors(folder: str | Path) -> Iterator[tuple[str, torch.Tensor]]:
     """Every (name, tensor) of an HF folder."""
     from safetensors.torch import load_file
 

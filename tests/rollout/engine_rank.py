@@ -1,25 +1,14 @@
-"""One rank of a test's rollout: builds verl's own vLLMRollout, does what the test's code says, writes what it returns.
-
-Started by `run_ranks` (conftest.py) with a spec (JSON) and the file for the result (torch.save). The spec's `code` is
-"module:function" of a file in this folder; the function gets the spec.
-"""
+"""What ranks of a rollout test share: verl's own vLLMRollout in this process, its engine, its model and its logits."""
 
 from __future__ import annotations
 
-import importlib
-import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from verl_patches import prelude_patch  # noqa: F401  before torch, as in a worker
-
-# isort: split
 import torch
-import torch.distributed as dist
 
 
-def verl_rollout(model: str, **overrides):
+def verl_rollout(model: str | Path, **overrides):
     """verl's vLLMRollout for the model folder, with verl's own config file and `overrides` of its rollout section."""
     import verl
     from omegaconf import OmegaConf
@@ -31,10 +20,10 @@ def verl_rollout(model: str, **overrides):
                  enforce_eager=True, free_cache_engine=False, temperature=1.0)
     config = OmegaConf.merge(trainer.actor_rollout_ref.rollout, plain, overrides)
     tokenizer, hf_config = AutoTokenizer.from_pretrained(model), AutoConfig.from_pretrained(model)
-    return vLLMRollout(model_path=model, config=config, tokenizer=tokenizer, model_hf_config=hf_config)
+    return vLLMRollout(model_path=str(model), config=config, tokenizer=tokenizer, model_hf_config=hf_config)
 
 
-def awake(model: str, **overrides):
+def awake(model: str | Path, **overrides):
     """The engine inside verl's rollout, woken: verl puts it to sleep as soon as it is built."""
     llm = verl_rollout(model, **overrides).inference_engine
     llm.wake_up()
@@ -58,16 +47,3 @@ def watch_logits(llm) -> tuple[list[torch.Tensor], Callable[[], None]]:
 
     processor._get_logits = _get_logits
     return seen, lambda: delattr(processor, "_get_logits")
-
-
-def main() -> None:
-    spec = json.loads(sys.argv[1])
-    dist.init_process_group("gloo")
-    sys.modules["engine_rank"] = sys.modules["__main__"]
-    module, _, function = spec["code"].partition(":")
-    result = getattr(importlib.import_module(module), function)(spec)
-    torch.save(result, sys.argv[2])
-
-
-if __name__ == "__main__":
-    main()

@@ -1,13 +1,14 @@
-"""What the test of the rollout's sleep and wake runs in a real engine (see engine_rank.py)."""
+"""What the test of the rollout's sleep and wake runs in a real engine."""
 
 from __future__ import annotations
 
 import gc
+from pathlib import Path
 
-import engine_rank
 import psutil
 import torch
 
+from tests.rollout import engine_rank
 from verl_patches.memory import measure, sleep_mode
 from verl_patches.patching.engine import PatchError
 from verl_patches.reshard.post_load import ABSORBED, post_load
@@ -59,11 +60,11 @@ def cycle(llm, weights: dict[str, torch.Tensor], sync: bool = True, derive: bool
     llm.wake_up(tags=["kv_cache"])
 
 
-def cycles(spec: dict) -> dict:
+def cycles(folder: Path, rollout: dict) -> dict:
     """Fifty steps of a real engine whose absorbed projections are copies, as vllm-ascend's; then what is refused."""
     from vllm import SamplingParams
 
-    llm = engine_rank.verl_rollout(spec["model"], **spec["rollout"]).inference_engine  # asleep
+    llm = engine_rank.verl_rollout(folder, **rollout).inference_engine  # asleep
     model, config = engine_rank.model_of(llm), llm.llm_engine.vllm_config
     found = {"sleep_mode": config.model_config.enable_sleep_mode, "while_asleep": refused(lambda: sampled(llm))}
     llm.wake_up()

@@ -1,11 +1,10 @@
-"""What the parity tests run on each rank (see engine_rank.py)."""
+"""What the parity tests run on each rank."""
 
 from __future__ import annotations
 
-import dp_rank
-import engine_rank
 import torch
 
+from tests.rollout import dp_rank, engine_rank
 from verl_patches.memory import measure
 
 

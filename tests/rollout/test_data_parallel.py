@@ -31,11 +31,15 @@ def test_uneven_world_is_refused():
         dp_place(0, 12, 4, 2)
 
 
-def dp_specs(model: str, rounds: list[list[dict]], tp: int = 1) -> list[dict]:
-    """One spec a rank: `rounds[i][d]` is round i of DP rank d."""
-    rollout = {"tensor_model_parallel_size": tp, "load_format": "dummy", "engine_kwargs": {"vllm": EP_ALL}}
-    common = {"code": "dp_rank:generate", "model": model, "rollout": rollout}
-    return [{**common, "rounds": [one[rank // tp] for one in rounds]} for rank in range(2 * tp)]
+@pytest.fixture(scope="module")
+def generate(run_rollout, one_rank):
+    """generate(rounds, tp=1): what each rank found; `rounds[i][d]` is round i of DP rank d."""
+
+    def run(rounds: list[list[dict]], tp: int = 1, **options) -> list[dict]:
+        rollout = {"tensor_model_parallel_size": tp, "load_format": "dummy", "engine_kwargs": {"vllm": EP_ALL}}
+        return run_rollout("dp_rank:generate", one_rank["model"], rollout, rounds, size=2 * tp, **options)
+
+    return run
 
 
 def worst(found: list[dict], expected: dict) -> float:
@@ -47,7 +51,7 @@ def worst(found: list[dict], expected: dict) -> float:
 
 
 @pytest.fixture(scope="module")
-def two_ranks(run_ranks, one_rank, requests) -> list[dict]:
+def two_ranks(generate, requests) -> list[dict]:
     """Two DP ranks: uneven; one without requests; without exchange of tokens; without lockstep (last: it breaks)."""
     rounds = [
         [{"requests": requests[:1]}, {"requests": requests[1:]}],
@@ -56,7 +60,7 @@ def two_ranks(run_ranks, one_rank, requests) -> list[dict]:
         [{"requests": part, "without": "platform.vllm_dp_lockstep", "stall_s": 5}
          for part in (requests[:1], requests[1:])],
     ]
-    return run_ranks(dp_specs(one_rank["model"], rounds))
+    return generate(rounds)
 
 
 @pytest.mark.slow
@@ -98,17 +102,17 @@ def test_without_lockstep_the_waiting_rank_says_so(two_ranks):
 
 
 @pytest.mark.full
-def test_without_a_place_ranks_cannot_meet(run_ranks, one_rank, requests):
+def test_without_a_place_ranks_cannot_meet(generate, requests):
     """Negative control of row rollout.dp_place: upstream takes both processes for DP rank 0."""
-    specs = dp_specs(one_rank["model"], [[{"requests": part, "stall_s": 5} for part in (requests[:1], requests[1:])]])
-    found = run_ranks(specs, patches="line=pypi,platform=cpu,-rollout.dp_place")
+    rounds = [[{"requests": part, "stall_s": 5} for part in (requests[:1], requests[1:])]]
+    found = generate(rounds, patches="line=pypi,platform=cpu,-rollout.dp_place")
     assert any("error" in rank["rounds"][0] for rank in found)
 
 
 @pytest.mark.full
-def test_tp2_in_each_of_two_replicas(run_ranks, one_rank, requests):
+def test_tp2_in_each_of_two_replicas(generate, one_rank, requests):
     rounds = [[{"requests": requests[:1]}, {"requests": requests[1:]}]]
-    found = run_ranks(dp_specs(one_rank["model"], rounds, tp=2), timeout_s=240)
+    found = generate(rounds, tp=2)
     for tp_rank in (0, 1):
         assert worst([rank["rounds"][0] for rank in found[tp_rank::2]], one_rank["generated"]) < 1e-4
     assert [rank["groups"]["dp"] for rank in found] == [[0, 2], [1, 3], [0, 2], [1, 3]]

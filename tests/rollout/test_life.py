@@ -8,9 +8,8 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def found(tiny_model, run_ranks) -> dict:
-    spec = {"code": "life_rank:cycles", "model": tiny_model, "rollout": {"tensor_model_parallel_size": 1}}
-    return run_ranks([spec])[0]
+def found(tiny_model, run_rollout) -> dict:
+    return run_rollout("life_rank:cycles", tiny_model, {"tensor_model_parallel_size": 1})[0]
 
 
 def test_fifty_cycles_leave_nothing_behind_and_give_the_same_tokens(found):

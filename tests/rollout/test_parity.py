@@ -56,11 +56,10 @@ def test_sleeping_gives_the_cache_back_and_waking_changes_nothing(one_rank):
     assert torch.equal(one_rank["again"], one_rank["logits"])
 
 
-def test_tp2_with_expert_parallel(reference, one_rank, run_ranks):
+def test_tp2_with_expert_parallel(reference, one_rank, run_rollout):
     rollout = {"tensor_model_parallel_size": 2, "engine_kwargs": {"vllm": {"enable_expert_parallel": True}}}
-    same = {key: one_rank[key] for key in ("model", "tokens", "prompt_tokens")}
-    spec = {"code": "parity_rank:parity", **same, "rollout": rollout}
-    for rank in run_ranks([spec, spec]):
+    spec = {**{key: one_rank[key] for key in ("model", "tokens", "prompt_tokens")}, "rollout": rollout}
+    for rank in run_rollout("parity_rank:parity", spec, size=2):
         assert worst(rank["logits"], reference["base"]) < TOLERANCE
 
 

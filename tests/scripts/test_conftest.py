@@ -2,8 +2,12 @@
 
 import os
 import time
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+
+from tests import conftest
 
 
 def test_run_python_sets_only_the_switches_it_is_given(run_python, monkeypatch):
@@ -42,25 +46,31 @@ def test_run_python_kills_the_whole_group_on_timeout(run_python, tmp_path):
     raise AssertionError(f"process {pid} outlived its test")
 
 
-@pytest.mark.slow
-def test_full_and_upstream_tests_say_why_they_are_skipped(pytester_like):
-    out = pytester_like("")
-    assert "runs with --full" in out and "runs with --upstream DIR" in out and "2 skipped" in out
-    assert "1 passed, 1 skipped" in pytester_like("--full")
-    assert "2 deselected" in pytester_like("-m", "not slow and not upstream")
+class Item:
+    """A test with marks, as far as tests/conftest.py looks at one."""
+
+    def __init__(self, folder, *marks):
+        self.path, self.marks = Path("tests", folder, "test_it.py"), [getattr(pytest.mark, name) for name in marks]
+
+    def get_closest_marker(self, name):
+        return next((mark for mark in self.marks if mark.name == name), None)
+
+    def add_marker(self, mark):
+        self.marks.append(getattr(pytest.mark, mark) if isinstance(mark, str) else mark)
+
+    def why_skipped(self):
+        return [mark.kwargs["reason"] for mark in self.marks if mark.name == "skip"]
 
 
-@pytest.fixture
-def pytester_like(run_python, tmp_path, pytestconfig):
-    """Run pytest on two marked tests under this repository's own conftest."""
-    (tmp_path / "conftest.py").write_text((pytestconfig.rootpath / "tests" / "conftest.py").read_text())
-    (tmp_path / "test_it.py").write_text(
-        "import pytest\n\n@pytest.mark.full\ndef test_a(): pass\n\n@pytest.mark.upstream\ndef test_b(): pass\n"
-    )
-
-    def run(*args: str) -> str:
-        config = str(pytestconfig.rootpath / "pyproject.toml")
-        words = ["-c", config, "--rootdir", str(tmp_path), "-p", "no:cacheprovider", str(tmp_path), *filter(None, args)]
-        return run_python("import sys, pytest; sys.exit(pytest.main(sys.argv[1:]))", *words).out
-
-    return run
+@pytest.mark.parametrize(("options", "full", "upstream"), [
+    ({}, ["full test: runs with --full"], ["needs upstream sources: runs with --upstream DIR"]),
+    ({"--full": True}, [], ["needs upstream sources: runs with --upstream DIR"]),
+    ({"--full": True, "--upstream": Path("up")}, [], []),
+])  # fmt: skip
+def test_full_and_upstream_tests_say_why_they_are_skipped(options, full, upstream):
+    items = [Item("comm", "full"), Item("comm", "upstream"), Item("loop")]
+    conftest.pytest_collection_modifyitems(SimpleNamespace(getoption=options.get), items)
+    assert [item.path.parent.name for item in items] == ["loop", "comm", "comm"]  # the longest first
+    assert [item.why_skipped() for item in items] == [[], full, upstream]
+    assert [item.get_closest_marker("slow") is not None for item in items] == [False, True, False]
+    assert conftest.pytest_collection_modifyitems.pytest_impl["tryfirst"]  # else -m "not slow" keeps the full tests

@@ -4,7 +4,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -55,13 +54,6 @@ def test_test_sh_takes_folders_relative_to_where_it_is_called(clone):
     assert code == 7
     assert f"<--upstream={clone}/scripts/up>" in out
     assert f"<{clone}/scripts/../other/bin/python>" in out
-
-
-@pytest.mark.parametrize(("words", "code"), [("--upstream={}", 0), ("--upstream {}", 4)])
-def test_pytest_itself_takes_the_folder_as_one_word_only(words, code, tmp_path):
-    command = [sys.executable, "-m", "pytest", *words.format(tmp_path).split(), "--markers"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert done.returncode == code, done.stderr
 
 
 @pytest.mark.parametrize("script", ["scripts/test.sh", "scripts/smoke.sh", ".ci/run"])

@@ -1,17 +1,15 @@
-"""A worker of verl's for the test of proofs; run as a program, it is the controller that asks two of them.
-
-Worker 1 ran the prelude, worker 0 did not. Prints {"digest": the controller's, "proofs": [{rank, where, digest}],
-"refused": text or null} as JSON on its last line.
-"""
+"""A worker of verl's for the test of proofs, and the controller that asks two of them."""
 
 import importlib
-import json
 import os
 import sys
 
+import ray
 import torch
 from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import Dispatch, register
+from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
+from verl.single_controller.ray.base import create_colocated_worker_cls
 
 
 class Bare(Worker):
@@ -42,21 +40,17 @@ def prelude_on_rank_one():
         importlib.import_module("verl_patches.prelude_patch")
 
 
-def main():
-    import bare_worker  # the workers import the class by this name
-    import ray
-    from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
-    from verl.single_controller.ray.base import create_colocated_worker_cls
-
+def ask_two():
+    """(digest of the controller, [{rank, where, digest}], refusal or None): worker 1 ran the prelude, worker 0 not."""
     from verl_patches import prelude_patch
     from verl_patches.patching.engine import PatchError
     from verl_patches.trainer import worker_handshake
 
     ray.init(num_cpus=5, include_dashboard=False, log_to_driver=False, object_store_memory=128 << 20,
-             runtime_env={"worker_process_setup_hook": bare_worker.prelude_on_rank_one})
-    bare_worker.add_proof()
+             runtime_env={"worker_process_setup_hook": prelude_on_rank_one})
+    add_proof()
     pool = RayResourcePool([2], use_gpu=False, max_colocate_count=1)
-    both = create_colocated_worker_cls({"actor_rollout": RayClassWithInitArgs(ray.remote(bare_worker.Bare))})
+    both = create_colocated_worker_cls({"actor_rollout": RayClassWithInitArgs(ray.remote(Bare))})
     group = RayWorkerGroup(pool, both).spawn({"actor_rollout"})["actor_rollout"]
     group.start()
     found, refused = worker_handshake.workers_proofs(group), None
@@ -64,10 +58,4 @@ def main():
         worker_handshake.refuse_unproven(found)
     except PatchError as error:
         refused = str(error)
-    ray.shutdown()
-    print(json.dumps({"digest": prelude_patch.engine.digest(), "refused": refused,
-                      "proofs": [{key: proof.get(key) for key in ("rank", "where", "digest")} for proof in found]}))
-
-
-if __name__ == "__main__":
-    main()
+    return prelude_patch.engine.digest(), found, refused

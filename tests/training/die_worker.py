@@ -1,10 +1,9 @@
-"""Workers that say which die Ray gave them and when they knew; run as a program, it starts Ray and asks them.
+"""Workers that say which die Ray gave them and when they knew, and the program that starts Ray and asks them.
 
 No device is needed: Ray sets ASCEND_RT_VISIBLE_DEVICES for actors that ask for its resource NPU. `verl` is an empty
-package on PYTHONPATH, as only when it is imported matters here. Prints JSON, see `main`.
+package on PYTHONPATH, as only when it is imported matters here.
 """
 
-import json
 import os
 import sys
 import time
@@ -38,34 +37,38 @@ class Asked:
                 "prepared": os.environ.get("PREPARED"), "refused": refused}
 
 
-def note():
-    """The user's set-up hook; where FAIL says so, it fails, or the class does when it is loaded."""
-    from verl_patches.patching.hooks import after_import
+def hook():
+    """The user's set-up hook, pickled by value: workers must not import this module, and verl with it, so early."""
 
-    def prepare(engine):
-        os.environ["PREPARED"] = f"{engine['layers']} {os.environ.get(visible_die.VISIBLE)}"
+    def note():
+        """Where FAIL says so, it fails, or the class does when it is loaded."""
+        from verl_patches.patching.hooks import after_import
 
-    def fail(_=None):
-        raise ConfigError(f"row a.b: has drifted at {time.time()}")
+        def prepare(engine):
+            os.environ["PREPARED"] = f"{engine['layers']} {os.environ.get(visible_die.VISIBLE)}"
 
-    engine_start = types.ModuleType("verl_patches.training.engine_start")  # it needs MindSpeed
-    engine_start.prepare = prepare
-    sys.modules[engine_start.__name__] = engine_start
-    os.environ["AT_HOOK"] = repr(os.environ.get(visible_die.VISIBLE))
-    if os.environ.get("FAIL") == "hook":
-        fail()
-    if os.environ.get("FAIL") == "class":
-        after_import("die_worker", fail)
+        def fail(_=None):
+            raise ConfigError(f"row a.b: has drifted at {time.time()}")
+
+        engine_start = types.ModuleType("verl_patches.training.engine_start")  # it needs MindSpeed
+        engine_start.prepare = prepare
+        sys.modules[engine_start.__name__] = engine_start
+        os.environ["AT_HOOK"] = repr(os.environ.get(visible_die.VISIBLE))
+        if os.environ.get("FAIL") == "hook":
+            fail()
+        if os.environ.get("FAIL") == "class":
+            after_import(__name__, fail)
+
+    return note
 
 
 def start():
     """Ray with two pretended dies; (makes an actor of Asked, task that sleeps)."""
-    import die_worker  # the workers import the class by this name
     import ray
 
     ray_start.start({"VERL_PATCHES": os.environ["VERL_PATCHES"]}, {"layers": 4}, num_cpus=4, resources={"NPU": 2},
-                    include_dashboard=False, log_to_driver=False, runtime_env={ray_start.HOOK: note})
-    asked = ray.remote(die_worker.Asked)
+                    include_dashboard=False, log_to_driver=False, runtime_env={ray_start.HOOK: hook()})
+    asked = ray.remote(Asked)
 
     def worker(npus=1, **env):
         return asked.options(num_cpus=0, resources={"NPU": npus} if npus else {},
@@ -111,11 +114,7 @@ def fail(kind):
     return when, ended
 
 
-def main():
+def found():
     """{"dies": {case: what that worker says}, "ended": None, "failed": {"hook" or "class": [time, error]}}."""
     told, ended = ask()
-    print(json.dumps({"dies": told, "ended": ended, "failed": {kind: fail(kind) for kind in ("hook", "class")}}))
-
-
-if __name__ == "__main__":
-    main()
+    return {"dies": told, "ended": ended, "failed": {kind: fail(kind) for kind in ("hook", "class")}}

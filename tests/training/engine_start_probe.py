@@ -1,32 +1,23 @@
-"""Engine start of line a3 in one fresh process; prints JSON: `python engine_start_probe.py FOLDER [MODULE]`.
-
-FOLDER holds NAME.json files: {"world_size", "config" (the section a worker sees), "hf" (config.json)}, "base" first.
-With MODULE, that is imported before, and only what `prepare` says to it is printed.
-"""
+"""Engine start of line a3 in one fresh process."""
 
 from __future__ import annotations
 
 import importlib
-import importlib.util
-import json
 import os
 import sys
-from pathlib import Path
 
 
-def _rows():
-    path = Path(__file__).resolve().parents[1] / "model" / "mindspeed_rank.py"
-    spec = importlib.util.spec_from_file_location("mindspeed_rank", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.rows()
+def arguments(cases: dict[str, dict], early: str | None = None) -> dict | str:
+    """{case: Megatron's arguments, or what refuses them}; with `early`, what `prepare` says once that is imported.
 
-
-def main(folder: Path, early: str | None = None) -> dict | str:
+    A case: {"world_size", "config" (the section a worker sees), "hf" (config.json)}; the process is prepared for the
+    one called base.
+    """
+    from tests.model.mindspeed_start import rows
     from verl_patches.patching import engine
     from verl_patches.patching.switches import from_environment
 
-    engine.start(_rows(), from_environment()).apply()
+    engine.start(rows(), from_environment()).apply()
     import torch
 
     from verl_patches.errors import ConfigError
@@ -35,7 +26,6 @@ def main(folder: Path, early: str | None = None) -> dict | str:
     from verl_patches.training.engine_arguments import explain
 
     before = {"compile": torch.compile, "argv": sys.argv}
-    cases = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
     if early is not None:
         importlib.import_module(early)
         try:
@@ -54,7 +44,3 @@ def main(folder: Path, early: str | None = None) -> dict | str:
         except ConfigError as error:
             found[name] = str(error)
     return found
-
-
-if __name__ == "__main__":
-    print("\n" + json.dumps(main(Path(sys.argv[1]), *sys.argv[2:])))

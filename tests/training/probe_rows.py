@@ -1,9 +1,5 @@
-"""Run under the prelude: for each row, is its effect there? Prints {row id: true | false} as JSON."""
+"""For each row, is its effect there? Run under the prelude."""
 
-from verl_patches import prelude_patch  # noqa: F401
-
-# isort: split
-import json
 from types import SimpleNamespace
 
 import ray.cloudpickle
@@ -228,10 +224,10 @@ def optimizer_takes_the_models_dtype():
     return config.params_dtype is torch.float32
 
 
-def main():
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+def effects():
+    """{row id: whether its effect is there}."""
     actor = workers.ActorRolloutRefWorker
-    found = {
+    return {
         "update.fit_as_run": works(fit_proves_first),
         "update.recipe_worker": issubclass(actor, recipe_worker.RecipeWorker),
         "update.on_policy": works(update_goes_by_its_own_log_probs),
@@ -249,8 +245,3 @@ def main():
         "memory.empty_cache": works(verls_trims_are_left_to_the_schedule),
         "memory.order": works(scheduler_moves_what_the_worker_built),
     }
-    print(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main()

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
-HERE = Path(__file__).resolve().parent
-SOURCES = {"verl": "verl", "Megatron-LM": "megatron", "MindSpeed": "mindspeed", "MindSpeed-LLM": "mindspeed_llm"}
+from verl_patches.cluster.checks import hf_config_of
+from verl_patches.cluster.compose import CONFIGS_DIR, compose
+
 ACTOR = "actor_rollout_ref.actor.megatron."
 TP2 = [f"{ACTOR}tensor_model_parallel_size=2", "recipe.train.expert_split=tp_extend_ep"]
 PP2 = [f"{ACTOR}pipeline_model_parallel_size=2"]
@@ -48,45 +47,27 @@ pytestmark = [pytest.mark.slow, pytest.mark.upstream]
 
 
 @pytest.fixture(scope="module")
-def folders(pytestconfig) -> list[Path]:
-    upstream = pytestconfig.getoption("--upstream")
-    folders = [upstream / name for name in SOURCES]
-    if not all((f / package).is_dir() for f, package in zip(folders, SOURCES.values(), strict=True)):
-        pytest.skip(f"--upstream {upstream} holds no checkouts of {', '.join(SOURCES)}: fetch-upstream makes them")
-    return folders
+def run(a3_sources, run_ranks):
+    """run(cases, early=None): what engine_start_probe.py finds."""
+    sources = a3_sources()
+    env = {"VERL_PATCHES": "line=a3,platform=cpu", "TORCHDYNAMO_DISABLE": "1",
+           "PYTHONPATH": os.pathsep.join(map(str, sources))}  # fmt: skip
+    return lambda cases, *early: run_ranks("tests.training.engine_start_probe:arguments", _composed(cases, sources[0]),
+                                           *early, env=env, fresh=True, backend=None)[0]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
-def cases(folders, tmp_path_factory) -> Path:
-    return _cases(tmp_path_factory.mktemp("cases"), folders[0], CASES)
+def found(run):
+    return run(CASES)
 
 
-@pytest.fixture(scope="module")
-def found(folders, cases):
-    return _run(folders, cases)
-
-
-def _cases(folder: Path, verl: Path, cases: dict) -> Path:
-    from omegaconf import OmegaConf
-
-    from verl_patches.cluster.checks import hf_config_of
-    from verl_patches.cluster.compose import CONFIGS_DIR, compose
-
+def _composed(cases: dict, verl: Path) -> dict[str, dict]:
+    found = {}
     for name, (config_name, ranks, overrides, _) in cases.items():
         config = compose(config_name, overrides, verl_path=verl)
         section = OmegaConf.to_container(config.actor_rollout_ref, resolve=True)
-        case = {"world_size": ranks, "config": section, "hf": hf_config_of(config, CONFIGS_DIR)}
-        (folder / f"{name}.json").write_text(json.dumps(case))
-    return folder
-
-
-def _run(folders: list[Path], *words):
-    environment = {**os.environ, "VERL_PATCHES": "line=a3,platform=cpu", "TORCHDYNAMO_DISABLE": "1",
-                   "PYTHONPATH": os.pathsep.join([*map(str, folders), str(HERE.parents[1])])}  # fmt: skip
-    command = [sys.executable, "-W", "ignore", str(HERE / "engine_start_probe.py"), *map(str, words)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=300)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1])
+        found[name] = {"world_size": ranks, "config": section, "hf": hf_config_of(config, CONFIGS_DIR)}
+    return found
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case[3]])
@@ -114,18 +95,18 @@ def test_fused_weight_gradients_and_the_timeout_arrive(found):
     assert [found["base"][name] for name in names] == [False, False, 30]
 
 
-def test_upstream_takes_both_256_die_configs_as_they_are(folders, tmp_path):
+def test_upstream_takes_both_256_die_configs_as_they_are(run):
     """A process of their own: the adaptor reads --swap-optimizer once."""
     cases = {name: (f"grpo_deepseekv3_256die_{run}", 256, [], None)
              for name, run in (("base", "random_init"), ("learning", "true_weight"))}
-    found = _run(folders, _cases(tmp_path, folders[0], cases))
+    found = run(cases)
     assert all(isinstance(found[name], dict) for name in cases), found
     assert [found[name]["swap_optimizer"] for name in cases] == [True, True]
     assert [found[name]["fix_router"] for name in cases] == [True, False]
 
 
-def test_megatron_before_mindspeed_is_refused(folders, cases):
-    assert "megatron.core is imported already" in _run(folders, cases, "megatron.core.parallel_state")
+def test_megatron_before_mindspeed_is_refused(run):
+    assert "megatron.core is imported already" in run({"base": CASES["base"]}, "megatron.core.parallel_state")
 
 
 def test_what_the_adaptor_leaves_behind(found):

@@ -1,9 +1,3 @@
-import json
-import os
-import shutil
-import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -17,9 +11,6 @@ from verl_patches.trainer.worker_handshake import (
     refuse_unproven,
     workers_proofs,
 )
-
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parents[1]
 
 
 def worker(rank, intent=None, digest="", error=None, **states):
@@ -88,20 +79,11 @@ def test_a_group_that_cannot_be_asked_is_refused():
 
 
 @pytest.mark.slow
-def test_a_worker_that_never_ran_the_prelude_is_refused_by_rank(tmp_path, ray_folder, warm):
-    """Real Ray, verl's own worker group and its colocated class; worker 1 ran the prelude and proves as much.
-
-    They run from a copy of the package: an edit while they start would make their digests differ.
-    """
-    copy = tmp_path
-    shutil.copytree(ROOT / "verl_patches", copy / "verl_patches", ignore=shutil.ignore_patterns("__pycache__"))
-    env = {**os.environ, "PYTHONPATH": f"{HERE}:{copy}", "VERL_PATCHES": "line=pypi,platform=cpu",
-           "RAY_TMPDIR": ray_folder, "GLOO_SOCKET_IFNAME": "lo"}
-    done = subprocess.run([sys.executable, str(HERE / "bare_worker.py")], env=warm(env), capture_output=True, text=True,
-                          timeout=240)
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
-    without, with_prelude = found["proofs"]
-    assert without["digest"] is None and with_prelude["digest"] == found["digest"] and with_prelude["rank"] == 1
-    assert found["refused"].startswith("worker 0 (") and "pid=" in without["where"]
-    assert "did not run the prelude" in found["refused"] and "install-prelude" in found["refused"]
+def test_a_worker_that_never_ran_the_prelude_is_refused_by_rank(ray_folder, run_ranks):
+    """Real Ray, verl's own worker group and its colocated class; worker 1 ran the prelude and proves as much."""
+    digest, (without, with_prelude), refused = run_ranks(
+        "tests.training.bare_worker:ask_two", patches="line=pypi,platform=cpu", backend=None,
+        env={"RAY_TMPDIR": ray_folder})[0]  # fmt: skip
+    assert without.get("digest") is None and with_prelude["digest"] == digest and with_prelude["rank"] == 1
+    assert refused.startswith("worker 0 (") and "pid=" in without["where"]
+    assert "did not run the prelude" in refused and "install-prelude" in refused

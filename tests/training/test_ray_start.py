@@ -1,18 +1,11 @@
 """The worker set-up hook: the prelude first, then the user's own."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from verl_patches.platform.npu.network import towards
 from verl_patches.trainer.ray_start import HOOK, runtime_env
-
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parents[1]
 
 
 def test_user_variables_and_other_keys_stay():
@@ -65,17 +58,13 @@ def test_torch_npu_in_the_set_up_hook_is_refused(run_python):
 
 
 @pytest.fixture(scope="module")
-def ray_job(ray_folder, tmp_path_factory):
+def ray_job(ray_folder, run_ranks, tmp_path_factory):
     """What tests/training/die_worker.py found, with real Ray and its resource NPU."""
     path = tmp_path_factory.mktemp("path")
     (path / "verl").mkdir()
     (path / "verl" / "__init__.py").touch()
-    env = {**os.environ, "PYTHONPATH": f"{path}:{HERE}:{ROOT}", "VERL_PATCHES": "line=pypi,platform=cpu",
-           "RAY_TMPDIR": ray_folder}
-    done = subprocess.run([sys.executable, str(HERE / "die_worker.py")], env=env, capture_output=True, text=True,
-                          timeout=500)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    env = {"PYTHONPATH": str(path), "VERL_PATCHES": "line=pypi,platform=cpu", "RAY_TMPDIR": ray_folder}
+    return run_ranks("tests.training.die_worker:found", env=env, fresh=True, backend=None, timeout_s=500)[0]
 
 
 @pytest.mark.slow
@@ -106,16 +95,14 @@ def test_a_worker_that_cannot_start_ends_the_wait_with_its_own_error(ray_job, ki
 
 
 @pytest.mark.parametrize("given", ["'my_hooks.mine'", "__import__('my_hooks').mine", "None"])
-def test_hook_runs_prelude_then_the_users(given, tmp_path):
+def test_hook_runs_prelude_then_the_users(given, tmp_path, run_python):
     (tmp_path / "my_hooks.py").write_text(
         "import sys\ndef mine(): print('user', 'verl_patches.prelude_patch' in sys.modules)\n")
     code = (f"from verl_patches.trainer.ray_start import *\nenv = runtime_env({{}}, {{HOOK: {given}}})\n"
             "env[HOOK](); env[HOOK]()\nfrom verl_patches.patching.engine import current\n"
             "print(len(current().wanted) > 0)")
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env={
-        "PYTHONPATH": f"{tmp_path}:{ROOT}", "PATH": "/usr/bin:/bin", "VERL_PATCHES": "line=pypi,platform=cpu"})
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == ("" if given == "None" else "user True\n" * 2) + "True\n"
+    done = run_python(code, patches="line=pypi,platform=cpu", env={"PYTHONPATH": str(tmp_path)}).check()
+    assert done.out == ("" if given == "None" else "user True\n" * 2) + "True\n"
 
 
 SEEN = """
@@ -170,12 +157,10 @@ ray.shutdown()
 
 
 @pytest.mark.slow
-def test_verls_own_wait_ends_with_the_error_of_a_worker_that_cannot_start(ray_folder):
+def test_verls_own_wait_ends_with_the_error_of_a_worker_that_cannot_start(ray_folder, run_python):
     """In an actor, as verl's TaskRunner is one; a wait without such a worker ends by itself."""
-    done = subprocess.run([sys.executable, "-c", ALONE], capture_output=True, text=True, timeout=240, env={
-        "PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "RAY_TMPDIR": ray_folder, "RAY_USAGE_STATS_ENABLED": "0"})
-    assert done.returncode == 0, done.stderr[-3000:]
-    (fine, _), (failed, seconds) = json.loads(done.stdout.splitlines()[-1])
+    done = run_python(ALONE, env={"RAY_TMPDIR": ray_folder}, timeout_s=240).check()
+    (fine, _), (failed, seconds) = json.loads(done.out.splitlines()[-1])
     assert fine == "waited"
     assert "Broken (pid " in failed and "could not start" in failed and "row a.b: has drifted" in failed
     assert seconds < 60

@@ -1,16 +1,9 @@
 """Each row around verl's trainer and workers has its effect, and the effect is gone when the row is switched off."""
 
-import functools
-import json
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 from verl_patches.patching.switches import parse
 
-HERE = Path(__file__).resolve().parent
 IDS = [
     "update.fit_as_run", "update.recipe_worker", "update.on_policy", "update.log_with_run", "logprob.truth_check",
     "platform.tensordict_cuda", "platform.pickle_torch_config", "update.sharding_manager", "reshard.direct",
@@ -20,17 +13,9 @@ IDS = [
 
 
 @pytest.fixture
-def probe(warm):
-    return functools.partial(_probe, warm)
-
-
-def _probe(warm, switches):
-    env = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(HERE.parents[1]), "VERL_PATCHES": switches, "VLLM_USE_V1": "0",
-           "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
-    command = [sys.executable, "-X", "warm", str(HERE / "probe_rows.py")]
-    done = subprocess.run(command, env=warm(env), capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads(done.stdout.splitlines()[-1])
+def probe(run_ranks):
+    env = {"VLLM_USE_V1": "0", "VLLM_NO_USAGE_STATS": "1"}
+    return lambda switches: run_ranks("tests.training.probe_rows:effects", patches=switches, env=env)[0]
 
 
 @pytest.mark.slow

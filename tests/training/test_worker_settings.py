@@ -115,11 +115,9 @@ print(json.dumps(answers))
 
 
 @pytest.mark.slow
-def test_training_workers_get_engine_and_interface_from_the_controller(ray_folder):
+def test_training_workers_get_engine_and_interface_from_the_controller(ray_folder, run_python):
     """Nothing was sent; another process; a training worker; two nodes that would meet over the loopback."""
-    done = subprocess.run([sys.executable, "-c", SETTINGS], capture_output=True, text=True, timeout=240, env={
-        "PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "RAY_TMPDIR": ray_folder, "RAY_USAGE_STATS_ENABLED": "0"})
-    assert done.returncode == 0, done.stderr[-3000:]
-    unsent, other, worker, loopback = json.loads(done.stdout.splitlines()[-1])
+    done = run_python(SETTINGS, env={"RAY_TMPDIR": ray_folder}, timeout_s=240).check()
+    unsent, other, worker, loopback = json.loads(done.out.splitlines()[-1])
     assert unsent == other == [[], None] and worker == [[{"layers": 4}], "lo"]
     assert "trainer.nnodes is 2" in loopback

@@ -1,0 +1,1 @@
+"""One package of that name, before any that is installed."""

@@ -1,0 +1,70 @@
+"""A rank of a line a3 test: the engine is started as a worker does it, under the rows, and then the test's function."""
+
+import dataclasses
+import os
+import pkgutil
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from tests.ranks import init_group
+from verl_patches import catalog
+from verl_patches.model import a3_rows
+from verl_patches.patching import engine
+from verl_patches.patching.switches import from_environment
+from verl_patches.platform.cpu import rows_npu, rows_torch, rows_verl
+
+# MindSpeed goes over Tensor.type itself; rows_npu.py has this line's stand-in
+_NOT_HERE = {"platform.torch_tensor_type"}
+_DTYPE = {"model.train_dtype", "model.optimizer_dtype"}
+_ACTOR = "actor_rollout_ref.actor.megatron."
+# name -> ranks, overrides of the tiny configuration
+LAYOUTS = {
+    "tp1": (1, {}),
+    "tp2": (2, {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 2}),
+    "tp2_extends_ep": (2, {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2, "split": "tp_extend_ep"}),
+    "ep2": (2, {"expert_model_parallel_size": 2}),
+    "pp2_uneven": (2, {"pipeline_model_parallel_size": 2, "layers": [1, 3]}),
+    "tp2_ep2": (4, {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 4, "split": "tp_extend_ep"}),
+}
+
+
+def engine_config(model: Path, verl: Path, ranks: int, sizes: dict, dtype: str) -> DictConfig:
+    """verl's actor_rollout_ref section with `recipe` for a training engine of line a3 on platform cpu."""
+    from verl_patches.cluster.compose import compose
+
+    sizes = {"expert_model_parallel_size": 1, "expert_tensor_parallel_size": 1, **sizes}
+    layers, split, more = sizes.pop("layers", None), sizes.pop("split", "etp"), sizes.pop("more", [])
+    train = sizes.pop("train", {})  # keys that the schema may not list yet
+    overrides = [f"{_ACTOR}{key}={value}" for key, value in sizes.items()]
+    overrides += [f"actor_rollout_ref.model.path={model}", f"trainer.n_gpus_per_node={ranks}",
+                  "recipe.line=a3", f"recipe.dtype={dtype}", f"recipe.train.expert_split={split}",
+                  f"recipe.train.layers_per_stage={layers or 'null'}", *more]  # fmt: skip
+    config = compose("grpo_deepseekv3_tiny_cpu", overrides, verl_path=verl)
+    for key, value in train.items():
+        OmegaConf.update(config.actor_rollout_ref, f"recipe.train.{key}", value, force_add=True)
+    return OmegaConf.create(OmegaConf.to_container(config.actor_rollout_ref, resolve=True))
+
+
+def rows():
+    """The rows of this line that a rank without verl's loop needs."""
+    shared = [row for row in (*catalog.NO_BUILD, *rows_torch.ROWS, *rows_verl.ROWS) if row.id not in _NOT_HERE]
+    shared += [row for row in catalog.MODEL if row.id in _DTYPE]
+    shared = [dataclasses.replace(row, lines=frozenset({"a3"})) for row in shared]
+    return (*a3_rows.ROWS, *rows_npu.ROWS, *shared)
+
+
+def run(job: str, config: Any, *arguments: Any) -> Any:
+    """What "module:function" returns for (*arguments, Megatron's arguments), once the engine has been started.
+
+    config: verl's actor_rollout_ref section with `recipe`.
+    """
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # as the launcher does; Megatron's validator asks for it
+    engine.start(rows(), from_environment()).apply()
+    from verl_patches.training import engine_start
+
+    engine_start.prepare(config)
+    init_group("nccl")
+    args = engine_start.start(config)
+    return pkgutil.resolve_name(job)(*arguments, args)

@@ -1,0 +1,245 @@
+"""The launcher of test programs: gloo ranks that run functions and return what these return.
+
+    with Ranks(4) as ranks:
+        results = ranks.run("tests.reshard.spoilt:with_nan", plan)    # or the function itself, by reference
+
+One process imports torch and forks the ranks. Each rank connects to a socket of this process, runs what it is sent and
+answers; its stdout and stderr go to a file. Fixtures of tests/conftest.py: `run_ranks` starts ranks for one function,
+in forks of the warm interpreter; `ranks4` and `ranks8` are shared by all tests of a session.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import faulthandler
+import os
+import pickle
+import pkgutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from multiprocessing.connection import Client, Connection, wait
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+_GRACE_S = 5.0  # for the other ranks to answer once one has failed, and for ranks to end
+
+
+class RankError(AssertionError):
+    """A rank raised, died or did not answer; the message holds its traceback or the end of its output."""
+
+
+class Ranks:
+    """`size` ranks, started by the first `run`; after one has died or hung, the next `run` starts new ones.
+
+    environment: variables in place of this process's own. flags: options of the interpreter. prelude: whether ranks
+    import the prelude before torch, as workers do. backend: of init_process_group; None leaves that to the function
+    (`init_group`). timeout_s: for one function and for one collective in it.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        environment: Mapping[str, str] | None = None,
+        *,
+        flags: Sequence[str] = (),
+        prelude: bool = False,
+        backend: str | None = "gloo",
+        timeout_s: float = 120.0,
+    ):
+        self.size, self.timeout_s = size, timeout_s
+        self._environment, self._flags = dict(os.environ if environment is None else environment), flags
+        self._setup = (prelude, backend)
+        self._pipes: list[Connection] = []
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def run(self, function: Callable[..., Any] | str, *arguments: Any) -> list[Any]:
+        """What function(*arguments) returns on each rank, in order of ranks; "module:name" is imported there only."""
+        if not self._pipes:
+            self._start()
+            self._call("tests.ranks:set_up", *self._setup)
+        return self._call(function, *arguments)
+
+    def close(self) -> None:
+        """End the ranks. Raises RankError if one of them does not end with exit code 0."""
+        if not self._pipes:
+            return
+        for pipe in self._pipes:
+            pipe.close()  # a rank that reads its end goes
+        try:
+            code = self._process.wait(_GRACE_S)
+        except subprocess.TimeoutExpired:
+            code = None
+        said = self._output("launcher") if code else ""
+        self._kill()
+        if code:
+            raise RankError(f"ranks ended with {code} after their work:\n{said}")
+
+    def _start(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
+        folder = Path(self._folder.name)
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        path = os.pathsep.join(filter(None, [str(ROOT), self._environment.get("PYTHONPATH")]))
+        environment = {"GLOO_SOCKET_IFNAME": "lo", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+                       **self._environment, "PYTHONPATH": path, "WORLD_SIZE": str(self.size),
+                       "RANKS_FOLDER": str(folder), "RANKS_TIMEOUT_S": str(self.timeout_s)}  # fmt: skip
+        command = [sys.executable, *self._flags, "-W", "ignore", "-c", "from tests.ranks import main; main()"]
+        with socket.socket(socket.AF_UNIX) as server, (folder / "launcher").open("wb") as log:
+            server.bind(str(folder / "socket"))
+            server.listen(self.size)
+            server.settimeout(0.1)
+            self._process = subprocess.Popen(command, env=environment, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log,
+                                             stderr=log, start_new_session=True)  # fmt: skip
+            self._accept(server, time.monotonic() + self.timeout_s)
+
+    def _accept(self, server: socket.socket, ends: float) -> None:
+        found: dict[int, tuple[Connection, int]] = {}
+        while len(found) < self.size:
+            try:
+                pipe = Connection(server.accept()[0].detach())
+            except TimeoutError:
+                if self._process.poll() is not None or time.monotonic() > ends:
+                    said = self._output("launcher")
+                    self._kill()
+                    raise RankError(f"the ranks did not start:\n{said}") from None
+                continue
+            rank, process = pipe.recv()
+            found[rank] = pipe, process
+        self._pipes = [found[rank][0] for rank in range(self.size)]
+        self._processes = [found[rank][1] for rank in range(self.size)]
+
+    def _call(self, function: Callable[..., Any] | str, *arguments: Any) -> list[Any]:
+        message = pickle.dumps((function, arguments))
+        answers: dict[int, tuple[bool, Any]] = {}
+        for rank, pipe in enumerate(self._pipes):
+            try:
+                pipe.send_bytes(message)
+            except OSError:
+                answers[rank] = (False, "")  # it died since it last answered
+        dead = set(answers)
+        ends = time.monotonic() + (_GRACE_S if dead else self.timeout_s)
+        while len(answers) < self.size and time.monotonic() < ends:
+            waiting = {pipe: rank for rank, pipe in enumerate(self._pipes) if rank not in answers}
+            for pipe in wait(list(waiting), timeout=max(0.0, ends - time.monotonic())):
+                rank = waiting[pipe]
+                try:
+                    answers[rank] = pickle.loads(pipe.recv_bytes())
+                except (EOFError, ConnectionResetError):
+                    answers[rank] = (False, "")
+                    dead.add(rank)
+                if not answers[rank][0]:
+                    ends = min(ends, time.monotonic() + _GRACE_S)
+        if all(rank in answers and answers[rank][0] for rank in range(self.size)):
+            return [answers[rank][1] for rank in range(self.size)]
+        texts = self._failures(answers, dead)
+        if dead or len(answers) < self.size:
+            self._kill()
+        raise RankError("\n".join(texts))
+
+    def _failures(self, answers: Mapping[int, tuple[bool, Any]], dead: set[int]) -> list[str]:
+        """One text for each rank that raised, died or did not answer: its traceback or the end of its output."""
+        silent = [rank for rank in range(self.size) if rank not in answers]
+        for rank in silent:
+            os.kill(self._processes[rank], signal.SIGUSR1)  # it writes where it waits
+        time.sleep(0.3 if silent or dead else 0)  # also for the launcher to note exit codes
+        texts = [f"rank {rank}:\n{text}" for rank, (fine, text) in sorted(answers.items()) if not fine and text]
+        texts += [f"rank {rank} died:\n{self._output(rank)}" for rank in sorted(dead)]
+        texts += [f"rank {rank} did not answer:\n{self._output(rank)}" for rank in silent]
+        return texts + [self._output("launcher")] * bool(dead)
+
+    def _output(self, of: int | str) -> str:
+        return Path(self._folder.name, str(of)).read_text(errors="replace")[-6000:]
+
+    def _kill(self) -> None:
+        for pipe in self._pipes:
+            pipe.close()
+        try:
+            os.killpg(self._process.pid, signal.SIGKILL)  # a session of its own: only what was started here
+        except ProcessLookupError:
+            pass
+        self._process.wait()
+        self._folder.cleanup()
+        self._pipes = []
+
+
+def init_group(backend: str = "gloo") -> None:
+    """In a rank: init_process_group of all ranks, which meet at a file."""
+    import torch.distributed as dist
+
+    size, timeout = int(os.environ["WORLD_SIZE"]), timedelta(seconds=float(os.environ["RANKS_TIMEOUT_S"]))
+    store = dist.FileStore(str(Path(os.environ["RANKS_FOLDER"], "store")), size)
+    dist.init_process_group(backend, store=store, rank=int(os.environ["RANK"]), world_size=size, timeout=timeout)
+
+
+def set_up(prelude: bool, backend: str | None) -> None:
+    """The first function that a rank runs."""
+    if prelude:
+        import verl_patches.prelude_patch  # noqa: F401  before torch, as in a worker
+    if backend is not None:
+        init_group(backend)
+
+
+def _serve(rank: int, folder: Path) -> None:
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+    log = os.open(folder / str(rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    faulthandler.register(signal.SIGUSR1, file=sys.stderr)
+    pipe = Client(str(folder / "socket"))
+    pipe.send((rank, os.getpid()))
+    while True:
+        try:
+            message = pipe.recv_bytes()
+        except (EOFError, ConnectionResetError):
+            return
+        try:
+            function, arguments = pickle.loads(message)
+            if isinstance(function, str):
+                function = pkgutil.resolve_name(function)
+            answer = pickle.dumps((True, function(*arguments)))
+        except Exception:
+            answer = pickle.dumps((False, traceback.format_exc()))
+        pipe.send_bytes(answer)
+
+
+def _die_with_parent() -> None:
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
+def main() -> None:
+    """Fork the ranks and wait for them; the exit code is 1 if one of them ended with another code than 0."""
+    _die_with_parent()
+    folder, ranks = Path(os.environ["RANKS_FOLDER"]), {}
+    if "VERL_PATCHES" not in os.environ:
+        import torch.distributed  # noqa: F401  once for all ranks
+    for rank in range(int(os.environ["WORLD_SIZE"])):
+        process = os.fork()
+        if process == 0:
+            _die_with_parent()
+            _serve(rank, folder)
+            atexit._run_exitfuncs()
+            os._exit(0)  # taking modules apart costs seconds
+        ranks[process] = rank
+    failed = False
+    while ranks:
+        process, status = os.wait()
+        code = os.waitstatus_to_exitcode(status)
+        if process in ranks and code:
+            print(f"rank {ranks[process]} ended with exit code {code}", flush=True)
+            failed = True
+        ranks.pop(process, None)
+    sys.exit(int(failed))
