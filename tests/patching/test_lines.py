@@ -1,6 +1,7 @@
-"""What differs between lines inside one row: bindings; and other libraries that may go over a row."""
+"""What differs between lines inside one row: bindings and needs; and other libraries that may go over a row."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -32,6 +33,40 @@ def test_a_line_or_place_that_does_not_exist_is_refused(binding, words):
         validate([row(bindings=(binding,))])
     with pytest.raises(ConfigError, match="which the row is not for"):
         validate([row(bindings=("up.user:f@a3",), lines=frozenset({"pypi"}))])
+
+
+TABLE = (
+    row(), row(id="t.late", target="up.base:late", lines=frozenset({"a3"})),
+    row(id="t.over", needs=("t.f", "t.late@a3"), target="up.base:g"),
+)
+
+
+@pytest.mark.parametrize(("line", "needs"), [("pypi", ("t.f",)), ("a3", ("t.f", "t.late"))])
+def test_a_need_of_one_line_counts_on_that_line_only(line, needs):
+    assert Engine(TABLE, Switches(line, "cpu")).specs["t.over"].needs == needs
+
+
+def test_a_need_that_is_off_stops_its_own_line_only():
+    off = {"patterns": ("-t.late",)}
+    assert Engine(TABLE, Switches("pypi", "cpu", **off)).wanted == {"t.f", "t.over"}
+    with pytest.raises(ConfigError, match=r"t\.over needs t\.late"):
+        Engine(TABLE, Switches("a3", "cpu", **off))
+
+
+def test_a_need_orders_two_rows_on_one_target_on_its_own_line_only():
+    lower = row(id="t.low", lines=frozenset({"a3"}))
+    upper = row(needs=("t.low@a3",))
+    assert list(validate([lower, upper])) == ["t.low", "t.f"]  # on pypi the target has one row
+    with pytest.raises(ConfigError, match="both on up.base:f"):  # control: now there are two, and no order
+        validate([replace(lower, lines=frozenset({"pypi", "a3"})), upper])
+
+
+@pytest.mark.parametrize(("need", "words"), [
+    ("t.late", "needs 't.late' on line pypi, which that row is not for"), ("t.late@a4", "is for line 'a4'"),
+    ("t.gone@a3", "'t.gone', which is no row"), ("t.over@a3", "cycle: t.over -> t.over")])
+def test_a_need_that_its_line_lacks_is_refused(need, words):
+    with pytest.raises(ConfigError, match=words):
+        validate([*TABLE[:2], replace(TABLE[2], needs=(need,))])
 
 
 FILES = {
