@@ -108,7 +108,7 @@ def install_prelude(
 
     from verl_patches.patching import prelude_pth
 
-    found = asdict((prelude_pth.undo if undo else prelude_pth.install)(verl_path))
+    found = asdict((prelude_pth.remove_prelude if undo else prelude_pth.install_prelude)(verl_path))
     if as_json:
         _print_json({name: {**result, "file": str(result["file"])} for name, result in found.items()})
         return

@@ -138,7 +138,7 @@ def faults(tmp_path, monkeypatch):
 
     def of_row(kind, target, provider):
         spec = PatchSpec("a.b", "model", f"sig_upstream:{target}", kind, f"sig_ours:{provider}", "why", "exit")
-        return signature.faults(spec, tmp_path)
+        return signature.signature_faults(spec, tmp_path)
     return of_row
 
 
@@ -180,5 +180,5 @@ def test_providers_that_refuse_a_call_are_told(faults, kind, target, provider, f
     ("wrap", "f", "wrap_unseen", "functools.partial"), ("replace", "made", "plain_y", "assigned"),
     ("replace", "gone", "plain", "no Python text"), ("replace", "f", "absent", "absent")])
 def test_what_cannot_be_seen_is_said(faults, kind, target, provider, reason):
-    with pytest.raises(signature.Unseen, match=reason):
+    with pytest.raises(signature.UnknownSignature, match=reason):
         faults(kind, target, provider)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from verl_patches.errors import ConfigError
 from verl_patches.patching import prelude_line
-from verl_patches.patching.prelude_line import INSIDE, LINE, install, undo
+from verl_patches.patching.prelude_line import INSIDE, LINE, insert_line, remove_line
 
 # the shape of upstream's file, none of its text
 WORKER = '''# Copyright
@@ -53,15 +53,15 @@ def names(folder: Path) -> list[str]:
 @pytest.mark.parametrize("inner", ["", "verl"])
 def test_goes_before_the_first_import_once_and_comes_out_byte_for_byte(tmp_path, inner):
     file = make_tree(tmp_path)
-    result = install(tmp_path / inner)
+    result = insert_line(tmp_path / inner)
     assert (result.file, result.line, result.state) == (file, 6, "installed")
     assert file.read_text() == WORKER.replace("import logging\n", f"{LINE}\nimport logging\n", 1)
-    again = install(tmp_path / inner)
+    again = insert_line(tmp_path / inner)
     assert (again.line, again.state) == (6, "already installed")
     assert file.read_text().count(LINE) == 1
-    assert undo(tmp_path / inner).state == "removed"
+    assert remove_line(tmp_path / inner).state == "removed"
     assert file.read_text() == WORKER
-    assert undo(tmp_path / inner).state == "not installed"
+    assert remove_line(tmp_path / inner).state == "not installed"
     assert names(file.parent) == [file.name]  # no temporary file is left
 
 
@@ -83,13 +83,13 @@ def test_any_recognised_file_survives_there_and_back(tmp_path_factory, head, fut
     data = bom + text.replace("\n", newline).encode()
     root = tmp_path_factory.mktemp("tree")
     file = make_tree(root, data)
-    line = install(root).line
+    line = insert_line(root).line
     new = file.read_bytes()
     assert new.count(LINE.encode() + newline.encode()) == 1
     assert new.startswith(bom) and not new.removeprefix(bom).startswith(b"\xef\xbb\xbf")
     assert new.removeprefix(bom).decode().splitlines()[line - 1] == LINE
     compile(new, "worker", "exec")  # __future__ imports are still first
-    assert undo(root).state == "removed"
+    assert remove_line(root).state == "removed"
     assert file.read_bytes() == data
 
 
@@ -97,9 +97,9 @@ def test_finds_the_installed_verl_without_importing_it(tmp_path, monkeypatch):
     file = make_tree(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "verl", raising=False)
-    assert install().file == file
+    assert insert_line().file == file
     assert "verl" not in sys.modules
-    assert undo().state == "removed"
+    assert remove_line().state == "removed"
 
 
 def test_the_pinned_verl_package_is_recognised(tmp_path):
@@ -109,10 +109,10 @@ def test_the_pinned_verl_package_is_recognised(tmp_path):
     text = (Path(spec.origin).parent / INSIDE).read_bytes()
     text = text.replace(LINE.encode() + b"\n", b"")  # a user may have installed the prelude there
     file = make_tree(tmp_path, text)
-    install(tmp_path)
+    insert_line(tmp_path)
     lines = file.read_text().splitlines()
     assert lines.index(LINE) < lines.index("import torch")
-    undo(tmp_path)
+    remove_line(tmp_path)
     assert file.read_bytes() == text
 
 
@@ -121,10 +121,10 @@ def test_the_pinned_verl_commit_is_recognised(tmp_path, upstream_text):
     commit = "54c9b7364c2d188b2ba4107404cfa3c2b446df19"
     text = upstream_text("volcengine/verl", commit, "verl/workers/megatron_workers.py")
     file = make_tree(tmp_path, text)
-    install(tmp_path)
+    insert_line(tmp_path)
     lines = file.read_text().splitlines()
     assert lines.index(LINE) < lines.index("import torch")
-    undo(tmp_path)
+    remove_line(tmp_path)
     assert file.read_text() == text
 
 
@@ -148,7 +148,7 @@ def test_the_pinned_verl_commit_is_recognised(tmp_path, upstream_text):
 def test_refuses_what_it_does_not_recognise(tmp_path, text, words):
     file = make_tree(tmp_path, text)
     with pytest.raises(ConfigError, match="expected") as caught:
-        install(tmp_path)
+        insert_line(tmp_path)
     assert words in str(caught.value) and str(file) in str(caught.value)
     assert file.read_text() == text
     assert names(file.parent) == [file.name]
@@ -158,7 +158,7 @@ def test_undo_refuses_an_edited_prelude(tmp_path):
     text = WORKER.replace("import logging", f"{LINE}  # mine\nimport logging")
     file = make_tree(tmp_path, text)
     with pytest.raises(ConfigError, match="by hand"):
-        undo(tmp_path)
+        remove_line(tmp_path)
     assert file.read_text() == text
 
 
@@ -166,7 +166,7 @@ def test_refuses_a_read_only_file(tmp_path):
     file = make_tree(tmp_path)
     file.chmod(0o444)
     with pytest.raises(ConfigError, match="read-only"):
-        install(tmp_path)
+        insert_line(tmp_path)
     assert file.read_text() == WORKER
 
 
@@ -175,7 +175,7 @@ def test_refuses_a_link_out_of_the_tree(tmp_path):
     inside.rename(outside)
     inside.symlink_to(outside)
     with pytest.raises(ConfigError, match="found a link"):
-        install(tmp_path / "checkout")
+        insert_line(tmp_path / "checkout")
     assert outside.read_text() == WORKER
 
 
@@ -183,7 +183,7 @@ def test_keeps_the_mode_and_leaves_other_hard_links_alone(tmp_path):
     file, cache = make_tree(tmp_path / "checkout"), tmp_path / "cache.py"
     file.chmod(0o640)
     os.link(file, cache)
-    install(tmp_path / "checkout")
+    insert_line(tmp_path / "checkout")
     assert LINE in file.read_text()
     assert cache.read_text() == WORKER
     assert file.stat().st_mode & 0o777 == 0o640
@@ -197,14 +197,14 @@ def test_a_failed_write_leaves_the_file_whole(tmp_path, monkeypatch):
 
     monkeypatch.setattr(prelude_line.os, "replace", full)
     with pytest.raises(ConfigError, match="No space left"):
-        install(tmp_path)
+        insert_line(tmp_path)
     assert file.read_text() == WORKER
     assert names(file.parent) == [file.name]
 
 
 def test_says_what_to_do_where_there_is_no_verl(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="--verl-path DIR"):
-        install(tmp_path)
+        insert_line(tmp_path)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="found none in this Python"):
-        install()
+        insert_line()

@@ -122,20 +122,20 @@ def test_where_the_file_cannot_be_written_the_line_is_not_left_either(tmp_path, 
     file = tmp_path / "verl" / INSIDE
     file.parent.mkdir(parents=True)
     file.write_text(WORKERS)
-    monkeypatch.setattr(prelude_pth, "_file", lambda: tmp_path / "no folder" / prelude_pth.NAME)
+    monkeypatch.setattr(prelude_pth, "_pth_file", lambda: tmp_path / "no folder" / prelude_pth.NAME)
     with pytest.raises(ConfigError, match="no folder"):
-        prelude_pth.install(tmp_path)
+        prelude_pth.install_prelude(tmp_path)
     assert file.read_text() == WORKERS
-    assert prelude_line.install(tmp_path).state == "installed"
+    assert prelude_line.insert_line(tmp_path).state == "installed"
     with pytest.raises(ConfigError, match="no folder"):
-        prelude_pth.install(tmp_path)
+        prelude_pth.install_prelude(tmp_path)
     assert LINE in file.read_text()  # it was there before
 
 
 def test_without_site_packages_on_the_path_it_is_refused(monkeypatch):
     monkeypatch.setattr(sys, "path", [str(ROOT)])
     with pytest.raises(ConfigError, match="-S"):
-        prelude_pth.install_pth()
+        prelude_pth.write_pth()
 
 
 WITHOUT_US = """

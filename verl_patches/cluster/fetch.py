@@ -124,7 +124,7 @@ def _notes(name: str, pin: Repository, path: Path, tree: str) -> Iterator[Findin
 
 def _prelude(path: Path) -> Finding:
     try:
-        done = prelude_line.install(path)
+        done = prelude_line.insert_line(path)
     except ConfigError as error:
         return Finding("prelude line", "problem", str(path), prelude_line.LINE, str(error), "check the pin of verl")
     return Finding("prelude line", "fine", f"{done.file}:{done.line}", prelude_line.LINE, done.state)

@@ -77,12 +77,12 @@ def move(path: Path, pin: Repository, source: str, on_percent: OnPercent) -> Non
     Where that fails (an ignored file stands in the way), the prelude line is put back.
     """
     _bring(path, pin, source, on_percent)
-    undone = (path / WORKER_FILE).is_file() and prelude_line.undo(path).state == "removed"
+    undone = (path / WORKER_FILE).is_file() and prelude_line.remove_line(path).state == "removed"
     try:
         _place(path, pin, source)
     except PatchError:
         if undone:
-            prelude_line.install(path)
+            prelude_line.insert_line(path)
         raise
 
 

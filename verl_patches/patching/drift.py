@@ -31,10 +31,10 @@ def changes(
 
 def difference(before: list[Definition], after: list[Definition], name: str) -> list[str]:
     """The unified diff of two sets of definitions, decorators included."""
-    return list(difflib.unified_diff(_text(before), _text(after), f"base/{name}", name, lineterm=""))
+    return list(difflib.unified_diff(_source_text(before), _source_text(after), f"base/{name}", name, lineterm=""))
 
 
-def _text(found: list[Definition]) -> list[str]:
+def _source_text(found: list[Definition]) -> list[str]:
     lines = []
     for one in found:
         first = min([one.node.lineno, *(mark.lineno for mark in getattr(one.node, "decorator_list", ()))])
@@ -45,12 +45,12 @@ def _text(found: list[Definition]) -> list[str]:
 def near_names(place: str, file: Path, tree: Mapping[str, SourceFile]) -> list[str]:
     """Lines such as "near: fit_again, line 80" and "same name: verl.utils.other, line 12" for a missing place."""
     *holders, name = split(place)[1].split(".")
-    body = _names(ast.parse(file.read_bytes()))
+    body = _bound_names(ast.parse(file.read_bytes()))
     for holder in holders:
         if not isinstance(body.get(holder), ast.ClassDef):
             name = holder
             break
-        body = _names(body[holder])
+        body = _bound_names(body[holder])
     near = difflib.get_close_matches(name, body, n=3, cutoff=0.5)
     found = [f"near: {other}, line {body[other].lineno}" for other in near]
     return found + ([] if holders else _same_name(name, place, tree))
@@ -61,7 +61,7 @@ def near_modules(module: str, tree: Mapping[str, SourceFile]) -> list[str]:
     return [f"near: {other}" for other in difflib.get_close_matches(module, tree, n=3)]
 
 
-def _names(node: ast.AST) -> dict[str, ast.AST]:
+def _bound_names(node: ast.AST) -> dict[str, ast.AST]:
     """{name: the last statement that binds it} in a module or class body."""
     return {name: statement for names, statement in bindings_of(node) for name in names}
 

@@ -40,7 +40,7 @@ class PreludeResult:
     state: str
 
 
-def install(verl_path: str | Path | None = None) -> PreludeResult:
+def insert_line(verl_path: str | Path | None = None) -> PreludeResult:
     """Insert LINE before the first import of verl's Megatron worker module, once.
 
     verl_path: an upstream checkout, or its package folder; None: the installed verl, found without importing it.
@@ -67,8 +67,8 @@ def install(verl_path: str | Path | None = None) -> PreludeResult:
     return PreludeResult(file, first, "installed")
 
 
-def undo(verl_path: str | Path | None = None) -> PreludeResult:
-    """Take LINE out again: the file is then byte for byte what it was before `install`. Same rules and errors."""
+def remove_line(verl_path: str | Path | None = None) -> PreludeResult:
+    """Take LINE out again: the file is then byte for byte what it was before `insert_line`. Same rules and errors."""
     file = find_worker_file(verl_path)
     data = _read(file)
     present = _present_line(file, data, _parse(file, data))
@@ -81,7 +81,7 @@ def undo(verl_path: str | Path | None = None) -> PreludeResult:
 
 
 def find_worker_file(verl_path: str | Path | None = None) -> Path:
-    """The real path of verl's megatron_workers.py (see `install`); ConfigError where there is none, or a link out."""
+    """The real path of verl's megatron_workers.py (see `insert_line`); ConfigError where there is none, or a link out."""
     if verl_path is None:
         spec = importlib.util.find_spec("verl")  # a top-level name: looked up, not imported
         if spec is None or not spec.origin:

@@ -40,45 +40,45 @@ TEXT = f"import sys; exec({_FINDER!r}, {{}})\n"  # one line, as Python reads .pt
 
 
 @dataclass(frozen=True)
-class Installed:
+class PreludeResults:
     """Both ways in: the line in verl's worker module and the `.pth` file (whose `line` is None)."""
 
     line: PreludeResult
     pth: PreludeResult
 
 
-def install(verl_path: str | Path | None = None) -> Installed:
+def install_prelude(verl_path: str | Path | None = None) -> PreludeResults:
     """Insert the prelude line and write the `.pth` file of this Python; idempotent.
 
     Raises ConfigError, with nothing changed, where one of both cannot be done.
     """
-    line = prelude_line.install(verl_path)
+    line = prelude_line.insert_line(verl_path)
     try:
-        return Installed(line, install_pth())
+        return PreludeResults(line, write_pth())
     except ConfigError:
         if line.state == "installed":
-            prelude_line.undo(verl_path)
+            prelude_line.remove_line(verl_path)
         raise
 
 
-def undo(verl_path: str | Path | None = None) -> Installed:
+def remove_prelude(verl_path: str | Path | None = None) -> PreludeResults:
     """Remove the `.pth` file, then take the line out; ConfigError from the second leaves the first removed."""
-    pth = undo_pth()
-    return Installed(prelude_line.undo(verl_path), pth)
+    pth = remove_pth()
+    return PreludeResults(prelude_line.remove_line(verl_path), pth)
 
 
-def install_pth() -> PreludeResult:
+def write_pth() -> PreludeResult:
     """Write the `.pth` file into this Python's site-packages, whole or not at all; ConfigError where it cannot."""
-    file = _file()
+    file = _pth_file()
     if _text_of(file) == TEXT:
         return PreludeResult(file, None, "already installed")
     prelude_line.write_whole(file, TEXT.encode(), 0o644)
     return PreludeResult(file, None, "installed")
 
 
-def undo_pth() -> PreludeResult:
+def remove_pth() -> PreludeResult:
     """Remove the `.pth` file from this Python's site-packages; ConfigError where it cannot be removed."""
-    file = _file()
+    file = _pth_file()
     if _text_of(file) is None:
         return PreludeResult(file, None, "not installed")
     try:
@@ -89,7 +89,7 @@ def undo_pth() -> PreludeResult:
     return PreludeResult(file, None, "removed")
 
 
-def _file() -> Path:
+def _pth_file() -> Path:
     folder = Path(sysconfig.get_path("purelib"))
     if str(folder) not in sys.path:
         raise ConfigError(f"install-prelude: expected {folder}, the site-packages of {sys.executable}, on sys.path; "

@@ -188,8 +188,8 @@ class RowCheck:
 
     def _check_signature(self) -> None:
         try:
-            faults = signature.faults(self.spec, self.root)
-        except signature.Unseen as reason:
+            faults = signature.signature_faults(self.spec, self.root)
+        except signature.UnknownSignature as reason:
             self.notes.append(f"signature not checked: {reason}")
             return
         if faults:

@@ -21,7 +21,7 @@ _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _EMPTY = Parameter.empty
 
 
-class Unseen(Exception):
+class UnknownSignature(Exception):
     """A signature that cannot be read from text; says why."""
 
 
@@ -37,8 +37,8 @@ class Call:
     is_async: bool = False
 
 
-def faults(spec: PatchSpec, root: Path | None = None) -> list[str]:
-    """What the target of a row accepts and its provider does not, in words; raises Unseen where one has no text.
+def signature_faults(spec: PatchSpec, root: Path | None = None) -> list[str]:
+    """What the target of a row accepts and its provider does not, in words; raises UnknownSignature where one has no text.
 
     `root`: the folder that holds the target's top-level package. A new name (extend), a whole module and the name by
     which one imports another (`import torch`) have no calls to accept; a registered provider is called without
@@ -62,7 +62,7 @@ def faults(spec: PatchSpec, root: Path | None = None) -> list[str]:
         return []
     try:
         targets = _target_calls(spec.target, root)
-    except Unseen:
+    except UnknownSignature:
         if all(_takes_all(provider.signature, "." in split(spec.target)[1]) for provider in providers):
             return []
         raise
@@ -157,7 +157,7 @@ def _target_calls(place: str, root: Path | None) -> list[Call]:
     if not found and "." in qualname and hasattr(object, qualname.rpartition(".")[2]):
         return [Call(signature_of(getattr(object, qualname.rpartition(".")[2])), bound=True)]
     if not seen:
-        raise Unseen("the target is assigned, not defined" if found else "the target has no Python text")
+        raise UnknownSignature("the target is assigned, not defined" if found else "the target has no Python text")
     return seen
 
 
@@ -173,13 +173,13 @@ def _of_class(definition: Definition, root: Path | None) -> list[Signature]:
         for found in definitions(f"{definition.module}:{ast.unparse(base)}", root):
             if isinstance(found.node, ast.ClassDef):
                 return _of_class(found, root)
-    raise Unseen(f"class {definition.node.name} gets its __init__ from elsewhere")
+    raise UnknownSignature(f"class {definition.node.name} gets its __init__ from elsewhere")
 
 
 def _function(place: str) -> ast.FunctionDef | ast.AsyncFunctionDef:
     found = definitions(place)
     if not found or not isinstance(found[-1].node, _FUNCTIONS):
-        raise Unseen(f"{place} is not defined by def")
+        raise UnknownSignature(f"{place} is not defined by def")
     return found[-1].node
 
 
@@ -206,7 +206,7 @@ def _provider_calls(spec: PatchSpec) -> list[Call]:
 def _returned(maker: Definition, depth: int) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda]:
     """The functions that a provider returns: defined inside it, or returned by another function of ours it calls."""
     if not isinstance(maker.node, _FUNCTIONS) or depth > 4:
-        raise Unseen(f"{maker.module} does not return a function that it defines")
+        raise UnknownSignature(f"{maker.module} does not return a function that it defines")
     inner = {node.name: node for node in maker.node.body if isinstance(node, _FUNCTIONS)}
     original = maker.node.args.args[0].arg if maker.node.args.args else None
     results = list(_returns(maker.node))
@@ -220,10 +220,10 @@ def _returned(maker: Definition, depth: int) -> Iterator[ast.FunctionDef | ast.A
         elif isinstance(result, ast.Call) and isinstance(result.func, (ast.Name, ast.Attribute)):
             called = definitions(f"{maker.module}:{ast.unparse(result.func)}")
             if not called:
-                raise Unseen(f"{maker.node.name} returns {ast.unparse(result)}")
+                raise UnknownSignature(f"{maker.node.name} returns {ast.unparse(result)}")
             yield from _returned(called[-1], depth + 1)
         elif not (isinstance(result, ast.Name) and result.id == original):
-            raise Unseen(f"{maker.node.name} returns {ast.unparse(result) if result else 'nothing'}")
+            raise UnknownSignature(f"{maker.node.name} returns {ast.unparse(result) if result else 'nothing'}")
 
 
 def _returns(function: ast.AST) -> Iterator[ast.expr | None]:
