@@ -17,7 +17,7 @@ from verl_patches.cluster import cli, config_cli, reshard_cli, upstream_cli
 from verl_patches.cluster.show import Json, table
 from verl_patches.errors import ConfigError
 from verl_patches.patching.engine import Engine, PatchError
-from verl_patches.patching.prelude_line import PLACES
+from verl_patches.patching.install_prelude import PLACES
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
 Switch = Annotated[str | None, typer.Option("--switches", help="As VERL_PATCHES, which it stands in for.")]
@@ -106,9 +106,9 @@ def install_prelude(
     """
     from dataclasses import asdict
 
-    from verl_patches.patching import prelude_pth
+    from verl_patches.patching import install_prelude
 
-    found = asdict((prelude_pth.remove_prelude if undo else prelude_pth.install_prelude)(verl_path))
+    found = asdict((install_prelude.remove_prelude if undo else install_prelude.install_prelude)(verl_path))
     if as_json:
         _print_json({name: {**result, "file": str(result["file"])} for name, result in found.items()})
         return

@@ -64,8 +64,7 @@ def run_check(upstream: Path | None, line: str | None, base: Path | None) -> Rep
     from verl_patches.cluster.modified import source_findings
     from verl_patches.cluster.pins import load_pins
     from verl_patches.cluster.trees import FETCH
-    from verl_patches.patching.contract import PACKAGES, check, installed_roots
-    from verl_patches.patching.row_contract import Sources
+    from verl_patches.patching.contract import PACKAGES, Sources, check, installed_roots
     from verl_patches.patching.switches import from_environment
 
     name = line or from_environment().line

@@ -16,7 +16,7 @@ from verl_patches.cluster.mirrors import candidates, sources
 from verl_patches.cluster.pins import Repository, load_pins
 from verl_patches.errors import ConfigError
 from verl_patches.patching.engine import PatchError
-from verl_patches.patching.prelude_line import LINE
+from verl_patches.patching.install_prelude import LINE
 
 pytestmark = pytest.mark.slow  # each starts processes, or plans 256 ranks
 

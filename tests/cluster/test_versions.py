@@ -13,7 +13,7 @@ from verl_patches.cluster.pins import load_pins
 from verl_patches.cluster.trees import Trees
 from verl_patches.cluster.versions import Machine, compare
 from verl_patches.errors import ConfigError
-from verl_patches.patching import prelude_line
+from verl_patches.patching import install_prelude
 
 TOOLKIT = "ascend-toolkit/latest/aarch64-linux/ascend_toolkit_install.info"
 FILES = {  # as the installers of CANN 8 write them
@@ -168,10 +168,10 @@ def test_a_wheel_inside_another_repository_is_held_by_its_record_and_not_by_the_
 def test_the_prelude_line_is_no_change(machine, clones):
     make, pins, *_ = machine
     worker = clones[0] / "verl" / WORKER
-    worker.write_text(f"{prelude_line.LINE}\nimport torch\n")
+    worker.write_text(f"{install_prelude.LINE}\nimport torch\n")
     verl = next(f for f in compare("a3", make(), pins).findings if f.name == "verl")
     assert verl.state == "fine"
-    worker.write_text(f"{prelude_line.LINE}\nimport torch, os\n")
+    worker.write_text(f"{install_prelude.LINE}\nimport torch, os\n")
     assert problems(compare("a3", make(), pins))["verl"].details == (f"{WORKER} (modified)",)
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from verl_patches.patching import contract
 from verl_patches.patching import fingerprint as fp
-from verl_patches.patching.row_contract import Sources
+from verl_patches.patching.contract import Sources
 from verl_patches.patching.spec import PatchSpec
 
 FILES = {

@@ -5,12 +5,12 @@ import inspect
 
 import pytest
 
-from verl_patches.patching import signature
+from verl_patches.patching import contract
 from verl_patches.patching.spec import PatchSpec
 
 
 def of(text):
-    return signature.of_function(ast.parse(f"def f({text}): pass").body[0])
+    return contract.of_function(ast.parse(f"def f({text}): pass").body[0])
 
 
 @pytest.mark.parametrize("text", ["", "a", "a, b=1", "a, /, b, *, c, d=2", "a, *rest, c=1, **more", "*, k"])
@@ -20,8 +20,8 @@ def test_a_signature_read_from_text_is_pythons_own(text):
     found, known = of(text).parameters, inspect.signature(spaces["f"]).parameters
     assert [(p.name, p.kind, p.default is p.empty) for p in found.values()] == [
         (p.name, p.kind, p.default is p.empty) for p in known.values()]
-    assert signature.not_accepted(of(text), of(text)) == []
-    assert signature.not_accepted(of(text), of("*args, **kwargs")) == []
+    assert contract.not_accepted(of(text), of(text)) == []
+    assert contract.not_accepted(of(text), of("*args, **kwargs")) == []
 
 
 @pytest.mark.parametrize(("target", "provider", "fault"), [
@@ -40,19 +40,19 @@ def test_a_signature_read_from_text_is_pythons_own(text):
     ("a", "**kwargs", "takes no argument 1 (a)"),
 ])
 def test_a_call_that_would_fail_is_told(target, provider, fault):
-    assert fault in signature.not_accepted(of(target), of(provider))
+    assert fault in contract.not_accepted(of(target), of(provider))
 
 
 @pytest.mark.parametrize(("target", "provider"), [
     ("a, b", "a, b, c=1"), ("a, b=1", "a, *args, **kwargs"), ("a, /", "other"), ("*, k", "**kwargs"),
     ("a, b", "a, b=2")])
 def test_a_provider_may_take_more(target, provider):
-    assert signature.not_accepted(of(target), of(provider)) == []
+    assert contract.not_accepted(of(target), of(provider)) == []
 
 
 def test_self_may_have_any_name():
-    assert signature.not_accepted(of("self, x"), of("trainer, x"), bound=True) == []
-    assert signature.not_accepted(of("self, x"), of("trainer, x"), bound=False) == ["takes no self="]
+    assert contract.not_accepted(of("self, x"), of("trainer, x"), bound=True) == []
+    assert contract.not_accepted(of("self, x"), of("trainer, x"), bound=False) == ["takes no self="]
 
 
 UPSTREAM = '''
@@ -138,7 +138,7 @@ def faults(tmp_path, monkeypatch):
 
     def of_row(kind, target, provider):
         spec = PatchSpec("a.b", "model", f"sig_upstream:{target}", kind, f"sig_ours:{provider}", "why", "exit")
-        return signature.signature_faults(spec, tmp_path)
+        return contract.signature_faults(spec, tmp_path)
     return of_row
 
 
@@ -180,5 +180,5 @@ def test_providers_that_refuse_a_call_are_told(faults, kind, target, provider, f
     ("wrap", "f", "wrap_unseen", "functools.partial"), ("replace", "made", "plain_y", "assigned"),
     ("replace", "gone", "plain", "no Python text"), ("replace", "f", "absent", "absent")])
 def test_what_cannot_be_seen_is_said(faults, kind, target, provider, reason):
-    with pytest.raises(signature.UnknownSignature, match=reason):
+    with pytest.raises(contract.UnknownSignature, match=reason):
         faults(kind, target, provider)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from verl_patches.patching import prelude_line, prelude_pth
+from verl_patches.patching import install_prelude
 
 ROOT = Path(__file__).resolve().parents[2]
 CODE = """
@@ -33,12 +33,12 @@ def test_the_line_alone_makes_rows_of_its_own_module_active(tmp_path):
     def python(*arguments):
         return subprocess.run([sys.executable, *arguments], env=env, capture_output=True, text=True, timeout=240)
 
-    assert prelude_line.insert_line(tmp_path).state == "installed"  # without the .pth file, which install-prelude adds
+    assert install_prelude.insert_line(tmp_path).state == "installed"  # and no .pth file
     done = python("-c", CODE.format(tree=str(tmp_path)))
     assert done.returncode == 0, done.stderr[-2000:]
     before_the_line = "from verl.utils.vllm_utils import is_version_ge; import verl.workers.megatron_workers"
     alone = python("-c", before_the_line)  # verl's TaskRunner: on a CPU vLLM cannot be imported unpatched
     assert alone.returncode != 0 and "megatron_workers" not in alone.stderr, alone.stderr[-2000:]
-    assert python("-c", prelude_pth.TEXT + before_the_line).returncode == 0
-    assert prelude_line.remove_line(tmp_path).state == "removed"
+    assert python("-c", install_prelude.TEXT + before_the_line).returncode == 0
+    assert install_prelude.remove_line(tmp_path).state == "removed"
     assert python("-c", CODE.format(tree=str(tmp_path))).returncode != 0

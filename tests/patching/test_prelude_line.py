@@ -10,8 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from verl_patches.errors import ConfigError
-from verl_patches.patching import prelude_line
-from verl_patches.patching.prelude_line import INSIDE, LINE, insert_line, remove_line
+from verl_patches.patching import install_prelude
+from verl_patches.patching.install_prelude import INSIDE, LINE, insert_line, remove_line
 
 # the shape of upstream's file, none of its text
 WORKER = '''# Copyright
@@ -195,7 +195,7 @@ def test_a_failed_write_leaves_the_file_whole(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(prelude_line.os, "replace", full)
+    monkeypatch.setattr(install_prelude.os, "replace", full)
     with pytest.raises(ConfigError, match="No space left"):
         insert_line(tmp_path)
     assert file.read_text() == WORKER

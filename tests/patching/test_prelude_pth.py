@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from verl_patches.errors import ConfigError
-from verl_patches.patching import prelude_line, prelude_pth
-from verl_patches.patching.prelude_line import INSIDE, LINE
+from verl_patches.patching import install_prelude
+from verl_patches.patching.install_prelude import INSIDE, LINE
 
 ROOT = Path(__file__).resolve().parents[2]
 SAY = "import sys; print(__name__, 'verl_patches.prelude_patch' in sys.modules)\n"
@@ -38,7 +38,7 @@ class Python:
         self.executable = folder / "venv" / "bin" / "python"
         self.site = Path(self.run("import sysconfig; print(sysconfig.get_path('purelib'))").stdout.strip())
         (self.site / "base.pth").write_text(f"{sysconfig.get_path('purelib')}\n{ROOT}\n")
-        self.pth = self.site / prelude_pth.NAME
+        self.pth = self.site / install_prelude.NAME
 
     def run(self, *code, patches=None, before=""):
         """The finished process of `-c code`, or of `code` as arguments; `before`: a folder that goes first."""
@@ -75,7 +75,7 @@ def test_both_go_in_and_come_out_again(bare):
     assert LINE in bare.workers.read_text() and bare.pth.read_text().count("\n") == 1
     assert bare.pth.stat().st_mode & 0o777 == 0o644
     bare.pth.write_text("import verl_patches.of_an_older_version\n")
-    assert bare.prelude()["pth"][1] == "installed" and bare.pth.read_text() == prelude_pth.TEXT
+    assert bare.prelude()["pth"][1] == "installed" and bare.pth.read_text() == install_prelude.TEXT
     assert bare.prelude("--undo") == both("removed") and bare.prelude("--undo") == both("not installed")
     assert bare.workers.read_text() == WORKERS
     assert [file.name for file in bare.site.iterdir() if file.is_file()] == ["base.pth"]
@@ -122,20 +122,20 @@ def test_where_the_file_cannot_be_written_the_line_is_not_left_either(tmp_path, 
     file = tmp_path / "verl" / INSIDE
     file.parent.mkdir(parents=True)
     file.write_text(WORKERS)
-    monkeypatch.setattr(prelude_pth, "_pth_file", lambda: tmp_path / "no folder" / prelude_pth.NAME)
+    monkeypatch.setattr(install_prelude, "_pth_file", lambda: tmp_path / "no folder" / install_prelude.NAME)
     with pytest.raises(ConfigError, match="no folder"):
-        prelude_pth.install_prelude(tmp_path)
+        install_prelude.install_prelude(tmp_path)
     assert file.read_text() == WORKERS
-    assert prelude_line.insert_line(tmp_path).state == "installed"
+    assert install_prelude.insert_line(tmp_path).state == "installed"
     with pytest.raises(ConfigError, match="no folder"):
-        prelude_pth.install_prelude(tmp_path)
+        install_prelude.install_prelude(tmp_path)
     assert LINE in file.read_text()  # it was there before
 
 
 def test_without_site_packages_on_the_path_it_is_refused(monkeypatch):
     monkeypatch.setattr(sys, "path", [str(ROOT)])
     with pytest.raises(ConfigError, match="-S"):
-        prelude_pth.write_pth()
+        install_prelude.write_pth()
 
 
 WITHOUT_US = """
@@ -149,7 +149,7 @@ except RuntimeError as error: print(error)
 
 
 def test_a_file_left_behind_without_verl_patches_says_what_to_do(tmp_path):
-    done = subprocess.run([sys.executable, "-I", "-S", "-c", WITHOUT_US, prelude_pth.TEXT], capture_output=True,
+    done = subprocess.run([sys.executable, "-I", "-S", "-c", WITHOUT_US, install_prelude.TEXT], capture_output=True,
                           text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert all(word in done.stdout for word in (prelude_pth.NAME, "PYTHONPATH", "--undo", "No module named"))
+    assert all(word in done.stdout for word in (install_prelude.NAME, "PYTHONPATH", "--undo", "No module named"))

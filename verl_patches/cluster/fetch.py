@@ -21,7 +21,7 @@ from verl_patches.cluster.mirrors import sources
 from verl_patches.cluster.pins import PIN_FILE, Line, Repository
 from verl_patches.cluster.upstream_tree import TreeError, look, make, move
 from verl_patches.errors import ConfigError
-from verl_patches.patching import prelude_line
+from verl_patches.patching import install_prelude
 from verl_patches.patching.engine import PatchError
 from verl_patches.patching.report import Finding, Report
 
@@ -124,10 +124,10 @@ def _notes(name: str, pin: Repository, path: Path, tree: str) -> Iterator[Findin
 
 def _prelude(path: Path) -> Finding:
     try:
-        done = prelude_line.insert_line(path)
+        done = install_prelude.insert_line(path)
     except ConfigError as error:
-        return Finding("prelude line", "problem", str(path), prelude_line.LINE, str(error), "check the pin of verl")
-    return Finding("prelude line", "fine", f"{done.file}:{done.line}", prelude_line.LINE, done.state)
+        return Finding("prelude line", "problem", str(path), install_prelude.LINE, str(error), "check the pin of verl")
+    return Finding("prelude line", "fine", f"{done.file}:{done.line}", install_prelude.LINE, done.state)
 
 
 def _checked(line_name: str, line: Line, dest: Path) -> list[Finding]:

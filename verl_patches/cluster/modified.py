@@ -22,12 +22,12 @@ from verl_patches.cluster.git_tree import git, succeeds
 from verl_patches.cluster.pins import Line, PullRequest, Repository, load_pins, same_version
 from verl_patches.cluster.trees import FETCH, Trees
 from verl_patches.errors import ConfigError
-from verl_patches.patching import prelude_line
+from verl_patches.patching import install_prelude
 from verl_patches.patching.contract import PACKAGES
 from verl_patches.patching.engine import PatchError
 from verl_patches.patching.report import Finding
 
-WORKER_FILE = Path("verl") / prelude_line.INSIDE
+WORKER_FILE = Path("verl") / install_prelude.INSIDE
 _SHOWN = 5  # of a long list of files
 _LINK = "120000"
 
@@ -173,7 +173,7 @@ def _is_other(path: str, data: bytes, fits: Callable[[bytes], bool]) -> bool:
     if path != WORKER_FILE.as_posix():
         return True
     lines = data.splitlines(keepends=True)
-    ours = [number for number, line in enumerate(lines) if line.strip() == prelude_line.LINE.encode()]
+    ours = [number for number, line in enumerate(lines) if line.strip() == install_prelude.LINE.encode()]
     return not ours or not fits(b"".join(lines[:ours[0]] + lines[ours[0] + 1:]))
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from verl_patches.cluster.git_tree import OnPercent, fetch, git, has_commit, listed
 from verl_patches.cluster.modified import WORKER_FILE, commit_faults, merges, said, tree_changes
 from verl_patches.cluster.pins import Repository
-from verl_patches.patching import prelude_line
+from verl_patches.patching import install_prelude
 from verl_patches.patching.engine import PatchError
 
 # a server's words for "I do not hand out that": another way of asking may be granted
@@ -77,12 +77,12 @@ def move(path: Path, pin: Repository, source: str, on_percent: OnPercent) -> Non
     Where that fails (an ignored file stands in the way), the prelude line is put back.
     """
     _bring(path, pin, source, on_percent)
-    undone = (path / WORKER_FILE).is_file() and prelude_line.remove_line(path).state == "removed"
+    undone = (path / WORKER_FILE).is_file() and install_prelude.remove_line(path).state == "removed"
     try:
         _place(path, pin, source)
     except PatchError:
         if undone:
-            prelude_line.insert_line(path)
+            install_prelude.insert_line(path)
         raise
 
 

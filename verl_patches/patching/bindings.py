@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from verl_patches.patching.fingerprint import import_origin
-from verl_patches.patching.resolve import split
-from verl_patches.patching.statements import BLOCKS
+from verl_patches.patching.fingerprint import BLOCKS, import_origin
+from verl_patches.patching.spec import split
 
 _FROM = re.compile(rb"\bfrom\b([.\w\s\\]*?)\bimport\b(?=[ \t]*(\([^)]*\)|[^\n]*))")
 _LAST_PART = re.compile(rb"\w*(?=[\s\\]*\Z)")

@@ -21,9 +21,8 @@ from typing import Any
 
 from verl_patches.errors import ConfigError
 from verl_patches.patching import hooks
-from verl_patches.patching.resolve import MISSING, split
-from verl_patches.patching.row import NOT_AS_REVIEWED, Prepared, Row, log_outcome, prepare, refusal
-from verl_patches.patching.spec import PatchSpec, validate
+from verl_patches.patching.row import MISSING, NOT_AS_REVIEWED, Prepared, Row, log_outcome, prepare, refusal
+from verl_patches.patching.spec import PatchSpec, split, validate
 from verl_patches.patching.switches import Switches, nearest
 
 _ADVICE = {

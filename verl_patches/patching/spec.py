@@ -68,6 +68,12 @@ class PatchSpec:
         return ":" not in self.target
 
 
+def split(place: str) -> tuple[str, str]:
+    """("module", "qualname") of "module:qualname"; the second is empty for a module."""
+    module, _, qualname = place.partition(":")
+    return module, qualname
+
+
 def validate(specs: Iterable[PatchSpec]) -> dict[str, PatchSpec]:
     """Check every row before any is applied and return them by id, in order; ConfigError lists all faults at once."""
     specs = tuple(specs)
