@@ -15,8 +15,8 @@ import typer
 from verl_patches import contract_cli
 from verl_patches.cluster import cli, config_cli, reshard_cli, upstream_cli
 from verl_patches.cluster.show import Json, table
-from verl_patches.errors import ConfigError
-from verl_patches.patching.engine import Engine, PatchError
+from verl_patches.errors import ConfigError, RecipeError
+from verl_patches.patching.engine import Engine
 from verl_patches.patching.install_prelude import PLACES
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
@@ -47,7 +47,7 @@ def status(
 
         rows = count_by_process(run_states(run))
         if not rows:
-            raise PatchError(f"{run} recorded no states: it ended before any process was asked; see its driver.log")
+            raise RecipeError(f"{run} recorded no states: it ended before any process was asked; see its driver.log")
         record = json.loads((run / "summary.json").read_text())
         ended, dirty = record["exit"], record.get("dirty", {})
         wrong = [r["id"] for r in rows if WRONG & set(r["states"].values())]
@@ -136,7 +136,7 @@ def main() -> None:
     except ConfigError as error:
         print(f"verl_patches: {error}", file=sys.stderr)
         raise SystemExit(2) from None
-    except PatchError as error:
+    except RecipeError as error:
         print(f"verl_patches: {error}", file=sys.stderr)
         raise SystemExit(1) from None
 

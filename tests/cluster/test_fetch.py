@@ -14,8 +14,7 @@ from verl_patches.cluster import git_tree, upstream_tree
 from verl_patches.cluster.fetch import fetch_upstream
 from verl_patches.cluster.mirrors import candidates, sources
 from verl_patches.cluster.pins import Repository, load_pins
-from verl_patches.errors import ConfigError
-from verl_patches.patching.engine import PatchError
+from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.patching.install_prelude import LINE
 
 pytestmark = pytest.mark.slow  # each starts processes, or plans 256 ranks
@@ -68,7 +67,7 @@ def test_a_server_that_gives_no_bare_hashes_is_asked_for_the_history(upstream, d
     monkeypatch.setenv("GIT_CONFIG_COUNT", "1")
     monkeypatch.setenv("GIT_CONFIG_KEY_0", "protocol.version")
     monkeypatch.setenv("GIT_CONFIG_VALUE_0", "0")
-    with pytest.raises(PatchError, match="not our ref|unadvertised"):  # the control: this server does refuse
+    with pytest.raises(RecipeError, match="not our ref|unadvertised"):  # the control: this server does refuse
         git(dest.parent, "init", "-q", "probe")
         git_tree.fetch(dest.parent / "probe", str(upstream.bare), upstream.first)
     report, _ = run(dest, upstream.pin(upstream.first, ref="main"))
@@ -255,7 +254,7 @@ def test_with_a_mirror_the_pins_url_is_never_contacted(upstream, dest, silent_se
 def test_a_transfer_that_falls_silent_is_ended(tmp_path, silent_server, monkeypatch):
     monkeypatch.setattr(git_tree, "SILENCE_S", 0.5)
     git(tmp_path, "init", "-q")
-    with pytest.raises(PatchError, match="silent for 0.5 s"):
+    with pytest.raises(RecipeError, match="silent for 0.5 s"):
         git_tree.fetch(tmp_path, silent_server[1], "main")
 
 
@@ -313,7 +312,7 @@ def test_one_broken_tree_does_not_stop_the_others(upstream, dest):
 
 
 def test_two_at_once_are_kept_apart(upstream, dest):
-    with fetch_module._alone(dest), pytest.raises(PatchError, match="another fetch-upstream"):
+    with fetch_module._alone(dest), pytest.raises(RecipeError, match="another fetch-upstream"):
         run(dest, upstream.pin(upstream.first))
 
 

@@ -29,10 +29,9 @@ from vllm.model_executor.layers.fused_moe import FusedMoE  # noqa: E402
 from vllm.model_executor.models import utils as model_utils  # noqa: E402
 from vllm.model_executor.models.deepseek_v2 import DeepseekV3ForCausalLM  # noqa: E402
 
-from verl_patches.errors import ConfigError  # noqa: E402
+from verl_patches.errors import ConfigError, RecipeError  # noqa: E402
 from verl_patches.layout.inventory import build_inventory  # noqa: E402
 from verl_patches.layout.parallel import rollout_layout  # noqa: E402
-from verl_patches.patching.engine import PatchError  # noqa: E402
 from verl_patches.reshard.destination import learn_destinations  # noqa: E402
 
 
@@ -94,7 +93,7 @@ def hf_tensors(inventory):
 def error_of(check, *args) -> str | None:
     try:
         check(*args)
-    except (PatchError, ConfigError) as error:
+    except (RecipeError, ConfigError) as error:
         return str(error)
     return None
 

@@ -8,8 +8,8 @@ import engine_rank
 import psutil
 import torch
 
+from verl_patches.errors import RecipeError
 from verl_patches.memory import measure, rollout_life
-from verl_patches.patching.engine import PatchError
 from verl_patches.reshard.post_load import ABSORBED, post_load
 
 CYCLES, EVERY = 50, 10
@@ -37,10 +37,10 @@ def sampled(llm) -> list[list[int]]:
 
 
 def refused(do) -> str:
-    """What the PatchError says that `do` raises; empty if it does not."""
+    """What the RecipeError says that `do` raises; empty if it does not."""
     try:
         do()
-    except PatchError as error:
+    except RecipeError as error:
         return str(error)
     return ""
 

@@ -20,9 +20,8 @@ from verl_patches.cluster.git_tree import git
 from verl_patches.cluster.mirrors import sources
 from verl_patches.cluster.pins import PIN_FILE, Line, Repository
 from verl_patches.cluster.upstream_tree import TreeError, look, make, move
-from verl_patches.errors import ConfigError
+from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.patching import install_prelude
-from verl_patches.patching.engine import PatchError
 from verl_patches.patching.report import Finding, Report
 
 DEFAULT_DEST = PIN_FILE.parents[1] / "upstream"
@@ -44,7 +43,7 @@ def fetch_upstream(
     mirror: a folder of git mirrors or the beginning of a URL (mirrors.py), then the only source. only: names of
     repositories, default all. Findings: each repository, each pull request that is merged or not and why, the prelude
     line, the check. Raises ConfigError before anything is fetched (unknown names, a line without repositories, mirrors
-    that are missing) and PatchError where another fetch works in `dest`.
+    that are missing) and RecipeError where another fetch works in `dest`.
     """
     chosen, dest = _chosen(line_name, line, only), Path(dest).absolute()
     with _alone(dest):
@@ -80,29 +79,29 @@ def _alone(dest: Path) -> Iterator[None]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise PatchError(f"{dest}: another fetch-upstream works there; wait for it, then run this again") from None
+            raise RecipeError(f"{dest}: another fetch-upstream works there; wait for it, then run this again") from None
         yield
 
 
-def _look(path: Path, pin: Repository) -> str | PatchError:
+def _look(path: Path, pin: Repository) -> str | RecipeError:
     try:
         return look(path, pin)
-    except PatchError as error:
+    except RecipeError as error:
         return error
 
 
 def _one(
-    name: str, pin: Repository, path: Path, state: str | PatchError, source: str | None, tell: Tell
+    name: str, pin: Repository, path: Path, state: str | RecipeError, source: str | None, tell: Tell
 ) -> list[Finding]:
     expected = f"commit {pin.commit}" + (f", tree {pin.tree}" if pin.tree else "")
     started = time.monotonic()
     try:
-        if isinstance(state, PatchError):
+        if isinstance(state, RecipeError):
             raise state
         if state != "right":
             (make if state == "absent" else move)(path, pin, source, lambda percent: tell(name, percent, ""))
         tree = git(path, "rev-parse", "HEAD^{tree}")
-    except (PatchError, ConfigError, OSError) as error:
+    except (RecipeError, ConfigError, OSError) as error:
         again = "run this again, or give a --mirror"
         found, todo = (error.found, error.todo) if isinstance(error, TreeError) else (str(error), again)
         tell(name, None, f"problem: {found}")

@@ -15,8 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from verl_patches.cluster.processes import die_with_parent
-from verl_patches.errors import ConfigError
-from verl_patches.patching.engine import PatchError
+from verl_patches.errors import ConfigError, RecipeError
 
 QUICK_S = 120  # a local command, or one question to a server
 SILENCE_S = 180  # a transfer reports its progress every second; silent for this long, it is stuck
@@ -35,17 +34,17 @@ _PERCENT = re.compile(rb"Receiving objects:\s+(\d+)%")
 
 
 def git(folder: Path | None, *args: str) -> str:
-    """What a short git command in `folder` prints; PatchError with git's words if it fails, ConfigError without git."""
+    """Output of a short git command in `folder`; RecipeError with git's words if it fails, ConfigError without git."""
     command = _command(folder, *args)
     try:
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace",
                               env=_environment(folder), timeout=QUICK_S, preexec_fn=die_with_parent)
     except subprocess.TimeoutExpired:
-        raise PatchError(f"git {args[0]}: no answer within {QUICK_S} s; is the network or the disk stuck?") from None
+        raise RecipeError(f"git {args[0]}: no answer within {QUICK_S} s; is the network or the disk stuck?") from None
     except FileNotFoundError:
         raise ConfigError("git is not installed; install it (openEuler: yum install git) and run this again") from None
     if done.returncode:
-        raise PatchError(f"git {args[0]}: {_last_words(done.stderr)}")
+        raise RecipeError(f"git {args[0]}: {_last_words(done.stderr)}")
     return done.stdout.rstrip()
 
 
@@ -53,7 +52,7 @@ def succeeds(folder: Path | None, *args: str) -> bool:
     """Whether a short git command exits 0."""
     try:
         git(folder, *args)
-    except PatchError:
+    except RecipeError:
         return False
     return True
 
@@ -65,7 +64,7 @@ def has_commit(folder: Path, commit: str) -> bool:
 
 
 def listed(source: str, *refs: str) -> set[str]:
-    """Hashes that `source` gives for these refs, tags peeled too; PatchError where it cannot be reached."""
+    """Hashes that `source` gives for these refs, tags peeled too; RecipeError where it cannot be reached."""
     patterns = [text for ref in refs for text in (ref, f"{ref}^{{}}")]
     return {line.split()[0] for line in git(None, "ls-remote", *_upload_pack(source), source, *patterns).splitlines()}
 
@@ -73,7 +72,7 @@ def listed(source: str, *refs: str) -> set[str]:
 def fetch(
     folder: Path, source: str, refspec: str, options: Sequence[str] = (), on_percent: OnPercent = lambda _: None
 ) -> None:
-    """`git fetch` one refspec into `folder`; PatchError with git's words if it fails or is silent for SILENCE_S."""
+    """`git fetch` one refspec into `folder`; RecipeError with git's words if it fails or is silent for SILENCE_S."""
     command = _command(folder, "fetch", "--progress", "--no-tags", *options, *_upload_pack(source), source, refspec)
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
                                env=_environment(folder), start_new_session=True, preexec_fn=die_with_parent)
@@ -88,9 +87,9 @@ def fetch(
             if percents:
                 on_percent(int(percents[-1]))
         else:
-            raise PatchError(f"git fetch {source}: silent for {SILENCE_S} s; is the network stuck? Run this again")
+            raise RecipeError(f"git fetch {source}: silent for {SILENCE_S} s; is the network stuck? Run this again")
         if process.wait(QUICK_S):
-            raise PatchError(f"git fetch {source}: {_last_words(words.decode(errors='replace'))}")
+            raise RecipeError(f"git fetch {source}: {_last_words(words.decode(errors='replace'))}")
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)  # its own session: git and its helpers, nothing else

@@ -21,10 +21,9 @@ from omegaconf import DictConfig
 from verl_patches.cluster.git_tree import git, succeeds
 from verl_patches.cluster.pins import Line, PullRequest, Repository, load_pins, same_version
 from verl_patches.cluster.trees import FETCH, Trees
-from verl_patches.errors import ConfigError
+from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.patching import install_prelude
 from verl_patches.patching.contract import PACKAGES
-from verl_patches.patching.engine import PatchError
 from verl_patches.patching.report import Finding
 
 WORKER_FILE = Path("verl") / install_prelude.INSIDE
@@ -101,7 +100,7 @@ def _tree_finding(name: str, folder: Path, pin: Repository) -> Finding:
         "bash scripts/fetch_upstream.sh --dest ANOTHER brings the pinned sources")
     try:
         wrong, files = commit_faults(folder, pin), tree_changes(folder, pin.tree or pin.commit, pin.generated)
-    except PatchError as error:
+    except RecipeError as error:
         wrong, files = [f"not to be compared: {error}"], []
     found = [*wrong, *([said(files)] if files else [])]
     if found:
@@ -138,7 +137,7 @@ def commit_faults(folder: Path, pin: Repository) -> list[str]:
 def tree_changes(folder: Path, reference: str, generated: tuple[str, ...] = ()) -> list[str]:
     """["FILE (modified)", "FILE (deleted)", "FILE (extra)", ...] of a work tree against the commit or tree `reference`.
 
-    Raises PatchError where the clone does not hold `reference`.
+    Raises RecipeError where the clone does not hold `reference`.
     """
     listed = git(folder, "ls-tree", "-r", "-z", "--full-tree", reference).split("\0")
     wanted: dict[str, tuple[str, str]] = {}
@@ -219,7 +218,7 @@ def _ignored(folder: Path, paths: list[str]) -> set[str]:
         part = paths[start:start + 500]
         try:
             names |= set(git(folder, "check-ignore", "--", *part).splitlines())
-        except PatchError:  # exit 1: none of them
+        except RecipeError:  # exit 1: none of them
             continue
     return names
 

@@ -14,14 +14,14 @@ from pathlib import Path
 from verl_patches.cluster.git_tree import OnPercent, fetch, git, has_commit, listed
 from verl_patches.cluster.modified import WORKER_FILE, commit_faults, merges, said, tree_changes
 from verl_patches.cluster.pins import Repository
+from verl_patches.errors import RecipeError
 from verl_patches.patching import install_prelude
-from verl_patches.patching.engine import PatchError
 
 # a server's words for "I do not hand out that": another way of asking may be granted
 _NOT_GRANTED = re.compile("not our ref|unadvertised object|find remote ref|not allow", re.IGNORECASE)
 
 
-class TreeError(PatchError):
+class TreeError(RecipeError):
     """A tree that cannot be used as it is: `found` and what to do (`todo`)."""
 
     def __init__(self, found: str, todo: str):
@@ -57,7 +57,7 @@ def make(path: Path, pin: Repository, source: str, on_percent: OnPercent) -> Non
     if partial.is_dir() and has_commit(partial, pin.commit):
         try:
             _place(partial, pin, source)
-        except PatchError:  # half checked out, or its locks are still there: made anew
+        except RecipeError:  # half checked out, or its locks are still there: made anew
             pass
         else:
             partial.rename(path)
@@ -80,7 +80,7 @@ def move(path: Path, pin: Repository, source: str, on_percent: OnPercent) -> Non
     undone = (path / WORKER_FILE).is_file() and install_prelude.remove_line(path).state == "removed"
     try:
         _place(path, pin, source)
-    except PatchError:
+    except RecipeError:
         if undone:
             install_prelude.insert_line(path)
         raise
@@ -97,7 +97,7 @@ def _bring(folder: Path, pin: Repository, source: str, on_percent: OnPercent) ->
     for options, refspec in ways:
         try:
             fetch(folder, source, refspec, options, on_percent)
-        except PatchError as error:
+        except RecipeError as error:
             if not _NOT_GRANTED.search(str(error)):
                 raise
         if has_commit(folder, pin.commit):
@@ -106,10 +106,10 @@ def _bring(folder: Path, pin: Repository, source: str, on_percent: OnPercent) ->
 
 
 def _place(folder: Path, pin: Repository, source: str) -> None:
-    """Check out the pin, merge what is to be merged, keep it as a remote ref, verify; PatchError if anything is off."""
+    """Check out the pin, merge what is to be merged, keep it as a remote ref, verify; RecipeError if any step fails."""
     try:
         git(folder, "checkout", "--quiet", "--no-overwrite-ignore", "--detach", pin.commit)
-    except PatchError as error:
+    except RecipeError as error:
         raise TreeError(str(error), f"move what stands in the way out of {folder}, or give another --dest") from error
     for pull in merges(pin):
         ref = f"refs/remotes/origin/pull/{pull.number}"

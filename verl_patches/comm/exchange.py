@@ -18,12 +18,12 @@ import torch.distributed as dist
 
 from verl_patches.comm.batch_plan import BatchPlan
 from verl_patches.comm.ragged import Ragged
-from verl_patches.patching.engine import PatchError
+from verl_patches.errors import RecipeError
 
 _ALIGNED = 16  # bytes; the header's too
 
 
-class ExchangeError(PatchError):
+class ExchangeError(RecipeError):
     """Ranks do not carry out the same plan on the same tensors, or one of them cannot; names the ranks."""
 
 

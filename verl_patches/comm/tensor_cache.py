@@ -23,12 +23,12 @@ import torch
 from verl_patches.comm.batch_plan import BatchPlan
 from verl_patches.comm.exchange import Told, exchange
 from verl_patches.comm.ragged import Ragged
-from verl_patches.patching.engine import PatchError
+from verl_patches.errors import RecipeError
 
 log = logging.getLogger(__name__)
 
 
-class CacheError(PatchError):
+class CacheError(RecipeError):
     """What was asked for is not in the cache, or the cache is of another step; names step, tensor and samples."""
 
 

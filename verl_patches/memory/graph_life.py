@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
+from verl_patches.errors import RecipeError
 from verl_patches.memory.measure import vllm_worker
 from verl_patches.memory.rollout_life import TAGS, WEIGHTS, Life, weights_of
-from verl_patches.patching.engine import PatchError
 
 _ALLOCATORS = (("vllm_ascend.device_allocator.camem", "CaMemAllocator"),
                ("vllm.device_allocator.cumem", "CuMemAllocator"))  # fmt: skip
@@ -38,7 +38,7 @@ class GraphLife(Life):
         self._asleep: set[str] = set()
 
     def sleep(self, level: int = 1) -> None:
-        """vLLM's own. PatchError if its allocator is not there."""
+        """vLLM's own. RecipeError if its allocator is not there."""
         if self._asleep == set(TAGS):
             return
         self.wake_up()
@@ -94,5 +94,5 @@ def _allocator() -> Any:
         found = getattr(getattr(sys.modules.get(module), name, None), "instance", None)
         if found is not None:
             return found
-    raise PatchError(f"rollout: asked to sleep, expected {' or '.join(name for _, name in _ALLOCATORS)} of vLLM's "
-                     "sleep mode, found neither: switch the row off, recipe.patches=[-memory.rollout_life]")
+    raise RecipeError(f"rollout: asked to sleep, expected {' or '.join(name for _, name in _ALLOCATORS)} of vLLM's "
+                      "sleep mode, found neither: switch the row off, recipe.patches=[-memory.rollout_life]")

@@ -12,16 +12,15 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
-from verl_patches.errors import ConfigError
+from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.memory.phases import TENANTS, Order, residency
-from verl_patches.patching.engine import PatchError
 
 log = logging.getLogger(__name__)
 ACTIONS = ("report", "strict")
 _CURRENT: Ledger | None = None
 
 
-class MemoryLedgerError(PatchError):
+class MemoryLedgerError(RecipeError):
     """A tenant is where it must not be, or is not where it must be."""
 
 

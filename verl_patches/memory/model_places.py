@@ -12,8 +12,8 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
+from verl_patches.errors import RecipeError
 from verl_patches.memory.parking import Parked, come, leave, unique
-from verl_patches.patching.engine import PatchError
 
 Named = Iterable[tuple[str, torch.Tensor]]
 
@@ -88,13 +88,13 @@ class ModelPlaces:
         return sum(each.size_bytes for each in here)
 
     def _refuse_unknown_writes(self) -> None:
-        """PatchError for those that a parameter's version shows; which it does not show: the head of this file."""
+        """RecipeError for those that a parameter's version shows; which it does not show: the head of this file."""
         for name, parameter in self.weights:
             if not self.buffers and parameter.grad is not None:
-                raise PatchError(f"offload: {name} of a model without DDP has a gradient, which would stay on the "
-                                 "device: expected none, as in a reference model")
+                raise RecipeError(f"offload: {name} of a model without DDP has a gradient, which would stay on the "
+                                  "device: expected none, as in a reference model")
             if not self.written and parameter._version != self.versions.get(name, parameter._version):
-                raise PatchError(
+                raise RecipeError(
                     f"offload: {self.tenant}, {name}: expected the weights that came from the host, found them written "
                     "to although they were loaded for reading only (load_grad=False): the host copy is stale and would "
                     "undo that; load with load_grad=True before writing")

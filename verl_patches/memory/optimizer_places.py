@@ -38,7 +38,7 @@ class OptimizerPlaces:
             yield from ((f"group {number}, parameter {at}", parameter) for at, parameter in enumerate(group["params"]))
 
     def parked_of(self, name: str, parameter: torch.Tensor) -> list[Parked]:
-        """Places of what is owned for one of `parameters`; PatchError where it is not as it was left."""
+        """Places of what is owned for one of `parameters`; RecipeError where it is not as it was left."""
         owned = [(f"{name}, main", parameter)] if id(parameter) in self.mains else []
         states = self.megatron.optimizer.state.get(parameter, {})
         owned += [(f"{name}, {key}", state) for key, state in states.items()

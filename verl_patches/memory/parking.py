@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
+from verl_patches.errors import RecipeError
 from verl_patches.memory.moves import TALLY
-from verl_patches.patching.engine import PatchError
 
 # torch's allocator of pinned memory rounds each piece up to a power of two (ATen/core/CachingHostAllocator.h)
 PIECE_BYTES, _ALIGN_BYTES = 512 << 20, 512
@@ -22,7 +22,7 @@ PIECE_BYTES, _ALIGN_BYTES = 512 << 20, 512
 class Parked:
     """The storage below `tensor`, which is on the device or waits on the host; `name` is for messages.
 
-    PatchError if the storage has less memory than its tensor needs: somebody else has taken it.
+    RecipeError if the storage has less memory than its tensor needs: somebody else has taken it.
     """
 
     def __init__(self, name: str, tensor: torch.Tensor):
@@ -33,20 +33,20 @@ class Parked:
         self.away = False
         needed = (tensor.storage_offset() + tensor.numel()) * tensor.element_size() if tensor.is_contiguous() else 1
         if tensor.numel() and self.size_bytes < needed:
-            raise PatchError(f"offload: {name}: expected a storage of at least {needed:,} bytes, found "
-                             f"{self.size_bytes:,}: somebody else has emptied it")
+            raise RecipeError(f"offload: {name}: expected a storage of at least {needed:,} bytes, found "
+                              f"{self.size_bytes:,}: somebody else has emptied it")
 
     def check(self, tensor: torch.Tensor) -> None:
-        """PatchError unless `tensor` lies in this storage and that is as large as it was left."""
+        """RecipeError unless `tensor` lies in this storage and that is as large as it was left."""
         found, expected = tensor.untyped_storage(), 0 if self.away else self.size_bytes
         if found._cdata != self.storage._cdata:
-            raise PatchError(
+            raise RecipeError(
                 f"offload: {self.name}: expected the storage that was there before, of {self.size_bytes:,} bytes, "
                 f"found another one of {found.nbytes():,} bytes on {found.device}: somebody else has replaced it")
         if found.nbytes() != expected:
             state = "which waits on the host" if self.away else "which is on the device"
-            raise PatchError(f"offload: {self.name}, {state}: expected a storage of {expected:,} bytes, found "
-                             f"{found.nbytes():,}: somebody else has resized it")
+            raise RecipeError(f"offload: {self.name}, {state}: expected a storage of {expected:,} bytes, found "
+                              f"{found.nbytes():,}: somebody else has resized it")
 
     def is_replaced_by(self, tensor: torch.Tensor) -> bool:
         """Whether `tensor` lies in another storage of the same size."""

@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from types import ModuleType
 from typing import Any
 
-from verl_patches.errors import ConfigError
+from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.patching import hooks
 from verl_patches.patching.row import MISSING, NOT_AS_REVIEWED, Prepared, Row, log_outcome, prepare, refusal
 from verl_patches.patching.spec import PatchSpec, split, validate
@@ -33,7 +33,7 @@ _ADVICE = {
 }
 
 
-class PatchError(RuntimeError):
+class PatchError(RecipeError):
     """A row could not be made active, or is no longer: the message names row, target, expected, found and remedy."""
 
 

@@ -18,7 +18,7 @@ import torch
 
 from verl_patches.comm import micro_batches
 from verl_patches.comm.batch_plan import BatchPlan
-from verl_patches.patching.engine import PatchError
+from verl_patches.errors import RecipeError
 
 Parts = list[list[int]]  # [micro batch] -> places in the batch that verl splits
 _following: _Following | None = None
@@ -32,11 +32,12 @@ class _Following:
         self.reached = 0
 
     def next(self, found: list[int]) -> Parts:
-        """Of a batch whose rows have so many tokens; PatchError where the plan has others here."""
+        """Of a batch whose rows have so many tokens; RecipeError where the plan has others here."""
         parts, expected = next(self._splits)
         if found != list(expected):
-            raise PatchError(f"micro batches: batch {self.reached} of this stage has {len(found)} rows of {sum(found)} "
-                             f"tokens, the plan has {len(expected)} of {sum(expected)} there, or in another order")
+            raise RecipeError(f"micro batches: batch {self.reached} of this stage has {len(found)} rows of "
+                              f"{sum(found)} tokens, the plan has {len(expected)} of {sum(expected)} there, or in "
+                              "another order")
         self.reached += 1
         return parts
 
@@ -74,7 +75,7 @@ def _places(parts: Sequence[Sequence[int]], order: Sequence[int]) -> Parts:
 def following(splits: Sequence[Parts], tokens: Sequence[int]) -> Iterator[None]:
     """A stage whose dynamic micro batches are `splits`, of rows with these tokens, all batches one after another.
 
-    Raises PatchError where verl's actor did not ask for them.
+    Raises RecipeError where verl's actor did not ask for them.
     """
     global _following
     rows = iter(tokens)
@@ -84,8 +85,8 @@ def following(splits: Sequence[Parts], tokens: Sequence[int]) -> Iterator[None]:
     finally:
         _following = None
     if not now.reached:
-        raise PatchError("micro batches: the actor did not split by the plan; row update.micro_batches_as_planned must "
-                         "reach verl.workers.actor.megatron_actor: look at `status --run DIR`")  # fmt: skip
+        raise RecipeError("micro batches: the actor did not split by the plan; row update.micro_batches_as_planned "
+                          "must reach verl.workers.actor.megatron_actor: look at `status --run DIR`")  # fmt: skip
 
 
 def as_planned(rearrange_micro_batches: Callable) -> Callable:

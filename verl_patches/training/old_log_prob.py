@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from verl_patches.patching.engine import PatchError
+from verl_patches.errors import RecipeError
 from verl_patches.training import rollout_correction
 from verl_patches.training.on_policy import Correction, correction_of
 
@@ -112,7 +112,7 @@ def update_on_policy(update_actor: Callable) -> Callable:
             _update = None
         speaks = speaks_for_its_replica()
         if skip and speaks and not step.reached:
-            raise PatchError(_NOT_REACHED)
+            raise RecipeError(_NOT_REACHED)
         self.log_prob_moments = step.moments() if speaks else None
         return output
 
