@@ -81,6 +81,12 @@ def test_every_body_is_the_reviewed_one():
     assert {target: fingerprint(target) for target in targets} == known
 
 
+@pytest.mark.parametrize("line", LINES)
+def test_every_target_of_a_line_has_a_reviewed_body(line):
+    """Those of line a3 are compared with their sources by `check --upstream` (tests/test_contract_cli.py)."""
+    assert set(reviewed()[line]) == {row.target for row in ROWS if line in row.lines and not row.is_module_stub}
+
+
 def test_every_signature_fits_and_all_bindings_are_listed():
     """As `check --installed` says it, no signature left unchecked; negative controls: tests/test_contract_cli.py."""
     report = check(ROWS, "pypi", Sources(installed_roots("pypi")))

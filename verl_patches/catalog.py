@@ -14,7 +14,7 @@ _WORKERS = "verl.workers.megatron_workers"
 _ACTOR = f"{_WORKERS}:ActorRolloutRefWorker"
 _TRAINER = "verl.trainer.ppo.ray_trainer"
 _MEGATRON_ACTOR = "verl.workers.actor.megatron_actor:MegatronPPOActor"
-_A3, _BOTH = frozenset({"a3"}), frozenset({"pypi", "a3"})
+_PYPI, _A3, _BOTH = frozenset({"pypi"}), frozenset({"a3"}), frozenset({"pypi", "a3"})
 _CONTROLLER, _WORKER = frozenset({"controller"}), frozenset({"worker"})
 _NEVER = "none: it is what this recipe adds to verl"
 _DIRECT = (
@@ -84,7 +84,7 @@ def _trims(name: str, module: str, places: str) -> PatchSpec:
 
 def _flash_attn(target: str) -> PatchSpec:
     return PatchSpec(
-        id=f"platform.{target.replace('.', '_')}", stage="platform", target=target, kind="stub", default="auto",
+        id=f"platform.{target.replace('.', '_')}", stage="platform", target=target, kind="stub",
         provider="verl_patches.platform.flash_attn", platforms=frozenset({"npu", "cpu"}), lines=_BOTH,
         why="verl/workers/critic/dp_critic.py:24 imports flash_attn.bert_padding wherever megatron_workers is imported "
             "(verl/workers/actor/dp_actor.py:42 too where it sees CUDA); flash_attn has no build for NPU or CPU, and "
@@ -143,7 +143,7 @@ ROLLOUT: tuple[PatchSpec, ...] = (
 MODEL: tuple[PatchSpec, ...] = (
     PatchSpec(
         id="model.config", stage="model", target="verl.models.mcore.registry:MODEL_CONFIG_CONVERTER_REGISTRY",
-        kind="register", provider="verl_patches.model.config:converters", processes=_WORKER,
+        kind="register", provider="verl_patches.model.config:converters", processes=_WORKER, lines=_PYPI,
         why="verl's DeepSeek-V3 converter (verl/models/mcore/config_converter.py:187) drops group-limited routing, "
             "computes the router in fp64, trains with a balancing loss and lets training move the correction bias.",
         exit="verl sets moe_router_num_groups and moe_router_group_topk for DeepSeek-V3",
@@ -151,7 +151,7 @@ MODEL: tuple[PatchSpec, ...] = (
     PatchSpec(
         id="model.mla_k_pe_grad", stage="model",
         target="megatron.core.transformer.multi_latent_attention:MLASelfAttention.__init__", kind="wrap",
-        provider="verl_patches.model.mla:sum_k_pe_grad", processes=_WORKER,
+        provider="verl_patches.model.mla:sum_k_pe_grad", processes=_WORKER, lines=_PYPI,
         why="Under TP each rank keeps only its own heads' part of the rotary key's gradient "
             "(megatron/core/transformer/multi_latent_attention.py:404; verl's patch_v012.py has a copy).",
         exit="megatron-core sums the gradient of k_pos_emb over TP ranks",
@@ -159,7 +159,7 @@ MODEL: tuple[PatchSpec, ...] = (
     PatchSpec(
         id="model.load_hf", stage="model", target="verl.utils.model:load_megatron_gptmodel_weights", kind="wrap",
         provider="verl_patches.model.load:load_deepseekv3", bindings=(f"{_WORKERS}:load_megatron_gptmodel_weights",),
-        processes=_WORKER,
+        processes=_WORKER, lines=_PYPI,
         why="verl loads HF weights into Megatron for Llama and Qwen2 only (verl/models/weight_loader_registry.py), "
             "through a whole HF model on every rank (verl/utils/model.py:350).",
         exit="verl loads DeepSeek-V3 safetensors into Megatron",
@@ -258,7 +258,7 @@ TRAINING: tuple[PatchSpec, ...] = (
         exit="as rollout.keep_responses",
     ),
     PatchSpec(
-        id="update.micro_batches_as_planned", stage="update", kind="wrap", processes=_WORKER,
+        id="update.micro_batches_as_planned", stage="update", kind="wrap", processes=_WORKER, lines=_PYPI,
         target="verl.utils.seqlen_balancing:rearrange_micro_batches",
         provider="verl_patches.training.kept_micro_batches:as_planned",
         bindings=("verl.workers.actor.megatron_actor:rearrange_micro_batches",
@@ -290,7 +290,7 @@ TRAINING: tuple[PatchSpec, ...] = (
     PatchSpec(
         id="update.sync_switch", stage="reshard",
         target="verl.workers.sharding_manager.megatron_vllm:MegatronVLLMShardingManager.__enter__", kind="wrap",
-        provider="verl_patches.reshard.sync_switch:timed_and_switched", processes=_WORKER,
+        provider="verl_patches.reshard.sync_switch:timed_and_switched", processes=_WORKER, lines=_PYPI,
         why="Counts weight sync as a phase, and can leave it out after the first step: the control run without sync.",
         exit=_NEVER,
     ),
@@ -302,7 +302,7 @@ TRAINING: tuple[PatchSpec, ...] = (
         exit="the pins move to verl 0.4.0 or later, where update.sync_switch serves",
     ),
     PatchSpec(
-        id="reshard.direct", stage="reshard", kind="wrap", processes=_WORKER,
+        id="reshard.direct", stage="reshard", kind="wrap", processes=_WORKER, lines=_PYPI,
         needs=("update.sync_switch", "update.sync_mode"),
         target="verl.workers.sharding_manager.megatron_vllm:MegatronVLLMShardingManager.__enter__",
         provider="verl_patches.reshard.in_loop:direct",
@@ -319,7 +319,7 @@ TRAINING: tuple[PatchSpec, ...] = (
     PatchSpec(
         id="model.local_names", stage="reshard", target="verl.utils.model:normalize_model_name", kind="wrap",
         provider="verl_patches.model.names:te_names_for_verl",
-        bindings=("verl.utils.megatron_utils:normalize_model_name",), processes=_WORKER,
+        bindings=("verl.utils.megatron_utils:normalize_model_name",), processes=_WORKER, lines=_PYPI,
         why="verl's per_tensor_generator and DeepSeek-V3 converter know Transformer Engine's parameter names only "
             "(verl/utils/megatron_utils.py:798, verl/models/mcore/weight_converter.py:172).",
         exit="verl accepts the names of Megatron's own modules",
@@ -351,7 +351,7 @@ TRAINING: tuple[PatchSpec, ...] = (
     _ledger("ledger_log_prob", f"{_MEGATRON_ACTOR}.compute_log_prob", "log_prob",
             "The phases old_log_prob and ref begin here."),
     _ledger("ledger_update", f"{_MEGATRON_ACTOR}.update_policy", "update", "The phase update begins here.",
-            lines=frozenset({"pypi"})),
+            lines=_PYPI),
     _ledger("ledger_update_a3", f"{_MEGATRON_ACTOR}.update_policy", "update",
             "As memory.ledger_update, over the learning-rate schedule of this line.", lines=_A3,
             needs=("update.lr_schedule",)),
@@ -365,14 +365,15 @@ TRAINING: tuple[PatchSpec, ...] = (
     _moved("load_optimizer", "load_megatron_optimizer"),
     _moved("offload_optimizer", "offload_megatron_optimizer", "memory.load_optimizer"),
     _checkpoint("save"), _checkpoint("load"),
-    _order("order", "memory.ledger_update", lines=frozenset({"pypi"})),
+    _order("order", "memory.ledger_update", lines=_PYPI),
     _order("order_a3", "memory.ledger_update_a3", lines=_A3),
     _trims("worker", _WORKERS, "after every call (megatron_workers.py, the end of each)"),
     _trims("actor", "verl.workers.actor.megatron_actor", "after each pass and update (megatron_actor.py)"),
     _trims("sleep", "verl.workers.sharding_manager.megatron_vllm", "after vLLM went to sleep (megatron_vllm.py)"),
     PatchSpec(
         id="memory.swap_optimizer", stage="memory", target=f"{_ACTOR}._build_model_optimizer", kind="wrap",
-        provider="verl_patches.memory.swap_optimizer:build_swapped", processes=_WORKER, needs=("model.train_dtype",),
+        provider="verl_patches.memory.swap_optimizer:build_swapped", processes=_WORKER, lines=_PYPI,
+        needs=("model.train_dtype",),
         why="Megatron 0.12.2 steps all states at once, on the device or on the host (optimizer_cpu_offload); "
             "recipe.train.swap_optimizer streams them through the device in pieces, as MindSpeed does on line a3.",
         exit=_NEVER,

@@ -118,10 +118,15 @@ def test_a_row_goes_over_what_it_needs_whichever_hook_runs_first(tree):
     """)
 
 
-def test_a_module_that_is_installed_goes_before_its_stub(tree):
+def test_an_installed_package_is_used_in_place_of_its_stub(tree):
     run(tree, """
-        e = engine(row("t.stub", "up", "stub", "standin_mod")); e.apply()
-        assert state(e, "t.stub") == "overridden"
+        e = engine(row("t.stub", "up", "stub", "standin_mod"), row("t.gone", "no_such_package", "stub", "standin_mod"))
+        try: e.verify("worker")  # the control: nothing was applied, and no package is there instead
+        except PatchError as error: assert "t.gone is off" in str(error) and "t.stub" not in str(error)
+        else: raise SystemExit("not seen")
+        e.apply()
+        assert state(e, "t.stub") == "off" and state(e, "t.gone") == "active"
+        e.verify("worker")
     """)
 
 
@@ -215,11 +220,10 @@ def test_binding_held_by_another_object_is_seen(tree):
 
 def test_waiting_row_fails_verify_only_in_its_own_process(tree):
     run(tree, """
-        e = engine(row("t.f", "up.base:f", processes=frozenset({"worker"})), row("t.st", "up.base:Thing.st",
-                   provider="ours:louder", default="auto")); e.apply()
+        e = engine(row("t.f", "up.base:f", processes=frozenset({"worker"}))); e.apply()
         e.verify("controller")
         try: e.verify("worker")
-        except PatchError as error: assert "t.f is waiting" in str(error) and "t.st" not in str(error)
+        except PatchError as error: assert "t.f is waiting" in str(error)
         else: raise SystemExit("not seen")
     """)
 

@@ -7,13 +7,13 @@ import pytest
 
 from verl_patches.errors import ConfigError
 from verl_patches.patching.engine import Engine
-from verl_patches.patching.spec import PatchSpec, validate
+from verl_patches.patching.spec import LINES, PatchSpec, validate
 from verl_patches.patching.switches import Switches
 
 
 def row(**more):
     return PatchSpec(**{"id": "t.f", "stage": "model", "target": "up.base:f", "kind": "wrap", "provider": "ours:louder",
-                        "why": "test", "exit": "no", "lines": frozenset({"pypi", "a3"}), **more})
+                        "why": "test", "exit": "no", **more})
 
 
 BOUND = row(bindings=("up.user:f", "up.old:f@a3", "up.new:f@pypi"))
@@ -24,6 +24,14 @@ def test_a_binding_of_one_line_is_seen_on_that_line_only(line, bindings):
     assert BOUND.on_line(line).bindings == bindings
     assert Engine([BOUND], Switches(line, "cpu")).specs["t.f"].bindings == bindings
     assert row().on_line(line) == row()
+
+
+def test_a_row_that_names_no_line_is_on_in_production():
+    everywhere = PatchSpec(id="t.f", stage="model", target="up.base:f", kind="wrap", provider="ours:louder", why="test",
+                           exit="no")
+    for line in LINES:
+        assert Engine([everywhere], Switches(line)).wanted == {"t.f"}
+    assert Engine([replace(everywhere, lines=frozenset({"pypi"}))], Switches()).wanted == set()  # control
 
 
 @pytest.mark.parametrize(("binding", "words"), [

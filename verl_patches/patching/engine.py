@@ -184,9 +184,9 @@ class Engine:
         name = row.spec.target_module
         now = sys.modules.get(name)
         if row.spec.is_module_stub and row.state == "active" and not hooks.stand_in_serves(name):
-            if row.spec.default == "auto" and hooks.is_installed(name):
+            if hooks.is_installed(name):
                 return "off", f"a package {name} is installed and is used"
-            return "overridden", f"a package {name} is installed and goes first"
+            return "overridden", f"{name} is a module that is neither ours nor that of an installed package"
         if not row.in_place:
             missed = row.state == "waiting" and now is not None and not hooks.is_half_built(now)
             return row.state, "its module was imported past our hook; apply() again" if missed else row.reason
@@ -209,17 +209,15 @@ class Engine:
     def verify(self, process: str) -> None:
         """Prove that every wanted row meant for this process ("controller" or "worker") is active; else PatchError.
 
-        Rows of the other process may still wait. A row with default "auto" may wait where its module was never
-        imported, and be off where the package that it stands for is installed. A policy other than strict accepts
-        drifted and unsupported rows.
+        Rows of the other process may still wait, and a module stub is off where its package is installed. A policy
+        other than strict accepts drifted and unsupported rows.
         """
         allowed = {"active", *(() if self.switches.drift == "strict" else NOT_AS_REVIEWED)}
         bad, states = [], set()
         for entry in self.status():
             spec, state = self.specs[entry["id"]], entry["state"]
-            unused = state == "off" or (state == "waiting" and spec.target_module not in sys.modules)
-            idle = spec.default == "auto" and unused
-            if spec.id in self.wanted and process in spec.processes and state not in allowed and not idle:
+            not_needed = spec.is_module_stub and state == "off" and hooks.is_installed(spec.target)
+            if spec.id in self.wanted and process in spec.processes and state not in allowed and not not_needed:
                 bad.append(f"{spec.id} is {state} at {spec.target} ({entry['reason']})")
                 states.add(state)
         if bad:

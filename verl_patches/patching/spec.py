@@ -15,7 +15,6 @@ KINDS = ("register", "wrap", "replace", "extend", "stub")
 LINES = ("pypi", "a3")
 PLATFORMS = ("npu", "cuda", "cpu")
 PROCESSES = ("controller", "worker")
-DEFAULTS = ("on", "off", "auto")
 DRIFT_POLICIES = ("strict", "warn", "skip")
 
 _ID = re.compile(r"[a-z][a-z0-9_]*(\.[a-z0-9_]+)+\Z")
@@ -33,9 +32,9 @@ class PatchSpec:
     `kind`: wrap: provider(original) -> replacement; replace, extend (the name must not exist), stub: the new object;
     register: () -> {key: object}, set in the mutable mapping `target`; module stub: our module's name.
     `under` names modules of other libraries whose own wrappers may go over ours: the row stays active while theirs hold
-    it. `default` "auto" is "on" for a target that a run may rightly never import, or for a module that may be installed
-    (then the row is off). Of two rows on one target the upper one must be a wrap that needs the lower one; of a row on
-    m:C and one on m:C.x, one must need the other.
+    it. A module stub is for a missing package; where that is installed, it is used and the row is off. A row is for all
+    `lines`, `platforms` and `processes` unless it names some. Of two rows on one target the upper one must be a wrap
+    that needs the lower one; of a row on m:C and one on m:C.x, one must need the other.
     """
 
     id: str
@@ -47,11 +46,10 @@ class PatchSpec:
     exit: str
     bindings: tuple[str, ...] = ()
     under: tuple[str, ...] = ()
-    lines: frozenset[str] = frozenset({"pypi"})
+    lines: frozenset[str] = frozenset(LINES)
     platforms: frozenset[str] = frozenset(PLATFORMS)
     processes: frozenset[str] = frozenset(PROCESSES)
     needs: tuple[str, ...] = ()
-    default: str = "on"
 
     def on_line(self, line: str) -> PatchSpec:
         """This row with the bindings and needs that it has on `line`, their "@line" removed."""
@@ -98,7 +96,7 @@ def _faults(spec: PatchSpec, by_id: dict[str, PatchSpec]) -> list[str]:
     faults = []
     if not _ID.match(spec.id):
         faults.append("id must look like stage.verb, lower case")
-    for field, allowed in (("stage", STAGES), ("kind", KINDS), ("default", DEFAULTS)):
+    for field, allowed in (("stage", STAGES), ("kind", KINDS)):
         if getattr(spec, field) not in allowed:
             faults.append(f"{field} is {getattr(spec, field)!r}, expected one of {', '.join(allowed)}")
     for field, allowed in (("lines", LINES), ("platforms", PLATFORMS), ("processes", PROCESSES)):

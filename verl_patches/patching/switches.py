@@ -45,7 +45,7 @@ class Switches:
             return False, f"not for line {self.line}"
         if self.platform not in spec.platforms:
             return False, f"not for platform {self.platform}"
-        wanted, reason = spec.default != "off", f"default {spec.default}"
+        wanted, reason = True, "on by default"
         for pattern in self.patterns:
             if fnmatch.fnmatchcase(spec.id, pattern[1:]):
                 wanted, reason = pattern[0] == "+", f"switched by {pattern}"
