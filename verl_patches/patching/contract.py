@@ -12,7 +12,6 @@ import ast
 import difflib
 import importlib.metadata
 import importlib.util
-import re
 import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
@@ -24,7 +23,7 @@ from pathlib import Path
 from verl_patches.errors import ConfigError
 from verl_patches.patching import fingerprint as fp
 from verl_patches.patching.bindings import Import, SourceFile, find_bindings, read_tree
-from verl_patches.patching.fingerprint import Definition, Statement, bindings_of, definitions, source_file, source_lines
+from verl_patches.patching.fingerprint import Definition, Statement
 from verl_patches.patching.report import Finding, Report
 from verl_patches.patching.spec import PatchSpec, split
 
@@ -142,7 +141,8 @@ class RowCheck:
             self.notes.append(f"not checked: {self.top} is neither in this tree nor in this interpreter")
         elif self.file is None:
             self.problems.append(f"there is no module {self.spec.target_module}")
-            self.details += near_modules(self.spec.target_module, self.tree)
+            near = difflib.get_close_matches(self.spec.target_module, self.tree, n=3)
+            self.details += [f"near: {module}" for module in near]
             self.todo.append("find where it went and set the row's target")
         elif not self.problems and self._check_body():
             if self.spec.kind != "extend":
@@ -225,12 +225,12 @@ class RowCheck:
 
     def _tell_missing(self) -> bool:
         self.problems.append(f"{split(self.spec.target)[1]} is not in {self._at(self.file)}")
-        self.details += near_names(self.spec.target, self.file, self.tree)
+        self.details += _near_names(split(self.spec.target)[1].rpartition(".")[2], self.file)
         self.todo.append("find where it went and set the row's target")
         return False
 
     def _tell_drift(self, found: str) -> None:
-        changed, gone = changes(fp.reviewed_statements(self.line, self.spec.target), self.statements)
+        changed, gone = _changes(fp.reviewed_statements(self.line, self.spec.target), self.statements)
         count = sum(number for number, _ in gone)
         self.problems.append(f"the body is {found}: {len(changed)} statement(s) new or changed, {count} gone")
         self.details += [f"{self._at(s.file, s.line)}: {' '.join(line.strip() for line in s.source())}"
@@ -249,8 +249,8 @@ class RowCheck:
         base = self.sources.base.get(self.top)
         if base is None:
             return []
-        return difference(fp.definitions(self.spec.target, base), fp.definitions(self.spec.target, self.root),
-                          self._where())
+        before, after = (_source_text(fp.definitions(self.spec.target, root)) for root in (base, self.root))
+        return list(difflib.unified_diff(before, after, f"base/{self._where()}", self._where(), lineterm=""))
 
     # -- signature and bindings ---------------------------------------------------------------------------------------
 
@@ -305,7 +305,7 @@ def _public(version: str) -> str:
     return version.partition("+")[0]
 
 
-def changes(
+def _changes(
     reviewed: list[str], found: list[Statement]
 ) -> tuple[list[Statement], list[tuple[int, Statement | None]]]:
     """(statements new or changed, [(how many reviewed ones are gone, the statement they followed)])."""
@@ -320,56 +320,25 @@ def changes(
     return changed, gone
 
 
-def difference(before: list[Definition], after: list[Definition], name: str) -> list[str]:
-    """The unified diff of two sets of definitions, decorators included."""
-    return list(difflib.unified_diff(_source_text(before), _source_text(after), f"base/{name}", name, lineterm=""))
-
-
 def _source_text(found: list[Definition]) -> list[str]:
+    """The lines of some definitions, decorators included."""
     lines = []
     for one in found:
         first = min([one.node.lineno, *(mark.lineno for mark in getattr(one.node, "decorator_list", ()))])
-        lines += source_lines(one.file)[first - 1:one.node.end_lineno]
+        lines += fp.source_lines(one.file)[first - 1:one.node.end_lineno]
     return lines
 
 
-def near_names(place: str, file: Path, tree: Mapping[str, SourceFile]) -> list[str]:
-    """Lines such as "near: fit_again, line 80" and "same name: verl.utils.other, line 12" for a missing place."""
-    *holders, name = split(place)[1].split(".")
-    body = _bound_names(ast.parse(file.read_bytes()))
-    for holder in holders:
-        if not isinstance(body.get(holder), ast.ClassDef):
-            name = holder
-            break
-        body = _bound_names(body[holder])
-    near = difflib.get_close_matches(name, body, n=3, cutoff=0.5)
-    found = [f"near: {other}, line {body[other].lineno}" for other in near]
-    return found + ([] if holders else _same_name(name, place, tree))
+def _near_names(name: str, file: Path) -> list[str]:
+    """Lines such as "near: fit_again, line 80": definitions of a file whose names are like a missing one."""
+    tree = ast.parse(file.read_bytes())
+    lines = {node.name: node.lineno for node in ast.walk(tree) if isinstance(node, fp.DEFINITIONS)}
+    return [f"near: {near}, line {lines[near]}" for near in difflib.get_close_matches(name, lines, n=3, cutoff=0.5)]
 
 
-def near_modules(module: str, tree: Mapping[str, SourceFile]) -> list[str]:
-    """Modules of the tree with a name like that of a missing one."""
-    return [f"near: {other}" for other in difflib.get_close_matches(module, tree, n=3)]
-
-
-def _bound_names(node: ast.AST) -> dict[str, ast.AST]:
-    """{name: the last statement that binds it} in a module or class body."""
-    return {name: statement for names, statement in bindings_of(node) for name in names}
-
-
-def _same_name(name: str, place: str, tree: Mapping[str, SourceFile]) -> list[str]:
-    pattern = re.compile(rf"^(?:async def|def|class) {re.escape(name)}\b".encode(), re.M)
-    found = []
-    for module, file in tree.items():
-        if module.split(".")[0] == split(place)[0].split(".")[0]:
-            text = file.path.read_bytes()
-            lines = (text.count(b"\n", 0, match.start()) + 1 for match in pattern.finditer(text))
-            found += [f"same name: {module}, line {line}" for line in lines]
-    return found[:3]
-
+# -- signatures -------------------------------------------------------------------------------------------------------
 
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
-_EMPTY = Parameter.empty
 
 
 class UnknownSignature(Exception):
@@ -378,9 +347,9 @@ class UnknownSignature(Exception):
 
 @dataclass(frozen=True)
 class Call:
-    """How something is called, as its text tells. `bound`: a caller never names the first parameter (self, cls).
+    """How something is called. `bound`: callers never name the first parameter (self, cls).
 
-    `is_async`: what a call gives is awaited (or iterated by `async for`).
+    `is_async`: callers await the result, or iterate over it by `async for`.
     """
 
     signature: Signature
@@ -391,19 +360,16 @@ class Call:
 def signature_faults(spec: PatchSpec, root: Path | None = None) -> list[str]:
     """What the target of a row accepts and its provider does not, in words; UnknownSignature where one has no text.
 
-    `root`: the folder that holds the target's top-level package. A new name (extend), a whole module and the name by
-    which one imports another (`import torch`) have no calls to accept; a registered provider is called without
-    arguments.
+    `root`: the folder that holds the target's top-level package. A registered provider is called without arguments; a
+    new name (extend) and a name by which a module imports another (`import torch`) have no calls to accept.
     """
-    if spec.is_module_stub:
-        return []
     if spec.kind == "register":
-        return not_accepted(Signature(), of_function(_function(spec.provider)))
+        return refused_calls(Signature(), of_function(_function(spec.provider)))
     if spec.kind == "wrap":
         original = Signature([Parameter("original", Parameter.POSITIONAL_ONLY)])
-        refused = not_accepted(original, of_function(_function(spec.provider)))
-        if refused:
-            return [f"provider(original): {fault}" for fault in refused]
+        faults = refused_calls(original, of_function(_function(spec.provider)))
+        if faults:
+            return [f"provider(original): {fault}" for fault in faults]
     if _names_a_module(spec.target, root):
         return []
     providers = _provider_calls(spec)
@@ -417,25 +383,45 @@ def signature_faults(spec: PatchSpec, root: Path | None = None) -> list[str]:
         if all(_takes_all(provider.signature, "." in split(spec.target)[1]) for provider in providers):
             return []
         raise
-    return list(dict.fromkeys(fault for provider in providers for target in targets
-                              for fault in _call_faults(target, provider)))
+    faults = []
+    for provider in providers:
+        for target in targets:
+            if target.is_async and not provider.is_async:
+                faults.append("is not async, callers await it")
+            if provider.is_async and not target.is_async:
+                faults.append("is async, callers do not await it")
+            faults += refused_calls(target.signature, provider.signature, target.bound)
+    return list(dict.fromkeys(faults))
 
 
-def _names_a_module(target: str, root: Path | None) -> bool:
-    module, name = split(target)
-    path = source_file(module, root)
-    statements = ast.parse(path.read_text()).body if path else ()
-    return any(isinstance(each, ast.Import) and name in [a.asname or a.name.partition(".")[0] for a in each.names]
-               for each in statements)
+def refused_calls(target: Signature, provider: Signature, bound: bool = False) -> list[str]:
+    """Calls that `target` accepts and `provider` refuses, with Python's reason, or takes in another order.
 
-
-def _call_faults(target: Call, provider: Call) -> list[str]:
-    found = []
-    if target.is_async != provider.is_async:
-        found.append("is not async, callers await it" if target.is_async else "is async, callers do not await it")
-    if not _takes_all(provider.signature, target.bound):
-        found += not_accepted(target.signature, provider.signature, target.bound)
-    return found
+    Tried are: all arguments by place, all by name (but the first, if `bound`), only those without a default, and one
+    more by place or by name where the target has *args or **kwargs.
+    """
+    wanted = list(target.parameters.values())
+    by_place = [p for p in wanted if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    unnamed = [p for n, p in enumerate(by_place) if p.kind == p.POSITIONAL_ONLY or (bound and n == 0)]
+    by_name = [p for p in wanted if p.kind == p.KEYWORD_ONLY]
+    kinds = {p.kind for p in wanted}
+    calls = [(by_place, by_name), (unnamed, [p for p in by_place if p not in unnamed] + by_name),
+             ([p for p in by_place if p.default is p.empty], [p for p in by_name if p.default is p.empty])]
+    if Parameter.VAR_POSITIONAL in kinds:
+        calls.append(([*by_place, Parameter("one_more", Parameter.POSITIONAL_ONLY)], by_name))
+    if Parameter.VAR_KEYWORD in kinds:
+        calls.append((by_place, [*by_name, Parameter("one_more", Parameter.KEYWORD_ONLY)]))
+    taken, faults = [], []
+    for places, names in calls:
+        try:
+            found = provider.bind(*(p.name for p in places), **{p.name: p.name for p in names})
+        except TypeError as error:
+            faults.append(f"refuses a call that the target takes: {error}")
+            continue
+        taken.append({name: value for name, value in found.arguments.items() if isinstance(value, str)})
+    if not faults and taken[0] != taken[1]:
+        faults.append(f"takes {', '.join(taken[0])} by place, but {', '.join(taken[1])} by name")
+    return list(dict.fromkeys(faults))
 
 
 def _takes_all(signature: Signature, bound: bool) -> bool:
@@ -445,98 +431,67 @@ def _takes_all(signature: Signature, bound: bool) -> bool:
     return kinds == rest or (bound and kinds[1:] == rest)
 
 
-def not_accepted(target: Signature, provider: Signature, bound: bool = False) -> list[str]:
-    """What calls `target` allows and `provider` refuses or understands otherwise; empty where it takes them all."""
-    wanted, given = list(target.parameters.values()), list(provider.parameters.values())
-    places = [p for p in given if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    names = {p.name: p for p in given if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    rest = {p.kind for p in given}
-    found, met = [], set()
-    for number, want in enumerate(wanted, start=1):
-        by_place = want.kind in (want.POSITIONAL_ONLY, want.POSITIONAL_OR_KEYWORD)
-        by_name = want.kind in (want.POSITIONAL_OR_KEYWORD, want.KEYWORD_ONLY) and not (bound and number == 1)
-        if want.kind in (want.VAR_POSITIONAL, want.VAR_KEYWORD):
-            if want.kind not in rest:
-                found.append(f"takes no {want}")
-            continue
-        here = places[number - 1] if by_place and number <= len(places) else None
-        named = names.get(want.name) if by_name else None
-        if by_place and here is None and want.VAR_POSITIONAL not in rest:
-            found.append(f"takes no argument {number} ({want.name})")
-        elif by_name and named is None and want.VAR_KEYWORD not in rest:
-            found.append(f"takes no {want.name}=")
-        elif by_name and by_place and named is not here:
-            found.append(f"its argument {number} is {here.name if here else 'in *args'}, not {want.name}")
-        for got in filter(None, (here, named)):
-            met.add(got.name)
-            if want.default is not _EMPTY and got.default is _EMPTY:
-                found.append(f"needs {got.name}, which callers may leave out")
-    found += [f"needs {p.name}, which callers do not pass" for p in given
-              if p.name not in met and p.default is _EMPTY and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    return list(dict.fromkeys(found))
-
-
-def of_function(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) -> Signature:
-    """The signature of a definition; defaults are only marked as there."""
+def of_function(node: ast.FunctionDef | ast.AsyncFunctionDef) -> Signature:
+    """The signature of a definition; a default is `...` whatever it is."""
     a = node.args
     plain = [*a.posonlyargs, *a.args]
-    defaults = [_EMPTY] * (len(plain) - len(a.defaults)) + [...] * len(a.defaults)
     kinds = [Parameter.POSITIONAL_ONLY] * len(a.posonlyargs) + [Parameter.POSITIONAL_OR_KEYWORD] * len(a.args)
+    defaults = [Parameter.empty] * (len(plain) - len(a.defaults)) + [...] * len(a.defaults)
     found = [Parameter(arg.arg, kind, default=default)
              for arg, kind, default in zip(plain, kinds, defaults, strict=True)]
     if a.vararg:
         found.append(Parameter(a.vararg.arg, Parameter.VAR_POSITIONAL))
-    found += [Parameter(arg.arg, Parameter.KEYWORD_ONLY, default=_EMPTY if default is None else ...)
+    found += [Parameter(arg.arg, Parameter.KEYWORD_ONLY, default=Parameter.empty if default is None else ...)
               for arg, default in zip(a.kwonlyargs, a.kw_defaults, strict=True)]
     if a.kwarg:
         found.append(Parameter(a.kwarg.arg, Parameter.VAR_KEYWORD))
     return Signature(found)
 
 
+def _names_a_module(target: str, root: Path | None) -> bool:
+    module, name = split(target)
+    path = fp.source_file(module, root)
+    statements = ast.parse(path.read_text()).body if path else ()
+    return any(isinstance(each, ast.Import) and name in [a.asname or a.name.partition(".")[0] for a in each.names]
+               for each in statements)
+
+
 def _target_calls(place: str, root: Path | None) -> list[Call]:
-    found, seen = definitions(place, root), []
     qualname = split(place)[1]
-    for definition in found:
-        node = definition.node
-        if isinstance(node, _FUNCTIONS):
-            marks = _marks(node)
-            if not marks & {"overload", "setter", "deleter"}:
-                bound = "." in qualname and "staticmethod" not in marks
-                seen.append(Call(of_function(node), bound, _is_async(node)))
-        elif isinstance(node, ast.ClassDef):
-            seen += [Call(signature) for signature in _of_class(definition, root)]
-    if not found and "." in qualname and hasattr(object, qualname.rpartition(".")[2]):
+    definitions, calls = fp.definitions(place, root), []
+    for node in (definition.node for definition in definitions):
+        if isinstance(node, ast.ClassDef):
+            calls += _calls_of_class(node)
+        elif isinstance(node, _FUNCTIONS) and not _marks(node) & {"overload", "setter", "deleter"}:
+            bound = "." in qualname and "staticmethod" not in _marks(node)
+            calls.append(Call(of_function(node), bound, _is_async(node)))
+    if not definitions and "." in qualname and hasattr(object, qualname.rpartition(".")[2]):
         return [Call(signature_of(getattr(object, qualname.rpartition(".")[2])), bound=True)]
-    if not seen:
-        raise UnknownSignature("the target is assigned, not defined" if found else "the target has no Python text")
-    return seen
+    if not definitions:
+        raise UnknownSignature("the target has no Python text")
+    if not calls:
+        raise UnknownSignature("the target is assigned, not defined")
+    return calls
 
 
-def _of_class(definition: Definition, root: Path | None) -> list[Signature]:
-    """The signatures of calling a class: its __init__ and __new__ without their first parameter."""
-    made = [node for node in definition.node.body if isinstance(node, _FUNCTIONS)
-            and node.name in ("__init__", "__new__")]
-    if made:
-        return [Signature(list(of_function(node).parameters.values())[1:]) for node in made]
-    if not definition.node.bases and not definition.node.decorator_list:
-        return [Signature()]
-    for base in definition.node.bases:
-        for found in definitions(f"{definition.module}:{ast.unparse(base)}", root):
-            if isinstance(found.node, ast.ClassDef):
-                return _of_class(found, root)
-    raise UnknownSignature(f"class {definition.node.name} gets its __init__ from elsewhere")
+def _calls_of_class(node: ast.ClassDef) -> list[Call]:
+    """How a class is called: its own __init__ and __new__ without their first parameter."""
+    made = [each for each in node.body if isinstance(each, _FUNCTIONS) and each.name in ("__init__", "__new__")]
+    if not made:
+        raise UnknownSignature(f"class {node.name} defines no __init__ of its own")
+    return [Call(Signature(list(of_function(each).parameters.values())[1:])) for each in made]
 
 
 def _function(place: str) -> ast.FunctionDef | ast.AsyncFunctionDef:
-    found = definitions(place)
+    found = fp.definitions(place)
     if not found or not isinstance(found[-1].node, _FUNCTIONS):
         raise UnknownSignature(f"{place} is not defined by def")
     return found[-1].node
 
 
-def _marks(node: ast.AST) -> set[str]:
-    """The last names of the decorators of a definition; a lambda has none."""
-    return {ast.unparse(mark).rpartition(".")[2] for mark in getattr(node, "decorator_list", ())}
+def _marks(node: ast.FunctionDef | ast.AsyncFunctionDef) -> set[str]:
+    """The last names of a function's decorators."""
+    return {ast.unparse(mark).rpartition(".")[2] for mark in node.decorator_list}
 
 
 def _is_async(node: ast.AST) -> bool:
@@ -544,37 +499,32 @@ def _is_async(node: ast.AST) -> bool:
 
 
 def _provider_calls(spec: PatchSpec) -> list[Call]:
-    """How what a provider gives is called; empty where a wrap gives nothing, or its original only."""
-    found = definitions(spec.provider)
+    """How what a provider gives is called; empty where a wrap returns nothing, or its original only."""
+    found = fp.definitions(spec.provider)
     if found and spec.kind == "wrap":
         return [Call(of_function(node), is_async=_is_async(node)) for node in _returned(found[-1], 0)]
     if found and isinstance(found[-1].node, ast.ClassDef):
-        return [Call(signature) for signature in _of_class(found[-1], None)]
+        return _calls_of_class(found[-1].node)
     node = _function(spec.provider)
     return [Call(of_function(node), is_async=_is_async(node))]
 
 
-def _returned(maker: Definition, depth: int) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda]:
+def _returned(maker: Definition, depth: int) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
     """The functions that a provider returns: defined inside it, or returned by another function of ours it calls."""
     if not isinstance(maker.node, _FUNCTIONS) or depth > 4:
         raise UnknownSignature(f"{maker.module} does not return a function that it defines")
     inner = {node.name: node for node in maker.node.body if isinstance(node, _FUNCTIONS)}
     original = maker.node.args.args[0].arg if maker.node.args.args else None
-    results = list(_returns(maker.node))
-    if all(result is None or ast.unparse(result) in ("None", original) for result in results):
-        return
-    for result in results:
-        if isinstance(result, ast.Lambda):
-            yield result
-        elif isinstance(result, ast.Name) and result.id in inner:
+    for result in _returns(maker.node):
+        if result is None or ast.unparse(result) in ("None", original):
+            continue
+        if isinstance(result, ast.Name) and result.id in inner:
             yield inner[result.id]
-        elif isinstance(result, ast.Call) and isinstance(result.func, (ast.Name, ast.Attribute)):
-            called = definitions(f"{maker.module}:{ast.unparse(result.func)}")
-            if not called:
-                raise UnknownSignature(f"{maker.node.name} returns {ast.unparse(result)}")
-            yield from _returned(called[-1], depth + 1)
-        elif not (isinstance(result, ast.Name) and result.id == original):
-            raise UnknownSignature(f"{maker.node.name} returns {ast.unparse(result) if result else 'nothing'}")
+            continue
+        called = fp.definitions(f"{maker.module}:{ast.unparse(result.func)}") if isinstance(result, ast.Call) else []
+        if not called:
+            raise UnknownSignature(f"{maker.node.name} returns {ast.unparse(result)}")
+        yield from _returned(called[-1], depth + 1)
 
 
 def _returns(function: ast.AST) -> Iterator[ast.expr | None]:
