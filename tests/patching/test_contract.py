@@ -105,7 +105,7 @@ def test_an_unchanged_tree_is_fine_and_says_where_it_looked(tree):
     assert report.exit_code == 0 and report.state == "fine", report.as_dict()
     assert found["up.weigh"].where == "up/tools.py:4" and found["up.read"].where == "up/tools.py:14"
     assert found["up.weigh"].found == "body as reviewed; signature accepted; 4 binding(s) complete"
-    assert found["package up"].found.startswith("5 Python files, 1 of them unreadable")
+    assert found["package up"].found.startswith("5 Python files, 1 of them cannot be parsed")
     assert found["package up"].state == "note" and "up.odd" in found["package up"].details[0]
     assert str(tree) not in json.dumps(report.as_dict()["rows"][1:])
 
@@ -189,7 +189,7 @@ def test_other_imports_are_no_bindings(tree, text):
 @pytest.mark.parametrize("listed", ["__all__ =", "__all__: list[str] ="])
 def test_a_star_import_brings_what_all_lists(tree, listed):
     edit(tree, "up/tools.py", '__all__ = ["weigh", "Scale"]', f'{listed} ["Scale"]')
-    assert "do not hold it: up.all:weigh" in look(tree, weigh())[1]["up.weigh"].found
+    assert "are not the target: up.all:weigh" in look(tree, weigh())[1]["up.weigh"].found
 
 
 @pytest.mark.parametrize("more", [
@@ -204,7 +204,7 @@ def test_an_incomplete_or_wrong_list_of_bindings_is_seen(tree):
     few = look(tree, weigh(bindings=BINDINGS[1:]))[1]["up.weigh"]
     assert few.state == "problem" and "up:weigh" in few.todo
     wrong = look(tree, weigh(bindings=(*BINDINGS, "up.user:only_a_type")))[1]["up.weigh"]
-    assert wrong.state == "problem" and "do not hold it: up.user:only_a_type" in wrong.found
+    assert wrong.state == "problem" and "are not the target: up.user:only_a_type" in wrong.found
 
 
 def test_a_signature_that_cannot_be_seen_and_an_unreviewed_body_are_said(tree):
@@ -240,7 +240,7 @@ def test_packages_outside_the_tree_are_named_and_compared_at_the_pinned_version_
                     "verl_patches.platform.cpu.torch_cuda:device_count", "why", "exit",
                     bindings=("torch.cuda.random:device_count",))
     finding = look(tree, row, versions={"torch": "0.1"})[1]["up.torch"]
-    assert finding.state == "note" and "of this interpreter was looked at" in finding.found
+    assert finding.state == "note" and "of this interpreter was checked" in finding.found
     assert "body not compared: the pin is torch 0.1" in finding.found
 
 

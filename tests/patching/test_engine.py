@@ -261,7 +261,7 @@ def row(name, **more):
 
 
 @pytest.mark.parametrize(("rows", "words"), [
-    ([row("a.b"), row("a.b")], "stands 2 times"),
+    ([row("a.b"), row("a.b")], "is used 2 times"),
     ([row("A b")], "id must look like"),
     ([row("a.b", kind="steal")], "kind is 'steal'"),
     ([row("a.b", target="a b:c")], "not of the form"),
@@ -269,7 +269,7 @@ def row(name, **more):
     ([row("a.b", needs=("x.y",))], "which is no row"),
     ([row("a.b", needs=("a.c",)), row("a.c", needs=("a.b",))], "cycle: a.b -> a.c -> a.b"),
     ([row("a.b", platforms=frozenset({"tpu"}))], "platforms is"),
-    ([row("a.b", why="")], "must say something"),
+    ([row("a.b", why="")], "must not be empty"),
 ])
 def test_faulty_catalogues_are_refused(rows, words):
     with pytest.raises(ConfigError, match="nothing was applied") as error:

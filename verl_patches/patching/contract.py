@@ -1,9 +1,9 @@
-"""The contract with upstream: what every row of one line expects of the sources, against the sources as they are.
+"""`check`: compares what every row of one line expects of upstream with upstream's sources.
 
-Everything is read as text from {top-level package: the folder that holds it}; nothing of upstream is imported. A row's
-bindings must be complete over the upstream packages of its line, and over those modules of other packages (torch) that
-rows name; the rest of such packages is not searched. A provider must accept every call that its target accepts: of a
-wrap, `provider(original) -> replacement`, the functions that it returns are compared.
+For each row: the target's body is the reviewed one; the provider accepts every call that the target accepts (of a wrap,
+`provider(original) -> replacement`, the functions that it returns are compared); all bindings are listed. Sources are
+read as text from {top-level package: the folder that holds it}; nothing of upstream is imported. Bindings are searched
+in the upstream packages of the line, and in those modules of other packages (torch) that rows name.
 """
 
 from __future__ import annotations
@@ -33,6 +33,9 @@ PACKAGES = {
 }
 
 
+_UNREADABLE = ", {} of them cannot be parsed: what they import from rows' targets is not known"
+
+
 def installed_roots(line: str) -> dict[str, Path]:
     """Where this interpreter has the upstream packages of a line; ConfigError lists those that it lacks."""
     roots, missing = {}, []
@@ -59,41 +62,40 @@ def check(specs: Iterable[PatchSpec], line: str, sources: Sources) -> Report:
 
 
 def _findings(rows: list[PatchSpec], line: str, sources: Sources) -> Iterator[Finding]:
-    unseen = [spec for spec in rows if _names(spec) & sources.absent]
-    rows = [spec for spec in rows if not _names(spec) & sources.absent]
+    unseen = [spec for spec in rows if _packages_of(spec) & sources.absent]
+    rows = [spec for spec in rows if spec not in unseen]
     tree = read_tree(sources.roots)
     named = {split(place)[0] for spec in rows if not spec.is_module_stub for place in (spec.target, *spec.bindings)}
     for module in sorted(named - set(tree)):  # outside: torch and the like, as far as the rows name it
         path = fp.source_file(module, sources.roots.get(module.split(".")[0]))
         if path is not None:
             tree[module] = SourceFile(module, path)
-    held = find_bindings([spec.target for spec in rows if can_be_bound(spec)], tree)
+    imported = find_bindings([spec.target for spec in rows if can_be_bound(spec)], tree)
     for name, root in sources.roots.items():
         files = [file for module, file in tree.items() if module.split(".")[0] == name]
         unread = tuple(f"{file.module}: {file.unread}" for file in files if file.unread)
         yield Finding(f"package {name}", "note" if unread else "fine", where=str(root), details=unread,
-                      found=f"{len(files)} Python files" + f", {len(unread)} of them unreadable: what they import from "
-                      "rows' targets is not known" * bool(unread))
+                      found=f"{len(files)} Python files{_UNREADABLE.format(len(unread)) if unread else ''}")
     for spec in rows:
-        yield RowCheck(spec, line, sources, held, tree).finding()
+        yield RowCheck(spec, line, sources, imported, tree).finding()
     for spec in unseen:
-        lacking = ", ".join(sorted(_names(spec) & sources.absent))
-        yield Finding(spec.id, "note", where=spec.target, found=f"not looked at: no {lacking} in the folder given")
+        lacking = ", ".join(sorted(_packages_of(spec) & sources.absent))
+        yield Finding(spec.id, "note", where=spec.target, found=f"not checked: no {lacking} in the folder given")
 
 
-def _names(spec: PatchSpec) -> set[str]:
+def _packages_of(spec: PatchSpec) -> set[str]:
     """The top-level packages that a row's target and bindings name."""
     return {place.partition(":")[0].split(".")[0] for place in (spec.target, *spec.bindings)}
 
 
 @dataclass(frozen=True)
 class Sources:
-    """Where the sources of one line lie.
+    """Where the sources of one line are.
 
     `roots`: {top-level package: the folder that holds it}; other packages (torch, tensordict) are those of this
     interpreter. `installed`: the roots are this interpreter's too. `base`: a tree known to be good, as `roots`.
     `versions`: {distribution: pinned version}. `absent`: packages of the line that `roots` lack; rows that name them
-    are not looked at. `held`: {top-level package: what it is, whole, as compared with its pin}.
+    are not checked. `verified`: {top-level package: its source and version}, where all its files are as pinned.
     """
 
     roots: Mapping[str, Path]
@@ -101,7 +103,7 @@ class Sources:
     base: Mapping[str, Path] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
     absent: frozenset[str] = frozenset()
-    held: Mapping[str, str] = field(default_factory=dict)
+    verified: Mapping[str, str] = field(default_factory=dict)
 
 
 def can_be_bound(spec: PatchSpec) -> bool:
@@ -110,17 +112,17 @@ def can_be_bound(spec: PatchSpec) -> bool:
 
 
 class RowCheck:
-    """The look at one row: every step adds to `problems`, `notes`, `said` (what is fine) and `details`."""
+    """The check of one row; every step adds to `problems`, `notes`, `passed` and `details`."""
 
-    def __init__(self, spec: PatchSpec, line: str, sources: Sources, held: Mapping[str, Mapping[str, Import]],
+    def __init__(self, spec: PatchSpec, line: str, sources: Sources, imported: Mapping[str, Mapping[str, Import]],
                  tree: Mapping[str, SourceFile]):
-        self.spec, self.line, self.sources, self.held, self.tree = spec, line, sources, held, tree
+        self.spec, self.line, self.sources, self.imported, self.tree = spec, line, sources, imported, tree
         self.top = spec.target.partition(":")[0].split(".")[0]
         self.root = sources.roots.get(self.top)
         self.file = None if spec.is_module_stub else fp.source_file(spec.target_module, self.root)
         self.problems: list[str] = []
         self.notes: list[str] = []
-        self.said: list[str] = []
+        self.passed: list[str] = []
         self.details: list[str] = []
         self.todo: list[str] = []
         self.statements = self._statements()
@@ -143,7 +145,7 @@ class RowCheck:
             self.problems.append(f"there is no module {self.spec.target_module}")
             near = difflib.get_close_matches(self.spec.target_module, self.tree, n=3)
             self.details += [f"near: {module}" for module in near]
-            self.todo.append("find where it went and set the row's target")
+            self.todo.append("find its new place and set the row's target")
         elif not self.problems and self._check_body():
             if self.spec.kind != "extend":
                 self._check_signature()
@@ -151,7 +153,7 @@ class RowCheck:
         state = "problem" if self.problems else "note" if self.notes else "fine"
         reviewed = fp.reviewed_hash(self.line, self.spec.target)
         return Finding(self.spec.id, state, where=self._where(), expected=f"reviewed {reviewed}" if reviewed else "",
-                       found="; ".join((*self.problems, *self.notes, *self.said)), todo="; ".join(self.todo),
+                       found="; ".join((*self.problems, *self.notes, *self.passed)), todo="; ".join(self.todo),
                        details=tuple(self.details))
 
     def _where(self) -> str:
@@ -168,16 +170,16 @@ class RowCheck:
     def _check_module_stub(self) -> None:
         if fp.source_file(self.spec.provider) is None:
             self.problems.append(f"our module {self.spec.provider} is not there")
-        self.said.append("stands in for a whole module where that is missing")
+        self.passed.append("replaces a whole module where that is missing")
 
     # -- the body -----------------------------------------------------------------------------------------------------
 
     def _check_body(self) -> bool:
-        """Compare with the reviewed body; False where the target is not there, so that nothing more can be said."""
+        """Compare with the reviewed body; False where the target does not exist."""
         known, found = fp.reviewed_hash(self.line, self.spec.target), fp.fingerprint(self.spec.target, self.root)
         pinned, here = self.sources.versions.get(self.top), _version(self.top)
         if self.root is None and not self.sources.installed:
-            self.said.append(f"{self.top} {here} of this interpreter was looked at")
+            self.passed.append(f"{self.top} {here} of this interpreter was checked")
             if pinned and _public(pinned) != _public(here):
                 self.notes.append(f"body not compared: the pin is {self.top} {pinned}")
                 return True
@@ -189,47 +191,46 @@ class RowCheck:
             self.problems.append(f"its fingerprint {found} was never reviewed")
             self.todo.append(f"review it, then `{self._review()}`")
         elif known != found:
-            self._tell_drift(found)
+            self._report_drift(found)
         else:
-            self.said.append("body as reviewed")
+            self.passed.append("body as reviewed")
         return True
 
     def _check_new_name(self) -> bool:
         holder = self.spec.target.rpartition("." if "." in split(self.spec.target)[1] else ":")[0]
         if self.statements:
             self.problems.append("upstream has this name now")
-            self.todo.append("compare the two; the row must become a wrap or replace, or go")
+            self.todo.append("compare the two; make the row a wrap or replace, or delete it")
         elif ":" in holder and not fp.definitions(holder, self.root):
-            return self._tell_missing()
+            return self._report_missing()
         else:
-            self.said.append("upstream has no such name, as expected")
+            self.passed.append("upstream has no such name, as expected")
         return True
 
     def _check_without_source(self, known: str | None, pinned: str | None, here: str) -> bool:
         if known != fp.NO_SOURCE:
-            return self._tell_missing()
-        text = "no Python text of its own (an imported name, compiled or inherited): held by "
-        if self.top in self.sources.held:
-            self.said.append(text + self.sources.held[self.top])
-            return True
-        text += f"the version of {self.top}, {here} here"
-        if self.top in self.sources.roots and not self.sources.installed:
-            self.notes.append(f"{text.partition(' held')[0]} {self.top} is not as pinned, so nothing says what it is")
+            return self._report_missing()
+        text = "no Python text of its own (an imported name, compiled or inherited)"
+        version = f"{text}: identified by the version of {self.top}, {here} here"
+        if self.top in self.sources.verified:
+            self.passed.append(f"{text}: identified by {self.sources.verified[self.top]}")
+        elif self.top in self.sources.roots and not self.sources.installed:
+            self.notes.append(f"{text}, and {self.top} is not as pinned, so it cannot be identified")
         elif pinned is None:
-            self.notes.append(f"{text}; the line pins no version of it")
+            self.notes.append(f"{version}; the line pins no version of it")
         elif _public(pinned) != _public(here):
-            self.notes.append(f"{text}, pinned {pinned}")
+            self.notes.append(f"{version}, pinned {pinned}")
         else:
-            self.said.append(f"{text}, as pinned")
+            self.passed.append(f"{version}, as pinned")
         return True
 
-    def _tell_missing(self) -> bool:
+    def _report_missing(self) -> bool:
         self.problems.append(f"{split(self.spec.target)[1]} is not in {self._at(self.file)}")
         self.details += _near_names(split(self.spec.target)[1].rpartition(".")[2], self.file)
-        self.todo.append("find where it went and set the row's target")
+        self.todo.append("find its new place and set the row's target")
         return False
 
-    def _tell_drift(self, found: str) -> None:
+    def _report_drift(self, found: str) -> None:
         changed, gone = _changes(fp.reviewed_statements(self.line, self.spec.target), self.statements)
         count = sum(number for number, _ in gone)
         self.problems.append(f"the body is {found}: {len(changed)} statement(s) new or changed, {count} gone")
@@ -262,24 +263,24 @@ class RowCheck:
             return
         if faults:
             self.problems.append(f"{self.spec.provider} does not fit its target: {', '.join(faults)}")
-            self.todo.append("make the provider give what can be called, and awaited, as the target is")
+            self.todo.append("make the provider's replacement accept every call of the target")
         else:
-            self.said.append("signature accepted")
+            self.passed.append("signature accepted")
 
     def _check_bindings(self) -> None:
-        found, listed = self.held.get(self.spec.target, {}), set(self.spec.bindings)
+        found, listed = self.imported.get(self.spec.target, {}), set(self.spec.bindings)
         missing = [item for place, item in found.items() if place not in listed]
         extra = sorted(listed - set(found))
         if missing:
             self.problems.append(f"{len(missing)} binding(s) not listed")
-            self.details += [f"{_file_of(item.place, self.tree)}:{item.line}: {item.place} holds the same object"
+            self.details += [f"{_file_of(item.place, self.tree)}:{item.line}: {item.place} is the same object"
                              for item in missing]
             self.todo.append(f"add to the row's bindings: {', '.join(item.place for item in missing)}")
         if extra:
-            self.problems.append(f"listed bindings that do not hold it: {', '.join(extra)}")
-            self.todo.append("take them out of the row's bindings")
+            self.problems.append(f"listed bindings that are not the target: {', '.join(extra)}")
+            self.todo.append("remove them from the row's bindings")
         if not missing and not extra and listed:
-            self.said.append(f"{len(listed)} binding(s) complete")
+            self.passed.append(f"{len(listed)} binding(s) complete")
 
 
 def _file_of(place: str, tree: Mapping[str, SourceFile]) -> str:

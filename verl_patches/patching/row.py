@@ -72,7 +72,7 @@ def slot(place: str, module: ModuleType | None = None) -> Slot:
 
 
 def peek(place: str) -> Any:
-    """What stands at a place now, descriptors and all, or MISSING; runs no upstream code, so a lock may be held."""
+    """The object at a place now, descriptors unresolved, or MISSING; runs no upstream code, so a lock may be held."""
     name, qualname = split(place)
     holder: Any = sys.modules.get(name, MISSING)
     for step in qualname.split("."):
@@ -126,7 +126,7 @@ def describe(obj: Any) -> str:
 
 
 def wraps(outer: Any, inner: Any) -> bool:
-    """True where function `outer` holds `inner` by `__wrapped__` or in its closure, however deep: it can call it."""
+    """True if `outer` reaches `inner` by `__wrapped__` or its closure, at any depth, so that it can call it."""
     inner, todo, seen = unwrap(inner), [outer], set()
     while todo:
         obj = unwrap(todo.pop())
@@ -158,7 +158,7 @@ def load(place: str) -> Any:
 
 @dataclass(frozen=True)
 class Prepared:
-    """What a row comes to in one module: its state and why, and what to put where."""
+    """The result of preparing a row in one module: state and reason, and which object goes where."""
 
     state: str
     reason: str = ""
@@ -169,15 +169,15 @@ class Prepared:
 
 @dataclass
 class Row:
-    """What one process knows of one row."""
+    """One row's state in one process."""
 
     spec: PatchSpec
     decided: str = ""  # why it is on or off
     state: str = "off"
     reason: str = ""
-    applied: int = 0  # how often apply() took it up: a hook that an earlier apply() armed does nothing
-    hook: Callable[[ModuleType], None] | None = None  # None: not taken up, or reverted
-    module: ModuleType | None = None  # where it was put, or left alone by policy
+    applied: int = 0  # counts apply() after revert(): a hook of an earlier apply() does nothing
+    hook: Callable[[ModuleType], None] | None = None  # None: not applied, or reverted
+    module: ModuleType | None = None  # where it was applied, or skipped by policy
     place: Slot | None = None
     installed: Any = MISSING
     registry: Any = None
@@ -190,11 +190,11 @@ class Row:
 
     @property
     def left_alone(self) -> bool:
-        """True where upstream is not as reviewed and this row does nothing to it, as an unsupported one never does."""
+        """True where upstream is not as reviewed and this row was not applied."""
         return self.state == "unsupported" or (self.state == "drifted" and not self.in_place)
 
     def put(self, found: Prepared) -> Prepared:
-        """Change upstream, and the bindings that exist by now; what cannot be set there is unsupported."""
+        """Change upstream and the bindings that exist so far; a place that cannot be set makes it unsupported."""
         place = found.place
         try:
             if self.spec.kind == "register":
@@ -212,13 +212,13 @@ class Row:
         return found
 
     def rebind(self, binding: str) -> None:
-        """Put ours where `from M import f` holds what stood at the target; another object there is left alone."""
+        """Set a binding that holds the original to our object; a binding that holds another object is not changed."""
         if self.place is not None and peek(binding) is self.place.found is not MISSING:
             place = slot(binding)
             setattr(place.holder, place.attribute, self.installed)
 
     def take_out(self) -> None:
-        """Put back what was there, wherever ours still stands."""
+        """Restore the original wherever our object still is."""
         for binding in self.spec.bindings if self.place else ():
             if peek(binding) is self.installed:
                 place = slot(binding)
@@ -231,7 +231,7 @@ class Row:
         self.place, self.installed, self.registry, self.entries = None, MISSING, None, {}
 
     def found_over(self, expected: Any) -> str:
-        """Who put what over this row, in words; empty where `expected` (ours, or a row over it) stands everywhere."""
+        """Which object is in place of `expected` (ours, or that of a row over it), in words; empty if none is."""
         if self.registry is not None:
             key = next((k for k, (_, ours) in self.entries.items() if self.registry.get(k) is not ours), MISSING)
             return "" if key is MISSING else f"entry {key!r} is {describe(self.registry.get(key, MISSING))} now"
@@ -246,7 +246,7 @@ class Row:
             if found is expected or (found is MISSING and place != self.spec.target) or self._is_under(found, expected):
                 continue
             how = "wraps ours" if wraps(found, expected) else "replaces ours"
-            return f"{describe(found)} stands at {place} now and {how}"
+            return f"{describe(found)} is at {place} now and {how}"
         return ""
 
     def _is_under(self, found: Any, expected: Any) -> bool:
@@ -289,20 +289,20 @@ def _drift(spec: PatchSpec, line: str) -> str:
 
 
 def _provided(spec: PatchSpec, original: Any) -> Any:
-    """What the provider of a row gives for its target; anything unusable is an error."""
+    """What the provider of a row returns for its target; TypeError for anything unusable."""
     provided = load(spec.provider)
     new = provided(original) if spec.kind == "wrap" else provided() if spec.kind == "register" else provided
     if spec.kind == "register" and not isinstance(new, dict):
-        raise TypeError(f"a register provider must give a dict, this one gave {describe(new)}")
+        raise TypeError(f"a register provider must return a dict, this one returned {describe(new)}")
     if spec.kind == "wrap" and callable(original) and not callable(unwrap(new)):
-        raise TypeError(f"a wrap provider must give something to call, this one gave {describe(new)}")
+        raise TypeError(f"a wrap provider must return a callable, this one returned {describe(new)}")
     if new is original:
-        raise TypeError("it gave the original back, which would change nothing")
+        raise TypeError("it returned the original, which would change nothing")
     return new
 
 
 def refusal(spec: PatchSpec, found: Prepared, line: str) -> str:
-    """Why the run stops at this row, and what can be done."""
+    """The message of a run that stops at this row: reason and remedy."""
     from verl_patches.patching.fingerprint import review_command
 
     off = f"switch the row off with -{spec.id}"

@@ -62,7 +62,7 @@ class PatchSpec:
 
     @property
     def is_module_stub(self) -> bool:
-        """True where a whole missing module is stood in for."""
+        """True where the target is a whole module, which is missing here."""
         return ":" not in self.target
 
 
@@ -76,7 +76,7 @@ def validate(specs: Iterable[PatchSpec]) -> dict[str, PatchSpec]:
     """Check every row before any is applied and return them by id, in order; ConfigError lists all faults at once."""
     specs = tuple(specs)
     by_id = {spec.id: spec for spec in specs}
-    faults = [f"id {name!r} stands {count} times" for name, count in Counter(s.id for s in specs).items() if count > 1]
+    faults = [f"id {name!r} is used {count} times" for name, count in Counter(s.id for s in specs).items() if count > 1]
     for spec in specs:
         faults += [f"row {spec.id!r}: {fault}" for fault in _faults(spec, by_id)]
     for line in LINES:
@@ -116,7 +116,7 @@ def _faults(spec: PatchSpec, by_id: dict[str, PatchSpec]) -> list[str]:
     if not spec.is_module_stub and ":" not in spec.provider:
         faults.append(f"provider {spec.provider!r} must be module:qualname")
     if not spec.why or not spec.exit:
-        faults.append("why and exit must say something")
+        faults.append("why and exit must not be empty")
     if spec.kind == "register" and spec.bindings:
         faults.append("a registered entry has no bindings")
     if spec.is_module_stub and spec.needs:

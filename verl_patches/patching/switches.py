@@ -1,4 +1,4 @@
-"""What is asked for: line, platform and single rows, from an argument or the one environment variable VERL_PATCHES.
+"""Line, platform, drift policy and rows switched on or off, as the environment variable VERL_PATCHES gives them.
 
     VERL_PATCHES="line=pypi,platform=cpu,drift=warn,-reshard.*,+memory.ledger"
 
@@ -78,7 +78,7 @@ def parse(text: str) -> Switches:
         if part[0] in "+-" and len(part) > 1 and not equals:
             patterns.append(part)
         elif key in given:
-            raise ConfigError(f"{VARIABLE}: {key} stands twice in {text!r}; expected it once")
+            raise ConfigError(f"{VARIABLE}: {key} is given twice in {text!r}; expected it once")
         elif key in allowed and value in allowed[key]:
             values[key] = value
             given.add(key)
