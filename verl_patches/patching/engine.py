@@ -91,7 +91,7 @@ class Engine:
                     row.state, row.reason, row.applied = "waiting", row.decided, row.applied + 1
                     row.hook = functools.partial(self._install, row, row.applied)
                 if row.spec.is_module_stub:
-                    hooks.stand_in(row.spec.target, row.spec.provider)
+                    hooks.add_module_stub(row.spec.target, row.spec.provider)
                     row.state = "active"
             due = [(row.spec.target_module, row.hook) for row in self._order
                    if row.module is None and not row.spec.is_module_stub]
@@ -164,7 +164,7 @@ class Engine:
                 if row.hook is None:
                     continue
                 if row.spec.is_module_stub:
-                    hooks.remove_stand_in(row.spec.target)
+                    hooks.remove_module_stub(row.spec.target)
                 covered = row.found_over(row.installed) if row.in_place else ""
                 row.take_out()
                 row.hook = row.module = None
@@ -183,7 +183,7 @@ class Engine:
         """(state, reason) of one row now."""
         name = row.spec.target_module
         now = sys.modules.get(name)
-        if row.spec.is_module_stub and row.state == "active" and not hooks.stand_in_serves(name):
+        if row.spec.is_module_stub and row.state == "active" and not hooks.module_stub_is_used(name):
             if hooks.is_installed(name):
                 return "off", f"a package {name} is installed and is used"
             return "overridden", f"{name} is a module that is neither ours nor that of an installed package"
