@@ -204,7 +204,7 @@ MUTANTS = (
            "for pattern in reversed(self.patterns):\n            if fnmatch.fnmatchcase", ENGINE),
     Mutant("spec-replaced-class-over-its-method", "patching/spec.py",
            'if upper is outer and outer.kind != "wrap":', 'if upper is None and outer.kind != "wrap":', POLICY),
-    Mutant("fingerprint-depth-does-not-count", "patching/statements.py",
+    Mutant("fingerprint-depth-does-not-count", "patching/fingerprint.py",
            'text = f"{depth}{field}:', 'text = f"{field}:', Tests("patching/test_fingerprint.py", "stands")),
     # reference ops of the emulated NPU
     Mutant("attention-masked-row-backward", "platform/cpu/ascend/ops/attention.py",

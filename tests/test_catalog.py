@@ -8,10 +8,9 @@ import pytest
 
 from verl_patches.catalog import FUNCTIONAL, ROWS, STAND_INS
 from verl_patches.errors import ConfigError
-from verl_patches.patching.contract import check, installed_roots
+from verl_patches.patching.contract import Sources, check, installed_roots
 from verl_patches.patching.engine import Engine
 from verl_patches.patching.fingerprint import fingerprint, reviewed
-from verl_patches.patching.row_contract import Sources
 from verl_patches.patching.spec import LINES
 from verl_patches.patching.switches import Switches
 
@@ -85,8 +84,8 @@ def test_every_signature_fits_and_all_bindings_are_listed():
 
 SIGNATURES = """
 import inspect
-from verl_patches.patching.resolve import unwrap
-from verl_patches.patching.signature import not_accepted
+from verl_patches.patching.row import unwrap
+from verl_patches.patching.contract import not_accepted
 def plain(obj, follow_wrapped):
     try: return inspect.signature(unwrap(obj), follow_wrapped=follow_wrapped)
     except (TypeError, ValueError): return None

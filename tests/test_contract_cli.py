@@ -127,10 +127,10 @@ def test_the_trees_that_are_there_are_checked_and_the_rows_of_others_are_named(r
     assert code == 1 and {name for name, row in rows.items() if row["state"] == "problem"} == {
         "package vllm", "vllm-ascend"}
     assert rows["vllm-ascend"]["details"] == ["vllm_ascend/envs.py (modified)"]
-    unseen = {name for name, row in rows.items() if "not looked at: no vllm" in row["found"]}
+    unseen = {name for name, row in rows.items() if "not checked: no vllm" in row["found"]}
     assert {"rollout.llm_arguments", "platform.vllm_silu"} < unseen
     trims = [row for name, row in rows.items() if name == "memory.empty_cache"]
-    assert trims and all(row["state"] == "fine" and "held by verl, 54c9b7364c2d" in row["found"] for row in trims)
+    assert trims and all(row["state"] == "fine" and "identified by verl, 54c9b7364c2d" in row["found"] for row in trims)
     assert not any("0.4.0" in row["found"] for row in trims)
 
 

@@ -15,9 +15,9 @@ import typer
 from verl_patches import contract_cli
 from verl_patches.cluster import cli, config_cli, reshard_cli, upstream_cli
 from verl_patches.cluster.show import Json, table
-from verl_patches.errors import ConfigError
-from verl_patches.patching.engine import Engine, PatchError
-from verl_patches.patching.prelude_line import PLACES
+from verl_patches.errors import ConfigError, RecipeError
+from verl_patches.patching.engine import Engine
+from verl_patches.patching.install_prelude import PLACES
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
 Switch = Annotated[str | None, typer.Option("--switches", help="As VERL_PATCHES, which it stands in for.")]
@@ -47,7 +47,7 @@ def status(
 
         rows = count_by_process(run_states(run))
         if not rows:
-            raise PatchError(f"{run} recorded no states: it ended before any process was asked; see its driver.log")
+            raise RecipeError(f"{run} recorded no states: it ended before any process was asked; see its driver.log")
         record = json.loads((run / "summary.json").read_text())
         ended, dirty = record["exit"], record.get("dirty", {})
         wrong = [r["id"] for r in rows if WRONG & set(r["states"].values())]
@@ -106,9 +106,9 @@ def install_prelude(
     """
     from dataclasses import asdict
 
-    from verl_patches.patching import prelude_pth
+    from verl_patches.patching import install_prelude
 
-    found = asdict((prelude_pth.undo if undo else prelude_pth.install)(verl_path))
+    found = asdict((install_prelude.remove_prelude if undo else install_prelude.install_prelude)(verl_path))
     if as_json:
         _print_json({name: {**result, "file": str(result["file"])} for name, result in found.items()})
         return
@@ -136,7 +136,7 @@ def main() -> None:
     except ConfigError as error:
         print(f"verl_patches: {error}", file=sys.stderr)
         raise SystemExit(2) from None
-    except PatchError as error:
+    except RecipeError as error:
         print(f"verl_patches: {error}", file=sys.stderr)
         raise SystemExit(1) from None
 

@@ -1,4 +1,4 @@
-"""The commands about upstream's sources: `check` compares them with the catalogue, `fingerprint` records a review."""
+"""Two commands: `check` compares upstream's sources with the catalogue, `fingerprint` records a review."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def register(app: typer.Typer, engine_of: Callable[[str | None], Engine]) -> Non
                                                        "difference of drifted targets against it.")] = None,
         as_json: Json = False,
     ) -> None:
-        """Upstream's files against their pins, and what every row expects: target, body, signature, bindings."""
+        """Compare upstream's files with their pins, and every row's target, body, signature and bindings with them."""
         if upstream is not None and installed:
             raise ConfigError("check: --upstream and --installed exclude each other; give one")
         leave_with(run_check(upstream, line, base), as_json, fine=False)
@@ -43,7 +43,7 @@ def register(app: typer.Typer, engine_of: Callable[[str | None], Engine]) -> Non
         line: Annotated[str | None, typer.Option(help="pypi or a3; default: the line of VERL_PATCHES.")] = None,
         as_json: Json = False,
     ) -> None:
-        """Fingerprints of targets as they stand on disk, against the reviewed ones."""
+        """Compare fingerprints of the targets on disk with the reviewed ones."""
         rows = fingerprints(engine_of(line and f"line={line}"), row_ids or [], write, no_source, upstream)
         if as_json:
             typer.echo(json.dumps(rows, indent=1))
@@ -64,8 +64,7 @@ def run_check(upstream: Path | None, line: str | None, base: Path | None = None)
     from verl_patches.cluster.checkouts import FETCH
     from verl_patches.cluster.modified import source_findings
     from verl_patches.cluster.pins import load_pins
-    from verl_patches.patching.contract import PACKAGES, check, installed_roots
-    from verl_patches.patching.row_contract import Sources
+    from verl_patches.patching.contract import PACKAGES, Sources, check, installed_roots
     from verl_patches.patching.switches import from_environment
 
     name = line or from_environment().line
@@ -76,12 +75,12 @@ def run_check(upstream: Path | None, line: str | None, base: Path | None = None)
     known = {} if base is None else _roots("--base", base, name)
     absent = frozenset(PACKAGES[name]) - set(here)
     compared = dict(zip(here, source_findings(pins, here), strict=True))
-    held = {package: f"{f.name}, {f.found}" for package, f in compared.items() if f.state == "fine"}
-    report = check(ROWS, name, Sources(here, upstream is None, known, pins.packages, absent, held))
+    verified = {package: f"{f.name}, {f.found}" for package, f in compared.items() if f.state == "fine"}
+    report = check(ROWS, name, Sources(here, upstream is None, known, pins.packages, absent, verified))
     if report.state == "empty":
         return report
     missing = [Finding(f"package {package}", "problem", str(upstream), "a clone of every repository of the line",
-                       f"not there: the rows of {package} were not looked at",
+                       f"absent: the rows of {package} were not checked",
                        f"{FETCH}; a run needs no clone of what pip has installed (check --installed looks at that)")
                for package in PACKAGES[name] if package in absent]
     return Report("check", name, (*missing, *compared.values(), *report.findings))

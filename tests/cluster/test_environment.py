@@ -9,7 +9,7 @@ from verl_patches.cluster.compose import compose
 from verl_patches.cluster.environment import derive, process_environment, worker_environment
 from verl_patches.cluster.modified import installed_root
 from verl_patches.cluster.pins import load_pins
-from verl_patches.patching.prelude_line import LINE
+from verl_patches.patching.install_prelude import LINE
 
 TINY, LARGE = "grpo_deepseekv3_tiny_cpu", "grpo_deepseekv3_256die_random_init"
 WEIGHTS = "grpo_deepseekv3_256die_true_weight"

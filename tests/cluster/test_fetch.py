@@ -11,10 +11,9 @@ from verl_patches.cluster import checkouts
 from verl_patches.cluster import fetch as fetch_module
 from verl_patches.cluster.fetch import fetch_upstream, sources
 from verl_patches.cluster.pins import load_pins
-from verl_patches.errors import ConfigError
+from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.patching.contract import PACKAGES
-from verl_patches.patching.engine import PatchError
-from verl_patches.patching.prelude_line import LINE
+from verl_patches.patching.install_prelude import LINE
 from verl_patches.patching.report import Finding, Report
 
 pytestmark = pytest.mark.slow  # each starts processes
@@ -58,7 +57,7 @@ def test_of_a_server_that_serves_no_single_commits_the_history_is_fetched(upstre
     monkeypatch.setenv("GIT_CONFIG_KEY_0", "protocol.version")
     monkeypatch.setenv("GIT_CONFIG_VALUE_0", "0")
     git(dest.parent, "init", "-q", "probe")
-    with pytest.raises(PatchError, match="not our ref|unadvertised"):  # the control: this server does refuse
+    with pytest.raises(RecipeError, match="not our ref|unadvertised"):  # the control: this server does refuse
         checkouts.git(dest.parent / "probe", "fetch", str(upstream.bare), upstream.first)
     assert run(dest, upstream.pin(upstream.first, ref=ref))[0].exit_code == 0
     assert git(dest / "verl", "rev-parse", "HEAD") == upstream.first
@@ -212,7 +211,7 @@ def test_personal_git_settings_change_nothing_and_are_not_changed(upstream, dest
 
 
 def test_two_at_once_and_wrong_use_are_refused(upstream, dest, tmp_path):
-    with fetch_module._locked(dest), pytest.raises(PatchError, match="another fetch-upstream"):
+    with fetch_module._locked(dest), pytest.raises(RecipeError, match="another fetch-upstream"):
         run(dest, upstream.pin(upstream.first))
     with pytest.raises(ConfigError, match="expected names among verl"):
         run(dest, upstream.pin(upstream.first), only=["ver1"])

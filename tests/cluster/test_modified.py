@@ -18,7 +18,7 @@ from verl_patches.cluster.modified import (
 )
 from verl_patches.cluster.pins import Repository, load_pins
 from verl_patches.errors import ConfigError
-from verl_patches.patching.prelude_line import LINE
+from verl_patches.patching.install_prelude import LINE
 
 FILES = {WORKER: WORKER_TEXT, "verl/a.py": "a = 1\n", "verl/data.txt": "d\n",
          ".gitignore": "*.pyc\n*.log\n/verl/_version.py\n/verl/mine.py\n/out/\n/build/\n/odd/\n"}

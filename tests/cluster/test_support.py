@@ -11,7 +11,7 @@ from verl_patches.cluster.pins import load_pins
 from verl_patches.cluster.recipe import recipe_keys
 from verl_patches.cluster.support import refusal, refused_keys, shell_findings
 from verl_patches.errors import ConfigError
-from verl_patches.patching.prelude_line import LINE
+from verl_patches.patching.install_prelude import LINE
 
 TINY, LARGE = "grpo_deepseekv3_tiny_cpu", "grpo_deepseekv3_256die_true_weight"
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"

@@ -18,7 +18,7 @@ import yaml
 from loop_runs import ROOT
 
 from verl_patches.cluster.checkouts import trees_of
-from verl_patches.patching import prelude_pth
+from verl_patches.patching import install_prelude
 
 pytestmark = pytest.mark.full
 HERE = Path(__file__).parent
@@ -39,7 +39,7 @@ def python(tmp_path_factory):
     subprocess.run([sys.executable, "-I", "-m", "venv", "--without-pip", folder / "venv"], check=True)
     site = next((folder / "venv" / "lib").glob("python*/site-packages"))
     (site / "base.pth").write_text(f"{sysconfig.get_path('purelib')}\n{ROOT}\n")
-    (site / prelude_pth.NAME).write_text(prelude_pth.TEXT)
+    (site / install_prelude.NAME).write_text(install_prelude.TEXT)
     return folder / "venv" / "bin" / "python"
 
 

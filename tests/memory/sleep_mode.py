@@ -15,9 +15,9 @@ from types import SimpleNamespace
 
 import torch
 
+from verl_patches.errors import RecipeError
 from verl_patches.memory import sleep_mode
 from verl_patches.patching import engine as patches
-from verl_patches.patching.engine import PatchError
 from verl_patches.worker import rollout_engine
 
 SEGMENT, TENSOR = 4096, 512  # bytes
@@ -58,10 +58,10 @@ def allocator_of(file: str | None):
 
 
 def refused(do) -> str:
-    """What the PatchError says that `do` raises; empty if it does not."""
+    """What the RecipeError says that `do` raises; empty if it does not."""
     try:
         do()
-    except PatchError as error:
+    except RecipeError as error:
         return str(error)
     return ""
 

@@ -4,9 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from verl_patches.errors import RecipeError
 from verl_patches.memory import sleep_mode
 from verl_patches.memory.sleep_mode import dropped, segments_of
-from verl_patches.patching.engine import PatchError
 
 SEGMENT = 4096
 
@@ -34,7 +34,7 @@ def test_what_another_tag_holds_is_left_and_tags_come_back_after_an_error():
 
 def test_a_sleep_mode_that_is_not_known_here_is_refused(monkeypatch):
     monkeypatch.setattr(sleep_mode, "_ALLOCATORS", (("no.such.module", "CaMemAllocator"),))
-    with pytest.raises(PatchError, match="CaMemAllocator of vLLM's sleep mode, found neither: .*rollout_life"):
+    with pytest.raises(RecipeError, match="CaMemAllocator of vLLM's sleep mode, found neither: .*rollout_life"):
         sleep_mode._allocator()
 
 

@@ -80,7 +80,7 @@ def test_every_optimizer_steps_as_without_with_one_copy_a_byte_and_no_new_host_m
 ])
 def test_what_is_not_as_it_was_left_is_refused_by_name(found, case, words):
     said = found["spoilt"][case]
-    assert said.startswith("PatchError: offload: ") and all(word in said for word in words), said
+    assert said.startswith("RecipeError: offload: ") and all(word in said for word in words), said
 
 
 @pytest.mark.slow

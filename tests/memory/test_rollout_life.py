@@ -5,10 +5,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from verl_patches.errors import RecipeError
 from verl_patches.memory import sleep_mode
 from verl_patches.memory.sleep_mode import GraphLife, RolloutLife, weights_of
 from verl_patches.patching import engine as patches
-from verl_patches.patching.engine import PatchError
 from verl_patches.worker import rollout_engine
 
 
@@ -83,7 +83,7 @@ def test_weights_stay_until_a_sync_has_filled_them_and_where_none_comes_again():
         each.sleep()
         assert bytes_of(*weights_of(model).values()) == 0
         each.wake_up()
-        with pytest.raises(PatchError, match="no weight sync has filled"):
+        with pytest.raises(RecipeError, match="no weight sync has filled"):
             each.check_ready()
         each.filled()
         each.check_ready()
@@ -93,10 +93,10 @@ def test_a_cache_in_use_does_not_go_and_what_goes_is_forgotten():
     llm, _, caches = engine()
     life, core, resets = RolloutLife(llm), llm.llm_engine, []
     core.get_num_unfinished_requests = lambda: 2
-    with pytest.raises(PatchError, match="sleep with 2 unfinished requests"):
+    with pytest.raises(RecipeError, match="sleep with 2 unfinished requests"):
         life.sleep()
     core.get_num_unfinished_requests, core.reset_prefix_cache = lambda: 0, lambda: False
-    with pytest.raises(PatchError, match="cannot reset its prefix cache"):
+    with pytest.raises(RecipeError, match="cannot reset its prefix cache"):
         life.sleep()
     assert bytes_of(caches[0]) == 40
     core.reset_prefix_cache = lambda: resets.append(1)
@@ -111,21 +111,21 @@ def test_another_storage_or_another_cache_is_refused_by_name():
     life.filled()
     life.sleep()
     model.down.data = torch.ones(5)
-    with pytest.raises(PatchError, match="down.*somebody else has replaced it"):
+    with pytest.raises(RecipeError, match="down.*somebody else has replaced it"):
         life.wake_up()
     llm, model, caches = engine()
     life = RolloutLife(llm)
     life.sleep()
     life.wake_up()
     caches[0] = torch.ones(6, 2)
-    with pytest.raises(PatchError, match=r"kv_cache\[0\] in bytes: expected 40 as the engine was built, found 48"):
+    with pytest.raises(RecipeError, match=r"kv_cache\[0\] in bytes: expected 40 as the engine was built, found 48"):
         life.sleep()
     caches[0] = torch.ones(5, 2)
     llm.llm_engine.vllm_config.cache_config.num_gpu_blocks = 4
-    with pytest.raises(PatchError, match="blocks of KV cache: expected 5 .* found 4"):
+    with pytest.raises(RecipeError, match="blocks of KV cache: expected 5 .* found 4"):
         life.sleep()
     caches.clear()
-    with pytest.raises(PatchError, match="KV cache .* found none"):
+    with pytest.raises(RecipeError, match="KV cache .* found none"):
         RolloutLife(llm).sleep()
 
 
@@ -167,5 +167,5 @@ def test_an_engine_that_is_to_sleep_has_our_life_and_an_eager_one_no_sleep_mode(
     if ours:
         assert llm.llm_engine.sleep == ours.sleep and llm.llm_engine.wake_up == ours.wake_up
         ours._asleep = {"kv_cache": {}}
-        with pytest.raises(PatchError, match="kv_cache of the engine are asleep"):
+        with pytest.raises(RecipeError, match="kv_cache of the engine are asleep"):
             llm.llm_engine.add_request(1)

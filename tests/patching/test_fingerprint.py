@@ -15,8 +15,8 @@ import pytest
 
 from tests.patching.pythons import VERSIONS, interpreter
 from verl_patches.patching import fingerprint as fp
-from verl_patches.patching.drift import changes, difference
-from verl_patches.patching.statements import flatten, whole_hash
+from verl_patches.patching.contract import changes, difference
+from verl_patches.patching.fingerprint import flatten, whole_hash
 
 CORPUS = Path(__file__).resolve().parent / "corpus"
 

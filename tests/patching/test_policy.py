@@ -112,8 +112,9 @@ def test_other_policies_leave_an_unsupported_row_alone(play, policy):
 
 @pytest.mark.parametrize(("provider", "kind", "words"), [
     ("ours:bad", "wrap", "ImportError: no such thing"), ("ours:gone", "wrap", "has no 'gone'"),
-    ("no_such_module:f", "replace", "No module named 'no_such_module'"), ("ours:nothing", "wrap", "something to call"),
-    ("ours:same", "wrap", "gave the original back"), ("ours:no_entries", "register", "must give a dict")])
+    ("no_such_module:f", "replace", "No module named 'no_such_module'"),
+    ("ours:nothing", "wrap", "must return a callable"), ("ours:same", "wrap", "returned the original"),
+    ("ours:no_entries", "register", "must return a dict")])
 @pytest.mark.parametrize("policy", ["strict", "skip"])
 def test_a_provider_that_fails_always_stops(play, provider, kind, words, policy):
     target = "up:__dict__" if kind == "register" else "up:f"
@@ -176,7 +177,7 @@ def test_rows_that_need_a_skipped_one_are_skipped_in_any_order_of_imports(play, 
         out += [seen(), states(e)]
     """, ("up:f",))
     states = {"t.low": "drifted", **dict.fromkeys(("t.mid", "t.over", "t.top"), "unsupported"), "t.else": "active"}
-    assert out[:2] == [states, "it needs t.over, which is unsupported and was left alone"]
+    assert out[:2] == [states, "it needs t.over, which is unsupported and was not applied"]
     assert out[2] == [1, 1, 1, "m!"] and out[3] is None
     assert out[4] == [1, 1, 1, "m"] and set(out[5].values()) == {"reverted"}
 

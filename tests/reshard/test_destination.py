@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from verl_patches.errors import RecipeError
 from verl_patches.layout.inventory import Inventory, Parameter
-from verl_patches.patching.engine import PatchError
 from verl_patches.reshard import destination
 from verl_patches.reshard.destination import learn_destinations
 from verl_patches.reshard.region import Region
@@ -201,7 +201,7 @@ def test_axes_swapped_after_loading(copied):
     tensors = hf_tensors()
     write(found, tensors)
     assert torch.equal(model.w13[0].t(), tensors["expert.1.up"])
-    with pytest.raises(PatchError, match=r"rank 1: w13: expected shape \(2, 9, 9\).*found \(2, 6, 4\)"):
+    with pytest.raises(RecipeError, match=r"rank 1: w13: expected shape \(2, 9, 9\).*found \(2, 6, 4\)"):
         learn_destinations(model, INVENTORY, rank=1, load_shapes={"w13": (2, 9, 9)})
 
 
@@ -281,7 +281,7 @@ def test_a_parameter_changed_after_its_copy_is_seen():
     model = Changing()
     found = learn_destinations(model, INVENTORY, rank=1)
     assert "aten.mul_.Tensor writes it" in found.unmapped["norm"]
-    with pytest.raises(PatchError, match=r"norm: expected each of its 6 .*\[0\] written by norm .* and by norm"):
+    with pytest.raises(RecipeError, match=r"norm: expected each of its 6 .*\[0\] written by norm .* and by norm"):
         found.check_covers(model)
 
 
@@ -312,7 +312,7 @@ class Short(Toy):
 ])  # fmt: skip
 def test_a_loader_that_does_not_write_everything_once_is_named(loader, message):
     model = loader()
-    with pytest.raises(PatchError, match=message):
+    with pytest.raises(RecipeError, match=message):
         learn_destinations(model, INVENTORY, rank=1).check_covers(model)
 
 
@@ -323,7 +323,7 @@ def test_a_loader_that_replaces_memory_is_refused_and_undone():
 
     model = Replacing()
     expected = values(model)
-    with pytest.raises(PatchError, match="rank 1: load_weights gives norm other memory"):
+    with pytest.raises(RecipeError, match="rank 1: load_weights gives norm other memory"):
         learn_destinations(model, INVENTORY, rank=1)
     assert differing(model, expected) == []
 
@@ -333,7 +333,7 @@ def test_a_loader_that_always_fails_is_refused():
         def load_weights(self, weights):
             raise KeyError("no such parameter")
 
-    with pytest.raises(PatchError, match="cannot be traced.*no such parameter"):
+    with pytest.raises(RecipeError, match="cannot be traced.*no such parameter"):
         learn_destinations(Failing(), INVENTORY, rank=1)
 
 
@@ -343,7 +343,7 @@ def test_changes_after_the_last_tensor_are_refused():
             super().load_weights(weights)
             self.w2.data.mul_(2)
 
-    with pytest.raises(PatchError, match="changes parameters after the last tensor.*mul_"):
+    with pytest.raises(RecipeError, match="changes parameters after the last tensor.*mul_"):
         learn_destinations(Finishing(), INVENTORY, rank=1)
 
 
@@ -382,7 +382,7 @@ def test_memory_that_changed_is_noticed():
     kept = model.w13.data
     model.w13.data = kept.clone()
     assert not found.still_valid(model)
-    with pytest.raises(PatchError, match="learn them again"):
+    with pytest.raises(RecipeError, match="learn them again"):
         found.check_covers(model)
     model.w13.data = kept
     assert found.still_valid(model)

@@ -10,10 +10,9 @@ import torch
 from vllm.model_executor.layers.fused_moe import FusedMoE
 from vllm.model_executor.models import utils as model_utils
 
-from verl_patches.errors import ConfigError
+from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.layout.inventory import build_inventory
 from verl_patches.layout.parallel import rollout_layout
-from verl_patches.patching.engine import PatchError
 from verl_patches.reshard.destination import learn_destinations
 
 
@@ -54,7 +53,7 @@ def hf_tensors(inventory):
 def error_of(check, *args) -> str | None:
     try:
         check(*args)
-    except (PatchError, ConfigError) as error:
+    except (RecipeError, ConfigError) as error:
         return str(error)
     return None
 

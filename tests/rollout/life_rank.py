@@ -9,8 +9,8 @@ import psutil
 import torch
 
 from tests.rollout import engine_rank
+from verl_patches.errors import RecipeError
 from verl_patches.memory import measure, sleep_mode
-from verl_patches.patching.engine import PatchError
 from verl_patches.reshard.post_load import ABSORBED, post_load
 
 CYCLES, EVERY = 50, 10
@@ -38,10 +38,10 @@ def sampled(llm) -> list[list[int]]:
 
 
 def refused(do) -> str:
-    """What the PatchError says that `do` raises; empty if it does not."""
+    """What the RecipeError says that `do` raises; empty if it does not."""
     try:
         do()
-    except PatchError as error:
+    except RecipeError as error:
         return str(error)
     return ""
 

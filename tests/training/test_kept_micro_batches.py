@@ -8,7 +8,7 @@ from tensordict import TensorDict
 from verl.utils.seqlen_balancing import get_reverse_idx, rearrange_micro_batches
 
 from tests.comm.lengths import lognormal_lengths
-from verl_patches.patching.engine import PatchError
+from verl_patches.errors import RecipeError
 from verl_patches.tensor_cache.batch_plan import plan_batch
 from verl_patches.worker.tensor_cache_stages import as_planned, following, pass_splits, planned, update_splits
 
@@ -81,14 +81,14 @@ def test_without_budget_or_balance_the_split_is_verls(budget, tokens):
 
 
 def test_other_rows_than_planned_are_refused_and_the_plan_ends_with_them():
-    with pytest.raises(PatchError, match="batch 0 of this stage has 16 rows of"):
+    with pytest.raises(RecipeError, match="batch 0 of this stage has 16 rows of"):
         run("update", 0, [minis_of(0)[1]])
     samples = minis_of(0)[0]
     assert split(rows(samples), max_token_len=BUDGET)[1] == rearrange_micro_batches(rows(samples), BUDGET)[1]
 
 
 def test_an_actor_that_does_not_ask_is_refused():
-    with (pytest.raises(PatchError, match="row update.micro_batches_as_planned must reach"),
+    with (pytest.raises(RecipeError, match="row update.micro_batches_as_planned must reach"),
           following(update_splits(plan(), 0), [LENGTHS[s] for s in plan().placed[0]])):
         pass
 

@@ -11,7 +11,7 @@ from verl.trainer.ppo.core_algos import agg_loss, compute_policy_loss
 
 from verl_patches.cluster.checks import check_config
 from verl_patches.cluster.compose import CONFIGS_DIR, compose
-from verl_patches.patching.engine import PatchError
+from verl_patches.errors import RecipeError
 from verl_patches.patching.row import subclass_of
 from verl_patches.trainer import rollout_correction
 from verl_patches.trainer.on_policy import faults
@@ -181,7 +181,7 @@ def test_an_update_with_verls_own_loss_is_an_error():
     """It would take vLLM's log-probs for old ones, which is another gradient."""
     bare = Worker(skip=True)
     bare.loss = compute_policy_loss
-    with pytest.raises(PatchError, match="its loss is not that of row update.loss_on_policy"):
+    with pytest.raises(RecipeError, match="its loss is not that of row update.loss_on_policy"):
         bare.run(batch())
     assert not torch.equal(bare.parameter.grad, Worker().run(batch()))
 

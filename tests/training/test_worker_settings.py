@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from verl_patches.patching import prelude_pth
+from verl_patches.patching import install_prelude
 
 ROOT = Path(__file__).resolve().parents[2]
 TELL = """
@@ -69,7 +69,7 @@ def test_a_worker_without_the_variable_is_refused_by_node_and_the_row_gives_it(t
     subprocess.run([sys.executable, "-I", "-m", "venv", "--without-pip", tmp_path / "venv"], check=True)
     site = next((tmp_path / "venv" / "lib").glob("python*/site-packages"))
     (site / "base.pth").write_text(f"{sysconfig.get_path('purelib')}\n{ROOT}\n")
-    (site / prelude_pth.NAME).write_text(prelude_pth.TEXT)
+    (site / install_prelude.NAME).write_text(install_prelude.TEXT)
     done = subprocess.run([tmp_path / "venv/bin/python", "-c", JOB], capture_output=True, text=True, timeout=240, env={
         "PYTHONPATH": str(tmp_path), "PATH": f"{tmp_path}/venv/bin:/usr/bin:/bin", "RAY_TMPDIR": ray_folder,
         "RAY_USAGE_STATS_ENABLED": "0"})

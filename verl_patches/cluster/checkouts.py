@@ -11,8 +11,7 @@ from typing import Any
 
 from verl_patches.cluster.compose import verl_config_dir
 from verl_patches.cluster.pins import load_pins
-from verl_patches.errors import ConfigError
-from verl_patches.patching.engine import PatchError
+from verl_patches.errors import ConfigError, RecipeError
 
 LINE = "a3"  # its pins are git repositories; the other line's packages come from the index
 FETCH = "bash scripts/fetch_upstream.sh --dest DIR clones them"
@@ -32,7 +31,7 @@ _OUTER = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_OBJECT_DIRECTORY", 
 def git(folder: Path, *args: str, limit_s: float | None = None) -> str:
     """Standard output of a git command in `folder`, which must be the root of a work tree for most commands.
 
-    limit_s: time limit in seconds, default GIT_S. Raises PatchError with git's own error text where it fails or
+    limit_s: time limit in seconds, default GIT_S. Raises RecipeError with git's own error text where it fails or
     exceeds the limit, and ConfigError where git is not installed.
     """
     limit_s = limit_s or GIT_S
@@ -48,11 +47,11 @@ def git(folder: Path, *args: str, limit_s: float | None = None) -> str:
         done = subprocess.run(["git", *settings, "-C", str(folder), *args], stdin=subprocess.DEVNULL,
                               capture_output=True, text=True, errors="replace", env=env, timeout=limit_s)
     except subprocess.TimeoutExpired:
-        raise PatchError(f"git {args[0]} in {folder}: did not end within {limit_s} s; check network and disk") from None
+        raise RecipeError(f"git {args[0]} in {folder}: did not end within {limit_s} s; check network and disk") from None
     except FileNotFoundError:
         raise ConfigError("git is not installed; install it (openEuler: yum install git) and run this again") from None
     if done.returncode:
-        raise PatchError(f"git {args[0]} in {folder}: {_error_text(done.stderr)}")
+        raise RecipeError(f"git {args[0]} in {folder}: {_error_text(done.stderr)}")
     return done.stdout.rstrip()
 
 

@@ -16,7 +16,7 @@ from verl_patches.cluster.compose import CONFIGS_DIR, compose
 from verl_patches.cluster.show import Json, table
 from verl_patches.errors import ConfigError
 from verl_patches.model.mindspeed.arguments import Setting
-from verl_patches.patching.prelude_line import PLACES
+from verl_patches.patching.install_prelude import PLACES
 from verl_patches.training.engine_arguments import explain as explain_engine
 
 

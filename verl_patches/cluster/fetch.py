@@ -17,9 +17,8 @@ from pathlib import Path
 from verl_patches.cluster.checkouts import git
 from verl_patches.cluster.modified import commit_faults, said, tree_changes
 from verl_patches.cluster.pins import PIN_FILE, Line, Repository
-from verl_patches.errors import ConfigError
-from verl_patches.patching import prelude_line
-from verl_patches.patching.engine import PatchError
+from verl_patches.errors import ConfigError, RecipeError
+from verl_patches.patching import install_prelude
 from verl_patches.patching.report import Finding, Report
 
 DEFAULT_DEST = PIN_FILE.parents[1] / "upstream"
@@ -30,7 +29,7 @@ _NOT_SERVED = re.compile("not our ref|unadvertised object|find remote ref|not al
 Check = Callable[[Path, str], Report]  # the contract check: (folder of clones, line) -> report
 
 
-class CloneError(PatchError):
+class CloneError(RecipeError):
     """A repository that cannot be used: what was found, and what to do (`todo`)."""
 
     def __init__(self, found: str, todo: str):
@@ -51,7 +50,7 @@ def fetch_upstream(
 
     mirror: see `sources`. only: names of repositories, default all. log: receives one progress line for each step.
     The findings: each repository with its notes, the prelude line, the check. Raises ConfigError before anything is
-    fetched (unknown names, a line without repositories, missing mirrors) and PatchError where another fetch runs in
+    fetched (unknown names, a line without repositories, missing mirrors) and RecipeError where another fetch runs in
     `dest`.
     """
     chosen, dest = _chosen(line_name, line, only), Path(dest).absolute()
@@ -87,7 +86,7 @@ def _locked(dest: Path) -> Iterator[None]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise PatchError(f"{dest}: another fetch-upstream runs there; wait for it, then run this again") from None
+            raise RecipeError(f"{dest}: another fetch-upstream runs there; wait for it, then run this again") from None
         yield
 
 
@@ -134,7 +133,7 @@ def _repository(
         else:
             _verify(path, pin)
         tree = git(path, "rev-parse", "HEAD^{tree}")
-    except (PatchError, OSError) as error:
+    except (RecipeError, OSError) as error:
         log(f"{name}: {error}")
         todo = error.todo if isinstance(error, CloneError) else "check the network and run this again, or give --mirror"
         yield Finding(name, "problem", str(path), expected, str(error), todo)
@@ -156,13 +155,13 @@ def _clone(path: Path, pin: Repository, source: str) -> None:
     git(partial, "remote", "add", "origin", pin.url)
     try:
         _fetch(partial, source, pin.commit, "--depth=1")
-    except PatchError as error:
+    except RecipeError as error:
         if not _NOT_SERVED.search(str(error)):
             raise
         _fetch(partial, source, pin.ref or "+refs/heads/*:refs/remotes/origin/*")
     try:
         git(partial, "checkout", "--quiet", "--detach", pin.commit)
-    except PatchError as error:
+    except RecipeError as error:
         raise CloneError(f"{source} has no commit {pin.commit} ({error})",
                          "check url and ref of the pin, or update the mirror") from error
     _verify(partial, pin)
@@ -188,10 +187,10 @@ def _verify(path: Path, pin: Repository) -> None:
 
 def _prelude(path: Path) -> Finding:
     try:
-        done = prelude_line.install(path)
+        done = install_prelude.insert_line(path)
     except ConfigError as error:
-        return Finding("prelude line", "problem", str(path), prelude_line.LINE, str(error), "check the pin of verl")
-    return Finding("prelude line", "fine", f"{done.file}:{done.line}", prelude_line.LINE, done.state)
+        return Finding("prelude line", "problem", str(path), install_prelude.LINE, str(error), "check the pin of verl")
+    return Finding("prelude line", "fine", f"{done.file}:{done.line}", install_prelude.LINE, done.state)
 
 
 def _checked(line_name: str, line: Line, dest: Path, check: Check) -> list[Finding]:

@@ -20,13 +20,12 @@ from omegaconf import DictConfig
 
 from verl_patches.cluster.checkouts import FETCH, Trees, git
 from verl_patches.cluster.pins import Line, Repository, load_pins, same_version
-from verl_patches.errors import ConfigError
-from verl_patches.patching import prelude_line
+from verl_patches.errors import ConfigError, RecipeError
+from verl_patches.patching import install_prelude
 from verl_patches.patching.contract import PACKAGES
-from verl_patches.patching.engine import PatchError
 from verl_patches.patching.report import Finding
 
-WORKER_FILE = Path("verl") / prelude_line.INSIDE
+WORKER_FILE = Path("verl") / install_prelude.INSIDE
 _SHOWN = 5  # of a long list of files
 _LINK = "120000"
 
@@ -94,7 +93,7 @@ def _tree_finding(name: str, folder: Path, pin: Repository) -> Finding:
         "bash scripts/fetch_upstream.sh --dest ANOTHER clones the pinned sources")
     try:
         wrong, files = commit_faults(folder, pin), tree_changes(folder, pin.tree or pin.commit, pin.generated)
-    except PatchError as error:
+    except RecipeError as error:
         wrong, files = [f"not to be compared: {error}"], []
     found = [*wrong, *([said(files)] if files else [])]
     if found:
@@ -120,7 +119,7 @@ def commit_faults(folder: Path, pin: Repository) -> list[str]:
 def tree_changes(folder: Path, reference: str, generated: tuple[str, ...] = ()) -> list[str]:
     """["FILE (modified)", "FILE (deleted)", "FILE (extra)", ...] of a work tree against the commit or tree `reference`.
 
-    Raises PatchError where the clone does not hold `reference`.
+    Raises RecipeError where the clone does not hold `reference`.
     """
     listed = git(folder, "ls-tree", "-r", "-z", "--full-tree", reference).split("\0")
     wanted: dict[str, tuple[str, str]] = {}
@@ -155,7 +154,7 @@ def _is_other(path: str, data: bytes, fits: Callable[[bytes], bool]) -> bool:
     if path != WORKER_FILE.as_posix():
         return True
     lines = data.splitlines(keepends=True)
-    ours = [number for number, line in enumerate(lines) if line.strip() == prelude_line.LINE.encode()]
+    ours = [number for number, line in enumerate(lines) if line.strip() == install_prelude.LINE.encode()]
     return not ours or not fits(b"".join(lines[:ours[0]] + lines[ours[0] + 1:]))
 
 
@@ -201,7 +200,7 @@ def _ignored(folder: Path, paths: list[str]) -> set[str]:
         part = paths[start:start + 500]
         try:
             names |= set(git(folder, "check-ignore", "--", *part).splitlines())
-        except PatchError:  # exit 1: none of them
+        except RecipeError:  # exit 1: none of them
             continue
     return names
 

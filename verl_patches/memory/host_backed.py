@@ -24,9 +24,8 @@ from typing import Any
 
 import torch
 
-from verl_patches.errors import ConfigError
+from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.memory.counters import TALLY
-from verl_patches.patching.engine import PatchError
 
 # torch's allocator of pinned memory rounds each piece up to a power of two (ATen/core/CachingHostAllocator.h)
 PIECE_BYTES, _ALIGN_BYTES = 512 << 20, 512
@@ -35,7 +34,7 @@ PIECE_BYTES, _ALIGN_BYTES = 512 << 20, 512
 class Parked:
     """The storage below `tensor`, which is on the device or waits on the host; `name` is for messages.
 
-    PatchError if the storage has less memory than its tensor needs: somebody else has taken it.
+    RecipeError if the storage has less memory than its tensor needs: somebody else has taken it.
     """
 
     def __init__(self, name: str, tensor: torch.Tensor):
@@ -46,19 +45,19 @@ class Parked:
         self.away = False
         needed = (tensor.storage_offset() + tensor.numel()) * tensor.element_size() if tensor.is_contiguous() else 1
         if tensor.numel() and self.size_bytes < needed:
-            raise PatchError(f"offload: {name}: expected a storage of at least {needed:,} bytes, found "
+            raise RecipeError(f"offload: {name}: expected a storage of at least {needed:,} bytes, found "
                              f"{self.size_bytes:,}: somebody else has emptied it")
 
     def check(self, tensor: torch.Tensor) -> None:
-        """PatchError unless `tensor` lies in this storage and that is as large as it was left."""
+        """RecipeError unless `tensor` lies in this storage and that is as large as it was left."""
         found, expected = tensor.untyped_storage(), 0 if self.away else self.size_bytes
         if found._cdata != self.storage._cdata:
-            raise PatchError(
+            raise RecipeError(
                 f"offload: {self.name}: expected the storage that was there before, of {self.size_bytes:,} bytes, "
                 f"found another one of {found.nbytes():,} bytes on {found.device}: somebody else has replaced it")
         if found.nbytes() != expected:
             state = "which waits on the host" if self.away else "which is on the device"
-            raise PatchError(f"offload: {self.name}, {state}: expected a storage of {expected:,} bytes, found "
+            raise RecipeError(f"offload: {self.name}, {state}: expected a storage of {expected:,} bytes, found "
                              f"{found.nbytes():,}: somebody else has resized it")
 
     def is_replaced_by(self, tensor: torch.Tensor) -> bool:
@@ -233,13 +232,13 @@ class ModelPlaces:
         return sum(each.size_bytes for each in here)
 
     def _refuse_unknown_writes(self) -> None:
-        """PatchError for those that a parameter's version shows; which it does not show: the head of this file."""
+        """RecipeError for those that a parameter's version shows; which it does not show: the head of this file."""
         for name, parameter in self.weights:
             if not self.buffers and parameter.grad is not None:
-                raise PatchError(f"offload: {name} of a model without DDP has a gradient, which would stay on the "
+                raise RecipeError(f"offload: {name} of a model without DDP has a gradient, which would stay on the "
                                  "device: expected none, as in a reference model")
             if not self.written and parameter._version != self.versions.get(name, parameter._version):
-                raise PatchError(
+                raise RecipeError(
                     f"offload: {self.tenant}, {name}: expected the weights that came from the host, found them written "
                     "to although they were loaded for reading only (load_grad=False): the host copy is stale and would "
                     "undo that; load with load_grad=True before writing")
@@ -292,7 +291,7 @@ class OptimizerPlaces:
             yield from ((f"group {number}, parameter {at}", parameter) for at, parameter in enumerate(group["params"]))
 
     def parked_of(self, name: str, parameter: torch.Tensor) -> list[Parked]:
-        """Places of what is owned for one of `parameters`; PatchError where it is not as it was left."""
+        """Places of what is owned for one of `parameters`; RecipeError where it is not as it was left."""
         owned = [(f"{name}, main", parameter)] if id(parameter) in self.mains else []
         states = self.megatron.optimizer.state.get(parameter, {})
         owned += [(f"{name}, {key}", state) for key, state in states.items()

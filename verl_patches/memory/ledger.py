@@ -14,15 +14,14 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from verl_patches.errors import ConfigError
+from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.memory.schedule import TENANTS, Order, residency
-from verl_patches.patching.engine import PatchError
 
 log = logging.getLogger(__name__)
 ACTIONS = ("report", "strict")
 
 
-class MemoryLedgerError(PatchError):
+class MemoryLedgerError(RecipeError):
     """A tenant is where it must not be, or is not where it must be."""
 
 

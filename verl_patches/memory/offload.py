@@ -33,7 +33,7 @@ from verl_patches.memory.host_backed import (
 def load_megatron_model_to_gpu(models: Sequence[torch.nn.Module], load_grad: bool = True) -> None:
     """Bring parameters of model chunks to the device, and zeroed gradients if `load_grad` and they are in DDP.
 
-    PatchError, naming the buffer, for a storage that is not the one that left or has another size.
+    RecipeError, naming the buffer, for a storage that is not the one that left or has another size.
     """
     for places in map(places_of_model, models):
         with move("load", places.tenant) as moved:
@@ -44,7 +44,7 @@ def load_megatron_model_to_gpu(models: Sequence[torch.nn.Module], load_grad: boo
 
 
 def offload_megatron_model_to_cpu(models: Sequence[torch.nn.Module]) -> None:
-    """Take gradients and parameters of model chunks off the device. PatchError as for loading, and for a stale copy.
+    """Take gradients and parameters of model chunks off the device. RecipeError as for loading, and for a stale copy.
 
     A stale copy is seen only where a parameter's version shows the write: see model_places.py.
     """
@@ -79,12 +79,12 @@ def _settle(models: Sequence[torch.nn.Module]) -> None:
 
 
 def load_megatron_optimizer(optimizers: Any) -> None:
-    """Bring main parameters and states to the device. PatchError as for models."""
+    """Bring main parameters and states to the device. RecipeError as for models."""
     _each_optimizer("load", OptimizerPlaces.load, optimizers)
 
 
 def offload_megatron_optimizer(optimizers: Any) -> None:
-    """Take main parameters and states off the device. PatchError as for models."""
+    """Take main parameters and states off the device. RecipeError as for models."""
     _each_optimizer("offload", OptimizerPlaces.offload, optimizers)
 
 

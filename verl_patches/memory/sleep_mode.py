@@ -30,9 +30,9 @@ from typing import Any
 
 import torch
 
+from verl_patches.errors import RecipeError
 from verl_patches.memory.host_backed import Parked, unique
 from verl_patches.memory.measure import kv_caches, tensors_in, vllm_worker
-from verl_patches.patching.engine import PatchError
 from verl_patches.reshard.live_memory import private_format
 from verl_patches.reshard.post_load import ABSORBED
 
@@ -56,12 +56,12 @@ class SleepMode:
         self._weights_stay, self._lost = last, False
 
     def check_ready(self) -> None:
-        """PatchError if something is asleep, or weights have not been filled since they were given up."""
+        """RecipeError if something is asleep, or weights have not been filled since they were given up."""
         if self._asleep:
-            raise PatchError(f"rollout: asked to generate while {' and '.join(sorted(self._asleep))} of the engine are "
+            raise RecipeError(f"rollout: asked to generate while {' and '.join(sorted(self._asleep))} of the engine are "
                              "asleep: call LLM.wake_up first")
         if self._lost:
-            raise PatchError("rollout: asked to generate with weights that were given up when the engine went to "
+            raise RecipeError("rollout: asked to generate with weights that were given up when the engine went to "
                              "sleep and that no weight sync has filled since: enter verl's sharding manager first")
 
 
@@ -77,7 +77,7 @@ class ResizeSleepMode(SleepMode):
     def sleep(self, level: int = 1) -> None:
         """Give the memory back; `level` is vLLM's and says nothing here.
 
-        PatchError if the cache is not as built, or in use: what vLLM knows of its blocks' contents is forgotten here.
+        RecipeError if the cache is not as built, or in use: what vLLM knows of its blocks' contents is forgotten here.
         """
         if CACHE not in self._asleep:
             self._forget_blocks()
@@ -88,12 +88,12 @@ class ResizeSleepMode(SleepMode):
             self._drop(WEIGHTS)
 
     def wake_up(self, tags: list[str] | None = None) -> None:
-        """Take the memory again, of all or of vLLM's `tags`. PatchError if somebody gave a tensor another storage."""
+        """Take the memory again, of all or of vLLM's `tags`. RecipeError if somebody gave a tensor another storage."""
         for tag in [tag for tag in TAGS if tag in self._asleep and (tags is None or tag in tags)]:
             now = self._tensors(tag)
             for name, parked in self._asleep[tag].items():
                 if name not in now or now[name].untyped_storage()._cdata != parked.storage._cdata:
-                    raise PatchError(f"rollout: {name}: expected the storage with which the engine went to sleep, "
+                    raise RecipeError(f"rollout: {name}: expected the storage with which the engine went to sleep, "
                                      f"found {'another' if name in now else 'no such tensor'}: somebody else has "
                                      "replaced it")
                 parked.check(now[name])
@@ -109,10 +109,10 @@ class ResizeSleepMode(SleepMode):
         engine = self._llm.llm_engine  # these two have one name in engines V0 and V1
         unfinished = engine.get_num_unfinished_requests()
         if unfinished:
-            raise PatchError(f"rollout: asked to sleep with {unfinished} unfinished requests, whose blocks would be "
+            raise RecipeError(f"rollout: asked to sleep with {unfinished} unfinished requests, whose blocks would be "
                              "lost: expected 0; let them end or abort them")
         if engine.reset_prefix_cache() is False:  # V1 says nothing
-            raise PatchError("rollout: asked to sleep, but vLLM cannot reset its prefix cache: some blocks are in use, "
+            raise RecipeError("rollout: asked to sleep, but vLLM cannot reset its prefix cache: some blocks are in use, "
                              "expected none after the last request")
 
     def _drop(self, tag: str) -> None:
@@ -132,12 +132,12 @@ class ResizeSleepMode(SleepMode):
         found = {"blocks": self._llm.llm_engine.vllm_config.cache_config.num_gpu_blocks}
         found |= {name: tensor.untyped_storage().nbytes() for name, tensor in self._tensors(CACHE).items()}
         if len(found) == 1:
-            raise PatchError("rollout: expected the engine's KV cache in its model runner or worker, found none")
+            raise RecipeError("rollout: expected the engine's KV cache in its model runner or worker, found none")
         self._cache = self._cache or found
         for name in [*self._cache, *(name for name in found if name not in self._cache)]:
             if self._cache.get(name) != found.get(name):
                 what = "blocks of KV cache" if name == "blocks" else f"{name} in bytes"
-                raise PatchError(f"rollout: {what}: expected {self._cache.get(name)} as the engine was built, found "
+                raise RecipeError(f"rollout: {what}: expected {self._cache.get(name)} as the engine was built, found "
                                  f"{found.get(name)}: somebody else has rebuilt the cache")
 
 
@@ -182,7 +182,7 @@ class CumemSleepMode(SleepMode):
         self._asleep: set[str] = set()
 
     def sleep(self, level: int = 1) -> None:
-        """vLLM's own. PatchError if its allocator is not there."""
+        """vLLM's own. RecipeError if its allocator is not there."""
         if self._asleep == set(TAGS):
             return
         self.wake_up()
@@ -238,5 +238,5 @@ def _allocator() -> Any:
         found = getattr(getattr(sys.modules.get(module), name, None), "instance", None)
         if found is not None:
             return found
-    raise PatchError(f"rollout: asked to sleep, expected {' or '.join(name for _, name in _ALLOCATORS)} of vLLM's "
+    raise RecipeError(f"rollout: asked to sleep, expected {' or '.join(name for _, name in _ALLOCATORS)} of vLLM's "
                      "sleep mode, found neither: switch the row off, recipe.patches=[-memory.rollout_life]")

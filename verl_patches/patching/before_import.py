@@ -1,8 +1,8 @@
 """Run the prelude right before upstream's own code, in whatever process imports it.
 
-The `.pth` file of `install-prelude` (prelude_pth.py) puts a finder in front of every Python process of one interpreter.
-It asks this file only when an upstream package is looked for, so nothing here may import more than such a start has.
-Looking for a package without importing it (`importlib.util.find_spec`) runs nothing.
+The `.pth` file of install_prelude.py adds a finder to every process of one Python. The finder calls this file only when
+an upstream package is looked for, so this file must stay cheap to import. Looking for a package without importing it
+(`importlib.util.find_spec`) runs nothing.
 """
 
 from __future__ import annotations

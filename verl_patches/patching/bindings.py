@@ -1,8 +1,8 @@
-"""Where else in a source tree an object is held: every module-level or class-level `from M import f`, read as text.
+"""Bindings of an object in a source tree: every module-level or class-level `from M import f`, read as text.
 
-Such names keep the old object when `M.f` is replaced after they were imported, so a row must list them. Imports inside
-functions run later and are no bindings; neither are those under `if TYPE_CHECKING:`. Copies made by assignment, default
-values or tables of functions are not seen.
+Such a name still refers to the old object when `M.f` is replaced after the import, so a row must list it. Imports
+inside functions run later and are no bindings; neither are those under `if TYPE_CHECKING:`. Copies made by assignment,
+default values or tables of functions are not found.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from verl_patches.patching.fingerprint import import_origin
-from verl_patches.patching.resolve import split
-from verl_patches.patching.statements import BLOCKS
+from verl_patches.patching.fingerprint import BLOCKS, import_origin
+from verl_patches.patching.spec import split
 
 _FROM = re.compile(rb"\bfrom\b([.\w\s\\]*?)\bimport\b(?=[ \t]*(\([^)]*\)|[^\n]*))")
 _LAST_PART = re.compile(rb"\w*(?=[\s\\]*\Z)")
@@ -53,7 +52,7 @@ class SourceFile:
     def _tree(self) -> ast.Module:
         try:
             return ast.parse(self.path.read_bytes(), filename=str(self.path))
-        except (SyntaxError, ValueError) as error:  # nor can this Python import it: it holds nothing
+        except (SyntaxError, ValueError) as error:  # this Python cannot import it either
             self.unread = str(error)
             return ast.Module([], [])
 
@@ -102,7 +101,7 @@ def read_tree(packages: Mapping[str, Path]) -> dict[str, SourceFile]:
 
 
 def find_bindings(targets: Iterable[str], tree: Mapping[str, SourceFile]) -> dict[str, dict[str, Import]]:
-    """{target: {place that also holds it: the import there}} for "module:name" targets, re-exports followed."""
+    """{target: {place that imports it: the import there}} for "module:name" targets, re-exports followed."""
     found: dict[str, dict[str, Import]] = {target: {} for target in targets}
     for target, places in found.items():
         waiting = [target]

@@ -1,13 +1,13 @@
-"""Apply, revert, prove and explain the rows of the catalogue in one process.
+"""Apply, revert, verify and explain the rows of the catalogue in one process.
 
-A row goes off, waiting -> active | drifted | unsupported | failed, and active -> overridden | reverted. "active" is
-only said after looking at the place itself: the object found there `is` the one that was put there. What upstream does
-not have as it was reviewed is drifted (another body) or unsupported (no such place), and the policy `drift=` says what
-then; failed is a fault of our own provider, and always stops.
+States of a row: off, waiting -> active | drifted | unsupported | failed, and active -> overridden | reverted. A row is
+active only if the object at its target `is` the one that was put there. Where upstream is not as reviewed, the row is
+drifted (another body) or unsupported (no such place), and the policy `drift=` decides what follows; failed is a fault
+of our own provider and always stops the run.
 
-Threads: `_lock` guards the rows and the moment of putting something in place, and nothing is imported while it is held
-(a thread inside an import holds that module's lock and wants ours). Providers run without it: two threads may prepare
-the same row, and the first one to finish puts it in place.
+Threads: `_lock` guards the rows and the replacement itself. Nothing is imported while it is held, because a thread
+inside an import holds that module's lock and may wait for ours. Providers run without it: two threads may prepare the
+same row, and the first one to finish puts it in place.
 """
 
 from __future__ import annotations
@@ -19,11 +19,10 @@ from collections.abc import Iterable
 from types import ModuleType
 from typing import Any
 
-from verl_patches.errors import ConfigError
+from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.patching import hooks
-from verl_patches.patching.resolve import MISSING, split
-from verl_patches.patching.row import NOT_AS_REVIEWED, Prepared, Row, log_outcome, prepare, refusal
-from verl_patches.patching.spec import PatchSpec, validate
+from verl_patches.patching.row import MISSING, NOT_AS_REVIEWED, Prepared, Row, log_outcome, prepare, refusal
+from verl_patches.patching.spec import PatchSpec, split, validate
 from verl_patches.patching.switches import Switches, nearest
 
 _ADVICE = {
@@ -34,12 +33,12 @@ _ADVICE = {
 }
 
 
-class PatchError(RuntimeError):
-    """A row could not be made active, or is no longer: the message names row, target, expected, found and remedy."""
+class PatchError(RecipeError):
+    """A row could not be made active, or no longer is: the message names row, target, expected, found and remedy."""
 
 
 class Engine:
-    """The rows of one process. All methods are safe to call from any thread, and again."""
+    """The rows of one process. All methods are thread-safe and idempotent."""
 
     def __init__(self, specs: Iterable[PatchSpec], switches: Switches):
         self.specs = {name: spec.on_line(switches.line) for name, spec in validate(specs).items()}
@@ -92,7 +91,7 @@ class Engine:
                     row.state, row.reason, row.applied = "waiting", row.decided, row.applied + 1
                     row.hook = functools.partial(self._install, row, row.applied)
                 if row.spec.is_module_stub:
-                    hooks.stand_in(row.spec.target, row.spec.provider)
+                    hooks.add_module_stub(row.spec.target, row.spec.provider)
                     row.state = "active"
             due = [(row.spec.target_module, row.hook) for row in self._order
                    if row.module is None and not row.spec.is_module_stub]
@@ -136,14 +135,14 @@ class Engine:
         return row.applied != nth or row.hook is None or row.module is module
 
     def _unmet(self, spec: PatchSpec) -> Prepared | None:
-        """What becomes of a row when one that it needs was left alone."""
+        """The state of a row that needs one which was not applied; None where all that it needs are."""
         for need in (self._rows[name] for name in spec.needs):
             if need.left_alone:
-                return Prepared("unsupported", f"it needs {need.spec.id}, which is {need.state} and was left alone")
+                return Prepared("unsupported", f"it needs {need.spec.id}, which is {need.state} and was not applied")
         return None
 
     def _leave_dependents(self, left: Row) -> None:
-        """Rows that need one which was left alone are left alone too; those in place are taken out again."""
+        """Revert the rows that need one which was not applied."""
         leaving = []
         for row in self._order if left.left_alone else ():  # a need comes before what needs it
             unmet = self._unmet(row.spec) if row.hook is not None else None
@@ -159,35 +158,35 @@ class Engine:
                 row.rebind(binding)
 
     def revert(self) -> None:
-        """Take every row out again, in reverse order; what somebody else put over one of ours is left alone."""
+        """Restore upstream, in reverse order; a change that another library made over one of ours stays."""
         with self._lock:
             for row in reversed(self._order):
                 if row.hook is None:
                     continue
                 if row.spec.is_module_stub:
-                    hooks.remove_stand_in(row.spec.target)
+                    hooks.remove_module_stub(row.spec.target)
                 covered = row.found_over(row.installed) if row.in_place else ""
                 row.take_out()
                 row.hook = row.module = None
                 row.state, row.reason = "reverted", f"{covered}, and was left there" if covered else ""
 
-    # -- say and prove ------------------------------------------------------------------------------------------------
+    # -- status and verification --------------------------------------------------------------------------------------
 
     def status(self) -> list[dict[str, str]]:
-        """One {id, state, target, reason} a row, in catalogue order, after looking at every place anew."""
+        """One {id, state, target, reason} per row, in catalogue order; every place is checked again."""
         with self._lock:
             found = [(row.spec, *self._look(row)) for row in self._rows.values()]
         return [{"id": spec.id, "state": state, "target": spec.target, "reason": reason}
                 for spec, state, reason in found]
 
     def _look(self, row: Row) -> tuple[str, str]:
-        """(state, reason) of one row as it is now."""
+        """(state, reason) of one row now."""
         name = row.spec.target_module
         now = sys.modules.get(name)
-        if row.spec.is_module_stub and row.state == "active" and not hooks.stand_in_serves(name):
-            if row.spec.default == "auto" and hooks.is_installed(name):
+        if row.spec.is_module_stub and row.state == "active" and not hooks.module_stub_is_used(name):
+            if hooks.is_installed(name):
                 return "off", f"a package {name} is installed and is used"
-            return "overridden", f"a package {name} is installed and goes first"
+            return "overridden", f"{name} is a module that is neither ours nor that of an installed package"
         if not row.in_place:
             missed = row.state == "waiting" and now is not None and not hooks.is_half_built(now)
             return row.state, "its module was imported past our hook; apply() again" if missed else row.reason
@@ -199,7 +198,7 @@ class Engine:
         return ("overridden", covered) if covered else (row.state, row.reason)
 
     def _uppermost(self, row: Row) -> Any:
-        """What must stand where this row was put: its own object, or that of the row that wraps it, and so on."""
+        """The object expected where this row was put: its own, or that of the uppermost row that wraps it."""
         over = {id(r.place.found): r.installed for r in self._order
                 if r.spec.target == row.spec.target and r.place and r.spec.kind != "override"
                 and r.place.found is not MISSING}
@@ -209,19 +208,17 @@ class Engine:
         return expected
 
     def verify(self, process: str) -> None:
-        """Prove that every wanted row meant for this process ("controller" or "worker") is active; else PatchError.
+        """Raise PatchError unless every wanted row for this process ("controller" or "worker") is active.
 
-        Rows of the other process may still wait. A row with default "auto" may wait where its module was never
-        imported, and be off where the package that it stands for is installed. A policy other than strict accepts
-        drifted and unsupported rows.
+        Rows of the other process may still wait, and a module stub is off where its package is installed. A policy
+        other than strict accepts drifted and unsupported rows.
         """
         allowed = {"active", *(() if self.switches.drift == "strict" else NOT_AS_REVIEWED)}
         bad, states = [], set()
         for entry in self.status():
             spec, state = self.specs[entry["id"]], entry["state"]
-            unused = state == "off" or (state == "waiting" and spec.target_module not in sys.modules)
-            idle = spec.default == "auto" and unused
-            if spec.id in self.wanted and process in spec.processes and state not in allowed and not idle:
+            not_needed = spec.is_module_stub and state == "off" and hooks.is_installed(spec.target)
+            if spec.id in self.wanted and process in spec.processes and state not in allowed and not not_needed:
                 bad.append(f"{spec.id} is {state} at {spec.target} ({entry['reason']})")
                 states.add(state)
         if bad:
@@ -244,9 +241,9 @@ class Engine:
                 "reviewed": fingerprint.reviewed_hash(self.switches.line, spec.target)}
 
     def intent(self) -> dict[str, str]:
-        """{row id: what it means to do here}: switch, provider's source hash, target on disk, and as it was reviewed.
+        """{row id: "off", or hashes of its provider's file, of its target on disk and of the reviewed target}.
 
-        One more entry, "verl_patches", hashes all our own sources: a provider may lean on any of them.
+        One more entry, "verl_patches", hashes all our own sources: a provider may use any of them.
         """
         from verl_patches.patching import fingerprint
 
@@ -264,7 +261,7 @@ class Engine:
         return found
 
     def digest(self) -> str:
-        """64 hex digits over `intent()`, line, platform and policy: equal where processes mean to do the same."""
+        """64 hex digits over `intent()`, line, platform and policy: equal in processes that apply the same patches."""
         import hashlib
         import json
 
@@ -277,7 +274,7 @@ _CURRENT_LOCK = threading.Lock()
 
 
 def start(specs: Iterable[PatchSpec], switches: Switches) -> Engine:
-    """This process's engine, made at the first call and the same ever after; the prelude calls it, then apply()."""
+    """This process's engine, created at the first call; the prelude calls this, then apply()."""
     global _CURRENT
     with _CURRENT_LOCK:
         if _CURRENT is None:

@@ -169,15 +169,15 @@ class _AliasLoader:
 _STUBS = _ModuleStubs()
 
 
-def stand_in(name: str, provider: str) -> None:
+def add_module_stub(name: str, provider: str) -> None:
     """Let `import name` find our module `provider` where no real one is installed."""
     _STUBS.providers[name] = provider
     if _STUBS not in sys.meta_path:
         sys.meta_path.append(_STUBS)
 
 
-def remove_stand_in(name: str) -> None:
-    """Undo stand_in, including an import that it served."""
+def remove_module_stub(name: str) -> None:
+    """Undo add_module_stub, including an import that it served."""
     _STUBS.providers.pop(name, None)
     module = sys.modules.get(name)
     if module is not None and isinstance(getattr(module.__spec__, "loader", None), _AliasLoader):
@@ -193,7 +193,7 @@ def is_installed(name: str) -> bool:
     return loader is not None and not isinstance(loader, _AliasLoader)
 
 
-def stand_in_serves(name: str) -> bool:
+def module_stub_is_used(name: str) -> bool:
     """True where `import name` gives (or would give) our module; a real package that is installed goes first."""
     module = sys.modules.get(name)
     if module is None:

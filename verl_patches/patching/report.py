@@ -1,4 +1,4 @@
-"""Rows and their states as tables for people and as plain data for programs."""
+"""Findings of `check`, `versions` and `fetch-upstream`; states that a run recorded; the table of docs/patches.md."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from verl_patches.errors import ConfigError
 from verl_patches.patching.spec import PatchSpec
 
 STATES = ("fine", "note", "problem")
-WRONG = frozenset({"drifted", "unsupported", "failed", "overridden"})  # row states that somebody has to look at
+WRONG = frozenset({"drifted", "unsupported", "failed", "overridden"})  # row states that need attention
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What a check saw at one place. `state`: fine, note (said, but nobody has to act) or problem.
+    """One result of a check. `state`: fine, note (for information) or problem.
 
-    `name`: what was looked at (a row id, a package, a variable); `where`: file:line or place; `todo`: the next step;
-    `details`: lines that do not fit one sentence (statements with their places, a diff).
+    `name`: what was checked (a row id, a package, a variable); `where`: file:line or place; `todo`: the next step;
+    `details`: further lines (statements with their places, a diff).
     """
 
     name: str
@@ -42,14 +42,14 @@ class Report:
 
     @property
     def state(self) -> str:
-        """problem if any finding is one; empty if there was nothing to look at, which is not fine; else fine."""
+        """problem if any finding is one; empty if nothing was checked, which counts as failed; else fine."""
         if not self.findings:
             return "empty"
         return "problem" if any(f.state == "problem" for f in self.findings) else "fine"
 
     @property
     def exit_code(self) -> int:
-        """0 only where something was looked at and no problem was found."""
+        """0 only where something was checked and no problem was found."""
         return 0 if self.state == "fine" else 1
 
     def as_dict(self) -> dict[str, Any]:

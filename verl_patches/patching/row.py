@@ -1,7 +1,7 @@
-"""One row in one process: what it comes to in a module, putting it there, taking it out, looking who stands there now.
+"""One row in one process: find its place, prepare the replacement, put it there, take it out, see what is there now.
 
-`prepare` runs upstream's and our providers' code and changes nothing; the methods of Row change upstream, run no code
-of anybody's, and are called with the engine's lock held.
+`prepare` runs upstream's and our providers' code and changes nothing; the methods of Row change upstream, run no other
+code, and are called with the engine's lock held.
 """
 
 from __future__ import annotations
@@ -9,31 +9,156 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from types import FunctionType, ModuleType
+from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
 from verl_patches.patching.hooks import is_half_built
-from verl_patches.patching.resolve import (
-    MISSING,
-    ResolveError,
-    Slot,
-    describe,
-    load,
-    peek,
-    rewrap,
-    slot,
-    split,
-    unwrap,
-    wraps,
-)
-from verl_patches.patching.spec import PatchSpec
+from verl_patches.patching.spec import PatchSpec, split
 
 NOT_AS_REVIEWED = ("drifted", "unsupported")  # the states that the policy `drift=` is for
+MISSING = object()
+
+
+class ResolveError(LookupError):
+    """A place does not exist as named."""
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where one object is kept: `holder.attribute`.
+
+    `raw`: what the holder's own dictionary had, MISSING for a name that is inherited or new. `found`: the same, or what
+    the holder inherits, descriptors and all; MISSING only where the name does not exist.
+    """
+
+    holder: Any
+    attribute: str
+    raw: Any
+    found: Any
+
+    def current(self) -> Any:
+        """What the holder's own dictionary has now, or MISSING."""
+        return vars(self.holder).get(self.attribute, MISSING)
+
+    def value(self) -> Any:
+        """The object as it was found, the plain function for descriptors; MISSING if there is none."""
+        return unwrap(self.found)
+
+    def restore(self) -> None:
+        """Put back what was there: the raw object, or nothing where the name was inherited or new."""
+        if self.raw is MISSING:
+            delattr(self.holder, self.attribute)
+        else:
+            setattr(self.holder, self.attribute, self.raw)
+
+
+def slot(place: str, module: ModuleType | None = None) -> Slot:
+    """The slot of a place in an imported module; ResolveError says which part is missing.
+
+    Names that a module makes on demand are asked for, so upstream's code can run: hold no lock.
+    """
+    name, qualname = split(place)
+    holder: Any = module if module is not None else sys.modules.get(name)
+    if holder is None:
+        raise ResolveError(f"module {name} is not imported")
+    *path, attribute = qualname.split(".")
+    for step in path:
+        holder = _get(holder, step)
+        if holder is MISSING:
+            raise ResolveError(f"{name} has no {step!r} on the way to {qualname!r}")
+    if not hasattr(holder, "__dict__"):
+        raise ResolveError(f"{describe(holder)} has no attributes of its own, so {qualname!r} cannot be replaced")
+    return Slot(holder, attribute, vars(holder).get(attribute, MISSING), _get(holder, attribute))
+
+
+def peek(place: str) -> Any:
+    """The object at a place now, descriptors unresolved, or MISSING; runs no upstream code, so a lock may be held."""
+    name, qualname = split(place)
+    holder: Any = sys.modules.get(name, MISSING)
+    for step in qualname.split("."):
+        holder = _static(holder, step)
+    return holder
+
+
+def _static(holder: Any, name: str) -> Any:
+    """`holder.name` out of dictionaries alone, inherited ones too."""
+    for owner in holder.__mro__ if isinstance(holder, type) else (holder,):
+        if name in getattr(owner, "__dict__", ()):
+            return vars(owner)[name]
+    return MISSING
+
+
+def _get(holder: Any, name: str) -> Any:
+    found = _static(holder, name)
+    return getattr(holder, name, MISSING) if found is MISSING else found
+
+
+def unwrap(raw: Any) -> Any:
+    """The plain function behind a static method, class method or property getter; other objects as they are."""
+    if isinstance(raw, (staticmethod, classmethod)):
+        return raw.__func__
+    return raw.fget if isinstance(raw, property) else raw
+
+
+def rewrap(raw: Any, new: Any) -> Any:
+    """`new` in the same kind of descriptor that `raw` is."""
+    if isinstance(raw, (staticmethod, classmethod)) and not isinstance(new, type(raw)):
+        return type(raw)(new)
+    if isinstance(raw, property) and not isinstance(new, property):
+        return property(new, raw.fset, raw.fdel, raw.__doc__)
+    return new
+
+
+def describe(obj: Any) -> str:
+    """module.qualname of an object (of its type, where it has no name) and, for functions, the file and line.
+
+    A function is named by its code, because functools.wraps gives it the name of what it wraps.
+    """
+    if obj is MISSING:
+        return "nothing"
+    obj = unwrap(obj)
+    if isinstance(obj, FunctionType):
+        code = obj.__code__
+        name = getattr(code, "co_qualname", code.co_name)  # co_qualname: Python 3.11
+        return f"{obj.__globals__.get('__name__')}.{name} ({code.co_filename}:{code.co_firstlineno})"
+    named = obj if isinstance(obj, (type, BuiltinFunctionType)) else type(obj)
+    return f"{named.__module__}.{named.__qualname__}"
+
+
+def wraps(outer: Any, inner: Any) -> bool:
+    """True if `outer` reaches `inner` by `__wrapped__` or its closure, at any depth, so that it can call it."""
+    inner, todo, seen = unwrap(inner), [outer], set()
+    while todo:
+        obj = unwrap(todo.pop())
+        if obj is inner:
+            return True
+        if isinstance(obj, FunctionType) and id(obj) not in seen:
+            seen.add(id(obj))
+            todo.append(vars(obj).get("__wrapped__"))
+            for cell in obj.__closure__ or ():
+                try:
+                    todo.append(cell.cell_contents)
+                except ValueError:  # still empty
+                    continue
+    return False
+
+
+def load(place: str) -> Any:
+    """Import a provider "module:qualname"; ResolveError if the module has no such name."""
+    import importlib
+
+    name, qualname = split(place)
+    obj: Any = importlib.import_module(name)
+    for step in filter(None, qualname.split(".")):
+        obj = getattr(obj, step, MISSING)
+        if obj is MISSING:
+            raise ResolveError(f"provider module {name} has no {qualname!r}")
+    return obj
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """What a row comes to in one module: its state and why, and what to put where."""
+    """The result of preparing a row in one module: state and reason, and which object goes where."""
 
     state: str
     reason: str = ""
@@ -44,15 +169,15 @@ class Prepared:
 
 @dataclass
 class Row:
-    """What one process knows of one row."""
+    """One row's state in one process."""
 
     spec: PatchSpec
     decided: str = ""  # why it is on or off
     state: str = "off"
     reason: str = ""
-    applied: int = 0  # how often apply() took it up: a hook that an earlier apply() armed does nothing
-    hook: Callable[[ModuleType], None] | None = None  # None: not taken up, or reverted
-    module: ModuleType | None = None  # where it was put, or left alone by policy
+    applied: int = 0  # counts apply() after revert(): a hook of an earlier apply() does nothing
+    hook: Callable[[ModuleType], None] | None = None  # None: not applied, or reverted
+    module: ModuleType | None = None  # where it was applied, or skipped by policy
     place: Slot | None = None
     installed: Any = MISSING
     registry: Any = None
@@ -65,11 +190,11 @@ class Row:
 
     @property
     def left_alone(self) -> bool:
-        """True where upstream is not as reviewed and this row does nothing to it, as an unsupported one never does."""
+        """True where upstream is not as reviewed and this row was not applied."""
         return self.state == "unsupported" or (self.state == "drifted" and not self.in_place)
 
     def put(self, found: Prepared) -> Prepared:
-        """Change upstream, and the bindings that exist by now; what cannot be set there is unsupported."""
+        """Change upstream and the bindings that exist so far; a place that cannot be set makes it unsupported."""
         place = found.place
         try:
             if self.spec.kind == "register":
@@ -89,13 +214,13 @@ class Row:
         return found
 
     def rebind(self, binding: str) -> None:
-        """Put ours where `from M import f` holds what stood at the target; another object there is left alone."""
+        """Set a binding that holds the original to our object; a binding that holds another object is not changed."""
         if self.place is not None and peek(binding) is self.place.found is not MISSING:
             place = slot(binding)
             setattr(place.holder, place.attribute, self.installed)
 
     def take_out(self) -> None:
-        """Put back what was there, wherever ours still stands."""
+        """Restore the original wherever our object still is."""
         for binding in self.spec.bindings if self.place else ():
             if peek(binding) is self.installed:
                 place = slot(binding)
@@ -108,7 +233,7 @@ class Row:
         self.place, self.installed, self.registry, self.entries = None, MISSING, None, {}
 
     def found_over(self, expected: Any) -> str:
-        """Who put what over this row, in words; empty where `expected` (ours, or a row over it) stands everywhere."""
+        """Which object is in place of `expected` (ours, or that of a row over it), in words; empty if none is."""
         if self.registry is not None:
             key = next((k for k, (_, ours) in self.entries.items() if self.registry.get(k) is not ours), MISSING)
             return "" if key is MISSING else f"entry {key!r} is {describe(self.registry.get(key, MISSING))} now"
@@ -123,7 +248,7 @@ class Row:
             if found is expected or (found is MISSING and place != self.spec.target) or self._is_under(found, expected):
                 continue
             how = "wraps ours" if wraps(found, expected) else "replaces ours"
-            return f"{describe(found)} stands at {place} now and {how}"
+            return f"{describe(found)} is at {place} now and {how}"
         return ""
 
     def _is_under(self, found: Any, expected: Any) -> bool:
@@ -166,7 +291,7 @@ def _drift(spec: PatchSpec, line: str) -> str:
 
 
 def _provided(spec: PatchSpec, original: Any) -> Any:
-    """What the provider of a row gives for its target; anything unusable is an error."""
+    """What the provider of a row returns for its target; TypeError for anything unusable."""
     provided = load(spec.provider)
     if spec.kind == "override":
         if unwrap(original) is not unwrap(provided):
@@ -176,11 +301,11 @@ def _provided(spec: PatchSpec, original: Any) -> Any:
         return subclass_of(original, provided)
     new = provided(original) if spec.kind == "wrap" else provided() if spec.kind == "register" else provided
     if spec.kind == "register" and not isinstance(new, dict):
-        raise TypeError(f"a register provider must give a dict, this one gave {describe(new)}")
+        raise TypeError(f"a register provider must return a dict, this one returned {describe(new)}")
     if spec.kind == "wrap" and callable(original) and not callable(unwrap(new)):
-        raise TypeError(f"a wrap provider must give something to call, this one gave {describe(new)}")
+        raise TypeError(f"a wrap provider must return a callable, this one returned {describe(new)}")
     if new is original:
-        raise TypeError("it gave the original back, which would change nothing")
+        raise TypeError("it returned the original, which would change nothing")
     return new
 
 
@@ -191,7 +316,7 @@ def subclass_of(upstream: type, ours: type) -> type:
 
 
 def refusal(spec: PatchSpec, found: Prepared, line: str) -> str:
-    """Why the run stops at this row, and what can be done."""
+    """The message of a run that stops at this row: reason and remedy."""
     from verl_patches.patching.fingerprint import review_command
 
     off = f"switch the row off with -{spec.id}"

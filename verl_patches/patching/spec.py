@@ -15,7 +15,6 @@ KINDS = ("register", "subclass", "override", "wrap", "replace", "extend", "stub"
 LINES = ("pypi", "a3")
 PLATFORMS = ("npu", "cuda", "cpu")
 PROCESSES = ("controller", "worker")
-DEFAULTS = ("on", "off", "auto")
 DRIFT_POLICIES = ("strict", "warn", "skip")
 
 _ID = re.compile(r"[a-z][a-z0-9_]*(\.[a-z0-9_]+)+\Z")
@@ -26,17 +25,18 @@ _PLACE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*(:[A-Za-z_]\w*(\.[A-Za-z_]\w*
 class PatchSpec:
     """One replaced upstream symbol.
 
-    Fields: `target` and `bindings` are "module:qualname" ("module" alone: a whole module that is missing here); a
-    binding that one line alone has is written "module:qualname@line".
+    Fields: `target` and `bindings` are "module:qualname" ("module" alone: a whole module that is missing here).
+    `needs` names rows that must be on, and are applied first. An entry of `bindings` or `needs` that holds on one line
+    only ends with "@line".
     `provider` is "module:qualname" of ours and is imported only once the target's module is. What it must be depends on
     `kind`: subclass: a class whose methods go over those of the class `target`, by `super()`; override: one of these
     methods, a feature with a switch of its own, which the method itself asks for (`engine.is_on`); wrap:
     provider(original) -> replacement; replace, extend (the name must not exist), stub: the new object;
     register: () -> {key: object}, set in the mutable mapping `target`; module stub: our module's name.
     `under` names modules of other libraries whose own wrappers may go over ours: the row stays active while theirs hold
-    it. `default` "auto" is "on" for a target that a run may rightly never import, or for a module that may be installed
-    (then the row is off). Of two rows on one target the upper one must be a wrap that needs the lower one; of a row on
-    m:C and one on m:C.x, one must need the other.
+    it. A module stub is for a missing package; where that is installed, it is used and the row is off. A row is for all
+    `lines`, `platforms` and `processes` unless it names some. Of two rows on one target the upper one must be a wrap
+    that needs the lower one; of a row on m:C and one on m:C.x, one must need the other.
     """
 
     id: str
@@ -48,17 +48,14 @@ class PatchSpec:
     exit: str
     bindings: tuple[str, ...] = ()
     under: tuple[str, ...] = ()
-    lines: frozenset[str] = frozenset({"pypi"})
+    lines: frozenset[str] = frozenset(LINES)
     platforms: frozenset[str] = frozenset(PLATFORMS)
     processes: frozenset[str] = frozenset(PROCESSES)
     needs: tuple[str, ...] = ()
-    default: str = "on"
 
     def on_line(self, line: str) -> PatchSpec:
-        """This row with the bindings that it has on `line`."""
-        split = [place.partition("@") for place in self.bindings]
-        kept = tuple(place for place, _, only in split if only in ("", line))
-        return self if kept == self.bindings else replace(self, bindings=kept)
+        """This row with the bindings and needs that it has on `line`, their "@line" removed."""
+        return replace(self, bindings=_of_line(self.bindings, line), needs=_of_line(self.needs, line))
 
     @property
     def target_module(self) -> str:
@@ -67,30 +64,41 @@ class PatchSpec:
 
     @property
     def is_module_stub(self) -> bool:
-        """True where a whole missing module is stood in for."""
+        """True where the target is a whole module, which is missing here."""
         return ":" not in self.target
+
+
+def split(place: str) -> tuple[str, str]:
+    """("module", "qualname") of "module:qualname"; the second is empty for a module."""
+    module, _, qualname = place.partition(":")
+    return module, qualname
 
 
 def validate(specs: Iterable[PatchSpec]) -> dict[str, PatchSpec]:
     """Check every row before any is applied and return them by id, in order; ConfigError lists all faults at once."""
     specs = tuple(specs)
     by_id = {spec.id: spec for spec in specs}
-    faults = [f"id {name!r} stands {count} times" for name, count in Counter(s.id for s in specs).items() if count > 1]
+    faults = [f"id {name!r} is used {count} times" for name, count in Counter(s.id for s in specs).items() if count > 1]
     for spec in specs:
         faults += [f"row {spec.id!r}: {fault}" for fault in _faults(spec, by_id)]
-    faults += _need_cycles(by_id) or _shared_targets(by_id)
+    for line in LINES:
+        rows = {spec.id: spec.on_line(line) for spec in specs if line in spec.lines}
+        faults += _absent_needs(rows, by_id, line) or _need_cycles(rows) or _shared_targets(rows)
     if faults:
-        raise ConfigError("catalogue is not valid, nothing was applied:\n  " + "\n  ".join(faults))
+        raise ConfigError("catalogue is not valid, nothing was applied:\n  " + "\n  ".join(dict.fromkeys(faults)))
     return by_id
+
+
+def _of_line(entries: Iterable[str], line: str) -> tuple[str, ...]:
+    split = [entry.partition("@") for entry in entries]
+    return tuple(name for name, _, only in split if only in ("", line))
 
 
 def _faults(spec: PatchSpec, by_id: dict[str, PatchSpec]) -> list[str]:
     faults = []
     if not _ID.match(spec.id):
         faults.append("id must look like stage.verb, lower case")
-    if spec.id.partition(".")[0] != spec.stage:
-        faults.append(f"id must begin with its stage, {spec.stage}")
-    for field, allowed in (("stage", STAGES), ("kind", KINDS), ("default", DEFAULTS)):
+    for field, allowed in (("stage", STAGES), ("kind", KINDS)):
         if getattr(spec, field) not in allowed:
             faults.append(f"{field} is {getattr(spec, field)!r}, expected one of {', '.join(allowed)}")
     for field, allowed in (("lines", LINES), ("platforms", PLATFORMS), ("processes", PROCESSES)):
@@ -98,7 +106,9 @@ def _faults(spec: PatchSpec, by_id: dict[str, PatchSpec]) -> list[str]:
         if not given or not given <= set(allowed):
             faults.append(f"{field} is {sorted(given)}, expected some of {', '.join(allowed)}")
     bindings = [place.partition("@") for place in spec.bindings]
-    faults += [f"binding {place!r} is for line {only!r}, which the row is not for" for place, at, only in bindings
+    needs = [name.partition("@") for name in spec.needs]
+    faults += [f"{field} entry {name!r} is for line {only!r}, which the row is not for"
+               for field, entries in (("bindings", bindings), ("needs", needs)) for name, at, only in entries
                if at and only not in spec.lines]
     for place in (spec.target, spec.provider, *(place for place, _, _ in bindings)):
         if not _PLACE.match(place):
@@ -108,15 +118,22 @@ def _faults(spec: PatchSpec, by_id: dict[str, PatchSpec]) -> list[str]:
     if not spec.is_module_stub and ":" not in spec.provider:
         faults.append(f"provider {spec.provider!r} must be module:qualname")
     if not spec.why or not spec.exit:
-        faults.append("why and exit must say something")
+        faults.append("why and exit must not be empty")
     if spec.kind == "register" and spec.bindings:
         faults.append("a registered entry has no bindings")
-    if spec.kind == "override" and not any(by_id[need].kind == "subclass" for need in spec.needs if need in by_id):
+    if spec.id.partition(".")[0] != spec.stage:
+        faults.append(f"id must begin with its stage, {spec.stage}")
+    if spec.kind == "override" and not any(by_id[need].kind == "subclass" for need, _, _ in needs if need in by_id):
         faults.append("an override must name the subclass row that it is a method of in needs")
     if spec.is_module_stub and spec.needs:
         faults.append("a module stub can need no row")
-    faults += [f"needs names {other!r}, which is no row" for other in spec.needs if other not in by_id]
+    faults += [f"needs names {other!r}, which is no row" for other, _, _ in needs if other not in by_id]
     return faults
+
+
+def _absent_needs(rows: dict[str, PatchSpec], by_id: dict[str, PatchSpec], line: str) -> list[str]:
+    return [f"row {spec.id!r}: needs {other!r} on line {line}, which that row is not for"
+            for spec in rows.values() for other in spec.needs if other in by_id and other not in rows]
 
 
 def _need_cycles(by_id: dict[str, PatchSpec]) -> list[str]:
@@ -148,7 +165,7 @@ def _shared_targets(by_id: dict[str, PatchSpec]) -> list[str]:
         faults += [_inside_fault(by_id, outer, spec) for place in _holders(spec.target)
                    for outer in by_target.get(place, ()) if _can_meet(outer, spec)]
         faults += [f"row {spec.id!r}: its binding {place} is the target of row {other.id!r}; patch one of the two"
-                   for place in spec.bindings for other in by_target.get(place.partition("@")[0], ())
+                   for place in spec.bindings for other in by_target.get(place, ())
                    if other.kind != "register" and _can_meet(spec, other)]
     return [fault for fault in faults if fault]
 
@@ -189,7 +206,7 @@ def _holders(place: str) -> Iterator[str]:
 
 
 def _can_meet(one: PatchSpec, other: PatchSpec) -> bool:
-    return bool(one.lines & other.lines and one.platforms & other.platforms)
+    return bool(one.platforms & other.platforms)
 
 
 def _all_needs(by_id: dict[str, PatchSpec], name: str) -> set[str]:

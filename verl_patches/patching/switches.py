@@ -1,4 +1,4 @@
-"""What is asked for: line, platform and single rows, from an argument or the one environment variable VERL_PATCHES.
+"""Line, platform, drift policy and rows switched on or off, as the environment variable VERL_PATCHES gives them.
 
     VERL_PATCHES="line=pypi,platform=cpu,drift=warn,-reshard.*,+memory.ledger"
 
@@ -45,7 +45,7 @@ class Switches:
             return False, f"not for line {self.line}"
         if self.platform not in spec.platforms:
             return False, f"not for platform {self.platform}"
-        wanted, reason = spec.default != "off", f"default {spec.default}"
+        wanted, reason = True, "on by default"
         for pattern in self.patterns:
             if fnmatch.fnmatchcase(spec.id, pattern[1:]):
                 wanted, reason = pattern[0] == "+", f"switched by {pattern}"
@@ -78,7 +78,7 @@ def parse(text: str) -> Switches:
         if part[0] in "+-" and len(part) > 1 and not equals:
             patterns.append(part)
         elif key in given:
-            raise ConfigError(f"{VARIABLE}: {key} stands twice in {text!r}; expected it once")
+            raise ConfigError(f"{VARIABLE}: {key} is given twice in {text!r}; expected it once")
         elif key in allowed and value in allowed[key]:
             values[key] = value
             given.add(key)

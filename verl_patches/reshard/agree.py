@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from verl_patches.patching.engine import PatchError
+from verl_patches.errors import RecipeError
 from verl_patches.reshard.region import Region
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _SHOWN, _OF_A_RANK = 8, 3  # problems that a message lists
 
 
-class ReshardError(PatchError):
+class ReshardError(RecipeError):
     """Weights cannot be moved as planned, or did not arrive: the message names parameter, rank, expected and found."""
 
 

@@ -10,22 +10,22 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 
+from verl_patches.errors import RecipeError
 from verl_patches.layout.sharding import local_parameters
-from verl_patches.patching.engine import PatchError
 from verl_patches.reshard.plan import RankPlan, ReshardPlan
 from verl_patches.reshard.region import Region, region_of
 from verl_patches.reshard.sizes import wire_bytes
 
 
 def check_plan(plan: ReshardPlan, rank_plans: Mapping[int, RankPlan] | None = None) -> None:
-    """Prove `plan`, or what is given as the plans of all its ranks; raises PatchError naming rank and parameter."""
+    """Prove `plan`, or what is given as the plans of all its ranks; raises RecipeError naming rank and parameter."""
     if rank_plans is None:
         rank_plans = {rank: plan.for_rank(rank) for rank in range(plan.world_size)}
     if sorted(rank_plans) != list(range(plan.world_size)):
-        raise PatchError(f"reshard plan: expected a plan for each of {plan.world_size} ranks, found {len(rank_plans)}")
+        raise RecipeError(f"reshard plan: expected a plan for each of {plan.world_size} ranks, found {len(rank_plans)}")
     for rank, mine in sorted(rank_plans.items()):
         if mine.rank != rank:
-            raise PatchError(f"reshard plan: rank {rank} was given the plan of rank {mine.rank}; plan again")
+            raise RecipeError(f"reshard plan: rank {rank} was given the plan of rank {mine.rank}; plan again")
         _check_buckets(plan, mine)
         _check_held(plan, mine)
         _check_written(plan, mine)
@@ -34,15 +34,15 @@ def check_plan(plan: ReshardPlan, rank_plans: Mapping[int, RankPlan] | None = No
 
 def _check_buckets(plan: ReshardPlan, mine: RankPlan) -> None:
     if len(mine.buckets) != plan.bucket_count:
-        raise PatchError(f"reshard plan: rank {mine.rank} has {len(mine.buckets)} buckets, expected "
-                         f"{plan.bucket_count}: the ranks would wait for each other for ever")
+        raise RecipeError(f"reshard plan: rank {mine.rank} has {len(mine.buckets)} buckets, expected "
+                          f"{plan.bucket_count}: the ranks would wait for each other for ever")
     by_name = plan.inventory.by_name
     for number, bucket in enumerate(mine.buckets):
         for verb, segments in zip(("sends", "receives"), bucket, strict=True):
             size = sum(wire_bytes(by_name[r.name], r) for regions in segments.values() for r in regions)
             if size > plan.bucket_bytes:
-                raise PatchError(f"reshard plan: rank {mine.rank} {verb} {size} bytes in bucket {number}, "
-                                 f"expected at most bucket_bytes = {plan.bucket_bytes}")
+                raise RecipeError(f"reshard plan: rank {mine.rank} {verb} {size} bytes in bucket {number}, "
+                                  f"expected at most bucket_bytes = {plan.bucket_bytes}")
 
 
 def _check_held(plan: ReshardPlan, mine: RankPlan) -> None:
@@ -54,8 +54,8 @@ def _check_held(plan: ReshardPlan, mine: RankPlan) -> None:
             has = held.get(region.name) and region_of(held[region.name])
             start, stop = _along(has, region.axis, by_name[region.name].shape) if has else (0, 0)
             if not start <= region.start < region.stop <= stop:
-                raise PatchError(f"reshard plan: rank {mine.rank} {verb} {region}, expected a part of what it holds "
-                                 f"in training ({plan.train}), found {has or 'nothing of that tensor'}")
+                raise RecipeError(f"reshard plan: rank {mine.rank} {verb} {region}, expected a part of what it holds "
+                                  f"in training ({plan.train}), found {has or 'nothing of that tensor'}")
 
 
 def _check_written(plan: ReshardPlan, mine: RankPlan) -> None:
@@ -68,15 +68,15 @@ def _check_written(plan: ReshardPlan, mine: RankPlan) -> None:
             for region in regions:
                 written[region.name].append(region)
     for name in written.keys() - needed.keys():
-        raise PatchError(f"reshard plan: rank {mine.rank} gets {written[name][0]}, expected nothing of {name}: its "
-                         f"rollout layout ({plan.rollout}) does not hold it")
+        raise RecipeError(f"reshard plan: rank {mine.rank} gets {written[name][0]}, expected nothing of {name}: its "
+                          f"rollout layout ({plan.rollout}) does not hold it")
     for name, shard in needed.items():
         expected = region_of(shard)
         if name in plan.whole:
             expected = Region(name, 0, 0, shard.parameter.shape[0])
         fault = _fault(expected, sorted(written.get(name, ())), shard.parameter.shape)
         if fault:
-            raise PatchError(f"reshard plan: rank {mine.rank} needs {expected} exactly once, {fault}")
+            raise RecipeError(f"reshard plan: rank {mine.rank} needs {expected} exactly once, {fault}")
 
 
 def _fault(expected: Region, found: list[Region], shape: tuple[int, ...]) -> str | None:
@@ -113,9 +113,9 @@ def _check_ends(rank_plans: Mapping[int, RankPlan]) -> None:
 
 def _check_segment(sender: int, receiver: int, number: int, sent: tuple, awaited: tuple) -> None:
     if sent != awaited or not sent:
-        raise PatchError(f"reshard plan: in bucket {number} rank {sender} sends rank {receiver} "
-                         f"{_list(sent) or 'nothing'}, which expects {_list(awaited) or 'nothing'}; "
-                         "expected the same regions in the same order, and a segment only where there are any")
+        raise RecipeError(f"reshard plan: in bucket {number} rank {sender} sends rank {receiver} "
+                          f"{_list(sent) or 'nothing'}, which expects {_list(awaited) or 'nothing'}; "
+                          "expected the same regions in the same order, and a segment only where there are any")
 
 
 def _list(regions: Iterable[Region]) -> str:

@@ -24,10 +24,10 @@ from dataclasses import dataclass
 
 import torch
 
+from verl_patches.errors import RecipeError
 from verl_patches.layout.inventory import Inventory, Parameter
 from verl_patches.layout.parallel import ParallelLayout
 from verl_patches.layout.sharding import local_parameters
-from verl_patches.patching.engine import PatchError
 from verl_patches.reshard.coverage import not_once
 from verl_patches.reshard.live_memory import Live, Owners, in_load_shape, named_tensors, private_format, put_back
 from verl_patches.reshard.region import Region, region_of
@@ -73,12 +73,12 @@ class Destinations:
         return model is self.model and all(each.is_there() for each in self.live.values())
 
     def check_covers(self, model: torch.nn.Module) -> None:
-        """PatchError unless each element of every parameter, and of buffers that are loaded, is written exactly once.
+        """RecipeError unless each element of every parameter, and of buffers that are loaded, is written exactly once.
 
         Counts `tensors`, `constants` and `opaque`. The message names parameter, rank, expected and found.
         """
         if not self.still_valid(model):
-            raise PatchError(f"reshard: rank {self.rank}: parameters moved since they were learnt: learn them again")
+            raise RecipeError(f"reshard: rank {self.rank}: parameters moved since they were learnt: learn them again")
         live = {name: each.tensor for name, each in self.live.items()}
         writes = [(str(held.region), held.tensor) for places in self.tensors.values() for held in places]
         writes += [(f"the constant {constant.value:g}", constant.target) for constant in self.constants]
@@ -86,7 +86,7 @@ class Destinations:
         _raise(self.rank, not_once(live, writes), "the rollout would compute with what is there")
 
     def check_against_plan(self, inventory: Inventory, layout: ParallelLayout, library: str) -> None:
-        """PatchError unless the learnt regions are those that layout/sharding.py gives this rank; unmapped ones aside.
+        """RecipeError unless the learnt regions are those that layout/sharding.py gives this rank; unmapped ones aside.
 
         `library`: "vllm" or "vllm-ascend". ConfigError for a layout that has no plan, as experts that do not divide.
         """
@@ -115,7 +115,7 @@ def learn_destinations(
 
     Costs about what one load_weights costs without its copies. `inventory` in the dtypes that will be sent.
     `load_shapes`: vLLM's parameter -> shape that its loader expects (layout/native.py), for engines that swap axes
-    after loading. Raises PatchError for a parameter of neither shape, for a loader that gives parameters other memory,
+    after loading. Raises RecipeError for a parameter of neither shape, for a loader that gives parameters other memory,
     and for one that cannot be traced at all (see `Trace.run`).
     """
     before = named_tensors(model)
@@ -129,7 +129,7 @@ def learn_destinations(
         put_back(model, before, data, rank)
     strange = [each for each in trace.opaque if each.name not in sources]
     if strange:
-        raise PatchError(
+        raise RecipeError(
             f"reshard: rank {rank}: load_weights changes parameters {strange[0].name} ({strange[0].reason}), which no "
             "weight sync can follow: use verl's path, recipe.patches=[-reshard.*]"
         )
@@ -187,4 +187,4 @@ def _normal(region: Region, shape: tuple[int, ...]) -> Region:
 def _raise(rank: int, problems: list[str], meaning: str) -> None:
     if problems:
         more = f" (and {len(problems) - 5} more)" if len(problems) > 5 else ""
-        raise PatchError(f"reshard: rank {rank}: {'; '.join(problems[:5])}{more}: {meaning}")
+        raise RecipeError(f"reshard: rank {rank}: {'; '.join(problems[:5])}{more}: {meaning}")

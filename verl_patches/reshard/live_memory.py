@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from verl_patches.patching.engine import PatchError
+from verl_patches.errors import RecipeError
 
 _PLAIN_FORMATS = (0, 1, 2, 30)  # NCHW, NHWC, ND, NCDHW: elements lie where strides say; 29 is NZ
 
@@ -68,13 +68,13 @@ class Owners:
 def in_load_shape(
     tensors: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[int, ...]], rank: int
 ) -> Iterator[None]:
-    """Meanwhile parameters whose last two axes the engine swapped are as loaded; PatchError for any other shape."""
+    """Meanwhile parameters whose last two axes the engine swapped are as loaded; RecipeError for any other shape."""
     swapped = {}
     for name, shape in shapes.items():
         if name not in tensors or tuple(tensors[name].shape) == tuple(shape):
             continue
         if len(shape) < 2 or (*tensors[name].shape[:-2], *tensors[name].shape[:-3:-1]) != tuple(shape):
-            raise PatchError(
+            raise RecipeError(
                 f"reshard: rank {rank}: {name}: expected shape {tuple(shape)} as load_weights fills it, or its last "
                 f"two axes swapped, found {tuple(tensors[name].shape)}: the engine changes weights after loading in a "
                 "way that is not known here; use verl's path, recipe.patches=[-reshard.*]"
@@ -92,7 +92,7 @@ def in_load_shape(
 def put_back(
     model: torch.nn.Module, before: Mapping[str, torch.Tensor], data: Mapping[str, torch.Tensor], rank: int
 ) -> None:
-    """PatchError if load_weights gave tensors other memory; what had it before has it again."""
+    """RecipeError if load_weights gave tensors other memory; what had it before has it again."""
     after = named_tensors(model)
     moved = [name for name in {**before, **after} if after.get(name) is not before.get(name)]
     for name, tensor in before.items():
@@ -100,7 +100,7 @@ def put_back(
             tensor.data = data[name]
             moved.append(name)
     if moved:
-        raise PatchError(
+        raise RecipeError(
             f"reshard: rank {rank}: load_weights gives {', '.join(moved[:3])} other memory instead of copying into it, "
             "which cannot be traced: use verl's path, recipe.patches=[-reshard.*]"
         )

@@ -21,7 +21,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from verl_patches.patching.engine import PatchError
+from verl_patches.errors import RecipeError
 
 _MOST_RESTARTS = 64  # each costs load_weights' own preparation; a loader that fails more often is not followed at all
 _aten = torch.ops.aten
@@ -74,7 +74,7 @@ class Trace(TorchDispatchMode):
     def run(self, load_weights: Callable[[Iterable], Any], sources: Mapping[str, torch.Tensor]) -> None:
         """Call `load_weights` with all `sources` (HF name -> meta tensor); again from where it raised, if it does.
 
-        Raises PatchError if it raises before the first or after the last tensor, or for more than 64 of them.
+        Raises RecipeError if it raises before the first or after the last tensor, or for more than 64 of them.
         """
         for name, tensor in sources.items():
             self._track(tensor, name, None)
@@ -92,7 +92,7 @@ class Trace(TorchDispatchMode):
         except Exception as error:
             why = f"{type(error).__name__}: {error}"
             if self.current is None or len(self.failed) >= _MOST_RESTARTS:
-                raise PatchError(
+                raise RecipeError(
                     f"reshard: load_weights cannot be traced with meta tensors ({len(self.failed)} tensors failed, now "
                     f"at {self.current or 'none of them'}): {why}. Use verl's path, recipe.patches=[-reshard.*]"
                 ) from error

@@ -20,14 +20,14 @@ from dataclasses import dataclass
 
 import torch
 
-from verl_patches.patching.engine import PatchError
+from verl_patches.errors import RecipeError
 from verl_patches.tensor_cache.batch_plan import BatchPlan
 from verl_patches.tensor_cache.exchange import Ragged, TensorSpec, exchange
 
 log = logging.getLogger(__name__)
 
 
-class CacheError(PatchError):
+class CacheError(RecipeError):
     """What was asked for is not in the cache, or the cache is of another step; names step, tensor and samples."""
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from verl_patches.patching.engine import PatchError
+from verl_patches.errors import RecipeError
 from verl_patches.tensor_cache.batch_plan import BatchPlan
 
 
@@ -111,7 +111,7 @@ def model_inputs(
 _ALIGNED = 16  # bytes; the header's too
 
 
-class ExchangeError(PatchError):
+class ExchangeError(RecipeError):
     """Ranks do not carry out the same plan on the same tensors, or one of them cannot; names the ranks."""
 
 

@@ -59,7 +59,7 @@ class Run:
         self.step, self.progress = 0, Progress(self.folder)
 
     def prove(self) -> None:
-        """Ask every process for its proof, record all states, then refuse; PatchError before step 1."""
+        """Ask every process for its proof, record all states, then refuse; RecipeError before step 1."""
         mine = engine.current()
         workers = workers_proofs(self.trainer.actor_rollout_wg)
         rows = [{"process": "controller", **row} for row in mine.status()]

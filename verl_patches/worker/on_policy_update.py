@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from verl_patches.patching.engine import PatchError
+from verl_patches.errors import RecipeError
 from verl_patches.trainer import rollout_correction
 from verl_patches.trainer.on_policy import Correction, correction_of
 from verl_patches.worker.context import context
@@ -54,7 +54,7 @@ class OnPolicyUpdate:
 
     @contextmanager
     def around(self, batch: Any) -> Iterator[None]:
-        """verl's update of `batch` runs inside. LogProbError without rollout log-probs; PatchError if not reached."""
+        """verl's update of `batch` runs inside. LogProbError without rollout log-probs; RecipeError if not reached."""
         self.has_rollout = _ROLLOUT in batch.keys()
         if self.correction and not self.has_rollout:
             raise rollout_correction.LogProbError(_NO_ROLLOUT)
@@ -70,7 +70,7 @@ class OnPolicyUpdate:
         finally:
             context().update = None
         if is_metrics_rank() and not self.reached:
-            raise PatchError(_NOT_REACHED)
+            raise RecipeError(_NOT_REACHED)
 
     def micro_batch(self, rollout: Any, log_prob: Any, advantages: Any, mask: Any) -> tuple[Any, Any]:
         """(old log-probs, advantages) for the loss of one micro batch; all [b, S_response]."""

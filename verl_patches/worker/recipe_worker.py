@@ -99,7 +99,7 @@ class RecipeWorker:
         found, error = engine.current(), None
         try:
             found.verify("worker")
-        except engine.PatchError as refused:
+        except engine.RecipeError as refused:
             error = str(refused)
         return {"rank": dist.get_rank(), "where": f"pid {os.getpid()} on {socket.gethostname()}",
                 "digest": found.digest(), "intent": found.intent(), "status": found.status(), "error": error}

@@ -24,10 +24,9 @@ import torch
 import torch.distributed as dist
 from verl import DataProto
 
-from verl_patches.errors import ConfigError
+from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.layout.of_config import train_layout_in
 from verl_patches.memory.ledger import Ledger
-from verl_patches.patching.engine import PatchError
 from verl_patches.tensor_cache import batch_plan
 from verl_patches.tensor_cache.batch_plan import BatchPlan, held_after_rollout, plan_batch, train_replicas
 from verl_patches.tensor_cache.cache import TensorCache
@@ -270,10 +269,10 @@ class PlannedSplits:
         self.reached = 0
 
     def next(self, found: list[int]) -> Parts:
-        """Of a batch whose rows have so many tokens; PatchError where the plan has others here."""
+        """Of a batch whose rows have so many tokens; RecipeError where the plan has others here."""
         parts, expected = next(self._splits)
         if found != list(expected):
-            raise PatchError(f"micro batches: batch {self.reached} of this stage has {len(found)} rows of {sum(found)} "
+            raise RecipeError(f"micro batches: batch {self.reached} of this stage has {len(found)} rows of {sum(found)} "
                              f"tokens, the plan has {len(expected)} of {sum(expected)} there, or in another order")
         self.reached += 1
         return parts
@@ -312,7 +311,7 @@ def _places(parts: Sequence[Sequence[int]], order: Sequence[int]) -> Parts:
 def following(splits: Sequence[Parts], tokens: Sequence[int]) -> Iterator[None]:
     """A stage whose dynamic micro batches are `splits`, of rows with these tokens, all batches one after another.
 
-    Raises PatchError where verl's actor did not ask for them.
+    Raises RecipeError where verl's actor did not ask for them.
     """
     rows = iter(tokens)
     now = context().splits = PlannedSplits(splits, [[next(rows) for part in parts for _ in part] for parts in splits])
@@ -321,7 +320,7 @@ def following(splits: Sequence[Parts], tokens: Sequence[int]) -> Iterator[None]:
     finally:
         context().splits = None
     if not now.reached:
-        raise PatchError("micro batches: the actor did not split by the plan; row update.micro_batches_as_planned must "
+        raise RecipeError("micro batches: the actor did not split by the plan; row update.micro_batches_as_planned must "
                          "reach verl.workers.actor.megatron_actor: look at `status --run DIR`")  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from verl_patches.patching.statements import flatten, whole_hash
+from verl_patches.patching.fingerprint import flatten, whole_hash
 
 
 def lines(path):

@@ -44,6 +44,7 @@ ROWS: tuple[PatchSpec, ...] = tuple(
     PatchSpec(
         id=f"platform.megatron_{name}", stage="platform", target=target, kind=kind, provider=f"{_OURS}:{provider}",
         bindings=bindings, why=why, exit=exit, platforms=frozenset({"cpu"}), processes=frozenset({"worker"}),
+        lines=frozenset({"pypi"}),
     )
     for name, target, kind, provider, bindings, why, exit in _TABLE
 )  # fmt: skip

@@ -1,7 +1,11 @@
-"""The one line that the recipe may write into upstream: it makes verl's Megatron worker module run the prelude first.
+"""`install-prelude`: one line in verl's Megatron worker module, and a `.pth` file, that run the prelude.
 
-Everything else is done from outside; this file is the only code here that edits an upstream file. Where to insert is
-read from the syntax tree, never from a line number, and whatever is not recognised is refused.
+The line is the only change to an upstream file that this package makes. Where to insert it is read from the syntax
+tree, never from a line number; a file that is not recognised is refused.
+
+verl's TaskRunner and workers import much of upstream before that line is reached, hence the `.pth` file, which Python
+reads from its site-packages at every start. It holds one line: a finder that does nothing until a package of PACKAGES
+is imported (before_import.py). If verl_patches cannot be imported then, the import fails with a RuntimeError.
 """
 
 from __future__ import annotations
@@ -12,6 +16,8 @@ import importlib.util
 import os
 import re
 import stat
+import sys
+import sysconfig
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,7 +46,7 @@ class PreludeResult:
     state: str
 
 
-def install(verl_path: str | Path | None = None) -> PreludeResult:
+def insert_line(verl_path: str | Path | None = None) -> PreludeResult:
     """Insert LINE before the first import of verl's Megatron worker module, once.
 
     verl_path: an upstream checkout, or its package folder; None: the installed verl, found without importing it.
@@ -67,8 +73,8 @@ def install(verl_path: str | Path | None = None) -> PreludeResult:
     return PreludeResult(file, first, "installed")
 
 
-def undo(verl_path: str | Path | None = None) -> PreludeResult:
-    """Take LINE out again: the file is then byte for byte what it was before `install`. Same rules and errors."""
+def remove_line(verl_path: str | Path | None = None) -> PreludeResult:
+    """Take LINE out again: the file is then byte for byte what it was before `insert_line`. Same rules and errors."""
     file = find_worker_file(verl_path)
     data = _read(file)
     present = _present_line(file, data, _parse(file, data))
@@ -81,7 +87,7 @@ def undo(verl_path: str | Path | None = None) -> PreludeResult:
 
 
 def find_worker_file(verl_path: str | Path | None = None) -> Path:
-    """The real path of verl's megatron_workers.py (see `install`); ConfigError where there is none, or a link out."""
+    """The real path of verl's megatron_workers.py (see `insert_line`); ConfigError if absent or a link to outside."""
     if verl_path is None:
         spec = importlib.util.find_spec("verl")  # a top-level name: looked up, not imported
         if spec is None or not spec.origin:
@@ -214,3 +220,92 @@ def write_whole(file: Path, data: bytes, mode: int, owner: tuple[int, int] | Non
         raise ConfigError(
             f"{file}: cannot be replaced ({why.strerror}). Run this as a user who may write its folder."
         ) from why
+
+
+NAME = "verl_patches_prelude.pth"
+PACKAGES = ("verl", "megatron", "mindspeed", "mindspeed_llm", "vllm", "vllm_ascend")
+_WITHOUT_US = (
+    f"{NAME} is in the site-packages of this Python, but verl_patches cannot be imported: put it on the PYTHONPATH of "
+    "this process, or remove the file (python -m verl_patches install-prelude --undo)"
+)
+_FINDER = f'''
+import sys
+class VerlPatchesPrelude:
+    def find_spec(self, name, *where):
+        if name.partition(".")[0] not in {PACKAGES}:
+            return None
+        try:
+            from verl_patches.patching.before_import import prelude_first
+        except ImportError as error:
+            raise RuntimeError({_WITHOUT_US!r} + ": " + str(error)) from error
+        return prelude_first(name, *where)
+sys.meta_path.insert(0, VerlPatchesPrelude())
+'''
+TEXT = f"import sys; exec({_FINDER!r}, {{}})\n"  # one line, as Python reads .pth files; an ImportError may be swallowed
+
+
+@dataclass(frozen=True)
+class PreludeResults:
+    """Both ways in: the line in verl's worker module and the `.pth` file (whose `line` is None)."""
+
+    line: PreludeResult
+    pth: PreludeResult
+
+
+def install_prelude(verl_path: str | Path | None = None) -> PreludeResults:
+    """Insert the prelude line and write the `.pth` file of this Python; idempotent.
+
+    Raises ConfigError, with nothing changed, where one of both cannot be done.
+    """
+    line = insert_line(verl_path)
+    try:
+        return PreludeResults(line, write_pth())
+    except ConfigError:
+        if line.state == "installed":
+            remove_line(verl_path)
+        raise
+
+
+def remove_prelude(verl_path: str | Path | None = None) -> PreludeResults:
+    """Remove the `.pth` file, then take the line out; ConfigError from the second leaves the first removed."""
+    pth = remove_pth()
+    return PreludeResults(remove_line(verl_path), pth)
+
+
+def write_pth() -> PreludeResult:
+    """Write the `.pth` file into this Python's site-packages, whole or not at all; ConfigError where it cannot."""
+    file = _pth_file()
+    if _text_of(file) == TEXT:
+        return PreludeResult(file, None, "already installed")
+    write_whole(file, TEXT.encode(), 0o644)
+    return PreludeResult(file, None, "installed")
+
+
+def remove_pth() -> PreludeResult:
+    """Remove the `.pth` file from this Python's site-packages; ConfigError where it cannot be removed."""
+    file = _pth_file()
+    if _text_of(file) is None:
+        return PreludeResult(file, None, "not installed")
+    try:
+        file.unlink()
+    except OSError as why:
+        raise ConfigError(f"{file}: cannot be removed ({why.strerror}). Run this as a user who may write its folder."
+                          ) from why
+    return PreludeResult(file, None, "removed")
+
+
+def _pth_file() -> Path:
+    folder = Path(sysconfig.get_path("purelib"))
+    if str(folder) not in sys.path:
+        raise ConfigError(f"install-prelude: expected {folder}, the site-packages of {sys.executable}, on sys.path; "
+                          "found it is not, so no .pth file would be read there. Run it without -S.")
+    return folder / NAME
+
+
+def _text_of(file: Path) -> str | None:
+    try:
+        return file.read_text()
+    except FileNotFoundError:
+        return None
+    except OSError as why:
+        raise ConfigError(f"{file}: cannot be read ({why.strerror}). Run this as a user who may.") from why

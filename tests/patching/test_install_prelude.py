@@ -1,0 +1,394 @@
+"""install-prelude: the line in verl's worker module and the `.pth` file are written, refused, removed, and work.
+
+The `.pth` tests run a Python with its own site-packages; its upstream is a few files that print whether the prelude ran
+first. The last test inserts the line alone into a copy of the installed verl.
+"""
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from verl_patches.errors import ConfigError
+from verl_patches.patching import install_prelude
+from verl_patches.patching.install_prelude import INSIDE, LINE, insert_line, remove_line
+
+ROOT = Path(__file__).resolve().parents[2]
+# the shape of upstream's file, none of its text
+WORKER = '''# Copyright
+"""
+A docstring; import nothing_here
+"""
+
+import logging
+import os
+
+import torch
+import torch.distributed
+
+logger = logging.getLogger(__file__)
+
+
+def seed(n):
+    import random
+
+
+class ActorRolloutRefWorker:
+    pass
+'''
+
+
+def make_tree(root: Path, text: str | bytes = WORKER) -> Path:
+    """A checkout with a verl package in it; returns its worker file."""
+    file = root / "verl" / INSIDE
+    file.parent.mkdir(parents=True)
+    (root / "verl" / "__init__.py").write_text("raise RuntimeError('install-prelude must not import verl')\n")
+    file.write_bytes(text.encode() if isinstance(text, str) else text)
+    return file
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(p.name for p in folder.iterdir())
+
+
+@pytest.mark.parametrize("inner", ["", "verl"])
+def test_goes_before_the_first_import_once_and_comes_out_byte_for_byte(tmp_path, inner):
+    file = make_tree(tmp_path)
+    result = insert_line(tmp_path / inner)
+    assert (result.file, result.line, result.state) == (file, 6, "installed")
+    assert file.read_text() == WORKER.replace("import logging\n", f"{LINE}\nimport logging\n", 1)
+    again = insert_line(tmp_path / inner)
+    assert (again.line, again.state) == (6, "already installed")
+    assert file.read_text().count(LINE) == 1
+    assert remove_line(tmp_path / inner).state == "removed"
+    assert file.read_text() == WORKER
+    assert remove_line(tmp_path / inner).state == "not installed"
+    assert names(file.parent) == [file.name]  # no temporary file is left
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60, deadline=None)
+@given(
+    head=st.sampled_from(
+        ["", "#!/usr/bin/python\n", "# -*- coding: utf-8 -*-\n", '"""Doc."""\n', "\n\n", "'''d\n'''\n"]
+    ),
+    future=st.sampled_from(["", "from __future__ import division\n", "from __future__ import (\n annotations,\n)\n"]),
+    body=st.sampled_from(
+        ["import torch\n", "from os import (\n path,\n)\nimport torch\n", "X = 1\nimport torch, os\n"]
+    ),
+    newline=st.sampled_from(["\n", "\r\n", "\r"]),
+    bom=st.sampled_from([b"", b"\xef\xbb\xbf"]),
+    tail=st.sampled_from(["", "\n", "# é\n"]),
+)
+def test_any_recognised_file_survives_there_and_back(tmp_path_factory, head, future, body, newline, bom, tail):
+    text = head + future + body + "class ActorRolloutRefWorker: pass" + tail
+    data = bom + text.replace("\n", newline).encode()
+    root = tmp_path_factory.mktemp("tree")
+    file = make_tree(root, data)
+    line = insert_line(root).line
+    new = file.read_bytes()
+    assert new.count(LINE.encode() + newline.encode()) == 1
+    assert new.startswith(bom) and not new.removeprefix(bom).startswith(b"\xef\xbb\xbf")
+    assert new.removeprefix(bom).decode().splitlines()[line - 1] == LINE
+    compile(new, "worker", "exec")  # __future__ imports are still first
+    assert remove_line(root).state == "removed"
+    assert file.read_bytes() == data
+
+
+def test_finds_the_installed_verl_without_importing_it(tmp_path, monkeypatch):
+    file = make_tree(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "verl", raising=False)
+    assert insert_line().file == file
+    assert "verl" not in sys.modules
+    assert remove_line().state == "removed"
+
+
+def test_the_pinned_verl_package_is_recognised(tmp_path):
+    spec = importlib.util.find_spec("verl")
+    if spec is None:
+        pytest.skip("verl is not installed")
+    text = (Path(spec.origin).parent / INSIDE).read_bytes()
+    text = text.replace(LINE.encode() + b"\n", b"")  # a user may have installed the prelude there
+    file = make_tree(tmp_path, text)
+    insert_line(tmp_path)
+    lines = file.read_text().splitlines()
+    assert lines.index(LINE) < lines.index("import torch")
+    remove_line(tmp_path)
+    assert file.read_bytes() == text
+
+
+@pytest.mark.upstream
+def test_the_pinned_verl_commit_is_recognised(tmp_path, upstream_text):
+    commit = "54c9b7364c2d188b2ba4107404cfa3c2b446df19"
+    text = upstream_text("volcengine/verl", commit, "verl/workers/megatron_workers.py")
+    file = make_tree(tmp_path, text)
+    insert_line(tmp_path)
+    lines = file.read_text().splitlines()
+    assert lines.index(LINE) < lines.index("import torch")
+    remove_line(tmp_path)
+    assert file.read_text() == text
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (WORKER.replace("class ActorRolloutRefWorker", "class Other"), "no class ActorRolloutRefWorker"),
+        (WORKER.replace("import torch\n", ""), "no `import torch`"),
+        (WORKER.replace("import logging", "try:\n    import x\nfinally: x = 1\nimport logging"), "begins a line"),
+        (WORKER.replace("import logging", "X = 1; import logging"), "begins a line"),
+        (WORKER + "def f(:\n", "invalid syntax"),
+        (WORKER.replace("import logging", "from verl_patches import prelude_patch\n"), "expected no prelude"),
+        (WORKER.replace("import logging", f"# {LINE}\nimport logging"), "expected no prelude"),
+        (WORKER.replace("import logging", f"{LINE}  # mine\nimport logging"), "expected no prelude"),
+        (WORKER.replace("import logging", f"{LINE}\n{LINE}\nimport logging"), "found 2"),
+        (WORKER.replace("import torch\n", f"import torch\n{LINE}\n"), "before all other imports"),
+        (WORKER.replace("import random", LINE), "before all other imports"),
+        (WORKER.replace("import logging", "import verl_patches.other\nimport logging"), "expected no prelude"),
+    ],
+)
+def test_refuses_what_it_does_not_recognise(tmp_path, text, words):
+    file = make_tree(tmp_path, text)
+    with pytest.raises(ConfigError, match="expected") as caught:
+        insert_line(tmp_path)
+    assert words in str(caught.value) and str(file) in str(caught.value)
+    assert file.read_text() == text
+    assert names(file.parent) == [file.name]
+
+
+def test_undo_refuses_an_edited_prelude(tmp_path):
+    text = WORKER.replace("import logging", f"{LINE}  # mine\nimport logging")
+    file = make_tree(tmp_path, text)
+    with pytest.raises(ConfigError, match="by hand"):
+        remove_line(tmp_path)
+    assert file.read_text() == text
+
+
+def test_refuses_a_read_only_file(tmp_path):
+    file = make_tree(tmp_path)
+    file.chmod(0o444)
+    with pytest.raises(ConfigError, match="read-only"):
+        insert_line(tmp_path)
+    assert file.read_text() == WORKER
+
+
+def test_refuses_a_link_out_of_the_tree(tmp_path):
+    inside, outside = make_tree(tmp_path / "checkout"), tmp_path / "cache.py"
+    inside.rename(outside)
+    inside.symlink_to(outside)
+    with pytest.raises(ConfigError, match="found a link"):
+        insert_line(tmp_path / "checkout")
+    assert outside.read_text() == WORKER
+
+
+def test_keeps_the_mode_and_leaves_other_hard_links_alone(tmp_path):
+    file, cache = make_tree(tmp_path / "checkout"), tmp_path / "cache.py"
+    file.chmod(0o640)
+    os.link(file, cache)
+    insert_line(tmp_path / "checkout")
+    assert LINE in file.read_text()
+    assert cache.read_text() == WORKER
+    assert file.stat().st_mode & 0o777 == 0o640
+
+
+def test_a_failed_write_leaves_the_file_whole(tmp_path, monkeypatch):
+    file = make_tree(tmp_path)
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(install_prelude.os, "replace", full)
+    with pytest.raises(ConfigError, match="No space left"):
+        insert_line(tmp_path)
+    assert file.read_text() == WORKER
+    assert names(file.parent) == [file.name]
+
+
+def test_says_what_to_do_where_there_is_no_verl(tmp_path, monkeypatch):
+    with pytest.raises(ConfigError, match="--verl-path DIR"):
+        insert_line(tmp_path)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="found none in this Python"):
+        insert_line()
+
+
+# -- the .pth file -----------------------------------------------------------------------------------------------------
+
+SAY = "import sys; print(__name__, 'verl_patches.prelude_patch' in sys.modules)\n"
+WORKERS = "import torch\nclass ActorRolloutRefWorker: pass\n"
+CPU = "line=pypi,platform=cpu"
+
+
+class Python:
+    """A Python with the packages of this one, a site-packages of its own, and a little upstream before all others."""
+
+    def __init__(self, folder):
+        self.upstream = folder / "upstream"
+        for module in ("verl/__init__", "verl/deep/__init__", "verl/deep/low", "megatron/core/__init__", "vllm"):
+            file = self.upstream / f"{module}.py"  # megatron: a namespace package, as the real one
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(SAY)
+        self.workers = self.upstream / "verl" / INSIDE
+        self.workers.parent.mkdir()
+        self.workers.write_text(WORKERS)
+        subprocess.run([sys.executable, "-I", "-m", "venv", "--without-pip", folder / "venv"], check=True)
+        self.executable = folder / "venv" / "bin" / "python"
+        self.site = Path(self.run("import sysconfig; print(sysconfig.get_path('purelib'))").stdout.strip())
+        (self.site / "base.pth").write_text(f"{sysconfig.get_path('purelib')}\n{ROOT}\n")
+        self.pth = self.site / install_prelude.NAME
+
+    def run(self, *code, patches=None, before=""):
+        """The finished process of `-c code`, or of `code` as arguments; `before`: a folder that goes first."""
+        path = os.pathsep.join(filter(None, [str(before), str(self.upstream)]))
+        env = {"PATH": "/usr/bin:/bin", "PYTHONPATH": path, **({"VERL_PATCHES": patches} if patches else {})}
+        arguments = code if len(code) > 1 else ("-c", *code)
+        return subprocess.run([self.executable, *arguments], env=env, capture_output=True, text=True, timeout=60)
+
+    def prelude(self, *options):
+        """What `install-prelude --json` says."""
+        done = self.run("-m", "verl_patches", "install-prelude", "--verl-path", str(self.upstream), "--json", *options)
+        assert done.returncode == 0, done.stderr
+        return {name: (Path(said["file"]), said["state"]) for name, said in json.loads(done.stdout).items()}
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory):
+    return Python(tmp_path_factory.mktemp("python"))
+
+
+@pytest.fixture
+def python(bare):
+    bare.prelude()
+    yield bare
+    bare.pth.unlink(missing_ok=True)
+
+
+@pytest.mark.slow
+def test_both_go_in_and_come_out_again(bare):
+    def both(state):
+        return {"line": (bare.workers, state), "pth": (bare.pth, state)}
+
+    assert bare.prelude() == both("installed") and bare.prelude() == both("already installed")
+    assert LINE in bare.workers.read_text() and bare.pth.read_text().count("\n") == 1
+    assert bare.pth.stat().st_mode & 0o777 == 0o644
+    bare.pth.write_text("import verl_patches.of_an_older_version\n")
+    assert bare.prelude()["pth"][1] == "installed" and bare.pth.read_text() == install_prelude.TEXT
+    assert bare.prelude("--undo") == both("removed") and bare.prelude("--undo") == both("not installed")
+    assert bare.workers.read_text() == WORKERS
+    assert [file.name for file in bare.site.iterdir() if file.is_file()] == ["base.pth"]
+
+
+@pytest.mark.slow
+def test_other_processes_import_nothing_of_ours(python):
+    """The cost of the file: one line of Python at each start, and a look at each imported name."""
+    code = "import sys, importlib.util, json; {}; print(*(m for m in sys.modules if m.startswith('verl_patches')))"
+    assert python.run(code.format("pass")).stdout.split() == []
+    found = python.run(code.format("assert importlib.util.find_spec('verl').origin"), patches=CPU).stdout.split()
+    assert "verl_patches.patching.before_import" in found and "verl_patches.prelude_patch" not in found
+    plain = python.run(code.format("import vllm")).stdout.split()  # a process of another user of this Python
+    assert plain[:2] == ["vllm", "False"] and "verl_patches.prelude_patch" not in plain
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("module", ["verl", "verl.deep.low", "megatron.core", "vllm"])
+def test_the_prelude_comes_before_upstream_once(python, module):
+    code = f"import {module} as m; import importlib, verl.deep.low; print(vars(m.__spec__.loader).get('exec_module'))"
+    said = python.run(code, patches=CPU)
+    assert said.returncode == 0 and said.stdout.split()[1::2][:2] == ["True", "True"], said
+    assert said.stdout.splitlines()[-1] == "None" and "False" not in said.stdout
+    without = python.run("-S", "-c", f"import {module}", patches=CPU)  # -S: no .pth file is read
+    assert "False" in without.stdout
+
+
+@pytest.mark.slow
+def test_a_prelude_that_fails_stops_every_import_of_upstream(python, tmp_path):
+    (tmp_path / "wrapt.py").write_text("raise ImportError('no wrapt here')\n")
+    code = """
+for _ in range(2):
+    try: import vllm
+    except ImportError: print("swallowed")  # as upstream does
+    except ValueError as error: print(type(error).__name__, "no wrapt here" in str(error))
+"""
+    said = python.run(code, patches=CPU, before=tmp_path)
+    assert said.stdout.splitlines() == ["ConfigError True"] * 2, said
+    production = python.run("import verl")  # nothing said is line a3 on npu, as with the line alone
+    assert production.returncode == 1 and "torch_npu is not installed" in production.stderr
+
+
+def test_where_the_file_cannot_be_written_the_line_is_not_left_either(tmp_path, monkeypatch):
+    file = tmp_path / "verl" / INSIDE
+    file.parent.mkdir(parents=True)
+    file.write_text(WORKERS)
+    monkeypatch.setattr(install_prelude, "_pth_file", lambda: tmp_path / "no folder" / install_prelude.NAME)
+    with pytest.raises(ConfigError, match="no folder"):
+        install_prelude.install_prelude(tmp_path)
+    assert file.read_text() == WORKERS
+    assert install_prelude.insert_line(tmp_path).state == "installed"
+    with pytest.raises(ConfigError, match="no folder"):
+        install_prelude.install_prelude(tmp_path)
+    assert LINE in file.read_text()  # it was there before
+
+
+def test_without_site_packages_on_the_path_it_is_refused(monkeypatch):
+    monkeypatch.setattr(sys, "path", [str(ROOT)])
+    with pytest.raises(ConfigError, match="-S"):
+        install_prelude.write_pth()
+
+
+WITHOUT_US = """
+import sys
+exec(sys.argv[1])
+import importlib.util, json
+try: import vllm
+except ImportError: print("swallowed")  # as upstream does
+except RuntimeError as error: print(error)
+"""
+
+
+def test_a_file_left_behind_without_verl_patches_says_what_to_do(tmp_path):
+    done = subprocess.run([sys.executable, "-I", "-S", "-c", WITHOUT_US, install_prelude.TEXT], capture_output=True,
+                          text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert all(word in done.stdout for word in (install_prelude.NAME, "PYTHONPATH", "--undo", "No module named"))
+
+
+# -- the line alone ----------------------------------------------------------------------------------------------------
+
+HALF_BUILT = """
+import verl.workers.megatron_workers as workers
+assert workers.__file__.startswith({tree!r}), workers.__file__
+from verl_patches.patching.engine import current
+states = {{row["id"]: row["state"] for row in current().status()}}
+assert states["update.prove_patches"] == "active" and hasattr(workers.ActorRolloutRefWorker, "prove_patches"), states
+modules = __import__("sys").modules
+waiting = [n for n in current().wanted if states[n] != "active" and current().specs[n].target_module in modules]
+assert not waiting, waiting
+"""
+
+
+@pytest.mark.slow
+def test_the_line_alone_makes_rows_of_its_own_module_active(tmp_path):
+    source = Path(importlib.util.find_spec("verl").submodule_search_locations[0])
+    shutil.copytree(source, tmp_path / "verl", ignore=shutil.ignore_patterns("__pycache__"))
+    env = {"PATH": "/usr/bin:/bin", "PYTHONPATH": f"{tmp_path}:{ROOT}", "VERL_PATCHES": "line=pypi,platform=cpu",
+           "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "VLLM_USE_V1": "0", "TORCHDYNAMO_DISABLE": "1", "HF_HUB_OFFLINE": "1"}
+
+    def python(*arguments):
+        return subprocess.run([sys.executable, *arguments], env=env, capture_output=True, text=True, timeout=240)
+
+    assert install_prelude.insert_line(tmp_path).state == "installed"  # and no .pth file
+    done = python("-c", HALF_BUILT.format(tree=str(tmp_path)))
+    assert done.returncode == 0, done.stderr[-2000:]
+    before_the_line = "from verl.utils.vllm_utils import is_version_ge; import verl.workers.megatron_workers"
+    alone = python("-c", before_the_line)  # verl's TaskRunner: on a CPU vLLM cannot be imported unpatched
+    assert alone.returncode != 0 and "megatron_workers" not in alone.stderr, alone.stderr[-2000:]
+    assert python("-c", install_prelude.TEXT + before_the_line).returncode == 0
+    assert install_prelude.remove_line(tmp_path).state == "removed"
+    assert python("-c", HALF_BUILT.format(tree=str(tmp_path))).returncode != 0
