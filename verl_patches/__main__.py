@@ -13,8 +13,9 @@ from typing import Annotated, Any
 import typer
 
 from verl_patches import contract_cli
-from verl_patches.cluster import cli, config_cli, reshard_cli, upstream_cli
-from verl_patches.cluster.show import Json, table
+from verl_patches.cli import inspect, run
+from verl_patches.cli.output import Json, table
+from verl_patches.cluster import upstream_cli
 from verl_patches.errors import ConfigError
 from verl_patches.patching.engine import Engine, PatchError
 from verl_patches.patching.prelude_line import PLACES
@@ -123,9 +124,9 @@ def _rows() -> Any:
 
 
 contract_cli.register(app, _engine)
-cli.register(app, _rows)
-config_cli.register(app)
-reshard_cli.register(app)
+run.register(app, _rows)
+inspect.register_config(app)
+inspect.register_reshard_plan(app)
 upstream_cli.register(app)
 
 

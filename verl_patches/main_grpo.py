@@ -1,6 +1,6 @@
 """The driver of a run: `python -m verl_patches.main_grpo --config-name NAME [hydra overrides]`.
 
-Started by cluster/launch.py with the run's environment. It starts (or joins) Ray with the prelude in every worker and
+Started by launch/launcher.py with the run's environment. It starts (or joins) Ray with the prelude in every worker and
 lets one of them run verl's own TaskRunner: that process is the controller. The driver itself imports neither torch nor
 verl, so it costs a second and little memory.
 """
@@ -14,7 +14,7 @@ import os
 import sys
 import threading
 
-from verl_patches.cluster.compose import compose
+from verl_patches.config.compose import compose
 from verl_patches.training import ray_start
 
 ENDED = "the controller has ended"

@@ -10,9 +10,9 @@ import yaml
 from omegaconf import OmegaConf
 
 from verl_patches.cluster import env_sources
-from verl_patches.cluster.compose import compose
 from verl_patches.cluster.env_sources import files_below, place_of, reads_in, verify_environment
 from verl_patches.cluster.pins import PIN_FILE, Pins, load_pins, same_version
+from verl_patches.config.compose import compose
 from verl_patches.errors import ConfigError
 from verl_patches.patching.spec import LINES
 

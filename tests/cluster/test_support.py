@@ -4,14 +4,15 @@ from pathlib import Path
 import pytest
 import yaml
 
-from verl_patches.cluster import cli
-from verl_patches.cluster.checks import check_config
-from verl_patches.cluster.compose import CONFIGS_DIR, compose, verl_config_dir
+from verl_patches.cli import run
 from verl_patches.cluster.pins import load_pins
-from verl_patches.cluster.recipe import recipe_keys
 from verl_patches.cluster.support import refusal, refused_keys, shell_findings
+from verl_patches.config.checks import check_config
+from verl_patches.config.compose import CONFIGS_DIR, compose
+from verl_patches.config.recipe import recipe_keys
 from verl_patches.errors import ConfigError
 from verl_patches.patching.prelude_line import LINE
+from verl_patches.upstream.installed import verl_config_dir
 
 TINY, LARGE = "grpo_deepseekv3_tiny_cpu", "grpo_deepseekv3_256die_true_weight"
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
@@ -125,10 +126,10 @@ def test_planned_keys_pass_the_checks_and_stop_a_start():
     shown = [c for c in check_config(config, CONFIGS_DIR) if c.name == "line pypi"]
     assert [c.ok for c in shown] == [True] and all("a start is refused" in c.detail for c in shown)
     with pytest.raises(ConfigError, match="cannot act on recipe.train.layers_per_stage"):
-        cli.refuse_without_effect(config)
+        run.refuse_without_effect(config)
     there = compose(LARGE)
     assert there.recipe.line == "a3" and refused_keys(there) == []
-    cli.refuse_without_effect(there)
+    run.refuse_without_effect(there)
 
 
 def test_every_key_of_recipe_train_is_refused_or_read_on_line_pypi():

@@ -2,8 +2,8 @@
 
 import pytest
 
-from verl_patches.cluster.checks import check_config
-from verl_patches.cluster.compose import CONFIGS_DIR, compose
+from verl_patches.config.checks import check_config
+from verl_patches.config.compose import CONFIGS_DIR, compose
 
 PARTS = ("swapped", "swap_controls", "counting_by_group")
 CASES = ("fp32 in 3", "fp32 in 1", "bf16 in 4", "bf16 in 100")

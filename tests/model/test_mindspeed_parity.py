@@ -58,7 +58,7 @@ def run_a3(sources, reference, tmp_path_factory, warm):
 def _write_config(folder: Path, verl: Path, ranks: int, sizes: dict, dtype: str) -> None:
     from omegaconf import OmegaConf
 
-    from verl_patches.cluster.compose import compose
+    from verl_patches.config.compose import compose
 
     sizes = {"expert_model_parallel_size": 1, "expert_tensor_parallel_size": 1, **sizes}
     layers, split, more = sizes.pop("layers", None), sizes.pop("split", "etp"), sizes.pop("more", [])

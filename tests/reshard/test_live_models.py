@@ -131,7 +131,7 @@ def sources(pytestconfig) -> list[str]:
 def test_views_of_line_a3_are_the_checkpoints_slices(sources, model, tmp_path, name, warm):
     from omegaconf import OmegaConf
 
-    from verl_patches.cluster.compose import compose
+    from verl_patches.config.compose import compose
 
     text, sizes = MINDSPEED[name]
     (tmp_path / "model").symlink_to(model)

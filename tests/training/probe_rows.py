@@ -20,8 +20,8 @@ from omegaconf import OmegaConf
 from verl import DataProto
 from verl.utils.tracking import Tracking
 
-from verl_patches.cluster.recipe import Recipe
 from verl_patches.comm import dispatch, starts
+from verl_patches.config.recipe import Recipe
 from verl_patches.memory import conduct, moves, phase_clock, swap_optimizer
 from verl_patches.training import kept_micro_batches, run
 

@@ -69,8 +69,8 @@ def found(folders, cases):
 def _cases(folder: Path, verl: Path, cases: dict) -> Path:
     from omegaconf import OmegaConf
 
-    from verl_patches.cluster.checks import hf_config_of
-    from verl_patches.cluster.compose import CONFIGS_DIR, compose
+    from verl_patches.config.checks import hf_config_of
+    from verl_patches.config.compose import CONFIGS_DIR, compose
 
     for name, (config_name, ranks, overrides, _) in cases.items():
         config = compose(config_name, overrides, verl_path=verl)

@@ -15,11 +15,10 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from verl_patches.cluster import hccl
-from verl_patches.cluster.compose import CONFIGS_DIR
-from verl_patches.cluster.model_files import model_shape_of
 from verl_patches.cluster.pins import load_pins
 from verl_patches.cluster.trees import Trees
+from verl_patches.config import hccl
+from verl_patches.config.compose import CONFIGS_DIR, model_shape_of
 from verl_patches.patching.switches import VARIABLE, Switches
 from verl_patches.platform.npu.network import SOCKETS
 

@@ -14,9 +14,9 @@ import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from verl_patches.cluster.processes import die_with_parent
 from verl_patches.errors import ConfigError
 from verl_patches.patching.engine import PatchError
+from verl_patches.processes import die_with_parent
 
 QUICK_S = 120  # a local command, or one question to a server
 SILENCE_S = 180  # a transfer reports its progress every second; silent for this long, it is stuck

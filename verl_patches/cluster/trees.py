@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from verl_patches.cluster.compose import verl_config_dir
 from verl_patches.cluster.git_tree import git
 from verl_patches.cluster.pins import load_pins
 from verl_patches.errors import ConfigError
+from verl_patches.upstream.installed import verl_config_dir
 
 LINE = "a3"  # its pins are git repositories; the other line's packages come from the index
 FETCH = "bash scripts/fetch_upstream.sh --dest DIR brings them"

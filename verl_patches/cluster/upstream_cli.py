@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from verl_patches.cluster.show import Json, leave_with
+from verl_patches.cli.output import Json, leave_with
 
 
 def register(app: typer.Typer) -> None:

@@ -12,10 +12,10 @@ import shutil
 from pathlib import Path
 
 from verl_patches.cluster.git_tree import OnPercent, fetch, git, has_commit, listed
-from verl_patches.cluster.modified import WORKER_FILE, commit_faults, merges, said, tree_changes
 from verl_patches.cluster.pins import Repository
 from verl_patches.patching import prelude_line
 from verl_patches.patching.engine import PatchError
+from verl_patches.upstream.modified import WORKER_FILE, commit_faults, merges, said, tree_changes
 
 # a server's words for "I do not hand out that": another way of asking may be granted
 _NOT_GRANTED = re.compile("not our ref|unadvertised object|find remote ref|not allow", re.IGNORECASE)

@@ -10,13 +10,14 @@ from importlib import metadata
 from pathlib import Path
 
 from verl_patches.cluster import ascend_software
-from verl_patches.cluster.modified import installed_root, roots_of, source_findings
 from verl_patches.cluster.pins import Line, Pins, load_pins, same_version
 from verl_patches.cluster.support import shell_findings
 from verl_patches.cluster.trees import FETCH, Trees
 from verl_patches.patching.contract import PACKAGES
 from verl_patches.patching.report import Finding, Report
 from verl_patches.patching.switches import VARIABLE, parse
+from verl_patches.upstream.installed import installed_root
+from verl_patches.upstream.modified import roots_of, source_findings
 
 
 def _distribution(name: str) -> str | None:

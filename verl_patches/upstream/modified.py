@@ -1,0 +1,273 @@
+"""What of the upstream sources differs from their pins, file by file: git trees by hash, installed packages by RECORD.
+
+Contents are hashed, so neither git's index (assume-unchanged), nor who owns the clone, nor a time stamp hides an edit.
+Not counted: the prelude line, __pycache__, executable bits, what the pin file lists as `generated`, and files that git
+ignores, unless Python could import them (.py outside build/ and dist/).
+"""
+
+from __future__ import annotations
+
+import base64
+import csv
+import hashlib
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+from omegaconf import DictConfig
+
+from verl_patches.cluster.git_tree import git, succeeds
+from verl_patches.cluster.pins import Line, PullRequest, Repository, load_pins, same_version
+from verl_patches.cluster.trees import FETCH, Trees
+from verl_patches.errors import ConfigError
+from verl_patches.patching import prelude_line
+from verl_patches.patching.contract import PACKAGES
+from verl_patches.patching.engine import PatchError
+from verl_patches.patching.report import Finding
+from verl_patches.upstream.installed import installed_root
+
+WORKER_FILE = Path("verl") / prelude_line.INSIDE
+_SHOWN = 5  # of a long list of files
+_LINK = "120000"
+
+
+def refuse_modified(config: DictConfig, trees: Trees) -> dict[str, list[str]]:
+    """{name of a repository or package: files} that are not as pinned, of the sources that a run of `config` takes.
+
+    Raises ConfigError that names them where recipe.drift is strict. With warn and skip the run goes on and its summary
+    has them as `dirty`: skip is about rows, which leave upstream alone where it changed, and has nothing to leave here.
+    """
+    recipe = config.recipe
+    line, roots = load_pins().line(recipe.line), roots_of(recipe.line, trees)
+    absent = [package for package in PACKAGES[recipe.line] if package not in roots]
+    if absent and recipe.platform == "npu":
+        raise ConfigError(f"{', '.join(absent)}: expected in this Python or in the folder of --upstream, found in "
+                          f"neither; run this in the image of the line; {FETCH}")
+    found = [f for f in source_findings(line, roots) if f.state == "problem"]
+    if found and recipe.drift == "strict":
+        raise ConfigError("the upstream sources are not as pinned, so this run is not started:\n  "
+                          + "\n  ".join(f"{f.name} ({f.where}): {f.found}; {f.todo}" for f in found)
+                          + "\nrecipe.drift=warn (without the launcher: drift=warn in VERL_PATCHES) runs them all the "
+                          "same and records the run as dirty")
+    return {f.name: [*(f.details or (f.found,))] for f in found}
+
+
+def roots_of(line: str, trees: Trees, find: Callable[[str], Path | None] | None = None) -> dict[str, Path]:
+    """{top-level package of `line`: the folder that holds it}: of a tree, else what `find` gives, else left out.
+
+    find: default this interpreter (`installed_root`).
+    """
+    of_tree = {package: folder for folder in trees.folders for package in PACKAGES[line] if (folder / package).is_dir()}
+    roots = {package: of_tree.get(package) or (find or installed_root)(package) for package in PACKAGES[line]}
+    return {package: root for package, root in roots.items() if root is not None}
+
+
+def source_findings(line: Line, roots: Mapping[str, Path]) -> Iterator[Finding]:
+    """One finding a package of `roots`: a checkout against its pin, else an installed package against its RECORD.
+
+    Named as in the pin file. A problem: files differ (all are in `details`), another commit or version, or nothing to
+    compare with.
+    """
+    of_package = {package: (name, pin) for name, pin in line.repositories.items() for package in pin.packages}
+    for package, root in roots.items():
+        name, pin = of_package.get(package, (package, None))
+        checkout = None if pin is None else _checkout(root, pin)
+        if checkout is not None and (checkout / ".git").exists():
+            yield _tree_finding(name, checkout, pin)
+        else:
+            yield _package_finding(name, package, root, line)
+
+
+def _checkout(root: Path, pin: Repository) -> Path:
+    """The root of the repository whose packages lie in `root`."""
+    return root.joinpath(*[".."] * len(Path(pin.folder).parts)).resolve()
+
+
+def _tree_finding(name: str, folder: Path, pin: Repository) -> Finding:
+    expected = f"commit {pin.commit[:12]}"
+    todo = (
+        f"git -C {folder} diff {pin.commit[:12]} shows the changes, git -C {folder} stash -u puts them aside; "
+        "bash scripts/fetch_upstream.sh --dest ANOTHER brings the pinned sources")
+    try:
+        wrong, files = commit_faults(folder, pin), tree_changes(folder, pin.tree or pin.commit, pin.generated)
+    except PatchError as error:
+        wrong, files = [f"not to be compared: {error}"], []
+    found = [*wrong, *([said(files)] if files else [])]
+    if found:
+        return Finding(name, "problem", str(folder), expected, "; ".join(found), todo, tuple(files))
+    return Finding(name, "fine", str(folder), expected, f"{pin.commit[:12]}, every file as pinned")
+
+
+def said(files: list[str]) -> str:
+    """Some changed files and their count, in words."""
+    more = f" and {len(files) - _SHOWN} more" if len(files) > _SHOWN else ""
+    return f"{len(files)} file{'s' * (len(files) > 1)} changed: {', '.join(files[:_SHOWN])}{more}"
+
+
+def merges(pin: Repository) -> list[PullRequest]:
+    """The pull requests that the pin wants merged."""
+    return [pull for pull in pin.pull_requests if pull.merge]
+
+
+def commit_faults(folder: Path, pin: Repository) -> list[str]:
+    """In what the checked-out commit differs from the pin; empty if it is the pin."""
+    head, tree = git(folder, "rev-parse", "HEAD", "HEAD^{tree}").split()
+    found = []
+    if merges(pin):
+        for commit in (pin.commit, *(pull.head for pull in merges(pin))):
+            if not succeeds(folder, "merge-base", "--is-ancestor", commit, head):
+                found.append(f"expected {commit} to be merged, found {head} without it")
+    elif head != pin.commit:
+        found.append(f"expected commit {pin.commit}, found {head}")
+    if pin.tree and tree != pin.tree:
+        found.append(f"expected tree {pin.tree}, found {tree}")
+    return found
+
+
+def tree_changes(folder: Path, reference: str, generated: tuple[str, ...] = ()) -> list[str]:
+    """["FILE (modified)", "FILE (deleted)", "FILE (extra)", ...] of a work tree against the commit or tree `reference`.
+
+    Raises PatchError where the clone does not hold `reference`.
+    """
+    listed = git(folder, "ls-tree", "-r", "-z", "--full-tree", reference).split("\0")
+    wanted: dict[str, tuple[str, str]] = {}
+    for entry in filter(None, listed):
+        (mode, kind, blob), path = entry.partition("\t")[0].split(), entry.partition("\t")[2]
+        if kind == "blob":
+            wanted[path] = mode, blob
+    found = []
+    for path, (mode, blob) in wanted.items():
+        data = _content(folder / path, mode == _LINK)
+        if data is None:
+            found.append(f"{path} (deleted)")
+        elif _is_other(path, data, lambda data, blob=blob: _git_blob(data) == blob):
+            found.append(f"{path} (modified)")
+    extra = sorted(set(_untracked(folder, set(wanted))) - set(generated))
+    ignored = _ignored(folder, extra)
+    found += [f"{path} (extra)" for path in extra if path not in ignored or _can_be_imported(folder, path)]
+    return sorted(found)
+
+
+def _content(file: Path, link: bool) -> bytes | None:
+    try:
+        return os.fsencode(os.readlink(file)) if link and file.is_symlink() else file.read_bytes()
+    except OSError:
+        return None
+
+
+def _is_other(path: str, data: bytes, fits: Callable[[bytes], bool]) -> bool:
+    """Whether the content of a file is not what `fits` expects; verl's worker file may have our line besides."""
+    if fits(data):
+        return False
+    if path != WORKER_FILE.as_posix():
+        return True
+    lines = data.splitlines(keepends=True)
+    ours = [number for number, line in enumerate(lines) if line.strip() == prelude_line.LINE.encode()]
+    return not ours or not fits(b"".join(lines[:ours[0]] + lines[ours[0] + 1:]))
+
+
+def _git_blob(data: bytes) -> str:
+    return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
+
+
+def _untracked(folder: Path, tracked: set[str]) -> Iterator[str]:
+    """Files that are not tracked; a folder with no tracked file is one entry, "NAME/", if it holds any file."""
+    known = {parent.as_posix() for path in tracked for parent in Path(path).parents}
+    for place, folders, files in os.walk(folder):
+        here = Path(place).relative_to(folder)
+        yield from (path for file in files if (path := (here / file).as_posix()) not in tracked and path != ".git")
+        for name in [*folders]:
+            path = (here / name).as_posix()
+            if name == "__pycache__" or path == ".git":
+                folders.remove(name)
+            elif path not in known:
+                folders.remove(name)
+                if path not in tracked and _files_below(folder / path):
+                    yield f"{path}/"
+
+
+def _files_below(folder: Path) -> bool:
+    """Whether any file lies below a folder, byte code aside; a link to a folder counts as a file."""
+    return folder.is_symlink() or any(
+        names for place, _, names in os.walk(folder) if Path(place).name != "__pycache__")
+
+
+def _modules_below(folder: Path) -> bool:
+    """Whether Python could import anything below a folder: by names that are identifiers, down to a .py."""
+    for _place, folders, names in os.walk(folder, followlinks=True):
+        folders[:] = filter(str.isidentifier, folders)
+        if any(name.endswith(".py") for name in names):
+            return True
+    return False
+
+
+def _ignored(folder: Path, paths: list[str]) -> set[str]:
+    """Those of `paths` that the tree's own ignore rules name."""
+    names: set[str] = set()
+    for start in range(0, len(paths), 500):  # as words of a command line
+        part = paths[start:start + 500]
+        try:
+            names |= set(git(folder, "check-ignore", "--", *part).splitlines())
+        except PatchError:  # exit 1: none of them
+            continue
+    return names
+
+
+def _can_be_imported(folder: Path, path: str) -> bool:
+    """Whether an ignored file or folder brings Python modules that `folder` on the path offers."""
+    *folders, name = path.split("/")  # "" of a folder
+    if folders[:1] in (["build"], ["dist"]) or not all(map(str.isidentifier, folders)):
+        return False
+    return name.endswith(".py") if name else _modules_below(folder / path)
+
+
+def _package_finding(name: str, package: str, root: Path, line: Line) -> Finding:
+    place, pin = str(root / package), line.repositories.get(name)
+    record = _record_of(package, root)
+    if record is None and pin is None:  # a copy of the package: its files are those of the installed one
+        record = _record_of(package, installed_root(package))
+    if record is None:
+        todo = FETCH if pin else "bash scripts/setup.sh installs it"
+        return Finding(name, "problem", place, f"commit {pin.commit[:12]}" if pin else "an installed package",
+                       "neither a git checkout nor an installed package with a RECORD: cannot be compared", todo)
+    distribution, _, version = record.parent.name.removesuffix(".dist-info").replace("_", "-").rpartition("-")
+    pinned = pin.version if pin else line.packages.get(distribution, version)
+    name, wanted = name if pin else distribution, f"{pinned}, {pin.commit[:12]}" if pin else pinned
+    again = f"install {distribution} {pinned} again: python -m pip install --force-reinstall --no-deps"
+    if not same_version(pinned, version):
+        return Finding(name, "problem", place, wanted, version, f"install {distribution} {pinned} in place of it")
+    if files := record_changes(package, root, record):
+        return Finding(name, "problem", place, wanted, said(files), again, tuple(files))
+    unknown = "; its commit cannot be told" if pin else ""
+    return Finding(name, "fine", place, wanted, f"{distribution} {version}, every file as its RECORD says{unknown}")
+
+
+def _record_of(package: str, root: Path | None) -> Path | None:
+    """The RECORD in `root` that lists files of a top-level package."""
+    listed = re.compile(rf"^{re.escape(package)}/", re.MULTILINE)
+    records = sorted(root.glob("*.dist-info/RECORD")) if root else ()
+    return next((record for record in records if listed.search(record.read_text())), None)
+
+
+def record_changes(package: str, root: Path, record: Path) -> list[str]:
+    """As `tree_changes`: the files of a package in `root` against the hashes of its RECORD; extra ones if Python."""
+    with record.open(newline="") as text:
+        wanted = {path: digest for path, digest, *_ in csv.reader(text) if path.startswith(f"{package}/")}
+    found = []
+    for path, digest in wanted.items():
+        if digest:  # byte code made at installation has none
+            data = _content(root / path, link=False)
+            if data is None:
+                found.append(f"{path} (deleted)")
+            elif _is_other(path, data, lambda data, digest=digest: _record_hash(data, digest) == digest):
+                found.append(f"{path} (modified)")
+    here = {(Path(place) / name).relative_to(root).as_posix() for place, _, names in os.walk(root / package)
+            for name in names if name.endswith(".py")}
+    return sorted([*found, *(f"{path} (extra)" for path in here - set(wanted))])
+
+
+def _record_hash(data: bytes, like: str) -> str:
+    """As RECORD files write it: ALGORITHM=urlsafe base64 without padding."""
+    algorithm = like.partition("=")[0]
+    return f"{algorithm}=" + base64.urlsafe_b64encode(hashlib.new(algorithm, data).digest()).rstrip(b"=").decode()
