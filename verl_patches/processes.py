@@ -1,11 +1,10 @@
-"""The processes of a run: adopt what detaches, find all of them, end them and nothing else.
+"""The processes of a run: adopt those that detach, find, end and measure all of them, and no others.
 
 On Linux the launcher becomes a "child subreaper": a daemon whose parent dies (Ray's gcs_server and raylet do that) is
 handed to the launcher instead of to init, so everything a run started stays a descendant of the launcher.
 
-Peak memory of all processes of a run together, as PSS: shared pages are divided among users, so sums are true.
-
-Reading PSS walks a process's page tables, so it is read when the cheap resident size has grown, and every few seconds.
+Peak memory is PSS: shared pages are divided among their users, so sums over processes are true. Reading PSS walks a
+process's page tables, so it is read when the cheap resident size has grown, and every few seconds.
 """
 
 from __future__ import annotations
@@ -25,20 +24,20 @@ import psutil
 
 log = logging.getLogger(__name__)
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 1, 36, 37
-TERM_S, KILL_S = 5.0, 5.0  # how long processes get to follow SIGTERM, and then to disappear
+TERM_S, KILL_S = 5.0, 5.0  # how long to wait for processes after SIGTERM, and after SIGKILL
 
 
 @contextmanager
-def adopting_orphans() -> Iterator[bool]:
-    """While inside, orphaned descendants of this process become its children; yields False where that cannot be."""
+def adopting_orphans() -> Iterator[None]:
+    """While inside, orphaned descendants of this process become its children (Linux)."""
     if not sys.platform.startswith("linux"):
-        yield False
+        yield
         return
     libc, before = ctypes.CDLL(None, use_errno=True), ctypes.c_int()
     libc.prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(before), 0, 0, 0)
-    adopted = libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
+    libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     try:
-        yield adopted
+        yield
     finally:
         libc.prctl(_PR_SET_CHILD_SUBREAPER, before.value, 0, 0, 0)
 
@@ -56,7 +55,7 @@ class Descendants:
         self._me = psutil.Process()
         self._before = set(self._me.children(recursive=True))
         self.shared = SharedMemory()
-        self.waited_for: frozenset[int] = frozenset()  # children that someone else waits for (the driver's Popen)
+        self.waited_for: frozenset[int] = frozenset()  # children that other code waits for (the driver's Popen)
 
     def alive(self) -> list[psutil.Process]:
         """Processes of the run that still run; finished orphans among them are reaped on the way."""
@@ -73,28 +72,25 @@ class Descendants:
         except (psutil.NoSuchProcess, ChildProcessError):
             return True
 
-    def end_all(self) -> list[str]:
-        """SIGTERM, then SIGKILL to all of them, until none is left; returns the names of those that had to be ended."""
-        ended = []
+    def end_all(self) -> None:
+        """SIGTERM, then SIGKILL to all of them, until none is left; then remove their shared memory."""
         kill = (psutil.Process.kill, KILL_S)
         for send, patience_s in ((psutil.Process.terminate, TERM_S), kill, kill):
             left = self.alive()
             if not left:
                 break
             self.shared.look(left)
-            ended += [name_of(process) for process in left]
             _send(left, send)
             psutil.wait_procs([p for p in left if p.pid not in self.waited_for], timeout=patience_s)
         self.shared.remove()
         for process in self.alive():
             log.warning("process %d (%s) could not be ended", process.pid, name_of(process))
-        return list(dict.fromkeys(ended))
 
 
 class SharedMemory:
-    """Shared memory files that processes of the run have mapped: whoever is killed leaves them behind (vLLM's TP does).
+    """Shared memory files that processes of the run have mapped; a killed process leaves its own behind (vLLM's TP).
 
-    Named psm_* by Python's multiprocessing, at random, so a file that one of ours maps is the run's own.
+    Python's multiprocessing names them psm_* at random, so a file that a process of the run maps is the run's own.
     """
 
     FOLDER = Path("/dev/shm")
@@ -103,7 +99,7 @@ class SharedMemory:
         self._names: set[str] = set()
 
     def look(self, processes: Iterable[psutil.Process]) -> None:
-        """Remember what the living processes have mapped; nothing where the system has no /proc."""
+        """Record what the living processes have mapped; nothing where the system has no /proc."""
         for process in processes:
             try:
                 maps = Path(f"/proc/{process.pid}/maps").read_text()
@@ -111,12 +107,10 @@ class SharedMemory:
                 continue
             self._names.update(re.findall(rf"{self.FOLDER}/(psm_\w+)", maps))
 
-    def remove(self) -> list[str]:
-        """Unlink what is still there, once the run's processes are gone; returns the names."""
-        left = [name for name in sorted(self._names) if (self.FOLDER / name).exists()]
-        for name in left:
+    def remove(self) -> None:
+        """Unlink what is still there, once the run's processes are gone."""
+        for name in self._names:
             (self.FOLDER / name).unlink(missing_ok=True)
-        return left
 
 
 def _send(processes: Iterable[psutil.Process], send) -> None:
@@ -144,11 +138,11 @@ def name_of(process: psutil.Process) -> str:
 
 
 GROWTH = 1.01  # read PSS when the resident size exceeds that of the last reading by this factor
-AT_LEAST_EVERY = 10  # ... or after so many looks
+AT_LEAST_EVERY = 10  # and in each Nth call of `look`
 
 
 class MemoryWatch:
-    """Feed `look` with the living processes about once a second; `peaks` tells the highest that was seen."""
+    """Peak memory of processes: call `look` with the living ones about once a second, `peaks` for the result."""
 
     def __init__(self) -> None:
         self._peak: dict[psutil.Process, int] = {}
@@ -157,7 +151,7 @@ class MemoryWatch:
         self.fallbacks = 0  # readings where PSS was refused and the resident size was taken
 
     def look(self, processes: Iterable[psutil.Process]) -> None:
-        """One sample: cheap resident sizes, and PSS where it is due."""
+        """Take one sample: resident sizes, and PSS where it is due."""
         processes = list(processes)
         rss = sum(filter(None, (_rss(p) for p in processes)))
         due = self._looks % AT_LEAST_EVERY == 0 or rss > self._rss_at_reading * GROWTH

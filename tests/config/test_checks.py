@@ -5,8 +5,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from verl_patches.config.checks import check_config, hf_config_of, require
-from verl_patches.config.compose import CONFIGS_DIR, compose
+from verl_patches.config.checks import check_config, require
+from verl_patches.config.compose import compose, hf_config_of
 from verl_patches.errors import ConfigError
 from verl_patches.layout.of_config import rollout_layout_of, train_layout_of
 
@@ -16,7 +16,7 @@ ACTOR, ROLLOUT = "actor_rollout_ref.actor.megatron", "actor_rollout_ref.rollout"
 
 
 def failed(name, *overrides):
-    return {c.name: c.detail for c in check_config(compose(name, overrides), CONFIGS_DIR) if not c.ok}
+    return {c.name: c.detail for c in check_config(compose(name, overrides)) if not c.ok}
 
 
 @pytest.mark.parametrize("name", [TINY, LARGE, "grpo_deepseekv3_256die_random_init"])
@@ -27,9 +27,9 @@ def test_the_configs_of_this_repository_hold(name):
 def test_what_holds_gives_no_orders():
     """An ok row says what holds; what to do stands in failed ones only."""
     for name in (LARGE, TINY):
-        held = [check for check in check_config(compose(name), CONFIGS_DIR) if check.ok]
+        held = [check for check in check_config(compose(name)) if check.ok]
         assert [c for c in held if re.search(r"\b(expected|change|add it)\b", c.detail)] == []
-    whole = next(c for c in check_config(compose(LARGE), CONFIGS_DIR) if c.name == "experts under tp")
+    whole = next(c for c in check_config(compose(LARGE)) if c.name == "experts under tp")
     assert whole.detail == "experts are whole, 32 ranks share them"  # as recipe.train.expert_split says below it
 
 
@@ -88,24 +88,24 @@ def test_buckets_of_the_weight_sync_are_checked_before_anything_starts(overrides
     (("trainer.save_freq=1",), True), ((), False),
     (("trainer.save_freq=1", "actor_rollout_ref.actor.megatron.expert_model_parallel_size=1"), False)])
 def test_checkpoints_that_would_lack_experts_are_refused(overrides, lost):
-    found = [check for check in check_config(compose(TINY, overrides), CONFIGS_DIR) if check.name == "checkpoints"]
+    found = [check for check in check_config(compose(TINY, overrides)) if check.name == "checkpoints"]
     assert [("rank 0 only" in each.detail, each.ok) for each in found] == [(True, False)] * lost
 
 
 @pytest.mark.parametrize(("name", "overrides", "state", "said"), [
-    (TINY, (), "ok", "into torch's pool; what a weight sync writes is not copied$"),
-    (LARGE, (), "ok", "for the addresses that graphs captured; what a weight sync .* not copied, but where"),
+    (TINY, (), "ok", "to torch's pool; weights that the sync writes are not copied$"),
+    (LARGE, (), "ok", "keeps the addresses that graphs captured; weights that the sync .* not copied, unless"),
     (LARGE, ("recipe.patches=[-reshard.*]",), "ok", "sleep mode.*weights are copied to the host, as row reshard.dir"),
     (LARGE, ("recipe.weight_sync.enabled=false",), "ok", "are copied to the host, as recipe.weight_sync.enabled is f"),
     (TINY, ("recipe.weight_sync.enabled=false",), "ok", "weights stay, as recipe.weight_sync.enabled is false"),
     (LARGE, ("recipe.patches=[-memory.rollout_life]",), "ok", "row memory.rollout_life is off: vLLM copies all"),
-    (LARGE, (f"{ROLLOUT}.enforce_eager=true",), "ok", "into torch's pool; what a weight sync writes is not copied$"),
-    (TINY, (f"{ROLLOUT}.enforce_eager=false",), "failed", "sleep mode.* on a CPU; expected .*enforce_eager=true"),
+    (LARGE, (f"{ROLLOUT}.enforce_eager=true",), "ok", "to torch's pool; weights that the sync writes are not copied$"),
+    (TINY, (f"{ROLLOUT}.enforce_eager=false",), "failed", "no sleep mode on a CPU; expected .*enforce_eager=true"),
     (TINY, ("recipe.patches=[-reshard.*]",), "ok", "weights stay, as row reshard.direct is off"),
     (TINY, ("recipe.patches=[-memory.*]",), "failed", "on a CPU; expected .*without -memory.rollout_life"),
 ])
 def test_whose_sleep_the_rollout_has_is_said_and_refused_where_there_is_none(name, overrides, state, said):
-    checks = check_config(compose(name, overrides), CONFIGS_DIR)
+    checks = check_config(compose(name, overrides))
     (found,) = (check for check in checks if check.name == "rollout memory")
     assert ("ok" if found.ok else "failed") == state and re.search(said, found.detail), found
 
@@ -130,9 +130,9 @@ def test_fp8_weights_are_refused_before_anything_starts_and_a_stale_config_is_no
     stored = model_folder / "model.safetensors"
     save_file({"a.weight": torch.ones(4).bfloat16()}, stored)
     config = compose(LARGE, [folder])
-    assert {c.name: c.ok for c in check_config(config, CONFIGS_DIR) if c.name.startswith("model")} == {
+    assert {c.name: c.ok for c in check_config(config) if c.name.startswith("model")} == {
         "model shape": True, "model weights": True}
-    assert not hf_config_of(config, CONFIGS_DIR).keys() & {"quantization_config"}
+    assert not hf_config_of(config).keys() & {"quantization_config"}
     save_file({"a.weight": torch.ones(4).to(torch.float8_e4m3fn)}, stored)
     assert "fp8_cast_bf16.py" in failed(LARGE, folder)["model weights"]
     assert failed(LARGE, folder, init) == {}  # random init reads none
@@ -161,5 +161,5 @@ def test_layouts_are_read_from_where_verl_reads_them():
 def test_require_lists_every_failed_check():
     config = compose(LARGE, ["data.train_batch_size=500", "data.max_prompt_length=200000"])
     with pytest.raises(ConfigError, match=r"prompts: (?s:.*)lengths: "):
-        require(check_config(config, CONFIGS_DIR))
-    require(check_config(compose(LARGE), CONFIGS_DIR))
+        require(check_config(config))
+    require(check_config(compose(LARGE)))

@@ -41,14 +41,15 @@ def test_a_plus_key_is_the_users_word():
     assert compose(TINY, ["+data.only_i_know=1"]).data.only_i_know == 1
 
 
-def test_a_key_of_ours_that_verl_does_not_have_is_refused(tmp_path):
+def test_a_key_of_ours_that_verl_does_not_have_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("verl_patches.config.compose.CONFIGS_DIR", tmp_path)
     text = (CONFIGS_DIR / "grpo_deepseekv3_tiny.yaml").read_text()
     (tmp_path / "wrong.yaml").write_text(text.replace("  train_batch_size: 4\n", "  train_batch_sice: 4\n"))
     with pytest.raises(ConfigError, match=r"unknown key data\.train_batch_sice; did you mean data\.train_batch_size"):
-        compose("wrong", configs_dir=tmp_path)
+        compose("wrong")
     (tmp_path / "wrong.yaml").write_text(text.replace("  line: pypi\n", "  lime: pypi\n"))
     with pytest.raises(ConfigError, match=r"unknown key recipe\.lime; did you mean recipe\.line"):
-        compose("wrong", configs_dir=tmp_path)
+        compose("wrong")
 
 
 def test_an_unknown_config_lists_those_there_are():

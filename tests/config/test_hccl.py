@@ -63,7 +63,7 @@ def test_a_buffer_below_the_need_is_refused_with_the_need_and_the_variable(given
 
 
 def test_a_plan_holds_the_checks_and_fails_with_them():
-    checks = check_config(config_of(recipe__hccl__buffer_mib=200, recipe__hccl__base_port=6300), CONFIGS_DIR)
+    checks = check_config(config_of(recipe__hccl__buffer_mib=200, recipe__hccl__base_port=6300))
     found = {check.name: check.ok for check in checks if check.name.startswith("HCCL")}
     assert found == {"HCCL buffer": False, "HCCL timeouts": True, "HCCL ports": False}
 

@@ -10,7 +10,8 @@ from omegaconf import OmegaConf
 
 from verl_patches.config.recipe import Recipe, recipe_keys
 from verl_patches.errors import ConfigError
-from verl_patches.launch.import_alone import _record, _worker_settings, fill_recipe
+from verl_patches.launch.import_alone import _record, fill_recipe
+from verl_patches.launch.ray_cluster import worker_settings
 from verl_patches.patching.switches import parse
 from verl_patches.upstream.installed import VERL_CONFIG, installed_root, verl_config_dir
 
@@ -120,8 +121,9 @@ def test_workers_are_sent_what_the_launcher_would_send(monkeypatch, switches, en
     found = config(**({"hccl": {"interface": "eth1"}} if network else {}))
     found.trainer.nnodes, found.trainer.device = 16, "npu" if network else "cuda"
     fill_recipe(found, switches)
-    section, sent = _worker_settings(found)
-    assert sent == network and (section is not None) is engine
+    sent = worker_settings(found)
+    section = sent["engine"]
+    assert sent["network"] == network and (section is not None) is engine
     assert not engine or section == OmegaConf.to_container(found.actor_rollout_ref)
 
 
@@ -138,7 +140,7 @@ from types import SimpleNamespace
 from verl_patches.launch import import_alone
 from verl_patches.patching.switches import parse
 from test_import_alone import config
-import_alone.send_settings = lambda *sent: None  # no Ray here
+import_alone.send_settings = lambda **sent: None  # no Ray here
 for drift in ("warn", "strict"):
     import_alone.engine.current = lambda: SimpleNamespace(switches=parse(f"line=pypi,platform=cpu,drift={drift}"))
     trainer = SimpleNamespace(init_workers=print)

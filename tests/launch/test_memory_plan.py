@@ -2,9 +2,9 @@
 
 import pytest
 
-from verl_patches.config.checks import model_shape_of
-from verl_patches.config.compose import CONFIGS_DIR, compose
-from verl_patches.launch.plan import memory_plan, memory_rows
+from verl_patches.cli.output import memory_rows
+from verl_patches.config.compose import compose, model_shape_of
+from verl_patches.launch.plan import memory_plan
 
 BIG, TINY = "grpo_deepseekv3_256die_random_init", "grpo_deepseekv3_tiny_cpu"
 
@@ -15,7 +15,7 @@ ON = ("reshard.direct_and_wake", "memory.order_a3", *COPIES)
 
 def plan(name, *overrides, rows=ON, skip=False):
     config = compose(name, [f"recipe.train.skip_old_log_prob={str(skip).lower()}", *overrides])
-    return memory_plan(config, model_shape_of(config, CONFIGS_DIR), rows)
+    return memory_plan(config, model_shape_of(config), rows)
 
 
 def test_the_256_die_run_fits_in_the_order_that_it_follows_and_not_in_verls():
@@ -27,7 +27,7 @@ def test_the_256_die_run_fits_in_the_order_that_it_follows_and_not_in_verls():
     title, columns, rows = memory_rows(found)
     assert "GB" in title and "follows ours, with" in title and all(len(row) == len(columns) for row in rows)
     own = found["followed"]
-    assert columns == ("phase", own, "ours", "verl 54c9b736", f"who, in {own}") and "the same" not in title
+    assert columns == ("phase", own, "ours", "verl 54c9b736", f"memory groups, in {own}") and "the same" not in title
     wake = next(row for row in rows if row[0] == "wake_kv")
     assert wake[1] == "54.98" and wake[3] == "75.29 TOO MUCH"
     title, columns, _ = memory_rows(plan(BIG, rows=(*ON, "memory.rollout_life")))  # equal figures, one column

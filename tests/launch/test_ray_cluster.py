@@ -9,7 +9,7 @@ import pytest
 
 from verl_patches.config.compose import compose
 from verl_patches.errors import ConfigError
-from verl_patches.launch.ray_cluster import ask_ray, check_nodes
+from verl_patches.launch.ray_cluster import check_nodes, list_nodes
 
 NPU16 = {"resources": {"NPU": 16.0, "CPU": 8.0}}
 
@@ -31,7 +31,7 @@ def test_enough_nodes_pass_and_missing_ones_are_counted(config):
 
 def test_no_answer_is_a_sentence():
     with pytest.raises(ConfigError, match=r"no Ray answers there.*--dry-run prints the ray commands"):
-        ask_ray("127.0.0.1:1", python=(sys.executable, "-c", "raise SystemExit('no route')", "--"))
+        list_nodes("127.0.0.1:1", python=(sys.executable, "-c", "raise SystemExit('no route')", "--"))
 
 
 @pytest.mark.slow
@@ -46,7 +46,7 @@ def test_a_real_ray_tells_its_nodes():
     env = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0"}
     head = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=env)
     try:
-        nodes = ask_ray(head.stdout.readline().strip())
+        nodes = list_nodes(head.stdout.readline().strip())
         assert [node["resources"]["NPU"] for node in nodes] == [16.0]
     finally:
         head.terminate()

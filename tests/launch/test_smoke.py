@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from verl_patches.config.checks import check_config
-from verl_patches.config.compose import CONFIGS_DIR, compose
+from verl_patches.config.compose import compose
 from verl_patches.errors import ConfigError
 from verl_patches.launch import smoke
 from verl_patches.launch.smoke import LAYOUTS, TRAIN_LAYOUTS, SmokeOptions, overrides_of
@@ -19,7 +19,7 @@ QUICK = [("ep2", 2, 1), ("tp2", 1, 2), ("pp2", 1, 1), ("tp2ep2", 2, 2)]
 def test_every_fitting_combination_is_a_run_that_can_exist(train_layout, tp, dp):
     options = SmokeOptions(train_layout=train_layout, rollout_tp=tp, rollout_dp=dp)
     config = compose(smoke.CONFIG_NAME, overrides_of(options))
-    assert [c for c in check_config(config, CONFIGS_DIR) if not c.ok] == []
+    assert [c for c in check_config(config) if not c.ok] == []
     engine = config.actor_rollout_ref.rollout.engine_kwargs.vllm
     assert engine.enable_expert_parallel == (tp * dp > 1) and engine.data_parallel_size == dp
 
@@ -27,7 +27,7 @@ def test_every_fitting_combination_is_a_run_that_can_exist(train_layout, tp, dp)
 @pytest.mark.parametrize("train_layout", LAYOUTS["a3"])
 def test_on_line_a3_experts_stay_whole_and_layers_are_listed(train_layout):
     config = compose(smoke.CONFIG_NAME, overrides_of(SmokeOptions(train_layout=train_layout, line="a3")))
-    assert [c for c in check_config(config, CONFIGS_DIR) if not c.ok] == [] and config.recipe.line == "a3"
+    assert [c for c in check_config(config) if not c.ok] == [] and config.recipe.line == "a3"
     megatron, train = config.actor_rollout_ref.actor.megatron, config.recipe.train
     tp, ep = megatron.tensor_model_parallel_size, megatron.expert_model_parallel_size
     assert megatron.expert_tensor_parallel_size == 1 and ep % tp == 0
@@ -55,7 +55,7 @@ def test_learning_takes_its_own_steps_unless_told_otherwise():
     learn = compose(smoke.LEARN_CONFIG_NAME, overrides_of(SmokeOptions(learn=True)))
     assert learn.trainer.total_training_steps == 40
     assert learn.custom_reward_function.path.endswith("verl_patches/rewards/learnable.py")
-    assert [c for c in check_config(learn, CONFIGS_DIR) if not c.ok] == []
+    assert [c for c in check_config(learn) if not c.ok] == []
     assert "trainer.total_training_steps=2" in overrides_of(SmokeOptions(learn=True, steps=2))
 
 

@@ -69,13 +69,12 @@ def found(folders, cases):
 def _cases(folder: Path, verl: Path, cases: dict) -> Path:
     from omegaconf import OmegaConf
 
-    from verl_patches.config.checks import hf_config_of
-    from verl_patches.config.compose import CONFIGS_DIR, compose
+    from verl_patches.config.compose import compose, hf_config_of
 
     for name, (config_name, ranks, overrides, _) in cases.items():
         config = compose(config_name, overrides, verl_path=verl)
         section = OmegaConf.to_container(config.actor_rollout_ref, resolve=True)
-        case = {"world_size": ranks, "config": section, "hf": hf_config_of(config, CONFIGS_DIR)}
+        case = {"world_size": ranks, "config": section, "hf": hf_config_of(config)}
         (folder / f"{name}.json").write_text(json.dumps(case))
     return folder
 

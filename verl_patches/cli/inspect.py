@@ -16,8 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from verl_patches.cli.output import Json, table
 from verl_patches.cli.run import Overrides, Upstream
 from verl_patches.cluster.trees import LINE, trees_of, verl_check
-from verl_patches.config.checks import hf_config_of
-from verl_patches.config.compose import CONFIGS_DIR, compose
+from verl_patches.config.compose import CONFIGS_DIR, compose, hf_config_of
 from verl_patches.errors import ConfigError
 from verl_patches.layout.inventory import build_inventory
 from verl_patches.layout.parallel import ParallelLayout, parse_layout
@@ -66,7 +65,7 @@ def register_config(app: typer.Typer) -> None:
 
 def _explain(config: DictConfig, config_name: str, as_json: bool) -> None:
     """Leaves with 1 where a key is refused."""
-    rows = explain_engine(OmegaConf.to_container(config), hf_config_of(config, CONFIGS_DIR))
+    rows = explain_engine(OmegaConf.to_container(config), hf_config_of(config))
     refused = [row for row in rows if row.how == "refused"]
     if as_json:
         typer.echo(json.dumps({"config": config_name, "line": config.recipe.line, "settings": [

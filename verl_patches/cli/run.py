@@ -11,14 +11,14 @@ import typer
 from omegaconf import DictConfig
 from rich.console import Console
 
-from verl_patches.cli.output import Json
+from verl_patches.cli.output import Json, show_plan
 from verl_patches.cluster.support import refused_keys
 from verl_patches.cluster.trees import LINE, require_trees, require_verl, trees_of
 from verl_patches.config.checks import check_config, require
-from verl_patches.config.compose import CONFIGS_DIR, compose
+from verl_patches.config.compose import compose
 from verl_patches.errors import ConfigError
 from verl_patches.launch import launcher, ray_cluster, smoke
-from verl_patches.launch.plan import build_plan, show
+from verl_patches.launch.plan import build_plan
 from verl_patches.model.mindspeed.arguments import arguments_of
 from verl_patches.patching.spec import PatchSpec
 from verl_patches.platform import require as require_platform
@@ -30,8 +30,6 @@ Overrides = Annotated[list[str] | None, typer.Argument(metavar="[key=value ...]"
 Upstream = Annotated[
     Path | None, typer.Option(help="Folder with the clones of scripts/fetch_upstream.sh, for line a3.")
 ]
-
-_WIDTH_IN_FILES = 160
 
 
 def register(app: typer.Typer, rows: Callable[[], Sequence[PatchSpec]]) -> None:
@@ -88,7 +86,7 @@ def run_smoke(options: smoke.SmokeOptions, overrides: Sequence[str], as_json: bo
     trees = trees_of(options.upstream)
     chosen = compose(options.config_name, [*given, *overrides], verl_path=trees.verl)
     require_trees(chosen, trees)
-    require(check_config(chosen, CONFIGS_DIR))  # before anything is made
+    require(check_config(chosen))  # before anything is made
     refuse_without_effect(chosen)
     require_verl(chosen.recipe.line, trees)
     dirty = refuse_modified(chosen, trees)
@@ -114,18 +112,17 @@ def run_train(
     config = compose(config_name, overrides, verl_path=trees.verl)
     require_trees(config, trees)
     if dry_run:
-        plan = build_plan(config, config_name, overrides, rows, trees=trees)
+        plan = build_plan(config, config_name, overrides, rows, trees)
         if as_json:
             typer.echo(json.dumps(plan, indent=1))
         else:
-            console = Console()
-            show(plan, config, console if console.is_terminal else Console(width=_WIDTH_IN_FILES))
+            show_plan(plan, config)
         for check in plan["checks"]:
             if not check["ok"]:
                 typer.echo(f"verl_patches: {check['name']}: {check['detail']}", err=True)
         raise typer.Exit(0 if plan["ok"] else 1)
     try:
-        require(check_config(config, CONFIGS_DIR))
+        require(check_config(config))
     except ConfigError as error:
         typer.echo(f"verl_patches: {error}", err=True)
         raise typer.Exit(1) from None
@@ -134,7 +131,7 @@ def run_train(
     require_verl(config.recipe.line, trees)
     dirty = refuse_modified(config, trees)
     if config.recipe.ray_address is not None:
-        ray_cluster.check_nodes(config, ray_cluster.ask_ray(config.recipe.ray_address))
+        ray_cluster.check_nodes(config, ray_cluster.list_nodes(config.recipe.ray_address))
     elif config.trainer.nnodes > 1:
         raise ConfigError(
             f"trainer.nnodes is {config.trainer.nnodes}, but recipe.ray_address is null, which starts a Ray on this "

@@ -1,15 +1,14 @@
 """Compose one configuration: verl's trainer config (found, never copied), a file of ours, the recipe and overrides.
 
-The result is plain and fully resolved: what is printed, stored and handed to the driver is what runs.
-
-The files that a composed configuration takes its model from: recipe.model_shape, and the model's folder.
+The result is plain and fully resolved: what is printed, stored and handed to the driver is what runs. The second half
+reads from it what several rooms need: the model's sizes and files, vLLM's arguments.
 """
 
 from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,12 +43,9 @@ _OPEN_SECTIONS = (  # handed on whole to Megatron, vLLM or transformers
 
 
 def compose(
-    config_name: str,
-    overrides: Sequence[str] = (),
-    configs_dir: Path | None = None,
-    verl_path: Path | None = None,
+    config_name: str, overrides: Sequence[str] = (), *, verl_path: Path | None = None
 ) -> DictConfig:
-    """Return `configs_dir`/`config_name`.yaml composed over verl's config with Hydra `overrides`, resolved and checked.
+    """Return configs/`config_name`.yaml composed over verl's config with Hydra `overrides`, resolved and checked.
 
     `verl_path` is an upstream checkout to take verl's config from; None takes the installed verl (located, not
     imported). Raises ConfigError for an unknown config, key or override, a value of the wrong kind, or a recipe that
@@ -60,11 +56,10 @@ def compose(
     from hydra.core.config_store import ConfigStore
     from hydra.errors import HydraException
 
-    folder = Path(configs_dir or CONFIGS_DIR).resolve()
     name = config_name.removesuffix(".yaml")
-    runs = [path.stem for path in sorted(folder.glob("*.yaml")) if _is_run(path)]
+    runs = [path.stem for path in sorted(CONFIGS_DIR.glob("*.yaml")) if _is_run(path)]
     if name not in runs:
-        raise ConfigError(f"--config-name {config_name}: no config of a run in {folder} has this name; there is: "
+        raise ConfigError(f"--config-name {config_name}: no config of a run in {CONFIGS_DIR} has this name; there is: "
                           + (", ".join(runs) or "none"))
     upstream = verl_config_dir(verl_path)
     ConfigStore.instance().store(SCHEMA, node=Recipe, package="recipe")
@@ -72,7 +67,7 @@ def compose(
     OmegaConf.register_new_resolver("repo_path", lambda path: str(CONFIGS_DIR.parent / path), replace=True)
     base = _load(upstream / f"{VERL_CONFIG}.yaml")
     try:
-        with initialize_config_dir(str(folder), version_base="1.3"):
+        with initialize_config_dir(str(CONFIGS_DIR), version_base="1.3"):
             composed = hydra_compose(name, [f"hydra.searchpath=[file://{upstream}]", *overrides])
         config = OmegaConf.create(OmegaConf.to_container(composed, resolve=True, throw_on_missing=True))
     except (HydraException, OmegaConfBaseException) as error:
@@ -161,18 +156,22 @@ def _keys(section: DictConfig, prefix: str = "") -> Iterator[str]:
             yield name
 
 
-def model_shape_of(config: DictConfig, configs_dir: Path) -> ModelShape:
-    """Sizes of the model from recipe.model_shape (relative to the configs folder); ConfigError without that file."""
-    return read_model_shape(_shape_file(config, configs_dir))
+# what a composed configuration says about the model and vLLM's engine
 
 
-def hf_config_of(config: DictConfig, configs_dir: Path) -> dict[str, Any]:
-    """The model's config.json with `override_config.model_config` over it, as training reads it in a worker.
+def shape_file(config: DictConfig) -> Path:
+    """The HF config.json of recipe.model_shape; ConfigError where it does not exist."""
+    path = CONFIGS_DIR / config.recipe.model_shape
+    if not path.is_file():
+        raise ConfigError(
+            f"recipe.model_shape is {config.recipe.model_shape}: no such file in {CONFIGS_DIR}; give an HF config.json"
+        )
+    return path
 
-    The file is that of the model's folder, where it exists here, else recipe.model_shape.
-    """
-    file = config_file(config)
-    return {**read_config(file if file.is_file() else _shape_file(config, configs_dir)), **model_changes(config)}
+
+def model_shape_of(config: DictConfig) -> ModelShape:
+    """Sizes of the model from recipe.model_shape; ConfigError without that file."""
+    return read_model_shape(shape_file(config))
 
 
 def config_file(config: DictConfig) -> Path:
@@ -185,17 +184,28 @@ def model_changes(config: DictConfig) -> dict[str, Any]:
     return OmegaConf.to_container(config.actor_rollout_ref.model.override_config).get("model_config") or {}
 
 
-def _shape_file(config: DictConfig, configs_dir: Path) -> Path:
-    path = Path(configs_dir) / config.recipe.model_shape
-    if not path.is_file():
-        raise ConfigError(
-            f"recipe.model_shape is {config.recipe.model_shape}: no such file in {configs_dir}; give an HF config.json"
-        )
-    return path
+def hf_config_of(config: DictConfig) -> dict[str, Any]:
+    """The model's config.json with `override_config.model_config` over it, as training reads it in a worker.
+
+    The file is that of the model's folder, where it exists here, else recipe.model_shape.
+    """
+    file = config_file(config)
+    return {**read_config(file if file.is_file() else shape_file(config)), **model_changes(config)}
 
 
 def reads_weights(config: DictConfig) -> bool:
-    """Whether a framework reads the tensors of the model's folder: not with random init."""
+    """Whether training or vLLM reads the weights of the model's folder: not with random init."""
     actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
-    return (actor.load_weight and not actor.megatron.use_dist_checkpointing) or not rollout.load_format.startswith(
-        "dummy")  # fmt: skip
+    trained = actor.load_weight and not actor.megatron.use_dist_checkpointing
+    return trained or not rollout.load_format.startswith("dummy")
+
+
+def vllm_arguments(config: DictConfig) -> Mapping[str, Any]:
+    """Keyword arguments of vLLM's engine: rollout.engine_kwargs.vllm."""
+    return config.actor_rollout_ref.rollout.engine_kwargs.get("vllm") or {}
+
+
+def graph_arguments(config: DictConfig) -> Mapping[str, Any]:
+    """vllm-ascend's torchair_graph_config; empty where graphs are not enabled."""
+    graph = (vllm_arguments(config).get("additional_config") or {}).get("torchair_graph_config") or {}
+    return graph if graph.get("enabled") else {}

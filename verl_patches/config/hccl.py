@@ -10,6 +10,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
+from verl_patches.config.compose import graph_arguments, vllm_arguments
 from verl_patches.config.recipe import HCCL_PORTS
 from verl_patches.layout.inventory import ModelShape
 from verl_patches.layout.of_config import world_size
@@ -55,10 +56,8 @@ def buffer_need_mib(config: DictConfig, model: ModelShape) -> int:
 
 def _decode_batch(config: DictConfig) -> int:
     """Most responses that a replica decodes at once: decode batches are padded to a graph's size."""
-    engine = config.actor_rollout_ref.rollout.engine_kwargs.get("vllm") or {}
-    graphs = (engine.get("additional_config") or {}).get("torchair_graph_config") or {}
-    sizes = graphs.get("graph_batch_sizes") or () if graphs.get("enabled") else ()
-    return max(engine.get("max_num_seqs") or _DEFAULT_SEATS, *sizes, 0)
+    sizes = graph_arguments(config).get("graph_batch_sizes") or ()
+    return max(vllm_arguments(config).get("max_num_seqs") or _DEFAULT_SEATS, *sizes, 0)
 
 
 def buffer_mib(config: DictConfig, model: ModelShape) -> int:

@@ -13,11 +13,12 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from verl_patches.cluster.support import refusal, refused_keys
-from verl_patches.cluster.trees import LINE, Trees
+from verl_patches.cluster.trees import Trees
 from verl_patches.config.checks import fault_of_experts
 from verl_patches.config.compose import model_changes
 from verl_patches.config.recipe import VLLM_DTYPES, Recipe, check_recipe
 from verl_patches.errors import ConfigError
+from verl_patches.launch.ray_cluster import worker_settings
 from verl_patches.layout.model_folder import read_config
 from verl_patches.layout.of_config import rollout_layout_of, train_layout_of
 from verl_patches.patching import engine
@@ -25,7 +26,7 @@ from verl_patches.patching.switches import VARIABLE, Switches
 from verl_patches.training import kept_config, on_policy, truth_check
 from verl_patches.training.ray_start import unless_start_fails
 from verl_patches.training.worker_settings import send_settings
-from verl_patches.upstream.modified import refuse_modified, said
+from verl_patches.upstream.modified import files_text, refuse_modified
 
 log = logging.getLogger(__name__)
 
@@ -52,22 +53,12 @@ def recipe_by_default(original: Callable) -> Callable:
             log.warning(NOT_HERE.format(record=_record(config.recipe)))
             self.modified_sources = refuse_modified(config, Trees())
             for name, files in self.modified_sources.items():
-                log.warning("dirty: %s is not as pinned (drift=%s): %s", name, config.recipe.drift, said(files))
-            send_settings(*_worker_settings(config))
+                log.warning("dirty: %s is not as pinned (drift=%s): %s", name, config.recipe.drift, files_text(files))
+            send_settings(**worker_settings(config))
             self.init_workers = functools.partial(unless_start_fails, self.init_workers)
         original(self, config, *args, **kwargs)
 
     return __init__
-
-
-def _worker_settings(config: DictConfig) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
-    """(what line a3's engine is prepared from, how a worker on npu finds its interface), as the launcher sends them."""
-    recipe, engine_section, network = config.recipe, None, None
-    if recipe.line == LINE:
-        engine_section = OmegaConf.to_container(config.actor_rollout_ref, resolve=True)
-    if recipe.platform == "npu":
-        network = {"nodes": config.trainer.nnodes, "interface": recipe.hccl.interface}
-    return engine_section, network
 
 
 def _record(recipe: DictConfig) -> str:

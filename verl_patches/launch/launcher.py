@@ -1,7 +1,4 @@
-"""Start a run's driver as a child, watch it, end everything it started, and leave one summary whatever happened.
-
-What is left of a run: the error that ended it, Ray's logs if it failed, and a summary.json that is always valid.
-"""
+"""Start a run's driver as a child, supervise it, end everything it started, and always leave a valid summary.json."""
 
 from __future__ import annotations
 
@@ -34,27 +31,34 @@ from verl_patches.layout.of_config import rollout_layout_of, train_layout_of
 from verl_patches.processes import Descendants, MemoryWatch, adopting_orphans, die_with_parent
 from verl_patches.training.recording import find_recording
 from verl_patches.training.summary import Progress, write_json
-from verl_patches.upstream.modified import said
+from verl_patches.upstream.modified import files_text
 
-LOOK_S, MEMORY_S = 0.2, 1.0
+POLL_S, MEMORY_S = 0.2, 1.0
 TIMED_OUT = 124  # as timeout(1)
 SOCKET_PATH_BYTES = 107
 _RAY_SOCKET = "/session_2025-01-01_00-00-00_000000_0000000/sockets/plasma_store"
-# what earlier runs of the same name left, from launcher and driver alike; nothing else in the folder is touched
+# what a run leaves in its folder, written by launcher and driver; the next run of that name removes these, nothing else
 OUTPUTS = ("config.yaml", "environment.json", "driver.log", "progress.log", "summary.json", "tensorboard",
            "training.png", "memory.png", "rollouts", "ray_logs")
+_LOG_END_BYTES = 256 << 10
+_RAY_LOG_BYTES = 4 << 20  # of each of Ray's log files, its end
+_PREFIX = re.compile(r"^\([^()]*pid=\d+[^()]*\)\s?")
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+_ERROR = re.compile(
+    r"^(?:[A-Za-z_]\w*\.)*([A-Za-z_]\w*(?:Error|Exception|Interrupt|Exit|Died|Timeout))(?:\(\w+\))?(?::|$)"
+)
+_WRAPPER = "RayTaskError"
 
 
 @dataclass
 class Outcome:
-    """How a run ended: exit code, "ok" or the reason, folder, seconds, peak memory, processes that had to be ended."""
+    """How a run ended: exit code, "ok" or the reason, its folder, seconds, peak memory by process."""
 
     code: int
     reason: str
     folder: Path
     wall_s: float
     peak_pss_bytes: dict[str, int] = field(default_factory=dict)
-    ended: list[str] = field(default_factory=list)
 
 
 def run(
@@ -63,97 +67,95 @@ def run(
     overrides: Sequence[str],
     on_line: Callable[[str], None] = lambda line: None,
     trees: Trees | None = None,
-    command: Sequence[str] | None = None,
     dirty: Mapping[str, Sequence[str]] | None = None,
 ) -> Outcome:
     """Run the driver of `config` to its end and return the outcome; the driver's progress lines go to `on_line`.
 
     Writes <output_root>/<run>/: config.yaml, environment.json, driver.log, and after the driver summary.json
-    (peak_pss_bytes and exit filled in) and on failure ray_logs/. `command` replaces the driver's command line
-    (tests). `dirty`: {repository or package: files} that are not as pinned (modified.py); the summary and a line above
-    the step table have them. Raises ConfigError before anything starts. All processes that the run started are ended
-    before this returns, and its temporary folder is removed.
+    (peak_pss_bytes and exit filled in), plots, and on failure ray_logs/. `dirty`: {repository or package: files} that
+    are not as pinned (upstream/modified.py); the summary and a line above the step table have them. Raises ConfigError
+    before anything starts. All processes that the run started are ended before this returns, and its temporary folder
+    is removed.
     """
     require_free_port(config.recipe.ray_port)
     _check_replay(config)
     with _locked(environment.run_dir(config)) as folder:
-        return _run(config, config_name, overrides, on_line, trees, command, _fresh_folder(folder),
-                    dict(dirty or {}))
+        _remove_outputs(folder)
+        for name, files in (dirty or {}).items():
+            Progress(folder).say(f"| dirty: {name} is not as pinned (drift={config.recipe.drift}): {files_text(files)}")
+        started, watch = time.monotonic(), MemoryWatch()
+        code, reason = _run_driver(config, driver_command(config_name, overrides), folder, watch, on_line, trees)
+        wall_s = round(time.monotonic() - started, 1)
+        head = {**_head(config), **_commits(trees), **({"dirty": dict(dirty)} if dirty else {}), "wall_s": wall_s}
+        code, reason = write_summary(folder, code, reason, head, watch.peaks())
+        summary = json.loads((folder / "summary.json").read_text())
+        if summary["steps"]:
+            plot_run(summary, folder / "training.png")
+        if any(step.get("memory") for step in summary["steps"]):
+            draw_memory(summary, folder / "memory.png")
+        return Outcome(code, reason, folder, wall_s, watch.peaks())
 
 
-def _run(config, config_name, overrides, on_line, trees, command, folder, dirty) -> Outcome:
+def _run_driver(
+    config: DictConfig, command: list[str], folder: Path, watch: MemoryWatch, on_line: Callable[[str], None],
+    trees: Trees | None,
+) -> tuple[int, str | None]:
+    """Run the driver, then end all processes that it started; (exit code, reason or None) as `_supervise` has them."""
     temp = short_temp_dir()
-    for name, files in dirty.items():
-        Progress(folder).say(f"| dirty: {name} is not as pinned (drift={config.recipe.drift}): {said(files)}")
-    started = time.monotonic()
     try:
         variables = environment.derive(config, str(temp), trees)
         OmegaConf.save(config, folder / "config.yaml")
         (folder / "environment.json").write_text(json.dumps([asdict(v) for v in variables], indent=1) + "\n")
-        watch = MemoryWatch()
+        env = environment.process_environment(variables, os.environ)
         with adopting_orphans(), _Signals() as signals:
             descendants = Descendants()
             try:
-                code, reason = _supervise(
-                    list(command or driver_command(config_name, overrides)),
-                    environment.process_environment(variables, os.environ),
-                    folder,
-                    config,
-                    descendants,
-                    watch,
-                    signals,
-                    on_line,
-                )
+                with (folder / "driver.log").open("ab") as out:
+                    driver = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=out,
+                                              stderr=subprocess.STDOUT, start_new_session=True,
+                                              preexec_fn=die_with_parent)
+                descendants.waited_for = frozenset({driver.pid})
+                code, reason = _supervise(driver, config.recipe.timeouts, folder, descendants, watch, signals, on_line)
             finally:
-                ended = descendants.end_all()
+                descendants.end_all()
         if code:
             copy_ray_logs(temp, folder / "ray_logs")
     finally:
         shutil.rmtree(temp, ignore_errors=True)
-    wall_s = round(time.monotonic() - started, 1)
-    head = {**_head(config), **_commits(trees), **({"dirty": dirty} if dirty else {}), "wall_s": wall_s}
-    code, reason = write_summary(folder, code, reason, head, watch.peaks())
-    summary = json.loads((folder / "summary.json").read_text())
-    if summary["steps"]:
-        plot_run(summary, folder / "training.png")
-    if any(step.get("memory") for step in summary["steps"]):
-        draw_memory(summary, folder / "memory.png")
-    return Outcome(code, reason, folder, wall_s, watch.peaks(), ended)
+    return code, reason
 
 
-def _supervise(command, env, folder, config, descendants, watch, signals, on_line) -> tuple[int, str | None]:
-    """Run `command` until it ends or must be ended; (exit code, reason or None where the log has to tell)."""
-    timeouts = config.recipe.timeouts
-    with (folder / "driver.log").open("ab") as out:
-        driver = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT,
-                                  start_new_session=True, preexec_fn=die_with_parent)
-    descendants.waited_for = frozenset({driver.pid})
-    follow, start = _Follow(folder / "progress.log", on_line), time.monotonic()
-    next_memory, quiet = start, _Quiet(folder / "driver.log", folder / "progress.log")
-    reason, code = None, None
-    while code is None:
-        code = driver.poll()
+def _supervise(
+    driver: subprocess.Popen, timeouts: DictConfig, folder: Path, descendants: Descendants, watch: MemoryWatch,
+    signals: _Signals, on_line: Callable[[str], None],
+) -> tuple[int, str | None]:
+    """Wait until the driver ends, or end it; (exit code, reason or None where neither launcher nor log has one)."""
+    progress = _NewLines(folder / "progress.log", on_line)
+    quiet = _Quiet(folder / "driver.log", folder / "progress.log")
+    start = next_memory = time.monotonic()
+    reason = None
+    while (code := driver.poll()) is None:
         now = time.monotonic()
-        follow.look()
+        progress.read()
         if now >= next_memory:
             alive = descendants.alive()
             watch.look(alive)
             descendants.shared.look(alive)
             next_memory = max(now, next_memory) + MEMORY_S
-        if code is not None:
-            break
         if signals.received:
             code, reason = 128 + signals.received, f"interrupted by {signal.Signals(signals.received).name}"
-        elif timeouts.wall_s is not None and now - start > timeouts.wall_s:
+            break
+        if timeouts.wall_s is not None and now - start > timeouts.wall_s:
             code, reason = TIMED_OUT, f"still running after {timeouts.wall_s:g} s (recipe.timeouts.wall_s)"
-        elif timeouts.quiet_s is not None and quiet.seconds() > timeouts.quiet_s:
+            break
+        if timeouts.quiet_s is not None and quiet.seconds() > timeouts.quiet_s:
             code, reason = TIMED_OUT, f"no output for {timeouts.quiet_s:g} s (recipe.timeouts.quiet_s)"
-        else:
-            time.sleep(LOOK_S)
+            break
+        time.sleep(POLL_S)
     _end_driver(driver)
-    follow.look()
+    progress.read()
     if reason is None and code:
-        reason = last_error(folder / "driver.log")
+        reason = last_error(folder / "driver.log")  # before other processes write what ending them causes
         if code < 0:
             reason = f"driver ended by {signal.Signals(-code).name}" + (f"; last error: {reason}" if reason else "")
             code = 128 - code
@@ -161,7 +163,7 @@ def _supervise(command, env, folder, config, descendants, watch, signals, on_lin
 
 
 def _end_driver(driver: subprocess.Popen) -> None:
-    """End the driver first, so that it cannot start more while its descendants are ended."""
+    """End the driver first, so that it cannot start more processes while its descendants are ended."""
     if driver.poll() is None:
         driver.terminate()
         try:
@@ -172,7 +174,7 @@ def _end_driver(driver: subprocess.Popen) -> None:
 
 
 class _Signals:
-    """Notes SIGINT and SIGTERM instead of dying of them, so that what was started can be ended (main thread only)."""
+    """Records SIGINT and SIGTERM instead of dying of them, so that all processes can be ended (main thread only)."""
 
     received: int = 0
 
@@ -191,13 +193,13 @@ class _Signals:
                 signal.signal(number, handler)
 
 
-class _Follow:
-    """Hands on the whole new lines of a growing file."""
+class _NewLines:
+    """Passes each new complete line of a growing file to `on_line`."""
 
     def __init__(self, path: Path, on_line: Callable[[str], None]):
         self.path, self.on_line, self.offset = path, on_line, 0
 
-    def look(self) -> None:
+    def read(self) -> None:
         if not self.path.exists():
             return
         with self.path.open("rb") as file:
@@ -237,7 +239,7 @@ def require_free_port(port: int | None) -> None:
 
 
 def short_temp_dir() -> Path:
-    """A new folder of its own for a run's sockets and scratch; short, as a socket's path may hold 107 bytes."""
+    """A new folder for a run's sockets and temporary files; short, as a socket's path may have 107 bytes."""
     for parent in (tempfile.gettempdir(), "/tmp"):
         longest = len(os.fsencode(parent)) + len("/vp-xxxxxxxx") + len(_RAY_SOCKET)
         if longest <= SOCKET_PATH_BYTES and os.access(parent, os.W_OK):
@@ -250,7 +252,7 @@ def short_temp_dir() -> Path:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[Path]:
-    """The run's folder, for this process alone; ConfigError where another run is writing to it."""
+    """Make the run's folder and lock it for this process; ConfigError where another run is writing to it."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / ".lock").open("w") as lock:
         try:
@@ -263,7 +265,7 @@ def _locked(folder: Path) -> Iterator[Path]:
 
 
 def _check_replay(config: DictConfig) -> None:
-    """ConfigError where the recording does not hold every step, or the run would delete what it is to replay."""
+    """ConfigError where the recording lacks a step, or where the run would delete it before the replay."""
     replay, folder = config.recipe.rollout.replay, environment.run_dir(config).resolve()
     if replay:
         find_recording(replay, config.trainer.total_training_steps)
@@ -274,51 +276,39 @@ def _check_replay(config: DictConfig) -> None:
         )
 
 
-def _fresh_folder(folder: Path) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
+def _remove_outputs(folder: Path) -> None:
     for name in OUTPUTS:
         path = folder / name
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)
-    return folder
 
 
 def _commits(trees: Trees | None) -> dict[str, Any]:
-    """{upstream: {repository: commit}} of the trees that a run took its Python from; None where it is no checkout."""
+    """{upstream: {repository: commit}} of the trees that the run imports; commit None where one is no git checkout."""
     folders = trees.folders if trees else ()
     return {"upstream": {folder.name: commit_of(folder) for folder in folders}} if folders else {}
 
 
 def _head(config: DictConfig) -> dict[str, Any]:
-    """What summary.json says about the run if the driver could not say it."""
+    """What summary.json says about the run if the driver wrote none."""
     recipe = config.recipe
     return {"run": recipe.run, "line": recipe.line, "platform": recipe.platform, "dtype": recipe.dtype,
             "layout": {"train": str(train_layout_of(config)), "rollout": str(rollout_layout_of(config))}}
 
 
-_TAIL_BYTES = 256 << 10
-_LOG_BYTES = 4 << 20  # of one of Ray's log files, its end
-_PREFIX = re.compile(r"^\([^()]*pid=\d+[^()]*\)\s?")
-_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
-_ERROR = re.compile(
-    r"^(?:[A-Za-z_]\w*\.)*([A-Za-z_]\w*(?:Error|Exception|Interrupt|Exit|Died|Timeout))(?:\(\w+\))?(?::|$)"
-)
-_WRAPPERS = ("RayTaskError",)
-
-
 def last_error(log: Path) -> str | None:
-    """The last exception that a log shows, with all lines of its message, without Ray's wrapping; None without one."""
+    """The last exception of a log, with all lines of its message and without Ray's wrapping; None without one."""
     if not log.exists():
         return None
     with log.open("rb") as file:
-        file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+        file.seek(max(0, file.seek(0, os.SEEK_END) - _LOG_END_BYTES))
         text = file.read().decode(errors="replace")
     lines = [_PREFIX.sub("", _COLOUR.sub("", line)) for line in text.splitlines()]
     for number in range(len(lines) - 1, -1, -1):
         match = _ERROR.match(lines[number])
-        if match and match[1] not in _WRAPPERS:
+        if match and match[1] != _WRAPPER:
             message = [lines[number]]
             for line in lines[number + 1 : number + 12]:
                 if not line.startswith("  ") or line.lstrip().startswith("File "):
@@ -335,7 +325,7 @@ def copy_ray_logs(temp: Path, to: Path) -> None:
             if source.is_file() and source.suffix in (".log", ".out", ".err") and source.stat().st_size:
                 to.mkdir(parents=True, exist_ok=True)
                 with source.open("rb") as file, (to / source.name).open("wb") as copy:
-                    file.seek(max(0, source.stat().st_size - _LOG_BYTES))
+                    file.seek(max(0, source.stat().st_size - _RAY_LOG_BYTES))
                     shutil.copyfileobj(file, copy)
 
 
@@ -344,18 +334,18 @@ def write_summary(
 ) -> tuple[int, str]:
     """Complete the driver's summary.json in `folder`, or write a minimal one from `head`; (exit code, "ok" or reason).
 
-    A driver that exits 0 without a summary that says "ok" has not run to its end: that is an error too (code 1).
+    A driver that exits 0 without a summary that says "ok" has not run to its end: that is an error, code 1.
     """
     path = folder / "summary.json"
     summary = _read(path)
     found = (summary or {}).get("exit")
-    said = None if found in ("running", "failed", "ok") else found  # the reason that the driver gives, if it does
+    given = None if found in ("running", "failed", "ok") else found  # the driver's own reason
     if code == 0 and found == "ok":
         reason = "ok"
     elif code == 0:
-        code, reason = 1, said or "the driver ended without finishing its summary"
+        code, reason = 1, given or "the driver ended without finishing its summary"
     elif reason is None:
-        reason = said or f"the driver exited with {code}; its log shows no error"
+        reason = given or f"the driver exited with {code}; its log shows no error"
     minimal = {"versions": {}, "steps": [], "logprob_delta": None, "patches": []}
     summary = {**head, **minimal, **(summary or {}), "peak_pss_bytes": peaks, "exit": reason}
     write_json(path, summary)

@@ -1,8 +1,6 @@
-"""What a configuration would do, as plain data and as text: ranks, groups, checks, patch rows, environment, commands.
+"""What a run would use, as plain data: ranks, groups, checks, memory, patch rows, environment, commands.
 
 Starts nothing and writes nothing; torch and verl are not imported.
-
-What a configuration would hold on its worst rank, phase by phase: in our order of a step and in verl's. Modelled.
 """
 
 from __future__ import annotations
@@ -12,33 +10,28 @@ import shlex
 import sys
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig
-from rich.console import Console
-from rich.table import Table
 
 from verl_patches.cluster import environment
 from verl_patches.cluster.trees import LINE, Trees, verl_check
-from verl_patches.config.checks import Check, check_config, hf_config_of, model_shape_of
-from verl_patches.config.compose import CONFIGS_DIR
+from verl_patches.config.checks import Check, check_config
+from verl_patches.config.compose import graph_arguments, hf_config_of, model_shape_of
 from verl_patches.config.recipe import VLLM_DTYPES
 from verl_patches.layout.inventory import ModelShape, build_inventory
-from verl_patches.layout.of_config import rollout_layout_of, train_layout_of, world_size
+from verl_patches.layout.of_config import rollout_layout_of, train_layout_of
 from verl_patches.layout.parallel import ParallelLayout
 from verl_patches.memory.expected import A3_DIE_BYTES, Setting, in_dtype, peaks
 from verl_patches.memory.followed import VERL, direct_sync, order_followed, staying, switches_of
 from verl_patches.memory.phases import OURS
-from verl_patches.patching.prelude_line import PLACES
 from verl_patches.patching.spec import PatchSpec
 from verl_patches.training.engine_arguments import explain
 
 DRIVER_MODULE = "verl_patches.main_grpo"
-_SIZED = ("layers", "train experts", "rollout experts")  # checks without which no rank's bytes can be told
-_SET_IN = {"workers": "driver, workers", "driver": "driver", "node": "each worker"}
 TRAIN_GROUPS = ("tp", "cp", "dp", "pp", "etp", "ep", "edp")
 ROLLOUT_GROUPS = ("tp", "instance", "instance-dp", "ep")
+_SIZED = ("layers", "train experts", "rollout experts")  # checks that the memory plan needs
 
 
 def driver_command(config_name: str, overrides: Sequence[str]) -> list[str]:
@@ -47,37 +40,32 @@ def driver_command(config_name: str, overrides: Sequence[str]) -> list[str]:
 
 
 def build_plan(
-    config: DictConfig,
-    config_name: str,
-    overrides: Sequence[str],
-    rows: Iterable[PatchSpec],
-    configs_dir: Path = CONFIGS_DIR,
-    trees: Trees | None = None,
+    config: DictConfig, config_name: str, overrides: Sequence[str], rows: Iterable[PatchSpec], trees: Trees
 ) -> dict[str, Any]:
     """Everything a run of `config` would use, as JSON-ready data; `ok` is false if any check failed.
 
     `rows` is the catalogue. Keys: config, ok, checks, train, rollout (None where that layout cannot be built),
-    memory (memory_plan.py; None without layouts), patches, environment, commands. Ranks and groups are whole lists.
+    memory (`memory_plan`; None without layouts), patches, environment, commands. Ranks and groups are whole lists.
     Raises ConfigError for switches that name no row.
     """
-    checks = [*check_config(config, configs_dir), _verl(config.recipe.line, trees or Trees()),
-              *_engine(config, configs_dir)]
-    model = model_shape_of(config, configs_dir)
+    checks = [*check_config(config), _verl(config.recipe.line, trees), *_engine(config)]
+    model = model_shape_of(config)
     built = {check.name: check.ok for check in checks}
-    train = rollout = None
+    train = rollout = memory = None
     if built["train layout"]:
         train = _train_side(train_layout_of(config), model, built["layers"], built["train experts"])
     if built["rollout layout"]:
         rollout = _rollout_side(rollout_layout_of(config), model, built["rollout experts"])
     patches = patch_table(config, rows)
-    sized = train and rollout and all(built[name] for name in _SIZED)
+    if train and rollout and all(built[name] for name in _SIZED):
+        memory = memory_plan(config, model, [row["id"] for row in patches if row["on"]])
     return {
         "config": config_name,
         "ok": all(check.ok for check in checks),
         "checks": [asdict(check) for check in checks],
         "train": train,
         "rollout": rollout,
-        "memory": memory_plan(config, model, [row["id"] for row in patches if row["on"]]) if sized else None,
+        "memory": memory,
         "patches": patches,
         "environment": [asdict(variable) for variable in environment.derive(config, trees=trees)],
         "commands": commands(config, config_name, overrides, trees),
@@ -85,23 +73,23 @@ def build_plan(
 
 
 def _verl(line: str, trees: Trees) -> Check:
-    """Any verl will do for a plan; a start wants the line's own."""
+    """A plan can be made over any verl; a start needs the line's own."""
     fits, said = verl_check(line, trees)
     return Check("verl", True, said if fits else f"a start is refused: {said}", note=not fits)
 
 
-def _engine(config: DictConfig, configs_dir: Path) -> list[Check]:
+def _engine(config: DictConfig) -> list[Check]:
     """Line a3: what the training engine refuses of the configuration and the model, each by name."""
     if config.recipe.line != LINE:
         return []
-    rows = explain(config, hf_config_of(config, configs_dir))
+    rows = explain(config, hf_config_of(config))
     refused = [Check("engine arguments", False, f"{row.key} is {row.value!r}: {row.why}")
                for row in rows if row.how == "refused"]
     return refused or [Check("engine arguments", True,
                              f"none of {len(rows)} keys is refused; config --explain says what each becomes")]
 
 
-def _train_side(layout: ParallelLayout, model: Any, layers_fit: bool, experts_fit: bool) -> dict[str, Any]:
+def _train_side(layout: ParallelLayout, model: ModelShape, layers_fit: bool, experts_fit: bool) -> dict[str, Any]:
     stages = range(layout.pp) if layers_fit else ()
     layers = [list(layout.stage_layers(stage, model.num_hidden_layers)) for stage in stages]
     groups = {name: layout.groups(name) for name in TRAIN_GROUPS if layout.size(name) > 1}
@@ -109,15 +97,16 @@ def _train_side(layout: ParallelLayout, model: Any, layers_fit: bool, experts_fi
             "ranks": _ranks(layout, ("tp", "dp", "pp", "ep"), model.n_routed_experts if experts_fit else None)}
 
 
-def _rollout_side(layout: ParallelLayout, model: Any, experts_fit: bool) -> dict[str, Any]:
+def _rollout_side(layout: ParallelLayout, model: ModelShape, experts_fit: bool) -> dict[str, Any]:
     groups = {name: layout.groups(name) for name in ROLLOUT_GROUPS}
     return {"layout": str(layout), "instances": layout.edp, "dp_per_instance": layout.dp // layout.edp,
             "groups": {name: found for name, found in groups.items() if len(found[0]) > 1},
             "ranks": _ranks(layout, ("edp", "dp", "tp"), model.n_routed_experts if experts_fit else None, True)}
 
 
-def _ranks(layout: ParallelLayout, axes: tuple[str, ...], experts: int | None,
-           rest_on_last: bool = False) -> list[dict[str, Any]]:  # fmt: skip
+def _ranks(
+    layout: ParallelLayout, axes: tuple[str, ...], experts: int | None, rest_on_last: bool = False
+) -> list[dict[str, Any]]:
     found = []
     for rank in range(layout.world_size):
         place = layout.coordinates(rank)
@@ -129,7 +118,7 @@ def _ranks(layout: ParallelLayout, axes: tuple[str, ...], experts: int | None,
     return found
 
 
-def patch_table(config: DictConfig, rows: Iterable[PatchSpec]) -> list[dict[str, str]]:
+def patch_table(config: DictConfig, rows: Iterable[PatchSpec]) -> list[dict[str, Any]]:
     """One {id, on, reason, kind, target} a row of the catalogue for the line, platform and patches of `config`."""
     rows, switches = tuple(rows), environment.switches_of(config)
     switches.check_against({row.id: row for row in rows})
@@ -140,16 +129,14 @@ def patch_table(config: DictConfig, rows: Iterable[PatchSpec]) -> list[dict[str,
     return table
 
 
-def commands(
-    config: DictConfig, config_name: str, overrides: Sequence[str], trees: Trees | None = None
-) -> list[dict[str, str]]:
-    """What to type, in order: [{where, command}]; HEAD and NODE stand for addresses of the operator's nodes.
+def commands(config: DictConfig, config_name: str, overrides: Sequence[str], trees: Trees) -> list[dict[str, str]]:
+    """The commands to type, in order: [{where, command}]; HEAD and NODE stand for addresses of the operator's nodes.
 
-    Ray is started with this checkout and the upstream trees (the same paths on every node) before what the node's own
-    PYTHONPATH holds: its workers import verl_patches, and where there are no trees they import the image's.
+    `ray start` gets this checkout and the upstream trees (the same paths on every node) before the node's own
+    PYTHONPATH: its workers import verl_patches, and without trees they import the image's upstream packages.
     """
     found, nodes, dies = [], config.trainer.nnodes, config.trainer.n_gpus_per_node
-    places = [str(environment.REPOSITORY), *map(str, trees.folders if trees else ())]
+    places = [str(environment.REPOSITORY), *map(str, trees.folders)]
     here = f"PYTHONPATH={shlex.quote(os.pathsep.join(places))}${{PYTHONPATH:+:$PYTHONPATH}} "
     if config.recipe.ray_address is not None:
         device = f""" --resources='{{"NPU": {dies}}}'""" if config.trainer.device == "npu" else ""
@@ -159,95 +146,20 @@ def commands(
         if nodes > 1:
             other = here + "ray start --address=HEAD:6379 --node-ip-address=NODE --disable-usage-stats"
             found.append({"where": f"each of the other {nodes - 1} nodes", "command": other + device})
-    train = ["python", "-m", "verl_patches", "train", "--config-name", config_name]
-    train += [*(trees.option if trees else ()), *overrides]
+    train = ["python", "-m", "verl_patches", "train", "--config-name", config_name, *trees.option, *overrides]
     found.append({"where": "head node" if found else "this machine", "command": here + shlex.join(train)})
     driver = shlex.join(driver_command(config_name, overrides))
     found.append({"where": "started by the last one, not to be typed", "command": driver})
     return found
 
 
-def compact(groups: Sequence[Sequence[int]], shown: int = 3) -> str:
-    """Groups in one line: "64 groups of 4: [0-3] [4-7] [8-11] ..."; a regular stride is written [0-252:4]."""
-    text = " ".join(f"[{_span(group)}]" for group in groups[:shown])
-    more = " ..." if len(groups) > shown else ""
-    return f"{len(groups)} group{'s' * (len(groups) > 1)} of {len(groups[0])}: {text}{more}"
-
-
-def _span(ranks: Sequence[int]) -> str:
-    steps = {b - a for a, b in zip(ranks, ranks[1:], strict=False)}
-    if len(ranks) > 2 and len(steps) == 1:
-        step = steps.pop()
-        return f"{ranks[0]}-{ranks[-1]}" + (f":{step}" if step > 1 else "")
-    return ",".join(map(str, ranks))
-
-
-def show(plan: dict[str, Any], config: DictConfig, console: Console) -> None:
-    """Print a plan as tables."""
-    console.print(
-        f"[bold]{plan['config']}[/]: "
-        f"{world_size(config)} ranks on {config.trainer.nnodes} node(s) x {config.trainer.n_gpus_per_node}; "
-        f"line {config.recipe.line}, platform {config.recipe.platform}",
-        highlight=False,
-    )
-    _table(console, "checks", ("check", "", "detail"),
-           [(c["name"], "note" if c["note"] else "ok" if c["ok"] else "FAILED", c["detail"]) for c in plan["checks"]])
-    for side in ("train", "rollout"):
-        if plan[side]:
-            _show_side(console, side, plan[side])
-    if plan["memory"]:
-        _table(console, *memory_rows(plan["memory"]))
-    on = [row for row in plan["patches"] if row["on"]]
-    _table(console, f"patches: {len(on)} of {len(plan['patches'])} rows on", ("id", "kind", "target", "why on"),
-           [(row["id"], row["kind"], row["target"], row["reason"]) for row in on])
-    _table(console, "environment", ("name", "value", "set in", "reason", "read by"),
-           [(v["name"], v["value"], _SET_IN[v["where"]], v["reason"], v["read_by"]) for v in plan["environment"]])
-    console.print(PLACES, highlight=False, soft_wrap=True)
-    refused = [c["name"] for c in plan["checks"] if not c["ok"] or c["detail"].startswith("a start is refused")]
-    console.print(f"not to be typed yet, a start is refused (checks above: {', '.join(refused)}):" if refused
-                  else "commands to type, in this order:", style="bold", highlight=False)
-    if any("HEAD" in command["command"] for command in plan["commands"]):
-        console.print("HEAD and NODE stand for addresses of your nodes that the other nodes reach, not 127.0.0.1. Each "
-                      "node needs the folders of PYTHONPATH and the model's; vllm, vllm-ascend and torch_npu are those "
-                      "installed there", highlight=False)
-    for command in plan["commands"]:
-        console.print(f"[bold]{command['where']}[/]:", highlight=False)
-        console.print(f"  {command['command']}", highlight=False, markup=False, soft_wrap=True)
-
-
-def _show_side(console: Console, side: str, data: dict[str, Any]) -> None:
-    lines = [(name, compact(groups)) for name, groups in data["groups"].items()]
-    lines += [
-        (f"stage {number}", f"layers {held[0]}-{held[-1]} ({len(held)})")
-        for number, held in enumerate(data.get("layers", ()))
-        if held
-    ]
-    last = len(data["ranks"]) - 1
-    for entry in (data["ranks"][0], data["ranks"][last]) if last else data["ranks"]:
-        where = " ".join(f"{key}{value}" for key, value in entry.items() if key not in ("rank", "experts"))
-        held = entry.get("experts")
-        lines.append((f"rank {entry['rank']}", where + (f" experts {held[0]}-{held[1]}" if held else "")))
-    _table(console, f"{side}: {data['layout']}", ("", "ranks"), lines)
-
-
-def _table(console: Console, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    from rich.text import Text
-
-    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    for row in rows:
-        table.add_row(*[Text(cell, style="red" if cell == "FAILED" else "") for cell in row])
-    console.print(table)
-
-
 def memory_plan(config: DictConfig, model: ModelShape, rows: Collection[str]) -> dict[str, Any]:
-    """{modelled, hbm_bytes, followed, swapped, orders}: `peaks` of our order, of verl's on this line, of the run's own.
+    """{modelled, hbm_bytes, followed, swapped, orders}: modelled bytes of the worst rank in every phase of a step.
 
-    `hbm_bytes` is that of an A3 die, None on other platforms, where no KV cache can be told. `followed` names the order
-    that the run follows, by the ids of the `rows` that are on; verl's order is told with verl's own weight sync.
-    Activations, HCCL's buffers and CANN's context are in none of the figures.
-    ConfigError where sizes do not divide.
+    `orders` holds memory.expected's `peaks` for our order of a step, for verl's on this line with verl's own weight
+    sync, and for the order of the run itself, which `followed` names; it depends on the ids of the `rows` that are on.
+    `hbm_bytes` is that of an A3 die, None on other platforms, where the KV cache is not modelled. Activations, HCCL's
+    buffers and CANN's context are in none of the figures. ConfigError where sizes do not divide.
     """
     recipe, actor, ref = config.recipe, config.actor_rollout_ref.actor.megatron, config.actor_rollout_ref.ref.megatron
     inventory = in_dtype(build_inventory(model), VLLM_DTYPES[recipe.dtype])
@@ -257,7 +169,7 @@ def memory_plan(config: DictConfig, model: ModelShape, rows: Collection[str]) ->
     switches = switches_of(rows, enforce_eager=config.actor_rollout_ref.rollout.enforce_eager, synced=synced)
     stays = staying(
         param_offload=actor.param_offload, optimizer_offload=actor.optimizer_offload or recipe.train.swap_optimizer,
-        ref_offload=ref.param_offload, own_life=switches["own_life"], synced=synced)  # fmt: skip
+        ref_offload=ref.param_offload, own_life=switches["own_life"], synced=synced)
     ours = _setting(config, layouts[0].dp)
     skip = recipe.train.skip_old_log_prob
     followed = order_followed(recipe.line, skip_old_log_prob=skip, **switches)
@@ -267,73 +179,38 @@ def memory_plan(config: DictConfig, model: ModelShape, rows: Collection[str]) ->
     if followed.name not in (order.name for order, _ in compared):
         compared.append((followed, ours if direct else gathered))
     return {
-        "modelled": True, "hbm_bytes": A3_DIE_BYTES if recipe.platform == "npu" else None, "followed": followed.name,
+        "modelled": True,
+        "hbm_bytes": A3_DIE_BYTES if recipe.platform == "npu" else None,
+        "followed": followed.name,
         "orders": [peaks(order, inventory, *layouts, setting, stays) for order, setting in compared],
         "swapped": recipe.train.swap_optimizer,
-    }  # fmt: skip
+    }
 
 
 def _setting(config: DictConfig, replicas: int) -> Setting:
     recipe, rollout = config.recipe, config.actor_rollout_ref.rollout
-    additional = ((rollout.engine_kwargs or {}).get("vllm") or {}).get("additional_config") or {}
-    graph = additional.get("torchair_graph_config") or {}
     return Setting(
-        train_library="mindspeed" if recipe.line == "a3" else "megatron-local",
-        rollout_library="vllm-ascend" if graph.get("enable_multistream_moe") else "vllm",
+        train_library="mindspeed" if recipe.line == LINE else "megatron-local",
+        rollout_library="vllm-ascend" if graph_arguments(config).get("enable_multistream_moe") else "vllm",
         bucket_bytes=recipe.reshard.bucket_bytes,
         swap_pieces=recipe.train.swap_optimizer_times if recipe.train.swap_optimizer else None,
         kv_share=rollout.gpu_memory_utilization if recipe.platform == "npu" else 0.0,
-        tensor_cache_bytes=_kept_bytes(config) // replicas if recipe.tensor_cache.enabled else 0,
-        absorbed_copies=recipe.platform == "npu" or recipe.line == "a3",  # MindSpeed's view on the CPU too
+        tensor_cache_bytes=_cached_bytes(config) // replicas if recipe.tensor_cache.enabled else 0,
+        absorbed_copies=recipe.platform == "npu" or recipe.line == LINE,  # MindSpeed's view on the CPU too
     )
 
 
-def _kept_bytes(config: DictConfig) -> int:
-    """At most, of all samples of a step (training/kept_worker.py): int32 ids, fp32 log-probs of the responses.
+def _cached_bytes(config: DictConfig) -> int:
+    """Most bytes of the tensor cache for all samples of a step: int32 ids, fp32 log-probs of the responses.
 
-    Log-probs are of rollout, of the old policy unless that pass is left out, and of the reference if a loss needs it.
+    Log-probs are those of rollout, of the old policy unless that pass is left out, and of the reference if a loss
+    needs them.
     """
-    data, rollout = config.data, config.actor_rollout_ref.rollout
-    ref = config.actor_rollout_ref.actor.use_kl_loss or config.algorithm.use_kl_in_reward
-    columns = 1 + (not config.recipe.train.skip_old_log_prob) + bool(ref)
-    tokens = data.max_prompt_length + data.max_response_length * (1 + columns)
-    return 4 * data.train_batch_size * rollout.n * tokens
-
-
-def memory_rows(memory: dict[str, Any]) -> tuple[str, tuple[str, ...], list[tuple[str, ...]]]:
-    """(title, columns, rows) of a table: peak of each phase on the worst rank, one column an order.
-
-    The order that the run follows is the first column, and one with the same figures as it has none of its own.
-    """
-    hbm = memory["hbm_bytes"]
-    first, *others = sorted(memory["orders"], key=lambda found: found["order"] != memory["followed"])
-    equal = [found["order"] for found in others if _figures(found) == _figures(first)]
-    orders = [first, *(found for found in others if found["order"] not in equal)]
-    unit, scale = ("GB", 1e9) if max(found["peak_bytes"] for found in orders) >= 1e9 else ("MB", 1e6)
-
-    def said(size_bytes: float) -> str:
-        return f"{size_bytes / scale:.2f}" if size_bytes else "-"
-
-    def against_die(size_bytes: int) -> str:
-        return said(size_bytes) + (" TOO MUCH" if hbm is not None and size_bytes > hbm else "")
-
-    rows = []
-    for number, phase in enumerate(orders[0]["phases"]):
-        who = " ".join(f"{tenant} {said(size)}" for tenant, size in phase["bytes"].items())
-        rows.append((phase["phase"], *(against_die(found["phases"][number]["peak_bytes"]) for found in orders), who))
-    rows.append(("highest", *(against_die(found["peak_bytes"]) for found in orders),
-                 f"a die has {said(hbm)}" if hbm else "the KV cache is not told on this platform"))
-    beside = "; the swapped optimizer's come on top" if memory["swapped"] else ""
-    rows.append(("from, to host", *(f"{said(found['to_device_bytes']['max'])}, {said(found['to_host_bytes']['max'])}"
-                                    for found in orders), f"{unit} copied in a step, worst rank{beside}"))
-    rows.append(("trims", *(str(found["trims"]) for found in orders), "in a step"))
-    title = (f"memory by phase (modelled): {unit} at the peak of the worst rank, without activations; "
-             f"this run follows {memory['followed']}"
-             + "".join(f"; {order}: the same bytes" for order in equal))
-    return title, ("phase", *(found["order"] for found in orders), f"who, in {orders[0]['order']}"), rows
-
-
-def _figures(order: dict[str, Any]) -> tuple[Any, ...]:
-    """What the table shows of an order, but for its trims."""
-    return ([phase["peak_bytes"] for phase in order["phases"]], order["to_device_bytes"]["max"],
-            order["to_host_bytes"]["max"])
+    data, actor = config.data, config.actor_rollout_ref.actor
+    columns = 2  # ids of the responses, log-probs of rollout
+    if not config.recipe.train.skip_old_log_prob:
+        columns += 1
+    if actor.use_kl_loss or config.algorithm.use_kl_in_reward:
+        columns += 1
+    tokens = data.max_prompt_length + data.max_response_length * columns
+    return 4 * data.train_batch_size * config.actor_rollout_ref.rollout.n * tokens

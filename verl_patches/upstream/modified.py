@@ -12,7 +12,7 @@ import csv
 import hashlib
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from omegaconf import DictConfig
@@ -93,13 +93,13 @@ def _tree_finding(name: str, folder: Path, pin: Repository) -> Finding:
         wrong, files = commit_faults(folder, pin), tree_changes(folder, pin.tree or pin.commit, pin.generated)
     except PatchError as error:
         wrong, files = [f"not to be compared: {error}"], []
-    found = [*wrong, *([said(files)] if files else [])]
+    found = [*wrong, *([files_text(files)] if files else [])]
     if found:
         return Finding(name, "problem", str(folder), expected, "; ".join(found), todo, tuple(files))
     return Finding(name, "fine", str(folder), expected, f"{pin.commit[:12]}, every file as pinned")
 
 
-def said(files: list[str]) -> str:
+def files_text(files: Sequence[str]) -> str:
     """Some changed files and their count, in words."""
     more = f" and {len(files) - _SHOWN} more" if len(files) > _SHOWN else ""
     return f"{len(files)} file{'s' * (len(files) > 1)} changed: {', '.join(files[:_SHOWN])}{more}"
@@ -238,7 +238,7 @@ def _package_finding(name: str, package: str, root: Path, line: Line) -> Finding
     if not same_version(pinned, version):
         return Finding(name, "problem", place, wanted, version, f"install {distribution} {pinned} in place of it")
     if files := record_changes(package, root, record):
-        return Finding(name, "problem", place, wanted, said(files), again, tuple(files))
+        return Finding(name, "problem", place, wanted, files_text(files), again, tuple(files))
     unknown = "; its commit cannot be told" if pin else ""
     return Finding(name, "fine", place, wanted, f"{distribution} {version}, every file as its RECORD says{unknown}")
 
