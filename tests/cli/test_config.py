@@ -3,11 +3,10 @@
 import json
 
 import pytest
-import typer
 from omegaconf import OmegaConf
 from typer.testing import CliRunner
 
-from verl_patches.cli import inspect
+from verl_patches.__main__ import app
 from verl_patches.config.compose import compose
 from verl_patches.errors import ConfigError
 
@@ -17,9 +16,6 @@ VPP = "actor_rollout_ref.actor.megatron.virtual_pipeline_model_parallel_size=2"
 
 @pytest.fixture
 def call():
-    app = typer.Typer()
-    app.callback()(lambda: None)  # as in the real one, the command keeps its name
-    inspect.register_config(app)
     return lambda *arguments: CliRunner().invoke(app, ["config", *arguments])
 
 

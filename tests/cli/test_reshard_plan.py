@@ -3,10 +3,9 @@
 import json
 
 import pytest
-import typer
 from typer.testing import CliRunner
 
-from verl_patches.cli import inspect
+from verl_patches.__main__ import app
 from verl_patches.config.compose import CONFIGS_DIR
 from verl_patches.errors import ConfigError
 
@@ -17,9 +16,6 @@ GATE = "model.layers.2.mlp.experts.5.gate_proj.weight"
 
 @pytest.fixture
 def call():
-    app = typer.Typer()
-    app.callback()(lambda: None)  # as in the real one, the command keeps its name
-    inspect.register_reshard_plan(app)
     return lambda *arguments: CliRunner().invoke(app, ["reshard-plan", *TINY, *arguments])
 
 

@@ -7,7 +7,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from verl_patches.catalog import ROWS
+from verl_patches.__main__ import app
 from verl_patches.cli import run
 from verl_patches.errors import ConfigError
 from verl_patches.launch import launcher
@@ -18,8 +18,6 @@ LARGE = "grpo_deepseekv3_256die_true_weight"
 
 @pytest.fixture
 def call():
-    app = typer.Typer()
-    run.register(app, lambda: ROWS)
     return lambda *arguments: CliRunner().invoke(app, list(arguments))
 
 

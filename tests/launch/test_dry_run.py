@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from verl_patches.catalog import ROWS
-from verl_patches.cli.run import run_train
+from verl_patches.cli.run import train_command
 from verl_patches.cluster.pins import load_pins
 from verl_patches.config.compose import compose
 from verl_patches.errors import ConfigError
@@ -96,7 +95,7 @@ def test_the_scripts_keep_the_exit_code_and_name_what_is_wrong(override, code, m
 
 def test_switches_that_name_no_row_are_refused():
     with pytest.raises(ConfigError, match="names no row of the catalogue"):
-        run_train("grpo_deepseekv3_256die_true_weight", ["recipe.patches=[+no.such_row]"], ROWS, True, None, True)
+        train_command(["recipe.patches=[+no.such_row]"], "grpo_deepseekv3_256die_true_weight", dry_run=True)
 
 
 def test_the_configs_hold_the_published_run():

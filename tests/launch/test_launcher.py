@@ -88,7 +88,7 @@ def test_a_dirty_run_says_so_in_its_record_and_above_the_table(start):
     said = "verl is not as pinned (drift=warn): 1 file changed: verl/a.py (modified)"
     assert said in lines[0] and lines[1] == "| step 1"
     shown = CliRunner().invoke(app, ["status", "--run", str(outcome.folder)])
-    assert "recorded no states" in str(shown.exception)  # it died before any row was proven
+    assert "no recorded states" in str(shown.exception)  # it died before any row was proven
     summary["patches"] = [{"id": "a.b", "state": "active", "target": "m:f", "process": "controller"}]
     (outcome.folder / "summary.json").write_text(json.dumps(summary))
     assert "dirty: verl was not as pinned: verl/a.py (modified)" in CliRunner().invoke(

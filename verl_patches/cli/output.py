@@ -21,10 +21,15 @@ _PLAN_WIDTH, _WIDTH = 160, 200  # columns in pipes and files
 _SET_IN = {"workers": "driver, workers", "driver": "driver", "node": "each worker"}
 
 
+def print_json(data: Any) -> None:
+    """Print `data` as JSON, indented."""
+    typer.echo(json.dumps(data, indent=1))
+
+
 def leave_with(report: Report, as_json: bool, fine: bool = True) -> NoReturn:
     """Print a report, as JSON or as a table (`fine`: its fine findings too), and exit with its code."""
     if as_json:
-        typer.echo(json.dumps(report.as_dict(), indent=1))
+        print_json(report.as_dict())
     else:
         show(report, fine)
     raise typer.Exit(report.exit_code)

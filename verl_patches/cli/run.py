@@ -1,17 +1,16 @@
-"""The commands that run something: `smoke` and `train`, as functions that the command line adds to itself."""
+"""The commands `smoke` and `train`: check everything, start a run, report how it ended."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, NoReturn
 
 import typer
 from omegaconf import DictConfig
 from rich.console import Console
 
-from verl_patches.cli.output import Json, show_plan
+from verl_patches.catalog import ROWS
+from verl_patches.cli.output import Json, print_json, show_plan
 from verl_patches.cluster.support import refused_keys
 from verl_patches.cluster.trees import LINE, require_trees, require_verl, trees_of
 from verl_patches.config.checks import check_config, require
@@ -20,76 +19,49 @@ from verl_patches.errors import ConfigError
 from verl_patches.launch import launcher, ray_cluster, smoke
 from verl_patches.launch.plan import build_plan
 from verl_patches.model.mindspeed.arguments import arguments_of
-from verl_patches.patching.spec import PatchSpec
 from verl_patches.platform import require as require_platform
 from verl_patches.training.engine_arguments import explain
 from verl_patches.upstream.modified import refuse_modified
 
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[key=value ...]", help="Any further Hydra overrides.")]
-
+ConfigName = Annotated[str, typer.Option(help="A file of configs/, such as grpo_deepseekv3_256die_true_weight.")]
+VerlPath = Annotated[Path | None, typer.Option(help="A verl checkout; default: the installed one.")]
 Upstream = Annotated[
     Path | None, typer.Option(help="Folder with the clones of scripts/fetch_upstream.sh, for line a3.")
 ]
 
 
-def register(app: typer.Typer, rows: Callable[[], Sequence[PatchSpec]]) -> None:
-    """Add `smoke` and `train` to `app`; `rows` returns the catalogue when a plan needs it."""
-
-    @app.command("smoke")
-    def smoke_command(
-        overrides: Overrides = None,
-        train_layout: Annotated[
-            str, typer.Option(help="|".join(smoke.TRAIN_LAYOUTS) + ", the last two on 4 workers.")
-        ] = "ep2",
-        rollout_tp: Annotated[int, typer.Option(help="vLLM tensor parallel size; 2 turns expert parallel on.")] = 1,
-        rollout_dp: Annotated[int, typer.Option(help="vLLM data parallel size, experts split across it.")] = 1,
-        steps: Annotated[
-            int | None, typer.Option(help="GRPO steps (default: 3, with --learn what learning takes).")
-        ] = None,
-        dtype: Annotated[str, typer.Option(help="fp32|bf16")] = "fp32",
-        replay_rollout: Annotated[
-            Path | None, typer.Option(help="Train on the responses that another run recorded.")
-        ] = None,
-        learn: Annotated[bool, typer.Option("--learn", help="A task that the tiny model can learn.")] = False,
-        run: Annotated[str | None, typer.Option(help="Name; the run writes to outputs/NAME.")] = None,
-        seed: Annotated[int, typer.Option(help="Of model, data order and sampling.")] = 0,
-        line: Annotated[str, typer.Option(help="|".join(smoke.LAYOUTS) + ": whose sources run.")] = "pypi",
-        upstream: Upstream = None,
-        as_json: Json = False,
-    ) -> None:
-        """Real GRPO, small: verl, Megatron, vLLM and Ray on this machine's CPU with a tiny DeepSeek-V3."""
-        options = smoke.SmokeOptions(
-            train_layout, rollout_tp, rollout_dp, steps, dtype, replay_rollout, learn, run, seed, line, upstream
-        )
-        run_smoke(options, overrides or [], as_json)
-
-    @app.command("train")
-    def train_command(
-        overrides: Overrides = None,
-        config_name: Annotated[
-            str, typer.Option(help="A file of configs/, such as grpo_deepseekv3_256die_true_weight.")
-        ] = ...,
-        dry_run: Annotated[
-            bool, typer.Option("--dry-run", help="Check and print everything; start and write nothing.")
-        ] = False,
-        verl_path: Annotated[Path | None, typer.Option(help="A verl checkout; default: the installed one.")] = None,
-        upstream: Upstream = None,
-        as_json: Json = False,
-    ) -> None:
-        """Run a config of this repository for real, or show what it would do."""
-        run_train(config_name, overrides or [], rows(), dry_run, verl_path, as_json, upstream)
-
-
-def run_smoke(options: smoke.SmokeOptions, overrides: Sequence[str], as_json: bool) -> None:
-    """The smoke command: prepare, launch, report; leaves by typer.Exit with the run's exit code."""
-    given = smoke.overrides_of(options)
-    trees = trees_of(options.upstream)
-    chosen = compose(options.config_name, [*given, *overrides], verl_path=trees.verl)
-    require_trees(chosen, trees)
-    require(check_config(chosen))  # before anything is made
-    refuse_without_effect(chosen)
-    require_verl(chosen.recipe.line, trees)
-    dirty = refuse_modified(chosen, trees)
+def smoke_command(
+    overrides: Overrides = None,
+    train_layout: Annotated[
+        str, typer.Option(help="|".join(smoke.TRAIN_LAYOUTS) + ", the last two on 4 workers.")
+    ] = "ep2",
+    rollout_tp: Annotated[int, typer.Option(help="vLLM tensor parallel size; 2 turns expert parallel on.")] = 1,
+    rollout_dp: Annotated[int, typer.Option(help="vLLM data parallel size, experts split across it.")] = 1,
+    steps: Annotated[int | None, typer.Option(help="GRPO steps; default: 3, with --learn 40.")] = None,
+    dtype: Annotated[str, typer.Option(help="fp32|bf16")] = "fp32",
+    replay_rollout: Annotated[
+        Path | None, typer.Option(help="Train on the responses that another run recorded.")
+    ] = None,
+    learn: Annotated[bool, typer.Option("--learn", help="A task that the tiny model can learn.")] = False,
+    run: Annotated[str | None, typer.Option(help="Name; the run writes to outputs/NAME.")] = None,
+    seed: Annotated[int, typer.Option(help="Of model, data order and sampling.")] = 0,
+    line: Annotated[str, typer.Option(help="|".join(smoke.LAYOUTS) + ": the set of pins that runs.")] = "pypi",
+    upstream: Upstream = None,
+    as_json: Json = False,
+) -> None:
+    """GRPO of a tiny DeepSeek-V3 with verl, Megatron, vLLM and Ray on this machine's CPU."""
+    options = smoke.SmokeOptions(
+        train_layout, rollout_tp, rollout_dp, steps, dtype, replay_rollout, learn, run, seed, line
+    )
+    overrides, given = overrides or [], smoke.overrides_of(options)
+    trees = trees_of(upstream)
+    config = compose(options.config_name, [*given, *overrides], verl_path=trees.verl)
+    require_trees(config, trees)
+    require(check_config(config))  # before model and data are made
+    _refuse_without_effect(config)
+    require_verl(config.recipe.line, trees)
+    dirty = refuse_modified(config, trees)
     with _Progress(as_json) as progress:
         made = smoke.prepare(options, Path("outputs/cache").absolute(), progress.now)
         final = [*given, *made, *overrides]
@@ -98,35 +70,31 @@ def run_smoke(options: smoke.SmokeOptions, overrides: Sequence[str], as_json: bo
     _report(outcome, as_json)
 
 
-def run_train(
-    config_name: str,
-    overrides: Sequence[str],
-    rows: Sequence[PatchSpec],
-    dry_run: bool,
-    verl_path: Path | None,
-    as_json: bool,
-    upstream: Path | None = None,
+def train_command(
+    overrides: Overrides = None,
+    config_name: ConfigName = ...,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check and print everything; start and write nothing.")
+    ] = False,
+    verl_path: VerlPath = None,
+    upstream: Upstream = None,
+    as_json: Json = False,
 ) -> None:
-    """The train command. --dry-run: 0 the plan holds, 1 a check failed, 2 wrong use. Else the run's exit code."""
-    trees = trees_of(upstream, verl_path)
+    """Run a config of this repository, or show what a run would do.
+
+    Exit codes of --dry-run: 0 the plan holds, 1 a check failed, 2 wrong use; else that of the run.
+    """
+    overrides, trees = overrides or [], trees_of(upstream, verl_path)
     config = compose(config_name, overrides, verl_path=trees.verl)
     require_trees(config, trees)
     if dry_run:
-        plan = build_plan(config, config_name, overrides, rows, trees)
-        if as_json:
-            typer.echo(json.dumps(plan, indent=1))
-        else:
-            show_plan(plan, config)
-        for check in plan["checks"]:
-            if not check["ok"]:
-                typer.echo(f"verl_patches: {check['name']}: {check['detail']}", err=True)
-        raise typer.Exit(0 if plan["ok"] else 1)
+        _report_plan(build_plan(config, config_name, overrides, ROWS, trees), config, as_json)
     try:
         require(check_config(config))
     except ConfigError as error:
         typer.echo(f"verl_patches: {error}", err=True)
         raise typer.Exit(1) from None
-    refuse_without_effect(config)
+    _refuse_without_effect(config)
     require_platform(config.recipe.platform)
     require_verl(config.recipe.line, trees)
     dirty = refuse_modified(config, trees)
@@ -142,8 +110,19 @@ def run_train(
     _report(outcome, as_json)
 
 
-def refuse_without_effect(config: DictConfig) -> None:
-    """ConfigError for keys that the line could not act on: another run than the one asked for would start."""
+def _report_plan(plan: dict[str, Any], config: DictConfig, as_json: bool) -> NoReturn:
+    if as_json:
+        print_json(plan)
+    else:
+        show_plan(plan, config)
+    for check in plan["checks"]:
+        if not check["ok"]:
+            typer.echo(f"verl_patches: {check['name']}: {check['detail']}", err=True)
+    raise typer.Exit(0 if plan["ok"] else 1)
+
+
+def _refuse_without_effect(config: DictConfig) -> None:
+    """ConfigError for keys that the line cannot act on: the run would not be the one that was asked for."""
     line = config.recipe.line
     given = [entry.key for entry, _ in refused_keys(config) if entry.planned]
     if given:
@@ -152,7 +131,7 @@ def refuse_without_effect(config: DictConfig) -> None:
             "It can start once the catalogue has rows for them"
         )
     if line == LINE:
-        arguments_of(explain(config))  # every key becomes an argument of MindSpeed's, or is refused by name
+        arguments_of(explain(config))  # ConfigError for a key that MindSpeed has no argument for
 
 
 class _Progress:

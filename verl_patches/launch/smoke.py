@@ -74,7 +74,6 @@ class SmokeOptions:
     run: str | None = None
     seed: int = 0
     line: str = "pypi"
-    upstream: Path | None = None
 
     @property
     def config_name(self) -> str:
