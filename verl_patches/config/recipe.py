@@ -1,7 +1,7 @@
-"""The typed `recipe:` section: what a run needs to say and verl's own configuration cannot hold.
+"""The typed `recipe:` section: the settings of a run that verl's own configuration does not have.
 
-Hydra merges it as a dataclass schema, so a key that is not here is refused by name. Keep it small: a key belongs here
-only if some code acts on it. Workers of verl see it as `config.recipe` (the configs mirror it under actor_rollout_ref).
+Hydra merges it as a dataclass schema, so an unknown key is refused by name. A key belongs here only if some code acts
+on it. Workers of verl see it as `config.recipe` (the configs mirror it under actor_rollout_ref).
 docs/configuration.md is generated from the docstrings: each key is described as "key: text" or "key, key: text".
 """
 
@@ -16,6 +16,8 @@ from verl_patches.errors import ConfigError
 from verl_patches.patching.spec import DRIFT_POLICIES, LINES, PLATFORMS
 
 VLLM_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+_COUNTS = ("recipe.rollout.dp", "recipe.rollout.instances", "recipe.logprob_check.every",
+           "recipe.logprob_check.sequences", "recipe.reshard.bucket_bytes", "recipe.train.collective_timeout_minutes")
 HCCL_PORTS = 16 + 128  # of each node: HCCL_IF_BASE_PORT takes 16, HCCL_HOST_SOCKET_PORT_RANGE gets the others
 
 
@@ -160,7 +162,7 @@ class Memory:
     """The memory ledger of every worker.
 
     ledger: compares what is on the device in each phase with the table in memory/phases.py. report logs and records
-    differences, strict stops the run at the first one, off does not look.
+    differences, strict stops the run at the first one, off compares nothing.
     """
 
     ledger: str = _choice("report", "off", "report", "strict")
@@ -268,7 +270,7 @@ def recipe_keys(schema: type = Recipe, prefix: str = "recipe") -> Iterator[tuple
 
 
 def check_recipe(section: Mapping[str, Any]) -> None:
-    """ConfigError for a key that is not in the schema (with the nearest one) or a value outside its words or range."""
+    """ConfigError for a key that is not in the schema (with the nearest one), or a value that is not allowed."""
     known = dict(recipe_keys())
     given = dict(_leaves(section, "recipe", known))
     faults = [unknown_key(key, known) for key in given if key not in known]
@@ -283,45 +285,37 @@ def check_recipe(section: Mapping[str, Any]) -> None:
 
 def _value_faults(given: Mapping[str, Any]) -> list[str]:
     faults = []
+    line, platform = given.get("recipe.line"), given.get("recipe.platform")
     run = given.get("recipe.run", "run")
     if not run or run in (".", "..") or "/" in run or run.startswith("-"):
         faults.append(f"recipe.run is {run!r}; expected a plain folder name, such as smoke-ep2")
-    for key in ("recipe.rollout.dp", "recipe.rollout.instances", "recipe.logprob_check.every",
-                "recipe.logprob_check.sequences"):
+    for key in _COUNTS:
         if given.get(key) is not None and given[key] < 1:
             faults.append(f"{key} is {given[key]}; expected a whole number >= 1")
+    for key in ("recipe.timeouts.wall_s", "recipe.timeouts.quiet_s"):
+        if given.get(key) is not None and given[key] <= 0:
+            faults.append(f"{key} is {given[key]}; expected seconds > 0, or null")
+    for pattern in given.get("recipe.patches", ()):
+        if pattern[:1] not in ("+", "-") or len(pattern) < 2:
+            faults.append(f"recipe.patches holds {pattern!r}; expected +row.id or -row.id")
     port = given.get("recipe.ray_port")
     if port is not None and not 1024 <= port <= 65535:
         faults.append(f"recipe.ray_port is {port}; expected 1024 to 65535, or null for a free one")
     if port is not None and given.get("recipe.ray_address") is not None:
-        faults.append(
-            "recipe.ray_port is for a Ray that the run starts itself, but recipe.ray_address joins one; "
-            "remove one of them"
-        )
-    bucket = given.get("recipe.reshard.bucket_bytes", 1)
-    if bucket < 1:
-        faults.append(f"recipe.reshard.bucket_bytes is {bucket}; expected a whole number of bytes, such as {512 << 20}")
-    platform = given.get("recipe.platform")
+        faults.append("recipe.ray_port is for a Ray that the run starts itself, but recipe.ray_address joins one; "
+                      "remove one of them")
+    if given.get("recipe.train.balanced_routing") and line != "a3":
+        faults.append(f"recipe.train.balanced_routing is MindSpeed-LLM's: it needs recipe.line=a3, found {line}")
     if given.get("recipe.rollout.balanced_routing") and platform != "npu":
-        faults.append(
-            f"recipe.rollout.balanced_routing is vllm-ascend's: it needs recipe.platform=npu, found {platform}"
-        )
-    minutes = given.get("recipe.train.collective_timeout_minutes", 1)
-    if minutes < 1:
-        faults.append(f"recipe.train.collective_timeout_minutes is {minutes}; expected a whole number >= 1")
-    faults += [f"recipe.hccl.{item.name} is Ascend's: it needs recipe.platform=npu, found {platform}"
-               for item in fields(Hccl)
-               if platform not in ("npu", None) and given.get(f"recipe.hccl.{item.name}", item.default) != item.default]
+        faults.append("recipe.rollout.balanced_routing is vllm-ascend's: it needs recipe.platform=npu, "
+                      f"found {platform}")
+    for item in fields(Hccl):
+        key = f"recipe.hccl.{item.name}"
+        if platform not in ("npu", None) and given.get(key, item.default) != item.default:
+            faults.append(f"{key} is Ascend's: it needs recipe.platform=npu, found {platform}")
     base_port, last = given.get("recipe.hccl.base_port", 61000), 65535 - HCCL_PORTS + 1
     if not 1024 <= base_port <= last:
         faults.append(f"recipe.hccl.base_port is {base_port}; expected 1024 to {last}, as {HCCL_PORTS} ports are taken")
-    line = given.get("recipe.line")
-    if given.get("recipe.train.balanced_routing") and line != "a3":
-        faults.append(f"recipe.train.balanced_routing is MindSpeed-LLM's: it needs recipe.line=a3, found {line}")
-    faults += [f"recipe.timeouts.{key} is {given[f'recipe.timeouts.{key}']}; expected seconds > 0, or null"
-               for key in ("wall_s", "quiet_s") if (given.get(f"recipe.timeouts.{key}") or 1) <= 0]
-    faults += [f"recipe.patches holds {pattern!r}; expected +row.id or -row.id"
-               for pattern in given.get("recipe.patches", ()) if pattern[:1] not in ("+", "-") or len(pattern) < 2]
     return faults
 
 

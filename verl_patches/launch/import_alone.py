@@ -1,11 +1,11 @@
-"""A run started by verl's own entry point: the import alone, without our launcher and its `recipe:` section."""
+"""A run started by verl's own entry point, with the import alone: without the launcher and its `recipe:` section."""
 
 from __future__ import annotations
 
 import functools
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +40,10 @@ _FIXED_ROUTE = "VLLM_ENABLE_FIX_ROUTE"  # vllm-ascend reads it (cluster/environm
 
 
 def recipe_by_default(original: Callable) -> Callable:
-    """Row provider for RayPPOTrainer.__init__: where the launcher composed no `recipe:`, the trainer makes one.
+    """Row provider for RayPPOTrainer.__init__: fills in `recipe:` where the launcher composed none.
 
-    All rows of controller and workers find `config.recipe` and `config.actor_rollout_ref.recipe` then, as in our own
-    runs. Says in one line what only the launcher gives.
+    Then all rows of controller and workers find `config.recipe` and `config.actor_rollout_ref.recipe`, as in runs of
+    the launcher. Logs one line about what only the launcher provides.
     """
 
     @functools.wraps(original)
@@ -68,25 +68,28 @@ def _record(recipe: DictConfig) -> str:
 
 
 def fill_recipe(config: DictConfig, switches: Switches) -> None:
-    """Put the schema's defaults into `config`, under what a user gives with +recipe.KEY=VALUE; then check the whole.
+    """Put the schema's defaults into `config`, under what a user gives with +recipe.KEY=VALUE; then check the result.
 
     line, platform, patches and drift are those that the prelude runs with, dtype is that of rollout.dtype, and without
     a name (`run` is None) no record is kept. ConfigError where a key contradicts these, is unknown, or cannot work.
     """
     rollout = config.actor_rollout_ref.rollout
-    dtypes = {theirs: ours for ours, theirs in VLLM_DTYPES.items()}
+    dtypes = {vllm: ours for ours, vllm in VLLM_DTYPES.items()}
     if rollout.dtype not in dtypes:
         raise ConfigError(f"actor_rollout_ref.rollout.dtype is {rollout.dtype!r}; expected one of {', '.join(dtypes)}: "
                           "training has the same dtype")
     decided = {"line": switches.line, "platform": switches.platform, "patches": list(switches.patterns),
                "drift": switches.drift, "dtype": dtypes[rollout.dtype]}
     given = OmegaConf.to_container(config.get("recipe") or OmegaConf.create({}), resolve=True)
-    faults = [f"recipe.{key} is {given[key]!r}; expected {value!r}, as {where}" for key, value in decided.items()
-              for where in ("actor_rollout_ref.rollout.dtype says" if key == "dtype" else f"{VARIABLE} says",)
-              if given.get(key, value) != value]
-    faults += [f"recipe.{key} is given, but only the launcher (python -m verl_patches train) acts on it; take it out, "
-               "or use the launcher" for key in _BY_LAUNCHER
-               if OmegaConf.select(OmegaConf.create(given), key) is not None]
+    faults = []
+    for key, value in decided.items():
+        if given.get(key, value) != value:
+            where = "actor_rollout_ref.rollout.dtype" if key == "dtype" else VARIABLE
+            faults.append(f"recipe.{key} is {given[key]!r}; expected {value!r}, as in {where}")
+    for key in _BY_LAUNCHER:
+        if OmegaConf.select(OmegaConf.create(given), key) is not None:
+            faults.append(f"recipe.{key} is given, but only the launcher (python -m verl_patches train) acts on it; "
+                          "remove it, or use the launcher")
     if faults:
         raise ConfigError("\n  ".join(faults))
     try:
@@ -104,16 +107,17 @@ def fill_recipe(config: DictConfig, switches: Switches) -> None:
 
 
 def _check(config: DictConfig) -> None:
-    """ConfigError with what the launcher too would refuse, as far as layouts, the line and the switches decide it.
+    """ConfigError for what the launcher would refuse, as far as layouts, the line and the switches decide it.
 
-    Left out are the checks of sizes, batches, lengths and memory (config/checks.py).
+    The checks of sizes, batches, lengths and memory (config/checks.py) are not made.
     """
     train = train_layout_of(config)
     rollout_layout_of(config)
-    experts = fault_of_experts(train)
-    faults = [*_npu_faults(config), *([experts] if experts else []), *on_policy.faults(config, _hf_config(config)),
-              *kept_config.faults(config), *truth_check.faults(config),
-              *(refusal(entry, value, config.recipe.line) for entry, value in refused_keys(config))]
+    faults = _npu_faults(config)
+    if fault := fault_of_experts(train):
+        faults.append(fault)
+    faults += [*on_policy.faults(config, _hf_config(config)), *kept_config.faults(config), *truth_check.faults(config)]
+    faults += [refusal(entry, value, config.recipe.line) for entry, value in refused_keys(config)]
     if faults:
         raise ConfigError("\n  ".join(faults))
 
@@ -124,15 +128,18 @@ def _hf_config(config: DictConfig) -> dict[str, Any]:
     return {**read_config(copy_to_local(config.actor_rollout_ref.model.path)), **model_changes(config)}
 
 
-def _npu_faults(config: DictConfig) -> Iterator[str]:
-    """What the launcher sets by itself on NPUs and verl's own entry point takes from the user."""
+def _npu_faults(config: DictConfig) -> list[str]:
+    """Settings for NPUs that the launcher makes and that a user of verl's own entry point must make."""
     if config.recipe.platform != "npu":
-        return
+        return []
+    faults = []
     if config.trainer.device != "npu":
-        yield (f"trainer.device is {config.trainer.device}; expected npu, as {VARIABLE} says platform=npu: verl would "
-               "wait for GPUs that Ray does not have; set trainer.device=npu")
-    wanted, found = str(int(config.recipe.rollout.balanced_routing)), os.environ.get(_FIXED_ROUTE)
+        faults.append(f"trainer.device is {config.trainer.device}; expected npu, as {VARIABLE} says platform=npu: verl "
+                      "would wait for GPUs that Ray does not have; set trainer.device=npu")
+    balanced, found = config.recipe.rollout.balanced_routing, os.environ.get(_FIXED_ROUTE)
+    wanted = "1" if balanced else "0"
     if found != wanted:
-        yield (f"{_FIXED_ROUTE} is {found} in the environment of the trainer; expected {wanted}, as "
-               f"recipe.rollout.balanced_routing is {config.recipe.rollout.balanced_routing}: export "
-               f"{_FIXED_ROUTE}={wanted} before `ray start` on every node, or change the key")
+        faults.append(f"{_FIXED_ROUTE} is {found} in the environment of the trainer; expected {wanted}, as "
+                      f"recipe.rollout.balanced_routing is {balanced}: export {_FIXED_ROUTE}={wanted} before "
+                      "`ray start` on every node, or change the key")
+    return faults
