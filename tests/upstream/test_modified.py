@@ -56,9 +56,9 @@ def test_what_is_no_change(tree, files):
 
 @pytest.mark.parametrize(("files", "named"), [
     ({"verl/a.py": "a = 2\n"}, "verl/a.py (modified)"), ({"verl/data.txt": "e\n"}, "verl/data.txt (modified)"),
-    ({"verl/new.py": "x"}, "verl/new.py (extra)"), ({"new/deep/x.txt": "x"}, "new/ (extra)"),
+    ({"verl/new.py": "x"}, "verl/new.py (extra)"), ({"new/deep/x.txt": "x"}, "new/deep/x.txt (extra)"),
     ({"verl/mine.py": "x"}, "verl/mine.py (extra)"),  # git ignores it, Python would import it
-    ({"odd/x/y.py": "x"}, "odd/ (extra)"),
+    ({"odd/x/y.py": "x"}, "odd/x/y.py (extra)"),
     ({WORKER: f"{LINE}\n{LINE}\n{WORKER_TEXT}"}, f"{WORKER} (modified)"),
     ({WORKER: f"{LINE}\n{WORKER_TEXT}x = 1\n"}, f"{WORKER} (modified)"),
     ({"verl/a.py": f"{LINE}\na = 1\n"}, "verl/a.py (modified)"),
@@ -67,6 +67,13 @@ def test_what_is_a_change(tree, files, named):
     write(tree[0], files)
     finding = found(tree)
     assert (finding.state, finding.details) == ("problem", (named,)) and named in finding.found
+
+
+def test_a_link_to_a_folder_is_a_change_even_where_git_ignores_it(tree, tmp_path):
+    write(tmp_path / "elsewhere", {"mine.py": "x"})
+    (tree[0] / "odd").symlink_to(tmp_path / "elsewhere")
+    (tree[0] / ".git/info/exclude").write_text("odd\n")
+    assert found(tree).details == ("odd (extra)",)
 
 
 def test_a_deleted_file_and_a_long_list(tree):

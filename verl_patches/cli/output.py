@@ -17,7 +17,7 @@ from verl_patches.patching.prelude_line import PLACES
 from verl_patches.patching.report import Report
 
 Json = Annotated[bool, typer.Option("--json", help="Plain JSON on standard output.")]
-_PLAN_WIDTH, _WIDTH = 160, 200  # columns in pipes and files
+_WIDTH = 200  # columns in pipes and files
 _SET_IN = {"workers": "driver, workers", "driver": "driver", "node": "each worker"}
 
 
@@ -56,18 +56,18 @@ def show(report: Report, fine: bool = True) -> None:
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], red: Iterable[int] = ()) -> None:
     """Print a table, 200 columns wide in pipes and files so that ids stay whole; `red`: row numbers."""
-    made, red = Table(title=title), set(red)
+    made, red = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False), set(red)
     for column in columns:
         made.add_column(column, overflow="fold")
     for number, row in enumerate(rows):
         made.add_row(*[Text(cell, style="red" if number in red else "") for cell in row])
-    _console(_WIDTH).print(made)
+    _console().print(made)
 
 
-def _console(width: int) -> Console:
-    """The terminal, or a console of `width` columns in pipes and files."""
+def _console() -> Console:
+    """The terminal, or a wide console in pipes and files."""
     console = Console()
-    return console if console.is_terminal else Console(width=width)
+    return console if console.is_terminal else Console(width=_WIDTH)
 
 
 # the plan of a run (launch/plan.py)
@@ -75,25 +75,25 @@ def _console(width: int) -> Console:
 
 def show_plan(plan: dict[str, Any], config: DictConfig) -> None:
     """Print a plan as tables."""
-    console = _console(_PLAN_WIDTH)
+    console = _console()
     console.print(
         f"[bold]{plan['config']}[/]: "
         f"{world_size(config)} ranks on {config.trainer.nnodes} node(s) x {config.trainer.n_gpus_per_node}; "
         f"line {config.recipe.line}, platform {config.recipe.platform}",
         highlight=False,
     )
-    _section(console, "checks", ("check", "", "detail"),
-             [(c["name"], "note" if c["note"] else "ok" if c["ok"] else "FAILED", c["detail"]) for c in plan["checks"]])
+    failed = [number for number, check in enumerate(plan["checks"]) if not check["ok"]]
+    table("checks", ("check", "", "detail"), [(c["name"], _state(c), c["detail"]) for c in plan["checks"]], failed)
     for side in ("train", "rollout"):
         if plan[side]:
-            _section(console, f"{side}: {plan[side]['layout']}", ("", "ranks"), _side_rows(plan[side]))
+            table(f"{side}: {plan[side]['layout']}", ("", "ranks"), _side_rows(plan[side]))
     if plan["memory"]:
-        _section(console, *memory_rows(plan["memory"]))
+        table(*memory_rows(plan["memory"]))
     on = [row for row in plan["patches"] if row["on"]]
-    _section(console, f"patches: {len(on)} of {len(plan['patches'])} rows on", ("id", "kind", "target", "why on"),
-             [(row["id"], row["kind"], row["target"], row["reason"]) for row in on])
-    _section(console, "environment", ("name", "value", "set in", "reason", "read by"),
-             [(v["name"], v["value"], _SET_IN[v["where"]], v["reason"], v["read_by"]) for v in plan["environment"]])
+    table(f"patches: {len(on)} of {len(plan['patches'])} rows on", ("id", "kind", "target", "why on"),
+          [(row["id"], row["kind"], row["target"], row["reason"]) for row in on])
+    table("environment", ("name", "value", "set in", "reason", "read by"),
+          [(v["name"], v["value"], _SET_IN[v["where"]], v["reason"], v["read_by"]) for v in plan["environment"]])
     console.print(PLACES, highlight=False, soft_wrap=True)
     refused = [c["name"] for c in plan["checks"] if not c["ok"] or c["detail"].startswith("a start is refused")]
     title = "commands to type, in this order:"
@@ -107,6 +107,12 @@ def show_plan(plan: dict[str, Any], config: DictConfig) -> None:
     for command in plan["commands"]:
         console.print(f"[bold]{command['where']}[/]:", highlight=False)
         console.print(f"  {command['command']}", highlight=False, markup=False, soft_wrap=True)
+
+
+def _state(check: dict[str, Any]) -> str:
+    if check["note"]:
+        return "note"
+    return "ok" if check["ok"] else "FAILED"
 
 
 def _side_rows(side: dict[str, Any]) -> list[tuple[str, str]]:
@@ -177,12 +183,3 @@ def _figures(order: dict[str, Any]) -> tuple[Any, ...]:
     """What the table shows of an order, except its calls of empty_cache."""
     return ([phase["peak_bytes"] for phase in order["phases"]], order["to_device_bytes"]["max"],
             order["to_host_bytes"]["max"])
-
-
-def _section(console: Console, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    made = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
-    for column in columns:
-        made.add_column(column, overflow="fold")
-    for row in rows:
-        made.add_row(*[Text(cell, style="red" if cell == "FAILED" else "") for cell in row])
-    console.print(made)

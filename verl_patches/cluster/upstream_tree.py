@@ -15,7 +15,7 @@ from verl_patches.cluster.git_tree import OnPercent, fetch, git, has_commit, lis
 from verl_patches.cluster.pins import Repository
 from verl_patches.patching import prelude_line
 from verl_patches.patching.engine import PatchError
-from verl_patches.upstream.modified import WORKER_FILE, commit_faults, merges, said, tree_changes
+from verl_patches.upstream.modified import WORKER_FILE, commit_faults, files_text, merges, tree_changes
 
 # a server's words for "I do not hand out that": another way of asking may be granted
 _NOT_GRANTED = re.compile("not our ref|unadvertised object|find remote ref|not allow", re.IGNORECASE)
@@ -38,7 +38,7 @@ def look(path: Path, pin: Repository) -> str:
     head = git(path, "rev-parse", "HEAD")
     changed = tree_changes(path, head, pin.generated)
     if changed:
-        raise TreeError(said(changed), f"keep them (git -C {path} stash -u, or commit and push a branch), "
+        raise TreeError(files_text(changed), f"keep them (git -C {path} stash -u, or commit and push a branch), "
                         "or give another --dest")
     wrong = commit_faults(path, pin)
     if not wrong:

@@ -143,9 +143,9 @@ def tree_changes(folder: Path, reference: str, generated: tuple[str, ...] = ()) 
             found.append(f"{path} (deleted)")
         elif _is_other(path, data, lambda data, blob=blob: _git_blob(data) == blob):
             found.append(f"{path} (modified)")
-    extra = sorted(set(_untracked(folder, set(wanted))) - set(generated))
-    ignored = _ignored(folder, extra)
-    found += [f"{path} (extra)" for path in extra if path not in ignored or _can_be_imported(folder, path)]
+    extra = {path: link for path, link in _files(folder) if path not in wanted and path not in generated}
+    ignored = _ignored(folder, [path for path, link in extra.items() if not _can_be_imported(path, link)])
+    found += [f"{path} (extra)" for path in extra if path not in ignored]
     return sorted(found)
 
 
@@ -171,35 +171,15 @@ def _git_blob(data: bytes) -> str:
     return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
 
 
-def _untracked(folder: Path, tracked: set[str]) -> Iterator[str]:
-    """Files that are not tracked; a folder with no tracked file is one entry, "NAME/", if it holds any file."""
-    known = {parent.as_posix() for path in tracked for parent in Path(path).parents}
+def _files(folder: Path) -> Iterator[tuple[str, bool]]:
+    """(path, whether it is a link to a folder) of all files of a work tree, byte code and git's own left out."""
     for place, folders, files in os.walk(folder):
-        here = Path(place).relative_to(folder)
-        yield from (path for file in files if (path := (here / file).as_posix()) not in tracked and path != ".git")
-        for name in [*folders]:
-            path = (here / name).as_posix()
-            if name == "__pycache__" or path == ".git":
-                folders.remove(name)
-            elif path not in known:
-                folders.remove(name)
-                if path not in tracked and _files_below(folder / path):
-                    yield f"{path}/"
-
-
-def _files_below(folder: Path) -> bool:
-    """Whether any file lies below a folder, byte code aside; a link to a folder counts as a file."""
-    return folder.is_symlink() or any(
-        names for place, _, names in os.walk(folder) if Path(place).name != "__pycache__")
-
-
-def _modules_below(folder: Path) -> bool:
-    """Whether Python could import anything below a folder: by names that are identifiers, down to a .py."""
-    for _place, folders, names in os.walk(folder, followlinks=True):
-        folders[:] = filter(str.isidentifier, folders)
-        if any(name.endswith(".py") for name in names):
-            return True
-    return False
+        here = Path(place)
+        folders[:] = [name for name in folders if name not in ("__pycache__", ".git")]
+        links = {name for name in folders if (here / name).is_symlink()}
+        for name in (*files, *links):
+            if name != ".git":  # of a worktree
+                yield (here / name).relative_to(folder).as_posix(), name in links
 
 
 def _ignored(folder: Path, paths: list[str]) -> set[str]:
@@ -214,12 +194,12 @@ def _ignored(folder: Path, paths: list[str]) -> set[str]:
     return names
 
 
-def _can_be_imported(folder: Path, path: str) -> bool:
-    """Whether an ignored file or folder brings Python modules that `folder` on the path offers."""
-    *folders, name = path.split("/")  # "" of a folder
+def _can_be_imported(path: str, link: bool) -> bool:
+    """Whether a file is a Python module, or a link to a folder that may hold some; not below build/ and dist/."""
+    *folders, name = path.split("/")
     if folders[:1] in (["build"], ["dist"]) or not all(map(str.isidentifier, folders)):
         return False
-    return name.endswith(".py") if name else _modules_below(folder / path)
+    return name.endswith(".py") or (link and name.isidentifier())
 
 
 def _package_finding(name: str, package: str, root: Path, line: Line) -> Finding:
