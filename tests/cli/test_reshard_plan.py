@@ -40,7 +40,7 @@ def test_figures(call):
 def test_figures_for_people(call, tmp_path):
     done = call(*LAYOUTS, "--png", str(tmp_path / "plan.png"))
     assert done.exit_code == 0, (done.output, done.exception)
-    for word in ("received / bound", "collectives", "proven: every rollout element", "plan.png"):
+    for word in ("received / bound", "collectives", "verified: every rollout element", "plan.png"):
         assert word in done.stdout
     first = (tmp_path / "plan.png").read_bytes()
     assert first.startswith(b"\x89PNG")
