@@ -21,7 +21,7 @@ _FORWARDED_S = 5
 
 
 def main(arguments: list[str]) -> int:
-    """Run one training; 0 when it ended well. Errors leave as exceptions, for the log."""
+    """Run one training; 0 when it ended well. Errors are raised, for the log."""
     parser = argparse.ArgumentParser(prog="verl_patches.main_grpo")
     parser.add_argument("--config-name", required=True)
     parser.add_argument("overrides", nargs="*")

@@ -88,10 +88,10 @@ def proc(tmp_path):
 
 @pytest.mark.parametrize(("base", "kernel", "words"), [
     (61000, {}, None),
-    (60000, {}, "gives 32768 to 60999 to any connection"),
+    (60000, {}, "32768 to 60999 are this machine's ephemeral ports"),
     (60900, {}, "net.ipv4.ip_local_reserved_ports=60900-61043"),
     (60900, {"reserved": "8080,60900-60999"}, None),
-    (61000, {"ports": "1024 65535"}, "gives 1024 to 65535"),
+    (61000, {"ports": "1024 65535"}, "1024 to 65535 are"),
     (19990, {}, "Ray's workers 10002 to 19999"),
     (6300, {}, "Ray's GCS 6379"),
     (20000, {}, None),

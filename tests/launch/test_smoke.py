@@ -68,7 +68,7 @@ def test_learning_takes_its_own_steps_unless_told_otherwise():
         ({"dtype": "fp16"}, "expected fp32 or bf16"),
         ({"steps": 0}, "whole number >= 1"),
         ({"seed": -1}, "whole number >= 0"),
-        ({"learn": True, "replay_rollout": Path("/")}, "drop one"),
+        ({"learn": True, "replay_rollout": Path("/")}, "remove one"),
         ({"replay_rollout": Path("/no/such/run")}, "does not exist"),
     ],
 )

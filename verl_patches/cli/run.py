@@ -122,7 +122,7 @@ def _report_plan(plan: dict[str, Any], config: DictConfig, as_json: bool) -> NoR
 
 
 def _refuse_without_effect(config: DictConfig) -> None:
-    """ConfigError for keys that the line cannot act on: the run would not be the one that was asked for."""
+    """ConfigError for keys that the line cannot act on: the run would differ from its configuration."""
     line = config.recipe.line
     given = [entry.key for entry, _ in refused_keys(config) if entry.planned]
     if given:

@@ -292,7 +292,7 @@ def _length_checks(config: DictConfig) -> list[Check]:
     if rollout.enforce_eager:
         mode = "eager"
         fault = ("expected free_cache_engine=true with enforce_eager=true: the engine sleeps after each rollout, "
-                 "whatever the key says")
+                 "with both values of the key")
     else:
         mode = "graph"
         fault = "expected free_cache_engine=false with enforce_eager=false: verl refuses both (vllm_rollout_spmd.py)"
@@ -311,7 +311,7 @@ def _max_positions(path: Path) -> int:
 
 
 def _line_checks(config: DictConfig) -> list[Check]:
-    """What the pin file says that the line cannot do; a planned key is a note, as the start itself refuses it."""
+    """What the pin file says that the line cannot do; a planned key is a note: a dry run is allowed, a start is not."""
     line, checks = config.recipe.line, []
     for entry, value in refused_keys(config):
         said = refusal(entry, value, line)

@@ -74,7 +74,7 @@ def compose(
         raise ConfigError(_explain(error, name, base)) from error
     check_recipe(OmegaConf.to_container(config.recipe))
     for section in filter(None, (config.recipe, config.actor_rollout_ref.get("recipe"))):
-        section.output_root = str(Path(section.output_root).absolute())  # whoever reads it may stand elsewhere
+        section.output_root = str(Path(section.output_root).absolute())  # workers have other current folders
     _check_verl_keys(config, base, name, overrides)
     _check_dtype(config)
     return config

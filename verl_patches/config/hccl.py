@@ -1,6 +1,6 @@
-"""What Ascend's collectives (HCCL) need from a configuration: buffer, timeouts, ports of each node.
+"""Settings of Ascend's collectives (HCCL) and their checks: buffer size, timeouts, ports of each node.
 
-Nothing here was tried on a device: the numbers are those of CANN's and torch_npu's documentation at the pins.
+Not tried on a device: the figures are those of CANN's and torch_npu's documentation at the pins.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def check_buffer(config: DictConfig, model: ModelShape) -> tuple[bool, str]:
         return True, f"HCCL_BUFFSIZE {given} MiB, the experts' exchange in decode needs {need}; {memory}"
     return False, (
         f"recipe.hccl.buffer_mib is {given} (HCCL_BUFFSIZE), expected at least {need}: vllm-ascend's exchange of "
-        "experts in decode (MC2) does not fit; leave it null, or lower max_num_seqs and graph_batch_sizes")
+        "experts in decode (MC2) does not fit; set it to null, or lower max_num_seqs and graph_batch_sizes")
 
 
 def exec_timeout_s(config: DictConfig) -> int:
@@ -84,14 +84,14 @@ def exec_timeout_s(config: DictConfig) -> int:
 
 
 def check_timeouts(config: DictConfig) -> tuple[bool, str]:
-    """(True if the expansion mode allows the time after which a collective is given up, one sentence)."""
+    """(True if the expansion mode allows the timeout of a collective, one sentence)."""
     given = exec_timeout_s(config)
     if config.recipe.hccl.expansion_mode == "AIV" and given > AIV_EXEC_TIMEOUT_S:
         return False, (
             f"recipe.train.collective_timeout_minutes is {given // 60} (HCCL_EXEC_TIMEOUT {given} s), expected at most "
             f"{AIV_EXEC_TIMEOUT_S // 60}: HCCL_OP_EXPANSION_MODE=AIV counts more than {AIV_EXEC_TIMEOUT_S} s as that; "
             "lower it, or set recipe.hccl.expansion_mode=AI_CPU")
-    return True, f"a collective is given up after {given} s"
+    return True, f"a collective times out after {given} s"
 
 
 def host_ports(config: DictConfig) -> tuple[int, int]:
@@ -103,8 +103,8 @@ def host_ports(config: DictConfig) -> tuple[int, int]:
 def check_ports(config: DictConfig, proc: Path = PROC) -> tuple[bool, str]:
     """(True if nothing else takes HCCL's ports on this machine, one sentence).
 
-    `proc` holds the kernel's ip_local_port_range, from which it gives ports to connections that ask for any, and
-    ip_local_reserved_ports, which it leaves out. Ray, torch and vLLM take their other ports from there too.
+    `proc` holds the kernel's ip_local_port_range, the ephemeral ports, and ip_local_reserved_ports, which are not given
+    out. Ray, torch and vLLM use ephemeral ports too.
     """
     first, last = config.recipe.hccl.base_port, host_ports(config)[1]
     said = f"HCCL listens on ports {first} to {last}"
@@ -112,12 +112,12 @@ def check_ports(config: DictConfig, proc: Path = PROC) -> tuple[bool, str]:
         low, high = map(int, (proc / "ip_local_port_range").read_text().split())
         reserved = _ports((proc / "ip_local_reserved_ports").read_text().strip())
     except FileNotFoundError as error:
-        return True, f"{said}; not compared with the ports of connections, as this machine has no {error.filename}"
-    open_to_all = [port for port in range(max(first, low), min(last, high) + 1) if port not in reserved]
+        return True, f"{said}; not compared with ephemeral ports, as this machine has no {error.filename}"
+    ephemeral = [port for port in range(max(first, low), min(last, high) + 1) if port not in reserved]
     todo = "change recipe.hccl.base_port"
-    if open_to_all:
+    if ephemeral:
         return False, (
-            f"{said}, but this machine gives {low} to {high} to any connection (net.ipv4.ip_local_port_range): "
+            f"{said}, but {low} to {high} are this machine's ephemeral ports (net.ipv4.ip_local_port_range): "
             f"{todo}, or reserve them on every node: sysctl -w net.ipv4.ip_local_reserved_ports={first}-{last}")
     taken = {name: span for name, span in _RAY_PORTS.items() if span[0] <= last and first <= span[1]}
     port = config.recipe.ray_port
@@ -126,12 +126,12 @@ def check_ports(config: DictConfig, proc: Path = PROC) -> tuple[bool, str]:
     if taken:
         names = [name + (f" {span[0]} to {span[1]}" if span[1] > span[0] else f" {span[0]}")
                  for name, span in taken.items()]
-        return False, f"{said}, which are also those of {', '.join(names)}; {todo}"
-    return True, f"{said}, outside {low} to {high}, which this machine gives to any connection"
+        return False, f"{said}, which overlap those of {', '.join(names)}; {todo}"
+    return True, f"{said}, outside this machine's ephemeral ports {low} to {high}"
 
 
 def _ports(text: str) -> set[int]:
-    """The ports of a list such as 8080,61000-61143."""
+    """The ports of a list such as 8080,61000-61143; none of an empty text."""
     found: set[int] = set()
     for part in filter(None, text.split(",")):
         low, _, high = part.partition("-")

@@ -1,4 +1,4 @@
-"""Start a run's driver as a child, supervise it, end everything it started, and always leave a valid summary.json."""
+"""Start a run's driver as a child, supervise it, end all its processes, and write a valid summary.json in any case."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ def _engine(config: DictConfig) -> list[Check]:
     refused = [Check("engine arguments", False, f"{row.key} is {row.value!r}: {row.why}")
                for row in rows if row.how == "refused"]
     return refused or [Check("engine arguments", True,
-                             f"none of {len(rows)} keys is refused; config --explain says what each becomes")]
+                             f"none of {len(rows)} keys is refused; config --explain shows what each becomes")]
 
 
 def _train_side(layout: ParallelLayout, model: ModelShape, layers_fit: bool, experts_fit: bool) -> dict[str, Any]:

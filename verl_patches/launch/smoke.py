@@ -1,4 +1,4 @@
-"""The smoke run: its few options as Hydra overrides of its config, and the model and data that it needs."""
+"""The smoke run: its options as Hydra overrides, and the model and data that it needs."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ LAYOUTS = {
 
 @dataclass(frozen=True)
 class SmokeOptions:
-    """What `smoke` can be asked for; see the command's own help."""
+    """The options of `smoke`; its --help describes them."""
 
     train_layout: str = "ep2"
     rollout_tp: int = 1
@@ -105,7 +105,7 @@ class SmokeOptions:
         if self.learn and self.replay_rollout:
             raise ConfigError(
                 "--learn with --replay-rollout: recorded responses do not change, "
-                "so nothing could be seen to learn; drop one"
+                "so no learning could be seen; remove one"
             )
         if self.replay_rollout and not self.replay_rollout.exists():
             raise ConfigError(
@@ -146,10 +146,10 @@ def overrides_of(options: SmokeOptions) -> list[str]:
 
 
 def prepare(options: SmokeOptions, cache: Path, say: Callable[[str], None]) -> list[str]:
-    """Make model folder and data below `cache`, unless they are there and unchanged; returns overrides that name them.
+    """Make model and data below `cache`, unless they exist and their sources are unchanged; overrides that name them.
 
-    Each is made by a process of its own, as the launcher stays free of torch; its folder appears whole or not at all.
-    Raises ConfigError with the end of its output if one fails.
+    A process of its own makes each, as the launcher does not import torch; its folder appears whole or not at all.
+    Raises ConfigError with the end of the process's output if one fails.
     """
     sources = [REPOSITORY / "configs/model/deepseekv3_tiny.json", REPOSITORY / "verl_patches/model/tiny.py"]
     model = cache / f"deepseekv3_tiny-seed{options.seed}-{_digest(sources)}"
@@ -177,7 +177,7 @@ def _make_data(task: Sequence[str], folder: Path) -> None:
         _run([sys.executable, str(REPOSITORY / "data/prepare_deepscaler.py"), *task, "-o", str(making)], "the data")
         making.rename(folder)
     except OSError:
-        if not folder.exists():  # another run made it meanwhile
+        if not folder.exists():  # another run has made it
             raise
     finally:
         shutil.rmtree(making, ignore_errors=True)
@@ -198,7 +198,7 @@ def _run(command: Sequence[str], what: str) -> None:
 
 
 def _digest(files: Sequence[Path], *words: str) -> str:
-    """Twelve hex digits over contents: what was made from the same sources need not be made again."""
+    """Twelve hex digits of a hash over contents and words, for names of cached folders."""
     found = hashlib.sha256("\0".join(words).encode())
     for file in files:
         found.update(file.read_bytes())

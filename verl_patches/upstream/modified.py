@@ -1,8 +1,8 @@
-"""What of the upstream sources differs from their pins, file by file: git trees by hash, installed packages by RECORD.
+"""Files of the upstream sources that differ from their pins: git trees by hash, installed packages by RECORD.
 
-Contents are hashed, so neither git's index (assume-unchanged), nor who owns the clone, nor a time stamp hides an edit.
-Not counted: the prelude line, __pycache__, executable bits, what the pin file lists as `generated`, and files that git
-ignores, unless Python could import them (.py outside build/ and dist/).
+Contents are hashed, so git's index (assume-unchanged), another owner of the clone or a time stamp cannot hide an edit.
+Not counted: the prelude line, __pycache__, executable bits, files that the pin file lists as `generated`, and files
+that git ignores, unless Python could import them (.py outside build/ and dist/).
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ _LINK = "120000"
 
 
 def refuse_modified(config: DictConfig, trees: Trees) -> dict[str, list[str]]:
-    """{name of a repository or package: files} that are not as pinned, of the sources that a run of `config` takes.
+    """{name of a repository or package: files} that are not as pinned, of the sources that a run of `config` imports.
 
-    Raises ConfigError that names them where recipe.drift is strict. With warn and skip the run goes on and its summary
-    has them as `dirty`: skip is about rows, which leave upstream alone where it changed, and has nothing to leave here.
+    Raises ConfigError that names them where recipe.drift is strict. With warn and skip the run starts, and its summary
+    has them as `dirty`.
     """
     recipe = config.recipe
     line, roots = load_pins().line(recipe.line), roots_of(recipe.line, trees)
@@ -48,8 +48,8 @@ def refuse_modified(config: DictConfig, trees: Trees) -> dict[str, list[str]]:
     if found and recipe.drift == "strict":
         raise ConfigError("the upstream sources are not as pinned, so this run is not started:\n  "
                           + "\n  ".join(f"{f.name} ({f.where}): {f.found}; {f.todo}" for f in found)
-                          + "\nrecipe.drift=warn (without the launcher: drift=warn in VERL_PATCHES) runs them all the "
-                          "same and records the run as dirty")
+                          + "\nrecipe.drift=warn (without the launcher: drift=warn in VERL_PATCHES) starts the run "
+                          "and records it as dirty")
     return {f.name: [*(f.details or (f.found,))] for f in found}
 
 
@@ -87,12 +87,12 @@ def _checkout(root: Path, pin: Repository) -> Path:
 def _tree_finding(name: str, folder: Path, pin: Repository) -> Finding:
     expected = f"commit {pin.commit[:12]}"
     todo = (
-        f"git -C {folder} diff {pin.commit[:12]} shows the changes, git -C {folder} stash -u puts them aside; "
+        f"git -C {folder} diff {pin.commit[:12]} shows the changes, git -C {folder} stash -u saves and removes them; "
         "bash scripts/fetch_upstream.sh --dest ANOTHER brings the pinned sources")
     try:
         wrong, files = commit_faults(folder, pin), tree_changes(folder, pin.tree or pin.commit, pin.generated)
     except PatchError as error:
-        wrong, files = [f"not to be compared: {error}"], []
+        wrong, files = [f"cannot be compared: {error}"], []
     found = [*wrong, *([files_text(files)] if files else [])]
     if found:
         return Finding(name, "problem", str(folder), expected, "; ".join(found), todo, tuple(files))
@@ -100,9 +100,10 @@ def _tree_finding(name: str, folder: Path, pin: Repository) -> Finding:
 
 
 def files_text(files: Sequence[str]) -> str:
-    """Some changed files and their count, in words."""
+    """The number of changed files and the first few of them, as text."""
     more = f" and {len(files) - _SHOWN} more" if len(files) > _SHOWN else ""
-    return f"{len(files)} file{'s' * (len(files) > 1)} changed: {', '.join(files[:_SHOWN])}{more}"
+    noun = "files" if len(files) > 1 else "file"
+    return f"{len(files)} {noun} changed: {', '.join(files[:_SHOWN])}{more}"
 
 
 def merges(pin: Repository) -> list[PullRequest]:
@@ -111,7 +112,7 @@ def merges(pin: Repository) -> list[PullRequest]:
 
 
 def commit_faults(folder: Path, pin: Repository) -> list[str]:
-    """In what the checked-out commit differs from the pin; empty if it is the pin."""
+    """How the checked-out commit differs from the pin; empty if it is the pin."""
     head, tree = git(folder, "rev-parse", "HEAD", "HEAD^{tree}").split()
     found = []
     if merges(pin):
@@ -219,7 +220,7 @@ def _package_finding(name: str, package: str, root: Path, line: Line) -> Finding
         return Finding(name, "problem", place, wanted, version, f"install {distribution} {pinned} in place of it")
     if files := record_changes(package, root, record):
         return Finding(name, "problem", place, wanted, files_text(files), again, tuple(files))
-    unknown = "; its commit cannot be told" if pin else ""
+    unknown = "; its commit is not known" if pin else ""
     return Finding(name, "fine", place, wanted, f"{distribution} {version}, every file as its RECORD says{unknown}")
 
 
