@@ -32,12 +32,6 @@ def upstream(tmp_path):
     return tmp_path
 
 
-def test_help_lists_the_options(call):
-    text = call("smoke", "--help").output
-    for option in ("--train-layout", "--rollout-tp", "--rollout-dp", "--steps", "--dtype", "--replay", "--learn"):
-        assert option in text
-
-
 def test_a_start_that_would_ignore_keys_is_refused(call):
     pypi = ("recipe.line=pypi", "recipe.train.collective_timeout_minutes=30", "recipe.hccl.expansion_mode=AI_CPU")
     error = call("train", "--config-name", LARGE, *pypi).exception

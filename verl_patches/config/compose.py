@@ -42,9 +42,7 @@ _OPEN_SECTIONS = (  # handed on whole to Megatron, vLLM or transformers
 )
 
 
-def compose(
-    config_name: str, overrides: Sequence[str] = (), *, verl_path: Path | None = None
-) -> DictConfig:
+def compose(config_name: str, overrides: Sequence[str] = (), *, verl_path: Path | None = None) -> DictConfig:
     """Return configs/`config_name`.yaml composed over verl's config with Hydra `overrides`, resolved and checked.
 
     `verl_path` is an upstream checkout to take verl's config from; None takes the installed verl (located, not
