@@ -15,17 +15,21 @@ from verl_patches.config.recipe import HCCL_PORTS
 from verl_patches.layout.inventory import ModelShape
 from verl_patches.layout.of_config import world_size
 
-DEFAULT_BUFFER_MIB = 200  # HCCL's own
+DEFAULT_BUFFER_MIB = 200  # HCCL's default
 BUFFER_STEP_MIB = 100
-AIV_EXEC_TIMEOUT_S = 1091  # CANN envref_07_0078: with AIV a longer one counts as this
+AIV_EXEC_TIMEOUT_S = 1091  # CANN envref_07_0078: the longest with AIV
 IF_PORTS = 16  # that HCCL_IF_BASE_PORT stands for (CANN envref_07_0074)
 PROC = Path("/proc/sys/net/ipv4")
 _MIB = 1 << 20
 _MC2_FROM_RANKS = 16  # vllm_ascend/ascend_forward_context.py:22
 _DEFAULT_SEATS = 256  # vllm/engine/arg_utils.py:1567, for a device below 70 GiB
 _RAY_PORTS = {  # `ray start` with its defaults, and the port of the printed commands
-    "Ray's GCS": (6379, 6379), "Ray's dashboard": (8265, 8265), "Ray's client server": (10001, 10001),
-    "Ray's workers": (10002, 19999), "Ray's dashboard agent": (52365, 52365)}  # fmt: skip
+    "Ray's GCS": (6379, 6379),
+    "Ray's dashboard": (8265, 8265),
+    "Ray's client server": (10001, 10001),
+    "Ray's workers": (10002, 19999),
+    "Ray's dashboard agent": (52365, 52365),
+}
 
 
 def checks(config: DictConfig, model: ModelShape) -> list[tuple[str, bool, str]]:
