@@ -9,7 +9,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from verl_patches.catalog import ROWS
+from verl_patches import catalog
 from verl_patches.cli.output import Json, print_json, table
 from verl_patches.patching import prelude_pth
 from verl_patches.patching.engine import Engine, PatchError
@@ -22,7 +22,7 @@ Switch = Annotated[str | None, typer.Option("--switches", help="In place of the 
 
 def engine_of(switches: str | None) -> Engine:
     """An engine over the catalogue with these switches, default VERL_PATCHES; nothing is applied."""
-    return Engine(ROWS, from_environment() if switches is None else parse(switches))
+    return Engine(catalog.ROWS, from_environment() if switches is None else parse(switches))
 
 
 def status_command(
