@@ -82,7 +82,7 @@ def train_command(
 ) -> None:
     """Run a config of this repository, or show what a run would do.
 
-    Exit codes of --dry-run: 0 the plan holds, 1 a check failed, 2 wrong use; else that of the run.
+    With --dry-run the exit code is 0 if all checks hold, 1 if one failed, 2 for wrong use.
     """
     overrides, trees = overrides or [], trees_of(upstream, verl_path)
     config = compose(config_name, overrides, verl_path=trees.verl)
