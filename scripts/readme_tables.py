@@ -3,7 +3,7 @@
     python scripts/readme_tables.py [--write]     exits 1 where a table is stale
 
 `pins` comes from configs/upstream.yaml (five rows of it in the READMEs), `patches` from the catalogue and `recipe` from
-the docstrings of verl_patches/cluster/recipe.py.
+the docstrings of verl_patches/config/recipe.py.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ sys.path.insert(0, str(ROOT))
 
 from verl_patches.catalog import ROWS  # noqa: E402
 from verl_patches.cluster.pins import Line, Pins, load_pins  # noqa: E402
-from verl_patches.cluster.recipe import Recipe  # noqa: E402
+from verl_patches.config.recipe import Recipe  # noqa: E402
 from verl_patches.patching.report import markdown_table  # noqa: E402
 
 READMES = {"README.md": "en", "README_zh.md": "zh"}

@@ -11,7 +11,7 @@ import pytest
 
 from verl_patches import contract_cli
 from verl_patches.__main__ import main
-from verl_patches.cluster.show import show
+from verl_patches.cli.output import show
 from verl_patches.errors import ConfigError
 from verl_patches.patching import fingerprint as fp
 from verl_patches.patching.engine import Engine

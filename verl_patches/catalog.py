@@ -140,7 +140,7 @@ CONTROLLER: tuple[PatchSpec, ...] = (
     ),
     PatchSpec(
         id="update.recipe_by_default", stage="update", target=f"{_TRAINER}:RayPPOTrainer.__init__", kind="wrap",
-        provider="verl_patches.cluster.import_alone:recipe_by_default", processes=_CONTROLLER,
+        provider="verl_patches.launch.import_alone:recipe_by_default", processes=_CONTROLLER,
         why="verl's own entry point composes no `recipe:`, which rows of controller and workers read.", exit=_NEVER,
     ),
     PatchSpec(

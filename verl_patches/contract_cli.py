@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from verl_patches.cluster.show import Json, leave_with, table
+from verl_patches.cli.output import Json, leave_with, table
 from verl_patches.errors import ConfigError
 from verl_patches.patching.engine import Engine
 from verl_patches.patching.report import Finding, Report
@@ -62,10 +62,10 @@ def run_check(upstream: Path | None, line: str | None, base: Path | None = None)
     """The report on one line; ConfigError for folders and lines that are not there."""
     from verl_patches.catalog import ROWS
     from verl_patches.cluster.checkouts import FETCH
-    from verl_patches.cluster.modified import source_findings
     from verl_patches.cluster.pins import load_pins
     from verl_patches.patching.contract import PACKAGES, Sources, check, installed_roots
     from verl_patches.patching.switches import from_environment
+    from verl_patches.upstream.modified import source_findings
 
     name = line or from_environment().line
     pins = load_pins().line(name)

@@ -1,6 +1,6 @@
 """The driver of a run: `python -m verl_patches.main_grpo --config-name NAME [hydra overrides]`.
 
-Started by cluster/launch.py with the run's environment. It starts (or joins) Ray with the prelude in every worker and
+Started by launch/launcher.py with the run's environment. It starts (or joins) Ray with the prelude in every worker and
 lets one of them run verl's own TaskRunner: that process is the controller. The driver itself imports neither torch nor
 verl, so it costs a second and little memory.
 """
@@ -10,11 +10,10 @@ from verl_patches import prelude_patch  # noqa: F401  (before anything of upstre
 # isort: split
 import argparse
 import contextlib
-import os
 import sys
 import threading
 
-from verl_patches.cluster.compose import compose
+from verl_patches.config.compose import compose
 from verl_patches.trainer import ray_start
 
 ENDED = "the controller has ended"
@@ -22,19 +21,21 @@ _FORWARDED_S = 5
 
 
 def main(arguments: list[str]) -> int:
-    """Run one training; 0 when it ended well. Errors leave as exceptions, for the log."""
+    """Run one training; 0 when it ended well. Errors are raised, for the log."""
     parser = argparse.ArgumentParser(prog="verl_patches.main_grpo")
     parser.add_argument("--config-name", required=True)
     parser.add_argument("overrides", nargs="*")
     given = parser.parse_args(arguments)
     config = compose(given.config_name, given.overrides)
     with contextlib.redirect_stdout(_Watched(sys.stdout, ENDED)) as output:
-        ray_start.start(**ray_options(config), engine=engine_section(config))
+        from verl_patches.launch.ray_cluster import ray_options  # here, as the controller imports this module too
+
+        ray_start.start(**ray_options(config))
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         try:
-            node = ray.get_runtime_context().get_node_id()  # its record is ours
+            node = ray.get_runtime_context().get_node_id()  # the controller writes the run's record on this node
             here = NodeAffinitySchedulingStrategy(node, soft=False)
             controller = ray.remote(num_cpus=1)(Controller).options(scheduling_strategy=here).remote()
             ray_start.result_of(controller.run.remote(config))
@@ -50,7 +51,7 @@ def main(arguments: list[str]) -> int:
 
 
 class _Watched:
-    """A text stream that notes when a text was written to it: Ray forwards output late, and shutdown drops the rest."""
+    """A text stream with an event for when a text has come: Ray forwards output late, and shutdown drops the rest."""
 
     def __init__(self, stream, text: str):
         self._stream, self._text, self.seen = stream, text, threading.Event()
@@ -66,49 +67,22 @@ class _Watched:
 
 
 class Controller:
-    """An actor, as Ray keeps the reason why an actor's process could not start, and for a task only that it died."""
+    """The controller's actor. As a plain task Ray would not keep the reason why its process could not start."""
 
     def run(self, config) -> None:
-        """verl's run."""
+        """Run verl's TaskRunner to its end."""
         run_task_runner(config)
 
 
 def run_task_runner(config) -> None:
-    """In a Ray worker: what verl's run_ppo lets its TaskRunner actor do, in this process instead of another one."""
+    """In a Ray worker: run verl's TaskRunner in this process; verl's run_ppo gives it an actor of its own."""
     try:
         from verl.trainer.main_ppo import TaskRunner
 
         TaskRunner.__ray_metadata__.modified_class().run(config)
     finally:
-        sys.stdout.write(f"{ENDED}\n")  # its last line: when this one has been forwarded, all others have been
+        sys.stdout.write(f"{ENDED}\n")  # the last line: once it has been forwarded, all others have been
         sys.stdout.flush()
-
-
-def engine_section(config) -> dict | None:
-    """What line a3's workers prepare their engine from before they import Megatron; other lines need nothing."""
-    from omegaconf import OmegaConf
-
-    from verl_patches.cluster.checkouts import LINE
-
-    return OmegaConf.to_container(config.actor_rollout_ref) if config.recipe.line == LINE else None
-
-
-def ray_options(config) -> dict:
-    """Options of ray.init for this config: join `recipe.ray_address`, or start a local Ray of the run's own."""
-    from verl_patches.cluster.environment import worker_environment
-
-    recipe = config.recipe
-    network = {"nodes": config.trainer.nnodes, "interface": recipe.hccl.interface} if recipe.platform == "npu" else None
-    options = {"environment": worker_environment(config), "network": network, "log_to_driver": True, "runtime_env": {
-        ray_start.HOOK: recipe.worker_process_setup_hook}}
-    if recipe.ray_address is not None:
-        return {**options, "address": recipe.ray_address}
-    workers = config.trainer.n_gpus_per_node
-    devices = {"resources": {"NPU": workers}} if config.trainer.device == "npu" else {"num_gpus": workers}
-    if recipe.platform == "cpu":
-        devices["object_store_memory"] = 256 << 20  # bytes; a tiny model's batches
-    return {**options, **devices, "num_cpus": config.ray_init.num_cpus or workers + 4, "include_dashboard": False,
-            "_temp_dir": os.environ.get("RAY_TMPDIR")}
 
 
 if __name__ == "__main__":

@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 
 from verl_patches.cluster import environment
-from verl_patches.cluster.compose import compose
 from verl_patches.cluster.environment import derive, process_environment, worker_environment
-from verl_patches.cluster.modified import installed_root
 from verl_patches.cluster.pins import load_pins
+from verl_patches.config.compose import compose
 from verl_patches.patching.install_prelude import LINE
+from verl_patches.upstream.modified import installed_root
 
 TINY, LARGE = "grpo_deepseekv3_tiny_cpu", "grpo_deepseekv3_256die_random_init"
 WEIGHTS = "grpo_deepseekv3_256die_true_weight"

@@ -8,8 +8,8 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
-from verl_patches.cluster.compose import compose
 from verl_patches.cluster.pins import PIN_FILE, load_pins, same_version
+from verl_patches.config.compose import compose
 from verl_patches.errors import ConfigError
 from verl_patches.patching.spec import LINES
 

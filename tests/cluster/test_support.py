@@ -4,14 +4,15 @@ from pathlib import Path
 import pytest
 import yaml
 
-from verl_patches.cluster import cli
-from verl_patches.cluster.checks import check_config
-from verl_patches.cluster.compose import CONFIGS_DIR, compose, verl_config_dir
+from verl_patches.cli import run
 from verl_patches.cluster.pins import load_pins
-from verl_patches.cluster.recipe import recipe_keys
 from verl_patches.cluster.support import refusal, refused_keys, shell_findings
+from verl_patches.config.checks import check_config
+from verl_patches.config.compose import compose
+from verl_patches.config.recipe import recipe_keys
 from verl_patches.errors import ConfigError
 from verl_patches.patching.install_prelude import LINE
+from verl_patches.upstream.installed import verl_config_dir
 
 TINY, LARGE = "grpo_deepseekv3_tiny_cpu", "grpo_deepseekv3_256die_true_weight"
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
@@ -61,7 +62,7 @@ def test_every_key_of_the_pin_file_is_refused_by_name(line):
     assert {key.lstrip("+") for key in OTHER} == {entry.key for entry in load_pins().unsupported}
     config = compose(TINY, [f"recipe.line={line}", *(f"{key}={value}" for key, value in OTHER.items())])
     assert [entry.key for entry, _ in refused_keys(config)] == [entry.key for entry in entries]
-    failed = [c.detail for c in check_config(config, CONFIGS_DIR) if c.name == f"line {line}" and not c.ok]
+    failed = [c.detail for c in check_config(config) if c.name == f"line {line}" and not c.ok]
     assert [detail.partition(" is ")[0] for detail in failed] == [e.key for e in entries if not e.planned]
     assert all(f"line {line} supports " in detail and "Instead: " in detail for detail in failed)
 
@@ -80,7 +81,7 @@ def test_a_neutral_config_is_not_refused():
 @pytest.mark.parametrize("line", ["pypi", "a3"])
 def test_a_rollout_key_that_would_not_act_is_refused(line, override, said):
     config = compose(TINY, [f"recipe.line={line}", override])
-    (failed,) = (c.detail for c in check_config(config, CONFIGS_DIR) if c.name == f"line {line}" and not c.ok)
+    (failed,) = (c.detail for c in check_config(config) if c.name == f"line {line}" and not c.ok)
     assert said in failed and failed.startswith(override.lstrip("+").partition("=")[0])
 
 
@@ -122,13 +123,13 @@ def test_planned_keys_pass_the_checks_and_stop_a_start():
     config = compose(LARGE, ["recipe.line=pypi", "recipe.train.collective_timeout_minutes=30"])
     ((entry, layers),) = refused_keys(config)
     assert layers == [7, 7, 8, 8, 8, 8, 8, 7] and entry.planned
-    shown = [c for c in check_config(config, CONFIGS_DIR) if c.name == "line pypi"]
+    shown = [c for c in check_config(config) if c.name == "line pypi"]
     assert [c.ok for c in shown] == [True] and all("a start is refused" in c.detail for c in shown)
     with pytest.raises(ConfigError, match="cannot act on recipe.train.layers_per_stage"):
-        cli.refuse_without_effect(config)
+        run.refuse_without_effect(config)
     there = compose(LARGE)
     assert there.recipe.line == "a3" and refused_keys(there) == []
-    cli.refuse_without_effect(there)
+    run.refuse_without_effect(there)
 
 
 def test_every_key_of_recipe_train_is_refused_or_read_on_line_pypi():
@@ -174,7 +175,7 @@ def test_what_the_launcher_decides_is_no_problem_and_secrets_are_not_shown():
 
 def test_the_guard_names_a_wrong_variable_of_the_shell(monkeypatch):
     def failed():
-        return [c.detail for c in check_config(compose(TINY), CONFIGS_DIR) if not c.ok]
+        return [c.detail for c in check_config(compose(TINY)) if not c.ok]
 
     assert failed() == []
     monkeypatch.setenv("VLLM_ENABLE_MC2", "1")

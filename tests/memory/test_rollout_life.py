@@ -7,7 +7,7 @@ import torch
 
 from verl_patches.errors import RecipeError
 from verl_patches.memory import sleep_mode
-from verl_patches.memory.sleep_mode import GraphLife, RolloutLife, weights_of
+from verl_patches.memory.sleep_mode import CumemSleepMode, ResizeSleepMode, weights_of
 from verl_patches.patching import engine as patches
 from verl_patches.worker import rollout_engine
 
@@ -53,7 +53,7 @@ def bytes_of(*tensors):
 
 def test_each_storage_goes_once_and_comes_back_as_large_but_for_what_shares_a_buffer():
     llm, model, caches = engine()
-    life, weights = RolloutLife(llm), weights_of(model).values()
+    life, weights = ResizeSleepMode(llm), weights_of(model).values()
     full, cache = bytes_of(*weights), (caches[0], *caches[1])
     assert full == 4 * (8 * 4 + 6 * 4 + 6 * 4 + 2 * 5)
     assert {id(t) for t in model.parameters()} - {id(t) for t in weights} == {id(model.shared)}
@@ -70,7 +70,7 @@ def test_each_storage_goes_once_and_comes_back_as_large_but_for_what_shares_a_bu
 
 def test_weights_stay_until_a_sync_has_filled_them_and_where_none_comes_again():
     llm, model, _ = engine()
-    life = RolloutLife(llm)
+    life = ResizeSleepMode(llm)
     for stay in (None, True):
         if stay:
             life.filled(stay)
@@ -79,7 +79,7 @@ def test_weights_stay_until_a_sync_has_filled_them_and_where_none_comes_again():
         life.wake_up()
         life.check_ready()
     life.filled()
-    for each in (life, RolloutLife(llm, loaded=False)):  # made up by load_format=dummy
+    for each in (life, ResizeSleepMode(llm, loaded=False)):  # made up by load_format=dummy
         each.sleep()
         assert bytes_of(*weights_of(model).values()) == 0
         each.wake_up()
@@ -91,7 +91,7 @@ def test_weights_stay_until_a_sync_has_filled_them_and_where_none_comes_again():
 
 def test_a_cache_in_use_does_not_go_and_what_goes_is_forgotten():
     llm, _, caches = engine()
-    life, core, resets = RolloutLife(llm), llm.llm_engine, []
+    life, core, resets = ResizeSleepMode(llm), llm.llm_engine, []
     core.get_num_unfinished_requests = lambda: 2
     with pytest.raises(RecipeError, match="sleep with 2 unfinished requests"):
         life.sleep()
@@ -107,14 +107,14 @@ def test_a_cache_in_use_does_not_go_and_what_goes_is_forgotten():
 
 def test_another_storage_or_another_cache_is_refused_by_name():
     llm, model, _ = engine()
-    life = RolloutLife(llm)
+    life = ResizeSleepMode(llm)
     life.filled()
     life.sleep()
     model.down.data = torch.ones(5)
     with pytest.raises(RecipeError, match="down.*somebody else has replaced it"):
         life.wake_up()
     llm, model, caches = engine()
-    life = RolloutLife(llm)
+    life = ResizeSleepMode(llm)
     life.sleep()
     life.wake_up()
     caches[0] = torch.ones(6, 2)
@@ -126,7 +126,7 @@ def test_another_storage_or_another_cache_is_refused_by_name():
         life.sleep()
     caches.clear()
     with pytest.raises(RecipeError, match="KV cache .* found none"):
-        RolloutLife(llm).sleep()
+        ResizeSleepMode(llm).sleep()
 
 
 @pytest.mark.parametrize(("rows", "load_format", "stay"), [
@@ -146,8 +146,8 @@ def test_weights_that_no_sync_will_vouch_for_are_never_given_up(rows, load_forma
 
 
 @pytest.mark.parametrize(("asked", "passed", "kind"), [
-    ({"enable_sleep_mode": True, "enforce_eager": True}, False, RolloutLife),
-    ({"enable_sleep_mode": True, "enforce_eager": False}, True, GraphLife),  # graphs have captured addresses
+    ({"enable_sleep_mode": True, "enforce_eager": True}, False, ResizeSleepMode),
+    ({"enable_sleep_mode": True, "enforce_eager": False}, True, CumemSleepMode),  # graphs have captured addresses
     ({"enforce_eager": True}, None, type(None)),  # it is not to sleep
 ])
 def test_an_engine_that_is_to_sleep_has_our_life_and_an_eager_one_no_sleep_mode(asked, passed, kind):

@@ -2,8 +2,8 @@
 
 import pytest
 
-from verl_patches.cluster.checks import check_config
-from verl_patches.cluster.compose import CONFIGS_DIR, compose
+from verl_patches.config.checks import check_config
+from verl_patches.config.compose import compose
 
 PARTS = ("swapped", "swap_controls", "counting_by_group")
 CASES = ("fp32 in 3", "fp32 in 1", "bf16 in 4", "bf16 in 100")
@@ -64,5 +64,5 @@ def test_an_adam_that_counts_by_group_counts_a_step_once(offload_job):
 ])
 def test_the_configuration_is_refused_where_it_contradicts_itself(override, words):
     config = compose("grpo_deepseekv3_tiny_cpu", ["recipe.train.swap_optimizer=true", override])
-    (check,) = [c for c in check_config(config, CONFIGS_DIR) if c.name == "swap optimizer"]
+    (check,) = [c for c in check_config(config) if c.name == "swap optimizer"]
     assert check.ok == (not words) and words in check.detail

@@ -32,7 +32,7 @@ LAYOUTS = {
 
 def engine_config(model: Path, verl: Path, ranks: int, sizes: dict, dtype: str) -> DictConfig:
     """verl's actor_rollout_ref section with `recipe` for a training engine of line a3 on platform cpu."""
-    from verl_patches.cluster.compose import compose
+    from verl_patches.config.compose import compose
 
     sizes = {"expert_model_parallel_size": 1, "expert_tensor_parallel_size": 1, **sizes}
     layers, split, more = sizes.pop("layers", None), sizes.pop("split", "etp"), sizes.pop("more", [])

@@ -135,7 +135,7 @@ def first_of_engine() -> str | None:
 
 def arguments(name: str, folder: Path) -> dict[str, Any]:
     """What upstream's parsers and validators make of one configuration."""
-    from verl_patches.cluster.compose import compose
+    from verl_patches.config.compose import compose
     from verl_patches.model.mindspeed.arguments import arguments_of
     from verl_patches.training import engine_start
     from verl_patches.training.engine_arguments import explain

@@ -8,7 +8,7 @@ import pytest
 import typer
 
 from verl_patches.__main__ import app
-from verl_patches.cluster.recipe import recipe_keys
+from verl_patches.config.recipe import recipe_keys
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("README*.md"), *(ROOT / "docs").rglob("*.md"), ROOT / "data" / "README.md"])

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from verl_patches.cluster.compose import CONFIGS_DIR, compose
-from verl_patches.cluster.recipe import recipe_keys
+from verl_patches.config.compose import CONFIGS_DIR, compose
+from verl_patches.config.recipe import recipe_keys
 from verl_patches.errors import ConfigError
 from verl_patches.model.mindspeed.arguments import arguments_of
 from verl_patches.training.engine_arguments import explain

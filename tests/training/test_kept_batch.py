@@ -12,8 +12,8 @@ from omegaconf import OmegaConf
 from verl import DataProto
 from verl.trainer.ppo.core_algos import agg_loss
 
-from verl_patches.cluster.checks import check_config
-from verl_patches.cluster.compose import CONFIGS_DIR, compose
+from verl_patches.config.checks import check_config
+from verl_patches.config.compose import CONFIGS_DIR, compose
 from verl_patches.errors import ConfigError
 from verl_patches.tensor_cache import limits
 from verl_patches.tensor_cache.exchange import Ragged, mask_of, to_padded

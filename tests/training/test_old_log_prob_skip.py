@@ -9,8 +9,8 @@ import torch
 from verl import DataProto
 from verl.trainer.ppo.core_algos import agg_loss, compute_policy_loss
 
-from verl_patches.cluster.checks import check_config
-from verl_patches.cluster.compose import CONFIGS_DIR, compose
+from verl_patches.config.checks import check_config
+from verl_patches.config.compose import CONFIGS_DIR, compose
 from verl_patches.errors import RecipeError
 from verl_patches.patching.row import subclass_of
 from verl_patches.trainer import rollout_correction

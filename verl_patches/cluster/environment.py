@@ -15,11 +15,10 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from verl_patches.cluster import hccl
 from verl_patches.cluster.checkouts import Trees
-from verl_patches.cluster.compose import CONFIGS_DIR
-from verl_patches.cluster.model_files import model_shape_of
 from verl_patches.cluster.pins import load_pins
+from verl_patches.config import hccl
+from verl_patches.config.compose import model_shape_of
 from verl_patches.patching.switches import VARIABLE, Switches
 from verl_patches.platform.npu.network import SOCKETS
 
@@ -87,7 +86,7 @@ def _cpu(config: DictConfig) -> list[Variable]:
 
 
 def _npu(config: DictConfig) -> list[Variable]:
-    recipe, model = config.recipe, model_shape_of(config, CONFIGS_DIR)
+    recipe, model = config.recipe, model_shape_of(config)
     first, last = hccl.host_ports(config)
     name = recipe.hccl.interface
     interface = {key: form.format(name) if name else "(towards Ray's head)" for key, form in SOCKETS.items()}

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from verl_patches.cluster.show import Json, leave_with
+from verl_patches.cli.output import Json, leave_with
 from verl_patches.patching.report import Report
 
 

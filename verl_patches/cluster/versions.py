@@ -17,12 +17,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from verl_patches.cluster.checkouts import FETCH, Trees
-from verl_patches.cluster.modified import installed_root, roots_of, source_findings
 from verl_patches.cluster.pins import Line, Pins, load_pins, same_version
 from verl_patches.cluster.support import shell_findings
 from verl_patches.patching.contract import PACKAGES
 from verl_patches.patching.report import Finding, Report
 from verl_patches.patching.switches import VARIABLE, parse
+from verl_patches.upstream.installed import installed_root
+from verl_patches.upstream.modified import roots_of, source_findings
 
 _VERSION_LINE = re.compile(r"^\s*([\w.-]+)\s*[=:]\s*(\S+)\s*$")
 

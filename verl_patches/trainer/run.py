@@ -50,7 +50,7 @@ class Run:
             or self.recipe.tensor_cache.enabled)
         self.kept_on_workers: Any = None
         self.sampled_check: Any = None
-        dirty = getattr(trainer, "modified_sources", None)  # of cluster/import_alone.py; the launcher adds its own
+        dirty = getattr(trainer, "modified_sources", None)  # of launch/import_alone.py; the launcher adds its own
         self.summary = Summary(self.folder, {
             "run": self.recipe.run, "line": self.recipe.line, "platform": self.recipe.platform,
             "layout": {"train": str(train_layout_of(trainer.config)),

@@ -1,0 +1,81 @@
+"""The command `config`: the composed configuration, and the engine's arguments key by key."""
+
+import json
+
+import pytest
+from omegaconf import OmegaConf
+from typer.testing import CliRunner
+
+from verl_patches.__main__ import app
+from verl_patches.config.compose import compose
+from verl_patches.errors import ConfigError
+
+TINY, RUNS = "grpo_deepseekv3_tiny_cpu", ("grpo_deepseekv3_256die_random_init", "grpo_deepseekv3_256die_true_weight")
+VPP = "actor_rollout_ref.actor.megatron.virtual_pipeline_model_parallel_size=2"
+
+
+@pytest.fixture
+def call():
+    return lambda *arguments: CliRunner().invoke(app, ["config", *arguments])
+
+
+def explained(call, name, *arguments, code=0):
+    done = call("--explain", "--json", "--config-name", name, *arguments)
+    assert done.exit_code == code, (done.output, done.exception)
+    return json.loads(done.stdout)
+
+
+def test_the_composed_config_is_printed_whole(call):
+    done = call("--config-name", TINY, "data.train_batch_size=8")
+    assert done.exit_code == 0 and OmegaConf.create(done.stdout) == compose(TINY, ["data.train_batch_size=8"])
+    as_json = json.loads(call("--config-name", TINY, "--json").stdout)
+    assert as_json == OmegaConf.to_container(compose(TINY))
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_both_256_die_configs_become_arguments_completely(call, name):
+    found = explained(call, name)
+    assert found["refused"] == [] and found["line"] == "a3"
+    said = {row["key"]: row["arguments"] for row in found["settings"]}
+    assert said["recipe.train.layers_per_stage"] == ["--num-layer-list", "7,7,8,8,8,8,8,7"]
+    assert said["recipe.train.swap_optimizer"] == ["--swap-optimizer"]
+    assert said["recipe.train.balanced_routing"] == (["--fix-router"] if name == RUNS[0] else [])
+    assert said["HF num_experts_per_tok"] == ["--moe-router-topk", "8"]  # the model's rows are there
+
+
+@pytest.mark.upstream
+@pytest.mark.parametrize("name", RUNS)
+def test_over_the_lines_own_verl_they_become_the_same_arguments(call, name, pytestconfig):
+    folder = str(pytestconfig.getoption("--upstream"))
+    assert explained(call, name, "--upstream", folder) == explained(call, name)
+    assert "note:" not in call("--explain", "--config-name", name, "--upstream", folder).output
+
+
+def test_a_refused_key_is_named_and_ends_with_1(call):
+    found = explained(call, RUNS[1], VPP, "+actor_rollout_ref.model.override_config.model_config.topk_method=greedy",
+                      code=1)
+    assert found["refused"] == ["actor.megatron.virtual_pipeline_model_parallel_size", "HF topk_method"]
+    done = call("--explain", "--config-name", RUNS[1], VPP)
+    assert done.exit_code == 1 and "actor.megatron.virtual_pipeline_model_parallel_size is 2: Mind" in done.stderr
+    assert " 1 refused" in done.stdout
+
+
+def test_the_table_says_for_each_key_what_it_becomes(call):
+    text = call("--explain", "--config-name", RUNS[0]).stdout
+    for word in ("--tensor-model-parallel-size 4", "verl's own", "with actor.optim.warmup_style", "no argument",
+                 "--moe-token-dispatcher-type alltoall", " 0 refused"):
+        assert word in text, text
+
+
+def test_another_verl_than_the_lines_is_said(call):
+    done = call("--explain", "--config-name", RUNS[0])
+    assert "note: " in done.stderr and "composed over verl 0.4.0" in done.stderr and "note:" not in done.stdout
+    assert "note:" not in call("--config-name", TINY).output
+
+
+def test_wrong_use(call):
+    error = call("--explain", "--config-name", TINY).exception
+    assert isinstance(error, ConfigError) and "recipe.line is pypi: add recipe.line=a3" in str(error)
+    assert explained(call, TINY, "recipe.line=a3")["refused"] == []
+    assert isinstance(call("--config-name", "no_such").exception, ConfigError)
+    assert call().exit_code == 2

@@ -1,0 +1,99 @@
+"""The command `reshard-plan`: figures, the path of one parameter, the picture, and how it refuses."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from verl_patches.__main__ import app
+from verl_patches.config.compose import CONFIGS_DIR
+from verl_patches.errors import ConfigError
+
+TINY = ("--model", str(CONFIGS_DIR / "model" / "deepseekv3_tiny.json"))
+LAYOUTS = ("--train", "tp2 pp2 ep4 etp1 @8 layers=1,3", "--rollout", "tp2 ep4 etp1 @8")
+GATE = "model.layers.2.mlp.experts.5.gate_proj.weight"
+
+
+@pytest.fixture
+def call():
+    return lambda *arguments: CliRunner().invoke(app, ["reshard-plan", *TINY, *arguments])
+
+
+def answer(call, *arguments):
+    done = call(*LAYOUTS, "--json", *arguments)
+    assert done.exit_code == 0, (done.output, done.exception)
+    return json.loads(done.stdout)
+
+
+def test_figures(call):
+    told = answer(call, "--bucket-bytes", "200000")
+    assert told["proven"] and told["ranks"] == 8 and len(told["stages"]) == 2
+    assert told["received_over_bound"] < 1.01  # alignment
+    assert told["imbalance"] >= told["imbalance_bound"] > 1
+    assert told["collectives"] >= told["collectives_bound"] > 1
+    assert told["peak_extra_bytes"] <= 800000
+    stages = {s["stage"]: s["sent_bytes"]["mean"] for s in told["stages"]}
+    assert max(stages.values()) / told["sent_bytes"]["mean"] == told["imbalance_bound"]
+    assert set(told["nearness_bytes"]) == {"card", "node", "across"} and told["nearness_bytes"]["across"] == 0
+
+
+def test_figures_for_people(call, tmp_path):
+    done = call(*LAYOUTS, "--png", str(tmp_path / "plan.png"))
+    assert done.exit_code == 0, (done.output, done.exception)
+    for word in ("received / bound", "collectives", "verified: every rollout element", "plan.png"):
+        assert word in done.stdout
+    first = (tmp_path / "plan.png").read_bytes()
+    assert first.startswith(b"\x89PNG")
+    call("--train", "tp2 pp2 ep4 etp1 @8 layers=2,2", *LAYOUTS[2:], "--png", str(tmp_path / "other.png"))
+    assert (tmp_path / "other.png").read_bytes() != first
+
+
+def test_the_picture_goes_into_a_folder_that_is_not_there_yet(call, tmp_path):
+    png = tmp_path / "new" / "deep" / "plan.png"
+    assert answer(call, "--png", str(png))["png"] == str(png)
+    assert png.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_picture_that_cannot_be_written_is_wrong_use(run_python, tmp_path):
+    """Asked of the command itself, as exit codes are its own."""
+    (tmp_path / "file").write_text("")
+    png = str(tmp_path / "file" / "plan.png")
+    arguments = ["reshard-plan", *TINY, *LAYOUTS, "--png", png]
+    done = run_python("from verl_patches.__main__ import main; main()", *arguments)
+    assert done.rc == 2
+    assert f"--png {png} cannot be written" in done.err and "give another file" in done.err
+    assert "Traceback" not in done.err
+
+
+def test_pipelines_in_vllms_order_are_served(call):
+    done = call("--train", "tp2 @4", "--rollout", "tp1 pp2 ep1 @4 order=tp-cp-ep-pp-dp", "--json")
+    assert done.exit_code == 0 and json.loads(done.stdout)["proven"]
+
+
+def test_the_path_of_one_parameter(call):
+    """Expert 5 is on the second of four EP ranks: rank 5 of stage 1 holds it, ranks 1 and 5 need it in rollout."""
+    told = answer(call, "--param", GATE, "--rank", "1")
+    assert told["holds_in_training"] is None and told["needs_in_rollout"] == f"{GATE}[0:32]"
+    assert [h["holders"] for h in told["holders"]] == [[5]]
+    (step,) = told["steps"]
+    assert (step["what"], step["peer"], step["stage"], step["bytes"]) == ("received", 5, 1, 32 * 128 * 2)
+    at_sender = answer(call, "--param", GATE, "--rank", "5")["steps"]
+    assert [(s["what"], s["peer"]) for s in at_sender] == [("kept", 5), ("sent", 1)]
+    assert at_sender[1] == step | {"what": "sent", "peer": 1, "stage": 0}
+    assert answer(call, "--param", GATE, "--rank", "0")["steps"] == []
+    done = call(*LAYOUTS, "--param", GATE, "--rank", "1")
+    assert "holds in training: nothing" in done.stdout and "8,192" in done.stdout
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    (("--param", GATE), "--param and --rank go together"),
+    (("--param", "model.nothing", "--rank", "1"), "no tensor 'model.nothing'"),
+    (("--param", GATE, "--rank", "8"), "--rank 8: expected 0 to 7"),
+    (("--bucket-bytes", "10"), "bucket_bytes must be"),
+    (("--rollout", "tp2 @4"), "training has 8 ranks"),
+    (("--rollout", "tp1 pp2 ep1 @8"), "numbers its ranks as Megatron does; expected vLLM's order=tp-cp-ep-pp-dp"),
+    (("--png", "plan.png", "--param", GATE, "--rank", "1"), "give one of them"),
+])
+def test_refusals(call, arguments, message):
+    done = call(*LAYOUTS, *arguments)
+    assert isinstance(done.exception, ConfigError) and message in str(done.exception)

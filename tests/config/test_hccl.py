@@ -1,0 +1,106 @@
+"""What HCCL needs of a configuration: the buffer by the documented formula, timeouts, and ports of its own."""
+
+import functools
+
+import pytest
+from omegaconf import OmegaConf
+
+from verl_patches.cluster.environment import derive
+from verl_patches.config import hccl
+from verl_patches.config.checks import check_config
+from verl_patches.config.compose import CONFIGS_DIR, compose
+from verl_patches.layout.inventory import read_model_shape
+
+CONFIGS = {name: f"grpo_deepseekv3_256die_{name}" for name in ("random_init", "true_weight")}
+MODEL = read_model_shape(CONFIGS_DIR / "model" / "deepseekv3_671b.json")
+VLLM = "actor_rollout_ref__rollout__engine_kwargs__vllm"
+SEATS, GRAPHS = f"{VLLM}__max_num_seqs", f"{VLLM}__additional_config__torchair_graph_config"
+
+
+composed = functools.cache(compose)
+
+
+def config_of(name="true_weight", **changes):
+    """One of the two configurations, composed once; `changes` have two underscores for a dot."""
+    config = composed(CONFIGS[name]).copy()
+    for key, value in changes.items():
+        OmegaConf.update(config, key.replace("__", "."), value)
+    return config
+
+
+def value(variable, **changes):
+    return {v.name: v.value for v in derive(config_of(**changes))}[variable]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_need_of_both_layouts_by_the_formula_written_out(name):
+    # 2^20 (B - 2) / 2 >= 32 tokens x 2 bytes x (7168 + 128) x (256 experts of the group + top 8 + 1), so B >= 238.02
+    assert 32 * 2 * (7168 + 128) * (256 + 8 + 1) == 123_740_160
+    config = config_of(name)
+    assert hccl.buffer_need_mib(config, MODEL) == 239 and hccl.buffer_mib(config, MODEL) == 300
+    # and above the plain size of the tokens in and out, ep x batch x hidden x 4 bytes x local experts
+    assert 32 * 256 * 7168 * 4 / 2**20 == 224
+
+
+@pytest.mark.parametrize(("overrides", "need"), [
+    ({SEATS: 32, f"{GRAPHS}__graph_batch_sizes": [32]}, 121),
+    ({SEATS: 32}, 239),  # batches are padded to the largest graph
+    ({SEATS: 128, f"{GRAPHS}__enabled": False}, 475),
+    ({SEATS: None, f"{GRAPHS}__enabled": False}, 947),
+    ({"recipe__rollout__expert_parallel": False}, 0),
+    ({"trainer__nnodes": 1, "trainer__n_gpus_per_node": 8}, 0),  # no MC2 on fewer than 16
+])
+def test_the_need_follows_the_largest_decode_batch(overrides, need):
+    assert hccl.buffer_need_mib(config_of(**overrides), MODEL) == need
+
+
+@pytest.mark.parametrize(("given", "fits"), [(200, False), (238, False), (239, True), (300, True)])
+def test_a_buffer_below_the_need_is_refused_with_the_need_and_the_variable(given, fits):
+    ok, said = hccl.check_buffer(config_of(recipe__hccl__buffer_mib=given), MODEL)
+    assert ok is fits and "239" in said and "HCCL_BUFFSIZE" in said
+    assert fits or said.startswith(f"recipe.hccl.buffer_mib is {given}")
+    assert value("HCCL_BUFFSIZE", recipe__hccl__buffer_mib=given) == str(given)
+
+
+def test_a_plan_holds_the_checks_and_fails_with_them():
+    checks = check_config(config_of(recipe__hccl__buffer_mib=200, recipe__hccl__base_port=6300))
+    found = {check.name: check.ok for check in checks if check.name.startswith("HCCL")}
+    assert found == {"HCCL buffer": False, "HCCL timeouts": True, "HCCL ports": False}
+
+
+def test_collectives_are_given_up_when_the_mode_can():
+    assert value("HCCL_EXEC_TIMEOUT") == "1080" and hccl.check_timeouts(config_of())[0]
+    half_an_hour = {"recipe__train__collective_timeout_minutes": 30}
+    fits, said = hccl.check_timeouts(config_of(**half_an_hour))
+    assert not fits and "collective_timeout_minutes is 30" in said and "1091 s" in said
+    assert hccl.check_timeouts(config_of(**half_an_hour, recipe__hccl__expansion_mode="AI_CPU"))[0]
+
+
+@pytest.fixture
+def proc(tmp_path):
+    def write(ports="32768\t60999", reserved=""):
+        (tmp_path / "ip_local_port_range").write_text(f"{ports}\n")
+        (tmp_path / "ip_local_reserved_ports").write_text(f"{reserved}\n")
+        return tmp_path
+
+    return write
+
+
+@pytest.mark.parametrize(("base", "kernel", "words"), [
+    (61000, {}, None),
+    (60000, {}, "32768 to 60999 are this machine's ephemeral ports"),
+    (60900, {}, "net.ipv4.ip_local_reserved_ports=60900-61043"),
+    (60900, {"reserved": "8080,60900-60999"}, None),
+    (61000, {"ports": "1024 65535"}, "1024 to 65535 are"),
+    (19990, {}, "Ray's workers 10002 to 19999"),
+    (6300, {}, "Ray's GCS 6379"),
+    (20000, {}, None),
+])
+def test_ports_lie_where_nothing_else_takes_them(proc, base, kernel, words):
+    fits, said = hccl.check_ports(config_of(recipe__hccl__base_port=base), proc(**kernel))
+    assert fits is (words is None) and (words or f"ports {base} to {base + 143}") in said
+    assert fits or "recipe.hccl.base_port" in said
+
+
+def test_the_two_variables_share_no_port():
+    assert (value("HCCL_IF_BASE_PORT"), value("HCCL_HOST_SOCKET_PORT_RANGE")) == ("61000", "61016-61143")

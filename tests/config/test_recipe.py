@@ -1,0 +1,58 @@
+from dataclasses import fields
+
+import pytest
+
+from verl_patches.config.recipe import Recipe, Train, check_recipe, recipe_keys
+from verl_patches.errors import ConfigError
+from verl_patches.training.engine_table import TABLE
+
+
+def test_the_keys_are_the_leaves_of_the_dataclasses():
+    keys = [key for key, _ in recipe_keys()]
+    assert {"recipe.run", "recipe.patches", "recipe.train.layers_per_stage", "recipe.logprob_check.action"} <= set(keys)
+    assert "recipe.train" not in keys and len(keys) == len(set(keys))
+
+
+def test_train_has_the_keys_and_defaults_of_the_engine_table():
+    table = {row.key: row.default for row in TABLE if row.key.startswith("recipe.train.")}
+    train = {f"recipe.train.{item.name}": item.default for item in fields(Train)}
+    assert set(table) == set(train)
+    assert {key: default for key, default in table.items() if default is not None} == {
+        key: train[key] for key, default in table.items() if default is not None}
+
+
+def test_the_defaults_are_valid():
+    check_recipe({"run": Recipe().run, "train": {"expert_split": "etp"}, "timeouts": {"wall_s": None}})
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"rolout": {"dp": 2}}, r"unknown key recipe\.rolout\.dp; did you mean recipe\.rollout\.dp"),
+        ({"wieght_sync": 1}, r"unknown key recipe\.wieght_sync"),
+        ({"rollout": {"tp": 2}}, r"unknown key recipe\.rollout\.tp"),
+        ({"line": "main"}, "recipe.line is 'main'; expected one of pypi, a3"),
+        ({"train": {"expert_split": "ep"}}, "expected one of etp, tp_extend_ep"),
+        ({"logprob_check": {"action": "warn"}}, "expected one of stop, report, off"),
+        ({"run": "../up"}, "plain folder name"),
+        ({"rollout": {"dp": 0}}, "expected a whole number >= 1"),
+        ({"ray_port": 80}, "1024 to 65535"),
+        ({"ray_port": 7000, "ray_address": "auto"}, "remove one of them"),
+        ({"timeouts": {"wall_s": -1}}, "seconds > 0"),
+        ({"patches": ["model.mla"]}, r"expected \+row\.id or -row\.id"),
+        ({"platform": "cpu", "rollout": {"balanced_routing": True}}, "needs recipe.platform=npu, found cpu"),
+        ({"hccl": {"base_port": 65500}}, "base_port is 65500; expected 1024 to 65392"),
+        ({"hccl": {"expansion_mode": "HOST"}}, "expected one of AIV, AI_CPU"),
+        ({"platform": "cpu", "hccl": {"buffer_mib": 300}}, "buffer_mib is Ascend.s: it needs recipe.platform=npu"),
+        ({"line": "pypi", "train": {"balanced_routing": True}}, "needs recipe.line=a3, found pypi"),
+    ],
+)
+def test_wrong_keys_and_values_are_refused_by_name(section, message):
+    with pytest.raises(ConfigError, match=message):
+        check_recipe(section)
+
+
+def test_all_faults_are_told_at_once():
+    with pytest.raises(ConfigError) as error:
+        check_recipe({"line": "x", "platform": "y", "foo": 1})
+    assert all(word in str(error.value) for word in ("recipe.line", "recipe.platform", "recipe.foo"))

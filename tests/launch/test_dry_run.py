@@ -1,0 +1,133 @@
+"""Both 256-die scripts with --dry-run, as an operator types them, and the ways in which a plan must fail."""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from verl_patches.cli.run import train_command
+from verl_patches.cluster.pins import load_pins
+from verl_patches.config.compose import compose
+from verl_patches.errors import ConfigError
+
+pytestmark = pytest.mark.slow  # each starts processes, or plans 256 ranks
+
+ROOT = Path(__file__).resolve().parents[2]
+VERL = load_pins().line("a3").repositories["verl"].version
+SCRIPTS = {name: ROOT / "scripts" / f"train_deepseekv3_256die_{name}.sh" for name in ("random_init", "true_weight")}
+NOT_HERE = {"model folder", "data"}  # checks of files that a plan does not need
+
+
+def dry_run(name, *arguments, cwd=None, env=None):
+    return subprocess.run(["bash", str(SCRIPTS[name]), "--dry-run", *arguments], capture_output=True, text=True,
+                          cwd=cwd, timeout=60, env={**os.environ, **(env or {})})
+
+
+@pytest.fixture(scope="module")
+def plans():
+    done = {name: dry_run(name, "--json") for name in SCRIPTS}
+    assert [d.returncode for d in done.values()] == [0, 0], [d.stderr for d in done.values()]
+    return {name: json.loads(d.stdout) for name, d in done.items()}
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_layouts_groups_and_ranks(plans, name):
+    plan = plans[name]
+    assert plan["ok"] and all(check["ok"] for check in plan["checks"])
+    train, rollout = plan["train"], plan["rollout"]
+    assert [len(layers) for layers in train["layers"]] == [7, 7, 8, 8, 8, 8, 8, 7]
+    sizes = {axis: (len(groups), len(groups[0])) for axis, groups in train["groups"].items()}
+    assert sizes == {"tp": (64, 4), "dp": (32, 8), "pp": (32, 8), "ep": (8, 32)}
+    assert train["groups"]["tp"][0] == [0, 1, 2, 3] and train["groups"]["pp"][0] == list(range(0, 256, 32))
+    instances = {"random_init": 1, "true_weight": 2}[name]
+    assert (rollout["instances"], rollout["dp_per_instance"]) == (instances, 128 // instances)
+    assert len(rollout["groups"]["ep"][0]) == 256 // instances
+    assert [entry["rank"] for entry in train["ranks"]] == list(range(256)) == [e["rank"] for e in rollout["ranks"]]
+    assert rollout["ranks"][255]["experts"] == [256 - instances, 255]
+    for groups in (*train["groups"].values(), *rollout["groups"].values()):
+        assert sorted(rank for group in groups for rank in group) == list(range(256))
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_patches_environment_and_commands(plans, name):
+    plan = plans[name]
+    on = {row["id"] for row in plan["patches"] if row["on"]}
+    assert {row_id for row_id in on if row_id.startswith("platform.")} == {  # no stand-in of a CPU
+        "platform.flash_attn", "platform.flash_attn_bert_padding"}
+    variables = {v["name"]: v for v in plan["environment"]}
+    assert variables["VLLM_ENABLE_FIX_ROUTE"]["value"] == {"random_init": "1", "true_weight": "0"}[name]
+    assert variables["VERL_PATCHES"]["value"] == "line=a3,platform=npu"
+    assert {row["id"] for row in plan["patches"] if row["on"]} >= {"update.engine_start", "model.mindspeed_config"}
+    commands = [command["command"] for command in plan["commands"]]
+    assert " ray start --head" in commands[0] and " ray start --address=" in commands[1]
+    assert all(command.startswith("PYTHONPATH=") for command in commands[:3])
+    assert "python -m verl_patches train --config-name grpo_deepseekv3_256die_" + name in commands[2]
+    assert not any("0.0.0.0" in command for command in commands)
+
+
+def test_it_starts_nothing_and_writes_nothing_and_overrides_pass_through(tmp_path, plans):
+    before = (ROOT / "outputs").exists()
+    done = dry_run("true_weight", "recipe.run=never", "recipe.patches=[-rollout.*]", cwd=tmp_path,
+                   env={"HOME": str(tmp_path), "TMPDIR": str(tmp_path)})
+    assert done.returncode == 0, done.stderr
+    for word in ("64 groups of 4: [0-3] [4-7] [8-11] ...", "layers 54-60 (7)", "HCCL_CONNECT_TIMEOUT", "ray start",
+                 "--config-name grpo_deepseekv3_256die_true_weight recipe.run=never"):
+        assert word in done.stdout, done.stdout
+    rows = [row["id"] for row in plans["true_weight"]["patches"] if row["on"] and row["id"].startswith("rollout.")]
+    assert rows and not any(row in done.stdout for row in rows)
+    assert list(tmp_path.iterdir()) == [] and (ROOT / "outputs").exists() == before
+
+
+@pytest.mark.parametrize(("override", "code", "message"), [
+    ("recipe.train.layers_per_stage=[8,8,8,8,8,8,8,7]", 1, "adds up to 63, the model has 61"),
+    ("actor_rollout_ref.actor.megatron.sequence_parallel=false", 1,
+     "engine arguments: actor.megatron.sequence_parallel is False: without it MindSpeed-LLM's MLA loses"),
+    ("recipe.foo=1", 2, "unknown key recipe.foo"),
+    ("actor_rollout_ref.actor.entropy_coeff=0.01", 1, "entropy_coeff is 0.01, line a3 supports 0 only"),
+])
+def test_the_scripts_keep_the_exit_code_and_name_what_is_wrong(override, code, message):
+    done = dry_run("true_weight", override)
+    assert done.returncode == code, done.stdout + done.stderr
+    assert message in done.stderr
+
+
+def test_switches_that_name_no_row_are_refused():
+    with pytest.raises(ConfigError, match="names no row of the catalogue"):
+        train_command(["recipe.patches=[+no.such_row]"], "grpo_deepseekv3_256die_true_weight", dry_run=True)
+
+
+def test_the_configs_hold_the_published_run():
+    for name, balanced, forced in (("random_init", True, True), ("true_weight", False, False)):
+        config = compose(f"grpo_deepseekv3_256die_{name}")
+        actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+        assert (config.data.train_batch_size, rollout.n, actor.ppo_mini_batch_size) == (512, 16, 512)
+        assert (config.data.max_prompt_length, config.data.max_response_length) == (1024, 3072)
+        assert (rollout.temperature, rollout.top_p, rollout.top_k) == (0.9, 0.9, 50)
+        assert (actor.optim.lr, actor.kl_loss_type, actor.kl_loss_coef) == (1e-6, "low_var_kl", 0.001)
+        assert (actor.ppo_micro_batch_size_per_gpu, rollout.gpu_memory_utilization) == (1, 0.8)
+        assert (config.recipe.rollout.balanced_routing, rollout.ignore_eos) == (balanced, forced)
+        assert config.recipe.train.balanced_routing is balanced and config.recipe.line == "a3"
+        assert actor.load_weight is not forced
+
+
+def test_another_verl_than_the_lines_is_a_note_as_a_start_would_refuse_it(plans):
+    for plan in plans.values():
+        notes = {check["name"]: check["detail"] for check in plan["checks"] if check["note"]}
+        assert set(notes) == {"verl", *NOT_HERE}
+        assert notes["verl"].startswith("a start is refused: composed over verl 0.4.0")
+        assert "DeepSeek-V3-hf is not on this machine" in notes["model folder"] and "parquet" in notes["data"]
+
+
+@pytest.mark.upstream
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_over_the_lines_own_verl_nothing_is_left_to_refuse(name, pytestconfig):
+    done = dry_run(name, "--json", "--upstream", str(pytestconfig.getoption("--upstream")))
+    assert done.returncode == 0, done.stderr
+    plan = json.loads(done.stdout)
+    checks = {check["name"]: check["detail"] for check in plan["checks"]}
+    assert {check["name"] for check in plan["checks"] if check["note"]} == NOT_HERE
+    assert f"verl {VERL}," in checks["verl"]
+    assert checks["engine arguments"].startswith("none of ")
+    assert "/Megatron-LM:" in plan["commands"][0]["command"] and "--upstream" in plan["commands"][2]["command"]

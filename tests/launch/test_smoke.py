@@ -1,0 +1,103 @@
+from pathlib import Path
+
+import pytest
+
+from verl_patches.config.checks import check_config
+from verl_patches.config.compose import compose
+from verl_patches.errors import ConfigError
+from verl_patches.launch import smoke
+from verl_patches.launch.smoke import LAYOUTS, TRAIN_LAYOUTS, SmokeOptions, overrides_of
+
+COMBINATIONS = [(layout, tp, dp) for layout in TRAIN_LAYOUTS for tp in (1, 2) for dp in (1, 2)]
+FITTING = [c for c in COMBINATIONS if TRAIN_LAYOUTS[c[0]].workers % (c[1] * c[2]) == 0]
+QUICK = [("ep2", 2, 1), ("tp2", 1, 2), ("pp2", 1, 1), ("tp2ep2", 2, 2)]
+
+
+@pytest.mark.parametrize(
+    ("train_layout", "tp", "dp"), [c if c in QUICK else pytest.param(*c, marks=pytest.mark.slow) for c in FITTING]
+)
+def test_every_fitting_combination_is_a_run_that_can_exist(train_layout, tp, dp):
+    options = SmokeOptions(train_layout=train_layout, rollout_tp=tp, rollout_dp=dp)
+    config = compose(smoke.CONFIG_NAME, overrides_of(options))
+    assert [c for c in check_config(config) if not c.ok] == []
+    engine = config.actor_rollout_ref.rollout.engine_kwargs.vllm
+    assert engine.enable_expert_parallel == (tp * dp > 1) and engine.data_parallel_size == dp
+
+
+@pytest.mark.parametrize("train_layout", LAYOUTS["a3"])
+def test_on_line_a3_experts_stay_whole_and_layers_are_listed(train_layout):
+    config = compose(smoke.CONFIG_NAME, overrides_of(SmokeOptions(train_layout=train_layout, line="a3")))
+    assert [c for c in check_config(config) if not c.ok] == [] and config.recipe.line == "a3"
+    megatron, train = config.actor_rollout_ref.actor.megatron, config.recipe.train
+    tp, ep = megatron.tensor_model_parallel_size, megatron.expert_model_parallel_size
+    assert megatron.expert_tensor_parallel_size == 1 and ep % tp == 0
+    assert (train.expert_split == "tp_extend_ep") == (tp > 1)
+    assert train.layers_per_stage is None or sum(train.layers_per_stage) == 4
+
+
+@pytest.mark.parametrize("train_layout", [name for name, layout in TRAIN_LAYOUTS.items() if layout.workers == 2])
+def test_four_rollout_ranks_need_four_workers(train_layout):
+    with pytest.raises(ConfigError, match=r"needs 4 workers.*use --train-layout tp2ep2, ep2pp2"):
+        overrides_of(SmokeOptions(train_layout=train_layout, rollout_tp=2, rollout_dp=2))
+
+
+def test_options_reach_the_config(tmp_path):
+    options = SmokeOptions(steps=7, dtype="bf16", replay_rollout=tmp_path, run="mine", seed=3)
+    config = compose(smoke.CONFIG_NAME, overrides_of(options))
+    assert (config.trainer.total_training_steps, config.recipe.dtype, config.recipe.run) == (7, "bf16", "mine")
+    assert config.recipe.rollout.replay == str(tmp_path)
+    seeds = (config.data.seed, config.actor_rollout_ref.rollout.seed, config.actor_rollout_ref.actor.megatron.seed)
+    assert seeds == (3, 3, 3)
+
+
+def test_learning_takes_its_own_steps_unless_told_otherwise():
+    assert not any("total_training_steps" in override for override in overrides_of(SmokeOptions()))  # the config's 3
+    learn = compose(smoke.LEARN_CONFIG_NAME, overrides_of(SmokeOptions(learn=True)))
+    assert learn.trainer.total_training_steps == 40
+    assert learn.custom_reward_function.path.endswith("verl_patches/rewards/learnable.py")
+    assert [c for c in check_config(learn) if not c.ok] == []
+    assert "trainer.total_training_steps=2" in overrides_of(SmokeOptions(learn=True, steps=2))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"train_layout": "ep4"}, "expected one of ep2, tp2, pp2, tp2ep2, ep2pp2"),
+        ({"line": "a4"}, "--line a4: expected one of pypi, a3"),
+        ({"rollout_tp": 3}, "--rollout-tp 3: expected 1 or 2"),
+        ({"dtype": "fp16"}, "expected fp32 or bf16"),
+        ({"steps": 0}, "whole number >= 1"),
+        ({"seed": -1}, "whole number >= 0"),
+        ({"learn": True, "replay_rollout": Path("/")}, "remove one"),
+        ({"replay_rollout": Path("/no/such/run")}, "does not exist"),
+    ],
+)
+def test_wrong_options_are_refused_in_a_sentence(options, message):
+    with pytest.raises(ConfigError, match=message):
+        overrides_of(SmokeOptions(**options))
+
+
+def test_paths_survive_hydras_grammar(tmp_path):
+    odd = tmp_path / "a b=c,d'e[1]{2}"
+    odd.mkdir()
+    assert compose(smoke.CONFIG_NAME, overrides_of(SmokeOptions(replay_rollout=odd))).recipe.rollout.replay == str(odd)
+
+
+def test_a_failed_preparation_says_what_and_shows_the_end_of_its_output(monkeypatch, tmp_path):
+    monkeypatch.setattr(smoke, "_MAKE_MODEL", "raise SystemExit('no room for the model')")
+    with pytest.raises(ConfigError, match=r"the tiny model could not be made \(exit 1\):\n  no room for the model"):
+        smoke.prepare(SmokeOptions(), tmp_path, lambda text: None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("learn", [False, True])
+def test_model_and_data_are_made_once(tmp_path, learn):
+    said: list[str] = []
+    first = smoke.prepare(SmokeOptions(learn=learn), tmp_path, said.append)
+    assert len(said) == (2 if learn else 3)  # the model, and each task's data
+    config = compose(SmokeOptions(learn=learn).config_name, [*overrides_of(SmokeOptions(learn=learn)), *first])
+    assert Path(config.actor_rollout_ref.model.path, "config.json").is_file()
+    files = [*config.data.train_files, *config.data.val_files]
+    assert len(files) == 2 * (len(said) - 1) and all(Path(file).is_file() for file in files)
+    assert smoke.prepare(SmokeOptions(learn=learn), tmp_path, said.append) == first and len(said) == len(files) // 2 + 1
+    assert smoke.prepare(SmokeOptions(learn=learn, seed=1), tmp_path, said.append) != first

@@ -1,0 +1,179 @@
+"""Nothing modified passes as its pin: trees by hash, packages by RECORD, refused at the start or recorded as dirty."""
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.small_upstream import WORKER, WORKER_TEXT, commit, git, install
+from verl_patches.cluster.checkouts import Trees, trees_of
+from verl_patches.cluster.pins import Repository, load_pins
+from verl_patches.config.compose import compose
+from verl_patches.errors import ConfigError
+from verl_patches.patching.install_prelude import LINE
+from verl_patches.upstream.installed import installed_root
+from verl_patches.upstream.modified import refuse_modified, roots_of, source_findings, tree_changes
+
+FILES = {WORKER: WORKER_TEXT, "verl/a.py": "a = 1\n", "verl/data.txt": "d\n",
+         ".gitignore": "*.pyc\n*.log\n/verl/_version.py\n/verl/mine.py\n/out/\n/build/\n/odd/\n"}
+
+
+@pytest.fixture
+def tree(tmp_path):
+    """A clone of one commit, and the line that pins it."""
+    folder = tmp_path / "verl"
+    folder.mkdir()
+    git(folder, "init", "-q")
+    head = commit(folder, FILES)
+    pin = Repository(url="u", commit=head, tree=git(folder, "rev-parse", "HEAD^{tree}"), packages=("verl",),
+                     version="1", generated=("verl/_version.py",))
+    return folder, load_pins().line("pypi").model_copy(update={"repositories": {"verl": pin}})
+
+
+def found(tree):
+    folder, line = tree
+    (finding,) = source_findings(line, {"verl": folder})
+    return finding
+
+
+def write(folder, files):
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+
+
+@pytest.mark.parametrize("files", [
+    {}, {WORKER: f"{LINE}\n{WORKER_TEXT}"}, {"verl/__pycache__/a.pyc": "x", "gone/__pycache__/b.pyc": "x"},
+    {"verl/a.pyc": "x", "run.log": "x", "out/x.log": "x"}, {"verl/_version.py": "v = 1"}, {"build/lib/verl/a.py": "x"},
+    {"out/site-packages/x.py": "x"},
+])
+def test_what_is_no_change(tree, files):
+    write(tree[0], files)
+    (tree[0] / "verl/a.py").chmod(0o755)
+    assert found(tree).state == "fine" and found(tree).details == ()
+
+
+@pytest.mark.parametrize(("files", "named"), [
+    ({"verl/a.py": "a = 2\n"}, "verl/a.py (modified)"), ({"verl/data.txt": "e\n"}, "verl/data.txt (modified)"),
+    ({"verl/new.py": "x"}, "verl/new.py (extra)"), ({"new/deep/x.txt": "x"}, "new/deep/x.txt (extra)"),
+    ({"verl/mine.py": "x"}, "verl/mine.py (extra)"),  # git ignores it, Python would import it
+    ({"odd/x/y.py": "x"}, "odd/x/y.py (extra)"),
+    ({WORKER: f"{LINE}\n{LINE}\n{WORKER_TEXT}"}, f"{WORKER} (modified)"),
+    ({WORKER: f"{LINE}\n{WORKER_TEXT}x = 1\n"}, f"{WORKER} (modified)"),
+    ({"verl/a.py": f"{LINE}\na = 1\n"}, "verl/a.py (modified)"),
+])
+def test_what_is_a_change(tree, files, named):
+    write(tree[0], files)
+    finding = found(tree)
+    assert (finding.state, finding.details) == ("problem", (named,)) and named in finding.found
+
+
+def test_a_link_to_a_folder_is_a_change_even_where_git_ignores_it(tree, tmp_path):
+    write(tmp_path / "elsewhere", {"mine.py": "x"})
+    (tree[0] / "odd").symlink_to(tmp_path / "elsewhere")
+    (tree[0] / ".git/info/exclude").write_text("odd\n")
+    assert found(tree).details == ("odd (extra)",)
+
+
+def test_a_deleted_file_and_a_long_list(tree):
+    (tree[0] / "verl/data.txt").unlink()
+    write(tree[0], {f"verl/n{number}.py": "" for number in range(9)})
+    finding = found(tree)
+    assert len(finding.details) == 10 and finding.details[0] == "verl/data.txt (deleted)"
+    assert "10 files changed" in finding.found and "and 5 more" in finding.found
+
+
+@pytest.mark.parametrize("hide", ["--assume-unchanged", "--skip-worktree"])
+def test_gits_index_hides_nothing(tree, hide):
+    git(tree[0], "update-index", hide, "verl/a.py")
+    write(tree[0], {"verl/a.py": "a = 2\n"})
+    assert git(tree[0], "status", "--porcelain") == ""  # the control
+    assert found(tree).details == ("verl/a.py (modified)",)
+
+
+def test_a_staged_or_committed_change_is_one_too(tree):
+    write(tree[0], {"verl/a.py": "a = 2\n"})
+    git(tree[0], "add", "-A")
+    assert found(tree).details == ("verl/a.py (modified)",)
+    git(tree[0], "commit", "-q", "-m", "mine")
+    assert found(tree).details == ("verl/a.py (modified)",) and "expected commit" in found(tree).found
+    commit(tree[0], {"verl/a.py": "a = 1\n"})  # the same files again, by another commit
+    assert found(tree).state == "problem" and found(tree).details == ()
+
+
+def test_a_clone_of_another_owner_is_compared_all_the_same(tree, monkeypatch):
+    monkeypatch.setenv("GIT_TEST_ASSUME_DIFFERENT_OWNER", "1")
+    with pytest.raises(subprocess.CalledProcessError):
+        git(tree[0], "status")  # the control
+    assert found(tree).state == "fine"
+    write(tree[0], {"verl/a.py": "a = 2\n"})
+    assert found(tree).details == ("verl/a.py (modified)",)
+
+
+def test_what_cannot_be_compared_is_a_problem(tree, tmp_path):
+    folder, line = tree
+    shutil.rmtree(folder / ".git")
+    assert "cannot be compared" in found(tree).found and found(tree).state == "problem"
+    git(folder, "init", "-q")
+    commit(folder, {"other.py": ""})  # a clone that has never had the pin
+    assert "cannot be compared" in found(tree).found and found(tree).state == "problem"
+
+
+def test_an_installed_package_is_held_by_its_record(tmp_path):
+    line = load_pins().line("pypi")
+    install(tmp_path, "verl", "0.4.0", {"verl/a.py": "a = 1\n", "verl/b.yaml": "b\n", WORKER: WORKER_TEXT})
+    (tmp_path / WORKER).write_text(f"{LINE}\n{WORKER_TEXT}")
+    write(tmp_path, {"verl/__pycache__/a.pyc": "x", "other.pth": "x"})
+
+    def changes():
+        (finding,) = source_findings(line, {"verl": tmp_path})
+        assert (finding.state == "problem") == bool(finding.details)
+        return finding.details
+
+    assert changes() == ()
+    (tmp_path / "verl/b.yaml").unlink()
+    write(tmp_path, {"verl/a.py": "a = 2\n", "verl/c.py": ""})
+    assert changes() == ("verl/a.py (modified)", "verl/b.yaml (deleted)", "verl/c.py (extra)")
+
+
+def config(line, drift="strict"):
+    found = compose("grpo_deepseekv3_tiny_cpu")
+    found.recipe.line, found.recipe.drift = line, drift
+    return found
+
+
+@pytest.mark.slow
+def test_a_start_over_an_edited_package_is_refused_or_marked(tmp_path):
+    """The installed packages as they are, then a copied verl with one edit in a file that no row targets."""
+    assert refuse_modified(config("pypi"), Trees()) == {}
+    shutil.copytree(installed_root("verl") / "verl", tmp_path / "verl", ignore=shutil.ignore_patterns("__pycache__"))
+    trees = Trees(("--verl-path", str(tmp_path)), (tmp_path,), tmp_path)
+    assert refuse_modified(config("pypi"), trees) == {}
+    file = tmp_path / "verl/utils/torch_dtypes.py"
+    file.write_text(file.read_text() + "# edited\n")
+    with pytest.raises(ConfigError, match=r"verl/utils/torch_dtypes.py \(modified\)"):
+        refuse_modified(config("pypi"), trees)
+    for drift in ("warn", "skip"):
+        assert refuse_modified(config("pypi", drift), trees) == {"verl": ["verl/utils/torch_dtypes.py (modified)"]}
+
+
+@pytest.mark.slow
+@pytest.mark.upstream
+def test_the_trees_of_line_a3(pytestconfig, tmp_path):
+    """As fetched, all are the pin; one edit in a file of MindSpeed-LLM that no row targets is refused and named."""
+    given = Path(pytestconfig.getoption("--upstream")).absolute()
+    line, trees = load_pins().line("a3"), trees_of(given)
+    assert [f for f in source_findings(line, roots_of("a3", trees)) if f.state != "fine"] == []
+    for name in ("verl", "Megatron-LM", "MindSpeed"):
+        (tmp_path / name).symlink_to(given / name)
+    subprocess.run(["git", "clone", "-q", "--shared", given / "MindSpeed-LLM", tmp_path / "MindSpeed-LLM"], check=True)
+    trees, file = trees_of(tmp_path), tmp_path / "MindSpeed-LLM/mindspeed_llm/tasks/preprocess/parser.py"
+    assert refuse_modified(config("a3"), trees) == {}
+    before = file.read_bytes()
+    file.write_bytes(before + b"\n")
+    with pytest.raises(ConfigError, match="MindSpeed-LLM .*tasks/preprocess/parser.py"):
+        refuse_modified(config("a3"), trees)
+    file.write_bytes(before)
+    assert refuse_modified(config("a3"), trees) == {}
+    assert tree_changes(given / "verl", load_pins().line("a3").repositories["verl"].commit) == []

@@ -1,0 +1,192 @@
+"""The commands `config`, a composed configuration, and `reshard-plan`, the weight sync between two layouts."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from omegaconf import DictConfig, OmegaConf
+
+from verl_patches.cli.output import Json, print_json, table
+from verl_patches.cli.run import ConfigName, Overrides, Upstream, VerlPath
+from verl_patches.cluster.checkouts import LINE, trees_of, verl_check
+from verl_patches.config.compose import CONFIGS_DIR, compose, hf_config_of
+from verl_patches.errors import ConfigError
+from verl_patches.layout.inventory import build_inventory
+from verl_patches.layout.parallel import ParallelLayout, parse_layout
+from verl_patches.model.mindspeed.arguments import Setting
+from verl_patches.patching.install_prelude import PLACES
+from verl_patches.reshard.check import check_plan
+from verl_patches.reshard.figures import figures, path_of
+from verl_patches.reshard.plan import DEFAULT_BUCKET_BYTES, plan_reshard
+from verl_patches.training.engine_arguments import explain as explain_engine
+
+GB = 1e9
+TRAIN_LIBRARIES, ROLLOUT_LIBRARIES = ("mindspeed", "megatron-local", "megatron-te"), ("vllm-ascend", "vllm")
+DEFAULT_MODEL = CONFIGS_DIR / "model" / "deepseekv3_671b.json"
+TRAIN_HELP = 'Training layout, such as "tp4 pp8 ep32 etp1 @256 layers=7,7,8,8,8,8,8,7".'
+ROLLOUT_HELP = 'Rollout layout, such as "tp2 ep128 etp1 @256": 2 instances of 128 ranks.'
+
+
+def config_command(
+    overrides: Overrides = None,
+    config_name: ConfigName = ...,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Print what each key becomes for MindSpeed (line a3).")
+    ] = False,
+    verl_path: VerlPath = None,
+    upstream: Upstream = None,
+    as_json: Json = False,
+) -> None:
+    """Print a config as it is composed, in YAML; with --explain the training engine's arguments, key by key."""
+    trees = trees_of(upstream, verl_path)
+    config = compose(config_name, overrides or [], verl_path=trees.verl)
+    line = config.recipe.line
+    if explain and line != LINE:
+        raise ConfigError(f"--explain is about the engine of line {LINE}, but recipe.line is {line}: "
+                          f"add recipe.line={LINE}, or omit --explain")
+    fits, said = verl_check(line, trees)
+    if not fits:
+        typer.echo(f"verl_patches: note: defaults are those of another verl than a run needs: {said}", err=True)
+    if explain:
+        _explain(config, config_name, as_json)
+    elif as_json:
+        print_json(OmegaConf.to_container(config))
+    else:
+        typer.echo(OmegaConf.to_yaml(config), nl=False)
+
+
+def _explain(config: DictConfig, config_name: str, as_json: bool) -> None:
+    """Print what each key becomes; exit code 1 where one is refused."""
+    rows = explain_engine(OmegaConf.to_container(config), hf_config_of(config))
+    refused = [row for row in rows if row.how == "refused"]
+    if as_json:
+        print_json({"config": config_name, "line": config.recipe.line, "settings": [row._asdict() for row in rows],
+                    "refused": [row.key for row in refused]})
+    else:
+        cells = [(row.key, _text(row), _becomes(row), row.why) for row in rows]
+        table(f"{config_name}: keys below actor_rollout_ref, and the model's (HF), for Megatron and MindSpeed",
+              ("key", "value", "becomes", "why"), cells,
+              [number for number, row in enumerate(rows) if row.how == "refused"])
+        typer.echo(f"{len(rows)} rows, {len(refused)} refused. {PLACES}.")
+    for row in refused:
+        typer.echo(f"verl_patches: {row.key} is {_text(row)}: {row.why}", err=True)
+    raise typer.Exit(1 if refused else 0)
+
+
+def _becomes(row: Setting) -> str:
+    return " ".join(row.arguments) or ("no argument" if row.how == "mapped" else row.how)
+
+
+def _text(row: Setting) -> str:
+    return "" if row.how == "fixed" else "null" if row.value is None else str(row.value)
+
+
+def reshard_plan_command(
+    train: Annotated[str, typer.Option(help=TRAIN_HELP)],
+    rollout: Annotated[str, typer.Option(help=ROLLOUT_HELP)],
+    model: Annotated[Path, typer.Option(help="An HF config.json.", show_default="DeepSeek-V3")] = DEFAULT_MODEL,
+    train_library: Annotated[
+        str, typer.Option(help="Whose sharding training has: " + ", ".join(TRAIN_LIBRARIES) + ".")
+    ] = "mindspeed",
+    rollout_library: Annotated[
+        str, typer.Option(help="Whose sharding rollout has: " + ", ".join(ROLLOUT_LIBRARIES) + ".")
+    ] = "vllm-ascend",
+    bucket_bytes: Annotated[
+        int, typer.Option(help="Most that a rank sends, and receives, in one collective.")
+    ] = DEFAULT_BUCKET_BYTES,
+    png: Annotated[Path | None, typer.Option(help="Draw the bytes between all ranks into this file.")] = None,
+    param: Annotated[str | None, typer.Option(help="An HF tensor: print its path to --rank.")] = None,
+    rank: Annotated[int | None, typer.Option(help="The rank for --param.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Plan the weight sync between two layouts, verify the plan, and print its cost."""
+    if (param is None) != (rank is None):
+        raise ConfigError("reshard-plan: --param and --rank go together: name one HF tensor and one rank")
+    if param is not None and png is not None:
+        raise ConfigError("reshard-plan: --png draws the plan, --param prints one tensor's path: give one of them")
+    start = time.perf_counter()
+    layouts = _layout("--train", train), _layout("--rollout", rollout)
+    _check_library("--train-library", train_library, TRAIN_LIBRARIES)
+    _check_library("--rollout-library", rollout_library, ROLLOUT_LIBRARIES)
+    if rank is not None and not 0 <= rank < layouts[0].world_size:
+        raise ConfigError(f"reshard-plan: --rank {rank}: expected 0 to {layouts[0].world_size - 1}")
+    plan = plan_reshard(build_inventory(model), *layouts, train_library=train_library,
+                        rollout_library=rollout_library, bucket_bytes=bucket_bytes)
+    seconds = time.perf_counter() - start
+    if param is not None:
+        path = path_of(plan, param, rank)
+        if as_json:
+            print_json(path)
+        else:
+            _show_path(path)
+        return
+    check_plan(plan)
+    if png is not None:
+        from verl_patches.evaluation.reshard_picture import draw_plan
+
+        draw_plan(plan, png)
+    result = {**figures(plan), "proven": True, "planning_s": round(seconds, 2), "png": png and str(png)}
+    if as_json:
+        print_json(result)
+    else:
+        _show_figures(result)
+
+
+def _layout(option: str, text: str) -> ParallelLayout:
+    try:
+        return parse_layout(text)
+    except ConfigError as error:
+        raise ConfigError(f'reshard-plan: {option} "{text}": {error} (etp defaults to tp)') from error
+
+
+def _check_library(option: str, found: str, allowed: tuple[str, ...]) -> None:
+    if found not in allowed:
+        raise ConfigError(f"reshard-plan: {option} {found}: expected one of {', '.join(allowed)}")
+
+
+def _show_figures(plan: dict[str, Any]) -> None:
+    table(f"{plan['train']} ({plan['train_library']}) to {plan['rollout']} ({plan['rollout_library']})",
+          ("stage", "ranks", "layers", "sends, GB a rank", "max / mean", "receives, GB a rank"),
+          [(str(s["stage"]), str(s["ranks"]), str(s["layers"]), _gb(s["sent_bytes"]), f"{s['imbalance']:.3f}",
+            _gb(s["received_bytes"])) for s in plan["stages"]])
+    near = plan["nearness_bytes"]
+    total = sum(near.values()) or 1
+    lines = [
+        ("must arrive, GB a rank", _gb(plan["must_arrive_bytes"]), ""),
+        ("received / bound", f"{plan['received_over_bound']:.4f}", "1"),
+        ("kept on the rank, GB", _gb(plan["kept_bytes"]), ""),
+        ("sent, max / mean over all ranks", f"{plan['imbalance']:.3f}", f"{plan['imbalance_bound']:.3f}"),
+        ("collectives", str(plan["collectives"]), str(plan["collectives_bound"])),
+        ("peak extra bytes (4 wire buffers), GB", f"{plan['peak_extra_bytes'] / GB:.2f}",
+         f"at most {4 * plan['bucket_bytes'] / GB:.2f}"),
+        ("from the same card, node, across", ", ".join(f"{100 * n / total:.1f}%" for n in near.values()), ""),
+        ("planning, s", str(plan["planning_s"]), ""),
+        ("digest", plan["digest"][:16], ""),
+    ]
+    table("whole sync", ("figure", "value", "bound"), lines)
+    typer.echo("verified: every rollout element is written exactly once, from its own training element")
+    if plan["png"]:
+        typer.echo(f"picture: {plan['png']}")
+
+
+def _gb(spread: dict[str, float]) -> str:
+    low, mean, high = (f"{spread[key] / GB:.2f}" for key in ("min", "mean", "max"))
+    return mean if low == high else f"{mean} ({low} to {high})"
+
+
+def _show_path(path: dict[str, Any]) -> None:
+    typer.echo(f"{path['parameter']} {path['shape']} {path['dtype']}")
+    typer.echo(f"rank {path['rank']} holds in training: {path['holds_in_training'] or 'nothing'}")
+    typer.echo(f"rank {path['rank']} needs in rollout: {path['needs_in_rollout'] or 'nothing'}")
+    table("holders", ("region", "held in training by ranks", "needed in rollout by"),
+          [(h["region"], _few(h["holders"]), f"{h['needed_by']} ranks") for h in path["holders"]])
+    table(f"steps on rank {path['rank']}", ("region", "what", "peer", "its stage", "where", "bucket", "bytes"),
+          [(s["region"], s["what"], str(s["peer"]), str(s["stage"]), s["nearness"],
+            "" if s["bucket"] is None else str(s["bucket"]), f"{s['bytes']:,}") for s in path["steps"]])
+
+
+def _few(ranks: list[int]) -> str:
+    return ", ".join(map(str, ranks)) if len(ranks) <= 12 else f"{len(ranks)} ranks, {ranks[0]} to {ranks[-1]}"

@@ -1,0 +1,104 @@
+"""The commands that show patches: `status`, `explain`, `digest`; and `install-prelude`."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+
+from verl_patches import catalog
+from verl_patches.cli.output import Json, print_json, table
+from verl_patches.errors import RecipeError
+from verl_patches.patching import install_prelude
+from verl_patches.patching.engine import Engine
+from verl_patches.patching.install_prelude import PLACES
+from verl_patches.patching.report import WRONG, count_by_process, run_states
+from verl_patches.patching.switches import from_environment, parse
+
+Switch = Annotated[str | None, typer.Option("--switches", help="In place of the variable VERL_PATCHES.")]
+
+
+def engine_of(switches: str | None) -> Engine:
+    """An engine over the catalogue with these switches, default VERL_PATCHES; nothing is applied."""
+    return Engine(catalog.ROWS, from_environment() if switches is None else parse(switches))
+
+
+def status_command(
+    run: Annotated[Path | None, typer.Option("--run", help="A run's folder: show the states it recorded.")] = None,
+    switches: Switch = None,
+    as_json: Json = False,
+) -> None:
+    """The rows of the catalogue and their states: of a recorded run, or what would be applied here ("waiting")."""
+    if run is not None:
+        _show_run(run, as_json)
+    engine = engine_of(switches)
+    rows = [{**r, "state": "waiting" if r["id"] in engine.wanted else "off"} for r in engine.status()]
+    if as_json:
+        print_json({"switches": engine.switches.text(), "rows": rows})
+    else:
+        table(f"patches for {engine.switches.text()}", ("id", "state", "target", "reason"),
+              [(r["id"], r["state"], r["target"], r["reason"]) for r in rows])
+
+
+def _show_run(run: Path, as_json: bool) -> NoReturn:
+    """Print the states that a run recorded; exit code 1 where one is wrong."""
+    rows = count_by_process(run_states(run))
+    if not rows:
+        raise RecipeError(f"{run} has no recorded states: it ended before any process reported; see its driver.log")
+    record = json.loads((run / "summary.json").read_text())
+    ended, dirty = record["exit"], record.get("dirty", {})
+    wrong = [r["id"] for r in rows if WRONG & set(r["states"].values())]
+    if as_json:
+        print_json({"run": str(run), "exit": ended, "dirty": dirty, "rows": rows, "wrong": wrong})
+    else:
+        for name, files in dirty.items():
+            typer.echo(f"dirty: {name} was not as pinned: {', '.join(files)}")
+        typer.echo(f"run ended: {ended}. A row is waiting where its module was never imported in that process.")
+        table(f"patches of {run}", ("id", "target", "states", "reason"),
+              [(r["id"], r["target"], ", ".join(f"{p}: {s}" for p, s in r["states"].items()), r["reason"])
+               for r in rows])
+    raise typer.Exit(1 if wrong else 0)
+
+
+def explain_command(row_id: str, switches: Switch = None, as_json: Json = False) -> None:
+    """Everything about one row: what it replaces, why, by what, until when."""
+    facts = engine_of(switches).explain(row_id)
+    drifted = facts["reviewed"] not in (None, facts["fingerprint"])
+    facts["state"] = "off"
+    if facts["wanted"]:  # and nothing is applied here
+        facts["state"] = "drifted" if drifted else "waiting"
+    if as_json:
+        print_json(facts)
+    else:
+        table(row_id, ("fact", "value"), [(k, ", ".join(v) if isinstance(v, (list, tuple)) else str(v))
+                                          for k, v in facts.items()])
+        typer.echo(PLACES)
+
+
+def digest_command(switches: Switch = None, as_json: Json = False) -> None:
+    """The digest of intent that controller and workers compare before step 1."""
+    engine = engine_of(switches)
+    if as_json:
+        print_json({"switches": engine.switches.text(), "digest": engine.digest(), "intent": engine.intent()})
+    else:
+        typer.echo(engine.digest())
+
+
+def install_prelude_command(
+    verl_path: Annotated[Path | None, typer.Option("--verl-path", help="A verl checkout; default: installed.")] = None,
+    undo: Annotated[bool, typer.Option("--undo", help="Take both out again.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Insert `from verl_patches import prelude_patch` into verl's Megatron workers, and a .pth file into this Python.
+
+    The .pth file runs the prelude in every process of this Python that imports upstream before it reaches the line.
+    """
+    found = asdict(install_prelude.undo(verl_path) if undo else install_prelude.install(verl_path))
+    if as_json:
+        print_json({name: {**result, "file": str(result["file"])} for name, result in found.items()})
+        return
+    for result in found.values():
+        typer.echo(f"{result['state']}: {result['file']}" + (f", line {result['line']}" if result["line"] else ""))

@@ -1,0 +1,209 @@
+"""Compose one configuration: verl's trainer config (found, never copied), a file of ours, the recipe and overrides.
+
+The result is plain and fully resolved: what is printed, stored and handed to the driver is what runs. The second half
+reads from it what several rooms need: the model's sizes and files, vLLM's arguments.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from verl_patches.config.recipe import VLLM_DTYPES, Recipe, check_recipe, recipe_keys, unknown_key
+from verl_patches.errors import ConfigError
+from verl_patches.layout.inventory import ModelShape, read_model_shape
+from verl_patches.layout.model_folder import read_config
+from verl_patches.upstream.installed import VERL_CONFIG, verl_config_dir
+
+CONFIGS_DIR = Path(__file__).resolve().parents[2] / "configs"
+SCHEMA = "recipe_schema"
+
+# verl reads these with .get() although its own config file does not list them; any other new key would be ignored
+_READ_BUT_UNLISTED = {
+    "actor_rollout_ref.recipe": "ours: the recipe section where verl's workers see it",
+    "data.dataloader_num_workers": "verl/trainer/ppo/ray_trainer.py: config.data.get('dataloader_num_workers', 8)",
+    "data.seed": "verl/trainer/main_ppo.py: data_config.get('seed', 1)",
+    "actor_rollout_ref.rollout.seed": "verl/workers/rollout/vllm_rollout/vllm_rollout_spmd.py: config.get('seed', 0)",
+}
+_OPEN_SECTIONS = (  # handed on whole to Megatron, vLLM or transformers
+    "recipe",
+    "actor_rollout_ref.recipe",
+    "actor_rollout_ref.actor.megatron.override_transformer_config",
+    "actor_rollout_ref.ref.megatron.override_transformer_config",
+    "critic.megatron.override_transformer_config",
+    "actor_rollout_ref.rollout.engine_kwargs",
+    "actor_rollout_ref.model.override_config",
+)
+
+
+def compose(config_name: str, overrides: Sequence[str] = (), *, verl_path: Path | None = None) -> DictConfig:
+    """Return configs/`config_name`.yaml composed over verl's config with Hydra `overrides`, resolved and checked.
+
+    `verl_path` is an upstream checkout to take verl's config from; None takes the installed verl (located, not
+    imported). Raises ConfigError for an unknown config, key or override, a value of the wrong kind, or a recipe that
+    contradicts itself.
+    """
+    from hydra import compose as hydra_compose
+    from hydra import initialize_config_dir
+    from hydra.core.config_store import ConfigStore
+    from hydra.errors import HydraException
+
+    name = config_name.removesuffix(".yaml")
+    runs = [path.stem for path in sorted(CONFIGS_DIR.glob("*.yaml")) if _is_run(path)]
+    if name not in runs:
+        raise ConfigError(f"--config-name {config_name}: no config of a run in {CONFIGS_DIR} has this name; there is: "
+                          + (", ".join(runs) or "none"))
+    upstream = verl_config_dir(verl_path)
+    ConfigStore.instance().store(SCHEMA, node=Recipe, package="recipe")
+    OmegaConf.register_new_resolver("vllm_dtype", _vllm_dtype, replace=True)
+    OmegaConf.register_new_resolver("repo_path", lambda path: str(CONFIGS_DIR.parent / path), replace=True)
+    base = _load(upstream / f"{VERL_CONFIG}.yaml")
+    try:
+        with initialize_config_dir(str(CONFIGS_DIR), version_base="1.3"):
+            composed = hydra_compose(name, [f"hydra.searchpath=[file://{upstream}]", *overrides])
+        config = OmegaConf.create(OmegaConf.to_container(composed, resolve=True, throw_on_missing=True))
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(_explain(error, name, base)) from error
+    check_recipe(OmegaConf.to_container(config.recipe))
+    for section in filter(None, (config.recipe, config.actor_rollout_ref.get("recipe"))):
+        section.output_root = str(Path(section.output_root).absolute())  # workers have other current folders
+    _check_verl_keys(config, base, name, overrides)
+    _check_dtype(config)
+    return config
+
+
+def _is_run(path: Path) -> bool:
+    """Hydra's configs have a defaults list; the pin file beside them has none."""
+    return any(line.startswith("defaults:") for line in path.read_text().splitlines())
+
+
+@functools.cache
+def _load(path: Path) -> DictConfig:
+    return OmegaConf.load(path)
+
+
+def _vllm_dtype(dtype: str) -> str:
+    if dtype not in VLLM_DTYPES:
+        raise ConfigError(f"recipe.dtype is {dtype!r}; expected one of {', '.join(VLLM_DTYPES)}")
+    return VLLM_DTYPES[dtype]
+
+
+def _explain(error: Exception, name: str, base: DictConfig) -> str:
+    """Hydra's error as one sentence that says what to change."""
+    texts = [str(e).strip() for e in _chain(error) if str(e).strip()]
+    config_error = next((e for e in _chain(error) if isinstance(e, ConfigError)), None)
+    if config_error:
+        return str(config_error)
+    override = re.search(r"Could not override '([^']+)'", texts[0])
+    missing = re.search(r"Key '([^']+)' (?:is )?not in '?\w+'?\s+full_key: (\S+)", "\n".join(texts))
+    known = dict(recipe_keys()) | dict.fromkeys(_keys(base))
+    if override or (missing and missing[2].startswith("recipe")):
+        key = override[1] if override else missing[2]
+        listed = " If verl reads it although its config file does not list it, write +" + key + "=..."
+        tail = "" if key.startswith("recipe") else listed
+        return f"{unknown_key(key, known)}{tail}"
+    lines = list(dict.fromkeys(text.splitlines()[0] for text in texts))
+    return f"config {name}: {'; '.join(lines[:2])}"
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _check_verl_keys(config: DictConfig, base: DictConfig, name: str, overrides: Sequence[str]) -> None:
+    """Refuse a key that a file of ours adds to verl's sections: nothing would read it. +key=value is a user's word."""
+    known = dict.fromkeys(_keys(base))
+    added = {o.lstrip("+").partition("=")[0] for o in overrides if o.startswith("+")}
+    faults = []
+    for key in _keys(config):
+        is_open = any(key == section or key.startswith(section + ".") for section in _OPEN_SECTIONS)
+        is_added = any(key == a or key.startswith(a + ".") for a in added)
+        is_known = key in known or key in _READ_BUT_UNLISTED or any(k.startswith(key + ".") for k in known)
+        if not (is_open or is_added or is_known):
+            faults.append(unknown_key(key, known))
+    if faults:
+        raise ConfigError(f"config {name}: verl's own config does not have\n  " + "\n  ".join(faults))
+
+
+def _check_dtype(config: DictConfig) -> None:
+    expected, found = VLLM_DTYPES[config.recipe.dtype], config.actor_rollout_ref.rollout.dtype
+    if expected != found:
+        raise ConfigError(
+            f"recipe.dtype={config.recipe.dtype} trains in {expected}, but actor_rollout_ref.rollout.dtype is {found}: "
+            "the weights could not be compared; set recipe.dtype only, the rollout follows it"
+        )
+
+
+def _keys(section: DictConfig, prefix: str = "") -> Iterator[str]:
+    """Dotted keys of all leaves; a missing or interpolated value counts as a leaf, an empty section too."""
+    for key in section:
+        name = f"{prefix}{key}"
+        unresolved = OmegaConf.is_interpolation(section, key) or OmegaConf.is_missing(section, key)
+        value = None if unresolved else section[key]
+        if isinstance(value, DictConfig) and len(value):
+            yield from _keys(value, f"{name}.")
+        else:
+            yield name
+
+
+# what a composed configuration says about the model and vLLM's engine
+
+
+def shape_file(config: DictConfig) -> Path:
+    """The HF config.json of recipe.model_shape; ConfigError where it does not exist."""
+    path = CONFIGS_DIR / config.recipe.model_shape
+    if not path.is_file():
+        raise ConfigError(
+            f"recipe.model_shape is {config.recipe.model_shape}: no such file in {CONFIGS_DIR}; give an HF config.json"
+        )
+    return path
+
+
+def model_shape_of(config: DictConfig) -> ModelShape:
+    """Sizes of the model from recipe.model_shape; ConfigError without that file."""
+    return read_model_shape(shape_file(config))
+
+
+def config_file(config: DictConfig) -> Path:
+    """config.json in the model's folder; it need not exist here."""
+    return Path(config.actor_rollout_ref.model.path) / "config.json"
+
+
+def model_changes(config: DictConfig) -> dict[str, Any]:
+    """verl's override_config.model_config."""
+    return OmegaConf.to_container(config.actor_rollout_ref.model.override_config).get("model_config") or {}
+
+
+def hf_config_of(config: DictConfig) -> dict[str, Any]:
+    """The model's config.json with `override_config.model_config` over it, as training reads it in a worker.
+
+    The file is that of the model's folder, where it exists here, else recipe.model_shape.
+    """
+    file = config_file(config)
+    return {**read_config(file if file.is_file() else shape_file(config)), **model_changes(config)}
+
+
+def reads_weights(config: DictConfig) -> bool:
+    """Whether training or vLLM reads the weights of the model's folder: not with random init."""
+    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+    trained = actor.load_weight and not actor.megatron.use_dist_checkpointing
+    return trained or not rollout.load_format.startswith("dummy")
+
+
+def vllm_arguments(config: DictConfig) -> Mapping[str, Any]:
+    """Keyword arguments of vLLM's engine: rollout.engine_kwargs.vllm."""
+    return config.actor_rollout_ref.rollout.engine_kwargs.get("vllm") or {}
+
+
+def graph_arguments(config: DictConfig) -> Mapping[str, Any]:
+    """vllm-ascend's torchair_graph_config; empty where graphs are not enabled."""
+    graph = (vllm_arguments(config).get("additional_config") or {}).get("torchair_graph_config") or {}
+    return graph if graph.get("enabled") else {}

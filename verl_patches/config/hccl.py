@@ -1,0 +1,143 @@
+"""Settings of Ascend's collectives (HCCL) and their checks: buffer size, timeouts, ports of each node.
+
+Not tried on a device: the figures are those of CANN's and torch_npu's documentation at the pins.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+from omegaconf import DictConfig
+
+from verl_patches.config.compose import graph_arguments, vllm_arguments
+from verl_patches.config.recipe import HCCL_PORTS
+from verl_patches.layout.inventory import ModelShape
+from verl_patches.layout.of_config import world_size
+
+DEFAULT_BUFFER_MIB = 200  # HCCL's default
+BUFFER_STEP_MIB = 100
+AIV_EXEC_TIMEOUT_S = 1091  # CANN envref_07_0078: the longest with AIV
+IF_PORTS = 16  # that HCCL_IF_BASE_PORT stands for (CANN envref_07_0074)
+PROC = Path("/proc/sys/net/ipv4")
+_MIB = 1 << 20
+_MC2_FROM_RANKS = 16  # vllm_ascend/ascend_forward_context.py:22
+_DEFAULT_SEATS = 256  # vllm/engine/arg_utils.py:1567, for a device below 70 GiB
+_RAY_PORTS = {  # `ray start` with its defaults, and the port of the printed commands
+    "Ray's GCS": (6379, 6379),
+    "Ray's dashboard": (8265, 8265),
+    "Ray's client server": (10001, 10001),
+    "Ray's workers": (10002, 19999),
+    "Ray's dashboard agent": (52365, 52365),
+}
+
+
+def checks(config: DictConfig, model: ModelShape) -> list[tuple[str, bool, str]]:
+    """(name, whether it holds, one sentence) of each rule of this file; nothing on other platforms than npu."""
+    if config.recipe.platform != "npu":
+        return []
+    return [("HCCL buffer", *check_buffer(config, model)), ("HCCL timeouts", *check_timeouts(config)),
+            ("HCCL ports", *check_ports(config))]
+
+
+def buffer_need_mib(config: DictConfig, model: ModelShape) -> int:
+    """MiB of HCCL_BUFFSIZE that vllm-ascend's exchange of experts (MC2) needs in decode; 0 where it is not used.
+
+    By the documentation of torch_npu.npu_moe_distribute_dispatch for Atlas A3 (op-plugin 7.1.0):
+    2^20 x (HCCL_BUFFSIZE - 2) / 2 >= tokens x 2 x (hidden + 128) x (ep x local experts + top-k + 1), where `tokens` is
+    the largest decode batch of a replica, split over TP (vllm_ascend/ops/fused_moe.py:134). With less the operator ends
+    with an address out of range and names no variable (vllm-ascend issue 2674).
+    """
+    if not config.recipe.rollout.expert_parallel or world_size(config) < _MC2_FROM_RANKS:
+        return 0
+    tp = config.actor_rollout_ref.rollout.tensor_model_parallel_size
+    ep = tp * config.recipe.rollout.dp
+    local = model.n_routed_experts // ep + model.n_routed_experts % ep  # the last rank has the rest
+    tokens = math.ceil(_decode_batch(config) / tp)
+    moved = tokens * 2 * (model.hidden_size + 128) * (ep * local + model.num_experts_per_tok + 1)
+    return math.ceil(2 * moved / _MIB + 2)
+
+
+def _decode_batch(config: DictConfig) -> int:
+    """Most responses that a replica decodes at once: decode batches are padded to a graph's size."""
+    sizes = graph_arguments(config).get("graph_batch_sizes") or ()
+    return max(vllm_arguments(config).get("max_num_seqs") or _DEFAULT_SEATS, *sizes, 0)
+
+
+def buffer_mib(config: DictConfig, model: ModelShape) -> int:
+    """HCCL_BUFFSIZE: recipe.hccl.buffer_mib, or the need in whole hundreds, and no less than HCCL's default."""
+    if config.recipe.hccl.buffer_mib is not None:
+        return config.recipe.hccl.buffer_mib
+    return max(DEFAULT_BUFFER_MIB, BUFFER_STEP_MIB * math.ceil(buffer_need_mib(config, model) / BUFFER_STEP_MIB))
+
+
+def check_buffer(config: DictConfig, model: ModelShape) -> tuple[bool, str]:
+    """(True if the buffer holds what the rollout's experts exchange, one sentence)."""
+    need, given = buffer_need_mib(config, model), buffer_mib(config, model)
+    memory = f"each communicator has two such buffers in a die's memory, {2 * given} MiB"
+    if given >= need:
+        return True, f"HCCL_BUFFSIZE {given} MiB, the experts' exchange in decode needs {need}; {memory}"
+    return False, (
+        f"recipe.hccl.buffer_mib is {given} (HCCL_BUFFSIZE), expected at least {need}: vllm-ascend's exchange of "
+        "experts in decode (MC2) does not fit; set it to null, or lower max_num_seqs and graph_batch_sizes")
+
+
+def exec_timeout_s(config: DictConfig) -> int:
+    """HCCL_EXEC_TIMEOUT in seconds: recipe.train.collective_timeout_minutes."""
+    return 60 * config.recipe.train.collective_timeout_minutes
+
+
+def check_timeouts(config: DictConfig) -> tuple[bool, str]:
+    """(True if the expansion mode allows the timeout of a collective, one sentence)."""
+    given = exec_timeout_s(config)
+    if config.recipe.hccl.expansion_mode == "AIV" and given > AIV_EXEC_TIMEOUT_S:
+        return False, (
+            f"recipe.train.collective_timeout_minutes is {given // 60} (HCCL_EXEC_TIMEOUT {given} s), expected at most "
+            f"{AIV_EXEC_TIMEOUT_S // 60}: HCCL_OP_EXPANSION_MODE=AIV counts more than {AIV_EXEC_TIMEOUT_S} s as that; "
+            "lower it, or set recipe.hccl.expansion_mode=AI_CPU")
+    return True, f"a collective times out after {given} s"
+
+
+def host_ports(config: DictConfig) -> tuple[int, int]:
+    """(first, last) port of HCCL_HOST_SOCKET_PORT_RANGE: those behind the 16 of HCCL_IF_BASE_PORT."""
+    base = config.recipe.hccl.base_port
+    return base + IF_PORTS, base + HCCL_PORTS - 1
+
+
+def check_ports(config: DictConfig, proc: Path = PROC) -> tuple[bool, str]:
+    """(True if nothing else takes HCCL's ports on this machine, one sentence).
+
+    `proc` holds the kernel's ip_local_port_range, the ephemeral ports, and ip_local_reserved_ports, which are not given
+    out. Ray, torch and vLLM use ephemeral ports too.
+    """
+    first, last = config.recipe.hccl.base_port, host_ports(config)[1]
+    said = f"HCCL listens on ports {first} to {last}"
+    try:
+        low, high = map(int, (proc / "ip_local_port_range").read_text().split())
+        reserved = _ports((proc / "ip_local_reserved_ports").read_text().strip())
+    except FileNotFoundError as error:
+        return True, f"{said}; not compared with ephemeral ports, as this machine has no {error.filename}"
+    ephemeral = [port for port in range(max(first, low), min(last, high) + 1) if port not in reserved]
+    todo = "change recipe.hccl.base_port"
+    if ephemeral:
+        return False, (
+            f"{said}, but {low} to {high} are this machine's ephemeral ports (net.ipv4.ip_local_port_range): "
+            f"{todo}, or reserve them on every node: sysctl -w net.ipv4.ip_local_reserved_ports={first}-{last}")
+    taken = {name: span for name, span in _RAY_PORTS.items() if span[0] <= last and first <= span[1]}
+    port = config.recipe.ray_port
+    if port is not None and first <= port <= last:
+        taken["recipe.ray_port"] = port, port
+    if taken:
+        names = [name + (f" {span[0]} to {span[1]}" if span[1] > span[0] else f" {span[0]}")
+                 for name, span in taken.items()]
+        return False, f"{said}, which overlap those of {', '.join(names)}; {todo}"
+    return True, f"{said}, outside this machine's ephemeral ports {low} to {high}"
+
+
+def _ports(text: str) -> set[int]:
+    """The ports of a list such as 8080,61000-61143; none of an empty text."""
+    found: set[int] = set()
+    for part in filter(None, text.split(",")):
+        low, _, high = part.partition("-")
+        found |= set(range(int(low), int(high or low) + 1))
+    return found

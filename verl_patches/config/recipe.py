@@ -1,0 +1,337 @@
+"""The typed `recipe:` section: the settings of a run that verl's own configuration does not have.
+
+Hydra merges it as a dataclass schema, so an unknown key is refused by name. A key belongs here only if some code acts
+on it. Workers of verl see it as `config.recipe` (the configs mirror it under actor_rollout_ref).
+docs/configuration.md is generated from the docstrings: each key is described as "key: text" or "key, key: text".
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from typing import Any
+
+from verl_patches.errors import ConfigError
+from verl_patches.patching.spec import DRIFT_POLICIES, LINES, PLATFORMS
+
+VLLM_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+_COUNTS = ("recipe.rollout.dp", "recipe.rollout.instances", "recipe.logprob_check.every",
+           "recipe.logprob_check.sequences", "recipe.reshard.bucket_bytes", "recipe.train.collective_timeout_minutes")
+HCCL_PORTS = 16 + 128  # of each node: HCCL_IF_BASE_PORT takes 16, HCCL_HOST_SOCKET_PORT_RANGE gets the others
+
+
+def _choice(default: str, *allowed: str) -> Any:
+    return field(default=default, metadata={"allowed": allowed})
+
+
+@dataclass
+class Train:
+    """The training layout and engine, beyond verl's megatron section.
+
+    layers_per_stage: number of layers of each pipeline stage in model order; null splits them evenly.
+    expert_split: what verl's expert sizes mean. etp takes expert_tensor_parallel_size as it is; tp_extend_ep splits
+    whole experts over TP x EP ranks: expert_model_parallel_size counts all of them, and expert_tensor_parallel_size
+    is 1 (MindSpeed's moe_tp_extend_ep).
+    skip_old_log_prob: the update uses its own log-probs as the old ones, and the actor's separate pass for them is
+    left out. Refused unless the update is one mini batch and one epoch (trainer/on_policy.py).
+    swap_optimizer: keep optimizer states on the host and bring them to the device in pieces of whole tensors during
+    the update (memory/swap_optimizer.py; on line a3 MindSpeed's own).
+    swap_optimizer_times: a piece holds at most 1/swap_optimizer_times of the states, or one tensor.
+
+    The other keys are for line a3; training/engine_table.py maps each to an engine argument. Line pypi refuses values
+    other than the defaults.
+
+    grouped_gemm: all local experts in one kernel; false is refused.
+    fused_rmsnorm, fused_swiglu, fused_rope, fused_permute: MindSpeed's fused kernel of that name.
+    fused_linear_wgrad, fused_expert_wgrad: add weight gradients of linear layers, or of experts, to the fp32 gradients
+    inside the matrix product's kernel.
+    unpadded_attention: pass attention values of v_head_dim as they are, instead of padding query, key and value to 256
+    (at 671B).
+    alltoall_overlap: overlap the experts' exchange with computation.
+    grad_overlap, param_overlap: overlap DDP's exchanges with computation; refused on both lines, as verl never waits
+    for them.
+    collective_timeout_minutes: time limit of a training collective.
+    router_bias_update_rate: step size of the router's correction bias; 0 keeps the model's values.
+    balanced_routing: send equally many tokens to every expert, whatever the router says. For speed runs only.
+    adam_beta1, adam_beta2, adam_eps: Adam's parameters.
+    """
+
+    layers_per_stage: list[int] | None = None
+    expert_split: str = _choice("etp", "etp", "tp_extend_ep")
+    skip_old_log_prob: bool = False
+    swap_optimizer: bool = False
+    swap_optimizer_times: int = 16
+    grouped_gemm: bool = True
+    fused_rmsnorm: bool = True
+    fused_swiglu: bool = True
+    fused_rope: bool = True
+    fused_permute: bool = True
+    fused_linear_wgrad: bool = False
+    fused_expert_wgrad: bool = False
+    unpadded_attention: bool = False
+    alltoall_overlap: bool = False
+    grad_overlap: bool = False
+    param_overlap: bool = False
+    collective_timeout_minutes: int = 30
+    router_bias_update_rate: float = 0.0
+    balanced_routing: bool = False
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.999
+    adam_eps: float = 1e-8
+
+
+@dataclass
+class Rollout:
+    """The rollout layout, beyond verl's rollout section.
+
+    dp: data-parallel ranks inside one vLLM instance; experts are split over dp x tp ranks.
+    instances: number of vLLM instances; null takes world size / (dp x tp).
+    expert_parallel: split experts over the ranks of an instance instead of cutting each of them.
+    balanced_routing: send equally many tokens to every expert, whatever the router says. For speed runs on npu only.
+    replay: run folder of recorded responses to train on instead of sampling.
+    record: keep every step's responses in <run>/rollouts.
+    """
+
+    dp: int = 1
+    instances: int | None = None
+    expert_parallel: bool = False
+    balanced_routing: bool = False
+    replay: str | None = None
+    record: bool = True
+
+
+@dataclass
+class WeightSync:
+    """The weight sync from training to vLLM before each rollout.
+
+    enabled: false keeps vLLM at the weights of the first sync.
+    """
+
+    enabled: bool = True
+
+
+@dataclass
+class Reshard:
+    """How weights are synced by rows reshard.*; without them verl's own path runs and these keys have no effect.
+
+    bucket_bytes: most bytes that a rank sends, and receives, in one exchange. A sync uses four such buffers.
+    verify: which syncs are verified. A verified sync fills vLLM's weights with NaN first and afterwards compares
+    checksums of every region over all ranks that hold it; once for each learnt map vLLM also loads its weights again.
+    This takes some passes over the weights and memory that the step table does not count. recipe.logprob_check
+    compares log-probs.
+    """
+
+    bucket_bytes: int = 512 << 20
+    verify: str = _choice("first", "off", "first", "every")
+
+
+@dataclass
+class RolloutCorrection:
+    """Corrects the policy gradient where vLLM's probabilities differ from the actor's; names are verl's.
+
+    rollout_is: token or sequence, whose pi_actor / pi_rollout weights a token's gradient; null is off.
+    rollout_is_threshold: upper limit of that weight.
+    rollout_rs: give no gradient to sequences whose pi_rollout / pi_actor (the inverse, as in verl) is outside
+    rollout_rs_threshold. seq_sum_k1 multiplies the ratios of its tokens, seq_mean_k1 takes their geometric mean; null
+    is off.
+    rollout_rs_threshold: LOWEST_HIGHEST, such as 0.5_2.0, or the highest alone.
+    """
+
+    rollout_is: str | None = None
+    rollout_is_threshold: float = 2.0
+    rollout_rs: str | None = None
+    rollout_rs_threshold: str | None = None
+
+
+@dataclass
+class TensorCache:
+    """The tensor cache (experimental).
+
+    enabled: keep what rollout, log-prob and reference produce on the workers, in the order of the update. The trainer
+    receives lengths and unpadded ids, and returns advantages. With trainer.balance_batch the micro batches of all
+    train replicas have about equal lengths, in the same mini batches (tensor_cache/batch_plan.py); with use_dynamic_bsz they
+    are packed within the token budget. Without balance_batch micro batches are verl's.
+    """
+
+    enabled: bool = False
+
+
+@dataclass
+class Memory:
+    """The memory ledger of every worker.
+
+    ledger: compares what is on the device in each phase with the table in memory/schedule.py. report logs and records
+    differences, strict stops the run at the first one, off compares nothing.
+    """
+
+    ledger: str = _choice("report", "off", "report", "strict")
+
+
+@dataclass
+class LogprobCheck:
+    """The truth check: vLLM's log-probs of sampled tokens against the actor's, as mean |delta| in nats.
+
+    action: stop ends the run with an error, report only prints and stores, off does not compare.
+    every: null compares the responses of every step, which needs temperature 1 with top-p and top-k off. N samples
+    extra sequences for the check in the first step and each N-th after it; the step itself does not change.
+    sequences: number of those extra sequences over all rollout replicas, equally many each, of at most 256 tokens;
+    null is one a replica.
+    max_mean_fp32, max_mean_bf16: limit for each training dtype.
+    """
+
+    action: str = _choice("stop", "stop", "report", "off")
+    every: int | None = None
+    sequences: int | None = None
+    max_mean_fp32: float = 1e-5
+    max_mean_bf16: float = 0.05
+
+
+@dataclass
+class Hccl:
+    """Ascend's collectives, on platform npu only (config/hccl.py).
+
+    interface: network interface of every node for rendezvous and host traffic; null: each node uses the one towards
+    Ray's head. HCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME or TP_SOCKET_IFNAME in a node's own environment override both.
+    buffer_mib: HCCL_BUFFSIZE in MiB; null: what the layout needs.
+    expansion_mode: what runs collectives on the device: its vector cores (AIV) or its AI CPU.
+    base_port: first of the 144 ports that HCCL listens on, on every node.
+    """
+
+    interface: str | None = None
+    buffer_mib: int | None = None
+    expansion_mode: str = _choice("AIV", "AIV", "AI_CPU")
+    base_port: int = 61000
+
+
+@dataclass
+class Timeouts:
+    """When the launcher ends a run.
+
+    wall_s: seconds since the start; null: no limit.
+    quiet_s: seconds since the last output; null: no limit.
+    """
+
+    wall_s: float | None = None
+    quiet_s: float | None = None
+
+
+@dataclass
+class Recipe:
+    """One run.
+
+    run: name of the run; it writes to <output_root>/<run>.
+    output_root: folder of all runs, relative to the current folder.
+    line: the set of pins: pypi (CPU) or a3 (production).
+    platform: the kind of device. cpu uses stand-ins for compiled code.
+    patches: +row.id or -row.id, switches of the catalogue's rows; `*` stands for any text.
+    drift: what to do where upstream is not as reviewed: strict stops the run, warn applies the row where it can and
+    marks it, skip leaves upstream as it is there.
+    dtype: dtype of training and rollout.
+    ray_address: null starts a Ray on this machine; "auto" or HOST:PORT joins a running one.
+    worker_process_setup_hook: "package.module.function" of the user's, run in every Ray worker after the prelude and
+    before Ray gives it a die. On npu it must not import torch_npu.
+    ray_port: port of the Ray that the run starts; null: any free one.
+    model_shape: HF config.json from which the plan reads sizes, relative to the configs folder.
+    """
+
+    run: str = "run"
+    output_root: str = "outputs"
+    line: str = _choice("a3", *LINES)
+    platform: str = _choice("npu", *PLATFORMS)
+    patches: list[str] = field(default_factory=list)
+    drift: str = _choice("strict", *DRIFT_POLICIES)
+    dtype: str = _choice("bf16", *VLLM_DTYPES)
+    ray_address: str | None = None
+    worker_process_setup_hook: str | None = None
+    ray_port: int | None = None
+    model_shape: str = "model/deepseekv3_671b.json"
+    train: Train = field(default_factory=Train)
+    rollout: Rollout = field(default_factory=Rollout)
+    weight_sync: WeightSync = field(default_factory=WeightSync)
+    reshard: Reshard = field(default_factory=Reshard)
+    rollout_correction: RolloutCorrection = field(default_factory=RolloutCorrection)
+    tensor_cache: TensorCache = field(default_factory=TensorCache)
+    memory: Memory = field(default_factory=Memory)
+    logprob_check: LogprobCheck = field(default_factory=LogprobCheck)
+    hccl: Hccl = field(default_factory=Hccl)
+    timeouts: Timeouts = field(default_factory=Timeouts)
+
+
+def recipe_keys(schema: type = Recipe, prefix: str = "recipe") -> Iterator[tuple[str, Any]]:
+    """(dotted key, dataclass field) of every leaf of the section, in order."""
+    for item in fields(schema):
+        name = f"{prefix}.{item.name}"
+        section = item.default_factory if item.default_factory is not MISSING else None
+        if is_dataclass(section):
+            yield from recipe_keys(section, name)
+        else:
+            yield name, item
+
+
+def check_recipe(section: Mapping[str, Any]) -> None:
+    """ConfigError for a key that is not in the schema (with the nearest one), or a value that is not allowed."""
+    known = dict(recipe_keys())
+    given = dict(_leaves(section, "recipe", known))
+    faults = [unknown_key(key, known) for key in given if key not in known]
+    for key, item in known.items():
+        allowed = item.metadata.get("allowed")
+        if allowed and key in given and given[key] not in allowed:
+            faults.append(f"{key} is {given[key]!r}; expected one of {', '.join(allowed)}")
+    faults += _value_faults(given)
+    if faults:
+        raise ConfigError("recipe: " + "\n        ".join(faults))
+
+
+def _value_faults(given: Mapping[str, Any]) -> list[str]:
+    faults = []
+    line, platform = given.get("recipe.line"), given.get("recipe.platform")
+    run = given.get("recipe.run", "run")
+    if not run or run in (".", "..") or "/" in run or run.startswith("-"):
+        faults.append(f"recipe.run is {run!r}; expected a plain folder name, such as smoke-ep2")
+    for key in _COUNTS:
+        if given.get(key) is not None and given[key] < 1:
+            faults.append(f"{key} is {given[key]}; expected a whole number >= 1")
+    for key in ("recipe.timeouts.wall_s", "recipe.timeouts.quiet_s"):
+        if given.get(key) is not None and given[key] <= 0:
+            faults.append(f"{key} is {given[key]}; expected seconds > 0, or null")
+    for pattern in given.get("recipe.patches", ()):
+        if pattern[:1] not in ("+", "-") or len(pattern) < 2:
+            faults.append(f"recipe.patches holds {pattern!r}; expected +row.id or -row.id")
+    port = given.get("recipe.ray_port")
+    if port is not None and not 1024 <= port <= 65535:
+        faults.append(f"recipe.ray_port is {port}; expected 1024 to 65535, or null for a free one")
+    if port is not None and given.get("recipe.ray_address") is not None:
+        faults.append("recipe.ray_port is for a Ray that the run starts itself, but recipe.ray_address joins one; "
+                      "remove one of them")
+    if given.get("recipe.train.balanced_routing") and line != "a3":
+        faults.append(f"recipe.train.balanced_routing is MindSpeed-LLM's: it needs recipe.line=a3, found {line}")
+    if given.get("recipe.rollout.balanced_routing") and platform != "npu":
+        faults.append("recipe.rollout.balanced_routing is vllm-ascend's: it needs recipe.platform=npu, "
+                      f"found {platform}")
+    for item in fields(Hccl):
+        key = f"recipe.hccl.{item.name}"
+        if platform not in ("npu", None) and given.get(key, item.default) != item.default:
+            faults.append(f"{key} is Ascend's: it needs recipe.platform=npu, found {platform}")
+    base_port, last = given.get("recipe.hccl.base_port", 61000), 65535 - HCCL_PORTS + 1
+    if not 1024 <= base_port <= last:
+        faults.append(f"recipe.hccl.base_port is {base_port}; expected 1024 to {last}, as {HCCL_PORTS} ports are taken")
+    return faults
+
+
+def unknown_key(key: str, known: Mapping[str, Any]) -> str:
+    """One sentence about a key that does not exist, with the nearest ones that do."""
+    leaf = key.rpartition(".")[2]
+    near = difflib.get_close_matches(key, known, n=3, cutoff=0.75)
+    near += [name for name in known if name.rpartition(".")[2] == leaf and name not in near]
+    hint = f"did you mean {' or '.join(near[:3])}?" if near else "the keys are those of verl_patches/config/recipe.py"
+    return f"unknown key {key}; {hint}"
+
+
+def _leaves(section: Mapping[str, Any], prefix: str, known: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for key, value in section.items():
+        name = f"{prefix}.{key}"
+        if isinstance(value, Mapping) and name not in known:
+            yield from _leaves(value, name, known)
+        else:
+            yield name, value

@@ -1,0 +1,1 @@
+"""From a configuration to a supervised run: plan, driver process, Ray, smoke runs."""

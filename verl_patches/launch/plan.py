@@ -1,0 +1,215 @@
+"""What a run would use, as plain data: ranks, groups, checks, memory, patch rows, environment, commands.
+
+Starts nothing and writes nothing; torch and verl are not imported.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+from omegaconf import DictConfig
+
+from verl_patches.cluster import environment
+from verl_patches.cluster.checkouts import LINE, Trees, verl_check
+from verl_patches.config.checks import Check, check_config
+from verl_patches.config.compose import graph_arguments, hf_config_of, model_shape_of
+from verl_patches.config.recipe import VLLM_DTYPES
+from verl_patches.layout.inventory import ModelShape, build_inventory
+from verl_patches.layout.of_config import rollout_layout_of, train_layout_of
+from verl_patches.layout.parallel import ParallelLayout
+from verl_patches.memory.expected import A3_DIE_BYTES, Setting, in_dtype, peaks
+from verl_patches.memory.schedule import OURS, VERL, direct_sync, order_followed, staying, switches_of
+from verl_patches.patching.spec import PatchSpec
+from verl_patches.training.engine_arguments import explain
+
+DRIVER_MODULE = "verl_patches.main_grpo"
+TRAIN_GROUPS = ("tp", "cp", "dp", "pp", "etp", "ep", "edp")
+ROLLOUT_GROUPS = ("tp", "instance", "instance-dp", "ep")
+_SIZED = ("layers", "train experts", "rollout experts")  # checks that the memory plan needs
+
+
+def driver_command(config_name: str, overrides: Sequence[str]) -> list[str]:
+    """The command line of the driver process, started by the launcher with the run's environment."""
+    return [sys.executable, "-m", DRIVER_MODULE, "--config-name", config_name, *overrides]
+
+
+def build_plan(
+    config: DictConfig, config_name: str, overrides: Sequence[str], rows: Iterable[PatchSpec], trees: Trees
+) -> dict[str, Any]:
+    """Everything a run of `config` would use, as JSON-ready data; `ok` is false if any check failed.
+
+    `rows` is the catalogue. Keys: config, ok, checks, train, rollout (None where that layout cannot be built),
+    memory (`memory_plan`; None without layouts), patches, environment, commands. Ranks and groups are whole lists.
+    Raises ConfigError for switches that name no row.
+    """
+    checks = [*check_config(config), _verl(config.recipe.line, trees), *_engine(config)]
+    model = model_shape_of(config)
+    built = {check.name: check.ok for check in checks}
+    train = rollout = memory = None
+    if built["train layout"]:
+        train = _train_side(train_layout_of(config), model, built["layers"], built["train experts"])
+    if built["rollout layout"]:
+        rollout = _rollout_side(rollout_layout_of(config), model, built["rollout experts"])
+    patches = patch_table(config, rows)
+    if train and rollout and all(built[name] for name in _SIZED):
+        memory = memory_plan(config, model, [row["id"] for row in patches if row["on"]])
+    return {
+        "config": config_name,
+        "ok": all(check.ok for check in checks),
+        "checks": [asdict(check) for check in checks],
+        "train": train,
+        "rollout": rollout,
+        "memory": memory,
+        "patches": patches,
+        "environment": [asdict(variable) for variable in environment.derive(config, trees=trees)],
+        "commands": commands(config, config_name, overrides, trees),
+    }
+
+
+def _verl(line: str, trees: Trees) -> Check:
+    """A plan can be made over any verl; a start needs the line's own."""
+    fits, said = verl_check(line, trees)
+    return Check("verl", True, said if fits else f"a start is refused: {said}", note=not fits)
+
+
+def _engine(config: DictConfig) -> list[Check]:
+    """Line a3: what the training engine refuses of the configuration and the model, each by name."""
+    if config.recipe.line != LINE:
+        return []
+    rows = explain(config, hf_config_of(config))
+    refused = [Check("engine arguments", False, f"{row.key} is {row.value!r}: {row.why}")
+               for row in rows if row.how == "refused"]
+    return refused or [Check("engine arguments", True,
+                             f"none of {len(rows)} keys is refused; config --explain shows what each becomes")]
+
+
+def _train_side(layout: ParallelLayout, model: ModelShape, layers_fit: bool, experts_fit: bool) -> dict[str, Any]:
+    stages = range(layout.pp) if layers_fit else ()
+    layers = [list(layout.stage_layers(stage, model.num_hidden_layers)) for stage in stages]
+    groups = {name: layout.groups(name) for name in TRAIN_GROUPS if layout.size(name) > 1}
+    return {"layout": str(layout), "groups": groups, "layers": layers,
+            "ranks": _ranks(layout, ("tp", "dp", "pp", "ep"), model.n_routed_experts if experts_fit else None)}
+
+
+def _rollout_side(layout: ParallelLayout, model: ModelShape, experts_fit: bool) -> dict[str, Any]:
+    groups = {name: layout.groups(name) for name in ROLLOUT_GROUPS}
+    return {"layout": str(layout), "instances": layout.edp, "dp_per_instance": layout.dp // layout.edp,
+            "groups": {name: found for name, found in groups.items() if len(found[0]) > 1},
+            "ranks": _ranks(layout, ("edp", "dp", "tp"), model.n_routed_experts if experts_fit else None, True)}
+
+
+def _ranks(
+    layout: ParallelLayout, axes: tuple[str, ...], experts: int | None, rest_on_last: bool = False
+) -> list[dict[str, Any]]:
+    found = []
+    for rank in range(layout.world_size):
+        place = layout.coordinates(rank)
+        entry: dict[str, Any] = {"rank": rank, **{axis: getattr(place, axis) for axis in axes}}
+        if experts is not None:
+            held = layout.local_experts(rank, experts, rest_on_last)
+            entry["experts"] = [held.start, held.stop - 1]
+        found.append(entry)
+    return found
+
+
+def patch_table(config: DictConfig, rows: Iterable[PatchSpec]) -> list[dict[str, Any]]:
+    """One {id, on, reason, kind, target} a row of the catalogue for the line, platform and patches of `config`."""
+    rows, switches = tuple(rows), environment.switches_of(config)
+    switches.check_against({row.id: row for row in rows})
+    table = []
+    for row in rows:
+        wanted, reason = switches.decide(row)
+        table.append({"id": row.id, "on": wanted, "reason": reason, "kind": row.kind, "target": row.target})
+    return table
+
+
+def commands(config: DictConfig, config_name: str, overrides: Sequence[str], trees: Trees) -> list[dict[str, str]]:
+    """The commands to type, in order: [{where, command}]; HEAD and NODE stand for addresses of the operator's nodes.
+
+    `ray start` gets this checkout and the upstream trees (the same paths on every node) before the node's own
+    PYTHONPATH: its workers import verl_patches, and without trees they import the image's upstream packages.
+    """
+    found, nodes, dies = [], config.trainer.nnodes, config.trainer.n_gpus_per_node
+    places = [str(environment.REPOSITORY), *map(str, trees.folders)]
+    here = f"PYTHONPATH={shlex.quote(os.pathsep.join(places))}${{PYTHONPATH:+:$PYTHONPATH}} "
+    if config.recipe.ray_address is not None:
+        device = f""" --resources='{{"NPU": {dies}}}'""" if config.trainer.device == "npu" else ""
+        quiet = "--include-dashboard=false --disable-usage-stats"
+        head = here + f"ray start --head --node-ip-address=HEAD --port=6379 {quiet}"
+        found.append({"where": "head node", "command": head + device})
+        if nodes > 1:
+            other = here + "ray start --address=HEAD:6379 --node-ip-address=NODE --disable-usage-stats"
+            found.append({"where": f"each of the other {nodes - 1} nodes", "command": other + device})
+    train = ["python", "-m", "verl_patches", "train", "--config-name", config_name, *trees.option, *overrides]
+    found.append({"where": "head node" if found else "this machine", "command": here + shlex.join(train)})
+    driver = shlex.join(driver_command(config_name, overrides))
+    found.append({"where": "started by the last one, not to be typed", "command": driver})
+    return found
+
+
+def memory_plan(config: DictConfig, model: ModelShape, rows: Collection[str]) -> dict[str, Any]:
+    """{modelled, hbm_bytes, followed, swapped, orders}: modelled bytes of the worst rank in every phase of a step.
+
+    `orders` holds memory.expected's `peaks` for our order of a step, for verl's on this line with verl's own weight
+    sync, and for the order of the run itself, which `followed` names; it depends on the ids of the `rows` that are on.
+    `hbm_bytes` is that of an A3 die, None on other platforms, where the KV cache is not modelled. Activations, HCCL's
+    buffers and CANN's context are in none of the figures. ConfigError where sizes do not divide.
+    """
+    recipe, actor, ref = config.recipe, config.actor_rollout_ref.actor.megatron, config.actor_rollout_ref.ref.megatron
+    inventory = in_dtype(build_inventory(model), VLLM_DTYPES[recipe.dtype])
+    layouts = train_layout_of(config), rollout_layout_of(config)
+    direct = direct_sync(rows)
+    synced = recipe.weight_sync.enabled and direct
+    switches = switches_of(rows, enforce_eager=config.actor_rollout_ref.rollout.enforce_eager, synced=synced)
+    stays = staying(
+        param_offload=actor.param_offload, optimizer_offload=actor.optimizer_offload or recipe.train.swap_optimizer,
+        ref_offload=ref.param_offload, own_life=switches["own_life"], synced=synced)
+    ours = _setting(config, layouts[0].dp)
+    skip = recipe.train.skip_old_log_prob
+    followed = order_followed(recipe.line, skip_old_log_prob=skip, **switches)
+    gathered = replace(ours, bucket_bytes=None)
+    compared = [(order.without("old_log_prob") if skip else order, setting)
+                for order, setting in ((OURS, ours), (VERL[recipe.line], gathered))]
+    if followed.name not in (order.name for order, _ in compared):
+        compared.append((followed, ours if direct else gathered))
+    return {
+        "modelled": True,
+        "hbm_bytes": A3_DIE_BYTES if recipe.platform == "npu" else None,
+        "followed": followed.name,
+        "orders": [peaks(order, inventory, *layouts, setting, stays) for order, setting in compared],
+        "swapped": recipe.train.swap_optimizer,
+    }
+
+
+def _setting(config: DictConfig, replicas: int) -> Setting:
+    recipe, rollout = config.recipe, config.actor_rollout_ref.rollout
+    return Setting(
+        train_library="mindspeed" if recipe.line == LINE else "megatron-local",
+        rollout_library="vllm-ascend" if graph_arguments(config).get("enable_multistream_moe") else "vllm",
+        bucket_bytes=recipe.reshard.bucket_bytes,
+        swap_pieces=recipe.train.swap_optimizer_times if recipe.train.swap_optimizer else None,
+        kv_share=rollout.gpu_memory_utilization if recipe.platform == "npu" else 0.0,
+        tensor_cache_bytes=_cached_bytes(config) // replicas if recipe.tensor_cache.enabled else 0,
+        absorbed_copies=recipe.platform == "npu" or recipe.line == LINE,  # MindSpeed's view on the CPU too
+    )
+
+
+def _cached_bytes(config: DictConfig) -> int:
+    """Most bytes of the tensor cache for all samples of a step: int32 ids, fp32 log-probs of the responses.
+
+    Log-probs are those of rollout, of the old policy unless that pass is left out, and of the reference if a loss
+    needs them.
+    """
+    data, actor = config.data, config.actor_rollout_ref.actor
+    columns = 2  # ids of the responses, log-probs of rollout
+    if not config.recipe.train.skip_old_log_prob:
+        columns += 1
+    if actor.use_kl_loss or config.algorithm.use_kl_in_reward:
+        columns += 1
+    tokens = data.max_prompt_length + data.max_response_length * columns
+    return 4 * data.train_batch_size * config.actor_rollout_ref.rollout.n * tokens

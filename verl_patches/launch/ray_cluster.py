@@ -1,0 +1,90 @@
+"""The Ray of a run: options to join or start it, settings of its workers, the nodes of a running cluster."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from verl_patches.cluster.checkouts import LINE
+from verl_patches.cluster.environment import worker_environment
+from verl_patches.errors import ConfigError
+from verl_patches.trainer.ray_start import HOOK
+
+DEVICE_RESOURCES = {"npu": "NPU", "cuda": "GPU"}
+ANSWER_S = 60
+_OBJECT_STORE_BYTES = 256 << 20  # on a CPU: batches of a tiny model
+_LIST_NODES = """
+import json, sys, ray
+
+ray.init(address=sys.argv[1], log_to_driver=False, logging_level="ERROR")
+alive = [node for node in ray.nodes() if node["Alive"]]
+print("NODES" + json.dumps([{"address": node["NodeManagerAddress"], "resources": node["Resources"]} for node in alive]))
+"""
+
+
+def worker_settings(config: DictConfig) -> dict[str, dict[str, Any] | None]:
+    """{engine, network} of every worker, as ray_start.start and worker_settings.send_settings take them.
+
+    engine: verl's actor_rollout_ref section, from which line a3 prepares its engine before Megatron is imported.
+    network: how a worker on npu finds its network interface. None where the line or the platform needs neither.
+    """
+    recipe, engine, network = config.recipe, None, None
+    if recipe.line == LINE:
+        engine = OmegaConf.to_container(config.actor_rollout_ref, resolve=True)
+    if recipe.platform == "npu":
+        network = {"nodes": config.trainer.nnodes, "interface": recipe.hccl.interface}
+    return {"engine": engine, "network": network}
+
+
+def ray_options(config: DictConfig) -> dict[str, Any]:
+    """Arguments of ray_start.start: join `recipe.ray_address`, or start a local Ray of the run's own."""
+    recipe = config.recipe
+    options = {"environment": worker_environment(config), **worker_settings(config), "log_to_driver": True,
+               "runtime_env": {HOOK: recipe.worker_process_setup_hook}}
+    if recipe.ray_address is not None:
+        return {**options, "address": recipe.ray_address}
+    workers = config.trainer.n_gpus_per_node
+    devices = {"resources": {"NPU": workers}} if config.trainer.device == "npu" else {"num_gpus": workers}
+    if recipe.platform == "cpu":
+        devices["object_store_memory"] = _OBJECT_STORE_BYTES
+    return {**options, **devices, "num_cpus": config.ray_init.num_cpus or workers + 4, "include_dashboard": False,
+            "_temp_dir": os.environ.get("RAY_TMPDIR")}
+
+
+def list_nodes(address: str, python: Sequence[str] = (sys.executable,)) -> list[dict[str, Any]]:
+    """[{address, resources}] of the living nodes of the Ray at `address`; ConfigError if none answers.
+
+    A process of its own asks, so that the launcher never joins the cluster itself.
+    """
+    try:
+        done = subprocess.run([*python, "-c", _LIST_NODES, address], capture_output=True, text=True, timeout=ANSWER_S)
+        output, error = done.stdout, done.stderr.strip().splitlines()
+    except subprocess.TimeoutExpired:
+        output, error = "", [f"no answer within {ANSWER_S} s"]
+    line = next((line for line in output.splitlines() if line.startswith("NODES")), None)
+    if line is None:
+        raise ConfigError(
+            f"recipe.ray_address is {address}, but no Ray answers there ({error[-1] if error else 'no message'}). "
+            "Start it on every node first: --dry-run prints the ray commands"
+        )
+    return json.loads(line.removeprefix("NODES"))
+
+
+def check_nodes(config: DictConfig, nodes: Sequence[dict[str, Any]]) -> None:
+    """ConfigError unless `nodes` hold trainer.nnodes nodes with trainer.n_gpus_per_node devices each."""
+    resource, wanted = DEVICE_RESOURCES.get(config.trainer.device, "GPU"), config.trainer.n_gpus_per_node
+    held = {node["address"]: int(node["resources"].get(resource, 0)) for node in nodes}
+    enough = [address for address, count in held.items() if count >= wanted]
+    if len(enough) < config.trainer.nnodes:
+        found = ", ".join(f"{address}: {count}" for address, count in sorted(held.items())[:20]) or "no node"
+        raise ConfigError(
+            f"the run needs {config.trainer.nnodes} node(s) with {wanted} {resource} each "
+            f"(trainer.nnodes, trainer.n_gpus_per_node); Ray has {len(enough)} such node(s) of {len(held)} ({found}). "
+            "Start the missing ones (--dry-run prints the ray commands) or correct the config"
+        )

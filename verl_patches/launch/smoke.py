@@ -1,0 +1,210 @@
+"""The smoke run: its options as Hydra overrides, and the model and data that it needs."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from verl_patches.config.recipe import VLLM_DTYPES
+from verl_patches.errors import ConfigError
+
+CONFIG_NAME, LEARN_CONFIG_NAME = "grpo_deepseekv3_tiny_cpu", "grpo_deepseekv3_tiny_cpu_learn"
+REPOSITORY = Path(__file__).resolve().parents[2]
+SAMPLE = REPOSITORY / "data" / "deepscaler_sample.json"
+PREPARE_S = 300
+PROMPT_TOKENS = "256"  # data.max_prompt_length of the config
+LEARN_TASK = ["--learnable", "768"]
+_MAKE_MODEL = """
+import sys
+from pathlib import Path
+from verl_patches.model.tiny import make_tiny_model
+make_tiny_model(Path(sys.argv[1]), int(sys.argv[2]))
+"""
+
+
+@dataclass(frozen=True)
+class TrainLayout:
+    """Sizes of one --train-layout; `etp` is the split inside an expert."""
+
+    workers: int
+    tp: int = 1
+    ep: int = 1
+    etp: int = 1
+    pp: int = 1
+    expert_split: str = "etp"
+    layers: tuple[int, ...] = ()
+
+
+TRAIN_LAYOUTS = {
+    "ep2": TrainLayout(2, ep=2),
+    "tp2": TrainLayout(2, tp=2, etp=2),
+    "pp2": TrainLayout(2, pp=2),
+    "tp2ep2": TrainLayout(4, tp=2, ep=2),  # whole experts; two replicas of each
+    "ep2pp2": TrainLayout(4, ep=2, pp=2),
+}
+# what differs on each line: with MindSpeed TP extends EP, so that experts stay whole, and stages take a list of layers
+LAYOUTS = {
+    "pypi": TRAIN_LAYOUTS,
+    "a3": {
+        **TRAIN_LAYOUTS,
+        "tp2": TrainLayout(2, tp=2, ep=2, expert_split="tp_extend_ep"),
+        "pp2": TrainLayout(2, pp=2, layers=(3, 1)),
+        "tp2ep2": TrainLayout(4, tp=2, ep=4, expert_split="tp_extend_ep"),
+    },
+}
+
+
+@dataclass(frozen=True)
+class SmokeOptions:
+    """The options of `smoke`; its --help describes them."""
+
+    train_layout: str = "ep2"
+    rollout_tp: int = 1
+    rollout_dp: int = 1
+    steps: int | None = None
+    dtype: str = "fp32"
+    replay_rollout: Path | None = None
+    learn: bool = False
+    run: str | None = None
+    seed: int = 0
+    line: str = "pypi"
+
+    @property
+    def config_name(self) -> str:
+        """The file of configs/ that the run is composed from."""
+        return LEARN_CONFIG_NAME if self.learn else CONFIG_NAME
+
+    def check(self) -> None:
+        """ConfigError for a combination that cannot run, with one that can."""
+        if self.line not in LAYOUTS:
+            raise ConfigError(f"--line {self.line}: expected one of {', '.join(LAYOUTS)}")
+        if self.train_layout not in TRAIN_LAYOUTS:
+            raise ConfigError(f"--train-layout {self.train_layout}: expected one of {', '.join(TRAIN_LAYOUTS)}")
+        if self.dtype not in VLLM_DTYPES:
+            raise ConfigError(f"--dtype {self.dtype}: expected {' or '.join(VLLM_DTYPES)}")
+        for name, value in (("--rollout-tp", self.rollout_tp), ("--rollout-dp", self.rollout_dp)):
+            if value not in (1, 2):
+                raise ConfigError(f"{name} {value}: expected 1 or 2")
+        workers, ranks = TRAIN_LAYOUTS[self.train_layout].workers, self.rollout_tp * self.rollout_dp
+        if workers % ranks:
+            fitting = ", ".join(name for name, layout in TRAIN_LAYOUTS.items() if layout.workers % ranks == 0)
+            raise ConfigError(
+                f"--rollout-tp {self.rollout_tp} with --rollout-dp {self.rollout_dp} needs {ranks} workers, "
+                f"--train-layout {self.train_layout} has {workers}: use --train-layout {fitting}"
+            )
+        if self.steps is not None and self.steps < 1:
+            raise ConfigError(f"--steps {self.steps}: expected a whole number >= 1")
+        if self.seed < 0:
+            raise ConfigError(f"--seed {self.seed}: expected a whole number >= 0")
+        if self.learn and self.replay_rollout:
+            raise ConfigError(
+                "--learn with --replay-rollout: recorded responses do not change, "
+                "so no learning could be seen; remove one"
+            )
+        if self.replay_rollout and not self.replay_rollout.exists():
+            raise ConfigError(
+                f"--replay-rollout {self.replay_rollout}: does not exist; "
+                "give a run folder (outputs/<run>) or its rollouts"
+            )
+
+
+def overrides_of(options: SmokeOptions) -> list[str]:
+    """The options as Hydra overrides, data and model left out (see `prepare`); ConfigError for a wrong combination."""
+    options.check()
+    layout = LAYOUTS[options.line][options.train_layout]
+    megatron, rollout = "actor_rollout_ref.actor.megatron", "actor_rollout_ref.rollout"
+    found = [
+        f"recipe.run={options.run or ('learn' if options.learn else 'smoke')}",
+        f"recipe.line={options.line}",
+        f"recipe.dtype={options.dtype}",
+        f"trainer.n_gpus_per_node={layout.workers}",
+        f"{megatron}.tensor_model_parallel_size={layout.tp}",
+        f"{megatron}.expert_model_parallel_size={layout.ep}",
+        f"{megatron}.expert_tensor_parallel_size={layout.etp}",
+        f"{megatron}.pipeline_model_parallel_size={layout.pp}",
+        f"recipe.train.expert_split={layout.expert_split}",
+        f"{megatron}.seed={options.seed}",
+        f"data.seed={options.seed}",
+        f"{rollout}.seed={options.seed}",
+        f"{rollout}.tensor_model_parallel_size={options.rollout_tp}",
+        f"recipe.rollout.dp={options.rollout_dp}",
+        f"recipe.rollout.expert_parallel={str(options.rollout_tp * options.rollout_dp > 1).lower()}",
+    ]
+    if layout.layers:
+        found.append(f"recipe.train.layers_per_stage=[{','.join(map(str, layout.layers))}]")
+    if options.steps:
+        found.append(f"trainer.total_training_steps={options.steps}")
+    if options.replay_rollout:
+        found.append(f"recipe.rollout.replay={_quoted(options.replay_rollout.resolve())}")
+    return found
+
+
+def prepare(options: SmokeOptions, cache: Path, say: Callable[[str], None]) -> list[str]:
+    """Make model and data below `cache`, unless they exist and their sources are unchanged; overrides that name them.
+
+    A process of its own makes each, as the launcher does not import torch; its folder appears whole or not at all.
+    Raises ConfigError with the end of the process's output if one fails.
+    """
+    sources = [REPOSITORY / "configs/model/deepseekv3_tiny.json", REPOSITORY / "verl_patches/model/tiny.py"]
+    model = cache / f"deepseekv3_tiny-seed{options.seed}-{_digest(sources)}"
+    if not model.exists():
+        say(f"making the tiny model, seed {options.seed}")
+        _run([sys.executable, "-c", _MAKE_MODEL, str(model), str(options.seed)], "the tiny model")
+    maths = [str(SAMPLE), "--tokenizer", str(model), "--max-prompt-length", PROMPT_TOKENS]
+    tasks = {"learnable": LEARN_TASK} if options.learn else {"maths": maths, "learnable": LEARN_TASK}
+    sources += [SAMPLE, *sorted((REPOSITORY / "data").glob("*.py"))]
+    sources += sorted((REPOSITORY / "verl_patches/rewards").glob("*.py"))
+    folders = []
+    for name, task in tasks.items():
+        folders.append(cache / f"{name}-{_digest(sources, *task[1:2], task[-1])}")
+        if not folders[-1].exists():
+            say(f"preparing the data: {name}")
+            _make_data(task, folders[-1])
+    trains, tests = ([_quoted(f / f"{split}.parquet") for f in folders] for split in ("train", "test"))
+    return [f"actor_rollout_ref.model.path={_quoted(model)}", f"data.train_files=[{','.join(trains)}]",
+            f"data.val_files=[{','.join(tests)}]"]
+
+
+def _make_data(task: Sequence[str], folder: Path) -> None:
+    making = folder.with_name(f".{folder.name}.{os.getpid()}")
+    try:
+        _run([sys.executable, str(REPOSITORY / "data/prepare_deepscaler.py"), *task, "-o", str(making)], "the data")
+        making.rename(folder)
+    except OSError:
+        if not folder.exists():  # another run has made it
+            raise
+    finally:
+        shutil.rmtree(making, ignore_errors=True)
+
+
+def _run(command: Sequence[str], what: str) -> None:
+    env = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1",
+           "PYTHONPATH": os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))}
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PREPARE_S, env=env)
+    except subprocess.TimeoutExpired:
+        raise ConfigError(f"smoke: {what} was not made within {PREPARE_S} s; command: {' '.join(command)}") from None
+    if done.returncode:
+        tail = "\n  ".join((done.stderr or done.stdout).strip().splitlines()[-8:])
+        raise ConfigError(
+            f"smoke: {what} could not be made (exit {done.returncode}):\n  {tail}\n  command: {' '.join(command)}"
+        )
+
+
+def _digest(files: Sequence[Path], *words: str) -> str:
+    """Twelve hex digits of a hash over contents and words, for names of cached folders."""
+    found = hashlib.sha256("\0".join(words).encode())
+    for file in files:
+        found.update(file.read_bytes())
+    return found.hexdigest()[:12]
+
+
+def _quoted(path: Path) -> str:
+    """A path as Hydra's override grammar takes any path."""
+    return "'" + str(path).replace("'", "\\'") + "'"

@@ -1,0 +1,202 @@
+"""The processes of a run: adopt those that detach, find, end and measure all of them, and no others.
+
+On Linux the launcher becomes a "child subreaper": a daemon whose parent dies (Ray's gcs_server and raylet do that) is
+handed to the launcher instead of to init, so everything a run started stays a descendant of the launcher.
+
+Peak memory is PSS: shared pages are divided among their users, so sums over processes are true. Reading PSS walks a
+process's page tables, so it is read when the cheap resident size has grown, and every few seconds.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import re
+import signal
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+
+log = logging.getLogger(__name__)
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 1, 36, 37
+TERM_S, KILL_S = 5.0, 5.0  # how long to wait for processes after SIGTERM, and after SIGKILL
+
+
+@contextmanager
+def adopting_orphans() -> Iterator[None]:
+    """While inside, orphaned descendants of this process become its children (Linux)."""
+    if not sys.platform.startswith("linux"):
+        yield
+        return
+    libc, before = ctypes.CDLL(None, use_errno=True), ctypes.c_int()
+    libc.prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(before), 0, 0, 0)
+    libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    try:
+        yield
+    finally:
+        libc.prctl(_PR_SET_CHILD_SUBREAPER, before.value, 0, 0, 0)
+
+
+def die_with_parent() -> None:
+    """In a child between fork and exec: get SIGKILL when the launcher dies without cleaning up (Linux)."""
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+class Descendants:
+    """Everything below this process that was not there when the object was made."""
+
+    def __init__(self) -> None:
+        self._me = psutil.Process()
+        self._before = set(self._me.children(recursive=True))
+        self.shared = SharedMemory()
+        self.waited_for: frozenset[int] = frozenset()  # children that other code waits for (the driver's Popen)
+
+    def alive(self) -> list[psutil.Process]:
+        """Processes of the run that still run; finished orphans among them are reaped on the way."""
+        found = [p for p in self._me.children(recursive=True) if p not in self._before]
+        return [p for p in found if not self._is_gone(p)]
+
+    def _is_gone(self, process: psutil.Process) -> bool:
+        try:
+            if process.status() != psutil.STATUS_ZOMBIE:
+                return False
+            if process.ppid() == self._me.pid and process.pid not in self.waited_for:
+                os.waitpid(process.pid, os.WNOHANG)
+            return True
+        except (psutil.NoSuchProcess, ChildProcessError):
+            return True
+
+    def end_all(self) -> None:
+        """SIGTERM, then SIGKILL to all of them, until none is left; then remove their shared memory."""
+        kill = (psutil.Process.kill, KILL_S)
+        for send, patience_s in ((psutil.Process.terminate, TERM_S), kill, kill):
+            left = self.alive()
+            if not left:
+                break
+            self.shared.look(left)
+            _send(left, send)
+            psutil.wait_procs([p for p in left if p.pid not in self.waited_for], timeout=patience_s)
+        self.shared.remove()
+        for process in self.alive():
+            log.warning("process %d (%s) could not be ended", process.pid, name_of(process))
+
+
+class SharedMemory:
+    """Shared memory files that processes of the run have mapped; a killed process leaves its own behind (vLLM's TP).
+
+    Python's multiprocessing names them psm_* at random, so a file that a process of the run maps is the run's own.
+    """
+
+    FOLDER = Path("/dev/shm")
+
+    def __init__(self) -> None:
+        self._names: set[str] = set()
+
+    def look(self, processes: Iterable[psutil.Process]) -> None:
+        """Record what the living processes have mapped; nothing where the system has no /proc."""
+        for process in processes:
+            try:
+                maps = Path(f"/proc/{process.pid}/maps").read_text()
+            except OSError:
+                continue
+            self._names.update(re.findall(rf"{self.FOLDER}/(psm_\w+)", maps))
+
+    def remove(self) -> None:
+        """Unlink what is still there, once the run's processes are gone."""
+        for name in self._names:
+            (self.FOLDER / name).unlink(missing_ok=True)
+
+
+def _send(processes: Iterable[psutil.Process], send) -> None:
+    for process in processes:
+        try:
+            send(process)
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue
+
+
+def name_of(process: psutil.Process) -> str:
+    """A short role name: "driver", Ray's own ("raylet", "WorkerDict", "IDLE"), or the program's."""
+    try:
+        line = process.cmdline() or [process.name()]
+    except (psutil.NoSuchProcess, psutil.AccessDenied):
+        return "gone"
+    head = line[0]
+    if head.startswith("ray::"):
+        return head.removeprefix("ray::").split(".")[0].split("(")[0].split()[0]
+    if "-m" in line[:4]:
+        module = line[line.index("-m") + 1]
+        return "driver" if module.endswith("main_grpo") else module.rpartition(".")[2]
+    script = next((part for part in line[1:] if part.endswith(".py")), "")
+    return os.path.basename(script or head).removesuffix(".py")
+
+
+GROWTH = 1.01  # read PSS when the resident size exceeds that of the last reading by this factor
+AT_LEAST_EVERY = 10  # and in each Nth call of `look`
+
+
+class MemoryWatch:
+    """Peak memory of processes: call `look` with the living ones about once a second, `peaks` for the result."""
+
+    def __init__(self) -> None:
+        self._peak: dict[psutil.Process, int] = {}
+        self._name: dict[psutil.Process, str] = {}
+        self._total = self._rss_at_reading = self._looks = 0
+        self.fallbacks = 0  # readings where PSS was refused and the resident size was taken
+
+    def look(self, processes: Iterable[psutil.Process]) -> None:
+        """Take one sample: resident sizes, and PSS where it is due."""
+        processes = list(processes)
+        rss = sum(filter(None, (_rss(p) for p in processes)))
+        due = self._looks % AT_LEAST_EVERY == 0 or rss > self._rss_at_reading * GROWTH
+        self._looks += 1
+        if not due or not processes:
+            return
+        self._rss_at_reading = rss
+        total = 0
+        for process in processes:
+            size = self._pss(process)
+            total += size
+            if size >= self._peak.get(process, 0):
+                self._peak[process] = size
+            name = name_of(process)
+            if name not in ("gone", "IDLE") or process not in self._name:
+                self._name[process] = name
+        self._total = max(self._total, total)
+
+    def _pss(self, process: psutil.Process) -> int:
+        try:
+            return process.memory_full_info().pss
+        except psutil.NoSuchProcess:
+            return 0
+        except (psutil.AccessDenied, AttributeError):
+            self.fallbacks += 1
+            return _rss(process) or 0
+
+    def peaks(self) -> dict[str, int]:
+        """{process: peak bytes, "total": peak of the sum, bytes}; equal names are numbered by size.
+
+        Where PSS could not be read, "resident_not_pss" counts the readings for which the resident size stands in.
+        """
+        names = Counter(self._name.values())
+        seen: Counter[str] = Counter()
+        found = {}
+        for process, size in sorted(self._peak.items(), key=lambda item: -item[1]):
+            name = self._name[process]
+            found[f"{name} {seen[name]}" if names[name] > 1 else name] = size
+            seen[name] += 1
+        found["total"] = self._total
+        return {**found, "resident_not_pss": self.fallbacks} if self.fallbacks else found
+
+
+def _rss(process: psutil.Process) -> int | None:
+    try:
+        return process.memory_info().rss
+    except (psutil.NoSuchProcess, psutil.AccessDenied):
+        return None

@@ -1,0 +1,1 @@
+"""The pinned upstream sources: pins, checkouts, versions."""

@@ -1,0 +1,235 @@
+"""Files of the upstream sources that differ from their pins: git trees by hash, installed packages by RECORD.
+
+Contents are hashed, so git's index (assume-unchanged), another owner of the clone or a time stamp cannot hide an edit.
+Not counted: the prelude line, __pycache__, executable bits, files that the pin file lists as `generated`, and files
+that git ignores, unless Python could import them (.py outside build/ and dist/).
+"""
+
+from __future__ import annotations
+
+import base64
+import csv
+import hashlib
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from omegaconf import DictConfig
+
+from verl_patches.cluster.checkouts import FETCH, Trees, git
+from verl_patches.cluster.pins import Line, Repository, load_pins, same_version
+from verl_patches.errors import ConfigError, RecipeError
+from verl_patches.patching import install_prelude
+from verl_patches.patching.contract import PACKAGES
+from verl_patches.patching.report import Finding
+from verl_patches.upstream.installed import installed_root
+
+WORKER_FILE = Path("verl") / install_prelude.INSIDE
+_SHOWN = 5  # of a long list of files
+_LINK = "120000"
+
+
+def refuse_modified(config: DictConfig, trees: Trees) -> dict[str, list[str]]:
+    """{name of a repository or package: files} that are not as pinned, of the sources that a run of `config` imports.
+
+    Raises ConfigError that names them where recipe.drift is strict. With warn and skip the run starts, and its summary
+    has them as `dirty`.
+    """
+    recipe = config.recipe
+    line, roots = load_pins().line(recipe.line), roots_of(recipe.line, trees)
+    absent = [package for package in PACKAGES[recipe.line] if package not in roots]
+    if absent and recipe.platform == "npu":
+        raise ConfigError(f"{', '.join(absent)}: expected in this Python or in the folder of --upstream, found in "
+                          f"neither; run this in the image of the line; {FETCH}")
+    found = [f for f in source_findings(line, roots) if f.state == "problem"]
+    if found and recipe.drift == "strict":
+        raise ConfigError("the upstream sources are not as pinned, so this run is not started:\n  "
+                          + "\n  ".join(f"{f.name} ({f.where}): {f.found}; {f.todo}" for f in found)
+                          + "\nrecipe.drift=warn (without the launcher: drift=warn in VERL_PATCHES) starts the run "
+                          "and records it as dirty")
+    return {f.name: [*(f.details or (f.found,))] for f in found}
+
+
+def roots_of(line: str, trees: Trees, find: Callable[[str], Path | None] | None = None) -> dict[str, Path]:
+    """{top-level package of `line`: the folder that holds it}: of a tree, else what `find` gives, else left out.
+
+    find: default this interpreter (`installed_root`).
+    """
+    of_tree = {package: folder for folder in trees.folders for package in PACKAGES[line] if (folder / package).is_dir()}
+    roots = {package: of_tree.get(package) or (find or installed_root)(package) for package in PACKAGES[line]}
+    return {package: root for package, root in roots.items() if root is not None}
+
+
+def source_findings(line: Line, roots: Mapping[str, Path]) -> Iterator[Finding]:
+    """One finding a package of `roots`: a checkout against its pin, else an installed package against its RECORD.
+
+    Named as in the pin file. A problem: files differ (all are in `details`), another commit or version, or nothing to
+    compare with.
+    """
+    of_package = {package: (name, pin) for name, pin in line.repositories.items() for package in pin.packages}
+    for package, root in roots.items():
+        name, pin = of_package.get(package, (package, None))
+        if pin is not None and (root / ".git").exists():
+            yield _tree_finding(name, root.resolve(), pin)
+        else:
+            yield _package_finding(name, package, root, line)
+
+
+def _tree_finding(name: str, folder: Path, pin: Repository) -> Finding:
+    expected = f"commit {pin.commit[:12]}"
+    todo = (
+        f"git -C {folder} diff {pin.commit[:12]} shows the changes, git -C {folder} stash -u saves and removes them; "
+        "bash scripts/fetch_upstream.sh --dest ANOTHER brings the pinned sources")
+    try:
+        wrong, files = commit_faults(folder, pin), tree_changes(folder, pin.tree or pin.commit, pin.generated)
+    except RecipeError as error:
+        wrong, files = [f"cannot be compared: {error}"], []
+    found = [*wrong, *([files_text(files)] if files else [])]
+    if found:
+        return Finding(name, "problem", str(folder), expected, "; ".join(found), todo, tuple(files))
+    return Finding(name, "fine", str(folder), expected, f"{pin.commit[:12]}, every file as pinned")
+
+
+def files_text(files: Sequence[str]) -> str:
+    """The number of changed files and the first few of them, as text."""
+    more = f" and {len(files) - _SHOWN} more" if len(files) > _SHOWN else ""
+    noun = "files" if len(files) > 1 else "file"
+    return f"{len(files)} {noun} changed: {', '.join(files[:_SHOWN])}{more}"
+
+
+def commit_faults(folder: Path, pin: Repository) -> list[str]:
+    """How the checked-out commit differs from the pin; empty if it is the pin."""
+    head, tree = git(folder, "rev-parse", "HEAD", "HEAD^{tree}").split()
+    found = [] if head == pin.commit else [f"expected commit {pin.commit}, found {head}"]
+    if pin.tree and tree != pin.tree:
+        found.append(f"expected tree {pin.tree}, found {tree}")
+    return found
+
+
+def tree_changes(folder: Path, reference: str, generated: tuple[str, ...] = ()) -> list[str]:
+    """["FILE (modified)", "FILE (deleted)", "FILE (extra)", ...] of a work tree against the commit or tree `reference`.
+
+    Raises RecipeError where the clone does not hold `reference`.
+    """
+    listed = git(folder, "ls-tree", "-r", "-z", "--full-tree", reference).split("\0")
+    wanted: dict[str, tuple[str, str]] = {}
+    for entry in filter(None, listed):
+        (mode, kind, blob), path = entry.partition("\t")[0].split(), entry.partition("\t")[2]
+        if kind == "blob":
+            wanted[path] = mode, blob
+    found = []
+    for path, (mode, blob) in wanted.items():
+        data = _content(folder / path, mode == _LINK)
+        if data is None:
+            found.append(f"{path} (deleted)")
+        elif _is_other(path, data, lambda data, blob=blob: _git_blob(data) == blob):
+            found.append(f"{path} (modified)")
+    extra = {path: link for path, link in _files(folder) if path not in wanted and path not in generated}
+    ignored = _ignored(folder, [path for path, link in extra.items() if not _can_be_imported(path, link)])
+    found += [f"{path} (extra)" for path in extra if path not in ignored]
+    return sorted(found)
+
+
+def _content(file: Path, link: bool) -> bytes | None:
+    try:
+        return os.fsencode(os.readlink(file)) if link and file.is_symlink() else file.read_bytes()
+    except OSError:
+        return None
+
+
+def _is_other(path: str, data: bytes, fits: Callable[[bytes], bool]) -> bool:
+    """Whether the content of a file is not what `fits` expects; verl's worker file may have our line besides."""
+    if fits(data):
+        return False
+    if path != WORKER_FILE.as_posix():
+        return True
+    lines = data.splitlines(keepends=True)
+    ours = [number for number, line in enumerate(lines) if line.strip() == install_prelude.LINE.encode()]
+    return not ours or not fits(b"".join(lines[:ours[0]] + lines[ours[0] + 1:]))
+
+
+def _git_blob(data: bytes) -> str:
+    return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
+
+
+def _files(folder: Path) -> Iterator[tuple[str, bool]]:
+    """(path, whether it is a link to a folder) of all files of a work tree, byte code and git's own left out."""
+    for place, folders, files in os.walk(folder):
+        here = Path(place)
+        folders[:] = [name for name in folders if name not in ("__pycache__", ".git")]
+        links = {name for name in folders if (here / name).is_symlink()}
+        for name in (*files, *links):
+            if name != ".git":  # of a worktree
+                yield (here / name).relative_to(folder).as_posix(), name in links
+
+
+def _ignored(folder: Path, paths: list[str]) -> set[str]:
+    """Those of `paths` that the tree's own ignore rules name."""
+    names: set[str] = set()
+    for start in range(0, len(paths), 500):  # as words of a command line
+        part = paths[start:start + 500]
+        try:
+            names |= set(git(folder, "check-ignore", "--", *part).splitlines())
+        except RecipeError:  # exit 1: none of them
+            continue
+    return names
+
+
+def _can_be_imported(path: str, link: bool) -> bool:
+    """Whether a file is a Python module, or a link to a folder that may hold some; not below build/ and dist/."""
+    *folders, name = path.split("/")
+    if folders[:1] in (["build"], ["dist"]) or not all(map(str.isidentifier, folders)):
+        return False
+    return name.endswith(".py") or (link and name.isidentifier())
+
+
+def _package_finding(name: str, package: str, root: Path, line: Line) -> Finding:
+    place, pin = str(root / package), line.repositories.get(name)
+    record = _record_of(package, root)
+    if record is None and pin is None:  # a copy of the package: its files are those of the installed one
+        record = _record_of(package, installed_root(package))
+    if record is None:
+        todo = FETCH if pin else "bash scripts/setup.sh installs it"
+        return Finding(name, "problem", place, f"commit {pin.commit[:12]}" if pin else "an installed package",
+                       "neither a git checkout nor an installed package with a RECORD: cannot be compared", todo)
+    distribution, _, version = record.parent.name.removesuffix(".dist-info").replace("_", "-").rpartition("-")
+    pinned = pin.version if pin else line.packages.get(distribution, version)
+    name, wanted = name if pin else distribution, f"{pinned}, {pin.commit[:12]}" if pin else pinned
+    again = f"install {distribution} {pinned} again: python -m pip install --force-reinstall --no-deps"
+    if not same_version(pinned, version):
+        return Finding(name, "problem", place, wanted, version, f"install {distribution} {pinned} in place of it")
+    if files := record_changes(package, root, record):
+        return Finding(name, "problem", place, wanted, files_text(files), again, tuple(files))
+    unknown = "; its commit is not known" if pin else ""
+    return Finding(name, "fine", place, wanted, f"{distribution} {version}, every file as its RECORD says{unknown}")
+
+
+def _record_of(package: str, root: Path | None) -> Path | None:
+    """The RECORD in `root` that lists files of a top-level package."""
+    listed = re.compile(rf"^{re.escape(package)}/", re.MULTILINE)
+    records = sorted(root.glob("*.dist-info/RECORD")) if root else ()
+    return next((record for record in records if listed.search(record.read_text())), None)
+
+
+def record_changes(package: str, root: Path, record: Path) -> list[str]:
+    """As `tree_changes`: the files of a package in `root` against the hashes of its RECORD; extra ones if Python."""
+    with record.open(newline="") as text:
+        wanted = {path: digest for path, digest, *_ in csv.reader(text) if path.startswith(f"{package}/")}
+    found = []
+    for path, digest in wanted.items():
+        if digest:  # byte code made at installation has none
+            data = _content(root / path, link=False)
+            if data is None:
+                found.append(f"{path} (deleted)")
+            elif _is_other(path, data, lambda data, digest=digest: _record_hash(data, digest) == digest):
+                found.append(f"{path} (modified)")
+    here = {(Path(place) / name).relative_to(root).as_posix() for place, _, names in os.walk(root / package)
+            for name in names if name.endswith(".py")}
+    return sorted([*found, *(f"{path} (extra)" for path in here - set(wanted))])
+
+
+def _record_hash(data: bytes, like: str) -> str:
+    """As RECORD files write it: ALGORITHM=urlsafe base64 without padding."""
+    algorithm = like.partition("=")[0]
+    return f"{algorithm}=" + base64.urlsafe_b64encode(hashlib.new(algorithm, data).digest()).rstrip(b"=").decode()
