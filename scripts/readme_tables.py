@@ -19,9 +19,9 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from verl_patches.catalog import ROWS  # noqa: E402
-from verl_patches.cluster.pins import Line, Pins, load_pins  # noqa: E402
 from verl_patches.config.recipe import Recipe  # noqa: E402
 from verl_patches.patching.report import markdown_table  # noqa: E402
+from verl_patches.upstream.pins import Line, Pins, load_pins  # noqa: E402
 
 READMES = {"README.md": "en", "README_zh.md": "zh"}
 PINS, PATCHES, RECIPE = "docs/upstream-pins.md", "docs/patches.md", "docs/configuration.md"

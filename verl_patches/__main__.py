@@ -9,9 +9,7 @@ import sys
 
 import typer
 
-from verl_patches import contract_cli
-from verl_patches.cli import inspect, patches, run
-from verl_patches.cluster import upstream_cli
+from verl_patches.cli import contract, inspect, patches, run, upstream
 from verl_patches.errors import ConfigError, RecipeError
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
@@ -19,12 +17,12 @@ app.command("status")(patches.status_command)
 app.command("explain")(patches.explain_command)
 app.command("digest")(patches.digest_command)
 app.command("install-prelude")(patches.install_prelude_command)
-contract_cli.register(app, patches.engine_of)
+contract.register(app, patches.engine_of)
 app.command("smoke")(run.smoke_command)
 app.command("train")(run.train_command)
 app.command("config")(inspect.config_command)
 app.command("reshard-plan")(inspect.reshard_plan_command)
-upstream_cli.register(app, contract_cli.run_check)
+upstream.register(app, contract.run_check)
 
 
 def main() -> None:

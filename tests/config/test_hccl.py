@@ -5,10 +5,10 @@ import functools
 import pytest
 from omegaconf import OmegaConf
 
-from verl_patches.cluster.environment import derive
 from verl_patches.config import hccl
 from verl_patches.config.checks import check_config
 from verl_patches.config.compose import CONFIGS_DIR, compose
+from verl_patches.config.environment import derive
 from verl_patches.layout.inventory import read_model_shape
 
 CONFIGS = {name: f"grpo_deepseekv3_256die_{name}" for name in ("random_init", "true_weight")}

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from verl_patches.cli.run import train_command
-from verl_patches.cluster.pins import load_pins
 from verl_patches.config.compose import compose
 from verl_patches.errors import ConfigError
+from verl_patches.upstream.pins import load_pins
 
 pytestmark = pytest.mark.slow  # each starts processes, or plans 256 ranks
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from loop_runs import ROOT, Finished, smoke_command
 
-from verl_patches.cluster.checkouts import trees_of
 from verl_patches.errors import ConfigError
+from verl_patches.upstream.checkouts import trees_of
 
 
 @pytest.fixture(scope="session")

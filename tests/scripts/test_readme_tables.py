@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from verl_patches.cluster.pins import load_pins
 from verl_patches.config.recipe import recipe_keys
+from verl_patches.upstream.pins import load_pins
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))

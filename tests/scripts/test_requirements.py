@@ -15,7 +15,7 @@ from packaging.markers import default_environment
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from verl_patches.cluster.pins import load_pins
+from verl_patches.upstream.pins import load_pins
 
 ROOT = Path(__file__).resolve().parents[2]
 MAIN, NODEPS = ROOT / "configs" / "requirements-pypi.txt", ROOT / "configs" / "requirements-pypi-nodeps.txt"

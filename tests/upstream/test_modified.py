@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.small_upstream import WORKER, WORKER_TEXT, commit, git, install
-from verl_patches.cluster.checkouts import Trees, trees_of
-from verl_patches.cluster.pins import Repository, load_pins
 from verl_patches.config.compose import compose
 from verl_patches.errors import ConfigError
 from verl_patches.patching.install_prelude import LINE
+from verl_patches.upstream.checkouts import Trees, trees_of
 from verl_patches.upstream.installed import installed_root
 from verl_patches.upstream.modified import refuse_modified, roots_of, source_findings, tree_changes
+from verl_patches.upstream.pins import Repository, load_pins
 
 FILES = {WORKER: WORKER_TEXT, "verl/a.py": "a = 1\n", "verl/data.txt": "d\n",
          ".gitignore": "*.pyc\n*.log\n/verl/_version.py\n/verl/mine.py\n/out/\n/build/\n/odd/\n"}

@@ -11,7 +11,6 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_patches.cli.output import Json, print_json, table
 from verl_patches.cli.run import ConfigName, Overrides, Upstream, VerlPath
-from verl_patches.cluster.checkouts import LINE, trees_of, verl_check
 from verl_patches.config.compose import CONFIGS_DIR, compose, hf_config_of
 from verl_patches.errors import ConfigError
 from verl_patches.layout.inventory import build_inventory
@@ -22,6 +21,7 @@ from verl_patches.reshard.check import check_plan
 from verl_patches.reshard.figures import figures, path_of
 from verl_patches.reshard.plan import DEFAULT_BUCKET_BYTES, plan_reshard
 from verl_patches.training.engine_arguments import explain as explain_engine
+from verl_patches.upstream.checkouts import LINE, trees_of, verl_check
 
 GB = 1e9
 TRAIN_LIBRARIES, ROLLOUT_LIBRARIES = ("mindspeed", "megatron-local", "megatron-te"), ("vllm-ascend", "vllm")

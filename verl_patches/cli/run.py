@@ -11,8 +11,6 @@ from rich.console import Console
 
 from verl_patches.catalog import ROWS
 from verl_patches.cli.output import Json, print_json, show_plan
-from verl_patches.cluster.checkouts import LINE, require_trees, require_verl, trees_of
-from verl_patches.cluster.support import refused_keys
 from verl_patches.config.checks import check_config, require
 from verl_patches.config.compose import compose
 from verl_patches.errors import ConfigError
@@ -21,7 +19,9 @@ from verl_patches.launch.plan import build_plan
 from verl_patches.model.mindspeed.arguments import arguments_of
 from verl_patches.platform import require as require_platform
 from verl_patches.training.engine_arguments import explain
+from verl_patches.upstream.checkouts import LINE, require_trees, require_verl, trees_of
 from verl_patches.upstream.modified import refuse_modified
+from verl_patches.upstream.support import refused_keys
 
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[key=value ...]", help="Any further Hydra overrides.")]
 ConfigName = Annotated[str, typer.Option(help="A file of configs/, such as grpo_deepseekv3_256die_true_weight.")]

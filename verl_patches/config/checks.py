@@ -16,8 +16,6 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from verl_patches.cluster.environment import DROPPED, derive
-from verl_patches.cluster.support import refusal, refused_keys, shell_findings
 from verl_patches.config import hccl
 from verl_patches.config.compose import (
     config_file,
@@ -29,6 +27,7 @@ from verl_patches.config.compose import (
     shape_file,
     vllm_arguments,
 )
+from verl_patches.config.environment import DROPPED, derive
 from verl_patches.config.recipe import VLLM_DTYPES
 from verl_patches.errors import ConfigError
 from verl_patches.layout.inventory import ModelShape, build_inventory, read_model_shape
@@ -39,6 +38,7 @@ from verl_patches.reshard.plan import servable_blocks
 from verl_patches.rollout.log_probs import CHECK_TOKENS
 from verl_patches.tensor_cache import limits
 from verl_patches.trainer import on_policy, truth_check
+from verl_patches.upstream.support import refusal, refused_keys, shell_findings
 
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor.megatron", "actor_rollout_ref.rollout"
 _SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size",

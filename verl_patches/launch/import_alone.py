@@ -12,8 +12,6 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from verl_patches.cluster.checkouts import Trees
-from verl_patches.cluster.support import refusal, refused_keys
 from verl_patches.config.checks import fault_of_experts
 from verl_patches.config.compose import model_changes
 from verl_patches.config.recipe import VLLM_DTYPES, Recipe, check_recipe
@@ -27,7 +25,9 @@ from verl_patches.tensor_cache import limits
 from verl_patches.trainer import on_policy, truth_check
 from verl_patches.trainer.ray_start import unless_start_fails
 from verl_patches.trainer.worker_settings import send_settings
+from verl_patches.upstream.checkouts import Trees
 from verl_patches.upstream.modified import files_text, refuse_modified
+from verl_patches.upstream.support import refusal, refused_keys
 
 log = logging.getLogger(__name__)
 

@@ -21,8 +21,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_patches.cluster import environment
-from verl_patches.cluster.checkouts import Trees, commit_of
+from verl_patches.config import environment
 from verl_patches.errors import ConfigError
 from verl_patches.evaluation.memory_picture import draw_memory
 from verl_patches.evaluation.plots import plot_run
@@ -31,6 +30,7 @@ from verl_patches.layout.of_config import rollout_layout_of, train_layout_of
 from verl_patches.processes import Descendants, MemoryWatch, adopting_orphans, die_with_parent
 from verl_patches.trainer.recording import find_recording
 from verl_patches.trainer.summary import Progress, write_json
+from verl_patches.upstream.checkouts import Trees, commit_of
 from verl_patches.upstream.modified import files_text
 
 POLL_S, MEMORY_S = 0.2, 1.0

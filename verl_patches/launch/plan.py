@@ -14,8 +14,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from verl_patches.cluster import environment
-from verl_patches.cluster.checkouts import LINE, Trees, verl_check
+from verl_patches.config import environment
 from verl_patches.config.checks import Check, check_config
 from verl_patches.config.compose import graph_arguments, hf_config_of, model_shape_of
 from verl_patches.config.recipe import VLLM_DTYPES
@@ -26,6 +25,7 @@ from verl_patches.memory.expected import A3_DIE_BYTES, Setting, in_dtype, peaks
 from verl_patches.memory.schedule import OURS, VERL, direct_sync, order_followed, staying, switches_of
 from verl_patches.patching.spec import PatchSpec
 from verl_patches.training.engine_arguments import explain
+from verl_patches.upstream.checkouts import LINE, Trees, verl_check
 
 DRIVER_MODULE = "verl_patches.main_grpo"
 TRAIN_GROUPS = ("tp", "cp", "dp", "pp", "etp", "ep", "edp")

@@ -11,10 +11,10 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_patches.cluster.checkouts import LINE
-from verl_patches.cluster.environment import worker_environment
+from verl_patches.config.environment import worker_environment
 from verl_patches.errors import ConfigError
 from verl_patches.trainer.ray_start import HOOK
+from verl_patches.upstream.checkouts import LINE
 
 DEVICE_RESOURCES = {"npu": "NPU", "cuda": "GPU"}
 ANSWER_S = 60

@@ -114,7 +114,7 @@ def trim_of(device: Any, in_pool: bool) -> Callable[[], None]:
 
     torch_npu's light form empty_virt_addr_cache (from 2.6.0, v7.2.0, on; the pinned 2.5.1.post1 has not got it) keeps
     the physical pages in the pool: it gives nothing to memory past the pool, which vLLM's sleep mode takes, and it is a
-    RuntimeError without expandable segments, which cluster/environment.py switches off for that mode. So it is taken
+    RuntimeError without expandable segments, which config/environment.py switches off for that mode. So it is taken
     only where both are otherwise: the rollout's memory is in the pool too (`in_pool`), and PYTORCH_NPU_ALLOC_CONF says
     so.
     """

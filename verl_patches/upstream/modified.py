@@ -17,13 +17,13 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from verl_patches.cluster.checkouts import FETCH, Trees, git
-from verl_patches.cluster.pins import Line, Repository, load_pins, same_version
 from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.patching import install_prelude
 from verl_patches.patching.contract import PACKAGES
 from verl_patches.patching.report import Finding
+from verl_patches.upstream.checkouts import FETCH, Trees, git
 from verl_patches.upstream.installed import installed_root
+from verl_patches.upstream.pins import Line, Repository, load_pins, same_version
 
 WORKER_FILE = Path("verl") / install_prelude.INSIDE
 _SHOWN = 5  # of a long list of files

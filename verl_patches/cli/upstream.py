@@ -30,9 +30,9 @@ def _versions(app: typer.Typer) -> None:
         as_json: Json = False,
     ) -> None:
         """What of the pins is on this machine: packages, commits, Ascend software, environment variables."""
-        from verl_patches.cluster.checkouts import LINE, trees_of
-        from verl_patches.cluster.versions import compare
         from verl_patches.errors import ConfigError
+        from verl_patches.upstream.checkouts import LINE, trees_of
+        from verl_patches.upstream.versions import compare
 
         report = compare(line, trees=trees_of(upstream))
         if upstream is not None and report.line != LINE:
@@ -52,8 +52,8 @@ def _fetch_upstream(app: typer.Typer, check: Callable[[Path, str], Report]) -> N
         as_json: Json = False,
     ) -> None:
         """Clone the pinned repositories, verify them, insert the prelude line, and run `check` over them."""
-        from verl_patches.cluster.fetch import DEFAULT_DEST, fetch_upstream
-        from verl_patches.cluster.pins import load_pins
+        from verl_patches.upstream.fetch import DEFAULT_DEST, fetch_upstream
+        from verl_patches.upstream.pins import load_pins
 
         def log(text: str) -> None:
             if not as_json:

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from verl_patches.cluster.pins import load_pins
 from verl_patches.config.compose import verl_config_dir
 from verl_patches.errors import ConfigError, RecipeError
+from verl_patches.upstream.pins import load_pins
 
 LINE = "a3"  # its pins are git repositories; the other line's packages come from the index
 FETCH = "bash scripts/fetch_upstream.sh --dest DIR clones them"

@@ -6,15 +6,15 @@ import threading
 import pytest
 
 from tests.cluster.small_upstream import NOWHERE, WORKER, WORKER_TEXT, commit, git, line_of, no_rows, run
-from verl_patches import contract_cli
-from verl_patches.cluster import checkouts
-from verl_patches.cluster import fetch as fetch_module
-from verl_patches.cluster.fetch import fetch_upstream, sources
-from verl_patches.cluster.pins import load_pins
+from verl_patches.cli import contract
 from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.patching.contract import PACKAGES
 from verl_patches.patching.install_prelude import LINE
 from verl_patches.patching.report import Finding, Report
+from verl_patches.upstream import checkouts
+from verl_patches.upstream import fetch as fetch_module
+from verl_patches.upstream.fetch import fetch_upstream, sources
+from verl_patches.upstream.pins import load_pins
 
 pytestmark = pytest.mark.slow  # each starts processes
 
@@ -242,5 +242,5 @@ def test_the_check_of_the_command_fits(tmp_path):
     """Over packages without a module every row of the line is a problem."""
     for package in PACKAGES["pypi"]:
         (tmp_path / package).mkdir()
-    first, *problems = fetch_module._checked("pypi", load_pins().line("pypi"), tmp_path, contract_cli.run_check)
+    first, *problems = fetch_module._checked("pypi", load_pins().line("pypi"), tmp_path, contract.run_check)
     assert first.state == "problem" and "model.config" in {finding.name for finding in problems}

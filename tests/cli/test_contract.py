@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from verl_patches import contract_cli
 from verl_patches.__main__ import main
+from verl_patches.cli import contract
 from verl_patches.cli.output import show
 from verl_patches.errors import ConfigError
 from verl_patches.patching import fingerprint as fp
@@ -204,10 +204,10 @@ def test_a_target_that_is_not_there_is_not_recorded(tmp_path, monkeypatch, targe
     engine = Engine([PatchSpec("a.b", "model", target, "wrap", "verl_patches.model.names:te_names_for_verl", "w", "e")],
                     Switches("pypi", "cpu"))
     with pytest.raises(ConfigError, match="nothing was written"):
-        contract_cli.fingerprints(engine, ["a.b"], write=True, no_source=False)
+        contract.fingerprints(engine, ["a.b"], write=True, no_source=False)
     assert not fp.REVIEWED.exists()
     if "model:" in target:
-        contract_cli.fingerprints(engine, ["a.b"], write=True, no_source=True)
+        contract.fingerprints(engine, ["a.b"], write=True, no_source=True)
         assert fp.reviewed_hash("pypi", target) == fp.NO_SOURCE
 
 
@@ -216,6 +216,6 @@ def test_a_fingerprint_of_other_sources_is_of_those(copies, tmp_path, monkeypatc
     edit(copies / "verl" / "utils" / "model.py", "def normalize_model_name(", "def normalize_model_name(extra, ")
     engine = Engine([PatchSpec("a.b", "model", "verl.utils.model:normalize_model_name", "wrap",
                                "verl_patches.model.names:te_names_for_verl", "w", "e")], Switches("pypi", "cpu"))
-    found = [contract_cli.fingerprints(engine, [], False, False, upstream)["rows"][0]["found"]
+    found = [contract.fingerprints(engine, [], False, False, upstream)["rows"][0]["found"]
              for upstream in (None, INSTALLED, copies)]
     assert found[0] == found[1] != found[2]

@@ -15,12 +15,12 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from verl_patches.cluster.checkouts import Trees
-from verl_patches.cluster.pins import load_pins
 from verl_patches.config import hccl
 from verl_patches.config.compose import model_shape_of
 from verl_patches.patching.switches import VARIABLE, Switches
 from verl_patches.platform.npu.network import SOCKETS
+from verl_patches.upstream.checkouts import Trees
+from verl_patches.upstream.pins import load_pins
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 # variables of the shell that a run does not inherit: the configuration decides

@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from verl_patches.cluster import environment
-from verl_patches.cluster.environment import derive, process_environment, worker_environment
-from verl_patches.cluster.pins import load_pins
+from verl_patches.config import environment
 from verl_patches.config.compose import compose
+from verl_patches.config.environment import derive, process_environment, worker_environment
 from verl_patches.patching.install_prelude import LINE
 from verl_patches.upstream.modified import installed_root
+from verl_patches.upstream.pins import load_pins
 
 TINY, LARGE = "grpo_deepseekv3_tiny_cpu", "grpo_deepseekv3_256die_random_init"
 WEIGHTS = "grpo_deepseekv3_256die_true_weight"

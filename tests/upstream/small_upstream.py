@@ -6,9 +6,9 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from verl_patches.cluster.fetch import fetch_upstream
-from verl_patches.cluster.pins import Repository, load_pins
 from verl_patches.patching.report import Report
+from verl_patches.upstream.fetch import fetch_upstream
+from verl_patches.upstream.pins import Repository, load_pins
 
 WORKER = "verl/workers/megatron_workers.py"
 WORKER_TEXT = "import logging\n\nimport torch\n\n\nclass ActorRolloutRefWorker:\n    pass\n"

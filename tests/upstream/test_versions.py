@@ -7,11 +7,11 @@ import typer
 from typer.testing import CliRunner
 
 from tests.cluster.small_upstream import commit, git, install
-from verl_patches.cluster import upstream_cli
-from verl_patches.cluster.checkouts import Trees
-from verl_patches.cluster.pins import load_pins
-from verl_patches.cluster.versions import Machine, compare
+from verl_patches.cli import upstream
 from verl_patches.errors import ConfigError
+from verl_patches.upstream.checkouts import Trees
+from verl_patches.upstream.pins import load_pins
+from verl_patches.upstream.versions import Machine, compare
 
 TOOLKIT = "ascend-toolkit/latest/aarch64-linux/ascend_toolkit_install.info"
 FILES = {  # as the installers of CANN 8 write them
@@ -183,7 +183,7 @@ def call(monkeypatch):
     monkeypatch.delenv("VERL_PATCHES", raising=False)
     app = typer.Typer()
     app.callback()(lambda: None)
-    upstream_cli.register(app, check=None)
+    upstream.register(app, check=None)
     return lambda *arguments: CliRunner().invoke(app, ["versions", *arguments])
 
 
@@ -205,8 +205,8 @@ def test_the_command_where_a3_is_not_installed_and_for_an_unknown_line(call):
 def test_no_torch(run_python):
     code = """
 import sys
-from verl_patches.cluster.checkouts import Trees
-from verl_patches.cluster.versions import compare
+from verl_patches.upstream.checkouts import Trees
+from verl_patches.upstream.versions import compare
 compare("pypi")
 print("torch" in sys.modules)
 """

@@ -7,7 +7,7 @@ import subprocess
 import pytest
 from pydantic import ValidationError
 
-from verl_patches.cluster.pins import PIN_FILE, Line, load_pins
+from verl_patches.upstream.pins import PIN_FILE, Line, load_pins
 
 A3 = load_pins().line("a3")
 TEXT = (PIN_FILE.parent / "Dockerfile.a3").read_text()

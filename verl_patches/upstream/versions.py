@@ -16,14 +16,14 @@ from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
 
-from verl_patches.cluster.checkouts import FETCH, Trees
-from verl_patches.cluster.pins import Line, Pins, load_pins, same_version
-from verl_patches.cluster.support import shell_findings
 from verl_patches.patching.contract import PACKAGES
 from verl_patches.patching.report import Finding, Report
 from verl_patches.patching.switches import VARIABLE, parse
+from verl_patches.upstream.checkouts import FETCH, Trees
 from verl_patches.upstream.installed import installed_root
 from verl_patches.upstream.modified import roots_of, source_findings
+from verl_patches.upstream.pins import Line, Pins, load_pins, same_version
+from verl_patches.upstream.support import shell_findings
 
 _VERSION_LINE = re.compile(r"^\s*([\w.-]+)\s*[=:]\s*(\S+)\s*$")
 

@@ -9,11 +9,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from verl_patches.cluster.checkouts import Trees, commit_of, require_trees, require_verl, trees_of, verl_check
-from verl_patches.cluster.environment import REPOSITORY, derive
 from verl_patches.config.compose import compose
+from verl_patches.config.environment import REPOSITORY, derive
 from verl_patches.errors import ConfigError
 from verl_patches.launch.plan import commands
+from verl_patches.upstream.checkouts import Trees, commit_of, require_trees, require_verl, trees_of, verl_check
 from verl_patches.upstream.installed import verl_config_dir
 
 PACKAGES = {"verl": "verl", "Megatron-LM": "megatron", "MindSpeed": "mindspeed", "MindSpeed-LLM": "mindspeed_llm"}

@@ -5,14 +5,14 @@ import pytest
 import yaml
 
 from verl_patches.cli import run
-from verl_patches.cluster.pins import load_pins
-from verl_patches.cluster.support import refusal, refused_keys, shell_findings
 from verl_patches.config.checks import check_config
 from verl_patches.config.compose import compose
 from verl_patches.config.recipe import recipe_keys
 from verl_patches.errors import ConfigError
 from verl_patches.patching.install_prelude import LINE
 from verl_patches.upstream.installed import verl_config_dir
+from verl_patches.upstream.pins import load_pins
+from verl_patches.upstream.support import refusal, refused_keys, shell_findings
 
 TINY, LARGE = "grpo_deepseekv3_tiny_cpu", "grpo_deepseekv3_256die_true_weight"
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"

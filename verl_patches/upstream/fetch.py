@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from verl_patches.cluster.checkouts import git
-from verl_patches.cluster.pins import PIN_FILE, Line, Repository
 from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.patching import install_prelude
 from verl_patches.patching.report import Finding, Report
+from verl_patches.upstream.checkouts import git
 from verl_patches.upstream.modified import commit_faults, said, tree_changes
+from verl_patches.upstream.pins import PIN_FILE, Line, Repository
 
 DEFAULT_DEST = PIN_FILE.parents[1] / "upstream"
 FETCH_S = 3600  # time limit of one transfer; a stalled one over HTTP ends earlier (http.lowSpeedTime)

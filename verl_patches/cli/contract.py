@@ -61,11 +61,11 @@ def register(app: typer.Typer, engine_of: Callable[[str | None], Engine]) -> Non
 def run_check(upstream: Path | None, line: str | None, base: Path | None = None) -> Report:
     """The report on one line; ConfigError for folders and lines that are not there."""
     from verl_patches.catalog import ROWS
-    from verl_patches.cluster.checkouts import FETCH
-    from verl_patches.cluster.pins import load_pins
     from verl_patches.patching.contract import PACKAGES, Sources, check, installed_roots
     from verl_patches.patching.switches import from_environment
+    from verl_patches.upstream.checkouts import FETCH
     from verl_patches.upstream.modified import source_findings
+    from verl_patches.upstream.pins import load_pins
 
     name = line or from_environment().line
     pins = load_pins().line(name)
@@ -91,8 +91,8 @@ def _roots(option: str, folder: Path, line: str, part: bool = False) -> dict[str
 
     Raises ConfigError for packages that are missing; with `part` only where all are.
     """
-    from verl_patches.cluster.pins import load_pins
     from verl_patches.patching.contract import PACKAGES
+    from verl_patches.upstream.pins import load_pins
 
     if not folder.is_dir():
         raise ConfigError(f"{option} {folder} is not a folder")

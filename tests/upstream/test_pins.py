@@ -8,10 +8,10 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
-from verl_patches.cluster.pins import PIN_FILE, load_pins, same_version
 from verl_patches.config.compose import compose
 from verl_patches.errors import ConfigError
 from verl_patches.patching.spec import LINES
+from verl_patches.upstream.pins import PIN_FILE, load_pins, same_version
 
 ROOT = Path(__file__).resolve().parents[2]
 PINS = load_pins()

@@ -8,10 +8,10 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_patches.cluster.pins import Pins, Unsupported, load_pins
 from verl_patches.errors import ConfigError
 from verl_patches.patching.report import Finding
 from verl_patches.patching.switches import VARIABLE, nearest, parse
+from verl_patches.upstream.pins import Pins, Unsupported, load_pins
 
 _SECRET = ("KEY", "SECRET", "TOKEN", "PASSWORD")  # in a name: the value is not printed
 # a variable with such a prefix that the pin file does not list is reported: its name may be misspelled
