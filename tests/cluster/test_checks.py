@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 from verl_patches.cluster.checks import check_config, hf_config_of, require
 from verl_patches.cluster.compose import CONFIGS_DIR, compose
 from verl_patches.errors import ConfigError
-from verl_patches.layout.of_config import rollout_layout_of, train_layout_of
+from verl_patches.layout.parallel import rollout_layout_of, train_layout_of
 
 PUBLIC = "deepseek_v3_public_config.json"
 TINY, LARGE = "grpo_deepseekv3_tiny_cpu", "grpo_deepseekv3_256die_true_weight"

@@ -12,9 +12,8 @@ import pytest
 
 from verl_patches.errors import ConfigError
 from verl_patches.layout.inventory import build_inventory
-from verl_patches.layout.native import native_parameters
 from verl_patches.layout.parallel import ParallelLayout, rollout_layout
-from verl_patches.layout.sharding import local_parameters
+from verl_patches.layout.sharding import local_parameters, native_parameters
 
 pytestmark = pytest.mark.slow
 

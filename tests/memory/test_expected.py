@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from verl_patches.errors import ConfigError
 from verl_patches.layout.inventory import build_inventory
-from verl_patches.layout.native import native_parameters
 from verl_patches.layout.parallel import ParallelLayout, parse_layout, rollout_layout
+from verl_patches.layout.sharding import native_parameters
 from verl_patches.memory.expected import Setting, in_dtype, padding_bytes, peaks, tenant_bytes
 from verl_patches.memory.followed import VERL
 from verl_patches.memory.phases import OURS, TENANTS
@@ -138,7 +138,7 @@ def test_the_worst_rank_is_worst_over_all_ranks():
 
 @pytest.mark.parametrize("train", ["@2 ep2 etp1", "@4 tp2 ep2 etp1", "@4 ep2 pp2", "@2 tp2 etp2"])
 def test_alignment_is_bounded(train):
-    """Megatron's rule on its own parameters, as layout/native.py lists them: never more than `padding_bytes`."""
+    """Megatron's rule on its own parameters, as layout/sharding.py lists them: never more than `padding_bytes`."""
     train, model = parse_layout(train), in_dtype(TINY, "float32")
     for rank in range(train.world_size):
         buffers = {}

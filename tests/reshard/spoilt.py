@@ -9,12 +9,11 @@ import torch
 import torch.distributed as dist
 
 from tests.reshard.cases import Case, Live, Trained, bytes_of, differences, gathered, rollout_memory, train_memory
-from verl_patches.reshard.agree import ReshardError
-from verl_patches.reshard.check_map import check_map
 from verl_patches.reshard.execute import Executor, build_executor
 from verl_patches.reshard.plan import RankPlan
+from verl_patches.reshard.rank_errors import ReshardError
 from verl_patches.reshard.region import Region
-from verl_patches.reshard.verify import Verifier
+from verl_patches.reshard.verify import Verifier, check_map
 
 
 def message(do: Callable, *arguments) -> str:

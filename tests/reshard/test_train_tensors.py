@@ -9,15 +9,13 @@ import torch
 
 from verl_patches.errors import ConfigError
 from verl_patches.layout.inventory import build_inventory, read_model_shape
-from verl_patches.layout.native import NATIVE_NAMES
 from verl_patches.layout.parallel import parse_layout
-from verl_patches.layout.sharding import local_parameters
+from verl_patches.layout.sharding import NATIVE_NAMES, local_parameters
 from verl_patches.model.mindspeed.names import NAMES as MINDSPEED_NAMES
 from verl_patches.model.names import te_name
 from verl_patches.model.tiny import tiny_config
 from verl_patches.reshard.region import Region, region_of
-from verl_patches.reshard.storage import DOWN_STACK, PLAIN, UP_STACK, storage_of
-from verl_patches.reshard.train_tensors import are_views_of, views_of
+from verl_patches.reshard.train_tensors import DOWN_STACK, PLAIN, UP_STACK, are_views_of, storage_of, views_of
 
 INVENTORY = build_inventory(dataclasses.replace(read_model_shape(tiny_config()), torch_dtype="float32"))
 GATE, UP, DOWN = "routed_expert_gate", "routed_expert_up", "routed_expert_down"

@@ -9,8 +9,8 @@ import psutil
 import torch
 
 from verl_patches.memory import measure, rollout_life
+from verl_patches.memory.rollout_life import ABSORBED, post_load
 from verl_patches.patching.engine import PatchError
-from verl_patches.reshard.post_load import ABSORBED, post_load
 
 CYCLES, EVERY = 50, 10
 

@@ -24,8 +24,7 @@ from verl_patches.cluster.support import refusal, refused_keys, shell_findings
 from verl_patches.errors import ConfigError
 from verl_patches.layout.inventory import ModelShape, build_inventory, read_model_shape
 from verl_patches.layout.model_folder import QUANTIZATION, fp8_fault, weight_files
-from verl_patches.layout.of_config import rollout_layout_of, train_layout_of
-from verl_patches.layout.parallel import ParallelLayout
+from verl_patches.layout.parallel import ParallelLayout, rollout_layout_of, train_layout_of
 from verl_patches.reshard.plan import servable_blocks
 from verl_patches.rollout.log_probs import CHECK_TOKENS
 from verl_patches.training import kept_config, truth_check

@@ -20,7 +20,7 @@ from verl_patches.cluster.support import refusal, refused_keys
 from verl_patches.cluster.trees import LINE, Trees
 from verl_patches.errors import ConfigError
 from verl_patches.layout.model_folder import read_config
-from verl_patches.layout.of_config import rollout_layout_of, train_layout_of
+from verl_patches.layout.parallel import rollout_layout_of, train_layout_of
 from verl_patches.patching import engine
 from verl_patches.patching.switches import VARIABLE, Switches
 from verl_patches.training import kept_config, on_policy, truth_check

@@ -30,7 +30,7 @@ from verl_patches.cluster.trees import Trees, commit_of
 from verl_patches.errors import ConfigError
 from verl_patches.evaluation.memory_picture import draw_memory
 from verl_patches.evaluation.plots import plot_run
-from verl_patches.layout.of_config import rollout_layout_of, train_layout_of
+from verl_patches.layout.parallel import rollout_layout_of, train_layout_of
 from verl_patches.training.recording import find_recording
 from verl_patches.training.summary import Progress
 

@@ -10,7 +10,7 @@ from omegaconf import DictConfig
 
 from verl_patches.cluster.recipe import VLLM_DTYPES
 from verl_patches.layout.inventory import ModelShape, build_inventory
-from verl_patches.layout.of_config import rollout_layout_of, train_layout_of
+from verl_patches.layout.parallel import rollout_layout_of, train_layout_of
 from verl_patches.memory.expected import A3_DIE_BYTES, Setting, in_dtype, peaks
 from verl_patches.memory.followed import VERL, direct_sync, order_followed, staying, switches_of
 from verl_patches.memory.phases import OURS

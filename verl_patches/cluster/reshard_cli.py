@@ -14,8 +14,7 @@ from verl_patches.cluster.show import Json, table
 from verl_patches.errors import ConfigError
 from verl_patches.layout.inventory import build_inventory
 from verl_patches.layout.parallel import ParallelLayout, parse_layout
-from verl_patches.reshard.check import check_plan
-from verl_patches.reshard.figures import figures, path_of
+from verl_patches.reshard.check import check_plan, figures, path_of
 from verl_patches.reshard.plan import DEFAULT_BUCKET_BYTES, plan_reshard
 
 GB = 1e9

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from verl_patches.errors import ConfigError
-from verl_patches.reshard.figures import traffic
+from verl_patches.reshard.check import traffic
 from verl_patches.reshard.plan import ReshardPlan
 
 GB = 1e9

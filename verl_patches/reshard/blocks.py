@@ -16,8 +16,7 @@ from verl_patches.errors import ConfigError
 from verl_patches.layout.inventory import Inventory, Parameter
 from verl_patches.layout.parallel import VLLM_PIPELINE_ORDER, ParallelLayout
 from verl_patches.layout.sharding import Shard, library_rule, shards_of
-from verl_patches.reshard.region import Region, region_of
-from verl_patches.reshard.sizes import align, row_bytes
+from verl_patches.reshard.region import Region, align, region_of, row_bytes
 
 
 class Block(NamedTuple):

@@ -28,8 +28,15 @@ from verl_patches.layout.inventory import Inventory, Parameter
 from verl_patches.layout.parallel import ParallelLayout
 from verl_patches.layout.sharding import local_parameters
 from verl_patches.patching.engine import PatchError
-from verl_patches.reshard.coverage import not_once
-from verl_patches.reshard.live_memory import Live, Owners, in_load_shape, named_tensors, private_format, put_back
+from verl_patches.reshard.live_memory import (
+    Live,
+    Owners,
+    in_load_shape,
+    named_tensors,
+    not_once,
+    private_format,
+    put_back,
+)
 from verl_patches.reshard.region import Region, region_of
 from verl_patches.reshard.trace import Constant, Opaque, Trace
 
@@ -114,7 +121,7 @@ def learn_destinations(
     """Trace `model.load_weights` with every tensor of `inventory` and say where each goes; parameters stay as they are.
 
     Costs about what one load_weights costs without its copies. `inventory` in the dtypes that will be sent.
-    `load_shapes`: vLLM's parameter -> shape that its loader expects (layout/native.py), for engines that swap axes
+    `load_shapes`: vLLM's parameter -> shape that its loader expects (layout/sharding.py), for engines that swap axes
     after loading. Raises PatchError for a parameter of neither shape, for a loader that gives parameters other memory,
     and for one that cannot be traced at all (see `Trace.run`).
     """

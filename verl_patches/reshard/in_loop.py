@@ -19,15 +19,14 @@ from verl_patches.layout.inventory import Inventory, build_inventory
 from verl_patches.layout.parallel import ParallelLayout
 from verl_patches.memory import ledger, rollout_life
 from verl_patches.memory.phase_clock import timed
+from verl_patches.memory.rollout_life import post_load
 from verl_patches.model.names import local_name
-from verl_patches.reshard.agree import agree, collect, gather
-from verl_patches.reshard.check_map import check_map
 from verl_patches.reshard.destination import Destinations, learn_destinations
 from verl_patches.reshard.execute import Executor, SyncReport, build_executor
 from verl_patches.reshard.plan import ReshardPlan, plan_reshard
-from verl_patches.reshard.post_load import post_load
+from verl_patches.reshard.rank_errors import agree, collect, gather
 from verl_patches.reshard.train_tensors import TrainTensor, still_valid, train_tensors
-from verl_patches.reshard.verify import Verifier
+from verl_patches.reshard.verify import Verifier, check_map
 
 log = logging.getLogger(__name__)
 FLAGS = 2  # collectives of one number before those of the executor

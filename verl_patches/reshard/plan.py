@@ -20,10 +20,8 @@ from verl_patches.errors import ConfigError
 from verl_patches.layout.inventory import Inventory
 from verl_patches.layout.parallel import ParallelLayout
 from verl_patches.reshard.blocks import Block, check_pair, make_blocks
-from verl_patches.reshard.region import Region
-from verl_patches.reshard.route import Topology, route
-from verl_patches.reshard.schedule import Piece, regions_of, schedule
-from verl_patches.reshard.sizes import align, wire_bytes
+from verl_patches.reshard.region import Region, align, wire_bytes
+from verl_patches.reshard.route import Piece, Topology, regions_of, route, schedule
 
 __all__ = ["BucketPlan", "RankPlan", "ReshardPlan", "Topology", "plan_reshard", "wire_bytes"]
 DEFAULT_BUCKET_BYTES = 512 << 20

@@ -4,22 +4,24 @@ For `recipe.reshard.verify`; it costs a pass over all weights. Before the sync l
 it, each elementary region of the plan (a part of an HF tensor that no layout cuts) has one checksum of its raw values
 at every rank that trains it and at every rank that received it, in the rollout's dtype; one MIN over all ranks compares
 them all. What this cannot see is a map that reads and writes wrongly in the same way: check_map.py asks load_weights.
+
+One number for a part of an HF tensor, equal wherever and in whatever pieces the same values lie.
+
+Proof that rollout memory is mapped as the engine itself would: what it holds is loaded once more.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from verl_patches.reshard.agree import ReshardError, agree, collect, gather
-from verl_patches.reshard.checksum import checksum, count_nan
-from verl_patches.reshard.overlap import overlap, part_of
-from verl_patches.reshard.region import Region
-from verl_patches.reshard.views import Destination, Source
+from verl_patches.reshard.execute import Destination, Source
+from verl_patches.reshard.rank_errors import ReshardError, agree, collect, gather
+from verl_patches.reshard.region import Region, overlap, part_of
 
 if TYPE_CHECKING:
     from verl_patches.reshard.plan import ReshardPlan
@@ -198,3 +200,78 @@ class Verifier:
 
 def _text(value: int, nan: int) -> str:
     return f"checksum {value & (1 << 64) - 1:016x}" + (f" with {nan} NaN" if nan else "")
+
+
+_CHUNK = 1 << 22  # elements at a time: int64 copies stay below 100 MB
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_MIX = (0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9)  # odd constants; products wrap around at 64 bits
+
+
+def checksum(tensor: torch.Tensor, region: Region, shape: Sequence[int]) -> torch.Tensor:
+    """Sum modulo 2**64 of the raw values, each times an odd number of its place in the HF tensor: int64 scalar.
+
+    `tensor`: values of `region` of the HF tensor of `shape`, with any strides. Because places count, a swap or a
+    transposition changes the sum; sums of parts of one region add up to that of the region.
+    """
+    values = tensor.detach()
+    first = [region.start if dim == region.axis else 0 for dim in range(len(shape))]
+    if values.dim() == 1:
+        values, first, shape = values[:, None], [*first, 0], [*shape, 1]
+    rows, columns = values.shape
+    total = torch.zeros((), dtype=torch.int64, device=values.device)
+    column = torch.arange(first[1], first[1] + columns, device=values.device)
+    step = max(1, _CHUNK // max(1, columns))
+    for start in range(0, rows, step):
+        part = values[start : start + step].contiguous()
+        raw = part.view(_INTEGERS[part.element_size()]).to(torch.int64)
+        row = torch.arange(first[0] + start, first[0] + start + len(part), device=values.device)
+        place = row[:, None] * shape[1] + column
+        total += (raw * _odd(place)).sum()
+    return total
+
+
+def count_nan(tensor: torch.Tensor) -> torch.Tensor:
+    """How many elements are not a number: int64 scalar; 0 for integers."""
+    if not tensor.is_floating_point():
+        return torch.zeros((), dtype=torch.int64, device=tensor.device)
+    return (tensor.detach() != tensor.detach()).sum()
+
+
+def _odd(place: torch.Tensor) -> torch.Tensor:
+    mixed = place * _MIX[0]
+    mixed = (mixed ^ (mixed >> 29)) * _MIX[1]
+    return (mixed ^ (mixed >> 32)) | 1
+
+
+def check_map(
+    load_weights: Callable[[Iterator[tuple[str, torch.Tensor]]], Any],
+    live: Mapping[str, torch.Tensor],
+    destinations: Mapping[str, Sequence[Destination]],
+    shapes: Mapping[str, Sequence[int]],
+    rank: int,
+) -> list[str]:
+    """Load with the engine's own load_weights what its memory holds by `destinations`: nothing may change.
+
+    `live`: the engine's parameters by name. Returns a sentence for each that changed: its place in the map is wrong (or
+    its values were equal to another's). For engines whose load_weights still works on them; memory is then as it was
+    only where the map is right. Parts that this rank does not hold are loaded as zeros, which it ignores.
+    """
+
+    def values() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, parts in destinations.items():
+            whole = torch.zeros(tuple(shapes[name]), dtype=parts[0].tensor.dtype, device=parts[0].tensor.device)
+            for part in parts:
+                part_of(whole, Region(name, 0, 0, shapes[name][0]), part.region, shapes[name]).copy_(part.tensor)
+            yield name, whole
+
+    with torch.no_grad():
+        before = {name: _of_parameter(tensor) for name, tensor in live.items()}
+        load_weights(values())
+        changed = [name for name, tensor in live.items() if _of_parameter(tensor) != before[name]]
+    return [f"{name} on rank {rank}: expected to stay as it is when loaded again, found it changed: its map is wrong"
+            for name in changed]  # fmt: skip
+
+
+def _of_parameter(tensor: torch.Tensor) -> int:
+    flat = tensor.detach().reshape(-1)
+    return int(checksum(flat, Region("", 0, 0, len(flat)), (len(flat),)))

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from verl_patches.layout.model_folder import for_vllm
-from verl_patches.reshard.post_load import absorb_in_place
+from verl_patches.memory.rollout_life import absorb_in_place
 
 
 def llm_arguments(original: Callable) -> Callable:

@@ -30,7 +30,7 @@ from verl_patches.comm.batch_plan import BatchPlan, held_after_rollout, plan_bat
 from verl_patches.comm.exchange import Told, wire_bytes
 from verl_patches.comm.ragged import Ragged, from_padded, model_inputs, to_padded
 from verl_patches.comm.tensor_cache import TensorCache
-from verl_patches.layout.of_config import train_layout_in
+from verl_patches.layout.parallel import train_layout_in
 from verl_patches.memory import ledger
 from verl_patches.training import rollout_correction
 from verl_patches.training.kept_config import token_budget

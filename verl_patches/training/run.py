@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_patches.comm.dispatch import dispatch_of_step
-from verl_patches.layout.of_config import rollout_layout_of, train_layout_of
+from verl_patches.layout.parallel import rollout_layout_of, train_layout_of
 from verl_patches.memory.moves import offload_of_step
 from verl_patches.memory.report import memory_of_step, said_of
 from verl_patches.patching import engine

@@ -15,7 +15,7 @@ import torch
 from verl.single_controller.base.decorator import Dispatch, register
 
 from verl_patches.comm import starts
-from verl_patches.layout.of_config import rollout_layout_in, train_layout_in
+from verl_patches.layout.parallel import rollout_layout_in, train_layout_in
 from verl_patches.memory import moves, phase_clock
 from verl_patches.patching import engine
 from verl_patches.reshard.in_loop import Settings

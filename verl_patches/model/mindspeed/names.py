@@ -12,7 +12,7 @@ import functools
 import re
 
 from verl_patches.errors import ConfigError
-from verl_patches.layout.native import NATIVE_NAMES
+from verl_patches.layout.sharding import NATIVE_NAMES
 from verl_patches.model.names import Place
 
 _LAYER = "decoder.layers.{layer}."
