@@ -25,7 +25,7 @@ from verl_patches.errors import ConfigError
 from verl_patches.layout.inventory import ModelShape, build_inventory, read_model_shape
 from verl_patches.layout.model_folder import QUANTIZATION, fp8_fault, weight_files
 from verl_patches.layout.parallel import ParallelLayout, rollout_layout_of, train_layout_of
-from verl_patches.reshard.plan import servable_blocks
+from verl_patches.reshard.blocks import make_blocks
 from verl_patches.rollout.log_probs import CHECK_TOKENS
 from verl_patches.training import kept_config, truth_check
 from verl_patches.training.on_policy import faults
@@ -143,7 +143,7 @@ def _served(
     bucket_bytes: int,
 ) -> None:  # fmt: skip
     """Raise ConfigError where the weights of `train` cannot be sent to `rollout`."""
-    servable_blocks(build_inventory(model), train, rollout, train_library=train_library,
+    make_blocks(build_inventory(model), train, rollout, train_library=train_library,
                     rollout_library=rollout_library, bucket_bytes=bucket_bytes)  # fmt: skip
 
 

@@ -14,8 +14,9 @@ from verl_patches.cluster.show import Json, table
 from verl_patches.errors import ConfigError
 from verl_patches.layout.inventory import build_inventory
 from verl_patches.layout.parallel import ParallelLayout, parse_layout
+from verl_patches.reshard.blocks import DEFAULT_BUCKET_BYTES
 from verl_patches.reshard.check import check_plan, figures, path_of
-from verl_patches.reshard.plan import DEFAULT_BUCKET_BYTES, plan_reshard
+from verl_patches.reshard.plan import plan_reshard
 
 GB = 1e9
 TRAIN_LIBRARIES, ROLLOUT_LIBRARIES = ("mindspeed", "megatron-local", "megatron-te"), ("vllm-ascend", "vllm")

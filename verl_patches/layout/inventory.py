@@ -148,12 +148,6 @@ class Inventory:
         """Elements of the whole model, without multi-token prediction."""
         return sum(self.totals.values())
 
-    @property
-    def active(self) -> int:
-        """Elements that one token passes: all but the routed experts it does not choose (embedding, head included)."""
-        routed = self.totals["routed_expert"]
-        return self.total - routed + routed * self.model.num_experts_per_tok // self.model.n_routed_experts
-
 
 def build_inventory(config: ModelShape | Mapping | str | Path) -> Inventory:
     """The inventory of the model that `config` describes (see `read_model_shape` for what it may be)."""

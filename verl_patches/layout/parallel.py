@@ -9,7 +9,8 @@ orders ranks as instance x dp x pp x tp, and its experts are split over all rank
 an expert-data-parallel replica: `instances == edp`, and the instance of a rank is its `edp` coordinate. See
 `rollout_layout`.
 
-Both layouts of a configuration: verl's sections plus what `recipe:` adds to them.
+The layouts of a configuration (verl's sections and `recipe:`): `train_layout_of` and `rollout_layout_of`, or with the
+ending `_in` from the sections that a worker has. No torch.
 """
 
 from __future__ import annotations
@@ -137,19 +138,6 @@ class ParallelLayout:
             raise ConfigError(f"layout: rank must be in 0..{self.world_size - 1}, found {rank}")
         return _all_coordinates(self)[rank]
 
-    def rank_of(self, **coordinates: int) -> int:
-        """The rank at one view's coordinates, e.g. rank_of(tp=1, pp=3) or rank_of(ep=5, edp=1); axes left out are 0.
-
-        Raises ConfigError for an unknown axis, a coordinate out of range, or axes of both views at once (pp belongs
-        to both).
-        """
-        family = self._family(coordinates)
-        for axis, value in coordinates.items():
-            if not 0 <= value < self.size(axis):
-                raise ConfigError(f"layout: {axis} must be in 0..{self.size(axis) - 1}, found {value}")
-        strides = self._strides(family)
-        return sum(value * strides[axis] for axis, value in coordinates.items())
-
     def _family(self, axes: Iterable[str]) -> tuple[str, ...]:
         axes = list(axes)
         for axis in axes:
@@ -192,11 +180,6 @@ class ParallelLayout:
                 by_instance.setdefault(self.coordinates(rank).edp, []).append(rank)
             groups += by_instance.values()
         return sorted(groups)
-
-    def group_of(self, name: str, rank: int) -> list[int]:
-        """The group called `name` (see `groups`) that holds `rank`."""
-        self.coordinates(rank)
-        return next(group for group in self.groups(name) if rank in group)
 
     def chunk_layers(self, num_layers: int) -> list[range]:
         """Layer ids of each of the pp*vpp chunks in model order; chunk c lives on stage c % pp.

@@ -13,21 +13,15 @@ Libraries differ in a few things only, and LIBRARIES lists them. Facts, with the
   die for the EP256 rollout. Without that switch: "vllm".
 Everything else follows from the kind: rows (axis 0) or columns (axis 1) over tp, or over etp for routed experts.
 
-A library's own parameters of one rank: their names and shapes, and the HF shards each is made of.
+MEGATRON_NAMES are Megatron's own parameters for each kind.
 
-Megatron joins gate and up into `linear_fc1`; vLLM joins them into `gate_up_proj` and stacks all local experts into
-`w13_weight` and `w2_weight`. Names follow megatron-core 0.12.2's local spec with SequentialMLP, and vLLM 0.9.1's
-`deepseek_v2.py`; Megatron numbers layers and experts locally, vLLM numbers layers globally. Two libraries are
-described because two can be compared with real models on a CPU; others get a table here when they can be checked.
-
-Static bytes of a training rank: weights, gradients and optimizer state, before any activation.
-
-With n dense and m routed-expert trainable elements on the rank, as Megatron's distributed optimizer keeps them (bf16):
+`static_bytes` of a training rank are weights, gradients and optimizer state, before any activation. With n dense and m
+routed-expert trainable elements on the rank, as Megatron's distributed optimizer keeps them (bf16):
     param     = bytes of the weights: 2 (n + m), and 4 for each value of the correction bias
     grad      = 4 (n + m): fp32 main gradients, whole on every rank
     optimizer = 12 n / (dp * cp) + 12 m / edp: fp32 master weight and two Adam moments, sharded over the replicas
 Swapping the optimizer to the host takes its term off the die. At TP4 PP8 EP32 on 256 dies this gives 54.99 GB on the
-worst stage, and 20.32 GB with the optimizer swapped.
+worst stage, and 20.32 GB with the optimizer swapped. No torch.
 """
 
 from __future__ import annotations
@@ -105,11 +99,6 @@ class LocalParameters:
     """All shards of one rank, by HF name, in the inventory's order."""
 
     shards: dict[str, Shard]
-
-    @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """HF name -> local shape."""
-        return {name: shard.shape for name, shard in self.shards.items()}
 
     def count(self, experts: bool | None = None, trainable_only: bool = False) -> int:
         """Elements held: all, routed experts only (True) or everything else (False)."""
@@ -203,7 +192,9 @@ def _shard(parameter: Parameter, layout: ParallelLayout, index: int, rule: Libra
 
 
 _MEGATRON_LAYER = "decoder.layers.{layer}."
-_MEGATRON = {
+# kind -> parameter of megatron-core 0.12.2's local spec with SequentialMLP, which joins gate and up into linear_fc1;
+# layers and experts are numbered on each rank
+MEGATRON_NAMES = {
     "embedding": "embedding.word_embeddings.weight",
     "final_norm": "decoder.final_layernorm.weight",
     "head": "output_layer.weight",
@@ -229,102 +220,26 @@ _MEGATRON = {
     "routed_expert_up": _MEGATRON_LAYER + "mlp.experts.local_experts.{expert}.linear_fc1.weight",
     "routed_expert_down": _MEGATRON_LAYER + "mlp.experts.local_experts.{expert}.linear_fc2.weight",
 }
-_VLLM_LAYER = "model.layers.{layer}."
-# kinds that are not named here keep their HF name
-_VLLM = {
-    "dense_mlp_gate": _VLLM_LAYER + "mlp.gate_up_proj.weight",
-    "dense_mlp_up": _VLLM_LAYER + "mlp.gate_up_proj.weight",
-    "shared_expert_gate": _VLLM_LAYER + "mlp.shared_experts.gate_up_proj.weight",
-    "shared_expert_up": _VLLM_LAYER + "mlp.shared_experts.gate_up_proj.weight",
-    "routed_expert_gate": _VLLM_LAYER + "mlp.experts.w13_weight",
-    "routed_expert_up": _VLLM_LAYER + "mlp.experts.w13_weight",
-    "routed_expert_down": _VLLM_LAYER + "mlp.experts.w2_weight",
-}
-NATIVE_NAMES = {"megatron-local": _MEGATRON, "vllm": _VLLM}
 
 
-class NativeTensor(NamedTuple):
-    """One parameter (or buffer) of the library: its local shape and the shards it is made of, in order.
-
-    Shards are joined along axis 0. With `stacked`, the tensor has a leading axis of local experts and the shards of
-    each expert are joined along the next one.
-    """
-
-    shape: tuple[int, ...]
-    dtype: str
-    shards: tuple[Shard, ...]
-    stacked: bool = False
-
-
-def native_parameters(
-    inventory: Inventory, layout: ParallelLayout, rank: int, library: str, chunk: int = 0
-) -> dict[str, NativeTensor]:
-    """The library's own name -> tensor for `rank`; `chunk` picks the virtual pipeline chunk (0..vpp-1) of that rank.
-
-    Raises ConfigError for a library without a table here, and as `local_parameters`.
-    """
-    if library not in NATIVE_NAMES:
-        raise ConfigError(f"native names: no table for {library!r}; expected one of {', '.join(NATIVE_NAMES)}")
-    names = NATIVE_NAMES[library]
-    position = _positions(inventory, layout, rank, library, chunk)
-    first_expert = layout.local_experts(rank, inventory.model.n_routed_experts).start if library != "vllm" else 0
-    joined: dict[str, list[Shard]] = {}
-    for name, shard in local_parameters(inventory, layout, rank, library).shards.items():
-        parameter = shard.parameter
-        if not _in_chunk(parameter, position, layout, chunk):
-            continue
-        template = names.get(parameter.kind, name)
-        native = template.format(layer=position.get(parameter.layer), expert=(parameter.expert or 0) - first_expert)
-        joined.setdefault(native, []).append(shard)
-    return {native: _join(shards, library) for native, shards in joined.items()}
-
-
-def _positions(inventory: Inventory, layout: ParallelLayout, rank: int, library: str, chunk: int) -> dict[int, int]:
-    stage = layout.coordinates(rank).pp
-    if not 0 <= chunk < layout.vpp:
-        raise ConfigError(f"native names: chunk must be in 0..{layout.vpp - 1}, found {chunk}")
-    layers = layout.chunk_layers(inventory.model.num_hidden_layers)[chunk * layout.pp + stage]
-    return {layer: layer if library == "vllm" else layer - layers.start for layer in layers}
-
-
-def _in_chunk(parameter: Parameter, position: dict[int, int], layout: ParallelLayout, chunk: int) -> bool:
-    if parameter.layer is not None:
-        return parameter.layer in position
-    return chunk == (0 if parameter.kind == "embedding" else layout.vpp - 1)
-
-
-def _join(shards: list[Shard], library: str) -> NativeTensor:
-    first = shards[0]
-    if library == "vllm" and first.parameter.expert is not None:
-        experts = len({s.parameter.expert for s in shards})
-        rows = sum(s.shape[0] for s in shards) // experts
-        return NativeTensor((experts, rows, *first.shape[1:]), first.dtype, tuple(shards), stacked=True)
-    rows = sum(s.shape[0] for s in shards)
-    return NativeTensor((rows, *first.shape[1:]), first.dtype, tuple(shards))
-
-
-GRAD_BYTES = 4
-OPTIMIZER_BYTES = 12
+GRAD_BYTES, OPTIMIZER_BYTES = 4, 12  # of one trainable element
 
 
 @dataclass(frozen=True)
 class StaticBytes:
-    """Bytes on one die, and the optimizer bytes that were moved to the host instead."""
+    """Bytes of one training rank."""
 
     param_bytes: int
     grad_bytes: int
     optimizer_bytes: int
-    host_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
-        """Bytes on the die."""
+        """Bytes of all three."""
         return self.param_bytes + self.grad_bytes + self.optimizer_bytes
 
 
-def static_bytes(
-    inventory: Inventory, layout: ParallelLayout, rank: int, library: str = "mindspeed", swap_optimizer: bool = False
-) -> StaticBytes:
+def static_bytes(inventory: Inventory, layout: ParallelLayout, rank: int, library: str = "mindspeed") -> StaticBytes:
     """Static bytes of `rank` (formula above); optimizer shards are rounded up to whole elements.
 
     Raises ConfigError as `local_parameters` does.
@@ -333,5 +248,4 @@ def static_bytes(
     dense = held.count(experts=False, trainable_only=True)
     routed = held.count(experts=True, trainable_only=True)
     optimizer = OPTIMIZER_BYTES * (-(-dense // (layout.dp * layout.cp)) + -(-routed // layout.edp))
-    on_die, on_host = (0, optimizer) if swap_optimizer else (optimizer, 0)
-    return StaticBytes(held.size_bytes(), GRAD_BYTES * (dense + routed), on_die, on_host)
+    return StaticBytes(held.size_bytes(), GRAD_BYTES * (dense + routed), optimizer)

@@ -12,12 +12,11 @@ storage torch_npu does not resize (ResizeNpu.h).
 
 An engine with captured graphs (enforce_eager=false) keeps vLLM's sleep mode: graph_life.py.
 
-What the rollout engine derives from its weights and must derive again when new ones have arrived.
-
-At our pins, unquantised, that is MLA's absorbed projections alone. Other work of process_weights_after_loading changes
-how parameters lie in memory, once (padding, axes: see destination.py), and weights are written into that; quantised
-methods make other values of them, which a sync of plain weights cannot: their scales are then found unwritten by
-`Destinations.check_covers`.
+What the engine derives from its weights must be derived again when new ones have arrived (`post_load`). At our pins,
+unquantised, that is MLA's absorbed projections alone. Other work of process_weights_after_loading changes how
+parameters lie in memory, once (padding, axes: reshard/destination.py), and weights are written into that; quantised
+methods compute other values from them, which a sync of plain weights cannot: `Destinations.check_covers` then finds
+their scales unwritten.
 """
 
 from __future__ import annotations
@@ -30,9 +29,10 @@ import torch
 from verl_patches.memory.measure import kv_caches, tensors_in, vllm_worker
 from verl_patches.memory.parking import Parked, unique
 from verl_patches.patching.engine import PatchError
-from verl_patches.reshard.live_memory import private_format
+from verl_patches.reshard.live_memory import private_format, storage_id
 
 WEIGHTS, CACHE = TAGS = ("weights", "kv_cache")  # vLLM's tags of LLM.wake_up
+ABSORBED = ("W_UV", "W_UK_T")  # vllm/attention/backends/mla/common.py:1115, vllm_ascend/attention/mla_v1.py:622
 Tensors = dict[str, torch.Tensor]
 
 
@@ -88,7 +88,7 @@ class RolloutLife(Life):
         for tag in [tag for tag in TAGS if tag in self._asleep and (tags is None or tag in tags)]:
             now = self._tensors(tag)
             for name, parked in self._asleep[tag].items():
-                if name not in now or now[name].untyped_storage()._cdata != parked.storage._cdata:
+                if name not in now or storage_id(now[name]) != parked.storage._cdata:
                     raise PatchError(f"rollout: {name}: expected the storage with which the engine went to sleep, "
                                      f"found {'another' if name in now else 'no such tensor'}: somebody else has "
                                      "replaced it")
@@ -114,7 +114,7 @@ class RolloutLife(Life):
     def _drop(self, tag: str) -> None:
         asleep, by_storage = {}, {}
         for name, tensor in self._tensors(tag).items():
-            asleep[name] = by_storage.setdefault(tensor.untyped_storage()._cdata, Parked(name, tensor))
+            asleep[name] = by_storage.setdefault(storage_id(tensor), Parked(name, tensor))
         for parked in by_storage.values():
             parked.leave(copy=False)
         self._asleep[tag] = asleep
@@ -143,9 +143,9 @@ def weights_of(model: torch.nn.Module) -> Tensors:
     What has to stay is left out of `all_weights`: what buffers share, and private NPU formats.
     """
     found = all_weights(model)
-    stay = {buffer.untyped_storage()._cdata for buffer in model.buffers()}
-    stay |= {each.untyped_storage()._cdata for each in found.values() if private_format(each) is not None}
-    return {name: each for name, each in found.items() if each.untyped_storage()._cdata not in stay}
+    stay = {storage_id(buffer) for buffer in model.buffers()}
+    stay |= {storage_id(each) for each in found.values() if private_format(each) is not None}
+    return {name: each for name, each in found.items() if storage_id(each) not in stay}
 
 
 def all_weights(model: torch.nn.Module) -> Tensors:
@@ -172,9 +172,6 @@ def filled(llm: Any, stay: bool) -> None:
         life.filled(stay)
 
 
-ABSORBED = ("W_UV", "W_UK_T")  # vllm/attention/backends/mla/common.py:1115, vllm_ascend/attention/mla_v1.py:622
-
-
 def post_load(model: torch.nn.Module) -> int:
     """Derive the absorbed projections of every layer again where needed; how many layers that were.
 
@@ -195,7 +192,7 @@ def absorb_in_place(attention: Any) -> bool:
     holder = attention.impl
     held = {name: getattr(holder, name) for name in ABSORBED if hasattr(holder, name)}
     weight = getattr(getattr(holder, "kv_b_proj", None), "weight", None)
-    if not held or (weight is not None and all(_share_memory(tensor, weight) for tensor in held.values())):
+    if not held or (weight is not None and all(storage_id(tensor) == storage_id(weight) for tensor in held.values())):
         return False
     with torch.no_grad():
         attention.process_weights_after_loading(held["W_UV"].dtype)
@@ -203,7 +200,3 @@ def absorb_in_place(attention: Any) -> bool:
             tensor.copy_(getattr(holder, name))
             setattr(holder, name, tensor)
     return True
-
-
-def _share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.untyped_storage()._cdata == b.untyped_storage()._cdata

@@ -13,7 +13,7 @@ import re
 from typing import NamedTuple
 
 from verl_patches.errors import ConfigError
-from verl_patches.layout.sharding import NATIVE_NAMES
+from verl_patches.layout.sharding import MEGATRON_NAMES
 
 # (local spelling, Transformer Engine spelling), as regular expression and template of each other
 _SPELLINGS = (
@@ -70,7 +70,7 @@ def place(name: str) -> Place:
 @functools.cache
 def _patterns() -> tuple[tuple[re.Pattern[str], tuple[str, ...]], ...]:
     kinds: dict[str, tuple[str, ...]] = {}
-    for kind, template in NATIVE_NAMES["megatron-local"].items():
+    for kind, template in MEGATRON_NAMES.items():
         kinds[template] = (*kinds.get(template, ()), kind)
     found = []
     for template, joined in kinds.items():

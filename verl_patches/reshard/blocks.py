@@ -1,4 +1,4 @@
-"""What can be sent as one: blocks of tensors that the same ranks hold in training and the same ranks need in rollout.
+"""Blocks: regions that the same ranks hold in training and the same ranks need in rollout, so they are sent as one.
 
 Both sides cut a tensor along the same axis (layout/sharding.py), at rows that need not be multiples of each other:
 vLLM pads the vocabulary. All cuts together give elementary intervals, inside which nothing is cut any more. Tensors
@@ -18,12 +18,14 @@ from verl_patches.layout.parallel import VLLM_PIPELINE_ORDER, ParallelLayout
 from verl_patches.layout.sharding import Shard, library_rule, shards_of
 from verl_patches.reshard.region import Region, align, region_of, row_bytes
 
+DEFAULT_BUCKET_BYTES = 512 << 20
+
 
 class Block(NamedTuple):
-    """Regions that travel alike: every rank of `holders` has all of them, every rank of `receivers` needs all of them.
+    """Regions that are sent as one: each rank of `holders` has all of them, each rank of `receivers` needs all of them.
 
     `row_bytes`: bytes of one row of each region. `owners`: the receivers that need the block by their layout alone,
-    and not only because a tensor was asked for whole. Ranks are sorted; all holders are of one pipeline stage.
+    and not only because a tensor is wanted whole. Ranks are sorted; all holders are of one pipeline stage.
     """
 
     regions: tuple[Region, ...]
@@ -35,12 +37,12 @@ class Block(NamedTuple):
     @property
     def raw_bytes(self) -> int:
         """Bytes of all elements."""
-        return sum((r.stop - r.start) * size for r, size in zip(self.regions, self.row_bytes, strict=True))
+        return sum(r.rows * size for r, size in zip(self.regions, self.row_bytes, strict=True))
 
     @property
     def wire_bytes(self) -> int:
         """Bytes of all regions between ranks, if none is cut."""
-        return sum(align((r.stop - r.start) * size) for r, size in zip(self.regions, self.row_bytes, strict=True))
+        return sum(align(r.rows * size) for r, size in zip(self.regions, self.row_bytes, strict=True))
 
 
 class Interval(NamedTuple):
@@ -66,27 +68,35 @@ def make_blocks(
     *,
     train_library: str,
     rollout_library: str,
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     whole: Collection[str] = (),
 ) -> list[Block]:
-    """All blocks, in the inventory's order of layers and experts.
+    """All blocks, in the inventory's order of layers and experts: what there is to move, without deciding how.
 
-    `whole`: HF tensors that each rank which holds a part of it in rollout needs whole. Raises ConfigError as
-    `local_parameters` does for either side.
+    `whole`: HF tensors that each rank which holds a part of it in rollout needs whole. Raises ConfigError for pairs of
+    layouts between which no plan can be made, as `local_parameters` does for either side, and where `bucket_bytes` is
+    too small for one row of some tensor.
     """
+    _check_pair(inventory, train, rollout, whole)
     sides = Side(inventory, train, train_library), Side(inventory, rollout, rollout_library)
     known: dict[tuple, tuple[Interval, ...]] = {}  # tensors of one kind and shape are cut alike
     blocks = []
     for tensors in _units(inventory):
         alike: dict[tuple, list[tuple[Parameter, tuple[Interval, ...]]]] = {}
         for parameter in tensors:
-            asked = parameter.name in whole
-            key = parameter.kind, parameter.shape, asked
+            key = parameter.kind, parameter.shape, parameter.name in whole
             if key not in known:
-                known[key] = tuple(_intervals(sides[0].shards(parameter), sides[1].shards(parameter), asked))
+                known[key] = tuple(_intervals(sides[0].shards(parameter), sides[1].shards(parameter), key[2]))
             same_ranks = tuple(interval.ranks for interval in known[key])
             alike.setdefault(same_ranks, []).append((parameter, known[key]))
         for members in alike.values():
             blocks += _blocks(members, *sides)
+    most, region = max(pair for b in blocks for pair in zip(b.row_bytes, b.regions, strict=True))
+    if not isinstance(bucket_bytes, int) or bucket_bytes < align(most):
+        raise ConfigError(
+            f"reshard plan: bucket_bytes must be a whole number of at least {align(most)}, one row of {region.name} "
+            f"along axis {region.axis}, found {bucket_bytes!r}; give more, such as {DEFAULT_BUCKET_BYTES}"
+        )
     return blocks
 
 
@@ -169,7 +179,7 @@ class Side:
         return self._known[key]
 
 
-def check_pair(inventory: Inventory, train: ParallelLayout, rollout: ParallelLayout, whole: Collection[str]) -> None:
+def _check_pair(inventory: Inventory, train: ParallelLayout, rollout: ParallelLayout, whole: Collection[str]) -> None:
     """Refuse, as ConfigError, what no plan can be made for and neither layout knows alone."""
     if train.world_size != rollout.world_size:
         raise ConfigError(

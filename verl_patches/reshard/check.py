@@ -1,10 +1,11 @@
-"""Proof of a plan, from the layouts alone: nothing of how the plan was made is believed. No torch.
+"""Proof of a plan, and its figures. No torch.
 
-Each rank's rollout shards are covered exactly once by what it keeps and what it receives; what it keeps and sends lies
-in its training shards; buckets stay within their bytes; and both ends of every segment agree on its regions and their
-order. Together this says: run as planned, every rollout element is written once, from the right training element.
+`check_plan` uses the layouts alone, nothing of how the plan was made: each rank's rollout shards are covered exactly
+once by what it keeps and what it receives; what it keeps and sends lies in its training shards; buckets stay within
+their bytes; and both ends of every segment name the same regions in the same order. Together: executed as planned,
+every rollout element is written once, from the right training element.
 
-A plan in figures: bytes against their bounds, who is busiest, and the path of one parameter. No torch.
+`figures` and `path_of` describe a plan: bytes against their bounds, the busiest ranks, the path of one parameter.
 """
 
 from __future__ import annotations
@@ -65,12 +66,9 @@ def _check_held(plan: ReshardPlan, mine: RankPlan) -> None:
 def _check_written(plan: ReshardPlan, mine: RankPlan) -> None:
     needed = local_parameters(plan.inventory, plan.rollout, mine.rank, plan.rollout_library).shards
     written: dict[str, list[Region]] = defaultdict(list)
-    for region in mine.local:
+    received = (region for bucket in mine.buckets for regions in bucket.receive.values() for region in regions)
+    for region in (*mine.local, *received):
         written[region.name].append(region)
-    for bucket in mine.buckets:
-        for regions in bucket.receive.values():
-            for region in regions:
-                written[region.name].append(region)
     for name in written.keys() - needed.keys():
         raise PatchError(f"reshard plan: rank {mine.rank} gets {written[name][0]}, expected nothing of {name}: its "
                          f"rollout layout ({plan.rollout}) does not hold it")
@@ -101,25 +99,20 @@ def _along(region: Region, axis: int, shape: tuple[int, ...]) -> tuple[int, int]
     """[start, stop) of `region` along `axis`; empty where it is cut along another."""
     if region.axis == axis:
         return region.start, region.stop
-    return (0, shape[axis]) if (region.start, region.stop) == (0, shape[region.axis]) else (0, 0)
+    return (0, shape[axis]) if region.is_whole(shape) else (0, 0)
 
 
 def _check_ends(rank_plans: Mapping[int, RankPlan]) -> None:
-    for rank, mine in sorted(rank_plans.items()):
-        for number, bucket in enumerate(mine.buckets):
-            for peer, regions in bucket.send.items():
-                there = rank_plans[peer].buckets[number].receive.get(rank, ()) if peer != rank else ()
-                _check_segment(rank, peer, number, regions, there)
-            for peer, regions in bucket.receive.items():
-                if peer == rank or rank not in rank_plans[peer].buckets[number].send:
-                    _check_segment(peer, rank, number, (), regions)
-
-
-def _check_segment(sender: int, receiver: int, number: int, sent: tuple, awaited: tuple) -> None:
-    if sent != awaited or not sent:
-        raise PatchError(f"reshard plan: in bucket {number} rank {sender} sends rank {receiver} "
-                         f"{_list(sent) or 'nothing'}, which expects {_list(awaited) or 'nothing'}; "
-                         "expected the same regions in the same order, and a segment only where there are any")
+    buckets = [(rank, n, bucket) for rank, mine in rank_plans.items() for n, bucket in enumerate(mine.buckets)]
+    sends = {(n, rank, peer): regions for rank, n, bucket in buckets for peer, regions in bucket.send.items()}
+    receives = {(n, peer, rank): regions for rank, n, bucket in buckets for peer, regions in bucket.receive.items()}
+    for number, sender, receiver in sorted(sends.keys() | receives.keys()):
+        sent = sends.get((number, sender, receiver), ())
+        expected = receives.get((number, sender, receiver), ())
+        if sent != expected or not sent or sender == receiver:
+            raise PatchError(f"reshard plan: in bucket {number} rank {sender} sends rank {receiver} "
+                             f"{_list(sent) or 'nothing'}, which expects {_list(expected) or 'nothing'}; expected "
+                             "the same regions in the same order on two ranks, and a segment only where there are any")
 
 
 def _list(regions: Iterable[Region]) -> str:
@@ -169,14 +162,6 @@ def _spread(numbers: Sequence[int]) -> dict[str, float]:
     return {"min": min(numbers), "mean": _mean(numbers), "max": max(numbers)}
 
 
-def traffic(plan: ReshardPlan) -> list[list[int]]:
-    """Bytes that each rank (first index) sends to each (second index)."""
-    sums = [[0] * plan.world_size for _ in range(plan.world_size)]
-    for piece, size in zip(plan.pieces, plan.piece_bytes, strict=True):
-        sums[piece.sender][piece.receiver] += size
-    return sums
-
-
 def path_of(plan: ReshardPlan, name: str, rank: int) -> dict[str, Any]:
     """How HF tensor `name` comes to `rank`, and what the rank sends of it: regions, peers, nearness, buckets, bytes.
 
@@ -201,16 +186,12 @@ def path_of(plan: ReshardPlan, name: str, rank: int) -> dict[str, Any]:
         "holders": _holders(plan, name),
         "steps": [{"region": str(region), "what": verb, "peer": peer, "stage": plan.stages[peer],
                    "nearness": plan.topology.nearness(rank, peer), "bucket": number,
-                   "bytes": (region.stop - region.start) * row_bytes(parameter, region.axis)}
+                   "bytes": region.rows * row_bytes(parameter, region.axis)}
                   for region, verb, peer, number in steps],
     }
 
 
 def _holders(plan: ReshardPlan, name: str) -> list[dict[str, Any]]:
     """Each elementary interval of a tensor: the ranks that hold it in training and need it in rollout."""
-    found = []
-    for block in plan.blocks:
-        for region in block.regions:
-            if region.name == name:
-                found.append({"region": str(region), "holders": list(block.holders), "needed_by": len(block.receivers)})
-    return found
+    return [{"region": str(region), "holders": list(block.holders), "needed_by": len(block.receivers)}
+            for block in plan.blocks for region in block.regions if region.name == name]

@@ -1,19 +1,18 @@
 """Where each HF tensor lives in the rollout engine's parameters, learnt from vLLM's own `load_weights`.
 
 `load_weights` is traced once with meta tensors (trace.py); nothing is written, and no table of vLLM's names is kept.
-From then on weights can be written straight into the views of `Destinations.tensors`. A tensor that cannot be followed
-is named in `unmapped`, with the reason: it is for `load_weights` itself, whole.
+From then on weights can be written straight into the views of `Destinations.tensors`. A tensor that cannot be traced is
+named in `unmapped`, with the reason: load_weights itself must load it, whole.
 
-Call it when the engine is awake and as verl leaves it for a sync: `patch_vllm_moe_model_weight_loader(model)` has run
-(vllm-ascend's fused_moe.py:878 makes new expert parameters that have lost their weight_loader).
+Call it when the engine is awake and prepared for a load as verl does: `patch_vllm_moe_model_weight_loader(model)` has
+run (vllm-ascend's fused_moe.py:878 makes new expert parameters that have lost their weight_loader).
 
 Layouts that an engine gives its parameters after loading:
 - Another stride, as `_maybe_pad_weight` of vLLM (fused_moe/layer.py:510) leaves: views follow strides.
-- Last two axes swapped, as view or copy: found where a parameter has the shape of `load_shapes` with these swapped, and
-  traced through a transposed view. Shapes cannot tell for square matrices; no engine at our pins does it unquantised.
+- Last two axes swapped, as view or copy (vllm-ascend transposes expert weights): see `load_shapes`.
 - A private NPU format (NZ): elements are not where strides say, so its tensors are unmapped. At our pins vllm-ascend
-  casts quantised weights and MLA's absorbed ones only (the latter: post_load.py). Asking torch_npu for the format
-  cannot be tried without an NPU.
+  casts quantised weights and MLA's absorbed ones only (the latter: memory/rollout_life.py). Asking torch_npu for the
+  format cannot be tried without an NPU.
 """
 
 from __future__ import annotations
@@ -33,9 +32,9 @@ from verl_patches.reshard.live_memory import (
     Owners,
     in_load_shape,
     named_tensors,
-    not_once,
+    not_written_once,
     private_format,
-    put_back,
+    restore_memory,
 )
 from verl_patches.reshard.region import Region, region_of
 from verl_patches.reshard.trace import Constant, Opaque, Trace
@@ -74,8 +73,8 @@ class Destinations:
     def still_valid(self, model: torch.nn.Module) -> bool:
         """Whether the memory is that which was learnt; if not (rebuilt, moved), learn again. Reads no data.
 
-        A few ms at 671B: it looks where each parameter was, and would not see a module put in another's place. vLLM's
-        sleep keeps the storage and gives its memory back: waking is the caller's.
+        A few ms at 671B: it looks where each parameter was, and would not see a module that replaced another. vLLM's
+        sleep keeps the storage and frees its memory: the caller must wake the engine.
         """
         return model is self.model and all(each.is_there() for each in self.live.values())
 
@@ -90,7 +89,7 @@ class Destinations:
         writes = [(str(held.region), held.tensor) for places in self.tensors.values() for held in places]
         writes += [(f"the constant {constant.value:g}", constant.target) for constant in self.constants]
         writes += [(f"{each.name} ({each.reason})", each.target) for each in self.opaque]
-        _raise(self.rank, not_once(live, writes), "the rollout would compute with what is there")
+        _raise(self.rank, not_written_once(live, writes), "the rollout would compute with what is there")
 
     def check_against_plan(self, inventory: Inventory, layout: ParallelLayout, library: str) -> None:
         """PatchError unless the learnt regions are those that layout/sharding.py gives this rank; unmapped ones aside.
@@ -105,8 +104,8 @@ class Destinations:
             if name in self.unmapped:
                 continue
             places, region, shape = self.tensors.get(name, ()), planned.get(name), inventory.by_name[name].shape
-            found = sorted({str(_normal(held.region, shape)) for held in places})
-            if found != ([str(_normal(region, shape))] if region else []):
+            found = sorted({str(held.region.along(0, shape)) for held in places})
+            if found != ([str(region.along(0, shape))] if region else []):
                 where = ", ".join(dict.fromkeys(held.parameter for held in places)) or "no parameter"
                 problems.append(
                     f"{name} in {where}: expected {region or 'nothing'} by layout {layout} of {library}, "
@@ -121,8 +120,10 @@ def learn_destinations(
     """Trace `model.load_weights` with every tensor of `inventory` and say where each goes; parameters stay as they are.
 
     Costs about what one load_weights costs without its copies. `inventory` in the dtypes that will be sent.
-    `load_shapes`: vLLM's parameter -> shape that its loader expects (layout/sharding.py), for engines that swap axes
-    after loading. Raises PatchError for a parameter of neither shape, for a loader that gives parameters other memory,
+    `load_shapes`: vLLM's parameter -> shape that its loader expects. For engines that transpose expert weights:
+    vllm-ascend does so in its forward (ops/fused_moe.py:275, :288 at our pin) and may store them so; a parameter found
+    with its last two axes swapped is traced through a transposed view. Shapes cannot tell for square matrices.
+    Raises PatchError for a parameter of neither shape, for a loader that gives parameters other memory,
     and for one that cannot be traced at all (see `Trace.run`).
     """
     before = named_tensors(model)
@@ -133,7 +134,7 @@ def learn_destinations(
         with in_load_shape(before, load_shapes or {}, rank):
             trace.run(model.load_weights, sources)
     finally:
-        put_back(model, before, data, rank)
+        restore_memory(model, before, data, rank)
     strange = [each for each in trace.opaque if each.name not in sources]
     if strange:
         raise PatchError(
@@ -184,11 +185,6 @@ def _placed(parameter: Parameter, source: torch.Tensor, target: torch.Tensor, ow
     axis = cut[0] if cut else 0
     region = Region(parameter.name, axis, begins[axis], begins[axis] + sizes[axis])
     return RolloutTensor(region, target.as_strided(sizes, strides, target.storage_offset()), owner)
-
-
-def _normal(region: Region, shape: tuple[int, ...]) -> Region:
-    """A whole tensor has many names: the one along axis 0."""
-    return Region(region.name, 0, 0, shape[0]) if region[2:] == (0, shape[region.axis]) else region
 
 
 def _raise(rank: int, problems: list[str], meaning: str) -> None:

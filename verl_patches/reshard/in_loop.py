@@ -24,7 +24,7 @@ from verl_patches.model.names import local_name
 from verl_patches.reshard.destination import Destinations, learn_destinations
 from verl_patches.reshard.execute import Executor, SyncReport, build_executor
 from verl_patches.reshard.plan import ReshardPlan, plan_reshard
-from verl_patches.reshard.rank_errors import agree, collect, gather
+from verl_patches.reshard.rank_errors import catch_errors, gather, raise_on_any_rank
 from verl_patches.reshard.train_tensors import TrainTensor, still_valid, train_tensors
 from verl_patches.reshard.verify import Verifier, check_map
 
@@ -86,7 +86,8 @@ class WorkerReshard:
             ask_load_weights = functools.partial(
                 check_map, model.load_weights, dict(model.named_parameters()), self.destinations.tensors,
                 {p.name: p.shape for p in self.inventory.parameters}, self.rank)  # fmt: skip
-            agree(collect(ask_load_weights), None, self.device, "vLLM's load_weights puts weights elsewhere")
+            problems = catch_errors(ask_load_weights)
+            raise_on_any_rank(problems, None, self.device, "vLLM's load_weights puts weights elsewhere")
         self.verified = True
         log.info("weight sync verified: %d regions of all ranks, %d elements here", checked.regions, checked.elements)
 
@@ -113,7 +114,7 @@ class WorkerReshard:
             self.destinations.check_covers(model)
             yield from ()
 
-        agree(collect(learn), None, self.device, "training or rollout weights cannot be mapped")
+        raise_on_any_rank(catch_errors(learn), None, self.device, "training or rollout weights cannot be mapped")
         self._make_plan()
         self.executor = build_executor(
             self.plan, self.rank, self.sources, self.destinations.tensors, device=self.device,
@@ -139,7 +140,7 @@ class WorkerReshard:
             self.destinations.check_against_plan(self.inventory, settings.rollout, library)
             yield from ()
 
-        agree(collect(check), None, self.device, "rollout weights are not laid out as planned")
+        raise_on_any_rank(catch_errors(check), None, self.device, "rollout weights are not laid out as planned")
 
     def _shared_experts_are_whole(self) -> bool:
         """Whether this engine keeps shared experts whole on every rank although it splits the rest by TP."""
@@ -187,7 +188,7 @@ def _sync(manager: Any, settings: Settings, wake_after: tuple[str, ...]) -> None
             manager.resharder = WorkerReshard(settings, manager.actor_module, manager.model_config, device)
         yield from ()
 
-    agree(collect(prepare), None, device, "the rollout engine is not ready for weights")
+    raise_on_any_rank(catch_errors(prepare), None, device, "the rollout engine is not ready for weights")
     model = _model_of(manager)
     ledger.look(manager.resharder.sync(model).peak_extra_bytes)
     rollout_life.filled(manager.inference_engine, stay=not getattr(manager, "weight_sync_enabled", True))

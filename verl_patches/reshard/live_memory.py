@@ -1,7 +1,4 @@
-"""The live memory of an engine's model: what it is, whose it is, and how to leave it as it was.
-
-Whether writes to memory reach every element of every tensor exactly once: interval arithmetic on storages.
-"""
+"""Live memory of an engine's model: identity and owner of views, shapes while loading, and whether writes cover it."""
 
 from __future__ import annotations
 
@@ -17,23 +14,30 @@ from verl_patches.patching.engine import PatchError
 _PLAIN_FORMATS = (0, 1, 2, 30)  # NCHW, NHWC, ND, NCDHW: elements lie where strides say; 29 is NZ
 
 
+def storage_id(tensor: torch.Tensor) -> int:
+    """Identity of a tensor's storage, which its views share.
+
+    Unlike data_ptr it survives offload by resizing, and differs between storages without memory and meta tensors. The
+    storage must be kept alive: a new one may get the id of one that is gone.
+    """
+    return tensor.untyped_storage()._cdata
+
+
+def view_id(tensor: torch.Tensor) -> tuple:
+    """Equal for two tensors that are the same view (offset, shape, strides, dtype) of the same storage."""
+    return storage_id(tensor), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
+
+
 def named_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Parameters and buffers, each once, by the engine's own names."""
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
-
-
-def memory(tensor: torch.Tensor) -> tuple:
-    """What says that two tensors are the same view of the same memory."""
-    # the storage's identity, not its address: offload that resizes a storage leaves views of it right
-    place = tensor.untyped_storage()._cdata, tensor.storage_offset()
-    return (*place, tensor.shape, tensor.stride(), tensor.dtype)
 
 
 class Live(NamedTuple):
     """A parameter or buffer as it was: a view of its memory, and where its module keeps it."""
 
     tensor: torch.Tensor
-    memory: tuple
+    view: tuple
     holder: Mapping[str, torch.Tensor | None]
     key: str
 
@@ -43,12 +47,12 @@ class Live(NamedTuple):
         module, _, key = name.rpartition(".")
         module = model.get_submodule(module)
         holder = module._parameters if key in module._parameters else module._buffers
-        return cls(holder[key].detach(), memory(holder[key]), holder, key)
+        return cls(holder[key].detach(), view_id(holder[key]), holder, key)
 
     def is_there(self) -> bool:
         """Whether the module still has it, in the same memory."""
         now = self.holder.get(self.key)
-        return now is not None and memory(now) == self.memory
+        return now is not None and view_id(now) == self.view
 
 
 class Owners:
@@ -58,13 +62,13 @@ class Owners:
         self._by_storage: dict[int, list[tuple[int, str]]] = {}
         for name, tensor in tensors.items():
             at = tensor.storage_offset() * tensor.element_size(), name
-            self._by_storage.setdefault(tensor.untyped_storage()._cdata, []).append(at)
+            self._by_storage.setdefault(storage_id(tensor), []).append(at)
         for places in self._by_storage.values():
             places.sort()
 
     def of(self, view: torch.Tensor) -> str:
         """The last one that begins at or before it in its storage."""
-        places, at = self._by_storage[view.untyped_storage()._cdata], view.storage_offset() * view.element_size()
+        places, at = self._by_storage[storage_id(view)], view.storage_offset() * view.element_size()
         return next((name for begin, name in reversed(places) if begin <= at), places[0][1])
 
 
@@ -72,7 +76,7 @@ class Owners:
 def in_load_shape(
     tensors: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[int, ...]], rank: int
 ) -> Iterator[None]:
-    """Meanwhile parameters whose last two axes the engine swapped are as loaded; PatchError for any other shape."""
+    """Within it parameters whose last two axes the engine swapped are as loaded; PatchError for any other shape."""
     swapped = {}
     for name, shape in shapes.items():
         if name not in tensors or tuple(tensors[name].shape) == tuple(shape):
@@ -93,14 +97,14 @@ def in_load_shape(
             tensors[name].data = data
 
 
-def put_back(
+def restore_memory(
     model: torch.nn.Module, before: Mapping[str, torch.Tensor], data: Mapping[str, torch.Tensor], rank: int
 ) -> None:
-    """PatchError if load_weights gave tensors other memory; what had it before has it again."""
+    """Give tensors that load_weights moved their memory of before again, and raise PatchError if there were any."""
     after = named_tensors(model)
     moved = [name for name in {**before, **after} if after.get(name) is not before.get(name)]
     for name, tensor in before.items():
-        if memory(tensor) != memory(data[name]):
+        if view_id(tensor) != view_id(data[name]):
             tensor.data = data[name]
             moved.append(name)
     if moved:
@@ -120,20 +124,20 @@ def private_format(tensor: torch.Tensor) -> int | None:
     return None if number in _PLAIN_FORMATS else number
 
 
-def not_once(tensors: Mapping[str, torch.Tensor], writes: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
-    """What is wrong, one sentence for each fault: elements that no write or more than one write reaches.
+def not_written_once(tensors: Mapping[str, torch.Tensor], writes: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
+    """A sentence for each fault of `tensors`: elements that no write or more than one write reaches.
 
-    `writes`: (what is written there, view of a storage). No data is read, so that meta tensors do too; cost follows the
-    contiguous runs of the views, not their elements.
+    `writes`: (what is written there, view of a storage). No data is read, so meta tensors serve too; the cost follows
+    the contiguous runs of the views, not their elements.
     """
     by_storage: dict[int, list[tuple[str, torch.Tensor]]] = {}
     for what, view in writes:
-        by_storage.setdefault(view.untyped_storage()._cdata, []).append((what, view))
+        by_storage.setdefault(storage_id(view), []).append((what, view))
     written = {storage: _Written(found) for storage, found in by_storage.items()}
     problems = []
     for name, tensor in tensors.items():
         if tensor.numel():
-            found = written.get(tensor.untyped_storage()._cdata)
+            found = written.get(storage_id(tensor))
             faults = ["none written"] if found is None else found.faults(tensor)
             expected = f"{name}: expected each of its {tensor.numel()} elements to be written once, found"
             problems += [f"{expected} {fault}" for fault in faults]

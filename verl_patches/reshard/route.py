@@ -1,15 +1,15 @@
-"""Who sends: for each rank that needs a block, one of the ranks that hold it. No torch.
+"""How bytes get to the ranks that need them: who sends (`route`) and in which bucket (`schedule`). No torch.
 
-Bytes that only one rank holds are dealt out first, then what is near (the same card, then the same node), then the
-rest, each time to the holder that sends least so far. A near sender is passed over where it would send more than its
-stage's mean and is ahead of other holders: those are waited for, not it.
+Senders: for each rank that needs a block, one of the ranks that hold it. Blocks with one holder are assigned first,
+then those with a near holder (on the same card, then the same node), then the rest, each time to the holder that sends
+least so far. A near sender is skipped where it is over its stage's mean and more than AHEAD of the mean above the
+least-loaded holder of the block.
 
-When things are sent: bytes of all pairs of ranks packed into few buckets, each one collective. No torch.
-
-In every bucket each rank sends and receives at most `bucket_bytes`. A bucket is filled sender by sender, those with
-most left first, each towards the receivers with most left: so every bucket mixes all pipeline stages, and the rank
-that must send most is busy in every one. A region that does not fit any more is cut along its axis, but room of less
-than 1/CUT of a bucket is left empty instead: no crumbs, and at most that share of a busy rank's bucket is lost.
+Buckets: each is one collective, in which each rank sends and receives at most `bucket_bytes`. A bucket is filled sender
+by sender, those with most left first, each towards the receivers with most left: so every bucket mixes all pipeline
+stages, and the rank that must send most is busy in every one. A region that does not fit is cut along its axis, but
+room of less than 1/CUT of a bucket is left empty: no tiny pieces, and at most that share of a busy rank's bucket is
+lost.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class _Router:
         return {stage: total[stage] / count for stage, count in ranks.items()}
 
     def send_from_near(self, number: int) -> list[int]:
-        """Route to the receivers that have a holder near, or no choice; returns the other receivers."""
+        """Assign senders to the receivers that have a near holder or a single one; returns the other receivers."""
         block, size = self.blocks[number], self.sizes[number]
         holders = set(block.holders)
         others = [rank for rank in block.receivers if rank not in holders]
@@ -119,7 +119,7 @@ class _Router:
         return self._places[holders]
 
     def send_from_least_loaded(self, number: int, receivers: list[int]) -> None:
-        """Route to each of `receivers` from the holder that sends least so far, wherever it is."""
+        """Assign to each of `receivers` the holder that sends least so far, wherever it is."""
         if not receivers:
             return
         waiting = [(self.load[rank], rank) for rank in self.blocks[number].holders]
@@ -152,7 +152,7 @@ def regions_of(block: Block, start: int, stop: int) -> tuple[Region, ...]:
     """The regions that rows [start, stop) of `block` are."""
     found, first = [], 0
     for region in block.regions:
-        rows = region.stop - region.start
+        rows = region.rows
         a, b = max(start - first, 0), min(stop - first, rows)
         if a < b:
             uncut = (a, b) == (0, rows)
@@ -174,9 +174,9 @@ def schedule(blocks: Sequence[Block], routes: Routes, bucket_bytes: int) -> list
 class _Packer:
     def __init__(self, blocks: Sequence[Block], routes: Routes, bucket_bytes: int):
         self.bucket_bytes = bucket_bytes
-        self.rows = [[(r.stop - r.start, size) for r, size in zip(b.regions, b.row_bytes, strict=True)] for b in blocks]
+        self.rows = [[(r.rows, size) for r, size in zip(b.regions, b.row_bytes, strict=True)] for b in blocks]
         self.end = [sum(rows for rows, _ in block) for block in self.rows]
-        self.least = -(-bucket_bytes // CUT)  # a rank with less room than this is done with the bucket
+        self.least = -(-bucket_bytes // CUT)  # a rank with less room than this gets no more of the bucket
         sizes = [block.wire_bytes for block in blocks]
         # what is left of each pair, last first, and the row at which its first block goes on
         self.queues = [{receiver: numbers[::-1] for receiver, numbers in pairs.items()} for pairs in routes]

@@ -1,13 +1,10 @@
 """Proof, by the data itself, that a weight sync wrote every rollout element with what training holds.
 
-For `recipe.reshard.verify`; it costs a pass over all weights. Before the sync live memory is poisoned with NaN. After
-it, each elementary region of the plan (a part of an HF tensor that no layout cuts) has one checksum of its raw values
-at every rank that trains it and at every rank that received it, in the rollout's dtype; one MIN over all ranks compares
-them all. What this cannot see is a map that reads and writes wrongly in the same way: check_map.py asks load_weights.
-
-One number for a part of an HF tensor, equal wherever and in whatever pieces the same values lie.
-
-Proof that rollout memory is mapped as the engine itself would: what it holds is loaded once more.
+For `recipe.reshard.verify`; it costs a pass over all weights. `Verifier` fills live memory with NaN before the sync.
+After it, each elementary region of the plan (a part of an HF tensor that no layout cuts) has one checksum of its raw
+values at every rank that trains it and at every rank that received it, in the rollout's dtype; one MIN over all ranks
+compares them all. This cannot see a map that reads and writes wrongly in the same way: for that `check_map` loads what
+rollout memory holds once more with the engine's own load_weights, after which nothing may have changed.
 """
 
 from __future__ import annotations
@@ -20,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from verl_patches.reshard.execute import Destination, Source
-from verl_patches.reshard.rank_errors import ReshardError, agree, collect, gather
+from verl_patches.reshard.rank_errors import ReshardError, catch_errors, gather, raise_on_any_rank
 from verl_patches.reshard.region import Region, overlap, part_of
 
 if TYPE_CHECKING:
@@ -95,15 +92,14 @@ class Verifier:
         held: list[_Held] = []
         sums: list[torch.Tensor] = []
 
-        def compute() -> Iterator[str]:
+        def compute() -> None:
             for number, holder, values in self._held():
                 region = self.items[number][0]
                 held.append(_Held(number, holder, values.numel()))
                 sums.append(checksum(values, region, self.parameters[region.name].shape))
                 sums.append(count_nan(values))
-            yield from ()
 
-        agree(collect(compute), self.group, self.device, "weights could not be compared")
+        raise_on_any_rank(catch_errors(compute), self.group, self.device, "weights could not be compared")
         numbers = torch.stack(sums).view(-1, 2).cpu() if sums else torch.zeros(0, 2, dtype=torch.int64)
         self._raise_for(self._unequal(held, numbers), held, numbers)
         live = [(each.elements, int(nan)) for each, (_, nan) in zip(held, numbers, strict=True)
@@ -115,18 +111,13 @@ class Verifier:
         for number, (region, trains, receives) in enumerate(self.items):
             shape = self.parameters[region.name].shape
             if trains:
-                yield number, _TRAINING, self._trained(region, shape)
+                yield number, _TRAINING, self._trained(region)
             if receives:
                 yield from ((number, name, values) for name, values in self._live(region, shape))
 
-    def _trained(self, region: Region, shape: Sequence[int]) -> torch.Tensor:
-        source = self.sources[region.name]
-        if source.is_view:
-            values = source.read(region)
-        else:
-            values = part_of(source.read(source.region), source.region, region, shape)
+    def _trained(self, region: Region) -> torch.Tensor:
         wire = getattr(torch, self.parameters[region.name].dtype)
-        return values.detach().to(wire).to(self.dtypes[region.name])
+        return self.sources[region.name].read(region).detach().to(wire).to(self.dtypes[region.name])
 
     def _live(self, region: Region, shape: Sequence[int]) -> Iterator[tuple[str, torch.Tensor]]:
         parts = [part for part in self.destinations.get(region.name, ()) if overlap(part.region, region, shape)]
@@ -153,7 +144,7 @@ class Verifier:
         codes = self._minimum(codes)
         problems += [f"{name}: expected one dtype in live memory of all ranks, found none or several"
                      for name, low, high in zip(names, *codes.tolist(), strict=True) if low != -high]  # fmt: skip
-        agree(problems, self.group, self.device, "live rollout memory cannot be compared")
+        raise_on_any_rank(problems, self.group, self.device, "live rollout memory cannot be compared")
         return {name: _DTYPES[code] for name, code in zip(names, codes[0].tolist(), strict=True)}
 
     def _unequal(self, held: list[_Held], numbers: torch.Tensor) -> list[int]:
