@@ -244,7 +244,7 @@ class ParallelLayout:
 
 @functools.lru_cache(maxsize=64)
 def _all_coordinates(layout: ParallelLayout) -> list[Coordinates]:
-    """Coordinates of every rank; cached because plans ask for all of them again and again."""
+    """Coordinates of every rank; cached because plans read all of them repeatedly."""
     views = [layout._strides(DENSE_AXES), layout._strides(EXPERT_AXES)]
     return [
         Coordinates(**{axis: rank // step % layout.size(axis) for view in views for axis, step in view.items()})
@@ -283,7 +283,7 @@ def rollout_layout(instances: int, dp: int, tp: int, pp: int = 1, expert_paralle
 
     With `expert_parallel` whole experts are split over the dp*tp ranks of an instance (ep = dp*tp, etp = 1); without
     it every expert is cut over those ranks (ep = 1, etp = dp*tp; vLLM's `FusedMoEParallelConfig.make`). Raises
-    ConfigError for pp > 1 together with dp > 1, which vLLM numbers in a way that Megatron's rank order cannot say.
+    ConfigError for pp > 1 together with dp > 1, whose rank order in vLLM cannot be expressed as one of Megatron's.
     """
     split = dp * tp
     sizes = {"ep": split, "etp": 1} if expert_parallel else {"ep": 1, "etp": split}

@@ -1,4 +1,4 @@
-"""Which part of each tensor a rank holds, per library: one small table and the arithmetic on it.
+"""Which part of each tensor a rank holds, per library: a table of axes, a table of libraries, and the arithmetic.
 
 Libraries differ in a few things only, and LIBRARIES lists them. Facts, with their source:
 - megatron-core 0.12.2 (`models/gpt/gpt_layer_specs.py`) makes q and kv down projections ColumnParallelLinear in its

@@ -55,11 +55,6 @@ class Interval(NamedTuple):
     receivers: tuple[int, ...]
     owners: tuple[int, ...]
 
-    @property
-    def ranks(self) -> tuple[tuple[int, ...], ...]:
-        """What must be equal for two tensors to share a block."""
-        return self[3:]
-
 
 def make_blocks(
     inventory: Inventory,
@@ -78,7 +73,7 @@ def make_blocks(
     too small for one row of some tensor.
     """
     _check_pair(inventory, train, rollout, whole)
-    sides = Side(inventory, train, train_library), Side(inventory, rollout, rollout_library)
+    sides = _Side(inventory, train, train_library), _Side(inventory, rollout, rollout_library)
     known: dict[tuple, tuple[Interval, ...]] = {}  # tensors of one kind and shape are cut alike
     blocks = []
     for tensors in _units(inventory):
@@ -87,8 +82,8 @@ def make_blocks(
             key = parameter.kind, parameter.shape, parameter.name in whole
             if key not in known:
                 known[key] = tuple(_intervals(sides[0].shards(parameter), sides[1].shards(parameter), key[2]))
-            same_ranks = tuple(interval.ranks for interval in known[key])
-            alike.setdefault(same_ranks, []).append((parameter, known[key]))
+            ranks = tuple((each.holders, each.receivers, each.owners) for each in known[key])
+            alike.setdefault(ranks, []).append((parameter, known[key]))
         for members in alike.values():
             blocks += _blocks(members, *sides)
     most, region = max(pair for b in blocks for pair in zip(b.row_bytes, b.regions, strict=True))
@@ -114,7 +109,7 @@ def _intervals(train: Sequence[Shard], rollout: Sequence[Shard], whole: bool) ->
     assert len(axes) <= 1, f"{parameter.name} is cut along axis {axes}"  # AXES is one table for all libraries
     axis = axes.pop() if axes else 0
     full = parameter.shape[axis]
-    held, needed = ([_rows(shard, full) for shard in shards] for shards in (train, rollout))
+    held, needed = ([region_of(s).along(axis, parameter.shape)[2:] for s in shards] for shards in (train, rollout))
     cuts = sorted({0, full}.union(*held, *needed))
     for start, stop in itertools.pairwise(cuts):
         holders, owners = (
@@ -124,11 +119,7 @@ def _intervals(train: Sequence[Shard], rollout: Sequence[Shard], whole: bool) ->
         yield Interval(axis, start, stop, holders, receivers, owners)
 
 
-def _rows(shard: Shard, full: int) -> tuple[int, int]:
-    return (0, full) if shard.axis is None else region_of(shard)[2:]
-
-
-def _blocks(members: list[tuple[Parameter, tuple[Interval, ...]]], train: Side, rollout: Side) -> Iterable[Block]:
+def _blocks(members: list[tuple[Parameter, tuple[Interval, ...]]], train: _Side, rollout: _Side) -> Iterable[Block]:
     """The blocks of tensors whose intervals are held and needed alike: one for each interval."""
     first = members[0][0]
     for number, interval in enumerate(members[0][1]):
@@ -142,13 +133,13 @@ def _blocks(members: list[tuple[Parameter, tuple[Interval, ...]]], train: Side, 
         )
 
 
-class Side:
+class _Side:
     """One layout with its library: which ranks hold which index of which tensor."""
 
     def __init__(self, inventory: Inventory, layout: ParallelLayout, library: str):
         model, self.layout = inventory.model, layout
         self._inventory, self._library = inventory, library
-        self.rule = library_rule(inventory, layout, library)
+        rule = library_rule(inventory, layout, library)
         self._stages = {i: s for s in range(layout.pp) for i in layout.stage_layers(s, model.num_hidden_layers)}
         self._groups: dict[tuple, list[int]] = {}  # (stage, ep index or None, tp or etp index) -> ranks
         self._ep_index: dict[int, int] = {}  # expert -> ep index
@@ -157,7 +148,7 @@ class Side:
             at = layout.coordinates(rank)
             self._groups.setdefault((at.pp, None, at.tp), []).append(rank)
             self._groups.setdefault((at.pp, at.ep, at.etp), []).append(rank)
-            experts = layout.local_experts(rank, model.n_routed_experts, self.rule.experts_rest_on_last)
+            experts = layout.local_experts(rank, model.n_routed_experts, rule.experts_rest_on_last)
             self._ep_index.update(dict.fromkeys(experts, at.ep))
 
     def shards(self, parameter: Parameter) -> tuple[Shard, ...]:
@@ -180,7 +171,7 @@ class Side:
 
 
 def _check_pair(inventory: Inventory, train: ParallelLayout, rollout: ParallelLayout, whole: Collection[str]) -> None:
-    """Refuse, as ConfigError, what no plan can be made for and neither layout knows alone."""
+    """ConfigError for pairs of valid layouts between which no plan can be made."""
     if train.world_size != rollout.world_size:
         raise ConfigError(
             f"reshard plan: training has {train.world_size} ranks ({train}), rollout {rollout.world_size} ({rollout}); "

@@ -183,15 +183,10 @@ def path_of(plan: ReshardPlan, name: str, rank: int) -> dict[str, Any]:
         "parameter": name, "shape": list(parameter.shape), "dtype": parameter.dtype, "rank": rank,
         "holds_in_training": str(region_of(held)) if held else None,
         "needs_in_rollout": (f"{name} (whole)" if name in plan.whole else str(region_of(needed))) if needed else None,
-        "holders": _holders(plan, name),
+        "holders": [{"region": str(region), "holders": list(block.holders), "needed_by": len(block.receivers)}
+                    for block in plan.blocks for region in block.regions if region.name == name],
         "steps": [{"region": str(region), "what": verb, "peer": peer, "stage": plan.stages[peer],
                    "nearness": plan.topology.nearness(rank, peer), "bucket": number,
                    "bytes": region.rows * row_bytes(parameter, region.axis)}
                   for region, verb, peer, number in steps],
     }
-
-
-def _holders(plan: ReshardPlan, name: str) -> list[dict[str, Any]]:
-    """Each elementary interval of a tensor: the ranks that hold it in training and need it in rollout."""
-    return [{"region": str(region), "holders": list(block.holders), "needed_by": len(block.receivers)}
-            for block in plan.blocks for region in block.regions if region.name == name]

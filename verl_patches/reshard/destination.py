@@ -42,7 +42,7 @@ from verl_patches.reshard.trace import Constant, Opaque, Trace
 
 @dataclass(frozen=True, eq=False)
 class RolloutTensor:
-    """A region of an HF tensor and the place of it in one live parameter.
+    """A region of an HF tensor and its place in one live parameter.
 
     `tensor`: view of live memory with the region's own shape, in the parameter's dtype; possibly strided. `parameter`:
     vLLM's name.
@@ -55,11 +55,11 @@ class RolloutTensor:
 
 @dataclass(frozen=True, eq=False)
 class Destinations:
-    """Where HF tensors go on this rank. Holds its engine's memory alive: forget it together with the engine.
+    """Where HF tensors go on this rank. Keeps its engine's memory alive: drop it together with the engine.
 
-    `tensors`: HF name -> its places, only of tensors of which the rank holds something. `constants`: what load_weights
+    `tensors`: HF name -> its places, only of tensors of which the rank holds a part. `constants`: what load_weights
     fills in itself (padding of the vocabulary), to be written once more only if the memory was lost. `unmapped`: HF
-    name -> why load_weights must load it; `opaque`: what is known of where that goes.
+    name -> why load_weights must load it; `opaque`: the parts of live memory to which those go, as far as known.
     """
 
     rank: int
@@ -117,12 +117,12 @@ class Destinations:
 def learn_destinations(
     model: torch.nn.Module, inventory: Inventory, *, rank: int, load_shapes: Mapping[str, tuple[int, ...]] | None = None
 ) -> Destinations:
-    """Trace `model.load_weights` with every tensor of `inventory` and say where each goes; parameters stay as they are.
+    """Trace `model.load_weights` with every tensor of `inventory`: where each goes. Parameters are not changed.
 
     Costs about what one load_weights costs without its copies. `inventory` in the dtypes that will be sent.
     `load_shapes`: vLLM's parameter -> shape that its loader expects. For engines that transpose expert weights:
     vllm-ascend does so in its forward (ops/fused_moe.py:275, :288 at our pin) and may store them so; a parameter found
-    with its last two axes swapped is traced through a transposed view. Shapes cannot tell for square matrices.
+    with its last two axes swapped is traced through a transposed view. A square matrix cannot be recognised so.
     Raises PatchError for a parameter of neither shape, for a loader that gives parameters other memory,
     and for one that cannot be traced at all (see `Trace.run`).
     """
@@ -135,10 +135,10 @@ def learn_destinations(
             trace.run(model.load_weights, sources)
     finally:
         restore_memory(model, before, data, rank)
-    strange = [each for each in trace.opaque if each.name not in sources]
-    if strange:
+    unnamed = [each for each in trace.opaque if each.name not in sources]
+    if unnamed:
         raise PatchError(
-            f"reshard: rank {rank}: load_weights changes parameters {strange[0].name} ({strange[0].reason}), which no "
+            f"reshard: rank {rank}: load_weights changes parameters {unnamed[0].name} ({unnamed[0].reason}), which no "
             "weight sync can follow: use verl's path, recipe.patches=[-reshard.*]"
         )
     return _destinations(trace, inventory, model, rank)

@@ -24,37 +24,22 @@ import dataclasses
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from verl_patches.layout.inventory import Inventory
+from verl_patches.reshard.destination import RolloutTensor
 from verl_patches.reshard.live_memory import storage_id
 from verl_patches.reshard.plan import BucketPlan, RankPlan, ReshardPlan
 from verl_patches.reshard.rank_errors import ReshardError, catch_errors, check_peers, raise_on_any_rank
 from verl_patches.reshard.region import Region, cover, overlap, part_of, row_bytes, wire_bytes
+from verl_patches.reshard.train_tensors import TrainTensor
 
 LoadWhole = Callable[[str, torch.Tensor], None]
 FLAGS = 2  # collectives of one number in each sync
 _SIDES = (0, 1)  # send and receive, as BucketPlan has them
-
-
-class Source(Protocol):
-    """Where a training rank has (a part of) an HF tensor."""
-
-    region: Region
-
-    def read(self, region: Region) -> torch.Tensor:
-        """A view of `region` in live memory, of its own shape."""
-
-
-class Destination(Protocol):
-    """A region of an HF tensor in the rollout's live memory: `tensor` is a view of vLLM's `parameter`."""
-
-    region: Region
-    tensor: torch.Tensor
-    parameter: str
 
 
 class ResizableBuffer:
@@ -98,7 +83,10 @@ class Copies:
 
 @dataclass
 class Scratch:
-    """A whole HF tensor put together for vLLM's own load_weights; `local` copies what this rank trains of it."""
+    """A whole HF tensor put together for vLLM's own load_weights, as if it were a RolloutTensor.
+
+    `local` copies what this rank trains of it.
+    """
 
     region: Region
     memory: ResizableBuffer
@@ -134,8 +122,8 @@ class Compiler:
     def __init__(
         self,
         plan: RankPlan,
-        sources: Mapping[str, Source],
-        destinations: Mapping[str, Sequence[Destination]],
+        sources: Mapping[str, TrainTensor],
+        destinations: Mapping[str, Sequence[RolloutTensor]],
         inventory: Inventory,
         whole: Collection[str],
         world_size: int,
@@ -277,8 +265,8 @@ class SyncReport:
     """What one sync did on this rank; bytes without alignment, seconds of the host's clock.
 
     `seconds`: pack, exchange (only the waiting), unpack, local, memory (opening and closing buffers), load (what
-    `load_whole` took) and total, after which the weights are complete; on an accelerator only the total says how long
-    something took, the others what the host spent. `peak_extra_bytes`: wire buffers and scratch tensors at their
+    `load_whole` took) and total, after which the weights are complete; on an accelerator only the total includes the
+    device's work, the others are time of the host. `peak_extra_bytes`: wire buffers and scratch tensors at their
     highest.
     """
 
@@ -395,9 +383,12 @@ class Executor:
         self._close(scratch.memory)
 
     def _open_all(self) -> None:
-        gone = [name for storage, needed, name in self._storages if storage.nbytes() < needed]
-        if gone:
-            raise RuntimeError(f"{gone[0]} and {len(gone) - 1} more have no device memory: are they offloaded?")
+        freed = [name for storage, needed, name in self._storages if storage.nbytes() < needed]
+        if freed:
+            raise RuntimeError(
+                f"{freed[0]} and {len(freed) - 1} more have no device memory: expected training and rollout weights on "
+                "the device, found them offloaded or asleep; load them before the sync"
+            )
         for buffer in self._wire:
             if not buffer.is_open:
                 self._open(buffer)
@@ -422,8 +413,8 @@ class Executor:
 def build_executor(
     plan: ReshardPlan,
     rank: int,
-    sources: Mapping[str, Source],
-    destinations: Mapping[str, Sequence[Destination]],
+    sources: Mapping[str, TrainTensor],
+    destinations: Mapping[str, Sequence[RolloutTensor]],
     *,
     load_whole: LoadWhole | None = None,
     group: Any = None,
@@ -459,7 +450,7 @@ def build_executor(
 
 
 def _storages(
-    sources: Mapping[str, Source], destinations: Mapping[str, Sequence[Destination]]
+    sources: Mapping[str, TrainTensor], destinations: Mapping[str, Sequence[RolloutTensor]]
 ) -> list[tuple[torch.UntypedStorage, int, str]]:
     """(storage, bytes that views need of it, a name of what it holds) of live memory, each storage once."""
     needed: dict[int, tuple[torch.UntypedStorage, int, str]] = {}

@@ -7,6 +7,7 @@ the same message, so that none waits for ever in a collective.
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -96,9 +97,7 @@ def _difference(peer: int, sent: list[list[Region]], expected: list[list[Region]
     if len(sent) != len(expected):
         return f"has {len(expected)} buckets, rank {peer} has {len(sent)}"
     for number, (theirs, ours) in enumerate(zip(sent, expected, strict=True)):
-        for at in range(max(len(theirs), len(ours))):
-            found = str(theirs[at]) if at < len(theirs) else "nothing"
-            wanted = str(ours[at]) if at < len(ours) else "nothing"
+        for at, (found, wanted) in enumerate(itertools.zip_longest(theirs, ours, fillvalue="nothing")):
             if found != wanted:
                 return f"expected {wanted} from rank {peer} as region {at} of bucket {number}, found {found}"
     return f"the same regions as rank {peer}, but of another plan"

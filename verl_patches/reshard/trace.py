@@ -1,7 +1,7 @@
-"""What a model's own `load_weights` writes where, learnt without writing anything.
+"""Traces where a model's own `load_weights` writes each tensor, without writing anything.
 
 It is fed meta tensors of the checkpoint's shapes under a TorchDispatchMode. Views of a meta tensor keep offset and
-strides, so that a copy_ says which elements go where. Writes to live tensors are recorded and left out; everything
+strides, so that a copy_ shows which elements go where. Writes to live tensors are recorded and not executed; everything
 else runs. What happens to a weight between the checkpoint and its copy_:
 
     views (narrow, chunk, transpose, ...), clone, a cast to a wider dtype    followed: the same elements

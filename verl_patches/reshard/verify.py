@@ -11,17 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from verl_patches.reshard.execute import Destination, Source
+from verl_patches.reshard.destination import RolloutTensor
+from verl_patches.reshard.plan import ReshardPlan
 from verl_patches.reshard.rank_errors import ReshardError, catch_errors, gather, raise_on_any_rank
 from verl_patches.reshard.region import Region, overlap, part_of
-
-if TYPE_CHECKING:
-    from verl_patches.reshard.plan import ReshardPlan
+from verl_patches.reshard.train_tensors import TrainTensor
 
 _NONE = torch.iinfo(torch.int64).max  # of a rank that does not hold the region
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8, torch.uint8)
@@ -61,8 +60,8 @@ class Verifier:
         self,
         plan: ReshardPlan,
         rank: int,
-        sources: Mapping[str, Source],
-        destinations: Mapping[str, Sequence[Destination]],
+        sources: Mapping[str, TrainTensor],
+        destinations: Mapping[str, Sequence[RolloutTensor]],
         *,
         group: Any = None,
         device: torch.device | str = "cpu",
@@ -163,7 +162,7 @@ class Verifier:
         return numbers.cpu()
 
     def _raise_for(self, wrong: list[int], held: list[_Held], numbers: torch.Tensor) -> None:
-        """`wrong` is equal on all ranks, so either all of them gather what to say or none."""
+        """`wrong` is equal on all ranks, so either all of them gather or none."""
         if not wrong:
             return
         shown = wrong[:_SHOWN]
@@ -237,7 +236,7 @@ def _odd(place: torch.Tensor) -> torch.Tensor:
 def check_map(
     load_weights: Callable[[Iterator[tuple[str, torch.Tensor]]], Any],
     live: Mapping[str, torch.Tensor],
-    destinations: Mapping[str, Sequence[Destination]],
+    destinations: Mapping[str, Sequence[RolloutTensor]],
     shapes: Mapping[str, Sequence[int]],
     rank: int,
 ) -> list[str]:
