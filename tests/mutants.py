@@ -62,7 +62,7 @@ class StaleMutantError(ValueError):
 PLAN = Tests("reshard/test_plan.py", "not 671b and not published and not mixes")
 BIG_PLAN = Tests("reshard/test_plan.py", "671b")
 SENDERS = Tests("reshard/test_plan.py", "holders_send or room or nearer or few")
-CHECK = Tests("reshard/test_plan_controls.py")
+CHECK = Tests("reshard/test_check.py")
 LAYOUT, SHARDING = Tests("layout/test_parallel.py"), Tests("layout/test_sharding.py")
 PHASES, LEDGER = Tests("memory/test_phases.py", "not whatever"), Tests("memory/test_ledger.py", "not optimizers")
 CONDUCT = Tests("memory/test_conduct.py")
@@ -84,29 +84,29 @@ MUTANTS = (
            "return True", SENDERS),
     Mutant("route-first-holder-sends", "reshard/route.py",
            "heapq.heapreplace(waiting, (self.load[sender], sender))", "pass", SENDERS),
-    Mutant("schedule-crumbs", "reshard/schedule.py",
+    Mutant("schedule-crumbs", "reshard/route.py",
            "self.least = -(-bucket_bytes // CUT)", "self.least = 1", SENDERS),
-    Mutant("schedule-idle-senders-first", "reshard/schedule.py",
+    Mutant("schedule-idle-senders-first", "reshard/route.py",
            "key=lambda r: (-self.to_send[r], r)", "key=lambda r: (self.to_send[r], r)", BIG_PLAN),
-    Mutant("schedule-idle-receivers-first", "reshard/schedule.py",
+    Mutant("schedule-idle-receivers-first", "reshard/route.py",
            "key=lambda r: (-self.to_receive[r], r)", "key=lambda r: (self.to_receive[r], r)", BIG_PLAN),
     Mutant("blocks-holders-of-a-part", "reshard/blocks.py",
            "if a <= start and stop <= b)", "if a <= start)", PLAN),
     Mutant("plan-digest-of-inputs-only", "reshard/plan.py",
-           'said.update(array("q", [number for piece in self.pieces for number in piece]).tobytes())', "pass", PLAN),
+           'digest.update(array("q", [number for piece in self.pieces for number in piece]).tobytes())', "pass", PLAN),
     Mutant("plan-whole-tensors-not-kept", "reshard/plan.py",
            "set(block.holders).intersection(block.receivers)", "set(block.holders).intersection(block.owners)", PLAN),
-    Mutant("sizes-not-aligned", "reshard/sizes.py",
+    Mutant("sizes-not-aligned", "reshard/region.py",
            "return -(-size_bytes // ALIGN_BYTES) * ALIGN_BYTES", "return size_bytes", PLAN),
     Mutant("check-start-of-what-is-held", "reshard/check.py",
            "if not start <= region.start < region.stop <= stop:",
            "if not region.start < region.stop <= stop:", CHECK),
     Mutant("check-segment-order", "reshard/check.py",
-           "if sent != awaited or not sent:", "if sorted(sent) != sorted(awaited) or not sent:", CHECK),
-    Mutant("coverage-overlap-to-the-end", "reshard/coverage.py",
+           "if sent != expected or not sent", "if sorted(sent) != sorted(expected) or not sent", CHECK),
+    Mutant("coverage-overlap-to-the-end", "reshard/live_memory.py",
            "np.minimum(self.stops[self.again], reach[self.again - 1])", "self.stops[self.again]",
-           Tests("reshard/test_coverage.py")),
-    Mutant("checksum-of-any-place", "reshard/checksum.py",
+           Tests("reshard/test_live_memory.py")),
+    Mutant("checksum-of-any-place", "reshard/verify.py",
            "place = row[:, None] * shape[1] + column", "place = row[:, None] + column",
            Tests("reshard/test_verify.py", "checksum")),
     # layout
@@ -122,8 +122,8 @@ MUTANTS = (
            "num_experts if last else (index + 1) * local", "(index + 1) * local", LAYOUT),
     Mutant("layout-instance-dp-is-dp", "layout/parallel.py",
            "by_instance.setdefault(self.coordinates(rank).edp, [])", "by_instance.setdefault(0, [])", LAYOUT),
-    Mutant("static-bytes-without-cp", "layout/static_bytes.py",
-           "(layout.dp * layout.cp)", "layout.dp", Tests("layout/test_static_bytes.py")),
+    Mutant("static-bytes-without-cp", "layout/sharding.py",
+           "(layout.dp * layout.cp)", "layout.dp", Tests("layout/test_sharding.py")),
     # memory
     Mutant("phases-every-move-counts", "memory/schedule.py",
            "does = comes != (move.tenant in now)", "does = True", PHASES),

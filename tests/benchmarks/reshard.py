@@ -71,7 +71,7 @@ def plan_alone(pair: str) -> None:
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     from verl_patches.layout.inventory import build_inventory
     from verl_patches.layout.parallel import parse_layout
-    from verl_patches.reshard.figures import figures
+    from verl_patches.reshard.check import figures
     from verl_patches.reshard.plan import plan_reshard
 
     start = time.process_time()

@@ -117,10 +117,10 @@ def sync_times(billions: int, stubbed: bool, runs: int = 30) -> dict:
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from verl_patches.reshard import agree, execute
+    from verl_patches.reshard import execute
 
     copied: list[int] = []
-    copy = torch._foreach_copy_
+    copy, real = torch._foreach_copy_, execute.raise_on_any_rank
 
     def count(to, source):
         copied.append(len(to))
@@ -128,7 +128,7 @@ def sync_times(billions: int, stubbed: bool, runs: int = 30) -> dict:
             copy(to, source)
 
     dist.init_process_group("fake", store=FakeStore(), rank=RANK, world_size=256)
-    execute.agree = lambda problems, group, device, todo: agree.agree(problems, group, "cpu", todo)
+    execute.raise_on_any_rank = lambda problems, group, device, todo: real(problems, group, "cpu", todo)
     torch._foreach_copy_ = count
     exchange, dist.all_to_all_single = dist.all_to_all_single, lambda *args, **kwargs: _Done()
     try:
@@ -142,7 +142,7 @@ def sync_times(billions: int, stubbed: bool, runs: int = 30) -> dict:
             worker.sync(model)
             times.append((time.perf_counter() - start) * 1000)
     finally:
-        torch._foreach_copy_, dist.all_to_all_single, execute.agree = copy, exchange, agree.agree
+        torch._foreach_copy_, dist.all_to_all_single, execute.raise_on_any_rank = copy, exchange, real
         dist.destroy_process_group()
     report = worker.reports[-1]
     if report["learnt"] or not report["received_bytes"]:
@@ -159,17 +159,17 @@ def _worker(billions: int) -> tuple:
     """
     import torch
 
+    from tests.layout.native_parameters import native_parameters
     from tests.reshard.cases import Live, grow
     from verl_patches.layout.inventory import build_inventory
-    from verl_patches.layout.native import native_parameters
     from verl_patches.layout.parallel import parse_layout, rollout_layout
     from verl_patches.layout.sharding import local_parameters
     from verl_patches.reshard import live_memory as memory
     from verl_patches.reshard import weight_sync
-    from verl_patches.reshard.compiled import Compiler
+    from verl_patches.reshard.blocks import DEFAULT_BUCKET_BYTES
     from verl_patches.reshard.destination import Destinations
-    from verl_patches.reshard.execute import Executor
-    from verl_patches.reshard.plan import DEFAULT_BUCKET_BYTES, plan_reshard
+    from verl_patches.reshard.execute import Compiler, Executor
+    from verl_patches.reshard.plan import plan_reshard
     from verl_patches.reshard.region import region_of
     from verl_patches.reshard.train_tensors import are_views_of, views_of
 

@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 from verl_patches.config.checks import check_config, require
 from verl_patches.config.compose import compose, hf_config_of
 from verl_patches.errors import ConfigError
-from verl_patches.layout.of_config import rollout_layout_of, train_layout_of
+from verl_patches.layout.parallel import rollout_layout_of, train_layout_of
 
 PUBLIC = "deepseek_v3_public_config.json"
 TINY, LARGE = "grpo_deepseekv3_tiny_cpu", "grpo_deepseekv3_256die_true_weight"

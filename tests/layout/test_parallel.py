@@ -68,17 +68,17 @@ def test_groups_equal_megatrons(tp, cp, ep, etp, pp, replicas, order):
 
 @settings(max_examples=100, deadline=None)
 @given(tp=SIZES, ep=SIZES, pp=SIZES, replicas=st.sampled_from([1, 2, 4]), order=ORDERS)
-def test_coordinates_and_ranks_are_inverse(tp, ep, pp, replicas, order):
+def test_coordinates_are_unique_and_places_in_groups(tp, ep, pp, replicas, order):
     try:
         layout = ParallelLayout(tp * pp * ep * replicas, tp=tp, ep=ep, etp=tp, pp=pp, order=order)
     except ConfigError:
         return
-    for rank in range(layout.world_size):
-        at = layout.coordinates(rank)
-        assert layout.rank_of(tp=at.tp, cp=at.cp, dp=at.dp, pp=at.pp) == rank
-        assert layout.rank_of(etp=at.etp, ep=at.ep, edp=at.edp, pp=at.pp) == rank
-        for axis in ("tp", "cp", "dp", "pp", "etp", "ep", "edp"):
-            assert layout.group_of(axis, rank)[getattr(at, axis)] == rank
+    at = [layout.coordinates(rank) for rank in range(layout.world_size)]
+    for view in (("tp", "cp", "dp", "pp"), ("etp", "ep", "edp", "pp")):
+        assert len({tuple(getattr(each, axis) for axis in view) for each in at}) == layout.world_size
+        for axis in view:
+            for group in layout.groups(axis):
+                assert [getattr(at[rank], axis) for rank in group] == list(range(len(group)))
 
 
 def test_a_wrong_order_is_noticed():
@@ -191,8 +191,7 @@ def test_what_ep_does_not_divide_can_go_to_the_last_rank():
         (lambda: ParallelLayout(8, ep=8, etp=1).local_experts(0, 12), "must divide the number of routed experts"),
         (lambda: ParallelLayout(8, ep=8, etp=1).local_experts(0, 4, rest_on_last=True), "ep=8 is more than the 4"),
         (lambda: ParallelLayout(8).coordinates(8), "0..7, found 8"),
-        (lambda: ParallelLayout(8, tp=2).rank_of(tp=2), "tp must be in 0..1"),
-        (lambda: ParallelLayout(8).rank_of(tp=0, ep=0), "mix the dense view"),
+        (lambda: ParallelLayout(8).groups("tp-ep"), "mix the dense view"),
         (lambda: ParallelLayout(8).groups("xp"), "no axis 'xp'"),
         (lambda: parse_layout("tp2 zp3 @4"), "cannot read 'zp3'"),
         (lambda: parse_layout("tp2 tp2 @4"), "given twice"),

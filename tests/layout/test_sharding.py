@@ -1,4 +1,4 @@
-"""What each rank holds: published sizes, exact tiling of every tensor over all ranks, and refusals."""
+"""What each rank holds: published sizes, exact tiling of every tensor over all ranks, static bytes, and refusals."""
 
 import json
 import time
@@ -9,7 +9,7 @@ import pytest
 from verl_patches.errors import ConfigError
 from verl_patches.layout.inventory import build_inventory
 from verl_patches.layout.parallel import ParallelLayout, parse_layout, rollout_layout
-from verl_patches.layout.sharding import AXES, LIBRARIES, local_parameters
+from verl_patches.layout.sharding import AXES, LIBRARIES, local_parameters, static_bytes
 
 MODELS = Path(__file__).resolve().parents[2] / "configs" / "model"
 BIG = build_inventory(MODELS / "deepseekv3_671b.json")
@@ -40,7 +40,8 @@ def test_what_a_rollout_die_needs():
     gb = [round(n / 1e9, 2) for n in (held.size_bytes(False), held.size_bytes(True), held.size_bytes())]
     assert gb == [20.70, 5.11, 25.81]
     split = local_parameters(BIG, rollout_layout(1, dp=128, tp=2), 17, "vllm")
-    assert held.size_bytes() - split.size_bytes() == 2 * BIG.totals["shared_expert"] // 2
+    shared = sum(p.count for p in BIG.parameters if p.part == "shared_expert")
+    assert held.size_bytes() - split.size_bytes() == 2 * shared // 2
 
 
 LAYOUTS = [
@@ -112,3 +113,43 @@ def test_every_kind_has_an_axis_and_numbers_come_fast():
     for rank in range(0, 256, 16):
         local_parameters(BIG, TRAIN, rank, "mindspeed").count()
     assert (time.process_time() - started) / 16 < 0.2
+
+
+# GB of weights, gradients and optimizer state on a die of each stage, as published for the 256-die run
+STATIC_GB = {0: (4.79, 9.59, 18.39), 1: (5.93, 11.85, 30.34), 7: (6.39, 12.78, 30.69)}
+STATIC_GB |= dict.fromkeys(range(2, 7), (6.77, 13.55, 34.67))
+
+
+def rank_at(**coordinates):
+    """The first rank of TRAIN at these coordinates."""
+    at = ((rank, vars(TRAIN.coordinates(rank))) for rank in range(TRAIN.world_size))
+    return next(rank for rank, found in at if found.items() >= coordinates.items())
+
+
+@pytest.mark.parametrize("stage", range(8))
+def test_static_bytes_of_the_256_die_run(stage):
+    for dp in (0, 7):
+        found = static_bytes(BIG, TRAIN, rank_at(pp=stage, dp=dp, tp=3))
+        gb = tuple(round(n / 1e9, 2) for n in (found.param_bytes, found.grad_bytes, found.optimizer_bytes))
+        assert gb == STATIC_GB[stage]
+
+
+def test_worst_die_and_swapped_optimizer():
+    found = [static_bytes(BIG, TRAIN, rank_at(pp=stage, dp=0, tp=0)) for stage in range(8)]
+    assert round(max(s.total_bytes for s in found) / 1e9, 2) == 54.99
+    assert round(max(s.total_bytes - s.optimizer_bytes for s in found) / 1e9, 2) == 20.32
+    assert round(max(s.optimizer_bytes for s in found) / 1e9, 2) == 34.67
+
+
+def test_another_split_costs_something_else():
+    """Negative control: a layer more, experts over fewer ranks, or Megatron's cut of down projections all show."""
+    rank = rank_at(pp=2, dp=0, tp=0)
+    published = static_bytes(BIG, TRAIN, rank)
+    uneven = ParallelLayout(256, tp=4, pp=8, ep=32, etp=1, layers_per_stage=(7, 7, 9, 7, 8, 8, 8, 7))
+    fewer = ParallelLayout(256, tp=4, pp=8, ep=16, etp=1, layers_per_stage=TRAIN.layers_per_stage)
+    assert static_bytes(BIG, uneven, rank).total_bytes > published.total_bytes
+    assert static_bytes(BIG, fewer, rank).param_bytes > 1.5 * published.param_bytes
+    assert static_bytes(BIG, fewer, rank).optimizer_bytes < 1.01 * published.optimizer_bytes  # sharded over edp = 2
+    context = ParallelLayout(256, tp=4, cp=2, pp=8, ep=32, etp=1, layers_per_stage=TRAIN.layers_per_stage)
+    assert static_bytes(BIG, context, rank) == published  # dp = 4: the optimizer is sharded over dp * cp
+    assert static_bytes(BIG, TRAIN, rank, "megatron-te").param_bytes < published.param_bytes

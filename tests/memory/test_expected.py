@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.layout.native_parameters import native_parameters
 from verl_patches.errors import ConfigError
 from verl_patches.layout.inventory import build_inventory
-from verl_patches.layout.native import native_parameters
 from verl_patches.layout.parallel import ParallelLayout, parse_layout, rollout_layout
 from verl_patches.memory.expected import Setting, in_dtype, padding_bytes, peaks, tenant_bytes
 from verl_patches.memory.schedule import OURS, TENANTS, VERL
@@ -31,7 +31,7 @@ def gb(size):
 
 @pytest.mark.parametrize("stage", range(8))
 def test_published_bytes_of_every_stage(stage):
-    found = tenant_bytes(BIG, TRAIN, ONE, TRAIN.rank_of(pp=stage), Setting())
+    found = tenant_bytes(BIG, TRAIN, ONE, stage * 32, Setting())
     assert tuple(gb(found[t]) for t in ("actor_params", "grads", "optimizer")) == STATIC_GB[stage]
     assert found["ref_params"] == found["actor_params"] and set(found) == set(TENANTS)
 
@@ -137,7 +137,7 @@ def test_the_worst_rank_is_worst_over_all_ranks():
 
 @pytest.mark.parametrize("train", ["@2 ep2 etp1", "@4 tp2 ep2 etp1", "@4 ep2 pp2", "@2 tp2 etp2"])
 def test_alignment_is_bounded(train):
-    """Megatron's rule on its own parameters, as layout/native.py lists them: never more than `padding_bytes`."""
+    """Megatron's rule on its own parameters (tests/layout/native_parameters.py): never more than `padding_bytes`."""
     train, model = parse_layout(train), in_dtype(TINY, "float32")
     for rank in range(train.world_size):
         buffers = {}

@@ -8,13 +8,11 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from tests.reshard.cases import Case, Live, Trained, bytes_of, differences, gathered, rollout_memory, train_memory
-from verl_patches.reshard.agree import ReshardError
-from verl_patches.reshard.check_map import check_map
+from tests.reshard.cases import Case, Live, bytes_of, differences, gathered, rollout_memory, train_memory
 from verl_patches.reshard.execute import Executor, build_executor
 from verl_patches.reshard.plan import RankPlan
-from verl_patches.reshard.region import Region
-from verl_patches.reshard.verify import Verifier
+from verl_patches.reshard.rank_errors import ReshardError
+from verl_patches.reshard.verify import Verifier, check_map
 
 
 def message(do: Callable, *arguments) -> str:
@@ -33,7 +31,8 @@ def with_plan(case: Case, spoil: str) -> str:
     plans = [plan.for_rank(each) for each in range(dist.get_world_size())]
     SPOILERS[spoil](plans)
     destinations, _ = rollout_memory(case, rank)
-    return message(lambda: build_executor(plan, rank, train_memory(case, rank), destinations, rank_plan=plans[rank]))
+    object.__setattr__(plan, "for_rank", plans.__getitem__)
+    return message(lambda: build_executor(plan, rank, train_memory(case, rank), destinations))
 
 
 def planned_differently(case: Case) -> str:
@@ -125,20 +124,19 @@ def while_running(case: Case, spoil: str) -> list[str]:
     destinations, _ = rollout_memory(case, rank)
     broken = [rank == 1]
 
-    class Computing(Trained):
-        is_view = False
-
-        def read(self, region: Region) -> torch.Tensor:
-            if broken[0] and spoil == "computed":
-                raise ValueError("no such scale")
-            return Trained.read(self, region) * 1
-
     def load_whole(name: str, tensor: torch.Tensor) -> None:
         if broken[0] and spoil == "load":
             raise KeyError(name)
 
-    sources = {name: Computing(*source[:2], False) for name, source in sources.items()}
     executor = build_executor(plan, rank, sources, destinations, load_whole=load_whole)
+    packing, pack = executor._buckets[0].pack, executor._buckets[0].pack.run
+
+    def run() -> None:
+        if broken[0] and spoil == "pack":
+            raise ValueError("cannot be packed")
+        pack()
+
+    packing.run = run
     storage = next(iter(destinations.values()))[0].tensor.untyped_storage()
     size = storage.nbytes()
     if broken[0] and spoil == "offloaded":
@@ -239,8 +237,7 @@ def peak_while_running(case: Case) -> tuple[int, int, int, int]:
 
     rank = dist.get_rank()
     destinations, _ = rollout_memory(case, rank)
-    sources = {name: Trained(*source[:2]) for name, source in train_memory(case, rank).items()}
-    executor = build_executor(case.plan(), rank, sources, destinations)
+    executor = build_executor(case.plan(), rank, train_memory(case, rank), destinations)
     executor.run()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         report = executor.run()

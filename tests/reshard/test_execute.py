@@ -97,8 +97,8 @@ def test_memory_that_does_not_fit_is_refused_on_every_rank_by_name(ranks4, spoil
 
 @pytest.mark.parametrize(
     ("spoil", "said"),
-    [("computed", "rank 1: ValueError: no such scale"), ("load", f"rank 1: KeyError: '{FIRST}'"),
-     ("offloaded", f"rank 1: RuntimeError: memory of {FIRST} and 0 more is not there")],
+    [("pack", "rank 1: ValueError: cannot be packed"), ("load", f"rank 1: KeyError: '{FIRST}'"),
+     ("offloaded", f"rank 1: RuntimeError: {FIRST} and 0 more have no device memory")],
 )  # fmt: skip
 def test_an_error_of_one_rank_stops_all_and_the_next_sync_is_well(ranks4, spoil, said):
     case = replace(PLAIN, whole=(FIRST,) if spoil == "load" else ())

@@ -22,10 +22,8 @@ from verl_patches.layout.sharding import local_parameters
 from verl_patches.reshard.blocks import Block
 from verl_patches.reshard.check import check_plan
 from verl_patches.reshard.plan import Topology, plan_reshard
-from verl_patches.reshard.region import Region, region_of
-from verl_patches.reshard.route import route
-from verl_patches.reshard.schedule import schedule
-from verl_patches.reshard.sizes import wire_bytes
+from verl_patches.reshard.region import Region, region_of, wire_bytes
+from verl_patches.reshard.route import route, schedule
 
 MODELS = Path(__file__).resolve().parents[2] / "configs" / "model"
 BIG = build_inventory(MODELS / "deepseekv3_671b.json")

@@ -9,15 +9,14 @@ import torch
 
 from verl_patches.errors import ConfigError
 from verl_patches.layout.inventory import build_inventory, read_model_shape
-from verl_patches.layout.native import NATIVE_NAMES
 from verl_patches.layout.parallel import parse_layout
-from verl_patches.layout.sharding import local_parameters
+from verl_patches.layout.sharding import MEGATRON_NAMES, local_parameters
 from verl_patches.model.mindspeed.names import NAMES as MINDSPEED_NAMES
 from verl_patches.model.names import te_name
 from verl_patches.model.tiny import tiny_config
+from verl_patches.reshard.live_memory import storage_id
 from verl_patches.reshard.region import Region, region_of
-from verl_patches.reshard.storage import DOWN_STACK, PLAIN, UP_STACK, storage_of
-from verl_patches.reshard.train_tensors import are_views_of, views_of
+from verl_patches.reshard.train_tensors import DOWN_STACK, PLAIN, UP_STACK, are_views_of, storage_of, views_of
 
 INVENTORY = build_inventory(dataclasses.replace(read_model_shape(tiny_config()), torch_dtype="float32"))
 GATE, UP, DOWN = "routed_expert_gate", "routed_expert_up", "routed_expert_down"
@@ -25,9 +24,9 @@ GROUPED = {GATE: "decoder.layers.{layer}.mlp.experts.weight1", UP: "decoder.laye
            DOWN: "decoder.layers.{layer}.mlp.experts.weight2"}  # fmt: skip
 # how parameters are stored -> library that cuts them, name of each kind's parameter
 STORAGES = {
-    "local": ("megatron-local", NATIVE_NAMES["megatron-local"]),
-    "te": ("megatron-te", NATIVE_NAMES["megatron-local"]),  # respelled below
-    "grouped": ("megatron-local", NATIVE_NAMES["megatron-local"] | GROUPED),
+    "local": ("megatron-local", MEGATRON_NAMES),
+    "te": ("megatron-te", MEGATRON_NAMES),  # respelled below
+    "grouped": ("megatron-local", MEGATRON_NAMES | GROUPED),
     "mindspeed": ("mindspeed", MINDSPEED_NAMES),
 }
 LAYOUTS = ["@1", "tp2 @2", "tp4 etp1 ep2 @4", "tp2 etp2 ep2 @4", "pp2 @2 layers=3,1", "tp2 pp2 vpp2 ep2 etp1 @4",
@@ -118,8 +117,8 @@ def test_views_show_what_is_written_to_parameters(weights, storage):
     for tensor in (t for chunk in native for t in chunk.values()):
         tensor.mul_(2)
     assert not wrong(found, {name: 2 * w for name, w in weights.items()})
-    storages = {t.untyped_storage()._cdata for chunk in native for t in chunk.values()}
-    assert {t.tensor.untyped_storage()._cdata for t in found.values()} == storages
+    storages = {storage_id(t) for chunk in native for t in chunk.values()}
+    assert {storage_id(t.tensor) for t in found.values()} == storages
 
 
 TABLE = {
@@ -211,7 +210,7 @@ def test_parts_of_a_view(weights):
     outside = [Region(down, 1, 120, 130), Region(down, 1, 250, 257), Region(down, 0, 0, 4), Region(kv, 1, 130, 140),
                Region(down, 1, 140, 140)]  # fmt: skip
     for region in outside:
-        with pytest.raises(ConfigError, match="is asked for where .*128:256"):
+        with pytest.raises(ConfigError):
             held.read(region)
 
 

@@ -8,8 +8,8 @@ import torch
 from tests.reshard import spoilt
 from tests.reshard.cases import TINY, Case
 from verl_patches.layout.parallel import parse_layout, rollout_layout
-from verl_patches.reshard.checksum import checksum, count_nan
 from verl_patches.reshard.region import Region
+from verl_patches.reshard.verify import checksum, count_nan
 
 PLAIN = Case(TINY, parse_layout("tp2 pp2 ep2 etp1 @4 layers=1,2"), rollout_layout(1, dp=2, tp=2), bucket_bytes=1 << 11)
 
@@ -61,7 +61,7 @@ def test_a_checksum_adds_up_from_parts_and_knows_places():
 def test_checksum_of_large_tensors_goes_by_pieces(monkeypatch):
     whole = torch.arange(50, dtype=torch.float32).view(10, 5)
     at_once = checksum(whole, Region("w", 0, 0, 10), whole.shape)
-    monkeypatch.setattr("verl_patches.reshard.checksum._CHUNK", 12)
+    monkeypatch.setattr("verl_patches.reshard.verify._CHUNK", 12)
     assert checksum(whole, Region("w", 0, 0, 10), whole.shape) == at_once
     assert count_nan(torch.tensor([1.0, float("nan")])) == 1
     assert count_nan(torch.tensor([1, 2])) == 0

@@ -11,7 +11,7 @@ import torch
 from tests.rollout import engine_rank
 from verl_patches.errors import RecipeError
 from verl_patches.memory import measure, sleep_mode
-from verl_patches.reshard.post_load import ABSORBED, post_load
+from verl_patches.reshard.live_memory import ABSORBED, post_load
 
 CYCLES, EVERY = 50, 10
 

@@ -1,7 +1,6 @@
 """A small upstream repository and a folder for its clones."""
 
 import pytest
-
 from tests.cluster.small_upstream import Upstream
 
 

@@ -17,8 +17,7 @@ from verl_patches.layout.inventory import build_inventory
 from verl_patches.layout.parallel import ParallelLayout, parse_layout
 from verl_patches.model.mindspeed.arguments import Setting
 from verl_patches.patching.install_prelude import PLACES
-from verl_patches.reshard.check import check_plan
-from verl_patches.reshard.figures import figures, path_of
+from verl_patches.reshard.check import check_plan, figures, path_of
 from verl_patches.reshard.plan import DEFAULT_BUCKET_BYTES, plan_reshard
 from verl_patches.training.engine_arguments import explain as explain_engine
 from verl_patches.upstream.checkouts import LINE, trees_of, verl_check

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from verl_patches.layout.of_config import world_size
+from verl_patches.layout.parallel import world_size
 from verl_patches.patching.install_prelude import PLACES
 from verl_patches.patching.report import Report
 

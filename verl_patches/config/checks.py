@@ -32,9 +32,8 @@ from verl_patches.config.recipe import VLLM_DTYPES
 from verl_patches.errors import ConfigError
 from verl_patches.layout.inventory import ModelShape, build_inventory, read_model_shape
 from verl_patches.layout.model_folder import QUANTIZATION, fp8_fault, weight_files
-from verl_patches.layout.of_config import rollout_layout_of, train_layout_of
-from verl_patches.layout.parallel import ParallelLayout
-from verl_patches.reshard.plan import servable_blocks
+from verl_patches.layout.parallel import ParallelLayout, rollout_layout_of, train_layout_of
+from verl_patches.reshard.plan import make_blocks
 from verl_patches.rollout.log_probs import CHECK_TOKENS
 from verl_patches.tensor_cache import limits
 from verl_patches.trainer import on_policy, truth_check
@@ -384,7 +383,7 @@ def _check_served(
     bucket_bytes: int,
 ) -> None:
     """ConfigError where the weights of `train` cannot be sent to `rollout`."""
-    servable_blocks(build_inventory(model), train, rollout, train_library=train_library,
+    make_blocks(build_inventory(model), train, rollout, train_library=train_library,
                     rollout_library=rollout_library, bucket_bytes=bucket_bytes)
 
 

@@ -13,7 +13,7 @@ from omegaconf import DictConfig
 from verl_patches.config.compose import graph_arguments, vllm_arguments
 from verl_patches.config.recipe import HCCL_PORTS
 from verl_patches.layout.inventory import ModelShape
-from verl_patches.layout.of_config import world_size
+from verl_patches.layout.parallel import world_size
 
 DEFAULT_BUFFER_MIB = 200  # HCCL's default
 BUFFER_STEP_MIB = 100

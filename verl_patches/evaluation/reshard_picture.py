@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from verl_patches.errors import ConfigError
-from verl_patches.reshard.figures import traffic
 from verl_patches.reshard.plan import ReshardPlan
 
 GB = 1e9
@@ -19,7 +18,7 @@ def draw_plan(plan: ReshardPlan, path: Path) -> Path:
     figure = Figure(figsize=(15, 6.5), layout="constrained")  # matplotlib is imported here, as in plots.py
     FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2, width_ratios=(1, 1.1))
-    image = left.imshow([[n / 1e6 for n in row] for row in traffic(plan)], cmap="viridis", interpolation="nearest")
+    image = left.imshow([[n / 1e6 for n in row] for row in plan.traffic], cmap="viridis", interpolation="nearest")
     left.set(title="MB from training rank to rollout rank", xlabel="receives", ylabel="sends")
     figure.colorbar(image, ax=left, shrink=0.85)
     ranks = range(plan.world_size)

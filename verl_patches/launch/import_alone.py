@@ -18,7 +18,7 @@ from verl_patches.config.recipe import VLLM_DTYPES, Recipe, check_recipe
 from verl_patches.errors import ConfigError
 from verl_patches.launch.ray_cluster import worker_settings
 from verl_patches.layout.model_folder import read_config
-from verl_patches.layout.of_config import rollout_layout_of, train_layout_of
+from verl_patches.layout.parallel import rollout_layout_of, train_layout_of
 from verl_patches.patching import engine
 from verl_patches.patching.switches import VARIABLE, Switches
 from verl_patches.tensor_cache import limits

@@ -19,8 +19,7 @@ from verl_patches.config.checks import Check, check_config
 from verl_patches.config.compose import graph_arguments, hf_config_of, model_shape_of
 from verl_patches.config.recipe import VLLM_DTYPES
 from verl_patches.layout.inventory import ModelShape, build_inventory
-from verl_patches.layout.of_config import rollout_layout_of, train_layout_of
-from verl_patches.layout.parallel import ParallelLayout
+from verl_patches.layout.parallel import ParallelLayout, rollout_layout_of, train_layout_of
 from verl_patches.memory.expected import A3_DIE_BYTES, Setting, in_dtype, peaks
 from verl_patches.memory.schedule import OURS, VERL, direct_sync, order_followed, staying, switches_of
 from verl_patches.patching.spec import PatchSpec

@@ -21,11 +21,13 @@ from verl_patches.errors import ConfigError
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
 MODEL_DTYPES = ("float32", "bfloat16", "float16")  # what a model may be in; single tensors of it may be fp8
-PARTS = ("embedding", "head", "attention", "norm", "router", "dense_mlp", "shared_expert", "routed_expert")
 
 
 class Parameter(NamedTuple):
-    """One HF tensor. `kind` is the key of the sharding table; `layer`/`expert` are None where they do not apply."""
+    """One HF tensor. `kind` is the key of the sharding table; `layer`/`expert` are None where they do not apply.
+
+    `part`: embedding, head, attention, norm, router, dense_mlp, shared_expert or routed_expert.
+    """
 
     name: str
     kind: str
@@ -134,25 +136,6 @@ class Inventory:
     def by_name(self) -> dict[str, Parameter]:
         """HF name -> tensor."""
         return {p.name: p for p in self.parameters}
-
-    @functools.cached_property
-    def totals(self) -> dict[str, int]:
-        """Elements per part (see PARTS)."""
-        totals = dict.fromkeys(PARTS, 0)
-        for parameter in self.parameters:
-            totals[parameter.part] += parameter.count
-        return totals
-
-    @property
-    def total(self) -> int:
-        """Elements of the whole model, without multi-token prediction."""
-        return sum(self.totals.values())
-
-    @property
-    def active(self) -> int:
-        """Elements that one token passes: all but the routed experts it does not choose (embedding, head included)."""
-        routed = self.totals["routed_expert"]
-        return self.total - routed + routed * self.model.num_experts_per_tok // self.model.n_routed_experts
 
 
 def build_inventory(config: ModelShape | Mapping | str | Path) -> Inventory:

@@ -1,4 +1,4 @@
-"""What a run reads of a HF model folder: one view of its config.json for training, one for vLLM, and how weights lie.
+"""What a run reads of an HF model folder: config.json as training and as vLLM need it, and the dtype of its weights.
 
 DeepSeek publishes V3 and R1 with fp8 weights and one layer for multi-token prediction (MTP); config.json says so in
 `quantization_config` and `num_nextn_predict_layers`. Conversion to bf16 leaves config.json as it is. This recipe trains

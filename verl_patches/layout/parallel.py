@@ -8,6 +8,9 @@ The rollout side fits in the same type: vLLM 0.9.1 (`vllm.distributed.parallel_s
 orders ranks as instance x dp x pp x tp, and its experts are split over all ranks of one instance. So an instance is
 an expert-data-parallel replica: `instances == edp`, and the instance of a rank is its `edp` coordinate. See
 `rollout_layout`.
+
+The layouts of a configuration (verl's sections and `recipe:`): `train_layout_of` and `rollout_layout_of`, or with the
+ending `_in` from the sections that a worker has. No torch.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from verl_patches.errors import ConfigError
 
@@ -134,19 +138,6 @@ class ParallelLayout:
             raise ConfigError(f"layout: rank must be in 0..{self.world_size - 1}, found {rank}")
         return _all_coordinates(self)[rank]
 
-    def rank_of(self, **coordinates: int) -> int:
-        """The rank at one view's coordinates, e.g. rank_of(tp=1, pp=3) or rank_of(ep=5, edp=1); axes left out are 0.
-
-        Raises ConfigError for an unknown axis, a coordinate out of range, or axes of both views at once (pp belongs
-        to both).
-        """
-        family = self._family(coordinates)
-        for axis, value in coordinates.items():
-            if not 0 <= value < self.size(axis):
-                raise ConfigError(f"layout: {axis} must be in 0..{self.size(axis) - 1}, found {value}")
-        strides = self._strides(family)
-        return sum(value * strides[axis] for axis, value in coordinates.items())
-
     def _family(self, axes: Iterable[str]) -> tuple[str, ...]:
         axes = list(axes)
         for axis in axes:
@@ -189,11 +180,6 @@ class ParallelLayout:
                 by_instance.setdefault(self.coordinates(rank).edp, []).append(rank)
             groups += by_instance.values()
         return sorted(groups)
-
-    def group_of(self, name: str, rank: int) -> list[int]:
-        """The group called `name` (see `groups`) that holds `rank`."""
-        self.coordinates(rank)
-        return next(group for group in self.groups(name) if rank in group)
 
     def chunk_layers(self, num_layers: int) -> list[range]:
         """Layer ids of each of the pp*vpp chunks in model order; chunk c lives on stage c % pp.
@@ -258,7 +244,7 @@ class ParallelLayout:
 
 @functools.lru_cache(maxsize=64)
 def _all_coordinates(layout: ParallelLayout) -> list[Coordinates]:
-    """Coordinates of every rank; cached because plans ask for all of them again and again."""
+    """Coordinates of every rank; cached because plans read all of them repeatedly."""
     views = [layout._strides(DENSE_AXES), layout._strides(EXPERT_AXES)]
     return [
         Coordinates(**{axis: rank // step % layout.size(axis) for view in views for axis, step in view.items()})
@@ -297,7 +283,7 @@ def rollout_layout(instances: int, dp: int, tp: int, pp: int = 1, expert_paralle
 
     With `expert_parallel` whole experts are split over the dp*tp ranks of an instance (ep = dp*tp, etp = 1); without
     it every expert is cut over those ranks (ep = 1, etp = dp*tp; vLLM's `FusedMoEParallelConfig.make`). Raises
-    ConfigError for pp > 1 together with dp > 1, which vLLM numbers in a way that Megatron's rank order cannot say.
+    ConfigError for pp > 1 together with dp > 1, whose rank order in vLLM cannot be expressed as one of Megatron's.
     """
     split = dp * tp
     sizes = {"ep": split, "etp": 1} if expert_parallel else {"ep": 1, "etp": split}
@@ -308,3 +294,53 @@ def rollout_layout(instances: int, dp: int, tp: int, pp: int = 1, expert_paralle
         )
     order = VLLM_PIPELINE_ORDER if pp > 1 else MEGATRON_ORDER
     return ParallelLayout(world_size=instances * dp * pp * tp, tp=tp, pp=pp, order=order, **sizes)
+
+
+def world_size(config: Any) -> int:
+    """Ranks of the run: one a die."""
+    return config.trainer.nnodes * config.trainer.n_gpus_per_node
+
+
+def train_layout_of(config: Any) -> ParallelLayout:
+    """The layout of actor and reference in a composed configuration; ConfigError if there is none."""
+    return train_layout_in(config.actor_rollout_ref, config.recipe, world_size(config))
+
+
+def rollout_layout_of(config: Any) -> ParallelLayout:
+    """The layout of the vLLM instances in a composed configuration; ConfigError if it does not fit."""
+    return rollout_layout_in(config.actor_rollout_ref, config.recipe, world_size(config))
+
+
+def train_layout_in(section: Any, recipe: Any, world: int) -> ParallelLayout:
+    """The layout of actor and reference: `section` is verl's actor_rollout_ref, which is all that a worker has."""
+    actor = section.actor.megatron
+    return ParallelLayout(
+        world_size=world,
+        tp=actor.tensor_model_parallel_size,
+        cp=actor.context_parallel_size,
+        ep=actor.expert_model_parallel_size,
+        etp=actor.expert_tensor_parallel_size,
+        pp=actor.pipeline_model_parallel_size,
+        vpp=actor.virtual_pipeline_model_parallel_size or 1,
+        layers_per_stage=tuple(recipe.train.layers_per_stage) if recipe.train.layers_per_stage else None,
+    )
+
+
+def rollout_layout_in(section: Any, recipe: Any, world: int) -> ParallelLayout:
+    """The layout of the vLLM instances: `section` is verl's actor_rollout_ref, which is all that a worker has."""
+    rollout, tp = recipe.rollout, section.rollout.tensor_model_parallel_size
+    ranks = tp * rollout.dp
+    instances = rollout.instances or max(1, world // ranks)
+    if instances * ranks != world:
+        given = "recipe.rollout.instances" if rollout.instances else "as many instances as fit"
+        raise ConfigError(
+            f"rollout layout: {instances} instance(s) x dp {rollout.dp} x tp {tp} = {instances * ranks} ranks, "
+            f"expected all {world} (trainer.nnodes x n_gpus_per_node); change {given}, recipe.rollout.dp or "
+            "actor_rollout_ref.rollout.tensor_model_parallel_size"
+        )
+    if rollout.dp > 1 and not rollout.expert_parallel:
+        raise ConfigError(
+            f"rollout layout: recipe.rollout.dp={rollout.dp} shares experts inside an instance, which needs "
+            "recipe.rollout.expert_parallel=true; replicas that share nothing are instances (dp=1)"
+        )
+    return rollout_layout(instances, rollout.dp, tp, expert_parallel=rollout.expert_parallel)

@@ -1,6 +1,6 @@
 """How many bytes each tenant of a rank has, and the peak of every phase for any pair of layouts. No torch, modelled.
 
-Weights, gradients and optimizer follow layout/static_bytes.py. What is not a tenant is not here: activations, HCCL's
+Weights, gradients and optimizer follow layout/sharding.py. What is not a tenant is not here: activations, HCCL's
 buffers and CANN's context take what the peak leaves; in the rollout they take their part of the KV cache's share.
 """
 
@@ -13,8 +13,7 @@ from typing import Any
 from verl_patches.errors import ConfigError
 from verl_patches.layout.inventory import DTYPE_BYTES, Inventory, build_inventory
 from verl_patches.layout.parallel import ParallelLayout
-from verl_patches.layout.sharding import LocalParameters, local_parameters
-from verl_patches.layout.static_bytes import GRAD_BYTES, OPTIMIZER_BYTES, static_bytes
+from verl_patches.layout.sharding import GRAD_BYTES, OPTIMIZER_BYTES, LocalParameters, local_parameters, static_bytes
 from verl_patches.memory.schedule import Order, simulate
 
 A3_DIE_BYTES = 64 << 30

@@ -33,8 +33,7 @@ import torch
 from verl_patches.errors import RecipeError
 from verl_patches.memory.host_backed import Parked, unique
 from verl_patches.memory.measure import kv_caches, tensors_in, vllm_worker
-from verl_patches.reshard.live_memory import private_format
-from verl_patches.reshard.post_load import ABSORBED
+from verl_patches.reshard.live_memory import ABSORBED, private_format, storage_id
 
 WEIGHTS, CACHE = TAGS = ("weights", "kv_cache")  # vLLM's tags of LLM.wake_up
 Tensors = dict[str, torch.Tensor]
@@ -92,7 +91,7 @@ class ResizeSleepMode(SleepMode):
         for tag in [tag for tag in TAGS if tag in self._asleep and (tags is None or tag in tags)]:
             now = self._tensors(tag)
             for name, parked in self._asleep[tag].items():
-                if name not in now or now[name].untyped_storage()._cdata != parked.storage._cdata:
+                if name not in now or storage_id(now[name]) != parked.storage._cdata:
                     raise RecipeError(f"rollout: {name}: expected the storage with which the engine went to sleep, "
                                      f"found {'another' if name in now else 'no such tensor'}: somebody else has "
                                      "replaced it")
@@ -118,7 +117,7 @@ class ResizeSleepMode(SleepMode):
     def _drop(self, tag: str) -> None:
         asleep, by_storage = {}, {}
         for name, tensor in self._tensors(tag).items():
-            asleep[name] = by_storage.setdefault(tensor.untyped_storage()._cdata, Parked(name, tensor))
+            asleep[name] = by_storage.setdefault(storage_id(tensor), Parked(name, tensor))
         for parked in by_storage.values():
             parked.leave(copy=False)
         self._asleep[tag] = asleep
@@ -147,9 +146,9 @@ def weights_of(model: torch.nn.Module) -> Tensors:
     What has to stay is left out of `all_weights`: what buffers share, and private NPU formats.
     """
     found = all_weights(model)
-    stay = {buffer.untyped_storage()._cdata for buffer in model.buffers()}
-    stay |= {each.untyped_storage()._cdata for each in found.values() if private_format(each) is not None}
-    return {name: each for name, each in found.items() if each.untyped_storage()._cdata not in stay}
+    stay = {storage_id(buffer) for buffer in model.buffers()}
+    stay |= {storage_id(each) for each in found.values() if private_format(each) is not None}
+    return {name: each for name, each in found.items() if storage_id(each) not in stay}
 
 
 def all_weights(model: torch.nn.Module) -> Tensors:
@@ -239,4 +238,4 @@ def _allocator() -> Any:
         if found is not None:
             return found
     raise RecipeError(f"rollout: asked to sleep, expected {' or '.join(name for _, name in _ALLOCATORS)} of vLLM's "
-                     "sleep mode, found neither: switch the row off, recipe.patches=[-memory.rollout_life]")
+                     "sleep mode, found neither: switch the row off, recipe.patches=[-memory.sleep_mode]")

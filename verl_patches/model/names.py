@@ -1,6 +1,6 @@
 """Which HF tensors a Megatron parameter of DeepSeek-V3 is made of, by name, both ways.
 
-Megatron has two spellings: modules of its own ("local", the one that layout/native.py tabulates) and Transformer
+Megatron has two spellings: modules of its own ("local", the one that layout/sharding.py tabulates) and Transformer
 Engine's, which fuses norms into the next projection and stacks experts. verl's weight converter knows the second only.
 Both are read here; `te_name` turns the first into the second. Layer and expert numbers in Megatron names are local to
 the pipeline chunk and to the expert-parallel rank.
@@ -13,7 +13,7 @@ import re
 from typing import NamedTuple
 
 from verl_patches.errors import ConfigError
-from verl_patches.layout.native import NATIVE_NAMES
+from verl_patches.layout.sharding import MEGATRON_NAMES
 
 # (local spelling, Transformer Engine spelling), as regular expression and template of each other
 _SPELLINGS = (
@@ -70,7 +70,7 @@ def place(name: str) -> Place:
 @functools.cache
 def _patterns() -> tuple[tuple[re.Pattern[str], tuple[str, ...]], ...]:
     kinds: dict[str, tuple[str, ...]] = {}
-    for kind, template in NATIVE_NAMES["megatron-local"].items():
+    for kind, template in MEGATRON_NAMES.items():
         kinds[template] = (*kinds.get(template, ()), kind)
     found = []
     for template, joined in kinds.items():

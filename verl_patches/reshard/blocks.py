@@ -1,4 +1,4 @@
-"""What can be sent as one: blocks of tensors that the same ranks hold in training and the same ranks need in rollout.
+"""Blocks: regions that the same ranks hold in training and the same ranks need in rollout, so they are sent as one.
 
 Both sides cut a tensor along the same axis (layout/sharding.py), at rows that need not be multiples of each other:
 vLLM pads the vocabulary. All cuts together give elementary intervals, inside which nothing is cut any more. Tensors
@@ -16,15 +16,16 @@ from verl_patches.errors import ConfigError
 from verl_patches.layout.inventory import Inventory, Parameter
 from verl_patches.layout.parallel import VLLM_PIPELINE_ORDER, ParallelLayout
 from verl_patches.layout.sharding import Shard, library_rule, shards_of
-from verl_patches.reshard.region import Region, region_of
-from verl_patches.reshard.sizes import align, row_bytes
+from verl_patches.reshard.region import Region, align, region_of, row_bytes
+
+DEFAULT_BUCKET_BYTES = 512 << 20
 
 
 class Block(NamedTuple):
-    """Regions that travel alike: every rank of `holders` has all of them, every rank of `receivers` needs all of them.
+    """Regions that are sent as one: each rank of `holders` has all of them, each rank of `receivers` needs all of them.
 
     `row_bytes`: bytes of one row of each region. `owners`: the receivers that need the block by their layout alone,
-    and not only because a tensor was asked for whole. Ranks are sorted; all holders are of one pipeline stage.
+    and not only because a tensor is wanted whole. Ranks are sorted; all holders are of one pipeline stage.
     """
 
     regions: tuple[Region, ...]
@@ -36,12 +37,12 @@ class Block(NamedTuple):
     @property
     def raw_bytes(self) -> int:
         """Bytes of all elements."""
-        return sum((r.stop - r.start) * size for r, size in zip(self.regions, self.row_bytes, strict=True))
+        return sum(r.rows * size for r, size in zip(self.regions, self.row_bytes, strict=True))
 
     @property
     def wire_bytes(self) -> int:
         """Bytes of all regions between ranks, if none is cut."""
-        return sum(align((r.stop - r.start) * size) for r, size in zip(self.regions, self.row_bytes, strict=True))
+        return sum(align(r.rows * size) for r, size in zip(self.regions, self.row_bytes, strict=True))
 
 
 class Interval(NamedTuple):
@@ -54,11 +55,6 @@ class Interval(NamedTuple):
     receivers: tuple[int, ...]
     owners: tuple[int, ...]
 
-    @property
-    def ranks(self) -> tuple[tuple[int, ...], ...]:
-        """What must be equal for two tensors to share a block."""
-        return self[3:]
-
 
 def make_blocks(
     inventory: Inventory,
@@ -67,27 +63,35 @@ def make_blocks(
     *,
     train_library: str,
     rollout_library: str,
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     whole: Collection[str] = (),
 ) -> list[Block]:
-    """All blocks, in the inventory's order of layers and experts.
+    """All blocks, in the inventory's order of layers and experts: what there is to move, without deciding how.
 
-    `whole`: HF tensors that each rank which holds a part of it in rollout needs whole. Raises ConfigError as
-    `local_parameters` does for either side.
+    `whole`: HF tensors that each rank which holds a part of it in rollout needs whole. Raises ConfigError for pairs of
+    layouts between which no plan can be made, as `local_parameters` does for either side, and where `bucket_bytes` is
+    too small for one row of some tensor.
     """
-    sides = Side(inventory, train, train_library), Side(inventory, rollout, rollout_library)
+    _check_pair(inventory, train, rollout, whole)
+    sides = _Side(inventory, train, train_library), _Side(inventory, rollout, rollout_library)
     known: dict[tuple, tuple[Interval, ...]] = {}  # tensors of one kind and shape are cut alike
     blocks = []
     for tensors in _units(inventory):
         alike: dict[tuple, list[tuple[Parameter, tuple[Interval, ...]]]] = {}
         for parameter in tensors:
-            asked = parameter.name in whole
-            key = parameter.kind, parameter.shape, asked
+            key = parameter.kind, parameter.shape, parameter.name in whole
             if key not in known:
-                known[key] = tuple(_intervals(sides[0].shards(parameter), sides[1].shards(parameter), asked))
-            same_ranks = tuple(interval.ranks for interval in known[key])
-            alike.setdefault(same_ranks, []).append((parameter, known[key]))
+                known[key] = tuple(_intervals(sides[0].shards(parameter), sides[1].shards(parameter), key[2]))
+            ranks = tuple((each.holders, each.receivers, each.owners) for each in known[key])
+            alike.setdefault(ranks, []).append((parameter, known[key]))
         for members in alike.values():
             blocks += _blocks(members, *sides)
+    most, region = max(pair for b in blocks for pair in zip(b.row_bytes, b.regions, strict=True))
+    if not isinstance(bucket_bytes, int) or bucket_bytes < align(most):
+        raise ConfigError(
+            f"reshard plan: bucket_bytes must be a whole number of at least {align(most)}, one row of {region.name} "
+            f"along axis {region.axis}, found {bucket_bytes!r}; give more, such as {DEFAULT_BUCKET_BYTES}"
+        )
     return blocks
 
 
@@ -105,7 +109,7 @@ def _intervals(train: Sequence[Shard], rollout: Sequence[Shard], whole: bool) ->
     assert len(axes) <= 1, f"{parameter.name} is cut along axis {axes}"  # AXES is one table for all libraries
     axis = axes.pop() if axes else 0
     full = parameter.shape[axis]
-    held, needed = ([_rows(shard, full) for shard in shards] for shards in (train, rollout))
+    held, needed = ([region_of(s).along(axis, parameter.shape)[2:] for s in shards] for shards in (train, rollout))
     cuts = sorted({0, full}.union(*held, *needed))
     for start, stop in itertools.pairwise(cuts):
         holders, owners = (
@@ -115,11 +119,7 @@ def _intervals(train: Sequence[Shard], rollout: Sequence[Shard], whole: bool) ->
         yield Interval(axis, start, stop, holders, receivers, owners)
 
 
-def _rows(shard: Shard, full: int) -> tuple[int, int]:
-    return (0, full) if shard.axis is None else region_of(shard)[2:]
-
-
-def _blocks(members: list[tuple[Parameter, tuple[Interval, ...]]], train: Side, rollout: Side) -> Iterable[Block]:
+def _blocks(members: list[tuple[Parameter, tuple[Interval, ...]]], train: _Side, rollout: _Side) -> Iterable[Block]:
     """The blocks of tensors whose intervals are held and needed alike: one for each interval."""
     first = members[0][0]
     for number, interval in enumerate(members[0][1]):
@@ -133,13 +133,13 @@ def _blocks(members: list[tuple[Parameter, tuple[Interval, ...]]], train: Side, 
         )
 
 
-class Side:
+class _Side:
     """One layout with its library: which ranks hold which index of which tensor."""
 
     def __init__(self, inventory: Inventory, layout: ParallelLayout, library: str):
         model, self.layout = inventory.model, layout
         self._inventory, self._library = inventory, library
-        self.rule = library_rule(inventory, layout, library)
+        rule = library_rule(inventory, layout, library)
         self._stages = {i: s for s in range(layout.pp) for i in layout.stage_layers(s, model.num_hidden_layers)}
         self._groups: dict[tuple, list[int]] = {}  # (stage, ep index or None, tp or etp index) -> ranks
         self._ep_index: dict[int, int] = {}  # expert -> ep index
@@ -148,7 +148,7 @@ class Side:
             at = layout.coordinates(rank)
             self._groups.setdefault((at.pp, None, at.tp), []).append(rank)
             self._groups.setdefault((at.pp, at.ep, at.etp), []).append(rank)
-            experts = layout.local_experts(rank, model.n_routed_experts, self.rule.experts_rest_on_last)
+            experts = layout.local_experts(rank, model.n_routed_experts, rule.experts_rest_on_last)
             self._ep_index.update(dict.fromkeys(experts, at.ep))
 
     def shards(self, parameter: Parameter) -> tuple[Shard, ...]:
@@ -170,8 +170,8 @@ class Side:
         return self._known[key]
 
 
-def check_pair(inventory: Inventory, train: ParallelLayout, rollout: ParallelLayout, whole: Collection[str]) -> None:
-    """Refuse, as ConfigError, what no plan can be made for and neither layout knows alone."""
+def _check_pair(inventory: Inventory, train: ParallelLayout, rollout: ParallelLayout, whole: Collection[str]) -> None:
+    """ConfigError for pairs of valid layouts between which no plan can be made."""
     if train.world_size != rollout.world_size:
         raise ConfigError(
             f"reshard plan: training has {train.world_size} ranks ({train}), rollout {rollout.world_size} ({rollout}); "

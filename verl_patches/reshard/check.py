@@ -1,20 +1,24 @@
-"""Proof of a plan, from the layouts alone: nothing of how the plan was made is believed. No torch.
+"""Proof of a plan, and its figures. No torch.
 
-Each rank's rollout shards are covered exactly once by what it keeps and what it receives; what it keeps and sends lies
-in its training shards; buckets stay within their bytes; and both ends of every segment agree on its regions and their
-order. Together this says: run as planned, every rollout element is written once, from the right training element.
+`check_plan` uses the layouts alone, nothing of how the plan was made: each rank's rollout shards are covered exactly
+once by what it keeps and what it receives; what it keeps and sends lies in its training shards; buckets stay within
+their bytes; and both ends of every segment name the same regions in the same order. Together: executed as planned,
+every rollout element is written once, from the right training element.
+
+`figures` and `path_of` describe a plan: bytes against their bounds, the busiest ranks, the path of one parameter.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
-from verl_patches.errors import RecipeError
+from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.layout.sharding import local_parameters
 from verl_patches.reshard.plan import RankPlan, ReshardPlan
-from verl_patches.reshard.region import Region, region_of
-from verl_patches.reshard.sizes import wire_bytes
+from verl_patches.reshard.region import Region, region_of, row_bytes, wire_bytes
+from verl_patches.reshard.route import NEARNESS
 
 
 def check_plan(plan: ReshardPlan, rank_plans: Mapping[int, RankPlan] | None = None) -> None:
@@ -61,12 +65,9 @@ def _check_held(plan: ReshardPlan, mine: RankPlan) -> None:
 def _check_written(plan: ReshardPlan, mine: RankPlan) -> None:
     needed = local_parameters(plan.inventory, plan.rollout, mine.rank, plan.rollout_library).shards
     written: dict[str, list[Region]] = defaultdict(list)
-    for region in mine.local:
+    received = (region for bucket in mine.buckets for regions in bucket.receive.values() for region in regions)
+    for region in (*mine.local, *received):
         written[region.name].append(region)
-    for bucket in mine.buckets:
-        for regions in bucket.receive.values():
-            for region in regions:
-                written[region.name].append(region)
     for name in written.keys() - needed.keys():
         raise RecipeError(f"reshard plan: rank {mine.rank} gets {written[name][0]}, expected nothing of {name}: its "
                           f"rollout layout ({plan.rollout}) does not hold it")
@@ -97,27 +98,94 @@ def _along(region: Region, axis: int, shape: tuple[int, ...]) -> tuple[int, int]
     """[start, stop) of `region` along `axis`; empty where it is cut along another."""
     if region.axis == axis:
         return region.start, region.stop
-    return (0, shape[axis]) if (region.start, region.stop) == (0, shape[region.axis]) else (0, 0)
+    return (0, shape[axis]) if region.is_whole(shape) else (0, 0)
 
 
 def _check_ends(rank_plans: Mapping[int, RankPlan]) -> None:
-    for rank, mine in sorted(rank_plans.items()):
-        for number, bucket in enumerate(mine.buckets):
-            for peer, regions in bucket.send.items():
-                there = rank_plans[peer].buckets[number].receive.get(rank, ()) if peer != rank else ()
-                _check_segment(rank, peer, number, regions, there)
-            for peer, regions in bucket.receive.items():
-                if peer == rank or rank not in rank_plans[peer].buckets[number].send:
-                    _check_segment(peer, rank, number, (), regions)
-
-
-def _check_segment(sender: int, receiver: int, number: int, sent: tuple, awaited: tuple) -> None:
-    if sent != awaited or not sent:
-        raise RecipeError(f"reshard plan: in bucket {number} rank {sender} sends rank {receiver} "
-                          f"{_list(sent) or 'nothing'}, which expects {_list(awaited) or 'nothing'}; "
-                          "expected the same regions in the same order, and a segment only where there are any")
+    buckets = [(rank, n, bucket) for rank, mine in rank_plans.items() for n, bucket in enumerate(mine.buckets)]
+    sends = {(n, rank, peer): regions for rank, n, bucket in buckets for peer, regions in bucket.send.items()}
+    receives = {(n, peer, rank): regions for rank, n, bucket in buckets for peer, regions in bucket.receive.items()}
+    for number, sender, receiver in sorted(sends.keys() | receives.keys()):
+        sent = sends.get((number, sender, receiver), ())
+        expected = receives.get((number, sender, receiver), ())
+        if sent != expected or not sent or sender == receiver:
+            raise RecipeError(f"reshard plan: in bucket {number} rank {sender} sends rank {receiver} "
+                             f"{_list(sent) or 'nothing'}, which expects {_list(expected) or 'nothing'}; expected "
+                             "the same regions in the same order on two ranks, and a segment only where there are any")
 
 
 def _list(regions: Iterable[Region]) -> str:
     texts = [str(region) for region in regions]
     return ", ".join(texts[:4]) + (f" and {len(texts) - 4} more" if len(texts) > 4 else "")
+
+
+def figures(plan: ReshardPlan) -> dict[str, Any]:
+    """What the plan costs, as plain data; bytes unless the name says otherwise.
+
+    `imbalance` is max / mean of the bytes that ranks send. Its bound: a training stage must send what only it holds,
+    so its ranks send at least their stage's mean, however well they share.
+    """
+    received = [got / must for got, must in zip(plan.received_bytes, plan.lower_bound_bytes, strict=True) if must]
+    stages = [_stage(plan, stage) for stage in range(plan.train.pp)]
+    mean = _mean(plan.sent_bytes)
+    near = dict.fromkeys(NEARNESS[1:], 0)
+    for piece, size in zip(plan.pieces, plan.piece_bytes, strict=True):
+        near[plan.topology.nearness(piece.sender, piece.receiver)] += size
+    busiest = max(*plan.sent_bytes, *plan.received_bytes)
+    return {
+        "ranks": plan.world_size, "train": str(plan.train), "train_library": plan.train_library,
+        "rollout": str(plan.rollout), "rollout_library": plan.rollout_library,
+        "kept_bytes": _spread(plan.local_bytes), "must_arrive_bytes": _spread(plan.lower_bound_bytes),
+        "received_bytes": _spread(plan.received_bytes), "received_over_bound": max(received, default=1.0),
+        "sent_bytes": _spread(plan.sent_bytes), "imbalance": max(plan.sent_bytes) / mean if mean else 1.0,
+        "imbalance_bound": max(s["sent_bytes"]["mean"] for s in stages) / mean if mean else 1.0,
+        "stages": stages, "nearness_bytes": near, "bucket_bytes": plan.bucket_bytes, "collectives": plan.bucket_count,
+        "collectives_bound": -(-busiest // plan.bucket_bytes), "peak_extra_bytes": plan.peak_extra_bytes,
+        "digest": plan.digest(),
+    }
+
+
+def _stage(plan: ReshardPlan, stage: int) -> dict[str, Any]:
+    ranks = [rank for rank, found in enumerate(plan.stages) if found == stage]
+    sent, received = ([figure[rank] for rank in ranks] for figure in (plan.sent_bytes, plan.received_bytes))
+    layers = plan.train.stage_layers(stage, plan.inventory.model.num_hidden_layers)
+    return {"stage": stage, "ranks": len(ranks), "layers": len(layers), "sent_bytes": _spread(sent),
+            "imbalance": max(sent) / _mean(sent) if any(sent) else 1.0, "received_bytes": _spread(received)}
+
+
+def _mean(numbers: Sequence[int]) -> float:
+    return sum(numbers) / len(numbers)
+
+
+def _spread(numbers: Sequence[int]) -> dict[str, float]:
+    return {"min": min(numbers), "mean": _mean(numbers), "max": max(numbers)}
+
+
+def path_of(plan: ReshardPlan, name: str, rank: int) -> dict[str, Any]:
+    """How HF tensor `name` comes to `rank`, and what the rank sends of it: regions, peers, nearness, buckets, bytes.
+
+    Raises ConfigError for an unknown tensor or rank.
+    """
+    parameter = plan.inventory.by_name.get(name)
+    if parameter is None:
+        raise ConfigError(f"reshard plan: the model has no tensor {name!r}; expected an HF name such as "
+                          f"{plan.inventory.parameters[1].name!r}")
+    held, needed = (local_parameters(plan.inventory, layout, rank, library).shards.get(name) for layout, library in (
+        (plan.train, plan.train_library), (plan.rollout, plan.rollout_library)))
+    mine = plan.for_rank(rank)
+    steps = [(region, "kept", rank, None) for region in mine.local if region.name == name]
+    for number, bucket in enumerate(mine.buckets):
+        for verb, segments in (("received", bucket.receive), ("sent", bucket.send)):
+            steps += [(region, verb, peer, number) for peer, regions in segments.items()
+                      for region in regions if region.name == name]
+    return {
+        "parameter": name, "shape": list(parameter.shape), "dtype": parameter.dtype, "rank": rank,
+        "holds_in_training": str(region_of(held)) if held else None,
+        "needs_in_rollout": (f"{name} (whole)" if name in plan.whole else str(region_of(needed))) if needed else None,
+        "holders": [{"region": str(region), "holders": list(block.holders), "needed_by": len(block.receivers)}
+                    for block in plan.blocks for region in block.regions if region.name == name],
+        "steps": [{"region": str(region), "what": verb, "peer": peer, "stage": plan.stages[peer],
+                   "nearness": plan.topology.nearness(rank, peer), "bucket": number,
+                   "bytes": region.rows * row_bytes(parameter, region.axis)}
+                  for region, verb, peer, number in steps],
+    }

@@ -1,19 +1,18 @@
 """Where each HF tensor lives in the rollout engine's parameters, learnt from vLLM's own `load_weights`.
 
 `load_weights` is traced once with meta tensors (trace.py); nothing is written, and no table of vLLM's names is kept.
-From then on weights can be written straight into the views of `Destinations.tensors`. A tensor that cannot be followed
-is named in `unmapped`, with the reason: it is for `load_weights` itself, whole.
+From then on weights can be written straight into the views of `Destinations.tensors`. A tensor that cannot be traced is
+named in `unmapped`, with the reason: load_weights itself must load it, whole.
 
-Call it when the engine is awake and as verl leaves it for a sync: `patch_vllm_moe_model_weight_loader(model)` has run
-(vllm-ascend's fused_moe.py:878 makes new expert parameters that have lost their weight_loader).
+Call it when the engine is awake and prepared for a load as verl does: `patch_vllm_moe_model_weight_loader(model)` has
+run (vllm-ascend's fused_moe.py:878 makes new expert parameters that have lost their weight_loader).
 
 Layouts that an engine gives its parameters after loading:
 - Another stride, as `_maybe_pad_weight` of vLLM (fused_moe/layer.py:510) leaves: views follow strides.
-- Last two axes swapped, as view or copy: found where a parameter has the shape of `load_shapes` with these swapped, and
-  traced through a transposed view. Shapes cannot tell for square matrices; no engine at our pins does it unquantised.
+- Last two axes swapped, as view or copy (vllm-ascend transposes expert weights): see `load_shapes`.
 - A private NPU format (NZ): elements are not where strides say, so its tensors are unmapped. At our pins vllm-ascend
-  casts quantised weights and MLA's absorbed ones only (the latter: post_load.py). Asking torch_npu for the format
-  cannot be tried without an NPU.
+  casts quantised weights and MLA's absorbed ones only (the latter: memory/sleep_mode.py). Asking torch_npu for the
+  format cannot be tried without an NPU.
 """
 
 from __future__ import annotations
@@ -28,15 +27,22 @@ from verl_patches.errors import RecipeError
 from verl_patches.layout.inventory import Inventory, Parameter
 from verl_patches.layout.parallel import ParallelLayout
 from verl_patches.layout.sharding import local_parameters
-from verl_patches.reshard.coverage import not_once
-from verl_patches.reshard.live_memory import Live, Owners, in_load_shape, named_tensors, private_format, put_back
+from verl_patches.reshard.live_memory import (
+    Live,
+    Owners,
+    in_load_shape,
+    named_tensors,
+    not_written_once,
+    private_format,
+    restore_memory,
+)
 from verl_patches.reshard.region import Region, region_of
 from verl_patches.reshard.trace import Constant, Opaque, Trace
 
 
 @dataclass(frozen=True, eq=False)
 class RolloutTensor:
-    """A region of an HF tensor and the place of it in one live parameter.
+    """A region of an HF tensor and its place in one live parameter.
 
     `tensor`: view of live memory with the region's own shape, in the parameter's dtype; possibly strided. `parameter`:
     vLLM's name.
@@ -49,11 +55,11 @@ class RolloutTensor:
 
 @dataclass(frozen=True, eq=False)
 class Destinations:
-    """Where HF tensors go on this rank. Holds its engine's memory alive: forget it together with the engine.
+    """Where HF tensors go on this rank. Keeps its engine's memory alive: drop it together with the engine.
 
-    `tensors`: HF name -> its places, only of tensors of which the rank holds something. `constants`: what load_weights
+    `tensors`: HF name -> its places, only of tensors of which the rank holds a part. `constants`: what load_weights
     fills in itself (padding of the vocabulary), to be written once more only if the memory was lost. `unmapped`: HF
-    name -> why load_weights must load it; `opaque`: what is known of where that goes.
+    name -> why load_weights must load it; `opaque`: the parts of live memory to which those go, as far as known.
     """
 
     rank: int
@@ -67,8 +73,8 @@ class Destinations:
     def still_valid(self, model: torch.nn.Module) -> bool:
         """Whether the memory is that which was learnt; if not (rebuilt, moved), learn again. Reads no data.
 
-        A few ms at 671B: it looks where each parameter was, and would not see a module put in another's place. vLLM's
-        sleep keeps the storage and gives its memory back: waking is the caller's.
+        A few ms at 671B: it looks where each parameter was, and would not see a module that replaced another. vLLM's
+        sleep keeps the storage and frees its memory: the caller must wake the engine.
         """
         return model is self.model and all(each.is_there() for each in self.live.values())
 
@@ -83,7 +89,7 @@ class Destinations:
         writes = [(str(held.region), held.tensor) for places in self.tensors.values() for held in places]
         writes += [(f"the constant {constant.value:g}", constant.target) for constant in self.constants]
         writes += [(f"{each.name} ({each.reason})", each.target) for each in self.opaque]
-        _raise(self.rank, not_once(live, writes), "the rollout would compute with what is there")
+        _raise(self.rank, not_written_once(live, writes), "the rollout would compute with what is there")
 
     def check_against_plan(self, inventory: Inventory, layout: ParallelLayout, library: str) -> None:
         """RecipeError unless the learnt regions are those that layout/sharding.py gives this rank; unmapped ones aside.
@@ -98,8 +104,8 @@ class Destinations:
             if name in self.unmapped:
                 continue
             places, region, shape = self.tensors.get(name, ()), planned.get(name), inventory.by_name[name].shape
-            found = sorted({str(_normal(held.region, shape)) for held in places})
-            if found != ([str(_normal(region, shape))] if region else []):
+            found = sorted({str(held.region.along(0, shape)) for held in places})
+            if found != ([str(region.along(0, shape))] if region else []):
                 where = ", ".join(dict.fromkeys(held.parameter for held in places)) or "no parameter"
                 problems.append(
                     f"{name} in {where}: expected {region or 'nothing'} by layout {layout} of {library}, "
@@ -111,11 +117,13 @@ class Destinations:
 def learn_destinations(
     model: torch.nn.Module, inventory: Inventory, *, rank: int, load_shapes: Mapping[str, tuple[int, ...]] | None = None
 ) -> Destinations:
-    """Trace `model.load_weights` with every tensor of `inventory` and say where each goes; parameters stay as they are.
+    """Trace `model.load_weights` with every tensor of `inventory`: where each goes. Parameters are not changed.
 
     Costs about what one load_weights costs without its copies. `inventory` in the dtypes that will be sent.
-    `load_shapes`: vLLM's parameter -> shape that its loader expects (layout/native.py), for engines that swap axes
-    after loading. Raises RecipeError for a parameter of neither shape, for a loader that gives parameters other memory,
+    `load_shapes`: vLLM's parameter -> shape that its loader expects. For engines that transpose expert weights:
+    vllm-ascend does so in its forward (ops/fused_moe.py:275, :288 at our pin) and may store them so; a parameter found
+    with its last two axes swapped is traced through a transposed view. A square matrix cannot be recognised so.
+    Raises RecipeError for a parameter of neither shape, for a loader that gives parameters other memory,
     and for one that cannot be traced at all (see `Trace.run`).
     """
     before = named_tensors(model)
@@ -126,11 +134,11 @@ def learn_destinations(
         with in_load_shape(before, load_shapes or {}, rank):
             trace.run(model.load_weights, sources)
     finally:
-        put_back(model, before, data, rank)
-    strange = [each for each in trace.opaque if each.name not in sources]
-    if strange:
+        restore_memory(model, before, data, rank)
+    unnamed = [each for each in trace.opaque if each.name not in sources]
+    if unnamed:
         raise RecipeError(
-            f"reshard: rank {rank}: load_weights changes parameters {strange[0].name} ({strange[0].reason}), which no "
+            f"reshard: rank {rank}: load_weights changes parameters {unnamed[0].name} ({unnamed[0].reason}), which no "
             "weight sync can follow: use verl's path, recipe.patches=[-reshard.*]"
         )
     return _destinations(trace, inventory, model, rank)
@@ -177,11 +185,6 @@ def _placed(parameter: Parameter, source: torch.Tensor, target: torch.Tensor, ow
     axis = cut[0] if cut else 0
     region = Region(parameter.name, axis, begins[axis], begins[axis] + sizes[axis])
     return RolloutTensor(region, target.as_strided(sizes, strides, target.storage_offset()), owner)
-
-
-def _normal(region: Region, shape: tuple[int, ...]) -> Region:
-    """A whole tensor has many names: the one along axis 0."""
-    return Region(region.name, 0, 0, shape[0]) if region[2:] == (0, shape[region.axis]) else region
 
 
 def _raise(rank: int, problems: list[str], meaning: str) -> None:

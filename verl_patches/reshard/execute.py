@@ -1,15 +1,18 @@
-"""One weight sync as planned: every rank packs, exchanges and unpacks bucket after bucket, without a name or a search.
+"""One weight sync as planned: every rank packs, exchanges and unpacks bucket after bucket.
 
-All views are made once (compiled.py); a sync is a few calls a bucket. Bucket k + 1 is packed while bucket k is on its
-way, and k is unpacked while k + 1 is:
+The plan of a rank is compiled once into views (`Compiler`); a sync then is a few calls for each bucket, without a name
+or a search. Bucket k + 1 is packed while bucket k is exchanged, and k is unpacked while k + 1 is exchanged:
 
     pack 0 | exchange 0      | exchange 1        | ...
            | local, pack 1   | unpack 0, pack 2  | ...
 
 so there are two buffers to send from and two to receive into, never more than 4 * bucket_bytes in all; their memory
 is taken from torch's allocator during a sync only. Collectives: one all_to_all_single of bytes for each bucket, and one
-number before and after them, by which a problem of one rank stops all. A work handle's wait() puts the exchange before
+number before and after them, by which an error of one rank stops all. A work handle's wait() orders the exchange before
 what this stream does next, on any device, so nothing else is synchronised.
+
+Layout of the exchanged bytes: in a bucket one segment for each peer, by rank; in a segment the planned regions in
+order, each in the training inventory's dtype from a multiple of 16 bytes on.
 
 For an NPU, read and not run: HcclAlltoAllV takes uint8 on Atlas A3 (CANN 8.2.RC1's API reference), empty sends are
 counted as nothing (ProcessGroupHCCL.cpp, alltoall_base), and storages of base format can be resized (ResizeNpu.h).
@@ -19,32 +22,252 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from verl_patches.reshard.agree import ReshardError, agree, check_peers, collect
-from verl_patches.reshard.compiled import Compiler
-from verl_patches.reshard.views import Bucket, Destination, Lent, Scratch, Source, Work
-
-if TYPE_CHECKING:
-    from verl_patches.reshard.plan import RankPlan, ReshardPlan
+from verl_patches.layout.inventory import Inventory
+from verl_patches.reshard.destination import RolloutTensor
+from verl_patches.reshard.live_memory import storage_id
+from verl_patches.reshard.plan import BucketPlan, RankPlan, ReshardPlan
+from verl_patches.reshard.rank_errors import ReshardError, catch_errors, check_peers, raise_on_any_rank
+from verl_patches.reshard.region import Region, cover, overlap, part_of, row_bytes, wire_bytes
+from verl_patches.reshard.train_tensors import TrainTensor
 
 LoadWhole = Callable[[str, torch.Tensor], None]
 FLAGS = 2  # collectives of one number in each sync
+_SIDES = (0, 1)  # send and receive, as BucketPlan has them
+
+
+class ResizableBuffer:
+    """A tensor that has memory between `open` and `close`; made open. Views must be made while it is open."""
+
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str):
+        self.tensor = torch.empty(tuple(shape), dtype=dtype, device=device)
+        self.size_bytes = self.tensor.untyped_storage().nbytes()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it has memory."""
+        return self.tensor.untyped_storage().nbytes() == self.size_bytes
+
+    def open(self) -> None:
+        """Allocate the memory, uninitialised."""
+        self.tensor.untyped_storage().resize_(self.size_bytes)
+
+    def close(self) -> None:
+        """Free the memory."""
+        self.tensor.untyped_storage().resize_(0)
+
+
+class Copies:
+    """Pairs of views, copied by one call; dtypes and strides may differ."""
+
+    def __init__(self) -> None:
+        self.to: list[torch.Tensor] = []
+        self.source: list[torch.Tensor] = []
+
+    def add(self, to: torch.Tensor, source: torch.Tensor) -> None:
+        """One more pair, of equal shape."""
+        self.to.append(to)
+        self.source.append(source)
+
+    def run(self) -> None:
+        """Copy all."""
+        if self.to:
+            torch._foreach_copy_(self.to, self.source)
+
+
+@dataclass
+class Scratch:
+    """A whole HF tensor put together for vLLM's own load_weights, as if it were a RolloutTensor.
+
+    `local` copies what this rank trains of it.
+    """
+
+    region: Region
+    memory: ResizableBuffer
+    local: Copies = field(default_factory=Copies)
+    parameter: str = "(whole, for load_weights)"
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The whole tensor."""
+        return self.memory.tensor
+
+
+@dataclass
+class Bucket:
+    """One exchange: `send` and `receive` are the bytes used of the wire buffers, splits are bytes by peer.
+
+    `opens` and `closes`: scratch tensors whose first, or last, part comes with this bucket.
+    """
+
+    pack: Copies
+    unpack: Copies
+    send: torch.Tensor
+    receive: torch.Tensor
+    send_splits: list[int]
+    receive_splits: list[int]
+    opens: list[Scratch] = field(default_factory=list)
+    closes: list[Scratch] = field(default_factory=list)
+
+
+class Compiler:
+    """Makes the views of one rank's plan; raises ReshardError or ConfigError where plan and memory disagree."""
+
+    def __init__(
+        self,
+        plan: RankPlan,
+        sources: Mapping[str, TrainTensor],
+        destinations: Mapping[str, Sequence[RolloutTensor]],
+        inventory: Inventory,
+        whole: Collection[str],
+        world_size: int,
+        device: torch.device | str,
+    ):
+        self.plan, self.sources, self.parameters = plan, sources, inventory.by_name
+        self.world_size, self.device = world_size, device
+        self.arriving: dict[str, list[Region]] = {}
+        for region in (*plan.local, *(region for bucket in plan.buckets for region in _regions(bucket.receive))):
+            self.arriving.setdefault(region.name, []).append(region)
+        self.scratch = {name: self._scratch(name) for name in whole if name in self.arriving}
+        self.destinations = {**destinations, **{name: (each,) for name, each in self.scratch.items()}}
+        # bytes exchanged by (bucket, side); even and odd buckets have their own buffers
+        self._sizes = {(number, side): sum(map(self._wire_bytes, _regions(bucket[side])))
+                       for number, bucket in enumerate(plan.buckets) for side in _SIDES}  # fmt: skip
+        self.wire = {(parity, side): self._wire_buffer(parity, side) for parity in (0, 1) for side in _SIDES}
+
+    def problems(self) -> Iterator[str]:
+        """What is unmapped, written twice or never, or of a wrong shape, with expected and found: should be nothing."""
+        for name in dict.fromkeys([*self.arriving, *self.destinations]):
+            if name not in self.parameters:
+                yield f"{name} is not in the inventory of the model"
+                continue
+            shape, parts = self.parameters[name].shape, self.destinations.get(name, ())
+            arriving = self.arriving.get(name, ())
+            for region in arriving:
+                missing, _ = cover(region, [part.region for part in parts], shape)
+                yield from (f"{each} arrives, but is unmapped: no live parameter takes it" for each in missing)
+            for part in parts:
+                if not part.region.rows:
+                    continue
+                missing, doubled = cover(part.region, arriving, shape)
+                where = f"in {part.parameter}: expected once by the plan"
+                yield from (f"{each} {where}, found never written" for each in missing)
+                yield from (f"{each} {where}, found written twice or more" for each in doubled)
+                expected, found = part.region.shape_in(shape), tuple(part.tensor.shape)
+                if found != expected:
+                    yield f"{part.region} in {part.parameter}: expected shape {expected}, found {found}"
+
+    def local(self) -> Copies:
+        """Copies from this rank's training memory to its rollout memory (those to scratch are its own `local`)."""
+        copies = Copies()
+        for region in self.plan.local:
+            into = self.scratch[region.name].local if region.name in self.scratch else copies
+            for wanted, view in self._targets(region):
+                self._read(into, wanted, view)
+        return copies
+
+    def buckets(self) -> list[Bucket]:
+        """Every exchange in order."""
+        found = [self._bucket(number, bucket) for number, bucket in enumerate(self.plan.buckets)]
+        for name, scratch in self.scratch.items():
+            at = [number for number, bucket in enumerate(self.plan.buckets)
+                  if any(region.name == name for region in _regions(bucket.receive))]  # fmt: skip
+            if at:
+                found[at[0]].opens.append(scratch)
+                found[at[-1]].closes.append(scratch)
+        return found
+
+    def traffic(self) -> tuple[int, int, int]:
+        """Bytes of elements sent, received and copied on the rank."""
+        sides = [[region for bucket in self.plan.buckets for region in _regions(bucket[side])] for side in _SIDES]
+        return tuple(sum(map(self._bytes, regions)) for regions in (*sides, self.plan.local))
+
+    def _bucket(self, number: int, plan: BucketPlan) -> Bucket:
+        send, receive = (self.wire[number % 2, side].tensor[: self._sizes[number, side]] for side in _SIDES)
+        pack, unpack = Copies(), Copies()
+        for region, view in self._on_wire(send, plan.send):
+            self._read(pack, region, view)
+        for region, view in self._on_wire(receive, plan.receive):
+            for wanted, to in self._targets(region):
+                unpack.add(to, part_of(view, region, wanted, self.parameters[region.name].shape))
+        splits = [[sum(map(self._wire_bytes, side.get(peer, ()))) for peer in range(self.world_size)] for side in plan]
+        return Bucket(pack, unpack, send, receive, *splits)
+
+    def _on_wire(self, buffer: torch.Tensor, segments: Mapping[int, Sequence[Region]]) -> Iterator[tuple[Region, Any]]:
+        at = 0
+        for peer in sorted(segments):
+            for region in segments[peer]:
+                dtype, shape = self._dtype(region), region.shape_in(self.parameters[region.name].shape)
+                yield region, buffer[at : at + self._bytes(region)].view(dtype).view(shape)
+                at += self._wire_bytes(region)
+
+    def _read(self, copies: Copies, region: Region, to: torch.Tensor) -> None:
+        source, shape = self.sources.get(region.name), self.parameters[region.name].shape
+        if source is None or cover(region, [source.region], shape)[0]:
+            raise ReshardError(
+                f"reshard: rank {self.plan.rank} should send {region}, expected to train it, found that it trains "
+                f"{source.region if source else 'nothing of that tensor'}"
+            )
+        view, wire = source.read(region), self._dtype(region)
+        if tuple(view.shape) != tuple(to.shape) or torch.promote_types(view.dtype, wire) != wire:
+            raise ReshardError(
+                f"reshard: {region} on training rank {self.plan.rank}: expected {wire} {tuple(to.shape)}, "
+                f"found {view.dtype} {tuple(view.shape)}; the inventory is not of this model"
+            )
+        copies.add(to, view.detach())
+
+    def _targets(self, region: Region) -> Iterator[tuple[Region, torch.Tensor]]:
+        shape = self.parameters[region.name].shape
+        for part in self.destinations.get(region.name, ()):
+            wanted = overlap(part.region, region, shape)
+            if wanted is not None:
+                scratch = self.scratch.get(region.name)
+                if scratch:
+                    scratch.memory.open()
+                yield wanted, part_of(part.tensor.detach(), part.region, wanted, shape)
+                if scratch:
+                    scratch.memory.close()
+
+    def _wire_buffer(self, parity: int, side: int) -> ResizableBuffer:
+        sizes = [size for (number, of), size in self._sizes.items() if number % 2 == parity and of == side]
+        return ResizableBuffer((max(sizes, default=0),), torch.uint8, self.device)
+
+    def _scratch(self, name: str) -> Scratch:
+        parameter = self.parameters[name]
+        whole = Region(name, 0, 0, parameter.shape[0])
+        memory = ResizableBuffer(parameter.shape, self._dtype(whole), self.device)
+        memory.close()
+        return Scratch(whole, memory)
+
+    def _dtype(self, region: Region) -> torch.dtype:
+        return getattr(torch, self.parameters[region.name].dtype)
+
+    def _bytes(self, region: Region) -> int:
+        return region.rows * row_bytes(self.parameters[region.name], region.axis)
+
+    def _wire_bytes(self, region: Region) -> int:
+        return wire_bytes(self.parameters[region.name], region)
+
+
+def _regions(segments: Mapping[int, Sequence[Region]]) -> Iterator[Region]:
+    for regions in segments.values():
+        yield from regions
 
 
 @dataclass(frozen=True)
 class SyncReport:
     """What one sync did on this rank; bytes without alignment, seconds of the host's clock.
 
-    `seconds`: pack, exchange (only the waiting), unpack, local, memory (getting and giving back buffers), load (what
-    `load_whole` took) and total, after which the weights are there; on an accelerator only the total says how long
-    something took, the others what the host spent. `peak_extra_bytes`: wire buffers, scratch tensors and computed
-    sources at their highest.
+    `seconds`: pack, exchange (only the waiting), unpack, local, memory (opening and closing buffers), load (what
+    `load_whole` took) and total, after which the weights are complete; on an accelerator only the total includes the
+    device's work, the others are time of the host. `peak_extra_bytes`: wire buffers and scratch tensors at their
+    highest.
     """
 
     sent_bytes: int
@@ -71,24 +294,24 @@ class Executor:
         self._scratch = list(compiler.scratch.values())
         live = {name: parts for name, parts in compiler.destinations.items() if name not in compiler.scratch}
         self._storages = _storages(compiler.sources, live)
-        for lent in self._wire:
-            lent.close()
+        for buffer in self._wire:
+            buffer.close()
         self._now = self._peak = 0
         self._problem: Exception | None = None
         self._seconds: dict[str, float] = {}
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of wire buffers and scratch tensors that are there now: none between two syncs."""
-        lent = [*self._wire, *(scratch.memory for scratch in self._scratch)]
-        return sum(each.tensor.untyped_storage().nbytes() for each in lent)
+        """Bytes that wire buffers and scratch tensors have now: 0 between two syncs."""
+        buffers = [*self._wire, *(scratch.memory for scratch in self._scratch)]
+        return sum(each.tensor.untyped_storage().nbytes() for each in buffers)
 
     @torch.no_grad()
     def run(self, before: Callable[[], Any] | None = None) -> SyncReport:
-        """Move the weights; collective. Raises ReshardError on every rank for a problem of any.
+        """Move the weights; collective. Raises ReshardError on every rank for an error of any.
 
         Training and rollout weights must be in device memory: neither offloaded nor asleep. `before` is called first,
-        once all memory is there.
+        once all buffers are allocated.
         """
         begin = time.perf_counter()
         self._seconds = dict.fromkeys(("pack", "exchange", "unpack", "local", "memory", "load"), 0.0)
@@ -97,14 +320,14 @@ class Executor:
         if before:
             self._step("load", before)
         try:
-            agree(self._found(), self.group, self.device, "nothing was sent; stop, do not sample with what is there")
+            self._raise_on_any_rank("nothing was sent; stop, do not sample with the present weights")
         except ReshardError:
             self._close_all()
             raise
         self._exchange_all()  # if a collective raises, buffers stay: it may still be writing
         self._step("load", self._finish)
         self._step("memory", self._close_all)
-        agree(self._found(), self.group, self.device, "rollout weights are incomplete; stop, do not sample with them")
+        self._raise_on_any_rank("rollout weights are incomplete; stop, do not sample with them")
         self._seconds["total"] = time.perf_counter() - begin
         return SyncReport(*self._traffic, len(self._buckets) + FLAGS, self._peak, self._seconds)
 
@@ -113,14 +336,14 @@ class Executor:
             self._step("local", self._open_scratch, scratch)
             self._step("load", self._finish_scratch, scratch)
         if not self._buckets:
-            self._step("local", self._work, self._local)
+            self._step("local", self._local.run)
             return
-        self._step("pack", self._work, self._buckets[0].pack)
+        self._step("pack", self._buckets[0].pack.run)
         under_way = self._exchange(self._buckets[0])
-        self._step("local", self._work, self._local)
+        self._step("local", self._local.run)
         for bucket, following in zip(self._buckets, [*self._buckets[1:], None], strict=True):
             if following:
-                self._step("pack", self._work, following.pack)
+                self._step("pack", following.pack.run)
             begin = time.perf_counter()
             under_way.wait()
             self._seconds["exchange"] += time.perf_counter() - begin
@@ -147,97 +370,97 @@ class Executor:
             self._problem = self._problem or why
         self._seconds[phase] += time.perf_counter() - begin
 
-    def _work(self, work: Work) -> None:
-        self._peak = max(self._peak, self._now + work.run())
+    def _raise_on_any_rank(self, todo: str) -> None:
+        problems = [] if self._problem is None else [f"{type(self._problem).__name__}: {self._problem}"]
+        raise_on_any_rank(problems, self.group, self.device, todo)
 
     def _open_scratch(self, scratch: Scratch) -> None:
         self._open(scratch.memory)
-        self._work(scratch.local)
+        scratch.local.run()
 
     def _finish_scratch(self, scratch: Scratch) -> None:
         self._load_whole(scratch.region.name, scratch.tensor)
         self._close(scratch.memory)
 
     def _open_all(self) -> None:
-        gone = [name for storage, needed, name in self._storages if storage.nbytes() < needed]
-        if gone:
-            raise RuntimeError(f"memory of {gone[0]} and {len(gone) - 1} more is not there: is it offloaded?")
-        for lent in self._wire:
-            if not lent.is_open:
-                self._open(lent)
+        freed = [name for storage, needed, name in self._storages if storage.nbytes() < needed]
+        if freed:
+            raise RuntimeError(
+                f"{freed[0]} and {len(freed) - 1} more have no device memory: expected training and rollout weights on "
+                "the device, found them offloaded or asleep; load them before the sync"
+            )
+        for buffer in self._wire:
+            if not buffer.is_open:
+                self._open(buffer)
 
     def _close_all(self) -> None:
         for scratch in self._scratch:
             self._close(scratch.memory)
-        for lent in self._wire:
-            self._close(lent)
+        for buffer in self._wire:
+            self._close(buffer)
 
-    def _open(self, lent: Lent) -> None:
-        lent.open()
-        self._now += lent.size_bytes
+    def _open(self, buffer: ResizableBuffer) -> None:
+        buffer.open()
+        self._now += buffer.size_bytes
         self._peak = max(self._peak, self._now)
 
-    def _close(self, lent: Lent) -> None:
-        if lent.is_open:
-            lent.close()
-            self._now -= lent.size_bytes
-
-    def _found(self) -> list[str]:
-        return [] if self._problem is None else [f"{type(self._problem).__name__}: {self._problem}"]
+    def _close(self, buffer: ResizableBuffer) -> None:
+        if buffer.is_open:
+            buffer.close()
+            self._now -= buffer.size_bytes
 
 
 def build_executor(
     plan: ReshardPlan,
     rank: int,
-    sources: Mapping[str, Source],
-    destinations: Mapping[str, Sequence[Destination]],
+    sources: Mapping[str, TrainTensor],
+    destinations: Mapping[str, Sequence[RolloutTensor]],
     *,
     load_whole: LoadWhole | None = None,
     group: Any = None,
     device: torch.device | str = "cpu",
     finish: Callable[[], Any] = lambda: None,
-    rank_plan: RankPlan | None = None,
 ) -> Executor:
     """Compile `rank`'s part of the plan; collective over `group`, whose ranks are the plan's.
 
     `sources`: HF name -> what this rank trains. `destinations`: HF name -> live rollout memory, but for the plan's
     `whole` tensors: each of those is put together in scratch memory and given to `load_whole(name, tensor)`, which must
-    not keep it. `finish` is called at every sync once all weights are there. `rank_plan` replaces the rank's own part
-    (tests). Raises ReshardError with the same message on every rank: where memory and plan disagree (a parameter
-    unmapped, written twice or never, wrongly shaped), or two ranks.
+    not keep it. `finish` is called at every sync once all weights are written. Raises ReshardError with the same
+    message on every rank: where memory and plan disagree (a parameter unmapped, written twice or never, of a wrong
+    shape), or two ranks.
     """
     made: list[tuple[RankPlan, Executor]] = []
 
     def make() -> list[str]:
-        mine = rank_plan or plan.for_rank(rank)
+        mine = plan.for_rank(rank)
         world_size = dist.get_world_size(group)
         compiler = Compiler(mine, sources, destinations, plan.inventory, plan.whole, world_size, device)
         problems = list(compiler.problems())
         if compiler.scratch and load_whole is None:
             problems.append(f"{next(iter(compiler.scratch))} is to be loaded whole: expected load_whole, found None")
         if not problems:
-            executor = Executor(compiler, group=group, load_whole=load_whole, finish=finish)
-            made.append((mine, executor))
+            made.append((mine, Executor(compiler, group=group, load_whole=load_whole, finish=finish)))
         return problems
 
-    agree(collect(make), group, device, "the plan does not fit the memory of these ranks; compare layouts and model")
+    todo = "the plan does not fit the memory of these ranks; compare layouts and model"
+    raise_on_any_rank(catch_errors(make), group, device, todo)
     mine, executor = made[0]
     check_peers(mine, plan.digest(), group, device)
     return executor
 
 
 def _storages(
-    sources: Mapping[str, Source], destinations: Mapping[str, Sequence[Destination]]
+    sources: Mapping[str, TrainTensor], destinations: Mapping[str, Sequence[RolloutTensor]]
 ) -> list[tuple[torch.UntypedStorage, int, str]]:
-    """(storage, bytes that views need of it, a name that says what it holds) of live memory, each storage once."""
+    """(storage, bytes that views need of it, a name of what it holds) of live memory, each storage once."""
     needed: dict[int, tuple[torch.UntypedStorage, int, str]] = {}
-    views = [(name, source.read(source.region)) for name, source in sources.items() if source.is_view]
+    views = [(name, source.read(source.region)) for name, source in sources.items()]
     views += [(part.parameter, part.tensor) for parts in destinations.values() for part in parts]
     for name, view in views:
         if view.numel():
-            storage = view.untyped_storage()
+            storage, key = view.untyped_storage(), storage_id(view)
             steps = zip(view.shape, view.stride(), strict=True)
             last = view.storage_offset() + sum((n - 1) * step for n, step in steps)
-            known = needed.get(storage._cdata, (storage, 0, name))
-            needed[storage._cdata] = (storage, max(known[1], (last + 1) * view.element_size()), known[2])
+            known = needed.get(key, (storage, 0, name))
+            needed[key] = (storage, max(known[1], (last + 1) * view.element_size()), known[2])
     return list(needed.values())

@@ -1,9 +1,9 @@
 """The plan of a weight sync: what each rank keeps, sends and receives, bucket by bucket. No torch, no communication.
 
-Every rank computes the same plan from the same inputs (`digest` proves it): blocks of tensors that travel alike
-(blocks.py), a sender for each rank that needs one (route.py), buckets of bounded size (schedule.py). What a rank holds
-in training already is never sent to it, so it receives exactly its lower bound: what it needs minus what it has
-(tensors that are asked for whole come on top).
+Every rank computes the same plan from the same inputs (`digest` proves it): blocks of regions that are sent as one
+(blocks.py), a sender for each rank that needs one and buckets of bounded size (route.py). What a rank holds in training
+already is never sent to it, so it receives exactly its lower bound: what it needs minus what it has (tensors that are
+wanted whole come on top).
 """
 
 from __future__ import annotations
@@ -16,17 +16,11 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from verl_patches.errors import ConfigError
 from verl_patches.layout.inventory import Inventory
 from verl_patches.layout.parallel import ParallelLayout
-from verl_patches.reshard.blocks import Block, check_pair, make_blocks
-from verl_patches.reshard.region import Region
-from verl_patches.reshard.route import Topology, route
-from verl_patches.reshard.schedule import Piece, regions_of, schedule
-from verl_patches.reshard.sizes import align, wire_bytes
-
-__all__ = ["BucketPlan", "RankPlan", "ReshardPlan", "Topology", "plan_reshard", "wire_bytes"]
-DEFAULT_BUCKET_BYTES = 512 << 20
+from verl_patches.reshard.blocks import DEFAULT_BUCKET_BYTES, Block, make_blocks
+from verl_patches.reshard.region import Region, align
+from verl_patches.reshard.route import Piece, Topology, regions_of, route, schedule
 
 
 class BucketPlan(NamedTuple):
@@ -92,12 +86,20 @@ class ReshardPlan:
     @functools.cached_property
     def sent_bytes(self) -> list[int]:
         """Bytes that each rank sends, with alignment."""
-        return self._traffic[0]
+        return [sum(sent) for sent in self.traffic]
 
     @functools.cached_property
     def received_bytes(self) -> list[int]:
         """Bytes that each rank receives, with alignment."""
-        return self._traffic[1]
+        return [sum(received) for received in zip(*self.traffic, strict=True)]
+
+    @functools.cached_property
+    def traffic(self) -> list[list[int]]:
+        """Bytes that each rank (first index) sends to each (second index), with alignment."""
+        sums = [[0] * self.world_size for _ in range(self.world_size)]
+        for piece, size in zip(self.pieces, self.piece_bytes, strict=True):
+            sums[piece.sender][piece.receiver] += size
+        return sums
 
     @functools.cached_property
     def local_bytes(self) -> list[int]:
@@ -131,14 +133,14 @@ class ReshardPlan:
 
     def digest(self) -> str:
         """Hex digest of inputs and result: ranks that are to run this plan together must agree on it."""
-        said = hashlib.sha256()
+        digest = hashlib.sha256()
         for part in (self.inventory.model, self.train, self.rollout, self.train_library, self.rollout_library,
                      self.bucket_bytes, self.topology, sorted(self.whole)):
-            said.update(repr(part).encode())
+            digest.update(repr(part).encode())
         for block in self.blocks:
-            said.update(repr(block).encode())
-        said.update(array("q", [number for piece in self.pieces for number in piece]).tobytes())
-        return said.hexdigest()
+            digest.update(repr(block).encode())
+        digest.update(array("q", [number for piece in self.pieces for number in piece]).tobytes())
+        return digest.hexdigest()
 
     @functools.cached_property
     def _pieces_of(self) -> list[list[int]]:
@@ -160,22 +162,14 @@ class ReshardPlan:
     def piece_bytes(self) -> list[int]:
         """Bytes of each piece, with alignment."""
         uncut = [block.wire_bytes for block in self.blocks]
-        rows = [sum(r.stop - r.start for r in block.regions) for block in self.blocks]
+        rows = [sum(r.rows for r in block.regions) for block in self.blocks]
         return [uncut[p.block] if p.stop - p.start == rows[p.block] else _cut_bytes(self.blocks[p.block], p)
                 for p in self.pieces]
-
-    @functools.cached_property
-    def _traffic(self) -> tuple[list[int], list[int]]:
-        sent, received = [0] * self.world_size, [0] * self.world_size
-        for piece, size in zip(self.pieces, self.piece_bytes, strict=True):
-            sent[piece.sender] += size
-            received[piece.receiver] += size
-        return sent, received
 
 
 def _cut_bytes(block: Block, piece: Piece) -> int:
     row_bytes = {region.name: size for region, size in zip(block.regions, block.row_bytes, strict=True)}
-    return sum(align((r.stop - r.start) * row_bytes[r.name]) for r in regions_of(block, piece.start, piece.stop))
+    return sum(align(r.rows * row_bytes[r.name]) for r in regions_of(block, piece.start, piece.stop))
 
 
 def plan_reshard(
@@ -195,7 +189,7 @@ def plan_reshard(
     bucket. `whole`: HF tensors that each rollout rank which holds a part of it gets whole. Raises ConfigError for
     pairs of layouts that cannot be served, and for a bucket too small for one row of some tensor.
     """
-    blocks = servable_blocks(
+    blocks = make_blocks(
         inventory, train, rollout, train_library=train_library, rollout_library=rollout_library,
         bucket_bytes=bucket_bytes, whole=whole,
     )  # fmt: skip
@@ -205,31 +199,3 @@ def plan_reshard(
         inventory, train, rollout, train_library, rollout_library, bucket_bytes, topology, frozenset(whole), blocks,
         pieces,
     )
-
-
-def servable_blocks(
-    inventory: Inventory,
-    train: ParallelLayout,
-    rollout: ParallelLayout,
-    *,
-    train_library: str,
-    rollout_library: str,
-    bucket_bytes: int,
-    whole: Collection[str] = (),
-) -> list[Block]:
-    """What there is to move, without deciding how; raises ConfigError where `plan_reshard` would, in less time."""
-    check_pair(inventory, train, rollout, whole)
-    blocks = make_blocks(
-        inventory, train, rollout, train_library=train_library, rollout_library=rollout_library, whole=whole
-    )
-    _check_bucket(blocks, bucket_bytes)
-    return blocks
-
-
-def _check_bucket(blocks: Sequence[Block], bucket_bytes: int) -> None:
-    most, region = max(pair for b in blocks for pair in zip(b.row_bytes, b.regions, strict=True))
-    if not isinstance(bucket_bytes, int) or bucket_bytes < align(most):
-        raise ConfigError(
-            f"reshard plan: bucket_bytes must be a whole number of at least {align(most)}, one row of {region.name} "
-            f"along axis {region.axis}, found {bucket_bytes!r}; give more, such as {DEFAULT_BUCKET_BYTES}"
-        )

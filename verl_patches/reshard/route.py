@@ -1,8 +1,15 @@
-"""Who sends: for each rank that needs a block, one of the ranks that hold it. No torch.
+"""How bytes get to the ranks that need them: who sends (`route`) and in which bucket (`schedule`). No torch.
 
-Bytes that only one rank holds are dealt out first, then what is near (the same card, then the same node), then the
-rest, each time to the holder that sends least so far. A near sender is passed over where it would send more than its
-stage's mean and is ahead of other holders: those are waited for, not it.
+Senders: for each rank that needs a block, one of the ranks that hold it. Blocks with one holder are assigned first,
+then those with a near holder (on the same card, then the same node), then the rest, each time to the holder that sends
+least so far. A near sender is skipped where it is over its stage's mean and more than AHEAD of the mean above the
+least-loaded holder of the block.
+
+Buckets: each is one collective, in which each rank sends and receives at most `bucket_bytes`. A bucket is filled sender
+by sender, those with most left first, each towards the receivers with most left: so every bucket mixes all pipeline
+stages, and the rank that must send most is busy in every one. A region that does not fit is cut along its axis, but
+room of less than 1/CUT of a bucket is left empty: no tiny pieces, and at most that share of a busy rank's bucket is
+lost.
 """
 
 from __future__ import annotations
@@ -11,9 +18,11 @@ import heapq
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from verl_patches.errors import ConfigError
 from verl_patches.reshard.blocks import Block
+from verl_patches.reshard.region import ALIGN_BYTES, Region, align
 
 
 @dataclass(frozen=True)
@@ -74,7 +83,7 @@ class _Router:
         return {stage: total[stage] / count for stage, count in ranks.items()}
 
     def send_from_near(self, number: int) -> list[int]:
-        """Route to the receivers that have a holder near, or no choice; returns the other receivers."""
+        """Assign senders to the receivers that have a near holder or a single one; returns the other receivers."""
         block, size = self.blocks[number], self.sizes[number]
         holders = set(block.holders)
         others = [rank for rank in block.receivers if rank not in holders]
@@ -110,7 +119,7 @@ class _Router:
         return self._places[holders]
 
     def send_from_least_loaded(self, number: int, receivers: list[int]) -> None:
-        """Route to each of `receivers` from the holder that sends least so far, wherever it is."""
+        """Assign to each of `receivers` the holder that sends least so far, wherever it is."""
         if not receivers:
             return
         waiting = [(self.load[rank], rank) for rank in self.blocks[number].holders]
@@ -123,3 +132,117 @@ class _Router:
     def _send(self, sender: int, receiver: int, number: int) -> None:
         self.load[sender] += self.sizes[number]
         self.routes[sender][receiver].append(number)
+
+
+CUT = 16
+
+
+class Piece(NamedTuple):
+    """Rows [start, stop) of a block, counted through all its regions, on their way in one bucket."""
+
+    bucket: int
+    sender: int
+    receiver: int
+    block: int
+    start: int
+    stop: int
+
+
+def regions_of(block: Block, start: int, stop: int) -> tuple[Region, ...]:
+    """The regions that rows [start, stop) of `block` are."""
+    found, first = [], 0
+    for region in block.regions:
+        rows = region.rows
+        a, b = max(start - first, 0), min(stop - first, rows)
+        if a < b:
+            uncut = (a, b) == (0, rows)
+            found.append(region if uncut else region._replace(start=region.start + a, stop=region.start + b))
+        first += rows
+    return tuple(found)
+
+
+def schedule(blocks: Sequence[Block], routes: Routes, bucket_bytes: int) -> list[Piece]:
+    """All pieces, bucket by bucket; `bucket_bytes` must hold the largest row of every region."""
+    packer = _Packer(blocks, routes, bucket_bytes)
+    bucket = 0
+    while any(packer.queues):
+        packer.fill(bucket)
+        bucket += 1
+    return packer.pieces
+
+
+class _Packer:
+    def __init__(self, blocks: Sequence[Block], routes: Routes, bucket_bytes: int):
+        self.bucket_bytes = bucket_bytes
+        self.rows = [[(r.rows, size) for r, size in zip(b.regions, b.row_bytes, strict=True)] for b in blocks]
+        self.end = [sum(rows for rows, _ in block) for block in self.rows]
+        self.least = -(-bucket_bytes // CUT)  # a rank with less room than this gets no more of the bucket
+        sizes = [block.wire_bytes for block in blocks]
+        # what is left of each pair, last first, and the row at which its first block goes on
+        self.queues = [{receiver: numbers[::-1] for receiver, numbers in pairs.items()} for pairs in routes]
+        self.begun: dict[tuple[int, int], int] = {}
+        self.to_send, self.to_receive = [0] * len(routes), [0] * len(routes)
+        for sender, pairs in enumerate(routes):
+            for receiver, numbers in pairs.items():
+                size = sum(sizes[i] for i in numbers)
+                self.to_send[sender] += size
+                self.to_receive[receiver] += size
+        self.pieces: list[Piece] = []
+
+    def fill(self, bucket: int) -> None:
+        """Pack one bucket; at least one row goes into it."""
+        ranks = range(len(self.queues))
+        rooms = [self.bucket_bytes] * len(ranks)
+        receivers = sorted(ranks, key=lambda r: (-self.to_receive[r], r))
+        for sender in sorted(ranks, key=lambda r: (-self.to_send[r], r)):
+            room, full, queues = self.bucket_bytes, [], self.queues[sender]
+            for receiver in receivers if queues else ():
+                if receiver not in queues:
+                    continue
+                taken = self._take(bucket, sender, receiver, min(room, rooms[receiver]))
+                room -= taken
+                rooms[receiver] -= taken
+                if rooms[receiver] < self.least:
+                    full.append(receiver)
+                if room < self.least:
+                    break
+            for receiver in full:
+                receivers.remove(receiver)
+
+    def _take(self, bucket: int, sender: int, receiver: int, room: int) -> int:
+        """Send what fits into `room` bytes from one rank to another; returns the bytes it takes."""
+        queue, pair, taken = self.queues[sender][receiver], (sender, receiver), 0
+        while queue:
+            number = queue[-1]
+            start = self.begun.get(pair, 0)
+            stop, size = self._fit(number, start, room - taken)
+            if stop > start:
+                self.pieces.append(Piece(bucket, sender, receiver, number, start, stop))
+                taken += size
+            if stop < self.end[number]:
+                self.begun[pair] = stop
+                break
+            queue.pop()
+            self.begun.pop(pair, None)
+        else:
+            del self.queues[sender][receiver]
+        self.to_send[sender] -= taken
+        self.to_receive[receiver] -= taken
+        return taken
+
+    def _fit(self, number: int, start: int, room: int) -> tuple[int, int]:
+        """(row after the last that fits, bytes of the rows from `start` to it)."""
+        stop, size, first = start, 0, 0
+        for rows, row in self.rows[number]:
+            left = first + rows - stop  # of this region
+            first += rows
+            if left <= 0:
+                continue
+            if size + align(left * row) <= room:
+                stop, size = stop + left, size + align(left * row)
+                continue
+            if room - size >= self.least:
+                fitting = (room - size) // ALIGN_BYTES * ALIGN_BYTES // row
+                stop, size = stop + fitting, size + align(fitting * row)
+            break
+        return stop, size

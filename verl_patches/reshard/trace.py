@@ -1,7 +1,7 @@
-"""What a model's own `load_weights` writes where, learnt without writing anything.
+"""Traces where a model's own `load_weights` writes each tensor, without writing anything.
 
 It is fed meta tensors of the checkpoint's shapes under a TorchDispatchMode. Views of a meta tensor keep offset and
-strides, so that a copy_ says which elements go where. Writes to live tensors are recorded and left out; everything
+strides, so that a copy_ shows which elements go where. Writes to live tensors are recorded and not executed; everything
 else runs. What happens to a weight between the checkpoint and its copy_:
 
     views (narrow, chunk, transpose, ...), clone, a cast to a wider dtype    followed: the same elements
@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from verl_patches.errors import RecipeError
+from verl_patches.reshard.live_memory import storage_id, view_id
 
 _MOST_RESTARTS = 64  # each costs load_weights' own preparation; a loader that fails more often is not followed at all
 _aten = torch.ops.aten
@@ -66,9 +67,9 @@ class Trace(TorchDispatchMode):
         self.opaque: list[Opaque] = []
         self.failed: dict[str, str] = {}
         self.current: str | None = None  # the HF tensor that load_weights is at
-        self._live = {_storage(tensor): tensor.dtype for tensor in live}
+        self._live = {storage_id(tensor): tensor.dtype for tensor in live}
         self._origins: dict[int, _Origin] = {}
-        self._kept: list[torch.Tensor] = []  # so that a storage's identity is not given to another one
+        self._kept: list[torch.Tensor] = []  # keeps storages alive, so that no other one gets their id
         self._values_needed: str | None = None  # why `current` has values (zeros) this time
 
     def run(self, load_weights: Callable[[Iterable], Any], sources: Mapping[str, torch.Tensor]) -> None:
@@ -135,7 +136,7 @@ class Trace(TorchDispatchMode):
                 return self._same_elements(source, dtype, origin)
         result = func(*args, **kwargs)
         for tensor in _tensors(result):
-            if _storage(tensor) not in self._origins:  # else it is a view after all
+            if storage_id(tensor) not in self._origins:  # else it is a view after all
                 self._track(tensor, origin.name, origin.reason or f"{func} computes something from it")
         return result
 
@@ -150,7 +151,7 @@ class Trace(TorchDispatchMode):
 
     def _write(self, func: Any, args: tuple, kwargs: dict) -> Any:
         written = _written(func, args, kwargs)
-        live = [tensor for tensor in written if _storage(tensor) in self._live]
+        live = [tensor for tensor in written if storage_id(tensor) in self._live]
         if live:
             self._record(func, args, kwargs, live)
             return _answer(func, written)
@@ -172,13 +173,13 @@ class Trace(TorchDispatchMode):
             self._add(self.opaque, Opaque(*self._blame(args, kwargs, f"{func} writes it"), tensor))
 
     def _record_copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        if _same_view(target, source):
+        if view_id(target) == view_id(source):
             return  # a tensor onto itself
         origin = self._origin_of((source,), {})
         if origin is None or origin.reason is not None:
             reason = "copy_ of a tensor that is none of the weights"
             return self._add(self.opaque, Opaque(*self._blame((source,), {}, reason), target))
-        if (source.dtype, target.dtype) != (origin.dtype, self._live[_storage(target)]):
+        if (source.dtype, target.dtype) != (origin.dtype, self._live[storage_id(target)]):
             return self._add(self.opaque, Opaque(origin.name, "copy_ between views of another dtype", target))
         spread = source.expand(target.shape)  # raises where copy_ would
         if spread.numel() != source.numel():
@@ -191,7 +192,7 @@ class Trace(TorchDispatchMode):
             return 0.0
         if func is _aten.fill_.Scalar:
             return args[1]
-        if func is _aten.fill_.Tensor and not {_storage(args[1])} & {*self._live, *self._origins}:
+        if func is _aten.fill_.Tensor and not {storage_id(args[1])} & {*self._live, *self._origins}:
             return args[1].item()
         return None
 
@@ -207,18 +208,14 @@ class Trace(TorchDispatchMode):
 
     def _origin_of(self, args: tuple, kwargs: dict) -> _Origin | None:
         for tensor in _tensors((args, kwargs)):
-            found = self._origins.get(_storage(tensor))
+            found = self._origins.get(storage_id(tensor))
             if found is not None:
                 return found
         return None
 
     def _track(self, tensor: torch.Tensor, name: str, reason: str | None) -> None:
-        self._origins[_storage(tensor)] = _Origin(name, reason, tensor.dtype)
+        self._origins[storage_id(tensor)] = _Origin(name, reason, tensor.dtype)
         self._kept.append(tensor)
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata  # its identity: data_ptr is 0 for all meta tensors
 
 
 def _tensors(values: Any) -> list[torch.Tensor]:
@@ -246,8 +243,3 @@ def _answer(func: Any, written: list[torch.Tensor]) -> Any:
     """What an operation that writes in place returns: its target, its targets, or nothing."""
     count = len(func._schema.returns)
     return None if count == 0 else written[0] if count == 1 else tuple(written)
-
-
-def _same_view(a: torch.Tensor, b: torch.Tensor) -> bool:
-    places = [(_storage(t), t.storage_offset(), t.shape, t.stride(), t.dtype) for t in (a, b)]
-    return places[0] == places[1]

@@ -2,13 +2,29 @@
 
 Nothing is copied. A view has the shape and orientation of its HF region and may be strided or transposed. Layout and
 model must agree on who holds what, which is checked when the views are made.
+
+How a parameter holds HF tensors depends on the library. Its HF kinds (those of layout/inventory.py) are joined along HF
+rows, and under TP each rank joins its own part of each: gated fc1 is [gate's part; up's part]. Shape letters: H hidden,
+F this rank's part of an expert's intermediate size, e local experts.
+
+    parameter                                  holds                                how                     libraries
+    ...experts.local_experts.{expert}.fc1      routed gate, up of one expert        as HF, [2F, H]          megatron-*
+    ...experts.linear_fc1.weight{expert}       the same by Transformer Engine       as HF, [2F, H]          megatron-*
+    ...experts.weight1   shape [H, e * 2F]     routed gate, up of all local ones    view(e, H, 2F), each .t()   all
+    ...experts.weight2   shape [e * F, H]      routed down of all local ones        view(e, F, H), each .t()    all
+    ...self_attention.linear_qkv               q_a, kv_a (all of both under TP)     as HF                   mindspeed
+    every other one                            one kind, or gate and up             as HF                   all
+
+Sources: names are tabulated in layout/sharding.py, model/names.py and model/mindspeed/names.py. weight1 and weight2 are
+megatron-core's GroupedMLP: its forward in 0.12.2 (transformer/moe/experts.py:249) views them so, and so does MindSpeed
+(core/transformer/moe/experts.py, groupedmlp_forward): weight1's shape does not say what is in its memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,10 +32,61 @@ from verl_patches.errors import ConfigError
 from verl_patches.layout.inventory import Inventory, Parameter
 from verl_patches.layout.parallel import ParallelLayout
 from verl_patches.layout.sharding import Shard, local_parameters
-from verl_patches.reshard.region import Region, region_of
-from verl_patches.reshard.storage import Storage, storage_of
+from verl_patches.model import names as megatron
+from verl_patches.model.mindspeed import experts
+from verl_patches.model.mindspeed import names as mindspeed
+from verl_patches.reshard.live_memory import view_id
+from verl_patches.reshard.region import Region, part_of, region_of
 
-Native = Mapping[str, torch.Tensor]
+Native = Mapping[str, torch.Tensor]  # parameter's own name -> tensor, of one model chunk
+PLAIN, UP_STACK, DOWN_STACK = "as HF", "[H, e * 2F] used as view(e, H, 2F)", "[e * F, H] used as view(e, F, H)"
+_STACKS = {".mlp.experts.weight1": UP_STACK, ".mlp.experts.weight2": DOWN_STACK}
+# library of layout/sharding.py -> what its parameters are, by name
+_PLACES: dict[str, Callable[[str], megatron.Place]] = {
+    "megatron-local": megatron.place, "megatron-te": megatron.place, "mindspeed": mindspeed.place,
+}  # fmt: skip
+
+
+class Storage(NamedTuple):
+    """What one parameter holds: kinds joined along rows, local layer, local expert (None: none, or all), and how."""
+
+    kinds: tuple[str, ...]
+    layer: int | None
+    expert: int | None
+    how: str
+
+    @property
+    def stacked(self) -> bool:
+        """Whether it holds all experts of the rank."""
+        return self.how != PLAIN
+
+    def shape(self, joined: Sequence[int], count: int) -> tuple[int, ...]:
+        """The parameter's own shape, given that of its joined HF tensors (of one expert, if stacked)."""
+        if self.how == PLAIN:
+            return tuple(joined)
+        rows, columns = joined
+        return (columns, count * rows) if self.how == UP_STACK else (count * columns, rows)
+
+    def joined(self, tensor: torch.Tensor, count: int) -> list[torch.Tensor]:
+        """Views of the parameter in HF orientation: of each of `count` local experts in order, else the one there is.
+
+        Expects the parameter's own shape (see `shape`).
+        """
+        if self.how == PLAIN:
+            return [tensor]
+        return (experts.split_up if self.how == UP_STACK else experts.split_down)(tensor, count)
+
+
+def storage_of(name: str, library: str) -> Storage:
+    """What the parameter or buffer `name` of a GPTModel chunk is; wrapper prefixes ("module.") are allowed.
+
+    Raises ConfigError for a name that no DeepSeek-V3 parameter of `library` has, and for a library not in this table.
+    """
+    if library not in _PLACES:
+        raise ConfigError(f"reshard: no training storage known for {library!r}; expected one of {', '.join(_PLACES)}")
+    how = next((how for end, how in _STACKS.items() if name.endswith(end)), PLAIN)
+    place = (mindspeed.place if how != PLAIN else _PLACES[library])(name)  # one GroupedMLP, whatever the library
+    return Storage(*place, how)
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,7 +97,6 @@ class TrainTensor:
     chunk `chunk` is what it is a view of, `native` that parameter as it was (see `are_views_of`).
     """
 
-    is_view: ClassVar[bool] = True  # what `read` returns follows training: ask once
     region: Region
     shape: tuple[int, ...]
     tensor: torch.Tensor
@@ -40,21 +106,13 @@ class TrainTensor:
 
     def read(self, region: Region) -> torch.Tensor:
         """The view of `region`, which must lie inside this one (ConfigError)."""
-        return self.tensor.narrow(region.axis, offset_in(self.region, region, self.shape), region.stop - region.start)
-
-
-def offset_in(held: Region, wanted: Region, shape: Sequence[int]) -> int:
-    """Where `wanted` begins inside `held` along wanted's axis; both are of the HF tensor of `shape`.
-
-    Raises ConfigError if it does not lie inside.
-    """
-    if held.axis != wanted.axis and (held.start, held.stop) == (0, shape[held.axis]):
-        held = Region(held.name, wanted.axis, 0, shape[wanted.axis])  # all of it, whatever the axis
-    if held[:2] != wanted[:2] or not held.start <= wanted.start < wanted.stop <= held.stop:
-        raise ConfigError(
-            f"reshard: {wanted} is asked for where {held} is held: the plan is not of this rank's layout; plan again"
-        )
-    return wanted.start - held.start
+        view = part_of(self.tensor, self.region, region, self.shape)
+        if view is None:
+            raise ConfigError(
+                f"reshard: {region} is needed where {self.region} is held: the plan is not of this rank's layout; "
+                "plan again"
+            )
+        return view
 
 
 def train_tensors(
@@ -108,14 +166,9 @@ def are_views_of(tensors: Mapping[str, TrainTensor], native: Sequence[Native]) -
     Offload that resizes a storage (verl's, for DDP buffers) keeps views right; a parameter with other memory
     (`param.data = ...`) does not. Views keep the memory that they were made of alive.
     """
-    return all(_same_memory(t.native, native[t.chunk].get(t.parameter)) for t in tensors.values())
-
-
-def _same_memory(before: torch.Tensor, now: torch.Tensor | None) -> bool:
-    # the storage's identity: its data_ptr changes with every offload, and is 0 for all that are offloaded
-    return now is not None and (
-        (before.untyped_storage()._cdata, before.storage_offset(), before.shape, before.stride(), before.dtype)
-        == (now.untyped_storage()._cdata, now.storage_offset(), now.shape, now.stride(), now.dtype)
+    return all(
+        t.parameter in native[t.chunk] and view_id(t.native) == view_id(native[t.chunk][t.parameter])
+        for t in tensors.values()
     )
 
 
@@ -159,10 +212,11 @@ class _Chunk(NamedTuple):
         found = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
         if expected != found:
             regions = ", ".join(str(region_of(shard)) for shard in shards)
+            if storage.stacked:
+                regions += f" and {len(stack) - 1} more experts"
             raise ConfigError(
-                f"reshard: {name!r} on rank {self.rank}: expected {expected[1]} {expected[0]}, which holds {regions}"
-                f"{f' and {len(stack) - 1} more experts' * storage.stacked}, found {found[1]} {found[0]}: "
-                "model and layout are not of one configuration"
+                f"reshard: {name!r} on rank {self.rank}: expected {expected[1]} {expected[0]}, which holds {regions}, "
+                f"found {found[1]} {found[0]}: model and layout are not of one configuration"
             )
 
 

@@ -1,28 +1,26 @@
 """Proof, by the data itself, that a weight sync wrote every rollout element with what training holds.
 
-For `recipe.reshard.verify`; it costs a pass over all weights. Before the sync live memory is poisoned with NaN. After
-it, each elementary region of the plan (a part of an HF tensor that no layout cuts) has one checksum of its raw values
-at every rank that trains it and at every rank that received it, in the rollout's dtype; one MIN over all ranks compares
-them all. What this cannot see is a map that reads and writes wrongly in the same way: check_map.py asks load_weights.
+For `recipe.reshard.verify`; it costs a pass over all weights. `Verifier` fills live memory with NaN before the sync.
+After it, each elementary region of the plan (a part of an HF tensor that no layout cuts) has one checksum of its raw
+values at every rank that trains it and at every rank that received it, in the rollout's dtype; one MIN over all ranks
+compares them all. This cannot see a map that reads and writes wrongly in the same way: for that `check_map` loads what
+rollout memory holds once more with the engine's own load_weights, after which nothing may have changed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from verl_patches.reshard.agree import ReshardError, agree, collect, gather
-from verl_patches.reshard.checksum import checksum, count_nan
-from verl_patches.reshard.overlap import overlap, part_of
-from verl_patches.reshard.region import Region
-from verl_patches.reshard.views import Destination, Source
-
-if TYPE_CHECKING:
-    from verl_patches.reshard.plan import ReshardPlan
+from verl_patches.reshard.destination import RolloutTensor
+from verl_patches.reshard.plan import ReshardPlan
+from verl_patches.reshard.rank_errors import ReshardError, catch_errors, gather, raise_on_any_rank
+from verl_patches.reshard.region import Region, overlap, part_of
+from verl_patches.reshard.train_tensors import TrainTensor
 
 _NONE = torch.iinfo(torch.int64).max  # of a rank that does not hold the region
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8, torch.uint8)
@@ -62,8 +60,8 @@ class Verifier:
         self,
         plan: ReshardPlan,
         rank: int,
-        sources: Mapping[str, Source],
-        destinations: Mapping[str, Sequence[Destination]],
+        sources: Mapping[str, TrainTensor],
+        destinations: Mapping[str, Sequence[RolloutTensor]],
         *,
         group: Any = None,
         device: torch.device | str = "cpu",
@@ -93,15 +91,14 @@ class Verifier:
         held: list[_Held] = []
         sums: list[torch.Tensor] = []
 
-        def compute() -> Iterator[str]:
+        def compute() -> None:
             for number, holder, values in self._held():
                 region = self.items[number][0]
                 held.append(_Held(number, holder, values.numel()))
                 sums.append(checksum(values, region, self.parameters[region.name].shape))
                 sums.append(count_nan(values))
-            yield from ()
 
-        agree(collect(compute), self.group, self.device, "weights could not be compared")
+        raise_on_any_rank(catch_errors(compute), self.group, self.device, "weights could not be compared")
         numbers = torch.stack(sums).view(-1, 2).cpu() if sums else torch.zeros(0, 2, dtype=torch.int64)
         self._raise_for(self._unequal(held, numbers), held, numbers)
         live = [(each.elements, int(nan)) for each, (_, nan) in zip(held, numbers, strict=True)
@@ -113,18 +110,13 @@ class Verifier:
         for number, (region, trains, receives) in enumerate(self.items):
             shape = self.parameters[region.name].shape
             if trains:
-                yield number, _TRAINING, self._trained(region, shape)
+                yield number, _TRAINING, self._trained(region)
             if receives:
                 yield from ((number, name, values) for name, values in self._live(region, shape))
 
-    def _trained(self, region: Region, shape: Sequence[int]) -> torch.Tensor:
-        source = self.sources[region.name]
-        if source.is_view:
-            values = source.read(region)
-        else:
-            values = part_of(source.read(source.region), source.region, region, shape)
+    def _trained(self, region: Region) -> torch.Tensor:
         wire = getattr(torch, self.parameters[region.name].dtype)
-        return values.detach().to(wire).to(self.dtypes[region.name])
+        return self.sources[region.name].read(region).detach().to(wire).to(self.dtypes[region.name])
 
     def _live(self, region: Region, shape: Sequence[int]) -> Iterator[tuple[str, torch.Tensor]]:
         parts = [part for part in self.destinations.get(region.name, ()) if overlap(part.region, region, shape)]
@@ -151,7 +143,7 @@ class Verifier:
         codes = self._minimum(codes)
         problems += [f"{name}: expected one dtype in live memory of all ranks, found none or several"
                      for name, low, high in zip(names, *codes.tolist(), strict=True) if low != -high]  # fmt: skip
-        agree(problems, self.group, self.device, "live rollout memory cannot be compared")
+        raise_on_any_rank(problems, self.group, self.device, "live rollout memory cannot be compared")
         return {name: _DTYPES[code] for name, code in zip(names, codes[0].tolist(), strict=True)}
 
     def _unequal(self, held: list[_Held], numbers: torch.Tensor) -> list[int]:
@@ -170,7 +162,7 @@ class Verifier:
         return numbers.cpu()
 
     def _raise_for(self, wrong: list[int], held: list[_Held], numbers: torch.Tensor) -> None:
-        """`wrong` is equal on all ranks, so either all of them gather what to say or none."""
+        """`wrong` is equal on all ranks, so either all of them gather or none."""
         if not wrong:
             return
         shown = wrong[:_SHOWN]
@@ -198,3 +190,78 @@ class Verifier:
 
 def _text(value: int, nan: int) -> str:
     return f"checksum {value & (1 << 64) - 1:016x}" + (f" with {nan} NaN" if nan else "")
+
+
+_CHUNK = 1 << 22  # elements at a time: int64 copies stay below 100 MB
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_MIX = (0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9)  # odd constants; products wrap around at 64 bits
+
+
+def checksum(tensor: torch.Tensor, region: Region, shape: Sequence[int]) -> torch.Tensor:
+    """Sum modulo 2**64 of the raw values, each times an odd number of its place in the HF tensor: int64 scalar.
+
+    `tensor`: values of `region` of the HF tensor of `shape`, with any strides. Because places count, a swap or a
+    transposition changes the sum; sums of parts of one region add up to that of the region.
+    """
+    values = tensor.detach()
+    first = [region.start if dim == region.axis else 0 for dim in range(len(shape))]
+    if values.dim() == 1:
+        values, first, shape = values[:, None], [*first, 0], [*shape, 1]
+    rows, columns = values.shape
+    total = torch.zeros((), dtype=torch.int64, device=values.device)
+    column = torch.arange(first[1], first[1] + columns, device=values.device)
+    step = max(1, _CHUNK // max(1, columns))
+    for start in range(0, rows, step):
+        part = values[start : start + step].contiguous()
+        raw = part.view(_INTEGERS[part.element_size()]).to(torch.int64)
+        row = torch.arange(first[0] + start, first[0] + start + len(part), device=values.device)
+        place = row[:, None] * shape[1] + column
+        total += (raw * _odd(place)).sum()
+    return total
+
+
+def count_nan(tensor: torch.Tensor) -> torch.Tensor:
+    """How many elements are not a number: int64 scalar; 0 for integers."""
+    if not tensor.is_floating_point():
+        return torch.zeros((), dtype=torch.int64, device=tensor.device)
+    return (tensor.detach() != tensor.detach()).sum()
+
+
+def _odd(place: torch.Tensor) -> torch.Tensor:
+    mixed = place * _MIX[0]
+    mixed = (mixed ^ (mixed >> 29)) * _MIX[1]
+    return (mixed ^ (mixed >> 32)) | 1
+
+
+def check_map(
+    load_weights: Callable[[Iterator[tuple[str, torch.Tensor]]], Any],
+    live: Mapping[str, torch.Tensor],
+    destinations: Mapping[str, Sequence[RolloutTensor]],
+    shapes: Mapping[str, Sequence[int]],
+    rank: int,
+) -> list[str]:
+    """Load with the engine's own load_weights what its memory holds by `destinations`: nothing may change.
+
+    `live`: the engine's parameters by name. Returns a sentence for each that changed: its place in the map is wrong (or
+    its values were equal to another's). For engines whose load_weights still works on them; memory is then as it was
+    only where the map is right. Parts that this rank does not hold are loaded as zeros, which it ignores.
+    """
+
+    def values() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, parts in destinations.items():
+            whole = torch.zeros(tuple(shapes[name]), dtype=parts[0].tensor.dtype, device=parts[0].tensor.device)
+            for part in parts:
+                part_of(whole, Region(name, 0, 0, shapes[name][0]), part.region, shapes[name]).copy_(part.tensor)
+            yield name, whole
+
+    with torch.no_grad():
+        before = {name: _of_parameter(tensor) for name, tensor in live.items()}
+        load_weights(values())
+        changed = [name for name, tensor in live.items() if _of_parameter(tensor) != before[name]]
+    return [f"{name} on rank {rank}: expected to stay as it is when loaded again, found it changed: its map is wrong"
+            for name in changed]  # fmt: skip
+
+
+def _of_parameter(tensor: torch.Tensor) -> int:
+    flat = tensor.detach().reshape(-1)
+    return int(checksum(flat, Region("", 0, 0, len(flat)), (len(flat),)))

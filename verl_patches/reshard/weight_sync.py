@@ -18,14 +18,13 @@ import torch.distributed as dist
 from verl_patches.layout.inventory import Inventory, build_inventory
 from verl_patches.layout.parallel import ParallelLayout
 from verl_patches.model.names import local_name
-from verl_patches.reshard.agree import agree, collect, gather
-from verl_patches.reshard.check_map import check_map
 from verl_patches.reshard.destination import Destinations, learn_destinations
 from verl_patches.reshard.execute import Executor, SyncReport, build_executor
+from verl_patches.reshard.live_memory import post_load
 from verl_patches.reshard.plan import ReshardPlan, plan_reshard
-from verl_patches.reshard.post_load import post_load
+from verl_patches.reshard.rank_errors import catch_errors, gather, raise_on_any_rank
 from verl_patches.reshard.train_tensors import TrainTensor, still_valid, train_tensors
-from verl_patches.reshard.verify import Verifier
+from verl_patches.reshard.verify import Verifier, check_map
 
 log = logging.getLogger(__name__)
 FLAGS = 2  # collectives of one number before those of the executor
@@ -85,7 +84,8 @@ class WorkerReshard:
             ask_load_weights = functools.partial(
                 check_map, model.load_weights, dict(model.named_parameters()), self.destinations.tensors,
                 {p.name: p.shape for p in self.inventory.parameters}, self.rank)  # fmt: skip
-            agree(collect(ask_load_weights), None, self.device, "vLLM's load_weights puts weights elsewhere")
+            problems = catch_errors(ask_load_weights)
+            raise_on_any_rank(problems, None, self.device, "vLLM's load_weights puts weights elsewhere")
         self.verified = True
         log.info("weight sync verified: %d regions of all ranks, %d elements here", checked.regions, checked.elements)
 
@@ -110,9 +110,8 @@ class WorkerReshard:
                 self.chunks, self.inventory, self.settings.train, self.rank, self.library)  # fmt: skip
             self.destinations = learn_destinations(model, self.inventory, rank=self.rank)
             self.destinations.check_covers(model)
-            yield from ()
 
-        agree(collect(learn), None, self.device, "training or rollout weights cannot be mapped")
+        raise_on_any_rank(catch_errors(learn), None, self.device, "training or rollout weights cannot be mapped")
         self._make_plan()
         self.executor = build_executor(
             self.plan, self.rank, self.sources, self.destinations.tensors, device=self.device,
@@ -136,9 +135,8 @@ class WorkerReshard:
                 self.inventory, settings.train, settings.rollout, train_library=self.library, rollout_library=library,
                 bucket_bytes=settings.bucket_bytes, whole=unmapped.keys())  # fmt: skip
             self.destinations.check_against_plan(self.inventory, settings.rollout, library)
-            yield from ()
 
-        agree(collect(check), None, self.device, "rollout weights are not laid out as planned")
+        raise_on_any_rank(catch_errors(check), None, self.device, "rollout weights are not laid out as planned")
 
     def _shared_experts_are_whole(self) -> bool:
         """Whether this engine keeps shared experts whole on every rank although it splits the rest by TP."""

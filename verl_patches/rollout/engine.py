@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from verl_patches.layout.model_folder import for_vllm
-from verl_patches.reshard.post_load import absorb_in_place
+from verl_patches.memory.sleep_mode import absorb_in_place
 
 
 def engine_arguments(given: dict[str, Any]) -> dict[str, Any]:

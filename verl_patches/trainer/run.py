@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from verl_patches.layout.of_config import rollout_layout_of, train_layout_of
+from verl_patches.layout.parallel import rollout_layout_of, train_layout_of
 from verl_patches.memory.counters import offload_of_step
 from verl_patches.memory.ledger import memory_of_step, said_of
 from verl_patches.patching import engine

@@ -18,7 +18,7 @@ import torch
 from verl import DataProto
 from verl.protocol import pad_dataproto_to_divisor
 
-from verl_patches.layout.of_config import train_layout_of
+from verl_patches.layout.parallel import train_layout_of
 from verl_patches.rollout.log_probs import CHECK
 from verl_patches.tensor_cache.exchange import Ragged, model_inputs, to_padded
 from verl_patches.trainer import rollout_correction, truth_check

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from verl_patches.layout.of_config import world_size
+from verl_patches.layout.parallel import world_size
 
 DELTA = "recipe/logprob_delta"
 MEAN, STD, MAX = f"{DELTA}_mean", f"{DELTA}_std", f"{DELTA}_max"

@@ -24,7 +24,7 @@ from typing import Any
 import torch.distributed as dist
 from verl.single_controller.base.decorator import Dispatch, register
 
-from verl_patches.layout.of_config import rollout_layout_in, train_layout_in
+from verl_patches.layout.parallel import rollout_layout_in, train_layout_in
 from verl_patches.memory import counters
 from verl_patches.memory.swap_optimizer import swap_optimizer
 from verl_patches.model.precision import DTYPES

@@ -8,7 +8,7 @@ import torch
 
 from verl_patches.memory.counters import timed
 from verl_patches.patching.engine import is_on
-from verl_patches.reshard.agree import agree, collect
+from verl_patches.reshard.rank_errors import catch_errors, raise_on_any_rank
 from verl_patches.reshard.weight_sync import Settings, WorkerReshard
 from verl_patches.worker.context import context
 
@@ -50,9 +50,8 @@ class RecipeShardingManager:
             patch_vllm_moe_model_weight_loader(_model_of(engine))
             if self.resharder is None:
                 self.resharder = WorkerReshard(self.settings, self.actor_module, self.model_config, device)
-            yield from ()
 
-        agree(collect(prepare), None, device, "the rollout engine is not ready for weights")
+        raise_on_any_rank(catch_errors(prepare), None, device, "the rollout engine is not ready for weights")
         report = self.resharder.sync(_model_of(engine))
         context().look(report.peak_extra_bytes)
         engine.weights_written(last=not self.sync_enabled)

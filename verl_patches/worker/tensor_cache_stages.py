@@ -25,7 +25,7 @@ import torch.distributed as dist
 from verl import DataProto
 
 from verl_patches.errors import ConfigError, RecipeError
-from verl_patches.layout.of_config import train_layout_in
+from verl_patches.layout.parallel import train_layout_in
 from verl_patches.memory.ledger import Ledger
 from verl_patches.tensor_cache import batch_plan
 from verl_patches.tensor_cache.batch_plan import BatchPlan, held_after_rollout, plan_batch, train_replicas

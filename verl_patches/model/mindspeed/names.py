@@ -12,7 +12,7 @@ import functools
 import re
 
 from verl_patches.errors import ConfigError
-from verl_patches.layout.native import NATIVE_NAMES
+from verl_patches.layout.sharding import MEGATRON_NAMES
 from verl_patches.model.names import Place
 
 _LAYER = "decoder.layers.{layer}."
@@ -29,7 +29,7 @@ _DIFFERENT = {
     "routed_expert_down": EXPERTS_DOWN,
 }
 # kind -> name in one pipeline stage, {layer} counted from the stage's first; q_proj: no low-rank q here (arguments.py)
-NAMES = {kind: name for kind, name in {**NATIVE_NAMES["megatron-local"], **_DIFFERENT}.items() if kind != "q_proj"}
+NAMES = {kind: name for kind, name in {**MEGATRON_NAMES, **_DIFFERENT}.items() if kind != "q_proj"}
 
 
 def is_expert_stack(kinds: tuple[str, ...]) -> bool:

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from verl_patches.errors import ConfigError
-from verl_patches.reshard.overlap import cover, overlap, part_of
-from verl_patches.reshard.region import Region
+from verl_patches.reshard.region import Region, cover, overlap, part_of
 
 SHAPE = (6, 4)
 

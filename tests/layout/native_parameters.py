@@ -1,9 +1,9 @@
-"""A library's own parameters of one rank: their names and shapes, and the HF shards each is made of.
+"""A library's own parameters of one rank: their names and shapes, and the HF shards that each is made of.
 
 Megatron joins gate and up into `linear_fc1`; vLLM joins them into `gate_up_proj` and stacks all local experts into
 `w13_weight` and `w2_weight`. Names follow megatron-core 0.12.2's local spec with SequentialMLP, and vLLM 0.9.1's
 `deepseek_v2.py`; Megatron numbers layers and experts locally, vLLM numbers layers globally. Two libraries are
-described because two can be compared with real models on a CPU; others get a table here when they can be checked.
+described because two can be compared with real models on a CPU (test_real_models.py).
 """
 
 from __future__ import annotations
@@ -13,35 +13,8 @@ from typing import NamedTuple
 from verl_patches.errors import ConfigError
 from verl_patches.layout.inventory import Inventory, Parameter
 from verl_patches.layout.parallel import ParallelLayout
-from verl_patches.layout.sharding import Shard, local_parameters
+from verl_patches.layout.sharding import MEGATRON_NAMES, Shard, local_parameters
 
-_MEGATRON_LAYER = "decoder.layers.{layer}."
-_MEGATRON = {
-    "embedding": "embedding.word_embeddings.weight",
-    "final_norm": "decoder.final_layernorm.weight",
-    "head": "output_layer.weight",
-    "input_norm": _MEGATRON_LAYER + "input_layernorm.weight",
-    "q_proj": _MEGATRON_LAYER + "self_attention.linear_q_proj.weight",
-    "q_a_proj": _MEGATRON_LAYER + "self_attention.linear_q_down_proj.weight",
-    "q_a_norm": _MEGATRON_LAYER + "self_attention.q_layernorm.weight",
-    "q_b_proj": _MEGATRON_LAYER + "self_attention.linear_q_up_proj.weight",
-    "kv_a_proj": _MEGATRON_LAYER + "self_attention.linear_kv_down_proj.weight",
-    "kv_a_norm": _MEGATRON_LAYER + "self_attention.kv_layernorm.weight",
-    "kv_b_proj": _MEGATRON_LAYER + "self_attention.linear_kv_up_proj.weight",
-    "o_proj": _MEGATRON_LAYER + "self_attention.linear_proj.weight",
-    "post_attention_norm": _MEGATRON_LAYER + "pre_mlp_layernorm.weight",
-    "router": _MEGATRON_LAYER + "mlp.router.weight",
-    "router_bias": _MEGATRON_LAYER + "mlp.router.expert_bias",
-    "dense_mlp_gate": _MEGATRON_LAYER + "mlp.linear_fc1.weight",
-    "dense_mlp_up": _MEGATRON_LAYER + "mlp.linear_fc1.weight",
-    "dense_mlp_down": _MEGATRON_LAYER + "mlp.linear_fc2.weight",
-    "shared_expert_gate": _MEGATRON_LAYER + "mlp.shared_experts.linear_fc1.weight",
-    "shared_expert_up": _MEGATRON_LAYER + "mlp.shared_experts.linear_fc1.weight",
-    "shared_expert_down": _MEGATRON_LAYER + "mlp.shared_experts.linear_fc2.weight",
-    "routed_expert_gate": _MEGATRON_LAYER + "mlp.experts.local_experts.{expert}.linear_fc1.weight",
-    "routed_expert_up": _MEGATRON_LAYER + "mlp.experts.local_experts.{expert}.linear_fc1.weight",
-    "routed_expert_down": _MEGATRON_LAYER + "mlp.experts.local_experts.{expert}.linear_fc2.weight",
-}
 _VLLM_LAYER = "model.layers.{layer}."
 # kinds that are not named here keep their HF name
 _VLLM = {
@@ -53,7 +26,7 @@ _VLLM = {
     "routed_expert_up": _VLLM_LAYER + "mlp.experts.w13_weight",
     "routed_expert_down": _VLLM_LAYER + "mlp.experts.w2_weight",
 }
-NATIVE_NAMES = {"megatron-local": _MEGATRON, "vllm": _VLLM}
+NATIVE_NAMES = {"megatron-local": MEGATRON_NAMES, "vllm": _VLLM}
 
 
 class NativeTensor(NamedTuple):
