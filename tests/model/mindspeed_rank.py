@@ -37,14 +37,14 @@ def main(job: str, folder: Path) -> None:
     import torch
     from omegaconf import OmegaConf
 
-    from verl_patches.training import engine_start
+    from verl_patches.model.mindspeed import start
 
     config = OmegaConf.load(folder / "engine.yaml")
-    engine_start.prepare(config)
+    start.prepare(config)
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = torch.distributed.FileStore(str(folder / f"{Path(file).stem}.{function}.store"), world_size)
     torch.distributed.init_process_group("nccl", store=store, rank=rank, world_size=world_size)
-    args = engine_start.start(config)
+    args = start.start(config)
     module = importlib.import_module(Path(file).stem)  # this file's folder is on sys.path
     torch.save(getattr(module, function)(folder, args), folder / f"{module.__name__}.{function}.rank{rank}.pt")
     torch.distributed.barrier()

@@ -1,13 +1,26 @@
-"""HF config to MindSpeed-LLM arguments: everything is carried over or checked."""
+"""Arguments of line a3: every HF key and every engine key is mapped, or refused with its reason."""
 
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
 import pytest
 
+from verl_patches.cluster.compose import CONFIGS_DIR, compose
+from verl_patches.cluster.recipe import recipe_keys
 from verl_patches.errors import ConfigError
-from verl_patches.model.mindspeed.arguments import NO_MATTER, ONLY, SIZES, arguments_of, model_settings
+from verl_patches.model.mindspeed.arguments import (
+    IGNORED,
+    ONLY,
+    SECTIONS,
+    SIZES,
+    TABLE,
+    arguments_of,
+    explain,
+    model_settings,
+)
 from verl_patches.model.tiny import CONFIG_FILE
 
 HF = json.loads(CONFIG_FILE.read_text())
@@ -18,13 +31,13 @@ def _value(words: list[str], argument: str) -> str:
 
 
 def test_every_key_is_in_one_table():
-    keys = [*SIZES, *(key for key, _, _ in ONLY), *NO_MATTER, "num_key_value_heads", "rope_scaling"]
+    keys = [*SIZES, *(key for key, _, _ in ONLY), *IGNORED, "num_key_value_heads", "rope_scaling"]
     assert len(keys) == len(set(keys)) and set(HF) <= set(keys)
 
 
 def test_no_matter_gives_no_argument():
-    plain = arguments_of(model_settings({key: value for key, value in HF.items() if key not in NO_MATTER}))
-    assert plain == arguments_of(model_settings({**HF, **dict.fromkeys(NO_MATTER, "anything")}))
+    plain = arguments_of(model_settings({key: value for key, value in HF.items() if key not in IGNORED}))
+    assert plain == arguments_of(model_settings({**HF, **dict.fromkeys(IGNORED, "anything")}))
 
 
 def test_transformers_knows_no_further_key():
@@ -32,7 +45,7 @@ def test_transformers_knows_no_further_key():
     from transformers import DeepseekV3Config, PretrainedConfig
 
     own = set(DeepseekV3Config().to_dict()) - set(PretrainedConfig().to_dict())
-    known = {*SIZES, *(key for key, _, _ in ONLY), *NO_MATTER, "num_key_value_heads", "rope_scaling"}
+    known = {*SIZES, *(key for key, _, _ in ONLY), *IGNORED, "num_key_value_heads", "rope_scaling"}
     assert own <= known and len(own) > 30
 
 
@@ -54,7 +67,7 @@ def test_the_671b_model():
         ({"attention_dropout": 0.1}, "attention_dropout is 0.1: must be 0"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config is"),
         ({"rope_interleave": False}, "rope_interleave is False"),
-        ({"sliding_window": 4096}, "HF sliding_window is 4096: no table of"),
+        ({"sliding_window": 4096}, "HF sliding_window is 4096: model/mindspeed/arguments.py does not"),
         ({"rope_scaling": {**HF["rope_scaling"], "truncate": False}}, "rope_scaling.truncate is False"),
         ({"q_lora_rank": None}, "q_lora_rank is None"),
         ({"num_key_value_heads": 2}, "one key for each of 4 heads"),
@@ -65,3 +78,149 @@ def test_the_671b_model():
 def test_another_model_is_refused_by_name(change, said):
     with pytest.raises(ConfigError, match=said.replace(".", r"\.")):
         arguments_of(model_settings({**HF, **change}))
+
+
+ACTOR, OPTIM = "actor_rollout_ref.actor.megatron.", "actor_rollout_ref.actor.optim."
+REF = "actor_rollout_ref.ref.megatron."
+
+
+def _words(config) -> list[str]:
+    return arguments_of(explain(config))
+
+
+def _tiny(*overrides: str):
+    return compose("grpo_deepseekv3_tiny_cpu", overrides)
+
+
+@pytest.fixture(scope="module")
+def die256():
+    return compose("grpo_deepseekv3_256die_true_weight")
+
+
+def test_table_names_each_key_once_and_knows_every_recipe_key():
+    keys = [row.key for row in TABLE]
+    assert len(keys) == len(set(keys))
+    assert {key for key, _ in recipe_keys() if key.startswith("recipe.train.")} <= set(keys)
+
+
+def test_every_key_of_the_sections_has_a_row(die256):
+    rows = explain(die256)
+    assert not [row for row in rows if row.how == "refused"]
+    section = die256.actor_rollout_ref
+    for name in SECTIONS[:4]:
+        node = section
+        for part in name.split("."):
+            node = node[part]
+        assert {f"{name}.{key}" for key in node} <= {row.key for row in rows}
+
+
+def test_unknown_key_is_refused_not_dropped(die256):
+    changed = die256.copy()
+    changed.actor_rollout_ref.actor.megatron["overlap_everything"] = True
+    with pytest.raises(ConfigError, match="actor.megatron.overlap_everything is True: TABLE of"):
+        _words(changed)
+
+
+@pytest.mark.parametrize("name", ["grpo_deepseekv3_256die_random_init", "grpo_deepseekv3_256die_true_weight"])
+def test_256_dies(name):
+    config = compose(name)
+    hf = {**json.loads((CONFIGS_DIR / config.recipe.model_shape).read_text()), "num_nextn_predict_layers": 0}
+    words = arguments_of(explain(config, hf))
+    assert _value(words, "--expert-model-parallel-size") == "8"  # 32 ranks of experts / TP 4
+    for argument, value in {"--tensor-model-parallel-size": "4", "--pipeline-model-parallel-size": "8",
+                            "--num-layer-list": "7,7,8,8,8,8,8,7", "--recompute-granularity": "full",
+                            "--recompute-num-layers": "8", "--seq-length": "4096",
+                            "--lr": "1e-06"}.items():  # fmt: skip
+        assert _value(words, argument) == value
+    assert {"--moe-tp-extend-ep", "--moe-grouped-gemm", "--moe-permutation-async-comm", "--swap-optimizer",
+            "--sequence-parallel", "--use-distributed-optimizer", "--bf16"} <= set(words)  # fmt: skip
+
+
+def test_worker_section_says_the_same_as_the_whole_configuration(die256):
+    assert _words(die256.actor_rollout_ref) == _words(die256)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ([f"{ACTOR}virtual_pipeline_model_parallel_size=2"], "virtual_pipeline_model_parallel_size is 2"),
+        ([f"{ACTOR}context_parallel_size=2", f"{REF}context_parallel_size=2"], "context_parallel_size is 2"),
+        ([f"{ACTOR}use_dist_checkpointing=true"], "stacked experts"),
+        ([f"+{ACTOR}override_transformer_config.num_layers_in_first_pipeline_stage=1"], "recipe.train"),
+        ([f"{ACTOR}tensor_model_parallel_size=2"], "cuts each expert by TP 2"),
+        ([f"{ACTOR}tensor_model_parallel_size=2", f"{ACTOR}sequence_parallel=false",
+          "recipe.train.expert_split=tp_extend_ep"], "loses part of the rotary key's gradient"),
+        ([f"{ACTOR}tensor_model_parallel_size=2", f"{ACTOR}expert_model_parallel_size=1",
+          "recipe.train.expert_split=tp_extend_ep"], "a multiple of TP 2"),
+        ([f"{ACTOR}tensor_model_parallel_size=2", f"{ACTOR}expert_tensor_parallel_size=2",
+          "recipe.train.expert_split=tp_extend_ep"], "keeps experts whole"),
+        (["recipe.train.swap_optimizer=true", f"{ACTOR}optimizer_offload=true", "recipe.dtype=bf16"],
+         "on the host already"),
+        (["recipe.train.swap_optimizer=true"], "no states for fp32 weights"),
+        (["recipe.train.grouped_gemm=false"], "recipe.train.grouped_gemm is False: weights go by MindSpeed's stacked"),
+        (["+actor_rollout_ref.nccl_timeout=600"], "use recipe.train.collective_timeout_minutes"),
+        ([f"{REF}sequence_parallel=false"], "ref.megatron.sequence_parallel is False: must equal"),
+        (["actor_rollout_ref.model.enable_gradient_checkpointing=true"], "must be full or selective"),
+        ([f"{OPTIM}total_training_steps=4", f"{OPTIM}lr_warmup_steps=4"], "warm-up"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_done_is_refused_with_its_reason(overrides, said):
+    with pytest.raises(ConfigError, match=said):
+        _words(_tiny(*overrides))
+
+
+def test_a_row_that_is_taken_does_not_read_as_an_error():
+    hf = json.loads((CONFIGS_DIR / "model/deepseekv3_671b.json").read_text())
+    fine = [row for row in explain(_tiny(), hf) if row.how != "refused"]
+    assert [row for row in fine if row.why.startswith(("only ", "must "))] == []
+    whys = {row.key: row.why for row in fine}
+    assert whys["actor.megatron.virtual_pipeline_model_parallel_size"].startswith("as it must be: ")
+    assert "another value is refused" in whys["HF scoring_func"] and "left out" in whys["HF rope_interleave"]
+
+
+def test_explain_does_not_raise():
+    rows = explain(_tiny(f"{ACTOR}virtual_pipeline_model_parallel_size=2"))
+    assert [row.key for row in rows if row.how == "refused"] == ["actor.megatron.virtual_pipeline_model_parallel_size"]
+
+
+def test_learning_rate_schedule():
+    words = _words(_tiny(f"{OPTIM}warmup_style=cosine", f"{OPTIM}lr_warmup_steps_ratio=0.1", f"{OPTIM}min_lr_ratio=0.5",
+                         f"{OPTIM}total_training_steps=50", f"{OPTIM}lr=1e-3"))  # fmt: skip
+    expected = {"--lr-decay-style": "cosine", "--lr-warmup-iters": "5", "--min-lr": "0.0005", "--lr-decay-iters": "50"}
+    assert {argument: _value(words, argument) for argument in expected} == expected
+
+
+def test_experts_by_tp_as_megatron_does():
+    words = _words(_tiny(f"{ACTOR}tensor_model_parallel_size=2", f"{ACTOR}expert_tensor_parallel_size=2"))
+    assert _value(words, "--expert-model-parallel-size") == "2"
+    assert "--moe-tp-extend-ep" not in words
+
+
+@pytest.mark.parametrize(("key", "argument"), [("fused_expert_wgrad", "--gemm-gradient-accumulation-fusion"),
+                                               ("unpadded_attention", "--mla-fa-without-pad")])  # fmt: skip
+def test_switches_that_are_off_at_first(key, argument):
+    assert argument not in _words(_tiny())
+    assert argument in _words(_tiny(f"recipe.train.{key}=true"))
+
+
+def test_fused_linear_gradients_are_on_in_megatron_unless_it_is_told_otherwise():
+    assert "--no-gradient-accumulation-fusion" in _words(_tiny())
+    assert "--no-gradient-accumulation-fusion" not in _words(_tiny("recipe.train.fused_linear_wgrad=true"))
+
+
+def test_timeout_of_collectives():
+    assert _value(_words(_tiny()), "--distributed-timeout-minutes") == "30"
+    words = _words(_tiny("recipe.train.collective_timeout_minutes=90"))
+    assert _value(words, "--distributed-timeout-minutes") == "90"
+    with pytest.raises(ConfigError, match="collective_timeout_minutes is 0"):
+        _tiny("recipe.train.collective_timeout_minutes=0")
+
+
+def test_fp32_leaves_router_gating_alone():
+    assert "--router-gating-in-fp32" not in _words(_tiny("recipe.dtype=fp32"))
+    assert "--router-gating-in-fp32" in _words(_tiny("recipe.dtype=bf16"))
+
+
+def test_explaining_needs_no_torch():
+    code = "import sys, verl_patches.model.mindspeed.arguments; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

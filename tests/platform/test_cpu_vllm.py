@@ -13,7 +13,7 @@ from verl_patches.platform.cpu import vllm_lockstep, vllm_moe, vllm_ops, vllm_ve
 from verl_patches.platform.cpu.rows_vllm import ROWS
 
 HERE = Path(__file__).resolve().parent
-IDS = [row.id for row in ROWS if row.id != "platform.vllm_dp_lockstep"]  # that one: tests/rollout/test_data_parallel.py
+IDS = [row.id for row in ROWS if row.id != "platform.vllm_dp_lockstep"]  # that one: tests/rollout/test_engine.py
 SCALE = 0.3
 
 

@@ -112,7 +112,7 @@ def _checkpoint_checks(config: DictConfig, train: ParallelLayout) -> list[Check]
 
 
 def _swap_checks(config: DictConfig) -> list[Check]:
-    """Line a3 has its own say in training/engine_table.py."""
+    """Line a3 has its own say in model/mindspeed/arguments.py."""
     train, actor = config.recipe.train, config.actor_rollout_ref.actor.megatron
     if config.recipe.line != "pypi" or not train.swap_optimizer:
         return []

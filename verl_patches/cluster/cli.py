@@ -20,10 +20,9 @@ from verl_patches.cluster.show import Json
 from verl_patches.cluster.support import refused_keys
 from verl_patches.cluster.trees import LINE, require_trees, require_verl, trees_of
 from verl_patches.errors import ConfigError
-from verl_patches.model.mindspeed.arguments import arguments_of
+from verl_patches.model.mindspeed.arguments import arguments_of, explain
 from verl_patches.patching.spec import PatchSpec
 from verl_patches.platform import require as require_platform
-from verl_patches.training.engine_arguments import explain
 
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[key=value ...]", help="Any further Hydra overrides.")]
 

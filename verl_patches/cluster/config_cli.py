@@ -16,8 +16,8 @@ from verl_patches.cluster.show import Json, table
 from verl_patches.cluster.trees import LINE, trees_of, verl_check
 from verl_patches.errors import ConfigError
 from verl_patches.model.mindspeed.arguments import Setting
+from verl_patches.model.mindspeed.arguments import explain as explain_engine
 from verl_patches.patching.prelude_line import PLACES
-from verl_patches.training.engine_arguments import explain as explain_engine
 
 
 def register(app: typer.Typer) -> None:

@@ -28,8 +28,7 @@ from verl_patches.cluster.plan import driver_command
 from verl_patches.cluster.processes import Descendants, adopting_orphans, die_with_parent
 from verl_patches.cluster.trees import Trees, commit_of
 from verl_patches.errors import ConfigError
-from verl_patches.evaluation.memory_picture import draw_memory
-from verl_patches.evaluation.plots import plot_run
+from verl_patches.evaluation.plots import draw_memory, plot_run
 from verl_patches.layout.of_config import rollout_layout_of, train_layout_of
 from verl_patches.training.recording import find_recording
 from verl_patches.training.summary import Progress

@@ -24,9 +24,9 @@ from verl_patches.cluster.memory_plan import memory_plan, memory_rows
 from verl_patches.cluster.trees import LINE, Trees, verl_check
 from verl_patches.layout.of_config import rollout_layout_of, train_layout_of, world_size
 from verl_patches.layout.parallel import ParallelLayout
+from verl_patches.model.mindspeed.arguments import explain
 from verl_patches.patching.prelude_line import PLACES
 from verl_patches.patching.spec import PatchSpec
-from verl_patches.training.engine_arguments import explain
 
 DRIVER_MODULE = "verl_patches.main_grpo"
 _SIZED = ("layers", "train experts", "rollout experts")  # checks without which no rank's bytes can be told

@@ -63,7 +63,7 @@ def register(app: typer.Typer) -> None:
             return
         check_plan(plan)
         if png is not None:
-            from verl_patches.evaluation.reshard_picture import draw_plan
+            from verl_patches.evaluation.plots import draw_plan
 
             draw_plan(plan, png)
         told = {**figures(plan), "proven": True, "planning_s": round(seconds, 2), "png": png and str(png)}

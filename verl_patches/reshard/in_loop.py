@@ -19,7 +19,7 @@ from verl_patches.layout.inventory import Inventory, build_inventory
 from verl_patches.layout.parallel import ParallelLayout
 from verl_patches.memory import ledger, rollout_life
 from verl_patches.memory.phase_clock import timed
-from verl_patches.model.names import local_name
+from verl_patches.model.weights import local_name
 from verl_patches.reshard.agree import agree, collect, gather
 from verl_patches.reshard.check_map import check_map
 from verl_patches.reshard.destination import Destinations, learn_destinations

@@ -12,9 +12,9 @@ intermediate size, e local experts.
     ...self_attention.linear_qkv               q_a, kv_a (all of both under TP)     as HF                   mindspeed
     every other one                            one kind, or gate and up             as HF                   all
 
-Sources: names are tabulated in layout/native.py, model/names.py and model/mindspeed/names.py. weight1 and weight2 are
-megatron-core's GroupedMLP: its forward in 0.12.2 (transformer/moe/experts.py:249) views them so, and so does MindSpeed
-(core/transformer/moe/experts.py, groupedmlp_forward): weight1's shape does not say what is in its memory.
+Sources: names are tabulated in layout/native.py, model/weights.py and model/mindspeed/weights.py. weight1 and weight2
+are megatron-core's GroupedMLP: its forward in 0.12.2 (transformer/moe/experts.py:249) views them so, and so does
+MindSpeed (core/transformer/moe/experts.py, groupedmlp_forward): weight1's shape does not say what is in its memory.
 """
 
 from __future__ import annotations
@@ -25,15 +25,14 @@ from typing import NamedTuple
 import torch
 
 from verl_patches.errors import ConfigError
-from verl_patches.model import names as megatron
-from verl_patches.model.mindspeed import experts
-from verl_patches.model.mindspeed import names as mindspeed
+from verl_patches.model import weights as megatron
+from verl_patches.model.mindspeed import weights as mindspeed
 
 PLAIN, UP_STACK, DOWN_STACK = "as HF", "[H, e * 2F] used as view(e, H, 2F)", "[e * F, H] used as view(e, F, H)"
 _STACKS = {".mlp.experts.weight1": UP_STACK, ".mlp.experts.weight2": DOWN_STACK}
 # library of layout/sharding.py -> what its parameters are, by name
-_PLACES: dict[str, Callable[[str], megatron.Place]] = {
-    "megatron-local": megatron.place, "megatron-te": megatron.place, "mindspeed": mindspeed.place,
+_PLACES: dict[str, Callable[[str], megatron.ParsedName]] = {
+    "megatron-local": megatron.parse_name, "megatron-te": megatron.parse_name, "mindspeed": mindspeed.parse_name,
 }  # fmt: skip
 
 
@@ -64,7 +63,7 @@ class Storage(NamedTuple):
         """
         if self.how == PLAIN:
             return [tensor]
-        return (experts.split_up if self.how == UP_STACK else experts.split_down)(tensor, count)
+        return (mindspeed.split_up if self.how == UP_STACK else mindspeed.split_down)(tensor, count)
 
 
 def storage_of(name: str, library: str) -> Storage:
@@ -75,5 +74,5 @@ def storage_of(name: str, library: str) -> Storage:
     if library not in _PLACES:
         raise ConfigError(f"reshard: no training storage known for {library!r}; expected one of {', '.join(_PLACES)}")
     how = next((how for end, how in _STACKS.items() if name.endswith(end)), PLAIN)
-    place = (mindspeed.place if how != PLAIN else _PLACES[library])(name)  # one GroupedMLP, whatever the library
+    place = (mindspeed.parse_name if how != PLAIN else _PLACES[library])(name)  # one GroupedMLP, whatever the library
     return Storage(*place, how)

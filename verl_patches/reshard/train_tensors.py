@@ -195,7 +195,7 @@ def _unwrapped(chunks: Sequence[torch.nn.Module]) -> list[Any]:
 
 
 def _native(chunks: Sequence[torch.nn.Module]) -> list[Native]:
-    from verl_patches.model.load import named_weights
+    from verl_patches.model.weights import named_weights
 
     return [dict(named_weights(chunk)) for chunk in _unwrapped(chunks)]
 

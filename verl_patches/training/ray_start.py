@@ -60,7 +60,7 @@ def prepare_with_verl(engine: Mapping[str, Any]) -> None:
     """
 
     def prepare(_: Any) -> None:
-        importlib.import_module("verl_patches.training.engine_start").prepare(engine)
+        importlib.import_module("verl_patches.model.mindspeed.start").prepare(engine)
 
     hooks.after_import("verl", prepare)
 

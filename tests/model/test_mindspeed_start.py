@@ -38,7 +38,7 @@ CASES = {
          "actor_rollout_ref.model.gradient_checkpointing_kwargs.activations_checkpoint_method=block"],
         "not yet supported for selective"),
     "three_ranks": ("grpo_deepseekv3_tiny_cpu", 3, TP2, "world size"),
-    "too_few_ranks": ("grpo_deepseekv3_tiny_cpu", 1, TP2, "tensor_model_parallel_size: asked 2, got 1"),
+    "too_few_ranks": ("grpo_deepseekv3_tiny_cpu", 1, TP2, "tensor_model_parallel_size: requested 2, got 1"),
     "bad_word": ("grpo_deepseekv3_tiny_cpu", 2, [*TP2, "actor_rollout_ref.actor.optim.warmup_style=sine"],
                  "invalid choice: 'sine'"),
     "other_features": ("grpo_deepseekv3_tiny_cpu", 2, [*TP2, "recipe.train.fused_permute=false"],
@@ -83,7 +83,7 @@ def _cases(folder: Path, verl: Path, cases: dict) -> Path:
 def _run(folders: list[Path], *words):
     environment = {**os.environ, "VERL_PATCHES": "line=a3,platform=cpu", "TORCHDYNAMO_DISABLE": "1",
                    "PYTHONPATH": os.pathsep.join([*map(str, folders), str(HERE.parents[1])])}  # fmt: skip
-    command = [sys.executable, "-W", "ignore", str(HERE / "engine_start_probe.py"), *map(str, words)]
+    command = [sys.executable, "-W", "ignore", str(HERE / "mindspeed_start_probe.py"), *map(str, words)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout.splitlines()[-1])
