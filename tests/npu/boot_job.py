@@ -153,7 +153,7 @@ def first_call_of_a_device(call: Callable[[], Any], found: dict[str, Any]) -> No
     def reached(*args: Any, **kwargs: Any) -> None:
         caller = traceback.extract_stack()[-2]
         found["reached"] = f"{Path(caller.filename).stem}.{caller.name}"
-        if found["reached"] != "engine_start._start_distributed":
+        if found["reached"] != "start._start_distributed":
             raise RuntimeError(f"the process group was asked for by {found['reached']}, before MindSpeed's arguments")
         raise Reached
 

@@ -78,7 +78,7 @@ def test_time_limits_do_not_depend_on_the_callers_signals(checker):
 )
 def test_the_helper_ends_with_the_process_that_started_it(ending):
     code = (
-        "import os\nfrom verl_patches.rewards.answer_checker import AnswerChecker\njudge = AnswerChecker()\n"
+        "import os\nfrom verl_patches.rewards.answer_checker import AnswerChecker\nchecker = AnswerChecker()\n"
         f"assert checker.equivalent('1', '2/2')\nprint(checker.pid, flush=True)\n{ending}\n"
     )
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}

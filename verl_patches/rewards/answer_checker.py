@@ -99,12 +99,7 @@ class AnswerChecker:
         process, self._process = self._process, None
         if process is not None:
             process.kill()
-            process.wait()
-            for pipe in (process.stdin, process.stdout):
-                try:
-                    pipe.close()
-                except OSError:  # closing flushes, and nobody reads
-                    pass
+            process.communicate()  # closes the pipes and waits
 
 
 def shared_answer_checker() -> AnswerChecker:

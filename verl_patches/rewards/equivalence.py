@@ -2,8 +2,8 @@
 
 math-verify accepts answers that a reward must not; each rule here closes one such gap (versions: configs/
 requirements-pypi.txt). It also bounds its work with SIGALRM, which needs the main thread and cannot stop one long C
-call such as 10**10**10: this module is therefore run as a process (`judge.py` starts it) that the kernel ends at a
-limit of CPU time.
+call such as 10**10**10: this module is therefore run as a process (started by answer_checker.py) that the kernel ends
+at a limit of CPU time.
 """
 
 from __future__ import annotations
@@ -19,19 +19,8 @@ MAX_DEPTH = 12  # of brackets; ANTLR's time grows steeply with depth
 MEMORY_BYTES = 1 << 30  # more than this on top of the imports is an attack, not an answer
 _WALL_FACTOR = 30.0  # wall-clock limit over CPU limit, for a machine that is busy with other work
 
-_UNICODE = str.maketrans(
-    {
-        "−": "-",
-        "–": "-",
-        "×": r"\times ",
-        "÷": "/",
-        "π": r"\pi ",
-        "∞": r"\infty ",
-        "∪": r"\cup ",
-        "≤": r"\le ",
-        "≥": r"\ge ",
-    }
-)
+_COMMANDS = {"×": "times", "π": "pi", "∞": "infty", "∪": "cup", "≤": "le", "≥": "ge"}
+_UNICODE = str.maketrans("−–÷", "--/") | {ord(sign): f"\\{command} " for sign, command in _COMMANDS.items()}
 _WRAPPERS = re.compile(r"^(?:\$\$(.*)\$\$|\$(.*)\$|\\\((.*)\\\)|\\\[(.*)\\\])$")
 _THOUSANDS = re.compile(r"(?<=[0-9])(?:\\,|\\!|\{,\})(?=[0-9]{3}(?![0-9]))")
 _MIXED = re.compile(r"([0-9]) ([0-9]+)/([0-9]+)")

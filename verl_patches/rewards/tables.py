@@ -213,9 +213,8 @@ def shuffled_split(rows: list[Row], test_size: float, seed: int) -> tuple[list[R
 def write_tables(folder: Path, train: list[Row], test: list[Row], overwrite: bool = False) -> tuple[Path, Path]:
     """Write folder/train.parquet and folder/test.parquet and return their paths.
 
-    Both are first written whole beside their place and then renamed, so no reader ever sees half a file. Raises
-    ConfigError, and changes nothing, if one of them exists and `overwrite` is not set, or if the folder's place is
-    taken by a file.
+    Both are written to a temporary folder and then renamed, so no reader ever sees half a file. Raises ConfigError,
+    and changes nothing, if one of them exists and `overwrite` is not set, or if `folder` is a file.
     """
     import pyarrow
     import pyarrow.parquet
@@ -233,7 +232,7 @@ def write_tables(folder: Path, train: list[Row], test: list[Row], overwrite: boo
 
 
 def check_free(folder: Path, overwrite: bool) -> None:
-    """Raise ConfigError if `write_tables` would refuse this folder; cheap, so that it can be asked before long work."""
+    """Raise ConfigError if `write_tables` would refuse this folder; cheap, so call it before long work."""
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"output {folder}: expected a folder or nothing, found a file: choose another --output")
     taken = [name for name in ("train.parquet", "test.parquet") if (folder / name).exists()]

@@ -45,7 +45,9 @@ def config_from_arguments(hf_config: Any, dtype: torch.dtype, **overrides: Any):
     if dtype != args.params_dtype:
         raise ConfigError(f"dtype {dtype} requested, but the engine was started for {args.params_dtype}")
     for key, expected in (("hidden_size", args.hidden_size), ("num_hidden_layers", args.num_layers),
-                          ("n_routed_experts", args.num_experts), ("vocab_size", args.padded_vocab_size)):  # fmt: skip
+                          ("n_routed_experts", args.num_experts), ("vocab_size", args.padded_vocab_size),
+                          ("max_position_embeddings", args.max_position_embeddings),
+                          ("rope_theta", args.rotary_base), ("tie_word_embeddings", False)):  # fmt: skip
         if getattr(hf_config, key) != expected:
             raise ConfigError(f"HF config: {key} is {getattr(hf_config, key)}, the engine was started for {expected}")
     config = core_transformer_config_from_args(args)
@@ -64,23 +66,15 @@ class MindSpeedModel(BaseModelInitializer):
         spec.submodules.self_attention.submodules.core_attention = CausalMlaAttention
         return spec
 
-    def initialize(self, pre_process: bool = True, post_process: bool = True, value: bool = False,
-                   **unused: Any) -> GPTModel:  # fmt: skip
+    def get_rope_scaling_args(self) -> dict[str, Any]:
+        """Empty: yarn is among MindSpeed-LLM's arguments."""
+        return {}
+
+    def initialize(self, *args: Any, value: bool = False, **kwargs: Any) -> GPTModel:
         """This stage's model; ConfigError for a value model, which GRPO does not need."""
         if value:
             raise ConfigError("DeepSeek-V3 cannot be a value model: set algorithm.adv_estimator=grpo")
-        args = get_args()
-        model = GPTModel(
-            config=self.tfconfig,
-            transformer_layer_spec=self.get_transformer_layer_spec(),
-            vocab_size=args.padded_vocab_size,
-            max_sequence_length=args.max_position_embeddings,
-            pre_process=pre_process,
-            post_process=post_process,
-            share_embeddings_and_output_weights=False,
-            position_embedding_type="rope",
-            rotary_base=args.rotary_base,
-        )
+        model = super().initialize(*args, **kwargs)
         keep_router_buffers_fp32(model)
         return model
 
