@@ -19,8 +19,7 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from verl_patches.errors import ConfigError
 from verl_patches.rewards.learnable import write_task
-from verl_patches.rewards.sources import Problem, read_problems
-from verl_patches.rewards.tables import Row, check_free, shuffled_split, verl_row, write_tables
+from verl_patches.rewards.tables import Problem, Row, check_free, read_problems, shuffled_split, verl_row, write_tables
 
 INSTRUCTION = "Let's think step by step and output the final answer within \\boxed{}."
 SHOWN = 20

@@ -183,8 +183,8 @@ MUTANTS = (
            "abs(float(bare_gold)) > 1 and", "abs(float(bare_gold)) > 0 and", EQUAL),
     Mutant("equivalence-two-numbers", "rewards/equivalence.py",
            "_TWO_NUMBERS.search(answer) or ", "", EQUAL),
-    Mutant("compose-pays-without-form", "rewards/compose.py",
-           "if not well_formed:", "if not well_formed and not correct:", Tests("rewards/test_compose.py")),
+    Mutant("compose-pays-without-form", "rewards/maths.py",
+           "if not well_formed:", "if not well_formed and not correct:", Tests("rewards/test_maths.py")),
     Mutant("learnable-short-answers-pay", "rewards/learnable.py",
            "max(len(chars), MIN_CHARS)", "max(len(chars), 1)", Tests("rewards/test_learnable.py")),
     # patching

@@ -56,7 +56,7 @@ ROLLOUT: tuple[PatchSpec, ...] = (
     ),
     PatchSpec(
         id="rollout.dp_place", stage="rollout", target="vllm.config:ParallelConfig.__post_init__", kind="wrap",
-        provider="verl_patches.rollout.data_parallel:place_in_launcher", processes=_WORKER,
+        provider="verl_patches.rollout.engine:set_dp_rank_in_launcher", processes=_WORKER,
         why="With external_launcher and data_parallel_size > 1 vLLM 0.9.1 makes every process DP rank 0 with a port of "
             "its own (config.py:1885-1887), so DP ranks never meet.",
         exit="vLLM derives DP rank and meeting point from the launcher when engines are started from outside",
@@ -73,7 +73,7 @@ ROLLOUT: tuple[PatchSpec, ...] = (
     PatchSpec(
         id="rollout.absorb_mla_again", stage="rollout", kind="wrap",
         target="vllm.model_executor.models.deepseek_v2:DeepseekV2ForCausalLM.load_weights",
-        provider="verl_patches.rollout.engine:absorb_mla_again", processes=_WORKER, lines=_A3,
+        provider="verl_patches.rollout.engine:refresh_absorbed_mla", processes=_WORKER, lines=_A3,
         why="vLLM's MLA decodes with projections that it derives from kv_b_proj at start (mla/common.py:1115) and that "
             "follow a weight sync as views of it only; vllm-ascend copies them (attention/mla_v1.py:669) and MindSpeed "
             "makes torch.Tensor.view copy (mindspeed/megatron_adaptor.py:157): decoding would go on with the first "
@@ -83,7 +83,7 @@ ROLLOUT: tuple[PatchSpec, ...] = (
     PatchSpec(
         id="rollout.keep_log_probs", stage="rollout", kind="wrap",
         target="verl.workers.rollout.vllm_rollout.vllm_rollout_spmd:vLLMRollout.generate_sequences",
-        provider="verl_patches.rollout.log_probs:keep_sampled", processes=_WORKER,
+        provider="verl_patches.rollout.log_probs:keep_rollout_log_probs", processes=_WORKER,
         why="verl 54c9b736 has vLLM compute the log-probs of sampled tokens (vllm_rollout_spmd.py:173) and drops them; "
             "the truth check compares them with the actor's, on both lines with recipe.logprob_check.every those of "
             "sequences that are sampled for it while vLLM is awake.",
@@ -94,7 +94,7 @@ ROLLOUT: tuple[PatchSpec, ...] = (
 MODEL: tuple[PatchSpec, ...] = (
     PatchSpec(
         id="model.config", stage="model", target="verl.models.mcore.registry:MODEL_CONFIG_CONVERTER_REGISTRY",
-        kind="register", provider="verl_patches.model.config:converters", processes=_WORKER, lines=_PYPI,
+        kind="register", provider="verl_patches.model.megatron:converters", processes=_WORKER, lines=_PYPI,
         why="verl's DeepSeek-V3 converter (verl/models/mcore/config_converter.py:187) drops group-limited routing, "
             "computes the router in fp64, trains with a balancing loss and lets training move the correction bias.",
         exit="verl sets moe_router_num_groups and moe_router_group_topk for DeepSeek-V3",
@@ -102,14 +102,14 @@ MODEL: tuple[PatchSpec, ...] = (
     PatchSpec(
         id="model.mla_k_pe_grad", stage="model",
         target="megatron.core.transformer.multi_latent_attention:MLASelfAttention.__init__", kind="wrap",
-        provider="verl_patches.model.mla:sum_k_pe_grad", processes=_WORKER, lines=_PYPI,
+        provider="verl_patches.model.megatron:sum_k_pe_grad", processes=_WORKER, lines=_PYPI,
         why="Under TP each rank keeps only its own heads' part of the rotary key's gradient "
             "(megatron/core/transformer/multi_latent_attention.py:404; verl's patch_v012.py has a copy).",
         exit="megatron-core sums the gradient of k_pos_emb over TP ranks",
     ),
     PatchSpec(
         id="model.load_hf", stage="model", target="verl.utils.model:load_megatron_gptmodel_weights", kind="wrap",
-        provider="verl_patches.model.load:load_deepseekv3", bindings=(f"{_WORKERS}:load_megatron_gptmodel_weights",),
+        provider="verl_patches.model.weights:load_deepseekv3", bindings=(f"{_WORKERS}:load_megatron_gptmodel_weights",),
         processes=_WORKER, lines=_PYPI,
         why="verl loads HF weights into Megatron for Llama and Qwen2 only (verl/models/weight_loader_registry.py), "
             "through a whole HF model on every rank (verl/utils/model.py:350).",
@@ -124,7 +124,7 @@ MODEL: tuple[PatchSpec, ...] = (
     ),
     PatchSpec(
         id="model.optimizer_dtype", stage="model", target="verl.utils.megatron.optimizer:get_megatron_optimizer",
-        kind="wrap", provider="verl_patches.model.precision:optimizer_of_model_dtype", processes=_WORKER,
+        kind="wrap", provider="verl_patches.model.megatron:optimizer_in_model_dtype", processes=_WORKER,
         why="verl's optimizer config says bf16 whatever the model is (verl/utils/megatron_utils.py:207).",
         exit="verl derives the optimizer's dtype from the model's",
     ),
@@ -183,7 +183,7 @@ RESHARD: tuple[PatchSpec, ...] = (
     ),
     PatchSpec(
         id="model.local_names", stage="model", target="verl.utils.model:normalize_model_name", kind="wrap",
-        provider="verl_patches.model.names:te_names_for_verl",
+        provider="verl_patches.model.weights:te_names_for_verl",
         bindings=("verl.utils.megatron_utils:normalize_model_name",), processes=_WORKER, lines=_PYPI,
         why="verl's per_tensor_generator and DeepSeek-V3 converter know Transformer Engine's parameter names only "
             "(verl/utils/megatron_utils.py:798, verl/models/mcore/weight_converter.py:172).",

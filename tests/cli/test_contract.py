@@ -187,7 +187,7 @@ def test_explain_tells_a_body_that_has_drifted(run, tmp_path, monkeypatch):
 def test_writing_the_whole_line_drops_records_without_a_row(run, tmp_path, monkeypatch):
     monkeypatch.setattr(fp, "REVIEWED", tmp_path / "fingerprints.json")
     row = PatchSpec("a.b", "model", "verl.utils.model:normalize_model_name", "wrap",
-                    "verl_patches.model.names:te_names_for_verl", "w", "e")
+                    "verl_patches.model.weights:te_names_for_verl", "w", "e")
     monkeypatch.setattr("verl_patches.catalog.ROWS", (row,))
     for line in ("pypi", "a3"):
         fp.write_reviewed(line, {"verl.gone:f": []})
@@ -201,8 +201,8 @@ def test_writing_the_whole_line_drops_records_without_a_row(run, tmp_path, monke
 @pytest.mark.parametrize("target", ["verl.utils.model:normalise", "verl.utils.no_such:f", "no_such_package:f"])
 def test_a_target_that_is_not_there_is_not_recorded(tmp_path, monkeypatch, target):
     monkeypatch.setattr(fp, "REVIEWED", tmp_path / "fingerprints.json")
-    engine = Engine([PatchSpec("a.b", "model", target, "wrap", "verl_patches.model.names:te_names_for_verl", "w", "e")],
-                    Switches("pypi", "cpu"))
+    provider = "verl_patches.model.weights:te_names_for_verl"
+    engine = Engine([PatchSpec("a.b", "model", target, "wrap", provider, "w", "e")], Switches("pypi", "cpu"))
     with pytest.raises(ConfigError, match="nothing was written"):
         contract.fingerprints(engine, ["a.b"], write=True, no_source=False)
     assert not fp.REVIEWED.exists()
@@ -215,7 +215,7 @@ def test_a_fingerprint_of_other_sources_is_of_those(copies, tmp_path, monkeypatc
     monkeypatch.setattr(fp, "REVIEWED", tmp_path / "fingerprints.json")
     edit(copies / "verl" / "utils" / "model.py", "def normalize_model_name(", "def normalize_model_name(extra, ")
     engine = Engine([PatchSpec("a.b", "model", "verl.utils.model:normalize_model_name", "wrap",
-                               "verl_patches.model.names:te_names_for_verl", "w", "e")], Switches("pypi", "cpu"))
+                               "verl_patches.model.weights:te_names_for_verl", "w", "e")], Switches("pypi", "cpu"))
     found = [contract.fingerprints(engine, [], False, False, upstream)["rows"][0]["found"]
              for upstream in (None, INSTALLED, copies)]
     assert found[0] == found[1] != found[2]

@@ -4,7 +4,7 @@ import pytest
 
 from verl_patches.config.recipe import Recipe, Train, check_recipe, recipe_keys
 from verl_patches.errors import ConfigError
-from verl_patches.training.engine_table import TABLE
+from verl_patches.model.mindspeed.arguments import TABLE
 
 
 def test_the_keys_are_the_leaves_of_the_dataclasses():

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from verl_patches.memory.sleep_mode import ABSORBED, post_load
+from verl_patches.reshard.live_memory import ABSORBED, post_load
 
 HEADS, NOPE, VALUE, LATENT = 2, 3, 4, 5
 

@@ -18,9 +18,8 @@ from verl.utils.megatron_utils import get_model, per_tensor_generator, unwrap_mo
 from tests.model.parity_job import run
 from verl_patches.errors import ConfigError
 from verl_patches.layout.inventory import build_inventory
-from verl_patches.model.load import named_weights
-from verl_patches.model.mindspeed import experts
-from verl_patches.model.mindspeed.load import load_weights, origin
+from verl_patches.model.mindspeed.weights import load_weights, sources_of, split_down, split_up
+from verl_patches.model.weights import named_weights
 from verl_patches.platform.npu import ops
 
 
@@ -45,10 +44,10 @@ def local_gradients(chunks, folder):
     found = []
     for chunk in unwrap_model(chunks):
         for name, parameter in chunk.named_parameters():
-            made_of = origin(chunk, name, inventory)
+            made_of = sources_of(chunk, name, inventory)
             gradients = [parameter.main_grad.clone()]
             if made_of.stacked:
-                split = experts.split_down if made_of.sources[0].axis == 1 else experts.split_up
+                split = split_down if made_of.sources[0].axis == 1 else split_up
                 gradients = split(parameter.main_grad.clone(), len(made_of.sources))
             for source, gradient in zip(made_of.sources, gradients, strict=True):
                 part, parts = (0, 1) if source.whole_shape == tuple(gradient.shape) else (source.part, source.parts)
@@ -111,7 +110,7 @@ def _split_columns(weights, args):
     """weight1 filled as its shape [H, e * 2F] says, the published mistake, instead of as view(e, H, 2F)."""
     for name, tensor in weights.items():
         if name.endswith("weight1"):
-            whole = experts.split_up(tensor.clone(), args.num_experts)
+            whole = split_up(tensor.clone(), args.num_experts)
             tensor.copy_(torch.cat([expert.t() for expert in whole], dim=1))
 
 

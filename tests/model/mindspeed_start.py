@@ -62,9 +62,9 @@ def run(job: str, config: Any, *arguments: Any) -> Any:
     """
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # as the launcher does; Megatron's validator asks for it
     engine.start(rows(), from_environment()).apply()
-    from verl_patches.training import engine_start
+    from verl_patches.model.mindspeed import start
 
-    engine_start.prepare(config)
+    start.prepare(config)
     init_group("nccl")
-    args = engine_start.start(config)
+    args = start.start(config)
     return pkgutil.resolve_name(job)(*arguments, args)

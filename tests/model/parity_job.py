@@ -13,12 +13,12 @@ from megatron.core.utils import get_model_config
 from verl.models.mcore import get_mcore_forward_fn, get_mcore_weight_converter
 from verl.utils.megatron_utils import per_tensor_generator, unwrap_model
 
+from tests.model.megatron_model import build_model, start_parallel
 from tests.model.parity import next_token_loss
 from verl_patches.errors import ConfigError
 from verl_patches.layout.inventory import build_inventory
 from verl_patches.layout.parallel import ParallelLayout
-from verl_patches.model.build import build_model, start_parallel
-from verl_patches.model.load import named_weights, source
+from verl_patches.model.weights import named_weights, source_of
 
 LAYER_NAMES = {"qkv_layer_name": "self_attention.linear_qkv.", "gate_proj_layer_name": "linear_fc1.weight"}
 
@@ -62,7 +62,7 @@ def local_gradients(chunks, folder):
     found = []
     for chunk in unwrap_model(chunks):
         for name, parameter in chunk.named_parameters():
-            origin = source(chunk, name, inventory)
+            origin = source_of(chunk, name, inventory)
             part, parts = (0, 1) if origin.whole_shape == tuple(parameter.shape) else (origin.part, origin.parts)
             names = [p.name for p in origin.parameters]
             found.append((names, origin.axis, part, parts, parameter.main_grad.clone()))

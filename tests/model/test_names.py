@@ -4,7 +4,7 @@ import pytest
 
 from tests.ranks import RankError
 from verl_patches.errors import ConfigError
-from verl_patches.model.names import local_name, place, te_name, te_names_for_verl
+from verl_patches.model.weights import local_name, place, te_name, te_names_for_verl
 
 ROW = "model.local_names"
 SPELLINGS = [

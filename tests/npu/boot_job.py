@@ -136,14 +136,13 @@ def first_of_engine() -> str | None:
 def arguments(name: str, folder: Path) -> dict[str, Any]:
     """What upstream's parsers and validators make of one configuration."""
     from verl_patches.config.compose import compose
-    from verl_patches.model.mindspeed.arguments import arguments_of
-    from verl_patches.training import engine_start
-    from verl_patches.training.engine_arguments import explain
+    from verl_patches.model.mindspeed import start
+    from verl_patches.model.mindspeed.arguments import arguments_of, explain
 
     section = compose(name, overrides(folder)).actor_rollout_ref
-    words = arguments_of(explain(section, engine_start.read_hf_config(section)))
-    engine_start._same_features(words)
-    args = vars(engine_start._arguments(words))
+    words = arguments_of(explain(section, start.read_hf_config(section)))
+    start._same_features(words)
+    args = vars(start._arguments(words))
     return {key: args[key] for key in ("data_parallel_size", "expert_model_parallel_size", "num_layers", "fix_router")}
 
 
@@ -154,7 +153,7 @@ def first_call_of_a_device(call: Callable[[], Any], found: dict[str, Any]) -> No
     def reached(*args: Any, **kwargs: Any) -> None:
         caller = traceback.extract_stack()[-2]
         found["reached"] = f"{Path(caller.filename).stem}.{caller.name}"
-        if found["reached"] != "engine_start._start_distributed":
+        if found["reached"] != "start._start_distributed":
             raise RuntimeError(f"the process group was asked for by {found['reached']}, before MindSpeed's arguments")
         raise Reached
 
@@ -206,11 +205,11 @@ def production_calls() -> dict[str, Any]:
     from megatron.training import global_vars
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from verl_patches.model.mindspeed.attention import CausalMlaAttention
-    from verl_patches.model.mindspeed.packed import lengths_of
-    from verl_patches.training import engine_start
+    from verl_patches.model.mindspeed import start
+    from verl_patches.model.mindspeed.compat import lengths_of
+    from verl_patches.model.mindspeed.model import CausalMlaAttention
 
-    global_vars.set_args(engine_start._features)
+    global_vars.set_args(start._features)
     packed = SimpleNamespace(cu_seqlens_q=torch.tensor([0, 40, 64], dtype=torch.int32))
     lengths_of(packed.cu_seqlens_q)
     calls = record_calls(torch_npu)

@@ -60,7 +60,7 @@ STEPS = {
                "vLLM's platform and plugins", "modules of vllm_ascend"],
 }  # fmt: skip
 REACHED = {"driver": "ray.init", "controller": "RayPPOTrainer.init_workers",
-           "worker": "engine_start._start_distributed"}  # fmt: skip
+           "worker": "start._start_distributed"}  # fmt: skip
 
 # Modules of vllm-ascend that cannot be imported here -> (what the error says, why it is not on our path)
 _NO_DATADIST = ("No module named 'llm_datadist'", "CANN's package for prefill and decode in different engines")

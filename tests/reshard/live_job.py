@@ -10,7 +10,7 @@ from verl.utils.megatron_utils import load_megatron_model_to_gpu, offload_megatr
 from verl_patches.errors import ConfigError
 from verl_patches.layout.inventory import build_inventory
 from verl_patches.layout.parallel import parse_layout
-from verl_patches.model.load import named_weights
+from verl_patches.model.weights import named_weights
 from verl_patches.reshard.train_tensors import still_valid, train_tensors
 
 
@@ -55,7 +55,7 @@ def refusal(call, *args):
 
 def megatron_job(model: Path, layouts: dict[str, dict]) -> dict:
     """Every layout: {name: {"layout": text, "overrides": {}, "refused": [other layouts]}}."""
-    from verl_patches.model.build import build_model, start_parallel
+    from tests.model.megatron_model import build_model, start_parallel
 
     inventory, rank = build_inventory(model), torch.distributed.get_rank()
     found = {}

@@ -12,11 +12,11 @@ from tests.model.mindspeed_start import LAYOUTS, engine_config
 from verl_patches.layout.inventory import build_inventory
 from verl_patches.layout.parallel import parse_layout
 from verl_patches.layout.sharding import local_parameters
-from verl_patches.model.hf_tensors import HFTensors
+from verl_patches.model.weights import HFTensors
 from verl_patches.reshard.region import region_of
 
 MEGATRON = {
-    "pp2vpp2": {"layout": "pp2 vpp2 @2"},  # pipelines first, as in tests/model/test_load.py
+    "pp2vpp2": {"layout": "pp2 vpp2 @2"},  # pipelines first, as in tests/model/test_weights.py
     "pp2uneven": {"layout": "pp2 @2 layers=1,3", "overrides": {"num_layers_in_first_pipeline_stage": 1},
                   "refused": ["pp2 @2", "@2"]},
     "tp1": {"layout": "@2"},

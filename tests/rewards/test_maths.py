@@ -1,4 +1,4 @@
-r"""What the maths reward pays for, and above all what it does not pay for."""
+"""What the maths reward pays for, and above all what it does not pay for."""
 
 import json
 import threading
@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from verl_patches.errors import ConfigError
-from verl_patches.rewards import judge
-from verl_patches.rewards.maths import compute_score, last_box
+from verl_patches.rewards import answer_checker
+from verl_patches.rewards.maths import compose, compute_score, last_box
 
 SAMPLE = Path(__file__).resolve().parents[2] / "data" / "deepscaler_sample.json"
 
@@ -256,5 +256,24 @@ def test_last_box_reads_only_the_end():
     assert last_box(r"\boxed{1}" + "x" * 65_527) == "1"
 
 
-def test_one_judge_per_process():
-    assert judge.shared_judge() is judge.shared_judge()
+def test_one_checker_per_process():
+    assert answer_checker.shared_answer_checker() is answer_checker.shared_answer_checker()
+
+
+@pytest.mark.parametrize(
+    ("correct", "well_formed", "score"),
+    [(True, True, 1.0), (False, True, 0.1), (False, False, 0.0), (True, False, 0.0)],
+)
+def test_default_weights(correct, well_formed, score):
+    assert compose(correct, well_formed) == score
+
+
+@pytest.mark.parametrize("weight", [0.0, 0.25, 0.5])
+def test_a_wrong_answer_never_comes_near_a_right_one(weight):
+    assert compose(False, True, weight) == weight <= compose(True, True, weight) / 2
+
+
+@pytest.mark.parametrize("weight", [-0.1, 0.51, 1.0, float("nan")])
+def test_weights_out_of_range_are_refused(weight):
+    with pytest.raises(ConfigError, match=r"format_weight must be in 0\.\.0\.5"):
+        compose(True, True, weight)

@@ -8,7 +8,7 @@ import pytest
 
 from verl_patches.errors import ConfigError
 from verl_patches.layout.parallel import rollout_layout
-from verl_patches.rollout.data_parallel import dp_place
+from verl_patches.rollout.engine import dp_place
 
 EP_ALL = {"enable_expert_parallel": True, "data_parallel_size": 2}
 

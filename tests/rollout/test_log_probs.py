@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from verl_patches.rollout.log_probs import CHECK, CHECK_TOKENS, PADDING, keep_sampled, padded
+from verl_patches.rollout.log_probs import CHECK, CHECK_TOKENS, PADDING, keep_rollout_log_probs, padded
 
 
 def sample(tokens, log_probs):
@@ -40,7 +40,7 @@ def test_row_rollout_keep_log_probs_adds_them_and_leaves_the_engine_as_it_was():
         return SimpleNamespace(batch={"responses": torch.zeros(2, 3)})
 
     for _ in range(2):
-        found = keep_sampled(generate_sequences)(rollout, PLAIN).batch["rollout_log_probs"]
+        found = keep_rollout_log_probs(generate_sequences)(rollout, PLAIN).batch["rollout_log_probs"]
         assert found.dtype == torch.float32 and found.tolist() == [[-1, -2, PADDING], [-3, PADDING, PADDING]]
     assert "generate" not in vars(rollout.inference_engine)
 
@@ -52,7 +52,7 @@ def test_they_are_where_the_responses_are():
         self.inference_engine.generate(prompts)
         return SimpleNamespace(batch={"responses": torch.zeros(2, 3, device="meta")})
 
-    assert keep_sampled(generate_sequences)(rollout, PLAIN).batch["rollout_log_probs"].is_meta
+    assert keep_rollout_log_probs(generate_sequences)(rollout, PLAIN).batch["rollout_log_probs"].is_meta
 
 
 def test_a_rollout_that_fails_leaves_the_engine_as_it_was():
@@ -62,7 +62,7 @@ def test_a_rollout_that_fails_leaves_the_engine_as_it_was():
         raise RuntimeError("no memory")
 
     with pytest.raises(RuntimeError, match="no memory"):
-        keep_sampled(generate_sequences)(rollout, PLAIN)
+        keep_rollout_log_probs(generate_sequences)(rollout, PLAIN)
     assert "generate" not in vars(rollout.inference_engine)
 
 
@@ -92,7 +92,7 @@ def test_sequences_to_compare_are_sampled_behind_the_responses_as_the_model_give
         kept = {"rollout_log_probs": torch.ones(3, 2)} if kept_by_verl else {}
         return SimpleNamespace(batch={"responses": torch.zeros(3, 2), **kept})
 
-    found = keep_sampled(generate_sequences)(rollout, prompts).batch["rollout_log_probs"]
+    found = keep_rollout_log_probs(generate_sequences)(rollout, prompts).batch["rollout_log_probs"]
     assert found.tolist() == ([[1, 1]] * 3 if kept_by_verl else [[0, PADDING], [-1, PADDING], [-2, PADDING]])
     (_, own), (asked, plain) = engine.asked
     assert own == "the run's own" and asked == [{"prompt_token_ids": [7, 8]}, {"prompt_token_ids": [4, 5, 6]}]

@@ -50,7 +50,7 @@ def hook():
         def fail(_=None):
             raise ConfigError(f"row a.b: has drifted at {time.time()}")
 
-        engine_start = types.ModuleType("verl_patches.training.engine_start")  # it needs MindSpeed
+        engine_start = types.ModuleType("verl_patches.model.mindspeed.start")  # it needs MindSpeed
         engine_start.prepare = prepare
         sys.modules[engine_start.__name__] = engine_start
         os.environ["AT_HOOK"] = repr(os.environ.get(visible_die.VISIBLE))

@@ -9,9 +9,7 @@ import pytest
 from verl_patches.config.compose import CONFIGS_DIR, compose
 from verl_patches.config.recipe import recipe_keys
 from verl_patches.errors import ConfigError
-from verl_patches.model.mindspeed.arguments import arguments_of
-from verl_patches.training.engine_arguments import explain
-from verl_patches.training.engine_table import SECTIONS, TABLE
+from verl_patches.model.mindspeed.arguments import SECTIONS, TABLE, arguments_of, explain
 
 ACTOR, OPTIM = "actor_rollout_ref.actor.megatron.", "actor_rollout_ref.actor.optim."
 REF = "actor_rollout_ref.ref.megatron."
@@ -159,5 +157,5 @@ def test_fp32_leaves_router_gating_alone():
 
 
 def test_explaining_needs_no_torch(run_python):
-    code = "import sys, verl_patches.training.engine_arguments; sys.exit('torch' in sys.modules)"
+    code = "import sys, verl_patches.model.mindspeed.arguments; sys.exit('torch' in sys.modules)"
     run_python(code).check()

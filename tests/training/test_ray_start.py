@@ -15,7 +15,7 @@ def test_user_variables_and_other_keys_stay():
 
 FAKE_START = """
 import os, sys, types
-start = types.ModuleType("verl_patches.training.engine_start")
+start = types.ModuleType("verl_patches.model.mindspeed.start")
 start.prepare = lambda engine: print("prepared", engine["layers"], os.environ.get("ASCEND_RT_VISIBLE_DEVICES"))
 sys.modules[start.__name__] = start
 from verl_patches.trainer.ray_start import *

@@ -87,7 +87,7 @@ class Worker:
     def told(self):
         from verl_patches.trainer.worker_settings import prepare_from_controller
         found = []
-        start = types.ModuleType("verl_patches.training.engine_start")  # it needs MindSpeed
+        start = types.ModuleType("verl_patches.model.mindspeed.start")  # it needs MindSpeed
         start.prepare = found.append
         sys.modules[start.__name__] = start
         try:

@@ -16,10 +16,10 @@ from verl_patches.errors import ConfigError
 from verl_patches.layout.inventory import build_inventory
 from verl_patches.layout.parallel import ParallelLayout, parse_layout
 from verl_patches.model.mindspeed.arguments import Setting
+from verl_patches.model.mindspeed.arguments import explain as explain_engine
 from verl_patches.patching.install_prelude import PLACES
 from verl_patches.reshard.check import check_plan, figures, path_of
 from verl_patches.reshard.plan import DEFAULT_BUCKET_BYTES, plan_reshard
-from verl_patches.training.engine_arguments import explain as explain_engine
 from verl_patches.upstream.checkouts import LINE, trees_of, verl_check
 
 GB = 1e9
@@ -124,7 +124,7 @@ def reshard_plan_command(
         return
     check_plan(plan)
     if png is not None:
-        from verl_patches.evaluation.reshard_picture import draw_plan
+        from verl_patches.evaluation.plots import draw_plan
 
         draw_plan(plan, png)
     result = {**figures(plan), "proven": True, "planning_s": round(seconds, 2), "png": png and str(png)}

@@ -16,9 +16,8 @@ from verl_patches.config.compose import compose
 from verl_patches.errors import ConfigError
 from verl_patches.launch import launcher, ray_cluster, smoke
 from verl_patches.launch.plan import build_plan
-from verl_patches.model.mindspeed.arguments import arguments_of
+from verl_patches.model.mindspeed.arguments import arguments_of, explain
 from verl_patches.platform import require as require_platform
-from verl_patches.training.engine_arguments import explain
 from verl_patches.upstream.checkouts import LINE, require_trees, require_verl, trees_of
 from verl_patches.upstream.modified import refuse_modified
 from verl_patches.upstream.support import refused_keys

@@ -343,7 +343,7 @@ def _truth_check_checks(config: DictConfig) -> list[Check]:
 
 
 def _swap_checks(config: DictConfig) -> list[Check]:
-    """On line pypi only: line a3 has rules of its own in training/engine_table.py."""
+    """On line pypi only: line a3 has rules of its own in model/mindspeed/arguments.py."""
     train, actor = config.recipe.train, config.actor_rollout_ref.actor.megatron
     if config.recipe.line != "pypi" or not train.swap_optimizer:
         return []
@@ -390,17 +390,17 @@ def _check_served(
 def _sleep_check(config: DictConfig) -> Check:
     """What the rollout engine's sleep does with its weights (memory/sleep_mode.py)."""
     name, recipe = "rollout memory", config.recipe
-    own_sleep_off = _switched_off(config, "memory.rollout_life")
+    own_sleep_off = _switched_off(config, "memory.sleep_mode")
     graphs = not config.actor_rollout_ref.rollout.enforce_eager
     if recipe.platform == "cpu" and (own_sleep_off or graphs):
         expected = []
         if own_sleep_off:
-            expected.append("recipe.patches without -memory.rollout_life")
+            expected.append("recipe.patches without -memory.sleep_mode")
         if graphs:
             expected.append("actor_rollout_ref.rollout.enforce_eager=true (graphs keep the addresses they captured)")
         return Check(name, False, f"vLLM has no sleep mode on a CPU; expected {', '.join(expected)}")
     if own_sleep_off:
-        return Check(name, True, "row memory.rollout_life is off: vLLM copies all weights to the host")
+        return Check(name, True, "row memory.sleep_mode is off: vLLM copies all weights to the host")
     copied = None
     if _switched_off(config, _direct_row(config)):
         copied = f"row {_direct_row(config)} is off and verl's own sync is not known to write all of them"

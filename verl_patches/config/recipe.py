@@ -39,8 +39,8 @@ class Train:
     the update (memory/swap_optimizer.py; on line a3 MindSpeed's own).
     swap_optimizer_times: a piece holds at most 1/swap_optimizer_times of the states, or one tensor.
 
-    The other keys are for line a3; training/engine_table.py maps each to an engine argument. Line pypi refuses values
-    other than the defaults.
+    The other keys are for line a3; model/mindspeed/arguments.py maps each to an engine argument. Line pypi refuses
+    values other than the defaults.
 
     grouped_gemm: all local experts in one kernel; false is refused.
     fused_rmsnorm, fused_swiglu, fused_rope, fused_permute: MindSpeed's fused kernel of that name.

@@ -23,8 +23,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_patches.config import environment
 from verl_patches.errors import ConfigError
-from verl_patches.evaluation.memory_picture import draw_memory
-from verl_patches.evaluation.plots import plot_run
+from verl_patches.evaluation.plots import draw_memory, plot_run
 from verl_patches.launch.plan import driver_command
 from verl_patches.layout.parallel import rollout_layout_of, train_layout_of
 from verl_patches.processes import Descendants, MemoryWatch, adopting_orphans, die_with_parent

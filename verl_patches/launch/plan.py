@@ -22,8 +22,8 @@ from verl_patches.layout.inventory import ModelShape, build_inventory
 from verl_patches.layout.parallel import ParallelLayout, rollout_layout_of, train_layout_of
 from verl_patches.memory.expected import A3_DIE_BYTES, Setting, in_dtype, peaks
 from verl_patches.memory.schedule import OURS, VERL, direct_sync, order_followed, staying, switches_of
+from verl_patches.model.mindspeed.arguments import explain
 from verl_patches.patching.spec import PatchSpec
-from verl_patches.training.engine_arguments import explain
 from verl_patches.upstream.checkouts import LINE, Trees, verl_check
 
 DRIVER_MODULE = "verl_patches.main_grpo"

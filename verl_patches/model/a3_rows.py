@@ -5,7 +5,7 @@ from __future__ import annotations
 from verl_patches.patching.spec import PatchSpec
 
 _OURS = "verl_patches.model.mindspeed"
-_START = "verl_patches.training.engine_worker"
+_START = "verl_patches.model.mindspeed.start"
 _REGISTRY = "verl.models.mcore.registry"
 _WORKERS = "verl.workers.megatron_workers"
 _ACTOR = f"{_WORKERS}:ActorRolloutRefWorker"
@@ -32,45 +32,46 @@ _HOLD_PACKED = (
 # id, stage, target, kind, provider, bindings, why, exit
 _TABLE = (
     ("model.mla_config_name", "model", "megatron.core.transformer:MLATransformerConfig", "extend",
-     f"{_OURS}.absent:MLATransformerConfig", (),
+     f"{_OURS}.compat:MLATransformerConfig", (),
      "verl imports it (verl/models/mcore/config_converter.py:22); core_r0.8.0 has no MLA", _VERSION),
     ("model.block_spec_name", "model", "megatron.core.models.gpt.gpt_layer_specs:get_gpt_decoder_block_spec", "extend",
-     f"{_OURS}.absent:get_gpt_decoder_block_spec", (),
+     f"{_OURS}.compat:get_gpt_decoder_block_spec", (),
      "verl imports it for its other models (verl/models/mcore/model_initializer.py:20)", _VERSION),
     ("model.packed_fields", "model", "megatron.core.packed_seq_params:PackedSeqParams", "wrap",
-     f"{_OURS}.absent:with_padded_lengths", tuple(f"{module}:PackedSeqParams" for module in _HOLD_PACKED),
+     f"{_OURS}.compat:with_padded_lengths", tuple(f"{module}:PackedSeqParams" for module in _HOLD_PACKED),
      "verl gives it lengths with padding (verl/models/mcore/util.py:66); core_r0.8.0 has no such fields", _VERSION),
     ("model.etp_world_size", "model", "megatron.core.parallel_state:get_expert_tensor_parallel_world_size", "extend",
-     f"{_OURS}.absent:expert_tensor_parallel_world_size", (),
+     f"{_OURS}.compat:expert_tensor_parallel_world_size", (),
      "verl asks for it (verl/workers/sharding_manager/megatron_vllm.py:301); core_r0.8.0 has no such groups", _VERSION),
     ("model.etp_rank", "model", "megatron.core.parallel_state:get_expert_tensor_parallel_rank", "extend",
-     f"{_OURS}.absent:expert_tensor_parallel_rank", (),
+     f"{_OURS}.compat:expert_tensor_parallel_rank", (),
      "verl asks for it (verl/workers/sharding_manager/megatron_vllm.py:302)", _VERSION),
     ("model.etp_group", "model", "megatron.core.parallel_state:get_expert_tensor_parallel_group", "extend",
-     f"{_OURS}.absent:expert_tensor_parallel_group", (),
+     f"{_OURS}.compat:expert_tensor_parallel_group", (),
      "verl asks for it (verl/workers/sharding_manager/megatron_vllm.py:303)", _VERSION),
     ("model.mindspeed_config", "model", f"{_REGISTRY}:MODEL_CONFIG_CONVERTER_REGISTRY", "register",
-     f"{_OURS}.build:converters", (),
+     f"{_OURS}.model:converters", (),
      "verl's DeepSeek-V3 converter raises NotImplementedError (verl/models/mcore/config_converter.py)", _MODEL),
     ("model.mindspeed_initializer", "model", f"{_REGISTRY}:MODEL_INITIALIZER_REGISTRY", "register",
-     f"{_OURS}.build:initializers", (),
+     f"{_OURS}.model:initializers", (),
      "verl builds Megatron's own attention; MLA is MindSpeed-LLM's (deepseek_spec.py)", _MODEL),
     ("model.mindspeed_converter", "model", f"{_REGISTRY}:MODEL_WEIGHT_CONVERTER_REGISTRY", "register",
-     f"{_OURS}.sync:weight_converters", (), "verl has no DeepSeek-V3 names at this commit", _MODEL),
+     f"{_OURS}.weights:weight_converters", (), "verl has no DeepSeek-V3 names at this commit", _MODEL),
     ("model.mindspeed_load_hf", "model", "verl.utils.model:load_megatron_gptmodel_weights", "wrap",
-     f"{_OURS}.load:load_deepseekv3", (f"{_WORKERS}:load_megatron_gptmodel_weights",),
+     f"{_OURS}.weights:load_deepseekv3", (f"{_WORKERS}:load_megatron_gptmodel_weights",),
      "verl loads HF weights into Megatron for Llama and Qwen2 only (verl/models/weight_loader_registry.py)", _MODEL),
     ("model.saver_name", "model", "verl.models.weight_loader_registry:get_weight_saver", "wrap",
-     f"{_OURS}.absent:saver_that_refuses", ("verl.utils.checkpoint.megatron_checkpoint_manager:get_weight_saver",),
+     f"{_OURS}.compat:refuse_to_save_deepseekv3",
+     ("verl.utils.checkpoint.megatron_checkpoint_manager:get_weight_saver",),
      "every worker looks its model's saver up, saving or not; there is none for DeepSeek-V3 "
      "(verl/utils/checkpoint/megatron_checkpoint_manager.py:94)", "our own checkpoints take this place"),
     ("model.packed_rope", "model",
      "megatron.core.models.common.embeddings.rotary_pos_embedding:apply_rotary_pos_emb_thd", "wrap",
-     f"{_OURS}.rope:rope_of_packed", (),
+     f"{_OURS}.compat:packed_rope", (),
      "MindSpeed-LLM's MLA hands over [T, 1, N, D] (multi_head_latent_attention.py:323), which it takes for [T, N, D]",
      "MindSpeed-LLM's MLA takes packed sequences"),
     ("model.mindspeed_weights", "model", "verl.utils.megatron_utils:per_tensor_generator", "wrap",
-     f"{_OURS}.sync:generator_by_our_names",
+     f"{_OURS}.weights:deepseekv3_generator",
      ("verl.workers.sharding_manager.megatron_vllm:per_tensor_generator",
       "verl.workers.sharding_manager.megatron_sglang:per_tensor_generator"),
      "it reads fields that core_r0.8.0's TransformerConfig lacks, knows no stacked experts and leaves out the "
@@ -80,7 +81,7 @@ _TABLE = (
      "verl calls initialize_model_parallel with an argument that core_r0.8.0 lacks, and knows no arguments of "
      "MindSpeed (verl/workers/megatron_workers.py:86)", "verl starts MindSpeed"),
     ("update.optimizer_config", "update", "verl.utils.megatron_utils:init_megatron_optim_config", "wrap",
-     f"{_START}:optimizer_config_of_arguments", (),
+     f"{_START}:optimizer_config_from_arguments", (),
      "verl hands over lr, clip and decay only, in bf16 always (verl/utils/megatron_utils.py:201)",
      "verl hands Megatron's optimizer all of its settings"),
     ("update.lr_schedule", "update", "verl.workers.actor.megatron_actor:MegatronPPOActor.update_policy", "wrap",

@@ -15,7 +15,7 @@ F this rank's part of an expert's intermediate size, e local experts.
     ...self_attention.linear_qkv               q_a, kv_a (all of both under TP)     as HF                   mindspeed
     every other one                            one kind, or gate and up             as HF                   all
 
-Sources: names are tabulated in layout/sharding.py, model/names.py and model/mindspeed/names.py. weight1 and weight2 are
+Sources: names are tabulated in layout/sharding.py, model/weights.py and model/mindspeed/weights.py. weight1 and weight2 are
 megatron-core's GroupedMLP: its forward in 0.12.2 (transformer/moe/experts.py:249) views them so, and so does MindSpeed
 (core/transformer/moe/experts.py, groupedmlp_forward): weight1's shape does not say what is in its memory.
 """
@@ -32,9 +32,9 @@ from verl_patches.errors import ConfigError
 from verl_patches.layout.inventory import Inventory, Parameter
 from verl_patches.layout.parallel import ParallelLayout
 from verl_patches.layout.sharding import Shard, local_parameters
-from verl_patches.model import names as megatron
-from verl_patches.model.mindspeed import experts
-from verl_patches.model.mindspeed import names as mindspeed
+from verl_patches.model import weights as megatron
+from verl_patches.model.mindspeed import weights
+from verl_patches.model.mindspeed import weights as mindspeed
 from verl_patches.reshard.live_memory import view_id
 from verl_patches.reshard.region import Region, part_of, region_of
 
@@ -74,7 +74,7 @@ class Storage(NamedTuple):
         """
         if self.how == PLAIN:
             return [tensor]
-        return (experts.split_up if self.how == UP_STACK else experts.split_down)(tensor, count)
+        return (weights.split_up if self.how == UP_STACK else weights.split_down)(tensor, count)
 
 
 def storage_of(name: str, library: str) -> Storage:
@@ -140,10 +140,10 @@ def views_of(
     if len(native) != layout.vpp:
         raise ConfigError(f"reshard: rank {rank} has {len(native)} model chunks, layout {layout} has {layout.vpp}")
     shards = local_parameters(inventory, layout, rank, library).shards
-    experts = layout.local_experts(rank, inventory.model.n_routed_experts)
+    weights = layout.local_experts(rank, inventory.model.n_routed_experts)
     found: dict[str, TrainTensor] = {}
     for number, tensors in enumerate(native):
-        chunk = _Chunk(inventory, shards, _layers(inventory, layout, rank, number), experts, rank)
+        chunk = _Chunk(inventory, shards, _layers(inventory, layout, rank, number), weights, rank)
         for name, tensor in tensors.items():
             tensor = tensor.detach()
             for shard, view in chunk.views(name, tensor, storage_of(name, library)):
@@ -178,7 +178,7 @@ class _Chunk(NamedTuple):
     inventory: Inventory
     shards: Mapping[str, Shard]
     layers: range
-    experts: range
+    weights: range
     rank: int
 
     def views(self, name: str, tensor: torch.Tensor, storage: Storage) -> Iterator[tuple[Shard, torch.Tensor]]:
@@ -249,7 +249,7 @@ def _unwrapped(chunks: Sequence[torch.nn.Module]) -> list[Any]:
 
 
 def _native(chunks: Sequence[torch.nn.Module]) -> list[Native]:
-    from verl_patches.model.load import named_weights
+    from verl_patches.model.weights import named_weights
 
     return [dict(named_weights(chunk)) for chunk in _unwrapped(chunks)]
 
@@ -259,14 +259,14 @@ def _check_place(models: list[Any], inventory: Inventory, layout: ParallelLayout
     from megatron.core import parallel_state
 
     at = layout.coordinates(rank)
-    experts = list(layout.local_experts(rank, inventory.model.n_routed_experts))
+    weights = list(layout.local_experts(rank, inventory.model.n_routed_experts))
     tp = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
     etp = parallel_state.get_expert_tensor_parallel_rank(), parallel_state.get_expert_tensor_parallel_world_size()
     facts = [("(TP rank, TP)", (at.tp, layout.tp), tp), ("(expert TP rank, expert TP)", (at.etp, layout.etp), etp)]
     for number, model in enumerate(models[: layout.vpp]):
         layers = [layer.layer_number - 1 for layer in model.decoder.layers]  # Megatron counts from 1
         facts.append((f"layers of model chunk {number}", list(_layers(inventory, layout, rank, number)), layers))
-        facts += [(f"experts of layer {layer.layer_number - 1}", experts, list(layer.mlp.local_expert_indices))
+        facts += [(f"experts of layer {layer.layer_number - 1}", weights, list(layer.mlp.local_expert_indices))
                   for layer in model.decoder.layers if hasattr(layer.mlp, "local_expert_indices")]  # fmt: skip
     for what, expected, found in facts:
         if expected != found:

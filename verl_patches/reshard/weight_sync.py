@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from verl_patches.layout.inventory import Inventory, build_inventory
 from verl_patches.layout.parallel import ParallelLayout
-from verl_patches.model.names import local_name
+from verl_patches.model.weights import local_name
 from verl_patches.reshard.destination import Destinations, learn_destinations
 from verl_patches.reshard.execute import Executor, SyncReport, build_executor
 from verl_patches.reshard.live_memory import post_load

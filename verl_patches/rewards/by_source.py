@@ -1,4 +1,4 @@
-"""One reward function for mixed data: each row is paid by the reward that its data_source belongs to."""
+"""The reward function of mixed data: picks the reward by a row's data_source. Add your own reward here."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def compute_score(
 ) -> dict[str, float]:
     """Score one response in verl's `custom_reward_function` contract: {score, acc, format}, each in 0..1.
 
-    Rows of the learnable task (rewards/learnable.py) are paid by the share of right symbols, all others are maths
+    Rows of the learnable task (rewards/learnable.py) score the share of right symbols, all others are maths
     (rewards/maths.py, which takes `maths_options`). The keys are the same for both, which verl relies on.
     """
     if data_source != learnable.DATA_SOURCE:

@@ -1,9 +1,9 @@
-"""Are two answers equal? The rules around math-verify, and the loop of the helper process that asks it.
+"""Whether two answers are equal: rules around math-verify, and the helper process that applies them.
 
-math-verify is generous in places where a reward must not be; each rule here closes one of them (versions: configs/
+math-verify accepts answers that a reward must not; each rule here closes one such gap (versions: configs/
 requirements-pypi.txt). It also bounds its work with SIGALRM, which needs the main thread and cannot stop one long C
-call such as 10**10**10: this module is therefore run as a process (`judge.py` starts it) that the kernel ends at a
-limit of CPU time.
+call such as 10**10**10: this module is therefore run as a process (started by answer_checker.py) that the kernel ends
+at a limit of CPU time.
 """
 
 from __future__ import annotations
@@ -19,19 +19,8 @@ MAX_DEPTH = 12  # of brackets; ANTLR's time grows steeply with depth
 MEMORY_BYTES = 1 << 30  # more than this on top of the imports is an attack, not an answer
 _WALL_FACTOR = 30.0  # wall-clock limit over CPU limit, for a machine that is busy with other work
 
-_UNICODE = str.maketrans(
-    {
-        "−": "-",
-        "–": "-",
-        "×": r"\times ",
-        "÷": "/",
-        "π": r"\pi ",
-        "∞": r"\infty ",
-        "∪": r"\cup ",
-        "≤": r"\le ",
-        "≥": r"\ge ",
-    }
-)
+_COMMANDS = {"×": "times", "π": "pi", "∞": "infty", "∪": "cup", "≤": "le", "≥": "ge"}
+_UNICODE = str.maketrans("−–÷", "--/") | {ord(sign): f"\\{command} " for sign, command in _COMMANDS.items()}
 _WRAPPERS = re.compile(r"^(?:\$\$(.*)\$\$|\$(.*)\$|\\\((.*)\\\)|\\\[(.*)\\\])$")
 _THOUSANDS = re.compile(r"(?<=[0-9])(?:\\,|\\!|\{,\})(?=[0-9]{3}(?![0-9]))")
 _MIXED = re.compile(r"([0-9]) ([0-9]+)/([0-9]+)")
@@ -45,7 +34,7 @@ _NUMBER = re.compile(r"-?[0-9]+(?:\.[0-9]+)?")
 
 
 def tidy(answer: str) -> str:
-    """Take out what carries no meaning: unicode signs, outer math delimiters, thousands marks, a final full stop."""
+    """Remove what carries no meaning: unicode signs, outer math delimiters, thousands marks, a final full stop."""
     answer = " ".join(answer.translate(_UNICODE).replace(r"\$", "").split())
     while match := _WRAPPERS.match(answer):
         inner = next(group for group in match.groups() if group is not None)
@@ -58,7 +47,7 @@ def tidy(answer: str) -> str:
 
 
 def equivalent(gold: str, answer: str) -> bool:
-    """Whether `answer` says the same as `gold`; both are LaTeX or plain text without a box around them.
+    """Whether `answer` equals `gold`; both are LaTeX or plain text without a box around them.
 
     Values are compared by math-verify: 1/2, 0.5 and \\frac12 are one value, decimals agree to 6 places or to as many
     as the gold answer has. Stricter than math-verify in four things: every side of an equation must be right (5 is not
@@ -101,7 +90,7 @@ def _same(gold: str, answer: str) -> bool:
     return bool(verify(list(parsed_gold), list(parsed), float_rounding=max(6, decimals), timeout_seconds=None))
 
 
-@functools.lru_cache(maxsize=1024)  # the gold answer of a prompt is asked for once per response
+@functools.lru_cache(maxsize=1024)  # a prompt's gold answer is parsed once per response
 def _parse(answer: str) -> tuple:
     from math_verify import LatexExtractionConfig, parse
 
@@ -112,8 +101,11 @@ def _parse(answer: str) -> tuple:
 def _depth(answer: str) -> int:
     depth = deepest = 0
     for char in answer:
-        depth += (char in "([{") - (char in ")]}")
-        deepest = max(deepest, depth)
+        if char in "([{":
+            depth += 1
+            deepest = max(deepest, depth)
+        elif char in ")]}":
+            depth -= 1
     return deepest
 
 
@@ -128,7 +120,7 @@ def _limit_cpu(cpu_s: float) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF, signal.SIGALRM})
 
 
-def _say(value: object) -> None:
+def _reply(value: object) -> None:
     sys.stdout.write(json.dumps(value) + "\n")
     sys.stdout.flush()
 
@@ -150,18 +142,18 @@ def serve() -> None:
 
     The first line on stdout is {"ready": true} or {"error": text}.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that asks; its end closes our stdin
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent; its end closes our stdin
     _limit_cpu(60.0)
     try:
         _warm_up()
     except Exception as why:
-        _say({"error": f"{type(why).__name__}: {why}"})
+        _reply({"error": f"{type(why).__name__}: {why}"})
         return
     with open("/proc/self/statm") as statm:
         now_bytes = int(statm.read().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (now_bytes + MEMORY_BYTES, resource.RLIM_INFINITY))
     _limit_cpu(0.0)
-    _say({"ready": True})
+    _reply({"ready": True})
     for line in sys.stdin:
         gold, answer, cpu_s = json.loads(line)
         _limit_cpu(cpu_s)
@@ -170,7 +162,7 @@ def serve() -> None:
         except Exception:  # MemoryError and RecursionError too: what cannot be compared is not equal
             verdict = False
         _limit_cpu(0.0)
-        _say(verdict)
+        _reply(verdict)
 
 
 if __name__ == "__main__":

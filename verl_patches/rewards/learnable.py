@@ -3,9 +3,9 @@ is in.
 
 A prompt is twelve symbols of one of three kinds: small letters, capitals, or marks (digits and punctuation). The
 reward is the share of the response's characters that are of the same kind. The kinds are disjoint and equally
-frequent, so an answer that does not depend on the prompt earns at most 1/3 on average; doing as asked earns 1. Every
-single token moves the reward, and random tokens of the tiny model's tokenizer earn about 0.3, so there is a gradient
-from the first step.
+frequent, so an answer that does not depend on the prompt earns at most 1/3 on average; the prompt's kind throughout
+earns 1. Every single token changes the reward, and random tokens of the tiny model's tokenizer earn about 0.3, so there
+is a gradient from the first step.
 """
 
 from __future__ import annotations

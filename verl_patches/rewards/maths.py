@@ -2,6 +2,11 @@ r"""Reward for maths answers: the last \boxed{...} of a response, compared with 
 
 Deviates from common rewards, which search the whole response: only what stands in the last box counts, so a gold
 string in the reasoning, in an earlier box or in a box that is never closed earns nothing.
+
+A correct answer earns 1.0, always. A wrong answer in the right form earns `format_weight`, anything else earns nothing.
+The form's share is small because GRPO divides by the spread inside a group: where no response of a group is correct,
+the form alone decides the advantages however small its weight, so it only has to be above zero to give a first signal,
+and a weight of 0 switches that off.
 """
 
 from __future__ import annotations
@@ -10,9 +15,10 @@ import re
 from typing import Any
 
 from verl_patches.errors import ConfigError
-from verl_patches.rewards.compose import FORMAT_WEIGHT, compose
-from verl_patches.rewards.judge import CPU_LIMIT_S, shared_judge
+from verl_patches.rewards.answer_checker import CPU_LIMIT_S, shared_answer_checker
 
+FORMAT_WEIGHT = 0.1
+MAX_FORMAT_WEIGHT = 0.5
 TAIL_CHARS = 65_536  # a box further from the end than this is not an answer; it also bounds the time
 MAX_ANSWER_CHARS = 512
 _TOKEN = re.compile(r"\\boxed\s*\{|\\.|[{}]", re.DOTALL)  # an escaped brace is text, and so is "\\" before a word
@@ -28,7 +34,7 @@ def compute_score(
 ) -> dict[str, float]:
     """Score one response, as verl's reward managers `naive` and `dapo` call a `custom_reward_function`.
 
-    Returns score in 0..1 (see compose.py), acc (1.0 if the answer is right) and format (1.0 if there is a closed,
+    Returns score in 0..1 (see `compose`), acc (1.0 if the answer is right) and format (1.0 if there is a closed,
     non-empty last box); verl logs the last two, and takes acc as the validation metric. The keys are the same for
     every response, which verl relies on. `format_weight` and `cpu_limit_s` come from
     custom_reward_function.reward_kwargs. May be called from any thread or process; takes at most about `cpu_limit_s`
@@ -45,7 +51,7 @@ def compute_score(
     gold = last_box(gold) or gold
     answer = last_box(solution_str)
     well_formed = answer is not None and 0 < len(answer) <= MAX_ANSWER_CHARS
-    correct = well_formed and (answer == gold.strip() or _judged(gold, answer, cpu_limit_s))
+    correct = well_formed and (answer == gold.strip() or _checked(gold, answer, cpu_limit_s))
     score = compose(correct, well_formed, format_weight)
     return {"score": score, "acc": float(correct), "format": float(well_formed)}
 
@@ -73,5 +79,21 @@ def last_box(text: str) -> str | None:
     return None if open_boxes else content
 
 
-def _judged(gold: str, answer: str, cpu_limit_s: float) -> bool:
-    return len(gold) <= MAX_ANSWER_CHARS and shared_judge().equivalent(gold, answer, cpu_limit_s)
+def _checked(gold: str, answer: str, cpu_limit_s: float) -> bool:
+    return len(gold) <= MAX_ANSWER_CHARS and shared_answer_checker().equivalent(gold, answer, cpu_limit_s)
+
+
+def compose(correct: bool, well_formed: bool, format_weight: float = FORMAT_WEIGHT) -> float:
+    """Reward in 0..1 of one response from its two parts.
+
+    A response that is not well formed is never paid for being correct: it holds no answer that could be checked.
+    Raises ConfigError unless 0 <= format_weight <= 0.5, so that the form never comes near a correct answer.
+    """
+    if not 0.0 <= format_weight <= MAX_FORMAT_WEIGHT:
+        raise ConfigError(
+            f"reward: format_weight must be in 0..{MAX_FORMAT_WEIGHT}, found {format_weight}: "
+            "set custom_reward_function.reward_kwargs.format_weight"
+        )
+    if not well_formed:
+        return 0.0
+    return 1.0 if correct else float(format_weight)

@@ -1,13 +1,28 @@
-"""What verl's in-process vLLM engine is built with, where verl, the model folder and vLLM 0.9.1 disagree."""
+"""How verl's in-process vLLM engine is built: arguments, router dtype, MLA's projections, data-parallel ranks.
+
+Data-parallel rollout under an external launcher: verl starts one process per rank and each builds its own `LLM`. With
+`data_parallel_size` among the engine's arguments vLLM 0.9.1 takes DP rank 0 and a random port in every process
+(config.py:1885-1887): it expects to start the ranks itself. Rank order is vLLM's own (parallel_state.py:1006): instance
+x dp x pp x tp, tp fastest. The group's address goes through the store of torch.distributed, which verl has initialised
+before: the first rank of each group picks a free port on its own host and publishes it.
+"""
 
 from __future__ import annotations
 
 import functools
+import itertools
+import logging
+import os
+import socket
 from collections.abc import Callable
 from typing import Any
 
+from verl_patches.errors import ConfigError
 from verl_patches.layout.model_folder import for_vllm
-from verl_patches.memory.sleep_mode import absorb_in_place
+from verl_patches.reshard.live_memory import absorb_in_place
+
+log = logging.getLogger(__name__)
+_engine_number = itertools.count()  # engines of one process are built in the same order on every rank
 
 
 def engine_arguments(given: dict[str, Any]) -> dict[str, Any]:
@@ -15,7 +30,7 @@ def engine_arguments(given: dict[str, Any]) -> dict[str, Any]:
 
     verl 0.4.0 always passes limit_mm_per_prompt (None for text, vllm_rollout_spmd.py:160) and
     disable_mm_preprocessor_cache (:159); vLLM 0.9.1 wants a dict for the first and refuses the second for text-only
-    models (config.py:695). Unless `quantization` is asked for, the model's configuration goes through
+    models (config.py:695). Unless `quantization` is set, the model's configuration goes through
     layout/model_folder.py before vLLM looks for a quantization method (config.py:484, :621); the caller's own
     hf_overrides come after it.
     """
@@ -44,21 +59,21 @@ def route_in_fp32(original: Callable) -> Callable:
 
     vLLM 0.9.1 computes logits and scores in the model's dtype and keeps the bias in it (deepseek_v2.py:105-118).
     Training and transformers route in fp32, and the checkpoint's bias is fp32: in bf16 (8 bits) near scores change
-    places, and a token goes to other experts than in training. The gate's weight is stored in fp32 for it (7 MB a
-    layer at 671B); its input is widened on the way in.
+    order, and a token goes to other experts than in training. The gate's weight is stored in fp32 for it (7 MB a
+    layer at 671B); its input is cast to fp32.
     """
 
     @functools.wraps(original)
     def __init__(self, *args, **kwargs) -> None:
         original(self, *args, **kwargs)
-        for parameter in self.gate.parameters():  # weight, and the bias that the experts' layer holds too
+        for parameter in self.gate.parameters():  # weight, and the bias that the experts' layer shares
             parameter.data = parameter.data.float()
         self.gate.register_forward_pre_hook(lambda gate, inputs: (inputs[0].float(), *inputs[1:]))
 
     return __init__
 
 
-def absorb_mla_again(load_weights: Callable) -> Callable:
+def refresh_absorbed_mla(load_weights: Callable) -> Callable:
     """`DeepseekV2ForCausalLM.load_weights` after which MLA's absorbed projections are those of the new weights.
 
     vLLM derives W_UV and W_UK_T from kv_b_proj once, when it has built the engine
@@ -74,3 +89,80 @@ def absorb_mla_again(load_weights: Callable) -> Callable:
         return loaded
 
     return load
+
+
+def dp_rank_of(rank: int, world_size: int, dp: int, ranks_per_replica: int) -> tuple[int, int]:
+    """(DP rank, global rank of the first rank of its DP group) of global `rank`.
+
+    `ranks_per_replica` is tp * pp. Groups hold the ranks of one instance with equal tp and pp coordinates.
+    Raises ConfigError if `world_size` is no multiple of dp * ranks_per_replica.
+    """
+    instance = dp * ranks_per_replica
+    if world_size % instance:
+        raise ConfigError(
+            f"rollout: world size {world_size} is no multiple of "
+            f"data_parallel_size {dp} x {ranks_per_replica} ranks a replica (tp x pp); "
+            "change actor_rollout_ref.rollout.tensor_model_parallel_size or "
+            "actor_rollout_ref.rollout.engine_kwargs.vllm.data_parallel_size"
+        )
+    dp_rank = rank % instance // ranks_per_replica
+    return dp_rank, rank - dp_rank * ranks_per_replica
+
+
+def set_dp_rank_in_launcher(original: Callable) -> Callable:
+    """`ParallelConfig.__post_init__` with DP rank and group address when a launcher started the processes."""
+
+    @functools.wraps(original)
+    def __post_init__(self) -> None:
+        requested = self.data_parallel_size  # by the engine's arguments; upstream falls back to the environment for 1
+        original(self)
+        if requested > 1 and self.distributed_executor_backend == "external_launcher":
+            _set_dp_rank(self)
+
+    return __post_init__
+
+
+def _set_dp_rank(parallel_config) -> None:
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        raise ConfigError(
+            f"rollout: data_parallel_size {parallel_config.data_parallel_size} with external_launcher needs "
+            "torch.distributed to be initialised before LLM() is built, as verl's workers do; "
+            "call torch.distributed.init_process_group first"
+        )
+    rank, dp, replica = dist.get_rank(), parallel_config.data_parallel_size, parallel_config.world_size
+    dp_rank, leader = dp_rank_of(rank, dist.get_world_size(), dp, replica)
+    ip, port = _group_address(leader, rank)
+    parallel_config.data_parallel_rank = parallel_config.data_parallel_rank_local = dp_rank
+    parallel_config.data_parallel_master_ip, parallel_config.data_parallel_master_port = ip, port
+    log.info("rollout rank %d is DP rank %d of %d, group address %s:%d", rank, dp_rank, dp, ip, port)
+
+
+def _group_address(leader: int, rank: int) -> tuple[str, int]:
+    """(IP, port) that the group's leader has published; the same on every rank of the group."""
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    store, key = _get_default_store(), f"verl_patches/rollout_dp/{next(_engine_number)}/{leader}"
+    if rank == leader:
+        store.set(key, "{}:{}".format(*_free_address()))
+    ip, _, port = store.get(key).decode().rpartition(":")
+    return ip, int(port)
+
+
+def _free_address() -> tuple[str, int]:
+    """This host's address towards the launcher's master, and a port that is free on it now (the next one too)."""
+    master = os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT", "1"))
+    family, kind, _, _, address = socket.getaddrinfo(*master, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(address)  # chooses a route, sends nothing
+        ip = probe.getsockname()[0]
+    for _ in range(100):  # vLLM's V1 engine uses the port and the next one
+        with socket.create_server((ip, 0), family=family) as server:
+            port = server.getsockname()[1]
+            try:
+                socket.create_server((ip, port + 1), family=family).close()
+            except (OSError, OverflowError):
+                continue
+            return ip, port
+    raise ConfigError(f"rollout: no two neighbouring ports are free on {ip} for the engines' DP group; free some")

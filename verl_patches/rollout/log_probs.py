@@ -1,9 +1,9 @@
-"""vLLM's log-probs of sampled tokens: those of a step's responses, and of sequences that are sampled to be compared.
+"""vLLM's log-probs of sampled tokens: of a step's responses, and of sequences that are sampled for the truth check.
 
-verl 54c9b736 asks vLLM for the first and drops them; verl 0.4.0 keeps them. Where a run samples at another temperature,
-or cuts the distribution, they need not be the model's own, so the truth check (trainer/sampled_check.py) has vLLM
-sample again as the model gives it: a second call of the engine, while it is awake, behind that of the responses, which
-stay as they are. Its requests draw from generators of their own.
+verl 54c9b736 gets the first from vLLM and drops them; verl 0.4.0 keeps them. Where a run samples at another temperature
+or truncates the distribution (top-k, top-p), they are not the model's own, so for the truth check
+(trainer/sampled_check.py) vLLM samples again at temperature 1: a second call of the engine, while it is awake, after
+that of the responses, which it does not change. Its requests have seeds of their own.
 """
 
 from __future__ import annotations
@@ -15,31 +15,31 @@ from typing import Any
 
 PADDING = -1.0  # verl 0.4.0's (verl/workers/rollout/vllm_rollout/vllm_rollout_spmd.py)
 CHECK = "logprob_check"  # in a batch's meta_info: {sequences: how many each replica samples, seed: of their draws}
-CHECK_TOKENS = 256  # of a compared sequence at most: wrong weights show in every token, and decoding costs by the token
+CHECK_TOKENS = 256  # of a checked sequence at most: wrong weights show in every token, and decoding costs by the token
 
 
-def keep_sampled(generate_sequences: Callable) -> Callable:
+def keep_rollout_log_probs(generate_sequences: Callable) -> Callable:
     """Row provider for `vLLMRollout.generate_sequences`: adds `rollout_log_probs` [B, S_response] to its batch.
 
     fp32, on the device of the responses. With CHECK in meta_info the replica samples from its first prompts once more,
-    and keeps what `sample_as_the_model` returns as `self.checked`.
+    and stores what `sample_for_check` returns in `self.checked`.
     """
 
     @functools.wraps(generate_sequences)
     def generate(self: Any, prompts: Any, **kwargs: Any) -> Any:
         import torch
 
-        asked = prompts.meta_info.get(CHECK)
-        compared = _first_prompts(prompts, asked["sequences"]) if asked else []  # before verl takes the batch apart
+        check = prompts.meta_info.get(CHECK)
+        checked = _first_prompts(prompts, check["sequences"]) if check else []  # before verl takes the batch apart
         engine, sampled = self.inference_engine, []
         generate_of_engine = engine.generate
 
-        def listening(*args: Any, **options: Any) -> Any:
+        def record_samples(*args: Any, **options: Any) -> Any:
             found = generate_of_engine(*args, **options)
             sampled.extend(sample for request in found for sample in request.outputs)
             return found
 
-        engine.generate = listening
+        engine.generate = record_samples
         try:
             output = generate_sequences(self, prompts, **kwargs)
         finally:
@@ -48,9 +48,9 @@ def keep_sampled(generate_sequences: Callable) -> Callable:
             responses = output.batch["responses"]
             rows = [padded(sample.token_ids, sample.logprobs, responses.shape[1]) for sample in sampled]
             output.batch["rollout_log_probs"] = torch.tensor(rows, dtype=torch.float32, device=responses.device)
-        if asked:
+        if check:
             tokens = min(CHECK_TOKENS, self.config.response_length)
-            self.checked = sample_as_the_model(engine, compared, tokens, asked["seed"])
+            self.checked = sample_for_check(engine, checked, tokens, check["seed"])
         return output
 
     return generate
@@ -61,10 +61,11 @@ def _first_prompts(prompts: Any, count: int) -> list[list[int]]:
     return [row[keep].tolist() for row, keep in zip(ids, mask, strict=True)]
 
 
-def sample_as_the_model(engine: Any, prompts: Sequence[list[int]], tokens: int, seed: int) -> dict[str, Any]:
-    """One sequence a prompt at temperature 1, nothing cut off: {prompts, responses, log_probs, seconds}, in order.
+def sample_for_check(engine: Any, prompts: Sequence[list[int]], tokens: int, seed: int) -> dict[str, Any]:
+    """One sequence per prompt at temperature 1 with top-k and top-p off.
 
-    At most `tokens` each. `engine`: vLLM's LLM, awake; all ranks of its instance must call this.
+    Returns {prompts, responses, log_probs, seconds}, in the order of `prompts`, of at most `tokens` each. `engine`:
+    vLLM's LLM, awake; all ranks of its instance must call this.
     """
     from vllm import SamplingParams
 
@@ -79,6 +80,6 @@ def sample_as_the_model(engine: Any, prompts: Sequence[list[int]], tokens: int, 
 
 
 def padded(tokens: Sequence[int], log_probs: Sequence[Any], length: int) -> list[float]:
-    """One log-prob a token, as vLLM gives them ([{token: Logprob}]), padded on the right to `length`."""
+    """One log-prob per token, as vLLM gives them ([{token: Logprob}]), padded on the right to `length`."""
     found = [of_token[token].logprob for token, of_token in zip(tokens, log_probs, strict=True)]
     return found + [PADDING] * (length - len(found))

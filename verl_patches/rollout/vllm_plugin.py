@@ -1,4 +1,4 @@
-"""Entry point of group `vllm.general_plugins`: vLLM calls it in every process; one more way in for the prelude."""
+"""Entry point of group `vllm.general_plugins`: vLLM calls it in every process, which runs the prelude there too."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from verl_patches.patching.switches import VARIABLE
 
 
 def register() -> None:
-    """Put the catalogue's rows in place in this process, if VERL_PATCHES is set; calling it again changes nothing.
+    """Apply the catalogue's rows in this process if VERL_PATCHES is set. Idempotent.
 
-    Without the variable nothing happens: vLLM calls this in every process of a machine that has the package installed.
+    Without the variable nothing happens: vLLM calls this wherever the package is installed.
     """
     if os.environ.get(VARIABLE):
         from verl_patches import prelude_patch  # noqa: F401

@@ -56,11 +56,11 @@ def prelude_then(user_hook: str | Callable | None, engine: Mapping[str, Any] | N
 def prepare_with_verl(engine: Mapping[str, Any]) -> None:
     """Prepare line a3's engine when this process imports verl: Ray has set the visible die, Megatron is not there yet.
 
-    The import of verl fails with what `engine_start.prepare` raises.
+    The import of verl fails with what `model.mindspeed.start.prepare` raises.
     """
 
     def prepare(_: Any) -> None:
-        importlib.import_module("verl_patches.training.engine_start").prepare(engine)
+        importlib.import_module("verl_patches.model.mindspeed.start").prepare(engine)
 
     hooks.after_import("verl", prepare)
 

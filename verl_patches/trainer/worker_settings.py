@@ -80,7 +80,7 @@ def prepare_from_controller(_: Any) -> None:
 
         set_interface(**settings["network"])
     if settings["engine"] is not None:
-        from verl_patches.training.engine_start import prepare
+        from verl_patches.model.mindspeed.start import prepare
 
         prepare(settings["engine"])
 

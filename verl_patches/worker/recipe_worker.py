@@ -27,7 +27,7 @@ from verl.single_controller.base.decorator import Dispatch, register
 from verl_patches.layout.parallel import rollout_layout_in, train_layout_in
 from verl_patches.memory import counters
 from verl_patches.memory.swap_optimizer import swap_optimizer
-from verl_patches.model.precision import DTYPES
+from verl_patches.model.megatron import DTYPES
 from verl_patches.patching import engine
 from verl_patches.patching.engine import is_on
 from verl_patches.reshard.weight_sync import Settings
@@ -49,9 +49,9 @@ class RecipeWorker:
 
     def __init__(self, config: Any, role: str) -> None:
         if is_on("update.engine_start"):
-            from verl_patches.training import engine_start
+            from verl_patches.model.mindspeed import start
 
-            engine_start.start(config)  # process groups and arguments are there before verl looks
+            start.start(config)  # process groups and arguments are there before verl looks
         super().__init__(config, role)
         self.recipe = config.get("recipe")
         if self.recipe is not None:

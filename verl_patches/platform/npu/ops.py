@@ -1,6 +1,6 @@
 """NPU ops, checked (guards.py) and differentiable; T tokens, H hidden, k experts a token, E experts, N heads.
 
-Production calls `attention` (model/mindspeed/attention.py): that call to torch_npu is this project's own. MindSpeed
+Production calls `attention` (model/mindspeed/model.py): that call to torch_npu is this project's own. MindSpeed
 calls torch_npu itself for norms and SwiGLU, and its op builders for the rest; tests/npu/boot_job.py makes these three
 calls as production does, on the real torch_npu. The other wrappers here say what the rest must be like, and tests/npu
 makes a DeepSeek-V3 layer of all of them.

@@ -21,25 +21,24 @@ def arguments(cases: dict[str, dict], early: str | None = None) -> dict | str:
     import torch
 
     from verl_patches.errors import ConfigError
-    from verl_patches.model.mindspeed.arguments import arguments_of
-    from verl_patches.training import engine_start
-    from verl_patches.training.engine_arguments import explain
+    from verl_patches.model.mindspeed import start
+    from verl_patches.model.mindspeed.arguments import arguments_of, explain
 
     before = {"compile": torch.compile, "argv": sys.argv}
     if early is not None:
         importlib.import_module(early)
         try:
-            return engine_start.prepare(cases["base"]["config"])
+            return start.prepare(cases["base"]["config"])
         except ConfigError as error:
             return str(error)
-    engine_start.prepare(cases["base"]["config"])
+    start.prepare(cases["base"]["config"])
     found = {"compile_is_torchs": torch.compile is before["compile"], "argv_is_ours": sys.argv is before["argv"]}
     for name, case in cases.items():
         os.environ.update(WORLD_SIZE=str(case["world_size"]), RANK="0", CUDA_DEVICE_MAX_CONNECTIONS="1")
         try:
             words = arguments_of(explain(case["config"], case["hf"]))
-            engine_start._same_features(words)
-            args = engine_start._arguments(words)
+            start._same_features(words)
+            args = start._arguments(words)
             found[name] = {key: value for key, value in vars(args).items() if isinstance(value, (int, float, str))}
         except ConfigError as error:
             found[name] = str(error)

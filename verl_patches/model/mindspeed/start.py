@@ -1,46 +1,52 @@
 """Start the training engine of line a3 in a worker: MindSpeed, then Megatron, then verl's groups.
 
     prepare(config)   before Megatron is imported: MindSpeed-LLM's adaptor, which reads features from the command line
-    start(config)     in the worker: arguments by upstream's own parsers and validators, process groups, identities
+    start(config)     in the worker: arguments by upstream's own parsers and validators, process groups
+    row providers     of verl 54c9b736's worker and actor: start, optimizer, learning-rate schedule
 
-Facts (MindSpeed-LLM 2.0.0): importing the package patches Megatron, by sys.argv as it is then
-(mindspeed_llm/__init__.py, tasks/megatron_adaptor.py); "--raylet-name" in it, which Ray's workers have, would switch on
-patches of torch.distributed that are for another system. So sys.argv is ours while it runs. It also replaces
-torch.compile for good; vLLM shares the process, so it is put back: Megatron's own functions were decorated by then.
+Facts (MindSpeed-LLM 2.0.0): importing the package patches Megatron by sys.argv (mindspeed_llm/__init__.py,
+tasks/megatron_adaptor.py); "--raylet-name" in it, which Ray's workers have, would switch on patches of
+torch.distributed that are for another system. So sys.argv is replaced while the adaptor runs. It also replaces
+torch.compile; vLLM shares the process, so that is restored: Megatron's own functions were decorated by then.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import datetime
+import functools
 import importlib
 import io
 import logging
 import os
 import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 
 from verl_patches.errors import ConfigError
 from verl_patches.layout.model_folder import read_config
-from verl_patches.model.mindspeed.arguments import arguments_of
+from verl_patches.model.mindspeed.arguments import arguments_of, explain
 from verl_patches.patching import engine
 from verl_patches.platform.npu.visible_die import check_visible_die
-from verl_patches.training.engine_arguments import explain
 
 log = logging.getLogger(__name__)
 
 _features: Namespace | None = None  # what the adaptor read in this process
-# What validators may change of what was asked for: arguments that they turn from text into what modules read
-_PARSED_FURTHER = {"num_layer_list"}
+_PARSED_FURTHER = {"num_layer_list"}  # validators turn it from text into what modules read
+# What the adaptor branches on and our table sets (mindspeed_llm/tasks/megatron_adaptor.py)
+_ADAPTOR_FEATURES = (
+    "moe_tp_extend_ep", "moe_permutation_async_comm", "moe_token_dispatcher_type", "moe_alltoall_overlap_comm",
+    "use_fused_moe_token_permute_and_unpermute", "swap_optimizer",
+)  # fmt: skip
 
 
 def prepare(config: Any) -> None:
-    """Run MindSpeed-LLM's adaptor with the features that `config` asks for, once in a process, before Megatron.
+    """Run MindSpeed-LLM's adaptor with the features that `config` requires, once in a process, before Megatron.
 
     Raises ConfigError where a key is refused, where Megatron was imported first, or for a second, different call.
     """
@@ -53,7 +59,7 @@ def prepare(config: Any) -> None:
     if early:
         raise ConfigError(
             f"MindSpeed must patch Megatron before anything else imports it, but {early[0]} is imported already: "
-            "call verl_patches.training.engine_start.prepare(config) first in the process"
+            "call verl_patches.model.mindspeed.start.prepare(config) first in the process"
         )
     compile_of_torch = torch.compile
     with _command_line(words), _quiet("MindSpeed-LLM's adaptor"):
@@ -66,9 +72,9 @@ def start(config: Any) -> Namespace:
     """Make this rank's training engine as `config` (verl's actor_rollout_ref section with `recipe`) says.
 
     Needs `prepare`, and RANK and WORLD_SIZE in the environment; starts torch.distributed if verl has not. Idempotent
-    for one configuration. Returns Megatron's arguments. Raises ConfigError with upstream's own words where a parser or
-    validator refuses, or where a validator changes a value that was asked for; PatchError where MindSpeed went over
-    one of our rows.
+    for one configuration. Returns Megatron's arguments. Raises ConfigError with upstream's own message where a parser
+    or validator refuses, or where a validator changes a value of the configuration; RecipeError where MindSpeed
+    replaced one of our patches.
     """
     if _features is None:
         prepare(config)
@@ -99,24 +105,24 @@ def read_hf_config(section: Any) -> Mapping[str, Any]:
 
 
 def check_rows() -> None:
-    """PatchError where MindSpeed's own patches went over one of our rows."""
+    """RecipeError where MindSpeed's own patches replaced one of ours."""
     try:
         found = engine.current()
-    except engine.PatchError:
-        return  # a tool that runs without the prelude has no rows to lose
+    except engine.RecipeError:
+        return  # without the prelude there are no rows
     lost = [f"{row['id']} at {row['target']}: {row['reason']}"
             for row in found.status() if row["state"] == "overridden"]
     if lost:
-        raise engine.PatchError("after MindSpeed's start these rows are no longer in place:\n  " + "\n  ".join(lost))
+        raise engine.RecipeError("After MindSpeed's start these patches are no longer in place:\n  " + "\n  ".join(lost))
 
 
 def _start_distributed(timeout_minutes: int) -> None:
     if not torch.distributed.is_initialized():  # as verl/workers/megatron_workers.py:86, which then finds it done
         torch.distributed.init_process_group(backend="nccl", timeout=datetime.timedelta(minutes=timeout_minutes))
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    world, said = torch.distributed.get_world_size(), os.environ.get("WORLD_SIZE")
-    if str(world) != said:
-        raise ConfigError(f"WORLD_SIZE is {said}, but torch.distributed has {world} ranks; Megatron reads the former")
+    world, variable = torch.distributed.get_world_size(), os.environ.get("WORLD_SIZE")
+    if str(world) != variable:
+        raise ConfigError(f"WORLD_SIZE is {variable}, but torch.distributed has {world} ranks; they must be equal")
 
 
 def _start_groups(args: Namespace) -> None:
@@ -138,24 +144,24 @@ def _arguments(words: list[str]) -> Namespace:
 
     with _command_line(words), _quiet("Megatron's arguments"):
         args = arguments.parse_args()
-        asked = _asked(words, args)
+        requested = _requested(words, args)
         arguments.validate_args(args)
         _mindspeed_rules(args)
-    changed = [f"{name}: asked {value!r}, got {getattr(args, name, None)!r}" for name, value in asked.items()
+    changed = [f"{name}: requested {value!r}, got {getattr(args, name, None)!r}" for name, value in requested.items()
                if getattr(args, name, None) != value and name not in _PARSED_FURTHER]
     if changed:
-        raise ConfigError("upstream's validators changed what the configuration asks for:\n  " + "\n  ".join(changed))
+        raise ConfigError("upstream's validators changed values of the configuration:\n  " + "\n  ".join(changed))
     return args
 
 
-def _asked(words: list[str], args: Namespace) -> dict[str, Any]:
+def _requested(words: list[str], args: Namespace) -> dict[str, Any]:
     """The parsed values of the arguments in `words` that are named as their attribute is."""
     names = {word[2:].replace("-", "_") for word in words if word.startswith("--")}
     return {name: copy.copy(value) for name, value in vars(args).items() if name in names}
 
 
 def _mindspeed_rules(args: Namespace) -> None:
-    """MindSpeed's validator, which MindSpeed-LLM leaves out; what its parser alone knows gets its defaults."""
+    """MindSpeed's validator, which MindSpeed-LLM does not call; what only its parser knows gets its defaults."""
     from mindspeed import arguments
     from mindspeed_llm.tasks.megatron_adaptor import MegatronAdaptation
 
@@ -171,11 +177,11 @@ def _read_features() -> Namespace:
 
 
 def _same_features(words: list[str]) -> None:
-    """ConfigError where `words` ask for other features than the adaptor patched Megatron for."""
+    """ConfigError where `words` need other features than the adaptor patched Megatron for."""
     with _command_line(words):
         now = vars(_read_features())
     prepared = vars(_features)
-    mixed = [name for name in now if name in _decided_by_adaptor() and now[name] != prepared[name]]
+    mixed = [name for name in _ADAPTOR_FEATURES if now.get(name) != prepared.get(name)]
     if mixed:
         raise ConfigError(
             "this process was prepared for another configuration: "
@@ -183,33 +189,59 @@ def _same_features(words: list[str]) -> None:
         )
 
 
-def _decided_by_adaptor() -> set[str]:
-    """Arguments that the adaptor branches on and that our table sets (mindspeed_llm/tasks/megatron_adaptor.py)."""
-    return {"moe_tp_extend_ep", "moe_permutation_async_comm", "moe_token_dispatcher_type", "moe_alltoall_overlap_comm",
-            "use_fused_moe_token_permute_and_unpermute", "swap_optimizer"}  # fmt: skip
-
-
 @contextlib.contextmanager
 def _command_line(words: list[str]) -> Iterator[None]:
-    kept, sys.argv = sys.argv, ["verl_patches", *words]
+    before, sys.argv = sys.argv, ["verl_patches", *words]
     try:
         yield
     finally:
-        sys.argv = kept
+        sys.argv = before
 
 
 @contextlib.contextmanager
 def _quiet(what: str) -> Iterator[None]:
-    """Send what upstream prints to the log, and turn its ways of refusing into ConfigError."""
+    """Send what upstream prints to the log, and turn its errors into ConfigError."""
     printed = io.StringIO()
     try:
         with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
             yield
-    except engine.PatchError:
+    except engine.RecipeError:
         raise
     except (AssertionError, ValueError, RuntimeError, SystemExit) as error:
         lines = printed.getvalue().strip().splitlines()
-        said = lines[-1] if isinstance(error, SystemExit) and lines else str(error)
-        raise ConfigError(f"{what}: upstream refuses: {said}") from error
+        message = lines[-1] if isinstance(error, SystemExit) and lines else str(error)
+        raise ConfigError(f"{what}: upstream refuses: {message}") from error
     finally:
         log.debug("%s:\n%s", what, printed.getvalue())
+
+
+def optimizer_config_from_arguments(original: Callable) -> Callable:
+    """Row provider for verl's `init_megatron_optim_config`: every field that Megatron's arguments have, from them."""
+
+    @functools.wraps(original)
+    def config(optim_config: Any) -> Any:
+        from megatron.core.optimizer import OptimizerConfig
+        from megatron.training import get_args
+
+        args = get_args()
+        names = (field.name for field in dataclasses.fields(OptimizerConfig))
+        return OptimizerConfig(**{name: getattr(args, name) for name in names if hasattr(args, name)})
+
+    return config
+
+
+def with_lr_schedule(update_policy: Callable) -> Callable:
+    """Row provider for MegatronPPOActor.update_policy: Megatron's own scheduler, one step per call."""
+
+    @functools.wraps(update_policy)
+    def update(self: Any, *args: Any, **kwargs: Any) -> Any:
+        from megatron.training import get_args
+        from megatron.training.training import get_optimizer_param_scheduler
+
+        if not hasattr(self, "lr_schedule"):
+            self.lr_schedule = get_optimizer_param_scheduler(self.actor_optimizer)  # sets the first step's rate
+        metrics = update_policy(self, *args, **kwargs)
+        self.lr_schedule.step(increment=get_args().global_batch_size)  # it counts samples
+        return metrics
+
+    return update

@@ -12,7 +12,7 @@ from verl.models.mcore import hf_to_mcore_config, init_mcore_model
 from verl.utils.megatron_utils import get_model
 
 from verl_patches.layout.parallel import ParallelLayout
-from verl_patches.model.load import load_weights
+from verl_patches.model.weights import load_weights
 
 
 def start_parallel(layout: ParallelLayout, seed: int = 42) -> None:

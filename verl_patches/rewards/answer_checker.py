@@ -1,4 +1,4 @@
-"""The process that compares answers, seen from the one that asks: started when needed, bounded, restarted when lost."""
+"""Client of the helper process that compares answers (equivalence.py): starts it, bounds it, restarts it."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from verl_patches.errors import ConfigError
 
 CPU_LIMIT_S = 1.0
 _log = logging.getLogger(__name__)
-_judges: dict[int, Judge] = {}
+_checkers: dict[int, AnswerChecker] = {}
 
 
-class Judge:
+class AnswerChecker:
     """One helper process that compares two answers at a time, from whatever thread.
 
-    The helper bounds its own CPU time and memory and ends itself at the limit, so a question never hangs; the next
-    question starts a new one (about 0.5 s). It also ends when this process does, because its standard input then
+    The helper bounds its own CPU time and memory and ends itself at the limit, so a comparison never hangs; the next
+    one starts a new helper (about 0.5 s). It also ends when this process does, because its standard input then
     closes.
     """
 
@@ -32,19 +32,20 @@ class Judge:
     def equivalent(self, gold: str, answer: str, cpu_limit_s: float = CPU_LIMIT_S) -> bool:
         """Whether the two answers are equal (`equivalence.equivalent`); False where that takes more than `cpu_limit_s`.
 
-        A helper that something else ends is replaced and asked again, once; answers that end it twice are not equal.
+        A helper that ends for another reason is replaced and the comparison repeated, once; answers that end it twice
+        are not equal.
         Raises ConfigError if the helper cannot start, as without math-verify.
         """
         request = json.dumps([gold, answer, cpu_limit_s]) + "\n"
         with self._lock:
             for _ in range(2):
                 process = self._running()
-                reply = self._ask(process, request)
+                reply = self._request(process, request)
                 if reply:
                     return bool(json.loads(reply))
                 self._drop()
                 if process.returncode in (-signal.SIGPROF, -signal.SIGALRM):
-                    _log.info("reward: an answer took more than %s s of CPU time and counts as wrong", cpu_limit_s)
+                    _log.info("reward: an answer took more than %s s of CPU time to compare; it is wrong", cpu_limit_s)
                     return False
         _log.warning("reward: the helper process ended twice (last: %s); the answer is wrong", process.returncode)
         return False
@@ -76,14 +77,14 @@ class Judge:
                 self._drop()
                 raise ConfigError(
                     "reward: the helper process that compares answers does not start; expected math-verify and "
-                    f"antlr4-python3-runtime 4.9.3, found: {greeting.strip() or 'no word from it'}. "
+                    f"antlr4-python3-runtime 4.9.3, found: {greeting.strip() or 'no output'}. "
                     "Run: pip install -r requirements.txt"
                 )
         return self._process
 
     @staticmethod
-    def _ask(process: subprocess.Popen[str], request: str) -> str:
-        """The helper's line, empty if it has ended."""
+    def _request(process: subprocess.Popen[str], request: str) -> str:
+        """The helper's reply, empty if it has ended."""
         try:
             process.stdin.write(request)
             process.stdin.flush()
@@ -91,21 +92,16 @@ class Judge:
             return ""
         reply = process.stdout.readline()
         if not reply:
-            process.wait()  # its own exit code, before anybody kills it
+            process.wait()  # its own exit code, before _drop kills it
         return reply
 
     def _drop(self) -> None:
         process, self._process = self._process, None
         if process is not None:
             process.kill()
-            process.wait()
-            for pipe in (process.stdin, process.stdout):
-                try:
-                    pipe.close()
-                except OSError:  # closing flushes, and nobody reads any more
-                    pass
+            process.communicate()  # closes the pipes and waits
 
 
-def shared_judge() -> Judge:
-    """This process's judge: one per process, so that a fork never talks to its parent's helper."""
-    return _judges.setdefault(os.getpid(), Judge())
+def shared_answer_checker() -> AnswerChecker:
+    """This process's checker: one per process, so that a fork never talks to its parent's helper."""
+    return _checkers.setdefault(os.getpid(), AnswerChecker())

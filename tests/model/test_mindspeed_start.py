@@ -37,7 +37,7 @@ CASES = {
          "actor_rollout_ref.model.gradient_checkpointing_kwargs.activations_checkpoint_method=block"],
         "not yet supported for selective"),
     "three_ranks": ("grpo_deepseekv3_tiny_cpu", 3, TP2, "world size"),
-    "too_few_ranks": ("grpo_deepseekv3_tiny_cpu", 1, TP2, "tensor_model_parallel_size: asked 2, got 1"),
+    "too_few_ranks": ("grpo_deepseekv3_tiny_cpu", 1, TP2, "tensor_model_parallel_size: requested 2, got 1"),
     "bad_word": ("grpo_deepseekv3_tiny_cpu", 2, [*TP2, "actor_rollout_ref.actor.optim.warmup_style=sine"],
                  "invalid choice: 'sine'"),
     "other_features": ("grpo_deepseekv3_tiny_cpu", 2, [*TP2, "recipe.train.fused_permute=false"],

@@ -7,20 +7,20 @@ import torch
 
 from verl_patches.errors import ConfigError
 from verl_patches.layout.inventory import build_inventory
-from verl_patches.model.mindspeed import experts
-from verl_patches.model.mindspeed.names import NAMES, place
+from verl_patches.model.mindspeed import weights
+from verl_patches.model.mindspeed.weights import NAMES, parse_name
 from verl_patches.model.tiny import tiny_config
 
 
 def test_every_hf_tensor_has_one_parameter_and_back():
     for parameter in build_inventory(tiny_config()).parameters:
-        found = place("module.module." + NAMES[parameter.kind].format(layer=parameter.layer))
+        found = parse_name("module.module." + NAMES[parameter.kind].format(layer=parameter.layer))
         assert parameter.kind in found.kinds
         assert (found.layer, found.expert) == (parameter.layer, None)
 
 
 def test_joined_tensors_come_in_the_order_of_their_rows():
-    joined = {place(name.format(layer=0)).kinds for name in NAMES.values()}
+    joined = {parse_name(name.format(layer=0)).kinds for name in NAMES.values()}
     assert {("q_a_proj", "kv_a_proj"), ("routed_expert_gate", "routed_expert_up"), ("dense_mlp_gate", "dense_mlp_up"),
             ("shared_expert_gate", "shared_expert_up")} == {kinds for kinds in joined if len(kinds) > 1}  # fmt: skip
 
@@ -36,24 +36,24 @@ def test_joined_tensors_come_in_the_order_of_their_rows():
 )
 def test_names_of_other_libraries_and_modes_are_refused(name):
     with pytest.raises(ConfigError, match=r"not one of DeepSeek-V3's"):
-        place(name)
+        parse_name(name)
 
 
 def test_stacked_experts_are_those_of_the_view():
     up = [torch.randn(6, 4, dtype=torch.float64) for _ in range(3)]  # [2F, H]; float32 sums differ by their order
     down = [torch.randn(4, 3, dtype=torch.float64) for _ in range(3)]  # [H, F]
-    weight1, weight2 = experts.stack_up(up), experts.stack_down(down)
+    weight1, weight2 = weights.stack_up(up), weights.stack_down(down)
     assert weight1.shape == (4, 18) and weight2.shape == (9, 4)
     tokens = torch.randn(5, 4, dtype=torch.float64)
     for number in range(3):  # as GroupedMLP computes
         assert torch.allclose(tokens @ weight1.view(3, 4, -1)[number], tokens @ up[number].t())
         hidden = tokens @ up[number][:3].t()
         assert torch.allclose(hidden @ weight2.view(3, -1, 4)[number], hidden @ down[number].t())
-    assert all(torch.equal(a, b) for a, b in zip(experts.split_up(weight1, 3), up, strict=True))
-    assert all(torch.equal(a, b) for a, b in zip(experts.split_down(weight2, 3), down, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(weights.split_up(weight1, 3), up, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(weights.split_down(weight2, 3), down, strict=True))
 
 
 def test_columns_of_the_stored_shape_are_not_the_experts():
     up = [torch.randn(6, 4) for _ in range(3)]
-    by_columns = experts.stack_up(up).chunk(3, dim=1)
+    by_columns = weights.stack_up(up).chunk(3, dim=1)
     assert not any(torch.allclose(columns.t(), expert) for columns, expert in zip(by_columns, up, strict=True))

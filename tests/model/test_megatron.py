@@ -1,11 +1,13 @@
-"""Row model.config: what verl's converter leaves out, and what it takes for granted."""
+"""Rows of model/megatron.py: the config converter, the gradient of MLA's rotary key, one dtype throughout."""
 
 import json
+import shutil
+from types import SimpleNamespace
 
 import pytest
+import torch
 
-ROW = "model.config"
-pytestmark = pytest.mark.slow
+from verl_patches.model.megatron import build_in_recipe_dtype, optimizer_in_model_dtype
 
 CODE = """
 import verl_patches.prelude_patch
@@ -52,6 +54,7 @@ def convert(run_warm, tiny_model, tmp_path_factory):
     return run
 
 
+@pytest.mark.slow
 def test_groups_router_and_balancing(convert):
     plain, overridden, ungrouped, *refused = convert()
     assert (plain["moe_router_num_groups"], plain["moe_router_group_topk"]) == (4, 2)
@@ -70,9 +73,48 @@ def test_groups_router_and_balancing(convert):
         assert message in found
 
 
+@pytest.mark.slow
 def test_without_the_row_groups_are_dropped(convert):
-    plain, *_, unequal_mscale = convert(f",-{ROW}")
+    plain, *_, unequal_mscale = convert(",-model.config")
     assert plain["moe_router_num_groups"] is None
     assert plain["moe_router_dtype"] == "fp64"
     assert plain["moe_router_load_balancing_type"] == "seq_aux_loss"
     assert isinstance(unequal_mscale, dict)  # accepted, and computed wrongly
+
+
+@pytest.mark.slow
+def test_without_the_row_gradients_are_wrong_under_tp(reference, run_ranks, parity, tmp_path):
+    shutil.copytree(reference["folder"] / "model", tmp_path / "model")
+    shutil.copy(reference["folder"] / "batch.pt", tmp_path)
+    (tmp_path / "layouts.json").write_text(json.dumps({"tp2": {"tp": 2}}))
+    ranks = run_ranks("parity_job.py:layouts_job", tmp_path, switches=",-model.mla_k_pe_grad")
+    assert parity.logits_error(reference, ranks[0]["tp2"]["packed"]) <= 1e-4
+    errors = parity.gradient_errors(reference["gradients"], parity.whole_gradients(ranks, "tp2"))
+    wrong = {name for name, error in errors.items() if error > 1e-3}
+    assert {f"model.layers.{layer}.self_attn.kv_a_proj_with_mqa.weight" for layer in range(4)} <= wrong
+
+
+class Section(SimpleNamespace):
+    """Stands for a DictConfig."""
+
+    def get(self, name):
+        return getattr(self, name, None)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "expected"),
+    [(Section(dtype="fp32"), torch.float32), (Section(dtype="bf16"), torch.bfloat16), (None, torch.float16)],
+)
+def test_worker_builds_in_the_recipes_dtype(recipe, expected):
+    worker = SimpleNamespace(config=Section(recipe=recipe), dtype=torch.float16, param_dtype=torch.float16)
+    assert build_in_recipe_dtype(lambda self: self.dtype)(worker) == expected
+    assert worker.param_dtype == expected
+
+
+@pytest.mark.parametrize("bf16", [True, False])
+def test_optimizer_follows_the_model(bf16):
+    dtype = torch.bfloat16 if bf16 else torch.float32
+    model = [SimpleNamespace(config=SimpleNamespace(bf16=bf16, params_dtype=dtype))]
+    config = SimpleNamespace(bf16=True, params_dtype=torch.bfloat16)
+    optimizer_in_model_dtype(lambda model, config: None)(model, config)
+    assert (config.bf16, config.params_dtype) == (bf16, dtype)

@@ -1,4 +1,4 @@
-"""The helper process: its life, and what happens when it is lost or cannot start."""
+"""The helper process: start, end, and what happens when it is lost or cannot start."""
 
 import os
 import signal
@@ -8,59 +8,59 @@ import psutil
 import pytest
 
 from verl_patches.errors import ConfigError
-from verl_patches.rewards.judge import Judge
+from verl_patches.rewards.answer_checker import AnswerChecker
 
 pytestmark = pytest.mark.slow  # each starts processes, or plans 256 ranks
 
 
 @pytest.fixture
-def judge():
-    judge = Judge()
-    yield judge
-    judge.close()
+def checker():
+    checker = AnswerChecker()
+    yield checker
+    checker.close()
 
 
-def test_a_lost_helper_is_replaced_and_close_ends_the_new_one(judge):
-    assert judge.equivalent("1/2", "0.5")
-    first = judge.pid
-    assert judge.equivalent("1/2", "0.50")
-    assert judge.pid == first
+def test_a_lost_helper_is_replaced_and_close_ends_the_new_one(checker):
+    assert checker.equivalent("1/2", "0.5")
+    first = checker.pid
+    assert checker.equivalent("1/2", "0.50")
+    assert checker.pid == first
     os.kill(first, signal.SIGKILL)
     while psutil.pid_exists(first) and psutil.Process(first).status() != psutil.STATUS_ZOMBIE:
         time.sleep(0.01)
-    assert judge.equivalent("1/2", "2/4")
-    assert judge.pid != first
-    helper = psutil.Process(judge.pid)
+    assert checker.equivalent("1/2", "2/4")
+    assert checker.pid != first
+    helper = psutil.Process(checker.pid)
     assert helper.rlimit(psutil.RLIMIT_AS)[0] < 4 << 30
-    judge.close()
-    assert judge.pid is None
+    checker.close()
+    assert checker.pid is None
     assert not helper.is_running()
 
 
-def test_a_helper_that_dies_at_work_is_asked_again_once(judge, monkeypatch, caplog):
+def test_a_helper_that_dies_at_work_is_replaced_once(checker, monkeypatch, caplog):
     deaths = []
 
-    def ask(process, request, alive=Judge._ask):
+    def request_of_dying_helper(process, request, alive=AnswerChecker._request):
         if len(deaths) < limit:
             deaths.append(process.pid)
             process.kill()
             process.wait()
         return alive(process, request)
 
-    monkeypatch.setattr(Judge, "_ask", staticmethod(ask))
+    monkeypatch.setattr(AnswerChecker, "_request", staticmethod(request_of_dying_helper))
     limit = 1
-    assert judge.equivalent("1/2", "0.5")
+    assert checker.equivalent("1/2", "0.5")
     limit = 3
-    assert not judge.equivalent("1/2", "0.5")
+    assert not checker.equivalent("1/2", "0.5")
     assert "ended twice (last: -9)" in caplog.text
     assert len(set(deaths)) == 3
 
 
-def test_time_limits_do_not_depend_on_the_callers_signals(judge):
+def test_time_limits_do_not_depend_on_the_callers_signals(checker):
     before = signal.signal(signal.SIGPROF, signal.SIG_IGN)
     try:
         start = time.perf_counter()
-        assert judge.equivalent("1", "10^{10^{10}}", cpu_limit_s=0.2) is False
+        assert checker.equivalent("1", "10^{10^{10}}", cpu_limit_s=0.2) is False
         assert time.perf_counter() - start < 15
     finally:
         signal.signal(signal.SIGPROF, before)
@@ -76,8 +76,8 @@ def test_time_limits_do_not_depend_on_the_callers_signals(judge):
 )
 def test_the_helper_ends_with_the_process_that_started_it(run_python, ending):
     code = (
-        "import os\nfrom verl_patches.rewards.judge import Judge\njudge = Judge()\n"
-        f"assert judge.equivalent('1', '2/2')\nprint(judge.pid, flush=True)\n{ending}\n"
+        "import os\nfrom verl_patches.rewards.answer_checker import AnswerChecker\nchecker = AnswerChecker()\n"
+        f"assert checker.equivalent('1', '2/2')\nprint(checker.pid, flush=True)\n{ending}\n"
     )
     helper = int(run_python(code).out)
     deadline = time.monotonic() + 10
@@ -89,21 +89,21 @@ def test_the_helper_ends_with_the_process_that_started_it(run_python, ending):
 def test_a_fork_gets_a_helper_of_its_own(run_python):
     code = """
 import os
-from verl_patches.rewards.judge import shared_judge
-assert shared_judge().equivalent("1", "2/2")
-mine = shared_judge().pid
+from verl_patches.rewards.answer_checker import shared_answer_checker
+assert shared_answer_checker().equivalent("1", "2/2")
+mine = shared_answer_checker().pid
 child = os.fork()
 if child == 0:
-    good = shared_judge().equivalent("1", "3/3") and shared_judge().pid != mine
+    good = shared_answer_checker().equivalent("1", "3/3") and shared_answer_checker().pid != mine
     os._exit(0 if good else 1)
 assert os.waitpid(child, 0)[1] == 0
-assert shared_judge().equivalent("1", "4/4") and shared_judge().pid == mine
+assert shared_answer_checker().equivalent("1", "4/4") and shared_answer_checker().pid == mine
 """
     run_python(code).check()
 
 
-def test_without_math_verify_the_error_says_what_to_install(tmp_path, monkeypatch, judge):
+def test_without_math_verify_the_error_says_what_to_install(tmp_path, monkeypatch, checker):
     (tmp_path / "math_verify.py").write_text("raise ImportError('no math-verify here')\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(ConfigError, match="no math-verify here.*pip install -r requirements.txt"):
-        judge.equivalent("1", "2/2")
+        checker.equivalent("1", "2/2")

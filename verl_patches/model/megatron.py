@@ -1,0 +1,163 @@
+"""DeepSeek-V3 on megatron-core 0.12.2: configuration, dtype, and the gradient of MLA's rotary key.
+
+verl 0.4.0's `hf_to_mcore_config_dpskv3` (verl/models/mcore/config_converter.py:187) converts MLA and yarn correctly,
+but drops group-limited routing, and assumes values of HF keys that Megatron's modules compute. These are checked here:
+a model of other values would run and be wrong.
+
+Row providers; verl and Megatron are imported inside functions, because both may be half built when a row is applied.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from verl_patches.errors import ConfigError
+from verl_patches.layout.model_folder import for_training
+
+# (HF key, the only value that verl's converter and Megatron's modules compute)
+_ASSUMED = (
+    ("scoring_func", "sigmoid"),
+    ("topk_method", "noaux_tc"),
+    ("norm_topk_prob", True),
+    ("hidden_act", "silu"),
+    ("attention_bias", False),
+    ("moe_layer_freq", 1),
+)
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def deepseekv3_config(hf_config, dtype: torch.dtype, **overrides: Any):
+    """MLATransformerConfig of a DeepSeek-V3 HF config, for parameters of `dtype`; `overrides` are its fields and win.
+
+    Deviates from verl's converter: sets group-limited routing, computes the router in fp32 instead of fp64 (as the
+    model was trained, and NPUs have no fp64), and switches balancing off: no auxiliary loss, and a correction bias that
+    training does not change (both would change the model by something that is not the RL loss).
+    Takes fp8 and MTP entries out of `hf_config`, in place (layout/model_folder.py). Raises ConfigError where the HF
+    config is not what verl's converter assumes.
+    """
+    from verl.models.mcore.config_converter import hf_to_mcore_config_dpskv3
+
+    for_training(hf_config)
+    check(hf_config)
+    defaults: dict[str, Any] = {
+        "moe_router_dtype": "fp32",
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_router_bias_update_rate": 0.0,
+    }
+    if (getattr(hf_config, "n_group", None) or 1) > 1:
+        defaults["moe_router_num_groups"] = hf_config.n_group
+        defaults["moe_router_group_topk"] = hf_config.topk_group
+    return hf_to_mcore_config_dpskv3(hf_config, dtype, **{**defaults, **overrides})
+
+
+def check(hf_config) -> None:
+    """ConfigError where `hf_config` is not a DeepSeek-V3 that verl's converter and Megatron compute correctly."""
+    for key, expected in _ASSUMED:
+        found = getattr(hf_config, key, expected)
+        if found != expected:
+            raise ConfigError(f"HF config: {key} must be {expected!r} for DeepSeek-V3 on Megatron, found {found!r}")
+    groups, of_groups = getattr(hf_config, "n_group", None) or 1, getattr(hf_config, "topk_group", None) or 1
+    if groups > 1 and hf_config.num_experts_per_tok != 2 * of_groups:
+        raise ConfigError(
+            "HF config: num_experts_per_tok must be 2 * topk_group: "
+            "Megatron ranks a group by its best num_experts_per_tok // topk_group experts, "
+            f"transformers and vLLM by its best 2; found {hf_config.num_experts_per_tok} and {of_groups}"
+        )
+    yarn = getattr(hf_config, "rope_scaling", None)
+    if not yarn:
+        return
+    if yarn.get("type") != "yarn":  # verl reads "type" alone and would silently take plain rope
+        raise ConfigError(f'HF config: rope_scaling must hold "type": "yarn", found {yarn}')
+    if yarn.get("mscale") != yarn.get("mscale_all_dim"):
+        raise ConfigError(
+            "HF config: rope_scaling.mscale and mscale_all_dim must be given and equal, "
+            "because Megatron scales the softmax by mscale and transformers and vLLM by mscale_all_dim; "
+            f"found {yarn.get('mscale')} and {yarn.get('mscale_all_dim')}"
+        )
+
+
+def converters() -> dict[Any, Any]:
+    """Row provider: the entry for verl's MODEL_CONFIG_CONVERTER_REGISTRY."""
+    from verl.models.mcore.registry import SupportedModel
+
+    return {SupportedModel.DEEPSEEK_V3: deepseekv3_config}
+
+
+def build_in_recipe_dtype(build_model_optimizer):
+    """Row provider for `ActorRolloutRefWorker._build_model_optimizer`, the first to read the dtype: `recipe.dtype`.
+
+    verl's workers see it as `config.recipe.dtype`. verl 0.4.0 knows bfloat16 only (megatron_workers.py:334). fp32 is
+    for finding errors: it tells a wrong weight from rounding.
+    """
+
+    @functools.wraps(build_model_optimizer)
+    def build(self, *args, **kwargs):
+        recipe = self.config.get("recipe")
+        if recipe is not None:
+            self.dtype = self.param_dtype = _DTYPES[recipe.dtype]
+        return build_model_optimizer(self, *args, **kwargs)
+
+    return build
+
+
+def optimizer_in_model_dtype(get_megatron_optimizer):
+    """Row provider for verl's `get_megatron_optimizer`: no bf16 optimizer for a model that is not bf16.
+
+    verl 0.4.0's optimizer config says bf16 whatever the model is (megatron_utils.py:207).
+    """
+
+    @functools.wraps(get_megatron_optimizer)
+    def get(model, config, *args, **kwargs):
+        transformer_config = model[0].config
+        if not transformer_config.bf16:
+            config.bf16 = False
+            config.params_dtype = transformer_config.params_dtype
+        return get_megatron_optimizer(model, config, *args, **kwargs)
+
+    return get
+
+
+def sum_k_pe_grad(original_init):
+    """Row provider for `MLASelfAttention.__init__`: give the attention a key/value latent that is already whole.
+
+    The rotary key is one head that all heads share. megatron-core 0.12.2 (multi_latent_attention.py, and verl's copy
+    in patch_v012.py) gathers the latent that contains it with an operator whose backward only splits, so each TP rank
+    keeps its own heads' share of that gradient. Upstream has a second branch, for a down projection that is not split:
+    there the rotary key is gathered over the sequence, with a backward that sums. A forward hook on the down
+    projection returns the latent as that branch expects it, [S/tp, B, kv_lora_rank + qk_pos_emb_head_dim]; both
+    upstream versions then use it. The branch exists for sequence parallelism only: ConfigError where TP is used
+    without it.
+    """
+
+    @functools.wraps(original_init)
+    def __init__(self, config, *args, **kwargs):
+        from megatron.core import parallel_state
+
+        original_init(self, config, *args, **kwargs)
+        tp = parallel_state.get_tensor_model_parallel_world_size()
+        if tp == 1:
+            return
+        if not config.sequence_parallel:
+            raise ConfigError(
+                f"multi-latent attention at tensor_model_parallel_size={tp} needs sequence_parallel=True "
+                "(found False): without it megatron-core loses part of the rotary key's gradient. "
+                "Set it, or switch the row off with -model.mla_k_pe_grad"
+            )
+        width = config.kv_lora_rank + config.qk_pos_emb_head_dim
+        self.linear_kv_down_proj.register_forward_hook(functools.partial(_whole_latent, width))
+
+    return __init__
+
+
+def _whole_latent(width, module, inputs, output):
+    from megatron.core.tensor_parallel import mappings
+
+    latent, bias = output
+    if latent.size(-1) == width:
+        return output
+    whole = mappings.gather_from_tensor_model_parallel_region(latent)
+    return mappings.scatter_to_sequence_parallel_region(whole), bias

@@ -1,0 +1,141 @@
+"""What verl 54c9b736 and MindSpeed-LLM 2.0.0 expect of Megatron core_r0.8.0 and it does not have or does differently.
+
+Names that verl imports or calls, RoPE of packed sequences, and the router's correction bias in fp32. Megatron is
+imported inside functions only: rows put these names into it while it is half built. Shape letters: T packed tokens,
+N heads, D rotary size.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+_LENGTHS = "verl_patches_lengths"  # attribute of cu_seqlens
+_ROUTER_BUFFERS = ("expert_bias", "local_tokens_per_expert")
+
+
+class MLATransformerConfig:
+    """Only a name in verl's annotations: MLA's sizes are MindSpeed-LLM's arguments here."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        raise NotImplementedError("Megatron core_r0.8.0 has no MLATransformerConfig: MLA is MindSpeed-LLM's here")
+
+
+def with_padded_lengths(original: type) -> type:
+    """Row provider for PackedSeqParams: two more fields, which verl sets to what cu_seqlens_q and _kv hold."""
+    added = [(f"cu_seqlens_{which}_padded", Any, dataclasses.field(default=None)) for which in ("q", "kv")]
+    return dataclasses.make_dataclass(original.__name__, added, bases=(original,))
+
+
+def refuse_to_save_deepseekv3(get_weight_saver: Any) -> Any:
+    """Row provider for verl's `get_weight_saver`: for DeepSeek-V3 one that raises when it is called."""
+
+    @functools.wraps(get_weight_saver)
+    def get(arch: str) -> Any:
+        return _refuse_to_save if arch == "DeepseekV3ForCausalLM" else get_weight_saver(arch)
+
+    return get
+
+
+def _refuse_to_save(*args: Any, **kwargs: Any) -> None:
+    raise NotImplementedError("there is no saver for DeepSeek-V3 here: leave hf_model out of checkpoint.contents")
+
+
+def get_gpt_decoder_block_spec(*args: Any, **kwargs: Any) -> Any:
+    """What verl's models other than DeepSeek-V3 would call."""
+    raise NotImplementedError("Megatron core_r0.8.0 has no get_gpt_decoder_block_spec; line a3 runs DeepSeek-V3 only")
+
+
+def expert_tensor_parallel_world_size() -> int:
+    """Ranks that share one expert: TP, unless TP extends EP."""
+    from megatron.core import parallel_state
+    from megatron.training import get_args
+
+    return 1 if get_args().moe_tp_extend_ep else parallel_state.get_tensor_model_parallel_world_size()
+
+
+def expert_tensor_parallel_rank() -> int:
+    """This rank's index among those that share its experts."""
+    from megatron.core import parallel_state
+
+    return parallel_state.get_tensor_model_parallel_rank() if expert_tensor_parallel_world_size() > 1 else 0
+
+
+def expert_tensor_parallel_group() -> Any:
+    """The process group of ranks that share each expert; None where each rank has whole ones."""
+    from megatron.core import parallel_state
+
+    return parallel_state.get_tensor_model_parallel_group() if expert_tensor_parallel_world_size() > 1 else None
+
+
+class Lengths(NamedTuple):
+    """`ends`: where each sequence ends, on the host; `positions` [T] int64: of each token in its own sequence."""
+
+    ends: list[int]
+    positions: torch.Tensor
+
+
+def lengths_of(cu_seqlens: torch.Tensor) -> Lengths:
+    """Lengths of the sequences of `cu_seqlens` (PackedSeqParams, from 0 to T); cached on that tensor.
+
+    verl makes one such tensor per forward, which every layer gets, recomputed ones too: the host waits for the device
+    once, not in every layer.
+    """
+    found = getattr(cu_seqlens, _LENGTHS, None)
+    if found is None:
+        ends = cu_seqlens[1:].tolist()
+        tokens = torch.arange(ends[-1], device=cu_seqlens.device)
+        starts = torch.repeat_interleave(cu_seqlens[:-1], cu_seqlens.diff(), output_size=ends[-1])
+        found = Lengths(ends, tokens - starts)
+        setattr(cu_seqlens, _LENGTHS, found)
+    return found
+
+
+def packed_rope(apply_rotary_pos_emb_thd):
+    """Row provider for Megatron's `apply_rotary_pos_emb_thd`: accept [T, 1, N, D] of MindSpeed-LLM's MLA.
+
+    Megatron's own splits T and expects the rest to be [N, D]. Each token gets the angle of its own sequence's position;
+    freqs is [>= longest sequence, 1, 1, D].
+    """
+
+    @functools.wraps(apply_rotary_pos_emb_thd)
+    def apply(t, cu_seqlens, freqs, rotary_interleaved=False):
+        if t.dim() != 4:
+            return apply_rotary_pos_emb_thd(t, cu_seqlens, freqs, rotary_interleaved)
+        from megatron.core.models.common.embeddings.rotary_pos_embedding import apply_rotary_pos_emb_bshd  # MindSpeed's
+
+        return apply_rotary_pos_emb_bshd(t, freqs[lengths_of(cu_seqlens).positions], rotary_interleaved)
+
+    return apply
+
+
+def keep_router_buffers_fp32(model: torch.nn.Module) -> None:
+    """Make the correction biases and token counts of every router in `model` stay fp32 through model.bfloat16().
+
+    MindSpeed-LLM 2.0.0 makes `expert_bias` an fp32 buffer (core/transformer/moe/router.py), and Megatron's
+    Float16Module turns every buffer into bf16; megatron-core 0.12.2 undoes that at each forward, core_r0.8.0 does not.
+    Near scores would change order, and tokens go to other experts than in vLLM.
+    """
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    for module in model.modules():
+        if isinstance(module, TopKRouter):
+            _keep_fp32(module)
+
+
+def _keep_fp32(router: torch.nn.Module) -> None:
+    apply_of_module = router._apply  # what bfloat16(), half(), cuda() and to() call for each module
+
+    def _apply(fn: Callable, recurse: bool = True) -> torch.nn.Module:
+        before_cast = {name: router._buffers[name] for name in _ROUTER_BUFFERS if router._buffers.get(name) is not None}
+        apply_of_module(fn, recurse)
+        for name, before in before_cast.items():
+            now = router._buffers[name]
+            router._buffers[name] = before.to(now.device)  # moved, not rounded
+        return router
+
+    router._apply = _apply

@@ -1,0 +1,117 @@
+"""DeepSeek-V3 for verl's registries on line a3: config converter, model initializer, attention.
+
+All are built from the arguments that engine start gave Megatron (start.py), because MindSpeed-LLM's modules read those
+whatever a TransformerConfig says.
+
+MindSpeed-LLM 2.0.0's own attention refuses packed sequences (dot_product_attention.py,
+dot_product_attention_forward_wrapper), reads the lengths of packed ones from a global instead, and takes padding masks
+[B, 1, S, S]; verl sends PackedSeqParams, or a mask [B, S]. Shape letters: S sequence, B batch, T packed tokens, N heads
+of this rank, D head size.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from typing import Any
+
+import torch
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer import ModuleSpec
+from megatron.training import get_args
+from megatron.training.arguments import core_transformer_config_from_args
+from mindspeed_llm.tasks.models.transformer.mla_dot_product_attention import MlaDotProductAttention
+from verl.models.mcore.model_initializer import BaseModelInitializer
+from verl.models.mcore.registry import SupportedModel
+
+from verl_patches.errors import ConfigError
+from verl_patches.layout.model_folder import for_training
+from verl_patches.model.mindspeed.compat import keep_router_buffers_fp32, lengths_of
+from verl_patches.platform.npu import guards, ops
+
+_RIGHT_DOWN_CAUSAL = 3  # sparse mode of npu_fusion_attention
+
+
+def config_from_arguments(hf_config: Any, dtype: torch.dtype, **overrides: Any):
+    """TransformerConfig of the model that the engine was started for, which must be `hf_config`'s, in `dtype`.
+
+    Takes fp8 and MTP entries out of `hf_config`, in place (layout/model_folder.py). Raises ConfigError for another
+    model or dtype, and for `overrides`, which MindSpeed-LLM's modules would not see.
+    """
+    for_training(hf_config)
+    args = get_args()
+    if overrides:
+        raise ConfigError(f"override_transformer_config holds {sorted(overrides)}: on line a3 use recipe.train instead")
+    if dtype != args.params_dtype:
+        raise ConfigError(f"dtype {dtype} requested, but the engine was started for {args.params_dtype}")
+    for key, expected in (("hidden_size", args.hidden_size), ("num_hidden_layers", args.num_layers),
+                          ("n_routed_experts", args.num_experts), ("vocab_size", args.padded_vocab_size),
+                          ("max_position_embeddings", args.max_position_embeddings),
+                          ("rope_theta", args.rotary_base), ("tie_word_embeddings", False)):  # fmt: skip
+        if getattr(hf_config, key) != expected:
+            raise ConfigError(f"HF config: {key} is {getattr(hf_config, key)}, the engine was started for {expected}")
+    config = core_transformer_config_from_args(args)
+    config.pipeline_dtype = config.params_dtype
+    return config
+
+
+class MindSpeedModel(BaseModelInitializer):
+    """MindSpeed-LLM's DeepSeek layers in Megatron's GPTModel, with CausalMlaAttention."""
+
+    def get_transformer_layer_spec(self) -> ModuleSpec:
+        """A copy of MindSpeed-LLM's DeepSeek spec; its module reads the arguments when it is imported."""
+        from mindspeed_llm.tasks.models.spec.deepseek_spec import layer_spec
+
+        spec = copy.deepcopy(layer_spec)
+        spec.submodules.self_attention.submodules.core_attention = CausalMlaAttention
+        return spec
+
+    def get_rope_scaling_args(self) -> dict[str, Any]:
+        """Empty: yarn is among MindSpeed-LLM's arguments."""
+        return {}
+
+    def initialize(self, *args: Any, value: bool = False, **kwargs: Any) -> GPTModel:
+        """This stage's model; ConfigError for a value model, which GRPO does not need."""
+        if value:
+            raise ConfigError("DeepSeek-V3 cannot be a value model: set algorithm.adv_estimator=grpo")
+        model = super().initialize(*args, **kwargs)
+        keep_router_buffers_fp32(model)
+        return model
+
+
+def converters() -> dict[SupportedModel, Any]:
+    """Row provider: the entry for verl's MODEL_CONFIG_CONVERTER_REGISTRY."""
+    return {SupportedModel.DEEPSEEK_V3: config_from_arguments}
+
+
+def initializers() -> dict[SupportedModel, Any]:
+    """Row provider: the entry for verl's MODEL_INITIALIZER_REGISTRY."""
+    return {SupportedModel.DEEPSEEK_V3: MindSpeedModel}
+
+
+class CausalMlaAttention(MlaDotProductAttention):
+    """MindSpeed-LLM's MLA attention, always causal, for PackedSeqParams too.
+
+    query, key [S, B, N, D] and value [S, B, N, D or less] give [S, B, N * value's D]; with packed_seq_params S is T and
+    B is 1. Padding is on the right of each sequence (verl removes it on the left), so that the causal
+    mask is enough and `attention_mask` is not read. Raises ConfigError for a dropout, and what guards.py refuses.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        if self.attention_dropout.p:
+            raise ConfigError(f"attention dropout is {self.attention_dropout.p}; the attention here has none: set 0")
+
+    def forward(self, query, key, value, attention_mask, attn_mask_type=None, packed_seq_params=None):
+        attend = functools.partial(ops.attention, heads=query.shape[2], mask=_causal_mask(query.device),
+                                   scale=self.softmax_scale, sparse_mode=_RIGHT_DOWN_CAUSAL)  # fmt: skip
+        if packed_seq_params is None:
+            return attend(*(x.flatten(2) for x in (query, key, value)), layout="SBH")
+        ends = lengths_of(packed_seq_params.cu_seqlens_q).ends
+        out = attend(*(x.squeeze(1) for x in (query, key, value)), layout="TND", q_ends=ends, kv_ends=ends)
+        return out.flatten(1).unsqueeze(1)
+
+
+@functools.lru_cache(maxsize=1)
+def _causal_mask(device: torch.device) -> torch.Tensor:
+    return torch.ones(guards.MASK_SIDE, guards.MASK_SIDE, dtype=torch.bool, device=device).triu(1)
