@@ -19,12 +19,10 @@ from verl_patches.memory.schedule import (
     simulate,
     staying,
     switches_of,
-    with_our_copies,
     with_own_life,
 )
 
-VARIANTS = (in_sleep_mode(OURS), in_sleep_mode(OURS, copied=False),
-            *map(with_our_copies, VERL.values()), *map(with_own_life, VERL.values()))
+VARIANTS = (in_sleep_mode(OURS), in_sleep_mode(OURS, copied=False), *map(with_own_life, VERL.values()))
 ORDERS = (OURS, *VERL.values(), *VARIANTS)
 SIZES = {tenant: 2**bit for bit, tenant in enumerate(TENANTS)}  # a sum says who was there
 SUBSETS = st.sets(st.sampled_from(sorted(TENANTS)))
@@ -115,22 +113,18 @@ def test_which_order_a_run_follows():
         switches = switches_of(rows, enforce_eager=enforce_eager, synced=synced)
         return order_followed(line, skip_old_log_prob=False, **switches).name
 
-    copies = {f"memory.{way}_{what}" for way in ("load", "offload") for what in ("model", "optimizer")}
-    every = {"memory.order_a3", "memory.rollout_life", *copies}
+    every = {"memory.order", "memory.sleep_mode"}
     assert name(every) == name(every, synced=False) == "ours"
     assert name(every, enforce_eager=False) == "ours, addresses kept by vLLM"
     assert name(every, enforce_eager=False, synced=False) == "ours, with vLLM's sleep mode"
-    assert name(every - {"memory.rollout_life"}) == "ours, with vLLM's sleep mode"
-    assert name(every - {"memory.order_a3"}) == "verl 54c9b736, with our copies, rollout weights not copied"
-    assert name(copies, "pypi") == "verl 0.4.0, with our copies" and name((), "pypi") == "verl 0.4.0"
-    with pytest.raises(ConfigError, match=r"memory\.load_model.* are on without memory\.offload_optimizer: "):
-        name(copies - {"memory.offload_optimizer"})
+    assert name({"memory.order"}) == "ours, with vLLM's sleep mode"
+    assert name({"memory.sleep_mode"}) == "verl 54c9b736, rollout weights not copied"
+    assert name((), "pypi") == "verl 0.4.0" and name(()) == "verl 54c9b736"
     assert order_followed("pypi", skip_old_log_prob=True, own_life=True).name == "ours, without old_log_prob"
 
 
 def test_who_proves_that_every_rollout_weight_is_written():
-    assert direct_sync({"reshard.direct"}) and direct_sync({"reshard.direct_and_wake"})
-    assert not direct_sync({"update.sync_switch", "memory.order"})
+    assert direct_sync({"reshard.direct"}) and not direct_sync({"reshard.sharding_manager", "memory.order"})
 
 
 def test_a_way_of_moving_changes_who_copies_but_not_who_is_there():
@@ -161,7 +155,7 @@ def test_what_a_run_never_moves():
     every = {"param_offload": True, "optimizer_offload": True, "ref_offload": True}
     assert staying(**every) == frozenset()
     assert staying(**every, one_memory=True) == {"rollout_weights"}
-    alone = staying(**every, one_memory=True, our_copies=False)
+    alone = staying(**every, one_memory=True, our_order=False)
     assert alone == {"optimizer", "ref_params", "rollout_weights"}  # verl's moves from device to device
     assert staying(**every, one_memory=True, own_life=True) == frozenset()
     assert staying(**every, own_life=True, synced=False) == {"rollout_weights"}
