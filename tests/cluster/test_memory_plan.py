@@ -7,10 +7,7 @@ from verl_patches.cluster.compose import CONFIGS_DIR, compose
 from verl_patches.cluster.memory_plan import memory_plan, memory_rows
 
 BIG, TINY = "grpo_deepseekv3_256die_random_init", "grpo_deepseekv3_tiny_cpu"
-
-
-COPIES = tuple(f"memory.{way}_{what}" for way in ("load", "offload") for what in ("model", "optimizer"))
-ON = ("reshard.direct_and_wake", "memory.order_a3", *COPIES)
+ON = ("reshard.direct", "memory.order")
 
 
 def plan(name, *overrides, rows=ON, skip=False):
@@ -30,18 +27,18 @@ def test_the_256_die_run_fits_in_the_order_that_it_follows_and_not_in_verls():
     assert columns == ("phase", own, "ours", "verl 54c9b736", f"who, in {own}") and "the same" not in title
     wake = next(row for row in rows if row[0] == "wake_kv")
     assert wake[1] == "54.98" and wake[3] == "75.29 TOO MUCH"
-    title, columns, _ = memory_rows(plan(BIG, rows=(*ON, "memory.rollout_life")))  # equal figures, one column
+    title, columns, _ = memory_rows(plan(BIG, rows=(*ON, "memory.sleep_mode")))  # equal figures, one column
     assert columns[1:3] == ("ours, addresses kept by vLLM", "verl 54c9b736") and "; ours: the same bytes" in title
 
 
 def test_what_is_switched_back_is_told_as_what_the_run_follows():
     assert plan(BIG, rows=())["followed"] == "verl 54c9b736"
-    back = plan(BIG, rows=("reshard.direct_and_wake", *COPIES))
-    assert back["followed"] == "verl 54c9b736, with our copies" == back["orders"][2]["order"]
+    back = plan(BIG, rows=("reshard.direct", "memory.sleep_mode"))
+    assert back["followed"] == "verl 54c9b736, rollout weights not copied" == back["orders"][2]["order"]
     assert back["orders"][2]["peak_bytes"] > back["hbm_bytes"]  # the cache comes before training weights have gone
-    gathered = plan(BIG, rows=COPIES)["orders"][2]["phases"][0]["bytes"]
+    gathered = plan(BIG, rows=("memory.order",))["orders"][2]["phases"][0]["bytes"]
     assert gathered["reshard_buffers"] != back["orders"][2]["phases"][0]["bytes"]["reshard_buffers"]
-    rows = (*ON, "memory.rollout_life")
+    rows = (*ON, "memory.sleep_mode")
     own = plan(BIG, "actor_rollout_ref.rollout.enforce_eager=true", rows=rows)
     assert own["followed"] == "ours" and len(own["orders"]) == 2
     assert plan(BIG, rows=rows)["followed"] == "ours, addresses kept by vLLM"

@@ -13,9 +13,8 @@ from verl_patches.patching.engine import Engine
 from verl_patches.patching.switches import Switches
 
 LINES = ["pypi", pytest.param("a3", marks=pytest.mark.upstream)]
-PARTS = ("models", "optimizers", "spoilt", "counted", "checkpoints", "checkpoints_in_our_order",
+PARTS = ("models", "optimizers", "spoilt", "counted", "checkpoints", "checkpoints_as_scheduled",
          "checkpoints_without_states_before", "watched", "carried_out")
-OURS = ("memory.load_model", "memory.offload_model", "memory.load_optimizer", "memory.offload_optimizer")
 EMPTY = dict.fromkeys(("dense param", "dense grad", "expert param", "expert grad"), 0)
 KINDS = ("fp32", "bf16", "plain fp32", "plain bf16")
 
@@ -32,7 +31,6 @@ def names(moved):
 @pytest.mark.slow
 def test_nothing_stays_and_everything_comes_back_where_it_was(found):
     models = found["models"]
-    assert all(models["rows"][row] == "active" for row in OURS) and models["phases"] == ["offload"]
     assert models["at first"] == models["loaded"] and all(models["loaded"].values())
     assert models["offloaded"] == EMPTY and models["reference"] == 0
     for kept in ("weights are back", "weights are back again", "views are of the same memory", "training is kept"):
@@ -95,20 +93,21 @@ def test_our_account_is_what_was_done_and_a_copied_gradient_shows(found):
 
 @pytest.mark.slow
 def test_checkpoints_find_the_states_and_loaded_ones_use_the_same_host_memory(found):
-    """Rows memory.optimizer_at_save and memory.optimizer_at_load."""
     assert found["checkpoints"] == {"away": 0, "saved": True, "away again": 0, "host memory for the loaded ones": 0,
                                     "loaded": True}
 
 
 @pytest.mark.slow
-def test_in_our_order_a_checkpoint_finds_the_weights_and_leaves_them_where_they_were(found):
-    """verl's own calls around it do nothing; what was loaded into them is copied to the host, what was read is not."""
-    order = found["checkpoints_in_our_order"]
-    assert order["saved"] and order["loaded"] and order["held"] == EMPTY
+def test_a_checkpoint_finds_scheduled_weights_and_leaves_them_where_they_were(found):
+    """Row memory.order: what was loaded into them is copied to the host, what was read is not."""
+    scheduled = found["checkpoints_as_scheduled"]
+    assert scheduled["saved"] and scheduled["loaded"] and scheduled["held"] == EMPTY
+    assert scheduled["verl moves"] == [False, False]
     there, back = ["load actor_params"] * 2 + ["load optimizer"], ["offload optimizer"]
-    assert order["save moves"] == there + ["free actor_params"] * 2 + back
-    assert order["load moves"] == there + ["offload actor_params"] * 2 + back
-    assert order["save moves while all is there"] == []
+    assert scheduled["moves as built"] == ["free grads"] * 2 + ["offload actor_params"] * 2 + back
+    assert scheduled["save moves"] == there + ["free actor_params"] * 2 + back
+    assert scheduled["load moves"] == there + ["offload actor_params"] * 2 + back
+    assert scheduled["save moves while all is there"] == []
 
 
 @pytest.mark.slow
@@ -122,11 +121,12 @@ def test_states_that_a_checkpoint_makes_go_to_the_host_where_the_order_has_them(
 @pytest.mark.slow
 def test_every_tenant_of_a_worker_is_watched_and_what_a_sync_or_a_swapped_step_leaves_is_seen(found):
     whole, swapped = found["watched"]["whole"], found["watched"]["swapped"]
-    assert set(whole["tenants"]) == set(swapped["tenants"]) == set(TENANTS) - {"tensor_cache"}  # kept_worker.py's
+    assert set(whole["tenants"]) == set(swapped["tenants"]) == set(TENANTS) - {"tensor_cache"}  # CachedBatch's
     assert whole["absorbed"] == 2 * 4 * 6 * 4  # W_UK_T is a view of the weight, W_UV a copy
     assert "reshard_buffers" in whole["leaks"][0] and "holds 5 bytes, expected 0" in whole["leaks"][0]
     assert "swap_window" in swapped["leaks"][1] and whole["leaks"][1] == ""
     assert 0 < swapped["in the update"] < whole["in the update"]
+    assert "kv_cache" in whole["unmapped"] and "holds 0 bytes" in whole["unmapped"]  # its storages are still there
 
 
 @pytest.mark.slow
@@ -141,24 +141,19 @@ def test_an_order_carried_out_moves_what_its_simulation_says(found):
 @pytest.mark.slow
 @pytest.mark.upstream
 def test_verl_54c9b736_alone_leaves_the_experts(offload_job):
-    off = ("-memory.order*", *(f"-{row}" for row in OURS))
-    left = offload_job("verl_alone", line="a3", switches=off)[0]["verl_alone"]
+    left = offload_job("verl_alone", line="a3")[0]["verl_alone"]
     assert left["dense param"] == left["dense grad"] == 0 < left["expert param"] and left["expert grad"] > 0
 
 
 @pytest.mark.parametrize("line", ["pypi", "a3"])
-def test_what_nothing_would_bring_back_is_not_offloaded(line):
-    assert set(OURS) <= Engine(ROWS, Switches(line, "npu")).wanted
-    with pytest.raises(ConfigError, match=r"memory\.offload_model needs memory\.load_model, which is off"):
-        Engine(ROWS, Switches(line, "npu", ("-memory.order*", "-memory.load_model",)))
-
-
-@pytest.mark.parametrize(("line", "update"), [("pypi", "memory.ledger_update"), ("a3", "memory.ledger_update_a3")])
-def test_an_order_whose_phases_are_not_seen_is_refused(line, update):
+@pytest.mark.parametrize(
+    "needed", ["update.recipe_worker", "rollout.engine", "reshard.sharding_manager", "memory.empty_cache"])
+def test_a_schedule_whose_phases_are_not_seen_is_refused(line, needed):
     """Without gradients on the device an update would write where there is no memory."""
-    assert Engine(ROWS, Switches(line, "npu", ("-memory.order*",))).wanted
-    with pytest.raises(ConfigError, match=rf"row memory\.order.* needs {update}, which is off"):
-        Engine(ROWS, Switches(line, "npu", (f"-{update}",)))
+    assert "memory.order" in Engine(ROWS, Switches(line, "npu")).wanted
+    assert needed in next(row for row in ROWS if row.id == "memory.order").needs
+    with pytest.raises(ConfigError, match=f"needs {needed}, which is off"):
+        Engine(ROWS, Switches(line, "npu", (f"-{needed}",)))
 
 
 def test_a_large_storage_takes_several_pieces_and_comes_back(monkeypatch):

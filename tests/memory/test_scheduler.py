@@ -77,6 +77,7 @@ def step(scheduler):
 def test_every_step_does_what_the_table_says_and_the_simulation_predicts(made):
     scheduler, log, movers = made()
     step(scheduler)
+    assert "offload" in counters.take_seconds()
     first = list(log)
     log.clear()
     step(scheduler)

@@ -8,8 +8,6 @@ from pathlib import Path
 import engine_rank
 import torch
 
-from verl_patches.memory import sleep_mode
-
 
 def generate(spec: dict) -> dict:
     """The spec's rounds of generation one after the other, and where this rank stands: groups and experts."""
@@ -19,7 +17,7 @@ def generate(spec: dict) -> dict:
     model = engine_rank.model_of(llm)
     if spec["rollout"].get("load_format") == "dummy":  # as verl's sharding manager: every rank is given every tensor
         model.load_weights(tensors(spec["model"]))
-        sleep_mode.filled(llm, stay=False)
+        llm.weights_written(last=False)
     passes = _count_passes(llm.llm_engine.model_executor.driver_worker.worker)
     groups = {"dp": get_dp_group().ranks, "tp": get_tp_group().ranks, "ep": get_ep_group().ranks}
     expert_map = model.model.layers[1].mlp.experts.expert_map

@@ -8,7 +8,7 @@ import engine_rank
 import psutil
 import torch
 
-from verl_patches.memory import measure, sleep_mode
+from verl_patches.memory import measure
 from verl_patches.patching.engine import PatchError
 from verl_patches.reshard.post_load import ABSORBED, post_load
 
@@ -55,7 +55,7 @@ def cycle(llm, weights: dict[str, torch.Tensor], sync: bool = True, derive: bool
             parameter.data.copy_(weights[name])
         if derive:
             post_load(model)
-        sleep_mode.filled(llm, stay=False)
+        llm.weights_written(last=False)
     llm.wake_up(tags=["kv_cache"])
 
 
@@ -102,7 +102,7 @@ def cycles(spec: dict) -> dict:
     held = [parameter.clone() for parameter in model.parameters()]
     cycle(llm, weights)
     found["leak"] = [live_bytes(), sum(each.nbytes for each in held)]
-    sleep_mode.filled(llm, stay=True)  # recipe.weight_sync.enabled=false after its first sync
+    llm.weights_written(last=True)  # recipe.weight_sync.enabled=false after its first sync
     cycle(llm, weights, sync=False)
     found["tokens"].append(sampled(llm))
     return found

@@ -1,4 +1,4 @@
-"""Sleep and wake of the engine that verl builds, by row memory.rollout_life in place of vLLM's sleep mode."""
+"""Sleep and wake of the engine that verl builds, by row memory.sleep_mode in place of vLLM's sleep mode."""
 
 from __future__ import annotations
 

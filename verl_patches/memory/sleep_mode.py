@@ -10,7 +10,7 @@ nothing is copied to the host. Awake, they have as many bytes again, at other ad
 Buffers (rotary tables, expert maps) stay, and what shares their memory, and what has a private NPU format, whose
 storage torch_npu does not resize (ResizeNpu.h).
 
-An engine with captured graphs (enforce_eager=false) keeps vLLM's sleep mode: graph_life.py.
+An engine with captured graphs (enforce_eager=false) keeps vLLM's sleep mode: CumemSleepMode.
 
 Rollout weights and KV cache of an engine with captured graphs, between two rollouts.
 
@@ -239,4 +239,4 @@ def _allocator() -> Any:
         if found is not None:
             return found
     raise PatchError(f"rollout: asked to sleep, expected {' or '.join(name for _, name in _ALLOCATORS)} of vLLM's "
-                     "sleep mode, found neither: switch the row off, recipe.patches=[-memory.rollout_life]")
+                     "sleep mode, found neither: switch the row off, recipe.patches=[-memory.sleep_mode]")
