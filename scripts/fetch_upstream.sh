@@ -3,13 +3,13 @@
 #
 #   bash scripts/fetch_upstream.sh [--line a3] [--mirror DIR-OR-URL] [--dest upstream/] [--only NAME] [--json]
 #
-#   --mirror DIR   a folder of git mirrors, for a cluster without network: DIR/NAME.git as `git clone --mirror` makes them
-#                  (also NAME, OWNER+NAME, OWNER+NAME/repo); then nothing else is contacted
+#   --mirror DIR   a folder of git mirrors, for a cluster without network: DIR/NAME.git as `git clone --mirror` makes them,
+#                  or clones DIR/NAME; then nothing else is contacted
 #   --mirror URL   clones come from URL/NAME.git
-#   --only NAME    one repository; can be given again
+#   --only NAME    one repository; can be repeated
 #
-# Safe to repeat and to interrupt; a tree with changes or commits of its own is never touched. Everything is done by
-# `python -m verl_patches fetch-upstream`; the pins are configs/upstream.yaml.
+# It can be interrupted and repeated. A clone that exists is verified and never changed, except for the prelude line. This runs
+# `python -m verl_patches fetch-upstream`; the pins are in configs/upstream.yaml.
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)

@@ -22,9 +22,7 @@ from verl_patches.platform.cpu import rows_megatron, rows_npu, rows_torch, rows_
 ROOT = Path(__file__).resolve().parent.parent
 # compiled originals; None where vLLM sees no GPU (vllm_experts); a decorator's *args, **kwargs (update.*, rollout.*)
 UNKNOWN_SIGNATURES = {
-    "update.sync_switch", "reshard.direct", "rollout.keep_responses", "rollout.keep_log_probs", "update.on_policy",
-    "memory.ledger_update", "memory.ledger_log_prob",
-    *(f"memory.trims_{name}" for name in ("worker", "actor", "sleep")),
+    "rollout.keep_log_probs", "memory.empty_cache",
     *(f"platform.{name}" for name in (
         "torch_zeros", "torch_tensor", "torch_tensor_type", "torch_tensor_cuda", "torch_pin_memory", "vllm_experts")),
 }  # fmt: skip
@@ -67,13 +65,13 @@ def test_an_unknown_row_in_the_switch_is_refused():
         Engine(ROWS, Switches("pypi", "cpu", ("-no.such",)))
 
 
-@pytest.mark.parametrize(("line", "resharder"), [("pypi", "reshard.direct"), ("a3", "reshard.direct_and_wake")])
-def test_the_resharder_without_the_row_that_gives_it_its_settings_is_refused(line, resharder):
-    """It would find no settings on the manager, and take verl's path without a word."""
-    with pytest.raises(ConfigError, match=f"row {resharder} needs update.sync_mode, which is off"):
-        Engine(ROWS, Switches(line, "cpu", ("-update.sync_mode",)))
-    off = Switches(line, "cpu", ("-update.sync_mode", "-reshard.*"))
-    assert resharder not in Engine(ROWS, off).wanted and resharder in Engine(ROWS, Switches(line, "cpu")).wanted
+@pytest.mark.parametrize("line", LINES)
+def test_the_resharder_without_the_classes_that_hold_it_is_refused(line):
+    """It would not be called, and verl's path would be taken without a word."""
+    with pytest.raises(ConfigError, match="row reshard.direct needs update.sharding_manager, which is off"):
+        Engine(ROWS, Switches(line, "cpu", ("-update.sharding_manager", "-memory.order", "-update.tensor_cache")))
+    off = Switches(line, "cpu", ("-reshard.*",))
+    assert "reshard.direct" not in Engine(ROWS, off).wanted
 
 
 def test_every_body_is_the_reviewed_one():

@@ -126,7 +126,7 @@ contract_cli.register(app, _engine)
 cli.register(app, _rows)
 config_cli.register(app)
 reshard_cli.register(app)
-upstream_cli.register(app)
+upstream_cli.register(app, contract_cli.run_check)
 
 
 def main() -> None:

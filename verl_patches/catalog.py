@@ -168,7 +168,7 @@ CONTROLLER: tuple[PatchSpec, ...] = (
 
 RESHARD: tuple[PatchSpec, ...] = (
     PatchSpec(
-        id="reshard.sharding_manager", stage="reshard", kind="subclass", target=_MANAGER, processes=_WORKER,
+        id="update.sharding_manager", stage="update", kind="subclass", target=_MANAGER, processes=_WORKER,
         provider="verl_patches.worker.sharding:RecipeShardingManager", lines=_BOTH, needs=("rollout.engine",),
         why="Counts weight sync as a phase, wakes the KV cache after it on both lines, and can leave it out after the "
             "first step: the control run without sync.",
@@ -177,14 +177,14 @@ RESHARD: tuple[PatchSpec, ...] = (
     PatchSpec(
         id="reshard.direct", stage="reshard", kind="override", target=f"{_MANAGER}.__enter__", processes=_WORKER,
         provider="verl_patches.worker.sharding:RecipeShardingManager.__enter__", lines=_BOTH,
-        needs=("reshard.sharding_manager", "update.recipe_worker"),
+        needs=("update.sharding_manager", "update.recipe_worker"),
         why="verl gives every rank every weight, tensor by tensor (verl/utils/megatron_utils.py, "
             "per_tensor_generator): at 256 dies 1.3 TB, where a rank lacks 24.95 GB; and vLLM searches 44,544 expert "
             "names one by one.",
         exit="verl sends each rank the weights that it lacks, and those only",
     ),
     PatchSpec(
-        id="reshard.local_names", stage="reshard", target="verl.utils.model:normalize_model_name", kind="wrap",
+        id="model.local_names", stage="model", target="verl.utils.model:normalize_model_name", kind="wrap",
         provider="verl_patches.model.names:te_names_for_verl",
         bindings=("verl.utils.megatron_utils:normalize_model_name",), processes=_WORKER,
         why="verl's per_tensor_generator and DeepSeek-V3 converter know Transformer Engine's parameter names only "
@@ -220,7 +220,7 @@ UPDATE: tuple[PatchSpec, ...] = (
     PatchSpec(
         id="update.tensor_cache", stage="update", kind="override", target=f"{_MANAGER}.postprocess_data",
         provider="verl_patches.worker.sharding:RecipeShardingManager.postprocess_data", processes=_WORKER, lines=_BOTH,
-        needs=("reshard.sharding_manager", "update.recipe_worker"),
+        needs=("update.sharding_manager", "update.recipe_worker"),
         why="Here a step's responses are on the device, and this rank's own, for the last time: verl sends all of it "
             "through the trainer, padded, and back for each stage (verl/single_controller/base/decorator.py).",
         exit="verl's stages leave their tensors on the workers for the next",
@@ -250,7 +250,7 @@ MEMORY: tuple[PatchSpec, ...] = (
     PatchSpec(
         id="memory.order", stage="memory", target=f"{_ACTOR}.init_model", kind="override", processes=_WORKER,
         provider="verl_patches.worker.recipe_worker:RecipeWorker.init_model", lines=_BOTH,
-        needs=("update.recipe_worker", "rollout.engine", "reshard.sharding_manager", "memory.empty_cache"),
+        needs=("update.recipe_worker", "rollout.engine", "update.sharding_manager", "memory.empty_cache"),
         why="verl brings training weights to the host and back around every call, gradients for a weight sync too, "
             "into host memory made anew each time and pinned by a second copy; at 54c9b736 it leaves routed experts on "
             "the die, and has KV cache and training weights there together. Ours is one table (memory/schedule.py).",

@@ -58,12 +58,12 @@ def register(app: typer.Typer, engine_of: Callable[[str | None], Engine]) -> Non
         raise typer.Exit(0 if fine else 1)
 
 
-def run_check(upstream: Path | None, line: str | None, base: Path | None) -> Report:
+def run_check(upstream: Path | None, line: str | None, base: Path | None = None) -> Report:
     """The report on one line; ConfigError for folders and lines that are not there."""
     from verl_patches.catalog import ROWS
+    from verl_patches.cluster.checkouts import FETCH
     from verl_patches.cluster.modified import source_findings
     from verl_patches.cluster.pins import load_pins
-    from verl_patches.cluster.trees import FETCH
     from verl_patches.patching.contract import PACKAGES, check, installed_roots
     from verl_patches.patching.row_contract import Sources
     from verl_patches.patching.switches import from_environment

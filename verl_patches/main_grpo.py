@@ -88,7 +88,7 @@ def engine_section(config) -> dict | None:
     """What line a3's workers prepare their engine from before they import Megatron; other lines need nothing."""
     from omegaconf import OmegaConf
 
-    from verl_patches.cluster.trees import LINE
+    from verl_patches.cluster.checkouts import LINE
 
     return OmegaConf.to_container(config.actor_rollout_ref) if config.recipe.line == LINE else None
 

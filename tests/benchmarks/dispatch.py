@@ -57,13 +57,9 @@ from lengths import PROMPT, RESPONSE  # noqa: E402
 from logical_group import LogicalGroup, Serialised, group_of  # noqa: E402
 
 from verl_patches.tensor_cache.exchange import Ragged, model_inputs  # noqa: E402
-from verl_patches.trainer.dispatch import (  # noqa: E402
-    noted,
-    put_before_calling,  # noqa: E402
-    start_skew,
-    take,
-)
+from verl_patches.trainer.dispatch import put_before_calling  # noqa: E402
 from verl_patches.trainer.tensor_cache import Kept, TensorCacheGroup  # noqa: E402
+from verl_patches.trainer.worker_starts import noted, start_skew, take_starts  # noqa: E402
 
 DP, PP, TP = 8, 8, 4
 BYTES_SCALE, SKEW_SCALE = 32, 8
@@ -91,7 +87,7 @@ class Host:
 
     def starts(self):
         """trainer/dispatch.py."""
-        return take()
+        return take_starts()
 
     def _held(self, method):
         """Wait until answers may go; the rank that this call is for."""

@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 ACTOR, REF = "actor_rollout_ref.actor.megatron", "actor_rollout_ref.ref.megatron"
 ON = (*(f"{ACTOR}.{what}_offload=true" for what in ("param", "grad", "optimizer")), f"{REF}.param_offload=true",
       "recipe.memory.ledger=report", "recipe.tensor_cache.enabled=true")  # fmt: skip
-OFF = ("recipe.patches=[-memory.order*,-memory.trims_*,-memory.offload_*,-memory.load_*,-memory.ledger*,-dispatch.*]",
+OFF = ("recipe.patches=[-memory.order,-memory.empty_cache,-memory.ledger,-dispatch.*]",
        "recipe.memory.ledger=off")
 SEED = "actor_rollout_ref.rollout.seed=1"  # with 0, a token of step 2 lies between two experts (test_tensor_cache.py)
 BOUND = 0.02

@@ -1,9 +1,8 @@
-"""A small upstream repository and a folder for trees, for the tests of fetch-upstream."""
+"""A small upstream repository and a folder for its clones."""
 
 import pytest
 
 from tests.cluster.small_upstream import Upstream
-from verl_patches.cluster import fetch as fetch_module
 
 
 @pytest.fixture
@@ -14,7 +13,6 @@ def upstream(tmp_path):
 
 
 @pytest.fixture
-def dest(tmp_path, monkeypatch):
-    """Where trees go; the catalogue has nothing to say about the small repositories."""
-    monkeypatch.setattr(fetch_module, "_check_report", lambda line, dest: {"state": "empty", "rows": [], "counts": {}})
+def dest(tmp_path):
+    """Where clones go."""
     return tmp_path / "dest"

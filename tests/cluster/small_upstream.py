@@ -1,4 +1,4 @@
-"""A small upstream repository on this disk, the folder that fetch-upstream makes trees in, and one call of it."""
+"""A small upstream repository on this disk, and one call of fetch-upstream."""
 
 import base64
 import hashlib
@@ -8,6 +8,7 @@ from pathlib import Path
 
 from verl_patches.cluster.fetch import fetch_upstream
 from verl_patches.cluster.pins import Repository, load_pins
+from verl_patches.patching.report import Report
 
 WORKER = "verl/workers/megatron_workers.py"
 WORKER_TEXT = "import logging\n\nimport torch\n\n\nclass ActorRolloutRefWorker:\n    pass\n"
@@ -72,6 +73,11 @@ def line_of(**repositories: Repository):
     return load_pins().line("pypi").model_copy(update={"repositories": repositories})
 
 
-def run(dest, pin, mirror=None, **more):
-    report = fetch_upstream("test", line_of(verl=pin), dest, mirror, **more)
+def no_rows(folder: Path, line: str) -> Report:
+    """What the contract check finds for a line without rows."""
+    return Report("check", line, ())
+
+
+def run(dest, pin, mirror=None, check=no_rows, **more):
+    report = fetch_upstream("test", line_of(verl=pin), dest, check, mirror, **more)
     return report, {finding.name: finding for finding in report.findings}

@@ -1,4 +1,5 @@
 import functools
+import subprocess
 from dataclasses import replace
 
 import pytest
@@ -6,7 +7,9 @@ import pytest
 from verl_patches.cluster import environment
 from verl_patches.cluster.compose import compose
 from verl_patches.cluster.environment import derive, process_environment, worker_environment
+from verl_patches.cluster.modified import installed_root
 from verl_patches.cluster.pins import load_pins
+from verl_patches.patching.prelude_line import LINE
 
 TINY, LARGE = "grpo_deepseekv3_tiny_cpu", "grpo_deepseekv3_256die_random_init"
 WEIGHTS = "grpo_deepseekv3_256die_true_weight"
@@ -32,6 +35,47 @@ def test_every_variable_is_one_of_the_pin_file_with_an_allowed_value(name, line)
         assert variable.reason and pins.environment[variable.name].accepts(variable.value), variable
         assert variable.read_by == pins.read_by(variable.name, line) and variable.read_by
     assert not {*pins.read_nowhere, "ACL_OP_INIT_MODE"} & set(found) and len(found) > 12
+
+
+def lines_below(roots, skipped=0):
+    """Reads the lines of "package/file.py" below {package: folder}, the prelude line left out; None: not there."""
+
+    def read(file):
+        root = roots.get(file.partition("/")[0])
+        return [line for line in (root / file).read_text().splitlines() if line != LINE][skipped:] if root else None
+
+    return read
+
+
+def misplaced(line, read):
+    """(number of places compared, those whose source does not name the variable in that line) of one line's pins."""
+    compared, wrong = [], []
+    for name, variable in load_pins().environment.items():
+        for file, _, number in (place.partition(":") for place in variable.reads(line)):
+            lines = read(file) if number else None
+            if lines is not None:
+                compared.append(file)
+                if name not in lines[int(number) - 1]:
+                    wrong.append((name, file, number))
+    return len(compared), wrong
+
+
+def test_the_installed_line_reads_each_variable_where_the_pin_file_says():
+    roots = {name: installed_root(name) for name in ("verl", "megatron", "vllm", "ray", "torch", "huggingface_hub")}
+    assert misplaced("pypi", lines_below(roots)) == (17, [])
+    assert len(misplaced("pypi", lines_below(roots, skipped=1))[1]) == 15  # the control; two more are named twice
+
+
+@pytest.mark.upstream
+def test_the_ascend_line_reads_each_variable_where_the_pin_file_says(pytestconfig):
+    folder = pytestconfig.getoption("--upstream")
+    compared, wrong = misplaced("a3", lines_below(load_pins().line("a3").package_roots(folder, part=True)))
+    assert compared > 12 and wrong == []
+    clones = [path for name in load_pins().line("a3").repositories if (path := folder / name / ".git").exists()]
+    names = [*load_pins().read_nowhere, "VLLM_ENABLE_FIX_ROUTE"]
+    found = [name for name in names for clone in clones
+             if subprocess.run(["git", "grep", "-q", name], cwd=clone.parent).returncode == 0]
+    assert found == ["VLLM_ENABLE_FIX_ROUTE"] and len(clones) > 3  # of the others no source knows the name
 
 
 def test_where_a_variable_is_read_follows_the_line():

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.small_upstream import WORKER, WORKER_TEXT, commit, git, install
+from verl_patches.cluster.checkouts import Trees, trees_of
 from verl_patches.cluster.compose import compose
 from verl_patches.cluster.modified import (
     installed_root,
@@ -16,7 +17,6 @@ from verl_patches.cluster.modified import (
     tree_changes,
 )
 from verl_patches.cluster.pins import Repository, load_pins
-from verl_patches.cluster.trees import Trees, trees_of
 from verl_patches.errors import ConfigError
 from verl_patches.patching.prelude_line import LINE
 

@@ -71,7 +71,7 @@ def test_a_neutral_config_is_not_refused():
 
 
 @pytest.mark.parametrize(("override", "said"), [
-    (f"+{ROLLOUT}.engine_kwargs.vllm.enable_prefix_caching=false", "verl always gives True"),
+    (f"+{ROLLOUT}.engine_kwargs.vllm.enable_prefix_caching=false", "verl always passes True"),
     (f"+{ROLLOUT}.engine_kwargs.vllm.enforce_eager=true", f"set {ROLLOUT}.enforce_eager"),
     (f"+{ROLLOUT}.enable_prefix_caching=false", "no reader is known"),
     (f"+{ROLLOUT}.val_kwargs.min_p=0.1", "no reader is known"),
@@ -156,7 +156,7 @@ def test_a_refusal_is_one_sentence_with_why_and_what_instead():
     ("a3", "VLLM_ENABLE_FIX_ROUTE", "1", "fine", ""),
     ("pypi", "VLLM_ENABLE_FIX_ROUTE", "1", "note", "line pypi does not read it (a3: vllm_ascend/ops/fused_moe.py:945)"),
     ("a3", "HCCL_CONNECT_TIMEOUT", "60", "problem", "seconds until all ranks have connected"),
-    ("a3", "VLLM_ASCEND_MLAPA", "1", "note", "nearest: VLLM_ASCEND_MLA_PA"),
+    ("a3", "VLLM_ENABLE_FIXROUTE", "1", "note", "nearest: VLLM_ENABLE_FIX_ROUTE"),
     ("a3", "ATB_HOME_PATH", "", "problem", "correct or unset it"),
     ("a3", "VERL_PATCHES", "banana", "problem", "cannot read 'banana'"),
     ("a3", "VERL_PATCHES", "line=a3,platform=npu", "fine", ""),
@@ -167,9 +167,9 @@ def test_what_this_shell_says_is_compared(line, name, value, state, said):
 
 
 def test_what_the_launcher_decides_is_no_problem_and_secrets_are_not_shown():
-    environ = {"HCCL_CONNECT_TIMEOUT": "60", "SWANLAB_API_KEY": "hush"}
+    environ = {"HCCL_CONNECT_TIMEOUT": "60", "VLLM_API_KEY": "hush"}
     findings = shell_findings("a3", environ, decided={"HCCL_CONNECT_TIMEOUT"})
-    assert [f.state for f in findings] == ["fine", "fine"] and "hush" not in str(findings)
+    assert [f.state for f in findings] == ["fine", "note"] and "hush" not in str(findings)
 
 
 def test_the_guard_names_a_wrong_variable_of_the_shell(monkeypatch):

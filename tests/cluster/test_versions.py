@@ -1,19 +1,17 @@
 """`versions` on a made-up machine that holds the whole a3 line, and with one thing wrong at a time."""
 
 import json
-import subprocess
 
 import pytest
 import typer
 from typer.testing import CliRunner
 
-from tests.cluster.small_upstream import install
+from tests.cluster.small_upstream import commit, git, install
 from verl_patches.cluster import upstream_cli
+from verl_patches.cluster.checkouts import Trees
 from verl_patches.cluster.pins import load_pins
-from verl_patches.cluster.trees import Trees
 from verl_patches.cluster.versions import Machine, compare
 from verl_patches.errors import ConfigError
-from verl_patches.patching import prelude_line
 
 TOOLKIT = "ascend-toolkit/latest/aarch64-linux/ascend_toolkit_install.info"
 FILES = {  # as the installers of CANN 8 write them
@@ -25,13 +23,6 @@ FILES = {  # as the installers of CANN 8 write them
     "nnal/atb/latest/version.info":
         "    Ascend-cann-atb : 8.2.RC1\n    Ascend-cann-atb Version : 8.2.RC1.B010\n    Platform : aarch64\n",
 }
-WORKER = "verl/workers/megatron_workers.py"
-
-
-def git(folder, *args):
-    done = subprocess.run(["git", "-c", "user.name=t", "-c", "user.email=t@t", "-C", str(folder), *args],
-                          capture_output=True, text=True, check=True)
-    return done.stdout.strip()
 
 
 @pytest.fixture
@@ -52,14 +43,10 @@ def clones(tmp_path):
         for package in pin.packages:
             (folder / package).mkdir(parents=True)
             (folder / package / "__init__.py").write_text(f'"""{package}"""\n')
-        if name == "verl":
-            (folder / WORKER).parent.mkdir(parents=True)
-            (folder / WORKER).write_text("import torch\n")
         git(folder, "init", "-q")
-        git(folder, "add", "-A")
-        git(folder, "commit", "-q", "-m", "all of it")
-        commit, tree = git(folder, "rev-parse", "HEAD", "HEAD^{tree}").split()
-        made[name] = pin.model_copy(update={"commit": commit, "tree": tree})
+        commit(folder, {})
+        head, tree = git(folder, "rev-parse", "HEAD", "HEAD^{tree}").split()
+        made[name] = pin.model_copy(update={"commit": head, "tree": tree})
     line = pins.line("a3").model_copy(update={"repositories": made})
     return tmp_path / "upstream", pins.model_copy(update={"lines": {**pins.lines, "a3": line}})
 
@@ -144,7 +131,7 @@ def test_clones_at_another_commit_changed_copied_or_missing(machine, clones, tmp
     wrong = problems(compare("a3", make(root=found.get), pins))
     assert set(wrong) == {"MindSpeed", "MindSpeed-LLM", "Megatron-LM", "vllm-ascend", "verl"}
     assert "expected commit" in wrong["MindSpeed"].found and "neither a git checkout" in wrong["MindSpeed-LLM"].found
-    assert wrong["vllm-ascend"].found == "not importable" and "pip install" in wrong["vllm-ascend"].todo  # by on_pip
+    assert wrong["vllm-ascend"].found == "not importable" and "pip install" in wrong["vllm-ascend"].todo
     assert "--upstream" in wrong["verl"].todo and "pip install" not in wrong["verl"].todo
     assert wrong["Megatron-LM"].details == ("megatron/__init__.py (modified)",)
 
@@ -163,16 +150,6 @@ def test_a_wheel_inside_another_repository_is_held_by_its_record_and_not_by_the_
     install(site, "vllm", "0.9.2", {"vllm/__init__.py": "x = 1\n"})
     assert problems(compare("a3", here, pins))["vllm"].found == "0.9.2"
     assert set(problems(compare("a3", make(root={**places, "mindspeed": site}.get), pins))) == {"MindSpeed"}
-
-
-def test_the_prelude_line_is_no_change(machine, clones):
-    make, pins, *_ = machine
-    worker = clones[0] / "verl" / WORKER
-    worker.write_text(f"{prelude_line.LINE}\nimport torch\n")
-    verl = next(f for f in compare("a3", make(), pins).findings if f.name == "verl")
-    assert verl.state == "fine"
-    worker.write_text(f"{prelude_line.LINE}\nimport torch, os\n")
-    assert problems(compare("a3", make(), pins))["verl"].details == (f"{WORKER} (modified)",)
 
 
 def test_trees_that_are_given_go_before_what_is_importable(machine, clones):
@@ -206,7 +183,7 @@ def call(monkeypatch):
     monkeypatch.delenv("VERL_PATCHES", raising=False)
     app = typer.Typer()
     app.callback()(lambda: None)
-    upstream_cli.register(app)
+    upstream_cli.register(app, check=None)
     return lambda *arguments: CliRunner().invoke(app, ["versions", *arguments])
 
 
@@ -228,23 +205,9 @@ def test_the_command_where_a3_is_not_installed_and_for_an_unknown_line(call):
 def test_no_torch(run_python):
     code = """
 import sys
-from verl_patches.cluster.trees import Trees
+from verl_patches.cluster.checkouts import Trees
 from verl_patches.cluster.versions import compare
 compare("pypi")
 print("torch" in sys.modules)
 """
     assert run_python(code).check().out.strip() == "False"
-
-
-def test_repositories_in_a_folder_of_the_clone_are_found(clones, machine):
-    make, pins, _, places = machine
-    folder = clones[0] / "MindSpeed"
-    (folder / "src").mkdir()
-    git(folder, "mv", "mindspeed", "src/mindspeed")
-    git(folder, "commit", "-q", "-m", "moved")
-    commit, tree = git(folder, "rev-parse", "HEAD", "HEAD^{tree}").split()
-    line = pins.line("a3")
-    moved = line.repositories["MindSpeed"].model_copy(update={"folder": "src", "commit": commit, "tree": tree})
-    line = line.model_copy(update={"repositories": {**line.repositories, "MindSpeed": moved}})
-    pins = pins.model_copy(update={"lines": {**pins.lines, "a3": line}})
-    assert problems(compare("a3", make(root={**places, "mindspeed": folder / "src"}.get), pins)) == {}

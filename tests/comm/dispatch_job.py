@@ -43,9 +43,9 @@ class Echo:
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def take_starts(self):
         """As worker/recipe_worker.py."""
-        from verl_patches.trainer import dispatch
+        from verl_patches.trainer import worker_starts
 
-        return dispatch.take()
+        return worker_starts.take_starts()
 
 
 def digest(value):
@@ -114,7 +114,7 @@ def main():
     import ray
     from logical_group import group_of
 
-    from verl_patches.trainer.dispatch import start_skew
+    from verl_patches.trainer.worker_starts import start_skew
     from verl_patches.trainer import ray_start
 
     ray_start.start({}, num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=200 << 20)

@@ -14,8 +14,8 @@ import torch
 from verl.protocol import DataProto
 from verl.single_controller.base.decorator import MAGIC_ATTR, Dispatch, register
 
-from verl_patches.trainer import dispatch
-from verl_patches.trainer.dispatch import noted, start_skew
+from verl_patches.trainer import dispatch, worker_starts
+from verl_patches.trainer.worker_starts import noted, start_skew
 
 HERE = Path(__file__).resolve().parent
 # objects above 1 MB that the controller serialises: with the row, without it
@@ -114,7 +114,7 @@ def test_what_is_not_known_is_not_small_and_counting_ends_early():
 
 
 def test_coroutines_and_calls_of_vllms_executor_are_left_alone():
-    dispatch.take()
+    worker_starts.take_starts()
     made = noted(register)
     assert noted(register).__name__ == "register"
 
@@ -128,8 +128,8 @@ def test_coroutines_and_calls_of_vllms_executor_are_left_alone():
                       made(dispatch_mode=Dispatch.DIRECT_ROLLOUT_METHOD)(method)):
         assert decorated.__code__ is not made(dispatch_mode=Dispatch.ONE_TO_ALL)(method).__code__
     plain = made(dispatch_mode=Dispatch.ONE_TO_ALL)(method)
-    assert plain(None) == "done" and [name for name, _ in dispatch.take()] == ["method"]
-    assert made(dispatch_mode=Dispatch.DIRECT_ROLLOUT_METHOD)(method)(None) == "done" and dispatch.take() == []
+    assert plain(None) == "done" and [name for name, _ in worker_starts.take_starts()] == ["method"]
+    assert made(dispatch_mode=Dispatch.DIRECT_ROLLOUT_METHOD)(method)(None) == "done" and worker_starts.take_starts() == []
     assert getattr(plain, MAGIC_ATTR)["dispatch_mode"] == Dispatch.ONE_TO_ALL
 
 
@@ -142,13 +142,13 @@ def test_a_method_goes_by_the_name_that_it_is_called_by():
         two = noted(register)(dispatch_mode=Dispatch.ONE_TO_ALL)(f)
 
     Worker.two = functools.wraps(Worker.two)(lambda self, below=Worker.two: below(self))  # a row
-    dispatch.take()
+    worker_starts.take_starts()
     Worker().two(), Worker().one()
-    assert [name for name, _ in dispatch.take()] == ["two", "one"]
+    assert [name for name, _ in worker_starts.take_starts()] == ["two", "one"]
 
 
 def test_an_error_ends_the_call_and_threads_do_not_hide_each_other():
-    dispatch.take()
+    worker_starts.take_starts()
 
     @noted(register)(dispatch_mode=Dispatch.ONE_TO_ALL)
     def outer(self, inner):
@@ -167,4 +167,4 @@ def test_an_error_ends_the_call_and_threads_do_not_hide_each_other():
     for inner in (other, in_thread):
         with pytest.raises(KeyError):
             outer(None, inner)
-    assert [name for name, _ in dispatch.take()] == ["outer", "outer", "other"]
+    assert [name for name, _ in worker_starts.take_starts()] == ["outer", "outer", "other"]

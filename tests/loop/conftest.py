@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from loop_runs import ROOT, Finished, smoke_command
 
-from verl_patches.cluster.trees import trees_of
+from verl_patches.cluster.checkouts import trees_of
 from verl_patches.errors import ConfigError
 
 

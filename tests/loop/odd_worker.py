@@ -25,7 +25,7 @@ def other_switches():
 def no_patches():
     """Rank 1 takes our weight-sync row out again: what it means is unchanged, what it does is not."""
     if os.environ.get("RANK") == "1":
-        row = engine.current()._rows["update.sync_switch"]
+        row = engine.current()._rows["update.sharding_manager"]
         row.state, row.hook = "reverted", None
 
 

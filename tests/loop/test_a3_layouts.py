@@ -21,7 +21,7 @@ def assert_weights_arrive(run, limit):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_weights_arrive_and_the_first_gradient_is_that_of_every_layout(a3, layout):
-    """Row reshard.direct_and_wake; fp32, as test_layouts.py has it for the other line."""
+    """Row reshard.direct; fp32, as test_layouts.py has it for the other line."""
     run, other = a3("--train-layout", layout, *LAYOUTS[layout], "--steps", "2", "recipe.reshard.verify=every"), a3()
     assert_weights_arrive(run, 1e-5)
     assert all(s["sync"]["verified"] and s["sync"]["syncs"] == 1 for s in run.steps)

@@ -61,7 +61,7 @@ def test_without_a_row_of_this_line_the_truth_check_stops_the_run(a3):
 
 
 def test_a_skipped_sync_is_caught_at_the_first_step_that_skips(a3):
-    """Rows update.sync_switch_and_wake and update.sync_mode."""
+    """Row update.sharding_manager."""
     run = a3("--steps", "3", "recipe.weight_sync.enabled=false", ok=False)
     assert run.steps[0]["logprob_delta"]["mean"] < 1e-5
     assert run.code == 1 and "WeightSyncError: step 2" in run.summary["exit"]

@@ -17,7 +17,7 @@ import pytest
 import yaml
 from loop_runs import ROOT
 
-from verl_patches.cluster.trees import trees_of
+from verl_patches.cluster.checkouts import trees_of
 from verl_patches.patching import prelude_pth
 
 pytestmark = pytest.mark.full

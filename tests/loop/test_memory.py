@@ -72,7 +72,7 @@ def test_what_the_ledger_saw_is_what_the_plan_expects(smoke):
 
 @pytest.mark.upstream
 def test_on_line_a3_the_cache_comes_after_training_weights_have_gone(a3):
-    """Rows memory.ledger_update_a3, reshard.direct_and_wake and memory.order_a3."""
+    """Rows memory.ledger, reshard.direct and memory.order."""
     run = a3(*STRICT)
     assert_as_planned(run, "mindspeed")
     assert_carried_out(run)

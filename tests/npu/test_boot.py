@@ -45,11 +45,10 @@ _IN_DRIVER = {"dispatch.send_switches", "platform.flash_attn", "platform.flash_a
 WAITING = {
     "driver": WANTED.keys() - _IN_DRIVER,
     "controller": {
-        "memory.ledger_rollout", "memory.ledger_sleep", "memory.ledger_wake", "memory.rollout_life",
-        "memory.trim_before_wake", "memory.trims_sleep", "model.block_spec_name", "model.mindspeed_config",
-        "model.mindspeed_converter", "model.mindspeed_initializer", "model.optimizer_dtype", "model.packed_fields",
-        "model.packed_rope", "reshard.direct_and_wake", "rollout.absorb_mla_again", "rollout.dp_place",
-        "rollout.keep_log_probs", "rollout.keep_responses", "rollout.llm_arguments", "update.sync_switch_and_wake",
+        "memory.sleep_mode", "model.block_spec_name", "model.mindspeed_config", "model.mindspeed_initializer",
+        "model.optimizer_dtype", "model.packed_fields", "model.packed_rope", "reshard.direct",
+        "model.mindspeed_converter", "update.sharding_manager", "rollout.absorb_mla_again", "rollout.dp_place",
+        "rollout.engine", "rollout.keep_log_probs", "rollout.llm_arguments", "update.tensor_cache",
     },
     "worker": {"logprob.truth_check", "update.fit_as_run", "update.log_with_run", "update.recipe_by_default"},
 }  # fmt: skip

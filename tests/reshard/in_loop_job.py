@@ -20,7 +20,10 @@ import torch.distributed as dist
 from tests.reshard.cases import Case, Live, cut, full_tensor, grow, rollout_memory, train_memory
 from tests.reshard.spoilt import message
 from verl_patches.layout.sharding import local_parameters
+from verl_patches.patching.row import subclass_of
 from verl_patches.reshard import destination, weight_sync
+from verl_patches.worker import sharding
+from verl_patches.worker.sharding import RecipeShardingManager
 
 BROKEN_RANK = 1
 FIRST = "model.embed_tokens.weight"
@@ -74,6 +77,13 @@ class Engine(torch.nn.Module):
         return found
 
 
+class Upstream:
+    """Stands for verl's sharding manager below ours."""
+
+    def __enter__(self) -> None:
+        raise AssertionError("verl's own path was taken")
+
+
 @dataclass
 class Spoilt:
     """What goes wrong on one rank, while `now`: learn, plan, post_load, wake_up or poison."""
@@ -97,11 +107,12 @@ class World:
         runner = SimpleNamespace(model_runner=SimpleNamespace(model=self.engine))
         executor = SimpleNamespace(driver_worker=SimpleNamespace(worker=runner))
         config = {"model_type": "deepseek_v3", **vars(replace(case.model, torch_dtype="float32"))}
-        self.manager = SimpleNamespace(
-            reshard_settings=weight_sync.Settings(case.train, case.rollout, "pypi", case.bucket_bytes, verify),
+        self.manager = subclass_of(Upstream, RecipeShardingManager)()
+        vars(self.manager).update(
+            settings=weight_sync.Settings(case.train, case.rollout, "pypi", case.bucket_bytes, verify),
             actor_module=[torch.nn.Linear(1, 1, dtype=getattr(torch, case.model.torch_dtype))],
             model_config=SimpleNamespace(to_dict=lambda: config),
-            inference_engine=SimpleNamespace(wake_up=self._wake_up,
+            inference_engine=SimpleNamespace(wake_up=self._wake_up, weights_written=lambda last: None,
                                              llm_engine=SimpleNamespace(model_executor=executor)))  # fmt: skip
 
     def train(self, seed: int) -> None:
@@ -111,9 +122,9 @@ class World:
             whole = full_tensor(name, shard.parameter.shape, shard.parameter.dtype, seed)
             self.sources[name].tensor.copy_(cut(shard, whole))
 
-    def sync(self, enter: Callable[[Any], Any] | None = None) -> str:
+    def sync(self) -> str:
         """One sync as verl calls it: what it raises, or "fine"."""
-        return message((enter or weight_sync.direct(_never)), self.manager)
+        return message(self.manager.__enter__)
 
     def facts(self) -> dict[str, Any]:
         """What the last sync reported; nothing, if it raised."""
@@ -130,8 +141,8 @@ class World:
         """Meanwhile in_loop.py meets this world's memory where it would ask Megatron, and verl's functions here."""
         verl_utils = ModuleType("verl.utils.vllm_utils")
         verl_utils.patch_vllm_moe_model_weight_loader = lambda model: self.events.append("loaders")
-        covers, plan, after, poison = (destination.Destinations.check_covers, weight_sync.plan_reshard, weight_sync.post_load,
-                                       weight_sync.Verifier.poison)  # fmt: skip
+        covers, poison = destination.Destinations.check_covers, weight_sync.Verifier.poison
+        plan, after = weight_sync.plan_reshard, weight_sync.post_load
 
         def spoil(what: str, original: Callable) -> Callable:
             def call(*args, **kwargs):
@@ -142,6 +153,7 @@ class World:
             return call
 
         with (
+            mock.patch.object(sharding, "is_on", lambda row: True),
             mock.patch.dict(sys.modules, {"verl.utils.vllm_utils": verl_utils}),
             mock.patch.object(weight_sync, "train_tensors", lambda *args: self.sources),
             mock.patch.object(weight_sync, "still_valid", lambda *args: self.trained_is_valid),
@@ -151,10 +163,6 @@ class World:
             mock.patch.object(destination.Destinations, "check_covers", spoil("learn", covers)),
         ):
             yield self
-
-
-def _never(manager: Any) -> None:
-    raise AssertionError("verl's own path was taken")
 
 
 def syncs(case: Case, verify: str, count: int, strange_on: int | None = None) -> list[tuple]:
@@ -210,7 +218,7 @@ def broken(case: Case, what: str, at: int) -> list[tuple]:
 
 
 def with_cache(case: Case) -> list[str]:
-    """What happens in which order in a first sync at verl 54c9b736."""
+    """What happens in which order in a first sync."""
     with World(case, "first").stand_ins() as world:
-        assert world.sync(weight_sync.direct_with_cache(_never)) == "fine"
+        assert world.sync() == "fine"
         return world.events

@@ -75,11 +75,18 @@ def test_the_cache_is_woken_last_and_after_training_weights_have_left(pool4):
     assert pool4.run(in_loop_job.with_cache, CASE) == [events] * 4
 
 
-@pytest.mark.parametrize("manager", [
-    SimpleNamespace(reshard_settings=None),
-    SimpleNamespace(reshard_settings=object(), weight_sync_enabled=False, weights_synced_once=True),
+@pytest.mark.parametrize(("given", "calls"), [
+    ({"settings": None}, ["verl's", "kv_cache"]),
+    ({"settings": object(), "sync_enabled": False, "synced_once": True}, ["weights", "kv_cache"]),
+    ({"settings": None, "sync_enabled": False}, ["verl's", "kv_cache"]),  # the first sync is made all the same
 ])  # fmt: skip
-def test_verls_path_is_taken_where_there_is_nothing_to_do(manager):
-    from verl_patches.reshard.weight_sync import direct
+def test_verls_path_is_taken_without_settings_and_a_sync_can_be_left_out(given, calls):
+    from verl_patches.patching.row import subclass_of
+    from verl_patches.worker.sharding import RecipeShardingManager
 
-    assert direct(lambda manager: "verl's")(manager) == "verl's"
+    seen = []
+    manager = subclass_of(type("Upstream", (), {"__enter__": lambda self: seen.append("verl's")}),
+                          RecipeShardingManager)()
+    vars(manager).update(given, inference_engine=SimpleNamespace(wake_up=lambda tags: seen.extend(tags)))
+    manager.__enter__()
+    assert seen == calls and manager.synced_once

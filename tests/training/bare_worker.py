@@ -30,10 +30,10 @@ class Bare(Worker):
 
 
 def add_proof():
-    """What row update.prove_patches does to ActorRolloutRefWorker."""
-    from verl_patches.worker.recipe_worker import prove_patches
+    """What row update.recipe_worker does to ActorRolloutRefWorker, of which this test needs one method."""
+    from verl_patches.worker.recipe_worker import RecipeWorker
 
-    Bare.prove_patches = prove_patches
+    Bare.prove_patches = RecipeWorker.prove_patches
 
 
 def prelude_on_rank_one():

@@ -240,7 +240,7 @@ def main():
         "logprob.truth_check": works(metrics_have_the_delta),
         "platform.tensordict_cuda": works(lambda: tensordict.TensorDict({"a": torch.ones(1)}, [1]).cuda() is not None),
         "platform.pickle_torch_config": works(lambda: ray.cloudpickle.dumps(torch._dynamo.config)),
-        "reshard.sharding_manager": works(switch_leaves_a_sync_out),
+        "update.sharding_manager": works(switch_leaves_a_sync_out),
         "model.train_dtype": works(worker_takes_the_asked_dtype),
         "model.optimizer_dtype": works(optimizer_takes_the_models_dtype),
         "update.micro_batches_as_planned": works(actor_splits_as_planned),

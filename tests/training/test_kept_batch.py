@@ -18,9 +18,9 @@ from verl_patches.errors import ConfigError
 from verl_patches.tensor_cache import limits
 from verl_patches.tensor_cache.exchange import Ragged, mask_of, to_padded
 from verl_patches.trainer import tensor_cache
+from verl_patches.trainer.rollout_correction import WithoutOldLogProb
 from verl_patches.trainer.tensor_cache import Kept, TensorCacheGroup
 from verl_patches.worker import tensor_cache_stages
-from verl_patches.worker.on_policy_update import WithoutOldLogProb
 from verl_patches.worker.tensor_cache_stages import padded_prompts
 
 TINY, LARGE = "grpo_deepseekv3_tiny_cpu", "grpo_deepseekv3_256die_true_weight"

@@ -12,9 +12,12 @@ from verl.trainer.ppo.core_algos import agg_loss, compute_policy_loss
 from verl_patches.cluster.checks import check_config
 from verl_patches.cluster.compose import CONFIGS_DIR, compose
 from verl_patches.patching.engine import PatchError
+from verl_patches.patching.row import subclass_of
+from verl_patches.trainer import rollout_correction
 from verl_patches.trainer.on_policy import faults
 from verl_patches.trainer.rollout_correction import LogProbError
-from verl_patches.worker import on_policy_update
+from verl_patches.worker import on_policy_update, recipe_worker
+from verl_patches.worker.recipe_worker import RecipeWorker
 
 TINY, LARGE = "grpo_deepseekv3_tiny_cpu", "grpo_deepseekv3_256die_true_weight"
 SKIP, CORRECT = "recipe.train.skip_old_log_prob", "recipe.rollout_correction"
@@ -105,7 +108,8 @@ class Worker:
         off = {"rollout_is": None, "rollout_is_threshold": 2.0, "rollout_rs": None, "rollout_rs_threshold": None}
         recipe = SimpleNamespace(train=SimpleNamespace(skip_old_log_prob=skip),
                                  rollout_correction=SimpleNamespace(**{**off, **correction}))
-        self.config, self.parameter = {"recipe": recipe}, torch.zeros(LENGTH, requires_grad=True)
+        self.config, self.role = {"recipe": recipe}, "actor"
+        self.parameter = torch.zeros(LENGTH, requires_grad=True)
 
     def update_actor(self, data):
         self.met = data
@@ -122,19 +126,31 @@ class Worker:
     def run(self, data):
         if self.config["recipe"].train.skip_old_log_prob:
             data.batch.pop("old_log_probs")
-        return on_policy_update.update_on_policy(type(self).update_actor)(self, data)
+        return updated(self, data)
+
+
+def updated(upstream, data):
+    """RecipeWorker.update_actor over that of `upstream`, which gets the moments of the update."""
+    over = subclass_of(type("Upstream", (), {"update_actor": lambda self, data: upstream.update_actor(data)}),
+                       RecipeWorker)
+    worker = over.__new__(over)
+    worker.recipe = upstream.config.get("recipe")
+    output = worker.update_actor(data)
+    upstream.log_prob_moments = worker.log_prob_moments
+    return output
 
 
 @pytest.fixture(autouse=True)
 def one_rank(monkeypatch):
     monkeypatch.setattr(on_policy_update, "is_metrics_rank", lambda: True)
+    monkeypatch.setattr(recipe_worker, "is_on", lambda row: True)
 
 
 def test_off_is_untouched_bit_for_bit():
     data, plain = batch(), Worker()
     before = {name: tensor.clone() for name, tensor in data.batch.items()}
     found = plain.run(data)
-    assert plain.met is data and not hasattr(plain, "log_prob_moments")
+    assert plain.met is data and plain.log_prob_moments is None
     assert all(torch.equal(data.batch[name], tensor) for name, tensor in before.items())
     bare = Worker()
     bare.loss = compute_policy_loss
@@ -145,13 +161,14 @@ def test_off_is_untouched_bit_for_bit():
 def test_without_recipe_nothing_happens():
     worker = Worker()
     worker.config = {}
-    assert on_policy_update.update_on_policy(lambda self, data: data)(worker, 5) == 5
+    worker.update_actor = lambda data: data
+    assert updated(worker, 5) == 5
 
 
 def test_skipped_gradients_are_those_of_the_pass():
     skipped = Worker(skip=True)
     assert torch.equal(skipped.run(batch()), Worker().run(batch()))
-    found = on_policy_update.with_workers_metrics(
+    found = rollout_correction.with_workers_metrics(
         {"actor/entropy_loss": math.nan, "other": 1.0}, [skipped.log_prob_moments, None], skipped.config["recipe"])
     data = batch().batch
     mask = data["attention_mask"][:, -LENGTH:].bool()
@@ -179,7 +196,7 @@ def test_both_ways_weigh_alike(correction):
     found, other = passed.run(batch()), skipped.run(batch())
     assert torch.equal(found, other) and not torch.allclose(found, Worker().run(batch()))
     assert passed.log_prob_moments == skipped.log_prob_moments
-    metrics = on_policy_update.with_workers_metrics({}, [passed.log_prob_moments] * 2, passed.config["recipe"])
+    metrics = rollout_correction.with_workers_metrics({}, [passed.log_prob_moments] * 2, passed.config["recipe"])
     assert metrics["recipe/logprob_delta_mean"] > 0
     assert ("rollout_corr/rollout_is_mean" in metrics) is ("rollout_is" in correction)
     assert ("rollout_corr/rollout_rs_masked_fraction" in metrics) is ("rollout_rs" in correction)
@@ -201,7 +218,7 @@ def test_without_the_rollouts_log_probs():
     data, worker = batch(), Worker(skip=True)
     data.batch.pop("rollout_log_probs")
     assert torch.equal(worker.run(data), Worker().run(batch()))
-    assert on_policy_update.with_workers_metrics({}, [worker.log_prob_moments], worker.config["recipe"]) == {}
+    assert rollout_correction.with_workers_metrics({}, [worker.log_prob_moments], worker.config["recipe"]) == {}
     data = batch()
     data.batch.pop("rollout_log_probs")
     with pytest.raises(LogProbError, match="rollout_correction is on, but the batch has no rollout_log_probs"):
@@ -221,7 +238,7 @@ def test_a_failed_update_leaves_the_loss_alone():
 def test_the_trainer_gets_columns_of_nan_and_sends_none():
     sent = []
     group = SimpleNamespace(update_actor=lambda data: sent.append(set(data.batch.keys())), compute_ref_log_prob=len)
-    without, data = on_policy_update.WithoutOldLogProb(group), batch()
+    without, data = rollout_correction.WithoutOldLogProb(group), batch()
     data.batch.pop("old_log_probs")
     passed = without.compute_log_prob(data)  # group has no such method: it would be an AttributeError
     entropys = passed.batch.pop("entropys")  # from here on as verl's fit
@@ -236,23 +253,24 @@ def test_the_trainer_gets_columns_of_nan_and_sends_none():
 PROBE = """
 import verl_patches.prelude_patch, json
 import verl.workers.megatron_workers as workers
+from verl.single_controller.base.decorator import MAGIC_ATTR
 from verl.trainer.ppo import core_algos
 from verl.workers.actor import megatron_actor
-actor = workers.ActorRolloutRefWorker
+ours, upstream = workers.ActorRolloutRefWorker.__mro__[1:3]
+methods = [name for name in vars(ours) if hasattr(getattr(upstream, name, None), MAGIC_ATTR)]
+modes = lambda cls: {name: str(getattr(getattr(cls, name), MAGIC_ATTR)) for name in methods}
 print(json.dumps({
-    "update.on_policy": "old_log_prob.py" in actor.update_actor.__code__.co_filename,
-    "update.loss_on_policy": all("old_log_prob.py" in module.compute_policy_loss.__code__.co_filename
-                                 for module in (core_algos, megatron_actor)),
-    "update.take_log_prob_moments": hasattr(actor, "take_log_prob_moments"),
-    "dispatch": actor.update_actor.__dict__["attrs_3141562937"]["dispatch_mode"].name}))
+    "loss": all("on_policy_update.py" in module.compute_policy_loss.__code__.co_filename
+                for module in (core_algos, megatron_actor)),
+    "methods": methods, "modes are upstream's": modes(ours) == modes(upstream)}))
 """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("on", [True, False])
-def test_rows_have_their_effect_and_lose_it(run_warm, on):
-    ids = ["update.on_policy", "update.loss_on_policy", "update.take_log_prob_moments"]
-    off = "" if on else "".join(f",-{name}" for name in ids)
-    done = run_warm(PROBE, patches=f"line=pypi,platform=cpu{off}")
+def test_methods_of_the_worker_are_dispatched_as_upstreams(run_warm):
+    """verl binds a method to its worker group by the dispatch mode that the class has for it."""
+    done = run_warm(PROBE, patches="line=pypi,platform=cpu")
     assert done.rc == 0, done.err
-    assert json.loads(done.out.splitlines()[-1]) == {**dict.fromkeys(ids, on), "dispatch": "MEGATRON_COMPUTE_PROTO"}
+    found = json.loads(done.out.splitlines()[-1])
+    assert {"init_model", "compute_log_prob", "compute_ref_log_prob", "update_actor"} <= set(found["methods"])
+    assert found["loss"] and found["modes are upstream's"]

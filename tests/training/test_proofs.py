@@ -83,7 +83,7 @@ def test_the_record_says_what_happened():
 
 
 def test_a_group_that_cannot_be_asked_is_refused():
-    with pytest.raises(PatchError, match="update.prove_patches is off here"):
+    with pytest.raises(PatchError, match="update.recipe_worker is off here"):
         workers_proofs(object())
 
 

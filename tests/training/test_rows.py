@@ -13,7 +13,7 @@ from verl_patches.patching.switches import parse
 HERE = Path(__file__).resolve().parent
 IDS = [
     "update.fit_as_run", "update.recipe_worker", "update.on_policy", "update.log_with_run", "logprob.truth_check",
-    "platform.tensordict_cuda", "platform.pickle_torch_config", "reshard.sharding_manager", "reshard.direct",
+    "platform.tensordict_cuda", "platform.pickle_torch_config", "update.sharding_manager", "reshard.direct",
     "model.train_dtype", "model.optimizer_dtype", "memory.swap_optimizer", "memory.order", "memory.empty_cache",
     "update.micro_batches_as_planned", "dispatch.put_once", "dispatch.note_starts",
 ]

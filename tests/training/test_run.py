@@ -32,8 +32,7 @@ def prove(monkeypatch, tmp_path):
                    for rank, state in enumerate(states)]
         monkeypatch.setattr(run, "workers_proofs", lambda group: workers)
         said, made = [], run.Run.__new__(run.Run)
-        made.trainer = SimpleNamespace(actor_rollout_wg=SimpleNamespace(
-            take_phase_seconds=lambda: None, take_offload=lambda: None))
+        made.trainer = SimpleNamespace(actor_rollout_wg=SimpleNamespace(take_report=lambda: None))
         made.summary, made.not_compared = SimpleNamespace(data={}, write=lambda: None), ""
         made.progress = SimpleNamespace(say=said.append)
         made.prove()

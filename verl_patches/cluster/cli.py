@@ -12,13 +12,13 @@ from omegaconf import DictConfig
 from rich.console import Console
 
 from verl_patches.cluster import facts, launch, smoke
+from verl_patches.cluster.checkouts import LINE, require_trees, require_verl, trees_of
 from verl_patches.cluster.checks import check_config, require
 from verl_patches.cluster.compose import CONFIGS_DIR, compose
 from verl_patches.cluster.modified import refuse_modified
 from verl_patches.cluster.plan import build_plan, show
 from verl_patches.cluster.show import Json
 from verl_patches.cluster.support import refused_keys
-from verl_patches.cluster.trees import LINE, require_trees, require_verl, trees_of
 from verl_patches.errors import ConfigError
 from verl_patches.model.mindspeed.arguments import arguments_of
 from verl_patches.patching.spec import PatchSpec

@@ -9,11 +9,11 @@ from typing import Annotated
 import typer
 from omegaconf import DictConfig, OmegaConf
 
+from verl_patches.cluster.checkouts import LINE, trees_of, verl_check
 from verl_patches.cluster.checks import hf_config_of
 from verl_patches.cluster.cli import Overrides, Upstream
 from verl_patches.cluster.compose import CONFIGS_DIR, compose
 from verl_patches.cluster.show import Json, table
-from verl_patches.cluster.trees import LINE, trees_of, verl_check
 from verl_patches.errors import ConfigError
 from verl_patches.model.mindspeed.arguments import Setting
 from verl_patches.patching.prelude_line import PLACES

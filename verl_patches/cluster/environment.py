@@ -1,7 +1,7 @@
-"""The environment of a run: one list, derived once from the configuration, each variable with reason and reader.
+"""The environment variables of a run, derived from its configuration, each with its reason and its reader.
 
-Where each variable is read at the pins stands in configs/upstream.yaml, `environment:`; a variable that nothing reads
-is not set, and one that is not listed there cannot be derived (KeyError in the tests).
+configs/upstream.yaml, `environment:`, names the source line that reads each variable at the pins. A variable that is
+not listed there is a KeyError.
 """
 
 from __future__ import annotations
@@ -16,23 +16,24 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from verl_patches.cluster import hccl
+from verl_patches.cluster.checkouts import Trees
 from verl_patches.cluster.compose import CONFIGS_DIR
 from verl_patches.cluster.model_files import model_shape_of
 from verl_patches.cluster.pins import load_pins
-from verl_patches.cluster.trees import Trees
 from verl_patches.patching.switches import VARIABLE, Switches
 from verl_patches.platform.npu.network import SOCKETS
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-DROPPED = ("RAY_ADDRESS", "RAY_GCS_SERVER_PORT", "RAY_TMPDIR", VARIABLE)  # of the shell: the configuration decides
+# variables of the shell that a run does not inherit: the configuration decides
+DROPPED = ("RAY_ADDRESS", "RAY_GCS_SERVER_PORT", "RAY_TMPDIR", VARIABLE)
 
 
 @dataclass(frozen=True)
 class Variable:
     """One environment variable of a run.
 
-    where: "workers", in the driver and by Ray's runtime_env in every worker; "driver", there and in a Ray of its own;
-    "node", set by each worker from what it finds on its node, so that `value` is a description, not the value.
+    where: "workers" (the driver and, by Ray's runtime_env, every worker), "driver" (the driver and a Ray that it
+    starts) or "node" (each worker sets it from its node's network, so `value` is a description).
     """
 
     name: str
@@ -43,27 +44,28 @@ class Variable:
 
 
 def switches_of(config: DictConfig) -> Switches:
-    """What the run asks of the patch catalogue: `recipe.line`, `.platform`, `.patches` and `.drift`."""
+    """The switches of the patch catalogue from `recipe.line`, `.platform`, `.patches` and `.drift`."""
     recipe = config.recipe
     return Switches(recipe.line, recipe.platform, tuple(recipe.patches), recipe.drift)
 
 
 def derive(config: DictConfig, temp_dir: str | None = None, trees: Trees | None = None) -> list[Variable]:
-    """The variables of a run of `config`; `temp_dir` is the run's own folder for sockets and scratch, None: not yet.
+    """The environment variables of a run of `config`.
 
-    `trees`: upstream trees that go before installed packages.
+    temp_dir: the run's folder for sockets and scratch files; None if it does not exist yet.
+    trees: upstream trees that are imported before installed packages.
     """
     recipe = config.recipe
     switches = switches_of(config)
     shared = [
         Variable(VARIABLE, switches.text(), "line, platform and rows of the patch catalogue"),
-        Variable("CUDA_DEVICE_MAX_CONNECTIONS", "1", "sequence parallel relies on the order of launches"),
+        Variable("CUDA_DEVICE_MAX_CONNECTIONS", "1", "sequence parallel needs kernels launched in order"),
         Variable("TOKENIZERS_PARALLELISM", "false", "no thread pools in processes that fork"),
-        Variable("VERL_LOGGING_LEVEL", "WARN", "a line a rank otherwise"),
-        Variable("VLLM_LOGGING_LEVEL", "WARNING", "one engine a rank: its INFO lines drown the step table"),
-        Variable("TENSORBOARD_DIR", str(run_dir(config) / "tensorboard"), "events beside the rest of the run"),
+        Variable("VERL_LOGGING_LEVEL", "WARN", "INFO prints one line for each rank"),
+        Variable("VLLM_LOGGING_LEVEL", "WARNING", "one engine for each rank: INFO lines hide the step table"),
+        Variable("TENSORBOARD_DIR", str(run_dir(config) / "tensorboard"), "events in the run's folder"),
         Variable("RAY_USAGE_STATS_ENABLED", "0", "nothing leaves the machine"),
-        Variable("VLLM_NO_USAGE_STATS", "1", "nothing leaves the machine; no process of its own"),
+        Variable("VLLM_NO_USAGE_STATS", "1", "nothing leaves the machine; no reporting process"),
     ]
     by_platform = {"cpu": _cpu, "npu": _npu}.get(recipe.platform)
     found = shared + (by_platform(config) if by_platform else []) + _launch(config, temp_dir, trees or Trees())
@@ -73,13 +75,13 @@ def derive(config: DictConfig, temp_dir: str | None = None, trees: Trees | None 
 
 def _cpu(config: DictConfig) -> list[Variable]:
     return [
-        Variable("VLLM_USE_V1", "0", "vLLM 0.9.1 can do MLA on a CPU with engine V0 only"),
-        Variable("VLLM_CPU_KVCACHE_SPACE", "1", "GiB of KV cache a rank; unset means 4"),
+        Variable("VLLM_USE_V1", "0", "vLLM 0.9.1 supports MLA on a CPU with engine V0 only"),
+        Variable("VLLM_CPU_KVCACHE_SPACE", "1", "GiB of KV cache for each rank; unset means 4"),
         Variable("OMP_NUM_THREADS", "1", "several ranks share few cores"),
-        Variable("GLOO_SOCKET_IFNAME", "lo", "all ranks are on this machine, nothing listens outside it"),
+        Variable("GLOO_SOCKET_IFNAME", "lo", "all ranks are on this machine; nothing listens on other interfaces"),
         Variable("TORCHDYNAMO_DISABLE", "1", "compiling costs more than a tiny model's step"),
-        Variable("TORCH_DEVICE_BACKEND_AUTOLOAD", "0", "a device plugin that lies around is not loaded"),
-        Variable("RAY_DEDUP_LOGS", "0", "the log of a rank that differs must not be folded away"),
+        Variable("TORCH_DEVICE_BACKEND_AUTOLOAD", "0", "no installed device plugin is loaded"),
+        Variable("RAY_DEDUP_LOGS", "0", "every rank's log lines are kept"),
         Variable("HF_HUB_OFFLINE", "1", "model and tokenizer are local folders"),
     ]
 
@@ -97,12 +99,12 @@ def _npu(config: DictConfig) -> list[Variable]:
             "recipe.rollout.balanced_routing; must be 0 or 1: unset is a TypeError",
         ),
         Variable(
-            "HCCL_CONNECT_TIMEOUT", "1200", "ranks of many nodes start more than the default 120 s apart (s)"
+            "HCCL_CONNECT_TIMEOUT", "1200", "ranks on many nodes start more than the default 120 s apart (s)"
         ),
-        Variable("VLLM_ASCEND_ENABLE_TOPK_OPTIMIZE", "1", "top-k and top-p by a threshold, nothing is scattered back"),
+        Variable("VLLM_ASCEND_ENABLE_TOPK_OPTIMIZE", "1", "top-k and top-p by a threshold, without a scatter"),
         Variable(
             "HCCL_EXEC_TIMEOUT", str(hccl.exec_timeout_s(config)),
-            "recipe.train.collective_timeout_minutes: HCCL gives up by itself, whatever torch's limit is (s)",
+            "recipe.train.collective_timeout_minutes: HCCL has a timeout of its own, independent of torch's (s)",
         ),
         Variable("HCCL_OP_EXPANSION_MODE", recipe.hccl.expansion_mode, "recipe.hccl.expansion_mode"),
         Variable(
@@ -111,18 +113,18 @@ def _npu(config: DictConfig) -> list[Variable]:
         ),
         Variable(
             "HCCL_IF_BASE_PORT", str(recipe.hccl.base_port),
-            "recipe.hccl.base_port; HCCL's own 60000 lies among the ports that Linux gives to any connection",
+            "recipe.hccl.base_port; HCCL's default 60000 is in Linux's ephemeral range",
         ),
         Variable(
-            "HCCL_HOST_SOCKET_PORT_RANGE", f"{first}-{last}", "the ports behind those of HCCL_IF_BASE_PORT, as above"
+            "HCCL_HOST_SOCKET_PORT_RANGE", f"{first}-{last}", "the ports after those of HCCL_IF_BASE_PORT"
         ),
         *(
-            Variable(key, value, "recipe.hccl.interface; a node's own value goes before it", where="node")
+            Variable(key, value, "recipe.hccl.interface; a value set on the node takes precedence", where="node")
             for key, value in interface.items()
         ),
         Variable(
             "TASK_QUEUE_ENABLE", "2",
-            "workspaces are made off the main thread too; refused only while torch_npu captures a graph of its own "
+            "workspaces are prepared off the main thread too; torch_npu refuses it only while it captures an NPUGraph "
             "(NPUGraph.cpp:101), and graphs here are torchair's",
         ),
         Variable(
@@ -135,15 +137,15 @@ def _npu(config: DictConfig) -> list[Variable]:
 
 
 def _launch(config: DictConfig, temp_dir: str | None, trees: Trees) -> list[Variable]:
-    """What the driver on this machine needs, and other nodes must not get."""
+    """Variables of the driver on this machine; other nodes must not get them."""
     given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     path = os.pathsep.join(dict.fromkeys([str(REPOSITORY), *map(str, trees.folders), *filter(None, given)]))
     temp = temp_dir or "(made at start)"
     local = functools.partial(Variable, where="driver")
     found = [
-        local("PYTHONPATH", path, "this checkout runs, with the upstream trees that were asked for"),
-        local("PYTHONUNBUFFERED", "1", "the log ends where the run ended"),
-        local("TMPDIR", temp, "scratch of the run in one folder that is removed afterwards"),
+        local("PYTHONPATH", path, "this checkout, then the upstream trees of --upstream or --verl-path"),
+        local("PYTHONUNBUFFERED", "1", "log lines are written at once"),
+        local("TMPDIR", temp, "scratch files in one folder that is removed after the run"),
     ]
     if config.recipe.ray_address is not None:
         found.append(local("RAY_ADDRESS", config.recipe.ray_address, "recipe.ray_address"))
@@ -160,9 +162,9 @@ def worker_environment(config: DictConfig) -> dict[str, str]:
 
 
 def process_environment(variables: list[Variable], base: Mapping[str, str]) -> dict[str, str]:
-    """`base` (the caller's environment) with the run's variables over it, without those that the configuration decides.
+    """`base` (the caller's environment) without `DROPPED`, updated with the run's variables.
 
-    The interpreter's own folder comes first on PATH, as Ray looks for its tools there.
+    The interpreter's folder comes first on PATH, because Ray looks for its tools there.
     """
     merged = {name: value for name, value in base.items() if name not in DROPPED}
     merged.update({v.name: v.value for v in variables if v.where != "node"})

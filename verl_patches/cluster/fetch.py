@@ -1,67 +1,74 @@
-"""`fetch-upstream`: the repositories of a line at their pins, side by side in one folder, ready to run.
+"""`fetch-upstream`: clone the repositories of a line at their pins side by side in one folder, ready to run.
 
-Verified (commit, tree hash, cleanliness), with the prelude line in verl, and checked against the catalogue. Safe to
-repeat and to interrupt: what is right is left alone (upstream_tree.py).
+A clone is made in a hidden folder, verified (commit, tree hash, no changed file) and then renamed, so an interrupted
+run leaves no incomplete clone under a repository's name. A clone that exists is verified and never changed, except for
+the prelude line in verl. The contract check over all clones comes last.
 """
 
 from __future__ import annotations
 
 import fcntl
-import json
-import os
-import subprocess
-import sys
-import time
+import re
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from verl_patches.cluster.git_tree import git
-from verl_patches.cluster.mirrors import sources
+from verl_patches.cluster.checkouts import git
+from verl_patches.cluster.modified import commit_faults, said, tree_changes
 from verl_patches.cluster.pins import PIN_FILE, Line, Repository
-from verl_patches.cluster.upstream_tree import TreeError, look, make, move
 from verl_patches.errors import ConfigError
 from verl_patches.patching import prelude_line
 from verl_patches.patching.engine import PatchError
 from verl_patches.patching.report import Finding, Report
 
 DEFAULT_DEST = PIN_FILE.parents[1] / "upstream"
-CHECK_S = 600
+FETCH_S = 3600  # time limit of one transfer; a stalled one over HTTP ends earlier (http.lowSpeedTime)
+# a server's words for a single commit that it does not serve
+_NOT_SERVED = re.compile("not our ref|unadvertised object|find remote ref|not allow", re.IGNORECASE)
 
-Tell = Callable[[str, "int | None", str], None]  # repository, percent received (None: a line that stays), words
+Check = Callable[[Path, str], Report]  # the contract check: (folder of clones, line) -> report
+
+
+class CloneError(PatchError):
+    """A repository that cannot be used: what was found, and what to do (`todo`)."""
+
+    def __init__(self, found: str, todo: str):
+        super().__init__(found)
+        self.todo = todo
 
 
 def fetch_upstream(
     line_name: str,
     line: Line,
     dest: Path,
+    check: Check,
     mirror: str | None = None,
     only: Sequence[str] = (),
-    tell: Tell = lambda *_: None,
+    log: Callable[[str], None] = lambda _: None,
 ) -> Report:
-    """Bring the repositories of `line` to `dest`, verify them, insert the prelude line, run the contract check.
+    """Clone the repositories of `line` into `dest`, verify them, insert the prelude line, run `check`.
 
-    mirror: a folder of git mirrors or the beginning of a URL (mirrors.py), then the only source. only: names of
-    repositories, default all. Findings: each repository, each pull request that is merged or not and why, the prelude
-    line, the check. Raises ConfigError before anything is fetched (unknown names, a line without repositories, mirrors
-    that are missing) and PatchError where another fetch works in `dest`.
+    mirror: see `sources`. only: names of repositories, default all. log: receives one progress line for each step.
+    The findings: each repository with its notes, the prelude line, the check. Raises ConfigError before anything is
+    fetched (unknown names, a line without repositories, missing mirrors) and PatchError where another fetch runs in
+    `dest`.
     """
     chosen, dest = _chosen(line_name, line, only), Path(dest).absolute()
-    with _alone(dest):
-        states = {name: _look(dest / name, pin) for name, pin in chosen.items()}
-        source = sources({name: chosen[name] for name, state in states.items() if state in ("absent", "other")}, mirror)
+    with _locked(dest):
+        source = sources({name: pin for name, pin in chosen.items() if _is_absent(dest / name)}, mirror)
         findings: list[Finding] = []
         for name, pin in chosen.items():
-            findings += _one(name, pin, dest / name, states[name], source.get(name), tell)
+            findings += _repository(name, pin, dest / name, source.get(name), log)
         if all(finding.state != "problem" for finding in findings):
             findings += [_prelude(dest / name) for name, pin in chosen.items() if "verl" in pin.packages]
-            findings += _checked(line_name, line, dest)
+            findings += _checked(line_name, line, dest, check)
     return Report("fetch-upstream", line_name, tuple(findings))
 
 
 def _chosen(line_name: str, line: Line, only: Sequence[str]) -> dict[str, Repository]:
     if not line.repositories:
-        raise ConfigError(f"--line {line_name} has no repositories: its packages come from the index, scripts/setup.sh")
+        raise ConfigError(f"--line {line_name} has no repositories; bash scripts/setup.sh installs its packages")
     unknown = [name for name in only if name not in line.repositories]
     if unknown:
         raise ConfigError(f"--only {', '.join(unknown)}: expected names among {', '.join(line.repositories)}")
@@ -69,8 +76,8 @@ def _chosen(line_name: str, line: Line, only: Sequence[str]) -> dict[str, Reposi
 
 
 @contextmanager
-def _alone(dest: Path) -> Iterator[None]:
-    """One fetch-upstream a folder: a second one is told, instead of both writing the same trees."""
+def _locked(dest: Path) -> Iterator[None]:
+    """At most one fetch-upstream for each folder."""
     try:
         dest.mkdir(parents=True, exist_ok=True)
         lock = (dest / ".lock").open("w")
@@ -80,46 +87,103 @@ def _alone(dest: Path) -> Iterator[None]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise PatchError(f"{dest}: another fetch-upstream works there; wait for it, then run this again") from None
+            raise PatchError(f"{dest}: another fetch-upstream runs there; wait for it, then run this again") from None
         yield
 
 
-def _look(path: Path, pin: Repository) -> str | PatchError:
-    try:
-        return look(path, pin)
-    except PatchError as error:
-        return error
+def _is_absent(path: Path) -> bool:
+    return not path.exists() or (path.is_dir() and not any(path.iterdir()))
 
 
-def _one(
-    name: str, pin: Repository, path: Path, state: str | PatchError, source: str | None, tell: Tell
-) -> list[Finding]:
+def sources(needed: Mapping[str, Repository], mirror: str | None) -> dict[str, str]:
+    """{name: URL or folder to fetch from}; nothing is contacted here.
+
+    mirror: None: the pins' URLs. A URL (or host:path): mirror/NAME.git. A folder: NAME.git or NAME in it, bare or not.
+    With a mirror no pin's URL is contacted. Raises ConfigError that lists every mirror missing from a folder, and the
+    commands that make them.
+    """
+    if mirror is None:
+        return {name: pin.url for name, pin in needed.items()}
+    folder = Path(mirror).absolute()
+    if not folder.is_dir():
+        if not re.match(r"[A-Za-z][\w+.-]*://|[\w.@-]+:", mirror):
+            raise ConfigError(f"--mirror {mirror}: expected a folder of git mirrors or a URL, found neither")
+        return {name: f"{mirror.rstrip('/')}/{name}.git" for name in needed}
+    found = {}
+    for name in needed:
+        places = [folder / f"{name}.git", folder / name]
+        found[name] = next((str(p) for p in places if (p / ".git").exists() or (p / "HEAD").is_file()), None)
+    missing = [name for name, place in found.items() if place is None]
+    if missing:
+        commands = [f"git clone --mirror {needed[name].url} {folder / name}.git" for name in missing]
+        raise ConfigError(f"--mirror {folder}: found no NAME.git or NAME of {', '.join(missing)}; nothing was fetched. "
+                          "Make them on a machine with network and copy them here, or give --only:\n  "
+                          + "\n  ".join(commands))
+    return found
+
+
+def _repository(
+    name: str, pin: Repository, path: Path, source: str | None, log: Callable[[str], None]
+) -> Iterator[Finding]:
+    """Clone `pin` from `source` (None: it exists) and verify it; the finding about it, and notes about the pin."""
     expected = f"commit {pin.commit}" + (f", tree {pin.tree}" if pin.tree else "")
-    started = time.monotonic()
+    log(f"{name}: fetching {pin.commit[:12]} from {source}" if source else f"{name}: verifying {path}")
     try:
-        if isinstance(state, PatchError):
-            raise state
-        if state != "right":
-            (make if state == "absent" else move)(path, pin, source, lambda percent: tell(name, percent, ""))
+        if source:
+            _clone(path, pin, source)
+        else:
+            _verify(path, pin)
         tree = git(path, "rev-parse", "HEAD^{tree}")
-    except (PatchError, ConfigError, OSError) as error:
-        again = "run this again, or give a --mirror"
-        found, todo = (error.found, error.todo) if isinstance(error, TreeError) else (str(error), again)
-        tell(name, None, f"problem: {found}")
-        return [Finding(name, "problem", str(path), expected, found, todo)]
-    done = {"right": "already right", "absent": "made", "other": "moved to the pin"}[state]
-    origin = f" from {source}" if source else ""
-    tell(name, None, f"{pin.commit[:12]} {done}{origin}, {time.monotonic() - started:.1f} s")
-    return [Finding(name, "fine", str(path), expected, f"{done}, clean, tree {tree}"), *_notes(name, pin, path, tree)]
-
-
-def _notes(name: str, pin: Repository, path: Path, tree: str) -> Iterator[Finding]:
+    except (PatchError, OSError) as error:
+        log(f"{name}: {error}")
+        todo = error.todo if isinstance(error, CloneError) else "check the network and run this again, or give --mirror"
+        yield Finding(name, "problem", str(path), expected, str(error), todo)
+        return
+    yield Finding(name, "fine", str(path), expected, f"{'cloned' if source else 'exists'}, no change, tree {tree}")
     if pin.tree is None:
         yield Finding(f"{name} tree", "note", str(path), "a tree hash in the pin file",
-                      f"tree not recorded; here it is {tree}", "record it in configs/upstream.yaml")
+                      f"none; the tree of this clone is {tree}", "record it in configs/upstream.yaml")
     for pull in pin.pull_requests:
-        said = f"merged, head {pull.head[:12]}" if pull.merge else f"not merged: {pull.why}"
-        yield Finding(f"{name} PR {pull.number}", "note", str(path), "", said)
+        yield Finding(f"{name} PR {pull.number}", "note", str(path), "", f"not merged: {pull.why}")
+
+
+def _clone(path: Path, pin: Repository, source: str) -> None:
+    """Make and verify a clone beside `path`, then rename it; what an interrupted run left is removed first."""
+    partial = path.with_name(f".{path.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+    git(partial, "init", "--quiet", "--template=")
+    git(partial, "remote", "add", "origin", pin.url)
+    try:
+        _fetch(partial, source, pin.commit, "--depth=1")
+    except PatchError as error:
+        if not _NOT_SERVED.search(str(error)):
+            raise
+        _fetch(partial, source, pin.ref or "+refs/heads/*:refs/remotes/origin/*")
+    try:
+        git(partial, "checkout", "--quiet", "--detach", pin.commit)
+    except PatchError as error:
+        raise CloneError(f"{source} has no commit {pin.commit} ({error})",
+                         "check url and ref of the pin, or update the mirror") from error
+    _verify(partial, pin)
+    partial.rename(path)
+
+
+def _fetch(folder: Path, source: str, refspec: str, *options: str) -> None:
+    if Path(source).is_dir():  # a shared mirror of another account; every hash is verified, so its owner is no matter
+        options += ("--upload-pack=git -c safe.directory=* upload-pack",)
+    git(folder, "fetch", "--quiet", "--no-tags", *options, source, refspec, limit_s=FETCH_S)
+
+
+def _verify(path: Path, pin: Repository) -> None:
+    """Raise CloneError where `path` is not a clone at the pin without changes."""
+    if not (path / ".git").exists():
+        raise CloneError("files that are no git clone", f"move {path} away and run this again, or give another --dest")
+    if changed := tree_changes(path, "HEAD", pin.generated):
+        raise CloneError(said(changed), f"keep them (git -C {path} stash -u, or commit and push a branch) and run this "
+                         "again, or give another --dest")
+    if wrong := commit_faults(path, pin):
+        raise CloneError("; ".join(wrong), f"move {path} away and run this again, or give another --dest")
 
 
 def _prelude(path: Path) -> Finding:
@@ -130,33 +194,16 @@ def _prelude(path: Path) -> Finding:
     return Finding("prelude line", "fine", f"{done.file}:{done.line}", prelude_line.LINE, done.state)
 
 
-def _checked(line_name: str, line: Line, dest: Path) -> list[Finding]:
-    """The contract check over `dest`; a line without rows is said, and not called green."""
-    again = f"python -m verl_patches check --upstream {dest} --line {line_name}"
+def _checked(line_name: str, line: Line, dest: Path, check: Check) -> list[Finding]:
+    """The contract check over `dest` as one finding, and its problems; a line without rows is a note."""
     missing = [name for name in line.repositories if not (dest / name).is_dir()]
     if missing:
         found = f"not run: no {', '.join(missing)} in {dest}"
         return [Finding("check", "note", str(dest), "every repository of the line", found, "run this without --only")]
-    report = _check_report(line_name, dest)
-    if isinstance(report, str):
-        return [Finding("check", "problem", str(dest), "a report", report, again)]
-    if report["state"] == "empty":
-        return [Finding("check", "note", str(dest), "", f"line {line_name} has no rows yet: nothing was checked")]
-    problems = [Finding(**{**row, "details": tuple(row["details"])})
-                for row in report["rows"] if row["state"] == "problem"]
-    words = ", ".join(f"{count} {state}" for state, count in report["counts"].items())
-    return [Finding("check", report["state"], str(dest), "no problem", words, again if problems else ""), *problems]
-
-
-def _check_report(line_name: str, dest: Path) -> Mapping | str:
-    """The JSON of `check`, in a process of its own, or why there is none."""
-    command = [sys.executable, "-m", "verl_patches", "check", "--upstream", str(dest), "--line", line_name, "--json"]
-    path = os.pathsep.join(filter(None, [str(PIN_FILE.parents[1]), os.environ.get("PYTHONPATH")]))
-    try:
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=CHECK_S,
-                              env={**os.environ, "PYTHONPATH": path})
-        return json.loads(done.stdout)
-    except subprocess.TimeoutExpired:
-        return f"check did not end within {CHECK_S} s"
-    except ValueError:
-        return f"check ended with {done.returncode}: {' '.join(done.stderr.split())[-600:]}"
+    report = check(dest, line_name)
+    if report.state == "empty":
+        return [Finding("check", "note", str(dest), "", f"line {line_name} has no rows: nothing was checked")]
+    problems = [finding for finding in report.findings if finding.state == "problem"]
+    counts = ", ".join(f"{count} {state}" for state, count in report.as_dict()["counts"].items())
+    again = f"python -m verl_patches check --upstream {dest} --line {line_name}" if problems else ""
+    return [Finding("check", report.state, str(dest), "no problem", counts, again), *problems]

@@ -12,12 +12,12 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
+from verl_patches.cluster.checkouts import LINE, Trees
 from verl_patches.cluster.checks import fault_of_experts
 from verl_patches.cluster.model_files import model_changes
 from verl_patches.cluster.modified import refuse_modified, said
 from verl_patches.cluster.recipe import VLLM_DTYPES, Recipe, check_recipe
 from verl_patches.cluster.support import refusal, refused_keys
-from verl_patches.cluster.trees import LINE, Trees
 from verl_patches.errors import ConfigError
 from verl_patches.layout.model_folder import read_config
 from verl_patches.layout.of_config import rollout_layout_of, train_layout_of

@@ -21,12 +21,12 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from verl_patches.cluster import environment
+from verl_patches.cluster.checkouts import Trees, commit_of
 from verl_patches.cluster.memory_watch import MemoryWatch
 from verl_patches.cluster.modified import said
 from verl_patches.cluster.outcome import copy_ray_logs, last_error, write_summary
 from verl_patches.cluster.plan import driver_command
 from verl_patches.cluster.processes import Descendants, adopting_orphans, die_with_parent
-from verl_patches.cluster.trees import Trees, commit_of
 from verl_patches.errors import ConfigError
 from verl_patches.evaluation.memory_picture import draw_memory
 from verl_patches.evaluation.plots import plot_run

@@ -18,9 +18,8 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from verl_patches.cluster.git_tree import git, succeeds
-from verl_patches.cluster.pins import Line, PullRequest, Repository, load_pins, same_version
-from verl_patches.cluster.trees import FETCH, Trees
+from verl_patches.cluster.checkouts import FETCH, Trees, git
+from verl_patches.cluster.pins import Line, Repository, load_pins, same_version
 from verl_patches.errors import ConfigError
 from verl_patches.patching import prelude_line
 from verl_patches.patching.contract import PACKAGES
@@ -82,23 +81,17 @@ def source_findings(line: Line, roots: Mapping[str, Path]) -> Iterator[Finding]:
     of_package = {package: (name, pin) for name, pin in line.repositories.items() for package in pin.packages}
     for package, root in roots.items():
         name, pin = of_package.get(package, (package, None))
-        checkout = None if pin is None else _checkout(root, pin)
-        if checkout is not None and (checkout / ".git").exists():
-            yield _tree_finding(name, checkout, pin)
+        if pin is not None and (root / ".git").exists():
+            yield _tree_finding(name, root.resolve(), pin)
         else:
             yield _package_finding(name, package, root, line)
-
-
-def _checkout(root: Path, pin: Repository) -> Path:
-    """The root of the repository whose packages lie in `root`."""
-    return root.joinpath(*[".."] * len(Path(pin.folder).parts)).resolve()
 
 
 def _tree_finding(name: str, folder: Path, pin: Repository) -> Finding:
     expected = f"commit {pin.commit[:12]}"
     todo = (
         f"git -C {folder} diff {pin.commit[:12]} shows the changes, git -C {folder} stash -u puts them aside; "
-        "bash scripts/fetch_upstream.sh --dest ANOTHER brings the pinned sources")
+        "bash scripts/fetch_upstream.sh --dest ANOTHER clones the pinned sources")
     try:
         wrong, files = commit_faults(folder, pin), tree_changes(folder, pin.tree or pin.commit, pin.generated)
     except PatchError as error:
@@ -115,21 +108,10 @@ def said(files: list[str]) -> str:
     return f"{len(files)} file{'s' * (len(files) > 1)} changed: {', '.join(files[:_SHOWN])}{more}"
 
 
-def merges(pin: Repository) -> list[PullRequest]:
-    """The pull requests that the pin wants merged."""
-    return [pull for pull in pin.pull_requests if pull.merge]
-
-
 def commit_faults(folder: Path, pin: Repository) -> list[str]:
     """In what the checked-out commit differs from the pin; empty if it is the pin."""
     head, tree = git(folder, "rev-parse", "HEAD", "HEAD^{tree}").split()
-    found = []
-    if merges(pin):
-        for commit in (pin.commit, *(pull.head for pull in merges(pin))):
-            if not succeeds(folder, "merge-base", "--is-ancestor", commit, head):
-                found.append(f"expected {commit} to be merged, found {head} without it")
-    elif head != pin.commit:
-        found.append(f"expected commit {pin.commit}, found {head}")
+    found = [] if head == pin.commit else [f"expected commit {pin.commit}, found {head}"]
     if pin.tree and tree != pin.tree:
         found.append(f"expected tree {pin.tree}, found {tree}")
     return found

@@ -26,19 +26,18 @@ class _Strict(BaseModel):
 
 
 class PullRequest(_Strict):
-    """A pull request that was looked at: its head, and whether fetch-upstream merges it (and why, or why not)."""
+    """A pull request that was reviewed and is not merged into the pin: its head and the reason."""
 
     number: int
     head: Hash
-    merge: bool
     why: str
 
 
 class Repository(_Strict):
-    """One git repository at one commit. `packages`: top-level Python packages in `folder` of it.
+    """One git repository at one commit. `packages`: top-level Python packages in its root.
 
-    `ref`: the tag, branch or pull-request ref that holds the commit. `tree`: the commit's tree hash, None where it is
-    not known. `generated`: files that installing from the tree writes into it.
+    ref: the tag, branch or pull-request ref that contains the commit. tree: the commit's tree hash, None where it is
+    unknown. by_pip: pip installs it; the others are on PYTHONPATH. generated: files that installing writes into it.
     """
 
     url: str
@@ -47,51 +46,36 @@ class Repository(_Strict):
     packages: tuple[str, ...]
     version: Version
     ref: str | None = None
-    folder: str = "."
     note: str = ""
+    by_pip: bool = False
     generated: tuple[str, ...] = ()
     pull_requests: tuple[PullRequest, ...] = ()
 
-    @model_validator(mode="after")
-    def _a_merge_is_known_by_its_tree(self) -> Repository:
-        if self.tree is None and any(pull.merge for pull in self.pull_requests):
-            raise ValueError("a pull request is merged: tree must be the tree hash of the result, found null")
-        return self
-
 
 class Words(_Strict):
-    """One phrase of the README's table in both languages."""
+    """One phrase of the table of pins in both languages."""
 
     en: str
     zh: str
 
 
-class Source(_Strict):
-    """Where the source of an installed wheel can be read; it is not cloned."""
-
-    url: str
-    ref: str
-    commit: Hash
-
-
 class Variable(_Strict):
-    """One environment variable that upstream reads, by its name in `Pins.environment`.
+    """One environment variable that a run sets, or that a user's shell must not set to another value.
 
-    read_by: places by line ("both": the same on both), "package/file.py:line" or the name of a library; default: what
-    the reader takes where it is unset, None: nothing; allowed: the values, or int, A..B, path (absolute), text.
+    read_by: places by line ("both": the same on both), "package/file.py:line" or the name of a library.
+    allowed: the values, or int, A..B, path (absolute), text.
     """
 
     read_by: Mapping[Literal["both", "pypi", "a3"], tuple[str, ...]]
-    default: str | None
     allowed: Kind | tuple[str, ...]
     note: str = ""
 
     def reads(self, line: str) -> tuple[str, ...]:
-        """Where `line` reads it; nothing if it does not."""
+        """Where `line` reads it; empty if it does not."""
         return (*self.read_by.get("both", ()), *self.read_by.get(line, ()))
 
     def accepts(self, value: str) -> bool:
-        """True if the reader understands `value`."""
+        """Whether `value` is allowed."""
         if not isinstance(self.allowed, str):
             return value in self.allowed
         if self.allowed in ("text", "path"):
@@ -102,15 +86,15 @@ class Variable(_Strict):
 
     @property
     def allowed_text(self) -> str:
-        """The allowed values in words."""
+        """The allowed values as text."""
         words = {"int": "a whole number", "path": "an absolute path", "text": "any text"}
         return words.get(self.allowed, self.allowed) if isinstance(self.allowed, str) else " or ".join(self.allowed)
 
 
 class Unsupported(_Strict):
-    """One configuration key that `lines` cannot act on: any value but a `neutral` one is refused.
+    """One configuration key that has no effect on `lines`: any value but a `neutral` one is refused.
 
-    planned: --dry-run shows such a run all the same, a start is refused (its rows are still to come).
+    planned: no row acts on it yet, so --dry-run shows such a run and a start is refused.
     """
 
     key: str
@@ -122,66 +106,24 @@ class Unsupported(_Strict):
 
 
 class GivenByVerl(_Strict):
-    """Keywords that verl itself gives to vLLM's LLM, `at` a place by line: the key that decides each, or its value."""
+    """Keywords that verl passes to vLLM's LLM, `at` a place by line: the key that decides each, or its value."""
 
     at: Mapping[Literal["pypi", "a3"], str]
     keywords: Mapping[str, str]
 
 
 class RolloutKeys(_Strict):
-    """Keys of actor_rollout_ref.rollout: {key: {line: who reads it there}}; other lines cannot act on it."""
+    """Keys of actor_rollout_ref.rollout: {key: {line: who reads it}}; on other lines the key has no effect."""
 
     acts: Mapping[str, Mapping[Literal["pypi", "a3"], str]]
     given_by_verl: GivenByVerl
 
 
-class Apex(_Strict):
-    """Where apex for Ascend is built from: its repository, and NVIDIA's, which its build script patches.
-
-    commit: None where no reviewed one is known, so `ref` decides. build_needs: what pip must install before.
-    """
-
-    url: str
-    ref: str
-    commit: Hash | None
-    base_url: str
-    build_needs: tuple[str, ...]
-
-
-class Requirements(_Strict):
-    """A requirements file of a repository, without the packages that other pins decide."""
-
-    file: str
-    without: tuple[str, ...] = ()
-
-
 class Container(_Strict):
-    """What the line's Dockerfile and its start command need beyond versions and repositories.
+    """Base image of the line's Dockerfile, and the Python in it: one of the line's."""
 
-    cann_packages: file names in the order of installation, {key} is a version of `system`. on_pip: repositories that
-    pip installs, the others are on PYTHONPATH. requirements: by repository. devices: /dev/davinci0 and up. mounts:
-    SOURCE:TARGET[:ro]. shm_size: a limit of /dev/shm, not a reservation. python: that of `image`, one of the line's.
-    """
-
-    name: str
     image: Annotated[str, StringConstraints(pattern=r"^\S+:[\w.-]*\d[\w.-]*$")]  # a versioned tag or a digest
     python: Version
-    os_packages: tuple[str, ...]
-    jemalloc: str
-    cann_packages: tuple[str, ...]
-    set_env: tuple[str, ...]
-    driver_libraries: tuple[str, ...]
-    build_libraries: str
-    apex: Apex
-    build_needs: tuple[str, ...]
-    on_pip: tuple[str, ...]
-    requirements: Mapping[str, Requirements]
-    devices: int
-    device_files: tuple[str, ...]
-    mounts: tuple[str, ...]
-    shm_size: str
-    ulimits: Mapping[str, str]
-    privileged: bool
 
 
 class Line(_Strict):
@@ -197,25 +139,24 @@ class Line(_Strict):
     packages: Mapping[str, Version]
     repositories: Mapping[str, Repository]
     system: Mapping[str, Version] = Field(default_factory=dict)
-    sources: Mapping[str, Source] = Field(default_factory=dict)
     limits: tuple[str, ...] = ()
     container: Container | None = None
 
     @model_validator(mode="after")
     def _the_base_image_has_a_python_of_the_line(self) -> Line:
         if self.container and self.container.python not in self.python:
-            raise ValueError(f"container.python is {self.container.python}, that of {self.container.image}: "
-                             f"expected one of the line's {', '.join(self.python)}")
+            raise ValueError(f"container.python: expected one of the line's {', '.join(self.python)}, "
+                             f"found {self.container.python}")
         return self
 
     def package_roots(self, folder: Path, part: bool = False) -> dict[str, Path]:
         """{top-level package: the folder that holds it} for clones side by side in `folder`, named as in the pin file.
 
-        Raises ConfigError that lists what is missing; `part`: those that are there will do, if there is one.
+        Raises ConfigError that lists what is missing; with `part` only if every package is.
         """
         roots, missing = {}, []
         for name, repository in self.repositories.items():
-            root = Path(folder) / name / repository.folder
+            root = Path(folder) / name
             for package in repository.packages:
                 if (root / package).is_dir():
                     roots[package] = root
@@ -224,7 +165,7 @@ class Line(_Strict):
         if missing and not (part and roots):
             raise ConfigError(
                 f"--upstream {folder}: expected clones of {', '.join(self.repositories)}, "
-                f"found no {', '.join(missing)}. bash scripts/fetch_upstream.sh --dest DIR brings them"
+                f"found no {', '.join(missing)}; bash scripts/fetch_upstream.sh --dest DIR clones them"
             )
         return roots
 
@@ -239,17 +180,17 @@ class Pins(_Strict):
     unsupported: tuple[Unsupported, ...]
 
     def line(self, name: str) -> Line:
-        """The pins of one line; ConfigError names the lines there are."""
+        """The pins of one line; ConfigError names the known lines."""
         if name not in self.lines:
             raise ConfigError(f"--line {name}: expected one of {', '.join(self.lines)}")
         return self.lines[name]
 
     def unsupported_on(self, line: str) -> tuple[Unsupported, ...]:
-        """The keys that `line` cannot act on."""
+        """The keys that have no effect on `line`."""
         return tuple(entry for entry in self.unsupported if line in entry.lines)
 
     def read_by(self, variable: str, line: str) -> str:
-        """Where `line` reads an environment variable, in one text; else where another line does, which it names.
+        """Where `line` reads an environment variable, as text; if it does not, where other lines do ("LINE: place").
 
         Raises KeyError for a variable that the pin file does not list.
         """
@@ -259,17 +200,17 @@ class Pins(_Strict):
 
 
 def same_version(pinned: str, found: str) -> bool:
-    """True if an installed version is the pinned one; a local part (2.13.0+cpu) counts only where the pin has one."""
+    """Whether an installed version matches the pin; a local part (2.13.0+cpu) is compared only if the pin has one."""
     return fnmatchcase(found if "+" in pinned else found.partition("+")[0], pinned)
 
 
 @functools.cache
 def load_pins(path: Path = PIN_FILE) -> Pins:
-    """Read and check a pin file; ConfigError lists every key that is missing, unknown or of another kind."""
+    """Read and validate a pin file; ConfigError lists every key that is missing, unknown or of another type."""
     try:
         return Pins.model_validate(yaml.safe_load(path.read_text()))
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror}); it belongs to the checkout") from error
+        raise ConfigError(f"{path}: cannot be read ({error.strerror}); git checkout configs/upstream.yaml") from error
     except yaml.YAMLError as error:
         raise ConfigError(f"{path}: expected YAML, found {error}") from error
     except ValidationError as error:

@@ -18,10 +18,10 @@ from rich.console import Console
 from rich.table import Table
 
 from verl_patches.cluster import environment
+from verl_patches.cluster.checkouts import LINE, Trees, verl_check
 from verl_patches.cluster.checks import Check, check_config, hf_config_of, model_shape_of
 from verl_patches.cluster.compose import CONFIGS_DIR
 from verl_patches.cluster.memory_plan import memory_plan, memory_rows
-from verl_patches.cluster.trees import LINE, Trees, verl_check
 from verl_patches.layout.of_config import rollout_layout_of, train_layout_of, world_size
 from verl_patches.layout.parallel import ParallelLayout
 from verl_patches.patching.prelude_line import PLACES

@@ -1,4 +1,4 @@
-"""What a line cannot do, by the pin file: keys that it cannot act on, variables of the shell that it does not read."""
+"""What a line does not support, by configs/upstream.yaml: configuration keys, and variables of the user's shell."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from verl_patches.errors import ConfigError
 from verl_patches.patching.report import Finding
 from verl_patches.patching.switches import VARIABLE, nearest, parse
 
-_SECRET = ("KEY", "SECRET", "TOKEN", "PASSWORD")  # in a name: the value is not shown
-# a variable named like these, but not listed, was meant for one of the pins
-_FAMILIES = ("VERL_", "VLLM_", "HCCL_", "ASCEND_", "TORCH_NPU_", "PYTORCH_NPU_", "MINDSPEED_")
+_SECRET = ("KEY", "SECRET", "TOKEN", "PASSWORD")  # in a name: the value is not printed
+# a variable with such a prefix that the pin file does not list is reported: its name may be misspelled
+_PREFIXES = ("VERL_", "VLLM_", "HCCL_", "ASCEND_", "TORCH_NPU_", "PYTORCH_NPU_", "MINDSPEED_")
+_ROLLOUT, _ENGINE = "actor_rollout_ref.rollout.", "actor_rollout_ref.rollout.engine_kwargs.vllm."
 
 
 def refused_keys(config: DictConfig) -> list[tuple[Unsupported, Any]]:
-    """(entry of the pin file, value) of every key that `config` sets and its line cannot act on.
+    """(entry of the pin file, value) of every key that `config` sets and that has no effect on its line.
 
-    Keys of the rollout section that the pin file does not know have an entry made here: no reader is known.
+    Keys of the rollout section that the pin file does not list get an entry made here.
     """
     found = []
     entries = load_pins().unsupported_on(config.recipe.line)
@@ -32,11 +33,8 @@ def refused_keys(config: DictConfig) -> list[tuple[Unsupported, Any]]:
     return found
 
 
-_ROLLOUT, _ENGINE = "actor_rollout_ref.rollout.", "actor_rollout_ref.rollout.engine_kwargs.vllm."
-
-
 def _rollout_entries(config: DictConfig, listed: Collection[str]) -> Iterator[Unsupported]:
-    """Entries for keys of the rollout section, set or not, that no table of the pin file lets pass."""
+    """Entries for keys of the rollout section that neither `listed` nor a table of the pin file accepts."""
     line, keys = config.recipe.line, load_pins().rollout_keys
     for key in _leaves(OmegaConf.to_container(config.actor_rollout_ref.rollout, resolve=False), _ROLLOUT):
         keyword = key.removeprefix(_ENGINE)
@@ -45,13 +43,13 @@ def _rollout_entries(config: DictConfig, listed: Collection[str]) -> Iterator[Un
         if not key.startswith(_ENGINE):
             if line not in keys.acts.get(key.removeprefix(_ROLLOUT), ()):
                 yield Unsupported(key=key, lines=(line,), neutral=(None,), why="no reader is known at the pins "
-                                  "(configs/upstream.yaml, rollout_keys)", instead="take it out")
+                                  "(configs/upstream.yaml, rollout_keys)", instead="remove it")
         elif keyword in keys.given_by_verl.keywords:
             decides = keys.given_by_verl.keywords[keyword]
             yield Unsupported(
                 key=key, lines=(line,), neutral=(None,),
-                why=f"verl gives vLLM this keyword itself ({keys.given_by_verl.at[line]}), twice is a TypeError",
-                instead=f"set {decides}" if "." in decides else f"leave it unset, verl always gives {decides}")
+                why=f"verl passes this keyword to vLLM itself ({keys.given_by_verl.at[line]}), twice is a TypeError",
+                instead=f"set {decides}" if "." in decides else f"leave it unset, verl always passes {decides}")
 
 
 def _leaves(section: Mapping[str, Any], prefix: str) -> Iterator[str]:
@@ -63,15 +61,15 @@ def _leaves(section: Mapping[str, Any], prefix: str) -> Iterator[str]:
 
 
 def refusal(entry: Unsupported, value: Any, line: str) -> str:
-    """One sentence: the key and its value, why the line cannot act on it, what to set instead."""
+    """One sentence: the key and its value, why it has no effect on the line, what to set instead."""
     neutral = " or ".join("null" if word is None else str(word) for word in entry.neutral)
     return f"{entry.key} is {value}, line {line} supports {neutral} only: {entry.why}. Instead: {entry.instead}"
 
 
 def shell_findings(line: str, environ: Mapping[str, str] | None = None, decided: Collection[str] = ()) -> list[Finding]:
-    """One finding for each variable of this shell that the pins know or that is named like theirs.
+    """One finding for each variable of `environ` (default: this process) that the pin file lists or that looks like it.
 
-    A problem: no pin reads it, or its value is not allowed on `line`, unless the launcher sets it anyway (`decided`).
+    A problem: no pin reads it, or its value is not allowed on `line`, unless the launcher replaces it (`decided`).
     A note: only another line reads it, or the pin file does not list it.
     """
     pins, found = load_pins(), []
@@ -88,10 +86,10 @@ def _shell_finding(pins: Pins, line: str, name: str, given: str, decided: bool) 
         return Finding(name, "problem", "shell", "unset", value, f"unset {name}: {pins.read_nowhere[name]}")
     variable = pins.environment.get(name)
     if variable is None:
-        if not name.startswith(_FAMILIES):
+        if not name.startswith(_PREFIXES):
             return None
-        return Finding(name, "note", "shell", "a name of the pin file", value,
-                       f"not among those known to be read; nearest: {nearest(name, pins.environment)}")
+        return Finding(name, "note", "shell", "", value, "neither set nor checked by this recipe; names that are, "
+                       f"nearest: {nearest(name, pins.environment)}")
     if not variable.reads(line):
         return Finding(name, "note", "shell", "", value, f"line {line} does not read it ({pins.read_by(name, line)})")
     if name == VARIABLE:
@@ -100,9 +98,9 @@ def _shell_finding(pins: Pins, line: str, name: str, given: str, decided: bool) 
         except ConfigError as error:
             return Finding(name, "problem", "shell", variable.note, value, f"correct or unset it: {error}")
     if decided:
-        return Finding(name, "fine", "shell", "", value, "the launcher sets its own value")
+        return Finding(name, "fine", "shell", "", value, "the launcher replaces it")
     if variable.accepts(given):
         return Finding(name, "fine", pins.read_by(name, line), variable.allowed_text, value)
     note = f": {variable.note}" if variable.note else ""
-    return Finding(name, "problem", "shell", variable.allowed_text, value or "an empty text",
+    return Finding(name, "problem", "shell", variable.allowed_text, value or "an empty string",
                    f"correct or unset it{note} (read by {pins.read_by(name, line)})")

@@ -1,22 +1,30 @@
-"""Compare the pin file with this machine: found, expected, what to do. Nothing is imported, started or changed."""
+"""`versions`: compare the pins of a line with this machine. Nothing is imported, started or changed.
+
+Versions of Ascend software come from the files that the installers of CANN 8 write: `version=8.2.RC1`
+(ascend_toolkit_install.info), `version_dir=8.2.RC1` (opp_kernel/version.info), `Ascend-cann-atb : 8.2.RC1` (nnal),
+`Version=25.2.0` (driver), `package_version=25.2.0` after the firmware's own `Version=7.7...`.
+"""
 
 from __future__ import annotations
 
 import os
 import platform
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
+from typing import NamedTuple
 
-from verl_patches.cluster import ascend_software
+from verl_patches.cluster.checkouts import FETCH, Trees
 from verl_patches.cluster.modified import installed_root, roots_of, source_findings
 from verl_patches.cluster.pins import Line, Pins, load_pins, same_version
 from verl_patches.cluster.support import shell_findings
-from verl_patches.cluster.trees import FETCH, Trees
 from verl_patches.patching.contract import PACKAGES
 from verl_patches.patching.report import Finding, Report
 from verl_patches.patching.switches import VARIABLE, parse
+
+_VERSION_LINE = re.compile(r"^\s*([\w.-]+)\s*[=:]\s*(\S+)\s*$")
 
 
 def _distribution(name: str) -> str | None:
@@ -31,7 +39,7 @@ class Machine:
     """What `compare` looks at; the defaults are this process and this machine."""
 
     environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
-    ascend: Path = ascend_software.ROOT
+    ascend: Path = Path("/usr/local/Ascend")
     python: str = platform.python_version()
     distribution: Callable[[str], str | None] = _distribution
     root: Callable[[str], Path | None] = installed_root
@@ -40,25 +48,23 @@ class Machine:
 def compare(
     line: str | None = None, machine: Machine | None = None, pins: Pins | None = None, trees: Trees | None = None
 ) -> Report:
-    """Every pin of one line against `machine` and `trees`, then its shell, then as notes what the line cannot do.
+    """The pins of one line against `machine` and `trees`, its environment variables, and, as notes, the line's limits.
 
-    `line` None: the line of VERL_PATCHES, and with nothing set production, as everywhere. Raises ConfigError for a line
-    that the pin file does not have.
+    line: default the line of VERL_PATCHES, else production. Raises ConfigError for a line that is not in the pin file.
     """
     machine, pins = machine or Machine(), pins or load_pins()
     name, why = (line, "--line") if line else _line_of(machine.environ)
     pinned = pins.line(name)
-    found = [Finding("line", "fine", why, "", name), _python(pinned, machine)]
     sources = [*_sources(name, pinned, roots_of(name, trees or Trees(), machine.root))]
-    once = {finding.name for finding in sources}
-    found += [_distribution_finding(key, version, machine) for key, version in pinned.packages.items()
-              if key not in once]
-    found += [_system(key, version, machine) for key, version in pinned.system.items()]
+    compared = {finding.name for finding in sources}
+    found = [Finding("line", "fine", why, "", name), _python(pinned, machine)]
+    found += [_package(key, version, machine) for key, version in pinned.packages.items() if key not in compared]
+    found += [_ascend(key, version, machine) for key, version in pinned.system.items()]
     found += sources
     found += shell_findings(name, machine.environ)
     found += [Finding("not supported", "note", "", "", limit) for limit in pinned.limits]
     for entry in pins.unsupported_on(name):
-        neutral = " or ".join(map(_word, entry.neutral))
+        neutral = " or ".join("unset" if value is None else str(value) for value in entry.neutral)
         found.append(Finding(entry.key, "note", "config", neutral, "", f"{entry.why}; {entry.instead}"))
     return Report("versions", name, tuple(found))
 
@@ -68,17 +74,13 @@ def _line_of(environ: Mapping[str, str]) -> tuple[str, str]:
     return parse(given).line, VARIABLE if "line=" in given else f"{VARIABLE} names no line: production"
 
 
-def _word(value: object) -> str:
-    return "unset" if value is None else str(value)
-
-
 def _python(pinned: Line, machine: Machine) -> Finding:
     fits, wanted = ".".join(machine.python.split(".")[:2]) in pinned.python, " or ".join(pinned.python)
-    todo = "" if fits else f"run this with Python {wanted}: wheels and pins of the line are for it"
+    todo = "" if fits else f"run this with Python {wanted}, which the line's pins support"
     return Finding("python", "fine" if fits else "problem", "", wanted, machine.python, todo)
 
 
-def _distribution_finding(name: str, pinned: str, machine: Machine) -> Finding:
+def _package(name: str, pinned: str, machine: Machine) -> Finding:
     found = machine.distribution(name)
     if found and same_version(pinned, found):
         return Finding(name, "fine", "", pinned, found)
@@ -86,22 +88,63 @@ def _distribution_finding(name: str, pinned: str, machine: Machine) -> Finding:
                    f"install {name} {pinned}" + (" in place of it" if found else ""))
 
 
-def _system(name: str, pinned: str, machine: Machine) -> Finding:
-    found, where = ascend_software.installed(name, machine.environ, machine.ascend)
+class _Component(NamedTuple):
+    """Where Ascend software leaves its version: files by pattern below its home, then keys in order of preference."""
+
+    home: str
+    pattern: str
+    keys: tuple[str, ...]
+
+
+_COMPONENTS = {
+    "driver": _Component("driver", "version.info", ("package_version", "Version")),
+    "firmware": _Component("firmware", "version.info", ("package_version", "Version")),
+    "cann_toolkit": _Component("toolkit", "*-linux/ascend_toolkit_install.info", ("version",)),
+    "cann_kernels": _Component("toolkit", "opp_kernel/version.info", ("version_dir", "Version")),
+    "cann_nnal": _Component("nnal", "version.info", ("Ascend-cann-atb",)),
+}
+
+
+def _ascend(name: str, pinned: str, machine: Machine) -> Finding:
+    found, where = _ascend_version(name, machine)
     if found and found.lower() == pinned.lower():
         return Finding(name, "fine", where, pinned, found)
     if found:
         return Finding(name, "problem", where, pinned, found, f"install {name} {pinned}")
-    if name == "firmware" and ascend_software.installed("driver", machine.environ, machine.ascend)[0]:
-        return Finding(name, "note", where, pinned, "not visible", "a container sees the driver only: look on its host")
-    elsewhere = "" if name in ("driver", "firmware") else ", or source its set_env.sh if it lies elsewhere"
+    if name == "firmware" and _ascend_version("driver", machine)[0]:
+        return Finding(name, "note", where, pinned, "not visible", "a container has the driver only: look on its host")
+    elsewhere = "" if name in ("driver", "firmware") else ", or source its set_env.sh if it is installed elsewhere"
     return Finding(name, "problem", where, pinned, "no version file", f"install {name} {pinned}{elsewhere}")
 
 
+def _ascend_version(name: str, machine: Machine) -> tuple[str | None, str]:
+    """(version, its file) of one component; (None, the pattern that was searched) if no file has one.
+
+    ASCEND_HOME_PATH and ATB_HOME_PATH (.../atb/cxx_abi_0), where set, name the homes of toolkit and NNAL.
+    """
+    root, atb, component = machine.ascend, machine.environ.get("ATB_HOME_PATH"), _COMPONENTS[name]
+    homes = {
+        "driver": root / "driver",
+        "firmware": root / "firmware",
+        "toolkit": Path(machine.environ.get("ASCEND_HOME_PATH") or root / "ascend-toolkit/latest"),
+        "nnal": Path(atb).parent.parent if atb else root / "nnal/atb/latest",
+    }
+    home = homes[component.home]
+    for file in sorted(home.glob(component.pattern)):
+        try:
+            lines = file.read_text(errors="replace").splitlines()
+        except OSError:
+            continue
+        found = dict(match.groups() for line in lines if (match := _VERSION_LINE.match(line)))
+        version = next((found[key] for key in component.keys if key in found), None)
+        if version:
+            return version.strip('"'), str(file)
+    return None, str(home / component.pattern)
+
+
 def _sources(name: str, pinned: Line, roots: Mapping[str, Path]) -> Iterator[Finding]:
-    """Each upstream package of the line once: what it is compared with its pin, or where it has to come from."""
+    """One finding for each upstream package of the line: compared with its pin, or where to get it."""
     yield from source_findings(pinned, roots)
-    by_pip = pinned.container.on_pip if pinned.container else ()
     of_package = {package: key for key, repository in pinned.repositories.items() for package in repository.packages}
     for package in PACKAGES[name]:
         if package in roots:
@@ -111,6 +154,8 @@ def _sources(name: str, pinned: Line, roots: Mapping[str, Path]) -> Iterator[Fin
             yield Finding(package, "problem", package, "an installed package", "not importable",
                           "bash scripts/setup.sh installs it")
             continue
-        todo = f"{FETCH}; " + (f"then install it: python -m pip install --no-build-isolation --editable DIR/{key}"
-                               if key in by_pip else "then give --upstream DIR, or put it on PYTHONPATH")
-        yield Finding(key, "problem", package, f"commit {pinned.repositories[key].commit[:12]}", "not importable", todo)
+        todo = "then give --upstream DIR, or put it on PYTHONPATH"
+        if pinned.repositories[key].by_pip:
+            todo = f"then install it: python -m pip install --no-build-isolation --editable DIR/{key}"
+        commit = pinned.repositories[key].commit[:12]
+        yield Finding(key, "problem", package, f"commit {commit}", "not importable", f"{FETCH}; {todo}")

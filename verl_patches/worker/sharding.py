@@ -14,7 +14,7 @@ from verl_patches.worker.context import context
 
 
 class RecipeShardingManager:
-    """Methods over those of verl's MegatronVLLMShardingManager (row reshard.sharding_manager).
+    """Methods over those of verl's MegatronVLLMShardingManager (row update.sharding_manager).
 
     `settings` and `sync_enabled` (recipe.weight_sync.enabled) come from the worker, in `_build_rollout`; without
     settings the sync is verl's own. Where `sync_enabled` is false only the first entry syncs: the control run that

@@ -9,10 +9,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from verl_patches.cluster.checkouts import Trees, commit_of, require_trees, require_verl, trees_of, verl_check
 from verl_patches.cluster.compose import compose, verl_config_dir
 from verl_patches.cluster.environment import REPOSITORY, derive
 from verl_patches.cluster.plan import commands
-from verl_patches.cluster.trees import Trees, commit_of, require_trees, require_verl, trees_of, verl_check
 from verl_patches.errors import ConfigError
 
 PACKAGES = {"verl": "verl", "Megatron-LM": "megatron", "MindSpeed": "mindspeed", "MindSpeed-LLM": "mindspeed_llm"}
@@ -47,7 +47,7 @@ def test_a_verl_alone_and_nothing_at_all(tmp_path):
 
 
 def test_two_verls_are_refused(upstream):
-    with pytest.raises(ConfigError, match="leave --verl-path away"):
+    with pytest.raises(ConfigError, match="expected one of them, found both"):
         trees_of(upstream, upstream)
 
 
@@ -125,5 +125,5 @@ def test_the_verl_of_a_line_is_known_by_its_version(tmp_path):
         (tmp_path / "verl" / name).parent.mkdir(parents=True)
         (tmp_path / "verl" / name).write_text("0.3.1.dev\n")
     require_verl("a3", Trees(verl=tmp_path))
-    with pytest.raises(ConfigError, match="line pypi pins 0.4.0: leave --upstream"):
+    with pytest.raises(ConfigError, match="line pypi pins 0.4.0: omit --upstream"):
         require_verl("pypi", Trees(verl=tmp_path))

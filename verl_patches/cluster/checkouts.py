@@ -1,0 +1,136 @@
+"""git checkouts of upstream: the folders that a run imports from before installed packages, and the git command."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from verl_patches.cluster.compose import verl_config_dir
+from verl_patches.cluster.pins import load_pins
+from verl_patches.errors import ConfigError
+from verl_patches.patching.engine import PatchError
+
+LINE = "a3"  # its pins are git repositories; the other line's packages come from the index
+FETCH = "bash scripts/fetch_upstream.sh --dest DIR clones them"
+GIT_S = 120  # time limit of a local git command
+
+# no hooks and no personal setting that changes a tree; network settings (proxy, certificates, insteadOf) stay in force
+_SETTINGS = (
+    "core.hooksPath=/dev/null", "core.autocrlf=false", "core.attributesFile=/dev/null", "core.excludesFile=/dev/null",
+    "core.fsmonitor=false", "core.quotePath=false", "gc.auto=0", "submodule.recurse=false",
+    "http.lowSpeedLimit=1000", "http.lowSpeedTime=120",  # bytes/s and s: a transfer that stalls ends
+)
+# listed by `git rev-parse --local-env-vars`: an outer git (a hook, a rebase) may have set them
+_OUTER = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_OBJECT_DIRECTORY", "GIT_ALTERNATE_OBJECT_DIRECTORIES",
+          "GIT_COMMON_DIR", "GIT_NAMESPACE", "GIT_PREFIX", "GIT_SHALLOW_FILE", "GIT_GRAFT_FILE")
+
+
+def git(folder: Path, *args: str, limit_s: float | None = None) -> str:
+    """Standard output of a git command in `folder`, which must be the root of a work tree for most commands.
+
+    limit_s: time limit in seconds, default GIT_S. Raises PatchError with git's own error text where it fails or
+    exceeds the limit, and ConfigError where git is not installed.
+    """
+    limit_s = limit_s or GIT_S
+    settings = [word for setting in _SETTINGS for word in ("-c", setting)]
+    if (folder / ".git").exists():  # given, not searched for: git then does not look at its owner or at folders above
+        root = Path(os.path.abspath(folder))
+        settings += [f"--git-dir={root / '.git'}", f"--work-tree={root}"]
+    env = {name: value for name, value in os.environ.items() if name not in _OUTER}
+    env.setdefault("GIT_SSH_COMMAND", "ssh -oBatchMode=yes -oConnectTimeout=30")
+    env |= {"GIT_TERMINAL_PROMPT": "0", "GIT_ALLOW_PROTOCOL": "file:git:http:https:ssh", "GIT_OPTIONAL_LOCKS": "0",
+            "GIT_NO_REPLACE_OBJECTS": "1", "GIT_CEILING_DIRECTORIES": str(folder.resolve().parent), "LC_ALL": "C"}
+    try:
+        done = subprocess.run(["git", *settings, "-C", str(folder), *args], stdin=subprocess.DEVNULL,
+                              capture_output=True, text=True, errors="replace", env=env, timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        raise PatchError(f"git {args[0]} in {folder}: did not end within {limit_s} s; check network and disk") from None
+    except FileNotFoundError:
+        raise ConfigError("git is not installed; install it (openEuler: yum install git) and run this again") from None
+    if done.returncode:
+        raise PatchError(f"git {args[0]} in {folder}: {_error_text(done.stderr)}")
+    return done.stdout.rstrip()
+
+
+def _error_text(stderr: str) -> str:
+    """git's error lines and the indented file names below them, else its last three lines."""
+    lines = [line.rstrip() for line in re.split(r"[\r\n]+", stderr) if line.strip()]
+    errors = [line.strip() for line in lines if line.startswith(("fatal:", "error:", "remote: error", "ERROR", "\t"))]
+    return " ".join(errors or map(str.strip, lines[-3:])) or "no error text"
+
+
+@dataclass(frozen=True)
+class Trees:
+    """Folders for PYTHONPATH, in order; `verl` is the one of them with verl's configuration.
+
+    option: the command-line option that named them, for commands that are printed. No folders: installed packages.
+    """
+
+    option: tuple[str, ...] = ()
+    folders: tuple[Path, ...] = ()
+    verl: Path | None = None
+
+
+def trees_of(upstream: Path | None = None, verl_path: Path | None = None) -> Trees:
+    """The trees of `--upstream DIR` (the line's repositories that pip does not install) or `--verl-path DIR`.
+
+    vLLM is not among them: pip installs it (on the CPU the wheel of that version). Raises ConfigError for both at once
+    and for a folder that lacks a repository.
+    """
+    if upstream is None:
+        folder = None if verl_path is None else Path(verl_path).absolute()
+        return Trees() if folder is None else Trees(("--verl-path", str(folder)), (folder,), folder)
+    if verl_path is not None:
+        raise ConfigError("--upstream and --verl-path: expected one of them, found both; --upstream contains a verl")
+    folder, pins = Path(upstream).absolute(), load_pins().line(LINE)
+    plain = {name: repository for name, repository in pins.repositories.items() if not repository.by_pip}
+    missing = [f"{name}/{package}" for name, repository in plain.items() for package in repository.packages
+               if not (folder / name / package).is_dir()]
+    if missing:
+        raise ConfigError(f"--upstream {upstream}: expected clones of {', '.join(plain)}, "
+                          f"found no {', '.join(missing)}; {FETCH}")
+    return Trees(("--upstream", str(folder)), tuple(folder / name for name in plain), folder / "verl")
+
+
+def commit_of(folder: Path) -> str | None:
+    """The commit that is checked out in `folder`; None where it is not the root of a git checkout."""
+    return git(folder, "rev-parse", "HEAD") if (folder / ".git").exists() else None
+
+
+def require_trees(config: Any, trees: Trees) -> None:
+    """Raise ConfigError where the line of a composed configuration does not fit the trees."""
+    line, given = config.recipe.line, trees.option[:1] == ("--upstream",)
+    if given and line != LINE:
+        raise ConfigError(f"--upstream contains line {LINE}, but recipe.line is {line}: give --line {LINE} "
+                          f"(recipe.line={LINE}), or omit --upstream")
+    if line == LINE and config.recipe.platform == "cpu" and not given:
+        raise ConfigError(f"line {LINE} on platform cpu runs the pinned git sources, and no folder was given: "
+                          f"give --upstream DIR; {FETCH}")
+
+
+def verl_check(line: str, trees: Trees) -> tuple[bool, str]:
+    """(whether the configuration is composed over the verl version that `line` pins, one sentence about it)."""
+    package = verl_config_dir(trees.verl).parents[1]
+    file, pins = package / "version" / "version", load_pins().line(line)
+    found = file.read_text().strip() if file.is_file() else "of an unknown version"
+    pin = pins.repositories.get("verl")
+    wanted = pin.version if pin else pins.packages["verl"]
+    if found == wanted:
+        return True, f"composed over verl {found}, {package}"
+    if pin:
+        wanted += f" ({pin.commit[:12]})"
+        todo = f"give the sources of the line with --upstream DIR, or put its verl on PYTHONPATH; {FETCH}"
+    else:
+        todo = "omit --upstream and --verl-path; bash scripts/setup.sh installs it"
+    return False, f"composed over verl {found}, {package}, but line {line} pins {wanted}: {todo}"
+
+
+def require_verl(line: str, trees: Trees) -> None:
+    """Raise ConfigError where a run would start over another verl than `line` pins."""
+    fits, sentence = verl_check(line, trees)
+    if not fits:
+        raise ConfigError(sentence)
