@@ -147,7 +147,7 @@ def test_verl_54c9b736_alone_leaves_the_experts(offload_job):
 
 @pytest.mark.parametrize("line", ["pypi", "a3"])
 @pytest.mark.parametrize(
-    "needed", ["update.recipe_worker", "rollout.engine", "reshard.sharding_manager", "memory.empty_cache"])
+    "needed", ["update.recipe_worker", "rollout.engine", "update.sharding_manager", "memory.empty_cache"])
 def test_a_schedule_whose_phases_are_not_seen_is_refused(line, needed):
     """Without gradients on the device an update would write where there is no memory."""
     assert "memory.order" in Engine(ROWS, Switches(line, "npu")).wanted

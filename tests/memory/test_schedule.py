@@ -124,7 +124,7 @@ def test_which_order_a_run_follows():
 
 
 def test_who_proves_that_every_rollout_weight_is_written():
-    assert direct_sync({"reshard.direct"}) and not direct_sync({"reshard.sharding_manager", "memory.order"})
+    assert direct_sync({"reshard.direct"}) and not direct_sync({"update.sharding_manager", "memory.order"})
 
 
 def test_a_way_of_moving_changes_who_copies_but_not_who_is_there():

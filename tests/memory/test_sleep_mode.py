@@ -180,7 +180,7 @@ def build(monkeypatch):
 
 
 @pytest.mark.parametrize(("rows", "load_format", "stay"), [
-    (("reshard.direct",), "dummy", False), (("reshard.sharding_manager",), "dummy", True),
+    (("reshard.direct",), "dummy", False), (("update.sharding_manager",), "dummy", True),
     (("reshard.direct",), "auto", True),
 ])
 def test_weights_that_no_sync_proves_written_are_never_given_up(rows, load_format, stay, build):
