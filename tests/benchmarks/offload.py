@@ -49,14 +49,14 @@ def count(whose: str) -> list[dict[str, Any]]:
     import torch
 
     from verl_patches.memory.measure import buffers_of, held_bytes, optimizer_tensors
-    from verl_patches.memory.schedule import OURS, simulate
+    from verl_patches.memory.schedule import SCHEDULE, simulate
 
     chunks, optimizer = job["trained"](torch.bfloat16)
     reference = [torch.nn.Linear(40, 50)]
     job["step"](chunks, optimizer, 0)
     held = {"actor_params": [b.param_data for b in buffers_of(chunks)], "ref_params": reference[0].parameters(),
             "grads": [b.grad_data for b in buffers_of(chunks)], "optimizer": optimizer_tensors(optimizer)}  # fmt: skip
-    plan = simulate(OURS, {name: held_bytes(list(of), "cpu") for name, of in held.items()})
+    plan = simulate(SCHEDULE, {name: held_bytes(list(of), "cpu") for name, of in held.items()})
     host: dict[int, Any] = {}
     with job["Counted"](host):
         moves = (moves_of_schedule if whose == "ours" else moves_of_verl)(chunks, optimizer, reference)
@@ -82,16 +82,16 @@ Moves = dict[str, tuple[Callable[[], None], Callable[[], None]]]  # phase: (befo
 
 def moves_of_schedule(chunks: list, optimizer: Any, reference: list) -> Moves:
     """By the scheduler; all is on the host afterwards."""
-    from verl_patches.memory.offload import movers_of, movers_of_reference
-    from verl_patches.memory.schedule import OURS
+    from verl_patches.memory.offload import actor_handlers, reference_handlers
+    from verl_patches.memory.schedule import SCHEDULE
     from verl_patches.memory.scheduler import Scheduler
 
-    scheduler = Scheduler(OURS, lambda: None)
-    handlers = {**movers_of(chunks, optimizer), **movers_of_reference(reference)}
+    scheduler = Scheduler(SCHEDULE, lambda: None)
+    handlers = {**actor_handlers(chunks, optimizer), **reference_handlers(reference)}
     handlers.pop("grads").free()
     for handler in handlers.values():
         handler.offload()
-    scheduler.add({**movers_of(chunks, optimizer), **handlers})
+    scheduler.add({**actor_handlers(chunks, optimizer), **handlers})
     return {phase: (functools.partial(scheduler.begin, phase), scheduler.end) for phase in PHASES}
 
 

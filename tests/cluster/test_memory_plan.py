@@ -17,7 +17,7 @@ def plan(name, *overrides, rows=ON, skip=False):
 
 def test_the_256_die_run_fits_in_the_order_that_it_follows_and_not_in_verls():
     found = plan(BIG)
-    peaks = {order["order"]: order["peak_bytes"] for order in found["orders"]}
+    peaks = {schedule["order"]: schedule["peak_bytes"] for schedule in found["orders"]}
     assert list(peaks) == ["ours", "verl 54c9b736", "ours, with vLLM's sleep mode"]
     assert found["followed"] == "ours, with vLLM's sleep mode" and found["modelled"] and found["swapped"]
     assert peaks["ours"] == peaks[found["followed"]] <= found["hbm_bytes"] == 64 << 30 < peaks["verl 54c9b736"]
@@ -54,15 +54,15 @@ def test_what_the_configuration_leaves_on_the_device_is_there_in_every_phase():
     assert "grads" not in gone["rollout"]
 
 
-@pytest.mark.parametrize(("override", "tenant"), [
+@pytest.mark.parametrize(("override", "group"), [
     ("actor_rollout_ref.rollout.gpu_memory_utilization=0.7", "kv_cache"),
     ("recipe.reshard.bucket_bytes=268435456", "reshard_buffers"),
     ("recipe.train.swap_optimizer=false", "optimizer"),
     ("recipe.tensor_cache.enabled=true", "tensor_cache"),
 ])
-def test_keys_of_the_configuration_reach_the_bytes(override, tenant):
+def test_keys_of_the_configuration_reach_the_bytes(override, group):
     def bytes_of(found):
-        return [p["bytes"].get(tenant) for p in found["orders"][0]["phases"]]
+        return [p["bytes"].get(group) for p in found["orders"][0]["phases"]]
 
     assert bytes_of(plan(BIG, override)) != bytes_of(plan(BIG))
 
@@ -80,7 +80,7 @@ def test_what_stages_keep_for_each_other_at_most():
 
 def test_a_pass_that_is_left_out_is_no_phase():
     found = plan(BIG, skip=True)
-    assert all("old_log_prob" not in [p["phase"] for p in order["phases"]] for order in found["orders"])
+    assert all("old_log_prob" not in [p["phase"] for p in schedule["phases"]] for schedule in found["orders"])
 
 
 def test_a_cpu_has_no_die_to_compare_with():

@@ -257,12 +257,12 @@ def checkpoints_as_scheduled():
     found["verl moves"] = [getattr(worker, f"_is_offload_{what}") for what in ("param", "optimizer")]
     counters.take_moves()
     worker.memory.built(chunks, optimizer)
-    found["moves as built"] = [f"{m['verb']} {m['tenant']}" for m in counters.take_moves()]
+    found["moves as built"] = [f"{m['verb']} {m['group']}" for m in counters.take_moves()]
     with started(worker) as scheduler:
         for name in ("save", "load"):
             counters.take_moves()
             getattr(worker, f"{name}_checkpoint")()
-            found[f"{name} moves"] = [f"{m['verb']} {m['tenant']}" for m in counters.take_moves()]
+            found[f"{name} moves"] = [f"{m['verb']} {m['group']}" for m in counters.take_moves()]
         found["held"] = sizes(chunks)
         scheduler.begin("update")
         doubled = len(list(chunks[0].parameters()))
@@ -310,7 +310,7 @@ def watched():
     from types import SimpleNamespace
 
     from verl_patches.memory.ledger import Ledger
-    from verl_patches.memory.schedule import OURS
+    from verl_patches.memory.schedule import SCHEDULE
     from verl_patches.memory.swap_optimizer import swap_optimizer
     from verl_patches.worker.context import context
 
@@ -328,7 +328,7 @@ def watched():
         worker.rollout, worker.ref_module = SimpleNamespace(inference_engine=engine), [torch.nn.Linear(2, 3)]
         worker.sharding_manager = SimpleNamespace(resharder=sync)
         stays = {"actor_params", "grads", "optimizer", "rollout_weights", "kv_cache", "ref_params"}
-        kept = context().ledger = Ledger(OURS, stays, "strict")
+        kept = context().ledger = Ledger(SCHEDULE, stays, "strict")
         if swap:
             swap_optimizer(optimizer, 4, look=context().look)
         worker.memory._watch(worker, kept)
@@ -336,15 +336,15 @@ def watched():
         kept.enter("update")
         step(chunks, optimizer, 0)
         before, record = kept._records[-1]["bytes"], kept.take()["records"][-1]
-        found = {"tenants": sorted(before), "absorbed": before["rollout_weights"],
+        found = {"groups": sorted(before), "absorbed": before["rollout_weights"],
                  "in the update": record["peak_bytes"] - record["total_bytes"], "leaks": []}
         kept.enter("reshard")
         sync.executor.held_bytes = 5
         found["leaks"].append(refused(lambda: kept.enter("wake_kv")))
         sync.executor.held_bytes = 0
-        optimizer.chained_optimizers[0].recipe_places.load() if swap else None
+        optimizer.chained_optimizers[0].recipe_offload_state.load() if swap else None
         found["leaks"].append(refused(lambda: kept.enter("wake_kv")))
-        optimizer.chained_optimizers[0].recipe_places.offload() if swap else None
+        optimizer.chained_optimizers[0].recipe_offload_state.offload() if swap else None
         engine.llm_engine.vllm_config.model_config.enable_sleep_mode, engine.awake = True, {"weights"}
         found["unmapped"] = refused(lambda: kept.enter("wake_kv"))
         return found
@@ -356,10 +356,10 @@ def watched():
 
 
 def carried_out():
-    """An order carried out by movers of real objects: moves of the second step, and what the table predicts."""
+    """A schedule executed by handlers of real objects: moves of the second step, and what the table predicts."""
     from verl_patches.memory.measure import held_bytes, optimizer_tensors
-    from verl_patches.memory.offload import movers_of, movers_of_reference
-    from verl_patches.memory.schedule import OURS, simulate
+    from verl_patches.memory.offload import actor_handlers, reference_handlers
+    from verl_patches.memory.schedule import SCHEDULE, simulate
     from verl_patches.memory.scheduler import Scheduler
 
     chunks, optimizer = trained(BF16)
@@ -368,22 +368,22 @@ def carried_out():
     buffers = [buffer for each in chunks for buffer in (*each.buffers, *each.expert_parallel_buffers)]
     held = {"actor_params": [b.param_data for b in buffers], "grads": [b.grad_data for b in buffers],
             "optimizer": optimizer_tensors(optimizer), "ref_params": reference.parameters()}
-    full = {tenant: held_bytes(list(tensors), "cpu") for tenant, tensors in held.items()}
-    movers = {**movers_of(chunks, optimizer), **movers_of_reference([reference])}
-    for mover in movers.values():
-        getattr(mover, "offload" if hasattr(mover, "offload") else "free")()
-    scheduler, every = Scheduler(OURS, lambda: None), []
-    scheduler.add(movers)
+    full = {group: held_bytes(list(tensors), "cpu") for group, tensors in held.items()}
+    handlers = {**actor_handlers(chunks, optimizer), **reference_handlers([reference])}
+    for handler in handlers.values():
+        getattr(handler, "offload" if hasattr(handler, "offload") else "free")()
+    scheduler, every = Scheduler(SCHEDULE, lambda: None), []
+    scheduler.add(handlers)
     for number in (1, 2):
         counters.take_moves()
-        for phase in OURS.phases:
+        for phase in SCHEDULE.phases:
             scheduler.begin(phase.name)
             if phase.name == "update":
                 step(chunks, optimizer, number)
         scheduler.end()
         every.append(counters.take_moves())
-    moments = simulate(OURS, full).values()
-    return {"moves": [f"{m['verb']} {m['tenant']}" for m in every[1]],
+    moments = simulate(SCHEDULE, full).values()
+    return {"moves": [f"{m['verb']} {m['group']}" for m in every[1]],
             "to_device": [sum(m["copied_bytes"] for m in every[1] if m["verb"] == "load"),
                           sum(m.to_device_bytes for m in moments)],
             "to_host": [sum(m["copied_bytes"] for m in every[1] if m["verb"] == "offload"),

@@ -32,7 +32,7 @@ def test_asleep_neither_weights_nor_cache_have_memory(found):
 
 
 def test_weights_that_no_sync_has_filled_are_refused(found):
-    assert "weights that were given up" in found["not_filled"] and "sharding manager" in found["not_filled"]
+    assert "weights were freed by sleep" in found["not_filled"] and "sharding manager" in found["not_filled"]
     assert "1 unfinished requests" in found["unfinished"]
     assert "are asleep" in found["while_asleep"] and "wake_up" in found["while_asleep"]
 

@@ -65,7 +65,7 @@ def check_config(config: DictConfig, configs_dir: Path) -> list[Check]:
         checks += _batch_checks(config, train, rollout) + _sync_checks(config, train, rollout, model)
     checks += _length_checks(config, configs_dir) + _line_checks(config) + _on_policy_checks(config, configs_dir)
     checks += _truth_check_checks(config) + _tensor_cache_checks(config) + _swap_checks(config)
-    checks += _rollout_life_checks(config)
+    checks += _sleep_mode_checks(config)
     return checks + [Check(*found) for found in hccl.checks(config, model)]
 
 
@@ -154,7 +154,7 @@ def _switched_off(config: DictConfig, row: str) -> bool:
     return bool(asked) and asked[-1].startswith("-")
 
 
-def _rollout_life_checks(config: DictConfig) -> list[Check]:
+def _sleep_mode_checks(config: DictConfig) -> list[Check]:
     """Whose sleep and wake the rollout engine has (memory/sleep_mode.py)."""
     rollout, recipe = config.actor_rollout_ref.rollout, config.recipe
     off, graphs = _switched_off(config, "memory.sleep_mode"), not rollout.enforce_eager

@@ -1,4 +1,4 @@
-"""What a configuration would hold on its worst rank, phase by phase: in our order of a step and in verl's. Modelled."""
+"""What a configuration would hold on its worst rank, phase by phase: by our memory schedule and by verl's. Modelled."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from verl_patches.cluster.recipe import VLLM_DTYPES
 from verl_patches.layout.inventory import ModelShape, build_inventory
 from verl_patches.layout.of_config import rollout_layout_of, train_layout_of
 from verl_patches.memory.expected import A3_DIE_BYTES, Setting, in_dtype, peaks
-from verl_patches.memory.schedule import OURS, VERL, direct_sync, order_followed, staying, switches_of
+from verl_patches.memory.schedule import SCHEDULE, VERL, direct_sync, schedule_followed, staying, switches_of
 
 
 def memory_plan(config: DictConfig, model: ModelShape, rows: Collection[str]) -> dict[str, Any]:
-    """{modelled, hbm_bytes, followed, swapped, orders}: `peaks` of our order, of verl's on this line, of the run's own.
+    """{modelled, hbm_bytes, followed, swapped, orders}: `peaks` of our schedule, of verl's on this line, of the run's.
 
-    `hbm_bytes` is that of an A3 die, None on other platforms, where no KV cache can be told. `followed` names the order
-    that the run follows, by the ids of the `rows` that are on; verl's order is told with verl's own weight sync.
+    `hbm_bytes` is that of an A3 die, None on other platforms, where no KV cache can be told. `followed` names the
+    schedule that the run follows, by the ids of the `rows` that are on; verl's schedule is with verl's own weight sync.
     Activations, HCCL's buffers and CANN's context are in none of the figures.
     ConfigError where sizes do not divide.
     """
@@ -31,18 +31,18 @@ def memory_plan(config: DictConfig, model: ModelShape, rows: Collection[str]) ->
     switches = switches_of(rows, enforce_eager=config.actor_rollout_ref.rollout.enforce_eager, synced=synced)
     stays = staying(
         param_offload=actor.param_offload, optimizer_offload=actor.optimizer_offload or recipe.train.swap_optimizer,
-        ref_offload=ref.param_offload, own_life=switches["own_life"], synced=synced)  # fmt: skip
+        ref_offload=ref.param_offload, own_sleep_mode=switches["own_sleep_mode"], synced=synced)  # fmt: skip
     ours = _setting(config, layouts[0].dp)
     skip = recipe.train.skip_old_log_prob
-    followed = order_followed(recipe.line, skip_old_log_prob=skip, **switches)
+    followed = schedule_followed(recipe.line, skip_old_log_prob=skip, **switches)
     gathered = replace(ours, bucket_bytes=None)
-    compared = [(order.without("old_log_prob") if skip else order, setting)
-                for order, setting in ((OURS, ours), (VERL[recipe.line], gathered))]
-    if followed.name not in (order.name for order, _ in compared):
+    compared = [(schedule.without("old_log_prob") if skip else schedule, setting)
+                for schedule, setting in ((SCHEDULE, ours), (VERL[recipe.line], gathered))]
+    if followed.name not in (schedule.name for schedule, _ in compared):
         compared.append((followed, ours if direct else gathered))
     return {
         "modelled": True, "hbm_bytes": A3_DIE_BYTES if recipe.platform == "npu" else None, "followed": followed.name,
-        "orders": [peaks(order, inventory, *layouts, setting, stays) for order, setting in compared],
+        "orders": [peaks(schedule, inventory, *layouts, setting, stays) for schedule, setting in compared],
         "swapped": recipe.train.swap_optimizer,
     }  # fmt: skip
 
@@ -82,8 +82,8 @@ def memory_rows(memory: dict[str, Any]) -> tuple[str, tuple[str, ...], list[tupl
     hbm = memory["hbm_bytes"]
     first, *others = sorted(memory["orders"], key=lambda found: found["order"] != memory["followed"])
     equal = [found["order"] for found in others if _figures(found) == _figures(first)]
-    orders = [first, *(found for found in others if found["order"] not in equal)]
-    unit, scale = ("GB", 1e9) if max(found["peak_bytes"] for found in orders) >= 1e9 else ("MB", 1e6)
+    schedules = [first, *(found for found in others if found["order"] not in equal)]
+    unit, scale = ("GB", 1e9) if max(found["peak_bytes"] for found in schedules) >= 1e9 else ("MB", 1e6)
 
     def said(size_bytes: float) -> str:
         return f"{size_bytes / scale:.2f}" if size_bytes else "-"
@@ -92,22 +92,22 @@ def memory_rows(memory: dict[str, Any]) -> tuple[str, tuple[str, ...], list[tupl
         return said(size_bytes) + (" TOO MUCH" if hbm is not None and size_bytes > hbm else "")
 
     rows = []
-    for number, phase in enumerate(orders[0]["phases"]):
-        who = " ".join(f"{tenant} {said(size)}" for tenant, size in phase["bytes"].items())
-        rows.append((phase["phase"], *(against_die(found["phases"][number]["peak_bytes"]) for found in orders), who))
-    rows.append(("highest", *(against_die(found["peak_bytes"]) for found in orders),
+    for number, phase in enumerate(schedules[0]["phases"]):
+        who = " ".join(f"{group} {said(size)}" for group, size in phase["bytes"].items())
+        rows.append((phase["phase"], *(against_die(found["phases"][number]["peak_bytes"]) for found in schedules), who))
+    rows.append(("highest", *(against_die(found["peak_bytes"]) for found in schedules),
                  f"a die has {said(hbm)}" if hbm else "the KV cache is not told on this platform"))
     beside = "; the swapped optimizer's come on top" if memory["swapped"] else ""
     rows.append(("from, to host", *(f"{said(found['to_device_bytes']['max'])}, {said(found['to_host_bytes']['max'])}"
-                                    for found in orders), f"{unit} copied in a step, worst rank{beside}"))
-    rows.append(("trims", *(str(found["trims"]) for found in orders), "in a step"))
+                                    for found in schedules), f"{unit} copied in a step, worst rank{beside}"))
+    rows.append(("empty_cache() calls", *(str(found["empty_cache_calls"]) for found in schedules), "in a step"))
     title = (f"memory by phase (modelled): {unit} at the peak of the worst rank, without activations; "
              f"this run follows {memory['followed']}"
-             + "".join(f"; {order}: the same bytes" for order in equal))
-    return title, ("phase", *(found["order"] for found in orders), f"who, in {orders[0]['order']}"), rows
+             + "".join(f"; {schedule}: the same bytes" for schedule in equal))
+    return title, ("phase", *(found["order"] for found in schedules), f"who, in {schedules[0]['order']}"), rows
 
 
-def _figures(order: dict[str, Any]) -> tuple[Any, ...]:
-    """What the table shows of an order, but for its trims."""
-    return ([phase["peak_bytes"] for phase in order["phases"]], order["to_device_bytes"]["max"],
-            order["to_host_bytes"]["max"])
+def _figures(schedule: dict[str, Any]) -> tuple[Any, ...]:
+    """What the table shows of a schedule, but for its empty_cache calls."""
+    return ([phase["peak_bytes"] for phase in schedule["phases"]], schedule["to_device_bytes"]["max"],
+            schedule["to_host_bytes"]["max"])

@@ -1,4 +1,4 @@
-"""A picture of what lay on the device, phase by phase, step by step: the ledger's tenants and the measured memory."""
+"""A picture of the device memory, by phase and step: the ledger's memory groups and the measured memory."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ LAST_STEPS = 12  # more do not fit a page, and they repeat
 
 
 def draw_memory(summary: dict[str, Any], path: Path) -> Path:
-    """Stacked bytes by tenant of every phase of the last steps (the rank with the highest peak), as a PNG.
+    """Stacked bytes by memory group of every phase of the last steps (the rank with the highest peak), as a PNG.
 
     Black marks are the ledger's peaks, lines are what was measured: the allocator's peak and what of the device is used
-    by anybody, or RSS on a CPU. Steps without a ledger, and tenants that never hold anything, are left out.
+    by anybody, or RSS on a CPU. Steps without a ledger, and memory groups that never hold anything, are left out.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -20,14 +20,14 @@ def draw_memory(summary: dict[str, Any], path: Path) -> Path:
     steps = [step for step in summary["steps"] if step.get("memory")][-LAST_STEPS:]
     moments = [(step["step"], name, found) for step in steps for name, found in step["memory"]["phases"].items()]
     unit, scale = ("GB", 1e9) if any(found["peak_bytes"] >= 1e9 for _, _, found in moments) else ("MB", 1e6)
-    tenants = list(dict.fromkeys(name for _, _, found in moments for name, size in found["bytes"].items() if size))
+    groups = list(dict.fromkeys(name for _, _, found in moments for name, size in found["bytes"].items() if size))
     figure = Figure(figsize=(max(8, 0.35 * len(moments)), 5), layout="constrained")
     FigureCanvasAgg(figure)  # matplotlib is imported here, as in plots.py
     axes, places = figure.subplots(), range(len(moments))
     below = [0.0] * len(moments)
-    for tenant in tenants:
-        sizes = [found["bytes"].get(tenant, 0) / scale for _, _, found in moments]
-        axes.bar(places, sizes, bottom=below, width=0.9, label=tenant)
+    for group in groups:
+        sizes = [found["bytes"].get(group, 0) / scale for _, _, found in moments]
+        axes.bar(places, sizes, bottom=below, width=0.9, label=group)
         below = [a + b for a, b in zip(below, sizes, strict=True)]
     peaks = [found["peak_bytes"] / scale for _, _, found in moments]
     axes.plot(places, peaks, "k_", markersize=12, label="ledger's peak")
