@@ -64,8 +64,8 @@ BIG_PLAN = Tests("reshard/test_plan.py", "671b")
 SENDERS = Tests("reshard/test_plan.py", "holders_send or room or nearer or few")
 CHECK = Tests("reshard/test_check.py")
 LAYOUT, SHARDING = Tests("layout/test_parallel.py"), Tests("layout/test_sharding.py")
-PHASES, LEDGER = Tests("memory/test_phases.py", "not whatever"), Tests("memory/test_ledger.py", "not optimizers")
-CONDUCT = Tests("memory/test_conduct.py")
+SCHEDULE, LEDGER = Tests("memory/test_schedule.py", "not whatever"), Tests("memory/test_ledger.py", "not optimizers")
+SCHEDULER = Tests("memory/test_scheduler.py")
 BATCH, MICRO = Tests("comm/test_batch_plan.py"), Tests("comm/test_micro_batches.py", "not torch")
 CACHE = Tests("comm/test_tensor_cache.py")
 BOXES, EQUAL = Tests("rewards/test_maths.py", "closed"), Tests("rewards/test_maths.py", "equal_answers")
@@ -125,25 +125,27 @@ MUTANTS = (
     Mutant("static-bytes-without-cp", "layout/sharding.py",
            "(layout.dp * layout.cp)", "layout.dp", Tests("layout/test_sharding.py")),
     # memory
-    Mutant("phases-every-move-counts", "memory/schedule.py",
-           "does = comes != (move.tenant in now)", "does = True", PHASES),
-    Mutant("phases-peak-of-the-first-step-only", "memory/schedule.py",
-           "highest = max(moment, before, key=lambda each: each.peak_bytes)", "highest = before", PHASES),
+    Mutant("memory-schedule-every-move-counts", "memory/schedule.py",
+           "does = loads != (move.group in now)", "does = True", SCHEDULE),
+    Mutant("memory-schedule-peak-of-the-first-step-only", "memory/schedule.py",
+           "highest = max(moment, before, key=lambda each: each.peak_bytes)", "highest = before", SCHEDULE),
     Mutant("ledger-growth-past-full", "memory/ledger.py",
            "(there and entry.grows and held < wanted)", "(there and entry.grows)", LEDGER),
-    Mutant("ledger-freed-is-all", "memory/ledger.py",
-           "entry.told_bytes = 0 if size_bytes is None else entry.told_bytes - size_bytes",
-           "entry.told_bytes = 0", LEDGER),
+    Mutant("ledger-variable-bytes-never-leave", "memory/ledger.py",
+           "(entry.may_stay and not self.schedule.releases(group, phase))", "entry.may_stay", LEDGER),
     Mutant("ledger-peak-is-the-last", "memory/ledger.py",
            'record["peak_bytes"] = max(record["peak_bytes"], total)', 'record["peak_bytes"] = total', LEDGER),
-    Mutant("conduct-comes-after-an-error", "memory/scheduler.py",
-           "if error is not None and move.verb in COMES:", "if error is not None and not move.verb:", CONDUCT),
-    Mutant("conduct-open-phase-not-left", "memory/scheduler.py",
-           "        self.end()\n        self._open = phase", "        self._open = phase", CONDUCT),
-    Mutant("parking-first-copy-left-out", "memory/host_backed.py",
-           "each.leave(copy or new)", "each.leave(copy)", Tests("memory/test_offload.py", "stale_host_copy")),
-    Mutant("rollout-life-lost-weights-pass", "memory/sleep_mode.py",
-           "            self._lost = True\n", "", Tests("memory/test_rollout_life.py")),
+    Mutant("scheduler-comes-after-an-error", "memory/scheduler.py",
+           "if error is not None and move.verb in LOADS:", "if error is not None and not move.verb:", SCHEDULER),
+    Mutant("scheduler-open-phase-not-left", "memory/scheduler.py",
+           "        self.end()\n        self._open = phase", "        self._open = phase", SCHEDULER),
+    Mutant("host-backed-first-copy-left-out", "memory/host_backed.py",
+           "each.offload(copy or new)", "each.offload(copy)", Tests("memory/test_offload.py", "stale_host_copy")),
+    Mutant("sleep-mode-lost-weights-pass", "memory/sleep_mode.py",
+           "            self._lost = True\n", "", Tests("memory/test_sleep_mode.py", "not copied and not outlive")),
+    Mutant("rollout-engine-wakes-what-is-awake", "worker/rollout_engine.py",
+           "if tag not in self.awake and (tags is None or tag in tags):", "if tags is None or tag in tags:",
+           Tests("memory/test_sleep_mode.py", "what_is_awake")),
     Mutant("expected-window-of-single-experts", "memory/expected.py",
            'whole = setting.train_library == "mindspeed"', "whole = False", Tests("memory/test_expected.py")),
     # tensor cache

@@ -260,8 +260,8 @@ MEMORY: tuple[PatchSpec, ...] = (
         bindings=("verl.workers.actor.megatron_actor:torch",),
         why="verl gives the allocator's pool back after every call, pass and update (megatron_workers.py, "
             "megatron_actor.py), and the next stage asks the device for the same memory again; with memory.order the "
-            "schedule has the trims.",
-        exit="verl trims where a stage needs memory past torch's pool, and only there",
+            "schedule says where.",
+        exit="verl empties the cache where a stage needs memory past torch's pool, and only there",
     ),
     PatchSpec(
         id="memory.sleep_mode", stage="memory", target="vllm.entrypoints.llm:LLM.sleep", kind="override",

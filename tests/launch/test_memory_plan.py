@@ -7,10 +7,7 @@ from verl_patches.config.compose import compose, model_shape_of
 from verl_patches.launch.plan import memory_plan
 
 BIG, TINY = "grpo_deepseekv3_256die_random_init", "grpo_deepseekv3_tiny_cpu"
-
-
-COPIES = tuple(f"memory.{way}_{what}" for way in ("load", "offload") for what in ("model", "optimizer"))
-ON = ("reshard.direct_and_wake", "memory.order_a3", *COPIES)
+ON = ("reshard.direct", "memory.order")
 
 
 def plan(name, *overrides, rows=ON, skip=False):
@@ -20,7 +17,7 @@ def plan(name, *overrides, rows=ON, skip=False):
 
 def test_the_256_die_run_fits_in_the_order_that_it_follows_and_not_in_verls():
     found = plan(BIG)
-    peaks = {order["order"]: order["peak_bytes"] for order in found["orders"]}
+    peaks = {schedule["order"]: schedule["peak_bytes"] for schedule in found["orders"]}
     assert list(peaks) == ["ours", "verl 54c9b736", "ours, with vLLM's sleep mode"]
     assert found["followed"] == "ours, with vLLM's sleep mode" and found["modelled"] and found["swapped"]
     assert peaks["ours"] == peaks[found["followed"]] <= found["hbm_bytes"] == 64 << 30 < peaks["verl 54c9b736"]
@@ -30,18 +27,18 @@ def test_the_256_die_run_fits_in_the_order_that_it_follows_and_not_in_verls():
     assert columns == ("phase", own, "ours", "verl 54c9b736", f"memory groups, in {own}") and "the same" not in title
     wake = next(row for row in rows if row[0] == "wake_kv")
     assert wake[1] == "54.98" and wake[3] == "75.29 TOO MUCH"
-    title, columns, _ = memory_rows(plan(BIG, rows=(*ON, "memory.rollout_life")))  # equal figures, one column
+    title, columns, _ = memory_rows(plan(BIG, rows=(*ON, "memory.sleep_mode")))  # equal figures, one column
     assert columns[1:3] == ("ours, addresses kept by vLLM", "verl 54c9b736") and "; ours: the same bytes" in title
 
 
 def test_what_is_switched_back_is_told_as_what_the_run_follows():
     assert plan(BIG, rows=())["followed"] == "verl 54c9b736"
-    back = plan(BIG, rows=("reshard.direct_and_wake", *COPIES))
-    assert back["followed"] == "verl 54c9b736, with our copies" == back["orders"][2]["order"]
+    back = plan(BIG, rows=("reshard.direct", "memory.sleep_mode"))
+    assert back["followed"] == "verl 54c9b736, rollout weights not copied" == back["orders"][2]["order"]
     assert back["orders"][2]["peak_bytes"] > back["hbm_bytes"]  # the cache comes before training weights have gone
-    gathered = plan(BIG, rows=COPIES)["orders"][2]["phases"][0]["bytes"]
+    gathered = plan(BIG, rows=("memory.order",))["orders"][2]["phases"][0]["bytes"]
     assert gathered["reshard_buffers"] != back["orders"][2]["phases"][0]["bytes"]["reshard_buffers"]
-    rows = (*ON, "memory.rollout_life")
+    rows = (*ON, "memory.sleep_mode")
     own = plan(BIG, "actor_rollout_ref.rollout.enforce_eager=true", rows=rows)
     assert own["followed"] == "ours" and len(own["orders"]) == 2
     assert plan(BIG, rows=rows)["followed"] == "ours, addresses kept by vLLM"
@@ -57,15 +54,15 @@ def test_what_the_configuration_leaves_on_the_device_is_there_in_every_phase():
     assert "grads" not in gone["rollout"]
 
 
-@pytest.mark.parametrize(("override", "tenant"), [
+@pytest.mark.parametrize(("override", "group"), [
     ("actor_rollout_ref.rollout.gpu_memory_utilization=0.7", "kv_cache"),
     ("recipe.reshard.bucket_bytes=268435456", "reshard_buffers"),
     ("recipe.train.swap_optimizer=false", "optimizer"),
     ("recipe.tensor_cache.enabled=true", "tensor_cache"),
 ])
-def test_keys_of_the_configuration_reach_the_bytes(override, tenant):
+def test_keys_of_the_configuration_reach_the_bytes(override, group):
     def bytes_of(found):
-        return [p["bytes"].get(tenant) for p in found["orders"][0]["phases"]]
+        return [p["bytes"].get(group) for p in found["orders"][0]["phases"]]
 
     assert bytes_of(plan(BIG, override)) != bytes_of(plan(BIG))
 
@@ -83,7 +80,7 @@ def test_what_stages_keep_for_each_other_at_most():
 
 def test_a_pass_that_is_left_out_is_no_phase():
     found = plan(BIG, skip=True)
-    assert all("old_log_prob" not in [p["phase"] for p in order["phases"]] for order in found["orders"])
+    assert all("old_log_prob" not in [p["phase"] for p in schedule["phases"]] for schedule in found["orders"])
 
 
 def test_a_cpu_has_no_die_to_compare_with():

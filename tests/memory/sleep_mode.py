@@ -18,7 +18,8 @@ import torch
 from verl_patches.errors import RecipeError
 from verl_patches.memory import sleep_mode
 from verl_patches.patching import engine as patches
-from verl_patches.worker import rollout_engine
+from verl_patches.patching.row import subclass_of
+from verl_patches.worker.rollout_engine import RolloutEngine
 
 SEGMENT, TENSOR = 4096, 512  # bytes
 copied: list[int] = []
@@ -122,15 +123,17 @@ def sleeps(file: str | None = None) -> dict:
         calls.append(f"wake {', '.join(tags)}")
         allocator.wake_up(tags)
 
-    def init(self, **kwargs):
-        worker = SimpleNamespace(model_runner=SimpleNamespace(model=model))
-        self.llm_engine = SimpleNamespace(
-            model_executor=SimpleNamespace(driver_worker=SimpleNamespace(worker=worker)), add_request=lambda: None,
-            sleep=sleep, wake_up=wake_up)  # fmt: skip
+    class LLM:
+        """vLLM's, as far as RolloutEngine looks."""
 
-    patches.current = lambda: SimpleNamespace(wanted=("reshard.direct",))
-    llm = SimpleNamespace()
-    rollout_engine.taken_over(init)(llm, enable_sleep_mode=True, enforce_eager=False, load_format="auto")
+        def __init__(self, **kwargs):
+            worker = SimpleNamespace(model_runner=SimpleNamespace(model=model))
+            self.llm_engine = SimpleNamespace(
+                model_executor=SimpleNamespace(driver_worker=SimpleNamespace(worker=worker)), sleep=sleep,
+                wake_up=wake_up, add_request=lambda: None)  # fmt: skip
+
+    patches._CURRENT = SimpleNamespace(wanted=("reshard.direct", "memory.sleep_mode"))
+    llm = subclass_of(LLM, RolloutEngine)(enable_sleep_mode=True, enforce_eager=False, load_format="auto")
     found = {"bytes": [], "kept": {name: [] for name in tensors}, "refused": [], "tags": [],
              "weights": SEGMENT * sum(each.tag == "weights" for each in allocator.pointer_to_data.values())}
     for step in range(3):  # as loaded; after a sync; after the last one
@@ -138,7 +141,7 @@ def sleeps(file: str | None = None) -> dict:
             for tensor in tensors.values():
                 tensor.copy_(torch.arange(len(tensor)) + step)
         if step:
-            sleep_mode.filled(llm, stay=step == 2)
+            llm.weights_written(last=step == 2)
         llm.llm_engine.sleep(1)
         held = [each.cpu_backup_tensor for each in allocator.pointer_to_data.values()]
         found["bytes"].append(sum(each.numel() for each in held if each is not None))
@@ -159,7 +162,7 @@ def sleeps(file: str | None = None) -> dict:
     llm.llm_engine.sleep()
     found["calls"] = list(calls)
     llm.llm_engine.wake_up()
-    sleep_mode.filled(llm, stay=False)
+    llm.weights_written(last=False)
     calls.append("broken")
     with contextlib.suppress(AssertionError):
         llm.llm_engine.sleep()

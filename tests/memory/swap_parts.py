@@ -29,7 +29,7 @@ def swapped():
 def swap_controls():
     """What cannot be swapped, and a step that forgets a piece's states."""
     from verl_patches.memory import swap_optimizer as ours
-    from verl_patches.memory.host_backed import Parked
+    from verl_patches.memory.host_backed import HostBackedStorage
 
     found = {
         "plain": refused(lambda: ours.swap_optimizer(trained(distributed=False)[1], 4)),
@@ -39,15 +39,15 @@ def swap_controls():
     for one in optimizer.chained_optimizers:
         one.optimizer.__class__ = torch.optim.SGD
     found["sgd"] = refused(lambda: ours.swap_optimizer(optimizer, 4))
-    plain, other, leave = trained(), trained(), Parked.leave
+    plain, other, leave = trained(), trained(), HostBackedStorage.offload
     ours.swap_optimizer(other[1], 4)
-    Parked.leave = lambda self, copy: leave(self, copy and "exp_avg_sq" not in self.name)
+    HostBackedStorage.offload = lambda self, copy: leave(self, copy and "exp_avg_sq" not in self.name)
     equal = []
     for number in range(3):
         step(*plain, number)
         refused(lambda number=number: step(*other, number))
         equal.append(same(weights(plain[0]), weights(other[0])))
-    Parked.leave = leave
+    HostBackedStorage.offload = leave
     found["forgotten state is equal"] = equal
     return found
 

@@ -1,4 +1,4 @@
-"""Bytes of every tenant and peaks of every phase, for the 256-die run and for any small layout."""
+"""Bytes of every memory group and peaks of every phase, for the 256-die run and for any small layout."""
 
 from pathlib import Path
 
@@ -10,8 +10,8 @@ from tests.layout.native_parameters import native_parameters
 from verl_patches.errors import ConfigError
 from verl_patches.layout.inventory import build_inventory
 from verl_patches.layout.parallel import ParallelLayout, parse_layout, rollout_layout
-from verl_patches.memory.expected import Setting, in_dtype, padding_bytes, peaks, tenant_bytes
-from verl_patches.memory.schedule import OURS, TENANTS, VERL
+from verl_patches.memory.expected import Setting, group_bytes, in_dtype, padding_bytes, peaks
+from verl_patches.memory.schedule import MEMORY_GROUPS, SCHEDULE, VERL
 
 MODELS = Path(__file__).resolve().parents[2] / "configs" / "model"
 BIG = build_inventory(MODELS / "deepseekv3_671b.json")
@@ -31,41 +31,41 @@ def gb(size):
 
 @pytest.mark.parametrize("stage", range(8))
 def test_published_bytes_of_every_stage(stage):
-    found = tenant_bytes(BIG, TRAIN, ONE, stage * 32, Setting())
+    found = group_bytes(BIG, TRAIN, ONE, TRAIN.rank_of(pp=stage), Setting())
     assert tuple(gb(found[t]) for t in ("actor_params", "grads", "optimizer")) == STATIC_GB[stage]
-    assert found["ref_params"] == found["actor_params"] and set(found) == set(TENANTS)
+    assert found["ref_params"] == found["actor_params"] and set(found) == set(MEMORY_GROUPS)
 
 
 def test_rollout_weights_and_the_caches_share():
     """25.81 GB a die: the published figure for EP256, shared experts whole as in vllm-ascend's graph mode."""
-    found = tenant_bytes(BIG, TRAIN, ONE, 0, Setting(rollout_library="vllm-ascend", kv_share=0.8))
+    found = group_bytes(BIG, TRAIN, ONE, 0, Setting(rollout_library="vllm-ascend", kv_share=0.8))
     assert gb(found["rollout_weights"]) == 25.81
     assert found["rollout_weights"] + found["kv_cache"] == int(0.8 * HBM)
-    assert tenant_bytes(BIG, TRAIN, ONE, 0, Setting(kv_share=0.8, kv_bytes=7))["kv_cache"] == 7
-    assert tenant_bytes(BIG, TRAIN, ONE, 0, Setting())["kv_cache"] == 0
+    assert group_bytes(BIG, TRAIN, ONE, 0, Setting(kv_share=0.8, kv_bytes=7))["kv_cache"] == 7
+    assert group_bytes(BIG, TRAIN, ONE, 0, Setting())["kv_cache"] == 0
 
 
 def test_absorbed_projections_that_the_engine_copies():
     """As large as kv_b_proj, 61 layers of 128 heads of 128 + 128 by 512 in bf16, half a die's at TP 2."""
-    views, copies = (tenant_bytes(BIG, TRAIN, ONE, 0, Setting(kv_share=0.8, absorbed_copies=more))
+    views, copies = (group_bytes(BIG, TRAIN, ONE, 0, Setting(kv_share=0.8, absorbed_copies=more))
                      for more in (False, True))
     assert copies["rollout_weights"] - views["rollout_weights"] == 61 * 128 * 256 * 512 * 2 // 2
     assert copies["rollout_weights"] + copies["kv_cache"] == int(0.8 * HBM)
     assert copies["reshard_buffers"] == views["reshard_buffers"]  # derived here, never sent
 
 
-def test_peaks_of_the_256_die_run_in_our_order():
-    found = peaks(OURS, BIG, TRAIN, ONE, SWAPPED)
+def test_peaks_of_the_256_die_run_in_our_schedule():
+    found = peaks(SCHEDULE, BIG, TRAIN, ONE, SWAPPED)
     phases = {p["phase"]: gb(p["peak_bytes"]) for p in found["phases"]}
     assert phases["update"] == round(20.32 + gb(8 * 2 * 2048 * 7168 * 12), 2)  # published, plus one layer's experts
     assert phases["old_log_prob"] == 6.77 and phases["ref"] == 13.55 and phases["rollout"] == gb(0.8 * HBM)
-    assert found["peak_bytes"] < HBM and found["trims"] == 2
+    assert found["peak_bytes"] < HBM and found["empty_cache_calls"] == 2
     moved = found["to_device_bytes"]["mean"] + found["to_host_bytes"]["mean"]
     assert round(moved / 1e9, 1) == 19.1  # published as the least that a step moves: actor in and out, reference in
-    assert gb(peaks(OURS, BIG, TRAIN, ONE, Setting(kv_share=0.8))["peak_bytes"]) == 54.99  # published, not swapped
+    assert gb(peaks(SCHEDULE, BIG, TRAIN, ONE, Setting(kv_share=0.8))["peak_bytes"]) == 54.99  # published, not swapped
 
 
-def test_peaks_of_the_256_die_run_in_verls_orders():
+def test_peaks_of_the_256_die_run_in_verls_schedules():
     """Modelled: verl 54c9b736 wakes the KV cache beside training weights and gradients: more than a die has."""
     of_verl = Setting(swap_pieces=16, kv_share=0.8, bucket_bytes=None)
     old, new = (peaks(VERL[line], BIG, TRAIN, ONE, of_verl) for line in ("a3", "pypi"))
@@ -73,7 +73,7 @@ def test_peaks_of_the_256_die_run_in_verls_orders():
     assert old["peak_bytes"] == wake["peak_bytes"] > HBM > new["peak_bytes"]
     assert wake["peak_bytes"] == sum(wake["bytes"].values())
     assert set(wake["bytes"]) == {"actor_params", "grads", "rollout_weights", "kv_cache"}
-    ours = peaks(OURS, BIG, TRAIN, ONE, SWAPPED)
+    ours = peaks(SCHEDULE, BIG, TRAIN, ONE, SWAPPED)
     for verl in (old, new):
         by_phase = {p["phase"]: p["peak_bytes"] for p in verl["phases"]}
         assert by_phase["reshard"] > 1.4 * ours["phases"][0]["peak_bytes"]
@@ -104,7 +104,7 @@ def test_any_layout_has_the_whole_model_and_ours_peaks_no_higher(pair, swap, dty
     model = in_dtype(TINY, dtype)
     setting = Setting("megatron-local", swap_pieces=swap, kv_bytes=1 << 20, bucket_bytes=1 << 16)
     ranks = range(train.world_size)
-    every = [tenant_bytes(model, train, rollout, rank, setting) for rank in ranks]
+    every = [group_bytes(model, train, rollout, rank, setting) for rank in ranks]
     trainable = sum(p.count for p in model.parameters if p.trainable)
     once = [r for r in ranks if train.coordinates(r).dp == 0]
     if train.tp == 1 and train.ep == 1:
@@ -114,8 +114,8 @@ def test_any_layout_has_the_whole_model_and_ours_peaks_no_higher(pair, swap, dty
         assert sizes["actor_params"] * 4 == sizes["grads"] * size
         assert (sizes["optimizer"] == 0) == (swap is not None) == (sizes["swap_window"] > 0)
     found = {}
-    for name, order in {"ours": OURS, **VERL}.items():
-        found[name] = peaks(order, model, train, rollout, setting)
+    for name, schedule in {"ours": SCHEDULE, **VERL}.items():
+        found[name] = peaks(schedule, model, train, rollout, setting)
         for phase in found[name]["phases"]:
             assert phase["peak_bytes"] == sum(phase["bytes"].values())
             assert all(every[phase["rank"]][t] == size for t, size in phase["bytes"].items())
@@ -128,9 +128,9 @@ def test_the_worst_rank_is_worst_over_all_ranks():
     setting = Setting("megatron-local", kv_bytes=100)
     train, rollout = ParallelLayout(8, tp=2, pp=2, ep=4, etp=1), rollout_layout(2, 2, 2)
     model = in_dtype(TINY, "float32")
-    found = peaks(OURS, model, train, rollout, setting)
+    found = peaks(SCHEDULE, model, train, rollout, setting)
     update = next(p for p in found["phases"] if p["phase"] == "update")
-    every = [tenant_bytes(model, train, rollout, rank, setting) for rank in range(8)]
+    every = [group_bytes(model, train, rollout, rank, setting) for rank in range(8)]
     sums = [s["actor_params"] + s["grads"] + s["optimizer"] for s in every]
     assert update["peak_bytes"] == max(sums) and min(sums) < max(sums) and update["rank"] == sums.index(max(sums))
 
@@ -149,7 +149,7 @@ def test_alignment_is_bounded(train):
             counts = [sum(s.count for s in t.shards) for t in tensors]
             ends = 128 * (train.edp if expert else train.dp * train.cp)
             total += 4 * -(-sum(-(-n // 64) * 64 for n in counts) // ends) * ends
-        planned = tenant_bytes(model, train, train_as_rollout(train), rank, Setting("megatron-local"))["actor_params"]
+        planned = group_bytes(model, train, train_as_rollout(train), rank, Setting("megatron-local"))["actor_params"]
         assert planned <= total <= planned + padding_bytes(model, train, rank, "megatron-local", 4)
 
 
@@ -159,4 +159,4 @@ def train_as_rollout(train):
 
 def test_ranks_must_be_the_same():
     with pytest.raises(ConfigError, match="training has 256 ranks, rollout 2"):
-        peaks(OURS, BIG, TRAIN, rollout_layout(2, 1, 1), Setting())
+        peaks(SCHEDULE, BIG, TRAIN, rollout_layout(2, 1, 1), Setting())

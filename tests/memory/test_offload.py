@@ -7,15 +7,14 @@ from verl_patches.catalog import ROWS
 from verl_patches.errors import ConfigError
 from verl_patches.memory import host_backed
 from verl_patches.memory.counters import Moved, move, offload_of_step, take_moves
-from verl_patches.memory.host_backed import Parked, come, leave
-from verl_patches.memory.schedule import TENANTS
+from verl_patches.memory.host_backed import HostBackedStorage, load_storages, offload_storages
+from verl_patches.memory.schedule import MEMORY_GROUPS
 from verl_patches.patching.engine import Engine
 from verl_patches.patching.switches import Switches
 
 LINES = ["pypi", pytest.param("a3", marks=pytest.mark.upstream)]
-PARTS = ("models", "optimizers", "spoilt", "counted", "checkpoints", "checkpoints_in_our_order",
+PARTS = ("models", "optimizers", "spoilt", "counted", "checkpoints", "checkpoints_as_scheduled",
          "checkpoints_without_states_before", "watched", "carried_out")
-OURS = ("memory.load_model", "memory.offload_model", "memory.load_optimizer", "memory.offload_optimizer")
 EMPTY = dict.fromkeys(("dense param", "dense grad", "expert param", "expert grad"), 0)
 KINDS = ("fp32", "bf16", "plain fp32", "plain bf16")
 
@@ -26,13 +25,12 @@ def found(request, offload_job):
 
 
 def names(moved):
-    return [f"{each['verb']} {each['tenant']}" for each in moved]
+    return [f"{each['verb']} {each['group']}" for each in moved]
 
 
 @pytest.mark.slow
 def test_nothing_stays_and_everything_comes_back_where_it_was(found):
     models = found["models"]
-    assert all(models["rows"][row] == "active" for row in OURS) and models["phases"] == ["offload"]
     assert models["at first"] == models["loaded"] and all(models["loaded"].values())
     assert models["offloaded"] == EMPTY and models["reference"] == 0
     for kept in ("weights are back", "weights are back again", "views are of the same memory", "training is kept"):
@@ -72,7 +70,7 @@ def test_every_optimizer_steps_as_without_with_one_copy_a_byte_and_no_new_host_m
 @pytest.mark.slow
 @pytest.mark.parametrize(("case", "words"), [
     ("other_storage", ("expert_parallel_buffers[0].param_data", "of 512 bytes", "another one of 512 bytes")),
-    ("other_size", ("buffers[0].param_data, which waits on the host", "expected a storage of 0 bytes, found 12")),
+    ("other_size", ("buffers[0].param_data, which is offloaded", "expected a storage of 0 bytes, found 12")),
     ("emptied", ("grads, buffers[0].grad_data", "at least 1,536 bytes, found 0")),
     ("written_reference", ("ref_params, bias", "host copy is stale", "load_grad=True")),
     ("gradient_without_ddp", ("weight of a model without DDP has a gradient",)),
@@ -95,24 +93,25 @@ def test_our_account_is_what_was_done_and_a_copied_gradient_shows(found):
 
 @pytest.mark.slow
 def test_checkpoints_find_the_states_and_loaded_ones_use_the_same_host_memory(found):
-    """Rows memory.optimizer_at_save and memory.optimizer_at_load."""
     assert found["checkpoints"] == {"away": 0, "saved": True, "away again": 0, "host memory for the loaded ones": 0,
                                     "loaded": True}
 
 
 @pytest.mark.slow
-def test_in_our_order_a_checkpoint_finds_the_weights_and_leaves_them_where_they_were(found):
-    """verl's own calls around it do nothing; what was loaded into them is copied to the host, what was read is not."""
-    order = found["checkpoints_in_our_order"]
-    assert order["saved"] and order["loaded"] and order["held"] == EMPTY
+def test_a_checkpoint_finds_scheduled_weights_and_leaves_them_where_they_were(found):
+    """Row memory.order: what was loaded into them is copied to the host, what was read is not."""
+    scheduled = found["checkpoints_as_scheduled"]
+    assert scheduled["saved"] and scheduled["loaded"] and scheduled["held"] == EMPTY
+    assert scheduled["verl moves"] == [False, False]
     there, back = ["load actor_params"] * 2 + ["load optimizer"], ["offload optimizer"]
-    assert order["save moves"] == there + ["free actor_params"] * 2 + back
-    assert order["load moves"] == there + ["offload actor_params"] * 2 + back
-    assert order["save moves while all is there"] == []
+    assert scheduled["moves as built"] == ["free grads"] * 2 + ["offload actor_params"] * 2 + back
+    assert scheduled["save moves"] == there + ["free actor_params"] * 2 + back
+    assert scheduled["load moves"] == there + ["offload actor_params"] * 2 + back
+    assert scheduled["save moves while all is there"] == []
 
 
 @pytest.mark.slow
-def test_states_that_a_checkpoint_makes_go_to_the_host_where_the_order_has_them(found):
+def test_states_that_a_checkpoint_makes_go_to_the_host_where_the_schedule_has_them(found):
     states = found["checkpoints_without_states_before"]
     full = states["stays"][0]
     assert states["moved"] == [full, 0, full] and states["swapped"] == [full, 0]
@@ -120,45 +119,41 @@ def test_states_that_a_checkpoint_makes_go_to_the_host_where_the_order_has_them(
 
 
 @pytest.mark.slow
-def test_every_tenant_of_a_worker_is_watched_and_what_a_sync_or_a_swapped_step_leaves_is_seen(found):
+def test_every_group_of_a_worker_is_watched_and_what_a_sync_or_a_swapped_step_leaves_is_seen(found):
     whole, swapped = found["watched"]["whole"], found["watched"]["swapped"]
-    assert set(whole["tenants"]) == set(swapped["tenants"]) == set(TENANTS) - {"tensor_cache"}  # kept_worker.py's
+    assert set(whole["groups"]) == set(swapped["groups"]) == set(MEMORY_GROUPS) - {"tensor_cache"}  # CachedBatch's
     assert whole["absorbed"] == 2 * 4 * 6 * 4  # W_UK_T is a view of the weight, W_UV a copy
     assert "reshard_buffers" in whole["leaks"][0] and "holds 5 bytes, expected 0" in whole["leaks"][0]
     assert "swap_window" in swapped["leaks"][1] and whole["leaks"][1] == ""
     assert 0 < swapped["in the update"] < whole["in the update"]
+    assert "kv_cache" in whole["unmapped"] and "holds 0 bytes" in whole["unmapped"]  # its storages are still there
 
 
 @pytest.mark.slow
-def test_an_order_carried_out_moves_what_its_simulation_says(found):
-    order = found["carried_out"]
+def test_an_executed_schedule_moves_what_its_simulation_says(found):
+    schedule = found["carried_out"]
     for way in ("to_device", "to_host"):
-        assert order[way][0] == order[way][1] > 0
-    assert "free ref_params" in order["moves"] and "offload ref_params" not in order["moves"]
-    assert order["moves"].count("load actor_params") == 2  # two chunks, once a step
+        assert schedule[way][0] == schedule[way][1] > 0
+    assert "free ref_params" in schedule["moves"] and "offload ref_params" not in schedule["moves"]
+    assert schedule["moves"].count("load actor_params") == 2  # two chunks, once a step
 
 
 @pytest.mark.slow
 @pytest.mark.upstream
 def test_verl_54c9b736_alone_leaves_the_experts(offload_job):
-    off = ("-memory.order*", *(f"-{row}" for row in OURS))
-    left = offload_job("verl_alone", line="a3", switches=off)[0]["verl_alone"]
+    left = offload_job("verl_alone", line="a3")[0]["verl_alone"]
     assert left["dense param"] == left["dense grad"] == 0 < left["expert param"] and left["expert grad"] > 0
 
 
 @pytest.mark.parametrize("line", ["pypi", "a3"])
-def test_what_nothing_would_bring_back_is_not_offloaded(line):
-    assert set(OURS) <= Engine(ROWS, Switches(line, "npu")).wanted
-    with pytest.raises(ConfigError, match=r"memory\.offload_model needs memory\.load_model, which is off"):
-        Engine(ROWS, Switches(line, "npu", ("-memory.order*", "-memory.load_model",)))
-
-
-@pytest.mark.parametrize(("line", "update"), [("pypi", "memory.ledger_update"), ("a3", "memory.ledger_update_a3")])
-def test_an_order_whose_phases_are_not_seen_is_refused(line, update):
+@pytest.mark.parametrize(
+    "needed", ["update.recipe_worker", "rollout.engine", "update.sharding_manager", "memory.empty_cache"])
+def test_a_schedule_whose_phases_are_not_seen_is_refused(line, needed):
     """Without gradients on the device an update would write where there is no memory."""
-    assert Engine(ROWS, Switches(line, "npu", ("-memory.order*",))).wanted
-    with pytest.raises(ConfigError, match=rf"row memory\.order.* needs {update}, which is off"):
-        Engine(ROWS, Switches(line, "npu", (f"-{update}",)))
+    assert "memory.order" in Engine(ROWS, Switches(line, "npu")).wanted
+    assert needed in next(row for row in ROWS if row.id == "memory.order").needs
+    with pytest.raises(ConfigError, match=f"needs {needed}, which is off"):
+        Engine(ROWS, Switches(line, "npu", (f"-{needed}",)))
 
 
 def test_a_large_storage_takes_several_pieces_and_comes_back(monkeypatch):
@@ -168,40 +163,40 @@ def test_a_large_storage_takes_several_pieces_and_comes_back(monkeypatch):
     made = host_backed._allocate.__defaults__[0]
     tensors = [torch.randn(size) for size in (3, 700, 1, 60)]
     before = [tensor.clone() for tensor in tensors]
-    parked = [Parked(str(number), tensor) for number, tensor in enumerate(tensors)]
-    for each in parked:
+    storages = [HostBackedStorage(str(number), tensor) for number, tensor in enumerate(tensors)]
+    for each in storages:
         each.device = torch.device("meta")  # no CPU: pieces are shared
-    host_backed._make_host_memory(parked)
+    host_backed._make_host_memory(storages)
     assert made[0] == 0 and made[1:] == [1024, 1024, 1024, 1024, 512]
-    spans = sorted((piece.data_ptr(), piece.numel()) for each in parked for piece in each.host)
+    spans = sorted((piece.data_ptr(), piece.numel()) for each in storages for piece in each.host)
     assert all(at + size <= after for (at, size), (after, _) in zip(spans, spans[1:], strict=False))
-    for each in parked:
+    for each in storages:
         each.device = torch.device("cpu")
-        each.leave(copy=True)
+        each.offload(copy=True)
     assert all(tensor.untyped_storage().nbytes() == 0 for tensor in tensors)
-    come(parked)
+    load_storages(storages)
     assert all(map(torch.equal, tensors, before))
 
 
 def test_a_stale_host_copy_is_what_comes_back():
     """Negative control for copying at all: a storage that leaves without a copy brings back what was there before."""
     tensor = torch.ones(4)
-    parked = [Parked("t", tensor)]
-    leave(parked, copy=False)  # the first time there is nothing on the host yet: copied
-    come(parked)
+    storages = [HostBackedStorage("t", tensor)]
+    offload_storages(storages, copy=False)  # the first time there is nothing on the host yet: copied
+    load_storages(storages)
     assert tensor.tolist() == [1] * 4
     tensor.add_(1)
-    leave(parked, copy=False)
-    come(parked)
+    offload_storages(storages, copy=False)
+    load_storages(storages)
     assert tensor.tolist() == [1] * 4
     tensor.add_(1)
-    leave(parked)
-    come(parked)
+    offload_storages(storages)
+    load_storages(storages)
     assert tensor.tolist() == [2] * 4
 
 
-def moved(verb, tenant, size, **other):
-    return {**vars(Moved(verb, tenant, size)), **other}
+def moved(verb, group, size, **other):
+    return {**vars(Moved(verb, group, size)), **other}
 
 
 def test_a_steps_account_is_of_the_busiest_rank():
@@ -216,11 +211,13 @@ def test_a_steps_account_is_of_the_busiest_rank():
 
 
 def test_what_ranks_did_one_after_the_other():
-    one = [moved("load", "actor_params", 1), moved("load", "actor_params", 2), moved("trim", "", 0)]
-    other = [moved("trim", "", 0), moved("trim", "", 0), moved("load", "actor_params", 3)]
+    one = [moved("load", "actor_params", 1), moved("load", "actor_params", 2), moved("empty_cache", "", 0)]
+    other = [moved("empty_cache", "", 0), moved("empty_cache", "", 0), moved("load", "actor_params", 3)]
     found = offload_of_step([one, other, one])
-    assert found["sequences"] == [["load actor_params", "trim"], ["trim", "trim", "load actor_params"]]
-    assert found["moves"]["load actor_params"]["count"] == 2 and offload_of_step([[moved("trim", "", 0)]]) is None
+    assert found["sequences"] == [
+        ["load actor_params", "empty_cache"], ["empty_cache", "empty_cache", "load actor_params"]]
+    assert found["moves"]["load actor_params"]["count"] == 2
+    assert offload_of_step([[moved("empty_cache", "", 0)]]) is None
 
 
 def test_a_move_of_nothing_is_no_move():

@@ -15,11 +15,12 @@ EARLY = ("platform.vllm_version", "platform.vllm_platform")
 
 def apply(rows, off: str) -> None:
     """Put rows in place, without those of torch.cuda (this process has no training side) and without `off`."""
-    from verl_patches.patching.engine import Engine
+    from verl_patches.patching import engine
     from verl_patches.patching.switches import Switches
 
     patterns = [f"-{row.id}" for row in rows if row.id == off or row.id.startswith("platform.torch_")]
-    Engine(rows, Switches("pypi", "cpu", tuple(patterns))).apply()
+    engine._CURRENT = engine.Engine(rows, Switches("pypi", "cpu", tuple(patterns)))  # whose rows RolloutEngine asks for
+    engine._CURRENT.apply()
 
 
 def generate(model: str) -> list:

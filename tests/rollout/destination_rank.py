@@ -9,8 +9,8 @@ import torch
 from tests.rollout import dp_rank, engine_rank
 from verl_patches.layout.inventory import build_inventory
 from verl_patches.layout.parallel import rollout_layout
-from verl_patches.reshard.live_memory import post_load
 from verl_patches.reshard.destination import learn_destinations
+from verl_patches.reshard.live_memory import post_load
 
 
 def _values(model) -> dict[str, torch.Tensor]:

@@ -8,7 +8,6 @@ from pathlib import Path
 import torch
 
 from tests.rollout import engine_rank
-from verl_patches.memory import sleep_mode
 
 
 def generate(folder: str, rollout: dict, rounds: list[list[dict]]) -> dict:
@@ -22,7 +21,7 @@ def generate(folder: str, rollout: dict, rounds: list[list[dict]]) -> dict:
     model = engine_rank.model_of(llm)
     if rollout.get("load_format") == "dummy":  # as verl's sharding manager: every rank is given every tensor
         model.load_weights(tensors(folder))
-        sleep_mode.filled(llm, stay=False)
+        llm.weights_written(last=False)
     passes = _count_passes(llm.llm_engine.model_executor.driver_worker.worker)
     groups = {"dp": get_dp_group().ranks, "tp": get_tp_group().ranks, "ep": get_ep_group().ranks}
     expert_map = model.model.layers[1].mlp.experts.expert_map

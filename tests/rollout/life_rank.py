@@ -10,7 +10,7 @@ import torch
 
 from tests.rollout import engine_rank
 from verl_patches.errors import RecipeError
-from verl_patches.memory import measure, sleep_mode
+from verl_patches.memory import measure
 from verl_patches.reshard.live_memory import ABSORBED, post_load
 
 CYCLES, EVERY = 50, 10
@@ -56,7 +56,7 @@ def cycle(llm, weights: dict[str, torch.Tensor], sync: bool = True, derive: bool
             parameter.data.copy_(weights[name])
         if derive:
             post_load(model)
-        sleep_mode.filled(llm, stay=False)
+        llm.weights_written(last=False)
     llm.wake_up(tags=["kv_cache"])
 
 
@@ -103,7 +103,7 @@ def cycles(folder: Path, rollout: dict) -> dict:
     held = [parameter.clone() for parameter in model.parameters()]
     cycle(llm, weights)
     found["leak"] = [live_bytes(), sum(each.nbytes for each in held)]
-    sleep_mode.filled(llm, stay=True)  # recipe.weight_sync.enabled=false after its first sync
+    llm.weights_written(last=True)  # recipe.weight_sync.enabled=false after its first sync
     cycle(llm, weights, sync=False)
     found["tokens"].append(sampled(llm))
     return found

@@ -1,4 +1,4 @@
-"""Sleep and wake of the engine that verl builds, by row memory.rollout_life in place of vLLM's sleep mode."""
+"""Sleep and wake of the engine that verl builds, by row memory.sleep_mode in place of vLLM's sleep mode."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_asleep_neither_weights_nor_cache_have_memory(found):
 
 
 def test_weights_that_no_sync_has_filled_are_refused(found):
-    assert "weights that were given up" in found["not_filled"] and "sharding manager" in found["not_filled"]
+    assert "weights were freed by sleep" in found["not_filled"] and "sharding manager" in found["not_filled"]
     assert "1 unfinished requests" in found["unfinished"]
     assert "are asleep" in found["while_asleep"] and "wake_up" in found["while_asleep"]
 

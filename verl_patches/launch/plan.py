@@ -21,7 +21,7 @@ from verl_patches.config.recipe import VLLM_DTYPES
 from verl_patches.layout.inventory import ModelShape, build_inventory
 from verl_patches.layout.parallel import ParallelLayout, rollout_layout_of, train_layout_of
 from verl_patches.memory.expected import A3_DIE_BYTES, Setting, in_dtype, peaks
-from verl_patches.memory.schedule import OURS, VERL, direct_sync, order_followed, staying, switches_of
+from verl_patches.memory.schedule import SCHEDULE, VERL, direct_sync, schedule_followed, staying, switches_of
 from verl_patches.model.mindspeed.arguments import explain
 from verl_patches.patching.spec import PatchSpec
 from verl_patches.upstream.checkouts import LINE, Trees, verl_check
@@ -167,13 +167,13 @@ def memory_plan(config: DictConfig, model: ModelShape, rows: Collection[str]) ->
     switches = switches_of(rows, enforce_eager=config.actor_rollout_ref.rollout.enforce_eager, synced=synced)
     stays = staying(
         param_offload=actor.param_offload, optimizer_offload=actor.optimizer_offload or recipe.train.swap_optimizer,
-        ref_offload=ref.param_offload, own_life=switches["own_life"], synced=synced)
+        ref_offload=ref.param_offload, own_sleep_mode=switches["own_sleep_mode"], synced=synced)
     ours = _setting(config, layouts[0].dp)
     skip = recipe.train.skip_old_log_prob
-    followed = order_followed(recipe.line, skip_old_log_prob=skip, **switches)
+    followed = schedule_followed(recipe.line, skip_old_log_prob=skip, **switches)
     gathered = replace(ours, bucket_bytes=None)
     compared = [(order.without("old_log_prob") if skip else order, setting)
-                for order, setting in ((OURS, ours), (VERL[recipe.line], gathered))]
+                for order, setting in ((SCHEDULE, ours), (VERL[recipe.line], gathered))]
     if followed.name not in (order.name for order, _ in compared):
         compared.append((followed, ours if direct else gathered))
     return {

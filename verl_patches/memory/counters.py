@@ -28,13 +28,13 @@ class Tally:
 
 @dataclass(frozen=True)
 class Moved:
-    """One move: `verb` and `tenant` of memory/schedule.py, `bytes` that came or went, and what it took.
+    """One move: `verb` and `group` of memory/schedule.py, `bytes` moved, and what it took.
 
     `peak_bytes`: for a swapped step the most that was on the device at once, else 0.
     """
 
     verb: str
-    tenant: str
+    group: str
     bytes: int
     copies: int = 0
     copied_bytes: int = 0
@@ -45,7 +45,7 @@ class Moved:
 
 @dataclass
 class Found:
-    """What a move fills in while it runs: bytes that came or went, and whether bytes were copied for that."""
+    """What a move fills in while it runs: its verb, bytes moved, and the peak of a swapped step."""
 
     verb: str
     bytes: int = 0
@@ -57,18 +57,18 @@ _MOVED: list[Moved] = []
 
 
 @contextmanager
-def move(verb: str, tenant: str) -> Iterator[Found]:
-    """Record what happens inside as one move, unless nothing came or went; the caller fills in what it is given."""
+def move(verb: str, group: str) -> Iterator[Found]:
+    """Record what happens inside as one move, unless no bytes moved; the caller fills in what it is given."""
     before, found = asdict(TALLY), Found(verb)
     yield found
     if found.bytes:
         spent = {name: value - before[name] for name, value in asdict(TALLY).items()}
-        _MOVED.append(Moved(found.verb, tenant, found.bytes, peak_bytes=found.peak_bytes, **spent))
+        _MOVED.append(Moved(found.verb, group, found.bytes, peak_bytes=found.peak_bytes, **spent))
 
 
-def note_trim() -> None:
-    """Record that the allocator's pool was given back: a move without a tenant and without bytes."""
-    _MOVED.append(Moved("trim", "", 0))
+def note_empty_cache() -> None:
+    """Record a call of empty_cache: a move without a memory group and without bytes."""
+    _MOVED.append(Moved("empty_cache", "", 0))
 
 
 def take_moves() -> list[dict[str, Any]]:
@@ -81,10 +81,10 @@ def take_moves() -> list[dict[str, Any]]:
 def offload_of_step(workers: Sequence[Sequence[dict[str, Any]]]) -> dict[str, Any] | None:
     """One step's moves from every worker's, None where nothing moved.
 
-    {sequences: what ranks did one after the other, each different one once ("load actor_params", "trim"; a model's
-    chunks are one); moves: {"load actor_params": {count, bytes, copied_bytes}}: of the rank that moves most, chunks
-    counted; to_device_bytes, to_host_bytes: {max, mean} over ranks of what was copied; copies_per_byte: copied / moved
-    by load and offload, of the rank where it is highest; host_allocations, host_bytes: the most of any rank;
+    {sequences: what ranks did one after the other, each different one once ("load actor_params", "empty_cache"; the
+    chunks of a model are one); moves: {"load actor_params": {count, bytes, copied_bytes}}: of the rank that moves most,
+    chunks counted; to_device_bytes, to_host_bytes: {max, mean} over ranks of what was copied; copies_per_byte: copied /
+    moved by load and offload, of the rank where it is highest; host_allocations, host_bytes: the most of any rank;
     swap_peak_bytes}.
     """
     if not any(each["bytes"] for mine in workers for each in mine):
@@ -118,12 +118,12 @@ def _sum(mine: Sequence[dict[str, Any]], name: str, verb: str | None = None) -> 
 
 
 def _name(move: dict[str, Any]) -> str:
-    return f"{move['verb']} {move['tenant']}".strip()
+    return f"{move['verb']} {move['group']}".strip()
 
 
 def _sequence(mine: Sequence[dict[str, Any]]) -> list[str]:
     names = list(map(_name, mine))
-    return [name for name, before in zip(names, ["", *names], strict=False) if name == "trim" or name != before]
+    return [name for name, before in zip(names, ["", *names], strict=False) if name == "empty_cache" or name != before]
 
 
 def _by_name(mine: Sequence[dict[str, Any]]) -> dict[str, dict[str, int]]:

@@ -1,7 +1,7 @@
-"""How many bytes each tenant of a rank has, and the peak of every phase for any pair of layouts. No torch, modelled.
+"""Bytes of each memory group of a rank, and the peak of every phase for any pair of layouts. No torch; modelled.
 
-Weights, gradients and optimizer follow layout/sharding.py. What is not a tenant is not here: activations, HCCL's
-buffers and CANN's context take what the peak leaves; in the rollout they take their part of the KV cache's share.
+Weights, gradients and optimizer follow layout/sharding.py. Activations, HCCL's buffers and CANN's context are in no
+memory group: they take what the peak leaves, in the rollout a part of the KV cache's share.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from verl_patches.errors import ConfigError
 from verl_patches.layout.inventory import DTYPE_BYTES, Inventory, build_inventory
 from verl_patches.layout.parallel import ParallelLayout
 from verl_patches.layout.sharding import GRAD_BYTES, OPTIMIZER_BYTES, LocalParameters, local_parameters, static_bytes
-from verl_patches.memory.schedule import Order, simulate
+from verl_patches.memory.schedule import Schedule, simulate
 
 A3_DIE_BYTES = 64 << 30
 # Megatron starts each parameter of a buffer at a multiple of 64 elements and ends it at one of 128 and dp
@@ -50,10 +50,10 @@ def in_dtype(inventory: Inventory, dtype: str) -> Inventory:
     return build_inventory(replace(inventory.model, torch_dtype=dtype))
 
 
-def tenant_bytes(
+def group_bytes(
     inventory: Inventory, train: ParallelLayout, rollout: ParallelLayout, rank: int, setting: Setting
 ) -> dict[str, int]:
-    """Bytes of each tenant of `rank` when it is on the device; the model's dtype is the inventory's.
+    """Bytes of each memory group of `rank` when it is on the device; the model's dtype is the inventory's.
 
     Without Megatron's alignment (`padding_bytes`). Trainable values only: the correction bias is a module's buffer
     that never moves. In fp32 the parameters are their own main copies, so Adam's two moments are all the optimizer has.
@@ -126,13 +126,13 @@ def padding_bytes(inventory: Inventory, train: ParallelLayout, rank: int, librar
 
 
 def peaks(
-    order: Order, inventory: Inventory, train: ParallelLayout, rollout: ParallelLayout, setting: Setting,
+    schedule: Schedule, inventory: Inventory, train: ParallelLayout, rollout: ParallelLayout, setting: Setting,
     stays: Collection[str] = (),
 ) -> dict[str, Any]:
-    """What a step of `order` takes at most, as plain data: per phase the worst rank, and the copies of a step.
+    """What a step of `schedule` takes at most, as plain data: per phase the worst rank, and the copies of a step.
 
-    `phases`: [{phase, peak_bytes, rank, bytes: {tenant: bytes at the peak}}], with the lowest of equal ranks.
-    `to_device_bytes`, `to_host_bytes`: of a step, {mean, max} over ranks; `trims` of a step. ConfigError as
+    `phases`: [{phase, peak_bytes, rank, bytes: {memory group: bytes at the peak}}], with the lowest of equal ranks.
+    `to_device_bytes`, `to_host_bytes`: of a step, {mean, max} over ranks; `empty_cache_calls` of a step. ConfigError as
     `local_parameters` and for a world size that differs.
     """  # fmt: skip
     if train.world_size != rollout.world_size:
@@ -141,20 +141,20 @@ def peaks(
     alike = _alike(inventory, train, rollout)
     found = {}
     for ranks in alike:
-        sizes = tenant_bytes(inventory, train, rollout, ranks[0], setting)
-        found[ranks[0]] = sizes, simulate(order, sizes, stays)
+        sizes = group_bytes(inventory, train, rollout, ranks[0], setting)
+        found[ranks[0]] = sizes, simulate(schedule, sizes, stays)
     phases = []
-    for phase in order.phases:
+    for phase in schedule.phases:
         rank = max(found, key=lambda r: (found[r][1][phase.name].peak_bytes, -r))
         sizes, moment = found[rank][0], found[rank][1][phase.name]
-        there = {tenant: sizes[tenant] for tenant in sizes if tenant in moment.at_peak}
+        there = {group: sizes[group] for group in sizes if group in moment.at_peak}
         phases.append({"phase": phase.name, "peak_bytes": moment.peak_bytes, "rank": rank, "bytes": there})
     counts = {ranks[0]: len(ranks) for ranks in alike}
     any_rank = next(iter(found.values()))[1]
-    return {"order": order.name, "peak_bytes": max(p["peak_bytes"] for p in phases), "phases": phases,
+    return {"order": schedule.name, "peak_bytes": max(p["peak_bytes"] for p in phases), "phases": phases,
             "to_device_bytes": _spread(found, counts, "to_device_bytes"),
             "to_host_bytes": _spread(found, counts, "to_host_bytes"),
-            "trims": sum(moment.trims for moment in any_rank.values())}
+            "empty_cache_calls": sum(moment.empty_cache_calls for moment in any_rank.values())}
 
 
 def _alike(inventory: Inventory, train: ParallelLayout, rollout: ParallelLayout) -> list[list[int]]:

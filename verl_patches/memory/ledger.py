@@ -1,10 +1,8 @@
-"""The ledger of one worker: what every tenant holds, checked against the order's table whenever a phase begins.
+"""The ledger of one worker: bytes of every memory group, checked against the schedule whenever a phase begins.
 
-Whoever moves a tenant registers it, either with a function that measures it (storages that are there) or by telling
-`allocated` and `freed`. A worker has one ledger, `current()`; without one (recipe.memory.ledger=off) callers get None.
-No torch at import.
-
-One step's memory from every worker's ledger, as plain data for summary.json, the step table and the picture.
+A memory group is registered with a function that measures it. A process has one ledger (worker/context.py), none with
+recipe.memory.ledger=off. `memory_of_step` joins the ledgers of all workers into one step's account, as plain data for
+summary.json, the step table and the picture. No torch at import.
 """
 
 from __future__ import annotations
@@ -15,21 +13,21 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from verl_patches.errors import ConfigError, RecipeError
-from verl_patches.memory.schedule import TENANTS, Order, residency
+from verl_patches.memory.schedule import MEMORY_GROUPS, Schedule, residency
 
 log = logging.getLogger(__name__)
 ACTIONS = ("report", "strict")
 
 
 class MemoryLedgerError(RecipeError):
-    """A tenant is where it must not be, or is not where it must be."""
+    """A memory group is where it must not be, or is not where it must be."""
 
 
 @dataclass
 class _Entry:
-    """One tenant: `full_bytes` is what it holds when it is there, None until it was seen there for the first time.
+    """One memory group: `full_bytes` is what it holds on the device, None until it was first seen there.
 
-    `may_stay`: it varies, and the order has not let it go since it last had it there.
+    `may_stay`: it varies, and the schedule has not released it since it last had it on the device.
     """
 
     measure: Callable[[], int]
@@ -44,14 +42,14 @@ class _Entry:
 
 @dataclass
 class Ledger:
-    """Bytes by tenant and phase. `enter(phase)` checks and begins a record; `take` gives the records away.
+    """Bytes by memory group and phase. `enter(phase)` checks and begins a record; `take` gives the records away.
 
-    `order` and `stays` (phases.py) say what is expected. `action`: report logs a violation and keeps it for the
+    `schedule` and `stays` (schedule.py) say what is expected. `action`: report logs a violation and keeps it for the
     record, strict raises MemoryLedgerError. `device_memory` measures the process itself: {name: bytes}; see
-    `memory_of_process`. Tenants that nobody registered are not looked at.
+    `memory_of_process`. Groups that are not registered are not checked.
     """
 
-    order: Order
+    schedule: Schedule
     stays: Collection[str] = ()
     action: str = "report"
     rank: int = 0
@@ -63,33 +61,33 @@ class Ledger:
     def __post_init__(self) -> None:
         if self.action not in ACTIONS:
             raise ConfigError(f"memory ledger: action is {self.action!r}; expected one of {', '.join(ACTIONS)}")
-        self._expected = residency(self.order, self.stays)
+        self._expected = residency(self.schedule, self.stays)
 
     def register(
-        self, tenant: str, measure: Callable[[], int], *, full_bytes: int | None = None,
+        self, group: str, measure: Callable[[], int], *, full_bytes: int | None = None,
         grows: bool = False, varies: bool = False,
     ) -> None:
-        """Watch `tenant`: `measure()` gives the bytes that it holds now.
+        """Watch `group`: `measure()` gives the bytes that it holds now.
 
         `full_bytes`: what it holds when it is there; None learns it the first time it is. `grows`: until it has once
         held `full_bytes` it may hold less (Adam's moments are made in the first step). `varies`: it holds what a step
-        gives it, also in phases that come again (REMAX generates twice) until the order lets it go. ConfigError for a
-        name that is not in TENANTS or was registered before.
+        gives it, also in phases that come again (REMAX generates twice) until the schedule releases it. ConfigError for
+        a name that is not in MEMORY_GROUPS or was registered before.
         """  # fmt: skip
-        if tenant not in TENANTS or tenant in self._entries:
-            why = "is registered already" if tenant in self._entries else f"is none of {', '.join(TENANTS)}"
-            raise ConfigError(f"memory ledger: tenant {tenant!r} {why}")
-        self._entries[tenant] = _Entry(measure, full_bytes, grows, varies)
+        if group not in MEMORY_GROUPS or group in self._entries:
+            why = "is registered already" if group in self._entries else f"is none of {', '.join(MEMORY_GROUPS)}"
+            raise ConfigError(f"memory ledger: group {group!r} {why}")
+        self._entries[group] = _Entry(measure, full_bytes, grows, varies)
 
     def enter(self, phase: str) -> None:
         """The moves at `phase`'s entry are done: record what is there, and check it. MemoryLedgerError if strict."""
-        self.order.phase(phase)
-        held = {tenant: entry.held_bytes() for tenant, entry in self._entries.items()}
+        self.schedule.phase(phase)
+        held = {group: entry.held_bytes() for group, entry in self._entries.items()}
         total = sum(held.values())
         self._records.append({"phase": phase, "bytes": held, "total_bytes": total, "peak_bytes": total,
                               "measured": self.device_memory()})
-        found = [text for tenant, entry in self._entries.items()
-                 if (text := self._fault(phase, tenant, entry, held[tenant]))]
+        found = [text for group, entry in self._entries.items()
+                 if (text := self._fault(phase, group, entry, held[group]))]
         if found and self.action == "strict":
             raise MemoryLedgerError("\n  ".join(found))
 
@@ -108,10 +106,10 @@ class Ledger:
         self._records, self._violations = [], []
         return taken
 
-    def _fault(self, phase: str, tenant: str, entry: _Entry, held: int) -> str:
-        there = tenant in self._expected[phase]
+    def _fault(self, phase: str, group: str, entry: _Entry, held: int) -> str:
+        there = group in self._expected[phase]
         if entry.varies:
-            entry.may_stay = there or (entry.may_stay and not self.order.lets_go(tenant, phase))
+            entry.may_stay = there or (entry.may_stay and not self.schedule.releases(group, phase))
             if entry.may_stay:
                 return ""
         if there and entry.full_bytes is None and held:
@@ -120,20 +118,21 @@ class Ledger:
         wanted = entry.full_bytes if there else 0
         if held == wanted or (there and entry.grows and held < wanted):
             return ""
-        self._violations.append({"phase": phase, "tenant": tenant, "bytes": held, "expected_bytes": wanted})
-        text = (f"memory ledger, rank {self.rank}, entering {phase}: {tenant} ({TENANTS[tenant]}) holds "
-                f"{held:,} bytes, expected {_number(wanted)}: {self._why(phase, tenant, there, held, wanted)}")
+        self._violations.append({"phase": phase, "group": group, "bytes": held, "expected_bytes": wanted})
+        text = (f"memory ledger, rank {self.rank}, entering {phase}: {group} ({MEMORY_GROUPS[group]}) holds "
+                f"{held:,} bytes, expected {_number(wanted)}: {self._why(phase, group, there, held, wanted)}")
         log.warning(text)
         return text
 
-    def _why(self, phase: str, tenant: str, there: bool, held: int, wanted: int | None) -> str:
+    def _why(self, phase: str, group: str, there: bool, held: int, wanted: int | None) -> str:
         if there and wanted is not None and held > wanted:
-            return f"{held - wanted:,} bytes were allocated since it was registered and belong to nobody"
+            return f"{held - wanted:,} bytes more than registered: allocated since then"
         if there:
-            return f"order {self.order.name!r} has it on the device in this phase, but it was released or never came"
-        by = self.order.released_by(tenant, phase)
-        who = f"it should have gone {by}" if by else "it never comes"
-        return f"order {self.order.name!r} does not have it on the device in this phase; {who}"
+            expected = f"schedule {self.schedule.name!r} has it on the device in this phase"
+            return f"{expected}, but it was released or never loaded"
+        by = self.schedule.released_by(group, phase)
+        when = f"it should have been released {by}" if by else "it is never loaded"
+        return f"schedule {self.schedule.name!r} does not have it on the device in this phase; {when}"
 
 
 def _number(size_bytes: int | None) -> str:
@@ -175,7 +174,7 @@ KEPT_VIOLATIONS = 20  # a wrong table violates in every phase of every rank: the
 def memory_of_step(workers: Sequence[dict[str, Any] | None]) -> dict[str, Any] | None:
     """{peak_bytes, phases, violations} of one step; None where no worker keeps a ledger. Bytes.
 
-    `phases`: {phase: {rank, peak_bytes, bytes: {tenant: bytes as the phase begins}, measured: {name: bytes}}} of the
+    `phases`: {phase: {rank, peak_bytes, bytes: {group: bytes as the phase begins}, measured: {name: bytes}}} of the
     rank whose peak is highest; `measured` is the highest of any rank, by name. A phase that came twice (a validation)
     counts with the higher. `violations`: how many there were and the first ones, each with its rank.
     """
@@ -202,5 +201,5 @@ def said_of(violations: dict[str, Any]) -> str:
     first = violations["first"][0]
     wanted = "some" if first["expected_bytes"] is None else f"{first['expected_bytes']:,}"
     return (f"memory ledger: {violations['count']} violation(s), first: rank {first['rank']}, {first['phase']}: "
-            f"{first['tenant']} holds {first['bytes']:,} bytes, expected {wanted} (driver.log says who should "
+            f"{first['group']} holds {first['bytes']:,} bytes, expected {wanted} (driver.log says who should "
             "have released it)")

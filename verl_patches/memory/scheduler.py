@@ -1,4 +1,4 @@
-"""Carries out a schedule (schedule.py): the moves of a phase before and after its work, then the ledger's check."""
+"""Executes a schedule (schedule.py): the moves of a phase before and after its work, then the ledger's check."""
 
 from __future__ import annotations
 
@@ -10,15 +10,13 @@ from verl_patches.errors import ConfigError
 from verl_patches.memory import counters
 from verl_patches.memory.counters import timed
 from verl_patches.memory.ledger import Ledger
-from verl_patches.memory.schedule import COMES, TENANTS, Move, Order
+from verl_patches.memory.schedule import LOADS, MEMORY_GROUPS, Move, Schedule
 
-_BY_VLLM = ("rollout_weights", "kv_cache")  # one call of its own moves them
+_MOVED_BY_VLLM = ("rollout_weights", "kv_cache")  # one call of its own moves them
 
 
-class Mover(Protocol):
-    """What brings one tenant to the device and away from it; see phases.py for the verbs. `of`: whose memory it is."""
-
-    of: Any
+class OffloadHandler(Protocol):
+    """Moves one memory group; it has the verbs of schedule.py that the schedule uses for the group."""
 
     def load(self) -> None:
         """Device memory, filled from the host."""
@@ -34,39 +32,42 @@ class Mover(Protocol):
 
 
 class Scheduler:
-    """One process's order under way; `stays`: groups that the run never moves; `trim`: see `trim_of`.
+    """Executes `schedule` in one process.
+
+    `empty_cache`: see `empty_cache_of`; `stays`: groups that the run never moves.
 
     `ledger`: checks at the beginning of each phase, None for none.
     """
 
-    def __init__(self, order: Order, trim: Callable[[], None], stays: Collection[str] = ()):
-        self.order, self._trim, self._stays = order, trim, frozenset(stays)
+    def __init__(self, schedule: Schedule, empty_cache: Callable[[], None], stays: Collection[str] = ()):
+        self.schedule, self._empty_cache, self._stays = schedule, empty_cache, frozenset(stays)
         self.ledger: Ledger | None = None
-        self._movers: dict[str, Mover] = {}
+        self._handlers: dict[str, OffloadHandler] = {}
         self._open: str | None = None
-        self._there: set[str] = set()  # by the table: a step begins with nothing
+        self._resident: set[str] = set()  # by the table: a step begins with none
 
-    def add(self, movers: Mapping[str, Mover]) -> None:
-        """Movers by tenant. ConfigError for what is no tenant. Tenants without one are moved by their owners."""
-        unknown = [tenant for tenant in movers if tenant not in TENANTS]
+    def add(self, handlers: Mapping[str, OffloadHandler]) -> None:
+        """Handlers by memory group; groups without one are moved by their owners. ConfigError for an unknown group."""
+        unknown = [group for group in handlers if group not in MEMORY_GROUPS]
         if unknown:
-            raise ConfigError(f"memory order: movers for {', '.join(unknown)}; expected some of {', '.join(TENANTS)}")
-        self._movers.update({tenant: mover for tenant, mover in movers.items() if tenant not in self._stays})
+            known = ", ".join(MEMORY_GROUPS)
+            raise ConfigError(f"memory schedule: handlers for {', '.join(unknown)}; expected some of {known}")
+        self._handlers.update({group: handler for group, handler in handlers.items() if group not in self._stays})
 
-    def moves(self, tenant: str) -> bool:
-        """Whether it has a mover of `tenant`."""
-        return tenant in self._movers
+    def moves(self, group: str) -> bool:
+        """Whether it has a handler of `group`."""
+        return group in self._handlers
 
-    def has(self, tenant: str) -> bool:
-        """Whether the order has `tenant`, which it moves, on the device now."""
-        return tenant in self._there
+    def has(self, group: str) -> bool:
+        """Whether `group`, which it moves, is on the device now by the schedule."""
+        return group in self._resident
 
     def begin(self, phase: str, by_vllm: Callable[[], Any] | None = None) -> None:
-        """Before the work of `phase`; one that is still open, by an error too, is left first. ConfigError: no phase.
+        """Before the work of `phase`; ends the phase before it, also after an error. ConfigError for an unknown phase.
 
         `by_vllm` is called once, in place of the moves that vLLM makes.
         """
-        enter = self.order.phase(phase).enter
+        enter = self.schedule.phase(phase).enter
         self.end()
         self._open = phase
         self._carry_out(enter, by_vllm)
@@ -76,41 +77,41 @@ class Scheduler:
     def end(self) -> None:
         """After the work of the phase that was begun last; nothing to do if it has ended."""
         if self._open is not None:
-            phase, self._open = self.order.phase(self._open), None
+            phase, self._open = self.schedule.phase(self._open), None
             if self.ledger is not None:
                 self.ledger.look()
             self._carry_out(phase.leave)
-            if phase not in self.order.phases:  # the next phase in the order does not expect its groups
-                self._carry_out(Move("free", move.tenant) for move in phase.enter if move.verb in COMES)
+            if phase not in self.schedule.phases:  # the next phase of the schedule does not expect its groups
+                self._carry_out(Move("free", move.group) for move in phase.enter if move.verb in LOADS)
 
     def _carry_out(self, some: Iterable[Move], by_vllm: Callable[[], Any] | None = None) -> None:
-        """After a first error, which is raised at the end, what goes still goes, and nothing more comes."""
+        """After a first error, which is raised at the end, groups are still released, and none is loaded."""
         error: Exception | None = None
         for move in some:
-            if error is not None and move.verb in COMES:
+            if error is not None and move.verb in LOADS:
                 continue
             try:
-                if move.verb == "trim":
-                    self._trim()
-                    counters.note_trim()
-                elif move.tenant in self._movers:
+                if move.verb == "empty_cache":
+                    self._empty_cache()
+                    counters.note_empty_cache()
+                elif move.group in self._handlers:
                     with timed("offload"):
-                        getattr(self._movers[move.tenant], move.verb)()
-                elif move.tenant in _BY_VLLM and by_vllm is not None:
+                        getattr(self._handlers[move.group], move.verb)()
+                elif move.group in _MOVED_BY_VLLM and by_vllm is not None:
                     call, by_vllm = by_vllm, None
                     call()
             except Exception as why:
                 error = error or why
-            if move.verb in COMES:
-                self._there.add(move.tenant)
+            if move.verb in LOADS:
+                self._resident.add(move.group)
             else:
-                self._there.discard(move.tenant)
+                self._resident.discard(move.group)
         if error is not None:
             raise error
 
 
-def trim_of(device: Any, in_pool: bool) -> Callable[[], None]:
-    """What `trim` calls: `device` is torch.npu, torch.cuda, or None where there is no allocator to ask (a CPU).
+def empty_cache_of(device: Any, in_pool: bool) -> Callable[[], None]:
+    """What empty_cache calls: `device` is torch.npu, torch.cuda, or None where there is no allocator to ask (a CPU).
 
     torch_npu's light form empty_virt_addr_cache (from 2.6.0, v7.2.0, on; the pinned 2.5.1.post1 has not got it) keeps
     the physical pages in the pool: it gives nothing to memory past the pool, which vLLM's sleep mode takes, and it is a

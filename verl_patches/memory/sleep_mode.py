@@ -1,24 +1,21 @@
-"""Weights and KV cache of verl's in-process vLLM between two rollouts, in place of vLLM's sleep mode.
+"""Weights and KV cache of verl's in-process vLLM between two rollouts: sleep and wake-up.
 
-Asleep, their storages are placeholders of no bytes: every view stays what it is (layers, runner, the weight sync's) and
-nothing is copied to the host. Awake, they have as many bytes again, at other addresses:
+ResizeSleepMode (enforce_eager=true) replaces vLLM's sleep mode. Asleep, storages are placeholders of no bytes: every
+view stays what it is (layers, runner, the weight sync's) and nothing is copied to the host. Awake, they have as many
+bytes again, at other addresses:
 - weights: parameters and what is derived from them (MLA's absorbed projections), contents undefined until a weight sync
-  has filled them; generating before is refused. Those that the engine has loaded itself stay until the first sync
-  (load_format=dummy has loaded none), and those of a sync after which none comes (recipe.weight_sync.enabled=false)
-  stay for good. So do all on verl's own path (rows reshard.direct* off): nothing proves that it writes every weight.
+  has written them; a request before that is refused. Weights that the engine loaded itself stay until the first sync
+  (load_format=dummy has loaded none), and those of the last sync (recipe.weight_sync.enabled=false) stay for good. So
+  do all weights on verl's own path (row reshard.direct off): nothing proves that it writes every weight.
 - kv_cache: as many blocks of the same size, zero.
 Buffers (rotary tables, expert maps) stay, and what shares their memory, and what has a private NPU format, whose
 storage torch_npu does not resize (ResizeNpu.h).
 
-An engine with captured graphs (enforce_eager=false) keeps vLLM's sleep mode: graph_life.py.
-
-Rollout weights and KV cache of an engine with captured graphs, between two rollouts.
-
-Graphs go on at the addresses that they captured (torchair: frozen_parameter, vllm_ascend model_runner_v1.py:1774), and
-only vLLM's sleep mode brings memory back to those: it stays, but for its host copy of what the next weight sync writes
-anyway. It moves whole segments of torch's allocator; one in which every living tensor is such a weight is given back as
-those of the KV cache are. All others are copied as ever: buffers, expert maps, private NPU formats, what a weight
-shares with them.
+CumemSleepMode (enforce_eager=false) keeps vLLM's sleep mode, without its host copy of what the next weight sync writes:
+captured graphs use fixed addresses (torchair: frozen_parameter, vllm_ascend model_runner_v1.py:1774), and only vLLM's
+sleep mode restores memory at those. It moves whole segments of torch's allocator. A segment in which every living
+tensor is such a weight is released without a copy, as those of the KV cache are; all others are copied: buffers, expert
+maps, private NPU formats, and what a weight shares with them.
 """
 
 from __future__ import annotations
@@ -31,7 +28,7 @@ from typing import Any
 import torch
 
 from verl_patches.errors import RecipeError
-from verl_patches.memory.host_backed import Parked, unique
+from verl_patches.memory.host_backed import HostBackedStorage, unique
 from verl_patches.memory.measure import kv_caches, tensors_in, vllm_worker
 from verl_patches.reshard.live_memory import ABSORBED, private_format, storage_id
 
@@ -40,9 +37,9 @@ Tensors = dict[str, torch.Tensor]
 
 
 class SleepMode:
-    """What an engine's weights are worth.
+    """Whether an engine's weights are loaded and valid.
 
-    `loaded`: something before a first sync, or no sync will say that it has written them (`weights_written`).
+    `loaded`: they are valid before a first sync, or no sync will report that it has written them (`weights_written`).
     """
 
     _asleep: Collection[str]  # vLLM's tags
@@ -55,71 +52,70 @@ class SleepMode:
         self._weights_stay, self._lost = last, False
 
     def check_ready(self) -> None:
-        """RecipeError if something is asleep, or weights have not been filled since they were given up."""
+        """RecipeError if a tag is asleep, or the weights have not been written since sleep freed them."""
         if self._asleep:
-            raise RecipeError(f"rollout: asked to generate while {' and '.join(sorted(self._asleep))} of the engine are "
-                             "asleep: call LLM.wake_up first")
+            raise RecipeError(f"rollout: {' and '.join(sorted(self._asleep))} of the engine are asleep: call "
+                             "LLM.wake_up before generate()")
         if self._lost:
-            raise RecipeError("rollout: asked to generate with weights that were given up when the engine went to "
-                             "sleep and that no weight sync has filled since: enter verl's sharding manager first")
+            raise RecipeError("rollout: weights were freed by sleep() and no weight sync has written them since; "
+                             "enter verl's sharding manager before generate()")
 
 
 class ResizeSleepMode(SleepMode):
-    """Sleep and wake of one engine, `llm`; see the head of this file. Asking for what is so already does nothing."""
+    """Sleep and wake-up of one engine, `llm`; see the head of this file. Both are idempotent."""
 
     def __init__(self, llm: Any, loaded: bool = True):
         super().__init__(loaded)
         self._llm = llm
-        self._asleep: dict[str, dict[str, Parked]] = {}
+        self._asleep: dict[str, dict[str, HostBackedStorage]] = {}
         self._cache: dict[str, int] = {}  # as it was built: number of blocks, bytes of each tensor
 
     def sleep(self, level: int = 1) -> None:
-        """Give the memory back; `level` is vLLM's and says nothing here.
+        """Free the memory; `level` is vLLM's and is not used.
 
-        RecipeError if the cache is not as built, or in use: what vLLM knows of its blocks' contents is forgotten here.
+        RecipeError if the cache is not as built, or in use: the prefix cache is reset here.
         """
         if CACHE not in self._asleep:
-            self._forget_blocks()
+            self._reset_prefix_cache()
             self._check_cache()
-            self._drop(CACHE)
+            self._free(CACHE)
         if WEIGHTS not in self._asleep and not self._weights_stay:
             self._lost = True
-            self._drop(WEIGHTS)
+            self._free(WEIGHTS)
 
     def wake_up(self, tags: list[str] | None = None) -> None:
-        """Take the memory again, of all or of vLLM's `tags`. RecipeError if somebody gave a tensor another storage."""
+        """Allocate the memory again, of all or of vLLM's `tags`. RecipeError if a tensor has another storage."""
         for tag in [tag for tag in TAGS if tag in self._asleep and (tags is None or tag in tags)]:
             now = self._tensors(tag)
-            for name, parked in self._asleep[tag].items():
-                if name not in now or storage_id(now[name]) != parked.storage._cdata:
+            for name, storage in self._asleep[tag].items():
+                if name not in now or now[name].untyped_storage()._cdata != storage.storage._cdata:
                     raise RecipeError(f"rollout: {name}: expected the storage with which the engine went to sleep, "
-                                     f"found {'another' if name in now else 'no such tensor'}: somebody else has "
-                                     "replaced it")
-                parked.check(now[name])
-            for parked in unique(self._asleep[tag].values()):
-                parked.make_room()
+                                     f"found {'another' if name in now else 'no such tensor'}")
+                storage.check(now[name])
+            for storage in unique(self._asleep[tag].values()):
+                storage.allocate()
                 if tag == CACHE:
-                    torch.empty(0, dtype=torch.uint8, device=parked.device).set_(parked.storage).zero_()
+                    torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage.storage).zero_()
             del self._asleep[tag]
             if tag == CACHE:
                 self._check_cache()
 
-    def _forget_blocks(self) -> None:
+    def _reset_prefix_cache(self) -> None:
         engine = self._llm.llm_engine  # these two have one name in engines V0 and V1
         unfinished = engine.get_num_unfinished_requests()
         if unfinished:
-            raise RecipeError(f"rollout: asked to sleep with {unfinished} unfinished requests, whose blocks would be "
-                             "lost: expected 0; let them end or abort them")
+            raise RecipeError(f"rollout: sleep() with {unfinished} unfinished requests, whose blocks would be "
+                             "lost; expected 0: finish or abort them first")
         if engine.reset_prefix_cache() is False:  # V1 says nothing
-            raise RecipeError("rollout: asked to sleep, but vLLM cannot reset its prefix cache: some blocks are in use, "
+            raise RecipeError("rollout: vLLM cannot reset its prefix cache before sleep: some blocks are in use, "
                              "expected none after the last request")
 
-    def _drop(self, tag: str) -> None:
+    def _free(self, tag: str) -> None:
         asleep, by_storage = {}, {}
         for name, tensor in self._tensors(tag).items():
-            asleep[name] = by_storage.setdefault(storage_id(tensor), Parked(name, tensor))
-        for parked in by_storage.values():
-            parked.leave(copy=False)
+            asleep[name] = by_storage.setdefault(tensor.untyped_storage()._cdata, HostBackedStorage(name, tensor))
+        for storage in by_storage.values():
+            storage.offload(copy=False)
         self._asleep[tag] = asleep
 
     def _tensors(self, tag: str) -> Tensors:
@@ -137,7 +133,7 @@ class ResizeSleepMode(SleepMode):
             if self._cache.get(name) != found.get(name):
                 what = "blocks of KV cache" if name == "blocks" else f"{name} in bytes"
                 raise RecipeError(f"rollout: {what}: expected {self._cache.get(name)} as the engine was built, found "
-                                 f"{found.get(name)}: somebody else has rebuilt the cache")
+                                 f"{found.get(name)}: the cache was rebuilt outside this class")
 
 
 def weights_of(model: torch.nn.Module) -> Tensors:
@@ -169,9 +165,9 @@ _DROPPED = "weights that the next sync writes"  # sleep copies what has the tag 
 
 
 class CumemSleepMode(SleepMode):
-    """Sleep and wake of one engine, `llm`, by its own sleep mode; see the head of this file.
+    """Sleep and wake-up of one engine, `llm`, by vLLM's sleep mode; see the head of this file.
 
-    Asking for what is so already does nothing: vLLM's executor forgets what it is asked while half of it is awake.
+    Both are idempotent: vLLM's executor ignores calls while only one of its tags is awake.
     """
 
     def __init__(self, llm: Any, loaded: bool = True):
@@ -186,8 +182,8 @@ class CumemSleepMode(SleepMode):
             return
         self.wake_up()
         drop = level != 1 or not self._weights_stay
-        pieces, addresses = (_allocator().pointer_to_data, self._filled_alone()) if drop else ({}, ())
-        self._asleep, self._lost = set(TAGS), drop  # before: after an error inside nobody knows what is there
+        pieces, addresses = (_allocator().pointer_to_data, self._weight_segments()) if drop else ({}, ())
+        self._asleep, self._lost = set(TAGS), drop  # set before: after an error the contents are unknown
         with dropped(pieces, addresses):
             self._sleep(level)
 
@@ -198,7 +194,7 @@ class CumemSleepMode(SleepMode):
             self._wake_up(wanted)
             self._asleep -= set(wanted)
 
-    def _filled_alone(self) -> set[int]:
+    def _weight_segments(self) -> set[int]:
         weights = weights_of(vllm_worker(self._llm).model_runner.model).values()
         addresses = {weight.untyped_storage().data_ptr() for weight in weights}
         return segments_of(_snapshot(next(iter(weights)).device), addresses)
@@ -237,5 +233,5 @@ def _allocator() -> Any:
         found = getattr(getattr(sys.modules.get(module), name, None), "instance", None)
         if found is not None:
             return found
-    raise RecipeError(f"rollout: asked to sleep, expected {' or '.join(name for _, name in _ALLOCATORS)} of vLLM's "
+    raise RecipeError(f"rollout: sleep() needs {' or '.join(name for _, name in _ALLOCATORS)} of vLLM's "
                      "sleep mode, found neither: switch the row off, recipe.patches=[-memory.sleep_mode]")

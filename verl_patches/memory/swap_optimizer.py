@@ -1,9 +1,9 @@
 """The optimizer's step in pieces: states live on the host, one piece at a time is on the device. For line pypi.
 
 A piece is whole parameters: at most the share that `recipe.train.swap_optimizer_times` pieces have, but never less than
-the largest parameter, as MindSpeed cuts them on line a3 (mindspeed/core/optimizer/swap_optimizer.py). Each piece comes,
-is stepped by the optimizer's own step, writes its model parameters and goes again; values are those of an unswapped
-step, bit for bit, because Adam computes element by element.
+the largest parameter, as MindSpeed cuts them on line a3 (mindspeed/core/optimizer/swap_optimizer.py). Each piece is
+loaded, stepped by the optimizer's own step, written to its model parameters and offloaded; values are those of an
+unswapped step, bit for bit, because Adam computes element by element.
 """
 
 from __future__ import annotations
@@ -16,14 +16,21 @@ import torch
 
 from verl_patches.errors import ConfigError
 from verl_patches.memory.counters import move
-from verl_patches.memory.host_backed import Parked, come, leave, places_of_optimizer, single_optimizers, synchronise
+from verl_patches.memory.host_backed import (
+    HostBackedStorage,
+        load_storages,
+    offload_state_of_optimizer,
+    offload_storages,
+    single_optimizers,
+    synchronise,
+)
 
 _MOMENTS = 2  # Adam's
 Named = list[tuple[str, torch.Tensor]]
 
 
 class SwappedOptimizer:
-    """One Megatron DistributedOptimizer whose step is swapped; made once, it takes the places of the methods involved.
+    """One Megatron DistributedOptimizer whose step is swapped; it replaces the methods involved.
 
     ConfigError, naming it, for an optimizer that cannot be swapped, and for `times` below 1.
     """
@@ -31,8 +38,8 @@ class SwappedOptimizer:
     def __init__(self, megatron: Any, times: int, look: Callable[[], None] = lambda: None):
         _refuse(megatron, times)
         self.megatron, self.inner, self._look = megatron, megatron.optimizer, look
-        self.places = places_of_optimizer(megatron)
-        self.places.swapped = True
+        self.states = offload_state_of_optimizer(megatron)
+        self.states.swapped = True
         self.models = {id(main): model for mains, models in _pairs(megatron)
                        for main, model in zip(mains, models, strict=True)}  # fmt: skip
         self.pieces, self.limit_bytes = self._cut(times)
@@ -43,12 +50,12 @@ class SwappedOptimizer:
         megatron._copy_main_params_to_model_params = self.write_models
         megatron._copy_model_params_to_main_params = self.read_models
         with move("offload", "optimizer") as moved:
-            moved.bytes = self.places.offload()
-        synchronise(self.places.parked.values())
+            moved.bytes = self.states.offload()
+        synchronise(self.states.storages.values())
 
     def _cut(self, times: int) -> tuple[list[Named], int]:
-        named = list(self.places.parameters())
-        costs = [4 * parameter.numel() * (_MOMENTS + (id(parameter) in self.places.mains)) for _, parameter in named]
+        named = list(self.states.parameters())
+        costs = [4 * parameter.numel() * (_MOMENTS + (id(parameter) in self.states.mains)) for _, parameter in named]
         limit = max([-(-sum(costs) // times), *costs])
         pieces: list[Named] = []
         used = limit + 1
@@ -66,7 +73,7 @@ class SwappedOptimizer:
         after = list(counts)
         for piece in self.pieces:
             with move("load", "optimizer") as moved:
-                moved.bytes = come(self._parked(piece))
+                moved.bytes = load_storages(self._storages(piece))
             with self._only(piece):
                 for group, count in zip(self.inner.param_groups, counts, strict=True):
                     _set_count(group, count)
@@ -75,14 +82,14 @@ class SwappedOptimizer:
                 for at, group in enumerate(self.inner.param_groups):
                     after[at] = group.get("step") if group["params"] else after[at]
             self._look()
-            here = self._parked(piece)  # with the states that a first step has made
+            here = self._storages(piece)  # with the states that a first step has made
             with move("offload", "optimizer") as moved:
-                moved.peak_bytes = sum(each.size_bytes for each in self.places.parked.values() if not each.away)
-                moved.bytes = leave(here)
+                moved.peak_bytes = sum(each.size_bytes for each in self.states.storages.values() if not each.offloaded)
+                moved.bytes = offload_storages(here)
         for group, count in zip(self.inner.param_groups, after, strict=True):
             _set_count(group, count)
         self._written = True
-        synchronise(self.places.parked.values())
+        synchronise(self.states.storages.values())
 
     def write_models(self) -> None:
         """The copy of main parameters to the model's, which each piece of a step has done already."""
@@ -91,17 +98,17 @@ class SwappedOptimizer:
         self._written = False
 
     def read_models(self) -> None:
-        """The copy of the model's parameters to the main ones (reload_model_params), for which all have to come."""
+        """The copy of the model's parameters to the main ones (reload_model_params), for which all are loaded."""
         self._with_all_on_device(self._read_models)
 
     def _with_all_on_device(self, do: Callable[[], None]) -> None:
-        self.places.load()
+        self.states.load()
         do()
-        self.places.offload()
-        synchronise(self.places.parked.values())
+        self.states.offload()
+        synchronise(self.states.storages.values())
 
-    def _parked(self, piece: Named) -> list[Parked]:
-        return [place for name, parameter in piece for place in self.places.parked_of(name, parameter)]
+    def _storages(self, piece: Named) -> list[HostBackedStorage]:
+        return [each for name, parameter in piece for each in self.states.storages_of(name, parameter)]
 
     @contextmanager
     def _only(self, piece: Named) -> Iterator[None]:
@@ -165,6 +172,6 @@ _NOT_SWAPPED = ("use_precision_aware_optimizer", "optimizer_cpu_offload", "overl
 def swap_optimizer(optimizers: Any, times: int, look: Callable[[], None] = lambda: None) -> list[SwappedOptimizer]:
     """Swap each optimizer of a chain, or the one; their pieces never are on the device together.
 
-    `look` is called while a piece is on the device, so that a ledger sees it.
+    `look` is called while a piece is on the device: the ledger's.
     """
     return [SwappedOptimizer(one, times, look) for one in single_optimizers(optimizers)]

@@ -233,7 +233,7 @@ def _sync_columns(sync: dict[str, Any] | None) -> str:
 
 
 def _memory_column(memory: dict[str, Any] | None) -> str:
-    """The most that the tenants of one rank held at once; activations are nobody's."""
+    """The most that the memory groups of one rank held at once; activations are in none of them."""
     return f"{'-' if memory is None else format(memory['peak_bytes'] / 1e6, '.3f'):>10}"
 
 

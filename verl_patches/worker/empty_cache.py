@@ -1,4 +1,4 @@
-"""verl's own calls of torch.cuda.empty_cache() do nothing where a conductor trims as its order says (conduct.py).
+"""verl's own calls of torch.cuda.empty_cache() do nothing where the memory schedule has its own (memory/scheduler.py).
 
 The row providers stand in for the name `torch` of one module of verl's: on an NPU, where transfer_to_npu sets
 torch.cuda's names when it is imported, a row on torch.cuda itself would be overwritten.

@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 
 from verl_patches.memory import measure, sleep_mode
-from verl_patches.memory.host_backed import places_of_model, places_of_optimizer, single_optimizers
+from verl_patches.memory.host_backed import offload_state_of_model, offload_state_of_optimizer, single_optimizers
 from verl_patches.memory.ledger import Ledger, memory_of_process
-from verl_patches.memory.offload import Optimizer, Params, movers_of, movers_of_reference
-from verl_patches.memory.schedule import direct_sync, order_followed, staying, switches_of
-from verl_patches.memory.scheduler import Scheduler, trim_of
+from verl_patches.memory.offload import Optimizer, Params, actor_handlers, reference_handlers
+from verl_patches.memory.schedule import direct_sync, schedule_followed, staying, switches_of
+from verl_patches.memory.scheduler import Scheduler, empty_cache_of
 from verl_patches.patching import engine
 from verl_patches.worker.context import context
 
@@ -33,18 +33,19 @@ class WorkerMemory:
         rows, actor = engine.current().wanted, config.actor.megatron
         synced = recipe.weight_sync.enabled and direct_sync(rows)
         self.switches = switches_of(rows, enforce_eager=config.rollout.enforce_eager, synced=synced)
-        self.scheduled = self.switches["our_order"]
-        self.order = order_followed(recipe.line, skip_old_log_prob=recipe.train.skip_old_log_prob, **self.switches)
+        self.scheduled = self.switches["our_schedule"]
+        skip = recipe.train.skip_old_log_prob
+        self.schedule = schedule_followed(recipe.line, skip_old_log_prob=skip, **self.switches)
         self.stays = staying(
             param_offload=actor.param_offload, optimizer_offload=actor.optimizer_offload,
             ref_offload=config.ref.megatron.param_offload, one_memory=recipe.platform == "cpu",
-            our_order=self.scheduled, own_life=self.switches["own_life"], synced=synced)  # fmt: skip
+            our_schedule=self.scheduled, own_sleep_mode=self.switches["own_sleep_mode"], synced=synced)  # fmt: skip
 
     def built(self, chunks: Sequence[torch.nn.Module], optimizer: Any) -> None:
         """verl has built a model, of the actor if it has an optimizer: it goes to the host, as verl would take it."""
         if not self.scheduled:
             return
-        handlers = movers_of_reference(chunks) if optimizer is None else movers_of(chunks, optimizer)
+        handlers = reference_handlers(chunks) if optimizer is None else actor_handlers(chunks, optimizer)
         for group in ("grads", "actor_params", "ref_params", "optimizer"):
             if group in handlers and group not in self.stays:
                 handler = handlers[group]
@@ -55,7 +56,7 @@ class WorkerMemory:
         here = context()
         if is_ledger_on(self.recipe):
             if here.ledger is None:
-                here.ledger = Ledger(self.order, self.stays, self.recipe.memory.ledger, dist.get_rank(),
+                here.ledger = Ledger(self.schedule, self.stays, self.recipe.memory.ledger, dist.get_rank(),
                                      memory_of_process(self.recipe.platform))
             self._watch(worker, here.ledger)
             here.ledger.take()  # what was recorded while the engine was built belongs to no step
@@ -64,14 +65,14 @@ class WorkerMemory:
                 here.scheduler = self._new_scheduler()
             here.scheduler.ledger = here.ledger
             if worker._is_actor:
-                here.scheduler.add(movers_of(worker.actor_module, worker.actor_optimizer))
+                here.scheduler.add(actor_handlers(worker.actor_module, worker.actor_optimizer))
             if worker._is_ref:
-                here.scheduler.add(movers_of_reference(worker.ref_module))
+                here.scheduler.add(reference_handlers(worker.ref_module))
 
     def _new_scheduler(self) -> Scheduler:
         device = None if self.recipe.platform == "cpu" else torch.get_device_module(self.recipe.platform)
-        in_pool = self.switches["own_life"] and not self.switches["graphs"]
-        return Scheduler(self.order, trim_of(device, in_pool), self.stays)
+        in_pool = self.switches["own_sleep_mode"] and not self.switches["graphs"]
+        return Scheduler(self.schedule, empty_cache_of(device, in_pool), self.stays)
 
     def _watch(self, worker: Any, ledger: Ledger) -> None:
         if worker._is_actor:
@@ -102,7 +103,7 @@ class WorkerMemory:
         for tag, tensors in (("weights", lambda: sleep_mode.all_weights(model).values()),
                              ("kv_cache", lambda: measure.kv_caches(llm))):  # fmt: skip
             ledger.register(_GROUP_OF_TAG[tag], _unless_unmapped(llm, tag, self._bytes_of(tensors)))
-        # They come and go within the sync: what it holds for a while is passed to `look` (worker/sharding.py).
+        # Allocated and freed within the sync: what it holds for a while is passed to `look` (worker/sharding.py).
         ledger.register("reshard_buffers", functools.partial(_wire_bytes, worker), grows=True,
                         full_bytes=4 * self.recipe.reshard.bucket_bytes)
 
@@ -116,27 +117,27 @@ class WorkerMemory:
         `writes`: weights and states may be replaced inside. Without our schedule verl brings the parameters by itself.
         """
         scheduler = context().scheduler
-        models = list(map(places_of_model, chunks)) if scheduler is not None else []
-        away = []
-        if any(each.away for each in models):
-            away.append(Params(chunks))
-        if any(places_of_optimizer(one).away for one in single_optimizers(optimizer)):
-            away.append(Optimizer(optimizer))
-        for handler in away:
+        models = list(map(offload_state_of_model, chunks)) if scheduler is not None else []
+        offloaded = []
+        if any(each.offloaded for each in models):
+            offloaded.append(Params(chunks))
+        if any(offload_state_of_optimizer(one).offloaded for one in single_optimizers(optimizer)):
+            offloaded.append(Optimizer(optimizer))
+        for handler in offloaded:
             handler.load()
         try:
             yield
         finally:
             for each in models:
                 each.written = each.written or writes
-            for handler in away:
+            for handler in offloaded:
                 handler.offload()
             if writes and self._belongs_on_host(optimizer):
                 Optimizer(optimizer).offload()  # states created by load_checkpoint
 
     def _belongs_on_host(self, optimizer: Any) -> bool:
         """Whether optimizer states are to be on the host now; without our schedule verl's own call takes them there."""
-        if any(places_of_optimizer(one).swapped for one in single_optimizers(optimizer)):
+        if any(offload_state_of_optimizer(one).swapped for one in single_optimizers(optimizer)):
             return True
         scheduler = context().scheduler
         return scheduler is not None and scheduler.moves("optimizer") and not scheduler.has("optimizer")

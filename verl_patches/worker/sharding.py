@@ -57,7 +57,7 @@ class RecipeShardingManager:
         engine.weights_written(last=not self.sync_enabled)
 
     def __exit__(self, exc_type: Any, exc_value: Any, traceback: Any) -> None:
-        """The rollout engine sleeps. Where our schedule moves memory, it has the trims too, and verl's is left out."""
+        """The rollout engine sleeps. Where our schedule moves memory, verl's empty_cache is left out."""
         if context().scheduler is None:
             super().__exit__(exc_type, exc_value, traceback)
             return

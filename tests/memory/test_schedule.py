@@ -1,0 +1,164 @@
+"""The schedule of a step as a table: what each schedule promises, its simulation, and tables that must be refused."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from verl_patches.errors import ConfigError
+from verl_patches.memory.schedule import (
+    MEMORY_GROUPS,
+    SCHEDULE,
+    VERL,
+    VERL_54C9B736,
+    direct_sync,
+    in_sleep_mode,
+    make_schedule,
+    moves_of_a_step,
+    residency,
+    schedule_followed,
+    simulate,
+    staying,
+    switches_of,
+    without_weight_copies,
+)
+
+VARIANTS = (in_sleep_mode(SCHEDULE), in_sleep_mode(SCHEDULE, copied=False), *map(without_weight_copies, VERL.values()))
+SCHEDULES = (SCHEDULE, *VERL.values(), *VARIANTS)
+SIZES = {group: 2**bit for bit, group in enumerate(MEMORY_GROUPS)}  # a sum says who was there
+SUBSETS = st.sets(st.sampled_from(sorted(MEMORY_GROUPS)))
+
+
+def positions(schedule, verbs, group):
+    moves = [move for phase in schedule.phases for move in (*phase.enter, *phase.leave)]
+    return [i for i, move in enumerate(moves) if move.verb in verbs and move.group == group]
+
+
+def test_who_is_there_in_each_phase_of_our_schedule():
+    found = residency(SCHEDULE)
+    assert list(found) == ["reshard", "wake_kv", "rollout", "sleep", "reward", "old_log_prob", "ref", "advantage",
+                           "update"]
+    assert found["reshard"] == {"actor_params", "rollout_weights", "reshard_buffers"}
+    assert found["wake_kv"] == found["rollout"] == {"rollout_weights", "kv_cache"}
+    assert found["sleep"] == found["reward"] == {"tensor_cache"}
+    assert found["old_log_prob"] == found["advantage"] == {"tensor_cache", "actor_params"}
+    assert found["ref"] == {"tensor_cache", "actor_params", "ref_params"}
+    assert found["update"] == {"actor_params", "grads", "optimizer", "swap_window"}
+
+
+def test_weights_come_before_the_cache_which_comes_last_and_goes_first():
+    (weights,), (cache,) = (positions(SCHEDULE, ("alloc",), t) for t in ("rollout_weights", "kv_cache"))
+    (weights_go,), (cache_goes,) = (positions(SCHEDULE, ("free",), t) for t in ("rollout_weights", "kv_cache"))
+    assert weights < cache < cache_goes < weights_go
+    assert positions(SCHEDULE, ("offload",), "actor_params") < [cache]
+    worst = simulate(VERL_54C9B736, SIZES)["wake_kv"].at_peak  # negative control: the cache comes before they go
+    assert worst >= {"kv_cache", "actor_params", "grads"}
+
+
+def test_training_weights_stay_from_update_to_reshard_and_move_once_a_step():
+    found = simulate(SCHEDULE, SIZES)
+    moved = {name: (m.to_device_bytes, m.to_host_bytes) for name, m in found.items()}
+    assert found["reshard"].to_device_bytes == 0 and found["reshard"].to_host_bytes == SIZES["actor_params"]
+    assert moved["old_log_prob"] == (SIZES["actor_params"], 0) and moved["ref"] == (SIZES["ref_params"], 0)
+    assert found["update"].to_device_bytes == found["update"].to_host_bytes == SIZES["optimizer"]
+    assert sum(m.empty_cache_calls for m in found.values()) == 2
+
+
+def test_the_peak_of_a_phase_has_what_the_step_before_left():
+    left = make_schedule("left", ("reshard", "alloc kv_cache, free optimizer", ""), ("update", "load optimizer", ""))
+    moment = simulate(left, SIZES)["reshard"]
+    assert moment.at_peak == {"kv_cache", "optimizer"} and moment.resident == {"kv_cache"}
+
+
+def test_what_verls_schedules_move():
+    for schedule in VERL.values():
+        found = simulate(schedule, SIZES)
+        there_and_back = SIZES["actor_params"] * 3 + SIZES["ref_params"] + SIZES["optimizer"] + SIZES["rollout_weights"]
+        assert sum(m.to_device_bytes for m in found.values()) == there_and_back
+        assert sum(m.to_host_bytes for m in found.values()) == there_and_back
+        assert sum(m.empty_cache_calls for m in found.values()) > 10
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda schedule: schedule.name)
+@given(stays=SUBSETS, absent=SUBSETS)
+def test_whatever_stays_or_is_not_there_every_schedule_closes(schedule, stays, absent):
+    sizes = {group: size for group, size in SIZES.items() if group not in absent}
+    found = simulate(schedule, sizes, stays)
+    for moment in found.values():
+        assert moment.resident >= stays & set(sizes) and not moment.resident & absent
+        assert moment.peak_bytes == sum(SIZES[t] for t in moment.at_peak)
+        assert moment.peak_bytes >= sum(SIZES[t] for t in moment.resident)
+        assert moment.to_device_bytes <= sum(sizes.get(t, 0) for t in MEMORY_GROUPS if t not in stays)
+    if stays >= set(MEMORY_GROUPS):
+        assert all(m.to_device_bytes == m.to_host_bytes == 0 for m in found.values())
+
+
+def test_which_move_should_have_released_a_group():
+    assert SCHEDULE.released_by("grads", "reshard") == "after update (free)"  # the step before
+    assert SCHEDULE.released_by("actor_params", "wake_kv") == "after reshard (offload)"
+    assert SCHEDULE.released_by("kv_cache", "sleep") == "at the start of sleep (free)"
+    assert SCHEDULE.released_by("ref_params", "ref") == "after ref (free)"
+    assert VERL["pypi"].released_by("tensor_cache", "reshard") is None
+
+
+def test_what_a_step_of_ours_does_one_after_the_other():
+    training = ("actor_params", "grads", "optimizer", "ref_params")
+    assert moves_of_a_step(SCHEDULE, (), training) == [
+        "offload actor_params", "empty_cache", "empty_cache", "load actor_params", "load ref_params", "free ref_params",
+        "alloc grads", "load optimizer", "offload optimizer", "free grads"]
+    assert moves_of_a_step(SCHEDULE, {"actor_params", "grads"}, training)[:3] == [
+        "empty_cache", "empty_cache", "load ref_params"]
+
+
+def test_which_schedule_a_run_follows():
+    def name(rows, line="a3", enforce_eager=True, synced=True):
+        switches = switches_of(rows, enforce_eager=enforce_eager, synced=synced)
+        return schedule_followed(line, skip_old_log_prob=False, **switches).name
+
+    every = {"memory.order", "memory.sleep_mode"}
+    assert name(every) == name(every, synced=False) == "ours"
+    assert name(every, enforce_eager=False) == "ours, addresses kept by vLLM"
+    assert name(every, enforce_eager=False, synced=False) == "ours, with vLLM's sleep mode"
+    assert name({"memory.order"}) == "ours, with vLLM's sleep mode"
+    assert name({"memory.sleep_mode"}) == "verl 54c9b736, rollout weights not copied"
+    assert name((), "pypi") == "verl 0.4.0" and name(()) == "verl 54c9b736"
+    assert schedule_followed("pypi", skip_old_log_prob=True, own_sleep_mode=True).name == "ours, without old_log_prob"
+
+
+def test_who_proves_that_every_rollout_weight_is_written():
+    assert direct_sync({"reshard.direct"}) and not direct_sync({"update.sharding_manager", "memory.order"})
+
+
+def test_a_way_of_moving_changes_who_copies_but_not_who_is_there():
+    for schedule in (SCHEDULE, VERL["pypi"], VERL["a3"]):
+        for other in VARIANTS:
+            if other.name.startswith(schedule.name):
+                assert residency(other) == residency(schedule)
+    sleeps = in_sleep_mode(SCHEDULE), in_sleep_mode(SCHEDULE, copied=False)
+    copied = [sum(m.to_host_bytes for m in simulate(schedule, SIZES).values()) for schedule in (*sleeps, SCHEDULE)]
+    assert copied[0] - copied[1] == SIZES["rollout_weights"] and copied[1] == copied[2]
+    for schedule, come in zip(sleeps, ("load rollout_weights", "alloc rollout_weights"), strict=True):
+        wake = simulate(schedule, SIZES)["reshard"].moves
+        assert str(wake[0]) == "empty_cache" and str(wake[1]) == come  # memory past the pool
+
+
+def test_a_wrong_table_is_refused():
+    with pytest.raises(ConfigError, match="schedule 'x', phase a: lod grads is no move"):
+        make_schedule("x", ("a", "lod grads", ""))
+    with pytest.raises(ConfigError, match="alloc gradz is no move"):
+        make_schedule("x", ("a", "", "alloc gradz"))
+    with pytest.raises(ConfigError, match="a holds nothing in the first step and grads later"):
+        residency(make_schedule("x", ("a", "", ""), ("b", "alloc grads", "")))
+    with pytest.raises(ConfigError, match=r"has no phase 'rolout'; it has reshard"):
+        SCHEDULE.phase("rolout")
+
+
+def test_what_a_run_never_moves():
+    every = {"param_offload": True, "optimizer_offload": True, "ref_offload": True}
+    assert staying(**every) == frozenset()
+    assert staying(**every, one_memory=True) == {"rollout_weights"}
+    alone = staying(**every, one_memory=True, our_schedule=False)
+    assert alone == {"optimizer", "ref_params", "rollout_weights"}  # verl's moves from device to device
+    assert staying(**every, one_memory=True, own_sleep_mode=True) == frozenset()
+    assert staying(**every, own_sleep_mode=True, synced=False) == {"rollout_weights"}
+    assert staying(**{**every, "param_offload": False}) == {"actor_params", "grads"}
+    assert staying(**dict.fromkeys(every, False)) == {"actor_params", "grads", "optimizer", "ref_params"}

@@ -1,0 +1,322 @@
+"""Which memory of an engine is freed by sleep and what is refused when it wakes: in eager mode, and with graphs.
+
+With a real engine: tests/rollout. With graphs vLLM's own sleep mode runs, here its real allocator over host memory.
+"""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from verl_patches.catalog import ROWS
+from verl_patches.errors import RecipeError
+from verl_patches.memory import sleep_mode
+from verl_patches.memory.sleep_mode import CumemSleepMode, ResizeSleepMode, dropped, segments_of, weights_of
+from verl_patches.patching import engine as patches
+from verl_patches.patching.row import subclass_of
+from verl_patches.worker import context as contexts
+from verl_patches.worker.context import WorkerContext
+from verl_patches.worker.rollout_engine import RolloutEngine
+
+SCRIPT = Path(__file__).with_name("sleep_mode.py").read_text()
+SEGMENT = 4096
+
+
+class Attention(torch.nn.Module):
+    """A layer as vLLM's: a weight, and an impl with what is derived from it."""
+
+    def __init__(self):
+        super().__init__()
+        self.kv_b_proj = torch.nn.Linear(4, 6, bias=False)
+        self.impl = SimpleNamespace(W_UV=self.kv_b_proj.weight.data.clone(), W_UK_T=self.kv_b_proj.weight.data.t())
+        self.register_buffer("scale", torch.ones(3))
+
+
+class Model(torch.nn.Module):
+    """Tied weights, a slice of another's storage, and one that a buffer shares."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head, self.attention = torch.nn.Embedding(8, 4), torch.nn.Linear(4, 8, bias=False), Attention()
+        self.head.weight = self.embed.weight
+        stack = torch.ones(2, 5)
+        self.up, self.down = (torch.nn.Parameter(part) for part in stack)
+        table = torch.ones(7)
+        self.shared = torch.nn.Parameter(table[:3])
+        self.register_buffer("table", table)
+
+
+def engine():
+    """(LLM as far as a sleep mode looks, its model, its cache)."""
+    model, caches = Model(), [torch.ones(5, 2), (torch.ones(5, 3), torch.ones(4))]
+    worker = SimpleNamespace(model_runner=SimpleNamespace(model=model, kv_caches=caches))
+    config = SimpleNamespace(cache_config=SimpleNamespace(num_gpu_blocks=5))
+    executor = SimpleNamespace(driver_worker=SimpleNamespace(worker=worker))
+    core = SimpleNamespace(model_executor=executor, vllm_config=config, get_num_unfinished_requests=lambda: 0,
+                           reset_prefix_cache=lambda: None)
+    return SimpleNamespace(llm_engine=core), model, caches
+
+
+def bytes_of(*tensors):
+    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+def test_each_storage_goes_once_and_comes_back_as_large_but_for_what_shares_a_buffer():
+    llm, model, caches = engine()
+    mode, weights = ResizeSleepMode(llm), weights_of(model).values()
+    full, cache = bytes_of(*weights), (caches[0], *caches[1])
+    assert full == 4 * (8 * 4 + 6 * 4 + 6 * 4 + 2 * 5)
+    assert {id(t) for t in model.parameters()} - {id(t) for t in weights} == {id(model.shared)}
+    mode.weights_written(last=False)
+    mode.sleep()
+    assert bytes_of(*weights) == bytes_of(*cache) == 0 and model.shared.sum() == 3 and model.attention.scale.sum() == 3
+    mode.sleep()  # again: nothing to do
+    mode.wake_up(["weights"])
+    assert bytes_of(*weights) == full and bytes_of(*cache) == 0
+    mode.wake_up()
+    assert bytes_of(*cache) == 4 * (10 + 15 + 4) and not any(each.any() for each in cache)
+    assert model.head.weight is model.embed.weight and model.attention.impl.W_UK_T.shape == (4, 6)
+
+
+def test_weights_stay_until_a_sync_has_filled_them_and_where_none_comes_again():
+    llm, model, _ = engine()
+    mode = ResizeSleepMode(llm)
+    for stay in (None, True):
+        if stay:
+            mode.weights_written(last=stay)
+        mode.sleep()
+        assert bytes_of(*model.parameters()) > 0
+        mode.wake_up()
+        mode.check_ready()
+    mode.weights_written(last=False)
+    for each in (mode, ResizeSleepMode(llm, loaded=False)):  # made up by load_format=dummy
+        each.sleep()
+        assert bytes_of(*weights_of(model).values()) == 0
+        each.wake_up()
+        with pytest.raises(RecipeError, match="no weight sync has written"):
+            each.check_ready()
+        each.weights_written(last=False)
+        each.check_ready()
+
+
+def test_a_cache_in_use_does_not_go_and_what_goes_is_forgotten():
+    llm, _, caches = engine()
+    mode, core, resets = ResizeSleepMode(llm), llm.llm_engine, []
+    core.get_num_unfinished_requests = lambda: 2
+    with pytest.raises(RecipeError, match=r"sleep\(\) with 2 unfinished requests"):
+        mode.sleep()
+    core.get_num_unfinished_requests, core.reset_prefix_cache = lambda: 0, lambda: False
+    with pytest.raises(RecipeError, match="cannot reset its prefix cache"):
+        mode.sleep()
+    assert bytes_of(caches[0]) == 40
+    core.reset_prefix_cache = lambda: resets.append(1)
+    mode.sleep()
+    mode.sleep()
+    assert resets == [1] and bytes_of(caches[0]) == 0
+
+
+def test_another_storage_or_another_cache_is_refused_by_name():
+    llm, model, _ = engine()
+    mode = ResizeSleepMode(llm)
+    mode.weights_written(last=False)
+    mode.sleep()
+    model.down.data = torch.ones(5)
+    with pytest.raises(RecipeError, match="down.*found another"):
+        mode.wake_up()
+    llm, model, caches = engine()
+    mode = ResizeSleepMode(llm)
+    mode.sleep()
+    mode.wake_up()
+    caches[0] = torch.ones(6, 2)
+    with pytest.raises(RecipeError, match=r"kv_cache\[0\] in bytes: expected 40 as the engine was built, found 48"):
+        mode.sleep()
+    caches[0] = torch.ones(5, 2)
+    llm.llm_engine.vllm_config.cache_config.num_gpu_blocks = 4
+    with pytest.raises(RecipeError, match="blocks of KV cache: expected 5 .* found 4"):
+        mode.sleep()
+    caches.clear()
+    with pytest.raises(RecipeError, match="KV cache .* found none"):
+        ResizeSleepMode(llm).sleep()
+
+
+class LLM:
+    """vLLM's, as far as RolloutEngine looks: `seen` has what it was built with, `calls` what reached it."""
+
+    def __init__(self, **kwargs):
+        self.seen, self.calls, self.llm_engine = kwargs, [], engine()[0].llm_engine
+        vars(self.llm_engine).update(
+            add_request=lambda number: number + 1, sleep=self.engine_sleep, wake_up=self.engine_wake)
+
+    def engine_sleep(self, level=1):
+        self.calls.append("vLLM's sleep")
+
+    def engine_wake(self, tags=None):
+        self.calls.append(f"vLLM's wake {tags}")
+
+    def sleep(self, level=1):
+        self.calls.append("sleep")
+        self.llm_engine.sleep(level)
+
+    def wake_up(self, tags=None):
+        self.calls.append(f"wake {tags}")
+        self.llm_engine.wake_up(tags)
+
+    def generate(self, *args):
+        self.calls.append("generate")
+        return args
+
+
+@pytest.fixture
+def build(monkeypatch):
+    """build(rows, **arguments): an engine of ours over `LLM`, with these rows on and in a context of its own."""
+    def of(rows, **arguments):
+        monkeypatch.setattr(patches, "_CURRENT", SimpleNamespace(wanted=rows))
+        return subclass_of(LLM, RolloutEngine)(**arguments)
+
+    monkeypatch.setattr(contexts, "_context", WorkerContext())
+    return of
+
+
+@pytest.mark.parametrize(("rows", "load_format", "stay"), [
+    (("reshard.direct",), "dummy", False), (("update.sharding_manager",), "dummy", True),
+    (("reshard.direct",), "auto", True),
+])
+def test_weights_that_no_sync_proves_written_are_never_given_up(rows, load_format, stay, build):
+    """verl's own path, row reshard.direct off: nothing proves that it writes every weight."""
+    llm = build((*rows, "memory.sleep_mode"), enable_sleep_mode=True, enforce_eager=True, load_format=load_format)
+    llm.sleep()
+    model = llm.llm_engine.model_executor.driver_worker.worker.model_runner.model
+    assert (bytes_of(*model.parameters()) > 28) == stay  # 28: what shares a buffer's memory
+
+
+@pytest.mark.parametrize(("asked", "passed", "kind"), [
+    ({"enable_sleep_mode": True, "enforce_eager": True}, False, ResizeSleepMode),
+    ({"enable_sleep_mode": True, "enforce_eager": False}, True, CumemSleepMode),  # graphs have captured addresses
+    ({"enforce_eager": True}, None, type(None)),  # it is not to sleep
+])
+def test_an_engine_that_is_to_sleep_has_our_sleep_mode_and_an_eager_one_not_vllms(asked, passed, kind, build):
+    """Rows memory.sleep_mode and rollout.engine."""
+    llm = build(("memory.sleep_mode",), **asked)
+    mode = llm.sleep_mode
+    assert llm.seen.get("enable_sleep_mode") is passed and isinstance(mode, kind)
+    assert llm.llm_engine.add_request(1) == 2
+    if mode:
+        assert llm.llm_engine.sleep == mode.sleep and llm.llm_engine.wake_up == mode.wake_up
+        mode._asleep = {"kv_cache": {}}
+        with pytest.raises(RecipeError, match="kv_cache of the engine are asleep"):
+            llm.llm_engine.add_request(1)
+    llm.weights_written(last=False)
+
+
+def test_with_the_row_off_vllms_own_sleep_mode_stays(build):
+    """Negative control."""
+    llm = build((), enable_sleep_mode=True, enforce_eager=True)
+    assert llm.sleep_mode is None and llm.seen["enable_sleep_mode"] is True
+    llm.sleep()
+    assert llm.calls == ["sleep", "vLLM's sleep"] and not llm.awake
+
+
+def test_what_is_awake_is_not_woken_and_every_call_begins_its_phase(build):
+    """verl wakes the cache twice on one line, once on the other; a phase per tag that was asleep."""
+    llm, phases = build((), enable_sleep_mode=True), []
+    contexts.context().ledger = SimpleNamespace(enter=phases.append, look=lambda extra_bytes: phases.append("look"))
+    llm.wake_up()
+    assert llm.calls == phases == []
+    llm.sleep()
+    llm.wake_up(["weights"])
+    llm.wake_up()
+    llm.wake_up(["kv_cache"])
+    assert llm.generate(1) == (1,)
+    assert [call for call in llm.calls if "vLLM" not in call] == [
+        "sleep", "wake ['weights']", "wake ['kv_cache']", "generate"]
+    assert phases == ["look", "sleep", "reshard", "wake_kv", "rollout", "look"]
+
+
+def test_a_wake_that_failed_is_tried_again(build):
+    llm = build((), enable_sleep_mode=True)
+    llm.sleep()
+    wake, llm.llm_engine.wake_up = llm.llm_engine.wake_up, lambda tags: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        llm.wake_up(["kv_cache"])
+    llm.llm_engine.wake_up = wake
+    llm.wake_up(["kv_cache"])
+    assert llm.calls[-1] == "vLLM's wake ['kv_cache']" and llm.awake == {"kv_cache"}
+
+
+def segment(address, *blocks):
+    return {"address": address, "blocks": [{"address": at, "state": state} for at, state in blocks]}
+
+
+def test_a_segment_goes_only_if_nothing_else_lives_in_it():
+    lives, free, waits = "active_allocated", "inactive", "active_pending_free"
+    snapshot = [segment(0, (0, lives), (8, lives), (9, free)), segment(16, (16, lives), (24, lives)),
+                segment(32, (32, lives), (40, waits)), segment(48, (48, free)), segment(64, (64, waits))]
+    assert segments_of(snapshot, {0, 8, 16, 32}) == {0, 48}
+    assert segments_of(snapshot, {0, 8, 16, 24, 32, 40, 64}) == {0, 16, 32, 48, 64}
+
+
+def test_what_another_tag_holds_is_left_and_tags_come_back_after_an_error():
+    pieces = {0: SimpleNamespace(tag="weights"), 8: SimpleNamespace(tag="kv_cache"), 16: SimpleNamespace(tag="weights")}
+    with pytest.raises(RuntimeError, match="no more"), dropped(pieces, {0, 8}):
+        assert [each.tag == "weights" for each in pieces.values()] == [False, False, True]
+        assert pieces[8].tag == "kv_cache"
+        raise RuntimeError("no more")
+    assert [each.tag for each in pieces.values()] == ["weights", "kv_cache", "weights"]
+
+
+def test_a_sleep_mode_that_is_not_known_here_is_refused(monkeypatch):
+    monkeypatch.setattr(sleep_mode, "_ALLOCATORS", (("no.such.module", "CaMemAllocator"),))
+    with pytest.raises(RecipeError, match="CaMemAllocator of vLLM's sleep mode, found neither: .*-memory.sleep_mode"):
+        sleep_mode._allocator()
+    assert "memory.sleep_mode" in {row.id for row in ROWS}
+
+
+def of_its_allocator(run_warm, *file):
+    return json.loads(run_warm(SCRIPT, *file).check().out.splitlines()[-1])
+
+
+@pytest.fixture(scope="module", params=["vllm", pytest.param("vllm_ascend", marks=pytest.mark.upstream)])
+def found(request, run_warm, pytestconfig):
+    file = "vllm-ascend/vllm_ascend/device_allocator/camem.py"
+    given = [str(pytestconfig.getoption("--upstream") / file)] if request.param == "vllm_ascend" else []
+    return of_its_allocator(run_warm, *given)
+
+
+@pytest.mark.slow
+def test_only_what_the_sync_does_not_write_is_copied(found):
+    """Six segments of weights; in three something else lives: an expert map, a buffer, what waits for a stream."""
+    assert found["weights"] == 6 * SEGMENT
+    as_loaded, after_a_sync, after_the_last = found["bytes"]
+    assert as_loaded == after_the_last == 6 * SEGMENT and after_a_sync == 3 * SEGMENT
+    assert found["tags"] == [["kv_cache", "weights"]] * 3
+
+
+@pytest.mark.slow
+def test_contents_outlive_sleep_but_for_weights_that_the_next_sync_writes(found):
+    gone = [True, False, True]
+    assert found["kept"] == {
+        "up": gone, "down": gone, "kv_b_proj": gone, "W_UV": gone, "gate": [True] * 3, "expert_map": [True] * 3,
+        "table": [True] * 3, "shared": [True] * 3, "head": [True] * 3}
+
+
+@pytest.mark.slow
+def test_generating_asleep_or_without_a_sync_is_refused(found):
+    asleep, half, as_loaded = found["refused"][:3]
+    assert "kv_cache and weights of the engine are asleep" in asleep
+    assert half.startswith("rollout: kv_cache of") and not as_loaded
+    assert "no weight sync has written" in found["refused"][5] and not found["refused"][8]
+
+
+@pytest.mark.slow
+def test_asking_for_what_is_so_already_does_nothing_and_half_awake_is_woken_before_it_sleeps(found):
+    """vLLM's executor sleeps and wakes as a whole: it would forget one of two tags, or all of a sleep."""
+    both, half = "wake weights, kv_cache", ["wake weights", "wake kv_cache"]
+    assert found["calls"] == ["sleep", *half, "sleep", *half, "sleep"] and both not in found["calls"]
+
+
+@pytest.mark.slow
+def test_after_an_error_inside_sleep_nobody_generates(found):
+    """vllm-ascend asserts, memory unmapped, that what is in use has not grown."""
+    assert "weights of the engine are asleep" in found["refused"][9]
