@@ -30,7 +30,8 @@ class PatchSpec:
     binding that one line alone has is written "module:qualname@line".
     `provider` is "module:qualname" of ours and is imported only once the target's module is. What it must be depends on
     `kind`: wrap: provider(original) -> replacement; replace, extend (the name must not exist), stub: the new object;
-    register: () -> {key: object}, set in the mutable mapping `target`; module stub: our module's name.
+    register: () -> {key: object}, set in the mutable mapping `target`; module stub: our module ("module"), or a module
+    object of ours ("module:name"), whose inner modules can be imported too.
     `under` names modules of other libraries whose own wrappers may go over ours: the row stays active while theirs hold
     it. `default` "auto" is "on" for a target that a run may rightly never import, or for a module that may be installed
     (then the row is off). Of two rows on one target the upper one must be a wrap that needs the lower one; of a row on
@@ -99,8 +100,8 @@ def _faults(spec: PatchSpec, by_id: dict[str, PatchSpec]) -> list[str]:
     for place in (spec.target, spec.provider, *(place for place, _, _ in bindings)):
         if not _PLACE.match(place):
             faults.append(f"{place!r} is not of the form module:qualname")
-    if spec.is_module_stub and (spec.kind != "stub" or ":" in spec.provider or spec.bindings):
-        faults.append("a target without ':' is a module: kind must be stub, provider a module of ours, no bindings")
+    if spec.is_module_stub and (spec.kind != "stub" or spec.bindings):
+        faults.append("a target without ':' is a module: kind must be stub, no bindings")
     if not spec.is_module_stub and ":" not in spec.provider:
         faults.append(f"provider {spec.provider!r} must be module:qualname")
     if not spec.why or not spec.exit:
