@@ -42,7 +42,7 @@ def _reference(name: str) -> Callable:
 
 torch_npu = stand_in(
     "torch_npu", f"torch_npu {VERSION}: the functions that are called on our paths, as plain-torch references.",
-    __version__=VERSION,
+    __version__=VERSION, __file__=__file__,
     **{name: _reference(name) for name in WITH_REFERENCE},
     _C=stand_in("torch_npu._C", "Options of process groups.", _distributed_c10d=SimpleNamespace(
         ProcessGroupHCCL=SimpleNamespace(Options=_Options))),
