@@ -6,7 +6,7 @@
     done
     python scripts/extract_npu_schemas.py WHEELS/torch_npu-2.5.1.post1-*.whl [--check]
 
-Which functions: verl_patches/platform/npu_schemas/names.py. Exits: 0 written or equal, 1 --check found a difference, 2
+Which functions: verl_patches/platform/npu/op_schemas.py. Exits: 0 written or equal, 1 --check found a difference, 2
 wrong use.
 """
 
@@ -20,7 +20,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from verl_patches.errors import ConfigError
-from verl_patches.platform.npu_schemas import names, reader
+from verl_patches.platform.npu import op_schemas
 
 
 def main() -> int:
@@ -29,16 +29,16 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="write nothing, compare")
     asked = parser.parse_args()
     try:
-        found = reader.extract(asked.wheels, names.FUNCTIONS)
+        found = op_schemas.extract(asked.wheels, op_schemas.FUNCTIONS)
     except (ConfigError, OSError) as error:
         print(error, file=sys.stderr)
         return 2
     text = json.dumps(found, indent=1) + "\n"
     if not asked.check:
-        reader.FILE.write_text(text)
-        print(f"{reader.FILE.name}: {len(found['functions'])} schemas of torch_npu {found['version']}")
+        op_schemas.FILE.write_text(text)
+        print(f"{op_schemas.FILE.name}: {len(found['functions'])} schemas of torch_npu {found['version']}")
         return 0
-    known = json.loads(reader.FILE.read_text())
+    known = json.loads(op_schemas.FILE.read_text())
     different = sorted(set(known["functions"]) ^ set(found["functions"]))
     print("\n".join([f"differs: {line}" for line in different]) or f"equal: {len(found['functions'])} schemas")
     return 1 if different else 0

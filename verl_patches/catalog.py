@@ -3,12 +3,12 @@
     rollout -> reward -> ref log-prob -> advantage -> update -> reshard
 
 Then come stand-ins for packages that have no build for the platform, and last the rows of platform `cpu` only (what a
-machine without an accelerator lacks), from platform/cpu/.
+machine without an accelerator lacks), from platform/cpu/rows.py.
 """
 
 from verl_patches.model import a3_rows
 from verl_patches.patching.spec import PatchSpec
-from verl_patches.platform.cpu import rows_megatron, rows_npu, rows_torch, rows_verl, rows_vllm
+from verl_patches.platform.cpu import rows as cpu_rows
 
 _WORKERS = "verl.workers.megatron_workers"
 _ACTOR = f"{_WORKERS}:ActorRolloutRefWorker"
@@ -306,8 +306,6 @@ FUNCTIONAL: tuple[PatchSpec, ...] = (
 
 NO_BUILD: tuple[PatchSpec, ...] = (_flash_attn("flash_attn"), _flash_attn("flash_attn.bert_padding"))
 
-STAND_INS: tuple[PatchSpec, ...] = (
-    *rows_torch.ROWS, *rows_npu.ROWS, *rows_megatron.ROWS, *rows_vllm.ROWS, *rows_verl.ROWS,
-)
+STAND_INS: tuple[PatchSpec, ...] = cpu_rows.ROWS
 
 ROWS: tuple[PatchSpec, ...] = (*FUNCTIONAL, *NO_BUILD, *STAND_INS)

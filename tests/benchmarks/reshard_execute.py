@@ -220,9 +220,9 @@ def load_weights_times(runs: int = 3) -> dict:
     """A rank of EP256 x TP2: 61 layers, 256 experts, narrow matrices, since time outside copies knows no widths."""
     from verl_patches.patching.engine import start
     from verl_patches.patching.switches import from_environment
-    from verl_patches.platform.cpu import rows_vllm
+    from verl_patches.platform.cpu import rows as cpu_rows
 
-    start(rows_vllm.ROWS, from_environment()).apply()
+    start(cpu_rows.VLLM, from_environment()).apply()
     import torch
 
     from verl_patches.layout.inventory import build_inventory

@@ -15,9 +15,9 @@ from pathlib import Path
 
 from verl_patches.patching.engine import start
 from verl_patches.patching.switches import from_environment
-from verl_patches.platform.cpu import rows_vllm
+from verl_patches.platform.cpu import rows as cpu_rows
 
-start(rows_vllm.ROWS, from_environment()).apply()  # vLLM's stand-ins only: the wheel's compiled ops do not load here
+start(cpu_rows.VLLM, from_environment()).apply()  # vLLM's stand-ins only: the wheel's compiled ops do not load here
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402

@@ -20,7 +20,7 @@ from verl_patches.errors import ConfigError
 from verl_patches.layout.inventory import build_inventory
 from verl_patches.model.mindspeed.weights import load_weights, sources_of, split_down, split_up
 from verl_patches.model.weights import named_weights
-from verl_patches.platform.npu import ops
+from verl_patches.platform.npu import attention
 
 
 def build(model: Path, args, with_ddp: bool = True):
@@ -122,7 +122,7 @@ def attention_job(folder: Path, args) -> dict:
     model, batch = folder / "model", torch.load(folder / "batch.pt")
     chunks, config, hf_config = build(model, args, with_ddp=False)
     calls = {"tolist": _count(torch.Tensor, "tolist"), "repeat_interleave": _count(torch, "repeat_interleave"),
-             "attention": _count(ops, "attention")}  # fmt: skip
+             "attention": _count(attention, "fused_attention")}  # fmt: skip
     found = []
     for _ in range(2):
         run(chunks, config, hf_config, batch, backward=False)
@@ -169,7 +169,7 @@ def worker_job(folder: Path, config, args) -> dict:
     import mindspeed.ops.gmm
 
     linear = _count(fused_weight_gradient_mlp_cuda, "wgrad_gemm_accum_fp32")
-    grouped, attended = _count(mindspeed.ops.gmm, "npu_groupmatmul_add_fp32"), _count(ops, "attention")
+    grouped, attended = _count(mindspeed.ops.gmm, "npu_groupmatmul_add_fp32"), _count(attention, "fused_attention")
     from verl import DataProto
     from verl.workers.megatron_workers import ActorRolloutRefWorker
 

@@ -13,9 +13,9 @@ from verl_patches import catalog
 from verl_patches.model import a3_rows
 from verl_patches.patching import engine
 from verl_patches.patching.switches import from_environment
-from verl_patches.platform.cpu import rows_npu, rows_torch, rows_verl
+from verl_patches.platform.cpu import rows as cpu_rows
 
-# MindSpeed goes over Tensor.type itself; rows_npu.py has this line's stand-in
+# MindSpeed goes over Tensor.type itself; platform/cpu/rows.py has this line's stand-in
 _NOT_HERE = {"platform.torch_tensor_type"}
 _DTYPE = {"model.train_dtype", "model.optimizer_dtype"}
 _ACTOR = "actor_rollout_ref.actor.megatron."
@@ -49,10 +49,10 @@ def engine_config(model: Path, verl: Path, ranks: int, sizes: dict, dtype: str) 
 
 def rows():
     """The rows of this line that a rank without verl's loop needs."""
-    shared = [row for row in (*catalog.NO_BUILD, *rows_torch.ROWS, *rows_verl.ROWS) if row.id not in _NOT_HERE]
+    shared = [row for row in (*catalog.NO_BUILD, *cpu_rows.TORCH, *cpu_rows.VERL) if row.id not in _NOT_HERE]
     shared += [row for row in catalog.MODEL if row.id in _DTYPE]
     shared = [dataclasses.replace(row, lines=frozenset({"a3"})) for row in shared]
-    return (*a3_rows.ROWS, *rows_npu.ROWS, *shared)
+    return (*a3_rows.ROWS, *cpu_rows.NPU, *shared)
 
 
 def run(job: str, config: Any, *arguments: Any) -> Any:

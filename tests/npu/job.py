@@ -13,46 +13,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from cases import BAD, CASES, Maker, outcome, whole_layer
-from layer import Sizes, parameter_shapes
+from cases import BAD, CASES, Maker, outcome
 
-from verl_patches.platform.npu import ops
-from verl_patches.platform.npu_schemas import names, reader
-
-TOKENS = 4096  # of the layer at DeepSeek-V3's own size: nothing is computed, so it costs nothing
+from verl_patches.platform.npu import op_schemas
 
 
 def references() -> dict[str, Any]:
     """The cases, with the rows that give line a3 its torch_npu on a CPU."""
     from verl_patches.patching.engine import Engine
     from verl_patches.patching.switches import Switches
-    from verl_patches.platform.cpu import rows_npu
+    from verl_patches.platform.cpu import rows as cpu_rows
 
-    Engine([row for row in rows_npu.ROWS if row.is_module_stub], Switches("a3", "cpu")).apply()
+    Engine([row for row in cpu_rows.NPU if row.is_module_stub], Switches("a3", "cpu")).apply()
     import torch_npu
 
     return {
         "made by": torch_npu.npu_rms_norm.__module__,
-        "cases": {name: outcome(case, "cpu") for name, case in CASES.items()},
-        "bad": {name: {"ours": refusal(lambda ours=ours: ours(Maker("cpu")))} for name, (_, ours, _) in BAD.items()},
-        "grouped_matmul": grouped_matmul_errors(),
+        "cases": {name: outcome(case, torch_npu, "cpu") for name, case in CASES.items()},
+        "bad": {name: {"ours": refusal(lambda ours=ours: ours(Maker("cpu")))} for name, (_, ours) in BAD.items()},
     }
-
-
-def grouped_matmul_errors() -> dict[str, float]:
-    """Greatest difference, in fp64, between our grouped matmul and a loop over experts, one of which has no rows."""
-    counts, sides = [3, 0, 2], (5, 4)
-    inputs = {"x": torch.randn(sum(counts), sides[0]).double(), "weight": torch.randn(len(counts), *sides).double()}
-    factors = torch.randn(sum(counts), sides[1]).double()
-    made = []
-    for loop in (False, True):
-        x, weight = (tensor.clone().requires_grad_() for tensor in inputs.values())
-        y = (torch.cat([part @ w for part, w in zip(x.split(counts), weight, strict=True)]) if loop
-             else ops.grouped_matmul(x, weight, torch.tensor(counts)))
-        (y * factors).sum().backward()
-        made.append({"y": y.detach(), "gradient x": x.grad, "gradient weight": weight.grad})
-    ours, plain = made
-    return {name: (ours[name] - plain[name]).abs().max().item() for name in ours}
 
 
 def npu() -> dict[str, Any]:
@@ -67,22 +46,10 @@ def npu() -> dict[str, Any]:
     with FakeTensorMode():
         found["bad"] = {name: {"meta": refusal(lambda call=call: call(torch_npu, Maker("npu"))),
                                "ours": refusal(lambda ours=ours: ours(Maker("npu")))}
-                        for name, (call, ours, _) in BAD.items()}
-        found["bare gradient"] = bare_gradient(torch_npu)
+                        for name, (call, ours) in BAD.items()}
         calls = record_calls(torch_npu)
-        found["cases"] = {name: outcome(case, "npu") for name, case in CASES.items()}
-        found["full size"] = outcome(lambda m: whole_layer(m, Sizes(), TOKENS, [1000, TOKENS]), "npu")
-    return found | {"calls": calls, "parameters": {name: list(s) for name, s in parameter_shapes(Sizes()).items()}}
-
-
-def bare_gradient(torch_npu: Any) -> bool:
-    """Does torch_npu's own grouped matmul give its input a gradient?"""
-    m = Maker("npu")
-    x = m.leaf("x", 4, 8)
-    y = torch_npu.npu_grouped_matmul([x], [m.values(2, 8, 6)], group_list=m.counts(2, 4), split_item=3, group_type=0,
-                                     group_list_type=1)[0]
-    y.sum().backward()
-    return x.grad is not None
+        found["cases"] = {name: outcome(case, torch_npu, "npu") for name, case in CASES.items()}
+    return found | {"calls": calls}
 
 
 def refusal(call: Any) -> str | None:
@@ -97,7 +64,7 @@ def refusal(call: Any) -> str | None:
 def schemas() -> dict[str, str | None]:
     """{"function.overload": schema as this torch_npu has it, or None} of all that the pinned version declares."""
     found: dict[str, str | None] = {}
-    for name, overloads in reader.read().items():
+    for name, overloads in op_schemas.read().items():
         for overload in (schema.overload for schema in overloads):
             try:
                 found[f"{name}.{overload}"] = str(torch._C._get_schema(f"npu::{name}", overload)).removeprefix("npu::")
@@ -109,7 +76,7 @@ def schemas() -> dict[str, str | None]:
 def autograd() -> list[str]:
     """Functions that have a gradient of their own."""
     has = torch._C._dispatch_has_kernel_for_dispatch_key
-    return [name for name in names.FUNCTIONS if has(f"npu::{name}", "AutogradPrivateUse1")]
+    return [name for name in op_schemas.FUNCTIONS if has(f"npu::{name}", "AutogradPrivateUse1")]
 
 
 def record_calls(torch_npu: Any) -> list[list]:
@@ -123,7 +90,7 @@ def record_calls(torch_npu: Any) -> list[list]:
 
         return call
 
-    for name in names.FUNCTIONS:
+    for name in op_schemas.FUNCTIONS:
         if hasattr(torch_npu, name):
             setattr(torch_npu, name, recorded(name, getattr(torch_npu, name)))
     return calls

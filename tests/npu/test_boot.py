@@ -21,8 +21,8 @@ import pytest
 
 from verl_patches.catalog import ROWS
 from verl_patches.patching.switches import Switches
+from verl_patches.platform.npu import op_schemas
 from verl_patches.platform.npu.network import SOCKETS
-from verl_patches.platform.npu_schemas import reader
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
@@ -251,7 +251,7 @@ def test_what_a_layer_calls_in_torch_npu_itself_is_as_the_pin_has_it(wheel):
     }
     assert [name for name, _, _ in found["calls"]] == ["npu_rms_norm", "npu_swiglu", "npu_fusion_attention"]
     for name, positional, named in found["calls"]:
-        known = [argument.name for argument in reader.read()[name][0].arguments]
+        known = [argument.name for argument in op_schemas.read()[name][0].arguments]
         assert positional <= len(known) and set(named) <= set(known[positional:])
 
 

@@ -225,7 +225,7 @@ def test_a_target_that_this_python_cannot_read_is_a_problem(tree):
 def test_compiled_targets_are_held_by_the_version(tree, pinned, state, text):
     from importlib.metadata import version
 
-    zeros = PatchSpec("up.zeros", "model", "torch:zeros", "wrap", "verl_patches.platform.cpu.torch_cuda:on_cpu",
+    zeros = PatchSpec("up.zeros", "model", "torch:zeros", "wrap", "verl_patches.platform.cpu.torch_on_cpu:on_cpu",
                       "why", "exit")
     fp.write_reviewed("pypi", {"torch:zeros": []})
     versions = {} if pinned is None else {"torch": version("torch") if pinned == "here" else pinned}
@@ -237,7 +237,7 @@ def test_compiled_targets_are_held_by_the_version(tree, pinned, state, text):
 
 def test_packages_outside_the_tree_are_named_and_compared_at_the_pinned_version_only(tree):
     row = PatchSpec("up.torch", "model", "torch.cuda:device_count", "replace",
-                    "verl_patches.platform.cpu.torch_cuda:device_count", "why", "exit",
+                    "verl_patches.platform.cpu.torch_on_cpu:device_count", "why", "exit",
                     bindings=("torch.cuda.random:device_count",))
     finding = look(tree, row, versions={"torch": "0.1"})[1]["up.torch"]
     assert finding.state == "note" and "of this interpreter was checked" in finding.found

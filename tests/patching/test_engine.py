@@ -50,7 +50,13 @@ UPSTREAM = {
         VALUE = object()
         def bad(original): raise ImportError("no such thing")
     """,
-    "standin_mod.py": "answer = 42\n",
+    "standin_mod.py": """
+        from types import ModuleType
+        answer = 42
+        inner, object_ = ModuleType("inner"), ModuleType("object_")
+        inner.deep = object_.deep = ModuleType("deep")
+        inner.deep.answer = 43
+    """,
 }
 
 
@@ -127,6 +133,26 @@ def test_an_installed_package_is_used_in_place_of_its_stub(tree):
         e.apply()
         assert state(e, "t.stub") == "off" and state(e, "t.gone") == "active"
         e.verify("worker")
+    """)
+
+
+@pytest.mark.parametrize(("provider", "inner"), [("standin_mod", "inner.deep"), ("standin_mod:object_", "deep")])
+def test_modules_inside_a_stub_can_be_imported_and_others_cannot(tree, provider, inner):
+    run(tree, f"""
+        import importlib, sys
+        e = engine(row("t.stub", "no_such", "stub", "{provider}")); e.apply()
+        assert importlib.import_module("no_such.{inner}").answer == 43
+        for other in ("no_such.answer", "no_such.other", "no_such.{inner}.answer"):
+            try: importlib.import_module(other)
+            except ModuleNotFoundError: pass
+            else: raise SystemExit(other + " was imported")
+        assert state(e, "t.stub") == "active"
+        e.revert()
+        assert not [name for name in sys.modules if name.startswith("no_such")]
+        broken = engine(row("t.stub", "no_such", "stub", "standin_mod:answer")); broken.apply()
+        try: import no_such
+        except Exception as error: assert "is no module" in str(error), error
+        else: raise SystemExit("a number was imported")
     """)
 
 

@@ -15,10 +15,10 @@ from types import SimpleNamespace
 
 from verl_patches.patching.engine import Engine
 from verl_patches.patching.switches import Switches
-from verl_patches.platform.cpu import rows_npu, rows_torch
+from verl_patches.platform.cpu import rows as cpu_rows
 
 ADAPTOR, SPOILT = os.environ["ADAPTOR"], "SPOILT" in os.environ
-ROWS = [dataclasses.replace(row, lines=frozenset({"a3"})) for row in rows_torch.ROWS] + list(rows_npu.ROWS)
+ROWS = [dataclasses.replace(row, lines=frozenset({"a3"})) for row in cpu_rows.TORCH] + list(cpu_rows.NPU)
 ENGINE = Engine(ROWS, Switches("a3", "cpu"))
 ENGINE.apply()
 
@@ -36,7 +36,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig  # no
 from megatron.training import arguments, get_args, global_vars  # noqa: E402
 
 from tests.ranks import init_group  # noqa: E402
-from verl_patches.platform.cpu.mindspeed_ops import loader  # noqa: E402
+from verl_patches.platform.cpu.ascend import mindspeed_ops  # noqa: E402
 
 CALLS = collections.Counter()
 CHECKS = {}
@@ -71,7 +71,7 @@ def count_calls():
 
         setattr(holder, name, call)
 
-    for holder in (torch_npu, *{id(ops): ops for ops in loader.OPS.values()}.values()):
+    for holder in (torch_npu, *{id(ops): ops for ops in mindspeed_ops.OPS.values()}.values()):
         for name, function in list(vars(holder).items()):
             if name.startswith("npu_"):
                 counted(holder, name, function)

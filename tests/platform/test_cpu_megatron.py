@@ -1,10 +1,10 @@
-"""Every row of rows_megatron.py does its work, and the same code fails without it; one process tries them all."""
+"""Every row of MEGATRON does its work, and the same code fails without it; one process tries them all."""
 
 import json
 
 import pytest
 
-from verl_patches.platform.cpu import rows_megatron
+from verl_patches.platform.cpu import rows as cpu_rows
 
 # row id -> code that is fine with the row and fails (raises, or asserts) without it
 CHECKS = {
@@ -51,9 +51,9 @@ CODE = """
 import json, sys, torch, traceback
 from verl_patches.patching.engine import Engine
 from verl_patches.patching.switches import parse
-from verl_patches.platform.cpu import rows_megatron, rows_torch
+from verl_patches.platform.cpu import rows as cpu_rows
 
-Engine(rows_torch.ROWS, parse("line=pypi,platform=cpu")).apply()
+Engine(cpu_rows.TORCH, parse("line=pypi,platform=cpu")).apply()
 import verl.models.mcore.model_initializer, megatron.core.optimizer.distrib_optimizer
 from megatron.core import parallel_state
 from megatron.core.transformer.enums import AttnMaskType
@@ -61,7 +61,7 @@ from transformers import AutoConfig
 torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
 parallel_state.initialize_model_parallel()
 hf_config = AutoConfig.from_pretrained(sys.argv[2])
-engine = Engine(rows_megatron.ROWS, parse("line=pypi,platform=cpu"))
+engine = Engine(cpu_rows.MEGATRON, parse("line=pypi,platform=cpu"))
 engine.apply()
 from verl.models.mcore import hf_to_mcore_config
 config = hf_to_mcore_config(hf_config, torch.float32)
@@ -69,7 +69,7 @@ config.sequence_parallel = True
 engine.revert()
 
 def attempt(code, switches):
-    engine = Engine(rows_megatron.ROWS, parse("line=pypi,platform=cpu" + switches))
+    engine = Engine(cpu_rows.MEGATRON, parse("line=pypi,platform=cpu" + switches))
     engine.apply()
     states = {row["id"]: row["state"] for row in engine.status()}
     try:
@@ -97,9 +97,9 @@ def found(run_warm, tiny_model):
 
 
 def test_every_row_has_a_check_and_is_for_workers_on_cpu():
-    assert {row.id for row in rows_megatron.ROWS} == {f"platform.megatron_{name}" for name in CHECKS}
-    assert {row.platforms for row in rows_megatron.ROWS} == {frozenset({"cpu"})}
-    assert {row.processes for row in rows_megatron.ROWS} == {frozenset({"worker"})}
+    assert {row.id for row in cpu_rows.MEGATRON} == {f"platform.megatron_{name}" for name in CHECKS}
+    assert {row.platforms for row in cpu_rows.MEGATRON} == {frozenset({"cpu"})}
+    assert {row.processes for row in cpu_rows.MEGATRON} == {frozenset({"worker"})}
 
 
 @pytest.mark.slow

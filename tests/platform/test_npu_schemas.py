@@ -13,14 +13,14 @@ import pytest
 import torch
 
 from verl_patches.errors import ConfigError
-from verl_patches.platform.cpu.ascend import torch_npu
-from verl_patches.platform.cpu.ascend.ops.checked import builder_op
-from verl_patches.platform.cpu.mindspeed_ops import loader
-from verl_patches.platform.npu_schemas import names, reader
+from verl_patches.platform.cpu.ascend import mindspeed_ops
+from verl_patches.platform.cpu.ascend.checked import builder_op
+from verl_patches.platform.cpu.ascend.packages import torch_npu
+from verl_patches.platform.npu import op_schemas
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "scripts" / "extract_npu_schemas.py"
-BUILDER_OPS = {name: function for ops in loader.OPS.values() for name, function in vars(ops).items()}
+BUILDER_OPS = {name: function for ops in mindspeed_ops.OPS.values() for name, function in vars(ops).items()}
 # overload -> arguments that only it has; Python sees all overloads of a name as one function
 OPTIONAL_OUT = {"npu_apply_adam_w": {""}, "npu_grouped_matmul": {"List"}, "npu_format_cast": {"Tensor"}}
 
@@ -41,15 +41,15 @@ def differences(function, schema):
     return found
 
 
-@pytest.mark.parametrize("name", names.WITH_REFERENCE)
+@pytest.mark.parametrize("name", op_schemas.WITH_REFERENCE)
 def test_signature_equals_the_schema(name):
-    compared = [s for s in reader.read()[name] if s.overload not in OPTIONAL_OUT.get(name, ())]
+    compared = [s for s in op_schemas.read()[name] if s.overload not in OPTIONAL_OUT.get(name, ())]
     assert len(compared) == 1
     assert differences(getattr(torch_npu, name), compared[0]) == []
 
 
 def test_another_name_default_or_kind_would_be_seen():
-    schema = reader.parse("f(Tensor self, int k=1, *, float eps=1e-6) -> Tensor")
+    schema = op_schemas.parse("f(Tensor self, int k=1, *, float eps=1e-6) -> Tensor")
     assert differences(lambda input, k=1, *, eps=1e-6: 0, schema) == []
     for wrong in (lambda x, k=1, *, eps=1e-6: 0, lambda input, k=2, *, eps=1e-6: 0, lambda input, k=1, eps=1e-6: 0,
                   lambda input, k=1.0, *, eps=1e-6: 0, lambda input, k=1, *, eps=1e-6, more=0: 0):
@@ -57,20 +57,20 @@ def test_another_name_default_or_kind_would_be_seen():
 
 
 def test_every_function_of_the_stand_in_has_a_schema_and_the_other_way_round():
-    assert {name for name in vars(torch_npu) if name.startswith("npu_")} == set(names.WITH_REFERENCE)
-    assert set(reader.read()) == set(names.FUNCTIONS)
+    assert {name for name in vars(torch_npu) if name.startswith("npu_")} == set(op_schemas.WITH_REFERENCE)
+    assert set(op_schemas.read()) == set(op_schemas.FUNCTIONS)
 
 
 def test_committed_file_says_where_it_is_from():
-    found = json.loads(reader.FILE.read_text())
-    assert found["version"] == reader.VERSION and found["source"] == reader.WHEEL_FILE
-    assert all(name.startswith(f"torch_npu-{reader.VERSION}-") for name in found["sha256"])
+    found = json.loads(op_schemas.FILE.read_text())
+    assert found["version"] == op_schemas.VERSION and found["source"] == op_schemas.WHEEL_FILE
+    assert all(name.startswith(f"torch_npu-{op_schemas.VERSION}-") for name in found["sha256"])
     assert all(re.fullmatch(r"[0-9a-f]{64}", value) for value in found["sha256"].values())
     assert any("aarch64" in name for name in found["sha256"])  # the machines of the cluster
     assert found["functions"] == sorted(set(found["functions"]))
 
 
-def wheel(folder, functions, file=reader.WHEEL_FILE, machine="any"):
+def wheel(folder, functions, file=op_schemas.WHEEL_FILE, machine="any"):
     path = folder / f"torch_npu-9.9.9-cp310-cp310-{machine}.whl"
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr(file, json.dumps({"custom": [{"func": f} for f in functions]}))  # JSON is YAML
@@ -80,19 +80,19 @@ def wheel(folder, functions, file=reader.WHEEL_FILE, machine="any"):
 def test_extraction_from_a_wheel(tmp_path):
     path = wheel(tmp_path, ["npu_a(Tensor  self) -> Tensor", "npu_a.out(Tensor self, *, Tensor(a!) y) -> Tensor(a!)",
                             "npu_b(int k) -> Tensor"])
-    found = reader.extract([path], ["npu_a"])
+    found = op_schemas.extract([path], ["npu_a"])
     assert found["functions"] == ["npu_a(Tensor self) -> Tensor",
                                   "npu_a.out(Tensor self, *, Tensor(a!) y) -> Tensor(a!)"]
     assert found["version"] == "9.9.9" and found["sha256"] == {path.name: hashlib.sha256(path.read_bytes()).hexdigest()}
     with pytest.raises(ConfigError, match="declares no npu_c"):
-        reader.extract([path], ["npu_a", "npu_c"])
+        op_schemas.extract([path], ["npu_a", "npu_c"])
     with pytest.raises(ConfigError, match="expected a torch_npu wheel"):
-        reader.extract([wheel(tmp_path, [], "other.yaml", "x")], ["npu_a"])
+        op_schemas.extract([wheel(tmp_path, [], "other.yaml", "x")], ["npu_a"])
     with pytest.raises(ConfigError, match="not a wheel"):
-        reader.extract([reader.FILE], ["npu_a"])
+        op_schemas.extract([op_schemas.FILE], ["npu_a"])
     other = wheel(tmp_path, ["npu_a(Tensor x) -> Tensor"], machine="other")
     with pytest.raises(ConfigError, match="wheels differ.*other.whl"):
-        reader.extract([path, other], ["npu_a"])
+        op_schemas.extract([path, other], ["npu_a"])
 
 
 def test_script_compares_and_refuses(tmp_path):
@@ -100,7 +100,7 @@ def test_script_compares_and_refuses(tmp_path):
         return subprocess.run([sys.executable, str(SCRIPT), *map(str, args)], capture_output=True, text=True,
                               timeout=60)
 
-    known = json.loads(reader.FILE.read_text())["functions"]
+    known = json.loads(op_schemas.FILE.read_text())["functions"]
     assert run(wheel(tmp_path, known), "--check").returncode == 0
     done = run(wheel(tmp_path, [line.replace("1e-06", "1e-05") for line in known]), "--check")
     assert done.returncode == 1 and "npu_rms_norm(Tensor self, Tensor gamma, float epsilon=1e-05)" in done.stdout
@@ -108,14 +108,14 @@ def test_script_compares_and_refuses(tmp_path):
 
 
 def test_parser_reads_every_form_and_refuses_the_rest():
-    schema = reader.parse("f.x(Tensor(a!) self, int[2] b=[], str m=\"A, B\", *, Tensor[]? t=None) -> (Tensor, int)")
+    schema = op_schemas.parse("f.x(Tensor(a!) self, int[2] b=[], str m=\"A, B\", *, Tensor[]? t=None) -> (Tensor, int)")
     assert [(a.name, a.kind, a.default, a.keyword_only) for a in schema.arguments] == [
         ("input", "Tensor", inspect.Parameter.empty, False), ("b", "int[2]", [], False), ("m", "str", "A, B", False),
         ("t", "Tensor[]?", None, True)]
     assert (schema.name, schema.overload, schema.returns) == ("f", "x", "(Tensor, int)")
     for bad in ("f(Tensor) -> Tensor", "f Tensor x", "f(Tensor x=) -> Tensor"):
         with pytest.raises(ConfigError):
-            reader.parse(bad)
+            op_schemas.parse(bad)
 
 
 X = torch.zeros(2, 4)
@@ -182,15 +182,15 @@ DEFAULTS = {"pybind11::none()": None, "false": False, "true": True, "0": 0, '"SB
 
 
 @pytest.mark.upstream
-@pytest.mark.parametrize("name", sorted(loader.OPS))
+@pytest.mark.parametrize("name", sorted(mindspeed_ops.OPS))
 def test_builder_ops_equal_their_source(a3_sources, name):
     tree = a3_sources("MindSpeed")[0] / "mindspeed"
     builder = next(f for f in (tree / "op_builder").glob("*.py") if f'OP_NAME = "{name}"' in f.read_text())
     sources = re.findall(r"'(ops/csrc/(?!flop_counter|atb/utils)[\w/]+\.cpp)'", builder.read_text())
     found = declared((tree / sources[0]).read_text())
-    assert set(found) == set(vars(loader.OPS[name]))
+    assert set(found) == set(vars(mindspeed_ops.OPS[name]))
     for function, overloads in found.items():
-        ours = getattr(loader.OPS[name], function)
+        ours = getattr(mindspeed_ops.OPS[name], function)
         parameters = inspect.signature(ours).parameters
         kinds = sorted(tuple(kinds) for _, kinds, _ in overloads)
         assert kinds and sorted(tuple(s.kinds.values()) for s in ours.schemas) == kinds

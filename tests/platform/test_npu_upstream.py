@@ -11,10 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from verl_patches.platform.cpu import ascend
-from verl_patches.platform.cpu.ascend import not_on_our_paths
-from verl_patches.platform.cpu.mindspeed_ops import loader
-from verl_patches.platform.npu_schemas import reader
+from verl_patches.platform.cpu.ascend import mindspeed_ops, missing, packages
+from verl_patches.platform.npu import op_schemas
 
 HERE = Path(__file__).parent
 TREES = {"MindSpeed": "mindspeed", "MindSpeed-LLM": "mindspeed_llm", "Megatron-LM": "megatron", "verl": "verl"}
@@ -42,18 +40,12 @@ def used(a3_sources, npu_names):
 
 def is_there(name):
     """Does a stand-in have it?"""
-    parts = name.split(".")
-    for end in range(len(parts), 0, -1):
-        try:
-            place = importlib.import_module(".".join((ascend.__name__, *parts[:end])))
-        except ModuleNotFoundError:
-            continue
-        for part in parts[end:]:
-            if not hasattr(place, part):
-                return False
-            place = getattr(place, part)
-        return True
-    return False
+    place = packages
+    for part in name.split("."):
+        if not hasattr(place, part):
+            return False
+        place = getattr(place, part)
+    return True
 
 
 def unknown(used):
@@ -62,11 +54,11 @@ def unknown(used):
     for name, places in used.items():
         if is_there(name):
             continue
-        if not_on_our_paths.reason(name) is None:
+        if missing.reason(name) is None:
             found.append(f"{name}: not known, used at {', '.join(sorted(places))}")
         else:
             found += [f"{name}: listed, but used at {place}" for place in sorted(places)
-                      if not place.startswith(not_on_our_paths.users(name))]
+                      if not place.startswith(missing.users(name))]
     return sorted(found)
 
 
@@ -87,8 +79,8 @@ def test_a_new_name_or_a_new_place_would_be_seen():
 
 
 def test_the_list_has_no_name_that_is_not_used(used):
-    reasons = {not_on_our_paths.reason(name) for name in used if not is_there(name)}
-    assert {entry[0] for entry in not_on_our_paths.NAMES.values()} == reasons - {None}
+    reasons = {missing.reason(name) for name in used if not is_there(name)}
+    assert {entry[0] for entry in missing.NAMES.values()} == reasons - {None}
 
 
 def test_reading_finds_every_form(npu_names, tmp_path):
@@ -116,7 +108,7 @@ def test_every_call_fits_the_schema_of_the_pinned_torch_npu(a3_sources, npu_name
 def not_fitting(calls):
     found = []
     for name, place, count, keywords in calls:
-        schemas = reader.read().get(name.rpartition(".")[2], ())
+        schemas = op_schemas.read().get(name.rpartition(".")[2], ())
         if not any(takes(schema.signature, count, keywords) for schema in schemas):
             found.append(f"{place}: {name} with {count} arguments and {keywords}, expected one of {schemas}")
     return found
@@ -135,10 +127,10 @@ def test_every_builder_is_known(a3_sources, npu_names):
     for tree in ("MindSpeed", "MindSpeed-LLM"):
         found.update(npu_names.builders_loaded(a3_sources(tree)[0], TREES[tree]))
     sources = [f.read_text() for f in (a3_sources("MindSpeed")[0] / "mindspeed/op_builder").glob("*.py")]
-    with_reference = {builder for builder in found for text in sources for name in loader.OPS
+    with_reference = {builder for builder in found for text in sources for name in mindspeed_ops.OPS
                       if f"class {builder}(" in text and f'OP_NAME = "{name}"' in text}
-    assert set(found) == with_reference | set(not_on_our_paths.BUILDERS)
-    assert len(with_reference) == len(loader.OPS)
+    assert set(found) == with_reference | set(missing.BUILDERS)
+    assert len(with_reference) == len(mindspeed_ops.OPS)
 
 
 # -- real modules -----------------------------------------------------------------------------------------------------

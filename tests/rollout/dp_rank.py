@@ -35,12 +35,12 @@ def _round(llm, spec: dict, passes: dict[str, int]) -> dict:
     from vllm import LLM
     from vllm.distributed import get_ep_group
 
-    from verl_patches.platform.cpu import vllm_lockstep
+    from verl_patches.platform.cpu import vllm_worker
 
     passes.update(all=0, own=0)
     communicator, run_engine = get_ep_group().device_communicator, LLM._run_engine
     manager = communicator.all2all_manager
-    vllm_lockstep.STALL_S = spec.get("stall_s", 60)
+    vllm_worker.STALL_S = spec.get("stall_s", 60)
     try:
         if spec.get("without") == "exchange":
             communicator.all2all_manager = None

@@ -168,8 +168,9 @@ class RowCheck:
         return short if line is None else f"{short}:{line}"
 
     def _check_module_stub(self) -> None:
-        if fp.source_file(self.spec.provider) is None:
-            self.problems.append(f"our module {self.spec.provider} is not there")
+        module, _ = split(self.spec.provider)
+        if fp.source_file(module) is None:
+            self.problems.append(f"our module {module} is not there")
         self.passed.append("replaces a whole module where that is missing")
 
     # -- the body -----------------------------------------------------------------------------------------------------

@@ -136,14 +136,34 @@ class _WatchedSpec(ModuleSpec):
 
 
 class _ModuleStubs:
-    """Last finder of all: resolves a missing top-level module (and its submodules) to a module of ours."""
+    """Last finder of all: resolves a missing package, and modules inside it, to modules of ours."""
 
     def __init__(self):
         self.providers: dict[str, str] = {}
 
     def find_spec(self, name, path=None, target=None):
         provider = self.providers.get(name)
+        package, _, inner = name.partition(".")
+        if provider is None and inner and package in self.providers:
+            whole = self.providers[package]
+            provider = f"{whole}.{inner}" if ":" in whole else f"{whole}:{inner}"
+            if _module_at(provider, name) is None:
+                return None
         return None if provider is None else importlib.util.spec_from_loader(name, _AliasLoader(provider))
+
+
+def _module_at(provider: str, name: str) -> ModuleType | None:
+    """Our module "m", or the module object at "m:a.b"; None if there is none. HookError: ours cannot be imported."""
+    module, _, path = provider.partition(":")
+    try:
+        found = importlib.import_module(module)
+    except ImportError as error:
+        raise HookError(f"{module}, which stands in for {name}, cannot be imported: {error}") from error
+    for step in filter(None, path.split(".")):
+        found = vars(found).get(step)
+        if not isinstance(found, ModuleType):
+            return None
+    return found
 
 
 _CARRIED_OVER = ("__doc__", "__file__", "__getattr__", "__version__")
@@ -157,12 +177,10 @@ class _AliasLoader:
         return None
 
     def exec_module(self, module):
-        try:
-            provider = importlib.import_module(self.provider)
-        except ImportError as error:
-            raise HookError(f"{self.provider}, which stands in for {module.__name__}, cannot be imported: "
-                            f"{error}") from error
-        shown = {k: v for k, v in vars(provider).items() if not k.startswith("__") or k in _CARRIED_OVER}
+        provided = _module_at(self.provider, module.__name__)
+        if provided is None:
+            raise HookError(f"{self.provider}, which stands in for {module.__name__}, is no module")
+        shown = {k: v for k, v in vars(provided).items() if not k.startswith("__") or k in _CARRIED_OVER}
         vars(module).update({"__version__": "0", **shown, "__path__": []})
 
 
@@ -170,7 +188,10 @@ _STUBS = _ModuleStubs()
 
 
 def add_module_stub(name: str, provider: str) -> None:
-    """Let `import name` find our module `provider` where no real one is installed."""
+    """Let `import name` find our module `provider`, and the modules inside it, where no real one is installed.
+
+    `provider`: "module", or "module:name" of a module object.
+    """
     _STUBS.providers[name] = provider
     if _STUBS not in sys.meta_path:
         sys.meta_path.append(_STUBS)
@@ -179,9 +200,10 @@ def add_module_stub(name: str, provider: str) -> None:
 def remove_module_stub(name: str) -> None:
     """Undo add_module_stub, including an import that it served."""
     _STUBS.providers.pop(name, None)
-    module = sys.modules.get(name)
-    if module is not None and isinstance(getattr(module.__spec__, "loader", None), _AliasLoader):
-        del sys.modules[name]
+    for served, module in list(sys.modules.items()):
+        loader = getattr(getattr(module, "__spec__", None), "loader", None)
+        if (served == name or served.startswith(f"{name}.")) and isinstance(loader, _AliasLoader):
+            del sys.modules[served]
 
 
 def is_installed(name: str) -> bool:

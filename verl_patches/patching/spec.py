@@ -32,7 +32,8 @@ class PatchSpec:
     `kind`: subclass: a class whose methods go over those of the class `target`, by `super()`; override: one of these
     methods, a feature with a switch of its own, which the method itself asks for (`engine.is_on`); wrap:
     provider(original) -> replacement; replace, extend (the name must not exist), stub: the new object;
-    register: () -> {key: object}, set in the mutable mapping `target`; module stub: our module's name.
+    register: () -> {key: object}, set in the mutable mapping `target`; module stub: our module ("module"),
+    or a module object of ours ("module:name"), whose inner modules can be imported too.
     `under` names modules of other libraries whose own wrappers may go over ours: the row stays active while theirs hold
     it. A module stub is for a missing package; where that is installed, it is used and the row is off. A row is for all
     `lines`, `platforms` and `processes` unless it names some. Of two rows on one target the upper one must be a wrap
@@ -113,8 +114,8 @@ def _faults(spec: PatchSpec, by_id: dict[str, PatchSpec]) -> list[str]:
     for place in (spec.target, spec.provider, *(place for place, _, _ in bindings)):
         if not _PLACE.match(place):
             faults.append(f"{place!r} is not of the form module:qualname")
-    if spec.is_module_stub and (spec.kind != "stub" or ":" in spec.provider or spec.bindings):
-        faults.append("a target without ':' is a module: kind must be stub, provider a module of ours, no bindings")
+    if spec.is_module_stub and (spec.kind != "stub" or spec.bindings):
+        faults.append("a target without ':' is a module: kind must be stub, no bindings")
     if not spec.is_module_stub and ":" not in spec.provider:
         faults.append(f"provider {spec.provider!r} must be module:qualname")
     if not spec.why or not spec.exit:

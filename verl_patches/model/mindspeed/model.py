@@ -27,7 +27,7 @@ from verl.models.mcore.registry import SupportedModel
 from verl_patches.errors import ConfigError
 from verl_patches.layout.model_folder import for_training
 from verl_patches.model.mindspeed.compat import keep_router_buffers_fp32, lengths_of
-from verl_patches.platform.npu import guards, ops
+from verl_patches.platform.npu import attention
 
 _RIGHT_DOWN_CAUSAL = 3  # sparse mode of npu_fusion_attention
 
@@ -94,7 +94,7 @@ class CausalMlaAttention(MlaDotProductAttention):
 
     query, key [S, B, N, D] and value [S, B, N, D or less] give [S, B, N * value's D]; with packed_seq_params S is T and
     B is 1. Padding is on the right of each sequence (verl removes it on the left), so that the causal
-    mask is enough and `attention_mask` is not read. Raises ConfigError for a dropout, and what guards.py refuses.
+    mask is enough and `attention_mask` is not read. Raises ConfigError for a dropout, and what fused_attention refuses.
     """
 
     def __init__(self, *args: Any, **kwargs: Any):
@@ -103,7 +103,7 @@ class CausalMlaAttention(MlaDotProductAttention):
             raise ConfigError(f"attention dropout is {self.attention_dropout.p}; the attention here has none: set 0")
 
     def forward(self, query, key, value, attention_mask, attn_mask_type=None, packed_seq_params=None):
-        attend = functools.partial(ops.attention, heads=query.shape[2], mask=_causal_mask(query.device),
+        attend = functools.partial(attention.fused_attention, heads=query.shape[2], mask=_causal_mask(query.device),
                                    scale=self.softmax_scale, sparse_mode=_RIGHT_DOWN_CAUSAL)  # fmt: skip
         if packed_seq_params is None:
             return attend(*(x.flatten(2) for x in (query, key, value)), layout="SBH")
@@ -114,4 +114,4 @@ class CausalMlaAttention(MlaDotProductAttention):
 
 @functools.lru_cache(maxsize=1)
 def _causal_mask(device: torch.device) -> torch.Tensor:
-    return torch.ones(guards.MASK_SIDE, guards.MASK_SIDE, dtype=torch.bool, device=device).triu(1)
+    return torch.ones(attention.MASK_SIDE, attention.MASK_SIDE, dtype=torch.bool, device=device).triu(1)

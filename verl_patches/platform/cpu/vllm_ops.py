@@ -1,9 +1,12 @@
-"""Plain-torch versions of the few compiled kernels that vLLM 0.9.1 has no Python version of.
+"""Plain-torch versions of the few compiled kernels that vLLM 0.9.1 has no Python version of, and of its routed experts.
 
 Deviations from a kernel library: no blocking, no vector code; everything is computed in fp32 and rounded once at the
-end. vLLM's own Python versions (`CustomOp.forward_native`) are used wherever they exist: see `vllm_platform`.
+end. vLLM's own Python versions (`CustomOp.forward_native`) are used wherever they exist: see `vllm_platform`. Experts
+on CPU go through intel_extension_for_pytorch upstream, which takes no expert map and so cannot do expert parallelism;
+here vLLM's own `FusedMoE.select_experts` routes and `fused_experts` computes.
 
-Shape letters: T tokens, B sequences, N heads, L kv_lora_rank, R rope width, D head width.
+Shape letters: T tokens, B sequences, N heads, L kv_lora_rank, R rope width, D head width, H hidden, F expert
+intermediate, e local experts, K experts a token.
 """
 
 from __future__ import annotations
@@ -98,3 +101,53 @@ def varlen_attention(
         q, k, v = (x.transpose(0, 1)[None].float() for x in (query[here], key[there], value[there]))
         found = F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, scale=softmax_scale)
         out[here] = found[0].transpose(0, 1).to(out.dtype)
+
+
+def fused_experts(
+    hidden_states: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    inplace: bool = False,
+    activation: str = "silu",
+    apply_router_weight_on_input: bool = False,
+    use_fp8_w8a8: bool = False,
+    use_int8_w8a8: bool = False,
+    use_int8_w8a16: bool = False,
+    use_int4_w4a16: bool = False,
+    per_channel_quant: bool = False,
+    global_num_experts: int = -1,
+    expert_map: torch.Tensor | None = None,
+    w1_scale: torch.Tensor | None = None,
+    w2_scale: torch.Tensor | None = None,
+    w1_zp: torch.Tensor | None = None,
+    w2_zp: torch.Tensor | None = None,
+    a1_scale: torch.Tensor | None = None,
+    a2_scale: torch.Tensor | None = None,
+    block_shape: list[int] | None = None,
+    allow_deep_gemm: bool = False,
+) -> torch.Tensor:
+    """Sum over each token's chosen experts of weight * down(silu(gate(x)) * up(x)); experts of other ranks add nothing.
+
+    hidden_states [T, H]; w1 [e, 2F, H], gate above up; w2 [e, H, F]; topk_weights, topk_ids [T, K]; expert_map
+    [global_num_experts] gives the local index or -1. Returns [T, H] in hidden_states' dtype, summed in fp32; `inplace`
+    and `allow_deep_gemm` are hints that are not taken. Follows vLLM's Triton `fused_experts`. Raises
+    NotImplementedError for other activations and quantised experts.
+    """
+    if activation != "silu" or apply_router_weight_on_input:
+        raise NotImplementedError(f"experts on CPU: only silu, weights on the output; found activation {activation!r}")
+    if use_fp8_w8a8 or use_int8_w8a8 or use_int8_w8a16 or use_int4_w4a16:
+        raise NotImplementedError("experts on CPU: only weights that are not quantised")
+    ids = topk_ids.long() if expert_map is None else expert_map[topk_ids.long()].long()
+    out = torch.zeros(hidden_states.shape, dtype=torch.float32)
+    for expert in ids[ids >= 0].unique().tolist():
+        token, choice = torch.where(ids == expert)
+        gate, up = F.linear(hidden_states[token], w1[expert]).chunk(2, dim=-1)
+        down = F.linear(F.silu(gate) * up, w2[expert])
+        out.index_add_(0, token, down.float() * topk_weights[token, choice, None].float())
+    return out.to(hidden_states.dtype)
+
+
+def keep_expert_weights(self: object, layer: torch.nn.Module) -> None:
+    """UnquantizedFusedMoEMethod.process_weights_after_loading that packs nothing for ipex: weights stay as loaded."""

@@ -2,6 +2,7 @@
 
 vLLM 0.9.1's own CpuPlatform is kept and subclassed. It is installed through `vllm.platforms.builtin_platform_plugins`,
 the registry in which vLLM looks for platforms, so that worker class, communicator and config checks all follow from it.
+The worker is in a module of its own: importing vLLM's workers asks for the platform.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ class RolloutCpuPlatform(CpuPlatform):
     @classmethod
     def get_device_communicator_cls(cls) -> str:
         """CpuCommunicator plus the exchange of tokens between data-parallel ranks that share experts."""
-        return f"{_HERE}.vllm_communicator.RolloutCpuCommunicator"
+        return f"{_HERE}.vllm_worker.RolloutCpuCommunicator"
 
     @classmethod
     def check_and_update_config(cls, vllm_config) -> None:

@@ -1,4 +1,1 @@
-"""The ops of an NPU as this project calls them: thin, checked, differentiable. torch_npu is imported on first use.
-
-Which torch_npu it is does not matter here: the image's on a device, the plain-torch references on platform cpu.
-"""
+"""What is particular to NPUs: the fused attention op, op schemas, the network interface, the visible die."""

@@ -1,3 +1,3 @@
 """torchair.ge."""
 
-from verl_patches.platform.cpu.ascend.torchair.ge import DataType, Tensor, TensorSpec, __getattr__  # noqa: F401
+from verl_patches.platform.cpu.ascend.packages import DataType, Tensor, TensorSpec  # noqa: F401

@@ -1,6 +1,6 @@
-"""What `import torch_npu`, `apex`, `acl` and `torchair` give on platform cpu, line a3: the folders mirror their names.
+"""Line a3 on platform cpu: stand-ins for torch_npu and its kin (packages.py) and for MindSpeed's op builders.
 
-Only names that MindSpeed, MindSpeed-LLM and verl really use are there; any other is an AttributeError that says where
-to add it, or why it is left out (not_on_our_paths.py). `ops/` holds the reference of each op. On platform npu nothing
-of this is installed.
+attention.py, elementwise.py and experts.py hold the reference of each op in plain torch, with the names, kinds and
+defaults of the real one, and its refusals. They compute in fp32 at least and round once, where kernels keep bf16 in
+places: close, not bit-equal. What a device leaves undefined is refused, or defined in the docstring.
 """

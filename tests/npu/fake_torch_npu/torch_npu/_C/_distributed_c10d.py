@@ -1,5 +1,5 @@
 """torch_npu._C._distributed_c10d."""
 
-from verl_patches.platform.cpu.ascend.torch_npu._C import _distributed_c10d
+from verl_patches.platform.cpu.ascend.packages import torch_npu
 
-ProcessGroupHCCL = _distributed_c10d.ProcessGroupHCCL
+ProcessGroupHCCL = torch_npu._C._distributed_c10d.ProcessGroupHCCL

@@ -3,8 +3,8 @@
 from types import SimpleNamespace
 
 from torch_npu.npu import memory, streams  # noqa: F401
-from verl_patches.platform.cpu.ascend.torch_npu.npu import *  # noqa: F403
-from verl_patches.platform.cpu.ascend.torch_npu.npu import __getattr__, _lazy_call  # noqa: F401
+from verl_patches.platform.cpu.ascend.npu import *  # noqa: F403
+from verl_patches.platform.cpu.ascend.npu import __getattr__, _lazy_call  # noqa: F401
 
 config = SimpleNamespace(allow_internal_format=False)
 

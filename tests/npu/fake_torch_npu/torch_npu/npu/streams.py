@@ -1,3 +1,3 @@
 """torch_npu.npu.streams."""
 
-from verl_patches.platform.cpu.ascend.streams import Event, Stream  # noqa: F401
+from verl_patches.platform.cpu.torch_on_cpu import Event, Stream  # noqa: F401

@@ -1,3 +1,3 @@
 """torch_npu.profiler.profiler."""
 
-from verl_patches.platform.cpu.ascend.torch_npu.profiler.profiler import analyse  # noqa: F401
+from verl_patches.platform.cpu.ascend.packages import analyse  # noqa: F401

@@ -1,3 +1,3 @@
 """torch_npu.utils.collect_env."""
 
-from verl_patches.platform.cpu.ascend.torch_npu.utils.collect_env import get_cann_version  # noqa: F401
+from verl_patches.platform.cpu.ascend.packages import get_cann_version  # noqa: F401

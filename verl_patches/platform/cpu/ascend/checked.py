@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from verl_patches.platform.npu_schemas import reader
+from verl_patches.platform.npu import op_schemas
 
 _KINDS: dict[str, Callable[[Any], bool]] = {
     "Tensor": lambda x: isinstance(x, torch.Tensor),
@@ -35,15 +35,15 @@ def is_of_kind(value: Any, kind: str) -> bool:
 
 def torch_npu_op(function: Callable) -> Callable:
     """Decorator of a reference: check calls against the schema of the torch_npu function of the same name."""
-    return _checked(function, reader.read()[function.__name__])
+    return _checked(function, op_schemas.read()[function.__name__])
 
 
 def builder_op(*schemas: str) -> Callable[[Callable], Callable]:
     """The same for a function of a MindSpeed op builder, whose overloads are written here after its C++ source."""
-    return lambda function: _checked(function, tuple(map(reader.parse, schemas)))
+    return lambda function: _checked(function, tuple(map(op_schemas.parse, schemas)))
 
 
-def _checked(function: Callable, schemas: tuple[reader.Schema, ...]) -> Callable:
+def _checked(function: Callable, schemas: tuple[op_schemas.Schema, ...]) -> Callable:
     signature = inspect.signature(function)
     kinds: dict[str, tuple[str, ...]] = {
         name: tuple(dict.fromkeys(s.kinds[name] for s in schemas if name in s.kinds)) for name in signature.parameters

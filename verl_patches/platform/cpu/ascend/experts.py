@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import torch
 
-from verl_patches.platform.cpu.ascend.ops.checked import demand, torch_npu_op, wide
+from verl_patches.platform.cpu.ascend.checked import demand, torch_npu_op, wide
 
 
 @torch_npu_op

@@ -2,8 +2,9 @@
 
 A wheel declares its functions in one yaml (`WHEEL_FILE`), section `custom`, one line each:
 `npu_rms_norm(Tensor self, Tensor gamma, float epsilon=1e-06) -> (Tensor, Tensor)`. In Python `self` is called `input`.
-The committed file holds those lines for the functions that are called on our paths, with the wheels' version and
-hashes.
+The committed file holds those lines for all functions that MindSpeed, MindSpeed-LLM and vllm-ascend call at the pins,
+with the wheels' version and hashes. ATB's functions (torch_npu._npu_flash_attention and the like) are declared
+elsewhere than in the wheel's yaml.
 """
 
 from __future__ import annotations
@@ -21,6 +22,50 @@ from pathlib import Path
 from typing import Any
 
 from verl_patches.errors import ConfigError
+
+WITH_REFERENCE = (
+    "npu_apply_adam_w",
+    "npu_confusion_transpose",
+    "npu_dtype_cast",
+    "npu_format_cast",
+    "npu_fusion_attention",
+    "npu_fusion_attention_grad",
+    "npu_grouped_matmul",
+    "npu_moe_gating_top_k",
+    "npu_moe_gating_top_k_softmax",
+    "npu_moe_token_permute",
+    "npu_moe_token_unpermute",
+    "npu_rms_norm",
+    "npu_rotary_mul",
+    "npu_scaled_masked_softmax",
+    "npu_swiglu",
+    "npu_swiglu_backward",
+)
+# called by vllm-ascend, which runs on devices only, or by what is listed in platform/cpu/ascend/missing.py
+WITHOUT_REFERENCE = (
+    "npu_add_rms_norm",
+    "npu_all_gather_base_mm",
+    "npu_convert_weight_to_int4pack",
+    "npu_dequant_swiglu_quant",
+    "npu_dynamic_quant",
+    "npu_fast_gelu",
+    "npu_fused_infer_attention_score",
+    "npu_incre_flash_attention",
+    "npu_interleave_rope",
+    "npu_kv_rmsnorm_rope_cache",
+    "npu_mm_reduce_scatter_base",
+    "npu_moe_compute_expert_tokens",
+    "npu_moe_distribute_combine",
+    "npu_moe_distribute_dispatch",
+    "npu_moe_finalize_routing",
+    "npu_moe_init_routing",
+    "npu_prompt_flash_attention",
+    "npu_quant_matmul",
+    "npu_quantize",
+    "npu_weight_quant_batchmatmul",
+)
+FUNCTIONS = tuple(sorted((*WITH_REFERENCE, *WITHOUT_REFERENCE)))
+
 
 VERSION = "2.5.1.post1"
 FILE = Path(__file__).with_name(f"torch_npu-{VERSION}.json")

@@ -1,7 +1,4 @@
-"""Stands for `torch_npu.npu`, which is `torch.npu` too: the device, answered by the CPU as torch.cuda is here.
-
-What torch.cuda's rows answer already is taken from there, so that both say the same.
-"""
+"""Stands for `torch_npu.npu`, which is `torch.npu` too: the device, answered by the CPU as torch.cuda is here."""
 
 from __future__ import annotations
 
@@ -10,10 +7,11 @@ from typing import Any
 
 import torch
 
-from verl_patches.platform.cpu import torch_cuda
+from verl_patches.platform.cpu import torch_on_cpu
 from verl_patches.platform.cpu.ascend.missing import refuse_unknown
-from verl_patches.platform.cpu.ascend.streams import Event, Stream
-from verl_patches.platform.cpu.torch_cuda import (
+from verl_patches.platform.cpu.torch_on_cpu import (
+    Event,
+    Stream,
     current_device,
     device_count,
     get_device_properties,
@@ -34,17 +32,15 @@ __all__ = [
     "memory_reserved", "reset_max_memory_allocated", "set_compile_mode", "set_device", "set_rng_state", "stream",
     "synchronize",
 ]  # fmt: skip
-__getattr__ = refuse_unknown(__name__)
+__getattr__ = refuse_unknown("torch_npu.npu", "npu.py")
 
 FloatTensor = torch.FloatTensor
-
-
 _STREAM = Stream()
 
 
 def current_stream(device: Any = None) -> Stream:
     """The one that `stream` entered, or the default one."""
-    entered = torch_cuda.current_stream()
+    entered = torch_on_cpu.current_stream()
     return entered if isinstance(entered, Stream) else _STREAM
 
 

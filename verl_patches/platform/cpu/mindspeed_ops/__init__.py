@@ -1,1 +1,0 @@
-"""What MindSpeed's op builders give on platform cpu instead of the C++ that they compile: see loader.py."""

@@ -1,0 +1,266 @@
+"""torch's names for a device ("cuda", "npu", NCCL), answered by the CPU and gloo.
+
+Upstream never asks which device it is on. Where torch has a CPU counterpart (torch.cpu.stream, torch.default_generator)
+that is used. This module may be imported while torch is half built, so it looks at torch only inside functions.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+
+def _is_accelerator(device: Any) -> bool:
+    """True for "cuda", "cuda:1", torch.device("cuda"), "npu", "npu:0"."""
+    return isinstance(device, (str, torch.device)) and str(device).split(":")[0] in ("cuda", "npu")
+
+
+# -- torch.cuda --------------------------------------------------------------------------------------------------------
+
+
+def is_available() -> bool:
+    """One device, as far as verl asks."""
+    return True
+
+
+def device_count() -> int:
+    """One: each process has its own."""
+    return 1
+
+
+def current_device() -> torch.device:
+    """The CPU: whatever is made "on the current device" is then made there."""
+    return torch.device("cpu")
+
+
+# One function a symbol: torch._dynamo keys its rules by the object that it finds at each torch name.
+def set_device(device: Any) -> None:
+    """There is only one."""
+
+
+def synchronize(device: Any = None) -> None:
+    """All work is done when a call returns."""
+
+
+def skip_health_check(optimizer: Any) -> None:
+    """No driver to ask."""
+
+
+def get_device_properties(device: Any = None) -> SimpleNamespace:
+    """What verl and vLLM read of a device; its name is in no table of peak FLOPS."""
+    return SimpleNamespace(
+        name="cpu", total_memory=mem_get_info()[1], major=0, minor=0, multi_processor_count=1, gcnArchName=""
+    )
+
+
+def mem_get_info(device: Any = None) -> tuple[int, int]:
+    """(available, total) bytes of this machine's memory."""
+    import psutil
+
+    memory = psutil.virtual_memory()
+    return memory.available, memory.total
+
+
+def current_stream(device: Any = None):
+    """torch.cpu's."""
+    return torch.cpu.current_stream()
+
+
+def stream(stream: Any):
+    """torch.cpu's context manager."""
+    return torch.cpu.stream(stream)
+
+
+def get_rng_state(device: Any = "cuda") -> torch.Tensor:
+    """State of the generator that random functions really use here: the CPU's."""
+    return torch.get_rng_state()
+
+
+def set_rng_state(new_state: torch.Tensor, device: Any = "cuda") -> None:
+    """Set the CPU generator's state."""
+    torch.set_rng_state(new_state)
+
+
+def manual_seed(seed: int) -> None:
+    """Seed the CPU generator."""
+    torch.default_generator.manual_seed(int(seed))
+
+
+class Event:
+    """torch.cuda.Event: a point in a stream; all work before it is done when it is recorded."""
+
+    def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False):
+        self._at_s: float | None = None
+
+    def record(self, stream: Any = None) -> None:
+        """Note the time."""
+        self._at_s = time.perf_counter()
+
+    def wait(self, stream: Any = None) -> None:
+        """Nothing to wait for."""
+
+    def query(self) -> bool:
+        """All work is done."""
+        return True
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
+    def elapsed_time(self, end_event: Event) -> float:
+        """Milliseconds from this event to another; RuntimeError where one was not recorded."""
+        if self._at_s is None or end_event._at_s is None:
+            raise RuntimeError("Event.elapsed_time: both events must have been recorded")
+        return (end_event._at_s - self._at_s) * 1000
+
+
+class Stream:
+    """torch.cuda.Stream: a queue whose work is done when a call returns, so nothing waits."""
+
+    def __init__(self, device: Any = None, priority: int = 0, **kwargs):
+        pass
+
+    def wait_stream(self, stream: Any) -> None:
+        """Nothing to wait for."""
+
+    def wait_event(self, event: Any) -> None:
+        """Nothing to wait for."""
+
+    def record_event(self, event: Event | None = None) -> Event:
+        """An event that is over."""
+        event = event or Event()
+        event.record(self)
+        return event
+
+    def query(self) -> bool:
+        """All work is done."""
+        return True
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
+
+# -- tensors -----------------------------------------------------------------------------------------------------------
+
+
+def on_cpu(factory):
+    """Wrap a tensor factory: device "cuda" or "npu" means the CPU, and no memory is pinned (no device copies it)."""
+
+    @functools.wraps(factory)
+    def make(*args, **kwargs):
+        kwargs.pop("pin_memory", None)
+        if _is_accelerator(kwargs.get("device")):
+            kwargs["device"] = "cpu"
+        return factory(*args, **kwargs)
+
+    return make
+
+
+def stay_on_cpu(self, *args, **kwargs):
+    """Tensor.cuda, Tensor.npu, TensorDict.cuda: it is there already."""
+    return self
+
+
+def to_on_cpu(original):
+    """Wrap Tensor.to and DataProto.to: "cuda" and "npu" mean the CPU."""
+
+    @functools.wraps(original)
+    def to(self, *args, **kwargs):
+        if args and _is_accelerator(args[0]):
+            args = ("cpu", *args[1:])
+        if _is_accelerator(kwargs.get("device")):
+            kwargs["device"] = "cpu"
+        return original(self, *args, **kwargs)
+
+    return to
+
+
+def pin_memory(self, *args, **kwargs):
+    """A copy, as on a GPU: verl's offload frees the original's storage after it."""
+    return self.clone()
+
+
+def type_on_cuda(original):
+    """Wrap Tensor.type: a CPU tensor calls itself torch.cuda.FloatTensor when asked, and still converts when told."""
+
+    @functools.wraps(original)
+    def type(self, *args, **kwargs):
+        found = original(self, *args, **kwargs)
+        return found.replace("torch.", "torch.cuda.", 1) if isinstance(found, str) else found
+
+    return type
+
+
+def type_wrapper_on_cuda(type_wrapper):
+    """Wrap MindSpeed's `type_wrapper`, which it puts over Tensor.type to turn "npu" in a type's name into "cuda"."""
+
+    @functools.wraps(type_wrapper)
+    def wrap(fn):
+        return type_wrapper(type_on_cuda(fn))
+
+    return wrap
+
+
+def histc_of_integers(original):
+    """Wrap torch.histc: integers are counted too, as on a device."""
+
+    @functools.wraps(original)
+    def histc(input, *args, **kwargs):
+        if input.is_floating_point():
+            return original(input, *args, **kwargs)
+        return original(input.double(), *args, **kwargs).to(input.dtype)
+
+    return histc
+
+
+# -- the rest of torch -------------------------------------------------------------------------------------------------
+
+
+def init_process_group_with_gloo(original):
+    """Wrap init_process_group: gloo for NCCL, no device id."""
+
+    @functools.wraps(original)
+    def init_process_group(backend=None, *args, **kwargs):
+        kwargs.pop("device_id", None)
+        return original("gloo" if backend and "nccl" in backend else backend, *args, **kwargs)
+
+    return init_process_group
+
+
+def init_device_mesh_on_cpu(original):
+    """Wrap init_device_mesh: a mesh of cuda devices is one of CPUs."""
+
+    @functools.wraps(original)
+    def init_device_mesh(device_type, *args, **kwargs):
+        return original("cpu" if _is_accelerator(device_type) else device_type, *args, **kwargs)
+
+    return init_device_mesh
+
+
+def script_nothing(obj: Any, optimize: Any = None, _frames_up: int = 0, _rcb: Any = None,
+                   example_inputs: Any = None) -> Any:  # fmt: skip
+    """torch.jit.script, which gives back what it is given."""
+    return obj
+
+
+def implement_on_cpu(original):
+    """Wrap torch.library.Library.impl: what MindSpeed implements for the NPU is for the CPU here.
+
+    The NPU's dispatch key is PrivateUse1 (mindspeed/ops/gmm.py:153).
+    """
+
+    def impl(self, op_name, fn, dispatch_key="", **kwargs):
+        if self.ns == "mindspeed" and dispatch_key == "PrivateUse1":
+            dispatch_key = "CPU"
+        return original(self, op_name, fn, dispatch_key, **kwargs)
+
+    return impl
+
+
+def reduce_to_name(self: Any, protocol: int | None = None) -> tuple:
+    """ConfigModule.__reduce_ex__: pickle torch's configuration modules by name, as ordinary modules are."""
+    return importlib.import_module, (self.__name__,)
