@@ -77,7 +77,7 @@ def test_every_body_is_the_reviewed_one():
 
 
 def test_every_signature_fits_and_all_bindings_are_listed():
-    """As `check --installed` says it, no signature left unchecked; negative controls: tests/test_contract_cli.py."""
+    """As `check --installed` says it, no signature left unchecked; negative controls: tests/cli/test_contract.py."""
     report = check(ROWS, "pypi", Sources(installed_roots("pypi")))
     assert [f for f in report.findings if f.state == "problem" or "not checked" in f.found] == []
 

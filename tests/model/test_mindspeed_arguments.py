@@ -7,7 +7,7 @@ import json
 import pytest
 
 from verl_patches.errors import ConfigError
-from verl_patches.model.mindspeed.arguments import NO_MATTER, ONLY, SIZES, arguments_of, model_settings
+from verl_patches.model.mindspeed.arguments import IGNORED, ONLY, SIZES, arguments_of, model_settings
 from verl_patches.model.tiny import CONFIG_FILE
 
 HF = json.loads(CONFIG_FILE.read_text())
@@ -18,13 +18,13 @@ def _value(words: list[str], argument: str) -> str:
 
 
 def test_every_key_is_in_one_table():
-    keys = [*SIZES, *(key for key, _, _ in ONLY), *NO_MATTER, "num_key_value_heads", "rope_scaling"]
+    keys = [*SIZES, *(key for key, _, _ in ONLY), *IGNORED, "num_key_value_heads", "rope_scaling"]
     assert len(keys) == len(set(keys)) and set(HF) <= set(keys)
 
 
 def test_no_matter_gives_no_argument():
-    plain = arguments_of(model_settings({key: value for key, value in HF.items() if key not in NO_MATTER}))
-    assert plain == arguments_of(model_settings({**HF, **dict.fromkeys(NO_MATTER, "anything")}))
+    plain = arguments_of(model_settings({key: value for key, value in HF.items() if key not in IGNORED}))
+    assert plain == arguments_of(model_settings({**HF, **dict.fromkeys(IGNORED, "anything")}))
 
 
 def test_transformers_knows_no_further_key():
@@ -32,7 +32,7 @@ def test_transformers_knows_no_further_key():
     from transformers import DeepseekV3Config, PretrainedConfig
 
     own = set(DeepseekV3Config().to_dict()) - set(PretrainedConfig().to_dict())
-    known = {*SIZES, *(key for key, _, _ in ONLY), *NO_MATTER, "num_key_value_heads", "rope_scaling"}
+    known = {*SIZES, *(key for key, _, _ in ONLY), *IGNORED, "num_key_value_heads", "rope_scaling"}
     assert own <= known and len(own) > 30
 
 

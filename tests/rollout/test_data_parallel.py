@@ -8,7 +8,7 @@ import pytest
 
 from verl_patches.errors import ConfigError
 from verl_patches.layout.parallel import rollout_layout
-from verl_patches.rollout.engine import dp_place
+from verl_patches.rollout.engine import dp_rank_of
 
 EP_ALL = {"enable_expert_parallel": True, "data_parallel_size": 2}
 
@@ -18,17 +18,17 @@ def test_every_rank_finds_its_group():
         layout = rollout_layout(instances, dp, tp)
         for group in layout.groups("instance-dp"):
             for position, rank in enumerate(group):
-                assert dp_place(rank, layout.world_size, dp, tp) == (position, group[0])
+                assert dp_rank_of(rank, layout.world_size, dp, tp) == (position, group[0])
 
 
 def test_mission_layouts_have_one_leader_a_group():
-    leaders = {dp_place(rank, 256, 64, 2)[1] for rank in range(256)}  # true weights: 2 instances x DP64 TP2
+    leaders = {dp_rank_of(rank, 256, 64, 2)[1] for rank in range(256)}  # true weights: 2 instances x DP64 TP2
     assert leaders == {0, 1, 128, 129}
 
 
 def test_uneven_world_is_refused():
     with pytest.raises(ConfigError, match="data_parallel_size 4 x 2"):
-        dp_place(0, 12, 4, 2)
+        dp_rank_of(0, 12, 4, 2)
 
 
 @pytest.fixture(scope="module")

@@ -8,27 +8,24 @@ import pytest
 import torch
 from transformers import PretrainedConfig
 
-from verl_patches.rollout.engine import absorb_mla_again, llm_arguments, route_in_fp32
+from verl_patches.rollout.engine import engine_arguments, refresh_absorbed_mla, route_in_fp32
 
 
 def test_image_arguments_go_only_without_a_limit():
     """Row rollout.llm_arguments; with a real LLM: tests/platform/test_cpu_vllm.py."""
-    seen = []
-    init = llm_arguments(lambda self, **kwargs: seen.append(kwargs))
-    init(None, model="m", quantization="ascend", limit_mm_per_prompt=None, disable_mm_preprocessor_cache=True)
-    init(None, model="m", quantization="ascend", limit_mm_per_prompt={"image": 1}, disable_mm_preprocessor_cache=True)
-    plain, kept = {"model": "m", "quantization": "ascend"}, {"limit_mm_per_prompt": {"image": 1}}
-    assert seen == [plain, {**plain, **kept, "disable_mm_preprocessor_cache": True}]
+    plain = {"model": "m", "quantization": "ascend"}
+    of_text = {**plain, "limit_mm_per_prompt": None, "disable_mm_preprocessor_cache": True}
+    of_images = {**of_text, "limit_mm_per_prompt": {"image": 1}}
+    assert engine_arguments(of_text) == plain and engine_arguments(of_images) == of_images
 
 
 @pytest.mark.parametrize("asked", [None, {"n_group": 1}, lambda found: found.update({"n_group": 1}) or found])
 @pytest.mark.parametrize("model_type", ["deepseek_v3", "other"])
 def test_the_model_view_comes_before_the_callers_own_overrides(asked, model_type):
-    seen = []
-    llm_arguments(lambda self, **kwargs: seen.append(kwargs))(None, model="m", hf_overrides=asked)
+    view = engine_arguments({"model": "m", "hf_overrides": asked})["hf_overrides"]
     found = PretrainedConfig(quantization_config={"quant_method": "fp8"}, n_group=4)
     found.model_type = model_type
-    found = seen[0]["hf_overrides"](found)
+    found = view(found)
     assert hasattr(found, "quantization_config") == (model_type == "other")
     assert found.n_group == (4 if asked is None else 1)
 
@@ -88,7 +85,7 @@ def _derived(attention: Absorbing) -> dict[str, torch.Tensor]:
 def test_absorbed_projections_follow_new_weights_at_their_old_addresses(copies):
     """Row rollout.absorb_mla_again; in a real engine, with a control: tests/loop/test_a3_smoke.py."""
     model, load_weights, attention = _decoder(copies)
-    load = absorb_mla_again(load_weights)
+    load = refresh_absorbed_mla(load_weights)
     assert load(model, 0) == {"kv_b_proj"}
     assert vars(attention.impl) == {}  # the first load: vLLM derives them when it has all weights
     attention.process_weights_after_loading(torch.float32)

@@ -1,6 +1,7 @@
 """Tensors that stay on the workers: what the trainer sends and gets instead, and which configurations are refused."""
 
 import copy
+import functools
 import re
 from types import SimpleNamespace
 
@@ -223,11 +224,12 @@ def test_a_sample_without_tokens_is_not_taken_for_a_scalar():
     """Also not on the worker, where there are as many values as samples."""
     values, per_token = tensor_cache._smallest(Ragged(torch.tensor([1.0, 2.0]), (0, 2)))
     assert (values.tolist(), per_token) == ([1.0, 2.0], True)
-    here = SimpleNamespace(told={"responses": np.array([0, 2])}, samples=(1, 0))
+    here = SimpleNamespace(payload={"responses": np.array([0, 2])}, samples=(1, 0))
+    advantages = functools.partial(tensor_cache_stages.CachedBatch._advantages, here)
     mask = mask_of([2, 0], 2)
     told = {"advantages": values.numpy(), "per_token": per_token}
-    assert tensor_cache_stages._advantages(here, told, mask).tolist() == [[1.0, 2.0], [0.0, 0.0]]
-    assert tensor_cache_stages._advantages(here, {**told, "per_token": False}, mask).tolist() == [[2.0, 2.0], [0.0, 0.0]]
+    assert advantages(told, mask).tolist() == [[1.0, 2.0], [0.0, 0.0]]
+    assert advantages({**told, "per_token": False}, mask).tolist() == [[2.0, 2.0], [0.0, 0.0]]
 
 
 def prompts(ids=(1, 2), **non_tensors):

@@ -9,7 +9,6 @@ from torch.overrides import TorchFunctionMode
 from verl import DataProto
 
 from verl_patches.tensor_cache.batch_plan import plan_batch
-from verl_patches.tensor_cache.cache import TensorCache
 from verl_patches.tensor_cache.exchange import Ragged
 from verl_patches.worker import tensor_cache_stages
 from verl_patches.worker.tensor_cache_stages import taken
@@ -75,8 +74,9 @@ def here(monkeypatch):
     monkeypatch.setattr(tensor_cache_stages, "is_metrics_rank", lambda: True)
     tokens = tuple(map(sum, zip(PROMPTS, RESPONSES, strict=True)))
     plan = plan_batch([range(4)], [0], tokens, mini_batch_size=4, micro_batch_size=1)
-    told = {"widths": WIDTHS, "pad": 0, "balance": True, "responses": np.array(RESPONSES)}
-    found = tensor_cache_stages._Process(TensorCache(), plan=plan, told=told, tokens=tokens)
+    payload = {"widths": WIDTHS, "pad": 0, "balance": True, "responses": np.array(RESPONSES)}
+    found = tensor_cache_stages.CachedBatch("cpu", None)
+    found.plan, found.payload, found.tokens = plan, payload, tokens
     found.cache.open(1)
     for name, lengths in (("prompts", PROMPTS), ("responses", RESPONSES)):
         each = [lengths[s] for s in found.samples]
@@ -86,7 +86,7 @@ def here(monkeypatch):
 
 def run(here, stage, worker, send_back):
     with HostCopies() as copies:
-        answer = tensor_cache_stages._STAGES[stage](worker, here, 1, {"send_back": send_back})
+        answer = here.run(worker, stage, 1, {"send_back": send_back})
     return answer, copies.most
 
 
@@ -114,7 +114,7 @@ def test_what_is_asked_for_comes_once_without_padding(here, stage, name):
 
 @pytest.mark.parametrize(("worker", "expected"), [(Worker, 4 * WIDTHS[1]), (WorkerOfA3, 4 * sum(WIDTHS))])
 def test_verls_own_copies_would_be_counted(here, worker, expected):
-    data, _ = tensor_cache_stages._inputs(here, 1)
+    data, _ = here._inputs(1)
     with HostCopies() as copies:
         worker().compute_log_prob(data)
     assert copies.most == expected

@@ -1,7 +1,8 @@
 """A small upstream repository and a folder for its clones."""
 
 import pytest
-from tests.cluster.small_upstream import Upstream
+
+from tests.upstream.small_upstream import Upstream
 
 
 @pytest.fixture

@@ -4,8 +4,8 @@ import socket
 import threading
 
 import pytest
-from tests.cluster.small_upstream import NOWHERE, WORKER, WORKER_TEXT, commit, git, line_of, no_rows, run
 
+from tests.upstream.small_upstream import NOWHERE, WORKER, WORKER_TEXT, commit, git, line_of, no_rows, run
 from verl_patches.cli import contract
 from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.patching.contract import PACKAGES

@@ -5,8 +5,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from tests.cluster.small_upstream import WORKER, WORKER_TEXT, commit, git, install
 
+from tests.upstream.small_upstream import WORKER, WORKER_TEXT, commit, git, install
 from verl_patches.config.compose import compose
 from verl_patches.errors import ConfigError
 from verl_patches.patching.install_prelude import LINE

@@ -126,10 +126,10 @@ def test_planned_keys_pass_the_checks_and_stop_a_start():
     shown = [c for c in check_config(config) if c.name == "line pypi"]
     assert [c.ok for c in shown] == [True] and all("a start is refused" in c.detail for c in shown)
     with pytest.raises(ConfigError, match="cannot act on recipe.train.layers_per_stage"):
-        run.refuse_without_effect(config)
+        run._refuse_without_effect(config)
     there = compose(LARGE)
     assert there.recipe.line == "a3" and refused_keys(there) == []
-    run.refuse_without_effect(there)
+    run._refuse_without_effect(there)
 
 
 def test_every_key_of_recipe_train_is_refused_or_read_on_line_pypi():

@@ -4,9 +4,9 @@ import json
 
 import pytest
 import typer
-from tests.cluster.small_upstream import commit, git, install
 from typer.testing import CliRunner
 
+from tests.upstream.small_upstream import commit, git, install
 from verl_patches.cli import upstream
 from verl_patches.errors import ConfigError
 from verl_patches.upstream.checkouts import Trees

@@ -96,7 +96,7 @@ def install_prelude_command(
 
     The .pth file runs the prelude in every process of this Python that imports upstream before it reaches the line.
     """
-    found = asdict(install_prelude.undo(verl_path) if undo else install_prelude.install(verl_path))
+    found = asdict(install_prelude.remove_prelude(verl_path) if undo else install_prelude.install_prelude(verl_path))
     if as_json:
         print_json({name: {**result, "file": str(result["file"])} for name, result in found.items()})
         return

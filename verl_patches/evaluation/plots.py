@@ -91,11 +91,10 @@ def draw_plan(plan: ReshardPlan, path: Path) -> Path:
 
     Raises ConfigError for a path that cannot be written.
     """
-    from verl_patches.reshard.check import traffic
 
     figure = _figure(15, 6.5)
     left, right = figure.subplots(1, 2, width_ratios=(1, 1.1))
-    image = left.imshow([[n / 1e6 for n in row] for row in traffic(plan)], cmap="viridis", interpolation="nearest")
+    image = left.imshow([[n / 1e6 for n in row] for row in plan.traffic], cmap="viridis", interpolation="nearest")
     left.set(title="MB from training rank to rollout rank", xlabel="receives", ylabel="sends")
     figure.colorbar(image, ax=left, shrink=0.85)
     ranks = range(plan.world_size)

@@ -26,7 +26,7 @@ _ASSUMED = (
     ("attention_bias", False),
     ("moe_layer_freq", 1),
 )
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def deepseekv3_config(hf_config, dtype: torch.dtype, **overrides: Any):
@@ -85,23 +85,6 @@ def converters() -> dict[Any, Any]:
     from verl.models.mcore.registry import SupportedModel
 
     return {SupportedModel.DEEPSEEK_V3: deepseekv3_config}
-
-
-def build_in_recipe_dtype(build_model_optimizer):
-    """Row provider for `ActorRolloutRefWorker._build_model_optimizer`, the first to read the dtype: `recipe.dtype`.
-
-    verl's workers see it as `config.recipe.dtype`. verl 0.4.0 knows bfloat16 only (megatron_workers.py:334). fp32 is
-    for finding errors: it tells a wrong weight from rounding.
-    """
-
-    @functools.wraps(build_model_optimizer)
-    def build(self, *args, **kwargs):
-        recipe = self.config.get("recipe")
-        if recipe is not None:
-            self.dtype = self.param_dtype = _DTYPES[recipe.dtype]
-        return build_model_optimizer(self, *args, **kwargs)
-
-    return build
 
 
 def optimizer_in_model_dtype(get_megatron_optimizer):

@@ -29,7 +29,7 @@ from safetensors import SafetensorError, safe_open
 from verl_patches.errors import ConfigError
 from verl_patches.layout.inventory import Inventory, Parameter, build_inventory
 from verl_patches.layout.model_folder import INDEX, SCALE, SINGLE, fp8_fault
-from verl_patches.layout.sharding import AXES, NATIVE_NAMES
+from verl_patches.layout.sharding import AXES, MEGATRON_NAMES
 
 log = logging.getLogger(__name__)
 
@@ -129,7 +129,7 @@ def match_name(name: str, patterns: NamePatterns) -> ParsedName | None:
 
 @functools.cache
 def _patterns() -> NamePatterns:
-    return name_patterns(NATIVE_NAMES["megatron-local"])
+    return name_patterns(MEGATRON_NAMES)
 
 
 def te_names_for_verl(normalize_model_name):

@@ -33,7 +33,6 @@ from verl_patches.layout.inventory import Inventory, Parameter
 from verl_patches.layout.parallel import ParallelLayout
 from verl_patches.layout.sharding import Shard, local_parameters
 from verl_patches.model import weights as megatron
-from verl_patches.model.mindspeed import weights
 from verl_patches.model.mindspeed import weights as mindspeed
 from verl_patches.reshard.live_memory import view_id
 from verl_patches.reshard.region import Region, part_of, region_of
@@ -42,8 +41,8 @@ Native = Mapping[str, torch.Tensor]  # parameter's own name -> tensor, of one mo
 PLAIN, UP_STACK, DOWN_STACK = "as HF", "[H, e * 2F] used as view(e, H, 2F)", "[e * F, H] used as view(e, F, H)"
 _STACKS = {".mlp.experts.weight1": UP_STACK, ".mlp.experts.weight2": DOWN_STACK}
 # library of layout/sharding.py -> what its parameters are, by name
-_PLACES: dict[str, Callable[[str], megatron.Place]] = {
-    "megatron-local": megatron.place, "megatron-te": megatron.place, "mindspeed": mindspeed.place,
+_PLACES: dict[str, Callable[[str], megatron.ParsedName]] = {
+    "megatron-local": megatron.parse_name, "megatron-te": megatron.parse_name, "mindspeed": mindspeed.parse_name,
 }  # fmt: skip
 
 
@@ -74,7 +73,7 @@ class Storage(NamedTuple):
         """
         if self.how == PLAIN:
             return [tensor]
-        return (weights.split_up if self.how == UP_STACK else weights.split_down)(tensor, count)
+        return (mindspeed.split_up if self.how == UP_STACK else mindspeed.split_down)(tensor, count)
 
 
 def storage_of(name: str, library: str) -> Storage:
@@ -85,7 +84,7 @@ def storage_of(name: str, library: str) -> Storage:
     if library not in _PLACES:
         raise ConfigError(f"reshard: no training storage known for {library!r}; expected one of {', '.join(_PLACES)}")
     how = next((how for end, how in _STACKS.items() if name.endswith(end)), PLAIN)
-    place = (mindspeed.place if how != PLAIN else _PLACES[library])(name)  # one GroupedMLP, whatever the library
+    place = (mindspeed.parse_name if how != PLAIN else _PLACES[library])(name)  # one GroupedMLP, whatever the library
     return Storage(*place, how)
 
 
@@ -140,10 +139,10 @@ def views_of(
     if len(native) != layout.vpp:
         raise ConfigError(f"reshard: rank {rank} has {len(native)} model chunks, layout {layout} has {layout.vpp}")
     shards = local_parameters(inventory, layout, rank, library).shards
-    weights = layout.local_experts(rank, inventory.model.n_routed_experts)
+    experts = layout.local_experts(rank, inventory.model.n_routed_experts)
     found: dict[str, TrainTensor] = {}
     for number, tensors in enumerate(native):
-        chunk = _Chunk(inventory, shards, _layers(inventory, layout, rank, number), weights, rank)
+        chunk = _Chunk(inventory, shards, _layers(inventory, layout, rank, number), experts, rank)
         for name, tensor in tensors.items():
             tensor = tensor.detach()
             for shard, view in chunk.views(name, tensor, storage_of(name, library)):
@@ -178,7 +177,7 @@ class _Chunk(NamedTuple):
     inventory: Inventory
     shards: Mapping[str, Shard]
     layers: range
-    weights: range
+    experts: range
     rank: int
 
     def views(self, name: str, tensor: torch.Tensor, storage: Storage) -> Iterator[tuple[Shard, torch.Tensor]]:
@@ -259,14 +258,14 @@ def _check_place(models: list[Any], inventory: Inventory, layout: ParallelLayout
     from megatron.core import parallel_state
 
     at = layout.coordinates(rank)
-    weights = list(layout.local_experts(rank, inventory.model.n_routed_experts))
+    experts = list(layout.local_experts(rank, inventory.model.n_routed_experts))
     tp = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
     etp = parallel_state.get_expert_tensor_parallel_rank(), parallel_state.get_expert_tensor_parallel_world_size()
     facts = [("(TP rank, TP)", (at.tp, layout.tp), tp), ("(expert TP rank, expert TP)", (at.etp, layout.etp), etp)]
     for number, model in enumerate(models[: layout.vpp]):
         layers = [layer.layer_number - 1 for layer in model.decoder.layers]  # Megatron counts from 1
         facts.append((f"layers of model chunk {number}", list(_layers(inventory, layout, rank, number)), layers))
-        facts += [(f"experts of layer {layer.layer_number - 1}", weights, list(layer.mlp.local_expert_indices))
+        facts += [(f"experts of layer {layer.layer_number - 1}", experts, list(layer.mlp.local_expert_indices))
                   for layer in model.decoder.layers if hasattr(layer.mlp, "local_expert_indices")]  # fmt: skip
     for what, expected, found in facts:
         if expected != found:

@@ -18,7 +18,7 @@ from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.patching import install_prelude
 from verl_patches.patching.report import Finding, Report
 from verl_patches.upstream.checkouts import git
-from verl_patches.upstream.modified import commit_faults, said, tree_changes
+from verl_patches.upstream.modified import commit_faults, files_text, tree_changes
 from verl_patches.upstream.pins import PIN_FILE, Line, Repository
 
 DEFAULT_DEST = PIN_FILE.parents[1] / "upstream"
@@ -179,7 +179,7 @@ def _verify(path: Path, pin: Repository) -> None:
     if not (path / ".git").exists():
         raise CloneError("files that are no git clone", f"move {path} away and run this again, or give another --dest")
     if changed := tree_changes(path, "HEAD", pin.generated):
-        raise CloneError(said(changed), f"keep them (git -C {path} stash -u, or commit and push a branch) and run this "
+        raise CloneError(files_text(changed), f"keep them (git -C {path} stash -u, or commit and push a branch) and run this "
                          "again, or give another --dest")
     if wrong := commit_faults(path, pin):
         raise CloneError("; ".join(wrong), f"move {path} away and run this again, or give another --dest")

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from verl_patches.errors import ConfigError
 from verl_patches.layout.inventory import Inventory, Parameter, build_inventory
-from verl_patches.layout.sharding import AXES, LIBRARIES, NATIVE_NAMES
+from verl_patches.layout.sharding import AXES, LIBRARIES, MEGATRON_NAMES
 from verl_patches.model import weights as megatron
 from verl_patches.model.mindspeed.compat import expert_tensor_parallel_rank, expert_tensor_parallel_world_size
 from verl_patches.model.weights import ParsedName, Source, named_weights
@@ -43,7 +43,7 @@ _DIFFERENT = {
     "routed_expert_down": _EXPERTS_DOWN,
 }
 # kind -> name in one pipeline stage, {layer} counted from the stage's first; q_proj: no low-rank q here (arguments.py)
-NAMES = {kind: name for kind, name in {**NATIVE_NAMES["megatron-local"], **_DIFFERENT}.items() if kind != "q_proj"}
+NAMES = {kind: name for kind, name in {**MEGATRON_NAMES, **_DIFFERENT}.items() if kind != "q_proj"}
 
 
 # ---- parameter names and stacked experts

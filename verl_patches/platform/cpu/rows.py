@@ -245,7 +245,7 @@ VLLM: tuple[PatchSpec, ...] = (
           "vLLM's V0 engine, the only one that runs MLA on CPU, does not keep DP ranks in step (llm_engine.py:856; V1"
           " does, v1/engine/llm_engine.py:166): a rank that finishes first leaves the others waiting in the experts' "
           "exchange",
-          module=_VLLM_WORKER, exit="MLA on CPU in vLLM's V1 engine"),
+          module=_VLLM_WORKER, exit="MLA on CPU in vLLM's V1 engine", needs=("rollout.engine",)),
 )  # fmt: skip
 
 
