@@ -70,6 +70,11 @@ def test_the_resharder_without_the_classes_that_hold_it_is_refused(line):
     assert "reshard.direct" not in Engine(ROWS, off).wanted
 
 
+def test_every_id_begins_with_its_stage():
+    """So that a user who switches `-memory.*` off knows what that is."""
+    assert [row.id for row in ROWS if row.id.partition(".")[0] != row.stage] == []
+
+
 def test_every_body_is_the_reviewed_one():
     known = reviewed()["pypi"]
     targets = {row.target for row in ROWS if "pypi" in row.lines and not row.is_module_stub}

@@ -35,7 +35,8 @@ ROLLOUT: tuple[PatchSpec, ...] = (
         id="rollout.engine", stage="rollout", target="vllm.entrypoints.llm:LLM", kind="subclass",
         provider="verl_patches.worker.rollout_engine:RolloutEngine", processes=_WORKER,
         bindings=("vllm:LLM", "vllm.benchmarks.latency:LLM",
-                  "mindspeed_llm.tasks.posttrain.rejection_sampling.rejection_sampling:LLM@a3", "verl.third_party.vllm:LLM",
+                  "mindspeed_llm.tasks.posttrain.rejection_sampling.rejection_sampling:LLM@a3",
+                  "verl.third_party.vllm:LLM",
                   "verl.third_party.vllm.vllm_v_0_5_4.llm:LLM", "verl.third_party.vllm.vllm_v_0_6_3.llm:LLM",
                   "verl.workers.rollout.vllm_rollout.vllm_rollout:LLM",
                   "verl.workers.rollout.vllm_rollout.vllm_rollout_spmd:LLM",
@@ -117,7 +118,8 @@ MODEL: tuple[PatchSpec, ...] = (
     ),
     PatchSpec(
         id="model.train_dtype", stage="model", target=f"{_ACTOR}._build_model_optimizer", kind="override",
-        provider="verl_patches.worker.recipe_worker:RecipeWorker._build_model_optimizer", processes=_WORKER, needs=("update.recipe_worker", "model.optimizer_dtype"),
+        provider="verl_patches.worker.recipe_worker:RecipeWorker._build_model_optimizer", processes=_WORKER,
+        needs=("update.recipe_worker", "model.optimizer_dtype"),
         why="The Megatron worker writes bfloat16 down (verl/workers/megatron_workers.py:334); fp32 is what tells a "
             "wrong weight from rounding.",
         exit="verl reads the actor's dtype from its configuration",
@@ -274,7 +276,8 @@ MEMORY: tuple[PatchSpec, ...] = (
     ),
     PatchSpec(
         id="memory.swap_optimizer", stage="memory", target=f"{_ACTOR}._build_model_optimizer", kind="override",
-        provider="verl_patches.worker.recipe_worker:RecipeWorker._build_model_optimizer", processes=_WORKER, lines=_PYPI,
+        provider="verl_patches.worker.recipe_worker:RecipeWorker._build_model_optimizer", processes=_WORKER,
+        lines=_PYPI,
         needs=("update.recipe_worker", "model.train_dtype"),
         why="Megatron 0.12.2 steps all states at once, on the device or on the host (optimizer_cpu_offload); "
             "recipe.train.swap_optimizer streams them through the device in pieces, as MindSpeed does on line a3.",

@@ -17,7 +17,7 @@ bytes   256 logical workers (TP4 x PP8 x DP8) in 16 Ray actors. All that Ray ser
         answers, which the controller fetches from every worker (`back`), counted in its serialiser. `ours` and
         generation are at full scale; the other calls of other ways on 1/32 of the samples, times 32.
 skew    8, 16 and 32 actors, one worker each, started by verl's calls of a step, the worst of its calls
-        (trainer/dispatch.py), median of the repeats. Messages of ours are those of a whole step of 32 samples a worker; for
+        (trainer/dispatch.py), median of the repeats. Our messages are those of a whole step of 32 samples a worker; for
         other ways a worker's batch is 1/8 of what a DP rank has in the 256-die run. For 256 a straight line through
         the medians: a model, no measurement. Workers answer half a second after the last has been called, where real
         ones' devices work: else the answers of the first would take this machine's cores, which all actors share, from

@@ -207,7 +207,8 @@ def _worker(billions: int) -> tuple:
         executor=Executor(compiler, group=None, load_whole=None, finish=lambda: weight_sync.post_load(model)),
     )  # fmt: skip
     # without verl's unwrap_model, which looks at each chunk once
-    weight_sync.still_valid = lambda tensors, chunks: are_views_of(tensors, [dict(c.named_parameters()) for c in chunks])
+    weight_sync.still_valid = lambda tensors, chunks: are_views_of(
+        tensors, [dict(c.named_parameters()) for c in chunks])
     return worker, model
 
 

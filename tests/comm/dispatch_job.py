@@ -122,4 +122,5 @@ def on_and_off():
     dispatch = ray.get([actor.take_starts.remote() for actor in actors])
     prelude_patch.engine.revert()
     off = facts(group)
-    return {"on": on, "off": off, "starts": [[name for name, _ in each] for each in dispatch], "skew": start_skew(dispatch)}
+    names = [[name for name, _ in each] for each in dispatch]
+    return {"on": on, "off": off, "starts": names, "skew": start_skew(dispatch)}

@@ -1,13 +1,12 @@
 """Rows of model/megatron.py: the config converter, the gradient of MLA's rotary key, one dtype throughout."""
 
 import json
-import shutil
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from verl_patches.model.megatron import build_in_recipe_dtype, optimizer_in_model_dtype
+from verl_patches.model.megatron import optimizer_in_model_dtype
 
 CODE = """
 import verl_patches.prelude_patch
@@ -80,35 +79,6 @@ def test_without_the_row_groups_are_dropped(convert):
     assert plain["moe_router_dtype"] == "fp64"
     assert plain["moe_router_load_balancing_type"] == "seq_aux_loss"
     assert isinstance(unequal_mscale, dict)  # accepted, and computed wrongly
-
-
-@pytest.mark.slow
-def test_without_the_row_gradients_are_wrong_under_tp(reference, run_ranks, parity, tmp_path):
-    shutil.copytree(reference["folder"] / "model", tmp_path / "model")
-    shutil.copy(reference["folder"] / "batch.pt", tmp_path)
-    (tmp_path / "layouts.json").write_text(json.dumps({"tp2": {"tp": 2}}))
-    ranks = run_ranks("parity_job.py:layouts_job", tmp_path, switches=",-model.mla_k_pe_grad")
-    assert parity.logits_error(reference, ranks[0]["tp2"]["packed"]) <= 1e-4
-    errors = parity.gradient_errors(reference["gradients"], parity.whole_gradients(ranks, "tp2"))
-    wrong = {name for name, error in errors.items() if error > 1e-3}
-    assert {f"model.layers.{layer}.self_attn.kv_a_proj_with_mqa.weight" for layer in range(4)} <= wrong
-
-
-class Section(SimpleNamespace):
-    """Stands for a DictConfig."""
-
-    def get(self, name):
-        return getattr(self, name, None)
-
-
-@pytest.mark.parametrize(
-    ("recipe", "expected"),
-    [(Section(dtype="fp32"), torch.float32), (Section(dtype="bf16"), torch.bfloat16), (None, torch.float16)],
-)
-def test_worker_builds_in_the_recipes_dtype(recipe, expected):
-    worker = SimpleNamespace(config=Section(recipe=recipe), dtype=torch.float16, param_dtype=torch.float16)
-    assert build_in_recipe_dtype(lambda self: self.dtype)(worker) == expected
-    assert worker.param_dtype == expected
 
 
 @pytest.mark.parametrize("bf16", [True, False])

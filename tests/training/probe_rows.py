@@ -206,7 +206,8 @@ def resharder_takes_the_place_of_verls_path():
 
 
 def update_goes_by_its_own_log_probs():
-    made = worker(train={"skip_old_log_prob": True, "swap_optimizer": False}, rollout_correction={"rollout_is": None, "rollout_rs": None})
+    made = worker(train={"skip_old_log_prob": True, "swap_optimizer": False},
+                  rollout_correction={"rollout_is": None, "rollout_rs": None})
     batch = {"advantages": torch.ones(1, 2)}
     on_policy_update.is_metrics_rank, original = (lambda: False), on_policy_update.is_metrics_rank
     made.update_actor(SimpleNamespace(batch=batch))

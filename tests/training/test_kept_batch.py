@@ -14,7 +14,7 @@ from verl import DataProto
 from verl.trainer.ppo.core_algos import agg_loss
 
 from verl_patches.config.checks import check_config
-from verl_patches.config.compose import CONFIGS_DIR, compose
+from verl_patches.config.compose import compose
 from verl_patches.errors import ConfigError
 from verl_patches.tensor_cache import limits
 from verl_patches.tensor_cache.exchange import Ragged, mask_of, to_padded
@@ -51,7 +51,7 @@ def test_the_configs_of_this_repository_can_keep_their_tensors(name):
 
 
 def of_check(name, *overrides):
-    return [c.detail for c in check_config(compose(name, overrides), CONFIGS_DIR) if c.name == "tensor cache"]
+    return [c.detail for c in check_config(compose(name, overrides)) if c.name == "tensor cache"]
 
 
 def test_the_check_of_a_configuration_has_the_reasons():
@@ -137,7 +137,7 @@ def test_sizes_that_verls_dynamic_batches_depend_on_are_refused_with_them(refuse
 
 
 def test_batches_that_do_not_divide_are_refused():
-    found = check_config(compose(TINY, [ON, "data.train_batch_size=5", f"{ACTOR}.ppo_mini_batch_size=3"]), CONFIGS_DIR)
+    found = check_config(compose(TINY, [ON, "data.train_batch_size=5", f"{ACTOR}.ppo_mini_batch_size=3"]))
     assert {"prompts", "mini batch", "micro batch"} <= {check.name for check in found if not check.ok}
 
 

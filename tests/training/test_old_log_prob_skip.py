@@ -10,7 +10,7 @@ from verl import DataProto
 from verl.trainer.ppo.core_algos import agg_loss, compute_policy_loss
 
 from verl_patches.config.checks import check_config
-from verl_patches.config.compose import CONFIGS_DIR, compose
+from verl_patches.config.compose import compose
 from verl_patches.errors import RecipeError
 from verl_patches.patching.row import subclass_of
 from verl_patches.trainer import rollout_correction
@@ -27,7 +27,7 @@ OF_ACTOR = -torch.rand(4 * LENGTH, generator=torch.Generator().manual_seed(9)) -
 
 
 def refused(*overrides, name=TINY):
-    return [check.detail for check in check_config(compose(name, overrides), CONFIGS_DIR) if not check.ok]
+    return [check.detail for check in check_config(compose(name, overrides)) if not check.ok]
 
 
 @pytest.mark.parametrize(("overrides", "words"), [
@@ -54,9 +54,9 @@ def test_dropout_of_the_model_is_refused():
 
 
 def test_what_holds_is_said():
-    checks = check_config(compose(TINY, [f"{SKIP}=true"]), CONFIGS_DIR)
+    checks = check_config(compose(TINY, [f"{SKIP}=true"]))
     assert [check.ok for check in checks if check.name == "on policy"] == [True]
-    assert not [check for check in check_config(compose(TINY), CONFIGS_DIR) if check.name == "on policy"]
+    assert not [check for check in check_config(compose(TINY)) if check.name == "on policy"]
 
 
 @pytest.mark.parametrize(("overrides", "words"), [

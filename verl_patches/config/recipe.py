@@ -150,8 +150,8 @@ class TensorCache:
 
     enabled: keep what rollout, log-prob and reference produce on the workers, in the order of the update. The trainer
     receives lengths and unpadded ids, and returns advantages. With trainer.balance_batch the micro batches of all
-    train replicas have about equal lengths, in the same mini batches (tensor_cache/batch_plan.py); with use_dynamic_bsz they
-    are packed within the token budget. Without balance_batch micro batches are verl's.
+    train replicas have about equal lengths, in the same mini batches (tensor_cache/batch_plan.py); with use_dynamic_bsz
+    they are packed within the token budget. Without balance_batch micro batches are verl's.
     """
 
     enabled: bool = False

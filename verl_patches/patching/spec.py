@@ -122,8 +122,6 @@ def _faults(spec: PatchSpec, by_id: dict[str, PatchSpec]) -> list[str]:
         faults.append("why and exit must not be empty")
     if spec.kind == "register" and spec.bindings:
         faults.append("a registered entry has no bindings")
-    if spec.id.partition(".")[0] != spec.stage:
-        faults.append(f"id must begin with its stage, {spec.stage}")
     if spec.kind == "override" and not any(by_id[need].kind == "subclass" for need, _, _ in needs if need in by_id):
         faults.append("an override must name the subclass row that it is a method of in needs")
     if spec.is_module_stub and spec.needs:

@@ -15,9 +15,9 @@ F this rank's part of an expert's intermediate size, e local experts.
     ...self_attention.linear_qkv               q_a, kv_a (all of both under TP)     as HF                   mindspeed
     every other one                            one kind, or gate and up             as HF                   all
 
-Sources: names are tabulated in layout/sharding.py, model/weights.py and model/mindspeed/weights.py. weight1 and weight2 are
-megatron-core's GroupedMLP: its forward in 0.12.2 (transformer/moe/experts.py:249) views them so, and so does MindSpeed
-(core/transformer/moe/experts.py, groupedmlp_forward): weight1's shape does not say what is in its memory.
+Sources: names are tabulated in layout/sharding.py, model/weights.py and model/mindspeed/weights.py. weight1 and weight2
+are megatron-core's GroupedMLP: its forward in 0.12.2 (transformer/moe/experts.py:249) views them so, and so does
+MindSpeed (core/transformer/moe/experts.py, groupedmlp_forward): weight1's shape does not say what is in its memory.
 """
 
 from __future__ import annotations

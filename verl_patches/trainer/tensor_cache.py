@@ -1,7 +1,7 @@
 """The trainer's side of recipe.tensor_cache.enabled: verl's calls answered with what is small.
 
 verl's fit() goes on as it is. Its batch holds ids and masks that are rebuilt here from lengths and unpadded ids;
-log-probs stay on the workers (worker/tensor_cache_stages.py), unless KL in the reward needs them here. A row of the batch
+log-probs stay on the workers (worker/tensor_cache_stages.py), unless KL in the reward needs them here. A row of a batch
 says by `sample` which sample it is, so the trainer may order its rows as it likes (balance_batch).
 """
 

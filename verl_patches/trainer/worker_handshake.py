@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from verl_patches.errors import RecipeError
+from verl_patches.patching.engine import PatchError
 from verl_patches.patching.row import NOT_AS_REVIEWED
 
 NO_PRELUDE = ("it did not run the prelude, so upstream runs there unpatched. Every worker process must import "
@@ -19,21 +19,21 @@ _SILENT_STATES = ("off", "waiting", "active")
 def workers_proofs(group: Any) -> list[dict[str, Any]]:
     """The proof of every worker of verl's worker group, by rank: what `prove_patches` of worker/recipe_worker.py gives.
 
-    A worker that has none gets {rank, where, status: [], error}. RecipeError where this process cannot even ask.
+    A worker that has none gets {rank, where, status: [], error}. PatchError where this process cannot even ask.
     """
     import ray
 
     if not hasattr(group, "prove_patches"):
-        raise RecipeError("the worker group has no prove_patches, so no worker can be asked for its patches: row "
+        raise PatchError("the worker group has no prove_patches, so no worker can be asked for its patches: row "
                          "update.recipe_worker is off here, or the workers are of another class than verl's "
                          "ActorRolloutRefWorker")
     proofs = []
     for rank, answer in enumerate(group.prove_patches()):  # references: one worker's error must not hide the others
         try:
             proofs.append(ray.get(answer))
-        except (AttributeError, RecipeError) as error:
+        except (AttributeError, PatchError) as error:
             where, _, text = str(error).partition("\n")
-            bare = isinstance(error, RecipeError) or _NO_METHOD.search(str(error))  # no engine there, or no such method
+            bare = isinstance(error, PatchError) or _NO_METHOD.search(str(error))  # no engine there, or no such method
             proofs.append({"rank": rank, "where": where, "status": [],
                            "error": NO_PRELUDE if bare else f"its proof failed:\n{text or where}"})
     return proofs
@@ -55,29 +55,29 @@ def not_as_reviewed(rows: list[dict[str, str]]) -> dict[str, list[str]]:
 
 
 def refuse_unproven(workers: list[dict[str, Any]]) -> None:
-    """RecipeError naming the first worker that could not prove its patches, and the ranks of the others."""
+    """PatchError naming the first worker that could not prove its patches, and the ranks of the others."""
     bad = [worker for worker in workers if worker["error"]]
     if bad:
         others = ", ".join(str(worker["rank"]) for worker in bad[1:])
         more = f"\n{len(bad) - 1} more workers could not prove their patches: {others}" if others else ""
-        raise RecipeError(f"worker {bad[0]['rank']} ({bad[0]['where']}): {bad[0]['error']}{more}")
+        raise PatchError(f"worker {bad[0]['rank']} ({bad[0]['where']}): {bad[0]['error']}{more}")
 
 
 def refuse_unequal(intent: dict[str, str], digest: str, workers: list[dict[str, Any]]) -> None:
-    """RecipeError naming worker and rows where a worker means to do something else than the controller."""
+    """PatchError naming worker and rows where a worker means to do something else than the controller."""
     for worker in workers:
         if worker["digest"] == digest:
             continue
         rows = sorted(set(intent.items()) ^ set(worker["intent"].items()))
         names = ", ".join(dict.fromkeys(name for name, _ in rows)) or "line, platform or drift policy"
-        raise RecipeError(
+        raise PatchError(
             f"worker {worker['rank']} ({worker['where']}) means to run other patches than the controller: digest "
             f"{worker['digest'][:12]}, expected {digest[:12]}; different rows: {names}. Its VERL_PATCHES, its copy of "
             "verl_patches or its upstream packages differ from the controller's: make them equal on every node")
 
 
 def refuse_unlike(ids: Iterable[str], workers: list[dict[str, Any]]) -> None:
-    """RecipeError naming the rows of `ids` that ended otherwise in one worker than in another: some would run unpatched.
+    """PatchError naming the rows of `ids` that ended otherwise in one worker than in another: some would run unpatched.
 
     A row may wait in some: verify lets that pass only for rows that a run may never import ("auto").
     """
@@ -91,6 +91,6 @@ def refuse_unlike(ids: Iterable[str], workers: list[dict[str, Any]]) -> None:
         if len(ranks) > 1:
             faults.append(f"{name}: " + "; ".join(f"{state} in {', '.join(of)}" for state, of in ranks.items()))
     if faults:
-        raise RecipeError("workers run other patches than each other (reasons in summary.json):\n  "
+        raise PatchError("workers run other patches than each other (reasons in summary.json):\n  "
                          + "\n  ".join(faults) + "\nTheir upstream packages differ: make them equal on every node, or "
                          "switch these rows off")

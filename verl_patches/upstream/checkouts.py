@@ -47,7 +47,7 @@ def git(folder: Path, *args: str, limit_s: float | None = None) -> str:
         done = subprocess.run(["git", *settings, "-C", str(folder), *args], stdin=subprocess.DEVNULL,
                               capture_output=True, text=True, errors="replace", env=env, timeout=limit_s)
     except subprocess.TimeoutExpired:
-        raise RecipeError(f"git {args[0]} in {folder}: did not end within {limit_s} s; check network and disk") from None
+        raise RecipeError(f"git {args[0]} in {folder}: did not end within {limit_s} s; check network, disk") from None
     except FileNotFoundError:
         raise ConfigError("git is not installed; install it (openEuler: yum install git) and run this again") from None
     if done.returncode:

@@ -179,7 +179,7 @@ def _verify(path: Path, pin: Repository) -> None:
     if not (path / ".git").exists():
         raise CloneError("files that are no git clone", f"move {path} away and run this again, or give another --dest")
     if changed := tree_changes(path, "HEAD", pin.generated):
-        raise CloneError(files_text(changed), f"keep them (git -C {path} stash -u, or commit and push a branch) and run this "
+        raise CloneError(files_text(changed), f"keep them (git -C {path} stash -u, or push a branch); run this "
                          "again, or give another --dest")
     if wrong := commit_faults(path, pin):
         raise CloneError("; ".join(wrong), f"move {path} away and run this again, or give another --dest")

@@ -99,7 +99,7 @@ class RecipeWorker:
         found, error = engine.current(), None
         try:
             found.verify("worker")
-        except engine.RecipeError as refused:
+        except engine.PatchError as refused:
             error = str(refused)
         return {"rank": dist.get_rank(), "where": f"pid {os.getpid()} on {socket.gethostname()}",
                 "digest": found.digest(), "intent": found.intent(), "status": found.status(), "error": error}
@@ -120,7 +120,7 @@ class RecipeWorker:
 
     @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO)
     def update_actor(self, data: Any) -> Any:
-        """verl's, in phase update, inside OnPolicyUpdate with recipe.train.skip_old_log_prob or a rollout correction."""
+        """verl's, in phase update; inside OnPolicyUpdate where recipe.train.skip_old_log_prob or a correction is on."""
         on_policy = OnPolicyUpdate.of(self.recipe) if self.recipe is not None and is_on("update.on_policy") else None
         with context().phase("update"):
             if on_policy is None:

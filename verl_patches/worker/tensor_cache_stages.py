@@ -153,7 +153,7 @@ class CachedBatch:
         return {"samples": self.samples, **self._sent_back(kept, payload)} if wanted else None
 
     def _update(self, worker: Any, step: int, payload: Mapping[str, Any]) -> dict[str, Any] | None:
-        """`payload`: advantages by sample, one each or one a response token (per_token); meta: the trainer's meta_info."""
+        """`payload`: advantages by sample, one each or one a response token (per_token), and meta (meta_info)."""
         data, mask = self._inputs(step)
         for name in _LOG_PROBS:
             if name in self.cache.names:
@@ -272,7 +272,7 @@ class PlannedSplits:
         """Of a batch whose rows have so many tokens; RecipeError where the plan has others here."""
         parts, expected = next(self._splits)
         if found != list(expected):
-            raise RecipeError(f"micro batches: batch {self.reached} of this stage has {len(found)} rows of {sum(found)} "
+            raise RecipeError(f"micro batches: batch {self.reached} of this stage has {len(found)} rows, {sum(found)} "
                              f"tokens, the plan has {len(expected)} of {sum(expected)} there, or in another order")
         self.reached += 1
         return parts
@@ -320,8 +320,8 @@ def following(splits: Sequence[Parts], tokens: Sequence[int]) -> Iterator[None]:
     finally:
         context().splits = None
     if not now.reached:
-        raise RecipeError("micro batches: the actor did not split by the plan; row update.micro_batches_as_planned must "
-                         "reach verl.workers.actor.megatron_actor: look at `status --run DIR`")  # fmt: skip
+        raise RecipeError("micro batches: the actor did not split by the plan; row update.micro_batches_as_planned "
+                         "must reach verl.workers.actor.megatron_actor: look at `status --run DIR`")  # fmt: skip
 
 
 def as_planned(rearrange_micro_batches: Callable) -> Callable:

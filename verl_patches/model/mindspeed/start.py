@@ -73,7 +73,7 @@ def start(config: Any) -> Namespace:
 
     Needs `prepare`, and RANK and WORLD_SIZE in the environment; starts torch.distributed if verl has not. Idempotent
     for one configuration. Returns Megatron's arguments. Raises ConfigError with upstream's own message where a parser
-    or validator refuses, or where a validator changes a value of the configuration; RecipeError where MindSpeed
+    or validator refuses, or where a validator changes a value of the configuration; PatchError where MindSpeed
     replaced one of our patches.
     """
     if _features is None:
@@ -105,15 +105,15 @@ def read_hf_config(section: Any) -> Mapping[str, Any]:
 
 
 def check_rows() -> None:
-    """RecipeError where MindSpeed's own patches replaced one of ours."""
+    """PatchError where MindSpeed's own patches replaced one of ours."""
     try:
         found = engine.current()
-    except engine.RecipeError:
+    except engine.PatchError:
         return  # without the prelude there are no rows
     lost = [f"{row['id']} at {row['target']}: {row['reason']}"
             for row in found.status() if row["state"] == "overridden"]
     if lost:
-        raise engine.RecipeError("After MindSpeed's start these patches are no longer in place:\n  " + "\n  ".join(lost))
+        raise engine.PatchError("After MindSpeed's start these patches are no longer in place:\n  " + "\n  ".join(lost))
 
 
 def _start_distributed(timeout_minutes: int) -> None:
@@ -205,7 +205,7 @@ def _quiet(what: str) -> Iterator[None]:
     try:
         with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
             yield
-    except engine.RecipeError:
+    except engine.PatchError:
         raise
     except (AssertionError, ValueError, RuntimeError, SystemExit) as error:
         lines = printed.getvalue().strip().splitlines()
