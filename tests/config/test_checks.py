@@ -99,7 +99,7 @@ def test_checkpoints_that_would_lack_experts_are_refused(overrides, lost):
     (LARGE, ("recipe.weight_sync.enabled=false",), "ok", "are copied to the host, as recipe.weight_sync.enabled is f"),
     (TINY, ("recipe.weight_sync.enabled=false",), "ok", "weights stay, as recipe.weight_sync.enabled is false"),
     (LARGE, ("recipe.patches=[-memory.sleep_mode]",), "ok", "row memory.sleep_mode is off: vLLM copies all"),
-    (LARGE, (f"{ROLLOUT}.enforce_eager=true",), "ok", "into torch's pool; what a weight sync writes is not copied$"),
+    (LARGE, (f"{ROLLOUT}.enforce_eager=true",), "ok", "to torch's pool; weights that the sync writes are not copied$"),
     (TINY, (f"{ROLLOUT}.enforce_eager=false",), "failed", "sleep mode.* on a CPU; expected .*enforce_eager=true"),
     (TINY, ("recipe.patches=[-reshard.*]",), "ok", "weights stay, as row reshard.direct is off"),
     (TINY, ("recipe.patches=[-memory.*]",), "failed", "on a CPU; expected .*without -memory.sleep_mode"),

@@ -43,7 +43,7 @@ def test_unknown_names_are_refused(name):
 
 
 def test_row_gives_verl_the_names_it_knows():
-    normalize = te_names_for_verl(lambda name, pp_rank, vpp_rank, config: name.reparse_name("layers.0", "layers.4"))
+    normalize = te_names_for_verl(lambda name, pp_rank, vpp_rank, config: name.replace("layers.0", "layers.4"))
     assert normalize("decoder.layers.0.mlp.experts.local_experts.7.linear_fc1.weight", 1, 0, None) == (
         "decoder.layers.4.mlp.experts.linear_fc1.weight7"
     )

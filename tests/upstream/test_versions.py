@@ -144,7 +144,7 @@ def test_a_wheel_inside_another_repository_is_held_by_its_record_and_not_by_the_
     install(site, "vllm", "0.9.1", {"vllm/__init__.py": "x = 1\n"})
     here = make(root={**places, "vllm": site}.get)
     (vllm,) = (f for f in compare("a3", here, pins).findings if f.name == "vllm")
-    assert vllm.state == "fine" and "RECORD" in vllm.found and "commit cannot be told" in vllm.found
+    assert vllm.state == "fine" and "RECORD" in vllm.found and "commit is not known" in vllm.found
     (site / "vllm/__init__.py").write_text("x = 2\n")
     assert problems(compare("a3", here, pins))["vllm"].details == ("vllm/__init__.py (modified)",)
     install(site, "vllm", "0.9.2", {"vllm/__init__.py": "x = 1\n"})

@@ -172,7 +172,7 @@ def memory_rows(memory: dict[str, Any]) -> tuple[str, tuple[str, ...], list[tupl
     beside = "; those of the swapped optimizer come on top" if memory["swapped"] else ""
     rows.append(("from, to host", *(f"{text(order['to_device_bytes']['max'])}, {text(order['to_host_bytes']['max'])}"
                                     for order in orders), f"{unit} copied in a step, worst rank{beside}"))
-    rows.append(("empty_cache", *(str(order["trims"]) for order in orders), "calls in a step"))
+    rows.append(("empty_cache", *(str(order["empty_cache_calls"]) for order in orders), "calls in a step"))
     same = "".join(f"; {order}: the same bytes" for order in equal)
     title = (f"memory by phase (modelled): {unit} at the peak of the worst rank, without activations; "
              f"this run follows {memory['followed']}{same}")

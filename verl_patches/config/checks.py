@@ -356,10 +356,6 @@ def _swap_checks(config: DictConfig) -> list[Check]:
                     f"states come in {train.swap_optimizer_times} pieces, or one tensor at a time", "; ".join(faults))]
 
 
-def _direct_row(config: DictConfig) -> str:
-    return "reshard.direct_and_wake" if config.recipe.line == "a3" else "reshard.direct"
-
-
 def _switched_off(config: DictConfig, row: str) -> bool:
     matching = [pattern for pattern in config.recipe.patches if fnmatch.fnmatchcase(row, pattern[1:])]
     return bool(matching) and matching[-1].startswith("-")
@@ -368,7 +364,7 @@ def _switched_off(config: DictConfig, row: str) -> bool:
 def _sync_checks(config: DictConfig, train: ParallelLayout, rollout: ParallelLayout, model: ModelShape) -> list[Check]:
     """Whether the direct weight sync can serve this pair of layouts with these buckets; none where its row is off."""
     recipe = config.recipe
-    if _switched_off(config, _direct_row(config)):
+    if _switched_off(config, "reshard.direct"):
         return []
     served = functools.partial(
         _check_served, replace(model, torch_dtype=VLLM_DTYPES[recipe.dtype]), train, rollout,
@@ -402,8 +398,8 @@ def _sleep_check(config: DictConfig) -> Check:
     if own_sleep_off:
         return Check(name, True, "row memory.sleep_mode is off: vLLM copies all weights to the host")
     copied = None
-    if _switched_off(config, _direct_row(config)):
-        copied = f"row {_direct_row(config)} is off and verl's own sync is not known to write all of them"
+    if _switched_off(config, "reshard.direct"):
+        copied = "row reshard.direct is off and verl's own sync is not known to write all of them"
     elif not recipe.weight_sync.enabled:
         copied = "recipe.weight_sync.enabled is false"
     if graphs:
