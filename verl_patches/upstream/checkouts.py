@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from verl_patches.config.compose import verl_config_dir
 from verl_patches.errors import ConfigError, RecipeError
+from verl_patches.upstream.installed import verl_config_dir
 from verl_patches.upstream.pins import load_pins
 
 LINE = "a3"  # its pins are git repositories; the other line's packages come from the index
