@@ -66,8 +66,8 @@ CHECK = Tests("reshard/test_check.py")
 LAYOUT, SHARDING = Tests("layout/test_parallel.py"), Tests("layout/test_sharding.py")
 SCHEDULE, LEDGER = Tests("memory/test_schedule.py", "not whatever"), Tests("memory/test_ledger.py", "not optimizers")
 SCHEDULER = Tests("memory/test_scheduler.py")
-BATCH, MICRO = Tests("comm/test_batch_plan.py"), Tests("comm/test_micro_batches.py", "not torch")
-CACHE = Tests("comm/test_tensor_cache.py")
+BATCH, MICRO = Tests("tensor_cache/test_batch_plan.py"), Tests("tensor_cache/test_micro_batches.py", "not torch")
+CACHE = Tests("tensor_cache/test_tensor_cache.py")
 BOXES, EQUAL = Tests("rewards/test_maths.py", "closed"), Tests("rewards/test_maths.py", "equal_answers")
 ENGINE, POLICY = Tests("patching/test_engine.py"), Tests("patching/test_policy.py")
 FOREIGN = Tests("patching/test_foreign.py patching/test_engine.py")
@@ -165,14 +165,15 @@ MUTANTS = (
     Mutant("micro-empty-bins", "tensor_cache/batch_plan.py",
            "(total + costs[at], held + 1, number)", "(total + costs[at], held, number)", MICRO),
     Mutant("exchange-any-step", "tensor_cache/exchange.py",
-           "repr((plan.digest, step, [", "repr((plan.digest, [", Tests("comm/test_redistribute.py", "odd_rank")),
+           "repr((plan.digest, step, [", "repr((plan.digest, [",
+           Tests("tensor_cache/test_redistribute.py", "odd_rank")),
     Mutant("cache-open-after-an-error", "tensor_cache/cache.py",
            "        except BaseException:\n            self.close()\n", "        except BaseException:\n", CACHE),
     Mutant("cache-any-step", "tensor_cache/cache.py",
            "if self._step != step:", "if self._step is None:", CACHE),
     Mutant("ragged-mask-with-a-hole", "tensor_cache/exchange.py",
            "if not torch.equal(keep, mask_of(lengths, keep.shape[1], left=left, device=keep.device)):",
-           "if keep.shape[1] < max(lengths, default=0):", Tests("comm/test_ragged.py")),
+           "if keep.shape[1] < max(lengths, default=0):", Tests("tensor_cache/test_ragged.py")),
     # rewards
     Mutant("maths-box-in-a-box", "rewards/maths.py",
            "content = None if nested else tail[start : token.start()].strip()",

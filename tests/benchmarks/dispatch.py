@@ -5,7 +5,7 @@
 Prints JSON: a list of figures, each with `value`, `bound` (null where it is only told) and `peer` (other ways in the
 same run). Exits 1 where a bound is missed. verl's real RayWorkerGroup, Megatron dispatch and DataProto; the workers
 answer with what verl's would (shapes and dtypes), without a model. 512 prompts x 16 responses, prompt <= 1024 and
-response <= 3072 tokens, lengths lognormal, cv .55, mean response 983 (tests/comm/lengths.py). Ways of sending:
+response <= 3072 tokens, lengths lognormal, cv .55, mean response 983 (tests/tensor_cache/lengths.py). Ways of sending:
 
     copy a worker    each worker's batch serialised in its own call: verl 54c9b736; 0.4.0 for what is not Megatron's
     own dispatch     the imported verl's: 0.4.0 puts a Megatron batch into Ray's store once a DP rank. With
@@ -54,8 +54,8 @@ sys.path.insert(0, str(ROOT))
 
 from fit_step import EACH, PROMPTS, SAMPLES, VOCABULARY, WORLD, Step, balanced, lengths, prompts_of  # noqa: E402
 
-from tests.comm.lengths import PROMPT, RESPONSE  # noqa: E402
-from tests.comm.logical_group import LogicalGroup, Serialised, group_of  # noqa: E402
+from tests.tensor_cache.lengths import PROMPT, RESPONSE  # noqa: E402
+from tests.tensor_cache.logical_group import LogicalGroup, Serialised, group_of  # noqa: E402
 from verl_patches.tensor_cache.exchange import Ragged, model_inputs  # noqa: E402
 from verl_patches.trainer.dispatch import put_before_calling  # noqa: E402
 from verl_patches.trainer.tensor_cache import Kept, TensorCacheGroup  # noqa: E402
@@ -180,7 +180,7 @@ def own(group: Any) -> Callable[[str, DataProto], Any]:
 
 def cluster(store_bytes: int) -> None:
     """A Ray of this benchmark's own."""
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), str(ROOT / "tests/comm"),
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), str(ROOT / "tests/tensor_cache"),
                                                              os.environ.get("PYTHONPATH")]))
     os.environ["RAY_worker_niceness"] = "0"  # at Ray's 15 whatever else runs here goes before the actors
     os.environ.update(OMP_NUM_THREADS="1", RAY_USAGE_STATS_ENABLED="0", TORCH_DEVICE_BACKEND_AUTOLOAD="0",

@@ -10,7 +10,7 @@ import torch
 from verl import DataProto
 from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions
 
-from tests.comm.lengths import PROMPT, RESPONSE, lognormal_lengths
+from tests.tensor_cache.lengths import PROMPT, RESPONSE, lognormal_lengths
 from verl_patches.tensor_cache.exchange import Ragged, model_inputs
 
 PROMPTS, EACH, WORLD, VOCABULARY = 512, 16, 256, 129_280

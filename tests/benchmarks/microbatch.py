@@ -4,8 +4,8 @@
 
 Prints JSON: a list of figures, each with `value`, `bound` (what it must not exceed; null where it is only told) and
 `peer` (other ways on the same lengths, in the same run). Exits 1 where a bound is exceeded. 512 prompts x 16 responses,
-prompt <= 1024 and response <= 3072 tokens, lengths lognormal (tests/comm/lengths.py); figures are the worst of three
-seeds. A value is sum(max over replicas) / sum(mean over replicas) of the tokens of each micro batch: 1 is equal.
+prompt <= 1024 and response <= 3072 tokens, lengths lognormal (tests/tensor_cache/lengths.py); figures are the worst of
+three seeds. A value is sum(max over replicas) / sum(mean over replicas) of the tokens of each micro batch: 1 is equal.
 
 Peers: verl's arrival order; verl's trainer.balance_batch (partitions of equal size and near-equal sum, one a worker of
 256, joined in order); under a token budget, verl's rearrange_micro_batches on each replica. Partitions are made by

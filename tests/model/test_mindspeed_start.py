@@ -52,7 +52,7 @@ def run(a3_sources, run_ranks):
     sources = a3_sources()
     env = {"VERL_PATCHES": "line=a3,platform=cpu", "TORCHDYNAMO_DISABLE": "1",
            "PYTHONPATH": os.pathsep.join(map(str, sources))}  # fmt: skip
-    return lambda cases, *early: run_ranks("tests.training.engine_start_probe:arguments", _composed(cases, sources[0]),
+    return lambda cases, *early: run_ranks("tests.trainer.engine_start_probe:arguments", _composed(cases, sources[0]),
                                            *early, env=env, fresh=True, backend=None)[0]  # fmt: skip
 
 

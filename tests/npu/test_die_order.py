@@ -26,7 +26,7 @@ torch.npu.set_device(0)
 done("set_device")
 """
 WORKER = """
-from verl_patches.training import ray_start
+from verl_patches.trainer import ray_start
 ray_start.prelude_then(None)()
 done("set-up hook")
 if ORDER == "as Ray":
@@ -38,7 +38,7 @@ import torch
 found["devices"] = torch.npu.device_count()
 """
 EARLY = """
-from verl_patches.training import ray_start
+from verl_patches.trainer import ray_start
 ray_start.prelude_then("torch_npu.npu.is_available")()
 """
 

@@ -7,7 +7,7 @@ from verl_patches.trainer import rollout_correction, truth_check
 
 
 def test_delta_is_of_valid_tokens_only():
-    """What the deltas are: tests/training/test_rollout_correction.py."""
+    """What the deltas are: tests/trainer/test_rollout_correction.py."""
     tensors = {"rollout_log_probs": torch.tensor([[-1.0, -2.0, -9.0]]),
                "old_log_probs": torch.tensor([[-1.5, -2.0, 0.0]]), "response_mask": torch.tensor([[1, 1, 0]])}
     compute = rollout_correction.add_to_metrics(lambda batch: {"of verl": 1.0})

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.comm import cache_jobs
-from tests.comm.lengths import lognormal_lengths
-from tests.comm.strategies import steps
+from tests.tensor_cache import cache_jobs
+from tests.tensor_cache.lengths import lognormal_lengths
+from tests.tensor_cache.strategies import steps
 from verl_patches.tensor_cache.batch_plan import held_after_rollout
 
 STEP = dict(held=held_after_rollout(16, range(4)), replica_of=[0, 1, 0, 1], mini_batch_size=8, micro_batch_size=2,

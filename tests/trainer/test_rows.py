@@ -15,7 +15,7 @@ IDS = [
 @pytest.fixture
 def probe(run_ranks):
     env = {"VLLM_USE_V1": "0", "VLLM_NO_USAGE_STATS": "1"}
-    return lambda switches: run_ranks("tests.training.probe_rows:effects", patches=switches, env=env)[0]
+    return lambda switches: run_ranks("tests.trainer.probe_rows:effects", patches=switches, env=env)[0]
 
 
 @pytest.mark.slow

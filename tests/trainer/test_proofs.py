@@ -82,7 +82,7 @@ def test_a_group_that_cannot_be_asked_is_refused():
 def test_a_worker_that_never_ran_the_prelude_is_refused_by_rank(ray_folder, run_ranks):
     """Real Ray, verl's own worker group and its colocated class; worker 1 ran the prelude and proves as much."""
     digest, (without, with_prelude), refused = run_ranks(
-        "tests.training.bare_worker:ask_two", patches="line=pypi,platform=cpu", backend=None,
+        "tests.trainer.bare_worker:ask_two", patches="line=pypi,platform=cpu", backend=None,
         env={"RAY_TMPDIR": ray_folder})[0]  # fmt: skip
     assert without.get("digest") is None and with_prelude["digest"] == digest and with_prelude["rank"] == 1
     assert refused.startswith("worker 0 (") and "pid=" in without["where"]

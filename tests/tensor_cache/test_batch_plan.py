@@ -3,8 +3,8 @@ import itertools
 import pytest
 from hypothesis import given, settings
 
-from tests.comm.lengths import lognormal_lengths
-from tests.comm.strategies import steps
+from tests.tensor_cache.lengths import lognormal_lengths
+from tests.tensor_cache.strategies import steps
 from verl_patches.errors import ConfigError
 from verl_patches.layout.parallel import parse_layout
 from verl_patches.tensor_cache.batch_plan import held_after_rollout, mini_batches, plan_batch, train_replicas

@@ -20,7 +20,7 @@ LARGE = {"shared by a replica": (2, 4), "one a worker": (4, 4), "one for all": (
 @pytest.fixture(scope="module")
 def found(ray_folder, run_ranks):
     """What dispatch_job.py says."""
-    return run_ranks("tests.comm.dispatch_job:on_and_off", patches="line=pypi,platform=cpu", backend=None,
+    return run_ranks("tests.tensor_cache.dispatch_job:on_and_off", patches="line=pypi,platform=cpu", backend=None,
                      env={"RAY_TMPDIR": ray_folder})[0]  # fmt: skip
 
 

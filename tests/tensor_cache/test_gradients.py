@@ -8,7 +8,7 @@ MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-to
 @pytest.fixture(scope="module")
 def difference(run_ranks):
     """{case: relative difference to the gradients of arrival order}."""
-    return run_ranks("tests.comm.gradient_job:differences")[0]
+    return run_ranks("tests.tensor_cache.gradient_job:differences")[0]
 
 
 @pytest.mark.slow

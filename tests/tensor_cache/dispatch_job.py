@@ -11,7 +11,7 @@ import torch
 from verl.protocol import DataProto
 from verl.single_controller.base.decorator import Dispatch, register
 
-from tests.comm.logical_group import Serialised, group_of
+from tests.tensor_cache.logical_group import Serialised, group_of
 from verl_patches import prelude_patch
 from verl_patches.trainer import ray_start
 from verl_patches.trainer.dispatch import take_calls

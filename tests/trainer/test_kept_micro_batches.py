@@ -7,7 +7,7 @@ import torch
 from tensordict import TensorDict
 from verl.utils.seqlen_balancing import get_reverse_idx, rearrange_micro_batches
 
-from tests.comm.lengths import lognormal_lengths
+from tests.tensor_cache.lengths import lognormal_lengths
 from verl_patches.errors import RecipeError
 from verl_patches.tensor_cache.batch_plan import plan_batch
 from verl_patches.worker.tensor_cache_stages import as_planned, following, pass_splits, planned, update_splits

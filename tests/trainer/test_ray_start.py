@@ -59,12 +59,12 @@ def test_torch_npu_in_the_set_up_hook_is_refused(run_python):
 
 @pytest.fixture(scope="module")
 def ray_job(ray_folder, run_ranks, tmp_path_factory):
-    """What tests/training/die_worker.py found, with real Ray and its resource NPU."""
+    """What tests/trainer/die_worker.py found, with real Ray and its resource NPU."""
     path = tmp_path_factory.mktemp("path")
     (path / "verl").mkdir()
     (path / "verl" / "__init__.py").touch()
     env = {"PYTHONPATH": str(path), "VERL_PATCHES": "line=pypi,platform=cpu", "RAY_TMPDIR": ray_folder}
-    return run_ranks("tests.training.die_worker:found", env=env, fresh=True, backend=None, timeout_s=500)[0]
+    return run_ranks("tests.trainer.die_worker:found", env=env, fresh=True, backend=None, timeout_s=500)[0]
 
 
 @pytest.mark.slow

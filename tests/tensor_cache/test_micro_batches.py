@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.comm.lengths import lognormal_lengths
+from tests.tensor_cache.lengths import lognormal_lengths
 from verl_patches.errors import ConfigError
 from verl_patches.tensor_cache.batch_plan import (
     arrival,
