@@ -170,8 +170,7 @@ RESHARD: tuple[PatchSpec, ...] = (
     PatchSpec(
         id="update.sharding_manager", stage="update", kind="subclass", target=_MANAGER, processes=_WORKER,
         provider="verl_patches.worker.sharding:RecipeShardingManager", needs=("rollout.engine",),
-        why="Counts weight sync as a phase, wakes the KV cache after it on both lines, and can leave it out after the "
-            "first step: the control run without sync.",
+        why="Counts weight sync as a phase, and can leave it out after the first step: the control run without sync.",
         exit=_NEVER,
     ),
     PatchSpec(

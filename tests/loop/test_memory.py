@@ -64,8 +64,7 @@ def assert_as_planned(run, library):
 
 
 def test_what_the_ledger_saw_is_what_the_plan_expects(smoke):
-    """Rows memory.ledger, memory.ledger_wake, memory.ledger_rollout, memory.ledger_sleep, memory.ledger_log_prob,
-    memory.ledger_update, memory.take_memory and memory.order."""
+    """Rows memory.ledger and memory.order."""
     run = smoke(*STRICT)
     assert_as_planned(run, "megatron-local")
     assert_carried_out(run)
@@ -79,13 +78,12 @@ def test_on_line_a3_the_cache_comes_after_training_weights_have_gone(a3):
     assert_carried_out(run)
 
 
-def test_switched_back_a_run_follows_verls_order_and_without_its_row_a_phase_is_not_seen(smoke):
-    """Negative control for the rows memory.order and memory.ledger_sleep."""
-    run = smoke("--steps", "1", *OFFLOAD, "recipe.memory.ledger=strict",
-                "recipe.patches=[-memory.order,-memory.ledger_sleep]")
-    phases, (done,) = run.steps[0]["memory"]["phases"], run.steps[0]["offload"]["sequences"]
-    assert "sleep" not in phases and phases["reshard"]["bytes"]["grads"] > 0 == phases["ref"]["bytes"]["actor_params"]
-    assert done.count("load actor_params") == 3 and "empty_cache" not in done
+def test_switched_back_a_run_follows_verls_order(smoke):
+    """Negative control of row memory.order."""
+    run = smoke("--steps", "1", *OFFLOAD, "recipe.memory.ledger=strict", "recipe.patches=[-memory.order]")
+    phases = run.steps[0]["memory"]["phases"]
+    assert phases["reshard"]["bytes"]["grads"] > 0 == phases["ref"]["bytes"]["actor_params"]
+    assert run.steps[0]["offload"] is None  # verl's functions move, and count nothing
 
 
 def test_gradients_left_behind_stop_a_strict_run_by_name(smoke):

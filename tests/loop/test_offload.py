@@ -34,8 +34,7 @@ def assert_one_copy_and_no_new_host_memory(run, line):
 
 
 def test_everything_offloaded_changes_no_update(smoke):
-    """Rows memory.load_model, memory.offload_model, memory.load_optimizer, memory.offload_optimizer,
-    memory.take_offload and memory.trim_before_wake."""
+    """Row memory.order."""
     run = smoke(*STRICT, *OFFLOAD)
     assert grad_norms(run) == grad_norms(smoke())[:2]
     assert_one_copy_and_no_new_host_memory(run, "pypi")

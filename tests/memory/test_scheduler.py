@@ -185,7 +185,7 @@ def test_trims_are_on_record_and_a_context_without_a_scheduler_tells_the_ledger_
     assert [each["verb"] for each in counters.take_moves()] == ["empty_cache", "empty_cache"] == log
     alone = WorkerContext(ledger=scheduler.ledger)
     alone.begin("rollout", lambda: log.append("vllm"))
-    alone.end()
+    alone.look()
     assert log[2:] == ["vllm"]
     assert [r["phase"] for r in scheduler.ledger.take()["records"]][-1] == "rollout"
     WorkerContext(scheduler=scheduler).begin("sleep")

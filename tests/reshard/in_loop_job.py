@@ -23,6 +23,7 @@ from verl_patches.layout.sharding import local_parameters
 from verl_patches.patching.row import subclass_of
 from verl_patches.reshard import destination, weight_sync
 from verl_patches.worker import sharding
+from verl_patches.worker.context import WorkerContext
 from verl_patches.worker.sharding import RecipeShardingManager
 
 BROKEN_RANK = 1
@@ -154,6 +155,7 @@ class World:
 
         with (
             mock.patch.object(sharding, "is_on", lambda row: True),
+            mock.patch.object(sharding, "context", lambda: WorkerContext(scheduler=object())),
             mock.patch.dict(sys.modules, {"verl.utils.vllm_utils": verl_utils}),
             mock.patch.object(weight_sync, "train_tensors", lambda *args: self.sources),
             mock.patch.object(weight_sync, "still_valid", lambda *args: self.trained_is_valid),

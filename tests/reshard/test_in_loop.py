@@ -13,6 +13,7 @@ from verl_patches.layout.parallel import parse_layout, rollout_layout
 
 # 72 words: rank 1 and 3 of the rollout hold 8 and padding
 CASE = Case(TINY, parse_layout("tp2 pp2 ep2 etp1 @4 layers=1,2"), rollout_layout(1, dp=2, tp=2), bucket_bytes=1 << 13)
+A3, PYPI = SimpleNamespace(line="a3"), SimpleNamespace(line="pypi")
 FLAGS = 4  # collectives of one number: engine ready, memory as learnt, before and after the exchange
 
 
@@ -75,18 +76,23 @@ def test_the_cache_is_woken_last_and_after_training_weights_have_left(ranks4):
     assert ranks4.run(in_loop_job.with_cache, CASE) == [events] * 4
 
 
-@pytest.mark.parametrize(("given", "calls"), [
-    ({"settings": None}, ["verl's", "kv_cache"]),
-    ({"settings": object(), "sync_enabled": False, "synced_once": True}, ["weights", "kv_cache"]),
-    ({"settings": None, "sync_enabled": False}, ["verl's", "kv_cache"]),  # the first sync is made all the same
+@pytest.mark.parametrize(("given", "scheduled", "calls"), [
+    ({"settings": None}, False, ["verl's"]),  # at 0.4.0 verl's worker wakes the cache, at 54c9b736 its `__enter__`
+    ({"settings": None}, True, ["verl's", "kv_cache"]),
+    ({"settings": A3, "sync_enabled": False, "synced_once": True}, False, ["weights", "kv_cache"]),
+    ({"settings": PYPI, "sync_enabled": False, "synced_once": True}, False, ["weights"]),
+    ({"settings": PYPI, "sync_enabled": False}, True, ["verl's", "kv_cache"]),  # the first sync is made all the same
 ])  # fmt: skip
-def test_verls_path_is_taken_without_settings_and_a_sync_can_be_left_out(given, calls):
+def test_verls_path_and_a_sync_that_is_left_out(given, scheduled, calls, monkeypatch):
+    """Row reshard.direct is off; `scheduled`: row memory.order is on."""
     from verl_patches.patching.row import subclass_of
-    from verl_patches.worker.sharding import RecipeShardingManager
+    from verl_patches.worker import sharding
 
     seen = []
-    manager = subclass_of(type("Upstream", (), {"__enter__": lambda self: seen.append("verl's")}),
-                          RecipeShardingManager)()
+    monkeypatch.setattr(sharding, "context", lambda: SimpleNamespace(scheduler=object() if scheduled else None))
+    monkeypatch.setattr(sharding, "is_on", lambda row: False)
+    upstream = type("Upstream", (), {"__enter__": lambda self: seen.append("verl's")})
+    manager = subclass_of(upstream, sharding.RecipeShardingManager)()
     vars(manager).update(given, inference_engine=SimpleNamespace(wake_up=lambda tags: seen.extend(tags)))
     manager.__enter__()
     assert seen == calls and manager.synced_once

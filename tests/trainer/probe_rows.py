@@ -165,6 +165,9 @@ def verls_trims_are_left_to_the_schedule():
     return found[0]
 
 
+A3 = SimpleNamespace(line="a3")
+
+
 class UpstreamManager:
     """Stands for verl's sharding manager under ours."""
 
@@ -191,14 +194,14 @@ def manager(**given):
 
 
 def switch_leaves_a_sync_out():
-    made = manager(sync_enabled=False, synced_once=True)
+    made = manager(settings=A3, sync_enabled=False, synced_once=True)
     made.__enter__()
     ours = issubclass(sharding.MegatronVLLMShardingManager, sharding_manager.RecipeShardingManager)
     return ours and made.seen == ["weights", "kv_cache"]
 
 
 def resharder_takes_the_place_of_verls_path():
-    made = manager(settings=object())
+    made = manager(settings=A3)
     made.resharder = SimpleNamespace(
         sync=lambda model: made.seen.append("ours") or SimpleNamespace(peak_extra_bytes=0))
     made.__enter__()

@@ -81,7 +81,7 @@ def test_without_budget_or_balance_the_split_is_verls(budget, tokens):
 
 
 def test_other_rows_than_planned_are_refused_and_the_plan_ends_with_them():
-    with pytest.raises(RecipeError, match="batch 0 of this stage has 16 rows of"):
+    with pytest.raises(RecipeError, match="batch 0 of this stage: 16 rows of"):
         run("update", 0, [minis_of(0)[1]])
     samples = minis_of(0)[0]
     assert split(rows(samples), max_token_len=BUDGET)[1] == rearrange_micro_batches(rows(samples), BUDGET)[1]

@@ -40,19 +40,18 @@ class WorkerContext:
         if self.ledger is not None:
             self.ledger.enter(phase)
 
-    def end(self) -> None:
-        """Leave the phase that was begun last."""
-        if self.scheduler is not None:
-            self.scheduler.end()
-        else:
-            self.look()
-
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """A phase around some work. After an error it stays open, and the phase that begins next leaves it."""
-        self.begin(name)
+        """A phase of our schedule around a call of verl's worker; nothing without a scheduler.
+
+        After an error it stays open, and the phase that begins next leaves it.
+        """
+        if self.scheduler is None:  # verl's worker moves memory inside the call: worker/memory.py, _check_inside
+            yield
+            return
+        self.scheduler.begin(name)
         yield
-        self.end()
+        self.scheduler.end()
 
     def look(self, extra_bytes: int = 0) -> None:
         """Raise the ledger's peak of this phase to what is there now, with `extra_bytes` held for a while."""

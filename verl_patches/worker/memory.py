@@ -60,6 +60,8 @@ class WorkerMemory:
                                      memory_of_process(self.recipe.platform))
             self._watch(worker, here.ledger)
             here.ledger.take()  # what was recorded while the engine was built belongs to no step
+            if not self.scheduled:
+                _check_inside(worker, here.ledger)
         if self.scheduled:
             if here.scheduler is None:
                 here.scheduler = self._new_scheduler()
@@ -141,6 +143,28 @@ class WorkerMemory:
             return True
         scheduler = context().scheduler
         return scheduler is not None and scheduler.moves("optimizer") and not scheduler.has("optimizer")
+
+
+def _check_inside(worker: Any, ledger: Ledger) -> None:
+    """verl's own order: the ledger checks inside the actor's calls, before which verl's worker loads."""
+    if worker._is_actor:
+        _check_call(worker.actor, "compute_log_prob", ledger, "old_log_prob")
+        _check_call(worker.actor, "update_policy", ledger, "update")
+    if worker._is_ref:
+        _check_call(worker.ref_policy, "compute_log_prob", ledger, "ref")
+
+
+def _check_call(actor: Any, method: str, ledger: Ledger, phase: str) -> None:
+    call = getattr(actor, method)
+
+    @functools.wraps(call)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        ledger.enter(phase)
+        result = call(*args, **kwargs)
+        ledger.look()
+        return result
+
+    setattr(actor, method, checked)
 
 
 def is_ledger_on(recipe: Any) -> bool:

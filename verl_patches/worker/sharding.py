@@ -27,7 +27,11 @@ class RecipeShardingManager:
     resharder: WorkerReshard | None = None
 
     def __enter__(self) -> None:
-        """Weights of the rollout are training's, then both they and the KV cache are awake."""
+        """Weights of the rollout are training's afterwards.
+
+        Where our schedule moves memory the KV cache is awake too, on both lines, after training weights have left; in
+        verl's own order it is woken where verl does it: here at 54c9b736, in the worker at 0.4.0, after its offload.
+        """
         if self.synced_once and not self.sync_enabled:
             self.inference_engine.wake_up(tags=["weights"])
         elif self.settings is not None and is_on("reshard.direct"):
@@ -37,7 +41,8 @@ class RecipeShardingManager:
             with timed("reshard"):
                 super().__enter__()  # does not say that every weight was written: nothing proves it
         self.synced_once = True
-        self.inference_engine.wake_up(tags=["kv_cache"])  # verl does it here, or right after: then it finds it awake
+        if context().scheduler is not None or (self.settings is not None and self.settings.line == "a3"):
+            self.inference_engine.wake_up(tags=["kv_cache"])
 
     def _sync(self) -> None:
         """The resharder in place of verl's per-tensor generator. ReshardError on every rank, or on none."""

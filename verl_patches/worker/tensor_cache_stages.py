@@ -243,7 +243,7 @@ def taken(actor: Any) -> Iterator[list[torch.Tensor]]:
     On this object alone, so rows on its class stand. The batch that it was given has no tensors afterwards.
     """
     found: list[torch.Tensor] = []
-    compute = actor.compute_log_prob
+    compute, own = actor.compute_log_prob, vars(actor).get("compute_log_prob")
 
     def take(data: Any, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         found[:] = compute(data, *args, **kwargs)
@@ -255,7 +255,10 @@ def taken(actor: Any) -> Iterator[list[torch.Tensor]]:
     try:
         yield found
     finally:
-        del actor.compute_log_prob
+        if own is None:
+            del actor.compute_log_prob
+        else:
+            actor.compute_log_prob = own
 
 
 Parts = list[list[int]]  # [micro batch] -> places in the batch that verl splits
@@ -272,7 +275,7 @@ class PlannedSplits:
         """Of a batch whose rows have so many tokens; RecipeError where the plan has others here."""
         parts, expected = next(self._splits)
         if found != list(expected):
-            raise RecipeError(f"micro batches: batch {self.reached} of this stage has {len(found)} rows, {sum(found)} "
+            raise RecipeError(f"micro batches: batch {self.reached} of this stage: {len(found)} rows of {sum(found)} "
                              f"tokens, the plan has {len(expected)} of {sum(expected)} there, or in another order")
         self.reached += 1
         return parts
