@@ -58,7 +58,7 @@ from tests.tensor_cache.lengths import PROMPT, RESPONSE  # noqa: E402
 from tests.tensor_cache.logical_group import LogicalGroup, Serialised, group_of  # noqa: E402
 from verl_patches.tensor_cache.exchange import Ragged, model_inputs  # noqa: E402
 from verl_patches.trainer.dispatch import put_before_calling  # noqa: E402
-from verl_patches.trainer.tensor_cache import Kept, TensorCacheGroup  # noqa: E402
+from verl_patches.trainer.tensor_cache import CachedStep, TensorCacheGroup  # noqa: E402
 from verl_patches.trainer.worker_starts import noted, start_skew, take_starts  # noqa: E402
 
 DP, PP, TP = 8, 8, 4
@@ -243,7 +243,7 @@ def byte_figures() -> Iterator[dict[str, Any]]:
                 step.train(part)
     for name, of in (("ours", responses), ("ours, every response of 3072 tokens", [RESPONSE] * SAMPLES)):
         stand(of)
-        kept = TensorCacheGroup(group, Kept(0, RESPONSE, True, False))
+        kept = TensorCacheGroup(group, CachedStep(0, RESPONSE, True, False))
         step = Step(kept, own(kept))
         with our_row(), counted.way(name):
             step.train(balanced(step.generate(prompts_of(PROMPTS, prompts))))
@@ -292,7 +292,7 @@ def measured(count: int, made: list[Any], repeats: int, of: tuple[list[int], lis
     ray.get([actor.stand_for.remote([n], samples, heads_of(group), prompts, responses, folder)
              for n, actor in enumerate(made[:count])])  # fmt: skip
     asked = prompts_of(samples // EACH, prompts)
-    kept = TensorCacheGroup(group, Kept(0, RESPONSE, True, False))
+    kept = TensorCacheGroup(group, CachedStep(0, RESPONSE, True, False))
     whole = Step(group, own(group)).generate(asked)
     each = SAMPLES // DP // SKEW_SCALE
     picked = [at % len(whole) for at in range(group.dp_size * each)]

@@ -2,7 +2,7 @@
 
     cache.open(step)                                a scope; what an earlier one left is dropped
     cache.put(step, "responses", samples, ragged)
-    cache.redistribute(step, plan, rank, told)      rollout ranks -> train replicas, one AlltoAllV of bytes
+    cache.redistribute(step, plan, rank, specs)      rollout ranks -> train replicas, one AlltoAllV of bytes
     cache.get(step, "responses", samples)
     cache.close()                                   nothing is left
 
@@ -98,26 +98,26 @@ class TensorCache:
         if missing:
             raise CacheError(
                 f"tensor cache: step {step} has no {name} of {len(missing)} samples, the first is {missing[0]}; it "
-                f"keeps {self._told()}. Was the stage that makes it left out?"
+                f"keeps {self._content()}. Was the stage that makes it left out?"
             )
         return kept.ragged if kept.samples == tuple(samples) else kept.ragged.take([kept.place[s] for s in samples])
 
     def redistribute(
-        self, step: int, plan: BatchPlan, rank: int, told: Mapping[str, TensorSpec], group: object = None
+        self, step: int, plan: BatchPlan, rank: int, specs: Mapping[str, TensorSpec], group: object = None
     ) -> None:
-        """Bring the tensors that are `told` from where rollout left them to where the plan computes them; collective.
+        """Bring the tensors of `specs` from where rollout left them to where the plan computes them; collective.
 
         They replace those of these names. Where a rank cannot (its step or a tensor is missing), that rank raises
         CacheError and the others ExchangeError; what was kept under these names is gone then.
         """
 
         def held() -> dict[str, Ragged]:
-            return {name: self.get(step, name, plan.held[rank]) for name in told}
+            return {name: self.get(step, name, plan.held[rank]) for name in specs}
 
         try:
-            moved = exchange(plan, rank, told, held, step=step, device=self._device, group=group)
+            moved = exchange(plan, rank, specs, held, step=step, device=self._device, group=group)
         finally:
-            for name in told:
+            for name in specs:
                 self._kept.pop(name, None)
         for name, ragged in moved.items():
             self.put(step, name, plan.placed[plan.replica_of[rank]], ragged)
@@ -125,7 +125,7 @@ class TensorCache:
     def _check_open(self, step: int) -> None:
         if self._step != step:
             now = "no step is open" if self._step is None else f"step {self._step} is open"
-            raise CacheError(f"tensor cache: asked for step {step}, but {now}; it keeps {self._told()}")
+            raise CacheError(f"tensor cache: asked for step {step}, but {now}; it keeps {self._content()}")
 
-    def _told(self) -> str:
+    def _content(self) -> str:
         return ", ".join(f"{name} of {len(kept.samples)} samples" for name, kept in self._kept.items()) or "nothing"

@@ -126,7 +126,7 @@ class TensorSpec:
 def exchange(
     plan: BatchPlan,
     rank: int,
-    told: Mapping[str, TensorSpec],
+    specs: Mapping[str, TensorSpec],
     held: Callable[[], Mapping[str, Ragged]],
     *,
     step: int,
@@ -136,10 +136,10 @@ def exchange(
     """Tensors of the samples that `rank` computes, in its order; collective over `group`, whose ranks are the plan's.
 
     `held()`: the same tensors of the samples plan.held[rank]; what it raises reaches the other ranks as an
-    ExchangeError. Raises that too where held tensors are not as told, or a peer has another plan, step or tensors.
+    ExchangeError. Raises that too where held tensors are not as in `specs`, or a peer has another plan or step.
     Plans that differ in sizes fail in the collective itself.
     """
-    kinds = {name: told[name] for name in sorted(told)}
+    kinds = {name: specs[name] for name in sorted(specs)}
     header = _header(plan, step, kinds, device)
     sends, receives = plan.sends(rank), plan.receives(rank)
     splits = [[_segment_bytes(samples, kinds) for samples in side] for side in (sends, receives)]
@@ -159,9 +159,9 @@ def exchange(
     return _unpack(segments, receives, plan.placed[plan.replica_of[rank]], kinds)
 
 
-def wire_bytes(plan: BatchPlan, rank: int, told: Mapping[str, TensorSpec]) -> tuple[int, int]:
+def wire_bytes(plan: BatchPlan, rank: int, specs: Mapping[str, TensorSpec]) -> tuple[int, int]:
     """Bytes that `rank` sends and receives, headers and what stays on the rank included."""
-    return tuple(sum(_segment_bytes(samples, told) for samples in side)
+    return tuple(sum(_segment_bytes(samples, specs) for samples in side)
                  for side in (plan.sends(rank), plan.receives(rank)))  # fmt: skip
 
 
@@ -179,7 +179,7 @@ def _pack(
         expected = (kind.dtype, tuple(kind.lengths[sample] for sample in samples_held))
         found = (ragged.values.dtype, ragged.lengths)
         if found != expected:
-            raise ExchangeError(_not_as_told(name, samples_held, expected, found))
+            raise ExchangeError(_not_as_expected(name, samples_held, expected, found))
         parts[name] = dict(zip(samples_held, ragged.parts(), strict=True))
     for samples, segment in zip(sends, segments, strict=True):
         segment[:_ALIGNED] = header
@@ -229,13 +229,14 @@ def _check(segments: Sequence[torch.Tensor], header: torch.Tensor, rank: int) ->
         raise ExchangeError(f"exchange: rank(s) {failed[:8]} had nothing to send; their own errors say why")
     if wrong:
         raise ExchangeError(f"exchange: rank {rank} has another plan, step, or other tensors than rank(s) {wrong[:8]}; "
-                            "all ranks must be told the same lengths, step and tensors")  # fmt: skip
+                            "all ranks must pass the same lengths, step and tensors")  # fmt: skip
 
 
-def _not_as_told(name: str, samples: Sequence[int], expected: tuple, found: tuple) -> str:
+def _not_as_expected(name: str, samples: Sequence[int], expected: tuple, found: tuple) -> str:
     if expected[0] != found[0]:
-        return f"exchange: {name} is {found[0]}, expected {expected[0]}, as all ranks were told"
+        return f"exchange: {name} is {found[0]}, expected {expected[0]}, as passed on all ranks"
     if len(expected[1]) != len(found[1]):
         return f"exchange: {name} is of {len(found[1])} samples, expected {len(expected[1])}"
-    sample, told, has = next(each for each in zip(samples, *(expected[1], found[1]), strict=True) if each[1] != each[2])
-    return f"exchange: {name} of sample {sample} has {has} values, expected {told}, as all ranks were told"
+    pairs = zip(samples, *(expected[1], found[1]), strict=True)
+    sample, count, has = next(each for each in pairs if each[1] != each[2])
+    return f"exchange: {name} of sample {sample} has {has} values, expected {count}, as passed on all ranks"

@@ -48,7 +48,7 @@ class Run:
         self.workers_see_log_probs = (
             self.recipe.train.skip_old_log_prob or correction_of(self.recipe.rollout_correction) is not None
             or self.recipe.tensor_cache.enabled)
-        self.kept_on_workers: Any = None
+        self.cached_group: Any = None
         self.sampled_check: Any = None
         dirty = getattr(trainer, "modified_sources", None)  # of launch/import_alone.py; the launcher adds its own
         self.summary = Summary(self.folder, {
@@ -85,10 +85,10 @@ class Run:
             return
         from verl_patches.trainer.tensor_cache import TensorCacheGroup, cached_step_of
 
-        trainer, kept = self.trainer, cached_step_of(self.trainer)
-        self.kept_on_workers = trainer.actor_rollout_wg = TensorCacheGroup(trainer.actor_rollout_wg, kept)
+        trainer, cached = self.trainer, cached_step_of(self.trainer)
+        self.cached_group = trainer.actor_rollout_wg = TensorCacheGroup(trainer.actor_rollout_wg, cached)
         if trainer.use_reference_policy and not getattr(trainer, "ref_in_actor", False):
-            trainer.ref_policy_wg = TensorCacheGroup(trainer.ref_policy_wg, kept)
+            trainer.ref_policy_wg = TensorCacheGroup(trainer.ref_policy_wg, cached)
 
     def check_sampled(self, workers: Any) -> None:
         """With recipe.logprob_check.every: the trainer's group becomes one whose rollout is checked every N steps."""
@@ -125,9 +125,9 @@ class Run:
                  "memory": memory_of_step([report["memory"] for report in reports]),
                  "offload": offload_of_step([report["moves"] for report in reports]),
                  "dispatch": None}
-        if self.kept_on_workers is not None:
-            found["tensor_cache"] = self.kept_on_workers.end_step()
-            metrics = self.kept_on_workers.without_verls_partition(metrics)
+        if self.cached_group is not None:
+            found["tensor_cache"] = self.cached_group.end_step()
+            metrics = self.cached_group.without_verls_partition(metrics)
         if engine.is_on("dispatch.put_once"):
             found["dispatch"] = dispatch_of_step([report["starts"] for report in reports])
         if self.sampled_check is not None:

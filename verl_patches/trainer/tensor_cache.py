@@ -24,7 +24,7 @@ _NON_TENSORS = {"raw_prompt_ids", "tools_kwargs"}  # of prompts; the second only
 
 
 @dataclass
-class Kept:
+class CachedStep:
     """One run's settings, and its step now; shared by the groups of actor and reference."""
 
     pad_id: int
@@ -37,18 +37,18 @@ class Kept:
     report: list[dict[str, float]] = field(default_factory=list)
 
 
-def cached_step_of(trainer: Any) -> Kept:
+def cached_step_of(trainer: Any) -> CachedStep:
     """What the trainer's configuration says."""
     config = trainer.config
-    return Kept(trainer.tokenizer.pad_token_id, config.data.max_response_length, config.trainer.balance_batch,
+    return CachedStep(trainer.tokenizer.pad_token_id, config.data.max_response_length, config.trainer.balance_batch,
                 config.algorithm.use_kl_in_reward)  # fmt: skip
 
 
 class TensorCacheGroup:
     """A worker group whose tensors of a step stay with it; calls that are not of the step's stages go through."""
 
-    def __init__(self, group: Any, kept: Kept):
-        self._group, self._kept = group, kept
+    def __init__(self, group: Any, cached: CachedStep):
+        self._group, self._cached = group, cached
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._group, name)
@@ -61,31 +61,31 @@ class TensorCacheGroup:
         if unknown:
             raise ConfigError(f"recipe.tensor_cache.enabled is true, but prompts have {', '.join(sorted(unknown))}, "
                               "which would not come back with the responses; expected text alone: set it false")
-        kept = self._kept
-        asked = _asked(prompts, kept.pad_id)
-        kept.step, kept.open = kept.step + 1, True
+        cached = self._cached
+        asked = _asked(prompts, cached.pad_id)
+        cached.step, cached.open = cached.step + 1, True
         answers = self._run("generate", asked)
-        told = {name: np.concatenate([each[name] for each in answers]) for name in answers[0]}
-        kept.lengths = tuple(told["response_length"].tolist())
-        batch = _whole_batch(prompts, told["response_ids"], kept)
-        widths = batch["prompts"].shape[1], kept.response_width
-        kept.report = self._run("place", {
-            "prompts": told["prompt_length"], "responses": told["response_length"],
-            "widths": widths, "pad": kept.pad_id, "balance": kept.balance})  # fmt: skip
+        sent = {name: np.concatenate([each[name] for each in answers]) for name in answers[0]}
+        cached.lengths = tuple(sent["response_length"].tolist())
+        batch = _whole_batch(prompts, sent["response_ids"], cached)
+        widths = batch["prompts"].shape[1], cached.response_width
+        cached.report = self._run("place", {
+            "prompts": sent["prompt_length"], "responses": sent["response_length"],
+            "widths": widths, "pad": cached.pad_id, "balance": cached.balance})  # fmt: skip
         return DataProto.from_dict(tensors=batch)
 
     def compute_log_prob(self, batch: DataProto) -> DataProto:
         """entropys [B, S_response], a sample's mean in each place: all that verl's entropy loss can see."""
-        rows, found = batch.batch[SAMPLE], self._run("log_prob", {"send_back": self._kept.send_back})
+        rows, found = batch.batch[SAMPLE], self._run("log_prob", {"send_back": self._cached.send_back})
         entropy = torch.empty(len(rows))
         for each in found:
             entropy[list(each["samples"])] = torch.tensor(each["entropy"])  # Ray's array is read-only
-        answer = {"entropys": entropy[rows][:, None].expand(len(rows), self._kept.response_width)}
+        answer = {"entropys": entropy[rows][:, None].expand(len(rows), self._cached.response_width)}
         return self._answer(rows, answer, "old_log_probs", found)
 
     def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
         """Nothing, or ref_log_prob [B, S_response] where it is needed here."""
-        found = self._run("ref", {"send_back": self._kept.send_back})
+        found = self._run("ref", {"send_back": self._cached.send_back})
         return self._answer(batch.batch[SAMPLE], {}, "ref_log_prob", found)
 
     def update_actor(self, batch: DataProto) -> DataProto:
@@ -96,7 +96,7 @@ class TensorCacheGroup:
         values, per_token = _smallest(by_sample)
         found = self._run("update", {"advantages": values.numpy(), "per_token": per_token,
                                      "meta": dict(batch.meta_info)})
-        self._kept.open = False
+        self._cached.open = False
         return DataProto(meta_info={"metrics": found[0]})
 
     def end_step(self) -> dict[str, float] | None:
@@ -104,31 +104,31 @@ class TensorCacheGroup:
 
         What a step without an update left goes; critic warm-up is such a step.
         """
-        kept = self._kept
-        if kept.open:
-            self._group.run_stage("close", kept.step)
-            kept.open = False
-        return {name: max(each[name] for each in kept.report) for name in kept.report[0]} if kept.report else None
+        cached = self._cached
+        if cached.open:
+            self._group.run_stage("close", cached.step)
+            cached.open = False
+        return {name: max(each[name] for each in cached.report) for name in cached.report[0]} if cached.report else None
 
     @staticmethod
     def without_verls_partition(metrics: Mapping[str, Any]) -> dict[str, Any]:
         """A step's metrics but for those of the partition that verl's balance_batch makes: nobody computes it."""
         return {name: value for name, value in metrics.items() if not name.startswith("global_seqlen/")}
 
-    def _run(self, stage: str, told: dict[str, Any]) -> list[Any]:
+    def _run(self, stage: str, sent: dict[str, Any]) -> list[Any]:
         """What the ranks that have something to say answer, in order of ranks."""
-        answers = self._group.run_stage(stage, self._kept.step, told)
+        answers = self._group.run_stage(stage, self._cached.step, sent)
         return [each for each in answers if each is not None]
 
     def _answer(self, rows: torch.Tensor, tensors: dict[str, Any], name: str, found: list[dict[str, Any]]) -> DataProto:
-        if self._kept.send_back:
+        if self._cached.send_back:
             parts: dict[int, torch.Tensor] = {}
             for each in found:
-                lengths = [self._kept.lengths[sample] for sample in each["samples"]]
+                lengths = [self._cached.lengths[sample] for sample in each["samples"]]
                 parts.update(zip(each["samples"], torch.tensor(each["values"]).split(lengths), strict=True))
             ragged = Ragged(torch.cat([parts[sample] for sample in rows.tolist()]),
-                            tuple(self._kept.lengths[sample] for sample in rows.tolist()))  # fmt: skip
-            tensors[name] = to_padded(ragged, self._kept.response_width)
+                            tuple(self._cached.lengths[sample] for sample in rows.tolist()))  # fmt: skip
+            tensors[name] = to_padded(ragged, self._cached.response_width)
         return DataProto(batch=TensorDict(tensors, batch_size=[len(rows)]))
 
 
@@ -145,14 +145,14 @@ def _asked(prompts: DataProto, pad_id: int) -> dict[str, Any]:
             "pad": pad_id, "meta": dict(prompts.meta_info)}  # fmt: skip
 
 
-def _whole_batch(prompts: DataProto, response_ids: np.ndarray, kept: Kept) -> dict[str, torch.Tensor]:
+def _whole_batch(prompts: DataProto, response_ids: np.ndarray, cached: CachedStep) -> dict[str, torch.Tensor]:
     """The tensors that verl's generate_sequences returns, rebuilt on the trainer, and `sample`."""
     asked = prompts.batch["input_ids"]
-    count = len(kept.lengths)
+    count = len(cached.lengths)
     each = count // len(asked)
     ids = from_padded(asked, prompts.batch["attention_mask"], left=True).take([at // each for at in range(count)])
-    responses = Ragged(torch.from_numpy(response_ids), kept.lengths)
-    tensors = model_inputs(ids, responses, asked.shape[1], kept.response_width, kept.pad_id)
+    responses = Ragged(torch.from_numpy(response_ids), cached.lengths)
+    tensors = model_inputs(ids, responses, asked.shape[1], cached.response_width, cached.pad_id)
     return {**tensors, SAMPLE: torch.arange(count)}
 
 

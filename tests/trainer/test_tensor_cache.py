@@ -20,7 +20,7 @@ from verl_patches.tensor_cache import limits
 from verl_patches.tensor_cache.exchange import Ragged, mask_of, to_padded
 from verl_patches.trainer import tensor_cache
 from verl_patches.trainer.rollout_correction import WithoutOldLogProb
-from verl_patches.trainer.tensor_cache import Kept, TensorCacheGroup
+from verl_patches.trainer.tensor_cache import CachedStep, TensorCacheGroup
 from verl_patches.worker import tensor_cache_stages
 from verl_patches.worker.tensor_cache_stages import padded_prompts
 
@@ -172,7 +172,7 @@ def make():
 
     def build(send_back=False):
         workers = Workers(torch.rand(4, WIDTH, generator=torch.Generator().manual_seed(1)))
-        kept = Kept(0, WIDTH, True, send_back, step=5, lengths=LENGTHS, open=True)
+        kept = CachedStep(0, WIDTH, True, send_back, step=5, lengths=LENGTHS, open=True)
         return TensorCacheGroup(workers, kept), workers
 
     return build
@@ -278,7 +278,7 @@ class Generating:
 
 def test_the_responses_of_two_ranks_become_verls_batch_in_the_order_of_samples():
     workers = Generating()
-    group = TensorCacheGroup(workers, Kept(0, WIDTH, True, False, step=5))
+    group = TensorCacheGroup(workers, CachedStep(0, WIDTH, True, False, step=5))
     found = group.generate_sequences(prompts(raw_prompt_ids=[[1, 2], [7]])).batch
     expected = {
         "sample": [0, 1, 2, 3],
@@ -326,9 +326,9 @@ def test_an_update_without_old_log_probs_is_given_none(make):
 @pytest.mark.parametrize("meta", [{"validate": True}, {"do_sample": False}])
 def test_validation_and_greedy_baselines_are_not_kept(make, meta):
     group, _ = make()
-    before = group._kept.step
+    before = group._cached.step
     assert group.generate_sequences(DataProto(meta_info=meta)) == "verl's own"
-    assert group._kept.step == before
+    assert group._cached.step == before
 
 
 def test_a_step_without_an_update_is_closed_at_its_end(make):
