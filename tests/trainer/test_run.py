@@ -45,3 +45,18 @@ def test_rows_left_alone_everywhere_are_said_and_those_left_alone_in_some_worker
     assert "| drifted (drift=skip, reasons in summary.json): a.b" in prove("drifted", "drifted")
     with pytest.raises(engine.PatchError, match="a.b: active in 0; drifted in 1"):
         prove("active", "drifted")
+
+
+@pytest.mark.parametrize(("enabled", "row", "cached"), [(True, True, True), (True, False, False), (False, True, False)])
+def test_tensors_stay_on_workers_where_the_recipe_and_its_row_say_so(monkeypatch, enabled, row, cached):
+    """Row update.tensor_cache."""
+    monkeypatch.setattr(engine, "is_on", lambda name: row and name == "update.tensor_cache")
+    made = run.Run.__new__(run.Run)
+    made.cached_group, made.recipe = None, SimpleNamespace(tensor_cache=SimpleNamespace(enabled=enabled))
+    config = SimpleNamespace(data=SimpleNamespace(max_response_length=4), trainer=SimpleNamespace(balance_batch=True),
+                             algorithm=SimpleNamespace(use_kl_in_reward=False))
+    group = object()
+    made.trainer = SimpleNamespace(config=config, tokenizer=SimpleNamespace(pad_token_id=0), actor_rollout_wg=group,
+                                   use_reference_policy=False)
+    made.keep_on_workers()
+    assert (made.trainer.actor_rollout_wg is not group) == cached == (made.cached_group is not None)

@@ -80,8 +80,8 @@ class Run:
             self.progress.say(f"| log-probs are not compared: {self.not_compared}")
 
     def keep_on_workers(self) -> None:
-        """With recipe.tensor_cache: the trainer's groups become those whose tensors stay with them."""
-        if not self.recipe.tensor_cache.enabled:
+        """With recipe.tensor_cache and its row: the trainer's groups become those whose tensors stay with them."""
+        if not self.recipe.tensor_cache.enabled or not engine.is_on("update.tensor_cache"):
             return
         from verl_patches.trainer.tensor_cache import TensorCacheGroup, cached_step_of
 
