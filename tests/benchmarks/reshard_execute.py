@@ -223,7 +223,7 @@ def load_weights_times(runs: int = 3) -> dict:
     from verl_patches.patching.switches import from_environment
     from verl_patches.platform.cpu import rows as cpu_rows
 
-    start(cpu_rows.VLLM, from_environment()).apply()
+    start([row for row in cpu_rows.VLLM if not row.needs], from_environment()).apply()
     import torch
 
     from verl_patches.layout.inventory import build_inventory

@@ -77,26 +77,25 @@ def test_the_installed_packages_are_as_the_catalogue_expects(run_python):
 
 @pytest.mark.slow
 def test_one_token_of_a_copy_is_found(run, copies):
-    file = copies / "verl" / "utils" / "megatron_utils.py"
-    edit(file, "def load_megatron_optimizer(optimizers):\n", "def load_megatron_optimizer(optimizers):  # a comment\n")
+    file = copies / "verl" / "utils" / "seqlen_balancing.py"
+    edit(file, "def get_reverse_idx(idx_map):\n", "def get_reverse_idx(idx_map):  # a comment\n")
     edit(copies / "verl" / "trainer" / "ppo" / "ray_trainer.py", "def fit(self):\n        \"\"\"\n",
          "def fit(self):\n        \"\"\"\n        Other words.\n")
     code, out, _ = run("check", "--line", "pypi", "--upstream", copies, "--json")
     (modified,) = (r for r in json.loads(out)["rows"] if r["state"] == "problem")  # no row's body
     assert code == 1 and modified["name"] == "verl"
     assert modified["details"] == [f"verl/{name} (modified)" for name in ("trainer/ppo/ray_trainer.py",
-                                                                          "utils/megatron_utils.py")]
+                                                                          "utils/seqlen_balancing.py")]
     lines = file.read_text().splitlines()
-    number = next(n for n, line in enumerate(lines) if "def load_megatron_optimizer" in line) + 2
+    number = next(n for n, line in enumerate(lines) if "num_micro_batches = max(min_num_micro_batch" in line)
     changed = lines[number].replace("(", "(1, ", 1)
     assert changed != lines[number]
     lines[number] = changed
     file.write_text("\n".join(lines) + "\n")
     code, out, _ = run("check", "--line", "pypi", "--upstream", copies, "--base", INSTALLED, "--json")
-    _, found, other = (r for r in json.loads(out)["rows"] if r["state"] == "problem")
-    assert code == 1 and found["name"] == "memory.time_load_megatron_optimizer"
-    assert other["name"] == "memory.load_optimizer"  # a row over it
-    assert found["details"][0] == f"verl/utils/megatron_utils.py:{number + 1}: {changed.strip()}"
+    _, found = (r for r in json.loads(out)["rows"] if r["state"] == "problem")
+    assert code == 1 and found["name"] == "update.micro_batches_as_planned"
+    assert found["details"][0] == f"verl/utils/seqlen_balancing.py:{number + 1}: {changed.strip()}"
     assert f"+{changed}" in found["details"]
 
 

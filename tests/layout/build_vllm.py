@@ -17,7 +17,8 @@ from verl_patches.patching.engine import start
 from verl_patches.patching.switches import from_environment
 from verl_patches.platform.cpu import rows as cpu_rows
 
-start(cpu_rows.VLLM, from_environment()).apply()  # vLLM's stand-ins only: the wheel's compiled ops do not load here
+# vLLM's stand-ins only, as the wheel's compiled ops do not load here; none over a row of the recipe
+start([row for row in cpu_rows.VLLM if not row.needs], from_environment()).apply()
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402

@@ -56,7 +56,7 @@ def test_without_the_loader_there_is_no_actor(smoke):
 
 @pytest.mark.parametrize(("hook", "words"), [
     ("other_switches", ("other patches than the controller", "reshard.direct")),
-    ("no_patches", ("not active", "update.sharding_manager is reverted"))])
+    ("no_patches", ("not active", "update.micro_batches_as_planned is reverted"))])
 def test_a_worker_that_differs_is_refused_before_step_one(smoke, hook, words):
     run = smoke("--steps", "1", f"recipe.worker_process_setup_hook=odd_worker.{hook}", ok=False)
     assert run.code == 1 and run.steps == [] and "PatchError" in run.summary["exit"]

@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import importlib
 import importlib.util
+import json
 import sys
 import types
 from types import SimpleNamespace
@@ -174,3 +175,7 @@ def repeated_calls(llm, calls: list[str]) -> dict:
     with contextlib.suppress(AssertionError):
         llm.llm_engine.sleep()
     return found
+
+
+if __name__ == "__main__":
+    print(json.dumps(sleeps(*sys.argv[1:])))

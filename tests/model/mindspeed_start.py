@@ -17,7 +17,7 @@ from verl_patches.platform.cpu import rows as cpu_rows
 
 # MindSpeed goes over Tensor.type itself; platform/cpu/rows.py has this line's stand-in
 _NOT_HERE = {"platform.torch_tensor_type"}
-_DTYPE = {"model.train_dtype", "model.optimizer_dtype"}
+_WORKER = {"update.recipe_worker", "model.train_dtype", "model.optimizer_dtype"}
 _ACTOR = "actor_rollout_ref.actor.megatron."
 # name -> ranks, overrides of the tiny configuration
 LAYOUTS = {
@@ -50,7 +50,7 @@ def engine_config(model: Path, verl: Path, ranks: int, sizes: dict, dtype: str) 
 def rows():
     """The rows of this line that a rank without verl's loop needs."""
     shared = [row for row in (*catalog.NO_BUILD, *cpu_rows.TORCH, *cpu_rows.VERL) if row.id not in _NOT_HERE]
-    shared += [row for row in catalog.MODEL if row.id in _DTYPE]
+    shared += [row for row in (*catalog.MODEL, *catalog.UPDATE) if row.id in _WORKER]
     shared = [dataclasses.replace(row, lines=frozenset({"a3"})) for row in shared]
     return (*a3_rows.ROWS, *cpu_rows.NPU, *shared)
 

@@ -9,7 +9,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from verl_patches.config.checks import hf_config_of
-from verl_patches.config.compose import CONFIGS_DIR, compose
+from verl_patches.config.compose import compose
 
 ACTOR = "actor_rollout_ref.actor.megatron."
 TP2 = [f"{ACTOR}tensor_model_parallel_size=2", "recipe.train.expert_split=tp_extend_ep"]
@@ -52,7 +52,7 @@ def run(a3_sources, run_ranks):
     sources = a3_sources()
     env = {"VERL_PATCHES": "line=a3,platform=cpu", "TORCHDYNAMO_DISABLE": "1",
            "PYTHONPATH": os.pathsep.join(map(str, sources))}  # fmt: skip
-    return lambda cases, *early: run_ranks("tests.trainer.engine_start_probe:arguments", _composed(cases, sources[0]),
+    return lambda cases, *early: run_ranks("tests.model.mindspeed_start_probe:arguments", _composed(cases, sources[0]),
                                            *early, env=env, fresh=True, backend=None)[0]  # fmt: skip
 
 
@@ -66,7 +66,7 @@ def _composed(cases: dict, verl: Path) -> dict[str, dict]:
     for name, (config_name, ranks, overrides, _) in cases.items():
         config = compose(config_name, overrides, verl_path=verl)
         section = OmegaConf.to_container(config.actor_rollout_ref, resolve=True)
-        found[name] = {"world_size": ranks, "config": section, "hf": hf_config_of(config, CONFIGS_DIR)}
+        found[name] = {"world_size": ranks, "config": section, "hf": hf_config_of(config)}
     return found
 
 
