@@ -90,7 +90,7 @@ def test_every_signature_fits_and_all_bindings_are_listed():
 SIGNATURES = """
 import inspect
 from verl_patches.patching.row import unwrap
-from verl_patches.patching.contract import not_accepted
+from verl_patches.patching.contract import refused_calls
 def plain(obj, follow_wrapped):
     try: return inspect.signature(unwrap(obj), follow_wrapped=follow_wrapped)
     except (TypeError, ValueError): return None
@@ -100,7 +100,7 @@ for row in current()._rows.values():
     target, provider = plain(row.place.value(), True), plain(row.installed, False)
     bound = "." in row.spec.target.partition(":")[2]
     known = target and provider and str(target) != "(*args, **kwargs)"
-    faults = not_accepted(target, provider, bound) if known else unseen.append(row.spec.id)
+    faults = refused_calls(target, provider, bound) if known else unseen.append(row.spec.id)
     refused.update({row.spec.id: faults} if faults else {})
 assert not refused, refused
 print("without a signature:", *unseen)

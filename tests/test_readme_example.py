@@ -15,7 +15,7 @@ EXAMPLE = re.compile(r"<!-- example: (\S+) -->\n```\w+\n(.*?)```", re.DOTALL)
 PAGE, TABLE = "docs/writing-patches.md", "docs/patches.md"
 COPIED = ("verl_patches", "configs", "scripts", "docs", "README.md", "README_zh.md")
 PROVIDER, TEST = "verl_patches/trainer/finite_rewards.py", "tests/trainer/test_finite_rewards.py"
-ROW_ABOVE = "TRAINING: tuple[PatchSpec, ...] = (\n"
+ROW_ABOVE = "UPDATE: tuple[PatchSpec, ...] = (\n"
 
 
 def examples():
