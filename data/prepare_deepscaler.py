@@ -130,8 +130,9 @@ def show(code: int, report: dict[str, Any]) -> None:
     if code:
         print(f"{len(report['bad'])} bad rows: nothing written. Mend them, or give --skip-bad.", file=sys.stderr)
     else:
-        print(f"{report['train']} train rows -> {report['files'][0]}, "
-              f"{report['test']} test rows -> {report['files'][1]}")
+        print(
+            f"{report['train']} train rows -> {report['files'][0]}, {report['test']} test rows -> {report['files'][1]}"
+        )
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -27,10 +27,20 @@ READMES = {"README.md": "en", "README_zh.md": "zh"}
 PINS, PATCHES, RECIPE = "docs/upstream-pins.md", "docs/patches.md", "docs/configuration.md"
 FILES = (*READMES, PINS, PATCHES, RECIPE)
 WORDS = {
-    "en": {"engine": "vLLM's engine", "use": "use", "state": "state here", "driver": "Ascend driver, firmware",
-           "cann": "CANN toolkit, kernels, NNAL"},
-    "zh": {"engine": "vLLM 引擎", "use": "用途", "state": "现状", "driver": "昇腾驱动、固件",
-           "cann": "CANN toolkit、kernels、NNAL"},
+    "en": {
+        "engine": "vLLM's engine",
+        "use": "use",
+        "state": "state here",
+        "driver": "Ascend driver, firmware",
+        "cann": "CANN toolkit, kernels, NNAL",
+    },
+    "zh": {
+        "engine": "vLLM 引擎",
+        "use": "用途",
+        "state": "现状",
+        "driver": "昇腾驱动、固件",
+        "cann": "CANN toolkit、kernels、NNAL",
+    },
 }
 IN_README = ("use", "state", "engine", "Python", "verl")
 # label of a row: what shares it of a line's repositories, packages and system software; the rest has own rows
@@ -51,8 +61,10 @@ def pins_table(pins: Pins, language: str, only: tuple[str, ...] = ()) -> str:
     cells = {name: _cells(line) for name, line in pins.lines.items()}
     label_of = {key: label for label, keys in SAME_ROW.items() for key in keys}
     labels = list(dict.fromkeys(label_of.get(key, key) for found in cells.values() for key in found))
-    rows = [["use", *(getattr(line.use, language) for line in pins.lines.values())],
-            ["state", *(getattr(line.state, language) for line in pins.lines.values())]]
+    rows = [
+        ["use", *(getattr(line.use, language) for line in pins.lines.values())],
+        ["state", *(getattr(line.state, language) for line in pins.lines.values())],
+    ]
     for label in labels:
         found = ([cells[name].get(key) for key in SAME_ROW.get(label, (label,))] for name in pins.lines)
         rows.append([label, *(", ".join(dict.fromkeys(filter(None, values))) or "-" for values in found)])
@@ -90,8 +102,11 @@ def recipe_tables(schema: type = Recipe, prefix: str = "recipe") -> str:
         described |= entries.keys()
     if missing := [item.name for item in own if item.name not in described]:
         raise ValueError(f"{schema.__name__}: the docstring does not describe {', '.join(missing)}")
-    return "\n".join(text) + "\n" + "".join(
-        recipe_tables(section, f"{prefix}.{name}") for name, section in sections.items())
+    return (
+        "\n".join(text)
+        + "\n"
+        + "".join(recipe_tables(section, f"{prefix}.{name}") for name, section in sections.items())
+    )
 
 
 def _entries(paragraph: str, names: list[str]) -> dict[str, str]:
@@ -103,7 +118,7 @@ def _entries(paragraph: str, names: list[str]) -> dict[str, str]:
         for name in start[1].split(", "):
             if name not in names:
                 raise ValueError(f"docstring: {name!r} is no key of this section; it has {', '.join(names)}")
-            found[name] = " ".join(paragraph[start.end():end].split())
+            found[name] = " ".join(paragraph[start.end() : end].split())
     return found
 
 

@@ -196,8 +196,15 @@ def run_ranks(warm: Callable[[Mapping[str, str]], dict[str, str]]) -> Callable[.
     starts), and those of `Ranks` in tests/ranks.py. Raises RankError.
     """
 
-    def run(function: str, *arguments: Any, size: int = 1, patches: str | None = None,
-            env: Mapping[str, str] | None = None, fresh: bool = False, **options: Any) -> list:  # fmt: skip
+    def run(
+        function: str,
+        *arguments: Any,
+        size: int = 1,
+        patches: str | None = None,
+        env: Mapping[str, str] | None = None,
+        fresh: bool = False,
+        **options: Any,
+    ) -> list:
         environment, flags = _environment(patches, env), ()
         if not fresh:
             environment, flags = warm(environment), ("-X", "warm")

@@ -300,8 +300,13 @@ def check_control(copy: Path, tests: Tests) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Apply one mutant after another to a copy and run the tests.")
-    parser.add_argument("--only", metavar="NAME", action="append", choices=[mutant.name for mutant in MUTANTS],
-                        help="this mutant alone; may be given several times")  # fmt: skip
+    parser.add_argument(
+        "--only",
+        metavar="NAME",
+        action="append",
+        choices=[mutant.name for mutant in MUTANTS],
+        help="this mutant alone; may be given several times",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object in place of lines")
     asked = parser.parse_args(arguments)
     chosen = [mutant for mutant in MUTANTS if not asked.only or mutant.name in asked.only]
@@ -329,8 +334,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if asked.json:
         print(json.dumps({"mutants": found, **counts, "rate": rate}))
     else:
-        print(f"mutants: {counts['killed']} killed, {counts['survived']} survived, {counts['stale']} stale: "
-              f"{100 * rate:.1f} % killed")  # fmt: skip
+        print(
+            f"mutants: {counts['killed']} killed, {counts['survived']} survived, {counts['stale']} stale: "
+            f"{100 * rate:.1f} % killed"
+        )
     return 0 if rate >= LEAST_KILLED and not counts["stale"] else 1
 
 

@@ -94,16 +94,30 @@ class Ranks:
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         path = os.pathsep.join(filter(None, [str(ROOT), self._environment.get("PYTHONPATH")]))
-        environment = {"GLOO_SOCKET_IFNAME": "lo", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-                       **self._environment, "PYTHONPATH": path, "WORLD_SIZE": str(self.size),
-                       "RANKS_FOLDER": str(folder), "RANKS_TIMEOUT_S": str(self.timeout_s)}  # fmt: skip
+        environment = {
+            "GLOO_SOCKET_IFNAME": "lo",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            **self._environment,
+            "PYTHONPATH": path,
+            "WORLD_SIZE": str(self.size),
+            "RANKS_FOLDER": str(folder),
+            "RANKS_TIMEOUT_S": str(self.timeout_s),
+        }
         command = [sys.executable, *self._flags, "-W", "ignore", "-c", "from tests.ranks import main; main()"]
         with socket.socket(socket.AF_UNIX) as server, (folder / "launcher").open("wb") as log:
             server.bind(str(folder / "socket"))
             server.listen(self.size)
             server.settimeout(0.1)
-            self._process = subprocess.Popen(command, env=environment, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log,
-                                             stderr=log, start_new_session=True)  # fmt: skip
+            self._process = subprocess.Popen(
+                command,
+                env=environment,
+                cwd=ROOT,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
             self._accept(server, time.monotonic() + self.timeout_s)
 
     def _accept(self, server: socket.socket, ends: float) -> None:

@@ -28,7 +28,8 @@ PRELUDE = "import verl_patches.prelude_patch"
 def prelude(run_python):
     """prelude(platform, code, **env): the code's process; without a platform VERL_PATCHES is not set."""
     return lambda platform, code=PRELUDE, **env: run_python(
-        code, patches=platform and f"line=pypi,platform={platform}", env=env)
+        code, patches=platform and f"line=pypi,platform={platform}", env=env
+    )
 
 
 @pytest.mark.parametrize("line", LINES)
@@ -147,8 +148,10 @@ def headings(text):
     return re.findall(r"^(#+) ", re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE), re.MULTILINE)
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/256-die-runbook.md", "docs/troubleshooting.md",
-                                  "docs/environment.md", "docs/import-alone.md"])
+@pytest.mark.parametrize(
+    "page",
+    ["README.md", "docs/256-die-runbook.md", "docs/troubleshooting.md", "docs/environment.md", "docs/import-alone.md"],
+)
 def test_a_page_and_its_chinese_twin_have_the_same_headings(page):
     twin = page.replace(".md", "_zh.md") if page == "README.md" else page.replace("docs/", "docs/zh/")
     levels = [headings((ROOT / name).read_text()) for name in (page, twin)]

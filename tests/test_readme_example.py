@@ -42,7 +42,7 @@ def add(folder, parts):
             (folder / name).write_text(text)
     catalog = folder / "verl_patches" / "catalog.py"
     assert catalog.read_text().count(ROW_ABOVE) == 1
-    catalog.write_text(catalog.read_text().replace(ROW_ABOVE, ROW_ABOVE + parts["row"]))
+    catalog.write_text(catalog.read_text().replace(ROW_ABOVE, f"{ROW_ABOVE}{parts['row'].rstrip()},\n"))
 
 
 def test_the_page_shows_provider_row_test_and_commands():

@@ -8,8 +8,12 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "verl_patches"
 FLOORS = (
-    {"errors", "processes"}, {"patching", "layout"}, {"platform"}, {"model", "reshard", "memory", "tensor_cache"},
-    {"rollout", "trainer", "worker", "rewards"}, {"config", "launch", "upstream", "evaluation"},
+    {"errors", "processes"},
+    {"patching", "layout"},
+    {"platform"},
+    {"model", "reshard", "memory", "tensor_cache"},
+    {"rollout", "trainer", "worker", "rewards"},
+    {"config", "launch", "upstream", "evaluation"},
     {"cli", "catalog", "prelude_patch", "main_grpo", "__main__", "__init__"},
 )
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
@@ -86,10 +90,18 @@ def test_a_cycle_over_several_rooms_would_be_seen():
     assert cycles({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == set()
 
 
-@pytest.mark.parametrize("module", [
-    "verl_patches.prelude_patch", "verl_patches.catalog", "verl_patches.__main__", "verl_patches.layout.inventory",
-    "verl_patches.launch.launcher"])
+@pytest.mark.parametrize(
+    "module",
+    [
+        "verl_patches.prelude_patch",
+        "verl_patches.catalog",
+        "verl_patches.__main__",
+        "verl_patches.layout.inventory",
+        "verl_patches.launch.launcher",
+    ],
+)
 def test_torch_free_rooms_do_not_import_torch(module, run_python):
-    code = (f"import sys, {module}\n"
-            "sys.exit(', '.join({'torch', 'verl', 'vllm', 'megatron'} & set(sys.modules)) or None)")
+    code = (
+        f"import sys, {module}\nsys.exit(', '.join({{'torch', 'verl', 'vllm', 'megatron'}} & set(sys.modules)) or None)"
+    )
     run_python(code, patches="line=pypi,platform=cpu").check()

@@ -99,8 +99,10 @@ class Host:
 
     def _ids(self, count, rank):
         first = rank * count
-        return [Ragged(torch.randint(VOCABULARY, (sum(of),), dtype=torch.int32), of)
-                for of in (tuple(each[first : first + count]) for each in self.lengths)]
+        return [
+            Ragged(torch.randint(VOCABULARY, (sum(of),), dtype=torch.int32), of)
+            for of in (tuple(each[first : first + count]) for each in self.lengths)
+        ]
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def generate_sequences(self, prompts):
@@ -138,8 +140,11 @@ class Host:
         """worker/tensor_cache_stages.py, answers of every stage."""
         if stage == "generate":
             prompt, response = self._ids(len(self.lengths[0]) // WORLD, self._held(stage))
-            return {"prompt_length": np.array(prompt.lengths), "response_length": np.array(response.lengths),
-                    "response_ids": response.values.numpy()}  # fmt: skip
+            return {
+                "prompt_length": np.array(prompt.lengths),
+                "response_length": np.array(response.lengths),
+                "response_ids": response.values.numpy(),
+            }
         replica = self.heads.get(self._held(stage))
         if stage == "place":
             return {"sent_bytes": 1, "received_bytes": 1, "kept_bytes": 1}
@@ -180,11 +185,16 @@ def own(group: Any) -> Callable[[str, DataProto], Any]:
 
 def cluster(store_bytes: int) -> None:
     """A Ray of this benchmark's own."""
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), str(ROOT / "tests/tensor_cache"),
-                                                             os.environ.get("PYTHONPATH")]))
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        filter(None, [str(ROOT), str(ROOT / "tests/tensor_cache"), os.environ.get("PYTHONPATH")])
+    )
     os.environ["RAY_worker_niceness"] = "0"  # at Ray's 15 whatever else runs here goes before the actors
-    os.environ.update(OMP_NUM_THREADS="1", RAY_USAGE_STATS_ENABLED="0", TORCH_DEVICE_BACKEND_AUTOLOAD="0",
-                      MALLOC_MMAP_THRESHOLD_="1000000")  # actors give back what a batch took
+    os.environ.update(
+        OMP_NUM_THREADS="1",
+        RAY_USAGE_STATS_ENABLED="0",
+        TORCH_DEVICE_BACKEND_AUTOLOAD="0",
+        MALLOC_MMAP_THRESHOLD_="1000000",
+    )  # actors give back what a batch took
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=store_bytes)
 
 
@@ -225,12 +235,19 @@ def byte_figures() -> Iterator[dict[str, Any]]:
     counted = Counted(actors)
 
     def stand(responses: list[int]) -> None:
-        ray.get([actor.stand_for.remote(list(range(WORLD))[n::16], SAMPLES, heads_of(group), prompts, responses)
-                 for n, actor in enumerate(actors)])  # fmt: skip
+        ray.get(
+            [
+                actor.stand_for.remote(list(range(WORLD))[n::16], SAMPLES, heads_of(group), prompts, responses)
+                for n, actor in enumerate(actors)
+            ]
+        )
 
     stand(responses)
-    ways = {"a copy a worker": (copies, contextlib.nullcontext), "put once": (copies, our_row),
-            f"own dispatch of verl {verl.__version__}": (own, contextlib.nullcontext)}  # fmt: skip
+    ways = {
+        "a copy a worker": (copies, contextlib.nullcontext),
+        "put once": (copies, our_row),
+        f"own dispatch of verl {verl.__version__}": (own, contextlib.nullcontext),
+    }
     for name, (how, row) in tqdm(ways.items(), desc="bytes", unit="way"):
         step = Step(group, how(group))
         with row():
@@ -250,9 +267,16 @@ def byte_figures() -> Iterator[dict[str, Any]]:
     ray.shutdown()
     found = {name: {**way, "all": way["sent"] + way["back"]} for name, way in counted.found.items()}
     peers = {name: found[name] for name in ways}
-    yield figure("host bytes of a step, 256 workers, balance_batch on", found["ours"]["all"], "B", BOUND_BYTES, peers,
-                 **found["ours"], scale_of_peers=f"generation 1, other calls 1/{BYTES_SCALE} x {BYTES_SCALE}",
-                 mean_response=round(statistics.mean(responses), 1))  # fmt: skip
+    yield figure(
+        "host bytes of a step, 256 workers, balance_batch on",
+        found["ours"]["all"],
+        "B",
+        BOUND_BYTES,
+        peers,
+        **found["ours"],
+        scale_of_peers=f"generation 1, other calls 1/{BYTES_SCALE} x {BYTES_SCALE}",
+        mean_response=round(statistics.mean(responses), 1),
+    )
     worst = found["ours, every response of 3072 tokens"]
     yield figure("the same, every response of 3072 tokens", worst["all"], "B", None, None, **worst)
 
@@ -283,14 +307,19 @@ class Held(LogicalGroup):
 def measured(count: int, made: list[Any], repeats: int, of: tuple[list[int], list[int]], folder: str) -> dict[str, Any]:
     """{way: skew by call of every repeat} with `count` workers; ways take turns. `folder`: an empty one."""
     names = [str(n) for n in range(count)]
-    group = Held(ray_cls_with_init=RayClassWithInitArgs(ray.remote(Host)), worker_names=names,
-                         worker_handles=made[:count]).lay_out(tp=4, dp=count // 4, pp=1)  # fmt: skip
+    group = Held(
+        ray_cls_with_init=RayClassWithInitArgs(ray.remote(Host)), worker_names=names, worker_handles=made[:count]
+    ).lay_out(tp=4, dp=count // 4, pp=1)
     group.folder = folder
     prompts, responses = of
     per_worker = SAMPLES // WORLD  # samples that a worker generates
     samples = count * per_worker
-    ray.get([actor.stand_for.remote([n], samples, heads_of(group), prompts, responses, folder)
-             for n, actor in enumerate(made[:count])])  # fmt: skip
+    ray.get(
+        [
+            actor.stand_for.remote([n], samples, heads_of(group), prompts, responses, folder)
+            for n, actor in enumerate(made[:count])
+        ]
+    )
     asked = prompts_of(samples // EACH, prompts)
     kept = TensorCacheGroup(group, CachedStep(0, RESPONSE, True, False))
     whole = Step(group, own(group)).generate(asked)
@@ -302,8 +331,9 @@ def measured(count: int, made: list[Any], repeats: int, of: tuple[list[int], lis
     def peers(how: Callable) -> Callable[[], None]:
         def run() -> None:
             group.generate_sequences(asked)
-            Step(group, how(group)).train(DataProto(batch.batch.clone(False), dict(batch.non_tensor_batch),
-                                                    dict(batch.meta_info)))  # fmt: skip
+            Step(group, how(group)).train(
+                DataProto(batch.batch.clone(False), dict(batch.non_tensor_batch), dict(batch.meta_info))
+            )
 
         return run
 
@@ -311,9 +341,12 @@ def measured(count: int, made: list[Any], repeats: int, of: tuple[list[int], lis
         step = Step(kept, own(kept))
         step.train(step.generate(asked))
 
-    ways = {"a copy a worker": (peers(copies), contextlib.nullcontext),
-            f"own dispatch of verl {verl.__version__}": (peers(own), contextlib.nullcontext),
-            "ours": (ours, our_row), "calls without arguments": (lambda: [group.nothing() for _ in range(5)], our_row)}
+    ways = {
+        "a copy a worker": (peers(copies), contextlib.nullcontext),
+        f"own dispatch of verl {verl.__version__}": (peers(own), contextlib.nullcontext),
+        "ours": (ours, our_row),
+        "calls without arguments": (lambda: [group.nothing() for _ in range(5)], our_row),
+    }
     found: dict[str, list[dict[str, float]]] = {name: [] for name in ways}
     for at in tqdm(range(repeats + 1), desc=f"{count} actors", unit="round"):
         for name, (run, row) in ways.items():
@@ -335,22 +368,51 @@ def skew_figures(repeats: int) -> Iterator[dict[str, Any]]:
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
             found[count] = measured(count, made, repeats, of, folder)
     ray.shutdown()
-    worst = {count: {way: [max(by_call.values()) for by_call in each] for way, each in ways.items()}
-             for count, ways in found.items()}  # fmt: skip
+    worst = {
+        count: {way: [max(by_call.values()) for by_call in each] for way, each in ways.items()}
+        for count, ways in found.items()
+    }
     middle = {count: {way: statistics.median(each) for way, each in ways.items()} for count, ways in worst.items()}
-    told = {count: {way: {"median": round(middle[count][way], 5), "least": min(each), "most": max(each), "by_call": {
-        call: statistics.median(by_call[call] for by_call in found[count][way]) for call in found[count][way][0]}}
-                    for way, each in ways.items()} for count, ways in worst.items()}  # fmt: skip
+    told = {
+        count: {
+            way: {
+                "median": round(middle[count][way], 5),
+                "least": min(each),
+                "most": max(each),
+                "by_call": {
+                    call: statistics.median(by_call[call] for by_call in found[count][way])
+                    for call in found[count][way][0]
+                },
+            }
+            for way, each in ways.items()
+        }
+        for count, ways in worst.items()
+    }
     copy_a_worker, verls, *_ = (middle[32][way] / middle[32]["ours"] for way in middle[32])
-    yield {**figure("start skew, 32 actors, times less than a copy a worker", round(copy_a_worker, 1), "x", BOUND_TIMES,
-                    {way: middle[32][way] for way in middle[32]}),
-           "fine": copy_a_worker >= BOUND_TIMES, "seconds": told, "repeats": repeats,
-           "batch_scale_of_peers": f"1/{SKEW_SCALE}"}  # fmt: skip
-    yield figure("start skew, 32 actors, times less than verl's own dispatch, which puts a batch once a DP rank at "
-                 "0.4.0", round(verls, 1), "x", None, None)  # fmt: skip
+    yield {
+        **figure(
+            "start skew, 32 actors, times less than a copy a worker",
+            round(copy_a_worker, 1),
+            "x",
+            BOUND_TIMES,
+            {way: middle[32][way] for way in middle[32]},
+        ),
+        "fine": copy_a_worker >= BOUND_TIMES,
+        "seconds": told,
+        "repeats": repeats,
+        "batch_scale_of_peers": f"1/{SKEW_SCALE}",
+    }
+    yield figure(
+        "start skew, 32 actors, times less than verl's own dispatch, which puts a batch once a DP rank at 0.4.0",
+        round(verls, 1),
+        "x",
+        None,
+        None,
+    )
     line = {way: model(middle, way, WORLD) for way in middle[32]}
-    yield figure("start skew, 256 workers, MODELLED by a line through 8, 16, 32", line.pop("ours"), "s", BOUND_MODEL_S,
-                 line)  # fmt: skip
+    yield figure(
+        "start skew, 256 workers, MODELLED by a line through 8, 16, 32", line.pop("ours"), "s", BOUND_MODEL_S, line
+    )
 
 
 def model(middle: dict[int, dict[str, float]], way: str, count: int) -> float:
@@ -361,8 +423,15 @@ def model(middle: dict[int, dict[str, float]], way: str, count: int) -> float:
 
 def figure(name: str, value: float, unit: str, bound: float | None, peer: Any, **more: Any) -> dict[str, Any]:
     """One line of the answer; `value` must not exceed `bound`."""
-    return {"name": name, "value": value, "unit": unit, "bound": bound, "peer": peer,
-            "fine": bound is None or value <= bound, **more}
+    return {
+        "name": name,
+        "value": value,
+        "unit": unit,
+        "bound": bound,
+        "peer": peer,
+        "fine": bound is None or value <= bound,
+        **more,
+    }
 
 
 def main() -> int:
@@ -372,8 +441,10 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=5)
     asked = parser.parse_args()
     with contextlib.redirect_stdout(sys.stderr):  # Ray prints
-        found = [*(byte_figures() if asked.only != "skew" else ()),
-                 *(skew_figures(asked.repeats) if asked.only != "bytes" else ())]
+        found = [
+            *(byte_figures() if asked.only != "skew" else ()),
+            *(skew_figures(asked.repeats) if asked.only != "bytes" else ()),
+        ]
     fine = all(line["fine"] for line in found)
     print(json.dumps({"name": "dispatch", "verl": verl.__version__, "figures": found, "fine": fine}, indent=1))
     return 0 if fine else 1

@@ -26,8 +26,9 @@ def lengths() -> tuple[list[int], list[int]]:
 
 def prompts_of(count: int, of_sample: list[int]) -> DataProto:
     """What fit() gives to generate_sequences."""
-    asked = Ragged(torch.randint(VOCABULARY, (sum(of_sample[: count * EACH : EACH]),)),
-                   tuple(of_sample[: count * EACH : EACH]))  # fmt: skip
+    asked = Ragged(
+        torch.randint(VOCABULARY, (sum(of_sample[: count * EACH : EACH]),)), tuple(of_sample[: count * EACH : EACH])
+    )
     tensors = model_inputs(asked, Ragged(torch.zeros(0), (0,) * count), PROMPT, 0, 0)
     raw = np.empty(count, dtype=object)
     raw[:] = [part.tolist() for part in asked.parts()]
@@ -64,9 +65,14 @@ class Step:
 
 def columns(count: int) -> dict[str, np.ndarray]:
     """What comes from the data set, by sample."""
-    found = {"uid": ["8d1cd5f4-0000-4f6e-a1a4-5a39d8f0a2a6"] * count, "data_source": ["deepscaler"] * count,
-             "ability": ["math"] * count, "reward_model": [{"style": "rule", "ground_truth": "42"}] * count,
-             "extra_info": [{"split": "train", "index": 7}] * count, "index": list(range(count))}
+    found = {
+        "uid": ["8d1cd5f4-0000-4f6e-a1a4-5a39d8f0a2a6"] * count,
+        "data_source": ["deepscaler"] * count,
+        "ability": ["math"] * count,
+        "reward_model": [{"style": "rule", "ground_truth": "42"}] * count,
+        "extra_info": [{"split": "train", "index": 7}] * count,
+        "index": list(range(count)),
+    }
     return {name: np.array(values, dtype=object) for name, values in found.items()}
 
 

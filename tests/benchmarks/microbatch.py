@@ -77,26 +77,39 @@ def worst(ways: dict[str, Callable[[Share, Sequence[int]], Replicas]], cv: float
 def figure(name: str, found: dict[str, Any], unit: str, bound: float | None) -> dict[str, Any]:
     """One line of the answer: `ours` against the others."""
     value = found.pop("ours")
-    return {"name": name, "value": value, "unit": unit, "bound": bound, "peer": found or None,
-            "fine": bound is None or value <= bound}
+    return {
+        "name": name,
+        "value": value,
+        "unit": unit,
+        "bound": bound,
+        "peer": found or None,
+        "fine": bound is None or value <= bound,
+    }
 
 
 def figures() -> Iterator[dict[str, Any]]:
     """All of them, in minutes."""
-    single = {"ours": lambda share, lengths: balanced(share, lengths, 1),
-              "verl arrival order": lambda share, lengths: arrival(share, 1),
-              "verl balance_batch": lambda share, lengths: arrival(verl_share(lengths, len(share)), 1)}
+    single = {
+        "ours": lambda share, lengths: balanced(share, lengths, 1),
+        "verl arrival order": lambda share, lengths: arrival(share, 1),
+        "verl balance_batch": lambda share, lengths: arrival(verl_share(lengths, len(share)), 1),
+    }
     for replicas in REPLICAS:
         for cv in CVS:
             yield figure(f"micro batch 1, DP {replicas}, cv {cv}", worst(single, cv, replicas), "", 1.02)
-    budget = {"ours": lambda share, lengths: packed(share, lengths, BUDGET),
-              "verl dynamic batch": lambda share, lengths: verl_packed(share, lengths),
-              "verl dynamic batch, balance_batch": lambda share, lengths: verl_packed(verl_share(lengths, len(share)),
-                                                                                     lengths)}
+    budget = {
+        "ours": lambda share, lengths: packed(share, lengths, BUDGET),
+        "verl dynamic batch": lambda share, lengths: verl_packed(share, lengths),
+        "verl dynamic batch, balance_batch": lambda share, lengths: verl_packed(
+            verl_share(lengths, len(share)), lengths
+        ),
+    }
     for cv in CVS:
         yield figure(f"{BUDGET} tokens, DP 8, cv {cv}", worst(budget, cv, 8), "", 1.02)
-    four = {"ours": lambda share, lengths: balanced(share, lengths, 4, move_whole=True),
-            "verl arrival order": lambda share, lengths: arrival(share, 4)}
+    four = {
+        "ours": lambda share, lengths: balanced(share, lengths, 4, move_whole=True),
+        "verl arrival order": lambda share, lengths: arrival(share, 4),
+    }
     yield figure("micro batch 4 moved whole, DP 8, cv 0.7", worst(four, 0.7, 8), "", 1.02)
     yield figure("planning a step and one rank's exchange, 256 ranks", planning(), "s", 1.0)
 
@@ -105,8 +118,13 @@ def planning() -> dict[str, float]:
     """Seconds of one process, beside verl's balance_batch on the driver."""
     lengths = lognormal_lengths(SAMPLES, 0.7, seed=1)
     start = time.process_time()
-    plan = plan_batch(held_after_rollout(SAMPLES, range(WORLD)), train_replicas(parse_layout(TRAIN)), lengths,
-                      mini_batch_size=SAMPLES, micro_batch_size=1)  # fmt: skip
+    plan = plan_batch(
+        held_after_rollout(SAMPLES, range(WORLD)),
+        train_replicas(parse_layout(TRAIN)),
+        lengths,
+        mini_batch_size=SAMPLES,
+        micro_batch_size=1,
+    )
     plan.sends(0), plan.receives(0)
     ours = time.process_time() - start
     start = time.process_time()

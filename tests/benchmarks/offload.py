@@ -31,8 +31,13 @@ SPEED_BYTES, REPEATS = 2 << 30, 5
 
 def child(what: str, whose: str, platform: str = "cpu") -> Any:
     """What this file finds when it is run as `what` by the functions of `whose`, ours or verl."""
-    env = {**os.environ, "VERL_PATCHES": f"line=pypi,platform={platform}", "PYTHONPATH": str(ROOT),
-           "TORCHDYNAMO_DISABLE": "1", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    env = {
+        **os.environ,
+        "VERL_PATCHES": f"line=pypi,platform={platform}",
+        "PYTHONPATH": str(ROOT),
+        "TORCHDYNAMO_DISABLE": "1",
+        "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
+    }
     command = [sys.executable, "-W", "ignore", str(HERE), what, whose]
     done = subprocess.run(command, env=env, capture_output=True, text=True)
     if done.returncode:
@@ -53,8 +58,12 @@ def count(whose: str) -> list[dict[str, Any]]:
     chunks, optimizer = job.trained(torch.bfloat16)
     reference = [torch.nn.Linear(40, 50)]
     job.step(chunks, optimizer, 0)
-    held = {"actor_params": [b.param_data for b in buffers_of(chunks)], "ref_params": reference[0].parameters(),
-            "grads": [b.grad_data for b in buffers_of(chunks)], "optimizer": optimizer_tensors(optimizer)}  # fmt: skip
+    held = {
+        "actor_params": [b.param_data for b in buffers_of(chunks)],
+        "ref_params": reference[0].parameters(),
+        "grads": [b.grad_data for b in buffers_of(chunks)],
+        "optimizer": optimizer_tensors(optimizer),
+    }
     plan = simulate(SCHEDULE, {name: held_bytes(list(of), "cpu") for name, of in held.items()})
     host: dict[int, Any] = {}
     with job["Counted"](host):
@@ -71,8 +80,14 @@ def count(whose: str) -> list[dict[str, Any]]:
                 job["step"](chunks, optimizer, number)
             with seen:
                 after()
-            found.append({"phase": phase, "copied_bytes": seen.copied_bytes, "host_allocations": seen.host_allocations,
-                          "plan_bytes": plan[phase].to_device_bytes + plan[phase].to_host_bytes})
+            found.append(
+                {
+                    "phase": phase,
+                    "copied_bytes": seen.copied_bytes,
+                    "host_allocations": seen.host_allocations,
+                    "plan_bytes": plan[phase].to_device_bytes + plan[phase].to_host_bytes,
+                }
+            )
     return found
 
 
@@ -121,9 +136,12 @@ def moves_of_verl(chunks: list, optimizer: Any, reference: list) -> Moves:
 
     after_update()
     no_reference()
-    return {"reshard": (before_sync, no_actor), "old_log_prob": (functools.partial(load, chunks, False), no_actor),
-            "ref": (functools.partial(load, reference, False), no_reference),
-            "update": (before_update, after_update)}  # fmt: skip
+    return {
+        "reshard": (before_sync, no_actor),
+        "old_log_prob": (functools.partial(load, chunks, False), no_actor),
+        "ref": (functools.partial(load, reference, False), no_reference),
+        "update": (before_update, after_update),
+    }
 
 
 def speed(whose: str) -> dict[str, float]:
@@ -155,10 +173,13 @@ def speed(whose: str) -> dict[str, float]:
             seconds.append(time.perf_counter() - start)
         return 2 * SPEED_BYTES / min(seconds) / 1e9
 
-    plain = best(functools.partial(host.copy_, whole, non_blocking=True),
-                 functools.partial(whole.copy_, host, non_blocking=True))  # fmt: skip
-    moved = best(functools.partial(functions.offload_megatron_model_to_cpu, [chunk]),
-                 functools.partial(functions.load_megatron_model_to_gpu, [chunk]))  # fmt: skip
+    plain = best(
+        functools.partial(host.copy_, whole, non_blocking=True), functools.partial(whole.copy_, host, non_blocking=True)
+    )
+    moved = best(
+        functools.partial(functions.offload_megatron_model_to_cpu, [chunk]),
+        functools.partial(functions.load_megatron_model_to_gpu, [chunk]),
+    )
     return {"plain": round(plain, 2), "moved": round(moved, 2)}
 
 
@@ -174,19 +195,36 @@ def figures() -> Iterator[dict[str, Any]]:
     yield {**figure("bytes moved in a step / plan", sums, "", 1.0), "fine": sums[0] == 1.0}
     asked = [sys.executable, "-c", "import torch; raise SystemExit(not torch.cuda.is_available())"]
     if subprocess.run(asked, capture_output=True).returncode:
-        yield {"name": "GB/s against a plain pinned copy", "value": None, "unit": "", "bound": 0.9, "peer": None,
-               "fine": True, "why": "no GPU here"}
+        yield {
+            "name": "GB/s against a plain pinned copy",
+            "value": None,
+            "unit": "",
+            "bound": 0.9,
+            "peer": None,
+            "fine": True,
+            "why": "no GPU here",
+        }
         return
     mine, peer = child("speed", "ours", "cuda"), child("speed", "verl", "cuda")
     shares = [round(each["moved"] / each["plain"], 3) for each in (mine, peer)]
-    yield {**figure("GB/s against a plain pinned copy", shares, "", 0.9), "fine": shares[0] >= 0.9, "ours": mine,
-           "verl": peer}
+    yield {
+        **figure("GB/s against a plain pinned copy", shares, "", 0.9),
+        "fine": shares[0] >= 0.9,
+        "ours": mine,
+        "verl": peer,
+    }
 
 
 def figure(name: str, found: list[float], unit: str, bound: float) -> dict[str, Any]:
     """One line of the answer; `value` must not exceed `bound`."""
-    return {"name": name, "value": found[0], "unit": unit, "bound": bound, "peer": {"verl 0.4.0": found[1]},
-            "fine": found[0] <= bound}
+    return {
+        "name": name,
+        "value": found[0],
+        "unit": unit,
+        "bound": bound,
+        "peer": {"verl 0.4.0": found[1]},
+        "fine": found[0] <= bound,
+    }
 
 
 def main() -> int:

@@ -48,9 +48,15 @@ def pairs(examples: int) -> dict:
     from tests.reshard import cases, pairs
 
     kinds, equal, unequal, start = Counter(), Counter(), Counter(), time.perf_counter()
-    random = settings(max_examples=examples // 2, deadline=None, database=None, phases=[Phase.generate],
-                      derandomize=False, suppress_health_check=list(HealthCheck),
-                      verbosity=Verbosity.quiet)  # fmt: skip
+    random = settings(
+        max_examples=examples // 2,
+        deadline=None,
+        database=None,
+        phases=[Phase.generate],
+        derandomize=False,
+        suppress_health_check=list(HealthCheck),
+        verbosity=Verbosity.quiet,
+    )
 
     def check(ranks: Ranks) -> None:
         @random
@@ -71,41 +77,69 @@ def pairs(examples: int) -> dict:
         with Ranks(size) as ranks:
             check(ranks)
     value = sum(equal.values())
-    return {"name": "reshard_pairs", "unit": "pairs equal", "value": value, "bound": examples,
-            "fine": value >= examples and not unequal, "ranks": dict(equal), "unequal": dict(unequal),
-            "kinds": dict(sorted(kinds.items())), "peer": "gather everything, then slice",
-            "seconds": round(time.perf_counter() - start, 1)}  # fmt: skip
+    return {
+        "name": "reshard_pairs",
+        "unit": "pairs equal",
+        "value": value,
+        "bound": examples,
+        "fine": value >= examples and not unequal,
+        "ranks": dict(equal),
+        "unequal": dict(unequal),
+        "kinds": dict(sorted(kinds.items())),
+        "peer": "gather everything, then slice",
+        "seconds": round(time.perf_counter() - start, 1),
+    }
 
 
 def kinds_of(case, outcomes) -> list[str]:
     """What makes this pair hard."""
     train, rollout = case.train, case.rollout
     facts = {
-        "tp": train.tp > 1, "cp": train.cp > 1, "ep": train.ep > 1, "etp": train.etp > 1, "pp": train.pp > 1,
-        "vpp": train.vpp > 1, "tp extends ep": train.tp > 1 and train.ep > 1 and train.etp == 1,
-        "uneven layers": len(set(train.layers_per_stage)) > 1, "empty stage": 0 in train.layers_per_stage,
-        "several instances": rollout.edp > 1, "rollout pp": rollout.pp > 1, "rollout experts cut": rollout.etp > 1,
-        "rollout ep does not divide": case.model.n_routed_experts % rollout.ep > 0, "whole tensors": bool(case.whole),
-        "padded vocabulary": case.model.vocab_size % 64 > 0, "cast": case.model.torch_dtype != case.rollout_dtype,
-        "more than 8 buckets": outcomes[0].report.collectives > 10, "mindspeed": case.train_library == "mindspeed",
-    }  # fmt: skip
+        "tp": train.tp > 1,
+        "cp": train.cp > 1,
+        "ep": train.ep > 1,
+        "etp": train.etp > 1,
+        "pp": train.pp > 1,
+        "vpp": train.vpp > 1,
+        "tp extends ep": train.tp > 1 and train.ep > 1 and train.etp == 1,
+        "uneven layers": len(set(train.layers_per_stage)) > 1,
+        "empty stage": 0 in train.layers_per_stage,
+        "several instances": rollout.edp > 1,
+        "rollout pp": rollout.pp > 1,
+        "rollout experts cut": rollout.etp > 1,
+        "rollout ep does not divide": case.model.n_routed_experts % rollout.ep > 0,
+        "whole tensors": bool(case.whole),
+        "padded vocabulary": case.model.vocab_size % 64 > 0,
+        "cast": case.model.torch_dtype != case.rollout_dtype,
+        "more than 8 buckets": outcomes[0].report.collectives > 10,
+        "mindspeed": case.train_library == "mindspeed",
+    }
     return [name for name, holds in facts.items() if holds]
 
 
 def python_time() -> dict:
     """Ours, then the peer in a process of its own, since vLLM needs its stand-ins before torch."""
     environment = {**os.environ, "VERL_PATCHES": "line=pypi,platform=cpu", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, __file__, "peer"], capture_output=True, text=True, cwd=ROOT, timeout=1200,
-                          env=environment)  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, __file__, "peer"], capture_output=True, text=True, cwd=ROOT, timeout=1200, env=environment
+    )
     if done.returncode:
         raise RuntimeError(done.stderr[-4000:])
     peer = json.loads(done.stdout.splitlines()[-1])
     own = sync_times(671, stubbed=True)
     narrow = {"sync": sync_times(0, stubbed=False), "vllm.load_weights": {"median_ms": peer.pop("narrow_ms")}}
     value = peer["median_ms"] / own["median_ms"]
-    return {"name": "reshard_python_time", "unit": "times less than load_weights", "value": round(value, 1),
-            "bound": BOUND, "fine": value >= BOUND, "torch": peer.pop("torch"), "sync": own,
-            "peer": {"vllm.load_weights": peer}, "with copies of narrow matrices": narrow}  # fmt: skip
+    return {
+        "name": "reshard_python_time",
+        "unit": "times less than load_weights",
+        "value": round(value, 1),
+        "bound": BOUND,
+        "fine": value >= BOUND,
+        "torch": peer.pop("torch"),
+        "sync": own,
+        "peer": {"vllm.load_weights": peer},
+        "with copies of narrow matrices": narrow,
+    }
 
 
 def sync_times(billions: int, stubbed: bool, runs: int = 30) -> dict:
@@ -147,9 +181,16 @@ def sync_times(billions: int, stubbed: bool, runs: int = 30) -> dict:
     report = worker.reports[-1]
     if report["learnt"] or not report["received_bytes"]:
         raise RuntimeError(f"not the sync that was to be measured: {report}")
-    return {"median_ms": round(statistics.median(times), 3), "max_ms": round(max(times), 3), "runs": runs,
-            "plan_and_compile_ms_once": round(made_ms), "buckets": worker.plan.bucket_count, "copies": sum(copied),
-            "collectives": report["collectives"], "received_gb": round(report["received_bytes"] / 1e9, 6)}  # fmt: skip
+    return {
+        "median_ms": round(statistics.median(times), 3),
+        "max_ms": round(max(times), 3),
+        "runs": runs,
+        "plan_and_compile_ms_once": round(made_ms),
+        "buckets": worker.plan.bucket_count,
+        "copies": sum(copied),
+        "collectives": report["collectives"],
+        "received_gb": round(report["received_bytes"] / 1e9, 6),
+    }
 
 
 def _worker(billions: int) -> tuple:
@@ -176,8 +217,14 @@ def _worker(billions: int) -> tuple:
     device = "meta" if billions else "cpu"
     inventory = build_inventory(json.loads(MODEL.read_text()) | ({} if billions else NARROW))
     train, rollout = parse_layout(TRAIN), rollout_layout(1, dp=128, tp=2)
-    plan = plan_reshard(inventory, train, rollout, train_library="megatron-local", rollout_library="vllm",
-                        bucket_bytes=DEFAULT_BUCKET_BYTES if billions else NARROW_BUCKET_BYTES)  # fmt: skip
+    plan = plan_reshard(
+        inventory,
+        train,
+        rollout,
+        train_library="megatron-local",
+        rollout_library="vllm",
+        bucket_bytes=DEFAULT_BUCKET_BYTES if billions else NARROW_BUCKET_BYTES,
+    )
 
     def zeros(shape: tuple[int, ...], dtype: str) -> torch.Tensor:
         return torch.zeros(shape, dtype=getattr(torch, dtype), device=device)
@@ -202,13 +249,21 @@ def _worker(billions: int) -> tuple:
         raise RuntimeError(problems)
     worker = object.__new__(weight_sync.WorkerReshard)  # its own __init__ and _learn ask Megatron and all ranks
     vars(worker).update(
-        settings=types.SimpleNamespace(verify="off"), chunks=[chunk], rank=RANK, device=torch.device("cpu"), plan=plan,
-        sources=sources, destinations=Destinations(RANK, places, (), {}, (), model, live), verified=True, reports=[],
+        settings=types.SimpleNamespace(verify="off"),
+        chunks=[chunk],
+        rank=RANK,
+        device=torch.device("cpu"),
+        plan=plan,
+        sources=sources,
+        destinations=Destinations(RANK, places, (), {}, (), model, live),
+        verified=True,
+        reports=[],
         executor=Executor(compiler, group=None, load_whole=None, finish=lambda: weight_sync.post_load(model)),
-    )  # fmt: skip
+    )
     # without verl's unwrap_model, which looks at each chunk once
     weight_sync.still_valid = lambda tensors, chunks: are_views_of(
-        tensors, [dict(c.named_parameters()) for c in chunks])
+        tensors, [dict(c.named_parameters()) for c in chunks]
+    )
     return worker, model
 
 
@@ -232,8 +287,10 @@ def load_weights_times(runs: int = 3) -> dict:
     config.pop("quantization_config", None)
     model = _vllm_model(config, rank=RANK)
     shapes: dict = {}
-    weights = [(p.name, shapes.setdefault((p.shape, p.dtype), torch.zeros(p.shape, dtype=getattr(torch, p.dtype))))
-               for p in build_inventory(config).parameters]  # fmt: skip
+    weights = [
+        (p.name, shapes.setdefault((p.shape, p.dtype), torch.zeros(p.shape, dtype=getattr(torch, p.dtype))))
+        for p in build_inventory(config).parameters
+    ]
     copies: list[int] = []
 
     def stub(self, other, *args, **kwargs):
@@ -251,9 +308,16 @@ def load_weights_times(runs: int = 3) -> dict:
 
     narrow, torch.Tensor.copy_ = measure(), stub
     times = measure()
-    return {"median_ms": round(statistics.median(times), 1), "min_ms": round(min(times), 1), "runs": runs,
-            "narrow_ms": round(statistics.median(narrow), 1), "copies": len(copies), "tensors": len(weights),
-            "expert_tensors": sum(".experts." in name for name, _ in weights), "torch": torch.__version__}  # fmt: skip
+    return {
+        "median_ms": round(statistics.median(times), 1),
+        "min_ms": round(min(times), 1),
+        "runs": runs,
+        "narrow_ms": round(statistics.median(narrow), 1),
+        "copies": len(copies),
+        "tensors": len(weights),
+        "expert_tensors": sum(".experts." in name for name, _ in weights),
+        "torch": torch.__version__,
+    }
 
 
 def _vllm_model(config: dict, rank: int):
@@ -272,14 +336,24 @@ def _vllm_model(config: dict, rank: int):
     dist.new_group = lambda ranks=None, *args, **kwargs: new_group(ranks, backend="fake")
     real = parallel_state.init_model_parallel_group
     # without the shared-memory queue, which waits for its other ranks
-    parallel_state.init_model_parallel_group = lambda ranks, local_rank, backend, use_message_queue_broadcaster=False, \
-        group_name=None: real(ranks, local_rank, backend, False, group_name)  # fmt: skip
+    parallel_state.init_model_parallel_group = (
+        lambda ranks, local_rank, backend, use_message_queue_broadcaster=False, group_name=None: real(
+            ranks, local_rank, backend, False, group_name
+        )
+    )
     parallel_state.in_the_same_node_as = lambda group, source_rank=0: [True] * dist.get_world_size(group)
     folder = Path(tempfile.mkdtemp())
     (folder / "config.json").write_text(json.dumps(config))
-    engine = EngineArgs(model=str(folder), skip_tokenizer_init=True, dtype="bfloat16", max_model_len=64,
-                        tensor_parallel_size=2, enable_expert_parallel=True, enforce_eager=True,
-                        distributed_executor_backend="external_launcher").create_engine_config()  # fmt: skip
+    engine = EngineArgs(
+        model=str(folder),
+        skip_tokenizer_init=True,
+        dtype="bfloat16",
+        max_model_len=64,
+        tensor_parallel_size=2,
+        enable_expert_parallel=True,
+        enforce_eager=True,
+        distributed_executor_backend="external_launcher",
+    ).create_engine_config()
     engine.parallel_config.data_parallel_size = 128
     engine.parallel_config.data_parallel_rank = rank // 2
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=256)

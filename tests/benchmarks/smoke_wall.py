@@ -24,10 +24,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 ACTOR, REF = "actor_rollout_ref.actor.megatron", "actor_rollout_ref.ref.megatron"
-ON = (*(f"{ACTOR}.{what}_offload=true" for what in ("param", "grad", "optimizer")), f"{REF}.param_offload=true",
-      "recipe.memory.ledger=report", "recipe.tensor_cache.enabled=true")  # fmt: skip
-OFF = ("recipe.patches=[-memory.order,-memory.empty_cache,-memory.ledger,-dispatch.*]",
-       "recipe.memory.ledger=off")
+ON = (
+    *(f"{ACTOR}.{what}_offload=true" for what in ("param", "grad", "optimizer")),
+    f"{REF}.param_offload=true",
+    "recipe.memory.ledger=report",
+    "recipe.tensor_cache.enabled=true",
+)
+OFF = ("recipe.patches=[-memory.order,-memory.empty_cache,-memory.ledger,-dispatch.*]", "recipe.memory.ledger=off")
 SEED = "actor_rollout_ref.rollout.seed=1"  # with 0, a token of step 2 lies between two experts (test_tensor_cache.py)
 BOUND = 0.02
 
@@ -36,9 +39,25 @@ def run(folder: str, name: str, steps: int, overrides: tuple[str, ...]) -> tuple
     """(wall seconds of the command, seconds of its steps after the first)."""
     print(f"smoke {name}", file=sys.stderr)
     start = time.monotonic()
-    subprocess.run([sys.executable, "-m", "verl_patches", "smoke", "--run", name, "--steps", str(steps),
-                    f"recipe.output_root={folder}", SEED, *overrides], cwd=ROOT, stdout=subprocess.DEVNULL, check=True,
-                   env={**os.environ, "PYTHONPATH": str(ROOT)})  # fmt: skip
+    subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "verl_patches",
+            "smoke",
+            "--run",
+            name,
+            "--steps",
+            str(steps),
+            f"recipe.output_root={folder}",
+            SEED,
+            *overrides,
+        ],
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
+        check=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
     wall = time.monotonic() - start
     summary = json.loads((Path(folder) / name / "summary.json").read_text())
     return wall, sum(step["seconds"]["step"] for step in summary["steps"][1:])
@@ -61,8 +80,15 @@ def main() -> int:
         on, off = ([each[at] for each in seconds[name]] for name in ("on", "off"))
         slower = statistics.median(a / b for a, b in zip(on, off, strict=True)) - 1
         peer = {"on, s": [round(s, 2) for s in on], "off, s": [round(s, 2) for s in off]}
-        figures.append({"name": f"smoke, {what}: on / off - 1, median of pairs", "value": round(slower, 4),
-                        "bound": bound, "fine": bound is None or slower <= bound, "peer": peer})  # fmt: skip
+        figures.append(
+            {
+                "name": f"smoke, {what}: on / off - 1, median of pairs",
+                "value": round(slower, 4),
+                "bound": bound,
+                "fine": bound is None or slower <= bound,
+                "peer": peer,
+            }
+        )
     fine = all(figure["fine"] for figure in figures)
     print(json.dumps({"name": "smoke_wall", "figures": figures, "fine": fine}, indent=1))
     return 0 if fine else 1

@@ -52,8 +52,9 @@ def test_over_the_lines_own_verl_they_become_the_same_arguments(call, name, pyte
 
 
 def test_a_refused_key_is_named_and_ends_with_1(call):
-    found = explained(call, RUNS[1], VPP, "+actor_rollout_ref.model.override_config.model_config.topk_method=greedy",
-                      code=1)
+    found = explained(
+        call, RUNS[1], VPP, "+actor_rollout_ref.model.override_config.model_config.topk_method=greedy", code=1
+    )
     assert found["refused"] == ["actor.megatron.virtual_pipeline_model_parallel_size", "HF topk_method"]
     done = call("--explain", "--config-name", RUNS[1], VPP)
     assert done.exit_code == 1 and "actor.megatron.virtual_pipeline_model_parallel_size is 2: Mind" in done.stderr
@@ -62,8 +63,14 @@ def test_a_refused_key_is_named_and_ends_with_1(call):
 
 def test_the_table_says_for_each_key_what_it_becomes(call):
     text = call("--explain", "--config-name", RUNS[0]).stdout
-    for word in ("--tensor-model-parallel-size 4", "verl's own", "with actor.optim.warmup_style", "no argument",
-                 "--moe-token-dispatcher-type alltoall", " 0 refused"):
+    for word in (
+        "--tensor-model-parallel-size 4",
+        "verl's own",
+        "with actor.optim.warmup_style",
+        "no argument",
+        "--moe-token-dispatcher-type alltoall",
+        " 0 refused",
+    ):
         assert word in text, text
 
 

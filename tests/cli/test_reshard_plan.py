@@ -85,15 +85,18 @@ def test_the_path_of_one_parameter(call):
     assert "holds in training: nothing" in done.stdout and "8,192" in done.stdout
 
 
-@pytest.mark.parametrize(("arguments", "message"), [
-    (("--param", GATE), "--param and --rank go together"),
-    (("--param", "model.nothing", "--rank", "1"), "no tensor 'model.nothing'"),
-    (("--param", GATE, "--rank", "8"), "--rank 8: expected 0 to 7"),
-    (("--bucket-bytes", "10"), "bucket_bytes must be"),
-    (("--rollout", "tp2 @4"), "training has 8 ranks"),
-    (("--rollout", "tp1 pp2 ep1 @8"), "numbers its ranks as Megatron does; expected vLLM's order=tp-cp-ep-pp-dp"),
-    (("--png", "plan.png", "--param", GATE, "--rank", "1"), "give one of them"),
-])
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--param", GATE), "--param and --rank go together"),
+        (("--param", "model.nothing", "--rank", "1"), "no tensor 'model.nothing'"),
+        (("--param", GATE, "--rank", "8"), "--rank 8: expected 0 to 7"),
+        (("--bucket-bytes", "10"), "bucket_bytes must be"),
+        (("--rollout", "tp2 @4"), "training has 8 ranks"),
+        (("--rollout", "tp1 pp2 ep1 @8"), "numbers its ranks as Megatron does; expected vLLM's order=tp-cp-ep-pp-dp"),
+        (("--png", "plan.png", "--param", GATE, "--rank", "1"), "give one of them"),
+    ],
+)
 def test_refusals(call, arguments, message):
     done = call(*LAYOUTS, *arguments)
     assert isinstance(done.exception, ConfigError) and message in str(done.exception)

@@ -24,8 +24,12 @@ def call():
 @pytest.fixture
 def upstream(tmp_path):
     """Folders named as the line's sources, with verl's configuration and nothing else."""
-    for name, package in {"verl": "verl/trainer/config", "Megatron-LM": "megatron", "MindSpeed": "mindspeed",
-                          "MindSpeed-LLM": "mindspeed_llm"}.items():
+    for name, package in {
+        "verl": "verl/trainer/config",
+        "Megatron-LM": "megatron",
+        "MindSpeed": "mindspeed",
+        "MindSpeed-LLM": "mindspeed_llm",
+    }.items():
         (tmp_path / name / package).mkdir(parents=True)
     base = verl_config_dir() / f"{VERL_CONFIG}.yaml"
     (tmp_path / "verl/verl/trainer/config" / base.name).write_text(base.read_text())
@@ -45,30 +49,55 @@ def test_on_line_a3_only_the_machine_is_missing(call):
     assert isinstance(error, ConfigError) and "torch_npu is not installed" in str(error)
 
 
-@pytest.mark.parametrize(("version", "words"), [("0.4.0", "composed over verl 0.4.0"), (None, "of an unknown version"),
-                                                ("0.3.1.dev", "the upstream sources are not as pinned")])
+@pytest.mark.parametrize(
+    ("version", "words"),
+    [
+        ("0.4.0", "composed over verl 0.4.0"),
+        (None, "of an unknown version"),
+        ("0.3.1.dev", "the upstream sources are not as pinned"),
+    ],
+)
 def test_a_start_over_another_verl_than_the_lines_is_refused(call, upstream, version, words):
     if version:
         file = upstream / "verl/verl/version/version"
         file.parent.mkdir()
         file.write_text(f"{version}\n")
-    error = call("train", "--config-name", "grpo_deepseekv3_tiny_cpu", "--upstream", str(upstream), "recipe.line=a3",
-                 "trainer.nnodes=2").exception  # the last: so that nothing starts
+    error = call(
+        "train",
+        "--config-name",
+        "grpo_deepseekv3_tiny_cpu",
+        "--upstream",
+        str(upstream),
+        "recipe.line=a3",
+        "trainer.nnodes=2",
+    ).exception  # the last: so that nothing starts
     assert isinstance(error, ConfigError) and words in str(error)
 
 
-@pytest.mark.parametrize(("arguments", "words"), [
-    (("smoke", "--line", "a3"), r"--upstream DIR; bash scripts/fetch_upstream.sh --dest DIR"),
-    (("smoke", "--line", "a3", "--upstream", "/no/such"), "found no verl/verl"),
-    (("train", "--config-name", "grpo_deepseekv3_tiny_cpu", "recipe.line=a3"), "--upstream DIR")])
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("smoke", "--line", "a3"), r"--upstream DIR; bash scripts/fetch_upstream.sh --dest DIR"),
+        (("smoke", "--line", "a3", "--upstream", "/no/such"), "found no verl/verl"),
+        (("train", "--config-name", "grpo_deepseekv3_tiny_cpu", "recipe.line=a3"), "--upstream DIR"),
+    ],
+)
 def test_line_a3_on_a_cpu_needs_its_sources(call, arguments, words):
     error = call(*arguments).exception
     assert isinstance(error, ConfigError) and words in str(error)
 
 
 def test_a_key_that_mindspeed_cannot_act_on_is_refused_before_anything_starts(call, upstream):
-    error = call("smoke", "--line", "a3", "--upstream", str(upstream), "--train-layout", "tp2",
-                 "actor_rollout_ref.actor.megatron.sequence_parallel=false").exception
+    error = call(
+        "smoke",
+        "--line",
+        "a3",
+        "--upstream",
+        str(upstream),
+        "--train-layout",
+        "tp2",
+        "actor_rollout_ref.actor.megatron.sequence_parallel=false",
+    ).exception
     assert isinstance(error, ConfigError) and "actor.megatron.sequence_parallel is False" in str(error)
 
 

@@ -24,8 +24,9 @@ def variables(name, *overrides):
     return {v.name: v for v in derive(config_of(name, *overrides), temp_dir="/tmp/vp-x")}
 
 
-@pytest.mark.parametrize(("name", "line"), [(TINY, "pypi"), (TINY, "a3"), (LARGE, "a3"), (WEIGHTS, "a3"),
-                                            (WEIGHTS, "pypi")])
+@pytest.mark.parametrize(
+    ("name", "line"), [(TINY, "pypi"), (TINY, "a3"), (LARGE, "a3"), (WEIGHTS, "a3"), (WEIGHTS, "pypi")]
+)
 def test_every_variable_is_one_of_the_pin_file_with_an_allowed_value(name, line):
     pins = load_pins()
     found = variables(name, f"recipe.line={line}")
@@ -73,14 +74,20 @@ def test_the_ascend_line_reads_each_variable_where_the_pin_file_says(pytestconfi
     assert compared > 12 and wrong == []
     clones = [path for name in load_pins().line("a3").repositories if (path := folder / name / ".git").exists()]
     names = [*load_pins().read_nowhere, "VLLM_ENABLE_FIX_ROUTE"]
-    found = [name for name in names for clone in clones
-             if subprocess.run(["git", "grep", "-q", name], cwd=clone.parent).returncode == 0]
+    found = [
+        name
+        for name in names
+        for clone in clones
+        if subprocess.run(["git", "grep", "-q", name], cwd=clone.parent).returncode == 0
+    ]
     assert found == ["VLLM_ENABLE_FIX_ROUTE"] and len(clones) > 3  # of the others no source knows the name
 
 
 def test_where_a_variable_is_read_follows_the_line():
-    megatron = {line: variables(WEIGHTS, f"recipe.line={line}")["CUDA_DEVICE_MAX_CONNECTIONS"].read_by
-                for line in ("pypi", "a3")}
+    megatron = {
+        line: variables(WEIGHTS, f"recipe.line={line}")["CUDA_DEVICE_MAX_CONNECTIONS"].read_by
+        for line in ("pypi", "a3")
+    }
     assert "mindspeed/" in megatron["a3"] and "mindspeed/" not in megatron["pypi"]
     only_there = variables(WEIGHTS, "recipe.line=pypi")["VLLM_ENABLE_FIX_ROUTE"].read_by
     assert only_there == "a3: vllm_ascend/ops/fused_moe.py:945"
@@ -136,8 +143,14 @@ def differences(page, variables):
 def test_the_page_tells_every_variable_of_platform_npu_with_its_value(page):
     cpu = {(v.name, v.value) for v in derive(config_of(TINY))}
     own = {"VERL_PATCHES", "TENSORBOARD_DIR"}
-    of_both = [[v for v in derive(config_of(name)) if v.where != "driver" and (v.name, v.value) not in cpu
-                and v.name not in own] for name in (LARGE, WEIGHTS)]
+    of_both = [
+        [
+            v
+            for v in derive(config_of(name))
+            if v.where != "driver" and (v.name, v.value) not in cpu and v.name not in own
+        ]
+        for name in (LARGE, WEIGHTS)
+    ]
     for variables in of_both:
         assert differences(environment.REPOSITORY / page, variables) == [] and len(variables) > 10
         changed = [replace(v, value="17") if v.name == "HCCL_BUFFSIZE" else v for v in variables]  # the control

@@ -42,14 +42,17 @@ def test_the_need_of_both_layouts_by_the_formula_written_out(name):
     assert 32 * 256 * 7168 * 4 / 2**20 == 224
 
 
-@pytest.mark.parametrize(("overrides", "need"), [
-    ({SEATS: 32, f"{GRAPHS}__graph_batch_sizes": [32]}, 121),
-    ({SEATS: 32}, 239),  # batches are padded to the largest graph
-    ({SEATS: 128, f"{GRAPHS}__enabled": False}, 475),
-    ({SEATS: None, f"{GRAPHS}__enabled": False}, 947),
-    ({"recipe__rollout__expert_parallel": False}, 0),
-    ({"trainer__nnodes": 1, "trainer__n_gpus_per_node": 8}, 0),  # no MC2 on fewer than 16
-])
+@pytest.mark.parametrize(
+    ("overrides", "need"),
+    [
+        ({SEATS: 32, f"{GRAPHS}__graph_batch_sizes": [32]}, 121),
+        ({SEATS: 32}, 239),  # batches are padded to the largest graph
+        ({SEATS: 128, f"{GRAPHS}__enabled": False}, 475),
+        ({SEATS: None, f"{GRAPHS}__enabled": False}, 947),
+        ({"recipe__rollout__expert_parallel": False}, 0),
+        ({"trainer__nnodes": 1, "trainer__n_gpus_per_node": 8}, 0),  # no MC2 on fewer than 16
+    ],
+)
 def test_the_need_follows_the_largest_decode_batch(overrides, need):
     assert hccl.buffer_need_mib(config_of(**overrides), MODEL) == need
 
@@ -86,16 +89,19 @@ def proc(tmp_path):
     return write
 
 
-@pytest.mark.parametrize(("base", "kernel", "words"), [
-    (61000, {}, None),
-    (60000, {}, "32768 to 60999 are this machine's ephemeral ports"),
-    (60900, {}, "net.ipv4.ip_local_reserved_ports=60900-61043"),
-    (60900, {"reserved": "8080,60900-60999"}, None),
-    (61000, {"ports": "1024 65535"}, "1024 to 65535 are"),
-    (19990, {}, "Ray's workers 10002 to 19999"),
-    (6300, {}, "Ray's GCS 6379"),
-    (20000, {}, None),
-])
+@pytest.mark.parametrize(
+    ("base", "kernel", "words"),
+    [
+        (61000, {}, None),
+        (60000, {}, "32768 to 60999 are this machine's ephemeral ports"),
+        (60900, {}, "net.ipv4.ip_local_reserved_ports=60900-61043"),
+        (60900, {"reserved": "8080,60900-60999"}, None),
+        (61000, {"ports": "1024 65535"}, "1024 to 65535 are"),
+        (19990, {}, "Ray's workers 10002 to 19999"),
+        (6300, {}, "Ray's GCS 6379"),
+        (20000, {}, None),
+    ],
+)
 def test_ports_lie_where_nothing_else_takes_them(proc, base, kernel, words):
     fits, said = hccl.check_ports(config_of(recipe__hccl__base_port=base), proc(**kernel))
     assert fits is (words is None) and (words or f"ports {base} to {base + 143}") in said

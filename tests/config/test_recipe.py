@@ -18,7 +18,8 @@ def test_train_has_the_keys_and_defaults_of_the_engine_table():
     train = {f"recipe.train.{item.name}": item.default for item in fields(Train)}
     assert set(table) == set(train)
     assert {key: default for key, default in table.items() if default is not None} == {
-        key: train[key] for key, default in table.items() if default is not None}
+        key: train[key] for key, default in table.items() if default is not None
+    }
 
 
 def test_the_defaults_are_valid():

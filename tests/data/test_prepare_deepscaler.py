@@ -179,10 +179,12 @@ def test_verls_reward_manager_pays_what_the_reward_says(tiny_model):
             "reward_model": {"reward_manager": "naive"},
             "data": {"reward_fn_key": "data_source"},
             "custom_reward_function": {
-                "path": str(maths), "name": "compute_score", "reward_kwargs": {"format_weight": 0.25},
+                "path": str(maths),
+                "name": "compute_score",
+                "reward_kwargs": {"format_weight": 0.25},
             },
         }
-    )  # fmt: skip
+    )
     responses = tokenizer(
         ["it is \\boxed{0.5}.", "it is \\boxed{2}, no, \\boxed{3}", "1/2"], padding=True, return_tensors="pt"
     )

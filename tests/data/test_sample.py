@@ -57,9 +57,18 @@ def test_answers_are_varied():
     kinds = Counter()
     for answer in answers:
         for kind, mark in {
-            "fraction": "\\frac", "set": "\\{", "interval": "\\infty", "closed": "[", "root": "\\sqrt", "pi": "\\pi",
-            "percent": "\\%", "decimal": ".", "polynomial": "x^2", "point": "(", "negative": "-",
-        }.items():  # fmt: skip
+            "fraction": "\\frac",
+            "set": "\\{",
+            "interval": "\\infty",
+            "closed": "[",
+            "root": "\\sqrt",
+            "pi": "\\pi",
+            "percent": "\\%",
+            "decimal": ".",
+            "polynomial": "x^2",
+            "point": "(",
+            "negative": "-",
+        }.items():
             kinds[kind] += mark in answer
     assert min(kinds.values()) >= 8, kinds
     assert max(Counter(answers).values()) <= 12  # no answer to guess

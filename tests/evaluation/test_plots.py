@@ -22,8 +22,10 @@ def test_a_picture_of_steps_with_and_without_a_ledger(tmp_path):
     assert found.read_bytes().startswith(b"\x89PNG")
     more = draw_memory({"run": "r", "steps": 3 * steps}, tmp_path / "more.png")
     assert more.stat().st_size > found.stat().st_size  # negative control: what is drawn depends on the steps
-    used = [{"step": 2, "memory": {"phases": {"update": phase({"grads": 8}, peak=9, **more)}}} for more in (
-        {}, {"used": 12})]
+    used = [
+        {"step": 2, "memory": {"phases": {"update": phase({"grads": 8}, peak=9, **more)}}}
+        for more in ({}, {"used": 12})
+    ]
     sizes = [draw_memory({"run": "r", "steps": [s]}, tmp_path / "used.png").stat().st_size for s in used]
     assert sizes[0] < sizes[1]
     assert draw_memory({"run": "r", "steps": []}, tmp_path / "none.png").is_file()

@@ -21,8 +21,14 @@ NOT_HERE = {"model folder", "data"}  # checks of files that a plan does not need
 
 
 def dry_run(name, *arguments, cwd=None, env=None):
-    return subprocess.run(["bash", str(SCRIPTS[name]), "--dry-run", *arguments], capture_output=True, text=True,
-                          cwd=cwd, timeout=60, env={**os.environ, **(env or {})})
+    return subprocess.run(
+        ["bash", str(SCRIPTS[name]), "--dry-run", *arguments],
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+        timeout=60,
+        env={**os.environ, **(env or {})},
+    )
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +61,9 @@ def test_patches_environment_and_commands(plans, name):
     plan = plans[name]
     on = {row["id"] for row in plan["patches"] if row["on"]}
     assert {row_id for row_id in on if row_id.startswith("platform.")} == {  # no stand-in of a CPU
-        "platform.flash_attn", "platform.flash_attn_bert_padding"}
+        "platform.flash_attn",
+        "platform.flash_attn_bert_padding",
+    }
     variables = {v["name"]: v for v in plan["environment"]}
     assert variables["VLLM_ENABLE_FIX_ROUTE"]["value"] == {"random_init": "1", "true_weight": "0"}[name]
     assert variables["VERL_PATCHES"]["value"] == "line=a3,platform=npu"
@@ -69,24 +77,40 @@ def test_patches_environment_and_commands(plans, name):
 
 def test_it_starts_nothing_and_writes_nothing_and_overrides_pass_through(tmp_path, plans):
     before = (ROOT / "outputs").exists()
-    done = dry_run("true_weight", "recipe.run=never", "recipe.patches=[-rollout.*]", cwd=tmp_path,
-                   env={"HOME": str(tmp_path), "TMPDIR": str(tmp_path)})
+    done = dry_run(
+        "true_weight",
+        "recipe.run=never",
+        "recipe.patches=[-rollout.*]",
+        cwd=tmp_path,
+        env={"HOME": str(tmp_path), "TMPDIR": str(tmp_path)},
+    )
     assert done.returncode == 0, done.stderr
-    for word in ("64 groups of 4: [0-3] [4-7] [8-11] ...", "layers 54-60 (7)", "HCCL_CONNECT_TIMEOUT", "ray start",
-                 "--config-name grpo_deepseekv3_256die_true_weight recipe.run=never"):
+    for word in (
+        "64 groups of 4: [0-3] [4-7] [8-11] ...",
+        "layers 54-60 (7)",
+        "HCCL_CONNECT_TIMEOUT",
+        "ray start",
+        "--config-name grpo_deepseekv3_256die_true_weight recipe.run=never",
+    ):
         assert word in done.stdout, done.stdout
     rows = [row["id"] for row in plans["true_weight"]["patches"] if row["on"] and row["id"].startswith("rollout.")]
     assert rows and not any(row in done.stdout for row in rows)
     assert list(tmp_path.iterdir()) == [] and (ROOT / "outputs").exists() == before
 
 
-@pytest.mark.parametrize(("override", "code", "message"), [
-    ("recipe.train.layers_per_stage=[8,8,8,8,8,8,8,7]", 1, "adds up to 63, the model has 61"),
-    ("actor_rollout_ref.actor.megatron.sequence_parallel=false", 1,
-     "engine arguments: actor.megatron.sequence_parallel is False: without it MindSpeed-LLM's MLA loses"),
-    ("recipe.foo=1", 2, "unknown key recipe.foo"),
-    ("actor_rollout_ref.actor.entropy_coeff=0.01", 1, "entropy_coeff is 0.01, line a3 supports 0 only"),
-])
+@pytest.mark.parametrize(
+    ("override", "code", "message"),
+    [
+        ("recipe.train.layers_per_stage=[8,8,8,8,8,8,8,7]", 1, "adds up to 63, the model has 61"),
+        (
+            "actor_rollout_ref.actor.megatron.sequence_parallel=false",
+            1,
+            "engine arguments: actor.megatron.sequence_parallel is False: without it MindSpeed-LLM's MLA loses",
+        ),
+        ("recipe.foo=1", 2, "unknown key recipe.foo"),
+        ("actor_rollout_ref.actor.entropy_coeff=0.01", 1, "entropy_coeff is 0.01, line a3 supports 0 only"),
+    ],
+)
 def test_the_scripts_keep_the_exit_code_and_name_what_is_wrong(override, code, message):
     done = dry_run("true_weight", override)
     assert done.returncode == code, done.stdout + done.stderr

@@ -35,12 +35,19 @@ def config(of_rollout="bfloat16", **recipe):
 def test_without_a_recipe_rows_find_defaults_and_no_run_to_record():
     filled = config()
     fill_recipe(filled, CPU)
-    decided = {"run": None, "line": "pypi", "platform": "cpu", "patches": ["-memory.order"], "drift": "warn",
-               "dtype": "bf16"}
+    decided = {
+        "run": None,
+        "line": "pypi",
+        "platform": "cpu",
+        "patches": ["-memory.order"],
+        "drift": "warn",
+        "dtype": "bf16",
+    }
     assert OmegaConf.to_container(filled.recipe) == {**OmegaConf.to_container(OmegaConf.structured(Recipe)), **decided}
     assert filled.actor_rollout_ref.recipe == filled.recipe and len(filled.recipe) > len(decided)
-    assert all(OmegaConf.select(filled, key) == item.default for key, item in recipe_keys()
-               if key.startswith("recipe.train."))
+    assert all(
+        OmegaConf.select(filled, key) == item.default for key, item in recipe_keys() if key.startswith("recipe.train.")
+    )
 
 
 def test_the_dtype_is_the_rollouts_and_other_ones_are_refused():
@@ -58,18 +65,31 @@ def test_what_a_user_adds_goes_over_the_defaults():
     assert filled.recipe.logprob_check.max_mean_bf16 == Recipe().logprob_check.max_mean_bf16
 
 
-@pytest.mark.parametrize(("recipe", "said"), [
-    ({"line": "a3"}, ["recipe.line is 'a3'", "VERL_PATCHES"]), ({"dtype": "fp32"}, ["recipe.dtype", "rollout.dtype"]),
-    ({"patches": ["-reshard.direct"]}, ["recipe.patches", "-memory.order"]), ({"typo": 1}, ["typo"]),
-    ({"memory": {"ledger": "loud"}}, ["recipe.memory.ledger", "strict"]),
-    ({"rollout": {"dp": 2}}, ["rollout layout"]), ({"tensor_cache": {"enabled": True}, "rollout": {"replay": "x"}},
-                                                   ["recipe.tensor_cache.enabled"]),
-    ({"train": {"skip_old_log_prob": True}}, ["ppo_mini_batch_size is 256 and data.train_batch_size 1024"]),
-    ({"rollout_correction": {"rollout_is": "word"}}, ["recipe.rollout_correction.rollout_is is 'word'"]),
-    *(({key: value}, [f"recipe.{name} is given", "only the launcher"]) for key, value, name in (
-        ("hccl", {"base_port": 62000}, "hccl.base_port"), ("timeouts", {"wall_s": 5}, "timeouts"),
-        ("ray_address", "auto", "ray_address"), ("ray_port", 6379, "ray_port"),
-        ("worker_process_setup_hook", "a.b", "worker_process_setup_hook"), ("model_shape", "x", "model_shape")))])
+@pytest.mark.parametrize(
+    ("recipe", "said"),
+    [
+        ({"line": "a3"}, ["recipe.line is 'a3'", "VERL_PATCHES"]),
+        ({"dtype": "fp32"}, ["recipe.dtype", "rollout.dtype"]),
+        ({"patches": ["-reshard.direct"]}, ["recipe.patches", "-memory.order"]),
+        ({"typo": 1}, ["typo"]),
+        ({"memory": {"ledger": "loud"}}, ["recipe.memory.ledger", "strict"]),
+        ({"rollout": {"dp": 2}}, ["rollout layout"]),
+        ({"tensor_cache": {"enabled": True}, "rollout": {"replay": "x"}}, ["recipe.tensor_cache.enabled"]),
+        ({"train": {"skip_old_log_prob": True}}, ["ppo_mini_batch_size is 256 and data.train_batch_size 1024"]),
+        ({"rollout_correction": {"rollout_is": "word"}}, ["recipe.rollout_correction.rollout_is is 'word'"]),
+        *(
+            ({key: value}, [f"recipe.{name} is given", "only the launcher"])
+            for key, value, name in (
+                ("hccl", {"base_port": 62000}, "hccl.base_port"),
+                ("timeouts", {"wall_s": 5}, "timeouts"),
+                ("ray_address", "auto", "ray_address"),
+                ("ray_port", 6379, "ray_port"),
+                ("worker_process_setup_hook", "a.b", "worker_process_setup_hook"),
+                ("model_shape", "x", "model_shape"),
+            )
+        ),
+    ],
+)
 def test_what_cannot_be_is_refused_by_name(recipe, said):
     with pytest.raises(ConfigError) as refused:
         fill_recipe(config(**recipe), CPU)
@@ -90,10 +110,17 @@ def test_what_the_launcher_refuses_of_a_layout_is_refused_too():
         fill_recipe(dropout, CPU)
 
 
-@pytest.mark.parametrize(("device", "route", "balanced", "said"), [
-    ("cuda", "0", False, "trainer.device is cuda; expected npu"), ("npu", None, False, "FIX_ROUTE is None"),
-    ("npu", "1", False, "FIX_ROUTE is 1 .* expected 0"), ("npu", "0", True, "FIX_ROUTE is 0 .* expected 1"),
-    ("npu", "0", False, None), ("npu", "1", True, None)])
+@pytest.mark.parametrize(
+    ("device", "route", "balanced", "said"),
+    [
+        ("cuda", "0", False, "trainer.device is cuda; expected npu"),
+        ("npu", None, False, "FIX_ROUTE is None"),
+        ("npu", "1", False, "FIX_ROUTE is 1 .* expected 0"),
+        ("npu", "0", True, "FIX_ROUTE is 0 .* expected 1"),
+        ("npu", "0", False, None),
+        ("npu", "1", True, None),
+    ],
+)
 def test_on_npu_the_device_and_the_fixed_route_must_agree(monkeypatch, device, route, balanced, said):
     monkeypatch.delenv("VLLM_ENABLE_FIX_ROUTE", raising=False)
     if route is not None:
@@ -114,8 +141,10 @@ def test_the_folder_of_the_record_is_named_in_full(monkeypatch, tmp_path):
     assert "+recipe.run=NAME" in _record(OmegaConf.merge(recipe, {"run": None}))
 
 
-@pytest.mark.parametrize(("switches", "engine", "network"), [
-    (NPU, True, {"nodes": 16, "interface": "eth1"}), (parse("line=a3,platform=cpu"), True, None), (CPU, False, None)])
+@pytest.mark.parametrize(
+    ("switches", "engine", "network"),
+    [(NPU, True, {"nodes": 16, "interface": "eth1"}), (parse("line=a3,platform=cpu"), True, None), (CPU, False, None)],
+)
 def test_workers_are_sent_what_the_launcher_would_send(monkeypatch, switches, engine, network):
     monkeypatch.setenv("VLLM_ENABLE_FIX_ROUTE", "0")
     found = config(**({"hccl": {"interface": "eth1"}} if network else {}))
@@ -152,9 +181,13 @@ for drift in ("warn", "strict"):
         print(type(error).__name__, "torch_dtypes.py (modified)" in str(error))
 """
     here = Path(__file__).resolve().parent
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, env={
-        "PYTHONPATH": f"{tmp_path}:{here}:{here.parents[1]}", "PATH": "/usr/bin:/bin"})
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={"PYTHONPATH": f"{tmp_path}:{here}:{here.parents[1]}", "PATH": "/usr/bin:/bin"},
+    )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.splitlines()[-2:] == [
-        "{'verl': ['verl/utils/torch_dtypes.py (modified)']}", "ConfigError True"]
+    assert done.stdout.splitlines()[-2:] == ["{'verl': ['verl/utils/torch_dtypes.py (modified)']}", "ConfigError True"]
     assert "started without its launcher" in done.stderr and "dirty: verl" in done.stderr

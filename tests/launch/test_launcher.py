@@ -24,18 +24,24 @@ pytestmark = pytest.mark.slow  # each starts processes, or plans 256 ranks
 NAME = "grpo_deepseekv3_tiny_cpu"
 FOLDER = "import os; from pathlib import Path; out = Path(os.environ['TENSORBOARD_DIR']).parent\n"
 STEP = {"step": 1, "reward": 0.5, "seconds": {"rollout": 1.0}}
-SUMMARY = FOLDER + f"""
+SUMMARY = (
+    FOLDER
+    + f"""
 import json
 (out / "summary.json").write_text(json.dumps({{"run": "t", "steps": [{STEP}], "exit": "ok"}}))
 """
+)
 # a daemon as Ray makes them: a session of its own, its parent gone, deaf to SIGTERM
-DETACHED = FOLDER + """
+DETACHED = (
+    FOLDER
+    + """
 import subprocess, sys
 code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
 child = subprocess.Popen([sys.executable, "-c", code], start_new_session=True, stdout=subprocess.PIPE)
 child.stdout.readline()
 (out / "child.pid").write_text(str(child.pid))
 """
+)
 
 
 BOOKKEEPING = """
@@ -66,12 +72,15 @@ def start(tmp_path: Path, monkeypatch):
 
 
 def test_a_good_run(start):
-    code = SUMMARY + """
+    code = (
+        SUMMARY
+        + """
 import time
 (out / "progress.log").write_text("| one\\n| two\\n")
 x = bytearray(50_000_000)
 time.sleep(1.2)
 """
+    )
     outcome, summary, lines = start(code)
     assert (outcome.code, outcome.reason, summary["exit"], summary["steps"]) == (0, "ok", "ok", [STEP])
     assert lines == ["| one", "| two"]
@@ -91,8 +100,10 @@ def test_a_dirty_run_says_so_in_its_record_and_above_the_table(start):
     assert "no recorded states" in str(shown.exception)  # it died before any row was proven
     summary["patches"] = [{"id": "a.b", "state": "active", "target": "m:f", "process": "controller"}]
     (outcome.folder / "summary.json").write_text(json.dumps(summary))
-    assert "dirty: verl was not as pinned: verl/a.py (modified)" in CliRunner().invoke(
-        app, ["status", "--run", str(outcome.folder)]).stdout
+    assert (
+        "dirty: verl was not as pinned: verl/a.py (modified)"
+        in CliRunner().invoke(app, ["status", "--run", str(outcome.folder)]).stdout
+    )
 
 
 def test_a_driver_that_dies_names_its_error(start):
@@ -152,11 +163,14 @@ def test_an_error_of_the_launcher_itself_leaves_nothing_running(start, tmp_path)
 
 
 def test_the_temporary_folder_goes_and_ray_logs_stay(start):
-    code = FOLDER + """
+    code = (
+        FOLDER
+        + """
 logs = Path(os.environ["RAY_TMPDIR"]) / "session_2025-01-01_00-00-00_0_1" / "logs"
 logs.mkdir(parents=True); (logs / "raylet.err").write_text("it broke"); (logs / "empty.out").touch()
 (out / "where").write_text(os.environ["RAY_TMPDIR"]); raise SystemExit(2)
 """
+    )
     outcome, _, _ = start(code)
     assert (outcome.folder / "ray_logs" / "raylet.err").read_text() == "it broke"
     assert not (outcome.folder / "ray_logs" / "empty.out").exists()
@@ -190,11 +204,10 @@ def test_a_taken_port_is_refused_before_anything_starts(start, tmp_path):
 SLOW = pytest.mark.slow
 
 
-@pytest.mark.parametrize(("number", "code"), [
-    (signal.SIGTERM, 143),
-    pytest.param(signal.SIGINT, 130, marks=SLOW),
-    pytest.param(signal.SIGKILL, -9, marks=SLOW),
-])
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=SLOW), pytest.param(signal.SIGKILL, -9, marks=SLOW)],
+)
 def test_signals_to_the_launcher(run_python, tmp_path, number, code):
     launcher = f"""
 import sys, threading, os, time
@@ -228,11 +241,14 @@ sys.exit(launcher.run(compose({NAME!r}, overrides), {NAME!r}, overrides).code)
 
 def test_memory_of_all_processes_is_added_up(start):
     """Two children of 100 MB each, held for 2 s."""
-    code = SUMMARY + """
+    code = (
+        SUMMARY
+        + """
 import subprocess, sys, time
 grow = "import time; x = bytearray(100_000_000); time.sleep(2)"
 for child in [subprocess.Popen([sys.executable, "-c", grow]) for _ in range(2)]: child.wait()
 """
+    )
     outcome, summary, _ = start(code)
     assert outcome.code == 0 and summary["peak_pss_bytes"]["total"] > 200_000_000
 
@@ -246,7 +262,10 @@ def test_a_folder_that_another_run_writes_is_refused(start, tmp_path):
 
 
 def test_shared_memory_that_a_killed_process_left_is_removed(start, tmp_path):
-    code = SUMMARY + BOOKKEEPING + """
+    code = (
+        SUMMARY
+        + BOOKKEEPING
+        + """
 import signal, sys, subprocess, time
 hold = '''
 import time
@@ -261,6 +280,7 @@ child = subprocess.Popen([sys.executable, "-c", hold], stdout=subprocess.PIPE, t
 time.sleep(1)
 child.kill()
 """
+    )
     outcome, *_ = start(code)
     name = (tmp_path / "t" / "block").read_text()
     assert outcome.code == 0 and name.startswith("psm_") and not Path("/dev/shm", name).exists()

@@ -54,12 +54,15 @@ def test_what_the_configuration_leaves_on_the_device_is_there_in_every_phase():
     assert "grads" not in gone["rollout"]
 
 
-@pytest.mark.parametrize(("override", "group"), [
-    ("actor_rollout_ref.rollout.gpu_memory_utilization=0.7", "kv_cache"),
-    ("recipe.reshard.bucket_bytes=268435456", "reshard_buffers"),
-    ("recipe.train.swap_optimizer=false", "optimizer"),
-    ("recipe.tensor_cache.enabled=true", "tensor_cache"),
-])
+@pytest.mark.parametrize(
+    ("override", "group"),
+    [
+        ("actor_rollout_ref.rollout.gpu_memory_utilization=0.7", "kv_cache"),
+        ("recipe.reshard.bucket_bytes=268435456", "reshard_buffers"),
+        ("recipe.train.swap_optimizer=false", "optimizer"),
+        ("recipe.tensor_cache.enabled=true", "tensor_cache"),
+    ],
+)
 def test_keys_of_the_configuration_reach_the_bytes(override, group):
     def bytes_of(found):
         return [p["bytes"].get(group) for p in found["orders"][0]["phases"]]
@@ -69,6 +72,7 @@ def test_keys_of_the_configuration_reach_the_bytes(override, group):
 
 def test_what_stages_keep_for_each_other_at_most():
     """512 prompts of 16 samples over 8 replicas: ids of 1024 + 3072, log-probs of 3072 twice, or three times."""
+
     def kept(*overrides, skip=True):
         found = plan(BIG, "recipe.tensor_cache.enabled=true", *overrides, skip=skip)["orders"][0]["phases"]
         return next(p["bytes"]["tensor_cache"] for p in found if p["phase"] == "ref")

@@ -46,8 +46,15 @@ def smoke(tmp_path_factory, warm):
 def _run(arguments: tuple[str, ...], folder: Path, timeout_s: float, environment) -> None:
     command, env = smoke_command(*arguments, folder=folder, run="r")
     start = time.monotonic()
-    found = subprocess.run(command, cwd=ROOT, env=environment(env), stdin=subprocess.DEVNULL, capture_output=True,
-                           text=True, timeout=timeout_s)
+    found = subprocess.run(
+        command,
+        cwd=ROOT,
+        env=environment(env),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+    )
     told = {"code": found.returncode, "wall_s": time.monotonic() - start, "output": found.stdout + found.stderr}
     (folder / "finished.json").write_text(json.dumps(told))
 

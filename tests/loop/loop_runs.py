@@ -27,8 +27,11 @@ class Finished:
     def read(cls, folder):
         """The run in folder/r, of which folder/finished.json tells the rest."""
         summary = folder / "r" / "summary.json"
-        return cls(**json.loads((folder / "finished.json").read_text()), folder=folder / "r",
-                   summary=json.loads(summary.read_text()) if summary.is_file() else {})
+        return cls(
+            **json.loads((folder / "finished.json").read_text()),
+            folder=folder / "r",
+            summary=json.loads(summary.read_text()) if summary.is_file() else {},
+        )
 
 
 def smoke_command(*arguments, folder, run):

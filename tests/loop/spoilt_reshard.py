@@ -41,6 +41,7 @@ def swap_experts():
 
 def unmap_o_proj():
     """Rank 1 cannot follow the last layer's o_proj: as destination.py has it, so that load_weights must load it."""
+
     def change(found):
         from verl_patches.reshard.trace import Opaque  # not before: torch
 

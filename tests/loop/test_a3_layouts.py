@@ -5,13 +5,20 @@ import pytest
 pytestmark = [pytest.mark.slow, pytest.mark.full, pytest.mark.upstream]
 LAYOUTS = {"ep2pp2": ("--rollout-tp", "2"), "tp2ep2": ("--rollout-tp", "2", "--rollout-dp", "2")}
 MEGATRON, MODEL = "actor_rollout_ref.actor.megatron", "actor_rollout_ref.model"
-OFFLOAD = (f"{MEGATRON}.param_offload=true", f"{MEGATRON}.grad_offload=true",
-           "actor_rollout_ref.ref.megatron.param_offload=true",
-           "recipe.worker_process_setup_hook=offload_probe.nothing_left")
+OFFLOAD = (
+    f"{MEGATRON}.param_offload=true",
+    f"{MEGATRON}.grad_offload=true",
+    "actor_rollout_ref.ref.megatron.param_offload=true",
+    "recipe.worker_process_setup_hook=offload_probe.nothing_left",
+)
 SWAP = (f"{MEGATRON}.optimizer_offload=false", "recipe.train.swap_optimizer=true")
-RECOMPUTE = (f"{MODEL}.enable_gradient_checkpointing=true", *(
-    f"{MODEL}.gradient_checkpointing_kwargs.activations_checkpoint_{key}={value}"
-    for key, value in {"granularity": "full", "method": "block", "num_layers": 4}.items()))
+RECOMPUTE = (
+    f"{MODEL}.enable_gradient_checkpointing=true",
+    *(
+        f"{MODEL}.gradient_checkpointing_kwargs.activations_checkpoint_{key}={value}"
+        for key, value in {"granularity": "full", "method": "block", "num_layers": 4}.items()
+    ),
+)
 
 
 def assert_weights_arrive(run, limit):

@@ -38,8 +38,13 @@ def test_every_process_proved_the_rows_of_this_line(a3):
 
 
 def test_status_of_the_run_from_the_command_line(a3):
-    done = subprocess.run([sys.executable, "-m", "verl_patches", "status", "--run", str(a3().folder), "--json"],
-                          capture_output=True, text=True, cwd=ROOT, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-m", "verl_patches", "status", "--run", str(a3().folder), "--json"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=60,
+    )
     found = json.loads(done.stdout)
     assert done.returncode == 0 and found["wrong"] == []
     row = next(r for r in found["rows"] if r["id"] == "update.engine_start")

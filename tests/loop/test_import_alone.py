@@ -27,9 +27,20 @@ SHELL = {  # what the launcher sets for a CPU (config/environment.py)
     "TORCHDYNAMO_DISABLE": "1", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1",
     "CUDA_DEVICE_MAX_CONNECTIONS": "1", "RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0", "COLUMNS": "200",
 }  # fmt: skip
-RAY = ["-m", "ray.scripts.scripts", "start", "--head", "--block", "--port=0", "--min-worker-port=0",
-       "--max-worker-port=0", "--include-dashboard=false", "--num-cpus=8", "--num-gpus=2",
-       f"--object-store-memory={256 << 20}"]  # fmt: skip
+RAY = [
+    "-m",
+    "ray.scripts.scripts",
+    "start",
+    "--head",
+    "--block",
+    "--port=0",
+    "--min-worker-port=0",
+    "--max-worker-port=0",
+    "--include-dashboard=false",
+    "--num-cpus=8",
+    "--num-gpus=2",
+    f"--object-store-memory={256 << 20}",
+]
 
 
 @pytest.fixture(scope="module")
@@ -48,9 +59,11 @@ def run_verl(python, smoke_run, patches, path, ray_folder, cwd):
     Path(ray_folder).mkdir()
     env = {**os.environ, **SHELL, "RAY_TMPDIR": ray_folder, "PYTHONPATH": os.pathsep.join(path)}
     used = yaml.safe_load((smoke_run.folder / "config.yaml").read_text())
-    given = {"actor_rollout_ref.model.path": used["actor_rollout_ref"]["model"]["path"],
-             **{f"data.{name}": used["data"][name] for name in ("train_files", "val_files")},
-             **{f"custom_reward_function.{name}": used["custom_reward_function"][name] for name in ("path", "name")}}
+    given = {
+        "actor_rollout_ref.model.path": used["actor_rollout_ref"]["model"]["path"],
+        **{f"data.{name}": used["data"][name] for name in ("train_files", "val_files")},
+        **{f"custom_reward_function.{name}": used["custom_reward_function"][name] for name in ("path", "name")},
+    }
     overrides = [f"{key}={value}".replace("'", "").replace(" ", "") for key, value in given.items()]
     with socket.create_server(("127.0.0.1", 0)) as free:  # the default one may be another run's
         start = [python, *RAY, f"--ray-client-server-port={free.getsockname()[1]}"]
@@ -62,8 +75,16 @@ def run_verl(python, smoke_run, patches, path, ray_folder, cwd):
             assert ray.poll() is None and time.monotonic() < end, "Ray did not start"
             time.sleep(0.2)
         main = [python, "-m", "verl.trainer.main_ppo", "--config-dir", HERE, "--config-name", "plain_verl", *overrides]
-        done = subprocess.run(main, env={**env, "VERL_PATCHES": patches}, cwd=cwd, stdin=subprocess.DEVNULL, text=True,
-                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=600)
+        done = subprocess.run(
+            main,
+            env={**env, "VERL_PATCHES": patches},
+            cwd=cwd,
+            stdin=subprocess.DEVNULL,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=600,
+        )
         return done.returncode, done.stdout
     finally:
         started = psutil.Process(ray.pid).children(recursive=True)

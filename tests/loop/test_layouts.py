@@ -28,10 +28,19 @@ def test_dp_ranks_with_uneven_sequences_do_not_hang(smoke):
 
     verl takes what follows a stop word for valid tokens, so log-probs are not compared here; tests/rollout does.
     """
-    run = smoke("--rollout-dp", "2", "--steps", "2", "recipe.worker_process_setup_hook=odd_worker.stop_early",
-                "data.max_response_length=48", "recipe.logprob_check.action=off")
-    lengths = [[int((row < 32).int().argmax()) for row in half] for half in
-               load_file(run.folder / "rollouts" / "step_1.safetensors")["responses"].chunk(2)]
+    run = smoke(
+        "--rollout-dp",
+        "2",
+        "--steps",
+        "2",
+        "recipe.worker_process_setup_hook=odd_worker.stop_early",
+        "data.max_response_length=48",
+        "recipe.logprob_check.action=off",
+    )
+    lengths = [
+        [int((row < 32).int().argmax()) for row in half]
+        for half in load_file(run.folder / "rollouts" / "step_1.safetensors")["responses"].chunk(2)
+    ]
     assert run.summary["exit"] == "ok" and max(lengths[0]) != max(lengths[1]), lengths
 
 

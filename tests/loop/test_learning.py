@@ -22,7 +22,13 @@ def test_reward_rises_by_three_tenths(smoke):
 
 
 def test_without_weight_sync_it_does_not_learn(smoke):
-    run = smoke("--learn", "--steps", "20", "recipe.weight_sync.enabled=false", "recipe.logprob_check.action=report",
-                timeout_s=600)
+    run = smoke(
+        "--learn",
+        "--steps",
+        "20",
+        "recipe.weight_sync.enabled=false",
+        "recipe.logprob_check.action=report",
+        timeout_s=600,
+    )
     assert abs(gain(run)) < 0.1, [step["reward"] for step in run.steps]
     assert run.steps[-1]["logprob_delta"]["mean"] > 1e-3

@@ -17,9 +17,13 @@ MODEL = in_dtype(build_inventory(Path(__file__).resolve().parents[2] / "configs/
 STAYS = staying(param_offload=True, optimizer_offload=True, ref_offload=True, one_memory=True, own_sleep_mode=True)
 TRAINING = ("actor_params", "grads", "optimizer", "ref_params")
 LATER = {"free ref_params": "", "free grads": "free grads, free ref_params"}  # the reference stays for the update
-ONE_CHANGED = make_schedule("one changed", *(
-    (p.name, ", ".join(map(str, p.enter)), ", ".join(LATER.get(str(move), str(move)) for move in p.leave))
-    for p in SCHEDULE.phases))
+ONE_CHANGED = make_schedule(
+    "one changed",
+    *(
+        (p.name, ", ".join(map(str, p.enter)), ", ".join(LATER.get(str(move), str(move)) for move in p.leave))
+        for p in SCHEDULE.phases
+    ),
+)
 
 
 def assert_carried_out(run):
@@ -44,8 +48,9 @@ def assert_as_planned(run, library):
     assert run.summary["exit"] == "ok" and all(s["memory"]["violations"]["count"] == 0 for s in run.steps)
     assert set(memory["phases"]) == {"reshard", "wake_kv", "rollout", "sleep", "old_log_prob", "ref", "update"}
     for name, found in memory["phases"].items():
-        planned = group_bytes(MODEL, *layouts, found["rank"], Setting(
-            library, kv_bytes=1, absorbed_copies=library == "mindspeed"))
+        planned = group_bytes(
+            MODEL, *layouts, found["rank"], Setting(library, kv_bytes=1, absorbed_copies=library == "mindspeed")
+        )
         for group in ("rollout_weights", "ref_params"):  # one tensor a parameter: no alignment
             assert found["bytes"][group] == planned[group] * (group in expected[name]), (name, group)
         for group in ("actor_params", "grads", "optimizer"):

@@ -5,8 +5,10 @@ import pytest
 pytestmark = [pytest.mark.slow, pytest.mark.full]
 EVERY = "recipe.reshard.verify=every"
 MEGATRON = "actor_rollout_ref.actor.megatron"
-OFFLOAD = (*(f"{MEGATRON}.{what}_offload=true" for what in ("param", "grad", "optimizer")),
-           "actor_rollout_ref.ref.megatron.param_offload=true")
+OFFLOAD = (
+    *(f"{MEGATRON}.{what}_offload=true" for what in ("param", "grad", "optimizer")),
+    "actor_rollout_ref.ref.megatron.param_offload=true",
+)
 
 
 def assert_proven(run, limit=1e-5):
@@ -35,8 +37,17 @@ def test_verls_own_path_gives_the_same_steps(smoke):
 
 
 def test_small_buckets_many_ranks_and_everything_offloaded(smoke):
-    run = smoke("--train-layout", "tp2ep2", "--rollout-tp", "2", "--steps", "2", EVERY, *OFFLOAD,
-                "recipe.reshard.bucket_bytes=16384")
+    run = smoke(
+        "--train-layout",
+        "tp2ep2",
+        "--rollout-tp",
+        "2",
+        "--steps",
+        "2",
+        EVERY,
+        *OFFLOAD,
+        "recipe.reshard.bucket_bytes=16384",
+    )
     assert_proven(run)
     assert all(s["seconds"]["offload"] > 0 for s in run.steps)
     sync = run.steps[1]["sync"]

@@ -21,8 +21,19 @@ def test_three_steps_leave_a_whole_record(smoke):
     run = smoke()
     summary = run.summary
     assert run.code == 0 and summary["exit"] == "ok" and [s["step"] for s in summary["steps"]] == [1, 2, 3]
-    assert set(summary) >= {"run", "line", "platform", "layout", "dtype", "versions", "steps", "logprob_delta",
-                            "patches", "peak_pss_bytes", "exit"}
+    assert set(summary) >= {
+        "run",
+        "line",
+        "platform",
+        "layout",
+        "dtype",
+        "versions",
+        "steps",
+        "logprob_delta",
+        "patches",
+        "peak_pss_bytes",
+        "exit",
+    }
     assert (summary["line"], summary["platform"], summary["dtype"]) == ("pypi", "cpu", "fp32")
     assert set(summary["layout"]) == {"train", "rollout"} and summary["versions"]["verl"] == "0.4.0"
     for step in summary["steps"]:
@@ -70,8 +81,13 @@ def test_memory_and_pictures(smoke):
 def test_status_of_the_run_from_the_command_line(smoke):
     import sys
 
-    done = subprocess.run([sys.executable, "-m", "verl_patches", "status", "--run", str(smoke().folder), "--json"],
-                          capture_output=True, text=True, cwd=ROOT, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-m", "verl_patches", "status", "--run", str(smoke().folder), "--json"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=60,
+    )
     found = json.loads(done.stdout)
     assert done.returncode == 0 and found["wrong"] == []
     row = next(r for r in found["rows"] if r["id"] == "model.mla_k_pe_grad")
@@ -80,8 +96,16 @@ def test_status_of_the_run_from_the_command_line(smoke):
 
 def start(folder, *arguments):
     command, env = smoke_command(*arguments, folder=folder, run="r")
-    return subprocess.Popen(command, cwd=ROOT, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                            stderr=subprocess.STDOUT, text=True, start_new_session=True)
+    return subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=env,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
 
 
 def wait_for(text, path, seconds):
@@ -148,12 +172,15 @@ def test_a_taken_port_is_refused_before_anything_starts(tmp_path):
     assert not (tmp_path / "r").exists()
 
 
-@pytest.mark.parametrize(("arguments", "words"), [
-    (["--train-layout", "ep3"], "expected one of"),
-    (["--rollout-tp", "2", "--rollout-dp", "2"], "needs 4"),
-    (["recipe.typo=1"], "recipe.typo"),
-    (["--replay-rollout", "no_such_folder"], "no_such_folder"),
-])
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--train-layout", "ep3"], "expected one of"),
+        (["--rollout-tp", "2", "--rollout-dp", "2"], "needs 4"),
+        (["recipe.typo=1"], "recipe.typo"),
+        (["--replay-rollout", "no_such_folder"], "no_such_folder"),
+    ],
+)
 def test_wrong_use_is_refused_with_code_2(tmp_path, arguments, words):
     launcher = start(tmp_path, *arguments)
     output, _ = launcher.communicate(timeout=120)

@@ -31,14 +31,23 @@ def test_in_arrival_order_the_steps_are_those_of_verl(smoke):
 
     A sample has 144 tokens at most, so verl packs some micro batches of two samples and some of one.
     """
-    more = [f"{ACTOR}.ppo_mini_batch_size=2", f"{ACTOR}.ppo_epochs=2", "trainer.test_freq=1",
-            "trainer.critic_warmup=2", DYNAMIC, budget(144), "data.max_prompt_length=128",
-            "--rollout-tp", "2", "recipe.worker_process_setup_hook=odd_worker.end_early"]
+    more = [
+        f"{ACTOR}.ppo_mini_batch_size=2",
+        f"{ACTOR}.ppo_epochs=2",
+        "trainer.test_freq=1",
+        "trainer.critic_warmup=2",
+        DYNAMIC,
+        budget(144),
+        "data.max_prompt_length=128",
+        "--rollout-tp",
+        "2",
+        "recipe.worker_process_setup_hook=odd_worker.end_early",
+    ]
     plain, kept = (smoke("--steps", "2", ARRIVAL, SEED, *more, *on) for on in ([], [ON]))
     assert_same_steps(kept, plain)
     assert kept.steps[0]["grad_norm"] is None and kept.steps[1]["grad_norm"] > 0
     recorded = load_file(kept.folder / "rollouts" / "step_2.safetensors")
-    assert len(set(recorded["attention_mask"][:, -recorded["responses"].shape[1]:].sum(1).tolist())) > 1
+    assert len(set(recorded["attention_mask"][:, -recorded["responses"].shape[1] :].sum(1).tolist())) > 1
     assert "was not closed" not in (kept.folder / "driver.log").read_text()
 
 

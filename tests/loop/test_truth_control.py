@@ -29,9 +29,15 @@ def test_a_skipped_sync_is_caught_at_the_first_step_that_skips(smoke):
     assert_caught(run, 2)
 
 
-SAMPLED = ("recipe.logprob_check.every=2", "recipe.logprob_check.sequences=4", "recipe.memory.ledger=strict",
-           "recipe.train.skip_old_log_prob=true", f"{ROLLOUT}.temperature=0.9", f"{ROLLOUT}.top_p=0.9",
-           f"{ROLLOUT}.top_k=50")
+SAMPLED = (
+    "recipe.logprob_check.every=2",
+    "recipe.logprob_check.sequences=4",
+    "recipe.memory.ledger=strict",
+    "recipe.train.skip_old_log_prob=true",
+    f"{ROLLOUT}.temperature=0.9",
+    f"{ROLLOUT}.top_p=0.9",
+    f"{ROLLOUT}.top_k=50",
+)
 
 
 def test_at_another_sampling_a_skipped_sync_is_caught_in_the_next_checked_step(smoke):
@@ -54,9 +60,13 @@ def test_without_the_loader_there_is_no_actor(smoke):
     assert "linear_qkv" in run.summary["exit"]  # verl's own loader looks for the attention of Llama
 
 
-@pytest.mark.parametrize(("hook", "words"), [
-    ("other_switches", ("other patches than the controller", "reshard.direct")),
-    ("no_patches", ("not active", "update.micro_batches_as_planned is reverted"))])
+@pytest.mark.parametrize(
+    ("hook", "words"),
+    [
+        ("other_switches", ("other patches than the controller", "reshard.direct")),
+        ("no_patches", ("not active", "update.micro_batches_as_planned is reverted")),
+    ],
+)
 def test_a_worker_that_differs_is_refused_before_step_one(smoke, hook, words):
     run = smoke("--steps", "1", f"recipe.worker_process_setup_hook=odd_worker.{hook}", ok=False)
     assert run.code == 1 and run.steps == [] and "PatchError" in run.summary["exit"]

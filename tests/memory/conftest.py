@@ -9,6 +9,7 @@ import pytest
 @pytest.fixture(scope="session")
 def offload_job(run_ranks, a3_sources):
     """offload_job(*parts, line="pypi", switches=(), ranks=1): what each rank found, {part: found}."""
+
     @functools.cache
     def run(*parts, line="pypi", switches=(), ranks=1):
         env = {"PYTHONPATH": os.pathsep.join(map(str, a3_sources("verl", "Megatron-LM")))} if line == "a3" else None

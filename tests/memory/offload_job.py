@@ -70,8 +70,12 @@ def verl_alone():
 def optimizers():
     """Every kind of optimizer, three steps with everything offloaded between them, against the same without."""
     found = {}
-    for name, dtype, distributed in (("fp32", FP32, True), ("bf16", BF16, True), ("plain fp32", FP32, False),
-                                     ("plain bf16", BF16, False)):
+    for name, dtype, distributed in (
+        ("fp32", FP32, True),
+        ("bf16", BF16, True),
+        ("plain fp32", FP32, False),
+        ("plain bf16", BF16, False),
+    ):
         plain, offloaded, equal, every = trained(dtype, distributed), trained(dtype, distributed), [], []
         counters.take_moves()
         for number in range(3):
@@ -82,15 +86,25 @@ def optimizers():
             offload_megatron_model_to_cpu(offloaded[0])
             offload_megatron_optimizer(offloaded[1])
             every.append(counters.offload_of_step([counters.take_moves()]))
-        left = sum(s.untyped_storage().nbytes() for one in offloaded[1].chained_optimizers
-                   for state in one.optimizer.state.values() for s in state.values() if s.dim())
-        found[name] = {"classes": sorted({type(one).__name__ for one in offloaded[1].chained_optimizers}),
-                       "equal": equal, "steps": every, "left": left}
+        left = sum(
+            s.untyped_storage().nbytes()
+            for one in offloaded[1].chained_optimizers
+            for state in one.optimizer.state.values()
+            for s in state.values()
+            if s.dim()
+        )
+        found[name] = {
+            "classes": sorted({type(one).__name__ for one in offloaded[1].chained_optimizers}),
+            "equal": equal,
+            "steps": every,
+            "left": left,
+        }
     return found
 
 
 def spoilt():
     """Each way in which an offload can go wrong, and what it is refused with."""
+
     def away():
         chunks = [chunk()]
         offload_megatron_model_to_cpu(chunks)
@@ -156,9 +170,15 @@ def counted():
                 load_megatron_optimizer(optimizer)
             step(chunks, optimizer, number)
             mine = counters.take_moves()
-            every.append({"seen": seen.copied_bytes, "told": sum(m["copied_bytes"] for m in mine),
-                          "seen host": seen.host_bytes, "told host": sum(m["host_bytes"] for m in mine),
-                          "plan": sum(m["bytes"] for m in mine if m["verb"] in counters.COPYING)})
+            every.append(
+                {
+                    "seen": seen.copied_bytes,
+                    "told": sum(m["copied_bytes"] for m in mine),
+                    "seen host": seen.host_bytes,
+                    "told host": sum(m["host_bytes"] for m in mine),
+                    "plan": sum(m["bytes"] for m in mine if m["verb"] in counters.COPYING),
+                }
+            )
         found[name] = every
     return found
 
@@ -186,10 +206,21 @@ def worker_of(chunks, optimizer, swap=False, offload=True):
     from verl_patches.worker.recipe_worker import RecipeWorker
 
     megatron = {"param_offload": True, "optimizer_offload": offload}
-    config = OmegaConf.create({
-        "actor": {"megatron": megatron}, "ref": {"megatron": megatron}, "rollout": {"enforce_eager": True},
-        "recipe": {"line": "pypi", "platform": "cpu", "weight_sync": {"enabled": True}, "reshard": {"bucket_bytes": 8},
-                   "train": {"skip_old_log_prob": False, "swap_optimizer": swap}, "memory": {"ledger": "off"}}})
+    config = OmegaConf.create(
+        {
+            "actor": {"megatron": megatron},
+            "ref": {"megatron": megatron},
+            "rollout": {"enforce_eager": True},
+            "recipe": {
+                "line": "pypi",
+                "platform": "cpu",
+                "weight_sync": {"enabled": True},
+                "reshard": {"bucket_bytes": 8},
+                "train": {"skip_old_log_prob": False, "swap_optimizer": swap},
+                "memory": {"ledger": "off"},
+            },
+        }
+    )
     worker = subclass_of(Upstream, RecipeWorker)(config, "actor")
     worker.actor_module, worker.actor_optimizer = chunks, optimizer
     return worker
@@ -318,7 +349,8 @@ def watched():
         runner = SimpleNamespace(model=attention, kv_caches=[torch.zeros(2)])
         engine.llm_engine = SimpleNamespace(
             vllm_config=SimpleNamespace(model_config=SimpleNamespace(enable_sleep_mode=False)),
-            model_executor=SimpleNamespace(driver_worker=SimpleNamespace(worker=SimpleNamespace(model_runner=runner))))
+            model_executor=SimpleNamespace(driver_worker=SimpleNamespace(worker=SimpleNamespace(model_runner=runner))),
+        )
         sync = SimpleNamespace(executor=SimpleNamespace(held_bytes=0))
         worker = worker_of(chunks, optimizer, swap=swap)
         worker._is_rollout = worker._is_ref = True
@@ -333,8 +365,12 @@ def watched():
         kept.enter("update")
         step(chunks, optimizer, 0)
         before, record = kept._records[-1]["bytes"], kept.take()["records"][-1]
-        found = {"groups": sorted(before), "absorbed": before["rollout_weights"],
-                 "in the update": record["peak_bytes"] - record["total_bytes"], "leaks": []}
+        found = {
+            "groups": sorted(before),
+            "absorbed": before["rollout_weights"],
+            "in the update": record["peak_bytes"] - record["total_bytes"],
+            "leaks": [],
+        }
         kept.enter("reshard")
         sync.executor.held_bytes = 5
         found["leaks"].append(refused(lambda: kept.enter("wake_kv")))
@@ -363,8 +399,12 @@ def carried_out():
     reference = torch.nn.Linear(20, 30)
     step(chunks, optimizer, 0)
     buffers = [buffer for each in chunks for buffer in (*each.buffers, *each.expert_parallel_buffers)]
-    held = {"actor_params": [b.param_data for b in buffers], "grads": [b.grad_data for b in buffers],
-            "optimizer": optimizer_tensors(optimizer), "ref_params": reference.parameters()}
+    held = {
+        "actor_params": [b.param_data for b in buffers],
+        "grads": [b.grad_data for b in buffers],
+        "optimizer": optimizer_tensors(optimizer),
+        "ref_params": reference.parameters(),
+    }
     full = {group: held_bytes(list(tensors), "cpu") for group, tensors in held.items()}
     handlers = {**actor_handlers(chunks, optimizer), **reference_handlers([reference])}
     for handler in handlers.values():
@@ -380,11 +420,17 @@ def carried_out():
         scheduler.end()
         every.append(counters.take_moves())
     moments = simulate(SCHEDULE, full).values()
-    return {"moves": [f"{m['verb']} {m['group']}" for m in every[1]],
-            "to_device": [sum(m["copied_bytes"] for m in every[1] if m["verb"] == "load"),
-                          sum(m.to_device_bytes for m in moments)],
-            "to_host": [sum(m["copied_bytes"] for m in every[1] if m["verb"] == "offload"),
-                        sum(m.to_host_bytes for m in moments)]}
+    return {
+        "moves": [f"{m['verb']} {m['group']}" for m in every[1]],
+        "to_device": [
+            sum(m["copied_bytes"] for m in every[1] if m["verb"] == "load"),
+            sum(m.to_device_bytes for m in moments),
+        ],
+        "to_host": [
+            sum(m["copied_bytes"] for m in every[1] if m["verb"] == "offload"),
+            sum(m.to_host_bytes for m in moments),
+        ],
+    }
 
 
 def found(parts):

@@ -28,7 +28,8 @@ def chunk(experts=True, dtype=FP32, distributed=True):
 def in_ddp(module, dtype, distributed=True):
     """`module` as Megatron trains it."""
     config = module.config = TransformerConfig(
-        num_layers=1, hidden_size=4, num_attention_heads=1, bf16=dtype == BF16, params_dtype=dtype)
+        num_layers=1, hidden_size=4, num_attention_heads=1, bf16=dtype == BF16, params_dtype=dtype
+    )
     ddp = DistributedDataParallelConfig(use_distributed_optimizer=distributed, grad_reduce_in_fp32=True)
     return DistributedDataParallel(config, ddp, module)
 
@@ -37,8 +38,15 @@ def trained(dtype=FP32, distributed=True):
     """The same two chunks and their optimizer, whenever it is called."""
     torch.manual_seed(1)
     chunks = [chunk(True, dtype, distributed), chunk(False, dtype, distributed)]
-    config = OptimizerConfig(optimizer="adam", lr=0.01, weight_decay=0.1, bf16=dtype == BF16, params_dtype=dtype,
-                             use_distributed_optimizer=distributed, clip_grad=1.0)
+    config = OptimizerConfig(
+        optimizer="adam",
+        lr=0.01,
+        weight_decay=0.1,
+        bf16=dtype == BF16,
+        params_dtype=dtype,
+        use_distributed_optimizer=distributed,
+        clip_grad=1.0,
+    )
     return chunks, get_megatron_optimizer(config, chunks)
 
 
@@ -63,10 +71,15 @@ def same(one, other):
 
 def sizes(chunks):
     """Bytes in the storages of each kind."""
-    return {f"{kind} {what}": sum(getattr(buffer, f"{what}_data").untyped_storage().nbytes()
-                                  for each in chunks for buffer in getattr(each, name))
-            for kind, name in (("dense", "buffers"), ("expert", "expert_parallel_buffers"))
-            for what in ("param", "grad")}
+    return {
+        f"{kind} {what}": sum(
+            getattr(buffer, f"{what}_data").untyped_storage().nbytes()
+            for each in chunks
+            for buffer in getattr(each, name)
+        )
+        for kind, name in (("dense", "buffers"), ("expert", "expert_parallel_buffers"))
+        for what in ("param", "grad")
+    }
 
 
 def refused(action):

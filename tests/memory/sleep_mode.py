@@ -81,8 +81,12 @@ class Pool:
         self._allocator.current_tag = tag
         self._allocator.python_malloc_callback((0, SEGMENT, at, 0))
         places = [at + TENSOR * i for i in range(len(states))]
-        self.snapshot.append({"address": at, "blocks": [
-            {"address": place, "state": state} for place, state in zip(places, states, strict=True)]})
+        self.snapshot.append(
+            {
+                "address": at,
+                "blocks": [{"address": place, "state": state} for place, state in zip(places, states, strict=True)],
+            }
+        )
         return [memory_of(place, 32) for place in places]
 
 
@@ -102,14 +106,15 @@ def sleeps(file: str | None = None) -> dict:
     model.kv_b_proj, model.impl = parameter(alone), impl
     beside_a_map, expert_map = pool.segment("weights", lives, lives)
     model.gate = parameter(beside_a_map)
-    table, = pool.segment("weights", lives)
+    (table,) = pool.segment("weights", lives)
     model.register_buffer("table", table)
     model.shared = parameter(table[:8])
     pool.segment("weights", free)
     model.head = parameter(pool.segment("weights", lives, waits)[0])
     pool.segment("kv_cache", lives)
-    tensors = {"up": model.up, "down": model.down, "kv_b_proj": alone, "W_UV": impl.W_UV, "gate": model.gate,
-               "expert_map": expert_map, "table": table, "shared": model.shared, "head": model.head}
+    names = ("up", "down", "gate", "table", "shared", "head")
+    tensors = {name: getattr(model, name) for name in names}
+    tensors |= {"kv_b_proj": alone, "W_UV": impl.W_UV, "expert_map": expert_map}
     sleep_mode._snapshot = lambda device: pool.snapshot
 
     calls: list[str] = []
@@ -130,13 +135,21 @@ def sleeps(file: str | None = None) -> dict:
         def __init__(self, **kwargs):
             worker = SimpleNamespace(model_runner=SimpleNamespace(model=model))
             self.llm_engine = SimpleNamespace(
-                model_executor=SimpleNamespace(driver_worker=SimpleNamespace(worker=worker)), sleep=sleep,
-                wake_up=wake_up, add_request=lambda: None)  # fmt: skip
+                model_executor=SimpleNamespace(driver_worker=SimpleNamespace(worker=worker)),
+                sleep=sleep,
+                wake_up=wake_up,
+                add_request=lambda: None,
+            )
 
     patches._CURRENT = SimpleNamespace(wanted=("reshard.direct", "memory.sleep_mode"))
     llm = subclass_of(LLM, RolloutEngine)(enable_sleep_mode=True, enforce_eager=False, load_format="auto")
-    found = {"bytes": [], "kept": {name: [] for name in tensors}, "refused": [], "tags": [],
-             "weights": SEGMENT * sum(each.tag == "weights" for each in allocator.pointer_to_data.values())}
+    found = {
+        "bytes": [],
+        "kept": {name: [] for name in tensors},
+        "refused": [],
+        "tags": [],
+        "weights": SEGMENT * sum(each.tag == "weights" for each in allocator.pointer_to_data.values()),
+    }
     for step in range(3):  # as loaded; after a sync; after the last one
         with torch.no_grad():
             for tensor in tensors.values():

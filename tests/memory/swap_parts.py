@@ -11,8 +11,12 @@ def swapped():
     from verl_patches.memory.swap_optimizer import swap_optimizer
 
     found = {}
-    for name, dtype, times in (("fp32 in 3", FP32, 3), ("fp32 in 1", FP32, 1), ("bf16 in 4", BF16, 4),
-                               ("bf16 in 100", BF16, 100)):
+    for name, dtype, times in (
+        ("fp32 in 3", FP32, 3),
+        ("fp32 in 1", FP32, 1),
+        ("bf16 in 4", BF16, 4),
+        ("bf16 in 100", BF16, 100),
+    ):
         plain, other, equal, every = trained(dtype), trained(dtype), [], []
         swaps = swap_optimizer(other[1], times)
         first = counters.take_moves()
@@ -21,8 +25,13 @@ def swapped():
             equal.append(step(*other, number) == norm and same(weights(plain[0]), weights(other[0])))
             every.append(counters.offload_of_step([counters.take_moves()]))
         other[1].reload_model_params()
-        found[name] = {"equal": equal, "steps": every, "limits": [s.limit_bytes for s in swaps],
-                       "pieces": [len(s.pieces) for s in swaps], "first": counters.offload_of_step([first])}
+        found[name] = {
+            "equal": equal,
+            "steps": every,
+            "limits": [s.limit_bytes for s in swaps],
+            "pieces": [len(s.pieces) for s in swaps],
+            "first": counters.offload_of_step([first]),
+        }
     return found
 
 
@@ -79,5 +88,7 @@ def counting_by_group():
         step(*plain, number)
         step(*other, number)
         equal.append(same(weights(plain[0]), weights(other[0])))
-    return {"equal": equal, "counts": [g.get("step") for one in other[1].chained_optimizers
-                                       for g in one.optimizer.param_groups]}
+    return {
+        "equal": equal,
+        "counts": [g.get("step") for one in other[1].chained_optimizers for g in one.optimizer.param_groups],
+    }

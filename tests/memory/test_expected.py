@@ -47,8 +47,9 @@ def test_rollout_weights_and_the_caches_share():
 
 def test_absorbed_projections_that_the_engine_copies():
     """As large as kv_b_proj, 61 layers of 128 heads of 128 + 128 by 512 in bf16, half a die's at TP 2."""
-    views, copies = (group_bytes(BIG, TRAIN, ONE, 0, Setting(kv_share=0.8, absorbed_copies=more))
-                     for more in (False, True))
+    views, copies = (
+        group_bytes(BIG, TRAIN, ONE, 0, Setting(kv_share=0.8, absorbed_copies=more)) for more in (False, True)
+    )
     assert copies["rollout_weights"] - views["rollout_weights"] == 61 * 128 * 256 * 512 * 2 // 2
     assert copies["rollout_weights"] + copies["kv_cache"] == int(0.8 * HBM)
     assert copies["reshard_buffers"] == views["reshard_buffers"]  # derived here, never sent
@@ -86,8 +87,11 @@ def layouts():
 
     @st.composite
     def pair(draw):
-        tp, pp, ep = draw(st.sampled_from([1, 2, 4])), draw(st.sampled_from([1, 2, 4])), draw(
-            st.sampled_from([1, 2, 4, 8]))
+        tp, pp, ep = (
+            draw(st.sampled_from([1, 2, 4])),
+            draw(st.sampled_from([1, 2, 4])),
+            draw(st.sampled_from([1, 2, 4, 8])),
+        )
         world = max(tp, ep) * pp * draw(st.sampled_from([1, 2]))
         train = ParallelLayout(world, tp=tp, pp=pp, ep=ep, etp=1)
         rtp = draw(st.sampled_from([n for n in (1, 2, 4) if world % n == 0]))
@@ -120,7 +124,8 @@ def test_any_layout_has_the_whole_model_and_ours_peaks_no_higher(pair, swap, dty
             assert phase["peak_bytes"] == sum(phase["bytes"].values())
             assert all(every[phase["rank"]][t] == size for t, size in phase["bytes"].items())
     assert found["ours"]["peak_bytes"] <= min(found[line]["peak_bytes"] for line in VERL) or (
-        max(found["ours"]["phases"], key=lambda p: p["peak_bytes"])["phase"] == "ref")  # the actor stays beside it
+        max(found["ours"]["phases"], key=lambda p: p["peak_bytes"])["phase"] == "ref"
+    )  # the actor stays beside it
 
 
 def test_the_worst_rank_is_worst_over_all_ranks():

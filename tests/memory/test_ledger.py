@@ -10,8 +10,14 @@ from verl_patches.memory.ledger import Ledger, MemoryLedgerError, memory_of_proc
 from verl_patches.memory.measure import held_bytes, optimizer_full_bytes, optimizer_tensors
 from verl_patches.memory.schedule import SCHEDULE, make_schedule
 
-SIZES = {"actor_params": 400, "grads": 800, "optimizer": 2400, "ref_params": 400, "rollout_weights": 600,
-         "kv_cache": 1000}  # fmt: skip
+SIZES = {
+    "actor_params": 400,
+    "grads": 800,
+    "optimizer": 2400,
+    "ref_params": 400,
+    "rollout_weights": 600,
+    "kv_cache": 1000,
+}
 
 
 class Device:
@@ -62,15 +68,19 @@ def test_a_group_left_behind_is_named_with_its_bytes_and_what_should_have_releas
     for words in ("rank 0", "entering reshard", "grads", "800 bytes", "expected 0", "after update (free)", "'ours'"):
         assert words in str(said.value)
     assert device.ledger.take()["violations"] == [
-        {"phase": "reshard", "group": "grads", "bytes": 800, "expected_bytes": 0}]
+        {"phase": "reshard", "group": "grads", "bytes": 800, "expected_bytes": 0}
+    ]
 
 
-@pytest.mark.parametrize(("group", "size", "words"), [
-    ("ref_params", 7, "holds 7 bytes, expected 0"),
-    ("rollout_weights", 607, "7 bytes more than registered"),
-    ("rollout_weights", 599, "released or never loaded"),
-    ("kv_cache", 0, "released or never loaded"),
-])
+@pytest.mark.parametrize(
+    ("group", "size", "words"),
+    [
+        ("ref_params", 7, "holds 7 bytes, expected 0"),
+        ("rollout_weights", 607, "7 bytes more than registered"),
+        ("rollout_weights", 599, "released or never loaded"),
+        ("kv_cache", 0, "released or never loaded"),
+    ],
+)
 def test_a_few_bytes_are_seen(group, size, words):
     device = Device()
     device.step(until="rollout")
@@ -81,9 +91,20 @@ def test_a_few_bytes_are_seen(group, size, words):
 
 def test_a_wrong_table_fails():
     device = Device()
-    device.ledger = Ledger(make_schedule("wrong", *(
-        (p.name, ", ".join(m for m in map(str, p.enter) if m != "load ref_params"),
-         ", ".join(map(str, p.leave))) for p in SCHEDULE.phases)), action="strict")
+    device.ledger = Ledger(
+        make_schedule(
+            "wrong",
+            *(
+                (
+                    p.name,
+                    ", ".join(m for m in map(str, p.enter) if m != "load ref_params"),
+                    ", ".join(map(str, p.leave)),
+                )
+                for p in SCHEDULE.phases
+            ),
+        ),
+        action="strict",
+    )
     for group, tensor in device.tensors.items():
         device.ledger.register(group, lambda tensor=tensor: held_bytes([tensor], "cpu"), full_bytes=SIZES[group])
     with pytest.raises(MemoryLedgerError, match="entering ref: ref_params .* schedule 'wrong' does not have it"):
@@ -146,8 +167,19 @@ def test_what_varies_may_stay_until_the_schedule_releases_it():
     held = {"now": 0}
     ledger = Ledger(SCHEDULE, action="strict")
     ledger.register("tensor_cache", lambda: held["now"], varies=True)
-    for size, phase in ((0, "reshard"), (0, "rollout"), (7, "sleep"), (7, "reshard"), (7, "rollout"), (9, "sleep"),
-                        (5, "old_log_prob"), (0, "ref"), (3, "ref"), (0, "update"), (0, "reshard")):
+    for size, phase in (
+        (0, "reshard"),
+        (0, "rollout"),
+        (7, "sleep"),
+        (7, "reshard"),
+        (7, "rollout"),
+        (9, "sleep"),
+        (5, "old_log_prob"),
+        (0, "ref"),
+        (3, "ref"),
+        (0, "update"),
+        (0, "reshard"),
+    ):
         held["now"] = size
         ledger.enter(phase)
     held["now"] = 3
@@ -166,12 +198,15 @@ def test_the_size_of_a_group_without_one_is_learnt_once():
         ledger.enter("rollout")
 
 
-@pytest.mark.parametrize(("use", "words"), [
-    (lambda ledger: ledger.register("gards", int), "'gards' is none of actor_params"),
-    (lambda ledger: ledger.register("grads", int), "'grads' is registered already"),
-    (lambda ledger: ledger.enter("upadte"), "has no phase 'upadte'"),
-    (lambda ledger: Ledger(SCHEDULE, action="warn"), "expected one of report, strict"),
-])
+@pytest.mark.parametrize(
+    ("use", "words"),
+    [
+        (lambda ledger: ledger.register("gards", int), "'gards' is none of actor_params"),
+        (lambda ledger: ledger.register("grads", int), "'grads' is registered already"),
+        (lambda ledger: ledger.enter("upadte"), "has no phase 'upadte'"),
+        (lambda ledger: Ledger(SCHEDULE, action="warn"), "expected one of report, strict"),
+    ],
+)
 def test_wrong_use_is_refused(use, words):
     ledger = Ledger(SCHEDULE)
     ledger.register("grads", lambda: 0)

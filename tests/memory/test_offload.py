@@ -13,8 +13,17 @@ from verl_patches.patching.engine import Engine
 from verl_patches.patching.switches import Switches
 
 LINES = ["pypi", pytest.param("a3", marks=pytest.mark.upstream)]
-PARTS = ("models", "optimizers", "spoilt", "counted", "checkpoints", "checkpoints_as_scheduled",
-         "checkpoints_without_states_before", "watched", "carried_out")
+PARTS = (
+    "models",
+    "optimizers",
+    "spoilt",
+    "counted",
+    "checkpoints",
+    "checkpoints_as_scheduled",
+    "checkpoints_without_states_before",
+    "watched",
+    "carried_out",
+)
 EMPTY = dict.fromkeys(("dense param", "dense grad", "expert param", "expert grad"), 0)
 KINDS = ("fp32", "bf16", "plain fp32", "plain bf16")
 
@@ -43,10 +52,19 @@ def test_nothing_stays_and_everything_comes_back_where_it_was(found):
 def test_gradients_are_never_copied_and_what_was_only_read_does_not_go_back(found):
     models = found["models"]
     assert names(models["moves for log-probs"]) == [
-        "load actor_params", "load actor_params", "load ref_params", "free actor_params", "free actor_params",
-        "free ref_params"]
+        "load actor_params",
+        "load actor_params",
+        "load ref_params",
+        "free actor_params",
+        "free actor_params",
+        "free ref_params",
+    ]
     assert set(names(models["moves of training"])) == {
-        "load actor_params", "alloc grads", "free grads", "offload actor_params"}
+        "load actor_params",
+        "alloc grads",
+        "free grads",
+        "offload actor_params",
+    }
     for each in models["first moves"] + models["moves for log-probs"] + models["moves of training"]:
         assert each["copied_bytes"] == (each["bytes"] if each["verb"] in ("load", "offload") else 0)
     assert sum(each["host_bytes"] for each in models["moves of training"]) == 0
@@ -57,8 +75,11 @@ def test_gradients_are_never_copied_and_what_was_only_read_does_not_go_back(foun
 def test_every_optimizer_steps_as_without_with_one_copy_a_byte_and_no_new_host_memory(found, kind):
     seen = found["optimizers"][kind]
     assert seen["equal"] == [True] * 3 and seen["left"] == 0
-    assert seen["classes"] == [{"plain fp32": "FP32Optimizer", "plain bf16": "Float16OptimizerWithFloat16Params"}.get(
-        kind, "DistributedOptimizer")]
+    assert seen["classes"] == [
+        {"plain fp32": "FP32Optimizer", "plain bf16": "Float16OptimizerWithFloat16Params"}.get(
+            kind, "DistributedOptimizer"
+        )
+    ]
     assert [step["copies_per_byte"] for step in seen["steps"]] == [1, 1, 1]
     assert seen["steps"][0]["host_bytes"] > 0 == seen["steps"][1]["host_bytes"] == seen["steps"][2]["host_bytes"]
     assert [step["host_allocations"] for step in seen["steps"][1:]] == [0, 0]
@@ -68,14 +89,17 @@ def test_every_optimizer_steps_as_without_with_one_copy_a_byte_and_no_new_host_m
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("case", "words"), [
-    ("other_storage", ("expert_parallel_buffers[0].param_data", "of 512 bytes", "another one of 512 bytes")),
-    ("other_size", ("buffers[0].param_data, which is offloaded", "expected a storage of 0 bytes, found 12")),
-    ("emptied", ("grads, buffers[0].grad_data", "at least 1,536 bytes, found 0")),
-    ("written_reference", ("ref_params, bias", "host copy is stale", "load_grad=True")),
-    ("gradient_without_ddp", ("weight of a model without DDP has a gradient",)),
-    ("state_of_other_size", ("group 0, parameter 0, exp_avg_sq", "expected a storage of 0 bytes, found 4")),
-])
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("other_storage", ("expert_parallel_buffers[0].param_data", "of 512 bytes", "another one of 512 bytes")),
+        ("other_size", ("buffers[0].param_data, which is offloaded", "expected a storage of 0 bytes, found 12")),
+        ("emptied", ("grads, buffers[0].grad_data", "at least 1,536 bytes, found 0")),
+        ("written_reference", ("ref_params, bias", "host copy is stale", "load_grad=True")),
+        ("gradient_without_ddp", ("weight of a model without DDP has a gradient",)),
+        ("state_of_other_size", ("group 0, parameter 0, exp_avg_sq", "expected a storage of 0 bytes, found 4")),
+    ],
+)
 def test_what_is_not_as_it_was_left_is_refused_by_name(found, case, words):
     said = found["spoilt"][case]
     assert said.startswith("RecipeError: offload: ") and all(word in said for word in words), said
@@ -93,8 +117,13 @@ def test_our_account_is_what_was_done_and_a_copied_gradient_shows(found):
 
 @pytest.mark.slow
 def test_checkpoints_find_the_states_and_loaded_ones_use_the_same_host_memory(found):
-    assert found["checkpoints"] == {"away": 0, "saved": True, "away again": 0, "host memory for the loaded ones": 0,
-                                    "loaded": True}
+    assert found["checkpoints"] == {
+        "away": 0,
+        "saved": True,
+        "away again": 0,
+        "host memory for the loaded ones": 0,
+        "loaded": True,
+    }
 
 
 @pytest.mark.slow
@@ -147,7 +176,8 @@ def test_verl_54c9b736_alone_leaves_the_experts(offload_job):
 
 @pytest.mark.parametrize("line", ["pypi", "a3"])
 @pytest.mark.parametrize(
-    "needed", ["update.recipe_worker", "rollout.engine", "update.sharding_manager", "memory.empty_cache"])
+    "needed", ["update.recipe_worker", "rollout.engine", "update.sharding_manager", "memory.empty_cache"]
+)
 def test_a_schedule_whose_phases_are_not_seen_is_refused(line, needed):
     """Without gradients on the device an update would write where there is no memory."""
     assert "memory.order" in Engine(ROWS, Switches(line, "npu")).wanted
@@ -158,8 +188,11 @@ def test_a_schedule_whose_phases_are_not_seen_is_refused(line, needed):
 
 def test_a_large_storage_takes_several_pieces_and_comes_back(monkeypatch):
     monkeypatch.setattr(host_backed, "PIECE_BYTES", 1024)
-    monkeypatch.setattr(host_backed, "_allocate", lambda size, device, made=[]: made.append(size) or torch.empty(
-        size, dtype=torch.uint8))
+    monkeypatch.setattr(
+        host_backed,
+        "_allocate",
+        lambda size, device, made=[]: made.append(size) or torch.empty(size, dtype=torch.uint8),
+    )
     made = host_backed._allocate.__defaults__[0]
     tensors = [torch.randn(size) for size in (3, 700, 1, 60)]
     before = [tensor.clone() for tensor in tensors]
@@ -200,8 +233,11 @@ def moved(verb, group, size, **other):
 
 
 def test_a_steps_account_is_of_the_busiest_rank():
-    one = [moved("load", "actor_params", 100, copied_bytes=100), moved("alloc", "grads", 200),
-           moved("offload", "actor_params", 100, copied_bytes=100)]
+    one = [
+        moved("load", "actor_params", 100, copied_bytes=100),
+        moved("alloc", "grads", 200),
+        moved("offload", "actor_params", 100, copied_bytes=100),
+    ]
     other = [moved("load", "actor_params", 60, copied_bytes=120, host_allocations=2, host_bytes=60, peak_bytes=7)]
     found = offload_of_step([one, other])
     assert found["moves"]["load actor_params"] == {"count": 1, "bytes": 100, "copied_bytes": 100}
@@ -215,7 +251,9 @@ def test_what_ranks_did_one_after_the_other():
     other = [moved("empty_cache", "", 0), moved("empty_cache", "", 0), moved("load", "actor_params", 3)]
     found = offload_of_step([one, other, one])
     assert found["sequences"] == [
-        ["load actor_params", "empty_cache"], ["empty_cache", "empty_cache", "load actor_params"]]
+        ["load actor_params", "empty_cache"],
+        ["empty_cache", "empty_cache", "load actor_params"],
+    ]
     assert found["moves"]["load actor_params"]["count"] == 2
     assert offload_of_step([[moved("empty_cache", "", 0)]]) is None
 

@@ -35,8 +35,17 @@ def positions(schedule, verbs, group):
 
 def test_who_is_there_in_each_phase_of_our_schedule():
     found = residency(SCHEDULE)
-    assert list(found) == ["reshard", "wake_kv", "rollout", "sleep", "reward", "old_log_prob", "ref", "advantage",
-                           "update"]
+    assert list(found) == [
+        "reshard",
+        "wake_kv",
+        "rollout",
+        "sleep",
+        "reward",
+        "old_log_prob",
+        "ref",
+        "advantage",
+        "update",
+    ]
     assert found["reshard"] == {"actor_params", "rollout_weights", "reshard_buffers"}
     assert found["wake_kv"] == found["rollout"] == {"rollout_weights", "kv_cache"}
     assert found["sleep"] == found["reward"] == {"tensor_cache"}
@@ -103,10 +112,22 @@ def test_which_move_should_have_released_a_group():
 def test_what_a_step_of_ours_does_one_after_the_other():
     training = ("actor_params", "grads", "optimizer", "ref_params")
     assert moves_of_a_step(SCHEDULE, (), training) == [
-        "offload actor_params", "empty_cache", "empty_cache", "load actor_params", "load ref_params", "free ref_params",
-        "alloc grads", "load optimizer", "offload optimizer", "free grads"]
+        "offload actor_params",
+        "empty_cache",
+        "empty_cache",
+        "load actor_params",
+        "load ref_params",
+        "free ref_params",
+        "alloc grads",
+        "load optimizer",
+        "offload optimizer",
+        "free grads",
+    ]
     assert moves_of_a_step(SCHEDULE, {"actor_params", "grads"}, training)[:3] == [
-        "empty_cache", "empty_cache", "load ref_params"]
+        "empty_cache",
+        "empty_cache",
+        "load ref_params",
+    ]
 
 
 def test_which_schedule_a_run_follows():

@@ -15,8 +15,17 @@ from verl_patches.worker import context as contexts
 from verl_patches.worker.context import WorkerContext
 from verl_patches.worker.empty_cache import without_empty_cache
 
-SIZES = {"actor_params": 400, "grads": 800, "optimizer": 2400, "ref_params": 400, "rollout_weights": 600,
-         "kv_cache": 1000, "reshard_buffers": 100, "swap_window": 10, "tensor_cache": 20}  # fmt: skip
+SIZES = {
+    "actor_params": 400,
+    "grads": 800,
+    "optimizer": 2400,
+    "ref_params": 400,
+    "rollout_weights": 600,
+    "kv_cache": 1000,
+    "reshard_buffers": 100,
+    "swap_window": 10,
+    "tensor_cache": 20,
+}
 
 
 class Buffer:
@@ -54,6 +63,7 @@ class Buffer:
 @pytest.fixture
 def made():
     """made(groups, stays) -> (scheduler, log of moves, handlers); its ledger is strict and measures the storages."""
+
     def make(groups=tuple(SIZES), stays=(), schedule=SCHEDULE):
         log = []
         handlers = {group: Buffer(group, log) for group in groups}
@@ -115,7 +125,7 @@ def test_a_phase_that_failed_is_left_before_the_next_begins(made):
     before = list(log)
     scheduler.end()
     scheduler.end()
-    assert log[len(before):] == ["free reshard_buffers", "offload actor_params"]
+    assert log[len(before) :] == ["free reshard_buffers", "offload actor_params"]
 
 
 def test_what_moves_by_itself_or_not_at_all_is_left_alone(made):
@@ -145,8 +155,18 @@ def test_what_vllm_moves_comes_in_the_place_that_the_table_has(made):
     scheduler.begin("wake_kv", lambda: log.append("wake cache"))
     scheduler.begin("rollout", lambda: log.append("never"))
     scheduler.begin("sleep", lambda: log.append("sleep"))
-    assert log == ["load actor_params", "wake weights", "alloc reshard_buffers", "free reshard_buffers",
-                   "offload actor_params", "empty_cache", "wake cache", "alloc tensor_cache", "sleep", "empty_cache"]
+    assert log == [
+        "load actor_params",
+        "wake weights",
+        "alloc reshard_buffers",
+        "free reshard_buffers",
+        "offload actor_params",
+        "empty_cache",
+        "wake cache",
+        "alloc tensor_cache",
+        "sleep",
+        "empty_cache",
+    ]
 
 
 def test_a_wake_that_fails_leaves_nothing_that_the_next_step_meets(made):
@@ -224,15 +244,19 @@ def test_unknown_names_are_refused(made):
         made()[0].begin("x")
 
 
-@pytest.mark.parametrize(("settings", "own_sleep_mode", "taken"), [
-    ("expandable_segments:True", True, "light"),
-    ("max_split_size_mb:128, expandable_segments:true", True, "light"),
-    ("expandable_segments:True", False, "full"),  # vLLM's sleep mode takes memory past the pool
-    ("expandable_segments:False", True, "full"),  # the light form raises there
-    (None, True, "full"),
-])
+@pytest.mark.parametrize(
+    ("settings", "own_sleep_mode", "taken"),
+    [
+        ("expandable_segments:True", True, "light"),
+        ("max_split_size_mb:128, expandable_segments:true", True, "light"),
+        ("expandable_segments:True", False, "full"),  # vLLM's sleep mode takes memory past the pool
+        ("expandable_segments:False", True, "full"),  # the light form raises there
+        (None, True, "full"),
+    ],
+)
 def test_the_light_form_of_empty_cache_is_taken_only_where_it_works_and_suffices(
-        settings, own_sleep_mode, taken, monkeypatch):
+    settings, own_sleep_mode, taken, monkeypatch
+):
     monkeypatch.delenv("PYTORCH_NPU_ALLOC_CONF", raising=False)
     if settings:
         monkeypatch.setenv("PYTORCH_NPU_ALLOC_CONF", settings)

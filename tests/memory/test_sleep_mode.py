@@ -54,8 +54,12 @@ def engine():
     worker = SimpleNamespace(model_runner=SimpleNamespace(model=model, kv_caches=caches))
     config = SimpleNamespace(cache_config=SimpleNamespace(num_gpu_blocks=5))
     executor = SimpleNamespace(driver_worker=SimpleNamespace(worker=worker))
-    core = SimpleNamespace(model_executor=executor, vllm_config=config, get_num_unfinished_requests=lambda: 0,
-                           reset_prefix_cache=lambda: None)
+    core = SimpleNamespace(
+        model_executor=executor,
+        vllm_config=config,
+        get_num_unfinished_requests=lambda: 0,
+        reset_prefix_cache=lambda: None,
+    )
     return SimpleNamespace(llm_engine=core), model, caches
 
 
@@ -147,7 +151,8 @@ class LLM:
     def __init__(self, **kwargs):
         self.seen, self.calls, self.llm_engine = kwargs, [], engine()[0].llm_engine
         vars(self.llm_engine).update(
-            add_request=lambda number: number + 1, sleep=self.engine_sleep, wake_up=self.engine_wake)
+            add_request=lambda number: number + 1, sleep=self.engine_sleep, wake_up=self.engine_wake
+        )
 
     def engine_sleep(self, level=1):
         self.calls.append("vLLM's sleep")
@@ -171,6 +176,7 @@ class LLM:
 @pytest.fixture
 def build(monkeypatch):
     """build(rows, **arguments): an engine of ours over `LLM`, with these rows on and in a context of its own."""
+
     def of(rows, **arguments):
         monkeypatch.setattr(patches, "_CURRENT", SimpleNamespace(wanted=rows))
         return subclass_of(LLM, RolloutEngine)(**arguments)
@@ -179,10 +185,14 @@ def build(monkeypatch):
     return of
 
 
-@pytest.mark.parametrize(("rows", "load_format", "stay"), [
-    (("reshard.direct",), "dummy", False), (("update.sharding_manager",), "dummy", True),
-    (("reshard.direct",), "auto", True),
-])
+@pytest.mark.parametrize(
+    ("rows", "load_format", "stay"),
+    [
+        (("reshard.direct",), "dummy", False),
+        (("update.sharding_manager",), "dummy", True),
+        (("reshard.direct",), "auto", True),
+    ],
+)
 def test_weights_that_no_sync_proves_written_are_never_given_up(rows, load_format, stay, build):
     """verl's own path, row reshard.direct off: nothing proves that it writes every weight."""
     llm = build((*rows, "memory.sleep_mode"), enable_sleep_mode=True, enforce_eager=True, load_format=load_format)
@@ -191,11 +201,14 @@ def test_weights_that_no_sync_proves_written_are_never_given_up(rows, load_forma
     assert (bytes_of(*model.parameters()) > 28) == stay  # 28: what shares a buffer's memory
 
 
-@pytest.mark.parametrize(("asked", "passed", "kind"), [
-    ({"enable_sleep_mode": True, "enforce_eager": True}, False, ResizeSleepMode),
-    ({"enable_sleep_mode": True, "enforce_eager": False}, True, CumemSleepMode),  # graphs have captured addresses
-    ({"enforce_eager": True}, None, type(None)),  # it is not to sleep
-])
+@pytest.mark.parametrize(
+    ("asked", "passed", "kind"),
+    [
+        ({"enable_sleep_mode": True, "enforce_eager": True}, False, ResizeSleepMode),
+        ({"enable_sleep_mode": True, "enforce_eager": False}, True, CumemSleepMode),  # graphs have captured addresses
+        ({"enforce_eager": True}, None, type(None)),  # it is not to sleep
+    ],
+)
 def test_an_engine_that_is_to_sleep_has_our_sleep_mode_and_an_eager_one_not_vllms(asked, passed, kind, build):
     """Rows memory.sleep_mode and rollout.engine."""
     llm = build(("memory.sleep_mode",), **asked)
@@ -230,7 +243,11 @@ def test_what_is_awake_is_not_woken_and_every_call_begins_its_phase(build):
     llm.wake_up(["kv_cache"])
     assert llm.generate(1) == (1,)
     assert [call for call in llm.calls if "vLLM" not in call] == [
-        "sleep", "wake ['weights']", "wake ['kv_cache']", "generate"]
+        "sleep",
+        "wake ['weights']",
+        "wake ['kv_cache']",
+        "generate",
+    ]
     assert phases == ["look", "sleep", "reshard", "wake_kv", "rollout", "look"]
 
 
@@ -251,8 +268,13 @@ def segment(address, *blocks):
 
 def test_a_segment_goes_only_if_nothing_else_lives_in_it():
     lives, free, waits = "active_allocated", "inactive", "active_pending_free"
-    snapshot = [segment(0, (0, lives), (8, lives), (9, free)), segment(16, (16, lives), (24, lives)),
-                segment(32, (32, lives), (40, waits)), segment(48, (48, free)), segment(64, (64, waits))]
+    snapshot = [
+        segment(0, (0, lives), (8, lives), (9, free)),
+        segment(16, (16, lives), (24, lives)),
+        segment(32, (32, lives), (40, waits)),
+        segment(48, (48, free)),
+        segment(64, (64, waits)),
+    ]
     assert segments_of(snapshot, {0, 8, 16, 32}) == {0, 48}
     assert segments_of(snapshot, {0, 8, 16, 24, 32, 40, 64}) == {0, 16, 32, 48, 64}
 
@@ -297,8 +319,16 @@ def test_only_what_the_sync_does_not_write_is_copied(found):
 def test_contents_outlive_sleep_but_for_weights_that_the_next_sync_writes(found):
     gone = [True, False, True]
     assert found["kept"] == {
-        "up": gone, "down": gone, "kv_b_proj": gone, "W_UV": gone, "gate": [True] * 3, "expert_map": [True] * 3,
-        "table": [True] * 3, "shared": [True] * 3, "head": [True] * 3}
+        "up": gone,
+        "down": gone,
+        "kv_b_proj": gone,
+        "W_UV": gone,
+        "gate": [True] * 3,
+        "expert_map": [True] * 3,
+        "table": [True] * 3,
+        "shared": [True] * 3,
+        "head": [True] * 3,
+    }
 
 
 @pytest.mark.slow

@@ -41,8 +41,11 @@ def test_never_more_than_one_piece_is_on_the_device(ranks, case):
 @pytest.mark.slow
 def test_what_cannot_be_swapped_is_refused_by_name(offload_job):
     said = offload_job(*PARTS)[0]["swap_controls"]
-    for case, words in {"plain": "FP32Optimizer is no DistributedOptimizer", "times": "swap_optimizer_times is 0",
-                        "sgd": "SGD is none of Adam, AdamW, FusedAdam"}.items():
+    for case, words in {
+        "plain": "FP32Optimizer is no DistributedOptimizer",
+        "times": "swap_optimizer_times is 0",
+        "sgd": "SGD is none of Adam, AdamW, FusedAdam",
+    }.items():
         assert said[case].startswith("ConfigError: recipe.train.swap_optimizer cannot swap") and words in said[case]
 
 
@@ -57,11 +60,14 @@ def test_an_adam_that_counts_by_group_counts_a_step_once(offload_job):
     assert offload_job(*PARTS)[0]["counting_by_group"] == {"equal": [True] * 3, "counts": [3, 3]}
 
 
-@pytest.mark.parametrize(("override", "words"), [
-    ("actor_rollout_ref.actor.megatron.optimizer_offload=true", "actor.megatron.optimizer_offload=false"),
-    ("recipe.train.swap_optimizer_times=0", "expected at least 1"),
-    ("recipe.train.swap_optimizer_times=4", ""),
-])
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("actor_rollout_ref.actor.megatron.optimizer_offload=true", "actor.megatron.optimizer_offload=false"),
+        ("recipe.train.swap_optimizer_times=0", "expected at least 1"),
+        ("recipe.train.swap_optimizer_times=4", ""),
+    ],
+)
 def test_the_configuration_is_refused_where_it_contradicts_itself(override, words):
     config = compose("grpo_deepseekv3_tiny_cpu", ["recipe.train.swap_optimizer=true", override])
     (check,) = [c for c in check_config(config) if c.name == "swap optimizer"]

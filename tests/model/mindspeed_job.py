@@ -52,8 +52,10 @@ def local_gradients(chunks, folder):
             for source, gradient in zip(made_of.sources, gradients, strict=True):
                 part, parts = (0, 1) if source.whole_shape == tuple(gradient.shape) else (source.part, source.parts)
                 rows = [p.shape[0] // (parts if source.axis == 0 else 1) for p in source.parameters]
-                found += [([p.name], source.axis, part, parts, piece)
-                          for p, piece in zip(source.parameters, gradient.split(rows), strict=True)]
+                found += [
+                    ([p.name], source.axis, part, parts, piece)
+                    for p, piece in zip(source.parameters, gradient.split(rows), strict=True)
+                ]
     return found
 
 
@@ -79,8 +81,11 @@ def bf16_job(folder: Path, args) -> dict:
     chunks, config, hf_config = build(folder / "model", args)
     logits = run(chunks, config, hf_config, batch, backward=True)
     weights = dict(named_weights(unwrap_model(chunks)[0]))
-    return {"logits": logits, "biases": {n: t.clone() for n, t in weights.items() if n.endswith("expert_bias")},
-            "dtypes": {str(t.dtype) for n, t in weights.items() if not n.endswith("expert_bias")}}  # fmt: skip
+    return {
+        "logits": logits,
+        "biases": {n: t.clone() for n, t in weights.items() if n.endswith("expert_bias")},
+        "dtypes": {str(t.dtype) for n, t in weights.items() if not n.endswith("expert_bias")},
+    }
 
 
 def controls_job(folder: Path, args) -> dict:
@@ -121,8 +126,11 @@ def attention_job(folder: Path, args) -> dict:
     """
     model, batch = folder / "model", torch.load(folder / "batch.pt")
     chunks, config, hf_config = build(model, args, with_ddp=False)
-    calls = {"tolist": _count(torch.Tensor, "tolist"), "repeat_interleave": _count(torch, "repeat_interleave"),
-             "attention": _count(attention, "fused_attention")}  # fmt: skip
+    calls = {
+        "tolist": _count(torch.Tensor, "tolist"),
+        "repeat_interleave": _count(torch, "repeat_interleave"),
+        "attention": _count(attention, "fused_attention"),
+    }
     found = []
     for _ in range(2):
         run(chunks, config, hf_config, batch, backward=False)
@@ -184,8 +192,13 @@ def worker_job(folder: Path, config, args) -> dict:
     mask, ids = torch.ones_like(mask), ids.clone()
     ids[:, 0] = torch.arange(6, 6 + len(ids))
     position_ids = mask.long().cumsum(-1) - 1
-    tensors = {"input_ids": ids, "attention_mask": mask.long(), "position_ids": position_ids,
-               "responses": ids[:, -width:], "advantages": torch.linspace(-1, 1, len(ids))[:, None].expand(-1, width)}
+    tensors = {
+        "input_ids": ids,
+        "attention_mask": mask.long(),
+        "position_ids": position_ids,
+        "responses": ids[:, -width:],
+        "advantages": torch.linspace(-1, 1, len(ids))[:, None].expand(-1, width),
+    }
     rows = torch.arange(8) % len(ids)  # the mini batch: 4 prompts x 2 responses
     share = rows.chunk(mpu.get_data_parallel_world_size())[mpu.get_data_parallel_rank()]
     found = {"log_probs": [], "metrics": []}

@@ -38,9 +38,15 @@ def engine_config(model: Path, verl: Path, ranks: int, sizes: dict, dtype: str) 
     layers, split, more = sizes.pop("layers", None), sizes.pop("split", "etp"), sizes.pop("more", [])
     train = sizes.pop("train", {})  # keys that the schema may not list yet
     overrides = [f"{_ACTOR}{key}={value}" for key, value in sizes.items()]
-    overrides += [f"actor_rollout_ref.model.path={model}", f"trainer.n_gpus_per_node={ranks}",
-                  "recipe.line=a3", f"recipe.dtype={dtype}", f"recipe.train.expert_split={split}",
-                  f"recipe.train.layers_per_stage={layers or 'null'}", *more]  # fmt: skip
+    overrides += [
+        f"actor_rollout_ref.model.path={model}",
+        f"trainer.n_gpus_per_node={ranks}",
+        "recipe.line=a3",
+        f"recipe.dtype={dtype}",
+        f"recipe.train.expert_split={split}",
+        f"recipe.train.layers_per_stage={layers or 'null'}",
+        *more,
+    ]
     config = compose("grpo_deepseekv3_tiny_cpu", overrides, verl_path=verl)
     for key, value in train.items():
         OmegaConf.update(config.actor_rollout_ref, f"recipe.train.{key}", value, force_add=True)

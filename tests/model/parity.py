@@ -28,8 +28,10 @@ def whole_gradients(ranks, layout):
                 earlier = slot[1][part]
                 assert earlier is None or torch.allclose(earlier, piece, atol=1e-6), f"{name} differs between ranks"
                 slot[1][part] = piece
-    return {name: torch.cat(pieces, dim=axis or 0) if len(pieces) > 1 else pieces[0]
-            for name, (axis, pieces) in parts.items()}  # fmt: skip
+    return {
+        name: torch.cat(pieces, dim=axis or 0) if len(pieces) > 1 else pieces[0]
+        for name, (axis, pieces) in parts.items()
+    }
 
 
 def gradient_errors(expected, found):

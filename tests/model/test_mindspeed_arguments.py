@@ -39,9 +39,17 @@ def test_transformers_knows_no_further_key():
 def test_the_671b_model():
     hf = json.loads((CONFIG_FILE.parent / "deepseekv3_671b.json").read_text())
     words = arguments_of(model_settings({**hf, "num_nextn_predict_layers": 0}))
-    for argument, value in {"--num-layers": "61", "--num-experts": "256", "--n-group": "8", "--topk-group": "4",
-                            "--routed-scaling-factor": "2.5", "--rope-scaling-factor": "40", "--kv-lora-rank": "512",
-                            "--padded-vocab-size": "129280", "--init-method-std": "0.02"}.items():  # fmt: skip
+    for argument, value in {
+        "--num-layers": "61",
+        "--num-experts": "256",
+        "--n-group": "8",
+        "--topk-group": "4",
+        "--routed-scaling-factor": "2.5",
+        "--rope-scaling-factor": "40",
+        "--kv-lora-rank": "512",
+        "--padded-vocab-size": "129280",
+        "--init-method-std": "0.02",
+    }.items():
         assert _value(words, argument) == value
 
 

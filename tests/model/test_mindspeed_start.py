@@ -50,10 +50,19 @@ pytestmark = [pytest.mark.slow, pytest.mark.upstream]
 def run(a3_sources, run_ranks):
     """run(cases, early=None): what engine_start_probe.py finds."""
     sources = a3_sources()
-    env = {"VERL_PATCHES": "line=a3,platform=cpu", "TORCHDYNAMO_DISABLE": "1",
-           "PYTHONPATH": os.pathsep.join(map(str, sources))}  # fmt: skip
-    return lambda cases, *early: run_ranks("tests.model.mindspeed_start_probe:arguments", _composed(cases, sources[0]),
-                                           *early, env=env, fresh=True, backend=None)[0]  # fmt: skip
+    env = {
+        "VERL_PATCHES": "line=a3,platform=cpu",
+        "TORCHDYNAMO_DISABLE": "1",
+        "PYTHONPATH": os.pathsep.join(map(str, sources)),
+    }
+    return lambda cases, *early: run_ranks(
+        "tests.model.mindspeed_start_probe:arguments",
+        _composed(cases, sources[0]),
+        *early,
+        env=env,
+        fresh=True,
+        backend=None,
+    )[0]
 
 
 @pytest.fixture(scope="module")
@@ -83,9 +92,18 @@ def test_upstream_takes_the_rest(found, name):
 
 def test_256_dies_as_megatron_sees_them(found):
     args = found["die256"]
-    expected = {"data_parallel_size": 8, "expert_model_parallel_size": 8, "moe_tp_extend_ep": True, "num_layers": 61,
-                "num_layer_list": "7,7,8,8,8,8,8,7", "recompute_num_layers": 8, "sequence_parallel": True,
-                "moe_router_bias_update_rate": 0.0, "adam_beta2": 0.999, "clip_grad": 1.0}  # fmt: skip
+    expected = {
+        "data_parallel_size": 8,
+        "expert_model_parallel_size": 8,
+        "moe_tp_extend_ep": True,
+        "num_layers": 61,
+        "num_layer_list": "7,7,8,8,8,8,8,7",
+        "recompute_num_layers": 8,
+        "sequence_parallel": True,
+        "moe_router_bias_update_rate": 0.0,
+        "adam_beta2": 0.999,
+        "clip_grad": 1.0,
+    }
     assert {key: args[key] for key in expected} == expected
 
 
@@ -97,8 +115,10 @@ def test_fused_weight_gradients_and_the_timeout_arrive(found):
 
 def test_upstream_takes_both_256_die_configs_as_they_are(run):
     """A process of their own: the adaptor reads --swap-optimizer once."""
-    cases = {name: (f"grpo_deepseekv3_256die_{run}", 256, [], None)
-             for name, run in (("base", "random_init"), ("learning", "true_weight"))}
+    cases = {
+        name: (f"grpo_deepseekv3_256die_{run}", 256, [], None)
+        for name, run in (("base", "random_init"), ("learning", "true_weight"))
+    }
     found = run(cases)
     assert all(isinstance(found[name], dict) for name in cases), found
     assert [found[name]["swap_optimizer"] for name in cases] == [True, True]

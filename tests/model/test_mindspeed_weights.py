@@ -21,8 +21,12 @@ def test_every_hf_tensor_has_one_parameter_and_back():
 
 def test_joined_tensors_come_in_the_order_of_their_rows():
     joined = {parse_name(name.format(layer=0)).kinds for name in NAMES.values()}
-    assert {("q_a_proj", "kv_a_proj"), ("routed_expert_gate", "routed_expert_up"), ("dense_mlp_gate", "dense_mlp_up"),
-            ("shared_expert_gate", "shared_expert_up")} == {kinds for kinds in joined if len(kinds) > 1}  # fmt: skip
+    assert {
+        ("q_a_proj", "kv_a_proj"),
+        ("routed_expert_gate", "routed_expert_up"),
+        ("dense_mlp_gate", "dense_mlp_up"),
+        ("shared_expert_gate", "shared_expert_up"),
+    } == {kinds for kinds in joined if len(kinds) > 1}
 
 
 @pytest.mark.parametrize(

@@ -52,5 +52,10 @@ def test_row_gives_verl_the_names_it_knows():
 @pytest.mark.slow
 def test_verl_converter_needs_the_row(reference, run_ranks):
     with pytest.raises(RankError, match="q_layernorm"):
-        run_ranks("tests.model.parity_job:layouts_job", reference["folder"], {"tp1": {}}, backend="nccl",
-                  patches=f"line=pypi,platform=cpu,-{ROW}")  # fmt: skip
+        run_ranks(
+            "tests.model.parity_job:layouts_job",
+            reference["folder"],
+            {"tp1": {}},
+            backend="nccl",
+            patches=f"line=pypi,platform=cpu,-{ROW}",
+        )

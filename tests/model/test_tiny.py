@@ -49,13 +49,22 @@ def test_hard_parts_are_on(tiny_model):
     assert config["num_hidden_layers"] >= 3
     assert (config["n_routed_experts"], config["n_shared_experts"]) == (16, 1)
     assert (config["scoring_func"], config["topk_method"], config["n_group"], config["topk_group"]) == (
-        "sigmoid", "noaux_tc", 4, 2,
-    )  # fmt: skip
+        "sigmoid",
+        "noaux_tc",
+        4,
+        2,
+    )
     yarn = config["rope_scaling"]
     assert yarn["type"] == "yarn"
     assert yarn["mscale"] and yarn["mscale_all_dim"]
-    for key in ("num_attention_heads", "q_lora_rank", "vocab_size", "intermediate_size", "moe_intermediate_size",
-                "n_routed_experts"):  # fmt: skip
+    for key in (
+        "num_attention_heads",
+        "q_lora_rank",
+        "vocab_size",
+        "intermediate_size",
+        "moe_intermediate_size",
+        "n_routed_experts",
+    ):
         assert config[key] % 4 == 0
     assert (config["kv_lora_rank"] + config["qk_rope_head_dim"]) % 4 == 0
 

@@ -26,9 +26,17 @@ from typing import Any
 CONFIG, OTHER_CONFIG = "grpo_deepseekv3_256die_true_weight", "grpo_deepseekv3_256die_random_init"
 # what Ray and verl give a worker of a group (verl/single_controller/ray/base.py:326); DISABLE_WORKER_INIT, because
 # ActorRolloutRefWorker is made inside another worker, which has registered the group already (base.py:702)
-WORKER = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "256", "LOCAL_WORLD_SIZE": "16", "WG_PREFIX": "group",
-          "WG_BACKEND": "ray", "DISABLE_WORKER_INIT": "1", "MASTER_ADDR": "127.0.0.1",
-          "MASTER_PORT": "29500"}  # fmt: skip
+WORKER = {
+    "RANK": "0",
+    "LOCAL_RANK": "0",
+    "WORLD_SIZE": "256",
+    "LOCAL_WORLD_SIZE": "16",
+    "WG_PREFIX": "group",
+    "WG_BACKEND": "ray",
+    "DISABLE_WORKER_INIT": "1",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29500",
+}
 # chosen where rollout.name is sglang (verl/workers/megatron_workers.py:261)
 NOT_CHOSEN = ("verl.workers.rollout.sglang_rollout", "verl.workers.sharding_manager.megatron_sglang")
 
@@ -44,8 +52,12 @@ def stop(*args: Any, **kwargs: Any) -> Any:
 
 def overrides(folder: Path) -> list[str]:
     """Hydra overrides that name what is in `folder`."""
-    return [f"actor_rollout_ref.model.path={folder / 'model'}", f"data.train_files={folder / 'data.parquet'}",
-            f"data.val_files={folder / 'data.parquet'}", f"recipe.output_root={folder / 'outputs'}"]
+    return [
+        f"actor_rollout_ref.model.path={folder / 'model'}",
+        f"data.train_files={folder / 'data.parquet'}",
+        f"data.val_files={folder / 'data.parquet'}",
+        f"recipe.output_root={folder / 'outputs'}",
+    ]
 
 
 def driver(folder: Path, found: dict[str, Any]) -> None:
@@ -187,8 +199,12 @@ def engine() -> dict[str, Any]:
     worker = importlib.import_module("vllm_ascend.worker.worker_v1").NPUWorker  # platform.py names it for engine V1
     backend = current_platform.get_attn_backend_cls(None, 576, torch.bfloat16, "auto", 128, True, True)
     model = ModelRegistry.models["DeepseekV3ForCausalLM"].load_model_cls()
-    return {"platform": full_name(type(current_platform)), "model": full_name(model), "worker": full_name(worker),
-            "attention": full_name(resolve_obj_by_qualname(backend))}
+    return {
+        "platform": full_name(type(current_platform)),
+        "model": full_name(model),
+        "worker": full_name(worker),
+        "attention": full_name(resolve_obj_by_qualname(backend)),
+    }
 
 
 def production_calls() -> dict[str, Any]:
@@ -227,8 +243,13 @@ def production_calls() -> dict[str, Any]:
         run("norm", norm, (64, 1, 7168))
         run("swiglu", SwiGLUFunction.apply, (64, 2 * 4608))
         attend = functools.partial(CausalMlaAttention.forward, SimpleNamespace(softmax_scale=192**-0.5))
-        run("attention", lambda q, k, v: attend(q, k, v, None, packed_seq_params=packed),
-            (64, 1, 32, 192), (64, 1, 32, 192), (64, 1, 32, 128))  # fmt: skip
+        run(
+            "attention",
+            lambda q, k, v: attend(q, k, v, None, packed_seq_params=packed),
+            (64, 1, 32, 192),
+            (64, 1, 32, 192),
+            (64, 1, 32, 128),
+        )
     made["norm"].append(list(norm.weight.grad.shape))
     return {"made": made, "calls": calls}
 
@@ -248,7 +269,7 @@ def vllm_ascend_modules() -> Iterator[str]:
 
 
 def refusal(name: str) -> str | None:
-    """"Type: message" of what importing a module raises."""
+    """ "Type: message" of what importing a module raises."""
     try:
         importlib.import_module(name)
     except Exception as error:

@@ -1,7 +1,7 @@
 """What the tests here run in two Pythons; writes what it found as JSON.
 
-    python job.py references OUT    the calls of cases.py on the plain-torch references, real tensors of a CPU
-    python job.py npu OUT           the same on the real torch_npu, fake tensors of the stand-in device (.venv.npu)
+python job.py references OUT    the calls of cases.py on the plain-torch references, real tensors of a CPU
+python job.py npu OUT           the same on the real torch_npu, fake tensors of the stand-in device (.venv.npu)
 """
 
 from __future__ import annotations
@@ -40,20 +40,28 @@ def npu() -> dict[str, Any]:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     found: dict[str, Any] = {
-        "version": torch_npu.__version__, "devices": torch.npu.device_count(), "soc": torch.npu.get_device_name(),
-        "real tensor": refusal(lambda: torch.ones(4, device="npu")), "schemas": schemas(), "autograd": autograd(),
-    }  # fmt: skip
+        "version": torch_npu.__version__,
+        "devices": torch.npu.device_count(),
+        "soc": torch.npu.get_device_name(),
+        "real tensor": refusal(lambda: torch.ones(4, device="npu")),
+        "schemas": schemas(),
+        "autograd": autograd(),
+    }
     with FakeTensorMode():
-        found["bad"] = {name: {"meta": refusal(lambda call=call: call(torch_npu, Maker("npu"))),
-                               "ours": refusal(lambda ours=ours: ours(Maker("npu")))}
-                        for name, (call, ours) in BAD.items()}
+        found["bad"] = {
+            name: {
+                "meta": refusal(lambda call=call: call(torch_npu, Maker("npu"))),
+                "ours": refusal(lambda ours=ours: ours(Maker("npu"))),
+            }
+            for name, (call, ours) in BAD.items()
+        }
         calls = record_calls(torch_npu)
         found["cases"] = {name: outcome(case, torch_npu, "npu") for name, case in CASES.items()}
     return found | {"calls": calls}
 
 
 def refusal(call: Any) -> str | None:
-    """"Type: message" of what a call raises, None if it goes through."""
+    """ "Type: message" of what a call raises, None if it goes through."""
     try:
         call()
     except Exception as error:

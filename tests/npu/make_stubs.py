@@ -84,10 +84,14 @@ def source(names: list[str]) -> str:
     odd = [name for name in names if not re.fullmatch(r"\w+", name)]
     if odd:
         raise NoStubs(f"symbols that C cannot name: {odd[:5]}; expected letters, digits and _")
-    return "\n".join(
-        f"char {name}[512];" if name.startswith(DATA) else f'long {name}(void) {{ note_call("{name}"); return 0; }}'
-        for name in names if name not in answered
-    ) + "\n"
+    return (
+        "\n".join(
+            f"char {name}[512];" if name.startswith(DATA) else f'long {name}(void) {{ note_call("{name}"); return 0; }}'
+            for name in names
+            if name not in answered
+        )
+        + "\n"
+    )
 
 
 def make(out: Path) -> str:

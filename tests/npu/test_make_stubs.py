@@ -59,8 +59,14 @@ def test_a_python_without_torch_npu_is_refused(tmp_path):
     assert done.returncode == 1 and "torch-npu is not installed" in done.stderr and not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(("arguments", "words"), [
-    (["--venv", "nowhere"], "not a Python environment"), (["--venv"], "needs a folder"), (["--odd"], "unknown option")])
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--venv", "nowhere"], "not a Python environment"),
+        (["--venv"], "needs a folder"),
+        (["--odd"], "unknown option"),
+    ],
+)
 def test_npu_venv_refuses_what_it_cannot_do(tmp_path, arguments, words):
     done = subprocess.run(["bash", SCRIPT, *arguments], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 1 and words in done.stderr and not list(tmp_path.iterdir())

@@ -45,7 +45,7 @@ def test_a_tensor_that_is_not_fake_cannot_exist(npu):
 
 
 def differences(real, expected):
-    """"case, output: found, expected" where shape or dtype differ, or the tensor is not of the device."""
+    """ "case, output: found, expected" where shape or dtype differ, or the tensor is not of the device."""
     return [
         f"{case}, {name}: {real[case][name]}, expected {known}"
         for case, outputs in expected.items()
@@ -77,8 +77,14 @@ def test_meta_lets_these_calls_through_and_fused_attention_does_not(npu):
 
 
 def test_gradients_come_from_torch_npu(npu):
-    assert {"npu_rms_norm", "npu_swiglu", "npu_rotary_mul", "npu_fusion_attention", "npu_moe_token_permute",
-            "npu_moe_token_unpermute"} <= set(npu["autograd"])  # fmt: skip
+    assert {
+        "npu_rms_norm",
+        "npu_swiglu",
+        "npu_rotary_mul",
+        "npu_fusion_attention",
+        "npu_moe_token_permute",
+        "npu_moe_token_unpermute",
+    } <= set(npu["autograd"])
 
 
 # -- versions ----------------------------------------------------------------------------------------------------------

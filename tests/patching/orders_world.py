@@ -49,20 +49,48 @@ OURS = """
 """
 # row id, target, provider; rows after t.flaky come after the one that fails
 ROWS = (
-    ("t.f", "f", "louder"), ("t.over_f", "f", "louder"), ("t.plain", "Thing.plain", "louder"),
-    ("t.st", "Thing.st", "louder"), ("t.cl", "Thing.cl", "louder"), ("t.child_cl", "Child.cl", "louder"),
+    ("t.f", "f", "louder"),
+    ("t.over_f", "f", "louder"),
+    ("t.plain", "Thing.plain", "louder"),
+    ("t.st", "Thing.st", "louder"),
+    ("t.cl", "Thing.cl", "louder"),
+    ("t.child_cl", "Child.cl", "louder"),
     ("t.flaky", "g", "flaky"),
-    ("t.prop", "Thing.prop", "louder"), ("t.child_st", "Child.st", "louder"), ("t.deep", "Thing.Inner.deep", "louder"),
-    ("t.table", "TABLE", "entries"), ("t.added", "added", "louder"),
+    ("t.prop", "Thing.prop", "louder"),
+    ("t.child_st", "Child.st", "louder"),
+    ("t.deep", "Thing.Inner.deep", "louder"),
+    ("t.table", "TABLE", "entries"),
+    ("t.added", "added", "louder"),
 )
 BEFORE = [row[0] for row in ROWS[:6]]
-PLAIN = {"f": 2, "user": 2, "plain": "plain", "st": "s", "cl": "Thing", "child_cl": "Child", "child_st": "s", "g": 3,
-         "prop": "prop", "deep": "deep", "table": {"a": 1}, "added": False}
-OURS_IN = {"t.f": {}, "t.over_f": {"f": "2!!", "user": "2!!"}, "t.plain": {"plain": "plain!"},
-           "t.st": {"st": "s!", "child_st": "s!"}, "t.cl": {"cl": "Thing!", "child_cl": "Child!"},
-           "t.child_cl": {"child_cl": "Child!!"}, "t.flaky": {"g": "3!"},
-           "t.prop": {"prop": "prop!"}, "t.child_st": {"child_st": "s!!"}, "t.deep": {"deep": "deep!"},
-           "t.table": {"table": {"a": 1, "b": 2}}, "t.added": {"added": True}}
+PLAIN = {
+    "f": 2,
+    "user": 2,
+    "plain": "plain",
+    "st": "s",
+    "cl": "Thing",
+    "child_cl": "Child",
+    "child_st": "s",
+    "g": 3,
+    "prop": "prop",
+    "deep": "deep",
+    "table": {"a": 1},
+    "added": False,
+}
+OURS_IN = {
+    "t.f": {},
+    "t.over_f": {"f": "2!!", "user": "2!!"},
+    "t.plain": {"plain": "plain!"},
+    "t.st": {"st": "s!", "child_st": "s!"},
+    "t.cl": {"cl": "Thing!", "child_cl": "Child!"},
+    "t.child_cl": {"child_cl": "Child!!"},
+    "t.flaky": {"g": "3!"},
+    "t.prop": {"prop": "prop!"},
+    "t.child_st": {"child_st": "s!!"},
+    "t.deep": {"deep": "deep!"},
+    "t.table": {"table": {"a": 1, "b": 2}},
+    "t.added": {"added": True},
+}
 
 
 class World:
@@ -71,8 +99,12 @@ class World:
     def __init__(self, folder, number, kind):
         self.name = f"up{number}"
         self.inside, self.kind = kind.startswith("inside-"), kind.removeprefix("inside-")
-        for file, text in (("__init__", ""), ("base", BASE), ("ours", OURS),
-                           ("user", f"from {self.name}.base import f\n")):
+        for file, text in (
+            ("__init__", ""),
+            ("base", BASE),
+            ("ours", OURS),
+            ("user", f"from {self.name}.base import f\n"),
+        ):
             (folder / self.name).mkdir(exist_ok=True)
             (folder / self.name / f"{file}.py").write_text(textwrap.dedent(text))
         self.engine = Engine(self.rows(), Switches("pypi", "cpu"))
@@ -85,9 +117,16 @@ class World:
         kinds = {"t.table": "register", "t.added": "extend"}
         for name, target, provider in ROWS:
             yield PatchSpec(
-                id=name, stage="model", target=f"{self.name}.base:{target}", kind=kinds.get(name, "wrap"),
-                provider=f"{self.name}.ours:{provider}", why="test", exit="no", needs=("t.f",) * (name == "t.over_f"),
-                bindings=(f"{self.name}.user:f",) if target == "f" else ())
+                id=name,
+                stage="model",
+                target=f"{self.name}.base:{target}",
+                kind=kinds.get(name, "wrap"),
+                provider=f"{self.name}.ours:{provider}",
+                why="test",
+                exit="no",
+                needs=("t.f",) * (name == "t.over_f"),
+                bindings=(f"{self.name}.user:f",) if target == "f" else (),
+            )
 
     def in_body(self):
         self.bodies += 1
@@ -184,9 +223,19 @@ class World:
     def seen(self):
         base = sys.modules[f"{self.name}.base"]
         thing = base.Thing()
-        found = {"f": base.f(1), "plain": thing.plain(), "st": thing.st("s"), "cl": base.Thing.cl(), "g": base.g(3),
-                 "child_cl": base.Child.cl(), "child_st": base.Child.st("s"), "prop": thing.prop,
-                 "deep": base.Thing.Inner().deep(), "table": dict(base.TABLE), "added": hasattr(base, "added")}
+        found = {
+            "f": base.f(1),
+            "plain": thing.plain(),
+            "st": thing.st("s"),
+            "cl": base.Thing.cl(),
+            "g": base.g(3),
+            "child_cl": base.Child.cl(),
+            "child_st": base.Child.st("s"),
+            "prop": thing.prop,
+            "deep": base.Thing.Inner().deep(),
+            "table": dict(base.TABLE),
+            "added": hasattr(base, "added"),
+        }
         return {**found, "user": sys.modules[f"{self.name}.user"].f(1)} if self.user else found
 
 

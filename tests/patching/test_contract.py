@@ -28,7 +28,7 @@ class Scale:
     def read(self, unit="kg"):
         return unit
 ''',
-    "up/user.py": '''from typing import TYPE_CHECKING
+    "up/user.py": """from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from up.tools import weigh as only_a_type
 try:
@@ -45,17 +45,17 @@ class Shop:
 def later():
     from up.tools import weigh
     return weigh
-''',
+""",
     "up/all.py": "from .tools import *\n",
     "up/odd.py": "def broken(:\nfrom up.tools import weigh\n",
 }
-OURS = '''
+OURS = """
 def wrap(original):
     def weigh(thing, *args, **kwargs): return original(thing, *args, **kwargs)
     return weigh
 def read(self, unit="kg"): return "g"
 def new(self): return 1
-'''
+"""
 BINDINGS = ("up:weigh", "up.user:w", "up.user:Shop.weigh", "up.all:weigh")
 
 
@@ -115,8 +115,9 @@ def test_a_line_without_rows_is_empty_and_not_fine(tree):
     assert (report.state, report.exit_code, report.as_dict()["rows"]) == ("empty", 1, [])
 
 
-@pytest.mark.parametrize(("old", "text"), [
-    ('"""Words."""', '"""Other words."""'), ("total += 1", "total += 1  # note")])
+@pytest.mark.parametrize(
+    ("old", "text"), [('"""Words."""', '"""Other words."""'), ("total += 1", "total += 1  # note")]
+)
 def test_docstrings_and_comments_may_change(tree, old, text):
     edit(tree, "up/tools.py", old, text)
     assert look(tree, weigh(), read(), new())[0].exit_code == 0
@@ -166,11 +167,22 @@ def test_a_changed_signature_is_told(tree):
     assert "too many positional arguments" in look(tree, read())[1]["up.read"].found
 
 
-@pytest.mark.parametrize("text", [
-    "from up.tools import weigh\n", "from . import weigh as v\n", "from up import (a,\n  weigh)\n",
-    "if 1:\n    from .tools \\\n        import weigh\n", "from up.user import w\n", "from up.all import *\n",
-    "from . tools import weigh\n", "from up . \\\n tools import weigh\n", "from .import weigh\n",
-    "# words from\nfrom up import weigh\n", "# words from\nfrom . import weigh\n"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "from up.tools import weigh\n",
+        "from . import weigh as v\n",
+        "from up import (a,\n  weigh)\n",
+        "if 1:\n    from .tools \\\n        import weigh\n",
+        "from up.user import w\n",
+        "from up.all import *\n",
+        "from . tools import weigh\n",
+        "from up . \\\n tools import weigh\n",
+        "from .import weigh\n",
+        "# words from\nfrom up import weigh\n",
+        "# words from\nfrom . import weigh\n",
+    ],
+)
 def test_a_new_import_elsewhere_is_a_missing_binding(tree, text):
     (tree / "up" / "extra.py").write_text(text)
     finding = look(tree, weigh())[1]["up.weigh"]
@@ -178,9 +190,16 @@ def test_a_new_import_elsewhere_is_a_missing_binding(tree, text):
     assert finding.details[0].startswith("up/extra.py:") and "up.extra:" in finding.todo
 
 
-@pytest.mark.parametrize("text", [
-    "def f():\n    from up.tools import weigh\n", "from other.tools import weigh\n", "from up.tools import hidden\n",
-    "# from up.tools import weigh\n", "import up.tools\n"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "def f():\n    from up.tools import weigh\n",
+        "from other.tools import weigh\n",
+        "from up.tools import hidden\n",
+        "# from up.tools import weigh\n",
+        "import up.tools\n",
+    ],
+)
 def test_other_imports_are_no_bindings(tree, text):
     (tree / "up" / "extra.py").write_text(text)
     assert look(tree, weigh())[1]["up.weigh"].state == "fine"
@@ -192,9 +211,16 @@ def test_a_star_import_brings_what_all_lists(tree, listed):
     assert "are not the target: up.all:weigh" in look(tree, weigh())[1]["up.weigh"].found
 
 
-@pytest.mark.parametrize("more", [
-    "__all__.extend(['weigh'])", "__all__ += ['weigh']", "__all__.append('weigh')",
-    "for name in ('weigh',): __all__.append(name)", "__all__: list = [*__all__, 'weigh']"])
+@pytest.mark.parametrize(
+    "more",
+    [
+        "__all__.extend(['weigh'])",
+        "__all__ += ['weigh']",
+        "__all__.append('weigh')",
+        "for name in ('weigh',): __all__.append(name)",
+        "__all__: list = [*__all__, 'weigh']",
+    ],
+)
 def test_an_all_that_is_used_again_is_computed(tree, more):
     edit(tree, "up/tools.py", '__all__ = ["weigh", "Scale"]', f'__all__ = ["Scale"]\n{more}')
     assert look(tree, weigh())[1]["up.weigh"].state == "fine"
@@ -220,13 +246,16 @@ def test_a_target_that_this_python_cannot_read_is_a_problem(tree):
     assert "cannot read up/odd.py:1" in look(tree, odd)[1]["up.read"].found
 
 
-@pytest.mark.parametrize(("pinned", "state", "text"), [
-    (None, "note", "pins no version"), ("0.1", "note", "pinned 0.1"), ("here", "fine", "as pinned")])
+@pytest.mark.parametrize(
+    ("pinned", "state", "text"),
+    [(None, "note", "pins no version"), ("0.1", "note", "pinned 0.1"), ("here", "fine", "as pinned")],
+)
 def test_compiled_targets_are_held_by_the_version(tree, pinned, state, text):
     from importlib.metadata import version
 
-    zeros = PatchSpec("up.zeros", "model", "torch:zeros", "wrap", "verl_patches.platform.cpu.torch_on_cpu:on_cpu",
-                      "why", "exit")
+    zeros = PatchSpec(
+        "up.zeros", "model", "torch:zeros", "wrap", "verl_patches.platform.cpu.torch_on_cpu:on_cpu", "why", "exit"
+    )
     fp.write_reviewed("pypi", {"torch:zeros": []})
     versions = {} if pinned is None else {"torch": version("torch") if pinned == "here" else pinned}
     report = contract.check([zeros], "pypi", Sources({"up": tree}, versions=versions))
@@ -236,9 +265,16 @@ def test_compiled_targets_are_held_by_the_version(tree, pinned, state, text):
 
 
 def test_packages_outside_the_tree_are_named_and_compared_at_the_pinned_version_only(tree):
-    row = PatchSpec("up.torch", "model", "torch.cuda:device_count", "replace",
-                    "verl_patches.platform.cpu.torch_on_cpu:device_count", "why", "exit",
-                    bindings=("torch.cuda.random:device_count",))
+    row = PatchSpec(
+        "up.torch",
+        "model",
+        "torch.cuda:device_count",
+        "replace",
+        "verl_patches.platform.cpu.torch_on_cpu:device_count",
+        "why",
+        "exit",
+        bindings=("torch.cuda.random:device_count",),
+    )
     finding = look(tree, row, versions={"torch": "0.1"})[1]["up.torch"]
     assert finding.state == "note" and "of this interpreter was checked" in finding.found
     assert "body not compared: the pin is torch 0.1" in finding.found

@@ -19,36 +19,47 @@ def test_a_signature_read_from_text_is_pythons_own(text):
     exec(f"def f({text}): pass", spaces)
     found, known = of(text).parameters, inspect.signature(spaces["f"]).parameters
     assert [(p.name, p.kind, p.default is p.empty) for p in found.values()] == [
-        (p.name, p.kind, p.default is p.empty) for p in known.values()]
+        (p.name, p.kind, p.default is p.empty) for p in known.values()
+    ]
     assert contract.refused_calls(of(text), of(text)) == []
     assert contract.refused_calls(of(text), of("*args, **kwargs")) == []
 
 
-@pytest.mark.parametrize(("target", "provider", "fault"), [
-    ("a, b", "a", "too many positional arguments"),
-    ("a, b=1", "a, b", "missing a required argument: 'b'"),
-    ("a", "a, b", "missing a required argument: 'b'"),
-    ("a, b", "a, c", "missing a required argument: 'c'"),
-    ("a, b", "a, c=1", "unexpected keyword argument 'b'"),
-    ("a, b", "b, a", "takes b, a by place, but b, a by name"),
-    ("a, b", "a, c=1, b=2", "takes a, c by place, but a, b by name"),
-    ("a, b", "a, *rest, b=1", "takes a by place, but a, b by name"),
-    ("a, b", "a, *rest, b", "missing a required"),
-    ("a, *, k", "a", "unexpected keyword argument 'k'"),
-    ("a, *, k=1", "a, *, k", "missing a required"),
-    ("a, *rest", "a", "too many positional arguments"),
-    ("a, **more", "a", "unexpected keyword argument 'one_more'"),
-    ("a", "a, /", "'a'"),
-    ("a", "*args", "unexpected keyword argument 'a'"),
-    ("a", "**kwargs", "too many positional arguments"),
-])
+@pytest.mark.parametrize(
+    ("target", "provider", "fault"),
+    [
+        ("a, b", "a", "too many positional arguments"),
+        ("a, b=1", "a, b", "missing a required argument: 'b'"),
+        ("a", "a, b", "missing a required argument: 'b'"),
+        ("a, b", "a, c", "missing a required argument: 'c'"),
+        ("a, b", "a, c=1", "unexpected keyword argument 'b'"),
+        ("a, b", "b, a", "takes b, a by place, but b, a by name"),
+        ("a, b", "a, c=1, b=2", "takes a, c by place, but a, b by name"),
+        ("a, b", "a, *rest, b=1", "takes a by place, but a, b by name"),
+        ("a, b", "a, *rest, b", "missing a required"),
+        ("a, *, k", "a", "unexpected keyword argument 'k'"),
+        ("a, *, k=1", "a, *, k", "missing a required"),
+        ("a, *rest", "a", "too many positional arguments"),
+        ("a, **more", "a", "unexpected keyword argument 'one_more'"),
+        ("a", "a, /", "'a'"),
+        ("a", "*args", "unexpected keyword argument 'a'"),
+        ("a", "**kwargs", "too many positional arguments"),
+    ],
+)
 def test_a_call_that_would_fail_is_told(target, provider, fault):
     assert any(fault in found for found in contract.refused_calls(of(target), of(provider)))
 
 
-@pytest.mark.parametrize(("target", "provider"), [
-    ("a, b", "a, b, c=1"), ("a, b=1", "a, *args, **kwargs"), ("a, /", "other"), ("*, k", "**kwargs"),
-    ("a, b", "a, b=2")])
+@pytest.mark.parametrize(
+    ("target", "provider"),
+    [
+        ("a, b", "a, b, c=1"),
+        ("a, b=1", "a, *args, **kwargs"),
+        ("a, /", "other"),
+        ("*, k", "**kwargs"),
+        ("a, b", "a, b=2"),
+    ],
+)
 def test_a_provider_may_take_more(target, provider):
     assert contract.refused_calls(of(target), of(provider)) == []
 
@@ -58,7 +69,7 @@ def test_self_may_have_any_name():
     assert contract.refused_calls(of("self, x"), of("trainer, x"), bound=False) != []
 
 
-UPSTREAM = '''
+UPSTREAM = """
 import contextlib
 class Shape:
     def __init__(self, a, b=1): pass
@@ -82,8 +93,8 @@ async def af(x): pass
 async def opened(x): yield x
 def f(x, y=1): pass
 made = print
-'''
-OURS = '''
+"""
+OURS = """
 import functools
 def wrap_good(original):
     @functools.wraps(original)
@@ -131,7 +142,7 @@ class Good:
     def __init__(self, a, b=2, c=3): pass
 class Bad:
     def __new__(cls, a): pass
-'''
+"""
 
 
 @pytest.fixture
@@ -143,47 +154,75 @@ def faults(tmp_path, monkeypatch):
     def of_row(kind, target, provider):
         spec = PatchSpec("a.b", "model", f"sig_upstream:{target}", kind, f"sig_ours:{provider}", "why", "exit")
         return contract.signature_faults(spec, tmp_path)
+
     return of_row
 
 
-@pytest.mark.parametrize(("kind", "target", "provider"), [
-    ("wrap", "f", "wrap_good"), ("wrap", "f", "wrap_called"), ("replace", "f", "plain_y"), ("replace", "Shape", "Good"),
-    ("replace", "Held.s", "plain"), ("replace", "Held.c", "of_class"), ("replace", "Held.p", "fget"),
-    ("register", "made", "entries"), ("extend", "new", "plain"), ("stub", "Held.__reduce_ex__", "plain_y"),
-    ("replace", "Held.s", "rest_too"), ("replace", "Held.p", "rest_too"), ("replace", "Held.Inner", "Inner"),
-    ("replace", "Held.co", "rest_async"), ("wrap", "af", "wrap_async"), ("replace", "opened", "plain"),
-    ("wrap", "contextlib", "wrap_unseen")])
+@pytest.mark.parametrize(
+    ("kind", "target", "provider"),
+    [
+        ("wrap", "f", "wrap_good"),
+        ("wrap", "f", "wrap_called"),
+        ("replace", "f", "plain_y"),
+        ("replace", "Shape", "Good"),
+        ("replace", "Held.s", "plain"),
+        ("replace", "Held.c", "of_class"),
+        ("replace", "Held.p", "fget"),
+        ("register", "made", "entries"),
+        ("extend", "new", "plain"),
+        ("stub", "Held.__reduce_ex__", "plain_y"),
+        ("replace", "Held.s", "rest_too"),
+        ("replace", "Held.p", "rest_too"),
+        ("replace", "Held.Inner", "Inner"),
+        ("replace", "Held.co", "rest_async"),
+        ("wrap", "af", "wrap_async"),
+        ("replace", "opened", "plain"),
+        ("wrap", "contextlib", "wrap_unseen"),
+    ],
+)
 def test_providers_of_every_kind_are_read(faults, kind, target, provider):
     assert faults(kind, target, provider) == []
 
 
-@pytest.mark.parametrize(("kind", "target", "provider", "fault"), [
-    ("wrap", "f", "wrap_bad", "too many positional"), ("replace", "f", "plain", "too many positional"),
-    ("replace", "Shape", "Bad", "too many positional"), ("replace", "Held.s", "fget", "'self'"),
-    ("wrap", "f", "wrap_without_argument", "provider(original): refuses"),
-    ("wrap", "contextlib", "wrap_without_argument", "provider(original): refuses"),
-    ("register", "made", "plain", "missing a required argument: 'x'"),
-    ("wrap", "f", "wrap_without_return", "returns no replacement"),
-    ("wrap", "f", "wrap_forgets", "returns no replacement"),
-    ("wrap", "f", "wrap_gives_back", "returns no replacement"),
-    ("wrap", "f", "wrap_returns_bare", "returns no replacement"),
-    ("wrap", "f", "wrap_calls_one_that_forgets", "returns no replacement"),
-    ("wrap", "made", "wrap_forgets", "returns no replacement"),
-    ("replace", "Held.none", "rest_too", "missing a required argument: 'x'"),
-    ("replace", "Held.Inner", "InnerOther", "missing a required argument: 'q'"),
-    ("replace", "Held.co", "of_class", "is not async, callers await it"),
-    ("wrap", "af", "wrap_good", "is not async, callers await it"),
-    ("replace", "f", "rest_async", "is async, callers do not await it"),
-    ("wrap", "f", "wrap_async", "is async, callers do not await it"),
-    ("replace", "opened", "rest_async", "is async, callers do not await it")])
+@pytest.mark.parametrize(
+    ("kind", "target", "provider", "fault"),
+    [
+        ("wrap", "f", "wrap_bad", "too many positional"),
+        ("replace", "f", "plain", "too many positional"),
+        ("replace", "Shape", "Bad", "too many positional"),
+        ("replace", "Held.s", "fget", "'self'"),
+        ("wrap", "f", "wrap_without_argument", "provider(original): refuses"),
+        ("wrap", "contextlib", "wrap_without_argument", "provider(original): refuses"),
+        ("register", "made", "plain", "missing a required argument: 'x'"),
+        ("wrap", "f", "wrap_without_return", "returns no replacement"),
+        ("wrap", "f", "wrap_forgets", "returns no replacement"),
+        ("wrap", "f", "wrap_gives_back", "returns no replacement"),
+        ("wrap", "f", "wrap_returns_bare", "returns no replacement"),
+        ("wrap", "f", "wrap_calls_one_that_forgets", "returns no replacement"),
+        ("wrap", "made", "wrap_forgets", "returns no replacement"),
+        ("replace", "Held.none", "rest_too", "missing a required argument: 'x'"),
+        ("replace", "Held.Inner", "InnerOther", "missing a required argument: 'q'"),
+        ("replace", "Held.co", "of_class", "is not async, callers await it"),
+        ("wrap", "af", "wrap_good", "is not async, callers await it"),
+        ("replace", "f", "rest_async", "is async, callers do not await it"),
+        ("wrap", "f", "wrap_async", "is async, callers do not await it"),
+        ("replace", "opened", "rest_async", "is async, callers do not await it"),
+    ],
+)
 def test_providers_that_refuse_a_call_are_told(faults, kind, target, provider, fault):
     assert any(fault in found for found in faults(kind, target, provider))
 
 
-@pytest.mark.parametrize(("kind", "target", "provider", "reason"), [
-    ("wrap", "f", "wrap_unseen", "functools.partial"), ("replace", "made", "plain_y", "assigned"),
-    ("replace", "Heir", "Good", "no __init__ of its own"),
-    ("replace", "gone", "plain", "no Python text"), ("replace", "f", "absent", "absent")])
+@pytest.mark.parametrize(
+    ("kind", "target", "provider", "reason"),
+    [
+        ("wrap", "f", "wrap_unseen", "functools.partial"),
+        ("replace", "made", "plain_y", "assigned"),
+        ("replace", "Heir", "Good", "no __init__ of its own"),
+        ("replace", "gone", "plain", "no Python text"),
+        ("replace", "f", "absent", "absent"),
+    ],
+)
 def test_what_cannot_be_seen_is_said(faults, kind, target, provider, reason):
     with pytest.raises(contract.UnknownSignature, match=reason):
         faults(kind, target, provider)

@@ -40,8 +40,13 @@ def h(): pass
 
 
 def digest(code, folder, python=sys.executable, seed="0", **env):
-    env = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(folder), "PYTHONHASHSEED": seed,
-           "PYTHONDONTWRITEBYTECODE": "1", **env}
+    env = {
+        "PATH": "/usr/bin:/bin",
+        "PYTHONPATH": str(folder),
+        "PYTHONHASHSEED": seed,
+        "PYTHONDONTWRITEBYTECODE": "1",
+        **env,
+    }
     done = subprocess.run([python, "-c", code], env=env, cwd="/", capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout.strip()
@@ -111,6 +116,10 @@ def test_python_versions_agree(copies, version):
     import wrapt
 
     lent = copies[0].parent / "lent"
-    shutil.copytree(Path(wrapt.__file__).parent, lent / "wrapt", dirs_exist_ok=True,
-                    ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    shutil.copytree(
+        Path(wrapt.__file__).parent,
+        lent / "wrapt",
+        dirs_exist_ok=True,
+        ignore=shutil.ignore_patterns("*.so", "__pycache__"),
+    )
     assert digest(FAKE, f"{copies[0]}:{lent}", python) == digest(FAKE, copies[0])

@@ -84,8 +84,13 @@ def state(e, id="t.f"): return next(s["state"] for s in e.status() if s["id"] ==
 
 def run(tree, code):
     path = f"{tree}:{ROOT}"
-    done = subprocess.run([sys.executable, "-c", PREAMBLE + textwrap.dedent(code)], capture_output=True, text=True,
-                          env={"PYTHONPATH": path, "PATH": "/usr/bin:/bin"}, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", PREAMBLE + textwrap.dedent(code)],
+        capture_output=True,
+        text=True,
+        env={"PYTHONPATH": path, "PATH": "/usr/bin:/bin"},
+        timeout=60,
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout
 
@@ -94,25 +99,43 @@ def run(tree, code):
 def test_orders_of_import_and_apply(tree, order):
     steps = {"apply": "e.apply()", "import": "import up.base", "user": "import up.user"}
     code = ["e = engine(F)", *(steps[s] for s in order.split())]
-    run(tree, "\n".join([*code, "import up.user", "assert up.user.use() == 12, up.user.use()",
-                         "assert state(e) == 'active'", "e.verify('worker')",
-                         "e.revert()", "assert up.user.use() == 2", "assert state(e) == 'reverted'",
-                         "e.apply()", "assert up.user.use() == 12"]))
+    run(
+        tree,
+        "\n".join(
+            [
+                *code,
+                "import up.user",
+                "assert up.user.use() == 12, up.user.use()",
+                "assert state(e) == 'active'",
+                "e.verify('worker')",
+                "e.revert()",
+                "assert up.user.use() == 2",
+                "assert state(e) == 'reverted'",
+                "e.apply()",
+                "assert up.user.use() == 12",
+            ]
+        ),
+    )
 
 
 def test_revert_before_the_import_does_not_double_the_patch(tree):
-    run(tree, """
+    run(
+        tree,
+        """
         e = engine(F, row("t.new", "up.base:added", "extend", "ours:VALUE"))
         e.apply(); e.revert(); e.apply(); e.revert(); e.apply()
         import up.user
         assert up.user.use() == 12, up.user.use()
         e.verify("worker")
-    """)
+    """,
+    )
 
 
 def test_a_row_goes_over_what_it_needs_whichever_hook_runs_first(tree):
     """Where an import ends while apply() adds hooks, that of the upper row can come first."""
-    run(tree, """
+    run(
+        tree,
+        """
         from verl_patches.patching import hooks
         take = hooks._take
         hooks._take = lambda name: take(name)[::-1]
@@ -121,11 +144,14 @@ def test_a_row_goes_over_what_it_needs_whichever_hook_runs_first(tree):
         import up.user
         assert up.user.use() == "12!", up.user.use()
         e.verify("worker")
-    """)
+    """,
+    )
 
 
 def test_an_installed_package_is_used_in_place_of_its_stub(tree):
-    run(tree, """
+    run(
+        tree,
+        """
         e = engine(row("t.stub", "up", "stub", "standin_mod"), row("t.gone", "no_such_package", "stub", "standin_mod"))
         try: e.verify("worker")  # the control: nothing was applied, and no package is there instead
         except PatchError as error: assert "t.gone is off" in str(error) and "t.stub" not in str(error)
@@ -133,12 +159,15 @@ def test_an_installed_package_is_used_in_place_of_its_stub(tree):
         e.apply()
         assert state(e, "t.stub") == "off" and state(e, "t.gone") == "active"
         e.verify("worker")
-    """)
+    """,
+    )
 
 
 @pytest.mark.parametrize(("provider", "inner"), [("standin_mod", "inner.deep"), ("standin_mod:object_", "deep")])
 def test_modules_inside_a_stub_can_be_imported_and_others_cannot(tree, provider, inner):
-    run(tree, f"""
+    run(
+        tree,
+        f"""
         import importlib, sys
         e = engine(row("t.stub", "no_such", "stub", "{provider}")); e.apply()
         assert importlib.import_module("no_such.{inner}").answer == 43
@@ -153,11 +182,14 @@ def test_modules_inside_a_stub_can_be_imported_and_others_cannot(tree, provider,
         try: import no_such
         except Exception as error: assert "is no module" in str(error), error
         else: raise SystemExit("a number was imported")
-    """)
+    """,
+    )
 
 
 def test_every_kind_of_target(tree):
-    run(tree, """
+    run(
+        tree,
+        """
         rows = [row("t.plain", "up.base:Thing.plain", provider="ours:louder"),
                 row("t.st", "up.base:Thing.st", provider="ours:louder"),
                 row("t.cl", "up.base:Thing.cl", provider="ours:louder_class"),
@@ -180,23 +212,30 @@ def test_every_kind_of_target(tree):
         try: import no_such_package
         except ModuleNotFoundError: pass
         else: raise SystemExit("stand-in survived revert")
-    """)
+    """,
+    )
 
 
 def test_target_that_is_half_built_waits(tree):
     (tree / "ours_prelude.py").write_text(
         "import __main__, up.worker\n"
         "__main__.e = __main__.engine(__main__.row('t.work', 'up.worker:work', provider='ours:louder'))\n"
-        "__main__.e.apply()\n__main__.early = __main__.state(__main__.e, 't.work')\n")
-    run(tree, """
+        "__main__.e.apply()\n__main__.early = __main__.state(__main__.e, 't.work')\n"
+    )
+    run(
+        tree,
+        """
         import up.worker
         assert early == "waiting", early
         assert up.worker.work() == "1!" and state(e, "t.work") == "active"
-    """)
+    """,
+    )
 
 
 def test_failed_provider_fails_again_and_leaves_no_unpatched_module(tree):
-    run(tree, """
+    run(
+        tree,
+        """
         e = engine(row("t.bad", "up.base:f", provider="ours:bad"),
                    row("t.st", "up.base:Thing.st", provider="ours:louder"))
         e.apply()
@@ -206,22 +245,28 @@ def test_failed_provider_fails_again_and_leaves_no_unpatched_module(tree):
             except RuntimeError as error: assert "t.bad" in str(error) and "no such thing" in str(error)
             else: raise SystemExit("second import succeeded unpatched")
             assert "up.base" not in sys.modules
-    """)
+    """,
+    )
 
 
 def test_missing_and_existing_names_are_refused(tree):
-    run(tree, """
+    run(
+        tree,
+        """
         for bad in (row("t.gone", "up.base:gone"), row("t.there", "up.base:f", "extend", "ours:VALUE")):
             e = engine(bad); e.apply()
             try: import up.base
             except PatchError as error: assert "up.base:" in str(error)
             else: raise SystemExit("accepted")
             e.revert()
-    """)
+    """,
+    )
 
 
 def test_overridden_is_seen_and_refused(tree):
-    run(tree, """
+    run(
+        tree,
+        """
         e = engine(F); e.apply()
         import up.user, up.base
         theirs = lambda x: 0
@@ -232,30 +277,39 @@ def test_overridden_is_seen_and_refused(tree):
         else: raise SystemExit("not seen")
         e.revert()
         assert up.base.f is theirs and up.user.use() == 2
-    """)
+    """,
+    )
 
 
 def test_binding_held_by_another_object_is_seen(tree):
-    run(tree, """
+    run(
+        tree,
+        """
         e = engine(F); e.apply()
         import up.user
         up.user.f = lambda x: 0
         assert state(e) == "overridden"
-    """)
+    """,
+    )
 
 
 def test_waiting_row_fails_verify_only_in_its_own_process(tree):
-    run(tree, """
+    run(
+        tree,
+        """
         e = engine(row("t.f", "up.base:f", processes=frozenset({"worker"}))); e.apply()
         e.verify("controller")
         try: e.verify("worker")
         except PatchError as error: assert "t.f is waiting" in str(error)
         else: raise SystemExit("not seen")
-    """)
+    """,
+    )
 
 
 def test_drifted_body_stops_the_import(tree):
-    run(tree, """
+    run(
+        tree,
+        """
         from verl_patches.patching import fingerprint
         known = fingerprint.fingerprint("up.base:f")
         fingerprint.reviewed_hash = lambda line, target: known if target == "up.base:f" else None
@@ -267,7 +321,8 @@ def test_drifted_body_stops_the_import(tree):
         try: import up.base
         except PatchError as error: assert known in str(error) and "t.f" in str(error)
         else: raise SystemExit("drift not seen")
-    """)
+    """,
+    )
 
 
 def test_digest_follows_intent_and_not_process(tree):
@@ -286,17 +341,20 @@ def row(name, **more):
     return PatchSpec(id=name, **{**fields, **more})
 
 
-@pytest.mark.parametrize(("rows", "words"), [
-    ([row("a.b"), row("a.b")], "is used 2 times"),
-    ([row("A b")], "id must look like"),
-    ([row("a.b", kind="steal")], "kind is 'steal'"),
-    ([row("a.b", target="a b:c")], "not of the form"),
-    ([row("a.b", target="a.b")], "target without ':'"),
-    ([row("a.b", needs=("x.y",))], "which is no row"),
-    ([row("a.b", needs=("a.c",)), row("a.c", needs=("a.b",))], "cycle: a.b -> a.c -> a.b"),
-    ([row("a.b", platforms=frozenset({"tpu"}))], "platforms is"),
-    ([row("a.b", why="")], "must not be empty"),
-])
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        ([row("a.b"), row("a.b")], "is used 2 times"),
+        ([row("A b")], "id must look like"),
+        ([row("a.b", kind="steal")], "kind is 'steal'"),
+        ([row("a.b", target="a b:c")], "not of the form"),
+        ([row("a.b", target="a.b")], "target without ':'"),
+        ([row("a.b", needs=("x.y",))], "which is no row"),
+        ([row("a.b", needs=("a.c",)), row("a.c", needs=("a.b",))], "cycle: a.b -> a.c -> a.b"),
+        ([row("a.b", platforms=frozenset({"tpu"}))], "platforms is"),
+        ([row("a.b", why="")], "must not be empty"),
+    ],
+)
 def test_faulty_catalogues_are_refused(rows, words):
     with pytest.raises(ConfigError, match="nothing was applied") as error:
         validate(rows)
@@ -321,6 +379,8 @@ def test_switch_text_round_trip_and_errors():
 
 
 def test_later_pattern_wins_and_platform_cannot_be_switched_on():
-    engine = Engine([row("a.b"), row("a.c", target="a:c"), row("a.npu", target="a:d", platforms=frozenset({"npu"}))],
-                    parse("line=pypi,platform=cpu,-a.*,+a.c,+a.npu"))
+    engine = Engine(
+        [row("a.b"), row("a.c", target="a:c"), row("a.npu", target="a:d", platforms=frozenset({"npu"}))],
+        parse("line=pypi,platform=cpu,-a.*,+a.c,+a.npu"),
+    )
     assert engine.wanted == {"a.c"}

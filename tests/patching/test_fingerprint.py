@@ -42,10 +42,12 @@ def printed(tmp_path):
         fp._tree.cache_clear()
         fp._nodes.cache_clear()
         return fp.fingerprint(f"mod:{place}", tmp_path)
+
     return of
 
 
 # -- what counts -------------------------------------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("place", ["f", "C", "C.m", "TABLE", "late"])
 def test_comments_docstrings_and_layout_do_not_count(printed, place):
@@ -55,20 +57,36 @@ def test_comments_docstrings_and_layout_do_not_count(printed, place):
     assert printed(changed.replace('"doc"', '"another"'), place) == before
 
 
-@pytest.mark.parametrize(("place", "old", "new"), [
-    ("f", "x + 1", "x + 2"), ("f", "f(x)", "f(x, y=0)"), ("C.m", ">10", ">11"), ("C", "self!r", "self!s"),
-    ("TABLE", "1}", "2}"), ("late", "return 1", "return 2")])
+@pytest.mark.parametrize(
+    ("place", "old", "new"),
+    [
+        ("f", "x + 1", "x + 2"),
+        ("f", "f(x)", "f(x, y=0)"),
+        ("C.m", ">10", ">11"),
+        ("C", "self!r", "self!s"),
+        ("TABLE", "1}", "2}"),
+        ("late", "return 1", "return 2"),
+    ],
+)
 def test_any_token_of_the_body_counts(printed, place, old, new):
     assert printed(BODY, place) != printed(BODY.replace(old, new), place)
 
 
-@pytest.mark.parametrize(("before", "after"), [
-    ("def f(x):\n    if x:\n        a()\n        b()", "def f(x):\n    if x:\n        a()\n    b()"),
-    ("def f(x):\n    for y in x:\n        a()\n    else:\n        b()",
-     "def f(x):\n    for y in x:\n        a()\n    b()"),
-    ("def f(x):\n    try:\n        a()\n        b()\n    finally:\n        c()",
-     "def f(x):\n    try:\n        a()\n    finally:\n        b()\n        c()"),
-    ("def f(x):\n    a()\n    b()", "def f(x):\n    b()\n    a()")])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("def f(x):\n    if x:\n        a()\n        b()", "def f(x):\n    if x:\n        a()\n    b()"),
+        (
+            "def f(x):\n    for y in x:\n        a()\n    else:\n        b()",
+            "def f(x):\n    for y in x:\n        a()\n    b()",
+        ),
+        (
+            "def f(x):\n    try:\n        a()\n        b()\n    finally:\n        c()",
+            "def f(x):\n    try:\n        a()\n    finally:\n        b()\n        c()",
+        ),
+        ("def f(x):\n    a()\n    b()", "def f(x):\n    b()\n    a()"),
+    ],
+)
 def test_where_a_statement_stands_counts(printed, before, after):
     assert printed(before, "f") != printed(after, "f")
 
@@ -82,13 +100,20 @@ def without_docstrings(tree):
 
 def plain_tokens(text):
     """Names, numbers and strings that mean something and can be changed alone: no docstring, no empty string."""
-    docs = {node.body[0].lineno for node in ast.walk(ast.parse(text))
-            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) and ast.get_docstring(node)}
+    docs = {
+        node.body[0].lineno
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) and ast.get_docstring(node)
+    }
     for t in tokenize.generate_tokens(io.StringIO(text).readline):
         if t.type == tk.NAME and not keyword.iskeyword(t.string) and t.string not in ("match", "case"):
             yield t
-        elif t.type == tk.NUMBER or t.type == tk.STRING and t.start[0] not in docs and any(
-                c.isalnum() for c in t.string.lstrip("rbfRBF")):
+        elif (
+            t.type == tk.NUMBER
+            or t.type == tk.STRING
+            and t.start[0] not in docs
+            and any(c.isalnum() for c in t.string.lstrip("rbfRBF"))
+        ):
             yield t
 
 
@@ -101,8 +126,11 @@ def mutations(text):
             others = ["7777", "7777j"]
         elif t.type == tk.STRING or tk.tok_name[t.type] in ("FSTRING_MIDDLE",):
             quote = min((t.string.find(q) for q in "'\"" if q in t.string), default=-1)
-            others = [t.string[:i] + ("z" if c != "z" else "y") + t.string[i + 1:] for i, c in enumerate(t.string)
-                      if c.isalnum() and i > quote]
+            others = [
+                t.string[:i] + ("z" if c != "z" else "y") + t.string[i + 1 :]
+                for i, c in enumerate(t.string)
+                if c.isalnum() and i > quote
+            ]
         elif t.type == tk.NAME and not keyword.iskeyword(t.string):
             others = [f"{t.string}_x"]
         elif t.type == tk.NAME:
@@ -114,7 +142,7 @@ def mutations(text):
         at = starts[t.start[0] - 1] + t.start[1]
         for other in others:
             if other != t.string:
-                yield t, f"{text[:at]}{other}{text[at + len(t.string):]}"
+                yield t, f"{text[:at]}{other}{text[at + len(t.string) :]}"
 
 
 def bodies():
@@ -124,12 +152,14 @@ def bodies():
     for node in tree.body:
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Assign)):
             first = min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", ()))])
-            yield pytest.param("\n".join(lines[first - 1:node.end_lineno]) + "\n",
-                               id=f"corpus-line-{node.lineno}")
-    for place in ("verl.utils.model:normalize_model_name", "verl.utils.megatron_utils:load_megatron_optimizer",
-                  "megatron.core.transformer.moe.moe_utils:maybe_move_tensor_to_cpu"):
+            yield pytest.param("\n".join(lines[first - 1 : node.end_lineno]) + "\n", id=f"corpus-line-{node.lineno}")
+    for place in (
+        "verl.utils.model:normalize_model_name",
+        "verl.utils.megatron_utils:load_megatron_optimizer",
+        "megatron.core.transformer.moe.moe_utils:maybe_move_tensor_to_cpu",
+    ):
         found = fp.definitions(place)[0]
-        source = found.file.read_text().splitlines()[found.node.lineno - 1:found.node.end_lineno]
+        source = found.file.read_text().splitlines()[found.node.lineno - 1 : found.node.end_lineno]
         yield pytest.param(textwrap.dedent("\n".join(source)) + "\n", id=place)
 
 
@@ -171,13 +201,19 @@ def test_a_changed_statement_is_told_and_a_gone_one_counted(tmp_path):
     assert _changes([s.hash for s in old], old) == ([], [])
 
 
-@pytest.mark.parametrize(("text", "changed"), [
-    ("for i in ():\n    def f(): return 1\n", "for i in ():\n    def f(): return 2\n"),
-    ("while True:\n    def f(): return 1\n    break\n", "while True:\n    def f(): return 2\n    break\n"),
-    ("match 1:\n    case 1:\n        f = 1\n", "match 1:\n    case 1:\n        f = 2\n"),
-    ("try:\n    pass\nfinally:\n    f = 1\n", "try:\n    pass\nfinally:\n    f = 2\n"),
-    ("(f, [g, *h]) = 1, 2, 3\n", "(f, [g, *h]) = 2, 2, 3\n"), ("g, *f = 1, 2, 3\n", "g, *f = 1, 2, 4\n"),
-    ("f = 1\nf += 2\n", "f = 1\nf += 3\n"), ("f: int = 1\n", "f: int = 2\n")])
+@pytest.mark.parametrize(
+    ("text", "changed"),
+    [
+        ("for i in ():\n    def f(): return 1\n", "for i in ():\n    def f(): return 2\n"),
+        ("while True:\n    def f(): return 1\n    break\n", "while True:\n    def f(): return 2\n    break\n"),
+        ("match 1:\n    case 1:\n        f = 1\n", "match 1:\n    case 1:\n        f = 2\n"),
+        ("try:\n    pass\nfinally:\n    f = 1\n", "try:\n    pass\nfinally:\n    f = 2\n"),
+        ("(f, [g, *h]) = 1, 2, 3\n", "(f, [g, *h]) = 2, 2, 3\n"),
+        ("g, *f = 1, 2, 3\n", "g, *f = 1, 2, 4\n"),
+        ("f = 1\nf += 2\n", "f = 1\nf += 3\n"),
+        ("f: int = 1\n", "f: int = 2\n"),
+    ],
+)
 def test_every_statement_that_binds_the_name_counts(printed, text, changed):
     assert printed(text, "f") != fp.NO_SOURCE
     assert printed(text, "f") != printed(changed, "f")
@@ -190,6 +226,7 @@ def test_a_form_feed_ends_no_line(printed, tmp_path):
 
 
 # -- where it looks ----------------------------------------------------------------------------------------------------
+
 
 def test_absent_names_and_modules_have_no_source(printed):
     assert printed(BODY, "g") == fp.NO_SOURCE and fp.fingerprint("no_such_module_here:f") == fp.NO_SOURCE
@@ -206,13 +243,16 @@ def test_a_name_imported_from_the_same_package_is_followed(tmp_path):
 
 
 def test_reading_imports_nothing(run_python):
-    code = ("import sys; from verl_patches.patching.fingerprint import fingerprint as f\n"
-            "assert f('json.decoder:JSONDecoder.decode') != 'no-python-source'\nassert 'json.decoder' in sys.modules\n"
-            "assert f('email.mime.text:MIMEText') != 'no-python-source'\nassert 'email' not in sys.modules")
+    code = (
+        "import sys; from verl_patches.patching.fingerprint import fingerprint as f\n"
+        "assert f('json.decoder:JSONDecoder.decode') != 'no-python-source'\nassert 'json.decoder' in sys.modules\n"
+        "assert f('email.mime.text:MIMEText') != 'no-python-source'\nassert 'email' not in sys.modules"
+    )
     run_python(code).check()
 
 
 # -- the record --------------------------------------------------------------------------------------------------------
+
 
 def test_the_record_keeps_other_lines_and_has_one_target_a_line(tmp_path, monkeypatch):
     monkeypatch.setattr(fp, "REVIEWED", tmp_path / "fingerprints.json")
@@ -235,11 +275,13 @@ def test_the_record_keeps_other_lines_and_has_one_target_a_line(tmp_path, monkey
 def test_the_record_of_the_package_has_hashes_only():
     tables = json.loads(fp.REVIEWED.read_text())
     assert all(set(entry) == {"hash", "statements"} for table in tables.values() for entry in table.values())
-    assert all(entry["statements"] or entry["hash"] == fp.NO_SOURCE for table in tables.values()
-               for entry in table.values())
+    assert all(
+        entry["statements"] or entry["hash"] == fp.NO_SOURCE for table in tables.values() for entry in table.values()
+    )
 
 
 # -- the same on every Python ------------------------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("version", [*VERSIONS, "this"])
 @pytest.mark.parametrize("corpus", sorted(p.stem for p in CORPUS.glob("*.txt")))
@@ -250,7 +292,12 @@ def test_hashes_and_lines_are_the_recorded_ones_on_every_python(version, corpus)
     number = sys.version_info[:2] if version == "this" else tuple(map(int, version.split(".")))
     if number < (3, int(corpus.removeprefix("py3"))):
         pytest.skip(f"{corpus} is syntax that Python {version} does not have")
-    done = subprocess.run([path, "-W", "ignore", "-B", str(CORPUS / "hashes.py"), str(CORPUS / f"{corpus}.txt")],
-                          capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [path, "-W", "ignore", "-B", str(CORPUS / "hashes.py"), str(CORPUS / f"{corpus}.txt")],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout == (CORPUS / f"{corpus}.golden").read_text()

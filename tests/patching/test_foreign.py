@@ -80,8 +80,10 @@ def play(run_python, tmp_path):
     return run
 
 
-@pytest.mark.parametrize(("how", "words", "seen"), [
-    ("replacing", "replaces ours", ["theirs", "theirs"]), ("wrapping", "wraps ours", ["<1!>", "<1!>"])])
+@pytest.mark.parametrize(
+    ("how", "words", "seen"),
+    [("replacing", "replaces ours", ["theirs", "theirs"]), ("wrapping", "wraps ours", ["<1!>", "<1!>"])],
+)
 def test_a_library_that_comes_after_us_is_named_and_refused(play, how, words, seen):
     out = play(f"""
         import up.user, theirs
@@ -151,8 +153,12 @@ def test_a_class_that_upstream_makes_on_demand(play):
         del up.lazy.Made.m
         out.append(look(e)["t.m"])
     """)
-    assert out == [None, "m!", ["overridden", "builtins.len is at up.lazy:Made.m now and replaces ours"],
-                   ["overridden", "nothing is at up.lazy:Made.m now and replaces ours"]]
+    assert out == [
+        None,
+        "m!",
+        ["overridden", "builtins.len is at up.lazy:Made.m now and replaces ours"],
+        ["overridden", "nothing is at up.lazy:Made.m now and replaces ours"],
+    ]
 
 
 def test_an_entry_that_was_changed_is_named(play):
@@ -182,8 +188,9 @@ def test_a_module_imported_anew_or_dropped_is_not_called_active(play):
     assert out[1][0] == "overridden" and "replaces ours" in out[1][1] and out[2] == "active"
 
 
-@pytest.mark.parametrize("order", ["import up.user; e.apply()", "e.apply(); import up.user",
-                                   "import up.base; e.apply(); import up.user"])
+@pytest.mark.parametrize(
+    "order", ["import up.user; e.apply()", "e.apply(); import up.user", "import up.base; e.apply(); import up.user"]
+)
 @pytest.mark.parametrize("rows", ["F, OVER", "OVER, F"])
 def test_a_row_over_a_row(play, order, rows):
     out = play(f"""

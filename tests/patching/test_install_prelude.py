@@ -353,8 +353,12 @@ except RuntimeError as error: print(error)
 
 
 def test_a_file_left_behind_without_verl_patches_says_what_to_do(tmp_path):
-    done = subprocess.run([sys.executable, "-I", "-S", "-c", WITHOUT_US, install_prelude.TEXT], capture_output=True,
-                          text=True, cwd=tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", WITHOUT_US, install_prelude.TEXT],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+    )
     assert done.returncode == 0, done.stderr
     assert all(word in done.stdout for word in (install_prelude.NAME, "PYTHONPATH", "--undo", "No module named"))
 
@@ -377,8 +381,15 @@ assert not waiting, waiting
 def test_the_line_alone_makes_rows_of_its_own_module_active(tmp_path):
     source = Path(importlib.util.find_spec("verl").submodule_search_locations[0])
     shutil.copytree(source, tmp_path / "verl", ignore=shutil.ignore_patterns("__pycache__"))
-    env = {"PATH": "/usr/bin:/bin", "PYTHONPATH": f"{tmp_path}:{ROOT}", "VERL_PATCHES": "line=pypi,platform=cpu",
-           "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "VLLM_USE_V1": "0", "TORCHDYNAMO_DISABLE": "1", "HF_HUB_OFFLINE": "1"}
+    env = {
+        "PATH": "/usr/bin:/bin",
+        "PYTHONPATH": f"{tmp_path}:{ROOT}",
+        "VERL_PATCHES": "line=pypi,platform=cpu",
+        "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
+        "VLLM_USE_V1": "0",
+        "TORCHDYNAMO_DISABLE": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
 
     def python(*arguments):
         return subprocess.run([sys.executable, *arguments], env=env, capture_output=True, text=True, timeout=240)

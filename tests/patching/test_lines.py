@@ -12,8 +12,18 @@ from verl_patches.patching.switches import Switches
 
 
 def row(**more):
-    return PatchSpec(**{"id": "t.f", "stage": "model", "target": "up.base:f", "kind": "wrap", "provider": "ours:louder",
-                        "why": "test", "exit": "no", **more})
+    return PatchSpec(
+        **{
+            "id": "t.f",
+            "stage": "model",
+            "target": "up.base:f",
+            "kind": "wrap",
+            "provider": "ours:louder",
+            "why": "test",
+            "exit": "no",
+            **more,
+        }
+    )
 
 
 BOUND = row(bindings=("up.user:f", "up.old:f@a3", "up.new:f@pypi"))
@@ -27,15 +37,17 @@ def test_a_binding_of_one_line_is_seen_on_that_line_only(line, bindings):
 
 
 def test_a_row_that_names_no_line_is_on_in_production():
-    everywhere = PatchSpec(id="t.f", stage="model", target="up.base:f", kind="wrap", provider="ours:louder", why="test",
-                           exit="no")
+    everywhere = PatchSpec(
+        id="t.f", stage="model", target="up.base:f", kind="wrap", provider="ours:louder", why="test", exit="no"
+    )
     for line in LINES:
         assert Engine([everywhere], Switches(line)).wanted == {"t.f"}
     assert Engine([replace(everywhere, lines=frozenset({"pypi"}))], Switches()).wanted == set()  # control
 
 
-@pytest.mark.parametrize(("binding", "words"), [
-    ("up.user:f@a4", "is for line 'a4'"), ("up.user f@a3", "not of the form")])
+@pytest.mark.parametrize(
+    ("binding", "words"), [("up.user:f@a4", "is for line 'a4'"), ("up.user f@a3", "not of the form")]
+)
 def test_a_line_or_place_that_does_not_exist_is_refused(binding, words):
     with pytest.raises(ConfigError, match=words):
         validate([row(bindings=(binding,))])
@@ -44,7 +56,8 @@ def test_a_line_or_place_that_does_not_exist_is_refused(binding, words):
 
 
 TABLE = (
-    row(), row(id="t.late", target="up.base:late", lines=frozenset({"a3"})),
+    row(),
+    row(id="t.late", target="up.base:late", lines=frozenset({"a3"})),
     row(id="t.over", needs=("t.f", "t.late@a3"), target="up.base:g"),
 )
 
@@ -69,9 +82,15 @@ def test_a_need_orders_two_rows_on_one_target_on_its_own_line_only():
         validate([replace(lower, lines=frozenset({"pypi", "a3"})), upper])
 
 
-@pytest.mark.parametrize(("need", "words"), [
-    ("t.late", "needs 't.late' on line pypi, which that row is not for"), ("t.late@a4", "is for line 'a4'"),
-    ("t.gone@a3", "'t.gone', which is no row"), ("t.over@a3", "cycle: t.over -> t.over")])
+@pytest.mark.parametrize(
+    ("need", "words"),
+    [
+        ("t.late", "needs 't.late' on line pypi, which that row is not for"),
+        ("t.late@a4", "is for line 'a4'"),
+        ("t.gone@a3", "'t.gone', which is no row"),
+        ("t.over@a3", "cycle: t.over -> t.over"),
+    ],
+)
 def test_a_need_that_its_line_lacks_is_refused(need, words):
     with pytest.raises(ConfigError, match=words):
         validate([*TABLE[:2], replace(TABLE[2], needs=(need,))])
@@ -80,9 +99,9 @@ def test_a_need_that_its_line_lacks_is_refused(need, words):
 FILES = {
     "base.py": "def f(x): return x\n",
     "ours.py": "import functools\ndef louder(original):\n    @functools.wraps(original)\n"
-               "    def ours(*a): return f'{original(*a)}!'\n    return ours\n",
+    "    def ours(*a): return f'{original(*a)}!'\n    return ours\n",
     "theirs.py": "import functools\ndef wrapper(fn):\n    @functools.wraps(fn)\n    def over(*a): return fn(*a)\n"
-                 "    return over\ndef other(x): return x\n",
+    "    return over\ndef other(x): return x\n",
 }
 CODE = """
 import json, sys, base, theirs
@@ -97,12 +116,16 @@ print(json.dumps([engine.status()[0]["state"], base.f(1)]))
 """
 
 
-@pytest.mark.parametrize(("put", "under", "found"), [
-    ("theirs.wrapper(base.f)", ["theirs"], ["active", "1!"]),
-    ("theirs.wrapper(base.f)", [], ["overridden", "1!"]),
-    ("theirs.wrapper(base.f)", ["others"], ["overridden", "1!"]),
-    ("theirs.wrapper(theirs.other)", ["theirs"], ["overridden", 1]),
-    ("theirs.other", ["theirs"], ["overridden", 1])])
+@pytest.mark.parametrize(
+    ("put", "under", "found"),
+    [
+        ("theirs.wrapper(base.f)", ["theirs"], ["active", "1!"]),
+        ("theirs.wrapper(base.f)", [], ["overridden", "1!"]),
+        ("theirs.wrapper(base.f)", ["others"], ["overridden", "1!"]),
+        ("theirs.wrapper(theirs.other)", ["theirs"], ["overridden", 1]),
+        ("theirs.other", ["theirs"], ["overridden", 1]),
+    ],
+)
 def test_a_named_library_may_wrap_a_row_but_not_replace_it(run_python, tmp_path, put, under, found):
     for name, text in FILES.items():
         (tmp_path / name).write_text(text)

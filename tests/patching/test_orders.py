@@ -34,13 +34,16 @@ def test_all_orders_of_four_steps(play, world):
     assert found["sequences"] > 600 and found["faults"] == []
 
 
-@pytest.mark.parametrize(("world", "what", "words"), [
-    ("provider", "arms once", "apply import import: AssertionError: import raised None"),
-    ("inside-body", "never arms", "import import: AssertionError: states {'t.f': 'waiting'"),
-    ("healthy", "no rebinding", "'t.f': 'overridden'"),
-    ("healthy", "lower row looks alone", "'t.f': 'overridden', 't.over_f': 'active'"),
-    ("inside-healthy", "unwatched", "import raised"),
-])
+@pytest.mark.parametrize(
+    ("world", "what", "words"),
+    [
+        ("provider", "arms once", "apply import import: AssertionError: import raised None"),
+        ("inside-body", "never arms", "import import: AssertionError: states {'t.f': 'waiting'"),
+        ("healthy", "no rebinding", "'t.f': 'overridden'"),
+        ("healthy", "lower row looks alone", "'t.f': 'overridden', 't.over_f': 'active'"),
+        ("inside-healthy", "unwatched", "import raised"),
+    ],
+)
 def test_a_broken_engine_is_seen(play, world, what, words):
     found = play(world, 3, what)
     assert found["faults"] and words in found["faults"][0], found["faults"][:2]

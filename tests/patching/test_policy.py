@@ -92,10 +92,17 @@ def test_skip_leaves_a_drifted_row_alone_and_says_so(play):
     assert out["states"] == {"t.f": "drifted", "t.g": "active"} and "not applied" in out["warnings"][0]
 
 
-@pytest.mark.parametrize(("target", "kind", "words"), [
-    ("up:gone", "wrap", "up:gone does not exist"), ("up:Thing", "extend", "up:Thing exists already"),
-    ("up:Gone.m", "wrap", "has no 'Gone' on the way"), ("up:CONSTANT.m", "extend", "no attributes of its own"),
-    ("up:CONSTANT", "register", "takes no entries"), ("up:f.__code__.co_name", "replace", "cannot be replaced")])
+@pytest.mark.parametrize(
+    ("target", "kind", "words"),
+    [
+        ("up:gone", "wrap", "up:gone does not exist"),
+        ("up:Thing", "extend", "up:Thing exists already"),
+        ("up:Gone.m", "wrap", "has no 'Gone' on the way"),
+        ("up:CONSTANT.m", "extend", "no attributes of its own"),
+        ("up:CONSTANT", "register", "takes no entries"),
+        ("up:f.__code__.co_name", "replace", "cannot be replaced"),
+    ],
+)
 def test_a_place_that_upstream_lacks_is_unsupported(play, target, kind, words):
     strict = play(ONE.format(target=target, kind=kind, policy="strict"))
     assert words in strict["first"] and strict["second"] == strict["first"] and strict["states"]["t.f"] == "unsupported"
@@ -110,11 +117,17 @@ def test_other_policies_leave_an_unsupported_row_alone(play, policy):
     assert len(out["warnings"]) == 1 and "does not exist" in out["warnings"][0]
 
 
-@pytest.mark.parametrize(("provider", "kind", "words"), [
-    ("ours:bad", "wrap", "ImportError: no such thing"), ("ours:gone", "wrap", "has no 'gone'"),
-    ("no_such_module:f", "replace", "No module named 'no_such_module'"),
-    ("ours:nothing", "wrap", "must return a callable"), ("ours:same", "wrap", "returned the original"),
-    ("ours:no_entries", "register", "must return a dict")])
+@pytest.mark.parametrize(
+    ("provider", "kind", "words"),
+    [
+        ("ours:bad", "wrap", "ImportError: no such thing"),
+        ("ours:gone", "wrap", "has no 'gone'"),
+        ("no_such_module:f", "replace", "No module named 'no_such_module'"),
+        ("ours:nothing", "wrap", "must return a callable"),
+        ("ours:same", "wrap", "returned the original"),
+        ("ours:no_entries", "register", "must return a dict"),
+    ],
+)
 @pytest.mark.parametrize("policy", ["strict", "skip"])
 def test_a_provider_that_fails_always_stops(play, provider, kind, words, policy):
     target = "up:__dict__" if kind == "register" else "up:f"
@@ -164,7 +177,8 @@ def test_apply_after_the_import_fails_each_time(play):
 
 @pytest.mark.parametrize("order", ["import other, up", "import up, other"])
 def test_rows_that_need_a_skipped_one_are_skipped_in_any_order_of_imports(play, order):
-    out = play(f"""
+    out = play(
+        f"""
         rows = [row("t.low", "up:f"), row("t.mid", "other:h", needs=("t.low",)),
                 row("t.over", "other:h", needs=("t.mid",)), row("t.top", "up:g", needs=("t.over",)),
                 row("t.else", "up:Thing.m")]
@@ -175,7 +189,9 @@ def test_rows_that_need_a_skipped_one_are_skipped_in_any_order_of_imports(play, 
         out = [states(e), reason(e, "t.top"), seen(), tried(lambda: e.verify("worker"))]
         e.apply(); e.revert()
         out += [seen(), states(e)]
-    """, ("up:f",))
+    """,
+        ("up:f",),
+    )
     states = {"t.low": "drifted", **dict.fromkeys(("t.mid", "t.over", "t.top"), "unsupported"), "t.else": "active"}
     assert out[:2] == [states, "it needs t.over, which is unsupported and was not applied"]
     assert out[2] == [1, 1, 1, "m!"] and out[3] is None
@@ -183,12 +199,15 @@ def test_rows_that_need_a_skipped_one_are_skipped_in_any_order_of_imports(play, 
 
 
 def test_an_applied_drifted_row_that_is_overridden_is_refused(play):
-    out = play("""
+    out = play(
+        """
         e = Engine([row("t.f", "up:f")], parse("line=pypi,platform=cpu,drift=warn")); e.apply()
         import up
         before, up.f = tried(lambda: e.verify("worker")), print
         out = [before, states(e), tried(lambda: e.verify("worker"))]
-    """, ("up:f",))
+    """,
+        ("up:f",),
+    )
     assert out[0] is None and out[1] == {"t.f": "overridden"} and "builtins.print" in out[2]
 
 
@@ -197,38 +216,57 @@ def row(name, **more):
     return PatchSpec(id=name, **{**fields, **more})
 
 
-@pytest.mark.parametrize(("rows", "words"), [
-    ([row("a.b"), row("a.c")], "rows 'a.b' and 'a.c' are both on a.b:c: the one that goes over the other must"),
-    ([row("a.b"), row("a.c", kind="replace", needs=("a.b",))], "must be a wrap and name it in needs"),
-    ([row("a.b"), row("a.c", needs=("a.b",), bindings=("m:c",))], "must list the same bindings"),
-    ([row("a.b", bindings=("m:c",)), row("a.c", target="m:c")], "its binding m:c is the target of row 'a.c'"),
-    ([row("a.b", target="m:C"), row("a.c", target="m:C.m")],
-     "row 'a.c' is on m:C.m, inside m:C of row 'a.b': one must name the other in needs"),
-    ([row("a.c", target="m:C.D.m"), row("a.b", target="m:C", kind="replace", needs=("a.c",))],
-     "row 'a.b' replaces m:C, over m:C.D.m of row 'a.c': it must be a wrap"),
-    ([row("a.b", target="m:C"), row("a.c", target="m:C.TABLE", kind="register")], "row 'a.c' is on m:C.TABLE, inside"),
-    ([row("a.b"), row("a.c", target="m", kind="stub", provider="o", needs=("a.b",))], "a module stub can need no row"),
-    ([row("a.b", needs=("a.b",))], "needs form a cycle: a.b -> a.b"),
-    ([row("a.b", needs=("a.d",)), row("a.c", needs=("a.b",)), row("a.d", needs=("a.c",))], "a.b -> a.d -> a.c -> a.b"),
-])
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        ([row("a.b"), row("a.c")], "rows 'a.b' and 'a.c' are both on a.b:c: the one that goes over the other must"),
+        ([row("a.b"), row("a.c", kind="replace", needs=("a.b",))], "must be a wrap and name it in needs"),
+        ([row("a.b"), row("a.c", needs=("a.b",), bindings=("m:c",))], "must list the same bindings"),
+        ([row("a.b", bindings=("m:c",)), row("a.c", target="m:c")], "its binding m:c is the target of row 'a.c'"),
+        (
+            [row("a.b", target="m:C"), row("a.c", target="m:C.m")],
+            "row 'a.c' is on m:C.m, inside m:C of row 'a.b': one must name the other in needs",
+        ),
+        (
+            [row("a.c", target="m:C.D.m"), row("a.b", target="m:C", kind="replace", needs=("a.c",))],
+            "row 'a.b' replaces m:C, over m:C.D.m of row 'a.c': it must be a wrap",
+        ),
+        (
+            [row("a.b", target="m:C"), row("a.c", target="m:C.TABLE", kind="register")],
+            "row 'a.c' is on m:C.TABLE, inside",
+        ),
+        (
+            [row("a.b"), row("a.c", target="m", kind="stub", provider="o", needs=("a.b",))],
+            "a module stub can need no row",
+        ),
+        ([row("a.b", needs=("a.b",))], "needs form a cycle: a.b -> a.b"),
+        (
+            [row("a.b", needs=("a.d",)), row("a.c", needs=("a.b",)), row("a.d", needs=("a.c",))],
+            "a.b -> a.d -> a.c -> a.b",
+        ),
+    ],
+)
 def test_rows_on_one_place_whose_order_is_not_known_are_refused(rows, words):
     with pytest.raises(ConfigError) as error:
         validate(rows)
     assert words in str(error.value)
 
 
-@pytest.mark.parametrize("rows", [
-    [row("a.b"), row("a.c", needs=("a.b",))],
-    [row("a.c", needs=("a.b",)), row("a.b", kind="replace")],  # the order of the table does not matter
-    [row("a.b"), row("a.c", needs=("a.b",)), row("a.d", needs=("a.c",))],
-    [row("a.b", lines=frozenset({"pypi"})), row("a.c", lines=frozenset({"a3"}))],
-    [row("a.b", platforms=frozenset({"cpu"})), row("a.c", platforms=frozenset({"npu"}))],
-    [row("a.b", kind="register"), row("a.c", kind="register")],
-    [row("a.b", target="m:C", kind="replace"), row("a.c", target="m:C.m", kind="replace", needs=("a.b",))],
-    [row("a.b", target="m:C", needs=("a.c",)), row("a.c", target="m:C.m", bindings=("o:m",))],
-    [row("a.b", target="m:C"), row("a.c", target="m:Cs.m"), row("a.d", target="n:C.m")],
-    [row("a.b", target="m", kind="stub", provider="o"), row("a.c", target="m.n:f")],
-])
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [row("a.b"), row("a.c", needs=("a.b",))],
+        [row("a.c", needs=("a.b",)), row("a.b", kind="replace")],  # the order of the table does not matter
+        [row("a.b"), row("a.c", needs=("a.b",)), row("a.d", needs=("a.c",))],
+        [row("a.b", lines=frozenset({"pypi"})), row("a.c", lines=frozenset({"a3"}))],
+        [row("a.b", platforms=frozenset({"cpu"})), row("a.c", platforms=frozenset({"npu"}))],
+        [row("a.b", kind="register"), row("a.c", kind="register")],
+        [row("a.b", target="m:C", kind="replace"), row("a.c", target="m:C.m", kind="replace", needs=("a.b",))],
+        [row("a.b", target="m:C", needs=("a.c",)), row("a.c", target="m:C.m", bindings=("o:m",))],
+        [row("a.b", target="m:C"), row("a.c", target="m:Cs.m"), row("a.d", target="n:C.m")],
+        [row("a.b", target="m", kind="stub", provider="o"), row("a.c", target="m.n:f")],
+    ],
+)
 def test_rows_on_one_place_that_cannot_clash_are_fine(rows):
     assert list(validate(rows)) == [r.id for r in rows]
 

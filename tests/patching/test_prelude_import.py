@@ -4,9 +4,32 @@ import pytest
 
 # each costs milliseconds, or seconds; fingerprints (ast, hashlib, json) are looked at when a module comes in
 HEAVY = {
-    "torch", "verl", "vllm", "megatron", "ray", "rich", "typer", "omegaconf", "hydra", "yaml", "pydantic", "numpy",
-    "asyncio", "socket", "ssl", "subprocess", "logging", "difflib", "hashlib", "json", "tempfile", "email",
-    "importlib.resources", "importlib.metadata", "verl_patches.patching.fingerprint", "verl_patches.patching.report",
+    "torch",
+    "verl",
+    "vllm",
+    "megatron",
+    "ray",
+    "rich",
+    "typer",
+    "omegaconf",
+    "hydra",
+    "yaml",
+    "pydantic",
+    "numpy",
+    "asyncio",
+    "socket",
+    "ssl",
+    "subprocess",
+    "logging",
+    "difflib",
+    "hashlib",
+    "json",
+    "tempfile",
+    "email",
+    "importlib.resources",
+    "importlib.metadata",
+    "verl_patches.patching.fingerprint",
+    "verl_patches.patching.report",
 }
 CODE = """
 import sys

@@ -40,7 +40,9 @@ def tree(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("first", "then"), [("e.apply()", "import up.base"), ("import up.base", "e.apply()")])
 def test_methods_go_over_upstreams_under_its_name_and_come_out_again(tree, first, then):
-    run(tree, f"""{ROWS}
+    run(
+        tree,
+        f"""{ROWS}
         e = started(CLASS, FEATURE)
         {first}
         {then}
@@ -53,11 +55,14 @@ def test_methods_go_over_upstreams_under_its_name_and_come_out_again(tree, first
         assert state(e, "t.class") == state(e, "t.feature") == "active"
         e.revert()
         assert up.base.Thing is upstream and up.base.Thing().plain() == "plain"
-    """.replace("\n        ", "\n"))
+    """.replace("\n        ", "\n"),
+    )
 
 
 def test_a_feature_is_switched_off_by_itself_and_the_class_only_with_it(tree):
-    run(tree, f"""{ROWS}
+    run(
+        tree,
+        f"""{ROWS}
         from verl_patches.errors import ConfigError
         e = started(CLASS, FEATURE, text="-t.feature")
         e.apply()
@@ -70,11 +75,14 @@ def test_a_feature_is_switched_off_by_itself_and_the_class_only_with_it(tree):
             assert "t.feature needs t.class" in str(error)
         else:
             raise AssertionError("accepted")
-    """.replace("\n        ", "\n"))
+    """.replace("\n        ", "\n"),
+    )
 
 
 def test_a_method_that_does_not_stand_there_is_refused(tree):
-    run(tree, f"""{ROWS}
+    run(
+        tree,
+        f"""{ROWS}
         wrong = row("t.wrong", "up.base:Thing.plain", "override", "our_thing:NotOver.plain", needs=("t.class",))
         e = started(CLASS, wrong)
         e.apply()
@@ -84,7 +92,8 @@ def test_a_method_that_does_not_stand_there_is_refused(tree):
             assert "t.wrong" in str(error) and "OurThing.plain" in str(error), error
         else:
             raise AssertionError("active")
-    """.replace("\n        ", "\n"))
+    """.replace("\n        ", "\n"),
+    )
 
 
 def spec(id, target, kind, provider, needs=()):
@@ -93,8 +102,10 @@ def spec(id, target, kind, provider, needs=()):
 
 def test_an_override_needs_a_subclass_row_and_two_may_share_a_method():
     cls = spec("a.cls", "up.base:Thing", "subclass", "our_thing:OurThing")
-    one, other = (spec(f"a.{name}", "up.base:Thing.plain", "override", "our_thing:OurThing.plain", ("a.cls",))
-                  for name in ("one", "other"))  # fmt: skip
+    one, other = (
+        spec(f"a.{name}", "up.base:Thing.plain", "override", "our_thing:OurThing.plain", ("a.cls",))
+        for name in ("one", "other")
+    )
     assert set(validate([cls, one, other])) == {"a.cls", "a.one", "a.other"}
     with pytest.raises(ConfigError, match="override must name the subclass row"):
         validate([spec("a.one", "up.base:Thing.plain", "override", "our_thing:OurThing.plain")])

@@ -25,8 +25,20 @@ WRAP = "def louder(original):\n    return lambda *a: f'{original(*a)}!'\n"
 
 def engine(*rows):
     """Engine over (id, target, provider, bindings, needs)."""
-    specs = [PatchSpec(id=name, stage="model", target=target, kind="wrap", provider=provider, why="test", exit="no",
-                       bindings=bindings, needs=needs) for name, target, provider, bindings, needs in rows]
+    specs = [
+        PatchSpec(
+            id=name,
+            stage="model",
+            target=target,
+            kind="wrap",
+            provider=provider,
+            why="test",
+            exit="no",
+            bindings=bindings,
+            needs=needs,
+        )
+        for name, target, provider, bindings, needs in rows
+    ]
     return Engine(specs, Switches("pypi", "cpu"))
 
 
@@ -64,22 +76,38 @@ def storm(folder, number):
     reports a _DeadlockError in one thread, as for any import.
     """
     up = f"up{number}"
-    write(folder, up, base="def f(x): return x\ndef g(x): return x\n", user=f"from {up}.base import f\n",
-          other=f"import time; time.sleep(0.001)\nimport {up}.base\ndef h(x): return x\n",
-          ours=f"import time\ntime.sleep(0.001)\n{WRAP}", ours_of_other=WRAP)
+    write(
+        folder,
+        up,
+        base="def f(x): return x\ndef g(x): return x\n",
+        user=f"from {up}.base import f\n",
+        other=f"import time; time.sleep(0.001)\nimport {up}.base\ndef h(x): return x\n",
+        ours=f"import time\ntime.sleep(0.001)\n{WRAP}",
+        ours_of_other=WRAP,
+    )
     bindings = (f"{up}.user:f",)
-    e = engine(("t.f", f"{up}.base:f", f"{up}.ours:louder", bindings, ()),
-               ("t.over", f"{up}.base:f", f"{up}.ours:louder", bindings, ("t.f",)),
-               ("t.g", f"{up}.base:g", f"{up}.ours:louder", (), ()),
-               ("t.h", f"{up}.other:h", f"{up}.ours_of_other:louder", (), ()))
+    e = engine(
+        ("t.f", f"{up}.base:f", f"{up}.ours:louder", bindings, ()),
+        ("t.over", f"{up}.base:f", f"{up}.ours:louder", bindings, ("t.f",)),
+        ("t.g", f"{up}.base:g", f"{up}.ours:louder", (), ()),
+        ("t.h", f"{up}.other:h", f"{up}.ours_of_other:louder", (), ()),
+    )
 
     def look():
         for _ in range(20):
             states = {row["state"] for row in e.status()}
             assert states <= {"off", "waiting", "active"}, states
 
-    run_all(e.apply, e.apply, e.apply, look, look, lambda: __import__(f"{up}.base"), lambda: __import__(f"{up}.user"),
-            lambda: __import__(f"{up}.other"))
+    run_all(
+        e.apply,
+        e.apply,
+        e.apply,
+        look,
+        look,
+        lambda: __import__(f"{up}.base"),
+        lambda: __import__(f"{up}.user"),
+        lambda: __import__(f"{up}.other"),
+    )
     e.verify("worker")
     modules = [sys.modules[f"{up}.{name}"] for name in ("base", "user", "other")]
     seen = [modules[0].f(1), modules[1].f(1), modules[0].g(1), modules[2].h(1)]
@@ -94,9 +122,11 @@ def storm(folder, number):
 
 def look_any(e):
     """status() while rows come and go."""
+
     def look():
         for _ in range(20):
             assert {row["state"] for row in e.status()} <= {"waiting", "active", "reverted"}
+
     return look
 
 
@@ -105,10 +135,15 @@ def crossed(folder, naive):
     main = sys.modules["__main__"]
     main.importing, main.inside, main.hooked = threading.Event(), threading.Event(), threading.Event()
     main.crossed = lambda: naive and faulthandler.dump_traceback_later(3, exit=True)  # from here on it hangs
-    write(folder, "up", base="def f(x): return x\n", ours=WRAP,
-          slow="import __main__\n__main__.importing.set()\n__main__.inside.wait()\ndef h(x): return x\n",
-          ours_slow="import __main__\n__main__.inside.set()\n__main__.hooked.wait()\n__main__.crossed()\n"
-                    f"import up.slow\n{WRAP}")
+    write(
+        folder,
+        "up",
+        base="def f(x): return x\n",
+        ours=WRAP,
+        slow="import __main__\n__main__.importing.set()\n__main__.inside.wait()\ndef h(x): return x\n",
+        ours_slow="import __main__\n__main__.inside.set()\n__main__.hooked.wait()\n__main__.crossed()\n"
+        f"import up.slow\n{WRAP}",
+    )
     __import__("up.base")
     e = engine(("t.h", "up.slow:h", "up.ours:louder", (), ()), ("t.f", "up.base:f", "up.ours_slow:louder", (), ()))
     install = Engine._install

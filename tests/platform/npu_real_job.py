@@ -95,10 +95,21 @@ def start():
 
 
 def config(**more):
-    return TransformerConfig(num_layers=1, hidden_size=12, num_attention_heads=2, add_bias_linear=False,
-                             gated_linear_unit=True, activation_func=F.silu, use_cpu_initialization=True,
-                             perform_initialization=True, ffn_hidden_size=6, num_query_groups=2,
-                             attention_dropout=0.0, hidden_dropout=0.0, **more)
+    return TransformerConfig(
+        num_layers=1,
+        hidden_size=12,
+        num_attention_heads=2,
+        add_bias_linear=False,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        use_cpu_initialization=True,
+        perform_initialization=True,
+        ffn_hidden_size=6,
+        num_query_groups=2,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        **more,
+    )
 
 
 def same(found, expected, leaves):

@@ -91,8 +91,10 @@ def test_experts_of_two_ranks_add_up():
     x, w1, w2, weights, ids = moe_case()
     whole = vllm_ops.fused_experts(x, w1, w2, weights, ids)
     low, high = torch.tensor([0, 1, -1, -1]), torch.tensor([-1, -1, 0, 1])
-    parts = [vllm_ops.fused_experts(x, w1[mine], w2[mine], weights, ids, expert_map=table)
-             for mine, table in ((slice(0, 2), low), (slice(2, 4), high))]
+    parts = [
+        vllm_ops.fused_experts(x, w1[mine], w2[mine], weights, ids, expert_map=table)
+        for mine, table in ((slice(0, 2), low), (slice(2, 4), high))
+    ]
     assert torch.allclose(sum(parts), whole, atol=1e-5)
     assert not torch.allclose(parts[0], whole, atol=1e-2)
 

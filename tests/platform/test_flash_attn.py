@@ -98,7 +98,8 @@ def installed(torch_npu, tmp_path):
     (tmp_path / "flash_attn").mkdir()
     (tmp_path / "flash_attn" / "__init__.py").touch()
     (tmp_path / "flash_attn" / "bert_padding.py").write_text(
-        "index_first_axis = rearrange = unpad_input = None\ndef pad_input(): pass\n")
+        "index_first_axis = rearrange = unpad_input = None\ndef pad_input(): pass\n"
+    )
     return torch_npu
 
 
@@ -114,7 +115,11 @@ print("proven")
 def test_an_installed_package_is_used_and_the_rows_are_off(run_python, installed, before):
     code = IMPORT.format(before=before, after=VERIFY)
     assert run_python(code, patches="line=a3,platform=npu", env=installed).check().out.split() == [
-        "flash_attn.bert_padding", "off", "off", "proven"]
+        "flash_attn.bert_padding",
+        "off",
+        "off",
+        "proven",
+    ]
 
 
 def test_an_empty_module_of_that_name_is_no_installed_package(run_python, torch_npu):

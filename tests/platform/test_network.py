@@ -31,8 +31,12 @@ def found():
 
 def others() -> dict[str, str]:
     """{interface: IPv4 address} of this machine, without the loopback."""
-    return {name: a.address for name, held in psutil.net_if_addrs().items() for a in held
-            if a.family == socket.AF_INET and not a.address.startswith("127.")}
+    return {
+        name: a.address
+        for name, held in psutil.net_if_addrs().items()
+        for a in held
+        if a.family == socket.AF_INET and not a.address.startswith("127.")
+    }
 
 
 def test_one_node_may_use_the_loopback_and_several_may_not():
@@ -82,8 +86,10 @@ def test_a_process_outside_of_ray_is_refused_and_starts_no_ray():
     assert not ray.is_initialized() and set(found().values()) == {""}
 
 
-FIND = ("from verl_patches.platform.npu.network import *\nimport os, sys\nset_interface(2, head=sys.argv[1])\n"
-        "print(os.environ['GLOO_SOCKET_IFNAME'])")
+FIND = (
+    "from verl_patches.platform.npu.network import *\nimport os, sys\nset_interface(2, head=sys.argv[1])\n"
+    "print(os.environ['GLOO_SOCKET_IFNAME'])"
+)
 
 
 @pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("ip"), reason="network namespaces need root and iproute2")
@@ -96,17 +102,22 @@ def test_two_nodes_name_their_interfaces_differently():
             made = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True)
             if made.returncode:
                 pytest.skip(f"no network namespaces here: {made.stderr.strip()}")
-        subprocess.run(["ip", "link", "add", "up0", "netns", head, "type", "veth", "peer", "name", "down9", "netns",
-                        other], check=True)
+        subprocess.run(
+            ["ip", "link", "add", "up0", "netns", head, "type", "veth", "peer", "name", "down9", "netns", other],
+            check=True,
+        )
         for name, (interface, address) in cable.items():
             inside = ["ip", "-n", name]
             subprocess.run([*inside, "address", "add", f"{address}/24", "dev", interface], check=True)
             subprocess.run([*inside, "link", "set", interface, "up"], check=True)
             subprocess.run([*inside, "link", "set", "lo", "up"], check=True)
         for name, (interface, _) in cable.items():
-            done = subprocess.run(["ip", "netns", "exec", name, sys.executable, "-c", FIND, "10.77.0.1:6379"],
-                                  capture_output=True, text=True,
-                                  env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"})
+            done = subprocess.run(
+                ["ip", "netns", "exec", name, sys.executable, "-c", FIND, "10.77.0.1:6379"],
+                capture_output=True,
+                text=True,
+                env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"},
+            )
             assert (done.returncode, done.stdout.strip()) == (0, interface), done.stderr
     finally:
         for name in cable:

@@ -88,8 +88,16 @@ def test_sparse_modes_and_gradients(mode):
     of_formula = torch.autograd.grad(expected, inputs, grad)
     torch.testing.assert_close(torch.autograd.grad(found[0], inputs, grad), of_formula)
     backward = torch_npu.npu_fusion_attention_grad(
-        *inputs, grad, HEADS, "BNSD", softmax_max=found[1], softmax_sum=found[2], attention_in=found[0],
-        scale_value=SCALE, **more)
+        *inputs,
+        grad,
+        HEADS,
+        "BNSD",
+        softmax_max=found[1],
+        softmax_sum=found[2],
+        attention_in=found[0],
+        scale_value=SCALE,
+        **more,
+    )
     torch.testing.assert_close(backward[:3], of_formula, rtol=1e-5, atol=1e-6)  # statistics are fp32
 
 
@@ -110,10 +118,13 @@ Q_ENDS, KV_ENDS = [0, 3, 3, 5], [0, 4, 4, 9]  # as Megatron gives them, and with
 
 @pytest.mark.parametrize(("mode", "mask"), [(0, None), (2, COMPRESSED), (3, COMPRESSED)])
 def test_packed(mode, mask):
-    q, k, v = (torch.randn(shape, dtype=torch.float64, requires_grad=True)
-               for shape in ((5, HEADS, D), (9, KEY_HEADS, D), (9, KEY_HEADS, DV)))
-    found = attend(q, k, v, HEADS, "TND", actual_seq_qlen=Q_ENDS, actual_seq_kvlen=KV_ENDS, sparse_mode=mode,
-                   atten_mask=mask)
+    q, k, v = (
+        torch.randn(shape, dtype=torch.float64, requires_grad=True)
+        for shape in ((5, HEADS, D), (9, KEY_HEADS, D), (9, KEY_HEADS, DV))
+    )
+    found = attend(
+        q, k, v, HEADS, "TND", actual_seq_qlen=Q_ENDS, actual_seq_kvlen=KV_ENDS, sparse_mode=mode, atten_mask=mask
+    )
     parts = []
     for (a, b), (c, d) in (((0, 3), (0, 4)), ((3, 5), (4, 9))):
         ahead = torch.arange(d - c) - torch.arange(b - a).unsqueeze(1) - (d - c - b + a if mode == 3 else 0)
@@ -128,8 +139,21 @@ def test_packed(mode, mask):
     of_formula = torch.autograd.grad(expected, (q, k, v), grad)
     torch.testing.assert_close(torch.autograd.grad(found[0], (q, k, v), grad), of_formula)
     backward = torch_npu.npu_fusion_attention_grad(
-        q, k, v, grad, HEADS, "TND", softmax_max=found[1], softmax_sum=found[2], attention_in=found[0],
-        scale_value=SCALE, actual_seq_qlen=Q_ENDS, actual_seq_kvlen=KV_ENDS, sparse_mode=mode, atten_mask=mask)
+        q,
+        k,
+        v,
+        grad,
+        HEADS,
+        "TND",
+        softmax_max=found[1],
+        softmax_sum=found[2],
+        attention_in=found[0],
+        scale_value=SCALE,
+        actual_seq_qlen=Q_ENDS,
+        actual_seq_kvlen=KV_ENDS,
+        sparse_mode=mode,
+        atten_mask=mask,
+    )
     torch.testing.assert_close(backward[:3], of_formula, rtol=1e-5, atol=1e-6)
 
 
@@ -138,8 +162,9 @@ def test_packed_sequences_take_the_corner_of_a_full_mask():
     ends = [2, 5]
     mask = torch.ones(3, 3, dtype=torch.bool).triu(1)
     full = attend(q, k, v, 1, "TND", atten_mask=mask, actual_seq_qlen=ends, actual_seq_kvlen=ends)[0]
-    causal = attend(q, k, v, 1, "TND", atten_mask=COMPRESSED, sparse_mode=2, actual_seq_qlen=ends,
-                    actual_seq_kvlen=ends)[0]
+    causal = attend(
+        q, k, v, 1, "TND", atten_mask=COMPRESSED, sparse_mode=2, actual_seq_qlen=ends, actual_seq_kvlen=ends
+    )[0]
     torch.testing.assert_close(full, causal)
 
 
@@ -153,28 +178,79 @@ def test_pse_is_added_before_or_after_scaling(pse_type):
     torch.testing.assert_close(found[0], expected)
     grad = torch.randn_like(expected)
     backward = v2.npu_fusion_attention_grad_v2(
-        q, k, v, grad, HEADS, "BNSD", pse, None, None, found[1], found[2], found[3], found[0], SCALE, 1.0, 2**31 - 1,
-        2**31 - 1, 0, 0, 0, 0, None, None, None, 0, True, False, pse_type, None, None)
+        q,
+        k,
+        v,
+        grad,
+        HEADS,
+        "BNSD",
+        pse,
+        None,
+        None,
+        found[1],
+        found[2],
+        found[3],
+        found[0],
+        SCALE,
+        1.0,
+        2**31 - 1,
+        2**31 - 1,
+        0,
+        0,
+        0,
+        0,
+        None,
+        None,
+        None,
+        0,
+        True,
+        False,
+        pse_type,
+        None,
+        None,
+    )
     torch.testing.assert_close(backward, torch.autograd.grad(expected, (q, k, v, pse), grad), rtol=1e-5, atol=1e-6)
 
 
 def test_two_halves_of_the_keys_join_to_the_whole():
     q, k, v = (x.detach() for x in qkv())
     lay = LAYOUTS["SBH"]
-    parts = [attend(lay(q), lay(k[:, :, keys]), lay(v[:, :, keys]), HEADS, "SBH")
-             for keys in (slice(0, 3), slice(3, None))]
+    parts = [
+        attend(lay(q), lay(k[:, :, keys]), lay(v[:, :, keys]), HEADS, "SBH") for keys in (slice(0, 3), slice(3, None))
+    ]
     (a, a_top, a_sum), (b, b_top, b_sum) = (part[:3] for part in parts)
     joined = v2.npu_ring_attention_update(a, a_top, a_sum, b, b_top, b_sum)
     whole = attend(lay(q), lay(k), lay(v), HEADS, "SBH")
     torch.testing.assert_close(joined, list(whole[:3]), rtol=1e-5, atol=1e-6)
     # and a part's backward takes the statistics of the whole
     grad = torch.randn_like(whole[0])
-    dk = [torch_npu.npu_fusion_attention_grad(
-        lay(q), lay(k[:, :, keys]), lay(v[:, :, keys]), grad, HEADS, "SBH", softmax_max=whole[1], softmax_sum=whole[2],
-        attention_in=whole[0], scale_value=SCALE)[1] for keys in (slice(0, 3), slice(3, None))]
+    dk = [
+        torch_npu.npu_fusion_attention_grad(
+            lay(q),
+            lay(k[:, :, keys]),
+            lay(v[:, :, keys]),
+            grad,
+            HEADS,
+            "SBH",
+            softmax_max=whole[1],
+            softmax_sum=whole[2],
+            attention_in=whole[0],
+            scale_value=SCALE,
+        )[1]
+        for keys in (slice(0, 3), slice(3, None))
+    ]
     whole_dk = torch_npu.npu_fusion_attention_grad(
-        lay(q), lay(k), lay(v), grad, HEADS, "SBH", softmax_max=whole[1], softmax_sum=whole[2], attention_in=whole[0],
-        scale_value=SCALE)[1]
+        lay(q),
+        lay(k),
+        lay(v),
+        grad,
+        HEADS,
+        "SBH",
+        softmax_max=whole[1],
+        softmax_sum=whole[2],
+        attention_in=whole[0],
+        scale_value=SCALE,
+    )[1]
     torch.testing.assert_close(torch.cat(dk), whole_dk)
 
 
@@ -189,8 +265,18 @@ def test_a_query_that_sees_nothing_gives_zero_and_no_gradient():
     grads = torch.autograd.grad(out, (q, k, v), grad)
     assert all(bool(grad.isfinite().all()) for grad in grads) and grads[0][:, :, 1].count_nonzero() == 0
     backward = torch_npu.npu_fusion_attention_grad(
-        q, k, v, grad, HEADS, "BNSD", softmax_max=top, softmax_sum=total, attention_in=out, scale_value=SCALE,
-        atten_mask=mask)
+        q,
+        k,
+        v,
+        grad,
+        HEADS,
+        "BNSD",
+        softmax_max=top,
+        softmax_sum=total,
+        attention_in=out,
+        scale_value=SCALE,
+        atten_mask=mask,
+    )
     torch.testing.assert_close(backward[:3], grads, rtol=1e-5, atol=1e-6)
 
 

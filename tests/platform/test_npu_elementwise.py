@@ -49,8 +49,6 @@ def test_swiglu(dim):
     torch.testing.assert_close(torch_npu.npu_swiglu_backward(grad, x, dim=dim), expected)
 
 
-
-
 @pytest.mark.parametrize(("mode", "number"), [("half", 0), ("interleave", 1)])
 def test_rotary(mode, number):
     x, angle = leaf(5, 2, 3, 8), torch.rand(5, 1, 1, 4, dtype=torch.float64) * 6

@@ -60,8 +60,9 @@ def test_rows_that_were_cut_off_count_as_zero():
     rows, places = torch_npu.npu_moe_token_permute(tokens, INDICES, 7)
     full, _ = torch_npu.npu_moe_token_permute(tokens, INDICES)
     full[7] = 0
-    assert torch.equal(torch_npu.npu_moe_token_unpermute(rows, places, probs),
-                       torch_npu.npu_moe_token_unpermute(full, places, probs))
+    assert torch.equal(
+        torch_npu.npu_moe_token_unpermute(rows, places, probs), torch_npu.npu_moe_token_unpermute(full, places, probs)
+    )
 
 
 def test_gradients_of_token_order():
@@ -97,12 +98,14 @@ def test_gating_is_deepseek_v3s():
     x, bias = randn(64, 16), randn(16) * 0.3
     expected, chosen = deepseek_v3_routing(x, bias, 4, 2, 3, 2.5)
     weights, ids, out = torch_npu.npu_moe_gating_top_k(
-        x, 3, bias=bias, k_group=2, group_count=4, group_select_mode=1, norm_type=1, routed_scaling_factor=2.5)
+        x, 3, bias=bias, k_group=2, group_count=4, group_select_mode=1, norm_type=1, routed_scaling_factor=2.5
+    )
     assert torch.equal(ids, chosen.int()) and ids.dtype == torch.int32 and out.numel() == 0
     torch.testing.assert_close(weights, expected)
     raw = x.sigmoid().gather(1, chosen)
     with_eps = torch_npu.npu_moe_gating_top_k(
-        x, 3, bias=bias, k_group=2, group_count=4, group_select_mode=1, norm_type=1, eps=0.5)[0]
+        x, 3, bias=bias, k_group=2, group_count=4, group_select_mode=1, norm_type=1, eps=0.5
+    )[0]
     torch.testing.assert_close(with_eps, raw / (raw.sum(1, keepdim=True) + 0.5))
     other = torch_npu.npu_moe_gating_top_k(x, 3, bias=bias, k_group=2, group_count=4, group_select_mode=0, norm_type=1)
     assert not torch.equal(other[1], ids)  # the best of a group, not the sum of two
@@ -145,8 +148,9 @@ def test_grouped_matmul_forward_and_backward(form):
     torch.testing.assert_close(mine, ([dx], [dw], []))
     assert mine[1][0][1].count_nonzero() == 0  # the expert without rows
     torch.testing.assert_close(mindspeed_ops.npu_gmm_backward_fusion([grad], [weight], groups, kind), ([dx], [], []))
-    ours = torch_npu.npu_grouped_matmul([x], [weight], group_list=groups, group_list_type=kind, group_type=0,
-                                        split_item=3)
+    ours = torch_npu.npu_grouped_matmul(
+        [x], [weight], group_list=groups, group_list_type=kind, group_type=0, split_item=3
+    )
     torch.testing.assert_close(ours, [expected.detach()])
     assert not ours[0].requires_grad  # as on a device
 

@@ -29,7 +29,8 @@ def differences(function, schema):
     """What a reference's signature has otherwise than the schema."""
     ours = inspect.signature(function).parameters
     found = [f"arguments {list(ours)}, expected {[a.name for a in schema.arguments]}"] * (
-        list(ours) != [a.name for a in schema.arguments])
+        list(ours) != [a.name for a in schema.arguments]
+    )
     for argument in schema.arguments:
         mine = ours.get(argument.name)
         if mine is None:
@@ -51,8 +52,13 @@ def test_signature_equals_the_schema(name):
 def test_another_name_default_or_kind_would_be_seen():
     schema = op_schemas.parse("f(Tensor self, int k=1, *, float eps=1e-6) -> Tensor")
     assert differences(lambda input, k=1, *, eps=1e-6: 0, schema) == []
-    for wrong in (lambda x, k=1, *, eps=1e-6: 0, lambda input, k=2, *, eps=1e-6: 0, lambda input, k=1, eps=1e-6: 0,
-                  lambda input, k=1.0, *, eps=1e-6: 0, lambda input, k=1, *, eps=1e-6, more=0: 0):
+    for wrong in (
+        lambda x, k=1, *, eps=1e-6: 0,
+        lambda input, k=2, *, eps=1e-6: 0,
+        lambda input, k=1, eps=1e-6: 0,
+        lambda input, k=1.0, *, eps=1e-6: 0,
+        lambda input, k=1, *, eps=1e-6, more=0: 0,
+    ):
         assert differences(wrong, schema)
 
 
@@ -78,11 +84,19 @@ def wheel(folder, functions, file=op_schemas.WHEEL_FILE, machine="any"):
 
 
 def test_extraction_from_a_wheel(tmp_path):
-    path = wheel(tmp_path, ["npu_a(Tensor  self) -> Tensor", "npu_a.out(Tensor self, *, Tensor(a!) y) -> Tensor(a!)",
-                            "npu_b(int k) -> Tensor"])
+    path = wheel(
+        tmp_path,
+        [
+            "npu_a(Tensor  self) -> Tensor",
+            "npu_a.out(Tensor self, *, Tensor(a!) y) -> Tensor(a!)",
+            "npu_b(int k) -> Tensor",
+        ],
+    )
     found = op_schemas.extract([path], ["npu_a"])
-    assert found["functions"] == ["npu_a(Tensor self) -> Tensor",
-                                  "npu_a.out(Tensor self, *, Tensor(a!) y) -> Tensor(a!)"]
+    assert found["functions"] == [
+        "npu_a(Tensor self) -> Tensor",
+        "npu_a.out(Tensor self, *, Tensor(a!) y) -> Tensor(a!)",
+    ]
     assert found["version"] == "9.9.9" and found["sha256"] == {path.name: hashlib.sha256(path.read_bytes()).hexdigest()}
     with pytest.raises(ConfigError, match="declares no npu_c"):
         op_schemas.extract([path], ["npu_a", "npu_c"])
@@ -97,8 +111,9 @@ def test_extraction_from_a_wheel(tmp_path):
 
 def test_script_compares_and_refuses(tmp_path):
     def run(*args):
-        return subprocess.run([sys.executable, str(SCRIPT), *map(str, args)], capture_output=True, text=True,
-                              timeout=60)
+        return subprocess.run(
+            [sys.executable, str(SCRIPT), *map(str, args)], capture_output=True, text=True, timeout=60
+        )
 
     known = json.loads(op_schemas.FILE.read_text())["functions"]
     assert run(wheel(tmp_path, known), "--check").returncode == 0
@@ -108,10 +123,13 @@ def test_script_compares_and_refuses(tmp_path):
 
 
 def test_parser_reads_every_form_and_refuses_the_rest():
-    schema = op_schemas.parse("f.x(Tensor(a!) self, int[2] b=[], str m=\"A, B\", *, Tensor[]? t=None) -> (Tensor, int)")
+    schema = op_schemas.parse('f.x(Tensor(a!) self, int[2] b=[], str m="A, B", *, Tensor[]? t=None) -> (Tensor, int)')
     assert [(a.name, a.kind, a.default, a.keyword_only) for a in schema.arguments] == [
-        ("input", "Tensor", inspect.Parameter.empty, False), ("b", "int[2]", [], False), ("m", "str", "A, B", False),
-        ("t", "Tensor[]?", None, True)]
+        ("input", "Tensor", inspect.Parameter.empty, False),
+        ("b", "int[2]", [], False),
+        ("m", "str", "A, B", False),
+        ("t", "Tensor[]?", None, True),
+    ]
     assert (schema.name, schema.overload, schema.returns) == ("f", "x", "(Tensor, int)")
     for bad in ("f(Tensor) -> Tensor", "f Tensor x", "f(Tensor x=) -> Tensor"):
         with pytest.raises(ConfigError):
@@ -132,11 +150,13 @@ BAD_CALLS = {
     "list of floats": lambda: torch_npu.npu_confusion_transpose(X, [1.0, 0.0], [4, 2], True),
     "tensor for a list of tensors": lambda: torch_npu.npu_grouped_matmul(X, [X]),
     "missing out": lambda: torch_npu.npu_apply_adam_w(0.9, 0.9, 1.0, 0.0, 0.9, 0.9, 1e-8, X, None, False, False),
-    "builder: keyword where the C++ names none":
-        lambda: BUILDER_OPS["npu_gmm"]([X], [X], [], group_list=None, group_type=0, group_list_type=0),
+    "builder: keyword where the C++ names none": lambda: BUILDER_OPS["npu_gmm"](
+        [X], [X], [], group_list=None, group_type=0, group_list_type=0
+    ),
     "builder: tensor for a list": lambda: BUILDER_OPS["npu_gmm"](X, [X], [], None, 0, 0),
-    "builder: None for a tensor":
-        lambda: BUILDER_OPS["npu_apply_fused_adamw_v2"](X, X, X, X, None, X, 1.0, 0.9, 0.9, 0.0, 1e-8, False, False),
+    "builder: None for a tensor": lambda: BUILDER_OPS["npu_apply_fused_adamw_v2"](
+        X, X, X, X, None, X, 1.0, 0.9, 0.9, 0.0, 1e-8, False, False
+    ),
 }
 
 

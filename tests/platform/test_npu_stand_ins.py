@@ -149,13 +149,17 @@ def test_all_is_wanted_on_a3_cpu():
 
 
 def test_on_another_line_torch_npu_stays_missing(run_python):
-    run_python("LINE = 'pypi'" + START + """
+    run_python(
+        "LINE = 'pypi'"
+        + START
+        + """
 for name in ("torch_npu", "acl", "apex", "torchair"):
     try: __import__(name)
     except ModuleNotFoundError: pass
     else: raise SystemExit(name + " can be imported")
 assert not hasattr(torch, "npu") and not hasattr(torch.Tensor, "npu")
-""").check()
+"""
+    ).check()
 
 
 def test_every_module_imports_and_every_row_is_active(on_a3):

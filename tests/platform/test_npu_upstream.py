@@ -57,15 +57,24 @@ def unknown(used):
         if missing.reason(name) is None:
             found.append(f"{name}: not known, used at {', '.join(sorted(places))}")
         else:
-            found += [f"{name}: listed, but used at {place}" for place in sorted(places)
-                      if not place.startswith(missing.users(name))]
+            found += [
+                f"{name}: listed, but used at {place}"
+                for place in sorted(places)
+                if not place.startswith(missing.users(name))
+            ]
     return sorted(found)
 
 
 def test_every_name_is_known(used):
     assert unknown(used) == []
-    assert {"torch_npu.npu_fusion_attention", "torch_npu.npu.Stream", "acl.get_soc_name", "torchair.ge",
-            "apex.optimizers.FusedAdam", "torch_npu.contrib.transfer_to_npu"} <= set(used)  # something was read
+    assert {
+        "torch_npu.npu_fusion_attention",
+        "torch_npu.npu.Stream",
+        "acl.get_soc_name",
+        "torchair.ge",
+        "apex.optimizers.FusedAdam",
+        "torch_npu.contrib.transfer_to_npu",
+    } <= set(used)  # something was read
     assert sum(is_there(name) for name in used) > 30
 
 
@@ -75,7 +84,8 @@ def test_a_new_name_or_a_new_place_would_be_seen():
     mc2 = "torch_npu.npu_all_gather_base_mm"
     assert unknown({mc2: {"mindspeed/core/tensor_parallel/layers.py:476"}}) == []
     assert unknown({mc2: {"mindspeed/core/transformer/moe/experts.py:1"}}) == [
-        f"{mc2}: listed, but used at mindspeed/core/transformer/moe/experts.py:1"]
+        f"{mc2}: listed, but used at mindspeed/core/transformer/moe/experts.py:1"
+    ]
 
 
 def test_the_list_has_no_name_that_is_not_used(used):
@@ -85,24 +95,42 @@ def test_the_list_has_no_name_that_is_not_used(used):
 
 def test_reading_finds_every_form(npu_names, tmp_path):
     (tmp_path / "p").mkdir()
-    (tmp_path / "p" / "m.py").write_text("import torch_npu\nfrom torch_npu.npu import device as d\n"
-                                         "torch.npu.Event(x)\nx = torch_npu.a.b.c()\nother.torch_npu.d\n")
+    (tmp_path / "p" / "m.py").write_text(
+        "import torch_npu\nfrom torch_npu.npu import device as d\n"
+        "torch.npu.Event(x)\nx = torch_npu.a.b.c()\nother.torch_npu.d\n"
+    )
     assert npu_names.names_used(tmp_path, "p") == {
-        "torch_npu": {"p/m.py:1"}, "torch_npu.npu.device": {"p/m.py:2"}, "torch_npu.npu.Event": {"p/m.py:3"},
-        "torch_npu.a.b.c": {"p/m.py:4"}}
+        "torch_npu": {"p/m.py:1"},
+        "torch_npu.npu.device": {"p/m.py:2"},
+        "torch_npu.npu.Event": {"p/m.py:3"},
+        "torch_npu.a.b.c": {"p/m.py:4"},
+    }
 
 
 def test_every_call_fits_the_schema_of_the_pinned_torch_npu(a3_sources, npu_names):
     """As written upstream: number of arguments and keywords, of all functions that the wheel's yaml declares."""
     trees = {"MindSpeed": "mindspeed", "MindSpeed-LLM": "mindspeed_llm", "vllm-ascend": "vllm_ascend"}
-    calls = [call for tree, package in trees.items()
-             for call in npu_names.calls_made(a3_sources(tree)[0], package, "torch_npu.npu_")
-             if not call[0].startswith("torch_npu.npu.")]
+    calls = [
+        call
+        for tree, package in trees.items()
+        for call in npu_names.calls_made(a3_sources(tree)[0], package, "torch_npu.npu_")
+        if not call[0].startswith("torch_npu.npu.")
+    ]
     assert {name for name, *_ in calls} >= {"torch_npu.npu_swiglu", "torch_npu.npu_fusion_attention"}
     assert not_fitting(calls) == []
     attend = "torch_npu.npu_fusion_attention"
-    assert len(not_fitting([(attend, "a.py:1", 5, ("pre_tokens",)), (attend, "a.py:2", 20, ()),
-                            ("torch_npu.npu_magic", "a.py:3", 0, ())])) == 3
+    assert (
+        len(
+            not_fitting(
+                [
+                    (attend, "a.py:1", 5, ("pre_tokens",)),
+                    (attend, "a.py:2", 20, ()),
+                    ("torch_npu.npu_magic", "a.py:3", 0, ()),
+                ]
+            )
+        )
+        == 3
+    )
 
 
 def not_fitting(calls):
@@ -127,8 +155,13 @@ def test_every_builder_is_known(a3_sources, npu_names):
     for tree in ("MindSpeed", "MindSpeed-LLM"):
         found.update(npu_names.builders_loaded(a3_sources(tree)[0], TREES[tree]))
     sources = [f.read_text() for f in (a3_sources("MindSpeed")[0] / "mindspeed/op_builder").glob("*.py")]
-    with_reference = {builder for builder in found for text in sources for name in mindspeed_ops.OPS
-                      if f"class {builder}(" in text and f'OP_NAME = "{name}"' in text}
+    with_reference = {
+        builder
+        for builder in found
+        for text in sources
+        for name in mindspeed_ops.OPS
+        if f"class {builder}(" in text and f'OP_NAME = "{name}"' in text
+    }
     assert set(found) == with_reference | set(missing.BUILDERS)
     assert len(with_reference) == len(mindspeed_ops.OPS)
 
@@ -152,8 +185,12 @@ EXPECTED_CALLS = {
     "swap_adamw": {"npu_apply_fused_adamw_v2"},
 }
 ONLY = {"mindspeed": {"attention_v2", "attention_packed"}, "mindspeed_llm": {"attention_packed_llm"}}
-RUNS = [(adaptor, check) for adaptor, own in ONLY.items() for check in EXPECTED_CALLS
-        if check in own or all(check not in some for some in ONLY.values())]
+RUNS = [
+    (adaptor, check)
+    for adaptor, own in ONLY.items()
+    for check in EXPECTED_CALLS
+    if check in own or all(check not in some for some in ONLY.values())
+]
 
 
 @pytest.fixture(scope="module")

@@ -31,17 +31,30 @@ def generate(model: str) -> list:
 
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    llm = LLM(model=model, dtype="float32", distributed_executor_backend="external_launcher", enable_sleep_mode=True,
-              enforce_eager=True, disable_custom_all_reduce=True, disable_mm_preprocessor_cache=True,
-              limit_mm_per_prompt=None, max_model_len=128, max_num_seqs=8,
-              enable_chunked_prefill=False, enable_prefix_caching=True, seed=0)
+    llm = LLM(
+        model=model,
+        dtype="float32",
+        distributed_executor_backend="external_launcher",
+        enable_sleep_mode=True,
+        enforce_eager=True,
+        disable_custom_all_reduce=True,
+        disable_mm_preprocessor_cache=True,
+        limit_mm_per_prompt=None,
+        max_model_len=128,
+        max_num_seqs=8,
+        enable_chunked_prefill=False,
+        enable_prefix_caching=True,
+        seed=0,
+    )
     llm.sleep(level=1)
     llm.wake_up()
     params = SamplingParams(temperature=0.0, logprobs=0, max_tokens=4, ignore_eos=True)
     prompts = [{"prompt_token_ids": list(range(3, 40))}, {"prompt_token_ids": [9, 8, 7]}]
     done = [output.outputs[0] for output in llm.generate(prompts, params, use_tqdm=False)]
-    return [[(token, round(step[token].logprob, 4)) for token, step in zip(one.token_ids, one.logprobs, strict=True)]
-            for one in done]
+    return [
+        [(token, round(step[token].logprob, 4)) for token, step in zip(one.token_ids, one.logprobs, strict=True)]
+        for one in done
+    ]
 
 
 def forked(work) -> str:

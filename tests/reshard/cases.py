@@ -51,9 +51,14 @@ class Case:
     def plan(self) -> ReshardPlan:
         """The real plan."""
         return plan_reshard(
-            self.inventory, self.train, self.rollout, train_library=self.train_library,
-            rollout_library=self.rollout_library, bucket_bytes=self.bucket_bytes, whole=self.whole,
-        )  # fmt: skip
+            self.inventory,
+            self.train,
+            self.rollout,
+            train_library=self.train_library,
+            rollout_library=self.rollout_library,
+            bucket_bytes=self.bucket_bytes,
+            whole=self.whole,
+        )
 
 
 class Trained(NamedTuple):
@@ -170,8 +175,10 @@ def _parameter(shard: Shard, experts: int) -> torch.Tensor:
 
 def gathered(case: Case, sources: Mapping[str, Trained]) -> dict[str, torch.Tensor]:
     """Every HF tensor whole, from what all ranks train, by one all_gather: the slow way that cannot be wrong."""
-    held = [local_parameters(case.inventory, case.train, rank, case.train_library).shards
-            for rank in range(case.train.world_size)]  # fmt: skip
+    held = [
+        local_parameters(case.inventory, case.train, rank, case.train_library).shards
+        for rank in range(case.train.world_size)
+    ]
     mine = torch.cat([torch.empty(0, dtype=torch.uint8), *(bytes_of(source.tensor) for source in sources.values())])
     size = max(sum(cut_bytes(shard) for shard in shards.values()) for shards in held)
     padded = torch.nn.functional.pad(mine, (0, size - len(mine)))
@@ -229,8 +236,11 @@ def sync_and_compare(case: Case) -> Outcome:
     report, verified = executor.run(), verifier.check()
     whole = gathered(case, sources)
     wrong = differences(case, rank, whole, live)
-    wrong += [name for name in case.whole if name in destinations
-              and not torch.equal(bytes_of(loaded.pop(name)), bytes_of(whole[name]))]  # fmt: skip
+    wrong += [
+        name
+        for name in case.whole
+        if name in destinations and not torch.equal(bytes_of(loaded.pop(name)), bytes_of(whole[name]))
+    ]
     assert not wrong, f"rank {rank}: not bit-exact: {wrong}; {case}"
     assert not loaded, f"rank {rank} was given {list(loaded)}, which it does not hold"
     scratch = sum(whole[name].nbytes for name in case.whole)

@@ -113,8 +113,12 @@ class World:
             settings=weight_sync.Settings(case.train, case.rollout, "pypi", case.bucket_bytes, verify),
             actor_module=[torch.nn.Linear(1, 1, dtype=getattr(torch, case.model.torch_dtype))],
             model_config=SimpleNamespace(to_dict=lambda: config),
-            inference_engine=SimpleNamespace(wake_up=self._wake_up, weights_written=lambda last: None,
-                                             llm_engine=SimpleNamespace(model_executor=executor)))  # fmt: skip
+            inference_engine=SimpleNamespace(
+                wake_up=self._wake_up,
+                weights_written=lambda last: None,
+                llm_engine=SimpleNamespace(model_executor=executor),
+            ),
+        )
 
     def train(self, seed: int) -> None:
         """Training changes all weights, in place."""

@@ -19,8 +19,12 @@ def look(chunks, inventory, layout, library, offload):
     rank = torch.distributed.get_rank()
     tensors = train_tensors(chunks, inventory, layout, rank, library)
     before = {name: tensor.tensor.clone() for name, tensor in tensors.items()}
-    found = {"rank": rank, "regions": {n: t.region for n, t in tensors.items()}, "values": before,
-             "valid": [still_valid(tensors, chunks)]}  # fmt: skip
+    found = {
+        "rank": rank,
+        "regions": {n: t.region for n, t in tensors.items()},
+        "values": before,
+        "valid": [still_valid(tensors, chunks)],
+    }
     if offload:
         offload_megatron_model_to_cpu(chunks)
         found["valid"].append(still_valid(tensors, chunks))
@@ -62,10 +66,13 @@ def megatron_job(model: Path, layouts: dict[str, dict]) -> dict:
     for name, case in layouts.items():
         layout = parse_layout(case["layout"])
         start_parallel(layout)
-        chunks, _, _ = build_model(model, torch.bfloat16, case.get("overrides"), wrap_with_ddp=True,
-                                   distributed_optimizer=True)  # fmt: skip
-        wrong = {text: refusal(train_tensors, chunks, inventory, parse_layout(text), rank, "megatron-local")
-                 for text in case.get("refused", ())}  # fmt: skip
+        chunks, _, _ = build_model(
+            model, torch.bfloat16, case.get("overrides"), wrap_with_ddp=True, distributed_optimizer=True
+        )
+        wrong = {
+            text: refusal(train_tensors, chunks, inventory, parse_layout(text), rank, "megatron-local")
+            for text in case.get("refused", ())
+        }
         found[name] = look(chunks, inventory, layout, "megatron-local", offload=True) | {"refused": wrong}
     return found
 

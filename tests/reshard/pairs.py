@@ -62,14 +62,16 @@ def pairs(draw, world_size: int) -> Case:
     train = ParallelLayout(world_size, **grid, layers_per_stage=layers)
     names = [p.name for p in build_inventory(model).parameters]
     case = Case(
-        model, train, _spread(draw(st.sampled_from(rollouts(world_size))), model),
+        model,
+        train,
+        _spread(draw(st.sampled_from(rollouts(world_size))), model),
         train_library=draw(st.sampled_from(("megatron-local", "mindspeed"))),
         rollout_library=draw(st.sampled_from(("vllm", "vllm-ascend"))),
         rollout_dtype=draw(st.sampled_from(DTYPES)),
         bucket_bytes=draw(st.sampled_from((400, 1 << 10, 1 << 13, 1 << 20))),
         whole=tuple(draw(st.lists(st.sampled_from(names), max_size=2, unique=True))),
         seed=draw(st.integers(0, 99)),
-    )  # fmt: skip
+    )
     return case if servable(case) else draw(pairs(world_size))
 
 

@@ -13,8 +13,15 @@ from tests.reshard.pairs import pairs
 from verl_patches.layout.parallel import parse_layout, rollout_layout
 
 # not derandomized: every run sees other pairs; a failing case is printed whole, so shrinking it is not worth the time
-RANDOM = settings(max_examples=15, deadline=None, database=None, phases=[Phase.generate], print_blob=True,
-                  derandomize=False, suppress_health_check=list(HealthCheck))  # fmt: skip
+RANDOM = settings(
+    max_examples=15,
+    deadline=None,
+    database=None,
+    phases=[Phase.generate],
+    print_blob=True,
+    derandomize=False,
+    suppress_health_check=list(HealthCheck),
+)
 PLAIN = Case(TINY, parse_layout("tp2 pp2 ep2 etp1 @4 layers=1,2"), rollout_layout(1, dp=2, tp=2), bucket_bytes=1 << 11)
 FIRST = "model.embed_tokens.weight"
 

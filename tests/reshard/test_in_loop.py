@@ -29,8 +29,9 @@ def test_syncs_are_right_and_learn_once(ranks4):
         assert first[3] and not second[3]  # load_weights is asked while learning and proving only
 
 
-@pytest.mark.parametrize(("verify", "when"), [("off", [False] * 3), ("first", [True, False, False]),
-                                              ("every", [True] * 3)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("verify", "when"), [("off", [False] * 3), ("first", [True, False, False]), ("every", [True] * 3)]
+)
 def test_when_it_is_verified(ranks4, verify, when):
     for found in ranks4.run(in_loop_job.syncs, CASE, verify, 3):
         assert [facts["verified"] for _, _, facts, _ in found] == when

@@ -45,8 +45,14 @@ def check(found: list[dict], model: Path, text: str, library: str) -> None:
 @pytest.fixture(scope="module")
 def megatron(tiny_model, run_ranks) -> list[dict]:
     """Each rank's findings at every layout of megatron-core 0.12.2: one launch for all."""
-    return run_ranks("tests.reshard.live_job:megatron_job", tiny_model, MEGATRON, size=2, backend="nccl",
-                     patches="line=pypi,platform=cpu")  # fmt: skip
+    return run_ranks(
+        "tests.reshard.live_job:megatron_job",
+        tiny_model,
+        MEGATRON,
+        size=2,
+        backend="nccl",
+        patches="line=pypi,platform=cpu",
+    )
 
 
 @pytest.mark.parametrize("name", MEGATRON)
@@ -75,7 +81,16 @@ def test_views_of_line_a3_are_the_checkpoints_slices(a3_sources, tiny_model, nam
     sources, text = a3_sources(), MINDSPEED[name]
     config = engine_config(tiny_model, sources[0], *LAYOUTS[name], dtype="bf16")
     env = {"VERL_PATCHES": "line=a3,platform=cpu", "PYTHONPATH": os.pathsep.join(map(str, sources))}
-    found = run_ranks("tests.model.mindspeed_start:run", "tests.reshard.live_job:mindspeed_job",
-                      config, tiny_model, text, size=2, env=env, backend=None, timeout_s=400)  # fmt: skip
+    found = run_ranks(
+        "tests.model.mindspeed_start:run",
+        "tests.reshard.live_job:mindspeed_job",
+        config,
+        tiny_model,
+        text,
+        size=2,
+        env=env,
+        backend=None,
+        timeout_s=400,
+    )
     check(found, tiny_model, text, "mindspeed")
     assert all("not one of DeepSeek-V3's" in rank["refused"] for rank in found)  # asked for as another library's

@@ -130,6 +130,7 @@ def _needed_bytes(plan, rank):
 
 # random pairs ------------------------------------------------------------------------------------------------------
 
+
 @st.composite
 def pairs(draw):
     """Two layouts of the same ranks."""
@@ -163,8 +164,16 @@ def _partition(draw, chunks):
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     pair=pairs(),
-    config=st.sampled_from([{}, {"vocab_size": 500}, {"vocab_size": 60}, {"n_routed_experts": 12},
-                            {"q_lora_rank": None}, {"num_attention_heads": 12, "moe_intermediate_size": 48}]),
+    config=st.sampled_from(
+        [
+            {},
+            {"vocab_size": 500},
+            {"vocab_size": 60},
+            {"n_routed_experts": 12},
+            {"q_lora_rank": None},
+            {"num_attention_heads": 12, "moe_intermediate_size": 48},
+        ]
+    ),
     libraries=st.sampled_from([("megatron-local", "vllm"), ("mindspeed", "vllm-ascend"), ("megatron-te", "vllm")]),
     bucket_bytes=st.sampled_from([5_000, 1 << 14, 1 << 17, 1 << 20]),
     topology=st.sampled_from([Topology(), Topology(1, 2), Topology(2, 4)]),
@@ -174,8 +183,13 @@ def test_any_pair_of_layouts_is_proven_and_minimal(pair, config, libraries, buck
     train, rollout = pair
     inventory = build_inventory(TINY_CONFIG | config)
     whole &= inventory.by_name.keys()
-    more = dict(inventory=inventory, train_library=libraries[0], rollout_library=libraries[1],
-                bucket_bytes=bucket_bytes, topology=topology)
+    more = dict(
+        inventory=inventory,
+        train_library=libraries[0],
+        rollout_library=libraries[1],
+        bucket_bytes=bucket_bytes,
+        topology=topology,
+    )
     try:
         plan = plan_of(train, rollout, whole=whole, **more)
     except ConfigError as refusal:
@@ -185,7 +199,8 @@ def test_any_pair_of_layouts_is_proven_and_minimal(pair, config, libraries, buck
     ranks = range(plan.world_size)
     if not whole:
         assert [_needed_bytes(plan, r) for r in ranks] == [
-            must + local for must, local in zip(plan.lower_bound_bytes, plan.local_bytes, strict=True)]
+            must + local for must, local in zip(plan.lower_bound_bytes, plan.local_bytes, strict=True)
+        ]
     assert [_needed_bytes(plan, r) - _overlap(plan, r) for r in ranks] == plan.lower_bound_bytes
     for rank in ranks:
         mine = plan.for_rank(rank)
@@ -200,8 +215,9 @@ def test_pieces_are_few():
     """What fits is not cut: as many pieces as routes, as long as one bucket holds them all."""
     plan = plan_of("tp2 ep4 etp1 pp2 @8 layers=1,3", rollout_layout(2, 2, 2), bucket_bytes=1 << 30)
     assert plan.bucket_count == 1
-    assert all(p.start == 0 and p.stop == sum(r.stop - r.start for r in plan.blocks[p.block].regions)
-               for p in plan.pieces)
+    assert all(
+        p.start == 0 and p.stop == sum(r.stop - r.start for r in plan.blocks[p.block].regions) for p in plan.pieces
+    )
 
 
 def _near_share(plan, dies_per_node=4):
@@ -240,8 +256,7 @@ def test_holders_send_equally_much(blocks, dies, sent):
 
 
 @pytest.mark.parametrize(
-    ("rows", "pieces"),
-    [(95, [(0, 0, 0, 95), (1, 1, 0, 95)]), (90, [(0, 0, 0, 90), (0, 1, 0, 10), (1, 1, 10, 90)])],
+    ("rows", "pieces"), [(95, [(0, 0, 0, 95), (1, 1, 0, 95)]), (90, [(0, 0, 0, 90), (0, 1, 0, 10), (1, 1, 10, 90)])]
 )
 def test_room_of_less_than_a_sixteenth_is_left_empty(rows, pieces):
     """Two blocks in buckets of 100 rows: 5 rows of room stay empty, 10 are filled."""
@@ -304,8 +319,9 @@ def test_two_pipelines_in_vllms_order_are_served():
     """Ranks 0 and 1 are one instance: Megatron would number ranks 0 and 2 so."""
     plan = plan_of("tp2 @4", "tp1 pp2 ep1 @4 order=tp-cp-ep-pp-dp")
     check_plan(plan)
-    layers = [{int(r.name.split(".")[2]) for r in _arriving(plan.for_rank(rank)) if ".layers." in r.name}
-              for rank in range(4)]
+    layers = [
+        {int(r.name.split(".")[2]) for r in _arriving(plan.for_rank(rank)) if ".layers." in r.name} for rank in range(4)
+    ]
     assert layers == [{0, 1}, {2, 3}] * 2
     assert plan.rollout == rollout_layout(2, 1, 1, 2)
 

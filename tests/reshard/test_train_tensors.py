@@ -20,8 +20,11 @@ from verl_patches.reshard.train_tensors import DOWN_STACK, PLAIN, UP_STACK, are_
 
 INVENTORY = build_inventory(dataclasses.replace(read_model_shape(tiny_config()), torch_dtype="float32"))
 GATE, UP, DOWN = "routed_expert_gate", "routed_expert_up", "routed_expert_down"
-GROUPED = {GATE: "decoder.layers.{layer}.mlp.experts.weight1", UP: "decoder.layers.{layer}.mlp.experts.weight1",
-           DOWN: "decoder.layers.{layer}.mlp.experts.weight2"}  # fmt: skip
+GROUPED = {
+    GATE: "decoder.layers.{layer}.mlp.experts.weight1",
+    UP: "decoder.layers.{layer}.mlp.experts.weight1",
+    DOWN: "decoder.layers.{layer}.mlp.experts.weight2",
+}
 # how parameters are stored -> library that cuts them, name of each kind's parameter
 STORAGES = {
     "local": ("megatron-local", MEGATRON_NAMES),
@@ -29,8 +32,15 @@ STORAGES = {
     "grouped": ("megatron-local", MEGATRON_NAMES | GROUPED),
     "mindspeed": ("mindspeed", MINDSPEED_NAMES),
 }
-LAYOUTS = ["@1", "tp2 @2", "tp4 etp1 ep2 @4", "tp2 etp2 ep2 @4", "pp2 @2 layers=3,1", "tp2 pp2 vpp2 ep2 etp1 @4",
-           "pp2 vpp2 @2 layers=1,0,2,1"]  # fmt: skip
+LAYOUTS = [
+    "@1",
+    "tp2 @2",
+    "tp4 etp1 ep2 @4",
+    "tp2 etp2 ep2 @4",
+    "pp2 @2 layers=3,1",
+    "tp2 pp2 vpp2 ep2 etp1 @4",
+    "pp2 vpp2 @2 layers=1,0,2,1",
+]
 
 
 @pytest.fixture(scope="module")
@@ -55,8 +65,10 @@ def pack(weights, text: str, rank: int, storage: str, stack_up=None) -> list[dic
             outer = {"embedding": 0, "head": layout.vpp - 1, "final_norm": layout.vpp - 1}
             if (p.layer not in layers) if p.layer is not None else outer[p.kind] != number:
                 continue
-            local = {"layer": None if p.layer is None else p.layer - layers.start,
-                     "expert": None if p.expert is None else p.expert - first}  # fmt: skip
+            local = {
+                "layer": None if p.layer is None else p.layer - layers.start,
+                "expert": None if p.expert is None else p.expert - first,
+            }
             name = names[p.kind].format(**local)
             name = te_name(name) if storage == "te" else name
             joined.setdefault(name, {}).setdefault(p.expert, []).append(part(weights, region_of(shard)))
@@ -207,8 +219,13 @@ def test_parts_of_a_view(weights):
     inner = held.read(Region(down, 1, 130, 140))
     assert torch.equal(inner, weights[down][:, 130:140]) and inner.data_ptr() == held.tensor[:, 2].data_ptr()
     assert torch.equal(found[kv].read(Region(kv, 0, 4, 8)), weights[kv][4:8])
-    outside = [Region(down, 1, 120, 130), Region(down, 1, 250, 257), Region(down, 0, 0, 4), Region(kv, 1, 130, 140),
-               Region(down, 1, 140, 140)]  # fmt: skip
+    outside = [
+        Region(down, 1, 120, 130),
+        Region(down, 1, 250, 257),
+        Region(down, 0, 0, 4),
+        Region(kv, 1, 130, 140),
+        Region(down, 1, 140, 140),
+    ]
     for region in outside:
         with pytest.raises(ConfigError):
             held.read(region)

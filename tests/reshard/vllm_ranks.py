@@ -66,10 +66,16 @@ def run_rank(case: dict, rank: int) -> dict:
         model_utils._model_to_pp_missing_layer_names.clear()  # by id(model), and ids come again in this process
         before = values(model)
         found = learn_destinations(model, inventory, rank=rank)
-        return {"rank": rank, "touched": differing(model, before), **compare(found, model, inventory),
-                "covers": error_of(found.check_covers, model), "plan": plan_error(found, inventory, case),
-                "unmapped": found.unmapped, "mapped": len(found.tensors),
-                "constants": [[c.value, list(c.target.shape)] for c in found.constants]}
+        return {
+            "rank": rank,
+            "touched": differing(model, before),
+            **compare(found, model, inventory),
+            "covers": error_of(found.check_covers, model),
+            "plan": plan_error(found, inventory, case),
+            "unmapped": found.unmapped,
+            "mapped": len(found.tensors),
+            "constants": [[c.value, list(c.target.shape)] for c in found.constants],
+        }
 
 
 def compare(found, model, inventory) -> dict:
@@ -79,8 +85,10 @@ def compare(found, model, inventory) -> dict:
     except RuntimeError as error:
         return {"differ": [str(error)]}
     loaded = values(model)
-    return {"differ": write_through(found, model, tensors, loaded),
-            "turned": turned_expert(found, model, tensors, loaded)}
+    return {
+        "differ": write_through(found, model, tensors, loaded),
+        "turned": turned_expert(found, model, tensors, loaded),
+    }
 
 
 def plan_error(found, inventory, case: dict) -> str | None:

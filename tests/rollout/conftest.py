@@ -12,12 +12,7 @@ from tests.layout.public_folder import as_published
 
 PUBLIC = Path(__file__).resolve().parents[1] / "layout" / "deepseek_v3_public_config.json"
 CPU = "line=pypi,platform=cpu"
-ENV = {
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_USE_V1": "0",
-}
+ENV = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "VLLM_USE_V1": "0"}
 
 
 @pytest.fixture(scope="session")
@@ -27,7 +22,8 @@ def run_rollout(run_ranks):
     As `run_ranks`, under the rows of platform cpu and the variables of an in-process vLLM.
     """
     return lambda job, *arguments, **options: run_ranks(
-        f"tests.rollout.{job}", *arguments, **{"patches": CPU, "env": ENV, **options})
+        f"tests.rollout.{job}", *arguments, **{"patches": CPU, "env": ENV, **options}
+    )
 
 
 @pytest.fixture(scope="session")
@@ -44,17 +40,25 @@ def requests() -> list[list]:
     import random
 
     draw = random.Random(1)
-    return [[[draw.randrange(3, 512) for _ in range(n)], length]
-            for n, length in ((7, 4), (20, 10), (21, 14), (22, 18), (23, 22), (24, 26))]
+    return [
+        [[draw.randrange(3, 512) for _ in range(n)], length]
+        for n, length in ((7, 4), (20, 10), (21, 14), (22, 18), (23, 22), (24, 26))
+    ]
 
 
 @pytest.fixture(scope="session")
 def one_rank(run_rollout, tiny_model, public_folder, requests) -> dict:
     """What one process without parallelism computes: everything in one go, because starting it is what costs."""
     tokens = [(7 * i * i + 3 * i) % 509 + 3 for i in range(150)]  # far beyond original_max_position_embeddings = 64
-    spec = {"model": str(tiny_model), "tokens": tokens, "prompt_tokens": 110,
-            "rollout": {"tensor_model_parallel_size": 1}, "requests": requests,
-            "wrong_configs": _wrong_configs(tiny_model), "public_folder": str(public_folder)}
+    spec = {
+        "model": str(tiny_model),
+        "tokens": tokens,
+        "prompt_tokens": 110,
+        "rollout": {"tensor_model_parallel_size": 1},
+        "requests": requests,
+        "wrong_configs": _wrong_configs(tiny_model),
+        "public_folder": str(public_folder),
+    }
     return {**spec, **run_rollout("parity_rank:one_rank", spec)[0]}
 
 
@@ -62,7 +66,4 @@ def _wrong_configs(model: Path) -> dict[str, dict]:
     """HF config overrides under which a part of DeepSeek-V3 is missing."""
     yarn = json.loads((model / "config.json").read_text())["rope_scaling"]
     flat = {**yarn, "rope_type": "yarn", "mscale": 0.0, "mscale_all_dim": 0.0}  # 0.1 * 0 * ln(40) + 1 = 1
-    return {
-        "no_mscale": {"rope_scaling": flat},
-        "no_groups": {"n_group": 1, "topk_group": 1},
-    }
+    return {"no_mscale": {"rope_scaling": flat}, "no_groups": {"n_group": 1, "topk_group": 1}}

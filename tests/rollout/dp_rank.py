@@ -64,8 +64,10 @@ def generate_with(llm, requests: list) -> dict:
     outputs = llm.generate([{"prompt_token_ids": prompt} for prompt, _ in requests], params, use_tqdm=False)
     done = [output.outputs[0] for output in outputs]
     pairs = [list(zip(one.token_ids, one.logprobs, strict=True)) for one in done]
-    return {"tokens": [list(one.token_ids) for one in done],
-            "logprobs": [[step[token].logprob for token, step in pair] for pair in pairs]}
+    return {
+        "tokens": [list(one.token_ids) for one in done],
+        "logprobs": [[step[token].logprob for token, step in pair] for pair in pairs],
+    }
 
 
 def tensors(folder: str | Path) -> Iterator[tuple[str, torch.Tensor]]:

@@ -16,8 +16,16 @@ def verl_rollout(model: str | Path, **overrides):
     from verl.workers.rollout.vllm_rollout import vLLMRollout
 
     trainer = OmegaConf.load(Path(verl.__file__).parent / "trainer" / "config" / "ppo_megatron_trainer.yaml")
-    plain = dict(dtype="float32", prompt_length=192, response_length=64, max_num_seqs=16, load_format="auto",
-                 enforce_eager=True, free_cache_engine=False, temperature=1.0)
+    plain = dict(
+        dtype="float32",
+        prompt_length=192,
+        response_length=64,
+        max_num_seqs=16,
+        load_format="auto",
+        enforce_eager=True,
+        free_cache_engine=False,
+        temperature=1.0,
+    )
     config = OmegaConf.merge(trainer.actor_rollout_ref.rollout, plain, overrides)
     tokenizer, hf_config = AutoTokenizer.from_pretrained(model), AutoConfig.from_pretrained(model)
     return vLLMRollout(model_path=str(model), config=config, tokenizer=tokenizer, model_hf_config=hf_config)

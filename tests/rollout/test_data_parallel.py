@@ -57,8 +57,10 @@ def two_ranks(generate, requests) -> list[dict]:
         [{"requests": requests[:1]}, {"requests": requests[1:]}],
         [{"requests": []}, {"requests": requests}],
         [{"requests": part, "without": "exchange"} for part in (requests[:1], requests[1:])],
-        [{"requests": part, "without": "platform.vllm_dp_lockstep", "stall_s": 5}
-         for part in (requests[:1], requests[1:])],
+        [
+            {"requests": part, "without": "platform.vllm_dp_lockstep", "stall_s": 5}
+            for part in (requests[:1], requests[1:])
+        ],
     ]
     return generate(rounds)
 

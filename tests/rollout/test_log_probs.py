@@ -10,8 +10,12 @@ from verl_patches.rollout.log_probs import CHECK, CHECK_TOKENS, PADDING, keep_ro
 
 def sample(tokens, log_probs):
     # vLLM gives the sampled token and, where it is another one, the best
-    return SimpleNamespace(token_ids=tokens, logprobs=[{token: SimpleNamespace(logprob=value), -1: None}
-                                                       for token, value in zip(tokens, log_probs, strict=True)])
+    return SimpleNamespace(
+        token_ids=tokens,
+        logprobs=[
+            {token: SimpleNamespace(logprob=value), -1: None} for token, value in zip(tokens, log_probs, strict=True)
+        ],
+    )
 
 
 def test_the_sampled_tokens_own_and_padding():
@@ -83,8 +87,9 @@ def test_sequences_to_compare_are_sampled_behind_the_responses_as_the_model_give
     engine = Sampling()
     rollout = SimpleNamespace(inference_engine=engine, config=SimpleNamespace(response_length=3072))
     ids, mask = torch.tensor([[0, 7, 8], [4, 5, 6], [0, 0, 9]]), torch.tensor([[0, 1, 1], [1, 1, 1], [0, 0, 1]])
-    prompts = SimpleNamespace(meta_info={CHECK: {"sequences": 2, "seed": 11}},
-                              batch={"input_ids": ids, "attention_mask": mask})
+    prompts = SimpleNamespace(
+        meta_info={CHECK: {"sequences": 2, "seed": 11}}, batch={"input_ids": ids, "attention_mask": mask}
+    )
 
     def generate_sequences(self, prompts):
         prompts.batch.clear()  # verl may take it apart
@@ -97,7 +102,8 @@ def test_sequences_to_compare_are_sampled_behind_the_responses_as_the_model_give
     (_, own), (asked, plain) = engine.asked
     assert own == "the run's own" and asked == [{"prompt_token_ids": [7, 8]}, {"prompt_token_ids": [4, 5, 6]}]
     assert {(p.temperature, p.top_p, p.top_k, p.min_p, p.n, p.max_tokens) for p in plain} == {
-        (1.0, 1.0, -1, 0.0, 1, CHECK_TOKENS)}
+        (1.0, 1.0, -1, 0.0, 1, CHECK_TOKENS)
+    }
     assert [p.seed for p in plain] == [11, 12]
     assert rollout.checked.pop("seconds") >= 0
     assert rollout.checked == {"prompts": [[7, 8], [4, 5, 6]], "responses": [[0], [1]], "log_probs": [[0.0], [-1.0]]}

@@ -17,9 +17,12 @@ FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 CODE = re.compile(r"`([^`\n]+)`")
 # what these scripts hand all their arguments to
-SCRIPTS = {"smoke": ["smoke"], "fetch_upstream": ["fetch-upstream"],
-           "train_deepseekv3_256die_random_init": ["train", "--config-name", "x"],
-           "train_deepseekv3_256die_true_weight": ["train", "--config-name", "x"]}
+SCRIPTS = {
+    "smoke": ["smoke"],
+    "fetch_upstream": ["fetch-upstream"],
+    "train_deepseekv3_256die_random_init": ["train", "--config-name", "x"],
+    "train_deepseekv3_256die_true_weight": ["train", "--config-name", "x"],
+}
 
 
 def anchors(text):
@@ -111,15 +114,18 @@ def test_a_broken_link_is_found(link):
     assert broken_links(ROOT / "README.md", text) == [link]
 
 
-@pytest.mark.parametrize(("line", "named"), [
-    ("python -m verl_patches statuss", "statuss"),
-    (".venv/bin/python -m verl_patches check --lines pypi", "--lines"),
-    ("bash scripts/gone.sh", "scripts/gone.sh"),
-    ("bash scripts/smoke.sh --train-layouts ep2", "--train-layouts"),
-    ("bash scripts/test.sh --fuller", "--fuller"),
-    ("python data/prepare_deepscaler.py x.json --outputs y", "--outputs"),
-    ("bash scripts/smoke.sh recipe.logprob_check.each=3", "recipe.logprob_check.each"),
-])
+@pytest.mark.parametrize(
+    ("line", "named"),
+    [
+        ("python -m verl_patches statuss", "statuss"),
+        (".venv/bin/python -m verl_patches check --lines pypi", "--lines"),
+        ("bash scripts/gone.sh", "scripts/gone.sh"),
+        ("bash scripts/smoke.sh --train-layouts ep2", "--train-layouts"),
+        ("bash scripts/test.sh --fuller", "--fuller"),
+        ("python data/prepare_deepscaler.py x.json --outputs y", "--outputs"),
+        ("bash scripts/smoke.sh recipe.logprob_check.each=3", "recipe.logprob_check.each"),
+    ],
+)
 def test_a_wrong_command_is_found(line, named):
     for text in (f"```bash\n{line}   # a comment\n```\n", f"Run `{line}` now.\n"):
         (words,) = commands(text)

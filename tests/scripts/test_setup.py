@@ -157,10 +157,7 @@ def test_check_env_sees_what_is_missing_damaged_and_from_cuda(tmp_path):
     assert list(check_env.package_findings({"local": "local==2.0+cu1"}, dists)) == ["missing local==2.0+cu1"]
 
 
-@pytest.mark.parametrize(
-    ("value", "found"),
-    [("None", []), ("'12.8'", ["cuda torch==2.0 is built for CUDA 12.8"])],
-)
+@pytest.mark.parametrize(("value", "found"), [("None", []), ("'12.8'", ["cuda torch==2.0 is built for CUDA 12.8"])])
 def test_check_env_tells_a_cuda_build_of_torch(tmp_path, value, found):
     check_env = load_check_env()
     write_wheel(tmp_path, "torch", "2.0")

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 600, 80
 
@@ -23,13 +25,10 @@ def long_functions(text: str) -> list[str]:
     ]
 
 
-def test_ruff_is_clean():
-    done = subprocess.run(
-        [sys.executable, "-m", "ruff", "check", "--no-cache", "--output-format=concise", str(ROOT)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+@pytest.mark.parametrize("command", ["check --output-format=concise", "format --check"])
+def test_ruff_is_clean(command):
+    ruff = [sys.executable, "-m", "ruff", *command.split(), "--no-cache", str(ROOT)]
+    done = subprocess.run(ruff, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr
 
 
@@ -41,6 +40,15 @@ def test_files_and_functions_stay_small():
     functions = {str(f.relative_to(ROOT)): found for f in files if (found := long_functions(f.read_text()))}
     assert not functions
     assert long_functions("def f():\n" + "    x = 1\n" * MAX_FUNCTION_LINES)  # the check can fail
+
+
+def test_only_tables_of_a_module_are_aligned_by_hand():
+    """`# fmt: skip` behind a closing bracket in the first column."""
+    table = re.compile(r"^[)\]}]+  # fmt: skip$")
+    lines = [line for f in sources("verl_patches", "tests") for line in f.read_text().splitlines()]
+    skips = [line for line in lines if line.endswith("# fmt: " + "skip")]
+    assert skips and all(map(table.match, skips))
+    assert not table.match("    )  # fmt: " + "skip")
 
 
 def test_nothing_names_the_machine_it_was_written_on():

@@ -13,8 +13,14 @@ from verl_patches.tensor_cache.batch_plan import plan_batch
 from verl_patches.tensor_cache.cache import TensorCache
 from verl_patches.tensor_cache.exchange import Ragged, TensorSpec, wire_bytes
 
-DTYPES = {"prompts": torch.int32, "responses": torch.int32, "log_probs": torch.float32, "flags": torch.bool,
-          "halves": torch.bfloat16, "scores": torch.float64}  # fmt: skip
+DTYPES = {
+    "prompts": torch.int32,
+    "responses": torch.int32,
+    "log_probs": torch.float32,
+    "flags": torch.bool,
+    "halves": torch.bfloat16,
+    "scores": torch.float64,
+}
 
 
 def told_of(lengths):

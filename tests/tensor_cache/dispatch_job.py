@@ -104,8 +104,12 @@ def facts(group):
         with Serialised() as seen:
             answers = call()
         told = [vars(each) for each in take_calls()]
-        found[name] = {"answers": answers, "large": sum(size > 1e6 for size in seen.sizes), "bytes": sum(seen.sizes),
-                       "told": told[0] if told else None}
+        found[name] = {
+            "answers": answers,
+            "large": sum(size > 1e6 for size in seen.sizes),
+            "bytes": sum(seen.sizes),
+            "told": told[0] if told else None,
+        }
     try:
         group.fail(np.arange(LARGE))
     except ValueError as error:

@@ -44,15 +44,28 @@ def batch():
     lengths = torch.randint(1, WIDTH, (SAMPLES,))
     shape = (SAMPLES, WIDTH)
     old, ref = (-3 + torch.randn(shape, dtype=torch.float64) for _ in range(2))
-    return {"ids": ids, "mask": (torch.arange(WIDTH) < lengths[:, None]).double(), "old": old, "ref": ref,
-            "advantages": torch.randn((SAMPLES, 1), dtype=torch.float64).expand(shape)}, lengths.tolist()  # fmt: skip
+    return {
+        "ids": ids,
+        "mask": (torch.arange(WIDTH) < lengths[:, None]).double(),
+        "old": old,
+        "ref": ref,
+        "advantages": torch.randn((SAMPLES, 1), dtype=torch.float64).expand(shape),
+    }, lengths.tolist()
 
 
 def loss_of(output, data, mode):
     """As MegatronPPOActor.forward_backward_batch's loss_func: clipped policy loss, entropy and KL."""
     log_probs, entropy = output
-    policy = compute_policy_loss(data["old"], log_probs, data["advantages"], data["mask"], cliprange=0.2,
-                                 cliprange_low=0.2, cliprange_high=0.2, loss_agg_mode=mode)[0]  # fmt: skip
+    policy = compute_policy_loss(
+        data["old"],
+        log_probs,
+        data["advantages"],
+        data["mask"],
+        cliprange=0.2,
+        cliprange_low=0.2,
+        cliprange_high=0.2,
+        loss_agg_mode=mode,
+    )[0]
     kl = agg_loss(kl_penalty(log_probs, data["ref"], "low_var_kl"), data["mask"], mode)
     return policy - 0.01 * agg_loss(entropy, data["mask"], mode) + 0.1 * kl, {}
 

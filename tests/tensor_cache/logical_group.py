@@ -20,9 +20,11 @@ class LogicalGroup(RayWorkerGroup, MegatronWorkerGroup):
 def group_of(cls, actors, workers):
     """(group, actors): `workers` logical workers of class `cls`, the n-th in actor n % actors."""
     made = [ray.remote(num_cpus=0)(cls).remote() for _ in range(actors)]
-    group = LogicalGroup(ray_cls_with_init=RayClassWithInitArgs(ray.remote(cls)),
-                         worker_names=[str(n) for n in range(workers)],
-                         worker_handles=[made[n % actors] for n in range(workers)])
+    group = LogicalGroup(
+        ray_cls_with_init=RayClassWithInitArgs(ray.remote(cls)),
+        worker_names=[str(n) for n in range(workers)],
+        worker_handles=[made[n % actors] for n in range(workers)],
+    )
     return group, made
 
 

@@ -20,5 +20,12 @@ def steps(draw, worlds=ANY):
     held = held_after_rollout(samples, draw(st.permutations([rank % groups for rank in range(world)])))
     lengths = draw(st.lists(st.integers(1, 99), min_size=samples, max_size=samples))
     how = {"token_budget": 99 + draw(st.integers(0, 200))} if draw(st.booleans()) else {"micro_batch_size": micro}
-    return dict(held=held, replica_of=of_rank, lengths=lengths, mini_batch_size=mini, balance=draw(st.booleans()),
-                loss_agg_mode=draw(st.sampled_from(["token-mean", "seq-mean-token-mean"])), **how)  # fmt: skip
+    return dict(
+        held=held,
+        replica_of=of_rank,
+        lengths=lengths,
+        mini_batch_size=mini,
+        balance=draw(st.booleans()),
+        loss_agg_mode=draw(st.sampled_from(["token-mean", "seq-mean-token-mean"])),
+        **how,
+    )

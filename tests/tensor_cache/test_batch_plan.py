@@ -64,8 +64,9 @@ def test_without_balance_each_replica_computes_its_own_share_in_order():
 
 
 def test_token_mean_moves_micro_batches_whole_and_others_do_not():
-    arguments = dict(held=[range(8), ()], replica_of=[0, 1], lengths=[1, 9, 2, 8, 3, 7, 4, 6], mini_batch_size=8,
-                     micro_batch_size=2)  # fmt: skip
+    arguments = dict(
+        held=[range(8), ()], replica_of=[0, 1], lengths=[1, 9, 2, 8, 3, 7, 4, 6], mini_batch_size=8, micro_batch_size=2
+    )
     pairs = {micro for mine in plan_batch(**arguments).schedule for mini in mine for micro in mini}
     assert pairs == {(0, 1), (2, 3), (4, 5), (6, 7)}
     assert plan_batch(**arguments, loss_agg_mode="seq-mean-token-mean").schedule[0][0][0] == (1, 7)

@@ -13,15 +13,26 @@ from verl_patches.trainer import dispatch, worker_starts
 from verl_patches.trainer.worker_starts import noted, start_skew
 
 # objects above 1 MB that the controller serialises: with the row, without it
-LARGE = {"shared by a replica": (2, 4), "one a worker": (4, 4), "one for all": (1, 8), "small": (0, 0),
-         "nothing": (0, 0), "verl's Megatron dispatch": (2, 2), "verl's dispatch to all": (4, 4)}
+LARGE = {
+    "shared by a replica": (2, 4),
+    "one a worker": (4, 4),
+    "one for all": (1, 8),
+    "small": (0, 0),
+    "nothing": (0, 0),
+    "verl's Megatron dispatch": (2, 2),
+    "verl's dispatch to all": (4, 4),
+}
 
 
 @pytest.fixture(scope="module")
 def found(ray_folder, run_ranks):
     """What dispatch_job.py says."""
-    return run_ranks("tests.tensor_cache.dispatch_job:on_and_off", patches="line=pypi,platform=cpu", backend=None,
-                     env={"RAY_TMPDIR": ray_folder})[0]  # fmt: skip
+    return run_ranks(
+        "tests.tensor_cache.dispatch_job:on_and_off",
+        patches="line=pypi,platform=cpu",
+        backend=None,
+        env={"RAY_TMPDIR": ray_folder},
+    )[0]
 
 
 @pytest.mark.slow
@@ -72,8 +83,13 @@ def test_a_step_is_the_sum_of_its_calls_and_its_worst_skew():
     dispatch.take_calls()
     dispatch._calls.extend([dispatch.Call("f", 2, 100, 1), dispatch.Call("g", 1, 50, 2)])
     told = dispatch.dispatch_of_step([[("f", 1.0), ("g", 2.0)], [("f", 1.25), ("g", 2.5)]])
-    assert told == {"calls": 2, "puts": 3, "put_bytes": 150, "inline_bytes": 3,
-                    "start_skew_s": {"max": 0.5, "by_call": {"f": 0.25, "g": 0.5}}}
+    assert told == {
+        "calls": 2,
+        "puts": 3,
+        "put_bytes": 150,
+        "inline_bytes": 3,
+        "start_skew_s": {"max": 0.5, "by_call": {"f": 0.25, "g": 0.5}},
+    }
     assert dispatch.take_calls() == []
 
 
@@ -81,9 +97,19 @@ def batch():
     return DataProto.from_dict({"x": torch.zeros(4, 8)}, {"n": np.array(["ab", [1, 2]] * 2, dtype=object)}, {"a": None})
 
 
-@pytest.mark.parametrize(("value", "size"), [
-    (None, 8), (True, 8), ("four", 4), (np.float32(1), 4), (np.zeros(3), 24), (torch.zeros(3), 12),
-    ({"a": [1, (2.0, b"xy")]}, 19), (batch(), 128 + 1 + 2 * (2 + 16) + 1 + 8)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("value", "size"),
+    [
+        (None, 8),
+        (True, 8),
+        ("four", 4),
+        (np.float32(1), 4),
+        (np.zeros(3), 24),
+        (torch.zeros(3), 12),
+        ({"a": [1, (2.0, b"xy")]}, 19),
+        (batch(), 128 + 1 + 2 * (2 + 16) + 1 + 8),
+    ],
+)
 def test_sizes_are_of_the_parts(value, size):
     assert dispatch._bytes_up_to([value], 10**6) == size
     assert dispatch._bytes_up_to([value] * 3, 10**6) == 3 * size
@@ -114,8 +140,10 @@ def test_coroutines_and_calls_of_vllms_executor_are_left_alone():
     def method(self):
         return "done"
 
-    for decorated in (made(dispatch_mode=Dispatch.ONE_TO_ALL)(sleep),
-                      made(dispatch_mode=Dispatch.DIRECT_ROLLOUT_METHOD)(method)):
+    for decorated in (
+        made(dispatch_mode=Dispatch.ONE_TO_ALL)(sleep),
+        made(dispatch_mode=Dispatch.DIRECT_ROLLOUT_METHOD)(method),
+    ):
         assert decorated.__code__ is not made(dispatch_mode=Dispatch.ONE_TO_ALL)(method).__code__
     plain = made(dispatch_mode=Dispatch.ONE_TO_ALL)(method)
     assert plain(None) == "done" and [name for name, _ in worker_starts.take_starts()] == ["method"]

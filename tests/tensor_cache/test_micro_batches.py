@@ -44,16 +44,19 @@ def test_every_sample_is_once_in_a_micro_batch_of_the_size(case, move_whole):
 @given(shares(size=st.integers(2, 4)))
 def test_micro_batches_that_move_whole_are_those_of_arrival_order(case):
     share, lengths, micro = case
-    sets = [{tuple(batch) for mine in found for batch in mine}
-            for found in (balanced(share, lengths, micro, move_whole=True), arrival(share, micro))]  # fmt: skip
+    sets = [
+        {tuple(batch) for mine in found for batch in mine}
+        for found in (balanced(share, lengths, micro, move_whole=True), arrival(share, micro))
+    ]
     assert sets[0] == sets[1]
 
 
 @given(shares())
 def test_never_worse_than_arrival_order(case):
     share, lengths, _ = case
-    (ours, ideal), (theirs, same) = (steps_cost(way(share), lengths) for way in
-                                     (lambda s: balanced(s, lengths, 1), lambda s: arrival(s, 1)))  # fmt: skip
+    (ours, ideal), (theirs, same) = (
+        steps_cost(way(share), lengths) for way in (lambda s: balanced(s, lengths, 1), lambda s: arrival(s, 1))
+    )
     assert ours <= theirs
     assert ideal == same == sum(lengths) / len(share)
 
@@ -66,8 +69,10 @@ def test_no_assignment_of_single_samples_costs_less(replicas, steps, data):
     lengths = data.draw(st.lists(st.integers(1, 50), min_size=replicas * steps, max_size=replicas * steps))
     share = [range(r * steps, (r + 1) * steps) for r in range(replicas)]
     ours, _ = steps_cost(balanced(share, lengths, 1), lengths)
-    best = min(sum(max(lengths[s] for s in order[at : at + replicas]) for at in range(0, len(order), replicas))
-               for order in itertools.permutations(range(len(lengths))))  # fmt: skip
+    best = min(
+        sum(max(lengths[s] for s in order[at : at + replicas]) for at in range(0, len(order), replicas))
+        for order in itertools.permutations(range(len(lengths)))
+    )
     assert ours == best
 
 

@@ -53,10 +53,20 @@ def test_model_inputs_are_those_of_verl():
     asked = prompt_inputs(from_padded(prompts, prompt_mask, left=True, dtype=torch.int32), prompt_width, pad)
     for name, tensor in {"input_ids": prompts, "attention_mask": prompt_mask, "position_ids": prompt_places}.items():
         assert torch.equal(asked[name], tensor) and asked[name].dtype == torch.int64, name
-    found = model_inputs(from_padded(prompts, prompt_mask, left=True, dtype=torch.int32),
-                         from_padded(responses, mask[:, prompt_width:], dtype=torch.int32), prompt_width, width, pad)
-    expected = {"prompts": prompts, "responses": responses, "input_ids": torch.cat([prompts, responses], 1),
-                "attention_mask": mask, "position_ids": places}
+    found = model_inputs(
+        from_padded(prompts, prompt_mask, left=True, dtype=torch.int32),
+        from_padded(responses, mask[:, prompt_width:], dtype=torch.int32),
+        prompt_width,
+        width,
+        pad,
+    )
+    expected = {
+        "prompts": prompts,
+        "responses": responses,
+        "input_ids": torch.cat([prompts, responses], 1),
+        "attention_mask": mask,
+        "position_ids": places,
+    }
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         assert torch.equal(found[name], tensor), name

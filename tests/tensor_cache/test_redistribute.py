@@ -9,8 +9,13 @@ from tests.tensor_cache.lengths import lognormal_lengths
 from tests.tensor_cache.strategies import steps
 from verl_patches.tensor_cache.batch_plan import held_after_rollout
 
-STEP = dict(held=held_after_rollout(16, range(4)), replica_of=[0, 1, 0, 1], mini_batch_size=8, micro_batch_size=2,
-            lengths=lognormal_lengths(16, 0.7, seed=1))  # fmt: skip
+STEP = dict(
+    held=held_after_rollout(16, range(4)),
+    replica_of=[0, 1, 0, 1],
+    mini_batch_size=8,
+    micro_batch_size=2,
+    lengths=lognormal_lengths(16, 0.7, seed=1),
+)
 
 
 @pytest.mark.slow

@@ -23,8 +23,9 @@ class Bare(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def start(self):
         """Join the group, as init_model does."""
-        torch.distributed.init_process_group("gloo", rank=int(os.environ["RANK"]),
-                                             world_size=int(os.environ["WORLD_SIZE"]))
+        torch.distributed.init_process_group(
+            "gloo", rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"])
+        )
 
 
 def add_proof():
@@ -46,8 +47,13 @@ def ask_two():
     from verl_patches.patching.engine import PatchError
     from verl_patches.trainer import worker_handshake
 
-    ray.init(num_cpus=5, include_dashboard=False, log_to_driver=False, object_store_memory=128 << 20,
-             runtime_env={"worker_process_setup_hook": prelude_on_rank_one})
+    ray.init(
+        num_cpus=5,
+        include_dashboard=False,
+        log_to_driver=False,
+        object_store_memory=128 << 20,
+        runtime_env={"worker_process_setup_hook": prelude_on_rank_one},
+    )
     add_proof()
     pool = RayResourcePool([2], use_gpu=False, max_colocate_count=1)
     both = create_colocated_worker_cls({"actor_rollout": RayClassWithInitArgs(ray.remote(Bare))})

@@ -33,8 +33,13 @@ class Asked:
             refused = visible_die.check_visible_die(visible)
         except ConfigError as error:
             refused = str(error)
-        return {"at hook": os.environ["AT_HOOK"], "at import": AT_IMPORT, "now": os.environ.get(visible_die.VISIBLE),
-                "prepared": os.environ.get("PREPARED"), "refused": refused}
+        return {
+            "at hook": os.environ["AT_HOOK"],
+            "at import": AT_IMPORT,
+            "now": os.environ.get(visible_die.VISIBLE),
+            "prepared": os.environ.get("PREPARED"),
+            "refused": refused,
+        }
 
 
 def hook():
@@ -66,13 +71,21 @@ def start():
     """Ray with two pretended dies; (makes an actor of Asked, task that sleeps)."""
     import ray
 
-    ray_start.start({"VERL_PATCHES": os.environ["VERL_PATCHES"]}, {"layers": 4}, num_cpus=4, resources={"NPU": 2},
-                    include_dashboard=False, log_to_driver=False, runtime_env={ray_start.HOOK: hook()})
+    ray_start.start(
+        {"VERL_PATCHES": os.environ["VERL_PATCHES"]},
+        {"layers": 4},
+        num_cpus=4,
+        resources={"NPU": 2},
+        include_dashboard=False,
+        log_to_driver=False,
+        runtime_env={ray_start.HOOK: hook()},
+    )
     asked = ray.remote(Asked)
 
     def worker(npus=1, **env):
-        return asked.options(num_cpus=0, resources={"NPU": npus} if npus else {},
-                             runtime_env={"env_vars": {**VERLS, **env}}).remote()
+        return asked.options(
+            num_cpus=0, resources={"NPU": npus} if npus else {}, runtime_env={"env_vars": {**VERLS, **env}}
+        ).remote()
 
     return worker, ray.remote(num_cpus=1)(lambda seconds: time.sleep(seconds))
 

@@ -80,10 +80,19 @@ def starts_are_noted():
 
 def metrics_have_the_delta():
     ones = torch.ones(2, 3)
-    batch = DataProto.from_dict({
-        "token_level_scores": ones, "token_level_rewards": ones, "advantages": ones, "returns": ones,
-        "responses": ones, "attention_mask": torch.ones(2, 5), "response_mask": ones, "old_log_probs": -ones,
-        "rollout_log_probs": -1.5 * ones})
+    batch = DataProto.from_dict(
+        {
+            "token_level_scores": ones,
+            "token_level_rewards": ones,
+            "advantages": ones,
+            "returns": ones,
+            "responses": ones,
+            "attention_mask": torch.ones(2, 5),
+            "response_mask": ones,
+            "old_log_probs": -ones,
+            "rollout_log_probs": -1.5 * ones,
+        }
+    )
     found = ray_trainer.compute_data_metrics(batch=batch, use_critic=False)
     return found["recipe/logprob_delta_mean"] == 0.5
 
@@ -114,9 +123,15 @@ class Upstream:
 
 def worker(**recipe):
     """A worker of ours over `Upstream`; the rows that are on in this process say what it does."""
-    settings = {"line": "pypi", "platform": "cpu", "dtype": "fp32", "memory": {"ledger": "off"},
-                "train": {"skip_old_log_prob": False, "swap_optimizer": False, "swap_optimizer_times": 3},
-                "weight_sync": {"enabled": True}, **recipe}
+    settings = {
+        "line": "pypi",
+        "platform": "cpu",
+        "dtype": "fp32",
+        "memory": {"ledger": "off"},
+        "train": {"skip_old_log_prob": False, "swap_optimizer": False, "swap_optimizer_times": 3},
+        "weight_sync": {"enabled": True},
+        **recipe,
+    }
     side = {"megatron": {"param_offload": True, "optimizer_offload": True}}
     config = OmegaConf.create({"recipe": settings, "actor": side, "ref": side, "rollout": {"enforce_eager": True}})
     return subclass_of(Upstream, recipe_worker.RecipeWorker)(config, "actor")
@@ -173,12 +188,16 @@ class UpstreamManager:
 
     def __init__(self):
         self.seen, model = [], torch.nn.Linear(1, 1)
-        executor = SimpleNamespace(driver_worker=SimpleNamespace(worker=SimpleNamespace(
-            model_runner=SimpleNamespace(model=model))))
+        executor = SimpleNamespace(
+            driver_worker=SimpleNamespace(worker=SimpleNamespace(model_runner=SimpleNamespace(model=model)))
+        )
         self.actor_module = [torch.nn.Linear(1, 1)]
         self.inference_engine = SimpleNamespace(
-            wake_up=lambda tags: self.seen.append(*tags), weights_written=lambda last: self.seen.append("written"),
-            sleep=lambda level: self.seen.append("sleep"), llm_engine=SimpleNamespace(model_executor=executor))
+            wake_up=lambda tags: self.seen.append(*tags),
+            weights_written=lambda last: self.seen.append("written"),
+            sleep=lambda level: self.seen.append("sleep"),
+            llm_engine=SimpleNamespace(model_executor=executor),
+        )
 
     def __enter__(self):
         self.seen.append("verl's sync")
@@ -202,15 +221,16 @@ def switch_leaves_a_sync_out():
 
 def resharder_takes_the_place_of_verls_path():
     made = manager(settings=A3)
-    made.resharder = SimpleNamespace(
-        sync=lambda model: made.seen.append("ours") or SimpleNamespace(peak_extra_bytes=0))
+    made.resharder = SimpleNamespace(sync=lambda model: made.seen.append("ours") or SimpleNamespace(peak_extra_bytes=0))
     made.__enter__()
     return made.seen == ["weights", "ours", "written", "kv_cache"]
 
 
 def update_goes_by_its_own_log_probs():
-    made = worker(train={"skip_old_log_prob": True, "swap_optimizer": False},
-                  rollout_correction={"rollout_is": None, "rollout_rs": None})
+    made = worker(
+        train={"skip_old_log_prob": True, "swap_optimizer": False},
+        rollout_correction={"rollout_is": None, "rollout_rs": None},
+    )
     batch = {"advantages": torch.ones(1, 2)}
     on_policy_update.is_metrics_rank, original = (lambda: False), on_policy_update.is_metrics_rank
     made.update_actor(SimpleNamespace(batch=batch))
@@ -244,7 +264,8 @@ def effects():
         "model.train_dtype": works(worker_takes_the_asked_dtype),
         "model.optimizer_dtype": works(optimizer_takes_the_models_dtype),
         "update.micro_batches_as_planned": works(actor_splits_as_planned),
-        "dispatch.put_once": works(calls_are_told), "dispatch.note_starts": works(starts_are_noted),
+        "dispatch.put_once": works(calls_are_told),
+        "dispatch.note_starts": works(starts_are_noted),
         "memory.swap_optimizer": works(worker_swaps_the_optimizer),
         "memory.empty_cache": works(verls_trims_are_left_to_the_schedule),
         "memory.order": works(scheduler_moves_what_the_worker_built),

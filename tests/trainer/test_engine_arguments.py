@@ -62,13 +62,25 @@ def test_256_dies(name):
     hf = {**json.loads((CONFIGS_DIR / config.recipe.model_shape).read_text()), "num_nextn_predict_layers": 0}
     words = arguments_of(explain(config, hf))
     assert _value(words, "--expert-model-parallel-size") == "8"  # 32 ranks of experts / TP 4
-    for argument, value in {"--tensor-model-parallel-size": "4", "--pipeline-model-parallel-size": "8",
-                            "--num-layer-list": "7,7,8,8,8,8,8,7", "--recompute-granularity": "full",
-                            "--recompute-num-layers": "8", "--seq-length": "4096",
-                            "--lr": "1e-06"}.items():  # fmt: skip
+    for argument, value in {
+        "--tensor-model-parallel-size": "4",
+        "--pipeline-model-parallel-size": "8",
+        "--num-layer-list": "7,7,8,8,8,8,8,7",
+        "--recompute-granularity": "full",
+        "--recompute-num-layers": "8",
+        "--seq-length": "4096",
+        "--lr": "1e-06",
+    }.items():
         assert _value(words, argument) == value
-    assert {"--moe-tp-extend-ep", "--moe-grouped-gemm", "--moe-permutation-async-comm", "--swap-optimizer",
-            "--sequence-parallel", "--use-distributed-optimizer", "--bf16"} <= set(words)  # fmt: skip
+    assert {
+        "--moe-tp-extend-ep",
+        "--moe-grouped-gemm",
+        "--moe-permutation-async-comm",
+        "--swap-optimizer",
+        "--sequence-parallel",
+        "--use-distributed-optimizer",
+        "--bf16",
+    } <= set(words)
 
 
 def test_worker_section_says_the_same_as_the_whole_configuration(die256):
@@ -119,8 +131,15 @@ def test_explain_does_not_raise():
 
 
 def test_learning_rate_schedule():
-    words = _words(_tiny(f"{OPTIM}warmup_style=cosine", f"{OPTIM}lr_warmup_steps_ratio=0.1", f"{OPTIM}min_lr_ratio=0.5",
-                         f"{OPTIM}total_training_steps=50", f"{OPTIM}lr=1e-3"))  # fmt: skip
+    words = _words(
+        _tiny(
+            f"{OPTIM}warmup_style=cosine",
+            f"{OPTIM}lr_warmup_steps_ratio=0.1",
+            f"{OPTIM}min_lr_ratio=0.5",
+            f"{OPTIM}total_training_steps=50",
+            f"{OPTIM}lr=1e-3",
+        )
+    )
     expected = {"--lr-decay-style": "cosine", "--lr-warmup-iters": "5", "--min-lr": "0.0005", "--lr-decay-iters": "50"}
     assert {argument: _value(words, argument) for argument in expected} == expected
 
@@ -131,8 +150,10 @@ def test_experts_by_tp_as_megatron_does():
     assert "--moe-tp-extend-ep" not in words
 
 
-@pytest.mark.parametrize(("key", "argument"), [("fused_expert_wgrad", "--gemm-gradient-accumulation-fusion"),
-                                               ("unpadded_attention", "--mla-fa-without-pad")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("key", "argument"),
+    [("fused_expert_wgrad", "--gemm-gradient-accumulation-fusion"), ("unpadded_attention", "--mla-fa-without-pad")],
+)
 def test_switches_that_are_off_at_first(key, argument):
     assert argument not in _words(_tiny())
     assert argument in _words(_tiny(f"recipe.train.{key}=true"))

@@ -30,14 +30,22 @@ def refused(*overrides, name=TINY):
     return [check.detail for check in check_config(compose(name, overrides)) if not check.ok]
 
 
-@pytest.mark.parametrize(("overrides", "words"), [
-    ([f"{ACTOR}.ppo_mini_batch_size=2"],
-     f"{ACTOR}.ppo_mini_batch_size is 2 and data.train_batch_size 4: .* make them equal"),
-    ([f"{ACTOR}.ppo_epochs=2"], f"{ACTOR}.ppo_epochs is 2: .* set 1"),
-    (["algorithm.use_kl_in_reward=true"], f"algorithm.use_kl_in_reward is true, .* use {ACTOR}.use_kl_loss"),
-    (["trainer.critic_warmup=2"], "trainer.critic_warmup is 2: "),
-    ([f"+{ACTOR}.megatron.override_transformer_config.hidden_dropout=0.1"], "hidden_dropout 0.1: two forward passes"),
-])
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (
+            [f"{ACTOR}.ppo_mini_batch_size=2"],
+            f"{ACTOR}.ppo_mini_batch_size is 2 and data.train_batch_size 4: .* make them equal",
+        ),
+        ([f"{ACTOR}.ppo_epochs=2"], f"{ACTOR}.ppo_epochs is 2: .* set 1"),
+        (["algorithm.use_kl_in_reward=true"], f"algorithm.use_kl_in_reward is true, .* use {ACTOR}.use_kl_loss"),
+        (["trainer.critic_warmup=2"], "trainer.critic_warmup is 2: "),
+        (
+            [f"+{ACTOR}.megatron.override_transformer_config.hidden_dropout=0.1"],
+            "hidden_dropout 0.1: two forward passes",
+        ),
+    ],
+)
 def test_what_breaks_on_policy_is_refused_by_name(overrides, words):
     import re
 
@@ -49,7 +57,7 @@ def test_what_breaks_on_policy_is_refused_by_name(overrides, words):
 def test_dropout_of_the_model_is_refused():
     config = compose(TINY, [f"{SKIP}=true"])
     assert faults(config, {"attention_dropout": 0.0}) == []
-    fault, = faults(config, {"attention_dropout": 0.1})
+    (fault,) = faults(config, {"attention_dropout": 0.1})
     assert "config.json says attention_dropout 0.1" in fault
 
 
@@ -59,16 +67,19 @@ def test_what_holds_is_said():
     assert not [check for check in check_config(compose(TINY)) if check.name == "on policy"]
 
 
-@pytest.mark.parametrize(("overrides", "words"), [
-    (["rollout_is=tokens"], "rollout_is is 'tokens'; expected null, token or sequence"),
-    (["rollout_is=token", "rollout_is_threshold=0"], "rollout_is_threshold is 0.0; expected the highest weight"),
-    (["rollout_rs=token_k1", "rollout_rs_threshold=2.0"], "expected null, seq_sum_k1 or seq_mean_k1"),
-    (["rollout_rs=seq_sum_k1"], "rollout_rs_threshold is None; expected LOWEST_HIGHEST"),
-    (["rollout_rs=seq_sum_k1", "rollout_rs_threshold=2.0_0.5"], "'2.0_0.5'; expected LOWEST_HIGHEST"),
-    (["rollout_rs=seq_sum_k1", "rollout_rs_threshold=0.5"], "'0.5'; expected LOWEST_HIGHEST .*the highest alone"),
-    (["rollout_rs=seq_sum_k1", "rollout_rs_threshold=high"], "'high'; expected"),
-    (["rollout_rs_threshold=2.0"], "rollout_rs_threshold is 2.0, but rollout_rs is null"),
-])
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["rollout_is=tokens"], "rollout_is is 'tokens'; expected null, token or sequence"),
+        (["rollout_is=token", "rollout_is_threshold=0"], "rollout_is_threshold is 0.0; expected the highest weight"),
+        (["rollout_rs=token_k1", "rollout_rs_threshold=2.0"], "expected null, seq_sum_k1 or seq_mean_k1"),
+        (["rollout_rs=seq_sum_k1"], "rollout_rs_threshold is None; expected LOWEST_HIGHEST"),
+        (["rollout_rs=seq_sum_k1", "rollout_rs_threshold=2.0_0.5"], "'2.0_0.5'; expected LOWEST_HIGHEST"),
+        (["rollout_rs=seq_sum_k1", "rollout_rs_threshold=0.5"], "'0.5'; expected LOWEST_HIGHEST .*the highest alone"),
+        (["rollout_rs=seq_sum_k1", "rollout_rs_threshold=high"], "'high'; expected"),
+        (["rollout_rs_threshold=2.0"], "rollout_rs_threshold is 2.0, but rollout_rs is null"),
+    ],
+)
 def test_wrong_values_of_the_correction_are_refused_by_name(overrides, words):
     import re
 
@@ -76,14 +87,14 @@ def test_wrong_values_of_the_correction_are_refused_by_name(overrides, words):
     assert len(found) == 1 and re.search(f"{CORRECT}.*{words}", found[0]), found
 
 
-@pytest.mark.parametrize(("override", "words"), [
-    ("actor_rollout_ref.rollout.temperature=0.9", "temperature 0.9"),
-    ("recipe.rollout.replay=somewhere", "recorded"),
-])
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [("actor_rollout_ref.rollout.temperature=0.9", "temperature 0.9"), ("recipe.rollout.replay=somewhere", "recorded")],
+)
 def test_a_correction_needs_comparable_log_probs(override, words):
     on = [f"{CORRECT}.rollout_is=token", f"{CORRECT}.rollout_rs=seq_sum_k1", f"{CORRECT}.rollout_rs_threshold=0.5_2.0"]
     assert refused(*on) == [] and refused(override) == []
-    fault, = refused(*on, override)
+    (fault,) = refused(*on, override)
     assert f"{CORRECT} is on, but vLLM's log-probs" in fault and words in fault
 
 
@@ -93,10 +104,15 @@ def batch(seed=0, rows=4, far=0.05):
     mask = torch.ones(rows, PROMPT + LENGTH, dtype=torch.int64)
     mask[0, -2:] = 0
     old = OF_ACTOR.view(rows, LENGTH).clone()
-    return DataProto.from_dict({
-        "responses": torch.arange(rows * LENGTH).view(rows, LENGTH), "attention_mask": mask, "old_log_probs": old,
-        "rollout_log_probs": old + far * torch.randn(rows, LENGTH, generator=generator),
-        "advantages": torch.randn(rows, LENGTH, generator=generator)})
+    return DataProto.from_dict(
+        {
+            "responses": torch.arange(rows * LENGTH).view(rows, LENGTH),
+            "attention_mask": mask,
+            "old_log_probs": old,
+            "rollout_log_probs": old + far * torch.randn(rows, LENGTH, generator=generator),
+            "advantages": torch.randn(rows, LENGTH, generator=generator),
+        }
+    )
 
 
 class Worker:
@@ -106,8 +122,9 @@ class Worker:
 
     def __init__(self, skip=False, **correction):
         off = {"rollout_is": None, "rollout_is_threshold": 2.0, "rollout_rs": None, "rollout_rs_threshold": None}
-        recipe = SimpleNamespace(train=SimpleNamespace(skip_old_log_prob=skip),
-                                 rollout_correction=SimpleNamespace(**{**off, **correction}))
+        recipe = SimpleNamespace(
+            train=SimpleNamespace(skip_old_log_prob=skip), rollout_correction=SimpleNamespace(**{**off, **correction})
+        )
         self.config, self.role = {"recipe": recipe}, "actor"
         self.parameter = torch.zeros(LENGTH, requires_grad=True)
 
@@ -117,9 +134,14 @@ class Worker:
             assert "old_log_probs" in part.keys()
             mask = part["attention_mask"][:, -LENGTH:].bool()
             log_prob = OF_ACTOR[part["responses"]] + self.parameter
-            loss, *_ = self.loss(old_log_prob=part["old_log_probs"], log_prob=log_prob,
-                                 advantages=part["advantages"], response_mask=mask, cliprange=0.2,
-                                 loss_agg_mode="seq-mean-token-mean")
+            loss, *_ = self.loss(
+                old_log_prob=part["old_log_probs"],
+                log_prob=log_prob,
+                advantages=part["advantages"],
+                response_mask=mask,
+                cliprange=0.2,
+                loss_agg_mode="seq-mean-token-mean",
+            )
             loss.backward()
         return self.parameter.grad.clone()
 
@@ -131,8 +153,9 @@ class Worker:
 
 def updated(upstream, data):
     """RecipeWorker.update_actor over that of `upstream`, which gets the moments of the update."""
-    over = subclass_of(type("Upstream", (), {"update_actor": lambda self, data: upstream.update_actor(data)}),
-                       RecipeWorker)
+    over = subclass_of(
+        type("Upstream", (), {"update_actor": lambda self, data: upstream.update_actor(data)}), RecipeWorker
+    )
     worker = over.__new__(over)
     worker.recipe = upstream.config.get("recipe")
     output = worker.update_actor(data)
@@ -169,7 +192,8 @@ def test_skipped_gradients_are_those_of_the_pass():
     skipped = Worker(skip=True)
     assert torch.equal(skipped.run(batch()), Worker().run(batch()))
     found = rollout_correction.with_workers_metrics(
-        {"actor/entropy_loss": math.nan, "other": 1.0}, [skipped.log_prob_moments, None], skipped.config["recipe"])
+        {"actor/entropy_loss": math.nan, "other": 1.0}, [skipped.log_prob_moments, None], skipped.config["recipe"]
+    )
     data = batch().batch
     mask = data["attention_mask"][:, -LENGTH:].bool()
     far = (data["rollout_log_probs"] - data["old_log_probs"]).abs()[mask]
@@ -186,11 +210,15 @@ def test_an_update_with_verls_own_loss_is_an_error():
     assert not torch.equal(bare.parameter.grad, Worker().run(batch()))
 
 
-@pytest.mark.parametrize("correction", [
-    {"rollout_is": "token", "rollout_is_threshold": 1.02}, {"rollout_is": "sequence"},
-    {"rollout_rs": "seq_sum_k1", "rollout_rs_threshold": "0.97_1.1"},
-    {"rollout_is": "token", "rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.98_1.02"},
-])
+@pytest.mark.parametrize(
+    "correction",
+    [
+        {"rollout_is": "token", "rollout_is_threshold": 1.02},
+        {"rollout_is": "sequence"},
+        {"rollout_rs": "seq_sum_k1", "rollout_rs_threshold": "0.97_1.1"},
+        {"rollout_is": "token", "rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.98_1.02"},
+    ],
+)
 def test_both_ways_weigh_alike(correction):
     passed, skipped = Worker(**correction), Worker(skip=True, **correction)
     found, other = passed.run(batch()), skipped.run(batch())

@@ -88,8 +88,10 @@ def test_other_rows_than_planned_are_refused_and_the_plan_ends_with_them():
 
 
 def test_an_actor_that_does_not_ask_is_refused():
-    with (pytest.raises(RecipeError, match="row update.micro_batches_as_planned must reach"),
-          following(update_splits(plan(), 0), [LENGTHS[s] for s in plan().placed[0]])):
+    with (
+        pytest.raises(RecipeError, match="row update.micro_batches_as_planned must reach"),
+        following(update_splits(plan(), 0), [LENGTHS[s] for s in plan().placed[0]]),
+    ):
         pass
 
 

@@ -27,16 +27,21 @@ import verl
 WORKER = {"RANK": "0", "WG_PREFIX": "abc"}
 
 
-@pytest.mark.parametrize(("env", "engine", "prepared"), [
-    (WORKER, '{"layers": 4}', "prepared 4 5\n"),  # a training worker
-    ({}, '{"layers": 4}', ""),  # the controller
-    ({"RANK": "0"}, '{"layers": 4}', ""),  # the controller under a scheduler that gives ranks
-    (WORKER, "None", "")])  # a line without such an engine
+@pytest.mark.parametrize(
+    ("env", "engine", "prepared"),
+    [
+        (WORKER, '{"layers": 4}', "prepared 4 5\n"),  # a training worker
+        ({}, '{"layers": 4}', ""),  # the controller
+        ({"RANK": "0"}, '{"layers": 4}', ""),  # the controller under a scheduler that gives ranks
+        (WORKER, "None", ""),
+    ],
+)  # a line without such an engine
 def test_a_training_worker_prepares_its_engine_with_the_import_of_verl(tmp_path, run_python, env, engine, prepared):
     (tmp_path / "verl").mkdir()
     (tmp_path / "verl" / "__init__.py").write_text("print('verl')\n")
-    done = run_python(f"ENGINE = {engine}\n{FAKE_START}", patches="line=pypi,platform=cpu",
-                      env={**env, "PYTHONPATH": str(tmp_path)}).check()
+    done = run_python(
+        f"ENGINE = {engine}\n{FAKE_START}", patches="line=pypi,platform=cpu", env={**env, "PYTHONPATH": str(tmp_path)}
+    ).check()
     assert done.out == f"user\nFalse\nverl\n{prepared}"
 
 
@@ -76,9 +81,15 @@ def test_each_worker_is_on_the_die_that_ray_gave_it_before_it_imports_verl(ray_j
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("case", "words"), [
-    ("runtime came first", "sees 16 devices, expected 1"), ("moved", "is '7', expected "),
-    ("not set", "ASCEND_RT_VISIBLE_DEVICES is None, expected "), ("no die", "found ids []")])
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("runtime came first", "sees 16 devices, expected 1"),
+        ("moved", "is '7', expected "),
+        ("not set", "ASCEND_RT_VISIBLE_DEVICES is None, expected "),
+        ("no die", "found ids []"),
+    ],
+)
 def test_a_worker_on_another_die_is_refused(ray_job, case, words):
     refused = ray_job["dies"][case]["refused"]
     assert refused.startswith("rank 0 (pid ") and words in refused, refused
@@ -97,10 +108,13 @@ def test_a_worker_that_cannot_start_ends_the_wait_with_its_own_error(ray_job, ki
 @pytest.mark.parametrize("given", ["'my_hooks.mine'", "__import__('my_hooks').mine", "None"])
 def test_hook_runs_prelude_then_the_users(given, tmp_path, run_python):
     (tmp_path / "my_hooks.py").write_text(
-        "import sys\ndef mine(): print('user', 'verl_patches.prelude_patch' in sys.modules)\n")
-    code = (f"from verl_patches.trainer.ray_start import *\nenv = runtime_env({{}}, {{HOOK: {given}}})\n"
-            "env[HOOK](); env[HOOK]()\nfrom verl_patches.patching.engine import current\n"
-            "print(len(current().wanted) > 0)")
+        "import sys\ndef mine(): print('user', 'verl_patches.prelude_patch' in sys.modules)\n"
+    )
+    code = (
+        f"from verl_patches.trainer.ray_start import *\nenv = runtime_env({{}}, {{HOOK: {given}}})\n"
+        "env[HOOK](); env[HOOK]()\nfrom verl_patches.patching.engine import current\n"
+        "print(len(current().wanted) > 0)"
+    )
     done = run_python(code, patches="line=pypi,platform=cpu", env={"PYTHONPATH": str(tmp_path)}).check()
     assert done.out == ("" if given == "None" else "user True\n" * 2) + "True\n"
 

@@ -30,13 +30,21 @@ def test_two_tokens_by_hand():
     rollout, actor = torch.tensor([[-2 * LOG2, -LOG2]]), torch.tensor([[-LOG2, -2 * LOG2]])
     found = rc.metrics(rc.moments(rollout, actor, torch.ones(1, 2)))
     expected = {
-        "recipe/logprob_delta_mean": LOG2, "recipe/logprob_delta_max": LOG2, "recipe/logprob_delta_std": 0.0,
-        "recipe/logprob_pearson": -1.0, "training/rollout_actor_probs_pearson_corr": -1.0,
-        "rollout_corr/kl": 0.0, "rollout_corr/k3_kl": 0.25,  # (2 - ln 2 - 1 + 1/2 + ln 2 - 1) / 2
-        "training/rollout_probs_diff_mean": 0.25, "training/rollout_probs_diff_max": 0.25,
-        "training/rollout_probs_diff_std": 0.0, "rollout_corr/log_ppl_diff": 0.0, "rollout_corr/log_ppl_abs_diff": 0.0,
-        "rollout_corr/log_ppl_diff_max": 0.0, "rollout_corr/log_ppl_diff_min": 0.0,
-    }  # fmt: skip
+        "recipe/logprob_delta_mean": LOG2,
+        "recipe/logprob_delta_max": LOG2,
+        "recipe/logprob_delta_std": 0.0,
+        "recipe/logprob_pearson": -1.0,
+        "training/rollout_actor_probs_pearson_corr": -1.0,
+        "rollout_corr/kl": 0.0,
+        "rollout_corr/k3_kl": 0.25,  # (2 - ln 2 - 1 + 1/2 + ln 2 - 1) / 2
+        "training/rollout_probs_diff_mean": 0.25,
+        "training/rollout_probs_diff_max": 0.25,
+        "training/rollout_probs_diff_std": 0.0,
+        "rollout_corr/log_ppl_diff": 0.0,
+        "rollout_corr/log_ppl_abs_diff": 0.0,
+        "rollout_corr/log_ppl_diff_max": 0.0,
+        "rollout_corr/log_ppl_diff_min": 0.0,
+    }
     assert set(found) == set(expected)
     assert found == pytest.approx(expected, abs=2e-7)
 
@@ -48,15 +56,21 @@ def test_metrics_are_those_of_numpy_over_valid_tokens():
     of_sequence = [float((r - a)[m].double().mean()) for r, a, m in zip(rollout, actor, mask, strict=True) if m.any()]
     far, far_probs = np.abs(y - x), np.abs(np.exp(y) - np.exp(x))
     expected = {
-        "recipe/logprob_delta_mean": far.mean(), "recipe/logprob_delta_max": far.max(),
-        "recipe/logprob_delta_std": far.std(ddof=1), "recipe/logprob_pearson": np.corrcoef(x, y)[0, 1],
-        "rollout_corr/kl": (x - y).mean(), "rollout_corr/k3_kl": (np.exp(y - x) - (y - x) - 1).mean(),
-        "training/rollout_probs_diff_mean": far_probs.mean(), "training/rollout_probs_diff_max": far_probs.max(),
+        "recipe/logprob_delta_mean": far.mean(),
+        "recipe/logprob_delta_max": far.max(),
+        "recipe/logprob_delta_std": far.std(ddof=1),
+        "recipe/logprob_pearson": np.corrcoef(x, y)[0, 1],
+        "rollout_corr/kl": (x - y).mean(),
+        "rollout_corr/k3_kl": (np.exp(y - x) - (y - x) - 1).mean(),
+        "training/rollout_probs_diff_mean": far_probs.mean(),
+        "training/rollout_probs_diff_max": far_probs.max(),
         "training/rollout_probs_diff_std": far_probs.std(ddof=1),
         "training/rollout_actor_probs_pearson_corr": np.corrcoef(np.exp(x), np.exp(y))[0, 1],
-        "rollout_corr/log_ppl_diff": np.mean(of_sequence), "rollout_corr/log_ppl_abs_diff": np.abs(of_sequence).mean(),
-        "rollout_corr/log_ppl_diff_max": max(of_sequence), "rollout_corr/log_ppl_diff_min": min(of_sequence),
-    }  # fmt: skip
+        "rollout_corr/log_ppl_diff": np.mean(of_sequence),
+        "rollout_corr/log_ppl_abs_diff": np.abs(of_sequence).mean(),
+        "rollout_corr/log_ppl_diff_max": max(of_sequence),
+        "rollout_corr/log_ppl_diff_min": min(of_sequence),
+    }
     assert set(found) == set(expected)
     assert found == pytest.approx(expected, rel=1e-6)  # sequences are subtracted in fp32 above
 
@@ -184,10 +198,9 @@ def test_a_tokens_log_ratio_is_bounded_before_it_decides_on_its_sequence():
     assert rc.weigh(rollout, actor, torch.ones(1, 2), correction).kept.tolist() == [True]
 
 
-@pytest.mark.parametrize(("level", "ratios", "high"), [
-    ("token", [2.0, 0.5, 1.0, 0.25], 1 / 4),
-    ("sequence", [2.0, 2.0, 0.25, 0.25], 1 / 2),
-])
+@pytest.mark.parametrize(
+    ("level", "ratios", "high"), [("token", [2.0, 0.5, 1.0, 0.25], 1 / 4), ("sequence", [2.0, 2.0, 0.25, 0.25], 1 / 2)]
+)
 def test_weight_metrics_are_verls(level, ratios, high):
     """Mean, max and min before the cap; std and ESS of ratios held between 1 / cap and cap."""
     rollout = torch.tensor([[-LOG2, -LOG2], [-LOG2, -LOG2]])
@@ -198,11 +211,15 @@ def test_weight_metrics_are_verls(level, ratios, high):
     found = rc.metrics(rc.moments(rollout, actor, torch.ones(2, 2), correction), correction)
     held = np.clip(ratios, 1 / 1.5, 1.5)
     expected = {
-        "rollout_is_mean": np.mean(ratios), "rollout_is_std": held.std(), "rollout_is_max": 2.0,
-        "rollout_is_min": 0.25, "rollout_is_eff_sample_size": 1 / np.mean((held / held.mean()) ** 2),
-        "rollout_is_ratio_fraction_high": high, "rollout_rs_masked_fraction": 0.5,
+        "rollout_is_mean": np.mean(ratios),
+        "rollout_is_std": held.std(),
+        "rollout_is_max": 2.0,
+        "rollout_is_min": 0.25,
+        "rollout_is_eff_sample_size": 1 / np.mean((held / held.mean()) ** 2),
+        "rollout_is_ratio_fraction_high": high,
+        "rollout_rs_masked_fraction": 0.5,
         "rollout_rs_seq_masked_fraction": 0.5,
-    }  # fmt: skip
+    }
     assert {name: found[f"rollout_corr/{name}"] for name in expected} == pytest.approx(expected, rel=1e-6)
 
 
@@ -211,8 +228,9 @@ def test_bounds_of_a_ratio(text, bounds):
     from types import SimpleNamespace
 
     assert ratio_bounds(text) == bounds
-    section = SimpleNamespace(rollout_is=None, rollout_is_threshold=2.0, rollout_rs="seq_sum_k1",
-                              rollout_rs_threshold=text)
+    section = SimpleNamespace(
+        rollout_is=None, rollout_is_threshold=2.0, rollout_rs="seq_sum_k1", rollout_rs_threshold=text
+    )
     assert correction_of(section) == Correction(None, 2.0, "seq_sum_k1", bounds)
 
 
@@ -233,8 +251,9 @@ def test_a_weight_of_the_advantage_is_a_weight_of_ppos_loss():
         losses, branches = [], []
         for at in range(count):
             row = slice(at, at + 1)
-            loss, high, _, low = compute_policy_loss(old[row], new[row], advantage[row], torch.ones(1, 1), 0.2,
-                                                     clip_ratio_c=3.0)
+            loss, high, _, low = compute_policy_loss(
+                old[row], new[row], advantage[row], torch.ones(1, 1), 0.2, clip_ratio_c=3.0
+            )
             losses.append(loss)
             branches.append((float(high), float(low)))
         torch.stack(losses).sum().backward()

@@ -21,9 +21,14 @@ class Group:
     def generate_sequences(self, prompts):
         self.asked += 1
         ids = prompts.batch["input_ids"].repeat_interleave(2, 0)
-        return verl.DataProto.from_dict({"prompts": ids, "responses": ids + self.asked,
-                                         "rollout_log_probs": torch.zeros(ids.shape),
-                                         "sample": torch.arange(len(ids))})
+        return verl.DataProto.from_dict(
+            {
+                "prompts": ids,
+                "responses": ids + self.asked,
+                "rollout_log_probs": torch.zeros(ids.shape),
+                "sample": torch.arange(len(ids)),
+            }
+        )
 
     def update_actor(self, batch):
         return "updated"

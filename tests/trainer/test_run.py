@@ -10,10 +10,16 @@ from verl_patches.trainer.run import header, line
 
 
 def test_a_row_of_the_table_is_as_wide_as_its_header():
-    step = {"step": 3, "reward": 0.5, "grad_norm": 1.0, "logprob_delta": {"mean": 5e-7, "max": 1e-6}, "seconds": {},
-            "sync": {"received_bytes": {"max": 25_400_000_000}, "collectives": 65, "peak_extra_bytes": 2_147_483_648},
-            "memory": {"peak_bytes": 54_990_000_000},
-            "dispatch": {"put_bytes": 107_000_000_000, "inline_bytes": 4, "start_skew_s": {"max": 81.23456}}}
+    step = {
+        "step": 3,
+        "reward": 0.5,
+        "grad_norm": 1.0,
+        "logprob_delta": {"mean": 5e-7, "max": 1e-6},
+        "seconds": {},
+        "sync": {"received_bytes": {"max": 25_400_000_000}, "collectives": 65, "peak_extra_bytes": 2_147_483_648},
+        "memory": {"peak_bytes": 54_990_000_000},
+        "dispatch": {"put_bytes": 107_000_000_000, "inline_bytes": 4, "start_skew_s": {"max": 81.23456}},
+    }
     assert len(line(step)) == len(header()) == len(line({**step, "sync": None, "memory": None, "dispatch": None}))
     assert " - " in line({**step, "logprob_delta": None}) and " - " in line({**step, "grad_norm": None})
 
@@ -27,9 +33,17 @@ def prove(monkeypatch, tmp_path):
     monkeypatch.setattr(engine, "_CURRENT", mine)
 
     def run_it(*states):
-        workers = [{"rank": rank, "where": "here", "error": None, "digest": mine.digest(), "intent": mine.intent(),
-                    "status": [{"id": "a.b", "state": state, "target": row.target, "reason": "r"}]}
-                   for rank, state in enumerate(states)]
+        workers = [
+            {
+                "rank": rank,
+                "where": "here",
+                "error": None,
+                "digest": mine.digest(),
+                "intent": mine.intent(),
+                "status": [{"id": "a.b", "state": state, "target": row.target, "reason": "r"}],
+            }
+            for rank, state in enumerate(states)
+        ]
         monkeypatch.setattr(run, "workers_proofs", lambda group: workers)
         said, made = [], run.Run.__new__(run.Run)
         made.trainer = SimpleNamespace(actor_rollout_wg=SimpleNamespace(take_report=lambda: None))
@@ -53,10 +67,14 @@ def test_tensors_stay_on_workers_where_the_recipe_and_its_row_say_so(monkeypatch
     monkeypatch.setattr(engine, "is_on", lambda name: row and name == "update.tensor_cache")
     made = run.Run.__new__(run.Run)
     made.cached_group, made.recipe = None, SimpleNamespace(tensor_cache=SimpleNamespace(enabled=enabled))
-    config = SimpleNamespace(data=SimpleNamespace(max_response_length=4), trainer=SimpleNamespace(balance_batch=True),
-                             algorithm=SimpleNamespace(use_kl_in_reward=False))
+    config = SimpleNamespace(
+        data=SimpleNamespace(max_response_length=4),
+        trainer=SimpleNamespace(balance_batch=True),
+        algorithm=SimpleNamespace(use_kl_in_reward=False),
+    )
     group = object()
-    made.trainer = SimpleNamespace(config=config, tokenizer=SimpleNamespace(pad_token_id=0), actor_rollout_wg=group,
-                                   use_reference_policy=False)
+    made.trainer = SimpleNamespace(
+        config=config, tokenizer=SimpleNamespace(pad_token_id=0), actor_rollout_wg=group, use_reference_policy=False
+    )
     made.keep_on_workers()
     assert (made.trainer.actor_rollout_wg is not group) == cached == (made.cached_group is not None)

@@ -17,18 +17,35 @@ from verl_patches.trainer.sampled_check import SampledCheck
 
 
 def config_of(**check):
-    rollout = {"name": "vllm", "mode": "sync", "tensor_model_parallel_size": 2, "temperature": 0.9, "top_p": 0.9,
-               "top_k": 50, "log_prob_micro_batch_size_per_gpu": 2}
-    megatron = {"tensor_model_parallel_size": 1, "context_parallel_size": 1, "expert_model_parallel_size": 4,
-                "expert_tensor_parallel_size": 1, "pipeline_model_parallel_size": 1,
-                "virtual_pipeline_model_parallel_size": None}
-    return OmegaConf.create({
-        "trainer": {"nnodes": 1, "n_gpus_per_node": 4},
-        "data": {"max_prompt_length": 3, "max_response_length": 2, "train_batch_size": 8},
-        "actor_rollout_ref": {"rollout": rollout, "actor": {"megatron": megatron}},
-        "recipe": {"rollout": {"replay": None, "balanced_routing": False},
-                   "train": {"balanced_routing": False, "layers_per_stage": None},
-                   "logprob_check": {"action": "stop", "every": 2, "sequences": None, **check}}})  # fmt: skip
+    rollout = {
+        "name": "vllm",
+        "mode": "sync",
+        "tensor_model_parallel_size": 2,
+        "temperature": 0.9,
+        "top_p": 0.9,
+        "top_k": 50,
+        "log_prob_micro_batch_size_per_gpu": 2,
+    }
+    megatron = {
+        "tensor_model_parallel_size": 1,
+        "context_parallel_size": 1,
+        "expert_model_parallel_size": 4,
+        "expert_tensor_parallel_size": 1,
+        "pipeline_model_parallel_size": 1,
+        "virtual_pipeline_model_parallel_size": None,
+    }
+    return OmegaConf.create(
+        {
+            "trainer": {"nnodes": 1, "n_gpus_per_node": 4},
+            "data": {"max_prompt_length": 3, "max_response_length": 2, "train_batch_size": 8},
+            "actor_rollout_ref": {"rollout": rollout, "actor": {"megatron": megatron}},
+            "recipe": {
+                "rollout": {"replay": None, "balanced_routing": False},
+                "train": {"balanced_routing": False, "layers_per_stage": None},
+                "logprob_check": {"action": "stop", "every": 2, "sequences": None, **check},
+            },
+        }
+    )
 
 
 class Workers:
@@ -82,16 +99,23 @@ def test_validation_goes_through():
     assert workers.asked == [{"validate": True}, {"do_sample": False}] and check.report is None
 
 
-@pytest.mark.parametrize(("check", "others", "words"), [
-    ({}, {}, None),
-    ({"every": None, "sequences": 3}, {}, None),
-    ({"sequences": 3}, {}, "sequences is 3; expected a multiple of 2"),
-    ({"sequences": 10}, {}, "sequences is 10; expected at most data.train_batch_size 8"),
-    ({}, {"recipe.rollout.replay": "outputs/x"}, "every is 2, but .* recorded ones; set recipe.logprob_check.action"),
-    ({}, {"recipe.train.balanced_routing": True}, "every is 2, but .* balanced routing"),
-    ({}, {"actor_rollout_ref.rollout.mode": "async"}, "every is 2, but .* vllm, async; only vllm, sync"),
-    ({"action": "off"}, {"recipe.rollout.replay": "outputs/x"}, None),
-])
+@pytest.mark.parametrize(
+    ("check", "others", "words"),
+    [
+        ({}, {}, None),
+        ({"every": None, "sequences": 3}, {}, None),
+        ({"sequences": 3}, {}, "sequences is 3; expected a multiple of 2"),
+        ({"sequences": 10}, {}, "sequences is 10; expected at most data.train_batch_size 8"),
+        (
+            {},
+            {"recipe.rollout.replay": "outputs/x"},
+            "every is 2, but .* recorded ones; set recipe.logprob_check.action",
+        ),
+        ({}, {"recipe.train.balanced_routing": True}, "every is 2, but .* balanced routing"),
+        ({}, {"actor_rollout_ref.rollout.mode": "async"}, "every is 2, but .* vllm, async; only vllm, sync"),
+        ({"action": "off"}, {"recipe.rollout.replay": "outputs/x"}, None),
+    ],
+)
 def test_what_cannot_be_checked_is_refused_by_name(check, others, words):
     config = config_of(**check)
     for key, value in others.items():

@@ -23,9 +23,16 @@ def test_summary_is_whole_after_every_step(tmp_path):
 
 def test_syncs_of_a_step_are_added_up_and_the_busiest_rank_counts():
     def report(received, extra, verified=False):
-        return {"sent_bytes": 10, "received_bytes": received, "local_bytes": 1, "collectives": 3,
-                "peak_extra_bytes": extra, "seconds": {"pack": 0.5, "total": 1.0}, "verified": verified,
-                "learnt": False}
+        return {
+            "sent_bytes": 10,
+            "received_bytes": received,
+            "local_bytes": 1,
+            "collectives": 3,
+            "peak_extra_bytes": extra,
+            "seconds": {"pack": 0.5, "total": 1.0},
+            "verified": verified,
+            "learnt": False,
+        }
 
     found = sync_of_step([[report(100, 7, True), report(100, 5)], [report(300, 2), report(100, 2)]])
     assert found["received_bytes"] == {"max": 400, "mean": 300} and found["collectives"] == 6

@@ -71,13 +71,26 @@ SERVED = {  # sequences are always packed: verl's Megatron actor has no other wa
     "KL in the reward": [f"{ACTOR}.use_kl_loss=false", "algorithm.use_kl_in_reward=true"],
     "KL in both": [f"{ACTOR}.use_kl_loss=true", "algorithm.use_kl_in_reward=true"],
     "no KL": [f"{ACTOR}.use_kl_loss=false"],
-    **{name: [f"algorithm.adv_estimator={name}"] for name in
-       ("grpo", "remax", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "opo", "grpo_passk")},
+    **{
+        name: [f"algorithm.adv_estimator={name}"]
+        for name in (
+            "grpo",
+            "remax",
+            "rloo",
+            "reinforce_plus_plus",
+            "reinforce_plus_plus_baseline",
+            "opo",
+            "grpo_passk",
+        )
+    },
     "arrival order": ["trainer.balance_batch=false"],
     "balanced": ["trainer.balance_batch=true"],
     "dynamic size": [f"{ACTOR}.{DYNAMIC}=true"],
-    "dynamic size of the update": [f"{ACTOR}.{DYNAMIC}=true", f"{ROLLOUT}.log_prob_{DYNAMIC}=false",
-                                   f"actor_rollout_ref.ref.log_prob_{DYNAMIC}=false"],
+    "dynamic size of the update": [
+        f"{ACTOR}.{DYNAMIC}=true",
+        f"{ROLLOUT}.log_prob_{DYNAMIC}=false",
+        f"actor_rollout_ref.ref.log_prob_{DYNAMIC}=false",
+    ],
     "dynamic size of log-probs": [f"{ROLLOUT}.log_prob_{DYNAMIC}=true", f"{LOG_PROB_BUDGET}={LONGEST}"],
     "dynamic size of the reference": [f"actor_rollout_ref.ref.log_prob_{DYNAMIC}=true", f"{REF_BUDGET}={LONGEST}"],
     "no pass for old log-probs": ["recipe.train.skip_old_log_prob=true"],
@@ -103,6 +116,7 @@ REFUSED = {
     f"{ROLLOUT}.prompt_length=32": "prompt_length is 32 and data.max_prompt_length 256: a batch rebuilt",
 }
 
+
 @pytest.mark.parametrize("overrides", SERVED.values(), ids=SERVED)
 def test_combinations_that_are_served(refused, overrides):
     assert refused(ON, *overrides) == []
@@ -115,14 +129,19 @@ def test_combinations_that_are_not_served_are_refused_by_name(refused, override,
     assert refused(override) == []
 
 
-@pytest.mark.parametrize(("switch", "budget"), [
-    (f"{ACTOR}.{DYNAMIC}", f"{ACTOR}.ppo_max_token_len_per_gpu"),
-    (f"{ROLLOUT}.log_prob_{DYNAMIC}", LOG_PROB_BUDGET),
-    (f"actor_rollout_ref.ref.log_prob_{DYNAMIC}", REF_BUDGET),
-])
+@pytest.mark.parametrize(
+    ("switch", "budget"),
+    [
+        (f"{ACTOR}.{DYNAMIC}", f"{ACTOR}.ppo_max_token_len_per_gpu"),
+        (f"{ROLLOUT}.log_prob_{DYNAMIC}", LOG_PROB_BUDGET),
+        (f"actor_rollout_ref.ref.log_prob_{DYNAMIC}", REF_BUDGET),
+    ],
+)
 def test_a_budget_that_a_sample_may_not_fit_is_refused(refused, switch, budget):
-    assert refused(ON, f"{switch}=true", f"{budget}={LONGEST}", f"{LOG_PROB_BUDGET}={LONGEST}",
-                   f"{REF_BUDGET}={LONGEST}") == []
+    assert (
+        refused(ON, f"{switch}=true", f"{budget}={LONGEST}", f"{LOG_PROB_BUDGET}={LONGEST}", f"{REF_BUDGET}={LONGEST}")
+        == []
+    )
     told = refused(ON, f"{switch}=true", f"{budget}={LONGEST - 1}")
     assert re.search(f"{budget.split('.')[-1]} {LONGEST - 1}: a sample may have {LONGEST} tokens", told[0])
 
@@ -246,15 +265,19 @@ def test_prompts_travel_without_padding_and_are_padded_again_on_the_worker():
     found = padded_prompts(sent, 0, 1)
     assert found.non_tensor_batch["raw_prompt_ids"].tolist() == [[1, 2], [7]]
     assert {name: tensor.tolist() for name, tensor in found.batch.items()} == {
-        "input_ids": [[0, 0, 1, 2], [0, 0, 0, 7]], "attention_mask": [[0, 0, 1, 1], [0, 0, 0, 1]],
-        "position_ids": [[0, 0, 0, 1], [0, 0, 0, 0]]}
+        "input_ids": [[0, 0, 1, 2], [0, 0, 0, 7]],
+        "attention_mask": [[0, 0, 1, 1], [0, 0, 0, 1]],
+        "position_ids": [[0, 0, 0, 1], [0, 0, 0, 0]],
+    }
     assert found.meta_info == {}
 
 
 def test_every_rank_takes_its_own_prompts():
     sent = tensor_cache._asked(prompts(), 0)
     assert [padded_prompts(sent, rank, 2).batch["input_ids"].tolist() for rank in (0, 1)] == [
-        [[0, 0, 1, 2]], [[0, 0, 0, 7]]]
+        [[0, 0, 1, 2]],
+        [[0, 0, 0, 7]],
+    ]
     with pytest.raises(ConfigError, match="2 prompts for 3 workers.*train_batch_size"):
         padded_prompts(sent, 0, 3)
 
@@ -262,10 +285,14 @@ def test_every_rank_takes_its_own_prompts():
 class Generating:
     """Two ranks with two responses to their prompt each, of unequal lengths."""
 
-    ANSWERS = [{"prompt_length": [2, 2], "response_length": [2, 3], "response_ids": [11, 12, 21, 22, 23]},
-               {"prompt_length": [1, 1], "response_length": [1, 3], "response_ids": [31, 41, 42, 43]}]
-    REPORTS = [{"sent_bytes": 8, "received_bytes": 4, "balance": 1.25}, {"sent_bytes": 2, "received_bytes": 6,
-                                                                         "balance": 1.25}]
+    ANSWERS = [
+        {"prompt_length": [2, 2], "response_length": [2, 3], "response_ids": [11, 12, 21, 22, 23]},
+        {"prompt_length": [1, 1], "response_length": [1, 3], "response_ids": [31, 41, 42, 43]},
+    ]
+    REPORTS = [
+        {"sent_bytes": 8, "received_bytes": 4, "balance": 1.25},
+        {"sent_bytes": 2, "received_bytes": 6, "balance": 1.25},
+    ]
 
     def __init__(self):
         self.calls = []
@@ -293,7 +320,12 @@ def test_the_responses_of_two_ranks_become_verls_batch_in_the_order_of_samples()
     (_, _, asked), (stage, step, placed) = workers.calls
     assert (stage, step, asked["prompt_ids"].tolist()) == ("place", 6, [1, 2, 7])
     assert {name: np.asarray(told).tolist() for name, told in placed.items()} == {
-        "prompts": [2, 2, 1, 1], "responses": [2, 3, 1, 3], "widths": [4, WIDTH], "pad": 0, "balance": True}
+        "prompts": [2, 2, 1, 1],
+        "responses": [2, 3, 1, 3],
+        "widths": [4, WIDTH],
+        "pad": 0,
+        "balance": True,
+    }
     assert group.end_step() == {"sent_bytes": 8, "received_bytes": 6, "balance": 1.25}
     assert workers.calls[-1][:2] == ("close", 6)
 
@@ -303,10 +335,13 @@ def test_only_what_verl_says_of_its_own_partition_is_left_out():
     assert TensorCacheGroup.without_verls_partition(metrics) == {"critic/score/mean": 0.5}
 
 
-@pytest.mark.parametrize(("more", "says"), [
-    ({"raw_prompt_ids": [[1, 2], [8]]}, r"raw_prompt_ids of prompt 1 \(1\) are not its input_ids"),
-    ({"multi_modal_data": [{}, {}]}, "prompts have multi_modal_data, which would not come back"),
-])
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ({"raw_prompt_ids": [[1, 2], [8]]}, r"raw_prompt_ids of prompt 1 \(1\) are not its input_ids"),
+        ({"multi_modal_data": [{}, {}]}, "prompts have multi_modal_data, which would not come back"),
+    ],
+)
 def test_prompts_that_are_not_text_are_refused_before_anything_runs(make, more, says):
     group, workers = make()
     with pytest.raises(ConfigError, match=says):

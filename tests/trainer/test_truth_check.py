@@ -8,8 +8,11 @@ from verl_patches.trainer import rollout_correction, truth_check
 
 def test_delta_is_of_valid_tokens_only():
     """What the deltas are: tests/trainer/test_rollout_correction.py."""
-    tensors = {"rollout_log_probs": torch.tensor([[-1.0, -2.0, -9.0]]),
-               "old_log_probs": torch.tensor([[-1.5, -2.0, 0.0]]), "response_mask": torch.tensor([[1, 1, 0]])}
+    tensors = {
+        "rollout_log_probs": torch.tensor([[-1.0, -2.0, -9.0]]),
+        "old_log_probs": torch.tensor([[-1.5, -2.0, 0.0]]),
+        "response_mask": torch.tensor([[1, 1, 0]]),
+    }
     compute = rollout_correction.add_to_metrics(lambda batch: {"of verl": 1.0})
     found = compute(SimpleNamespace(batch=tensors))
     delta = truth_check.logprob_delta(found)
@@ -32,8 +35,16 @@ def test_check_stops_above_the_limit_and_says_what_to_do():
         truth_check.check(2, {"mean": 0.5, "max": 1.0}, 1e-5)
 
 
-@pytest.mark.parametrize(("sampling", "expected"), [
-    ((1.0, 1, -1), True), ((1.0, 1.0, 0), True), ((0.9, 1, -1), False), ((1.0, 0.9, -1), False), ((1.0, 1, 50), False)])
+@pytest.mark.parametrize(
+    ("sampling", "expected"),
+    [
+        ((1.0, 1, -1), True),
+        ((1.0, 1.0, 0), True),
+        ((0.9, 1, -1), False),
+        ((1.0, 0.9, -1), False),
+        ((1.0, 1, 50), False),
+    ],
+)
 def test_only_unchanged_distributions_are_compared(sampling, expected):
     from types import SimpleNamespace
 

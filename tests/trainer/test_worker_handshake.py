@@ -15,8 +15,14 @@ from verl_patches.trainer.worker_handshake import (
 
 def worker(rank, intent=None, digest="", error=None, **states):
     status = [{"id": f"a.{name}", "state": state} for name, state in states.items()]
-    return {"rank": rank, "where": f"pid {100 + rank} on node", "intent": intent, "digest": digest, "error": error,
-            "status": status}
+    return {
+        "rank": rank,
+        "where": f"pid {100 + rank} on node",
+        "intent": intent,
+        "digest": digest,
+        "error": error,
+        "status": status,
+    }
 
 
 def test_equal_digests_pass_and_another_one_names_worker_and_row():
@@ -41,17 +47,36 @@ def test_workers_that_left_other_rows_alone_are_refused():
     refuse_unlike(ids, [worker(0, b="active", c="drifted"), worker(1, b="waiting", c="drifted")])  # never imported
     refuse_unlike(ids, [worker(0, other="active"), worker(1, other="drifted")])  # a row of the controller
     with pytest.raises(PatchError, match=r"a\.b: unsupported in 0; active in 2, 3\nTheir") as refused:
-        refuse_unlike(ids, [worker(0, b="unsupported", c="off"), worker(1, b="waiting", c="off"),
-                            worker(2, b="active", c="off"), worker(3, b="active", c="off")])
+        refuse_unlike(
+            ids,
+            [
+                worker(0, b="unsupported", c="off"),
+                worker(1, b="waiting", c="off"),
+                worker(2, b="active", c="off"),
+                worker(3, b="active", c="off"),
+            ],
+        )
     assert "a.c" not in str(refused.value)
 
 
-@pytest.mark.parametrize(("error", "said"), [
-    (AttributeError("ray::Worker() (pid=7)\nin prove_patches\nAttributeError: 'E' object has no attribute 'statu'"),
-     "no attribute 'statu'"),
-    (AttributeError("ray::Worker() (pid=7)\nAttributeError: 'Worker' object has no attribute 'ref_prove_patches'"),
-     "did not run the prelude"),
-    (PatchError("ray::Worker() (pid=7)\nthe prelude has not run in this process"), "did not run the prelude")])
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (
+            AttributeError(
+                "ray::Worker() (pid=7)\nin prove_patches\nAttributeError: 'E' object has no attribute 'statu'"
+            ),
+            "no attribute 'statu'",
+        ),
+        (
+            AttributeError(
+                "ray::Worker() (pid=7)\nAttributeError: 'Worker' object has no attribute 'ref_prove_patches'"
+            ),
+            "did not run the prelude",
+        ),
+        (PatchError("ray::Worker() (pid=7)\nthe prelude has not run in this process"), "did not run the prelude"),
+    ],
+)
 def test_only_a_worker_without_the_method_is_said_to_lack_the_prelude(monkeypatch, error, said):
     def get(answer):
         if isinstance(answer, Exception):
@@ -68,8 +93,12 @@ def test_the_record_says_what_happened():
     row = {"id": "a.b", "state": "drifted", "target": "m:f", "process": "worker 0", "reason": "expected 1, found 2"}
     assert recorded(row) == row
     assert "reason" not in recorded({**row, "state": "active"})
-    rows = [row, {**row, "process": "worker 1"}, {**row, "id": "a.c", "state": "active"},
-            {**row, "id": "a.d", "state": "unsupported"}]
+    rows = [
+        row,
+        {**row, "process": "worker 1"},
+        {**row, "id": "a.c", "state": "active"},
+        {**row, "id": "a.d", "state": "unsupported"},
+    ]
     assert not_as_reviewed(rows) == {"drifted": ["a.b"], "unsupported": ["a.d"]}
 
 
@@ -82,8 +111,11 @@ def test_a_group_that_cannot_be_asked_is_refused():
 def test_a_worker_that_never_ran_the_prelude_is_refused_by_rank(ray_folder, run_ranks):
     """Real Ray, verl's own worker group and its colocated class; worker 1 ran the prelude and proves as much."""
     digest, (without, with_prelude), refused = run_ranks(
-        "tests.trainer.bare_worker:ask_two", patches="line=pypi,platform=cpu", backend=None,
-        env={"RAY_TMPDIR": ray_folder})[0]  # fmt: skip
+        "tests.trainer.bare_worker:ask_two",
+        patches="line=pypi,platform=cpu",
+        backend=None,
+        env={"RAY_TMPDIR": ray_folder},
+    )[0]
     assert without.get("digest") is None and with_prelude["digest"] == digest and with_prelude["rank"] == 1
     assert refused.startswith("worker 0 (") and "pid=" in without["where"]
     assert "did not run the prelude" in refused and "install-prelude" in refused

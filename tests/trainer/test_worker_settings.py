@@ -23,13 +23,20 @@ print(json.dumps(send_switches(lambda *args, **options: options.get("runtime_env
 TOLD = "line=pypi,platform=cpu,-memory.order"
 
 
-@pytest.mark.parametrize(("given", "job", "runtime_env"), [
-    ("{}", None, {"env_vars": {"VERL_PATCHES": TOLD}}),
-    ("{'runtime_env': {'env_vars': {'A': '1'}, 'pip': []}}", None,
-     {"env_vars": {"A": "1", "VERL_PATCHES": TOLD}, "pip": []}),
-    ("{'job_config': Config}", None, {"env_vars": {"B": "2", "VERL_PATCHES": TOLD}}),
-    ("{'runtime_env': {'env_vars': {'VERL_PATCHES': 'x'}}}", None, {"env_vars": {"VERL_PATCHES": "x"}}),
-    ("{}", '{"runtime_env": {"env_vars": {"VERL_PATCHES": "x"}}}', None)])  # Ray merges the submitted job's
+@pytest.mark.parametrize(
+    ("given", "job", "runtime_env"),
+    [
+        ("{}", None, {"env_vars": {"VERL_PATCHES": TOLD}}),
+        (
+            "{'runtime_env': {'env_vars': {'A': '1'}, 'pip': []}}",
+            None,
+            {"env_vars": {"A": "1", "VERL_PATCHES": TOLD}, "pip": []},
+        ),
+        ("{'job_config': Config}", None, {"env_vars": {"B": "2", "VERL_PATCHES": TOLD}}),
+        ("{'runtime_env': {'env_vars': {'VERL_PATCHES': 'x'}}}", None, {"env_vars": {"VERL_PATCHES": "x"}}),
+        ("{}", '{"runtime_env": {"env_vars": {"VERL_PATCHES": "x"}}}', None),
+    ],
+)  # Ray merges the submitted job's
 def test_workers_are_told_the_drivers_switches_unless_they_are_given(run_warm, given, job, runtime_env):
     done = run_warm(TELL, given, patches=TOLD, env={"RAY_JOB_CONFIG_JSON": job} if job else None).check()
     assert json.loads(done.out) == runtime_env
@@ -70,9 +77,18 @@ def test_a_worker_without_the_variable_is_refused_by_node_and_the_row_gives_it(t
     site = next((tmp_path / "venv" / "lib").glob("python*/site-packages"))
     (site / "base.pth").write_text(f"{sysconfig.get_path('purelib')}\n{ROOT}\n")
     (site / install_prelude.NAME).write_text(install_prelude.TEXT)
-    done = subprocess.run([tmp_path / "venv/bin/python", "-c", JOB], capture_output=True, text=True, timeout=240, env={
-        "PYTHONPATH": str(tmp_path), "PATH": f"{tmp_path}/venv/bin:/usr/bin:/bin", "RAY_TMPDIR": ray_folder,
-        "RAY_USAGE_STATS_ENABLED": "0"})
+    done = subprocess.run(
+        [tmp_path / "venv/bin/python", "-c", JOB],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env={
+            "PYTHONPATH": str(tmp_path),
+            "PATH": f"{tmp_path}/venv/bin:/usr/bin:/bin",
+            "RAY_TMPDIR": ray_folder,
+            "RAY_USAGE_STATS_ENABLED": "0",
+        },
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     missing, told = done.stdout.splitlines()
     assert "ConfigError" in missing and "VERL_PATCHES is not set" in missing and socket.gethostname() in missing

@@ -52,9 +52,16 @@ def test_two_verls_are_refused(upstream):
         trees_of(upstream, upstream)
 
 
-@pytest.mark.parametrize(("given", "line", "platform", "words"), [
-    (True, "pypi", "cpu", "recipe.line is pypi"), (False, "a3", "cpu", "fetch_upstream.sh"),
-    (True, "a3", "cpu", None), (False, "pypi", "cpu", None), (False, "a3", "npu", None)])
+@pytest.mark.parametrize(
+    ("given", "line", "platform", "words"),
+    [
+        (True, "pypi", "cpu", "recipe.line is pypi"),
+        (False, "a3", "cpu", "fetch_upstream.sh"),
+        (True, "a3", "cpu", None),
+        (False, "pypi", "cpu", None),
+        (False, "a3", "npu", None),
+    ],
+)
 def test_line_and_trees_go_together(upstream, given, line, platform, words):
     trees = trees_of(upstream) if given else trees_of()
     if words is None:
@@ -96,16 +103,27 @@ def test_a_printed_command_finds_the_trees_and_all_that_the_image_has_on_its_pat
         prefix = re.split(r"(?=ray start|python -m)", printed["command"])[0]
         names = [*PACKAGES.values(), "vllm_of_the_image", "verl_patches"]
         line = shlex.join([sys.executable, "-c", FOUND, *names])
-        done = subprocess.run(["bash", "-c", prefix + line], capture_output=True, text=True, check=True, cwd="/",
-                              env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(image)})
+        done = subprocess.run(
+            ["bash", "-c", prefix + line],
+            capture_output=True,
+            text=True,
+            check=True,
+            cwd="/",
+            env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(image)},
+        )
         found = dict(text.split(" ", 1) for text in done.stdout.splitlines())
         for name, package in PACKAGES.items():
             place = upstream / name if given else image
             assert str(place / package) in found[package], (printed, done.stdout)
         assert str(image / "vllm_of_the_image") in found["vllm_of_the_image"]
         assert str(REPOSITORY / "verl_patches") in found["verl_patches"]
-        without = subprocess.run(["bash", "-c", f"{prefix}printenv PYTHONPATH"], capture_output=True, text=True,
-                                 check=True, env={"PATH": "/usr/bin:/bin"})  # nothing set before: no empty entry
+        without = subprocess.run(
+            ["bash", "-c", f"{prefix}printenv PYTHONPATH"],
+            capture_output=True,
+            text=True,
+            check=True,
+            env={"PATH": "/usr/bin:/bin"},
+        )  # nothing set before: no empty entry
         assert "" not in without.stdout.strip().split(os.pathsep)
 
 

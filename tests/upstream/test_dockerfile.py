@@ -34,17 +34,26 @@ def instructions(text):
 
 FOUND = instructions(TEXT)
 RUNS = [re.sub(r"^(--mount=\S+\s+)+", "", rest) for word, rest in FOUND if word == "RUN"]
-DEFAULTS = {name: value.strip('"') for word, rest in FOUND if word == "ARG"
-            for name, given, value in [rest.partition("=")] if given}
+DEFAULTS = {
+    name: value.strip('"')
+    for word, rest in FOUND
+    if word == "ARG"
+    for name, given, value in [rest.partition("=")]
+    if given
+}
 
 
 def pinned():
     """The arguments by the pin file. pip cannot read 0.1*, and the driver is the host's."""
     exact = [f"{name}=={v}" for name, v in A3.packages.items() if "*" not in v.removesuffix(".*")]
     return {
-        "BASE_IMAGE": A3.container.image, "PIN_PYTHON": A3.container.python, "PIN_CANN": A3.system["cann_toolkit"],
-        "PIN_TORCH": A3.packages["torch"], "PIN_TORCH_NPU": A3.packages["torch_npu"],
-        "PIN_VLLM": A3.repositories["vllm"].version, "PIN_VLLM_ASCEND": A3.repositories["vllm-ascend"].version,
+        "BASE_IMAGE": A3.container.image,
+        "PIN_PYTHON": A3.container.python,
+        "PIN_CANN": A3.system["cann_toolkit"],
+        "PIN_TORCH": A3.packages["torch"],
+        "PIN_TORCH_NPU": A3.packages["torch_npu"],
+        "PIN_VLLM": A3.repositories["vllm"].version,
+        "PIN_VLLM_ASCEND": A3.repositories["vllm-ascend"].version,
         "PIN_PACKAGES": exact,
     }
 
@@ -112,10 +121,12 @@ def test_every_repository_is_copied_and_what_pip_does_not_install_is_on_the_path
     assert copied == [f"upstream/{name}" for name in A3.repositories]
     path = next(rest for word, rest in FOUND if word == "ENV" and rest.startswith("PYTHONPATH="))
     assert path.removeprefix("PYTHONPATH=").split(":") == [
-        f"/opt/deepseekv3/upstream/{name}" for name, pin in A3.repositories.items() if not pin.by_pip]
+        f"/opt/deepseekv3/upstream/{name}" for name, pin in A3.repositories.items() if not pin.by_pip
+    ]
     installed = {name for name, pin in A3.repositories.items() if pin.by_pip}
     assert {name for name in A3.repositories if f"--editable upstream/{name}" in re.sub(r"\s+", " ", TEXT) + " "} == (
-        installed)
+        installed
+    )
 
 
 def test_requirements_are_filtered_and_the_last_check_is_python():
@@ -127,8 +138,9 @@ def test_requirements_are_filtered_and_the_last_check_is_python():
     compile(code, "Dockerfile", "exec")
 
 
-@pytest.mark.parametrize(("key", "value"), [
-    ("python", "3.12"), ("image", "quay.io/x/y"), ("image", "quay.io/x/y:latest")])
+@pytest.mark.parametrize(
+    ("key", "value"), [("python", "3.12"), ("image", "quay.io/x/y"), ("image", "quay.io/x/y:latest")]
+)
 def test_a_python_that_the_line_lacks_and_an_image_without_version_are_refused(key, value):
     data = A3.model_dump()
     data["container"][key] = value
@@ -139,12 +151,21 @@ def test_a_python_that_the_line_lacks_and_an_image_without_version_are_refused(k
 def test_a_container_gets_every_device_and_further_options(tmp_path):
     (tmp_path / "docker").write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
     (tmp_path / "docker").chmod(0o755)
-    done = subprocess.run(["bash", str(START), "--volume", "/other:/other"], capture_output=True, text=True, check=True,
-                          env={"PATH": f"{tmp_path}:{os.environ['PATH']}"})
+    done = subprocess.run(
+        ["bash", str(START), "--volume", "/other:/other"],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={"PATH": f"{tmp_path}:{os.environ['PATH']}"},
+    )
     argv = done.stdout.splitlines()
     devices = [value for option, value in zip(argv, argv[1:], strict=False) if option == "--device"]
-    assert devices == [*(f"/dev/davinci{n}" for n in range(16)), "/dev/davinci_manager", "/dev/devmm_svm",
-                       "/dev/hisi_hdc"]
+    assert devices == [
+        *(f"/dev/davinci{n}" for n in range(16)),
+        "/dev/davinci_manager",
+        "/dev/devmm_svm",
+        "/dev/hisi_hdc",
+    ]
     mounts = {value for option, value in zip(argv, argv[1:], strict=False) if option == "--volume"}
     assert mounts >= {"/usr/local/Ascend/driver:/usr/local/Ascend/driver:ro", "/data:/data", "/other:/other"}
     assert argv[:2] == ["run", "--interactive"] and argv[-2:] == ["deepseekv3-a3", "/bin/bash"]

@@ -15,8 +15,12 @@ from verl_patches.upstream.installed import installed_root
 from verl_patches.upstream.modified import refuse_modified, roots_of, source_findings, tree_changes
 from verl_patches.upstream.pins import Repository, load_pins
 
-FILES = {WORKER: WORKER_TEXT, "verl/a.py": "a = 1\n", "verl/data.txt": "d\n",
-         ".gitignore": "*.pyc\n*.log\n/verl/_version.py\n/verl/mine.py\n/out/\n/build/\n/odd/\n"}
+FILES = {
+    WORKER: WORKER_TEXT,
+    "verl/a.py": "a = 1\n",
+    "verl/data.txt": "d\n",
+    ".gitignore": "*.pyc\n*.log\n/verl/_version.py\n/verl/mine.py\n/out/\n/build/\n/odd/\n",
+}
 
 
 @pytest.fixture
@@ -26,8 +30,14 @@ def tree(tmp_path):
     folder.mkdir()
     git(folder, "init", "-q")
     head = commit(folder, FILES)
-    pin = Repository(url="u", commit=head, tree=git(folder, "rev-parse", "HEAD^{tree}"), packages=("verl",),
-                     version="1", generated=("verl/_version.py",))
+    pin = Repository(
+        url="u",
+        commit=head,
+        tree=git(folder, "rev-parse", "HEAD^{tree}"),
+        packages=("verl",),
+        version="1",
+        generated=("verl/_version.py",),
+    )
     return folder, load_pins().line("pypi").model_copy(update={"repositories": {"verl": pin}})
 
 
@@ -43,26 +53,38 @@ def write(folder, files):
         (folder / name).write_text(text)
 
 
-@pytest.mark.parametrize("files", [
-    {}, {WORKER: f"{LINE}\n{WORKER_TEXT}"}, {"verl/__pycache__/a.pyc": "x", "gone/__pycache__/b.pyc": "x"},
-    {"verl/a.pyc": "x", "run.log": "x", "out/x.log": "x"}, {"verl/_version.py": "v = 1"}, {"build/lib/verl/a.py": "x"},
-    {"out/site-packages/x.py": "x"},
-])
+@pytest.mark.parametrize(
+    "files",
+    [
+        {},
+        {WORKER: f"{LINE}\n{WORKER_TEXT}"},
+        {"verl/__pycache__/a.pyc": "x", "gone/__pycache__/b.pyc": "x"},
+        {"verl/a.pyc": "x", "run.log": "x", "out/x.log": "x"},
+        {"verl/_version.py": "v = 1"},
+        {"build/lib/verl/a.py": "x"},
+        {"out/site-packages/x.py": "x"},
+    ],
+)
 def test_what_is_no_change(tree, files):
     write(tree[0], files)
     (tree[0] / "verl/a.py").chmod(0o755)
     assert found(tree).state == "fine" and found(tree).details == ()
 
 
-@pytest.mark.parametrize(("files", "named"), [
-    ({"verl/a.py": "a = 2\n"}, "verl/a.py (modified)"), ({"verl/data.txt": "e\n"}, "verl/data.txt (modified)"),
-    ({"verl/new.py": "x"}, "verl/new.py (extra)"), ({"new/deep/x.txt": "x"}, "new/deep/x.txt (extra)"),
-    ({"verl/mine.py": "x"}, "verl/mine.py (extra)"),  # git ignores it, Python would import it
-    ({"odd/x/y.py": "x"}, "odd/x/y.py (extra)"),
-    ({WORKER: f"{LINE}\n{LINE}\n{WORKER_TEXT}"}, f"{WORKER} (modified)"),
-    ({WORKER: f"{LINE}\n{WORKER_TEXT}x = 1\n"}, f"{WORKER} (modified)"),
-    ({"verl/a.py": f"{LINE}\na = 1\n"}, "verl/a.py (modified)"),
-])
+@pytest.mark.parametrize(
+    ("files", "named"),
+    [
+        ({"verl/a.py": "a = 2\n"}, "verl/a.py (modified)"),
+        ({"verl/data.txt": "e\n"}, "verl/data.txt (modified)"),
+        ({"verl/new.py": "x"}, "verl/new.py (extra)"),
+        ({"new/deep/x.txt": "x"}, "new/deep/x.txt (extra)"),
+        ({"verl/mine.py": "x"}, "verl/mine.py (extra)"),  # git ignores it, Python would import it
+        ({"odd/x/y.py": "x"}, "odd/x/y.py (extra)"),
+        ({WORKER: f"{LINE}\n{LINE}\n{WORKER_TEXT}"}, f"{WORKER} (modified)"),
+        ({WORKER: f"{LINE}\n{WORKER_TEXT}x = 1\n"}, f"{WORKER} (modified)"),
+        ({"verl/a.py": f"{LINE}\na = 1\n"}, "verl/a.py (modified)"),
+    ],
+)
 def test_what_is_a_change(tree, files, named):
     write(tree[0], files)
     finding = found(tree)

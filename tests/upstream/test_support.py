@@ -43,11 +43,21 @@ OTHER = {  # another value than a neutral one, for every key of the pin file
     "algorithm.use_pf_ppo": "true",
     "ray_init.timeline_json_file": "t.json",
     "recipe.train.layers_per_stage": "[1]",
-    **{f"recipe.train.{name}": "false"
-       for name in ("grouped_gemm", "fused_rmsnorm", "fused_swiglu", "fused_rope", "fused_permute")},
-    **{f"recipe.train.{name}": "true"
-       for name in ("fused_linear_wgrad", "fused_expert_wgrad", "unpadded_attention", "alltoall_overlap",
-                    "grad_overlap", "param_overlap")},
+    **{
+        f"recipe.train.{name}": "false"
+        for name in ("grouped_gemm", "fused_rmsnorm", "fused_swiglu", "fused_rope", "fused_permute")
+    },
+    **{
+        f"recipe.train.{name}": "true"
+        for name in (
+            "fused_linear_wgrad",
+            "fused_expert_wgrad",
+            "unpadded_attention",
+            "alltoall_overlap",
+            "grad_overlap",
+            "param_overlap",
+        )
+    },
     "recipe.train.collective_timeout_minutes": "60",
     "recipe.train.router_bias_update_rate": "0.001",
     "recipe.train.adam_beta1": "0.8",
@@ -71,13 +81,16 @@ def test_a_neutral_config_is_not_refused():
     assert refused_keys(compose(TINY)) == [] and refused_keys(compose(TINY, ["recipe.line=a3"])) == []
 
 
-@pytest.mark.parametrize(("override", "said"), [
-    (f"+{ROLLOUT}.engine_kwargs.vllm.enable_prefix_caching=false", "verl always passes True"),
-    (f"+{ROLLOUT}.engine_kwargs.vllm.enforce_eager=true", f"set {ROLLOUT}.enforce_eager"),
-    (f"+{ROLLOUT}.enable_prefix_caching=false", "no reader is known"),
-    (f"+{ROLLOUT}.val_kwargs.min_p=0.1", "no reader is known"),
-    (f"+{ROLLOUT}.use_fire_sampling=true", "no reader is known"),
-])
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        (f"+{ROLLOUT}.engine_kwargs.vllm.enable_prefix_caching=false", "verl always passes True"),
+        (f"+{ROLLOUT}.engine_kwargs.vllm.enforce_eager=true", f"set {ROLLOUT}.enforce_eager"),
+        (f"+{ROLLOUT}.enable_prefix_caching=false", "no reader is known"),
+        (f"+{ROLLOUT}.val_kwargs.min_p=0.1", "no reader is known"),
+        (f"+{ROLLOUT}.use_fire_sampling=true", "no reader is known"),
+    ],
+)
 @pytest.mark.parametrize("line", ["pypi", "a3"])
 def test_a_rollout_key_that_would_not_act_is_refused(line, override, said):
     config = compose(TINY, [f"recipe.line={line}", override])
@@ -114,8 +127,11 @@ def test_every_rollout_key_of_verl_is_in_a_table_and_its_reader_names_it(line, p
         lines = [text for text in (package.parent / file).read_text().splitlines() if text != LINE]
         text = lines[int(number) - 1]
         assert key.rpartition(".")[2] in text or "for k in config.keys()" in text, (key, place, text)
-    call = next(node for node in ast.walk(ast.parse((package.parent / given.partition(":")[0]).read_text()))
-                if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "LLM")
+    call = next(
+        node
+        for node in ast.walk(ast.parse((package.parent / given.partition(":")[0]).read_text()))
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "LLM"
+    )
     assert {word.arg for word in call.keywords if word.arg} == set(pins.rollout_keys.given_by_verl.keywords)
 
 
@@ -147,23 +163,33 @@ def test_a_refusal_is_one_sentence_with_why_and_what_instead():
     entry = next(e for e in load_pins().unsupported if e.key == f"{ROLLOUT}.max_num_seqs")
     assert refusal(entry, 64, "pypi") == (
         f"{ROLLOUT}.max_num_seqs is 64, line pypi supports 1024 only: verl does not hand it to vLLM "
-        f"(verl/workers/rollout/vllm_rollout/vllm_rollout_spmd.py). Instead: {ROLLOUT}.engine_kwargs.vllm.max_num_seqs")
+        f"(verl/workers/rollout/vllm_rollout/vllm_rollout_spmd.py). Instead: {ROLLOUT}.engine_kwargs.vllm.max_num_seqs"
+    )
 
 
-@pytest.mark.parametrize(("line", "name", "value", "state", "said"), [
-    ("a3", "VLLM_ENABLE_MC2", "1", "problem", "unset VLLM_ENABLE_MC2: no source of either line reads it"),
-    ("a3", "VLLM_ASCEND_ACL_OP_INIT_MODE", "1", "problem", "ACL_OP_INIT_MODE is the name"),
-    ("a3", "VLLM_ENABLE_FIX_ROUTE", "2", "problem", "unset is a TypeError"),
-    ("a3", "VLLM_ENABLE_FIX_ROUTE", "1", "fine", ""),
-    ("pypi", "VLLM_ENABLE_FIX_ROUTE", "1", "note", "line pypi does not read it (a3: vllm_ascend/ops/fused_moe.py:945)"),
-    ("a3", "HCCL_CONNECT_TIMEOUT", "60", "problem", "seconds until all ranks have connected"),
-    ("a3", "VLLM_ENABLE_FIXROUTE", "1", "note", "nearest: VLLM_ENABLE_FIX_ROUTE"),
-    ("a3", "ATB_HOME_PATH", "", "problem", "correct or unset it"),
-    ("a3", "VERL_PATCHES", "banana", "problem", "cannot read 'banana'"),
-    ("a3", "VERL_PATCHES", "line=a3,platform=npu", "fine", ""),
-])
+@pytest.mark.parametrize(
+    ("line", "name", "value", "state", "said"),
+    [
+        ("a3", "VLLM_ENABLE_MC2", "1", "problem", "unset VLLM_ENABLE_MC2: no source of either line reads it"),
+        ("a3", "VLLM_ASCEND_ACL_OP_INIT_MODE", "1", "problem", "ACL_OP_INIT_MODE is the name"),
+        ("a3", "VLLM_ENABLE_FIX_ROUTE", "2", "problem", "unset is a TypeError"),
+        ("a3", "VLLM_ENABLE_FIX_ROUTE", "1", "fine", ""),
+        (
+            "pypi",
+            "VLLM_ENABLE_FIX_ROUTE",
+            "1",
+            "note",
+            "line pypi does not read it (a3: vllm_ascend/ops/fused_moe.py:945)",
+        ),
+        ("a3", "HCCL_CONNECT_TIMEOUT", "60", "problem", "seconds until all ranks have connected"),
+        ("a3", "VLLM_ENABLE_FIXROUTE", "1", "note", "nearest: VLLM_ENABLE_FIX_ROUTE"),
+        ("a3", "ATB_HOME_PATH", "", "problem", "correct or unset it"),
+        ("a3", "VERL_PATCHES", "banana", "problem", "cannot read 'banana'"),
+        ("a3", "VERL_PATCHES", "line=a3,platform=npu", "fine", ""),
+    ],
+)
 def test_what_this_shell_says_is_compared(line, name, value, state, said):
-    finding, = shell_findings(line, {name: value, "HOME": "/h", "LANG": "C"})
+    (finding,) = shell_findings(line, {name: value, "HOME": "/h", "LANG": "C"})
     assert (finding.name, finding.state) == (name, state) and said in finding.todo
 
 

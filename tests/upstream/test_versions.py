@@ -18,10 +18,10 @@ FILES = {  # as the installers of CANN 8 write them
     "driver/version.info": "Version=25.2.0\nascendhal_version=7.35.23\nInnerversion=V100R001C22SPC001B220\n",
     "firmware/version.info": "Version=7.7.0.6.236\nfirmware_version=1.0\npackage_version=25.2.0\n",
     TOOLKIT: "package_name=Ascend-cann-toolkit\nversion=8.2.RC1\ninnerversion=V100R001C22SPC001B231\narch=aarch64\n",
-    "ascend-toolkit/latest/opp_kernel/version.info":
-        'Version=8.2.0.1.220\nversion_dir=8.2.RC1\nrequired_package_opp_version=">=7.6, <=8.2"\n',
-    "nnal/atb/latest/version.info":
-        "    Ascend-cann-atb : 8.2.RC1\n    Ascend-cann-atb Version : 8.2.RC1.B010\n    Platform : aarch64\n",
+    "ascend-toolkit/latest/opp_kernel/version.info": "Version=8.2.0.1.220\nversion_dir=8.2.RC1\n"
+    'required_package_opp_version=">=7.6, <=8.2"\n',
+    "nnal/atb/latest/version.info": "    Ascend-cann-atb : 8.2.RC1\n"
+    "    Ascend-cann-atb Version : 8.2.RC1.B010\n    Platform : aarch64\n",
 }
 
 
@@ -58,8 +58,16 @@ def machine(ascend, clones):
     places = {p: folder / name for name, r in pins.line("a3").repositories.items() for p in r.packages}
 
     def make(**changes):
-        return Machine(**{"environ": {}, "ascend": ascend, "python": "3.11.4", "distribution": versions.get,
-                          "root": places.get, **changes})
+        return Machine(
+            **{
+                "environ": {},
+                "ascend": ascend,
+                "python": "3.11.4",
+                "distribution": versions.get,
+                "root": places.get,
+                **changes,
+            }
+        )
 
     return make, pins, versions, places
 
@@ -77,13 +85,16 @@ def test_a_machine_that_holds_the_line_is_fine(machine):
     assert len(fine) == len({*fine})  # vllm, a pinned version and a pinned commit, is there once
 
 
-@pytest.mark.parametrize(("file", "old", "new", "name", "found"), [
-    ("driver/version.info", "25.2.0", "24.1.rc1", "driver", "24.1.rc1"),
-    ("firmware/version.info", "package_version=25.2.0", "package_version=23.0.7", "firmware", "23.0.7"),
-    (TOOLKIT, "8.2.RC1", "8.1.RC1", "cann_toolkit", "8.1.RC1"),
-    ("ascend-toolkit/latest/opp_kernel/version.info", "8.2.RC1", "8.3.RC1", "cann_kernels", "8.3.RC1"),
-    ("nnal/atb/latest/version.info", "atb : 8.2.RC1", "atb : 8.0.0", "cann_nnal", "8.0.0"),
-])
+@pytest.mark.parametrize(
+    ("file", "old", "new", "name", "found"),
+    [
+        ("driver/version.info", "25.2.0", "24.1.rc1", "driver", "24.1.rc1"),
+        ("firmware/version.info", "package_version=25.2.0", "package_version=23.0.7", "firmware", "23.0.7"),
+        (TOOLKIT, "8.2.RC1", "8.1.RC1", "cann_toolkit", "8.1.RC1"),
+        ("ascend-toolkit/latest/opp_kernel/version.info", "8.2.RC1", "8.3.RC1", "cann_kernels", "8.3.RC1"),
+        ("nnal/atb/latest/version.info", "atb : 8.2.RC1", "atb : 8.0.0", "cann_nnal", "8.0.0"),
+    ],
+)
 def test_other_ascend_software_is_named_with_its_file(machine, ascend, file, old, new, name, found):
     make, pins, *_ = machine
     (ascend / file).write_text(FILES[file].replace(old, new))
@@ -160,10 +171,14 @@ def test_trees_that_are_given_go_before_what_is_importable(machine, clones):
     assert set(wrong) == {"vllm", "vllm-ascend"}
 
 
-@pytest.mark.parametrize(("environ", "line", "why"), [
-    ({}, "a3", "VERL_PATCHES names no line: production"), ({"VERL_PATCHES": "platform=cpu"}, "a3", "production"),
-    ({"VERL_PATCHES": "line=pypi,platform=cpu"}, "pypi", "VERL_PATCHES"),
-])
+@pytest.mark.parametrize(
+    ("environ", "line", "why"),
+    [
+        ({}, "a3", "VERL_PATCHES names no line: production"),
+        ({"VERL_PATCHES": "platform=cpu"}, "a3", "production"),
+        ({"VERL_PATCHES": "line=pypi,platform=cpu"}, "pypi", "VERL_PATCHES"),
+    ],
+)
 def test_which_line_was_taken_is_said(machine, environ, line, why):
     report = compare(None, machine[0](environ=environ), machine[1])
     assert report.line == line == report.findings[0].found and why in report.findings[0].where

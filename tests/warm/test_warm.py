@@ -20,8 +20,14 @@ def start(warm):
 
     def start(code, *arguments, **variables):
         command = [sys.executable, "-X", "warm", "-c", code, *arguments]
-        return subprocess.Popen(command, env=warm({**os.environ, **variables}), stdin=subprocess.DEVNULL, text=True,
-                                stdout=subprocess.PIPE, stderr=subprocess.PIPE)  # fmt: skip
+        return subprocess.Popen(
+            command,
+            env=warm({**os.environ, **variables}),
+            stdin=subprocess.DEVNULL,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
 
     return start
 
@@ -49,10 +55,17 @@ def test_a_script_finds_its_folder(warm, tmp_path):
     assert subprocess.run(command, env=warm(os.environ), timeout=60).returncode == 3
 
 
-@pytest.mark.parametrize(("code", "ended", "said"), [
-    ("import sys; sys.exit(5)", 5, ""), ("import sys; sys.exit('why')", 1, "why"), ("1/0", 1, "ZeroDivisionError"),
-    ("import os; os.kill(os.getpid(), 9)", -9, ""), ("import os; os.kill(os.getpid(), 15)", -15, ""),
-    ("import atexit; atexit.register(print, 'last', file=__import__('sys').stderr)", 0, "last")])
+@pytest.mark.parametrize(
+    ("code", "ended", "said"),
+    [
+        ("import sys; sys.exit(5)", 5, ""),
+        ("import sys; sys.exit('why')", 1, "why"),
+        ("1/0", 1, "ZeroDivisionError"),
+        ("import os; os.kill(os.getpid(), 9)", -9, ""),
+        ("import os; os.kill(os.getpid(), 15)", -15, ""),
+        ("import atexit; atexit.register(print, 'last', file=__import__('sys').stderr)", 0, "last"),
+    ],
+)
 def test_it_ends_as_the_code_ends(start, code, ended, said):
     process = start(code)
     _, err = process.communicate(timeout=60)
@@ -82,8 +95,13 @@ def test_without_the_option_it_is_an_ordinary_process(warm):
     assert int(done.stdout.split()[0]) == os.getpid()
 
 
-@pytest.mark.parametrize(("before", "found"), [("import ray", "['ray']"), (
-    "import threading; threading.Thread(target=threading.Event().wait, daemon=True).start()", "found 2")])
+@pytest.mark.parametrize(
+    ("before", "found"),
+    [
+        ("import ray", "['ray']"),
+        ("import threading; threading.Thread(target=threading.Event().wait, daemon=True).start()", "found 2"),
+    ],
+)
 def test_modules_that_rows_change_and_threads_are_refused(tmp_path, before, found):
     code = f"import sys; sys.path.insert(0, {str(SERVER.parent)!r}); import server; server.AHEAD = []\n{before}\n"
     done = subprocess.run([sys.executable, "-c", code + "server.import_ahead()"], capture_output=True, text=True)

@@ -20,12 +20,21 @@ def register(app: typer.Typer, engine_of: Callable[[str | None], Engine]) -> Non
 
     @app.command("check")
     def check_command(
-        upstream: Annotated[Path | None, typer.Option(help="Folder with the upstream clones side by side (line pypi: "
-                                                           "with the packages, as a site-packages folder).")] = None,
+        upstream: Annotated[
+            Path | None,
+            typer.Option(
+                help="Folder with the upstream clones side by side (line pypi: "
+                "with the packages, as a site-packages folder)."
+            ),
+        ] = None,
         installed: Annotated[bool, typer.Option("--installed", help="The packages of this Python; default.")] = False,
         line: Annotated[str | None, typer.Option(help="pypi or a3; default: the line of VERL_PATCHES.")] = None,
-        base: Annotated[Path | None, typer.Option(help="A known tree, laid out as --upstream: print the whole "
-                                                       "difference of drifted targets against it.")] = None,
+        base: Annotated[
+            Path | None,
+            typer.Option(
+                help="A known tree, laid out as --upstream: print the whole difference of drifted targets against it."
+            ),
+        ] = None,
         as_json: Json = False,
     ) -> None:
         """Compare upstream's files with their pins, and every row's target, body, signature and bindings with them."""
@@ -37,8 +46,12 @@ def register(app: typer.Typer, engine_of: Callable[[str | None], Engine]) -> Non
     def fingerprint_command(
         row_ids: Annotated[list[str] | None, typer.Argument(help="Rows; all of the line when none is given.")] = None,
         write: Annotated[bool, typer.Option("--write", help="Record them as reviewed.")] = False,
-        no_source: Annotated[bool, typer.Option("--no-source", help="With --write: accept targets without Python text "
-                                                                    "(compiled or inherited).")] = False,
+        no_source: Annotated[
+            bool,
+            typer.Option(
+                "--no-source", help="With --write: accept targets without Python text (compiled or inherited)."
+            ),
+        ] = False,
         upstream: Annotated[Path | None, typer.Option(help="Read these clones, as for `check`.")] = None,
         line: Annotated[str | None, typer.Option(help="pypi or a3; default: the line of VERL_PATCHES.")] = None,
         as_json: Json = False,
@@ -50,8 +63,11 @@ def register(app: typer.Typer, engine_of: Callable[[str | None], Engine]) -> Non
         elif not rows["rows"]:
             typer.echo(f"fingerprint: the catalogue has no row with a target on line {rows['line']}")
         else:
-            table(f"fingerprints, line {rows['line']}", ("target", "found", "reviewed"),
-                  [(r["target"], r["found"], r["reviewed"] or "-") for r in rows["rows"]])
+            table(
+                f"fingerprints, line {rows['line']}",
+                ("target", "found", "reviewed"),
+                [(r["target"], r["found"], r["reviewed"] or "-") for r in rows["rows"]],
+            )
             for target in rows["dropped"]:
                 typer.echo(f"dropped from the record, no row has this target: {target}")
         fine = rows["rows"] and all(r["found"] == r["reviewed"] for r in rows["rows"])
@@ -79,10 +95,18 @@ def run_check(upstream: Path | None, line: str | None, base: Path | None = None)
     report = check(ROWS, name, Sources(here, upstream is None, known, pins.packages, absent, verified))
     if report.state == "empty":
         return report
-    missing = [Finding(f"package {package}", "problem", str(upstream), "a clone of every repository of the line",
-                       f"absent: the rows of {package} were not checked",
-                       f"{FETCH}; a run needs no clone of what pip has installed (check --installed looks at that)")
-               for package in PACKAGES[name] if package in absent]
+    missing = [
+        Finding(
+            f"package {package}",
+            "problem",
+            str(upstream),
+            "a clone of every repository of the line",
+            f"absent: the rows of {package} were not checked",
+            f"{FETCH}; a run needs no clone of what pip has installed (check --installed looks at that)",
+        )
+        for package in PACKAGES[name]
+        if package in absent
+    ]
     return Report("check", name, (*missing, *compared.values(), *report.findings))
 
 
@@ -100,8 +124,9 @@ def _roots(option: str, folder: Path, line: str, part: bool = False) -> dict[str
         return load_pins().line(line).package_roots(folder, part)
     missing = [package for package in PACKAGES[line] if not (folder / package).is_dir()]
     if missing and (not part or len(missing) == len(PACKAGES[line])):
-        raise ConfigError(f"{option} {folder}: expected the packages {', '.join(PACKAGES[line])}, "
-                          f"found no {', '.join(missing)}")
+        raise ConfigError(
+            f"{option} {folder}: expected the packages {', '.join(PACKAGES[line])}, found no {', '.join(missing)}"
+        )
     return {package: folder for package in PACKAGES[line] if package not in missing}
 
 
@@ -120,24 +145,40 @@ def fingerprints(
     for name in names:
         engine.explain(name)  # refuses an unknown one, with the nearest
         if line not in engine.specs[name].lines:
-            raise ConfigError(f"row {name} is for line {', '.join(sorted(engine.specs[name].lines))}, not for {line}; "
-                              "say which with --line")
+            raise ConfigError(
+                f"row {name} is for line {', '.join(sorted(engine.specs[name].lines))}, not for {line}; "
+                "say which with --line"
+            )
     specs = [engine.specs[name] for name in names if not engine.specs[name].is_module_stub]
     roots = {} if upstream is None else _roots("--upstream", upstream, line)
     dropped: list[str] = []
     root_of = {spec.target: roots.get(spec.target_module.split(".")[0]) for spec in specs}
     found = {target: fp.statements(target, root) for target, root in root_of.items()}
     if write:
-        absent = [f"{spec.id}: {spec.target}" for spec in specs if not found[spec.target] and spec.kind != "extend"
-                  and not no_source and fp.reviewed_hash(line, spec.target) != fp.NO_SOURCE]
-        absent += [f"{spec.id}: {spec.target}" for spec in specs
-                   if fp.source_file(spec.target_module, root_of[spec.target]) is None]
+        absent = [
+            f"{spec.id}: {spec.target}"
+            for spec in specs
+            if not found[spec.target]
+            and spec.kind != "extend"
+            and not no_source
+            and fp.reviewed_hash(line, spec.target) != fp.NO_SOURCE
+        ]
+        absent += [
+            f"{spec.id}: {spec.target}"
+            for spec in specs
+            if fp.source_file(spec.target_module, root_of[spec.target]) is None
+        ]
         if absent:
-            raise ConfigError("fingerprint: nothing was written, these targets have no Python text here:\n  "
-                              + "\n  ".join(dict.fromkeys(absent)) + "\n`python -m verl_patches check` lists near "
-                              "names; for a compiled or inherited target add --no-source")
+            raise ConfigError(
+                "fingerprint: nothing was written, these targets have no Python text here:\n  "
+                + "\n  ".join(dict.fromkeys(absent))
+                + "\n`python -m verl_patches check` lists near "
+                "names; for a compiled or inherited target add --no-source"
+            )
         dropped = fp.write_reviewed(line, found, whole=not row_ids)
     known = fp.reviewed().get(line, {})
-    rows = [{"target": target, "found": fp.whole_hash(seen) if seen else fp.NO_SOURCE, "reviewed": known.get(target)}
-            for target, seen in found.items()]
+    rows = [
+        {"target": target, "found": fp.whole_hash(seen) if seen else fp.NO_SOURCE, "reviewed": known.get(target)}
+        for target, seen in found.items()
+    ]
     return {"line": line, "rows": rows, "dropped": dropped}

@@ -44,8 +44,10 @@ def config_command(
     config = compose(config_name, overrides or [], verl_path=trees.verl)
     line = config.recipe.line
     if explain and line != LINE:
-        raise ConfigError(f"--explain is about the engine of line {LINE}, but recipe.line is {line}: "
-                          f"add recipe.line={LINE}, or omit --explain")
+        raise ConfigError(
+            f"--explain is about the engine of line {LINE}, but recipe.line is {line}: "
+            f"add recipe.line={LINE}, or omit --explain"
+        )
     fits, said = verl_check(line, trees)
     if not fits:
         typer.echo(f"verl_patches: note: defaults are those of another verl than a run needs: {said}", err=True)
@@ -62,13 +64,22 @@ def _explain(config: DictConfig, config_name: str, as_json: bool) -> None:
     rows = explain_engine(OmegaConf.to_container(config), hf_config_of(config))
     refused = [row for row in rows if row.how == "refused"]
     if as_json:
-        print_json({"config": config_name, "line": config.recipe.line, "settings": [row._asdict() for row in rows],
-                    "refused": [row.key for row in refused]})
+        print_json(
+            {
+                "config": config_name,
+                "line": config.recipe.line,
+                "settings": [row._asdict() for row in rows],
+                "refused": [row.key for row in refused],
+            }
+        )
     else:
         cells = [(row.key, _text(row), _becomes(row), row.why) for row in rows]
-        table(f"{config_name}: keys below actor_rollout_ref, and the model's (HF), for Megatron and MindSpeed",
-              ("key", "value", "becomes", "why"), cells,
-              [number for number, row in enumerate(rows) if row.how == "refused"])
+        table(
+            f"{config_name}: keys below actor_rollout_ref, and the model's (HF), for Megatron and MindSpeed",
+            ("key", "value", "becomes", "why"),
+            cells,
+            [number for number, row in enumerate(rows) if row.how == "refused"],
+        )
         typer.echo(f"{len(rows)} rows, {len(refused)} refused. {PLACES}.")
     for row in refused:
         typer.echo(f"verl_patches: {row.key} is {_text(row)}: {row.why}", err=True)
@@ -112,8 +123,13 @@ def reshard_plan_command(
     _check_library("--rollout-library", rollout_library, ROLLOUT_LIBRARIES)
     if rank is not None and not 0 <= rank < layouts[0].world_size:
         raise ConfigError(f"reshard-plan: --rank {rank}: expected 0 to {layouts[0].world_size - 1}")
-    plan = plan_reshard(build_inventory(model), *layouts, train_library=train_library,
-                        rollout_library=rollout_library, bucket_bytes=bucket_bytes)
+    plan = plan_reshard(
+        build_inventory(model),
+        *layouts,
+        train_library=train_library,
+        rollout_library=rollout_library,
+        bucket_bytes=bucket_bytes,
+    )
     seconds = time.perf_counter() - start
     if param is not None:
         path = path_of(plan, param, rank)
@@ -147,10 +163,21 @@ def _check_library(option: str, found: str, allowed: tuple[str, ...]) -> None:
 
 
 def _show_figures(plan: dict[str, Any]) -> None:
-    table(f"{plan['train']} ({plan['train_library']}) to {plan['rollout']} ({plan['rollout_library']})",
-          ("stage", "ranks", "layers", "sends, GB a rank", "max / mean", "receives, GB a rank"),
-          [(str(s["stage"]), str(s["ranks"]), str(s["layers"]), _gb(s["sent_bytes"]), f"{s['imbalance']:.3f}",
-            _gb(s["received_bytes"])) for s in plan["stages"]])
+    table(
+        f"{plan['train']} ({plan['train_library']}) to {plan['rollout']} ({plan['rollout_library']})",
+        ("stage", "ranks", "layers", "sends, GB a rank", "max / mean", "receives, GB a rank"),
+        [
+            (
+                str(s["stage"]),
+                str(s["ranks"]),
+                str(s["layers"]),
+                _gb(s["sent_bytes"]),
+                f"{s['imbalance']:.3f}",
+                _gb(s["received_bytes"]),
+            )
+            for s in plan["stages"]
+        ],
+    )
     near = plan["nearness_bytes"]
     total = sum(near.values()) or 1
     lines = [
@@ -159,8 +186,11 @@ def _show_figures(plan: dict[str, Any]) -> None:
         ("kept on the rank, GB", _gb(plan["kept_bytes"]), ""),
         ("sent, max / mean over all ranks", f"{plan['imbalance']:.3f}", f"{plan['imbalance_bound']:.3f}"),
         ("collectives", str(plan["collectives"]), str(plan["collectives_bound"])),
-        ("peak extra bytes (4 wire buffers), GB", f"{plan['peak_extra_bytes'] / GB:.2f}",
-         f"at most {4 * plan['bucket_bytes'] / GB:.2f}"),
+        (
+            "peak extra bytes (4 wire buffers), GB",
+            f"{plan['peak_extra_bytes'] / GB:.2f}",
+            f"at most {4 * plan['bucket_bytes'] / GB:.2f}",
+        ),
         ("from the same card, node, across", ", ".join(f"{100 * n / total:.1f}%" for n in near.values()), ""),
         ("planning, s", str(plan["planning_s"]), ""),
         ("digest", plan["digest"][:16], ""),
@@ -180,11 +210,27 @@ def _show_path(path: dict[str, Any]) -> None:
     typer.echo(f"{path['parameter']} {path['shape']} {path['dtype']}")
     typer.echo(f"rank {path['rank']} holds in training: {path['holds_in_training'] or 'nothing'}")
     typer.echo(f"rank {path['rank']} needs in rollout: {path['needs_in_rollout'] or 'nothing'}")
-    table("holders", ("region", "held in training by ranks", "needed in rollout by"),
-          [(h["region"], _few(h["holders"]), f"{h['needed_by']} ranks") for h in path["holders"]])
-    table(f"steps on rank {path['rank']}", ("region", "what", "peer", "its stage", "where", "bucket", "bytes"),
-          [(s["region"], s["what"], str(s["peer"]), str(s["stage"]), s["nearness"],
-            "" if s["bucket"] is None else str(s["bucket"]), f"{s['bytes']:,}") for s in path["steps"]])
+    table(
+        "holders",
+        ("region", "held in training by ranks", "needed in rollout by"),
+        [(h["region"], _few(h["holders"]), f"{h['needed_by']} ranks") for h in path["holders"]],
+    )
+    table(
+        f"steps on rank {path['rank']}",
+        ("region", "what", "peer", "its stage", "where", "bucket", "bytes"),
+        [
+            (
+                s["region"],
+                s["what"],
+                str(s["peer"]),
+                str(s["stage"]),
+                s["nearness"],
+                "" if s["bucket"] is None else str(s["bucket"]),
+                f"{s['bytes']:,}",
+            )
+            for s in path["steps"]
+        ],
+    )
 
 
 def _few(ranks: list[int]) -> str:

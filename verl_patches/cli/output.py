@@ -43,8 +43,10 @@ def show(report: Report, fine: bool = True) -> None:
     title = f"{report.command}, line {report.line}"
     shown = [finding for finding in report.findings if fine or finding.state != "fine"]
     if shown:
-        rows = [(f.state, f.name, f.expected, " ".join(filter(None, (f.found, f.where and f"[{f.where}]"))), f.todo)
-                for f in shown]
+        rows = [
+            (f.state, f.name, f.expected, " ".join(filter(None, (f.found, f.where and f"[{f.where}]"))), f.todo)
+            for f in shown
+        ]
         red = {number for number, finding in enumerate(shown) if finding.state == "problem"}
         table(title, ("", "name", "expected", "found", "what to do"), rows, red)
     for finding in shown:
@@ -90,10 +92,16 @@ def show_plan(plan: dict[str, Any], config: DictConfig) -> None:
     if plan["memory"]:
         table(*memory_rows(plan["memory"]))
     on = [row for row in plan["patches"] if row["on"]]
-    table(f"patches: {len(on)} of {len(plan['patches'])} rows on", ("id", "kind", "target", "why on"),
-          [(row["id"], row["kind"], row["target"], row["reason"]) for row in on])
-    table("environment", ("name", "value", "set in", "reason", "read by"),
-          [(v["name"], v["value"], _SET_IN[v["where"]], v["reason"], v["read_by"]) for v in plan["environment"]])
+    table(
+        f"patches: {len(on)} of {len(plan['patches'])} rows on",
+        ("id", "kind", "target", "why on"),
+        [(row["id"], row["kind"], row["target"], row["reason"]) for row in on],
+    )
+    table(
+        "environment",
+        ("name", "value", "set in", "reason", "read by"),
+        [(v["name"], v["value"], _SET_IN[v["where"]], v["reason"], v["read_by"]) for v in plan["environment"]],
+    )
     console.print(PLACES, highlight=False, soft_wrap=True)
     refused = [c["name"] for c in plan["checks"] if not c["ok"] or c["detail"].startswith("a start is refused")]
     title = "commands to type, in this order:"
@@ -101,9 +109,12 @@ def show_plan(plan: dict[str, Any], config: DictConfig) -> None:
         title = f"commands, once the checks above that refuse a start hold ({', '.join(refused)}):"
     console.print(title, style="bold", highlight=False)
     if any("HEAD" in command["command"] for command in plan["commands"]):
-        console.print("HEAD and NODE stand for addresses of your nodes that the other nodes reach, not 127.0.0.1. Each "
-                      "node needs the folders of PYTHONPATH and the model's; vllm, vllm-ascend and torch_npu are those "
-                      "installed there", highlight=False)
+        console.print(
+            "HEAD and NODE stand for addresses of your nodes that the other nodes reach, not 127.0.0.1. Each "
+            "node needs the folders of PYTHONPATH and the model's; vllm, vllm-ascend and torch_npu are those "
+            "installed there",
+            highlight=False,
+        )
     for command in plan["commands"]:
         console.print(f"[bold]{command['where']}[/]:", highlight=False)
         console.print(f"  {command['command']}", highlight=False, markup=False, soft_wrap=True)
@@ -118,8 +129,11 @@ def _state(check: dict[str, Any]) -> str:
 def _side_rows(side: dict[str, Any]) -> list[tuple[str, str]]:
     """Groups, stages, and the first and the last rank of a layout."""
     rows = [(name, compact(groups)) for name, groups in side["groups"].items()]
-    rows += [(f"stage {number}", f"layers {held[0]}-{held[-1]} ({len(held)})")
-             for number, held in enumerate(side.get("layers", ())) if held]
+    rows += [
+        (f"stage {number}", f"layers {held[0]}-{held[-1]} ({len(held)})")
+        for number, held in enumerate(side.get("layers", ()))
+        if held
+    ]
     first, last = side["ranks"][0], side["ranks"][-1]
     for entry in (first,) if first is last else (first, last):
         text = " ".join(f"{key}{value}" for key, value in entry.items() if key not in ("rank", "experts"))
@@ -167,19 +181,34 @@ def memory_rows(memory: dict[str, Any]) -> tuple[str, tuple[str, ...], list[tupl
         groups = " ".join(f"{group} {text(size)}" for group, size in phase["bytes"].items())
         peaks = [against_die(order["phases"][number]["peak_bytes"]) for order in orders]
         rows.append((phase["phase"], *peaks, groups))
-    rows.append(("highest", *(against_die(order["peak_bytes"]) for order in orders),
-                 f"a die has {text(hbm)}" if hbm else "the KV cache is not modelled on this platform"))
+    rows.append(
+        (
+            "highest",
+            *(against_die(order["peak_bytes"]) for order in orders),
+            f"a die has {text(hbm)}" if hbm else "the KV cache is not modelled on this platform",
+        )
+    )
     beside = "; those of the swapped optimizer come on top" if memory["swapped"] else ""
-    rows.append(("from, to host", *(f"{text(order['to_device_bytes']['max'])}, {text(order['to_host_bytes']['max'])}"
-                                    for order in orders), f"{unit} copied in a step, worst rank{beside}"))
+    rows.append(
+        (
+            "from, to host",
+            *(f"{text(order['to_device_bytes']['max'])}, {text(order['to_host_bytes']['max'])}" for order in orders),
+            f"{unit} copied in a step, worst rank{beside}",
+        )
+    )
     rows.append(("empty_cache", *(str(order["empty_cache_calls"]) for order in orders), "calls in a step"))
     same = "".join(f"; {order}: the same bytes" for order in equal)
-    title = (f"memory by phase (modelled): {unit} at the peak of the worst rank, without activations; "
-             f"this run follows {memory['followed']}{same}")
+    title = (
+        f"memory by phase (modelled): {unit} at the peak of the worst rank, without activations; "
+        f"this run follows {memory['followed']}{same}"
+    )
     return title, ("phase", *(order["order"] for order in orders), f"memory groups, in {first['order']}"), rows
 
 
 def _figures(order: dict[str, Any]) -> tuple[Any, ...]:
     """What the table shows of an order, except its calls of empty_cache."""
-    return ([phase["peak_bytes"] for phase in order["phases"]], order["to_device_bytes"]["max"],
-            order["to_host_bytes"]["max"])
+    return (
+        [phase["peak_bytes"] for phase in order["phases"]],
+        order["to_device_bytes"]["max"],
+        order["to_host_bytes"]["max"],
+    )

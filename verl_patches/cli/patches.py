@@ -39,8 +39,11 @@ def status_command(
     if as_json:
         print_json({"switches": engine.switches.text(), "rows": rows})
     else:
-        table(f"patches for {engine.switches.text()}", ("id", "state", "target", "reason"),
-              [(r["id"], r["state"], r["target"], r["reason"]) for r in rows])
+        table(
+            f"patches for {engine.switches.text()}",
+            ("id", "state", "target", "reason"),
+            [(r["id"], r["state"], r["target"], r["reason"]) for r in rows],
+        )
 
 
 def _show_run(run: Path, as_json: bool) -> NoReturn:
@@ -57,9 +60,11 @@ def _show_run(run: Path, as_json: bool) -> NoReturn:
         for name, files in dirty.items():
             typer.echo(f"dirty: {name} was not as pinned: {', '.join(files)}")
         typer.echo(f"run ended: {ended}. A row is waiting where its module was never imported in that process.")
-        table(f"patches of {run}", ("id", "target", "states", "reason"),
-              [(r["id"], r["target"], ", ".join(f"{p}: {s}" for p, s in r["states"].items()), r["reason"])
-               for r in rows])
+        table(
+            f"patches of {run}",
+            ("id", "target", "states", "reason"),
+            [(r["id"], r["target"], ", ".join(f"{p}: {s}" for p, s in r["states"].items()), r["reason"]) for r in rows],
+        )
     raise typer.Exit(1 if wrong else 0)
 
 
@@ -73,8 +78,11 @@ def explain_command(row_id: str, switches: Switch = None, as_json: Json = False)
     if as_json:
         print_json(facts)
     else:
-        table(row_id, ("fact", "value"), [(k, ", ".join(v) if isinstance(v, (list, tuple)) else str(v))
-                                          for k, v in facts.items()])
+        table(
+            row_id,
+            ("fact", "value"),
+            [(k, ", ".join(v) if isinstance(v, (list, tuple)) else str(v)) for k, v in facts.items()],
+        )
         typer.echo(PLACES)
 
 

@@ -40,8 +40,14 @@ from verl_patches.trainer import on_policy, truth_check
 from verl_patches.upstream.support import refusal, refused_keys, shell_findings
 
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor.megatron", "actor_rollout_ref.rollout"
-_SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size",
-          "context_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size")
+_SIZES = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+)
 
 
 @dataclass(frozen=True)
@@ -109,8 +115,12 @@ def _without_error(name: str, run: Callable[[], object], held: str) -> Check:
 
 
 def _divides(name: str, whole: int, part: int, key: str, quotient: str) -> Check:
-    return _either(name, whole % part == 0, f"{whole} / {part} = {whole // part} {quotient}",
-                   f"{whole} is not a multiple of {part}; change {key}")
+    return _either(
+        name,
+        whole % part == 0,
+        f"{whole} / {part} = {whole // part} {quotient}",
+        f"{whole} is not a multiple of {part}; change {key}",
+    )
 
 
 # model folder and data
@@ -120,16 +130,26 @@ def _folder_checks(config: DictConfig, model: ModelShape) -> list[Check]:
     """Where the model's folder is on this machine: it holds the planned model, in weights that can be read."""
     checks, path = [], config_file(config)
     if QUANTIZATION in model_changes(config):
-        checks.append(Check(
-            "model folder", False,
-            f"actor_rollout_ref.model.override_config.model_config holds {QUANTIZATION}; expected none: that of "
-            "config.json is not read, and null ends rank 0, where verl prints it (configuration_utils.py:845)"))
+        checks.append(
+            Check(
+                "model folder",
+                False,
+                f"actor_rollout_ref.model.override_config.model_config holds {QUANTIZATION}; expected none: that of "
+                "config.json is not read, and null ends rank 0, where verl prints it (configuration_utils.py:845)",
+            )
+        )
     if not path.is_file():
         here = f"{path.parent} is not on this machine, so its weights were not checked; every node reads it"
         return [*checks, Check("model folder", True, f"{here} (actor_rollout_ref.model.path)", note=True)]
     found, key = read_model_shape(path), f"recipe.model_shape {config.recipe.model_shape}"
-    checks.append(_either("model shape", found == model, "same model",
-                          f"{path} describes another model than {key}: {found}, expected {model}"))
+    checks.append(
+        _either(
+            "model shape",
+            found == model,
+            "same model",
+            f"{path} describes another model than {key}: {found}, expected {model}",
+        )
+    )
     if reads_weights(config) and not weight_files(path.parent):
         text = f"{path.parent} has no safetensors file: whether its weights are bf16 is not known"
         checks.append(Check("model weights", True, text, note=True))
@@ -159,25 +179,41 @@ def _train_checks(config: DictConfig, train: ParallelLayout, model: ModelShape) 
     layers = model.num_hidden_layers
     unequal = [f"{key} {actor[key]} != {ref[key]}" for key in _SIZES if actor[key] != ref[key]]
     checks = [
-        _without_error("layers", lambda: train.chunk_layers(layers),
-                       f"{layers} layers over {train.pp} stage(s) x {train.vpp} chunk(s)"),
+        _without_error(
+            "layers",
+            lambda: train.chunk_layers(layers),
+            f"{layers} layers over {train.pp} stage(s) x {train.vpp} chunk(s)",
+        ),
         _experts("train experts", train.ep, model.n_routed_experts, f"{_ACTOR}.expert_model_parallel_size"),
-        _divides("attention heads", model.num_attention_heads, train.tp, f"{_ACTOR}.tensor_model_parallel_size",
-                 "heads a rank"),
-        _either("actor = ref", not unequal, "one layout",
-                "expected actor and ref to share one layout, as verl initializes Megatron once per process "
-                f"(megatron_workers.py:88); found {', '.join(unequal)}"),
+        _divides(
+            "attention heads",
+            model.num_attention_heads,
+            train.tp,
+            f"{_ACTOR}.tensor_model_parallel_size",
+            "heads a rank",
+        ),
+        _either(
+            "actor = ref",
+            not unequal,
+            "one layout",
+            "expected actor and ref to share one layout, as verl initializes Megatron once per process "
+            f"(megatron_workers.py:88); found {', '.join(unequal)}",
+        ),
     ]
     whole = f"experts are whole, {train.ep} ranks share them"
     split = f"each expert is split over {train.etp} ranks, as tp"
     fault = fault_of_experts(train)
     checks.append(Check("experts under tp", fault is None, fault or (whole if train.etp == 1 else split)))
     if config.recipe.train.expert_split == "tp_extend_ep":
-        checks.append(_either(
-            "recipe.train.expert_split", train.etp == 1 and train.ep % train.tp == 0,
-            f"ep {train.ep} = tp {train.tp} x MindSpeed ep {train.ep // train.tp}, whole experts",
-            "expected expert_tensor_parallel_size 1 and expert_model_parallel_size a multiple of tp "
-            f"{train.tp}; found {train.etp} and {train.ep}"))
+        checks.append(
+            _either(
+                "recipe.train.expert_split",
+                train.etp == 1 and train.ep % train.tp == 0,
+                f"ep {train.ep} = tp {train.tp} x MindSpeed ep {train.ep // train.tp}, whole experts",
+                "expected expert_tensor_parallel_size 1 and expert_model_parallel_size a multiple of tp "
+                f"{train.tp}; found {train.etp} and {train.ep}",
+            )
+        )
     return checks
 
 
@@ -185,37 +221,64 @@ def fault_of_experts(train: ParallelLayout) -> str | None:
     """Why Megatron would compute wrong expert outputs in this training layout; None where it would not."""
     if train.tp == 1 or train.ep > 1 or train.etp > 1:
         return None
-    return (f"expected ep > 1 or etp = tp at tp {train.tp}: "
-            "with ep 1 and etp 1 Megatron adds up expert outputs of different tokens over TP ranks")
+    return (
+        f"expected ep > 1 or etp = tp at tp {train.tp}: "
+        "with ep 1 and etp 1 Megatron adds up expert outputs of different tokens over TP ranks"
+    )
 
 
 def _checkpoint_checks(config: DictConfig, train: ParallelLayout) -> list[Check]:
     every = config.trainer.save_freq
     if every <= 0 or train.ep == 1:
         return []
-    return [Check("checkpoints", False, f"trainer.save_freq={every} with expert parallel size {train.ep}: verl saves "
-                  "the model on data-parallel rank 0 only (megatron_checkpoint_manager.py:236), experts of all others "
-                  "would be lost; expected trainer.save_freq=-1")]
+    return [
+        Check(
+            "checkpoints",
+            False,
+            f"trainer.save_freq={every} with expert parallel size {train.ep}: verl saves "
+            "the model on data-parallel rank 0 only (megatron_checkpoint_manager.py:236), experts of all others "
+            "would be lost; expected trainer.save_freq=-1",
+        )
+    ]
 
 
 def _rollout_checks(config: DictConfig, rollout: ParallelLayout, model: ModelShape) -> list[Check]:
     engine, recipe = vllm_arguments(config), config.recipe.rollout
     wanted = {"enable_expert_parallel": recipe.expert_parallel, "data_parallel_size": recipe.dp}
-    unequal = [f"{key} is {engine.get(key)}, expected {value}"
-               for key, value in wanted.items() if engine.get(key) != value]
+    unequal = [
+        f"{key} is {engine.get(key)}, expected {value}" for key, value in wanted.items() if engine.get(key) != value
+    ]
     checks = [
-        _experts("rollout experts", rollout.ep, model.n_routed_experts,
-                 "recipe.rollout.dp or rollout.tensor_model_parallel_size", rest_on_last=True),
-        _divides("rollout heads", model.num_attention_heads, rollout.tp, f"{_ROLLOUT}.tensor_model_parallel_size",
-                 "heads a rank"),
-        _either("engine_kwargs.vllm", not unequal, "agrees with recipe.rollout",
-                f"{'; '.join(unequal)}: set recipe.rollout, the engine's arguments follow it"),
+        _experts(
+            "rollout experts",
+            rollout.ep,
+            model.n_routed_experts,
+            "recipe.rollout.dp or rollout.tensor_model_parallel_size",
+            rest_on_last=True,
+        ),
+        _divides(
+            "rollout heads",
+            model.num_attention_heads,
+            rollout.tp,
+            f"{_ROLLOUT}.tensor_model_parallel_size",
+            "heads a rank",
+        ),
+        _either(
+            "engine_kwargs.vllm",
+            not unequal,
+            "agrees with recipe.rollout",
+            f"{'; '.join(unequal)}: set recipe.rollout, the engine's arguments follow it",
+        ),
     ]
     if recipe.expert_parallel and rollout.ep == 1:
-        checks.append(Check(
-            "expert parallel", False,
-            "recipe.rollout.expert_parallel needs rollout.tensor_model_parallel_size x recipe.rollout.dp > 1; "
-            "found 1 rank an instance, where vLLM ignores it"))
+        checks.append(
+            Check(
+                "expert parallel",
+                False,
+                "recipe.rollout.expert_parallel needs rollout.tensor_model_parallel_size x recipe.rollout.dp > 1; "
+                "found 1 rank an instance, where vLLM ignores it",
+            )
+        )
     return checks
 
 
@@ -224,8 +287,11 @@ def _experts(name: str, ep: int, experts: int, key: str, rest_on_last: bool = Fa
         last = experts - (ep - 1) * (experts // ep)
         return Check(name, True, f"{experts // ep} of {experts} experts a rank, {last} on the last")
     return _either(
-        name, ep <= experts and experts % ep == 0, f"{experts // ep} of {experts} experts a rank",
-        f"{experts} routed experts over {ep} ranks: expected a divisor of {experts}, at most {experts}; change {key}")
+        name,
+        ep <= experts and experts % ep == 0,
+        f"{experts // ep} of {experts} experts a rank",
+        f"{experts} routed experts over {ep} ranks: expected a divisor of {experts}, at most {experts}; change {key}",
+    )
 
 
 # batches and lengths
@@ -235,31 +301,66 @@ def _batch_checks(config: DictConfig, train: ParallelLayout, rollout: ParallelLa
     actor, prompts, n = config.actor_rollout_ref.actor, config.data.train_batch_size, config.actor_rollout_ref.rollout.n
     mini, micro = actor.ppo_mini_batch_size, actor.ppo_micro_batch_size_per_gpu
     checks = [
-        _divides("prompts", prompts, rollout.world_size,
-                 "data.train_batch_size (verl hands each rank an equal share of the prompts)", "prompts a rank"),
-        _divides("responses", prompts * n, train.dp, "data.train_batch_size or rollout.n (train data-parallel ranks)",
-                 "responses a train replica"),
-        _divides("mini batch", prompts, mini, "actor.ppo_mini_batch_size (must divide data.train_batch_size)",
-                 "mini batches a step"),
-        _divides("mini batch share", mini * n, train.dp,
-                 "actor.ppo_mini_batch_size (responses of a mini batch over train dp)",
-                 "responses of a mini batch a train replica"),
+        _divides(
+            "prompts",
+            prompts,
+            rollout.world_size,
+            "data.train_batch_size (verl hands each rank an equal share of the prompts)",
+            "prompts a rank",
+        ),
+        _divides(
+            "responses",
+            prompts * n,
+            train.dp,
+            "data.train_batch_size or rollout.n (train data-parallel ranks)",
+            "responses a train replica",
+        ),
+        _divides(
+            "mini batch",
+            prompts,
+            mini,
+            "actor.ppo_mini_batch_size (must divide data.train_batch_size)",
+            "mini batches a step",
+        ),
+        _divides(
+            "mini batch share",
+            mini * n,
+            train.dp,
+            "actor.ppo_mini_batch_size (responses of a mini batch over train dp)",
+            "responses of a mini batch a train replica",
+        ),
     ]
     if not actor.use_dynamic_bsz and micro is None:
-        checks.append(Check("micro batch", False, "actor.ppo_micro_batch_size_per_gpu is null; verl needs it "
-                            "without use_dynamic_bsz"))
+        checks.append(
+            Check(
+                "micro batch",
+                False,
+                "actor.ppo_micro_batch_size_per_gpu is null; verl needs it without use_dynamic_bsz",
+            )
+        )
     elif not actor.use_dynamic_bsz:
-        checks.append(_divides("micro batch", mini * n // train.dp, micro,
-                               "actor.ppo_micro_batch_size_per_gpu (responses a rank and mini batch)",
-                               "micro batches of a mini batch"))
+        checks.append(
+            _divides(
+                "micro batch",
+                mini * n // train.dp,
+                micro,
+                "actor.ppo_micro_batch_size_per_gpu (responses a rank and mini batch)",
+                "micro batches of a mini batch",
+            )
+        )
     seats = vllm_arguments(config).get("max_num_seqs")
     if seats is not None:
         budget = config.actor_rollout_ref.rollout.max_num_batched_tokens
         running = math.ceil(prompts * n / (rollout.world_size // rollout.tp))
         said = f"{running} responses a replica, {seats} at once, "
-        checks.append(_either(
-            "max_num_seqs", seats <= budget, f"{said}within max_num_batched_tokens {budget}",
-            f"{said}expected <= max_num_batched_tokens {budget} (vLLM's SchedulerConfig refuses more)"))
+        checks.append(
+            _either(
+                "max_num_seqs",
+                seats <= budget,
+                f"{said}within max_num_batched_tokens {budget}",
+                f"{said}expected <= max_num_batched_tokens {budget} (vLLM's SchedulerConfig refuses more)",
+            )
+        )
         checks += _graph_checks(config, min(running, seats))
     return checks
 
@@ -268,11 +369,15 @@ def _graph_checks(config: DictConfig, running: int) -> list[Check]:
     largest = max(graph_arguments(config).get("graph_batch_sizes") or (), default=None)
     if largest is None:
         return []
-    return [_either(
-        "graph batch sizes", largest >= running,
-        f"largest graph {largest} holds the {running} responses that a replica decodes at once",
-        f"largest graph {largest}, expected at least the {running} responses that a replica decodes at once; "
-        "add it to graph_batch_sizes or lower max_num_seqs")]
+    return [
+        _either(
+            "graph batch sizes",
+            largest >= running,
+            f"largest graph {largest} holds the {running} responses that a replica decodes at once",
+            f"largest graph {largest}, expected at least the {running} responses that a replica decodes at once; "
+            "add it to graph_batch_sizes or lower max_num_seqs",
+        )
+    ]
 
 
 def _length_checks(config: DictConfig) -> list[Check]:
@@ -284,15 +389,23 @@ def _length_checks(config: DictConfig) -> list[Check]:
     held = f"max_num_batched_tokens {budget} holds prompt + response {longest}"
     fault = f"max_num_batched_tokens {budget}, expected >= {longest}: "
     if rollout.enable_chunked_prefill:
-        checks.append(_either("chunked prefill", budget >= longest, held, fault +
-                              "verl refuses chunked prefill below it (vllm_rollout_spmd.py); "
-                              "vLLM V1 prefills in chunks anyway, so leave enable_chunked_prefill false"))
+        checks.append(
+            _either(
+                "chunked prefill",
+                budget >= longest,
+                held,
+                fault + "verl refuses chunked prefill below it (vllm_rollout_spmd.py); "
+                "vLLM V1 prefills in chunks anyway, so leave enable_chunked_prefill false",
+            )
+        )
     elif config.recipe.platform == "cpu":
         checks.append(_either("prefill", budget >= longest, held, fault + "engine V0 prefills whole prompts"))
     if rollout.enforce_eager:
         mode = "eager"
-        fault = ("expected free_cache_engine=true with enforce_eager=true: the engine sleeps after each rollout, "
-                 "with both values of the key")
+        fault = (
+            "expected free_cache_engine=true with enforce_eager=true: the engine sleeps after each rollout, "
+            "with both values of the key"
+        )
     else:
         mode = "graph"
         fault = "expected free_cache_engine=false with enforce_eager=false: verl refuses both (vllm_rollout_spmd.py)"
@@ -352,8 +465,14 @@ def _swap_checks(config: DictConfig) -> list[Check]:
         faults.append("the states are on the host already: set actor.megatron.optimizer_offload=false")
     if train.swap_optimizer_times < 1:
         faults.append(f"recipe.train.swap_optimizer_times is {train.swap_optimizer_times}, expected at least 1")
-    return [_either("swap optimizer", not faults,
-                    f"states come in {train.swap_optimizer_times} pieces, or one tensor at a time", "; ".join(faults))]
+    return [
+        _either(
+            "swap optimizer",
+            not faults,
+            f"states come in {train.swap_optimizer_times} pieces, or one tensor at a time",
+            "; ".join(faults),
+        )
+    ]
 
 
 def _switched_off(config: DictConfig, row: str) -> bool:
@@ -367,20 +486,35 @@ def _sync_checks(config: DictConfig, train: ParallelLayout, rollout: ParallelLay
     if _switched_off(config, "reshard.direct"):
         return []
     served = functools.partial(
-        _check_served, replace(model, torch_dtype=VLLM_DTYPES[recipe.dtype]), train, rollout,
+        _check_served,
+        replace(model, torch_dtype=VLLM_DTYPES[recipe.dtype]),
+        train,
+        rollout,
         "mindspeed" if recipe.line == "a3" else "megatron-local",
-        "vllm-ascend" if recipe.platform == "npu" else "vllm", recipe.reshard.bucket_bytes)
+        "vllm-ascend" if recipe.platform == "npu" else "vllm",
+        recipe.reshard.bucket_bytes,
+    )
     return [_without_error("weight sync", served, "every rank can receive the weights that it lacks")]
 
 
 @functools.lru_cache(64)  # one command checks its configuration more than once
 def _check_served(
-    model: ModelShape, train: ParallelLayout, rollout: ParallelLayout, train_library: str, rollout_library: str,
+    model: ModelShape,
+    train: ParallelLayout,
+    rollout: ParallelLayout,
+    train_library: str,
+    rollout_library: str,
     bucket_bytes: int,
 ) -> None:
     """ConfigError where the weights of `train` cannot be sent to `rollout`."""
-    make_blocks(build_inventory(model), train, rollout, train_library=train_library,
-                    rollout_library=rollout_library, bucket_bytes=bucket_bytes)
+    make_blocks(
+        build_inventory(model),
+        train,
+        rollout,
+        train_library=train_library,
+        rollout_library=rollout_library,
+        bucket_bytes=bucket_bytes,
+    )
 
 
 def _sleep_check(config: DictConfig) -> Check:

@@ -57,8 +57,10 @@ def compose(config_name: str, overrides: Sequence[str] = (), *, verl_path: Path 
     name = config_name.removesuffix(".yaml")
     runs = [path.stem for path in sorted(CONFIGS_DIR.glob("*.yaml")) if _is_run(path)]
     if name not in runs:
-        raise ConfigError(f"--config-name {config_name}: no config of a run in {CONFIGS_DIR} has this name; there is: "
-                          + (", ".join(runs) or "none"))
+        raise ConfigError(
+            f"--config-name {config_name}: no config of a run in {CONFIGS_DIR} has this name; there is: "
+            + (", ".join(runs) or "none")
+        )
     upstream = verl_config_dir(verl_path)
     ConfigStore.instance().store(SCHEMA, node=Recipe, package="recipe")
     OmegaConf.register_new_resolver("vllm_dtype", _vllm_dtype, replace=True)

@@ -97,32 +97,32 @@ def _npu(config: DictConfig) -> list[Variable]:
             "1" if recipe.rollout.balanced_routing else "0",
             "recipe.rollout.balanced_routing; must be 0 or 1: unset is a TypeError",
         ),
-        Variable(
-            "HCCL_CONNECT_TIMEOUT", "1200", "ranks on many nodes start more than the default 120 s apart (s)"
-        ),
+        Variable("HCCL_CONNECT_TIMEOUT", "1200", "ranks on many nodes start more than the default 120 s apart (s)"),
         Variable("VLLM_ASCEND_ENABLE_TOPK_OPTIMIZE", "1", "top-k and top-p by a threshold, without a scatter"),
         Variable(
-            "HCCL_EXEC_TIMEOUT", str(hccl.exec_timeout_s(config)),
+            "HCCL_EXEC_TIMEOUT",
+            str(hccl.exec_timeout_s(config)),
             "recipe.train.collective_timeout_minutes: HCCL has a timeout of its own, independent of torch's (s)",
         ),
         Variable("HCCL_OP_EXPANSION_MODE", recipe.hccl.expansion_mode, "recipe.hccl.expansion_mode"),
         Variable(
-            "HCCL_BUFFSIZE", str(hccl.buffer_mib(config, model)),
+            "HCCL_BUFFSIZE",
+            str(hccl.buffer_mib(config, model)),
             f"the exchange of experts in decode needs {hccl.buffer_need_mib(config, model)} (MiB)",
         ),
         Variable(
-            "HCCL_IF_BASE_PORT", str(recipe.hccl.base_port),
+            "HCCL_IF_BASE_PORT",
+            str(recipe.hccl.base_port),
             "recipe.hccl.base_port; HCCL's default 60000 is in Linux's ephemeral range",
         ),
-        Variable(
-            "HCCL_HOST_SOCKET_PORT_RANGE", f"{first}-{last}", "the ports after those of HCCL_IF_BASE_PORT"
-        ),
+        Variable("HCCL_HOST_SOCKET_PORT_RANGE", f"{first}-{last}", "the ports after those of HCCL_IF_BASE_PORT"),
         *(
             Variable(key, value, "recipe.hccl.interface; a value set on the node takes precedence", where="node")
             for key, value in interface.items()
         ),
         Variable(
-            "TASK_QUEUE_ENABLE", "2",
+            "TASK_QUEUE_ENABLE",
+            "2",
             "workspaces are prepared off the main thread too; torch_npu refuses it only while it captures an NPUGraph "
             "(NPUGraph.cpp:101), and graphs here are torchair's",
         ),

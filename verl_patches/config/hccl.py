@@ -36,8 +36,11 @@ def checks(config: DictConfig, model: ModelShape) -> list[tuple[str, bool, str]]
     """(name, whether it holds, one sentence) of each rule of this file; nothing on other platforms than npu."""
     if config.recipe.platform != "npu":
         return []
-    return [("HCCL buffer", *check_buffer(config, model)), ("HCCL timeouts", *check_timeouts(config)),
-            ("HCCL ports", *check_ports(config))]
+    return [
+        ("HCCL buffer", *check_buffer(config, model)),
+        ("HCCL timeouts", *check_timeouts(config)),
+        ("HCCL ports", *check_ports(config)),
+    ]
 
 
 def buffer_need_mib(config: DictConfig, model: ModelShape) -> int:
@@ -79,7 +82,8 @@ def check_buffer(config: DictConfig, model: ModelShape) -> tuple[bool, str]:
         return True, f"HCCL_BUFFSIZE {given} MiB, the experts' exchange in decode needs {need}; {memory}"
     return False, (
         f"recipe.hccl.buffer_mib is {given} (HCCL_BUFFSIZE), expected at least {need}: vllm-ascend's exchange of "
-        "experts in decode (MC2) does not fit; set it to null, or lower max_num_seqs and graph_batch_sizes")
+        "experts in decode (MC2) does not fit; set it to null, or lower max_num_seqs and graph_batch_sizes"
+    )
 
 
 def exec_timeout_s(config: DictConfig) -> int:
@@ -94,7 +98,8 @@ def check_timeouts(config: DictConfig) -> tuple[bool, str]:
         return False, (
             f"recipe.train.collective_timeout_minutes is {given // 60} (HCCL_EXEC_TIMEOUT {given} s), expected at most "
             f"{AIV_EXEC_TIMEOUT_S // 60}: HCCL_OP_EXPANSION_MODE=AIV counts more than {AIV_EXEC_TIMEOUT_S} s as that; "
-            "lower it, or set recipe.hccl.expansion_mode=AI_CPU")
+            "lower it, or set recipe.hccl.expansion_mode=AI_CPU"
+        )
     return True, f"a collective times out after {given} s"
 
 
@@ -122,14 +127,16 @@ def check_ports(config: DictConfig, proc: Path = PROC) -> tuple[bool, str]:
     if ephemeral:
         return False, (
             f"{said}, but {low} to {high} are this machine's ephemeral ports (net.ipv4.ip_local_port_range): "
-            f"{todo}, or reserve them on every node: sysctl -w net.ipv4.ip_local_reserved_ports={first}-{last}")
+            f"{todo}, or reserve them on every node: sysctl -w net.ipv4.ip_local_reserved_ports={first}-{last}"
+        )
     taken = {name: span for name, span in _RAY_PORTS.items() if span[0] <= last and first <= span[1]}
     port = config.recipe.ray_port
     if port is not None and first <= port <= last:
         taken["recipe.ray_port"] = port, port
     if taken:
-        names = [name + (f" {span[0]} to {span[1]}" if span[1] > span[0] else f" {span[0]}")
-                 for name, span in taken.items()]
+        names = [
+            name + (f" {span[0]} to {span[1]}" if span[1] > span[0] else f" {span[0]}") for name, span in taken.items()
+        ]
         return False, f"{said}, which overlap those of {', '.join(names)}; {todo}"
     return True, f"{said}, outside this machine's ephemeral ports {low} to {high}"
 

@@ -104,11 +104,21 @@ def draw_plan(plan: ReshardPlan, path: Path) -> Path:
         right.axvline(border, color="0.85", linewidth=0.8)
     right.plot(ranks, [n / GB for n in plan.sent_bytes], ".", markersize=4, label="sent")
     right.plot(ranks, [n / GB for n in plan.received_bytes], ".", markersize=4, label="received")
-    right.step(ranks, [n / GB for n in plan.lower_bound_bytes], where="mid", linewidth=0.8, color="0.3",
-               label="must arrive (bound)")
+    right.step(
+        ranks,
+        [n / GB for n in plan.lower_bound_bytes],
+        where="mid",
+        linewidth=0.8,
+        color="0.3",
+        label="must arrive (bound)",
+    )
     right.axhline(sum(plan.sent_bytes) / plan.world_size / GB, linestyle="--", linewidth=0.8, label="mean sent")
-    right.set(title=f"GB per rank, {plan.bucket_count} collectives of at most {plan.bucket_bytes / 2**20:.0f} MiB",
-              xlabel="rank (lines separate the training stages)", ylabel="GB", ylim=(0, None))
+    right.set(
+        title=f"GB per rank, {plan.bucket_count} collectives of at most {plan.bucket_bytes / 2**20:.0f} MiB",
+        xlabel="rank (lines separate the training stages)",
+        ylabel="GB",
+        ylim=(0, None),
+    )
     right.legend(fontsize=8)
     figure.suptitle(f"{plan.train} ({plan.train_library})  to  {plan.rollout} ({plan.rollout_library})", fontsize=10)
     try:

@@ -35,8 +35,16 @@ NOT_HERE = (
     "verl_patches: started without its launcher (python -m verl_patches train): environment variables, model folder "
     "and memory plan are not checked, nothing watches memory and time, {record}"
 )
-_BY_LAUNCHER = ("hccl.buffer_mib", "hccl.expansion_mode", "hccl.base_port", "timeouts", "ray_address", "ray_port",
-                "worker_process_setup_hook", "model_shape")
+_BY_LAUNCHER = (
+    "hccl.buffer_mib",
+    "hccl.expansion_mode",
+    "hccl.base_port",
+    "timeouts",
+    "ray_address",
+    "ray_port",
+    "worker_process_setup_hook",
+    "model_shape",
+)
 _FIXED_ROUTE = "VLLM_ENABLE_FIX_ROUTE"  # vllm-ascend reads it (config/environment.py)
 
 
@@ -77,10 +85,17 @@ def fill_recipe(config: DictConfig, switches: Switches) -> None:
     rollout = config.actor_rollout_ref.rollout
     dtypes = {vllm: ours for ours, vllm in VLLM_DTYPES.items()}
     if rollout.dtype not in dtypes:
-        raise ConfigError(f"actor_rollout_ref.rollout.dtype is {rollout.dtype!r}; expected one of {', '.join(dtypes)}: "
-                          "training has the same dtype")
-    decided = {"line": switches.line, "platform": switches.platform, "patches": list(switches.patterns),
-               "drift": switches.drift, "dtype": dtypes[rollout.dtype]}
+        raise ConfigError(
+            f"actor_rollout_ref.rollout.dtype is {rollout.dtype!r}; expected one of {', '.join(dtypes)}: "
+            "training has the same dtype"
+        )
+    decided = {
+        "line": switches.line,
+        "platform": switches.platform,
+        "patches": list(switches.patterns),
+        "drift": switches.drift,
+        "dtype": dtypes[rollout.dtype],
+    }
     given = OmegaConf.to_container(config.get("recipe") or OmegaConf.create({}), resolve=True)
     faults = []
     for key, value in decided.items():
@@ -89,15 +104,18 @@ def fill_recipe(config: DictConfig, switches: Switches) -> None:
             faults.append(f"recipe.{key} is {given[key]!r}; expected {value!r}, as in {where}")
     for key in _BY_LAUNCHER:
         if OmegaConf.select(OmegaConf.create(given), key) is not None:
-            faults.append(f"recipe.{key} is given, but only the launcher (python -m verl_patches train) acts on it; "
-                          "remove it, or use the launcher")
+            faults.append(
+                f"recipe.{key} is given, but only the launcher (python -m verl_patches train) acts on it; "
+                "remove it, or use the launcher"
+            )
     if faults:
         raise ConfigError("\n  ".join(faults))
     try:
         merged = OmegaConf.to_container(OmegaConf.merge(OmegaConf.structured(Recipe), given, decided))
     except OmegaConfBaseException as error:
-        raise ConfigError(f"recipe: {str(error).splitlines()[0]}; the keys are those of "
-                          "verl_patches/config/recipe.py") from error
+        raise ConfigError(
+            f"recipe: {str(error).splitlines()[0]}; the keys are those of verl_patches/config/recipe.py"
+        ) from error
     check_recipe(merged)
     merged["run"] = given.get("run")
     with open_dict(config):
@@ -135,12 +153,16 @@ def _npu_faults(config: DictConfig) -> list[str]:
         return []
     faults = []
     if config.trainer.device != "npu":
-        faults.append(f"trainer.device is {config.trainer.device}; expected npu, as {VARIABLE} says platform=npu: verl "
-                      "would wait for GPUs that Ray does not have; set trainer.device=npu")
+        faults.append(
+            f"trainer.device is {config.trainer.device}; expected npu, as {VARIABLE} says platform=npu: verl "
+            "would wait for GPUs that Ray does not have; set trainer.device=npu"
+        )
     balanced, found = config.recipe.rollout.balanced_routing, os.environ.get(_FIXED_ROUTE)
     wanted = "1" if balanced else "0"
     if found != wanted:
-        faults.append(f"{_FIXED_ROUTE} is {found} in the environment of the trainer; expected {wanted}, as "
-                      f"recipe.rollout.balanced_routing is {balanced}: export {_FIXED_ROUTE}={wanted} before "
-                      "`ray start` on every node, or change the key")
+        faults.append(
+            f"{_FIXED_ROUTE} is {found} in the environment of the trainer; expected {wanted}, as "
+            f"recipe.rollout.balanced_routing is {balanced}: export {_FIXED_ROUTE}={wanted} before "
+            "`ray start` on every node, or change the key"
+        )
     return faults

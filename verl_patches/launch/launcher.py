@@ -37,8 +37,18 @@ TIMED_OUT = 124  # as timeout(1)
 SOCKET_PATH_BYTES = 107
 _RAY_SOCKET = "/session_2025-01-01_00-00-00_000000_0000000/sockets/plasma_store"
 # what a run leaves in its folder, written by launcher and driver; the next run of that name removes these, nothing else
-OUTPUTS = ("config.yaml", "environment.json", "driver.log", "progress.log", "summary.json", "tensorboard",
-           "training.png", "memory.png", "rollouts", "ray_logs")
+OUTPUTS = (
+    "config.yaml",
+    "environment.json",
+    "driver.log",
+    "progress.log",
+    "summary.json",
+    "tensorboard",
+    "training.png",
+    "memory.png",
+    "rollouts",
+    "ray_logs",
+)
 _LOG_END_BYTES = 256 << 10
 _RAY_LOG_BYTES = 4 << 20  # of each of Ray's log files, its end
 _PREFIX = re.compile(r"^\([^()]*pid=\d+[^()]*\)\s?")
@@ -96,7 +106,11 @@ def run(
 
 
 def _run_driver(
-    config: DictConfig, command: list[str], folder: Path, watch: MemoryWatch, on_line: Callable[[str], None],
+    config: DictConfig,
+    command: list[str],
+    folder: Path,
+    watch: MemoryWatch,
+    on_line: Callable[[str], None],
     trees: Trees | None,
 ) -> tuple[int, str | None]:
     """Run the driver, then end all processes that it started; (exit code, reason or None) as `_supervise` has them."""
@@ -110,9 +124,15 @@ def _run_driver(
             descendants = Descendants()
             try:
                 with (folder / "driver.log").open("ab") as out:
-                    driver = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=out,
-                                              stderr=subprocess.STDOUT, start_new_session=True,
-                                              preexec_fn=die_with_parent)
+                    driver = subprocess.Popen(
+                        command,
+                        env=env,
+                        stdin=subprocess.DEVNULL,
+                        stdout=out,
+                        stderr=subprocess.STDOUT,
+                        start_new_session=True,
+                        preexec_fn=die_with_parent,
+                    )
                 descendants.waited_for = frozenset({driver.pid})
                 code, reason = _supervise(driver, config.recipe.timeouts, folder, descendants, watch, signals, on_line)
             finally:
@@ -125,8 +145,13 @@ def _run_driver(
 
 
 def _supervise(
-    driver: subprocess.Popen, timeouts: DictConfig, folder: Path, descendants: Descendants, watch: MemoryWatch,
-    signals: _Signals, on_line: Callable[[str], None],
+    driver: subprocess.Popen,
+    timeouts: DictConfig,
+    folder: Path,
+    descendants: Descendants,
+    watch: MemoryWatch,
+    signals: _Signals,
+    on_line: Callable[[str], None],
 ) -> tuple[int, str | None]:
     """Wait until the driver ends, or end it; (exit code, reason or None where neither launcher nor log has one)."""
     progress = _NewLines(folder / "progress.log", on_line)
@@ -293,8 +318,13 @@ def _commits(trees: Trees | None) -> dict[str, Any]:
 def _head(config: DictConfig) -> dict[str, Any]:
     """What summary.json says about the run if the driver wrote none."""
     recipe = config.recipe
-    return {"run": recipe.run, "line": recipe.line, "platform": recipe.platform, "dtype": recipe.dtype,
-            "layout": {"train": str(train_layout_of(config)), "rollout": str(rollout_layout_of(config))}}
+    return {
+        "run": recipe.run,
+        "line": recipe.line,
+        "platform": recipe.platform,
+        "dtype": recipe.dtype,
+        "layout": {"train": str(train_layout_of(config)), "rollout": str(rollout_layout_of(config))},
+    }
 
 
 def last_error(log: Path) -> str | None:

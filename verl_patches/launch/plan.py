@@ -81,25 +81,39 @@ def _engine(config: DictConfig) -> list[Check]:
     if config.recipe.line != LINE:
         return []
     rows = explain(config, hf_config_of(config))
-    refused = [Check("engine arguments", False, f"{row.key} is {row.value!r}: {row.why}")
-               for row in rows if row.how == "refused"]
-    return refused or [Check("engine arguments", True,
-                             f"none of {len(rows)} keys is refused; config --explain shows what each becomes")]
+    refused = [
+        Check("engine arguments", False, f"{row.key} is {row.value!r}: {row.why}")
+        for row in rows
+        if row.how == "refused"
+    ]
+    return refused or [
+        Check(
+            "engine arguments", True, f"none of {len(rows)} keys is refused; config --explain shows what each becomes"
+        )
+    ]
 
 
 def _train_side(layout: ParallelLayout, model: ModelShape, layers_fit: bool, experts_fit: bool) -> dict[str, Any]:
     stages = range(layout.pp) if layers_fit else ()
     layers = [list(layout.stage_layers(stage, model.num_hidden_layers)) for stage in stages]
     groups = {name: layout.groups(name) for name in TRAIN_GROUPS if layout.size(name) > 1}
-    return {"layout": str(layout), "groups": groups, "layers": layers,
-            "ranks": _ranks(layout, ("tp", "dp", "pp", "ep"), model.n_routed_experts if experts_fit else None)}
+    return {
+        "layout": str(layout),
+        "groups": groups,
+        "layers": layers,
+        "ranks": _ranks(layout, ("tp", "dp", "pp", "ep"), model.n_routed_experts if experts_fit else None),
+    }
 
 
 def _rollout_side(layout: ParallelLayout, model: ModelShape, experts_fit: bool) -> dict[str, Any]:
     groups = {name: layout.groups(name) for name in ROLLOUT_GROUPS}
-    return {"layout": str(layout), "instances": layout.edp, "dp_per_instance": layout.dp // layout.edp,
-            "groups": {name: found for name, found in groups.items() if len(found[0]) > 1},
-            "ranks": _ranks(layout, ("edp", "dp", "tp"), model.n_routed_experts if experts_fit else None, True)}
+    return {
+        "layout": str(layout),
+        "instances": layout.edp,
+        "dp_per_instance": layout.dp // layout.edp,
+        "groups": {name: found for name, found in groups.items() if len(found[0]) > 1},
+        "ranks": _ranks(layout, ("edp", "dp", "tp"), model.n_routed_experts if experts_fit else None, True),
+    }
 
 
 def _ranks(
@@ -166,14 +180,20 @@ def memory_plan(config: DictConfig, model: ModelShape, rows: Collection[str]) ->
     synced = recipe.weight_sync.enabled and direct
     switches = switches_of(rows, enforce_eager=config.actor_rollout_ref.rollout.enforce_eager, synced=synced)
     stays = staying(
-        param_offload=actor.param_offload, optimizer_offload=actor.optimizer_offload or recipe.train.swap_optimizer,
-        ref_offload=ref.param_offload, own_sleep_mode=switches["own_sleep_mode"], synced=synced)
+        param_offload=actor.param_offload,
+        optimizer_offload=actor.optimizer_offload or recipe.train.swap_optimizer,
+        ref_offload=ref.param_offload,
+        own_sleep_mode=switches["own_sleep_mode"],
+        synced=synced,
+    )
     ours = _setting(config, layouts[0].dp)
     skip = recipe.train.skip_old_log_prob
     followed = schedule_followed(recipe.line, skip_old_log_prob=skip, **switches)
     gathered = replace(ours, bucket_bytes=None)
-    compared = [(order.without("old_log_prob") if skip else order, setting)
-                for order, setting in ((SCHEDULE, ours), (VERL[recipe.line], gathered))]
+    compared = [
+        (order.without("old_log_prob") if skip else order, setting)
+        for order, setting in ((SCHEDULE, ours), (VERL[recipe.line], gathered))
+    ]
     if followed.name not in (order.name for order, _ in compared):
         compared.append((followed, ours if direct else gathered))
     return {

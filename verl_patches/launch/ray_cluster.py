@@ -45,16 +45,25 @@ def worker_settings(config: DictConfig) -> dict[str, dict[str, Any] | None]:
 def ray_options(config: DictConfig) -> dict[str, Any]:
     """Arguments of ray_start.start: join `recipe.ray_address`, or start a local Ray of the run's own."""
     recipe = config.recipe
-    options = {"environment": worker_environment(config), **worker_settings(config), "log_to_driver": True,
-               "runtime_env": {HOOK: recipe.worker_process_setup_hook}}
+    options = {
+        "environment": worker_environment(config),
+        **worker_settings(config),
+        "log_to_driver": True,
+        "runtime_env": {HOOK: recipe.worker_process_setup_hook},
+    }
     if recipe.ray_address is not None:
         return {**options, "address": recipe.ray_address}
     workers = config.trainer.n_gpus_per_node
     devices = {"resources": {"NPU": workers}} if config.trainer.device == "npu" else {"num_gpus": workers}
     if recipe.platform == "cpu":
         devices["object_store_memory"] = _OBJECT_STORE_BYTES
-    return {**options, **devices, "num_cpus": config.ray_init.num_cpus or workers + 4, "include_dashboard": False,
-            "_temp_dir": os.environ.get("RAY_TMPDIR")}
+    return {
+        **options,
+        **devices,
+        "num_cpus": config.ray_init.num_cpus or workers + 4,
+        "include_dashboard": False,
+        "_temp_dir": os.environ.get("RAY_TMPDIR"),
+    }
 
 
 def list_nodes(address: str, python: Sequence[str] = (sys.executable,)) -> list[dict[str, Any]]:

@@ -167,8 +167,11 @@ def prepare(options: SmokeOptions, cache: Path, say: Callable[[str], None]) -> l
             say(f"preparing the data: {name}")
             _make_data(task, folders[-1])
     trains, tests = ([_quoted(f / f"{split}.parquet") for f in folders] for split in ("train", "test"))
-    return [f"actor_rollout_ref.model.path={_quoted(model)}", f"data.train_files=[{','.join(trains)}]",
-            f"data.val_files=[{','.join(tests)}]"]
+    return [
+        f"actor_rollout_ref.model.path={_quoted(model)}",
+        f"data.train_files=[{','.join(trains)}]",
+        f"data.val_files=[{','.join(tests)}]",
+    ]
 
 
 def _make_data(task: Sequence[str], folder: Path) -> None:
@@ -184,8 +187,13 @@ def _make_data(task: Sequence[str], folder: Path) -> None:
 
 
 def _run(command: Sequence[str], what: str) -> None:
-    env = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1",
-           "PYTHONPATH": os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))}
+    env = {
+        **os.environ,
+        "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")])),
+    }
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=PREPARE_S, env=env)
     except subprocess.TimeoutExpired:

@@ -70,13 +70,18 @@ def group_bytes(
     swapped = setting.swap_pieces is not None
     kv = setting.kv_bytes if setting.kv_bytes is not None else int(setting.kv_share * setting.hbm_bytes) - weights
     return {
-        "actor_params": params, "grads": static.grad_bytes, "optimizer": 0 if swapped else optimizer,
+        "actor_params": params,
+        "grads": static.grad_bytes,
+        "optimizer": 0 if swapped else optimizer,
         "swap_window": _window(held, train, setting, per_value) if swapped else 0,
-        "ref_params": params, "rollout_weights": weights, "kv_cache": max(kv, 0),
+        "ref_params": params,
+        "rollout_weights": weights,
+        "kv_cache": max(kv, 0),
         "tensor_cache": setting.tensor_cache_bytes,
-        "reshard_buffers": _wire(setting.bucket_bytes, served.size_bytes(), rollout) if setting.bucket_bytes else (
-            _gathered(inventory, train)),
-    }  # fmt: skip
+        "reshard_buffers": _wire(setting.bucket_bytes, served.size_bytes(), rollout)
+        if setting.bucket_bytes
+        else (_gathered(inventory, train)),
+    }
 
 
 def _window(held: LocalParameters, train: ParallelLayout, setting: Setting, per_value: int) -> int:
@@ -126,7 +131,11 @@ def padding_bytes(inventory: Inventory, train: ParallelLayout, rank: int, librar
 
 
 def peaks(
-    schedule: Schedule, inventory: Inventory, train: ParallelLayout, rollout: ParallelLayout, setting: Setting,
+    schedule: Schedule,
+    inventory: Inventory,
+    train: ParallelLayout,
+    rollout: ParallelLayout,
+    setting: Setting,
     stays: Collection[str] = (),
 ) -> dict[str, Any]:
     """What a step of `schedule` takes at most, as plain data: per phase the worst rank, and the copies of a step.
@@ -134,10 +143,12 @@ def peaks(
     `phases`: [{phase, peak_bytes, rank, bytes: {memory group: bytes at the peak}}], with the lowest of equal ranks.
     `to_device_bytes`, `to_host_bytes`: of a step, {mean, max} over ranks; `empty_cache_calls` of a step. ConfigError as
     `local_parameters` and for a world size that differs.
-    """  # fmt: skip
+    """
     if train.world_size != rollout.world_size:
-        raise ConfigError(f"memory: training has {train.world_size} ranks, rollout {rollout.world_size}; "
-                          "both must be all ranks of the run")  # fmt: skip
+        raise ConfigError(
+            f"memory: training has {train.world_size} ranks, rollout {rollout.world_size}; "
+            "both must be all ranks of the run"
+        )
     alike = _alike(inventory, train, rollout)
     found = {}
     for ranks in alike:
@@ -151,10 +162,14 @@ def peaks(
         phases.append({"phase": phase.name, "peak_bytes": moment.peak_bytes, "rank": rank, "bytes": there})
     counts = {ranks[0]: len(ranks) for ranks in alike}
     any_rank = next(iter(found.values()))[1]
-    return {"order": schedule.name, "peak_bytes": max(p["peak_bytes"] for p in phases), "phases": phases,
-            "to_device_bytes": _spread(found, counts, "to_device_bytes"),
-            "to_host_bytes": _spread(found, counts, "to_host_bytes"),
-            "empty_cache_calls": sum(moment.empty_cache_calls for moment in any_rank.values())}
+    return {
+        "order": schedule.name,
+        "peak_bytes": max(p["peak_bytes"] for p in phases),
+        "phases": phases,
+        "to_device_bytes": _spread(found, counts, "to_device_bytes"),
+        "to_host_bytes": _spread(found, counts, "to_host_bytes"),
+        "empty_cache_calls": sum(moment.empty_cache_calls for moment in any_rank.values()),
+    }
 
 
 def _alike(inventory: Inventory, train: ParallelLayout, rollout: ParallelLayout) -> list[list[int]]:

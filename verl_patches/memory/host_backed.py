@@ -43,8 +43,10 @@ class HostBackedStorage:
         self.offloaded = False
         needed = (tensor.storage_offset() + tensor.numel()) * tensor.element_size() if tensor.is_contiguous() else 1
         if tensor.numel() and self.size_bytes < needed:
-            raise RecipeError(f"offload: {name}: expected a storage of at least {needed:,} bytes, found "
-                             f"{self.size_bytes:,}: somebody else has emptied it")
+            raise RecipeError(
+                f"offload: {name}: expected a storage of at least {needed:,} bytes, found "
+                f"{self.size_bytes:,}: somebody else has emptied it"
+            )
 
     def check(self, tensor: torch.Tensor) -> None:
         """RecipeError unless `tensor` lies in this storage and that is as large as it was left."""
@@ -52,11 +54,14 @@ class HostBackedStorage:
         if found._cdata != self.storage._cdata:
             raise RecipeError(
                 f"offload: {self.name}: expected the storage that was there before, of {self.size_bytes:,} bytes, "
-                f"found another one of {found.nbytes():,} bytes on {found.device}: somebody else has replaced it")
+                f"found another one of {found.nbytes():,} bytes on {found.device}: somebody else has replaced it"
+            )
         if found.nbytes() != expected:
             state = "which is offloaded" if self.offloaded else "which is on the device"
-            raise RecipeError(f"offload: {self.name}, {state}: expected a storage of {expected:,} bytes, found "
-                             f"{found.nbytes():,}: somebody else has resized it")
+            raise RecipeError(
+                f"offload: {self.name}, {state}: expected a storage of {expected:,} bytes, found "
+                f"{found.nbytes():,}: somebody else has resized it"
+            )
 
     def is_replaced_by(self, tensor: torch.Tensor) -> bool:
         """Whether `tensor` lies in another storage of the same size."""
@@ -169,8 +174,15 @@ class ModelOffloadState:
         in_ddp = isinstance(chunk, DistributedDataParallel)
         self.group = "actor_params" if in_ddp else "ref_params"
         self.weights = list(chunk.named_parameters())
-        self.buffers = [(f"{kind}[{number}]", buffer) for kind in ("buffers", "expert_parallel_buffers")
-                        for number, buffer in enumerate(getattr(chunk, kind))] if in_ddp else []  # fmt: skip
+        self.buffers = (
+            [
+                (f"{kind}[{number}]", buffer)
+                for kind in ("buffers", "expert_parallel_buffers")
+                for number, buffer in enumerate(getattr(chunk, kind))
+            ]
+            if in_ddp
+            else []
+        )
         self.params = _storages(self.group, self._param_tensors())
         self.grads = _storages("grads", self._grad_tensors())
         self.written = True  # on the device there may be what the host has not
@@ -233,13 +245,16 @@ class ModelOffloadState:
         """RecipeError for those that a parameter's version shows; which it does not show: the head of this file."""
         for name, parameter in self.weights:
             if not self.buffers and parameter.grad is not None:
-                raise RecipeError(f"offload: {name} of a model without DDP has a gradient, which would stay on the "
-                                 "device: expected none, as in a reference model")
+                raise RecipeError(
+                    f"offload: {name} of a model without DDP has a gradient, which would stay on the "
+                    "device: expected none, as in a reference model"
+                )
             if not self.written and parameter._version != self.versions.get(name, parameter._version):
                 raise RecipeError(
                     f"offload: {self.group}, {name}: expected the weights that came from the host, found them written "
                     "to although they were loaded for reading only (load_grad=False): the host copy is stale and would "
-                    "undo that; load with load_grad=True before writing")
+                    "undo that; load with load_grad=True before writing"
+                )
 
 
 def _storages(group: str, tensors: Named) -> dict[str, HostBackedStorage]:
@@ -276,8 +291,10 @@ class OptimizerOffloadState:
 
     def __init__(self, megatron: Any):
         if type(megatron.optimizer).__name__ == "HybridDeviceOptimizer":
-            raise ConfigError("offload: Megatron's optimizer_cpu_offload keeps part of this optimizer on the host by "
-                              "itself: set actor.megatron.optimizer_offload=false")
+            raise ConfigError(
+                "offload: Megatron's optimizer_cpu_offload keeps part of this optimizer on the host by "
+                "itself: set actor.megatron.optimizer_offload=false"
+            )
         self.megatron = megatron
         self.swapped = False  # then only swap_optimizer.py loads it, in pieces during a step
         self.mains = {id(main) for name in _MAIN_GROUPS for group in getattr(megatron, name, ()) for main in group}
@@ -292,8 +309,11 @@ class OptimizerOffloadState:
         """Storages of what is owned for one of `parameters`; RecipeError where one was replaced or resized."""
         owned = [(f"{name}, main", parameter)] if id(parameter) in self.mains else []
         states = self.megatron.optimizer.state.get(parameter, {})
-        owned += [(f"{name}, {key}", state) for key, state in states.items()
-                  if isinstance(state, torch.Tensor) and state.dim()]  # fmt: skip
+        owned += [
+            (f"{name}, {key}", state)
+            for key, state in states.items()
+            if isinstance(state, torch.Tensor) and state.dim()
+        ]
         return [self._storage(*each) for each in owned]
 
     def _storage(self, name: str, tensor: torch.Tensor) -> HostBackedStorage:

@@ -64,8 +64,13 @@ class Ledger:
         self._expected = residency(self.schedule, self.stays)
 
     def register(
-        self, group: str, measure: Callable[[], int], *, full_bytes: int | None = None,
-        grows: bool = False, varies: bool = False,
+        self,
+        group: str,
+        measure: Callable[[], int],
+        *,
+        full_bytes: int | None = None,
+        grows: bool = False,
+        varies: bool = False,
     ) -> None:
         """Watch `group`: `measure()` gives the bytes that it holds now.
 
@@ -73,7 +78,7 @@ class Ledger:
         held `full_bytes` it may hold less (Adam's moments are made in the first step). `varies`: it holds what a step
         gives it, also in phases that come again (REMAX generates twice) until the schedule releases it. ConfigError for
         a name that is not in MEMORY_GROUPS or was registered before.
-        """  # fmt: skip
+        """
         if group not in MEMORY_GROUPS or group in self._entries:
             why = "is registered already" if group in self._entries else f"is none of {', '.join(MEMORY_GROUPS)}"
             raise ConfigError(f"memory ledger: group {group!r} {why}")
@@ -84,10 +89,12 @@ class Ledger:
         self.schedule.phase(phase)
         held = {group: entry.held_bytes() for group, entry in self._entries.items()}
         total = sum(held.values())
-        self._records.append({"phase": phase, "bytes": held, "total_bytes": total, "peak_bytes": total,
-                              "measured": self.device_memory()})
-        found = [text for group, entry in self._entries.items()
-                 if (text := self._fault(phase, group, entry, held[group]))]
+        self._records.append(
+            {"phase": phase, "bytes": held, "total_bytes": total, "peak_bytes": total, "measured": self.device_memory()}
+        )
+        found = [
+            text for group, entry in self._entries.items() if (text := self._fault(phase, group, entry, held[group]))
+        ]
         if found and self.action == "strict":
             raise MemoryLedgerError("\n  ".join(found))
 
@@ -119,8 +126,10 @@ class Ledger:
         if held == wanted or (there and entry.grows and held < wanted):
             return ""
         self._violations.append({"phase": phase, "group": group, "bytes": held, "expected_bytes": wanted})
-        text = (f"memory ledger, rank {self.rank}, entering {phase}: {group} ({MEMORY_GROUPS[group]}) holds "
-                f"{held:,} bytes, expected {_number(wanted)}: {self._why(phase, group, there, held, wanted)}")
+        text = (
+            f"memory ledger, rank {self.rank}, entering {phase}: {group} ({MEMORY_GROUPS[group]}) holds "
+            f"{held:,} bytes, expected {_number(wanted)}: {self._why(phase, group, there, held, wanted)}"
+        )
         log.warning(text)
         return text
 
@@ -160,8 +169,12 @@ def memory_of_process(device_type: str) -> Callable[[], dict[str, int]]:
 
     def measure() -> dict[str, int]:
         free, total = device.mem_get_info()
-        found = {"allocated": device.memory_allocated(), "peak": device.max_memory_allocated(),
-                 "reserved": device.memory_reserved(), "used": total - free}
+        found = {
+            "allocated": device.memory_allocated(),
+            "peak": device.max_memory_allocated(),
+            "reserved": device.memory_reserved(),
+            "used": total - free,
+        }
         device.reset_peak_memory_stats()
         return found
 
@@ -190,8 +203,11 @@ def memory_of_step(workers: Sequence[dict[str, Any] | None]) -> dict[str, Any] |
             for name, size in record["measured"].items():
                 best["measured"][name] = max(size, best["measured"].get(name, 0))
     violations = [{"rank": worker["rank"], **each} for worker in kept for each in worker["violations"]]
-    return {"peak_bytes": max((p["peak_bytes"] for p in phases.values()), default=0), "phases": phases,
-            "violations": {"count": len(violations), "first": violations[:KEPT_VIOLATIONS]}}
+    return {
+        "peak_bytes": max((p["peak_bytes"] for p in phases.values()), default=0),
+        "phases": phases,
+        "violations": {"count": len(violations), "first": violations[:KEPT_VIOLATIONS]},
+    }
 
 
 def said_of(violations: dict[str, Any]) -> str:
@@ -200,6 +216,8 @@ def said_of(violations: dict[str, Any]) -> str:
         return ""
     first = violations["first"][0]
     wanted = "some" if first["expected_bytes"] is None else f"{first['expected_bytes']:,}"
-    return (f"memory ledger: {violations['count']} violation(s), first: rank {first['rank']}, {first['phase']}: "
-            f"{first['group']} holds {first['bytes']:,} bytes, expected {wanted} (driver.log says who should "
-            "have released it)")
+    return (
+        f"memory ledger: {violations['count']} violation(s), first: rank {first['rank']}, {first['phase']}: "
+        f"{first['group']} holds {first['bytes']:,} bytes, expected {wanted} (driver.log says who should "
+        "have released it)"
+    )

@@ -199,7 +199,8 @@ def _step(schedule: Schedule, sizes: Mapping[str, int], now: set[str], stays: fr
             to_device_bytes=moment.to_device_bytes + copied * (move.verb == "load"),
             to_host_bytes=moment.to_host_bytes + copied * (move.verb == "offload"),
             empty_cache_calls=moment.empty_cache_calls + (move.verb == "empty_cache"),
-            moves=moment.moves + (move,) * does)
+            moves=moment.moves + (move,) * does,
+        )
     return found
 
 
@@ -258,16 +259,20 @@ def in_sleep_mode(schedule: Schedule, copied: bool = True) -> Schedule:
     `copied`: to the host and back; else what a weight sync writes is not copied (memory/sleep_mode.py).
     """
     load, release = ("load", "offload") if copied else ("alloc", "free")
-    changed = {Move("alloc", "rollout_weights"): (Move("empty_cache"), Move(load, "rollout_weights")),
-               Move("free", "rollout_weights"): (Move(release, "rollout_weights"),)}  # fmt: skip
+    changed = {
+        Move("alloc", "rollout_weights"): (Move("empty_cache"), Move(load, "rollout_weights")),
+        Move("free", "rollout_weights"): (Move(release, "rollout_weights"),),
+    }
     how = "with vLLM's sleep mode" if copied else "addresses kept by vLLM"
     return _exchanged(f"{schedule.name}, {how}", schedule, changed)
 
 
 def without_weight_copies(schedule: Schedule) -> Schedule:
     """`schedule`, verl's, where rollout weights are freed and allocated without a copy."""
-    changed = {Move("load", "rollout_weights"): (Move("alloc", "rollout_weights"),),
-               Move("offload", "rollout_weights"): (Move("free", "rollout_weights"),)}  # fmt: skip
+    changed = {
+        Move("load", "rollout_weights"): (Move("alloc", "rollout_weights"),),
+        Move("offload", "rollout_weights"): (Move("free", "rollout_weights"),),
+    }
     return _exchanged(f"{schedule.name}, rollout weights not copied", schedule, changed)
 
 
@@ -283,9 +288,11 @@ def switches_of(rows: Collection[str], *, enforce_eager: bool, synced: bool) -> 
 
     `synced`: see `staying`; captured graphs keep weights that no sync brings by vLLM's copy.
     """
-    return {"our_schedule": "memory.order" in rows,
-            "own_sleep_mode": "memory.sleep_mode" in rows and (enforce_eager or synced),
-            "graphs": not enforce_eager}  # fmt: skip
+    return {
+        "our_schedule": "memory.order" in rows,
+        "own_sleep_mode": "memory.sleep_mode" in rows and (enforce_eager or synced),
+        "graphs": not enforce_eager,
+    }
 
 
 def direct_sync(rows: Collection[str]) -> bool:
@@ -295,7 +302,7 @@ def direct_sync(rows: Collection[str]) -> bool:
 
 def schedule_followed(
     line: str, *, skip_old_log_prob: bool, our_schedule: bool = True, own_sleep_mode: bool = False, graphs: bool = False
-) -> Schedule:  # fmt: skip
+) -> Schedule:
     """The schedule that a run follows, by the rows that are on: ours, or that of verl's own worker.
 
     `our_schedule`: row memory.order. `own_sleep_mode`: rollout weights are not copied to the host; with `graphs`
@@ -309,9 +316,15 @@ def schedule_followed(
 
 
 def staying(
-    *, param_offload: bool, optimizer_offload: bool, ref_offload: bool, one_memory: bool = False,
-    our_schedule: bool = True, own_sleep_mode: bool = False, synced: bool = True,
-) -> frozenset[str]:  # fmt: skip
+    *,
+    param_offload: bool,
+    optimizer_offload: bool,
+    ref_offload: bool,
+    one_memory: bool = False,
+    our_schedule: bool = True,
+    own_sleep_mode: bool = False,
+    synced: bool = True,
+) -> frozenset[str]:
     """Memory groups that a run never moves: those of verl's three offload switches that are off.
 
     verl frees gradients with the parameters, its grad_offload is read nowhere. `one_memory`: host and device are the

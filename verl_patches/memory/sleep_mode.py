@@ -54,11 +54,15 @@ class SleepMode:
     def check_ready(self) -> None:
         """RecipeError if a tag is asleep, or the weights have not been written since sleep freed them."""
         if self._asleep:
-            raise RecipeError(f"rollout: {' and '.join(sorted(self._asleep))} of the engine are asleep: call "
-                             "LLM.wake_up before generate()")
+            raise RecipeError(
+                f"rollout: {' and '.join(sorted(self._asleep))} of the engine are asleep: call "
+                "LLM.wake_up before generate()"
+            )
         if self._lost:
-            raise RecipeError("rollout: weights were freed by sleep() and no weight sync has written them since; "
-                             "enter verl's sharding manager before generate()")
+            raise RecipeError(
+                "rollout: weights were freed by sleep() and no weight sync has written them since; "
+                "enter verl's sharding manager before generate()"
+            )
 
 
 class ResizeSleepMode(SleepMode):
@@ -89,8 +93,10 @@ class ResizeSleepMode(SleepMode):
             now = self._tensors(tag)
             for name, storage in self._asleep[tag].items():
                 if name not in now or now[name].untyped_storage()._cdata != storage.storage._cdata:
-                    raise RecipeError(f"rollout: {name}: expected the storage with which the engine went to sleep, "
-                                     f"found {'another' if name in now else 'no such tensor'}")
+                    raise RecipeError(
+                        f"rollout: {name}: expected the storage with which the engine went to sleep, "
+                        f"found {'another' if name in now else 'no such tensor'}"
+                    )
                 storage.check(now[name])
             for storage in unique(self._asleep[tag].values()):
                 storage.allocate()
@@ -104,11 +110,15 @@ class ResizeSleepMode(SleepMode):
         engine = self._llm.llm_engine  # these two have one name in engines V0 and V1
         unfinished = engine.get_num_unfinished_requests()
         if unfinished:
-            raise RecipeError(f"rollout: sleep() with {unfinished} unfinished requests, whose blocks would be "
-                             "lost; expected 0: finish or abort them first")
+            raise RecipeError(
+                f"rollout: sleep() with {unfinished} unfinished requests, whose blocks would be "
+                "lost; expected 0: finish or abort them first"
+            )
         if engine.reset_prefix_cache() is False:  # V1 says nothing
-            raise RecipeError("rollout: vLLM cannot reset its prefix cache before sleep: some blocks are in use, "
-                             "expected none after the last request")
+            raise RecipeError(
+                "rollout: vLLM cannot reset its prefix cache before sleep: some blocks are in use, "
+                "expected none after the last request"
+            )
 
     def _free(self, tag: str) -> None:
         asleep, by_storage = {}, {}
@@ -132,8 +142,10 @@ class ResizeSleepMode(SleepMode):
         for name in [*self._cache, *(name for name in found if name not in self._cache)]:
             if self._cache.get(name) != found.get(name):
                 what = "blocks of KV cache" if name == "blocks" else f"{name} in bytes"
-                raise RecipeError(f"rollout: {what}: expected {self._cache.get(name)} as the engine was built, found "
-                                 f"{found.get(name)}: the cache was rebuilt outside this class")
+                raise RecipeError(
+                    f"rollout: {what}: expected {self._cache.get(name)} as the engine was built, found "
+                    f"{found.get(name)}: the cache was rebuilt outside this class"
+                )
 
 
 def weights_of(model: torch.nn.Module) -> Tensors:
@@ -159,8 +171,10 @@ def all_weights(model: torch.nn.Module) -> Tensors:
     return found
 
 
-_ALLOCATORS = (("vllm_ascend.device_allocator.camem", "CaMemAllocator"),
-               ("vllm.device_allocator.cumem", "CuMemAllocator"))  # fmt: skip
+_ALLOCATORS = (
+    ("vllm_ascend.device_allocator.camem", "CaMemAllocator"),
+    ("vllm.device_allocator.cumem", "CuMemAllocator"),
+)
 _DROPPED = "weights that the next sync writes"  # sleep copies what has the tag `weights` only
 
 
@@ -205,8 +219,11 @@ def segments_of(snapshot: Iterable[Mapping[str, Any]], tensors: Collection[int])
 
     `snapshot`: torch's memory_snapshot. What is free but waits for a stream counts as living.
     """
-    return {segment["address"] for segment in snapshot
-            if {block["address"] for block in segment["blocks"] if block["state"] != "inactive"} <= set(tensors)}
+    return {
+        segment["address"]
+        for segment in snapshot
+        if {block["address"] for block in segment["blocks"] if block["state"] != "inactive"} <= set(tensors)
+    }
 
 
 @contextlib.contextmanager
@@ -233,5 +250,7 @@ def _allocator() -> Any:
         found = getattr(getattr(sys.modules.get(module), name, None), "instance", None)
         if found is not None:
             return found
-    raise RecipeError(f"rollout: sleep() needs {' or '.join(name for _, name in _ALLOCATORS)} of vLLM's "
-                     "sleep mode, found neither: switch the row off, recipe.patches=[-memory.sleep_mode]")
+    raise RecipeError(
+        f"rollout: sleep() needs {' or '.join(name for _, name in _ALLOCATORS)} of vLLM's "
+        "sleep mode, found neither: switch the row off, recipe.patches=[-memory.sleep_mode]"
+    )

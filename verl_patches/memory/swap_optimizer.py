@@ -18,7 +18,7 @@ from verl_patches.errors import ConfigError
 from verl_patches.memory.counters import move
 from verl_patches.memory.host_backed import (
     HostBackedStorage,
-        load_storages,
+    load_storages,
     offload_state_of_optimizer,
     offload_storages,
     single_optimizers,
@@ -40,8 +40,9 @@ class SwappedOptimizer:
         self.megatron, self.inner, self._look = megatron, megatron.optimizer, look
         self.states = offload_state_of_optimizer(megatron)
         self.states.swapped = True
-        self.models = {id(main): model for mains, models in _pairs(megatron)
-                       for main, model in zip(mains, models, strict=True)}  # fmt: skip
+        self.models = {
+            id(main): model for mains, models in _pairs(megatron) for main, model in zip(mains, models, strict=True)
+        }
         self.pieces, self.limit_bytes = self._cut(times)
         self._step, self._written = self.inner.step, False
         self._write_models = megatron._copy_main_params_to_model_params
@@ -154,16 +155,19 @@ def _refuse(megatron: Any, times: int) -> None:
     faults = [
         (not isinstance(megatron, DistributedOptimizer), f"{type(megatron).__name__} is no DistributedOptimizer"),
         (not adam, f"{type(inner).__name__} is none of Adam, AdamW, FusedAdam"),
-        (any(group.get("capturable") or group.get("amsgrad") for group in getattr(inner, "param_groups", ())),
-         "capturable or amsgrad is set"),
-        (any(getattr(config, name, False) for name in _NOT_SWAPPED),
-         f"one of {', '.join(_NOT_SWAPPED)} is set"),
+        (
+            any(group.get("capturable") or group.get("amsgrad") for group in getattr(inner, "param_groups", ())),
+            "capturable or amsgrad is set",
+        ),
+        (any(getattr(config, name, False) for name in _NOT_SWAPPED), f"one of {', '.join(_NOT_SWAPPED)} is set"),
         (times < 1, f"swap_optimizer_times is {times}, expected at least 1"),
-    ]  # fmt: skip
+    ]
     said = [text for wrong, text in faults if wrong]
     if said:
-        raise ConfigError(f"recipe.train.swap_optimizer cannot swap: {'; '.join(said)}; set it to false: "
-                          "actor.megatron.optimizer_offload=true takes states off the device between updates")
+        raise ConfigError(
+            f"recipe.train.swap_optimizer cannot swap: {'; '.join(said)}; set it to false: "
+            "actor.megatron.optimizer_offload=true takes states off the device between updates"
+        )
 
 
 _NOT_SWAPPED = ("use_precision_aware_optimizer", "optimizer_cpu_offload", "overlap_param_gather_with_optimizer_step")

@@ -23,9 +23,7 @@ from verl_patches.patching.switches import VARIABLE
 PRELUDE = "verl_patches.prelude_patch"
 
 
-def prelude_first(
-    name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-) -> ModuleSpec | None:
+def prelude_first(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
     """What the `.pth` file's finder answers for a module of an upstream package: its spec, with the prelude before it.
 
     None (other finders answer) once the prelude has run, and, where VERL_PATCHES is not set, for packages other than
@@ -52,7 +50,8 @@ def _run_prelude() -> None:
         raise ConfigError(
             f"the prelude cannot be imported, and upstream must not run without it: {error}. Put verl_patches and what "
             "it needs on this process's PYTHONPATH, or remove the .pth file: python -m verl_patches install-prelude "
-            "--undo") from error
+            "--undo"
+        ) from error
 
 
 def _is_ray_worker() -> bool:

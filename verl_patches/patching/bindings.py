@@ -59,9 +59,16 @@ class SourceFile:
     @cached_property
     def imports(self) -> list[Import]:
         """Every from-import that runs while the module is imported."""
-        return [Import(f"{self.module}:{prefix}{alias.asname or alias.name}",
-                       import_origin(node, self.module, self._is_package), alias.name, node.lineno)
-                for prefix, node in _from_imports(self._tree(), "") for alias in node.names]
+        return [
+            Import(
+                f"{self.module}:{prefix}{alias.asname or alias.name}",
+                import_origin(node, self.module, self._is_package),
+                alias.name,
+                node.lineno,
+            )
+            for prefix, node in _from_imports(self._tree(), "")
+            for alias in node.names
+        ]
 
     def exports(self, name: str) -> bool:
         """Whether `from this import *` brings `name`; an __all__ that is not one literal list may bring anything."""
@@ -69,8 +76,15 @@ class SourceFile:
         used = [node for node in ast.walk(tree) if isinstance(node, ast.Name) and node.id == "__all__"]
         if not used:
             return not name.startswith("_")
-        listed = next((node.value for node in tree.body if isinstance(node, (ast.Assign, ast.AnnAssign))
-                       and used == getattr(node, "targets", [getattr(node, "target", None)])), None)
+        listed = next(
+            (
+                node.value
+                for node in tree.body
+                if isinstance(node, (ast.Assign, ast.AnnAssign))
+                and used == getattr(node, "targets", [getattr(node, "target", None)])
+            ),
+            None,
+        )
         try:
             return listed is None or name in ast.literal_eval(listed)
         except ValueError:

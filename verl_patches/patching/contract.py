@@ -46,8 +46,9 @@ def installed_roots(line: str) -> dict[str, Path]:
         else:
             roots[package] = Path(next(iter(spec.submodule_search_locations))).parent
     if missing:
-        raise ConfigError(f"line {line}: this interpreter has no {', '.join(missing)}; "
-                          "give the sources with --upstream DIR")
+        raise ConfigError(
+            f"line {line}: this interpreter has no {', '.join(missing)}; give the sources with --upstream DIR"
+        )
     return roots
 
 
@@ -74,8 +75,13 @@ def _findings(rows: list[PatchSpec], line: str, sources: Sources) -> Iterator[Fi
     for name, root in sources.roots.items():
         files = [file for module, file in tree.items() if module.split(".")[0] == name]
         unread = tuple(f"{file.module}: {file.unread}" for file in files if file.unread)
-        yield Finding(f"package {name}", "note" if unread else "fine", where=str(root), details=unread,
-                      found=f"{len(files)} Python files{_UNREADABLE.format(len(unread)) if unread else ''}")
+        yield Finding(
+            f"package {name}",
+            "note" if unread else "fine",
+            where=str(root),
+            details=unread,
+            found=f"{len(files)} Python files{_UNREADABLE.format(len(unread)) if unread else ''}",
+        )
     for spec in rows:
         yield RowCheck(spec, line, sources, imported, tree).finding()
     for spec in unseen:
@@ -114,8 +120,14 @@ def can_be_bound(spec: PatchSpec) -> bool:
 class RowCheck:
     """The check of one row; every step adds to `problems`, `notes`, `passed` and `details`."""
 
-    def __init__(self, spec: PatchSpec, line: str, sources: Sources, imported: Mapping[str, Mapping[str, Import]],
-                 tree: Mapping[str, SourceFile]):
+    def __init__(
+        self,
+        spec: PatchSpec,
+        line: str,
+        sources: Sources,
+        imported: Mapping[str, Mapping[str, Import]],
+        tree: Mapping[str, SourceFile],
+    ):
         self.spec, self.line, self.sources, self.imported, self.tree = spec, line, sources, imported, tree
         self.top = spec.target.partition(":")[0].split(".")[0]
         self.root = sources.roots.get(self.top)
@@ -152,9 +164,15 @@ class RowCheck:
             self._check_bindings()
         state = "problem" if self.problems else "note" if self.notes else "fine"
         reviewed = fp.reviewed_hash(self.line, self.spec.target)
-        return Finding(self.spec.id, state, where=self._where(), expected=f"reviewed {reviewed}" if reviewed else "",
-                       found="; ".join((*self.problems, *self.notes, *self.passed)), todo="; ".join(self.todo),
-                       details=tuple(self.details))
+        return Finding(
+            self.spec.id,
+            state,
+            where=self._where(),
+            expected=f"reviewed {reviewed}" if reviewed else "",
+            found="; ".join((*self.problems, *self.notes, *self.passed)),
+            todo="; ".join(self.todo),
+            details=tuple(self.details),
+        )
 
     def _where(self) -> str:
         if self.file is None:
@@ -235,14 +253,19 @@ class RowCheck:
         changed, gone = _changes(fp.reviewed_statements(self.line, self.spec.target), self.statements)
         count = sum(number for number, _ in gone)
         self.problems.append(f"the body is {found}: {len(changed)} statement(s) new or changed, {count} gone")
-        self.details += [f"{self._at(s.file, s.line)}: {' '.join(line.strip() for line in s.source())}"
-                         for s in changed]
-        self.details += [f"{number} reviewed statement(s) gone "
-                         + (f"after {self._at(last.file, last.line)}" if last else "at the start")
-                         for number, last in gone]
+        self.details += [
+            f"{self._at(s.file, s.line)}: {' '.join(line.strip() for line in s.source())}" for s in changed
+        ]
+        self.details += [
+            f"{number} reviewed statement(s) gone "
+            + (f"after {self._at(last.file, last.line)}" if last else "at the start")
+            for number, last in gone
+        ]
         self.details += self._diff()
-        self.todo.append(f"review the change, then `{self._review()}`"
-                         + ("" if self.sources.base else "; --base DIR shows the whole difference"))
+        self.todo.append(
+            f"review the change, then `{self._review()}`"
+            + ("" if self.sources.base else "; --base DIR shows the whole difference")
+        )
 
     def _review(self) -> str:
         return fp.review_command(self.spec.id, self.line, "" if self.sources.installed else "DIR")
@@ -276,8 +299,9 @@ class RowCheck:
         extra = sorted(listed - set(found))
         if missing:
             self.problems.append(f"{len(missing)} binding(s) not listed")
-            self.details += [f"{_file_of(item.place, self.tree)}:{item.line}: {item.place} is the same object"
-                             for item in missing]
+            self.details += [
+                f"{_file_of(item.place, self.tree)}:{item.line}: {item.place} is the same object" for item in missing
+            ]
             self.todo.append(f"add to the row's bindings: {', '.join(item.place for item in missing)}")
         if extra:
             self.problems.append(f"listed bindings that are not the target: {', '.join(extra)}")
@@ -289,7 +313,7 @@ class RowCheck:
 def _file_of(place: str, tree: Mapping[str, SourceFile]) -> str:
     module = split(place)[0]
     path = tree[module].path
-    return "/".join(path.parts[-(module.count(".") + 1 + (path.name == "__init__.py")):])
+    return "/".join(path.parts[-(module.count(".") + 1 + (path.name == "__init__.py")) :])
 
 
 def _is_here(package: str) -> bool:
@@ -309,9 +333,7 @@ def _public(version: str) -> str:
     return version.partition("+")[0]
 
 
-def _changes(
-    reviewed: list[str], found: list[Statement]
-) -> tuple[list[Statement], list[tuple[int, Statement | None]]]:
+def _changes(reviewed: list[str], found: list[Statement]) -> tuple[list[Statement], list[tuple[int, Statement | None]]]:
     """(statements new or changed, [(how many reviewed ones are gone, the statement they followed)])."""
     changed, gone = [], []
     matcher = difflib.SequenceMatcher(None, reviewed, [s.hash for s in found], autojunk=False)
@@ -329,7 +351,7 @@ def _source_text(found: list[Definition]) -> list[str]:
     lines = []
     for one in found:
         first = min([one.node.lineno, *(mark.lineno for mark in getattr(one.node, "decorator_list", ()))])
-        lines += fp.source_lines(one.file)[first - 1:one.node.end_lineno]
+        lines += fp.source_lines(one.file)[first - 1 : one.node.end_lineno]
     return lines
 
 
@@ -405,8 +427,9 @@ def _method_faults(spec: PatchSpec, root: Path | None) -> list[str]:
     found = []
     for node in fp.definitions(spec.provider)[-1].node.body:
         if isinstance(node, _FUNCTIONS) and fp.definitions(f"{spec.target}.{node.name}", root):
-            method = replace(spec, kind="override", target=f"{spec.target}.{node.name}",
-                             provider=f"{spec.provider}.{node.name}")  # fmt: skip
+            method = replace(
+                spec, kind="override", target=f"{spec.target}.{node.name}", provider=f"{spec.provider}.{node.name}"
+            )
             found += [f"{node.name} {fault}" for fault in signature_faults(method, root)]
     return found
 
@@ -422,8 +445,11 @@ def refused_calls(target: Signature, provider: Signature, bound: bool = False) -
     unnamed = [p for n, p in enumerate(by_place) if p.kind == p.POSITIONAL_ONLY or (bound and n == 0)]
     by_name = [p for p in wanted if p.kind == p.KEYWORD_ONLY]
     kinds = {p.kind for p in wanted}
-    calls = [(by_place, by_name), (unnamed, [p for p in by_place if p not in unnamed] + by_name),
-             ([p for p in by_place if p.default is p.empty], [p for p in by_name if p.default is p.empty])]
+    calls = [
+        (by_place, by_name),
+        (unnamed, [p for p in by_place if p not in unnamed] + by_name),
+        ([p for p in by_place if p.default is p.empty], [p for p in by_name if p.default is p.empty]),
+    ]
     if Parameter.VAR_POSITIONAL in kinds:
         calls.append(([*by_place, Parameter("one_more", Parameter.POSITIONAL_ONLY)], by_name))
     if Parameter.VAR_KEYWORD in kinds:
@@ -454,12 +480,15 @@ def of_function(node: ast.FunctionDef | ast.AsyncFunctionDef) -> Signature:
     plain = [*a.posonlyargs, *a.args]
     kinds = [Parameter.POSITIONAL_ONLY] * len(a.posonlyargs) + [Parameter.POSITIONAL_OR_KEYWORD] * len(a.args)
     defaults = [Parameter.empty] * (len(plain) - len(a.defaults)) + [...] * len(a.defaults)
-    found = [Parameter(arg.arg, kind, default=default)
-             for arg, kind, default in zip(plain, kinds, defaults, strict=True)]
+    found = [
+        Parameter(arg.arg, kind, default=default) for arg, kind, default in zip(plain, kinds, defaults, strict=True)
+    ]
     if a.vararg:
         found.append(Parameter(a.vararg.arg, Parameter.VAR_POSITIONAL))
-    found += [Parameter(arg.arg, Parameter.KEYWORD_ONLY, default=Parameter.empty if default is None else ...)
-              for arg, default in zip(a.kwonlyargs, a.kw_defaults, strict=True)]
+    found += [
+        Parameter(arg.arg, Parameter.KEYWORD_ONLY, default=Parameter.empty if default is None else ...)
+        for arg, default in zip(a.kwonlyargs, a.kw_defaults, strict=True)
+    ]
     if a.kwarg:
         found.append(Parameter(a.kwarg.arg, Parameter.VAR_KEYWORD))
     return Signature(found)
@@ -469,8 +498,10 @@ def names_a_module(target: str, root: Path | None) -> bool:
     module, name = split(target)
     path = fp.source_file(module, root)
     statements = ast.parse(path.read_text()).body if path else ()
-    return any(isinstance(each, ast.Import) and name in [a.asname or a.name.partition(".")[0] for a in each.names]
-               for each in statements)
+    return any(
+        isinstance(each, ast.Import) and name in [a.asname or a.name.partition(".")[0] for a in each.names]
+        for each in statements
+    )
 
 
 def _target_calls(place: str, root: Path | None) -> list[Call]:

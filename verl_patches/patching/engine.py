@@ -29,7 +29,7 @@ _ADVICE = {
     "waiting": "waiting: its module was not imported here, or not under the prelude; let the prelude run first.",
     "reverted": "reverted: revert() was called and apply() was not called after it.",
     "overridden": "overridden: another library changed this place after us. Import it before the prelude runs, so that "
-                  "our row goes over its change, or switch off that change, or our row (-id).",
+    "our row goes over its change, or switch off that change, or our row (-id).",
 }
 
 
@@ -60,8 +60,10 @@ class Engine:
                 continue
             for need in row.spec.needs:
                 if not wanted[need]:
-                    raise ConfigError(f"row {name} needs {need}, which is off ({self._rows[need].reason}); "
-                                      f"switch {name} off too (-{name}) or {need} on")
+                    raise ConfigError(
+                        f"row {name} needs {need}, which is off ({self._rows[need].reason}); "
+                        f"switch {name} off too (-{name}) or {need} on"
+                    )
         self.wanted = {name for name, on in wanted.items() if on}
 
     def _in_need_order(self) -> list[str]:
@@ -93,8 +95,11 @@ class Engine:
                 if row.spec.is_module_stub:
                     hooks.add_module_stub(row.spec.target, row.spec.provider)
                     row.state = "active"
-            due = [(row.spec.target_module, row.hook) for row in self._order
-                   if row.module is None and not row.spec.is_module_stub]
+            due = [
+                (row.spec.target_module, row.hook)
+                for row in self._order
+                if row.module is None and not row.spec.is_module_stub
+            ]
         for name, hook in due:
             hooks.after_import(name, hook)
             module = sys.modules.get(name)
@@ -176,8 +181,9 @@ class Engine:
         """One {id, state, target, reason} per row, in catalogue order; every place is checked again."""
         with self._lock:
             found = [(row.spec, *self._look(row)) for row in self._rows.values()]
-        return [{"id": spec.id, "state": state, "target": spec.target, "reason": reason}
-                for spec, state, reason in found]
+        return [
+            {"id": spec.id, "state": state, "target": spec.target, "reason": reason} for spec, state, reason in found
+        ]
 
     def _look(self, row: Row) -> tuple[str, str]:
         """(state, reason) of one row now."""
@@ -199,9 +205,14 @@ class Engine:
 
     def _uppermost(self, row: Row) -> Any:
         """The object expected where this row was put: its own, or that of the uppermost row that wraps it."""
-        over = {id(r.place.found): r.installed for r in self._order
-                if r.spec.target == row.spec.target and r.place and r.spec.kind != "override"
-                and r.place.found is not MISSING}
+        over = {
+            id(r.place.found): r.installed
+            for r in self._order
+            if r.spec.target == row.spec.target
+            and r.place
+            and r.spec.kind != "override"
+            and r.place.found is not MISSING
+        }
         expected = row.installed
         while id(expected) in over:
             expected = over[id(expected)]
@@ -223,22 +234,30 @@ class Engine:
                 states.add(state)
         if bad:
             advice = [text for state, text in _ADVICE.items() if state in states]
-            raise PatchError(f"{len(bad)} row(s) meant for this {process} process are not active:\n  "
-                             + "\n  ".join((*bad, *advice)))
+            raise PatchError(
+                f"{len(bad)} row(s) meant for this {process} process are not active:\n  " + "\n  ".join((*bad, *advice))
+            )
 
     def explain(self, name: str) -> dict[str, Any]:
         """Everything about one row as plain data; ConfigError for an unknown id, with the nearest ones."""
         from verl_patches.patching import fingerprint
 
         if name not in self.specs:
-            raise ConfigError(f"the catalogue has no row {name!r}; nearest: {nearest(name, self.specs)}. "
-                              "`python -m verl_patches status` lists them.")
+            raise ConfigError(
+                f"the catalogue has no row {name!r}; nearest: {nearest(name, self.specs)}. "
+                "`python -m verl_patches status` lists them."
+            )
         spec = self.specs[name]
         entry = next(e for e in self.status() if e["id"] == name)
         plain = {k: sorted(v) if isinstance(v, frozenset) else v for k, v in vars(spec).items()}
-        return {**plain, "state": entry["state"], "reason": entry["reason"], "wanted": name in self.wanted,
-                "fingerprint": fingerprint.fingerprint(spec.target),
-                "reviewed": fingerprint.reviewed_hash(self.switches.line, spec.target)}
+        return {
+            **plain,
+            "state": entry["state"],
+            "reason": entry["reason"],
+            "wanted": name in self.wanted,
+            "fingerprint": fingerprint.fingerprint(spec.target),
+            "reviewed": fingerprint.reviewed_hash(self.switches.line, spec.target),
+        }
 
     def intent(self) -> dict[str, str]:
         """{row id: "off", or hashes of its provider's file, of its target on disk and of the reviewed target}.
@@ -290,6 +309,8 @@ def is_on(row: str) -> bool:
 def current() -> Engine:
     """The engine that the prelude started in this process; PatchError where the prelude has not run."""
     if _CURRENT is None:
-        raise PatchError("the prelude has not run in this process: `from verl_patches import prelude_patch` must come "
-                         "first (run `python -m verl_patches install-prelude`, or start through our own entry point)")
+        raise PatchError(
+            "the prelude has not run in this process: `from verl_patches import prelude_patch` must come "
+            "first (run `python -m verl_patches install-prelude`, or start through our own entry point)"
+        )
     return _CURRENT

@@ -70,8 +70,9 @@ def definitions(place: str, root: Path | None = None, seen: frozenset[str] = fro
 
 def review_command(row_id: str, line: str, upstream: str = "") -> str:
     """What to type once a change of this row's target was reviewed; `upstream`: the folder of clones that was read."""
-    return f"python -m verl_patches fingerprint {row_id} --write --line {line}" + (f" --upstream {upstream}" if upstream
-                                                                                  else "")
+    return f"python -m verl_patches fingerprint {row_id} --write --line {line}" + (
+        f" --upstream {upstream}" if upstream else ""
+    )
 
 
 def import_origin(node: ast.ImportFrom, module: str, is_package: bool) -> str:
@@ -79,7 +80,7 @@ def import_origin(node: ast.ImportFrom, module: str, is_package: bool) -> str:
     if not node.level:
         return node.module or ""
     parts = module.split(".")
-    parts = parts[:len(parts) - node.level + is_package]
+    parts = parts[: len(parts) - node.level + is_package]
     return ".".join((*parts, node.module) if node.module else parts)
 
 
@@ -93,8 +94,15 @@ def bindings_of(node: ast.AST) -> Iterator[tuple[Collection[str], ast.AST]]:
             yield (child.name,), child
         elif isinstance(child, (ast.Assign, ast.AnnAssign, ast.AugAssign)):
             targets = child.targets if isinstance(child, ast.Assign) else [child.target]
-            yield {part.id for target in targets for part in ast.walk(target)
-                   if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store)}, child
+            yield (
+                {
+                    part.id
+                    for target in targets
+                    for part in ast.walk(target)
+                    if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store)
+                },
+                child,
+            )
         elif isinstance(child, ast.ImportFrom):
             yield {alias.asname or alias.name for alias in child.names}, child
         elif isinstance(child, BLOCKS):
@@ -157,12 +165,17 @@ def write_reviewed(line: str, found: Mapping[str, Sequence[Statement]], whole: b
     """
     table = _record()
     gone = [target for target in table.get(line, {}) if whole and target not in found]
-    entries = {target: {"hash": whole_hash(seen) if seen else NO_SOURCE, "statements": [s.hash for s in seen]}
-               for target, seen in found.items()}
+    entries = {
+        target: {"hash": whole_hash(seen) if seen else NO_SOURCE, "statements": [s.hash for s in seen]}
+        for target, seen in found.items()
+    }
     table[line] = {**({} if whole else table.get(line, {})), **entries}
-    blocks = (f" {json.dumps(name)}: {{\n" + ",\n".join(
-        f"  {json.dumps(target)}: {json.dumps(rows[target])}" for target in sorted(rows)) + "\n }"
-        for name, rows in sorted(table.items()))
+    blocks = (
+        f" {json.dumps(name)}: {{\n"
+        + ",\n".join(f"  {json.dumps(target)}: {json.dumps(rows[target])}" for target in sorted(rows))
+        + "\n }"
+        for name, rows in sorted(table.items())
+    )
     REVIEWED.write_text("{\n" + ",\n".join(blocks) + "\n}\n")
     return gone
 
@@ -180,9 +193,12 @@ def _tree(path: str, _version: tuple[int, int]) -> ast.Module:
 def _nodes(path: str, version: tuple[int, int], qualname: str) -> tuple[ast.AST, ...]:
     nodes: list[ast.AST] = [_tree(path, version)]
     for number, step in enumerate(qualname.split(".")):
-        nodes = [found for node in nodes for found in
-                 ([node] if isinstance(node, ast.ImportFrom) else _named(node, step))
-                 if number == 0 or isinstance(node, (ast.ClassDef, ast.ImportFrom))]
+        nodes = [
+            found
+            for node in nodes
+            for found in ([node] if isinstance(node, ast.ImportFrom) else _named(node, step))
+            if number == 0 or isinstance(node, (ast.ClassDef, ast.ImportFrom))
+        ]
     return tuple(nodes)
 
 
@@ -207,7 +223,7 @@ class Statement:
 
     def source(self) -> list[str]:
         """Its lines as they stand in the file."""
-        return source_lines(self.file)[self.line - 1:self.end_line]
+        return source_lines(self.file)[self.line - 1 : self.end_line]
 
 
 def source_lines(file: Path) -> list[str]:
@@ -240,9 +256,15 @@ def _lines(node: ast.AST, nested: dict[str, list[ast.AST]]) -> tuple[int, int]:
     """First and last line of a statement, or of its header where it holds others."""
     if not nested:
         return node.lineno, node.end_lineno
-    header = [part for name, value in ast.iter_fields(node) if name not in nested
-              for child in (value if isinstance(value, list) else [value]) if isinstance(child, ast.AST)
-              for part in ast.walk(child) if hasattr(part, "lineno")]
+    header = [
+        part
+        for name, value in ast.iter_fields(node)
+        if name not in nested
+        for child in (value if isinstance(value, list) else [value])
+        if isinstance(child, ast.AST)
+        for part in ast.walk(child)
+        if hasattr(part, "lineno")
+    ]
     first = min([part.lineno for part in header] + [getattr(node, "lineno", 1 << 30)])
     return first, max([part.end_lineno for part in header] + [getattr(node, "lineno", first)])
 
@@ -252,8 +274,11 @@ def _text(value: object, leave_out: object = ()) -> str:
     if isinstance(value, ast.JoinedStr):
         return f"JoinedStr([{','.join(_joined(value.values))}])"
     if isinstance(value, ast.AST):
-        fields = (f"{name}={_text(child)}" for name, child in ast.iter_fields(value)
-                  if name not in leave_out and name not in _NO_MEANING and child is not None and child != [])
+        fields = (
+            f"{name}={_text(child)}"
+            for name, child in ast.iter_fields(value)
+            if name not in leave_out and name not in _NO_MEANING and child is not None and child != []
+        )
         return f"{type(value).__name__}({','.join(fields)})"
     if isinstance(value, list):
         return f"[{','.join(_text(item) for item in value)}]"

@@ -26,8 +26,10 @@ from verl_patches.errors import ConfigError
 
 LINE = "from verl_patches import prelude_patch  # noqa: F401"
 INSIDE = Path("workers") / "megatron_workers.py"
-PLACES = (f"FILE:LINE is of the pinned sources as they come; with the prelude line, places below it in verl/{INSIDE} "
-          "are one line further down")
+PLACES = (
+    f"FILE:LINE is of the pinned sources as they come; with the prelude line, places below it in verl/{INSIDE} "
+    "are one line further down"
+)
 ANCHOR_CLASS = "ActorRolloutRefWorker"
 ANCHOR_IMPORT = "torch"
 # whatever speaks of our prelude without being LINE: an edited, commented-out or foreign one
@@ -228,7 +230,7 @@ _WITHOUT_US = (
     f"{NAME} is in the site-packages of this Python, but verl_patches cannot be imported: put it on the PYTHONPATH of "
     "this process, or remove the file (python -m verl_patches install-prelude --undo)"
 )
-_FINDER = f'''
+_FINDER = f"""
 import sys
 class VerlPatchesPrelude:
     def find_spec(self, name, *where):
@@ -240,7 +242,7 @@ class VerlPatchesPrelude:
             raise RuntimeError({_WITHOUT_US!r} + ": " + str(error)) from error
         return prelude_first(name, *where)
 sys.meta_path.insert(0, VerlPatchesPrelude())
-'''
+"""
 TEXT = f"import sys; exec({_FINDER!r}, {{}})\n"  # one line, as Python reads .pth files; an ImportError may be swallowed
 
 
@@ -289,16 +291,19 @@ def remove_pth() -> PreludeResult:
     try:
         file.unlink()
     except OSError as why:
-        raise ConfigError(f"{file}: cannot be removed ({why.strerror}). Run this as a user who may write its folder."
-                          ) from why
+        raise ConfigError(
+            f"{file}: cannot be removed ({why.strerror}). Run this as a user who may write its folder."
+        ) from why
     return PreludeResult(file, None, "removed")
 
 
 def _pth_file() -> Path:
     folder = Path(sysconfig.get_path("purelib"))
     if str(folder) not in sys.path:
-        raise ConfigError(f"install-prelude: expected {folder}, the site-packages of {sys.executable}, on sys.path; "
-                          "found it is not, so no .pth file would be read there. Run it without -S.")
+        raise ConfigError(
+            f"install-prelude: expected {folder}, the site-packages of {sys.executable}, on sys.path; "
+            "found it is not, so no .pth file would be read there. Run it without -S."
+        )
     return folder / NAME
 
 

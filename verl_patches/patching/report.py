@@ -55,8 +55,13 @@ class Report:
     def as_dict(self) -> dict[str, Any]:
         """Plain data: {command, line, state, counts, rows}."""
         counts = {state: sum(f.state == state for f in self.findings) for state in STATES}
-        return {"command": self.command, "line": self.line, "state": self.state, "counts": counts,
-                "rows": [asdict(finding) for finding in self.findings]}
+        return {
+            "command": self.command,
+            "line": self.line,
+            "state": self.state,
+            "counts": counts,
+            "rows": [asdict(finding) for finding in self.findings],
+        }
 
 
 def run_states(folder: Path) -> list[dict[str, str]]:

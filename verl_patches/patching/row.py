@@ -321,14 +321,20 @@ def refusal(spec: PatchSpec, found: Prepared, line: str) -> str:
 
     off = f"switch the row off with -{spec.id}"
     if found.state == "failed":
-        return (f"row {spec.id}: cannot {spec.kind} {spec.target}, because its provider {spec.provider} failed: "
-                f"{found.reason}. That is a fault of this recipe; to run without it {off}")
+        return (
+            f"row {spec.id}: cannot {spec.kind} {spec.target}, because its provider {spec.provider} failed: "
+            f"{found.reason}. That is a fault of this recipe; to run without it {off}"
+        )
     policy = "or say drift=warn (apply it where possible) or drift=skip (leave upstream alone) in VERL_PATCHES"
     if found.state == "unsupported":
-        return (f"row {spec.id}: cannot {spec.kind} {spec.target}, because upstream here does not take it: "
-                f"{found.reason}. Install the pinned version, {off}, {policy}")
-    return (f"row {spec.id}: {spec.target} has drifted: {found.reason}. Install the pinned version, or review the "
-            f"change and run `{review_command(spec.id, line)}`, {off}, {policy}")
+        return (
+            f"row {spec.id}: cannot {spec.kind} {spec.target}, because upstream here does not take it: "
+            f"{found.reason}. Install the pinned version, {off}, {policy}"
+        )
+    return (
+        f"row {spec.id}: {spec.target} has drifted: {found.reason}. Install the pinned version, or review the "
+        f"change and run `{review_command(spec.id, line)}`, {off}, {policy}"
+    )
 
 
 def log_outcome(spec: PatchSpec, found: Prepared, in_place: bool) -> None:
@@ -339,8 +345,14 @@ def log_outcome(spec: PatchSpec, found: Prepared, in_place: bool) -> None:
     if found.state == "active":
         log.debug("patch %s active at %s", spec.id, spec.target)
     else:
-        log.warning("patch %s is %s at %s: %s; it was %s", spec.id, found.state, spec.target, found.reason,
-                    "applied all the same (drift=warn)" if in_place else "not applied")
+        log.warning(
+            "patch %s is %s at %s: %s; it was %s",
+            spec.id,
+            found.state,
+            spec.target,
+            found.reason,
+            "applied all the same (drift=warn)" if in_place else "not applied",
+        )
 
 
 def _text(error: Exception) -> str:

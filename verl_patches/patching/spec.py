@@ -108,9 +108,12 @@ def _faults(spec: PatchSpec, by_id: dict[str, PatchSpec]) -> list[str]:
             faults.append(f"{field} is {sorted(given)}, expected some of {', '.join(allowed)}")
     bindings = [place.partition("@") for place in spec.bindings]
     needs = [name.partition("@") for name in spec.needs]
-    faults += [f"{field} entry {name!r} is for line {only!r}, which the row is not for"
-               for field, entries in (("bindings", bindings), ("needs", needs)) for name, at, only in entries
-               if at and only not in spec.lines]
+    faults += [
+        f"{field} entry {name!r} is for line {only!r}, which the row is not for"
+        for field, entries in (("bindings", bindings), ("needs", needs))
+        for name, at, only in entries
+        if at and only not in spec.lines
+    ]
     for place in (spec.target, spec.provider, *(place for place, _, _ in bindings)):
         if not _PLACE.match(place):
             faults.append(f"{place!r} is not of the form module:qualname")
@@ -131,8 +134,12 @@ def _faults(spec: PatchSpec, by_id: dict[str, PatchSpec]) -> list[str]:
 
 
 def _absent_needs(rows: dict[str, PatchSpec], by_id: dict[str, PatchSpec], line: str) -> list[str]:
-    return [f"row {spec.id!r}: needs {other!r} on line {line}, which that row is not for"
-            for spec in rows.values() for other in spec.needs if other in by_id and other not in rows]
+    return [
+        f"row {spec.id!r}: needs {other!r} on line {line}, which that row is not for"
+        for spec in rows.values()
+        for other in spec.needs
+        if other in by_id and other not in rows
+    ]
 
 
 def _need_cycles(by_id: dict[str, PatchSpec]) -> list[str]:
@@ -140,7 +147,7 @@ def _need_cycles(by_id: dict[str, PatchSpec]) -> list[str]:
 
     def visit(name: str, path: tuple[str, ...]) -> list[str]:
         if name in path:
-            return [f"needs form a cycle: {' -> '.join((*path[path.index(name):], name))}"]
+            return [f"needs form a cycle: {' -> '.join((*path[path.index(name) :], name))}"]
         if name in done or name not in by_id:
             return []
         found = [fault for need in by_id[name].needs for fault in visit(need, (*path, name))]
@@ -157,23 +164,36 @@ def _shared_targets(by_id: dict[str, PatchSpec]) -> list[str]:
         by_target.setdefault(spec.target, []).append(spec)
     faults = []
     for rows in by_target.values():
-        faults += [_order_fault(by_id, first, second) for first, second in combinations(rows, 2)
-                   if "register" not in (first.kind, second.kind) and _can_meet(first, second)
-                   and not first.kind == second.kind == "override"]
+        faults += [
+            _order_fault(by_id, first, second)
+            for first, second in combinations(rows, 2)
+            if "register" not in (first.kind, second.kind)
+            and _can_meet(first, second)
+            and not first.kind == second.kind == "override"
+        ]
     for spec in by_id.values():
-        faults += [_inside_fault(by_id, outer, spec) for place in _holders(spec.target)
-                   for outer in by_target.get(place, ()) if _can_meet(outer, spec)]
-        faults += [f"row {spec.id!r}: its binding {place} is the target of row {other.id!r}; patch one of the two"
-                   for place in spec.bindings for other in by_target.get(place, ())
-                   if other.kind != "register" and _can_meet(spec, other)]
+        faults += [
+            _inside_fault(by_id, outer, spec)
+            for place in _holders(spec.target)
+            for outer in by_target.get(place, ())
+            if _can_meet(outer, spec)
+        ]
+        faults += [
+            f"row {spec.id!r}: its binding {place} is the target of row {other.id!r}; patch one of the two"
+            for place in spec.bindings
+            for other in by_target.get(place, ())
+            if other.kind != "register" and _can_meet(spec, other)
+        ]
     return [fault for fault in faults if fault]
 
 
 def _order_fault(by_id: dict[str, PatchSpec], first: PatchSpec, second: PatchSpec) -> str:
     upper = _upper(by_id, first, second)
     if upper is None or upper.kind != "wrap":
-        return (f"rows {first.id!r} and {second.id!r} are both on {first.target}: the one that goes over the other "
-                "must be a wrap and name it in needs, or they must be in conflict")
+        return (
+            f"rows {first.id!r} and {second.id!r} are both on {first.target}: the one that goes over the other "
+            "must be a wrap and name it in needs, or they must be in conflict"
+        )
     if set(first.bindings) != set(second.bindings):
         return f"rows {first.id!r} and {second.id!r} are both on {first.target}: they must list the same bindings"
     return ""
@@ -183,11 +203,15 @@ def _inside_fault(by_id: dict[str, PatchSpec], outer: PatchSpec, inner: PatchSpe
     """A class and something in it: with the order of the table alone, one of the two could silently lose its effect."""
     upper = _upper(by_id, outer, inner)
     if upper is None:
-        return (f"row {inner.id!r} is on {inner.target}, inside {outer.target} of row {outer.id!r}: one must name the "
-                "other in needs, or they must be in conflict")
+        return (
+            f"row {inner.id!r} is on {inner.target}, inside {outer.target} of row {outer.id!r}: one must name the "
+            "other in needs, or they must be in conflict"
+        )
     if upper is outer and outer.kind != "wrap":
-        return (f"row {outer.id!r} replaces {outer.target}, over {inner.target} of row {inner.id!r}: it must be a "
-                "wrap, or lie below")
+        return (
+            f"row {outer.id!r} replaces {outer.target}, over {inner.target} of row {inner.id!r}: it must be a "
+            "wrap, or lie below"
+        )
     return ""
 
 

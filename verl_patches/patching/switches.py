@@ -84,8 +84,10 @@ def parse(text: str) -> Switches:
             given.add(key)
         else:
             words = ", ".join(f"{name}={'|'.join(values)}" for name, values in allowed.items())
-            raise ConfigError(f"{VARIABLE}: cannot read {part!r} in {text!r}; expected {words}, +row.id or -row.id, "
-                              "separated by commas")
+            raise ConfigError(
+                f"{VARIABLE}: cannot read {part!r} in {text!r}; expected {words}, +row.id or -row.id, "
+                "separated by commas"
+            )
     return Switches(patterns=tuple(patterns), **values)
 
 

@@ -38,15 +38,19 @@ def check_plan(plan: ReshardPlan, rank_plans: Mapping[int, RankPlan] | None = No
 
 def _check_buckets(plan: ReshardPlan, mine: RankPlan) -> None:
     if len(mine.buckets) != plan.bucket_count:
-        raise RecipeError(f"reshard plan: rank {mine.rank} has {len(mine.buckets)} buckets, expected "
-                          f"{plan.bucket_count}: the ranks would wait for each other for ever")
+        raise RecipeError(
+            f"reshard plan: rank {mine.rank} has {len(mine.buckets)} buckets, expected "
+            f"{plan.bucket_count}: the ranks would wait for each other for ever"
+        )
     by_name = plan.inventory.by_name
     for number, bucket in enumerate(mine.buckets):
         for verb, segments in zip(("sends", "receives"), bucket, strict=True):
             size = sum(wire_bytes(by_name[r.name], r) for regions in segments.values() for r in regions)
             if size > plan.bucket_bytes:
-                raise RecipeError(f"reshard plan: rank {mine.rank} {verb} {size} bytes in bucket {number}, "
-                                  f"expected at most bucket_bytes = {plan.bucket_bytes}")
+                raise RecipeError(
+                    f"reshard plan: rank {mine.rank} {verb} {size} bytes in bucket {number}, "
+                    f"expected at most bucket_bytes = {plan.bucket_bytes}"
+                )
 
 
 def _check_held(plan: ReshardPlan, mine: RankPlan) -> None:
@@ -58,8 +62,10 @@ def _check_held(plan: ReshardPlan, mine: RankPlan) -> None:
             has = held.get(region.name) and region_of(held[region.name])
             start, stop = _along(has, region.axis, by_name[region.name].shape) if has else (0, 0)
             if not start <= region.start < region.stop <= stop:
-                raise RecipeError(f"reshard plan: rank {mine.rank} {verb} {region}, expected a part of what it holds "
-                                  f"in training ({plan.train}), found {has or 'nothing of that tensor'}")
+                raise RecipeError(
+                    f"reshard plan: rank {mine.rank} {verb} {region}, expected a part of what it holds "
+                    f"in training ({plan.train}), found {has or 'nothing of that tensor'}"
+                )
 
 
 def _check_written(plan: ReshardPlan, mine: RankPlan) -> None:
@@ -69,8 +75,10 @@ def _check_written(plan: ReshardPlan, mine: RankPlan) -> None:
     for region in (*mine.local, *received):
         written[region.name].append(region)
     for name in written.keys() - needed.keys():
-        raise RecipeError(f"reshard plan: rank {mine.rank} gets {written[name][0]}, expected nothing of {name}: its "
-                          f"rollout layout ({plan.rollout}) does not hold it")
+        raise RecipeError(
+            f"reshard plan: rank {mine.rank} gets {written[name][0]}, expected nothing of {name}: its "
+            f"rollout layout ({plan.rollout}) does not hold it"
+        )
     for name, shard in needed.items():
         expected = region_of(shard)
         if name in plan.whole:
@@ -109,9 +117,11 @@ def _check_ends(rank_plans: Mapping[int, RankPlan]) -> None:
         sent = sends.get((number, sender, receiver), ())
         expected = receives.get((number, sender, receiver), ())
         if sent != expected or not sent or sender == receiver:
-            raise RecipeError(f"reshard plan: in bucket {number} rank {sender} sends rank {receiver} "
-                             f"{_list(sent) or 'nothing'}, which expects {_list(expected) or 'nothing'}; expected "
-                             "the same regions in the same order on two ranks, and a segment only where there are any")
+            raise RecipeError(
+                f"reshard plan: in bucket {number} rank {sender} sends rank {receiver} "
+                f"{_list(sent) or 'nothing'}, which expects {_list(expected) or 'nothing'}; expected "
+                "the same regions in the same order on two ranks, and a segment only where there are any"
+            )
 
 
 def _list(regions: Iterable[Region]) -> str:
@@ -133,14 +143,24 @@ def figures(plan: ReshardPlan) -> dict[str, Any]:
         near[plan.topology.nearness(piece.sender, piece.receiver)] += size
     busiest = max(*plan.sent_bytes, *plan.received_bytes)
     return {
-        "ranks": plan.world_size, "train": str(plan.train), "train_library": plan.train_library,
-        "rollout": str(plan.rollout), "rollout_library": plan.rollout_library,
-        "kept_bytes": _spread(plan.local_bytes), "must_arrive_bytes": _spread(plan.lower_bound_bytes),
-        "received_bytes": _spread(plan.received_bytes), "received_over_bound": max(received, default=1.0),
-        "sent_bytes": _spread(plan.sent_bytes), "imbalance": max(plan.sent_bytes) / mean if mean else 1.0,
+        "ranks": plan.world_size,
+        "train": str(plan.train),
+        "train_library": plan.train_library,
+        "rollout": str(plan.rollout),
+        "rollout_library": plan.rollout_library,
+        "kept_bytes": _spread(plan.local_bytes),
+        "must_arrive_bytes": _spread(plan.lower_bound_bytes),
+        "received_bytes": _spread(plan.received_bytes),
+        "received_over_bound": max(received, default=1.0),
+        "sent_bytes": _spread(plan.sent_bytes),
+        "imbalance": max(plan.sent_bytes) / mean if mean else 1.0,
         "imbalance_bound": max(s["sent_bytes"]["mean"] for s in stages) / mean if mean else 1.0,
-        "stages": stages, "nearness_bytes": near, "bucket_bytes": plan.bucket_bytes, "collectives": plan.bucket_count,
-        "collectives_bound": -(-busiest // plan.bucket_bytes), "peak_extra_bytes": plan.peak_extra_bytes,
+        "stages": stages,
+        "nearness_bytes": near,
+        "bucket_bytes": plan.bucket_bytes,
+        "collectives": plan.bucket_count,
+        "collectives_bound": -(-busiest // plan.bucket_bytes),
+        "peak_extra_bytes": plan.peak_extra_bytes,
         "digest": plan.digest(),
     }
 
@@ -149,8 +169,14 @@ def _stage(plan: ReshardPlan, stage: int) -> dict[str, Any]:
     ranks = [rank for rank, found in enumerate(plan.stages) if found == stage]
     sent, received = ([figure[rank] for rank in ranks] for figure in (plan.sent_bytes, plan.received_bytes))
     layers = plan.train.stage_layers(stage, plan.inventory.model.num_hidden_layers)
-    return {"stage": stage, "ranks": len(ranks), "layers": len(layers), "sent_bytes": _spread(sent),
-            "imbalance": max(sent) / _mean(sent) if any(sent) else 1.0, "received_bytes": _spread(received)}
+    return {
+        "stage": stage,
+        "ranks": len(ranks),
+        "layers": len(layers),
+        "sent_bytes": _spread(sent),
+        "imbalance": max(sent) / _mean(sent) if any(sent) else 1.0,
+        "received_bytes": _spread(received),
+    }
 
 
 def _mean(numbers: Sequence[int]) -> float:
@@ -168,24 +194,47 @@ def path_of(plan: ReshardPlan, name: str, rank: int) -> dict[str, Any]:
     """
     parameter = plan.inventory.by_name.get(name)
     if parameter is None:
-        raise ConfigError(f"reshard plan: the model has no tensor {name!r}; expected an HF name such as "
-                          f"{plan.inventory.parameters[1].name!r}")
-    held, needed = (local_parameters(plan.inventory, layout, rank, library).shards.get(name) for layout, library in (
-        (plan.train, plan.train_library), (plan.rollout, plan.rollout_library)))
+        raise ConfigError(
+            f"reshard plan: the model has no tensor {name!r}; expected an HF name such as "
+            f"{plan.inventory.parameters[1].name!r}"
+        )
+    held, needed = (
+        local_parameters(plan.inventory, layout, rank, library).shards.get(name)
+        for layout, library in ((plan.train, plan.train_library), (plan.rollout, plan.rollout_library))
+    )
     mine = plan.for_rank(rank)
     steps = [(region, "kept", rank, None) for region in mine.local if region.name == name]
     for number, bucket in enumerate(mine.buckets):
         for verb, segments in (("received", bucket.receive), ("sent", bucket.send)):
-            steps += [(region, verb, peer, number) for peer, regions in segments.items()
-                      for region in regions if region.name == name]
+            steps += [
+                (region, verb, peer, number)
+                for peer, regions in segments.items()
+                for region in regions
+                if region.name == name
+            ]
     return {
-        "parameter": name, "shape": list(parameter.shape), "dtype": parameter.dtype, "rank": rank,
+        "parameter": name,
+        "shape": list(parameter.shape),
+        "dtype": parameter.dtype,
+        "rank": rank,
         "holds_in_training": str(region_of(held)) if held else None,
         "needs_in_rollout": (f"{name} (whole)" if name in plan.whole else str(region_of(needed))) if needed else None,
-        "holders": [{"region": str(region), "holders": list(block.holders), "needed_by": len(block.receivers)}
-                    for block in plan.blocks for region in block.regions if region.name == name],
-        "steps": [{"region": str(region), "what": verb, "peer": peer, "stage": plan.stages[peer],
-                   "nearness": plan.topology.nearness(rank, peer), "bucket": number,
-                   "bytes": region.rows * row_bytes(parameter, region.axis)}
-                  for region, verb, peer, number in steps],
+        "holders": [
+            {"region": str(region), "holders": list(block.holders), "needed_by": len(block.receivers)}
+            for block in plan.blocks
+            for region in block.regions
+            if region.name == name
+        ],
+        "steps": [
+            {
+                "region": str(region),
+                "what": verb,
+                "peer": peer,
+                "stage": plan.stages[peer],
+                "nearness": plan.topology.nearness(rank, peer),
+                "bucket": number,
+                "bytes": region.rows * row_bytes(parameter, region.axis),
+            }
+            for region, verb, peer, number in steps
+        ],
     }

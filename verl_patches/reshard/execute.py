@@ -137,8 +137,11 @@ class Compiler:
         self.scratch = {name: self._scratch(name) for name in whole if name in self.arriving}
         self.destinations = {**destinations, **{name: (each,) for name, each in self.scratch.items()}}
         # bytes exchanged by (bucket, side); even and odd buckets have their own buffers
-        self._sizes = {(number, side): sum(map(self._wire_bytes, _regions(bucket[side])))
-                       for number, bucket in enumerate(plan.buckets) for side in _SIDES}  # fmt: skip
+        self._sizes = {
+            (number, side): sum(map(self._wire_bytes, _regions(bucket[side])))
+            for number, bucket in enumerate(plan.buckets)
+            for side in _SIDES
+        }
         self.wire = {(parity, side): self._wire_buffer(parity, side) for parity in (0, 1) for side in _SIDES}
 
     def problems(self) -> Iterator[str]:
@@ -176,8 +179,11 @@ class Compiler:
         """Every exchange in order."""
         found = [self._bucket(number, bucket) for number, bucket in enumerate(self.plan.buckets)]
         for name, scratch in self.scratch.items():
-            at = [number for number, bucket in enumerate(self.plan.buckets)
-                  if any(region.name == name for region in _regions(bucket.receive))]  # fmt: skip
+            at = [
+                number
+                for number, bucket in enumerate(self.plan.buckets)
+                if any(region.name == name for region in _regions(bucket.receive))
+            ]
             if at:
                 found[at[0]].opens.append(scratch)
                 found[at[-1]].closes.append(scratch)
@@ -356,8 +362,9 @@ class Executor:
                 self._step("load", self._finish_scratch, scratch)
 
     def _exchange(self, bucket: Bucket) -> dist.Work:
-        return dist.all_to_all_single(bucket.receive, bucket.send, bucket.receive_splits, bucket.send_splits,
-                                      group=self.group, async_op=True)  # fmt: skip
+        return dist.all_to_all_single(
+            bucket.receive, bucket.send, bucket.receive_splits, bucket.send_splits, group=self.group, async_op=True
+        )
 
     def _step(self, phase: str, do: Callable[..., None], *args: Any) -> None:
         """One local step. After a first error no more are taken, but exchanges go on: no rank waits for ever."""

@@ -79,8 +79,9 @@ class ReshardPlan:
             else:
                 receive[bucket][sender] += regions
         local = tuple(region for block in self._local_blocks[rank] for region in self.blocks[block].regions)
-        buckets = tuple(BucketPlan(dict(sorted(s.items())), dict(sorted(r.items())))
-                        for s, r in zip(send, receive, strict=True))
+        buckets = tuple(
+            BucketPlan(dict(sorted(s.items())), dict(sorted(r.items()))) for s, r in zip(send, receive, strict=True)
+        )
         return RankPlan(rank, local, buckets)
 
     @functools.cached_property
@@ -134,8 +135,16 @@ class ReshardPlan:
     def digest(self) -> str:
         """Hex digest of inputs and result: ranks that are to run this plan together must agree on it."""
         digest = hashlib.sha256()
-        for part in (self.inventory.model, self.train, self.rollout, self.train_library, self.rollout_library,
-                     self.bucket_bytes, self.topology, sorted(self.whole)):
+        for part in (
+            self.inventory.model,
+            self.train,
+            self.rollout,
+            self.train_library,
+            self.rollout_library,
+            self.bucket_bytes,
+            self.topology,
+            sorted(self.whole),
+        ):
             digest.update(repr(part).encode())
         for block in self.blocks:
             digest.update(repr(block).encode())
@@ -163,8 +172,10 @@ class ReshardPlan:
         """Bytes of each piece, with alignment."""
         uncut = [block.wire_bytes for block in self.blocks]
         rows = [sum(r.rows for r in block.regions) for block in self.blocks]
-        return [uncut[p.block] if p.stop - p.start == rows[p.block] else _cut_bytes(self.blocks[p.block], p)
-                for p in self.pieces]
+        return [
+            uncut[p.block] if p.stop - p.start == rows[p.block] else _cut_bytes(self.blocks[p.block], p)
+            for p in self.pieces
+        ]
 
 
 def _cut_bytes(block: Block, piece: Piece) -> int:
@@ -190,12 +201,25 @@ def plan_reshard(
     pairs of layouts that cannot be served, and for a bucket too small for one row of some tensor.
     """
     blocks = make_blocks(
-        inventory, train, rollout, train_library=train_library, rollout_library=rollout_library,
-        bucket_bytes=bucket_bytes, whole=whole,
-    )  # fmt: skip
+        inventory,
+        train,
+        rollout,
+        train_library=train_library,
+        rollout_library=rollout_library,
+        bucket_bytes=bucket_bytes,
+        whole=whole,
+    )
     stages = [train.coordinates(rank).pp for rank in range(train.world_size)]
     pieces = schedule(blocks, route(blocks, stages, topology), bucket_bytes)
     return ReshardPlan(
-        inventory, train, rollout, train_library, rollout_library, bucket_bytes, topology, frozenset(whole), blocks,
+        inventory,
+        train,
+        rollout,
+        train_library,
+        rollout_library,
+        bucket_bytes,
+        topology,
+        frozenset(whole),
+        blocks,
         pieces,
     )

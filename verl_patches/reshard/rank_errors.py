@@ -69,8 +69,9 @@ def check_peers(plan: RankPlan, digest: str, group: Any, device: torch.device | 
         complaints = gather(wrong, group)  # by receiver
         sends = gather({to: _regions(plan, "send", to) for to in peers if plan.rank in complaints[to]}, group)
         digests = gather(digest, group)
-        problems = [_difference(peer, sends[peer][plan.rank], _regions(plan, "receive", peer))
-                    for peer in sorted(wrong)]  # fmt: skip
+        problems = [
+            _difference(peer, sends[peer][plan.rank], _regions(plan, "receive", peer)) for peer in sorted(wrong)
+        ]
         if digest != digests[0]:
             problems.insert(0, f"its plan has the digest {digest}, that of rank 0 is {digests[0]}")
         todo = "ranks do not have the same plan; look for unequal layouts or versions"

@@ -95,8 +95,10 @@ class _Router:
         mean = self.mean[self.stages[block.holders[0]]]
         far = []
         for rank in others:
-            for near in (by_card.get(rank // self.topology.dies_per_card),
-                         by_node.get(rank // self.topology.dies_per_node)):
+            for near in (
+                by_card.get(rank // self.topology.dies_per_card),
+                by_node.get(rank // self.topology.dies_per_node),
+            ):
                 sender = min(near, key=self.load.__getitem__) if near else None
                 if sender is not None and self._may_send(sender, size, mean, block.holders):
                     self._send(sender, rank, number)

@@ -265,8 +265,11 @@ def _check_place(models: list[Any], inventory: Inventory, layout: ParallelLayout
     for number, model in enumerate(models[: layout.vpp]):
         layers = [layer.layer_number - 1 for layer in model.decoder.layers]  # Megatron counts from 1
         facts.append((f"layers of model chunk {number}", list(_layers(inventory, layout, rank, number)), layers))
-        facts += [(f"experts of layer {layer.layer_number - 1}", experts, list(layer.mlp.local_expert_indices))
-                  for layer in model.decoder.layers if hasattr(layer.mlp, "local_expert_indices")]  # fmt: skip
+        facts += [
+            (f"experts of layer {layer.layer_number - 1}", experts, list(layer.mlp.local_expert_indices))
+            for layer in model.decoder.layers
+            if hasattr(layer.mlp, "local_expert_indices")
+        ]
     for what, expected, found in facts:
         if expected != found:
             raise ConfigError(

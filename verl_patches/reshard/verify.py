@@ -71,8 +71,10 @@ class Verifier:
         self.parameters, self.whole = plan.inventory.by_name, plan.whole
         self.items = [
             (region, rank in block.holders, rank in block.receivers)
-            for block in plan.blocks for region in block.regions if region.name not in plan.whole
-        ]  # fmt: skip
+            for block in plan.blocks
+            for region in block.regions
+            if region.name not in plan.whole
+        ]
         self.dtypes = self._agree_on_dtypes()
 
     def poison(self) -> None:
@@ -101,8 +103,9 @@ class Verifier:
         raise_on_any_rank(catch_errors(compute), self.group, self.device, "weights could not be compared")
         numbers = torch.stack(sums).view(-1, 2).cpu() if sums else torch.zeros(0, 2, dtype=torch.int64)
         self._raise_for(self._unequal(held, numbers), held, numbers)
-        live = [(each.elements, int(nan)) for each, (_, nan) in zip(held, numbers, strict=True)
-                if each.holder != _TRAINING]  # fmt: skip
+        live = [
+            (each.elements, int(nan)) for each, (_, nan) in zip(held, numbers, strict=True) if each.holder != _TRAINING
+        ]
         elements, nan_elements = (sum(column) for column in zip(*live, strict=True)) if live else (0, 0)
         return VerifyReport(len(self.items), elements, nan_elements, tuple(sorted(self.whole)))
 
@@ -141,8 +144,11 @@ class Verifier:
                 every = [_DTYPES.index(dtype) for dtype in found]
                 codes[0, at], codes[1, at] = min(every), -max(every)
         codes = self._minimum(codes)
-        problems += [f"{name}: expected one dtype in live memory of all ranks, found none or several"
-                     for name, low, high in zip(names, *codes.tolist(), strict=True) if low != -high]  # fmt: skip
+        problems += [
+            f"{name}: expected one dtype in live memory of all ranks, found none or several"
+            for name, low, high in zip(names, *codes.tolist(), strict=True)
+            if low != -high
+        ]
         raise_on_any_rank(problems, self.group, self.device, "live rollout memory cannot be compared")
         return {name: _DTYPES[code] for name, code in zip(names, codes[0].tolist(), strict=True)}
 
@@ -166,10 +172,16 @@ class Verifier:
         if not wrong:
             return
         shown = wrong[:_SHOWN]
-        mine = [(each.number, each.holder, *pair) for each, pair in zip(held, numbers.tolist(), strict=True)
-                if each.number in shown]  # fmt: skip
-        every = [(number, holder, rank, *pair) for rank, theirs in enumerate(gather(mine, self.group))
-                 for number, holder, *pair in theirs]  # fmt: skip
+        mine = [
+            (each.number, each.holder, *pair)
+            for each, pair in zip(held, numbers.tolist(), strict=True)
+            if each.number in shown
+        ]
+        every = [
+            (number, holder, rank, *pair)
+            for rank, theirs in enumerate(gather(mine, self.group))
+            for number, holder, *pair in theirs
+        ]
         lines = [self._explain(number, [each[1:] for each in every if each[0] == number]) for number in shown]
         raise ReshardError(
             f"reshard: {len(wrong)} of {len(self.items)} regions are not everywhere what training holds; stop, do not "
@@ -258,8 +270,10 @@ def check_map(
         before = {name: _of_parameter(tensor) for name, tensor in live.items()}
         load_weights(values())
         changed = [name for name, tensor in live.items() if _of_parameter(tensor) != before[name]]
-    return [f"{name} on rank {rank}: expected to stay as it is when loaded again, found it changed: its map is wrong"
-            for name in changed]  # fmt: skip
+    return [
+        f"{name} on rank {rank}: expected to stay as it is when loaded again, found it changed: its map is wrong"
+        for name in changed
+    ]
 
 
 def _of_parameter(tensor: torch.Tensor) -> int:

@@ -82,8 +82,13 @@ class WorkerReshard:
         checked = verifier.check()
         if not self.verified:  # once for each map that was learnt
             ask_load_weights = functools.partial(
-                check_map, model.load_weights, dict(model.named_parameters()), self.destinations.tensors,
-                {p.name: p.shape for p in self.inventory.parameters}, self.rank)  # fmt: skip
+                check_map,
+                model.load_weights,
+                dict(model.named_parameters()),
+                self.destinations.tensors,
+                {p.name: p.shape for p in self.inventory.parameters},
+                self.rank,
+            )
             problems = catch_errors(ask_load_weights)
             raise_on_any_rank(problems, None, self.device, "vLLM's load_weights puts weights elsewhere")
         self.verified = True
@@ -96,8 +101,11 @@ class WorkerReshard:
 
     def _learn(self, model: torch.nn.Module) -> bool:
         """Learn what is new or moved, and compile; whether to is decided by all ranks together. Returns whether."""
-        valid = (self.executor is not None and still_valid(self.sources, self.chunks)
-                 and self.destinations.still_valid(model))  # fmt: skip
+        valid = (
+            self.executor is not None
+            and still_valid(self.sources, self.chunks)
+            and self.destinations.still_valid(model)
+        )
         flag = torch.tensor([int(valid)], device=self.device)
         dist.all_reduce(flag, dist.ReduceOp.MIN)
         if flag.item():
@@ -106,18 +114,21 @@ class WorkerReshard:
         log.info("weight sync: learning where weights are in training and in vLLM")
 
         def learn():
-            self.sources = train_tensors(
-                self.chunks, self.inventory, self.settings.train, self.rank, self.library)  # fmt: skip
+            self.sources = train_tensors(self.chunks, self.inventory, self.settings.train, self.rank, self.library)
             self.destinations = learn_destinations(model, self.inventory, rank=self.rank)
             self.destinations.check_covers(model)
 
         raise_on_any_rank(catch_errors(learn), None, self.device, "training or rollout weights cannot be mapped")
         self._make_plan()
         self.executor = build_executor(
-            self.plan, self.rank, self.sources, self.destinations.tensors, device=self.device,
+            self.plan,
+            self.rank,
+            self.sources,
+            self.destinations.tensors,
+            device=self.device,
             load_whole=lambda name, tensor: model.load_weights([(name, tensor)]),
             finish=functools.partial(post_load, model),
-        )  # fmt: skip
+        )
         return True
 
     def _make_plan(self) -> None:
@@ -132,8 +143,14 @@ class WorkerReshard:
 
         def check():
             self.plan = plan_reshard(
-                self.inventory, settings.train, settings.rollout, train_library=self.library, rollout_library=library,
-                bucket_bytes=settings.bucket_bytes, whole=unmapped.keys())  # fmt: skip
+                self.inventory,
+                settings.train,
+                settings.rollout,
+                train_library=self.library,
+                rollout_library=library,
+                bucket_bytes=settings.bucket_bytes,
+                whole=unmapped.keys(),
+            )
             self.destinations.check_against_plan(self.inventory, settings.rollout, library)
 
         raise_on_any_rank(catch_errors(check), None, self.device, "rollout weights are not laid out as planned")

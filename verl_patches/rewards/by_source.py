@@ -8,7 +8,10 @@ from verl_patches.rewards import learnable, maths
 
 
 def compute_score(
-    data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None,
+    data_source: str,
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: dict[str, Any] | None = None,
     **maths_options: Any,
 ) -> dict[str, float]:
     """Score one response in verl's `custom_reward_function` contract: {score, acc, format}, each in 0..1.

@@ -70,13 +70,28 @@ def sample_for_check(engine: Any, prompts: Sequence[list[int]], tokens: int, see
     from vllm import SamplingParams
 
     begin = time.perf_counter()
-    plain = [SamplingParams(n=1, temperature=1.0, top_p=1.0, top_k=-1, min_p=0.0, logprobs=0, max_tokens=tokens,
-                            detokenize=False, seed=seed + at) for at in range(len(prompts))]  # fmt: skip
+    plain = [
+        SamplingParams(
+            n=1,
+            temperature=1.0,
+            top_p=1.0,
+            top_k=-1,
+            min_p=0.0,
+            logprobs=0,
+            max_tokens=tokens,
+            detokenize=False,
+            seed=seed + at,
+        )
+        for at in range(len(prompts))
+    ]
     found = engine.generate([{"prompt_token_ids": ids} for ids in prompts], plain, use_tqdm=False)
     samples = [request.outputs[0] for request in found]
-    return {"prompts": list(prompts), "responses": [list(sample.token_ids) for sample in samples],
-            "log_probs": [padded(s.token_ids, s.logprobs, len(s.token_ids)) for s in samples],
-            "seconds": time.perf_counter() - begin}  # fmt: skip
+    return {
+        "prompts": list(prompts),
+        "responses": [list(sample.token_ids) for sample in samples],
+        "log_probs": [padded(s.token_ids, s.logprobs, len(s.token_ids)) for s in samples],
+        "seconds": time.perf_counter() - begin,
+    }
 
 
 def padded(tokens: Sequence[int], log_probs: Sequence[Any], length: int) -> list[float]:

@@ -181,8 +181,9 @@ class BatchPlan:
 
     def tokens(self, lengths: Sequence[int]) -> tuple[int, float]:
         """(sum over all micro batches of the most tokens on any replica, the same if all replicas were equal)."""
-        costs = [steps_cost([list(map(list, mini)) for mini in minis], lengths)
-                 for minis in zip(*self.schedule, strict=True)]  # fmt: skip
+        costs = [
+            steps_cost([list(map(list, mini)) for mini in minis], lengths) for minis in zip(*self.schedule, strict=True)
+        ]
         return sum(most for most, _ in costs), sum(mean for _, mean in costs)
 
     @functools.cached_property
@@ -274,8 +275,10 @@ def _replicas(held: Sequence[Sequence[int]], replica_of: Sequence[int], samples:
     found = {sample for mine in held for sample in mine}
     if found != set(range(samples)):
         wrong = sorted(found ^ set(range(samples)))
-        raise ConfigError(f"batch plan: expected samples 0..{samples - 1}, each on a rank; found {len(wrong)} held by "
-                          f"none or unknown, the first is {wrong[0]}")  # fmt: skip
+        raise ConfigError(
+            f"batch plan: expected samples 0..{samples - 1}, each on a rank; found {len(wrong)} held by "
+            f"none or unknown, the first is {wrong[0]}"
+        )
     twice = [rank for rank, mine in enumerate(held) if len(set(mine)) != len(mine)]
     if twice:
         raise ConfigError(f"batch plan: rank {twice[0]} holds a sample twice: {list(held[twice[0]])}")

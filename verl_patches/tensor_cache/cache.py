@@ -59,8 +59,13 @@ class TensorCache:
     def open(self, step: int) -> None:
         """Begin the scope of `step`; what another scope left is dropped, and said."""
         if self._kept:
-            log.warning("tensor cache: step %s begins but step %s was not closed: dropping %s (%d bytes)", step,
-                        self._step, ", ".join(self._kept), self.bytes_held)  # fmt: skip
+            log.warning(
+                "tensor cache: step %s begins but step %s was not closed: dropping %s (%d bytes)",
+                step,
+                self._step,
+                ", ".join(self._kept),
+                self.bytes_held,
+            )
         self.close()
         self._step = step
 

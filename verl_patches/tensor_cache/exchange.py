@@ -31,8 +31,10 @@ class Ragged:
 
     def __post_init__(self) -> None:
         if self.values.dim() != 1 or self.values.numel() != sum(self.lengths):
-            raise ValueError(f"ragged: values have shape {tuple(self.values.shape)}, lengths add up to "
-                             f"{sum(self.lengths)}; expected [{sum(self.lengths)}]")  # fmt: skip
+            raise ValueError(
+                f"ragged: values have shape {tuple(self.values.shape)}, lengths add up to "
+                f"{sum(self.lengths)}; expected [{sum(self.lengths)}]"
+            )
 
     def parts(self) -> tuple[torch.Tensor, ...]:
         """One view a sample."""
@@ -100,12 +102,19 @@ def model_inputs(
     """
     left = to_padded(prompts, prompt_width, pad=pad_id, left=True, dtype=torch.int64)
     right = to_padded(responses, response_width, pad=pad_id, dtype=torch.int64)
-    mask = [mask_of(prompts.lengths, prompt_width, left=True, device=left.device),
-            mask_of(responses.lengths, response_width, device=left.device)]  # fmt: skip
+    mask = [
+        mask_of(prompts.lengths, prompt_width, left=True, device=left.device),
+        mask_of(responses.lengths, response_width, device=left.device),
+    ]
     begin = prompt_width - torch.tensor(prompts.lengths, dtype=torch.int64, device=left.device)[:, None]
     places = torch.arange(prompt_width + response_width, device=left.device)[None]
-    return {"prompts": left, "responses": right, "input_ids": torch.cat([left, right], 1),
-            "attention_mask": torch.cat(mask, 1).long(), "position_ids": (places - begin).clamp(min=0)}  # fmt: skip
+    return {
+        "prompts": left,
+        "responses": right,
+        "input_ids": torch.cat([left, right], 1),
+        "attention_mask": torch.cat(mask, 1).long(),
+        "position_ids": (places - begin).clamp(min=0),
+    }
 
 
 _ALIGNED = 16  # bytes; the header's too
@@ -161,8 +170,9 @@ def exchange(
 
 def wire_bytes(plan: BatchPlan, rank: int, specs: Mapping[str, TensorSpec]) -> tuple[int, int]:
     """Bytes that `rank` sends and receives, headers and what stays on the rank included."""
-    return tuple(sum(_segment_bytes(samples, specs) for samples in side)
-                 for side in (plan.sends(rank), plan.receives(rank)))  # fmt: skip
+    return tuple(
+        sum(_segment_bytes(samples, specs) for samples in side) for side in (plan.sends(rank), plan.receives(rank))
+    )
 
 
 def _pack(
@@ -205,9 +215,12 @@ def _unpack(
             nbytes = sum(counts) * kind.dtype.itemsize
             parts[name].update(zip(samples, segment[at : at + nbytes].view(kind.dtype).split(counts), strict=True))
             at += nbytes + -nbytes % _ALIGNED
-    return {name: Ragged(torch.cat([parts[name][sample] for sample in computed]),
-                         tuple(kind.lengths[sample] for sample in computed))
-            for name, kind in kinds.items()}  # fmt: skip
+    return {
+        name: Ragged(
+            torch.cat([parts[name][sample] for sample in computed]), tuple(kind.lengths[sample] for sample in computed)
+        )
+        for name, kind in kinds.items()
+    }
 
 
 def _segment_bytes(samples: Sequence[int], kinds: Mapping[str, TensorSpec]) -> int:
@@ -228,8 +241,10 @@ def _check(segments: Sequence[torch.Tensor], header: torch.Tensor, rank: int) ->
     if failed:
         raise ExchangeError(f"exchange: rank(s) {failed[:8]} had nothing to send; their own errors say why")
     if wrong:
-        raise ExchangeError(f"exchange: rank {rank} has another plan, step, or other tensors than rank(s) {wrong[:8]}; "
-                            "all ranks must pass the same lengths, step and tensors")  # fmt: skip
+        raise ExchangeError(
+            f"exchange: rank {rank} has another plan, step, or other tensors than rank(s) {wrong[:8]}; "
+            "all ranks must pass the same lengths, step and tensors"
+        )
 
 
 def _not_as_expected(name: str, samples: Sequence[int], expected: tuple, found: tuple) -> str:

@@ -33,8 +33,10 @@ def faults(config: Any) -> Iterator[str]:
     for side in ("prompt", "response"):
         width, of_data = rollout[f"{side}_length"], config.data[f"max_{side}_length"]
         if width != of_data:
-            yield (f"{_ON} {_ROLLOUT}.{side}_length is {width} and data.max_{side}_length {of_data}: a batch rebuilt "
-                   "from lengths would not be as wide as vLLM's; make them equal")
+            yield (
+                f"{_ON} {_ROLLOUT}.{side}_length is {width} and data.max_{side}_length {of_data}: a batch rebuilt "
+                "from lengths would not be as wide as vLLM's; make them equal"
+            )
     if config.recipe.rollout.replay is not None:
         yield f"{_ON} recipe.rollout.replay gives responses to the trainer alone; set one of them only"
     if actor.shuffle:
@@ -47,16 +49,22 @@ def faults(config: Any) -> Iterator[str]:
 
 def _trainer_faults(config: Any) -> Iterator[str]:
     if config.algorithm.adv_estimator == "gae":
-        yield (f"{_ON} algorithm.adv_estimator is gae: its critic takes the padded batch from the trainer; use an "
-               "estimator without a critic, such as grpo")
+        yield (
+            f"{_ON} algorithm.adv_estimator is gae: its critic takes the padded batch from the trainer; use an "
+            "estimator without a critic, such as grpo"
+        )
     if config.reward_model.enable:
-        yield (f"{_ON} reward_model.enable is true: its workers take the padded batch from the trainer; set false and "
-               "give custom_reward_function")
+        yield (
+            f"{_ON} reward_model.enable is true: its workers take the padded batch from the trainer; set false and "
+            "give custom_reward_function"
+        )
     if config.data.return_raw_chat:
         yield f"{_ON} data.return_raw_chat is true: raw prompts would not come back with the responses; set false"
     if config.data.custom_cls.path is not None:
-        yield (f"{_ON} data.custom_cls.path is {config.data.custom_cls.path}: prompts are rebuilt as verl's own "
-               "RLHFDataset has them; set null")
+        yield (
+            f"{_ON} data.custom_cls.path is {config.data.custom_cls.path}: prompts are rebuilt as verl's own "
+            "RLHFDataset has them; set null"
+        )
 
 
 def _budget_faults(config: Any) -> Iterator[str]:
@@ -66,11 +74,15 @@ def _budget_faults(config: Any) -> Iterator[str]:
     for section in ("actor", "ref") if budgets else ():
         for key in ("context_parallel_size", "virtual_pipeline_model_parallel_size"):
             if (size := sections[section].megatron[key]) not in (None, 1):
-                yield (f"{_ON} {_SECTION}.{section}.megatron.{key} is {size} with a dynamic batch size: verl's budget "
-                       "and number of micro batches depend on it, the plan's do not; set 1, or use_dynamic_bsz false")
+                yield (
+                    f"{_ON} {_SECTION}.{section}.megatron.{key} is {size} with a dynamic batch size: verl's budget "
+                    "and number of micro batches depend on it, the plan's do not; set 1, or use_dynamic_bsz false"
+                )
     longest = config.data.max_prompt_length + config.data.max_response_length
     for stage, budget in budgets.items():
         name, switch, key = _DYNAMIC[stage]
         if budget < longest:
-            yield (f"{_ON} {_SECTION}.{name}.{switch} is true with {key} {budget}: a sample may have {longest} tokens "
-                   "(data.max_prompt_length + data.max_response_length); raise it to that or more")
+            yield (
+                f"{_ON} {_SECTION}.{name}.{switch} is true with {key} {budget}: a sample may have {longest} tokens "
+                "(data.max_prompt_length + data.max_response_length); raise it to that or more"
+            )

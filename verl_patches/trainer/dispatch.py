@@ -161,7 +161,7 @@ def dispatch_of_step(workers: list[list[tuple[str, float]]]) -> dict[str, Any]:
     calls = take_calls()
     by_call = start_skew(workers)
     return {
-        "calls": len(calls), **{name: sum(getattr(call, name) for call in calls)
-                                for name in ("puts", "put_bytes", "inline_bytes")},
+        "calls": len(calls),
+        **{name: sum(getattr(call, name) for call in calls) for name in ("puts", "put_bytes", "inline_bytes")},
         "start_skew_s": {"max": max(by_call.values(), default=0.0), "by_call": by_call},
-    }  # fmt: skip
+    }

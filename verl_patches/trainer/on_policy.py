@@ -1,7 +1,7 @@
 """What `recipe` says of on-policy training, and the configurations in which it cannot hold. Torch-free.
 
-    recipe.train.skip_old_log_prob   the update takes its own log-probs as old ones: one forward pass of the actor less
-    recipe.rollout_correction        weights and rejection for where vLLM's probabilities differ from the actor's
+recipe.train.skip_old_log_prob   the update takes its own log-probs as old ones: one forward pass of the actor less
+recipe.rollout_correction        weights and rejection for where vLLM's probabilities differ from the actor's
 """
 
 from __future__ import annotations
@@ -50,8 +50,10 @@ def ratio_bounds(text: str | None) -> tuple[float, float]:
             return low, high
     except (ValueError, ZeroDivisionError):
         pass
-    raise ConfigError(f"{_SECTION}.rollout_rs_threshold is {text!r}; expected LOWEST_HIGHEST pi_rollout / pi_actor, "
-                      "such as 0.5_2.0, or the highest alone, above 1")
+    raise ConfigError(
+        f"{_SECTION}.rollout_rs_threshold is {text!r}; expected LOWEST_HIGHEST pi_rollout / pi_actor, "
+        "such as 0.5_2.0, or the highest alone, above 1"
+    )
 
 
 def faults(config: Any, hf_config: Mapping[str, Any]) -> list[str]:
@@ -65,17 +67,23 @@ def _skip_faults(config: Any, hf_config: Mapping[str, Any]) -> Iterator[str]:
     actor, told = config.actor_rollout_ref.actor, f"{_SKIP} is true, but"
     mini, batch, epochs = actor.ppo_mini_batch_size, config.data.train_batch_size, actor.ppo_epochs
     if mini != batch:
-        yield (f"{told} {_ACTOR}.ppo_mini_batch_size is {mini} and data.train_batch_size {batch}: only the first mini "
-               "batch meets the weights that it was sampled with; make them equal")
+        yield (
+            f"{told} {_ACTOR}.ppo_mini_batch_size is {mini} and data.train_batch_size {batch}: only the first mini "
+            "batch meets the weights that it was sampled with; make them equal"
+        )
     if epochs != 1:
         yield f"{told} {_ACTOR}.ppo_epochs is {epochs}: from the second on the weights are others; set 1"
     if config.algorithm.use_kl_in_reward:
         yield f"{told} algorithm.use_kl_in_reward is true, which needs them before the update; use {_ACTOR}.use_kl_loss"
     if config.trainer.critic_warmup:
-        yield (f"{told} trainer.critic_warmup is {config.trainer.critic_warmup}: a step without an update has no "
-               "log-probs to check vLLM's by; set 0")
-    told_by = {"the model's config.json": hf_config,
-               f"{_ACTOR}.megatron.override_transformer_config": actor.megatron.get("override_transformer_config")}
+        yield (
+            f"{told} trainer.critic_warmup is {config.trainer.critic_warmup}: a step without an update has no "
+            "log-probs to check vLLM's by; set 0"
+        )
+    told_by = {
+        "the model's config.json": hf_config,
+        f"{_ACTOR}.megatron.override_transformer_config": actor.megatron.get("override_transformer_config"),
+    }
     for where, found in told_by.items():
         for name in _RANDOM:
             if (found or {}).get(name):
@@ -98,7 +106,9 @@ def _correction_faults(config: Any) -> Iterator[str]:
         yield str(error)
     recipe = config.recipe
     reason = on and why_not(
-        config.actor_rollout_ref.rollout, replayed=recipe.rollout.replay is not None,
-        balanced=recipe.rollout.balanced_routing or recipe.train.balanced_routing)  # fmt: skip
+        config.actor_rollout_ref.rollout,
+        replayed=recipe.rollout.replay is not None,
+        balanced=recipe.rollout.balanced_routing or recipe.train.balanced_routing,
+    )
     if reason:
         yield f"{_SECTION} is on, but vLLM's log-probs are not the actor's by another engine: {reason}"

@@ -26,8 +26,9 @@ LOOK_S = 1.0
 _RAYS_LAST_LINE = "An unexpected internal error occurred while the worker was executing a task."
 
 
-def prelude_then(user_hook: str | Callable | None, engine: Mapping[str, Any] | None = None,
-                 network: Mapping[str, Any] | None = None) -> Callable[[], None]:
+def prelude_then(
+    user_hook: str | Callable | None, engine: Mapping[str, Any] | None = None, network: Mapping[str, Any] | None = None
+) -> Callable[[], None]:
     """What each Ray worker process runs first; a user's hook is a callable or "package.module.function".
 
     `engine`: verl's actor_rollout_ref section, for a line whose engine must be prepared before Megatron is imported.
@@ -66,7 +67,9 @@ def prepare_with_verl(engine: Mapping[str, Any]) -> None:
 
 
 def runtime_env(
-    environment: dict[str, str], given: dict[str, Any] | None = None, engine: Mapping[str, Any] | None = None,
+    environment: dict[str, str],
+    given: dict[str, Any] | None = None,
+    engine: Mapping[str, Any] | None = None,
     network: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Ray's runtime_env: `given` by the user, our variables over it, and the set-up hooks chained."""
@@ -76,8 +79,12 @@ def runtime_env(
     return env
 
 
-def start(environment: dict[str, str], engine: Mapping[str, Any] | None = None,
-          network: Mapping[str, Any] | None = None, **options: Any) -> None:
+def start(
+    environment: dict[str, str],
+    engine: Mapping[str, Any] | None = None,
+    network: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> None:
     """ray.init with the chained hooks; options are ray.init's own."""
     import ray
 

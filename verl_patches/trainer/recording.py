@@ -17,10 +17,14 @@ def find_recording(path: str | None, steps: int | None = None) -> Path | None:
     given = Path(path)
     folders = [f for f in (given, given / "rollouts", given.parent) if (f / "step_1.safetensors").is_file()]
     if not folders:
-        raise ConfigError(f"--replay-rollout {path}: no step_1.safetensors there; give a run folder (outputs/<run>) "
-                          "that recorded its rollouts")
+        raise ConfigError(
+            f"--replay-rollout {path}: no step_1.safetensors there; give a run folder (outputs/<run>) "
+            "that recorded its rollouts"
+        )
     if steps is not None and not (folders[0] / f"step_{steps}.safetensors").is_file():
         found = len(list(folders[0].glob("step_*.safetensors")))
-        raise ConfigError(f"--replay-rollout {path}: the recording has {found} step(s), this run wants {steps}; ask "
-                          f"for --steps {found}, or record a longer run")
+        raise ConfigError(
+            f"--replay-rollout {path}: the recording has {found} step(s), this run wants {steps}; ask "
+            f"for --steps {found}, or record a longer run"
+        )
     return folders[0].resolve()

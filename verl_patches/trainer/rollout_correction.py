@@ -40,9 +40,7 @@ class Weighed(NamedTuple):
     kept: torch.Tensor
 
 
-def weigh(
-    rollout: torch.Tensor, actor: torch.Tensor, mask: torch.Tensor, correction: Correction
-) -> Weighed:
+def weigh(rollout: torch.Tensor, actor: torch.Tensor, mask: torch.Tensor, correction: Correction) -> Weighed:
     """Weight of each response token; all [B, S_response], at least fp32, nats. LogProbError for one that is no number.
 
     ratio: pi_actor / pi_rollout of the token, or of the whole sequence; weight: the ratio, at most `cap`, 1 without a
@@ -113,30 +111,52 @@ def _moments(x: torch.Tensor, y: torch.Tensor, mask: torch.Tensor, correction: C
     d, filled = (y - x)[mask], mask.any(-1)
     of_sequence = (torch.where(mask, x - y, 0.0).sum(-1) / mask.sum(-1).clamp(min=1))[filled]
     rows = {
-        "d": d, "k3": torch.expm1(d) - d,
-        **_pair("log", x[mask], y[mask]), **_pair("prob", x[mask].exp(), y[mask].exp()),
-        "sequence": of_sequence, "sequence_abs": of_sequence.abs(),
+        "d": d,
+        "k3": torch.expm1(d) - d,
+        **_pair("log", x[mask], y[mask]),
+        **_pair("prob", x[mask].exp(), y[mask].exp()),
+        "sequence": of_sequence,
+        "sequence_abs": of_sequence.abs(),
     }
-    highest = {"log_abs": rows["log_abs"], "prob_abs": rows["prob_abs"],
-               "sequence": of_sequence, "sequence_low": -of_sequence}
+    highest = {
+        "log_abs": rows["log_abs"],
+        "prob_abs": rows["prob_abs"],
+        "sequence": of_sequence,
+        "sequence_low": -of_sequence,
+    }
     sums = {"not_finite": 0.0, "tokens": float(mask.sum()), "sequences": float(len(of_sequence))}
     if correction:
         _, by_token, kept = weigh(x, y, mask, correction)
         ratios = by_token[mask]  # as if no sequence was rejected
         bounded = ratios.clamp(1 / correction.cap, correction.cap)
         judged = by_token[filled, 0] if correction.level == "sequence" else ratios
-        rows |= {"ratio": ratios, "bounded": bounded, "bounded_2": bounded.square(),
-                 "above_cap": judged > correction.cap, "judged": torch.ones_like(judged),
-                 "rejected_tokens": mask[~kept], "rejected": ~kept[filled]}
+        rows |= {
+            "ratio": ratios,
+            "bounded": bounded,
+            "bounded_2": bounded.square(),
+            "above_cap": judged > correction.cap,
+            "judged": torch.ones_like(judged),
+            "rejected_tokens": mask[~kept],
+            "rejected": ~kept[filled],
+        }
         highest |= {"ratio": ratios, "ratio_low": -ratios}
-    return {"sum": sums | {name: float(row.sum()) for name, row in rows.items()},
-            "max": {name: float(row.max()) for name, row in highest.items()}}
+    return {
+        "sum": sums | {name: float(row.sum()) for name, row in rows.items()},
+        "max": {name: float(row.max()) for name, row in highest.items()},
+    }
 
 
 def _pair(name: str, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
     far = (y - x).abs()
-    return {f"{name}_x": x, f"{name}_y": y, f"{name}_xx": x * x, f"{name}_yy": y * y, f"{name}_xy": x * y,
-            f"{name}_abs": far, f"{name}_abs2": far * far}
+    return {
+        f"{name}_x": x,
+        f"{name}_y": y,
+        f"{name}_xx": x * x,
+        f"{name}_yy": y * y,
+        f"{name}_xy": x * y,
+        f"{name}_abs": far,
+        f"{name}_abs2": far * far,
+    }
 
 
 def add_to_metrics(original: Callable) -> Callable:
@@ -245,9 +265,7 @@ class WithoutOldLogProb:
         return self._group.update_actor(batch)
 
 
-def with_workers_metrics(
-    step: Mapping[str, Any], reports: Iterable[Moments | None], recipe: Any
-) -> dict[str, Any]:
+def with_workers_metrics(step: Mapping[str, Any], reports: Iterable[Moments | None], recipe: Any) -> dict[str, Any]:
     """Metrics of a `step` with what the workers' updates saw, and without what only the left out pass could give."""
     left_out = _OF_THE_PASS if recipe.train.skip_old_log_prob else ()
     kept = {name: value for name, value in step.items() if name not in left_out}

@@ -56,14 +56,18 @@ class RolloutRecorder:
 
         path = self._replay_from / f"step_{self._step}.safetensors"
         if not path.is_file():
-            raise ConfigError(f"--replay-rollout: {path} does not exist; the recording has fewer steps than asked for. "
-                              f"Ask for --steps {self._step - 1}, or record a longer run")
+            raise ConfigError(
+                f"--replay-rollout: {path} does not exist; the recording has fewer steps than asked for. "
+                f"Ask for --steps {self._step - 1}, or record a longer run"
+            )
         tensors = load_file(path)
         tensors.pop("rollout_log_probs", None)  # belong to the weights of the recorded run
         asked, found = prompts.batch["input_ids"], tensors["prompts"]
         repeats = found.shape[0] // max(asked.shape[0], 1)
         same = found.shape == (asked.shape[0] * repeats, asked.shape[1])
         if not same or not torch.equal(asked.repeat_interleave(repeats, 0), found):
-            raise ConfigError(f"--replay-rollout: {path} was recorded with other prompts ({tuple(found.shape)}, now "
-                              f"{tuple(asked.shape)} x {repeats}); use the recorded run's data, batch size and seed")
+            raise ConfigError(
+                f"--replay-rollout: {path} was recorded with other prompts ({tuple(found.shape)}, now "
+                f"{tuple(asked.shape)} x {repeats}); use the recorded run's data, batch size and seed"
+            )
         return DataProto.from_dict(tensors=tensors, meta_info=dict(prompts.meta_info))

@@ -32,9 +32,13 @@ COLUMNS = ("rollout", "reshard", "offload", "reward", "log_prob", "ref", "update
 SYNC_COLUMNS = ("sync MB", "sync calls", "extra MB")
 MEMORY_COLUMN = "held MB"
 DISPATCH_COLUMNS = ("sent MB", "skew s")
-CALLS = {"generate_sequences": "reshard, rollout", "reward": "reward",
-         "compute_log_prob": "log-prob", "compute_ref_log_prob": "ref log-prob",
-         "update_actor": "update"}
+CALLS = {
+    "generate_sequences": "reshard, rollout",
+    "reward": "reward",
+    "compute_log_prob": "log-prob",
+    "compute_ref_log_prob": "ref log-prob",
+    "update_actor": "update",
+}
 _active: Run | None = None
 
 
@@ -46,16 +50,27 @@ class Run:
         self.folder = None if self.recipe.run is None else Path(self.recipe.output_root) / self.recipe.run
         self.not_compared = truth_check.not_compared(trainer.config)
         self.workers_see_log_probs = (
-            self.recipe.train.skip_old_log_prob or correction_of(self.recipe.rollout_correction) is not None
-            or self.recipe.tensor_cache.enabled)
+            self.recipe.train.skip_old_log_prob
+            or correction_of(self.recipe.rollout_correction) is not None
+            or self.recipe.tensor_cache.enabled
+        )
         self.cached_group: Any = None
         self.sampled_check: Any = None
         dirty = getattr(trainer, "modified_sources", None)  # of launch/import_alone.py; the launcher adds its own
-        self.summary = Summary(self.folder, {
-            "run": self.recipe.run, "line": self.recipe.line, "platform": self.recipe.platform,
-            "layout": {"train": str(train_layout_of(trainer.config)),
-                       "rollout": str(rollout_layout_of(trainer.config))},
-            "dtype": self.recipe.dtype, **({"dirty": dirty} if dirty else {})})
+        self.summary = Summary(
+            self.folder,
+            {
+                "run": self.recipe.run,
+                "line": self.recipe.line,
+                "platform": self.recipe.platform,
+                "layout": {
+                    "train": str(train_layout_of(trainer.config)),
+                    "rollout": str(rollout_layout_of(trainer.config)),
+                },
+                "dtype": self.recipe.dtype,
+                **({"dirty": dirty} if dirty else {}),
+            },
+        )
         self.step, self.progress = 0, Progress(self.folder)
 
     def prove(self) -> None:
@@ -119,12 +134,17 @@ class Run:
             moments = [report["log_prob_moments"] for report in reports]
             metrics = rollout_correction.with_workers_metrics(metrics, moments, self.recipe)
         delta, compared = self._delta(metrics)
-        found = {"step": step, "seconds": seconds, "reward": float(metrics["critic/score/mean"]),
-                 "grad_norm": _number(metrics.get("actor/grad_norm")), "logprob_delta": delta,
-                 "sync": sync_of_step([report["sync"] for report in reports]),
-                 "memory": memory_of_step([report["memory"] for report in reports]),
-                 "offload": offload_of_step([report["moves"] for report in reports]),
-                 "dispatch": None}
+        found = {
+            "step": step,
+            "seconds": seconds,
+            "reward": float(metrics["critic/score/mean"]),
+            "grad_norm": _number(metrics.get("actor/grad_norm")),
+            "logprob_delta": delta,
+            "sync": sync_of_step([report["sync"] for report in reports]),
+            "memory": memory_of_step([report["memory"] for report in reports]),
+            "offload": offload_of_step([report["moves"] for report in reports]),
+            "dispatch": None,
+        }
         if self.cached_group is not None:
             found["tensor_cache"] = self.cached_group.end_step()
             metrics = self.cached_group.without_verls_partition(metrics)

@@ -59,8 +59,9 @@ class SampledCheck:
 
     def _compare(self) -> dict[str, Any]:
         answers = [each for each in self._workers.take_checked() if each is not None]
-        prompts, responses, sampled = ([row for each in answers for row in each[name]]
-                                       for name in ("prompts", "responses", "log_probs"))
+        prompts, responses, sampled = (
+            [row for each in answers for row in each[name]] for name in ("prompts", "responses", "log_probs")
+        )
         prompt_width, width, pad = self._widths
         tensors = model_inputs(_ragged(prompts, torch.int64), _ragged(responses, torch.int64), prompt_width, width, pad)
         begin = time.perf_counter()
@@ -69,9 +70,13 @@ class SampledCheck:
         seconds = time.perf_counter() - begin
         rollout, mask = to_padded(_ragged(sampled, torch.float32), width), tensors["attention_mask"][:, prompt_width:]
         metrics = rollout_correction.metrics(rollout_correction.moments(rollout, actor, mask))
-        return {"sequences": len(responses), "tokens": sum(map(len, responses)),
-                "sample_s": round(max(each["seconds"] for each in answers), 4), "log_prob_s": round(seconds, 4),
-                "delta": truth_check.logprob_delta(metrics)}  # fmt: skip
+        return {
+            "sequences": len(responses),
+            "tokens": sum(map(len, responses)),
+            "sample_s": round(max(each["seconds"] for each in answers), 4),
+            "log_prob_s": round(seconds, 4),
+            "delta": truth_check.logprob_delta(metrics),
+        }
 
 
 def _ragged(rows: list[list[Any]], dtype: torch.dtype) -> Ragged:

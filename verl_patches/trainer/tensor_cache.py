@@ -40,8 +40,12 @@ class CachedStep:
 def cached_step_of(trainer: Any) -> CachedStep:
     """What the trainer's configuration says."""
     config = trainer.config
-    return CachedStep(trainer.tokenizer.pad_token_id, config.data.max_response_length, config.trainer.balance_batch,
-                config.algorithm.use_kl_in_reward)  # fmt: skip
+    return CachedStep(
+        trainer.tokenizer.pad_token_id,
+        config.data.max_response_length,
+        config.trainer.balance_batch,
+        config.algorithm.use_kl_in_reward,
+    )
 
 
 class TensorCacheGroup:
@@ -59,8 +63,10 @@ class TensorCacheGroup:
             return self._group.generate_sequences(prompts)
         unknown = set(prompts.non_tensor_batch) - _NON_TENSORS
         if unknown:
-            raise ConfigError(f"recipe.tensor_cache.enabled is true, but prompts have {', '.join(sorted(unknown))}, "
-                              "which would not come back with the responses; expected text alone: set it false")
+            raise ConfigError(
+                f"recipe.tensor_cache.enabled is true, but prompts have {', '.join(sorted(unknown))}, "
+                "which would not come back with the responses; expected text alone: set it false"
+            )
         cached = self._cached
         asked = _asked(prompts, cached.pad_id)
         cached.step, cached.open = cached.step + 1, True
@@ -69,9 +75,16 @@ class TensorCacheGroup:
         cached.lengths = tuple(sent["response_length"].tolist())
         batch = _whole_batch(prompts, sent["response_ids"], cached)
         widths = batch["prompts"].shape[1], cached.response_width
-        cached.report = self._run("place", {
-            "prompts": sent["prompt_length"], "responses": sent["response_length"],
-            "widths": widths, "pad": cached.pad_id, "balance": cached.balance})  # fmt: skip
+        cached.report = self._run(
+            "place",
+            {
+                "prompts": sent["prompt_length"],
+                "responses": sent["response_length"],
+                "widths": widths,
+                "pad": cached.pad_id,
+                "balance": cached.balance,
+            },
+        )
         return DataProto.from_dict(tensors=batch)
 
     def compute_log_prob(self, batch: DataProto) -> DataProto:
@@ -94,8 +107,9 @@ class TensorCacheGroup:
         advantages = from_padded(tensors["advantages"], tensors["response_mask"])
         by_sample = advantages.take(tensors[SAMPLE].argsort().tolist())
         values, per_token = _smallest(by_sample)
-        found = self._run("update", {"advantages": values.numpy(), "per_token": per_token,
-                                     "meta": dict(batch.meta_info)})
+        found = self._run(
+            "update", {"advantages": values.numpy(), "per_token": per_token, "meta": dict(batch.meta_info)}
+        )
         self._cached.open = False
         return DataProto(meta_info={"metrics": found[0]})
 
@@ -126,8 +140,10 @@ class TensorCacheGroup:
             for each in found:
                 lengths = [self._cached.lengths[sample] for sample in each["samples"]]
                 parts.update(zip(each["samples"], torch.tensor(each["values"]).split(lengths), strict=True))
-            ragged = Ragged(torch.cat([parts[sample] for sample in rows.tolist()]),
-                            tuple(self._cached.lengths[sample] for sample in rows.tolist()))  # fmt: skip
+            ragged = Ragged(
+                torch.cat([parts[sample] for sample in rows.tolist()]),
+                tuple(self._cached.lengths[sample] for sample in rows.tolist()),
+            )
             tensors[name] = to_padded(ragged, self._cached.response_width)
         return DataProto(batch=TensorDict(tensors, batch_size=[len(rows)]))
 
@@ -139,10 +155,17 @@ def _asked(prompts: DataProto, pad_id: int) -> dict[str, Any]:
     parts = [part.tolist() for part in ids.parts()]
     for row, raw in enumerate(prompts.non_tensor_batch.get("raw_prompt_ids", ())):
         if list(raw) != parts[row]:
-            raise ConfigError(f"recipe.tensor_cache.enabled is true, but raw_prompt_ids of prompt {row} ({len(raw)}) "
-                              f"are not its input_ids ({len(parts[row])}); expected text as verl's RLHFDataset has it")
-    return {"prompt_ids": ids.values.numpy(), "prompt_lengths": np.array(ids.lengths), "width": padded.shape[1],
-            "pad": pad_id, "meta": dict(prompts.meta_info)}  # fmt: skip
+            raise ConfigError(
+                f"recipe.tensor_cache.enabled is true, but raw_prompt_ids of prompt {row} ({len(raw)}) "
+                f"are not its input_ids ({len(parts[row])}); expected text as verl's RLHFDataset has it"
+            )
+    return {
+        "prompt_ids": ids.values.numpy(),
+        "prompt_lengths": np.array(ids.lengths),
+        "width": padded.shape[1],
+        "pad": pad_id,
+        "meta": dict(prompts.meta_info),
+    }
 
 
 def _whole_batch(prompts: DataProto, response_ids: np.ndarray, cached: CachedStep) -> dict[str, torch.Tensor]:

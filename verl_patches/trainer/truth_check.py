@@ -16,8 +16,15 @@ DELTA = "recipe/logprob_delta"
 MEAN, STD, MAX = f"{DELTA}_mean", f"{DELTA}_std", f"{DELTA}_max"
 PEARSON, NOT_FINITE = "recipe/logprob_pearson", "recipe/logprob_not_finite"
 KL, K3_KL = "rollout_corr/kl", "rollout_corr/k3_kl"  # verl's names
-IN_SUMMARY = {"mean": MEAN, "max": MAX, "std": STD, "pearson": PEARSON, "kl": KL, "k3_kl": K3_KL,
-              "not_finite": NOT_FINITE}  # fmt: skip
+IN_SUMMARY = {
+    "mean": MEAN,
+    "max": MAX,
+    "std": STD,
+    "pearson": PEARSON,
+    "kl": KL,
+    "k3_kl": K3_KL,
+    "not_finite": NOT_FINITE,
+}
 
 
 class WeightSyncError(RuntimeError):
@@ -45,8 +52,10 @@ def why_not(rollout: Any, replayed: bool, balanced: bool = False, sampled: bool 
         return "balanced routing takes experts by a token's place in the batch, which differs from vLLM to training"
     if sampled or comparable(rollout):
         return None
-    return (f"sampling changes the distribution (temperature {rollout.temperature}, top_p {rollout.top_p}, top_k "
-            f"{rollout.top_k}; comparable at 1, 1, -1)")
+    return (
+        f"sampling changes the distribution (temperature {rollout.temperature}, top_p {rollout.top_p}, top_k "
+        f"{rollout.top_k}; comparable at 1, 1, -1)"
+    )
 
 
 def not_compared(config: Any) -> str | None:
@@ -86,18 +95,24 @@ def faults(config: Any) -> Iterator[str]:
     if rollout.name != "vllm" or rollout.mode != "sync":
         yield f"{told} actor_rollout_ref.rollout is {rollout.name}, {rollout.mode}; only vllm, sync samples for it"
     if sequences % replicas:
-        yield (f"recipe.logprob_check.sequences is {sequences}; expected a multiple of {replicas}, the replicas of the "
-               "rollout (all dies / actor_rollout_ref.rollout.tensor_model_parallel_size): each samples equally many")
+        yield (
+            f"recipe.logprob_check.sequences is {sequences}; expected a multiple of {replicas}, the replicas of the "
+            "rollout (all dies / actor_rollout_ref.rollout.tensor_model_parallel_size): each samples equally many"
+        )
     if sequences > config.data.train_batch_size:
-        yield (f"recipe.logprob_check.sequences is {sequences}; expected at most data.train_batch_size "
-               f"{config.data.train_batch_size}: one is sampled from a prompt of the step")
+        yield (
+            f"recipe.logprob_check.sequences is {sequences}; expected at most data.train_batch_size "
+            f"{config.data.train_batch_size}: one is sampled from a prompt of the step"
+        )
 
 
 def check(step: int, delta: dict[str, float] | None, limit: float) -> None:
     """WeightSyncError where the mean |delta| is above `limit` (nats), not a number, or missing."""
     if delta is None:
-        raise WeightSyncError(f"step {step}: vLLM gave no log-probs to compare the actor's with, expected one for each "
-                              "sampled token; set recipe.logprob_check.action=off to run without the check")
+        raise WeightSyncError(
+            f"step {step}: vLLM gave no log-probs to compare the actor's with, expected one for each "
+            "sampled token; set recipe.logprob_check.action=off to run without the check"
+        )
     if delta["mean"] <= limit:
         return
     if delta.get("not_finite"):

@@ -9,9 +9,11 @@ from typing import Any
 from verl_patches.patching.engine import PatchError
 from verl_patches.patching.row import NOT_AS_REVIEWED
 
-NO_PRELUDE = ("it did not run the prelude, so upstream runs there unpatched. Every worker process must import "
-              "verl_patches.prelude_patch: start through our own entry point (python -m verl_patches train), or run "
-              "`python -m verl_patches install-prelude` on every node")
+NO_PRELUDE = (
+    "it did not run the prelude, so upstream runs there unpatched. Every worker process must import "
+    "verl_patches.prelude_patch: start through our own entry point (python -m verl_patches train), or run "
+    "`python -m verl_patches install-prelude` on every node"
+)
 _NO_METHOD = re.compile(r"has no attribute '\w*prove_patches'")
 _SILENT_STATES = ("off", "waiting", "active")
 
@@ -24,9 +26,11 @@ def workers_proofs(group: Any) -> list[dict[str, Any]]:
     import ray
 
     if not hasattr(group, "prove_patches"):
-        raise PatchError("the worker group has no prove_patches, so no worker can be asked for its patches: row "
-                         "update.recipe_worker is off here, or the workers are of another class than verl's "
-                         "ActorRolloutRefWorker")
+        raise PatchError(
+            "the worker group has no prove_patches, so no worker can be asked for its patches: row "
+            "update.recipe_worker is off here, or the workers are of another class than verl's "
+            "ActorRolloutRefWorker"
+        )
     proofs = []
     for rank, answer in enumerate(group.prove_patches()):  # references: one worker's error must not hide the others
         try:
@@ -34,8 +38,14 @@ def workers_proofs(group: Any) -> list[dict[str, Any]]:
         except (AttributeError, PatchError) as error:
             where, _, text = str(error).partition("\n")
             bare = isinstance(error, PatchError) or _NO_METHOD.search(str(error))  # no engine there, or no such method
-            proofs.append({"rank": rank, "where": where, "status": [],
-                           "error": NO_PRELUDE if bare else f"its proof failed:\n{text or where}"})
+            proofs.append(
+                {
+                    "rank": rank,
+                    "where": where,
+                    "status": [],
+                    "error": NO_PRELUDE if bare else f"its proof failed:\n{text or where}",
+                }
+            )
     return proofs
 
 
@@ -73,7 +83,8 @@ def refuse_unequal(intent: dict[str, str], digest: str, workers: list[dict[str, 
         raise PatchError(
             f"worker {worker['rank']} ({worker['where']}) means to run other patches than the controller: digest "
             f"{worker['digest'][:12]}, expected {digest[:12]}; different rows: {names}. Its VERL_PATCHES, its copy of "
-            "verl_patches or its upstream packages differ from the controller's: make them equal on every node")
+            "verl_patches or its upstream packages differ from the controller's: make them equal on every node"
+        )
 
 
 def refuse_unlike(ids: Iterable[str], workers: list[dict[str, Any]]) -> None:
@@ -91,6 +102,9 @@ def refuse_unlike(ids: Iterable[str], workers: list[dict[str, Any]]) -> None:
         if len(ranks) > 1:
             faults.append(f"{name}: " + "; ".join(f"{state} in {', '.join(of)}" for state, of in ranks.items()))
     if faults:
-        raise PatchError("workers run other patches than each other (reasons in summary.json):\n  "
-                         + "\n  ".join(faults) + "\nTheir upstream packages differ: make them equal on every node, or "
-                         "switch these rows off")
+        raise PatchError(
+            "workers run other patches than each other (reasons in summary.json):\n  "
+            + "\n  ".join(faults)
+            + "\nTheir upstream packages differ: make them equal on every node, or "
+            "switch these rows off"
+        )

@@ -19,13 +19,30 @@ GIT_S = 120  # time limit of a local git command
 
 # no hooks and no personal setting that changes a tree; network settings (proxy, certificates, insteadOf) stay in force
 _SETTINGS = (
-    "core.hooksPath=/dev/null", "core.autocrlf=false", "core.attributesFile=/dev/null", "core.excludesFile=/dev/null",
-    "core.fsmonitor=false", "core.quotePath=false", "gc.auto=0", "submodule.recurse=false",
-    "http.lowSpeedLimit=1000", "http.lowSpeedTime=120",  # bytes/s and s: a transfer that stalls ends
+    "core.hooksPath=/dev/null",
+    "core.autocrlf=false",
+    "core.attributesFile=/dev/null",
+    "core.excludesFile=/dev/null",
+    "core.fsmonitor=false",
+    "core.quotePath=false",
+    "gc.auto=0",
+    "submodule.recurse=false",
+    "http.lowSpeedLimit=1000",
+    "http.lowSpeedTime=120",  # bytes/s and s: a transfer that stalls ends
 )
 # listed by `git rev-parse --local-env-vars`: an outer git (a hook, a rebase) may have set them
-_OUTER = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_OBJECT_DIRECTORY", "GIT_ALTERNATE_OBJECT_DIRECTORIES",
-          "GIT_COMMON_DIR", "GIT_NAMESPACE", "GIT_PREFIX", "GIT_SHALLOW_FILE", "GIT_GRAFT_FILE")
+_OUTER = (
+    "GIT_DIR",
+    "GIT_WORK_TREE",
+    "GIT_INDEX_FILE",
+    "GIT_OBJECT_DIRECTORY",
+    "GIT_ALTERNATE_OBJECT_DIRECTORIES",
+    "GIT_COMMON_DIR",
+    "GIT_NAMESPACE",
+    "GIT_PREFIX",
+    "GIT_SHALLOW_FILE",
+    "GIT_GRAFT_FILE",
+)
 
 
 def git(folder: Path, *args: str, limit_s: float | None = None) -> str:
@@ -41,11 +58,24 @@ def git(folder: Path, *args: str, limit_s: float | None = None) -> str:
         settings += [f"--git-dir={root / '.git'}", f"--work-tree={root}"]
     env = {name: value for name, value in os.environ.items() if name not in _OUTER}
     env.setdefault("GIT_SSH_COMMAND", "ssh -oBatchMode=yes -oConnectTimeout=30")
-    env |= {"GIT_TERMINAL_PROMPT": "0", "GIT_ALLOW_PROTOCOL": "file:git:http:https:ssh", "GIT_OPTIONAL_LOCKS": "0",
-            "GIT_NO_REPLACE_OBJECTS": "1", "GIT_CEILING_DIRECTORIES": str(folder.resolve().parent), "LC_ALL": "C"}
+    env |= {
+        "GIT_TERMINAL_PROMPT": "0",
+        "GIT_ALLOW_PROTOCOL": "file:git:http:https:ssh",
+        "GIT_OPTIONAL_LOCKS": "0",
+        "GIT_NO_REPLACE_OBJECTS": "1",
+        "GIT_CEILING_DIRECTORIES": str(folder.resolve().parent),
+        "LC_ALL": "C",
+    }
     try:
-        done = subprocess.run(["git", *settings, "-C", str(folder), *args], stdin=subprocess.DEVNULL,
-                              capture_output=True, text=True, errors="replace", env=env, timeout=limit_s)
+        done = subprocess.run(
+            ["git", *settings, "-C", str(folder), *args],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            env=env,
+            timeout=limit_s,
+        )
     except subprocess.TimeoutExpired:
         raise RecipeError(f"git {args[0]} in {folder}: did not end within {limit_s} s; check network, disk") from None
     except FileNotFoundError:
@@ -87,11 +117,16 @@ def trees_of(upstream: Path | None = None, verl_path: Path | None = None) -> Tre
         raise ConfigError("--upstream and --verl-path: expected one of them, found both; --upstream contains a verl")
     folder, pins = Path(upstream).absolute(), load_pins().line(LINE)
     plain = {name: repository for name, repository in pins.repositories.items() if not repository.by_pip}
-    missing = [f"{name}/{package}" for name, repository in plain.items() for package in repository.packages
-               if not (folder / name / package).is_dir()]
+    missing = [
+        f"{name}/{package}"
+        for name, repository in plain.items()
+        for package in repository.packages
+        if not (folder / name / package).is_dir()
+    ]
     if missing:
-        raise ConfigError(f"--upstream {upstream}: expected clones of {', '.join(plain)}, "
-                          f"found no {', '.join(missing)}; {FETCH}")
+        raise ConfigError(
+            f"--upstream {upstream}: expected clones of {', '.join(plain)}, found no {', '.join(missing)}; {FETCH}"
+        )
     return Trees(("--upstream", str(folder)), tuple(folder / name for name in plain), folder / "verl")
 
 
@@ -104,11 +139,15 @@ def require_trees(config: Any, trees: Trees) -> None:
     """Raise ConfigError where the line of a composed configuration does not fit the trees."""
     line, given = config.recipe.line, trees.option[:1] == ("--upstream",)
     if given and line != LINE:
-        raise ConfigError(f"--upstream contains line {LINE}, but recipe.line is {line}: give --line {LINE} "
-                          f"(recipe.line={LINE}), or omit --upstream")
+        raise ConfigError(
+            f"--upstream contains line {LINE}, but recipe.line is {line}: give --line {LINE} "
+            f"(recipe.line={LINE}), or omit --upstream"
+        )
     if line == LINE and config.recipe.platform == "cpu" and not given:
-        raise ConfigError(f"line {LINE} on platform cpu runs the pinned git sources, and no folder was given: "
-                          f"give --upstream DIR; {FETCH}")
+        raise ConfigError(
+            f"line {LINE} on platform cpu runs the pinned git sources, and no folder was given: "
+            f"give --upstream DIR; {FETCH}"
+        )
 
 
 def verl_check(line: str, trees: Trees) -> tuple[bool, str]:

@@ -115,9 +115,10 @@ def sources(needed: Mapping[str, Repository], mirror: str | None) -> dict[str, s
     missing = [name for name, place in found.items() if place is None]
     if missing:
         commands = [f"git clone --mirror {needed[name].url} {folder / name}.git" for name in missing]
-        raise ConfigError(f"--mirror {folder}: found no NAME.git or NAME of {', '.join(missing)}; nothing was fetched. "
-                          "Make them on a machine with network and copy them here, or give --only:\n  "
-                          + "\n  ".join(commands))
+        raise ConfigError(
+            f"--mirror {folder}: found no NAME.git or NAME of {', '.join(missing)}; nothing was fetched. "
+            "Make them on a machine with network and copy them here, or give --only:\n  " + "\n  ".join(commands)
+        )
     return found
 
 
@@ -140,8 +141,14 @@ def _repository(
         return
     yield Finding(name, "fine", str(path), expected, f"{'cloned' if source else 'exists'}, no change, tree {tree}")
     if pin.tree is None:
-        yield Finding(f"{name} tree", "note", str(path), "a tree hash in the pin file",
-                      f"none; the tree of this clone is {tree}", "record it in configs/upstream.yaml")
+        yield Finding(
+            f"{name} tree",
+            "note",
+            str(path),
+            "a tree hash in the pin file",
+            f"none; the tree of this clone is {tree}",
+            "record it in configs/upstream.yaml",
+        )
     for pull in pin.pull_requests:
         yield Finding(f"{name} PR {pull.number}", "note", str(path), "", f"not merged: {pull.why}")
 
@@ -162,8 +169,9 @@ def _clone(path: Path, pin: Repository, source: str) -> None:
     try:
         git(partial, "checkout", "--quiet", "--detach", pin.commit)
     except RecipeError as error:
-        raise CloneError(f"{source} has no commit {pin.commit} ({error})",
-                         "check url and ref of the pin, or update the mirror") from error
+        raise CloneError(
+            f"{source} has no commit {pin.commit} ({error})", "check url and ref of the pin, or update the mirror"
+        ) from error
     _verify(partial, pin)
     partial.rename(path)
 
@@ -179,8 +187,10 @@ def _verify(path: Path, pin: Repository) -> None:
     if not (path / ".git").exists():
         raise CloneError("files that are no git clone", f"move {path} away and run this again, or give another --dest")
     if changed := tree_changes(path, "HEAD", pin.generated):
-        raise CloneError(files_text(changed), f"keep them (git -C {path} stash -u, or push a branch); run this "
-                         "again, or give another --dest")
+        raise CloneError(
+            files_text(changed),
+            f"keep them (git -C {path} stash -u, or push a branch); run this again, or give another --dest",
+        )
     if wrong := commit_faults(path, pin):
         raise CloneError("; ".join(wrong), f"move {path} away and run this again, or give another --dest")
 

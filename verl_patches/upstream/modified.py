@@ -40,14 +40,18 @@ def refuse_modified(config: DictConfig, trees: Trees) -> dict[str, list[str]]:
     line, roots = load_pins().line(recipe.line), roots_of(recipe.line, trees)
     absent = [package for package in PACKAGES[recipe.line] if package not in roots]
     if absent and recipe.platform == "npu":
-        raise ConfigError(f"{', '.join(absent)}: expected in this Python or in the folder of --upstream, found in "
-                          f"neither; run this in the image of the line; {FETCH}")
+        raise ConfigError(
+            f"{', '.join(absent)}: expected in this Python or in the folder of --upstream, found in "
+            f"neither; run this in the image of the line; {FETCH}"
+        )
     found = [f for f in source_findings(line, roots) if f.state == "problem"]
     if found and recipe.drift == "strict":
-        raise ConfigError("the upstream sources are not as pinned, so this run is not started:\n  "
-                          + "\n  ".join(f"{f.name} ({f.where}): {f.found}; {f.todo}" for f in found)
-                          + "\nrecipe.drift=warn (without the launcher: drift=warn in VERL_PATCHES) starts the run "
-                          "and records it as dirty")
+        raise ConfigError(
+            "the upstream sources are not as pinned, so this run is not started:\n  "
+            + "\n  ".join(f"{f.name} ({f.where}): {f.found}; {f.todo}" for f in found)
+            + "\nrecipe.drift=warn (without the launcher: drift=warn in VERL_PATCHES) starts the run "
+            "and records it as dirty"
+        )
     return {f.name: [*(f.details or (f.found,))] for f in found}
 
 
@@ -80,7 +84,8 @@ def _tree_finding(name: str, folder: Path, pin: Repository) -> Finding:
     expected = f"commit {pin.commit[:12]}"
     todo = (
         f"git -C {folder} diff {pin.commit[:12]} shows the changes, git -C {folder} stash -u saves and removes them; "
-        "bash scripts/fetch_upstream.sh --dest ANOTHER brings the pinned sources")
+        "bash scripts/fetch_upstream.sh --dest ANOTHER brings the pinned sources"
+    )
     try:
         wrong, files = commit_faults(folder, pin), tree_changes(folder, pin.tree or pin.commit, pin.generated)
     except RecipeError as error:
@@ -146,7 +151,7 @@ def _is_other(path: str, data: bytes, fits: Callable[[bytes], bool]) -> bool:
         return True
     lines = data.splitlines(keepends=True)
     ours = [number for number, line in enumerate(lines) if line.strip() == install_prelude.LINE.encode()]
-    return not ours or not fits(b"".join(lines[:ours[0]] + lines[ours[0] + 1:]))
+    return not ours or not fits(b"".join(lines[: ours[0]] + lines[ours[0] + 1 :]))
 
 
 def _git_blob(data: bytes) -> str:
@@ -168,7 +173,7 @@ def _ignored(folder: Path, paths: list[str]) -> set[str]:
     """Those of `paths` that the tree's own ignore rules name."""
     names: set[str] = set()
     for start in range(0, len(paths), 500):  # as words of a command line
-        part = paths[start:start + 500]
+        part = paths[start : start + 500]
         try:
             names |= set(git(folder, "check-ignore", "--", *part).splitlines())
         except RecipeError:  # exit 1: none of them
@@ -191,8 +196,14 @@ def _package_finding(name: str, package: str, root: Path, line: Line) -> Finding
         record = _record_of(package, installed_root(package))
     if record is None:
         todo = FETCH if pin else "bash scripts/setup.sh installs it"
-        return Finding(name, "problem", place, f"commit {pin.commit[:12]}" if pin else "an installed package",
-                       "neither a git checkout nor an installed package with a RECORD: cannot be compared", todo)
+        return Finding(
+            name,
+            "problem",
+            place,
+            f"commit {pin.commit[:12]}" if pin else "an installed package",
+            "neither a git checkout nor an installed package with a RECORD: cannot be compared",
+            todo,
+        )
     distribution, _, version = record.parent.name.removesuffix(".dist-info").replace("_", "-").rpartition("-")
     pinned = pin.version if pin else line.packages.get(distribution, version)
     name, wanted = name if pin else distribution, f"{pinned}, {pin.commit[:12]}" if pin else pinned
@@ -224,8 +235,12 @@ def record_changes(package: str, root: Path, record: Path) -> list[str]:
                 found.append(f"{path} (deleted)")
             elif _is_other(path, data, lambda data, digest=digest: _record_hash(data, digest) == digest):
                 found.append(f"{path} (modified)")
-    here = {(Path(place) / name).relative_to(root).as_posix() for place, _, names in os.walk(root / package)
-            for name in names if name.endswith(".py")}
+    here = {
+        (Path(place) / name).relative_to(root).as_posix()
+        for place, _, names in os.walk(root / package)
+        for name in names
+        if name.endswith(".py")
+    }
     return sorted([*found, *(f"{path} (extra)" for path in here - set(wanted))])
 
 

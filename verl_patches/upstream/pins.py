@@ -145,8 +145,9 @@ class Line(_Strict):
     @model_validator(mode="after")
     def _the_base_image_has_a_python_of_the_line(self) -> Line:
         if self.container and self.container.python not in self.python:
-            raise ValueError(f"container.python: expected one of the line's {', '.join(self.python)}, "
-                             f"found {self.container.python}")
+            raise ValueError(
+                f"container.python: expected one of the line's {', '.join(self.python)}, found {self.container.python}"
+            )
         return self
 
     def package_roots(self, folder: Path, part: bool = False) -> dict[str, Path]:

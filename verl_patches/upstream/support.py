@@ -42,14 +42,22 @@ def _rollout_entries(config: DictConfig, listed: Collection[str]) -> Iterator[Un
             continue
         if not key.startswith(_ENGINE):
             if line not in keys.acts.get(key.removeprefix(_ROLLOUT), ()):
-                yield Unsupported(key=key, lines=(line,), neutral=(None,), why="no reader is known at the pins "
-                                  "(configs/upstream.yaml, rollout_keys)", instead="remove it")
+                yield Unsupported(
+                    key=key,
+                    lines=(line,),
+                    neutral=(None,),
+                    why="no reader is known at the pins (configs/upstream.yaml, rollout_keys)",
+                    instead="remove it",
+                )
         elif keyword in keys.given_by_verl.keywords:
             decides = keys.given_by_verl.keywords[keyword]
             yield Unsupported(
-                key=key, lines=(line,), neutral=(None,),
+                key=key,
+                lines=(line,),
+                neutral=(None,),
                 why=f"verl passes this keyword to vLLM itself ({keys.given_by_verl.at[line]}), twice is a TypeError",
-                instead=f"set {decides}" if "." in decides else f"leave it unset, verl always passes {decides}")
+                instead=f"set {decides}" if "." in decides else f"leave it unset, verl always passes {decides}",
+            )
 
 
 def _leaves(section: Mapping[str, Any], prefix: str) -> Iterator[str]:
@@ -88,8 +96,14 @@ def _shell_finding(pins: Pins, line: str, name: str, given: str, decided: bool) 
     if variable is None:
         if not name.startswith(_PREFIXES):
             return None
-        return Finding(name, "note", "shell", "", value, "neither set nor checked by this recipe; names that are, "
-                       f"nearest: {nearest(name, pins.environment)}")
+        return Finding(
+            name,
+            "note",
+            "shell",
+            "",
+            value,
+            f"neither set nor checked by this recipe; names that are, nearest: {nearest(name, pins.environment)}",
+        )
     if not variable.reads(line):
         return Finding(name, "note", "shell", "", value, f"line {line} does not read it ({pins.read_by(name, line)})")
     if name == VARIABLE:
@@ -102,5 +116,11 @@ def _shell_finding(pins: Pins, line: str, name: str, given: str, decided: bool) 
     if variable.accepts(given):
         return Finding(name, "fine", pins.read_by(name, line), variable.allowed_text, value)
     note = f": {variable.note}" if variable.note else ""
-    return Finding(name, "problem", "shell", variable.allowed_text, value or "an empty string",
-                   f"correct or unset it{note} (read by {pins.read_by(name, line)})")
+    return Finding(
+        name,
+        "problem",
+        "shell",
+        variable.allowed_text,
+        value or "an empty string",
+        f"correct or unset it{note} (read by {pins.read_by(name, line)})",
+    )

@@ -85,8 +85,14 @@ def _package(name: str, pinned: str, machine: Machine) -> Finding:
     found = machine.distribution(name)
     if found and same_version(pinned, found):
         return Finding(name, "fine", "", pinned, found)
-    return Finding(name, "problem", "", pinned, found or "not installed",
-                   f"install {name} {pinned}" + (" in place of it" if found else ""))
+    return Finding(
+        name,
+        "problem",
+        "",
+        pinned,
+        found or "not installed",
+        f"install {name} {pinned}" + (" in place of it" if found else ""),
+    )
 
 
 class _Component(NamedTuple):
@@ -152,8 +158,14 @@ def _sources(name: str, pinned: Line, roots: Mapping[str, Path]) -> Iterator[Fin
             continue
         key = of_package.get(package)
         if key is None:
-            yield Finding(package, "problem", package, "an installed package", "not importable",
-                          "bash scripts/setup.sh installs it")
+            yield Finding(
+                package,
+                "problem",
+                package,
+                "an installed package",
+                "not importable",
+                "bash scripts/setup.sh installs it",
+            )
             continue
         todo = "then give --upstream DIR, or put it on PYTHONPATH"
         if pinned.repositories[key].by_pip:

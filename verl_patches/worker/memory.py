@@ -37,9 +37,14 @@ class WorkerMemory:
         skip = recipe.train.skip_old_log_prob
         self.schedule = schedule_followed(recipe.line, skip_old_log_prob=skip, **self.switches)
         self.stays = staying(
-            param_offload=actor.param_offload, optimizer_offload=actor.optimizer_offload,
-            ref_offload=config.ref.megatron.param_offload, one_memory=recipe.platform == "cpu",
-            our_schedule=self.scheduled, own_sleep_mode=self.switches["own_sleep_mode"], synced=synced)  # fmt: skip
+            param_offload=actor.param_offload,
+            optimizer_offload=actor.optimizer_offload,
+            ref_offload=config.ref.megatron.param_offload,
+            one_memory=recipe.platform == "cpu",
+            our_schedule=self.scheduled,
+            own_sleep_mode=self.switches["own_sleep_mode"],
+            synced=synced,
+        )
 
     def built(self, chunks: Sequence[torch.nn.Module], optimizer: Any) -> None:
         """verl has built a model, of the actor if it has an optimizer: it goes to the host, as verl would take it."""
@@ -56,8 +61,13 @@ class WorkerMemory:
         here = context()
         if is_ledger_on(self.recipe):
             if here.ledger is None:
-                here.ledger = Ledger(self.schedule, self.stays, self.recipe.memory.ledger, dist.get_rank(),
-                                     memory_of_process(self.recipe.platform))
+                here.ledger = Ledger(
+                    self.schedule,
+                    self.stays,
+                    self.recipe.memory.ledger,
+                    dist.get_rank(),
+                    memory_of_process(self.recipe.platform),
+                )
             self._watch(worker, here.ledger)
             here.ledger.take()  # what was recorded while the engine was built belongs to no step
             if not self.scheduled:
@@ -86,10 +96,16 @@ class WorkerMemory:
 
     def _watch_training(self, worker: Any, ledger: Ledger) -> None:
         buffers, optimizer = measure.buffers_of(worker.actor_module), worker.actor_optimizer
-        ledger.register("actor_params", self._bytes_of(lambda: [b.param_data for b in buffers]),
-                        full_bytes=sum(b.numel * b.param_data.element_size() for b in buffers))
-        ledger.register("grads", self._bytes_of(lambda: [b.grad_data for b in buffers]),
-                        full_bytes=sum(b.numel * b.grad_data.element_size() for b in buffers))
+        ledger.register(
+            "actor_params",
+            self._bytes_of(lambda: [b.param_data for b in buffers]),
+            full_bytes=sum(b.numel * b.param_data.element_size() for b in buffers),
+        )
+        ledger.register(
+            "grads",
+            self._bytes_of(lambda: [b.grad_data for b in buffers]),
+            full_bytes=sum(b.numel * b.grad_data.element_size() for b in buffers),
+        )
         states = self._bytes_of(lambda: measure.optimizer_tensors(optimizer))
         full = measure.optimizer_full_bytes(optimizer)
         # A swapped step has at most `full` in its window; while the ledger looks, before the update, it has nothing.
@@ -102,12 +118,18 @@ class WorkerMemory:
     def _watch_rollout(self, worker: Any, ledger: Ledger) -> None:
         llm = worker.rollout.inference_engine
         model = measure.vllm_worker(llm).model_runner.model
-        for tag, tensors in (("weights", lambda: sleep_mode.all_weights(model).values()),
-                             ("kv_cache", lambda: measure.kv_caches(llm))):  # fmt: skip
+        for tag, tensors in (
+            ("weights", lambda: sleep_mode.all_weights(model).values()),
+            ("kv_cache", lambda: measure.kv_caches(llm)),
+        ):
             ledger.register(_GROUP_OF_TAG[tag], _unless_unmapped(llm, tag, self._bytes_of(tensors)))
         # Allocated and freed within the sync: what it holds for a while is passed to `look` (worker/sharding.py).
-        ledger.register("reshard_buffers", functools.partial(_wire_bytes, worker), grows=True,
-                        full_bytes=4 * self.recipe.reshard.bucket_bytes)
+        ledger.register(
+            "reshard_buffers",
+            functools.partial(_wire_bytes, worker),
+            grows=True,
+            full_bytes=4 * self.recipe.reshard.bucket_bytes,
+        )
 
     def _bytes_of(self, tensors: Callable[[], Any]) -> Callable[[], int]:
         return lambda: measure.held_bytes(tensors(), self.recipe.platform)
@@ -180,6 +202,7 @@ def _wire_bytes(worker: Any) -> int:
 
 def _unless_unmapped(llm: Any, tag: str, of_storages: Callable[[], int]) -> Callable[[], int]:
     """vLLM's own sleep mode unmaps memory that tensors go on pointing at: asleep, they hold nothing."""
+
     def measured() -> int:
         unmapped = measure.has_sleep_mode(llm) and tag not in getattr(llm, "awake", (tag,))
         return 0 if unmapped else of_storages()

@@ -101,8 +101,14 @@ class RecipeWorker:
             found.verify("worker")
         except engine.PatchError as refused:
             error = str(refused)
-        return {"rank": dist.get_rank(), "where": f"pid {os.getpid()} on {socket.gethostname()}",
-                "digest": found.digest(), "intent": found.intent(), "status": found.status(), "error": error}
+        return {
+            "rank": dist.get_rank(),
+            "where": f"pid {os.getpid()} on {socket.gethostname()}",
+            "digest": found.digest(),
+            "intent": found.intent(),
+            "status": found.status(),
+            "error": error,
+        }
 
     # -- the step -----------------------------------------------------------------------------------------------------
 

@@ -73,8 +73,13 @@ class CachedBatch:
         """One stage of `step` by the methods of `worker`; what goes back is small, or None. An error drops all."""
         if stage == "close":
             return self.cache.close()
-        stages = {"generate": self._generate, "place": self._place, "log_prob": self._log_prob, "ref": self._ref,
-                  "update": self._update}
+        stages = {
+            "generate": self._generate,
+            "place": self._place,
+            "log_prob": self._log_prob,
+            "ref": self._ref,
+            "update": self._update,
+        }
         with self.cache.closed_by_error():
             return stages[stage](worker, step, payload)
 
@@ -115,18 +120,27 @@ class CachedBatch:
         size = None if packs else 1 if budget else actor.ppo_micro_batch_size_per_gpu  # 1: verl packs by itself
         self.payload, self.tokens = payload, tokens
         self.plan = plan_batch(
-            held_after_rollout(len(tokens), range(world)), train_replicas(train), tokens, balance=payload["balance"],
+            held_after_rollout(len(tokens), range(world)),
+            train_replicas(train),
+            tokens,
+            balance=payload["balance"],
             mini_batch_size=actor.ppo_mini_batch_size * train.dp,  # verl has divided it in the worker
-            micro_batch_size=size, token_budget=budget if packs else None,
-            loss_agg_mode=actor.loss_agg_mode)  # fmt: skip
+            micro_batch_size=size,
+            token_budget=budget if packs else None,
+            loss_agg_mode=actor.loss_agg_mode,
+        )
         kinds = {"prompts": TensorSpec(torch.int32, prompts), "responses": TensorSpec(torch.int32, responses)}
         if "rollout_log_probs" in self.cache.names:
             kinds["rollout_log_probs"] = TensorSpec(torch.float32, responses)
         self.cache.redistribute(step, self.plan, rank, kinds)
         sent, received = wire_bytes(self.plan, rank, kinds)
         most, mean = self.plan.tokens(tokens)
-        return {"sent_bytes": sent, "received_bytes": received, "kept_bytes": self.cache.bytes_held,
-                "balance": round(most / mean, 4)}
+        return {
+            "sent_bytes": sent,
+            "received_bytes": received,
+            "kept_bytes": self.cache.bytes_held,
+            "balance": round(most / mean, 4),
+        }
 
     def _log_prob(self, worker: Any, step: int, payload: Mapping[str, Any]) -> dict[str, Any] | None:
         """`payload`: send_back, whether the log-probs themselves go back too (unpadded, in the order of `samples`)."""
@@ -205,14 +219,19 @@ def padded_prompts(payload: Mapping[str, Any], rank: int, world: int) -> DataPro
     lengths = payload["prompt_lengths"]
     each, left = divmod(len(lengths), world)
     if left:
-        raise ConfigError(f"tensor cache: {len(lengths)} prompts for {world} workers; expected a multiple of {world}: "
-                          "change data.train_batch_size")
+        raise ConfigError(
+            f"tensor cache: {len(lengths)} prompts for {world} workers; expected a multiple of {world}: "
+            "change data.train_batch_size"
+        )
     ids = np.split(payload["prompt_ids"], np.cumsum(lengths)[:-1])[rank * each : (rank + 1) * each]
     ragged = Ragged(torch.from_numpy(np.concatenate(ids)), tuple(map(len, ids)))
     raw = np.empty(each, dtype=object)
     raw[:] = [part.tolist() for part in ids]
-    return DataProto.from_dict(tensors=prompt_inputs(ragged, payload["width"], payload["pad"]),
-                               non_tensors={"raw_prompt_ids": raw}, meta_info=dict(payload["meta"]))  # fmt: skip
+    return DataProto.from_dict(
+        tensors=prompt_inputs(ragged, payload["width"], payload["pad"]),
+        non_tensors={"raw_prompt_ids": raw},
+        meta_info=dict(payload["meta"]),
+    )
 
 
 def keep_rollout(cache: TensorCache, step: int, batch: Any) -> DataProto:
@@ -230,8 +249,9 @@ def keep_rollout(cache: TensorCache, step: int, batch: Any) -> DataProto:
     on_host = Ragged(responses.values.cpu(), responses.lengths)
     ids[:] = [part.numpy() for part in on_host.parts()]
     lengths = {"prompt_length": prompts.lengths, "response_length": responses.lengths}
-    return DataProto.from_dict(tensors={name: torch.tensor(each) for name, each in lengths.items()},
-                               non_tensors={"response_ids": ids})  # fmt: skip
+    return DataProto.from_dict(
+        tensors={name: torch.tensor(each) for name, each in lengths.items()}, non_tensors={"response_ids": ids}
+    )
 
 
 @contextmanager
@@ -275,8 +295,10 @@ class PlannedSplits:
         """Of a batch whose rows have so many tokens; RecipeError where the plan has others here."""
         parts, expected = next(self._splits)
         if found != list(expected):
-            raise RecipeError(f"micro batches: batch {self.reached} of this stage: {len(found)} rows of {sum(found)} "
-                             f"tokens, the plan has {len(expected)} of {sum(expected)} there, or in another order")
+            raise RecipeError(
+                f"micro batches: batch {self.reached} of this stage: {len(found)} rows of {sum(found)} "
+                f"tokens, the plan has {len(expected)} of {sum(expected)} there, or in another order"
+            )
         self.reached += 1
         return parts
 
@@ -323,8 +345,10 @@ def following(splits: Sequence[Parts], tokens: Sequence[int]) -> Iterator[None]:
     finally:
         context().splits = None
     if not now.reached:
-        raise RecipeError("micro batches: the actor did not split by the plan; row update.micro_batches_as_planned "
-                         "must reach verl.workers.actor.megatron_actor: look at `status --run DIR`")  # fmt: skip
+        raise RecipeError(
+            "micro batches: the actor did not split by the plan; row update.micro_batches_as_planned "
+            "must reach verl.workers.actor.megatron_actor: look at `status --run DIR`"
+        )
 
 
 def as_planned(rearrange_micro_batches: Callable) -> Callable:

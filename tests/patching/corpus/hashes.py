@@ -1,6 +1,6 @@
 """Print "hash first-last" of every statement of a corpus file, as this Python sees it; the .golden files hold the same.
 
-    python tests/patching/corpus/hashes.py tests/patching/corpus/py310.txt
+python tests/patching/corpus/hashes.py tests/patching/corpus/py310.txt
 """
 
 import ast

@@ -107,8 +107,11 @@ def model_settings(hf_config: Mapping[str, Any]) -> list[Setting]:
     hf = dict(hf_config)
     found = [_size(key, argument, hf) for key, argument in SIZES.items()]
     found += [_only(key, expected, arguments, hf.get(key)) for key, expected, arguments in ONLY]
-    found += [_refused(key, value, "model/mindspeed/arguments.py does not map it")
-              for key, value in hf.items() if key not in _KNOWN_HF_KEYS]
+    found += [
+        _refused(key, value, "model/mindspeed/arguments.py does not map it")
+        for key, value in hf.items()
+        if key not in _KNOWN_HF_KEYS
+    ]
     heads, kv_heads = hf.get("num_attention_heads"), hf.get("num_key_value_heads")
     if kv_heads not in (None, heads):
         found.append(_refused("num_key_value_heads", kv_heads, f"MLA has one key for each of {heads} heads"))
@@ -116,10 +119,15 @@ def model_settings(hf_config: Mapping[str, Any]) -> list[Setting]:
     if (yarn.get("type") or yarn.get("rope_type")) != "yarn":
         found.append(_refused("rope_scaling", yarn or None, "MindSpeed-LLM sizes MLA's rotary part by its yarn only"))
     else:
-        found += [_size(f"rope_scaling.{key}", argument, {f"rope_scaling.{key}": yarn.get(key)})
-                  for key, argument in YARN.items()]
-        found += [_refused(f"rope_scaling.{key}", value, "MindSpeed-LLM's yarn has no such setting")
-                  for key, value in yarn.items() if key not in {*YARN, "type", "rope_type"}]
+        found += [
+            _size(f"rope_scaling.{key}", argument, {f"rope_scaling.{key}": yarn.get(key)})
+            for key, argument in YARN.items()
+        ]
+        found += [
+            _refused(f"rope_scaling.{key}", value, "MindSpeed-LLM's yarn has no such setting")
+            for key, value in yarn.items()
+            if key not in {*YARN, "type", "rope_type"}
+        ]
     found += [Setting("always", None, "fixed", arguments, why) for arguments, why in MODEL_FIXED]
     return [row._replace(key=f"HF {row.key}") if row.key != "always" else row for row in found]
 
@@ -188,8 +196,10 @@ def _experts(ep: int, get: Get) -> list[str] | Refusal:
         arguments = ["--expert-model-parallel-size", str(ep // tp)]
         return [*arguments, "--moe-tp-extend-ep"] if tp > 1 else arguments
     if etp not in (None, tp):
-        return Refusal(f"Megatron core_r0.8.0 cuts each expert by TP {tp}, not by expert_tensor_parallel_size {etp}; "
-                       "whole experts over TP x EP ranks are recipe.train.expert_split=tp_extend_ep")
+        return Refusal(
+            f"Megatron core_r0.8.0 cuts each expert by TP {tp}, not by expert_tensor_parallel_size {etp}; "
+            "whole experts over TP x EP ranks are recipe.train.expert_split=tp_extend_ep"
+        )
     return ["--expert-model-parallel-size", str(ep)]
 
 
@@ -202,16 +212,20 @@ def _layers(counts: list[int] | None, get: Get) -> list[str]:
 def _sequence_parallel(on: bool, get: Get) -> list[str] | Refusal:
     tp = get("actor.megatron.tensor_model_parallel_size")
     if tp > 1 and not on:
-        return Refusal("without it MindSpeed-LLM's MLA loses part of the rotary key's gradient under TP, and its "
-                       "router takes each token TP times")
+        return Refusal(
+            "without it MindSpeed-LLM's MLA loses part of the rotary key's gradient under TP, and its "
+            "router takes each token TP times"
+        )
     return ["--sequence-parallel"] if tp > 1 else []
 
 
 def _recompute(on: bool, get: Get) -> list[str] | Refusal:
     if not on:
         return []
-    values = {f"--recompute-{name.replace('_', '-')}": get(f"{_M}activations_checkpoint_{name}")
-              for name in ("granularity", "method", "num_layers")}
+    values = {
+        f"--recompute-{name.replace('_', '-')}": get(f"{_M}activations_checkpoint_{name}")
+        for name in ("granularity", "method", "num_layers")
+    }
     if not values["--recompute-granularity"]:
         return Refusal("activations_checkpoint_granularity must be full or selective")
     return [word for argument, value in values.items() if value is not None for word in (argument, str(value))]
@@ -226,8 +240,10 @@ def _swap(on: bool, get: Get) -> list[str] | Refusal:
     if on and get("recipe.dtype") == "fp32":
         return Refusal("MindSpeed makes no states for fp32 weights in its swap (swap_optimizer.py:562): use bf16")
     if on and get("actor.megatron.optimizer_offload"):
-        return Refusal("the states are on the host already, and verl's optimizer_offload looks for them on the device: "
-                       "set actor.megatron.optimizer_offload=false")
+        return Refusal(
+            "the states are on the host already, and verl's optimizer_offload looks for them on the device: "
+            "set actor.megatron.optimizer_offload=false"
+        )
     if on and not get("actor.megatron.use_distributed_optimizer"):
         return Refusal("MindSpeed's swap is a distributed optimizer: set actor.megatron.use_distributed_optimizer=true")
     return ["--swap-optimizer"] if on else []
@@ -241,8 +257,18 @@ def _schedule(style: str, get: Get) -> list[str] | Refusal:
         return Refusal(f"{warmup} warm-up steps leave nothing of {steps}")
     total = str(max(steps, warmup + 1))  # -1 until verl's trainer knows it
     minimum = lr * (get("actor.optim.min_lr_ratio") or 0.0)
-    return ["--lr-decay-style", style, "--lr-warmup-iters", str(warmup), "--min-lr", repr(minimum),
-            "--train-iters", total, "--lr-decay-iters", total]
+    return [
+        "--lr-decay-style",
+        style,
+        "--lr-warmup-iters",
+        str(warmup),
+        "--min-lr",
+        repr(minimum),
+        "--train-iters",
+        total,
+        "--lr-decay-iters",
+        total,
+    ]
 
 
 def _dtype(dtype: str, get: Get) -> list[str]:
@@ -369,8 +395,11 @@ def explain(config: Any, hf_config: Mapping[str, Any] | None = None) -> list[Set
 
     known = {row.key for row in TABLE}
     rows = [_explain(row, get) for row in TABLE]
-    rows += [Setting(key, value, "refused", (), "TABLE of model/mindspeed/arguments.py does not map it")
-             for key, value in given.items() if key.startswith(tuple(f"{s}." for s in SECTIONS)) and key not in known]
+    rows += [
+        Setting(key, value, "refused", (), "TABLE of model/mindspeed/arguments.py does not map it")
+        for key, value in given.items()
+        if key.startswith(tuple(f"{s}." for s in SECTIONS)) and key not in known
+    ]
     rows += [Setting("always", None, "fixed", arguments, why) for arguments, why in FIXED]
     return rows + (model_settings(hf_config) if hf_config is not None else [])
 

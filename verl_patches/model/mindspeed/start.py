@@ -110,8 +110,9 @@ def check_rows() -> None:
         found = engine.current()
     except engine.PatchError:
         return  # without the prelude there are no rows
-    lost = [f"{row['id']} at {row['target']}: {row['reason']}"
-            for row in found.status() if row["state"] == "overridden"]
+    lost = [
+        f"{row['id']} at {row['target']}: {row['reason']}" for row in found.status() if row["state"] == "overridden"
+    ]
     if lost:
         raise engine.PatchError("After MindSpeed's start these patches are no longer in place:\n  " + "\n  ".join(lost))
 
@@ -147,8 +148,11 @@ def _arguments(words: list[str]) -> Namespace:
         requested = _requested(words, args)
         arguments.validate_args(args)
         _mindspeed_rules(args)
-    changed = [f"{name}: requested {value!r}, got {getattr(args, name, None)!r}" for name, value in requested.items()
-               if getattr(args, name, None) != value and name not in _PARSED_FURTHER]
+    changed = [
+        f"{name}: requested {value!r}, got {getattr(args, name, None)!r}"
+        for name, value in requested.items()
+        if getattr(args, name, None) != value and name not in _PARSED_FURTHER
+    ]
     if changed:
         raise ConfigError("upstream's validators changed values of the configuration:\n  " + "\n  ".join(changed))
     return args

@@ -49,8 +49,9 @@ def accept_mla_channels(original_init):
     return __init__
 
 
-def causal_attention(self, query, key, value, attention_mask, attn_mask_type=None, attention_bias=None,
-                     packed_seq_params=None):  # fmt: skip
+def causal_attention(
+    self, query, key, value, attention_mask, attn_mask_type=None, attention_bias=None, packed_seq_params=None
+):
     """Row provider for `DotProductAttention.forward`: causal, packed or not, k and v of different widths.
 
     query, key [S, B, N, D] and value [S, B, N, Dv] give [S, B, N * Dv]; packed: [T, N, D] and [T, N, Dv] give [T, N,

@@ -30,13 +30,36 @@ _DEVICE_OF_TENSOR = "megatron-core asks its tensors for their device"
 _NO_KERNELS = "a vLLM CPU wheel whose compiled extension loads here (vllm/_C.abi3.so wants GLIBCXX_3.4.32)"
 
 
-def _row(id: str, target: str, kind: str, name: str, why: str, *, module: str, exit: str,
-         lines: frozenset[str] = _BOTH, processes: frozenset[str] = _ALL, bindings: tuple[str, ...] = (),
-         under: tuple[str, ...] = (), needs: tuple[str, ...] = ()) -> PatchSpec:  # fmt: skip
+def _row(
+    id: str,
+    target: str,
+    kind: str,
+    name: str,
+    why: str,
+    *,
+    module: str,
+    exit: str,
+    lines: frozenset[str] = _BOTH,
+    processes: frozenset[str] = _ALL,
+    bindings: tuple[str, ...] = (),
+    under: tuple[str, ...] = (),
+    needs: tuple[str, ...] = (),
+) -> PatchSpec:
     return PatchSpec(
-        id=id, stage="platform", target=target, kind=kind, provider=f"{module}:{name}", why=why, exit=exit,
-        bindings=bindings, under=under, needs=needs, lines=lines, platforms=frozenset({"cpu"}), processes=processes,
-    )  # fmt: skip
+        id=id,
+        stage="platform",
+        target=target,
+        kind=kind,
+        provider=f"{module}:{name}",
+        why=why,
+        exit=exit,
+        bindings=bindings,
+        under=under,
+        needs=needs,
+        lines=lines,
+        platforms=frozenset({"cpu"}),
+        processes=processes,
+    )
 
 
 _torch = functools.partial(_row, module=_TORCH, exit=_NO_CUDA_NAMES)

@@ -241,8 +241,9 @@ def init_device_mesh_on_cpu(original):
     return init_device_mesh
 
 
-def script_nothing(obj: Any, optimize: Any = None, _frames_up: int = 0, _rcb: Any = None,
-                   example_inputs: Any = None) -> Any:  # fmt: skip
+def script_nothing(
+    obj: Any, optimize: Any = None, _frames_up: int = 0, _rcb: Any = None, example_inputs: Any = None
+) -> Any:
     """torch.jit.script, which gives back what it is given."""
     return obj
 

@@ -36,7 +36,7 @@ class RolloutCpuWorker(CPUWorker):
         self.is_driver_worker = self.model_runner.is_driver_worker = is_driver_worker
 
     def get_cpus_id_binding_based_on_numa_nodes(self) -> str:
-        """"all": threads stay where the launcher put them (upstream binds by global rank, with a compiled op)."""
+        """ "all": threads stay where the launcher put them (upstream binds by global rank, with a compiled op)."""
         return "all"
 
     def init_device(self) -> None:

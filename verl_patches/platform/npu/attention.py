@@ -19,9 +19,19 @@ HEAD_AXIS = {"BNSD": 1, "BSND": 2, "TND": 1, "BSH": None, "SBH": None}  # by lay
 MASK_SIDE = 2048  # of the mask that the sparse modes 2, 3 and 4 take, whatever the lengths
 
 
-def fused_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, heads: int, layout: str,
-                    scale: float, mask: torch.Tensor | None = None, sparse_mode: int = 0,
-                    q_ends: list[int] | None = None, kv_ends: list[int] | None = None) -> torch.Tensor:
+def fused_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    heads: int,
+    layout: str,
+    scale: float,
+    mask: torch.Tensor | None = None,
+    sparse_mode: int = 0,
+    q_ends: list[int] | None = None,
+    kv_ends: list[int] | None = None,
+) -> torch.Tensor:
     """softmax(scale * q k^T, masked) v in the layout of query (aclnnFlashAttentionScore).
 
     layout: BSH, SBH, BNSD, BSND, or TND with the cumulative ends of its sequences. mask: set is hidden; sparse_mode 0
@@ -32,39 +42,76 @@ def fused_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
     import torch_npu
 
     return torch_npu.npu_fusion_attention(
-        query, key, value, heads, layout, pse=None, padding_mask=None, atten_mask=mask, scale=scale, keep_prob=1.0,
-        pre_tockens=UNLIMITED, next_tockens=UNLIMITED, inner_precise=0, prefix=None, actual_seq_qlen=q_ends,
-        actual_seq_kvlen=kv_ends, sparse_mode=sparse_mode,
-    )[0]  # fmt: skip
+        query,
+        key,
+        value,
+        heads,
+        layout,
+        pse=None,
+        padding_mask=None,
+        atten_mask=mask,
+        scale=scale,
+        keep_prob=1.0,
+        pre_tockens=UNLIMITED,
+        next_tockens=UNLIMITED,
+        inner_precise=0,
+        prefix=None,
+        actual_seq_qlen=q_ends,
+        actual_seq_kvlen=kv_ends,
+        sparse_mode=sparse_mode,
+    )[0]
 
 
-def _check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, heads: int, layout: str,
-           mask: torch.Tensor | None, sparse_mode: int, q_ends: list[int] | None, kv_ends: list[int] | None) -> None:
+def _check(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    heads: int,
+    layout: str,
+    mask: torch.Tensor | None,
+    sparse_mode: int,
+    q_ends: list[int] | None,
+    kv_ends: list[int] | None,
+) -> None:
     """A layout that exists, tensors that fit it and one another, cumulative ends for TND, the sparse mode's mask."""
     shapes = f"query {list(query.shape)}, key {list(key.shape)}, value {list(value.shape)}"
     _demand(layout in HEAD_AXIS, f"unknown layout {layout!r}, expected one of {', '.join(HEAD_AXIS)}")
-    _demand(query.dtype == key.dtype == value.dtype,
-            f"query, key and value must be of one dtype, found {query.dtype}, {key.dtype}, {value.dtype}")
-    _demand(all(x.dim() == len(layout) for x in (query, key, value)),
-            f"{shapes}: layout {layout} needs {len(layout)} dimensions")
+    _demand(
+        query.dtype == key.dtype == value.dtype,
+        f"query, key and value must be of one dtype, found {query.dtype}, {key.dtype}, {value.dtype}",
+    )
+    _demand(
+        all(x.dim() == len(layout) for x in (query, key, value)),
+        f"{shapes}: layout {layout} needs {len(layout)} dimensions",
+    )
     axis = HEAD_AXIS[layout]
     if axis is None:
-        _demand(query.shape[-1] % heads == 0 and key.shape[-1] % (query.shape[-1] // heads) == 0,
-                f"{shapes}: the query's width must be a multiple of {heads} heads, the key's one of a head's width")
+        _demand(
+            query.shape[-1] % heads == 0 and key.shape[-1] % (query.shape[-1] // heads) == 0,
+            f"{shapes}: the query's width must be a multiple of {heads} heads, the key's one of a head's width",
+        )
     else:
-        _demand(query.shape[axis] == heads and heads % key.shape[axis] == 0 and key.shape[axis] == value.shape[axis],
-                f"{shapes}: expected {heads} query heads, a multiple of the key's, as many value heads as key heads")
+        _demand(
+            query.shape[axis] == heads and heads % key.shape[axis] == 0 and key.shape[axis] == value.shape[axis],
+            f"{shapes}: expected {heads} query heads, a multiple of the key's, as many value heads as key heads",
+        )
         _demand(query.shape[-1] == key.shape[-1], f"{shapes}: query and key must be of one width")
-    _demand((layout == "TND") == (q_ends is not None) == (kv_ends is not None),
-            f"layout {layout}: cumulative ends of the sequences (q_ends, kv_ends) are needed for TND, and for TND only")
+    _demand(
+        (layout == "TND") == (q_ends is not None) == (kv_ends is not None),
+        f"layout {layout}: cumulative ends of the sequences (q_ends, kv_ends) are needed for TND, and for TND only",
+    )
     if layout == "TND":
-        _demand(q_ends[-1:] == [query.shape[0]] and kv_ends[-1:] == [key.shape[0]] and len(q_ends) == len(kv_ends),
-                f"{shapes}: q_ends {q_ends} and kv_ends {kv_ends} must be as many and end at the tokens' number")
+        _demand(
+            q_ends[-1:] == [query.shape[0]] and kv_ends[-1:] == [key.shape[0]] and len(q_ends) == len(kv_ends),
+            f"{shapes}: q_ends {q_ends} and kv_ends {kv_ends} must be as many and end at the tokens' number",
+        )
     _demand(sparse_mode in (0, 2, 3), f"sparse_mode is {sparse_mode}, expected 0 (mask as given), 2 or 3 (causal)")
     if sparse_mode in (2, 3):
-        _demand(mask is not None and tuple(mask.shape) == (MASK_SIDE, MASK_SIDE),
-                f"sparse_mode {sparse_mode} takes a mask [{MASK_SIDE}, {MASK_SIDE}], found "
-                f"{None if mask is None else list(mask.shape)}")
+        _demand(
+            mask is not None and tuple(mask.shape) == (MASK_SIDE, MASK_SIDE),
+            f"sparse_mode {sparse_mode} takes a mask [{MASK_SIDE}, {MASK_SIDE}], found "
+            f"{None if mask is None else list(mask.shape)}",
+        )
     _demand(mask is None or mask.dtype in (torch.bool, torch.uint8), "the mask must be bool or uint8")
 
 

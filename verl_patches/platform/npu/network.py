@@ -53,8 +53,10 @@ def towards(address: str) -> str:
     for name, addresses in psutil.net_if_addrs().items():
         if any(found.address.partition("%")[0] == ip for found in addresses):
             return name
-    raise ConfigError(f"{_here()} reaches Ray's head {address} from {ip}, which is none of its interfaces' addresses; "
-                      "set recipe.hccl.interface")
+    raise ConfigError(
+        f"{_here()} reaches Ray's head {address} from {ip}, which is none of its interfaces' addresses; "
+        "set recipe.hccl.interface"
+    )
 
 
 def _existing(interface: str) -> str:
@@ -64,7 +66,8 @@ def _existing(interface: str) -> str:
     if interface not in names:
         raise ConfigError(
             f"recipe.hccl.interface is {interface}: {_here()} has {', '.join(names)}. Leave it null, or set "
-            "HCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME and TP_SOCKET_IFNAME where that node's Ray is started")
+            "HCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME and TP_SOCKET_IFNAME where that node's Ray is started"
+        )
     return interface
 
 
@@ -73,7 +76,8 @@ def _refuse_loopback(nodes: int, interface: str, why: str) -> None:
         raise ConfigError(
             f"{_here()} would rendezvous over the loopback {interface}, by {why}, where trainer.nnodes is {nodes}: "
             "other nodes cannot reach it. Start Ray with an address that they reach (--node-ip-address), or set "
-            "recipe.hccl.interface")
+            "recipe.hccl.interface"
+        )
 
 
 def _here() -> str:
@@ -87,5 +91,6 @@ def _head_of_this_ray() -> str:
         raise ConfigError(
             f"{_here()} (pid {os.getpid()}) needs the interface towards Ray's head; expected a process of a Ray "
             "cluster, found one that is not connected to any. Start it by Ray, set recipe.hccl.interface, or set "
-            f"{', '.join(SOCKETS)} in its environment")
+            f"{', '.join(SOCKETS)} in its environment"
+        )
     return ray.get_runtime_context().gcs_address

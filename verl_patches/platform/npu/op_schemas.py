@@ -104,8 +104,9 @@ class Schema:
     def signature(self) -> inspect.Signature:
         """As a Python function that takes the same would have it."""
         where = {False: inspect.Parameter.POSITIONAL_OR_KEYWORD, True: inspect.Parameter.KEYWORD_ONLY}
-        return inspect.Signature([inspect.Parameter(a.name, where[a.keyword_only], default=a.default)
-                                  for a in self.arguments])
+        return inspect.Signature(
+            [inspect.Parameter(a.name, where[a.keyword_only], default=a.default) for a in self.arguments]
+        )
 
 
 def parse(text: str) -> Schema:
@@ -164,8 +165,13 @@ def extract(wheels: Sequence[Path], names: Iterable[str]) -> dict[str, Any]:
     if len(versions) != 1 or odd:
         raise ConfigError(f"wheels differ: versions {sorted(versions)}; other declarations than in the first: {odd}")
     hashes = {wheel.name: hashlib.sha256(wheel.read_bytes()).hexdigest() for wheel in sorted(wheels)}
-    return {"package": "torch_npu", "version": versions.pop(), "sha256": hashes, "source": WHEEL_FILE,
-            "functions": lines}
+    return {
+        "package": "torch_npu",
+        "version": versions.pop(),
+        "sha256": hashes,
+        "source": WHEEL_FILE,
+        "functions": lines,
+    }
 
 
 def _declared(wheel: Path, wanted: list[str]) -> list[str]:
@@ -177,8 +183,11 @@ def _declared(wheel: Path, wanted: list[str]) -> list[str]:
         if WHEEL_FILE not in archive.namelist():
             raise ConfigError(f"{wheel}: has no {WHEEL_FILE}; expected a torch_npu wheel")
         content = yaml.safe_load(archive.read(WHEEL_FILE))
-    lines = {" ".join(entry["func"].split()) for section in ("custom", "custom_autograd")
-             for entry in content.get(section) or ()}
+    lines = {
+        " ".join(entry["func"].split())
+        for section in ("custom", "custom_autograd")
+        for entry in content.get(section) or ()
+    }
     kept = sorted(line for line in lines if line.split("(", 1)[0].split(".")[0] in wanted)
     missing = set(wanted) - {parse(line).name for line in kept}
     if missing:

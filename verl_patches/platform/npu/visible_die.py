@@ -39,12 +39,16 @@ def check_visible_die(visible: int) -> None:
     if len(given) != 1:
         fault = f"expected one die from Ray, found ids {given}: the actor asks for no NPU, or for more than one"
     elif found != given[0]:
-        fault = (f"{VISIBLE} is {found!r}, expected {given[0]!r}, the id that Ray gave. {NOT_SET_BY_RAY} is "
-                 f"{os.environ.get(NOT_SET_BY_RAY)!r} (set, it keeps Ray from choosing): unset it where Ray is "
-                 f"started, and set {VISIBLE} neither in a runtime_env nor in a set-up hook")
+        fault = (
+            f"{VISIBLE} is {found!r}, expected {given[0]!r}, the id that Ray gave. {NOT_SET_BY_RAY} is "
+            f"{os.environ.get(NOT_SET_BY_RAY)!r} (set, it keeps Ray from choosing): unset it where Ray is "
+            f"started, and set {VISIBLE} neither in a runtime_env nor in a set-up hook"
+        )
     elif visible != 1:
-        fault = (f"the device runtime sees {visible} devices, expected 1, with {VISIBLE}={found}: it was started "
-                 "before Ray set the variable. Find what calls torch.npu before `import verl`, a set-up hook for one")
+        fault = (
+            f"the device runtime sees {visible} devices, expected 1, with {VISIBLE}={found}: it was started "
+            "before Ray set the variable. Find what calls torch.npu before `import verl`, a set-up hook for one"
+        )
     if fault:
         raise ConfigError(f"{_place()}: {fault}")
 

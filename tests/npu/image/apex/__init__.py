@@ -7,6 +7,7 @@ asks for it. That every name here is enough is what the import proofs show; noth
 
 def refused(name):
     """A function or class that may be imported and not used."""
+
     def call(*args, **kwargs):
         raise RuntimeError(f"apex's {name} was called: it is not apex's, but a test's")
 

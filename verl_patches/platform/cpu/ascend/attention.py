@@ -47,8 +47,9 @@ class Call:
     def check(self, query, key, value, keep_prob, padding_mask, prefix) -> Call:
         """Itself, if the call is one that the reference computes as a device does."""
         op = self.op
-        demand(self.layout in LAYOUTS, op,
-               f"unknown input_layout {self.layout!r}, expected one of {', '.join(LAYOUTS)}")
+        demand(
+            self.layout in LAYOUTS, op, f"unknown input_layout {self.layout!r}, expected one of {', '.join(LAYOUTS)}"
+        )
         dtypes, dims = {x.dtype for x in (query, key, value)}, [x.dim() for x in (query, key, value)]
         demand(len(dtypes) == 1, op, f"query, key and value must be of one dtype, found {sorted(map(str, dtypes))}")
         width = 4 if self.layout in ("BNSD", "BSND") else 3
@@ -56,8 +57,11 @@ class Call:
         demand(self.head_num > 0, op, f"head_num must be more than 0, found {self.head_num}")
         demand(keep_prob == 1, op, f"keep_prob is {keep_prob}: dropout is not part of the reference")
         demand(padding_mask is None and prefix is None, op, "padding_mask and prefix are not part of the reference")
-        demand(self.pse is None or self.pse_type in (0, 1), op,
-               f"pse_type {self.pse_type} is not part of the reference, which has 0 and 1")
+        demand(
+            self.pse is None or self.pse_type in (0, 1),
+            op,
+            f"pse_type {self.pse_type} is not part of the reference, which has 0 and 1",
+        )
         self._check_mask()
         self._check_ends(query, key)
         return self
@@ -69,36 +73,60 @@ class Call:
         demand(mask is None or mask.dtype in (torch.bool, torch.uint8), self.op, "atten_mask must be bool or uint8")
         if mode in (2, 3, 4):
             triangle = _triangle()
-            demand(mask.shape[-2:] == triangle.shape and mask.numel() == triangle.numel(), self.op,
-                   f"sparse_mode {mode} takes a mask of {COMPRESSED} x {COMPRESSED}, found {list(mask.shape)}")
-            demand(torch.equal(mask.bool().view_as(triangle), triangle), self.op,
-                   f"sparse_mode {mode} takes the mask that is set above the diagonal")
+            demand(
+                mask.shape[-2:] == triangle.shape and mask.numel() == triangle.numel(),
+                self.op,
+                f"sparse_mode {mode} takes a mask of {COMPRESSED} x {COMPRESSED}, found {list(mask.shape)}",
+            )
+            demand(
+                torch.equal(mask.bool().view_as(triangle), triangle),
+                self.op,
+                f"sparse_mode {mode} takes the mask that is set above the diagonal",
+            )
 
     def _check_ends(self, query, key) -> None:
         packed, given = self.layout == "TND", (self.q_ends is not None, self.kv_ends is not None)
-        demand(given == (packed, packed), self.op,
-               "actual_seq_qlen and actual_seq_kvlen are needed for TND, and for TND only")
+        demand(
+            given == (packed, packed),
+            self.op,
+            "actual_seq_qlen and actual_seq_kvlen are needed for TND, and for TND only",
+        )
         if packed:
             q_ends, kv_ends = list(self.q_ends), list(self.kv_ends)
-            demand(len(q_ends) == len(kv_ends) and q_ends == sorted(q_ends) and kv_ends == sorted(kv_ends)
-                   and q_ends[-1:] == [len(query)] and kv_ends[-1:] == [len(key)], self.op,
-                   f"actual_seq_qlen {q_ends} and actual_seq_kvlen {kv_ends} must be cumulative ends, as many of both, "
-                   f"up to {len(query)} and {len(key)}")
+            demand(
+                len(q_ends) == len(kv_ends)
+                and q_ends == sorted(q_ends)
+                and kv_ends == sorted(kv_ends)
+                and q_ends[-1:] == [len(query)]
+                and kv_ends[-1:] == [len(key)],
+                self.op,
+                f"actual_seq_qlen {q_ends} and actual_seq_kvlen {kv_ends} must be cumulative ends, as many of both, "
+                f"up to {len(query)} and {len(key)}",
+            )
 
     def key_heads(self, query: torch.Tensor, key: torch.Tensor) -> int:
         """Nkv, from the shapes; ValueError where they and head_num do not go together."""
         axis = {"BNSD": 1, "BSND": 2, "TND": 1}.get(self.layout)
         if axis is None:
             width, rest = divmod(query.shape[-1], self.head_num)
-            demand(rest == 0 and key.shape[-1] % width == 0, self.op,
-                   f"query's width {query.shape[-1]} or key's {key.shape[-1]} does not go into {self.head_num} heads")
+            demand(
+                rest == 0 and key.shape[-1] % width == 0,
+                self.op,
+                f"query's width {query.shape[-1]} or key's {key.shape[-1]} does not go into {self.head_num} heads",
+            )
             found, heads = self.head_num, key.shape[-1] // width
         else:
             found, heads = query.shape[axis], key.shape[axis]
-            demand(query.shape[-1] == key.shape[-1], self.op,
-                   f"query and key differ in head width: {query.shape[-1]}, {key.shape[-1]}")
-        demand(found == self.head_num and found % heads == 0, self.op,
-               f"head_num {self.head_num} must be the query's {found} heads, a multiple of the key's {heads}")
+            demand(
+                query.shape[-1] == key.shape[-1],
+                self.op,
+                f"query and key differ in head width: {query.shape[-1]}, {key.shape[-1]}",
+            )
+        demand(
+            found == self.head_num and found % heads == 0,
+            self.op,
+            f"head_num {self.head_num} must be the query's {found} heads, a multiple of the key's {heads}",
+        )
         return heads
 
     def heads_first(self, x: torch.Tensor, heads: int) -> torch.Tensor:
@@ -163,8 +191,11 @@ class Call:
             return band
         mask = self.atten_mask.bool()
         mask = mask[..., :s, :s_kv] if self.layout == "TND" else mask
-        demand(mask.shape[-2:] == (s, s_kv), self.op,
-               f"sparse_mode {self.sparse_mode} takes a mask of {s} x {s_kv}, found {list(mask.shape)}")
+        demand(
+            mask.shape[-2:] == (s, s_kv),
+            self.op,
+            f"sparse_mode {self.sparse_mode} takes a mask of {s} x {s_kv}, found {list(mask.shape)}",
+        )
         return mask if self.sparse_mode == 1 else mask | band
 
 
@@ -173,32 +204,98 @@ _UNLIMITED = 2147483647
 
 
 @torch_npu_op
-def npu_fusion_attention(query, key, value, head_num, input_layout, pse=None, padding_mask=None, atten_mask=None,
-                         scale=1.0, keep_prob=1.0, pre_tockens=_UNLIMITED, next_tockens=_UNLIMITED, inner_precise=0,
-                         prefix=None, actual_seq_qlen=None, actual_seq_kvlen=None, sparse_mode=0,
-                         gen_mask_parallel=True, sync=False):
+def npu_fusion_attention(
+    query,
+    key,
+    value,
+    head_num,
+    input_layout,
+    pse=None,
+    padding_mask=None,
+    atten_mask=None,
+    scale=1.0,
+    keep_prob=1.0,
+    pre_tockens=_UNLIMITED,
+    next_tockens=_UNLIMITED,
+    inner_precise=0,
+    prefix=None,
+    actual_seq_qlen=None,
+    actual_seq_kvlen=None,
+    sparse_mode=0,
+    gen_mask_parallel=True,
+    sync=False,
+):
     """softmax(scale * (q k^T + pse), masked) v, with seven outputs.
 
     Those are: attention in the layout of query, softmax maximum and sum (fp32 [B, N, S, 8], packed [T, N, 8]), an empty
     tensor, and three numbers (seed, offset, count of dropout), here 0, 0 and the count. Masks: see Call.
     """
-    call = Call("npu_fusion_attention", head_num, input_layout.upper(), scale, sparse_mode, pre_tockens, next_tockens,
-                atten_mask, pse, 1, actual_seq_qlen, actual_seq_kvlen)
+    call = Call(
+        "npu_fusion_attention",
+        head_num,
+        input_layout.upper(),
+        scale,
+        sparse_mode,
+        pre_tockens,
+        next_tockens,
+        atten_mask,
+        pse,
+        1,
+        actual_seq_qlen,
+        actual_seq_kvlen,
+    )
     return attend(call.check(query, key, value, keep_prob, padding_mask, prefix), query, key, value)
 
 
 @torch_npu_op
-def npu_fusion_attention_grad(query, key, value, dy, head_num, input_layout, *, pse=None, padding_mask=None,
-                              atten_mask=None, softmax_max=None, softmax_sum=None, softmax_in=None, attention_in=None,
-                              scale_value=1.0, keep_prob=1.0, pre_tockens=_UNLIMITED, next_tockens=_UNLIMITED,
-                              inner_precise=0, seed=0, offset=0, numels=0, prefix=None, actual_seq_qlen=None,
-                              actual_seq_kvlen=None, sparse_mode=0, gen_mask_parallel=True, sync=False):
+def npu_fusion_attention_grad(
+    query,
+    key,
+    value,
+    dy,
+    head_num,
+    input_layout,
+    *,
+    pse=None,
+    padding_mask=None,
+    atten_mask=None,
+    softmax_max=None,
+    softmax_sum=None,
+    softmax_in=None,
+    attention_in=None,
+    scale_value=1.0,
+    keep_prob=1.0,
+    pre_tockens=_UNLIMITED,
+    next_tockens=_UNLIMITED,
+    inner_precise=0,
+    seed=0,
+    offset=0,
+    numels=0,
+    prefix=None,
+    actual_seq_qlen=None,
+    actual_seq_kvlen=None,
+    sparse_mode=0,
+    gen_mask_parallel=True,
+    sync=False,
+):
     """(dq, dk, dv, dpse) of npu_fusion_attention from its outputs; the statistics given are used, not computed anew.
 
     So the statistics may be those of a longer softmax of which this is a part, as in ring attention.
     """
-    call = Call("npu_fusion_attention_grad", head_num, input_layout.upper(), scale_value, sparse_mode, pre_tockens,
-                next_tockens, atten_mask, pse, 1, actual_seq_qlen, actual_seq_kvlen)
+    call = Call(
+        "npu_fusion_attention_grad",
+        head_num,
+        input_layout.upper(),
+        scale_value,
+        sparse_mode,
+        pre_tockens,
+        next_tockens,
+        atten_mask,
+        pse,
+        1,
+        actual_seq_qlen,
+        actual_seq_kvlen,
+    )
     call.check(query, key, value, keep_prob, padding_mask, prefix)
     return attend_backward(call, query, key, value, dy, softmax_max, softmax_sum, attention_in)
 
@@ -229,15 +326,25 @@ def attend(call: Call, query, key, value):
     if call.layout == "TND":
         top, total = (x.squeeze(0).transpose(0, 1) for x in (top, total))
     pairs = sum((b.stop - b.start) * (a.stop - a.start) for a, b in call.parts(q.shape[2], k.shape[2]))
-    return (out, top.float().contiguous(), total.float().contiguous(), query.new_empty(0), 0, 0,
-            len(q) * call.head_num * pairs)
+    return (
+        out,
+        top.float().contiguous(),
+        total.float().contiguous(),
+        query.new_empty(0),
+        0,
+        0,
+        len(q) * call.head_num * pairs,
+    )
 
 
 @torch.no_grad()
 def attend_backward(call: Call, query, key, value, dy, softmax_max, softmax_sum, attention_in):
     """(dq, dk, dv, dpse) by the formula of flash attention; dpse is empty without pse."""
-    demand(all(x is not None for x in (softmax_max, softmax_sum, attention_in)), call.op,
-           "softmax_max, softmax_sum and attention_in of the forward call are needed")
+    demand(
+        all(x is not None for x in (softmax_max, softmax_sum, attention_in)),
+        call.op,
+        "softmax_max, softmax_sum and attention_in of the forward call are needed",
+    )
     demand(call.pse is None or call.layout != "TND", call.op, "pse with TND is not part of the reference")
     q, k, v, heads = _spread(call, query, key, value)
     grad, out = (wide(call.heads_first(x, call.head_num)) for x in (dy, attention_in))

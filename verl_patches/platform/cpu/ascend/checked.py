@@ -57,8 +57,10 @@ def _checked(function: Callable, schemas: tuple[op_schemas.Schema, ...]) -> Call
             raise TypeError(f"{function.__name__}: {error}; it takes {signature}") from None
         for name, value in given.items():
             if not any(is_of_kind(value, kind) for kind in kinds[name]):
-                raise TypeError(f"{function.__name__}: argument {name!r} must be {' or '.join(kinds[name])}, "
-                                f"found {_describe(value)}")
+                raise TypeError(
+                    f"{function.__name__}: argument {name!r} must be {' or '.join(kinds[name])}, "
+                    f"found {_describe(value)}"
+                )
         return function(*args, **kwargs)
 
     call.schemas = schemas

@@ -24,8 +24,11 @@ def npu_moe_token_permute(tokens, indices, num_out_tokens=None, padded_mode=Fals
 
 def permute(op, tokens, indices, num_out_tokens, padded_mode):
     demand(not padded_mode, op, "padded_mode is not supported by the device either")
-    demand(tokens.dim() == 2 and indices.dim() in (1, 2), op,
-           f"tokens must be [T, H] and indices [T, k] or [T], found {list(tokens.shape)} and {list(indices.shape)}")
+    demand(
+        tokens.dim() == 2 and indices.dim() in (1, 2),
+        op,
+        f"tokens must be [T, H] and indices [T, k] or [T], found {list(tokens.shape)} and {list(indices.shape)}",
+    )
     demand(indices.dtype in (torch.int32, torch.int64), op, f"indices must be int32 or int64, found {indices.dtype}")
     demand(len(indices) == len(tokens), op, f"{len(indices)} rows of indices for {len(tokens)} tokens")
     k, flat = indices.shape[1] if indices.dim() == 2 else 1, indices.flatten()
@@ -45,11 +48,17 @@ def npu_moe_token_unpermute(permuted_tokens, sorted_indices, probs=None, padded_
 
 def unpermute(op, permuted_tokens, sorted_indices, probs, padded_mode):
     demand(not padded_mode, op, "padded_mode is not supported by the device either")
-    demand(permuted_tokens.dim() == 2 and sorted_indices.dim() == 1 and (probs is None or probs.dim() == 2), op,
-           "permuted_tokens must be [M, H], sorted_indices [T * k], probs [T, k]")
+    demand(
+        permuted_tokens.dim() == 2 and sorted_indices.dim() == 1 and (probs is None or probs.dim() == 2),
+        op,
+        "permuted_tokens must be [M, H], sorted_indices [T * k], probs [T, k]",
+    )
     k = 1 if probs is None else probs.shape[1]
-    demand(probs is None or probs.numel() == len(sorted_indices), op,
-           f"probs {None if probs is None else list(probs.shape)} must hold {len(sorted_indices)} weights")
+    demand(
+        probs is None or probs.numel() == len(sorted_indices),
+        op,
+        f"probs {None if probs is None else list(probs.shape)} must hold {len(sorted_indices)} weights",
+    )
     cut = permuted_tokens.new_zeros(max(len(sorted_indices) - len(permuted_tokens), 0), permuted_tokens.shape[1])
     rows = wide(torch.cat((permuted_tokens, cut))).index_select(0, sorted_indices.long())
     rows = rows.view(-1, k, permuted_tokens.shape[1])
@@ -64,8 +73,11 @@ def npu_moe_gating_top_k_softmax(x, finished=None, k=1):
 
     A token that is finished goes to expert number E, which does not exist.
     """
-    demand(x.dim() == 2 and k <= x.shape[1], "npu_moe_gating_top_k_softmax", f"x must be [T, E] with E >= k = {k}, "
-           f"found {list(x.shape)}")
+    demand(
+        x.dim() == 2 and k <= x.shape[1],
+        "npu_moe_gating_top_k_softmax",
+        f"x must be [T, E] with E >= k = {k}, found {list(x.shape)}",
+    )
     scores, experts = wide(x).softmax(-1).topk(k)
     if finished is not None:
         experts = experts.masked_fill(finished.view(-1, 1), x.shape[1])
@@ -75,8 +87,20 @@ def npu_moe_gating_top_k_softmax(x, finished=None, k=1):
 
 @torch_npu_op
 @torch.no_grad()
-def npu_moe_gating_top_k(x, k, *, bias=None, k_group=1, group_count=1, group_select_mode=0, renorm=0, norm_type=0,
-                         out_flag=False, routed_scaling_factor=1.0, eps=1e-20):
+def npu_moe_gating_top_k(
+    x,
+    k,
+    *,
+    bias=None,
+    k_group=1,
+    group_count=1,
+    group_select_mode=0,
+    renorm=0,
+    norm_type=0,
+    out_flag=False,
+    routed_scaling_factor=1.0,
+    eps=1e-20,
+):
     """(weights of the chosen, their experts int32, all scores fp32 if out_flag), [T, k], [T, k], [T, E]. No gradient.
 
     norm_type 0 softmax, 1 sigmoid (then the weights are divided by their sum + eps); bias [E] is added for choosing
@@ -84,11 +108,16 @@ def npu_moe_gating_top_k(x, k, *, bias=None, k_group=1, group_count=1, group_sel
     best two (1). renorm other than 0 is refused, as by the device.
     """
     op, E = "npu_moe_gating_top_k", x.shape[-1]
-    demand(renorm == 0 and norm_type in (0, 1) and group_select_mode in (0, 1), op,
-           f"renorm must be 0, norm_type and group_select_mode 0 or 1, found {renorm}, {norm_type}, "
-           f"{group_select_mode}")
-    demand(x.dim() == 2 and group_count > 0 and E % group_count == 0 and k_group <= group_count, op,
-           f"x {list(x.shape)} must be [T, E], E a multiple of group_count {group_count} >= k_group {k_group}")
+    demand(
+        renorm == 0 and norm_type in (0, 1) and group_select_mode in (0, 1),
+        op,
+        f"renorm must be 0, norm_type and group_select_mode 0 or 1, found {renorm}, {norm_type}, {group_select_mode}",
+    )
+    demand(
+        x.dim() == 2 and group_count > 0 and E % group_count == 0 and k_group <= group_count,
+        op,
+        f"x {list(x.shape)} must be [T, E], E a multiple of group_count {group_count} >= k_group {k_group}",
+    )
     demand(bias is None or bias.shape == (E,), op, f"bias must be [{E}]")
     demand(k <= k_group * (E // group_count), op, f"k = {k} is more than {k_group} groups of {E // group_count} hold")
     scores = wide(x).softmax(-1) if norm_type == 0 else wide(x).sigmoid()
@@ -108,26 +137,54 @@ def npu_moe_gating_top_k(x, k, *, bias=None, k_group=1, group_count=1, group_sel
 
 @torch_npu_op
 @torch.no_grad()
-def npu_grouped_matmul(x, weight, *, bias=None, scale=None, offset=None, antiquant_scale=None, antiquant_offset=None,
-                       per_token_scale=None, group_list=None, activation_input=None, activation_quant_scale=None,
-                       activation_quant_offset=None, split_item=0, group_type=None, group_list_type=0, act_type=0,
-                       tuning_config=None, output_dtype=None):
+def npu_grouped_matmul(
+    x,
+    weight,
+    *,
+    bias=None,
+    scale=None,
+    offset=None,
+    antiquant_scale=None,
+    antiquant_offset=None,
+    per_token_scale=None,
+    group_list=None,
+    activation_input=None,
+    activation_quant_scale=None,
+    activation_quant_offset=None,
+    split_item=0,
+    group_type=None,
+    group_list_type=0,
+    act_type=0,
+    tuning_config=None,
+    output_dtype=None,
+):
     """Products of several experts at once, as a list: one output (split_item 2, 3) or one an input (0, 1).
 
     group_type 0: x [M, K] in groups of rows, weight [E, K, N] (or E matrices); 2: x [K, M] in groups of columns, weight
     [M, N], giving [E, K, N]; -1 or None: pair by pair. Like torch_npu's it has no gradient. No quantised products.
     """
     op = "npu_grouped_matmul"
-    refused = {"scale": scale, "offset": offset, "antiquant_scale": antiquant_scale, "per_token_scale": per_token_scale,
-               "antiquant_offset": antiquant_offset, "activation_input": activation_input,
-               "activation_quant_scale": activation_quant_scale, "activation_quant_offset": activation_quant_offset}
+    refused = {
+        "scale": scale,
+        "offset": offset,
+        "antiquant_scale": antiquant_scale,
+        "per_token_scale": per_token_scale,
+        "antiquant_offset": antiquant_offset,
+        "activation_input": activation_input,
+        "activation_quant_scale": activation_quant_scale,
+        "activation_quant_offset": activation_quant_offset,
+    }
     found = [name for name, value in refused.items() if value]
-    demand(not found and not act_type, op, f"quantised products and activations are not part of the reference; found "
-           f"{', '.join(found) or 'act_type'}")
+    demand(
+        not found and not act_type,
+        op,
+        f"quantised products and activations are not part of the reference; found {', '.join(found) or 'act_type'}",
+    )
     biases = list(bias) if bias else [None] * len(weight)
     if group_type in (None, -1):
-        demand(len(x) == len(weight) == len(biases), op,
-               f"{len(x)} inputs for {len(weight)} weights, and no group_type")
+        demand(
+            len(x) == len(weight) == len(biases), op, f"{len(x)} inputs for {len(weight)} weights, and no group_type"
+        )
         made = [_product(op, a, b, c) for a, b, c in zip(x, weight, biases, strict=True)]
     else:
         matrices = weight[0] if len(weight) == 1 else torch.stack(list(weight))
@@ -140,8 +197,11 @@ def npu_grouped_matmul(x, weight, *, bias=None, scale=None, offset=None, antiqua
 
 def _product(op, x, weight, bias):
     demand(x.dtype == weight.dtype, op, f"x is {x.dtype}, weight {weight.dtype}: they must be of one dtype")
-    demand(x.shape[-1] == weight.shape[-2], op,
-           f"x {list(x.shape)} and weight {list(weight.shape)}: K differs, {x.shape[-1]} and {weight.shape[-2]}")
+    demand(
+        x.shape[-1] == weight.shape[-2],
+        op,
+        f"x {list(x.shape)} and weight {list(weight.shape)}: K differs, {x.shape[-1]} and {weight.shape[-2]}",
+    )
     y = wide(x) @ wide(weight)
     return (y if bias is None else y + wide(bias)).to(x.dtype)
 
@@ -151,17 +211,23 @@ def group_bounds(op, group_list, group_list_type: int, rows: int) -> list[tuple[
     demand(group_list is not None, op, "group_list is missing")
     demand(group_list_type in (0, 1), op, f"group_list_type must be 0 or 1, found {group_list_type}")
     if isinstance(group_list, torch.Tensor):
-        demand(group_list.dtype == torch.int64 and group_list.dim() == 1, op,
-               f"group_list must be a list of int64, found {group_list.dtype} of shape {list(group_list.shape)}")
+        demand(
+            group_list.dtype == torch.int64 and group_list.dim() == 1,
+            op,
+            f"group_list must be a list of int64, found {group_list.dtype} of shape {list(group_list.shape)}",
+        )
         group_list = group_list.tolist()
     ends = list(group_list)
     if group_list_type == 1:
         ends = torch.tensor(ends, dtype=torch.int64).cumsum(0).tolist()
     bounds = list(pairwise([0, *ends]))
     demand(all(first <= last for first, last in bounds), op, f"group_list must not fall, found ends {ends}")
-    demand(ends and ends[-1] == rows, op,
-           f"group_list covers {ends[-1] if ends else 0} rows of {rows}; a device leaves the others unwritten"
-           + (" (were counts given as cumulative ends?)" if group_list_type == 0 else ""))
+    demand(
+        ends and ends[-1] == rows,
+        op,
+        f"group_list covers {ends[-1] if ends else 0} rows of {rows}; a device leaves the others unwritten"
+        + (" (were counts given as cumulative ends?)" if group_list_type == 0 else ""),
+    )
     return bounds
 
 
@@ -172,13 +238,23 @@ def grouped(op, x, weight, bias, group_list, group_type, group_list_type):
     demand(x.dim() == 2, op, f"x must have 2 dimensions, found {list(x.shape)}")
     if group_type == 2:
         bounds = group_bounds(op, group_list, group_list_type, x.shape[1])
-        demand(weight.dim() == 2 and len(weight) == x.shape[1], op,
-               f"x {list(x.shape)} and weight {list(weight.shape)}: M differs, {x.shape[1]} and {len(weight)}")
+        demand(
+            weight.dim() == 2 and len(weight) == x.shape[1],
+            op,
+            f"x {list(x.shape)} and weight {list(weight.shape)}: M differs, {x.shape[1]} and {len(weight)}",
+        )
         return torch.stack([_product(op, x[:, a:b], weight[a:b], None) for a, b in bounds])
     bounds = group_bounds(op, group_list, group_list_type, len(x))
-    demand(weight.dim() == 3 and len(weight) == len(bounds), op,
-           f"{len(bounds)} groups need weight [{len(bounds)}, K, N], found {list(weight.shape)}")
-    demand(x.shape[1] == weight.shape[1], op,
-           f"x {list(x.shape)} and weight {list(weight.shape)}: K differs, {x.shape[1]} and {weight.shape[1]}")
-    return torch.cat([_product(op, x[a:b], weight[e], None if bias is None else bias[e])
-                      for e, (a, b) in enumerate(bounds)])
+    demand(
+        weight.dim() == 3 and len(weight) == len(bounds),
+        op,
+        f"{len(bounds)} groups need weight [{len(bounds)}, K, N], found {list(weight.shape)}",
+    )
+    demand(
+        x.shape[1] == weight.shape[1],
+        op,
+        f"x {list(x.shape)} and weight {list(weight.shape)}: K differs, {x.shape[1]} and {weight.shape[1]}",
+    )
+    return torch.cat(
+        [_product(op, x[a:b], weight[e], None if bias is None else bias[e]) for e, (a, b) in enumerate(bounds)]
+    )

@@ -29,8 +29,9 @@ def refuse_unknown(real: str, file: str) -> Callable[[str], NoReturn]:
         why = reason(f"{real}.{name}")
         hint = f"not on our paths ({why})"
         if why is None:
-            hint = ("nothing was seen to use it. If the pinned package has it and it is needed, add it to "
-                    f"{_FOLDER}/{file}")
+            hint = (
+                f"nothing was seen to use it. If the pinned package has it and it is needed, add it to {_FOLDER}/{file}"
+            )
         raise AttributeError(f"the stand-in for {real} has no {name!r}: {hint}", name=name)
 
     return __getattr__

@@ -105,8 +105,11 @@ def get_soc_name() -> str:
     return "Ascend910_9391"
 
 
-acl = stand_in("acl", "CANN's own package. It has no rt: Ray counts devices through acl.rt, and there are none.",
-               get_soc_name=get_soc_name)  # fmt: skip
+acl = stand_in(
+    "acl",
+    "CANN's own package. It has no rt: Ray counts devices through acl.rt, and there are none.",
+    get_soc_name=get_soc_name,
+)
 
 
 class Tensor:
