@@ -13,7 +13,7 @@ import ctypes
 import importlib
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from verl_patches.patching import hooks
@@ -22,6 +22,7 @@ from verl_patches.trainer.worker_settings import VERLS_WORKERS
 
 HOOK = "worker_process_setup_hook"
 LOOK_S = 1.0
+DEAD_AFTER_S = 5.0  # Ray answers for a dead actor at once
 # python/ray/_raylet.pyx appends it to the traceback of an error outside of an actor's own methods
 _RAYS_LAST_LINE = "An unexpected internal error occurred while the worker was executing a task."
 
@@ -136,6 +137,22 @@ def unless_start_fails(body: Callable[[], Any]) -> Any:
                 over.set()
     except _Ended:
         raise RuntimeError(found[0]) from None
+
+
+def dead_actors(actors: Sequence[Any]) -> list[int]:
+    """Which of the actor handles are of processes that have ended; one busy for DEAD_AFTER_S counts as alive."""
+    import ray
+
+    calls = [actor.__ray_ready__.remote() for actor in actors]
+    answered, _ = ray.wait(calls, num_returns=len(calls), timeout=DEAD_AFTER_S) if calls else ([], [])
+    dead = []
+    for number, call in enumerate(calls):
+        try:
+            if call in answered:
+                ray.get(call)
+        except ray.exceptions.RayActorError:
+            dead.append(number)
+    return dead
 
 
 def _start_failure() -> str | None:

@@ -1,10 +1,18 @@
-"""Where recorded rollouts lie, found before a run starts. No torch here."""
+"""Recorded rollouts: outputs/<run>/rollouts/step_N.safetensors, written by one run and replayed by another.
+
+Each file holds prompts [B, S_prompt] and responses [B, S_response] (int64), their masks and, where vLLM gave them to
+the trainer, log-probs. A replay trains on the same responses at another layout, so that gradients can be compared.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from verl_patches.errors import ConfigError
+
+if TYPE_CHECKING:  # the launcher looks for a recording without importing torch
+    import torch
 
 
 def find_recording(path: str | None, steps: int | None = None) -> Path | None:
@@ -22,9 +30,44 @@ def find_recording(path: str | None, steps: int | None = None) -> Path | None:
             "that recorded its rollouts"
         )
     if steps is not None and not (folders[0] / f"step_{steps}.safetensors").is_file():
-        found = len(list(folders[0].glob("step_*.safetensors")))
+        recorded = len(list(folders[0].glob("step_*.safetensors")))
         raise ConfigError(
-            f"--replay-rollout {path}: the recording has {found} step(s), this run wants {steps}; ask "
-            f"for --steps {found}, or record a longer run"
+            f"--replay-rollout {path}: the recording has {recorded} step(s), this run wants {steps}; use "
+            f"--steps {recorded}, or record a longer run"
         )
     return folders[0].resolve()
+
+
+def save_step(folder: Path, step: int, tensors: dict[str, torch.Tensor]) -> None:
+    """Write one step's tensors."""
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / f"step_{step}.safetensors")
+
+
+def load_step(folder: Path, step: int, input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The tensors of one recorded step, without log-probs, which belong to the weights of the recorded run.
+
+    input_ids: [B / n, S_prompt], this run's prompts. Raises ConfigError for a missing step or other prompts.
+    """
+    from safetensors.torch import load_file
+
+    path = folder / f"step_{step}.safetensors"
+    if not path.is_file():
+        raise ConfigError(
+            f"--replay-rollout: {path} does not exist; the recording has fewer steps than this run. "
+            f"Use --steps {step - 1}, or record a longer run"
+        )
+    tensors = load_file(path)
+    tensors.pop("rollout_log_probs", None)
+    prompts, count = tensors["prompts"], max(len(input_ids), 1)
+    repeats = len(prompts) // count
+    if prompts.shape != (count * repeats, input_ids.shape[1]) or not prompts.equal(
+        input_ids.repeat_interleave(repeats, 0)
+    ):
+        raise ConfigError(
+            f"--replay-rollout: {path} was recorded with other prompts ({tuple(prompts.shape)}, now "
+            f"{tuple(input_ids.shape)} x {repeats}); use the recorded run's data, batch size and seed"
+        )
+    return tensors

@@ -242,29 +242,6 @@ def _pearson(sums: dict[str, float], name: str, n: float) -> float | None:
 _OF_THE_PASS = ("actor/entropy_loss",)  # what verl has from the pass for old log-probs alone
 
 
-class WithoutOldLogProb:
-    """A worker group whose actor is not asked for log-probs before the update; every other call goes through.
-
-    What verl's trainer gets in their place is NaN, so that nothing can use it unseen.
-    """
-
-    def __init__(self, group: Any):
-        self._group = group
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._group, name)
-
-    def compute_log_prob(self, batch: Any) -> Any:
-        """Columns of NaN [B, S_response] under the names that verl looks for (a DataProto)."""
-        nothing = torch.full(batch.batch["responses"].shape, math.nan)
-        return type(batch).from_dict(tensors={"old_log_probs": nothing, "entropys": nothing.clone()})
-
-    def update_actor(self, batch: Any) -> Any:
-        """The update, without the column of NaN."""
-        batch.batch.pop("old_log_probs")
-        return self._group.update_actor(batch)
-
-
 def with_workers_metrics(step: Mapping[str, Any], reports: Iterable[Moments | None], recipe: Any) -> dict[str, Any]:
     """Metrics of a `step` with what the workers' updates saw, and without what only the left out pass could give."""
     left_out = _OF_THE_PASS if recipe.train.skip_old_log_prob else ()

@@ -15,8 +15,7 @@ from verl_patches.patching import engine
 from verl_patches.trainer import rollout_correction, truth_check
 from verl_patches.trainer.dispatch import dispatch_of_step, take_calls
 from verl_patches.trainer.on_policy import correction_of
-from verl_patches.trainer.recording import find_recording
-from verl_patches.trainer.rollout_recorder import RolloutRecorder
+from verl_patches.trainer.ray_start import dead_actors
 from verl_patches.trainer.summary import Progress, Summary, phase_seconds, sync_of_step
 from verl_patches.trainer.worker_handshake import (
     not_as_reviewed,
@@ -42,6 +41,10 @@ CALLS = {
 _active: Run | None = None
 
 
+class WorkerDiedError(RuntimeError):
+    """A worker process ended during the run."""
+
+
 class Run:
     """Wraps one RayPPOTrainer.fit()."""
 
@@ -54,8 +57,7 @@ class Run:
             or correction_of(self.recipe.rollout_correction) is not None
             or self.recipe.tensor_cache.enabled
         )
-        self.cached_group: Any = None
-        self.sampled_check: Any = None
+        self.group: Any = None
         dirty = getattr(trainer, "modified_sources", None)  # of launch/import_alone.py; the launcher adds its own
         self.summary = Summary(
             self.folder,
@@ -71,7 +73,7 @@ class Run:
                 **({"dirty": dirty} if dirty else {}),
             },
         )
-        self.step, self.progress = 0, Progress(self.folder)
+        self.progress = Progress(self.folder)
 
     def prove(self) -> None:
         """Ask every process for its proof, record all states, then refuse; RecipeError before step 1."""
@@ -94,31 +96,29 @@ class Run:
         if self.not_compared:
             self.progress.say(f"| log-probs are not compared: {self.not_compared}")
 
-    def keep_on_workers(self) -> None:
-        """With recipe.tensor_cache and its row: the trainer's groups become those whose tensors stay with them."""
-        if not self.recipe.tensor_cache.enabled or not engine.is_on("update.tensor_cache"):
-            return
-        from verl_patches.trainer.tensor_cache import TensorCacheGroup, cached_step_of
-
-        trainer, cached = self.trainer, cached_step_of(self.trainer)
-        self.cached_group = trainer.actor_rollout_wg = TensorCacheGroup(trainer.actor_rollout_wg, cached)
-        if trainer.use_reference_policy and not getattr(trainer, "ref_in_actor", False):
-            trainer.ref_policy_wg = TensorCacheGroup(trainer.ref_policy_wg, cached)
-
-    def check_sampled(self, workers: Any) -> None:
-        """With recipe.logprob_check.every: the trainer's group becomes one whose rollout is checked every N steps."""
-        if self.not_compared or self.recipe.logprob_check.every is None:
-            return
-        from verl_patches.trainer.sampled_check import SampledCheck
+    def wrap_groups(self) -> None:
+        """The trainer's groups become RecipeWorkerGroups."""
+        from verl_patches.trainer.worker_group import RecipeWorkerGroup  # imports verl
 
         trainer = self.trainer
-        self.sampled_check = trainer.actor_rollout_wg = SampledCheck(trainer.actor_rollout_wg, workers, trainer)
+        record_to = self.folder / "rollouts" if self.folder and self.recipe.rollout.record else None
+        self.group = RecipeWorkerGroup(trainer.actor_rollout_wg, trainer, self.show_call, record_to)
+        trainer.actor_rollout_wg = self.group
+        if trainer.use_reference_policy and not getattr(trainer, "ref_in_actor", False):
+            trainer.ref_policy_wg = RecipeWorkerGroup(trainer.ref_policy_wg, trainer, self.show_call, actor=self.group)
 
-    def before_call(self, name: str) -> None:
+    @property
+    def step(self) -> int:
+        """The step that runs now; 0 before the first."""
+        return self.group.step if self.group else 0
+
+    def dead_workers(self) -> list[int]:
+        """Ranks whose processes have ended."""
+        return dead_actors(self.trainer.actor_rollout_wg._workers)
+
+    def show_call(self, step: int, name: str) -> None:
         """Show what runs now."""
-        if name == "generate_sequences":
-            self.step += 1
-        self.progress.say(f"~ step {self.step}/{self.trainer.total_training_steps}: {CALLS[name]}")
+        self.progress.say(f"~ step {step}/{self.trainer.total_training_steps}: {CALLS[name]}")
 
     def after_step(self, metrics: dict[str, Any], step: int) -> dict[str, Any]:
         """Record one step and check it; returns the metrics with ours added."""
@@ -145,13 +145,11 @@ class Run:
             "offload": offload_of_step([report["moves"] for report in reports]),
             "dispatch": None,
         }
-        if self.cached_group is not None:
-            found["tensor_cache"] = self.cached_group.end_step()
-            metrics = self.cached_group.without_verls_partition(metrics)
+        if self.group.cache is not None:
+            metrics = self.group.cache.without_verls_partition(metrics)
         if engine.is_on("dispatch.put_once"):
             found["dispatch"] = dispatch_of_step([report["starts"] for report in reports])
-        if self.sampled_check is not None:
-            found["logprob_check"] = self.sampled_check.report
+        found |= self.group.end_step()
         self.summary.add_step(found)
         if step == 1:
             self.progress.say(f"| {header()}")
@@ -165,8 +163,8 @@ class Run:
 
     def _delta(self, metrics: dict[str, Any]) -> tuple[dict[str, float] | None, bool]:
         """(how far the log-probs of this step are apart, whether they were to be compared)."""
-        if self.sampled_check is not None:
-            report = self.sampled_check.report
+        if self.group.sampled_check is not None:
+            report = self.group.sampled_check.report
             return report and report["delta"], report is not None
         return None if self.not_compared else truth_check.logprob_delta(metrics), not self.not_compared
 
@@ -193,19 +191,19 @@ def fit_as_run(original: Callable) -> Callable:
         reason = "failed"
         try:
             run.prove()
-            replay = find_recording(run.recipe.rollout.replay)
-            record_to = run.folder / "rollouts" if run.folder and run.recipe.rollout.record else None
-            workers = trainer.actor_rollout_wg
-            run.keep_on_workers()
-            run.check_sampled(workers)
-            trainer.actor_rollout_wg = RolloutRecorder(trainer.actor_rollout_wg, record_to, replay, run.before_call)
-            if run.recipe.train.skip_old_log_prob:
-                trainer.actor_rollout_wg = rollout_correction.WithoutOldLogProb(trainer.actor_rollout_wg)
-            if trainer.use_reference_policy and not getattr(trainer, "ref_in_actor", False):
-                trainer.ref_policy_wg = RolloutRecorder(trainer.ref_policy_wg, record_to, replay, run.before_call)
+            run.wrap_groups()
             result = original(trainer)
             reason = "ok"
             return result
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+            if dead := run.dead_workers():
+                reason = (
+                    f"worker processes of ranks {dead} died in step {run.step}, by a signal or out of memory: look at "
+                    f"dmesg of their nodes. Errors of other workers follow from it; the first one: {reason}"
+                )
+                raise WorkerDiedError(reason) from error
+            raise
         except BaseException as error:
             reason = f"{type(error).__name__}: {error}"
             raise

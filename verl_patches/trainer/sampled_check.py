@@ -1,9 +1,9 @@
 """The truth check of a run whose own sampling changes the distribution: every N steps, on sequences sampled for it.
 
-    trainer    SampledCheck            every N steps, the first among them: asks for it with the prompts of the step's
-                                       rollout, then has the actor compute log-probs of what was sampled
-    worker     rollout/log_probs.py    samples once more while vLLM is awake, behind the step's responses
-               take_checked            hands over what it sampled
+    trainer    SampledCheck            every N steps, from the first on: requests samples along with the step's rollout,
+                                       then has the actor compute log-probs of them
+    worker     rollout/log_probs.py    samples once more while vLLM is awake, after the step's responses
+               take_checked            returns the samples
 
 No second weight sync, and the step's responses, rewards and update are those of a run without the check. The actor's
 pass is verl's own compute_log_prob, whose logits neither pin divides by a temperature (megatron_actor.py).
@@ -25,42 +25,37 @@ from verl_patches.trainer import rollout_correction, truth_check
 
 
 class SampledCheck:
-    """A worker group whose rollout is checked; `workers` is verl's own group, `group` the one over it, if any.
+    """Checks the rollout of `workers`, verl's own group.
 
     `report` after a step that was checked: {sequences, tokens, sample_s, log_prob_s, delta}, None after others.
     """
 
-    def __init__(self, group: Any, workers: Any, trainer: Any):
+    def __init__(self, workers: Any, trainer: Any):
         config = trainer.config
         data, rollout = config.data, config.actor_rollout_ref.rollout
-        self._group, self._workers, self._step = group, workers, 0
+        self._workers = workers
         self._every = config.recipe.logprob_check.every
-        self._each = truth_check.sequences_of(config) // truth_check.replicas_of(config)
+        self._sequences = truth_check.sequences_of(config) // truth_check.replicas_of(config)
         self._widths = data.max_prompt_length, data.max_response_length, trainer.tokenizer.pad_token_id
         self._multiple = train_layout_of(config).dp * (rollout.log_prob_micro_batch_size_per_gpu or 1)
         self.report: dict[str, Any] | None = None
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._group, name)
-
-    def generate_sequences(self, prompts: DataProto) -> DataProto:
-        """The step's responses. Validation and REMAX's greedy baseline go through."""
-        if prompts.meta_info.get("validate") or not prompts.meta_info.get("do_sample", True):
-            return self._group.generate_sequences(prompts)
-        self._step, self.report = self._step + 1, None
-        if (self._step - 1) % self._every:
-            return self._group.generate_sequences(prompts)
-        prompts.meta_info[CHECK] = {"sequences": self._each, "seed": self._step}
-        output = self._group.generate_sequences(prompts)
+    def generate(self, stages: Any, prompts: DataProto, step: int) -> DataProto:
+        """The step's responses, by `stages.generate_sequences`; every N steps the check as well."""
+        self.report = None
+        if (step - 1) % self._every:
+            return stages.generate_sequences(prompts)
+        prompts.meta_info[CHECK] = {"sequences": self._sequences, "seed": step}
+        output = stages.generate_sequences(prompts)
         del prompts.meta_info[CHECK]
         output.meta_info.pop(CHECK, None)
         self.report = self._compare()
         return output
 
     def _compare(self) -> dict[str, Any]:
-        answers = [each for each in self._workers.take_checked() if each is not None]
+        reports = [report for report in self._workers.take_checked() if report is not None]
         prompts, responses, sampled = (
-            [row for each in answers for row in each[name]] for name in ("prompts", "responses", "log_probs")
+            [row for report in reports for row in report[name]] for name in ("prompts", "responses", "log_probs")
         )
         prompt_width, width, pad = self._widths
         tensors = model_inputs(_ragged(prompts, torch.int64), _ragged(responses, torch.int64), prompt_width, width, pad)
@@ -73,7 +68,7 @@ class SampledCheck:
         return {
             "sequences": len(responses),
             "tokens": sum(map(len, responses)),
-            "sample_s": round(max(each["seconds"] for each in answers), 4),
+            "sample_s": round(max(report["seconds"] for report in reports), 4),
             "log_prob_s": round(seconds, 4),
             "delta": truth_check.logprob_delta(metrics),
         }

@@ -18,8 +18,8 @@ from verl import DataProto
 
 from verl_patches.errors import ConfigError
 from verl_patches.tensor_cache.exchange import Ragged, from_padded, model_inputs, to_padded
-from verl_patches.trainer.rollout_recorder import SAMPLE
 
+SAMPLE = "sample"  # [B] int64: a row's place in the batch as it was generated
 _NON_TENSORS = {"raw_prompt_ids", "tools_kwargs"}  # of prompts; the second only acts with multi_turn, which is refused
 
 
@@ -37,30 +37,23 @@ class CachedStep:
     report: list[dict[str, float]] = field(default_factory=list)
 
 
-def cached_step_of(trainer: Any) -> CachedStep:
-    """What the trainer's configuration says."""
-    config = trainer.config
-    return CachedStep(
-        trainer.tokenizer.pad_token_id,
-        config.data.max_response_length,
-        config.trainer.balance_batch,
-        config.algorithm.use_kl_in_reward,
-    )
-
-
-class TensorCacheGroup:
-    """A worker group whose tensors of a step stay with it; calls that are not of the step's stages go through."""
+class TensorCacheStages:
+    """Stages of a step on a worker group whose tensors stay with it."""
 
     def __init__(self, group: Any, cached: CachedStep):
         self._group, self._cached = group, cached
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._group, name)
+    @classmethod
+    def of(cls, trainer: Any, group: Any, actor: TensorCacheStages | None) -> TensorCacheStages:
+        """As the trainer's configuration says; a reference group shares the step of its `actor`."""
+        if actor is not None:
+            return cls(group, actor._cached)
+        config = trainer.config
+        pad_id, width = trainer.tokenizer.pad_token_id, config.data.max_response_length
+        return cls(group, CachedStep(pad_id, width, config.trainer.balance_batch, config.algorithm.use_kl_in_reward))
 
     def generate_sequences(self, prompts: DataProto) -> DataProto:
-        """verl's batch of this step, but for log-probs; validation and greedy baselines are verl's own."""
-        if prompts.meta_info.get("validate") or not prompts.meta_info.get("do_sample", True):
-            return self._group.generate_sequences(prompts)
+        """verl's batch of this step, but for log-probs."""
         unknown = set(prompts.non_tensor_batch) - _NON_TENSORS
         if unknown:
             raise ConfigError(

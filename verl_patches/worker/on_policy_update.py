@@ -1,6 +1,6 @@
 """The update without a pass for old log-probs before it, and with weights of recipe.rollout_correction.
 
-    trainer    WithoutOldLogProb     answers compute_log_prob by itself and leaves the column out of the update's batch
+    trainer    worker_group.py       answers compute_log_prob by itself and leaves the column out of the update's batch
     worker     OnPolicyUpdate        gives the loss vLLM's log-probs where it looks for old ones, or weighs advantages
                loss_on_policy        takes the log-probs that the update computes as old ones: ratio 1, exactly
 

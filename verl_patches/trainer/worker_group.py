@@ -1,0 +1,110 @@
+"""One GRPO step as verl's trainer runs it: the calls of RayPPOTrainer.fit() to its workers, in their order.
+
+    generate_sequences      a recording's responses, or vLLM's; recorded; every N steps sampled once more for the check
+    compute_log_prob        left out with recipe.train.skip_old_log_prob
+    compute_ref_log_prob
+    update_actor
+    end_step                what the step leaves for its record
+
+With recipe.tensor_cache these calls go to trainer/tensor_cache.py, which sends the workers what they do not have yet;
+without it they are verl's own. worker/recipe_worker.py is the other end.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from verl import DataProto
+
+from verl_patches.patching.engine import is_on
+from verl_patches.trainer.recording import find_recording, load_step, save_step
+from verl_patches.trainer.sampled_check import SampledCheck
+from verl_patches.trainer.tensor_cache import SAMPLE, TensorCacheStages
+from verl_patches.trainer.truth_check import not_compared
+
+
+class RecipeWorkerGroup:
+    """verl's worker group `group` for fit(); calls that are not of a step go through.
+
+    actor: the group of the actor, for that of a separate reference. on_call(step, name) is called before each stage;
+    responses are recorded below `record_to` if it is given. `step` counts from 1.
+    """
+
+    def __init__(
+        self,
+        group: Any,
+        trainer: Any,
+        on_call: Callable[[int, str], None],
+        record_to: Path | None = None,
+        actor: RecipeWorkerGroup | None = None,
+    ):
+        recipe = trainer.config.recipe
+        self._group, self._on_call, self._actor, self._step = group, on_call, actor, 0
+        self._record_to, self._replay_from = record_to, find_recording(recipe.rollout.replay)
+        self._skip_old_log_prob = recipe.train.skip_old_log_prob
+        self.cache: TensorCacheStages | None = None
+        if recipe.tensor_cache.enabled and is_on("update.tensor_cache"):
+            self.cache = TensorCacheStages.of(trainer, group, actor and actor.cache)
+        self._stages = self.cache or group
+        self.sampled_check: SampledCheck | None = None
+        if recipe.logprob_check.every is not None and not not_compared(trainer.config):
+            self.sampled_check = SampledCheck(group, trainer)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._group, name)
+
+    @property
+    def step(self) -> int:
+        """The step that runs now, or ran last."""
+        return self._actor.step if self._actor else self._step
+
+    def generate_sequences(self, prompts: DataProto) -> DataProto:
+        """The responses of this step. Validation and REMAX's greedy baseline are verl's own calls."""
+        if prompts.meta_info.get("validate") or not prompts.meta_info.get("do_sample", True):
+            return self._group.generate_sequences(prompts)
+        self._step += 1
+        self._on_call(self.step, "generate_sequences")
+        if self._replay_from is not None:
+            tensors = load_step(self._replay_from, self.step, prompts.batch["input_ids"])
+            return DataProto.from_dict(tensors=tensors, meta_info=dict(prompts.meta_info))
+        if self.sampled_check is not None:
+            output = self.sampled_check.generate(self._stages, prompts, self.step)
+        else:
+            output = self._stages.generate_sequences(prompts)
+        if self._record_to is not None:
+            save_step(self._record_to, self.step, {k: v for k, v in output.batch.items() if k != SAMPLE})
+        self._on_call(self.step, "reward")
+        return output
+
+    def compute_log_prob(self, batch: DataProto) -> DataProto:
+        """old_log_probs and entropys [B, S_response]; NaN where the update takes its own, so that no use is unseen."""
+        if self._skip_old_log_prob:
+            nothing = torch.full(batch.batch["responses"].shape, math.nan)
+            return DataProto.from_dict(tensors={"old_log_probs": nothing, "entropys": nothing.clone()})
+        self._on_call(self.step, "compute_log_prob")
+        return self._stages.compute_log_prob(batch)
+
+    def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
+        """ref_log_prob [B, S_response], or nothing where the tensor cache holds it."""
+        self._on_call(self.step, "compute_ref_log_prob")
+        return self._stages.compute_ref_log_prob(batch)
+
+    def update_actor(self, batch: DataProto) -> DataProto:
+        """verl's metrics of the update."""
+        self._on_call(self.step, "update_actor")
+        if self._skip_old_log_prob:
+            batch.batch.pop("old_log_probs")
+        return self._stages.update_actor(batch)
+
+    def end_step(self) -> dict[str, Any]:
+        """{tensor_cache: bytes that its exchange moved, logprob_check: report}, each where the run has it."""
+        found: dict[str, Any] = {}
+        if self.cache is not None:
+            found["tensor_cache"] = self.cache.end_step()
+        if self.sampled_check is not None:
+            found["logprob_check"] = self.sampled_check.report
+        return found
