@@ -436,7 +436,7 @@ DISPATCH: tuple[PatchSpec, ...] = (
         kind="wrap",
         processes=_WORKER,
         target="verl.single_controller.base.decorator:register",
-        provider="verl_patches.trainer.worker_starts:noted",
+        provider="verl_patches.trainer.worker_starts:record_starts",
         bindings=(
             "verl.single_controller.base.worker:register",
             f"{_WORKERS}:register",

@@ -1,9 +1,9 @@
-"""Calls to all workers: every argument serialised once and before the first worker is called; what went, counted.
+"""Calls to all workers: each argument is serialised once, before the first worker is called; bytes are counted.
 
 verl hands each worker its arguments in that worker's own `.remote` (verl/single_controller/ray/base.py,
-execute_all_async), where Ray serialises them anew, so the last worker starts when all others have been served. verl
-0.4.0 puts the batches of Megatron calls into Ray's store itself, one a DP rank; 54c9b736 does not, and neither does it
-for other calls. Workers get the same values: Ray resolves references that are arguments themselves.
+execute_all_async), where Ray serialises them again, so the last worker starts only after all others. verl
+0.4.0 puts the batches of Megatron calls into Ray's store itself, one a DP rank, but not other arguments; 54c9b736
+puts none. Workers receive the same values: Ray resolves references that are top-level arguments.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from verl.protocol import DataProto
 
 from verl_patches.trainer.worker_starts import start_skew
 
-# an argument that is smaller for all workers together travels in the calls themselves. Ray 2.42.1, 32 calls of 16 KB
-# each: the driver is through in 35 ms, with one object in the store in 15 ms, as if there were no argument
+# arguments whose sum over all workers is smaller are passed inline. Ray 2.42.1, 32 calls with 16 KB each: 35 ms in the
+# driver inline, 15 ms with one object in the store, the same as without an argument
 INLINE_BYTES = 128 << 10
 
 
@@ -37,24 +37,24 @@ class Call:
     inline_bytes: int
 
 
-_calls: deque[Call] = deque(maxlen=4096)  # for a trainer that never takes them
+_calls: deque[Call] = deque(maxlen=4096)  # bounded, as a trainer may never call take_calls
 
 
 def take_calls() -> list[Call]:
-    """The calls of this process since the last time."""
+    """The calls of this process since the last take_calls()."""
     found = list(_calls)
     _calls.clear()
     return found
 
 
 def put_before_calling(execute_all_async: Callable) -> Callable:
-    """Row provider for RayWorkerGroup.execute_all_async: large arguments become references, one a distinct object."""
+    """Row provider for RayWorkerGroup.execute_all_async: one reference for each distinct large argument."""
 
     @functools.wraps(execute_all_async)
     def execute(self: Any, method_name: str, *args: Any, **kwargs: Any) -> Any:
         workers = len(self._workers)
         given = [*args, *kwargs.values()]
-        split = all(isinstance(each, list) and len(each) == workers for each in given)  # as verl decides it
+        split = all(isinstance(each, list) and len(each) == workers for each in given)  # verl's own condition
         sent = _Sent()
         args = tuple(sent.each(arg) if split else sent.to_all(arg, workers) for arg in args)
         kwargs = {name: sent.each(arg) if split else sent.to_all(arg, workers) for name, arg in kwargs.items()}
@@ -67,7 +67,7 @@ def put_before_calling(execute_all_async: Callable) -> Callable:
 
 @dataclass
 class _Sent:
-    """What one call puts; `puts` and `given` keep their references until the calls hold them."""
+    """Arguments of one call; holds references in `puts` and `given` until the workers' calls do."""
 
     puts: dict[int, ray.ObjectRef] = field(default_factory=dict)
     given: set[ray.ObjectRef] = field(default_factory=set)
@@ -100,7 +100,7 @@ class _Sent:
         return self.puts[id(value)]
 
     def as_call(self, method: str) -> Call:
-        """For the record; a reference of another process says nothing of its size."""
+        """The record of this call; a reference from another process has no known size and counts 0."""
         references = [*self.puts.values(), *self.given]
         found = get_local_object_locations(references) if references else {}
         sizes = (each.get("object_size") or 0 for each in found.values())
@@ -108,7 +108,7 @@ class _Sent:
 
 
 def _bytes_up_to(values: Iterable[Any], limit: int) -> int:
-    """About how many bytes these are, one object as often as it stands there; above `limit` only that it is above."""
+    """Approximate bytes of all values, repeated objects counted each time; exact only up to `limit`."""
     total, of_object = 0, {}
     for value in values:
         if id(value) not in of_object:
@@ -129,7 +129,7 @@ def _first_above(sizes: Iterable[int], limit: int) -> int:
 
 
 def _sizes(value: Any) -> Iterator[int]:
-    """Bytes of the parts of a value, without serialising it; of what is not known here, more than is small."""
+    """Bytes of the parts of a value, without serialising it; an unknown type counts as large."""
     if value is None or isinstance(value, (bool, int, float, ray.ObjectRef)):
         yield 8
     elif isinstance(value, (str, bytes)):
@@ -153,10 +153,10 @@ def _sizes(value: Any) -> Iterator[int]:
 
 
 def dispatch_of_step(workers: list[list[tuple[str, float]]]) -> dict[str, Any]:
-    """What the trainer's calls of a step sent, and how far apart its workers started them (`starts.take` of each).
+    """Bytes that the trainer's calls of a step sent, and the start skew of its workers (`take_starts` of each).
 
-    {calls, puts, put_bytes, inline_bytes, start_skew_s: {max, by_call}}. Bytes are what this process serialised for
-    workers: an object in Ray's store counts once, an argument in the calls once for each worker.
+    {calls, puts, put_bytes, inline_bytes, start_skew_s: {max, by_call}}. Bytes are those that this process serialised:
+    an object in Ray's store counts once, an inline argument once for each worker.
     """
     calls = take_calls()
     by_call = start_skew(workers)

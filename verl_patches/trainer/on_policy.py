@@ -1,7 +1,7 @@
-"""What `recipe` says of on-policy training, and the configurations in which it cannot hold. Torch-free.
+"""On-policy settings of `recipe`, and the configurations in which they are invalid. No torch here.
 
-recipe.train.skip_old_log_prob   the update takes its own log-probs as old ones: one forward pass of the actor less
-recipe.rollout_correction        weights and rejection for where vLLM's probabilities differ from the actor's
+recipe.train.skip_old_log_prob   the update uses its own log-probs as old ones, which saves a forward pass of the actor
+recipe.rollout_correction        importance weights and rejection for vLLM's probabilities that differ from the actor's
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _RANDOM = ("attention_dropout", "hidden_dropout", "moe_input_jitter_eps")
 
 @dataclass(frozen=True)
 class Correction:
-    """recipe.rollout_correction where something of it is on.
+    """recipe.rollout_correction with weights, rejection or both on.
 
-    level: whose ratio weighs a token, LEVELS or None; cap: the highest weight. reject: whose ratio a sequence is
-    rejected by, REJECTIONS or None; bounds: lowest and highest pi_rollout / pi_actor that is kept.
+    level: ratio that weights a token, of LEVELS or None; cap: the highest weight. reject: ratio that rejects a
+    sequence, of REJECTIONS or None; bounds: lowest and highest pi_rollout / pi_actor of an accepted sequence.
     """
 
     level: str | None
@@ -34,7 +34,7 @@ class Correction:
 
 
 def correction_of(section: Any) -> Correction | None:
-    """The section as read; None where all of it is off. Raises ConfigError for bounds that are none."""
+    """The parsed section; None where all of it is off. Raises ConfigError for invalid bounds."""
     if section.rollout_is is None and section.rollout_rs is None:
         return None
     bounds = None if section.rollout_rs is None else ratio_bounds(section.rollout_rs_threshold)
@@ -42,7 +42,7 @@ def correction_of(section: Any) -> Correction | None:
 
 
 def ratio_bounds(text: str | None) -> tuple[float, float]:
-    """(lowest, highest) of "0.5_2.0", or of "2.0", which is short for it; ConfigError for anything else."""
+    """(lowest, highest) of "0.5_2.0" or its short form "2.0"; ConfigError for anything else."""
     try:
         numbers = [float(number) for number in str(text).split("_")]
         low, high = numbers if len(numbers) == 2 else (1 / numbers[0], *numbers)
@@ -57,37 +57,37 @@ def ratio_bounds(text: str | None) -> tuple[float, float]:
 
 
 def faults(config: Any, hf_config: Mapping[str, Any]) -> list[str]:
-    """Why a composed configuration cannot run as it says, one sentence each; empty where it can."""
+    """Reasons why a composed configuration is invalid, one sentence each."""
     return [*_skip_faults(config, hf_config), *_correction_faults(config)]
 
 
 def _skip_faults(config: Any, hf_config: Mapping[str, Any]) -> Iterator[str]:
     if not config.recipe.train.skip_old_log_prob:
         return
-    actor, told = config.actor_rollout_ref.actor, f"{_SKIP} is true, but"
+    actor, given = config.actor_rollout_ref.actor, f"{_SKIP} is true, but"
     mini, batch, epochs = actor.ppo_mini_batch_size, config.data.train_batch_size, actor.ppo_epochs
     if mini != batch:
         yield (
-            f"{told} {_ACTOR}.ppo_mini_batch_size is {mini} and data.train_batch_size {batch}: only the first mini "
-            "batch meets the weights that it was sampled with; make them equal"
+            f"{given} {_ACTOR}.ppo_mini_batch_size is {mini} and data.train_batch_size {batch}: only the "
+            "first mini batch is trained with the weights that sampled it; make them equal"
         )
     if epochs != 1:
-        yield f"{told} {_ACTOR}.ppo_epochs is {epochs}: from the second on the weights are others; set 1"
+        yield f"{given} {_ACTOR}.ppo_epochs is {epochs}: from the second epoch on the weights have changed; set 1"
     if config.algorithm.use_kl_in_reward:
-        yield f"{told} algorithm.use_kl_in_reward is true, which needs them before the update; use {_ACTOR}.use_kl_loss"
+        yield f"{given} algorithm.use_kl_in_reward needs old log-probs before the update; use {_ACTOR}.use_kl_loss"
     if config.trainer.critic_warmup:
         yield (
-            f"{told} trainer.critic_warmup is {config.trainer.critic_warmup}: a step without an update has no "
-            "log-probs to check vLLM's by; set 0"
+            f"{given} trainer.critic_warmup is {config.trainer.critic_warmup}: a step without an "
+            "update has no log-probs for the log-prob check; set 0"
         )
-    told_by = {
+    sources = {
         "the model's config.json": hf_config,
         f"{_ACTOR}.megatron.override_transformer_config": actor.megatron.get("override_transformer_config"),
     }
-    for where, found in told_by.items():
+    for where, values in sources.items():
         for name in _RANDOM:
-            if (found or {}).get(name):
-                yield f"{told} {where} says {name} {found[name]}: two forward passes differ then; set 0"
+            if (values or {}).get(name):
+                yield f"{given} {where} sets {name} to {values[name]}, so two forward passes differ; set 0"
 
 
 def _correction_faults(config: Any) -> Iterator[str]:
@@ -111,4 +111,4 @@ def _correction_faults(config: Any) -> Iterator[str]:
         balanced=recipe.rollout.balanced_routing or recipe.train.balanced_routing,
     )
     if reason:
-        yield f"{_SECTION} is on, but vLLM's log-probs are not the actor's by another engine: {reason}"
+        yield f"{_SECTION} is on, but vLLM's and the actor's log-probs cannot be compared: {reason}"

@@ -1,10 +1,10 @@
-"""Ray for one run: what each worker process does first, and what ends a start that failed.
+"""Ray for one run: the set-up hook of worker processes, and errors of actors that could not start or have died.
 
 Order in a Ray worker (2.42.1): default_worker.py runs the set-up hook before the worker knows its resources. Then the
 first task or the actor's creation arrives, Ray sets ASCEND_RT_VISIBLE_DEVICES to the ids that it gave, and only then it
-loads the actor's class, which imports verl. `import verl` asks the device runtime for its devices, and the answer stays
-(verl/utils/device.py calls torch.npu.is_available()). So the hook runs the prelude, which imports neither torch nor
-verl, and what imports torch_npu (MindSpeed) waits for `import verl`.
+loads the actor's class, which imports verl. `import verl` queries the device runtime, which fixes the visible
+devices (verl/utils/device.py calls torch.npu.is_available()). So the hook runs the prelude, which imports neither torch
+nor verl, and imports of torch_npu (MindSpeed) wait for `import verl`.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _RAYS_LAST_LINE = "An unexpected internal error occurred while the worker was ex
 def prelude_then(
     user_hook: str | Callable | None, engine: Mapping[str, Any] | None = None, network: Mapping[str, Any] | None = None
 ) -> Callable[[], None]:
-    """What each Ray worker process runs first; a user's hook is a callable or "package.module.function".
+    """The function that each Ray worker process runs first; a user's hook is a callable or "package.module.function".
 
     `engine`: verl's actor_rollout_ref section, for a line whose engine must be prepared before Megatron is imported.
-    `network`: arguments of platform/npu/network.py's set_interface, None where the interface is no question.
+    `network`: arguments of platform/npu/network.py's set_interface, None where it needs no choice.
     """
 
     def prelude_hook() -> None:
@@ -52,13 +52,13 @@ def prelude_then(
         if is_worker:
             refuse_early_device_runtime()
 
-    return prelude_hook  # Ray wants a function with a name, not a partial
+    return prelude_hook  # Ray requires a function with a name, not a partial
 
 
 def prepare_with_verl(engine: Mapping[str, Any]) -> None:
-    """Prepare line a3's engine when this process imports verl: Ray has set the visible die, Megatron is not there yet.
+    """Prepare line a3's engine when this process imports verl: the die is visible, Megatron is not imported.
 
-    The import of verl fails with what `model.mindspeed.start.prepare` raises.
+    Errors of `model.mindspeed.start.prepare` become errors of the import of verl.
     """
 
     def prepare(_: Any) -> None:
@@ -93,9 +93,9 @@ def start(
 
 
 def result_of(task: Any) -> Any:
-    """ray.get(task), but an actor of this job that could not start ends the wait with that actor's own error.
+    """ray.get(task), or the error of an actor of this job that could not start.
 
-    verl would wait 300 s for the register centre of a worker group whose first worker is dead, and then name that
+    verl would wait 300 s for the register centre of a worker group whose first worker is dead, and then report that
     (verl/single_controller/ray/base.py:355). Raises RuntimeError with the worker's class, node, pid and traceback.
     """
     import ray
@@ -107,13 +107,13 @@ def result_of(task: Any) -> Any:
 
 
 class _Ended(BaseException):
-    """Raised in a thread that waits for a worker; not an Exception, as upstream's handlers would take one."""
+    """Raised in a thread that waits for a worker; no Exception, so that upstream's handlers do not catch it."""
 
 
 def unless_start_fails(body: Callable[[], Any]) -> Any:
-    """What `body()` returns, but an actor of this job that could not start ends it with that actor's own error.
+    """The result of `body()`, or the error of an actor of this job that could not start.
 
-    For a process in which verl itself waits in Python (its loop of one second a turn for the register centre).
+    For a process in which verl itself waits in Python (it polls the register centre once a second).
     Raises RuntimeError as `result_of`.
     """
     found: list[str] = []
@@ -156,16 +156,16 @@ def dead_actors(actors: Sequence[Any]) -> list[int]:
 
 
 def _start_failure() -> str | None:
-    """Why the first actor of this job that could not start died, from Ray's actor table; None where none did."""
+    """Error of the first actor of this job that could not start, from Ray's actor table; None without one."""
     import ray
 
     job = ray.JobID.from_hex(ray.get_runtime_context().get_job_id())
     dead = ray._private.state.actors(job_id=job, actor_state_name="DEAD").values()
     for actor in sorted(dead, key=lambda actor: actor["EndTime"]):
-        said = _failed_before_ready(actor["DeathCause"], actor["StartTime"])
-        if said:
+        message = _failed_before_ready(actor["DeathCause"], actor["StartTime"])
+        if message:
             place = f"pid {actor['Pid']} on {actor['Address']['IPAddress']}"
-            return f"{actor['ActorClassName']} ({place}), an actor of this run, could not start:\n{said}"
+            return f"{actor['ActorClassName']} ({place}), an actor of this run, could not start:\n{message}"
     return None
 
 
@@ -173,8 +173,8 @@ def _failed_before_ready(cause: Any, started: int) -> str | None:
     """The message of a death in the set-up hook, while loading the class or in __init__; None for any other.
 
     cause: Ray's protobuf ActorDeathCause; started: ms since 1970, 0 where the actor never was ready. A class of verl's
-    that cannot be loaded is no failed creation for Ray, but an error of its own: what stands in for the class fails in
-    __new__, which verl's Worker defines, and Ray may take the actor for ready some milliseconds before it is dead.
+    that cannot be loaded is another error for Ray than a failed creation: Ray's placeholder fails in __new__, which
+    verl's Worker defines, and Ray may mark the actor ready some milliseconds before it is dead.
     """
     from ray.exceptions import RayError
 

@@ -1,12 +1,12 @@
-"""vLLM's log-probs of sampled tokens against the actor's: how far apart they are, and weights that make up for it.
+"""Differences between vLLM's and the actor's log-probs of sampled tokens, and importance weights that correct them.
 
 Names and definitions are those of later verl (trainer/ppo/rollout_corr_helper.py as of b178a3cd5, "decoupled mode"): a
-token's ratio is pi_actor / pi_rollout, before the update, and its k1, which sequences are rejected by, is -log ratio:
-bounds are those of pi_rollout / pi_actor. Other than there, a rejected sequence stays in the loss's mean and in the KL
-loss, with nothing in the policy gradient: the actor of both pins takes its mask from the attention mask alone.
+token's ratio is pi_actor / pi_rollout, before the update; k1, the quantity for rejection, is -log ratio, so bounds are
+of pi_rollout / pi_actor. Unlike there, a rejected sequence still counts in the loss's mean and in the KL
+loss and adds nothing to the policy gradient: in both pins the actor's mask comes from the attention mask alone.
 
-A weight w >= 0 goes to the advantage. PPO's loss of a token, max(-r A, -clip(r) A) and its lower bound -c A for A < 0,
-is linear in a positive factor of A, so w A gives w times the loss, exactly; w = 0 gives 0.
+A weight w >= 0 multiplies the advantage. PPO's loss of a token, max(-r A, -clip(r) A) with lower bound -c A for A < 0,
+is linear in a positive factor of A, so w A gives exactly w times the loss.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 from verl_patches.trainer.on_policy import Correction, correction_of
 from verl_patches.trainer.truth_check import DELTA, K3_KL, KL, NOT_FINITE, PEARSON
 
-SAFE = 20.0  # |log ratio| that exp is taken of at most
+SAFE = 20.0  # bound of |log ratio| before exp
 _CORR, _PROBS = "rollout_corr", "training/rollout_probs_diff"  # verl's names
 _PROBS_PEARSON = "training/rollout_actor_probs_pearson_corr"
 _ROWS = 1024  # sequences at a time
@@ -29,23 +29,23 @@ Moments = dict[str, dict[str, float]]
 
 
 class LogProbError(RuntimeError):
-    """A sampled token's log-prob is not a number."""
+    """A sampled token's log-prob is NaN or infinite."""
 
 
 class Weighed(NamedTuple):
-    """weights [B, S] fp32 or fp64, 0 outside the mask; ratios [B, S] before the cap; kept [B] bool."""
+    """weights [B, S] fp32 or fp64, 0 outside the mask; ratios [B, S] before the cap; accepted [B] bool."""
 
     weights: torch.Tensor
     ratios: torch.Tensor
-    kept: torch.Tensor
+    accepted: torch.Tensor
 
 
 def weigh(rollout: torch.Tensor, actor: torch.Tensor, mask: torch.Tensor, correction: Correction) -> Weighed:
-    """Weight of each response token; all [B, S_response], at least fp32, nats. LogProbError for one that is no number.
+    """Weight of each response token; all [B, S_response], at least fp32, nats. Raises LogProbError.
 
-    ratio: pi_actor / pi_rollout of the token, or of the whole sequence; weight: the ratio, at most `cap`, 1 without a
-    `level`. A sequence is rejected, weight 0, where pi_rollout / pi_actor (seq_sum_k1: the product over its tokens;
-    seq_mean_k1: their geometric mean) is outside `bounds`.
+    ratio: pi_actor / pi_rollout of the token, or of its sequence; weight: the ratio, at most `cap`, 1 without a `level`.
+    A sequence is rejected, weight 0, where pi_rollout / pi_actor (seq_sum_k1: the product over its tokens; seq_mean_k1:
+    their geometric mean) is outside `bounds`.
     """
     mask = mask.bool()
     refuse_not_finite("vLLM", rollout, mask)
@@ -55,25 +55,25 @@ def weigh(rollout: torch.Tensor, actor: torch.Tensor, mask: torch.Tensor, correc
     by_sequence = by_token.sum(-1)
     log_ratio = {"token": by_token, "sequence": by_sequence.unsqueeze(-1).expand_as(by_token)}.get(correction.level)
     ratios = torch.ones_like(by_token) if log_ratio is None else log_ratio.clamp(-SAFE, SAFE).exp()
-    kept = torch.ones_like(by_sequence, dtype=torch.bool)
+    accepted = torch.ones_like(by_sequence, dtype=torch.bool)
     if correction.reject:
         low, high = (math.log(bound) for bound in correction.bounds)
         length = mask.sum(-1).clamp(min=1) if correction.reject == "seq_mean_k1" else 1
         k1 = -by_token.clamp(-SAFE, SAFE).sum(-1) / length
-        kept = (k1 >= low) & (k1 <= high)
+        accepted = (k1 >= low) & (k1 <= high)
     capped = ratios if log_ratio is None else ratios.clamp(max=correction.cap)
-    return Weighed(torch.where(mask & kept.unsqueeze(-1), capped, 0.0), ratios, kept)
+    return Weighed(torch.where(mask & accepted.unsqueeze(-1), capped, 0.0), ratios, accepted)
 
 
-def refuse_not_finite(whose: str, log_probs: torch.Tensor, mask: torch.Tensor) -> None:
+def refuse_not_finite(engine: str, log_probs: torch.Tensor, mask: torch.Tensor) -> None:
     """LogProbError with count and first place where a valid token's log-prob is NaN or infinite."""
     wrong = mask & ~torch.isfinite(log_probs)
     if wrong.any():
         row, token = wrong.nonzero()[0].tolist()
         raise LogProbError(
-            f"{int(wrong.sum())} of {int(mask.sum())} sampled tokens have no finite log-prob in {whose}, the first is "
-            f"token {token} of response {row}: {log_probs[row, token].item()}. A sampled token has one: look at the "
-            "last weight sync, then for an overflow; without recipe.rollout_correction the run reports it only"
+            f"{int(wrong.sum())} of {int(mask.sum())} sampled tokens have no finite log-prob in {engine}; the first is "
+            f"token {token} of response {row}: {log_probs[row, token].item()}. Check the last weight "
+            "sync, then look for an overflow; without recipe.rollout_correction the run only reports it"
         )
 
 
@@ -82,7 +82,7 @@ def moments(
 ) -> Moments:
     """Sums and maxima of one part of a batch, in fp64 on the host, that `merged` adds up and `metrics` reads.
 
-    All [B, S_response]; nats; whole sequences.
+    All [B, S_response], nats; no sequence may be split between parts.
     """
     found: Moments = {"sum": {}, "max": {}}
     for at in range(0, len(mask), _ROWS):
@@ -93,7 +93,7 @@ def moments(
 
 
 def merged(parts: Iterable[Moments | None]) -> Moments:
-    """The moments of all parts together; None is an empty part."""
+    """The moments of all parts together; None counts as an empty part."""
     sums: dict[str, float] = {}
     highest: dict[str, float] = {}
     for part in filter(None, parts):
@@ -126,18 +126,18 @@ def _moments(x: torch.Tensor, y: torch.Tensor, mask: torch.Tensor, correction: C
     }
     sums = {"not_finite": 0.0, "tokens": float(mask.sum()), "sequences": float(len(of_sequence))}
     if correction:
-        _, by_token, kept = weigh(x, y, mask, correction)
+        _, by_token, accepted = weigh(x, y, mask, correction)
         ratios = by_token[mask]  # as if no sequence was rejected
         bounded = ratios.clamp(1 / correction.cap, correction.cap)
-        judged = by_token[filled, 0] if correction.level == "sequence" else ratios
+        weights = by_token[filled, 0] if correction.level == "sequence" else ratios
         rows |= {
             "ratio": ratios,
             "bounded": bounded,
             "bounded_2": bounded.square(),
-            "above_cap": judged > correction.cap,
-            "judged": torch.ones_like(judged),
-            "rejected_tokens": mask[~kept],
-            "rejected": ~kept[filled],
+            "above_cap": weights > correction.cap,
+            "weights": torch.ones_like(weights),
+            "rejected_tokens": mask[~accepted],
+            "rejected": ~accepted[filled],
         }
         highest |= {"ratio": ratios, "ratio_low": -ratios}
     return {
@@ -147,22 +147,22 @@ def _moments(x: torch.Tensor, y: torch.Tensor, mask: torch.Tensor, correction: C
 
 
 def _pair(name: str, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
-    far = (y - x).abs()
+    difference = (y - x).abs()
     return {
         f"{name}_x": x,
         f"{name}_y": y,
         f"{name}_xx": x * x,
         f"{name}_yy": y * y,
         f"{name}_xy": x * y,
-        f"{name}_abs": far,
-        f"{name}_abs2": far * far,
+        f"{name}_abs": difference,
+        f"{name}_abs2": difference * difference,
     }
 
 
 def add_to_metrics(original: Callable) -> Callable:
-    """Provider for verl's compute_data_metrics: how far the log-probs are apart, where the batch has both sides.
+    """Provider for verl's compute_data_metrics: adds the differences of log-probs where the batch has both sides.
 
-    Where recipe.train.skip_old_log_prob leaves out the actor's, the workers report them (old_log_prob.py).
+    With recipe.train.skip_old_log_prob the workers report them instead (worker/on_policy_update.py).
     """
 
     @functools.wraps(original)
@@ -177,12 +177,12 @@ def add_to_metrics(original: Callable) -> Callable:
 
 
 def metrics(found: Moments, correction: Correction | None = None) -> dict[str, float]:
-    """The step's metrics by name; without a valid token none, with one that is no number its count and NaN.
+    """The step's metrics by name: none without a valid token; the count and NaN if any log-prob is not finite.
 
     recipe/logprob_delta_{mean,std,max}: of |actor - rollout| in nats; PEARSON: correlation of both. KL, K3_KL: the k1
-    and k3 estimates of KL(rollout || actor). log_ppl_diff: mean over sequences of rollout - actor a token, above 0
-    where the actor's perplexity is the higher one. Standard deviations are those of samples (n - 1), rollout_is_std
-    that of n; one that is not defined is left out.
+    and k3 estimates of KL(rollout || actor). log_ppl_diff: mean over sequences of rollout - actor per token, above
+    0 where the actor's perplexity is higher. Standard deviations divide by n - 1, rollout_is_std by n; undefined
+    values are left out.
     """
     sums, highest = found["sum"], found["max"]
     tokens = sums.get("tokens")
@@ -214,9 +214,7 @@ def metrics(found: Moments, correction: Correction | None = None) -> dict[str, f
 
 
 def _weight_metrics(sums: dict[str, float], highest: dict[str, float]) -> dict[str, Any]:
-    """Of the ratios as they are; std and ESS of those held between 1 / cap and cap; fraction_high of what is capped:
-    tokens, or sequences.
-    """
+    """Mean, maximum and minimum of the ratios; std and ESS of ratios clamped to [1 / cap, cap]; the capped fraction."""
     tokens = sums["tokens"]
     mean, mean_2 = sums["bounded"] / tokens, sums["bounded_2"] / tokens
     return {
@@ -225,7 +223,7 @@ def _weight_metrics(sums: dict[str, float], highest: dict[str, float]) -> dict[s
         f"{_CORR}/rollout_is_max": highest["ratio"],
         f"{_CORR}/rollout_is_min": -highest["ratio_low"],
         f"{_CORR}/rollout_is_eff_sample_size": mean * mean / mean_2,
-        f"{_CORR}/rollout_is_ratio_fraction_high": sums["above_cap"] / sums["judged"],
+        f"{_CORR}/rollout_is_ratio_fraction_high": sums["above_cap"] / sums["weights"],
     }
 
 
@@ -239,11 +237,11 @@ def _pearson(sums: dict[str, float], name: str, n: float) -> float | None:
     return None if spread <= 0 else max(-1.0, min(1.0, (xy - x * y / n) / math.sqrt(spread)))
 
 
-_OF_THE_PASS = ("actor/entropy_loss",)  # what verl has from the pass for old log-probs alone
+_OF_THE_PASS = ("actor/entropy_loss",)  # metrics that verl takes from the pass for old log-probs alone
 
 
 def with_workers_metrics(step: Mapping[str, Any], reports: Iterable[Moments | None], recipe: Any) -> dict[str, Any]:
-    """Metrics of a `step` with what the workers' updates saw, and without what only the left out pass could give."""
+    """Metrics of a `step` with those of the workers' updates, and without those of the pass that was left out."""
     left_out = _OF_THE_PASS if recipe.train.skip_old_log_prob else ()
-    kept = {name: value for name, value in step.items() if name not in left_out}
-    return {**kept, **metrics(merged(reports), correction_of(recipe.rollout_correction))}
+    computed = {name: value for name, value in step.items() if name not in left_out}
+    return {**computed, **metrics(merged(reports), correction_of(recipe.rollout_correction))}

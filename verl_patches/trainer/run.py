@@ -1,4 +1,4 @@
-"""One run as the trainer's process sees it: proofs before step 1, then a line, a record and a check every step."""
+"""One run in the trainer's process: the handshake before step 1; then a table row, a record and a check every step."""
 
 from __future__ import annotations
 
@@ -76,23 +76,23 @@ class Run:
         self.progress = Progress(self.folder)
 
     def prove(self) -> None:
-        """Ask every process for its proof, record all states, then refuse; RecipeError before step 1."""
-        mine = engine.current()
+        """Compare the patches of all processes and record their states; RecipeError before step 1."""
+        own = engine.current()
         workers = workers_proofs(self.trainer.actor_rollout_wg)
-        rows = [{"process": "controller", **row} for row in mine.status()]
+        rows = [{"process": "controller", **row} for row in own.status()]
         rows += [{"process": f"worker {w['rank']}", **row} for w in workers for row in w["status"]]
         self.summary.data["patches"] = [recorded(row) for row in rows]
-        self.summary.data["digest"] = mine.digest()
+        self.summary.data["digest"] = own.digest()
         self.summary.write()
-        mine.verify("controller")
+        own.verify("controller")
         refuse_unproven(workers)
-        refuse_unequal(mine.intent(), mine.digest(), workers)
-        refuse_unlike([name for name, spec in mine.specs.items() if "worker" in spec.processes], workers)
-        self.trainer.actor_rollout_wg.take_report()  # what building the workers took belongs to no step
+        refuse_unequal(own.intent(), own.digest(), workers)
+        refuse_unlike([name for name, spec in own.specs.items() if "worker" in spec.processes], workers)
+        self.trainer.actor_rollout_wg.take_report()  # initialisation belongs to no step
         take_calls()
-        self.progress.say(f"| patches proven in controller and {len(workers)} workers: digest {mine.digest()[:12]}")
+        self.progress.say(f"| patches proven in controller and {len(workers)} workers: digest {own.digest()[:12]}")
         for state, ids in not_as_reviewed(rows).items():
-            self.progress.say(f"| {state} (drift={mine.switches.drift}, reasons in summary.json): {', '.join(ids)}")
+            self.progress.say(f"| {state} (drift={own.switches.drift}, reasons in summary.json): {', '.join(ids)}")
         if self.not_compared:
             self.progress.say(f"| log-probs are not compared: {self.not_compared}")
 
@@ -121,7 +121,7 @@ class Run:
         self.progress.say(f"~ step {step}/{self.trainer.total_training_steps}: {CALLS[name]}")
 
     def after_step(self, metrics: dict[str, Any], step: int) -> dict[str, Any]:
-        """Record one step and check it; returns the metrics with ours added."""
+        """Record one step and check its log-probs; returns the metrics with ours added."""
         worker: dict[str, float] = {}
         reports = self.trainer.actor_rollout_wg.take_report()
         for report in reports:
@@ -162,7 +162,7 @@ class Run:
         return {**metrics, **{f"recipe/seconds/{phase}": value for phase, value in seconds.items()}}
 
     def _delta(self, metrics: dict[str, Any]) -> tuple[dict[str, float] | None, bool]:
-        """(how far the log-probs of this step are apart, whether they were to be compared)."""
+        """(the step's difference of log-probs, whether they had to be compared)."""
         if self.group.sampled_check is not None:
             report = self.group.sampled_check.report
             return report and report["delta"], report is not None
@@ -215,7 +215,7 @@ def fit_as_run(original: Callable) -> Callable:
 
 
 def log_with_run(original: Callable) -> Callable:
-    """Provider for verl's Tracking.log: the active run sees each step's metrics first."""
+    """Provider for verl's Tracking.log: the active run reads each step's metrics first."""
 
     @functools.wraps(original)
     def log_metrics(self: Any, data: dict[str, Any], step: int, *args: Any, **kwargs: Any) -> Any:
@@ -243,7 +243,7 @@ def line(step: dict[str, Any]) -> str:
 
 
 def _sync_columns(sync: dict[str, Any] | None) -> str:
-    """What the weight sync brought to the busiest rank, in how many collectives, with how much memory besides."""
+    """MB received by the busiest rank, collectives, and MB of extra memory."""
     if sync is None:
         return " ".join(f"{'-':>10}" for _ in SYNC_COLUMNS)
     received, extra = sync["received_bytes"]["max"] / 1e6, sync["peak_extra_bytes"] / 1e6
@@ -251,12 +251,12 @@ def _sync_columns(sync: dict[str, Any] | None) -> str:
 
 
 def _memory_column(memory: dict[str, Any] | None) -> str:
-    """The most that the memory groups of one rank held at once; activations are in none of them."""
+    """Peak MB of all memory groups of one rank; activations are in none of them."""
     return f"{'-' if memory is None else format(memory['peak_bytes'] / 1e6, '.3f'):>10}"
 
 
 def _dispatch_columns(dispatch: dict[str, Any] | None) -> str:
-    """What the trainer serialised for its workers, and how far apart they started the call that was worst."""
+    """MB that the trainer serialised for its workers, and the largest start skew of a call."""
     if dispatch is None:
         return " ".join(f"{'-':>10}" for _ in DISPATCH_COLUMNS)
     sent = (dispatch["put_bytes"] + dispatch["inline_bytes"]) / 1e6

@@ -1,4 +1,4 @@
-"""outputs/<run>/summary.json: the one record of a run, rewritten whole after every step."""
+"""outputs/<run>/summary.json: the one record of a run, rewritten after every step."""
 
 from __future__ import annotations
 
@@ -36,24 +36,24 @@ TIMERS = {
 }
 
 
-# modules that say themselves which version they are: a source tree on PYTHONPATH goes before an installed package
-_SAY_IT = {"verl": "verl", "megatron-core": "megatron.core"}
+# modules with a __version__: a source tree on PYTHONPATH precedes an installed package
+_VERSION_MODULES = {"verl": "verl", "megatron-core": "megatron.core"}
 
 
 def versions() -> dict[str, str]:
-    """{package: version} of what is imported or else installed here, python included."""
+    """{package: version} of imported or installed packages, python included."""
     found = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
             found[name] = importlib.metadata.version(name)
-            found[name] = getattr(sys.modules.get(_SAY_IT.get(name)), "__version__", found[name])
+            found[name] = getattr(sys.modules.get(_VERSION_MODULES.get(name)), "__version__", found[name])
         except importlib.metadata.PackageNotFoundError:
             continue
     return found
 
 
 def write_json(path: Path, data: Any) -> None:
-    """Write JSON whole or not at all."""
+    """Write JSON atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.{os.getpid()}")
     part.write_text(json.dumps(data, indent=1) + "\n")
@@ -61,10 +61,9 @@ def write_json(path: Path, data: Any) -> None:
 
 
 def phase_seconds(metrics: dict[str, float], worker: dict[str, float]) -> dict[str, float]:
-    """{phase: seconds} of one step: verl's timers; the workers' reshard is taken out of the rollout it lies in.
+    """{phase: seconds} of one step: verl's timers, with reshard subtracted from the rollout that contains it.
 
-    `offload` is the workers' own time (slowest rank) inside reshard, rollout, log-prob, ref and update; it is not
-    taken out.
+    `offload` is time of the slowest worker inside reshard, rollout, log-prob, ref and update; it is not subtracted.
     """
     timers = {key.removeprefix("timing_s/"): float(v) for key, v in metrics.items() if key.startswith("timing_s/")}
     found = {phase: timers[timer] for phase, timer in TIMERS.items() if timer in timers}
@@ -76,9 +75,9 @@ def phase_seconds(metrics: dict[str, float], worker: dict[str, float]) -> dict[s
 
 
 def sync_of_step(workers: list[list[dict[str, Any]]]) -> dict[str, Any] | None:
-    """What the weight syncs of one step moved, from every worker's reports; None if verl's own path did them.
+    """Totals of the weight syncs of one step, from every worker's reports; None if verl's own path did them.
 
-    Bytes are those of a rank, the most and the mean over ranks, summed over the step's syncs (a validation syncs too);
+    Bytes are per rank, maximum and mean over ranks, summed over the step's syncs (a validation syncs too);
     collectives and seconds are summed as well, `peak_extra_bytes` is the highest of any rank.
     """
     syncs = max(map(len, workers), default=0)
@@ -86,23 +85,24 @@ def sync_of_step(workers: list[list[dict[str, Any]]]) -> dict[str, Any] | None:
         return None
     found: dict[str, Any] = {"syncs": syncs}
     for fact in ("verified", "learnt"):
-        found[fact] = any(report[fact] for mine in workers for report in mine)
+        found[fact] = any(report[fact] for reports in workers for report in reports)
     for name in ("sent_bytes", "received_bytes", "local_bytes"):
-        of_rank = [sum(report[name] for report in mine) for mine in workers]
+        of_rank = [sum(report[name] for report in reports) for reports in workers]
         found[name] = {"max": max(of_rank), "mean": round(sum(of_rank) / len(of_rank))}
-    found["collectives"] = max(sum(report["collectives"] for report in mine) for mine in workers)
-    found["peak_extra_bytes"] = max(report["peak_extra_bytes"] for mine in workers for report in mine)
-    phases = {phase for mine in workers for report in mine for phase in report["seconds"]}
+    found["collectives"] = max(sum(report["collectives"] for report in reports) for reports in workers)
+    found["peak_extra_bytes"] = max(report["peak_extra_bytes"] for reports in workers for report in reports)
+    phases = {phase for reports in workers for report in reports for phase in report["seconds"]}
     found["seconds"] = {
-        phase: round(max(sum(r["seconds"][phase] for r in mine) for mine in workers), 4) for phase in sorted(phases)
+        phase: round(max(sum(r["seconds"][phase] for r in reports) for reports in workers), 4)
+        for phase in sorted(phases)
     }
     return found
 
 
 class Progress:
-    """outputs/<run>/progress.log, which the launcher shows while it grows: "| " a line to keep, "~ " what runs now.
+    """outputs/<run>/progress.log, which the launcher shows: "| " starts a permanent line, "~ " the current stage.
 
-    Without a folder (no launcher) lines to keep go to the process's log.
+    Without a folder (no launcher) permanent lines go to the process's log.
     """
 
     def __init__(self, folder: Path | None):
@@ -122,7 +122,7 @@ class Progress:
 
 
 class Summary:
-    """The record of one run while it grows; `write` after every change, which without a folder does nothing."""
+    """The record of one run; `write` stores it after every change, and does nothing without a folder."""
 
     def __init__(self, folder: Path | None, head: dict[str, Any]):
         self.path = None if folder is None else folder / "summary.json"
@@ -137,7 +137,7 @@ class Summary:
         }
 
     def add_step(self, step: dict[str, Any]) -> None:
-        """Append one step, run.py says what is in it; the run's delta follows."""
+        """Append one step (its content: trainer/run.py) and update the run's log-prob delta."""
         self.data["steps"].append(step)
         deltas = [s["logprob_delta"] for s in self.data["steps"] if s["logprob_delta"]]
         if deltas:
@@ -148,6 +148,6 @@ class Summary:
         self.write()
 
     def write(self) -> None:
-        """Put it on disk."""
+        """Write the file."""
         if self.path is not None:
             write_json(self.path, self.data)

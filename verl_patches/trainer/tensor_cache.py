@@ -1,8 +1,8 @@
-"""The trainer's side of recipe.tensor_cache.enabled: verl's calls answered with what is small.
+"""The trainer's side of recipe.tensor_cache: only small tensors travel between trainer and workers.
 
-verl's fit() goes on as it is. Its batch holds ids and masks that are rebuilt here from lengths and unpadded ids;
-log-probs stay on the workers (worker/tensor_cache_stages.py), unless KL in the reward needs them here. A row of a batch
-says by `sample` which sample it is, so the trainer may order its rows as it likes (balance_batch).
+verl's fit() is unchanged. The ids and masks of its batch are rebuilt here from lengths and unpadded ids; log-probs stay
+on the workers (worker/tensor_cache_stages.py) unless KL in the reward needs them here. The column `sample` identifies
+the sample of a row, so that the trainer may reorder rows (balance_batch).
 """
 
 from __future__ import annotations
@@ -20,12 +20,15 @@ from verl_patches.errors import ConfigError
 from verl_patches.tensor_cache.exchange import Ragged, from_padded, model_inputs, to_padded
 
 SAMPLE = "sample"  # [B] int64: a row's place in the batch as it was generated
-_NON_TENSORS = {"raw_prompt_ids", "tools_kwargs"}  # of prompts; the second only acts with multi_turn, which is refused
+_NON_TENSORS = {
+    "raw_prompt_ids",
+    "tools_kwargs",
+}  # of prompts; the second is used with multi_turn only, which is refused
 
 
 @dataclass
 class CachedStep:
-    """One run's settings, and its step now; shared by the groups of actor and reference."""
+    """Settings of a run and state of its current step; shared by the groups of actor and reference."""
 
     pad_id: int
     response_width: int
@@ -45,7 +48,7 @@ class TensorCacheStages:
 
     @classmethod
     def of(cls, trainer: Any, group: Any, actor: TensorCacheStages | None) -> TensorCacheStages:
-        """As the trainer's configuration says; a reference group shares the step of its `actor`."""
+        """From the trainer's configuration; a reference group shares the step of its `actor`."""
         if actor is not None:
             return cls(group, actor._cached)
         config = trainer.config
@@ -58,15 +61,15 @@ class TensorCacheStages:
         if unknown:
             raise ConfigError(
                 f"recipe.tensor_cache.enabled is true, but prompts have {', '.join(sorted(unknown))}, "
-                "which would not come back with the responses; expected text alone: set it false"
+                "which is not returned with the responses; expected text only: set it false"
             )
         cached = self._cached
-        asked = _asked(prompts, cached.pad_id)
+        payload = _prompt_payload(prompts, cached.pad_id)
         cached.step, cached.open = cached.step + 1, True
-        answers = self._run("generate", asked)
-        sent = {name: np.concatenate([each[name] for each in answers]) for name in answers[0]}
+        results = self._run("generate", payload)
+        sent = {name: np.concatenate([result[name] for result in results]) for name in results[0]}
         cached.lengths = tuple(sent["response_length"].tolist())
-        batch = _whole_batch(prompts, sent["response_ids"], cached)
+        batch = _full_batch(prompts, sent["response_ids"], cached)
         widths = batch["prompts"].shape[1], cached.response_width
         cached.report = self._run(
             "place",
@@ -81,58 +84,64 @@ class TensorCacheStages:
         return DataProto.from_dict(tensors=batch)
 
     def compute_log_prob(self, batch: DataProto) -> DataProto:
-        """entropys [B, S_response], a sample's mean in each place: all that verl's entropy loss can see."""
-        rows, found = batch.batch[SAMPLE], self._run("log_prob", {"send_back": self._cached.send_back})
+        """entropys [B, S_response]: each sample's mean in all its places, enough for verl's entropy loss."""
+        rows, results = batch.batch[SAMPLE], self._run("log_prob", {"send_back": self._cached.send_back})
         entropy = torch.empty(len(rows))
-        for each in found:
-            entropy[list(each["samples"])] = torch.tensor(each["entropy"])  # Ray's array is read-only
+        for result in results:
+            entropy[list(result["samples"])] = torch.tensor(result["entropy"])  # Ray's array is read-only
         answer = {"entropys": entropy[rows][:, None].expand(len(rows), self._cached.response_width)}
-        return self._answer(rows, answer, "old_log_probs", found)
+        return self._answer(rows, answer, "old_log_probs", results)
 
     def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
         """Nothing, or ref_log_prob [B, S_response] where it is needed here."""
-        found = self._run("ref", {"send_back": self._cached.send_back})
-        return self._answer(batch.batch[SAMPLE], {}, "ref_log_prob", found)
+        results = self._run("ref", {"send_back": self._cached.send_back})
+        return self._answer(batch.batch[SAMPLE], {}, "ref_log_prob", results)
 
     def update_actor(self, batch: DataProto) -> DataProto:
-        """verl's metrics, from the first replica as verl takes them."""
+        """verl's metrics, from the first replica as in verl."""
         tensors = batch.batch
         advantages = from_padded(tensors["advantages"], tensors["response_mask"])
         by_sample = advantages.take(tensors[SAMPLE].argsort().tolist())
-        values, per_token = _smallest(by_sample)
-        found = self._run(
+        values, per_token = _outcome_or_token_values(by_sample)
+        results = self._run(
             "update", {"advantages": values.numpy(), "per_token": per_token, "meta": dict(batch.meta_info)}
         )
         self._cached.open = False
-        return DataProto(meta_info={"metrics": found[0]})
+        return DataProto(meta_info={"metrics": results[0]})
 
     def end_step(self) -> dict[str, float] | None:
-        """What the step's exchange moved, the most of any rank, in bytes, and `balance`, that of the plan.
+        """Bytes that the step's exchange moved, maximum over ranks, and `balance` of its plan.
 
-        What a step without an update left goes; critic warm-up is such a step.
+        Frees the tensors of a step without an update, as in critic warm-up.
         """
         cached = self._cached
         if cached.open:
             self._group.run_stage("close", cached.step)
             cached.open = False
-        return {name: max(each[name] for each in cached.report) for name in cached.report[0]} if cached.report else None
+        return (
+            {name: max(report[name] for report in cached.report) for name in cached.report[0]}
+            if cached.report
+            else None
+        )
 
     @staticmethod
     def without_verls_partition(metrics: Mapping[str, Any]) -> dict[str, Any]:
-        """A step's metrics but for those of the partition that verl's balance_batch makes: nobody computes it."""
+        """A step's metrics without those of verl's balance_batch, whose partition is not used."""
         return {name: value for name, value in metrics.items() if not name.startswith("global_seqlen/")}
 
     def _run(self, stage: str, sent: dict[str, Any]) -> list[Any]:
-        """What the ranks that have something to say answer, in order of ranks."""
-        answers = self._group.run_stage(stage, self._cached.step, sent)
-        return [each for each in answers if each is not None]
+        """Results of all ranks that return one, in order of ranks."""
+        results = self._group.run_stage(stage, self._cached.step, sent)
+        return [result for result in results if result is not None]
 
-    def _answer(self, rows: torch.Tensor, tensors: dict[str, Any], name: str, found: list[dict[str, Any]]) -> DataProto:
+    def _answer(
+        self, rows: torch.Tensor, tensors: dict[str, Any], name: str, results: list[dict[str, Any]]
+    ) -> DataProto:
         if self._cached.send_back:
             parts: dict[int, torch.Tensor] = {}
-            for each in found:
-                lengths = [self._cached.lengths[sample] for sample in each["samples"]]
-                parts.update(zip(each["samples"], torch.tensor(each["values"]).split(lengths), strict=True))
+            for result in results:
+                lengths = [self._cached.lengths[sample] for sample in result["samples"]]
+                parts.update(zip(result["samples"], torch.tensor(result["values"]).split(lengths), strict=True))
             ragged = Ragged(
                 torch.cat([parts[sample] for sample in rows.tolist()]),
                 tuple(self._cached.lengths[sample] for sample in rows.tolist()),
@@ -141,8 +150,8 @@ class TensorCacheStages:
         return DataProto(batch=TensorDict(tensors, batch_size=[len(rows)]))
 
 
-def _asked(prompts: DataProto, pad_id: int) -> dict[str, Any]:
-    """Unpadded ids of prompts, as the workers take them; ConfigError where raw_prompt_ids are other ones."""
+def _prompt_payload(prompts: DataProto, pad_id: int) -> dict[str, Any]:
+    """Unpadded prompt ids for the workers; ConfigError where raw_prompt_ids differ from them."""
     padded = prompts.batch["input_ids"]
     ids = from_padded(padded, prompts.batch["attention_mask"], left=True, dtype=torch.int32)
     parts = [part.tolist() for part in ids.parts()]
@@ -150,7 +159,7 @@ def _asked(prompts: DataProto, pad_id: int) -> dict[str, Any]:
         if list(raw) != parts[row]:
             raise ConfigError(
                 f"recipe.tensor_cache.enabled is true, but raw_prompt_ids of prompt {row} ({len(raw)}) "
-                f"are not its input_ids ({len(parts[row])}); expected text as verl's RLHFDataset has it"
+                f"differ from its input_ids ({len(parts[row])}); expected equal ones, as from verl's RLHFDataset"
             )
     return {
         "prompt_ids": ids.values.numpy(),
@@ -161,19 +170,19 @@ def _asked(prompts: DataProto, pad_id: int) -> dict[str, Any]:
     }
 
 
-def _whole_batch(prompts: DataProto, response_ids: np.ndarray, cached: CachedStep) -> dict[str, torch.Tensor]:
+def _full_batch(prompts: DataProto, response_ids: np.ndarray, cached: CachedStep) -> dict[str, torch.Tensor]:
     """The tensors that verl's generate_sequences returns, rebuilt on the trainer, and `sample`."""
-    asked = prompts.batch["input_ids"]
+    padded = prompts.batch["input_ids"]
     count = len(cached.lengths)
-    each = count // len(asked)
-    ids = from_padded(asked, prompts.batch["attention_mask"], left=True).take([at // each for at in range(count)])
+    n = count // len(padded)
+    ids = from_padded(padded, prompts.batch["attention_mask"], left=True).take([at // n for at in range(count)])
     responses = Ragged(torch.from_numpy(response_ids), cached.lengths)
-    tensors = model_inputs(ids, responses, asked.shape[1], cached.response_width, cached.pad_id)
+    tensors = model_inputs(ids, responses, padded.shape[1], cached.response_width, cached.pad_id)
     return {**tensors, SAMPLE: torch.arange(count)}
 
 
-def _smallest(ragged: Ragged) -> tuple[torch.Tensor, bool]:
-    """(one value a sample, False) where each has one only (GRPO and other outcome rewards), else (all values, True)."""
+def _outcome_or_token_values(ragged: Ragged) -> tuple[torch.Tensor, bool]:
+    """(one value a sample, False) where each sample has one value (GRPO), else (all values, True)."""
     parts = ragged.parts()
     if all(len(part) and bool((part == part[0]).all()) for part in parts):
         return torch.stack([part[0] for part in parts]), False

@@ -1,8 +1,8 @@
-"""Does the rollout engine hold the actor's weights? Compare both log-probs of the very tokens that were sampled.
+"""The log-prob check: vLLM's log-probs of the sampled tokens against the actor's, every step.
 
-Valid at temperature 1 with top-p and top-k off, where vLLM's sampled log-prob and the actor's are the same quantity. In
-fp32 right weights give about 1e-6 and wrong ones above 0.1, so one number per step separates them. A run that samples
-otherwise has sequences sampled for the check every N steps (sampled_check.py). No torch here.
+Valid only at temperature 1 with top-p and top-k off, where both are the same quantity. In fp32, correct weights give
+about 1e-6 and wrong ones above 0.1. A run with other sampling settings draws extra sequences for the check every N
+steps (sampled_check.py). No torch here.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ class WeightSyncError(RuntimeError):
 
 
 def logprob_delta(metrics: Mapping[str, float]) -> dict[str, float] | None:
-    """What a step's metrics say of both sides' log-probs, as summary.json has it; None where they say nothing."""
+    """The entries of IN_SUMMARY that a step's metrics have; None where they have none."""
     return {name: metrics[key] for name, key in IN_SUMMARY.items() if key in metrics} or None
 
 
 def comparable(rollout: Any) -> bool:
-    """True where the sampling settings leave the distribution as the model gives it."""
+    """Whether the sampling settings leave the model's distribution unchanged."""
     return rollout.temperature == 1.0 and rollout.top_p in (1, 1.0) and rollout.top_k in (-1, 0)
 
 
 def why_not(rollout: Any, replayed: bool, balanced: bool = False, sampled: bool = False) -> str | None:
-    """Why a run's log-probs cannot be compared, in words; None where they can.
+    """The reason why a run's log-probs cannot be compared, as text; None where they can.
 
-    `balanced`: routing is forced. `sampled`: sequences are sampled for it, so the run's own sampling does not matter.
+    `balanced`: routing is forced. `sampled`: extra sequences are sampled, so the run's sampling settings do not matter.
     """
     if replayed:
         return "the responses are recorded ones"
@@ -59,7 +59,7 @@ def why_not(rollout: Any, replayed: bool, balanced: bool = False, sampled: bool 
 
 
 def not_compared(config: Any) -> str | None:
-    """Why the whole configuration's run compares nothing; None where it does."""
+    """The reason why a run of `config` compares no log-probs; None where it does."""
     recipe = config.recipe
     if recipe.logprob_check.action == "off":
         return "recipe.logprob_check.action=off"
@@ -70,11 +70,11 @@ def not_compared(config: Any) -> str | None:
         return why_not(rollout, replayed, balanced, sampled=True)
     reason = why_not(rollout, replayed, balanced)
     could = reason and why_not(rollout, replayed, balanced, sampled=True) is None
-    return f"{reason}; recipe.logprob_check.every=N compares sequences sampled for it" if could else reason
+    return f"{reason}; recipe.logprob_check.every=N compares extra sequences" if could else reason
 
 
 def replicas_of(config: Any) -> int:
-    """Rollout replicas: ranks that sample by themselves."""
+    """Number of rollout replicas (vLLM tensor-parallel groups)."""
     return world_size(config) // config.actor_rollout_ref.rollout.tensor_model_parallel_size
 
 
@@ -84,25 +84,25 @@ def sequences_of(config: Any) -> int:
 
 
 def faults(config: Any) -> Iterator[str]:
-    """Why a composed configuration cannot check sequences sampled for it, one sentence each; none without `every`."""
+    """Reasons why a composed configuration cannot sample sequences for the check, one sentence each."""
     section = config.recipe.logprob_check
     if section.every is None or section.action == "off":
         return
-    told = f"recipe.logprob_check.every is {section.every}, but"
+    given = f"recipe.logprob_check.every is {section.every}, but"
     if reason := not_compared(config):
-        yield f"{told} log-probs cannot be compared: {reason}; set recipe.logprob_check.action=off"
+        yield f"{given} log-probs cannot be compared: {reason}; set recipe.logprob_check.action=off"
     rollout, replicas, sequences = config.actor_rollout_ref.rollout, replicas_of(config), sequences_of(config)
     if rollout.name != "vllm" or rollout.mode != "sync":
-        yield f"{told} actor_rollout_ref.rollout is {rollout.name}, {rollout.mode}; only vllm, sync samples for it"
+        yield f"{given} actor_rollout_ref.rollout is {rollout.name}, {rollout.mode}; expected vllm, sync"
     if sequences % replicas:
         yield (
-            f"recipe.logprob_check.sequences is {sequences}; expected a multiple of {replicas}, the replicas of the "
-            "rollout (all dies / actor_rollout_ref.rollout.tensor_model_parallel_size): each samples equally many"
+            f"recipe.logprob_check.sequences is {sequences}; expected a multiple of {replicas}, the number of "
+            "rollout replicas (dies / actor_rollout_ref.rollout.tensor_model_parallel_size)"
         )
     if sequences > config.data.train_batch_size:
         yield (
             f"recipe.logprob_check.sequences is {sequences}; expected at most data.train_batch_size "
-            f"{config.data.train_batch_size}: one is sampled from a prompt of the step"
+            f"{config.data.train_batch_size} (one sequence a prompt of the step)"
         )
 
 
@@ -118,13 +118,13 @@ def check(step: int, delta: dict[str, float] | None, limit: float) -> None:
     if delta.get("not_finite"):
         raise WeightSyncError(
             f"step {step}: {delta['not_finite']:.0f} sampled tokens have no finite log-prob in vLLM or in the actor, "
-            "expected none: look at the last weight sync, then for an overflow. "
-            "recipe.logprob_check.action=report goes on all the same."
+            "expected none. Check the last weight sync, then look for an overflow; "
+            "recipe.logprob_check.action=report continues in spite of it."
         )
     raise WeightSyncError(
         f"step {step}: vLLM's log-probs of the sampled tokens differ from the actor's by {delta['mean']:.3g} on "
         f"average (max {delta['max']:.3g}), expected at most {limit:g}. The rollout engine does not hold the actor's "
-        "weights, or computes another model: look at the last weight sync (`status --run DIR` for its rows), then at "
-        "router bias and expert order. A single token, max far above the average, may also have had two experts nearly "
-        "tied: another actor_rollout_ref.rollout.seed tells. recipe.logprob_check.action=report goes on all the same."
+        "weights, or computes another model: check the last weight sync (`status --run DIR` for its rows), then router "
+        "bias and expert order. If one token alone differs (max far above the average), two experts may be nearly "
+        "tied: repeat with another actor_rollout_ref.rollout.seed. recipe.logprob_check.action=report continues."
     )

@@ -1,4 +1,4 @@
-"""Proofs of all workers before step 1, as the controller gathers, records and judges them."""
+"""The handshake before step 1: the controller gathers and compares the patch states of all workers."""
 
 from __future__ import annotations
 
@@ -21,23 +21,27 @@ _SILENT_STATES = ("off", "waiting", "active")
 def workers_proofs(group: Any) -> list[dict[str, Any]]:
     """The proof of every worker of verl's worker group, by rank: what `prove_patches` of worker/recipe_worker.py gives.
 
-    A worker that has none gets {rank, where, status: [], error}. PatchError where this process cannot even ask.
+    A worker that has none gets {rank, where, status: [], error}. PatchError where the group has no prove_patches.
     """
     import ray
 
     if not hasattr(group, "prove_patches"):
         raise PatchError(
-            "the worker group has no prove_patches, so no worker can be asked for its patches: row "
+            "the worker group has no prove_patches, so the patches of its workers are unknown: row "
             "update.recipe_worker is off here, or the workers are of another class than verl's "
             "ActorRolloutRefWorker"
         )
     proofs = []
-    for rank, answer in enumerate(group.prove_patches()):  # references: one worker's error must not hide the others
+    for rank, answer in enumerate(
+        group.prove_patches()
+    ):  # references, so that one worker's error does not hide the others
         try:
             proofs.append(ray.get(answer))
         except (AttributeError, PatchError) as error:
             where, _, text = str(error).partition("\n")
-            bare = isinstance(error, PatchError) or _NO_METHOD.search(str(error))  # no engine there, or no such method
+            bare = isinstance(error, PatchError) or _NO_METHOD.search(
+                str(error)
+            )  # no engine or no such method in that worker
             proofs.append(
                 {
                     "rank": rank,
@@ -50,13 +54,13 @@ def workers_proofs(group: Any) -> list[dict[str, Any]]:
 
 
 def recorded(row: dict[str, str]) -> dict[str, str]:
-    """What summary.json keeps of one row of one process: a reason only where the state needs one."""
+    """The entry of summary.json for one row of one process, with a reason unless the state needs none."""
     keys = ("id", "state", "target", "process", *(() if row["state"] in _SILENT_STATES else ("reason",)))
     return {key: row[key] for key in keys}
 
 
 def not_as_reviewed(rows: list[dict[str, str]]) -> dict[str, list[str]]:
-    """{state: ids} of the rows, of any process, that the run goes on with only because the policy allows it."""
+    """{state: ids} of rows of any process that only the drift policy allows."""
     found: dict[str, list[str]] = {}
     for row in rows:
         if row["state"] in NOT_AS_REVIEWED and row["id"] not in found.setdefault(row["state"], []):
@@ -65,33 +69,30 @@ def not_as_reviewed(rows: list[dict[str, str]]) -> dict[str, list[str]]:
 
 
 def refuse_unproven(workers: list[dict[str, Any]]) -> None:
-    """PatchError naming the first worker that could not prove its patches, and the ranks of the others."""
+    """PatchError for workers whose patches are not all active: the first one's error, and the ranks of the others."""
     bad = [worker for worker in workers if worker["error"]]
     if bad:
         others = ", ".join(str(worker["rank"]) for worker in bad[1:])
-        more = f"\n{len(bad) - 1} more workers could not prove their patches: {others}" if others else ""
+        more = f"\n{len(bad) - 1} more workers failed: ranks {others}" if others else ""
         raise PatchError(f"worker {bad[0]['rank']} ({bad[0]['where']}): {bad[0]['error']}{more}")
 
 
 def refuse_unequal(intent: dict[str, str], digest: str, workers: list[dict[str, Any]]) -> None:
-    """PatchError naming worker and rows where a worker means to do something else than the controller."""
+    """PatchError naming worker and rows where a worker's patches differ from the controller's."""
     for worker in workers:
         if worker["digest"] == digest:
             continue
         rows = sorted(set(intent.items()) ^ set(worker["intent"].items()))
         names = ", ".join(dict.fromkeys(name for name, _ in rows)) or "line, platform or drift policy"
         raise PatchError(
-            f"worker {worker['rank']} ({worker['where']}) means to run other patches than the controller: digest "
+            f"worker {worker['rank']} ({worker['where']}) has other patches than the controller: digest "
             f"{worker['digest'][:12]}, expected {digest[:12]}; different rows: {names}. Its VERL_PATCHES, its copy of "
             "verl_patches or its upstream packages differ from the controller's: make them equal on every node"
         )
 
 
 def refuse_unlike(ids: Iterable[str], workers: list[dict[str, Any]]) -> None:
-    """PatchError naming the rows of `ids` that ended otherwise in one worker than in another: some would run unpatched.
-
-    A row may wait in some: verify lets that pass only for rows that a run may never import ("auto").
-    """
+    """PatchError naming the rows of `ids` whose state differs between workers. A row may still be waiting in some."""
     faults = []
     for name in ids:
         ranks: dict[str, list[str]] = {}
@@ -103,7 +104,7 @@ def refuse_unlike(ids: Iterable[str], workers: list[dict[str, Any]]) -> None:
             faults.append(f"{name}: " + "; ".join(f"{state} in {', '.join(of)}" for state, of in ranks.items()))
     if faults:
         raise PatchError(
-            "workers run other patches than each other (reasons in summary.json):\n  "
+            "patches differ between workers (reasons in summary.json):\n  "
             + "\n  ".join(faults)
             + "\nTheir upstream packages differ: make them equal on every node, or "
             "switch these rows off"

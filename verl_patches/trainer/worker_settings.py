@@ -1,6 +1,6 @@
-"""What a run without our launcher sends to its workers: VERL_PATCHES, the network interface, line a3's engine.
+"""Settings that a run without our launcher sends to its workers: VERL_PATCHES, network interface, line a3's engine.
 
-With the launcher all come by Ray's runtime_env and set-up hook (ray_start.py). The prelude imports this file.
+With the launcher they come through Ray's runtime_env and set-up hook (ray_start.py). The prelude imports this file.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import Any
 from verl_patches.patching import engine
 from verl_patches.patching.switches import VARIABLE
 
-# verl gives both to the actors of its worker groups and to nothing else (verl/single_controller/ray/base.py:326);
+# verl sets both for the actors of its worker groups only (verl/single_controller/ray/base.py:326);
 # RANK alone may come from a scheduler that started the driver
 VERLS_WORKERS = {"RANK", "WG_PREFIX"}
 
 
 def send_switches(original: Callable) -> Callable:
-    """Row provider for ray.init: the job's processes on every node get this process's VERL_PATCHES, unless it is given.
+    """Row provider for ray.init: the job's processes on every node get this process's VERL_PATCHES, unless it is set.
 
     Variables of the driver's shell do not reach nodes where `ray start` ran without them.
     """
@@ -29,7 +29,7 @@ def send_switches(original: Callable) -> Callable:
     def init(*args: Any, **options: Any) -> Any:
         given = options.get("runtime_env") or getattr(options.get("job_config"), "runtime_env", None) or {}
         variables = given.get("env_vars") or {}
-        if VARIABLE not in variables and VARIABLE not in _submitted_variables():  # Ray refuses one that stands twice
+        if VARIABLE not in variables and VARIABLE not in _submitted_variables():  # Ray refuses duplicates
             sent = {**variables, VARIABLE: engine.current().switches.text()}
             options["runtime_env"] = {**given, "env_vars": sent}
         return original(*args, **options)
@@ -46,7 +46,7 @@ def _submitted_variables() -> Mapping[str, str]:
 
 
 def send_settings(engine: Mapping[str, Any] | None, network: Mapping[str, Any] | None) -> None:
-    """In the controller: leave what `prepare_from_controller` needs in the job's workers; None is not asked for there.
+    """In the controller: store the settings that `prepare_from_controller` reads in the workers; None for unused ones.
 
     engine: verl's actor_rollout_ref section, for a line whose engine must be prepared before Megatron is imported.
     network: arguments of platform/npu/network.py's set_interface.

@@ -1,7 +1,7 @@
-"""When each worker starts what the trainer asks of all of them.
+"""Start times of dispatched methods in each worker, for the start skew between workers.
 
-A worker notes its wall clock at the start of every dispatched method, arguments fetched; between nodes the clocks must
-agree to what is asked of the figure (NTP: milliseconds).
+A worker records its wall clock when a dispatched method starts, after its arguments have been fetched. Between nodes
+the skew is as exact as their clocks (NTP: milliseconds).
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-_starts: deque[tuple[str, float]] = deque(maxlen=4096)  # for a trainer that never takes them
+_starts: deque[tuple[str, float]] = deque(maxlen=4096)  # bounded, as a trainer may never call take_starts
 _now = threading.local()
 
 
-def noted(register: Callable) -> Callable:
-    """Row provider for verl's `register`: methods note their start, but not those that a dispatched one calls.
+def record_starts(register: Callable) -> Callable:
+    """Row provider for verl's `register`: methods record their start, unless another dispatched method calls them.
 
-    Left alone: coroutines and DIRECT_ROLLOUT_METHOD, which vLLM's executor calls at every token.
+    Not recorded: coroutines and DIRECT_ROLLOUT_METHOD, which vLLM's executor calls at every token.
     """
 
     @functools.wraps(register)
@@ -31,26 +31,26 @@ def noted(register: Callable) -> Callable:
         decorate = register(*args, **kwargs)
 
         @functools.wraps(decorate)
-        def decorate_noted(func: Callable) -> Callable:
+        def decorate_recorded(func: Callable) -> Callable:
             method = decorate(func)
             direct = getattr(method, MAGIC_ATTR)["dispatch_mode"] == Dispatch.DIRECT_ROLLOUT_METHOD
-            return method if direct or inspect.iscoroutinefunction(method) else _noting(method)
+            return method if direct or inspect.iscoroutinefunction(method) else _recording(method)
 
-        return decorate_noted
+        return decorate_recorded
 
     return with_starts
 
 
-def _noting(method: Callable) -> Callable:
+def _recording(method: Callable) -> Callable:
     @functools.wraps(method)
     def start(*args: Any, **kwargs: Any) -> Any:
-        return note_and_call(method, args, kwargs)
+        return record_and_call(method, args, kwargs)
 
     return start
 
 
-def note_and_call(method: Callable, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """A function of this module, so that a worker class which Ray ships by value takes no deque or lock along."""
+def record_and_call(method: Callable, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """A module-level function, so that a worker class that Ray pickles by value refers to no deque or lock."""
     if getattr(_now, "running", False):
         return method(*args, **kwargs)
     _starts.append((_name(method, type(args[0]) if args else None), time.time()))
@@ -63,7 +63,7 @@ def note_and_call(method: Callable, args: Sequence[Any], kwargs: Mapping[str, An
 
 @functools.cache
 def _name(method: Callable, cls: type | None) -> str:
-    """What `method` is called as: verl's own decorators name several methods of a worker `f`."""
+    """The attribute name of `method`: verl's own decorators name several methods of a worker `f`."""
     for name in dir(cls) if cls else ():
         found = inspect.getattr_static(cls, name)
         while found is not None and found is not method:
@@ -74,17 +74,16 @@ def _name(method: Callable, cls: type | None) -> str:
 
 
 def take_starts() -> list[tuple[str, float]]:
-    """(method, seconds since the epoch) of this process since the last time, in order."""
+    """(method, seconds since the epoch) of this process since the last take_starts(), in order."""
     found = list(_starts)
     _starts.clear()
     return found
 
 
 def start_skew(workers: Sequence[Sequence[tuple[str, float]]]) -> dict[str, float]:
-    """{method: seconds between its first and its last start in these workers, the most of its calls}.
+    """{method: seconds between its first and its last start in these workers, maximum over its calls}.
 
-    The n-th start of a method belongs to the same call in every worker; methods that some workers were not asked as
-    often as others are left out.
+    The n-th start of a method belongs to the same call in every worker; methods with unequal counts are left out.
     """
     by_worker: list[dict[str, list[float]]] = []
     for starts in workers:
