@@ -2,7 +2,7 @@
 
 Data-parallel rollout under an external launcher: verl starts one process per rank and each builds its own `LLM`. With
 `data_parallel_size` among the engine's arguments vLLM 0.9.1 takes DP rank 0 and a random port in every process
-(config.py:1885-1887): it expects to start the ranks itself. Rank order is vLLM's own (parallel_state.py:1006): instance
+(config.py:1885-1887), as it expects to start the ranks itself. Rank order is vLLM's own (parallel_state.py:1006): instance
 x dp x pp x tp, tp fastest. The group's address goes through the store of torch.distributed, which verl has initialised
 before: the first rank of each group picks a free port on its own host and publishes it.
 """
@@ -26,7 +26,7 @@ _engine_number = itertools.count()  # engines of one process are built in the sa
 
 
 def engine_arguments(given: dict[str, Any]) -> dict[str, Any]:
-    """The keyword arguments `given` to `LLM.__init__`, but for what vLLM or vllm-ascend refuses.
+    """The keyword arguments `given` to `LLM.__init__`, without those that vLLM or vllm-ascend refuses.
 
     verl 0.4.0 always passes limit_mm_per_prompt (None for text, vllm_rollout_spmd.py:160) and
     disable_mm_preprocessor_cache (:159); vLLM 0.9.1 wants a dict for the first and refuses the second for text-only
@@ -55,12 +55,12 @@ def _model_view(overrides: Callable | dict[str, Any]) -> Callable:
 
 
 def route_in_fp32(original: Callable) -> Callable:
-    """`DeepseekV2MoE.__init__` whose router works in fp32, whatever the model's dtype: logits, scores, correction bias.
+    """`DeepseekV2MoE.__init__` whose router works in fp32 in any model dtype: logits, scores, correction bias.
 
     vLLM 0.9.1 computes logits and scores in the model's dtype and keeps the bias in it (deepseek_v2.py:105-118).
-    Training and transformers route in fp32, and the checkpoint's bias is fp32: in bf16 (8 bits) near scores change
-    order, and a token goes to other experts than in training. The gate's weight is stored in fp32 for it (7 MB a
-    layer at 671B); its input is cast to fp32.
+    Training and transformers route in fp32, and the checkpoint's bias is fp32: in bf16 (8 bits) close scores change
+    order, and a token is routed to other experts than in training. The gate's weight is stored in fp32 (7 MB a layer at
+    671B); its input is cast to fp32.
     """
 
     @functools.wraps(original)
@@ -74,9 +74,9 @@ def route_in_fp32(original: Callable) -> Callable:
 
 
 def refresh_absorbed_mla(load_weights: Callable) -> Callable:
-    """`DeepseekV2ForCausalLM.load_weights` after which MLA's absorbed projections are those of the new weights.
+    """`DeepseekV2ForCausalLM.load_weights` that recomputes MLA's absorbed projections from the new weights.
 
-    vLLM derives W_UV and W_UK_T from kv_b_proj once, when it has built the engine
+    vLLM derives W_UV and W_UK_T from kv_b_proj once, after it has built the engine
     (Attention.process_weights_after_loading). They follow later weights only where they are views of it; vllm-ascend
     copies them (attention/mla_v1.py:669), and MindSpeed makes torch.Tensor.view copy. The first load is left to vLLM.
     """

@@ -1,9 +1,9 @@
-"""vLLM's log-probs of sampled tokens: of a step's responses, and of sequences that are sampled for the truth check.
+"""vLLM's log-probs of sampled tokens: of a step's responses, and of sequences sampled for the log-prob check.
 
-verl 54c9b736 gets the first from vLLM and drops them; verl 0.4.0 keeps them. Where a run samples at another temperature
-or truncates the distribution (top-k, top-p), they are not the model's own, so for the truth check
-(trainer/sampled_check.py) vLLM samples again at temperature 1: a second call of the engine, while it is awake, after
-that of the responses, which it does not change. Its requests have seeds of their own.
+verl 54c9b736 receives the first from vLLM and drops them; verl 0.4.0 returns them. Where a run samples at another
+temperature or truncates the distribution (top-k, top-p), they are not those of the model's distribution. For the check
+(trainer/sampled_check.py) vLLM then samples again at temperature 1, in a second call after that of the responses, which
+it does not change: its requests have their own seeds.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 PADDING = -1.0  # verl 0.4.0's (verl/workers/rollout/vllm_rollout/vllm_rollout_spmd.py)
-CHECK = "logprob_check"  # in a batch's meta_info: {sequences: how many each replica samples, seed: of their draws}
-CHECK_TOKENS = 256  # of a checked sequence at most: wrong weights show in every token, and decoding costs by the token
+CHECK = "logprob_check"  # key of a batch's meta_info: {sequences: number per replica, seed: of their sampling}
+CHECK_TOKENS = 256  # limit of a checked sequence: wrong weights show in every token, and each one costs a decoding step
 
 
 def keep_rollout_log_probs(generate_sequences: Callable) -> Callable:
     """Row provider for `vLLMRollout.generate_sequences`: adds `rollout_log_probs` [B, S_response] to its batch.
 
-    fp32, on the device of the responses. With CHECK in meta_info the replica samples from its first prompts once more,
-    and stores what `sample_for_check` returns in `self.checked`.
+    fp32, on the device of the responses. With CHECK in meta_info the replica samples from its first prompts again and
+    stores the result of `sample_for_check` in `self.checked`.
     """
 
     @functools.wraps(generate_sequences)
@@ -35,9 +35,9 @@ def keep_rollout_log_probs(generate_sequences: Callable) -> Callable:
         generate_of_engine = engine.generate
 
         def record_samples(*args: Any, **options: Any) -> Any:
-            found = generate_of_engine(*args, **options)
-            sampled.extend(sample for request in found for sample in request.outputs)
-            return found
+            requests = generate_of_engine(*args, **options)
+            sampled.extend(sample for request in requests for sample in request.outputs)
+            return requests
 
         engine.generate = record_samples
         try:
@@ -64,7 +64,7 @@ def _first_prompts(prompts: Any, count: int) -> list[list[int]]:
 def sample_for_check(engine: Any, prompts: Sequence[list[int]], tokens: int, seed: int) -> dict[str, Any]:
     """One sequence per prompt at temperature 1 with top-k and top-p off.
 
-    Returns {prompts, responses, log_probs, seconds}, in the order of `prompts`, of at most `tokens` each. `engine`:
+    Returns {prompts, responses, log_probs, seconds}, in the order of `prompts`, each of at most `tokens`. `engine`:
     vLLM's LLM, awake; all ranks of its instance must call this.
     """
     from vllm import SamplingParams
@@ -84,8 +84,8 @@ def sample_for_check(engine: Any, prompts: Sequence[list[int]], tokens: int, see
         )
         for at in range(len(prompts))
     ]
-    found = engine.generate([{"prompt_token_ids": ids} for ids in prompts], plain, use_tqdm=False)
-    samples = [request.outputs[0] for request in found]
+    requests = engine.generate([{"prompt_token_ids": ids} for ids in prompts], plain, use_tqdm=False)
+    samples = [request.outputs[0] for request in requests]
     return {
         "prompts": list(prompts),
         "responses": [list(sample.token_ids) for sample in samples],
@@ -96,5 +96,5 @@ def sample_for_check(engine: Any, prompts: Sequence[list[int]], tokens: int, see
 
 def padded(tokens: Sequence[int], log_probs: Sequence[Any], length: int) -> list[float]:
     """One log-prob per token, as vLLM gives them ([{token: Logprob}]), padded on the right to `length`."""
-    found = [of_token[token].logprob for token, of_token in zip(tokens, log_probs, strict=True)]
-    return found + [PADDING] * (length - len(found))
+    values = [of_token[token].logprob for token, of_token in zip(tokens, log_probs, strict=True)]
+    return values + [PADDING] * (length - len(found))

@@ -1,4 +1,4 @@
-"""Entry point of group `vllm.general_plugins`: vLLM calls it in every process, which runs the prelude there too."""
+"""Entry point of group `vllm.general_plugins`: vLLM calls it in each of its processes, which runs the prelude there."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from verl_patches.patching.switches import VARIABLE
 def register() -> None:
     """Apply the catalogue's rows in this process if VERL_PATCHES is set. Idempotent.
 
-    Without the variable nothing happens: vLLM calls this wherever the package is installed.
+    Without the variable it does nothing, as vLLM calls it wherever the package is installed.
     """
     if os.environ.get(VARIABLE):
         from verl_patches import prelude_patch  # noqa: F401

@@ -43,7 +43,7 @@ class Weighed(NamedTuple):
 def weigh(rollout: torch.Tensor, actor: torch.Tensor, mask: torch.Tensor, correction: Correction) -> Weighed:
     """Weight of each response token; all [B, S_response], at least fp32, nats. Raises LogProbError.
 
-    ratio: pi_actor / pi_rollout of the token, or of its sequence; weight: the ratio, at most `cap`, 1 without a `level`.
+    ratio: pi_actor / pi_rollout of the token or of its sequence; weight: the ratio, at most `cap`, 1 without a `level`.
     A sequence is rejected, weight 0, where pi_rollout / pi_actor (seq_sum_k1: the product over its tokens; seq_mean_k1:
     their geometric mean) is outside `bounds`.
     """
