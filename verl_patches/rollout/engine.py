@@ -2,9 +2,9 @@
 
 Data-parallel rollout under an external launcher: verl starts one process per rank and each builds its own `LLM`. With
 `data_parallel_size` among the engine's arguments vLLM 0.9.1 takes DP rank 0 and a random port in every process
-(config.py:1885-1887), as it expects to start the ranks itself. Rank order is vLLM's own (parallel_state.py:1006): instance
-x dp x pp x tp, tp fastest. The group's address goes through the store of torch.distributed, which verl has initialised
-before: the first rank of each group picks a free port on its own host and publishes it.
+(config.py:1885-1887), as it expects to start the ranks itself. Rank order is vLLM's own (parallel_state.py:1006):
+instance x dp x pp x tp, tp fastest. The group's address goes through the store of torch.distributed, which verl has
+initialised before: the first rank of each group picks a free port on its own host and publishes it.
 """
 
 from __future__ import annotations

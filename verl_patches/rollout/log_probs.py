@@ -97,4 +97,4 @@ def sample_for_check(engine: Any, prompts: Sequence[list[int]], tokens: int, see
 def padded(tokens: Sequence[int], log_probs: Sequence[Any], length: int) -> list[float]:
     """One log-prob per token, as vLLM gives them ([{token: Logprob}]), padded on the right to `length`."""
     values = [of_token[token].logprob for token, of_token in zip(tokens, log_probs, strict=True)]
-    return values + [PADDING] * (length - len(found))
+    return values + [PADDING] * (length - len(values))

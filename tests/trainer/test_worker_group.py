@@ -1,0 +1,169 @@
+"""The trainer's calls of a step: recording and replay, the sampled check, the pass that is left out, the tensor cache.
+
+Whole runs: tests/loop/test_smoke.py, tests/loop/test_truth_control.py.
+"""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from verl import DataProto
+from verl.trainer.ppo.core_algos import agg_loss
+
+from verl_patches.errors import ConfigError
+from verl_patches.rollout.log_probs import CHECK
+from verl_patches.trainer import worker_group
+from verl_patches.trainer.recording import find_recording
+from verl_patches.trainer.worker_group import RecipeWorkerGroup
+
+LENGTH = 2
+
+
+def config_of(**recipe):
+    megatron = {f"{name}_parallel_size": 1 for name in ("tensor_model", "context", "expert_tensor", "pipeline_model")}
+    megatron |= {"expert_model_parallel_size": 4, "virtual_pipeline_model_parallel_size": None}
+    rollout = {"name": "vllm", "mode": "sync", "tensor_model_parallel_size": 2, "temperature": 0.9, "top_p": 0.9}
+    rollout |= {"top_k": 50, "log_prob_micro_batch_size_per_gpu": 2}
+    settings = {
+        "rollout": {"replay": None, "balanced_routing": False},
+        "train": {"balanced_routing": False, "layers_per_stage": None, "skip_old_log_prob": False},
+        "logprob_check": {"action": "stop", "every": None, "sequences": None},
+        "tensor_cache": {"enabled": False},
+    }
+    return OmegaConf.create(
+        {
+            "trainer": {"nnodes": 1, "n_gpus_per_node": 4, "balance_batch": True},
+            "algorithm": {"use_kl_in_reward": False},
+            "data": {"max_prompt_length": 3, "max_response_length": LENGTH, "train_batch_size": 8},
+            "actor_rollout_ref": {"rollout": rollout, "actor": {"megatron": megatron}},
+            "recipe": OmegaConf.merge(settings, recipe),
+        }
+    )
+
+
+class Workers:
+    """Four ranks, two replicas; the actor's log-prob of token t is -t, vLLM's of the last replica is 0.25 more."""
+
+    world_size = 4
+
+    def __init__(self):
+        self.generated, self.log_prob_batches, self.updates = [], [], []
+
+    def generate_sequences(self, prompts):
+        self.generated.append(dict(prompts.meta_info))
+        ids = prompts.batch["input_ids"].repeat_interleave(2, 0)
+        tensors = {"prompts": ids, "responses": ids[:, :LENGTH] + len(self.generated), "sample": torch.arange(len(ids))}
+        tensors["rollout_log_probs"] = torch.zeros(len(ids), LENGTH)
+        return DataProto.from_dict(tensors=tensors, meta_info=dict(prompts.meta_info))
+
+    def take_checked(self):
+        first = {"prompts": [[5, 6]], "responses": [[1, 2]], "log_probs": [[-1.0, -2.0]], "seconds": 0.5}
+        second = {"prompts": [[7]], "responses": [[3]], "log_probs": [[-2.75]], "seconds": 0.25}
+        return [first, None, second, None]
+
+    def compute_log_prob(self, batch):
+        self.log_prob_batches.append(batch.batch)
+        return DataProto.from_dict(tensors={"old_log_probs": -batch.batch["responses"].float()})
+
+    def update_actor(self, batch):
+        self.updates.append(set(batch.batch.keys()))
+        return "metrics"
+
+
+def group_of(record_to=None, calls=None, actor=None, **recipe):
+    trainer = SimpleNamespace(config=config_of(**recipe), tokenizer=SimpleNamespace(pad_token_id=0))
+    workers, names = Workers(), [] if calls is None else calls
+    return RecipeWorkerGroup(workers, trainer, lambda *call: names.append(call), record_to, actor), workers
+
+
+def prompts(start=0, **meta):
+    ids = torch.arange(start, start + 6).reshape(2, 3)
+    return DataProto.from_dict(tensors={"input_ids": ids}, meta_info=meta)
+
+
+def test_recorded_responses_are_replayed_without_generating(tmp_path):
+    calls = []
+    group, _ = group_of(tmp_path / "rollouts", calls)
+    recorded = [group.generate_sequences(prompts(start)) for start in (0, 6)]
+    assert group.world_size == 4 and group.update_actor(prompts()) == "metrics"
+    stages = [(1, "generate_sequences"), (1, "reward"), (2, "generate_sequences"), (2, "reward"), (2, "update_actor")]
+    assert calls == stages
+
+    replay, workers = group_of(rollout={"replay": str(tmp_path)})
+    for output, start in zip(recorded, (0, 6), strict=True):
+        replayed = replay.generate_sequences(prompts(start)).batch
+        assert torch.equal(replayed["responses"], output.batch["responses"])
+        assert set(replayed.keys()) == {"prompts", "responses"}  # log-probs are of the recorded run's weights
+    assert not workers.generated
+    with pytest.raises(ConfigError, match="fewer steps.*--steps 2"):
+        replay.generate_sequences(prompts())
+    with pytest.raises(ConfigError, match="recorded with other prompts"):
+        group_of(rollout={"replay": str(tmp_path)})[0].generate_sequences(prompts(1))
+
+
+def test_a_recording_is_found_by_run_folder_or_file_and_refused_elsewhere(tmp_path):
+    folder = tmp_path / "rollouts"
+    group_of(folder)[0].generate_sequences(prompts())
+    assert {find_recording(str(p), 1) for p in (tmp_path, folder, folder / "step_1.safetensors")} == {folder.resolve()}
+    with pytest.raises(ConfigError, match=r"has 1 step\(s\), this run wants 3; use --steps 1"):
+        find_recording(str(tmp_path), 3)
+    with pytest.raises(ConfigError, match="no step_1.safetensors"):
+        find_recording(str(tmp_path / "elsewhere"))
+
+
+@pytest.mark.parametrize("meta", [{"validate": True}, {"do_sample": False}])
+def test_validation_and_greedy_baselines_are_verls_own_calls(tmp_path, meta):
+    group, workers = group_of(tmp_path / "rollouts", logprob_check={"every": 1})
+    group.generate_sequences(prompts(**meta))
+    assert workers.generated == [meta] and group.step == 0 and not list(tmp_path.iterdir())
+    assert group.sampled_check.report is None
+
+
+def test_without_record_to_nothing_is_written(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    group_of()[0].generate_sequences(prompts())
+    assert not list(tmp_path.iterdir())
+
+
+def test_every_nth_step_from_the_first_on_is_checked():
+    group, workers = group_of(logprob_check={"every": 2})
+    reports = []
+    for _ in range(3):
+        assert CHECK not in group.generate_sequences(prompts()).meta_info
+        reports.append(group.end_step()["logprob_check"])
+    assert workers.generated == [{CHECK: {"sequences": 1, "seed": 1}}, {}, {CHECK: {"sequences": 1, "seed": 3}}]
+    first = reports[0]
+    assert reports[1] is None and first["delta"] == reports[2]["delta"]
+    assert (first["sequences"], first["tokens"], first["sample_s"]) == (2, 3, 0.5)
+    assert first["delta"]["mean"] == pytest.approx(0.25 / 3) and first["delta"]["max"] == 0.25
+    rows = workers.log_prob_batches[0]
+    assert rows["input_ids"][:2].tolist() == [[0, 5, 6, 1, 2], [0, 0, 7, 3, 0]]
+    assert rows["attention_mask"][:2].tolist() == [[0, 1, 1, 1, 1], [0, 0, 1, 1, 0]]
+    assert len(rows["input_ids"]) == 8  # train dp 4 x micro batches of 2: verl splits them equally
+
+
+def test_the_pass_for_old_log_probs_is_left_out():
+    calls = []
+    group, workers = group_of(calls=calls, train={"skip_old_log_prob": True})
+    tensors = {"responses": torch.ones(4, LENGTH), "advantages": torch.ones(4, LENGTH)}
+    batch = DataProto.from_dict(tensors=tensors)
+    output = group.compute_log_prob(batch)
+    entropys = output.batch.pop("entropys")  # from here on as verl's fit()
+    assert math.isnan(agg_loss(entropys, torch.ones(4, LENGTH), "token-mean"))
+    batch = batch.union(output)
+    assert batch.batch["old_log_probs"].isnan().all()
+    group.update_actor(batch)
+    assert workers.updates == [set(tensors)] and not workers.log_prob_batches and calls == [(0, "update_actor")]
+
+
+@pytest.mark.parametrize(("enabled", "row"), [(True, True), (True, False), (False, True)])
+def test_the_tensor_cache_needs_its_key_and_its_row(monkeypatch, enabled, row):
+    """Row update.tensor_cache."""
+    monkeypatch.setattr(worker_group, "is_on", lambda name: row and name == "update.tensor_cache")
+    actor, _ = group_of(tensor_cache={"enabled": enabled})
+    reference, _ = group_of(tensor_cache={"enabled": enabled}, actor=actor)
+    assert (actor.cache is not None) == (enabled and row) == ("tensor_cache" in actor.end_step())
+    if actor.cache is not None:
+        assert reference.cache is not actor.cache and reference.cache._cached is actor.cache._cached
