@@ -64,8 +64,8 @@ def test_learning_takes_its_own_steps_unless_told_otherwise():
     [
         ({"train_layout": "ep4"}, "expected one of ep2, tp2, pp2, tp2ep2, ep2pp2"),
         ({"line": "a4"}, "--line a4: expected one of pypi, a3"),
-        ({"rollout_tp": 3}, "--rollout-tp 3: expected 1 or 2"),
-        ({"dtype": "fp16"}, "expected fp32 or bf16"),
+        ({"rollout_tp": 3}, "--rollout-tp 3: expected one of 1, 2"),
+        ({"dtype": "fp16"}, "expected one of fp32, bf16"),
         ({"steps": 0}, "whole number >= 1"),
         ({"seed": -1}, "whole number >= 0"),
         ({"learn": True, "replay_rollout": Path("/")}, "remove one"),
