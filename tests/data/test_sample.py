@@ -1,7 +1,7 @@
 """The sample: the committed file is what its generator makes, and its rows are what they say."""
 
-import importlib.util
 import json
+import runpy
 import subprocess
 import sys
 from collections import Counter
@@ -15,29 +15,20 @@ DATA = Path(__file__).resolve().parents[2] / "data"
 SAMPLE = DATA / "deepscaler_sample.json"
 
 
-@pytest.fixture(scope="module")
-def make_sample():
-    spec = importlib.util.spec_from_file_location("make_sample", DATA / "make_sample.py")
-    module = importlib.util.module_from_spec(spec)
-    path = list(sys.path)
-    spec.loader.exec_module(module)
-    sys.path[:] = path
-    return module
-
-
 def test_the_generator_makes_the_committed_file_byte_for_byte(tmp_path):
     command = [sys.executable, "-I", str(DATA / "make_sample.py"), "--output", str(tmp_path / "again.json")]
     subprocess.run(command, check=True, capture_output=True, env={"PYTHONHASHSEED": "7"}, timeout=60)
     assert (tmp_path / "again.json").read_bytes() == SAMPLE.read_bytes()
 
 
-def test_a_wrong_answer_stops_the_generator(make_sample, monkeypatch):
-    def wrong(rng):
-        return sys.modules["sample_templates"].Item("What is 1 + 1?", "3", "Count.", 1 + 1 == 3)
+def test_a_wrong_answer_stops_the_generator():
+    make_sample = runpy.run_path(str(DATA / "make_sample.py"))
 
-    monkeypatch.setattr(make_sample, "templates", lambda: iter([wrong]))
+    def wrong(rng):
+        return make_sample["Item"]("What is 1 + 1?", "3", "Count.", 1 + 1 == 3)
+
     with pytest.raises(ValueError, match="the check contradicts '3'"):
-        make_sample.make_rows(1)
+        make_sample["make_rows"]((wrong,))
 
 
 def test_rows_are_distinct_and_their_answers_varied():
