@@ -110,21 +110,16 @@ def _check(config: DictConfig) -> None:
 
     The checks of sizes, batches, lengths and memory (config/checks.py) are not made.
     """
+    from verl.utils.fs import copy_to_local
+
     train = train_layout_of(config)
     rollout_layout_of(config)
-    faults = _npu_faults(config)
-    if fault := fault_of_experts(train):
-        faults.append(fault)
-    faults += [*on_policy.faults(config, _hf_config(config)), *limits.faults(config), *truth_check.faults(config)]
+    faults = [*_npu_faults(config), *filter(None, [fault_of_experts(train)])]
+    hf_config = {**read_config(copy_to_local(config.actor_rollout_ref.model.path)), **model_changes(config)}
+    faults += [*on_policy.faults(config, hf_config), *limits.faults(config), *truth_check.faults(config)]
     faults += [refusal(entry, value, config.recipe.line) for entry, value in refused_keys(config)]
     if faults:
         raise ConfigError("\n  ".join(faults))
-
-
-def _hf_config(config: DictConfig) -> dict[str, Any]:
-    from verl.utils.fs import copy_to_local
-
-    return {**read_config(copy_to_local(config.actor_rollout_ref.model.path)), **model_changes(config)}
 
 
 def _npu_faults(config: DictConfig) -> list[str]:
