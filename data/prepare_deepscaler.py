@@ -58,11 +58,11 @@ def read_all(paths: list[Path], quiet: bool) -> tuple[list[Problem], list[str], 
         bad += wrong
         for problem in found:
             key = " ".join(problem.question.split())
-            if key in seen:  # it could stand in train and test at once
+            if key in seen:  # it could be in train and test at once
                 repeated.append(problem.origin)
-                continue
-            seen.add(key)
-            problems.append(problem)
+            else:
+                seen.add(key)
+                problems.append(problem)
     return problems, bad, repeated
 
 
@@ -90,13 +90,6 @@ def drop_long(
     return kept, dropped
 
 
-def to_row(problem: Problem, instruction: str, data_source: str | None) -> Row:
-    """A problem as a row of verl's schema."""
-    prompt = f"{problem.question} {instruction}".strip()
-    source = data_source or problem.data_source
-    return verl_row(source, prompt, problem.answer, "math", problem.solution, problem.origin)
-
-
 def prepare(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     """Exit code and report; ConfigError for wrong use."""
     check_free(args.output, args.overwrite)
@@ -107,7 +100,10 @@ def prepare(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     report: dict[str, Any] = {"read": len(problems) + len(repeated), "bad": bad, "repeated": repeated, "too_long": []}
     if bad and not args.skip_bad:
         return 1, report
-    rows = [to_row(problem, args.instruction, args.data_source) for problem in problems]
+    rows = []
+    for problem in problems:
+        prompt, source = f"{problem.question} {args.instruction}".strip(), args.data_source or problem.data_source
+        rows.append(verl_row(source, prompt, problem.answer, "math", problem.solution, problem.origin))
     if args.tokenizer is not None:
         rows, report["too_long"] = drop_long(rows, args.tokenizer, args.max_prompt_length, args.json)
     train, test = shuffled_split(rows, args.test_size, args.seed)
@@ -118,11 +114,8 @@ def prepare(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
 def show(code: int, report: dict[str, Any]) -> None:
     """The report for people: what was left out on stderr, what was written on stdout."""
     too_long = [f"{item['origin']}: {item['tokens']} tokens" for item in report.get("too_long", [])]
-    for title, lines in (
-        ("bad", report.get("bad", [])),
-        ("repeated, left out", report.get("repeated", [])),
-        ("too long, left out", too_long),
-    ):
+    left_out = {"bad": report.get("bad", []), "repeated, left out": report.get("repeated", [])}
+    for title, lines in {**left_out, "too long, left out": too_long}.items():
         for line in lines[:SHOWN]:
             print(f"{title}: {line}", file=sys.stderr)
         if len(lines) > SHOWN:
@@ -130,9 +123,8 @@ def show(code: int, report: dict[str, Any]) -> None:
     if code:
         print(f"{len(report['bad'])} bad rows: nothing written. Mend them, or give --skip-bad.", file=sys.stderr)
     else:
-        print(
-            f"{report['train']} train rows -> {report['files'][0]}, {report['test']} test rows -> {report['files'][1]}"
-        )
+        train, test = report["files"]
+        print(f"{report['train']} train rows -> {train}, {report['test']} test rows -> {test}")
 
 
 def main(argv: list[str] | None = None) -> int:

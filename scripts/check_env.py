@@ -46,19 +46,11 @@ def read_pins(files: list[Path]) -> dict[str, str]:
 
 def is_damaged(dist: metadata.Distribution) -> bool:
     """Files of it are gone, or emptied; an edited file (the prelude line) is not damage, a missing .pyc neither."""
-    files = dist.files
-    if not files:
-        return True
-    for file in files:
-        if file.suffix == ".pyc":
-            continue
-        try:
-            size = Path(file.locate()).stat().st_size
-        except OSError:
+    for file in dist.files or ():
+        path = Path(file.locate())
+        if file.suffix != ".pyc" and (not path.exists() or (file.size and path.stat().st_size == 0)):
             return True
-        if size == 0 and file.size:
-            return True
-    return False
+    return not dist.files
 
 
 def package_findings(pins: dict[str, str], dists: dict[str, metadata.Distribution]) -> Iterator[str]:

@@ -29,7 +29,6 @@ FILES = (*READMES, PINS, PATCHES, RECIPE)
 WORDS = {
     "en": {
         "engine": "vLLM's engine",
-        "use": "use",
         "state": "state here",
         "driver": "Ascend driver, firmware",
         "cann": "CANN toolkit, kernels, NNAL",
@@ -57,21 +56,17 @@ def pins_table(pins: Pins, language: str, only: tuple[str, ...] = ()) -> str:
 
     `only`: labels of the rows that are wanted; empty: all.
     """
-    words = WORDS[language]
-    cells = {name: _cells(line) for name, line in pins.lines.items()}
+    words, lines = WORDS[language], pins.lines.values()
+    cells = [_cells(line) for line in lines]
     label_of = {key: label for label, keys in SAME_ROW.items() for key in keys}
-    labels = list(dict.fromkeys(label_of.get(key, key) for found in cells.values() for key in found))
-    rows = [
-        ["use", *(getattr(line.use, language) for line in pins.lines.values())],
-        ["state", *(getattr(line.state, language) for line in pins.lines.values())],
-    ]
-    for label in labels:
-        found = ([cells[name].get(key) for key in SAME_ROW.get(label, (label,))] for name in pins.lines)
-        rows.append([label, *(", ".join(dict.fromkeys(filter(None, values))) or "-" for values in found)])
+    rows = [[name, *(getattr(getattr(line, name), language) for line in lines)] for name in ("use", "state")]
+    for label in dict.fromkeys(label_of.get(key, key) for found in cells for key in found):
+        values = ([found.get(key) for key in SAME_ROW.get(label, (label,))] for found in cells)
+        rows.append([label, *(", ".join(dict.fromkeys(filter(None, texts))) or "-" for texts in values)])
     rows = [row for row in rows if not only or row[0] in only]
-    lines = ["| | " + " | ".join(f"`{name}`" for name in pins.lines) + " |", "|---" * (len(pins.lines) + 1) + "|"]
-    lines += ["| " + " | ".join([words.get(label, label), *values]) + " |" for label, *values in rows]
-    return "\n".join(lines) + "\n"
+    text = ["| | " + " | ".join(f"`{name}`" for name in pins.lines) + " |", "|---" * (len(pins.lines) + 1) + "|"]
+    text += ["| " + " | ".join([words.get(label, label), *values]) + " |" for label, *values in rows]
+    return "\n".join(text) + "\n"
 
 
 def _cells(line: Line) -> dict[str, str]:
@@ -102,11 +97,8 @@ def recipe_tables(schema: type = Recipe, prefix: str = "recipe") -> str:
         described |= entries.keys()
     if missing := [item.name for item in own if item.name not in described]:
         raise ValueError(f"{schema.__name__}: the docstring does not describe {', '.join(missing)}")
-    return (
-        "\n".join(text)
-        + "\n"
-        + "".join(recipe_tables(section, f"{prefix}.{name}") for name, section in sections.items())
-    )
+    inner = [recipe_tables(section, f"{prefix}.{name}") for name, section in sections.items()]
+    return "\n".join(text) + "\n" + "".join(inner)
 
 
 def _entries(paragraph: str, names: list[str]) -> dict[str, str]:
@@ -164,6 +156,7 @@ def stale(write: bool = False) -> list[str]:
 
 
 if __name__ == "__main__":
-    names = stale(write="--write" in sys.argv[1:])
-    print(("written: " if "--write" in sys.argv[1:] else "stale: ") + (", ".join(names) or "none"))
-    raise SystemExit(1 if names and "--write" not in sys.argv[1:] else 0)
+    write = "--write" in sys.argv[1:]
+    names = stale(write)
+    print(("written: " if write else "stale: ") + (", ".join(names) or "none"))
+    raise SystemExit(1 if names and not write else 0)

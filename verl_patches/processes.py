@@ -17,7 +17,7 @@ import signal
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -74,14 +74,15 @@ class Descendants:
 
     def end_all(self) -> None:
         """SIGTERM, then SIGKILL to all of them, until none is left; then remove their shared memory."""
-        kill = (psutil.Process.kill, KILL_S)
-        for send, patience_s in ((psutil.Process.terminate, TERM_S), kill, kill):
+        for number, timeout_s in ((signal.SIGTERM, TERM_S), (signal.SIGKILL, KILL_S), (signal.SIGKILL, KILL_S)):
             left = self.alive()
             if not left:
                 break
             self.shared.look(left)
-            _send(left, send)
-            psutil.wait_procs([p for p in left if p.pid not in self.waited_for], timeout=patience_s)
+            for process in left:
+                with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+                    process.send_signal(number)
+            psutil.wait_procs([p for p in left if p.pid not in self.waited_for], timeout=timeout_s)
         self.shared.remove()
         for process in self.alive():
             log.warning("process %d (%s) could not be ended", process.pid, name_of(process))
@@ -101,24 +102,14 @@ class SharedMemory:
     def look(self, processes: Iterable[psutil.Process]) -> None:
         """Record what the living processes have mapped; nothing where the system has no /proc."""
         for process in processes:
-            try:
+            with suppress(OSError):
                 maps = Path(f"/proc/{process.pid}/maps").read_text()
-            except OSError:
-                continue
-            self._names.update(re.findall(rf"{self.FOLDER}/(psm_\w+)", maps))
+                self._names.update(re.findall(rf"{self.FOLDER}/(psm_\w+)", maps))
 
     def remove(self) -> None:
         """Unlink what is still there, once the run's processes are gone."""
         for name in self._names:
             (self.FOLDER / name).unlink(missing_ok=True)
-
-
-def _send(processes: Iterable[psutil.Process], send) -> None:
-    for process in processes:
-        try:
-            send(process)
-        except (psutil.NoSuchProcess, psutil.AccessDenied):
-            continue
 
 
 def name_of(process: psutil.Process) -> str:
@@ -153,22 +144,19 @@ class MemoryWatch:
     def look(self, processes: Iterable[psutil.Process]) -> None:
         """Take one sample: resident sizes, and PSS where it is due."""
         processes = list(processes)
-        rss = sum(filter(None, (_rss(p) for p in processes)))
+        rss = sum(map(_rss, processes))
         due = self._looks % AT_LEAST_EVERY == 0 or rss > self._rss_at_reading * GROWTH
         self._looks += 1
         if not due or not processes:
             return
         self._rss_at_reading = rss
-        total = 0
-        for process in processes:
-            size = self._pss(process)
-            total += size
-            if size >= self._peak.get(process, 0):
-                self._peak[process] = size
+        sizes = {process: self._pss(process) for process in processes}
+        for process, size in sizes.items():
+            self._peak[process] = max(size, self._peak.get(process, 0))
             name = name_of(process)
             if name not in ("gone", "IDLE") or process not in self._name:
                 self._name[process] = name
-        self._total = max(self._total, total)
+        self._total = max(self._total, sum(sizes.values()))
 
     def _pss(self, process: psutil.Process) -> int:
         try:
@@ -177,7 +165,7 @@ class MemoryWatch:
             return 0
         except (psutil.AccessDenied, AttributeError):
             self.fallbacks += 1
-            return _rss(process) or 0
+            return _rss(process)
 
     def peaks(self) -> dict[str, int]:
         """{process: peak bytes, "total": peak of the sum, bytes}; equal names are numbered by size.
@@ -195,8 +183,8 @@ class MemoryWatch:
         return {**found, "resident_not_pss": self.fallbacks} if self.fallbacks else found
 
 
-def _rss(process: psutil.Process) -> int | None:
+def _rss(process: psutil.Process) -> int:
     try:
         return process.memory_info().rss
     except (psutil.NoSuchProcess, psutil.AccessDenied):
-        return None
+        return 0

@@ -62,35 +62,28 @@ def misplaced(line, read):
 
 
 def test_the_installed_line_reads_each_variable_where_the_pin_file_says():
-    roots = {name: installed_root(name) for name in ("verl", "megatron", "vllm", "ray", "torch", "huggingface_hub")}
+    roots = {name: installed_root(name) for name in "verl megatron vllm ray torch huggingface_hub".split()}
     assert misplaced("pypi", lines_below(roots)) == (17, [])
     assert len(misplaced("pypi", lines_below(roots, skipped=1))[1]) == 15  # the control; two more are named twice
 
 
 @pytest.mark.upstream
 def test_the_ascend_line_reads_each_variable_where_the_pin_file_says(pytestconfig):
-    folder = pytestconfig.getoption("--upstream")
-    compared, wrong = misplaced("a3", lines_below(load_pins().line("a3").package_roots(folder, part=True)))
+    folder, pins = pytestconfig.getoption("--upstream"), load_pins()
+    compared, wrong = misplaced("a3", lines_below(pins.line("a3").package_roots(folder, part=True)))
     assert compared > 12 and wrong == []
-    clones = [path for name in load_pins().line("a3").repositories if (path := folder / name / ".git").exists()]
-    names = [*load_pins().read_nowhere, "VLLM_ENABLE_FIX_ROUTE"]
-    found = [
-        name
-        for name in names
-        for clone in clones
-        if subprocess.run(["git", "grep", "-q", name], cwd=clone.parent).returncode == 0
-    ]
-    assert found == ["VLLM_ENABLE_FIX_ROUTE"] and len(clones) > 3  # of the others no source knows the name
+    clones = [folder / name for name in pins.line("a3").repositories if (folder / name / ".git").exists()]
+    names = [*pins.read_nowhere, "VLLM_ENABLE_FIX_ROUTE"]
+    searches = {name: [subprocess.run(["git", "grep", "-q", name], cwd=c).returncode for c in clones] for name in names}
+    found = [name for name, codes in searches.items() if 0 in codes]
+    assert found == ["VLLM_ENABLE_FIX_ROUTE"] and len(clones) > 3  # no source names the others
 
 
-def test_where_a_variable_is_read_follows_the_line():
-    megatron = {
-        line: variables(WEIGHTS, f"recipe.line={line}")["CUDA_DEVICE_MAX_CONNECTIONS"].read_by
-        for line in ("pypi", "a3")
-    }
-    assert "mindspeed/" in megatron["a3"] and "mindspeed/" not in megatron["pypi"]
-    only_there = variables(WEIGHTS, "recipe.line=pypi")["VLLM_ENABLE_FIX_ROUTE"].read_by
-    assert only_there == "a3: vllm_ascend/ops/fused_moe.py:945"
+def test_the_reader_of_a_variable_follows_the_line():
+    pypi, a3 = (variables(WEIGHTS, f"recipe.line={line}") for line in ("pypi", "a3"))
+    name = "CUDA_DEVICE_MAX_CONNECTIONS"
+    assert "mindspeed/" in a3[name].read_by and "mindspeed/" not in pypi[name].read_by
+    assert pypi["VLLM_ENABLE_FIX_ROUTE"].read_by == "a3: vllm_ascend/ops/fused_moe.py:945"
 
 
 def test_a_variable_that_the_pin_file_does_not_list_cannot_be_derived(monkeypatch):
@@ -102,7 +95,6 @@ def test_a_variable_that_the_pin_file_does_not_list_cannot_be_derived(monkeypatc
 
 
 def test_switches_and_routing_follow_the_recipe():
-    assert variables(TINY)["VERL_PATCHES"].value == "line=pypi,platform=cpu"
     patched = variables(TINY, "recipe.patches=[+a.b,-c.*]")["VERL_PATCHES"].value
     assert patched == "line=pypi,platform=cpu,+a.b,-c.*"
     routes = [variables(name)["VLLM_ENABLE_FIX_ROUTE"].value for name in (LARGE, WEIGHTS)]
@@ -110,19 +102,15 @@ def test_switches_and_routing_follow_the_recipe():
     assert "VLLM_ENABLE_FIX_ROUTE" not in variables(TINY) and variables(TINY)["VLLM_USE_V1"].value == "0"
 
 
-def test_workers_get_what_travels_and_nothing_of_this_machine():
-    shipped = worker_environment(config_of(TINY))
-    assert {"VERL_PATCHES", "VLLM_USE_V1", "OMP_NUM_THREADS"} <= set(shipped)
-    assert not {"PYTHONPATH", "TMPDIR", "RAY_TMPDIR", "RAY_ADDRESS"} & set(shipped)
-
-
-def test_the_callers_environment_stays_except_what_the_config_decides():
+def test_variables_of_workers_and_of_the_driver():
     config = config_of(TINY)
-    shell = {"HOME": "/h", "RAY_ADDRESS": "x:1", "VERL_PATCHES": "old"}
-    found = process_environment(derive(config, "/tmp/vp-x"), shell)
+    shipped = set(worker_environment(config))
+    assert {"VERL_PATCHES", "VLLM_USE_V1", "OMP_NUM_THREADS"} <= shipped
+    assert not {"PYTHONPATH", "TMPDIR", "RAY_TMPDIR", "RAY_ADDRESS"} & shipped
+    found = process_environment(derive(config, "/x"), {"HOME": "/h", "RAY_ADDRESS": "x:1", "VERL_PATCHES": "old"})
     assert found["HOME"] == "/h" and "RAY_ADDRESS" not in found
-    assert found["VERL_PATCHES"] == "line=pypi,platform=cpu" and found["RAY_TMPDIR"] == "/tmp/vp-x"
-    joined = process_environment(derive(config_of(LARGE), "/tmp/vp-x"), {})
+    assert found["VERL_PATCHES"] == "line=pypi,platform=cpu" and found["RAY_TMPDIR"] == "/x"
+    joined = process_environment(derive(config_of(LARGE), "/x"), {})
     assert joined["RAY_ADDRESS"] == "auto" and "RAY_TMPDIR" not in joined
 
 
@@ -133,25 +121,18 @@ def page_of(page):
 
 
 def differences(page, variables):
-    """What the page does not say of `variables`, and what it says of others."""
-    told = page_of(page)
-    wrong = [v.name for v in variables if f"`{v.value}`" not in told.get(v.name, "")]
-    return wrong + sorted(told.keys() - {v.name for v in variables})
+    """Names of `variables` that the page lacks or gives another value, then those that only the page has."""
+    texts = page_of(page)
+    wrong = [v.name for v in variables if f"`{v.value}`" not in texts.get(v.name, "")]
+    return wrong + sorted(texts.keys() - {v.name for v in variables})
 
 
 @pytest.mark.parametrize("page", ["docs/environment.md", "docs/zh/environment.md"])
-def test_the_page_tells_every_variable_of_platform_npu_with_its_value(page):
+@pytest.mark.parametrize("name", [LARGE, WEIGHTS])
+def test_the_page_lists_every_variable_of_platform_npu_with_its_value(page, name):
     cpu = {(v.name, v.value) for v in derive(config_of(TINY))}
-    own = {"VERL_PATCHES", "TENSORBOARD_DIR"}
-    of_both = [
-        [
-            v
-            for v in derive(config_of(name))
-            if v.where != "driver" and (v.name, v.value) not in cpu and v.name not in own
-        ]
-        for name in (LARGE, WEIGHTS)
-    ]
-    for variables in of_both:
-        assert differences(environment.REPOSITORY / page, variables) == [] and len(variables) > 10
-        changed = [replace(v, value="17") if v.name == "HCCL_BUFFSIZE" else v for v in variables]  # the control
-        assert differences(environment.REPOSITORY / page, changed[1:]) == ["HCCL_BUFFSIZE", variables[0].name]
+    npu = [v for v in derive(config_of(name)) if v.where != "driver" and (v.name, v.value) not in cpu]
+    npu = [v for v in npu if v.name not in ("VERL_PATCHES", "TENSORBOARD_DIR")]
+    assert differences(environment.REPOSITORY / page, npu) == [] and len(npu) > 10
+    changed = [replace(v, value="17") if v.name == "HCCL_BUFFSIZE" else v for v in npu]  # the control
+    assert differences(environment.REPOSITORY / page, changed[1:]) == ["HCCL_BUFFSIZE", npu[0].name]

@@ -1,29 +1,22 @@
-from dataclasses import fields
+from dataclasses import asdict
 
 import pytest
 
-from verl_patches.config.recipe import Recipe, Train, check_recipe, recipe_keys
+from verl_patches.config.recipe import Recipe, check_recipe, recipe_keys
 from verl_patches.errors import ConfigError
 from verl_patches.model.mindspeed.arguments import TABLE
 
 
-def test_the_keys_are_the_leaves_of_the_dataclasses():
-    keys = [key for key, _ in recipe_keys()]
-    assert {"recipe.run", "recipe.patches", "recipe.train.layers_per_stage", "recipe.logprob_check.action"} <= set(keys)
-    assert "recipe.train" not in keys and len(keys) == len(set(keys))
-
-
 def test_train_has_the_keys_and_defaults_of_the_engine_table():
     table = {row.key: row.default for row in TABLE if row.key.startswith("recipe.train.")}
-    train = {f"recipe.train.{item.name}": item.default for item in fields(Train)}
+    train = {key: item.default for key, item in recipe_keys() if key.startswith("recipe.train.")}
     assert set(table) == set(train)
-    assert {key: default for key, default in table.items() if default is not None} == {
-        key: train[key] for key, default in table.items() if default is not None
-    }
+    given = {key: default for key, default in table.items() if default is not None}
+    assert given == {key: train[key] for key in given}
 
 
 def test_the_defaults_are_valid():
-    check_recipe({"run": Recipe().run, "train": {"expert_split": "etp"}, "timeouts": {"wall_s": None}})
+    check_recipe(asdict(Recipe()))
 
 
 @pytest.mark.parametrize(
@@ -53,7 +46,7 @@ def test_wrong_keys_and_values_are_refused_by_name(section, message):
         check_recipe(section)
 
 
-def test_all_faults_are_told_at_once():
+def test_all_faults_are_listed_at_once():
     with pytest.raises(ConfigError) as error:
         check_recipe({"line": "x", "platform": "y", "foo": 1})
     assert all(word in str(error.value) for word in ("recipe.line", "recipe.platform", "recipe.foo"))

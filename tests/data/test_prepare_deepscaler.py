@@ -1,7 +1,7 @@
 """The preparation script as users run it, and its tables as verl reads them."""
 
-import importlib.util
 import json
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -13,23 +13,12 @@ DATA = Path(__file__).resolve().parents[2] / "data"
 SAMPLE = DATA / "deepscaler_sample.json"
 
 
-@pytest.fixture(scope="module")
-def script():
-    spec = importlib.util.spec_from_file_location("prepare_deepscaler", DATA / "prepare_deepscaler.py")
-    module = importlib.util.module_from_spec(spec)
-    path = list(sys.path)
-    spec.loader.exec_module(module)
-    sys.path[:] = path
-    return module
-
-
 @pytest.fixture
-def run(script, capsys):
-    def run(*arguments):
-        code = script.main([str(argument) for argument in arguments])
-        return code, capsys.readouterr()
-
-    return run
+def run(capsys, monkeypatch):
+    """`run(*arguments)`: exit code of the script and what it printed."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    main = runpy.run_path(str(DATA / "prepare_deepscaler.py"))["main"]
+    return lambda *arguments: (main([str(argument) for argument in arguments]), capsys.readouterr())
 
 
 def read(path):
@@ -37,10 +26,9 @@ def read(path):
 
 
 def test_the_sample(run, tmp_path):
-    code, said = run(SAMPLE, "-o", tmp_path / "out", "--test-size", 32, "--json")
-    assert code == 0
-    report = json.loads(said.out)
-    assert (report["read"], report["train"], report["test"], report["bad"]) == (312, 280, 32, [])
+    code, printed = run(SAMPLE, "-o", tmp_path / "out", "--test-size", 32, "--json")
+    report = json.loads(printed.out)
+    assert (code, report["read"], report["train"], report["test"], report["bad"]) == (0, 312, 280, 32, [])
     train, test = read(tmp_path / "out" / "train.parquet"), read(tmp_path / "out" / "test.parquet")
     by_problem = {row["problem"]: row["answer"] for row in json.loads(SAMPLE.read_text())}
     for row in train + test:
@@ -54,41 +42,25 @@ def test_the_sample(run, tmp_path):
     assert not by_problem
 
 
-def test_the_seed_decides_the_order(run, tmp_path):
-    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
-        assert run(SAMPLE, "-o", tmp_path / name, "--seed", seed)[0] == 0
-    tables = {name: (tmp_path / name / "train.parquet").read_bytes() for name in "abc"}
-    assert tables["a"] == tables["b"] != tables["c"]
-
-
 def test_bad_rows_are_named_and_nothing_is_written(run, tmp_path):
-    source = tmp_path / "rows.json"
-    source.write_text(
-        '[\n  {"problem": "p", "answer": "1"},\n  {"problem": "q"},\n  {"problem": "r", "answer": "2"}\n]'
-    )
-    code, said = run(source, SAMPLE, "-o", tmp_path / "out")
-    assert code == 1
-    assert f'{source}:3: expected "answer" to be a string, found NoneType' in said.err
-    assert "nothing written" in said.err
-    assert not (tmp_path / "out").exists()
-    code, said = run(source, "-o", tmp_path / "out", "--skip-bad", "--test-size", 1, "--json")
-    assert code == 0
-    assert len(json.loads(said.out)["bad"]) == 1
-    assert len(read(tmp_path / "out" / "train.parquet")) == 1
+    source, out = tmp_path / "rows.json", tmp_path / "out"
+    source.write_text('[{"problem": "p", "answer": "1"},\n{"problem": "q"},\n{"problem": "r", "answer": "2"}]')
+    code, printed = run(source, SAMPLE, "-o", out)
+    assert code == 1 and "nothing written" in printed.err and not out.exists()
+    assert f'{source}:2: expected "answer" to be a string, found NoneType' in printed.err
+    code, printed = run(source, "-o", out, "--skip-bad", "--test-size", 1, "--json")
+    assert (code, len(json.loads(printed.out)["bad"]), len(read(out / "train.parquet"))) == (0, 1, 1)
 
 
 def test_gsm8k_and_repeated_problems(run, tmp_path):
-    source = tmp_path / "train.jsonl"
+    source, out = tmp_path / "train.jsonl", tmp_path / "out"
     rows = [{"question": f"Q{i % 4}?", "answer": f"so\n#### {i}"} for i in range(5)]
     source.write_text("\n".join(json.dumps(row) for row in rows))
-    code, said = run(source, "-o", tmp_path / "out", "--test-size", 1, "--json", "--instruction", "")
-    assert code == 0
-    assert json.loads(said.out)["repeated"] == ["train.jsonl:5"]
-    both = read(tmp_path / "out" / "train.parquet") + read(tmp_path / "out" / "test.parquet")
-    assert sorted((r["prompt"][0]["content"], r["reward_model"]["ground_truth"]) for r in both) == [
-        (f"Q{i}?", str(i)) for i in range(4)
-    ]
-    assert {r["data_source"] for r in both} == {"openai/gsm8k"}
+    code, printed = run(source, "-o", out, "--test-size", 1, "--json", "--instruction", "")
+    assert code == 0 and json.loads(printed.out)["repeated"] == ["train.jsonl:5"]
+    both = read(out / "train.parquet") + read(out / "test.parquet")
+    pairs = sorted((r["prompt"][0]["content"], r["reward_model"]["ground_truth"]) for r in both)
+    assert pairs == [(f"Q{i}?", str(i)) for i in range(4)] and {r["data_source"] for r in both} == {"openai/gsm8k"}
 
 
 @pytest.mark.parametrize(
@@ -101,49 +73,39 @@ def test_gsm8k_and_repeated_problems(run, tmp_path):
     ],
 )
 def test_wrong_use_exits_2_and_writes_nothing(run, tmp_path, arguments, message):
-    code, said = run(*arguments, "-o", tmp_path / "out")
-    assert (code, message in said.err) == (2, True)
-    code, said = run(*arguments, "-o", tmp_path / "out", "--json")
-    assert (code, message in json.loads(said.out)["error"]) == (2, True)
+    code, printed = run(*arguments, "-o", tmp_path / "out")
+    assert code == 2 and message in printed.err
+    code, printed = run(*arguments, "-o", tmp_path / "out", "--json")
+    assert code == 2 and message in json.loads(printed.out)["error"]
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
-    "arguments", [[], [SAMPLE, "--learnable", "9"], [SAMPLE, "--tokenizer", "x"], [SAMPLE, "--max-prompt-length", "9"]]
+    "arguments", ["", "x.json --learnable 9", "x.json --tokenizer x", "x.json --max-prompt-length 9"]
 )
-def test_the_parser_refuses_what_does_not_go_together(run, tmp_path, arguments):
+def test_options_that_do_not_go_together_are_refused(run, tmp_path, arguments):
     with pytest.raises(SystemExit) as end:
-        run(*arguments, "-o", tmp_path / "out")
+        run(*arguments.split(), "-o", tmp_path)
     assert end.value.code == 2
 
 
-def test_files_are_replaced_only_when_told(run, tmp_path):
-    assert run("--learnable", 9, "-o", tmp_path)[0] == 0
-    before = (tmp_path / "train.parquet").read_bytes()
-    code, said = run(SAMPLE, "-o", tmp_path)
-    assert (code, "exist already" in said.err) == (2, True)
-    assert (tmp_path / "train.parquet").read_bytes() == before
-    assert run(SAMPLE, "-o", tmp_path, "--overwrite")[0] == 0
-    assert (tmp_path / "train.parquet").read_bytes() != before
-
-
-def test_as_a_program(tmp_path):
+def test_as_a_program_and_files_are_replaced_only_with_overwrite(run, tmp_path):
     command = [sys.executable, str(DATA / "prepare_deepscaler.py"), "--learnable", "12", "-o", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=60, check=True)
-    assert done.stdout.startswith("12 train rows -> ")
-    assert len(read(tmp_path / "train.parquet")) == 12
+    assert done.stdout.startswith("12 train rows -> ") and len(read(tmp_path / "train.parquet")) == 12
+    code, printed = run(SAMPLE, "-o", tmp_path)
+    assert code == 2 and "exist already" in printed.err and len(read(tmp_path / "train.parquet")) == 12
+    assert run(SAMPLE, "-o", tmp_path, "--overwrite")[0] == 0 and len(read(tmp_path / "train.parquet")) > 200
 
 
 @pytest.mark.slow
 def test_long_prompts_are_reported_and_dropped_and_verl_reads_the_rest(run, tmp_path, tiny_model, monkeypatch):
-    options = ["--tokenizer", tiny_model, "--max-prompt-length"]
-    code, said = run(SAMPLE, "-o", tmp_path / "all", *options, 1024, "--json")
-    assert (code, json.loads(said.out)["too_long"]) == (0, [])
-    code, said = run(SAMPLE, "-o", tmp_path / "short", *options, 90, "--json")
-    report = json.loads(said.out)
-    assert code == 0
-    assert 20 < len(report["too_long"]) < 292
-    assert all(item["tokens"] > 90 for item in report["too_long"])
+    options = ("--tokenizer", tiny_model, "--json", "--max-prompt-length")
+    code, printed = run(SAMPLE, "-o", tmp_path / "all", *options, 1024)
+    assert (code, json.loads(printed.out)["too_long"]) == (0, [])
+    code, printed = run(SAMPLE, "-o", tmp_path / "short", *options, 90)
+    report = json.loads(printed.out)
+    assert code == 0 and 20 < len(report["too_long"]) < 292 and all(item["tokens"] > 90 for item in report["too_long"])
     assert report["train"] + report["test"] + len(report["too_long"]) == 312
 
     from omegaconf import OmegaConf
@@ -164,8 +126,8 @@ def test_long_prompts_are_reported_and_dropped_and_verl_reads_the_rest(run, tmp_
 
 
 @pytest.mark.slow
-def test_verls_reward_manager_pays_what_the_reward_says(tiny_model):
-    """verl's own loader and manager, on responses written here."""
+def test_verls_reward_manager_uses_the_reward(tiny_model):
+    """verl's own loader and manager, with three responses."""
     import torch
     from omegaconf import OmegaConf
     from transformers import AutoTokenizer
@@ -173,31 +135,24 @@ def test_verls_reward_manager_pays_what_the_reward_says(tiny_model):
     from verl.trainer.ppo.reward import compute_reward, load_reward_manager
 
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
-    maths = DATA.parent / "verl_patches" / "rewards" / "maths.py"
-    config = OmegaConf.create(
-        {
-            "reward_model": {"reward_manager": "naive"},
-            "data": {"reward_fn_key": "data_source"},
-            "custom_reward_function": {
-                "path": str(maths),
-                "name": "compute_score",
-                "reward_kwargs": {"format_weight": 0.25},
-            },
-        }
-    )
-    responses = tokenizer(
-        ["it is \\boxed{0.5}.", "it is \\boxed{2}, no, \\boxed{3}", "1/2"], padding=True, return_tensors="pt"
-    )
-    ids, mask = responses.input_ids, responses.attention_mask
+    maths, kwargs = DATA.parent / "verl_patches" / "rewards" / "maths.py", {"format_weight": 0.25}
+    config = {
+        "reward_model": {"reward_manager": "naive"},
+        "data": {"reward_fn_key": "data_source"},
+        "custom_reward_function": {"path": str(maths), "name": "compute_score", "reward_kwargs": kwargs},
+    }
+    answers = ["it is \\boxed{0.5}.", "it is \\boxed{2}, no, \\boxed{3}", "1/2"]
+    responses = tokenizer(answers, padding=True, return_tensors="pt")
     prompt = torch.full((3, 2), tokenizer.bos_token_id)
+    mask = torch.cat([torch.ones_like(prompt), responses.attention_mask], 1)
     data = DataProto.from_dict(
-        tensors={"prompts": prompt, "responses": ids, "attention_mask": torch.cat([torch.ones_like(prompt), mask], 1)},
+        tensors={"prompts": prompt, "responses": responses.input_ids, "attention_mask": mask},
         non_tensors={
             "data_source": ["d"] * 3,
             "reward_model": [{"ground_truth": "1/2"}] * 3,
             "extra_info": [{"index": i} for i in range(3)],
         },
     )
-    rewards, extra = compute_reward(data, load_reward_manager(config, tokenizer, num_examine=0))
+    rewards, extra = compute_reward(data, load_reward_manager(OmegaConf.create(config), tokenizer, num_examine=0))
     assert rewards.sum(-1).tolist() == [1.0, 0.25, 0.0]
     assert dict(extra) == {"score": [1.0, 0.25, 0.0], "acc": [1.0, 0.0, 0.0], "format": [1.0, 1.0, 0.0]}

@@ -17,18 +17,13 @@ pytestmark = pytest.mark.slow  # each starts processes, or plans 256 ranks
 ROOT = Path(__file__).resolve().parents[2]
 VERL = load_pins().line("a3").repositories["verl"].version
 SCRIPTS = {name: ROOT / "scripts" / f"train_deepseekv3_256die_{name}.sh" for name in ("random_init", "true_weight")}
+SEQUENCE = "actor_rollout_ref.actor.megatron.sequence_parallel=false"
 NOT_HERE = {"model folder", "data"}  # checks of files that a plan does not need
 
 
 def dry_run(name, *arguments, cwd=None, env=None):
-    return subprocess.run(
-        ["bash", str(SCRIPTS[name]), "--dry-run", *arguments],
-        capture_output=True,
-        text=True,
-        cwd=cwd,
-        timeout=60,
-        env={**os.environ, **(env or {})},
-    )
+    command, env = ["bash", str(SCRIPTS[name]), "--dry-run", *arguments], {**os.environ, **(env or {})}
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=60, env=env)
 
 
 @pytest.fixture(scope="module")
@@ -60,14 +55,12 @@ def test_layouts_groups_and_ranks(plans, name):
 def test_patches_environment_and_commands(plans, name):
     plan = plans[name]
     on = {row["id"] for row in plan["patches"] if row["on"]}
-    assert {row_id for row_id in on if row_id.startswith("platform.")} == {  # no stand-in of a CPU
-        "platform.flash_attn",
-        "platform.flash_attn_bert_padding",
-    }
+    stand_ins = {"platform.flash_attn", "platform.flash_attn_bert_padding"}  # none of a CPU
+    assert {row_id for row_id in on if row_id.startswith("platform.")} == stand_ins
     variables = {v["name"]: v for v in plan["environment"]}
     assert variables["VLLM_ENABLE_FIX_ROUTE"]["value"] == {"random_init": "1", "true_weight": "0"}[name]
     assert variables["VERL_PATCHES"]["value"] == "line=a3,platform=npu"
-    assert {row["id"] for row in plan["patches"] if row["on"]} >= {"update.engine_start", "model.mindspeed_config"}
+    assert on >= {"update.engine_start", "model.mindspeed_config"}
     commands = [command["command"] for command in plan["commands"]]
     assert " ray start --head" in commands[0] and " ray start --address=" in commands[1]
     assert all(command.startswith("PYTHONPATH=") for command in commands[:3])
@@ -75,23 +68,13 @@ def test_patches_environment_and_commands(plans, name):
     assert not any("0.0.0.0" in command for command in commands)
 
 
-def test_it_starts_nothing_and_writes_nothing_and_overrides_pass_through(tmp_path, plans):
-    before = (ROOT / "outputs").exists()
-    done = dry_run(
-        "true_weight",
-        "recipe.run=never",
-        "recipe.patches=[-rollout.*]",
-        cwd=tmp_path,
-        env={"HOME": str(tmp_path), "TMPDIR": str(tmp_path)},
-    )
+def test_nothing_is_started_or_written_and_overrides_pass_through(tmp_path, plans):
+    before, folders = (ROOT / "outputs").exists(), dict.fromkeys(("HOME", "TMPDIR"), str(tmp_path))
+    overrides = ("recipe.run=never", "recipe.patches=[-rollout.*]")
+    done = dry_run("true_weight", *overrides, cwd=tmp_path, env=folders)
     assert done.returncode == 0, done.stderr
-    for word in (
-        "64 groups of 4: [0-3] [4-7] [8-11] ...",
-        "layers 54-60 (7)",
-        "HCCL_CONNECT_TIMEOUT",
-        "ray start",
-        "--config-name grpo_deepseekv3_256die_true_weight recipe.run=never",
-    ):
+    words = ("64 groups of 4: [0-3] [4-7] [8-11] ...", "layers 54-60 (7)", "HCCL_CONNECT_TIMEOUT", "ray start")
+    for word in (*words, "--config-name grpo_deepseekv3_256die_true_weight recipe.run=never"):
         assert word in done.stdout, done.stdout
     rows = [row["id"] for row in plans["true_weight"]["patches"] if row["on"] and row["id"].startswith("rollout.")]
     assert rows and not any(row in done.stdout for row in rows)
@@ -103,7 +86,7 @@ def test_it_starts_nothing_and_writes_nothing_and_overrides_pass_through(tmp_pat
     [
         ("recipe.train.layers_per_stage=[8,8,8,8,8,8,8,7]", 1, "adds up to 63, the model has 61"),
         (
-            "actor_rollout_ref.actor.megatron.sequence_parallel=false",
+            SEQUENCE,
             1,
             "engine arguments: actor.megatron.sequence_parallel is False: without it MindSpeed-LLM's MLA loses",
         ),
@@ -111,10 +94,9 @@ def test_it_starts_nothing_and_writes_nothing_and_overrides_pass_through(tmp_pat
         ("actor_rollout_ref.actor.entropy_coeff=0.01", 1, "entropy_coeff is 0.01, line a3 supports 0 only"),
     ],
 )
-def test_the_scripts_keep_the_exit_code_and_name_what_is_wrong(override, code, message):
+def test_the_scripts_keep_the_exit_code_and_name_the_fault(override, code, message):
     done = dry_run("true_weight", override)
-    assert done.returncode == code, done.stdout + done.stderr
-    assert message in done.stderr
+    assert done.returncode == code and message in done.stderr, done.stdout + done.stderr
 
 
 def test_switches_that_name_no_row_are_refused():
@@ -122,18 +104,18 @@ def test_switches_that_name_no_row_are_refused():
         train_command(["recipe.patches=[+no.such_row]"], "grpo_deepseekv3_256die_true_weight", dry_run=True)
 
 
-def test_the_configs_hold_the_published_run():
-    for name, balanced, forced in (("random_init", True, True), ("true_weight", False, False)):
-        config = compose(f"grpo_deepseekv3_256die_{name}")
-        actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
-        assert (config.data.train_batch_size, rollout.n, actor.ppo_mini_batch_size) == (512, 16, 512)
-        assert (config.data.max_prompt_length, config.data.max_response_length) == (1024, 3072)
-        assert (rollout.temperature, rollout.top_p, rollout.top_k) == (0.9, 0.9, 50)
-        assert (actor.optim.lr, actor.kl_loss_type, actor.kl_loss_coef) == (1e-6, "low_var_kl", 0.001)
-        assert (actor.ppo_micro_batch_size_per_gpu, rollout.gpu_memory_utilization) == (1, 0.8)
-        assert (config.recipe.rollout.balanced_routing, rollout.ignore_eos) == (balanced, forced)
-        assert config.recipe.train.balanced_routing is balanced and config.recipe.line == "a3"
-        assert actor.load_weight is not forced
+@pytest.mark.parametrize(("name", "random"), [("random_init", True), ("true_weight", False)])
+def test_the_configs_have_the_settings_of_the_published_run(name, random):
+    config = compose(f"grpo_deepseekv3_256die_{name}")
+    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+    assert (config.data.train_batch_size, rollout.n, actor.ppo_mini_batch_size) == (512, 16, 512)
+    assert (config.data.max_prompt_length, config.data.max_response_length) == (1024, 3072)
+    assert (rollout.temperature, rollout.top_p, rollout.top_k) == (0.9, 0.9, 50)
+    assert (actor.optim.lr, actor.kl_loss_type, actor.kl_loss_coef) == (1e-6, "low_var_kl", 0.001)
+    assert (actor.ppo_micro_batch_size_per_gpu, rollout.gpu_memory_utilization) == (1, 0.8)
+    balanced = (config.recipe.rollout.balanced_routing, config.recipe.train.balanced_routing)
+    assert (*balanced, rollout.ignore_eos, not actor.load_weight) == (random,) * 4
+    assert config.recipe.line == "a3"
 
 
 def test_another_verl_than_the_lines_is_a_note_as_a_start_would_refuse_it(plans):

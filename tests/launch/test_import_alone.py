@@ -1,14 +1,13 @@
-"""A configuration of verl alone gets the recipe that rows read, from the schema, the switches and what a user adds."""
+"""A configuration of verl alone gets a recipe from the schema, the switches and the user's own keys."""
 
+import contextlib
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
 
-from verl_patches.config.recipe import Recipe, recipe_keys
+from verl_patches.config.recipe import Recipe
 from verl_patches.errors import ConfigError
 from verl_patches.launch.import_alone import _record, fill_recipe
 from verl_patches.launch.ray_cluster import worker_settings
@@ -32,41 +31,35 @@ def config(of_rollout="bfloat16", **recipe):
     return found
 
 
-def test_without_a_recipe_rows_find_defaults_and_no_run_to_record():
-    filled = config()
-    fill_recipe(filled, CPU)
-    decided = {
-        "run": None,
-        "line": "pypi",
-        "platform": "cpu",
-        "patches": ["-memory.order"],
-        "drift": "warn",
-        "dtype": "bf16",
-    }
-    assert OmegaConf.to_container(filled.recipe) == {**OmegaConf.to_container(OmegaConf.structured(Recipe)), **decided}
-    assert filled.actor_rollout_ref.recipe == filled.recipe and len(filled.recipe) > len(decided)
-    assert all(
-        OmegaConf.select(filled, key) == item.default for key, item in recipe_keys() if key.startswith("recipe.train.")
-    )
+def filled(switches=CPU, **options):
+    result = config(**options)
+    fill_recipe(result, switches)
+    return result
 
 
-def test_the_dtype_is_the_rollouts_and_other_ones_are_refused():
-    filled = config("float32")
-    fill_recipe(filled, CPU)
-    assert filled.recipe.dtype == "fp32"
+def test_without_a_recipe_rows_read_defaults_and_no_run_is_recorded():
+    result = filled()
+    decided = {"run": None, "line": "pypi", "platform": "cpu", "patches": ["-memory.order"], "drift": "warn"}
+    decided["dtype"] = "bf16"
+    assert OmegaConf.to_container(result.recipe) == {**OmegaConf.to_container(OmegaConf.structured(Recipe)), **decided}
+    assert result.actor_rollout_ref.recipe == result.recipe
+
+
+def test_the_users_keys_and_the_rollouts_dtype_replace_the_defaults():
+    recipe = filled(of_rollout="float32", run="named", logprob_check={"action": "report"}).recipe
+    assert (recipe.dtype, recipe.run, recipe.logprob_check.action) == ("fp32", "named", "report")
+    assert recipe.logprob_check.max_mean_bf16 == Recipe().logprob_check.max_mean_bf16
     with pytest.raises(ConfigError, match="float16"):
-        fill_recipe(config("float16"), CPU)
+        filled(of_rollout="float16")
 
 
-def test_what_a_user_adds_goes_over_the_defaults():
-    filled = config(run="mine", logprob_check={"action": "report"})
-    fill_recipe(filled, CPU)
-    assert filled.recipe.run == "mine" and filled.recipe.logprob_check.action == "report"
-    assert filled.recipe.logprob_check.max_mean_bf16 == Recipe().logprob_check.max_mean_bf16
+# keys that only the launcher acts on
+LAUNCHER = {"hccl.base_port": {"base_port": 62000}, "timeouts": {"wall_s": 5}, "ray_address": "auto", "ray_port": 6379}
+LAUNCHER |= {"worker_process_setup_hook": "a.b", "model_shape": "x"}
 
 
 @pytest.mark.parametrize(
-    ("recipe", "said"),
+    ("recipe", "words"),
     [
         ({"line": "a3"}, ["recipe.line is 'a3'", "VERL_PATCHES"]),
         ({"dtype": "fp32"}, ["recipe.dtype", "rollout.dtype"]),
@@ -78,40 +71,33 @@ def test_what_a_user_adds_goes_over_the_defaults():
         ({"train": {"skip_old_log_prob": True}}, ["ppo_mini_batch_size is 256 and data.train_batch_size 1024"]),
         ({"rollout_correction": {"rollout_is": "word"}}, ["recipe.rollout_correction.rollout_is is 'word'"]),
         *(
-            ({key: value}, [f"recipe.{name} is given", "only the launcher"])
-            for key, value, name in (
-                ("hccl", {"base_port": 62000}, "hccl.base_port"),
-                ("timeouts", {"wall_s": 5}, "timeouts"),
-                ("ray_address", "auto", "ray_address"),
-                ("ray_port", 6379, "ray_port"),
-                ("worker_process_setup_hook", "a.b", "worker_process_setup_hook"),
-                ("model_shape", "x", "model_shape"),
-            )
+            ({key.split(".")[0]: value}, [f"recipe.{key} is given", "only the launcher"])
+            for key, value in LAUNCHER.items()
         ),
     ],
 )
-def test_what_cannot_be_is_refused_by_name(recipe, said):
+def test_contradictions_and_unknown_keys_are_refused_by_name(recipe, words):
     with pytest.raises(ConfigError) as refused:
-        fill_recipe(config(**recipe), CPU)
-    assert all(word in str(refused.value) for word in said), refused.value
+        filled(**recipe)
+    assert all(word in str(refused.value) for word in words), refused.value
 
 
-def test_what_the_launcher_refuses_of_a_layout_is_refused_too():
+def test_faults_of_layout_and_model_are_refused_as_by_the_launcher():
     """tp 2 with whole experts on both ranks; the other entries of the model's config.json are read for on_policy."""
     split = config()
     split.actor_rollout_ref.actor.megatron.tensor_model_parallel_size = 2
     split.actor_rollout_ref.actor.megatron.expert_tensor_parallel_size = 1
     with pytest.raises(ConfigError, match="expert outputs of different tokens"):
         fill_recipe(split, CPU)
+    dropout = config(train={"skip_old_log_prob": True})
+    OmegaConf.set_struct(dropout, False)
+    dropout.actor_rollout_ref.model.override_config.model_config = {"attention_dropout": 0.1}
     with pytest.raises(ConfigError, match="attention_dropout"):
-        dropout = config(train={"skip_old_log_prob": True})
-        OmegaConf.set_struct(dropout, False)
-        dropout.actor_rollout_ref.model.override_config.model_config = {"attention_dropout": 0.1}
         fill_recipe(dropout, CPU)
 
 
 @pytest.mark.parametrize(
-    ("device", "route", "balanced", "said"),
+    ("device", "route", "balanced", "message"),
     [
         ("cuda", "0", False, "trainer.device is cuda; expected npu"),
         ("npu", None, False, "FIX_ROUTE is None"),
@@ -121,17 +107,14 @@ def test_what_the_launcher_refuses_of_a_layout_is_refused_too():
         ("npu", "1", True, None),
     ],
 )
-def test_on_npu_the_device_and_the_fixed_route_must_agree(monkeypatch, device, route, balanced, said):
+def test_on_npu_the_device_and_the_fixed_route_must_match(monkeypatch, device, route, balanced, message):
     monkeypatch.delenv("VLLM_ENABLE_FIX_ROUTE", raising=False)
     if route is not None:
         monkeypatch.setenv("VLLM_ENABLE_FIX_ROUTE", route)
     found = config(rollout={"balanced_routing": balanced})
     found.trainer.device = device
-    if said is None:
+    with pytest.raises(ConfigError, match=message) if message else contextlib.nullcontext():
         fill_recipe(found, NPU)
-    else:
-        with pytest.raises(ConfigError, match=said):
-            fill_recipe(found, NPU)
 
 
 def test_the_folder_of_the_record_is_named_in_full(monkeypatch, tmp_path):
@@ -145,19 +128,17 @@ def test_the_folder_of_the_record_is_named_in_full(monkeypatch, tmp_path):
     ("switches", "engine", "network"),
     [(NPU, True, {"nodes": 16, "interface": "eth1"}), (parse("line=a3,platform=cpu"), True, None), (CPU, False, None)],
 )
-def test_workers_are_sent_what_the_launcher_would_send(monkeypatch, switches, engine, network):
+def test_workers_are_sent_the_same_settings_as_by_the_launcher(monkeypatch, switches, engine, network):
     monkeypatch.setenv("VLLM_ENABLE_FIX_ROUTE", "0")
     found = config(**({"hccl": {"interface": "eth1"}} if network else {}))
     found.trainer.nnodes, found.trainer.device = 16, "npu" if network else "cuda"
     fill_recipe(found, switches)
-    sent = worker_settings(found)
-    section = sent["engine"]
-    assert sent["network"] == network and (section is not None) is engine
-    assert not engine or section == OmegaConf.to_container(found.actor_rollout_ref)
+    section = OmegaConf.to_container(found.actor_rollout_ref) if engine else None
+    assert worker_settings(found) == {"engine": section, "network": network}
 
 
 @pytest.mark.slow
-def test_edited_sources_are_refused_or_recorded(monkeypatch, tmp_path):
+def test_edited_sources_are_refused_or_recorded(run_python, tmp_path):
     """verl as the path has it, with one edit; the trainer keeps what differs for the summary (trainer/run.py)."""
     for folder in (installed_root("verl") / "verl", *installed_root("verl").glob("verl-*.dist-info")):
         shutil.copytree(folder, tmp_path / folder.name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -180,14 +161,7 @@ for drift in ("warn", "strict"):
     except ValueError as error:
         print(type(error).__name__, "torch_dtypes.py (modified)" in str(error))
 """
-    here = Path(__file__).resolve().parent
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={"PYTHONPATH": f"{tmp_path}:{here}:{here.parents[1]}", "PATH": "/usr/bin:/bin"},
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.splitlines()[-2:] == ["{'verl': ['verl/utils/torch_dtypes.py (modified)']}", "ConfigError True"]
-    assert "started without its launcher" in done.stderr and "dirty: verl" in done.stderr
+    path = f"{tmp_path}:{Path(__file__).resolve().parent}"
+    done = run_python(code, env={"PYTHONPATH": path}, timeout_s=300).check()
+    assert done.out.splitlines()[-2:] == ["{'verl': ['verl/utils/torch_dtypes.py (modified)']}", "ConfigError True"]
+    assert "started without its launcher" in done.err and "dirty: verl" in done.err

@@ -31,7 +31,7 @@ def test_the_256_die_run_fits_in_the_order_that_it_follows_and_not_in_verls():
     assert columns[1:3] == ("ours, addresses kept by vLLM", "verl 54c9b736") and "; ours: the same bytes" in title
 
 
-def test_what_is_switched_back_is_told_as_what_the_run_follows():
+def test_the_followed_order_depends_on_the_rows_that_are_on():
     assert plan(BIG, rows=())["followed"] == "verl 54c9b736"
     back = plan(BIG, rows=("reshard.direct", "memory.sleep_mode"))
     assert back["followed"] == "verl 54c9b736, rollout weights not copied" == back["orders"][2]["order"]
@@ -41,17 +41,19 @@ def test_what_is_switched_back_is_told_as_what_the_run_follows():
     rows = (*ON, "memory.sleep_mode")
     own = plan(BIG, "actor_rollout_ref.rollout.enforce_eager=true", rows=rows)
     assert own["followed"] == "ours" and len(own["orders"]) == 2
-    assert plan(BIG, rows=rows)["followed"] == "ours, addresses kept by vLLM"
     kept = plan(BIG, "recipe.weight_sync.enabled=false", rows=rows)
     assert kept["followed"] == "ours, with vLLM's sleep mode"  # weights that no sync brings again are copied
 
 
-def test_what_the_configuration_leaves_on_the_device_is_there_in_every_phase():
-    offload = "actor_rollout_ref.actor.megatron.param_offload=false"
-    kept = {p["phase"]: p["bytes"] for p in plan(BIG, offload)["orders"][0]["phases"]}
-    assert all(bytes_.get("grads", 0) > 13e9 for bytes_ in kept.values())
-    gone = {p["phase"]: p["bytes"] for p in plan(BIG)["orders"][0]["phases"]}
-    assert "grads" not in gone["rollout"]
+def bytes_of(group, *overrides, **options):
+    """{phase: bytes of a memory group} in our order."""
+    return {p["phase"]: p["bytes"].get(group) for p in plan(BIG, *overrides, **options)["orders"][0]["phases"]}
+
+
+def test_params_that_are_not_offloaded_keep_their_grads_on_the_device_in_every_phase():
+    resident = bytes_of("grads", "actor_rollout_ref.actor.megatron.param_offload=false")
+    assert all((size or 0) > 13e9 for size in resident.values())
+    assert bytes_of("grads")["rollout"] is None
 
 
 @pytest.mark.parametrize(
@@ -64,27 +66,19 @@ def test_what_the_configuration_leaves_on_the_device_is_there_in_every_phase():
     ],
 )
 def test_keys_of_the_configuration_reach_the_bytes(override, group):
-    def bytes_of(found):
-        return [p["bytes"].get(group) for p in found["orders"][0]["phases"]]
-
-    assert bytes_of(plan(BIG, override)) != bytes_of(plan(BIG))
+    assert bytes_of(group, override) != bytes_of(group)
 
 
-def test_what_stages_keep_for_each_other_at_most():
+def test_most_bytes_of_the_tensor_cache():
     """512 prompts of 16 samples over 8 replicas: ids of 1024 + 3072, log-probs of 3072 twice, or three times."""
 
-    def kept(*overrides, skip=True):
-        found = plan(BIG, "recipe.tensor_cache.enabled=true", *overrides, skip=skip)["orders"][0]["phases"]
-        return next(p["bytes"]["tensor_cache"] for p in found if p["phase"] == "ref")
+    def cached(*overrides, skip=True):
+        return bytes_of("tensor_cache", "recipe.tensor_cache.enabled=true", *overrides, skip=skip)
 
-    assert kept() == 512 * 16 // 8 * 4 * (1024 + 3072 * 3)
-    assert kept(skip=False) == 512 * 16 // 8 * 4 * (1024 + 3072 * 4)
-    assert kept("data.max_response_length=1024", "actor_rollout_ref.actor.use_kl_loss=false") == 1024 * 4 * 1024 * 3
-
-
-def test_a_pass_that_is_left_out_is_no_phase():
-    found = plan(BIG, skip=True)
-    assert all("old_log_prob" not in [p["phase"] for p in schedule["phases"]] for schedule in found["orders"])
+    assert cached()["ref"] == 512 * 16 // 8 * 4 * (1024 + 3072 * 3) and "old_log_prob" not in cached()
+    assert cached(skip=False)["ref"] == 512 * 16 // 8 * 4 * (1024 + 3072 * 4)
+    short = cached("data.max_response_length=1024", "actor_rollout_ref.actor.use_kl_loss=false")
+    assert short["ref"] == 1024 * 4 * 1024 * 3
 
 
 def test_a_cpu_has_no_die_to_compare_with():

@@ -1,4 +1,4 @@
-"""The helper process: start, end, and what happens when it is lost or cannot start."""
+"""The helper process that compares answers: start, end, and what happens when it is lost or cannot start."""
 
 import os
 import signal
@@ -10,7 +10,7 @@ import pytest
 from verl_patches.errors import ConfigError
 from verl_patches.rewards.answer_checker import AnswerChecker
 
-pytestmark = pytest.mark.slow  # each starts processes, or plans 256 ranks
+pytestmark = pytest.mark.slow  # each starts processes
 
 
 @pytest.fixture
@@ -20,40 +20,42 @@ def checker():
     checker.close()
 
 
+def wait_until_gone(pid):
+    deadline = time.monotonic() + 10
+    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline, f"process {pid} still runs"
+        time.sleep(0.02)
+
+
 def test_a_lost_helper_is_replaced_and_close_ends_the_new_one(checker):
     assert checker.equivalent("1/2", "0.5")
     first = checker.pid
-    assert checker.equivalent("1/2", "0.50")
-    assert checker.pid == first
+    assert checker.equivalent("1/2", "0.50") and checker.pid == first
     os.kill(first, signal.SIGKILL)
-    while psutil.pid_exists(first) and psutil.Process(first).status() != psutil.STATUS_ZOMBIE:
-        time.sleep(0.01)
-    assert checker.equivalent("1/2", "2/4")
-    assert checker.pid != first
+    wait_until_gone(first)
+    assert checker.equivalent("1/2", "2/4") and checker.pid != first
     helper = psutil.Process(checker.pid)
     assert helper.rlimit(psutil.RLIMIT_AS)[0] < 4 << 30
     checker.close()
-    assert checker.pid is None
-    assert not helper.is_running()
+    assert checker.pid is None and not helper.is_running()
 
 
-def test_a_helper_that_dies_at_work_is_replaced_once(checker, monkeypatch, caplog):
-    deaths = []
+def test_a_helper_that_ends_during_a_comparison_is_replaced_once(checker, monkeypatch, caplog):
+    ended = []
 
-    def request_of_dying_helper(process, request, alive=AnswerChecker._request):
-        if len(deaths) < limit:
-            deaths.append(process.pid)
+    def request_of_ending_helper(process, request, original=AnswerChecker._request):
+        if len(ended) < limit:
+            ended.append(process.pid)
             process.kill()
             process.wait()
-        return alive(process, request)
+        return original(process, request)
 
-    monkeypatch.setattr(AnswerChecker, "_request", staticmethod(request_of_dying_helper))
+    monkeypatch.setattr(AnswerChecker, "_request", staticmethod(request_of_ending_helper))
     limit = 1
     assert checker.equivalent("1/2", "0.5")
     limit = 3
     assert not checker.equivalent("1/2", "0.5")
-    assert "ended twice (last: -9)" in caplog.text
-    assert len(set(deaths)) == 3
+    assert "ended twice (last: -9)" in caplog.text and len(set(ended)) == 3
 
 
 def test_time_limits_do_not_depend_on_the_callers_signals(checker):
@@ -66,38 +68,27 @@ def test_time_limits_do_not_depend_on_the_callers_signals(checker):
         signal.signal(signal.SIGPROF, before)
 
 
-@pytest.mark.parametrize(
-    "ending",
-    [
-        pytest.param("pass", marks=pytest.mark.slow),
-        pytest.param("os.kill(os.getpid(), 9)", marks=pytest.mark.slow),
-        "os._exit(0)",
-    ],
-)
+@pytest.mark.parametrize("ending", ["pass", "os.kill(os.getpid(), 9)", "os._exit(0)"])
 def test_the_helper_ends_with_the_process_that_started_it(run_python, ending):
     code = (
         "import os\nfrom verl_patches.rewards.answer_checker import AnswerChecker\nchecker = AnswerChecker()\n"
         f"assert checker.equivalent('1', '2/2')\nprint(checker.pid, flush=True)\n{ending}\n"
     )
-    helper = int(run_python(code).out)
-    deadline = time.monotonic() + 10
-    while psutil.pid_exists(helper) and psutil.Process(helper).status() != psutil.STATUS_ZOMBIE:
-        assert time.monotonic() < deadline, f"helper {helper} still runs"
-        time.sleep(0.05)
+    wait_until_gone(int(run_python(code).out))
 
 
-def test_a_fork_gets_a_helper_of_its_own(run_python):
+def test_a_process_has_one_helper_and_its_fork_another(run_python):
     code = """
 import os
 from verl_patches.rewards.answer_checker import shared_answer_checker
 assert shared_answer_checker().equivalent("1", "2/2")
-mine = shared_answer_checker().pid
+first = shared_answer_checker().pid
 child = os.fork()
 if child == 0:
-    good = shared_answer_checker().equivalent("1", "3/3") and shared_answer_checker().pid != mine
+    good = shared_answer_checker().equivalent("1", "3/3") and shared_answer_checker().pid != first
     os._exit(0 if good else 1)
 assert os.waitpid(child, 0)[1] == 0
-assert shared_answer_checker().equivalent("1", "4/4") and shared_answer_checker().pid == mine
+assert shared_answer_checker().equivalent("1", "4/4") and shared_answer_checker().pid == first
 """
     run_python(code).check()
 

@@ -16,13 +16,10 @@ MAX_README_LINES = 200
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 CODE = re.compile(r"`([^`\n]+)`")
-# what these scripts hand all their arguments to
-SCRIPTS = {
-    "smoke": ["smoke"],
-    "fetch_upstream": ["fetch-upstream"],
-    "train_deepseekv3_256die_random_init": ["train", "--config-name", "x"],
-    "train_deepseekv3_256die_true_weight": ["train", "--config-name", "x"],
-}
+# subcommands to which these scripts pass all their arguments
+SCRIPTS = {"smoke": ["smoke"], "fetch_upstream": ["fetch-upstream"]}
+for run in ("random_init", "true_weight"):
+    SCRIPTS[f"train_deepseekv3_256die_{run}"] = ["train", "--config-name", "x"]
 
 
 def anchors(text):
@@ -63,6 +60,7 @@ def commands(text):
 
 def fault(words):
     """What is wrong with one command: a script, subcommand or option that does not exist; None if nothing."""
+    arguments = words[3:]
     if words[0] == "bash" or words[1] != "-m":
         file = ROOT / words[1]
         if not file.is_file():
@@ -71,23 +69,18 @@ def fault(words):
             given = [word for word in words[2:] if word.startswith("--")]
             return next((f"{words[1]} has no {option}" for option in given if option not in file.read_text()), None)
         arguments = SCRIPTS[file.stem] + words[2:]
-    else:
-        arguments = words[3:]
     if not arguments or arguments[0].startswith("-"):
         return None
-    group = typer.main.get_command(app)
-    command = group.commands.get(arguments[0])
+    command = typer.main.get_command(app).commands.get(arguments[0])
     if command is None:
         return f"no subcommand {arguments[0]}"
     known = {option for parameter in command.params for option in parameter.opts} | {"--help"}
     wrong = [word for word in arguments[1:] if word.startswith("--") and word.partition("=")[0] not in known]
-    return f"{arguments[0]} has no option {wrong[0]}" if wrong else _override_fault(arguments)
-
-
-def _override_fault(arguments):
-    known = {key for key, _ in recipe_keys()}
-    keys = [word.lstrip("+").partition("=")[0] for word in arguments if "=" in word and not word.startswith("--")]
-    return next((f"no key {key}" for key in keys if key.startswith("recipe.") and key not in known), None)
+    if wrong:
+        return f"{arguments[0]} has no option {wrong[0]}"
+    keys = {word.lstrip("+").partition("=")[0] for word in arguments if "=" in word}
+    unknown = {key for key in keys if key.startswith("recipe.")} - {key for key, _ in recipe_keys()}
+    return f"no key {unknown.pop()}" if unknown else None
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -97,13 +90,10 @@ def test_links_and_commands_of_a_page_exist(page):
     assert [found for words in commands(text) if (found := fault(words))] == []
 
 
-def test_pages_have_links_and_commands():
+def test_pages_have_links_and_commands_and_the_readmes_are_short():
     texts = [page.read_text() for page in PAGES]
     assert sum(len(LINK.findall(text)) for text in texts) > 100
     assert len({words[3] for text in texts for words in commands(text) if words[1:2] == ["-m"] and words[3:]}) > 8
-
-
-def test_readme_is_short():
     for name in ("README.md", "README_zh.md"):
         assert len((ROOT / name).read_text().splitlines()) <= MAX_README_LINES
 

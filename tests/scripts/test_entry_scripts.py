@@ -1,7 +1,8 @@
-"""test.sh, smoke.sh and .ci/run only set up, then hand over: arguments unchanged, exit code kept, no standard input."""
+"""The scripts set up or find a Python, then pass on: arguments unchanged, exit code kept, no standard input."""
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 from pathlib import Path
@@ -12,68 +13,62 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted([*ROOT.glob("scripts/*.sh"), ROOT / ".ci" / "run"])
 
 
+def write_program(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+
+
 @pytest.fixture
 def clone(tmp_path):
-    """The scripts in a folder of their own, where set-up and Python only write down how they were called."""
-    for script in SCRIPTS:
-        target = tmp_path / "re po" / script.relative_to(ROOT)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(script, target)
+    """The scripts in a folder of their own, where set-up and Python only print how they were called."""
     root = tmp_path / "re po"
+    for script in SCRIPTS:
+        (root / script.relative_to(ROOT)).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(script, root / script.relative_to(ROOT))
+    shutil.copy(root / "scripts/fetch_upstream.sh", root / "scripts/real_fetch.sh")
     (root / "scripts" / "setup.sh").write_text('printf "setup %s\\n" "$*"; [ ! -e broken ]\n')
     (root / "scripts" / "fetch_upstream.sh").write_text('printf "<%s>" fetch "$@"; [ ! -e unfetched ]\n')
     for venv in (".venv", "other"):
-        python = root / venv / "bin" / "python"
-        python.parent.mkdir(parents=True)
-        python.write_text('#!/bin/sh\nprintf "<%s>" "$0" "$@"; cat; exit 7\n')
-        python.chmod(0o755)
+        program = '[ "$1" != -c ] || exit 0; printf "<%s>" "$0" "$@" "path=$PYTHONPATH"; cat; exit 7'
+        write_program(root / venv / "bin" / "python", program)
     return root
 
 
-def call(root: Path, script: str, *args: str, cwd: Path | None = None) -> tuple[int, str]:
+def call(root: Path, script: str, *args: str, cwd: Path | None = None, **env: str) -> tuple[int, str]:
+    command = ["bash", str(root / script), *args]
+    env = {**os.environ, "CI": "true", **env}
     done = subprocess.run(
-        ["bash", str(root / script), *args],
-        cwd=cwd or root,
-        env={**os.environ, "CI": "true"},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=60,
+        command, cwd=cwd or root, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60
     )
     return done.returncode, done.stdout + done.stderr
 
 
-def test_test_sh_keeps_arguments_and_exit_code(clone):
-    code, out = call(clone, "scripts/test.sh", "-m", "not slow", "--full", "tests/x y")
-    assert code == 7
-    assert "<--no-loadscope-reorder><-m><not slow><--full><tests/x y>" in out
+FETCH = "<-m><verl_patches><fetch-upstream><--mirror><a b><--json><path={root}"
 
 
-def test_test_sh_takes_folders_relative_to_where_it_is_called(clone):
-    code, out = call(clone, "scripts/test.sh", "--upstream", "up", "--venv", "../other", cwd=clone / "scripts")
-    assert code == 7
-    assert f"<--upstream={clone}/scripts/up>" in out
-    assert f"<{clone}/scripts/../other/bin/python>" in out
+@pytest.mark.parametrize(
+    ("script", "arguments", "words"),
+    [
+        ("scripts/test.sh", "-m 'not slow' 'tests/x y'", "<--no-loadscope-reorder><-m><not slow><tests/x y>"),
+        ("scripts/test.sh", "--upstream up", "<--upstream={root}/scripts/up>"),
+        ("scripts/test.sh", "--venv ../other", "<{root}/scripts/../other/bin/python>"),
+        ("scripts/smoke.sh", "--steps 3 \"trainer.x='a b'\"", "<verl_patches><smoke><--steps><3><trainer.x='a b'>"),
+        ("scripts/real_fetch.sh", "--mirror 'a b' --json", FETCH),
+        (".ci/run", "", "<--no-loadscope-reorder><--full>"),
+        (".ci/run", "", "mirrors.tar"),
+    ],
+)
+def test_arguments_and_exit_code_are_passed_on(clone, script, arguments, words):
+    code, out = call(clone, script, *shlex.split(arguments), cwd=clone / "scripts")
+    assert code == 7 and words.format(root=clone) in out and "<fetch>" not in out, out
 
 
 @pytest.mark.parametrize("script", ["scripts/test.sh", "scripts/smoke.sh", ".ci/run"])
-def test_a_failed_set_up_ends_there(clone, script):
+def test_a_failed_set_up_ends_the_script(clone, script):
     (clone / "broken").touch()
     code, out = call(clone, script)
-    assert code == 1
-    assert "<-m>" not in out
-
-
-def test_smoke_sh_hands_its_arguments_to_the_command_line(clone):
-    code, out = call(clone, "scripts/smoke.sh", "--steps", "3", "trainer.x='a b'")
-    assert code == 7
-    assert "<-m><verl_patches><smoke><--steps><3><trainer.x='a b'>" in out
-
-
-def test_ci_runs_everything_and_says_what_it_goes_without(clone):
-    code, out = call(clone, ".ci/run", cwd=Path("/"))
-    assert code == 7
-    assert "<--no-loadscope-reorder><--full>" in out and "mirrors.tar" in out and "<fetch>" not in out
+    assert code == 1 and "<-m>" not in out
 
 
 def test_ci_tests_the_line_whose_sources_are_there(clone):
@@ -94,14 +89,29 @@ def test_ci_tests_the_line_whose_sources_are_there(clone):
 def test_help_and_missing_values(clone):
     assert "--upstream DIR" in call(clone, "scripts/test.sh", "--help")[1]
     code, out = call(clone, "scripts/test.sh", "--upstream")
-    assert code == 2
-    assert "needs a folder" in out
+    assert code == 2 and "needs a folder" in out
+
+
+@pytest.mark.parametrize(
+    ("has_modules", "code", "words"), [(0, 7, "<fetch-upstream>"), (1, 2, "pip install -r {root}/requirements.txt")]
+)
+def test_fetching_without_an_environment_takes_a_python3_that_has_the_modules(clone, has_modules, code, words):
+    shutil.rmtree(clone / ".venv")
+    write_program(clone / "bin/python3", f'[ "$1" != -c ] || exit {has_modules}; printf "<%s>" "$@"; exit 7')
+    path = f"{clone / 'bin'}:{os.environ['PATH']}"
+    found, out = call(clone, "scripts/real_fetch.sh", PATH=path)
+    assert found == code and words.format(root=clone) in out
+
+
+def test_wrong_use_of_fetching_is_refused_with_exit_2_and_its_clones_are_ignored_by_git(tmp_path):
+    code, out = call(ROOT, "scripts/fetch_upstream.sh", "--line", "b7", "--dest", str(tmp_path / "dest"))
+    assert code == 2 and "--line b7: expected one of pypi, a3" in out and not (tmp_path / "dest").exists()
+    ignored = ["git", "-C", str(ROOT), "check-ignore", "upstream/verl/setup.py"]
+    assert subprocess.run(ignored, capture_output=True).returncode == 0
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda p: p.name)
 def test_scripts_are_bash_that_stops_at_errors(script):
     text = script.read_text()
-    assert text.startswith("#!/usr/bin/env bash\n")
-    assert "set -euo pipefail" in text
-    assert os.access(script, os.X_OK)
+    assert text.startswith("#!/usr/bin/env bash\n") and "set -euo pipefail" in text and os.access(script, os.X_OK)
     assert subprocess.run(["bash", "-n", str(script)], capture_output=True).returncode == 0

@@ -23,15 +23,8 @@ from verl_patches.upstream.installed import VERL_CONFIG, verl_config_dir
 
 CONFIGS_DIR = Path(__file__).resolve().parents[2] / "configs"
 SCHEMA = "recipe_schema"
-
-# verl reads these with .get() although its own config file does not list them; any other new key would be ignored
-_READ_BUT_UNLISTED = {
-    "actor_rollout_ref.recipe": "ours: the recipe section where verl's workers see it",
-    "data.dataloader_num_workers": "verl/trainer/ppo/ray_trainer.py: config.data.get('dataloader_num_workers', 8)",
-    "data.seed": "verl/trainer/main_ppo.py: data_config.get('seed', 1)",
-    "actor_rollout_ref.rollout.seed": "verl/workers/rollout/vllm_rollout/vllm_rollout_spmd.py: config.get('seed', 0)",
-}
-_OPEN_SECTIONS = (  # handed on whole to Megatron, vLLM or transformers
+_FREE_SECTIONS = (
+    # passed unchanged to Megatron, vLLM or transformers
     "recipe",
     "actor_rollout_ref.recipe",
     "actor_rollout_ref.actor.megatron.override_transformer_config",
@@ -39,6 +32,10 @@ _OPEN_SECTIONS = (  # handed on whole to Megatron, vLLM or transformers
     "critic.megatron.override_transformer_config",
     "actor_rollout_ref.rollout.engine_kwargs",
     "actor_rollout_ref.model.override_config",
+    # verl reads these with .get(), although its own config file does not list them
+    "data.dataloader_num_workers",  # verl/trainer/ppo/ray_trainer.py
+    "data.seed",  # verl/trainer/main_ppo.py
+    "actor_rollout_ref.rollout.seed",  # verl/workers/rollout/vllm_rollout/vllm_rollout_spmd.py
 )
 
 
@@ -55,7 +52,8 @@ def compose(config_name: str, overrides: Sequence[str] = (), *, verl_path: Path 
     from hydra.errors import HydraException
 
     name = config_name.removesuffix(".yaml")
-    runs = [path.stem for path in sorted(CONFIGS_DIR.glob("*.yaml")) if _is_run(path)]
+    texts = {path.stem: path.read_text() for path in sorted(CONFIGS_DIR.glob("*.yaml"))}
+    runs = [stem for stem, text in texts.items() if "\ndefaults:" in f"\n{text}"]  # the pin file has no defaults list
     if name not in runs:
         raise ConfigError(
             f"--config-name {config_name}: no config of a run in {CONFIGS_DIR} has this name; there is: "
@@ -80,11 +78,6 @@ def compose(config_name: str, overrides: Sequence[str] = (), *, verl_path: Path 
     return config
 
 
-def _is_run(path: Path) -> bool:
-    """Hydra's configs have a defaults list; the pin file beside them has none."""
-    return any(line.startswith("defaults:") for line in path.read_text().splitlines())
-
-
 @functools.cache
 def _load(path: Path) -> DictConfig:
     return OmegaConf.load(path)
@@ -96,40 +89,33 @@ def _vllm_dtype(dtype: str) -> str:
     return VLLM_DTYPES[dtype]
 
 
-def _explain(error: Exception, name: str, base: DictConfig) -> str:
+def _explain(error: BaseException, name: str, base: DictConfig) -> str:
     """Hydra's error as one sentence that says what to change."""
-    texts = [str(e).strip() for e in _chain(error) if str(e).strip()]
-    config_error = next((e for e in _chain(error) if isinstance(e, ConfigError)), None)
-    if config_error:
-        return str(config_error)
+    texts, cause = [], error
+    while cause is not None:
+        if isinstance(cause, ConfigError):
+            return str(cause)
+        texts += [str(cause).strip()] if str(cause).strip() else []
+        cause = cause.__cause__ or cause.__context__
     override = re.search(r"Could not override '([^']+)'", texts[0])
     missing = re.search(r"Key '([^']+)' (?:is )?not in '?\w+'?\s+full_key: (\S+)", "\n".join(texts))
-    known = dict(recipe_keys()) | dict.fromkeys(_keys(base))
     if override or (missing and missing[2].startswith("recipe")):
         key = override[1] if override else missing[2]
-        listed = " If verl reads it although its config file does not list it, write +" + key + "=..."
-        tail = "" if key.startswith("recipe") else listed
-        return f"{unknown_key(key, known)}{tail}"
+        text = unknown_key(key, dict(recipe_keys()) | dict.fromkeys(_keys(base)))
+        listed = f" If verl reads it although its config file does not list it, write +{key}=..."
+        return text if key.startswith("recipe") else text + listed
     lines = list(dict.fromkeys(text.splitlines()[0] for text in texts))
     return f"config {name}: {'; '.join(lines[:2])}"
 
 
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
-
-
 def _check_verl_keys(config: DictConfig, base: DictConfig, name: str, overrides: Sequence[str]) -> None:
-    """Refuse a key that a file of ours adds to verl's sections: nothing would read it. +key=value is a user's word."""
+    """Refuse a key that a file of ours adds to verl's sections, as nothing would read it; +key=value is allowed."""
     known = dict.fromkeys(_keys(base))
-    added = {o.lstrip("+").partition("=")[0] for o in overrides if o.startswith("+")}
+    free = [*_FREE_SECTIONS, *(o.lstrip("+").partition("=")[0] for o in overrides if o.startswith("+"))]
     faults = []
     for key in _keys(config):
-        is_open = any(key == section or key.startswith(section + ".") for section in _OPEN_SECTIONS)
-        is_added = any(key == a or key.startswith(a + ".") for a in added)
-        is_known = key in known or key in _READ_BUT_UNLISTED or any(k.startswith(key + ".") for k in known)
-        if not (is_open or is_added or is_known):
+        is_free = any(f"{key}.".startswith(f"{section}.") for section in free)
+        if not is_free and key not in known and not any(other.startswith(f"{key}.") for other in known):
             faults.append(unknown_key(key, known))
     if faults:
         raise ConfigError(f"config {name}: verl's own config does not have\n  " + "\n  ".join(faults))

@@ -6,11 +6,10 @@ not listed there is a KeyError.
 
 from __future__ import annotations
 
-import functools
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from omegaconf import DictConfig
@@ -54,105 +53,85 @@ def derive(config: DictConfig, temp_dir: str | None = None, trees: Trees | None 
     temp_dir: the run's folder for sockets and scratch files; None if it does not exist yet.
     trees: upstream trees that are imported before installed packages.
     """
-    recipe = config.recipe
-    switches = switches_of(config)
-    shared = [
-        Variable(VARIABLE, switches.text(), "line, platform and rows of the patch catalogue"),
-        Variable("CUDA_DEVICE_MAX_CONNECTIONS", "1", "sequence parallel needs kernels launched in order"),
-        Variable("TOKENIZERS_PARALLELISM", "false", "no thread pools in processes that fork"),
-        Variable("VERL_LOGGING_LEVEL", "WARN", "INFO prints one line for each rank"),
-        Variable("VLLM_LOGGING_LEVEL", "WARNING", "one engine for each rank: INFO lines hide the step table"),
-        Variable("TENSORBOARD_DIR", str(run_dir(config) / "tensorboard"), "events in the run's folder"),
-        Variable("RAY_USAGE_STATS_ENABLED", "0", "nothing leaves the machine"),
-        Variable("VLLM_NO_USAGE_STATS", "1", "nothing leaves the machine; no reporting process"),
-    ]
-    by_platform = {"cpu": _cpu, "npu": _npu}.get(recipe.platform)
-    found = shared + (by_platform(config) if by_platform else []) + _launch(config, temp_dir, trees or Trees())
-    pins = load_pins()
-    return [replace(variable, read_by=pins.read_by(variable.name, recipe.line)) for variable in found]
+    found = {
+        VARIABLE: (switches_of(config).text(), "line, platform and rows of the patch catalogue"),
+        "CUDA_DEVICE_MAX_CONNECTIONS": ("1", "sequence parallel needs kernels launched in order"),
+        "TOKENIZERS_PARALLELISM": ("false", "no thread pools in processes that fork"),
+        "VERL_LOGGING_LEVEL": ("WARN", "INFO prints one line for each rank"),
+        "VLLM_LOGGING_LEVEL": ("WARNING", "one engine for each rank: INFO lines hide the step table"),
+        "TENSORBOARD_DIR": (str(run_dir(config) / "tensorboard"), "events in the run's folder"),
+        "RAY_USAGE_STATS_ENABLED": ("0", "nothing leaves the machine"),
+        "VLLM_NO_USAGE_STATS": ("1", "nothing leaves the machine; no reporting process"),
+    }
+    if config.recipe.platform in ("cpu", "npu"):
+        found |= _cpu() if config.recipe.platform == "cpu" else _npu(config)
+    found |= _driver(config, temp_dir, trees or Trees())
+    pins, line = load_pins(), config.recipe.line
+    return [Variable(name, *entry, read_by=pins.read_by(name, line)) for name, entry in found.items()]
 
 
-def _cpu(config: DictConfig) -> list[Variable]:
-    return [
-        Variable("VLLM_USE_V1", "0", "vLLM 0.9.1 supports MLA on a CPU with engine V0 only"),
-        Variable("VLLM_CPU_KVCACHE_SPACE", "1", "GiB of KV cache for each rank; unset means 4"),
-        Variable("OMP_NUM_THREADS", "1", "several ranks share few cores"),
-        Variable("GLOO_SOCKET_IFNAME", "lo", "all ranks are on this machine; nothing listens on other interfaces"),
-        Variable("TORCHDYNAMO_DISABLE", "1", "compiling costs more than a tiny model's step"),
-        Variable("TORCH_DEVICE_BACKEND_AUTOLOAD", "0", "no installed device plugin is loaded"),
-        Variable("RAY_DEDUP_LOGS", "0", "every rank's log lines are kept"),
-        Variable("HF_HUB_OFFLINE", "1", "model and tokenizer are local folders"),
-    ]
+def _cpu() -> dict[str, tuple[str, ...]]:
+    return {
+        "VLLM_USE_V1": ("0", "vLLM 0.9.1 supports MLA on a CPU with engine V0 only"),
+        "VLLM_CPU_KVCACHE_SPACE": ("1", "GiB of KV cache for each rank; unset means 4"),
+        "OMP_NUM_THREADS": ("1", "several ranks share few cores"),
+        "GLOO_SOCKET_IFNAME": ("lo", "all ranks are on this machine; nothing listens on other interfaces"),
+        "TORCHDYNAMO_DISABLE": ("1", "compiling costs more than a tiny model's step"),
+        "TORCH_DEVICE_BACKEND_AUTOLOAD": ("0", "no installed device plugin is loaded"),
+        "RAY_DEDUP_LOGS": ("0", "every rank's log lines are kept"),
+        "HF_HUB_OFFLINE": ("1", "model and tokenizer are local folders"),
+    }
 
 
-def _npu(config: DictConfig) -> list[Variable]:
+def _npu(config: DictConfig) -> dict[str, tuple[str, ...]]:
     recipe, model = config.recipe, model_shape_of(config)
-    first, last = hccl.host_ports(config)
-    name = recipe.hccl.interface
-    interface = {key: form.format(name) if name else "(towards Ray's head)" for key, form in SOCKETS.items()}
-    return [
-        Variable("VLLM_USE_V1", "1", "graph mode and the Ascend scheduler are for engine V1 only"),
-        Variable(
-            "VLLM_ENABLE_FIX_ROUTE",
-            "1" if recipe.rollout.balanced_routing else "0",
-            "recipe.rollout.balanced_routing; must be 0 or 1: unset is a TypeError",
-        ),
-        Variable("HCCL_CONNECT_TIMEOUT", "1200", "ranks on many nodes start more than the default 120 s apart (s)"),
-        Variable("VLLM_ASCEND_ENABLE_TOPK_OPTIMIZE", "1", "top-k and top-p by a threshold, without a scatter"),
-        Variable(
-            "HCCL_EXEC_TIMEOUT",
-            str(hccl.exec_timeout_s(config)),
-            "recipe.train.collective_timeout_minutes: HCCL has a timeout of its own, independent of torch's (s)",
-        ),
-        Variable("HCCL_OP_EXPANSION_MODE", recipe.hccl.expansion_mode, "recipe.hccl.expansion_mode"),
-        Variable(
-            "HCCL_BUFFSIZE",
-            str(hccl.buffer_mib(config, model)),
-            f"the exchange of experts in decode needs {hccl.buffer_need_mib(config, model)} (MiB)",
-        ),
-        Variable(
-            "HCCL_IF_BASE_PORT",
-            str(recipe.hccl.base_port),
-            "recipe.hccl.base_port; HCCL's default 60000 is in Linux's ephemeral range",
-        ),
-        Variable("HCCL_HOST_SOCKET_PORT_RANGE", f"{first}-{last}", "the ports after those of HCCL_IF_BASE_PORT"),
-        *(
-            Variable(key, value, "recipe.hccl.interface; a value set on the node takes precedence", where="node")
-            for key, value in interface.items()
-        ),
-        Variable(
-            "TASK_QUEUE_ENABLE",
-            "2",
-            "workspaces are prepared off the main thread too; torch_npu refuses it only while it captures an NPUGraph "
-            "(NPUGraph.cpp:101), and graphs here are torchair's",
-        ),
-        Variable(
-            "PYTORCH_NPU_ALLOC_CONF",
-            "expandable_segments:False",
-            "vLLM's sleep mode needs memory pools, which expandable segments break; "
-            "vllm-ascend checks the CUDA name only",
-        ),
-    ]
+    ports = "{}-{}".format(*hccl.host_ports(config))
+    route = "1" if recipe.rollout.balanced_routing else "0"
+    timeout = "recipe.train.collective_timeout_minutes: HCCL has a timeout of its own, independent of torch's (s)"
+    need = f"the exchange of experts in decode needs {hccl.buffer_need_mib(config, model)} (MiB)"
+    base_port = "recipe.hccl.base_port; HCCL's default 60000 is in Linux's ephemeral range"
+    name, interface = recipe.hccl.interface, "recipe.hccl.interface; a value set on the node takes precedence"
+    sockets = {key: form.format(name) if name else "(towards Ray's head)" for key, form in SOCKETS.items()}
+    queue = (
+        "workspaces are prepared off the main thread too; torch_npu refuses it only while it captures an NPUGraph "
+        "(NPUGraph.cpp:101), and graphs here are torchair's"
+    )
+    segments = (
+        "vLLM's sleep mode needs memory pools, which expandable segments break; vllm-ascend checks the CUDA name only"
+    )
+    return {
+        "VLLM_USE_V1": ("1", "graph mode and the Ascend scheduler are for engine V1 only"),
+        "VLLM_ENABLE_FIX_ROUTE": (route, "recipe.rollout.balanced_routing; must be 0 or 1: unset is a TypeError"),
+        "HCCL_CONNECT_TIMEOUT": ("1200", "ranks on many nodes start more than the default 120 s apart (s)"),
+        "VLLM_ASCEND_ENABLE_TOPK_OPTIMIZE": ("1", "top-k and top-p by a threshold, without a scatter"),
+        "HCCL_EXEC_TIMEOUT": (str(hccl.exec_timeout_s(config)), timeout),
+        "HCCL_OP_EXPANSION_MODE": (recipe.hccl.expansion_mode, "recipe.hccl.expansion_mode"),
+        "HCCL_BUFFSIZE": (str(hccl.buffer_mib(config, model)), need),
+        "HCCL_IF_BASE_PORT": (str(recipe.hccl.base_port), base_port),
+        "HCCL_HOST_SOCKET_PORT_RANGE": (ports, "the ports after those of HCCL_IF_BASE_PORT"),
+        **{key: (value, interface, "node") for key, value in sockets.items()},
+        "TASK_QUEUE_ENABLE": ("2", queue),
+        "PYTORCH_NPU_ALLOC_CONF": ("expandable_segments:False", segments),
+    }
 
 
-def _launch(config: DictConfig, temp_dir: str | None, trees: Trees) -> list[Variable]:
+def _driver(config: DictConfig, temp_dir: str | None, trees: Trees) -> dict[str, tuple[str, ...]]:
     """Variables of the driver on this machine; other nodes must not get them."""
     given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     path = os.pathsep.join(dict.fromkeys([str(REPOSITORY), *map(str, trees.folders), *filter(None, given)]))
-    temp = temp_dir or "(made at start)"
-    local = functools.partial(Variable, where="driver")
-    found = [
-        local("PYTHONPATH", path, "this checkout, then the upstream trees of --upstream or --verl-path"),
-        local("PYTHONUNBUFFERED", "1", "log lines are written at once"),
-        local("TMPDIR", temp, "scratch files in one folder that is removed after the run"),
-    ]
-    if config.recipe.ray_address is not None:
-        found.append(local("RAY_ADDRESS", config.recipe.ray_address, "recipe.ray_address"))
+    temp, recipe = temp_dir or "(made at start)", config.recipe
+    found = {
+        "PYTHONPATH": (path, "this checkout, then the upstream trees of --upstream or --verl-path"),
+        "PYTHONUNBUFFERED": ("1", "log lines are written at once"),
+        "TMPDIR": (temp, "scratch files in one folder that is removed after the run"),
+    }
+    if recipe.ray_address is not None:
+        found["RAY_ADDRESS"] = (recipe.ray_address, "recipe.ray_address")
     else:
-        found.append(local("RAY_TMPDIR", temp, "a path short enough for sockets (107 bytes)"))
-    if config.recipe.ray_port is not None:
-        found.append(local("RAY_GCS_SERVER_PORT", str(config.recipe.ray_port), "recipe.ray_port"))
-    return found
+        found["RAY_TMPDIR"] = (temp, "a path short enough for sockets (107 bytes)")
+    if recipe.ray_port is not None:
+        found["RAY_GCS_SERVER_PORT"] = (str(recipe.ray_port), "recipe.ray_port")
+    return {name: (*entry, "driver") for name, entry in found.items()}
 
 
 def worker_environment(config: DictConfig) -> dict[str, str]:

@@ -23,7 +23,7 @@ PROC = Path("/proc/sys/net/ipv4")
 _MIB = 1 << 20
 _MC2_FROM_RANKS = 16  # vllm_ascend/ascend_forward_context.py:22
 _DEFAULT_SEATS = 256  # vllm/engine/arg_utils.py:1567, for a device below 70 GiB
-_RAY_PORTS = {  # `ray start` with its defaults, and the port of the printed commands
+_RAY_PORTS = {  # (first, last) of `ray start` with its defaults, and the port of the printed commands
     "Ray's GCS": (6379, 6379),
     "Ray's dashboard": (8265, 8265),
     "Ray's client server": (10001, 10001),
@@ -129,15 +129,13 @@ def check_ports(config: DictConfig, proc: Path = PROC) -> tuple[bool, str]:
             f"{said}, but {low} to {high} are this machine's ephemeral ports (net.ipv4.ip_local_port_range): "
             f"{todo}, or reserve them on every node: sysctl -w net.ipv4.ip_local_reserved_ports={first}-{last}"
         )
-    taken = {name: span for name, span in _RAY_PORTS.items() if span[0] <= last and first <= span[1]}
-    port = config.recipe.ray_port
-    if port is not None and first <= port <= last:
-        taken["recipe.ray_port"] = port, port
+    spans = dict(_RAY_PORTS)
+    if (port := config.recipe.ray_port) is not None:
+        spans["recipe.ray_port"] = port, port
+    taken = [(name, a, b) for name, (a, b) in spans.items() if a <= last and first <= b]
     if taken:
-        names = [
-            name + (f" {span[0]} to {span[1]}" if span[1] > span[0] else f" {span[0]}") for name, span in taken.items()
-        ]
-        return False, f"{said}, which overlap those of {', '.join(names)}; {todo}"
+        names = ", ".join(f"{name} {a} to {b}" if b > a else f"{name} {a}" for name, a, b in taken)
+        return False, f"{said}, which overlap those of {names}; {todo}"
     return True, f"{said}, outside this machine's ephemeral ports {low} to {high}"
 
 

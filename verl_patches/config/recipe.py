@@ -17,13 +17,9 @@ from verl_patches.patching.spec import DRIFT_POLICIES, LINES, PLATFORMS
 
 VLLM_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 _COUNTS = (
-    "recipe.rollout.dp",
-    "recipe.rollout.instances",
-    "recipe.logprob_check.every",
-    "recipe.logprob_check.sequences",
-    "recipe.reshard.bucket_bytes",
-    "recipe.train.collective_timeout_minutes",
-)
+    "rollout.dp rollout.instances logprob_check.every logprob_check.sequences reshard.bucket_bytes "
+    "train.collective_timeout_minutes"
+).split()
 HCCL_PORTS = 16 + 128  # of each node: HCCL_IF_BASE_PORT takes 16, HCCL_HOST_SOCKET_PORT_RANGE gets the others
 
 
@@ -295,7 +291,7 @@ def _value_faults(given: Mapping[str, Any]) -> list[str]:
     run = given.get("recipe.run", "run")
     if not run or run in (".", "..") or "/" in run or run.startswith("-"):
         faults.append(f"recipe.run is {run!r}; expected a plain folder name, such as smoke-ep2")
-    for key in _COUNTS:
+    for key in (f"recipe.{name}" for name in _COUNTS):
         if given.get(key) is not None and given[key] < 1:
             faults.append(f"{key} is {given[key]}; expected a whole number >= 1")
     for key in ("recipe.timeouts.wall_s", "recipe.timeouts.quiet_s"):
@@ -308,16 +304,13 @@ def _value_faults(given: Mapping[str, Any]) -> list[str]:
     if port is not None and not 1024 <= port <= 65535:
         faults.append(f"recipe.ray_port is {port}; expected 1024 to 65535, or null for a free one")
     if port is not None and given.get("recipe.ray_address") is not None:
-        faults.append(
-            "recipe.ray_port is for a Ray that the run starts itself, but recipe.ray_address joins one; "
-            "remove one of them"
-        )
+        joins = "recipe.ray_address joins one; remove one of them"
+        faults.append(f"recipe.ray_port is for a Ray that the run starts itself, but {joins}")
     if given.get("recipe.train.balanced_routing") and line != "a3":
         faults.append(f"recipe.train.balanced_routing is MindSpeed-LLM's: it needs recipe.line=a3, found {line}")
     if given.get("recipe.rollout.balanced_routing") and platform != "npu":
-        faults.append(
-            f"recipe.rollout.balanced_routing is vllm-ascend's: it needs recipe.platform=npu, found {platform}"
-        )
+        key = "recipe.rollout.balanced_routing"
+        faults.append(f"{key} is vllm-ascend's: it needs recipe.platform=npu, found {platform}")
     for item in fields(Hccl):
         key = f"recipe.hccl.{item.name}"
         if platform not in ("npu", None) and given.get(key, item.default) != item.default:

@@ -91,34 +91,25 @@ def draw_plan(plan: ReshardPlan, path: Path) -> Path:
 
     Raises ConfigError for a path that cannot be written.
     """
-
     figure = _figure(15, 6.5)
     left, right = figure.subplots(1, 2, width_ratios=(1, 1.1))
     image = left.imshow([[n / 1e6 for n in row] for row in plan.traffic], cmap="viridis", interpolation="nearest")
     left.set(title="MB from training rank to rollout rank", xlabel="receives", ylabel="sends")
     figure.colorbar(image, ax=left, shrink=0.85)
     ranks = range(plan.world_size)
-    borders = [rank - 0.5 for rank in ranks if rank and plan.stages[rank] != plan.stages[rank - 1]]
-    for border in borders:
-        left.axhline(border, color="white", linewidth=0.6)
-        right.axvline(border, color="0.85", linewidth=0.8)
-    right.plot(ranks, [n / GB for n in plan.sent_bytes], ".", markersize=4, label="sent")
-    right.plot(ranks, [n / GB for n in plan.received_bytes], ".", markersize=4, label="received")
-    right.step(
-        ranks,
-        [n / GB for n in plan.lower_bound_bytes],
-        where="mid",
-        linewidth=0.8,
-        color="0.3",
-        label="must arrive (bound)",
+    for rank in ranks[1:]:
+        if plan.stages[rank] != plan.stages[rank - 1]:
+            left.axhline(rank - 0.5, color="white", linewidth=0.6)
+            right.axvline(rank - 0.5, color="0.85", linewidth=0.8)
+    sent, received, bound = (
+        [n / GB for n in s] for s in (plan.sent_bytes, plan.received_bytes, plan.lower_bound_bytes)
     )
-    right.axhline(sum(plan.sent_bytes) / plan.world_size / GB, linestyle="--", linewidth=0.8, label="mean sent")
-    right.set(
-        title=f"GB per rank, {plan.bucket_count} collectives of at most {plan.bucket_bytes / 2**20:.0f} MiB",
-        xlabel="rank (lines separate the training stages)",
-        ylabel="GB",
-        ylim=(0, None),
-    )
+    right.plot(ranks, sent, ".", markersize=4, label="sent")
+    right.plot(ranks, received, ".", markersize=4, label="received")
+    right.step(ranks, bound, where="mid", linewidth=0.8, color="0.3", label="must arrive (bound)")
+    right.axhline(sum(sent) / plan.world_size, linestyle="--", linewidth=0.8, label="mean sent")
+    title = f"GB per rank, {plan.bucket_count} collectives of at most {plan.bucket_bytes / 2**20:.0f} MiB"
+    right.set(title=title, xlabel="rank (lines separate the training stages)", ylabel="GB", ylim=(0, None))
     right.legend(fontsize=8)
     figure.suptitle(f"{plan.train} ({plan.train_library})  to  {plan.rollout} ({plan.rollout_library})", fontsize=10)
     try:

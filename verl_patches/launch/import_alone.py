@@ -36,15 +36,9 @@ NOT_HERE = (
     "and memory plan are not checked, nothing watches memory and time, {record}"
 )
 _BY_LAUNCHER = (
-    "hccl.buffer_mib",
-    "hccl.expansion_mode",
-    "hccl.base_port",
-    "timeouts",
-    "ray_address",
-    "ray_port",
-    "worker_process_setup_hook",
-    "model_shape",
-)
+    "hccl.buffer_mib hccl.expansion_mode hccl.base_port timeouts ray_address ray_port worker_process_setup_hook "
+    "model_shape"
+).split()
 _FIXED_ROUTE = "VLLM_ENABLE_FIX_ROUTE"  # vllm-ascend reads it (config/environment.py)
 
 
@@ -82,46 +76,32 @@ def fill_recipe(config: DictConfig, switches: Switches) -> None:
     line, platform, patches and drift are those that the prelude runs with, dtype is that of rollout.dtype, and without
     a name (`run` is None) no record is kept. ConfigError where a key contradicts these, is unknown, or cannot work.
     """
-    rollout = config.actor_rollout_ref.rollout
-    dtypes = {vllm: ours for ours, vllm in VLLM_DTYPES.items()}
-    if rollout.dtype not in dtypes:
-        raise ConfigError(
-            f"actor_rollout_ref.rollout.dtype is {rollout.dtype!r}; expected one of {', '.join(dtypes)}: "
-            "training has the same dtype"
-        )
-    decided = {
-        "line": switches.line,
-        "platform": switches.platform,
-        "patches": list(switches.patterns),
-        "drift": switches.drift,
-        "dtype": dtypes[rollout.dtype],
-    }
+    dtype, dtypes = config.actor_rollout_ref.rollout.dtype, {vllm: ours for ours, vllm in VLLM_DTYPES.items()}
+    if dtype not in dtypes:
+        expected = f"expected one of {', '.join(dtypes)}: training has the same dtype"
+        raise ConfigError(f"actor_rollout_ref.rollout.dtype is {dtype!r}; {expected}")
+    decided = {name: getattr(switches, name) for name in ("line", "platform", "drift")}
+    decided |= {"patches": list(switches.patterns), "dtype": dtypes[dtype]}
     given = OmegaConf.to_container(config.get("recipe") or OmegaConf.create({}), resolve=True)
     faults = []
     for key, value in decided.items():
         if given.get(key, value) != value:
             where = "actor_rollout_ref.rollout.dtype" if key == "dtype" else VARIABLE
             faults.append(f"recipe.{key} is {given[key]!r}; expected {value!r}, as in {where}")
-    for key in _BY_LAUNCHER:
-        if OmegaConf.select(OmegaConf.create(given), key) is not None:
-            faults.append(
-                f"recipe.{key} is given, but only the launcher (python -m verl_patches train) acts on it; "
-                "remove it, or use the launcher"
-            )
+    acts = "only the launcher (python -m verl_patches train) acts on it; remove it, or use the launcher"
+    selected = {key: OmegaConf.select(OmegaConf.create(given), key) for key in _BY_LAUNCHER}
+    faults += [f"recipe.{key} is given, but {acts}" for key, value in selected.items() if value is not None]
     if faults:
         raise ConfigError("\n  ".join(faults))
     try:
         merged = OmegaConf.to_container(OmegaConf.merge(OmegaConf.structured(Recipe), given, decided))
     except OmegaConfBaseException as error:
-        raise ConfigError(
-            f"recipe: {str(error).splitlines()[0]}; the keys are those of verl_patches/config/recipe.py"
-        ) from error
+        text = str(error).splitlines()[0]
+        raise ConfigError(f"recipe: {text}; the keys are those of verl_patches/config/recipe.py") from error
     check_recipe(merged)
     merged["run"] = given.get("run")
-    with open_dict(config):
-        config.recipe = merged
-    with open_dict(config.actor_rollout_ref):
-        config.actor_rollout_ref.recipe = merged
+    with open_dict(config), open_dict(config.actor_rollout_ref):
+        config.recipe = config.actor_rollout_ref.recipe = merged
     _check(config)
 
 
@@ -130,21 +110,16 @@ def _check(config: DictConfig) -> None:
 
     The checks of sizes, batches, lengths and memory (config/checks.py) are not made.
     """
+    from verl.utils.fs import copy_to_local
+
     train = train_layout_of(config)
     rollout_layout_of(config)
-    faults = _npu_faults(config)
-    if fault := fault_of_experts(train):
-        faults.append(fault)
-    faults += [*on_policy.faults(config, _hf_config(config)), *limits.faults(config), *truth_check.faults(config)]
+    faults = [*_npu_faults(config), *filter(None, [fault_of_experts(train)])]
+    hf_config = {**read_config(copy_to_local(config.actor_rollout_ref.model.path)), **model_changes(config)}
+    faults += [*on_policy.faults(config, hf_config), *limits.faults(config), *truth_check.faults(config)]
     faults += [refusal(entry, value, config.recipe.line) for entry, value in refused_keys(config)]
     if faults:
         raise ConfigError("\n  ".join(faults))
-
-
-def _hf_config(config: DictConfig) -> dict[str, Any]:
-    from verl.utils.fs import copy_to_local
-
-    return {**read_config(copy_to_local(config.actor_rollout_ref.model.path)), **model_changes(config)}
 
 
 def _npu_faults(config: DictConfig) -> list[str]:

@@ -38,25 +38,15 @@ SOCKET_PATH_BYTES = 107
 _RAY_SOCKET = "/session_2025-01-01_00-00-00_000000_0000000/sockets/plasma_store"
 # what a run leaves in its folder, written by launcher and driver; the next run of that name removes these, nothing else
 OUTPUTS = (
-    "config.yaml",
-    "environment.json",
-    "driver.log",
-    "progress.log",
-    "summary.json",
-    "tensorboard",
-    "training.png",
-    "memory.png",
-    "rollouts",
-    "ray_logs",
-)
+    "config.yaml environment.json driver.log progress.log summary.json tensorboard training.png memory.png "
+    "rollouts ray_logs"
+).split()
 _LOG_END_BYTES = 256 << 10
 _RAY_LOG_BYTES = 4 << 20  # of each of Ray's log files, its end
 _PREFIX = re.compile(r"^\([^()]*pid=\d+[^()]*\)\s?")
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
-_ERROR = re.compile(
-    r"^(?:[A-Za-z_]\w*\.)*([A-Za-z_]\w*(?:Error|Exception|Interrupt|Exit|Died|Timeout))(?:\(\w+\))?(?::|$)"
-)
-_WRAPPER = "RayTaskError"
+_ERRORS = "Error|Exception|Interrupt|Exit|Died|Timeout"
+_ERROR = re.compile(rf"^(?:[A-Za-z_]\w*\.)*([A-Za-z_]\w*(?:{_ERRORS}))(?:\(\w+\))?(?::|$)")
 
 
 @dataclass
@@ -80,9 +70,8 @@ def run(
 ) -> Outcome:
     """Run the driver of `config` to its end and return the outcome; the driver's progress lines go to `on_line`.
 
-    Writes <output_root>/<run>/: config.yaml, environment.json, driver.log, and after the driver summary.json
-    (peak_pss_bytes and exit filled in), plots, and on failure ray_logs/. `dirty`: {repository or package: files} that
-    are not as pinned (upstream/modified.py); the summary and a line above the step table have them. Raises ConfigError
+    Writes OUTPUTS to <output_root>/<run>/; ray_logs/ only on failure. `dirty`: {repository or package: files} that are
+    not as pinned (upstream/modified.py); the summary and a line above the step table have them. Raises ConfigError
     before anything starts. All processes that the run started are ended before this returns, and its temporary folder
     is removed.
     """
@@ -95,7 +84,7 @@ def run(
         started, watch = time.monotonic(), MemoryWatch()
         code, reason = _run_driver(config, driver_command(config_name, overrides), folder, watch, on_line, trees)
         wall_s = round(time.monotonic() - started, 1)
-        head = {**_head(config), **_commits(trees), **({"dirty": dict(dirty)} if dirty else {}), "wall_s": wall_s}
+        head = {**_head(config, trees), **({"dirty": dict(dirty)} if dirty else {}), "wall_s": wall_s}
         code, reason = write_summary(folder, code, reason, head, watch.peaks())
         summary = json.loads((folder / "summary.json").read_text())
         if summary["steps"]:
@@ -120,18 +109,14 @@ def _run_driver(
         OmegaConf.save(config, folder / "config.yaml")
         (folder / "environment.json").write_text(json.dumps([asdict(v) for v in variables], indent=1) + "\n")
         env = environment.process_environment(variables, os.environ)
-        with adopting_orphans(), _Signals() as signals:
+        with adopting_orphans(), _recorded_signals() as signals:
             descendants = Descendants()
             try:
                 with (folder / "driver.log").open("ab") as out:
+                    streams = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": subprocess.STDOUT}
+                    # a session of its own, so that a terminal's Ctrl-C reaches only the launcher
                     driver = subprocess.Popen(
-                        command,
-                        env=env,
-                        stdin=subprocess.DEVNULL,
-                        stdout=out,
-                        stderr=subprocess.STDOUT,
-                        start_new_session=True,
-                        preexec_fn=die_with_parent,
+                        command, env=env, **streams, start_new_session=True, preexec_fn=die_with_parent
                     )
                 descendants.waited_for = frozenset({driver.pid})
                 code, reason = _supervise(driver, config.recipe.timeouts, folder, descendants, watch, signals, on_line)
@@ -150,29 +135,31 @@ def _supervise(
     folder: Path,
     descendants: Descendants,
     watch: MemoryWatch,
-    signals: _Signals,
+    signals: list[int],
     on_line: Callable[[str], None],
 ) -> tuple[int, str | None]:
     """Wait until the driver ends, or end it; (exit code, reason or None where neither launcher nor log has one)."""
     progress = _NewLines(folder / "progress.log", on_line)
-    quiet = _Quiet(folder / "driver.log", folder / "progress.log")
+    logs, log_bytes, reason = (folder / "driver.log", folder / "progress.log"), -1, None
     start = next_memory = time.monotonic()
-    reason = None
     while (code := driver.poll()) is None:
         now = time.monotonic()
         progress.read()
+        size = sum(path.stat().st_size for path in logs if path.exists())
+        if size != log_bytes:
+            log_bytes, last_output = size, now
         if now >= next_memory:
             alive = descendants.alive()
             watch.look(alive)
             descendants.shared.look(alive)
             next_memory = max(now, next_memory) + MEMORY_S
-        if signals.received:
-            code, reason = 128 + signals.received, f"interrupted by {signal.Signals(signals.received).name}"
+        if signals:
+            code, reason = 128 + signals[0], f"interrupted by {signal.Signals(signals[0]).name}"
             break
         if timeouts.wall_s is not None and now - start > timeouts.wall_s:
             code, reason = TIMED_OUT, f"still running after {timeouts.wall_s:g} s (recipe.timeouts.wall_s)"
             break
-        if timeouts.quiet_s is not None and quiet.seconds() > timeouts.quiet_s:
+        if timeouts.quiet_s is not None and now - last_output > timeouts.quiet_s:
             code, reason = TIMED_OUT, f"no output for {timeouts.quiet_s:g} s (recipe.timeouts.quiet_s)"
             break
         time.sleep(POLL_S)
@@ -197,24 +184,17 @@ def _end_driver(driver: subprocess.Popen) -> None:
             driver.wait()
 
 
-class _Signals:
-    """Records SIGINT and SIGTERM instead of dying of them, so that all processes can be ended (main thread only)."""
-
-    received: int = 0
-
-    def __enter__(self) -> _Signals:
-        self._main = threading.current_thread() is threading.main_thread()
-        if self._main:
-            self._before = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)}
-        return self
-
-    def _note(self, number: int, _frame: Any) -> None:
-        self.received = self.received or number
-
-    def __exit__(self, *_: object) -> None:
-        if self._main:
-            for number, handler in self._before.items():
-                signal.signal(number, handler)
+@contextmanager
+def _recorded_signals() -> Iterator[list[int]]:
+    """While inside, SIGINT and SIGTERM are recorded instead of ending this process (main thread only)."""
+    received: list[int] = []
+    numbers = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
+    before = {number: signal.signal(number, lambda n, _frame: received.append(n)) for number in numbers}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 class _NewLines:
@@ -234,24 +214,9 @@ class _NewLines:
             self.on_line(line.decode(errors="replace"))
 
 
-class _Quiet:
-    """Seconds since any of the files grew."""
-
-    def __init__(self, *paths: Path):
-        self.paths, self.size, self.since = paths, -1, time.monotonic()
-
-    def seconds(self) -> float:
-        size = sum(path.stat().st_size for path in self.paths if path.exists())
-        if size != self.size:
-            self.size, self.since = size, time.monotonic()
-        return time.monotonic() - self.since
-
-
 def require_free_port(port: int | None) -> None:
     """ConfigError if something listens on `port` of this machine; None is always fine."""
-    if port is None:
-        return
-    for address in ("127.0.0.1", ""):
+    for address in ("127.0.0.1", "") if port is not None else ():
         try:
             with socket.create_server((address, port)):
                 pass
@@ -291,9 +256,10 @@ def _locked(folder: Path) -> Iterator[Path]:
 def _check_replay(config: DictConfig) -> None:
     """ConfigError where the recording lacks a step, or where the run would delete it before the replay."""
     replay, folder = config.recipe.rollout.replay, environment.run_dir(config).resolve()
-    if replay:
-        find_recording(replay, config.trainer.total_training_steps)
-    if replay and (folder == Path(replay).resolve() or folder in Path(replay).resolve().parents):
+    if not replay:
+        return
+    find_recording(replay, config.trainer.total_training_steps)
+    if Path(replay).resolve().is_relative_to(folder):
         raise ConfigError(
             f"recipe.rollout.replay is {replay}, inside {folder}, which this run writes anew; "
             "give this run another name (--run NAME, recipe.run)"
@@ -309,40 +275,29 @@ def _remove_outputs(folder: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-def _commits(trees: Trees | None) -> dict[str, Any]:
-    """{upstream: {repository: commit}} of the trees that the run imports; commit None where one is no git checkout."""
-    folders = trees.folders if trees else ()
-    return {"upstream": {folder.name: commit_of(folder) for folder in folders}} if folders else {}
-
-
-def _head(config: DictConfig) -> dict[str, Any]:
-    """What summary.json says about the run if the driver wrote none."""
-    recipe = config.recipe
-    return {
-        "run": recipe.run,
-        "line": recipe.line,
-        "platform": recipe.platform,
-        "dtype": recipe.dtype,
-        "layout": {"train": str(train_layout_of(config)), "rollout": str(rollout_layout_of(config))},
-    }
+def _head(config: DictConfig, trees: Trees | None) -> dict[str, Any]:
+    """What summary.json says about the run if the driver wrote none, and the commits of the trees that it imports."""
+    head = {key: config.recipe[key] for key in ("run", "line", "platform", "dtype")}
+    head["layout"] = {"train": str(train_layout_of(config)), "rollout": str(rollout_layout_of(config))}
+    if trees and trees.folders:
+        head["upstream"] = {folder.name: commit_of(folder) for folder in trees.folders}
+    return head
 
 
 def last_error(log: Path) -> str | None:
     """The last exception of a log, with all lines of its message and without Ray's wrapping; None without one."""
     if not log.exists():
         return None
-    with log.open("rb") as file:
-        file.seek(max(0, file.seek(0, os.SEEK_END) - _LOG_END_BYTES))
-        text = file.read().decode(errors="replace")
+    text = _end_of(log, _LOG_END_BYTES).decode(errors="replace")
     lines = [_PREFIX.sub("", _COLOUR.sub("", line)) for line in text.splitlines()]
-    for number in range(len(lines) - 1, -1, -1):
-        match = _ERROR.match(lines[number])
-        if match and match[1] != _WRAPPER:
-            message = [lines[number]]
-            for line in lines[number + 1 : number + 12]:
-                if not line.startswith("  ") or line.lstrip().startswith("File "):
+    for number, line in reversed(list(enumerate(lines))):
+        match = _ERROR.match(line)
+        if match and match[1] != "RayTaskError":
+            message = [line]
+            for text in lines[number + 1 : number + 12]:
+                if not text.startswith("  ") or text.lstrip().startswith("File "):
                     break
-                message.append(line)
+                message.append(text)
             return "\n".join(message).strip()[:4000]
     return None
 
@@ -353,9 +308,13 @@ def copy_ray_logs(temp: Path, to: Path) -> None:
         for source in sorted(logs.glob("*")):
             if source.is_file() and source.suffix in (".log", ".out", ".err") and source.stat().st_size:
                 to.mkdir(parents=True, exist_ok=True)
-                with source.open("rb") as file, (to / source.name).open("wb") as copy:
-                    file.seek(max(0, source.stat().st_size - _RAY_LOG_BYTES))
-                    shutil.copyfileobj(file, copy)
+                (to / source.name).write_bytes(_end_of(source, _RAY_LOG_BYTES))
+
+
+def _end_of(file: Path, size: int) -> bytes:
+    with file.open("rb") as opened:
+        opened.seek(max(0, opened.seek(0, os.SEEK_END) - size))
+        return opened.read()
 
 
 def write_summary(
@@ -366,8 +325,11 @@ def write_summary(
     A driver that exits 0 without a summary that says "ok" has not run to its end: that is an error, code 1.
     """
     path = folder / "summary.json"
-    summary = _read(path)
-    found = (summary or {}).get("exit")
+    try:
+        summary = dict(json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError):  # none, or not an object
+        summary = {}
+    found = summary.get("exit")
     given = None if found in ("running", "failed", "ok") else found  # the driver's own reason
     if code == 0 and found == "ok":
         reason = "ok"
@@ -376,14 +338,5 @@ def write_summary(
     elif reason is None:
         reason = given or f"the driver exited with {code}; its log shows no error"
     minimal = {"versions": {}, "steps": [], "logprob_delta": None, "patches": []}
-    summary = {**head, **minimal, **(summary or {}), "peak_pss_bytes": peaks, "exit": reason}
-    write_json(path, summary)
+    write_json(path, {**head, **minimal, **summary, "peak_pss_bytes": peaks, "exit": reason})
     return code, reason
-
-
-def _read(path: Path) -> dict[str, Any] | None:
-    try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return None
-    return found if isinstance(found, dict) else None

@@ -47,15 +47,30 @@ def build_plan(
     Raises ConfigError for switches that name no row.
     """
     checks = [*check_config(config), _verl(config.recipe.line, trees), *_engine(config)]
-    model = model_shape_of(config)
-    built = {check.name: check.ok for check in checks}
+    model, ok = model_shape_of(config), {check.name: check.ok for check in checks}
+    experts = model.n_routed_experts
     train = rollout = memory = None
-    if built["train layout"]:
-        train = _train_side(train_layout_of(config), model, built["layers"], built["train experts"])
-    if built["rollout layout"]:
-        rollout = _rollout_side(rollout_layout_of(config), model, built["rollout experts"])
+    if ok["train layout"]:
+        layout = train_layout_of(config)
+        stages = range(layout.pp) if ok["layers"] else ()
+        train = {
+            "layout": str(layout),
+            "groups": {name: layout.groups(name) for name in TRAIN_GROUPS if layout.size(name) > 1},
+            "layers": [list(layout.stage_layers(stage, model.num_hidden_layers)) for stage in stages],
+            "ranks": _ranks(layout, ("tp", "dp", "pp", "ep"), experts if ok["train experts"] else None),
+        }
+    if ok["rollout layout"]:
+        layout = rollout_layout_of(config)
+        groups = {name: layout.groups(name) for name in ROLLOUT_GROUPS}
+        rollout = {
+            "layout": str(layout),
+            "instances": layout.edp,
+            "dp_per_instance": layout.dp // layout.edp,
+            "groups": {name: ranks for name, ranks in groups.items() if len(ranks[0]) > 1},
+            "ranks": _ranks(layout, ("edp", "dp", "tp"), experts if ok["rollout experts"] else None, True),
+        }
     patches = patch_table(config, rows)
-    if train and rollout and all(built[name] for name in _SIZED):
+    if train and rollout and all(ok[name] for name in _SIZED):
         memory = memory_plan(config, model, [row["id"] for row in patches if row["on"]])
     return {
         "config": config_name,
@@ -81,39 +96,9 @@ def _engine(config: DictConfig) -> list[Check]:
     if config.recipe.line != LINE:
         return []
     rows = explain(config, hf_config_of(config))
-    refused = [
-        Check("engine arguments", False, f"{row.key} is {row.value!r}: {row.why}")
-        for row in rows
-        if row.how == "refused"
-    ]
-    return refused or [
-        Check(
-            "engine arguments", True, f"none of {len(rows)} keys is refused; config --explain shows what each becomes"
-        )
-    ]
-
-
-def _train_side(layout: ParallelLayout, model: ModelShape, layers_fit: bool, experts_fit: bool) -> dict[str, Any]:
-    stages = range(layout.pp) if layers_fit else ()
-    layers = [list(layout.stage_layers(stage, model.num_hidden_layers)) for stage in stages]
-    groups = {name: layout.groups(name) for name in TRAIN_GROUPS if layout.size(name) > 1}
-    return {
-        "layout": str(layout),
-        "groups": groups,
-        "layers": layers,
-        "ranks": _ranks(layout, ("tp", "dp", "pp", "ep"), model.n_routed_experts if experts_fit else None),
-    }
-
-
-def _rollout_side(layout: ParallelLayout, model: ModelShape, experts_fit: bool) -> dict[str, Any]:
-    groups = {name: layout.groups(name) for name in ROLLOUT_GROUPS}
-    return {
-        "layout": str(layout),
-        "instances": layout.edp,
-        "dp_per_instance": layout.dp // layout.edp,
-        "groups": {name: found for name, found in groups.items() if len(found[0]) > 1},
-        "ranks": _ranks(layout, ("edp", "dp", "tp"), model.n_routed_experts if experts_fit else None, True),
-    }
+    refused = [f"{row.key} is {row.value!r}: {row.why}" for row in rows if row.how == "refused"]
+    held = f"none of {len(rows)} keys is refused; config --explain shows what each becomes"
+    return [Check("engine arguments", False, text) for text in refused] or [Check("engine arguments", True, held)]
 
 
 def _ranks(
@@ -153,25 +138,24 @@ def commands(config: DictConfig, config_name: str, overrides: Sequence[str], tre
     if config.recipe.ray_address is not None:
         device = f""" --resources='{{"NPU": {dies}}}'""" if config.trainer.device == "npu" else ""
         quiet = "--include-dashboard=false --disable-usage-stats"
-        head = here + f"ray start --head --node-ip-address=HEAD --port=6379 {quiet}"
-        found.append({"where": "head node", "command": head + device})
+        found.append(("head node", f"{here}ray start --head --node-ip-address=HEAD --port=6379 {quiet}{device}"))
         if nodes > 1:
-            other = here + "ray start --address=HEAD:6379 --node-ip-address=NODE --disable-usage-stats"
-            found.append({"where": f"each of the other {nodes - 1} nodes", "command": other + device})
+            other = f"{here}ray start --address=HEAD:6379 --node-ip-address=NODE --disable-usage-stats{device}"
+            found.append((f"each of the other {nodes - 1} nodes", other))
     train = ["python", "-m", "verl_patches", "train", "--config-name", config_name, *trees.option, *overrides]
-    found.append({"where": "head node" if found else "this machine", "command": here + shlex.join(train)})
+    found.append(("head node" if found else "this machine", here + shlex.join(train)))
     driver = shlex.join(driver_command(config_name, overrides))
-    found.append({"where": "started by the last one, not to be typed", "command": driver})
-    return found
+    found.append(("started by the last one, not to be typed", driver))
+    return [{"where": where, "command": command} for where, command in found]
 
 
 def memory_plan(config: DictConfig, model: ModelShape, rows: Collection[str]) -> dict[str, Any]:
     """{modelled, hbm_bytes, followed, swapped, orders}: modelled bytes of the worst rank in every phase of a step.
 
     `orders` holds memory.expected's `peaks` for our order of a step, for verl's on this line with verl's own weight
-    sync, and for the order of the run itself, which `followed` names; it depends on the ids of the `rows` that are on.
+    sync, and for the run's own order, which `followed` names; it depends on `rows`, the ids of the rows that are on.
     `hbm_bytes` is that of an A3 die, None on other platforms, where the KV cache is not modelled. Activations, HCCL's
-    buffers and CANN's context are in none of the figures. ConfigError where sizes do not divide.
+    buffers and CANN's context are not counted. ConfigError where sizes do not divide.
     """
     recipe, actor, ref = config.recipe, config.actor_rollout_ref.actor.megatron, config.actor_rollout_ref.ref.megatron
     inventory = in_dtype(build_inventory(model), VLLM_DTYPES[recipe.dtype])

@@ -16,7 +16,6 @@ from verl_patches.errors import ConfigError
 from verl_patches.trainer.ray_start import HOOK
 from verl_patches.upstream.checkouts import LINE
 
-DEVICE_RESOURCES = {"npu": "NPU", "cuda": "GPU"}
 ANSWER_S = 60
 _OBJECT_STORE_BYTES = 256 << 20  # on a CPU: batches of a tiny model
 _LIST_NODES = """
@@ -34,12 +33,12 @@ def worker_settings(config: DictConfig) -> dict[str, dict[str, Any] | None]:
     engine: verl's actor_rollout_ref section, from which line a3 prepares its engine before Megatron is imported.
     network: how a worker on npu finds its network interface. None where the line or the platform needs neither.
     """
-    recipe, engine, network = config.recipe, None, None
-    if recipe.line == LINE:
-        engine = OmegaConf.to_container(config.actor_rollout_ref, resolve=True)
-    if recipe.platform == "npu":
-        network = {"nodes": config.trainer.nnodes, "interface": recipe.hccl.interface}
-    return {"engine": engine, "network": network}
+    recipe, engine = config.recipe, config.actor_rollout_ref
+    network = {"nodes": config.trainer.nnodes, "interface": recipe.hccl.interface}
+    return {
+        "engine": OmegaConf.to_container(engine, resolve=True) if recipe.line == LINE else None,
+        "network": network if recipe.platform == "npu" else None,
+    }
 
 
 def ray_options(config: DictConfig) -> dict[str, Any]:
@@ -66,13 +65,15 @@ def ray_options(config: DictConfig) -> dict[str, Any]:
     }
 
 
-def list_nodes(address: str, python: Sequence[str] = (sys.executable,)) -> list[dict[str, Any]]:
+def list_nodes(address: str) -> list[dict[str, Any]]:
     """[{address, resources}] of the living nodes of the Ray at `address`; ConfigError if none answers.
 
-    A process of its own asks, so that the launcher never joins the cluster itself.
+    Asked in a process of its own, so that the launcher never joins the cluster.
     """
     try:
-        done = subprocess.run([*python, "-c", _LIST_NODES, address], capture_output=True, text=True, timeout=ANSWER_S)
+        done = subprocess.run(
+            [sys.executable, "-c", _LIST_NODES, address], capture_output=True, text=True, timeout=ANSWER_S
+        )
         output, error = done.stdout, done.stderr.strip().splitlines()
     except subprocess.TimeoutExpired:
         output, error = "", [f"no answer within {ANSWER_S} s"]
@@ -87,7 +88,7 @@ def list_nodes(address: str, python: Sequence[str] = (sys.executable,)) -> list[
 
 def check_nodes(config: DictConfig, nodes: Sequence[dict[str, Any]]) -> None:
     """ConfigError unless `nodes` hold trainer.nnodes nodes with trainer.n_gpus_per_node devices each."""
-    resource, wanted = DEVICE_RESOURCES.get(config.trainer.device, "GPU"), config.trainer.n_gpus_per_node
+    resource, wanted = "NPU" if config.trainer.device == "npu" else "GPU", config.trainer.n_gpus_per_node
     held = {node["address"]: int(node["resources"].get(resource, 0)) for node in nodes}
     enough = [address for address, count in held.items() if count >= wanted]
     if len(enough) < config.trainer.nnodes:

@@ -82,15 +82,15 @@ class SmokeOptions:
 
     def check(self) -> None:
         """ConfigError for a combination that cannot run, with one that can."""
-        if self.line not in LAYOUTS:
-            raise ConfigError(f"--line {self.line}: expected one of {', '.join(LAYOUTS)}")
-        if self.train_layout not in TRAIN_LAYOUTS:
-            raise ConfigError(f"--train-layout {self.train_layout}: expected one of {', '.join(TRAIN_LAYOUTS)}")
-        if self.dtype not in VLLM_DTYPES:
-            raise ConfigError(f"--dtype {self.dtype}: expected {' or '.join(VLLM_DTYPES)}")
-        for name, value in (("--rollout-tp", self.rollout_tp), ("--rollout-dp", self.rollout_dp)):
-            if value not in (1, 2):
-                raise ConfigError(f"{name} {value}: expected 1 or 2")
+        for option, value, allowed in (
+            ("--line", self.line, LAYOUTS),
+            ("--train-layout", self.train_layout, TRAIN_LAYOUTS),
+            ("--dtype", self.dtype, VLLM_DTYPES),
+            ("--rollout-tp", self.rollout_tp, (1, 2)),
+            ("--rollout-dp", self.rollout_dp, (1, 2)),
+        ):
+            if value not in allowed:
+                raise ConfigError(f"{option} {value}: expected one of {', '.join(map(str, allowed))}")
         workers, ranks = TRAIN_LAYOUTS[self.train_layout].workers, self.rollout_tp * self.rollout_dp
         if workers % ranks:
             fitting = ", ".join(name for name, layout in TRAIN_LAYOUTS.items() if layout.workers % ranks == 0)
@@ -102,16 +102,13 @@ class SmokeOptions:
             raise ConfigError(f"--steps {self.steps}: expected a whole number >= 1")
         if self.seed < 0:
             raise ConfigError(f"--seed {self.seed}: expected a whole number >= 0")
+        replay = f"--replay-rollout {self.replay_rollout}"
         if self.learn and self.replay_rollout:
             raise ConfigError(
-                "--learn with --replay-rollout: recorded responses do not change, "
-                "so no learning could be seen; remove one"
+                f"--learn with {replay}: recorded responses do not change, so nothing is learnt; remove one"
             )
         if self.replay_rollout and not self.replay_rollout.exists():
-            raise ConfigError(
-                f"--replay-rollout {self.replay_rollout}: does not exist; "
-                "give a run folder (outputs/<run>) or its rollouts"
-            )
+            raise ConfigError(f"{replay}: does not exist; give a run folder (outputs/<run>) or its rollouts")
 
 
 def overrides_of(options: SmokeOptions) -> list[str]:
@@ -119,19 +116,16 @@ def overrides_of(options: SmokeOptions) -> list[str]:
     options.check()
     layout = LAYOUTS[options.line][options.train_layout]
     megatron, rollout = "actor_rollout_ref.actor.megatron", "actor_rollout_ref.rollout"
+    sizes = {"tensor_model": layout.tp, "expert_model": layout.ep, "expert_tensor": layout.etp}
+    sizes["pipeline_model"] = layout.pp
     found = [
         f"recipe.run={options.run or ('learn' if options.learn else 'smoke')}",
         f"recipe.line={options.line}",
         f"recipe.dtype={options.dtype}",
         f"trainer.n_gpus_per_node={layout.workers}",
-        f"{megatron}.tensor_model_parallel_size={layout.tp}",
-        f"{megatron}.expert_model_parallel_size={layout.ep}",
-        f"{megatron}.expert_tensor_parallel_size={layout.etp}",
-        f"{megatron}.pipeline_model_parallel_size={layout.pp}",
+        *(f"{megatron}.{name}_parallel_size={size}" for name, size in sizes.items()),
         f"recipe.train.expert_split={layout.expert_split}",
-        f"{megatron}.seed={options.seed}",
-        f"data.seed={options.seed}",
-        f"{rollout}.seed={options.seed}",
+        *(f"{section}.seed={options.seed}" for section in (megatron, "data", rollout)),
         f"{rollout}.tensor_model_parallel_size={options.rollout_tp}",
         f"recipe.rollout.dp={options.rollout_dp}",
         f"recipe.rollout.expert_parallel={str(options.rollout_tp * options.rollout_dp > 1).lower()}",
@@ -186,31 +180,23 @@ def _make_data(task: Sequence[str], folder: Path) -> None:
         shutil.rmtree(making, ignore_errors=True)
 
 
-def _run(command: Sequence[str], what: str) -> None:
-    env = {
-        **os.environ,
-        "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
-        "TOKENIZERS_PARALLELISM": "false",
-        "HF_HUB_OFFLINE": "1",
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")])),
-    }
+def _run(command: Sequence[str], product: str) -> None:
+    path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
+    settings = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+    env, text = {**os.environ, **settings, "PYTHONPATH": path}, f"command: {' '.join(command)}"
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=PREPARE_S, env=env)
     except subprocess.TimeoutExpired:
-        raise ConfigError(f"smoke: {what} was not made within {PREPARE_S} s; command: {' '.join(command)}") from None
+        raise ConfigError(f"smoke: {product} was not made within {PREPARE_S} s; {text}") from None
     if done.returncode:
         tail = "\n  ".join((done.stderr or done.stdout).strip().splitlines()[-8:])
-        raise ConfigError(
-            f"smoke: {what} could not be made (exit {done.returncode}):\n  {tail}\n  command: {' '.join(command)}"
-        )
+        raise ConfigError(f"smoke: {product} could not be made (exit {done.returncode}):\n  {tail}\n  {text}")
 
 
 def _digest(files: Sequence[Path], *words: str) -> str:
     """Twelve hex digits of a hash over contents and words, for names of cached folders."""
-    found = hashlib.sha256("\0".join(words).encode())
-    for file in files:
-        found.update(file.read_bytes())
-    return found.hexdigest()[:12]
+    contents = b"".join(file.read_bytes() for file in files)
+    return hashlib.sha256("\0".join(words).encode() + contents).hexdigest()[:12]
 
 
 def _quoted(path: Path) -> str:

@@ -18,7 +18,7 @@ _checkers: dict[int, AnswerChecker] = {}
 
 
 class AnswerChecker:
-    """One helper process that compares two answers at a time, from whatever thread.
+    """One helper process that compares two answers at a time; any thread may call it.
 
     The helper bounds its own CPU time and memory and ends itself at the limit, so a comparison never hangs; the next
     one starts a new helper (about 0.5 s). It also ends when this process does, because its standard input then
@@ -32,9 +32,8 @@ class AnswerChecker:
     def equivalent(self, gold: str, answer: str, cpu_limit_s: float = CPU_LIMIT_S) -> bool:
         """Whether the two answers are equal (`equivalence.equivalent`); False where that takes more than `cpu_limit_s`.
 
-        A helper that ends for another reason is replaced and the comparison repeated, once; answers that end it twice
-        are not equal.
-        Raises ConfigError if the helper cannot start, as without math-verify.
+        A helper that ends for another reason is replaced once; answers that end it twice are not equal. Raises
+        ConfigError if the helper cannot start, as without math-verify.
         """
         request = json.dumps([gold, answer, cpu_limit_s]) + "\n"
         with self._lock:

@@ -111,12 +111,10 @@ def _depth(answer: str) -> int:
 
 def _limit_cpu(cpu_s: float) -> None:
     """End this process by signal after so much CPU time (0: never). A default action also ends a long C call."""
-    for kind, number, seconds in (
-        (signal.ITIMER_PROF, signal.SIGPROF, cpu_s),
-        (signal.ITIMER_REAL, signal.SIGALRM, cpu_s * _WALL_FACTOR),
-    ):
+    for number in (signal.SIGPROF, signal.SIGALRM):
         signal.signal(number, signal.SIG_DFL)
-        signal.setitimer(kind, seconds)
+    signal.setitimer(signal.ITIMER_PROF, cpu_s)
+    signal.setitimer(signal.ITIMER_REAL, cpu_s * _WALL_FACTOR)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF, signal.SIGALRM})
 
 
@@ -126,19 +124,14 @@ def _reply(value: object) -> None:
 
 
 def _warm_up() -> None:
-    for gold, answer in (
-        (r"\frac{1}{2}", "0.5"),
-        ("[1,2)", "[1, 2)"),
-        (r"\{1,2\}", r"\{2,1\}"),
-        (r"2\sqrt{2}", r"\sqrt{8}"),
-    ):
+    pairs = ((r"\frac{1}{2}", "0.5"), ("[1,2)", "[1, 2)"), (r"\{1,2\}", r"\{2,1\}"), (r"2\sqrt{2}", r"\sqrt{8}"))
+    for gold, answer in pairs:
         if not equivalent(gold, answer):
             raise RuntimeError(f"{gold} and {answer} differ: wrong versions, see configs/requirements-pypi.txt")
 
 
 def serve() -> None:
-    """Answer requests until end of file: a line on stdin is a JSON list [gold, answer, cpu_s], a line on stdout true
-    or false.
+    """Reply true or false to each line of stdin, a JSON list [gold, answer, cpu_s], until end of file.
 
     The first line on stdout is {"ready": true} or {"error": text}.
     """

@@ -1,5 +1,4 @@
-"""A task that a tiny random model can learn in a few dozen GRPO steps: answer in the kind of symbols that the prompt
-is in.
+"""A task that a tiny random model learns in a few dozen GRPO steps: answer in the kind of symbols of the prompt.
 
 A prompt is twelve symbols of one of three kinds: small letters, capitals, or marks (digits and punctuation). The
 reward is the share of the response's characters that are of the same kind. The kinds are disjoint and equally
@@ -58,11 +57,11 @@ def make_rows(count: int, seed: int = 0) -> list[Row]:
     order: list[str] = []
     while len(order) < count:
         order += rng.sample(list(KINDS), len(KINDS))
-    prompts = [" ".join(rng.choice(KINDS[kind]) for _ in range(PROMPT_SYMBOLS)) for kind in order[:count]]
-    return [
-        verl_row(DATA_SOURCE, prompt, kind, ability="kinds", origin=f"seed {seed}")
-        for prompt, kind in zip(prompts, order, strict=False)
-    ]
+    rows = []
+    for kind in order[:count]:
+        prompt = " ".join(rng.choice(KINDS[kind]) for _ in range(PROMPT_SYMBOLS))
+        rows.append(verl_row(DATA_SOURCE, prompt, kind, ability="kinds", origin=f"seed {seed}"))
+    return rows
 
 
 def write_task(

@@ -51,7 +51,10 @@ def compute_score(
     gold = last_box(gold) or gold
     answer = last_box(solution_str)
     well_formed = answer is not None and 0 < len(answer) <= MAX_ANSWER_CHARS
-    correct = well_formed and (answer == gold.strip() or _checked(gold, answer, cpu_limit_s))
+    correct = well_formed and (
+        answer == gold.strip()
+        or (len(gold) <= MAX_ANSWER_CHARS and shared_answer_checker().equivalent(gold, answer, cpu_limit_s))
+    )
     score = compose(correct, well_formed, format_weight)
     return {"score": score, "acc": float(correct), "format": float(well_formed)}
 
@@ -77,10 +80,6 @@ def last_box(text: str) -> str | None:
             if not open_boxes:
                 content = None if nested else tail[start : token.start()].strip()
     return None if open_boxes else content
-
-
-def _checked(gold: str, answer: str, cpu_limit_s: float) -> bool:
-    return len(gold) <= MAX_ANSWER_CHARS and shared_answer_checker().equivalent(gold, answer, cpu_limit_s)
 
 
 def compose(correct: bool, well_formed: bool, format_weight: float = FORMAT_WEIGHT) -> float:

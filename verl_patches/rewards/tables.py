@@ -29,7 +29,7 @@ _BLANK = re.compile(r"[ \t\r\n]*")
 
 @dataclass(frozen=True)
 class Problem:
-    """One problem: texts, the data_source verl logs it under, and its origin as "file:line"."""
+    """One problem: texts, the data_source that verl logs it under, and its origin as "file:line"."""
 
     question: str
     answer: str
@@ -51,9 +51,8 @@ def read_problems(path: Path) -> tuple[list[Problem], list[str]]:
         raise ConfigError(f"{path}: no such file: give a .json, .jsonl or .parquet file")
     readers = {".json": _json_rows, ".jsonl": _jsonl_rows, ".parquet": _parquet_rows}
     if path.suffix not in readers:
-        raise ConfigError(
-            f"{path}: expected a file ending in {', '.join(readers)}, found {path.suffix or 'no ending'!r}"
-        )
+        found = path.suffix or "no ending"
+        raise ConfigError(f"{path}: expected a file ending in {', '.join(readers)}, found {found!r}")
     problems: list[Problem] = []
     bad: list[str] = []
     for line, row in readers[path.suffix](path):
@@ -73,20 +72,15 @@ def _problem(row: Any, origin: str) -> Problem:
     if not isinstance(row, dict):
         raise ValueError(f"expected an object, found {type(row).__name__}")
     if "problem" in row:
-        solution = row.get("solution")
-        return Problem(
-            question=_text(row, "problem"),
-            answer=_answer(row.get("answer")),
-            solution="" if solution is None else _text(row, "solution", may_be_empty=True),
-            data_source="deepscaler",
-            origin=origin,
-        )
+        question, answer = _text(row, "problem"), _answer(row.get("answer"))
+        solution = "" if row.get("solution") is None else _text(row, "solution", may_be_empty=True)
+        return Problem(question, answer, solution, "deepscaler", origin)
     if "question" in row:
         solution = _text(row, "answer")
         match = _GSM8K_ANSWER.search(solution)
         if not match:
             raise ValueError('expected "answer" to end in a line "#### 42"')
-        answer = _answer(match.group(1).replace(",", ""))
+        answer = _answer(match[1].replace(",", ""))
         return Problem(_text(row, "question"), answer, solution, "openai/gsm8k", origin)
     raise ValueError(f'expected "problem" or "question", found the keys {sorted(map(str, row))}')
 
@@ -121,33 +115,31 @@ def _read_text(path: Path) -> str:
 def _json_rows(path: Path) -> Iterator[tuple[int, Any]]:
     text = _read_text(path)
     position = _BLANK.match(text).end()
-    if text[position : position + 1] == "{":  # JSON lines under the wrong ending
+    if text.startswith("{", position):  # JSON lines under the wrong ending
         yield from _jsonl_rows(path)
         return
-    if text[position : position + 1] != "[":
+    if not text.startswith("[", position):
         yield 1, ValueError("expected a JSON list of objects")
         return
-    decoder = json.JSONDecoder()
-    line, counted, position = 1, 0, _BLANK.match(text, position + 1).end()
-    while text[position : position + 1] != "]":
-        line, counted = line + text.count("\n", counted, position), position
-        try:
+    decoder, line, counted = json.JSONDecoder(), 1, 0
+    position = _BLANK.match(text, position + 1).end()
+    more = not text.startswith("]", position)
+    try:
+        while more:
+            line, counted = line + text.count("\n", counted, position), position
             row, position = decoder.raw_decode(text, position)
-        except json.JSONDecodeError as why:
-            yield why.lineno, ValueError(f"not JSON: {why.msg} in column {why.colno}; nothing after it was read")
-            return
-        yield line, row
-        position = _BLANK.match(text, position).end()
-        if text[position : position + 1] == ",":
-            position = _BLANK.match(text, position + 1).end()
-            if text[position : position + 1] != "]":
-                continue
-        elif text[position : position + 1] == "]":
-            continue
-        yield text.count("\n", 0, position) + 1, ValueError('not JSON: expected "," and a row, or "]"; reading stopped')
-        return
-    if text[position + 1 :].strip():
-        yield text.count("\n", 0, position) + 1, ValueError("not JSON: there is more text after the list")
+            yield line, row
+            position = _BLANK.match(text, position).end()
+            more = text.startswith(",", position)
+            if not more and not text.startswith("]", position):
+                raise json.JSONDecodeError('expected "," and a row, or "]"', text, position)
+            if more:
+                position = _BLANK.match(text, position + 1).end()
+        if text[position + 1 :].strip():
+            raise json.JSONDecodeError("more text after the list", text, position)
+    except json.JSONDecodeError as why:
+        message = f"not JSON: {why.msg} in column {why.colno}; reading stopped there"
+        yield why.lineno, ValueError(message)
 
 
 def _jsonl_rows(path: Path) -> Iterator[tuple[int, Any]]:
@@ -202,9 +194,8 @@ def shuffled_split(rows: list[Row], test_size: float, seed: int) -> tuple[list[R
         raise ConfigError(f"test size: expected a share in 0..1 or a whole number of rows, found {test_size}")
     test_rows = int(test_size) if test_size >= 1 else max(1, round(test_size * len(rows)))
     if test_rows >= len(rows):
-        raise ConfigError(
-            f"test size: {test_rows} of {len(rows)} rows leave none to train on: give a smaller test size"
-        )
+        text = f"{test_rows} of {len(rows)} rows leave none to train on"
+        raise ConfigError(f"test size: {text}: give a smaller test size")
     mixed = list(rows)
     Random(seed).shuffle(mixed)
     return number(mixed[test_rows:], "train"), number(mixed[:test_rows], "test")
@@ -237,9 +228,8 @@ def check_free(folder: Path, overwrite: bool) -> None:
         raise ConfigError(f"output {folder}: expected a folder or nothing, found a file: choose another --output")
     taken = [name for name in ("train.parquet", "test.parquet") if (folder / name).exists()]
     if taken and not overwrite:
-        raise ConfigError(
-            f"output {folder}: {' and '.join(taken)} exist already: choose another --output or give --overwrite"
-        )
+        text = f"{' and '.join(taken)} exist already"
+        raise ConfigError(f"output {folder}: {text}: choose another --output or give --overwrite")
 
 
 def _schema() -> pyarrow.Schema:
