@@ -91,7 +91,7 @@ def test_every_signature_fits_and_all_bindings_are_listed():
 SIGNATURES = """
 import inspect
 from verl_patches.patching.row import unwrap
-from verl_patches.patching.contract import refused_calls
+from verl_patches.patching.signatures import refused_calls
 def plain(obj, follow_wrapped):
     try: return inspect.signature(unwrap(obj), follow_wrapped=follow_wrapped)
     except (TypeError, ValueError): return None

@@ -11,7 +11,7 @@ from verl_patches.__main__ import app
 from verl_patches.cli import run
 from verl_patches.errors import ConfigError
 from verl_patches.launch import launcher
-from verl_patches.upstream.installed import VERL_CONFIG, verl_config_dir
+from verl_patches.upstream.checkouts import VERL_CONFIG, verl_config_dir
 
 LARGE = "grpo_deepseekv3_256die_true_weight"
 

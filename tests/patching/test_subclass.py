@@ -6,7 +6,7 @@ import pytest
 
 from tests.patching.test_engine import UPSTREAM, run
 from verl_patches.errors import ConfigError
-from verl_patches.patching.contract import signature_faults
+from verl_patches.patching.signatures import signature_faults
 from verl_patches.patching.spec import PatchSpec, validate
 
 OURS = """

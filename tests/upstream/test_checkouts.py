@@ -13,8 +13,8 @@ from verl_patches.config.compose import compose
 from verl_patches.config.environment import REPOSITORY, derive
 from verl_patches.errors import ConfigError
 from verl_patches.launch.plan import commands
-from verl_patches.upstream.checkouts import Trees, commit_of, require_trees, require_verl, trees_of, verl_check
-from verl_patches.upstream.installed import verl_config_dir
+from verl_patches.upstream import checkouts
+from verl_patches.upstream.checkouts import Trees, require_trees, require_verl, trees_of, verl_check, verl_config_dir
 
 PACKAGES = {"verl": "verl", "Megatron-LM": "megatron", "MindSpeed": "mindspeed", "MindSpeed-LLM": "mindspeed_llm"}
 
@@ -128,12 +128,12 @@ def test_a_printed_command_finds_the_trees_and_all_that_the_image_has_on_its_pat
 
 
 def test_the_commit_of_a_checkout(tmp_path):
-    assert commit_of(tmp_path) is None
+    assert checkouts.commit_of(tmp_path) is None
     git = ["git", "-C", str(tmp_path), "-c", "user.name=t", "-c", "user.email=t@t"]
     subprocess.run([*git, "init", "-q"], check=True)
     subprocess.run([*git, "commit", "-q", "--allow-empty", "-m", "first"], check=True)
     head = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
-    assert commit_of(tmp_path) == head
+    assert checkouts.commit_of(tmp_path) == head
 
 
 def test_the_verl_of_a_line_is_known_by_its_version(tmp_path):

@@ -9,9 +9,9 @@ import pytest
 from tests.upstream.small_upstream import WORKER, WORKER_TEXT, commit, git, install
 from verl_patches.config.compose import compose
 from verl_patches.errors import ConfigError
+from verl_patches.patching.contract import installed_root
 from verl_patches.patching.install_prelude import LINE
 from verl_patches.upstream.checkouts import Trees, trees_of
-from verl_patches.upstream.installed import installed_root
 from verl_patches.upstream.modified import refuse_modified, roots_of, source_findings, tree_changes
 from verl_patches.upstream.pins import Repository, load_pins
 

@@ -10,7 +10,7 @@ from verl_patches.config.compose import compose
 from verl_patches.config.recipe import recipe_keys
 from verl_patches.errors import ConfigError
 from verl_patches.patching.install_prelude import LINE
-from verl_patches.upstream.installed import verl_config_dir
+from verl_patches.upstream.checkouts import verl_config_dir
 from verl_patches.upstream.pins import load_pins
 from verl_patches.upstream.support import refusal, refused_keys, shell_findings
 

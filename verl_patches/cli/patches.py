@@ -104,9 +104,9 @@ def install_prelude_command(
 
     The .pth file runs the prelude in every process of this Python that imports upstream before it reaches the line.
     """
-    found = asdict(install_prelude.remove_prelude(verl_path) if undo else install_prelude.install_prelude(verl_path))
+    results = install_prelude.remove_prelude(verl_path) if undo else install_prelude.install_prelude(verl_path)
     if as_json:
-        print_json({name: {**result, "file": str(result["file"])} for name, result in found.items()})
+        print_json({name: {**asdict(result), "file": str(result.file)} for name, result in results.items()})
         return
-    for result in found.values():
-        typer.echo(f"{result['state']}: {result['file']}" + (f", line {result['line']}" if result["line"] else ""))
+    for result in results.values():
+        typer.echo(f"{result.state}: {result.file}" + (f", line {result.line}" if result.line else ""))

@@ -14,12 +14,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from verl_patches.patching.fingerprint import BLOCKS, import_origin
+from verl_patches.patching.fingerprint import BLOCKS, FUNCTIONS, import_origin
 from verl_patches.patching.spec import split
 
 _FROM = re.compile(rb"\bfrom\b([.\w\s\\]*?)\bimport\b(?=[ \t]*(\([^)]*\)|[^\n]*))")
 _LAST_PART = re.compile(rb"\w*(?=[\s\\]*\Z)")
-_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _FOR_TYPES = ("TYPE_CHECKING", "typing.TYPE_CHECKING")
 
 
@@ -146,5 +145,5 @@ def _from_imports(node: ast.AST, prefix: str) -> Iterator[tuple[str, ast.ImportF
             yield prefix, child
         elif isinstance(child, ast.ClassDef):
             yield from _from_imports(child, f"{prefix}{child.name}.")
-        elif isinstance(child, BLOCKS) and not isinstance(child, _FUNCTIONS):
+        elif isinstance(child, BLOCKS) and not isinstance(child, FUNCTIONS):
             yield from _from_imports(child, prefix)

@@ -206,7 +206,8 @@ def _named(node: ast.AST, name: str) -> list[ast.AST]:
     return [statement for names, statement in bindings_of(node) if name in names]
 
 
-DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+DEFINITIONS = (*FUNCTIONS, ast.ClassDef)
 BLOCKS = (ast.stmt, ast.ExceptHandler, ast.match_case)  # what statements stand in, definitions among them
 _NESTED = ("body", "orelse", "handlers", "cases", "finalbody")
 _NO_MEANING = ("ctx", "kind", "type_comment", "type_ignores")

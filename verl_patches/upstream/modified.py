@@ -19,10 +19,9 @@ from omegaconf import DictConfig
 
 from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.patching import install_prelude
-from verl_patches.patching.contract import PACKAGES
+from verl_patches.patching.contract import PACKAGES, installed_root
 from verl_patches.patching.report import Finding
 from verl_patches.upstream.checkouts import FETCH, Trees, git
-from verl_patches.upstream.installed import installed_root
 from verl_patches.upstream.pins import Line, Repository, load_pins, same_version
 
 WORKER_FILE = Path("verl") / install_prelude.INSIDE

@@ -16,11 +16,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
 
-from verl_patches.patching.contract import PACKAGES
+from verl_patches.patching.contract import PACKAGES, installed_root
 from verl_patches.patching.report import Finding, Report
 from verl_patches.patching.switches import VARIABLE, parse
 from verl_patches.upstream.checkouts import FETCH, Trees
-from verl_patches.upstream.installed import installed_root
 from verl_patches.upstream.modified import roots_of, source_findings
 from verl_patches.upstream.pins import Line, Pins, load_pins, same_version
 from verl_patches.upstream.support import shell_findings
