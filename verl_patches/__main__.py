@@ -17,12 +17,14 @@ app.command("status")(patches.status_command)
 app.command("explain")(patches.explain_command)
 app.command("digest")(patches.digest_command)
 app.command("install-prelude")(patches.install_prelude_command)
-contract.register(app, patches.engine_of)
+app.command("check")(contract.check_command)
+app.command("fingerprint")(contract.fingerprint_command)
 app.command("smoke")(run.smoke_command)
 app.command("train")(run.train_command)
 app.command("config")(inspect.config_command)
 app.command("reshard-plan")(inspect.reshard_plan_command)
-upstream.register(app, contract.run_check)
+app.command("versions")(upstream.versions_command)
+app.command("fetch-upstream")(upstream.fetch_upstream_command)
 
 
 def main() -> None:

@@ -3,11 +3,10 @@
 import json
 
 import pytest
-import typer
 from typer.testing import CliRunner
 
 from tests.upstream.small_upstream import commit, git, install
-from verl_patches.cli import upstream
+from verl_patches.__main__ import app
 from verl_patches.errors import ConfigError
 from verl_patches.upstream.checkouts import Trees
 from verl_patches.upstream.pins import load_pins
@@ -196,9 +195,6 @@ def test_variables_and_limits_are_part_of_it(machine):
 @pytest.fixture
 def call(monkeypatch):
     monkeypatch.delenv("VERL_PATCHES", raising=False)
-    app = typer.Typer()
-    app.callback()(lambda: None)
-    upstream.register(app, check=None)
     return lambda *arguments: CliRunner().invoke(app, ["versions", *arguments])
 
 

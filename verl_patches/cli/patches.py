@@ -39,11 +39,8 @@ def status_command(
     if as_json:
         print_json({"switches": engine.switches.text(), "rows": rows})
     else:
-        table(
-            f"patches for {engine.switches.text()}",
-            ("id", "state", "target", "reason"),
-            [(r["id"], r["state"], r["target"], r["reason"]) for r in rows],
-        )
+        columns = ("id", "state", "target", "reason")
+        table(f"patches for {engine.switches.text()}", columns, [[row[key] for key in columns] for row in rows])
 
 
 def _show_run(run: Path, as_json: bool) -> NoReturn:
@@ -60,11 +57,11 @@ def _show_run(run: Path, as_json: bool) -> NoReturn:
         for name, files in dirty.items():
             typer.echo(f"dirty: {name} was not as pinned: {', '.join(files)}")
         typer.echo(f"run ended: {ended}. A row is waiting where its module was never imported in that process.")
-        table(
-            f"patches of {run}",
-            ("id", "target", "states", "reason"),
-            [(r["id"], r["target"], ", ".join(f"{p}: {s}" for p, s in r["states"].items()), r["reason"]) for r in rows],
-        )
+        cells = []
+        for row in rows:
+            states = ", ".join(f"{process}: {state}" for process, state in row["states"].items())
+            cells.append((row["id"], row["target"], states, row["reason"]))
+        table(f"patches of {run}", ("id", "target", "states", "reason"), cells)
     raise typer.Exit(1 if wrong else 0)
 
 
@@ -78,11 +75,8 @@ def explain_command(row_id: str, switches: Switch = None, as_json: Json = False)
     if as_json:
         print_json(facts)
     else:
-        table(
-            row_id,
-            ("fact", "value"),
-            [(k, ", ".join(v) if isinstance(v, (list, tuple)) else str(v)) for k, v in facts.items()],
-        )
+        rows = [(key, ", ".join(v) if isinstance(v, (list, tuple)) else str(v)) for key, v in facts.items()]
+        table(row_id, ("fact", "value"), rows)
         typer.echo(PLACES)
 
 
