@@ -46,7 +46,7 @@ def test_a_signature_read_from_text_is_pythons_own(text):
         ("a", "**kwargs", "too many positional arguments"),
     ],
 )
-def test_a_call_that_would_fail_is_told(target, provider, fault):
+def test_a_call_that_would_fail_is_reported(target, provider, fault):
     assert any(fault in found for found in signatures.refused_calls(of(target), of(provider)))
 
 
@@ -208,7 +208,7 @@ def test_providers_of_every_kind_are_read(faults, kind, target, provider):
         ("replace", "opened", "rest_async", "is async, callers do not await it"),
     ],
 )
-def test_providers_that_refuse_a_call_are_told(faults, kind, target, provider, fault):
+def test_providers_that_refuse_a_call_are_reported(faults, kind, target, provider, fault):
     assert any(fault in found for found in faults(kind, target, provider))
 
 
@@ -222,6 +222,6 @@ def test_providers_that_refuse_a_call_are_told(faults, kind, target, provider, f
         ("replace", "f", "absent", "absent"),
     ],
 )
-def test_what_cannot_be_seen_is_said(faults, kind, target, provider, reason):
+def test_an_unknown_signature_has_a_reason(faults, kind, target, provider, reason):
     with pytest.raises(signatures.UnknownSignature, match=reason):
         faults(kind, target, provider)

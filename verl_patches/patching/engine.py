@@ -140,8 +140,8 @@ class Engine:
     def _unmet(self, spec: PatchSpec) -> Prepared | None:
         """The state of a row that needs one which was not applied; None where all that it needs were."""
         for need in (self._rows[name] for name in spec.needs):
-            is_holder = spec.kind == "override" and need.spec.kind == "subclass"  # `spec` is a method of its class
-            if need.left_alone or (is_holder and not need.in_place):
+            has_method = spec.kind == "override" and need.spec.provider == spec.provider.rpartition(".")[0]
+            if need.left_alone or (has_method and not need.in_place):
                 return Prepared("unsupported", f"it needs {need.spec.id}, which is {need.state} and was not applied")
         return None
 
