@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.upstream.small_upstream import WORKER, WORKER_TEXT, commit, git, install
+from tests.upstream.small_upstream import WORKER, WORKER_TEXT, commit, git, install, line_of
 from verl_patches.config.compose import compose
 from verl_patches.errors import ConfigError
 from verl_patches.patching.contract import installed_root
@@ -30,15 +30,8 @@ def tree(tmp_path):
     folder.mkdir()
     git(folder, "init", "-q")
     head = commit(folder, FILES)
-    pin = Repository(
-        url="u",
-        commit=head,
-        tree=git(folder, "rev-parse", "HEAD^{tree}"),
-        packages=("verl",),
-        version="1",
-        generated=("verl/_version.py",),
-    )
-    return folder, load_pins().line("pypi").model_copy(update={"repositories": {"verl": pin}})
+    facts = {"url": "u", "commit": head, "tree": git(folder, "rev-parse", "HEAD^{tree}"), "version": "1"}
+    return folder, line_of(verl=Repository(**facts, packages=("verl",), generated=("verl/_version.py",)))
 
 
 def found(tree):
@@ -91,18 +84,14 @@ def test_what_is_a_change(tree, files, named):
     assert (finding.state, finding.details) == ("problem", (named,)) and named in finding.found
 
 
-def test_a_link_to_a_folder_is_a_change_even_where_git_ignores_it(tree, tmp_path):
+def test_a_deleted_file_a_link_that_git_ignores_and_a_long_list(tree, tmp_path):
     write(tmp_path / "elsewhere", {"mine.py": "x"})
     (tree[0] / "odd").symlink_to(tmp_path / "elsewhere")
     (tree[0] / ".git/info/exclude").write_text("odd\n")
-    assert found(tree).details == ("odd (extra)",)
-
-
-def test_a_deleted_file_and_a_long_list(tree):
     (tree[0] / "verl/data.txt").unlink()
-    write(tree[0], {f"verl/n{number}.py": "" for number in range(9)})
+    write(tree[0], {f"verl/n{number}.py": "" for number in range(8)})
     finding = found(tree)
-    assert len(finding.details) == 10 and finding.details[0] == "verl/data.txt (deleted)"
+    assert len(finding.details) == 10 and finding.details[:2] == ("odd (extra)", "verl/data.txt (deleted)")
     assert "10 files changed" in finding.found and "and 5 more" in finding.found
 
 

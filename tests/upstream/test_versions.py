@@ -56,19 +56,8 @@ def machine(ascend, clones):
     versions = {name: version.replace("*", "9") for name, version in pins.line("a3").packages.items()}
     places = {p: folder / name for name, r in pins.line("a3").repositories.items() for p in r.packages}
 
-    def make(**changes):
-        return Machine(
-            **{
-                "environ": {},
-                "ascend": ascend,
-                "python": "3.11.4",
-                "distribution": versions.get,
-                "root": places.get,
-                **changes,
-            }
-        )
-
-    return make, pins, versions, places
+    holds = {"environ": {}, "ascend": ascend, "python": "3.11.4", "distribution": versions.get, "root": places.get}
+    return lambda **changes: Machine(**{**holds, **changes}), pins, versions, places
 
 
 def problems(report):
@@ -171,17 +160,17 @@ def test_trees_that_are_given_go_before_what_is_importable(machine, clones):
 
 
 @pytest.mark.parametrize(
-    ("environ", "line", "why"),
+    ("given", "switches", "line", "why"),
     [
-        ({}, "a3", "VERL_PATCHES names no line: production"),
-        ({"VERL_PATCHES": "platform=cpu"}, "a3", "production"),
-        ({"VERL_PATCHES": "line=pypi,platform=cpu"}, "pypi", "VERL_PATCHES"),
+        (None, "", "a3", "VERL_PATCHES names no line: production"),
+        (None, "platform=cpu", "a3", "production"),
+        (None, "line=pypi,platform=cpu", "pypi", "VERL_PATCHES"),
+        ("pypi", "", "pypi", "--line"),
     ],
 )
-def test_which_line_was_taken_is_said(machine, environ, line, why):
-    report = compare(None, machine[0](environ=environ), machine[1])
+def test_the_first_finding_names_the_line_and_its_source(machine, given, switches, line, why):
+    report = compare(given, machine[0](environ={"VERL_PATCHES": switches}), machine[1])
     assert report.line == line == report.findings[0].found and why in report.findings[0].where
-    assert compare("pypi", machine[0](environ=environ), machine[1]).findings[0].where == "--line"
 
 
 def test_variables_and_limits_are_part_of_it(machine):
@@ -211,14 +200,3 @@ def test_the_command_where_a3_is_not_installed_and_for_an_unknown_line(call):
     done = call("--json")
     assert done.exit_code == 1 and json.loads(done.stdout)["line"] == "a3"
     assert isinstance(call("--line", "a2").exception, ConfigError)
-
-
-def test_no_torch(run_python):
-    code = """
-import sys
-from verl_patches.upstream.checkouts import Trees
-from verl_patches.upstream.versions import compare
-compare("pypi")
-print("torch" in sys.modules)
-"""
-    assert run_python(code).check().out.strip() == "False"
