@@ -98,7 +98,7 @@ def plain(obj, follow_wrapped):
 refused, unseen = {}, []
 for row in current()._rows.values():
     if row.place is None or row.spec.kind == "extend": continue
-    target, provider = plain(row.place.value(), True), plain(row.installed, False)
+    target, provider = plain(unwrap(row.place.found), True), plain(row.installed, False)
     bound = "." in row.spec.target.partition(":")[2]
     known = target and provider and str(target) != "(*args, **kwargs)"
     faults = refused_calls(target, provider, bound) if known else unseen.append(row.spec.id)

@@ -11,11 +11,11 @@ import typer
 
 from verl_patches import catalog
 from verl_patches.cli.output import Json, print_json, table
-from verl_patches.errors import RecipeError
+from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.patching import install_prelude
 from verl_patches.patching.engine import Engine
 from verl_patches.patching.install_prelude import PLACES
-from verl_patches.patching.report import WRONG, count_by_process, run_states
+from verl_patches.patching.report import WRONG, count_by_process
 from verl_patches.patching.switches import from_environment, parse
 
 Switch = Annotated[str | None, typer.Option("--switches", help="In place of the variable VERL_PATCHES.")]
@@ -45,10 +45,13 @@ def status_command(
 
 def _show_run(run: Path, as_json: bool) -> NoReturn:
     """Print the states that a run recorded; exit code 1 where one is wrong."""
-    rows = count_by_process(run_states(run))
+    path = run / "summary.json"
+    if not path.is_file():
+        raise ConfigError(f"--run {run}: no summary.json there; give the folder of a run, such as outputs/smoke")
+    record = json.loads(path.read_text())
+    rows = count_by_process(record.get("patches", []))
     if not rows:
         raise RecipeError(f"{run} has no recorded states: it ended before any process reported; see its driver.log")
-    record = json.loads((run / "summary.json").read_text())
     ended, dirty = record["exit"], record.get("dirty", {})
     wrong = [r["id"] for r in rows if WRONG & set(r["states"].values())]
     if as_json:

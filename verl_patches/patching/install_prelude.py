@@ -33,7 +33,6 @@ PLACES = (
 )
 # any text about our prelude besides LINE: an edited, commented-out or foreign one
 MENTION = re.compile(rb"verl_patches|prelude_patch")
-_BOM = b"\xef\xbb\xbf"
 
 
 @dataclass(frozen=True)
@@ -49,10 +48,9 @@ class PreludeResult:
 
 
 class _WorkerFile(NamedTuple):
-    """verl's worker file: its bytes as lines behind the byte order mark, and the number of the prelude line or None."""
+    """verl's worker file: its lines with their ends, its syntax tree, the number of the prelude line or None."""
 
     file: Path
-    bom: bytes
     lines: list[bytes]
     tree: ast.Module
     present: int | None
@@ -65,13 +63,13 @@ def insert_line(verl_path: str | Path | None = None) -> PreludeResult:
     Idempotent; keeps encoding, newline style and file mode; the new file replaces the old one at once, so a hard link
     to a package cache is left as it was. Raises ConfigError, having written nothing, for a file it does not recognise.
     """
-    found = _read_worker_file(find_worker_file(verl_path))
+    found = _worker_file(verl_path)
     if found.present is not None:
         return PreludeResult(found.file, found.present, "already installed")
     first = _first_import(found.file, found.tree)
     before, after = found.lines[: first - 1], found.lines[first - 1 :]
     newline = after[0][len(after[0].rstrip(b"\r\n")) :] or b"\n"
-    new = b"".join((found.bom, *before, LINE.encode("ascii"), newline, *after))
+    new = b"".join((*before, LINE.encode("ascii"), newline, *after))
     if _parse(found.file, new).present != first:
         raise AssertionError(f"{found.file}: the prelude line is not at line {first}")
     _replace(found.file, new)
@@ -80,11 +78,11 @@ def insert_line(verl_path: str | Path | None = None) -> PreludeResult:
 
 def remove_line(verl_path: str | Path | None = None) -> PreludeResult:
     """Take LINE out again: the file is then byte for byte what it was before `insert_line`. Same rules and errors."""
-    found = _read_worker_file(find_worker_file(verl_path))
+    found = _worker_file(verl_path)
     if found.present is None:
         return PreludeResult(found.file, None, "not installed")
     del found.lines[found.present - 1]
-    _replace(found.file, b"".join((found.bom, *found.lines)))
+    _replace(found.file, b"".join(found.lines))
     return PreludeResult(found.file, found.present, "removed")
 
 
@@ -122,7 +120,8 @@ def _read(file: Path) -> bytes:
         raise ConfigError(f"{file}: cannot be read ({why.strerror}). Run this as a user who may.") from why
 
 
-def _read_worker_file(file: Path) -> _WorkerFile:
+def _worker_file(verl_path: str | Path | None) -> _WorkerFile:
+    file = find_worker_file(verl_path)
     return _parse(file, _read(file))
 
 
@@ -134,10 +133,10 @@ def _parse(file: Path, data: bytes) -> _WorkerFile:
         raise ConfigError(
             f"{file}: expected a Python file, found {why}. Restore it from upstream, then run this again."
         ) from why
-    bom, lines = data[: len(_BOM)] if data.startswith(_BOM) else b"", data.removeprefix(_BOM).splitlines(keepends=True)
+    lines = data.splitlines(keepends=True)
     mentions = [number for number, line in enumerate(lines, 1) if MENTION.search(line)]
     if not mentions:
-        return _WorkerFile(file, bom, lines, tree, None)
+        return _WorkerFile(file, lines, tree, None)
     text = lines[mentions[0] - 1].rstrip(b"\r\n")
     if len(mentions) > 1 or text != LINE.encode() or [node.lineno for node in _imports(tree)][:1] != mentions:
         raise ConfigError(
@@ -145,7 +144,7 @@ def _parse(file: Path, data: bytes) -> _WorkerFile:
             f"{len(mentions)}, the first `{text.decode(errors='replace').strip()}` at line {mentions[0]}. "
             "Take it out by hand, or restore the file from upstream, then run this again."
         )
-    return _WorkerFile(file, bom, lines, tree, mentions[0])
+    return _WorkerFile(file, lines, tree, mentions[0])
 
 
 def _imports(tree: ast.Module) -> list[ast.stmt]:

@@ -6,6 +6,7 @@ code, and are called with the engine's lock held.
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -39,10 +40,6 @@ class Slot:
     def current(self) -> Any:
         """What the holder's own dictionary has now, or MISSING."""
         return vars(self.holder).get(self.attribute, MISSING)
-
-    def value(self) -> Any:
-        """The object as it was found, the plain function for descriptors; MISSING if there is none."""
-        return unwrap(self.found)
 
     def restore(self) -> None:
         """Put back what was there: the raw object, or nothing where the name was inherited or new."""
@@ -145,8 +142,6 @@ def wraps(outer: Any, inner: Any) -> bool:
 
 def load(place: str) -> Any:
     """Import a provider "module:qualname"; ResolveError if the module has no such name."""
-    import importlib
-
     name, qualname = split(place)
     obj: Any = importlib.import_module(name)
     for step in filter(None, qualname.split(".")):
@@ -272,7 +267,7 @@ def prepare(spec: PatchSpec, module: ModuleType, line: str, policy: str) -> Prep
     except Exception as error:
         return Prepared("unsupported", _text(error), error=error)
     try:
-        new = _provided(spec, place.value())
+        new = _provided(spec, unwrap(place.found))
     except Exception as error:
         return Prepared("failed", _text(error), error=error)
     return Prepared("drifted" if drift else "active", drift, place, new)
