@@ -25,7 +25,7 @@ def explained(call, name, *arguments, code=0):
     return json.loads(done.stdout)
 
 
-def test_the_composed_config_is_printed_whole(call):
+def test_the_composed_config_is_printed(call):
     done = call("--config-name", TINY, "data.train_batch_size=8")
     assert done.exit_code == 0 and OmegaConf.create(done.stdout) == compose(TINY, ["data.train_batch_size=8"])
     as_json = json.loads(call("--config-name", TINY, "--json").stdout)
@@ -36,11 +36,11 @@ def test_the_composed_config_is_printed_whole(call):
 def test_both_256_die_configs_become_arguments_completely(call, name):
     found = explained(call, name)
     assert found["refused"] == [] and found["line"] == "a3"
-    said = {row["key"]: row["arguments"] for row in found["settings"]}
-    assert said["recipe.train.layers_per_stage"] == ["--num-layer-list", "7,7,8,8,8,8,8,7"]
-    assert said["recipe.train.swap_optimizer"] == ["--swap-optimizer"]
-    assert said["recipe.train.balanced_routing"] == (["--fix-router"] if name == RUNS[0] else [])
-    assert said["HF num_experts_per_tok"] == ["--moe-router-topk", "8"]  # the model's rows are there
+    arguments = {row["key"]: row["arguments"] for row in found["settings"]}
+    assert arguments["recipe.train.layers_per_stage"] == ["--num-layer-list", "7,7,8,8,8,8,8,7"]
+    assert arguments["recipe.train.swap_optimizer"] == ["--swap-optimizer"]
+    assert arguments["recipe.train.balanced_routing"] == (["--fix-router"] if name == RUNS[0] else [])
+    assert arguments["HF num_experts_per_tok"] == ["--moe-router-topk", "8"]  # the model's rows are there
 
 
 @pytest.mark.upstream

@@ -67,6 +67,7 @@ def tree(tmp_path, monkeypatch):
     for name, text in FILES.items():
         (tmp_path / "now" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "now" / name).write_text(text)
+    (tmp_path / "now/up/latin.py").write_bytes(b"from up.tools import weigh\nx = 'caf\xe9'\n")
     (tmp_path / "contract_ours.py").write_text(OURS)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(fp, "REVIEWED", tmp_path / "fingerprints.json")
@@ -111,14 +112,10 @@ def test_an_unchanged_tree_is_fine_and_says_where_it_looked(tree):
     assert report.exit_code == 0 and report.state == "fine", report.as_dict()
     assert found["up.weigh"].where == "up/tools.py:4" and found["up.read"].where == "up/tools.py:14"
     assert found["up.weigh"].found == "body as reviewed; signature accepted; 4 binding(s) complete"
-    assert found["package up"].found.startswith("5 Python files, 1 of them cannot be parsed")
-    assert found["package up"].state == "note" and "up.odd" in found["package up"].details[0]
+    assert found["package up"].found.startswith("6 Python files, 2 of them cannot be parsed")
+    assert [detail.partition(":")[0] for detail in found["package up"].details] == ["up.latin", "up.odd"]
+    assert found["package up"].state == "note"
     assert str(tree) not in json.dumps(report.as_dict()["rows"][1:])
-
-
-def test_a_line_without_rows_is_empty_and_not_fine(tree):
-    report, _ = look(tree, weigh(lines=frozenset({"pypi"})), line="a3")
-    assert (report.state, report.exit_code, report.as_dict()["rows"]) == ("empty", 1, [])
 
 
 def test_one_changed_token_names_row_file_line_and_statement(tree):
@@ -202,7 +199,7 @@ def test_other_imports_are_no_bindings(tree, text):
 
 
 @pytest.mark.parametrize("listed", ["__all__ =", "__all__: list[str] ="])
-def test_a_star_import_brings_what_all_lists(tree, listed):
+def test_a_star_import_binds_the_names_in_all(tree, listed):
     edit(tree, "up/tools.py", '__all__ = ["weigh", "Scale"]', f'{listed} ["Scale"]')
     assert "are not the target: up.all:weigh" in finding(tree, weigh()).found
 
@@ -237,7 +234,7 @@ def test_a_target_that_this_python_cannot_read_is_a_problem(tree):
     ("pinned", "state", "text"),
     [(None, "note", "pins no version"), ("0.1", "note", "pinned 0.1"), ("here", "fine", "as pinned")],
 )
-def test_compiled_targets_are_held_by_the_version(tree, pinned, state, text):
+def test_compiled_targets_are_identified_by_the_version(tree, pinned, state, text):
     provider = "verl_patches.platform.cpu.torch_on_cpu:on_cpu"
     zeros = PatchSpec("up.zeros", "model", "torch:zeros", "wrap", provider, "why", "exit")
     fp.write_reviewed("pypi", {"torch:zeros": []})
@@ -257,7 +254,7 @@ def test_packages_outside_the_tree_are_named_and_compared_at_the_pinned_version_
     assert "body not compared: the pin is torch 0.1" in found.found
 
 
-def test_a_package_that_is_nowhere_is_a_note(tree):
+def test_a_package_that_is_not_installed_is_a_note(tree):
     row = PatchSpec("up.npu", "model", "no_such_npu.ops:f", "replace", "contract_ours:read", "why", "exit")
     found = finding(tree, row)
     assert found.state == "note" and "not checked: no_such_npu" in found.found

@@ -28,16 +28,6 @@ def test_orders_of_import_and_apply(play, order):
     assert out == ["1!", None, 1, "reverted", "1!"]
 
 
-def test_revert_before_the_import_does_not_double_the_patch(play):
-    out = play("""
-        e = engine(F, row("t.new", "up.base:added", "extend", "ours:VALUE"))
-        e.apply(); e.revert(); e.apply(); e.revert(); e.apply()
-        import up.user
-        out = [up.user.f(1), proof(e)]
-    """)
-    assert out == ["1!", None]
-
-
 @pytest.mark.parametrize("rows", ["F, OVER", "OVER, F"])
 def test_a_row_goes_over_the_row_that_it_needs_whichever_hook_runs_first(play, rows):
     """Where an import ends while apply() adds hooks, that of the upper row can come first."""

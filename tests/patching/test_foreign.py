@@ -7,7 +7,7 @@ import pytest
     ("how", "words", "seen"),
     [("replacing", "replaces ours", ["theirs", "theirs"]), ("wrapping", "wraps ours", ["<1!>", "<1!>"])],
 )
-def test_a_library_that_comes_after_us_is_named_and_refused(play, how, words, seen):
+def test_a_library_that_patches_after_us_is_reported_and_refused(play, how, words, seen):
     out = play(f"""
         import up.user, theirs
         e = engine(F); e.apply()
@@ -24,7 +24,7 @@ def test_a_library_that_comes_after_us_is_named_and_refused(play, how, words, se
     assert after == "reverted" and "was left there" in why
 
 
-def test_a_library_that_comes_before_us_is_wrapped(play):
+def test_a_library_that_patched_before_us_is_wrapped(play):
     out = play("""
         import up.user, theirs
         theirs.put("up.base", "f", theirs.wrapping)
@@ -134,7 +134,7 @@ def test_the_lower_row_alone_can_be_on_and_the_upper_one_cannot(play):
     assert out[:2] == [None, "1!"] and "row t.over needs t.f, which is off" in out[2]
 
 
-def test_a_row_whose_module_came_in_past_the_hooks_is_refused(play):
+def test_a_row_whose_module_was_imported_without_its_hook_is_refused(play):
     out = play("""
         e = engine(row("t.f")); e.apply()
         before = look(e)["t.f"]

@@ -60,7 +60,7 @@ def names(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("inner", ["", "verl"])
-def test_goes_before_the_first_import_once_and_comes_out_byte_for_byte(tmp_path, inner):
+def test_the_line_is_inserted_once_before_the_first_import_and_removed_byte_for_byte(tmp_path, inner):
     file = make_tree(tmp_path)
     result = insert_line(tmp_path / inner)
     assert (result.file, result.line, result.state) == (file, 6, "installed")
@@ -142,7 +142,7 @@ def test_the_pinned_verl_is_recognised(tmp_path, upstream_text, line):
         (WORKER.replace("import logging", "import verl_patches.other\nimport logging"), "expected no prelude"),
     ],
 )
-def test_refuses_what_it_does_not_recognise(tmp_path, text, words):
+def test_an_unknown_file_is_refused(tmp_path, text, words):
     file = make_tree(tmp_path, text)
     with pytest.raises(ConfigError, match="expected") as caught:
         insert_line(tmp_path)
@@ -173,7 +173,7 @@ def test_keeps_the_mode_and_leaves_other_hard_links_alone(tmp_path):
     assert file.stat().st_mode & 0o777 == 0o640
 
 
-def test_a_read_only_file_and_a_failed_write_leave_the_file_whole(tmp_path, monkeypatch):
+def test_a_read_only_file_and_a_failed_write_leave_the_file_unchanged(tmp_path, monkeypatch):
     file = make_tree(tmp_path)
     file.chmod(0o444)
     with pytest.raises(ConfigError, match="read-only"):
@@ -190,7 +190,7 @@ def test_a_read_only_file_and_a_failed_write_leave_the_file_whole(tmp_path, monk
     assert names(file.parent) == [file.name]
 
 
-def test_says_what_to_do_where_there_is_no_verl(tmp_path, monkeypatch):
+def test_without_verl_the_error_names_the_option(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="--verl-path DIR"):
         insert_line(tmp_path)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
@@ -231,10 +231,10 @@ class Python:
         return subprocess.run([self.executable, *arguments], env=env, capture_output=True, text=True, timeout=60)
 
     def prelude(self, *options):
-        """What `install-prelude --json` says."""
+        """The results of `install-prelude --json`."""
         done = self.run("-m", "verl_patches", "install-prelude", "--verl-path", str(self.upstream), "--json", *options)
         assert done.returncode == 0, done.stderr
-        return {name: (Path(said["file"]), said["state"]) for name, said in json.loads(done.stdout).items()}
+        return {name: (Path(result["file"]), result["state"]) for name, result in json.loads(done.stdout).items()}
 
 
 @pytest.fixture(scope="module")
@@ -277,11 +277,11 @@ def test_other_processes_import_nothing_of_ours(python):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("module", ["verl", "verl.deep.low", "megatron.core", "vllm"])
-def test_the_prelude_comes_before_upstream_once(python, module):
+def test_the_prelude_runs_once_before_upstream(python, module):
     code = f"import {module} as m; import importlib, verl.deep.low; print(vars(m.__spec__.loader).get('exec_module'))"
-    said = python.run(code, patches=CPU)
-    assert said.returncode == 0 and said.stdout.split()[1::2][:2] == ["True", "True"], said
-    assert said.stdout.splitlines()[-1] == "None" and "False" not in said.stdout
+    done = python.run(code, patches=CPU)
+    assert done.returncode == 0 and done.stdout.split()[1::2][:2] == ["True", "True"], done
+    assert done.stdout.splitlines()[-1] == "None" and "False" not in done.stdout
     without = python.run("-S", "-c", f"import {module}", patches=CPU)  # -S: no .pth file is read
     assert "False" in without.stdout
 
@@ -295,9 +295,9 @@ for _ in range(2):
     except ImportError: print("swallowed")  # as upstream does
     except ValueError as error: print(type(error).__name__, "no wrapt here" in str(error))
 """
-    said = python.run(code, patches=CPU, before=tmp_path)
-    assert said.stdout.splitlines() == ["ConfigError True"] * 2, said
-    production = python.run("import verl")  # nothing said is line a3 on npu, as with the line alone
+    done = python.run(code, patches=CPU, before=tmp_path)
+    assert done.stdout.splitlines() == ["ConfigError True"] * 2, done
+    production = python.run("import verl")  # the default is line a3 on npu, as with the line alone
     assert production.returncode == 1 and "torch_npu is not installed" in production.stderr
 
 
@@ -329,7 +329,7 @@ except RuntimeError as error: print(error)
 """
 
 
-def test_a_file_left_behind_without_verl_patches_says_what_to_do(tmp_path):
+def test_a_pth_file_without_verl_patches_raises_an_error_with_the_remedy(tmp_path):
     command = [sys.executable, "-I", "-S", "-c", WITHOUT_US, install_prelude.TEXT]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr

@@ -119,15 +119,6 @@ def test_states_after_two_imports_that_failed_for_different_rows(play):
     assert "row t.f" in out[2] and out[3] == {"t.f": "failed", "t.g": "failed"}
 
 
-def test_apply_after_the_import_fails_each_time(play):
-    out = play("""
-        import up.base
-        e = engine(row("t.f", provider="ours:bad"))
-        out = [tried(e.apply), tried(e.apply), states(e)]
-    """)
-    assert "t.f" in out[0] and out[0] == out[1] and out[2] == {"t.f": "failed"}
-
-
 @pytest.mark.parametrize("order", ["import up.other, up.base", "import up.base, up.other"])
 def test_rows_that_need_a_skipped_one_are_skipped_in_any_order_of_imports(play, order):
     out = play(f"""

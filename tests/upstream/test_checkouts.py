@@ -55,7 +55,7 @@ def test_line_and_trees_go_together(upstream, given, line, platform, words):
         require_trees(config, trees_of(upstream if given else None))
 
 
-def test_trees_come_before_what_is_installed_and_after_this_checkout(upstream, monkeypatch):
+def test_trees_are_on_the_path_before_installed_packages_and_after_this_checkout(upstream, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(REPOSITORY), "/users/own", "/users/own"]))  # each once
     composed, trees = compose("grpo_deepseekv3_tiny_cpu"), trees_of(upstream)
     path = next(v for v in derive(composed, trees=trees) if v.name == "PYTHONPATH")

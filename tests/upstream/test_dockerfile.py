@@ -111,7 +111,7 @@ def test_the_constraints_file_has_one_package_in_each_line(tmp_path):
     assert (tmp_path / "pip-constraints.txt").read_text().split("\n") == [*pinned()["PIN_PACKAGES"], ""]
 
 
-def test_every_repository_is_copied_and_what_pip_does_not_install_is_on_the_path():
+def test_every_repository_is_copied_and_installed_or_on_the_path():
     copied = [rest.split()[0] for word, rest in FOUND if word == "COPY" and rest.startswith("upstream/")]
     assert copied == [f"upstream/{name}" for name in A3.repositories]
     path = next(rest for word, rest in FOUND if word == "ENV" and rest.startswith("PYTHONPATH="))

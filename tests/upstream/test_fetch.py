@@ -64,7 +64,7 @@ def test_of_a_server_that_serves_no_single_commits_the_history_is_fetched(upstre
     assert git(dest / "verl", "rev-parse", "HEAD") == upstream.first
 
 
-def test_what_an_interrupted_run_left_is_made_again(upstream, dest, monkeypatch):
+def test_a_clone_that_was_interrupted_is_made_again(upstream, dest, monkeypatch):
     pin = upstream.pin(upstream.first)
 
     def interrupted(path, pin):
@@ -217,7 +217,7 @@ def test_a_problem_of_the_check_is_a_problem_of_the_fetch(upstream, dest):
     assert report.exit_code == 0 and found["check"].state == "fine"
 
 
-def test_the_check_runs_only_over_a_whole_line(upstream, dest):
+def test_the_check_runs_only_over_all_repositories_of_a_line(upstream, dest):
     pins = {"verl": upstream.pin(upstream.first), "second": upstream.pin(upstream.second, packages=[])}
     report = fetch_upstream("test", line_of(**pins), dest, None, only=["verl"])
     assert report.exit_code == 0

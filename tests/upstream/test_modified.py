@@ -58,7 +58,7 @@ def write(folder, files):
         {"out/site-packages/x.py": "x"},
     ],
 )
-def test_what_is_no_change(tree, files):
+def test_files_that_are_no_change(tree, files):
     write(tree[0], files)
     (tree[0] / "verl/a.py").chmod(0o755)
     assert found(tree).state == "fine" and found(tree).details == ()
@@ -78,7 +78,7 @@ def test_what_is_no_change(tree, files):
         ({"verl/a.py": f"{LINE}\na = 1\n"}, "verl/a.py (modified)"),
     ],
 )
-def test_what_is_a_change(tree, files, named):
+def test_files_that_are_a_change(tree, files, named):
     write(tree[0], files)
     finding = found(tree)
     assert (finding.state, finding.details) == ("problem", (named,)) and named in finding.found
@@ -122,7 +122,7 @@ def test_a_clone_of_another_owner_is_compared_all_the_same(tree, monkeypatch):
     assert found(tree).details == ("verl/a.py (modified)",)
 
 
-def test_what_cannot_be_compared_is_a_problem(tree, tmp_path):
+def test_a_tree_that_cannot_be_compared_is_a_problem(tree, tmp_path):
     folder, line = tree
     shutil.rmtree(folder / ".git")
     assert "cannot be compared" in found(tree).found and found(tree).state == "problem"
@@ -131,7 +131,7 @@ def test_what_cannot_be_compared_is_a_problem(tree, tmp_path):
     assert "cannot be compared" in found(tree).found and found(tree).state == "problem"
 
 
-def test_an_installed_package_is_held_by_its_record(tmp_path):
+def test_an_installed_package_is_compared_with_its_record(tmp_path):
     line = load_pins().line("pypi")
     install(tmp_path, "verl", "0.4.0", {"verl/a.py": "a = 1\n", "verl/b.yaml": "b\n", WORKER: WORKER_TEXT})
     (tmp_path / WORKER).write_text(f"{LINE}\n{WORKER_TEXT}")

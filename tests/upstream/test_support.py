@@ -72,7 +72,7 @@ def test_a_neutral_config_and_keys_that_only_vllm_reads_are_not_refused():
 
 
 @pytest.mark.parametrize(
-    ("override", "said"),
+    ("override", "words"),
     [
         (f"+{ROLLOUT}.engine_kwargs.vllm.enable_prefix_caching=false", "verl always passes True"),
         (f"+{ROLLOUT}.engine_kwargs.vllm.enforce_eager=true", f"set {ROLLOUT}.enforce_eager"),
@@ -82,10 +82,10 @@ def test_a_neutral_config_and_keys_that_only_vllm_reads_are_not_refused():
     ],
 )
 @pytest.mark.parametrize("line", ["pypi", "a3"])
-def test_a_rollout_key_that_would_not_act_is_refused(line, override, said):
+def test_a_rollout_key_that_would_not_act_is_refused(line, override, words):
     config = compose(TINY, [f"recipe.line={line}", override])
     (failed,) = (c.detail for c in check_config(config) if c.name == f"line {line}" and not c.ok)
-    assert said in failed and failed.startswith(override.lstrip("+").partition("=")[0])
+    assert words in failed and failed.startswith(override.lstrip("+").partition("=")[0])
 
 
 def verls_leaves(section, prefix=""):
@@ -142,7 +142,7 @@ def test_every_key_of_recipe_train_is_refused_or_read_on_line_pypi():
 
 
 @pytest.mark.parametrize(
-    ("line", "name", "value", "state", "said"),
+    ("line", "name", "value", "state", "words"),
     [
         ("a3", "VLLM_ENABLE_MC2", "1", "problem", "unset VLLM_ENABLE_MC2: no source of either line reads it"),
         ("a3", "VLLM_ASCEND_ACL_OP_INIT_MODE", "1", "problem", "ACL_OP_INIT_MODE is the name"),
@@ -156,9 +156,9 @@ def test_every_key_of_recipe_train_is_refused_or_read_on_line_pypi():
         ("a3", "VERL_PATCHES", "line=a3,platform=npu", "fine", ""),
     ],
 )
-def test_variables_of_the_shell_are_compared_with_the_pins(line, name, value, state, said):
+def test_variables_of_the_shell_are_compared_with_the_pins(line, name, value, state, words):
     (finding,) = shell_findings(line, {name: value, "HOME": "/h", "LANG": "C"})
-    assert (finding.name, finding.state) == (name, state) and said in finding.todo
+    assert (finding.name, finding.state) == (name, state) and words in finding.todo
 
 
 def test_a_variable_that_the_launcher_sets_is_no_problem_and_secrets_are_not_shown():

@@ -135,7 +135,7 @@ def test_clones_at_another_commit_changed_copied_or_missing(machine, clones, tmp
     assert wrong["Megatron-LM"].details == ("megatron/__init__.py (modified)",)
 
 
-def test_a_wheel_inside_another_repository_is_held_by_its_record_and_not_by_the_checkout(machine, clones):
+def test_a_wheel_inside_another_repository_is_compared_with_its_record(machine, clones):
     make, pins, _, places = machine
     (clones[0] / "verl/.git/info/exclude").write_text("/venv/\n")
     site = clones[0] / "verl/venv/site-packages"  # a venv inside a work tree
@@ -151,7 +151,7 @@ def test_a_wheel_inside_another_repository_is_held_by_its_record_and_not_by_the_
     assert set(problems(compare("a3", make(root={**places, "mindspeed": site}.get), pins))) == {"MindSpeed"}
 
 
-def test_trees_that_are_given_go_before_what_is_importable(machine, clones):
+def test_trees_that_are_given_precede_importable_packages(machine, clones):
     make, pins, *_ = machine
     folders = tuple(clones[0] / name for name in pins.line("a3").repositories if not name.startswith("vllm"))
     nowhere = make(root=lambda package: None)

@@ -33,7 +33,7 @@ class Import:
 
 
 class SourceFile:
-    """One module of a tree; parsed only when asked for its imports. `unread`: why this Python could not parse it."""
+    """One module of a tree; parsed when its imports are read first. `unread`: why this Python could not parse it."""
 
     def __init__(self, module: str, path: Path):
         self.module, self.path, self.unread = module, path, ""

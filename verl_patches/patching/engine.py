@@ -110,7 +110,7 @@ class Engine:
             return
         for need in (self._rows[name] for name in row.spec.needs):
             if need.spec.target_module == row.spec.target_module and not need.spec.is_module_stub:
-                self._install(need, need.applied, module)  # whoever comes first, a row goes over what it needs
+                self._install(need, need.applied, module)  # in any order of hooks, a row wraps what it needs
         policy = self.switches.drift
         found = self._unmet(row.spec) or prepare(row.spec, module, self.switches.line, policy)
         with self._lock:
@@ -276,8 +276,8 @@ class Engine:
         import hashlib
         import json
 
-        asked = [self.switches.line, self.switches.platform, self.switches.drift, self.intent()]
-        return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()
+        facts = [self.switches.line, self.switches.platform, self.switches.drift, self.intent()]
+        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
 _CURRENT: Engine | None = None

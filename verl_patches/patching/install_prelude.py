@@ -189,7 +189,7 @@ def _replace(file: Path, data: bytes) -> None:
 def _write_whole(file: Path, data: bytes, mode: int, owner: tuple[int, int] | None = None) -> None:
     """Write beside the file and rename over it: whole or not at all; ConfigError where that cannot be done.
 
-    owner: user and group id, kept where this user may.
+    owner: user and group id, set where this user may.
     """
     temporary = None
     try:

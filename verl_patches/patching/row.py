@@ -26,7 +26,7 @@ class ResolveError(LookupError):
 
 @dataclass(frozen=True)
 class Slot:
-    """Where one object is kept: `holder.attribute`.
+    """The attribute of a module or class that refers to an object: `holder.attribute`.
 
     `raw`: what the holder's own dictionary had, MISSING for a name that is inherited or new. `found`: the same, or what
     the holder inherits, descriptors and all; MISSING only where the name does not exist.
@@ -52,7 +52,7 @@ class Slot:
 def slot(place: str, module: ModuleType | None = None) -> Slot:
     """The slot of a place in an imported module; ResolveError says which part is missing.
 
-    Names that a module makes on demand are asked for, so upstream's code can run: hold no lock.
+    A name that a module makes on demand is read by getattr, so upstream's code can run: hold no lock.
     """
     name, qualname = split(place)
     holder: Any = module if module is not None else sys.modules.get(name)
@@ -234,7 +234,7 @@ class Row:
             return "" if key is MISSING else f"entry {key!r} is {describe(self.registry.get(key, MISSING))} now"
         module, qualname = split(self.spec.target)
         holder, _, _ = qualname.rpartition(".")
-        on_demand = holder and peek(f"{module}:{holder}") is MISSING  # upstream makes the holder when it is asked for
+        on_demand = holder and peek(f"{module}:{holder}") is MISSING  # made by upstream's __getattr__
         places = {self.spec.target: self.place.current() if on_demand else peek(self.spec.target)}
         for binding in self.spec.bindings:
             if not is_half_built(sys.modules.get(split(binding)[0])):

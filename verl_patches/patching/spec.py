@@ -31,7 +31,7 @@ class PatchSpec:
     only ends with "@line".
     `provider` is "module:qualname" of ours and is imported only once the target's module is. What it must be depends on
     `kind`: subclass: a class whose methods go over those of the class `target`, by `super()`; override: one of these
-    methods, a feature with a switch of its own, which the method itself asks for (`engine.is_on`); wrap:
+    methods, a feature with a switch of its own, which the method itself reads (`engine.is_on`); wrap:
     provider(original) -> replacement; replace, extend (the name must not exist), stub: the new object;
     register: () -> {key: object}, set in the mutable mapping `target`; module stub: our module ("module"),
     or a module object of ours ("module:name"), whose inner modules can be imported too.
@@ -157,14 +157,10 @@ def _shared_targets(by_id: dict[str, PatchSpec]) -> list[str]:
     for spec in by_id.values():
         by_target.setdefault(spec.target, []).append(spec)
     faults = []
-    for rows in by_target.values():
-        faults += [
-            _order_fault(by_id, first, second)
-            for first, second in combinations(rows, 2)
-            if "register" not in (first.kind, second.kind)
-            and first.platforms & second.platforms
-            and not first.kind == second.kind == "override"
-        ]
+    for first, second in (pair for rows in by_target.values() for pair in combinations(rows, 2)):
+        independent = "register" in (first.kind, second.kind) or first.kind == second.kind == "override"
+        if first.platforms & second.platforms and not independent:
+            faults.append(_order_fault(by_id, first, second))
     for spec in by_id.values():
         faults += [
             _inside_fault(by_id, outer, spec)
