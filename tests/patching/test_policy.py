@@ -159,23 +159,14 @@ def test_an_applied_drifted_row_that_is_overridden_is_refused(play):
         ([row("a.b"), row("a.c")], "rows 'a.b' and 'a.c' are both on up.base:f: the one that goes over the other must"),
         ([row("a.b"), row("a.c", kind="replace", needs=("a.b",))], "must be a wrap and name it in needs"),
         ([row("a.b"), row("a.c", needs=("a.b",), bindings=("m:c",))], "must list the same bindings"),
-        ([row("a.b", bindings=("m:c",)), row("a.c", target="m:c")], "its binding m:c is the target of row 'a.c'"),
+        ([row("a.b", bindings=("m:c",)), row("a.c", "m:c")], "its binding m:c is the target of row 'a.c'"),
+        ([row("a.b", "m:C"), row("a.c", "m:C.m")], "row 'a.c' is on m:C.m, inside m:C of row 'a.b'"),
         (
-            [row("a.b", target="m:C"), row("a.c", target="m:C.m")],
-            "row 'a.c' is on m:C.m, inside m:C of row 'a.b': one must name the other in needs",
+            [row("a.c", "m:C.D.m"), row("a.b", "m:C", kind="replace", needs=("a.c",))],
+            "row 'a.b' replaces m:C, over m:C.D.m of row 'a.c'",
         ),
-        (
-            [row("a.c", target="m:C.D.m"), row("a.b", target="m:C", kind="replace", needs=("a.c",))],
-            "row 'a.b' replaces m:C, over m:C.D.m of row 'a.c': it must be a wrap",
-        ),
-        (
-            [row("a.b", target="m:C"), row("a.c", target="m:C.TABLE", kind="register")],
-            "row 'a.c' is on m:C.TABLE, inside",
-        ),
-        (
-            [row("a.b"), row("a.c", target="m", kind="stub", provider="o", needs=("a.b",))],
-            "a module stub can need no row",
-        ),
+        ([row("a.b", "m:C"), row("a.c", "m:C.TABLE", kind="register")], "row 'a.c' is on m:C.TABLE, inside"),
+        ([row("a.b"), row("a.c", "m", kind="stub", provider="o", needs=("a.b",))], "a module stub can need no row"),
         ([row("a.b", needs=("a.b",))], "needs form a cycle: a.b -> a.b"),
         (
             [row("a.b", needs=("a.d",)), row("a.c", needs=("a.b",)), row("a.d", needs=("a.c",))],
@@ -199,10 +190,10 @@ def test_rows_on_one_place_whose_order_is_not_known_are_refused(rows, words):
         [row("a.b", lines=A3_ONLY), row("a.c", needs=("a.b@a3",))],
         [row("a.b", platforms=frozenset({"cpu"})), row("a.c", platforms=frozenset({"npu"}))],
         [row("a.b", kind="register"), row("a.c", kind="register")],
-        [row("a.b", target="m:C", kind="replace"), row("a.c", target="m:C.m", kind="replace", needs=("a.b",))],
-        [row("a.b", target="m:C", needs=("a.c",)), row("a.c", target="m:C.m", bindings=("o:m",))],
-        [row("a.b", target="m:C"), row("a.c", target="m:Cs.m"), row("a.d", target="n:C.m")],
-        [row("a.b", target="m", kind="stub", provider="o"), row("a.c", target="m.n:f")],
+        [row("a.b", "m:C", kind="replace"), row("a.c", "m:C.m", kind="replace", needs=("a.b",))],
+        [row("a.b", "m:C", needs=("a.c",)), row("a.c", "m:C.m", bindings=("o:m",))],
+        [row("a.b", "m:C"), row("a.c", "m:Cs.m"), row("a.d", "n:C.m")],
+        [row("a.b", "m", kind="stub", provider="o"), row("a.c", "m.n:f")],
     ],
 )
 def test_rows_on_one_place_that_cannot_clash_are_fine(rows):

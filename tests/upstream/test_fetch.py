@@ -93,13 +93,6 @@ def test_a_changed_clone_is_refused_and_not_touched(upstream, dest, file, text):
         assert git(dest / "verl", "rev-parse", "HEAD") == upstream.first
 
 
-def test_ignored_files_and_a_staged_prelude_line_are_no_change(upstream, dest):
-    run(dest, upstream.pin(upstream.first))
-    (dest / "verl" / "verl" / "a.pyc").touch()
-    git(dest / "verl", "add", WORKER)
-    assert run(dest, upstream.pin(upstream.first))[0].exit_code == 0
-
-
 def test_a_clone_at_another_commit_is_refused_and_not_touched(upstream, dest):
     run(dest, upstream.pin(upstream.first))
     report, found = run(dest, upstream.pin(upstream.second))

@@ -1,6 +1,7 @@
 """`versions` on a made-up machine that holds the whole a3 line, and with one thing wrong at a time."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
@@ -52,24 +53,27 @@ def clones(tmp_path):
 
 @pytest.fixture
 def machine(ascend, clones):
+    """What `compare` finds on a machine that holds line a3, but for some changes of Machine's fields."""
     folder, pins = clones
     versions = {name: version.replace("*", "9") for name, version in pins.line("a3").packages.items()}
     places = {p: folder / name for name, r in pins.line("a3").repositories.items() for p in r.packages}
 
     holds = {"environ": {}, "ascend": ascend, "python": "3.11.4", "distribution": versions.get, "root": places.get}
-    return lambda **changes: Machine(**{**holds, **changes}), pins, versions, places
 
+    def report(line="a3", trees=None, **changes):
+        return compare(line, Machine(**{**holds, **changes}), pins, trees)
 
-def problems(report):
-    return {f.name: f for f in report.findings if f.state == "problem"}
+    def problems(**changes):
+        return {f.name: f for f in report(**changes).findings if f.state == "problem"}
+
+    return SimpleNamespace(report=report, problems=problems, a3=pins.line("a3"), versions=versions, places=places)
 
 
 def test_a_machine_that_holds_the_line_is_fine(machine):
-    make, pins, versions, _ = machine
-    report = compare("a3", make(), pins)
-    assert problems(report) == {} and report.exit_code == 0 and report.state == "fine"
+    report = machine.report()
+    assert machine.problems() == {} and report.exit_code == 0 and report.state == "fine"
     fine = [f.name for f in report.findings if f.state == "fine"]
-    assert {*fine} >= {"python", *versions, *pins.line("a3").system, *pins.line("a3").repositories}
+    assert {*fine} >= {"python", *machine.a3.packages, *machine.a3.system, *machine.a3.repositories}
     assert len(fine) == len({*fine})  # vllm, a pinned version and a pinned commit, is there once
 
 
@@ -84,50 +88,45 @@ def test_a_machine_that_holds_the_line_is_fine(machine):
     ],
 )
 def test_other_ascend_software_is_named_with_its_file(machine, ascend, file, old, new, name, found):
-    make, pins, *_ = machine
     (ascend / file).write_text(FILES[file].replace(old, new))
-    (problem,) = problems(compare("a3", make(), pins)).values()
-    assert (problem.name, problem.found, problem.expected) == (name, found, pins.line("a3").system[name])
+    (problem,) = machine.problems().values()
+    assert (problem.name, problem.found, problem.expected) == (name, found, machine.a3.system[name])
     assert problem.where == str(ascend / file) and problem.todo
 
 
 def test_software_elsewhere_is_found_by_its_own_variables(machine, ascend, tmp_path):
-    make, pins, *_ = machine
     (ascend / "ascend-toolkit/latest").rename(tmp_path / "cann")
     (ascend / "nnal").rename(tmp_path / "nnal")
-    missing = problems(compare("a3", make(), pins))
+    missing = machine.problems()
     assert set(missing) == {"cann_toolkit", "cann_kernels", "cann_nnal"} and "set_env.sh" in missing["cann_nnal"].todo
     atb = tmp_path / "nnal/atb/latest/atb/cxx_abi_0"
     environ = {"ASCEND_HOME_PATH": str(tmp_path / "cann"), "ATB_HOME_PATH": str(atb)}
-    assert problems(compare("a3", make(environ=environ), pins)) == {}
+    assert machine.problems(environ=environ) == {}
 
 
 def test_in_a_container_firmware_is_a_note_and_a_missing_driver_a_problem(machine, ascend):
-    make, pins, *_ = machine
     (ascend / "firmware/version.info").unlink()
-    report = compare("a3", make(), pins)
+    report = machine.report()
     assert report.exit_code == 0 and next(f for f in report.findings if f.name == "firmware").state == "note"
     (ascend / "driver/version.info").unlink()
-    assert set(problems(compare("a3", make(), pins))) == {"driver", "firmware"}
+    assert set(machine.problems()) == {"driver", "firmware"}
 
 
 def test_packages_and_python(machine):
-    make, pins, versions, _ = machine
-    found = {**versions, "torch": "2.5.1+cpu", "transformers": "4.53.0"}
+    found = {**machine.versions, "torch": "2.5.1+cpu", "transformers": "4.53.0"}
     del found["apex"]
-    wrong = problems(compare("a3", make(distribution=found.get, python="3.12.1"), pins))
+    wrong = machine.problems(distribution=found.get, python="3.12.1")
     assert set(wrong) == {"python", "transformers", "apex"}
     assert (wrong["apex"].found, wrong["transformers"].expected) == ("not installed", "4.52.4")
 
 
 def test_clones_at_another_commit_changed_copied_or_missing(machine, clones, tmp_path):
-    make, pins, _, places = machine
     folder = clones[0]
     git(folder / "MindSpeed", "commit", "-q", "--allow-empty", "-m", "another")
     (folder / "Megatron-LM/megatron/__init__.py").write_text("changed = 1\n")
     (tmp_path / "copied/mindspeed_llm").mkdir(parents=True)
-    found = {**places, "mindspeed_llm": tmp_path / "copied", "vllm_ascend": None, "verl": None}
-    wrong = problems(compare("a3", make(root=found.get), pins))
+    found = {**machine.places, "mindspeed_llm": tmp_path / "copied", "vllm_ascend": None, "verl": None}
+    wrong = machine.problems(root=found.get)
     assert set(wrong) == {"MindSpeed", "MindSpeed-LLM", "Megatron-LM", "vllm-ascend", "verl"}
     assert "expected commit" in wrong["MindSpeed"].found and "neither a git checkout" in wrong["MindSpeed-LLM"].found
     assert wrong["vllm-ascend"].found == "not importable" and "pip install" in wrong["vllm-ascend"].todo
@@ -136,26 +135,24 @@ def test_clones_at_another_commit_changed_copied_or_missing(machine, clones, tmp
 
 
 def test_a_wheel_inside_another_repository_is_compared_with_its_record(machine, clones):
-    make, pins, _, places = machine
     (clones[0] / "verl/.git/info/exclude").write_text("/venv/\n")
     site = clones[0] / "verl/venv/site-packages"  # a venv inside a work tree
     (site / "mindspeed").mkdir(parents=True)
     install(site, "vllm", "0.9.1", {"vllm/__init__.py": "x = 1\n"})
-    here = make(root={**places, "vllm": site}.get)
-    (vllm,) = (f for f in compare("a3", here, pins).findings if f.name == "vllm")
+    here = {"root": {**machine.places, "vllm": site}.get}
+    (vllm,) = (f for f in machine.report(**here).findings if f.name == "vllm")
     assert vllm.state == "fine" and "RECORD" in vllm.found and "commit is not known" in vllm.found
     (site / "vllm/__init__.py").write_text("x = 2\n")
-    assert problems(compare("a3", here, pins))["vllm"].details == ("vllm/__init__.py (modified)",)
+    assert machine.problems(**here)["vllm"].details == ("vllm/__init__.py (modified)",)
     install(site, "vllm", "0.9.2", {"vllm/__init__.py": "x = 1\n"})
-    assert problems(compare("a3", here, pins))["vllm"].found == "0.9.2"
-    assert set(problems(compare("a3", make(root={**places, "mindspeed": site}.get), pins))) == {"MindSpeed"}
+    assert machine.problems(**here)["vllm"].found == "0.9.2"
+    assert set(machine.problems(root={**machine.places, "mindspeed": site}.get)) == {"MindSpeed"}
 
 
 def test_trees_that_are_given_precede_importable_packages(machine, clones):
-    make, pins, *_ = machine
-    folders = tuple(clones[0] / name for name in pins.line("a3").repositories if not name.startswith("vllm"))
-    nowhere = make(root=lambda package: None)
-    wrong = problems(compare("a3", nowhere, pins, Trees(("--upstream", str(clones[0])), folders, folders[0])))
+    folders = tuple(clones[0] / name for name in machine.a3.repositories if not name.startswith("vllm"))
+    trees = Trees(("--upstream", str(clones[0])), folders, folders[0])
+    wrong = machine.problems(trees=trees, root=lambda package: None)
     assert set(wrong) == {"vllm", "vllm-ascend"}
 
 
@@ -169,16 +166,15 @@ def test_trees_that_are_given_precede_importable_packages(machine, clones):
     ],
 )
 def test_the_first_finding_names_the_line_and_its_source(machine, given, switches, line, why):
-    report = compare(given, machine[0](environ={"VERL_PATCHES": switches}), machine[1])
+    report = machine.report(given, environ={"VERL_PATCHES": switches})
     assert report.line == line == report.findings[0].found and why in report.findings[0].where
 
 
 def test_variables_and_limits_are_part_of_it(machine):
-    make, pins, *_ = machine
-    report = compare("a3", make(environ={"VLLM_ENABLE_MC2": "1"}), pins)
-    assert set(problems(report)) == {"VLLM_ENABLE_MC2"} and report.exit_code == 1
+    report = machine.report(environ={"VLLM_ENABLE_MC2": "1"})
+    assert set(machine.problems(environ={"VLLM_ENABLE_MC2": "1"})) == {"VLLM_ENABLE_MC2"} and report.exit_code == 1
     notes = {f.name for f in report.findings if f.state == "note"}
-    assert notes >= {"not supported", *(entry.key for entry in pins.unsupported_on("a3"))}
+    assert notes >= {"not supported", *(entry.key for entry in load_pins().unsupported_on("a3"))}
 
 
 @pytest.fixture
