@@ -9,7 +9,7 @@ import sys
 
 import typer
 
-from verl_patches.cli import contract, inspect, patches, run, upstream
+from verl_patches.cli import contract, inspect, patches, run
 from verl_patches.errors import ConfigError, RecipeError
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
@@ -23,8 +23,8 @@ app.command("smoke")(run.smoke_command)
 app.command("train")(run.train_command)
 app.command("config")(inspect.config_command)
 app.command("reshard-plan")(inspect.reshard_plan_command)
-app.command("versions")(upstream.versions_command)
-app.command("fetch-upstream")(upstream.fetch_upstream_command)
+app.command("versions")(contract.versions_command)
+app.command("fetch-upstream")(contract.fetch_upstream_command)
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Two commands: `check` compares upstream's sources with the catalogue, `fingerprint` records a review."""
+"""The commands about upstream's sources: `check`, `fingerprint`, `versions` and `fetch-upstream`."""
 
 from __future__ import annotations
 
@@ -10,20 +10,24 @@ import typer
 from verl_patches import catalog
 from verl_patches.cli.output import Json, leave_with, print_json, table
 from verl_patches.cli.patches import engine_of
+from verl_patches.cli.run import Upstream
 from verl_patches.errors import ConfigError
 from verl_patches.patching import fingerprint as fp
 from verl_patches.patching.contract import PACKAGES, Sources, check, installed_roots
 from verl_patches.patching.engine import Engine
 from verl_patches.patching.report import Finding, Report
 from verl_patches.patching.switches import from_environment
-from verl_patches.upstream.checkouts import FETCH
+from verl_patches.upstream.checkouts import FETCH, LINE, trees_of
+from verl_patches.upstream.fetch import DEFAULT_DEST, fetch_upstream
 from verl_patches.upstream.modified import source_findings
 from verl_patches.upstream.pins import load_pins
+from verl_patches.upstream.versions import compare
 
 LineOption = Annotated[str | None, typer.Option("--line", help="pypi or a3; default: the line of VERL_PATCHES.")]
 SOURCES_HELP = "Folder with the upstream clones side by side (line pypi: with the packages, as a site-packages folder)."
 BASE_HELP = "A known tree, laid out as --upstream: print the whole difference of drifted targets against it."
 NO_SOURCE_HELP = "With --write: accept targets without Python text (compiled or inherited)."
+MIRROR_HELP = "A folder of git mirrors, or URL for URL/NAME.git; then the only source."
 
 
 def check_command(
@@ -61,6 +65,31 @@ def fingerprint_command(
             typer.echo(f"dropped from the record, no row has this target: {target}")
     fine = rows and all(row["found"] == row["reviewed"] for row in rows)
     raise typer.Exit(0 if fine else 1)
+
+
+def versions_command(line: LineOption = None, upstream: Upstream = None, as_json: Json = False) -> None:
+    """What of the pins is on this machine: packages, commits, Ascend software, environment variables."""
+    report = compare(line, trees=trees_of(upstream))
+    if upstream is not None and report.line != LINE:
+        raise ConfigError(f"--upstream contains line {LINE}, but --line is {report.line}: give --line {LINE}")
+    leave_with(report, as_json)
+
+
+def fetch_upstream_command(
+    line: Annotated[str, typer.Option(help="The line whose repositories are cloned.")] = "a3",
+    mirror: Annotated[str | None, typer.Option(help=MIRROR_HELP)] = None,
+    dest: Annotated[Path | None, typer.Option(help="Folder of the clones; default: upstream/ here.")] = None,
+    only: Annotated[list[str] | None, typer.Option(help="A repository; can be repeated. Default: all.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Clone the pinned repositories, verify them, insert the prelude line, and run `check` over them."""
+
+    def log(text: str) -> None:
+        if not as_json:
+            typer.echo(text, err=True)
+
+    report = fetch_upstream(line, load_pins().line(line), dest or DEFAULT_DEST, run_check, mirror, only or (), log)
+    leave_with(report, as_json)
 
 
 def run_check(upstream: Path | None, line: str | None, base: Path | None = None) -> Report:
