@@ -201,7 +201,7 @@ MUTANTS = (
     Mutant("row-rebinds-what-others-put", "patching/row.py",
            "peek(binding) is self.place.found is not MISSING", "self.place.found is not MISSING", FOREIGN),
     Mutant("hooks-import-error-passes", "patching/hooks.py",
-           "if isinstance(error, ImportError):", "if isinstance(error, KeyError):", POLICY),
+           "if isinstance(error, ImportError):", "if isinstance(error, KeyError):", ENGINE),
     Mutant("switches-first-pattern-wins", "patching/switches.py",
            "for pattern in self.patterns:\n            if fnmatch.fnmatchcase",
            "for pattern in reversed(self.patterns):\n            if fnmatch.fnmatchcase", ENGINE),

@@ -107,6 +107,20 @@ def test_a_target_that_is_half_built_waits(play, tree):
     assert out == [{"t.work": "waiting"}, "1!", {"t.work": "active"}]
 
 
+def test_an_import_error_of_a_hook_stops_every_import(play):
+    """Upstream swallows an ImportError, so the import must raise another error."""
+    out = play("""
+        from verl_patches.patching import hooks
+        def fail(module): raise ImportError("no such thing")
+        hooks.after_import("up.base", fail)
+        out = []
+        for _ in range(2):
+            try: import up.base
+            except RuntimeError as error: out.append([type(error).__name__, str(error), "up.base" in sys.modules])
+    """)
+    assert out == [["HookError", "patching up.base failed: no such thing", False]] * 2
+
+
 def test_a_waiting_row_fails_verify_only_in_its_own_process(play):
     out = play("""
         e = engine(row("t.f", processes=frozenset({"worker"}))); e.apply()

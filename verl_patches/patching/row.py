@@ -320,7 +320,7 @@ def refusal(spec: PatchSpec, found: Prepared, line: str) -> str:
             f"row {spec.id}: cannot {spec.kind} {spec.target}, because its provider {spec.provider} failed: "
             f"{found.reason}. That is a fault of this recipe; to run without it {off}"
         )
-    policy = "or say drift=warn (apply it where possible) or drift=skip (leave upstream alone) in VERL_PATCHES"
+    policy = "or set drift=warn (apply it where possible) or drift=skip (leave upstream alone) in VERL_PATCHES"
     if found.state == "unsupported":
         return (
             f"row {spec.id}: cannot {spec.kind} {spec.target}, because upstream here does not take it: "
