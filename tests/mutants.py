@@ -208,7 +208,7 @@ MUTANTS = (
     Mutant("spec-replaced-class-over-its-method", "patching/spec.py",
            'if upper is outer and outer.kind != "wrap":', 'if upper is None and outer.kind != "wrap":', POLICY),
     Mutant("fingerprint-depth-does-not-count", "patching/fingerprint.py",
-           'text = f"{depth}{field}:', 'text = f"{field}:', Tests("patching/test_fingerprint.py", "stands")),
+           'text = f"{depth}{field}:', 'text = f"{field}:', Tests("patching/test_fingerprint.py", "place_of")),
     # reference ops of the emulated NPU
     Mutant("attention-masked-row-backward", "platform/cpu/ascend/attention.py",
            "    top, total = top.clamp_min(torch.finfo(q.dtype).min), total.clamp_min(torch.finfo(q.dtype).tiny)\n", "",

@@ -91,14 +91,14 @@ def test_every_signature_fits_and_all_bindings_are_listed():
 SIGNATURES = """
 import inspect
 from verl_patches.patching.row import unwrap
-from verl_patches.patching.contract import refused_calls
+from verl_patches.patching.signatures import refused_calls
 def plain(obj, follow_wrapped):
     try: return inspect.signature(unwrap(obj), follow_wrapped=follow_wrapped)
     except (TypeError, ValueError): return None
 refused, unseen = {}, []
 for row in current()._rows.values():
     if row.place is None or row.spec.kind == "extend": continue
-    target, provider = plain(row.place.value(), True), plain(row.installed, False)
+    target, provider = plain(unwrap(row.place.found), True), plain(row.installed, False)
     bound = "." in row.spec.target.partition(":")[2]
     known = target and provider and str(target) != "(*args, **kwargs)"
     faults = refused_calls(target, provider, bound) if known else unseen.append(row.spec.id)

@@ -9,7 +9,7 @@ import sys
 
 import typer
 
-from verl_patches.cli import contract, inspect, patches, run, upstream
+from verl_patches.cli import contract, inspect, patches, run
 from verl_patches.errors import ConfigError, RecipeError
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
@@ -17,12 +17,14 @@ app.command("status")(patches.status_command)
 app.command("explain")(patches.explain_command)
 app.command("digest")(patches.digest_command)
 app.command("install-prelude")(patches.install_prelude_command)
-contract.register(app, patches.engine_of)
+app.command("check")(contract.check_command)
+app.command("fingerprint")(contract.fingerprint_command)
 app.command("smoke")(run.smoke_command)
 app.command("train")(run.train_command)
 app.command("config")(inspect.config_command)
 app.command("reshard-plan")(inspect.reshard_plan_command)
-upstream.register(app, contract.run_check)
+app.command("versions")(contract.versions_command)
+app.command("fetch-upstream")(contract.fetch_upstream_command)
 
 
 def main() -> None:

@@ -25,7 +25,7 @@ def explained(call, name, *arguments, code=0):
     return json.loads(done.stdout)
 
 
-def test_the_composed_config_is_printed_whole(call):
+def test_the_composed_config_is_printed(call):
     done = call("--config-name", TINY, "data.train_batch_size=8")
     assert done.exit_code == 0 and OmegaConf.create(done.stdout) == compose(TINY, ["data.train_batch_size=8"])
     as_json = json.loads(call("--config-name", TINY, "--json").stdout)
@@ -36,11 +36,11 @@ def test_the_composed_config_is_printed_whole(call):
 def test_both_256_die_configs_become_arguments_completely(call, name):
     found = explained(call, name)
     assert found["refused"] == [] and found["line"] == "a3"
-    said = {row["key"]: row["arguments"] for row in found["settings"]}
-    assert said["recipe.train.layers_per_stage"] == ["--num-layer-list", "7,7,8,8,8,8,8,7"]
-    assert said["recipe.train.swap_optimizer"] == ["--swap-optimizer"]
-    assert said["recipe.train.balanced_routing"] == (["--fix-router"] if name == RUNS[0] else [])
-    assert said["HF num_experts_per_tok"] == ["--moe-router-topk", "8"]  # the model's rows are there
+    arguments = {row["key"]: row["arguments"] for row in found["settings"]}
+    assert arguments["recipe.train.layers_per_stage"] == ["--num-layer-list", "7,7,8,8,8,8,8,7"]
+    assert arguments["recipe.train.swap_optimizer"] == ["--swap-optimizer"]
+    assert arguments["recipe.train.balanced_routing"] == (["--fix-router"] if name == RUNS[0] else [])
+    assert arguments["HF num_experts_per_tok"] == ["--moe-router-topk", "8"]  # the model's rows are there
 
 
 @pytest.mark.upstream
@@ -52,30 +52,19 @@ def test_over_the_lines_own_verl_they_become_the_same_arguments(call, name, pyte
 
 
 def test_a_refused_key_is_named_and_ends_with_1(call):
-    found = explained(
-        call, RUNS[1], VPP, "+actor_rollout_ref.model.override_config.model_config.topk_method=greedy", code=1
-    )
+    topk = "+actor_rollout_ref.model.override_config.model_config.topk_method=greedy"
+    found = explained(call, RUNS[1], VPP, topk, code=1)
     assert found["refused"] == ["actor.megatron.virtual_pipeline_model_parallel_size", "HF topk_method"]
     done = call("--explain", "--config-name", RUNS[1], VPP)
     assert done.exit_code == 1 and "actor.megatron.virtual_pipeline_model_parallel_size is 2: Mind" in done.stderr
     assert " 1 refused" in done.stdout
 
 
-def test_the_table_says_for_each_key_what_it_becomes(call):
-    text = call("--explain", "--config-name", RUNS[0]).stdout
-    for word in (
-        "--tensor-model-parallel-size 4",
-        "verl's own",
-        "with actor.optim.warmup_style",
-        "no argument",
-        "--moe-token-dispatcher-type alltoall",
-        " 0 refused",
-    ):
-        assert word in text, text
-
-
-def test_another_verl_than_the_lines_is_said(call):
+def test_the_table_and_the_note_about_another_verl(call):
     done = call("--explain", "--config-name", RUNS[0])
+    words = ("--tensor-model-parallel-size 4", "verl's own", "with actor.optim.warmup_style", "no argument")
+    for word in (*words, "--moe-token-dispatcher-type alltoall", " 0 refused"):
+        assert word in done.stdout
     assert "note: " in done.stderr and "composed over verl 0.4.0" in done.stderr and "note:" not in done.stdout
     assert "note:" not in call("--config-name", TINY).output
 

@@ -26,36 +26,29 @@ def answer(call, *arguments):
 
 
 def test_figures(call):
-    told = answer(call, "--bucket-bytes", "200000")
-    assert told["proven"] and told["ranks"] == 8 and len(told["stages"]) == 2
-    assert told["received_over_bound"] < 1.01  # alignment
-    assert told["imbalance"] >= told["imbalance_bound"] > 1
-    assert told["collectives"] >= told["collectives_bound"] > 1
-    assert told["peak_extra_bytes"] <= 800000
-    stages = {s["stage"]: s["sent_bytes"]["mean"] for s in told["stages"]}
-    assert max(stages.values()) / told["sent_bytes"]["mean"] == told["imbalance_bound"]
-    assert set(told["nearness_bytes"]) == {"card", "node", "across"} and told["nearness_bytes"]["across"] == 0
+    plan = answer(call, "--bucket-bytes", "200000")
+    assert plan["proven"] and plan["ranks"] == 8 and len(plan["stages"]) == 2
+    assert plan["received_over_bound"] < 1.01  # alignment
+    assert plan["imbalance"] >= plan["imbalance_bound"] > 1
+    assert plan["collectives"] >= plan["collectives_bound"] > 1
+    assert plan["peak_extra_bytes"] <= 800000
+    stages = {s["stage"]: s["sent_bytes"]["mean"] for s in plan["stages"]}
+    assert max(stages.values()) / plan["sent_bytes"]["mean"] == plan["imbalance_bound"]
+    assert set(plan["nearness_bytes"]) == {"card", "node", "across"} and plan["nearness_bytes"]["across"] == 0
 
 
-def test_figures_for_people(call, tmp_path):
-    done = call(*LAYOUTS, "--png", str(tmp_path / "plan.png"))
+def test_the_table_and_the_picture(call, tmp_path):
+    first, other = tmp_path / "new" / "deep" / "plan.png", tmp_path / "other.png"
+    done = call(*LAYOUTS, "--png", str(first))
     assert done.exit_code == 0, (done.output, done.exception)
     for word in ("received / bound", "collectives", "verified: every rollout element", "plan.png"):
         assert word in done.stdout
-    first = (tmp_path / "plan.png").read_bytes()
-    assert first.startswith(b"\x89PNG")
-    call("--train", "tp2 pp2 ep4 etp1 @8 layers=2,2", *LAYOUTS[2:], "--png", str(tmp_path / "other.png"))
-    assert (tmp_path / "other.png").read_bytes() != first
-
-
-def test_the_picture_goes_into_a_folder_that_is_not_there_yet(call, tmp_path):
-    png = tmp_path / "new" / "deep" / "plan.png"
-    assert answer(call, "--png", str(png))["png"] == str(png)
-    assert png.read_bytes().startswith(b"\x89PNG")
+    assert first.read_bytes().startswith(b"\x89PNG")
+    call("--train", "tp2 pp2 ep4 etp1 @8 layers=2,2", *LAYOUTS[2:], "--png", str(other))
+    assert other.read_bytes() != first.read_bytes()
 
 
 def test_a_picture_that_cannot_be_written_is_wrong_use(run_python, tmp_path):
-    """Asked of the command itself, as exit codes are its own."""
     (tmp_path / "file").write_text("")
     png = str(tmp_path / "file" / "plan.png")
     arguments = ["reshard-plan", *TINY, *LAYOUTS, "--png", png]
@@ -72,10 +65,10 @@ def test_pipelines_in_vllms_order_are_served(call):
 
 def test_the_path_of_one_parameter(call):
     """Expert 5 is on the second of four EP ranks: rank 5 of stage 1 holds it, ranks 1 and 5 need it in rollout."""
-    told = answer(call, "--param", GATE, "--rank", "1")
-    assert told["holds_in_training"] is None and told["needs_in_rollout"] == f"{GATE}[0:32]"
-    assert [h["holders"] for h in told["holders"]] == [[5]]
-    (step,) = told["steps"]
+    plan = answer(call, "--param", GATE, "--rank", "1")
+    assert plan["holds_in_training"] is None and plan["needs_in_rollout"] == f"{GATE}[0:32]"
+    assert [h["holders"] for h in plan["holders"]] == [[5]]
+    (step,) = plan["steps"]
     assert (step["what"], step["peer"], step["stage"], step["bytes"]) == ("received", 5, 1, 32 * 128 * 2)
     at_sender = answer(call, "--param", GATE, "--rank", "5")["steps"]
     assert [(s["what"], s["peer"]) for s in at_sender] == [("kept", 5), ("sent", 1)]

@@ -3,7 +3,7 @@ from omegaconf import OmegaConf
 
 from verl_patches.config.compose import CONFIGS_DIR, compose
 from verl_patches.errors import ConfigError
-from verl_patches.upstream.installed import VERL_CONFIG, verl_config_dir
+from verl_patches.upstream.checkouts import VERL_CONFIG, verl_config_dir
 
 TINY = "grpo_deepseekv3_tiny_cpu"
 

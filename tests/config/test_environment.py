@@ -7,8 +7,8 @@ import pytest
 from verl_patches.config import environment
 from verl_patches.config.compose import compose
 from verl_patches.config.environment import derive, process_environment, worker_environment
+from verl_patches.patching.contract import installed_root
 from verl_patches.patching.install_prelude import LINE
-from verl_patches.upstream.modified import installed_root
 from verl_patches.upstream.pins import load_pins
 
 TINY, LARGE = "grpo_deepseekv3_tiny_cpu", "grpo_deepseekv3_256die_random_init"
@@ -70,7 +70,9 @@ def test_the_installed_line_reads_each_variable_where_the_pin_file_says():
 @pytest.mark.upstream
 def test_the_ascend_line_reads_each_variable_where_the_pin_file_says(pytestconfig):
     folder, pins = pytestconfig.getoption("--upstream"), load_pins()
-    compared, wrong = misplaced("a3", lines_below(pins.line("a3").package_roots(folder, part=True)))
+    repositories = pins.line("a3").repositories
+    roots = {package: folder / name for name, pin in repositories.items() for package in pin.packages}
+    compared, wrong = misplaced("a3", lines_below({p: root for p, root in roots.items() if (root / p).is_dir()}))
     assert compared > 12 and wrong == []
     clones = [folder / name for name in pins.line("a3").repositories if (folder / name / ".git").exists()]
     names = [*pins.read_nowhere, "VLLM_ENABLE_FIX_ROUTE"]

@@ -11,8 +11,9 @@ from verl_patches.config.recipe import Recipe
 from verl_patches.errors import ConfigError
 from verl_patches.launch.import_alone import _record, fill_recipe
 from verl_patches.launch.ray_cluster import worker_settings
+from verl_patches.patching.contract import installed_root
 from verl_patches.patching.switches import parse
-from verl_patches.upstream.installed import VERL_CONFIG, installed_root, verl_config_dir
+from verl_patches.upstream.checkouts import VERL_CONFIG, verl_config_dir
 
 MODEL = Path(__file__).resolve().parents[2] / "configs/model/deepseekv3_tiny.json"  # verl reads a folder or this file
 NPU = parse("line=a3,platform=npu")

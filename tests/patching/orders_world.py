@@ -15,10 +15,10 @@ import sys
 import textwrap
 from pathlib import Path
 
+from tests.patching.world import row
 from verl_patches.patching import hooks
 from verl_patches.patching.engine import Engine, PatchError
 from verl_patches.patching.row import Row
-from verl_patches.patching.spec import PatchSpec
 from verl_patches.patching.switches import Switches
 
 BASE = """
@@ -63,20 +63,8 @@ ROWS = (
     ("t.added", "added", "louder"),
 )
 BEFORE = [row[0] for row in ROWS[:6]]
-PLAIN = {
-    "f": 2,
-    "user": 2,
-    "plain": "plain",
-    "st": "s",
-    "cl": "Thing",
-    "child_cl": "Child",
-    "child_st": "s",
-    "g": 3,
-    "prop": "prop",
-    "deep": "deep",
-    "table": {"a": 1},
-    "added": False,
-}
+PLAIN = {"f": 2, "user": 2, "g": 3, "plain": "plain", "prop": "prop", "deep": "deep", "table": {"a": 1}}
+PLAIN |= {"st": "s", "cl": "Thing", "child_cl": "Child", "child_st": "s", "added": False}
 OURS_IN = {
     "t.f": {},
     "t.over_f": {"f": "2!!", "user": "2!!"},
@@ -116,17 +104,10 @@ class World:
     def rows(self):
         kinds = {"t.table": "register", "t.added": "extend"}
         for name, target, provider in ROWS:
-            yield PatchSpec(
-                id=name,
-                stage="model",
-                target=f"{self.name}.base:{target}",
-                kind=kinds.get(name, "wrap"),
-                provider=f"{self.name}.ours:{provider}",
-                why="test",
-                exit="no",
-                needs=("t.f",) * (name == "t.over_f"),
-                bindings=(f"{self.name}.user:f",) if target == "f" else (),
-            )
+            bindings = (f"{self.name}.user:f",) if target == "f" else ()
+            needs = ("t.f",) if name == "t.over_f" else ()
+            place, ours = f"{self.name}.base:{target}", f"{self.name}.ours:{provider}"
+            yield row(name, place, kinds.get(name, "wrap"), ours, needs=needs, bindings=bindings)
 
     def in_body(self):
         self.bodies += 1
@@ -143,8 +124,12 @@ class World:
 
     def step(self, name):
         wanted = getattr(self, f"model_{name}")()
+        actions = {"import": (__import__, f"{self.name}.base"), "user": (__import__, f"{self.name}.user")}
+        actions |= {"apply": (self.engine.apply,), "revert": (self.engine.revert,)}
+        actions |= {"verify": (self.engine.verify, "worker"), "heal": (lambda: None,)}
+        function, *arguments = actions[name]
         try:
-            getattr(self, f"do_{name}")()
+            function(*arguments)
             got = None
         except Exception as error:
             got = type(error)
@@ -180,24 +165,6 @@ class World:
 
     def model_heal(self):
         self.healed = True
-
-    def do_import(self):
-        __import__(f"{self.name}.base")
-
-    def do_user(self):
-        __import__(f"{self.name}.user")
-
-    def do_apply(self):
-        self.engine.apply()
-
-    def do_revert(self):
-        self.engine.revert()
-
-    def do_verify(self):
-        self.engine.verify("worker")
-
-    def do_heal(self):
-        pass
 
     def look(self):
         """Compare states and what a caller sees with the model."""

@@ -15,13 +15,8 @@ def interpreter(version):
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
     found = [shutil.which(f"python{version}"), *map(str, sorted(pyenv.glob(f"{version}.*/bin/python")))]
     for path in filter(None, found):
-        said = subprocess.run(
-            [path, "-c", "import sys; print('%d.%d' % sys.version_info[:2])"],
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
-        if said.returncode == 0 and said.stdout.strip() == version:  # a shim may not work
+        command = [path, "-c", "import sys; print('%d.%d' % sys.version_info[:2])"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        if done.returncode == 0 and done.stdout.strip() == version:  # a shim may not work
             return path
     return None

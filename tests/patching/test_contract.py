@@ -1,7 +1,9 @@
-"""The contract check on a small upstream package: every kind of change is told, and what is fine is not."""
+"""The contract check on a small upstream package: every kind of change is reported, an unchanged tree is fine."""
 
 import dataclasses
 import json
+import shutil
+from importlib.metadata import version
 
 import pytest
 
@@ -65,6 +67,7 @@ def tree(tmp_path, monkeypatch):
     for name, text in FILES.items():
         (tmp_path / "now" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "now" / name).write_text(text)
+    (tmp_path / "now/up/latin.py").write_bytes(b"from up.tools import weigh\nx = 'caf\xe9'\n")
     (tmp_path / "contract_ours.py").write_text(OURS)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(fp, "REVIEWED", tmp_path / "fingerprints.json")
@@ -94,6 +97,10 @@ def look(tree, *rows, line="pypi", **more):
     return report, {f.name: f for f in report.findings}
 
 
+def finding(tree, row, **more):
+    return look(tree, row, **more)[1][row.id]
+
+
 def edit(tree, name, old, text):
     before = (tree / name).read_text()
     assert before.count(old) == 1
@@ -105,22 +112,10 @@ def test_an_unchanged_tree_is_fine_and_says_where_it_looked(tree):
     assert report.exit_code == 0 and report.state == "fine", report.as_dict()
     assert found["up.weigh"].where == "up/tools.py:4" and found["up.read"].where == "up/tools.py:14"
     assert found["up.weigh"].found == "body as reviewed; signature accepted; 4 binding(s) complete"
-    assert found["package up"].found.startswith("5 Python files, 1 of them cannot be parsed")
-    assert found["package up"].state == "note" and "up.odd" in found["package up"].details[0]
+    assert found["package up"].found.startswith("6 Python files, 2 of them cannot be parsed")
+    assert [detail.partition(":")[0] for detail in found["package up"].details] == ["up.latin", "up.odd"]
+    assert found["package up"].state == "note"
     assert str(tree) not in json.dumps(report.as_dict()["rows"][1:])
-
-
-def test_a_line_without_rows_is_empty_and_not_fine(tree):
-    report, _ = look(tree, weigh(lines=frozenset({"pypi"})), line="a3")
-    assert (report.state, report.exit_code, report.as_dict()["rows"]) == ("empty", 1, [])
-
-
-@pytest.mark.parametrize(
-    ("old", "text"), [('"""Words."""', '"""Other words."""'), ("total += 1", "total += 1  # note")]
-)
-def test_docstrings_and_comments_may_change(tree, old, text):
-    edit(tree, "up/tools.py", old, text)
-    assert look(tree, weigh(), read(), new())[0].exit_code == 0
 
 
 def test_one_changed_token_names_row_file_line_and_statement(tree):
@@ -131,40 +126,38 @@ def test_one_changed_token_names_row_file_line_and_statement(tree):
     assert "1 statement(s) new or changed, 0 gone" in found["up.weigh"].found
 
 
-def test_gone_statements_are_counted_and_a_known_tree_gives_the_diff(tree, tmp_path):
-    import shutil
-
+def test_removed_statements_are_counted_and_a_known_tree_gives_the_diff(tree, tmp_path):
     shutil.copytree(tree, tmp_path / "known")
     edit(tree, "up/tools.py", "        total += 1\n", "")
     _, found = look(tree, weigh(), base={"up": tmp_path / "known"})
     assert found["up.weigh"].details[0] == "1 reviewed statement(s) gone after up/tools.py:7"
     assert "-        total += 1" in found["up.weigh"].details
-    assert not any(line.startswith("-") for line in look(tree, weigh())[1]["up.weigh"].details)
+    assert not any(line.startswith("-") for line in finding(tree, weigh()).details)
 
 
 def test_a_missing_name_lists_near_ones(tree):
     edit(tree, "up/tools.py", "def weigh(", "def weigh_all(")
-    finding = look(tree, weigh())[1]["up.weigh"]
-    assert finding.state == "problem" and "weigh is not in up/tools.py" in finding.found
-    assert finding.details == ("near: weigh_all, line 4",)
+    found = finding(tree, weigh())
+    assert found.state == "problem" and "weigh is not in up/tools.py" in found.found
+    assert found.details == ("near: weigh_all, line 4",)
 
 
 def test_a_missing_method_or_module_lists_near_ones(tree):
     edit(tree, "up/tools.py", "def read(self,", "def reads(self,")
-    assert look(tree, read())[1]["up.read"].details == ("near: reads, line 14",)
+    assert finding(tree, read()).details == ("near: reads, line 14",)
     (tree / "up" / "tools.py").rename(tree / "up" / "tool.py")
-    finding = look(tree, read())[1]["up.read"]
-    assert "no module up.tools" in finding.found and "near: up.tool" in finding.details
+    found = finding(tree, read())
+    assert "no module up.tools" in found.found and "near: up.tool" in found.details
 
 
-def test_a_new_name_that_upstream_has_by_now_is_told(tree):
+def test_a_new_name_that_upstream_has_by_now_is_a_problem(tree):
     edit(tree, "up/tools.py", "        return unit\n", "        return unit\n    def new(self): pass\n")
-    assert "upstream has this name now" in look(tree, new())[1]["up.new"].found
+    assert "upstream has this name now" in finding(tree, new()).found
 
 
-def test_a_changed_signature_is_told(tree):
+def test_a_changed_signature_is_a_problem(tree):
     edit(tree, "up/tools.py", 'unit="kg"', 'unit="kg", digits=2')
-    assert "too many positional arguments" in look(tree, read())[1]["up.read"].found
+    assert "too many positional arguments" in finding(tree, read()).found
 
 
 @pytest.mark.parametrize(
@@ -185,9 +178,9 @@ def test_a_changed_signature_is_told(tree):
 )
 def test_a_new_import_elsewhere_is_a_missing_binding(tree, text):
     (tree / "up" / "extra.py").write_text(text)
-    finding = look(tree, weigh())[1]["up.weigh"]
-    assert finding.state == "problem" and "1 binding(s) not listed" in finding.found
-    assert finding.details[0].startswith("up/extra.py:") and "up.extra:" in finding.todo
+    found = finding(tree, weigh())
+    assert found.state == "problem" and "1 binding(s) not listed" in found.found
+    assert found.details[0].startswith("up/extra.py:") and "up.extra:" in found.todo
 
 
 @pytest.mark.parametrize(
@@ -202,60 +195,48 @@ def test_a_new_import_elsewhere_is_a_missing_binding(tree, text):
 )
 def test_other_imports_are_no_bindings(tree, text):
     (tree / "up" / "extra.py").write_text(text)
-    assert look(tree, weigh())[1]["up.weigh"].state == "fine"
+    assert finding(tree, weigh()).state == "fine"
 
 
 @pytest.mark.parametrize("listed", ["__all__ =", "__all__: list[str] ="])
-def test_a_star_import_brings_what_all_lists(tree, listed):
+def test_a_star_import_binds_the_names_in_all(tree, listed):
     edit(tree, "up/tools.py", '__all__ = ["weigh", "Scale"]', f'{listed} ["Scale"]')
-    assert "are not the target: up.all:weigh" in look(tree, weigh())[1]["up.weigh"].found
+    assert "are not the target: up.all:weigh" in finding(tree, weigh()).found
 
 
-@pytest.mark.parametrize(
-    "more",
-    [
-        "__all__.extend(['weigh'])",
-        "__all__ += ['weigh']",
-        "__all__.append('weigh')",
-        "for name in ('weigh',): __all__.append(name)",
-        "__all__: list = [*__all__, 'weigh']",
-    ],
-)
-def test_an_all_that_is_used_again_is_computed(tree, more):
+@pytest.mark.parametrize("more", ["__all__ += ['weigh']", "for name in ('weigh',): __all__.append(name)"])
+def test_an_all_that_is_used_again_may_list_any_name(tree, more):
     edit(tree, "up/tools.py", '__all__ = ["weigh", "Scale"]', f'__all__ = ["Scale"]\n{more}')
-    assert look(tree, weigh())[1]["up.weigh"].state == "fine"
+    assert finding(tree, weigh()).state == "fine"
 
 
 def test_an_incomplete_or_wrong_list_of_bindings_is_seen(tree):
-    few = look(tree, weigh(bindings=BINDINGS[1:]))[1]["up.weigh"]
+    few = finding(tree, weigh(bindings=BINDINGS[1:]))
     assert few.state == "problem" and "up:weigh" in few.todo
-    wrong = look(tree, weigh(bindings=(*BINDINGS, "up.user:only_a_type")))[1]["up.weigh"]
+    wrong = finding(tree, weigh(bindings=(*BINDINGS, "up.user:only_a_type")))
     assert wrong.state == "problem" and "are not the target: up.user:only_a_type" in wrong.found
 
 
-def test_a_signature_that_cannot_be_seen_and_an_unreviewed_body_are_said(tree):
+def test_an_unknown_signature_is_a_note_and_an_unreviewed_body_a_problem(tree):
     unseen = dataclasses.replace(weigh(), provider="contract_ours:absent")
-    finding = look(tree, unseen)[1]["up.weigh"]
-    assert finding.state == "note" and "signature not checked" in finding.found
+    found = finding(tree, unseen)
+    assert found.state == "note" and "signature not checked" in found.found
     unknown = spec("up.hidden", "wrap", "hidden", "wrap")
-    assert "never reviewed" in look(tree, unknown)[1]["up.hidden"].found
+    assert "never reviewed" in finding(tree, unknown).found
 
 
 def test_a_target_that_this_python_cannot_read_is_a_problem(tree):
     odd = dataclasses.replace(read(), target="up.odd:broken")
-    assert "cannot read up/odd.py:1" in look(tree, odd)[1]["up.read"].found
+    assert "cannot read up/odd.py:1" in finding(tree, odd).found
 
 
 @pytest.mark.parametrize(
     ("pinned", "state", "text"),
     [(None, "note", "pins no version"), ("0.1", "note", "pinned 0.1"), ("here", "fine", "as pinned")],
 )
-def test_compiled_targets_are_held_by_the_version(tree, pinned, state, text):
-    from importlib.metadata import version
-
-    zeros = PatchSpec(
-        "up.zeros", "model", "torch:zeros", "wrap", "verl_patches.platform.cpu.torch_on_cpu:on_cpu", "why", "exit"
-    )
+def test_compiled_targets_are_identified_by_the_version(tree, pinned, state, text):
+    provider = "verl_patches.platform.cpu.torch_on_cpu:on_cpu"
+    zeros = PatchSpec("up.zeros", "model", "torch:zeros", "wrap", provider, "why", "exit")
     fp.write_reviewed("pypi", {"torch:zeros": []})
     versions = {} if pinned is None else {"torch": version("torch") if pinned == "here" else pinned}
     report = contract.check([zeros], "pypi", Sources({"up": tree}, versions=versions))
@@ -265,24 +246,17 @@ def test_compiled_targets_are_held_by_the_version(tree, pinned, state, text):
 
 
 def test_packages_outside_the_tree_are_named_and_compared_at_the_pinned_version_only(tree):
-    row = PatchSpec(
-        "up.torch",
-        "model",
-        "torch.cuda:device_count",
-        "replace",
-        "verl_patches.platform.cpu.torch_on_cpu:device_count",
-        "why",
-        "exit",
-        bindings=("torch.cuda.random:device_count",),
-    )
-    finding = look(tree, row, versions={"torch": "0.1"})[1]["up.torch"]
-    assert finding.state == "note" and "of this interpreter was checked" in finding.found
-    assert "body not compared: the pin is torch 0.1" in finding.found
+    target, ours = "torch.cuda:device_count", "verl_patches.platform.cpu.torch_on_cpu:device_count"
+    bindings = ("torch.cuda.random:device_count",)
+    row = PatchSpec("up.torch", "model", target, "replace", ours, "why", "exit", bindings=bindings)
+    found = finding(tree, row, versions={"torch": "0.1"})
+    assert found.state == "note" and "of this interpreter was checked" in found.found
+    assert "body not compared: the pin is torch 0.1" in found.found
 
 
-def test_a_package_that_is_nowhere_is_said_not_passed_over(tree):
+def test_a_package_that_is_not_installed_is_a_note(tree):
     row = PatchSpec("up.npu", "model", "no_such_npu.ops:f", "replace", "contract_ours:read", "why", "exit")
-    finding = look(tree, row)[1]["up.npu"]
-    assert finding.state == "note" and "not checked: no_such_npu" in finding.found
+    found = finding(tree, row)
+    assert found.state == "note" and "not checked: no_such_npu" in found.found
     installed = contract.check([row], "pypi", Sources({"up": tree}))
     assert installed.exit_code == 1 and "no module no_such_npu.ops" in installed.findings[1].found

@@ -20,11 +20,9 @@ from verl_patches.patching.engine import Engine
 from verl_patches.patching.spec import PatchSpec
 from verl_patches.patching.switches import parse
 def row(id, target, **more):
-    fields = dict(stage="model", kind="wrap", provider="ours:louder", why="w", exit="e", **more)
-    return PatchSpec(id=id, target=target, **fields)
+    return PatchSpec(id, "model", target, "wrap", "ours:louder", "why", "exit", **more)
 rows = [row("t.f", "up:f"), row("t.g", "up:Thing.g", needs=("t.f",)), row("t.h", "up:h")]
-engine = Engine(rows, parse("line=pypi,platform=cpu,-t.h"))
-print(engine.digest())
+print(Engine(rows, parse("line=pypi,platform=cpu,-t.h")).digest())
 """
 UP = '''
 def f(x: int, *rest, key=None) -> int:
@@ -40,13 +38,7 @@ def h(): pass
 
 
 def digest(code, folder, python=sys.executable, seed="0", **env):
-    env = {
-        "PATH": "/usr/bin:/bin",
-        "PYTHONPATH": str(folder),
-        "PYTHONHASHSEED": seed,
-        "PYTHONDONTWRITEBYTECODE": "1",
-        **env,
-    }
+    env |= {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(folder), "PYTHONHASHSEED": seed, "PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run([python, "-c", code], env=env, cwd="/", capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout.strip()
@@ -72,12 +64,12 @@ def copies(tmp_path_factory):
 def test_the_catalogues_digest_depends_on_neither_seed_nor_folder(copies):
     """Every row of the table against the installed upstream."""
     here, there = copies
-    switches = {"VERL_PATCHES": "line=pypi,platform=cpu"}
-    first = digest(CATALOGUE, here, seed="1", **switches)
+    switches, file = {"VERL_PATCHES": "line=pypi,platform=cpu"}, there / "verl_patches" / "errors.py"
+    first, text = digest(CATALOGUE, here, seed="1", **switches), file.read_text()
     assert first == digest(CATALOGUE, there, seed="2", **switches) and len(first) == 64
-    (there / "verl_patches" / "errors.py").write_text((here / "verl_patches" / "errors.py").read_text() + "\n# other\n")
+    file.write_text(f"{text}\n# other\n")
     assert first != digest(CATALOGUE, there, seed="2", **switches)
-    shutil.copyfile(here / "verl_patches" / "errors.py", there / "verl_patches" / "errors.py")
+    file.write_text(text)
 
 
 def test_a_small_digest_depends_on_neither_seed_nor_folder(copies):
@@ -116,10 +108,6 @@ def test_python_versions_agree(copies, version):
     import wrapt
 
     lent = copies[0].parent / "lent"
-    shutil.copytree(
-        Path(wrapt.__file__).parent,
-        lent / "wrapt",
-        dirs_exist_ok=True,
-        ignore=shutil.ignore_patterns("*.so", "__pycache__"),
-    )
+    plain = shutil.ignore_patterns("*.so", "__pycache__")
+    shutil.copytree(Path(wrapt.__file__).parent, lent / "wrapt", dirs_exist_ok=True, ignore=plain)
     assert digest(FAKE, f"{copies[0]}:{lent}", python) == digest(FAKE, copies[0])

@@ -60,7 +60,7 @@ def names(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("inner", ["", "verl"])
-def test_goes_before_the_first_import_once_and_comes_out_byte_for_byte(tmp_path, inner):
+def test_the_line_is_inserted_once_before_the_first_import_and_removed_byte_for_byte(tmp_path, inner):
     file = make_tree(tmp_path)
     result = insert_line(tmp_path / inner)
     assert (result.file, result.line, result.state) == (file, 6, "installed")
@@ -84,19 +84,17 @@ def test_goes_before_the_first_import_once_and_comes_out_byte_for_byte(tmp_path,
         ["import torch\n", "from os import (\n path,\n)\nimport torch\n", "X = 1\nimport torch, os\n"]
     ),
     newline=st.sampled_from(["\n", "\r\n", "\r"]),
-    bom=st.sampled_from([b"", b"\xef\xbb\xbf"]),
     tail=st.sampled_from(["", "\n", "# é\n"]),
 )
-def test_any_recognised_file_survives_there_and_back(tmp_path_factory, head, future, body, newline, bom, tail):
+def test_any_recognised_file_survives_there_and_back(tmp_path_factory, head, future, body, newline, tail):
     text = head + future + body + "class ActorRolloutRefWorker: pass" + tail
-    data = bom + text.replace("\n", newline).encode()
+    data = text.replace("\n", newline).encode()
     root = tmp_path_factory.mktemp("tree")
     file = make_tree(root, data)
     line = insert_line(root).line
     new = file.read_bytes()
     assert new.count(LINE.encode() + newline.encode()) == 1
-    assert new.startswith(bom) and not new.removeprefix(bom).startswith(b"\xef\xbb\xbf")
-    assert new.removeprefix(bom).decode().splitlines()[line - 1] == LINE
+    assert new.decode().splitlines()[line - 1] == LINE
     compile(new, "worker", "exec")  # __future__ imports are still first
     assert remove_line(root).state == "removed"
     assert file.read_bytes() == data
@@ -111,24 +109,14 @@ def test_finds_the_installed_verl_without_importing_it(tmp_path, monkeypatch):
     assert remove_line().state == "removed"
 
 
-def test_the_pinned_verl_package_is_recognised(tmp_path):
-    spec = importlib.util.find_spec("verl")
-    if spec is None:
-        pytest.skip("verl is not installed")
-    text = (Path(spec.origin).parent / INSIDE).read_bytes()
-    text = text.replace(LINE.encode() + b"\n", b"")  # a user may have installed the prelude there
-    file = make_tree(tmp_path, text)
-    insert_line(tmp_path)
-    lines = file.read_text().splitlines()
-    assert lines.index(LINE) < lines.index("import torch")
-    remove_line(tmp_path)
-    assert file.read_bytes() == text
-
-
-@pytest.mark.upstream
-def test_the_pinned_verl_commit_is_recognised(tmp_path, upstream_text):
-    commit = "54c9b7364c2d188b2ba4107404cfa3c2b446df19"
-    text = upstream_text("volcengine/verl", commit, "verl/workers/megatron_workers.py")
+@pytest.mark.parametrize("line", ["pypi", pytest.param("a3", marks=pytest.mark.upstream)])
+def test_the_pinned_verl_is_recognised(tmp_path, upstream_text, line):
+    if line == "a3":
+        commit = "54c9b7364c2d188b2ba4107404cfa3c2b446df19"
+        text = upstream_text("volcengine/verl", commit, "verl/workers/megatron_workers.py")
+    else:
+        text = (Path(importlib.util.find_spec("verl").origin).parent / INSIDE).read_text()
+        text = text.replace(f"{LINE}\n", "")  # a user may have installed the prelude there
     file = make_tree(tmp_path, text)
     insert_line(tmp_path)
     lines = file.read_text().splitlines()
@@ -154,29 +142,16 @@ def test_the_pinned_verl_commit_is_recognised(tmp_path, upstream_text):
         (WORKER.replace("import logging", "import verl_patches.other\nimport logging"), "expected no prelude"),
     ],
 )
-def test_refuses_what_it_does_not_recognise(tmp_path, text, words):
+def test_an_unknown_file_is_refused(tmp_path, text, words):
     file = make_tree(tmp_path, text)
     with pytest.raises(ConfigError, match="expected") as caught:
         insert_line(tmp_path)
     assert words in str(caught.value) and str(file) in str(caught.value)
+    if LINE in text:
+        with pytest.raises(ConfigError, match="by hand"):
+            remove_line(tmp_path)
     assert file.read_text() == text
     assert names(file.parent) == [file.name]
-
-
-def test_undo_refuses_an_edited_prelude(tmp_path):
-    text = WORKER.replace("import logging", f"{LINE}  # mine\nimport logging")
-    file = make_tree(tmp_path, text)
-    with pytest.raises(ConfigError, match="by hand"):
-        remove_line(tmp_path)
-    assert file.read_text() == text
-
-
-def test_refuses_a_read_only_file(tmp_path):
-    file = make_tree(tmp_path)
-    file.chmod(0o444)
-    with pytest.raises(ConfigError, match="read-only"):
-        insert_line(tmp_path)
-    assert file.read_text() == WORKER
 
 
 def test_refuses_a_link_out_of_the_tree(tmp_path):
@@ -198,8 +173,12 @@ def test_keeps_the_mode_and_leaves_other_hard_links_alone(tmp_path):
     assert file.stat().st_mode & 0o777 == 0o640
 
 
-def test_a_failed_write_leaves_the_file_whole(tmp_path, monkeypatch):
+def test_a_read_only_file_and_a_failed_write_leave_the_file_unchanged(tmp_path, monkeypatch):
     file = make_tree(tmp_path)
+    file.chmod(0o444)
+    with pytest.raises(ConfigError, match="read-only"):
+        insert_line(tmp_path)
+    file.chmod(0o644)
 
     def full(*_):
         raise OSError(28, "No space left on device")
@@ -211,7 +190,7 @@ def test_a_failed_write_leaves_the_file_whole(tmp_path, monkeypatch):
     assert names(file.parent) == [file.name]
 
 
-def test_says_what_to_do_where_there_is_no_verl(tmp_path, monkeypatch):
+def test_without_verl_the_error_names_the_option(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="--verl-path DIR"):
         insert_line(tmp_path)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
@@ -252,10 +231,10 @@ class Python:
         return subprocess.run([self.executable, *arguments], env=env, capture_output=True, text=True, timeout=60)
 
     def prelude(self, *options):
-        """What `install-prelude --json` says."""
+        """The results of `install-prelude --json`."""
         done = self.run("-m", "verl_patches", "install-prelude", "--verl-path", str(self.upstream), "--json", *options)
         assert done.returncode == 0, done.stderr
-        return {name: (Path(said["file"]), said["state"]) for name, said in json.loads(done.stdout).items()}
+        return {name: (Path(result["file"]), result["state"]) for name, result in json.loads(done.stdout).items()}
 
 
 @pytest.fixture(scope="module")
@@ -298,11 +277,11 @@ def test_other_processes_import_nothing_of_ours(python):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("module", ["verl", "verl.deep.low", "megatron.core", "vllm"])
-def test_the_prelude_comes_before_upstream_once(python, module):
+def test_the_prelude_runs_once_before_upstream(python, module):
     code = f"import {module} as m; import importlib, verl.deep.low; print(vars(m.__spec__.loader).get('exec_module'))"
-    said = python.run(code, patches=CPU)
-    assert said.returncode == 0 and said.stdout.split()[1::2][:2] == ["True", "True"], said
-    assert said.stdout.splitlines()[-1] == "None" and "False" not in said.stdout
+    done = python.run(code, patches=CPU)
+    assert done.returncode == 0 and done.stdout.split()[1::2][:2] == ["True", "True"], done
+    assert done.stdout.splitlines()[-1] == "None" and "False" not in done.stdout
     without = python.run("-S", "-c", f"import {module}", patches=CPU)  # -S: no .pth file is read
     assert "False" in without.stdout
 
@@ -316,16 +295,14 @@ for _ in range(2):
     except ImportError: print("swallowed")  # as upstream does
     except ValueError as error: print(type(error).__name__, "no wrapt here" in str(error))
 """
-    said = python.run(code, patches=CPU, before=tmp_path)
-    assert said.stdout.splitlines() == ["ConfigError True"] * 2, said
-    production = python.run("import verl")  # nothing said is line a3 on npu, as with the line alone
+    done = python.run(code, patches=CPU, before=tmp_path)
+    assert done.stdout.splitlines() == ["ConfigError True"] * 2, done
+    production = python.run("import verl")  # the default is line a3 on npu, as with the line alone
     assert production.returncode == 1 and "torch_npu is not installed" in production.stderr
 
 
 def test_where_the_file_cannot_be_written_the_line_is_not_left_either(tmp_path, monkeypatch):
-    file = tmp_path / "verl" / INSIDE
-    file.parent.mkdir(parents=True)
-    file.write_text(WORKERS)
+    file = make_tree(tmp_path, WORKERS)
     monkeypatch.setattr(install_prelude, "_pth_file", lambda: tmp_path / "no folder" / install_prelude.NAME)
     with pytest.raises(ConfigError, match="no folder"):
         install_prelude.install_prelude(tmp_path)
@@ -352,13 +329,9 @@ except RuntimeError as error: print(error)
 """
 
 
-def test_a_file_left_behind_without_verl_patches_says_what_to_do(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-I", "-S", "-c", WITHOUT_US, install_prelude.TEXT],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-    )
+def test_a_pth_file_without_verl_patches_raises_an_error_with_the_remedy(tmp_path):
+    command = [sys.executable, "-I", "-S", "-c", WITHOUT_US, install_prelude.TEXT]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert all(word in done.stdout for word in (install_prelude.NAME, "PYTHONPATH", "--undo", "No module named"))
 
@@ -378,28 +351,19 @@ assert not waiting, waiting
 
 
 @pytest.mark.slow
-def test_the_line_alone_makes_rows_of_its_own_module_active(tmp_path):
+def test_the_line_alone_makes_rows_of_its_own_module_active(tmp_path, run_python):
     source = Path(importlib.util.find_spec("verl").submodule_search_locations[0])
     shutil.copytree(source, tmp_path / "verl", ignore=shutil.ignore_patterns("__pycache__"))
-    env = {
-        "PATH": "/usr/bin:/bin",
-        "PYTHONPATH": f"{tmp_path}:{ROOT}",
-        "VERL_PATCHES": "line=pypi,platform=cpu",
-        "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
-        "VLLM_USE_V1": "0",
-        "TORCHDYNAMO_DISABLE": "1",
-        "HF_HUB_OFFLINE": "1",
-    }
+    env = {"PYTHONPATH": str(tmp_path), "VLLM_USE_V1": "0", "TORCHDYNAMO_DISABLE": "1"}
 
-    def python(*arguments):
-        return subprocess.run([sys.executable, *arguments], env=env, capture_output=True, text=True, timeout=240)
+    def python(code):
+        return run_python(code, patches=CPU, env=env, timeout_s=240)
 
     assert install_prelude.insert_line(tmp_path).state == "installed"  # and no .pth file
-    done = python("-c", HALF_BUILT.format(tree=str(tmp_path)))
-    assert done.returncode == 0, done.stderr[-2000:]
+    python(HALF_BUILT.format(tree=str(tmp_path))).check()
     before_the_line = "from verl.utils.vllm_utils import is_version_ge; import verl.workers.megatron_workers"
-    alone = python("-c", before_the_line)  # verl's TaskRunner: on a CPU vLLM cannot be imported unpatched
-    assert alone.returncode != 0 and "megatron_workers" not in alone.stderr, alone.stderr[-2000:]
-    assert python("-c", install_prelude.TEXT + before_the_line).returncode == 0
+    alone = python(before_the_line)  # verl's TaskRunner: on a CPU vLLM cannot be imported unpatched
+    assert alone.rc != 0 and "megatron_workers" not in alone.err, alone.err[-2000:]
+    python(install_prelude.TEXT + before_the_line).check()
     assert install_prelude.remove_line(tmp_path).state == "removed"
-    assert python("-c", HALF_BUILT.format(tree=str(tmp_path))).returncode != 0
+    assert python(HALF_BUILT.format(tree=str(tmp_path))).rc != 0

@@ -13,11 +13,12 @@ import faulthandler
 import sys
 import textwrap
 import threading
+from functools import partial
 from pathlib import Path
 
+from tests.patching.world import row
 from verl_patches.patching import hooks
 from verl_patches.patching.engine import Engine
-from verl_patches.patching.spec import PatchSpec
 from verl_patches.patching.switches import Switches
 
 WRAP = "def louder(original):\n    return lambda *a: f'{original(*a)}!'\n"
@@ -26,18 +27,8 @@ WRAP = "def louder(original):\n    return lambda *a: f'{original(*a)}!'\n"
 def engine(*rows):
     """Engine over (id, target, provider, bindings, needs)."""
     specs = [
-        PatchSpec(
-            id=name,
-            stage="model",
-            target=target,
-            kind="wrap",
-            provider=provider,
-            why="test",
-            exit="no",
-            bindings=bindings,
-            needs=needs,
-        )
-        for name, target, provider, bindings, needs in rows
+        row(name, target, "wrap", provider, bindings=bound, needs=needs)
+        for name, target, provider, bound, needs in rows
     ]
     return Engine(specs, Switches("pypi", "cpu"))
 
@@ -93,39 +84,27 @@ def storm(folder, number):
         ("t.h", f"{up}.other:h", f"{up}.ours_of_other:louder", (), ()),
     )
 
-    def look():
-        for _ in range(20):
-            states = {row["state"] for row in e.status()}
-            assert states <= {"off", "waiting", "active"}, states
-
-    run_all(
-        e.apply,
-        e.apply,
-        e.apply,
-        look,
-        look,
-        lambda: __import__(f"{up}.base"),
-        lambda: __import__(f"{up}.user"),
-        lambda: __import__(f"{up}.other"),
-    )
+    look, imports = look_any(e, "off", "waiting", "active"), [f"{up}.{name}" for name in ("base", "user", "other")]
+    run_all(e.apply, e.apply, e.apply, look, look, *(partial(__import__, name) for name in imports))
     e.verify("worker")
-    modules = [sys.modules[f"{up}.{name}"] for name in ("base", "user", "other")]
-    seen = [modules[0].f(1), modules[1].f(1), modules[0].g(1), modules[2].h(1)]
+    base, user, other = (sys.modules[name] for name in imports)
+    seen = [base.f(1), user.f(1), base.g(1), other.h(1)]
     assert seen == ["1!!", "1!!", "1!", "1!"], seen
-    run_all(e.revert, look_any(e), e.apply, e.revert, look_any(e), e.apply)
+    look = look_any(e, "waiting", "active", "reverted")
+    run_all(e.revert, look, e.apply, e.revert, look, e.apply)
     e.revert()
-    assert [modules[0].f(1), modules[1].f(1), modules[0].g(1), modules[2].h(1)] == [1, 1, 1, 1]
+    assert [base.f(1), user.f(1), base.g(1), other.h(1)] == [1, 1, 1, 1]
     e.apply()
     e.verify("worker")
-    assert modules[1].f(1) == "1!!"
+    assert user.f(1) == "1!!"
 
 
-def look_any(e):
-    """status() while rows come and go."""
+def look_any(e, *allowed):
+    """A function that reads status() while rows come and go."""
 
     def look():
         for _ in range(20):
-            assert {row["state"] for row in e.status()} <= {"waiting", "active", "reverted"}
+            assert {row["state"] for row in e.status()} <= set(allowed)
 
     return look
 

@@ -1,20 +1,22 @@
-"""Upstream trees: found or refused by name, on the path before anything installed, and told in the summary."""
+"""Upstream trees: found or refused by name, and on the path before anything installed."""
 
 import os
 import re
 import shlex
 import subprocess
 import sys
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 
+from tests.upstream.small_upstream import commit, git
 from verl_patches.config.compose import compose
 from verl_patches.config.environment import REPOSITORY, derive
 from verl_patches.errors import ConfigError
 from verl_patches.launch.plan import commands
-from verl_patches.upstream.checkouts import Trees, commit_of, require_trees, require_verl, trees_of, verl_check
-from verl_patches.upstream.installed import verl_config_dir
+from verl_patches.upstream import checkouts
+from verl_patches.upstream.checkouts import Trees, require_trees, require_verl, trees_of, verl_check, verl_config_dir
 
 PACKAGES = {"verl": "verl", "Megatron-LM": "megatron", "MindSpeed": "mindspeed", "MindSpeed-LLM": "mindspeed_llm"}
 
@@ -26,30 +28,15 @@ def upstream(tmp_path):
     return tmp_path
 
 
-def config(line="a3", platform="cpu"):
-    return SimpleNamespace(recipe=SimpleNamespace(line=line, platform=platform))
-
-
-def test_the_repositories_that_pip_does_not_install_in_the_pin_files_order(upstream):
-    found = trees_of(upstream)
-    assert found.folders == tuple(upstream / name for name in PACKAGES) and found.verl == upstream / "verl"
-    assert found.option == ("--upstream", str(upstream))
-
-
-def test_a_folder_that_lacks_one_is_refused_with_what_to_do(upstream):
+def test_trees_are_the_repositories_that_pip_does_not_install_or_a_verl_alone(upstream):
+    folders = tuple(upstream / name for name in PACKAGES)
+    assert trees_of(upstream) == Trees(("--upstream", str(upstream)), folders, upstream / "verl")
+    assert trees_of(None, upstream) == Trees(("--verl-path", str(upstream)), (upstream,), upstream)
+    with pytest.raises(ConfigError, match="expected one of them, found both"):
+        trees_of(upstream, upstream)
     (upstream / "MindSpeed" / "mindspeed").rmdir()
     with pytest.raises(ConfigError, match=r"found no MindSpeed/mindspeed; bash scripts/fetch_upstream.sh"):
         trees_of(upstream)
-
-
-def test_a_verl_alone_and_nothing_at_all(tmp_path):
-    assert trees_of(None, tmp_path) == Trees(("--verl-path", str(tmp_path)), (tmp_path,), tmp_path)
-    assert trees_of() == Trees()
-
-
-def test_two_verls_are_refused(upstream):
-    with pytest.raises(ConfigError, match="expected one of them, found both"):
-        trees_of(upstream, upstream)
 
 
 @pytest.mark.parametrize(
@@ -63,15 +50,12 @@ def test_two_verls_are_refused(upstream):
     ],
 )
 def test_line_and_trees_go_together(upstream, given, line, platform, words):
-    trees = trees_of(upstream) if given else trees_of()
-    if words is None:
-        require_trees(config(line, platform), trees)
-    else:
-        with pytest.raises(ConfigError, match=words):
-            require_trees(config(line, platform), trees)
+    config = SimpleNamespace(recipe=SimpleNamespace(line=line, platform=platform))
+    with nullcontext() if words is None else pytest.raises(ConfigError, match=words):
+        require_trees(config, trees_of(upstream if given else None))
 
 
-def test_trees_come_before_what_is_installed_and_after_this_checkout(upstream, monkeypatch):
+def test_trees_are_on_the_path_before_installed_packages_and_after_this_checkout(upstream, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(REPOSITORY), "/users/own", "/users/own"]))  # each once
     composed, trees = compose("grpo_deepseekv3_tiny_cpu"), trees_of(upstream)
     path = next(v for v in derive(composed, trees=trees) if v.name == "PYTHONPATH")
@@ -79,6 +63,11 @@ def test_trees_come_before_what_is_installed_and_after_this_checkout(upstream, m
     assert path.value.split(os.pathsep) == [str(p) for p in wanted] and path.where == "driver"
     printed = commands(composed, "grpo_deepseekv3_tiny_cpu", (), trees)[0]["command"]
     assert f"--upstream {upstream}" in printed and f"{upstream}/Megatron-LM" in printed
+
+
+def shell(command, **env):
+    env["PATH"] = "/usr/bin:/bin"
+    return subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True, cwd="/", env=env).stdout
 
 
 FOUND = """
@@ -103,43 +92,27 @@ def test_a_printed_command_finds_the_trees_and_all_that_the_image_has_on_its_pat
         prefix = re.split(r"(?=ray start|python -m)", printed["command"])[0]
         names = [*PACKAGES.values(), "vllm_of_the_image", "verl_patches"]
         line = shlex.join([sys.executable, "-c", FOUND, *names])
-        done = subprocess.run(
-            ["bash", "-c", prefix + line],
-            capture_output=True,
-            text=True,
-            check=True,
-            cwd="/",
-            env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(image)},
-        )
-        found = dict(text.split(" ", 1) for text in done.stdout.splitlines())
+        found = dict(text.split(" ", 1) for text in shell(prefix + line, PYTHONPATH=str(image)).splitlines())
         for name, package in PACKAGES.items():
             place = upstream / name if given else image
-            assert str(place / package) in found[package], (printed, done.stdout)
+            assert str(place / package) in found[package], (printed, found)
         assert str(image / "vllm_of_the_image") in found["vllm_of_the_image"]
         assert str(REPOSITORY / "verl_patches") in found["verl_patches"]
-        without = subprocess.run(
-            ["bash", "-c", f"{prefix}printenv PYTHONPATH"],
-            capture_output=True,
-            text=True,
-            check=True,
-            env={"PATH": "/usr/bin:/bin"},
-        )  # nothing set before: no empty entry
-        assert "" not in without.stdout.strip().split(os.pathsep)
+        path = shell(f"{prefix}printenv PYTHONPATH")  # without a value before: no empty entry
+        assert "" not in path.strip().split(os.pathsep)
 
 
 def test_the_commit_of_a_checkout(tmp_path):
-    assert commit_of(tmp_path) is None
-    git = ["git", "-C", str(tmp_path), "-c", "user.name=t", "-c", "user.email=t@t"]
-    subprocess.run([*git, "init", "-q"], check=True)
-    subprocess.run([*git, "commit", "-q", "--allow-empty", "-m", "first"], check=True)
-    head = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
-    assert commit_of(tmp_path) == head
+    assert checkouts.commit_of(tmp_path) is None
+    git(tmp_path, "init", "-q")
+    head = commit(tmp_path, {"file": ""})
+    assert checkouts.commit_of(tmp_path) == head
 
 
 def test_the_verl_of_a_line_is_known_by_its_version(tmp_path):
     assert verl_check("pypi", Trees()) == (True, f"composed over verl 0.4.0, {verl_config_dir().parents[1]}")
-    fits, said = verl_check("a3", Trees())
-    assert not fits and "line a3 pins 0.3.1.dev (54c9b7364c2d)" in said and "--upstream DIR" in said
+    fits, sentence = verl_check("a3", Trees())
+    assert not fits and "line a3 pins 0.3.1.dev (54c9b7364c2d)" in sentence and "--upstream DIR" in sentence
     for name in ("version/version", "trainer/config/ppo_megatron_trainer.yaml"):
         (tmp_path / "verl" / name).parent.mkdir(parents=True)
         (tmp_path / "verl" / name).write_text("0.3.1.dev\n")

@@ -34,13 +34,8 @@ def instructions(text):
 
 FOUND = instructions(TEXT)
 RUNS = [re.sub(r"^(--mount=\S+\s+)+", "", rest) for word, rest in FOUND if word == "RUN"]
-DEFAULTS = {
-    name: value.strip('"')
-    for word, rest in FOUND
-    if word == "ARG"
-    for name, given, value in [rest.partition("=")]
-    if given
-}
+ARGUMENTS = [rest.partition("=") for word, rest in FOUND if word == "ARG"]
+DEFAULTS = {name: value.strip('"') for name, given, value in ARGUMENTS if given}
 
 
 def pinned():
@@ -116,17 +111,15 @@ def test_the_constraints_file_has_one_package_in_each_line(tmp_path):
     assert (tmp_path / "pip-constraints.txt").read_text().split("\n") == [*pinned()["PIN_PACKAGES"], ""]
 
 
-def test_every_repository_is_copied_and_what_pip_does_not_install_is_on_the_path():
+def test_every_repository_is_copied_and_installed_or_on_the_path():
     copied = [rest.split()[0] for word, rest in FOUND if word == "COPY" and rest.startswith("upstream/")]
     assert copied == [f"upstream/{name}" for name in A3.repositories]
     path = next(rest for word, rest in FOUND if word == "ENV" and rest.startswith("PYTHONPATH="))
-    assert path.removeprefix("PYTHONPATH=").split(":") == [
-        f"/opt/deepseekv3/upstream/{name}" for name, pin in A3.repositories.items() if not pin.by_pip
-    ]
     installed = {name for name, pin in A3.repositories.items() if pin.by_pip}
-    assert {name for name in A3.repositories if f"--editable upstream/{name}" in re.sub(r"\s+", " ", TEXT) + " "} == (
-        installed
-    )
+    on_path = [f"/opt/deepseekv3/upstream/{name}" for name in A3.repositories if name not in installed]
+    assert path.removeprefix("PYTHONPATH=").split(":") == on_path
+    commands = re.sub(r"\s+", " ", TEXT)
+    assert {name for name in A3.repositories if f"--editable upstream/{name}" in commands} == installed
 
 
 def test_requirements_are_filtered_and_the_last_check_is_python():
@@ -151,21 +144,11 @@ def test_a_python_that_the_line_lacks_and_an_image_without_version_are_refused(k
 def test_a_container_gets_every_device_and_further_options(tmp_path):
     (tmp_path / "docker").write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
     (tmp_path / "docker").chmod(0o755)
-    done = subprocess.run(
-        ["bash", str(START), "--volume", "/other:/other"],
-        capture_output=True,
-        text=True,
-        check=True,
-        env={"PATH": f"{tmp_path}:{os.environ['PATH']}"},
-    )
-    argv = done.stdout.splitlines()
+    command, env = ["bash", str(START), "--volume", "/other:/other"], {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    argv = subprocess.run(command, capture_output=True, text=True, check=True, env=env).stdout.splitlines()
     devices = [value for option, value in zip(argv, argv[1:], strict=False) if option == "--device"]
-    assert devices == [
-        *(f"/dev/davinci{n}" for n in range(16)),
-        "/dev/davinci_manager",
-        "/dev/devmm_svm",
-        "/dev/hisi_hdc",
-    ]
+    names = [*(f"davinci{n}" for n in range(16)), "davinci_manager", "devmm_svm", "hisi_hdc"]
+    assert devices == [f"/dev/{name}" for name in names]
     mounts = {value for option, value in zip(argv, argv[1:], strict=False) if option == "--volume"}
     assert mounts >= {"/usr/local/Ascend/driver:/usr/local/Ascend/driver:ro", "/data:/data", "/other:/other"}
     assert argv[:2] == ["run", "--interactive"] and argv[-2:] == ["deepseekv3-a3", "/bin/bash"]

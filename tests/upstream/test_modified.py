@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.upstream.small_upstream import WORKER, WORKER_TEXT, commit, git, install
+from tests.upstream.small_upstream import WORKER, WORKER_TEXT, commit, git, install, line_of
 from verl_patches.config.compose import compose
 from verl_patches.errors import ConfigError
+from verl_patches.patching.contract import installed_root
 from verl_patches.patching.install_prelude import LINE
 from verl_patches.upstream.checkouts import Trees, trees_of
-from verl_patches.upstream.installed import installed_root
 from verl_patches.upstream.modified import refuse_modified, roots_of, source_findings, tree_changes
 from verl_patches.upstream.pins import Repository, load_pins
 
@@ -30,15 +30,8 @@ def tree(tmp_path):
     folder.mkdir()
     git(folder, "init", "-q")
     head = commit(folder, FILES)
-    pin = Repository(
-        url="u",
-        commit=head,
-        tree=git(folder, "rev-parse", "HEAD^{tree}"),
-        packages=("verl",),
-        version="1",
-        generated=("verl/_version.py",),
-    )
-    return folder, load_pins().line("pypi").model_copy(update={"repositories": {"verl": pin}})
+    facts = {"url": "u", "commit": head, "tree": git(folder, "rev-parse", "HEAD^{tree}"), "version": "1"}
+    return folder, line_of(verl=Repository(**facts, packages=("verl",), generated=("verl/_version.py",)))
 
 
 def found(tree):
@@ -65,7 +58,7 @@ def write(folder, files):
         {"out/site-packages/x.py": "x"},
     ],
 )
-def test_what_is_no_change(tree, files):
+def test_files_that_are_no_change(tree, files):
     write(tree[0], files)
     (tree[0] / "verl/a.py").chmod(0o755)
     assert found(tree).state == "fine" and found(tree).details == ()
@@ -85,24 +78,20 @@ def test_what_is_no_change(tree, files):
         ({"verl/a.py": f"{LINE}\na = 1\n"}, "verl/a.py (modified)"),
     ],
 )
-def test_what_is_a_change(tree, files, named):
+def test_files_that_are_a_change(tree, files, named):
     write(tree[0], files)
     finding = found(tree)
     assert (finding.state, finding.details) == ("problem", (named,)) and named in finding.found
 
 
-def test_a_link_to_a_folder_is_a_change_even_where_git_ignores_it(tree, tmp_path):
+def test_a_deleted_file_a_link_that_git_ignores_and_a_long_list(tree, tmp_path):
     write(tmp_path / "elsewhere", {"mine.py": "x"})
     (tree[0] / "odd").symlink_to(tmp_path / "elsewhere")
     (tree[0] / ".git/info/exclude").write_text("odd\n")
-    assert found(tree).details == ("odd (extra)",)
-
-
-def test_a_deleted_file_and_a_long_list(tree):
     (tree[0] / "verl/data.txt").unlink()
-    write(tree[0], {f"verl/n{number}.py": "" for number in range(9)})
+    write(tree[0], {f"verl/n{number}.py": "" for number in range(8)})
     finding = found(tree)
-    assert len(finding.details) == 10 and finding.details[0] == "verl/data.txt (deleted)"
+    assert len(finding.details) == 10 and finding.details[:2] == ("odd (extra)", "verl/data.txt (deleted)")
     assert "10 files changed" in finding.found and "and 5 more" in finding.found
 
 
@@ -133,7 +122,7 @@ def test_a_clone_of_another_owner_is_compared_all_the_same(tree, monkeypatch):
     assert found(tree).details == ("verl/a.py (modified)",)
 
 
-def test_what_cannot_be_compared_is_a_problem(tree, tmp_path):
+def test_a_tree_that_cannot_be_compared_is_a_problem(tree, tmp_path):
     folder, line = tree
     shutil.rmtree(folder / ".git")
     assert "cannot be compared" in found(tree).found and found(tree).state == "problem"
@@ -142,7 +131,7 @@ def test_what_cannot_be_compared_is_a_problem(tree, tmp_path):
     assert "cannot be compared" in found(tree).found and found(tree).state == "problem"
 
 
-def test_an_installed_package_is_held_by_its_record(tmp_path):
+def test_an_installed_package_is_compared_with_its_record(tmp_path):
     line = load_pins().line("pypi")
     install(tmp_path, "verl", "0.4.0", {"verl/a.py": "a = 1\n", "verl/b.yaml": "b\n", WORKER: WORKER_TEXT})
     (tmp_path / WORKER).write_text(f"{LINE}\n{WORKER_TEXT}")

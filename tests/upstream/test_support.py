@@ -10,12 +10,14 @@ from verl_patches.config.compose import compose
 from verl_patches.config.recipe import recipe_keys
 from verl_patches.errors import ConfigError
 from verl_patches.patching.install_prelude import LINE
-from verl_patches.upstream.installed import verl_config_dir
+from verl_patches.upstream.checkouts import verl_config_dir
 from verl_patches.upstream.pins import load_pins
-from verl_patches.upstream.support import refusal, refused_keys, shell_findings
+from verl_patches.upstream.support import refused_keys, shell_findings
 
 TINY, LARGE = "grpo_deepseekv3_tiny_cpu", "grpo_deepseekv3_256die_true_weight"
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+ON = "grouped_gemm fused_rmsnorm fused_swiglu fused_rope fused_permute"
+OFF = "fused_linear_wgrad fused_expert_wgrad unpadded_attention alltoall_overlap grad_overlap param_overlap"
 OTHER = {  # another value than a neutral one, for every key of the pin file
     f"{ACTOR}.entropy_coeff": "0.001",
     f"{ACTOR}.megatron.context_parallel_size": "2",
@@ -43,21 +45,8 @@ OTHER = {  # another value than a neutral one, for every key of the pin file
     "algorithm.use_pf_ppo": "true",
     "ray_init.timeline_json_file": "t.json",
     "recipe.train.layers_per_stage": "[1]",
-    **{
-        f"recipe.train.{name}": "false"
-        for name in ("grouped_gemm", "fused_rmsnorm", "fused_swiglu", "fused_rope", "fused_permute")
-    },
-    **{
-        f"recipe.train.{name}": "true"
-        for name in (
-            "fused_linear_wgrad",
-            "fused_expert_wgrad",
-            "unpadded_attention",
-            "alltoall_overlap",
-            "grad_overlap",
-            "param_overlap",
-        )
-    },
+    **{f"recipe.train.{name}": "false" for name in ON.split()},
+    **{f"recipe.train.{name}": "true" for name in OFF.split()},
     "recipe.train.collective_timeout_minutes": "60",
     "recipe.train.router_bias_update_rate": "0.001",
     "recipe.train.adam_beta1": "0.8",
@@ -77,12 +66,13 @@ def test_every_key_of_the_pin_file_is_refused_by_name(line):
     assert all(f"line {line} supports " in detail and "Instead: " in detail for detail in failed)
 
 
-def test_a_neutral_config_is_not_refused():
-    assert refused_keys(compose(TINY)) == [] and refused_keys(compose(TINY, ["recipe.line=a3"])) == []
+def test_a_neutral_config_and_keys_that_only_vllm_reads_are_not_refused():
+    for_vllm = [f"+{ROLLOUT}.engine_kwargs.vllm.block_size=32", f"+{ROLLOUT}.engine_kwargs.vllm.load_format=null"]
+    assert refused_keys(compose(TINY, for_vllm)) == [] and refused_keys(compose(TINY, ["recipe.line=a3"])) == []
 
 
 @pytest.mark.parametrize(
-    ("override", "said"),
+    ("override", "words"),
     [
         (f"+{ROLLOUT}.engine_kwargs.vllm.enable_prefix_caching=false", "verl always passes True"),
         (f"+{ROLLOUT}.engine_kwargs.vllm.enforce_eager=true", f"set {ROLLOUT}.enforce_eager"),
@@ -92,15 +82,10 @@ def test_a_neutral_config_is_not_refused():
     ],
 )
 @pytest.mark.parametrize("line", ["pypi", "a3"])
-def test_a_rollout_key_that_would_not_act_is_refused(line, override, said):
+def test_a_rollout_key_that_would_not_act_is_refused(line, override, words):
     config = compose(TINY, [f"recipe.line={line}", override])
     (failed,) = (c.detail for c in check_config(config) if c.name == f"line {line}" and not c.ok)
-    assert said in failed and failed.startswith(override.lstrip("+").partition("=")[0])
-
-
-def test_what_vllm_alone_decides_passes():
-    given = [f"+{ROLLOUT}.engine_kwargs.vllm.block_size=32", f"+{ROLLOUT}.engine_kwargs.vllm.load_format=null"]
-    assert refused_keys(compose(TINY, given)) == []
+    assert words in failed and failed.startswith(override.lstrip("+").partition("=")[0])
 
 
 def verls_leaves(section, prefix=""):
@@ -127,11 +112,8 @@ def test_every_rollout_key_of_verl_is_in_a_table_and_its_reader_names_it(line, p
         lines = [text for text in (package.parent / file).read_text().splitlines() if text != LINE]
         text = lines[int(number) - 1]
         assert key.rpartition(".")[2] in text or "for k in config.keys()" in text, (key, place, text)
-    call = next(
-        node
-        for node in ast.walk(ast.parse((package.parent / given.partition(":")[0]).read_text()))
-        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "LLM"
-    )
+    nodes = ast.walk(ast.parse((package.parent / given.partition(":")[0]).read_text()))
+    call = next(node for node in nodes if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "LLM")
     assert {word.arg for word in call.keywords if word.arg} == set(pins.rollout_keys.given_by_verl.keywords)
 
 
@@ -159,28 +141,14 @@ def test_every_key_of_recipe_train_is_refused_or_read_on_line_pypi():
     assert keys - refused == {f"recipe.train.{name}" for name in read}
 
 
-def test_a_refusal_is_one_sentence_with_why_and_what_instead():
-    entry = next(e for e in load_pins().unsupported if e.key == f"{ROLLOUT}.max_num_seqs")
-    assert refusal(entry, 64, "pypi") == (
-        f"{ROLLOUT}.max_num_seqs is 64, line pypi supports 1024 only: verl does not hand it to vLLM "
-        f"(verl/workers/rollout/vllm_rollout/vllm_rollout_spmd.py). Instead: {ROLLOUT}.engine_kwargs.vllm.max_num_seqs"
-    )
-
-
 @pytest.mark.parametrize(
-    ("line", "name", "value", "state", "said"),
+    ("line", "name", "value", "state", "words"),
     [
         ("a3", "VLLM_ENABLE_MC2", "1", "problem", "unset VLLM_ENABLE_MC2: no source of either line reads it"),
         ("a3", "VLLM_ASCEND_ACL_OP_INIT_MODE", "1", "problem", "ACL_OP_INIT_MODE is the name"),
         ("a3", "VLLM_ENABLE_FIX_ROUTE", "2", "problem", "unset is a TypeError"),
         ("a3", "VLLM_ENABLE_FIX_ROUTE", "1", "fine", ""),
-        (
-            "pypi",
-            "VLLM_ENABLE_FIX_ROUTE",
-            "1",
-            "note",
-            "line pypi does not read it (a3: vllm_ascend/ops/fused_moe.py:945)",
-        ),
+        ("pypi", "VLLM_ENABLE_FIX_ROUTE", "1", "note", "does not read it (a3: vllm_ascend/ops/fused_moe.py:945)"),
         ("a3", "HCCL_CONNECT_TIMEOUT", "60", "problem", "seconds until all ranks have connected"),
         ("a3", "VLLM_ENABLE_FIXROUTE", "1", "note", "nearest: VLLM_ENABLE_FIX_ROUTE"),
         ("a3", "ATB_HOME_PATH", "", "problem", "correct or unset it"),
@@ -188,12 +156,12 @@ def test_a_refusal_is_one_sentence_with_why_and_what_instead():
         ("a3", "VERL_PATCHES", "line=a3,platform=npu", "fine", ""),
     ],
 )
-def test_what_this_shell_says_is_compared(line, name, value, state, said):
+def test_variables_of_the_shell_are_compared_with_the_pins(line, name, value, state, words):
     (finding,) = shell_findings(line, {name: value, "HOME": "/h", "LANG": "C"})
-    assert (finding.name, finding.state) == (name, state) and said in finding.todo
+    assert (finding.name, finding.state) == (name, state) and words in finding.todo
 
 
-def test_what_the_launcher_decides_is_no_problem_and_secrets_are_not_shown():
+def test_a_variable_that_the_launcher_sets_is_no_problem_and_secrets_are_not_shown():
     environ = {"HCCL_CONNECT_TIMEOUT": "60", "VLLM_API_KEY": "hush"}
     findings = shell_findings("a3", environ, decided={"HCCL_CONNECT_TIMEOUT"})
     assert [f.state for f in findings] == ["fine", "note"] and "hush" not in str(findings)

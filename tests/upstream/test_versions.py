@@ -1,13 +1,13 @@
 """`versions` on a made-up machine that holds the whole a3 line, and with one thing wrong at a time."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
-import typer
 from typer.testing import CliRunner
 
 from tests.upstream.small_upstream import commit, git, install
-from verl_patches.cli import upstream
+from verl_patches.__main__ import app
 from verl_patches.errors import ConfigError
 from verl_patches.upstream.checkouts import Trees
 from verl_patches.upstream.pins import load_pins
@@ -53,35 +53,27 @@ def clones(tmp_path):
 
 @pytest.fixture
 def machine(ascend, clones):
+    """What `compare` finds on a machine that holds line a3, but for some changes of Machine's fields."""
     folder, pins = clones
     versions = {name: version.replace("*", "9") for name, version in pins.line("a3").packages.items()}
     places = {p: folder / name for name, r in pins.line("a3").repositories.items() for p in r.packages}
 
-    def make(**changes):
-        return Machine(
-            **{
-                "environ": {},
-                "ascend": ascend,
-                "python": "3.11.4",
-                "distribution": versions.get,
-                "root": places.get,
-                **changes,
-            }
-        )
+    holds = {"environ": {}, "ascend": ascend, "python": "3.11.4", "distribution": versions.get, "root": places.get}
 
-    return make, pins, versions, places
+    def report(line="a3", trees=None, **changes):
+        return compare(line, Machine(**{**holds, **changes}), pins, trees)
 
+    def problems(**changes):
+        return {f.name: f for f in report(**changes).findings if f.state == "problem"}
 
-def problems(report):
-    return {f.name: f for f in report.findings if f.state == "problem"}
+    return SimpleNamespace(report=report, problems=problems, a3=pins.line("a3"), versions=versions, places=places)
 
 
 def test_a_machine_that_holds_the_line_is_fine(machine):
-    make, pins, versions, _ = machine
-    report = compare("a3", make(), pins)
-    assert problems(report) == {} and report.exit_code == 0 and report.state == "fine"
+    report = machine.report()
+    assert machine.problems() == {} and report.exit_code == 0 and report.state == "fine"
     fine = [f.name for f in report.findings if f.state == "fine"]
-    assert {*fine} >= {"python", *versions, *pins.line("a3").system, *pins.line("a3").repositories}
+    assert {*fine} >= {"python", *machine.a3.packages, *machine.a3.system, *machine.a3.repositories}
     assert len(fine) == len({*fine})  # vllm, a pinned version and a pinned commit, is there once
 
 
@@ -96,50 +88,45 @@ def test_a_machine_that_holds_the_line_is_fine(machine):
     ],
 )
 def test_other_ascend_software_is_named_with_its_file(machine, ascend, file, old, new, name, found):
-    make, pins, *_ = machine
     (ascend / file).write_text(FILES[file].replace(old, new))
-    (problem,) = problems(compare("a3", make(), pins)).values()
-    assert (problem.name, problem.found, problem.expected) == (name, found, pins.line("a3").system[name])
+    (problem,) = machine.problems().values()
+    assert (problem.name, problem.found, problem.expected) == (name, found, machine.a3.system[name])
     assert problem.where == str(ascend / file) and problem.todo
 
 
 def test_software_elsewhere_is_found_by_its_own_variables(machine, ascend, tmp_path):
-    make, pins, *_ = machine
     (ascend / "ascend-toolkit/latest").rename(tmp_path / "cann")
     (ascend / "nnal").rename(tmp_path / "nnal")
-    missing = problems(compare("a3", make(), pins))
+    missing = machine.problems()
     assert set(missing) == {"cann_toolkit", "cann_kernels", "cann_nnal"} and "set_env.sh" in missing["cann_nnal"].todo
     atb = tmp_path / "nnal/atb/latest/atb/cxx_abi_0"
     environ = {"ASCEND_HOME_PATH": str(tmp_path / "cann"), "ATB_HOME_PATH": str(atb)}
-    assert problems(compare("a3", make(environ=environ), pins)) == {}
+    assert machine.problems(environ=environ) == {}
 
 
 def test_in_a_container_firmware_is_a_note_and_a_missing_driver_a_problem(machine, ascend):
-    make, pins, *_ = machine
     (ascend / "firmware/version.info").unlink()
-    report = compare("a3", make(), pins)
+    report = machine.report()
     assert report.exit_code == 0 and next(f for f in report.findings if f.name == "firmware").state == "note"
     (ascend / "driver/version.info").unlink()
-    assert set(problems(compare("a3", make(), pins))) == {"driver", "firmware"}
+    assert set(machine.problems()) == {"driver", "firmware"}
 
 
 def test_packages_and_python(machine):
-    make, pins, versions, _ = machine
-    found = {**versions, "torch": "2.5.1+cpu", "transformers": "4.53.0"}
+    found = {**machine.versions, "torch": "2.5.1+cpu", "transformers": "4.53.0"}
     del found["apex"]
-    wrong = problems(compare("a3", make(distribution=found.get, python="3.12.1"), pins))
+    wrong = machine.problems(distribution=found.get, python="3.12.1")
     assert set(wrong) == {"python", "transformers", "apex"}
     assert (wrong["apex"].found, wrong["transformers"].expected) == ("not installed", "4.52.4")
 
 
 def test_clones_at_another_commit_changed_copied_or_missing(machine, clones, tmp_path):
-    make, pins, _, places = machine
     folder = clones[0]
     git(folder / "MindSpeed", "commit", "-q", "--allow-empty", "-m", "another")
     (folder / "Megatron-LM/megatron/__init__.py").write_text("changed = 1\n")
     (tmp_path / "copied/mindspeed_llm").mkdir(parents=True)
-    found = {**places, "mindspeed_llm": tmp_path / "copied", "vllm_ascend": None, "verl": None}
-    wrong = problems(compare("a3", make(root=found.get), pins))
+    found = {**machine.places, "mindspeed_llm": tmp_path / "copied", "vllm_ascend": None, "verl": None}
+    wrong = machine.problems(root=found.get)
     assert set(wrong) == {"MindSpeed", "MindSpeed-LLM", "Megatron-LM", "vllm-ascend", "verl"}
     assert "expected commit" in wrong["MindSpeed"].found and "neither a git checkout" in wrong["MindSpeed-LLM"].found
     assert wrong["vllm-ascend"].found == "not importable" and "pip install" in wrong["vllm-ascend"].todo
@@ -147,58 +134,52 @@ def test_clones_at_another_commit_changed_copied_or_missing(machine, clones, tmp
     assert wrong["Megatron-LM"].details == ("megatron/__init__.py (modified)",)
 
 
-def test_a_wheel_inside_another_repository_is_held_by_its_record_and_not_by_the_checkout(machine, clones):
-    make, pins, _, places = machine
+def test_a_wheel_inside_another_repository_is_compared_with_its_record(machine, clones):
     (clones[0] / "verl/.git/info/exclude").write_text("/venv/\n")
     site = clones[0] / "verl/venv/site-packages"  # a venv inside a work tree
     (site / "mindspeed").mkdir(parents=True)
     install(site, "vllm", "0.9.1", {"vllm/__init__.py": "x = 1\n"})
-    here = make(root={**places, "vllm": site}.get)
-    (vllm,) = (f for f in compare("a3", here, pins).findings if f.name == "vllm")
+    here = {"root": {**machine.places, "vllm": site}.get}
+    (vllm,) = (f for f in machine.report(**here).findings if f.name == "vllm")
     assert vllm.state == "fine" and "RECORD" in vllm.found and "commit is not known" in vllm.found
     (site / "vllm/__init__.py").write_text("x = 2\n")
-    assert problems(compare("a3", here, pins))["vllm"].details == ("vllm/__init__.py (modified)",)
+    assert machine.problems(**here)["vllm"].details == ("vllm/__init__.py (modified)",)
     install(site, "vllm", "0.9.2", {"vllm/__init__.py": "x = 1\n"})
-    assert problems(compare("a3", here, pins))["vllm"].found == "0.9.2"
-    assert set(problems(compare("a3", make(root={**places, "mindspeed": site}.get), pins))) == {"MindSpeed"}
+    assert machine.problems(**here)["vllm"].found == "0.9.2"
+    assert set(machine.problems(root={**machine.places, "mindspeed": site}.get)) == {"MindSpeed"}
 
 
-def test_trees_that_are_given_go_before_what_is_importable(machine, clones):
-    make, pins, *_ = machine
-    folders = tuple(clones[0] / name for name in pins.line("a3").repositories if not name.startswith("vllm"))
-    nowhere = make(root=lambda package: None)
-    wrong = problems(compare("a3", nowhere, pins, Trees(("--upstream", str(clones[0])), folders, folders[0])))
+def test_trees_that_are_given_precede_importable_packages(machine, clones):
+    folders = tuple(clones[0] / name for name in machine.a3.repositories if not name.startswith("vllm"))
+    trees = Trees(("--upstream", str(clones[0])), folders, folders[0])
+    wrong = machine.problems(trees=trees, root=lambda package: None)
     assert set(wrong) == {"vllm", "vllm-ascend"}
 
 
 @pytest.mark.parametrize(
-    ("environ", "line", "why"),
+    ("given", "switches", "line", "why"),
     [
-        ({}, "a3", "VERL_PATCHES names no line: production"),
-        ({"VERL_PATCHES": "platform=cpu"}, "a3", "production"),
-        ({"VERL_PATCHES": "line=pypi,platform=cpu"}, "pypi", "VERL_PATCHES"),
+        (None, "", "a3", "VERL_PATCHES names no line: production"),
+        (None, "platform=cpu", "a3", "production"),
+        (None, "line=pypi,platform=cpu", "pypi", "VERL_PATCHES"),
+        ("pypi", "", "pypi", "--line"),
     ],
 )
-def test_which_line_was_taken_is_said(machine, environ, line, why):
-    report = compare(None, machine[0](environ=environ), machine[1])
+def test_the_first_finding_names_the_line_and_its_source(machine, given, switches, line, why):
+    report = machine.report(given, environ={"VERL_PATCHES": switches})
     assert report.line == line == report.findings[0].found and why in report.findings[0].where
-    assert compare("pypi", machine[0](environ=environ), machine[1]).findings[0].where == "--line"
 
 
 def test_variables_and_limits_are_part_of_it(machine):
-    make, pins, *_ = machine
-    report = compare("a3", make(environ={"VLLM_ENABLE_MC2": "1"}), pins)
-    assert set(problems(report)) == {"VLLM_ENABLE_MC2"} and report.exit_code == 1
+    report = machine.report(environ={"VLLM_ENABLE_MC2": "1"})
+    assert set(machine.problems(environ={"VLLM_ENABLE_MC2": "1"})) == {"VLLM_ENABLE_MC2"} and report.exit_code == 1
     notes = {f.name for f in report.findings if f.state == "note"}
-    assert notes >= {"not supported", *(entry.key for entry in pins.unsupported_on("a3"))}
+    assert notes >= {"not supported", *(entry.key for entry in load_pins().unsupported_on("a3"))}
 
 
 @pytest.fixture
 def call(monkeypatch):
     monkeypatch.delenv("VERL_PATCHES", raising=False)
-    app = typer.Typer()
-    app.callback()(lambda: None)
-    upstream.register(app, check=None)
     return lambda *arguments: CliRunner().invoke(app, ["versions", *arguments])
 
 
@@ -215,14 +196,3 @@ def test_the_command_where_a3_is_not_installed_and_for_an_unknown_line(call):
     done = call("--json")
     assert done.exit_code == 1 and json.loads(done.stdout)["line"] == "a3"
     assert isinstance(call("--line", "a2").exception, ConfigError)
-
-
-def test_no_torch(run_python):
-    code = """
-import sys
-from verl_patches.upstream.checkouts import Trees
-from verl_patches.upstream.versions import compare
-compare("pypi")
-print("torch" in sys.modules)
-"""
-    assert run_python(code).check().out.strip() == "False"

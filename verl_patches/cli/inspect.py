@@ -26,15 +26,17 @@ GB = 1e9
 TRAIN_LIBRARIES, ROLLOUT_LIBRARIES = ("mindspeed", "megatron-local", "megatron-te"), ("vllm-ascend", "vllm")
 DEFAULT_MODEL = CONFIGS_DIR / "model" / "deepseekv3_671b.json"
 TRAIN_HELP = 'Training layout, such as "tp4 pp8 ep32 etp1 @256 layers=7,7,8,8,8,8,8,7".'
+EXPLAIN_HELP = "Print what each key becomes for MindSpeed (line a3)."
+TRAIN_LIBRARY_HELP = f"Whose sharding training has: {', '.join(TRAIN_LIBRARIES)}."
+ROLLOUT_LIBRARY_HELP = f"Whose sharding rollout has: {', '.join(ROLLOUT_LIBRARIES)}."
+BUCKET_HELP = "Most that a rank sends, and receives, in one collective."
 ROLLOUT_HELP = 'Rollout layout, such as "tp2 ep128 etp1 @256": 2 instances of 128 ranks.'
 
 
 def config_command(
     overrides: Overrides = None,
     config_name: ConfigName = ...,
-    explain: Annotated[
-        bool, typer.Option("--explain", help="Print what each key becomes for MindSpeed (line a3).")
-    ] = False,
+    explain: Annotated[bool, typer.Option("--explain", help=EXPLAIN_HELP)] = False,
     verl_path: VerlPath = None,
     upstream: Upstream = None,
     as_json: Json = False,
@@ -48,9 +50,9 @@ def config_command(
             f"--explain is about the engine of line {LINE}, but recipe.line is {line}: "
             f"add recipe.line={LINE}, or omit --explain"
         )
-    fits, said = verl_check(line, trees)
+    fits, sentence = verl_check(line, trees)
     if not fits:
-        typer.echo(f"verl_patches: note: defaults are those of another verl than a run needs: {said}", err=True)
+        typer.echo(f"verl_patches: note: defaults are those of another verl than a run needs: {sentence}", err=True)
     if explain:
         _explain(config, config_name, as_json)
     elif as_json:
@@ -64,22 +66,13 @@ def _explain(config: DictConfig, config_name: str, as_json: bool) -> None:
     rows = explain_engine(OmegaConf.to_container(config), hf_config_of(config))
     refused = [row for row in rows if row.how == "refused"]
     if as_json:
-        print_json(
-            {
-                "config": config_name,
-                "line": config.recipe.line,
-                "settings": [row._asdict() for row in rows],
-                "refused": [row.key for row in refused],
-            }
-        )
+        settings, keys = [row._asdict() for row in rows], [row.key for row in refused]
+        print_json({"config": config_name, "line": config.recipe.line, "settings": settings, "refused": keys})
     else:
+        title = f"{config_name}: keys below actor_rollout_ref, and the model's (HF), for Megatron and MindSpeed"
         cells = [(row.key, _text(row), _becomes(row), row.why) for row in rows]
-        table(
-            f"{config_name}: keys below actor_rollout_ref, and the model's (HF), for Megatron and MindSpeed",
-            ("key", "value", "becomes", "why"),
-            cells,
-            [number for number, row in enumerate(rows) if row.how == "refused"],
-        )
+        red = [number for number, row in enumerate(rows) if row.how == "refused"]
+        table(title, ("key", "value", "becomes", "why"), cells, red)
         typer.echo(f"{len(rows)} rows, {len(refused)} refused. {PLACES}.")
     for row in refused:
         typer.echo(f"verl_patches: {row.key} is {_text(row)}: {row.why}", err=True)
@@ -98,15 +91,9 @@ def reshard_plan_command(
     train: Annotated[str, typer.Option(help=TRAIN_HELP)],
     rollout: Annotated[str, typer.Option(help=ROLLOUT_HELP)],
     model: Annotated[Path, typer.Option(help="An HF config.json.", show_default="DeepSeek-V3")] = DEFAULT_MODEL,
-    train_library: Annotated[
-        str, typer.Option(help="Whose sharding training has: " + ", ".join(TRAIN_LIBRARIES) + ".")
-    ] = "mindspeed",
-    rollout_library: Annotated[
-        str, typer.Option(help="Whose sharding rollout has: " + ", ".join(ROLLOUT_LIBRARIES) + ".")
-    ] = "vllm-ascend",
-    bucket_bytes: Annotated[
-        int, typer.Option(help="Most that a rank sends, and receives, in one collective.")
-    ] = DEFAULT_BUCKET_BYTES,
+    train_library: Annotated[str, typer.Option(help=TRAIN_LIBRARY_HELP)] = "mindspeed",
+    rollout_library: Annotated[str, typer.Option(help=ROLLOUT_LIBRARY_HELP)] = "vllm-ascend",
+    bucket_bytes: Annotated[int, typer.Option(help=BUCKET_HELP)] = DEFAULT_BUCKET_BYTES,
     png: Annotated[Path | None, typer.Option(help="Draw the bytes between all ranks into this file.")] = None,
     param: Annotated[str | None, typer.Option(help="An HF tensor: print its path to --rank.")] = None,
     rank: Annotated[int | None, typer.Option(help="The rank for --param.")] = None,
@@ -119,17 +106,14 @@ def reshard_plan_command(
         raise ConfigError("reshard-plan: --png draws the plan, --param prints one tensor's path: give one of them")
     start = time.perf_counter()
     layouts = _layout("--train", train), _layout("--rollout", rollout)
-    _check_library("--train-library", train_library, TRAIN_LIBRARIES)
-    _check_library("--rollout-library", rollout_library, ROLLOUT_LIBRARIES)
+    libraries = {"train_library": train_library, "rollout_library": rollout_library}
+    for (name, library), allowed in zip(libraries.items(), (TRAIN_LIBRARIES, ROLLOUT_LIBRARIES), strict=True):
+        if library not in allowed:
+            option = f"--{name.replace('_', '-')} {library}"
+            raise ConfigError(f"reshard-plan: {option}: expected one of {', '.join(allowed)}")
     if rank is not None and not 0 <= rank < layouts[0].world_size:
         raise ConfigError(f"reshard-plan: --rank {rank}: expected 0 to {layouts[0].world_size - 1}")
-    plan = plan_reshard(
-        build_inventory(model),
-        *layouts,
-        train_library=train_library,
-        rollout_library=rollout_library,
-        bucket_bytes=bucket_bytes,
-    )
+    plan = plan_reshard(build_inventory(model), *layouts, **libraries, bucket_bytes=bucket_bytes)
     seconds = time.perf_counter() - start
     if param is not None:
         path = path_of(plan, param, rank)
@@ -157,40 +141,24 @@ def _layout(option: str, text: str) -> ParallelLayout:
         raise ConfigError(f'reshard-plan: {option} "{text}": {error} (etp defaults to tp)') from error
 
 
-def _check_library(option: str, found: str, allowed: tuple[str, ...]) -> None:
-    if found not in allowed:
-        raise ConfigError(f"reshard-plan: {option} {found}: expected one of {', '.join(allowed)}")
-
-
 def _show_figures(plan: dict[str, Any]) -> None:
-    table(
-        f"{plan['train']} ({plan['train_library']}) to {plan['rollout']} ({plan['rollout_library']})",
-        ("stage", "ranks", "layers", "sends, GB a rank", "max / mean", "receives, GB a rank"),
-        [
-            (
-                str(s["stage"]),
-                str(s["ranks"]),
-                str(s["layers"]),
-                _gb(s["sent_bytes"]),
-                f"{s['imbalance']:.3f}",
-                _gb(s["received_bytes"]),
-            )
-            for s in plan["stages"]
-        ],
-    )
+    title = f"{plan['train']} ({plan['train_library']}) to {plan['rollout']} ({plan['rollout_library']})"
+    rows = []
+    for stage in plan["stages"]:
+        counts = [str(stage[key]) for key in ("stage", "ranks", "layers")]
+        sent, received = _gb(stage["sent_bytes"]), _gb(stage["received_bytes"])
+        rows.append((*counts, sent, f"{stage['imbalance']:.3f}", received))
+    table(title, ("stage", "ranks", "layers", "sends, GB a rank", "max / mean", "receives, GB a rank"), rows)
     near = plan["nearness_bytes"]
     total = sum(near.values()) or 1
+    peak, bound = plan["peak_extra_bytes"] / GB, 4 * plan["bucket_bytes"] / GB
     lines = [
         ("must arrive, GB a rank", _gb(plan["must_arrive_bytes"]), ""),
         ("received / bound", f"{plan['received_over_bound']:.4f}", "1"),
         ("kept on the rank, GB", _gb(plan["kept_bytes"]), ""),
         ("sent, max / mean over all ranks", f"{plan['imbalance']:.3f}", f"{plan['imbalance_bound']:.3f}"),
         ("collectives", str(plan["collectives"]), str(plan["collectives_bound"])),
-        (
-            "peak extra bytes (4 wire buffers), GB",
-            f"{plan['peak_extra_bytes'] / GB:.2f}",
-            f"at most {4 * plan['bucket_bytes'] / GB:.2f}",
-        ),
+        ("peak extra bytes (4 wire buffers), GB", f"{peak:.2f}", f"at most {bound:.2f}"),
         ("from the same card, node, across", ", ".join(f"{100 * n / total:.1f}%" for n in near.values()), ""),
         ("planning, s", str(plan["planning_s"]), ""),
         ("digest", plan["digest"][:16], ""),
@@ -210,27 +178,14 @@ def _show_path(path: dict[str, Any]) -> None:
     typer.echo(f"{path['parameter']} {path['shape']} {path['dtype']}")
     typer.echo(f"rank {path['rank']} holds in training: {path['holds_in_training'] or 'nothing'}")
     typer.echo(f"rank {path['rank']} needs in rollout: {path['needs_in_rollout'] or 'nothing'}")
-    table(
-        "holders",
-        ("region", "held in training by ranks", "needed in rollout by"),
-        [(h["region"], _few(h["holders"]), f"{h['needed_by']} ranks") for h in path["holders"]],
-    )
-    table(
-        f"steps on rank {path['rank']}",
-        ("region", "what", "peer", "its stage", "where", "bucket", "bytes"),
-        [
-            (
-                s["region"],
-                s["what"],
-                str(s["peer"]),
-                str(s["stage"]),
-                s["nearness"],
-                "" if s["bucket"] is None else str(s["bucket"]),
-                f"{s['bytes']:,}",
-            )
-            for s in path["steps"]
-        ],
-    )
+    holders = [(h["region"], _few(h["holders"]), f"{h['needed_by']} ranks") for h in path["holders"]]
+    table("holders", ("region", "held in training by ranks", "needed in rollout by"), holders)
+    rows = []
+    for step in path["steps"]:
+        bucket = "" if step["bucket"] is None else str(step["bucket"])
+        texts = [str(step[key]) for key in ("region", "what", "peer", "stage", "nearness")]
+        rows.append((*texts, bucket, f"{step['bytes']:,}"))
+    table(f"steps on rank {path['rank']}", ("region", "what", "peer", "its stage", "where", "bucket", "bytes"), rows)
 
 
 def _few(ranks: list[int]) -> str:

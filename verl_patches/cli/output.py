@@ -43,10 +43,8 @@ def show(report: Report, fine: bool = True) -> None:
     title = f"{report.command}, line {report.line}"
     shown = [finding for finding in report.findings if fine or finding.state != "fine"]
     if shown:
-        rows = [
-            (f.state, f.name, f.expected, " ".join(filter(None, (f.found, f.where and f"[{f.where}]"))), f.todo)
-            for f in shown
-        ]
+        places = [" ".join(filter(None, (f.found, f.where and f"[{f.where}]"))) for f in shown]
+        rows = [(f.state, f.name, f.expected, place, f.todo) for f, place in zip(shown, places, strict=True)]
         red = {number for number, finding in enumerate(shown) if finding.state == "problem"}
         table(title, ("", "name", "expected", "found", "what to do"), rows, red)
     for finding in shown:
@@ -91,17 +89,10 @@ def show_plan(plan: dict[str, Any], config: DictConfig) -> None:
             table(f"{side}: {plan[side]['layout']}", ("", "ranks"), _side_rows(plan[side]))
     if plan["memory"]:
         table(*memory_rows(plan["memory"]))
-    on = [row for row in plan["patches"] if row["on"]]
-    table(
-        f"patches: {len(on)} of {len(plan['patches'])} rows on",
-        ("id", "kind", "target", "why on"),
-        [(row["id"], row["kind"], row["target"], row["reason"]) for row in on],
-    )
-    table(
-        "environment",
-        ("name", "value", "set in", "reason", "read by"),
-        [(v["name"], v["value"], _SET_IN[v["where"]], v["reason"], v["read_by"]) for v in plan["environment"]],
-    )
+    on = [(row["id"], row["kind"], row["target"], row["reason"]) for row in plan["patches"] if row["on"]]
+    table(f"patches: {len(on)} of {len(plan['patches'])} rows on", ("id", "kind", "target", "why on"), on)
+    rows = [(v["name"], v["value"], _SET_IN[v["where"]], v["reason"], v["read_by"]) for v in plan["environment"]]
+    table("environment", ("name", "value", "set in", "reason", "read by"), rows)
     console.print(PLACES, highlight=False, soft_wrap=True)
     refused = [c["name"] for c in plan["checks"] if not c["ok"] or c["detail"].startswith("a start is refused")]
     title = "commands to type, in this order:"
@@ -121,19 +112,14 @@ def show_plan(plan: dict[str, Any], config: DictConfig) -> None:
 
 
 def _state(check: dict[str, Any]) -> str:
-    if check["note"]:
-        return "note"
-    return "ok" if check["ok"] else "FAILED"
+    return "note" if check["note"] else "ok" if check["ok"] else "FAILED"
 
 
 def _side_rows(side: dict[str, Any]) -> list[tuple[str, str]]:
     """Groups, stages, and the first and the last rank of a layout."""
     rows = [(name, compact(groups)) for name, groups in side["groups"].items()]
-    rows += [
-        (f"stage {number}", f"layers {held[0]}-{held[-1]} ({len(held)})")
-        for number, held in enumerate(side.get("layers", ()))
-        if held
-    ]
+    stages = ((f"stage {number}", layers) for number, layers in enumerate(side.get("layers", ())) if layers)
+    rows += [(stage, f"layers {layers[0]}-{layers[-1]} ({len(layers)})") for stage, layers in stages]
     first, last = side["ranks"][0], side["ranks"][-1]
     for entry in (first,) if first is last else (first, last):
         text = " ".join(f"{key}{value}" for key, value in entry.items() if key not in ("rank", "experts"))
@@ -181,21 +167,11 @@ def memory_rows(memory: dict[str, Any]) -> tuple[str, tuple[str, ...], list[tupl
         groups = " ".join(f"{group} {text(size)}" for group, size in phase["bytes"].items())
         peaks = [against_die(order["phases"][number]["peak_bytes"]) for order in orders]
         rows.append((phase["phase"], *peaks, groups))
-    rows.append(
-        (
-            "highest",
-            *(against_die(order["peak_bytes"]) for order in orders),
-            f"a die has {text(hbm)}" if hbm else "the KV cache is not modelled on this platform",
-        )
-    )
+    limit = f"a die has {text(hbm)}" if hbm else "the KV cache is not modelled on this platform"
+    rows.append(("highest", *(against_die(order["peak_bytes"]) for order in orders), limit))
+    moved = [f"{text(order['to_device_bytes']['max'])}, {text(order['to_host_bytes']['max'])}" for order in orders]
     beside = "; those of the swapped optimizer come on top" if memory["swapped"] else ""
-    rows.append(
-        (
-            "from, to host",
-            *(f"{text(order['to_device_bytes']['max'])}, {text(order['to_host_bytes']['max'])}" for order in orders),
-            f"{unit} copied in a step, worst rank{beside}",
-        )
-    )
+    rows.append(("from, to host", *moved, f"{unit} copied in a step, worst rank{beside}"))
     rows.append(("empty_cache", *(str(order["empty_cache_calls"]) for order in orders), "calls in a step"))
     same = "".join(f"; {order}: the same bytes" for order in equal)
     title = (
@@ -207,8 +183,5 @@ def memory_rows(memory: dict[str, Any]) -> tuple[str, tuple[str, ...], list[tupl
 
 def _figures(order: dict[str, Any]) -> tuple[Any, ...]:
     """What the table shows of an order, except its calls of empty_cache."""
-    return (
-        [phase["peak_bytes"] for phase in order["phases"]],
-        order["to_device_bytes"]["max"],
-        order["to_host_bytes"]["max"],
-    )
+    peaks = [phase["peak_bytes"] for phase in order["phases"]]
+    return peaks, order["to_device_bytes"]["max"], order["to_host_bytes"]["max"]

@@ -11,11 +11,11 @@ import typer
 
 from verl_patches import catalog
 from verl_patches.cli.output import Json, print_json, table
-from verl_patches.errors import RecipeError
+from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.patching import install_prelude
 from verl_patches.patching.engine import Engine
 from verl_patches.patching.install_prelude import PLACES
-from verl_patches.patching.report import WRONG, count_by_process, run_states
+from verl_patches.patching.report import WRONG, count_by_process
 from verl_patches.patching.switches import from_environment, parse
 
 Switch = Annotated[str | None, typer.Option("--switches", help="In place of the variable VERL_PATCHES.")]
@@ -39,19 +39,19 @@ def status_command(
     if as_json:
         print_json({"switches": engine.switches.text(), "rows": rows})
     else:
-        table(
-            f"patches for {engine.switches.text()}",
-            ("id", "state", "target", "reason"),
-            [(r["id"], r["state"], r["target"], r["reason"]) for r in rows],
-        )
+        columns = ("id", "state", "target", "reason")
+        table(f"patches for {engine.switches.text()}", columns, [[row[key] for key in columns] for row in rows])
 
 
 def _show_run(run: Path, as_json: bool) -> NoReturn:
     """Print the states that a run recorded; exit code 1 where one is wrong."""
-    rows = count_by_process(run_states(run))
+    path = run / "summary.json"
+    if not path.is_file():
+        raise ConfigError(f"--run {run}: no summary.json there; give the folder of a run, such as outputs/smoke")
+    record = json.loads(path.read_text())
+    rows = count_by_process(record.get("patches", []))
     if not rows:
         raise RecipeError(f"{run} has no recorded states: it ended before any process reported; see its driver.log")
-    record = json.loads((run / "summary.json").read_text())
     ended, dirty = record["exit"], record.get("dirty", {})
     wrong = [r["id"] for r in rows if WRONG & set(r["states"].values())]
     if as_json:
@@ -60,11 +60,11 @@ def _show_run(run: Path, as_json: bool) -> NoReturn:
         for name, files in dirty.items():
             typer.echo(f"dirty: {name} was not as pinned: {', '.join(files)}")
         typer.echo(f"run ended: {ended}. A row is waiting where its module was never imported in that process.")
-        table(
-            f"patches of {run}",
-            ("id", "target", "states", "reason"),
-            [(r["id"], r["target"], ", ".join(f"{p}: {s}" for p, s in r["states"].items()), r["reason"]) for r in rows],
-        )
+        cells = []
+        for row in rows:
+            states = ", ".join(f"{process}: {state}" for process, state in row["states"].items())
+            cells.append((row["id"], row["target"], states, row["reason"]))
+        table(f"patches of {run}", ("id", "target", "states", "reason"), cells)
     raise typer.Exit(1 if wrong else 0)
 
 
@@ -78,11 +78,8 @@ def explain_command(row_id: str, switches: Switch = None, as_json: Json = False)
     if as_json:
         print_json(facts)
     else:
-        table(
-            row_id,
-            ("fact", "value"),
-            [(k, ", ".join(v) if isinstance(v, (list, tuple)) else str(v)) for k, v in facts.items()],
-        )
+        rows = [(key, ", ".join(v) if isinstance(v, (list, tuple)) else str(v)) for key, v in facts.items()]
+        table(row_id, ("fact", "value"), rows)
         typer.echo(PLACES)
 
 
@@ -104,9 +101,9 @@ def install_prelude_command(
 
     The .pth file runs the prelude in every process of this Python that imports upstream before it reaches the line.
     """
-    found = asdict(install_prelude.remove_prelude(verl_path) if undo else install_prelude.install_prelude(verl_path))
+    results = install_prelude.remove_prelude(verl_path) if undo else install_prelude.install_prelude(verl_path)
     if as_json:
-        print_json({name: {**result, "file": str(result["file"])} for name, result in found.items()})
+        print_json({name: {**asdict(result), "file": str(result.file)} for name, result in results.items()})
         return
-    for result in found.values():
-        typer.echo(f"{result['state']}: {result['file']}" + (f", line {result['line']}" if result["line"] else ""))
+    for result in results.values():
+        typer.echo(f"{result.state}: {result.file}" + (f", line {result.line}" if result.line else ""))

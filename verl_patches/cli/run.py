@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -25,23 +27,21 @@ from verl_patches.upstream.support import refused_keys
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[key=value ...]", help="Any further Hydra overrides.")]
 ConfigName = Annotated[str, typer.Option(help="A file of configs/, such as grpo_deepseekv3_256die_true_weight.")]
 VerlPath = Annotated[Path | None, typer.Option(help="A verl checkout; default: the installed one.")]
-Upstream = Annotated[
-    Path | None, typer.Option(help="Folder with the clones of scripts/fetch_upstream.sh, for line a3.")
-]
+LAYOUT_HELP = "|".join(smoke.TRAIN_LAYOUTS) + ", the last two on 4 workers."
+REPLAY_HELP = "Train on the responses that another run recorded."
+DRY_RUN_HELP = "Check and print everything; start and write nothing."
+UPSTREAM_HELP = "Folder with the clones of scripts/fetch_upstream.sh, for line a3."
+Upstream = Annotated[Path | None, typer.Option("--upstream", help=UPSTREAM_HELP)]
 
 
 def smoke_command(
     overrides: Overrides = None,
-    train_layout: Annotated[
-        str, typer.Option(help="|".join(smoke.TRAIN_LAYOUTS) + ", the last two on 4 workers.")
-    ] = "ep2",
+    train_layout: Annotated[str, typer.Option(help=LAYOUT_HELP)] = "ep2",
     rollout_tp: Annotated[int, typer.Option(help="vLLM tensor parallel size; 2 turns expert parallel on.")] = 1,
     rollout_dp: Annotated[int, typer.Option(help="vLLM data parallel size, experts split across it.")] = 1,
     steps: Annotated[int | None, typer.Option(help="GRPO steps; default: 3, with --learn 40.")] = None,
     dtype: Annotated[str, typer.Option(help="fp32|bf16")] = "fp32",
-    replay_rollout: Annotated[
-        Path | None, typer.Option(help="Train on the responses that another run recorded.")
-    ] = None,
+    replay_rollout: Annotated[Path | None, typer.Option(help=REPLAY_HELP)] = None,
     learn: Annotated[bool, typer.Option("--learn", help="A task that the tiny model can learn.")] = False,
     run: Annotated[str | None, typer.Option(help="Name; the run writes to outputs/NAME.")] = None,
     seed: Annotated[int, typer.Option(help="Of model, data order and sampling.")] = 0,
@@ -61,20 +61,18 @@ def smoke_command(
     _refuse_without_effect(config)
     require_verl(config.recipe.line, trees)
     dirty = refuse_modified(config, trees)
-    with _Progress(as_json) as progress:
-        made = smoke.prepare(options, Path("outputs/cache").absolute(), progress.now)
+    with _progress(as_json) as show:
+        made = smoke.prepare(options, Path("outputs/cache").absolute(), lambda text: show(f"| {text}"))
         final = [*given, *made, *overrides]
         config = compose(options.config_name, final, verl_path=trees.verl)
-        outcome = launcher.run(config, options.config_name, final, progress.line, trees, dirty=dirty)
+        outcome = launcher.run(config, options.config_name, final, show, trees, dirty=dirty)
     _report(outcome, as_json)
 
 
 def train_command(
     overrides: Overrides = None,
     config_name: ConfigName = ...,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check and print everything; start and write nothing.")
-    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help=DRY_RUN_HELP)] = False,
     verl_path: VerlPath = None,
     upstream: Upstream = None,
     as_json: Json = False,
@@ -104,8 +102,8 @@ def train_command(
             f"trainer.nnodes is {config.trainer.nnodes}, but recipe.ray_address is null, which starts a Ray on this "
             "machine only; start Ray on the nodes (--dry-run prints the commands) and set recipe.ray_address=auto"
         )
-    with _Progress(as_json) as progress:
-        outcome = launcher.run(config, config_name, overrides, progress.line, trees, dirty=dirty)
+    with _progress(as_json) as show:
+        outcome = launcher.run(config, config_name, overrides, show, trees, dirty=dirty)
     _report(outcome, as_json)
 
 
@@ -133,30 +131,20 @@ def _refuse_without_effect(config: DictConfig) -> None:
         arguments_of(explain(config))  # ConfigError for a key that MindSpeed has no argument for
 
 
-class _Progress:
-    """Shows the driver's progress: "| " lines stay, "~ " lines say what runs now (on a terminal only)."""
+@contextmanager
+def _progress(silent: bool) -> Iterator[Callable[[str], None]]:
+    """A function that shows lines of the driver: "| " lines stay, "~ " lines are the state now (on a terminal only)."""
+    console = Console(quiet=silent)
+    live = console.is_terminal and not silent
+    with console.status("starting") if live else nullcontext() as status:
 
-    def __init__(self, silent: bool):
-        self._console = Console(quiet=silent)
-        self._status = self._console.status("starting") if self._console.is_terminal and not silent else None
+        def show(line: str) -> None:
+            if line.startswith("| "):
+                console.print(line[2:], highlight=False, markup=False, soft_wrap=True)
+            elif line.startswith("~ ") and status:
+                status.update(line[2:])
 
-    def __enter__(self) -> _Progress:
-        if self._status:
-            self._status.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._status:
-            self._status.stop()
-
-    def line(self, line: str) -> None:
-        if line.startswith("| "):
-            self._console.print(line[2:], highlight=False, markup=False, soft_wrap=True)
-        elif line.startswith("~ ") and self._status:
-            self._status.update(line[2:])
-
-    def now(self, text: str) -> None:
-        self.line(f"| {text}")
+        yield show
 
 
 def _report(outcome: launcher.Outcome, as_json: bool) -> None:
@@ -169,10 +157,9 @@ def _report(outcome: launcher.Outcome, as_json: bool) -> None:
             f"results in {outcome.folder}"
         )
     if outcome.code:
-        typer.echo(
-            f"verl_patches: the run failed after {outcome.wall_s:.0f} s: {outcome.reason}\n"
-            f"  log: {outcome.folder / 'driver.log'}"
-            + (f"\n  Ray's logs: {outcome.folder / 'ray_logs'}" if (outcome.folder / "ray_logs").is_dir() else ""),
-            err=True,
-        )
+        logs = f"  log: {outcome.folder / 'driver.log'}"
+        if (outcome.folder / "ray_logs").is_dir():
+            logs += f"\n  Ray's logs: {outcome.folder / 'ray_logs'}"
+        text = f"verl_patches: the run failed after {outcome.wall_s:.0f} s: {outcome.reason}\n{logs}"
+        typer.echo(text, err=True)
     raise typer.Exit(outcome.code if outcome.code > 128 else min(outcome.code, 1))  # > 128: ended by a signal

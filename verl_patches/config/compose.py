@@ -19,7 +19,7 @@ from verl_patches.config.recipe import VLLM_DTYPES, Recipe, check_recipe, recipe
 from verl_patches.errors import ConfigError
 from verl_patches.layout.inventory import ModelShape, read_model_shape
 from verl_patches.layout.model_folder import read_config
-from verl_patches.upstream.installed import VERL_CONFIG, verl_config_dir
+from verl_patches.upstream.checkouts import VERL_CONFIG, verl_config_dir
 
 CONFIGS_DIR = Path(__file__).resolve().parents[2] / "configs"
 SCHEMA = "recipe_schema"

@@ -21,17 +21,38 @@ from verl_patches.errors import ConfigError
 from verl_patches.patching.switches import VARIABLE
 
 PRELUDE = "verl_patches.prelude_patch"
+_SEARCHES: set[tuple[int, str]] = set()  # (thread, module) of the searches that run through the other finders
 
 
 def prelude_first(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
-    """What the `.pth` file's finder answers for a module of an upstream package: its spec, with the prelude before it.
+    """The spec of a module of an upstream package, with a loader that runs the prelude before the module's code.
 
-    None (other finders answer) once the prelude has run, and, where VERL_PATCHES is not set, for packages other than
-    verl: a process that imports vLLM or Megatron by themselves is not a run of ours.
+    None, so that other finders decide, once the prelude has run, and, where VERL_PATCHES is not set, for packages other
+    than verl: a process that imports vLLM or Megatron by themselves is not a run of ours. Also None for the inner
+    search: Python reads the `.pth` files of a venv twice, so there may be two finders of ours. A namespace package has
+    no loader and is returned unchanged.
     """
-    if PRELUDE in sys.modules or (VARIABLE not in os.environ and name.partition(".")[0] != "verl"):
+    search = (get_ident(), name)
+    without_switches = VARIABLE not in os.environ and name.partition(".")[0] != "verl"
+    if PRELUDE in sys.modules or without_switches or search in _SEARCHES:
         return None
-    return _found_by_others(name, path, target)
+    _SEARCHES.add(search)
+    try:
+        for other in sys.meta_path:
+            spec = other.find_spec(name, path, target) if hasattr(other, "find_spec") else None  # old finders have none
+            if spec is not None:
+                if spec.loader is not None:
+                    spec.loader.exec_module = functools.partial(_execute, spec.loader)
+                return spec
+        return None
+    finally:
+        _SEARCHES.discard(search)
+
+
+def _execute(loader: Any, module: ModuleType) -> None:
+    del loader.exec_module  # of this one loader: its class has the real one
+    _run_prelude()
+    loader.exec_module(module)
 
 
 def _run_prelude() -> None:
@@ -57,33 +78,3 @@ def _run_prelude() -> None:
 def _is_ray_worker() -> bool:
     ray = sys.modules.get("ray._private.worker")
     return ray is not None and ray.global_worker.mode == ray.WORKER_MODE
-
-
-_ASKED: set[tuple[int, str]] = set()  # (thread, module) that other finders are asked for
-
-
-def _found_by_others(name: str, path: Any, target: Any) -> ModuleSpec | None:
-    """What the other finders say of `name`, with the prelude before its code; a namespace package has none.
-
-    Ours answers None to the inner search: there may be two of it, as Python reads the `.pth` files of a venv twice.
-    """
-    asked = (get_ident(), name)
-    if asked in _ASKED:
-        return None
-    _ASKED.add(asked)
-    try:
-        for other in sys.meta_path:
-            spec = other.find_spec(name, path, target) if hasattr(other, "find_spec") else None  # old ones have none
-            if spec is not None:
-                if spec.loader is not None:
-                    spec.loader.exec_module = functools.partial(_execute, spec.loader)
-                return spec
-        return None
-    finally:
-        _ASKED.discard(asked)
-
-
-def _execute(loader: Any, module: ModuleType) -> None:
-    del loader.exec_module  # of this one loader: its class has the real one
-    _run_prelude()
-    loader.exec_module(module)

@@ -14,12 +14,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from verl_patches.patching.fingerprint import BLOCKS, import_origin
+from verl_patches.patching.fingerprint import BLOCKS, FUNCTIONS, import_origin
 from verl_patches.patching.spec import split
 
 _FROM = re.compile(rb"\bfrom\b([.\w\s\\]*?)\bimport\b(?=[ \t]*(\([^)]*\)|[^\n]*))")
 _LAST_PART = re.compile(rb"\w*(?=[\s\\]*\Z)")
-_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _FOR_TYPES = ("TYPE_CHECKING", "typing.TYPE_CHECKING")
 
 
@@ -34,15 +33,11 @@ class Import:
 
 
 class SourceFile:
-    """One module of a tree; parsed only when asked for its imports. `unread`: why this Python could not parse it."""
+    """One module of a tree; parsed when its imports are read first. `unread`: why this Python could not parse it."""
 
     def __init__(self, module: str, path: Path):
         self.module, self.path, self.unread = module, path, ""
         self._words = _imported_words(path.read_bytes())
-
-    @property
-    def _is_package(self) -> bool:
-        return self.path.name == "__init__.py"
 
     def may_import(self, module: str, name: str) -> bool:
         """False only where no from-import of `name` from `module` can be: cheap, and no parsing."""
@@ -59,16 +54,13 @@ class SourceFile:
     @cached_property
     def imports(self) -> list[Import]:
         """Every from-import that runs while the module is imported."""
-        return [
-            Import(
-                f"{self.module}:{prefix}{alias.asname or alias.name}",
-                import_origin(node, self.module, self._is_package),
-                alias.name,
-                node.lineno,
-            )
-            for prefix, node in _from_imports(self._tree(), "")
-            for alias in node.names
-        ]
+        found = []
+        for prefix, node in _from_imports(self._tree(), ""):
+            origin = import_origin(node, self.module, self.path.name == "__init__.py")
+            for alias in node.names:
+                place = f"{self.module}:{prefix}{alias.asname or alias.name}"
+                found.append(Import(place, origin, alias.name, node.lineno))
+        return found
 
     def exports(self, name: str) -> bool:
         """Whether `from this import *` brings `name`; an __all__ that is not one literal list may bring anything."""
@@ -76,15 +68,9 @@ class SourceFile:
         used = [node for node in ast.walk(tree) if isinstance(node, ast.Name) and node.id == "__all__"]
         if not used:
             return not name.startswith("_")
-        listed = next(
-            (
-                node.value
-                for node in tree.body
-                if isinstance(node, (ast.Assign, ast.AnnAssign))
-                and used == getattr(node, "targets", [getattr(node, "target", None)])
-            ),
-            None,
-        )
+        assigned = (node for node in tree.body if isinstance(node, (ast.Assign, ast.AnnAssign)))
+        same = (node.value for node in assigned if used == getattr(node, "targets", [getattr(node, "target", None)]))
+        listed = next(same, None)
         try:
             return listed is None or name in ast.literal_eval(listed)
         except ValueError:
@@ -146,5 +132,5 @@ def _from_imports(node: ast.AST, prefix: str) -> Iterator[tuple[str, ast.ImportF
             yield prefix, child
         elif isinstance(child, ast.ClassDef):
             yield from _from_imports(child, f"{prefix}{child.name}.")
-        elif isinstance(child, BLOCKS) and not isinstance(child, _FUNCTIONS):
+        elif isinstance(child, BLOCKS) and not isinstance(child, FUNCTIONS):
             yield from _from_imports(child, prefix)

@@ -51,20 +51,18 @@ class Engine:
 
     def _check_wanted(self) -> None:
         """Decide every row and refuse wanted rows whose needs are off."""
-        wanted = {}
+        self.wanted: set[str] = set()
         for name, row in self._rows.items():
-            wanted[name], row.decided = self.switches.decide(row.spec)
+            wanted, row.decided = self.switches.decide(row.spec)
             row.reason = row.decided
-        for name, row in self._rows.items():
-            if not wanted[name]:
-                continue
-            for need in row.spec.needs:
-                if not wanted[need]:
+            self.wanted |= {name} if wanted else set()
+        for name in (name for name in self.specs if name in self.wanted):
+            for need in self.specs[name].needs:
+                if need not in self.wanted:
                     raise ConfigError(
                         f"row {name} needs {need}, which is off ({self._rows[need].reason}); "
                         f"switch {name} off too (-{name}) or {need} on"
                     )
-        self.wanted = {name for name, on in wanted.items() if on}
 
     def _in_need_order(self) -> list[str]:
         order: list[str] = []
@@ -112,7 +110,7 @@ class Engine:
             return
         for need in (self._rows[name] for name in row.spec.needs):
             if need.spec.target_module == row.spec.target_module and not need.spec.is_module_stub:
-                self._install(need, need.applied, module)  # whoever comes first, a row goes over what it needs
+                self._install(need, need.applied, module)  # in any order of hooks, a row wraps what it needs
         policy = self.switches.drift
         found = self._unmet(row.spec) or prepare(row.spec, module, self.switches.line, policy)
         with self._lock:
@@ -140,9 +138,10 @@ class Engine:
         return row.applied != nth or row.hook is None or row.module is module
 
     def _unmet(self, spec: PatchSpec) -> Prepared | None:
-        """The state of a row that needs one which was not applied; None where all that it needs are."""
+        """The state of a row that needs one which was not applied; None where all that it needs were."""
         for need in (self._rows[name] for name in spec.needs):
-            if need.left_alone:
+            has_method = spec.kind == "override" and need.spec.provider == spec.provider.rpartition(".")[0]
+            if need.left_alone or (has_method and not need.in_place):
                 return Prepared("unsupported", f"it needs {need.spec.id}, which is {need.state} and was not applied")
         return None
 
@@ -180,12 +179,12 @@ class Engine:
     def status(self) -> list[dict[str, str]]:
         """One {id, state, target, reason} per row, in catalogue order; every place is checked again."""
         with self._lock:
-            found = [(row.spec, *self._look(row)) for row in self._rows.values()]
+            found = [(row.spec, *self._observed(row)) for row in self._rows.values()]
         return [
             {"id": spec.id, "state": state, "target": spec.target, "reason": reason} for spec, state, reason in found
         ]
 
-    def _look(self, row: Row) -> tuple[str, str]:
+    def _observed(self, row: Row) -> tuple[str, str]:
         """(state, reason) of one row now."""
         name = row.spec.target_module
         now = sys.modules.get(name)
@@ -205,14 +204,8 @@ class Engine:
 
     def _uppermost(self, row: Row) -> Any:
         """The object expected where this row was put: its own, or that of the uppermost row that wraps it."""
-        over = {
-            id(r.place.found): r.installed
-            for r in self._order
-            if r.spec.target == row.spec.target
-            and r.place
-            and r.spec.kind != "override"
-            and r.place.found is not MISSING
-        }
+        same = [r for r in self._order if r.spec.target == row.spec.target and r.place and r.spec.kind != "override"]
+        over = {id(r.place.found): r.installed for r in same if r.place.found is not MISSING}
         expected = row.installed
         while id(expected) in over:
             expected = over[id(expected)]
@@ -249,9 +242,8 @@ class Engine:
             )
         spec = self.specs[name]
         entry = next(e for e in self.status() if e["id"] == name)
-        plain = {k: sorted(v) if isinstance(v, frozenset) else v for k, v in vars(spec).items()}
         return {
-            **plain,
+            **{key: sorted(value) if isinstance(value, frozenset) else value for key, value in vars(spec).items()},
             "state": entry["state"],
             "reason": entry["reason"],
             "wanted": name in self.wanted,
@@ -284,8 +276,8 @@ class Engine:
         import hashlib
         import json
 
-        asked = [self.switches.line, self.switches.platform, self.switches.drift, self.intent()]
-        return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()
+        facts = [self.switches.line, self.switches.platform, self.switches.drift, self.intent()]
+        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
 _CURRENT: Engine | None = None

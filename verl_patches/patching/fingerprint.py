@@ -70,9 +70,8 @@ def definitions(place: str, root: Path | None = None, seen: frozenset[str] = fro
 
 def review_command(row_id: str, line: str, upstream: str = "") -> str:
     """What to type once a change of this row's target was reviewed; `upstream`: the folder of clones that was read."""
-    return f"python -m verl_patches fingerprint {row_id} --write --line {line}" + (
-        f" --upstream {upstream}" if upstream else ""
-    )
+    command = f"python -m verl_patches fingerprint {row_id} --write --line {line}"
+    return f"{command} --upstream {upstream}" if upstream else command
 
 
 def import_origin(node: ast.ImportFrom, module: str, is_package: bool) -> str:
@@ -94,15 +93,8 @@ def bindings_of(node: ast.AST) -> Iterator[tuple[Collection[str], ast.AST]]:
             yield (child.name,), child
         elif isinstance(child, (ast.Assign, ast.AnnAssign, ast.AugAssign)):
             targets = child.targets if isinstance(child, ast.Assign) else [child.target]
-            yield (
-                {
-                    part.id
-                    for target in targets
-                    for part in ast.walk(target)
-                    if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store)
-                },
-                child,
-            )
+            parts = [part for target in targets for part in ast.walk(target) if isinstance(part, ast.Name)]
+            yield {part.id for part in parts if isinstance(part.ctx, ast.Store)}, child
         elif isinstance(child, ast.ImportFrom):
             yield {alias.asname or alias.name for alias in child.names}, child
         elif isinstance(child, BLOCKS):
@@ -191,22 +183,22 @@ def _tree(path: str, _version: tuple[int, int]) -> ast.Module:
 
 @functools.lru_cache(maxsize=512)
 def _nodes(path: str, version: tuple[int, int], qualname: str) -> tuple[ast.AST, ...]:
+    """The statements that bind a qualname; a from-import ends the search where it binds the first name."""
     nodes: list[ast.AST] = [_tree(path, version)]
-    for number, step in enumerate(qualname.split(".")):
-        nodes = [
-            found
-            for node in nodes
-            for found in ([node] if isinstance(node, ast.ImportFrom) else _named(node, step))
-            if number == 0 or isinstance(node, (ast.ClassDef, ast.ImportFrom))
-        ]
+    for step in qualname.split("."):
+        nodes = [found for node in nodes for found in _named(node, step)]
     return tuple(nodes)
 
 
 def _named(node: ast.AST, name: str) -> list[ast.AST]:
-    return [statement for names, statement in bindings_of(node) if name in names]
+    if isinstance(node, ast.ImportFrom):
+        return [node]
+    is_holder = isinstance(node, (ast.Module, ast.ClassDef))
+    return [found for names, found in bindings_of(node) if name in names] if is_holder else []
 
 
-DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+DEFINITIONS = (*FUNCTIONS, ast.ClassDef)
 BLOCKS = (ast.stmt, ast.ExceptHandler, ast.match_case)  # what statements stand in, definitions among them
 _NESTED = ("body", "orelse", "handlers", "cases", "finalbody")
 _NO_MEANING = ("ctx", "kind", "type_comment", "type_ignores")
@@ -256,15 +248,10 @@ def _lines(node: ast.AST, nested: dict[str, list[ast.AST]]) -> tuple[int, int]:
     """First and last line of a statement, or of its header where it holds others."""
     if not nested:
         return node.lineno, node.end_lineno
-    header = [
-        part
-        for name, value in ast.iter_fields(node)
-        if name not in nested
-        for child in (value if isinstance(value, list) else [value])
-        if isinstance(child, ast.AST)
-        for part in ast.walk(child)
-        if hasattr(part, "lineno")
-    ]
+    values = [value for name, value in ast.iter_fields(node) if name not in nested]
+    children = [child for value in values for child in (value if isinstance(value, list) else [value])]
+    parts = [part for child in children if isinstance(child, ast.AST) for part in ast.walk(child)]
+    header = [part for part in parts if hasattr(part, "lineno")]
     first = min([part.lineno for part in header] + [getattr(node, "lineno", 1 << 30)])
     return first, max([part.end_lineno for part in header] + [getattr(node, "lineno", first)])
 

@@ -1,11 +1,10 @@
-"""Run something right after a module is imported, once it is whole; the only place that writes to sys.modules.
+"""Run hooks right after a module is imported completely; the only file that writes to sys.modules.
 
-wrapt says that a module's body has run, importlib's own flag that the module is whole. What is added here, because it
-was seen to go wrong:
-- a module that is only half built while the prelude runs (the prelude line sits inside it) is waited for;
-- a hook that raises is armed again first, and the module is dropped, so that the next import fails too instead of
-  silently giving the unpatched module. ImportError is turned into HookError, because upstream swallows ImportError;
-- other threads may be importing: they see a module as unfinished until its hooks have run, and hooks run unlocked.
+wrapt reports that a module's body has run, importlib's flag `_initializing` that its import has ended. Beyond wrapt:
+- the hooks of a module that is half built while the prelude runs (the prelude line is inside it) wait for its end;
+- a hook that raises is armed again, and the module is dropped, so that the next import fails too instead of returning
+  the unpatched module. ImportError becomes HookError, because upstream swallows ImportError;
+- other threads see a module as unfinished until its hooks have run, and hooks run without a lock.
 """
 
 from __future__ import annotations
@@ -63,21 +62,21 @@ def is_armed(name: str) -> bool:
 
 def _arm(name: str) -> None:
     wrapt.register_post_import_hook(_watch, name)
-    _lock_unlock_module(name)  # another thread may have asked wrapt's finder just before: wait until it is through
+    _lock_unlock_module(name)  # another thread may be inside wrapt's finder: wait until its import has ended
     module = sys.modules.get(name)
     if module is not None and not is_half_built(module):
         _run(name, module)
 
 
 def _watch(module: ModuleType) -> None:
-    """Run the module's hooks when the import system lets go of it."""
+    """Run the module's hooks when its import ends."""
     spec = getattr(module, "__spec__", None)
     if isinstance(spec, _WatchedSpec):
         return
     if type(spec) is not ModuleSpec:
         _run(module.__name__, module)  # a spec of its own kind cannot be watched; the module's body has run
         return
-    spec.__class__ = _WatchedSpec  # from here on the end of the import is ours to see
+    spec.__class__ = _WatchedSpec  # which runs `_finish` at the end of the import
     if not spec.__dict__.pop("_initializing", False):
         _finish(spec)  # it had ended before
 
@@ -119,10 +118,9 @@ def _take(name: str) -> list[Hook]:
 
 
 class _WatchedSpec(ModuleSpec):
-    """A module spec that tells when the import system marks its module as no longer initialising.
+    """A module spec that runs the hooks when importlib sets `_initializing = False`, the last act of every import.
 
-    importlib sets `spec._initializing = False` as the last act of every import; nothing else marks that moment. Until
-    the hooks have run it stays True, so that `import` in other threads waits for them.
+    Until the hooks have run it stays True, so that `import` in other threads waits for them.
     """
 
     @property
@@ -145,8 +143,8 @@ class _ModuleStubs:
         provider = self.providers.get(name)
         package, _, inner = name.partition(".")
         if provider is None and inner and package in self.providers:
-            whole = self.providers[package]
-            provider = f"{whole}.{inner}" if ":" in whole else f"{whole}:{inner}"
+            outer = self.providers[package]
+            provider = f"{outer}.{inner}" if ":" in outer else f"{outer}:{inner}"
             if _module_at(provider, name) is None:
                 return None
         return None if provider is None else importlib.util.spec_from_loader(name, _AliasLoader(provider))
@@ -207,7 +205,7 @@ def remove_module_stub(name: str) -> None:
 
 
 def is_installed(name: str) -> bool:
-    """True where a real package gives `import name`: neither our module, nor an empty one that somebody made."""
+    """True where `import name` gives an installed package: neither our module nor an empty one made in memory."""
     top = name.partition(".")[0]
     module = sys.modules.get(name) or sys.modules.get(top)
     spec = importlib.util.find_spec(top) if module is None else module.__spec__

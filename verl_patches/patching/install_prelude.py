@@ -21,6 +21,7 @@ import sysconfig
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from verl_patches.errors import ConfigError
 
@@ -30,22 +31,29 @@ PLACES = (
     f"FILE:LINE is of the pinned sources as they come; with the prelude line, places below it in verl/{INSIDE} "
     "are one line further down"
 )
-ANCHOR_CLASS = "ActorRolloutRefWorker"
-ANCHOR_IMPORT = "torch"
-# whatever speaks of our prelude without being LINE: an edited, commented-out or foreign one
+# any text about our prelude besides LINE: an edited, commented-out or foreign one
 MENTION = re.compile(rb"verl_patches|prelude_patch")
 
 
 @dataclass(frozen=True)
 class PreludeResult:
-    """What was done: the file, the number of the prelude line in it (from 1), and the state.
+    """The result for one file: its path, the number of the prelude line in it (from 1; None: no line), and the state.
 
-    state: "installed" | "already installed" | "removed" | "not installed" (nothing to undo; line is then None).
+    state: "installed" | "already installed" | "removed" | "not installed" (nothing to undo).
     """
 
     file: Path
     line: int | None
     state: str
+
+
+class _WorkerFile(NamedTuple):
+    """verl's worker file: its lines with their ends, its syntax tree, the number of the prelude line or None."""
+
+    file: Path
+    lines: list[bytes]
+    tree: ast.Module
+    present: int | None
 
 
 def insert_line(verl_path: str | Path | None = None) -> PreludeResult:
@@ -55,37 +63,27 @@ def insert_line(verl_path: str | Path | None = None) -> PreludeResult:
     Idempotent; keeps encoding, newline style and file mode; the new file replaces the old one at once, so a hard link
     to a package cache is left as it was. Raises ConfigError, having written nothing, for a file it does not recognise.
     """
-    file = find_worker_file(verl_path)
-    data = _read(file)
-    tree = _parse(file, data)
-    present = _present_line(file, data, tree)
-    if present is not None:
-        return PreludeResult(file, present, "already installed")
-    first = _first_import(file, tree)
-    lines = data.splitlines(keepends=True)
-    before, after = lines[: first - 1], lines[first - 1 :]
+    found = _worker_file(verl_path)
+    if found.present is not None:
+        return PreludeResult(found.file, found.present, "already installed")
+    first = _first_import(found.file, found.tree)
+    before, after = found.lines[: first - 1], found.lines[first - 1 :]
     newline = after[0][len(after[0].rstrip(b"\r\n")) :] or b"\n"
-    bom = b""
-    if first == 1 and after[0].startswith(b"\xef\xbb\xbf"):
-        bom, after[0] = after[0][:3], after[0][3:]
-    new = b"".join((*before, bom, LINE.encode("ascii"), newline, *after))
-    if _present_line(file, new, _parse(file, new)) != first:
-        raise AssertionError(f"{file}: the prelude line did not land at line {first}")
-    _replace(file, new)
-    return PreludeResult(file, first, "installed")
+    new = b"".join((*before, LINE.encode("ascii"), newline, *after))
+    if _parse(found.file, new).present != first:
+        raise AssertionError(f"{found.file}: the prelude line is not at line {first}")
+    _replace(found.file, new)
+    return PreludeResult(found.file, first, "installed")
 
 
 def remove_line(verl_path: str | Path | None = None) -> PreludeResult:
     """Take LINE out again: the file is then byte for byte what it was before `insert_line`. Same rules and errors."""
-    file = find_worker_file(verl_path)
-    data = _read(file)
-    present = _present_line(file, data, _parse(file, data))
-    if present is None:
-        return PreludeResult(file, None, "not installed")
-    lines = data.splitlines(keepends=True)
-    bom = b"\xef\xbb\xbf" if present == 1 and lines[0].startswith(b"\xef\xbb\xbf") else b""
-    _replace(file, b"".join((*lines[: present - 1], bom, *lines[present:])))
-    return PreludeResult(file, present, "removed")
+    found = _worker_file(verl_path)
+    if found.present is None:
+        return PreludeResult(found.file, None, "not installed")
+    del found.lines[found.present - 1]
+    _replace(found.file, b"".join(found.lines))
+    return PreludeResult(found.file, found.present, "removed")
 
 
 def find_worker_file(verl_path: str | Path | None = None) -> Path:
@@ -100,21 +98,19 @@ def find_worker_file(verl_path: str | Path | None = None) -> Path:
         candidates = [Path(spec.origin).parent]
     else:
         candidates = [Path(verl_path) / "verl", Path(verl_path)]
-    for package in candidates:
-        file = package / INSIDE
-        if not file.is_file():
-            continue
-        real = file.resolve()
-        if not real.is_relative_to(package.resolve()):
-            raise ConfigError(
-                f"{file}: expected a file inside {package}, found a link to {real}, which others may share. "
-                "Give the tree that it belongs to with --verl-path DIR, or replace the link by a copy."
-            )
-        return real
-    raise ConfigError(
-        f"install-prelude: expected verl/{INSIDE} or {INSIDE} in {verl_path or candidates[0]}, found neither. "
-        "Give the root of a verl checkout with --verl-path DIR."
-    )
+    package = next((package for package in candidates if (package / INSIDE).is_file()), None)
+    if package is None:
+        raise ConfigError(
+            f"install-prelude: expected verl/{INSIDE} or {INSIDE} in {verl_path or candidates[0]}, found neither. "
+            "Give the root of a verl checkout with --verl-path DIR."
+        )
+    real = (package / INSIDE).resolve()
+    if not real.is_relative_to(package.resolve()):
+        raise ConfigError(
+            f"{package / INSIDE}: expected a file inside {package}, found a link to {real}, which others may share. "
+            "Give the tree that it belongs to with --verl-path DIR, or replace the link by a copy."
+        )
+    return real
 
 
 def _read(file: Path) -> bytes:
@@ -124,68 +120,60 @@ def _read(file: Path) -> bytes:
         raise ConfigError(f"{file}: cannot be read ({why.strerror}). Run this as a user who may.") from why
 
 
-def _parse(file: Path, data: bytes) -> ast.Module:
+def _worker_file(verl_path: str | Path | None) -> _WorkerFile:
+    file = find_worker_file(verl_path)
+    return _parse(file, _read(file))
+
+
+def _parse(file: Path, data: bytes) -> _WorkerFile:
+    """ConfigError for a file that is not Python, or that has a second, an edited, a moved or a foreign prelude."""
     try:
-        return ast.parse(data, filename=str(file))
+        tree = ast.parse(data, filename=str(file))
     except (SyntaxError, ValueError) as why:
         raise ConfigError(
             f"{file}: expected a Python file, found {why}. Restore it from upstream, then run this again."
         ) from why
-
-
-def _present_line(file: Path, data: bytes, tree: ast.Module) -> int | None:
-    """Number of LINE in the file, or None; ConfigError for a second, an edited, a moved or a foreign prelude."""
-    mentions = [n for n, line in enumerate(data.splitlines(), 1) if MENTION.search(line)]
+    lines = data.splitlines(keepends=True)
+    mentions = [number for number, line in enumerate(lines, 1) if MENTION.search(line)]
     if not mentions:
-        return None
-    found = data.splitlines()[mentions[0] - 1].removeprefix(b"\xef\xbb\xbf")
-    in_order = [node.lineno for node in _imports(tree)]
-    if len(mentions) > 1 or found != LINE.encode() or in_order[:1] != mentions:
+        return _WorkerFile(file, lines, tree, None)
+    text = lines[mentions[0] - 1].rstrip(b"\r\n")
+    if len(mentions) > 1 or text != LINE.encode() or [node.lineno for node in _imports(tree)][:1] != mentions:
         raise ConfigError(
             f"{file}:{mentions[-1]}: expected no prelude, or exactly one line `{LINE}` before all other imports; found "
-            f"{len(mentions)}, the first `{found.decode(errors='replace').strip()}` at line {mentions[0]}. "
+            f"{len(mentions)}, the first `{text.decode(errors='replace').strip()}` at line {mentions[0]}. "
             "Take it out by hand, or restore the file from upstream, then run this again."
         )
-    return mentions[0]
+    return _WorkerFile(file, lines, tree, mentions[0])
 
 
 def _imports(tree: ast.Module) -> list[ast.stmt]:
     """Top-level statements that import something, in order; `from __future__` ones aside, which must stay first."""
-    return [
-        node
-        for node in tree.body
-        if any(
-            isinstance(n, ast.Import) or (isinstance(n, ast.ImportFrom) and n.module != "__future__")
-            for n in ast.walk(node)
-        )
-    ]
+
+    def imports(node: ast.AST) -> bool:
+        return isinstance(node, ast.Import) or (isinstance(node, ast.ImportFrom) and node.module != "__future__")
+
+    return [node for node in tree.body if any(imports(inner) for inner in ast.walk(node))]
 
 
 def _first_import(file: Path, tree: ast.Module) -> int:
-    """Line of the first top-level import, if this is the module we know: imports torch, defines the worker class."""
+    """Line of the first top-level import; ConfigError unless the module imports torch and defines the worker class."""
     imports = _imports(tree)
     names = {a.name for node in imports if isinstance(node, ast.Import) for a in node.names}
     classes = {node.name for node in tree.body if isinstance(node, ast.ClassDef)}
-    missing = [
-        text
-        for text, there in (
-            (f"`import {ANCHOR_IMPORT}` at top level", ANCHOR_IMPORT in names),
-            (f"class {ANCHOR_CLASS}", ANCHOR_CLASS in classes),
-            ("plain import that begins a line", bool(imports) and _is_plain(imports[0])),
-        )
-        if not there
-    ]
+    plain = [node for node in imports[:1] if isinstance(node, (ast.Import, ast.ImportFrom)) and node.col_offset == 0]
+    expected = {
+        "`import torch` at top level": "torch" in names,
+        "class ActorRolloutRefWorker": "ActorRolloutRefWorker" in classes,
+        "plain import that begins a line": bool(plain),  # neither in a block nor behind a semicolon
+    }
+    missing = [text for text, is_there in expected.items() if not is_there]
     if missing:
         raise ConfigError(
             f"{file}: expected verl's Megatron worker module, found no {', no '.join(missing)}. "
             "This verl is not one of the pinned lines (support matrix in README.md); check --verl-path."
         )
     return imports[0].lineno
-
-
-def _is_plain(node: ast.stmt) -> bool:
-    """Neither hidden in a block nor behind a semicolon: a line can be put in front of it."""
-    return isinstance(node, (ast.Import, ast.ImportFrom)) and node.col_offset == 0
 
 
 def _replace(file: Path, data: bytes) -> None:
@@ -195,13 +183,13 @@ def _replace(file: Path, data: bytes) -> None:
         raise ConfigError(
             f"{file}: expected a file that may be written, found it read-only. chmod u+w it, then run this again."
         )
-    write_whole(file, data, stat.S_IMODE(info.st_mode), (info.st_uid, info.st_gid))
+    _write_whole(file, data, stat.S_IMODE(info.st_mode), (info.st_uid, info.st_gid))
 
 
-def write_whole(file: Path, data: bytes, mode: int, owner: tuple[int, int] | None = None) -> None:
+def _write_whole(file: Path, data: bytes, mode: int, owner: tuple[int, int] | None = None) -> None:
     """Write beside the file and rename over it: whole or not at all; ConfigError where that cannot be done.
 
-    owner: user and group id, kept where this user may.
+    owner: user and group id, set where this user may.
     """
     temporary = None
     try:
@@ -246,47 +234,39 @@ sys.meta_path.insert(0, VerlPatchesPrelude())
 TEXT = f"import sys; exec({_FINDER!r}, {{}})\n"  # one line, as Python reads .pth files; an ImportError may be swallowed
 
 
-@dataclass(frozen=True)
-class PreludeResults:
-    """Both ways in: the line in verl's worker module and the `.pth` file (whose `line` is None)."""
-
-    line: PreludeResult
-    pth: PreludeResult
-
-
-def install_prelude(verl_path: str | Path | None = None) -> PreludeResults:
-    """Insert the prelude line and write the `.pth` file of this Python; idempotent.
+def install_prelude(verl_path: str | Path | None = None) -> dict[str, PreludeResult]:
+    """Insert the prelude line ("line") and write the `.pth` file of this Python ("pth"); idempotent.
 
     Raises ConfigError, with nothing changed, where one of both cannot be done.
     """
     line = insert_line(verl_path)
     try:
-        return PreludeResults(line, write_pth())
+        return {"line": line, "pth": write_pth()}
     except ConfigError:
         if line.state == "installed":
             remove_line(verl_path)
         raise
 
 
-def remove_prelude(verl_path: str | Path | None = None) -> PreludeResults:
+def remove_prelude(verl_path: str | Path | None = None) -> dict[str, PreludeResult]:
     """Remove the `.pth` file, then take the line out; ConfigError from the second leaves the first removed."""
     pth = remove_pth()
-    return PreludeResults(remove_line(verl_path), pth)
+    return {"line": remove_line(verl_path), "pth": pth}
 
 
 def write_pth() -> PreludeResult:
     """Write the `.pth` file into this Python's site-packages, whole or not at all; ConfigError where it cannot."""
     file = _pth_file()
-    if _text_of(file) == TEXT:
+    if file.exists() and _read(file) == TEXT.encode():
         return PreludeResult(file, None, "already installed")
-    write_whole(file, TEXT.encode(), 0o644)
+    _write_whole(file, TEXT.encode(), 0o644)
     return PreludeResult(file, None, "installed")
 
 
 def remove_pth() -> PreludeResult:
     """Remove the `.pth` file from this Python's site-packages; ConfigError where it cannot be removed."""
     file = _pth_file()
-    if _text_of(file) is None:
+    if not file.exists():
         return PreludeResult(file, None, "not installed")
     try:
         file.unlink()
@@ -305,12 +285,3 @@ def _pth_file() -> Path:
             "found it is not, so no .pth file would be read there. Run it without -S."
         )
     return folder / NAME
-
-
-def _text_of(file: Path) -> str | None:
-    try:
-        return file.read_text()
-    except FileNotFoundError:
-        return None
-    except OSError as why:
-        raise ConfigError(f"{file}: cannot be read ({why.strerror}). Run this as a user who may.") from why

@@ -1,14 +1,11 @@
-"""Findings of `check`, `versions` and `fetch-upstream`; states that a run recorded; the table of docs/patches.md."""
+"""Findings of `check`, `versions` and `fetch-upstream`; states that a run recorded; a table of rows."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
-from verl_patches.errors import ConfigError
 from verl_patches.patching.spec import PatchSpec
 
 STATES = ("fine", "note", "problem")
@@ -55,21 +52,8 @@ class Report:
     def as_dict(self) -> dict[str, Any]:
         """Plain data: {command, line, state, counts, rows}."""
         counts = {state: sum(f.state == state for f in self.findings) for state in STATES}
-        return {
-            "command": self.command,
-            "line": self.line,
-            "state": self.state,
-            "counts": counts,
-            "rows": [asdict(finding) for finding in self.findings],
-        }
-
-
-def run_states(folder: Path) -> list[dict[str, str]]:
-    """The [{id, state, target, process}] that a run recorded in its summary.json; ConfigError where there is none."""
-    path = folder / "summary.json"
-    if not path.is_file():
-        raise ConfigError(f"--run {folder}: no summary.json there; give the folder of a run, such as outputs/smoke")
-    return json.loads(path.read_text()).get("patches", [])
+        rows = [asdict(finding) for finding in self.findings]
+        return {"command": self.command, "line": self.line, "state": self.state, "counts": counts, "rows": rows}
 
 
 def count_by_process(rows: Iterable[Mapping[str, str]]) -> list[dict[str, Any]]:

@@ -6,6 +6,7 @@ code, and are called with the engine's lock held.
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -25,7 +26,7 @@ class ResolveError(LookupError):
 
 @dataclass(frozen=True)
 class Slot:
-    """Where one object is kept: `holder.attribute`.
+    """The attribute of a module or class that refers to an object: `holder.attribute`.
 
     `raw`: what the holder's own dictionary had, MISSING for a name that is inherited or new. `found`: the same, or what
     the holder inherits, descriptors and all; MISSING only where the name does not exist.
@@ -40,10 +41,6 @@ class Slot:
         """What the holder's own dictionary has now, or MISSING."""
         return vars(self.holder).get(self.attribute, MISSING)
 
-    def value(self) -> Any:
-        """The object as it was found, the plain function for descriptors; MISSING if there is none."""
-        return unwrap(self.found)
-
     def restore(self) -> None:
         """Put back what was there: the raw object, or nothing where the name was inherited or new."""
         if self.raw is MISSING:
@@ -55,7 +52,7 @@ class Slot:
 def slot(place: str, module: ModuleType | None = None) -> Slot:
     """The slot of a place in an imported module; ResolveError says which part is missing.
 
-    Names that a module makes on demand are asked for, so upstream's code can run: hold no lock.
+    A name that a module makes on demand is read by getattr, so upstream's code can run: hold no lock.
     """
     name, qualname = split(place)
     holder: Any = module if module is not None else sys.modules.get(name)
@@ -145,8 +142,6 @@ def wraps(outer: Any, inner: Any) -> bool:
 
 def load(place: str) -> Any:
     """Import a provider "module:qualname"; ResolveError if the module has no such name."""
-    import importlib
-
     name, qualname = split(place)
     obj: Any = importlib.import_module(name)
     for step in filter(None, qualname.split(".")):
@@ -239,7 +234,7 @@ class Row:
             return "" if key is MISSING else f"entry {key!r} is {describe(self.registry.get(key, MISSING))} now"
         module, qualname = split(self.spec.target)
         holder, _, _ = qualname.rpartition(".")
-        on_demand = holder and peek(f"{module}:{holder}") is MISSING  # upstream makes the holder when it is asked for
+        on_demand = holder and peek(f"{module}:{holder}") is MISSING  # made by upstream's __getattr__
         places = {self.spec.target: self.place.current() if on_demand else peek(self.spec.target)}
         for binding in self.spec.bindings:
             if not is_half_built(sys.modules.get(split(binding)[0])):
@@ -272,7 +267,7 @@ def prepare(spec: PatchSpec, module: ModuleType, line: str, policy: str) -> Prep
     except Exception as error:
         return Prepared("unsupported", _text(error), error=error)
     try:
-        new = _provided(spec, place.value())
+        new = _provided(spec, unwrap(place.found))
     except Exception as error:
         return Prepared("failed", _text(error), error=error)
     return Prepared("drifted" if drift else "active", drift, place, new)
@@ -325,7 +320,7 @@ def refusal(spec: PatchSpec, found: Prepared, line: str) -> str:
             f"row {spec.id}: cannot {spec.kind} {spec.target}, because its provider {spec.provider} failed: "
             f"{found.reason}. That is a fault of this recipe; to run without it {off}"
         )
-    policy = "or say drift=warn (apply it where possible) or drift=skip (leave upstream alone) in VERL_PATCHES"
+    policy = "or set drift=warn (apply it where possible) or drift=skip (leave upstream alone) in VERL_PATCHES"
     if found.state == "unsupported":
         return (
             f"row {spec.id}: cannot {spec.kind} {spec.target}, because upstream here does not take it: "

@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from graphlib import CycleError, TopologicalSorter
 from itertools import combinations
 
 from verl_patches.errors import ConfigError
@@ -30,7 +31,7 @@ class PatchSpec:
     only ends with "@line".
     `provider` is "module:qualname" of ours and is imported only once the target's module is. What it must be depends on
     `kind`: subclass: a class whose methods go over those of the class `target`, by `super()`; override: one of these
-    methods, a feature with a switch of its own, which the method itself asks for (`engine.is_on`); wrap:
+    methods, a feature with a switch of its own, which the method itself reads (`engine.is_on`); wrap:
     provider(original) -> replacement; replace, extend (the name must not exist), stub: the new object;
     register: () -> {key: object}, set in the mutable mapping `target`; module stub: our module ("module"),
     or a module object of ours ("module:name"), whose inner modules can be imported too.
@@ -61,7 +62,7 @@ class PatchSpec:
     @property
     def target_module(self) -> str:
         """The module to wait for."""
-        return self.target.partition(":")[0]
+        return split(self.target)[0]
 
     @property
     def is_module_stub(self) -> bool:
@@ -91,8 +92,8 @@ def validate(specs: Iterable[PatchSpec]) -> dict[str, PatchSpec]:
 
 
 def _of_line(entries: Iterable[str], line: str) -> tuple[str, ...]:
-    split = [entry.partition("@") for entry in entries]
-    return tuple(name for name, _, only in split if only in ("", line))
+    parts = [entry.partition("@") for entry in entries]
+    return tuple(name for name, _, only in parts if only in ("", line))
 
 
 def _faults(spec: PatchSpec, by_id: dict[str, PatchSpec]) -> list[str]:
@@ -143,18 +144,11 @@ def _absent_needs(rows: dict[str, PatchSpec], by_id: dict[str, PatchSpec], line:
 
 
 def _need_cycles(by_id: dict[str, PatchSpec]) -> list[str]:
-    done: set[str] = set()
-
-    def visit(name: str, path: tuple[str, ...]) -> list[str]:
-        if name in path:
-            return [f"needs form a cycle: {' -> '.join((*path[path.index(name) :], name))}"]
-        if name in done or name not in by_id:
-            return []
-        found = [fault for need in by_id[name].needs for fault in visit(need, (*path, name))]
-        done.add(name)
-        return found
-
-    return [fault for name in by_id for fault in visit(name, ())]
+    try:
+        TopologicalSorter({name: spec.needs for name, spec in by_id.items()}).prepare()
+    except CycleError as error:
+        return [f"needs form a cycle: {' -> '.join(reversed(error.args[1]))}"]
+    return []
 
 
 def _shared_targets(by_id: dict[str, PatchSpec]) -> list[str]:
@@ -163,26 +157,22 @@ def _shared_targets(by_id: dict[str, PatchSpec]) -> list[str]:
     for spec in by_id.values():
         by_target.setdefault(spec.target, []).append(spec)
     faults = []
-    for rows in by_target.values():
-        faults += [
-            _order_fault(by_id, first, second)
-            for first, second in combinations(rows, 2)
-            if "register" not in (first.kind, second.kind)
-            and _can_meet(first, second)
-            and not first.kind == second.kind == "override"
-        ]
+    for first, second in (pair for rows in by_target.values() for pair in combinations(rows, 2)):
+        independent = "register" in (first.kind, second.kind) or first.kind == second.kind == "override"
+        if first.platforms & second.platforms and not independent:
+            faults.append(_order_fault(by_id, first, second))
     for spec in by_id.values():
         faults += [
             _inside_fault(by_id, outer, spec)
             for place in _holders(spec.target)
             for outer in by_target.get(place, ())
-            if _can_meet(outer, spec)
+            if outer.platforms & spec.platforms
         ]
         faults += [
             f"row {spec.id!r}: its binding {place} is the target of row {other.id!r}; patch one of the two"
             for place in spec.bindings
             for other in by_target.get(place, ())
-            if other.kind != "register" and _can_meet(spec, other)
+            if other.kind != "register" and spec.platforms & other.platforms
         ]
     return [fault for fault in faults if fault]
 
@@ -222,14 +212,10 @@ def _upper(by_id: dict[str, PatchSpec], first: PatchSpec, second: PatchSpec) -> 
 
 def _holders(place: str) -> Iterator[str]:
     """m:A.B and m:A for m:A.B.c."""
-    module, _, qualname = place.partition(":")
+    module, qualname = split(place)
     while "." in qualname:
         qualname = qualname.rpartition(".")[0]
         yield f"{module}:{qualname}"
-
-
-def _can_meet(one: PatchSpec, other: PatchSpec) -> bool:
-    return bool(one.platforms & other.platforms)
 
 
 def _all_needs(by_id: dict[str, PatchSpec], name: str) -> set[str]:

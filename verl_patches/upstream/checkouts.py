@@ -10,48 +10,33 @@ from pathlib import Path
 from typing import Any
 
 from verl_patches.errors import ConfigError, RecipeError
-from verl_patches.upstream.installed import verl_config_dir
+from verl_patches.patching.contract import installed_root
 from verl_patches.upstream.pins import load_pins
 
 LINE = "a3"  # its pins are git repositories; the other line's packages come from the index
 FETCH = "bash scripts/fetch_upstream.sh --dest DIR clones them"
+VERL_CONFIG = "ppo_megatron_trainer"
 GIT_S = 120  # time limit of a local git command
 
 # no hooks and no personal setting that changes a tree; network settings (proxy, certificates, insteadOf) stay in force
-_SETTINGS = (
-    "core.hooksPath=/dev/null",
-    "core.autocrlf=false",
-    "core.attributesFile=/dev/null",
-    "core.excludesFile=/dev/null",
-    "core.fsmonitor=false",
-    "core.quotePath=false",
-    "gc.auto=0",
-    "submodule.recurse=false",
-    "http.lowSpeedLimit=1000",
-    "http.lowSpeedTime=120",  # bytes/s and s: a transfer that stalls ends
-)
+_SETTINGS = """
+    core.hooksPath=/dev/null core.attributesFile=/dev/null core.excludesFile=/dev/null
+    core.autocrlf=false core.fsmonitor=false core.quotePath=false gc.auto=0 submodule.recurse=false
+    http.lowSpeedLimit=1000 http.lowSpeedTime=120
+""".split()  # the last two: bytes/s and s, so that a transfer that stalls ends
 # listed by `git rev-parse --local-env-vars`: an outer git (a hook, a rebase) may have set them
-_OUTER = (
-    "GIT_DIR",
-    "GIT_WORK_TREE",
-    "GIT_INDEX_FILE",
-    "GIT_OBJECT_DIRECTORY",
-    "GIT_ALTERNATE_OBJECT_DIRECTORIES",
-    "GIT_COMMON_DIR",
-    "GIT_NAMESPACE",
-    "GIT_PREFIX",
-    "GIT_SHALLOW_FILE",
-    "GIT_GRAFT_FILE",
-)
+_OUTER = """
+    GIT_DIR GIT_WORK_TREE GIT_INDEX_FILE GIT_OBJECT_DIRECTORY GIT_ALTERNATE_OBJECT_DIRECTORIES GIT_COMMON_DIR
+    GIT_NAMESPACE GIT_PREFIX GIT_SHALLOW_FILE GIT_GRAFT_FILE
+""".split()
 
 
-def git(folder: Path, *args: str, limit_s: float | None = None) -> str:
+def git(folder: Path, *args: str, limit_s: float = GIT_S) -> str:
     """Standard output of a git command in `folder`, which must be the root of a work tree for most commands.
 
-    limit_s: time limit in seconds, default GIT_S. Raises RecipeError with git's own error text where it fails or
-    exceeds the limit, and ConfigError where git is not installed.
+    limit_s: time limit in seconds. Raises RecipeError with git's own error text where it fails or exceeds the limit,
+    and ConfigError where git is not installed.
     """
-    limit_s = limit_s or GIT_S
     settings = [word for setting in _SETTINGS for word in ("-c", setting)]
     if (folder / ".git").exists():  # given, not searched for: git then does not look at its owner or at folders above
         root = Path(os.path.abspath(folder))
@@ -66,16 +51,9 @@ def git(folder: Path, *args: str, limit_s: float | None = None) -> str:
         "GIT_CEILING_DIRECTORIES": str(folder.resolve().parent),
         "LC_ALL": "C",
     }
+    command, output = ["git", *settings, "-C", str(folder), *args], {"capture_output": True, "errors": "replace"}
     try:
-        done = subprocess.run(
-            ["git", *settings, "-C", str(folder), *args],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            env=env,
-            timeout=limit_s,
-        )
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, env=env, timeout=limit_s, **output)
     except subprocess.TimeoutExpired:
         raise RecipeError(f"git {args[0]} in {folder}: did not end within {limit_s} s; check network, disk") from None
     except FileNotFoundError:
@@ -117,12 +95,8 @@ def trees_of(upstream: Path | None = None, verl_path: Path | None = None) -> Tre
         raise ConfigError("--upstream and --verl-path: expected one of them, found both; --upstream contains a verl")
     folder, pins = Path(upstream).absolute(), load_pins().line(LINE)
     plain = {name: repository for name, repository in pins.repositories.items() if not repository.by_pip}
-    missing = [
-        f"{name}/{package}"
-        for name, repository in plain.items()
-        for package in repository.packages
-        if not (folder / name / package).is_dir()
-    ]
+    wanted = [f"{name}/{package}" for name, repository in plain.items() for package in repository.packages]
+    missing = [name for name in wanted if not (folder / name).is_dir()]
     if missing:
         raise ConfigError(
             f"--upstream {upstream}: expected clones of {', '.join(plain)}, found no {', '.join(missing)}; {FETCH}"
@@ -133,6 +107,22 @@ def trees_of(upstream: Path | None = None, verl_path: Path | None = None) -> Tre
 def commit_of(folder: Path) -> str | None:
     """The commit that is checked out in `folder`; None where it is not the root of a git checkout."""
     return git(folder, "rev-parse", "HEAD") if (folder / ".git").exists() else None
+
+
+def verl_config_dir(verl_path: Path | None = None) -> Path:
+    """verl's trainer/config folder, in the checkout `verl_path` or the installed package; ConfigError without one."""
+    if verl_path is not None:
+        roots, wanted = [Path(verl_path), Path(verl_path) / "verl"], f"--verl-path {verl_path}"
+    else:
+        root = installed_root("verl")
+        roots, wanted = [root / "verl"] if root else [], "the installed package verl"
+    for root in roots:
+        if (root / "trainer" / "config" / f"{VERL_CONFIG}.yaml").is_file():
+            return (root / "trainer" / "config").resolve()
+    raise ConfigError(
+        f"{wanted} has no trainer/config/{VERL_CONFIG}.yaml; "
+        "run scripts/setup.sh, or give --verl-path with the folder of a verl checkout"
+    )
 
 
 def require_trees(config: Any, trees: Trees) -> None:

@@ -26,6 +26,7 @@ FETCH_S = 3600  # time limit of one transfer; a stalled one over HTTP ends earli
 # a server's words for a single commit that it does not serve
 _NOT_SERVED = re.compile("not our ref|unadvertised object|find remote ref|not allow", re.IGNORECASE)
 
+Log = Callable[[str], None]
 Check = Callable[[Path, str], Report]  # the contract check: (folder of clones, line) -> report
 
 
@@ -44,7 +45,7 @@ def fetch_upstream(
     check: Check,
     mirror: str | None = None,
     only: Sequence[str] = (),
-    log: Callable[[str], None] = lambda _: None,
+    log: Log = lambda _: None,
 ) -> Report:
     """Clone the repositories of `line` into `dest`, verify them, insert the prelude line, run `check`.
 
@@ -122,9 +123,7 @@ def sources(needed: Mapping[str, Repository], mirror: str | None) -> dict[str, s
     return found
 
 
-def _repository(
-    name: str, pin: Repository, path: Path, source: str | None, log: Callable[[str], None]
-) -> Iterator[Finding]:
+def _repository(name: str, pin: Repository, path: Path, source: str | None, log: Log) -> Iterator[Finding]:
     """Clone `pin` from `source` (None: it exists) and verify it; the finding about it, and notes about the pin."""
     expected = f"commit {pin.commit}" + (f", tree {pin.tree}" if pin.tree else "")
     log(f"{name}: fetching {pin.commit[:12]} from {source}" if source else f"{name}: verifying {path}")
@@ -141,14 +140,8 @@ def _repository(
         return
     yield Finding(name, "fine", str(path), expected, f"{'cloned' if source else 'exists'}, no change, tree {tree}")
     if pin.tree is None:
-        yield Finding(
-            f"{name} tree",
-            "note",
-            str(path),
-            "a tree hash in the pin file",
-            f"none; the tree of this clone is {tree}",
-            "record it in configs/upstream.yaml",
-        )
+        found, todo = f"none; the tree of this clone is {tree}", "record it in configs/upstream.yaml"
+        yield Finding(f"{name} tree", "note", str(path), "a tree hash in the pin file", found, todo)
     for pull in pin.pull_requests:
         yield Finding(f"{name} PR {pull.number}", "note", str(path), "", f"not merged: {pull.why}")
 
@@ -169,9 +162,8 @@ def _clone(path: Path, pin: Repository, source: str) -> None:
     try:
         git(partial, "checkout", "--quiet", "--detach", pin.commit)
     except RecipeError as error:
-        raise CloneError(
-            f"{source} has no commit {pin.commit} ({error})", "check url and ref of the pin, or update the mirror"
-        ) from error
+        todo = "check url and ref of the pin, or update the mirror"
+        raise CloneError(f"{source} has no commit {pin.commit} ({error})", todo) from error
     _verify(partial, pin)
     partial.rename(path)
 
@@ -184,15 +176,14 @@ def _fetch(folder: Path, source: str, refspec: str, *options: str) -> None:
 
 def _verify(path: Path, pin: Repository) -> None:
     """Raise CloneError where `path` is not a clone at the pin without changes."""
+    move, again = f"move {path} away and run this again", "or give another --dest"
     if not (path / ".git").exists():
-        raise CloneError("files that are no git clone", f"move {path} away and run this again, or give another --dest")
+        raise CloneError("files that are no git clone", f"{move}, {again}")
     if changed := tree_changes(path, "HEAD", pin.generated):
-        raise CloneError(
-            files_text(changed),
-            f"keep them (git -C {path} stash -u, or push a branch); run this again, or give another --dest",
-        )
+        save = f"keep them (git -C {path} stash -u, or push a branch); run this again"
+        raise CloneError(files_text(changed), f"{save}, {again}")
     if wrong := commit_faults(path, pin):
-        raise CloneError("; ".join(wrong), f"move {path} away and run this again, or give another --dest")
+        raise CloneError("; ".join(wrong), f"{move}, {again}")
 
 
 def _prelude(path: Path) -> Finding:

@@ -19,10 +19,9 @@ from omegaconf import DictConfig
 
 from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.patching import install_prelude
-from verl_patches.patching.contract import PACKAGES
+from verl_patches.patching.contract import PACKAGES, installed_root
 from verl_patches.patching.report import Finding
 from verl_patches.upstream.checkouts import FETCH, Trees, git
-from verl_patches.upstream.installed import installed_root
 from verl_patches.upstream.pins import Line, Repository, load_pins, same_version
 
 WORKER_FILE = Path("verl") / install_prelude.INSIDE
@@ -117,20 +116,15 @@ def tree_changes(folder: Path, reference: str, generated: tuple[str, ...] = ()) 
 
     Raises RecipeError where the clone does not hold `reference`.
     """
-    listed = git(folder, "ls-tree", "-r", "-z", "--full-tree", reference).split("\0")
-    wanted: dict[str, tuple[str, str]] = {}
-    for entry in filter(None, listed):
-        (mode, kind, blob), path = entry.partition("\t")[0].split(), entry.partition("\t")[2]
+    wanted, found = set(), []
+    for entry in filter(None, git(folder, "ls-tree", "-r", "-z", "--full-tree", reference).split("\0")):
+        facts, _, path = entry.partition("\t")
+        mode, kind, blob = facts.split()
         if kind == "blob":
-            wanted[path] = mode, blob
-    found = []
-    for path, (mode, blob) in wanted.items():
-        data = _content(folder / path, mode == _LINK)
-        if data is None:
-            found.append(f"{path} (deleted)")
-        elif _is_other(path, data, lambda data, blob=blob: _git_blob(data) == blob):
-            found.append(f"{path} (modified)")
-    extra = {path: link for path, link in _files(folder) if path not in wanted and path not in generated}
+            wanted.add(path)
+            data = _content(folder / path, mode == _LINK)
+            found += _difference(path, data, lambda data, blob=blob: _git_blob(data) == blob)
+    extra = {path: link for path, link in _files(folder, folder) if path not in wanted and path not in generated}
     ignored = _ignored(folder, [path for path, link in extra.items() if not _can_be_imported(path, link)])
     found += [f"{path} (extra)" for path in extra if path not in ignored]
     return sorted(found)
@@ -143,30 +137,32 @@ def _content(file: Path, link: bool) -> bytes | None:
         return None
 
 
-def _is_other(path: str, data: bytes, fits: Callable[[bytes], bool]) -> bool:
-    """Whether the content of a file is not what `fits` expects; verl's worker file may have our line besides."""
+def _difference(path: str, data: bytes | None, fits: Callable[[bytes], bool]) -> list[str]:
+    """["FILE (deleted)"] or ["FILE (modified)"] where `fits` is false; verl's worker file may have our line besides."""
+    if data is None:
+        return [f"{path} (deleted)"]
     if fits(data):
-        return False
-    if path != WORKER_FILE.as_posix():
-        return True
-    lines = data.splitlines(keepends=True)
+        return []
+    lines = data.splitlines(keepends=True) if path == WORKER_FILE.as_posix() else []
     ours = [number for number, line in enumerate(lines) if line.strip() == install_prelude.LINE.encode()]
-    return not ours or not fits(b"".join(lines[: ours[0]] + lines[ours[0] + 1 :]))
+    if ours and fits(b"".join(lines[: ours[0]] + lines[ours[0] + 1 :])):
+        return []
+    return [f"{path} (modified)"]
 
 
 def _git_blob(data: bytes) -> str:
     return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
 
 
-def _files(folder: Path) -> Iterator[tuple[str, bool]]:
-    """(path, whether it is a link to a folder) of all files of a work tree, byte code and git's own left out."""
+def _files(folder: Path, start: Path) -> Iterator[tuple[str, bool]]:
+    """(path below `start`, whether it is a link to a folder) of the files in `folder`, without byte code and git's."""
     for place, folders, files in os.walk(folder):
         here = Path(place)
         folders[:] = [name for name in folders if name not in ("__pycache__", ".git")]
         links = {name for name in folders if (here / name).is_symlink()}
         for name in (*files, *links):
             if name != ".git":  # of a worktree
-                yield (here / name).relative_to(folder).as_posix(), name in links
+                yield (here / name).relative_to(start).as_posix(), name in links
 
 
 def _ignored(folder: Path, paths: list[str]) -> set[str]:
@@ -195,15 +191,11 @@ def _package_finding(name: str, package: str, root: Path, line: Line) -> Finding
     if record is None and pin is None:  # a copy of the package: its files are those of the installed one
         record = _record_of(package, installed_root(package))
     if record is None:
-        todo = FETCH if pin else "bash scripts/setup.sh installs it"
-        return Finding(
-            name,
-            "problem",
-            place,
-            f"commit {pin.commit[:12]}" if pin else "an installed package",
-            "neither a git checkout nor an installed package with a RECORD: cannot be compared",
-            todo,
-        )
+        wanted, todo = "an installed package", "bash scripts/setup.sh installs it"
+        if pin:
+            wanted, todo = f"commit {pin.commit[:12]}", FETCH
+        text = "neither a git checkout nor an installed package with a RECORD: cannot be compared"
+        return Finding(name, "problem", place, wanted, text, todo)
     distribution, _, version = record.parent.name.removesuffix(".dist-info").replace("_", "-").rpartition("-")
     pinned = pin.version if pin else line.packages.get(distribution, version)
     name, wanted = name if pin else distribution, f"{pinned}, {pin.commit[:12]}" if pin else pinned
@@ -231,16 +223,8 @@ def record_changes(package: str, root: Path, record: Path) -> list[str]:
     for path, digest in wanted.items():
         if digest:  # byte code made at installation has none
             data = _content(root / path, link=False)
-            if data is None:
-                found.append(f"{path} (deleted)")
-            elif _is_other(path, data, lambda data, digest=digest: _record_hash(data, digest) == digest):
-                found.append(f"{path} (modified)")
-    here = {
-        (Path(place) / name).relative_to(root).as_posix()
-        for place, _, names in os.walk(root / package)
-        for name in names
-        if name.endswith(".py")
-    }
+            found += _difference(path, data, lambda data, digest=digest: _record_hash(data, digest) == digest)
+    here = {path for path, _ in _files(root / package, root) if path.endswith(".py")}
     return sorted([*found, *(f"{path} (extra)" for path in here - set(wanted))])
 
 

@@ -150,26 +150,6 @@ class Line(_Strict):
             )
         return self
 
-    def package_roots(self, folder: Path, part: bool = False) -> dict[str, Path]:
-        """{top-level package: the folder that holds it} for clones side by side in `folder`, named as in the pin file.
-
-        Raises ConfigError that lists what is missing; with `part` only if every package is.
-        """
-        roots, missing = {}, []
-        for name, repository in self.repositories.items():
-            root = Path(folder) / name
-            for package in repository.packages:
-                if (root / package).is_dir():
-                    roots[package] = root
-                else:
-                    missing.append(f"{name}/{package}")
-        if missing and not (part and roots):
-            raise ConfigError(
-                f"--upstream {folder}: expected clones of {', '.join(self.repositories)}, "
-                f"found no {', '.join(missing)}; bash scripts/fetch_upstream.sh --dest DIR clones them"
-            )
-        return roots
-
 
 class Pins(_Strict):
     """The whole pin file."""

@@ -40,24 +40,15 @@ def _rollout_entries(config: DictConfig, listed: Collection[str]) -> Iterator[Un
         keyword = key.removeprefix(_ENGINE)
         if key in listed:
             continue
-        if not key.startswith(_ENGINE):
-            if line not in keys.acts.get(key.removeprefix(_ROLLOUT), ()):
-                yield Unsupported(
-                    key=key,
-                    lines=(line,),
-                    neutral=(None,),
-                    why="no reader is known at the pins (configs/upstream.yaml, rollout_keys)",
-                    instead="remove it",
-                )
-        elif keyword in keys.given_by_verl.keywords:
+        if not key.startswith(_ENGINE) and line not in keys.acts.get(key.removeprefix(_ROLLOUT), ()):
+            why, instead = "no reader is known at the pins (configs/upstream.yaml, rollout_keys)", "remove it"
+        elif key.startswith(_ENGINE) and keyword in keys.given_by_verl.keywords:
             decides = keys.given_by_verl.keywords[keyword]
-            yield Unsupported(
-                key=key,
-                lines=(line,),
-                neutral=(None,),
-                why=f"verl passes this keyword to vLLM itself ({keys.given_by_verl.at[line]}), twice is a TypeError",
-                instead=f"set {decides}" if "." in decides else f"leave it unset, verl always passes {decides}",
-            )
+            why = f"verl passes this keyword to vLLM itself ({keys.given_by_verl.at[line]}), twice is a TypeError"
+            instead = f"set {decides}" if "." in decides else f"leave it unset, verl always passes {decides}"
+        else:
+            continue
+        yield Unsupported(key=key, lines=(line,), neutral=(None,), why=why, instead=instead)
 
 
 def _leaves(section: Mapping[str, Any], prefix: str) -> Iterator[str]:
@@ -80,12 +71,9 @@ def shell_findings(line: str, environ: Mapping[str, str] | None = None, decided:
     A problem: no pin reads it, or its value is not allowed on `line`, unless the launcher replaces it (`decided`).
     A note: only another line reads it, or the pin file does not list it.
     """
-    pins, found = load_pins(), []
-    for name, value in sorted((os.environ if environ is None else environ).items()):
-        finding = _shell_finding(pins, line, name, value, name in decided)
-        if finding:
-            found.append(finding)
-    return found
+    pins, variables = load_pins(), sorted((os.environ if environ is None else environ).items())
+    findings = (_shell_finding(pins, line, name, value, name in decided) for name, value in variables)
+    return [finding for finding in findings if finding]
 
 
 def _shell_finding(pins: Pins, line: str, name: str, given: str, decided: bool) -> Finding | None:
@@ -96,14 +84,8 @@ def _shell_finding(pins: Pins, line: str, name: str, given: str, decided: bool) 
     if variable is None:
         if not name.startswith(_PREFIXES):
             return None
-        return Finding(
-            name,
-            "note",
-            "shell",
-            "",
-            value,
-            f"neither set nor checked by this recipe; names that are, nearest: {nearest(name, pins.environment)}",
-        )
+        text = f"neither set nor checked by this recipe; names that are, nearest: {nearest(name, pins.environment)}"
+        return Finding(name, "note", "shell", "", value, text)
     if not variable.reads(line):
         return Finding(name, "note", "shell", "", value, f"line {line} does not read it ({pins.read_by(name, line)})")
     if name == VARIABLE:
@@ -116,11 +98,5 @@ def _shell_finding(pins: Pins, line: str, name: str, given: str, decided: bool) 
     if variable.accepts(given):
         return Finding(name, "fine", pins.read_by(name, line), variable.allowed_text, value)
     note = f": {variable.note}" if variable.note else ""
-    return Finding(
-        name,
-        "problem",
-        "shell",
-        variable.allowed_text,
-        value or "an empty string",
-        f"correct or unset it{note} (read by {pins.read_by(name, line)})",
-    )
+    todo = f"correct or unset it{note} (read by {pins.read_by(name, line)})"
+    return Finding(name, "problem", "shell", variable.allowed_text, value or "an empty string", todo)

@@ -14,13 +14,11 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
-from typing import NamedTuple
 
-from verl_patches.patching.contract import PACKAGES
+from verl_patches.patching.contract import PACKAGES, installed_root
 from verl_patches.patching.report import Finding, Report
 from verl_patches.patching.switches import VARIABLE, parse
 from verl_patches.upstream.checkouts import FETCH, Trees
-from verl_patches.upstream.installed import installed_root
 from verl_patches.upstream.modified import roots_of, source_findings
 from verl_patches.upstream.pins import Line, Pins, load_pins, same_version
 from verl_patches.upstream.support import shell_findings
@@ -85,30 +83,17 @@ def _package(name: str, pinned: str, machine: Machine) -> Finding:
     found = machine.distribution(name)
     if found and same_version(pinned, found):
         return Finding(name, "fine", "", pinned, found)
-    return Finding(
-        name,
-        "problem",
-        "",
-        pinned,
-        found or "not installed",
-        f"install {name} {pinned}" + (" in place of it" if found else ""),
-    )
+    todo = f"install {name} {pinned}" + (" in place of it" if found else "")
+    return Finding(name, "problem", "", pinned, found or "not installed", todo)
 
 
-class _Component(NamedTuple):
-    """Where Ascend software leaves its version: files by pattern below its home, then keys in order of preference."""
-
-    home: str
-    pattern: str
-    keys: tuple[str, ...]
-
-
+# where Ascend software leaves its version: files by pattern below its home, then keys in order of preference
 _COMPONENTS = {
-    "driver": _Component("driver", "version.info", ("package_version", "Version")),
-    "firmware": _Component("firmware", "version.info", ("package_version", "Version")),
-    "cann_toolkit": _Component("toolkit", "*-linux/ascend_toolkit_install.info", ("version",)),
-    "cann_kernels": _Component("toolkit", "opp_kernel/version.info", ("version_dir", "Version")),
-    "cann_nnal": _Component("nnal", "version.info", ("Ascend-cann-atb",)),
+    "driver": ("driver", "version.info", ("package_version", "Version")),
+    "firmware": ("firmware", "version.info", ("package_version", "Version")),
+    "cann_toolkit": ("toolkit", "*-linux/ascend_toolkit_install.info", ("version",)),
+    "cann_kernels": ("toolkit", "opp_kernel/version.info", ("version_dir", "Version")),
+    "cann_nnal": ("nnal", "version.info", ("Ascend-cann-atb",)),
 }
 
 
@@ -129,24 +114,23 @@ def _ascend_version(name: str, machine: Machine) -> tuple[str | None, str]:
 
     ASCEND_HOME_PATH and ATB_HOME_PATH (.../atb/cxx_abi_0), where set, name the homes of toolkit and NNAL.
     """
-    root, atb, component = machine.ascend, machine.environ.get("ATB_HOME_PATH"), _COMPONENTS[name]
+    root, atb, (home, pattern, keys) = machine.ascend, machine.environ.get("ATB_HOME_PATH"), _COMPONENTS[name]
     homes = {
         "driver": root / "driver",
         "firmware": root / "firmware",
         "toolkit": Path(machine.environ.get("ASCEND_HOME_PATH") or root / "ascend-toolkit/latest"),
         "nnal": Path(atb).parent.parent if atb else root / "nnal/atb/latest",
     }
-    home = homes[component.home]
-    for file in sorted(home.glob(component.pattern)):
+    for file in sorted(homes[home].glob(pattern)):
         try:
             lines = file.read_text(errors="replace").splitlines()
         except OSError:
             continue
         found = dict(match.groups() for line in lines if (match := _VERSION_LINE.match(line)))
-        version = next((found[key] for key in component.keys if key in found), None)
+        version = next((found[key] for key in keys if key in found), None)
         if version:
             return version.strip('"'), str(file)
-    return None, str(home / component.pattern)
+    return None, str(homes[home] / pattern)
 
 
 def _sources(name: str, pinned: Line, roots: Mapping[str, Path]) -> Iterator[Finding]:
@@ -157,18 +141,11 @@ def _sources(name: str, pinned: Line, roots: Mapping[str, Path]) -> Iterator[Fin
         if package in roots:
             continue
         key = of_package.get(package)
-        if key is None:
-            yield Finding(
-                package,
-                "problem",
-                package,
-                "an installed package",
-                "not importable",
-                "bash scripts/setup.sh installs it",
-            )
-            continue
-        todo = "then give --upstream DIR, or put it on PYTHONPATH"
-        if pinned.repositories[key].by_pip:
-            todo = f"then install it: python -m pip install --no-build-isolation --editable DIR/{key}"
-        commit = pinned.repositories[key].commit[:12]
-        yield Finding(key, "problem", package, f"commit {commit}", "not importable", f"{FETCH}; {todo}")
+        wanted, todo = "an installed package", "bash scripts/setup.sh installs it"
+        if key is not None:
+            wanted, todo = f"commit {pinned.repositories[key].commit[:12]}", f"{FETCH}; then "
+            if pinned.repositories[key].by_pip:
+                todo += f"install it: python -m pip install --no-build-isolation --editable DIR/{key}"
+            else:
+                todo += "give --upstream DIR, or put it on PYTHONPATH"
+        yield Finding(key or package, "problem", package, wanted, "not importable", todo)

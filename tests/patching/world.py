@@ -1,0 +1,133 @@
+"""A small upstream package and names for code that a test runs in its own process (fixture `play`)."""
+
+import logging
+
+from verl_patches.patching import engine as engines
+from verl_patches.patching import fingerprint
+from verl_patches.patching.engine import Engine, PatchError
+from verl_patches.patching.spec import PatchSpec
+from verl_patches.patching.switches import parse
+
+FILES = {
+    "up/__init__.py": "",
+    "up/base.py": """
+        TABLE = {"a": 1}
+        NOTHING = None
+        CONSTANT = 1
+        def f(x): return x
+        def g(x): return x
+        class Thing:
+            def m(self): return "m"
+            @staticmethod
+            def st(x): return x
+            @classmethod
+            def cl(cls): return cls.__name__
+            @property
+            def prop(self): return 1
+    """,
+    "up/user.py": "from up.base import f\n",
+    "up/other.py": "def h(x): return x\nclass Thing: pass\n",
+    "up/worker.py": "import ours_prelude\ndef work(x): return x\n",
+    "up/lazy.py": """
+        def made(kept=[]): return kept or kept.append(type("Made", (), {"m": lambda self: "m"})) or kept
+        def __getattr__(name):
+            if name == "Made": return made()[0]
+            raise AttributeError(name)
+    """,
+    "ours.py": """
+        import functools
+        from verl_patches.patching.engine import is_on
+        def louder(original):
+            @functools.wraps(original)
+            def ours(*a): return f"{original(*a)}!"
+            return ours
+        def asking(original): return lambda *a: f"{original(*a)}?"
+        def entries(): return {"b": 2}
+        VALUE = object()
+        def nothing(original): return None
+        def same(original): return original
+        def bad(original): raise ImportError("no such thing")
+        def no_entries(): return [1]
+        def exits(original): raise SystemExit(3)
+        class OurThing:
+            def m(self): return f"{super().m()} and ours" if is_on("t.feature") else super().m()
+        class NotOver:
+            def m(self): return "of a class that is nowhere in place"
+        class Narrow:
+            def m(self, extra): return extra
+    """,
+    "standin_mod.py": """
+        from types import ModuleType
+        answer = 42
+        inner, object_ = ModuleType("inner"), ModuleType("object_")
+        inner.deep = object_.deep = ModuleType("deep")
+        inner.deep.answer = 43
+    """,
+    # as a manager of patches that goes over all of sys.modules does
+    "theirs.py": """
+        import functools, sys
+        def put(module, name, make):
+            old = getattr(sys.modules[module], name)
+            new = make(old)
+            for other in list(sys.modules.values()):
+                if getattr(other, name, None) is old: setattr(other, name, new)
+        def replacing(old):
+            def quick(x): return "theirs"
+            return quick
+        def wrapping(old):
+            @functools.wraps(old)
+            def wrapper(*a): return f"<{old(*a)}>"
+            return wrapper
+        def other(x): return x
+    """,
+}
+warned = []
+
+
+class _Keep(logging.Handler):
+    def emit(self, record):
+        warned.append(record.getMessage())
+
+
+logging.getLogger("verl_patches").addHandler(_Keep(logging.WARNING))
+
+
+def row(id, target="up.base:f", kind="wrap", provider="ours:louder", **more):
+    return PatchSpec(id, "model", target, kind, provider, "why", "exit", **more)
+
+
+F = row("t.f", bindings=("up.user:f",))
+OVER = row("t.over", provider="ours:asking", bindings=("up.user:f",), needs=("t.f",))
+CLASS = row("t.class", "up.base:Thing", "subclass", "ours:OurThing")
+FEATURE = row("t.feature", "up.base:Thing.m", "override", "ours:OurThing.m", needs=("t.class",))
+
+
+def engine(*rows, text=""):
+    """An engine with the switches `text`, as the process's own."""
+    engines._CURRENT = Engine(rows, parse(f"line=pypi,platform=cpu,{text}"))
+    return engines._CURRENT
+
+
+def drift(*targets):
+    """From now on these targets differ from what was reviewed."""
+    fingerprint.reviewed_hash = lambda line, target: "0" * 16 if target in targets else None
+
+
+def look(e):
+    return {row["id"]: [row["state"], row["reason"]] for row in e.status()}
+
+
+def states(e):
+    return {row["id"]: row["state"] for row in e.status()}
+
+
+def tried(action):
+    """The error that a call raises, as text; None without one. SystemExit is not expected."""
+    try:
+        action()
+    except (PatchError, ImportError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def proof(e):
+    return tried(lambda: e.verify("worker"))
