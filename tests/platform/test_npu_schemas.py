@@ -14,7 +14,7 @@ import torch
 
 from verl_patches.errors import ConfigError
 from verl_patches.platform.cpu.ascend import mindspeed_ops
-from verl_patches.platform.cpu.ascend.checked import builder_op
+from verl_patches.platform.npu.op_schemas import builder_op
 from verl_patches.platform.cpu.ascend.packages import torch_npu
 from verl_patches.platform.npu import op_schemas
 

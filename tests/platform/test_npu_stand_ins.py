@@ -6,7 +6,7 @@ import pytest
 
 from verl_patches.patching.switches import Switches
 from verl_patches.platform.cpu import rows as cpu_rows
-from verl_patches.platform.cpu.ascend import missing
+from verl_patches.platform.cpu.ascend import packages
 
 pytestmark = pytest.mark.slow  # each starts processes, or plans 256 ranks
 
@@ -182,9 +182,9 @@ def test_unknown_names_say_where_to_add_them_or_why_not(on_a3):
     on_a3("""
 import torch_npu
 for place, name, words in (
-    (torch_npu, "npu_magic", "add it to verl_patches/platform/cpu/ascend/packages.py"),
+    (torch_npu, "npu_magic", "add it to verl_patches.platform.cpu.ascend.packages"),
     (torch_npu, "npu_mm_reduce_scatter_base", "use_ascend_mc2"),
-    (torch.npu, "magic", "add it to verl_patches/platform/cpu/ascend/npu.py"),
+    (torch.npu, "magic", "add it to verl_patches.platform.cpu.ascend.packages"),
     (torch.npu, "memory_stats", "adaptive recompute"),
 ):
     assert not hasattr(place, name)
@@ -246,6 +246,6 @@ def test_builders_load_the_references_and_refuse_the_rest():
 
 
 def test_reasons_cover_what_lies_below_a_name():
-    assert "profiling" in missing.reason("torch_npu.profiler.ProfilerLevel.Level1")
-    assert missing.reason("torch_npu.npu_rms_norm") is None
-    assert missing.reason("torch_npu.npu.memory_statistics") is None
+    assert "profiling" in packages.reason("torch_npu.profiler.ProfilerLevel.Level1")
+    assert packages.reason("torch_npu.npu_rms_norm") is None
+    assert packages.reason("torch_npu.npu.memory_statistics") is None

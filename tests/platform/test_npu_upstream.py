@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from verl_patches.platform.cpu.ascend import mindspeed_ops, missing, packages
+from verl_patches.platform.cpu.ascend import mindspeed_ops, packages
 from verl_patches.platform.npu import op_schemas
 
 HERE = Path(__file__).parent
@@ -54,13 +54,13 @@ def unknown(used):
     for name, places in used.items():
         if is_there(name):
             continue
-        if missing.reason(name) is None:
+        if packages.reason(name) is None:
             found.append(f"{name}: not known, used at {', '.join(sorted(places))}")
         else:
             found += [
                 f"{name}: listed, but used at {place}"
                 for place in sorted(places)
-                if not place.startswith(missing.users(name))
+                if not place.startswith(packages.users(name))
             ]
     return sorted(found)
 
@@ -89,8 +89,8 @@ def test_a_new_name_or_a_new_place_would_be_seen():
 
 
 def test_the_list_has_no_name_that_is_not_used(used):
-    reasons = {missing.reason(name) for name in used if not is_there(name)}
-    assert {entry[0] for entry in missing.NAMES.values()} == reasons - {None}
+    reasons = {packages.reason(name) for name in used if not is_there(name)}
+    assert {entry[0] for entry in packages.NAMES.values()} == reasons - {None}
 
 
 def test_reading_finds_every_form(npu_names, tmp_path):
@@ -162,7 +162,7 @@ def test_every_builder_is_known(a3_sources, npu_names):
         for name in mindspeed_ops.OPS
         if f"class {builder}(" in text and f'OP_NAME = "{name}"' in text
     }
-    assert set(found) == with_reference | set(missing.BUILDERS)
+    assert set(found) == with_reference | set(mindspeed_ops.WITHOUT_REFERENCE)
     assert len(with_reference) == len(mindspeed_ops.OPS)
 
 
