@@ -10,7 +10,6 @@ from omegaconf import DictConfig, OmegaConf
 
 from tests.ranks import init_group
 from verl_patches import catalog
-from verl_patches.model import a3_rows
 from verl_patches.patching import engine
 from verl_patches.patching.switches import from_environment
 from verl_patches.platform.cpu import rows as cpu_rows
@@ -58,7 +57,7 @@ def rows():
     shared = [row for row in (*catalog.NO_BUILD, *cpu_rows.TORCH, *cpu_rows.VERL) if row.id not in _NOT_HERE]
     shared += [row for row in (*catalog.MODEL, *catalog.UPDATE) if row.id in _WORKER]
     shared = [dataclasses.replace(row, lines=frozenset({"a3"})) for row in shared]
-    return (*a3_rows.ROWS, *cpu_rows.NPU, *shared)
+    return (*catalog.MINDSPEED, *cpu_rows.NPU, *shared)
 
 
 def run(job: str, config: Any, *arguments: Any) -> Any:

@@ -21,8 +21,7 @@ import pytest
 
 from verl_patches.catalog import ROWS
 from verl_patches.patching.switches import Switches
-from verl_patches.platform.npu import op_schemas
-from verl_patches.platform.npu.network import SOCKETS
+from verl_patches.platform.npu import SOCKETS, op_schemas
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent

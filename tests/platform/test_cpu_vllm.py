@@ -7,7 +7,8 @@ import importlib.metadata
 import pytest
 import torch
 
-from verl_patches.platform.cpu import vllm_ops, vllm_start
+from verl_patches.platform import cpu
+from verl_patches.platform.cpu import vllm as vllm_ops
 from verl_patches.platform.cpu.rows import VLLM as ROWS
 
 IDS = [row.id for row in ROWS if row.id != "platform.vllm_dp_lockstep"]  # that one: tests/rollout/test_data_parallel.py
@@ -112,7 +113,7 @@ def test_version_of_vllm_is_that_of_the_wheel_installed():
             raise importlib.metadata.PackageNotFoundError(name)
         return installed[name]
 
-    version = vllm_start.version_of_vllm(original)
+    version = cpu.version_of_vllm(original)
     assert (version("vllm"), version("torch")) == ("0.9.1+cpu", "2.13.0")
     installed["vllm"] = "0.9.1"
     assert version("vllm") == "0.9.1"

@@ -12,7 +12,7 @@ import pytest
 import ray
 
 from verl_patches.errors import ConfigError
-from verl_patches.platform.npu.network import SOCKETS, set_interface, towards
+from verl_patches.platform.npu import SOCKETS, set_interface, towards
 
 ROOT = Path(__file__).resolve().parents[2]
 LOOPBACK = "127.0.0.1:6379"
@@ -87,7 +87,7 @@ def test_a_process_outside_of_ray_is_refused_and_starts_no_ray():
 
 
 FIND = (
-    "from verl_patches.platform.npu.network import *\nimport os, sys\nset_interface(2, head=sys.argv[1])\n"
+    "from verl_patches.platform.npu import *\nimport os, sys\nset_interface(2, head=sys.argv[1])\n"
     "print(os.environ['GLOO_SOCKET_IFNAME'])"
 )
 

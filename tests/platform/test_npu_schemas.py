@@ -14,9 +14,9 @@ import torch
 
 from verl_patches.errors import ConfigError
 from verl_patches.platform.cpu.ascend import mindspeed_ops
-from verl_patches.platform.npu.op_schemas import builder_op
 from verl_patches.platform.cpu.ascend.packages import torch_npu
 from verl_patches.platform.npu import op_schemas
+from verl_patches.platform.npu.op_schemas import builder_op
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "scripts" / "extract_npu_schemas.py"

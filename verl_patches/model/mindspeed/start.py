@@ -32,7 +32,7 @@ from verl_patches.errors import ConfigError
 from verl_patches.layout.model_folder import read_config
 from verl_patches.model.mindspeed.arguments import arguments_of, explain
 from verl_patches.patching import engine
-from verl_patches.platform.npu.visible_die import check_visible_die
+from verl_patches.platform.npu import check_visible_die
 
 log = logging.getLogger(__name__)
 
