@@ -213,9 +213,9 @@ MUTANTS = (
     Mutant("attention-masked-row-backward", "platform/cpu/ascend/attention.py",
            "    top, total = top.clamp_min(torch.finfo(q.dtype).min), total.clamp_min(torch.finfo(q.dtype).tiny)\n", "",
            Tests("platform/test_npu_attention.py")),
-    Mutant("gating-without-eps", "platform/cpu/ascend/experts.py",
+    Mutant("gating-without-eps", "platform/cpu/ascend/ops.py",
            "(weights.sum(-1, keepdim=True) + eps)", "weights.sum(-1, keepdim=True)",
-           Tests("platform/test_npu_experts.py")),
+           Tests("platform/test_npu_ops.py")),
 )  # fmt: skip
 
 
