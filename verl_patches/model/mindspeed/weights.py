@@ -201,8 +201,8 @@ def _stage_tensors(chunk: torch.nn.Module) -> Iterator[tuple[StageTensor, torch.
 def _gather_dense(entry: StageTensor, tensor: torch.Tensor, inventory: Inventory) -> Weights:
     from megatron.core import parallel_state
 
-    of_layer = inventory.outer if entry.layer is None else inventory.layers[entry.layer]
-    wanted = [next(p for p in of_layer if p.kind == kind) for kind in entry.kinds]
+    held = inventory.at(entry.layer, None)
+    wanted = [held[kind] for kind in entry.kinds]
     axis = _axis(entry.kinds)
     group = parallel_state.get_tensor_model_parallel_group()
     parts = [tensor] if axis is None else _all_gather(tensor, group)
