@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from scripts.extract_npu_schemas import WHEEL_FILE, extract
 from verl_patches.errors import ConfigError
 from verl_patches.platform.cpu.ascend import mindspeed_ops
 from verl_patches.platform.cpu.ascend.packages import torch_npu
@@ -29,14 +30,14 @@ def test_every_function_of_the_stand_in_has_a_schema_and_the_other_way_round():
 
 def test_committed_file_says_where_it_is_from():
     found = json.loads(op_schemas.FILE.read_text())
-    assert found["version"] == op_schemas.VERSION and found["source"] == op_schemas.WHEEL_FILE
+    assert found["version"] == op_schemas.VERSION and found["source"] == WHEEL_FILE
     assert all(name.startswith(f"torch_npu-{op_schemas.VERSION}-") for name in found["sha256"])
     assert all(re.fullmatch(r"[0-9a-f]{64}", value) for value in found["sha256"].values())
     assert any("aarch64" in name for name in found["sha256"])  # the machines of the cluster
     assert found["functions"] == sorted(set(found["functions"]))
 
 
-def wheel(folder, functions, file=op_schemas.WHEEL_FILE, machine="any"):
+def wheel(folder, functions, file=WHEEL_FILE, machine="any"):
     path = folder / f"torch_npu-9.9.9-cp310-cp310-{machine}.whl"
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr(file, json.dumps({"custom": [{"func": f} for f in functions]}))  # JSON is YAML
@@ -46,7 +47,7 @@ def wheel(folder, functions, file=op_schemas.WHEEL_FILE, machine="any"):
 def test_extraction_from_a_wheel(tmp_path):
     wanted = ["npu_a(Tensor self) -> Tensor", "npu_a.out(Tensor self, *, Tensor(a!) y) -> Tensor(a!)"]
     path = wheel(tmp_path, [wanted[0].replace(" ", "  "), wanted[1], "npu_b(int k) -> Tensor"])
-    found = op_schemas.extract([path], ["npu_a"])
+    found = extract([path], ["npu_a"])
     assert found["functions"] == wanted
     assert found["version"] == "9.9.9" and found["sha256"] == {path.name: hashlib.sha256(path.read_bytes()).hexdigest()}
     odd, other = wheel(tmp_path, [], "other.yaml", "x"), wheel(tmp_path, wanted[:1], machine="other")
@@ -57,7 +58,7 @@ def test_extraction_from_a_wheel(tmp_path):
         ("wheels differ.*other.whl", [path, other], ["npu_a"]),
     ):
         with pytest.raises(ConfigError, match=words):
-            op_schemas.extract(wheels, names)
+            extract(wheels, names)
 
 
 def test_script_compares_and_refuses(tmp_path):

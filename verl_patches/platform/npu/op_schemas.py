@@ -1,24 +1,20 @@
-"""Schemas of torch_npu functions: out of a wheel (it is a zip, nothing is installed), into JSON, and back.
+"""Schemas of torch_npu functions, out of the committed file that scripts/extract_npu_schemas.py writes from the wheels.
 
-A wheel declares its functions in one yaml (`WHEEL_FILE`), section `custom`, one line each:
-`npu_rms_norm(Tensor self, Tensor gamma, float epsilon=1e-06) -> (Tensor, Tensor)`. In Python `self` is called `input`.
-The committed file holds those lines for all functions that MindSpeed, MindSpeed-LLM and vllm-ascend call at the pins,
-with the wheels' version and hashes. ATB's functions (torch_npu._npu_flash_attention and the like) are declared
-elsewhere than in the wheel's yaml. `torch_npu_op` and `builder_op` bind the arguments of a plain-torch reference by
-such a schema, as the real binding does.
+It holds lines like `npu_rms_norm(Tensor self, Tensor gamma, float epsilon=1e-06) -> (Tensor, Tensor)` for all functions
+that MindSpeed, MindSpeed-LLM and vllm-ascend call at the pins, with the wheels' version and hashes. In Python `self` is
+called `input`. ATB's functions (torch_npu._npu_flash_attention and the like) are not among them. `torch_npu_op` and
+`builder_op` bind the arguments of a plain-torch reference by such a schema, as the real binding does.
 """
 
 from __future__ import annotations
 
 import ast
 import functools
-import hashlib
 import inspect
 import json
 import numbers
 import re
-import zipfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,7 +39,6 @@ npu_weight_quant_batchmatmul
 FUNCTIONS = sorted(WITH_REFERENCE + WITHOUT_REFERENCE)
 VERSION = "2.5.1.post1"
 FILE = Path(__file__).with_name(f"torch_npu-{VERSION}.json")
-WHEEL_FILE = "torch_npu/csrc/aten/npu_native_functions_by_codegen.yaml"
 
 _HEAD = re.compile(r"(?P<name>\w+)(\.(?P<overload>\w+))?\((?P<arguments>.*)\)\s*->\s*(?P<returns>.*)\Z", re.DOTALL)
 _ARGUMENT = re.compile(r"(?P<kind>\w+(\(\w!\))?(\[\d*\])?\??)\s+(?P<name>\w+)(=(?P<default>.+))?\Z", re.DOTALL)
@@ -124,49 +119,6 @@ def read(file: Path = FILE) -> dict[str, tuple[Schema, ...]]:
         schema = parse(text)
         found[schema.name] = (*found.get(schema.name, ()), schema)
     return found
-
-
-def extract(wheels: Sequence[Path], names: Iterable[str]) -> dict[str, Any]:
-    """What the committed file holds, read anew from wheels of one version (one a machine type), which must agree.
-
-    Raises ConfigError that names the functions that a wheel does not declare, or the wheel that differs.
-    """
-    wanted = sorted(set(names))
-    declared = {wheel: _declared(wheel, wanted) for wheel in wheels}
-    versions = {wheel.name.split("-")[1] for wheel in wheels}
-    lines = declared[wheels[0]]
-    odd = [wheel.name for wheel in wheels if declared[wheel] != lines]
-    if len(versions) != 1 or odd:
-        raise ConfigError(f"wheels differ: versions {sorted(versions)}; other declarations than in the first: {odd}")
-    hashes = {wheel.name: hashlib.sha256(wheel.read_bytes()).hexdigest() for wheel in sorted(wheels)}
-    return {
-        "package": "torch_npu",
-        "version": versions.pop(),
-        "sha256": hashes,
-        "source": WHEEL_FILE,
-        "functions": lines,
-    }
-
-
-def _declared(wheel: Path, wanted: list[str]) -> list[str]:
-    import yaml
-
-    if not zipfile.is_zipfile(wheel):
-        raise ConfigError(f"{wheel}: not a wheel; expected a file like torch_npu-{VERSION}-cp310-cp310-*.whl")
-    with zipfile.ZipFile(wheel) as archive:
-        if WHEEL_FILE not in archive.namelist():
-            raise ConfigError(f"{wheel}: has no {WHEEL_FILE}; expected a torch_npu wheel")
-        content = yaml.safe_load(archive.read(WHEEL_FILE))
-    lines = {
-        " ".join(entry["func"].split())
-        for section in ("custom", "custom_autograd")
-        for entry in content.get(section) or ()
-    }
-    kept = sorted(line for line in lines if line.split("(", 1)[0].split(".")[0] in wanted)
-    missing = set(wanted) - {parse(line).name for line in kept}
-    if missing:
-        raise ConfigError(f"{wheel.name} declares no {', '.join(sorted(missing))}")
-    return kept
 
 
 # -- calls that are checked by schemas ---------------------------------------------------------------------------------
