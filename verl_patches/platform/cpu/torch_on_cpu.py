@@ -91,7 +91,20 @@ def manual_seed(seed: int) -> None:
     torch.default_generator.manual_seed(int(seed))
 
 
-class Event:
+class _Finished:
+    """Work on a CPU is done when a call returns, so nothing waits."""
+
+    def query(self) -> bool:
+        """All work is done."""
+        return True
+
+    def synchronize(self, *other) -> None:
+        """Nothing to wait for."""
+
+    wait = wait_stream = wait_event = synchronize
+
+
+class Event(_Finished):
     """torch.cuda.Event: a point in a stream; all work before it is done when it is recorded."""
 
     def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False):
@@ -101,16 +114,6 @@ class Event:
         """Note the time."""
         self._at_s = time.perf_counter()
 
-    def wait(self, stream: Any = None) -> None:
-        """Nothing to wait for."""
-
-    def query(self) -> bool:
-        """All work is done."""
-        return True
-
-    def synchronize(self) -> None:
-        """Nothing to wait for."""
-
     def elapsed_time(self, end_event: Event) -> float:
         """Milliseconds from this event to another; RuntimeError where one was not recorded."""
         if self._at_s is None or end_event._at_s is None:
@@ -118,30 +121,17 @@ class Event:
         return (end_event._at_s - self._at_s) * 1000
 
 
-class Stream:
-    """torch.cuda.Stream: a queue whose work is done when a call returns, so nothing waits."""
+class Stream(_Finished):
+    """torch.cuda.Stream: a queue."""
 
     def __init__(self, device: Any = None, priority: int = 0, **kwargs):
         pass
-
-    def wait_stream(self, stream: Any) -> None:
-        """Nothing to wait for."""
-
-    def wait_event(self, event: Any) -> None:
-        """Nothing to wait for."""
 
     def record_event(self, event: Event | None = None) -> Event:
         """An event that is over."""
         event = event or Event()
         event.record(self)
         return event
-
-    def query(self) -> bool:
-        """All work is done."""
-        return True
-
-    def synchronize(self) -> None:
-        """Nothing to wait for."""
 
 
 # -- tensors -----------------------------------------------------------------------------------------------------------
