@@ -75,14 +75,6 @@ def test_scaled_masked_softmax(triangle):
     assert gradcheck(lambda x: torch_npu.npu_scaled_masked_softmax(x, mask, 0.3, triangle), (x,))
 
 
-def test_transpose_cast_and_format():
-    x = leaf(2, 3, 4)
-    assert torch.equal(torch_npu.npu_confusion_transpose(x, [1, 0, 2], [3, 8], True), x.transpose(0, 1).reshape(3, 8))
-    assert torch.equal(torch_npu.npu_confusion_transpose(x, [1, 0], [6, 4], False), x.reshape(6, 4).T)
-    assert torch_npu.npu_dtype_cast(x, torch.bfloat16).dtype == torch.bfloat16
-    assert torch_npu.npu_format_cast(x, 29) is x
-
-
 # -- AdamW ------------------------------------------------------------------------------------------------------------
 
 LR, BETAS, EPS, DECAY = 0.1, (0.8, 0.9), 1e-3, 0.2
@@ -203,10 +195,6 @@ def test_softmax_gating():
     weights, ids, out = torch_npu.npu_moe_gating_top_k(x, 2, out_flag=True)
     torch.testing.assert_close((weights, out), (expected[:, :2], scores))
     assert torch.equal(ids, order[:, :2].int())
-    weights, ids, rows = torch_npu.npu_moe_gating_top_k_softmax(x, torch.tensor([0, 1, 0, 0, 0]).bool(), 2)
-    torch.testing.assert_close(weights, expected[:, :2])
-    assert ids[1].tolist() == [4, 4] and torch.equal(ids[[0, 2, 3, 4]], order[[0, 2, 3, 4], :2].int())
-    assert rows.tolist() == [[0, 5], [1, 6], [2, 7], [3, 8], [4, 9]]
 
 
 # -- grouped products -------------------------------------------------------------------------------------------------
@@ -297,7 +285,6 @@ REFUSED = [
     ("moe_gating_top_k", "more than", (ROUTE, 3), {"k_group": 1, "group_count": 4}),
     ("moe_gating_top_k", "multiple of group_count", (ROUTE, 2), {"group_count": 3}),
     ("moe_gating_top_k", "bias must be", (ROUTE, 2), {"bias": torch.zeros(4)}),
-    ("moe_gating_top_k_softmax", "E >= k", (ROUTE, None, 9), {}),
 ]  # fmt: skip
 BUILDERS_REFUSE = [
     ("rotary_position_embedding", "mode must be 0", (X4, X4, X4, 2)),

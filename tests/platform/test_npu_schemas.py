@@ -99,8 +99,8 @@ BAD_CALLS = {
     "text for a number": (torch_npu.npu_swiglu, (X, "1"), {}),
     "float for an int": (torch_npu.npu_swiglu, (X, 1.0), {}),
     "bool for an int": (torch_npu.npu_swiglu, (X, True), {}),
-    "tensor for a list of numbers": (torch_npu.npu_confusion_transpose, (X, torch.tensor([1, 0]), [4, 2], True), {}),
-    "list of floats": (torch_npu.npu_confusion_transpose, (X, [1.0, 0.0], [4, 2], True), {}),
+    "tensor for a list of numbers": (torch_npu.npu_fusion_attention, (X, X, X, 1, "SBH"), {"prefix": X.int()}),
+    "list of floats": (torch_npu.npu_fusion_attention, (X, X, X, 1, "SBH"), {"prefix": [1.0, 0.0]}),
     "tensor for a list of tensors": (torch_npu.npu_grouped_matmul, (X, [X]), {}),
     "missing out": (torch_npu.npu_apply_adam_w, ADAM, {}),
     "builder: keyword where the C++ names none": (
@@ -120,7 +120,7 @@ def test_wrong_names_and_kinds_are_type_errors(name):
 
 def test_kinds_are_no_stricter_than_the_real_ones():
     torch_npu.npu_rms_norm(X, torch.ones(4), 1)  # an int is a float
-    torch_npu.npu_confusion_transpose(X, (1, 0), torch.Size((4, 2)), True)
+    torch_npu.npu_moe_token_unpermute(X, torch.tensor([1, 0]), restore_shape=torch.Size((2, 4)))
     ours = builder_op("f(int? k, int[]? ends, Scalar s) -> ()")(lambda k, ends, s: (k, ends, s))
     assert ours(None, None, True) == (None, None, True)
 

@@ -1,4 +1,4 @@
-"""The other ops of torch_npu: norm, activation, rotary embedding, softmax, casts, AdamW, and mixture of experts.
+"""The other ops of torch_npu: norm, activation, rotary embedding, softmax, AdamW, and mixture of experts.
 
 T tokens, H hidden, k experts a token, E experts, M rows in all, K and N the sides of one expert's matrix.
 """
@@ -101,24 +101,6 @@ def npu_scaled_masked_softmax(x, mask, scale, fixed_triu_mask):
 
 
 @torch_npu_op
-def npu_confusion_transpose(input, perm, shape, transpose_first):
-    """Permute, then reshape (transpose_first), or the other way round."""
-    return input.permute(perm).reshape(shape) if transpose_first else input.reshape(shape).permute(perm)
-
-
-@torch_npu_op
-def npu_dtype_cast(input, dtype):
-    """input in another dtype."""
-    return input.to(dtype)
-
-
-@torch_npu_op
-def npu_format_cast(input, acl_format):
-    """input itself: storage formats exist on a device only."""
-    return input
-
-
-@torch_npu_op
 def npu_apply_adam_w(
     beta1_power, beta2_power, beta1, beta2, epsilon, grad, max_grad_norm, amsgrad, out, lr, weight_decay, maximize
 ):
@@ -189,21 +171,6 @@ def npu_moe_token_unpermute(permuted_tokens, sorted_indices, probs, padded_mode)
     rows = wide(torch.cat((permuted_tokens, cut))).index_select(0, sorted_indices.long()).view(-1, k, width)
     total = rows.sum(1) if probs is None else (rows * wide(probs).unsqueeze(-1)).sum(1)
     return total.to(permuted_tokens.dtype)
-
-
-@torch_npu_op
-@torch.no_grad()
-def npu_moe_gating_top_k_softmax(x, finished, k):
-    """(softmax scores of the k best, their experts int32, row numbers int32), each [T, k]; x [T, E]. No gradient.
-
-    A token that is finished goes to expert number E, which does not exist.
-    """
-    demand(x.dim() == 2 and k <= x.shape[1], f"x must be [T, E] with E >= k = {k}, found {list(x.shape)}")
-    scores, experts = wide(x).softmax(-1).topk(k)
-    if finished is not None:
-        experts = experts.masked_fill(finished.view(-1, 1), x.shape[1])
-    rows = torch.arange(experts.numel(), dtype=torch.int32).view(k, -1).T.contiguous()
-    return scores.to(x.dtype), experts.to(torch.int32), rows
 
 
 @torch_npu_op
