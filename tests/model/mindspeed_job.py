@@ -170,13 +170,8 @@ def worker_job(folder: Path, config, args) -> dict:
     mask, ids = torch.ones_like(mask), ids.clone()
     ids[:, 0] = torch.arange(6, 6 + len(ids))
     position_ids = mask.long().cumsum(-1) - 1
-    tensors = {
-        "input_ids": ids,
-        "attention_mask": mask.long(),
-        "position_ids": position_ids,
-        "responses": ids[:, -width:],
-        "advantages": torch.linspace(-1, 1, len(ids))[:, None].expand(-1, width),
-    }
+    tensors = {"input_ids": ids, "attention_mask": mask.long(), "position_ids": position_ids}
+    tensors |= {"responses": ids[:, -width:], "advantages": torch.linspace(-1, 1, len(ids))[:, None].expand(-1, width)}
     rows = torch.arange(8) % len(ids)  # the mini batch: 4 prompts x 2 responses
     share = rows.chunk(mpu.get_data_parallel_world_size())[mpu.get_data_parallel_rank()]
     found = {"log_probs": [], "metrics": []}

@@ -45,19 +45,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.upstream]
 def run(a3_sources, run_ranks):
     """run(cases, early=None): what engine_start_probe.py finds."""
     sources = a3_sources()
-    env = {
-        "VERL_PATCHES": "line=a3,platform=cpu",
-        "TORCHDYNAMO_DISABLE": "1",
-        "PYTHONPATH": os.pathsep.join(map(str, sources)),
-    }
-    return lambda cases, *early: run_ranks(
-        "tests.model.mindspeed_start_probe:arguments",
-        _composed(cases, sources[0]),
-        *early,
-        env=env,
-        fresh=True,
-        backend=None,
-    )[0]
+    env = {"VERL_PATCHES": "line=a3,platform=cpu", "TORCHDYNAMO_DISABLE": "1"}
+    options = {"env": env | {"PYTHONPATH": os.pathsep.join(map(str, sources))}, "fresh": True, "backend": None}
+    job = "tests.model.mindspeed_start_probe:arguments"
+    return lambda cases, *early: run_ranks(job, _composed(cases, sources[0]), *early, **options)[0]
 
 
 @pytest.fixture(scope="module")
@@ -86,20 +77,10 @@ def test_upstream_takes_the_rest(found, name):
 
 
 def test_256_dies_as_megatron_sees_them(found):
-    args = found["die256"]
-    expected = {
-        "data_parallel_size": 8,
-        "expert_model_parallel_size": 8,
-        "moe_tp_extend_ep": True,
-        "num_layers": 61,
-        "num_layer_list": "7,7,8,8,8,8,8,7",
-        "recompute_num_layers": 8,
-        "sequence_parallel": True,
-        "moe_router_bias_update_rate": 0.0,
-        "adam_beta2": 0.999,
-        "clip_grad": 1.0,
-    }
-    assert {key: args[key] for key in expected} == expected
+    layout = {"data_parallel_size": 8, "expert_model_parallel_size": 8, "moe_tp_extend_ep": True, "num_layers": 61}
+    layout |= {"num_layer_list": "7,7,8,8,8,8,8,7", "recompute_num_layers": 8, "sequence_parallel": True}
+    optimizer = {"moe_router_bias_update_rate": 0.0, "adam_beta2": 0.999, "clip_grad": 1.0}
+    assert (layout | optimizer).items() <= found["die256"].items()
 
 
 def test_fused_weight_gradients_and_the_timeout_arrive(found):

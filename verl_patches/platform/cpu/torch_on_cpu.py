@@ -1,7 +1,7 @@
 """torch's names for a device ("cuda", "npu", NCCL), answered by the CPU and gloo.
 
-Upstream never asks which device it is on. Where torch has a CPU counterpart (torch.cpu.stream, torch.default_generator)
-that is used. This module may be imported while torch is half built, so it looks at torch only inside functions.
+Upstream never checks which device it runs on. Where torch has a CPU counterpart (torch.cpu.stream,
+torch.default_generator) that is used. This module may be imported while torch is half built, so it looks at torch only inside functions.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def _is_accelerator(device: Any) -> bool:
 
 
 def is_available() -> bool:
-    """One device, as far as verl asks."""
+    """True: verl treats the CPU as its one device."""
     return True
 
 
@@ -175,7 +175,7 @@ def pin_memory(self, *args, **kwargs):
 
 
 def type_on_cuda(original):
-    """Wrap Tensor.type: a CPU tensor calls itself torch.cuda.FloatTensor when asked, and still converts when told."""
+    """Wrap Tensor.type: without a dtype a CPU tensor is torch.cuda.FloatTensor; with one it is converted."""
 
     @functools.wraps(original)
     def type(self, *args, **kwargs):

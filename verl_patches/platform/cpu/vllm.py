@@ -2,7 +2,7 @@
 
 The platform is vLLM's own CpuPlatform, subclassed. It is installed through `vllm.platforms.builtin_platform_plugins`,
 the registry in which vLLM looks for platforms, so that worker class, communicator and config checks all follow from it.
-The worker is in a module of its own (vllm_worker.py): importing vLLM's workers asks for the platform.
+The worker is in a module of its own (vllm_worker.py): importing vLLM's workers needs the platform.
 
 Kernels, as deviations from a kernel library: no blocking, no vector code; everything is computed in fp32 and rounded
 once at the end. vLLM's own Python versions (`CustomOp.forward_native`) are used wherever they exist. Experts on CPU go
@@ -37,10 +37,10 @@ class RolloutCpuPlatform(CpuPlatform):
     def check_and_update_config(cls, vllm_config) -> None:
         """CpuPlatform's checks, minus the fall-back to its own processes, plus what MLA and missing kernels need.
 
-        - external_launcher is kept (platforms/cpu.py:146 turns it into "mp" when tp > 1).
+        - external_launcher stays (platforms/cpu.py:146 turns it into "mp" when tp > 1).
         - Operations with a Python version use it (`custom_ops=["none"]`): the wheel's compiled ones do not load.
         - MLA: prefix caching off. platforms/cpu.py:233 says so in its log but only turns chunked prefill off, and
-          cpu_mla.py:88 refuses either (verl always asks for prefix caching, vllm_rollout_spmd.py:167).
+          cpu_mla.py:88 refuses either (verl always enables prefix caching, vllm_rollout_spmd.py:167).
         """
         parallel = vllm_config.parallel_config
         backend = parallel.distributed_executor_backend
@@ -77,9 +77,9 @@ def concat_and_cache_mla(
     if kv_cache_dtype not in ("auto", "bfloat16", "float16"):
         raise NotImplementedError(f"MLA cache on CPU: kv_cache_dtype {kv_cache_dtype!r} is not supported, use 'auto'")
     slots = slot_mapping.flatten()
-    kept = slots >= 0
+    written = slots >= 0
     rows = torch.cat([kv_c, k_pe.reshape(kv_c.shape[0], -1)], dim=-1)[: slots.shape[0]]
-    kv_cache.view(-1, kv_cache.shape[-1])[slots[kept]] = rows[kept].to(kv_cache.dtype)
+    kv_cache.view(-1, kv_cache.shape[-1])[slots[written]] = rows[written].to(kv_cache.dtype)
 
 
 def mla_decode(

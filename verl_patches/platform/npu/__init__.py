@@ -1,8 +1,8 @@
 """What is particular to NPUs: the fused attention op, op schemas; here the die and the network of a worker process.
 
-Die: the device runtime is asked only after Ray has set ASCEND_RT_VISIBLE_DEVICES. Network: the interface that HCCL,
-Gloo and torch's RPC rendezvous over is the one towards Ray's head. Every worker looks it up on its own node, as nodes
-may name it differently; unset, Gloo takes what the host name resolves to, which may be the loopback.
+Die: the device runtime may be called only after Ray has set ASCEND_RT_VISIBLE_DEVICES. Network: HCCL, Gloo and torch's
+RPC rendezvous over the interface towards Ray's head. Every worker looks it up on its own node, as nodes may name it
+differently; unset, Gloo takes what the host name resolves to, which may be the loopback.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def check_visible_die(visible: int) -> None:
     found = os.environ.get(VISIBLE)
     fault = None
     if len(given) != 1:
-        fault = f"expected one die from Ray, found ids {given}: the actor asks for no NPU, or for more than one"
+        fault = f"expected one die from Ray, found ids {given}: the actor requests no NPU, or more than one"
     elif found != given[0]:
         fault = (
             f"{VISIBLE} is {found!r}, expected {given[0]!r}, the id that Ray gave. {NOT_SET_BY_RAY} is "
@@ -72,7 +72,9 @@ def set_interface(nodes: int, interface: str | None = None, head: str | None = N
     """
     own = {name: os.environ[name] for name in SOCKETS if os.environ.get(name)}
     if len(own) < len(SOCKETS):
-        chosen = _existing(interface) if interface else towards(head or _head_of_this_ray())
+        if interface:
+            _check_exists(interface)
+        chosen = interface or towards(head or _head_of_this_ray())
         why = "recipe.hccl.interface" if interface else "the route to Ray's head"
         _refuse_loopback(nodes, chosen, why)
         for name in SOCKETS.keys() - own.keys():
@@ -104,7 +106,7 @@ def towards(address: str) -> str:
     )
 
 
-def _existing(interface: str) -> str:
+def _check_exists(interface: str) -> None:
     import psutil
 
     names = sorted(psutil.net_if_addrs())
@@ -113,7 +115,6 @@ def _existing(interface: str) -> str:
             f"recipe.hccl.interface is {interface}: {_here()} has {', '.join(names)}. Leave it null, or set "
             "HCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME and TP_SOCKET_IFNAME where that node's Ray is started"
         )
-    return interface
 
 
 def _refuse_loopback(nodes: int, interface: str, why: str) -> None:

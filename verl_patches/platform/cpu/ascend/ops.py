@@ -140,7 +140,7 @@ def adam_w(param, exp_avg, exp_avg_sq, grad, max_exp_avg_sq, betas, powers, lr, 
 def npu_moe_token_permute(tokens, indices, num_out_tokens, padded_mode):
     """(tokens [T, H] in the order of their experts, [T * k, H]; the place that each (token, choice) went to, int32).
 
-    indices [T, k] or [T]; the order among tokens of one expert is kept. num_out_tokens n > 0 keeps the first n rows
+    indices [T, k] or [T]; tokens of one expert stay in order. num_out_tokens n > 0 keeps the first n rows
     only, n < 0 drops the last -n; the places are not cut. (aclnnMoeTokenPermute: argsort of argsort.)
     """
     demand(not padded_mode, "padded_mode is not supported by the device either")
@@ -150,9 +150,9 @@ def npu_moe_token_permute(tokens, indices, num_out_tokens, padded_mode):
     demand(indices.dtype in (torch.int32, torch.int64), f"indices must be int32 or int64, found {indices.dtype}")
     demand(len(indices) == len(tokens), f"{len(indices)} rows of indices for {len(tokens)} tokens")
     k, flat, limit = indices.shape[1] if indices.dim() == 2 else 1, indices.flatten(), num_out_tokens or 0
-    kept = min(limit, len(flat)) if limit > 0 else len(flat) + limit
+    rows = min(limit, len(flat)) if limit > 0 else len(flat) + limit
     order = flat.argsort(stable=True)
-    return tokens.index_select(0, order[:kept] // k), order.argsort().to(torch.int32)
+    return tokens.index_select(0, order[:rows] // k), order.argsort().to(torch.int32)
 
 
 @torch_npu_op
@@ -197,8 +197,8 @@ def npu_moe_gating_top_k(
     if group_count > 1:
         groups = choice.view(-1, group_count, E // group_count)
         value = groups.amax(-1) if group_select_mode == 0 else groups.topk(min(2, groups.shape[-1])).values.sum(-1)
-        kept = torch.zeros_like(value, dtype=torch.bool).scatter_(1, value.topk(k_group).indices, True)
-        choice = groups.masked_fill(~kept.unsqueeze(-1), -torch.inf).flatten(1)
+        best = torch.zeros_like(value, dtype=torch.bool).scatter_(1, value.topk(k_group).indices, True)
+        choice = groups.masked_fill(~best.unsqueeze(-1), -torch.inf).flatten(1)
     experts = choice.topk(k).indices
     weights = scores.gather(1, experts)
     if norm_type == 1:

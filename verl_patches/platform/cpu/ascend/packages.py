@@ -109,7 +109,7 @@ def _default_stream(device: Any = None) -> torch_on_cpu.Stream:
 
 
 class _Generators:
-    """One device, whose random numbers are the CPU's; MindSpeed asks by index, here torch.device("cpu")."""
+    """One device, whose random numbers are the CPU's; MindSpeed's index is here torch.device("cpu")."""
 
     def __getitem__(self, index: Any) -> torch.Generator:
         return torch.default_generator
@@ -162,7 +162,7 @@ npu = stand_in(
 class _Options:
     """Options of an HCCL process group: none, as no group here is HCCL's.
 
-    MindSpeed-LLM asks whether they have hccl_config before it names its groups (its core/parallel_state.py:330).
+    MindSpeed-LLM checks whether they have hccl_config before it names its groups (its core/parallel_state.py:330).
     """
 
 
@@ -187,7 +187,7 @@ torch_npu = stand_in(
         "torch_npu.contrib.transfer_to_npu",
         "Imported to make torch.cuda mean the device: here rows make it mean the CPU, and this changes nothing.")),
     npu=npu,
-    profiler=stand_in("torch_npu.profiler", "MindSpeed profiles only when told to (--profile).", profiler=stand_in(
+    profiler=stand_in("torch_npu.profiler", "MindSpeed profiles with --profile only.", profiler=stand_in(
         "torch_npu.profiler.profiler", "Imported by MindSpeed's adaptor.", analyse=analyse)),
     utils=stand_in("torch_npu.utils", "collect_env.", collect_env=stand_in(
         "torch_npu.utils.collect_env", "CANN's version.", get_cann_version=get_cann_version)),
@@ -257,7 +257,7 @@ class DataType:
 
 
 def register_fx_node_ge_converter(aten_op: Any) -> Callable[[Callable], Callable]:
-    """Decorator for what a graph compiler would call; nothing is compiled here, so nothing is kept."""
+    """Decorator for what a graph compiler would call; nothing is compiled here."""
     return lambda converter: converter
 
 
