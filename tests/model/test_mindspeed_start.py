@@ -43,11 +43,11 @@ pytestmark = [pytest.mark.slow, pytest.mark.upstream]
 
 @pytest.fixture(scope="module")
 def run(a3_sources, run_ranks):
-    """run(cases, early=None): what engine_start_probe.py finds."""
+    """run(cases, early=None): what mindspeed_start.arguments finds."""
     sources = a3_sources()
     env = {"VERL_PATCHES": "line=a3,platform=cpu", "TORCHDYNAMO_DISABLE": "1"}
     options = {"env": env | {"PYTHONPATH": os.pathsep.join(map(str, sources))}, "fresh": True, "backend": None}
-    job = "tests.model.mindspeed_start_probe:arguments"
+    job = "tests.model.mindspeed_start:arguments"
     return lambda cases, *early: run_ranks(job, _composed(cases, sources[0]), *early, **options)[0]
 
 

@@ -1,7 +1,8 @@
 """torch's names for a device ("cuda", "npu", NCCL), answered by the CPU and gloo.
 
 Upstream never checks which device it runs on. Where torch has a CPU counterpart (torch.cpu.stream,
-torch.default_generator) that is used. This module may be imported while torch is half built, so it looks at torch only inside functions.
+torch.default_generator) that is used. This module may be imported while torch is half built, so it looks at torch only
+inside functions.
 """
 
 from __future__ import annotations
