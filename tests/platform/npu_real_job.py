@@ -200,15 +200,6 @@ def attention():
 
 
 @functools.partial(check, adaptor="mindspeed")
-def attention_v2():
-    get_args().use_fusion_attn_v2 = True
-    try:
-        attention()
-    finally:
-        get_args().use_fusion_attn_v2 = False
-
-
-@functools.partial(check, adaptor="mindspeed")
 def attention_packed():
     ends = torch.tensor([0, 3, 7])
     attend(*packed_inputs(), SimpleNamespace(cu_seqlens_q=ends, cu_seqlens_kv=ends))

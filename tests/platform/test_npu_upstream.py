@@ -147,14 +147,13 @@ EXPECTED_CALLS = {
     "grouped_experts": {"npu_swiglu", *GMM, "npu_gmm_backward_fusion", "npu_groupmatmul_add_fp32"},
     "gmm_by_counts": GMM,
     "attention": ATTENTION,
-    "attention_v2": {"npu_fusion_attention_v2", "npu_fusion_attention_grad_v2"},
     "attention_packed": ATTENTION,
     "attention_packed_llm": ATTENTION,
     "token_permutation": {"npu_moe_token_permute", "npu_moe_token_unpermute"},
     "fused_adamw": {"npu_apply_adam_w"},
     "swap_adamw": {"npu_apply_fused_adamw_v2"},
 }
-ONLY = {"mindspeed": {"attention_v2", "attention_packed"}, "mindspeed_llm": {"attention_packed_llm"}}
+ONLY = {"mindspeed": {"attention_packed"}, "mindspeed_llm": {"attention_packed_llm"}}
 RUNS = [
     (adaptor, check)
     for adaptor, own in ONLY.items()

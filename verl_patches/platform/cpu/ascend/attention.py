@@ -1,4 +1,4 @@
-"""Fused attention, forward and backward, for torch_npu and for MindSpeed's builder (which calls it v2).
+"""Fused attention of torch_npu; its gradient is torch's. Only context parallelism calls the backward function of it.
 
 B batch, S and Skv lengths, N query heads, Nkv key heads (N a multiple), D head width of q and k, Dv of v, T packed.
 """
@@ -9,7 +9,6 @@ import dataclasses
 import functools
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import Any
 
 import torch
 from einops import rearrange
@@ -19,7 +18,6 @@ from verl_patches.platform.npu.op_schemas import demand, torch_npu_op, wide
 LAYOUTS = {"BSH": "b s (n d)", "SBH": "s b (n d)", "BNSD": "b n s d", "BSND": "b s n d", "TND": "(b s) n d"}
 COMPRESSED = 2048  # side of the mask that sparse modes 2, 3 and 4 take, whatever the lengths
 _STORED = 8  # softmax statistics are stored eight times
-_SPELLINGS = {"scale_value": "scale", "pre_tockens": "pre_tokens", "next_tockens": "next_tokens"}
 
 
 @functools.cache
@@ -29,7 +27,7 @@ def _triangle() -> torch.Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """What forward and backward must agree on; ValueError for what a device refuses or the reference does not do.
+    """The arguments of a call; `check` raises ValueError for those that a device refuses or the reference does not do.
 
     Sparse modes: 0 the full mask given (set: hidden) and the band of pre and next tokens, or no mask at all; 1 the full
     mask alone; 2 causal from the left upper corner; 3 causal to the right lower corner; 4 a band from there.
@@ -43,31 +41,22 @@ class Call:
     scale: float
     keep_prob: float
     sparse_mode: int
-    pre_tokens: int
-    next_tokens: int
+    pre_tockens: int
+    next_tockens: int
     atten_mask: torch.Tensor | None
     padding_mask: torch.Tensor | None
     pse: torch.Tensor | None
     prefix: list[int] | None
     actual_seq_qlen: list[int] | None
     actual_seq_kvlen: list[int] | None
-    pse_type: int = 1
-
-    @classmethod
-    def of(cls, arguments: dict[str, Any]) -> Call:
-        """The checked call with an op's arguments by name; those that neither direction computes with are left out."""
-        named = {_SPELLINGS.get(name, name.removesuffix("_opt")): value for name, value in arguments.items()}
-        fields = {field.name for field in dataclasses.fields(cls)}
-        call = cls(**{name: value for name, value in named.items() if name in fields})
-        call._check()
-        return call
 
     @property
     def layout(self) -> str:
         """One of LAYOUTS; the ops take lower case too."""
         return self.input_layout.upper()
 
-    def _check(self) -> None:
+    def check(self) -> None:
+        """ValueError that names the argument, what was expected and what was found."""
         names = ", ".join(LAYOUTS)
         demand(self.layout in LAYOUTS, f"unknown input_layout {self.layout!r}, expected one of {names}")
         inputs = self.query, self.key, self.value
@@ -77,10 +66,8 @@ class Call:
         demand(set(dims) == {width}, f"{self.layout} needs tensors of {width} dimensions, found {dims}")
         demand(self.head_num > 0, f"head_num must be more than 0, found {self.head_num}")
         demand(self.keep_prob == 1, f"keep_prob is {self.keep_prob}: dropout is not part of the reference")
-        unused = self.padding_mask is None and self.prefix is None
-        demand(unused, "padding_mask and prefix are not part of the reference")
-        known = self.pse is None or self.pse_type in (0, 1)
-        demand(known, f"pse_type {self.pse_type} is not part of the reference, which has 0 and 1")
+        unused = self.padding_mask is None and self.prefix is None and self.pse is None
+        demand(unused, "pse, padding_mask and prefix are not part of the reference")
         self._check_mask()
         self._check_ends()
 
@@ -135,11 +122,11 @@ class Call:
         """[B, N, S, D] in the call's layout."""
         return rearrange(x, f"b n s d -> {LAYOUTS[self.layout]}")
 
-    def wide_heads(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
-        """q, k, v as [B, N, S, D] in fp32 at least, and Nkv: keys of a group of heads are repeated for each."""
+    def wide_heads(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """q, k, v as [B, N, S, D] in fp32 at least: keys of a group of heads are repeated for each."""
         heads, n = self.key_heads(), self.head_num
         k, v = (wide(self.heads_first(x, heads)).repeat_interleave(n // heads, 1) for x in (self.key, self.value))
-        return wide(self.heads_first(self.query, n)), k, v, heads
+        return wide(self.heads_first(self.query, n)), k, v
 
     def parts(self, s: int, s_kv: int) -> Iterator[tuple[slice, slice]]:
         """(queries, keys) that see each other: all, or one packed sequence after the other.
@@ -152,13 +139,7 @@ class Call:
 
     def scores(self, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
         """[B, N, s, s_kv] before softmax, -inf where hidden."""
-        made = q @ k.transpose(-1, -2)
-        if self.pse is None:
-            made = made * self.scale
-        elif self.pse_type == 1:
-            made = (made + wide(self.pse)) * self.scale
-        else:
-            made = made * self.scale + wide(self.pse)
+        made = q @ k.transpose(-1, -2) * self.scale
         hidden = self._hidden(q.shape[-2], k.shape[-2])
         return made if hidden is None else made.masked_fill(hidden, -torch.inf)
 
@@ -175,7 +156,7 @@ class Call:
             ahead = ahead - (s_kv - s)
         if self.sparse_mode in (2, 3):
             return ahead > 0
-        band = (ahead > self.next_tokens) | (ahead < -self.pre_tokens)
+        band = (ahead > self.next_tockens) | (ahead < -self.pre_tockens)
         if self.sparse_mode == 4:
             return band
         mask = self.atten_mask.bool()
@@ -186,27 +167,16 @@ class Call:
 
 
 @torch_npu_op
-def npu_fusion_attention(**given):
-    """softmax(scale * (q k^T + pse), masked) v, with seven outputs.
+def npu_fusion_attention(inner_precise, gen_mask_parallel, sync, **given):
+    """softmax(scale * q k^T, masked) v, with seven outputs.
 
     Those are: attention in the layout of query, softmax maximum and sum (fp32 [B, N, S, 8], packed [T, N, 8]), an empty
-    tensor, and three numbers (seed, offset, count of dropout), here 0, 0 and the count. Masks: see Call.
+    tensor, and three numbers (seed, offset, count of dropout), here 0, 0 and the count. Masks: see Call. A query that
+    sees no key gives zero, its maximum is -inf and its sum 0 (a device leaves that undefined).
     """
-    return attend(Call.of(given))
-
-
-@torch_npu_op
-def npu_fusion_attention_grad(dy, softmax_max, softmax_sum, attention_in, **given):
-    """(dq, dk, dv, dpse) of npu_fusion_attention from its outputs; the statistics given are used, not computed anew.
-
-    So the statistics may be those of a longer softmax of which this is a part, as in ring attention.
-    """
-    return attend_backward(Call.of(given), dy, softmax_max, softmax_sum, attention_in)
-
-
-def attend(call: Call) -> tuple[Any, ...]:
-    """The seven outputs. A query that sees no key gives zero, its maximum is -inf and its sum 0 (device: undefined)."""
-    q, k, v, _ = call.wide_heads()
+    call = Call(**given)
+    call.check()
+    q, k, v = call.wide_heads()
     outs, tops, sums, pairs = [], [], [], 0
     for here, there in call.parts(q.shape[2], k.shape[2]):
         scores = call.scores(q[:, :, here], k[:, :, there])
@@ -224,32 +194,3 @@ def attend(call: Call) -> tuple[Any, ...]:
         top, total = (x.squeeze(0).transpose(0, 1) for x in (top, total))
     count = len(q) * call.head_num * pairs
     return out, top.float().contiguous(), total.float().contiguous(), call.query.new_empty(0), 0, 0, count
-
-
-@torch.no_grad()
-def attend_backward(call: Call, dy, softmax_max, softmax_sum, attention_in) -> tuple[torch.Tensor, ...]:
-    """(dq, dk, dv, dpse) by the formula of flash attention; dpse is empty without pse."""
-    given = all(x is not None for x in (softmax_max, softmax_sum, attention_in))
-    demand(given, "softmax_max, softmax_sum and attention_in of the forward call are needed")
-    demand(call.pse is None or call.layout != "TND", "pse with TND is not part of the reference")
-    q, k, v, heads = call.wide_heads()
-    grad, out = (wide(call.heads_first(x, call.head_num)) for x in (dy, attention_in))
-    top, total = (x.to(q.dtype) for x in (softmax_max, softmax_sum))
-    if call.layout == "TND":
-        top, total = (x.transpose(0, 1).unsqueeze(0) for x in (top, total))
-    top, total = top.clamp_min(torch.finfo(q.dtype).min), total.clamp_min(torch.finfo(q.dtype).tiny)
-    dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    d_pse = call.query.new_empty(0)
-    for here, there in call.parts(q.shape[2], k.shape[2]):
-        scores = call.scores(q[:, :, here], k[:, :, there])
-        weights = (scores - top[:, :, here, :1]).exp() / total[:, :, here, :1]
-        d_weights = grad[:, :, here] @ v[:, :, there].transpose(-1, -2)
-        d_scores = weights * (d_weights - (grad[:, :, here] * out[:, :, here]).sum(-1, keepdim=True))
-        dv[:, :, there] = weights.transpose(-1, -2) @ grad[:, :, here]
-        dq[:, :, here] = d_scores @ k[:, :, there] * call.scale
-        dk[:, :, there] = d_scores.transpose(-1, -2) @ q[:, :, here] * call.scale
-        if call.pse is not None:
-            factor = call.scale if call.pse_type == 1 else 1.0
-            d_pse = (d_scores * factor).sum_to_size(call.pse.shape).to(call.pse.dtype)
-    dk, dv = (x.unflatten(1, (heads, -1)).sum(2) for x in (dk, dv))
-    return (*(call.as_laid_out(x).to(call.query.dtype).contiguous() for x in (dq, dk, dv)), d_pse)

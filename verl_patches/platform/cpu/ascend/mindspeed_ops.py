@@ -1,9 +1,8 @@
 """What MindSpeed's op builders load (mindspeed/op_builder/builder.py:65): plain torch instead of compiled C++.
 
 A builder is known by its name; what it loads is a namespace of the functions that its C++ file (mindspeed/ops/csrc)
-declares: cann/fusion_attention_v2.cpp, cann/npu_ring_attention_update.cpp, cann/gmm.cpp,
-cann/npu_moe_token_(un)permute.cpp, atb/matmul_add.cpp, atb/groupmatmul_add.cpp, cann/npu_apply_fused_adamw_v2.cpp,
-cann/npu_rotary_position_embedding.cpp.
+declares: cann/gmm.cpp, cann/npu_moe_token_(un)permute.cpp, atb/matmul_add.cpp, atb/groupmatmul_add.cpp,
+cann/npu_apply_fused_adamw_v2.cpp, cann/npu_rotary_position_embedding.cpp.
 """
 
 from __future__ import annotations
@@ -15,58 +14,7 @@ from typing import Any
 import torch
 
 from verl_patches.platform.cpu.ascend import ops
-from verl_patches.platform.cpu.ascend.attention import Call, attend, attend_backward
 from verl_patches.platform.npu.op_schemas import builder_op, demand, wide
-
-
-@builder_op(
-    "npu_fusion_attention_v2(Tensor query, Tensor key, Tensor value, int head_num, str input_layout, Tensor? "
-    "pse_opt, Tensor? padding_mask_opt, Tensor? atten_mask_opt, float scale, float keep_prob, int pre_tokens, "
-    "int next_tokens, int inner_precise, int[]? prefix_opt, int[]? actual_seq_qlen, int[]? actual_seq_kvlen, "
-    "int sparse_mode, bool gen_mask_parallel, bool sync, int pse_type, int[]? q_start_idx, int[]? "
-    "kv_start_idx) -> (Tensor, Tensor, Tensor, Tensor, int, int, int)",
-    by_place=True,
-)
-@torch.no_grad()
-def npu_fusion_attention_v2(**given):
-    """The seven outputs of torch_npu's npu_fusion_attention; pse_type 0 adds pse after scaling, 1 before."""
-    return attend(Call.of(given))
-
-
-@builder_op(
-    "npu_fusion_attention_grad_v2(Tensor query, Tensor key, Tensor value, Tensor dy, int head_num, str "
-    "input_layout, Tensor? pse, Tensor? padding_mask, Tensor? atten_mask, Tensor? softmax_max, Tensor? "
-    "softmax_sum, Tensor? softmax_in, Tensor? attention_in, float scale_value, float keep_prob, int "
-    "pre_tokens, int next_tokens, int inner_precise, int seed, int offset, int numels, int[]? prefix, int[]? "
-    "actual_seq_qlen, int[]? actual_seq_kvlen, int sparse_mode, bool gen_mask_parallel, bool sync, int "
-    "pse_type, int[]? q_start_idx, int[]? kv_start_idx) -> (Tensor, Tensor, Tensor, Tensor)",
-    by_place=True,
-)
-def npu_fusion_attention_grad_v2(dy, softmax_max, softmax_sum, attention_in, **given):
-    """(dq, dk, dv, dpse), the last None without pse."""
-    *grads, d_pse = attend_backward(Call.of(given), dy, softmax_max, softmax_sum, attention_in)
-    return (*grads, None if given["pse"] is None else d_pse)
-
-
-@builder_op(
-    "npu_ring_attention_update(Tensor prev_attn_out, Tensor prev_softmax_max, Tensor prev_softmax_sum, Tensor "
-    "cur_attn_out, Tensor cur_softmax_max, Tensor cur_softmax_sum, Tensor? actual_seq_qlen=None, "
-    "str? layout='SBH') -> Tensor[]"
-)
-@torch.no_grad()
-def npu_ring_attention_update(
-    prev_attn_out, prev_softmax_max, prev_softmax_sum, cur_attn_out, cur_softmax_max, cur_softmax_sum, layout
-):
-    """[attention, maximum, sum] over the keys of both parts; attention [S, B, H], statistics [B, N, S, 8]."""
-    demand(layout in (None, "SBH"), f"layout {layout!r} is not part of the reference")
-    top = torch.maximum(prev_softmax_max, cur_softmax_max)
-    before, now = prev_softmax_sum * (prev_softmax_max - top).exp(), cur_softmax_sum * (cur_softmax_max - top).exp()
-    total = before + now
-    heads = top.shape[1]
-    weights = (w[..., :1].permute(2, 0, 1, 3) for w in (before / total, now / total))
-    parts = (wide(x).unflatten(-1, (heads, -1)) for x in (prev_attn_out, cur_attn_out))
-    out = sum(w * x for w, x in zip(weights, parts, strict=True)).flatten(-2)
-    return [out.to(prev_attn_out.dtype), top, total]
 
 
 def _grouped_op(text: str) -> Callable[[Callable], Callable]:
@@ -177,13 +125,12 @@ def _namespace(*functions: Callable) -> SimpleNamespace:
 _GROUPED = _namespace(npu_gmm, npu_gmm_backward, npu_gmm_backward_fusion)
 _ALONE = (
     npu_apply_fused_adamw_v2, npu_groupmatmul_add_fp32, npu_matmul_add_fp32, npu_moe_token_permute,
-    npu_moe_token_unpermute, npu_ring_attention_update, npu_rotary_position_embedding,
+    npu_moe_token_unpermute, npu_rotary_position_embedding,
 )  # fmt: skip
 # name of the builder -> what load() gives
 OPS: dict[str, SimpleNamespace] = {
     "grouped_matmul": _GROUPED,
     "grouped_matmul_v2": _GROUPED,
-    "fusion_attention_v2": _namespace(npu_fusion_attention_v2, npu_fusion_attention_grad_v2),
     **{function.__name__: _namespace(function) for function in _ALONE},
 }
 
@@ -196,6 +143,7 @@ WITHOUT_REFERENCE: dict[str, str] = {
     "BatchMatMulReduceScatterAlltoAllOpBuilder": "--moe-bmm-mc2",
     "FFNOpBuilder": "a fused FFN that no module of the two calls",
     "FusedEmaAdamWOpBuilder": "--optimizer-selection fused_ema_adamw",
+    "FusionAttentionV2OpBuilder": "--use-fusion-attn-v2",
     "GroupedMatMulAllReduceOpBuilder": "a fused product and all-reduce that no module of the two calls",
     "InplaceMatmulAllReduceAddRmsNormOpBuilder": "inference",
     "LcalOpBuilder": "--use-ascend-coc",
@@ -203,6 +151,7 @@ WITHOUT_REFERENCE: dict[str, str] = {
     "MemoryFragmentationBuilder": "--memory-fragmentation",
     "NpuDropoutAddLayerNormOpBuilder": "a fused dropout and norm that no module of the two calls",
     "QuantGMMOpBuilder": "quantised experts",
+    "RingAttentionUpdateOpBuilder": "context parallelism",
     "SmartSwapBuilder": "--smart-swap",
     "WeightQuantGMMOpBuilder": "quantised experts",
 }

@@ -1,4 +1,4 @@
-"""The other ops of torch_npu: norm, activation, rotary embedding, softmax, AdamW, and mixture of experts.
+"""The other ops of torch_npu: norm, activation, rotary embedding, AdamW, and mixture of experts.
 
 T tokens, H hidden, k experts a token, E experts, M rows in all, K and N the sides of one expert's matrix.
 """
@@ -11,8 +11,6 @@ import torch
 from torch.nn.functional import silu
 
 from verl_patches.platform.npu.op_schemas import demand, torch_npu_op, wide
-
-_MASKED = -10000.0  # what the softmax kernel writes where the mask is set
 
 # -- elementwise -------------------------------------------------------------------------------------------------------
 
@@ -34,25 +32,10 @@ def npu_rms_norm(input, gamma, epsilon):
 @torch_npu_op
 def npu_swiglu(input, dim):
     """silu(first half) * second half along `dim`; its width must be even."""
-    first, second = _halves(input, dim)
+    demand(-input.dim() <= dim < input.dim(), f"dim is {dim}, input has {input.dim()} dimensions")
+    demand(input.shape[dim] % 2 == 0, f"width {input.shape[dim]} along dim {dim} must be even")
+    first, second = input.chunk(2, dim)
     return (silu(wide(first)) * wide(second)).to(input.dtype)
-
-
-@torch_npu_op
-def npu_swiglu_backward(grad_output, input, dim):
-    """Gradient of npu_swiglu for its input."""
-    first, second = (wide(half) for half in _halves(input, dim))
-    found, expected = list(grad_output.shape), list(input.shape)
-    demand(grad_output.shape == first.shape, f"grad_output {found} must be half of input {expected} along {dim}")
-    gate, grad = torch.sigmoid(first), wide(grad_output)
-    d_first = grad * second * gate * (1 + first * (1 - gate))
-    return torch.cat((d_first, grad * first * gate), dim).to(input.dtype)
-
-
-def _halves(x, dim):
-    demand(-x.dim() <= dim < x.dim(), f"dim is {dim}, input has {x.dim()} dimensions")
-    demand(x.shape[dim] % 2 == 0, f"width {x.shape[dim]} along dim {dim} must be even")
-    return x.chunk(2, dim)
 
 
 @torch_npu_op
@@ -83,21 +66,6 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: b
         first, second = inner.chunk(2, -1)
         turned = torch.cat((-second, first), -1)
     return (inner * wide(cos) + turned * wide(sin)).to(x.dtype)
-
-
-@torch_npu_op
-def npu_scaled_masked_softmax(x, mask, scale, fixed_triu_mask):
-    """softmax of x * scale over the last dimension, -10000 where mask (bool, broadcasts) is set.
-
-    With fixed_triu_mask the mask given is not looked at and everything above the diagonal is masked.
-    """
-    demand(x.dim() == 4, f"x must have 4 dimensions, found {list(x.shape)}")
-    demand(mask.dtype == torch.bool, f"mask must be bool, found {mask.dtype}")
-    if fixed_triu_mask:
-        mask = torch.ones(x.shape[-2:], dtype=torch.bool).triu(1)
-    fits = mask.dim() <= 4 and torch.broadcast_shapes(mask.shape, x.shape) == x.shape
-    demand(fits, f"mask {list(mask.shape)} does not broadcast to x {list(x.shape)}")
-    return (wide(x) * scale).masked_fill(mask, _MASKED).softmax(-1).to(x.dtype)
 
 
 @torch_npu_op

@@ -45,8 +45,14 @@ NAMES: dict[str, tuple[str, tuple[str, ...]]] = {
         ("a test of MindSpeed's", ("mindspeed/ops/csrc/pluggable_allocator/",)),
     "torch_npu.npu_all_gather_base_mm": ("use_ascend_mc2 and the fused MLP, which the recipe does not set", _MC2),
     "torch_npu.npu_mm_reduce_scatter_base": ("use_ascend_mc2 and the fused MLP, which the recipe does not set", _MC2),
+    "torch_npu.npu_fusion_attention_grad":
+        ("context parallelism and ampipe, which the recipe does not set",
+         ("mindspeed/core/context_parallel/", "mindspeed/moe/ampipe/")),
     "torch_npu.npu_incre_flash_attention": ("generation with MindSpeed-LLM; here vLLM generates", _KV_CACHE),
     "torch_npu.npu_prompt_flash_attention": ("generation with MindSpeed-LLM; here vLLM generates", _KV_CACHE),
+    "torch_npu.npu_scaled_masked_softmax":
+        ("a softmax outside of attention (--no-masked-softmax-fusion)", ("mindspeed/core/fusions/fused_softmax.py",)),
+    "torch_npu.npu_swiglu_backward": ("use_ascend_mc2 and the fused MLP, which the recipe does not set", _MC2),
     "torch_npu.profiler.": ("profiling of a device (--profile, --auto-parallel)", _PROFILE),
     "torch_npu.unsupported_dtype": ("multi-modal models", ("mindspeed/multi_modal/",)),
     "torch_npu.utils.flops_count.": ("counting of operations on a device (--op-cal-tflops)", _PROFILE),
