@@ -6,21 +6,65 @@
     done
     python scripts/extract_npu_schemas.py WHEELS/torch_npu-2.5.1.post1-*.whl [--check]
 
-Which functions: verl_patches/platform/npu/op_schemas.py. Exits: 0 written or equal, 1 --check found a difference, 2
-wrong use.
+A wheel is a zip, nothing is installed. It declares its functions in one yaml (`WHEEL_FILE`), section `custom`, one line
+each. Which functions: verl_patches/platform/npu/op_schemas.py. Exits: 0 written or equal, 1 --check found a
+difference, 2 wrong use.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import sys
+import zipfile
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from verl_patches.errors import ConfigError
 from verl_patches.platform.npu import op_schemas
+
+WHEEL_FILE = "torch_npu/csrc/aten/npu_native_functions_by_codegen.yaml"
+
+
+def extract(wheels: Sequence[Path], names: Iterable[str]) -> dict[str, Any]:
+    """What the committed file holds, read anew from wheels of one version (one a machine type), which must agree.
+
+    Raises ConfigError that names the functions that a wheel does not declare, or the wheel that differs.
+    """
+    wanted = sorted(set(names))
+    declared = {wheel: _declared(wheel, wanted) for wheel in wheels}
+    versions = {wheel.name.split("-")[1] for wheel in wheels}
+    lines = declared[wheels[0]]
+    odd = [wheel.name for wheel in wheels if declared[wheel] != lines]
+    if len(versions) != 1 or odd:
+        raise ConfigError(f"wheels differ: versions {sorted(versions)}; other declarations than in the first: {odd}")
+    hashes = {wheel.name: hashlib.sha256(wheel.read_bytes()).hexdigest() for wheel in sorted(wheels)}
+    about = {"package": "torch_npu", "version": versions.pop(), "sha256": hashes, "source": WHEEL_FILE}
+    return {**about, "functions": lines}
+
+
+def _declared(wheel: Path, wanted: list[str]) -> list[str]:
+    if not zipfile.is_zipfile(wheel):
+        raise ConfigError(
+            f"{wheel}: not a wheel; expected a file like torch_npu-{op_schemas.VERSION}-cp310-cp310-*.whl"
+        )
+    with zipfile.ZipFile(wheel) as archive:
+        if WHEEL_FILE not in archive.namelist():
+            raise ConfigError(f"{wheel}: has no {WHEEL_FILE}; expected a torch_npu wheel")
+        content = yaml.safe_load(archive.read(WHEEL_FILE))
+    entries = [entry for section in ("custom", "custom_autograd") for entry in content.get(section) or ()]
+    lines = {" ".join(entry["func"].split()) for entry in entries}
+    kept = sorted(line for line in lines if line.split("(", 1)[0].split(".")[0] in wanted)
+    missing = set(wanted) - {op_schemas.parse(line).name for line in kept}
+    if missing:
+        raise ConfigError(f"{wheel.name} declares no {', '.join(sorted(missing))}")
+    return kept
 
 
 def main() -> int:
@@ -29,7 +73,7 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="write nothing, compare")
     asked = parser.parse_args()
     try:
-        found = op_schemas.extract(asked.wheels, op_schemas.FUNCTIONS)
+        found = extract(asked.wheels, op_schemas.FUNCTIONS)
     except (ConfigError, OSError) as error:
         print(error, file=sys.stderr)
         return 2

@@ -210,12 +210,12 @@ MUTANTS = (
     Mutant("fingerprint-depth-does-not-count", "patching/fingerprint.py",
            'text = f"{depth}{field}:', 'text = f"{field}:', Tests("patching/test_fingerprint.py", "place_of")),
     # reference ops of the emulated NPU
-    Mutant("attention-masked-row-backward", "platform/cpu/ascend/attention.py",
-           "    top, total = top.clamp_min(torch.finfo(q.dtype).min), total.clamp_min(torch.finfo(q.dtype).tiny)\n", "",
+    Mutant("attention-masked-row", "platform/cpu/ascend/attention.py",
+           "total.clamp_min(torch.finfo(total.dtype).tiny)", "total",
            Tests("platform/test_npu_attention.py")),
-    Mutant("gating-without-eps", "platform/cpu/ascend/experts.py",
+    Mutant("gating-without-eps", "platform/cpu/ascend/ops.py",
            "(weights.sum(-1, keepdim=True) + eps)", "weights.sum(-1, keepdim=True)",
-           Tests("platform/test_npu_experts.py")),
+           Tests("platform/test_npu_ops.py")),
 )  # fmt: skip
 
 

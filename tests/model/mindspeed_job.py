@@ -12,12 +12,11 @@ from megatron.core import tensor_parallel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
 from transformers import AutoConfig
-from verl.models.mcore import get_mcore_weight_converter, hf_to_mcore_config, init_mcore_model
-from verl.utils.megatron_utils import get_model, per_tensor_generator, unwrap_model
+from verl.models.mcore import hf_to_mcore_config, init_mcore_model
+from verl.utils.megatron_utils import get_model, unwrap_model
 
-from tests.model.parity_job import run
+from tests.model.parity_job import answers, run
 from verl_patches.errors import ConfigError
-from verl_patches.layout.inventory import build_inventory
 from verl_patches.model.mindspeed.weights import load_weights, sources_of, split_down, split_up
 from verl_patches.model.weights import named_weights
 from verl_patches.platform.npu import attention
@@ -38,41 +37,20 @@ def build(model: Path, args, with_ddp: bool = True):
     return chunks, config, hf_config
 
 
-def local_gradients(chunks, folder):
-    """What this rank knows of each gradient: [HF name], axis, part, parts, tensor (parity.whole_gradients reads it)."""
-    inventory = build_inventory(folder)
-    found = []
-    for chunk in unwrap_model(chunks):
-        for name, parameter in chunk.named_parameters():
-            made_of = sources_of(chunk, name, inventory)
-            gradients = [parameter.main_grad.clone()]
-            if made_of.stacked:
-                split = split_down if made_of.sources[0].axis == 1 else split_up
-                gradients = split(parameter.main_grad.clone(), len(made_of.sources))
-            for source, gradient in zip(made_of.sources, gradients, strict=True):
-                part, parts = (0, 1) if source.whole_shape == tuple(gradient.shape) else (source.part, source.parts)
-                rows = [p.shape[0] // (parts if source.axis == 0 else 1) for p in source.parameters]
-                found += [
-                    ([p.name], source.axis, part, parts, piece)
-                    for p, piece in zip(source.parameters, gradient.split(rows), strict=True)
-                ]
-    return found
+def _sources(chunk, name, inventory, gradient):
+    made_of = sources_of(chunk, name, inventory)
+    gradients = [gradient]
+    if made_of.stacked:
+        split = split_down if made_of.sources[0].axis == 1 else split_up
+        gradients = split(gradient, len(made_of.sources))
+    return zip(made_of.sources, gradients, strict=True)
 
 
 def parity_job(folder: Path, args) -> dict:
-    """Logits packed and padded, what the rollout would get, and gradients."""
-    model, batch = folder / "model", torch.load(folder / "batch.pt")
-    chunks, config, hf_config = build(model, args)
-    found = {"packed": run(chunks, config, hf_config, batch), "padded": run(chunks, config, hf_config, batch, False)}
-    converter = get_mcore_weight_converter(hf_config, args.params_dtype)
-    sent = {name: tensor.clone() for name, tensor in per_tensor_generator(chunks, hf_config, converter, config, {})}
-    found["synced"] = sent if torch.distributed.get_rank() == 0 else None
-    for chunk in chunks:
-        chunk.zero_grad_buffer()
-    run(chunks, config, hf_config, batch, backward=True)
-    found["gradients"] = local_gradients(chunks, model)
-    found["layers"] = [layer.layer_number for chunk in unwrap_model(chunks) for layer in chunk.decoder.layers]
-    return found
+    """What parity_job.py finds of any model, and the layers of this rank."""
+    built = build(folder / "model", args)
+    layers = [layer.layer_number for chunk in unwrap_model(built[0]) for layer in chunk.decoder.layers]
+    return {**answers(built, folder, _sources), "layers": layers}
 
 
 def bf16_job(folder: Path, args) -> dict:
@@ -192,13 +170,8 @@ def worker_job(folder: Path, config, args) -> dict:
     mask, ids = torch.ones_like(mask), ids.clone()
     ids[:, 0] = torch.arange(6, 6 + len(ids))
     position_ids = mask.long().cumsum(-1) - 1
-    tensors = {
-        "input_ids": ids,
-        "attention_mask": mask.long(),
-        "position_ids": position_ids,
-        "responses": ids[:, -width:],
-        "advantages": torch.linspace(-1, 1, len(ids))[:, None].expand(-1, width),
-    }
+    tensors = {"input_ids": ids, "attention_mask": mask.long(), "position_ids": position_ids}
+    tensors |= {"responses": ids[:, -width:], "advantages": torch.linspace(-1, 1, len(ids))[:, None].expand(-1, width)}
     rows = torch.arange(8) % len(ids)  # the mini batch: 4 prompts x 2 responses
     share = rows.chunk(mpu.get_data_parallel_world_size())[mpu.get_data_parallel_rank()]
     found = {"log_probs": [], "metrics": []}

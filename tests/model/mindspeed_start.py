@@ -1,8 +1,10 @@
-"""A rank of a line a3 test: the engine is started as a worker does it, under the rows, and then the test's function."""
+"""A rank of a line a3 test: engine start under the rows, as in a worker, and then the test's function."""
 
 import dataclasses
+import importlib
 import os
 import pkgutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,6 @@ from omegaconf import DictConfig, OmegaConf
 
 from tests.ranks import init_group
 from verl_patches import catalog
-from verl_patches.model import a3_rows
 from verl_patches.patching import engine
 from verl_patches.patching.switches import from_environment
 from verl_patches.platform.cpu import rows as cpu_rows
@@ -58,7 +59,7 @@ def rows():
     shared = [row for row in (*catalog.NO_BUILD, *cpu_rows.TORCH, *cpu_rows.VERL) if row.id not in _NOT_HERE]
     shared += [row for row in (*catalog.MODEL, *catalog.UPDATE) if row.id in _WORKER]
     shared = [dataclasses.replace(row, lines=frozenset({"a3"})) for row in shared]
-    return (*a3_rows.ROWS, *cpu_rows.NPU, *shared)
+    return (*catalog.MINDSPEED, *cpu_rows.NPU, *shared)
 
 
 def run(job: str, config: Any, *arguments: Any) -> Any:
@@ -74,3 +75,37 @@ def run(job: str, config: Any, *arguments: Any) -> Any:
     init_group("nccl")
     args = start.start(config)
     return pkgutil.resolve_name(job)(*arguments, args)
+
+
+def arguments(cases: dict[str, dict], early: str | None = None) -> dict | str:
+    """{case: Megatron's arguments, or what refuses them}; with `early`, what `prepare` says once that is imported.
+
+    A case: {"world_size", "config" (the section a worker sees), "hf" (config.json)}; the process is prepared for the
+    one called base.
+    """
+    engine.start(rows(), from_environment()).apply()
+    import torch
+
+    from verl_patches.errors import ConfigError
+    from verl_patches.model.mindspeed import start
+    from verl_patches.model.mindspeed.arguments import arguments_of, explain
+
+    before = {"compile": torch.compile, "argv": sys.argv}
+    if early is not None:
+        importlib.import_module(early)
+        try:
+            return start.prepare(cases["base"]["config"])
+        except ConfigError as error:
+            return str(error)
+    start.prepare(cases["base"]["config"])
+    found = {"compile_is_torchs": torch.compile is before["compile"], "argv_is_ours": sys.argv is before["argv"]}
+    for name, case in cases.items():
+        os.environ.update(WORLD_SIZE=str(case["world_size"]), RANK="0", CUDA_DEVICE_MAX_CONNECTIONS="1")
+        try:
+            words = arguments_of(explain(case["config"], case["hf"]))
+            start._same_features(words)
+            args = start._arguments(words)
+            found[name] = {key: value for key, value in vars(args).items() if isinstance(value, (int, float, str))}
+        except ConfigError as error:
+            found[name] = str(error)
+    return found

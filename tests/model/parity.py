@@ -21,17 +21,12 @@ def whole_gradients(ranks, layout):
     """HF name -> gradient, put together from what every rank knows."""
     parts = {}
     for rank in ranks:
-        for names, axis, part, of, tensor in rank[layout]["gradients"]:
-            pieces = tensor.chunk(len(names)) if len(names) > 1 else (tensor,)
-            for name, piece in zip(names, pieces, strict=True):
-                slot = parts.setdefault(name, [axis, [None] * of])
-                earlier = slot[1][part]
-                assert earlier is None or torch.allclose(earlier, piece, atol=1e-6), f"{name} differs between ranks"
-                slot[1][part] = piece
-    return {
-        name: torch.cat(pieces, dim=axis or 0) if len(pieces) > 1 else pieces[0]
-        for name, (axis, pieces) in parts.items()
-    }
+        for name, axis, part, of, tensor in rank[layout]["gradients"]:
+            slot = parts.setdefault(name, [axis, [None] * of])
+            earlier = slot[1][part]
+            assert earlier is None or torch.allclose(earlier, tensor, atol=1e-6), f"{name} differs between ranks"
+            slot[1][part] = tensor
+    return {name: torch.cat(pieces, dim=axis or 0) for name, (axis, pieces) in parts.items()}
 
 
 def gradient_errors(expected, found):

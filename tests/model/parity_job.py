@@ -56,44 +56,49 @@ def run(chunks, config, hf_config, batch, packed=True, backward=False):
     return kept[0] if kept else None
 
 
-def local_gradients(chunks, folder):
-    """What this rank knows of each gradient: HF names joined along axis 0, axis, part, parts, tensor."""
-    inventory = build_inventory(folder)
-    found = []
+def local_gradients(chunks, folder, sources):
+    """What this rank knows of each gradient: (HF name, axis, part, parts, tensor); parity.whole_gradients reads it.
+
+    sources(chunk, name, inventory, gradient): (Source, its gradient), one or more, of one parameter.
+    """
+    inventory, found = build_inventory(folder), []
     for chunk in unwrap_model(chunks):
         for name, parameter in chunk.named_parameters():
-            origin = source_of(chunk, name, inventory)
-            part, parts = (0, 1) if origin.whole_shape == tuple(parameter.shape) else (origin.part, origin.parts)
-            names = [p.name for p in origin.parameters]
-            found.append((names, origin.axis, part, parts, parameter.main_grad.clone()))
+            for source, gradient in sources(chunk, name, inventory, parameter.main_grad.clone()):
+                part, parts = (0, 1) if source.whole_shape == tuple(gradient.shape) else (source.part, source.parts)
+                rows = [p.shape[0] // (parts if source.axis == 0 else 1) for p in source.parameters]
+                pieces = zip(source.parameters, gradient.split(rows), strict=True)
+                found += [(p.name, source.axis, part, parts, piece) for p, piece in pieces]
     return found
+
+
+def answers(built, folder: Path, sources) -> dict:
+    """Of a model with DDP: logits packed and padded, what verl sends to the rollout (rank 0), gradients."""
+    chunks, config, hf_config = built
+    batch = torch.load(folder / "batch.pt")
+    found = {"packed": run(*built, batch), "padded": run(*built, batch, packed=False)}
+    converter = get_mcore_weight_converter(hf_config, config.params_dtype)
+    sent = {n: t.clone() for n, t in per_tensor_generator(chunks, hf_config, converter, config, LAYER_NAMES)}
+    found["synced"] = sent if torch.distributed.get_rank() == 0 else None  # every rank yields all of it
+    for chunk in chunks:
+        chunk.zero_grad_buffer()
+    run(*built, batch, backward=True)
+    return {**found, "gradients": local_gradients(chunks, folder / "model", sources)}
+
+
+def _one_source(chunk, name, inventory, gradient):
+    return [(source_of(chunk, name, inventory), gradient)]
 
 
 def layouts_job(folder: Path, layouts: dict[str, dict]) -> dict:
     """Logits and gradients at every layout: {name: sizes and `overrides`}."""
-    model, batch = folder / "model", torch.load(folder / "batch.pt")
     found = {}
     for name, sizes in layouts.items():
         overrides = sizes.pop("overrides", {})
         start_parallel(ParallelLayout(torch.distributed.get_world_size(), **sizes))
-        chunks, config, hf_config = build_model(model, overrides=overrides, wrap_with_ddp=True)
-        found[name] = {
-            "packed": run(chunks, config, hf_config, batch),
-            "padded": run(chunks, config, hf_config, batch, packed=False),
-            "synced": synced(chunks, config, hf_config),
-        }
-        for chunk in chunks:
-            chunk.zero_grad_buffer()
-        run(chunks, config, hf_config, batch, backward=True)
-        found[name]["gradients"] = local_gradients(chunks, model)
+        built = build_model(folder / "model", overrides=overrides, wrap_with_ddp=True)
+        found[name] = answers(built, folder, _one_source)
     return found
-
-
-def synced(chunks, config, hf_config):
-    """What verl would send to the rollout, by HF name (rank 0 only: every rank yields all of it)."""
-    converter = get_mcore_weight_converter(hf_config, torch.float32)
-    sent = {n: t.clone() for n, t in per_tensor_generator(chunks, hf_config, converter, config, LAYER_NAMES)}
-    return sent if torch.distributed.get_rank() == 0 else None
 
 
 def controls_job(folder: Path) -> dict:

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests.model import parity
+from tests.ranks import RankError
 
 LAYOUTS = {
     "pp2": {"pp": 2},  # pipelines first: Megatron forgets to reset the ranks of the embedding groups between layouts
@@ -44,6 +45,21 @@ def test_weights_sent_to_rollout_are_the_files(reference, layouts, layout):
     assert sent.keys() == reference["weights"].keys()
     wrong = [name for name, tensor in sent.items() if not torch.equal(tensor, reference["weights"][name])]
     assert not wrong
+
+
+def test_without_row_mla_k_pe_grad_gradients_are_wrong_under_tp(reference, run_ranks):
+    run = {"size": 2, "backend": "nccl", "patches": "line=pypi,platform=cpu,-model.mla_k_pe_grad"}
+    ranks = run_ranks("tests.model.parity_job:layouts_job", reference["folder"], {"tp2": {"tp": 2}}, **run)
+    assert parity.logits_error(reference, ranks[0]["tp2"]["packed"]) <= TOLERANCE
+    errors = parity.gradient_errors(reference["gradients"], parity.whole_gradients(ranks, "tp2"))
+    wrong = {name for name, error in errors.items() if error > 1e-3}
+    assert {f"model.layers.{layer}.self_attn.kv_a_proj_with_mqa.weight" for layer in range(4)} <= wrong
+
+
+def test_without_row_local_names_verls_converter_knows_no_local_name(reference, run_ranks):
+    run = {"backend": "nccl", "patches": "line=pypi,platform=cpu,-model.local_names"}
+    with pytest.raises(RankError, match="q_layernorm"):
+        run_ranks("tests.model.parity_job:layouts_job", reference["folder"], {"tp1": {}}, **run)
 
 
 def test_leaving_something_out_fails_parity(reference, run_ranks):

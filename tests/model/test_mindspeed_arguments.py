@@ -13,15 +13,6 @@ from verl_patches.model.tiny import CONFIG_FILE
 HF = json.loads(CONFIG_FILE.read_text())
 
 
-def _value(words: list[str], argument: str) -> str:
-    return words[words.index(argument) + 1]
-
-
-def test_every_key_is_in_one_table():
-    keys = [*SIZES, *(key for key, _, _ in ONLY), *IGNORED, "num_key_value_heads", "rope_scaling"]
-    assert len(keys) == len(set(keys)) and set(HF) <= set(keys)
-
-
 def test_no_matter_gives_no_argument():
     plain = arguments_of(model_settings({key: value for key, value in HF.items() if key not in IGNORED}))
     assert plain == arguments_of(model_settings({**HF, **dict.fromkeys(IGNORED, "anything")}))
@@ -32,25 +23,8 @@ def test_transformers_knows_no_further_key():
     from transformers import DeepseekV3Config, PretrainedConfig
 
     own = set(DeepseekV3Config().to_dict()) - set(PretrainedConfig().to_dict())
-    known = {*SIZES, *(key for key, _, _ in ONLY), *IGNORED, "num_key_value_heads", "rope_scaling"}
-    assert own <= known and len(own) > 30
-
-
-def test_the_671b_model():
-    hf = json.loads((CONFIG_FILE.parent / "deepseekv3_671b.json").read_text())
-    words = arguments_of(model_settings({**hf, "num_nextn_predict_layers": 0}))
-    for argument, value in {
-        "--num-layers": "61",
-        "--num-experts": "256",
-        "--n-group": "8",
-        "--topk-group": "4",
-        "--routed-scaling-factor": "2.5",
-        "--rope-scaling-factor": "40",
-        "--kv-lora-rank": "512",
-        "--padded-vocab-size": "129280",
-        "--init-method-std": "0.02",
-    }.items():
-        assert _value(words, argument) == value
+    keys = [*SIZES, *(key for key, _, _ in ONLY), *IGNORED, "num_key_value_heads", "rope_scaling"]
+    assert own <= set(keys) and len(own) > 30 and len(keys) == len(set(keys))
 
 
 @pytest.mark.parametrize(

@@ -21,16 +21,8 @@ def run_a3(a3_sources, reference, run_ranks):
     def run(job: str, ranks: int, sizes: dict, dtype: str = "fp32") -> list:
         config = engine_config(reference["folder"] / "model", sources[0], ranks, sizes, dtype)
         arguments = (reference["folder"], config) if job == "worker_job" else (reference["folder"],)
-        return run_ranks(
-            "tests.model.mindspeed_start:run",
-            f"tests.model.mindspeed_job:{job}",
-            config,
-            *arguments,
-            size=ranks,
-            env=env,
-            backend=None,
-            timeout_s=400,
-        )
+        call = f"tests.model.mindspeed_job:{job}", config, *arguments
+        return run_ranks("tests.model.mindspeed_start:run", *call, size=ranks, env=env, backend=None, timeout_s=400)
 
     return run
 
@@ -46,7 +38,7 @@ def test_logits_are_those_of_transformers(found, reference, how):
     ((name, ranks),) = found.items()
     logits = [rank[how] for rank in ranks if rank[how] is not None]
     assert len(logits) == (1 if name == "pp2_uneven" else len(ranks))
-    assert max(parity.logits_error(reference, each) for each in logits) < 1e-4
+    assert max(parity.logits_error(reference, rank) for rank in logits) < 1e-4
 
 
 def test_gradients_are_those_of_transformers(found, reference):
@@ -123,12 +115,8 @@ def test_an_update_changes_what_the_next_one_sees(one_rank):
 
 def test_recomputed_activations_give_the_same_update(run_a3, one_rank):
     keys = "actor_rollout_ref.model.gradient_checkpointing_kwargs.activations_checkpoint_"
-    more = [
-        "actor_rollout_ref.model.enable_gradient_checkpointing=true",
-        f"{keys}granularity=full",
-        f"{keys}method=block",
-        f"{keys}num_layers=4",
-    ]
+    more = [f"{keys}granularity=full", f"{keys}method=block", f"{keys}num_layers=4"]
+    more.append("actor_rollout_ref.model.enable_gradient_checkpointing=true")
     (found,) = run_a3("worker_job", 1, {"more": more})
     assert _grad_norms(found) == pytest.approx(_grad_norms(one_rank), rel=1e-6)
 

@@ -2,11 +2,9 @@
 
 import pytest
 
-from tests.ranks import RankError
 from verl_patches.errors import ConfigError
 from verl_patches.model.weights import local_name, parse_name, te_name, te_names_for_verl
 
-ROW = "model.local_names"
 SPELLINGS = [
     ("decoder.layers.3.mlp.experts.local_experts.7.linear_fc1.weight",
      "decoder.layers.3.mlp.experts.linear_fc1.weight7"),
@@ -47,15 +45,3 @@ def test_row_gives_verl_the_names_it_knows():
     assert normalize("decoder.layers.0.mlp.experts.local_experts.7.linear_fc1.weight", 1, 0, None) == (
         "decoder.layers.4.mlp.experts.linear_fc1.weight7"
     )
-
-
-@pytest.mark.slow
-def test_verl_converter_needs_the_row(reference, run_ranks):
-    with pytest.raises(RankError, match="q_layernorm"):
-        run_ranks(
-            "tests.model.parity_job:layouts_job",
-            reference["folder"],
-            {"tp1": {}},
-            backend="nccl",
-            patches=f"line=pypi,platform=cpu,-{ROW}",
-        )

@@ -42,33 +42,6 @@ def test_stored_dtypes_are_deepseeks(weights):
         assert not torch.equal(bias, bias.bfloat16().float())  # a bf16 copy would show
 
 
-def test_hard_parts_are_on(tiny_model):
-    config = json.loads((tiny_model / "config.json").read_text())
-    assert config["q_lora_rank"]
-    assert config["first_k_dense_replace"] == 1
-    assert config["num_hidden_layers"] >= 3
-    assert (config["n_routed_experts"], config["n_shared_experts"]) == (16, 1)
-    assert (config["scoring_func"], config["topk_method"], config["n_group"], config["topk_group"]) == (
-        "sigmoid",
-        "noaux_tc",
-        4,
-        2,
-    )
-    yarn = config["rope_scaling"]
-    assert yarn["type"] == "yarn"
-    assert yarn["mscale"] and yarn["mscale_all_dim"]
-    for key in (
-        "num_attention_heads",
-        "q_lora_rank",
-        "vocab_size",
-        "intermediate_size",
-        "moe_intermediate_size",
-        "n_routed_experts",
-    ):
-        assert config[key] % 4 == 0
-    assert (config["kv_lora_rank"] + config["qk_rope_head_dim"]) % 4 == 0
-
-
 def test_logits_are_not_flat_and_bias_changes_choices(tiny_model):
     from transformers import AutoModelForCausalLM
 
@@ -154,5 +127,3 @@ def test_tokenizer_round_trip_and_chat(tiny_model):
     messages = [{"role": "user", "content": "1 + 1?"}]
     chat = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     assert chat == "<|begin|><|user|>1 + 1?<|assistant|>"
-    answered = tokenizer.apply_chat_template([*messages, {"role": "assistant", "content": "2"}], tokenize=True)
-    assert answered[-1] == tokenizer.eos_token_id

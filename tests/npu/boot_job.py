@@ -27,16 +27,9 @@ CONFIG, OTHER_CONFIG = "grpo_deepseekv3_256die_true_weight", "grpo_deepseekv3_25
 # what Ray and verl give a worker of a group (verl/single_controller/ray/base.py:326); DISABLE_WORKER_INIT, because
 # ActorRolloutRefWorker is made inside another worker, which has registered the group already (base.py:702)
 WORKER = {
-    "RANK": "0",
-    "LOCAL_RANK": "0",
-    "WORLD_SIZE": "256",
-    "LOCAL_WORLD_SIZE": "16",
-    "WG_PREFIX": "group",
-    "WG_BACKEND": "ray",
-    "DISABLE_WORKER_INIT": "1",
-    "MASTER_ADDR": "127.0.0.1",
-    "MASTER_PORT": "29500",
-}
+    "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "256", "LOCAL_WORLD_SIZE": "16", "WG_PREFIX": "group",
+    "WG_BACKEND": "ray", "DISABLE_WORKER_INIT": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500",
+}  # fmt: skip
 # chosen where rollout.name is sglang (verl/workers/megatron_workers.py:261)
 NOT_CHOSEN = ("verl.workers.rollout.sglang_rollout", "verl.workers.sharding_manager.megatron_sglang")
 
@@ -52,12 +45,8 @@ def stop(*args: Any, **kwargs: Any) -> Any:
 
 def overrides(folder: Path) -> list[str]:
     """Hydra overrides that name what is in `folder`."""
-    return [
-        f"actor_rollout_ref.model.path={folder / 'model'}",
-        f"data.train_files={folder / 'data.parquet'}",
-        f"data.val_files={folder / 'data.parquet'}",
-        f"recipe.output_root={folder / 'outputs'}",
-    ]
+    files = [f"data.{kind}_files={folder / 'data.parquet'}" for kind in ("train", "val")]
+    return [f"actor_rollout_ref.model.path={folder / 'model'}", *files, f"recipe.output_root={folder / 'outputs'}"]
 
 
 def driver(folder: Path, found: dict[str, Any]) -> None:
@@ -199,12 +188,9 @@ def engine() -> dict[str, Any]:
     worker = importlib.import_module("vllm_ascend.worker.worker_v1").NPUWorker  # platform.py names it for engine V1
     backend = current_platform.get_attn_backend_cls(None, 576, torch.bfloat16, "auto", 128, True, True)
     model = ModelRegistry.models["DeepseekV3ForCausalLM"].load_model_cls()
-    return {
-        "platform": full_name(type(current_platform)),
-        "model": full_name(model),
-        "worker": full_name(worker),
-        "attention": full_name(resolve_obj_by_qualname(backend)),
-    }
+    attention = resolve_obj_by_qualname(backend)
+    found = {"platform": type(current_platform), "model": model, "worker": worker, "attention": attention}
+    return {name: f"{cls.__module__}.{cls.__qualname__}" for name, cls in found.items()}
 
 
 def production_calls() -> dict[str, Any]:
@@ -243,20 +229,10 @@ def production_calls() -> dict[str, Any]:
         run("norm", norm, (64, 1, 7168))
         run("swiglu", SwiGLUFunction.apply, (64, 2 * 4608))
         attend = functools.partial(CausalMlaAttention.forward, SimpleNamespace(softmax_scale=192**-0.5))
-        run(
-            "attention",
-            lambda q, k, v: attend(q, k, v, None, packed_seq_params=packed),
-            (64, 1, 32, 192),
-            (64, 1, 32, 192),
-            (64, 1, 32, 128),
-        )
+        query, value = (64, 1, 32, 192), (64, 1, 32, 128)
+        run("attention", lambda q, k, v: attend(q, k, v, None, packed_seq_params=packed), query, query, value)
     made["norm"].append(list(norm.weight.grad.shape))
     return {"made": made, "calls": calls}
-
-
-def full_name(thing: type) -> str:
-    """module.Name of a class."""
-    return f"{thing.__module__}.{thing.__qualname__}"
 
 
 def vllm_ascend_modules() -> Iterator[str]:

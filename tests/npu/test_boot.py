@@ -21,8 +21,7 @@ import pytest
 
 from verl_patches.catalog import ROWS
 from verl_patches.patching.switches import Switches
-from verl_patches.platform.npu import op_schemas
-from verl_patches.platform.npu.network import SOCKETS
+from verl_patches.platform.npu import SOCKETS, op_schemas
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
@@ -81,15 +80,11 @@ def faults(kind: str, found: dict) -> list[str]:
             continue
         if state != "active":
             wrong.append(f"row {name} at {row.target} is {state} ({reason})")
-    wrong += [
-        f"{kind} imports {module}, which NEVER_IMPORTED lists" for module in found["targets"] if _never(kind, module)
-    ]
-    wrong += [
-        f"no row waits for {listed}, which NEVER_IMPORTED lists"
-        for listed in NEVER_IMPORTED[kind]
-        if not any(_in(row.target_module, listed) for row in WANTED.values())
-    ]
-    return wrong
+    modules = [row.target_module for row in WANTED.values()]
+    imported = [module for module in found["targets"] if _never(kind, module)]
+    stale = [name for name in NEVER_IMPORTED[kind] if not any(_in(module, name) for module in modules)]
+    wrong += [f"{kind} imports {module}, which NEVER_IMPORTED lists" for module in imported]
+    return wrong + [f"no row waits for {name}, which NEVER_IMPORTED lists" for name in stale]
 
 
 def _never(kind: str, module: str) -> bool:
@@ -118,14 +113,9 @@ class Starts:
         """The JSON of one start; `switches` are appended to VERL_PATCHES."""
         env = self.env | (self.shipped if kind != "driver" else {})
         env["VERL_PATCHES"] += switches
-        done = subprocess.run(
-            [self.python, "-W", "ignore", str(HERE / "boot_job.py"), kind, str(self.folder)],
-            env=env,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=900,
-        )
+        command = [self.python, "-W", "ignore", HERE / "boot_job.py", kind, self.folder]
+        quiet = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
+        done = subprocess.run(command, env=env, timeout=900, **quiet)
         if done.returncode:
             pytest.fail(f"boot_job.py {kind} ended with {done.returncode}:\n{done.stderr[-6000:]}")
         return json.loads((self.folder / f"{kind}.json").read_text()) | {"stderr": done.stderr[-6000:]}
@@ -143,23 +133,15 @@ def _what_the_run_has(folder: Path) -> None:
 
     tiny._make_tokenizer(tiny.tiny_config()).save_pretrained(folder / "model")
     shutil.copy(ROOT / "configs" / "model" / "deepseekv3_671b.json", folder / "model" / "config.json")
-    row = {
-        "prompt": [{"role": "user", "content": "1 + 1 = ?"}],
-        "data_source": "learnable",
-        "ability": "math",
-        "reward_model": {"style": "rule", "ground_truth": "2"},
-        "extra_info": {"index": 0},
-    }
+    row = {"prompt": [{"role": "user", "content": "1 + 1 = ?"}], "data_source": "learnable", "ability": "math"}
+    row |= {"reward_model": {"style": "rule", "ground_truth": "2"}, "extra_info": {"index": 0}}
     pandas.DataFrame([row] * 512).to_parquet(folder / "data.parquet")
 
 
 def _installed(folder: Path, setup: Path) -> None:
     """What pip leaves of vLLM and vllm-ascend: versions, and the entry points that vllm-ascend's setup.py declares."""
-    call = next(
-        node
-        for node in ast.walk(ast.parse(setup.read_text()))
-        if isinstance(node, ast.keyword) and node.arg == "entry_points"
-    )
+    keywords = [node for node in ast.walk(ast.parse(setup.read_text())) if isinstance(node, ast.keyword)]
+    call = next(node for node in keywords if node.arg == "entry_points")
     points = "\n".join(f"[{group}]\n" + "\n".join(lines) for group, lines in ast.literal_eval(call.value).items())
     for name, more in (("vllm", ""), ("vllm_ascend", points)):
         info = folder / f"{name}-0.9.1.dist-info"
@@ -179,13 +161,8 @@ def upstream(pytestconfig) -> Path:
 @pytest.fixture(scope="module")
 def quick(upstream, tmp_path_factory) -> SimpleNamespace:
     """The half with stand-ins for torch_npu."""
-    starts = Starts(
-        tmp_path_factory.mktemp("boot"),
-        upstream,
-        [HERE / "fake_torch_npu"],
-        sys.executable,
-        {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},
-    )
+    places, settings = [HERE / "fake_torch_npu"], {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    starts = Starts(tmp_path_factory.mktemp("boot"), upstream, places, sys.executable, settings)
     return SimpleNamespace(starts=starts, found=starts.all_kinds(), more_steps={})
 
 
@@ -233,12 +210,8 @@ def test_importing_verl_prepares_mindspeed_before_megatron_and_both_configuratio
     assert found["first of the engine after the hook"] is None  # torch_npu would come before Ray sets the visible die
     assert found["first of the engine after verl"] == "mindspeed_llm"
     for name, fixed in (("true_weight", False), ("random_init", True)):
-        assert found["arguments"][f"grpo_deepseekv3_256die_{name}"] == {
-            "data_parallel_size": 8,
-            "expert_model_parallel_size": 8,
-            "num_layers": 61,
-            "fix_router": fixed,
-        }
+        sizes = {"data_parallel_size": 8, "expert_model_parallel_size": 8, "num_layers": 61, "fix_router": fixed}
+        assert found["arguments"][f"grpo_deepseekv3_256die_{name}"] == sizes
     assert "verl.workers.rollout.vllm_rollout" in found["lazy"]
 
 

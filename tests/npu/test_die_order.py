@@ -8,7 +8,7 @@ import json
 import subprocess
 
 import pytest
-from conftest import ROOT
+from conftest import QUIET, ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.full]
 VERLS = {"RANK": "0", "WG_PREFIX": "abc"}
@@ -57,23 +57,10 @@ def done(step):
 """
 
     def run(code, **variables):
-        env = {
-            "PATH": "/usr/bin:/bin",
-            "PYTHONPATH": str(ROOT),
-            "VERL_PATCHES": "line=a3,platform=npu",
-            "CANN_DIES": "16",
-            "CANN_CALLS": str(tmp_path / "calls"),
-            **settings,
-            **variables,
-        }
-        ended = subprocess.run(
-            [python, "-W", "ignore", "-c", f"{start}{code}\nprint(json.dumps(found))"],
-            env=env,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
+        env = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "VERL_PATCHES": "line=a3,platform=npu"}
+        env |= {"CANN_DIES": "16", "CANN_CALLS": str(tmp_path / "calls"), **settings, **variables}
+        command = [python, "-W", "ignore", "-c", f"{start}{code}\nprint(json.dumps(found))"]
+        ended = subprocess.run(command, env=env, timeout=300, **QUIET)
         return ended.returncode, json.loads(ended.stdout.splitlines()[-1]) if not ended.returncode else {}, ended.stderr
 
     return run

@@ -1,6 +1,5 @@
 """Making the stand-ins for CANN: what is asked of the libraries, and what it says where it cannot be done."""
 
-import importlib.util
 import shutil
 import subprocess
 import sys
@@ -8,19 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.npu import make_stubs
+
 HERE = Path(__file__).resolve().parent
 SCRIPT = HERE.parent.parent / "scripts" / "npu_venv.sh"
-
-
-@pytest.fixture
-def stubs():
-    spec = importlib.util.spec_from_file_location("make_stubs", HERE / "make_stubs.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-needs_gcc = pytest.mark.skipif(not all(map(shutil.which, ("gcc", "nm", "ldd"))), reason="needs gcc, nm and ldd")
 
 
 def compiled(folder, name, code, *options):
@@ -30,28 +20,21 @@ def compiled(folder, name, code, *options):
     return made
 
 
-@needs_gcc
-def test_only_what_nothing_here_defines_is_missing(stubs, tmp_path):
+@pytest.mark.skipif(not all(map(shutil.which, ("gcc", "nm", "ldd"))), reason="needs gcc, nm and ldd")
+def test_only_what_nothing_here_defines_is_missing(tmp_path):
     """libuser wants a library that is there, one that is gone, and the C library."""
     here = compiled(tmp_path, "here", "int here(void) { return 1; }")
     gone = compiled(tmp_path, "gone", "int gone(void) { return 1; } int unused(void) { return 2; }")
     code = "#include <stdlib.h>\nint here(void); int gone(void); int user(void) { return abs(here() + gone()); }"
     user = compiled(tmp_path, "user", code, f"-L{tmp_path}", "-lhere", "-lgone")
     gone.unlink()
-    assert stubs.missing([user], [here]) == (["libgone.so"], ["gone"])
+    assert make_stubs.missing([user], [here]) == (["libgone.so"], ["gone"])
 
 
-def test_source_defines_functions_and_data_but_not_what_is_answered(stubs):
-    made = stubs.source(["_ZTVN2ge5GraphE", "aclrtGetDeviceCount", "aclrtReset"])
-    assert made == 'char _ZTVN2ge5GraphE[512];\nlong aclrtReset(void) { note_call("aclrtReset"); return 0; }\n'
-    with pytest.raises(stubs.NoStubs, match="cannot name"):
-        stubs.source(["a.b"])
-
-
-def test_missing_tools_are_named(stubs, tmp_path, monkeypatch):
+def test_missing_tools_are_named(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(stubs.NoStubs, match="gcc, nm, ldd; on Debian: apt-get install gcc binutils libc-bin"):
-        stubs.symbols(tmp_path, "defined")
+    with pytest.raises(make_stubs.NoStubs, match="gcc, nm, ldd; on Debian: apt-get install gcc binutils libc-bin"):
+        make_stubs.symbols(tmp_path, "defined")
 
 
 def test_a_python_without_torch_npu_is_refused(tmp_path):
@@ -60,12 +43,7 @@ def test_a_python_without_torch_npu_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--venv", "nowhere"], "not a Python environment"),
-        (["--venv"], "needs a folder"),
-        (["--odd"], "unknown option"),
-    ],
+    ("arguments", "words"), [(["--venv", "nowhere"], "not a Python environment"), (["--odd"], "unknown option")]
 )
 def test_npu_venv_refuses_what_it_cannot_do(tmp_path, arguments, words):
     done = subprocess.run(["bash", SCRIPT, *arguments], cwd=tmp_path, capture_output=True, text=True)

@@ -77,14 +77,8 @@ def test_meta_lets_these_calls_through_and_fused_attention_does_not(npu):
 
 
 def test_gradients_come_from_torch_npu(npu):
-    assert {
-        "npu_rms_norm",
-        "npu_swiglu",
-        "npu_rotary_mul",
-        "npu_fusion_attention",
-        "npu_moe_token_permute",
-        "npu_moe_token_unpermute",
-    } <= set(npu["autograd"])
+    ops = "rms_norm swiglu rotary_mul fusion_attention moe_token_permute moe_token_unpermute"
+    assert {f"npu_{op}" for op in ops.split()} <= set(npu["autograd"])
 
 
 # -- versions ----------------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ a control.
 import collections
 import dataclasses
 import functools
+import importlib
 import math
 import os
 import traceback
@@ -25,12 +26,12 @@ ENGINE.apply()
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 
-if ADAPTOR == "mindspeed":
-    import mindspeed.megatron_adaptor  # noqa: F401
-else:
-    import mindspeed_llm.tasks.megatron_adaptor  # noqa: F401
+importlib.import_module(
+    {"mindspeed": "mindspeed", "mindspeed_llm": "mindspeed_llm.tasks"}[ADAPTOR] + ".megatron_adaptor"
+)
 import torch_npu  # noqa: E402
 from megatron.core import parallel_state, tensor_parallel  # noqa: E402
+from megatron.core.transformer.dot_product_attention import DotProductAttention  # noqa: E402
 from megatron.core.transformer.enums import AttnMaskType  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 from megatron.training import arguments, get_args, global_vars  # noqa: E402
@@ -95,29 +96,17 @@ def start():
 
 
 def config(**more):
-    return TransformerConfig(
-        num_layers=1,
-        hidden_size=12,
-        num_attention_heads=2,
-        add_bias_linear=False,
-        gated_linear_unit=True,
-        activation_func=F.silu,
-        use_cpu_initialization=True,
-        perform_initialization=True,
-        ffn_hidden_size=6,
-        num_query_groups=2,
-        attention_dropout=0.0,
-        hidden_dropout=0.0,
-        **more,
-    )
+    sizes = {"num_layers": 1, "hidden_size": 12, "num_attention_heads": 2, "ffn_hidden_size": 6, "num_query_groups": 2}
+    more |= {"use_cpu_initialization": True, "attention_dropout": 0.0, "hidden_dropout": 0.0}
+    return TransformerConfig(**sizes, add_bias_linear=False, gated_linear_unit=True, activation_func=F.silu, **more)
 
 
 def same(found, expected, leaves):
     """Values and gradients agree."""
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     grad = torch.randn_like(expected)
-    mine, theirs = (torch.autograd.grad(y, leaves, grad, retain_graph=True) for y in (found, expected))
-    torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+    gradients = [torch.autograd.grad(y, leaves, grad, retain_graph=True) for y in (found, expected)]
+    torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-5)
 
 
 def leaf(*shape):
@@ -184,12 +173,6 @@ def gmm_by_counts():
     same(npu_gmm(x, weight, group_list=counts.cumsum(0).tolist(), group_type=0), expected, (x, weight))
 
 
-def attention_core():
-    from megatron.core.transformer.dot_product_attention import DotProductAttention
-
-    return DotProductAttention(config(kv_channels=6), 1, AttnMaskType.causal, "self")
-
-
 def causal(q, k, v):
     """[S, B, N, D] -> [S, B, N * D]."""
     parts = (x.permute(1, 2, 0, 3) for x in (q, k, v))
@@ -197,33 +180,29 @@ def causal(q, k, v):
     return out.permute(2, 0, 1, 3).flatten(2)
 
 
-def compressed():
-    return torch.ones(2048, 2048).triu(1).bool()
+def attend(inputs, expected, packed=None):
+    core = DotProductAttention(config(kv_channels=6), 1, AttnMaskType.causal, "self")
+    mask = torch.ones(2048, 2048).triu(1).bool()
+    found = core(*inputs, mask, attn_mask_type=AttnMaskType.causal, packed_seq_params=packed)
+    same(found, expected, inputs)
+
+
+def packed_inputs():
+    """Inputs of two sequences, of lengths 3 and 4, and their attention."""
+    inputs = [leaf(7, 1, 2, 6) for _ in range(3)]
+    return inputs, torch.cat([causal(*(x[part] for x in inputs)) for part in (slice(0, 3), slice(3, 7))])
 
 
 @check
 def attention():
-    core, inputs = attention_core(), [leaf(5, 2, 2, 6) for _ in range(3)]
-    found = core(*inputs, compressed(), attn_mask_type=AttnMaskType.causal, packed_seq_params=None)
-    same(found, causal(*inputs), inputs)
-
-
-@functools.partial(check, adaptor="mindspeed")
-def attention_v2():
-    get_args().use_fusion_attn_v2 = True
-    try:
-        attention()
-    finally:
-        get_args().use_fusion_attn_v2 = False
+    inputs = [leaf(5, 2, 2, 6) for _ in range(3)]
+    attend(inputs, causal(*inputs))
 
 
 @functools.partial(check, adaptor="mindspeed")
 def attention_packed():
-    core, inputs = attention_core(), [leaf(7, 1, 2, 6) for _ in range(3)]
     ends = torch.tensor([0, 3, 7])
-    packed = SimpleNamespace(cu_seqlens_q=ends, cu_seqlens_kv=ends)
-    found = core(*inputs, compressed(), attn_mask_type=AttnMaskType.causal, packed_seq_params=packed)
-    same(found, torch.cat([causal(*(x[part] for x in inputs)) for part in (slice(0, 3), slice(3, 7))]), inputs)
+    attend(*packed_inputs(), SimpleNamespace(cu_seqlens_q=ends, cu_seqlens_kv=ends))
 
 
 @functools.partial(check, adaptor="mindspeed_llm")
@@ -235,9 +214,7 @@ def attention_packed_llm():
     args.shape_order, before = "TND", args.sparse_mode
     set_actual_seq_len([3, 7])
     try:
-        core, inputs = attention_core(), [leaf(7, 1, 2, 6) for _ in range(3)]
-        found = core(*inputs, compressed(), attn_mask_type=AttnMaskType.causal, packed_seq_params=None)
-        same(found, torch.cat([causal(*(x[part] for x in inputs)) for part in (slice(0, 3), slice(3, 7))]), inputs)
+        attend(*packed_inputs())
     finally:
         args.shape_order, args.sparse_mode = "SBH", before
 

@@ -5,7 +5,7 @@ import torch
 
 from verl_patches.platform.flash_attn import index_first_axis, pad_input, rearrange, unpad_input
 
-pytestmark = pytest.mark.slow  # each starts processes, or plans 256 ranks
+pytestmark = pytest.mark.slow
 
 MASKS = {
     "left and right padding": [[0, 1, 1, 0], [1, 1, 1, 1], [0, 0, 1, 0]],
@@ -48,23 +48,21 @@ def test_gradients(mask):
     assert torch.autograd.gradcheck(lambda x: index_first_axis(x.flatten(0, 1), torch.tensor([1, 0, 1])), values)
 
 
-def test_what_is_padding_has_no_gradient():
-    mask = torch.tensor(MASKS["left and right padding"])
-    values = torch.randn(3, 4, 5, requires_grad=True)
-    unpad_input(values, mask)[0].sum().backward()
-    assert torch.equal(values.grad, mask[..., None].expand(3, 4, 5).float())
-
-
 ROWS = ("platform.flash_attn", "platform.flash_attn_bert_padding")
-IMPORT = """
+START = """
 import os, sys; sys.path[:0] = [p for p in os.environ.get("MORE", "").split(":") if p]
 from verl_patches.patching.engine import current
 import verl_patches.prelude_patch
-{before}
+"""
+IMPORT = """
 from flash_attn.bert_padding import index_first_axis, pad_input, rearrange, unpad_input
-rows = {{row["id"]: row["state"] for row in current().status()}}
-print(pad_input.__module__, *(state for name, state in rows.items() if name.startswith("platform.flash_attn")))
-{after}
+print(pad_input.__module__)
+"""
+STATES = """
+print(*(row["state"] for row in current().status() if row["id"].startswith("platform.flash_attn")))
+for spec in current().specs.values():
+    if not spec.id.startswith("platform.flash_attn"): current().wanted.discard(spec.id)
+current().verify("worker")
 """
 EMPTY_MODULE = """
 import types, importlib.machinery  # as mindspeed/patch_utils.py:76 makes one
@@ -74,56 +72,40 @@ sys.modules["flash_attn"].__spec__ = importlib.machinery.ModuleSpec("flash_attn"
 
 
 @pytest.fixture
-def torch_npu(tmp_path):
-    (tmp_path / "torch_npu").mkdir()
-    (tmp_path / "torch_npu" / "__init__.py").touch()
-    return {"MORE": str(tmp_path)}
+def run(run_python, tmp_path):
+    """run(code, patches, flash_attn=False): in a process with a torch_npu, and a flash_attn if wanted."""
+
+    def run(code, patches="line=a3,platform=npu", flash_attn=False):
+        files = {"torch_npu/__init__.py": ""}
+        if flash_attn:
+            names = "index_first_axis = rearrange = unpad_input = None\ndef pad_input(): pass\n"
+            files |= {"flash_attn/__init__.py": "", "flash_attn/bert_padding.py": names}
+        for name, text in files.items():
+            (tmp_path / name).parent.mkdir(exist_ok=True)
+            (tmp_path / name).write_text(text)
+        return run_python(START + code, patches=patches, env={"MORE": str(tmp_path)})
+
+    return run
 
 
 @pytest.mark.parametrize("platform", ["cpu", "npu"])
-def test_where_flash_attn_is_missing_the_rows_give_ours(run_python, torch_npu, platform):
-    patches = f"line=a3,platform={platform}"
-    done = run_python(IMPORT.format(before="", after=""), patches=patches, env=torch_npu).check()
+def test_where_flash_attn_is_missing_the_rows_give_ours(run, platform):
+    done = run(IMPORT + STATES, f"line=a3,platform={platform}").check()
     assert done.out.split() == ["verl_patches.platform.flash_attn", "active", "active"]
 
 
 @pytest.mark.parametrize("row", ROWS)
-def test_without_the_row_the_import_fails(run_python, torch_npu, row):
-    done = run_python(IMPORT.format(before="", after=""), patches=f"line=a3,platform=npu,-{row}", env=torch_npu)
+def test_without_the_row_the_import_fails(run, row):
+    done = run(IMPORT, f"line=a3,platform=npu,-{row}")
     assert done.rc != 0 and "ModuleNotFoundError: No module named 'flash_attn" in done.err
 
 
-@pytest.fixture
-def installed(torch_npu, tmp_path):
-    (tmp_path / "flash_attn").mkdir()
-    (tmp_path / "flash_attn" / "__init__.py").touch()
-    (tmp_path / "flash_attn" / "bert_padding.py").write_text(
-        "index_first_axis = rearrange = unpad_input = None\ndef pad_input(): pass\n"
-    )
-    return torch_npu
-
-
-VERIFY = """
-for spec in current().specs.values():
-    if not spec.id.startswith("platform.flash_attn"): current().wanted.discard(spec.id)
-current().verify("worker")
-print("proven")
-"""
-
-
 @pytest.mark.parametrize("before", ["", "import flash_attn"])
-def test_an_installed_package_is_used_and_the_rows_are_off(run_python, installed, before):
-    code = IMPORT.format(before=before, after=VERIFY)
-    assert run_python(code, patches="line=a3,platform=npu", env=installed).check().out.split() == [
-        "flash_attn.bert_padding",
-        "off",
-        "off",
-        "proven",
-    ]
+def test_an_installed_package_is_used_and_the_rows_are_off(run, before):
+    done = run(before + IMPORT + STATES, flash_attn=True).check()
+    assert done.out.split() == ["flash_attn.bert_padding", "off", "off"]
 
 
-def test_an_empty_module_of_that_name_is_no_installed_package(run_python, torch_npu):
-    code = IMPORT.format(before=EMPTY_MODULE, after="").replace("from flash_attn.bert_padding import", "pass #")
-    code = code.replace("pad_input.__module__, ", "") + VERIFY
-    done = run_python(code, patches="line=a3,platform=npu", env=torch_npu)
+def test_an_empty_module_of_that_name_is_no_installed_package(run):
+    done = run(EMPTY_MODULE + STATES)
     assert done.out.split() == ["overridden"] * 2 and "platform.flash_attn is overridden" in done.err

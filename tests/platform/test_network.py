@@ -12,7 +12,7 @@ import pytest
 import ray
 
 from verl_patches.errors import ConfigError
-from verl_patches.platform.npu.network import SOCKETS, set_interface, towards
+from verl_patches.platform.npu import SOCKETS, set_interface, towards
 
 ROOT = Path(__file__).resolve().parents[2]
 LOOPBACK = "127.0.0.1:6379"
@@ -87,7 +87,7 @@ def test_a_process_outside_of_ray_is_refused_and_starts_no_ray():
 
 
 FIND = (
-    "from verl_patches.platform.npu.network import *\nimport os, sys\nset_interface(2, head=sys.argv[1])\n"
+    "from verl_patches.platform.npu import set_interface\nimport os, sys\nset_interface(2, head=sys.argv[1])\n"
     "print(os.environ['GLOO_SOCKET_IFNAME'])"
 )
 
@@ -96,29 +96,26 @@ FIND = (
 def test_two_nodes_name_their_interfaces_differently():
     """Two network namespaces joined by one cable, whose ends have other names: each node finds its own."""
     head, other = (f"vp{os.getpid()}{end}" for end in "ab")
-    cable = {head: ("up0", "10.77.0.1"), other: ("down9", "10.77.0.2")}
+    ends = {head: ("up0", "10.77.0.1"), other: ("down9", "10.77.0.2")}
+
+    def ip(words, check=True):
+        return subprocess.run(["ip", *words.split()], capture_output=True, text=True, check=check)
+
     try:
-        for name in cable:
-            made = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True)
+        for name in ends:
+            made = ip(f"netns add {name}", check=False)
             if made.returncode:
                 pytest.skip(f"no network namespaces here: {made.stderr.strip()}")
-        subprocess.run(
-            ["ip", "link", "add", "up0", "netns", head, "type", "veth", "peer", "name", "down9", "netns", other],
-            check=True,
-        )
-        for name, (interface, address) in cable.items():
-            inside = ["ip", "-n", name]
-            subprocess.run([*inside, "address", "add", f"{address}/24", "dev", interface], check=True)
-            subprocess.run([*inside, "link", "set", interface, "up"], check=True)
-            subprocess.run([*inside, "link", "set", "lo", "up"], check=True)
-        for name, (interface, _) in cable.items():
-            done = subprocess.run(
-                ["ip", "netns", "exec", name, sys.executable, "-c", FIND, "10.77.0.1:6379"],
-                capture_output=True,
-                text=True,
-                env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"},
-            )
+        ip(f"link add up0 netns {head} type veth peer name down9 netns {other}")
+        for name, (interface, address) in ends.items():
+            ip(f"-n {name} address add {address}/24 dev {interface}")
+            ip(f"-n {name} link set {interface} up")
+            ip(f"-n {name} link set lo up")
+        for name, (interface, _) in ends.items():
+            command = ["ip", "netns", "exec", name, sys.executable, "-c", FIND, "10.77.0.1:6379"]
+            env = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"}
+            done = subprocess.run(command, capture_output=True, text=True, env=env)
             assert (done.returncode, done.stdout.strip()) == (0, interface), done.stderr
     finally:
-        for name in cable:
-            subprocess.run(["ip", "netns", "delete", name], capture_output=True)
+        for name in ends:
+            ip(f"netns delete {name}", check=False)

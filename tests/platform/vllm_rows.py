@@ -31,30 +31,17 @@ def generate(model: str) -> list:
 
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    llm = LLM(
-        model=model,
-        dtype="float32",
-        distributed_executor_backend="external_launcher",
-        enable_sleep_mode=True,
-        enforce_eager=True,
-        disable_custom_all_reduce=True,
-        disable_mm_preprocessor_cache=True,
-        limit_mm_per_prompt=None,
-        max_model_len=128,
-        max_num_seqs=8,
-        enable_chunked_prefill=False,
-        enable_prefix_caching=True,
-        seed=0,
-    )
+    on = "enable_sleep_mode enforce_eager disable_custom_all_reduce disable_mm_preprocessor_cache enable_prefix_caching"
+    sizes = {"max_model_len": 128, "max_num_seqs": 8, "enable_chunked_prefill": False, "limit_mm_per_prompt": None}
+    backend = {"distributed_executor_backend": "external_launcher", **dict.fromkeys(on.split(), True)}
+    llm = LLM(model=model, dtype="float32", seed=0, **sizes, **backend)
     llm.sleep(level=1)
     llm.wake_up()
     params = SamplingParams(temperature=0.0, logprobs=0, max_tokens=4, ignore_eos=True)
     prompts = [{"prompt_token_ids": list(range(3, 40))}, {"prompt_token_ids": [9, 8, 7]}]
     done = [output.outputs[0] for output in llm.generate(prompts, params, use_tqdm=False)]
-    return [
-        [(token, round(step[token].logprob, 4)) for token, step in zip(one.token_ids, one.logprobs, strict=True)]
-        for one in done
-    ]
+    steps = [zip(one.token_ids, one.logprobs, strict=True) for one in done]
+    return [[(token, round(step[token].logprob, 4)) for token, step in sequence] for sequence in steps]
 
 
 def forked(work) -> str:
@@ -64,17 +51,17 @@ def forked(work) -> str:
     if child == 0:
         os.close(read)
         try:
-            said = work()
+            answer = work()
         except BaseException as error:
             traceback.print_exc()
-            said = f"{type(error).__name__}: {str(error)[-300:]}"
-        os.write(write, said.encode()[:4000])
+            answer = f"{type(error).__name__}: {str(error)[-300:]}"
+        os.write(write, answer.encode()[:4000])
         os._exit(0)
     os.close(write)
     with os.fdopen(read) as pipe:
-        said = pipe.read()
+        answer = pipe.read()
     os.waitpid(child, 0)
-    return said
+    return answer
 
 
 def without_each(model: str, names: list[str]) -> dict[str, str]:
@@ -105,8 +92,8 @@ def without_each(model: str, names: list[str]) -> dict[str, str]:
     right = forked(lambda: late(""))
     found[""] = "" if right.startswith("[[") else right
     for name in (name for name in names if name and name not in EARLY):
-        said = forked(lambda name=name: late(name))
-        found[name] = "" if said == right else said or "other numbers"
+        answer = forked(lambda name=name: late(name))
+        found[name] = "" if answer == right else answer or "other numbers"
     return found
 
 

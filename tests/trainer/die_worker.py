@@ -12,10 +12,10 @@ import types
 import verl  # noqa: F401  (as verl's worker module does: loading the class imports it)
 
 from verl_patches.errors import ConfigError
-from verl_patches.platform.npu import visible_die
+from verl_patches.platform import npu
 from verl_patches.trainer import ray_start
 
-AT_IMPORT = os.environ.get(visible_die.VISIBLE)
+AT_IMPORT = os.environ.get(npu.VISIBLE)
 VERLS = {"RANK": "0", "WG_PREFIX": "abc"}  # what marks a worker of verl's
 
 
@@ -28,15 +28,15 @@ class Asked:
     def tell(self, visible=1, moved=None):
         """What this process knows of its die. The runtime sees `visible` devices; `moved` sets the variable."""
         if moved:
-            os.environ[visible_die.VISIBLE] = moved
+            os.environ[npu.VISIBLE] = moved
         try:
-            refused = visible_die.check_visible_die(visible)
+            refused = npu.check_visible_die(visible)
         except ConfigError as error:
             refused = str(error)
         return {
             "at hook": os.environ["AT_HOOK"],
             "at import": AT_IMPORT,
-            "now": os.environ.get(visible_die.VISIBLE),
+            "now": os.environ.get(npu.VISIBLE),
             "prepared": os.environ.get("PREPARED"),
             "refused": refused,
         }
@@ -50,7 +50,7 @@ def hook():
         from verl_patches.patching.hooks import after_import
 
         def prepare(engine):
-            os.environ["PREPARED"] = f"{engine['layers']} {os.environ.get(visible_die.VISIBLE)}"
+            os.environ["PREPARED"] = f"{engine['layers']} {os.environ.get(npu.VISIBLE)}"
 
         def fail(_=None):
             raise ConfigError(f"row a.b: has drifted at {time.time()}")
@@ -58,7 +58,7 @@ def hook():
         engine_start = types.ModuleType("verl_patches.model.mindspeed.start")  # it needs MindSpeed
         engine_start.prepare = prepare
         sys.modules[engine_start.__name__] = engine_start
-        os.environ["AT_HOOK"] = repr(os.environ.get(visible_die.VISIBLE))
+        os.environ["AT_HOOK"] = repr(os.environ.get(npu.VISIBLE))
         if os.environ.get("FAIL") == "hook":
             fail()
         if os.environ.get("FAIL") == "class":

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from verl_patches.platform.npu.network import towards
+from verl_patches.platform.npu import towards
 from verl_patches.trainer.ray_start import HOOK, runtime_env
 
 
@@ -49,7 +49,7 @@ EARLY = """
 import sys, types
 from verl_patches.patching import engine
 from verl_patches.patching.switches import Switches
-from verl_patches.platform.npu.visible_die import refuse_early_device_runtime
+from verl_patches.platform.npu import refuse_early_device_runtime
 sys.modules["torch_npu"] = types.ModuleType("torch_npu")
 engine.start([], Switches("a3", sys.argv[1]))
 refuse_early_device_runtime()

@@ -17,7 +17,7 @@ from omegaconf import DictConfig
 from verl_patches.config import hccl
 from verl_patches.config.compose import model_shape_of
 from verl_patches.patching.switches import VARIABLE, Switches
-from verl_patches.platform.npu.network import SOCKETS
+from verl_patches.platform.npu import SOCKETS
 from verl_patches.upstream.checkouts import Trees
 from verl_patches.upstream.pins import load_pins
 

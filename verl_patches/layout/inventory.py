@@ -137,6 +137,18 @@ class Inventory:
         """HF name -> tensor."""
         return {p.name: p for p in self.parameters}
 
+    def at(self, layer: int | None, expert: int | None) -> dict[str, Parameter]:
+        """Kind -> tensor of a layer and expert (None: outside of them); empty for those that the model has not."""
+        if layer is None:
+            held = self.outer
+        elif layer >= len(self.layers):
+            held = ()
+        elif expert is None:
+            held = self.layers[layer]
+        else:
+            held = self.experts[layer][expert] if expert < len(self.experts[layer]) else ()
+        return {parameter.kind: parameter for parameter in held}
+
 
 def build_inventory(config: ModelShape | Mapping | str | Path) -> Inventory:
     """The inventory of the model that `config` describes (see `read_model_shape` for what it may be)."""

@@ -159,7 +159,7 @@ def _make_tokenizer(config: dict[str, Any]) -> PreTrainedTokenizerFast:
     if ids != [0, 1, 2] or tokenizer.get_vocab_size() != config["vocab_size"]:
         raise ConfigError(
             "tiny model: the tokenizer has bos, eos, pad = 0, 1, 2 and, from its few sentences, "
-            f"{tokenizer.get_vocab_size()} entries; the config asks for {ids} and {config['vocab_size']}"
+            f"{tokenizer.get_vocab_size()} entries; the config has {ids} and {config['vocab_size']}"
         )
     bos, eos, pad = SPECIAL_TOKENS[:3]
     fast = PreTrainedTokenizerFast(

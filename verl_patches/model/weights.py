@@ -318,15 +318,7 @@ def hf_tensors_of(
 
     Raises ConfigError, with the Megatron parameter's `name`, where the inventory has none.
     """
-    if layer is None:
-        held = inventory.outer
-    elif layer >= len(inventory.layers):
-        held = ()
-    elif expert is None:
-        held = inventory.layers[layer]
-    else:
-        held = inventory.experts[layer][expert] if expert < len(inventory.experts[layer]) else ()
-    found = {parameter.kind: parameter for parameter in held}
+    found = inventory.at(layer, expert)
     missing = [kind for kind in kinds if kind not in found]
     if missing:
         raise ConfigError(

@@ -11,7 +11,7 @@ def require(platform: str) -> None:
     """ConfigError where the stated platform ("npu", "cuda", "cpu") cannot work here; torch is not imported."""
     if platform == "npu" and importlib.util.find_spec("torch_npu") is None:
         raise ConfigError(
-            "platform npu was asked for (it is the default), but torch_npu is not installed in this Python. "
+            "platform npu is requested (it is the default), but torch_npu is not installed in this Python. "
             "On an Ascend machine install the torch_npu of the pinned image; for the CPU smoke say "
             'VERL_PATCHES="line=pypi,platform=cpu" (bash scripts/smoke.sh does).'
         )

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import torch
 
 from verl_patches.errors import ConfigError
-from verl_patches.layout.inventory import Inventory, Parameter
+from verl_patches.layout.inventory import Inventory
 from verl_patches.layout.parallel import ParallelLayout
 from verl_patches.layout.sharding import Shard, local_parameters
 from verl_patches.model import weights as megatron
@@ -194,7 +194,7 @@ class _Chunk(NamedTuple):
 
     def _held(self, name: str, storage: Storage, expert: int | None) -> list[Shard]:
         layer = None if storage.layer is None else _at(self.layers, storage.layer)
-        held = _of(self.inventory, layer, expert)
+        held = self.inventory.at(layer, expert)
         names = [held[kind].name if kind in held else kind for kind in storage.kinds]
         absent = [each for each in names if each not in self.shards]
         if absent:
@@ -221,19 +221,6 @@ class _Chunk(NamedTuple):
 
 def _at(ids: range, number: int) -> int:
     return ids[number] if number < len(ids) else ids.stop + number - len(ids)  # not held: refused by its name
-
-
-def _of(inventory: Inventory, layer: int | None, expert: int | None) -> dict[str, Parameter]:
-    """Kind -> HF tensor; empty for layers and experts that the model has not."""
-    if layer is None:
-        found = inventory.outer
-    elif layer >= len(inventory.layers):
-        found = ()
-    elif expert is None:
-        found = inventory.layers[layer]
-    else:
-        found = inventory.experts[layer][expert] if expert < len(inventory.experts[layer]) else ()
-    return {parameter.kind: parameter for parameter in found}
 
 
 def _layers(inventory: Inventory, layout: ParallelLayout, rank: int, chunk: int) -> range:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from verl_patches.patching import hooks
-from verl_patches.platform.npu.visible_die import refuse_early_device_runtime
+from verl_patches.platform.npu import refuse_early_device_runtime
 from verl_patches.trainer.worker_settings import VERLS_WORKERS
 
 HOOK = "worker_process_setup_hook"
@@ -33,13 +33,13 @@ def prelude_then(
     """The function that each Ray worker process runs first; a user's hook is a callable or "package.module.function".
 
     `engine`: verl's actor_rollout_ref section, for a line whose engine must be prepared before Megatron is imported.
-    `network`: arguments of platform/npu/network.py's set_interface, None where it needs no choice.
+    `network`: arguments of platform/npu/__init__.py's set_interface, None where it needs no choice.
     """
 
     def prelude_hook() -> None:
         importlib.import_module("verl_patches.prelude_patch")
         if network is not None:
-            importlib.import_module("verl_patches.platform.npu.network").set_interface(**network)
+            importlib.import_module("verl_patches.platform.npu").set_interface(**network)
         is_worker = os.environ.keys() >= VERLS_WORKERS
         if engine is not None and is_worker:
             prepare_with_verl(engine)

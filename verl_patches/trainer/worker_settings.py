@@ -49,7 +49,7 @@ def send_settings(engine: Mapping[str, Any] | None, network: Mapping[str, Any] |
     """In the controller: store the settings that `prepare_from_controller` reads in the workers; None for unused ones.
 
     engine: verl's actor_rollout_ref section, for a line whose engine must be prepared before Megatron is imported.
-    network: arguments of platform/npu/network.py's set_interface.
+    network: arguments of platform/npu/__init__.py's set_interface.
     """
     import json
 
@@ -76,7 +76,7 @@ def prepare_from_controller(_: Any) -> None:
 
     settings = json.loads(sent)
     if settings["network"] is not None:
-        from verl_patches.platform.npu.network import set_interface
+        from verl_patches.platform.npu import set_interface
 
         set_interface(**settings["network"])
     if settings["engine"] is not None:

@@ -33,40 +33,26 @@ class Setting(NamedTuple):
     why: str
 
 
-# HF key -> argument that takes its value
-SIZES = {
+# HF key -> argument that takes its value, named alike unless it is in _OTHER_NAMES
+_OTHER_NAMES = {
     "num_hidden_layers": "--num-layers",
-    "hidden_size": "--hidden-size",
     "intermediate_size": "--ffn-hidden-size",
-    "num_attention_heads": "--num-attention-heads",
-    "max_position_embeddings": "--max-position-embeddings",
     "rms_norm_eps": "--norm-epsilon",
     "initializer_range": "--init-method-std",
     "rope_theta": "--rotary-base",
     "vocab_size": "--padded-vocab-size",
-    "q_lora_rank": "--q-lora-rank",
-    "kv_lora_rank": "--kv-lora-rank",
-    "qk_nope_head_dim": "--qk-nope-head-dim",
-    "qk_rope_head_dim": "--qk-rope-head-dim",
-    "v_head_dim": "--v-head-dim",
     "n_routed_experts": "--num-experts",
     "num_experts_per_tok": "--moe-router-topk",
-    "n_shared_experts": "--n-shared-experts",
-    "moe_intermediate_size": "--moe-intermediate-size",
-    "first_k_dense_replace": "--first-k-dense-replace",
-    "moe_layer_freq": "--moe-layer-freq",
-    "n_group": "--n-group",
-    "topk_group": "--topk-group",
-    "routed_scaling_factor": "--routed-scaling-factor",
 }
-YARN = {
-    "factor": "--rope-scaling-factor",
-    "beta_fast": "--rope-scaling-beta-fast",
-    "beta_slow": "--rope-scaling-beta-slow",
-    "mscale": "--rope-scaling-mscale",
-    "mscale_all_dim": "--rope-scaling-mscale-all-dim",
-    "original_max_position_embeddings": "--rope-scaling-original-max-position-embeddings",
-}
+_SIZE_KEYS = """
+num_hidden_layers hidden_size intermediate_size num_attention_heads max_position_embeddings rms_norm_eps
+initializer_range rope_theta vocab_size q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim
+n_routed_experts num_experts_per_tok n_shared_experts moe_intermediate_size first_k_dense_replace moe_layer_freq
+n_group topk_group routed_scaling_factor
+""".split()
+SIZES = {key: _OTHER_NAMES.get(key, f"--{key.replace('_', '-')}") for key in _SIZE_KEYS}
+_YARN_KEYS = "factor beta_fast beta_slow mscale mscale_all_dim original_max_position_embeddings".split()
+YARN = {key: f"--rope-scaling-{key.replace('_', '-')}" for key in _YARN_KEYS}
 # (HF key, the only value that is computed correctly, its arguments)
 ONLY = (
     ("model_type", "deepseek_v3", ("--multi-head-latent-attention", "--qk-layernorm")),
@@ -107,11 +93,8 @@ def model_settings(hf_config: Mapping[str, Any]) -> list[Setting]:
     hf = dict(hf_config)
     found = [_size(key, argument, hf) for key, argument in SIZES.items()]
     found += [_only(key, expected, arguments, hf.get(key)) for key, expected, arguments in ONLY]
-    found += [
-        _refused(key, value, "model/mindspeed/arguments.py does not map it")
-        for key, value in hf.items()
-        if key not in _KNOWN_HF_KEYS
-    ]
+    unknown = {key: value for key, value in hf.items() if key not in _KNOWN_HF_KEYS}
+    found += [_refused(*item, "model/mindspeed/arguments.py does not map it") for item in unknown.items()]
     heads, kv_heads = hf.get("num_attention_heads"), hf.get("num_key_value_heads")
     if kv_heads not in (None, heads):
         found.append(_refused("num_key_value_heads", kv_heads, f"MLA has one key for each of {heads} heads"))
@@ -119,15 +102,11 @@ def model_settings(hf_config: Mapping[str, Any]) -> list[Setting]:
     if (yarn.get("type") or yarn.get("rope_type")) != "yarn":
         found.append(_refused("rope_scaling", yarn or None, "MindSpeed-LLM sizes MLA's rotary part by its yarn only"))
     else:
-        found += [
-            _size(f"rope_scaling.{key}", argument, {f"rope_scaling.{key}": yarn.get(key)})
-            for key, argument in YARN.items()
-        ]
-        found += [
-            _refused(f"rope_scaling.{key}", value, "MindSpeed-LLM's yarn has no such setting")
-            for key, value in yarn.items()
-            if key not in {*YARN, "type", "rope_type"}
-        ]
+        prefixed = {f"rope_scaling.{key}": value for key, value in yarn.items() if key not in ("type", "rope_type")}
+        sizes = {f"rope_scaling.{key}": argument for key, argument in YARN.items()}
+        found += [_size(key, argument, prefixed) for key, argument in sizes.items()]
+        unknown = {key: value for key, value in prefixed.items() if key not in sizes}
+        found += [_refused(*item, "MindSpeed-LLM's yarn has no such setting") for item in unknown.items()]
     found += [Setting("always", None, "fixed", arguments, why) for arguments, why in MODEL_FIXED]
     return [row._replace(key=f"HF {row.key}") if row.key != "always" else row for row in found]
 
@@ -222,13 +201,11 @@ def _sequence_parallel(on: bool, get: Get) -> list[str] | Refusal:
 def _recompute(on: bool, get: Get) -> list[str] | Refusal:
     if not on:
         return []
-    values = {
-        f"--recompute-{name.replace('_', '-')}": get(f"{_M}activations_checkpoint_{name}")
-        for name in ("granularity", "method", "num_layers")
-    }
-    if not values["--recompute-granularity"]:
+    values = {name: get(f"{_M}activations_checkpoint_{name}") for name in ("granularity", "method", "num_layers")}
+    if not values["granularity"]:
         return Refusal("activations_checkpoint_granularity must be full or selective")
-    return [word for argument, value in values.items() if value is not None for word in (argument, str(value))]
+    given = {f"--recompute-{name.replace('_', '-')}": value for name, value in values.items() if value is not None}
+    return [word for argument, value in given.items() for word in (argument, str(value))]
 
 
 def _fused_linear_wgrad(on: bool, get: Get) -> list[str]:
@@ -255,20 +232,10 @@ def _schedule(style: str, get: Get) -> list[str] | Refusal:
     warmup = warmup if warmup is not None and warmup >= 0 else int(ratio * max(steps, 0))
     if steps > 0 and warmup >= steps:
         return Refusal(f"{warmup} warm-up steps leave nothing of {steps}")
-    total = str(max(steps, warmup + 1))  # -1 until verl's trainer knows it
+    total = max(steps, warmup + 1)  # -1 until verl's trainer knows it
     minimum = lr * (get("actor.optim.min_lr_ratio") or 0.0)
-    return [
-        "--lr-decay-style",
-        style,
-        "--lr-warmup-iters",
-        str(warmup),
-        "--min-lr",
-        repr(minimum),
-        "--train-iters",
-        total,
-        "--lr-decay-iters",
-        total,
-    ]
+    words = f"--lr-warmup-iters {warmup} --min-lr {minimum!r} --train-iters {total} --lr-decay-iters {total}"
+    return ["--lr-decay-style", style, *words.split()]
 
 
 def _dtype(dtype: str, get: Get) -> list[str]:
@@ -393,13 +360,10 @@ def explain(config: Any, hf_config: Mapping[str, Any] | None = None) -> list[Set
         value = given.get(key)
         return defaults.get(key) if value is None else value
 
-    known = {row.key for row in TABLE}
     rows = [_explain(row, get) for row in TABLE]
-    rows += [
-        Setting(key, value, "refused", (), "TABLE of model/mindspeed/arguments.py does not map it")
-        for key, value in given.items()
-        if key.startswith(tuple(f"{s}." for s in SECTIONS)) and key not in known
-    ]
+    ours = tuple(f"{section}." for section in SECTIONS)
+    unknown = {key: value for key, value in given.items() if key.startswith(ours) and key not in defaults}
+    rows += [_refused(*item, "TABLE of model/mindspeed/arguments.py does not map it") for item in unknown.items()]
     rows += [Setting("always", None, "fixed", arguments, why) for arguments, why in FIXED]
     return rows + (model_settings(hf_config) if hf_config is not None else [])
 
@@ -410,12 +374,9 @@ def _explain(row: Key, get: Get) -> Setting:
     def setting(how: str, *arguments: str, why: str = row.why) -> Setting:
         return Setting(row.key, value, how, arguments, why)
 
-    if row.how == "with":
-        return setting(f"with {row.to}")
-    if row.how == "verl":
-        return setting("verl's own")
-    if row.how == "ours":
-        return setting("our own")
+    elsewhere = {"with": f"with {row.to}", "verl": "verl's own", "ours": "our own"}
+    if row.how in elsewhere:
+        return setting(elsewhere[row.how])
     if row.how == "same":
         actors = get(row.to)
         if _number(value) in (None, _number(actors)):

@@ -34,15 +34,14 @@ def with_padded_lengths(original: type) -> type:
 def refuse_to_save_deepseekv3(get_weight_saver: Any) -> Any:
     """Row provider for verl's `get_weight_saver`: for DeepSeek-V3 one that raises when it is called."""
 
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise NotImplementedError("there is no saver for DeepSeek-V3 here: leave hf_model out of checkpoint.contents")
+
     @functools.wraps(get_weight_saver)
     def get(arch: str) -> Any:
-        return _refuse_to_save if arch == "DeepseekV3ForCausalLM" else get_weight_saver(arch)
+        return refuse if arch == "DeepseekV3ForCausalLM" else get_weight_saver(arch)
 
     return get
-
-
-def _refuse_to_save(*args: Any, **kwargs: Any) -> None:
-    raise NotImplementedError("there is no saver for DeepSeek-V3 here: leave hf_model out of checkpoint.contents")
 
 
 def get_gpt_decoder_block_spec(*args: Any, **kwargs: Any) -> Any:

@@ -44,15 +44,9 @@ def config_from_arguments(hf_config: Any, dtype: torch.dtype, **overrides: Any):
         raise ConfigError(f"override_transformer_config holds {sorted(overrides)}: on line a3 use recipe.train instead")
     if dtype != args.params_dtype:
         raise ConfigError(f"dtype {dtype} requested, but the engine was started for {args.params_dtype}")
-    for key, expected in (
-        ("hidden_size", args.hidden_size),
-        ("num_hidden_layers", args.num_layers),
-        ("n_routed_experts", args.num_experts),
-        ("vocab_size", args.padded_vocab_size),
-        ("max_position_embeddings", args.max_position_embeddings),
-        ("rope_theta", args.rotary_base),
-        ("tie_word_embeddings", False),
-    ):
+    same = {"hidden_size": args.hidden_size, "num_hidden_layers": args.num_layers, "rope_theta": args.rotary_base}
+    same |= {"n_routed_experts": args.num_experts, "vocab_size": args.padded_vocab_size, "tie_word_embeddings": False}
+    for key, expected in {**same, "max_position_embeddings": args.max_position_embeddings}.items():
         if getattr(hf_config, key) != expected:
             raise ConfigError(f"HF config: {key} is {getattr(hf_config, key)}, the engine was started for {expected}")
     config = core_transformer_config_from_args(args)
@@ -108,6 +102,7 @@ class CausalMlaAttention(MlaDotProductAttention):
             raise ConfigError(f"attention dropout is {self.attention_dropout.p}; the attention here has none: set 0")
 
     def forward(self, query, key, value, attention_mask, attn_mask_type=None, packed_seq_params=None):
+        """Attention of query, key and value; shapes are those of the class."""
         attend = functools.partial(
             attention.fused_attention,
             heads=query.shape[2],

@@ -32,7 +32,7 @@ from verl_patches.errors import ConfigError
 from verl_patches.layout.model_folder import read_config
 from verl_patches.model.mindspeed.arguments import arguments_of, explain
 from verl_patches.patching import engine
-from verl_patches.platform.npu.visible_die import check_visible_die
+from verl_patches.platform.npu import check_visible_die
 
 log = logging.getLogger(__name__)
 
@@ -110,9 +110,8 @@ def check_rows() -> None:
         found = engine.current()
     except engine.PatchError:
         return  # without the prelude there are no rows
-    lost = [
-        f"{row['id']} at {row['target']}: {row['reason']}" for row in found.status() if row["state"] == "overridden"
-    ]
+    overridden = [row for row in found.status() if row["state"] == "overridden"]
+    lost = [f"{row['id']} at {row['target']}: {row['reason']}" for row in overridden]
     if lost:
         raise engine.PatchError("After MindSpeed's start these patches are no longer in place:\n  " + "\n  ".join(lost))
 
@@ -129,14 +128,10 @@ def _start_distributed(timeout_minutes: int) -> None:
 def _start_groups(args: Namespace) -> None:
     from megatron.core import parallel_state
 
+    sizes = [f"{kind}_parallel_size" for kind in ("tensor_model", "pipeline_model", "context", "expert_model")]
     with _quiet("Megatron's process groups"):
-        parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=args.tensor_model_parallel_size,
-            pipeline_model_parallel_size=args.pipeline_model_parallel_size,
-            context_parallel_size=args.context_parallel_size,
-            expert_model_parallel_size=args.expert_model_parallel_size,
-            distributed_timeout_minutes=args.distributed_timeout_minutes,
-        )
+        names = *sizes, "distributed_timeout_minutes"
+        parallel_state.initialize_model_parallel(**{name: getattr(args, name) for name in names})
 
 
 def _arguments(words: list[str]) -> Namespace:
@@ -187,10 +182,8 @@ def _same_features(words: list[str]) -> None:
     prepared = vars(_features)
     mixed = [name for name in _ADAPTOR_FEATURES if now.get(name) != prepared.get(name)]
     if mixed:
-        raise ConfigError(
-            "this process was prepared for another configuration: "
-            + ", ".join(f"{name} {prepared[name]!r}, now {now[name]!r}" for name in mixed)
-        )
+        changes = ", ".join(f"{name} {prepared[name]!r}, now {now[name]!r}" for name in mixed)
+        raise ConfigError(f"this process was prepared for another configuration: {changes}")
 
 
 @contextlib.contextmanager

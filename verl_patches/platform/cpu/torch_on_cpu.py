@@ -1,7 +1,8 @@
 """torch's names for a device ("cuda", "npu", NCCL), answered by the CPU and gloo.
 
-Upstream never asks which device it is on. Where torch has a CPU counterpart (torch.cpu.stream, torch.default_generator)
-that is used. This module may be imported while torch is half built, so it looks at torch only inside functions.
+Upstream never checks which device it runs on. Where torch has a CPU counterpart (torch.cpu.stream,
+torch.default_generator) that is used. This module may be imported while torch is half built, so it looks at torch only
+inside functions.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ def _is_accelerator(device: Any) -> bool:
 
 
 def is_available() -> bool:
-    """One device, as far as verl asks."""
+    """True: verl treats the CPU as its one device."""
     return True
 
 
@@ -91,7 +92,20 @@ def manual_seed(seed: int) -> None:
     torch.default_generator.manual_seed(int(seed))
 
 
-class Event:
+class _Finished:
+    """Work on a CPU is done when a call returns, so nothing waits."""
+
+    def query(self) -> bool:
+        """All work is done."""
+        return True
+
+    def synchronize(self, *other) -> None:
+        """Nothing to wait for."""
+
+    wait = wait_stream = wait_event = synchronize
+
+
+class Event(_Finished):
     """torch.cuda.Event: a point in a stream; all work before it is done when it is recorded."""
 
     def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False):
@@ -101,16 +115,6 @@ class Event:
         """Note the time."""
         self._at_s = time.perf_counter()
 
-    def wait(self, stream: Any = None) -> None:
-        """Nothing to wait for."""
-
-    def query(self) -> bool:
-        """All work is done."""
-        return True
-
-    def synchronize(self) -> None:
-        """Nothing to wait for."""
-
     def elapsed_time(self, end_event: Event) -> float:
         """Milliseconds from this event to another; RuntimeError where one was not recorded."""
         if self._at_s is None or end_event._at_s is None:
@@ -118,30 +122,17 @@ class Event:
         return (end_event._at_s - self._at_s) * 1000
 
 
-class Stream:
-    """torch.cuda.Stream: a queue whose work is done when a call returns, so nothing waits."""
+class Stream(_Finished):
+    """torch.cuda.Stream: a queue."""
 
     def __init__(self, device: Any = None, priority: int = 0, **kwargs):
         pass
-
-    def wait_stream(self, stream: Any) -> None:
-        """Nothing to wait for."""
-
-    def wait_event(self, event: Any) -> None:
-        """Nothing to wait for."""
 
     def record_event(self, event: Event | None = None) -> Event:
         """An event that is over."""
         event = event or Event()
         event.record(self)
         return event
-
-    def query(self) -> bool:
-        """All work is done."""
-        return True
-
-    def synchronize(self) -> None:
-        """Nothing to wait for."""
 
 
 # -- tensors -----------------------------------------------------------------------------------------------------------
@@ -185,7 +176,7 @@ def pin_memory(self, *args, **kwargs):
 
 
 def type_on_cuda(original):
-    """Wrap Tensor.type: a CPU tensor calls itself torch.cuda.FloatTensor when asked, and still converts when told."""
+    """Wrap Tensor.type: without a dtype a CPU tensor is torch.cuda.FloatTensor; with one it is converted."""
 
     @functools.wraps(original)
     def type(self, *args, **kwargs):

@@ -120,7 +120,7 @@ class Lockstep:
     def of(cls, parallel_config) -> Lockstep | None:
         """The lockstep of this rank's DP group, after vLLM's groups exist; None without data parallelism.
 
-        Raises RuntimeError if vLLM built its groups without data parallelism before this engine asked for it.
+        Raises RuntimeError if vLLM built its groups without data parallelism before this engine was built.
         """
         size = parallel_config.data_parallel_size
         if size == 1:

@@ -1,1 +1,146 @@
-"""What is particular to NPUs: the fused attention op, op schemas, the network interface, the visible die."""
+"""What is particular to NPUs: the fused attention op, op schemas; here the die and the network of a worker process.
+
+Die: the device runtime may be called only after Ray has set ASCEND_RT_VISIBLE_DEVICES. Network: HCCL, Gloo and torch's
+RPC rendezvous over the interface towards Ray's head. Every worker looks it up on its own node, as nodes may name it
+differently; unset, Gloo takes what the host name resolves to, which may be the loopback.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import sys
+
+from verl_patches.errors import ConfigError
+from verl_patches.patching.engine import current
+
+VISIBLE = "ASCEND_RT_VISIBLE_DEVICES"
+NOT_SET_BY_RAY = "RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES"
+# HCCL takes a name as a prefix, "=eth1" as that interface alone (CANN envref_07_0075)
+SOCKETS = {"HCCL_SOCKET_IFNAME": "={}", "GLOO_SOCKET_IFNAME": "{}", "TP_SOCKET_IFNAME": "{}"}
+
+log = logging.getLogger(__name__)
+
+
+def refuse_early_device_runtime() -> None:
+    """ConfigError where platform npu has torch_npu imported before Ray has set ASCEND_RT_VISIBLE_DEVICES."""
+    if current().switches.platform == "npu" and "torch_npu" in sys.modules:
+        raise ConfigError(
+            f"{_rank()}: torch_npu is imported in Ray's worker set-up hook, before Ray sets {VISIBLE}; expected only "
+            "after that, as the device runtime reads the variable once. If recipe.worker_process_setup_hook imports "
+            "torch or verl, let it do so later: verl_patches.patching.hooks.after_import(module, function)"
+        )
+
+
+def check_visible_die(visible: int) -> None:
+    """ConfigError where this worker of verl's would run on another die than Ray gave it; before any process group.
+
+    visible: number of devices that the device runtime sees in this process (torch.npu.device_count()). A process that
+    Ray did not start chose its device itself: nothing is checked there.
+    """
+    import ray
+
+    if not ray.is_initialized():
+        return
+    given = [str(number) for number in ray.get_runtime_context().get_accelerator_ids()["NPU"]]
+    found = os.environ.get(VISIBLE)
+    fault = None
+    if len(given) != 1:
+        fault = f"expected one die from Ray, found ids {given}: the actor requests no NPU, or more than one"
+    elif found != given[0]:
+        fault = (
+            f"{VISIBLE} is {found!r}, expected {given[0]!r}, the id that Ray gave. {NOT_SET_BY_RAY} is "
+            f"{os.environ.get(NOT_SET_BY_RAY)!r} (set, it keeps Ray from choosing): unset it where Ray is "
+            f"started, and set {VISIBLE} neither in a runtime_env nor in a set-up hook"
+        )
+    elif visible != 1:
+        fault = (
+            f"the device runtime sees {visible} devices, expected 1, with {VISIBLE}={found}: it was started "
+            "before Ray set the variable. Find what calls torch.npu before `import verl`, a set-up hook for one"
+        )
+    if fault:
+        raise ConfigError(f"{_rank()}: {fault}")
+
+
+def set_interface(nodes: int, interface: str | None = None, head: str | None = None) -> None:
+    """Put the interface into the variables of this process that its node's environment leaves unset.
+
+    `interface`: recipe.hccl.interface, None takes the one towards `head`, the HOST:PORT of Ray's head (None: that of
+    the Ray that this worker belongs to). Raises ConfigError where the node has no such interface, or where one is the
+    loopback and there are several nodes.
+    """
+    own = {name: os.environ[name] for name in SOCKETS if os.environ.get(name)}
+    if len(own) < len(SOCKETS):
+        if interface:
+            _check_exists(interface)
+        chosen = interface or towards(head or _head_of_this_ray())
+        why = "recipe.hccl.interface" if interface else "the route to Ray's head"
+        _refuse_loopback(nodes, chosen, why)
+        for name in SOCKETS.keys() - own.keys():
+            os.environ[name] = SOCKETS[name].format(chosen)
+        log.info("network interface %s, by %s; set by the node: %s", chosen, why, own or "nothing")
+    for name, value in own.items():
+        for part in value.lstrip("=").split(","):
+            _refuse_loopback(nodes, part, f"{name}={value} of this node's environment")
+
+
+def towards(address: str) -> str:
+    """The interface through which this node reaches HOST:PORT; ConfigError where there is no route."""
+    host, _, port = address.rpartition(":")
+    try:
+        family, kind, _, _, place = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(place)  # chooses a route, sends nothing
+            ip = probe.getsockname()[0]
+    except OSError as error:
+        raise ConfigError(f"{_here()} has no route to Ray's head {address}: {error}") from error
+    import psutil
+
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(found.address.partition("%")[0] == ip for found in addresses):
+            return name
+    raise ConfigError(
+        f"{_here()} reaches Ray's head {address} from {ip}, which is none of its interfaces' addresses; "
+        "set recipe.hccl.interface"
+    )
+
+
+def _check_exists(interface: str) -> None:
+    import psutil
+
+    names = sorted(psutil.net_if_addrs())
+    if interface not in names:
+        raise ConfigError(
+            f"recipe.hccl.interface is {interface}: {_here()} has {', '.join(names)}. Leave it null, or set "
+            "HCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME and TP_SOCKET_IFNAME where that node's Ray is started"
+        )
+
+
+def _refuse_loopback(nodes: int, interface: str, why: str) -> None:
+    if nodes > 1 and interface in ("lo", "localhost"):
+        raise ConfigError(
+            f"{_here()} would rendezvous over the loopback {interface}, by {why}, where trainer.nnodes is {nodes}: "
+            "other nodes cannot reach it. Start Ray with an address that they reach (--node-ip-address), or set "
+            "recipe.hccl.interface"
+        )
+
+
+def _here() -> str:
+    return f"node {socket.gethostname()}"
+
+
+def _head_of_this_ray() -> str:
+    import ray
+
+    if not ray.is_initialized():  # get_runtime_context would start a Ray of this process's own
+        raise ConfigError(
+            f"{_here()} (pid {os.getpid()}) needs the interface towards Ray's head; expected a process of a Ray "
+            "cluster, found one that is not connected to any. Start it by Ray, set recipe.hccl.interface, or set "
+            f"{', '.join(SOCKETS)} in its environment"
+        )
+    return ray.get_runtime_context().gcs_address
+
+
+def _rank() -> str:
+    return f"rank {os.environ.get('RANK')} (pid {os.getpid()} on {socket.gethostname()})"

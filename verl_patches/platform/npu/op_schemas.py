@@ -1,75 +1,44 @@
-"""Schemas of torch_npu functions: out of a wheel (it is a zip, nothing is installed), into JSON, and back.
+"""Schemas of torch_npu functions, out of the committed file that scripts/extract_npu_schemas.py writes from the wheels.
 
-A wheel declares its functions in one yaml (`WHEEL_FILE`), section `custom`, one line each:
-`npu_rms_norm(Tensor self, Tensor gamma, float epsilon=1e-06) -> (Tensor, Tensor)`. In Python `self` is called `input`.
-The committed file holds those lines for all functions that MindSpeed, MindSpeed-LLM and vllm-ascend call at the pins,
-with the wheels' version and hashes. ATB's functions (torch_npu._npu_flash_attention and the like) are declared
-elsewhere than in the wheel's yaml.
+It holds lines like `npu_rms_norm(Tensor self, Tensor gamma, float epsilon=1e-06) -> (Tensor, Tensor)` for all functions
+that MindSpeed, MindSpeed-LLM and vllm-ascend call at the pins, with the wheels' version and hashes. In Python `self` is
+called `input`. ATB's functions (torch_npu._npu_flash_attention and the like) are not among them. `torch_npu_op` and
+`builder_op` bind the arguments of a plain-torch reference by such a schema, as the real binding does.
 """
 
 from __future__ import annotations
 
 import ast
 import functools
-import hashlib
 import inspect
 import json
+import numbers
 import re
-import zipfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from verl_patches.errors import ConfigError
 
-WITH_REFERENCE = (
-    "npu_apply_adam_w",
-    "npu_confusion_transpose",
-    "npu_dtype_cast",
-    "npu_format_cast",
-    "npu_fusion_attention",
-    "npu_fusion_attention_grad",
-    "npu_grouped_matmul",
-    "npu_moe_gating_top_k",
-    "npu_moe_gating_top_k_softmax",
-    "npu_moe_token_permute",
-    "npu_moe_token_unpermute",
-    "npu_rms_norm",
-    "npu_rotary_mul",
-    "npu_scaled_masked_softmax",
-    "npu_swiglu",
-    "npu_swiglu_backward",
-)
-# called by vllm-ascend, which runs on devices only, or by what is listed in platform/cpu/ascend/missing.py
-WITHOUT_REFERENCE = (
-    "npu_add_rms_norm",
-    "npu_all_gather_base_mm",
-    "npu_convert_weight_to_int4pack",
-    "npu_dequant_swiglu_quant",
-    "npu_dynamic_quant",
-    "npu_fast_gelu",
-    "npu_fused_infer_attention_score",
-    "npu_incre_flash_attention",
-    "npu_interleave_rope",
-    "npu_kv_rmsnorm_rope_cache",
-    "npu_mm_reduce_scatter_base",
-    "npu_moe_compute_expert_tokens",
-    "npu_moe_distribute_combine",
-    "npu_moe_distribute_dispatch",
-    "npu_moe_finalize_routing",
-    "npu_moe_init_routing",
-    "npu_prompt_flash_attention",
-    "npu_quant_matmul",
-    "npu_quantize",
-    "npu_weight_quant_batchmatmul",
-)
-FUNCTIONS = tuple(sorted((*WITH_REFERENCE, *WITHOUT_REFERENCE)))
-
-
+WITH_REFERENCE = """
+npu_apply_adam_w npu_fusion_attention npu_grouped_matmul npu_moe_gating_top_k npu_moe_token_permute
+npu_moe_token_unpermute npu_rms_norm npu_rotary_mul npu_swiglu
+""".split()
+# called by vllm-ascend, which runs on devices only, or by files that platform/cpu/ascend/packages.py lists (NAMES)
+WITHOUT_REFERENCE = """
+npu_add_rms_norm npu_all_gather_base_mm npu_confusion_transpose npu_convert_weight_to_int4pack npu_dequant_swiglu_quant
+npu_dtype_cast npu_dynamic_quant npu_fast_gelu npu_format_cast npu_fused_infer_attention_score npu_fusion_attention_grad
+npu_incre_flash_attention npu_interleave_rope npu_kv_rmsnorm_rope_cache npu_mm_reduce_scatter_base
+npu_moe_compute_expert_tokens npu_moe_distribute_combine npu_moe_distribute_dispatch npu_moe_finalize_routing
+npu_moe_gating_top_k_softmax npu_moe_init_routing npu_prompt_flash_attention npu_quant_matmul npu_quantize
+npu_scaled_masked_softmax npu_swiglu_backward npu_weight_quant_batchmatmul
+""".split()
+FUNCTIONS = sorted(WITH_REFERENCE + WITHOUT_REFERENCE)
 VERSION = "2.5.1.post1"
 FILE = Path(__file__).with_name(f"torch_npu-{VERSION}.json")
-WHEEL_FILE = "torch_npu/csrc/aten/npu_native_functions_by_codegen.yaml"
 
 _HEAD = re.compile(r"(?P<name>\w+)(\.(?P<overload>\w+))?\((?P<arguments>.*)\)\s*->\s*(?P<returns>.*)\Z", re.DOTALL)
 _ARGUMENT = re.compile(r"(?P<kind>\w+(\(\w!\))?(\[\d*\])?\??)\s+(?P<name>\w+)(=(?P<default>.+))?\Z", re.DOTALL)
@@ -152,44 +121,89 @@ def read(file: Path = FILE) -> dict[str, tuple[Schema, ...]]:
     return found
 
 
-def extract(wheels: Sequence[Path], names: Iterable[str]) -> dict[str, Any]:
-    """What the committed file holds, read anew from wheels of one version (one a machine type), which must agree.
+# -- calls that are checked by schemas ---------------------------------------------------------------------------------
 
-    Raises ConfigError that names the functions that a wheel does not declare, or the wheel that differs.
+_KINDS: dict[str, Callable[[Any], bool]] = {
+    "Tensor": lambda x: isinstance(x, torch.Tensor),
+    "int": lambda x: isinstance(x, numbers.Integral) and not isinstance(x, bool),
+    "float": lambda x: isinstance(x, numbers.Real) and not isinstance(x, bool),
+    "Scalar": lambda x: isinstance(x, numbers.Number),
+    "bool": lambda x: isinstance(x, bool),
+    "str": lambda x: isinstance(x, str),
+    "ScalarType": lambda x: isinstance(x, torch.dtype),
+}
+
+
+def is_of_kind(value: Any, kind: str) -> bool:
+    """Does a Python value go where a schema says `kind` ("Tensor?", "int[]", "float")?"""
+    if kind.endswith("?"):
+        return value is None or is_of_kind(value, kind[:-1])
+    if kind.endswith("]"):
+        item = kind[: kind.index("[")]
+        return isinstance(value, (list, tuple)) and all(is_of_kind(entry, item) for entry in value)
+    return _KINDS[kind.replace("SymInt", "int")](value)
+
+
+def torch_npu_op(function: Callable) -> Callable:
+    """Decorator of a reference: bind calls by the schema of the torch_npu function of the same name.
+
+    The reference declares the arguments that it uses, by name, or takes all others as **keywords; defaults are the
+    schema's. A call that does not fit, in names or kinds, is a TypeError; a ValueError gets the function's name.
     """
-    wanted = sorted(set(names))
-    declared = {wheel: _declared(wheel, wanted) for wheel in wheels}
-    versions = {wheel.name.split("-")[1] for wheel in wheels}
-    lines = declared[wheels[0]]
-    odd = [wheel.name for wheel in wheels if declared[wheel] != lines]
-    if len(versions) != 1 or odd:
-        raise ConfigError(f"wheels differ: versions {sorted(versions)}; other declarations than in the first: {odd}")
-    hashes = {wheel.name: hashlib.sha256(wheel.read_bytes()).hexdigest() for wheel in sorted(wheels)}
-    return {
-        "package": "torch_npu",
-        "version": versions.pop(),
-        "sha256": hashes,
-        "source": WHEEL_FILE,
-        "functions": lines,
-    }
+    return _bound(function, read()[function.__name__])
 
 
-def _declared(wheel: Path, wanted: list[str]) -> list[str]:
-    import yaml
+def builder_op(*schemas: str, by_place: bool = False) -> Callable[[Callable], Callable]:
+    """The same for a function of a MindSpeed op builder, whose overloads are written here after its C++ source.
 
-    if not zipfile.is_zipfile(wheel):
-        raise ConfigError(f"{wheel}: not a wheel; expected a file like torch_npu-{VERSION}-cp310-cp310-*.whl")
-    with zipfile.ZipFile(wheel) as archive:
-        if WHEEL_FILE not in archive.namelist():
-            raise ConfigError(f"{wheel}: has no {WHEEL_FILE}; expected a torch_npu wheel")
-        content = yaml.safe_load(archive.read(WHEEL_FILE))
-    lines = {
-        " ".join(entry["func"].split())
-        for section in ("custom", "custom_autograd")
-        for entry in content.get(section) or ()
-    }
-    kept = sorted(line for line in lines if line.split("(", 1)[0].split(".")[0] in wanted)
-    missing = set(wanted) - {parse(line).name for line in kept}
-    if missing:
-        raise ConfigError(f"{wheel.name} declares no {', '.join(sorted(missing))}")
-    return kept
+    by_place: the C++ source gives its arguments no names, so that they can be passed by place only.
+    """
+    return lambda function: _bound(function, tuple(map(parse, schemas)), by_place)
+
+
+def _bound(function: Callable, schemas: tuple[Schema, ...], by_place: bool = False) -> Callable:
+    name, parameters = function.__name__, inspect.signature(function).parameters.values()
+    used = {p.name for p in parameters if p.kind is not p.VAR_KEYWORD}
+    takes_all = len(used) < len(parameters)
+    schema = next(schema for schema in schemas if used <= schema.kinds.keys())
+    signature = schema.signature
+    if by_place:
+        places = [p.replace(kind=p.POSITIONAL_ONLY) for p in signature.parameters.values()]
+        signature = inspect.Signature(places)
+    kinds = {name: {s.kinds[name]: None for s in schemas if name in s.kinds} for name in schema.kinds}
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            bound = signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise TypeError(f"{name}: {error}; it takes {signature}") from None
+        for argument, value in bound.arguments.items():
+            if not any(is_of_kind(value, kind) for kind in kinds[argument]):
+                expected = " or ".join(kinds[argument])
+                raise TypeError(f"{name}: argument {argument!r} must be {expected}, found {_describe(value)}")
+        bound.apply_defaults()
+        try:
+            return function(**{key: value for key, value in bound.arguments.items() if takes_all or key in used})
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from error
+
+    call.schemas, call.__signature__ = schemas, signature
+    return call
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, (list, tuple)):
+        return f"{type(value).__name__} of {sorted({type(entry).__name__ for entry in value})}"
+    return "a tensor" if isinstance(value, torch.Tensor) else f"{type(value).__name__} {value!r}"
+
+
+def demand(fine: Any, text: str) -> None:
+    """ValueError with `text` unless `fine`: a call that a device refuses, or computes nonsense for."""
+    if not fine:
+        raise ValueError(text)
+
+
+def wide(x: torch.Tensor) -> torch.Tensor:
+    """x in fp32, or in fp64 where it is fp64."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))

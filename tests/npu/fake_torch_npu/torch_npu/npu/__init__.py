@@ -3,9 +3,9 @@
 from types import SimpleNamespace
 
 from torch_npu.npu import memory, streams  # noqa: F401
-from verl_patches.platform.cpu.ascend.npu import *  # noqa: F403
-from verl_patches.platform.cpu.ascend.npu import __getattr__, _lazy_call  # noqa: F401
+from verl_patches.platform.cpu.ascend.packages import npu as _npu
 
+globals().update({name: value for name, value in vars(_npu).items() if name == "__getattr__" or name[:2] != "__"})
 config = SimpleNamespace(allow_internal_format=False)
 
 

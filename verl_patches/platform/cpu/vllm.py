@@ -1,9 +1,13 @@
-"""Plain-torch versions of the few compiled kernels that vLLM 0.9.1 has no Python version of, and of its routed experts.
+"""vLLM 0.9.1 on a CPU: its platform, the few compiled kernels that have no Python version, and its routed experts.
 
-Deviations from a kernel library: no blocking, no vector code; everything is computed in fp32 and rounded once at the
-end. vLLM's own Python versions (`CustomOp.forward_native`) are used wherever they exist: see `vllm_platform`. Experts
-on CPU go through intel_extension_for_pytorch upstream, which takes no expert map and so cannot do expert parallelism;
-here vLLM's own `FusedMoE.select_experts` routes and `fused_experts` computes.
+The platform is vLLM's own CpuPlatform, subclassed. It is installed through `vllm.platforms.builtin_platform_plugins`,
+the registry in which vLLM looks for platforms, so that worker class, communicator and config checks all follow from it.
+The worker is in a module of its own (vllm_worker.py): importing vLLM's workers needs the platform.
+
+Kernels, as deviations from a kernel library: no blocking, no vector code; everything is computed in fp32 and rounded
+once at the end. vLLM's own Python versions (`CustomOp.forward_native`) are used wherever they exist. Experts on CPU go
+through intel_extension_for_pytorch upstream, which takes no expert map and so cannot do expert parallelism; here vLLM's
+own `FusedMoE.select_experts` routes and `fused_experts` computes.
 
 Shape letters: T tokens, B sequences, N heads, L kv_lora_rank, R rope width, D head width, H hidden, F expert
 intermediate, e local experts, K experts a token.
@@ -13,6 +17,40 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from vllm.platforms.cpu import CpuPlatform
+
+_WORKER_MODULE = "verl_patches.platform.cpu.vllm_worker"
+_WORKERS = {"vllm.worker.cpu_worker.CPUWorker": f"{_WORKER_MODULE}.RolloutCpuWorker"}
+
+
+class RolloutCpuPlatform(CpuPlatform):
+    """CpuPlatform that keeps the external launcher and needs no compiled operation."""
+
+    simple_compile_backend: str = "eager"  # upstream: "inductor", which would start a C++ compiler per function
+
+    @classmethod
+    def get_device_communicator_cls(cls) -> str:
+        """CpuCommunicator plus the exchange of tokens between data-parallel ranks that share experts."""
+        return f"{_WORKER_MODULE}.RolloutCpuCommunicator"
+
+    @classmethod
+    def check_and_update_config(cls, vllm_config) -> None:
+        """CpuPlatform's checks, minus the fall-back to its own processes, plus what MLA and missing kernels need.
+
+        - external_launcher stays (platforms/cpu.py:146 turns it into "mp" when tp > 1).
+        - Operations with a Python version use it (`custom_ops=["none"]`): the wheel's compiled ones do not load.
+        - MLA: prefix caching off. platforms/cpu.py:233 says so in its log but only turns chunked prefill off, and
+          cpu_mla.py:88 refuses either (verl always enables prefix caching, vllm_rollout_spmd.py:167).
+        """
+        parallel = vllm_config.parallel_config
+        backend = parallel.distributed_executor_backend
+        super().check_and_update_config(vllm_config)
+        if backend == "external_launcher":
+            parallel.distributed_executor_backend = backend
+        parallel.worker_cls = _WORKERS.get(parallel.worker_cls, parallel.worker_cls)
+        vllm_config.compilation_config.custom_ops = ["none"]
+        if vllm_config.model_config is not None and vllm_config.model_config.use_mla:
+            vllm_config.cache_config.enable_prefix_caching = False
 
 
 def init_without_kernel(self: torch.nn.Module) -> None:
@@ -39,9 +77,9 @@ def concat_and_cache_mla(
     if kv_cache_dtype not in ("auto", "bfloat16", "float16"):
         raise NotImplementedError(f"MLA cache on CPU: kv_cache_dtype {kv_cache_dtype!r} is not supported, use 'auto'")
     slots = slot_mapping.flatten()
-    kept = slots >= 0
+    written = slots >= 0
     rows = torch.cat([kv_c, k_pe.reshape(kv_c.shape[0], -1)], dim=-1)[: slots.shape[0]]
-    kv_cache.view(-1, kv_cache.shape[-1])[slots[kept]] = rows[kept].to(kv_cache.dtype)
+    kv_cache.view(-1, kv_cache.shape[-1])[slots[written]] = rows[written].to(kv_cache.dtype)
 
 
 def mla_decode(
