@@ -9,7 +9,6 @@ from verl_patches.memory.schedule import (
     MEMORY_GROUPS,
     SCHEDULE,
     VERL,
-    VERL_54C9B736,
     direct_sync,
     in_sleep_mode,
     make_schedule,
@@ -59,7 +58,7 @@ def test_weights_come_before_the_cache_which_comes_last_and_goes_first():
     (weights_go,), (cache_goes,) = (positions(SCHEDULE, ("free",), t) for t in ("rollout_weights", "kv_cache"))
     assert weights < cache < cache_goes < weights_go
     assert positions(SCHEDULE, ("offload",), "actor_params") < [cache]
-    worst = simulate(VERL_54C9B736, SIZES)["wake_kv"].at_peak  # negative control: the cache comes before they go
+    worst = simulate(VERL["a3"], SIZES)["wake_kv"].at_peak  # negative control: the cache comes before they go
     assert worst >= {"kv_cache", "actor_params", "grads"}
 
 
