@@ -143,7 +143,7 @@ MUTANTS = (
            "storage.offload(copy or storage in fresh)", "storage.offload(copy)",
            Tests("memory/test_offload.py", "stale_host_copy")),
     Mutant("sleep-mode-lost-weights-pass", "memory/sleep_mode.py",
-           "            self._lost = True\n", "", Tests("memory/test_sleep_mode.py", "not copied and not outlive")),
+           "            self._lost = True\n", "", Tests("memory/test_sleep_mode.py")),
     Mutant("rollout-engine-wakes-what-is-awake", "worker/rollout_engine.py",
            "if tag not in self.awake and (tags is None or tag in tags):", "if tags is None or tag in tags:",
            Tests("memory/test_sleep_mode.py", "what_is_awake")),

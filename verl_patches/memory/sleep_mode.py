@@ -91,9 +91,10 @@ class ResizeSleepMode(SleepMode):
         for tag in [tag for tag in TAGS if tag in self._asleep and (tags is None or tag in tags)]:
             tensors = self._tensors(tag)
             for name, storage in self._asleep[tag].items():
-                if name not in tensors:
+                if name not in tensors or tensors[name].untyped_storage()._cdata != storage.storage._cdata:
                     raise RecipeError(
-                        f"rollout: {name}: expected the tensor that the engine had at sleep(), found none"
+                        f"rollout: {name}: expected the storage with which the engine went to sleep, found "
+                        f"{'another' if name in tensors else 'no such tensor'}"
                     )
                 storage.check(tensors[name])
             for storage in dict.fromkeys(self._asleep[tag].values()):
@@ -120,8 +121,7 @@ class ResizeSleepMode(SleepMode):
     def _free(self, tag: str) -> None:
         asleep, by_storage = {}, {}
         for name, tensor in self._tensors(tag).items():
-            storage = HostBackedStorage(f"rollout, {name}", tensor)
-            asleep[name] = by_storage.setdefault(tensor.untyped_storage()._cdata, storage)
+            asleep[name] = by_storage.setdefault(tensor.untyped_storage()._cdata, HostBackedStorage(name, tensor))
         for storage in by_storage.values():
             storage.offload(copy=False)
         self._asleep[tag] = asleep
