@@ -186,13 +186,10 @@ class ModelOffloadState:
     def _grad_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         return ((f"{name}.grad_data", buffer.grad_data) for name, buffer in self.buffers)
 
-    def _check_params(self) -> None:
-        for name, tensor in self._param_tensors():
-            self.params[name].check(tensor)
-
-    def _check_grads(self) -> None:
-        for name, tensor in self._grad_tensors():
-            self.grads[name].check(tensor)
+    @staticmethod
+    def _check(storages: dict[str, HostBackedStorage], tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in tensors:
+            storages[name].check(tensor)
 
     @property
     def offloaded(self) -> bool:
@@ -201,7 +198,7 @@ class ModelOffloadState:
 
     def load_params(self) -> None:
         """Load the parameters, for reading only."""
-        self._check_params()
+        self._check(self.params, self._param_tensors())
         with move("load", self.group) as moved:
             moved.bytes = load_storages(self.params.values())
         if moved.bytes:
@@ -210,7 +207,7 @@ class ModelOffloadState:
 
     def offload_params(self) -> None:
         """Offload the parameters; a copy is made only if they may have been written since they were loaded."""
-        self._check_params()
+        self._check(self.params, self._param_tensors())
         self._refuse_unknown_writes()
         written, self.written = self.written, False
         with move("offload" if written else "free", self.group) as moved:
@@ -218,7 +215,7 @@ class ModelOffloadState:
 
     def alloc_grads(self) -> None:
         """Allocate the gradients and set them to zero; from now on training may write to the parameters."""
-        self._check_grads()
+        self._check(self.grads, self._grad_tensors())
         self.written = True
         offloaded = [storage for storage in self.grads.values() if storage.offloaded]
         with move("alloc", "grads") as moved, torch.no_grad():
@@ -230,7 +227,7 @@ class ModelOffloadState:
 
     def free_grads(self) -> None:
         """Free the gradients; nothing is copied."""
-        self._check_grads()
+        self._check(self.grads, self._grad_tensors())
         here = [storage for storage in self.grads.values() if not storage.offloaded]
         with move("free", "grads") as moved:
             for storage in here:

@@ -79,14 +79,11 @@ class RecipeWorker:
     def _build_rollout(self, *args: Any, **kwargs: Any) -> tuple:
         rollout, manager = super()._build_rollout(*args, **kwargs)
         if self.recipe is not None and isinstance(manager, RecipeShardingManager):
-            manager.sync_enabled = self.recipe.weight_sync.enabled
-            manager.settings = self._sync_settings()
+            recipe, world = self.recipe, dist.get_world_size()
+            layouts = (layout(self.config, recipe, world) for layout in (train_layout_in, rollout_layout_in))
+            manager.sync_enabled = recipe.weight_sync.enabled
+            manager.settings = Settings(*layouts, recipe.line, recipe.reshard.bucket_bytes, recipe.reshard.verify)
         return rollout, manager
-
-    def _sync_settings(self) -> Settings:
-        recipe, world = self.recipe, dist.get_world_size()
-        train, rollout = train_layout_in(self.config, recipe, world), rollout_layout_in(self.config, recipe, world)
-        return Settings(train, rollout, recipe.line, recipe.reshard.bucket_bytes, recipe.reshard.verify)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def prove_patches(self) -> dict[str, Any]:
