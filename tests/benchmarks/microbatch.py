@@ -31,7 +31,6 @@ from verl_patches.tensor_cache.batch_plan import (
     Replicas,
     arrival,
     balanced,
-    held_after_rollout,
     mini_batches,
     packed,
     plan_batch,
@@ -39,7 +38,9 @@ from verl_patches.tensor_cache.batch_plan import (
     train_replicas,
 )
 
-lognormal_lengths = runpy.run_path(str(Path(__file__).resolve().parents[1] / "comm/lengths.py"))["lognormal_lengths"]
+lognormal_lengths = runpy.run_path(str(Path(__file__).resolve().parents[1] / "tensor_cache/lengths.py"))[
+    "lognormal_lengths"
+]
 SAMPLES, WORLD, BUDGET = 512 * 16, 256, 8192
 TRAIN = "tp4 pp8 ep32 etp1 @256 layers=7,7,8,8,8,8,8,7"
 CVS, REPLICAS, SEEDS = (0.4, 0.55, 0.7), (8, 64), (1, 2, 3)
@@ -118,13 +119,8 @@ def planning() -> dict[str, float]:
     """Seconds of one process, beside verl's balance_batch on the driver."""
     lengths = lognormal_lengths(SAMPLES, 0.7, seed=1)
     start = time.process_time()
-    plan = plan_batch(
-        held_after_rollout(SAMPLES, range(WORLD)),
-        train_replicas(parse_layout(TRAIN)),
-        lengths,
-        mini_batch_size=SAMPLES,
-        micro_batch_size=1,
-    )
+    replica_of = train_replicas(parse_layout(TRAIN))
+    plan = plan_batch(replica_of, lengths, mini_batch_size=SAMPLES, micro_batch_size=1)
     plan.sends(0), plan.receives(0)
     ours = time.process_time() - start
     start = time.process_time()

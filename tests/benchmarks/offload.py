@@ -48,6 +48,7 @@ def child(what: str, whose: str, platform: str = "cpu") -> Any:
 def count(whose: str) -> list[dict[str, Any]]:
     """Per phase of the third step: {phase, copied_bytes, plan_bytes, host_allocations}."""
     from tests.memory import offload_job as job
+    from tests.memory.counted import Counted
 
     job.found([])
     import torch
@@ -66,18 +67,18 @@ def count(whose: str) -> list[dict[str, Any]]:
     }
     plan = simulate(SCHEDULE, {name: held_bytes(list(of), "cpu") for name, of in held.items()})
     host: dict[int, Any] = {}
-    with job["Counted"](host):
+    with Counted(host):
         moves = (moves_of_schedule if whose == "ours" else moves_of_verl)(chunks, optimizer, reference)
     found: list[dict[str, Any]] = []
     for number in (1, 2, 3):
         found = []
         for phase in PHASES:
-            seen = job["Counted"](host)
+            seen = Counted(host)
             before, after = moves[phase]
             with seen:
                 before()
             if phase == "update":
-                job["step"](chunks, optimizer, number)
+                job.step(chunks, optimizer, number)
             with seen:
                 after()
             found.append(
@@ -96,12 +97,12 @@ Moves = dict[str, tuple[Callable[[], None], Callable[[], None]]]  # phase: (befo
 
 def moves_of_schedule(chunks: list, optimizer: Any, reference: list) -> Moves:
     """By the scheduler; all is on the host afterwards."""
-    from verl_patches.memory.offload import actor_handlers, reference_handlers
+    from verl_patches.memory.offload import Params, actor_handlers
     from verl_patches.memory.schedule import SCHEDULE
     from verl_patches.memory.scheduler import Scheduler
 
     scheduler = Scheduler(SCHEDULE, lambda: None)
-    handlers = {**actor_handlers(chunks, optimizer), **reference_handlers(reference)}
+    handlers = {**actor_handlers(chunks, optimizer), "ref_params": Params(reference)}
     handlers.pop("grads").free()
     for handler in handlers.values():
         handler.offload()
@@ -149,15 +150,13 @@ def speed(whose: str) -> dict[str, float]:
     import torch
     from verl.utils import megatron_utils as verl
 
-    from tests.memory.offload_objects import in_ddp
-    from verl_patches.memory import offload as ours
+    from tests.memory import offload_objects as ours
 
-    functions = ours if whose == "ours" else verl
     model = torch.nn.Module()
     for number in range(8):
         weight = torch.zeros(SPEED_BYTES // 8 // 2, dtype=torch.bfloat16, device="cuda")
         model.register_parameter(f"weight{number}", torch.nn.Parameter(weight))
-    chunk = in_ddp(model, torch.bfloat16)
+    chunk = ours.in_ddp(model, torch.bfloat16)
     whole = torch.empty(SPEED_BYTES, dtype=torch.uint8, device="cuda")
     host = torch.empty(SPEED_BYTES, dtype=torch.uint8, pin_memory=True)
 
@@ -176,10 +175,10 @@ def speed(whose: str) -> dict[str, float]:
     plain = best(
         functools.partial(host.copy_, whole, non_blocking=True), functools.partial(whole.copy_, host, non_blocking=True)
     )
-    moved = best(
-        functools.partial(functions.offload_megatron_model_to_cpu, [chunk]),
-        functools.partial(functions.load_megatron_model_to_gpu, [chunk]),
-    )
+    offload, load = ours.offload, ours.load
+    if whose == "verl":
+        offload, load = verl.offload_megatron_model_to_cpu, verl.load_megatron_model_to_gpu
+    moved = best(functools.partial(offload, [chunk]), functools.partial(load, [chunk]))
     return {"plain": round(plain, 2), "moved": round(moved, 2)}
 
 

@@ -1,65 +1,78 @@
-"""What several tests of offload look at, in one process under the rows of VERL_PATCHES: Megatron's real DDP and Adam.
+"""Offload of Megatron's real DDP and Adam on gloo ranks, under the rows of VERL_PATCHES and without MindSpeed.
 
-`python offload_job.py PART...` prints JSON. One gloo rank, or WORLD_SIZE of them that meet at the file STORE; no
-MindSpeed.
+Each part is a function; `found` runs several and returns plain data.
 """
 
-from verl_patches import prelude_patch  # noqa: F401
-
-# isort: split
 import contextlib
+from types import SimpleNamespace
 
 import torch
 from megatron.core import parallel_state
+from omegaconf import OmegaConf
 
 from tests.memory.counted import Counted
-from tests.memory.offload_objects import BF16, FP32, chunk, refused, same, sizes, step, trained, weights
+from tests.memory.offload_objects import (
+    BF16,
+    FP32,
+    chunk,
+    load,
+    moves,
+    offload,
+    refused,
+    same,
+    sizes,
+    state_bytes,
+    states_of,
+    step,
+    trained,
+    weights,
+)
 from tests.memory.swap_parts import counting_by_group, swap_controls, swapped  # noqa: F401  (parts)
 from verl_patches.memory import counters
-from verl_patches.memory.offload import (
-    load_megatron_model_to_gpu,
-    load_megatron_optimizer,
-    offload_megatron_model_to_cpu,
-    offload_megatron_optimizer,
-)
+from verl_patches.memory.ledger import Ledger
+from verl_patches.memory.offload import Grads, Optimizer, Params
+from verl_patches.memory.schedule import SCHEDULE
+from verl_patches.memory.swap_optimizer import swap_optimizer
+from verl_patches.patching.row import subclass_of
+from verl_patches.worker.context import context
 
 
 def models():
-    """Two chunks of an actor and a reference, moved as verl's worker moves them."""
+    """Two chunks of an actor and a reference: offloaded, loaded for log-probs, then for training."""
     torch.manual_seed(0)
     chunks, reference = [chunk(), chunk(experts=False)], torch.nn.Linear(2, 3)
+    both = Params([*chunks, reference])
     views, before, of_reference = [p.view(-1) for p in chunks[0].parameters()], weights(chunks), weights([reference])
     found = {"at first": sizes(chunks)}
-    offload_megatron_model_to_cpu([*chunks, reference])
-    offload_megatron_model_to_cpu(chunks)
+    Grads(chunks).free()
+    both.offload()
+    offload(chunks)
     found["offloaded"] = sizes(chunks)
     found["reference"] = sum(p.untyped_storage().nbytes() for p in reference.parameters())
     found["first moves"] = counters.take_moves()
-    load_megatron_model_to_gpu([*chunks, reference], load_grad=False)
+    both.load()
     found["for log-probs"] = sizes(chunks)
     found["weights are back"] = same(weights(chunks), before) and same(weights([reference]), of_reference)
-    offload_megatron_model_to_cpu([*chunks, reference])
+    both.offload()
     found["moves for log-probs"] = counters.take_moves()
-    load_megatron_model_to_gpu(chunks)
+    load(chunks)
     found["loaded"] = sizes(chunks)
     found["gradients"] = [p.main_grad.abs().sum().item() for each in chunks for p in each.parameters()]
-    found["weights are back again"] = same(weights(chunks), before)
     found["views are of the same memory"] = same(views, [p.view(-1) for p in chunks[0].parameters()])
     with torch.no_grad():
-        for each in chunks:
-            for parameter in each.parameters():
-                parameter.add_(1)
-                parameter.main_grad.fill_(7)
-    offload_megatron_model_to_cpu(chunks)
-    load_megatron_model_to_gpu(chunks)
+        for parameter in (p for each in chunks for p in each.parameters()):
+            parameter.add_(1)
+            parameter.main_grad.fill_(7)
+    offload(chunks)
+    load(chunks)
     found["training is kept"] = same(weights(chunks), [weight + 1 for weight in before])
-    found["gradients of the next step"] = [p.main_grad.abs().sum().item() for e in chunks for p in e.parameters()]
+    found["gradients"] += [p.main_grad.abs().sum().item() for each in chunks for p in each.parameters()]
     found["moves of training"] = counters.take_moves()
     return found
 
 
 def verl_alone():
-    """Control: what verl's own offload leaves."""
+    """Control: bytes that verl's own offload leaves."""
     from verl.utils import megatron_utils as verl
 
     chunks = [chunk()]
@@ -70,116 +83,90 @@ def verl_alone():
 def optimizers():
     """Every kind of optimizer, three steps with everything offloaded between them, against the same without."""
     found = {}
-    for name, dtype, distributed in (
-        ("fp32", FP32, True),
-        ("bf16", BF16, True),
-        ("plain fp32", FP32, False),
-        ("plain bf16", BF16, False),
-    ):
-        plain, offloaded, equal, every = trained(dtype, distributed), trained(dtype, distributed), [], []
+    for name, dtype in (("fp32", FP32), ("bf16", BF16), ("plain fp32", FP32), ("plain bf16", BF16)):
+        plain, offloaded = (trained(dtype, not name.startswith("plain")) for _ in range(2))
+        equal, steps = [], []
         counters.take_moves()
         for number in range(3):
             norm = step(*plain, number)
-            load_megatron_model_to_gpu(offloaded[0])
-            load_megatron_optimizer(offloaded[1])
+            load(*offloaded)
             equal.append(step(*offloaded, number) == norm and same(weights(plain[0]), weights(offloaded[0])))
-            offload_megatron_model_to_cpu(offloaded[0])
-            offload_megatron_optimizer(offloaded[1])
-            every.append(counters.offload_of_step([counters.take_moves()]))
-        left = sum(
-            s.untyped_storage().nbytes()
-            for one in offloaded[1].chained_optimizers
-            for state in one.optimizer.state.values()
-            for s in state.values()
-            if s.dim()
-        )
-        found[name] = {
-            "classes": sorted({type(one).__name__ for one in offloaded[1].chained_optimizers}),
-            "equal": equal,
-            "steps": every,
-            "left": left,
-        }
+            offload(*offloaded)
+            steps.append(counters.offload_of_step([counters.take_moves()]))
+        left = [s.untyped_storage().nbytes() for state in states_of(offloaded[1]) for s in state.values() if s.dim()]
+        classes = sorted({type(one).__name__ for one in offloaded[1].chained_optimizers})
+        found[name] = {"classes": classes, "equal": equal, "steps": steps, "left": sum(left)}
     return found
 
 
 def spoilt():
-    """Each way in which an offload can go wrong, and what it is refused with."""
+    """Each way in which other code can spoil an offload, and its error."""
 
     def away():
         chunks = [chunk()]
-        offload_megatron_model_to_cpu(chunks)
+        offload(chunks)
         return chunks
 
     def other_storage():
         chunks = away()
         buffer = chunks[0].expert_parallel_buffers[0]
         buffer.param_data = torch.zeros_like(buffer.param_data, device="cpu")
-        load_megatron_model_to_gpu(chunks)
+        load(chunks)
 
     def other_size():
         chunks = away()
         chunks[0].buffers[0].param_data.untyped_storage().resize_(12)
-        load_megatron_model_to_gpu(chunks)
+        load(chunks)
 
     def emptied():
         chunks = [chunk()]
         chunks[0].buffers[0].grad_data.untyped_storage().resize_(0)
-        offload_megatron_model_to_cpu(chunks)
+        offload(chunks)
 
     def written_reference():
         reference = torch.nn.Linear(2, 3)
-        offload_megatron_model_to_cpu([reference])
-        load_megatron_model_to_gpu([reference], load_grad=False)
+        params = Params([reference])
+        params.offload()
+        params.load()
         with torch.no_grad():
             reference.bias.add_(1)
-        offload_megatron_model_to_cpu([reference])
+        params.offload()
 
     def gradient_without_ddp():
         reference = torch.nn.Linear(2, 3)
         reference(torch.ones(2)).sum().backward()
-        offload_megatron_model_to_cpu([reference])
+        Params([reference]).offload()
 
     def state_of_other_size():
         chunks, optimizer = trained()
         step(chunks, optimizer, 0)
-        offload_megatron_optimizer(optimizer)
-        states = optimizer.chained_optimizers[0].optimizer.state
-        next(iter(states.values()))["exp_avg_sq"].untyped_storage().resize_(4)
-        load_megatron_optimizer(optimizer)
+        Optimizer(optimizer).offload()
+        states_of(optimizer)[0]["exp_avg_sq"].untyped_storage().resize_(4)
+        Optimizer(optimizer).load()
 
     cases = (other_storage, other_size, emptied, written_reference, gradient_without_ddp, state_of_other_size)
     return {case.__name__: refused(case) for case in cases}
 
 
 def counted():
-    """Our own account of a step against a count from outside, and a control that copies gradients too."""
+    """[(seen, recorded, planned bytes; seen, recorded host bytes)] of steps, and of a control that copies gradients."""
     found = {}
-    for name in ("as it is", "gradients copied"):
+    for copied in (False, True):
         chunks, optimizer = trained()
         step(chunks, optimizer, 0)
-        every = []
+        found[str(copied)] = steps = []
         for number in (1, 2, 3):
             counters.take_moves()
             with Counted() as seen:
-                if name == "gradients copied":
-                    kept = [buffer.grad_data.cpu() for each in chunks for buffer in each.buffers]
-                    del kept
-                offload_megatron_model_to_cpu(chunks)
-                offload_megatron_optimizer(optimizer)
-                load_megatron_model_to_gpu(chunks)
-                load_megatron_optimizer(optimizer)
+                if copied:
+                    _ = [buffer.grad_data.cpu() for each in chunks for buffer in each.buffers]
+                offload(chunks, optimizer)
+                load(chunks, optimizer)
             step(chunks, optimizer, number)
-            mine = counters.take_moves()
-            every.append(
-                {
-                    "seen": seen.copied_bytes,
-                    "told": sum(m["copied_bytes"] for m in mine),
-                    "seen host": seen.host_bytes,
-                    "told host": sum(m["host_bytes"] for m in mine),
-                    "plan": sum(m["bytes"] for m in mine if m["verb"] in counters.COPYING),
-                }
-            )
-        found[name] = every
+            own = counters.take_moves()
+            recorded, host = (sum(move[key] for move in own) for key in ("copied_bytes", "host_bytes"))
+            planned = sum(move["bytes"] for move in own if move["verb"] in counters.COPYING)
+            steps.append((seen.copied_bytes, recorded, planned, seen.host_bytes, host))
     return found
 
 
@@ -199,38 +186,21 @@ class Upstream:
 
 
 def worker_of(chunks, optimizer, swap=False, offload=True):
-    """The recipe's worker over `Upstream`, and the process's schedule started on what it has."""
-    from omegaconf import OmegaConf
-
-    from verl_patches.patching.row import subclass_of
+    """The recipe's worker over `Upstream`."""
     from verl_patches.worker.recipe_worker import RecipeWorker
 
     megatron = {"param_offload": True, "optimizer_offload": offload}
-    config = OmegaConf.create(
-        {
-            "actor": {"megatron": megatron},
-            "ref": {"megatron": megatron},
-            "rollout": {"enforce_eager": True},
-            "recipe": {
-                "line": "pypi",
-                "platform": "cpu",
-                "weight_sync": {"enabled": True},
-                "reshard": {"bucket_bytes": 8},
-                "train": {"skip_old_log_prob": False, "swap_optimizer": swap},
-                "memory": {"ledger": "off"},
-            },
-        }
-    )
-    worker = subclass_of(Upstream, RecipeWorker)(config, "actor")
+    recipe = {"line": "pypi", "platform": "cpu", "weight_sync": {"enabled": True}, "reshard": {"bucket_bytes": 8}}
+    recipe |= {"train": {"skip_old_log_prob": False, "swap_optimizer": swap}, "memory": {"ledger": "off"}}
+    config = {"actor": {"megatron": megatron}, "ref": {"megatron": megatron}, "rollout": {"enforce_eager": True}}
+    worker = subclass_of(Upstream, RecipeWorker)(OmegaConf.create({**config, "recipe": recipe}), "actor")
     worker.actor_module, worker.actor_optimizer = chunks, optimizer
     return worker
 
 
 @contextlib.contextmanager
 def started(worker):
-    """The scheduler of this process, which moves what `worker` has."""
-    from verl_patches.worker.context import context
-
+    """The scheduler of this process, which moves the memory of `worker`."""
     worker.memory.start(worker)
     try:
         yield context().scheduler
@@ -239,16 +209,13 @@ def started(worker):
 
 
 def checkpoints():
-    """save_checkpoint and load_checkpoint of a worker that verl moves: states are away before and after."""
+    """Checkpoints of a worker that verl moves: states are offloaded before and after."""
     chunks, optimizer = trained(BF16)
     step(chunks, optimizer, 0)
-    states = [state for one in optimizer.chained_optimizers for state in one.optimizer.state.values()]
+    states = states_of(optimizer)
     before = [state["exp_avg"].clone() for state in states]
-    offload_megatron_optimizer(optimizer)
+    Optimizer(optimizer).offload()
     worker, found = worker_of(chunks, optimizer), {}  # nothing started: no scheduler in this process
-
-    def held():
-        return sum(state["exp_avg"].untyped_storage().nbytes() for state in states)
 
     def save():
         found["saved"] = same([state["exp_avg"] for state in states], before)
@@ -258,19 +225,18 @@ def checkpoints():
             state["exp_avg"] = state["exp_avg"] * 2
 
     worker.save, worker.load = save, load
-    found["away"] = held()
     worker.save_checkpoint()
-    found["away again"] = held()
+    found["held"] = sum(state["exp_avg"].untyped_storage().nbytes() for state in states)
     counters.take_moves()
     worker.load_checkpoint()
-    found["host memory for the loaded ones"] = sum(m["host_bytes"] for m in counters.take_moves())
-    load_megatron_optimizer(optimizer)
-    found["loaded"] = same([state["exp_avg"] for state in states], [each * 2 for each in before])
+    found["new host memory"] = sum(move["host_bytes"] for move in counters.take_moves())
+    Optimizer(optimizer).load()
+    found["loaded"] = same([state["exp_avg"] for state in states], [tensor * 2 for tensor in before])
     return found
 
 
 def checkpoints_as_scheduled():
-    """With a schedule, verl's own calls move nothing: weights that are away come for a checkpoint, and go again."""
+    """With our schedule, offloaded weights are loaded for a checkpoint and offloaded again."""
     chunks, optimizer = trained(BF16)
     worker, found, before = worker_of(chunks, optimizer), {}, weights(chunks)
 
@@ -283,157 +249,97 @@ def checkpoints_as_scheduled():
 
     worker.save, worker.load = save, load
     found["verl moves"] = [getattr(worker, f"_is_offload_{what}") for what in ("param", "optimizer")]
-    counters.take_moves()
+    moves()
     worker.memory.built(chunks, optimizer)
-    found["moves as built"] = [f"{m['verb']} {m['group']}" for m in counters.take_moves()]
+    found["built"] = moves()
     with started(worker) as scheduler:
         for name in ("save", "load"):
-            counters.take_moves()
             getattr(worker, f"{name}_checkpoint")()
-            found[f"{name} moves"] = [f"{m['verb']} {m['group']}" for m in counters.take_moves()]
+            found[name] = moves()
         found["held"] = sizes(chunks)
         scheduler.begin("update")
         doubled = len(list(chunks[0].parameters()))
-        found["loaded"] = same(weights(chunks), [each * 2 for each in before[:doubled]] + before[doubled:])
-        counters.take_moves()
+        found["loaded"] = same(weights(chunks), [weight * 2 for weight in before[:doubled]] + before[doubled:])
+        moves()
         worker.save = lambda: None
         worker.save_checkpoint()
-        found["save moves while all is there"] = counters.take_moves()
+        found["save while all is on the device"] = moves()
     return found
 
 
 def checkpoints_without_states_before():
-    """A resume in fp32: nothing is away before, load_checkpoint makes the states; who has them on the host then."""
-    from verl_patches.memory.measure import held_bytes, optimizer_tensors
-    from verl_patches.memory.swap_optimizer import swap_optimizer
+    """{case: bytes of states in load_checkpoint, after it, in the update}: a resume in fp32, which makes the states."""
 
-    def left(case):
+    def bytes_of(case):
         chunks, optimizer = trained(FP32)
         worker, held = worker_of(chunks, optimizer, offload=case == "moved"), []
 
         def load():
             for one in optimizer.chained_optimizers:
-                for group in one.optimizer.param_groups:
-                    for parameter in group["params"]:
-                        states = {"exp_avg": torch.ones_like(parameter), "exp_avg_sq": torch.ones_like(parameter)}
-                        one.optimizer.state[parameter] = {"step": torch.tensor(3.0), **states}
-            held.append(held_bytes(optimizer_tensors(optimizer), "cpu"))
+                for parameter in (p for group in one.optimizer.param_groups for p in group["params"]):
+                    moments = {name: torch.ones_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+                    one.optimizer.state[parameter] = {"step": torch.tensor(3.0), **moments}
+            held.append(state_bytes(optimizer))
 
         worker.load = load
         with started(worker) as scheduler:
             if case == "swapped":
                 swap_optimizer(optimizer, 2)
             worker.load_checkpoint()
-            held.append(held_bytes(optimizer_tensors(optimizer), "cpu"))
+            held.append(state_bytes(optimizer))
             scheduler.begin("update")
             if case != "swapped":
-                held.append(sum(float(t.sum()) * 4 for t in optimizer_tensors(optimizer)))
+                ones = [state[name] for state in states_of(optimizer) for name in ("exp_avg", "exp_avg_sq")]
+                held.append(sum(float(tensor.sum()) * 4 for tensor in ones))
         return held
 
-    return {case: left(case) for case in ("moved", "stays", "swapped")}
+    return {case: bytes_of(case) for case in ("moved", "stays", "swapped")}
 
 
 def watched():
-    """What WorkerMemory registers of a worker, with a swapped optimizer and without: every group of the table."""
-    from types import SimpleNamespace
-
-    from verl_patches.memory.ledger import Ledger
-    from verl_patches.memory.schedule import SCHEDULE
-    from verl_patches.memory.swap_optimizer import swap_optimizer
-    from verl_patches.worker.context import context
+    """The groups that WorkerMemory registers, with an unswapped and a swapped optimizer, and memory that is left."""
 
     def watch(swap):
         chunks, optimizer = trained(BF16)
-        attention, engine = torch.nn.Linear(4, 6, bias=False), SimpleNamespace()
+        attention = torch.nn.Linear(4, 6, bias=False)
         attention.impl = SimpleNamespace(W_UV=attention.weight.data.clone(), W_UK_T=attention.weight.data.t())
         runner = SimpleNamespace(model=attention, kv_caches=[torch.zeros(2)])
-        engine.llm_engine = SimpleNamespace(
-            vllm_config=SimpleNamespace(model_config=SimpleNamespace(enable_sleep_mode=False)),
-            model_executor=SimpleNamespace(driver_worker=SimpleNamespace(worker=SimpleNamespace(model_runner=runner))),
-        )
-        sync = SimpleNamespace(executor=SimpleNamespace(held_bytes=0))
+        model_config = SimpleNamespace(enable_sleep_mode=False)
+        core = SimpleNamespace(vllm_config=SimpleNamespace(model_config=model_config), model_executor=SimpleNamespace())
+        core.model_executor.driver_worker = SimpleNamespace(worker=SimpleNamespace(model_runner=runner))
+        engine, executor = SimpleNamespace(llm_engine=core), SimpleNamespace(held_bytes=0)
         worker = worker_of(chunks, optimizer, swap=swap)
         worker._is_rollout = worker._is_ref = True
         worker.rollout, worker.ref_module = SimpleNamespace(inference_engine=engine), [torch.nn.Linear(2, 3)]
-        worker.sharding_manager = SimpleNamespace(resharder=sync)
+        worker.sharding_manager = SimpleNamespace(resharder=SimpleNamespace(executor=executor))
         stays = {"actor_params", "grads", "optimizer", "rollout_weights", "kv_cache", "ref_params"}
-        kept = context().ledger = Ledger(SCHEDULE, stays, "strict")
+        ledger = context().ledger = Ledger(SCHEDULE, stays, "strict")
         if swap:
             swap_optimizer(optimizer, 4, look=context().look)
-        worker.memory._watch(worker, kept)
-        kept.enter("reshard")
-        kept.enter("update")
+        worker.memory._watch(worker, ledger)
+        ledger.enter("reshard")
+        ledger.enter("update")
         step(chunks, optimizer, 0)
-        before, record = kept._records[-1]["bytes"], kept.take()["records"][-1]
-        found = {
-            "groups": sorted(before),
-            "absorbed": before["rollout_weights"],
-            "in the update": record["peak_bytes"] - record["total_bytes"],
-            "leaks": [],
-        }
-        kept.enter("reshard")
-        sync.executor.held_bytes = 5
-        found["leaks"].append(refused(lambda: kept.enter("wake_kv")))
-        sync.executor.held_bytes = 0
-        optimizer.chained_optimizers[0].recipe_offload_state.load() if swap else None
-        found["leaks"].append(refused(lambda: kept.enter("wake_kv")))
-        optimizer.chained_optimizers[0].recipe_offload_state.offload() if swap else None
-        engine.llm_engine.vllm_config.model_config.enable_sleep_mode, engine.awake = True, {"weights"}
-        found["unmapped"] = refused(lambda: kept.enter("wake_kv"))
+        record = ledger.take()["records"][-1]
+        found = {"bytes": record["bytes"], "in the update": record["peak_bytes"] - record["total_bytes"]}
+        ledger.enter("reshard")
+        executor.held_bytes = 5
+        found["sync"] = refused(lambda: ledger.enter("wake_kv"))
+        executor.held_bytes = 0
+        if swap:
+            optimizer.chained_optimizers[0].recipe_offload_state.load()
+        found["states"] = refused(lambda: ledger.enter("wake_kv"))
+        model_config.enable_sleep_mode, engine.awake = True, {"weights"}
+        found["unmapped"] = refused(lambda: ledger.enter("wake_kv"))
         return found
 
     try:
-        return {name: watch(name == "swapped") for name in ("whole", "swapped")}
+        return {"unswapped": watch(False), "swapped": watch(True)}
     finally:
         context().ledger = None
 
 
-def carried_out():
-    """A schedule executed by handlers of real objects: moves of the second step, and what the table predicts."""
-    from verl_patches.memory.measure import held_bytes, optimizer_tensors
-    from verl_patches.memory.offload import actor_handlers, reference_handlers
-    from verl_patches.memory.schedule import SCHEDULE, simulate
-    from verl_patches.memory.scheduler import Scheduler
-
-    chunks, optimizer = trained(BF16)
-    reference = torch.nn.Linear(20, 30)
-    step(chunks, optimizer, 0)
-    buffers = [buffer for each in chunks for buffer in (*each.buffers, *each.expert_parallel_buffers)]
-    held = {
-        "actor_params": [b.param_data for b in buffers],
-        "grads": [b.grad_data for b in buffers],
-        "optimizer": optimizer_tensors(optimizer),
-        "ref_params": reference.parameters(),
-    }
-    full = {group: held_bytes(list(tensors), "cpu") for group, tensors in held.items()}
-    handlers = {**actor_handlers(chunks, optimizer), **reference_handlers([reference])}
-    for handler in handlers.values():
-        getattr(handler, "offload" if hasattr(handler, "offload") else "free")()
-    scheduler, every = Scheduler(SCHEDULE, lambda: None), []
-    scheduler.add(handlers)
-    for number in (1, 2):
-        counters.take_moves()
-        for phase in SCHEDULE.phases:
-            scheduler.begin(phase.name)
-            if phase.name == "update":
-                step(chunks, optimizer, number)
-        scheduler.end()
-        every.append(counters.take_moves())
-    moments = simulate(SCHEDULE, full).values()
-    return {
-        "moves": [f"{m['verb']} {m['group']}" for m in every[1]],
-        "to_device": [
-            sum(m["copied_bytes"] for m in every[1] if m["verb"] == "load"),
-            sum(m.to_device_bytes for m in moments),
-        ],
-        "to_host": [
-            sum(m["copied_bytes"] for m in every[1] if m["verb"] == "offload"),
-            sum(m.to_host_bytes for m in moments),
-        ],
-    }
-
-
 def found(parts):
-    """{part: what it returns}."""
+    """{part: its result}."""
     parallel_state.initialize_model_parallel()
     return {part: globals()[part]() for part in parts}

@@ -1,4 +1,4 @@
-"""What offload_job.py moves: Megatron's real DDP and Adam, small; sizes are chosen so that nothing is a multiple."""
+"""Megatron's real DDP and Adam, small; sizes are chosen so that none is a multiple of an alignment."""
 
 import megatron.core.optimizer
 import torch
@@ -6,6 +6,9 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.transformer import TransformerConfig
 
+from verl_patches.memory import counters
+from verl_patches.memory.measure import optimizer_tensors
+from verl_patches.memory.offload import Grads, Optimizer, Params
 from verl_patches.platform.cpu.torch_on_cpu import type_on_cuda
 
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -15,7 +18,7 @@ if megatron.core.optimizer.Adam.__module__.startswith("verl_patches"):  # line a
 
 
 def chunk(experts=True, dtype=FP32, distributed=True):
-    """A chunk with dense and, if asked, expert parameters; `allreduce` is what tells them apart."""
+    """A chunk with dense parameters and one of an expert, marked by `allreduce`."""
     module = torch.nn.Module()
     for number in range(5):
         module.register_parameter(f"dense{number}", torch.nn.Parameter(torch.randn(8, 3 + number).to(dtype)))
@@ -27,38 +30,55 @@ def chunk(experts=True, dtype=FP32, distributed=True):
 
 def in_ddp(module, dtype, distributed=True):
     """`module` as Megatron trains it."""
-    config = module.config = TransformerConfig(
-        num_layers=1, hidden_size=4, num_attention_heads=1, bf16=dtype == BF16, params_dtype=dtype
-    )
+    shape = {"num_layers": 1, "hidden_size": 4, "num_attention_heads": 1}
+    config = module.config = TransformerConfig(**shape, bf16=dtype == BF16, params_dtype=dtype)
     ddp = DistributedDataParallelConfig(use_distributed_optimizer=distributed, grad_reduce_in_fp32=True)
     return DistributedDataParallel(config, ddp, module)
 
 
 def trained(dtype=FP32, distributed=True):
-    """The same two chunks and their optimizer, whenever it is called."""
+    """Two chunks and their optimizer, equal at every call."""
     torch.manual_seed(1)
     chunks = [chunk(True, dtype, distributed), chunk(False, dtype, distributed)]
-    config = OptimizerConfig(
-        optimizer="adam",
-        lr=0.01,
-        weight_decay=0.1,
-        bf16=dtype == BF16,
-        params_dtype=dtype,
-        use_distributed_optimizer=distributed,
-        clip_grad=1.0,
-    )
+    types = {"bf16": dtype == BF16, "params_dtype": dtype, "use_distributed_optimizer": distributed}
+    config = OptimizerConfig(optimizer="adam", lr=0.01, weight_decay=0.1, clip_grad=1.0, **types)
     return chunks, get_megatron_optimizer(config, chunks)
 
 
 def step(chunks, optimizer, number):
     """One update with gradients of that number; its gradient norm."""
     torch.manual_seed(100 + number)
-    for each in chunks:
-        each.zero_grad_buffer()
-        for parameter in each.parameters():
-            parameter.main_grad.copy_(torch.randn(parameter.shape))
+    for one in chunks:
+        one.zero_grad_buffer()
+    for parameter in (p for one in chunks for p in one.parameters()):
+        parameter.main_grad.copy_(torch.randn(parameter.shape))
     optimizer.zero_grad()
     return float(optimizer.step()[1])
+
+
+def load(chunks, optimizer=None):
+    """All of the actor is on the device."""
+    Params(chunks).load()
+    Grads(chunks).alloc()
+    if optimizer is not None:
+        Optimizer(optimizer).load()
+
+
+def offload(chunks, optimizer=None):
+    """Nothing of the actor is on the device."""
+    Grads(chunks).free()
+    Params(chunks).offload()
+    if optimizer is not None:
+        Optimizer(optimizer).offload()
+
+
+def states_of(optimizer):
+    """Adam's states of every parameter."""
+    return [state for one in optimizer.chained_optimizers for state in one.optimizer.state.values()]
+
+
+def state_bytes(optimizer):
+    return sum(tensor.untyped_storage().nbytes() for tensor in optimizer_tensors(optimizer))
 
 
 def weights(chunks):
@@ -71,19 +91,21 @@ def same(one, other):
 
 def sizes(chunks):
     """Bytes in the storages of each kind."""
-    return {
-        f"{kind} {what}": sum(
-            getattr(buffer, f"{what}_data").untyped_storage().nbytes()
-            for each in chunks
-            for buffer in getattr(each, name)
-        )
-        for kind, name in (("dense", "buffers"), ("expert", "expert_parallel_buffers"))
-        for what in ("param", "grad")
-    }
+    found = {}
+    for kind in ("buffers", "expert_parallel_buffers"):
+        for name in ("param_data", "grad_data"):
+            tensors = [getattr(buffer, name) for one in chunks for buffer in getattr(one, kind)]
+            found[f"{kind} {name}"] = sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+    return found
+
+
+def moves():
+    """["load actor_params", ...] since the last call."""
+    return [f"{move['verb']} {move['group']}" for move in counters.take_moves()]
 
 
 def refused(action):
-    """What `action` is refused with, "" if it is not."""
+    """The error of `action`, "" if there is none."""
     try:
         action()
     except Exception as error:

@@ -1,9 +1,7 @@
-"""What the test of vLLM's sleep mode runs: its real allocator over memory of this process, where unmapping is writing.
+"""vLLM's sleep mode with its real allocator over memory of this process, where unmapping overwrites the memory.
 
-The snapshot of torch's allocator is made up here: a CPU has no such pool.
+The snapshot of torch's allocator is built here: a CPU has no such pool. Run by test_sleep_mode.py.
 """
-
-from __future__ import annotations
 
 import contextlib
 import ctypes
@@ -23,7 +21,6 @@ from verl_patches.patching.row import subclass_of
 from verl_patches.worker.rollout_engine import RolloutEngine
 
 SEGMENT, TENSOR = 4096, 512  # bytes
-copied: list[int] = []
 
 
 def memory_of(address: int, count: int) -> torch.Tensor:
@@ -31,36 +28,27 @@ def memory_of(address: int, count: int) -> torch.Tensor:
     return torch.frombuffer((ctypes.c_char * (4 * count)).from_address(address), dtype=torch.float32)
 
 
-def to(target: int, source: int, size: int) -> None:
-    """What the driver's memcpy does."""
-    ctypes.memmove(target, source, size)
-
-
-def overwritten(handle: tuple[int, int, int, int]) -> None:
-    """What unmapping comes to: nobody knows what is there afterwards."""
-    ctypes.memset(handle[2], 0xAB, handle[1])
-
-
 def allocator_of(file: str | None):
     """(class, its module), with the driver's part replaced."""
     if file is None:
         module = importlib.import_module("vllm.device_allocator.cumem")
-        module.libcudart = SimpleNamespace(cudaMemcpy=to)
+        module.libcudart = SimpleNamespace(cudaMemcpy=ctypes.memmove)
     else:
         driver = types.ModuleType("acl.rt")
-        driver.memcpy = lambda target, room, source, size, kind: to(target, source, size)
+        driver.memcpy = lambda target, room, source, size, kind: ctypes.memmove(target, source, size)
         sys.modules.update({"acl": types.ModuleType("acl"), "acl.rt": driver})
         torch.npu = SimpleNamespace(memory=SimpleNamespace(NPUPluggableAllocator=None))  # it annotates with that
         spec = importlib.util.spec_from_file_location("vllm_ascend.device_allocator.camem", file)
         module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
-    module.unmap_and_release, module.create_and_map = overwritten, lambda handle: None
+    module.unmap_and_release = lambda handle: ctypes.memset(handle[2], 0xAB, handle[1])
+    module.create_and_map = lambda handle: None
     module.is_pin_memory_available = lambda: False
     return module.CuMemAllocator if file is None else module.CaMemAllocator
 
 
 def refused(do) -> str:
-    """What the RecipeError says that `do` raises; empty if it does not."""
+    """The RecipeError of `do`, "" if there is none."""
     try:
         do()
     except RecipeError as error:
@@ -81,12 +69,8 @@ class Pool:
         self._allocator.current_tag = tag
         self._allocator.python_malloc_callback((0, SEGMENT, at, 0))
         places = [at + TENSOR * i for i in range(len(states))]
-        self.snapshot.append(
-            {
-                "address": at,
-                "blocks": [{"address": place, "state": state} for place, state in zip(places, states, strict=True)],
-            }
-        )
+        blocks = [{"address": place, "state": state} for place, state in zip(places, states, strict=True)]
+        self.snapshot.append({"address": at, "blocks": blocks})
         return [memory_of(place, 32) for place in places]
 
 
@@ -133,23 +117,15 @@ def sleeps(file: str | None = None) -> dict:
         """vLLM's, as far as RolloutEngine looks."""
 
         def __init__(self, **kwargs):
-            worker = SimpleNamespace(model_runner=SimpleNamespace(model=model))
-            self.llm_engine = SimpleNamespace(
-                model_executor=SimpleNamespace(driver_worker=SimpleNamespace(worker=worker)),
-                sleep=sleep,
-                wake_up=wake_up,
-                add_request=lambda: None,
-            )
+            driver = SimpleNamespace(worker=SimpleNamespace(model_runner=SimpleNamespace(model=model)))
+            self.llm_engine = SimpleNamespace(sleep=sleep, wake_up=wake_up, add_request=lambda: None)
+            self.llm_engine.model_executor = SimpleNamespace(driver_worker=driver)
 
     patches._CURRENT = SimpleNamespace(wanted=("reshard.direct", "memory.sleep_mode"))
     llm = subclass_of(LLM, RolloutEngine)(enable_sleep_mode=True, enforce_eager=False, load_format="auto")
-    found = {
-        "bytes": [],
-        "kept": {name: [] for name in tensors},
-        "refused": [],
-        "tags": [],
-        "weights": SEGMENT * sum(each.tag == "weights" for each in allocator.pointer_to_data.values()),
-    }
+    of_weights = [each for each in allocator.pointer_to_data.values() if each.tag == "weights"]
+    found = {"bytes": [], "refused": [], "tags": [], "weights": SEGMENT * len(of_weights)}
+    found["kept"] = {name: [] for name in tensors}
     for step in range(3):  # as loaded; after a sync; after the last one
         with torch.no_grad():
             for tensor in tensors.values():
@@ -172,21 +148,23 @@ def sleeps(file: str | None = None) -> dict:
 
 
 def repeated_calls(llm, calls: list[str]) -> dict:
-    """{calls: what reaches vLLM's own functions of calls in any order}; the last sleep breaks half way."""
+    """{calls: calls of vLLM's own functions}; the last sleep fails half way."""
+    sleep, wake_up = llm.llm_engine.sleep, llm.llm_engine.wake_up
     calls.clear()
-    for do in (llm.llm_engine.wake_up, llm.llm_engine.sleep, llm.llm_engine.sleep):
-        do()
-    llm.llm_engine.wake_up(["weights"])
-    llm.llm_engine.wake_up(list(sleep_mode.TAGS))
-    llm.llm_engine.sleep()
-    llm.llm_engine.wake_up(["weights"])
-    llm.llm_engine.sleep()
+    wake_up()
+    sleep()
+    sleep()
+    wake_up(["weights"])
+    wake_up(list(sleep_mode.TAGS))
+    sleep()
+    wake_up(["weights"])
+    sleep()
     found = {"calls": list(calls)}
-    llm.llm_engine.wake_up()
+    wake_up()
     llm.weights_written(last=False)
     calls.append("broken")
     with contextlib.suppress(AssertionError):
-        llm.llm_engine.sleep()
+        sleep()
     return found
 
 

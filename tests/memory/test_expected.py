@@ -29,11 +29,11 @@ def gb(size):
     return round(size / 1e9, 2)
 
 
-@pytest.mark.parametrize("stage", range(8))
-def test_published_bytes_of_every_stage(stage):
-    found = group_bytes(BIG, TRAIN, ONE, stage * 32, Setting())
-    assert tuple(gb(found[t]) for t in ("actor_params", "grads", "optimizer")) == STATIC_GB[stage]
-    assert found["ref_params"] == found["actor_params"] and set(found) == set(MEMORY_GROUPS)
+def test_published_bytes_of_every_stage():
+    for stage in range(8):
+        found = group_bytes(BIG, TRAIN, ONE, stage * 32, Setting())
+        assert tuple(gb(found[t]) for t in ("actor_params", "grads", "optimizer")) == STATIC_GB[stage]
+        assert found["ref_params"] == found["actor_params"] and set(found) == set(MEMORY_GROUPS)
 
 
 def test_rollout_weights_and_the_caches_share():
@@ -82,23 +82,15 @@ def test_peaks_of_the_256_die_run_in_verls_schedules():
         assert moved[0] > 5 * moved[1]
 
 
-def layouts():
+@st.composite
+def layouts(draw):
     """Training layouts of the tiny model (4 layers, 16 experts, 4 heads) and rollouts over the same ranks."""
-
-    @st.composite
-    def pair(draw):
-        tp, pp, ep = (
-            draw(st.sampled_from([1, 2, 4])),
-            draw(st.sampled_from([1, 2, 4])),
-            draw(st.sampled_from([1, 2, 4, 8])),
-        )
-        world = max(tp, ep) * pp * draw(st.sampled_from([1, 2]))
-        train = ParallelLayout(world, tp=tp, pp=pp, ep=ep, etp=1)
-        rtp = draw(st.sampled_from([n for n in (1, 2, 4) if world % n == 0]))
-        dp = draw(st.sampled_from([n for n in (1, 2, 4) if (world // rtp) % n == 0 and n * rtp <= 16]))
-        return train, rollout_layout(world // rtp // dp, dp, rtp, expert_parallel=dp * rtp > 1)
-
-    return pair()
+    tp, pp, ep = (draw(st.sampled_from(sizes)) for sizes in ([1, 2, 4], [1, 2, 4], [1, 2, 4, 8]))
+    world = max(tp, ep) * pp * draw(st.sampled_from([1, 2]))
+    train = ParallelLayout(world, tp=tp, pp=pp, ep=ep, etp=1)
+    rtp = draw(st.sampled_from([n for n in (1, 2, 4) if world % n == 0]))
+    dp = draw(st.sampled_from([n for n in (1, 2, 4) if (world // rtp) % n == 0 and n * rtp <= 16]))
+    return train, rollout_layout(world // rtp // dp, dp, rtp, expert_parallel=dp * rtp > 1)
 
 
 @settings(max_examples=60, deadline=None)
@@ -144,6 +136,7 @@ def test_the_worst_rank_is_worst_over_all_ranks():
 def test_alignment_is_bounded(train):
     """Megatron's rule on its own parameters (tests/layout/native_parameters.py): never more than `padding_bytes`."""
     train, model = parse_layout(train), in_dtype(TINY, "float32")
+    alone = rollout_layout(train.world_size, 1, 1, expert_parallel=False)
     for rank in range(train.world_size):
         buffers = {}
         for name, tensor in native_parameters(model, train, rank, "megatron-local").items():
@@ -154,12 +147,8 @@ def test_alignment_is_bounded(train):
             counts = [sum(s.count for s in t.shards) for t in tensors]
             ends = 128 * (train.edp if expert else train.dp * train.cp)
             total += 4 * -(-sum(-(-n // 64) * 64 for n in counts) // ends) * ends
-        planned = group_bytes(model, train, train_as_rollout(train), rank, Setting("megatron-local"))["actor_params"]
+        planned = group_bytes(model, train, alone, rank, Setting("megatron-local"))["actor_params"]
         assert planned <= total <= planned + padding_bytes(model, train, rank, "megatron-local", 4)
-
-
-def train_as_rollout(train):
-    return rollout_layout(train.world_size, 1, 1, expert_parallel=False)
 
 
 def test_ranks_must_be_the_same():

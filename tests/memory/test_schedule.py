@@ -9,8 +9,6 @@ from verl_patches.memory.schedule import (
     MEMORY_GROUPS,
     SCHEDULE,
     VERL,
-    VERL_54C9B736,
-    direct_sync,
     in_sleep_mode,
     make_schedule,
     moves_of_a_step,
@@ -24,7 +22,7 @@ from verl_patches.memory.schedule import (
 
 VARIANTS = (in_sleep_mode(SCHEDULE), in_sleep_mode(SCHEDULE, copied=False), *map(without_weight_copies, VERL.values()))
 SCHEDULES = (SCHEDULE, *VERL.values(), *VARIANTS)
-SIZES = {group: 2**bit for bit, group in enumerate(MEMORY_GROUPS)}  # a sum says who was there
+SIZES = {group: 2**bit for bit, group in enumerate(MEMORY_GROUPS)}  # a sum identifies the groups
 SUBSETS = st.sets(st.sampled_from(sorted(MEMORY_GROUPS)))
 
 
@@ -33,19 +31,9 @@ def positions(schedule, verbs, group):
     return [i for i, move in enumerate(moves) if move.verb in verbs and move.group == group]
 
 
-def test_who_is_there_in_each_phase_of_our_schedule():
+def test_groups_on_the_device_in_each_phase_of_our_schedule():
     found = residency(SCHEDULE)
-    assert list(found) == [
-        "reshard",
-        "wake_kv",
-        "rollout",
-        "sleep",
-        "reward",
-        "old_log_prob",
-        "ref",
-        "advantage",
-        "update",
-    ]
+    assert list(found) == "reshard wake_kv rollout sleep reward old_log_prob ref advantage update".split()
     assert found["reshard"] == {"actor_params", "rollout_weights", "reshard_buffers"}
     assert found["wake_kv"] == found["rollout"] == {"rollout_weights", "kv_cache"}
     assert found["sleep"] == found["reward"] == {"tensor_cache"}
@@ -54,16 +42,16 @@ def test_who_is_there_in_each_phase_of_our_schedule():
     assert found["update"] == {"actor_params", "grads", "optimizer", "swap_window"}
 
 
-def test_weights_come_before_the_cache_which_comes_last_and_goes_first():
+def test_the_kv_cache_is_allocated_last_and_freed_first():
     (weights,), (cache,) = (positions(SCHEDULE, ("alloc",), t) for t in ("rollout_weights", "kv_cache"))
     (weights_go,), (cache_goes,) = (positions(SCHEDULE, ("free",), t) for t in ("rollout_weights", "kv_cache"))
     assert weights < cache < cache_goes < weights_go
     assert positions(SCHEDULE, ("offload",), "actor_params") < [cache]
-    worst = simulate(VERL_54C9B736, SIZES)["wake_kv"].at_peak  # negative control: the cache comes before they go
+    worst = simulate(VERL["a3"], SIZES)["wake_kv"].at_peak  # negative control: the cache comes before they go
     assert worst >= {"kv_cache", "actor_params", "grads"}
 
 
-def test_training_weights_stay_from_update_to_reshard_and_move_once_a_step():
+def test_training_weights_stay_from_update_to_reshard():
     found = simulate(SCHEDULE, SIZES)
     moved = {name: (m.to_device_bytes, m.to_host_bytes) for name, m in found.items()}
     assert found["reshard"].to_device_bytes == 0 and found["reshard"].to_host_bytes == SIZES["actor_params"]
@@ -72,13 +60,13 @@ def test_training_weights_stay_from_update_to_reshard_and_move_once_a_step():
     assert sum(m.empty_cache_calls for m in found.values()) == 2
 
 
-def test_the_peak_of_a_phase_has_what_the_step_before_left():
+def test_a_peak_includes_groups_that_the_step_before_left():
     left = make_schedule("left", ("reshard", "alloc kv_cache, free optimizer", ""), ("update", "load optimizer", ""))
     moment = simulate(left, SIZES)["reshard"]
     assert moment.at_peak == {"kv_cache", "optimizer"} and moment.resident == {"kv_cache"}
 
 
-def test_what_verls_schedules_move():
+def test_moves_of_verls_schedules():
     for schedule in VERL.values():
         found = simulate(schedule, SIZES)
         there_and_back = SIZES["actor_params"] * 3 + SIZES["ref_params"] + SIZES["optimizer"] + SIZES["rollout_weights"]
@@ -89,7 +77,7 @@ def test_what_verls_schedules_move():
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda schedule: schedule.name)
 @given(stays=SUBSETS, absent=SUBSETS)
-def test_whatever_stays_or_is_not_there_every_schedule_closes(schedule, stays, absent):
+def test_every_schedule_closes_whatever_stays_or_is_missing(schedule, stays, absent):
     sizes = {group: size for group, size in SIZES.items() if group not in absent}
     found = simulate(schedule, sizes, stays)
     for moment in found.values():
@@ -101,7 +89,7 @@ def test_whatever_stays_or_is_not_there_every_schedule_closes(schedule, stays, a
         assert all(m.to_device_bytes == m.to_host_bytes == 0 for m in found.values())
 
 
-def test_which_move_should_have_released_a_group():
+def test_the_move_that_should_have_released_a_group():
     assert SCHEDULE.released_by("grads", "reshard") == "after update (free)"  # the step before
     assert SCHEDULE.released_by("actor_params", "wake_kv") == "after reshard (offload)"
     assert SCHEDULE.released_by("kv_cache", "sleep") == "at the start of sleep (free)"
@@ -109,28 +97,18 @@ def test_which_move_should_have_released_a_group():
     assert VERL["pypi"].released_by("tensor_cache", "reshard") is None
 
 
-def test_what_a_step_of_ours_does_one_after_the_other():
+def test_moves_of_a_step_of_ours():
     training = ("actor_params", "grads", "optimizer", "ref_params")
-    assert moves_of_a_step(SCHEDULE, (), training) == [
-        "offload actor_params",
-        "empty_cache",
-        "empty_cache",
-        "load actor_params",
-        "load ref_params",
-        "free ref_params",
-        "alloc grads",
-        "load optimizer",
-        "offload optimizer",
-        "free grads",
-    ]
-    assert moves_of_a_step(SCHEDULE, {"actor_params", "grads"}, training)[:3] == [
-        "empty_cache",
-        "empty_cache",
-        "load ref_params",
-    ]
+    expected = (
+        "offload actor_params, empty_cache, empty_cache, load actor_params, load ref_params, free ref_params, "
+        "alloc grads, load optimizer, offload optimizer, free grads"
+    )
+    assert ", ".join(moves_of_a_step(SCHEDULE, (), training)) == expected
+    stays = moves_of_a_step(SCHEDULE, {"actor_params", "grads"}, training)
+    assert stays[:3] == ["empty_cache", "empty_cache", "load ref_params"]
 
 
-def test_which_schedule_a_run_follows():
+def test_the_schedule_of_a_run():
     def name(rows, line="a3", enforce_eager=True, synced=True):
         switches = switches_of(rows, enforce_eager=enforce_eager, synced=synced)
         return schedule_followed(line, skip_old_log_prob=False, **switches).name
@@ -145,11 +123,7 @@ def test_which_schedule_a_run_follows():
     assert schedule_followed("pypi", skip_old_log_prob=True, own_sleep_mode=True).name == "ours, without old_log_prob"
 
 
-def test_who_proves_that_every_rollout_weight_is_written():
-    assert direct_sync({"reshard.direct"}) and not direct_sync({"update.sharding_manager", "memory.order"})
-
-
-def test_a_way_of_moving_changes_who_copies_but_not_who_is_there():
+def test_sleep_modes_change_copies_and_not_residency():
     for schedule in (SCHEDULE, VERL["pypi"], VERL["a3"]):
         for other in VARIANTS:
             if other.name.startswith(schedule.name):
@@ -173,7 +147,7 @@ def test_a_wrong_table_is_refused():
         SCHEDULE.phase("rolout")
 
 
-def test_what_a_run_never_moves():
+def test_groups_that_a_run_never_moves():
     every = {"param_offload": True, "optimizer_offload": True, "ref_offload": True}
     assert staying(**every) == frozenset()
     assert staying(**every, one_memory=True) == {"rollout_weights"}

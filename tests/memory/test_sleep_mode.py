@@ -1,6 +1,6 @@
-"""Which memory of an engine is freed by sleep and what is refused when it wakes: in eager mode, and with graphs.
+"""Sleep modes of an engine: memory that sleep frees, and refusals. With a real engine: tests/rollout.
 
-With a real engine: tests/rollout. With graphs vLLM's own sleep mode runs, here its real allocator over host memory.
+With graphs vLLM's own sleep mode runs, here its real allocator over host memory.
 """
 
 import json
@@ -52,14 +52,9 @@ def engine():
     """(LLM as far as a sleep mode looks, its model, its cache)."""
     model, caches = Model(), [torch.ones(5, 2), (torch.ones(5, 3), torch.ones(4))]
     worker = SimpleNamespace(model_runner=SimpleNamespace(model=model, kv_caches=caches))
-    config = SimpleNamespace(cache_config=SimpleNamespace(num_gpu_blocks=5))
-    executor = SimpleNamespace(driver_worker=SimpleNamespace(worker=worker))
-    core = SimpleNamespace(
-        model_executor=executor,
-        vllm_config=config,
-        get_num_unfinished_requests=lambda: 0,
-        reset_prefix_cache=lambda: None,
-    )
+    core = SimpleNamespace(get_num_unfinished_requests=lambda: 0, reset_prefix_cache=lambda: None)
+    core.vllm_config = SimpleNamespace(cache_config=SimpleNamespace(num_gpu_blocks=5))
+    core.model_executor = SimpleNamespace(driver_worker=SimpleNamespace(worker=worker))
     return SimpleNamespace(llm_engine=core), model, caches
 
 
@@ -67,7 +62,7 @@ def bytes_of(*tensors):
     return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
 
 
-def test_each_storage_goes_once_and_comes_back_as_large_but_for_what_shares_a_buffer():
+def test_each_storage_is_freed_once_and_allocated_again_unless_a_buffer_shares_it():
     llm, model, caches = engine()
     mode, weights = ResizeSleepMode(llm), weights_of(model).values()
     full, cache = bytes_of(*weights), (caches[0], *caches[1])
@@ -76,7 +71,7 @@ def test_each_storage_goes_once_and_comes_back_as_large_but_for_what_shares_a_bu
     mode.weights_written(last=False)
     mode.sleep()
     assert bytes_of(*weights) == bytes_of(*cache) == 0 and model.shared.sum() == 3 and model.attention.scale.sum() == 3
-    mode.sleep()  # again: nothing to do
+    mode.sleep()  # idempotent
     mode.wake_up(["weights"])
     assert bytes_of(*weights) == full and bytes_of(*cache) == 0
     mode.wake_up()
@@ -84,18 +79,18 @@ def test_each_storage_goes_once_and_comes_back_as_large_but_for_what_shares_a_bu
     assert model.head.weight is model.embed.weight and model.attention.impl.W_UK_T.shape == (4, 6)
 
 
-def test_weights_stay_until_a_sync_has_filled_them_and_where_none_comes_again():
+def test_weights_stay_until_a_sync_replaces_them():
     llm, model, _ = engine()
     mode = ResizeSleepMode(llm)
-    for stay in (None, True):
-        if stay:
-            mode.weights_written(last=stay)
+    for last in (False, True):
+        if last:
+            mode.weights_written(last=True)
         mode.sleep()
         assert bytes_of(*model.parameters()) > 0
         mode.wake_up()
         mode.check_ready()
     mode.weights_written(last=False)
-    for each in (mode, ResizeSleepMode(llm, loaded=False)):  # made up by load_format=dummy
+    for each in (mode, ResizeSleepMode(llm, loaded=False)):  # load_format=dummy
         each.sleep()
         assert bytes_of(*weights_of(model).values()) == 0
         each.wake_up()
@@ -105,7 +100,7 @@ def test_weights_stay_until_a_sync_has_filled_them_and_where_none_comes_again():
         each.check_ready()
 
 
-def test_a_cache_in_use_does_not_go_and_what_goes_is_forgotten():
+def test_a_cache_in_use_is_not_freed_and_the_prefix_cache_is_reset_once():
     llm, _, caches = engine()
     mode, core, resets = ResizeSleepMode(llm), llm.llm_engine, []
     core.get_num_unfinished_requests = lambda: 2
@@ -122,27 +117,27 @@ def test_a_cache_in_use_does_not_go_and_what_goes_is_forgotten():
 
 
 def test_another_storage_or_another_cache_is_refused_by_name():
-    llm, model, _ = engine()
-    mode = ResizeSleepMode(llm)
-    mode.weights_written(last=False)
-    mode.sleep()
-    model.down.data = torch.ones(5)
-    with pytest.raises(RecipeError, match="down.*found another"):
-        mode.wake_up()
     llm, model, caches = engine()
     mode = ResizeSleepMode(llm)
     mode.sleep()
     mode.wake_up()
+
+    def refused(action, words):
+        with pytest.raises(RecipeError, match=words):
+            action()
+
     caches[0] = torch.ones(6, 2)
-    with pytest.raises(RecipeError, match=r"kv_cache\[0\] in bytes: expected 40 as the engine was built, found 48"):
-        mode.sleep()
+    refused(mode.sleep, r"kv_cache\[0\] in bytes: expected 40 as the engine was built, found 48")
     caches[0] = torch.ones(5, 2)
     llm.llm_engine.vllm_config.cache_config.num_gpu_blocks = 4
-    with pytest.raises(RecipeError, match="blocks of KV cache: expected 5 .* found 4"):
-        mode.sleep()
+    refused(mode.sleep, "KV cache, blocks: expected 5 .* found 4")
+    llm.llm_engine.vllm_config.cache_config.num_gpu_blocks = 5
+    mode.weights_written(last=False)
+    mode.sleep()
+    model.down.data = torch.ones(5)
+    refused(mode.wake_up, "down: expected the storage .* found another")
     caches.clear()
-    with pytest.raises(RecipeError, match="KV cache .* found none"):
-        ResizeSleepMode(llm).sleep()
+    refused(ResizeSleepMode(llm).sleep, "KV cache .* found none")
 
 
 class LLM:
@@ -185,33 +180,26 @@ def build(monkeypatch):
     return of
 
 
-@pytest.mark.parametrize(
-    ("rows", "load_format", "stay"),
-    [
-        (("reshard.direct",), "dummy", False),
-        (("update.sharding_manager",), "dummy", True),
-        (("reshard.direct",), "auto", True),
-    ],
-)
-def test_weights_that_no_sync_proves_written_are_never_given_up(rows, load_format, stay, build):
-    """verl's own path, row reshard.direct off: nothing proves that it writes every weight."""
+@pytest.mark.parametrize(("rows", "load_format", "stay"), [
+    (("reshard.direct",), "dummy", False),
+    (("update.sharding_manager",), "dummy", True),  # verl's own path does not prove that it writes every weight
+    (("reshard.direct",), "auto", True),
+])  # fmt: skip
+def test_weights_that_no_sync_proves_to_write_are_not_freed(rows, load_format, stay, build):
     llm = build((*rows, "memory.sleep_mode"), enable_sleep_mode=True, enforce_eager=True, load_format=load_format)
     llm.sleep()
     model = llm.llm_engine.model_executor.driver_worker.worker.model_runner.model
-    assert (bytes_of(*model.parameters()) > 28) == stay  # 28: what shares a buffer's memory
+    assert (bytes_of(*model.parameters()) > 28) == stay  # 28: shared with a buffer
 
 
-@pytest.mark.parametrize(
-    ("asked", "passed", "kind"),
-    [
-        ({"enable_sleep_mode": True, "enforce_eager": True}, False, ResizeSleepMode),
-        ({"enable_sleep_mode": True, "enforce_eager": False}, True, CumemSleepMode),  # graphs have captured addresses
-        ({"enforce_eager": True}, None, type(None)),  # it is not to sleep
-    ],
-)
-def test_an_engine_that_is_to_sleep_has_our_sleep_mode_and_an_eager_one_not_vllms(asked, passed, kind, build):
+@pytest.mark.parametrize(("arguments", "passed", "kind"), [
+    ({"enable_sleep_mode": True, "enforce_eager": True}, False, ResizeSleepMode),
+    ({"enable_sleep_mode": True, "enforce_eager": False}, True, CumemSleepMode),  # graphs have captured addresses
+    ({"enforce_eager": True}, None, type(None)),  # it is not to sleep
+])  # fmt: skip
+def test_an_engine_that_sleeps_has_our_sleep_mode_and_an_eager_one_not_vllms(arguments, passed, kind, build):
     """Rows memory.sleep_mode and rollout.engine."""
-    llm = build(("memory.sleep_mode",), **asked)
+    llm = build(("memory.sleep_mode",), **arguments)
     mode = llm.sleep_mode
     assert llm.seen.get("enable_sleep_mode") is passed and isinstance(mode, kind)
     assert llm.llm_engine.add_request(1) == 2
@@ -220,15 +208,14 @@ def test_an_engine_that_is_to_sleep_has_our_sleep_mode_and_an_eager_one_not_vllm
         mode._asleep = {"kv_cache": {}}
         with pytest.raises(RecipeError, match="kv_cache of the engine are asleep"):
             llm.llm_engine.add_request(1)
-    llm.weights_written(last=False)
 
 
 def test_with_the_row_off_vllms_own_sleep_mode_stays(build):
     """Negative control."""
     llm = build((), enable_sleep_mode=True, enforce_eager=True)
-    assert llm.sleep_mode is None and llm.seen["enable_sleep_mode"] is True
+    llm.weights_written(last=False)
     llm.sleep()
-    assert llm.calls == ["sleep", "vLLM's sleep"] and not llm.awake
+    assert llm.sleep_mode is None and llm.calls == ["sleep", "vLLM's sleep"] and not llm.awake
 
 
 def test_what_is_awake_is_not_woken_and_every_call_begins_its_phase(build):
@@ -238,97 +225,68 @@ def test_what_is_awake_is_not_woken_and_every_call_begins_its_phase(build):
     llm.wake_up()
     assert llm.calls == phases == []
     llm.sleep()
-    llm.wake_up(["weights"])
+    wake, llm.llm_engine.wake_up = llm.llm_engine.wake_up, lambda tags: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        llm.wake_up(["weights"])
+    llm.llm_engine.wake_up = wake
+    llm.wake_up(["weights"])  # a wake-up that failed is repeated
     llm.wake_up()
     llm.wake_up(["kv_cache"])
-    assert llm.generate(1) == (1,)
-    assert [call for call in llm.calls if "vLLM" not in call] == [
-        "sleep",
-        "wake ['weights']",
-        "wake ['kv_cache']",
-        "generate",
-    ]
+    assert llm.generate(1) == (1,) and llm.awake == {"weights", "kv_cache"}
+    calls = ", ".join(call for call in llm.calls if "vLLM" not in call)
+    assert calls == "sleep, wake ['weights'], wake ['weights'], wake ['kv_cache'], generate"
     assert phases == ["look", "sleep", "reshard", "wake_kv", "rollout", "look"]
 
 
-def test_a_wake_that_failed_is_tried_again(build):
-    llm = build((), enable_sleep_mode=True)
-    llm.sleep()
-    wake, llm.llm_engine.wake_up = llm.llm_engine.wake_up, lambda tags: 1 / 0
-    with pytest.raises(ZeroDivisionError):
-        llm.wake_up(["kv_cache"])
-    llm.llm_engine.wake_up = wake
-    llm.wake_up(["kv_cache"])
-    assert llm.calls[-1] == "vLLM's wake ['kv_cache']" and llm.awake == {"kv_cache"}
-
-
-def segment(address, *blocks):
-    return {"address": address, "blocks": [{"address": at, "state": state} for at, state in blocks]}
-
-
-def test_a_segment_goes_only_if_nothing_else_lives_in_it():
-    lives, free, waits = "active_allocated", "inactive", "active_pending_free"
+def test_a_segment_is_released_only_if_no_other_block_is_in_use():
+    used, free, waits = "active_allocated", "inactive", "active_pending_free"
+    segments = {
+        0: [(0, used), (8, used), (9, free)],
+        16: [(16, used), (24, used)],
+        32: [(32, used), (40, waits)],
+        48: [(48, free)],
+        64: [(64, waits)],
+    }
     snapshot = [
-        segment(0, (0, lives), (8, lives), (9, free)),
-        segment(16, (16, lives), (24, lives)),
-        segment(32, (32, lives), (40, waits)),
-        segment(48, (48, free)),
-        segment(64, (64, waits)),
+        {"address": segment, "blocks": [{"address": block, "state": state} for block, state in blocks]}
+        for segment, blocks in segments.items()
     ]
     assert segments_of(snapshot, {0, 8, 16, 32}) == {0, 48}
     assert segments_of(snapshot, {0, 8, 16, 24, 32, 40, 64}) == {0, 16, 32, 48, 64}
 
 
-def test_what_another_tag_holds_is_left_and_tags_come_back_after_an_error():
-    pieces = {0: SimpleNamespace(tag="weights"), 8: SimpleNamespace(tag="kv_cache"), 16: SimpleNamespace(tag="weights")}
-    with pytest.raises(RuntimeError, match="no more"), dropped(pieces, {0, 8}):
-        assert [each.tag == "weights" for each in pieces.values()] == [False, False, True]
-        assert pieces[8].tag == "kv_cache"
-        raise RuntimeError("no more")
-    assert [each.tag for each in pieces.values()] == ["weights", "kv_cache", "weights"]
+def test_other_tags_are_unchanged_and_tags_come_back_after_an_error():
+    tags = ["weights", "kv_cache", "weights"]
+    pieces = {address: SimpleNamespace(tag=tag) for address, tag in enumerate(tags)}
+    with pytest.raises(ZeroDivisionError), dropped(pieces, {0, 1}):
+        assert pieces[0].tag not in tags and [pieces[1].tag, pieces[2].tag] == tags[1:]
+        1 / 0  # noqa: B018
+    assert [each.tag for each in pieces.values()] == tags
 
 
-def test_a_sleep_mode_that_is_not_known_here_is_refused(monkeypatch):
+def test_an_unknown_allocator_is_refused(monkeypatch):
     monkeypatch.setattr(sleep_mode, "_ALLOCATORS", (("no.such.module", "CaMemAllocator"),))
     with pytest.raises(RecipeError, match="CaMemAllocator of vLLM's sleep mode, found neither: .*-memory.sleep_mode"):
         sleep_mode._allocator()
     assert "memory.sleep_mode" in {row.id for row in ROWS}
 
 
-def of_its_allocator(run_warm, *file):
-    return json.loads(run_warm(SCRIPT, *file).check().out.splitlines()[-1])
-
-
 @pytest.fixture(scope="module", params=["vllm", pytest.param("vllm_ascend", marks=pytest.mark.upstream)])
 def found(request, run_warm, pytestconfig):
     file = "vllm-ascend/vllm_ascend/device_allocator/camem.py"
-    given = [str(pytestconfig.getoption("--upstream") / file)] if request.param == "vllm_ascend" else []
-    return of_its_allocator(run_warm, *given)
+    arguments = [str(pytestconfig.getoption("--upstream") / file)] if request.param == "vllm_ascend" else []
+    return json.loads(run_warm(SCRIPT, *arguments).check().out.splitlines()[-1])
 
 
 @pytest.mark.slow
-def test_only_what_the_sync_does_not_write_is_copied(found):
-    """Six segments of weights; in three something else lives: an expert map, a buffer, what waits for a stream."""
+def test_only_memory_that_the_sync_does_not_write_is_copied_and_outlives_sleep(found):
+    """Six segments of weights; in three others are in use: an expert map, a buffer, a block that waits for a stream."""
     assert found["weights"] == 6 * SEGMENT
-    as_loaded, after_a_sync, after_the_last = found["bytes"]
-    assert as_loaded == after_the_last == 6 * SEGMENT and after_a_sync == 3 * SEGMENT
+    assert found["bytes"] == [6 * SEGMENT, 3 * SEGMENT, 6 * SEGMENT]  # as loaded, after a sync, after the last one
     assert found["tags"] == [["kv_cache", "weights"]] * 3
-
-
-@pytest.mark.slow
-def test_contents_outlive_sleep_but_for_weights_that_the_next_sync_writes(found):
-    gone = [True, False, True]
-    assert found["kept"] == {
-        "up": gone,
-        "down": gone,
-        "kv_b_proj": gone,
-        "W_UV": gone,
-        "gate": [True] * 3,
-        "expert_map": [True] * 3,
-        "table": [True] * 3,
-        "shared": [True] * 3,
-        "head": [True] * 3,
-    }
+    lost = "up down kv_b_proj W_UV".split()
+    expected = {name: [True, name not in lost, True] for name in [*lost, *"gate expert_map table shared head".split()]}
+    assert found["kept"] == expected
 
 
 @pytest.mark.slow
@@ -337,16 +295,11 @@ def test_generating_asleep_or_without_a_sync_is_refused(found):
     assert "kv_cache and weights of the engine are asleep" in asleep
     assert half.startswith("rollout: kv_cache of") and not as_loaded
     assert "no weight sync has written" in found["refused"][5] and not found["refused"][8]
+    assert "weights of the engine are asleep" in found["refused"][9]  # after an error inside vLLM's sleep
 
 
 @pytest.mark.slow
-def test_asking_for_what_is_so_already_does_nothing_and_half_awake_is_woken_before_it_sleeps(found):
-    """vLLM's executor sleeps and wakes as a whole: it would forget one of two tags, or all of a sleep."""
-    both, half = "wake weights, kv_cache", ["wake weights", "wake kv_cache"]
-    assert found["calls"] == ["sleep", *half, "sleep", *half, "sleep"] and both not in found["calls"]
-
-
-@pytest.mark.slow
-def test_after_an_error_inside_sleep_nobody_generates(found):
-    """vllm-ascend asserts, memory unmapped, that what is in use has not grown."""
-    assert "weights of the engine are asleep" in found["refused"][9]
+def test_calls_without_effect_do_not_reach_vllm_and_a_half_awake_engine_is_woken_before_it_sleeps(found):
+    """vLLM's executor sleeps and wakes all tags: it would forget one of two tags, or all of a sleep."""
+    half = ["wake weights", "wake kv_cache"]
+    assert found["calls"] == ["sleep", *half, "sleep", *half, "sleep"]

@@ -1,9 +1,8 @@
-"""What gloo ranks do in test_redistribute.py. A sample's values are made from its number: all ranks know them."""
+"""Functions of gloo ranks for test_redistribute.py. A sample's values follow from its number: all ranks know them."""
 
-from __future__ import annotations
-
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import ExitStack, closing, nullcontext
 from types import SimpleNamespace
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -23,48 +22,42 @@ DTYPES = {
 }
 
 
-def told_of(lengths):
-    """Responses take a third of a sample's tokens or none, prompts the rest; one score a sample."""
+def specs_of(lengths):
+    """Responses are a third of a sample's tokens or none, prompts the rest; one score per sample."""
     responses = [length // 3 for length in lengths]
     counts = {"prompts": [a - b for a, b in zip(lengths, responses, strict=True)], "scores": [1] * len(lengths)}
     return {name: TensorSpec(dtype, counts.get(name, responses)) for name, dtype in DTYPES.items()}
 
 
-def values_of(name, sample, count):
-    """Any bits, NaN and infinities among them."""
-    source = torch.Generator().manual_seed(1000 * sample + sorted(DTYPES).index(name))
-    if DTYPES[name] == torch.bool:
-        return torch.randint(2, (count,), generator=source).bool()
-    raw = torch.randint(256, (count * DTYPES[name].itemsize,), dtype=torch.uint8, generator=source)
-    return raw.view(DTYPES[name])
-
-
-def ragged_of(name, samples, told):
-    parts = [values_of(name, sample, told[name].lengths[sample]) for sample in samples]
-    return Ragged(torch.cat([torch.empty(0, dtype=DTYPES[name]), *parts]), tuple(map(len, parts)))
-
-
-def same(a, b):
-    return a.lengths == b.lengths and torch.equal(a.values.view(torch.uint8), b.values.view(torch.uint8))
+def ragged_of(name, samples, specs):
+    """Any bits, including NaN and infinities."""
+    parts, dtype = [torch.empty(0, dtype=DTYPES[name])], DTYPES[name]
+    for sample in samples:
+        source = torch.Generator().manual_seed(1000 * sample + sorted(DTYPES).index(name))
+        size = (specs[name].lengths[sample] * dtype.itemsize,)
+        raw = torch.randint(2 if dtype == torch.bool else 256, size, dtype=torch.uint8, generator=source)
+        parts.append(raw.view(dtype))
+    return Ragged(torch.cat(parts), tuple(map(len, parts[1:])))
 
 
 def redistribute(arguments):
-    """(arrived as planned, collectives, bytes of the wire as told, names left after close)."""
-    rank, plan, told = dist.get_rank(), plan_batch(**arguments), told_of(arguments["lengths"])
+    """(arrived as planned, collectives, bytes by wire_bytes, names left after close)."""
+    rank, plan, specs = dist.get_rank(), plan_batch(**arguments), specs_of(arguments["lengths"])
     cache, calls = TensorCache(), []
     cache.open(3)
-    with counted(calls), closing(cache):
-        for name in told:
-            cache.put(3, name, plan.held[rank], ragged_of(name, plan.held[rank], told))
-        cache.redistribute(3, plan, rank, told)
-        mine = plan.placed[plan.replica_of[rank]]
-        found = {name: cache.get(3, name, mine) for name in told}
-    arrived = all(same(found[name], ragged_of(name, mine, told)) for name in told)
-    return arrived, calls, list(wire_bytes(plan, rank, told)), cache.names
+    with Collectives(calls), closing(cache):
+        for name in specs:
+            cache.put(3, name, plan.held[rank], ragged_of(name, plan.held[rank], specs))
+        cache.redistribute(3, plan, rank, specs)
+        own = plan.placed[plan.replica_of[rank]]
+        found = [(cache.get(3, name, own), ragged_of(name, own, specs)) for name in specs]
+    bits = [(one.values.view(torch.uint8), other.values.view(torch.uint8)) for one, other in found]
+    arrived = all(one.lengths == other.lengths for one, other in found) and all(torch.equal(*pair) for pair in bits)
+    return arrived, calls, list(wire_bytes(plan, rank, specs)), cache.names
 
 
-class counted:
-    """Notes every collective of torch.distributed that the exchange makes, and the bytes of both sides."""
+class Collectives:
+    """Records every collective of torch.distributed, with the bytes of both sides of an AlltoAllV."""
 
     NAMES = ("all_to_all_single", "all_reduce", "all_gather", "all_gather_object", "broadcast", "send", "recv")
 
@@ -85,31 +78,28 @@ class counted:
 
 
 def spoilt(arguments, how, on_rank):
-    """One rank is not as the others: its error, or another rank's."""
-    rank, plan, told = dist.get_rank(), plan_batch(**arguments), told_of(arguments["lengths"])
-    cache, odd = TensorCache(), dist.get_rank() == on_rank
-    step = 4 if odd and how == "step" else 3
+    """(error, names left) of a rank when one rank differs from the others."""
+    rank, plan, specs = dist.get_rank(), plan_batch(**arguments), specs_of(arguments["lengths"])
+    cache, how = TensorCache(), how if dist.get_rank() == on_rank else ""
+    step = 4 if how == "step" else 3
     cache.open(step)
     with closing(cache):
-        for name in told:
-            if odd and how == "missing" and name == "responses":
-                continue
-            samples = plan.held[rank]
-            ragged = ragged_of(name, samples, told)
-            if odd and how == "short" and name == "log_probs":
+        for name in specs:
+            ragged = ragged_of(name, plan.held[rank], specs)
+            if how == "short" and name == "log_probs":
                 ragged = Ragged(ragged.values[:-1], (*ragged.lengths[:-1], ragged.lengths[-1] - 1))
-            if odd and how == "dtype" and name == "prompts":
+            if how == "dtype" and name == "prompts":
                 ragged = Ragged(ragged.values.long(), ragged.lengths)
-            cache.put(step, name, samples, ragged)
+            if how != "missing" or name != "responses":
+                cache.put(step, name, plan.held[rank], ragged)
         try:
-            with out_of_memory() if odd and how == "memory" else nullcontext():
-                cache.redistribute(step, plan, rank, told)
+            with out_of_memory() if how == "memory" else nullcontext():
+                cache.redistribute(step, plan, rank, specs)
         except Exception as why:
             return f"{type(why).__name__}: {why}", cache.names
     return "no error", ()
 
 
-@contextmanager
 def out_of_memory():
     """Packing writes every segment and fails then; from there on no tensor can be made."""
     real = module._pack
@@ -119,21 +109,21 @@ def out_of_memory():
 
     def pack(*arguments):
         real(*arguments)
-        module.torch = SimpleNamespace(**{**vars(torch), **dict.fromkeys(("empty", "zeros", "cat"), fails)})
+        fake = SimpleNamespace(**{**vars(torch), **dict.fromkeys(("empty", "zeros", "cat"), fails)})
+        patched.enter_context(mock.patch.object(module, "torch", fake))
         fails()
 
-    module._pack = pack
-    try:
-        yield
-    finally:
-        module._pack, module.torch = real, torch
+    patched = ExitStack()
+    patched.enter_context(mock.patch.object(module, "_pack", pack))
+    return patched
 
 
 def disordered(arguments):
-    """Whether values that a wrong exchange brings are noticed by `redistribute` above: it unpacks in another order."""
+    """Whether `redistribute` finds the values as planned although they are unpacked in another order."""
     real = module._unpack
-    module._unpack = lambda segments, receives, computed, kinds: real(segments, receives, computed[::-1], kinds)
-    try:
+
+    def unpack(segments, receives, computed, kinds):
+        return real(segments, receives, computed[::-1], kinds)
+
+    with mock.patch.object(module, "_unpack", unpack):
         return redistribute(arguments)[0]
-    finally:
-        module._unpack = real

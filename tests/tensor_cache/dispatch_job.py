@@ -1,7 +1,4 @@
-"""verl's real RayWorkerGroup with rows dispatch.* and then without them, as the controller.
-
-Four workers (TP2 x DP2) in two actors.
-"""
+"""verl's real RayWorkerGroup with rows dispatch.* and then without them; four workers (TP2 x DP2) in two actors."""
 
 import hashlib
 
@@ -13,48 +10,41 @@ from verl.single_controller.base.decorator import Dispatch, register
 
 from tests.tensor_cache.logical_group import Serialised, group_of
 from verl_patches import prelude_patch
-from verl_patches.trainer import ray_start
+from verl_patches.trainer import ray_start, worker_starts
 from verl_patches.trainer.dispatch import take_calls
-from verl_patches.trainer.worker_starts import start_skew
 
 LARGE = 1 << 18  # int64 values: 2 MiB
 
 
 class Echo:
-    """A worker that says what it got."""
+    """A worker that returns digests of its arguments, or the argument itself."""
 
     @register(dispatch_mode=Dispatch.ALL_TO_ALL)
     def say(self, *args, **kwargs):
         """[digest of each value, whether its arrays can be written to]."""
-        values = [*args, *kwargs.values()]
-        return [[digest(value), writable(value)] for value in values]
+        return [[digest(value), writable(value)] for value in (*args, *kwargs.values())]
 
     @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO)
     def compute(self, data):
-        """The data, through another dispatched method."""
-        self.say(data)
+        self.say(data)  # another dispatched method
         return data
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def generate(self, data):
-        """The data."""
         return data
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def fail(self, data):
-        """An error."""
         raise ValueError(f"no {type(data).__name__}")
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def take_starts(self):
-        """As worker/recipe_worker.py."""
         from verl_patches.trainer import worker_starts
 
         return worker_starts.take_starts()
 
 
 def digest(value):
-    """Equal for equal values."""
     if isinstance(value, DataProto):
         value = [value.batch["x"].numpy(), value.non_tensor_batch["n"], value.meta_info]
     if isinstance(value, list):
@@ -63,7 +53,6 @@ def digest(value):
 
 
 def writable(value):
-    """Of tensors and of numbers in numpy."""
     if isinstance(value, DataProto):
         value.batch["x"] += 1  # the worker's own
         return [True, value.non_tensor_batch["n"].flags.writeable]
@@ -78,8 +67,7 @@ def batch(seed):
 
 def cases(group):
     """{case: () -> answers}."""
-    array = np.arange(LARGE)
-    first, second = batch(1).chunk(2)
+    array, (first, second) = np.arange(LARGE), batch(1).chunk(2)
     each = [np.arange(LARGE) + n for n in range(4)]
     return {
         "shared by a replica": lambda: group.execute_all_sync("say", [first, first, second, second]),
@@ -93,23 +81,18 @@ def cases(group):
 
 
 def facts(group):
-    """{case: facts} and how a worker's error arrives.
+    """{case: facts}, and how a worker's error arrives.
 
-    `answers`, by worker, `large`, how many objects above 1 MB this process serialised, and `told`, what the row noted
-    (None without it).
+    `large`: objects above 1 MB that this process serialised; `row`: the row's own record, None without it.
     """
     found = {}
     take_calls()
     for name, call in cases(group).items():
         with Serialised() as seen:
             answers = call()
-        told = [vars(each) for each in take_calls()]
-        found[name] = {
-            "answers": answers,
-            "large": sum(size > 1e6 for size in seen.sizes),
-            "bytes": sum(seen.sizes),
-            "told": told[0] if told else None,
-        }
+        large, calls = sum(size > 1e6 for size in seen.sizes), [vars(call) for call in take_calls()]
+        row = calls[0] if calls else None
+        found[name] = {"answers": answers, "large": large, "bytes": sum(seen.sizes), "row": row}
     try:
         group.fail(np.arange(LARGE))
     except ValueError as error:
@@ -118,13 +101,12 @@ def facts(group):
 
 
 def on_and_off():
-    """{"on"|"off": {case: facts}}, and the starts that the workers noted."""
+    """{"on"|"off": {case: facts}}, and the starts that the workers recorded."""
     ray_start.start({}, num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=200 << 20)
     group, actors = group_of(Echo, 2, 4)
     group.lay_out(tp=2, dp=2, pp=1)
     on = facts(group)
-    dispatch = ray.get([actor.take_starts.remote() for actor in actors])
+    starts = ray.get([actor.take_starts.remote() for actor in actors])
     prelude_patch.engine.revert()
-    off = facts(group)
-    names = [[name for name, _ in each] for each in dispatch]
-    return {"on": on, "off": off, "starts": names, "skew": start_skew(dispatch)}
+    names = [[name for name, _ in of_actor] for of_actor in starts]
+    return {"on": on, "off": facts(group), "starts": names, "skew": worker_starts.start_skew(starts)}

@@ -10,14 +10,14 @@ from megatron.core.pipeline_parallel.schedules import forward_step
 from megatron.core.transformer import TransformerConfig
 from verl.trainer.ppo.core_algos import agg_loss, compute_policy_loss, kl_penalty
 
-from verl_patches.tensor_cache.batch_plan import arrival, balanced, packed, weight_depends_on_company
+from verl_patches.tensor_cache.batch_plan import arrival, balanced, packed, plan_batch
 
 SAMPLES, REPLICAS, WIDTH, VOCAB, HIDDEN = 32, 4, 24, 29, 16
 MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 
 
 class Model(torch.nn.Module):
-    """Reads a token and the mean of those before it; its words' log-probs are those of the next token."""
+    """From a token and the mean of those before it to (log-probs of the next tokens, entropies)."""
 
     def __init__(self):
         super().__init__()
@@ -38,34 +38,21 @@ class Model(torch.nn.Module):
 
 
 def batch():
-    """What an update is given, [B, S] each, with responses of unequal lengths."""
+    """({name: [B, S]}, lengths) of an update with responses of unequal lengths."""
     torch.manual_seed(1)
-    ids = torch.randint(VOCAB, (SAMPLES, WIDTH + 1))
-    lengths = torch.randint(1, WIDTH, (SAMPLES,))
-    shape = (SAMPLES, WIDTH)
-    old, ref = (-3 + torch.randn(shape, dtype=torch.float64) for _ in range(2))
-    return {
-        "ids": ids,
-        "mask": (torch.arange(WIDTH) < lengths[:, None]).double(),
-        "old": old,
-        "ref": ref,
-        "advantages": torch.randn((SAMPLES, 1), dtype=torch.float64).expand(shape),
-    }, lengths.tolist()
+    ids, lengths = torch.randint(VOCAB, (SAMPLES, WIDTH + 1)), torch.randint(1, WIDTH, (SAMPLES,))
+    old, ref = (-3 + torch.randn((SAMPLES, WIDTH), dtype=torch.float64) for _ in range(2))
+    advantages = torch.randn((SAMPLES, 1), dtype=torch.float64).expand(SAMPLES, WIDTH)
+    mask = (torch.arange(WIDTH) < lengths[:, None]).double()
+    return {"ids": ids, "mask": mask, "old": old, "ref": ref, "advantages": advantages}, lengths.tolist()
 
 
 def loss_of(output, data, mode):
     """As MegatronPPOActor.forward_backward_batch's loss_func: clipped policy loss, entropy and KL."""
     log_probs, entropy = output
-    policy = compute_policy_loss(
-        data["old"],
-        log_probs,
-        data["advantages"],
-        data["mask"],
-        cliprange=0.2,
-        cliprange_low=0.2,
-        cliprange_high=0.2,
-        loss_agg_mode=mode,
-    )[0]
+    clip = dict.fromkeys(("cliprange", "cliprange_low", "cliprange_high"), 0.2)
+    inputs = data["old"], log_probs, data["advantages"], data["mask"]
+    policy = compute_policy_loss(*inputs, **clip, loss_agg_mode=mode)[0]
     kl = agg_loss(kl_penalty(log_probs, data["ref"], "low_var_kl"), data["mask"], mode)
     return policy - 0.01 * agg_loss(entropy, data["mask"], mode) + 0.1 * kl, {}
 
@@ -75,7 +62,7 @@ def gradients(replicas, data, mode):
     model = Model()
     for micro_batches in replicas:
         for samples in micro_batches:
-            part = {key: value[samples] for key, value in data.items()}
+            part = {key: value[list(samples)] for key, value in data.items()}
 
             def step(_, model, part=part):
                 return model(part["ids"]), lambda output: loss_of(output, part, mode)
@@ -86,7 +73,7 @@ def gradients(replicas, data, mode):
 
 
 def differences():
-    """{case: largest difference to arrival order / largest gradient}."""
+    """{mode and micro batch size: {micro batches: largest difference to arrival order / largest gradient}}."""
     parallel_state.initialize_model_parallel()
     data, lengths = batch()
     each = SAMPLES // REPLICAS
@@ -94,13 +81,15 @@ def differences():
     found = {}
     for mode in MODES:
         for size in (1, 4):
+            sizes = {"mini_batch_size": SAMPLES, "micro_batch_size": size}
+            plan = plan_batch(range(REPLICAS), lengths, **sizes, loss_agg_mode=mode)
+            ways = {
+                "planned": [minis[0] for minis in plan.schedule],
+                "balanced": balanced(share, lengths, size),
+                "packed": packed(share, lengths, 2 * WIDTH),
+            }
             base = gradients(arrival(share, size), data, mode)
-
-            def difference(replicas, base=base, mode=mode):
-                return ((gradients(replicas, data, mode) - base).abs().max() / base.abs().max()).item()
-
-            whole = weight_depends_on_company(mode, size)
-            found[f"{mode} {size}"] = difference(balanced(share, lengths, size, move_whole=whole))
-            found[f"{mode} {size} torn"] = difference(balanced(share, lengths, size))
-            found[f"{mode} {size} packed"] = difference(packed(share, lengths, 2 * WIDTH))
+            difference = {way: gradients(batches, data, mode) - base for way, batches in ways.items()}
+            largest = base.abs().max()
+            found[f"{mode} {size}"] = {way: (d.abs().max() / largest).item() for way, d in difference.items()}
     return found

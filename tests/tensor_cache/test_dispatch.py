@@ -1,4 +1,4 @@
-"""Calls to all workers: what is serialised, what arrives, when they start."""
+"""Calls to all workers: which bytes are serialised, the values that arrive, and the recorded starts."""
 
 import functools
 import threading
@@ -26,49 +26,38 @@ LARGE = {
 
 @pytest.fixture(scope="module")
 def found(ray_folder, run_ranks):
-    """What dispatch_job.py says."""
-    return run_ranks(
-        "tests.tensor_cache.dispatch_job:on_and_off",
-        patches="line=pypi,platform=cpu",
-        backend=None,
-        env={"RAY_TMPDIR": ray_folder},
-    )[0]
+    """See dispatch_job.py."""
+    options = {"patches": "line=pypi,platform=cpu", "backend": None, "env": {"RAY_TMPDIR": ray_folder}}
+    return run_ranks("tests.tensor_cache.dispatch_job:on_and_off", **options)[0]
 
 
 @pytest.mark.slow
 def test_every_large_argument_is_serialised_once(found):
     """Row dispatch.put_once, with and without it."""
-    assert {case: tuple(found[of][case]["large"] for of in ("on", "off")) for case in LARGE} == LARGE
-    for case, (large, _) in LARGE.items():
-        told = found["on"][case]["told"]
-        assert told["puts"] == large
-        assert told["put_bytes"] == pytest.approx(found["on"][case]["bytes"], rel=0.01) or not large
-    assert found["on"]["small"]["told"]["inline_bytes"] == 4 * (8 + 72)
+    for case, (large, without) in LARGE.items():
+        on, off = (found[way][case] for way in ("on", "off"))
+        assert (on["large"], off["large"], on["row"]["puts"]) == (large, without, large), case
+        assert on["row"]["put_bytes"] == pytest.approx(on["bytes"], rel=0.01) or not large
+    assert found["on"]["small"]["row"]["inline_bytes"] == 4 * (8 + 72)
 
 
 @pytest.mark.slow
-def test_workers_get_what_they_got_and_answer_as_they_did(found):
+def test_values_and_errors_are_those_of_verl_without_the_row(found):
     for case in LARGE:
         assert found["on"][case]["answers"] == found["off"][case]["answers"]
     each = found["on"]["one a worker"]["answers"]
     assert len({answer[0][0] for answer in each}) == 4 and [answer[1][0] for answer in each] == list(map(repr, "0123"))
-    replica = [answer[0][0] for answer in found["on"]["shared by a replica"]["answers"]]
-    assert replica[0] == replica[1] != replica[2] == replica[3]
+    replica = found["on"]["shared by a replica"]["answers"]
+    first, same, second, also = (answer[0][0] for answer in replica)
+    assert first == same != second == also and replica[0][0][1] == [True, False]  # tensors are the worker's own
     assert found["on"]["error"] == found["off"]["error"] == ["RayTaskError(ValueError)", True]
 
 
 @pytest.mark.slow
-def test_tensors_of_a_batch_are_the_workers_own_and_arrays_are_rays_on_both_ways(found):
-    for of in ("on", "off"):
-        assert found[of]["shared by a replica"]["answers"][0][0][1] == [True, False]
-        assert found[of]["small"]["answers"][0][1][1] is False
-
-
-@pytest.mark.slow
-def test_a_worker_notes_what_it_was_asked_and_not_what_that_calls(found):
+def test_a_worker_records_the_trainers_calls_and_not_the_calls_inside_them(found):
     """Row dispatch.note_starts."""
-    asked = ["say"] * 10 + ["compute"] * 2 + ["generate"] * 2 + ["fail"] * 2 + ["take_starts"]  # two a process
-    assert found["starts"] == [asked, asked] and set(found["skew"]) == set(asked)
+    calls = ["say"] * 10 + ["compute"] * 2 + ["generate"] * 2 + ["fail"] * 2 + ["take_starts"]  # two a process
+    assert found["starts"] == [calls, calls] and set(found["skew"]) == set(calls)
 
 
 def test_skew_is_between_the_same_calls_of_all_workers():
@@ -82,77 +71,62 @@ def test_skew_is_between_the_same_calls_of_all_workers():
 def test_a_step_is_the_sum_of_its_calls_and_its_worst_skew():
     dispatch.take_calls()
     dispatch._calls.extend([dispatch.Call("f", 2, 100, 1), dispatch.Call("g", 1, 50, 2)])
-    told = dispatch.dispatch_of_step([[("f", 1.0), ("g", 2.0)], [("f", 1.25), ("g", 2.5)]])
-    assert told == {
-        "calls": 2,
-        "puts": 3,
-        "put_bytes": 150,
-        "inline_bytes": 3,
-        "start_skew_s": {"max": 0.5, "by_call": {"f": 0.25, "g": 0.5}},
-    }
+    step = dispatch.dispatch_of_step([[("f", 1.0), ("g", 2.0)], [("f", 1.25), ("g", 2.5)]])
+    skew = {"max": 0.5, "by_call": {"f": 0.25, "g": 0.5}}
+    assert step == {"calls": 2, "puts": 3, "put_bytes": 150, "inline_bytes": 3, "start_skew_s": skew}
     assert dispatch.take_calls() == []
 
 
-def batch():
-    return DataProto.from_dict({"x": torch.zeros(4, 8)}, {"n": np.array(["ab", [1, 2]] * 2, dtype=object)}, {"a": None})
+BATCH = DataProto.from_dict({"x": torch.zeros(4, 8)}, {"n": np.array(["ab", [1, 2]] * 2, dtype=object)}, {"a": None})
 
 
-@pytest.mark.parametrize(
-    ("value", "size"),
-    [
-        (None, 8),
-        (True, 8),
-        ("four", 4),
-        (np.float32(1), 4),
-        (np.zeros(3), 24),
-        (torch.zeros(3), 12),
-        ({"a": [1, (2.0, b"xy")]}, 19),
-        (batch(), 128 + 1 + 2 * (2 + 16) + 1 + 8),
-    ],
-)
-def test_sizes_are_of_the_parts(value, size):
-    assert dispatch._bytes_up_to([value], 10**6) == size
+@pytest.mark.parametrize(("value", "size"), [
+    (None, 8),
+    ("four", 4),
+    (np.float32(1), 4),
+    (np.zeros(3), 24),
+    (torch.zeros(3), 12),
+    ({"a": [1, (2.0, b"xy")]}, 19),
+    (BATCH, 128 + 1 + 2 * (2 + 16) + 1 + 8),
+])  # fmt: skip
+def test_sizes_are_sums_over_parts(value, size):
     assert dispatch._bytes_up_to([value] * 3, 10**6) == 3 * size
 
 
-def test_what_is_not_known_is_not_small_and_counting_ends_early():
+def test_an_unknown_value_is_not_small_and_counting_ends_early():
     assert dispatch._bytes_up_to([object()], dispatch.INLINE_BYTES) > dispatch.INLINE_BYTES
+    parts = iter(["x" * 60] * 10)
 
     class Watched(list):
-        seen = 0
-
         def __iter__(self):
-            for part in super().__iter__():
-                Watched.seen += 1
-                yield part
+            return parts
 
-    assert dispatch._bytes_up_to([Watched(["x" * 60] * 10)], 100) > 100 and Watched.seen == 2
+    assert dispatch._bytes_up_to([Watched()], 100) > 100 and len(list(parts)) == 8
 
 
-def test_coroutines_and_calls_of_vllms_executor_are_left_alone():
+def names_of(*calls):
+    """Names of the starts that `calls` record."""
     worker_starts.take_starts()
-    made = noted(register)
-    assert noted(register).__name__ == "register"
+    for call in calls:
+        call()
+    return [name for name, _ in worker_starts.take_starts()]
+
+
+def test_coroutines_and_calls_of_vllms_executor_are_not_recorded():
+    def method(self):
+        return "done"
 
     async def sleep(self):
         return None
 
-    def method(self):
-        return "done"
-
-    for decorated in (
-        made(dispatch_mode=Dispatch.ONE_TO_ALL)(sleep),
-        made(dispatch_mode=Dispatch.DIRECT_ROLLOUT_METHOD)(method),
-    ):
-        assert decorated.__code__ is not made(dispatch_mode=Dispatch.ONE_TO_ALL)(method).__code__
-    plain = made(dispatch_mode=Dispatch.ONE_TO_ALL)(method)
-    assert plain(None) == "done" and [name for name, _ in worker_starts.take_starts()] == ["method"]
-    assert made(dispatch_mode=Dispatch.DIRECT_ROLLOUT_METHOD)(method)(None) == "done"
-    assert worker_starts.take_starts() == []
+    of_vllm = noted(register)(dispatch_mode=Dispatch.DIRECT_ROLLOUT_METHOD)(method)
+    plain, coroutine = (noted(register)(dispatch_mode=Dispatch.ONE_TO_ALL)(f) for f in (method, sleep))
+    assert names_of(lambda: plain(None), lambda: of_vllm(None)) == ["method"] and plain(None) == "done"
+    assert coroutine.__code__ is not plain.__code__
     assert getattr(plain, MAGIC_ATTR)["dispatch_mode"] == Dispatch.ONE_TO_ALL
 
 
-def test_a_method_goes_by_the_name_that_it_is_called_by():
+def test_a_method_is_recorded_by_the_name_of_the_call():
     def f(self):  # as verl's GPUMemoryLogger makes it
         return None
 
@@ -161,14 +135,10 @@ def test_a_method_goes_by_the_name_that_it_is_called_by():
         two = noted(register)(dispatch_mode=Dispatch.ONE_TO_ALL)(f)
 
     Worker.two = functools.wraps(Worker.two)(lambda self, below=Worker.two: below(self))  # a row
-    worker_starts.take_starts()
-    Worker().two(), Worker().one()
-    assert [name for name, _ in worker_starts.take_starts()] == ["two", "one"]
+    assert names_of(Worker().two, Worker().one) == ["two", "one"]
 
 
 def test_an_error_ends_the_call_and_threads_do_not_hide_each_other():
-    worker_starts.take_starts()
-
     @noted(register)(dispatch_mode=Dispatch.ONE_TO_ALL)
     def outer(self, inner):
         inner()
@@ -183,7 +153,8 @@ def test_an_error_ends_the_call_and_threads_do_not_hide_each_other():
         thread.start()
         thread.join()
 
-    for inner in (other, in_thread):
+    def failing(inner):
         with pytest.raises(KeyError):
             outer(None, inner)
-    assert [name for name, _ in worker_starts.take_starts()] == ["outer", "outer", "other"]
+
+    assert names_of(lambda: failing(other), lambda: failing(in_thread)) == ["outer", "outer", "other"]

@@ -1,3 +1,5 @@
+"""Ragged tensors, their padded form, and the batch that verl would make of them."""
+
 import pytest
 import torch
 from hypothesis import given
@@ -5,25 +7,18 @@ from hypothesis import strategies as st
 
 from verl_patches.tensor_cache.exchange import Ragged, from_padded, mask_of, model_inputs, prompt_inputs, to_padded
 
-LENGTHS = st.lists(st.integers(0, 6), min_size=1, max_size=6)
 
-
-@given(LENGTHS, st.booleans(), st.integers(0, 3))
+@given(st.lists(st.integers(0, 6), min_size=1, max_size=6), st.booleans(), st.integers(0, 3))
 def test_padding_and_back(lengths, left, room):
     ragged = Ragged(torch.arange(1, sum(lengths) + 1, dtype=torch.int32), tuple(lengths))
     padded = to_padded(ragged, max(lengths) + room, pad=-1, left=left, dtype=torch.int64)
     mask = mask_of(lengths, max(lengths) + room, left=left)
     assert torch.equal(padded == -1, ~mask)
     back = from_padded(padded, mask.long(), left=left, dtype=torch.int32)
-    assert back.lengths == ragged.lengths
+    assert back.lengths == ragged.lengths and back.values.dtype == torch.int32
     assert torch.equal(back.values, ragged.values)
-    assert back.values.dtype == torch.int32
-
-
-def test_samples_in_another_order():
-    ragged = Ragged(torch.tensor([1, 2, 3]), (2, 0, 1))
-    assert ragged.take([2, 0]).values.tolist() == [3, 1, 2]
-    assert ragged.take([]).lengths == ()
+    last = ragged.take([len(lengths) - 1])
+    assert last.values.tolist() == ragged.parts()[-1].tolist() and ragged.take([]).lengths == ()
 
 
 @pytest.mark.parametrize(("call", "says"), [
@@ -32,7 +27,7 @@ def test_samples_in_another_order():
     (lambda: from_padded(torch.zeros(1, 3), torch.tensor([[1, 0, 1]])), "not one block that begins it"),
     (lambda: from_padded(torch.zeros(1, 2), torch.tensor([[1, 0]]), left=True), "not one block that ends it"),
 ])  # fmt: skip
-def test_what_is_not_ragged_is_refused(call, says):
+def test_tensors_that_are_not_ragged_are_refused(call, says):
     with pytest.raises(ValueError, match=says):
         call()
 
@@ -50,24 +45,17 @@ def test_model_inputs_are_those_of_verl():
     mask = torch.cat([prompt_mask, get_response_mask(responses, end, torch.int64)], 1)
     prompt_places = compute_position_id_with_mask(prompt_mask)
     places = torch.cat([prompt_places, prompt_places[:, -1:] + torch.arange(1, width + 1)], 1)
-    asked = prompt_inputs(from_padded(prompts, prompt_mask, left=True, dtype=torch.int32), prompt_width, pad)
-    for name, tensor in {"input_ids": prompts, "attention_mask": prompt_mask, "position_ids": prompt_places}.items():
-        assert torch.equal(asked[name], tensor) and asked[name].dtype == torch.int64, name
-    found = model_inputs(
-        from_padded(prompts, prompt_mask, left=True, dtype=torch.int32),
-        from_padded(responses, mask[:, prompt_width:], dtype=torch.int32),
-        prompt_width,
-        width,
-        pad,
-    )
-    expected = {
-        "prompts": prompts,
-        "responses": responses,
-        "input_ids": torch.cat([prompts, responses], 1),
-        "attention_mask": mask,
-        "position_ids": places,
-    }
-    assert found.keys() == expected.keys()
+    of_prompts = from_padded(prompts, prompt_mask, left=True, dtype=torch.int32)
+    of_responses = from_padded(responses, mask[:, prompt_width:], dtype=torch.int32)
+    expected = {"input_ids": prompts, "attention_mask": prompt_mask, "position_ids": prompt_places}
+    assert_equal(prompt_inputs(of_prompts, prompt_width, pad), expected)
+    ids = torch.cat([prompts, responses], 1)
+    expected = {"prompts": prompts, "responses": responses, "input_ids": ids}
+    expected |= {"attention_mask": mask, "position_ids": places}
+    assert_equal(model_inputs(of_prompts, of_responses, prompt_width, width, pad), expected)
+
+
+def assert_equal(tensors, expected):
+    assert tensors.keys() == expected.keys()
     for name, tensor in expected.items():
-        assert torch.equal(found[name], tensor), name
-        assert found[name].dtype == torch.int64
+        assert torch.equal(tensors[name], tensor) and tensors[name].dtype == torch.int64, name

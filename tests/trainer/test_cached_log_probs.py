@@ -73,7 +73,7 @@ def here(monkeypatch):
     monkeypatch.setattr(tensor_cache_stages, "dist", SimpleNamespace(get_rank=lambda: 0))
     monkeypatch.setattr(tensor_cache_stages, "is_metrics_rank", lambda: True)
     tokens = tuple(map(sum, zip(PROMPTS, RESPONSES, strict=True)))
-    plan = plan_batch([range(4)], [0], tokens, mini_batch_size=4, micro_batch_size=1)
+    plan = plan_batch([0], tokens, mini_batch_size=4, micro_batch_size=1)
     payload = {"widths": WIDTHS, "pad": 0, "balance": True, "responses": np.array(RESPONSES)}
     found = tensor_cache_stages.CachedBatch("cpu", None)
     found.plan, found.payload, found.tokens = plan, payload, tokens

@@ -18,8 +18,7 @@ split = as_planned(rearrange_micro_batches)
 
 
 def plan(lengths=LENGTHS):
-    held = [range(r * 32, (r + 1) * 32) for r in range(REPLICAS)]
-    return plan_batch(held, range(REPLICAS), lengths, mini_batch_size=MINI, token_budget=BUDGET)
+    return plan_batch(range(REPLICAS), lengths, mini_batch_size=MINI, token_budget=BUDGET)
 
 
 def rows(samples):

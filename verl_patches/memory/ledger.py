@@ -1,8 +1,8 @@
-"""The ledger of one worker: bytes of every memory group, checked against the schedule whenever a phase begins.
+"""Memory ledger of one worker: the bytes of each memory group, checked against the schedule when a phase begins.
 
-A memory group is registered with a function that measures it. A process has one ledger (worker/context.py), none with
-recipe.memory.ledger=off. `memory_of_step` joins the ledgers of all workers into one step's account, as plain data for
-summary.json, the step table and the picture. No torch at import.
+Each memory group is registered with a function that measures it. A process has one ledger (worker/context.py), or none
+with recipe.memory.ledger=off. `memory_of_step` joins the ledgers of all workers for summary.json, the step table and
+the memory plot. Does not import torch.
 """
 
 from __future__ import annotations
@@ -25,28 +25,25 @@ class MemoryLedgerError(RecipeError):
 
 @dataclass
 class _Entry:
-    """One memory group: `full_bytes` is what it holds on the device, None until it was first seen there.
+    """One memory group. `full_bytes`: bytes on the device, None until it was first measured there.
 
-    `may_stay`: it varies, and the schedule has not released it since it last had it on the device.
+    `may_stay`: it varies, and the schedule has not released it since it was last expected on the device.
     """
 
-    measure: Callable[[], int]
+    held_bytes: Callable[[], int]
     full_bytes: int | None
     grows: bool
     varies: bool
     may_stay: bool = False
 
-    def held_bytes(self) -> int:
-        return self.measure()
-
 
 @dataclass
 class Ledger:
-    """Bytes by memory group and phase. `enter(phase)` checks and begins a record; `take` gives the records away.
+    """Bytes by memory group and phase: `enter(phase)` checks and begins a record, `take` returns the records.
 
-    `schedule` and `stays` (schedule.py) say what is expected. `action`: report logs a violation and keeps it for the
-    record, strict raises MemoryLedgerError. `device_memory` measures the process itself: {name: bytes}; see
-    `memory_of_process`. Groups that are not registered are not checked.
+    `schedule` and `stays` (schedule.py) give the expectation. `action`: "report" logs and records a violation, "strict"
+    raises MemoryLedgerError. `device_memory` measures the process: {name: bytes}, see `memory_of_process`. Groups that
+    are not registered are not checked.
     """
 
     schedule: Schedule
@@ -72,12 +69,12 @@ class Ledger:
         grows: bool = False,
         varies: bool = False,
     ) -> None:
-        """Watch `group`: `measure()` gives the bytes that it holds now.
+        """Watch `group`; `measure()` returns the bytes that it holds now.
 
-        `full_bytes`: what it holds when it is there; None learns it the first time it is. `grows`: until it has once
-        held `full_bytes` it may hold less (Adam's moments are made in the first step). `varies`: it holds what a step
-        gives it, also in phases that come again (REMAX generates twice) until the schedule releases it. ConfigError for
-        a name that is not in MEMORY_GROUPS or was registered before.
+        `full_bytes`: its bytes on the device; None takes the first measurement there. `grows`: it may hold less until
+        it has once held `full_bytes` (Adam's moments are made in the first step). `varies`: any number of bytes is
+        accepted, also in phases that come again (REMAX generates twice), until the schedule releases it. ConfigError
+        for a name that is not in MEMORY_GROUPS or is registered already.
         """
         if group not in MEMORY_GROUPS or group in self._entries:
             why = "is registered already" if group in self._entries else f"is none of {', '.join(MEMORY_GROUPS)}"
@@ -85,26 +82,24 @@ class Ledger:
         self._entries[group] = _Entry(measure, full_bytes, grows, varies)
 
     def enter(self, phase: str) -> None:
-        """The moves at `phase`'s entry are done: record what is there, and check it. MemoryLedgerError if strict."""
+        """Record and check the groups, after the moves at `phase`'s entry. MemoryLedgerError if strict."""
         self.schedule.phase(phase)
         held = {group: entry.held_bytes() for group, entry in self._entries.items()}
-        total = sum(held.values())
-        self._records.append(
-            {"phase": phase, "bytes": held, "total_bytes": total, "peak_bytes": total, "measured": self.device_memory()}
-        )
-        found = [
-            text for group, entry in self._entries.items() if (text := self._fault(phase, group, entry, held[group]))
-        ]
-        if found and self.action == "strict":
-            raise MemoryLedgerError("\n  ".join(found))
+        total, measured = sum(held.values()), self.device_memory()
+        record = {"phase": phase, "bytes": held, "total_bytes": total, "peak_bytes": total, "measured": measured}
+        self._records.append(record)
+        faults = [self._fault(phase, group, entry, held[group]) for group, entry in self._entries.items()]
+        if any(faults) and self.action == "strict":
+            raise MemoryLedgerError("\n  ".join(filter(None, faults)))
 
     def look(self, extra_bytes: int = 0) -> None:
-        """Raise the peak of the phase that runs to what is there now; `extra_bytes` on top, held only for a while."""
+        """Raise the peak of the current phase to the bytes held now plus `extra_bytes` of temporary memory."""
         if self._records:
             record = self._records[-1]
             total = extra_bytes + sum(entry.held_bytes() for entry in self._entries.values())
             record["peak_bytes"] = max(record["peak_bytes"], total)
-            record["measured"] = _highest(record["measured"], self.device_memory())
+            for name, size in self.device_memory().items():
+                record["measured"][name] = max(size, record["measured"].get(name, 0))
 
     def take(self) -> dict[str, Any]:
         """{records, violations} since the last call."""
@@ -148,16 +143,12 @@ def _number(size_bytes: int | None) -> str:
     return "some" if size_bytes is None else f"{size_bytes:,}"
 
 
-def _highest(one: dict[str, int], other: dict[str, int]) -> dict[str, int]:
-    return {name: max(one.get(name, 0), other.get(name, 0)) for name in {**one, **other}}
-
-
 def memory_of_process(device_type: str) -> Callable[[], dict[str, int]]:
-    """What measures this process beside the ledger, since the call before: the allocator's figures, or RSS on a CPU.
+    """A function that measures this process: the allocator's figures, or RSS on a CPU; bytes.
 
-    npu and cuda: {allocated, peak, reserved, used}, where `peak` starts anew with every call; cpu: {rss}. Bytes. `used`
-    is what the driver has given to anybody on this device: the others do not see memory past torch's pool (vLLM's sleep
-    mode maps and unmaps there).
+    npu and cuda: {allocated, peak, reserved, used}; `peak` is that since the previous call. `used` is the driver's
+    figure for all processes on the device: only it includes memory outside torch's pool (vLLM's sleep mode). cpu:
+    {rss}.
     """
     if device_type == "cpu":
         import psutil
@@ -169,44 +160,42 @@ def memory_of_process(device_type: str) -> Callable[[], dict[str, int]]:
 
     def measure() -> dict[str, int]:
         free, total = device.mem_get_info()
-        found = {
+        measured = {
             "allocated": device.memory_allocated(),
             "peak": device.max_memory_allocated(),
             "reserved": device.memory_reserved(),
             "used": total - free,
         }
         device.reset_peak_memory_stats()
-        return found
+        return measured
 
     return measure
 
 
-KEPT_VIOLATIONS = 20  # a wrong table violates in every phase of every rank: the first ones tell it
-
-
 def memory_of_step(workers: Sequence[dict[str, Any] | None]) -> dict[str, Any] | None:
-    """{peak_bytes, phases, violations} of one step; None where no worker keeps a ledger. Bytes.
+    """{peak_bytes, phases, violations} of one step; None if no worker has a ledger. Bytes.
 
     `phases`: {phase: {rank, peak_bytes, bytes: {group: bytes as the phase begins}, measured: {name: bytes}}} of the
-    rank whose peak is highest; `measured` is the highest of any rank, by name. A phase that came twice (a validation)
-    counts with the higher. `violations`: how many there were and the first ones, each with its rank.
+    rank with the highest peak; `measured` is the highest of any rank. Of a phase that came twice (validation) the
+    higher peak counts. `violations`: {count, first: the first ones, each with its rank}.
     """
-    kept = [worker for worker in workers if worker is not None]
-    if not kept:
+    ledgers = [worker for worker in workers if worker is not None]
+    if not ledgers:
         return None
     phases: dict[str, dict[str, Any]] = {}
-    for worker in kept:
-        for record in worker["records"]:
+    for ledger in ledgers:
+        for record in ledger["records"]:
             best = phases.setdefault(record["phase"], {"rank": -1, "peak_bytes": -1, "bytes": {}, "measured": {}})
             if record["peak_bytes"] > best["peak_bytes"]:
-                best.update(rank=worker["rank"], peak_bytes=record["peak_bytes"], bytes=record["bytes"])
+                best.update(rank=ledger["rank"], peak_bytes=record["peak_bytes"], bytes=record["bytes"])
             for name, size in record["measured"].items():
                 best["measured"][name] = max(size, best["measured"].get(name, 0))
-    violations = [{"rank": worker["rank"], **each} for worker in kept for each in worker["violations"]]
+    violations = [{"rank": ledger["rank"], **violation} for ledger in ledgers for violation in ledger["violations"]]
     return {
-        "peak_bytes": max((p["peak_bytes"] for p in phases.values()), default=0),
+        "peak_bytes": max((phase["peak_bytes"] for phase in phases.values()), default=0),
         "phases": phases,
-        "violations": {"count": len(violations), "first": violations[:KEPT_VIOLATIONS]},
+        # a wrong table violates in every phase of every rank: the first ones are enough
+        "violations": {"count": len(violations), "first": violations[:20]},
     }
 
 
@@ -215,9 +204,8 @@ def said_of(violations: dict[str, Any]) -> str:
     if not violations["count"]:
         return ""
     first = violations["first"][0]
-    wanted = "some" if first["expected_bytes"] is None else f"{first['expected_bytes']:,}"
     return (
         f"memory ledger: {violations['count']} violation(s), first: rank {first['rank']}, {first['phase']}: "
-        f"{first['group']} holds {first['bytes']:,} bytes, expected {wanted} (driver.log says who should "
-        "have released it)"
+        f"{first['group']} holds {first['bytes']:,} bytes, expected {_number(first['expected_bytes'])} "
+        "(driver.log names the move that should have released it)"
     )

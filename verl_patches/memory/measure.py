@@ -1,4 +1,4 @@
-"""How many bytes Megatron's and vLLM's objects hold on the device now. Imports torch: for workers only."""
+"""Bytes that Megatron's and vLLM's objects hold on the device now. Imports torch: for workers only."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def held_bytes(tensors: Iterable[Any], device_type: str) -> int:
-    """Bytes of the storages behind `tensors` that are on a device of `device_type`, each storage once.
+    """Bytes of the distinct storages of `tensors` on `device_type`; `tensors` may be nested as for `tensors_in`.
 
-    A storage that was resized to 0 holds nothing. None, and lists or tuples of tensors, may stand among them.
+    A storage that was resized to 0 holds nothing.
     """
     storages = {}
     for tensor in tensors_in(tensors):
@@ -25,40 +25,35 @@ def held_bytes(tensors: Iterable[Any], device_type: str) -> int:
 
 def tensors_in(tensors: Iterable[Any]) -> Iterator[torch.Tensor]:
     """Every tensor of nested lists and tuples, in order, without None."""
-    for each in tensors:
-        if isinstance(each, (list, tuple)):
-            yield from tensors_in(each)
-        elif each is not None:
-            yield each
+    for tensor in tensors:
+        if isinstance(tensor, (list, tuple)):
+            yield from tensors_in(tensor)
+        elif tensor is not None:
+            yield tensor
 
 
 def buffers_of(chunks: Sequence[Any]) -> list[Any]:
-    """Megatron's buffers of a model in DDP, those of its routed experts too."""
+    """Megatron's buffers of a model in DDP, including those of routed experts."""
     return [buffer for chunk in chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
 
 
-def parameters_of(models: Sequence[torch.nn.Module]) -> list[torch.Tensor]:
-    """Every parameter of a list of models."""
-    return [parameter for model in models for parameter in model.parameters()]
-
-
 def optimizer_tensors(optimizer: Any) -> Iterator[torch.Tensor]:
-    """What Megatron's distributed optimizer owns: fp32 main parameters of 16-bit ones, and Adam's moments so far.
+    """Tensors of Megatron's distributed optimizer: fp32 main parameters of 16-bit ones, and Adam's moments so far.
 
     fp32 parameters have no main copy: their shards are views of the parameters.
     """
-    for each in getattr(optimizer, "chained_optimizers", [optimizer]):
-        yield from tensors_in(each.shard_fp32_from_float16_groups)
-        for state in each.optimizer.state.values():
+    for single in getattr(optimizer, "chained_optimizers", [optimizer]):
+        yield from tensors_in(single.shard_fp32_from_float16_groups)
+        for state in single.optimizer.state.values():
             yield from (state[name] for name in MOMENTS if name in state)
 
 
 def optimizer_full_bytes(optimizer: Any) -> int:
     """Bytes of `optimizer_tensors` once the moments have been made."""
     total = 0
-    for each in getattr(optimizer, "chained_optimizers", [optimizer]):
-        main = sum(tensor.numel() for tensor in tensors_in(each.shard_fp32_from_float16_groups))
-        own = sum(tensor.numel() for tensor in tensors_in(each.shard_fp32_groups))
+    for single in getattr(optimizer, "chained_optimizers", [optimizer]):
+        main = sum(tensor.numel() for tensor in tensors_in(single.shard_fp32_from_float16_groups))
+        own = sum(tensor.numel() for tensor in tensors_in(single.shard_fp32_groups))
         total += 4 * (len(MOMENTS) * (main + own) + main)
     return total
 
@@ -68,16 +63,10 @@ def vllm_worker(engine: Any) -> Any:
     return engine.llm_engine.model_executor.driver_worker.worker
 
 
-def has_sleep_mode(engine: Any) -> bool:
-    """Whether vLLM's sleep mode is on, which unmaps memory that tensors go on pointing at."""
-    return engine.llm_engine.vllm_config.model_config.enable_sleep_mode
-
-
 def kv_caches(engine: Any) -> list[Any]:
     """The tensors of vLLM's KV cache: engine V1 keeps them in its model runner, V0 in its worker."""
     worker = vllm_worker(engine)
     for holder, name in ((worker.model_runner, "kv_caches"), (worker, "gpu_cache"), (worker, "cpu_cache")):
-        found = getattr(holder, name, None)
-        if found:
-            return found
+        if caches := getattr(holder, name, None):
+            return caches
     return []

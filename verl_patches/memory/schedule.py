@@ -1,13 +1,14 @@
-"""The memory schedule of one GRPO step: which memory groups are resident in each phase, and how they move. No torch.
+"""Memory schedule of one GRPO step: which memory groups are on the device in each phase, and how they move. No torch.
 
-A phase's `enter` moves are made before its work, its `leave` moves right after it. Moves:
-    load G       device memory for group G, filled from the host      (nothing to do if G is resident)
-    alloc G      device memory for group G, contents made there       (nothing to do if G is resident)
-    offload G    bytes of G to the host, its device memory freed      (nothing to do if G is not resident)
-    free G       device memory of G freed, nothing copied             (nothing to do if G is not resident)
+A phase makes its `enter` moves before its work and its `leave` moves after it. A group that a phase does not name is
+not moved. The moves, which have no effect on a group that is already there (load, alloc) or gone (offload, free):
+    load G       allocate device memory for group G and fill it from the host
+    alloc G      allocate device memory for group G; its contents are made on the device
+    offload G    copy group G to the host and free its device memory
+    free G       free the device memory of G without a copy
     empty_cache  the allocator returns its cached blocks to the device
-A group that a phase does not name stays as it is. scheduler.py executes the table; without row memory.order a run
-follows the schedule of verl's own workers, which stands here too, for the plan and the ledger.
+scheduler.py executes `SCHEDULE`. With row memory.order off a run follows the schedule of verl's own workers (`VERL`),
+which is here for the memory plan and the ledger.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ LOADS, RELEASES = ("load", "alloc"), ("offload", "free")
 
 
 class Move(NamedTuple):
-    """One word of the table; `group` is empty for empty_cache."""
+    """One move; `group` is empty for empty_cache."""
 
     verb: str
     group: str = ""
@@ -44,7 +45,7 @@ class Move(NamedTuple):
 
 @dataclass(frozen=True)
 class Phase:
-    """One row: the moves before and after its work."""
+    """One row: the moves before and after the phase's work."""
 
     name: str
     enter: tuple[Move, ...] = ()
@@ -53,45 +54,48 @@ class Phase:
 
 @dataclass(frozen=True)
 class Schedule:
-    """A whole step, which begins with nothing on the device but what never moves; `phase(name)` finds a row.
+    """The phases of a step. A step begins with no group on the device but those that never move.
 
-    `whole`: the schedule that this one leaves phases out of. They may still run in some steps (the pass of the truth
-    check); what they load is freed when they end.
+    `complete`: the schedule from which this one was made by leaving out phases. Such a phase may still run in some
+    steps (the pass of the truth check); the groups that it loads are freed when it ends.
     """
 
     name: str
     phases: tuple[Phase, ...]
-    whole: Schedule | None = None
+    complete: Schedule | None = None
 
     def phase(self, name: str) -> Phase:
-        """A row of the table, or of the whole one; ConfigError for a name that is in neither."""
+        """The phase of that name, also one that was left out; ConfigError for an unknown name."""
         for phase in self.phases:
             if phase.name == name:
                 return phase
-        if self.whole is not None:
-            return self.whole.phase(name)
+        if self.complete is not None:
+            return self.complete.phase(name)
         names = ", ".join(phase.name for phase in self.phases)
         raise ConfigError(f"schedule {self.name!r} has no phase {name!r}; it has {names}")
 
-    def without(self, phase: str) -> Schedule:
-        """The schedule of runs without `phase`: old_log_prob with recipe.train.skip_old_log_prob."""
-        kept = tuple(p for p in self.phases if p is not self.phase(phase))
-        return Schedule(f"{self.name}, without {phase}", kept, whole=self)
+    def without(self, name: str) -> Schedule:
+        """The schedule of runs that leave out a phase: old_log_prob with recipe.train.skip_old_log_prob."""
+        phases = tuple(phase for phase in self.phases if phase is not self.phase(name))
+        return Schedule(f"{self.name}, without {name}", phases, complete=self)
 
     def releases(self, group: str, phase: str) -> bool:
-        """Whether `group` is offloaded or freed before the work of `phase`, or after it."""
-        found = self.phase(phase)
-        return any(move.group == group and move.verb in RELEASES for move in (*found.enter, *found.leave))
+        """Whether `phase` offloads or frees `group`, before or after its work."""
+        row = self.phase(phase)
+        return any(move.group == group and move.verb in RELEASES for move in (*row.enter, *row.leave))
 
     def released_by(self, group: str, phase: str) -> str | None:
-        """Where `group` was last to go before the work of `phase`, "at the end of update (offload)"; None: never."""
-        if self.whole is not None and self.phase(phase) not in self.phases:
-            return self.whole.released_by(group, phase)
+        """The last release of `group` before the work of `phase`, "after update (offload)"; None: it is never released.
+
+        The step before counts too.
+        """
+        if self.complete is not None and self.phase(phase) not in self.phases:
+            return self.complete.released_by(group, phase)
         moments = list(_moments(self))
-        last = max(i for i, (at, where, _) in enumerate(moments) if at.name == phase and where != "leave")
-        for at, where, move in reversed([*moments[last + 1 :], *moments[: last + 1]]):
+        last = max(i for i, (row, where, _) in enumerate(moments) if row.name == phase and where != "leave")
+        for row, where, move in reversed([*moments[last + 1 :], *moments[: last + 1]]):
             if move.group == group and move.verb in RELEASES:
-                return f"{'at the start of' if where == 'enter' else 'after'} {at.name} ({move.verb})"
+                return f"{'at the start of' if where == 'enter' else 'after'} {row.name} ({move.verb})"
         return None
 
 
@@ -138,9 +142,9 @@ SCHEDULE = make_schedule(
 
 
 class Moment(NamedTuple):
-    """What a phase holds and costs: `resident` while it works, the highest sum of it, bytes that its moves copy.
+    """Memory of one phase: groups on the device during its work, highest sum and its groups, and copied bytes.
 
-    `moves`: those that have an effect, empty_cache among them.
+    `moves`: those that have an effect, and empty_cache.
     """
 
     phase: str
@@ -154,38 +158,38 @@ class Moment(NamedTuple):
 
 
 def simulate(schedule: Schedule, sizes: Mapping[str, int], stays: Collection[str] = ()) -> dict[str, Moment]:
-    """{phase: Moment} of a step in the long run; peaks are the higher of the first step's and a later one's.
+    """{phase: Moment} of every step but the first; peaks are the highest of all steps.
 
-    `sizes`: bytes of each memory group on this rank, 0 or left out for one that it has not. `stays`: groups that never
-    leave the device, whatever the table says. ConfigError for a schedule whose phases do not always hold the same.
+    `sizes`: bytes of each memory group on this rank; 0 or missing for a group that the rank does not have. `stays`:
+    groups that never leave the device. ConfigError if a phase of the first step holds other groups than later.
     """
     sizes = {group: sizes.get(group, 0) for group in MEMORY_GROUPS}
     now = {group for group in stays if sizes[group]}
     first = _step(schedule, sizes, now, frozenset(stays))
     later = _step(schedule, sizes, now, frozenset(stays))
-    found = {}
     for name, moment in later.items():
         before = first[name]
         if before.resident != moment.resident:
+            groups = [", ".join(sorted(m.resident)) or "nothing" for m in (before, moment)]
             raise ConfigError(
-                f"schedule {schedule.name!r}: {name} holds {_names(before.resident)} in the first step and "
-                f"{_names(moment.resident)} later; name every group that changes at its entry"
+                f"schedule {schedule.name!r}: {name} holds {groups[0]} in the first step and {groups[1]} later; "
+                "name every group that changes at its entry"
             )
         highest = max(moment, before, key=lambda each: each.peak_bytes)
-        found[name] = moment._replace(peak_bytes=highest.peak_bytes, at_peak=highest.at_peak)
-    return found
+        later[name] = moment._replace(peak_bytes=highest.peak_bytes, at_peak=highest.at_peak)
+    return later
 
 
 def _step(schedule: Schedule, sizes: Mapping[str, int], now: set[str], stays: frozenset[str]) -> dict[str, Moment]:
-    """One step; `now`, the resident groups, is changed in place."""
-    found: dict[str, Moment] = {}
+    """One step; `now`, the groups on the device, is changed in place."""
+    moments: dict[str, Moment] = {}
     for phase, where, move in _moments(schedule):
-        moment = found.setdefault(phase.name, Moment(phase.name, frozenset(), 0, frozenset(), 0, 0, 0, ()))
+        moment = moments.setdefault(phase.name, Moment(phase.name, frozenset(), 0, frozenset(), 0, 0, 0, ()))
         copied, does = 0, move.verb == "empty_cache"
         if move.group and move.group not in stays and sizes[move.group]:
             loads = move.verb in LOADS
             does = loads != (move.group in now)
-            copied = sizes[move.group] * (does and move.verb in ("load", "offload"))
+            copied = sizes[move.group] if does else 0
             if loads:
                 now.add(move.group)
             else:
@@ -195,28 +199,25 @@ def _step(schedule: Schedule, sizes: Mapping[str, int], now: set[str], stays: fr
             moment = moment._replace(peak_bytes=total, at_peak=frozenset(now))
         if where == "work":
             moment = moment._replace(resident=frozenset(now))
-        found[phase.name] = moment._replace(
-            to_device_bytes=moment.to_device_bytes + copied * (move.verb == "load"),
-            to_host_bytes=moment.to_host_bytes + copied * (move.verb == "offload"),
-            empty_cache_calls=moment.empty_cache_calls + (move.verb == "empty_cache"),
-            moves=moment.moves + (move,) * does,
-        )
-    return found
-
-
-def _names(groups: Collection[str]) -> str:
-    return ", ".join(sorted(groups)) or "nothing"
+        if move.verb == "load":
+            moment = moment._replace(to_device_bytes=moment.to_device_bytes + copied)
+        elif move.verb == "offload":
+            moment = moment._replace(to_host_bytes=moment.to_host_bytes + copied)
+        elif move.verb == "empty_cache":
+            moment = moment._replace(empty_cache_calls=moment.empty_cache_calls + 1)
+        moments[phase.name] = moment._replace(moves=(*moment.moves, move)) if does else moment
+    return moments
 
 
 def residency(schedule: Schedule, stays: Collection[str] = ()) -> dict[str, frozenset[str]]:
-    """{phase: groups on the device while it works}: what the ledger expects. ConfigError as `simulate`."""
-    of_whole = {} if schedule.whole is None else residency(schedule.whole, stays)
+    """{phase: groups on the device during its work}, which the ledger expects. ConfigError as `simulate`."""
+    left_out = {} if schedule.complete is None else residency(schedule.complete, stays)
     moments = simulate(schedule, dict.fromkeys(MEMORY_GROUPS, 1), stays)
-    return of_whole | {name: moment.resident for name, moment in moments.items()}
+    return left_out | {name: moment.resident for name, moment in moments.items()}
 
 
 def moves_of_a_step(schedule: Schedule, stays: Collection[str], groups: Collection[str]) -> list[str]:
-    """The moves of a step in the long run, of `groups` and of the allocator: "load actor_params" and the like."""
+    """Moves of every step but the first, of `groups` and of the allocator, such as "load actor_params"."""
     moments = simulate(schedule, dict.fromkeys(MEMORY_GROUPS, 1), stays).values()
     return [str(move) for moment in moments for move in moment.moves if not move.group or move.group in groups]
 
@@ -235,7 +236,7 @@ _VERL_TRAINING = (
      "free swap_window, offload actor_params, free grads, empty_cache, offload optimizer, empty_cache, empty_cache"),
 )  # fmt: skip
 # megatron_workers.py:449 generate_sequences: loads gradients too, offloads both after the sync, then wakes the cache
-VERL_0_4_0 = make_schedule(
+_VERL_0_4_0 = make_schedule(
     "verl 0.4.0",
     ("reshard", "load actor_params, alloc grads, empty_cache, offload optimizer, empty_cache, load rollout_weights, "
      "alloc reshard_buffers", "free reshard_buffers, offload actor_params, free grads, empty_cache"),
@@ -243,50 +244,46 @@ VERL_0_4_0 = make_schedule(
     *_VERL_TRAINING,
 )  # fmt: skip
 # megatron_workers.py:447: its sharding manager wakes the cache (megatron_vllm.py:334) before the worker offloads
-VERL_54C9B736 = make_schedule(
+_VERL_54C9B736 = make_schedule(
     "verl 54c9b736",
     ("reshard", "load actor_params, alloc grads, empty_cache, load rollout_weights, alloc reshard_buffers",
      "free reshard_buffers"),
     ("wake_kv", "alloc kv_cache", "offload actor_params, free grads, empty_cache, offload optimizer, empty_cache"),
     *_VERL_TRAINING,
 )  # fmt: skip
-VERL = {"pypi": VERL_0_4_0, "a3": VERL_54C9B736}
+VERL = {"pypi": _VERL_0_4_0, "a3": _VERL_54C9B736}
 
 
 def in_sleep_mode(schedule: Schedule, copied: bool = True) -> Schedule:
-    """`schedule`, ours, where vLLM's sleep mode moves the rollout weights, in memory past the pool.
+    """`schedule`, ours, where vLLM's sleep mode moves the rollout weights, in memory outside torch's pool.
 
-    `copied`: to the host and back; else what a weight sync writes is not copied (memory/sleep_mode.py).
+    `copied`: to the host and back; else weights that a weight sync writes are not copied (memory/sleep_mode.py).
     """
     load, release = ("load", "offload") if copied else ("alloc", "free")
-    changed = {
-        Move("alloc", "rollout_weights"): (Move("empty_cache"), Move(load, "rollout_weights")),
-        Move("free", "rollout_weights"): (Move(release, "rollout_weights"),),
-    }
     how = "with vLLM's sleep mode" if copied else "addresses kept by vLLM"
-    return _exchanged(f"{schedule.name}, {how}", schedule, changed)
+    enter, leave = f"empty_cache, {load} rollout_weights", f"{release} rollout_weights"
+    return _with_moves(
+        f"{schedule.name}, {how}", schedule, {"alloc rollout_weights": enter, "free rollout_weights": leave}
+    )
 
 
 def without_weight_copies(schedule: Schedule) -> Schedule:
     """`schedule`, verl's, where rollout weights are freed and allocated without a copy."""
-    changed = {
-        Move("load", "rollout_weights"): (Move("alloc", "rollout_weights"),),
-        Move("offload", "rollout_weights"): (Move("free", "rollout_weights"),),
-    }
-    return _exchanged(f"{schedule.name}, rollout weights not copied", schedule, changed)
+    changed = {"load rollout_weights": "alloc rollout_weights", "offload rollout_weights": "free rollout_weights"}
+    return _with_moves(f"{schedule.name}, rollout weights not copied", schedule, changed)
 
 
-def _exchanged(name: str, schedule: Schedule, changed: Mapping[Move, tuple[Move, ...]]) -> Schedule:
-    def each(moves: tuple[Move, ...]) -> tuple[Move, ...]:
-        return tuple(new for move in moves for new in changed.get(move, (move,)))
+def _with_moves(name: str, schedule: Schedule, changed: Mapping[str, str]) -> Schedule:
+    def replaced(moves: tuple[Move, ...]) -> str:
+        return ", ".join(changed.get(str(move), str(move)) for move in moves)
 
-    return Schedule(name, tuple(Phase(p.name, each(p.enter), each(p.leave)) for p in schedule.phases))
+    return make_schedule(name, *((p.name, replaced(p.enter), replaced(p.leave)) for p in schedule.phases))
 
 
 def switches_of(rows: Collection[str], *, enforce_eager: bool, synced: bool) -> dict[str, bool]:
     """{our_schedule, own_sleep_mode, graphs} for `schedule_followed`, by the ids of the rows that are on.
 
-    `synced`: see `staying`; captured graphs keep weights that no sync brings by vLLM's copy.
+    `synced`: see `staying`. With captured graphs, weights that no sync writes keep vLLM's copy.
     """
     return {
         "our_schedule": "memory.order" in rows,
@@ -296,17 +293,16 @@ def switches_of(rows: Collection[str], *, enforce_eager: bool, synced: bool) -> 
 
 
 def direct_sync(rows: Collection[str]) -> bool:
-    """Whether the resharder writes rollout weights, which proves that it writes every one; verl's own path does not."""
+    """Whether the resharder writes the rollout weights; it proves that it writes all, verl's own path does not."""
     return "reshard.direct" in rows
 
 
 def schedule_followed(
     line: str, *, skip_old_log_prob: bool, our_schedule: bool = True, own_sleep_mode: bool = False, graphs: bool = False
 ) -> Schedule:
-    """The schedule that a run follows, by the rows that are on: ours, or that of verl's own worker.
+    """The schedule that a run follows: ours (`our_schedule`: row memory.order), or that of verl's own worker.
 
-    `our_schedule`: row memory.order. `own_sleep_mode`: rollout weights are not copied to the host; with `graphs`
-    vLLM's sleep mode still moves them.
+    `own_sleep_mode`: rollout weights are not copied to the host; with `graphs` vLLM's sleep mode still moves them.
     """
     if our_schedule:
         schedule = SCHEDULE if own_sleep_mode and not graphs else in_sleep_mode(SCHEDULE, copied=not own_sleep_mode)
@@ -325,13 +321,13 @@ def staying(
     own_sleep_mode: bool = False,
     synced: bool = True,
 ) -> frozenset[str]:
-    """Memory groups that a run never moves: those of verl's three offload switches that are off.
+    """Memory groups that a run never moves: those of verl's three offload switches that are off, and some others.
 
-    verl frees gradients with the parameters, its grad_offload is read nowhere. `one_memory`: host and device are the
-    same (a CPU), where verl's moves from device to device move nothing; buffers that it resizes go there too, and with
-    `our_schedule` (row memory.order) everything does. There vLLM's sleep leaves the rollout weights;
-    with `own_sleep_mode` they go everywhere, but where not `synced`: no weight sync brings new ones
-    (recipe.weight_sync.enabled), or none that provably writes all (`direct_sync`).
+    verl frees gradients with the parameters and never reads its grad_offload. `one_memory`: host and device share
+    their memory (a CPU), so verl's copies between devices move nothing, while buffers that it resizes are freed; with
+    `our_schedule` everything is moved. vLLM's sleep does not move the rollout weights there. With `own_sleep_mode` they
+    are moved everywhere unless not `synced`: no weight sync writes new ones (recipe.weight_sync.enabled), or none that
+    proves to write all (`direct_sync`).
     """
     stays = set() if param_offload else {"actor_params", "grads"}
     unmoved = one_memory and not our_schedule

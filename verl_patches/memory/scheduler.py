@@ -1,10 +1,10 @@
-"""Executes a schedule (schedule.py): the moves of a phase before and after its work, then the ledger's check."""
+"""Execution of a memory schedule (schedule.py): the moves of a phase before and after its work, then the ledger."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from verl_patches.errors import ConfigError
 from verl_patches.memory import counters
@@ -15,57 +15,43 @@ from verl_patches.memory.schedule import LOADS, MEMORY_GROUPS, Move, Schedule
 _MOVED_BY_VLLM = ("rollout_weights", "kv_cache")  # one call of its own moves them
 
 
-class OffloadHandler(Protocol):
-    """Moves one memory group; it has the verbs of schedule.py that the schedule uses for the group."""
-
-    def load(self) -> None:
-        """Device memory, filled from the host."""
-
-    def alloc(self) -> None:
-        """Device memory, contents made there."""
-
-    def offload(self) -> None:
-        """To the host, device memory freed."""
-
-    def free(self) -> None:
-        """Device memory freed, nothing copied."""
-
-
 class Scheduler:
     """Executes `schedule` in one process.
 
-    `empty_cache`: see `empty_cache_of`; `stays`: groups that the run never moves.
-
-    `ledger`: checks at the beginning of each phase, None for none.
+    `empty_cache`: see `empty_cache_of`; `stays`: groups that the run never moves; `ledger`: checks at the beginning of
+    each phase, None for none.
     """
 
     def __init__(self, schedule: Schedule, empty_cache: Callable[[], None], stays: Collection[str] = ()):
         self.schedule, self._empty_cache, self._stays = schedule, empty_cache, frozenset(stays)
         self.ledger: Ledger | None = None
-        self._handlers: dict[str, OffloadHandler] = {}
+        self._handlers: dict[str, Any] = {}
         self._open: str | None = None
-        self._resident: set[str] = set()  # by the table: a step begins with none
+        self._resident: set[str] = set()  # by the schedule: a step begins with none
 
-    def add(self, handlers: Mapping[str, OffloadHandler]) -> None:
-        """Handlers by memory group; groups without one are moved by their owners. ConfigError for an unknown group."""
+    def add(self, handlers: Mapping[str, Any]) -> None:
+        """Add offload handlers by memory group (memory/offload.py); a handler has the verbs used for its group.
+
+        Groups without a handler are moved by other code. ConfigError for an unknown group.
+        """
         unknown = [group for group in handlers if group not in MEMORY_GROUPS]
         if unknown:
             known = ", ".join(MEMORY_GROUPS)
             raise ConfigError(f"memory schedule: handlers for {', '.join(unknown)}; expected some of {known}")
-        self._handlers.update({group: handler for group, handler in handlers.items() if group not in self._stays})
+        self._handlers |= {group: handler for group, handler in handlers.items() if group not in self._stays}
 
     def moves(self, group: str) -> bool:
         """Whether it has a handler of `group`."""
         return group in self._handlers
 
     def has(self, group: str) -> bool:
-        """Whether `group`, which it moves, is on the device now by the schedule."""
+        """Whether `group` is on the device now by the schedule."""
         return group in self._resident
 
     def begin(self, phase: str, by_vllm: Callable[[], Any] | None = None) -> None:
-        """Before the work of `phase`; ends the phase before it, also after an error. ConfigError for an unknown phase.
+        """Make the moves before the work of `phase`; first ends the phase before it, also after an error.
 
-        `by_vllm` is called once, in place of the moves that vLLM makes.
+        `by_vllm` is called once, in place of the moves that vLLM makes. ConfigError for an unknown phase.
         """
         enter = self.schedule.phase(phase).enter
         self.end()
@@ -75,19 +61,20 @@ class Scheduler:
             self.ledger.enter(phase)
 
     def end(self) -> None:
-        """After the work of the phase that was begun last; nothing to do if it has ended."""
-        if self._open is not None:
-            phase, self._open = self.schedule.phase(self._open), None
-            if self.ledger is not None:
-                self.ledger.look()
-            self._carry_out(phase.leave)
-            if phase not in self.schedule.phases:  # the next phase of the schedule does not expect its groups
-                self._carry_out(Move("free", move.group) for move in phase.enter if move.verb in LOADS)
+        """Make the moves after the work of the phase that was begun last. Idempotent."""
+        if self._open is None:
+            return
+        phase, self._open = self.schedule.phase(self._open), None
+        if self.ledger is not None:
+            self.ledger.look()
+        self._carry_out(phase.leave)
+        if phase not in self.schedule.phases:  # the next phase of the schedule does not expect its groups
+            self._carry_out(Move("free", move.group) for move in phase.enter if move.verb in LOADS)
 
-    def _carry_out(self, some: Iterable[Move], by_vllm: Callable[[], Any] | None = None) -> None:
-        """After a first error, which is raised at the end, groups are still released, and none is loaded."""
+    def _carry_out(self, moves: Iterable[Move], by_vllm: Callable[[], Any] | None = None) -> None:
+        """Make `moves`. After a first error, which is raised at the end, groups are released but not loaded."""
         error: Exception | None = None
-        for move in some:
+        for move in moves:
             if error is not None and move.verb in LOADS:
                 continue
             try:
@@ -111,13 +98,12 @@ class Scheduler:
 
 
 def empty_cache_of(device: Any, in_pool: bool) -> Callable[[], None]:
-    """What empty_cache calls: `device` is torch.npu, torch.cuda, or None where there is no allocator to ask (a CPU).
+    """The function for empty_cache; `device` is torch.npu, torch.cuda, or None for a CPU, which has no such allocator.
 
-    torch_npu's light form empty_virt_addr_cache (from 2.6.0, v7.2.0, on; the pinned 2.5.1.post1 has not got it) keeps
-    the physical pages in the pool: it gives nothing to memory past the pool, which vLLM's sleep mode takes, and it is a
-    RuntimeError without expandable segments, which config/environment.py switches off for that mode. So it is taken
-    only where both are otherwise: the rollout's memory is in the pool too (`in_pool`), and PYTORCH_NPU_ALLOC_CONF says
-    so.
+    torch_npu 2.6.0 and later has empty_virt_addr_cache (the pinned 2.5.1.post1 does not), which keeps the physical
+    pages in the pool. So it frees nothing for memory outside the pool (vLLM's sleep mode), and it raises RuntimeError
+    without expandable segments, which config/environment.py switches off for that mode. It is used only if the
+    rollout's memory is in the pool (`in_pool`) and PYTORCH_NPU_ALLOC_CONF has expandable segments.
     """
     if device is None:
         return lambda: None

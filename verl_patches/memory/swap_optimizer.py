@@ -1,9 +1,9 @@
-"""The optimizer's step in pieces: states live on the host, one piece at a time is on the device. For line pypi.
+"""Optimizer step in pieces for line pypi: states are on the host, one piece at a time is loaded to the device.
 
-A piece is whole parameters: at most the share that `recipe.train.swap_optimizer_times` pieces have, but never less than
-the largest parameter, as MindSpeed cuts them on line a3 (mindspeed/core/optimizer/swap_optimizer.py). Each piece is
-loaded, stepped by the optimizer's own step, written to its model parameters and offloaded; values are those of an
-unswapped step, bit for bit, because Adam computes element by element.
+A piece is a list of whole parameters. It is at most the optimizer's bytes over `recipe.train.swap_optimizer_times`, but
+at least the largest parameter, as in mindspeed/core/optimizer/swap_optimizer.py on line a3. Each piece is loaded,
+stepped by the optimizer's own step, written to its model parameters and offloaded. The values equal those of an
+unswapped step bit for bit, because Adam computes element by element.
 """
 
 from __future__ import annotations
@@ -24,158 +24,148 @@ from verl_patches.memory.host_backed import (
     single_optimizers,
     synchronise,
 )
+from verl_patches.memory.measure import MOMENTS
 
-_MOMENTS = 2  # Adam's
+_GROUPS = ("shard_fp32_from_float16_groups", "model_float16_groups", "shard_fp32_groups", "model_fp32_groups")
+_REFUSED = ("use_precision_aware_optimizer", "optimizer_cpu_offload", "overlap_param_gather_with_optimizer_step")
 Named = list[tuple[str, torch.Tensor]]
 
 
-class SwappedOptimizer:
-    """One Megatron DistributedOptimizer whose step is swapped; it replaces the methods involved.
+def swap_optimizer(optimizers: Any, times: int, look: Callable[[], None] = lambda: None) -> list[SwappedOptimizer]:
+    """Swap one optimizer, or each of a chain; pieces of two optimizers are never on the device together.
 
-    ConfigError, naming it, for an optimizer that cannot be swapped, and for `times` below 1.
+    `look` is called while a piece is on the device (the ledger's). ConfigError as `SwappedOptimizer`.
+    """
+    return [SwappedOptimizer(one, times, look) for one in single_optimizers(optimizers)]
+
+
+class SwappedOptimizer:
+    """One Megatron DistributedOptimizer whose step is swapped: replaces `step` and the copies from and to the model.
+
+    ConfigError for an optimizer that cannot be swapped, and for `times` below 1.
     """
 
-    def __init__(self, megatron: Any, times: int, look: Callable[[], None] = lambda: None):
+    def __init__(self, megatron: Any, times: int, look: Callable[[], None]):
         _refuse(megatron, times)
         self.megatron, self.inner, self._look = megatron, megatron.optimizer, look
         self.states = offload_state_of_optimizer(megatron)
         self.states.swapped = True
-        self.models = {
-            id(main): model for mains, models in _pairs(megatron) for main, model in zip(mains, models, strict=True)
-        }
+        groups = zip(megatron.shard_fp32_from_float16_groups, megatron.model_float16_groups, strict=True)
+        self.models = {id(main): model for pair in groups for main, model in zip(*pair, strict=True)}
         self.pieces, self.limit_bytes = self._cut(times)
-        self._step, self._written = self.inner.step, False
+        self._written = False  # whether a step has copied the main parameters to the model
+        self._step, self.inner.step = self.inner.step, self.step
         self._write_models = megatron._copy_main_params_to_model_params
         self._read_models = megatron._copy_model_params_to_main_params
-        self.inner.step = self.step
         megatron._copy_main_params_to_model_params = self.write_models
         megatron._copy_model_params_to_main_params = self.read_models
         with move("offload", "optimizer") as moved:
             moved.bytes = self.states.offload()
-        synchronise(self.states.storages.values())
+        self._synchronise()
 
     def _cut(self, times: int) -> tuple[list[Named], int]:
+        """(pieces, most bytes of one)."""
         named = list(self.states.parameters())
-        costs = [4 * parameter.numel() * (_MOMENTS + (id(parameter) in self.states.mains)) for _, parameter in named]
+        costs = [4 * tensor.numel() * (len(MOMENTS) + (id(tensor) in self.states.mains)) for _, tensor in named]
         limit = max([-(-sum(costs) // times), *costs])
         pieces: list[Named] = []
         used = limit + 1
-        for each, cost in zip(named, costs, strict=True):
+        for parameter, cost in zip(named, costs, strict=True):
             if used + cost > limit:
                 pieces.append([])
                 used = 0
-            pieces[-1].append(each)
+            pieces[-1].append(parameter)
             used += cost
         return pieces, limit
 
     def step(self) -> None:
-        """The inner optimizer's step."""
-        counts = [group.get("step") for group in self.inner.param_groups]
-        after = list(counts)
+        """The inner optimizer's step, piece by piece."""
+        groups = self.inner.param_groups
+        before = [group.get("step") for group in groups]
+        after = list(before)
         for piece in self.pieces:
             with move("load", "optimizer") as moved:
                 moved.bytes = load_storages(self._storages(piece))
             with self._only(piece):
-                for group, count in zip(self.inner.param_groups, counts, strict=True):
-                    _set_count(group, count)
+                self._set_counts(before)
                 self._step()
                 self._write_models()
-                for at, group in enumerate(self.inner.param_groups):
-                    after[at] = group.get("step") if group["params"] else after[at]
+                after = [group.get("step") if group["params"] else n for group, n in zip(groups, after, strict=True)]
             self._look()
-            here = self._storages(piece)  # with the states that a first step has made
+            storages = self._storages(piece)  # with the states that a first step has made
             with move("offload", "optimizer") as moved:
-                moved.peak_bytes = sum(each.size_bytes for each in self.states.storages.values() if not each.offloaded)
-                moved.bytes = offload_storages(here)
-        for group, count in zip(self.inner.param_groups, after, strict=True):
-            _set_count(group, count)
+                moved.peak_bytes = sum(s.size_bytes for s in self.states.storages.values() if not s.offloaded)
+                moved.bytes = offload_storages(storages)
+        self._set_counts(after)
         self._written = True
-        synchronise(self.states.storages.values())
+        self._synchronise()
+
+    def _set_counts(self, counts: list[int | None]) -> None:
+        """FusedAdam of apex and Transformer Engine counts steps by group, once a call; torch's Adam by parameter."""
+        for group, count in zip(self.inner.param_groups, counts, strict=True):
+            if count is None:
+                group.pop("step", None)
+            else:
+                group["step"] = count
 
     def write_models(self) -> None:
-        """The copy of main parameters to the model's, which each piece of a step has done already."""
+        """Copy the main parameters to the model's, unless a step has just done it."""
         if not self._written:
             self._with_all_on_device(self._write_models)
         self._written = False
 
     def read_models(self) -> None:
-        """The copy of the model's parameters to the main ones (reload_model_params), for which all are loaded."""
+        """Copy the model's parameters to the main ones (reload_model_params)."""
         self._with_all_on_device(self._read_models)
 
-    def _with_all_on_device(self, do: Callable[[], None]) -> None:
+    def _with_all_on_device(self, copy: Callable[[], None]) -> None:
         self.states.load()
-        do()
+        copy()
         self.states.offload()
+        self._synchronise()
+
+    def _synchronise(self) -> None:
         synchronise(self.states.storages.values())
 
     def _storages(self, piece: Named) -> list[HostBackedStorage]:
-        return [each for name, parameter in piece for each in self.states.storages_of(name, parameter)]
+        return [storage for name, parameter in piece for storage in self.states.storages_of(name, parameter)]
 
     @contextmanager
     def _only(self, piece: Named) -> Iterator[None]:
-        """Meanwhile the optimizer has no other parameters, and Megatron writes no other 16-bit ones."""
-        megatron, chosen = self.megatron, {id(parameter) for _, parameter in piece}
-        groups = [group["params"] for group in self.inner.param_groups]
-        lists = {name: getattr(megatron, name) for name in _LISTS}
+        """Inside, the optimizer has the piece's parameters only, and Megatron writes only their model parameters."""
+        megatron, groups, chosen = self.megatron, self.inner.param_groups, {id(parameter) for _, parameter in piece}
+        params, lists = [group["params"] for group in groups], {name: getattr(megatron, name) for name in _GROUPS}
         mains = [parameter for _, parameter in piece if id(parameter) in self.models]
         try:
-            for group in self.inner.param_groups:
+            for group in groups:
                 group["params"] = [parameter for parameter in group["params"] if id(parameter) in chosen]
             megatron.shard_fp32_from_float16_groups = [mains]
             megatron.model_float16_groups = [[self.models[id(main)] for main in mains]]
             megatron.shard_fp32_groups = megatron.model_fp32_groups = []  # views of the model's own
             yield
         finally:
-            for group, parameters in zip(self.inner.param_groups, groups, strict=True):
+            for group, parameters in zip(groups, params, strict=True):
                 group["params"] = parameters
             for name, value in lists.items():
                 setattr(megatron, name, value)
 
 
-_LISTS = ("shard_fp32_from_float16_groups", "model_float16_groups", "shard_fp32_groups", "model_fp32_groups")
-
-
-def _pairs(megatron: Any) -> Iterator[tuple[list[Any], list[Any]]]:
-    return zip(megatron.shard_fp32_from_float16_groups, megatron.model_float16_groups, strict=True)
-
-
-def _set_count(group: dict[str, Any], count: int | None) -> None:
-    """apex's and Transformer Engine's FusedAdam count steps by group, once a call; torch's Adam by parameter."""
-    if count is None:
-        group.pop("step", None)
-    else:
-        group["step"] = count
-
-
 def _refuse(megatron: Any, times: int) -> None:
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-    inner, config = megatron.optimizer, megatron.config
-    adam = isinstance(inner, torch.optim.Adam) or type(inner).__name__ == "FusedAdam"
-    faults = [
-        (not isinstance(megatron, DistributedOptimizer), f"{type(megatron).__name__} is no DistributedOptimizer"),
-        (not adam, f"{type(inner).__name__} is none of Adam, AdamW, FusedAdam"),
-        (
-            any(group.get("capturable") or group.get("amsgrad") for group in getattr(inner, "param_groups", ())),
-            "capturable or amsgrad is set",
-        ),
-        (any(getattr(config, name, False) for name in _NOT_SWAPPED), f"one of {', '.join(_NOT_SWAPPED)} is set"),
-        (times < 1, f"swap_optimizer_times is {times}, expected at least 1"),
-    ]
-    said = [text for wrong, text in faults if wrong]
-    if said:
+    inner, faults = megatron.optimizer, []
+    if not isinstance(megatron, DistributedOptimizer):
+        faults.append(f"{type(megatron).__name__} is no DistributedOptimizer")
+    if not isinstance(inner, torch.optim.Adam) and type(inner).__name__ != "FusedAdam":
+        faults.append(f"{type(inner).__name__} is none of Adam, AdamW, FusedAdam")
+    if any(group.get("capturable") or group.get("amsgrad") for group in getattr(inner, "param_groups", ())):
+        faults.append("capturable or amsgrad is set")
+    if any(getattr(megatron.config, name, False) for name in _REFUSED):
+        faults.append(f"one of {', '.join(_REFUSED)} is set")
+    if times < 1:
+        faults.append(f"swap_optimizer_times is {times}, expected at least 1")
+    if faults:
         raise ConfigError(
-            f"recipe.train.swap_optimizer cannot swap: {'; '.join(said)}; set it to false: "
+            f"recipe.train.swap_optimizer cannot swap: {'; '.join(faults)}; set it to false: "
             "actor.megatron.optimizer_offload=true takes states off the device between updates"
         )
-
-
-_NOT_SWAPPED = ("use_precision_aware_optimizer", "optimizer_cpu_offload", "overlap_param_gather_with_optimizer_step")
-
-
-def swap_optimizer(optimizers: Any, times: int, look: Callable[[], None] = lambda: None) -> list[SwappedOptimizer]:
-    """Swap each optimizer of a chain, or the one; their pieces never are on the device together.
-
-    `look` is called while a piece is on the device: the ledger's.
-    """
-    return [SwappedOptimizer(one, times, look) for one in single_optimizers(optimizers)]

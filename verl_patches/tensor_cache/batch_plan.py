@@ -1,28 +1,23 @@
-"""Micro batches that are equally long on all data-parallel replicas, chosen from lengths alone.
+"""Batch plan of a step: which train replica computes each sample, in which micro batch, and which rank sends it there.
 
-All replicas of a step share one expert group, so the n-th micro batches take as long as the longest of them: an update
-costs the sum over micro batches of the most tokens on any replica. Samples sorted by length are cut into slots of one
-sample a replica. For micro batches of one sample nothing costs less: over D replicas the k*D+1 longest samples fill at
-least k+1 slots, so the (k+1)-th longest slot has at least the length of the (k*D+1)-th longest sample, and here it has
-no more. Within a slot, the longest goes to the replica with the fewest tokens so far. The longest micro batches come
-first: too little memory shows at once.
+Plain data, equal on every rank that has the same lengths. A sample is its index in the trainer's batch as generated
+(the responses of one prompt are adjacent). After rollout, ranks hold contiguous shares in rank order. A GRPO group may
+be split over replicas: the trainer computes advantages by sample.
 
-Gradients. verl's Megatron actor gives every micro batch its own aggregated loss, and Megatron divides by their number
-(verl/workers/actor/megatron_actor.py loss_func; megatron/core/pipeline_parallel/schedules.py forward_step), so a
-sample's weight depends at most on who shares its micro batch: `weight_depends_on_company`. Where it does, the micro
-batches that arrival order makes move whole. With a token budget the weight always depends on the packing, verl's own
-too; there is no arrival order to be equal to.
+All replicas of a step share one expert group, so the n-th micro batches take as long as the longest of them. The cost
+of an update is therefore the sum, over micro batches, of the most tokens on any replica. Samples are sorted by length
+and cut into slots of one sample per replica. For micro batches of one sample this is optimal: over D replicas the
+k*D+1 longest samples fill at least k+1 slots, so the (k+1)-th longest slot of any assignment is at least as long as the
+(k*D+1)-th longest sample, and here it is exactly that long. Within a slot, the longest sample goes to the replica with
+the fewest tokens so far. The longest micro batches run first, so that too little memory shows at once.
 
-Where each sample of a step goes between rollout and update: plain data, equal on every rank that has the lengths.
+Gradients: verl's Megatron actor aggregates the loss of each micro batch by itself, and Megatron divides by their number
+(verl/workers/actor/megatron_actor.py loss_func; megatron/core/pipeline_parallel/schedules.py forward_step). With
+loss_agg_mode token-mean the weight of a sample depends on the other samples of its micro batch; the micro batches of
+arrival order then stay together. With a token budget the weight always depends on the packing, in verl too.
 
-A sample is a number: its place in the trainer's batch as generated (prompts in order, the G responses of one prompt
-side by side). The plan says which train replica computes it, in which mini batch, micro batch and place, and what
-every rank sends to every other in the one exchange that brings it there. GRPO groups may be torn apart: advantages are
-computed on the driver, by sample, and come back in the order that `order` tells.
-
-Mini batches are those of verl without balancing, whether this plan balances or not: rank order cut into one contiguous
-share a replica, each share cut into mini batches. verl's own balance_batch changes them (RayPPOTrainer._balance_batch
-says so itself). PPO epochs go over the same plan again.
+Mini batches are those of verl without trainer.balance_batch: contiguous shares of the replicas, each cut into mini
+batches. PPO epochs repeat the plan.
 """
 
 from __future__ import annotations
@@ -30,7 +25,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import heapq
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from verl_patches.errors import ConfigError
@@ -40,67 +35,61 @@ Samples = Sequence[int]
 Replicas = list[list[list[int]]]  # [replica][micro batch] -> samples
 
 
-def weight_depends_on_company(loss_agg_mode: str, micro_batch_size: int) -> bool:
-    """Whether a sample weighs more or less with what shares its micro batch (verl's agg_loss modes)."""
-    return micro_batch_size > 1 and loss_agg_mode == "token-mean"
-
-
 def arrival(share: Sequence[Samples], micro_batch_size: int) -> Replicas:
     """Micro batches as verl cuts them: `share` has the samples of one mini batch by replica, in their order."""
-    size = micro_batch_size
-    uneven = {len(mine) for mine in share}
-    if len(uneven) != 1 or uneven.pop() % size:
+    size, counts = micro_batch_size, sorted(map(len, share))
+    if counts[0] != counts[-1] or counts[0] % size:
         raise ConfigError(
-            f"micro batches: replicas have {sorted(map(len, share))} samples of a mini batch; expected equally many "
-            f"on each, in multiples of the micro batch size {size}; change ppo_mini_batch_size x rollout.n"
+            f"micro batches: replicas have {counts} samples of a mini batch; expected equally many on each, in "
+            f"multiples of the micro batch size {size}; change ppo_mini_batch_size x rollout.n"
         )
-    return [[list(mine[at : at + size]) for at in range(0, len(mine), size)] for mine in share]
+    return [[list(samples[i : i + size]) for i in range(0, len(samples), size)] for samples in share]
 
 
 def balanced(
     share: Sequence[Samples], lengths: Sequence[int], micro_batch_size: int, *, move_whole: bool = False
 ) -> Replicas:
-    """Micro batches of `micro_batch_size` samples, equally long on all replicas; ConfigError if they do not fit.
+    """Micro batches of `micro_batch_size` samples, equally long on all replicas; ConfigError as `arrival`.
 
-    `lengths`: tokens of each sample, by sample. `move_whole` keeps the micro batches of arrival order together.
+    `lengths`: tokens by sample. `move_whole` keeps the micro batches of arrival order together.
     """
-    in_order = arrival(share, micro_batch_size)
-    units = [unit for mine in in_order for unit in mine]
+    units = [unit for batches in arrival(share, micro_batch_size) for unit in batches]
     together = 1
     if not move_whole:
         units, together = [[sample] for unit in units for sample in unit], micro_batch_size
     dealt = _deal(units, lengths, len(share))
-    return [[sum(mine[at : at + together], []) for at in range(0, len(mine), together)] for mine in dealt]
+    return [[sum(own[i : i + together], []) for i in range(0, len(own), together)] for own in dealt]
 
 
 def packed(share: Sequence[Samples], lengths: Sequence[int], token_budget: int, *, balance: bool = True) -> Replicas:
     """Micro batches of any number of samples and at most `token_budget` tokens, equally many on each replica.
 
-    Balanced, a slot's place is decided once for all replicas, by its longest sample; else each replica packs its own
-    share, which comes out as equal where the shares are. Raises ConfigError for a sample longer than the budget, or
-    replicas with unequally many samples.
+    With `balance` a slot is packed for all replicas at once, by its longest sample; otherwise each replica packs its
+    own share. ConfigError for a sample longer than the budget, or replicas with unequally many samples.
     """
-    arrival(share, 1)  # refuses replicas with unequally many
-    longest = max((lengths[sample] for mine in share for sample in mine), default=0)
+    own = [list(samples) for samples in share]
+    arrival(own, 1)  # for its check
+    longest = max((lengths[sample] for samples in own for sample in samples), default=0)
     if longest > token_budget:
         raise ConfigError(
             f"micro batches: a sample has {longest} tokens, more than the budget of {token_budget} a micro batch; "
             "raise that max_token_len_per_gpu to data.max_prompt_length + data.max_response_length or more"
         )
     if balance:
-        dealt = _deal([[sample] for mine in share for sample in mine], lengths, len(share))
-        mine = [[unit[0] for unit in units] for units in dealt]
-        slots = [max(lengths[sample] for sample in slot) for slot in zip(*mine, strict=True)]
-        bins = _equally_many([slots], token_budget) * len(share)
+        dealt = _deal([[sample] for samples in own for sample in samples], lengths, len(own))
+        own = [[unit[0] for unit in units] for units in dealt]
+        slots = [max(lengths[sample] for sample in slot) for slot in zip(*own, strict=True)]
+        bins = _equally_many([slots], token_budget) * len(own)
     else:
-        mine = [list(samples) for samples in share]
-        bins = _equally_many([[lengths[sample] for sample in samples] for samples in mine], token_budget)
-    return [[[samples[at] for at in each] for each in places] for samples, places in zip(mine, bins, strict=True)]
+        bins = _equally_many([[lengths[sample] for sample in samples] for samples in own], token_budget)
+    return [
+        [[samples[i] for i in places] for places in of_replica] for samples, of_replica in zip(own, bins, strict=True)
+    ]
 
 
 def steps_cost(replicas: Replicas, lengths: Sequence[int]) -> tuple[int, float]:
-    """(tokens of the longest micro batch of each step, summed; what that would be if all replicas were equal)."""
-    tokens = [[sum(lengths[sample] for sample in batch) for batch in mine] for mine in replicas]
+    """(sum over micro batches of the most tokens on any replica, that sum if all replicas were equal)."""
+    tokens = [[sum(lengths[sample] for sample in batch) for batch in batches] for batches in replicas]
     return sum(map(max, zip(*tokens, strict=True))), sum(map(sum, tokens)) / len(replicas)
 
 
@@ -119,20 +108,20 @@ def _deal(units: Sequence[list[int]], lengths: Sequence[int], replicas: int) -> 
 
 
 def _equally_many(costs: Sequence[Sequence[int]], budget: int) -> list[list[list[int]]]:
-    """For each list of costs, bins of places that hold `budget` at most: as many bins for each list, as few as found.
+    """For each list of costs, bins of its indices whose costs sum to `budget` at most; the same number of bins for all.
 
-    The costliest goes first to the emptiest bin; bins come out costliest first, and one more is tried until all fit.
+    The highest cost goes first, to the emptiest bin; the number of bins rises until all fit.
     """
-    fewest = max(-(-sum(mine) // budget) for mine in costs)
+    fewest = max(-(-sum(own) // budget) for own in costs)
     for count in range(max(fewest, 1), max(map(len, costs)) + 1):
-        bins = [_spread(mine, count) for mine in costs]
-        fullest = max(sum(mine[at] for at in found[0]) for mine, found in zip(costs, bins, strict=True))
-        if fullest <= budget:
+        bins = [_spread(own, count) for own in costs]
+        if all(sum(own[i] for i in fullest) <= budget for own, (fullest, *_) in zip(costs, bins, strict=True)):
             return bins
-    raise AssertionError("one cost a bin always fits")
+    raise AssertionError("one cost per bin always fits")
 
 
 def _spread(costs: Sequence[int], count: int) -> list[list[int]]:
+    """`count` bins of indices, costliest bin first."""
     emptiest = [(0, 0, number) for number in range(count)]  # tokens, then how many: no bin stays without any
     bins: list[list[int]] = [[] for _ in range(count)]
     for at in sorted(range(len(costs)), key=lambda at: (-costs[at], at)):
@@ -144,69 +133,45 @@ def _spread(costs: Sequence[int], count: int) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """What each world rank holds, to which train replica it belongs, and what each replica computes.
+    """The samples that each replica computes, and those that ranks send to each other.
 
-    `held`: [rank] -> samples in the order that the rank has them after rollout; several ranks may hold the same one.
     `replica_of`: [rank] -> train DP rank. `schedule`: [replica][mini batch][micro batch] -> samples.
     """
 
-    held: tuple[tuple[int, ...], ...]
     replica_of: tuple[int, ...]
     schedule: tuple[tuple[tuple[tuple[int, ...], ...], ...], ...]
 
     @functools.cached_property
     def placed(self) -> tuple[tuple[int, ...], ...]:
         """[replica] -> its samples in the order in which it computes them."""
-        return tuple(tuple(s for mini in mine for micro in mini for s in micro) for mine in self.schedule)
+        return tuple(tuple(s for mini in minis for micro in mini for s in micro) for minis in self.schedule)
 
     @functools.cached_property
-    def order(self) -> tuple[int, ...]:
-        """All samples, as they come back when the replicas' results are joined in order of replicas."""
-        return tuple(sample for mine in self.placed for sample in mine)
+    def held(self) -> tuple[range, ...]:
+        """[rank] -> the samples that it holds after rollout: contiguous shares, equal or different by one sample."""
+        samples, world = sum(map(len, self.placed)), len(self.replica_of)
+        return tuple(range(samples * rank // world, samples * (rank + 1) // world) for rank in range(world))
 
     def receives(self, rank: int) -> list[list[int]]:
-        """[peer] -> samples that `rank` gets from it, in the order in which they are computed."""
-        found: list[list[int]] = [[] for _ in self.held]
-        for sample in self.placed[self.replica_of[rank]]:
-            found[self._sender(sample, rank)].append(sample)
-        return found
+        """[peer] -> samples that `rank` receives from it, in the order in which they are computed."""
+        return [[s for s in self.placed[self.replica_of[rank]] if s in held] for held in self.held]
 
     def sends(self, rank: int) -> list[list[int]]:
-        """[peer] -> samples that `rank` gives it, in the order in which the peer expects them."""
-        found: list[list[int]] = [[] for _ in self.held]
-        mine = set(self.held[rank])
-        for peer, replica in enumerate(self.replica_of):
-            found[peer] = [s for s in self.placed[replica] if s in mine and self._sender(s, peer) == rank]
-        return found
+        """[peer] -> samples that `rank` sends to it, in the order in which the peer computes them."""
+        return [[s for s in self.placed[replica] if s in self.held[rank]] for replica in self.replica_of]
 
     def tokens(self, lengths: Sequence[int]) -> tuple[int, float]:
-        """(sum over all micro batches of the most tokens on any replica, the same if all replicas were equal)."""
-        costs = [
-            steps_cost([list(map(list, mini)) for mini in minis], lengths) for minis in zip(*self.schedule, strict=True)
-        ]
+        """`steps_cost` of all mini batches."""
+        costs = [steps_cost(list(minis), lengths) for minis in zip(*self.schedule, strict=True)]
         return sum(most for most, _ in costs), sum(mean for _, mean in costs)
 
     @functools.cached_property
     def digest(self) -> str:
         """Equal on two ranks if, and only if, they have the same plan."""
-        return hashlib.sha256(repr((self.held, self.replica_of, self.schedule)).encode()).hexdigest()
-
-    @functools.cached_property
-    def _holders(self) -> Mapping[int, list[int]]:
-        holders: dict[int, list[int]] = {}
-        for rank, samples in enumerate(self.held):
-            for sample in samples:
-                holders.setdefault(sample, []).append(rank)
-        return holders
-
-    def _sender(self, sample: int, receiver: int) -> int:
-        """The receiver itself if it holds the sample, else one of the holders, in turn over receivers."""
-        holders = self._holders[sample]
-        return receiver if receiver in holders else holders[receiver % len(holders)]
+        return hashlib.sha256(repr((self.replica_of, self.schedule)).encode()).hexdigest()
 
 
 def plan_batch(
-    held: Sequence[Sequence[int]],
     replica_of: Sequence[int],
     lengths: Sequence[int],
     *,
@@ -218,26 +183,27 @@ def plan_batch(
 ) -> BatchPlan:
     """The plan of one step; the same arguments give the same plan on every rank.
 
-    `lengths`: [sample] -> tokens of prompt and response. `mini_batch_size`: samples (verl's ppo_mini_batch_size x
-    rollout.n). Either `micro_batch_size` (samples a micro batch) or `token_budget` (tokens: dynamic batch size).
-    `balance` orders by length; without it micro batches are those of arrival order. Raises ConfigError where sizes do
-    not divide, where a sample is held by no rank, or where ranks and replicas do not fit.
+    `replica_of`: [rank] -> train DP rank. `lengths`: [sample] -> tokens of prompt and response. `mini_batch_size`:
+    samples (verl's ppo_mini_batch_size x rollout.n). Either `micro_batch_size` (samples) or `token_budget` (tokens of a
+    micro batch: dynamic batch size). Without `balance` micro batches are those of arrival order. ConfigError where
+    sizes do not divide each other.
     """
     if (micro_batch_size is None) == (token_budget is None):
         raise ConfigError("batch plan: expected micro_batch_size or token_budget, and not both")
-    replicas = _replicas(held, replica_of, len(lengths))
+    numbers = sorted(set(replica_of))
+    if numbers != list(range(len(numbers))):
+        raise ConfigError(f"batch plan: train replicas are {numbers}; expected 0..{len(numbers) - 1}")
     by_mini = []
-    for share in mini_batches(len(lengths), replicas, mini_batch_size):
+    for share in mini_batches(len(lengths), len(numbers), mini_batch_size):
         if token_budget is not None:
-            made = packed(share, lengths, token_budget, balance=balance)
+            by_mini.append(packed(share, lengths, token_budget, balance=balance))
         elif balance:
-            whole = weight_depends_on_company(loss_agg_mode, micro_batch_size)
-            made = balanced(share, lengths, micro_batch_size, move_whole=whole)
+            whole = micro_batch_size > 1 and loss_agg_mode == "token-mean"  # see the module's docstring
+            by_mini.append(balanced(share, lengths, micro_batch_size, move_whole=whole))
         else:
-            made = arrival(share, micro_batch_size)
-        by_mini.append(made)
-    schedule = tuple(tuple(tuple(map(tuple, mini[replica])) for mini in by_mini) for replica in range(replicas))
-    return BatchPlan(tuple(map(tuple, held)), tuple(replica_of), schedule)
+            by_mini.append(arrival(share, micro_batch_size))
+    schedule = tuple(tuple(tuple(map(tuple, mini)) for mini in minis) for minis in zip(*by_mini, strict=True))
+    return BatchPlan(tuple(replica_of), schedule)
 
 
 def mini_batches(samples: int, replicas: int, mini_batch_size: int) -> list[list[range]]:
@@ -252,37 +218,6 @@ def mini_batches(samples: int, replicas: int, mini_batch_size: int) -> list[list
     return [[range(r * share + at, r * share + at + piece) for r in range(replicas)] for at in range(0, share, piece)]
 
 
-def held_after_rollout(samples: int, groups: Sequence[int]) -> list[range]:
-    """[rank] -> samples it holds: contiguous shares, one for each group, as equal as they can be.
-
-    `groups`: [rank] -> number of its group. verl's dispatch makes each rank a group of its own (every rank keeps its
-    part of what its tensor-parallel group made, sharding manager's postprocess_data); ranks that all keep what their
-    group made have the group's number.
-    """
-    count = max(groups) + 1
-    cuts = [samples * group // count for group in range(count + 1)]
-    return [range(cuts[group], cuts[group + 1]) for group in groups]
-
-
 def train_replicas(train: ParallelLayout) -> list[int]:
     """[rank] -> train DP rank."""
     return [train.coordinates(rank).dp for rank in range(train.world_size)]
-
-
-def _replicas(held: Sequence[Sequence[int]], replica_of: Sequence[int], samples: int) -> int:
-    if len(held) != len(replica_of):
-        raise ConfigError(f"batch plan: {len(held)} ranks hold samples, {len(replica_of)} train; expected equally many")
-    found = {sample for mine in held for sample in mine}
-    if found != set(range(samples)):
-        wrong = sorted(found ^ set(range(samples)))
-        raise ConfigError(
-            f"batch plan: expected samples 0..{samples - 1}, each on a rank; found {len(wrong)} held by "
-            f"none or unknown, the first is {wrong[0]}"
-        )
-    twice = [rank for rank, mine in enumerate(held) if len(set(mine)) != len(mine)]
-    if twice:
-        raise ConfigError(f"batch plan: rank {twice[0]} holds a sample twice: {list(held[twice[0]])}")
-    numbers = set(replica_of)
-    if numbers != set(range(len(numbers))):
-        raise ConfigError(f"batch plan: train replicas are {sorted(numbers)}; expected 0..{len(numbers) - 1}")
-    return len(numbers)

@@ -1,12 +1,11 @@
-"""Values of samples one after another, without padding, and the padded form that verl's batches have.
+"""Ragged tensors (values of samples without padding), their padded form, and one exchange of them between ranks.
 
-One AlltoAllV of bytes that carries several ragged tensors from where they are to where a plan computes them.
-
-Wire layout: one segment for each peer, by rank. It begins with a header of 16 bytes, the hash of (plan, step, tensors),
-which the receiver compares; then tensor by tensor, by name, the planned samples' values, each tensor from a multiple of
-16 bytes on. A rank that cannot take part still sends segments of the planned size, with a header of zeros: so no rank
-waits for it, and all stop. Both buffers are there before anything else that can fail; one that finds no memory even
-for them leaves the others to the collective's timeout.
+`exchange` sends several ragged tensors to the ranks that compute their samples by one AlltoAllV of bytes. Wire layout:
+one segment per peer, in rank order. A segment begins with a header of 16 bytes, the hash of (plan, step, tensors),
+which the receiver compares; then, tensor by tensor in order of names, the values of the planned samples, each tensor
+aligned to 16 bytes. A rank that fails before the collective sends segments of the planned size with a header of zeros,
+so that no rank waits and all raise. Only a rank that cannot allocate its two buffers leaves the others to the
+collective's timeout.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from verl_patches.tensor_cache.batch_plan import BatchPlan
 
 @dataclass(frozen=True)
 class Ragged:
-    """`values` [T]: those of the first sample, then those of the second, ...; `lengths`: how many each has."""
+    """`values` [T]: the values of all samples, concatenated; `lengths`: the number of values of each sample."""
 
     values: torch.Tensor
     lengths: tuple[int, ...]
@@ -37,22 +36,22 @@ class Ragged:
             )
 
     def parts(self) -> tuple[torch.Tensor, ...]:
-        """One view a sample."""
+        """One view per sample."""
         return self.values.split(self.lengths) if self.lengths else ()
 
     def take(self, places: Sequence[int]) -> Ragged:
-        """Samples by place, in this order; a copy."""
+        """The samples at these places, in this order; a copy."""
         parts = self.parts()
-        values = torch.cat([self.values[:0], *(parts[at] for at in places)])
-        return Ragged(values, tuple(self.lengths[at] for at in places))
+        values = torch.cat([self.values[:0], *(parts[i] for i in places)])
+        return Ragged(values, tuple(self.lengths[i] for i in places))
 
 
 def from_padded(
     padded: torch.Tensor, mask: torch.Tensor, *, left: bool = False, dtype: torch.dtype | None = None
 ) -> Ragged:
-    """The values of `padded` [B, S] that `mask` [B, S] keeps, as `dtype`; padding is behind, or before them (`left`).
+    """The values of `padded` [B, S] where `mask` [B, S] is true, as `dtype`; padding is right, or `left`, of them.
 
-    Raises ValueError for a mask with a hole, which no length can tell. Waits for the device.
+    ValueError for a mask with a gap. Waits for the device.
     """
     keep = mask.bool()
     lengths = tuple(keep.sum(1).tolist())
@@ -66,7 +65,7 @@ def from_padded(
 def to_padded(
     ragged: Ragged, width: int, *, pad: float = 0, left: bool = False, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """[B, width] with `pad` behind the values, or before them (`left`: verl's prompts); ValueError if one is longer."""
+    """[B, width], padded on the right, or on the `left` as verl's prompts; ValueError for a longer sample."""
     if max(ragged.lengths, default=0) > width:
         raise ValueError(f"ragged: the longest sample has {max(ragged.lengths)} values, expected {width} at most")
     values = ragged.values if dtype is None else ragged.values.to(dtype)
@@ -77,14 +76,14 @@ def to_padded(
 def mask_of(
     lengths: Sequence[int], width: int, *, left: bool = False, device: torch.device | str = "cpu"
 ) -> torch.Tensor:
-    """[B, width] bool, true at the values."""
+    """[B, width] bool, true where there is a value."""
     count = torch.tensor(lengths, dtype=torch.int64, device=device)[:, None]
     place = torch.arange(width, device=device)[None]
     return place >= width - count if left else place < count
 
 
 def prompt_inputs(prompts: Ragged, width: int, pad_id: int) -> dict[str, torch.Tensor]:
-    """The tensors of prompts [B, width] that verl's dataset makes: int64, padded on the left, positions from 0 on."""
+    """The tensors [B, width] that verl's dataset makes of prompts: int64, padded on the left, positions from 0."""
     ids = to_padded(prompts, width, pad=pad_id, left=True, dtype=torch.int64)
     mask = mask_of(prompts.lengths, width, left=True, device=ids.device).long()
     return {"input_ids": ids, "attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
@@ -93,40 +92,36 @@ def prompt_inputs(prompts: Ragged, width: int, pad_id: int) -> dict[str, torch.T
 def model_inputs(
     prompts: Ragged, responses: Ragged, prompt_width: int, response_width: int, pad_id: int
 ) -> dict[str, torch.Tensor]:
-    """The tensors of verl's batch that follow from token ids: int64, as vLLMRollout.generate_sequences makes them.
+    """The tensors of verl's batch that follow from token ids, int64, as vLLMRollout.generate_sequences makes them.
 
     prompts [B, P] (padded on the left), responses [B, R] (on the right), input_ids, attention_mask and position_ids
-    [B, P + R]; positions count on through the padding behind a response (vllm_rollout_spmd.py, verl 0.4.0 and
-    54c9b736). Not equal to verl's are ids behind a response's first end token, if the engine went on after it: masked
-    there, `pad_id` here.
+    [B, P + R]; positions count on through the padding after a response (vllm_rollout_spmd.py, verl 0.4.0 and
+    54c9b736). Deviates from verl in ids after a response's first end token, which are `pad_id` here; both mask them.
     """
     left = to_padded(prompts, prompt_width, pad=pad_id, left=True, dtype=torch.int64)
     right = to_padded(responses, response_width, pad=pad_id, dtype=torch.int64)
-    mask = [
-        mask_of(prompts.lengths, prompt_width, left=True, device=left.device),
-        mask_of(responses.lengths, response_width, device=left.device),
-    ]
-    begin = prompt_width - torch.tensor(prompts.lengths, dtype=torch.int64, device=left.device)[:, None]
+    prompt_mask = mask_of(prompts.lengths, prompt_width, left=True, device=left.device)
+    response_mask = mask_of(responses.lengths, response_width, device=left.device)
     places = torch.arange(prompt_width + response_width, device=left.device)[None]
     return {
         "prompts": left,
         "responses": right,
         "input_ids": torch.cat([left, right], 1),
-        "attention_mask": torch.cat(mask, 1).long(),
-        "position_ids": (places - begin).clamp(min=0),
+        "attention_mask": torch.cat([prompt_mask, response_mask], 1).long(),
+        "position_ids": (places - (~prompt_mask).sum(1, keepdim=True)).clamp(min=0),
     }
 
 
-_ALIGNED = 16  # bytes; the header's too
+_ALIGNED = 16  # bytes, also of the header
 
 
 class ExchangeError(RecipeError):
-    """Ranks do not carry out the same plan on the same tensors, or one of them cannot; names the ranks."""
+    """Ranks have different plans or tensors, or one of them failed; names the ranks."""
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """What every rank knows of a tensor before any of it moves: dtype, and [sample] -> number of values."""
+    """A tensor's dtype, and [sample] -> number of values; equal on all ranks."""
 
     dtype: torch.dtype
     lengths: Sequence[int]
@@ -140,13 +135,12 @@ def exchange(
     *,
     step: int,
     device: torch.device | str = "cpu",
-    group: object = None,
 ) -> dict[str, Ragged]:
-    """Tensors of the samples that `rank` computes, in its order; collective over `group`, whose ranks are the plan's.
+    """Tensors of the samples that `rank` computes, in its order; collective over all ranks of the plan.
 
-    `held()`: the same tensors of the samples plan.held[rank]; what it raises reaches the other ranks as an
-    ExchangeError. Raises that too where held tensors are not as in `specs`, or a peer has another plan or step.
-    Plans that differ in sizes fail in the collective itself.
+    `held()`: the same tensors of the samples plan.held[rank]; an error in it is raised here, and as ExchangeError on
+    the other ranks. ExchangeError too where held tensors differ from `specs`, or a peer has another plan or step. Plans
+    that differ in sizes fail in the collective.
     """
     kinds = {name: specs[name] for name in sorted(specs)}
     header = _header(plan, step, kinds, device)
@@ -160,7 +154,7 @@ def exchange(
     except Exception as why:
         problem = why
         send.zero_()
-    dist.all_to_all_single(arrived, send, splits[1], splits[0], group=group)
+    dist.all_to_all_single(arrived, send, splits[1], splits[0])
     if problem is not None:
         raise problem
     segments = arrived.split(splits[1])
@@ -169,7 +163,7 @@ def exchange(
 
 
 def wire_bytes(plan: BatchPlan, rank: int, specs: Mapping[str, TensorSpec]) -> tuple[int, int]:
-    """Bytes that `rank` sends and receives, headers and what stays on the rank included."""
+    """Bytes that `rank` sends and receives, including headers and its own samples."""
     return tuple(
         sum(_segment_bytes(samples, specs) for samples in side) for side in (plan.sends(rank), plan.receives(rank))
     )
@@ -185,12 +179,8 @@ def _pack(
 ) -> None:
     parts = {}
     for name, kind in kinds.items():
-        ragged = held[name]
-        expected = (kind.dtype, tuple(kind.lengths[sample] for sample in samples_held))
-        found = (ragged.values.dtype, ragged.lengths)
-        if found != expected:
-            raise ExchangeError(_not_as_expected(name, samples_held, expected, found))
-        parts[name] = dict(zip(samples_held, ragged.parts(), strict=True))
+        _check_held(name, kind, samples_held, held[name])
+        parts[name] = dict(zip(samples_held, held[name].parts(), strict=True))
     for samples, segment in zip(sends, segments, strict=True):
         segment[:_ALIGNED] = header
         at = _ALIGNED
@@ -229,17 +219,17 @@ def _segment_bytes(samples: Sequence[int], kinds: Mapping[str, TensorSpec]) -> i
 
 
 def _header(plan: BatchPlan, step: int, kinds: Mapping[str, TensorSpec], device: torch.device | str) -> torch.Tensor:
-    said = repr((plan.digest, step, [(name, str(kind.dtype), list(kind.lengths)) for name, kind in kinds.items()]))
-    digest = hashlib.blake2b(said.encode(), digest_size=_ALIGNED).digest()
+    text = repr((plan.digest, step, [(name, str(kind.dtype), list(kind.lengths)) for name, kind in kinds.items()]))
+    digest = hashlib.blake2b(text.encode(), digest_size=_ALIGNED).digest()
     return torch.tensor(list(digest), dtype=torch.uint8, device=device)
 
 
 def _check(segments: Sequence[torch.Tensor], header: torch.Tensor, rank: int) -> None:
-    begins = torch.stack([segment[:_ALIGNED] for segment in segments]).cpu()
-    wrong = [peer for peer, same in enumerate((begins == header.cpu()).all(1).tolist()) if not same]
-    failed = [peer for peer in wrong if not begins[peer].any()]
+    headers = torch.stack([segment[:_ALIGNED] for segment in segments]).cpu()
+    wrong = [peer for peer, same in enumerate((headers == header.cpu()).all(1).tolist()) if not same]
+    failed = [peer for peer in wrong if not headers[peer].any()]
     if failed:
-        raise ExchangeError(f"exchange: rank(s) {failed[:8]} had nothing to send; their own errors say why")
+        raise ExchangeError(f"exchange: rank(s) {failed[:8]} had nothing to send; see their own errors")
     if wrong:
         raise ExchangeError(
             f"exchange: rank {rank} has another plan, step, or other tensors than rank(s) {wrong[:8]}; "
@@ -247,11 +237,14 @@ def _check(segments: Sequence[torch.Tensor], header: torch.Tensor, rank: int) ->
         )
 
 
-def _not_as_expected(name: str, samples: Sequence[int], expected: tuple, found: tuple) -> str:
-    if expected[0] != found[0]:
-        return f"exchange: {name} is {found[0]}, expected {expected[0]}, as passed on all ranks"
-    if len(expected[1]) != len(found[1]):
-        return f"exchange: {name} is of {len(found[1])} samples, expected {len(expected[1])}"
-    pairs = zip(samples, *(expected[1], found[1]), strict=True)
-    sample, count, has = next(each for each in pairs if each[1] != each[2])
-    return f"exchange: {name} of sample {sample} has {has} values, expected {count}, as passed on all ranks"
+def _check_held(name: str, kind: TensorSpec, samples: Sequence[int], held: Ragged) -> None:
+    if held.values.dtype != kind.dtype:
+        raise ExchangeError(f"exchange: {name} is {held.values.dtype}, expected {kind.dtype}, as passed on all ranks")
+    if len(held.lengths) != len(samples):
+        raise ExchangeError(f"exchange: {name} is of {len(held.lengths)} samples, expected {len(samples)}")
+    for sample, count in zip(samples, held.lengths, strict=True):
+        if count != kind.lengths[sample]:
+            raise ExchangeError(
+                f"exchange: {name} of sample {sample} has {count} values, expected {kind.lengths[sample]}, as passed "
+                "on all ranks"
+            )

@@ -1,4 +1,4 @@
-"""Configurations in which recipe.tensor_cache.enabled cannot hold, and where it packs micro batches. Torch-free."""
+"""Configurations that recipe.tensor_cache.enabled does not support, and its token budgets. Does not import torch."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _DYNAMIC = {  # stage -> its section, switch and budget, as verl 0.4.0 names the
 
 
 def token_budget(section: Any, stage: str) -> int | None:
-    """Most tokens of a micro batch where its size is dynamic, else None; `section` is actor_rollout_ref."""
+    """Most tokens of a micro batch if its size is dynamic, else None; `section` is actor_rollout_ref."""
     name, switch, budget = _DYNAMIC[stage]
     return section[name][budget] if section[name].get(switch) else None
 
 
 def faults(config: Any) -> Iterator[str]:
-    """Why a composed configuration cannot keep its tensors on the workers, one sentence each; none where it is off."""
+    """Why a composed configuration cannot use the tensor cache, one sentence each; none if the cache is off."""
     if not config.recipe.tensor_cache.enabled:
         return
     rollout, actor = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
@@ -43,34 +43,22 @@ def faults(config: Any) -> Iterator[str]:
         yield f"{_ON} {_ACTOR}.shuffle is true: micro batches would be others than planned; set false"
     if not actor.get("recompute_old_log_prob", True):
         yield f"{_ON} {_ACTOR}.recompute_old_log_prob is false: verl's actor has no log-probs then; set true"
-    yield from _trainer_faults(config)
-    yield from _budget_faults(config)
-
-
-def _trainer_faults(config: Any) -> Iterator[str]:
+    batch = "the padded batch from the trainer"
     if config.algorithm.adv_estimator == "gae":
-        yield (
-            f"{_ON} algorithm.adv_estimator is gae: its critic takes the padded batch from the trainer; use an "
-            "estimator without a critic, such as grpo"
-        )
+        yield f"{_ON} algorithm.adv_estimator is gae: its critic takes {batch}; use one without a critic, such as grpo"
     if config.reward_model.enable:
-        yield (
-            f"{_ON} reward_model.enable is true: its workers take the padded batch from the trainer; set false and "
-            "give custom_reward_function"
-        )
+        yield f"{_ON} reward_model.enable is true: its workers take {batch}; set false and give custom_reward_function"
     if config.data.return_raw_chat:
         yield f"{_ON} data.return_raw_chat is true: raw prompts would not come back with the responses; set false"
     if config.data.custom_cls.path is not None:
-        yield (
-            f"{_ON} data.custom_cls.path is {config.data.custom_cls.path}: prompts are rebuilt as verl's own "
-            "RLHFDataset has them; set null"
-        )
+        path = config.data.custom_cls.path
+        yield f"{_ON} data.custom_cls.path is {path}: prompts are rebuilt as verl's own RLHFDataset has them; set null"
+    yield from _budget_faults(config)
 
 
 def _budget_faults(config: Any) -> Iterator[str]:
     sections = config.actor_rollout_ref
-    budgets = {stage: token_budget(sections, stage) for stage in _DYNAMIC}
-    budgets = {stage: budget for stage, budget in budgets.items() if budget is not None}
+    budgets = {stage: budget for stage in _DYNAMIC if (budget := token_budget(sections, stage)) is not None}
     for section in ("actor", "ref") if budgets else ():
         for key in ("context_parallel_size", "virtual_pipeline_model_parallel_size"):
             if (size := sections[section].megatron[key]) not in (None, 1):

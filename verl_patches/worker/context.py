@@ -1,4 +1,4 @@
-"""What the workers of one process share: verl's actor and reference workers live in one process, on one device."""
+"""State that the workers of one process share: verl's actor and reference workers are one process on one device."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 class WorkerContext:
     """One object per process.
 
-    `scheduler`: moves memory as the schedule says; None with row memory.order off, where verl's worker moves it.
-    `ledger`: checks what is on the device; None with recipe.memory.ledger=off. `batch`: tensors that stay here between
-    stages; None before the first stage, or without recipe.tensor_cache. `update`: the on-policy update that runs now.
-    `splits`: the planned micro batches of the stage that runs now.
+    `scheduler`: moves memory; None with row memory.order off, where verl's worker moves it. `ledger`: checks memory;
+    None with recipe.memory.ledger=off. `batch`: tensors that stay here between stages; None before the first stage, or
+    without recipe.tensor_cache. `update`: the on-policy update in progress. `splits`: the planned micro batches of the
+    stage in progress.
     """
 
     scheduler: Scheduler | None = None
@@ -31,7 +31,7 @@ class WorkerContext:
     splits: PlannedSplits | None = None
 
     def begin(self, phase: str, by_vllm: Callable[[], Any] | None = None) -> None:
-        """Enter `phase` of memory/schedule.py, leaving the one before; `by_vllm` makes the moves that are vLLM's."""
+        """Begin `phase` of memory/schedule.py and end the one before; `by_vllm` makes the moves that are vLLM's."""
         if self.scheduler is not None:
             self.scheduler.begin(phase, by_vllm)
             return
@@ -44,7 +44,7 @@ class WorkerContext:
     def phase(self, name: str) -> Iterator[None]:
         """A phase of our schedule around a call of verl's worker; nothing without a scheduler.
 
-        After an error it stays open, and the phase that begins next leaves it.
+        After an error the phase stays open, and the next phase ends it.
         """
         if self.scheduler is None:  # verl's worker moves memory inside the call: worker/memory.py, _check_inside
             yield
@@ -54,7 +54,7 @@ class WorkerContext:
         self.scheduler.end()
 
     def look(self, extra_bytes: int = 0) -> None:
-        """Raise the ledger's peak of this phase to what is there now, with `extra_bytes` held for a while."""
+        """Raise the ledger's peak of this phase to the bytes held now plus `extra_bytes` of temporary memory."""
         if self.ledger is not None:
             self.ledger.look(extra_bytes)
 

@@ -1,4 +1,4 @@
-"""The memory of one worker: which schedule its process follows, what the ledger watches, what the scheduler moves."""
+"""Memory of one worker: the schedule that its process follows, and its groups in the ledger and the scheduler."""
 
 from __future__ import annotations
 
@@ -13,19 +13,17 @@ import torch.distributed as dist
 from verl_patches.memory import measure, sleep_mode
 from verl_patches.memory.host_backed import offload_state_of_model, offload_state_of_optimizer, single_optimizers
 from verl_patches.memory.ledger import Ledger, memory_of_process
-from verl_patches.memory.offload import Optimizer, Params, actor_handlers, reference_handlers
+from verl_patches.memory.offload import Optimizer, Params, actor_handlers
 from verl_patches.memory.schedule import direct_sync, schedule_followed, staying, switches_of
 from verl_patches.memory.scheduler import Scheduler, empty_cache_of
 from verl_patches.patching import engine
 from verl_patches.worker.context import context
 
-_GROUP_OF_TAG = {"weights": "rollout_weights", "kv_cache": "kv_cache"}  # vLLM's tags of LLM.wake_up
-
 
 class WorkerMemory:
     """Memory of one of verl's workers, by its `config` and `recipe`; actor and reference share ledger and scheduler.
 
-    `scheduled`: whether the schedule of this project moves what the worker builds (row memory.order), not verl.
+    `scheduled`: whether our schedule moves the worker's memory (row memory.order); otherwise verl's worker does.
     """
 
     def __init__(self, config: Any, recipe: Any):
@@ -47,29 +45,24 @@ class WorkerMemory:
         )
 
     def built(self, chunks: Sequence[torch.nn.Module], optimizer: Any) -> None:
-        """verl has built a model, of the actor if it has an optimizer: it goes to the host, as verl would take it."""
+        """Offload a model that verl has just built, as verl would; it is the actor's if it has an optimizer."""
         if not self.scheduled:
             return
-        handlers = reference_handlers(chunks) if optimizer is None else actor_handlers(chunks, optimizer)
+        handlers = {"ref_params": Params(chunks)} if optimizer is None else actor_handlers(chunks, optimizer)
         for group in ("grads", "actor_params", "ref_params", "optimizer"):
             if group in handlers and group not in self.stays:
                 handler = handlers[group]
                 handler.free() if group == "grads" else handler.offload()
 
     def start(self, worker: Any) -> None:
-        """From here on the process's ledger watches what `worker` has built, and its scheduler moves it."""
+        """Register what `worker` has built with the ledger and the scheduler of this process."""
         here = context()
-        if is_ledger_on(self.recipe):
+        if self.recipe.memory.ledger != "off" and engine.is_on("memory.ledger"):
             if here.ledger is None:
-                here.ledger = Ledger(
-                    self.schedule,
-                    self.stays,
-                    self.recipe.memory.ledger,
-                    dist.get_rank(),
-                    memory_of_process(self.recipe.platform),
-                )
+                rank, measured = dist.get_rank(), memory_of_process(self.recipe.platform)
+                here.ledger = Ledger(self.schedule, self.stays, self.recipe.memory.ledger, rank, measured)
             self._watch(worker, here.ledger)
-            here.ledger.take()  # what was recorded while the engine was built belongs to no step
+            here.ledger.take()  # records from building the engine belong to no step
             if not self.scheduled:
                 _check_inside(worker, here.ledger)
         if self.scheduled:
@@ -79,7 +72,7 @@ class WorkerMemory:
             if worker._is_actor:
                 here.scheduler.add(actor_handlers(worker.actor_module, worker.actor_optimizer))
             if worker._is_ref:
-                here.scheduler.add(reference_handlers(worker.ref_module))
+                here.scheduler.add({"ref_params": Params(worker.ref_module)})
 
     def _new_scheduler(self) -> Scheduler:
         device = None if self.recipe.platform == "cpu" else torch.get_device_module(self.recipe.platform)
@@ -92,23 +85,17 @@ class WorkerMemory:
         if worker._is_rollout:
             self._watch_rollout(worker, ledger)
         if worker._is_ref:
-            ledger.register("ref_params", self._bytes_of(lambda: measure.parameters_of(worker.ref_module)))
+            ledger.register("ref_params", self._bytes_of(lambda: [list(m.parameters()) for m in worker.ref_module]))
 
     def _watch_training(self, worker: Any, ledger: Ledger) -> None:
         buffers, optimizer = measure.buffers_of(worker.actor_module), worker.actor_optimizer
-        ledger.register(
-            "actor_params",
-            self._bytes_of(lambda: [b.param_data for b in buffers]),
-            full_bytes=sum(b.numel * b.param_data.element_size() for b in buffers),
-        )
-        ledger.register(
-            "grads",
-            self._bytes_of(lambda: [b.grad_data for b in buffers]),
-            full_bytes=sum(b.numel * b.grad_data.element_size() for b in buffers),
-        )
+        for group, name in (("actor_params", "param_data"), ("grads", "grad_data")):
+            full = sum(buffer.numel * getattr(buffer, name).element_size() for buffer in buffers)
+            held = self._bytes_of(lambda name=name: [getattr(buffer, name) for buffer in buffers])
+            ledger.register(group, held, full_bytes=full)
         states = self._bytes_of(lambda: measure.optimizer_tensors(optimizer))
         full = measure.optimizer_full_bytes(optimizer)
-        # A swapped step has at most `full` in its window; while the ledger looks, before the update, it has nothing.
+        # A swapped step has at most `full` in its window; at a phase's entry, where the ledger checks, it has nothing.
         holds, empty = "optimizer", "swap_window"
         if self.recipe.train.swap_optimizer:
             holds, empty = empty, holds
@@ -118,57 +105,44 @@ class WorkerMemory:
     def _watch_rollout(self, worker: Any, ledger: Ledger) -> None:
         llm = worker.rollout.inference_engine
         model = measure.vllm_worker(llm).model_runner.model
-        for tag, tensors in (
-            ("weights", lambda: sleep_mode.all_weights(model).values()),
-            ("kv_cache", lambda: measure.kv_caches(llm)),
-        ):
-            ledger.register(_GROUP_OF_TAG[tag], _unless_unmapped(llm, tag, self._bytes_of(tensors)))
-        # Allocated and freed within the sync: what it holds for a while is passed to `look` (worker/sharding.py).
-        ledger.register(
-            "reshard_buffers",
-            functools.partial(_wire_bytes, worker),
-            grows=True,
-            full_bytes=4 * self.recipe.reshard.bucket_bytes,
-        )
+        weights = self._bytes_of(lambda: sleep_mode.all_weights(model).values())
+        caches = self._bytes_of(lambda: measure.kv_caches(llm))
+        ledger.register("rollout_weights", _unless_unmapped(llm, sleep_mode.WEIGHTS, weights))
+        ledger.register("kv_cache", _unless_unmapped(llm, sleep_mode.CACHE, caches))
+        # Allocated and freed within the sync, which passes its peak to `look` (worker/sharding.py).
+        most = 4 * self.recipe.reshard.bucket_bytes
+        ledger.register("reshard_buffers", lambda: _buffer_bytes(worker), full_bytes=most, grows=True)
 
     def _bytes_of(self, tensors: Callable[[], Any]) -> Callable[[], int]:
         return lambda: measure.held_bytes(tensors(), self.recipe.platform)
 
     @contextmanager
     def all_on_device(self, chunks: Sequence[torch.nn.Module], optimizer: Any, writes: bool) -> Iterator[None]:
-        """Parameters and optimizer states are on the device inside, and where they were afterwards.
+        """Inside, parameters and optimizer states are on the device; afterwards they are where they were before.
 
-        `writes`: weights and states may be replaced inside. Without our schedule verl brings the parameters by itself.
+        `writes`: weights and states may be replaced inside. Without our schedule verl moves the parameters itself.
         """
         scheduler = context().scheduler
-        models = list(map(offload_state_of_model, chunks)) if scheduler is not None else []
-        offloaded = []
-        if any(each.offloaded for each in models):
-            offloaded.append(Params(chunks))
-        if any(offload_state_of_optimizer(one).offloaded for one in single_optimizers(optimizer)):
-            offloaded.append(Optimizer(optimizer))
+        models = [] if scheduler is None else [offload_state_of_model(chunk) for chunk in chunks]
+        states = [offload_state_of_optimizer(one) for one in single_optimizers(optimizer)]
+        offloaded = [Params(chunks)] if any(model.offloaded for model in models) else []
+        offloaded += [Optimizer(optimizer)] if any(state.offloaded for state in states) else []
         for handler in offloaded:
             handler.load()
         try:
             yield
         finally:
-            for each in models:
-                each.written = each.written or writes
+            for model in models:
+                model.written = model.written or writes
             for handler in offloaded:
                 handler.offload()
-            if writes and self._belongs_on_host(optimizer):
-                Optimizer(optimizer).offload()  # states created by load_checkpoint
-
-    def _belongs_on_host(self, optimizer: Any) -> bool:
-        """Whether optimizer states are to be on the host now; without our schedule verl's own call takes them there."""
-        if any(offload_state_of_optimizer(one).swapped for one in single_optimizers(optimizer)):
-            return True
-        scheduler = context().scheduler
-        return scheduler is not None and scheduler.moves("optimizer") and not scheduler.has("optimizer")
+            scheduled = scheduler is not None and scheduler.moves("optimizer") and not scheduler.has("optimizer")
+            if writes and (scheduled or any(state.swapped for state in states)):
+                Optimizer(optimizer).offload()  # states that load_checkpoint made; else verl's call offloads them
 
 
 def _check_inside(worker: Any, ledger: Ledger) -> None:
-    """verl's own order: the ledger checks inside the actor's calls, before which verl's worker loads."""
+    """In verl's own order the ledger checks inside the actor's calls, before which verl's worker loads."""
     if worker._is_actor:
         _check_call(worker.actor, "compute_log_prob", ledger, "old_log_prob")
         _check_call(worker.actor, "update_policy", ledger, "update")
@@ -189,22 +163,17 @@ def _check_call(actor: Any, method: str, ledger: Ledger, phase: str) -> None:
     setattr(actor, method, checked)
 
 
-def is_ledger_on(recipe: Any) -> bool:
-    """Whether `recipe` wants a ledger, and its row is on."""
-    return recipe.memory.ledger != "off" and engine.is_on("memory.ledger")
-
-
-def _wire_bytes(worker: Any) -> int:
-    """What the worker's resharder holds now; nothing is seen of verl's own path, nor before the first sync."""
+def _buffer_bytes(worker: Any) -> int:
+    """Bytes that the worker's resharder holds now; 0 on verl's own path and before the first sync."""
     executor = getattr(getattr(worker.sharding_manager, "resharder", None), "executor", None)
     return executor.held_bytes if executor else 0
 
 
-def _unless_unmapped(llm: Any, tag: str, of_storages: Callable[[], int]) -> Callable[[], int]:
-    """vLLM's own sleep mode unmaps memory that tensors go on pointing at: asleep, they hold nothing."""
+def _unless_unmapped(llm: Any, tag: str, measured: Callable[[], int]) -> Callable[[], int]:
+    """`measured`, or 0 while vLLM's own sleep mode has unmapped the memory, to which tensors still point."""
 
-    def measured() -> int:
-        unmapped = measure.has_sleep_mode(llm) and tag not in getattr(llm, "awake", (tag,))
-        return 0 if unmapped else of_storages()
+    def held() -> int:
+        sleeps = llm.llm_engine.vllm_config.model_config.enable_sleep_mode
+        return 0 if sleeps and tag not in getattr(llm, "awake", (tag,)) else measured()
 
-    return measured
+    return held

@@ -1,11 +1,11 @@
-"""The update without a pass for old log-probs before it, and with weights of recipe.rollout_correction.
+"""Update without a separate pass for old log-probs, and with the weights of recipe.rollout_correction.
 
-    trainer    worker_group.py       answers compute_log_prob by itself and leaves the column out of the update's batch
-    worker     OnPolicyUpdate        gives the loss vLLM's log-probs where it looks for old ones, or weighs advantages
-               loss_on_policy        takes the log-probs that the update computes as old ones: ratio 1, exactly
+trainer/worker_group.py skips compute_log_prob and leaves the column out of the update's batch. `OnPolicyUpdate`
+gives the loss vLLM's log-probs as old ones, or weighs the advantages. `loss_on_policy` replaces old log-probs by those
+that the update computes: the ratio is exactly 1.
 
-With one mini batch and one epoch the weights of the update's forward pass are those that verl's own pass before it
-has, so both passes say the same; trainer/on_policy.py refuses where that is not so. Imports torch, not verl.
+With one mini batch and one epoch the update's forward pass has the same weights as verl's separate pass, so both give
+the same log-probs; trainer/on_policy.py refuses other configurations. Imports torch, not verl.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ _NO_ROLLOUT = (
     "from vLLM. Row rollout.keep_log_probs keeps them on line a3"
 )
 _NOT_REACHED = (
-    "recipe.train.skip_old_log_prob: the update went by vLLM's log-probs, as its loss is not that of row "
+    "recipe.train.skip_old_log_prob: the update used vLLM's log-probs as old ones, because its loss is not that of row "
     "update.loss_on_policy in verl.workers.actor.megatron_actor; look at `status --run DIR`"
 )
 
 
 class OnPolicyUpdate:
-    """Log-probs of both sides that one update_actor met, in the order of its micro batches.
+    """One update_actor: log-probs of vLLM and of the actor, in the order of its micro batches.
 
     `skip`: recipe.train.skip_old_log_prob; `correction`: recipe.rollout_correction, None for none.
     """
@@ -46,11 +46,9 @@ class OnPolicyUpdate:
 
     @classmethod
     def of(cls, recipe: Any) -> OnPolicyUpdate | None:
-        """What `recipe` asks for; None where the update is verl's own."""
-        correction = correction_of(recipe.rollout_correction)
-        if not recipe.train.skip_old_log_prob and correction is None:
-            return None
-        return cls(recipe.train.skip_old_log_prob, correction)
+        """The update that `recipe` sets; None if the update is verl's own."""
+        skip, correction = recipe.train.skip_old_log_prob, correction_of(recipe.rollout_correction)
+        return cls(skip, correction) if skip or correction is not None else None
 
     @contextmanager
     def around(self, batch: Any) -> Iterator[None]:
@@ -59,11 +57,13 @@ class OnPolicyUpdate:
         if self.correction and not self.has_rollout:
             raise rollout_correction.LogProbError(_NO_ROLLOUT)
         if not self.skip:
-            self._weigh_batch(batch)
+            mask = batch["attention_mask"][:, -batch["responses"].shape[1] :].bool()  # as the actor's loss has it
+            sides = batch[_ROLLOUT], batch[_OLD], mask
+            self.seen.append(sides)
+            batch["advantages"] = weighed(batch["advantages"], *sides, self.correction)
             yield
             return
-        missing = torch.full_like(batch["advantages"], math.nan)
-        batch[_OLD] = batch[_ROLLOUT] if self.has_rollout else missing
+        batch[_OLD] = batch[_ROLLOUT] if self.has_rollout else torch.full_like(batch["advantages"], math.nan)
         context().update = self
         try:
             yield
@@ -82,18 +82,12 @@ class OnPolicyUpdate:
         return old, advantages
 
     def moments(self) -> rollout_correction.Moments | None:
-        """Of everything seen; None on ranks that do not report."""
+        """Moments of the update's log-probs; None on ranks that do not report."""
         if not is_metrics_rank():
             return None
         if not self.seen:
             return rollout_correction.merged([])
         return rollout_correction.moments(*map(torch.cat, zip(*self.seen, strict=True)), self.correction)
-
-    def _weigh_batch(self, batch: Any) -> None:
-        mask = batch["attention_mask"][:, -batch["responses"].shape[1] :].bool()  # as the actor's loss has it
-        sides = batch[_ROLLOUT], batch[_OLD], mask
-        self.seen.append(sides)
-        batch["advantages"] = weighed(batch["advantages"], *sides, self.correction)
 
 
 def weighed(advantages: Any, rollout: Any, actor: Any, mask: Any, correction: Correction) -> torch.Tensor:
@@ -102,8 +96,9 @@ def weighed(advantages: Any, rollout: Any, actor: Any, mask: Any, correction: Co
 
 
 def is_metrics_rank() -> bool:
-    """One rank of each replica, whose results verl takes too (collect_megatron_compute): the last stage has the loss,
-    and its TP and CP ranks have the same.
+    """Whether this rank reports for its replica, as in verl's collect_megatron_compute.
+
+    The last pipeline stage has the loss, and its TP and CP ranks have equal values.
     """
     from megatron.core import parallel_state as mpu
 
@@ -112,7 +107,7 @@ def is_metrics_rank() -> bool:
 
 
 def loss_on_policy(compute_policy_loss: Callable) -> Callable:
-    """Provider for verl's compute_policy_loss: inside an update that skips the pass, old log-probs are its own."""
+    """Row provider for compute_policy_loss: in an update that skips the pass, old log-probs are the actor's own."""
 
     @functools.wraps(compute_policy_loss)
     def loss(old_log_prob: Any, log_prob: Any, advantages: Any, response_mask: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,16 +1,16 @@
-"""One GRPO step as a worker runs it: methods over those of verl's ActorRolloutRefWorker.
+"""One GRPO step of a worker: methods over those of verl's ActorRolloutRefWorker.
 
-    call of the trainer       here                                            memory phases (memory/schedule.py)
+    call of the trainer       code here                                       memory phases (memory/schedule.py)
     generate_sequences        sharding.py: weight sync, then wake the cache   reshard, wake_kv
-                              rollout_engine.py: vLLM generates, and sleeps   rollout, sleep
+                              rollout_engine.py: vLLM generates and sleeps    rollout, sleep
     compute_log_prob          verl's own                                      old_log_prob
     compute_ref_log_prob      verl's own                                      ref
     update_actor              OnPolicyUpdate around verl's own                update
-    run_stage                 the same calls on tensors that stay here (recipe.tensor_cache)
-    take_report               what this worker counted in the step
+    run_stage                 the same calls on tensors of the tensor cache (recipe.tensor_cache)
+    take_report               counters of the step
 
-Row update.recipe_worker puts the class in place; the rows that name one of its methods are its features, each with a
-switch of its own. Without a `recipe:` section every method is verl's own.
+Row update.recipe_worker installs the class. Rows that name one of its methods are features with a switch of their own.
+Without a `recipe:` section every method is verl's own.
 """
 
 from __future__ import annotations
@@ -45,13 +45,11 @@ class RecipeWorker:
     memory: WorkerMemory | None = None
     log_prob_moments: Mapping[str, Any] | None = None
 
-    # -- start --------------------------------------------------------------------------------------------------------
-
     def __init__(self, config: Any, role: str) -> None:
         if is_on("update.engine_start"):
             from verl_patches.model.mindspeed import start
 
-            start.start(config)  # process groups and arguments are there before verl looks
+            start.start(config)  # makes process groups and arguments, which verl then uses
         super().__init__(config, role)
         self.recipe = config.get("recipe")
         if self.recipe is not None:
@@ -61,7 +59,7 @@ class RecipeWorker:
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
-        """verl builds models, optimizer and rollout; from then on memory is watched and moved as scheduled."""
+        """verl's, which builds models, optimizer and rollout; then the ledger and the schedule start."""
         super().init_model()
         if self.memory is not None:
             self.memory.start(self)
@@ -81,36 +79,31 @@ class RecipeWorker:
     def _build_rollout(self, *args: Any, **kwargs: Any) -> tuple:
         rollout, manager = super()._build_rollout(*args, **kwargs)
         if self.recipe is not None and isinstance(manager, RecipeShardingManager):
-            manager.sync_enabled = self.recipe.weight_sync.enabled
-            manager.settings = self._sync_settings()
+            recipe, world = self.recipe, dist.get_world_size()
+            layouts = (layout(self.config, recipe, world) for layout in (train_layout_in, rollout_layout_in))
+            manager.sync_enabled = recipe.weight_sync.enabled
+            manager.settings = Settings(*layouts, recipe.line, recipe.reshard.bucket_bytes, recipe.reshard.verify)
         return rollout, manager
-
-    def _sync_settings(self) -> Settings:
-        recipe, world = self.recipe, dist.get_world_size()
-        train, rollout = train_layout_in(self.config, recipe, world), rollout_layout_in(self.config, recipe, world)
-        return Settings(train, rollout, recipe.line, recipe.reshard.bucket_bytes, recipe.reshard.verify)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def prove_patches(self) -> dict[str, Any]:
-        """Digest of intent, states of all rows, and `error`: why verify refused, None where all are active.
+        """Digest of intent and states of all rows; `error`: the error of verify, None if all rows are active.
 
-        Not blocking: the controller gets one reference a worker and can tell which one has no proof.
+        Not blocking: the controller gets one reference per worker and can name the worker that has no proof.
         """
-        found, error = engine.current(), None
+        patches, error = engine.current(), None
         try:
-            found.verify("worker")
+            patches.verify("worker")
         except engine.PatchError as refused:
             error = str(refused)
         return {
             "rank": dist.get_rank(),
             "where": f"pid {os.getpid()} on {socket.gethostname()}",
-            "digest": found.digest(),
-            "intent": found.intent(),
-            "status": found.status(),
+            "digest": patches.digest(),
+            "intent": patches.intent(),
+            "status": patches.status(),
             "error": error,
         }
-
-    # -- the step -----------------------------------------------------------------------------------------------------
 
     @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO)
     def compute_log_prob(self, data: Any) -> Any:
@@ -138,17 +131,15 @@ class RecipeWorker:
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def run_stage(self, stage: str, step: int, payload: Mapping[str, Any] | None = None) -> Any:
-        """One stage of `step` on the tensors that stay here: worker/tensor_cache_stages.py."""
+        """One stage of `step` on cached tensors: worker/tensor_cache_stages.py."""
         here = context()
         if here.batch is None:
             here.batch = CachedBatch(self.recipe.platform, here.ledger)
         return here.batch.run(self, stage, step, payload)
 
-    # -- checkpoints --------------------------------------------------------------------------------------------------
-
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        """verl's, with weights and optimizer states on the device, which are where they were afterwards."""
+        """verl's, with weights and optimizer states on the device; afterwards they are where they were before."""
         with self._all_on_device(writes=False):
             super().save_checkpoint(*args, **kwargs)
 
@@ -166,15 +157,13 @@ class RecipeWorker:
         with self.memory.all_on_device(self.actor_module, self.actor_optimizer, writes):
             yield
 
-    # -- reports ------------------------------------------------------------------------------------------------------
-
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def take_report(self) -> dict[str, Any]:
-        """What this worker counted since the last call.
+        """Counters of this worker since the last call.
 
-        seconds: {phase: s}; sync: one dict a weight sync; log_prob_moments: of the last update, None on ranks that do
+        seconds: {phase: s}; sync: one dict per weight sync; log_prob_moments: of the last update, None on ranks that do
         not report; memory: the ledger's records, None without one; moves: between host and device; starts: (method,
-        seconds since the epoch) of what the trainer called.
+        seconds since the epoch) of the trainer's calls.
         """
         moments, self.log_prob_moments = self.log_prob_moments, None
         resharder, ledger = getattr(getattr(self, "sharding_manager", None), "resharder", None), context().ledger
@@ -189,7 +178,6 @@ class RecipeWorker:
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def take_checked(self) -> dict[str, Any] | None:
-        """What this replica sampled for the truth check (rollout/log_probs.py), from its first rank; None elsewhere."""
-        first = dist.get_rank() % self.config.rollout.tensor_model_parallel_size == 0
+        """Samples of this replica for the truth check (rollout/log_probs.py), from its first rank; None elsewhere."""
         checked = self.rollout.__dict__.pop("checked")
-        return checked if first else None
+        return None if dist.get_rank() % self.config.rollout.tensor_model_parallel_size else checked

@@ -1,4 +1,4 @@
-"""vLLM's LLM as verl's rollout uses it: how it is built, and the memory phases that its calls begin."""
+"""vLLM's LLM as verl's rollout uses it: its construction, and the memory phases that its calls begin."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class RolloutEngine:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         if is_on("rollout.llm_arguments"):
             kwargs = engine_arguments(kwargs)
-        sleeps, eager = bool(kwargs.get("enable_sleep_mode")), bool(kwargs.get("enforce_eager"))
-        ours = sleeps and is_on("memory.sleep_mode")
+        eager = bool(kwargs.get("enforce_eager"))
+        ours = bool(kwargs.get("enable_sleep_mode")) and is_on("memory.sleep_mode")
         if ours and eager:
             kwargs["enable_sleep_mode"] = False
         super().__init__(*args, **kwargs)
@@ -40,7 +40,7 @@ class RolloutEngine:
             self.llm_engine.add_request = _refuse_unready(self.sleep_mode, self.llm_engine.add_request)
 
     def wake_up(self, tags: list[str] | None = None) -> None:
-        """Wake weights, in phase reshard, then the KV cache, in phase wake_kv; what is awake is left alone."""
+        """Wake the weights in phase reshard, then the KV cache in phase wake_kv; nothing for a tag that is awake."""
         for tag, phase in _PHASE_OF_TAG.items():
             if tag not in self.awake and (tags is None or tag in tags):
                 context().begin(phase, functools.partial(self._wake_tag, tag))
@@ -57,7 +57,7 @@ class RolloutEngine:
         return outputs
 
     def sleep(self, level: int = 1) -> None:
-        """Give up weights and KV cache, in phase sleep. RecipeError: see memory/sleep_mode.py."""
+        """Free weights and KV cache, in phase sleep. RecipeError: see memory/sleep_mode.py."""
         context().look()
         context().begin("sleep", functools.partial(self._sleep, level))
 
@@ -66,7 +66,7 @@ class RolloutEngine:
         self.awake.clear()
 
     def weights_written(self, last: bool) -> None:
-        """A weight sync has written every weight; `last`: no other one comes, so they have to survive sleep."""
+        """A weight sync has written every weight; `last`: no sync follows, so sleep must keep them."""
         if self.sleep_mode is not None:
             self.sleep_mode.weights_written(last)
 

@@ -1,12 +1,12 @@
-"""The stages of a step on tensors that stay in the worker's process: recipe.tensor_cache.enabled.
+"""Stages of a step on tensors that stay in the worker's process: recipe.tensor_cache.enabled.
 
-    stage      runs                                        goes back to the trainer
+    stage      runs                                        returns to the trainer
     generate   verl's generate_sequences                   lengths and ids of responses
     place      one exchange to the train replicas          bytes moved (tensor_cache/batch_plan.py)
-    log_prob   verl's compute_log_prob on what is here     entropy; log-probs if KL in the reward needs them
+    log_prob   verl's compute_log_prob                     entropy; log-probs if KL in the reward needs them
     ref        verl's compute_ref_log_prob                 as log_prob, without entropy
     update     verl's update_actor with given advantages   metrics
-    close      drops everything                            nothing
+    close      drops all tensors                           nothing
 
 trainer/tensor_cache.py calls them by `RecipeWorker.run_stage`.
 """
@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from itertools import chain, cycle
+from itertools import chain, cycle, islice
 from typing import Any
 
 import numpy as np
@@ -28,7 +28,7 @@ from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.layout.parallel import train_layout_in
 from verl_patches.memory.ledger import Ledger
 from verl_patches.tensor_cache import batch_plan
-from verl_patches.tensor_cache.batch_plan import BatchPlan, held_after_rollout, plan_batch, train_replicas
+from verl_patches.tensor_cache.batch_plan import BatchPlan, plan_batch, train_replicas
 from verl_patches.tensor_cache.cache import TensorCache
 from verl_patches.tensor_cache.exchange import (
     Ragged,
@@ -48,7 +48,11 @@ _LOG_PROBS = ("old_log_probs", "ref_log_prob", "rollout_log_probs")
 
 
 class CachedBatch:
-    """The tensors of one step that stay in this process, and the stages that work on them."""
+    """The tensors of one step that stay in this process, and the stages that use them.
+
+    `generating`: the step whose responses are being generated, None outside stage generate. `payload`, `plan` and
+    `tokens` (by sample) are those of stage place.
+    """
 
     def __init__(self, platform: str, ledger: Ledger | None):
         self.cache = TensorCache(platform)
@@ -66,53 +70,49 @@ class CachedBatch:
 
     @property
     def samples(self) -> tuple[int, ...]:
-        """Those that this rank computes."""
+        """The samples that this rank computes."""
         return self.plan.placed[self.replica]
 
     def run(self, worker: Any, stage: str, step: int, payload: Mapping[str, Any] | None) -> Any:
-        """One stage of `step` by the methods of `worker`; what goes back is small, or None. An error drops all."""
+        """Run one stage of `step` by the methods of `worker`; returns little data, or None. An error drops all."""
         if stage == "close":
             return self.cache.close()
-        stages = {
+        run = {
             "generate": self._generate,
             "place": self._place,
             "log_prob": self._log_prob,
             "ref": self._ref,
             "update": self._update,
-        }
+        }[stage]
         with self.cache.closed_by_error():
-            return stages[stage](worker, step, payload)
+            return run(worker, step, payload)
 
     def keep_responses(self, output: DataProto) -> DataProto:
-        """Inside `generate`: tensors of verl's `output` stay here, and lengths and ids go on. Else `output` itself."""
-        if self.generating is None:
-            return output
-        return keep_rollout(self.cache, self.generating, output.batch)
+        """Lengths and response ids of verl's `output`, whose tensors are put into the cache.
 
-    @contextmanager
-    def _in_generation(self, step: int) -> Iterator[None]:
-        self.generating = step
-        try:
-            yield
-        finally:
-            self.generating = None
+        Outside stage generate (validation, greedy baselines) `output` itself.
+        """
+        return output if self.generating is None else keep_rollout(self.cache, self.generating, output.batch)
 
     def _generate(self, worker: Any, step: int, payload: Mapping[str, Any]) -> dict[str, Any]:
         """`payload`: see `padded_prompts`. Returns lengths, and ids of this rank's responses, concatenated (int32)."""
         padded = padded_prompts(payload, dist.get_rank(), dist.get_world_size())
         self.cache.open(step)
-        with self._in_generation(step):
+        self.generating = step
+        try:
             output = worker.generate_sequences(padded)
+        finally:
+            self.generating = None
         lengths = {name: output.batch[name].numpy() for name in ("prompt_length", "response_length")}
         return {**lengths, "response_ids": np.concatenate(output.non_tensor_batch["response_ids"])}
 
     def _place(self, worker: Any, step: int, payload: Mapping[str, Any]) -> dict[str, Any]:
         """`payload`: prompts and responses (int arrays, lengths by sample), widths, pad, balance.
 
-        Back go bytes, and `balance` of the update's micro batches: sum(most of any replica) / sum(mean), 1 is equal.
+        Returns bytes, and `balance` of the update's micro batches: sum(most of any replica) / sum(mean), 1 is equal.
         """
-        world, rank, actor = dist.get_world_size(), dist.get_rank(), worker.config.actor
-        train = train_layout_in(worker.config, worker.config.recipe, world)
+        rank, actor = dist.get_rank(), worker.config.actor
+        train = train_layout_in(worker.config, worker.config.recipe, dist.get_world_size())
         prompts, responses = payload["prompts"].tolist(), payload["responses"].tolist()
         tokens = tuple(a + b for a, b in zip(prompts, responses, strict=True))
         budget = token_budget(worker.config, "update")
@@ -120,7 +120,6 @@ class CachedBatch:
         size = None if packs else 1 if budget else actor.ppo_micro_batch_size_per_gpu  # 1: verl packs by itself
         self.payload, self.tokens = payload, tokens
         self.plan = plan_batch(
-            held_after_rollout(len(tokens), range(world)),
             train_replicas(train),
             tokens,
             balance=payload["balance"],
@@ -129,45 +128,40 @@ class CachedBatch:
             token_budget=budget if packs else None,
             loss_agg_mode=actor.loss_agg_mode,
         )
-        kinds = {"prompts": TensorSpec(torch.int32, prompts), "responses": TensorSpec(torch.int32, responses)}
+        specs = {"prompts": TensorSpec(torch.int32, prompts), "responses": TensorSpec(torch.int32, responses)}
         if "rollout_log_probs" in self.cache.names:
-            kinds["rollout_log_probs"] = TensorSpec(torch.float32, responses)
-        self.cache.redistribute(step, self.plan, rank, kinds)
-        sent, received = wire_bytes(self.plan, rank, kinds)
+            specs["rollout_log_probs"] = TensorSpec(torch.float32, responses)
+        self.cache.redistribute(step, self.plan, rank, specs)
+        sent, received = wire_bytes(self.plan, rank, specs)
         most, mean = self.plan.tokens(tokens)
-        return {
-            "sent_bytes": sent,
-            "received_bytes": received,
-            "kept_bytes": self.cache.bytes_held,
-            "balance": round(most / mean, 4),
-        }
+        moved = {"sent_bytes": sent, "received_bytes": received, "kept_bytes": self.cache.bytes_held}
+        return {**moved, "balance": round(most / mean, 4)}
 
     def _log_prob(self, worker: Any, step: int, payload: Mapping[str, Any]) -> dict[str, Any] | None:
-        """`payload`: send_back, whether the log-probs themselves go back too (unpadded, in the order of `samples`)."""
+        """`payload`: send_back, whether to return the log-probs too (unpadded, in the order of `samples`)."""
         data, mask = self._inputs(step)
-        with taken(worker.actor) as found, self._planned(worker.config, "log_prob"):
+        with taken(worker.actor) as results, self._planned(worker.config, "log_prob"):
             worker.compute_log_prob(data)
-        log_probs, entropies = found
-        kept = self._keep(step, "old_log_probs", log_probs, mask)
-        speaks = is_metrics_rank()
+        log_probs, entropies = results
+        values = self._keep(step, "old_log_probs", log_probs, mask, payload)
+        reports = is_metrics_rank()
         if "rollout_log_probs" in self.cache.names:
             sides = self._padded(step, "rollout_log_probs"), log_probs, mask
-            worker.log_prob_moments = rollout_correction.moments(*sides) if speaks else None
-        if not speaks:
+            worker.log_prob_moments = rollout_correction.moments(*sides) if reports else None
+        if not reports:
             return None
         entropy = (entropies * mask).sum(1) / mask.sum(1)
-        return {"samples": self.samples, "entropy": entropy.cpu().numpy(), **self._sent_back(kept, payload)}
+        return {"samples": self.samples, "entropy": entropy.cpu().numpy(), **values}
 
     def _ref(self, worker: Any, step: int, payload: Mapping[str, Any]) -> dict[str, Any] | None:
         data, mask = self._inputs(step)
-        with taken(worker.ref_policy) as found, self._planned(worker.config, "ref"):
+        with taken(worker.ref_policy) as results, self._planned(worker.config, "ref"):
             worker.compute_ref_log_prob(data)
-        kept = self._keep(step, "ref_log_prob", found[0], mask)
-        wanted = payload["send_back"] and is_metrics_rank()
-        return {"samples": self.samples, **self._sent_back(kept, payload)} if wanted else None
+        values = self._keep(step, "ref_log_prob", results[0], mask, payload)
+        return {"samples": self.samples, **values} if values else None
 
     def _update(self, worker: Any, step: int, payload: Mapping[str, Any]) -> dict[str, Any] | None:
-        """`payload`: advantages by sample, one each or one a response token (per_token), and meta (meta_info)."""
+        """`payload`: advantages by sample, one each or one per response token (per_token), and meta (meta_info)."""
         data, mask = self._inputs(step)
         for name in _LOG_PROBS:
             if name in self.cache.names:
@@ -189,14 +183,11 @@ class CachedBatch:
     def _padded(self, step: int, name: str) -> torch.Tensor:
         return to_padded(self.cache.get(step, name, self.samples), self.payload["widths"][1])
 
-    def _keep(self, step: int, name: str, found: torch.Tensor, mask: torch.Tensor) -> Ragged:
-        ragged = from_padded(found, mask)
+    def _keep(self, step: int, name: str, padded: torch.Tensor, mask: torch.Tensor, payload: Mapping) -> dict[str, Any]:
+        """Put log-probs into the cache; returns {values: a copy for the trainer} if it needs one of this rank."""
+        ragged = from_padded(padded, mask)
         self.cache.put(step, name, self.samples, ragged)
-        return ragged
-
-    @staticmethod
-    def _sent_back(kept: Ragged, payload: Mapping[str, Any]) -> dict[str, np.ndarray]:
-        return {"values": kept.values.cpu().numpy()} if payload["send_back"] else {}
+        return {"values": ragged.values.cpu().numpy()} if payload["send_back"] and is_metrics_rank() else {}
 
     def _planned(self, config: Any, stage: str) -> AbstractContextManager[None]:
         tokens = self.tokens if self.payload["balance"] else None
@@ -213,19 +204,19 @@ class CachedBatch:
 def padded_prompts(payload: Mapping[str, Any], rank: int, world: int) -> DataProto:
     """This rank's prompts as verl's generation takes them.
 
-    `payload`: prompt_ids (int32, one after the other) and prompt_lengths of all ranks in order, width and pad of the
-    padded prompts, and meta. ConfigError where they cannot be shared out equally, on every rank.
+    `payload`: prompt_ids (int32, concatenated) and prompt_lengths of all ranks in order, width and pad of the padded
+    prompts, and meta. ConfigError, on every rank, unless ranks can have equally many.
     """
     lengths = payload["prompt_lengths"]
-    each, left = divmod(len(lengths), world)
-    if left:
+    count, rest = divmod(len(lengths), world)
+    if rest:
         raise ConfigError(
             f"tensor cache: {len(lengths)} prompts for {world} workers; expected a multiple of {world}: "
             "change data.train_batch_size"
         )
-    ids = np.split(payload["prompt_ids"], np.cumsum(lengths)[:-1])[rank * each : (rank + 1) * each]
+    ids = np.split(payload["prompt_ids"], np.cumsum(lengths)[:-1])[rank * count : (rank + 1) * count]
     ragged = Ragged(torch.from_numpy(np.concatenate(ids)), tuple(map(len, ids)))
-    raw = np.empty(each, dtype=object)
+    raw = np.empty(count, dtype=object)
     raw[:] = [part.tolist() for part in ids]
     return DataProto.from_dict(
         tensors=prompt_inputs(ragged, payload["width"], payload["pad"]),
@@ -235,10 +226,9 @@ def padded_prompts(payload: Mapping[str, Any], rank: int, world: int) -> DataPro
 
 
 def keep_rollout(cache: TensorCache, step: int, batch: Any) -> DataProto:
-    """What the trainer gets of verl's output `batch`; ids and log-probs stay in `cache`, unpadded, by sample."""
-    count, width = batch["responses"].shape
-    samples = held_after_rollout(count * dist.get_world_size(), range(dist.get_world_size()))[dist.get_rank()]
-    mask = batch["attention_mask"]
+    """Lengths and response ids of verl's output `batch`; its ids and log-probs go into `cache`, unpadded, by sample."""
+    (count, width), rank = batch["responses"].shape, dist.get_rank()
+    samples, mask = range(rank * count, (rank + 1) * count), batch["attention_mask"]
     prompts = from_padded(batch["prompts"], mask[:, :-width], left=True, dtype=torch.int32)
     responses = from_padded(batch["responses"], mask[:, -width:], dtype=torch.int32)
     cache.put(step, "prompts", samples, prompts)
@@ -246,12 +236,9 @@ def keep_rollout(cache: TensorCache, step: int, batch: Any) -> DataProto:
     if "rollout_log_probs" in batch.keys():
         cache.put(step, "rollout_log_probs", samples, from_padded(batch["rollout_log_probs"], mask[:, -width:]))
     ids = np.empty(count, dtype=object)
-    on_host = Ragged(responses.values.cpu(), responses.lengths)
-    ids[:] = [part.numpy() for part in on_host.parts()]
-    lengths = {"prompt_length": prompts.lengths, "response_length": responses.lengths}
-    return DataProto.from_dict(
-        tensors={name: torch.tensor(each) for name, each in lengths.items()}, non_tensors={"response_ids": ids}
-    )
+    ids[:] = [part.numpy() for part in responses.values.cpu().split(responses.lengths)]
+    lengths = {"prompt_length": torch.tensor(prompts.lengths), "response_length": torch.tensor(responses.lengths)}
+    return DataProto.from_dict(tensors=lengths, non_tensors={"response_ids": ids})
 
 
 @contextmanager
@@ -259,21 +246,20 @@ def taken(actor: Any) -> Iterator[list[torch.Tensor]]:
     """[log-probs, entropies] of the one compute_log_prob that `actor` (MegatronPPOActor) runs inside, both [B, S].
 
     verl's compute_log_prob and compute_ref_log_prob end with `output.to("cpu")` (verl/workers/megatron_workers.py, both
-    pins); at 54c9b736 `output` has the model's inputs too. Inside, the worker gets rows without values instead.
-    On this object alone, so rows on its class stand. The batch that it was given has no tensors afterwards.
+    pins); at 54c9b736 `output` has the model's inputs too. Inside, the worker gets empty rows instead, and its batch
+    has no tensors afterwards. Replaces the method on this object only, so rows on its class stay in place.
     """
-    found: list[torch.Tensor] = []
+    results: list[torch.Tensor] = []
     compute, own = actor.compute_log_prob, vars(actor).get("compute_log_prob")
 
     def take(data: Any, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        found[:] = compute(data, *args, **kwargs)
+        results[:] = compute(data, *args, **kwargs)
         data.batch = data.batch.select()
-        nothing = found[0][:, :0]
-        return nothing, nothing
+        return results[0][:, :0], results[0][:, :0]
 
     actor.compute_log_prob = take
     try:
-        yield found
+        yield results
     finally:
         if own is None:
             del actor.compute_log_prob
@@ -281,23 +267,23 @@ def taken(actor: Any) -> Iterator[list[torch.Tensor]]:
             actor.compute_log_prob = own
 
 
-Parts = list[list[int]]  # [micro batch] -> places in the batch that verl splits
+Parts = list[list[int]]  # [micro batch] -> rows of the batch that verl splits
 
 
 class PlannedSplits:
-    """What the stage that runs now splits its batches into, in order; over again for each epoch."""
+    """Micro batches of the stage in progress, batch by batch; repeated for each epoch."""
 
     def __init__(self, splits: Sequence[Parts], tokens: Sequence[Sequence[int]]):
         self._splits = cycle(zip(splits, tokens, strict=True))
         self.reached = 0
 
-    def next(self, found: list[int]) -> Parts:
-        """Of a batch whose rows have so many tokens; RecipeError where the plan has others here."""
+    def next(self, tokens: list[int]) -> Parts:
+        """Micro batches of the next batch, with these tokens by row; RecipeError where the plan has other rows."""
         parts, expected = next(self._splits)
-        if found != list(expected):
+        if tokens != list(expected):
             raise RecipeError(
-                f"micro batches: batch {self.reached} of this stage: {len(found)} rows of {sum(found)} "
-                f"tokens, the plan has {len(expected)} of {sum(expected)} there, or in another order"
+                f"micro batches: batch {self.reached} of this stage: {len(tokens)} rows of {sum(tokens)} tokens, the "
+                f"plan has {len(expected)} of {sum(expected)}, or another order"
             )
         self.reached += 1
         return parts
@@ -306,9 +292,9 @@ class PlannedSplits:
 def planned(
     stage: str, budget: int | None, plan: BatchPlan, replica: int, tokens: Sequence[int] | None
 ) -> AbstractContextManager[None]:
-    """A stage, "update" or a forward pass, in which dynamic micro batches of a replica are the plan's.
+    """Context of a stage ("update" or a forward pass) in which dynamic micro batches of a replica are the plan's.
 
-    `tokens`: [sample] -> tokens. Micro batches are verl's without a budget (their size is not dynamic) or tokens.
+    `tokens`: by sample. Without tokens, or without a budget (no dynamic batch size), micro batches are verl's.
     """
     if budget is None or tokens is None:
         return nullcontext()
@@ -318,45 +304,46 @@ def planned(
 
 def update_splits(plan: BatchPlan, replica: int) -> list[Parts]:
     """[mini batch] -> its micro batches; the update has its samples in the order of the plan."""
-    return [_places(mini, list(chain.from_iterable(mini))) for mini in plan.schedule[replica]]
+    return [_rows(mini, list(chain.from_iterable(mini))) for mini in plan.schedule[replica]]
 
 
 def pass_splits(plan: BatchPlan, replica: int, lengths: Sequence[int], token_budget: int) -> list[Parts]:
     """One batch of all samples of a replica, for a forward pass with a budget of its own."""
-    packed = batch_plan.packed(plan.placed, lengths, token_budget, balance=False)  # the plan has dealt them
-    return [_places(packed[replica], plan.placed[replica])]
+    packed = batch_plan.packed(plan.placed, lengths, token_budget, balance=False)  # the plan has balanced replicas
+    return [_rows(packed[replica], plan.placed[replica])]
 
 
-def _places(parts: Sequence[Sequence[int]], order: Sequence[int]) -> Parts:
-    place = {sample: at for at, sample in enumerate(order)}
-    return [[place[sample] for sample in part] for part in parts]
+def _rows(parts: Sequence[Sequence[int]], order: Sequence[int]) -> Parts:
+    row_of = {sample: row for row, sample in enumerate(order)}
+    return [[row_of[sample] for sample in part] for part in parts]
 
 
 @contextmanager
 def following(splits: Sequence[Parts], tokens: Sequence[int]) -> Iterator[None]:
-    """A stage whose dynamic micro batches are `splits`, of rows with these tokens, all batches one after another.
+    """Context of a stage whose dynamic micro batches are `splits`; `tokens`: of the rows of all batches in order.
 
-    Raises RecipeError where verl's actor did not ask for them.
+    RecipeError if verl's actor did not ask for them.
     """
     rows = iter(tokens)
-    now = context().splits = PlannedSplits(splits, [[next(rows) for part in parts for _ in part] for parts in splits])
+    by_batch = [list(islice(rows, sum(map(len, parts)))) for parts in splits]
+    now = context().splits = PlannedSplits(splits, by_batch)
     try:
         yield
     finally:
         context().splits = None
     if not now.reached:
         raise RecipeError(
-            "micro batches: the actor did not split by the plan; row update.micro_batches_as_planned "
-            "must reach verl.workers.actor.megatron_actor: look at `status --run DIR`"
+            "micro batches: the actor did not split by the plan; row update.micro_batches_as_planned must reach "
+            "verl.workers.actor.megatron_actor: look at `status --run DIR`"
         )
 
 
 def as_planned(rearrange_micro_batches: Callable) -> Callable:
-    """Provider for verl's rearrange_micro_batches: (micro batches, places), by the plan inside `following`.
+    """Row provider for verl's rearrange_micro_batches: (micro batches, rows), by the plan inside `following`.
 
-    verl packs each rank's samples by itself, into as many micro batches as the rank with the most tokens needs at
-    least (verl/utils/seqlen_balancing.py of 0.4.0): some come out above the token budget, and the n-th ones of two
-    replicas are not of one length. Here all replicas follow one plan. Without trainer.balance_batch verl packs.
+    verl packs the samples of each rank separately, into the least number of micro batches that the rank with the most
+    tokens needs (verl/utils/seqlen_balancing.py, 0.4.0): some exceed the token budget, and the n-th ones of two
+    replicas differ in length. Here all replicas follow one plan. Without trainer.balance_batch verl packs.
     """
 
     @functools.wraps(rearrange_micro_batches)
