@@ -258,7 +258,7 @@ def _worker(billions: int) -> tuple:
         destinations=Destinations(RANK, places, (), {}, (), model, live),
         verified=True,
         reports=[],
-        executor=Executor(compiler, group=None, load_whole=None, finish=lambda: weight_sync.post_load(model)),
+        executor=Executor(compiler, load_whole=None, finish=lambda: weight_sync.post_load(model)),
     )
     # without verl's unwrap_model, which looks at each chunk once
     weight_sync.still_valid = lambda tensors, chunks: are_views_of(

@@ -197,7 +197,7 @@ def _spoil(native, how):
     ("dtype", r"expert_bias' on rank 1: expected float32 \(16,\).*found bfloat16 \(16,\)"),
     ("missing", "rank 1 should train 1 HF tensors, as model.layers.1.mlp.experts.8.down_proj.weight"),
     ("twice", "rank 1 has model.layers.1.mlp.experts.8.down_proj.weight in .*linear_fc2.weight and in .*weight0"),
-    ("layer", "on rank 1 is model.layers.2.mlp.experts.8.down_proj.weight of layer 2, expert 8, which its layout does"),
+    ("layer", "on rank 1 is routed_expert_down of layer 2, expert 8, which its layout does"),
     ("no layer", "on rank 1 is routed_expert_down of layer 9"),
     ("expert", "on rank 1 is routed_expert_down of layer 1, expert 16"),
     ("dense", "on rank 1 is routed_expert_down of layer 0, expert 8"),

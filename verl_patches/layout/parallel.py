@@ -217,12 +217,12 @@ class ParallelLayout:
         """
         if num_experts < self.ep:
             raise ConfigError(
-                f"layout: ep={self.ep} is more than the {num_experts} routed experts: ranks would hold none; "
+                f"layout {self}: ep={self.ep} is more than the {num_experts} routed experts: ranks would hold none; "
                 f"choose an ep of at most {num_experts}"
             )
         if num_experts % self.ep and not rest_on_last:
             raise ConfigError(
-                f"layout: ep={self.ep} must divide the number of routed experts {num_experts}; choose another ep"
+                f"layout {self}: ep={self.ep} must divide the number of routed experts {num_experts}; choose another ep"
             )
         local, index = num_experts // self.ep, self.coordinates(rank).ep
         last = rest_on_last and index == self.ep - 1
