@@ -121,7 +121,7 @@ MUTANTS = (
     Mutant("layout-rest-of-experts-dropped", "layout/parallel.py",
            "num_experts if last else (index + 1) * local", "(index + 1) * local", LAYOUT),
     Mutant("layout-instance-dp-is-dp", "layout/parallel.py",
-           "by_instance.setdefault(self.coordinates(rank).edp, [])", "by_instance.setdefault(0, [])", LAYOUT),
+           '["tp", "cp", "pp", "edp"]', '["tp", "cp", "pp"]', LAYOUT),
     Mutant("static-bytes-without-cp", "layout/sharding.py",
            "(layout.dp * layout.cp)", "layout.dp", Tests("layout/test_sharding.py")),
     # memory
