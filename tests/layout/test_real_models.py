@@ -30,24 +30,17 @@ WIDE = TINY | {"n_routed_experts": 256, "n_group": 8}
 
 def _megatron(config, world_size, ranks=None, layers=None, **sizes):
     sizes = {"tp": 1, "cp": 1, "pp": 1, "vpp": 1, "ep": 1} | sizes
-    sizes.setdefault("etp", sizes["tp"])
-    return {
-        "config": config,
-        "world_size": world_size,
-        "ranks": ranks or list(range(world_size)),
-        "layers": layers,
-    } | sizes
+    case = {"config": config, "world_size": world_size, "ranks": ranks or list(range(world_size)), "layers": layers}
+    return case | {"etp": sizes["tp"]} | sizes
 
 
 MEGATRON = {
     "tp1": _megatron(TINY, 1),
-    "tp2": _megatron(TINY, 2, tp=2),
-    "ep2": _megatron(TINY, 2, ep=2),
     "pp2": _megatron(TINY, 2, pp=2),
     "tp2ep2": _megatron(TINY, 2, tp=2, ep=2, etp=1),
     "ep2pp2": _megatron(TINY, 4, ep=2, pp=2),
     "tp4 etp2 ep2 dp2": _megatron(TINY, 8, tp=4, ep=2, etp=2),
-    "pp2 uneven": _megatron(TINY, 2, pp=2, layers=[1, None]),
+    "pp2 uneven": _megatron(TINY, 2, pp=2, layers=[1, 3]),
     "pp2 vpp2 tp2": _megatron(TINY, 4, tp=2, pp=2, vpp=2),
     "cp2 ep4": _megatron(TINY, 4, cp=2, ep=4, etp=1),
     "no q_lora tp2": _megatron(NO_Q_LORA, 2, tp=2),
@@ -68,7 +61,6 @@ VLLM = {
     "tp2 ep": _vllm(TINY, tp=2),
     "dp2 ep": _vllm(TINY, dp=2),
     "dp3 ep that does not divide": _vllm(TINY, dp=3),
-    "2 x tp2 ep": _vllm(TINY, instances=2, tp=2),
     "2 x dp2 tp2 ep": _vllm(TINY, instances=2, dp=2, tp=2),
     "dp2 tp2 without ep": _vllm(TINY, dp=2, tp=2, expert_parallel=False),
     "2 x pp2 tp2 ep uneven": _vllm(TINY, instances=2, pp=2, tp=2, layers=[1, 3]),
@@ -92,13 +84,10 @@ def vllm(run_ranks):
 
 
 def _train_layout(case):
-    layers = None
-    if case["layers"]:
-        total, stages = case["config"]["num_hidden_layers"], case["pp"]
-        first, last = case["layers"]
-        middle = stages - (first is not None) - (last is not None)
-        each = (total - (first or 0) - (last or 0)) // middle
-        layers = [*([first] if first else []), *[each] * middle, *([last] if last else [])]
+    layers = case["layers"]
+    if layers:  # of the first and the last stage; the others share the rest
+        middle = (case["config"]["num_hidden_layers"] - sum(layers)) // max(1, case["pp"] - 2)
+        layers = [layers[0], *[middle] * (case["pp"] - 2), layers[1]]
     sizes = {name: case[name] for name in ("tp", "cp", "pp", "vpp", "ep", "etp")}
     return ParallelLayout(case["world_size"], layers_per_stage=layers, **sizes)
 
