@@ -132,7 +132,7 @@ def test_stages_of_megatrons_interleaved_schedule():
 
 
 def test_what_ep_does_not_divide_can_go_to_the_last_rank():
-    """As vLLM 0.9.1's determine_expert_map does; build_vllm.py compares it with the real one."""
+    """As vLLM 0.9.1's determine_expert_map does; tests/reshard/test_destination_vllm.py compares it with the real one."""
     layout, experts = rollout_layout(2, dp=3, tp=1), [range(5), range(5, 10), range(10, 16)]
     assert [layout.local_experts(rank, 16, rest_on_last=True) for rank in range(6)] == experts * 2
     assert layout.local_experts(2, 12, rest_on_last=True) == layout.local_experts(2, 12) == range(8, 12)

@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 
 from verl_patches.layout.inventory import build_inventory
+from verl_patches.layout.parallel import rollout_layout
 
 pytestmark = pytest.mark.slow
 
 TINY = json.loads((Path(__file__).parents[2] / "configs" / "model" / "deepseekv3_tiny.json").read_text())
+WIDE = TINY | {"n_routed_experts": 256, "n_group": 8}
 SQUARE = TINY | {"moe_intermediate_size": 128}  # as hidden_size: no shape tells of a transposed expert
 RUINED = "model.layers.3.mlp.experts.0.down_proj.weight"
 
@@ -19,7 +21,7 @@ RUINED = "model.layers.3.mlp.experts.0.down_proj.weight"
 def _case(config=TINY, instances=1, dp=1, tp=1, pp=1, expert_parallel=True, ruin=None, ranks=None, planned=None):
     sizes = {"instances": instances, "dp": dp, "tp": tp, "pp": pp, "expert_parallel": expert_parallel}
     ranks = ranks or list(range(instances * dp * tp * pp))
-    return {"config": config, "layers": None, "ruin": ruin, "ranks": ranks, "planned": planned or {}, **sizes}
+    return {"config": config, "ruin": ruin, "ranks": ranks, "planned": planned or {}, **sizes}
 
 
 RIGHT = {
@@ -34,6 +36,7 @@ RIGHT = {
     "two shared tp2": _case(TINY | {"n_shared_experts": 2}, tp=2),
     "padded words tp4": _case(TINY | {"vocab_size": 400}, tp=4),
     "ep3": _case(dp=3),
+    "2 x dp64 tp2 ep": _case(WIDE, instances=2, dp=64, tp=2, ranks=[131]),
 }
 WRONG = {
     **{ruin: _case(ruin=ruin) for ruin in ("twice", "skip", "compute", "transpose")},
@@ -57,8 +60,20 @@ def test_written_through_the_map_is_what_load_weights_writes(name, learnt):
     assert [row["rank"] for row in learnt[name]] == CASES[name]["ranks"]
     for row in learnt[name]:
         assert (row["touched"], row["differ"], row["unmapped"]) == ([], [], {})
-        assert (row["covers"], row["plan"]) == (None, None)
+        assert (row["covers"], row["plan"], row["dtypes"]) == (None, None, [])
         assert row["mapped"] > 0
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_groups_and_instances_are_vllms(name, learnt):
+    case = CASES[name]
+    layout = rollout_layout(*(case[size] for size in ("instances", "dp", "tp", "pp", "expert_parallel")))
+    for row in learnt[name]:
+        rank, groups = row["rank"], row["groups"]
+        for group, ours in {"tp": "tp", "pp": "pp", "dp": "instance-dp", "ep": "ep"}.items():
+            if group != "ep" or case["expert_parallel"]:
+                assert groups[group] in layout.groups(ours) and rank in groups[group], group
+        assert set(groups["ep"]) <= set(layout.groups("instance")[layout.coordinates(rank).edp])
 
 
 def test_another_plan_is_noticed(learnt):

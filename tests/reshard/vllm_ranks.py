@@ -13,6 +13,7 @@ from vllm.model_executor.models import utils as model_utils
 from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.layout.inventory import build_inventory
 from verl_patches.layout.parallel import rollout_layout
+from verl_patches.layout.sharding import local_parameters
 from verl_patches.reshard.destination import learn_destinations
 
 
@@ -67,8 +68,12 @@ def run_rank(case: dict, rank: int) -> dict:
         model_utils._model_to_pp_missing_layer_names.clear()  # by id(model), and ids come again in this process
         before = values(model)
         learnt = learn_destinations(model, inventory, rank=rank)
+        shards = local_parameters(inventory, layout, rank, "vllm").shards
+        dtypes = {name: (shards[name].dtype, places[0].tensor.dtype) for name, places in learnt.tensors.items()}
         return {
             "rank": rank,
+            "groups": build_vllm.groups(),
+            "dtypes": [name for name, (ours, live) in dtypes.items() if f"torch.{ours}" != str(live)],
             "touched": differing(model, before),
             **compare(learnt, model, inventory),
             "covers": error_of(learnt.check_covers, model),
@@ -108,7 +113,8 @@ def compare(learnt, model, inventory) -> dict:
 def learnt(cases: dict[str, dict]) -> dict[str, list[dict]]:
     """{name: rows}; a case is as build_vllm.py takes it, with `ruin`: None or one of RUINS, and `planned`.
 
-    A row, of a rank: rank, unmapped, mapped, constants
+    A row, of a rank: rank, groups, unmapped, mapped, constants
+        dtypes              tensors whose parameter has another dtype than layout/sharding.py says
         touched             parameters that learning changed
         differ, transposed  see `compare`
         covers, plan        the messages of the two checks, or None
