@@ -115,8 +115,6 @@ class ParallelLayout:
 
     def size(self, axis: str) -> int:
         """Number of ranks along `axis`: one of tp, cp, dp, pp, etp, ep, edp."""
-        if axis not in DENSE_AXES + EXPERT_AXES:
-            raise ConfigError(f"layout: no axis {axis!r}; expected one of {', '.join(DENSE_AXES + EXPERT_AXES[:3])}")
         return getattr(self, axis)
 
     def _strides(self, family: tuple[str, ...]) -> dict[str, int]:
@@ -135,16 +133,6 @@ class ParallelLayout:
             raise ConfigError(f"layout: rank must be in 0..{self.world_size - 1}, found {rank}")
         return _all_coordinates(self)[rank]
 
-    def _family(self, axes: list[str]) -> tuple[str, ...]:
-        for axis in axes:
-            self.size(axis)  # raises for an unknown axis
-        for family in (DENSE_AXES, EXPERT_AXES):
-            if all(axis in family for axis in axes):
-                return family
-        raise ConfigError(
-            f"layout: axes {', '.join(axes)} mix the dense view (tp cp dp pp) with the expert view (etp ep edp pp)"
-        )
-
     def groups(self, name: str) -> list[list[int]]:
         """All groups of ranks that differ only along `name`, in Megatron's order of groups and of ranks.
 
@@ -157,7 +145,10 @@ class ParallelLayout:
             fixed = ["tp", "cp", "pp", "edp"]
         else:
             axes = ["etp", "ep", "pp"] if name == "instance" else name.split("-")
-            fixed = [axis for axis in self._family(axes) if axis not in axes]
+            view = DENSE_AXES if set(axes) <= set(DENSE_AXES) else EXPERT_AXES
+            if not set(axes) <= set(view):
+                raise ConfigError(f"layout: axes {name!r}: expected some of {DENSE_AXES} or of {EXPERT_AXES}")
+            fixed = [axis for axis in view if axis not in axes]
         groups: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.world_size):
             at = self.coordinates(rank)
@@ -186,8 +177,6 @@ class ParallelLayout:
 
     def stage_layers(self, stage: int, num_layers: int) -> tuple[int, ...]:
         """Layer ids that pipeline stage `stage` holds, in model order over all its chunks."""
-        if not 0 <= stage < self.pp:
-            raise ConfigError(f"layout: stage must be in 0..{self.pp - 1}, found {stage}")
         return tuple(itertools.chain.from_iterable(self.chunk_layers(num_layers)[stage :: self.pp]))
 
     def local_experts(self, rank: int, num_experts: int, rest_on_last: bool = False) -> range:

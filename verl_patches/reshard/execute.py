@@ -14,8 +14,8 @@ what this stream does next, on any device, so nothing else is synchronised.
 Layout of the exchanged bytes: in a bucket one segment for each peer, by rank; in a segment the planned regions in
 order, each in the training inventory's dtype from a multiple of 16 bytes on.
 
-For an NPU, read and not run: HcclAlltoAllV takes uint8 on Atlas A3 (CANN 8.2.RC1's API reference), empty sends are
-counted as nothing (ProcessGroupHCCL.cpp, alltoall_base), and storages of base format can be resized (ResizeNpu.h).
+Read in sources and not run on an NPU: HcclAlltoAllV takes uint8 on Atlas A3 (CANN 8.2.RC1's API reference), empty sends
+are allowed (ProcessGroupHCCL.cpp, alltoall_base), and storages of base format can be resized (ResizeNpu.h).
 """
 
 from __future__ import annotations
