@@ -60,7 +60,7 @@ def megatron_config(case: dict) -> MLATransformerConfig:
         num_layers_in_last_pipeline_stage=last,
         sequence_parallel=case["tp"] > 1,
     )
-    config.sequence_parallel = False  # asked for with EP and TP, refused by the torch norm; no shape depends on it
+    config.sequence_parallel = False  # required with EP and TP, refused by the torch norm; no shape depends on it
     return config
 
 

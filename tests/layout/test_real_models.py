@@ -78,15 +78,15 @@ def test_megatron_holds_what_we_say(name, megatron):
     assert [row["rank"] for row in megatron[name]] == case["ranks"]
     for row in megatron[name]:
         assert len(row["chunks"]) == layout.vpp
-        for chunk, theirs in enumerate(row["chunks"]):
-            assert _ours(inventory, layout, row["rank"], "megatron-local", chunk) == theirs["tensors"]
+        for chunk, megatrons in enumerate(row["chunks"]):
+            assert _ours(inventory, layout, row["rank"], "megatron-local", chunk) == megatrons["tensors"]
             layers = layout.chunk_layers(inventory.model.num_hidden_layers)
-            assert list(layers[chunk * layout.pp + layout.coordinates(row["rank"]).pp]) == theirs["layers"]
-            if theirs["experts"] is not None:
+            assert list(layers[chunk * layout.pp + layout.coordinates(row["rank"]).pp]) == megatrons["layers"]
+            if megatrons["experts"] is not None:
                 experts = layout.local_experts(row["rank"], inventory.model.n_routed_experts)
-                assert list(experts) == theirs["experts"]
-            if theirs["first_word"] is not None:
-                assert _first_word(inventory, layout, row["rank"], "megatron-local") == theirs["first_word"]
+                assert list(experts) == megatrons["experts"]
+            if megatrons["first_word"] is not None:
+                assert _first_word(inventory, layout, row["rank"], "megatron-local") == megatrons["first_word"]
         for group, ranks in row["groups"].items():
             assert ranks in layout.groups(group) and row["rank"] in ranks, group
 
@@ -94,10 +94,10 @@ def test_megatron_holds_what_we_say(name, megatron):
 def test_another_layout_or_library_is_noticed(megatron):
     """Negative control: the same comparison fails for the wrong rank, layout or library."""
     inventory = build_inventory(TINY)
-    theirs = megatron["tp2ep2"][0]["chunks"][0]["tensors"]
+    megatrons = megatron["tp2ep2"][0]["chunks"][0]["tensors"]
     right = ParallelLayout(2, tp=2, ep=2, etp=1)
-    assert _ours(inventory, right, 0, "megatron-local") == theirs
-    assert _ours(inventory, ParallelLayout(2, tp=2), 0, "megatron-local") != theirs
+    assert _ours(inventory, right, 0, "megatron-local") == megatrons
+    assert _ours(inventory, ParallelLayout(2, tp=2), 0, "megatron-local") != megatrons
     with pytest.raises(ConfigError, match="no table"):
         native_parameters(inventory, right, 0, "mindspeed")
     stage_1 = megatron["pp2"][1]["chunks"][0]["tensors"]

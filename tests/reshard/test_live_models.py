@@ -61,8 +61,8 @@ def test_views_are_the_checkpoints_slices_and_outlive_verls_offload(megatron, ti
 def test_layouts_that_are_not_the_models_are_refused(megatron):
     texts = [text for rank in megatron for case in rank.values() for text in case["refused"].items()]
     assert len(texts) == 8
-    for asked, message in texts:
-        assert isinstance(message, str) and "on rank" in message and "expected" in message, asked
+    for layout, message in texts:
+        assert isinstance(message, str) and "on rank" in message and "expected" in message, layout
 
 
 @pytest.mark.upstream
@@ -74,4 +74,4 @@ def test_views_of_line_a3_are_the_checkpoints_slices(a3_sources, tiny_model, nam
     jobs = "tests.model.mindspeed_start:run", "tests.reshard.live_job:mindspeed_job"
     found = run_ranks(*jobs, config, tiny_model, text, size=2, env=env, backend=None, timeout_s=400)
     check(found, tiny_model, text, "mindspeed")
-    assert all("not one of DeepSeek-V3's" in rank["refused"] for rank in found)  # asked for as another library's
+    assert all("not one of DeepSeek-V3's" in rank["refused"] for rank in found)  # called with another library's

@@ -70,7 +70,7 @@ def pack(weights, text: str, rank: int, storage: str, stack_up=None) -> list[dic
             name = names[p.kind].format(**local)
             name = te_name(name) if storage == "te" else name
             joined.setdefault(name, {}).setdefault(p.expert, []).append(part(weights, region_of(shard)))
-        of_name = {name: [torch.cat(pieces) for pieces in each.values()] for name, each in joined.items()}
+        of_name = {name: [torch.cat(pieces) for pieces in of_experts.values()] for name, of_experts in joined.items()}
         chunks.append({name: _stack(name, pieces, stack_up) for name, pieces in of_name.items()})
     return chunks
 

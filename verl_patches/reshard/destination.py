@@ -126,7 +126,7 @@ def learn_destinations(model: torch.nn.Module, inventory: Inventory, *, rank: in
         trace.run(model.load_weights, sources)
     finally:
         restore_memory(model, before, data, rank)
-    unnamed = [each for each in trace.opaque if each.name not in sources]
+    unnamed = [write for write in trace.opaque if write.name not in sources]
     if unnamed:
         raise RecipeError(
             f"reshard: rank {rank}: load_weights changes parameters {unnamed[0].name} ({unnamed[0].reason}), which no "
@@ -138,7 +138,7 @@ def learn_destinations(model: torch.nn.Module, inventory: Inventory, *, rank: in
 def _destinations(trace: Trace, inventory: Inventory, model: torch.nn.Module, rank: int) -> Destinations:
     parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
     owners = Owners({**parameters, **buffers})
-    unmapped = dict(trace.failed) | {each.name: each.reason for each in trace.opaque}
+    unmapped = dict(trace.failed) | {write.name: write.reason for write in trace.opaque}
     tensors: dict[str, list[RolloutTensor]] = {}
     for copy in trace.copies:
         owner = owners.of(copy.target)

@@ -17,7 +17,7 @@ def storage_id(tensor: torch.Tensor) -> int:
     """Identity of a tensor's storage, which its views share.
 
     Unlike data_ptr it survives offload by resizing, and differs between storages without memory and meta tensors. The
-    storage must be kept alive: a new one may get the id of one that is gone.
+    storage must stay referenced: a new one may get the id of one that was freed.
     """
     return tensor.untyped_storage()._cdata
 
@@ -87,7 +87,7 @@ def restore_memory(
 
 
 def private_format(tensor: torch.Tensor) -> int | None:
-    """CANN's number of the memory format in which `tensor` is kept on an NPU, unless strides describe it."""
+    """CANN's number of the memory format of `tensor` on an NPU, unless strides describe it."""
     if tensor.device.type != "npu":
         return None
     import torch_npu

@@ -69,7 +69,7 @@ class Trace(TorchDispatchMode):
         self.current: str | None = None  # the HF tensor that load_weights is at
         self._live = {storage_id(tensor): tensor.dtype for tensor in live}
         self._origins: dict[int, _Origin] = {}
-        self._kept: list[torch.Tensor] = []  # keeps storages alive, so that no other one gets their id
+        self._tracked: list[torch.Tensor] = []  # references to storages, so that no other one gets their id
         self._values_needed: str | None = None  # why `current` has values (zeros) this time
 
     def run(self, load_weights: Callable[[Iterable], Any], sources: Mapping[str, torch.Tensor]) -> None:
@@ -150,7 +150,7 @@ class Trace(TorchDispatchMode):
         origin = self._origin_of(args, kwargs)
         if origin is not None:  # the loader's own memory: it depends on a weight from now on
             for tensor in written:
-                self._track(tensor, origin.name, origin.reason or f"{func} changes it, or keeps it elsewhere")
+                self._track(tensor, origin.name, origin.reason or f"{func} changes it, or stores it elsewhere")
             if any(tensor.is_meta for tensor in _tensors((args, kwargs))):
                 return _answer(func, written)
         return func(*args, **kwargs)
@@ -204,7 +204,7 @@ class Trace(TorchDispatchMode):
 
     def _track(self, tensor: torch.Tensor, name: str, reason: str | None) -> None:
         self._origins[storage_id(tensor)] = _Origin(name, reason, tensor.dtype)
-        self._kept.append(tensor)
+        self._tracked.append(tensor)
 
 
 def _tensors(values: Any) -> list[torch.Tensor]:

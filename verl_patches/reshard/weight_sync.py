@@ -60,8 +60,7 @@ class WorkerReshard:
         self.destinations: Destinations | None = None
         self.plan: ReshardPlan | None = None
         self.executor: Executor | None = None
-        self.verified = False
-        self.reports: list[dict[str, Any]] = []
+        self.verified, self.reports = False, []
 
     def sync(self, model: torch.nn.Module) -> SyncReport:
         """Bring training's present weights into `model`; collective. Raises ReshardError on every rank, or on none."""
@@ -147,10 +146,9 @@ class WorkerReshard:
         raise_on_any_rank(catch_errors(check), None, self.device, "rollout weights are not laid out as planned")
 
     def _shared_experts_are_whole(self) -> bool:
-        """Whether this engine keeps shared experts whole on every rank although it splits the rest by TP."""
-        gates = [
-            name for name in self.destinations.tensors if self.inventory.by_name[name].kind == "shared_expert_gate"
-        ]
-        if self.settings.rollout.tp == 1 or not gates:
-            return False
-        return self.destinations.tensors[gates[0]][0].region.rows == self.inventory.by_name[gates[0]].shape[0]
+        """Whether this engine has complete shared experts on every rank although it splits the rest by TP."""
+        for name, places in self.destinations.tensors.items():
+            parameter = self.inventory.by_name[name]
+            if parameter.kind == "shared_expert_gate":
+                return self.settings.rollout.tp > 1 and places[0].region.rows == parameter.shape[0]
+        return False
