@@ -76,8 +76,9 @@ def test_every_bucket_of_671b_mixes_all_stages():
     assert {len(senders) for senders in stages[: plan.bucket_count // 2]} == {8}
 
 
-@pytest.mark.parametrize(("pair", "needs", "holds_best", "must_arrive"),
-                         [("EP256", 25.81, 1.90, 24.95), ("2 x EP128", 30.92, 2.54, 30.04)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("pair", "needs", "holds_best", "must_arrive"), [("EP256", 25.81, 1.90, 24.95), ("2 x EP128", 30.92, 2.54, 30.04)]
+)
 def test_published_bytes_of_a_die(pair, needs, holds_best, must_arrive):
     """25.81 - 1.90 = 23.91 GB at EP256, and 28.38 GB at 2 x EP128, where every die lies best."""
     plan = big_plan(pair)
