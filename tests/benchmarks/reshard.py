@@ -121,7 +121,7 @@ def execute_figures() -> Iterator[dict[str, Any]]:
         raise RuntimeError(f"reshard_execute.py ended with code {done.returncode} without {', '.join(sorted(missing))}")
     pairs, python = told["reshard_pairs"], told["reshard_python_time"]
     yield figure(
-        "random pairs not equal to gather-then-slice",
+        "random pairs not equal to slices of the HF tensors",
         pairs["bound"] - pairs["value"],
         "pairs",
         0,

@@ -17,6 +17,15 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 torch.cuda.current_device = lambda: "cpu"
 
 
+SETTINGS = dict(
+    moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True, qk_layernorm=True,
+    moe_token_dispatcher_type="allgather",  # the other one opens a CUDA stream
+    gated_linear_unit=True, activation_func=torch.nn.functional.silu, add_bias_linear=False,
+    bias_activation_fusion=False, params_dtype=torch.bfloat16, pipeline_dtype=torch.bfloat16,
+    use_cpu_initialization=True,
+)  # fmt: skip
+
+
 class NoCore(torch.nn.Module):
     """An attention core without parameters."""
 
@@ -28,32 +37,19 @@ def megatron_config(case: dict) -> MLATransformerConfig:
     hf = case["config"]
     dense = hf["first_k_dense_replace"]
     first, last = case["layers"] or (None, None)
+    same = "hidden_size num_attention_heads q_lora_rank kv_lora_rank v_head_dim".split()
     config = MLATransformerConfig(
+        **{name: hf[name] for name in same},
+        **SETTINGS,
         num_layers=hf["num_hidden_layers"],
-        hidden_size=hf["hidden_size"],
-        num_attention_heads=hf["num_attention_heads"],
         ffn_hidden_size=hf["intermediate_size"],
         moe_ffn_hidden_size=hf["moe_intermediate_size"],
         moe_shared_expert_intermediate_size=hf["moe_intermediate_size"] * hf["n_shared_experts"],
         num_moe_experts=hf["n_routed_experts"],
         moe_router_topk=hf["num_experts_per_tok"],
-        moe_router_score_function="sigmoid",
-        moe_router_enable_expert_bias=True,
         moe_layer_freq=[int(layer >= dense) for layer in range(hf["num_hidden_layers"])],
-        moe_token_dispatcher_type="allgather",  # the other one opens a CUDA stream
-        q_lora_rank=hf["q_lora_rank"],
-        kv_lora_rank=hf["kv_lora_rank"],
         qk_head_dim=hf["qk_nope_head_dim"],
         qk_pos_emb_head_dim=hf["qk_rope_head_dim"],
-        v_head_dim=hf["v_head_dim"],
-        qk_layernorm=True,
-        gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu,
-        add_bias_linear=False,
-        bias_activation_fusion=False,
-        params_dtype=torch.bfloat16,
-        pipeline_dtype=torch.bfloat16,
-        use_cpu_initialization=True,
         tensor_model_parallel_size=case["tp"],
         context_parallel_size=case["cp"],
         pipeline_model_parallel_size=case["pp"],
@@ -64,7 +60,7 @@ def megatron_config(case: dict) -> MLATransformerConfig:
         num_layers_in_last_pipeline_stage=last,
         sequence_parallel=case["tp"] > 1,
     )
-    config.sequence_parallel = False  # asked for with EP and TP, refused by the torch norm; no shape depends on it
+    config.sequence_parallel = False  # required with EP and TP, refused by the torch norm; no shape depends on it
     return config
 
 
@@ -104,17 +100,15 @@ def of_chunk(model: GPTModel) -> dict:
     }
 
 
+GROUPS = {
+    "tp": "tensor_model_parallel", "cp": "context_parallel", "dp": "data_parallel", "pp": "pipeline_model_parallel",
+    "ep": "expert_model_parallel", "etp": "expert_tensor_parallel", "edp": "expert_data_parallel",
+}  # fmt: skip
+
+
 def groups() -> dict:
-    found = {
-        "tp": parallel_state.get_tensor_model_parallel_group(),
-        "cp": parallel_state.get_context_parallel_group(),
-        "dp": parallel_state.get_data_parallel_group(),
-        "pp": parallel_state.get_pipeline_model_parallel_group(),
-        "ep": parallel_state.get_expert_model_parallel_group(),
-        "etp": parallel_state.get_expert_tensor_parallel_group(),
-        "edp": parallel_state.get_expert_data_parallel_group(),
-    }
-    return {name: dist.get_process_group_ranks(group) for name, group in found.items()}
+    group_of = {name: getattr(parallel_state, f"get_{long}_group") for name, long in GROUPS.items()}
+    return {name: dist.get_process_group_ranks(group()) for name, group in group_of.items()}
 
 
 def run_case(case: dict) -> list[dict]:

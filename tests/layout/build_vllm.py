@@ -1,4 +1,4 @@
-"""Build real vLLM DeepSeek-V3 models rank by rank and say what they hold, in a process of its own.
+"""Build real vLLM DeepSeek-V3 models rank by rank, in a process of its own.
 
 vLLM's own initialize_model_parallel forms the groups. Every group it asks for gets torch's fake backend, which pretends
 that the other ranks exist, and no shared-memory queue, which would wait for them.
@@ -7,7 +7,6 @@ that the other ranks exist, and no shared-memory queue, which would wait for the
 import contextlib
 import functools
 import json
-import os
 import resource
 import tempfile
 from collections.abc import Iterator
@@ -26,7 +25,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 from vllm.config import set_current_vllm_config  # noqa: E402
 from vllm.distributed import parallel_state  # noqa: E402
 from vllm.engine.arg_utils import EngineArgs  # noqa: E402
-from vllm.model_executor.layers.fused_moe import FusedMoE  # noqa: E402
 from vllm.model_executor.models.deepseek_v2 import DeepseekV3ForCausalLM  # noqa: E402
 
 _new_group = dist.new_group
@@ -48,9 +46,7 @@ def quiet_group(group_ranks, local_rank, backend, use_message_queue_broadcaster=
 parallel_state.init_model_parallel_group = quiet_group
 # the real one broadcasts a pickled object; under the fake backend other ranks "receive" uninitialised sizes
 parallel_state.in_the_same_node_as = lambda group, source_rank=0: [True] * dist.get_world_size(group)
-resource.setrlimit(
-    resource.RLIMIT_AS, (16 << 30, 16 << 30)
-)  # should upstream ask another such question, fail, not swap
+resource.setrlimit(resource.RLIMIT_AS, (16 << 30, 16 << 30))  # should another such broadcast be added: fail, not swap
 
 
 def engine_config(case: dict, rank: int):
@@ -75,7 +71,10 @@ def engine_config(case: dict, rank: int):
 
 @contextlib.contextmanager
 def model_of(case: dict, rank: int) -> Iterator[DeepseekV3ForCausalLM]:
-    """vLLM's model of one rank, among its groups."""
+    """vLLM's model of one rank, among its groups.
+
+    case: {config: HF config, instances, dp, tp, pp, expert_parallel}.
+    """
     world_size = case["instances"] * case["dp"] * case["pp"] * case["tp"]
     config = engine_config(case, rank)
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
@@ -91,29 +90,9 @@ def model_of(case: dict, rank: int) -> Iterator[DeepseekV3ForCausalLM]:
     dist.destroy_process_group()
 
 
-def run_rank(case: dict, rank: int) -> dict:
-    with model_of(case, rank) as model:
-        groups = {name: getattr(parallel_state, f"_{name.upper()}").ranks for name in ("tp", "pp", "dp", "ep")}
-    tensors = {n: [list(p.shape), str(p.dtype).removeprefix("torch.")] for n, p in model.named_parameters()}
-    embedding = model.model.embed_tokens
-    first_word = embedding.shard_indices.org_vocab_start_index if hasattr(embedding, "shard_indices") else None
-    maps = [m.expert_map for m in model.modules() if isinstance(m, FusedMoE)]  # global id -> local id or -1
-    experts = None if not maps or maps[0] is None else [i for i, local in enumerate(maps[0].tolist()) if local >= 0]
-    return {"rank": rank, "groups": groups, "tensors": tensors, "experts": experts, "first_word": first_word}
-
-
-def held(cases: dict[str, dict]) -> dict[str, list[dict]]:
-    """{name: rows}; a case: {config: HF config, instances, dp, tp, pp, expert_parallel, layers: None or counts, ranks}.
-
-    A row, of a rank: {rank, groups: {name: ranks}, tensors: {name: [shape, dtype]}, experts, first_word}.
-    """
-    found = {}
-    for name, case in cases.items():
-        if case["layers"]:
-            os.environ["VLLM_PP_LAYER_PARTITION"] = ",".join(map(str, case["layers"]))
-        found[name] = [run_rank(case, rank) for rank in case["ranks"]]
-        os.environ.pop("VLLM_PP_LAYER_PARTITION", None)
-    return found
+def groups() -> dict[str, list[int]]:
+    """The ranks of this rank's groups, inside `model_of`."""
+    return {name: getattr(parallel_state, f"_{name.upper()}").ranks for name in ("tp", "pp", "dp", "ep")}
 
 
 dist.new_group = torch.distributed.new_group = fake_group

@@ -19,12 +19,8 @@ def look(chunks, inventory, layout, library, offload):
     rank = torch.distributed.get_rank()
     tensors = train_tensors(chunks, inventory, layout, rank, library)
     before = {name: tensor.tensor.clone() for name, tensor in tensors.items()}
-    found = {
-        "rank": rank,
-        "regions": {n: t.region for n, t in tensors.items()},
-        "values": before,
-        "valid": [still_valid(tensors, chunks)],
-    }
+    found = {"regions": {n: t.region for n, t in tensors.items()}, "values": before}
+    found["valid"] = [still_valid(tensors, chunks)]
     if offload:
         offload_megatron_model_to_cpu(chunks)
         found["valid"].append(still_valid(tensors, chunks))

@@ -1,4 +1,4 @@
-"""What a rank does in tests of refusals: a sync with something wrong, and the message that it gets."""
+"""Rank functions for tests of refusals: a sync with one error in it, which return the message that the rank gets."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from tests.reshard.cases import Case, Live, bytes_of, differences, gathered, rollout_memory, train_memory
-from verl_patches.reshard.execute import Executor, build_executor
+from tests.reshard.cases import FIRST, Case, Rank, grow, part
+from verl_patches.reshard.execute import Executor
 from verl_patches.reshard.plan import RankPlan
 from verl_patches.reshard.rank_errors import ReshardError
-from verl_patches.reshard.verify import Verifier, check_map
+from verl_patches.reshard.verify import check_map
 
 
 def message(do: Callable, *arguments) -> str:
-    """What `do` raises, as text; "fine" if nothing."""
+    """The text of what `do` raises; "fine" if nothing."""
     try:
         do(*arguments)
     except ReshardError as why:
@@ -25,42 +25,38 @@ def message(do: Callable, *arguments) -> str:
 
 
 def with_plan(case: Case, spoil: str) -> str:
-    """Build with rank plans that the function named `spoil` (below) changed; the message, or "fine"."""
-    rank = dist.get_rank()
-    plan = case.plan()
-    plans = [plan.for_rank(each) for each in range(dist.get_world_size())]
+    """Build with rank plans that SPOILERS[spoil] changed."""
+    rank = Rank(case)
+    plans = [rank.plan.for_rank(number) for number in range(dist.get_world_size())]
     SPOILERS[spoil](plans)
-    destinations, _ = rollout_memory(case, rank)
-    object.__setattr__(plan, "for_rank", plans.__getitem__)
-    return message(lambda: build_executor(plan, rank, train_memory(case, rank), destinations))
+    object.__setattr__(rank.plan, "for_rank", plans.__getitem__)
+    return message(rank.build)
 
 
 def planned_differently(case: Case) -> str:
-    """Build, after rank 1 has planned with a bucket of 16 bytes more, which happens to change no region."""
-    rank = dist.get_rank()
-    mine = replace(case, bucket_bytes=case.bucket_bytes + 16 * (rank == 1))
-    destinations, _ = rollout_memory(case, rank)
-    return message(lambda: build_executor(mine.plan(), rank, train_memory(case, rank), destinations))
+    """Build, after rank 1 has planned with a bucket of 16 bytes more, which changes no region of this case."""
+    return message(Rank(replace(case, bucket_bytes=case.bucket_bytes + 16 * (dist.get_rank() == 1))).build)
 
 
-def _edit(plans: list[RankPlan], rank: int, side: str, change: Callable[[list], list]) -> tuple[int, int]:
+def _set_bucket(plans: list[RankPlan], rank: int, number: int, **sides: dict) -> None:
+    buckets = list(plans[rank].buckets)
+    buckets[number] = buckets[number]._replace(**sides)
+    plans[rank] = replace(plans[rank], buckets=tuple(buckets))
+
+
+def _edit(plans: list[RankPlan], rank: int, side: str, change: Callable[[tuple], tuple]) -> tuple[int, int]:
     """Change the regions of the first segment on one side of one rank; returns (bucket, peer)."""
-    for number, bucket in enumerate(plans[rank].buckets):
-        for peer, regions in sorted(getattr(bucket, side).items()):
-            segments = {**getattr(bucket, side), peer: tuple(change(list(regions)))}
-            buckets = list(plans[rank].buckets)
-            buckets[number] = bucket._replace(**{side: segments})
-            plans[rank] = replace(plans[rank], buckets=tuple(buckets))
-            return number, peer
-    raise AssertionError("nothing to change")
+    segments = [(number, getattr(bucket, side)) for number, bucket in enumerate(plans[rank].buckets)]
+    number, segments = next((number, found) for number, found in segments if found)
+    peer = min(segments)
+    _set_bucket(plans, rank, number, **{side: {**segments, peer: change(segments[peer])}})
+    return number, peer
 
 
-def _both_ends(plans: list[RankPlan], change: Callable[[list], list]) -> None:
+def _both_ends(plans: list[RankPlan], change: Callable[[tuple], tuple]) -> None:
     number, peer = _edit(plans, 0, "receive", change)
-    buckets = list(plans[peer].buckets)
-    changed = tuple(change(list(buckets[number].send[0])))
-    buckets[number] = buckets[number]._replace(send={**buckets[number].send, 0: changed})
-    plans[peer] = replace(plans[peer], buckets=tuple(buckets))
+    send = plans[peer].buckets[number].send
+    _set_bucket(plans, peer, number, send={**send, 0: change(send[0])})
 
 
 def _swap_ranks(plans: list[RankPlan]) -> None:
@@ -69,27 +65,22 @@ def _swap_ranks(plans: list[RankPlan]) -> None:
 
 def _swap_receivers(plans: list[RankPlan]) -> None:
     """One sender mixes up two of its receivers; sizes may be equal, so that the exchange alone would not notice."""
-    for rank, plan in enumerate(plans):
-        for number, bucket in enumerate(plan.buckets):
-            if len(bucket.send) > 1:
-                a, b = sorted(bucket.send)[:2]
-                send = {**bucket.send, a: bucket.send[b], b: bucket.send[a]}
-                buckets = [*plan.buckets[:number], bucket._replace(send=send), *plan.buckets[number + 1 :]]
-                plans[rank] = replace(plan, buckets=tuple(buckets))
-                return
-    raise AssertionError("nothing to swap")
+    buckets = [(rank, number, b.send) for rank, plan in enumerate(plans) for number, b in enumerate(plan.buckets)]
+    rank, number, send = next(bucket for bucket in buckets if len(bucket[2]) > 1)
+    a, b = sorted(send)[:2]
+    _set_bucket(plans, rank, number, send={**send, a: send[b], b: send[a]})
 
 
-def _a_sender(plans: list[RankPlan]) -> int:
-    """A rank that sends something."""
-    return next(plan.rank for plan in plans if any(bucket.send for bucket in plan.buckets))
+def _one_sender(plans: list[RankPlan]) -> None:
+    sender = next(plan.rank for plan in plans if any(bucket.send for bucket in plan.buckets))
+    _edit(plans, sender, "send", lambda regions: regions[1:])
 
 
 SPOILERS: dict[str, Callable[[list[RankPlan]], object]] = {
     "nothing": lambda plans: None,
     "removed": lambda plans: _both_ends(plans, lambda regions: regions[1:]),
-    "duplicated": lambda plans: _both_ends(plans, lambda regions: [regions[0], *regions]),
-    "removed by the sender": lambda plans: _edit(plans, _a_sender(plans), "send", lambda regions: regions[1:]),
+    "duplicated": lambda plans: _both_ends(plans, lambda regions: (regions[0], *regions)),
+    "removed by the sender": _one_sender,
     "ranks swapped": _swap_ranks,
     "receivers swapped": _swap_receivers,
     "a bucket less": lambda plans: plans.__setitem__(2, replace(plans[2], buckets=plans[2].buckets[:-1])),
@@ -97,72 +88,62 @@ SPOILERS: dict[str, Callable[[list[RankPlan]], object]] = {
 
 
 def with_memory(case: Case, spoil: str) -> str:
-    """Build with live memory of rank 1 that is unmapped, mapped twice, of a wrong shape, or not there."""
-    rank = dist.get_rank()
-    plan, sources = case.plan(), train_memory(case, rank)
-    destinations, _ = rollout_memory(case, rank)
-    name = next(name for name, parts in destinations.items() if parts[0].region.stop - parts[0].region.start > 1)
-    live = destinations[name][0]
-    if rank == 1 and spoil == "unmapped":
-        del destinations[name]
-    if rank == 1 and spoil == "half mapped":
-        half = live.region._replace(stop=live.region.start + 1)
-        destinations[name] = (live._replace(region=half, tensor=live.tensor.narrow(half.axis, 0, 1)),)
-    if rank == 1 and spoil == "too much":
-        destinations["model.layers.0.mlp.never.weight"] = (live,)
-    if rank == 1 and spoil == "shape":
-        destinations[name] = (live._replace(tensor=torch.zeros(3, 5)),)
-    if rank == 1 and spoil == "not trained":
-        sources.clear()
-    return message(lambda: build_executor(plan, rank, sources, destinations))
+    """Build with memory of rank 1 that is unmapped, mapped in part, of a wrong shape, too much, or not trained."""
+    rank = Rank(case)
+    place = rank.destinations[FIRST][0]
+    half = place.region._replace(stop=place.region.start + 1)
+    if rank.rank == 1 and spoil == "not trained":
+        rank.sources.clear()
+    elif rank.rank == 1 and spoil != "nothing":
+        rank.destinations |= {
+            "unmapped": {FIRST: ()},
+            "half mapped": {FIRST: (replace(place, region=half, tensor=place.tensor[:1]),)},
+            "too much": {"model.layers.0.mlp.never.weight": (place,)},
+            "shape": {FIRST: (replace(place, tensor=torch.zeros(3, 5)),)},
+        }[spoil]
+    return message(rank.build)
 
 
-def while_running(case: Case, spoil: str) -> list[str]:
-    """Two syncs, rank 1 failing in the first: what each rank gets from it, and from the second, which must be well."""
-    rank = dist.get_rank()
-    plan, sources = case.plan(), train_memory(case, rank)
-    destinations, _ = rollout_memory(case, rank)
-    broken = [rank == 1]
+def while_running(case: Case, spoil: str) -> tuple[str, str, int]:
+    """Two syncs, rank 1 failing in the first: (message of the first, of the second, bytes allocated afterwards)."""
+    rank = Rank(case)
+    broken = rank.rank == 1
 
     def load_whole(name: str, tensor: torch.Tensor) -> None:
-        if broken[0] and spoil == "load":
+        if broken and spoil == "load":
             raise KeyError(name)
 
-    executor = build_executor(plan, rank, sources, destinations, load_whole=load_whole)
+    executor = rank.build(load_whole)
     packing, pack = executor._buckets[0].pack, executor._buckets[0].pack.run
 
     def run() -> None:
-        if broken[0] and spoil == "pack":
+        if broken and spoil == "pack":
             raise ValueError("cannot be packed")
         pack()
 
     packing.run = run
-    storage = next(iter(destinations.values()))[0].tensor.untyped_storage()
+    storage = rank.destinations[FIRST][0].tensor.untyped_storage()
     size = storage.nbytes()
-    if broken[0] and spoil == "offloaded":
+    if broken and spoil == "offloaded":
         storage.resize_(0)
-    first = message(executor.run)
-    broken[0] = False
+    first, broken = message(executor.run), False
     storage.resize_(size)
-    return [first, message(executor.run), str(executor._now + executor.held_bytes)]
+    return first, message(executor.run), executor._now + executor.held_bytes
 
 
 def with_wrong_bytes(case: Case, spoil: str) -> str:
-    """A sync that runs through but writes something wrong on one rank; what `Verifier.check` says."""
-    rank = dist.get_rank()
-    plan, sources = case.plan(), train_memory(case, rank)
-    destinations, _ = rollout_memory(case, rank)
-    executor = build_executor(plan, rank, sources, destinations)
-    verifier = Verifier(plan, rank, sources, destinations)
-    verifier.poison()
-    if rank == 2:
+    """A sync that runs through but writes something wrong on one rank: the message of `Verifier.check`."""
+    rank = Rank(case)
+    executor, verifier = rank.build(), rank.verifier()
+    if rank.rank == 2:
         _spoil_copies(executor, spoil)
-    if spoil == "replicas differ" and rank == 0:
-        sources["model.layers.0.input_layernorm.weight"].tensor[0] += 1
+    if spoil == "replicas differ" and rank.rank == 0:
+        rank.sources["model.layers.0.input_layernorm.weight"].tensor[0] += 1
+    if spoil == "NaN in training" and "model.norm.weight" in rank.sources:
+        rank.sources["model.norm.weight"].tensor[3] = float("nan")
     executor.run()
-    if rank == 2 and spoil == "last value":
-        part = next(iter(destinations.values()))[0]
-        part.tensor[-1, -1] += 1
+    if rank.rank == 2 and spoil == "last value":
+        rank.destinations[FIRST][0].tensor[-1, -1] += 1
     return message(verifier.check)
 
 
@@ -179,65 +160,44 @@ def _spoil_copies(executor: Executor, spoil: str) -> None:
         copies.source[square], copies.source[other] = copies.source[other], copies.source[square]
 
 
-def with_nan(case: Case) -> tuple[str, int]:
-    """A sync of weights of which one is NaN in training: that is no fault of the sync. (message, NaN found here)."""
-    rank = dist.get_rank()
-    plan, sources = case.plan(), train_memory(case, rank)
-    destinations, _ = rollout_memory(case, rank)
-    for name, source in sources.items():
-        if name == "model.norm.weight":
-            source.tensor[3] = float("nan")
-    executor, verifier = build_executor(plan, rank, sources, destinations), Verifier(plan, rank, sources, destinations)
-    verifier.poison()
-    executor.run()
-    return "fine", verifier.check().nan_elements
-
-
 def with_wrong_map(case: Case, spoil: str) -> list[str]:
-    """`check_map` on memory whose map has an expert transposed, or two experts exchanged; load_weights knows better."""
-    rank = dist.get_rank()
-    plan, sources = case.plan(), train_memory(case, rank)
-    truth, live = rollout_memory(case, rank)
-    destinations = dict(truth)
-    name, other = [name for name in truth if ".experts." in name and name.endswith("down_proj.weight")][:2]
-    part = truth[name][0]
+    """`check_map` on memory whose map has an expert transposed, or two experts exchanged; load_weights is right."""
+    rank = Rank(case)
+    places, model = rank.destinations, torch.nn.Module()
+    grow(model, rank.live)
+    name, other = [name for name in places if ".experts." in name and name.endswith("down_proj.weight")][:2]
+    one, two = places[name][0], places[other][0]
     if spoil == "transposed":
-        destinations[name] = (Live(part.region, part.tensor.t(), part.parameter),)
+        rank.destinations = places | {name: (replace(one, tensor=one.tensor.t()),)}
     if spoil == "exchanged":
-        destinations[name] = (truth[other][0]._replace(region=part.region),)
-        destinations[other] = (part._replace(region=truth[other][0].region),)
+        exchanged = {name: (replace(two, region=one.region),), other: (replace(one, region=two.region),)}
+        rank.destinations = places | exchanged
 
     def load_weights(weights) -> None:
-        for hf, whole in weights:
-            for place in truth[hf]:
-                region = place.region
-                place.tensor.copy_(whole.narrow(region.axis, region.start, region.stop - region.start))
+        for hf_name, whole in weights:
+            for place in places[hf_name]:
+                place.tensor.copy_(part(whole, place.region))
 
-    build_executor(plan, rank, sources, destinations).run()
-    before = {name: bytes_of(tensor) for name, tensor in live.items()}
-    shapes = {name: parameter.shape for name, parameter in case.inventory.by_name.items()}
-    found = check_map(load_weights, live, destinations, shapes, rank)
-    assert found or all(torch.equal(before[name], bytes_of(live[name])) for name in live)
-    return found
+    model.load_weights = load_weights
+    rank.build().run()
+    shapes = {hf_name: parameter.shape for hf_name, parameter in case.inventory.by_name.items()}
+    return check_map(model, rank.destinations, shapes, rank.rank)
 
 
 def with_a_bit_flipped(case: Case) -> list[str]:
-    """What the comparison with gathered and sliced tensors says when rank 3 has one bit of one element wrong."""
-    rank = dist.get_rank()
-    sources, (destinations, live) = train_memory(case, rank), rollout_memory(case, rank)
-    build_executor(case.plan(), rank, sources, destinations).run()
-    if rank == 3:
-        live["model.norm.weight"].view(torch.int16)[5] ^= 1
-    return differences(case, rank, gathered(case, sources), live)
+    """The result of `Rank.differences` when rank 3 has one bit of one element wrong."""
+    rank = Rank(case)
+    rank.build().run()
+    if rank.rank == 3:
+        rank.live["model.norm.weight"].view(torch.int16)[5] ^= 1
+    return rank.differences()
 
 
 def peak_while_running(case: Case) -> tuple[int, int, int, int]:
     """(peak bytes that torch's allocator saw during a sync, the report's, held afterwards, held with wires open)."""
     from torch.profiler import ProfilerActivity, profile
 
-    rank = dist.get_rank()
-    destinations, _ = rollout_memory(case, rank)
-    executor = build_executor(case.plan(), rank, train_memory(case, rank), destinations)
+    executor = Rank(case).build()
     executor.run()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         report = executor.run()

@@ -1,6 +1,6 @@
-"""What the proof of a plan must catch: the plan of a small model, spoilt in one place."""
+"""Errors that the proof of a plan must find: the plan of a small model, spoilt in one place."""
 
-import dataclasses
+from dataclasses import replace
 
 import pytest
 
@@ -10,131 +10,105 @@ from verl_patches.layout.parallel import rollout_layout
 from verl_patches.reshard.check import check_plan
 from verl_patches.reshard.region import Region
 
+EMBEDDING = "model.embed_tokens.weight"  # rank 1 holds its second half
+
+
+class Small:
+    """The plan, the plans of its ranks, and the first segment of several regions that rank 1 receives."""
+
+    def __init__(self):
+        self.plan = plan_of("tp2 ep4 etp1 pp2 @8 layers=1,3", rollout_layout(2, 2, 2), bucket_bytes=1 << 17)
+        self.roomy = replace(self.plan, bucket_bytes=1 << 30)
+        self.ranks = {rank: self.plan.for_rank(rank) for rank in range(8)}
+        segments = [(n, *pair) for n, bucket in enumerate(self.ranks[1].buckets) for pair in bucket.receive.items()]
+        self.number, self.sender, self.regions = next(segment for segment in segments if len(segment[2]) > 1)
+
+    def set_local(self, rank, regions):
+        self.ranks[rank] = replace(self.ranks[rank], local=tuple(regions))
+
+    def set_segment(self, rank, side, peer, regions):
+        buckets = list(self.ranks[rank].buckets)
+        changed = {**getattr(buckets[self.number], side), peer: tuple(regions)}
+        buckets[self.number] = buckets[self.number]._replace(**{side: {p: r for p, r in changed.items() if r}})
+        self.ranks[rank] = replace(self.ranks[rank], buckets=tuple(buckets))
+
+    def set_both(self, sender, regions):
+        self.set_segment(1, "receive", sender, regions)
+        self.set_segment(sender, "send", 1, regions)
+
+    def refuses(self, message, plan=None):
+        with pytest.raises(RecipeError, match=message):
+            check_plan(plan or self.plan, self.ranks)
+
 
 @pytest.fixture
 def small():
-    plan = plan_of("tp2 ep4 etp1 pp2 @8 layers=1,3", rollout_layout(2, 2, 2), bucket_bytes=1 << 17)
-    plans = {rank: plan.for_rank(rank) for rank in range(8)}
-    check_plan(plan, plans)
-    return plan, plans
+    made = Small()
+    check_plan(made.plan, made.ranks)
+    return made
 
 
-def _first_receive(plans, rank):
-    """(bucket number, peer, regions) of the first segment of several regions that `rank` receives."""
-    for number, bucket in enumerate(plans[rank].buckets):
-        for peer, regions in bucket.receive.items():
-            if len(regions) > 1:
-                return number, peer, regions
-    raise AssertionError("no segment")
+def test_a_region_removed_or_doubled_is_caught(small):
+    name = small.regions[0].name
+    small.set_both(small.sender, small.regions[1:])
+    small.refuses(f"rank 1 needs .*{name}.* exactly once, found never")
+    small.set_both(small.sender, (*small.regions, small.regions[0]))
+    small.refuses("bytes in bucket|found twice")
+    small.refuses(f"rank 1 needs .*{name}.* exactly once, found twice", small.roomy)
 
 
-def _set(plans, rank, number, side, peer, regions):
-    buckets = list(plans[rank].buckets)
-    changed = {**getattr(buckets[number], side), peer: regions}
-    buckets[number] = buckets[number]._replace(**{side: {p: r for p, r in changed.items() if r}})
-    plans[rank] = dataclasses.replace(plans[rank], buckets=tuple(buckets))
-
-
-def _set_both(plans, receiver, number, sender, regions):
-    _set(plans, receiver, number, "receive", sender, regions)
-    _set(plans, sender, number, "send", receiver, regions)
-
-
-def test_a_region_removed_is_caught(small):
-    plan, plans = small
-    number, sender, regions = _first_receive(plans, 1)
-    _set_both(plans, 1, number, sender, regions[1:])
-    with pytest.raises(RecipeError, match=f"rank 1 needs .*{regions[0].name}.* exactly once, found"):
-        check_plan(plan, plans)
-
-
-def test_a_local_region_removed_is_caught(small):
-    plan, plans = small
-    gone = plans[0].local[0]
-    plans[0] = dataclasses.replace(plans[0], local=plans[0].local[1:])
-    with pytest.raises(RecipeError, match=f"rank 0 needs .*{gone.name}.* exactly once, found"):
-        check_plan(plan, plans)
+@pytest.mark.parametrize(("change", "message"), [
+    (lambda local: local[1:], "rank 0 needs .* exactly once, found never"),
+    (lambda local: [*local, next(r for r in local if r.name == EMBEDDING)._replace(stop=1)], "found twice"),
+    (lambda local: [*local, Region("lm_head.weight", 1, 0, 1)], "rank 0 keeps lm_head.weight"),
+])  # fmt: skip
+def test_wrong_local_regions_are_caught(small, change, message):
+    small.set_local(0, change(small.ranks[0].local))
+    small.refuses(message)
 
 
 @pytest.mark.parametrize("rows", [-1, 1])
 def test_a_local_region_that_is_not_held_is_caught(small, rows):
-    plan, plans = small
-    name = "model.embed_tokens.weight"  # rank 1 holds its second half
-    moved = tuple(r._replace(start=r.start + rows, stop=r.stop + rows) if r.name == name else r for r in plans[1].local)
-    plans[1] = dataclasses.replace(plans[1], local=moved)
-    with pytest.raises(RecipeError, match=f"rank 1 keeps {name}"):
-        check_plan(plan, plans)
-
-
-def test_a_region_duplicated_is_caught(small):
-    plan, plans = small
-    number, sender, regions = _first_receive(plans, 1)
-    _set_both(plans, 1, number, sender, (*regions, regions[0]))
-    with pytest.raises(RecipeError, match="bytes in bucket|found twice"):
-        check_plan(plan, plans)
-    roomy = dataclasses.replace(plan, bucket_bytes=1 << 30)
-    with pytest.raises(RecipeError, match=f"rank 1 needs .*{regions[0].name}.* exactly once, found twice"):
-        check_plan(roomy, plans)
+    local = small.ranks[1].local
+    small.set_local(
+        1, [r._replace(start=r.start + rows, stop=r.stop + rows) if r.name == EMBEDDING else r for r in local]
+    )
+    small.refuses(f"rank 1 keeps {EMBEDDING}")
 
 
 def test_two_ranks_swapped_are_caught(small):
-    plan, plans = small
-    swapped = {**plans, 2: dataclasses.replace(plans[3], rank=2), 3: dataclasses.replace(plans[2], rank=3)}
-    with pytest.raises(RecipeError, match="rank [23] "):
-        check_plan(plan, swapped)
-    with pytest.raises(RecipeError, match="rank 2 was given the plan of rank 3"):
-        check_plan(plan, {**plans, 2: plans[3], 3: plans[2]})
+    small.ranks[2], small.ranks[3] = small.ranks[3], small.ranks[2]
+    small.refuses("rank 2 was given the plan of rank 3")
+    small.ranks = {rank: replace(rank_plan, rank=rank) for rank, rank_plan in small.ranks.items()}
+    small.refuses("rank [23] ")
 
 
 def test_a_sender_that_does_not_hold_it_is_caught(small):
-    plan, plans = small
-    number, sender, regions = _first_receive(plans, 1)
-    other = next(r for r in range(8) if plan.stages[r] != plan.stages[sender] and r != 1)
-    _set_both(plans, 1, number, sender, ())
-    there = plans[1].buckets[number].receive.get(other, ())
-    _set_both(plans, 1, number, other, (*there, *regions))
-    roomy = dataclasses.replace(plan, bucket_bytes=1 << 30)
-    with pytest.raises(RecipeError, match=f"rank {other} sends .* found nothing of that tensor"):
-        check_plan(roomy, plans)
+    stages = small.plan.stages
+    other = next(rank for rank in range(8) if stages[rank] != stages[small.sender] and rank != 1)
+    small.set_both(small.sender, ())
+    small.set_both(other, (*small.ranks[1].buckets[small.number].receive.get(other, ()), *small.regions))
+    small.refuses(f"rank {other} sends .* found nothing of that tensor", small.roomy)
 
 
-@pytest.mark.parametrize("spoil", ["order", "not sent", "not awaited", "another bucket"])
-def test_ends_that_disagree_are_caught(small, spoil):
-    plan, plans = small
-    number, sender, regions = _first_receive(plans, 1)
-    if spoil == "order":
-        _set(plans, sender, number, "send", 1, regions[::-1])
-    elif spoil == "not sent":
-        _set(plans, sender, number, "send", 1, ())
-    elif spoil == "another bucket":
-        buckets = plans[sender].buckets
-        later = tuple(b._replace(send=before.send) for b, before in zip(buckets, (buckets[-1], *buckets), strict=False))
-        plans[sender] = dataclasses.replace(plans[sender], buckets=later)
+@pytest.mark.parametrize("change", ["order", "not sent", "not expected", "another bucket"])
+def test_ends_that_disagree_are_caught(small, change):
+    if change == "another bucket":
+        buckets = small.ranks[small.sender].buckets
+        later = zip(buckets, (buckets[-1], *buckets[:-1]), strict=True)
+        buckets = tuple(bucket._replace(send=before.send) for bucket, before in later)
+        small.ranks[small.sender] = replace(small.ranks[small.sender], buckets=buckets)
+    elif change == "not expected":
+        peer, regions = next(iter(small.ranks[1].buckets[small.number].send.items()))
+        small.set_segment(1, "send", peer, (*regions, small.ranks[1].local[0]))
     else:
-        peer = next(p for p in plans[1].buckets[number].send)
-        _set(plans, 1, number, "send", peer, (*plans[1].buckets[number].send[peer], plans[1].local[0]))
-    with pytest.raises(RecipeError, match="in bucket|bytes in bucket"):
-        check_plan(plan, plans)
+        small.set_segment(small.sender, "send", 1, small.regions[::-1] if change == "order" else ())
+    small.refuses("in bucket|bytes in bucket")
 
 
 def test_a_full_bucket_and_a_missing_one_are_caught(small):
-    plan, plans = small
-    with pytest.raises(RecipeError, match=r"bytes in bucket 0, expected at most bucket_bytes = 4096"):
-        check_plan(dataclasses.replace(plan, bucket_bytes=4096), plans)
-    plans[4] = dataclasses.replace(plans[4], buckets=plans[4].buckets[:-1])
-    with pytest.raises(RecipeError, match="rank 4 has .* buckets, expected"):
-        check_plan(plan, plans)
-    with pytest.raises(RecipeError, match="a plan for each of 8 ranks, found 1"):
-        check_plan(plan, {0: plans[0]})
-
-
-def test_what_nobody_asked_for_is_caught(small):
-    plan, plans = small
-    extra = next(r for r in plans[0].local if r.name == "model.embed_tokens.weight")
-    stranger = Region("model.layers.0.self_attn.o_proj.weight", 1, 0, 1)
-    plans[0] = dataclasses.replace(plans[0], local=(*plans[0].local, extra._replace(stop=extra.start + 1)))
-    with pytest.raises(RecipeError, match="found twice"):
-        check_plan(plan, plans)
-    plans[0] = dataclasses.replace(plans[0], local=(*plans[0].local[:-1], stranger._replace(name="lm_head.weight")))
-    with pytest.raises(RecipeError, match="rank 0 keeps lm_head.weight"):
-        check_plan(plan, plans)
+    small.refuses("bytes in bucket 0, expected at most bucket_bytes = 4096", replace(small.plan, bucket_bytes=4096))
+    small.ranks[4] = replace(small.ranks[4], buckets=small.ranks[4].buckets[:-1])
+    small.refuses("rank 4 has .* buckets, expected")
+    del small.ranks[4]
+    small.refuses("a plan for each of 8 ranks, found 7")

@@ -1,4 +1,4 @@
-"""The resharder as verl's sharding manager calls it, on gloo ranks: learning, proof, and errors of one rank."""
+"""The weight sync as verl's sharding manager calls it, on gloo ranks: learning, proof, and errors of one rank."""
 
 from __future__ import annotations
 
@@ -7,74 +7,64 @@ from types import SimpleNamespace
 import pytest
 
 from tests.reshard import in_loop_job
-from tests.reshard.cases import TINY, Case
-from tests.reshard.in_loop_job import FIRST
-from verl_patches.layout.parallel import parse_layout, rollout_layout
+from tests.reshard.cases import FIRST, PLAIN
 
-# 72 words: rank 1 and 3 of the rollout hold 8 and padding
-CASE = Case(TINY, parse_layout("tp2 pp2 ep2 etp1 @4 layers=1,2"), rollout_layout(1, dp=2, tp=2), bucket_bytes=1 << 13)
 A3, PYPI = SimpleNamespace(line="a3"), SimpleNamespace(line="pypi")
 FLAGS = 4  # collectives of one number: engine ready, memory as learnt, before and after the exchange
-
-
-def test_syncs_are_right_and_learn_once(ranks4):
-    plan = CASE.plan()
-    for rank, (first, second) in enumerate(ranks4.run(in_loop_job.syncs, CASE, "first", 2)):
-        for said, wrong, facts, _ in (first, second):
-            assert (said, wrong) == ("fine", [])
-            assert facts["received_bytes"] == plan.lower_bound_bytes[rank]
-            assert facts["collectives"] == plan.bucket_count + FLAGS
-        assert (first[2]["learnt"], first[2]["verified"]) == (True, True)
-        assert (second[2]["learnt"], second[2]["verified"]) == (False, False)
-        assert first[3] and not second[3]  # load_weights is asked while learning and proving only
 
 
 @pytest.mark.parametrize(
     ("verify", "when"), [("off", [False] * 3), ("first", [True, False, False]), ("every", [True] * 3)]
 )
-def test_when_it_is_verified(ranks4, verify, when):
-    for found in ranks4.run(in_loop_job.syncs, CASE, verify, 3):
-        assert [facts["verified"] for _, _, facts, _ in found] == when
-        assert all((said, wrong) == ("fine", []) for said, wrong, *_ in found)
+def test_syncs_are_right_and_learn_once(ranks4, verify, when):
+    plan = PLAIN.plan()
+    for rank, results in enumerate(ranks4.run(in_loop_job.syncs, PLAIN, verify)):
+        for sync in results:
+            assert (sync.message, sync.wrong) == ("fine", [])
+            assert sync.report["received_bytes"] == plan.lower_bound_bytes[rank]
+            assert sync.report["collectives"] == plan.bucket_count + FLAGS
+        assert [sync.report["verified"] for sync in results] == when
+        assert [sync.report["learnt"] for sync in results] == [True, False, False]
+        assert results[0].loaded and not results[2].loaded  # load_weights is called for learning and proof only
 
 
-def test_what_one_rank_cannot_map_goes_whole_to_all_that_need_it(ranks4):
-    for found in ranks4.run(in_loop_job.syncs, CASE, "every", 3, 2):
-        for said, wrong, *_ in found:
-            assert (said, wrong) == ("fine", [])
-        assert [loaded for *_, loaded in found[1:]] == [[FIRST], [FIRST]]
+def test_a_tensor_that_one_rank_cannot_map_is_sent_complete(ranks4):
+    for results in ranks4.run(in_loop_job.syncs, PLAIN, "every", 2):
+        assert [(sync.message, sync.wrong) for sync in results] == [("fine", [])] * 3
+        assert [sync.loaded for sync in results[1:]] == [[FIRST], [FIRST]]
 
 
 @pytest.mark.parametrize("side", ["rollout", "training"])
 def test_memory_that_moved_on_one_rank_is_learnt_and_proven_again_on_all(ranks4, side):
-    for found in ranks4.run(in_loop_job.moved, CASE, side):
-        assert [(said, wrong) for said, wrong, _ in found] == [("fine", [])] * 3
-        assert [facts["learnt"] for *_, facts in found] == [True, True, False]
-        assert [facts["verified"] for *_, facts in found] == [True, True, False]
+    for results in ranks4.run(in_loop_job.moved, PLAIN, side):
+        assert [(sync.message, sync.wrong) for sync in results] == [("fine", [])] * 3
+        for fact in ("learnt", "verified"):
+            assert [sync.report[fact] for sync in results] == [True, True, False]
 
 
-@pytest.mark.parametrize(("what", "at", "todo"), [
+@pytest.mark.parametrize(("step", "number", "todo"), [
     ("learn", 1, "training or rollout weights cannot be mapped"),
     ("learn", 2, "training or rollout weights cannot be mapped"),
     ("plan", 2, "rollout weights are not laid out as planned"),
     ("post_load", 1, "rollout weights are incomplete"),
-    ("wake_up", 1, "the rollout engine is not ready"),
+    ("wake ['weights']", 1, "the rollout engine is not ready"),
     ("poison", 2, "nothing was sent"),
 ])  # fmt: skip
-def test_an_error_of_one_rank_stops_all_alike_and_the_next_sync_is_right(ranks4, what, at, todo):
+def test_an_error_of_one_rank_stops_all_alike_and_the_next_sync_is_right(ranks4, step, number, todo):
     """At the second sync memory has moved: what was compiled for the first would write into the old one."""
-    results = ranks4.run(in_loop_job.broken, CASE, what, at)
-    assert len({found[at - 1][0] for found in results}) == 1
-    assert f"reshard: {todo}" in results[0][at - 1][0] and f"rank 1: OSError: broken {what}" in results[0][at - 1][0]
-    for found in results:
-        others = [outcome for number, outcome in enumerate(found, 1) if number != at]
-        assert others == [("fine", [])] * 2
-    assert what == "post_load" or any(found[at - 1][1] for found in results)  # nothing was there to find otherwise
+    results = [syncs for syncs, _ in ranks4.run(in_loop_job.broken, PLAIN, step, number)]
+    (message,) = {syncs[number - 1].message for syncs in results}
+    assert f"reshard: {todo}" in message and f"rank 1: OSError: broken {step}" in message
+    for syncs in results:
+        spoilt = syncs.pop(number - 1)
+        assert [(sync.message, sync.wrong) for sync in syncs] == [("fine", [])] * 2
+        assert step == "post_load" or spoilt.wrong
 
 
 def test_the_cache_is_woken_last_and_after_training_weights_have_left(ranks4):
-    events = ["wake ['weights']", "loaders", "learn", "plan", "poison", "post_load", "wake ['kv_cache']"]
-    assert ranks4.run(in_loop_job.with_cache, CASE) == [events] * 4
+    steps = ["wake ['weights']", "loaders", "learn", "plan", "poison", "post_load", "wake ['kv_cache']"]
+    for _, events in ranks4.run(in_loop_job.broken, PLAIN, "nothing", 1):
+        assert events[: len(steps)] == steps
 
 
 @pytest.mark.parametrize(("given", "scheduled", "calls"), [

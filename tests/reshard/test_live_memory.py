@@ -1,4 +1,4 @@
-"""Interval arithmetic of writes, against counting each element."""
+"""Interval arithmetic of writes, against counting problem element."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from verl_patches.reshard.live_memory import not_written_once
 
 
 def _counted(tensor: torch.Tensor, views: list[torch.Tensor]) -> torch.Tensor:
-    """How often the views reach each element of `tensor`."""
+    """How often the views reach problem element of `tensor`."""
     whole = torch.zeros(tensor.untyped_storage().nbytes() // tensor.element_size(), dtype=torch.int64)
     for view in views:
         whole.as_strided(view.shape, view.stride(), view.storage_offset()).add_(1)
@@ -44,11 +44,13 @@ def test_it_says_what_counting_says(seed):
     counts = _counted(tensor, views)
     found = not_written_once({"t": tensor}, [(str(number), view) for number, view in enumerate(views)])
     missing, doubled = int((counts == 0).sum()), int((counts > 1).sum())
-    assert any("written by" in each for each in found) == (doubled > 0)
-    assert [f"found {missing} not written" in each for each in found if "not written" in each] == [True] * (missing > 0)
-    for each in found:
-        place = tuple(map(int, each.split("[")[-1].split("]")[0].split(",")))
-        assert counts[place] == 0 if "not written" in each else counts[place] > 1
+    assert any("written by" in problem for problem in found) == (doubled > 0)
+    assert [f"found {missing} not written" in problem for problem in found if "not written" in problem] == [True] * (
+        missing > 0
+    )
+    for problem in found:
+        place = tuple(map(int, problem.split("[")[-1].split("]")[0].split(",")))
+        assert counts[place] == 0 if "not written" in problem else counts[place] > 1
     assert len(found) == (missing > 0) + (doubled > 0)
 
 

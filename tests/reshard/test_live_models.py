@@ -45,23 +45,13 @@ def check(found: list[dict], model: Path, text: str, library: str) -> None:
 @pytest.fixture(scope="module")
 def megatron(tiny_model, run_ranks) -> list[dict]:
     """Each rank's findings at every layout of megatron-core 0.12.2: one launch for all."""
-    return run_ranks(
-        "tests.reshard.live_job:megatron_job",
-        tiny_model,
-        MEGATRON,
-        size=2,
-        backend="nccl",
-        patches="line=pypi,platform=cpu",
-    )
+    job, patches = "tests.reshard.live_job:megatron_job", "line=pypi,platform=cpu"
+    return run_ranks(job, tiny_model, MEGATRON, size=2, backend="nccl", patches=patches)
 
 
 @pytest.mark.parametrize("name", MEGATRON)
-def test_views_are_the_checkpoints_slices(megatron, tiny_model, name):
+def test_views_are_the_checkpoints_slices_and_outlive_verls_offload(megatron, tiny_model, name):
     check([rank[name] for rank in megatron], tiny_model, MEGATRON[name]["layout"], "megatron-local")
-
-
-@pytest.mark.parametrize("name", MEGATRON)
-def test_views_outlive_verls_offload(megatron, name):
     for rank in megatron:
         assert rank[name]["loaded"] and len(rank[name]["valid"]) == 3
         biases = [v for n, v in rank[name]["values"].items() if n.endswith("correction_bias")]
@@ -71,8 +61,8 @@ def test_views_outlive_verls_offload(megatron, name):
 def test_layouts_that_are_not_the_models_are_refused(megatron):
     texts = [text for rank in megatron for case in rank.values() for text in case["refused"].items()]
     assert len(texts) == 8
-    for asked, message in texts:
-        assert isinstance(message, str) and "on rank" in message and "expected" in message, asked
+    for layout, message in texts:
+        assert isinstance(message, str) and "on rank" in message and "expected" in message, layout
 
 
 @pytest.mark.upstream
@@ -81,16 +71,7 @@ def test_views_of_line_a3_are_the_checkpoints_slices(a3_sources, tiny_model, nam
     sources, text = a3_sources(), MINDSPEED[name]
     config = engine_config(tiny_model, sources[0], *LAYOUTS[name], dtype="bf16")
     env = {"VERL_PATCHES": "line=a3,platform=cpu", "PYTHONPATH": os.pathsep.join(map(str, sources))}
-    found = run_ranks(
-        "tests.model.mindspeed_start:run",
-        "tests.reshard.live_job:mindspeed_job",
-        config,
-        tiny_model,
-        text,
-        size=2,
-        env=env,
-        backend=None,
-        timeout_s=400,
-    )
+    jobs = "tests.model.mindspeed_start:run", "tests.reshard.live_job:mindspeed_job"
+    found = run_ranks(*jobs, config, tiny_model, text, size=2, env=env, backend=None, timeout_s=400)
     check(found, tiny_model, text, "mindspeed")
-    assert all("not one of DeepSeek-V3's" in rank["refused"] for rank in found)  # asked for as another library's
+    assert all("not one of DeepSeek-V3's" in rank["refused"] for rank in found)  # called with another library's

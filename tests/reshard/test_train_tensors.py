@@ -32,15 +32,13 @@ STORAGES = {
     "grouped": ("megatron-local", MEGATRON_NAMES | GROUPED),
     "mindspeed": ("mindspeed", MINDSPEED_NAMES),
 }
-LAYOUTS = [
-    "@1",
-    "tp2 @2",
+LAYOUTS = (
     "tp4 etp1 ep2 @4",
     "tp2 etp2 ep2 @4",
     "pp2 @2 layers=3,1",
     "tp2 pp2 vpp2 ep2 etp1 @4",
     "pp2 vpp2 @2 layers=1,0,2,1",
-]
+)
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +70,7 @@ def pack(weights, text: str, rank: int, storage: str, stack_up=None) -> list[dic
             name = names[p.kind].format(**local)
             name = te_name(name) if storage == "te" else name
             joined.setdefault(name, {}).setdefault(p.expert, []).append(part(weights, region_of(shard)))
-        of_name = {name: [torch.cat(pieces) for pieces in each.values()] for name, each in joined.items()}
+        of_name = {name: [torch.cat(pieces) for pieces in of_experts.values()] for name, of_experts in joined.items()}
         chunks.append({name: _stack(name, pieces, stack_up) for name, pieces in of_name.items()})
     return chunks
 
@@ -169,46 +167,39 @@ def test_unknown_parameters_and_libraries_are_refused(library, name, message):
         storage_of(name, library)
 
 
-def _spoil(native, how):
-    chunk, expert = native[0], "decoder.layers.1.mlp.experts.local_experts.0.linear_fc2.weight"
-    if how == "shape":
-        chunk[expert] = chunk[expert].t().contiguous()
-    elif how == "dtype":
-        chunk["decoder.layers.1.mlp.router.expert_bias"] = chunk["decoder.layers.1.mlp.router.expert_bias"].bfloat16()
-    elif how == "missing":
-        del chunk[expert]
-    elif how == "twice":
-        chunk[te_name(expert)] = chunk[expert]
-    elif how == "layer":
-        chunk[expert.replace("layers.1", "layers.2")] = chunk[expert]
-    elif how == "no layer":
-        chunk[expert.replace("layers.1", "layers.9")] = chunk[expert]
-    elif how == "expert":
-        chunk[expert.replace("experts.0", "experts.8")] = chunk[expert]
-    elif how == "dense":
-        chunk[expert.replace("layers.1", "layers.0")] = chunk[expert]
-    elif how == "chunks":
-        native.append({})
+EXPERT, BIAS = (
+    "decoder.layers.1.mlp.experts.local_experts.0.linear_fc2.weight",
+    "decoder.layers.1.mlp.router.expert_bias",
+)
 
 
-@pytest.mark.parametrize(("how", "message"), [
-    ("shape", r"layers.1.mlp.experts.local_experts.0.linear_fc2.weight' on rank 1: expected float32 \(128, 32\), which "
-              r"holds model.layers.1.mlp.experts.8.down_proj.weight\[:, 0:32\], found float32 \(32, 128\)"),
-    ("dtype", r"expert_bias' on rank 1: expected float32 \(16,\).*found bfloat16 \(16,\)"),
-    ("missing", "rank 1 should train 1 HF tensors, as model.layers.1.mlp.experts.8.down_proj.weight"),
-    ("twice", "rank 1 has model.layers.1.mlp.experts.8.down_proj.weight in .*linear_fc2.weight and in .*weight0"),
-    ("layer", "on rank 1 is model.layers.2.mlp.experts.8.down_proj.weight of layer 2, expert 8, which its layout does"),
-    ("no layer", "on rank 1 is routed_expert_down of layer 9"),
-    ("expert", "on rank 1 is routed_expert_down of layer 1, expert 16"),
-    ("dense", "on rank 1 is routed_expert_down of layer 0, expert 8"),
-    ("chunks", "rank 1 has 2 model chunks, layout .* has 1"),
+def _renamed(old, new):
+    return lambda chunk: {EXPERT.replace(old, new): chunk[EXPERT]}
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    (lambda chunk: {EXPERT: chunk[EXPERT].t().contiguous()},
+     r"layers.1.mlp.experts.local_experts.0.linear_fc2.weight' on rank 1: expected float32 \(128, 32\), which "
+     r"holds model.layers.1.mlp.experts.8.down_proj.weight\[:, 0:32\], found float32 \(32, 128\)"),
+    (lambda chunk: {BIAS: chunk[BIAS].bfloat16()}, r"expert_bias' on rank 1: expected float32 .* bfloat16 \(16,\)"),
+    (lambda chunk: {EXPERT: None}, "rank 1 should train 1 HF tensors, as model.layers.1.mlp.experts.8.down_proj"),
+    (lambda chunk: {te_name(EXPERT): chunk[EXPERT]},
+     "rank 1 has model.layers.1.mlp.experts.8.down_proj.weight in .*linear_fc2.weight and in .*weight0"),
+    (_renamed("layers.1", "layers.2"), "on rank 1 is routed_expert_down of layer 2, expert 8, which its layout does"),
+    (_renamed("layers.1", "layers.9"), "on rank 1 is routed_expert_down of layer 9"),
+    (_renamed("experts.0", "experts.8"), "on rank 1 is routed_expert_down of layer 1, expert 16"),
+    (_renamed("layers.1", "layers.0"), "on rank 1 is routed_expert_down of layer 0, expert 8"),
+    (None, "rank 1 has 2 model chunks, layout .* has 1"),
 ])  # fmt: skip
-def test_parameters_that_are_not_the_layouts_are_refused(weights, how, message):
-    text = "ep2 pp2 @4"
-    native = pack(weights, text, 1, "local")
-    _spoil(native, how)
+def test_parameters_that_are_not_the_layouts_are_refused(weights, change, message):
+    (chunk,) = native = pack(weights, "ep2 pp2 @4", 1, "local")
+    if change is None:
+        native.append({})
+    else:
+        chunk |= change(chunk)
+    native = [{name: tensor for name, tensor in chunk.items() if tensor is not None} for chunk in native]
     with pytest.raises(ConfigError, match=message):
-        views_of(native, INVENTORY, parse_layout(text), 1, "megatron-local")
+        views_of(native, INVENTORY, parse_layout("ep2 pp2 @4"), 1, "megatron-local")
 
 
 def test_parts_of_a_view(weights):
@@ -219,36 +210,20 @@ def test_parts_of_a_view(weights):
     inner = held.read(Region(down, 1, 130, 140))
     assert torch.equal(inner, weights[down][:, 130:140]) and inner.data_ptr() == held.tensor[:, 2].data_ptr()
     assert torch.equal(found[kv].read(Region(kv, 0, 4, 8)), weights[kv][4:8])
-    outside = [
-        Region(down, 1, 120, 130),
-        Region(down, 1, 250, 257),
-        Region(down, 0, 0, 4),
-        Region(kv, 1, 130, 140),
-        Region(down, 1, 140, 140),
-    ]
-    for region in outside:
+    for region in ((down, 1, 120, 130), (down, 1, 250, 257), (down, 0, 0, 4), (kv, 1, 130, 140), (down, 1, 140, 140)):
         with pytest.raises(ConfigError):
-            held.read(region)
+            held.read(Region(*region))
 
 
-def test_whole_tensors_can_be_read_along_any_axis(weights):
-    found, _ = views(weights, "@1", 0, "mindspeed")
-    for name in ("model.layers.0.self_attn.kv_a_proj_with_mqa.weight", "model.layers.1.mlp.experts.3.up_proj.weight"):
-        assert torch.equal(found[name].read(Region(name, 1, 3, 5)), weights[name][:, 3:5])
-        assert torch.equal(found[name].read(Region(name, 0, 3, 5)), weights[name][3:5])
-
-
-def test_views_outlive_offload_by_resize_but_not_other_memory():
+def test_views_outlive_offload_by_resize_but_not_other_memory(weights):
     """As verl offloads DDP: parameters are views of a buffer whose storage is freed and filled again."""
-    generator, text = torch.Generator().manual_seed(1), "@1"
-    weights = {p.name: torch.randn(p.shape, generator=generator) for p in INVENTORY.parameters}
-    native = pack(weights, text, 0, "mindspeed")
+    native = pack(weights, "@1", 0, "mindspeed")
     buffer = torch.cat([t.flatten() for t in native[0].values()])
     start = 0
     for name, tensor in native[0].items():
         native[0][name] = torch.nn.Parameter(buffer[start : start + tensor.numel()].view(tensor.shape))
         start += tensor.numel()
-    found = views_of(native, INVENTORY, parse_layout(text), 0, "mindspeed")
+    found = views_of(native, INVENTORY, parse_layout("@1"), 0, "mindspeed")
     saved, size = buffer.clone(), buffer.untyped_storage().nbytes()
     buffer.untyped_storage().resize_(0)
     assert are_views_of(found, native)

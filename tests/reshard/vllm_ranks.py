@@ -13,6 +13,7 @@ from vllm.model_executor.models import utils as model_utils
 from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.layout.inventory import build_inventory
 from verl_patches.layout.parallel import rollout_layout
+from verl_patches.layout.sharding import local_parameters
 from verl_patches.reshard.destination import learn_destinations
 
 
@@ -59,87 +60,67 @@ def error_of(check, *args) -> str | None:
 
 
 def run_rank(case: dict, rank: int) -> dict:
-    inventory = build_inventory(case["config"])
+    inventory, planned = build_inventory(case["config"]), {**case, **case["planned"]}
+    layout = rollout_layout(*(planned[size] for size in ("instances", "dp", "tp", "pp", "expert_parallel")))
     with build_vllm.model_of(case, rank) as model:
         for parameter in model.parameters():
             parameter.data.normal_()
         model_utils._model_to_pp_missing_layer_names.clear()  # by id(model), and ids come again in this process
         before = values(model)
-        found = learn_destinations(model, inventory, rank=rank)
+        learnt = learn_destinations(model, inventory, rank=rank)
+        shards = local_parameters(inventory, layout, rank, "vllm").shards
+        dtypes = {name: (shards[name].dtype, places[0].tensor.dtype) for name, places in learnt.tensors.items()}
         return {
             "rank": rank,
+            "groups": build_vllm.groups(),
+            "dtypes": [name for name, (ours, live) in dtypes.items() if f"torch.{ours}" != str(live)],
             "touched": differing(model, before),
-            **compare(found, model, inventory),
-            "covers": error_of(found.check_covers, model),
-            "plan": plan_error(found, inventory, case),
-            "unmapped": found.unmapped,
-            "mapped": len(found.tensors),
-            "constants": [[c.value, list(c.target.shape)] for c in found.constants],
+            **compare(learnt, model, inventory),
+            "covers": error_of(learnt.check_covers, model),
+            "plan": error_of(learnt.check_against_plan, inventory, layout, planned.get("library", "vllm")),
+            "unmapped": learnt.unmapped,
+            "mapped": len(learnt.tensors),
+            "constants": [[c.value, list(c.target.shape)] for c in learnt.constants],
         }
 
 
-def compare(found, model, inventory) -> dict:
+def compare(learnt, model, inventory) -> dict:
+    """Parameters that differ between load_weights and writes through the map over NaN; and with an expert transposed.
+
+    Returns load_weights's error where it raises.
+    """
     tensors = dict(hf_tensors(inventory))
     try:
         model.load_weights(tensors.items())
     except RuntimeError as error:
         return {"differ": [str(error)]}
-    loaded = values(model)
-    return {
-        "differ": write_through(found, model, tensors, loaded),
-        "turned": turned_expert(found, model, tensors, loaded),
-    }
-
-
-def plan_error(found, inventory, case: dict) -> str | None:
-    """What check_against_plan says to the case's own layout, with what its `planned` has otherwise."""
-    told = {**case, **case["planned"]}
-
-    def check():
-        sizes = (told[size] for size in ("instances", "dp", "tp", "pp"))
-        layout = rollout_layout(*sizes, expert_parallel=told["expert_parallel"])
-        found.check_against_plan(inventory, layout, told.get("library", "vllm"))
-
-    return error_of(check)
-
-
-def write_through(found, model, tensors, expected) -> list[str]:
-    """Parameters that are not as load_weights leaves them when all is written through the map, over NaN."""
+    expected = values(model)
     for parameter in model.parameters():
         parameter.data.fill_(float("nan"))
-    for name, places in found.tensors.items():
+    for name, places in learnt.tensors.items():
         for place in places:
-            region = place.region
-            place.tensor.copy_(tensors[name].narrow(region.axis, region.start, region.stop - region.start))
-    for constant in found.constants:
+            place.tensor.copy_(tensors[name].narrow(place.region.axis, place.region.start, place.region.rows))
+    for constant in learnt.constants:
         constant.target.fill_(constant.value)
-    model.load_weights((name, tensors[name]) for name in found.unmapped)
-    return differing(model, expected)
-
-
-def turned_expert(found, model, tensors, expected) -> list[str]:
-    """The same with a square block of one expert turned: the comparison must see it."""
-    place = next((places[0] for name, places in found.tensors.items() if ".experts." in name), None)
-    if place is None:
-        return []
-    side = min(place.tensor.shape)
-    block = place.tensor[:side, :side]
-    write_through(found, model, tensors, expected)
-    block.copy_(block.t().clone())
-    return [*differing(model, expected), place.parameter]
+    model.load_weights((name, tensors[name]) for name in learnt.unmapped)
+    differ = differing(model, expected)
+    for place in [places[0] for name, places in learnt.tensors.items() if ".experts." in name][:1]:
+        side = min(place.tensor.shape)
+        place.tensor[:side, :side] = place.tensor[:side, :side].t().clone()
+    return {"differ": differ, "transposed": differing(model, expected)}
 
 
 def learnt(cases: dict[str, dict]) -> dict[str, list[dict]]:
     """{name: rows}; a case is as build_vllm.py takes it, with `ruin`: None or one of RUINS, and `planned`.
 
-    A row, of a rank: rank, unmapped, mapped, constants
-        touched       parameters that learning changed
-        differ        parameters in which load_weights and writes through the map differ; or why load_weights fails
-        turned        the same with one expert turned, then the parameter that it is in
-        covers, plan  what the two checks raise, or None
+    A row, of a rank: rank, groups, unmapped, mapped, constants
+        dtypes              tensors whose parameter has another dtype than layout/sharding.py says
+        touched             parameters that learning changed
+        differ, transposed  see `compare`
+        covers, plan        the messages of the two checks, or None
     """
-    weight_loader, found = FusedMoE.weight_loader, {}
+    weight_loader, rows = FusedMoE.weight_loader, {}
     for name, case in cases.items():
         FusedMoE.weight_loader = ruined(weight_loader, RUINS[case["ruin"]]) if case["ruin"] else weight_loader
-        found[name] = [run_rank(case, rank) for rank in case["ranks"]]
-    return found
+        rows[name] = [run_rank(case, rank) for rank in case["ranks"]]
+    return rows

@@ -10,14 +10,15 @@ values. Multi-token prediction layers are never counted: no recipe here trains o
 from __future__ import annotations
 
 import functools
-import json
+import itertools
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import NamedTuple
 
 from verl_patches.errors import ConfigError
+from verl_patches.layout.model_folder import read_config
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
 MODEL_DTYPES = ("float32", "bfloat16", "float16")  # what a model may be in; single tensors of it may be fp8
@@ -76,9 +77,6 @@ class ModelShape:
         return layer >= self.first_k_dense_replace and layer % self.moe_layer_freq == 0
 
 
-_REQUIRED = [f.name for f in ModelShape.__dataclass_fields__.values() if f.name not in vars(ModelShape)]
-
-
 def read_model_shape(config: Mapping | str | Path) -> ModelShape:
     """Read an HF config: a dict, a config.json, or the folder that holds one.
 
@@ -87,15 +85,11 @@ def read_model_shape(config: Mapping | str | Path) -> ModelShape:
     """
     where = "HF config"
     if not isinstance(config, Mapping):
-        path = Path(config)
-        path = path / "config.json" if path.is_dir() else path
-        where = str(path)
-        if not path.is_file():
-            raise ConfigError(f"{where}: no such file; give a folder with config.json or the file itself")
-        config = json.loads(path.read_text())
+        where, config = str(config), read_config(config)
     if config.get("model_type") != "deepseek_v3":
         raise ConfigError(f"{where}: model_type must be 'deepseek_v3', found {config.get('model_type')!r}")
-    missing = [key for key in _REQUIRED if not isinstance(config.get(key), int)]
+    required = [field.name for field in fields(ModelShape) if field.default is MISSING]
+    missing = [key for key in required if not isinstance(config.get(key), int)]
     if missing:
         raise ConfigError(
             f"{where}: whole numbers are missing for {', '.join(missing)}; take them from the model's config.json"
@@ -103,8 +97,8 @@ def read_model_shape(config: Mapping | str | Path) -> ModelShape:
     for key in ("tie_word_embeddings", "attention_bias"):
         if config.get(key):
             raise ConfigError(f"{where}: {key} must be false for DeepSeek-V3, found {config[key]!r}")
-    values = {key: config[key] for key in ModelShape.__dataclass_fields__ if config.get(key) is not None}
-    shape = ModelShape(**values)
+    keys = [field.name for field in fields(ModelShape)]
+    shape = ModelShape(**{key: config[key] for key in keys if config.get(key) is not None})
     if shape.torch_dtype not in MODEL_DTYPES:
         raise ConfigError(f"{where}: torch_dtype must be one of {', '.join(MODEL_DTYPES)}, found {shape.torch_dtype!r}")
     return shape
@@ -125,12 +119,10 @@ class Inventory:
     @functools.cached_property
     def parameters(self) -> tuple[Parameter, ...]:
         """Every tensor once: the embedding, layer by layer, then the final norm and the head."""
-        found = [p for p in self.outer if p.part == "embedding"]
+        parameters = [p for p in self.outer if p.part == "embedding"]
         for layer, experts in zip(self.layers, self.experts, strict=True):
-            found += layer
-            for expert in experts:
-                found += expert
-        return tuple(found + [p for p in self.outer if p.part != "embedding"])
+            parameters += itertools.chain(layer, *experts)
+        return (*parameters, *(p for p in self.outer if p.part != "embedding"))
 
     @functools.cached_property
     def by_name(self) -> dict[str, Parameter]:
@@ -167,22 +159,26 @@ def build_inventory(config: ModelShape | Mapping | str | Path) -> Inventory:
 def _attention(model: ModelShape, layer: int) -> Iterable[Parameter]:
     h, heads, q_rank, kv_rank = model.hidden_size, model.num_attention_heads, model.q_lora_rank, model.kv_lora_rank
     q_dim = heads * (model.qk_nope_head_dim + model.qk_rope_head_dim)
-    rows = [("input_layernorm", "input_norm", "norm", (h,))]
-    if q_rank is None:
-        rows.append(("self_attn.q_proj", "q_proj", "attention", (q_dim, h)))
-    else:
-        rows.append(("self_attn.q_a_proj", "q_a_proj", "attention", (q_rank, h)))
-        rows.append(("self_attn.q_a_layernorm", "q_a_norm", "attention", (q_rank,)))
-        rows.append(("self_attn.q_b_proj", "q_b_proj", "attention", (q_dim, q_rank)))
     kv_dim = heads * (model.qk_nope_head_dim + model.v_head_dim)
-    rows += [
-        ("self_attn.kv_a_proj_with_mqa", "kv_a_proj", "attention", (kv_rank + model.qk_rope_head_dim, h)),
-        ("self_attn.kv_a_layernorm", "kv_a_norm", "attention", (kv_rank,)),
-        ("self_attn.kv_b_proj", "kv_b_proj", "attention", (kv_dim, kv_rank)),
-        ("self_attn.o_proj", "o_proj", "attention", (h, heads * model.v_head_dim)),
-        ("post_attention_layernorm", "post_attention_norm", "norm", (h,)),
+    if q_rank is None:
+        q_rows = [("self_attn.q_proj", "q_proj", (q_dim, h))]
+    else:
+        q_rows = [
+            ("self_attn.q_a_proj", "q_a_proj", (q_rank, h)),
+            ("self_attn.q_a_layernorm", "q_a_norm", (q_rank,)),
+            ("self_attn.q_b_proj", "q_b_proj", (q_dim, q_rank)),
+        ]
+    rows = [
+        ("input_layernorm", "input_norm", (h,)),
+        *q_rows,
+        ("self_attn.kv_a_proj_with_mqa", "kv_a_proj", (kv_rank + model.qk_rope_head_dim, h)),
+        ("self_attn.kv_a_layernorm", "kv_a_norm", (kv_rank,)),
+        ("self_attn.kv_b_proj", "kv_b_proj", (kv_dim, kv_rank)),
+        ("self_attn.o_proj", "o_proj", (h, heads * model.v_head_dim)),
+        ("post_attention_layernorm", "post_attention_norm", (h,)),
     ]
-    for name, kind, part, shape in rows:
+    for name, kind, shape in rows:
+        part = "attention" if name.startswith("self_attn") else "norm"
         yield Parameter(f"model.layers.{layer}.{name}.weight", kind, part, shape, model.torch_dtype, layer)
 
 

@@ -36,7 +36,7 @@ def read_config(path: str | Path) -> dict[str, Any]:
     path = Path(path)
     path = path / "config.json" if path.is_dir() else path
     if not path.is_file():
-        raise ConfigError(f"actor_rollout_ref.model.path: {path} does not exist; expected a HF model folder")
+        raise ConfigError(f"{path}: no such file; expected a HF model folder or its config.json")
     config = json.loads(path.read_text())
     config.pop(QUANTIZATION, None)
     return {**config, MTP_LAYERS: 0} if config.get(MTP_LAYERS) else config
@@ -44,7 +44,7 @@ def read_config(path: str | Path) -> dict[str, Any]:
 
 def for_training(hf_config: Any) -> None:
     """Edit a transformers configuration in place, as `read_config` edits the file's content."""
-    _drop_quantization(hf_config)
+    vars(hf_config).pop(QUANTIZATION, None)
     if getattr(hf_config, MTP_LAYERS, 0):
         setattr(hf_config, MTP_LAYERS, 0)
 
@@ -52,17 +52,12 @@ def for_training(hf_config: Any) -> None:
 def for_vllm(hf_config: Any) -> Any:
     """vLLM's `hf_overrides`: the configuration of a DeepSeek-V3, edited in place; another model's as it is."""
     if hf_config.model_type == _MODEL_TYPE:
-        _drop_quantization(hf_config)
+        vars(hf_config).pop(QUANTIZATION, None)
     return hf_config
 
 
-def _drop_quantization(hf_config: Any) -> None:
-    if hasattr(hf_config, QUANTIZATION):
-        delattr(hf_config, QUANTIZATION)
-
-
 def weight_files(folder: str | Path) -> set[str]:
-    """Names of the safetensors files that lie in a folder."""
+    """Names of the safetensors files in a folder."""
     return {file.name for file in Path(folder).glob("*.safetensors")}
 
 
@@ -71,11 +66,11 @@ def fp8_fault(folder: str | Path) -> str | None:
 
     Read from the headers of its safetensors files, whatever config.json says. A folder without weights has no fault.
     """
-    found = sorted(name for name, dtype in _stored_dtypes(Path(folder)) if dtype.startswith("F8_"))
-    if not found:
+    names = sorted(name for name, dtype in _stored_dtypes(Path(folder)) if dtype.startswith("F8_"))
+    if not names:
         return None
     return (
-        f"{folder}: {len(found)} tensors are stored in fp8, as {found[0]}; expected bf16, in which this recipe trains. "
+        f"{folder}: {len(names)} tensors are stored in fp8, as {names[0]}; expected bf16, in which this recipe trains. "
         "Run `python inference/fp8_cast_bf16.py --input-fp8-hf-path FP8 --output-bf16-hf-path BF16` of DeepSeek-V3's "
         "own repository, copy config.json and the tokenizer's files to BF16 and set actor_rollout_ref.model.path to "
         f"it. {QUANTIZATION} may stay in config.json: it is not read where the tensors are bf16"
@@ -85,17 +80,15 @@ def fp8_fault(folder: str | Path) -> str | None:
 def _stored_dtypes(folder: Path) -> Iterator[tuple[str, str]]:
     """(tensor, safetensors' name of its dtype) of the files that the index names, or of all where there is none."""
     index = folder / INDEX
+    files = weight_files(folder)
     if index.is_file():
-        files = set(json.loads(index.read_text())["weight_map"].values())
-    else:
-        files = weight_files(folder)
+        files &= set(json.loads(index.read_text())["weight_map"].values())
     for file in sorted(files):
-        if (folder / file).is_file():
-            yield from ((name, tensor["dtype"]) for name, tensor in _header(folder / file).items())
+        yield from ((name, tensor["dtype"]) for name, tensor in _header(folder / file).items())
 
 
 def _header(path: Path) -> Mapping[str, Any]:
-    """The header of a safetensors file: 8 bytes of length, then JSON; ConfigError where it is none."""
+    """The header of a safetensors file: 8 bytes of length, then JSON; ConfigError where it cannot be read."""
     with path.open("rb") as file:
         start = file.read(8)
         length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0

@@ -1,8 +1,7 @@
 """How a model is split over ranks: one type for the training side (Megatron) and the rollout side (vLLM).
 
-Two views of the same ranks, exactly as `megatron.core.parallel_state.initialize_model_parallel` (0.12.2) builds them
-from one `order`: the dense view tp x cp x dp x pp, and the expert view etp x ep x edp x pp. A rank has one coordinate
-in each.
+There are two views of the same ranks, exactly as `megatron.core.parallel_state.initialize_model_parallel` (0.12.2)
+builds them from one `order`: the dense view tp x cp x dp x pp, and the expert view etp x ep x edp x pp.
 
 The rollout side fits in the same type: vLLM 0.9.1 (`vllm.distributed.parallel_state.initialize_model_parallel`)
 orders ranks as instance x dp x pp x tp, and its experts are split over all ranks of one instance. So an instance is
@@ -19,7 +18,6 @@ import functools
 import itertools
 import math
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -117,19 +115,16 @@ class ParallelLayout:
 
     def size(self, axis: str) -> int:
         """Number of ranks along `axis`: one of tp, cp, dp, pp, etp, ep, edp."""
-        if axis not in DENSE_AXES + EXPERT_AXES:
-            raise ConfigError(f"layout: no axis {axis!r}; expected one of {', '.join(DENSE_AXES + EXPERT_AXES[:3])}")
         return getattr(self, axis)
 
-    def _axes(self, family: tuple[str, ...]) -> list[str]:
-        spelled = {"tp": "etp", "dp": "edp"} if family is EXPERT_AXES else {}
-        return [spelled.get(a, a) for a in self.order.split("-") if spelled.get(a, a) in family]
-
     def _strides(self, family: tuple[str, ...]) -> dict[str, int]:
+        """Axis of one view -> distance between neighbouring ranks along it."""
+        expert_names = {"tp": "etp", "dp": "edp"} if family is EXPERT_AXES else {}
         strides, stride = {}, 1
-        for axis in self._axes(family):
-            strides[axis] = stride
-            stride *= self.size(axis)
+        for axis in (expert_names.get(axis, axis) for axis in self.order.split("-")):
+            if axis in family:
+                strides[axis] = stride
+                stride *= self.size(axis)
         return strides
 
     def coordinates(self, rank: int) -> Coordinates:
@@ -137,17 +132,6 @@ class ParallelLayout:
         if not 0 <= rank < self.world_size:
             raise ConfigError(f"layout: rank must be in 0..{self.world_size - 1}, found {rank}")
         return _all_coordinates(self)[rank]
-
-    def _family(self, axes: Iterable[str]) -> tuple[str, ...]:
-        axes = list(axes)
-        for axis in axes:
-            self.size(axis)
-        for family in (DENSE_AXES, EXPERT_AXES):
-            if all(axis in family for axis in axes):
-                return family
-        raise ConfigError(
-            f"layout: axes {', '.join(axes)} mix the dense view (tp cp dp pp) with the expert view (etp ep edp pp)"
-        )
 
     def groups(self, name: str) -> list[list[int]]:
         """All groups of ranks that differ only along `name`, in Megatron's order of groups and of ranks.
@@ -157,32 +141,22 @@ class ParallelLayout:
         "dp" when edp is 1). Follows `RankGenerator.get_ranks`: "etp" there is the expert generator's "tp", "edp" its
         "dp".
         """
-        if name == "instance":
-            groups = self.groups("etp-ep-pp")
-            return sorted(sorted(group) for group in groups)
         if name == "instance-dp":
-            return self._instance_dp_groups()
-        wanted = name.split("-")
-        family = self._family(wanted)
-        strides = self._strides(family)
-        steps = {axis: [i * strides[axis] for i in range(self.size(axis))] for axis in strides}
-        # itertools.product varies its last factor fastest; our fastest axis is the first
-        inside = [steps[axis] for axis in reversed(strides) if axis in wanted]
-        outside = [steps[axis] for axis in reversed(strides) if axis not in wanted]
-        offsets = [sum(step) for step in itertools.product(*inside)]
-        return [[sum(base) + offset for offset in offsets] for base in itertools.product(*outside)]
-
-    def _instance_dp_groups(self) -> list[list[int]]:
-        groups = []
-        for ranks in self.groups("dp"):
-            by_instance: dict[int, list[int]] = {}
-            for rank in ranks:
-                by_instance.setdefault(self.coordinates(rank).edp, []).append(rank)
-            groups += by_instance.values()
-        return sorted(groups)
+            fixed = ["tp", "cp", "pp", "edp"]
+        else:
+            axes = ["etp", "ep", "pp"] if name == "instance" else name.split("-")
+            view = DENSE_AXES if set(axes) <= set(DENSE_AXES) else EXPERT_AXES
+            if not set(axes) <= set(view):
+                raise ConfigError(f"layout: axes {name!r}: expected some of {DENSE_AXES} or of {EXPERT_AXES}")
+            fixed = [axis for axis in view if axis not in axes]
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(self.world_size):
+            at = self.coordinates(rank)
+            groups.setdefault(tuple(getattr(at, axis) for axis in fixed), []).append(rank)
+        return list(groups.values())
 
     def chunk_layers(self, num_layers: int) -> list[range]:
-        """Layer ids of each of the pp*vpp chunks in model order; chunk c lives on stage c % pp.
+        """Layer ids of each of the pp*vpp chunks in model order; chunk c is on stage c % pp.
 
         Raises ConfigError if the list does not add up to `num_layers`, or an even split has a remainder.
         """
@@ -199,13 +173,10 @@ class ParallelLayout:
                 f"layout: layers_per_stage {list(counts)} adds up to {sum(counts)}, the model has {num_layers} layers; "
                 "correct the list"
             )
-        ends = list(itertools.accumulate(counts))
-        return [range(end - count, end) for count, end in zip(counts, ends, strict=True)]
+        return [range(start, stop) for start, stop in itertools.pairwise([0, *itertools.accumulate(counts)])]
 
     def stage_layers(self, stage: int, num_layers: int) -> tuple[int, ...]:
         """Layer ids that pipeline stage `stage` holds, in model order over all its chunks."""
-        if not 0 <= stage < self.pp:
-            raise ConfigError(f"layout: stage must be in 0..{self.pp - 1}, found {stage}")
         return tuple(itertools.chain.from_iterable(self.chunk_layers(num_layers)[stage :: self.pp]))
 
     def local_experts(self, rank: int, num_experts: int, rest_on_last: bool = False) -> range:
@@ -217,12 +188,12 @@ class ParallelLayout:
         """
         if num_experts < self.ep:
             raise ConfigError(
-                f"layout: ep={self.ep} is more than the {num_experts} routed experts: ranks would hold none; "
+                f"layout {self}: ep={self.ep} is more than the {num_experts} routed experts: ranks would hold none; "
                 f"choose an ep of at most {num_experts}"
             )
         if num_experts % self.ep and not rest_on_last:
             raise ConfigError(
-                f"layout: ep={self.ep} must divide the number of routed experts {num_experts}; choose another ep"
+                f"layout {self}: ep={self.ep} must divide the number of routed experts {num_experts}; choose another ep"
             )
         local, index = num_experts // self.ep, self.coordinates(rank).ep
         last = rest_on_last and index == self.ep - 1
@@ -230,8 +201,8 @@ class ParallelLayout:
 
     def __str__(self) -> str:
         """The short text form that `parse_layout` reads, e.g. "tp4 pp8 ep32 etp1 @256 layers=7,7,8,8,8,8,8,7"."""
-        words = [f"tp{self.tp}"]
-        words += [f"{name}{getattr(self, name)}" for name in ("cp", "pp", "vpp", "ep") if getattr(self, name) > 1]
+        sizes = {name: getattr(self, name) for name in ("tp", "cp", "pp", "vpp", "ep")}
+        words = [f"{name}{size}" for name, size in sizes.items() if size > 1 or name == "tp"]
         if self.etp != self.tp:
             words.append(f"etp{self.etp}")
         words.append(f"@{self.world_size}")

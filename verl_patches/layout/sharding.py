@@ -1,6 +1,6 @@
 """Which part of each tensor a rank holds, per library: a table of axes, a table of libraries, and the arithmetic.
 
-Libraries differ in a few things only, and LIBRARIES lists them. Facts, with their source:
+LIBRARIES lists the differences between libraries. Facts, with their source:
 - megatron-core 0.12.2 (`models/gpt/gpt_layer_specs.py`) makes q and kv down projections ColumnParallelLinear in its
   local spec and TEColumnParallelLinear in its Transformer Engine spec: both cut them by rows (576/tp rows of kv_a and
   so on).
@@ -26,9 +26,9 @@ worst stage, and 20.32 GB with the optimizer swapped. No torch.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from verl_patches.errors import ConfigError
@@ -49,7 +49,7 @@ AXES: dict[str, int | None] = {
 
 @dataclass(frozen=True)
 class Library:
-    """What sets one library apart: kinds it keeps whole although AXES cuts them, vocabulary multiple, bias dtype.
+    """One library: kinds that it does not cut although AXES does, vocabulary multiple, bias dtype.
 
     `experts_rest_on_last`: where ep does not divide the experts, the last rank holds the rest (else it is refused).
     """
@@ -61,15 +61,14 @@ class Library:
 
 
 _DOWN_PROJECTIONS = frozenset({"q_a_proj", "kv_a_proj"})
+_VLLM = Library(_DOWN_PROJECTIONS, vocabulary_multiple=64, bias_in_model_dtype=True, experts_rest_on_last=True)
 _SHARED_EXPERT = frozenset({"shared_expert_gate", "shared_expert_up", "shared_expert_down"})
 LIBRARIES: dict[str, Library] = {
     "megatron-local": Library(),
     "megatron-te": Library(),
-    "mindspeed": Library(whole=_DOWN_PROJECTIONS),
-    "vllm": Library(_DOWN_PROJECTIONS, vocabulary_multiple=64, bias_in_model_dtype=True, experts_rest_on_last=True),
-    "vllm-ascend": Library(
-        _DOWN_PROJECTIONS | _SHARED_EXPERT, vocabulary_multiple=64, bias_in_model_dtype=True, experts_rest_on_last=True
-    ),
+    "mindspeed": Library(_DOWN_PROJECTIONS),
+    "vllm": _VLLM,
+    "vllm-ascend": replace(_VLLM, whole=_DOWN_PROJECTIONS | _SHARED_EXPERT),
 }
 
 
@@ -94,22 +93,14 @@ class Shard(NamedTuple):
         return math.prod(self.shape)
 
 
-@dataclass(frozen=True)
-class LocalParameters:
+class LocalParameters(NamedTuple):
     """All shards of one rank, by HF name, in the inventory's order."""
 
     shards: dict[str, Shard]
 
-    def count(self, experts: bool | None = None, trainable_only: bool = False) -> int:
-        """Elements held: all, routed experts only (True) or everything else (False)."""
-        return sum(s.count for s in self._chosen(experts) if s.parameter.trainable or not trainable_only)
-
-    def size_bytes(self, experts: bool | None = None) -> int:
+    def size_bytes(self) -> int:
         """Bytes of the weights held, each in its own dtype."""
-        return sum(s.count * DTYPE_BYTES[s.dtype] for s in self._chosen(experts))
-
-    def _chosen(self, experts: bool | None) -> Iterable[Shard]:
-        return (s for s in self.shards.values() if experts is None or (s.parameter.expert is not None) == experts)
+        return sum(s.count * DTYPE_BYTES[s.dtype] for s in self.shards.values())
 
 
 def local_parameters(inventory: Inventory, layout: ParallelLayout, rank: int, library: str) -> LocalParameters:
@@ -117,12 +108,18 @@ def local_parameters(inventory: Inventory, layout: ParallelLayout, rank: int, li
 
     Raises ConfigError for an unknown library or rank, layers that do not fit the layout, and sizes that do not divide.
     """
-    rule = library_rule(inventory, layout, library)
-    at = layout.coordinates(rank)
+    rule, model, at = library_rule(inventory, layout, library), inventory.model, layout.coordinates(rank)
+    experts = layout.local_experts(rank, model.n_routed_experts, rule.experts_rest_on_last)
+    held = [p for p in inventory.outer if p.part == "embedding" and at.pp == 0]
+    for layer in layout.stage_layers(at.pp, model.num_hidden_layers):
+        held += inventory.layers[layer]
+        if inventory.experts[layer]:
+            held += itertools.chain.from_iterable(inventory.experts[layer][expert] for expert in experts)
+    held += [p for p in inventory.outer if p.part != "embedding" and at.pp == layout.pp - 1]
     shards = {}
-    for parameter in _held(inventory, layout, rank, rule):
+    for parameter in held:
         index = at.tp if parameter.expert is None else at.etp
-        shards[parameter.name] = _shard(parameter, layout, index, rule, inventory.model.torch_dtype)
+        shards[parameter.name] = _shard(parameter, layout, index, rule, model.torch_dtype)
     return LocalParameters(shards)
 
 
@@ -137,7 +134,7 @@ def shards_of(inventory: Inventory, layout: ParallelLayout, library: str, parame
 
 
 def library_rule(inventory: Inventory, layout: ParallelLayout, library: str) -> Library:
-    """The row of LIBRARIES; ConfigError where that library cannot cut this model by `layout`'s tp."""
+    """The row of LIBRARIES; ConfigError where that library cannot split this model by `layout`'s tp."""
     if library not in LIBRARIES:
         raise ConfigError(f"sharding: unknown library {library!r}; expected one of {', '.join(LIBRARIES)}")
     model, tp = inventory.model, layout.tp
@@ -153,36 +150,21 @@ def library_rule(inventory: Inventory, layout: ParallelLayout, library: str) -> 
     return LIBRARIES[library]
 
 
-def _held(inventory: Inventory, layout: ParallelLayout, rank: int, rule: Library) -> Iterable[Parameter]:
-    model, at = inventory.model, layout.coordinates(rank)
-    experts = layout.local_experts(rank, model.n_routed_experts, rule.experts_rest_on_last)
-    if at.pp == 0:
-        yield from (p for p in inventory.outer if p.part == "embedding")
-    for layer in layout.stage_layers(at.pp, model.num_hidden_layers):
-        yield from inventory.layers[layer]
-        if inventory.experts[layer]:
-            for expert in experts:
-                yield from inventory.experts[layer][expert]
-    if at.pp == layout.pp - 1:
-        yield from (p for p in inventory.outer if p.part != "embedding")
-
-
 def _shard(parameter: Parameter, layout: ParallelLayout, index: int, rule: Library, model_dtype: str) -> Shard:
     kind, shape = parameter.kind, parameter.shape
     dtype = model_dtype if kind == "router_bias" and rule.bias_in_model_dtype else parameter.dtype
     axis = None if kind in rule.whole else AXES[kind]
-    parts = layout.tp if parameter.expert is None else layout.etp
     if axis is None:
         return Shard(parameter, shape, dtype)
-    full = shape[axis]
+    split = "tp" if parameter.expert is None else "etp"
+    parts, full = layout.size(split), shape[axis]
     padded = full
     if kind in ("embedding", "head"):
         padded = -(-full // rule.vocabulary_multiple) * rule.vocabulary_multiple
     if padded % parts:
-        axis_name = "etp" if parameter.expert is not None else "tp"
         raise ConfigError(
-            f"sharding: {axis_name}={parts} must divide {padded}, dimension {axis} of {parameter.name}; "
-            f"choose another {axis_name}"
+            f"sharding: {split}={parts} must divide {padded}, dimension {axis} of {parameter.name}; "
+            f"choose another {split}"
         )
     size = padded // parts
     start = index * size
@@ -225,18 +207,12 @@ MEGATRON_NAMES = {
 GRAD_BYTES, OPTIMIZER_BYTES = 4, 12  # of one trainable element
 
 
-@dataclass(frozen=True)
-class StaticBytes:
+class StaticBytes(NamedTuple):
     """Bytes of one training rank."""
 
     param_bytes: int
     grad_bytes: int
     optimizer_bytes: int
-
-    @property
-    def total_bytes(self) -> int:
-        """Bytes of all three."""
-        return self.param_bytes + self.grad_bytes + self.optimizer_bytes
 
 
 def static_bytes(inventory: Inventory, layout: ParallelLayout, rank: int, library: str = "mindspeed") -> StaticBytes:
@@ -245,7 +221,8 @@ def static_bytes(inventory: Inventory, layout: ParallelLayout, rank: int, librar
     Raises ConfigError as `local_parameters` does.
     """
     held = local_parameters(inventory, layout, rank, library)
-    dense = held.count(experts=False, trainable_only=True)
-    routed = held.count(experts=True, trainable_only=True)
+    trained = [shard for shard in held.shards.values() if shard.parameter.trainable]
+    routed = sum(shard.count for shard in trained if shard.parameter.expert is not None)
+    dense = sum(shard.count for shard in trained) - routed
     optimizer = OPTIMIZER_BYTES * (-(-dense // (layout.dp * layout.cp)) + -(-routed // layout.edp))
     return StaticBytes(held.size_bytes(), GRAD_BYTES * (dense + routed), optimizer)

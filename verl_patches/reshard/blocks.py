@@ -9,6 +9,7 @@ of one layer (or one expert) whose intervals are held and needed by the same ran
 from __future__ import annotations
 
 import itertools
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
@@ -25,7 +26,7 @@ class Block(NamedTuple):
     """Regions that are sent as one: each rank of `holders` has all of them, each rank of `receivers` needs all of them.
 
     `row_bytes`: bytes of one row of each region. `owners`: the receivers that need the block by their layout alone,
-    and not only because a tensor is wanted whole. Ranks are sorted; all holders are of one pipeline stage.
+    and not only because a tensor is needed complete. Ranks are sorted; all holders are of one pipeline stage.
     """
 
     regions: tuple[Region, ...]
@@ -45,45 +46,47 @@ class Block(NamedTuple):
         return sum(align(r.rows * size) for r, size in zip(self.regions, self.row_bytes, strict=True))
 
 
-class Interval(NamedTuple):
-    """Rows [start, stop) along `axis`, and the tp (etp) indices that hold, need and own them (see Block)."""
+class _Interval(NamedTuple):
+    """Rows [start, stop) along `axis`; `indices`: the tp (etp) indices that hold, need and own them (see Block)."""
 
     axis: int
     start: int
     stop: int
-    holders: tuple[int, ...]
-    receivers: tuple[int, ...]
-    owners: tuple[int, ...]
+    indices: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
 
 def make_blocks(
     inventory: Inventory,
     train: ParallelLayout,
     rollout: ParallelLayout,
-    *,
     train_library: str,
     rollout_library: str,
-    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    bucket_bytes: int,
     whole: Collection[str] = (),
 ) -> list[Block]:
-    """All blocks, in the inventory's order of layers and experts: what there is to move, without deciding how.
+    """All blocks between two layouts, in the inventory's order of layers and experts.
 
-    `whole`: HF tensors that each rank which holds a part of it in rollout needs whole. Raises ConfigError for pairs of
-    layouts between which no plan can be made, as `local_parameters` does for either side, and where `bucket_bytes` is
-    too small for one row of some tensor.
+    `whole`: HF tensors that each rank which holds a part of it in rollout needs complete. Raises ConfigError for pairs
+    of layouts between which no plan can be made, as `local_parameters` does for either side, and where `bucket_bytes`
+    is too small for one row of some tensor.
     """
     _check_pair(inventory, train, rollout, whole)
     sides = _Side(inventory, train, train_library), _Side(inventory, rollout, rollout_library)
-    known: dict[tuple, tuple[Interval, ...]] = {}  # tensors of one kind and shape are cut alike
+    intervals: dict[tuple, list[_Interval]] = {}  # tensors of one kind and shape are cut alike
     blocks = []
-    for tensors in _units(inventory):
-        alike: dict[tuple, list[tuple[Parameter, tuple[Interval, ...]]]] = {}
+    units = [(parameter,) for parameter in inventory.outer]
+    for layer, experts in zip(inventory.layers, inventory.experts, strict=True):
+        units += [layer, *experts]
+    for tensors in units:
+        alike: dict[tuple, list[tuple[Parameter, list[_Interval]]]] = defaultdict(list)
         for parameter in tensors:
             key = parameter.kind, parameter.shape, parameter.name in whole
-            if key not in known:
-                known[key] = tuple(_intervals(sides[0].shards(parameter), sides[1].shards(parameter), key[2]))
-            ranks = tuple((each.holders, each.receivers, each.owners) for each in known[key])
-            alike.setdefault(ranks, []).append((parameter, known[key]))
+            if key not in intervals:
+                held = shards_of(inventory, train, train_library, parameter)
+                needed = shards_of(inventory, rollout, rollout_library, parameter)
+                intervals[key] = list(_intervals(held, needed, parameter.name in whole))
+            indices = tuple(interval.indices for interval in intervals[key])
+            alike[indices].append((parameter, intervals[key]))
         for members in alike.values():
             blocks += _blocks(members, *sides)
     most, region = max(pair for b in blocks for pair in zip(b.row_bytes, b.regions, strict=True))
@@ -95,78 +98,64 @@ def make_blocks(
     return blocks
 
 
-def _units(inventory: Inventory) -> Iterable[Sequence[Parameter]]:
-    for parameter in inventory.outer:
-        yield (parameter,)
-    for layer, experts in zip(inventory.layers, inventory.experts, strict=True):
-        yield layer
-        yield from experts
-
-
-def _intervals(train: Sequence[Shard], rollout: Sequence[Shard], whole: bool) -> Iterable[Interval]:
+def _intervals(train: Sequence[Shard], rollout: Sequence[Shard], whole: bool) -> Iterable[_Interval]:
+    """The intervals of one tensor; `train` and `rollout` are its shards by tp (etp) index."""
     parameter = train[0].parameter
     axes = {shard.axis for shard in (*train, *rollout)} - {None}
     assert len(axes) <= 1, f"{parameter.name} is cut along axis {axes}"  # AXES is one table for all libraries
     axis = axes.pop() if axes else 0
-    full = parameter.shape[axis]
     held, needed = ([region_of(s).along(axis, parameter.shape)[2:] for s in shards] for shards in (train, rollout))
-    cuts = sorted({0, full}.union(*held, *needed))
+    cuts = sorted({0, parameter.shape[axis]}.union(*held, *needed))
     for start, stop in itertools.pairwise(cuts):
         holders, owners = (
             tuple(i for i, (a, b) in enumerate(rows) if a <= start and stop <= b) for rows in (held, needed)
         )
         receivers = tuple(range(len(needed))) if whole else owners
-        yield Interval(axis, start, stop, holders, receivers, owners)
+        yield _Interval(axis, start, stop, (holders, receivers, owners))
 
 
-def _blocks(members: list[tuple[Parameter, tuple[Interval, ...]]], train: _Side, rollout: _Side) -> Iterable[Block]:
+def _blocks(members: list[tuple[Parameter, list[_Interval]]], train: _Side, rollout: _Side) -> Iterable[Block]:
     """The blocks of tensors whose intervals are held and needed alike: one for each interval."""
-    first = members[0][0]
-    for number, interval in enumerate(members[0][1]):
-        parts = [(parameter, intervals[number]) for parameter, intervals in members]
+    first, its_intervals = members[0]
+    for number, interval in enumerate(its_intervals):
+        regions = [(p, Region(p.name, *intervals[number][:3])) for p, intervals in members]
+        holders, receivers, owners = interval.indices
         yield Block(
-            tuple(Region(p.name, i.axis, i.start, i.stop) for p, i in parts),
-            tuple(row_bytes(p, i.axis) for p, i in parts),
-            train.ranks(first, interval.holders),
-            rollout.ranks(first, interval.receivers),
-            rollout.ranks(first, interval.owners),
+            tuple(region for _, region in regions),
+            tuple(row_bytes(p, region.axis) for p, region in regions),
+            train.ranks(first, holders),
+            rollout.ranks(first, receivers),
+            rollout.ranks(first, owners),
         )
 
 
 class _Side:
-    """One layout with its library: which ranks hold which index of which tensor."""
+    """The ranks of one layout by what they hold."""
 
     def __init__(self, inventory: Inventory, layout: ParallelLayout, library: str):
-        model, self.layout = inventory.model, layout
-        self._inventory, self._library = inventory, library
+        model, self._last_stage = inventory.model, layout.pp - 1
         rule = library_rule(inventory, layout, library)
         self._stages = {i: s for s in range(layout.pp) for i in layout.stage_layers(s, model.num_hidden_layers)}
-        self._groups: dict[tuple, list[int]] = {}  # (stage, ep index or None, tp or etp index) -> ranks
+        self._groups: dict[tuple, list[int]] = defaultdict(list)  # (stage, ep index or None, tp or etp index) -> ranks
         self._ep_index: dict[int, int] = {}  # expert -> ep index
         self._known: dict[tuple, tuple[int, ...]] = {}
         for rank in range(layout.world_size):
             at = layout.coordinates(rank)
-            self._groups.setdefault((at.pp, None, at.tp), []).append(rank)
-            self._groups.setdefault((at.pp, at.ep, at.etp), []).append(rank)
+            self._groups[at.pp, None, at.tp].append(rank)
+            self._groups[at.pp, at.ep, at.etp].append(rank)
             experts = layout.local_experts(rank, model.n_routed_experts, rule.experts_rest_on_last)
             self._ep_index.update(dict.fromkeys(experts, at.ep))
 
-    def shards(self, parameter: Parameter) -> tuple[Shard, ...]:
-        """The piece of `parameter` at each tp (etp) index."""
-        return shards_of(self._inventory, self.layout, self._library, parameter)
-
-    def stage(self, parameter: Parameter) -> int:
-        """The pipeline stage that holds `parameter`."""
-        if parameter.layer is not None:
-            return self._stages[parameter.layer]
-        return 0 if parameter.kind == "embedding" else self.layout.pp - 1
-
     def ranks(self, parameter: Parameter, indices: tuple[int, ...]) -> tuple[int, ...]:
         """All ranks that hold one of the tp (etp) `indices` of `parameter`, sorted."""
-        expert = None if parameter.expert is None else self._ep_index[parameter.expert]
-        key = self.stage(parameter), expert, indices
+        if parameter.layer is not None:
+            stage = self._stages[parameter.layer]
+        else:
+            stage = 0 if parameter.kind == "embedding" else self._last_stage
+        ep_index = None if parameter.expert is None else self._ep_index[parameter.expert]
+        key = stage, ep_index, indices
         if key not in self._known:
-            self._known[key] = tuple(sorted(itertools.chain(*(self._groups[(*key[:2], i)] for i in indices))))
+            self._known[key] = tuple(sorted(rank for i in indices for rank in self._groups[stage, ep_index, i]))
         return self._known[key]
 
 
@@ -177,14 +166,6 @@ def _check_pair(inventory: Inventory, train: ParallelLayout, rollout: ParallelLa
             f"reshard plan: training has {train.world_size} ranks ({train}), rollout {rollout.world_size} ({rollout}); "
             "expected the same ranks on both sides: change the layouts until both name all of them"
         )
-    experts = inventory.model.n_routed_experts
-    for side, layout in (("train", train), ("rollout", rollout)):
-        if layout.ep > experts:
-            raise ConfigError(
-                f"reshard plan: {side} ep={layout.ep} ({layout}) is more than the model's {experts} routed experts; "
-                f"expected at most one rank per expert: split {side} into more instances or replicas, so that "
-                f"ep <= {experts}"
-            )
     for axis in ("cp", "vpp"):
         if getattr(rollout, axis) > 1:
             raise ConfigError(
@@ -196,9 +177,9 @@ def _check_pair(inventory: Inventory, train: ParallelLayout, rollout: ParallelLa
             f"reshard plan: rollout pp={rollout.pp} ({rollout}) numbers its ranks as Megatron does; expected vLLM's "
             f"order={VLLM_PIPELINE_ORDER}: add it to the layout"
         )
-    unknown = sorted(set(whole) - set(inventory.by_name))
+    unknown = sorted(set(whole) - inventory.by_name.keys())
     if unknown:
         raise ConfigError(
-            f"reshard plan: {unknown[0]!r} is wanted whole, but the model has no such tensor; "
+            f"reshard plan: {unknown[0]!r} is to be sent complete, but the model has no such tensor; "
             f"expected HF names such as {inventory.parameters[0].name!r}"
         )

@@ -1,7 +1,7 @@
 """Proof of a plan, and its figures. No torch.
 
 `check_plan` uses the layouts alone, nothing of how the plan was made: each rank's rollout shards are covered exactly
-once by what it keeps and what it receives; what it keeps and sends lies in its training shards; buckets stay within
+once by what it copies and what it receives; what it copies and sends lies in its training shards; buckets stay within
 their bytes; and both ends of every segment name the same regions in the same order. Together: executed as planned,
 every rollout element is written once, from the right training element.
 
@@ -17,102 +17,84 @@ from typing import Any
 from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.layout.sharding import local_parameters
 from verl_patches.reshard.plan import RankPlan, ReshardPlan
-from verl_patches.reshard.region import Region, region_of, row_bytes, wire_bytes
+from verl_patches.reshard.region import Region, contains, cover, region_of, row_bytes, wire_bytes
 from verl_patches.reshard.route import NEARNESS
 
 
 def check_plan(plan: ReshardPlan, rank_plans: Mapping[int, RankPlan] | None = None) -> None:
-    """Prove `plan`, or what is given as the plans of all its ranks; raises RecipeError naming rank and parameter."""
+    """Prove `plan`, or `rank_plans` as the plans of all its ranks; raises RecipeError naming rank and parameter."""
     if rank_plans is None:
         rank_plans = {rank: plan.for_rank(rank) for rank in range(plan.world_size)}
     if sorted(rank_plans) != list(range(plan.world_size)):
         raise RecipeError(f"reshard plan: expected a plan for each of {plan.world_size} ranks, found {len(rank_plans)}")
-    for rank, mine in sorted(rank_plans.items()):
-        if mine.rank != rank:
-            raise RecipeError(f"reshard plan: rank {rank} was given the plan of rank {mine.rank}; plan again")
-        _check_buckets(plan, mine)
-        _check_held(plan, mine)
-        _check_written(plan, mine)
+    for rank, rank_plan in sorted(rank_plans.items()):
+        if rank_plan.rank != rank:
+            raise RecipeError(f"reshard plan: rank {rank} was given the plan of rank {rank_plan.rank}; plan again")
+        _check_buckets(plan, rank_plan)
+        _check_held(plan, rank_plan)
+        _check_written(plan, rank_plan)
     _check_ends(rank_plans)
 
 
-def _check_buckets(plan: ReshardPlan, mine: RankPlan) -> None:
-    if len(mine.buckets) != plan.bucket_count:
+def _check_buckets(plan: ReshardPlan, rank_plan: RankPlan) -> None:
+    if len(rank_plan.buckets) != plan.bucket_count:
         raise RecipeError(
-            f"reshard plan: rank {mine.rank} has {len(mine.buckets)} buckets, expected "
+            f"reshard plan: rank {rank_plan.rank} has {len(rank_plan.buckets)} buckets, expected "
             f"{plan.bucket_count}: the ranks would wait for each other for ever"
         )
     by_name = plan.inventory.by_name
-    for number, bucket in enumerate(mine.buckets):
+    for number, bucket in enumerate(rank_plan.buckets):
         for verb, segments in zip(("sends", "receives"), bucket, strict=True):
             size = sum(wire_bytes(by_name[r.name], r) for regions in segments.values() for r in regions)
             if size > plan.bucket_bytes:
                 raise RecipeError(
-                    f"reshard plan: rank {mine.rank} {verb} {size} bytes in bucket {number}, "
+                    f"reshard plan: rank {rank_plan.rank} {verb} {size} bytes in bucket {number}, "
                     f"expected at most bucket_bytes = {plan.bucket_bytes}"
                 )
 
 
-def _check_held(plan: ReshardPlan, mine: RankPlan) -> None:
-    held = local_parameters(plan.inventory, plan.train, mine.rank, plan.train_library).shards
-    by_name = plan.inventory.by_name
-    sent = [region for bucket in mine.buckets for regions in bucket.send.values() for region in regions]
-    for verb, regions in (("keeps", mine.local), ("sends", sent)):
+def _check_held(plan: ReshardPlan, rank_plan: RankPlan) -> None:
+    shards = local_parameters(plan.inventory, plan.train, rank_plan.rank, plan.train_library).shards
+    sent = [region for bucket in rank_plan.buckets for regions in bucket.send.values() for region in regions]
+    for verb, regions in (("keeps", rank_plan.local), ("sends", sent)):
         for region in regions:
-            has = held.get(region.name) and region_of(held[region.name])
-            start, stop = _along(has, region.axis, by_name[region.name].shape) if has else (0, 0)
-            if not start <= region.start < region.stop <= stop:
+            shard = shards.get(region.name)
+            if shard is None or not contains(region_of(shard), region, shard.parameter.shape):
                 raise RecipeError(
-                    f"reshard plan: rank {mine.rank} {verb} {region}, expected a part of what it holds "
-                    f"in training ({plan.train}), found {has or 'nothing of that tensor'}"
+                    f"reshard plan: rank {rank_plan.rank} {verb} {region}, expected a part of what it holds in "
+                    f"training ({plan.train}), found {region_of(shard) if shard else 'nothing of that tensor'}"
                 )
 
 
-def _check_written(plan: ReshardPlan, mine: RankPlan) -> None:
-    needed = local_parameters(plan.inventory, plan.rollout, mine.rank, plan.rollout_library).shards
+def _check_written(plan: ReshardPlan, rank_plan: RankPlan) -> None:
+    needed = local_parameters(plan.inventory, plan.rollout, rank_plan.rank, plan.rollout_library).shards
     written: dict[str, list[Region]] = defaultdict(list)
-    received = (region for bucket in mine.buckets for regions in bucket.receive.values() for region in regions)
-    for region in (*mine.local, *received):
+    received = (region for bucket in rank_plan.buckets for regions in bucket.receive.values() for region in regions)
+    for region in (*rank_plan.local, *received):
         written[region.name].append(region)
     for name in written.keys() - needed.keys():
         raise RecipeError(
-            f"reshard plan: rank {mine.rank} gets {written[name][0]}, expected nothing of {name}: its "
+            f"reshard plan: rank {rank_plan.rank} gets {written[name][0]}, expected nothing of {name}: its "
             f"rollout layout ({plan.rollout}) does not hold it"
         )
     for name, shard in needed.items():
-        expected = region_of(shard)
-        if name in plan.whole:
-            expected = Region(name, 0, 0, shard.parameter.shape[0])
-        fault = _fault(expected, sorted(written.get(name, ())), shard.parameter.shape)
-        if fault:
-            raise RecipeError(f"reshard plan: rank {mine.rank} needs {expected} exactly once, {fault}")
-
-
-def _fault(expected: Region, found: list[Region], shape: tuple[int, ...]) -> str | None:
-    """What is wrong with `found` (sorted) as a cover of `expected`, or None."""
-    axes = {region.axis for region in found}
-    if len(axes) > 1:
-        return f"found it cut along more than one axis: {_list(found)}"
-    at, end = _along(expected, axes.pop() if axes else expected.axis, shape)
-    for region in found:
-        if region.start != at or region.stop <= region.start:
-            word = "twice or out of place" if region.start < at or region.stop <= region.start else "a hole"
-            return f"found {word} at {at}: {_list(found)}"
-        at = region.stop
-    return None if at == end else f"found it to end at {at} instead of {end}: {_list(found) or 'nothing arrives'}"
-
-
-def _along(region: Region, axis: int, shape: tuple[int, ...]) -> tuple[int, int]:
-    """[start, stop) of `region` along `axis`; empty where it is cut along another."""
-    if region.axis == axis:
-        return region.start, region.stop
-    return (0, shape[axis]) if region.is_whole(shape) else (0, 0)
+        shape, regions = shard.parameter.shape, written.get(name, ())
+        expected = Region(name, 0, 0, shape[0]) if name in plan.whole else region_of(shard)
+        outside = [region for region in regions if not contains(expected, region, shape)]
+        never, twice = cover(expected, regions, shape) if not outside else ((), ())
+        for fault, at in (("outside of it", outside), ("twice", twice), ("never", never)):
+            if at:
+                raise RecipeError(
+                    f"reshard plan: rank {rank_plan.rank} needs {expected} exactly once, found {fault}: {_list(at)}"
+                )
 
 
 def _check_ends(rank_plans: Mapping[int, RankPlan]) -> None:
-    buckets = [(rank, n, bucket) for rank, mine in rank_plans.items() for n, bucket in enumerate(mine.buckets)]
-    sends = {(n, rank, peer): regions for rank, n, bucket in buckets for peer, regions in bucket.send.items()}
-    receives = {(n, peer, rank): regions for rank, n, bucket in buckets for peer, regions in bucket.receive.items()}
+    sends, receives = {}, {}
+    for rank, rank_plan in rank_plans.items():
+        for number, bucket in enumerate(rank_plan.buckets):
+            sends |= {(number, rank, peer): regions for peer, regions in bucket.send.items()}
+            receives |= {(number, peer, rank): regions for peer, regions in bucket.receive.items()}
     for number, sender, receiver in sorted(sends.keys() | receives.keys()):
         sent = sends.get((number, sender, receiver), ())
         expected = receives.get((number, sender, receiver), ())
@@ -135,12 +117,12 @@ def figures(plan: ReshardPlan) -> dict[str, Any]:
     `imbalance` is max / mean of the bytes that ranks send. Its bound: a training stage must send what only it holds,
     so its ranks send at least their stage's mean, however well they share.
     """
-    received = [got / must for got, must in zip(plan.received_bytes, plan.lower_bound_bytes, strict=True) if must]
+    over_bound = [r / b for r, b in zip(plan.received_bytes, plan.lower_bound_bytes, strict=True) if b]
     stages = [_stage(plan, stage) for stage in range(plan.train.pp)]
-    mean = _mean(plan.sent_bytes)
+    sent = _spread(plan.sent_bytes)
     near = dict.fromkeys(NEARNESS[1:], 0)
-    for piece, size in zip(plan.pieces, plan.piece_bytes, strict=True):
-        near[plan.topology.nearness(piece.sender, piece.receiver)] += size
+    for piece in plan.pieces:
+        near[plan.topology.nearness(piece.sender, piece.receiver)] += piece.size_bytes
     busiest = max(*plan.sent_bytes, *plan.received_bytes)
     return {
         "ranks": plan.world_size,
@@ -151,10 +133,10 @@ def figures(plan: ReshardPlan) -> dict[str, Any]:
         "kept_bytes": _spread(plan.local_bytes),
         "must_arrive_bytes": _spread(plan.lower_bound_bytes),
         "received_bytes": _spread(plan.received_bytes),
-        "received_over_bound": max(received, default=1.0),
-        "sent_bytes": _spread(plan.sent_bytes),
-        "imbalance": max(plan.sent_bytes) / mean if mean else 1.0,
-        "imbalance_bound": max(s["sent_bytes"]["mean"] for s in stages) / mean if mean else 1.0,
+        "received_over_bound": max(over_bound, default=1.0),
+        "sent_bytes": sent,
+        "imbalance": _over_mean(sent["max"], sent),
+        "imbalance_bound": _over_mean(max(stage["sent_bytes"]["mean"] for stage in stages), sent),
         "stages": stages,
         "nearness_bytes": near,
         "bucket_bytes": plan.bucket_bytes,
@@ -166,25 +148,24 @@ def figures(plan: ReshardPlan) -> dict[str, Any]:
 
 
 def _stage(plan: ReshardPlan, stage: int) -> dict[str, Any]:
-    ranks = [rank for rank, found in enumerate(plan.stages) if found == stage]
-    sent, received = ([figure[rank] for rank in ranks] for figure in (plan.sent_bytes, plan.received_bytes))
-    layers = plan.train.stage_layers(stage, plan.inventory.model.num_hidden_layers)
+    ranks = [rank for rank, stage_of_rank in enumerate(plan.stages) if stage_of_rank == stage]
+    sent, received = (_spread([sizes[rank] for rank in ranks]) for sizes in (plan.sent_bytes, plan.received_bytes))
     return {
         "stage": stage,
         "ranks": len(ranks),
-        "layers": len(layers),
-        "sent_bytes": _spread(sent),
-        "imbalance": max(sent) / _mean(sent) if any(sent) else 1.0,
-        "received_bytes": _spread(received),
+        "layers": len(plan.train.stage_layers(stage, plan.inventory.model.num_hidden_layers)),
+        "sent_bytes": sent,
+        "imbalance": _over_mean(sent["max"], sent),
+        "received_bytes": received,
     }
 
 
-def _mean(numbers: Sequence[int]) -> float:
-    return sum(numbers) / len(numbers)
-
-
 def _spread(numbers: Sequence[int]) -> dict[str, float]:
-    return {"min": min(numbers), "mean": _mean(numbers), "max": max(numbers)}
+    return {"min": min(numbers), "mean": sum(numbers) / len(numbers), "max": max(numbers)}
+
+
+def _over_mean(number: float, spread: Mapping[str, float]) -> float:
+    return number / spread["mean"] if spread["mean"] else 1.0
 
 
 def path_of(plan: ReshardPlan, name: str, rank: int) -> dict[str, Any]:
@@ -198,20 +179,23 @@ def path_of(plan: ReshardPlan, name: str, rank: int) -> dict[str, Any]:
             f"reshard plan: the model has no tensor {name!r}; expected an HF name such as "
             f"{plan.inventory.parameters[1].name!r}"
         )
-    held, needed = (
-        local_parameters(plan.inventory, layout, rank, library).shards.get(name)
-        for layout, library in ((plan.train, plan.train_library), (plan.rollout, plan.rollout_library))
-    )
-    mine = plan.for_rank(rank)
-    steps = [(region, "kept", rank, None) for region in mine.local if region.name == name]
-    for number, bucket in enumerate(mine.buckets):
+    held = local_parameters(plan.inventory, plan.train, rank, plan.train_library).shards.get(name)
+    needed = local_parameters(plan.inventory, plan.rollout, rank, plan.rollout_library).shards.get(name)
+    steps = []
+
+    def add(verb: str, peer: int, number: int | None, regions: Iterable[Region]) -> None:
+        place = {"stage": plan.stages[peer], "nearness": plan.topology.nearness(rank, peer), "bucket": number}
+        for region in regions:
+            if region.name == name:
+                size = region.rows * row_bytes(parameter, region.axis)
+                steps.append({"region": str(region), "what": verb, "peer": peer, **place, "bytes": size})
+
+    rank_plan = plan.for_rank(rank)
+    add("kept", rank, None, rank_plan.local)
+    for number, bucket in enumerate(rank_plan.buckets):
         for verb, segments in (("received", bucket.receive), ("sent", bucket.send)):
-            steps += [
-                (region, verb, peer, number)
-                for peer, regions in segments.items()
-                for region in regions
-                if region.name == name
-            ]
+            for peer, regions in segments.items():
+                add(verb, peer, number, regions)
     return {
         "parameter": name,
         "shape": list(parameter.shape),
@@ -225,16 +209,5 @@ def path_of(plan: ReshardPlan, name: str, rank: int) -> dict[str, Any]:
             for region in block.regions
             if region.name == name
         ],
-        "steps": [
-            {
-                "region": str(region),
-                "what": verb,
-                "peer": peer,
-                "stage": plan.stages[peer],
-                "nearness": plan.topology.nearness(rank, peer),
-                "bucket": number,
-                "bytes": region.rows * row_bytes(parameter, region.axis),
-            }
-            for region, verb, peer, number in steps
-        ],
+        "steps": steps,
     }

@@ -1,24 +1,24 @@
-"""Where each HF tensor lives in the rollout engine's parameters, learnt from vLLM's own `load_weights`.
+"""The place of each HF tensor in the rollout engine's parameters, learnt from vLLM's own `load_weights`.
 
-`load_weights` is traced once with meta tensors (trace.py); nothing is written, and no table of vLLM's names is kept.
+`load_weights` is traced once with meta tensors (trace.py); nothing is written, and there is no table of vLLM's names.
 From then on weights can be written straight into the views of `Destinations.tensors`. A tensor that cannot be traced is
-named in `unmapped`, with the reason: load_weights itself must load it, whole.
+named in `unmapped`, with the reason: load_weights itself must load it, complete.
 
 Call it when the engine is awake and prepared for a load as verl does: `patch_vllm_moe_model_weight_loader(model)` has
 run (vllm-ascend's fused_moe.py:878 makes new expert parameters that have lost their weight_loader).
 
 Layouts that an engine gives its parameters after loading:
 - Another stride, as `_maybe_pad_weight` of vLLM (fused_moe/layer.py:510) leaves: views follow strides.
-- Last two axes swapped, as view or copy (vllm-ascend transposes expert weights): see `load_shapes`.
+- Last two axes swapped: load_weights raises for such parameters, so their HF tensors are unmapped. At our pins
+  vllm-ascend transposes expert weights in its forward only (ops/fused_moe.py:275, :288).
 - A private NPU format (NZ): elements are not where strides say, so its tensors are unmapped. At our pins vllm-ascend
-  casts quantised weights and MLA's absorbed ones only (the latter: memory/sleep_mode.py). Asking torch_npu for the
-  format cannot be tried without an NPU.
+  casts quantised weights and MLA's absorbed ones only (the latter: memory/sleep_mode.py). The query of the format
+  through torch_npu cannot be tried without an NPU.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -30,14 +30,13 @@ from verl_patches.layout.sharding import local_parameters
 from verl_patches.reshard.live_memory import (
     Live,
     Owners,
-    in_load_shape,
     named_tensors,
     not_written_once,
     private_format,
     restore_memory,
 )
 from verl_patches.reshard.region import Region, region_of
-from verl_patches.reshard.trace import Constant, Opaque, Trace
+from verl_patches.reshard.trace import Constant, Copy, Opaque, Trace
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,11 +54,11 @@ class RolloutTensor:
 
 @dataclass(frozen=True, eq=False)
 class Destinations:
-    """Where HF tensors go on this rank. Keeps its engine's memory alive: drop it together with the engine.
+    """Where HF tensors go on this rank. References its engine's memory: drop it together with the engine.
 
     `tensors`: HF name -> its places, only of tensors of which the rank holds a part. `constants`: what load_weights
-    fills in itself (padding of the vocabulary), to be written once more only if the memory was lost. `unmapped`: HF
-    name -> why load_weights must load it; `opaque`: the parts of live memory to which those go, as far as known.
+    fills in itself (padding of the vocabulary), to be written again only if the memory was lost. `unmapped`: HF name
+    -> why load_weights must load it; `opaque`: the parts of live memory to which those go, as far as known.
     """
 
     rank: int
@@ -71,12 +70,12 @@ class Destinations:
     live: dict[str, Live]
 
     def still_valid(self, model: torch.nn.Module) -> bool:
-        """Whether the memory is that which was learnt; if not (rebuilt, moved), learn again. Reads no data.
+        """Whether all parameters have the memory that was learnt; if not (rebuilt, moved), learn again.
 
-        A few ms at 671B: it looks where each parameter was, and would not see a module that replaced another. vLLM's
-        sleep keeps the storage and frees its memory: the caller must wake the engine.
+        Reads no data; a few ms at 671B. Does not notice a module that replaced another. vLLM's sleep frees the memory
+        of storages that stay: the caller must wake the engine.
         """
-        return model is self.model and all(each.is_there() for each in self.live.values())
+        return model is self.model and all(memory.is_there() for memory in self.live.values())
 
     def check_covers(self, model: torch.nn.Module) -> None:
         """RecipeError unless each element of every parameter, and of buffers that are loaded, is written exactly once.
@@ -85,11 +84,11 @@ class Destinations:
         """
         if not self.still_valid(model):
             raise RecipeError(f"reshard: rank {self.rank}: parameters moved since they were learnt: learn them again")
-        live = {name: each.tensor for name, each in self.live.items()}
-        writes = [(str(held.region), held.tensor) for places in self.tensors.values() for held in places]
+        live = {name: memory.tensor for name, memory in self.live.items()}
+        writes = [(str(place.region), place.tensor) for places in self.tensors.values() for place in places]
         writes += [(f"the constant {constant.value:g}", constant.target) for constant in self.constants]
-        writes += [(f"{each.name} ({each.reason})", each.target) for each in self.opaque]
-        _raise(self.rank, not_written_once(live, writes), "the rollout would compute with what is there")
+        writes += [(f"{write.name} ({write.reason})", write.target) for write in self.opaque]
+        _raise(self.rank, not_written_once(live, writes), "the rollout would compute with stale values")
 
     def check_against_plan(self, inventory: Inventory, layout: ParallelLayout, library: str) -> None:
         """RecipeError unless the learnt regions are those that layout/sharding.py gives this rank; unmapped ones aside.
@@ -98,44 +97,36 @@ class Destinations:
         """
         shards = local_parameters(inventory, layout, self.rank, library).shards
         planned = {name: region_of(shard) for name, shard in shards.items()}
-        planned = {name: region for name, region in planned.items() if region.stop > region.start}
+        planned = {name: region for name, region in planned.items() if region.rows}
         problems = []
-        for name in [*planned, *(name for name in self.tensors if name not in planned)]:
-            if name in self.unmapped:
-                continue
+        for name in dict.fromkeys([*planned, *self.tensors]):
             places, region, shape = self.tensors.get(name, ()), planned.get(name), inventory.by_name[name].shape
-            found = sorted({str(held.region.along(0, shape)) for held in places})
-            if found != ([str(region.along(0, shape))] if region else []):
-                where = ", ".join(dict.fromkeys(held.parameter for held in places)) or "no parameter"
+            learnt = sorted({str(place.region.along(0, shape)) for place in places})
+            if name not in self.unmapped and learnt != ([str(region.along(0, shape))] if region else []):
+                where = ", ".join(dict.fromkeys(place.parameter for place in places)) or "no parameter"
                 problems.append(
                     f"{name} in {where}: expected {region or 'nothing'} by layout {layout} of {library}, "
-                    f"found {', '.join(found) or 'nothing'} in load_weights"
+                    f"found {', '.join(learnt) or 'nothing'} in load_weights"
                 )
         _raise(self.rank, problems, "the engine runs with another layout or config than the plan")
 
 
-def learn_destinations(
-    model: torch.nn.Module, inventory: Inventory, *, rank: int, load_shapes: Mapping[str, tuple[int, ...]] | None = None
-) -> Destinations:
+def learn_destinations(model: torch.nn.Module, inventory: Inventory, *, rank: int) -> Destinations:
     """Trace `model.load_weights` with every tensor of `inventory`: where each goes. Parameters are not changed.
 
     Costs about what one load_weights costs without its copies. `inventory` in the dtypes that will be sent.
-    `load_shapes`: vLLM's parameter -> shape that its loader expects. For engines that transpose expert weights:
-    vllm-ascend does so in its forward (ops/fused_moe.py:275, :288 at our pin) and may store them so; a parameter found
-    with its last two axes swapped is traced through a transposed view. A square matrix cannot be recognised so.
-    Raises RecipeError for a parameter of neither shape, for a loader that gives parameters other memory,
-    and for one that cannot be traced at all (see `Trace.run`).
+    Raises RecipeError for a loader that gives parameters other memory, and for one that cannot be traced at all (see
+    `Trace.run`).
     """
     before = named_tensors(model)
     data = {name: tensor.data for name, tensor in before.items()}
     sources = {p.name: torch.empty(p.shape, dtype=getattr(torch, p.dtype), device="meta") for p in inventory.parameters}
     trace = Trace(before.values())
     try:
-        with in_load_shape(before, load_shapes or {}, rank):
-            trace.run(model.load_weights, sources)
+        trace.run(model.load_weights, sources)
     finally:
         restore_memory(model, before, data, rank)
-    unnamed = [each for each in trace.opaque if each.name not in sources]
+    unnamed = [write for write in trace.opaque if write.name not in sources]
     if unnamed:
         raise RecipeError(
             f"reshard: rank {rank}: load_weights changes parameters {unnamed[0].name} ({unnamed[0].reason}), which no "
@@ -147,28 +138,27 @@ def learn_destinations(
 def _destinations(trace: Trace, inventory: Inventory, model: torch.nn.Module, rank: int) -> Destinations:
     parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
     owners = Owners({**parameters, **buffers})
-    unmapped = dict(trace.failed) | {each.name: each.reason for each in trace.opaque}
+    unmapped = dict(trace.failed) | {write.name: write.reason for write in trace.opaque}
     tensors: dict[str, list[RolloutTensor]] = {}
-    opaque, written = list(trace.opaque), {owners.of(record.target) for record in (*trace.constants, *trace.opaque)}
     for copy in trace.copies:
-        owner, parameter = owners.of(copy.target), inventory.by_name[copy.name]
-        written.add(owner)
-        private, placed = private_format(copy.target), _placed(parameter, copy.source, copy.target, owner)
+        owner = owners.of(copy.target)
+        private, placed = private_format(copy.target), _placed(inventory.by_name[copy.name], copy, owner)
         if private is not None:
             unmapped[copy.name] = f"{owner} is kept in the private NPU format {private}"
         elif placed is None:
             unmapped.setdefault(copy.name, f"{owner} gets elements of it that are no block of its rows or columns")
         else:
             tensors.setdefault(copy.name, []).append(placed)
-    opaque += [Opaque(c.name, unmapped[c.name], c.target) for c in trace.copies if c.name in unmapped]
+    opaque = [*trace.opaque, *(Opaque(c.name, unmapped[c.name], c.target) for c in trace.copies if c.name in unmapped)]
     mapped = {name: tuple(places) for name, places in tensors.items() if name not in unmapped}
+    written = {owners.of(record.target) for record in (*trace.copies, *trace.constants, *trace.opaque)}
     live = {n: Live.of(model, n) for n in parameters | buffers if n in parameters or n in written}
     return Destinations(rank, mapped, tuple(trace.constants), unmapped, tuple(opaque), model, live)
 
 
-def _placed(parameter: Parameter, source: torch.Tensor, target: torch.Tensor, owner: str) -> RolloutTensor | None:
-    """`target` as a region of the HF tensor that `source` is a view of, element by element; None if it is no region."""
-    shape = parameter.shape
+def _placed(parameter: Parameter, copy: Copy, owner: str) -> RolloutTensor | None:
+    """The copy's target as a region of the HF tensor that its source is a view of; None if it is no region."""
+    shape, source, target = parameter.shape, copy.source, copy.target
     steps = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]  # its strides: the meta tensor is contiguous
     axes = {source.stride(dim): dim for dim in range(source.dim()) if source.shape[dim] > 1}
     left, begins, sizes, strides = source.storage_offset(), [], [], []

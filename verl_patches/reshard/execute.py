@@ -14,17 +14,17 @@ what this stream does next, on any device, so nothing else is synchronised.
 Layout of the exchanged bytes: in a bucket one segment for each peer, by rank; in a segment the planned regions in
 order, each in the training inventory's dtype from a multiple of 16 bytes on.
 
-For an NPU, read and not run: HcclAlltoAllV takes uint8 on Atlas A3 (CANN 8.2.RC1's API reference), empty sends are
-counted as nothing (ProcessGroupHCCL.cpp, alltoall_base), and storages of base format can be resized (ResizeNpu.h).
+Read in sources and not run on an NPU: HcclAlltoAllV takes uint8 on Atlas A3 (CANN 8.2.RC1's API reference), empty sends
+are allowed (ProcessGroupHCCL.cpp, alltoall_base), and storages of base format can be resized (ResizeNpu.h).
 """
 
 from __future__ import annotations
 
-import dataclasses
+import itertools
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -63,17 +63,12 @@ class ResizableBuffer:
         self.tensor.untyped_storage().resize_(0)
 
 
+@dataclass
 class Copies:
-    """Pairs of views, copied by one call; dtypes and strides may differ."""
+    """Pairs of views of equal shape, copied by one call; dtypes and strides may differ."""
 
-    def __init__(self) -> None:
-        self.to: list[torch.Tensor] = []
-        self.source: list[torch.Tensor] = []
-
-    def add(self, to: torch.Tensor, source: torch.Tensor) -> None:
-        """One more pair, of equal shape."""
-        self.to.append(to)
-        self.source.append(source)
+    to: list[torch.Tensor] = field(default_factory=list)
+    source: list[torch.Tensor] = field(default_factory=list)
 
     def run(self) -> None:
         """Copy all."""
@@ -81,22 +76,15 @@ class Copies:
             torch._foreach_copy_(self.to, self.source)
 
 
-@dataclass
-class Scratch:
-    """A whole HF tensor put together for vLLM's own load_weights, as if it were a RolloutTensor.
+class Scratch(NamedTuple):
+    """Memory in which the complete HF tensor `name` is put together for vLLM's own load_weights.
 
-    `local` copies what this rank trains of it.
+    `local` copies the part that this rank trains.
     """
 
-    region: Region
+    name: str
     memory: ResizableBuffer
-    local: Copies = field(default_factory=Copies)
-    parameter: str = "(whole, for load_weights)"
-
-    @property
-    def tensor(self) -> torch.Tensor:
-        """The whole tensor."""
-        return self.memory.tensor
+    local: Copies
 
 
 @dataclass
@@ -131,21 +119,29 @@ class Compiler:
     ):
         self.plan, self.sources, self.parameters = plan, sources, inventory.by_name
         self.world_size, self.device = world_size, device
+        self.destinations, self.scratch = dict(destinations), {}
         self.arriving: dict[str, list[Region]] = {}
-        for region in (*plan.local, *(region for bucket in plan.buckets for region in _regions(bucket.receive))):
+        for region in (*plan.local, *self._exchanged(1)):
             self.arriving.setdefault(region.name, []).append(region)
-        self.scratch = {name: self._scratch(name) for name in whole if name in self.arriving}
-        self.destinations = {**destinations, **{name: (each,) for name, each in self.scratch.items()}}
+        for name in self.arriving.keys() & set(whole):
+            region = Region(name, 0, 0, self.parameters[name].shape[0])
+            memory = ResizableBuffer(self.parameters[name].shape, self._dtype(region), device)
+            memory.close()
+            self.scratch[name] = Scratch(name, memory, Copies())
+            self.destinations[name] = (RolloutTensor(region, memory.tensor, "(scratch memory for load_weights)"),)
         # bytes exchanged by (bucket, side); even and odd buckets have their own buffers
         self._sizes = {
             (number, side): sum(map(self._wire_bytes, _regions(bucket[side])))
             for number, bucket in enumerate(plan.buckets)
             for side in _SIDES
         }
-        self.wire = {(parity, side): self._wire_buffer(parity, side) for parity in (0, 1) for side in _SIDES}
+        self.wire: dict[tuple[int, int], ResizableBuffer] = {}
+        for parity, side in itertools.product((0, 1), _SIDES):
+            sizes = [size for (number, of), size in self._sizes.items() if (number % 2, of) == (parity, side)]
+            self.wire[parity, side] = ResizableBuffer((max(sizes, default=0),), torch.uint8, device)
 
     def problems(self) -> Iterator[str]:
-        """What is unmapped, written twice or never, or of a wrong shape, with expected and found: should be nothing."""
+        """One text for each part that is unmapped, written twice or never, or of a wrong shape: expected and found."""
         for name in dict.fromkeys([*self.arriving, *self.destinations]):
             if name not in self.parameters:
                 yield f"{name} is not in the inventory of the model"
@@ -154,14 +150,14 @@ class Compiler:
             arriving = self.arriving.get(name, ())
             for region in arriving:
                 missing, _ = cover(region, [part.region for part in parts], shape)
-                yield from (f"{each} arrives, but is unmapped: no live parameter takes it" for each in missing)
+                yield from (f"{gap} arrives, but is unmapped: no live parameter takes it" for gap in missing)
             for part in parts:
                 if not part.region.rows:
                     continue
                 missing, doubled = cover(part.region, arriving, shape)
                 where = f"in {part.parameter}: expected once by the plan"
-                yield from (f"{each} {where}, found never written" for each in missing)
-                yield from (f"{each} {where}, found written twice or more" for each in doubled)
+                yield from (f"{gap} {where}, found never written" for gap in missing)
+                yield from (f"{region} {where}, found written twice or more" for region in doubled)
                 expected, found = part.region.shape_in(shape), tuple(part.tensor.shape)
                 if found != expected:
                     yield f"{part.region} in {part.parameter}: expected shape {expected}, found {found}"
@@ -177,22 +173,21 @@ class Compiler:
 
     def buckets(self) -> list[Bucket]:
         """Every exchange in order."""
-        found = [self._bucket(number, bucket) for number, bucket in enumerate(self.plan.buckets)]
+        buckets = [self._bucket(number, bucket) for number, bucket in enumerate(self.plan.buckets)]
         for name, scratch in self.scratch.items():
-            at = [
-                number
-                for number, bucket in enumerate(self.plan.buckets)
-                if any(region.name == name for region in _regions(bucket.receive))
-            ]
-            if at:
-                found[at[0]].opens.append(scratch)
-                found[at[-1]].closes.append(scratch)
-        return found
+            numbers = [n for n, b in enumerate(self.plan.buckets) if name in {r.name for r in _regions(b.receive)}]
+            if numbers:
+                buckets[numbers[0]].opens.append(scratch)
+                buckets[numbers[-1]].closes.append(scratch)
+        return buckets
 
     def traffic(self) -> tuple[int, int, int]:
         """Bytes of elements sent, received and copied on the rank."""
-        sides = [[region for bucket in self.plan.buckets for region in _regions(bucket[side])] for side in _SIDES]
-        return tuple(sum(map(self._bytes, regions)) for regions in (*sides, self.plan.local))
+        return tuple(sum(map(self._bytes, regions)) for regions in (*map(self._exchanged, _SIDES), self.plan.local))
+
+    def _exchanged(self, side: int) -> Iterator[Region]:
+        """All regions that this rank sends or receives, in order."""
+        return (region for bucket in self.plan.buckets for region in _regions(bucket[side]))
 
     def _bucket(self, number: int, plan: BucketPlan) -> Bucket:
         send, receive = (self.wire[number % 2, side].tensor[: self._sizes[number, side]] for side in _SIDES)
@@ -201,17 +196,18 @@ class Compiler:
             self._read(pack, region, view)
         for region, view in self._on_wire(receive, plan.receive):
             for wanted, to in self._targets(region):
-                unpack.add(to, part_of(view, region, wanted, self.parameters[region.name].shape))
+                unpack.to.append(to)
+                unpack.source.append(part_of(view, region, wanted, self.parameters[region.name].shape))
         splits = [[sum(map(self._wire_bytes, side.get(peer, ()))) for peer in range(self.world_size)] for side in plan]
         return Bucket(pack, unpack, send, receive, *splits)
 
     def _on_wire(self, buffer: torch.Tensor, segments: Mapping[int, Sequence[Region]]) -> Iterator[tuple[Region, Any]]:
-        at = 0
-        for peer in sorted(segments):
-            for region in segments[peer]:
-                dtype, shape = self._dtype(region), region.shape_in(self.parameters[region.name].shape)
-                yield region, buffer[at : at + self._bytes(region)].view(dtype).view(shape)
-                at += self._wire_bytes(region)
+        """Each region of the segments, and its view in the wire buffer."""
+        start = 0
+        for region in _regions(dict(sorted(segments.items()))):
+            shape = region.shape_in(self.parameters[region.name].shape)
+            yield region, buffer[start : start + self._bytes(region)].view(self._dtype(region)).view(shape)
+            start += self._wire_bytes(region)
 
     def _read(self, copies: Copies, region: Region, to: torch.Tensor) -> None:
         source, shape = self.sources.get(region.name), self.parameters[region.name].shape
@@ -226,30 +222,20 @@ class Compiler:
                 f"reshard: {region} on training rank {self.plan.rank}: expected {wire} {tuple(to.shape)}, "
                 f"found {view.dtype} {tuple(view.shape)}; the inventory is not of this model"
             )
-        copies.add(to, view.detach())
+        copies.to.append(to)
+        copies.source.append(view.detach())
 
     def _targets(self, region: Region) -> Iterator[tuple[Region, torch.Tensor]]:
-        shape = self.parameters[region.name].shape
+        """Each part of `region` that rollout or scratch memory takes, and its view there."""
+        shape, scratch = self.parameters[region.name].shape, self.scratch.get(region.name)
         for part in self.destinations.get(region.name, ()):
             wanted = overlap(part.region, region, shape)
             if wanted is not None:
-                scratch = self.scratch.get(region.name)
                 if scratch:
                     scratch.memory.open()
                 yield wanted, part_of(part.tensor.detach(), part.region, wanted, shape)
                 if scratch:
                     scratch.memory.close()
-
-    def _wire_buffer(self, parity: int, side: int) -> ResizableBuffer:
-        sizes = [size for (number, of), size in self._sizes.items() if number % 2 == parity and of == side]
-        return ResizableBuffer((max(sizes, default=0),), torch.uint8, self.device)
-
-    def _scratch(self, name: str) -> Scratch:
-        parameter = self.parameters[name]
-        whole = Region(name, 0, 0, parameter.shape[0])
-        memory = ResizableBuffer(parameter.shape, self._dtype(whole), self.device)
-        memory.close()
-        return Scratch(whole, memory)
 
     def _dtype(self, region: Region) -> torch.dtype:
         return getattr(torch, self.parameters[region.name].dtype)
@@ -262,8 +248,7 @@ class Compiler:
 
 
 def _regions(segments: Mapping[int, Sequence[Region]]) -> Iterator[Region]:
-    for regions in segments.values():
-        yield from regions
+    return itertools.chain.from_iterable(segments.values())
 
 
 @dataclass(frozen=True)
@@ -283,23 +268,20 @@ class SyncReport:
     peak_extra_bytes: int
     seconds: dict[str, float]
 
-    def as_dict(self) -> dict[str, Any]:
-        """Plain data, for a step table or JSON."""
-        return dataclasses.asdict(self)
-
 
 class Executor:
     """What one rank does at every sync. `build_executor` makes it, on all ranks at once."""
 
-    def __init__(self, compiler: Compiler, *, group: Any, load_whole: LoadWhole | None, finish: Callable[[], Any]):
-        self.group, self.device, self._load_whole, self._finish = group, compiler.device, load_whole, finish
+    def __init__(self, compiler: Compiler, load_whole: LoadWhole, finish: Callable[[], Any]):
+        self.device, self._load_whole, self._finish = compiler.device, load_whole, finish
         self._local, self._buckets, self._wire = compiler.local(), compiler.buckets(), list(compiler.wire.values())
-        self._traffic = compiler.traffic()
-        late = {scratch.region for bucket in self._buckets for scratch in bucket.opens}
-        self._only_local = [each for each in compiler.scratch.values() if each.region not in late]
-        self._scratch = list(compiler.scratch.values())
-        live = {name: parts for name, parts in compiler.destinations.items() if name not in compiler.scratch}
-        self._storages = _storages(compiler.sources, live)
+        self._traffic, self._scratch = compiler.traffic(), list(compiler.scratch.values())
+        received = {scratch.name for bucket in self._buckets for scratch in bucket.opens}
+        self._only_local = [scratch for scratch in self._scratch if scratch.name not in received]
+        views = [(name, source.tensor) for name, source in compiler.sources.items()]
+        for name, parts in compiler.destinations.items():
+            views += [(part.parameter, part.tensor) for part in parts if name not in compiler.scratch]
+        self._storages = {storage_id(view): (name, view.untyped_storage()) for name, view in views if view.numel()}
         for buffer in self._wire:
             buffer.close()
         self._now = self._peak = 0
@@ -310,7 +292,7 @@ class Executor:
     def held_bytes(self) -> int:
         """Bytes that wire buffers and scratch tensors have now: 0 between two syncs."""
         buffers = [*self._wire, *(scratch.memory for scratch in self._scratch)]
-        return sum(each.tensor.untyped_storage().nbytes() for each in buffers)
+        return sum(buffer.tensor.untyped_storage().nbytes() for buffer in buffers)
 
     @torch.no_grad()
     def run(self, before: Callable[[], Any] | None = None) -> SyncReport:
@@ -363,7 +345,7 @@ class Executor:
 
     def _exchange(self, bucket: Bucket) -> dist.Work:
         return dist.all_to_all_single(
-            bucket.receive, bucket.send, bucket.receive_splits, bucket.send_splits, group=self.group, async_op=True
+            bucket.receive, bucket.send, bucket.receive_splits, bucket.send_splits, async_op=True
         )
 
     def _step(self, phase: str, do: Callable[..., None], *args: Any) -> None:
@@ -379,18 +361,18 @@ class Executor:
 
     def _raise_on_any_rank(self, todo: str) -> None:
         problems = [] if self._problem is None else [f"{type(self._problem).__name__}: {self._problem}"]
-        raise_on_any_rank(problems, self.group, self.device, todo)
+        raise_on_any_rank(problems, None, self.device, todo)
 
     def _open_scratch(self, scratch: Scratch) -> None:
         self._open(scratch.memory)
         scratch.local.run()
 
     def _finish_scratch(self, scratch: Scratch) -> None:
-        self._load_whole(scratch.region.name, scratch.tensor)
+        self._load_whole(scratch.name, scratch.memory.tensor)
         self._close(scratch.memory)
 
     def _open_all(self) -> None:
-        freed = [name for storage, needed, name in self._storages if storage.nbytes() < needed]
+        freed = [name for name, storage in self._storages.values() if not storage.nbytes()]
         if freed:
             raise RuntimeError(
                 f"{freed[0]} and {len(freed) - 1} more have no device memory: expected training and rollout weights on "
@@ -423,12 +405,11 @@ def build_executor(
     sources: Mapping[str, TrainTensor],
     destinations: Mapping[str, Sequence[RolloutTensor]],
     *,
-    load_whole: LoadWhole | None = None,
-    group: Any = None,
-    device: torch.device | str = "cpu",
-    finish: Callable[[], Any] = lambda: None,
+    load_whole: LoadWhole,
+    finish: Callable[[], Any],
+    device: torch.device | str,
 ) -> Executor:
-    """Compile `rank`'s part of the plan; collective over `group`, whose ranks are the plan's.
+    """Compile `rank`'s part of the plan; collective over all ranks.
 
     `sources`: HF name -> what this rank trains. `destinations`: HF name -> live rollout memory, but for the plan's
     `whole` tensors: each of those is put together in scratch memory and given to `load_whole(name, tensor)`, which must
@@ -436,38 +417,18 @@ def build_executor(
     message on every rank: where memory and plan disagree (a parameter unmapped, written twice or never, of a wrong
     shape), or two ranks.
     """
-    made: list[tuple[RankPlan, Executor]] = []
+    rank_plan = executor = None
 
     def make() -> list[str]:
-        mine = plan.for_rank(rank)
-        world_size = dist.get_world_size(group)
-        compiler = Compiler(mine, sources, destinations, plan.inventory, plan.whole, world_size, device)
+        nonlocal rank_plan, executor
+        rank_plan, world_size = plan.for_rank(rank), dist.get_world_size()
+        compiler = Compiler(rank_plan, sources, destinations, plan.inventory, plan.whole, world_size, device)
         problems = list(compiler.problems())
-        if compiler.scratch and load_whole is None:
-            problems.append(f"{next(iter(compiler.scratch))} is to be loaded whole: expected load_whole, found None")
         if not problems:
-            made.append((mine, Executor(compiler, group=group, load_whole=load_whole, finish=finish)))
+            executor = Executor(compiler, load_whole, finish)
         return problems
 
     todo = "the plan does not fit the memory of these ranks; compare layouts and model"
-    raise_on_any_rank(catch_errors(make), group, device, todo)
-    mine, executor = made[0]
-    check_peers(mine, plan.digest(), group, device)
+    raise_on_any_rank(catch_errors(make), None, device, todo)
+    check_peers(rank_plan, plan.digest(), device)
     return executor
-
-
-def _storages(
-    sources: Mapping[str, TrainTensor], destinations: Mapping[str, Sequence[RolloutTensor]]
-) -> list[tuple[torch.UntypedStorage, int, str]]:
-    """(storage, bytes that views need of it, a name of what it holds) of live memory, each storage once."""
-    needed: dict[int, tuple[torch.UntypedStorage, int, str]] = {}
-    views = [(name, source.read(source.region)) for name, source in sources.items()]
-    views += [(part.parameter, part.tensor) for parts in destinations.values() for part in parts]
-    for name, view in views:
-        if view.numel():
-            storage, key = view.untyped_storage(), storage_id(view)
-            steps = zip(view.shape, view.stride(), strict=True)
-            last = view.storage_offset() + sum((n - 1) * step for n, step in steps)
-            known = needed.get(key, (storage, 0, name))
-            needed[key] = (storage, max(known[1], (last + 1) * view.element_size()), known[2])
-    return list(needed.values())

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,7 +17,7 @@ def storage_id(tensor: torch.Tensor) -> int:
     """Identity of a tensor's storage, which its views share.
 
     Unlike data_ptr it survives offload by resizing, and differs between storages without memory and meta tensors. The
-    storage must be kept alive: a new one may get the id of one that is gone.
+    storage must stay referenced: a new one may get the id of one that was freed.
     """
     return tensor.untyped_storage()._cdata
 
@@ -34,7 +33,7 @@ def named_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 class Live(NamedTuple):
-    """A parameter or buffer as it was: a view of its memory, and where its module keeps it."""
+    """A parameter or buffer at the time of mapping: a view of its memory, and the dict of its module that has it."""
 
     tensor: torch.Tensor
     view: tuple
@@ -43,7 +42,7 @@ class Live(NamedTuple):
 
     @classmethod
     def of(cls, model: torch.nn.Module, name: str) -> Live:
-        """The one that the model calls `name`."""
+        """The parameter or buffer `name` of `model`."""
         module, _, key = name.rpartition(".")
         module = model.get_submodule(module)
         holder = module._parameters if key in module._parameters else module._buffers
@@ -56,51 +55,24 @@ class Live(NamedTuple):
 
 
 class Owners:
-    """Which parameter or buffer a view of live memory belongs to."""
+    """Finds the parameter or buffer that a view of live memory belongs to."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]):
         self._by_storage: dict[int, list[tuple[int, str]]] = {}
         for name, tensor in tensors.items():
-            at = tensor.storage_offset() * tensor.element_size(), name
-            self._by_storage.setdefault(storage_id(tensor), []).append(at)
-        for places in self._by_storage.values():
-            places.sort()
+            start = tensor.storage_offset() * tensor.element_size()
+            self._by_storage.setdefault(storage_id(tensor), []).append((start, name))
 
     def of(self, view: torch.Tensor) -> str:
-        """The last one that begins at or before it in its storage."""
-        places, at = self._by_storage[storage_id(view)], view.storage_offset() * view.element_size()
-        return next((name for begin, name in reversed(places) if begin <= at), places[0][1])
-
-
-@contextlib.contextmanager
-def in_load_shape(
-    tensors: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[int, ...]], rank: int
-) -> Iterator[None]:
-    """Within it parameters whose last two axes the engine swapped are as loaded; RecipeError for any other shape."""
-    swapped = {}
-    for name, shape in shapes.items():
-        if name not in tensors or tuple(tensors[name].shape) == tuple(shape):
-            continue
-        if len(shape) < 2 or (*tensors[name].shape[:-2], *tensors[name].shape[:-3:-1]) != tuple(shape):
-            raise RecipeError(
-                f"reshard: rank {rank}: {name}: expected shape {tuple(shape)} as load_weights fills it, or its last "
-                f"two axes swapped, found {tuple(tensors[name].shape)}: the engine changes weights after loading in a "
-                "way that is not known here; use verl's path, recipe.patches=[-reshard.*]"
-            )
-        swapped[name] = tensors[name].data
-    try:
-        for name, data in swapped.items():
-            tensors[name].data = data.transpose(-1, -2)
-        yield
-    finally:
-        for name, data in swapped.items():
-            tensors[name].data = data
+        """The last one that begins at or before `view` in its storage."""
+        places, start = sorted(self._by_storage[storage_id(view)]), view.storage_offset() * view.element_size()
+        return next((name for begin, name in reversed(places) if begin <= start), places[0][1])
 
 
 def restore_memory(
     model: torch.nn.Module, before: Mapping[str, torch.Tensor], data: Mapping[str, torch.Tensor], rank: int
 ) -> None:
-    """Give tensors that load_weights moved their memory of before again, and raise RecipeError if there were any."""
+    """Undo changes of the memory of tensors by load_weights, and raise RecipeError if there were any."""
     after = named_tensors(model)
     moved = [name for name in {**before, **after} if after.get(name) is not before.get(name)]
     for name, tensor in before.items():
@@ -115,7 +87,7 @@ def restore_memory(
 
 
 def private_format(tensor: torch.Tensor) -> int | None:
-    """CANN's number of the memory format in which `tensor` is kept on an NPU, unless strides describe it."""
+    """CANN's number of the memory format of `tensor` on an NPU, unless strides describe it."""
     if tensor.device.type != "npu":
         return None
     import torch_npu
@@ -133,14 +105,13 @@ def not_written_once(tensors: Mapping[str, torch.Tensor], writes: Iterable[tuple
     by_storage: dict[int, list[tuple[str, torch.Tensor]]] = {}
     for what, view in writes:
         by_storage.setdefault(storage_id(view), []).append((what, view))
-    written = {storage: _Written(found) for storage, found in by_storage.items()}
+    written = {storage: _Written(its_writes) for storage, its_writes in by_storage.items()}
     problems = []
     for name, tensor in tensors.items():
-        if tensor.numel():
-            found = written.get(storage_id(tensor))
-            faults = ["none written"] if found is None else found.faults(tensor)
-            expected = f"{name}: expected each of its {tensor.numel()} elements to be written once, found"
-            problems += [f"{expected} {fault}" for fault in faults]
+        storage = written.get(storage_id(tensor))
+        faults = storage.faults(tensor) if storage else ["none written"]
+        expected = f"{name}: expected each of its {tensor.numel()} elements to be written once, found"
+        problems += [f"{expected} {fault}" for fault in faults if tensor.numel()]
     return problems
 
 
@@ -149,10 +120,10 @@ class _Written:
 
     def __init__(self, writes: list[tuple[str, torch.Tensor]]):
         runs = [_runs(view) for _, view in writes]
-        who = np.repeat(np.arange(len(runs)), [len(run) for run in runs])
+        writers = np.repeat(np.arange(len(runs)), [len(run) for run in runs])
         intervals = np.concatenate(runs)
         order = np.argsort(intervals[:, 0], kind="stable")
-        self.names, self.who = [what for what, _ in writes], who[order]
+        self.names, self.writers = [what for what, _ in writes], writers[order]
         self.starts, self.stops = intervals[order].T
         reach = np.maximum.accumulate(self.stops)
         self.again = np.flatnonzero(self.starts[1:] < reach[:-1]) + 1  # they begin inside an earlier one, and share:
@@ -161,23 +132,23 @@ class _Written:
         self.merged = np.stack([self.starts[heads], reach[np.append(heads[1:] - 1, len(reach) - 1)]], axis=1)
 
     def faults(self, tensor: torch.Tensor) -> list[str]:
-        """What of `tensor` is written twice, by what, and how much not at all."""
-        wanted, found = _runs(tensor), []
+        """Which element of `tensor` is written twice, by which writes, and how many elements are never written."""
+        wanted, faults = _runs(tensor), []
         doubled = np.flatnonzero(_below(wanted, self.shared[:, 1]) > _below(wanted, self.shared[:, 0]))
         if len(doubled):
             second, begin = self.again[doubled[0]], self.shared[doubled[0], 0]
             place = max(begin, wanted[wanted[:, 1] > begin][0, 0])  # the first that is of this tensor
             first = np.flatnonzero(self.stops[:second] > place)[0]
-            pair = f"{self.names[self.who[first]]} and by {self.names[self.who[second]]}"
-            found.append(f"{_index(tensor, place)} written by {pair}")
+            pair = f"{self.names[self.writers[first]]} and by {self.names[self.writers[second]]}"
+            faults.append(f"{_index(tensor, place)} written by {pair}")
         missing = wanted[:, 1] - wanted[:, 0] - (_below(self.merged, wanted[:, 1]) - _below(self.merged, wanted[:, 0]))
         if missing.any():
             begin = wanted[np.flatnonzero(missing)[0], 0]
             around = np.flatnonzero((self.merged[:, 0] <= begin) & (begin < self.merged[:, 1]))
             first = self.merged[around[0], 1] if len(around) else begin
             count = int(missing.sum()) // tensor.element_size()
-            found.append(f"{count} not written, the first at {_index(tensor, first)}")
-        return found
+            faults.append(f"{count} not written, the first at {_index(tensor, first)}")
+        return faults
 
 
 def _runs(view: torch.Tensor) -> np.ndarray:

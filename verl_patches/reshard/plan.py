@@ -1,9 +1,9 @@
-"""The plan of a weight sync: what each rank keeps, sends and receives, bucket by bucket. No torch, no communication.
+"""The plan of a weight sync: what each rank copies, sends and receives, bucket by bucket. No torch, no communication.
 
 Every rank computes the same plan from the same inputs (`digest` proves it): blocks of regions that are sent as one
 (blocks.py), a sender for each rank that needs one and buckets of bounded size (route.py). What a rank holds in training
 already is never sent to it, so it receives exactly its lower bound: what it needs minus what it has (tensors that are
-wanted whole come on top).
+sent complete come on top).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import NamedTuple
 from verl_patches.layout.inventory import Inventory
 from verl_patches.layout.parallel import ParallelLayout
 from verl_patches.reshard.blocks import DEFAULT_BUCKET_BYTES, Block, make_blocks
-from verl_patches.reshard.region import Region, align
+from verl_patches.reshard.region import Region
 from verl_patches.reshard.route import Piece, Topology, regions_of, route, schedule
 
 
@@ -44,7 +44,10 @@ class RankPlan:
 
 @dataclass(frozen=True, eq=False)
 class ReshardPlan:
-    """The whole plan; `for_rank` is what a rank executes. Lists of figures are indexed by rank, sizes are bytes."""
+    """The plan of all ranks; `for_rank` is what a rank executes. Lists of figures are indexed by rank, sizes are bytes.
+
+    `whole`: HF tensors that are sent complete.
+    """
 
     inventory: Inventory
     train: ParallelLayout
@@ -68,21 +71,20 @@ class ReshardPlan:
         return max((piece.bucket for piece in self.pieces), default=-1) + 1
 
     def for_rank(self, rank: int) -> RankPlan:
-        """What `rank` keeps, sends and receives. Raises ConfigError for a rank that does not exist."""
+        """What `rank` copies, sends and receives. Raises ConfigError for a rank that does not exist."""
         self.train.coordinates(rank)
         send, receive = ([defaultdict(tuple) for _ in range(self.bucket_count)] for _ in range(2))
-        for number in self._pieces_of[rank]:
-            bucket, sender, receiver, block, start, stop = self.pieces[number]
-            regions = regions_of(self.blocks[block], start, stop)
-            if sender == rank:
-                send[bucket][receiver] += regions
+        for piece in self._pieces_of[rank]:
+            regions = regions_of(self.blocks[piece.block], piece.start, piece.stop)
+            if piece.sender == rank:
+                send[piece.bucket][piece.receiver] += regions
             else:
-                receive[bucket][sender] += regions
-        local = tuple(region for block in self._local_blocks[rank] for region in self.blocks[block].regions)
-        buckets = tuple(
-            BucketPlan(dict(sorted(s.items())), dict(sorted(r.items()))) for s, r in zip(send, receive, strict=True)
+                receive[piece.bucket][piece.sender] += regions
+        local = tuple(region for block in self._local_blocks[rank] for region in block.regions)
+        sides = zip(send, receive, strict=True)
+        return RankPlan(
+            rank, local, tuple(BucketPlan(*(dict(sorted(side.items())) for side in pair)) for pair in sides)
         )
-        return RankPlan(rank, local, buckets)
 
     @functools.cached_property
     def sent_bytes(self) -> list[int]:
@@ -98,24 +100,23 @@ class ReshardPlan:
     def traffic(self) -> list[list[int]]:
         """Bytes that each rank (first index) sends to each (second index), with alignment."""
         sums = [[0] * self.world_size for _ in range(self.world_size)]
-        for piece, size in zip(self.pieces, self.piece_bytes, strict=True):
-            sums[piece.sender][piece.receiver] += size
+        for piece in self.pieces:
+            sums[piece.sender][piece.receiver] += piece.size_bytes
         return sums
 
     @functools.cached_property
     def local_bytes(self) -> list[int]:
         """Bytes that each rank has already."""
-        return [sum(self.blocks[block].raw_bytes for block in blocks) for blocks in self._local_blocks]
+        return [sum(block.raw_bytes for block in blocks) for blocks in self._local_blocks]
 
     @functools.cached_property
     def lower_bound_bytes(self) -> list[int]:
         """Bytes that must reach each rank whatever the plan: what its rollout layout needs minus what it holds."""
         bound = [0] * self.world_size
         for block in self.blocks:
-            size, holders = block.raw_bytes, set(block.holders)
-            for rank in block.owners:
-                if rank not in holders:
-                    bound[rank] += size
+            size = block.raw_bytes
+            for rank in set(block.owners).difference(block.holders):
+                bound[rank] += size
         return bound
 
     @functools.cached_property
@@ -127,60 +128,35 @@ class ReshardPlan:
     def peak_extra_bytes(self) -> int:
         """Wire buffers of the busiest rank: two to send and two to receive, each as large as its fullest bucket."""
         sends, receives = defaultdict(int), defaultdict(int)
-        for piece, size in zip(self.pieces, self.piece_bytes, strict=True):
-            sends[piece.sender, piece.bucket] += size
-            receives[piece.receiver, piece.bucket] += size
+        for piece in self.pieces:
+            sends[piece.sender, piece.bucket] += piece.size_bytes
+            receives[piece.receiver, piece.bucket] += piece.size_bytes
         return 2 * max(sends.values(), default=0) + 2 * max(receives.values(), default=0)
 
     def digest(self) -> str:
         """Hex digest of inputs and result: ranks that are to run this plan together must agree on it."""
+        inputs = self.inventory.model, self.train, self.rollout, self.train_library, self.rollout_library
         digest = hashlib.sha256()
-        for part in (
-            self.inventory.model,
-            self.train,
-            self.rollout,
-            self.train_library,
-            self.rollout_library,
-            self.bucket_bytes,
-            self.topology,
-            sorted(self.whole),
-        ):
+        for part in (*inputs, self.bucket_bytes, self.topology, sorted(self.whole), *self.blocks):
             digest.update(repr(part).encode())
-        for block in self.blocks:
-            digest.update(repr(block).encode())
-        digest.update(array("q", [number for piece in self.pieces for number in piece]).tobytes())
+        digest.update(array("q", [number for piece in self.pieces for number in piece[:-1]]).tobytes())
         return digest.hexdigest()
 
     @functools.cached_property
-    def _pieces_of(self) -> list[list[int]]:
-        found = [[] for _ in range(self.world_size)]
-        for number, piece in enumerate(self.pieces):
-            found[piece.sender].append(number)
-            found[piece.receiver].append(number)
-        return found
+    def _pieces_of(self) -> list[list[Piece]]:
+        by_rank = [[] for _ in range(self.world_size)]
+        for piece in self.pieces:
+            by_rank[piece.sender].append(piece)
+            by_rank[piece.receiver].append(piece)
+        return by_rank
 
     @functools.cached_property
-    def _local_blocks(self) -> list[list[int]]:
-        found = [[] for _ in range(self.world_size)]
-        for number, block in enumerate(self.blocks):
+    def _local_blocks(self) -> list[list[Block]]:
+        by_rank = [[] for _ in range(self.world_size)]
+        for block in self.blocks:
             for rank in set(block.holders).intersection(block.receivers):
-                found[rank].append(number)
-        return found
-
-    @functools.cached_property
-    def piece_bytes(self) -> list[int]:
-        """Bytes of each piece, with alignment."""
-        uncut = [block.wire_bytes for block in self.blocks]
-        rows = [sum(r.rows for r in block.regions) for block in self.blocks]
-        return [
-            uncut[p.block] if p.stop - p.start == rows[p.block] else _cut_bytes(self.blocks[p.block], p)
-            for p in self.pieces
-        ]
-
-
-def _cut_bytes(block: Block, piece: Piece) -> int:
-    row_bytes = {region.name: size for region, size in zip(block.regions, block.row_bytes, strict=True)}
-    return sum(align(r.rows * row_bytes[r.name]) for r in regions_of(block, piece.start, piece.stop))
+                by_rank[rank].append(block)
+        return by_rank
 
 
 def plan_reshard(
@@ -197,29 +173,13 @@ def plan_reshard(
     """The plan that moves `inventory` (dtypes: those sent) from `train` to `rollout`, equal for equal arguments.
 
     `*_library`: keys of layout/sharding.py's LIBRARIES. `bucket_bytes`: most that a rank sends, and receives, in one
-    bucket. `whole`: HF tensors that each rollout rank which holds a part of it gets whole. Raises ConfigError for
+    bucket. `whole`: HF tensors that each rollout rank which holds a part of it gets complete. Raises ConfigError for
     pairs of layouts that cannot be served, and for a bucket too small for one row of some tensor.
     """
-    blocks = make_blocks(
-        inventory,
-        train,
-        rollout,
-        train_library=train_library,
-        rollout_library=rollout_library,
-        bucket_bytes=bucket_bytes,
-        whole=whole,
-    )
+    whole = frozenset(whole)
+    blocks = make_blocks(inventory, train, rollout, train_library, rollout_library, bucket_bytes, whole)
     stages = [train.coordinates(rank).pp for rank in range(train.world_size)]
     pieces = schedule(blocks, route(blocks, stages, topology), bucket_bytes)
     return ReshardPlan(
-        inventory,
-        train,
-        rollout,
-        train_library,
-        rollout_library,
-        bucket_bytes,
-        topology,
-        frozenset(whole),
-        blocks,
-        pieces,
+        inventory, train, rollout, train_library, rollout_library, bucket_bytes, topology, whole, blocks, pieces
     )

@@ -1,7 +1,7 @@
 """Errors and disagreements between the ranks of a weight sync, raised alike on all of them.
 
 While there is no error only numbers are exchanged. Once one rank has an error, every rank gathers the texts and raises
-the same message, so that none waits for ever in a collective.
+the same message, so that none waits in a collective for ever.
 """
 
 from __future__ import annotations
@@ -26,56 +26,52 @@ class ReshardError(RecipeError):
 
 
 def catch_errors(check: Callable[[], Iterable[str] | None]) -> list[str]:
-    """The problems that `check` returns or yields, if any; an exception is one more, for `raise_on_any_rank`."""
-    problems: list[str] = []
+    """The problems that `check` returns, for `raise_on_any_rank`; if it raises, the exception is the only one."""
     try:
-        problems.extend(check() or ())
+        return list(check() or ())
     except Exception as why:
-        problems.append(f"{type(why).__name__}: {why}")
-    return problems
+        return [f"{type(why).__name__}: {why}"]
 
 
 def raise_on_any_rank(problems: Sequence[str], group: Any, device: torch.device | str, todo: str) -> None:
     """Raise the same ReshardError on every rank if any has a problem; collective. `todo` begins the message."""
     if not _any_rank(len(problems), group, device):
         return
-    every = gather((len(problems), list(problems[:_OF_A_RANK])), group)
-    lines = [f"rank {rank}: {text}" for rank, (_, texts) in enumerate(every) for text in texts][:_SHOWN]
-    left = sum(count for count, _ in every) - len(lines)
+    by_rank = gather((len(problems), problems[:_OF_A_RANK]), group)
+    lines = [f"rank {rank}: {text}" for rank, (_, texts) in enumerate(by_rank) for text in texts][:_SHOWN]
+    left = sum(count for count, _ in by_rank) - len(lines)
     if left:
         lines.append(f"and {left} more")
     raise ReshardError("\n  ".join([f"reshard: {todo}", *lines]))
 
 
-def gather(value: Any, group: Any) -> list[Any]:
+def gather(value: Any, group: Any = None) -> list[Any]:
     """`value` of every rank, pickled: not for every sync."""
-    every = [None] * dist.get_world_size(group)
-    dist.all_gather_object(every, value, group=group)
-    return every
+    values = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
 
 
-def check_peers(plan: RankPlan, digest: str, group: Any, device: torch.device | str) -> None:
+def check_peers(plan: RankPlan, digest: str, device: torch.device | str) -> None:
     """Raise ReshardError on all ranks unless what each rank sends is what its receiver expects, by one collective.
 
     Compares a hash of (digest, buckets, regions in order) for every pair of ranks; `digest` is the whole plan's.
     """
-    peers = range(dist.get_world_size(group))
+    peers = range(dist.get_world_size())
     sent = torch.tensor([_hash(digest, _regions(plan, "send", peer)) for peer in peers], device=device)
     received = torch.empty_like(sent)
-    dist.all_to_all_single(received, sent, group=group)
+    dist.all_to_all_single(received, sent)
     expected = [_hash(digest, _regions(plan, "receive", peer)) for peer in peers]
-    wrong = {peer for peer, a, b in zip(peers, received.tolist(), expected, strict=True) if a != b}
-    if _any_rank(len(wrong), group, device):
-        complaints = gather(wrong, group)  # by receiver
-        sends = gather({to: _regions(plan, "send", to) for to in peers if plan.rank in complaints[to]}, group)
-        digests = gather(digest, group)
-        problems = [
-            _difference(peer, sends[peer][plan.rank], _regions(plan, "receive", peer)) for peer in sorted(wrong)
-        ]
-        if digest != digests[0]:
-            problems.insert(0, f"its plan has the digest {digest}, that of rank 0 is {digests[0]}")
+    unequal = [peer for peer, a, b in zip(peers, received.tolist(), expected, strict=True) if a != b]
+    if _any_rank(len(unequal), None, device):
+        by_receiver = gather(unequal)
+        sends = gather({to: _regions(plan, "send", to) for to in peers if plan.rank in by_receiver[to]})
+        problems = [_difference(peer, sends[peer][plan.rank], _regions(plan, "receive", peer)) for peer in unequal]
+        first_digest = gather(digest)[0]
+        if digest != first_digest:
+            problems.insert(0, f"its plan has the digest {digest}, that of rank 0 is {first_digest}")
         todo = "ranks do not have the same plan; look for unequal layouts or versions"
-        raise_on_any_rank(problems, group, device, todo)
+        raise_on_any_rank(problems, None, device, todo)
 
 
 def _any_rank(number: int, group: Any, device: torch.device | str) -> bool:
@@ -85,20 +81,21 @@ def _any_rank(number: int, group: Any, device: torch.device | str) -> bool:
     return bool(flag.item())
 
 
-def _regions(plan: RankPlan, side: str, peer: int) -> list[list[Region]]:
-    return [list(getattr(bucket, side).get(peer, ())) for bucket in plan.buckets]
+def _regions(plan: RankPlan, side: str, peer: int) -> list[tuple[Region, ...]]:
+    return [getattr(bucket, side).get(peer, ()) for bucket in plan.buckets]
 
 
-def _hash(digest: str, regions: list[list[Region]]) -> int:
-    text = repr((digest, [[tuple(region) for region in bucket] for bucket in regions]))
+def _hash(digest: str, regions: list[tuple[Region, ...]]) -> int:
+    text = repr((digest, regions))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big", signed=True)
 
 
-def _difference(peer: int, sent: list[list[Region]], expected: list[list[Region]]) -> str:
+def _difference(peer: int, sent: list[tuple[Region, ...]], expected: list[tuple[Region, ...]]) -> str:
+    """The first difference between what `peer` sends this rank and what this rank expects, by bucket."""
     if len(sent) != len(expected):
         return f"has {len(expected)} buckets, rank {peer} has {len(sent)}"
-    for number, (theirs, ours) in enumerate(zip(sent, expected, strict=True)):
-        for at, (found, wanted) in enumerate(itertools.zip_longest(theirs, ours, fillvalue="nothing")):
+    for number, pair in enumerate(zip(sent, expected, strict=True)):
+        for at, (found, wanted) in enumerate(itertools.zip_longest(*pair, fillvalue="nothing")):
             if found != wanted:
                 return f"expected {wanted} from rank {peer} as region {at} of bucket {number}, found {found}"
     return f"the same regions as rank {peer}, but of another plan"

@@ -36,20 +36,18 @@ class Region(NamedTuple):
         """The region's own shape, given the HF tensor's."""
         return tuple(self.rows if i == self.axis else n for i, n in enumerate(whole))
 
-    def is_whole(self, shape: Sequence[int]) -> bool:
-        """Whether it is all of its HF tensor of `shape`."""
-        return (self.start, self.stop) == (0, shape[self.axis])
-
     def along(self, axis: int, shape: Sequence[int]) -> Region:
-        """A whole tensor has one name for each axis: the one along `axis`. A part is returned as it is."""
-        return Region(self.name, axis, 0, shape[axis]) if self.is_whole(shape) else self
+        """The same region along `axis` if it is all of its HF tensor of `shape`; any other region unchanged."""
+        if (self.start, self.stop) == (0, shape[self.axis]):
+            return Region(self.name, axis, 0, shape[axis])
+        return self
 
     def __str__(self) -> str:
         return f"{self.name}[{':, ' * self.axis}{self.start}:{self.stop}]"
 
 
 def region_of(shard: Shard) -> Region:
-    """What `shard` holds of its HF tensor, without padding that no HF row backs."""
+    """The region of its HF tensor that `shard` holds, without padding of the vocabulary."""
     parameter = shard.parameter
     if shard.axis is None:
         return Region(parameter.name, 0, 0, parameter.shape[0])
@@ -72,29 +70,36 @@ def wire_bytes(parameter: Parameter, region: Region) -> int:
 
 
 def overlap(a: Region, b: Region, shape: Sequence[int]) -> Region | None:
-    """What two regions of one HF tensor of `shape` share; None if nothing.
+    """The region that two regions of one HF tensor of `shape` share; None if they share nothing.
 
-    Raises ConfigError for two parts cut along different axes: what they share is no region.
+    Raises ConfigError for two parts cut along different axes: their intersection is no region.
     """
+    a, b = _along_one_axis(a, b, shape)
     if a.axis != b.axis:
-        a = a.along(b.axis, shape)
-        b = b.along(a.axis, shape)
-        if a.axis != b.axis:
-            raise _different_axes(a, b)
+        raise _different_axes(a, b)
     start, stop = max(a.start, b.start), min(a.stop, b.stop)
     return Region(a.name, a.axis, start, stop) if start < stop else None
 
 
+def contains(held: Region, wanted: Region, shape: Sequence[int]) -> bool:
+    """Whether `wanted` has rows of the HF tensor of `shape` that `held` is of, and all of them lie in `held`."""
+    held, wanted = _along_one_axis(held, wanted, shape)
+    return held[:2] == wanted[:2] and held.start <= wanted.start < wanted.stop <= held.stop
+
+
 def part_of(tensor: Any, held: Region, wanted: Region, shape: Sequence[int]) -> Any:
-    """The view of `wanted` in `tensor`, which has the shape of `held`, or None if `held` has not all of it."""
-    if overlap(held, wanted, shape) not in (wanted, wanted.along(held.axis, shape)):
+    """The view of `wanted` in `tensor`, which has the shape of `held`; None if `held` does not contain `wanted`."""
+    if not contains(held, wanted, shape):
         return None
     first = held.start if held.axis == wanted.axis else 0
     return tensor.narrow(wanted.axis, wanted.start - first, wanted.rows)
 
 
 def cover(wanted: Region, pieces: Iterable[Region], shape: Sequence[int]) -> tuple[list[Region], list[Region]]:
-    """(parts of `wanted` that no piece covers, parts that more than one covers); pieces may reach over its ends."""
+    """(parts of `wanted` that no piece covers, parts that more than one covers); pieces may exceed `wanted`.
+
+    Raises ConfigError for pieces cut along different axes.
+    """
     shared = sorted((s for s in (overlap(wanted, p, shape) for p in pieces) if s is not None), key=lambda s: s[1:])
     wanted = wanted.along(shared[0].axis, shape) if shared else wanted
     missing, doubled, reached = [], [], wanted.start
@@ -113,3 +118,11 @@ def cover(wanted: Region, pieces: Iterable[Region], shape: Sequence[int]) -> tup
 
 def _different_axes(a: Region, b: Region) -> ConfigError:
     return ConfigError(f"reshard: {a} and {b} are cut along different axes, which is not supported")
+
+
+def _along_one_axis(a: Region, b: Region, shape: Sequence[int]) -> tuple[Region, Region]:
+    """Both regions along one axis, which is possible where at least one is a complete tensor."""
+    if a.axis != b.axis:
+        a = a.along(b.axis, shape)
+        b = b.along(a.axis, shape)
+    return a, b

@@ -15,7 +15,8 @@ lost.
 from __future__ import annotations
 
 import heapq
-from collections import defaultdict
+import itertools
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -70,17 +71,11 @@ class _Router:
         self.sizes = [block.wire_bytes for block in blocks]
         self.load = [0] * len(stages)
         self.routes: Routes = [defaultdict(list) for _ in stages]
-        self.mean = self._means()
         self._places: dict[tuple[int, ...], tuple[dict, dict]] = {}
-
-    def _means(self) -> dict[int, float]:
-        total, ranks = defaultdict(int), defaultdict(int)
-        for stage in self.stages:
-            ranks[stage] += 1
-        for block, size in zip(self.blocks, self.sizes, strict=True):
-            holders = set(block.holders)
-            total[self.stages[block.holders[0]]] += size * sum(r not in holders for r in block.receivers)
-        return {stage: total[stage] / count for stage, count in ranks.items()}
+        total = defaultdict(int)  # bytes that each stage must send
+        for block, size in zip(blocks, self.sizes, strict=True):
+            total[stages[block.holders[0]]] += size * len(set(block.receivers).difference(block.holders))
+        self.mean = {stage: total[stage] / count for stage, count in Counter(stages).items()}
 
     def send_from_near(self, number: int) -> list[int]:
         """Assign senders to the receivers that have a near holder or a single one; returns the other receivers."""
@@ -95,10 +90,8 @@ class _Router:
         mean = self.mean[self.stages[block.holders[0]]]
         far = []
         for rank in others:
-            for near in (
-                by_card.get(rank // self.topology.dies_per_card),
-                by_node.get(rank // self.topology.dies_per_node),
-            ):
+            card, node = rank // self.topology.dies_per_card, rank // self.topology.dies_per_node
+            for near in (by_card.get(card), by_node.get(node)):
                 sender = min(near, key=self.load.__getitem__) if near else None
                 if sender is not None and self._may_send(sender, size, mean, block.holders):
                     self._send(sender, rank, number)
@@ -122,8 +115,6 @@ class _Router:
 
     def send_from_least_loaded(self, number: int, receivers: list[int]) -> None:
         """Assign to each of `receivers` the holder that sends least so far, wherever it is."""
-        if not receivers:
-            return
         waiting = [(self.load[rank], rank) for rank in self.blocks[number].holders]
         heapq.heapify(waiting)
         for rank in receivers:
@@ -140,7 +131,10 @@ CUT = 16
 
 
 class Piece(NamedTuple):
-    """Rows [start, stop) of a block, counted through all its regions, on their way in one bucket."""
+    """Rows [start, stop) of a block, counted through all its regions, which one rank sends another in one bucket.
+
+    `size_bytes`: bytes in the bucket, with alignment.
+    """
 
     bucket: int
     sender: int
@@ -148,29 +142,27 @@ class Piece(NamedTuple):
     block: int
     start: int
     stop: int
+    size_bytes: int
 
 
 def regions_of(block: Block, start: int, stop: int) -> tuple[Region, ...]:
     """The regions that rows [start, stop) of `block` are."""
-    found, first = [], 0
+    regions, first = [], 0
     for region in block.regions:
-        rows = region.rows
-        a, b = max(start - first, 0), min(stop - first, rows)
+        a, b = max(start - first, 0), min(stop - first, region.rows)
         if a < b:
-            uncut = (a, b) == (0, rows)
-            found.append(region if uncut else region._replace(start=region.start + a, stop=region.start + b))
-        first += rows
-    return tuple(found)
+            regions.append(Region(region.name, region.axis, region.start + a, region.start + b))
+        first += region.rows
+    return tuple(regions)
 
 
 def schedule(blocks: Sequence[Block], routes: Routes, bucket_bytes: int) -> list[Piece]:
     """All pieces, bucket by bucket; `bucket_bytes` must hold the largest row of every region."""
     packer = _Packer(blocks, routes, bucket_bytes)
-    bucket = 0
-    while any(packer.queues):
+    for bucket in itertools.count():
+        if not any(packer.queues):
+            return packer.pieces
         packer.fill(bucket)
-        bucket += 1
-    return packer.pieces
 
 
 class _Packer:
@@ -197,19 +189,15 @@ class _Packer:
         rooms = [self.bucket_bytes] * len(ranks)
         receivers = sorted(ranks, key=lambda r: (-self.to_receive[r], r))
         for sender in sorted(ranks, key=lambda r: (-self.to_send[r], r)):
-            room, full, queues = self.bucket_bytes, [], self.queues[sender]
-            for receiver in receivers if queues else ():
-                if receiver not in queues:
-                    continue
+            room = self.bucket_bytes
+            for receiver in [r for r in receivers if r in self.queues[sender]]:
                 taken = self._take(bucket, sender, receiver, min(room, rooms[receiver]))
                 room -= taken
                 rooms[receiver] -= taken
                 if rooms[receiver] < self.least:
-                    full.append(receiver)
+                    receivers.remove(receiver)
                 if room < self.least:
                     break
-            for receiver in full:
-                receivers.remove(receiver)
 
     def _take(self, bucket: int, sender: int, receiver: int, room: int) -> int:
         """Send what fits into `room` bytes from one rank to another; returns the bytes it takes."""
@@ -219,7 +207,7 @@ class _Packer:
             start = self.begun.get(pair, 0)
             stop, size = self._fit(number, start, room - taken)
             if stop > start:
-                self.pieces.append(Piece(bucket, sender, receiver, number, start, stop))
+                self.pieces.append(Piece(bucket, sender, receiver, number, start, stop, size))
                 taken += size
             if stop < self.end[number]:
                 self.begun[pair] = stop

@@ -1,14 +1,14 @@
 """Traces where a model's own `load_weights` writes each tensor, without writing anything.
 
-It is fed meta tensors of the checkpoint's shapes under a TorchDispatchMode. Views of a meta tensor keep offset and
+It gets meta tensors of the checkpoint's shapes under a TorchDispatchMode. Views of a meta tensor have its offset and
 strides, so that a copy_ shows which elements go where. Writes to live tensors are recorded and not executed; everything
-else runs. What happens to a weight between the checkpoint and its copy_:
+else runs. Operations on a weight between the checkpoint and its copy_:
 
     views (narrow, chunk, transpose, ...), clone, a cast to a wider dtype    followed: the same elements
     anything else                                                            the copy_ is recorded without its source
-    what meta tensors cannot answer (item(), a Python branch on a value)     load_weights raises: once more, with zeros
+    what meta tensors cannot do (item(), a Python branch on a value)         load_weights raises: repeated with zeros
 
-So a write without a source still names its place, and a tensor that is not followed costs the others nothing.
+So a write without a source still names its place, and does not affect the trace of other tensors.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Trace(TorchDispatchMode):
         self.current: str | None = None  # the HF tensor that load_weights is at
         self._live = {storage_id(tensor): tensor.dtype for tensor in live}
         self._origins: dict[int, _Origin] = {}
-        self._kept: list[torch.Tensor] = []  # keeps storages alive, so that no other one gets their id
+        self._tracked: list[torch.Tensor] = []  # references to storages, so that no other one gets their id
         self._values_needed: str | None = None  # why `current` has values (zeros) this time
 
     def run(self, load_weights: Callable[[Iterable], Any], sources: Mapping[str, torch.Tensor]) -> None:
@@ -79,45 +79,37 @@ class Trace(TorchDispatchMode):
         """
         for name, tensor in sources.items():
             self._track(tensor, name, None)
-        names, start = list(sources), 0
-        while start < len(names):
-            start = self._run_from(start, names, load_weights, sources)
+        left = dict(sources)  # each is removed once load_weights has gone on to the next one
+        while left:
+            self.current = None
+            try:
+                with torch.no_grad(), self:
+                    load_weights(self._feed(left))
+                return
+            except Exception as error:
+                why = f"{type(error).__name__}: {error}"
+                if self.current is None or len(self.failed) >= _MOST_RESTARTS:
+                    raise RecipeError(
+                        f"reshard: load_weights cannot be traced with meta tensors ({len(self.failed)} tensors failed, "
+                        f"now at {self.current or 'none of them'}): {why}. Use verl's path, recipe.patches=[-reshard.*]"
+                    ) from error
+                for records, length in zip((self.copies, self.constants, self.opaque), self._lengths, strict=True):
+                    del records[length:]  # of the present tensor
+                self._values_needed = why if self.current not in self.failed else None
+                if self._values_needed is None:
+                    del left[self.current]
+                self.failed[self.current] = why
 
-    def _run_from(self, start: int, names: list[str], load_weights: Callable, sources: Mapping) -> int:
-        """Where to go on: past the last name, or at the tensor that it raised for, or behind it."""
-        self._at, self.current = start - 1, None
-        try:
-            with torch.no_grad(), self:
-                load_weights(self._feed(names, start, sources))
-                return len(names)
-        except Exception as error:
-            why = f"{type(error).__name__}: {error}"
-            if self.current is None or len(self.failed) >= _MOST_RESTARTS:
-                raise RecipeError(
-                    f"reshard: load_weights cannot be traced with meta tensors ({len(self.failed)} tensors failed, now "
-                    f"at {self.current or 'none of them'}): {why}. Use verl's path, recipe.patches=[-reshard.*]"
-                ) from error
-            self._forget_turn()
-            again = self.current not in self.failed
-            self.failed[self.current] = why
-            self._values_needed = why if again else None
-            return self._at if again else self._at + 1
-
-    def _feed(self, names: list[str], start: int, sources: Mapping) -> Iterator[tuple[str, torch.Tensor]]:
-        for self._at in range(start, len(names)):
-            self.current = name = names[self._at]
-            self._turn = len(self.copies), len(self.constants), len(self.opaque)
-            tensor = sources[name]
+    def _feed(self, left: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in list(left.items()):
+            self.current, self._lengths = name, (len(self.copies), len(self.constants), len(self.opaque))
             if self._values_needed is not None:
                 tensor = torch.zeros(tensor.shape, dtype=tensor.dtype)
                 self._track(tensor, name, self._values_needed)
             yield name, tensor
             self._values_needed = None
+            del left[name]
         self.current = None
-
-    def _forget_turn(self) -> None:
-        for records, length in zip((self.copies, self.constants, self.opaque), self._turn, strict=True):
-            del records[length:]
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -158,7 +150,7 @@ class Trace(TorchDispatchMode):
         origin = self._origin_of(args, kwargs)
         if origin is not None:  # the loader's own memory: it depends on a weight from now on
             for tensor in written:
-                self._track(tensor, origin.name, origin.reason or f"{func} changes it, or keeps it elsewhere")
+                self._track(tensor, origin.name, origin.reason or f"{func} changes it, or stores it elsewhere")
             if any(tensor.is_meta for tensor in _tensors((args, kwargs))):
                 return _answer(func, written)
         return func(*args, **kwargs)
@@ -207,15 +199,12 @@ class Trace(TorchDispatchMode):
         return self.current or "after the last tensor", self._values_needed or reason
 
     def _origin_of(self, args: tuple, kwargs: dict) -> _Origin | None:
-        for tensor in _tensors((args, kwargs)):
-            found = self._origins.get(storage_id(tensor))
-            if found is not None:
-                return found
-        return None
+        origins = (self._origins.get(storage_id(tensor)) for tensor in _tensors((args, kwargs)))
+        return next((origin for origin in origins if origin is not None), None)
 
     def _track(self, tensor: torch.Tensor, name: str, reason: str | None) -> None:
         self._origins[storage_id(tensor)] = _Origin(name, reason, tensor.dtype)
-        self._kept.append(tensor)
+        self._tracked.append(tensor)
 
 
 def _tensors(values: Any) -> list[torch.Tensor]:
@@ -232,11 +221,12 @@ def _kind(func: Any) -> str:
 
 
 def _written(func: Any, args: tuple, kwargs: dict) -> list[torch.Tensor]:
-    found = []
+    """The tensors that the operation writes to."""
+    written = []
     for place, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            found += _tensors(args[place] if place < len(args) else kwargs.get(argument.name))
-    return found
+            written += _tensors(args[place] if place < len(args) else kwargs.get(argument.name))
+    return written
 
 
 def _answer(func: Any, written: list[torch.Tensor]) -> Any:

@@ -22,7 +22,7 @@ MindSpeed (core/transformer/moe/experts.py, groupedmlp_forward): weight1's shape
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -54,20 +54,15 @@ class Storage(NamedTuple):
     expert: int | None
     how: str
 
-    @property
-    def stacked(self) -> bool:
-        """Whether it holds all experts of the rank."""
-        return self.how != PLAIN
-
     def shape(self, joined: Sequence[int], count: int) -> tuple[int, ...]:
-        """The parameter's own shape, given that of its joined HF tensors (of one expert, if stacked)."""
+        """The parameter's own shape, given that of its joined HF tensors (of one of `count` experts, if stacked)."""
         if self.how == PLAIN:
             return tuple(joined)
         rows, columns = joined
         return (columns, count * rows) if self.how == UP_STACK else (count * columns, rows)
 
     def joined(self, tensor: torch.Tensor, count: int) -> list[torch.Tensor]:
-        """Views of the parameter in HF orientation: of each of `count` local experts in order, else the one there is.
+        """Views of the parameter in HF orientation: one for each of `count` local experts if stacked, else one.
 
         Expects the parameter's own shape (see `shape`).
         """
@@ -92,8 +87,8 @@ def storage_of(name: str, library: str) -> Storage:
 class TrainTensor:
     """What this rank holds of one HF tensor.
 
-    `tensor`: a view of live memory with the region's own shape. `shape`: the whole HF tensor's. `parameter` of model
-    chunk `chunk` is what it is a view of, `native` that parameter as it was (see `are_views_of`).
+    `tensor`: a view of live memory with the region's own shape. `shape`: the complete HF tensor's. It is a view of
+    `parameter` of model chunk `chunk`; `native`: that parameter when the view was made (see `are_views_of`).
     """
 
     region: Region
@@ -139,31 +134,40 @@ def views_of(
     if len(native) != layout.vpp:
         raise ConfigError(f"reshard: rank {rank} has {len(native)} model chunks, layout {layout} has {layout.vpp}")
     shards = local_parameters(inventory, layout, rank, library).shards
+    by_place = {(s.parameter.kind, s.parameter.layer, s.parameter.expert): s for s in shards.values()}
     experts = layout.local_experts(rank, inventory.model.n_routed_experts)
-    found: dict[str, TrainTensor] = {}
-    for number, tensors in enumerate(native):
-        chunk = _Chunk(inventory, shards, _layers(inventory, layout, rank, number), experts, rank)
-        for name, tensor in tensors.items():
-            tensor = tensor.detach()
-            for shard, view in chunk.views(name, tensor, storage_of(name, library)):
-                hf = shard.parameter
-                if hf.name in found:
-                    raise ConfigError(f"reshard: rank {rank} has {hf.name} in {found[hf.name].parameter} and in {name}")
-                found[hf.name] = TrainTensor(region_of(shard), hf.shape, view, number, name, tensor)
-    missing = [name for name in shards if name not in found]
+    tensors: dict[str, TrainTensor] = {}
+    for chunk, parameters in enumerate(native):
+        layers = _layers(inventory, layout, rank, chunk)
+        for name, parameter in parameters.items():
+            storage, parameter = storage_of(name, library), parameter.detach()
+            layer = _global_id(layers, storage.layer)
+            stack = [
+                [_held_shard(by_place, (kind, layer, expert), name, rank) for kind in storage.kinds]
+                for expert in (experts if storage.how != PLAIN else [_global_id(experts, storage.expert)])
+            ]
+            _check_shape(name, parameter, storage, stack, rank)
+            for held, view in zip(stack, storage.joined(parameter, len(stack)), strict=True):
+                for shard, part in zip(held, view.split([shard.shape[0] for shard in held]), strict=True):
+                    hf = shard.parameter
+                    if hf.name in tensors:
+                        first = tensors[hf.name].parameter
+                        raise ConfigError(f"reshard: rank {rank} has {hf.name} in {first} and in {name}")
+                    tensors[hf.name] = TrainTensor(region_of(shard), hf.shape, part, chunk, name, parameter)
+    missing = [name for name in shards if name not in tensors]
     if missing:
         raise ConfigError(
             f"reshard: rank {rank} should train {len(missing)} HF tensors, as {missing[0]}, that none of its "
             f"{sum(map(len, native))} parameters holds: layout {layout} or the model's config is not this model's"
         )
-    return {name: found[name] for name in shards}
+    return {name: tensors[name] for name in shards}
 
 
 def are_views_of(tensors: Mapping[str, TrainTensor], native: Sequence[Native]) -> bool:
-    """Whether `tensors` are views of the memory of `native` as it is now.
+    """Whether `tensors` are views of the present memory of `native`.
 
-    Offload that resizes a storage (verl's, for DDP buffers) keeps views right; a parameter with other memory
-    (`param.data = ...`) does not. Views keep the memory that they were made of alive.
+    Offload that resizes a storage (verl's, for DDP buffers) leaves views valid; a parameter with other memory
+    (`param.data = ...`) does not. The views keep their storages allocated.
     """
     return all(
         t.parameter in native[t.chunk] and view_id(t.native) == view_id(native[t.chunk][t.parameter])
@@ -171,56 +175,35 @@ def are_views_of(tensors: Mapping[str, TrainTensor], native: Sequence[Native]) -
     )
 
 
-class _Chunk(NamedTuple):
-    """One model chunk as the layout describes it: its layers, the rank's experts and all the rank's shards."""
-
-    inventory: Inventory
-    shards: Mapping[str, Shard]
-    layers: range
-    experts: range
-    rank: int
-
-    def views(self, name: str, tensor: torch.Tensor, storage: Storage) -> Iterator[tuple[Shard, torch.Tensor]]:
-        """Each shard that the parameter `name` holds, and its view."""
-        stack = [self._held(name, storage, expert) for expert in self._experts(storage)]
-        self._check(name, tensor, storage, stack)
-        for shards, view in zip(stack, storage.joined(tensor, len(stack)), strict=True):
-            yield from zip(shards, view.split([shard.shape[0] for shard in shards]), strict=True)
-
-    def _experts(self, storage: Storage) -> Sequence[int | None]:
-        if storage.stacked:
-            return self.experts
-        return [None if storage.expert is None else _at(self.experts, storage.expert)]
-
-    def _held(self, name: str, storage: Storage, expert: int | None) -> list[Shard]:
-        layer = None if storage.layer is None else _at(self.layers, storage.layer)
-        held = self.inventory.at(layer, expert)
-        names = [held[kind].name if kind in held else kind for kind in storage.kinds]
-        absent = [each for each in names if each not in self.shards]
-        if absent:
-            raise ConfigError(
-                f"reshard: {name!r} on rank {self.rank} is {absent[0]} of layer {layer}, expert {expert}, which its "
-                "layout does not give it: the model was built with another config or layout"
-            )
-        return [self.shards[each] for each in names]
-
-    def _check(self, name: str, tensor: torch.Tensor, storage: Storage, stack: list[list[Shard]]) -> None:
-        shards = stack[0]
-        joined = (sum(shard.shape[0] for shard in shards), *shards[0].shape[1:])
-        expected = storage.shape(joined, len(stack)), shards[0].dtype
-        found = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
-        if expected != found:
-            regions = ", ".join(str(region_of(shard)) for shard in shards)
-            if storage.stacked:
-                regions += f" and {len(stack) - 1} more experts"
-            raise ConfigError(
-                f"reshard: {name!r} on rank {self.rank}: expected {expected[1]} {expected[0]}, which holds {regions}, "
-                f"found {found[1]} {found[0]}: model and layout are not of one configuration"
-            )
+def _global_id(ids: range, number: int | None) -> int | None:
+    """The layer or expert at local `number`; past the local ones an id that this rank does not hold."""
+    if number is None:
+        return None
+    return ids[number] if number < len(ids) else ids.stop + number - len(ids)
 
 
-def _at(ids: range, number: int) -> int:
-    return ids[number] if number < len(ids) else ids.stop + number - len(ids)  # not held: refused by its name
+def _held_shard(by_place: Mapping[tuple, Shard], place: tuple, name: str, rank: int) -> Shard:
+    """The shard of the HF tensor at `place`: (kind, layer, expert)."""
+    if place not in by_place:
+        raise ConfigError(
+            f"reshard: {name!r} on rank {rank} is {place[0]} of layer {place[1]}, expert {place[2]}, which its "
+            "layout does not give it: the model was built with another config or layout"
+        )
+    return by_place[place]
+
+
+def _check_shape(name: str, parameter: torch.Tensor, storage: Storage, stack: list[list[Shard]], rank: int) -> None:
+    shards = stack[0]
+    joined = (sum(shard.shape[0] for shard in shards), *shards[0].shape[1:])
+    expected = f"{shards[0].dtype} {storage.shape(joined, len(stack))}"
+    found = f"{str(parameter.dtype).removeprefix('torch.')} {tuple(parameter.shape)}"
+    if expected != found:
+        regions = ", ".join(str(region_of(shard)) for shard in shards)
+        more = f" and {len(stack) - 1} more experts" if len(stack) > 1 else ""
+        raise ConfigError(
+            f"reshard: {name!r} on rank {rank}: expected {expected}, which holds {regions}{more}, "
+            f"found {found}: model and layout are not of one configuration"
+        )
 
 
 def _layers(inventory: Inventory, layout: ParallelLayout, rank: int, chunk: int) -> range:
@@ -235,9 +218,7 @@ def _unwrapped(chunks: Sequence[torch.nn.Module]) -> list[Any]:
 
 
 def _native(chunks: Sequence[torch.nn.Module]) -> list[Native]:
-    from verl_patches.model.weights import named_weights
-
-    return [dict(named_weights(chunk)) for chunk in _unwrapped(chunks)]
+    return [dict(megatron.named_weights(chunk)) for chunk in _unwrapped(chunks)]
 
 
 def _check_place(models: list[Any], inventory: Inventory, layout: ParallelLayout, rank: int) -> None:
@@ -249,16 +230,14 @@ def _check_place(models: list[Any], inventory: Inventory, layout: ParallelLayout
     tp = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
     etp = parallel_state.get_expert_tensor_parallel_rank(), parallel_state.get_expert_tensor_parallel_world_size()
     facts = [("(TP rank, TP)", (at.tp, layout.tp), tp), ("(expert TP rank, expert TP)", (at.etp, layout.etp), etp)]
-    for number, model in enumerate(models[: layout.vpp]):
-        layers = [layer.layer_number - 1 for layer in model.decoder.layers]  # Megatron counts from 1
-        facts.append((f"layers of model chunk {number}", list(_layers(inventory, layout, rank, number)), layers))
-        facts += [
-            (f"experts of layer {layer.layer_number - 1}", experts, list(layer.mlp.local_expert_indices))
-            for layer in model.decoder.layers
-            if hasattr(layer.mlp, "local_expert_indices")
-        ]
-    for what, expected, found in facts:
+    for chunk, model in enumerate(models[: layout.vpp]):
+        layers = {layer.layer_number - 1: layer.mlp for layer in model.decoder.layers}  # Megatron counts from 1
+        facts.append((f"layers of model chunk {chunk}", list(_layers(inventory, layout, rank, chunk)), list(layers)))
+        for layer, mlp in layers.items():
+            if hasattr(mlp, "local_expert_indices"):
+                facts.append((f"experts of layer {layer}", experts, list(mlp.local_expert_indices)))
+    for fact, expected, found in facts:
         if expected != found:
             raise ConfigError(
-                f"reshard: {what} on rank {rank}: expected {expected} by layout {layout}, found {found} in the model"
+                f"reshard: {fact} on rank {rank}: expected {expected} by layout {layout}, found {found} in the model"
             )

@@ -9,9 +9,8 @@ rollout memory holds once more with the engine's own load_weights, after which n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -28,26 +27,20 @@ _TRAINING = "training"
 _SHOWN = 4  # wrong regions that a message explains
 
 
-@dataclass(frozen=True)
-class VerifyReport:
-    """What was compared over all ranks: `regions`, and of these, on this rank, `elements` of live rollout memory.
-
-    `nan_elements`: how many of them are not a number, as in training. `unverified`: tensors that load_weights was given
-    whole.
-    """
+class VerifyReport(NamedTuple):
+    """What was compared over all ranks: `regions`, and of these, on this rank, `elements` of live rollout memory."""
 
     regions: int
     elements: int
-    nan_elements: int
-    unverified: tuple[str, ...]
 
 
-class _Held(NamedTuple):
-    """One elementary region that this rank holds: its number in the plan's order, in training or which parameter."""
+class _Copy(NamedTuple):
+    """One copy of a region on this rank: `holder` is _TRAINING or the live parameter's name."""
 
-    number: int
+    number: int  # of the region, in the plan's order
     holder: str
-    elements: int
+    checksum: int
+    nan: int
 
 
 class Verifier:
@@ -62,20 +55,18 @@ class Verifier:
         rank: int,
         sources: Mapping[str, TrainTensor],
         destinations: Mapping[str, Sequence[RolloutTensor]],
-        *,
-        group: Any = None,
-        device: torch.device | str = "cpu",
+        device: torch.device | str,
     ):
-        self.rank, self.sources, self.group, self.device = rank, sources, group, device
+        self.rank, self.sources, self.device = rank, sources, device
         self.destinations = {name: parts for name, parts in destinations.items() if name not in plan.whole}
-        self.parameters, self.whole = plan.inventory.by_name, plan.whole
+        self.parameters = plan.inventory.by_name
         self.items = [
             (region, rank in block.holders, rank in block.receivers)
             for block in plan.blocks
             for region in block.regions
             if region.name not in plan.whole
         ]
-        self.dtypes = self._agree_on_dtypes()
+        self.dtypes = self._common_dtypes()
 
     def poison(self) -> None:
         """Fill all live memory that the sync is to write: NaN, or all bits for integers."""
@@ -90,38 +81,36 @@ class Verifier:
 
         Raises ReshardError on every rank naming parameter, region, ranks, expected and found.
         """
-        held: list[_Held] = []
+        places: list[tuple[int, str]] = []
         sums: list[torch.Tensor] = []
+        elements = 0
 
         def compute() -> None:
-            for number, holder, values in self._held():
+            nonlocal elements
+            for number, holder, values in self._values():
                 region = self.items[number][0]
-                held.append(_Held(number, holder, values.numel()))
-                sums.append(checksum(values, region, self.parameters[region.name].shape))
-                sums.append(count_nan(values))
+                places.append((number, holder))
+                sums.extend((checksum(values, region, self.parameters[region.name].shape), count_nan(values)))
+                elements += values.numel() if holder != _TRAINING else 0
 
-        raise_on_any_rank(catch_errors(compute), self.group, self.device, "weights could not be compared")
-        numbers = torch.stack(sums).view(-1, 2).cpu() if sums else torch.zeros(0, 2, dtype=torch.int64)
-        self._raise_for(self._unequal(held, numbers), held, numbers)
-        live = [
-            (each.elements, int(nan)) for each, (_, nan) in zip(held, numbers, strict=True) if each.holder != _TRAINING
-        ]
-        elements, nan_elements = (sum(column) for column in zip(*live, strict=True)) if live else (0, 0)
-        return VerifyReport(len(self.items), elements, nan_elements, tuple(sorted(self.whole)))
+        raise_on_any_rank(catch_errors(compute), None, self.device, "weights could not be compared")
+        numbers = torch.stack(sums).view(-1, 2).tolist() if sums else []  # one copy from the device
+        copies = [_Copy(*place, *pair) for place, pair in zip(places, numbers, strict=True)]
+        self._raise_for(self._unequal(copies), copies)
+        return VerifyReport(len(self.items), elements)
 
-    def _held(self) -> Iterator[tuple[int, str, torch.Tensor]]:
+    def _values(self) -> Iterator[tuple[int, str, torch.Tensor]]:
+        """(number of the region, holder, values) of all copies on this rank."""
         for number, (region, trains, receives) in enumerate(self.items):
-            shape = self.parameters[region.name].shape
             if trains:
-                yield number, _TRAINING, self._trained(region)
+                wire = getattr(torch, self.parameters[region.name].dtype)
+                values = self.sources[region.name].read(region).detach().to(wire)
+                yield number, _TRAINING, values.to(self.dtypes[region.name])
             if receives:
-                yield from ((number, name, values) for name, values in self._live(region, shape))
+                yield from ((number, name, values) for name, values in self._live(region))
 
-    def _trained(self, region: Region) -> torch.Tensor:
-        wire = getattr(torch, self.parameters[region.name].dtype)
-        return self.sources[region.name].read(region).detach().to(wire).to(self.dtypes[region.name])
-
-    def _live(self, region: Region, shape: Sequence[int]) -> Iterator[tuple[str, torch.Tensor]]:
+    def _live(self, region: Region) -> Iterator[tuple[str, torch.Tensor]]:
+        shape = self.parameters[region.name].shape
         parts = [part for part in self.destinations.get(region.name, ()) if overlap(part.region, region, shape)]
         if not parts:
             raise ReshardError(f"{region}: expected in live memory of rank {self.rank}, found nowhere")
@@ -131,77 +120,71 @@ class Verifier:
                 raise ReshardError(f"{region}: expected in {part.parameter}, found {part.region} there")
             yield part.parameter, values
 
-    def _agree_on_dtypes(self) -> dict[str, torch.dtype]:
+    def _common_dtypes(self) -> dict[str, torch.dtype]:
         """Dtype of each tensor in live memory, equal on all ranks: those that only train a tensor cast to it."""
         names = list(dict.fromkeys(region.name for region, *_ in self.items))
-        codes = torch.full((2, len(names)), _NONE, dtype=torch.int64)
+        ends = torch.full((2, len(names)), _NONE, dtype=torch.int64)  # lowest index in _DTYPES, highest negated
         problems = []
         for at, name in enumerate(names):
-            found = {part.tensor.dtype for part in self.destinations.get(name, ())}
-            if found - set(_DTYPES):
-                problems.append(f"{name}: expected one of {_DTYPES}, found {found}")
-            elif found:
-                every = [_DTYPES.index(dtype) for dtype in found]
-                codes[0, at], codes[1, at] = min(every), -max(every)
-        codes = self._minimum(codes)
+            dtypes = {part.tensor.dtype for part in self.destinations.get(name, ())}
+            if dtypes - set(_DTYPES):
+                problems.append(f"{name}: expected one of {_DTYPES}, found {dtypes}")
+            elif dtypes:
+                codes = [_DTYPES.index(dtype) for dtype in dtypes]
+                ends[0, at], ends[1, at] = min(codes), -max(codes)
+        lowest, highest = self._minimum(ends).tolist()
         problems += [
             f"{name}: expected one dtype in live memory of all ranks, found none or several"
-            for name, low, high in zip(names, *codes.tolist(), strict=True)
+            for name, low, high in zip(names, lowest, highest, strict=True)
             if low != -high
         ]
-        raise_on_any_rank(problems, self.group, self.device, "live rollout memory cannot be compared")
-        return {name: _DTYPES[code] for name, code in zip(names, codes[0].tolist(), strict=True)}
+        raise_on_any_rank(problems, None, self.device, "live rollout memory cannot be compared")
+        return {name: _DTYPES[code] for name, code in zip(names, lowest, strict=True)}
 
-    def _unequal(self, held: list[_Held], numbers: torch.Tensor) -> list[int]:
-        """Numbers of the regions whose holders, over all ranks, do not have the same checksum and count of NaN."""
-        low = [[_NONE, _NONE] for _ in self.items]
-        high = [[_NONE, _NONE] for _ in self.items]  # of ~value, so that one MIN finds the largest too
-        for each, pair in zip(held, numbers.tolist(), strict=True):
-            for ends, values in ((low, pair), (high, [~value for value in pair])):
-                ends[each.number] = [min(both) for both in zip(ends[each.number], values, strict=True)]
-        low, high = self._minimum(torch.tensor([low, high]))
+    def _unequal(self, copies: list[_Copy]) -> list[int]:
+        """Numbers of the regions whose copies, over all ranks, do not have the same checksum and count of NaN."""
+        low, high = torch.full((2, len(self.items), 2), _NONE, dtype=torch.int64)
+        if copies:
+            rows = torch.tensor([[copy.number] * 2 for copy in copies])
+            values = torch.tensor([copy[2:] for copy in copies])
+            low.scatter_reduce_(0, rows, values, "amin")
+            high.scatter_reduce_(0, rows, ~values, "amin")  # so that one MIN finds the largest too
+        low, high = self._minimum(torch.stack([low, high]))
         return (low != ~high).any(dim=1).nonzero().flatten().tolist()
 
     def _minimum(self, numbers: torch.Tensor) -> torch.Tensor:
         numbers = numbers.to(self.device)
-        dist.all_reduce(numbers, dist.ReduceOp.MIN, group=self.group)
+        dist.all_reduce(numbers, dist.ReduceOp.MIN)
         return numbers.cpu()
 
-    def _raise_for(self, wrong: list[int], held: list[_Held], numbers: torch.Tensor) -> None:
-        """`wrong` is equal on all ranks, so either all of them gather or none."""
-        if not wrong:
+    def _raise_for(self, unequal: list[int], copies: list[_Copy]) -> None:
+        """`unequal` is the same on all ranks, so either all of them gather or none."""
+        if not unequal:
             return
-        shown = wrong[:_SHOWN]
-        mine = [
-            (each.number, each.holder, *pair)
-            for each, pair in zip(held, numbers.tolist(), strict=True)
-            if each.number in shown
+        by_rank = gather([copy for copy in copies if copy.number in unequal[:_SHOWN]])
+        lines = [
+            self._explain(
+                number, [(rank, c) for rank, of_rank in enumerate(by_rank) for c in of_rank if c[0] == number]
+            )
+            for number in unequal[:_SHOWN]
         ]
-        every = [
-            (number, holder, rank, *pair)
-            for rank, theirs in enumerate(gather(mine, self.group))
-            for number, holder, *pair in theirs
-        ]
-        lines = [self._explain(number, [each[1:] for each in every if each[0] == number]) for number in shown]
         raise ReshardError(
-            f"reshard: {len(wrong)} of {len(self.items)} regions are not everywhere what training holds; stop, do not "
-            "sample with these weights\n  " + "\n  ".join(lines)
+            f"reshard: {len(unequal)} of {len(self.items)} regions are not everywhere what training holds; stop, do "
+            "not sample with these weights\n  " + "\n  ".join(lines)
         )
 
-    def _explain(self, number: int, every: list[tuple[str, int, int, int]]) -> str:
-        """One line: which holder differs from the first training rank, expected and found."""
+    def _explain(self, number: int, copies: list[tuple[int, _Copy]]) -> str:
+        """One line: which copies differ from the first training rank's, expected and found."""
         region = self.items[number][0]
-        truth = next((each for each in every if each[0] == _TRAINING), None)
-        if truth is None:
+        trained = next(((rank, copy) for rank, copy in copies if copy.holder == _TRAINING), None)
+        if trained is None:
             return f"{region}: expected a training rank that holds it, found none"
-        _, rank, expected, nan = truth
-        others = [each for each in every if each[2:] != truth[2:]]
-        texts = [f"rank {at} ({holder}) {_text(value, bad)}" for holder, at, value, bad in others]
-        return f"{region}: expected {_text(expected, nan)} as on training rank {rank}, found {', '.join(texts)}"
+        texts = [f"rank {rank} ({c.holder}) {_text(c)}" for rank, c in copies if c[2:] != trained[1][2:]]
+        return f"{region}: expected {_text(trained[1])} as on training rank {trained[0]}, found {', '.join(texts)}"
 
 
-def _text(value: int, nan: int) -> str:
-    return f"checksum {value & (1 << 64) - 1:016x}" + (f" with {nan} NaN" if nan else "")
+def _text(copy: _Copy) -> str:
+    return f"checksum {copy.checksum & (1 << 64) - 1:016x}" + (f" with {copy.nan} NaN" if copy.nan else "")
 
 
 _CHUNK = 1 << 22  # elements at a time: int64 copies stay below 100 MB
@@ -228,7 +211,9 @@ def checksum(tensor: torch.Tensor, region: Region, shape: Sequence[int]) -> torc
         raw = part.view(_INTEGERS[part.element_size()]).to(torch.int64)
         row = torch.arange(first[0] + start, first[0] + start + len(part), device=values.device)
         place = row[:, None] * shape[1] + column
-        total += (raw * _odd(place)).sum()
+        mixed = place * _MIX[0]
+        mixed = (mixed ^ (mixed >> 29)) * _MIX[1]
+        total += (raw * ((mixed ^ (mixed >> 32)) | 1)).sum()
     return total
 
 
@@ -239,24 +224,17 @@ def count_nan(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.detach() != tensor.detach()).sum()
 
 
-def _odd(place: torch.Tensor) -> torch.Tensor:
-    mixed = place * _MIX[0]
-    mixed = (mixed ^ (mixed >> 29)) * _MIX[1]
-    return (mixed ^ (mixed >> 32)) | 1
-
-
 def check_map(
-    load_weights: Callable[[Iterator[tuple[str, torch.Tensor]]], Any],
-    live: Mapping[str, torch.Tensor],
+    model: torch.nn.Module,
     destinations: Mapping[str, Sequence[RolloutTensor]],
     shapes: Mapping[str, Sequence[int]],
     rank: int,
 ) -> list[str]:
-    """Load with the engine's own load_weights what its memory holds by `destinations`: nothing may change.
+    """Load with the model's own load_weights what its memory holds by `destinations`: nothing may change.
 
-    `live`: the engine's parameters by name. Returns a sentence for each that changed: its place in the map is wrong (or
-    its values were equal to another's). For engines whose load_weights still works on them; memory is then as it was
-    only where the map is right. Parts that this rank does not hold are loaded as zeros, which it ignores.
+    Returns a sentence for each parameter that changed: its place in the map is wrong (or its values were equal to
+    another's). For models whose load_weights still works on them; memory is then as it was only where the map is right.
+    Parts that this rank does not hold are loaded as zeros, which it ignores.
     """
 
     def values() -> Iterator[tuple[str, torch.Tensor]]:
@@ -267,9 +245,9 @@ def check_map(
             yield name, whole
 
     with torch.no_grad():
-        before = {name: _of_parameter(tensor) for name, tensor in live.items()}
-        load_weights(values())
-        changed = [name for name, tensor in live.items() if _of_parameter(tensor) != before[name]]
+        before = {name: _of_parameter(tensor) for name, tensor in model.named_parameters()}
+        model.load_weights(values())
+        changed = [name for name, tensor in model.named_parameters() if _of_parameter(tensor) != before[name]]
     return [
         f"{name} on rank {rank}: expected to stay as it is when loaded again, found it changed: its map is wrong"
         for name in changed

@@ -1,7 +1,7 @@
-"""The weight sync of one worker: both ends are learnt at the first sync, and every sync runs the plan.
+"""The weight sync of one worker: the first sync maps training and rollout memory, and every sync runs the plan.
 
 In place of verl's per-tensor generator and vLLM's load_weights (verl/workers/sharding_manager/megatron_vllm.py,
-`__enter__`). Both ends are learnt again where their memory is no longer what was learnt.
+`__enter__`). Both are mapped again where a tensor has got other memory.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from verl_patches.layout.inventory import Inventory, build_inventory
+from verl_patches.layout.inventory import build_inventory
 from verl_patches.layout.parallel import ParallelLayout
 from verl_patches.model.weights import local_name
 from verl_patches.reshard.destination import Destinations, learn_destinations
@@ -52,14 +52,15 @@ class WorkerReshard:
         self.rank = dist.get_rank()
         dtype = str(next(chunks[0].parameters()).dtype).removeprefix("torch.")
         inventory = build_inventory(hf_config.to_dict())
-        self.inventory: Inventory = build_inventory(replace(inventory.model, torch_dtype=dtype))
-        self.library = "mindspeed" if settings.line == "a3" else _megatron_spelling(chunks)
+        self.inventory = build_inventory(replace(inventory.model, torch_dtype=dtype))
+        names = [name for chunk in chunks for name, _ in chunk.named_parameters()]
+        megatron = "megatron-te" if any(local_name(name) != name for name in names) else "megatron-local"
+        self.library = "mindspeed" if settings.line == "a3" else megatron
         self.sources: dict[str, TrainTensor] = {}
         self.destinations: Destinations | None = None
         self.plan: ReshardPlan | None = None
         self.executor: Executor | None = None
-        self.verified = False
-        self.reports: list[dict[str, Any]] = []
+        self.verified, self.reports = False, []
 
     def sync(self, model: torch.nn.Module) -> SyncReport:
         """Bring training's present weights into `model`; collective. Raises ReshardError on every rank, or on none."""
@@ -69,27 +70,20 @@ class WorkerReshard:
                 constant.target.fill_(constant.value)
         verify = self.settings.verify == "every" or (self.settings.verify == "first" and not self.verified)
         if verify:
-            verifier = Verifier(self.plan, self.rank, self.sources, self.destinations.tensors, device=self.device)
+            verifier = Verifier(self.plan, self.rank, self.sources, self.destinations.tensors, self.device)
             report = self.executor.run(before=verifier.poison)
             self._verify(verifier, model)
         else:
             report = self.executor.run()
         facts = {"collectives": report.collectives + FLAGS, "verified": verify, "learnt": learnt}
-        self.reports.append({**report.as_dict(), **facts})
+        self.reports.append({**asdict(report), **facts})
         return report
 
     def _verify(self, verifier: Verifier, model: torch.nn.Module) -> None:
         checked = verifier.check()
         if not self.verified:  # once for each map that was learnt
-            ask_load_weights = functools.partial(
-                check_map,
-                model.load_weights,
-                dict(model.named_parameters()),
-                self.destinations.tensors,
-                {p.name: p.shape for p in self.inventory.parameters},
-                self.rank,
-            )
-            problems = catch_errors(ask_load_weights)
+            shapes = {p.name: p.shape for p in self.inventory.parameters}
+            problems = catch_errors(lambda: check_map(model, self.destinations.tensors, shapes, self.rank))
             raise_on_any_rank(problems, None, self.device, "vLLM's load_weights puts weights elsewhere")
         self.verified = True
         log.info("weight sync verified: %d regions of all ranks, %d elements here", checked.regions, checked.elements)
@@ -101,11 +95,8 @@ class WorkerReshard:
 
     def _learn(self, model: torch.nn.Module) -> bool:
         """Learn what is new or moved, and compile; whether to is decided by all ranks together. Returns whether."""
-        valid = (
-            self.executor is not None
-            and still_valid(self.sources, self.chunks)
-            and self.destinations.still_valid(model)
-        )
+        valid = self.executor is not None and still_valid(self.sources, self.chunks)
+        valid = valid and self.destinations.still_valid(model)
         flag = torch.tensor([int(valid)], device=self.device)
         dist.all_reduce(flag, dist.ReduceOp.MIN)
         if flag.item():
@@ -132,13 +123,12 @@ class WorkerReshard:
         return True
 
     def _make_plan(self) -> None:
-        """The plan for what all ranks learnt; a tensor that one of them cannot map goes whole to all that need it."""
-        mine = {"unmapped": self.destinations.unmapped, "shared_whole": self._shared_experts_are_whole()}
-        every = gather(mine, None)
-        unmapped = {name: reason for each in every for name, reason in each["unmapped"].items()}
+        """Plan for what all ranks mapped; a tensor that one of them cannot map is sent complete to all that need it."""
+        by_rank = gather((self.destinations.unmapped, self._shared_experts_are_whole()))
+        unmapped = {name: reason for names, _ in by_rank for name, reason in names.items()}
         for name, reason in unmapped.items():
             log.warning("weight sync of %s goes through load_weights: %s", name, reason)
-        library = "vllm-ascend" if any(each["shared_whole"] for each in every) else "vllm"
+        library = "vllm-ascend" if any(whole for _, whole in by_rank) else "vllm"
         settings = self.settings
 
         def check():
@@ -156,16 +146,9 @@ class WorkerReshard:
         raise_on_any_rank(catch_errors(check), None, self.device, "rollout weights are not laid out as planned")
 
     def _shared_experts_are_whole(self) -> bool:
-        """Whether this engine keeps shared experts whole on every rank although it splits the rest by TP."""
-        if self.settings.rollout.tp == 1:
-            return False
+        """Whether this engine has complete shared experts on every rank although it splits the rest by TP."""
         for name, places in self.destinations.tensors.items():
             parameter = self.inventory.by_name[name]
             if parameter.kind == "shared_expert_gate":
-                return places[0].region.stop - places[0].region.start == parameter.shape[0]
+                return self.settings.rollout.tp > 1 and places[0].region.rows == parameter.shape[0]
         return False
-
-
-def _megatron_spelling(chunks: Sequence[torch.nn.Module]) -> str:
-    names = [name for chunk in chunks for name, _ in chunk.named_parameters()]
-    return "megatron-te" if any(local_name(name) != name for name in names) else "megatron-local"
