@@ -22,6 +22,7 @@ import os
 import signal
 import subprocess
 import sys
+import sysconfig
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -110,6 +111,17 @@ def warm() -> Iterator[Callable[[Mapping[str, str]], dict[str, str]]]:
 
             yield add
             server.kill()
+
+
+def python_with_prelude(folder: Path) -> Path:
+    """The interpreter of a new environment in `folder`, over this one, whose site-packages have the prelude's .pth."""
+    from verl_patches.patching import install_prelude
+
+    subprocess.run([sys.executable, "-I", "-m", "venv", "--without-pip", folder / "venv"], check=True)
+    site = next((folder / "venv" / "lib").glob("python*/site-packages"))
+    (site / "base.pth").write_text(f"{sysconfig.get_path('purelib')}\n{ROOT}\n")
+    (site / install_prelude.NAME).write_text(install_prelude.TEXT)
+    return folder / "venv" / "bin" / "python"
 
 
 @dataclass(frozen=True)

@@ -19,15 +19,15 @@ def test_image_arguments_go_only_without_a_limit():
     assert engine_arguments(of_text) == plain and engine_arguments(of_images) == of_images
 
 
-@pytest.mark.parametrize("asked", [None, {"n_group": 1}, lambda found: found.update({"n_group": 1}) or found])
+@pytest.mark.parametrize("overrides", [None, {"n_group": 1}, lambda config: config.update({"n_group": 1}) or config])
 @pytest.mark.parametrize("model_type", ["deepseek_v3", "other"])
-def test_the_model_view_comes_before_the_callers_own_overrides(asked, model_type):
-    view = engine_arguments({"model": "m", "hf_overrides": asked})["hf_overrides"]
-    found = PretrainedConfig(quantization_config={"quant_method": "fp8"}, n_group=4)
-    found.model_type = model_type
-    found = view(found)
-    assert hasattr(found, "quantization_config") == (model_type == "other")
-    assert found.n_group == (4 if asked is None else 1)
+def test_the_model_view_comes_before_the_callers_own_overrides(overrides, model_type):
+    view = engine_arguments({"model": "m", "hf_overrides": overrides})["hf_overrides"]
+    config = PretrainedConfig(quantization_config={"quant_method": "fp8"}, n_group=4)
+    config.model_type = model_type
+    config = view(config)
+    assert hasattr(config, "quantization_config") == (model_type == "other")
+    assert config.n_group == (4 if overrides is None else 1)
 
 
 def test_the_router_works_in_fp32():
