@@ -1,7 +1,6 @@
 """Tensors that stay on the workers: what the trainer sends and gets instead, and which configurations are refused."""
 
 import copy
-import functools
 import re
 from types import SimpleNamespace
 
@@ -28,7 +27,7 @@ TINY, LARGE = "grpo_deepseekv3_tiny_cpu", "grpo_deepseekv3_256die_true_weight"
 ON, ROLLOUT, REF = "recipe.tensor_cache.enabled=true", "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
 ACTOR, DYNAMIC, LONGEST = "actor_rollout_ref.actor", "use_dynamic_bsz", 272
 LENGTHS, WIDTH = (2, 3, 1, 3), 3
-PLACED = ((2, 0), (3, 1))  # two replicas
+PLACED, ORDER = ((2, 0), (3, 1)), [1, 3, 2, 0]  # samples of two replicas; the trainer's order
 BUDGETS = {  # switch of a dynamic batch size: its budget
     f"{ACTOR}.{DYNAMIC}": f"{ACTOR}.ppo_max_token_len_per_gpu",
     f"{ROLLOUT}.log_prob_{DYNAMIC}": f"{ROLLOUT}.log_prob_max_token_len_per_gpu",
@@ -133,7 +132,7 @@ def test_batches_that_do_not_divide_are_refused():
 
 
 class Workers:
-    """Answers as two replicas do (kept_worker.py), from per-token values [B, S] by sample."""
+    """Answers as two replicas do (worker/tensor_cache_stages.py), from per-token values [B, S] by sample."""
 
     def __init__(self, values):
         self.values, self.calls = values, []
@@ -153,16 +152,11 @@ class Workers:
         return answers
 
 
-@pytest.fixture
-def make():
-    """make(send_back) -> (group, workers)."""
-
-    def build(send_back=False):
-        workers = Workers(torch.rand(4, WIDTH, generator=torch.Generator().manual_seed(1)))
-        kept = CachedStep(0, WIDTH, True, send_back, step=5, lengths=LENGTHS, open=True)
-        return TensorCacheGroup(workers, kept), workers
-
-    return build
+def make(send_back=False):
+    """(group, workers)."""
+    workers = Workers(torch.rand(4, WIDTH, generator=torch.Generator().manual_seed(1)))
+    cached = CachedStep(0, WIDTH, True, send_back, step=5, lengths=LENGTHS, open=True)
+    return TensorCacheGroup(workers, cached), workers
 
 
 def rows(order, **tensors):
@@ -172,35 +166,31 @@ def rows(order, **tensors):
 
 
 @pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"])
-def test_entropy_loss_is_that_of_all_tokens(make, mode):
+def test_entropy_loss_is_that_of_all_tokens(mode):
     group, workers = make()
-    order = [3, 0, 2, 1]
-    batch = rows(order)
-    found = group.compute_log_prob(batch).batch["entropys"]
-    expected = agg_loss(workers.values[order], batch.batch["response_mask"], mode)
-    torch.testing.assert_close(agg_loss(found, batch.batch["response_mask"], mode), expected)
-    assert list(group.compute_log_prob(batch).batch.keys()) == ["entropys"]  # log-probs stay
+    batch = rows(ORDER)
+    outputs, mask = group.compute_log_prob(batch).batch, batch.batch["response_mask"]
+    assert list(outputs.keys()) == ["entropys"]  # log-probs stay
+    expected = agg_loss(workers.values[ORDER], mask, mode)
+    torch.testing.assert_close(agg_loss(outputs["entropys"], mask, mode), expected)
 
 
-def test_log_probs_come_back_in_the_order_of_rows_where_they_are_needed(make):
+def test_log_probs_come_back_in_the_order_of_rows_where_they_are_needed():
     group, workers = make(send_back=True)
-    order = [1, 3, 2, 0]
-    batch = rows(order)
-    expected = workers.values[order] * batch.batch["response_mask"]
+    batch = rows(ORDER)
+    expected = workers.values[ORDER] * batch.batch["response_mask"]
     assert torch.equal(group.compute_log_prob(batch).batch["old_log_probs"], expected)
     assert torch.equal(group.compute_ref_log_prob(batch).batch["ref_log_prob"], expected)
 
 
-def test_an_outcome_reward_travels_as_one_advantage_a_sample(make):
+def test_an_outcome_reward_travels_as_one_advantage_a_sample():
     group, workers = make()
-    order = [1, 3, 2, 0]
-    batch = rows(order)
-    of_sample = torch.tensor([0.0, 0.1, 0.2, 0.3])
-    batch.batch["advantages"] = of_sample[order][:, None] * batch.batch["response_mask"]
+    batch, of_sample = rows(ORDER), torch.tensor([0.0, 0.1, 0.2, 0.3])
+    batch.batch["advantages"] = of_sample[ORDER][:, None] * batch.batch["response_mask"]
     assert group.update_actor(batch).meta_info["metrics"] == {"metric": [1.0]}
     sent = workers.calls[-1][1]
     assert (sent["advantages"].tolist(), sent["per_token"]) == (of_sample.tolist(), False)
-    batch.batch["advantages"] = workers.values[order]
+    batch.batch["advantages"] = workers.values[ORDER]
     group.update_actor(batch)
     tokens = torch.cat([workers.values[s, : LENGTHS[s]] for s in range(4)])
     sent = workers.calls[-1][1]
@@ -211,12 +201,10 @@ def test_a_sample_without_tokens_is_not_taken_for_a_scalar():
     """Also not on the worker, where there are as many values as samples."""
     values, per_token = tensor_cache._smallest(Ragged(torch.tensor([1.0, 2.0]), (0, 2)))
     assert (values.tolist(), per_token) == ([1.0, 2.0], True)
-    here = SimpleNamespace(payload={"responses": np.array([0, 2])}, samples=(1, 0))
-    advantages = functools.partial(tensor_cache_stages.CachedBatch._advantages, here)
-    mask = mask_of([2, 0], 2)
-    told = {"advantages": values.numpy(), "per_token": per_token}
-    assert advantages(told, mask).tolist() == [[1.0, 2.0], [0.0, 0.0]]
-    assert advantages({**told, "per_token": False}, mask).tolist() == [[2.0, 2.0], [0.0, 0.0]]
+    here, mask = SimpleNamespace(payload={"responses": np.array([0, 2])}, samples=(1, 0)), mask_of([2, 0], 2)
+    for per_token, expected in ((True, [[1.0, 2.0], [0.0, 0.0]]), (False, [[2.0, 2.0], [0.0, 0.0]])):
+        payload = {"advantages": values.numpy(), "per_token": per_token}
+        assert tensor_cache_stages.CachedBatch._advantages(here, payload, mask).tolist() == expected
 
 
 def prompts(ids=(1, 2), **non_tensors):
@@ -305,14 +293,14 @@ def test_metrics_of_verls_own_partition_are_left_out():
     ({"raw_prompt_ids": [[1, 2], [8]]}, r"raw_prompt_ids of prompt 1 \(1\) are not its input_ids"),
     ({"multi_modal_data": [{}, {}]}, "prompts have multi_modal_data, which would not come back"),
 ])  # fmt: skip
-def test_prompts_that_are_not_text_are_refused_before_anything_runs(make, more, words):
+def test_prompts_that_are_not_text_are_refused_before_anything_runs(more, words):
     group, workers = make()
     with pytest.raises(ConfigError, match=words):
         group.generate_sequences(prompts(**more))
     assert workers.calls == []
 
 
-def test_an_update_without_old_log_probs_is_given_none(make):
+def test_an_update_without_old_log_probs_is_given_none():
     group, workers = make()
     batch = rows([1, 0, 3, 2], responses=torch.zeros(4, WIDTH, dtype=torch.int64), advantages=torch.ones(4, WIDTH))
     without = WithoutOldLogProb(group)
@@ -322,14 +310,14 @@ def test_an_update_without_old_log_probs_is_given_none(make):
 
 
 @pytest.mark.parametrize("meta", [{"validate": True}, {"do_sample": False}])
-def test_validation_and_greedy_baselines_are_not_kept(make, meta):
+def test_validation_and_greedy_baselines_are_not_kept(meta):
     group, _ = make()
     before = group._cached.step
     assert group.generate_sequences(DataProto(meta_info=meta)) == "verl's own"
     assert group._cached.step == before
 
 
-def test_a_step_without_an_update_is_closed_at_its_end(make):
+def test_a_step_without_an_update_is_closed_at_its_end():
     group, workers = make()
     group.end_step()
     assert [stage for stage, _ in workers.calls] == ["close"]
