@@ -12,17 +12,17 @@ Fixtures
     a3_sources        folders of line a3's checkouts, below --upstream
     upstream_text     text of one upstream file at one commit, read from the clones of --upstream
     ray_folder        a folder for Ray of a short name
-    warm              environment for processes that need not import torch and its like from nothing (tests/warm)
-Every test starts the generators of Python, torch and numpy at TEST_SEED (0 unless set), fixtures of modules before.
+    warm              environment for processes that may be forks of one warm interpreter (tests/warm)
+Every test starts the generators of Python, torch and numpy at TEST_SEED (0 unless set).
 """
 
 from __future__ import annotations
 
-import functools
 import os
 import signal
 import subprocess
 import sys
+import sysconfig
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -56,8 +56,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     for name, value in SAFE_ENV.items():  # before any test module imports torch
         os.environ.setdefault(name, value)
-    slow = [hypothesis.HealthCheck.too_slow]  # is no failure
-    hypothesis.settings.register_profile("busy machine", deadline=None, suppress_health_check=slow)
+    slow = hypothesis.HealthCheck.too_slow  # is no failure
+    hypothesis.settings.register_profile("busy machine", deadline=None, suppress_health_check=[slow])
     hypothesis.settings.load_profile("busy machine")
     os.environ.pop("VERL_PATCHES", None)  # a shell's own switches must not decide what a test sees
     folder = config.getoption("--upstream")
@@ -113,6 +113,17 @@ def warm() -> Iterator[Callable[[Mapping[str, str]], dict[str, str]]]:
             server.kill()
 
 
+def python_with_prelude(folder: Path) -> Path:
+    """The interpreter of a new environment in `folder`, over this one, whose site-packages have the prelude's .pth."""
+    from verl_patches.patching import install_prelude
+
+    subprocess.run([sys.executable, "-I", "-m", "venv", "--without-pip", folder / "venv"], check=True)
+    site = next((folder / "venv" / "lib").glob("python*/site-packages"))
+    (site / "base.pth").write_text(f"{sysconfig.get_path('purelib')}\n{ROOT}\n")
+    (site / install_prelude.NAME).write_text(install_prelude.TEXT)
+    return folder / "venv" / "bin" / "python"
+
+
 @dataclass(frozen=True)
 class Finished:
     """A process that has ended: exit code (negative: a signal), stdout and stderr as text."""
@@ -128,43 +139,24 @@ class Finished:
 
 
 def _environment(patches: str | None, env: Mapping[str, str] | None) -> dict[str, str]:
-    found = {k: v for k, v in os.environ.items() if k != "VERL_PATCHES"} | SAFE_ENV | dict(env or {})
+    variables = {name: value for name, value in os.environ.items() if name != "VERL_PATCHES"} | SAFE_ENV | (env or {})
     if patches is not None:
-        found["VERL_PATCHES"] = patches
-    found["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), found.get("PYTHONPATH")]))
-    return found
+        variables["VERL_PATCHES"] = patches
+    return {**variables, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), variables.get("PYTHONPATH")]))}
 
 
-def _run_python(
-    warm: Callable[[Mapping[str, str]], dict[str, str]] | None,
-    code: str,
-    *args: str,
-    patches: str | None = None,
-    env: Mapping[str, str] | None = None,
-    timeout_s: float = 120,
-    cwd: Path | None = None,
-    flags: Sequence[str] = (),
+def _run(
+    flags: Sequence[str], env: Mapping[str, str], code: str, arguments: Sequence[str], timeout_s: float
 ) -> Finished:
-    full_env = _environment(patches, env)
-    if warm is not None:
-        full_env, flags = warm(full_env), ("-X", "warm", *flags)
-    process = subprocess.Popen(
-        [sys.executable, *flags, "-c", code, *args],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        errors="replace",
-        env=full_env,
-        cwd=cwd,
-        start_new_session=True,
-    )
+    command, pipe = [sys.executable, *flags, "-c", code, *arguments], subprocess.PIPE
+    streams = {"stdin": subprocess.DEVNULL, "stdout": pipe, "stderr": pipe, "text": True, "errors": "replace"}
+    process = subprocess.Popen(command, **streams, env=env, start_new_session=True)
     try:
         out, err = process.communicate(timeout=timeout_s)
-    except BaseException as why:
+    except BaseException as error:
         os.killpg(process.pid, signal.SIGKILL)  # its own session: only what this test started
         out, err = process.communicate()
-        if isinstance(why, subprocess.TimeoutExpired):
+        if isinstance(error, subprocess.TimeoutExpired):
             pytest.fail(f"killed after {timeout_s} s\n--- stdout\n{out[-4000:]}\n--- stderr\n{err[-8000:]}")
         raise
     return Finished(process.returncode, out, err)
@@ -175,16 +167,20 @@ def run_python() -> Callable[..., Finished]:
     """Run code in a fresh interpreter: `run_python("print(1)", patches="line=pypi,platform=cpu").check().out`.
 
     Parameters: the code, then its sys.argv[1:] as strings; keywords: patches (the VERL_PATCHES variable; None leaves it
-    unset), env (more variables), timeout_s (then its whole process group is killed and the test fails), cwd, flags
-    (interpreter options). The repository is on its path. Returns `Finished` (rc, out, err); `.check()` demands exit 0.
+    unset), env (more variables), timeout_s (120; then its whole process group is killed and the test fails). The
+    repository is on its path. Returns `Finished` (rc, out, err); `.check()` demands exit 0.
     """
-    return functools.partial(_run_python, None)
+    return lambda code, *arguments, patches=None, env=None, timeout_s=120: _run(
+        (), _environment(patches, env), code, arguments, timeout_s
+    )
 
 
 @pytest.fixture(scope="session")
 def run_warm(warm: Callable[[Mapping[str, str]], dict[str, str]]) -> Callable[..., Finished]:
     """`run_python`, in a fork of the warm interpreter."""
-    return functools.partial(_run_python, warm)
+    return lambda code, *arguments, patches=None, env=None, timeout_s=120: _run(
+        ("-X", "warm"), warm(_environment(patches, env)), code, arguments, timeout_s
+    )
 
 
 @pytest.fixture(scope="session")
@@ -196,20 +192,12 @@ def run_ranks(warm: Callable[[Mapping[str, str]], dict[str, str]]) -> Callable[.
     starts), and those of `Ranks` in tests/ranks.py. Raises RankError.
     """
 
-    def run(
-        function: str,
-        *arguments: Any,
-        size: int = 1,
-        patches: str | None = None,
-        env: Mapping[str, str] | None = None,
-        fresh: bool = False,
-        **options: Any,
-    ) -> list:
+    def run(function: str, *arguments: Any, size: int = 1, patches=None, env=None, fresh=False, **options: Any) -> list:
         environment, flags = _environment(patches, env), ()
         if not fresh:
             environment, flags = warm(environment), ("-X", "warm")
-        options = {"prelude": patches is not None, "timeout_s": 240, **options}
-        with Ranks(size, environment, flags=flags, **options) as ranks:
+        options = {"prelude": patches is not None, "timeout_s": 240, "flags": flags, **options}
+        with Ranks(size, environment, **options) as ranks:
             return ranks.run(function, *arguments)
 
     return run

@@ -13,7 +13,9 @@ the file. Exit code 0: at least 90 % killed and none stale; 1: otherwise; 2: wro
 from __future__ import annotations
 
 import argparse
+import functools
 import json
+import multiprocessing
 import os
 import shutil
 import signal
@@ -22,7 +24,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 import pytest
 from tqdm import tqdm
@@ -236,47 +238,38 @@ def copy_repository(folder: Path) -> Path:
 
 
 def run_tests(copy: Path, tests: Tests) -> bool:
-    """Whether the tests pass in the copy, in time. Raises SystemExit where they cannot run at all."""
+    """Whether the tests pass in the copy within TIMEOUT_S. Raises SystemExit if pytest cannot run them."""
     shutil.rmtree(copy / ".hypothesis", ignore_errors=True)  # examples that failed under another mutant
-    asked = ["-x", "-q", "--hypothesis-seed=0", "-m", "not slow", "-k", tests.keyword, *tests.paths]
-    child = os.fork()
-    if not child:
-        _run_in_child(copy, asked)
-    deadline, code = time.monotonic() + TIMEOUT_S, None
+    arguments = ["-x", "-q", "--hypothesis-seed=0", "-m", "not slow", "-k", tests.keyword, *tests.paths]
+    child = multiprocessing.get_context("fork").Process(target=_run_in_child, args=(copy, arguments))
+    child.start()
     try:
-        while code is None and time.monotonic() < deadline:
-            time.sleep(0.05)
-            ended, status = os.waitpid(child, os.WNOHANG)
-            code = os.waitstatus_to_exitcode(status) if ended else None
+        child.join(TIMEOUT_S)
     finally:
-        if code is None:
-            os.killpg(child, signal.SIGKILL)  # its own session: only what was started here
-            os.waitpid(child, 0)
-    if code == NOT_THE_COPY:
+        if late := child.is_alive():
+            os.killpg(child.pid, signal.SIGKILL)  # its own session: only what was started here
+            child.join()
+    if child.exitcode == NOT_THE_COPY:
         raise SystemExit(f"mutants: the tests imported another verl_patches than the copy in {copy}")
-    if code not in (0, 1, 2, None):  # passed, failed, not importable under the mutant, too late
+    if not late and child.exitcode not in (0, 1, 2):  # passed, failed, not importable under the mutant
         output = (copy / OUTPUT).read_text(errors="replace")
-        raise SystemExit(f"mutants: pytest ended with {code} on {' '.join(asked)}\n{output[-2000:]}")
-    return code == 0
+        raise SystemExit(f"mutants: pytest ended with {child.exitcode} on {' '.join(arguments)}\n{output[-2000:]}")
+    return child.exitcode == 0
 
 
-def _run_in_child(copy: Path, asked: list[str]) -> NoReturn:
-    code = NOT_THE_COPY
-    try:
-        os.setsid()
-        os.chdir(copy)
-        with open(OUTPUT, "w") as output:
-            os.dup2(output.fileno(), 1)
-            os.dup2(output.fileno(), 2)
-        os.environ.update(PYTHONPATH=str(copy), PYTHONDONTWRITEBYTECODE="1")
-        sys.dont_write_bytecode = True
-        sys.path[0] = str(copy)  # this script's folder before; an editable install of the working tree comes later
-        import verl_patches
+def _run_in_child(copy: Path, arguments: list[str]) -> None:
+    os.setsid()
+    os.chdir(copy)
+    with open(OUTPUT, "w") as output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+    os.environ.update(PYTHONPATH=str(copy), PYTHONDONTWRITEBYTECODE="1")
+    sys.dont_write_bytecode = True
+    sys.path[0] = str(copy)  # this script's folder before; an editable install of the working tree comes later
+    import verl_patches
 
-        if Path(verl_patches.__file__).is_relative_to(copy):
-            code = pytest.main(asked)
-    finally:
-        os._exit(code)
+    of_copy = Path(verl_patches.__file__).is_relative_to(copy)
+    sys.exit(int(pytest.main(arguments)) if of_copy else NOT_THE_COPY)
 
 
 def verdict(copy: Path, mutant: Mutant) -> str:
@@ -284,62 +277,50 @@ def verdict(copy: Path, mutant: Mutant) -> str:
     file = copy / "verl_patches" / mutant.file
     text = file.read_text(encoding="utf-8")
     try:
-        changed = mutated(text, mutant)
+        file.write_text(mutated(text, mutant), encoding="utf-8")
+        return "survived" if run_tests(copy, mutant.tests) else "killed"
     except StaleMutantError:
         return "stale"
-    file.write_text(changed, encoding="utf-8")
-    try:
-        return "survived" if run_tests(copy, mutant.tests) else "killed"
     finally:
         file.write_text(text, encoding="utf-8")
 
 
+@functools.cache
 def check_control(copy: Path, tests: Tests) -> None:
-    """Raise SystemExit unless tests that are to kill a mutant pass without one."""
+    """Raise SystemExit unless tests that are to kill a mutant pass without one; run once for equal tests."""
     if not run_tests(copy, tests):
         raise SystemExit(f"mutants: the control failed: {' '.join(tests.paths)} must pass without a mutant")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Apply one mutant after another to a copy and run the tests.")
-    parser.add_argument(
-        "--only",
-        metavar="NAME",
-        action="append",
-        choices=[mutant.name for mutant in MUTANTS],
-        help="this mutant alone; may be given several times",
-    )
+    names = [mutant.name for mutant in MUTANTS]
+    only = "this mutant alone; may be given several times"
+    parser.add_argument("--only", metavar="NAME", action="append", choices=names, help=only)
     parser.add_argument("--json", action="store_true", help="print one JSON object in place of lines")
-    asked = parser.parse_args(arguments)
-    chosen = [mutant for mutant in MUTANTS if not asked.only or mutant.name in asked.only]
-    found: dict[str, str] = {}
+    given = parser.parse_args(arguments)
+    verdicts: dict[str, str] = {}
     import hypothesis  # noqa: F401 for the forks
     import torch  # noqa: F401
 
     tqdm.monitor_interval = 0  # no thread beside the forks
-    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
+    chosen = [mutant for mutant in MUTANTS if not given.only or mutant.name in given.only]
+    with tempfile.TemporaryDirectory(prefix="mutants-") as folder, tqdm(chosen, unit="mutant") as bar:
         copy = copy_repository(Path(folder))
-        checked: set[Tests] = set()
-        with tqdm(chosen, unit="mutant") as bar:
-            for mutant in bar:
-                started = time.monotonic()
-                if mutant.tests not in checked:
-                    bar.set_description(f"control of {mutant.name}")
-                    check_control(copy, mutant.tests)
-                    checked.add(mutant.tests)
-                bar.set_description(mutant.name)
-                found[mutant.name] = verdict(copy, mutant)
-                if not asked.json:
-                    bar.write(f"{found[mutant.name]:8}  {time.monotonic() - started:5.1f} s  {mutant.name}")
-    counts = {word: list(found.values()).count(word) for word in ("killed", "survived", "stale")}
+        for mutant in bar:
+            bar.set_description(mutant.name)
+            started = time.monotonic()
+            check_control(copy, mutant.tests)
+            verdicts[mutant.name] = verdict(copy, mutant)
+            if not given.json:
+                bar.write(f"{verdicts[mutant.name]:8}  {time.monotonic() - started:5.1f} s  {mutant.name}")
+    counts = {word: list(verdicts.values()).count(word) for word in ("killed", "survived", "stale")}
     rate = counts["killed"] / max(1, counts["killed"] + counts["survived"])
-    if asked.json:
-        print(json.dumps({"mutants": found, **counts, "rate": rate}))
+    if given.json:
+        print(json.dumps({"mutants": verdicts, **counts, "rate": rate}))
     else:
-        print(
-            f"mutants: {counts['killed']} killed, {counts['survived']} survived, {counts['stale']} stale: "
-            f"{100 * rate:.1f} % killed"
-        )
+        numbers = ", ".join(f"{count} {word}" for word, count in counts.items())
+        print(f"mutants: {numbers}: {100 * rate:.1f} % killed")
     return 0 if rate >= LEAST_KILLED and not counts["stale"] else 1
 
 

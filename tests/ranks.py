@@ -11,6 +11,7 @@ in forks of the warm interpreter; `ranks4` and `ranks8` are shared by all tests 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import faulthandler
 import os
@@ -23,7 +24,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from multiprocessing.connection import Client, Connection, wait
 from pathlib import Path
@@ -40,21 +41,12 @@ class RankError(AssertionError):
 class Ranks:
     """`size` ranks, started by the first `run`; after one has died or hung, the next `run` starts new ones.
 
-    environment: variables in place of this process's own. flags: options of the interpreter. prelude: whether ranks
+    environment: all variables, by default this process's own. flags: options of the interpreter. prelude: whether ranks
     import the prelude before torch, as workers do. backend: of init_process_group; None leaves that to the function
     (`init_group`). timeout_s: for one function and for one collective in it.
     """
 
-    def __init__(
-        self,
-        size: int,
-        environment: Mapping[str, str] | None = None,
-        *,
-        flags: Sequence[str] = (),
-        prelude: bool = False,
-        backend: str | None = "gloo",
-        timeout_s: float = 120.0,
-    ):
+    def __init__(self, size, environment=None, *, flags=(), prelude=False, backend="gloo", timeout_s=120.0):
         self.size, self.timeout_s = size, timeout_s
         self._environment, self._flags = dict(os.environ if environment is None else environment), flags
         self._setup = (prelude, backend)
@@ -94,30 +86,16 @@ class Ranks:
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         path = os.pathsep.join(filter(None, [str(ROOT), self._environment.get("PYTHONPATH")]))
-        environment = {
-            "GLOO_SOCKET_IFNAME": "lo",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            **self._environment,
-            "PYTHONPATH": path,
-            "WORLD_SIZE": str(self.size),
-            "RANKS_FOLDER": str(folder),
-            "RANKS_TIMEOUT_S": str(self.timeout_s),
-        }
+        defaults = {"GLOO_SOCKET_IFNAME": "lo", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        job = {"WORLD_SIZE": str(self.size), "RANKS_FOLDER": str(folder), "RANKS_TIMEOUT_S": str(self.timeout_s)}
+        environment = {**defaults, **self._environment, "PYTHONPATH": path, **job}
         command = [sys.executable, *self._flags, "-W", "ignore", "-c", "from tests.ranks import main; main()"]
         with socket.socket(socket.AF_UNIX) as server, (folder / "launcher").open("wb") as log:
             server.bind(str(folder / "socket"))
             server.listen(self.size)
             server.settimeout(0.1)
-            self._process = subprocess.Popen(
-                command,
-                env=environment,
-                cwd=ROOT,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
+            streams = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
+            self._process = subprocess.Popen(command, env=environment, cwd=ROOT, **streams, start_new_session=True)
             self._accept(server, time.monotonic() + self.timeout_s)
 
     def _accept(self, server: socket.socket, ends: float) -> None:
@@ -181,10 +159,8 @@ class Ranks:
     def _kill(self) -> None:
         for pipe in self._pipes:
             pipe.close()
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)  # a session of its own: only what was started here
-        except ProcessLookupError:
-            pass
         self._process.wait()
         self._folder.cleanup()
         self._pipes = []

@@ -1,4 +1,4 @@
-"""The launcher says which rank failed, died or hung, and how; the next call starts new ranks where it must."""
+"""The launcher reports which rank failed, died or hung; the next call starts new ranks if it must."""
 
 import os
 import signal
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slow
 
 
 def fails(rank: int, how: str) -> int:
-    """The size of the group, after a barrier that `rank` does not come to."""
+    """The size of the group, after a barrier that `rank` does not reach."""
     if dist.get_rank() == rank:
         if how == "raises":
             raise ZeroDivisionError("of this rank")
@@ -25,40 +25,40 @@ def fails(rank: int, how: str) -> int:
     return dist.get_world_size()
 
 
-@pytest.mark.parametrize(("how", "said"), [
+@pytest.mark.parametrize(("how", "words"), [
     ("raises", r"(?s)rank 1:.*ZeroDivisionError: of this rank.*rank 0 did not answer:.*in barrier"),
     ("dies", r"(?s)rank 1 died.*rank 1 ended with exit code -9"),
     ("hangs", r"(?s)rank 1 did not answer:.*in fails"),
 ])  # fmt: skip
-def test_what_one_rank_does_is_said_and_the_next_call_is_right(how, said):
+def test_a_failure_names_the_rank_and_the_next_call_works(how, words):
     with Ranks(2, timeout_s=8) as ranks:
-        with pytest.raises(RankError, match=said):
+        with pytest.raises(RankError, match=words):
             ranks.run(fails, 1, how)
         assert ranks.run(fails, 2, how) == [2, 2]
 
 
-def test_tensors_and_errors_of_all_ranks_arrive():
-    with Ranks(2) as ranks:
-        for rank, found in enumerate(ranks.run("tests.test_ranks:twice", torch.arange(3))):
-            assert found.tolist() == [0, 2 + rank, 4 + 2 * rank]
-        with pytest.raises(RankError, match=r"(?s)rank 0:\n.*TypeError.*rank 1:\n.*TypeError"):
-            ranks.run("tests.test_ranks:twice")
-
-
-def twice(values: torch.Tensor) -> torch.Tensor:
+def scaled(values: torch.Tensor) -> torch.Tensor:
     """Times two on rank 0, three on rank 1."""
     return values * (2 + dist.get_rank())
 
 
-def ends_badly() -> None:
+def test_tensors_and_errors_of_all_ranks_arrive():
+    with Ranks(2) as ranks:
+        results = ranks.run("tests.test_ranks:scaled", torch.arange(3))
+        assert [result.tolist() for result in results] == [[0, 2, 4], [0, 3, 6]]
+        with pytest.raises(RankError, match=r"(?s)rank 0:\n.*TypeError.*rank 1:\n.*TypeError"):
+            ranks.run("tests.test_ranks:scaled")
+
+
+def fails_at_exit() -> None:
     """A process that fails after its work."""
     import atexit
 
     atexit.register(os._exit, 3)
 
 
-def test_ranks_that_do_not_start_or_end_well_are_an_error(run_ranks):
+def test_ranks_that_fail_at_start_or_end_are_an_error(run_ranks):
     with pytest.raises(RankError, match="(?s)did not start.*unknown encoding"):
-        Ranks(1, {**os.environ, "PYTHONIOENCODING": "none"}).run(ends_badly)
+        Ranks(1, {**os.environ, "PYTHONIOENCODING": "none"}).run(fails_at_exit)
     with pytest.raises(RankError, match="exit code 3"):
-        run_ranks("tests.test_ranks:ends_badly")
+        run_ranks("tests.test_ranks:fails_at_exit")

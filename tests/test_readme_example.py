@@ -19,7 +19,10 @@ ROW_ABOVE = "UPDATE: tuple[PatchSpec, ...] = (\n"
 
 
 def examples():
-    return dict(EXAMPLE.findall((ROOT / PAGE).read_text()))
+    """{name: text} of provider, row, test and commands."""
+    parts = dict(EXAMPLE.findall((ROOT / PAGE).read_text()))
+    assert len(parts) == 4 and {"row", "commands"} < parts.keys()
+    return parts
 
 
 @pytest.fixture(scope="module")
@@ -45,13 +48,9 @@ def add(folder, parts):
     catalog.write_text(catalog.read_text().replace(ROW_ABOVE, f"{ROW_ABOVE}{parts['row'].rstrip()},\n"))
 
 
-def test_the_page_shows_provider_row_test_and_commands():
-    assert len(examples()) == 4 and {"row", "commands"} < examples().keys()
-
-
 @pytest.mark.slow
 def test_the_example_works_as_written(copy):
-    """Its test is called here, with a `run_python` for the copy, and fails on a provider that does nothing."""
+    """Its test is called here, with a `run_python` for the copy, and fails with a provider that does nothing."""
     parts, module = examples(), {}
     add(copy, parts)
     *commands, tests = parts["commands"].strip().splitlines()

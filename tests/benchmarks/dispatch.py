@@ -2,7 +2,7 @@
 
     python tests/benchmarks/dispatch.py [--only bytes|skew] [--repeats 5]
 
-Prints JSON: a list of figures, each with `value`, `bound` (null where it is only told) and `peer` (other ways in the
+Prints JSON: a list of figures, each with `value`, `bound` (null: reported only) and `peer` (other ways in the
 same run). Exits 1 where a bound is missed. verl's real RayWorkerGroup, Megatron dispatch and DataProto; the workers
 answer with what verl's would (shapes and dtypes), without a model. 512 prompts x 16 responses, prompt <= 1024 and
 response <= 3072 tokens, lengths lognormal, cv .55, mean response 983 (tests/tensor_cache/lengths.py). Ways of sending:
@@ -17,19 +17,17 @@ bytes   256 logical workers (TP4 x PP8 x DP8) in 16 Ray actors. All that Ray ser
         answers, which the controller fetches from every worker (`back`), counted in its serialiser. `ours` and
         generation are at full scale; the other calls of other ways on 1/32 of the samples, times 32.
 skew    8, 16 and 32 actors, one worker each, started by verl's calls of a step, the worst of its calls
-        (trainer/dispatch.py), median of the repeats. Our messages are those of a whole step of 32 samples a worker; for
-        other ways a worker's batch is 1/8 of what a DP rank has in the 256-die run. For 256 a straight line through
-        the medians: a model, no measurement. Workers answer half a second after the last has been called, where real
-        ones' devices work: else the answers of the first would take this machine's cores, which all actors share, from
-        the last. Unpickling in turn on them is most of what is left of ours; no network lies between.
+        (trainer/worker_starts.py), median of the repeats. Our messages are those of a whole step of 32 samples a
+        worker; for other ways a worker's batch is 1/8 of what a DP rank has in the 256-die run. For 256 a straight
+        line through the medians: a model, no measurement. Workers answer half a second after the last has been called,
+        where real ones' devices work: otherwise the answers of the first would take the cores of this machine, which
+        all actors share, from the last. Unpickling in turn on them is most of what is left of ours; no network.
         Needs 16 GB: an actor has torch.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import json
 import os
 import statistics
 import sys
@@ -44,23 +42,22 @@ import numpy as np
 import ray
 import torch
 import verl
+from report import ROOT, figure, parser_of, print_report
 from tqdm import tqdm
 from verl import DataProto
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.single_controller.ray.base import RayClassWithInitArgs, RayWorkerGroup
+from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+from tests.tensor_cache.lengths import PROMPT, RESPONSE, lognormal_lengths
+from tests.tensor_cache.logical_group import LogicalGroup, Serialised, group_of
+from verl_patches.tensor_cache.exchange import Ragged, model_inputs
+from verl_patches.trainer.dispatch import put_before_calling
+from verl_patches.trainer.tensor_cache import CachedStep, TensorCacheGroup
+from verl_patches.trainer.worker_starts import noted, start_skew, take_starts
 
-from fit_step import EACH, PROMPTS, SAMPLES, VOCABULARY, WORLD, Step, balanced, lengths, prompts_of  # noqa: E402
-
-from tests.tensor_cache.lengths import PROMPT, RESPONSE  # noqa: E402
-from tests.tensor_cache.logical_group import LogicalGroup, Serialised, group_of  # noqa: E402
-from verl_patches.tensor_cache.exchange import Ragged, model_inputs  # noqa: E402
-from verl_patches.trainer.dispatch import put_before_calling  # noqa: E402
-from verl_patches.trainer.tensor_cache import CachedStep, TensorCacheGroup  # noqa: E402
-from verl_patches.trainer.worker_starts import noted, start_skew, take_starts  # noqa: E402
-
+PROMPTS, EACH, WORLD, VOCABULARY = 512, 16, 256, 129_280
+SAMPLES = PROMPTS * EACH
 DP, PP, TP = 8, 8, 4
 BYTES_SCALE, SKEW_SCALE = 32, 8
 WORK_S = 0.5
@@ -86,7 +83,7 @@ class Host:
         return total
 
     def starts(self):
-        """trainer/dispatch.py."""
+        """trainer/worker_starts.py."""
         return take_starts()
 
     def _held(self, method):
@@ -98,11 +95,8 @@ class Host:
         return self.ranks[(self.asked[method] - 1) % len(self.ranks)]
 
     def _ids(self, count, rank):
-        first = rank * count
-        return [
-            Ragged(torch.randint(VOCABULARY, (sum(of),), dtype=torch.int32), of)
-            for of in (tuple(each[first : first + count]) for each in self.lengths)
-        ]
+        lengths = [tuple(of[rank * count : (rank + 1) * count]) for of in self.lengths]
+        return [Ragged(torch.randint(VOCABULARY, (sum(of),), dtype=torch.int32), of) for of in lengths]
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def generate_sequences(self, prompts):
@@ -185,16 +179,11 @@ def own(group: Any) -> Callable[[str, DataProto], Any]:
 
 def cluster(store_bytes: int) -> None:
     """A Ray of this benchmark's own."""
-    os.environ["PYTHONPATH"] = os.pathsep.join(
-        filter(None, [str(ROOT), str(ROOT / "tests/tensor_cache"), os.environ.get("PYTHONPATH")])
-    )
-    os.environ["RAY_worker_niceness"] = "0"  # at Ray's 15 whatever else runs here goes before the actors
-    os.environ.update(
-        OMP_NUM_THREADS="1",
-        RAY_USAGE_STATS_ENABLED="0",
-        TORCH_DEVICE_BACKEND_AUTOLOAD="0",
-        MALLOC_MMAP_THRESHOLD_="1000000",
-    )  # actors give back what a batch took
+    folders = [str(ROOT), str(Path(__file__).parent), os.environ.get("PYTHONPATH")]
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, folders))
+    os.environ["RAY_worker_niceness"] = "0"  # at Ray's 15 other processes of this machine go before the actors
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = "1000000"  # actors return the memory of a batch
+    os.environ.update(OMP_NUM_THREADS="1", RAY_USAGE_STATS_ENABLED="0", TORCH_DEVICE_BACKEND_AUTOLOAD="0")
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=store_bytes)
 
 
@@ -203,6 +192,75 @@ def heads_of(group: Any) -> dict[int, int]:
     infos = [group.get_megatron_rank_info(rank=rank) for rank in range(group.world_size)]
     last = max(info.pp_rank for info in infos)
     return {rank: info.dp_rank for rank, info in enumerate(infos) if info.tp_rank == 0 and info.pp_rank == last}
+
+
+# -- a step of the 256-die run as verl's fit() has it for its workers, with invented tokens --------------------------
+
+
+def lengths() -> tuple[list[int], list[int]]:
+    """Tokens of every prompt (by sample) and response."""
+    both = lognormal_lengths(SAMPLES, 0.55, seed=1)
+    prompts = [min(min(both[at : at + EACH]) - 1, 200) for at in range(0, SAMPLES, EACH) for _ in range(EACH)]
+    return prompts, [min(total - prompt, RESPONSE) for total, prompt in zip(both, prompts, strict=True)]
+
+
+def prompts_of(count: int, of_sample: list[int]) -> DataProto:
+    """What fit() gives to generate_sequences."""
+    lengths = tuple(of_sample[: count * EACH : EACH])
+    ids = Ragged(torch.randint(VOCABULARY, (sum(lengths),)), lengths)
+    tensors = model_inputs(ids, Ragged(torch.zeros(0), (0,) * count), PROMPT, 0, 0)
+    raw = np.empty(count, dtype=object)
+    raw[:] = [part.tolist() for part in ids.parts()]
+    names = "input_ids", "attention_mask", "position_ids"
+    return DataProto.from_dict({name: tensors[name] for name in names}, {"raw_prompt_ids": raw})
+
+
+class Step:
+    """verl's fit() as far as workers see it: which tensors its batch has at which call."""
+
+    def __init__(self, group: Any, call: Callable[[str, DataProto], Any]):
+        self.group, self.call = group, call
+
+    def generate(self, prompts: DataProto) -> DataProto:
+        """The batch with what fit() adds."""
+        batch = self.group.generate_sequences(prompts)
+        batch.non_tensor_batch.update(columns(len(batch)))
+        batch.batch["response_mask"] = batch.batch["attention_mask"][:, -RESPONSE:].clone()
+        batch.meta_info["global_token_num"] = batch.batch["attention_mask"].sum(-1).tolist()
+        return batch
+
+    def train(self, batch: DataProto) -> None:
+        """The other three calls."""
+        shape = batch.batch["responses"].shape
+        self.call("compute_log_prob", batch)
+        batch.batch["old_log_probs"] = torch.zeros(shape)
+        self.call("compute_ref_log_prob", batch)
+        scores = batch.batch["response_mask"] * torch.arange(float(len(batch)))[:, None]
+        for name in ("ref_log_prob", "token_level_scores", "token_level_rewards", "advantages", "returns"):
+            batch.batch[name] = scores.clone()
+        batch.meta_info["temperature"] = 0.9
+        self.call("update_actor", batch)
+
+
+def columns(count: int) -> dict[str, np.ndarray]:
+    """What comes from the data set, by sample."""
+    values = {
+        "uid": ["8d1cd5f4-0000-4f6e-a1a4-5a39d8f0a2a6"] * count,
+        "data_source": ["deepscaler"] * count,
+        "ability": ["math"] * count,
+        "reward_model": [{"style": "rule", "ground_truth": "42"}] * count,
+        "extra_info": [{"split": "train", "index": 7}] * count,
+        "index": list(range(count)),
+    }
+    return {name: np.array(column, dtype=object) for name, column in values.items()}
+
+
+def balanced(batch: DataProto) -> DataProto:
+    """As trainer.balance_batch."""
+    tokens = batch.batch["attention_mask"].sum(-1).tolist()
+    parts = get_seqlen_balanced_partitions(tokens, k_partitions=WORLD, equal_size=True)
+    batch.reorder(torch.tensor([sample for part in parts for sample in part]))
+    return batch
 
 
 # -- bytes ------------------------------------------------------------------------------------------------------------
@@ -235,12 +293,9 @@ def byte_figures() -> Iterator[dict[str, Any]]:
     counted = Counted(actors)
 
     def stand(responses: list[int]) -> None:
-        ray.get(
-            [
-                actor.stand_for.remote(list(range(WORLD))[n::16], SAMPLES, heads_of(group), prompts, responses)
-                for n, actor in enumerate(actors)
-            ]
-        )
+        heads, ranks = heads_of(group), range(WORLD)
+        for n, actor in enumerate(actors):
+            ray.get(actor.stand_for.remote(list(ranks[n::16]), SAMPLES, heads, prompts, responses))
 
     stand(responses)
     ways = {
@@ -267,16 +322,10 @@ def byte_figures() -> Iterator[dict[str, Any]]:
     ray.shutdown()
     found = {name: {**way, "all": way["sent"] + way["back"]} for name, way in counted.found.items()}
     peers = {name: found[name] for name in ways}
-    yield figure(
-        "host bytes of a step, 256 workers, balance_batch on",
-        found["ours"]["all"],
-        "B",
-        BOUND_BYTES,
-        peers,
-        **found["ours"],
-        scale_of_peers=f"generation 1, other calls 1/{BYTES_SCALE} x {BYTES_SCALE}",
-        mean_response=round(statistics.mean(responses), 1),
-    )
+    scale = f"generation 1, other calls 1/{BYTES_SCALE} x {BYTES_SCALE}"
+    more = {**found["ours"], "scale_of_peers": scale, "mean_response": round(statistics.mean(responses), 1)}
+    name = "host bytes of a step, 256 workers, balance_batch on"
+    yield figure(name, found["ours"]["all"], "B", BOUND_BYTES, peers, **more)
     worst = found["ours, every response of 3072 tokens"]
     yield figure("the same, every response of 3072 tokens", worst["all"], "B", None, None, **worst)
 
@@ -307,20 +356,14 @@ class Held(LogicalGroup):
 def measured(count: int, made: list[Any], repeats: int, of: tuple[list[int], list[int]], folder: str) -> dict[str, Any]:
     """{way: skew by call of every repeat} with `count` workers; ways take turns. `folder`: an empty one."""
     names = [str(n) for n in range(count)]
-    group = Held(
-        ray_cls_with_init=RayClassWithInitArgs(ray.remote(Host)), worker_names=names, worker_handles=made[:count]
-    ).lay_out(tp=4, dp=count // 4, pp=1)
+    cls = RayClassWithInitArgs(ray.remote(Host))
+    group = Held(ray_cls_with_init=cls, worker_names=names, worker_handles=made[:count])
+    group.lay_out(tp=4, dp=count // 4, pp=1)
     group.folder = folder
-    prompts, responses = of
-    per_worker = SAMPLES // WORLD  # samples that a worker generates
-    samples = count * per_worker
-    ray.get(
-        [
-            actor.stand_for.remote([n], samples, heads_of(group), prompts, responses, folder)
-            for n, actor in enumerate(made[:count])
-        ]
-    )
-    asked = prompts_of(samples // EACH, prompts)
+    samples = count * (SAMPLES // WORLD)  # as many as a worker generates
+    heads = heads_of(group)
+    ray.get([actor.stand_for.remote([n], samples, heads, *of, folder) for n, actor in enumerate(made[:count])])
+    asked = prompts_of(samples // EACH, of[0])
     kept = TensorCacheGroup(group, CachedStep(0, RESPONSE, True, False))
     whole = Step(group, own(group)).generate(asked)
     each = SAMPLES // DP // SKEW_SCALE
@@ -331,9 +374,8 @@ def measured(count: int, made: list[Any], repeats: int, of: tuple[list[int], lis
     def peers(how: Callable) -> Callable[[], None]:
         def run() -> None:
             group.generate_sequences(asked)
-            Step(group, how(group)).train(
-                DataProto(batch.batch.clone(False), dict(batch.non_tensor_batch), dict(batch.meta_info))
-            )
+            copy = DataProto(batch.batch.clone(False), dict(batch.non_tensor_batch), dict(batch.meta_info))
+            Step(group, how(group)).train(copy)
 
         return run
 
@@ -368,51 +410,26 @@ def skew_figures(repeats: int) -> Iterator[dict[str, Any]]:
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
             found[count] = measured(count, made, repeats, of, folder)
     ray.shutdown()
-    worst = {
-        count: {way: [max(by_call.values()) for by_call in each] for way, each in ways.items()}
-        for count, ways in found.items()
-    }
-    middle = {count: {way: statistics.median(each) for way, each in ways.items()} for count, ways in worst.items()}
-    told = {
-        count: {
-            way: {
-                "median": round(middle[count][way], 5),
-                "least": min(each),
-                "most": max(each),
-                "by_call": {
-                    call: statistics.median(by_call[call] for by_call in found[count][way])
-                    for call in found[count][way][0]
-                },
-            }
-            for way, each in ways.items()
-        }
-        for count, ways in worst.items()
-    }
+    middle: dict[int, dict[str, float]] = {}  # workers: {way: median over repeats of the worst call}
+    details: dict[int, dict[str, Any]] = {}
+    for count, ways in found.items():
+        middle[count], details[count] = {}, {}
+        for way, repeated in ways.items():
+            worst = [max(by_call.values()) for by_call in repeated]
+            middle[count][way] = statistics.median(worst)
+            by_call = {call: statistics.median(skew[call] for skew in repeated) for call in repeated[0]}
+            ends = {"median": round(middle[count][way], 5), "least": min(worst), "most": max(worst)}
+            details[count][way] = {**ends, "by_call": by_call}
     copy_a_worker, verls, *_ = (middle[32][way] / middle[32]["ours"] for way in middle[32])
-    yield {
-        **figure(
-            "start skew, 32 actors, times less than a copy a worker",
-            round(copy_a_worker, 1),
-            "x",
-            BOUND_TIMES,
-            {way: middle[32][way] for way in middle[32]},
-        ),
-        "fine": copy_a_worker >= BOUND_TIMES,
-        "seconds": told,
-        "repeats": repeats,
-        "batch_scale_of_peers": f"1/{SKEW_SCALE}",
-    }
-    yield figure(
-        "start skew, 32 actors, times less than verl's own dispatch, which puts a batch once a DP rank at 0.4.0",
-        round(verls, 1),
-        "x",
-        None,
-        None,
-    )
+    more = {"seconds": details, "repeats": repeats, "batch_scale_of_peers": f"1/{SKEW_SCALE}"}
+    more["fine"] = copy_a_worker >= BOUND_TIMES
+    name = "start skew, 32 actors, times less than"
+    yield figure(f"{name} a copy a worker", round(copy_a_worker, 1), "x", BOUND_TIMES, middle[32], **more)
+    name = f"{name} verl's own dispatch, which puts a batch once a DP rank at 0.4.0"
+    yield figure(name, round(verls, 1), "x", None)
     line = {way: model(middle, way, WORLD) for way in middle[32]}
-    yield figure(
-        "start skew, 256 workers, MODELLED by a line through 8, 16, 32", line.pop("ours"), "s", BOUND_MODEL_S, line
-    )
+    name = "start skew, 256 workers, MODELLED by a line through 8, 16, 32"
+    yield figure(name, line.pop("ours"), "s", BOUND_MODEL_S, line)
 
 
 def model(middle: dict[int, dict[str, float]], way: str, count: int) -> float:
@@ -421,33 +438,17 @@ def model(middle: dict[int, dict[str, float]], way: str, count: int) -> float:
     return round(max(float(start + slope * count), middle[32][way]), 4)
 
 
-def figure(name: str, value: float, unit: str, bound: float | None, peer: Any, **more: Any) -> dict[str, Any]:
-    """One line of the answer; `value` must not exceed `bound`."""
-    return {
-        "name": name,
-        "value": value,
-        "unit": unit,
-        "bound": bound,
-        "peer": peer,
-        "fine": bound is None or value <= bound,
-        **more,
-    }
-
-
 def main() -> int:
-    """Measure, print, judge."""
-    parser = argparse.ArgumentParser()
+    """Measure and print."""
+    parser = parser_of(__doc__, repeats=5)
     parser.add_argument("--only", choices=("bytes", "skew"))
-    parser.add_argument("--repeats", type=int, default=5)
-    asked = parser.parse_args()
+    given, figures = parser.parse_args(), []
     with contextlib.redirect_stdout(sys.stderr):  # Ray prints
-        found = [
-            *(byte_figures() if asked.only != "skew" else ()),
-            *(skew_figures(asked.repeats) if asked.only != "bytes" else ()),
-        ]
-    fine = all(line["fine"] for line in found)
-    print(json.dumps({"name": "dispatch", "verl": verl.__version__, "figures": found, "fine": fine}, indent=1))
-    return 0 if fine else 1
+        if given.only != "skew":
+            figures += byte_figures()
+        if given.only != "bytes":
+            figures += skew_figures(given.repeats)
+    return print_report("dispatch", figures, verl=verl.__version__)
 
 
 if __name__ == "__main__":

@@ -15,17 +15,16 @@ is written here after RayPPOTrainer._balance_batch and rearrange_micro_batches o
 
 from __future__ import annotations
 
-import json
-import runpy
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
+from report import figure, print_report
 from tqdm import tqdm
 from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions
 
+from tests.tensor_cache.lengths import lognormal_lengths
 from verl_patches.layout.parallel import parse_layout
 from verl_patches.tensor_cache.batch_plan import (
     Replicas,
@@ -38,13 +37,24 @@ from verl_patches.tensor_cache.batch_plan import (
     train_replicas,
 )
 
-lognormal_lengths = runpy.run_path(str(Path(__file__).resolve().parents[1] / "tensor_cache/lengths.py"))[
-    "lognormal_lengths"
-]
 SAMPLES, WORLD, BUDGET = 512 * 16, 256, 8192
 TRAIN = "tp4 pp8 ep32 etp1 @256 layers=7,7,8,8,8,8,8,7"
 CVS, REPLICAS, SEEDS = (0.4, 0.55, 0.7), (8, 64), (1, 2, 3)
 Share = Sequence[Sequence[int]]
+SINGLE = {
+    "ours": lambda share, lengths: balanced(share, lengths, 1),
+    "verl arrival order": lambda share, lengths: arrival(share, 1),
+    "verl balance_batch": lambda share, lengths: arrival(verl_share(lengths, len(share)), 1),
+}
+BY_BUDGET = {
+    "ours": lambda share, lengths: packed(share, lengths, BUDGET),
+    "verl dynamic batch": lambda share, lengths: verl_packed(share, lengths),
+    "verl dynamic batch, balance_batch": lambda share, lengths: verl_packed(verl_share(lengths, len(share)), lengths),
+}
+FOUR = {
+    "ours": lambda share, lengths: balanced(share, lengths, 4, move_whole=True),
+    "verl arrival order": lambda share, lengths: arrival(share, 4),
+}
 
 
 def verl_share(lengths: Sequence[int], replicas: int) -> list[list[int]]:
@@ -57,70 +67,30 @@ def verl_share(lengths: Sequence[int], replicas: int) -> list[list[int]]:
 
 def verl_packed(share: Share, lengths: Sequence[int]) -> Replicas:
     """What rearrange_micro_batches makes on each replica: as many on each, their number agreed by the most needed."""
-    local = [[lengths[sample] for sample in mine] for mine in share]
-    count = max(min(len(mine), -(-sum(mine) // BUDGET)) for mine in local)
-    parts = [get_seqlen_balanced_partitions(mine, count, equal_size=False) for mine in local]
-    return [[[mine[at] for at in part] for part in of] for mine, of in zip(share, parts, strict=True)]
+    local = [[lengths[sample] for sample in samples] for samples in share]
+    count = max(min(len(samples), -(-sum(samples) // BUDGET)) for samples in local)
+    parts = [get_seqlen_balanced_partitions(samples, count, equal_size=False) for samples in local]
+    return [[[samples[at] for at in part] for part in of] for samples, of in zip(share, parts, strict=True)]
 
 
 def worst(ways: dict[str, Callable[[Share, Sequence[int]], Replicas]], cv: float, replicas: int) -> dict[str, float]:
     """{way: worst ratio over seeds}."""
-    found = dict.fromkeys(ways, 0.0)
+    ratios = dict.fromkeys(ways, 0.0)
     for seed in SEEDS:
         lengths = lognormal_lengths(SAMPLES, cv, seed=seed)
         (share,) = mini_batches(SAMPLES, replicas, SAMPLES)
         for name, way in ways.items():
             most, equal = steps_cost(way(share, lengths), lengths)
-            found[name] = max(found[name], round(most / equal, 4))
-    return found
-
-
-def figure(name: str, found: dict[str, Any], unit: str, bound: float | None) -> dict[str, Any]:
-    """One line of the answer: `ours` against the others."""
-    value = found.pop("ours")
-    return {
-        "name": name,
-        "value": value,
-        "unit": unit,
-        "bound": bound,
-        "peer": found or None,
-        "fine": bound is None or value <= bound,
-    }
-
-
-def figures() -> Iterator[dict[str, Any]]:
-    """All of them, in minutes."""
-    single = {
-        "ours": lambda share, lengths: balanced(share, lengths, 1),
-        "verl arrival order": lambda share, lengths: arrival(share, 1),
-        "verl balance_batch": lambda share, lengths: arrival(verl_share(lengths, len(share)), 1),
-    }
-    for replicas in REPLICAS:
-        for cv in CVS:
-            yield figure(f"micro batch 1, DP {replicas}, cv {cv}", worst(single, cv, replicas), "", 1.02)
-    budget = {
-        "ours": lambda share, lengths: packed(share, lengths, BUDGET),
-        "verl dynamic batch": lambda share, lengths: verl_packed(share, lengths),
-        "verl dynamic batch, balance_batch": lambda share, lengths: verl_packed(
-            verl_share(lengths, len(share)), lengths
-        ),
-    }
-    for cv in CVS:
-        yield figure(f"{BUDGET} tokens, DP 8, cv {cv}", worst(budget, cv, 8), "", 1.02)
-    four = {
-        "ours": lambda share, lengths: balanced(share, lengths, 4, move_whole=True),
-        "verl arrival order": lambda share, lengths: arrival(share, 4),
-    }
-    yield figure("micro batch 4 moved whole, DP 8, cv 0.7", worst(four, 0.7, 8), "", 1.02)
-    yield figure("planning a step and one rank's exchange, 256 ranks", planning(), "s", 1.0)
+            ratios[name] = max(ratios[name], round(most / equal, 4))
+    return ratios
 
 
 def planning() -> dict[str, float]:
     """Seconds of one process, beside verl's balance_batch on the driver."""
     lengths = lognormal_lengths(SAMPLES, 0.7, seed=1)
+    replicas = train_replicas(parse_layout(TRAIN))
     start = time.process_time()
-    replica_of = train_replicas(parse_layout(TRAIN))
-    plan = plan_batch(replica_of, lengths, mini_batch_size=SAMPLES, micro_batch_size=1)
+    plan = plan_batch(replicas, lengths, mini_batch_size=SAMPLES, micro_batch_size=1)
     plan.sends(0), plan.receives(0)
     ours = time.process_time() - start
     start = time.process_time()
@@ -128,14 +98,17 @@ def planning() -> dict[str, float]:
     return {"ours": round(ours, 3), "verl balance_batch": round(time.process_time() - start, 3)}
 
 
-def main() -> int:
-    """Measure, print, judge."""
-    count = len(REPLICAS) * len(CVS) + len(CVS) + 2
-    found = list(tqdm(figures(), total=count, desc="microbatch", unit="figure"))
-    fine = all(line["fine"] for line in found)
-    print(json.dumps({"name": "microbatch", "figures": found, "fine": fine}, indent=1))
-    return 0 if fine else 1
+def figures() -> Iterator[dict[str, Any]]:
+    """All of them, in minutes."""
+    cases = [(f"micro batch 1, DP {dp}, cv {cv}", SINGLE, cv, dp) for dp in REPLICAS for cv in CVS]
+    cases += [(f"{BUDGET} tokens, DP 8, cv {cv}", BY_BUDGET, cv, 8) for cv in CVS]
+    cases += [("micro batch 4 moved whole, DP 8, cv 0.7", FOUR, 0.7, 8)]
+    for name, *case in tqdm(cases, desc="microbatch", unit="figure"):
+        ratios = worst(*case)
+        yield figure(name, ratios.pop("ours"), "", 1.02, ratios)
+    seconds = planning()
+    yield figure("planning a step and one rank's exchange, 256 ranks", seconds.pop("ours"), "s", 1.0, seconds)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(print_report("microbatch", figures()))

@@ -15,47 +15,40 @@ from __future__ import annotations
 
 import functools
 import json
-import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve()
-ROOT, JOB = HERE.parents[2], HERE.parents[1] / "memory/offload_job.py"
+from report import figure, print_report, run_python
+
 PHASES = ("reshard", "old_log_prob", "ref", "update")  # in which training's memory moves
 SPEED_BYTES, REPEATS = 2 << 30, 5
+Moves = dict[str, tuple[Callable[[], None], Callable[[], None]]]  # phase: (before its work, after it)
 
 
-def child(what: str, whose: str, platform: str = "cpu") -> Any:
-    """What this file finds when it is run as `what` by the functions of `whose`, ours or verl."""
-    env = {
-        **os.environ,
-        "VERL_PATCHES": f"line=pypi,platform={platform}",
-        "PYTHONPATH": str(ROOT),
-        "TORCHDYNAMO_DISABLE": "1",
-        "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
-    }
-    command = [sys.executable, "-W", "ignore", str(HERE), what, whose]
-    done = subprocess.run(command, env=env, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(f"{what} of {whose} ended with {done.returncode}:\n{done.stderr[-3000:]}")
-    return json.loads(done.stdout.splitlines()[-1])
+def child(measurement: str, functions: str, platform: str = "cpu") -> Any:
+    """The result of `measurement` (count or speed) of our functions or of verl's, in a process of its own."""
+    switches = {"VERL_PATCHES": f"line=pypi,platform={platform}"}
+    variables = {**switches, "TORCHDYNAMO_DISABLE": "1", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    output = run_python("-W", "ignore", __file__, measurement, functions, **variables)
+    return json.loads(output.splitlines()[-1])
 
 
-def count(whose: str) -> list[dict[str, Any]]:
+def count(functions: str) -> list[dict[str, Any]]:
     """Per phase of the third step: {phase, copied_bytes, plan_bytes, host_allocations}."""
     from tests.memory import offload_job as job
     from tests.memory.counted import Counted
 
-    job.found([])
+    # isort: split
     import torch
+    import torch.distributed as dist
 
     from verl_patches.memory.measure import buffers_of, held_bytes, optimizer_tensors
     from verl_patches.memory.schedule import SCHEDULE, simulate
 
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    job.found([])  # starts Megatron
     chunks, optimizer = job.trained(torch.bfloat16)
     reference = [torch.nn.Linear(40, 50)]
     job.step(chunks, optimizer, 0)
@@ -65,13 +58,12 @@ def count(whose: str) -> list[dict[str, Any]]:
         "grads": [b.grad_data for b in buffers_of(chunks)],
         "optimizer": optimizer_tensors(optimizer),
     }
-    plan = simulate(SCHEDULE, {name: held_bytes(list(of), "cpu") for name, of in held.items()})
+    plan = simulate(SCHEDULE, {name: held_bytes(list(tensors), "cpu") for name, tensors in held.items()})
     host: dict[int, Any] = {}
     with Counted(host):
-        moves = (moves_of_schedule if whose == "ours" else moves_of_verl)(chunks, optimizer, reference)
-    found: list[dict[str, Any]] = []
+        moves = (moves_of_schedule if functions == "ours" else moves_of_verl)(chunks, optimizer, reference)
+    counts: dict[str, dict[str, Any]] = {}
     for number in (1, 2, 3):
-        found = []
         for phase in PHASES:
             seen = Counted(host)
             before, after = moves[phase]
@@ -81,18 +73,10 @@ def count(whose: str) -> list[dict[str, Any]]:
                 job.step(chunks, optimizer, number)
             with seen:
                 after()
-            found.append(
-                {
-                    "phase": phase,
-                    "copied_bytes": seen.copied_bytes,
-                    "host_allocations": seen.host_allocations,
-                    "plan_bytes": plan[phase].to_device_bytes + plan[phase].to_host_bytes,
-                }
-            )
-    return found
-
-
-Moves = dict[str, tuple[Callable[[], None], Callable[[], None]]]  # phase: (before its work, after it)
+            plan_bytes = plan[phase].to_device_bytes + plan[phase].to_host_bytes
+            copies = {"copied_bytes": seen.copied_bytes, "host_allocations": seen.host_allocations}
+            counts[phase] = {"phase": phase, **copies, "plan_bytes": plan_bytes}
+    return list(counts.values())
 
 
 def moves_of_schedule(chunks: list, optimizer: Any, reference: list) -> Moves:
@@ -125,116 +109,89 @@ def moves_of_verl(chunks: list, optimizer: Any, reference: list) -> Moves:
         load(chunks, True)
         verl.load_megatron_optimizer(optimizer)
 
-    def no_actor() -> None:
-        verl.offload_megatron_model_to_cpu(chunks)
+    offload_actor = functools.partial(verl.offload_megatron_model_to_cpu, chunks)
+    offload_reference = functools.partial(verl.offload_megatron_model_to_cpu, reference)
 
     def after_update() -> None:
-        no_actor()
+        offload_actor()
         verl.offload_megatron_optimizer(optimizer)
 
-    def no_reference() -> None:
-        verl.offload_megatron_model_to_cpu(reference)
-
     after_update()
-    no_reference()
+    offload_reference()
     return {
-        "reshard": (before_sync, no_actor),
-        "old_log_prob": (functools.partial(load, chunks, False), no_actor),
-        "ref": (functools.partial(load, reference, False), no_reference),
+        "reshard": (before_sync, offload_actor),
+        "old_log_prob": (functools.partial(load, chunks, False), offload_actor),
+        "ref": (functools.partial(load, reference, False), offload_reference),
         "update": (before_update, after_update),
     }
 
 
-def speed(whose: str) -> dict[str, float]:
-    """GB/s, the best of some, of 2 GiB to the host and back: plain copies, and functions of `whose`."""
+def speed(functions: str) -> dict[str, float]:
+    """GB/s, the best of REPEATS, of 2 GiB to the host and back: plain copies, and our functions or verl's."""
     import torch
     from verl.utils import megatron_utils as verl
 
-    from tests.memory import offload_objects as ours
+    from tests.memory import offload_objects as objects
 
+    offload, load = verl.offload_megatron_model_to_cpu, verl.load_megatron_model_to_gpu
+    if functions == "ours":
+        offload, load = objects.offload, objects.load
     model = torch.nn.Module()
     for number in range(8):
         weight = torch.zeros(SPEED_BYTES // 8 // 2, dtype=torch.bfloat16, device="cuda")
         model.register_parameter(f"weight{number}", torch.nn.Parameter(weight))
-    chunk = ours.in_ddp(model, torch.bfloat16)
-    whole = torch.empty(SPEED_BYTES, dtype=torch.uint8, device="cuda")
+    chunk = objects.in_ddp(model, torch.bfloat16)
+    device = torch.empty(SPEED_BYTES, dtype=torch.uint8, device="cuda")
     host = torch.empty(SPEED_BYTES, dtype=torch.uint8, pin_memory=True)
 
-    def best(there: Callable[[], Any], back: Callable[[], Any]) -> float:
+    def best(to_host: Callable[[], Any], to_device: Callable[[], Any]) -> float:
         seconds = []
         for _ in range(REPEATS):
             torch.cuda.synchronize()
             start = time.perf_counter()
-            there()
-            torch.cuda.synchronize()
-            back()
-            torch.cuda.synchronize()
+            for copy in (to_host, to_device):
+                copy()
+                torch.cuda.synchronize()
             seconds.append(time.perf_counter() - start)
-        return 2 * SPEED_BYTES / min(seconds) / 1e9
+        return round(2 * SPEED_BYTES / min(seconds) / 1e9, 2)
 
-    plain = best(
-        functools.partial(host.copy_, whole, non_blocking=True), functools.partial(whole.copy_, host, non_blocking=True)
-    )
-    offload, load = ours.offload, ours.load
-    if whose == "verl":
-        offload, load = verl.offload_megatron_model_to_cpu, verl.load_megatron_model_to_gpu
-    moved = best(functools.partial(offload, [chunk]), functools.partial(load, [chunk]))
-    return {"plain": round(plain, 2), "moved": round(moved, 2)}
+    copy = functools.partial
+    plain = best(copy(host.copy_, device, non_blocking=True), copy(device.copy_, host, non_blocking=True))
+    moved = best(copy(offload, [chunk]), copy(load, [chunk]))
+    return {"plain": plain, "moved": moved}
 
 
 def figures() -> Iterator[dict[str, Any]]:
     """All of them."""
+
+    def compared(name: str, values: list[float], bound: float, **more: Any) -> dict[str, Any]:
+        return figure(name, values[0], "", bound, {"verl 0.4.0": values[1]}, **more)
+
     ours, verls = child("count", "ours"), child("count", "verl")
-    for mine, peer in zip(ours, verls, strict=True):
-        copies = [round(each["copied_bytes"] / each["plan_bytes"], 3) for each in (mine, peer)]
-        yield figure(f"copies per byte, {mine['phase']}", copies, "", 1.0)
-    for mine, peer in zip(ours, verls, strict=True):
-        yield figure(f"host allocations, {mine['phase']}", [each["host_allocations"] for each in (mine, peer)], "", 0)
+    phases = list(zip(ours, verls, strict=True))
+    for both in phases:
+        copies = [round(each["copied_bytes"] / each["plan_bytes"], 3) for each in both]
+        yield compared(f"copies per byte, {both[0]['phase']}", copies, 1.0)
+    for both in phases:
+        allocations = [each["host_allocations"] for each in both]
+        yield compared(f"host allocations, {both[0]['phase']}", allocations, 0)
     sums = [round(sum(p["copied_bytes"] for p in of) / sum(p["plan_bytes"] for p in of), 3) for of in (ours, verls)]
-    yield {**figure("bytes moved in a step / plan", sums, "", 1.0), "fine": sums[0] == 1.0}
-    asked = [sys.executable, "-c", "import torch; raise SystemExit(not torch.cuda.is_available())"]
-    if subprocess.run(asked, capture_output=True).returncode:
-        yield {
-            "name": "GB/s against a plain pinned copy",
-            "value": None,
-            "unit": "",
-            "bound": 0.9,
-            "peer": None,
-            "fine": True,
-            "why": "no GPU here",
-        }
+    yield compared("bytes moved in a step / plan", sums, 1.0, fine=sums[0] == 1.0)
+    name, probe = "GB/s against a plain pinned copy", "import torch; print(torch.cuda.is_available())"
+    if run_python("-c", probe).strip() != "True":
+        yield figure(name, None, "", 0.9, fine=True, why="no GPU here")
         return
-    mine, peer = child("speed", "ours", "cuda"), child("speed", "verl", "cuda")
-    shares = [round(each["moved"] / each["plain"], 3) for each in (mine, peer)]
-    yield {
-        **figure("GB/s against a plain pinned copy", shares, "", 0.9),
-        "fine": shares[0] >= 0.9,
-        "ours": mine,
-        "verl": peer,
-    }
-
-
-def figure(name: str, found: list[float], unit: str, bound: float) -> dict[str, Any]:
-    """One line of the answer; `value` must not exceed `bound`."""
-    return {
-        "name": name,
-        "value": found[0],
-        "unit": unit,
-        "bound": bound,
-        "peer": {"verl 0.4.0": found[1]},
-        "fine": found[0] <= bound,
-    }
+    speeds = {functions: child("speed", functions, "cuda") for functions in ("ours", "verl")}
+    shares = [round(each["moved"] / each["plain"], 3) for each in speeds.values()]
+    yield compared(name, shares, 0.9, fine=shares[0] >= 0.9, **speeds)
 
 
 def main() -> int:
-    """Measure, print, judge."""
+    """Measure and print; with arguments, one measurement of a child process."""
     if sys.argv[1:]:
         print("\n" + json.dumps({"count": count, "speed": speed}[sys.argv[1]](sys.argv[2])))
         return 0
-    found = list(figures())
-    fine = all(line["fine"] for line in found)
-    print(json.dumps({"name": "offload", "figures": found, "fine": fine}, indent=1))
-    return 0 if fine else 1
+    return print_report("offload", figures())
 
 
 if __name__ == "__main__":

@@ -9,17 +9,14 @@ Bytecode is there already, as it is after the first start of a run.
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
 import statistics
-import subprocess
 import sys
 import time
-from pathlib import Path
+
+from report import figure, parser_of, run_python
 
 BOUND_MS = 50.0
-ROOT = Path(__file__).resolve().parents[2]
 IMPORT = (
     "import time; start = time.perf_counter(); from verl_patches import prelude_patch; "
     "print((time.perf_counter() - start) * 1000)"
@@ -27,40 +24,23 @@ IMPORT = (
 
 
 def run(code: str) -> tuple[float, str]:
-    """(milliseconds of the whole process, what it printed)."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "VERL_PATCHES": "line=pypi,platform=cpu"}
+    """(milliseconds of the whole process, its stdout)."""
     start = time.perf_counter()
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    return (time.perf_counter() - start) * 1000, done.stdout
+    output = run_python("-c", code, VERL_PATCHES="line=pypi,platform=cpu")
+    return (time.perf_counter() - start) * 1000, output
 
 
 def main() -> int:
-    """Measure, print, judge."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=int, default=15, help="processes of each kind")
-    runs = parser.parse_args().runs
+    """Measure and print."""
+    runs = parser_of(__doc__, runs=15).parse_args().runs
     run(IMPORT)  # compiles, if need be
-    bare = [run("pass")[0] for _ in range(runs)]
+    peer = {"interpreter": round(statistics.median(run("pass")[0] for _ in range(runs)), 1)}
     imports = [float(run(IMPORT)[1]) for _ in range(runs)]
     value = statistics.median(imports)
-    print(
-        json.dumps(
-            {
-                "name": "prelude_import",
-                "unit": "ms",
-                "value": round(value, 1),
-                "bound": BOUND_MS,
-                "fine": value <= BOUND_MS,
-                "min": round(min(imports), 1),
-                "max": round(max(imports), 1),
-                "runs": runs,
-                "peer": {"interpreter": round(statistics.median(bare), 1)},
-                "python": sys.version.split()[0],
-            },
-            indent=1,
-        )
-    )
-    return 0 if value <= BOUND_MS else 1
+    ends = {"min": round(min(imports), 1), "max": round(max(imports), 1), "runs": runs}
+    line = figure("prelude_import", round(value, 1), "ms", BOUND_MS, peer, **ends, fine=value <= BOUND_MS)
+    print(json.dumps({**line, "python": sys.version.split()[0]}, indent=1))
+    return 0 if line["fine"] else 1
 
 
 if __name__ == "__main__":

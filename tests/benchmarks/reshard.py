@@ -11,7 +11,6 @@ Prints JSON: a list of figures, each with `value`, `bound` (what it must not exc
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import resource
@@ -24,7 +23,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+from report import ROOT, figure, parser_of, print_report, run_python, run_smoke
+
 MODEL = ROOT / "configs" / "model" / "deepseekv3_671b.json"
 LAYERS = "layers=7,7,8,8,8,8,8,7"
 PAIRS = {  # training, rollout
@@ -36,51 +36,29 @@ PAIRS = {  # training, rollout
 PUBLIC_BYTES, PUBLIC_COLLECTIVES = 73.9e9, 3100
 
 
-def figure(name: str, value: float, unit: str, bound: float | None, peer: Any = None) -> dict[str, Any]:
-    """One line of the answer."""
-    return {
-        "name": name,
-        "value": value,
-        "unit": unit,
-        "bound": bound,
-        "peer": peer,
-        "fine": bound is None or value <= bound,
-    }
-
-
 def plan_figures() -> Iterator[dict[str, Any]]:
     """Bytes, balance, collectives, memory and planning time of each pair of layouts."""
     for pair in PAIRS:
-        code = f"import runpy; runpy.run_path({str(Path(__file__))!r})['plan_alone']({pair!r})"
-        done = subprocess.run(
-            [sys.executable, "-c", code],
-            cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        told = json.loads(done.stdout)
-        must_arrive, fewest = told["must_arrive_bytes"]["mean"], {"fewest of this size": told["collectives_bound"]}
-        ratio = {"public recipe": round(PUBLIC_BYTES / must_arrive, 2)} if pair == "EP256" else None
-        calls = {"public recipe": PUBLIC_COLLECTIVES, **fewest} if pair == "EP256" else fewest
-        worst = max(stage["imbalance"] for stage in told["stages"])
-        yield figure(f"{pair}: bytes received / lower bound, worst rank", told["received_over_bound"], "", 1.05, ratio)
-        yield figure(f"{pair}: bytes that must arrive, mean rank", must_arrive, "bytes", None)
-        yield figure(f"{pair}: bytes sent, max / mean, worst stage", worst, "", 1.10)
-        yield figure(
-            f"{pair}: bytes sent, max / mean, all ranks",
-            told["imbalance"],
-            "",
-            None,
-            {"lower bound without relaying": told["imbalance_bound"]},
-        )
-        yield figure(f"{pair}: collectives", told["collectives"], "", 150, calls)
-        yield figure(
-            f"{pair}: peak extra memory / bucket_bytes", told["peak_extra_bytes"] / told["bucket_bytes"], "", 4.0
-        )
-        yield figure(f"{pair}: planning, one core", told["planning_s"], "s", 10.0)
-        yield figure(f"{pair}: planning, peak memory of the process", told["peak_rss_bytes"], "bytes", 1e9)
+        plan = json.loads(run_python(__file__, "--pair", pair))
+        must_arrive, calls = plan["must_arrive_bytes"]["mean"], {"fewest of this size": plan["collectives_bound"]}
+        ratio = None
+        if pair == "EP256":
+            ratio = {"public recipe": round(PUBLIC_BYTES / must_arrive, 2)}
+            calls = {"public recipe": PUBLIC_COLLECTIVES, **calls}
+        worst = max(stage["imbalance"] for stage in plan["stages"])
+        relayed = {"lower bound without relaying": plan["imbalance_bound"]}
+        extra = plan["peak_extra_bytes"] / plan["bucket_bytes"]
+        for name, *numbers in (
+            ("bytes received / lower bound, worst rank", plan["received_over_bound"], "", 1.05, ratio),
+            ("bytes that must arrive, mean rank", must_arrive, "bytes", None),
+            ("bytes sent, max / mean, worst stage", worst, "", 1.10),
+            ("bytes sent, max / mean, all ranks", plan["imbalance"], "", None, relayed),
+            ("collectives", plan["collectives"], "", 150, calls),
+            ("peak extra memory / bucket_bytes", extra, "", 4.0),
+            ("planning, one core", plan["planning_s"], "s", 10.0),
+            ("planning, peak memory of the process", plan["peak_rss_bytes"], "bytes", 1e9),
+        ):
+            yield figure(f"{pair}: {name}", *numbers)
 
 
 def plan_alone(pair: str) -> None:
@@ -92,10 +70,8 @@ def plan_alone(pair: str) -> None:
     from verl_patches.reshard.plan import plan_reshard
 
     start = time.process_time()
-    train, rollout = map(parse_layout, PAIRS[pair])
-    plan = plan_reshard(
-        build_inventory(MODEL), train, rollout, train_library="mindspeed", rollout_library="vllm-ascend"
-    )
+    libraries = {"train_library": "mindspeed", "rollout_library": "vllm-ascend"}
+    plan = plan_reshard(build_inventory(MODEL), *map(parse_layout, PAIRS[pair]), **libraries)
     plan.for_rank(0)
     plan.digest()
     seconds = time.process_time() - start
@@ -105,78 +81,33 @@ def plan_alone(pair: str) -> None:
 
 def execute_figures() -> Iterator[dict[str, Any]]:
     """What reshard_execute.py measures; its ratio as time over the time of load_weights, so that less is better."""
-    done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("reshard_execute.py"))],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    decoder, rest, told = json.JSONDecoder(), done.stdout.strip(), {}
+    command = [sys.executable, str(Path(__file__).with_name("reshard_execute.py"))]
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    decoder, rest, results = json.JSONDecoder(), done.stdout.strip(), {}
     while rest:
-        one, end = decoder.raw_decode(rest)
-        told[one["name"]], rest = one, rest[end:].strip()
-    missing = {"reshard_pairs", "reshard_python_time"} - told.keys()
-    if missing:  # its exit code says that a bound is exceeded, which a figure says as well, or that it broke down
+        result, end = decoder.raw_decode(rest)
+        results[result["name"]], rest = result, rest[end:].strip()
+    missing = {"reshard_pairs", "reshard_python_time"} - results.keys()
+    if missing:  # its exit code is 1 if a bound is exceeded, which a figure shows as well, or if it failed
         raise RuntimeError(f"reshard_execute.py ended with code {done.returncode} without {', '.join(sorted(missing))}")
-    pairs, python = told["reshard_pairs"], told["reshard_python_time"]
-    yield figure(
-        "random pairs not equal to slices of the HF tensors",
-        pairs["bound"] - pairs["value"],
-        "pairs",
-        0,
-        {"tried": pairs["bound"]},
-    ) | {"fine": pairs["fine"]}
-    yield figure("Python time a sync / load_weights", 1 / python["value"], "", 1 / python["bound"], python["peer"]) | {
-        "fine": python["fine"]
-    }
+    pairs, python = results["reshard_pairs"], results["reshard_python_time"]
+    unequal, tried = pairs["bound"] - pairs["value"], {"tried": pairs["bound"]}
+    yield figure("random pairs not equal to slices of the HF tensors", unequal, "pairs", 0, tried, fine=pairs["fine"])
+    ratio, bound = 1 / python["value"], 1 / python["bound"]
+    yield figure("Python time a sync / load_weights", ratio, "", bound, python["peer"], fine=python["fine"])
 
 
-def loop_figures(pairs: int = 5, steps: int = 4) -> Iterator[dict[str, Any]]:
+def loop_figures(pairs: int = 5) -> Iterator[dict[str, Any]]:
     """Seconds of the weight sync in the smoke, median over pairs of runs of each run's median after step 1."""
+    seconds: dict[str, list[float]] = {"ours": [], "verls": []}
     with tempfile.TemporaryDirectory() as folder:
-        ours, verls = zip(
-            *(
-                (
-                    _sync_seconds(folder, f"ours{i}", steps),
-                    _sync_seconds(folder, f"verls{i}", steps, "recipe.patches=[-reshard.*]"),
-                )
-                for i in range(pairs)
-            ),
-            strict=True,
-        )
-    yield figure(
-        "loop: weight sync, median of pairs",
-        round(statistics.median(ours), 4),
-        "s",
-        round(statistics.median(verls), 4),
-        {"verl's own path, s": list(verls), "ours, s": list(ours)},
-    )
-
-
-def _sync_seconds(folder: str, run: str, steps: int, *overrides: str) -> float:
-    print(f"smoke {run}", file=sys.stderr)
-    subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "verl_patches",
-            "smoke",
-            "--run",
-            run,
-            "--steps",
-            str(steps),
-            "--rollout-tp",
-            "2",
-            f"recipe.output_root={folder}",
-            *overrides,
-        ],
-        cwd=ROOT,
-        stdout=subprocess.DEVNULL,
-        check=True,
-    )
-    summary = json.loads((Path(folder) / run / "summary.json").read_text())
-    return statistics.median(step["seconds"]["reshard"] for step in summary["steps"][1:])
+        for pair in range(pairs):
+            for name, overrides in (("ours", ()), ("verls", ("recipe.patches=[-reshard.*]",))):
+                summary = run_smoke(folder, f"{name}{pair}", "--steps", "4", "--rollout-tp", "2", *overrides)
+                seconds[name].append(statistics.median(s["seconds"]["reshard"] for s in summary["steps"][1:]))
+    ours, verls = (round(statistics.median(seconds[name]), 4) for name in ("ours", "verls"))
+    peer = {"verl's own path, s": seconds["verls"], "ours, s": seconds["ours"]}
+    yield figure("loop: weight sync, median of pairs", ours, "s", verls, peer)
 
 
 # functions that yield figures, measured on this machine
@@ -188,23 +119,16 @@ PARTS: dict[str, Callable[[], Iterator[dict[str, Any]]]] = {
 
 
 def main() -> int:
-    """Measure, print, judge."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Measure and print."""
+    parser = parser_of(__doc__)
     parser.add_argument("--only", choices=PARTS, action="append", help="a part; can be given again")
-    chosen = parser.parse_args().only or PARTS
-    found = [line for part in chosen for line in PARTS[part]()]
-    print(
-        json.dumps(
-            {
-                "name": "reshard",
-                "figures": found,
-                "fine": all(line["fine"] for line in found),
-                "python": sys.version.split()[0],
-            },
-            indent=1,
-        )
-    )
-    return 0 if all(line["fine"] for line in found) else 1
+    parser.add_argument("--pair", help="print the plan of one of PAIRS; used by `plan` for its child processes")
+    given = parser.parse_args()
+    if given.pair:
+        plan_alone(given.pair)
+        return 0
+    figures = (line for part in given.only or PARTS for line in PARTS[part]())
+    return print_report("reshard", figures, python=sys.version.split()[0])
 
 
 if __name__ == "__main__":

@@ -16,18 +16,16 @@ Prints one JSON object for each; exits 1 where one is not fine.
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
 import statistics
-import subprocess
 import sys
 import time
 import types
 from collections import Counter
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from report import ROOT, parser_of, run_python
+
 BOUND = 100.0
 MODEL = ROOT / "configs/model/deepseekv3_671b.json"
 # as many layers, experts and tensors, but matrices that fit in memory
@@ -48,18 +46,11 @@ def pairs(examples: int) -> dict:
     from tests.reshard import cases, pairs
 
     kinds, equal, unequal, start = Counter(), Counter(), Counter(), time.perf_counter()
-    random = settings(
-        max_examples=examples // 2,
-        deadline=None,
-        database=None,
-        phases=[Phase.generate],
-        derandomize=False,
-        suppress_health_check=list(HealthCheck),
-        verbosity=Verbosity.quiet,
-    )
+    quiet = dict(verbosity=Verbosity.quiet, suppress_health_check=list(HealthCheck))
+    quiet.update(deadline=None, database=None, derandomize=False, phases=[Phase.generate])
 
     def check(ranks: Ranks) -> None:
-        @random
+        @settings(max_examples=examples // 2, **quiet)
         @given(case=pairs.pairs([ranks.size]))
         def equal_on_all_ranks(case: cases.Case) -> None:
             try:
@@ -93,24 +84,18 @@ def pairs(examples: int) -> dict:
 
 def kinds_of(case, outcomes) -> list[str]:
     """What makes this pair hard."""
-    train, rollout = case.train, case.rollout
-    facts = {
-        "tp": train.tp > 1,
-        "cp": train.cp > 1,
-        "ep": train.ep > 1,
-        "etp": train.etp > 1,
-        "pp": train.pp > 1,
-        "vpp": train.vpp > 1,
+    train, rollout, model = case.train, case.rollout, case.model
+    facts = {name: getattr(train, name) > 1 for name in ("tp", "cp", "ep", "etp", "pp", "vpp")} | {
         "tp extends ep": train.tp > 1 and train.ep > 1 and train.etp == 1,
         "uneven layers": len(set(train.layers_per_stage)) > 1,
         "empty stage": 0 in train.layers_per_stage,
         "several instances": rollout.edp > 1,
         "rollout pp": rollout.pp > 1,
         "rollout experts cut": rollout.etp > 1,
-        "rollout ep does not divide": case.model.n_routed_experts % rollout.ep > 0,
+        "rollout ep does not divide": model.n_routed_experts % rollout.ep > 0,
         "whole tensors": bool(case.whole),
-        "padded vocabulary": case.model.vocab_size % 64 > 0,
-        "cast": case.model.torch_dtype != case.rollout_dtype,
+        "padded vocabulary": model.vocab_size % 64 > 0,
+        "cast": model.torch_dtype != case.rollout_dtype,
         "more than 8 buckets": outcomes[0].report.collectives > 10,
         "mindspeed": case.train_library == "mindspeed",
     }
@@ -119,13 +104,7 @@ def kinds_of(case, outcomes) -> list[str]:
 
 def python_time() -> dict:
     """Ours, then the peer in a process of its own, since vLLM needs its stand-ins before torch."""
-    environment = {**os.environ, "VERL_PATCHES": "line=pypi,platform=cpu", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, __file__, "peer"], capture_output=True, text=True, cwd=ROOT, timeout=1200, env=environment
-    )
-    if done.returncode:
-        raise RuntimeError(done.stderr[-4000:])
-    peer = json.loads(done.stdout.splitlines()[-1])
+    peer = json.loads(run_python(__file__, "peer", VERL_PATCHES="line=pypi,platform=cpu").splitlines()[-1])
     own = sync_times(671, stubbed=True)
     narrow = {"sync": sync_times(0, stubbed=False), "vllm.load_weights": {"median_ms": peer.pop("narrow_ms")}}
     value = peer["median_ms"] / own["median_ms"]
@@ -217,14 +196,9 @@ def _worker(billions: int) -> tuple:
     device = "meta" if billions else "cpu"
     inventory = build_inventory(json.loads(MODEL.read_text()) | ({} if billions else NARROW))
     train, rollout = parse_layout(TRAIN), rollout_layout(1, dp=128, tp=2)
-    plan = plan_reshard(
-        inventory,
-        train,
-        rollout,
-        train_library="megatron-local",
-        rollout_library="vllm",
-        bucket_bytes=DEFAULT_BUCKET_BYTES if billions else NARROW_BUCKET_BYTES,
-    )
+    libraries = {"train_library": "megatron-local", "rollout_library": "vllm"}
+    bucket_bytes = DEFAULT_BUCKET_BYTES if billions else NARROW_BUCKET_BYTES
+    plan = plan_reshard(inventory, train, rollout, **libraries, bucket_bytes=bucket_bytes)
 
     def zeros(shape: tuple[int, ...], dtype: str) -> torch.Tensor:
         return torch.zeros(shape, dtype=getattr(torch, dtype), device=device)
@@ -260,10 +234,8 @@ def _worker(billions: int) -> tuple:
         reports=[],
         executor=Executor(compiler, load_whole=None, finish=lambda: weight_sync.post_load(model)),
     )
-    # without verl's unwrap_model, which looks at each chunk once
-    weight_sync.still_valid = lambda tensors, chunks: are_views_of(
-        tensors, [dict(c.named_parameters()) for c in chunks]
-    )
+    named = [dict(chunk.named_parameters())]  # without verl's unwrap_model, which looks at each chunk once
+    weight_sync.still_valid = lambda tensors, chunks: are_views_of(tensors, named)
     return worker, model
 
 
@@ -287,11 +259,10 @@ def load_weights_times(runs: int = 3) -> dict:
     config.pop("quantization_config", None)
     model = _vllm_model(config, rank=RANK)
     shapes: dict = {}
-    weights = [
-        (p.name, shapes.setdefault((p.shape, p.dtype), torch.zeros(p.shape, dtype=getattr(torch, p.dtype))))
-        for p in build_inventory(config).parameters
-    ]
-    copies: list[int] = []
+    weights, copies = [], []
+    for p in build_inventory(config).parameters:
+        zeros = torch.zeros(p.shape, dtype=getattr(torch, p.dtype))
+        weights.append((p.name, shapes.setdefault((p.shape, p.dtype), zeros)))
 
     def stub(self, other, *args, **kwargs):
         copies.append(1)
@@ -335,25 +306,18 @@ def _vllm_model(config: dict, rank: int):
     new_group = dist.new_group
     dist.new_group = lambda ranks=None, *args, **kwargs: new_group(ranks, backend="fake")
     real = parallel_state.init_model_parallel_group
-    # without the shared-memory queue, which waits for its other ranks
-    parallel_state.init_model_parallel_group = (
-        lambda ranks, local_rank, backend, use_message_queue_broadcaster=False, group_name=None: real(
-            ranks, local_rank, backend, False, group_name
-        )
-    )
+
+    def without_queue(ranks, local_rank, backend, use_message_queue_broadcaster=False, group_name=None):
+        """Without the shared-memory queue, which waits for its other ranks."""
+        return real(ranks, local_rank, backend, False, group_name)
+
+    parallel_state.init_model_parallel_group = without_queue
     parallel_state.in_the_same_node_as = lambda group, source_rank=0: [True] * dist.get_world_size(group)
     folder = Path(tempfile.mkdtemp())
     (folder / "config.json").write_text(json.dumps(config))
-    engine = EngineArgs(
-        model=str(folder),
-        skip_tokenizer_init=True,
-        dtype="bfloat16",
-        max_model_len=64,
-        tensor_parallel_size=2,
-        enable_expert_parallel=True,
-        enforce_eager=True,
-        distributed_executor_backend="external_launcher",
-    ).create_engine_config()
+    layout = dict(tensor_parallel_size=2, enable_expert_parallel=True, distributed_executor_backend="external_launcher")
+    plain = dict(model=str(folder), skip_tokenizer_init=True, dtype="bfloat16", max_model_len=64, enforce_eager=True)
+    engine = EngineArgs(**plain, **layout).create_engine_config()
     engine.parallel_config.data_parallel_size = 128
     engine.parallel_config.data_parallel_rank = rank // 2
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=256)
@@ -365,18 +329,15 @@ def _vllm_model(config: dict, rank: int):
 
 
 def main() -> int:
-    """Measure, print, judge."""
-    sys.path.insert(0, str(ROOT))
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Measure and print."""
+    parser = parser_of(__doc__, examples=300)
     parser.add_argument("what", nargs="*", default=["pairs", "python-time"], help="pairs, python-time")
-    parser.add_argument("--examples", type=int, default=300, help="random pairs of layouts")
-    options = parser.parse_args()
-    if options.what == ["peer"]:
+    given, fine = parser.parse_args(), True
+    if given.what == ["peer"]:
         print(json.dumps(load_weights_times()))
         return 0
-    fine = True
-    for what in options.what:
-        result = pairs(options.examples) if what == "pairs" else python_time()
+    for name in given.what:
+        result = pairs(given.examples) if name == "pairs" else python_time()
         print(json.dumps(result, indent=1), flush=True)
         fine &= result["fine"]
     return 0 if fine else 1

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from loop_runs import ROOT, Finished, smoke_command
+from loop_runs import ROOT, STREAMS, Finished, smoke_command
 
 from verl_patches.errors import ConfigError
 from verl_patches.upstream.checkouts import trees_of
@@ -30,33 +30,24 @@ def smoke(tmp_path_factory, warm):
         folder = shared / f"run-{hashlib.sha256(repr(arguments).encode()).hexdigest()[:16]}"
         folder.mkdir(exist_ok=True)
         with (folder / "lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # the other process may be at this very run
+            fcntl.flock(lock, fcntl.LOCK_EX)  # another test process may be at this very run
             if not (folder / "finished.json").exists():
                 _run(arguments, folder, timeout_s, warm if arguments else dict)
         result = Finished.read(folder)
         if ok and result.code:
-            log = result.folder / "driver.log"
-            tail = log.read_text(errors="replace")[-3000:] if log.is_file() else ""
-            pytest.fail(f"smoke {' '.join(arguments)} ended with {result.code}:\n{result.output[-2000:]}\n{tail}")
+            log = result.log[-3000:] if (result.folder / "driver.log").is_file() else ""
+            pytest.fail(f"smoke {' '.join(arguments)} ended with {result.code}:\n{result.output[-2000:]}\n{log}")
         return result
 
     return run
 
 
 def _run(arguments: tuple[str, ...], folder: Path, timeout_s: float, environment) -> None:
-    command, env = smoke_command(*arguments, folder=folder, run="r")
+    command, env = smoke_command(*arguments, folder=folder)
     start = time.monotonic()
-    found = subprocess.run(
-        command,
-        cwd=ROOT,
-        env=environment(env),
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-    )
-    told = {"code": found.returncode, "wall_s": time.monotonic() - start, "output": found.stdout + found.stderr}
-    (folder / "finished.json").write_text(json.dumps(told))
+    done = subprocess.run(command, cwd=ROOT, env=environment(env), **STREAMS, timeout=timeout_s)
+    record = {"code": done.returncode, "wall_s": time.monotonic() - start, "output": done.stdout}
+    (folder / "finished.json").write_text(json.dumps(record))
 
 
 @pytest.fixture(scope="session")
@@ -68,3 +59,15 @@ def a3(smoke, pytestconfig):
     except ConfigError as error:
         pytest.skip(str(error))
     return functools.partial(smoke, "--line", "a3", "--upstream", str(folder))
+
+
+@pytest.fixture(params=["pypi", pytest.param("a3", marks=pytest.mark.upstream)])
+def line(request):
+    """Both lines, one after the other."""
+    return request.param
+
+
+@pytest.fixture
+def start(line, request):
+    """smoke or a3, for a test that runs on both lines."""
+    return request.getfixturevalue("smoke" if line == "pypi" else "a3")

@@ -1,17 +1,22 @@
-"""How tests start the smoke command, and what is left of a run."""
+"""How tests start the smoke command, what is left of a run, and what several tests assert of it."""
 
 import json
 import os
+import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+ACTOR, REF = "actor_rollout_ref.actor.megatron", "actor_rollout_ref.ref.megatron"
+OFFLOAD = (*(f"{ACTOR}.{group}_offload=true" for group in ("param", "grad", "optimizer")), f"{REF}.param_offload=true")
+VERIFY = "recipe.reshard.verify=every"
+STREAMS = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
 
 
 @dataclass(frozen=True)
 class Finished:
-    """A run that ended: exit code, seconds, what it printed, its folder and its summary."""
+    """A run that ended: exit code, seconds, its output, its folder and its summary."""
 
     code: int
     wall_s: float
@@ -23,19 +28,37 @@ class Finished:
     def steps(self):
         return self.summary["steps"]
 
+    @property
+    def log(self):
+        return (self.folder / "driver.log").read_text(errors="replace")
+
     @classmethod
     def read(cls, folder):
-        """The run in folder/r, of which folder/finished.json tells the rest."""
+        """The run in folder/r; folder/finished.json has its code, wall_s and output."""
         summary = folder / "r" / "summary.json"
-        return cls(
-            **json.loads((folder / "finished.json").read_text()),
-            folder=folder / "r",
-            summary=json.loads(summary.read_text()) if summary.is_file() else {},
-        )
+        summary = json.loads(summary.read_text()) if summary.is_file() else {}
+        return cls(**json.loads((folder / "finished.json").read_text()), folder=folder / "r", summary=summary)
 
 
-def smoke_command(*arguments, folder, run):
-    """(command, environment) of one smoke run that writes to folder/run; its workers can import this folder's hooks."""
-    command = [sys.executable, "-m", "verl_patches", "smoke", "--run", run, *arguments, f"recipe.output_root={folder}"]
+def smoke_command(*arguments, folder):
+    """(command, environment) of one smoke run that writes to folder/r; its workers can import this folder's hooks."""
+    command = [sys.executable, "-m", "verl_patches", "smoke", "--run", "r", *arguments, f"recipe.output_root={folder}"]
     path = os.pathsep.join([str(ROOT), str(Path(__file__).parent)])
     return command, {**os.environ, "COLUMNS": "200", "PYTHONPATH": path}
+
+
+def hook(name):
+    """The override for a worker set-up hook of loop_hooks.py."""
+    return f"recipe.worker_process_setup_hook=loop_hooks.{name}"
+
+
+def assert_weights_arrive(run, limit=1e-5, verified=False):
+    """Every step has vLLM's log-probs of the actor and one weight sync; `verified`: the sync was compared."""
+    assert run.summary["exit"] == "ok" and all(s["logprob_delta"]["mean"] < limit for s in run.steps)
+    assert all(s["grad_norm"] > 0 and s["sync"]["syncs"] == 1 for s in run.steps)
+    assert not verified or all(s["sync"]["verified"] for s in run.steps)
+
+
+def metrics_of(run, *names):
+    """Per step, the metrics of these names."""
+    return [[step[name] for name in names] for step in run.steps]

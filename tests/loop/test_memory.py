@@ -1,8 +1,7 @@
-"""Our schedule in the real loop: its moves are the table's, the ledger saw what it expects, who is left is named."""
-
-from pathlib import Path
+"""Our schedule in the real loop: its moves are the table's, the ledger sees the expected bytes, names what is left."""
 
 import pytest
+from loop_runs import OFFLOAD, ROOT, hook
 
 from verl_patches.layout.inventory import build_inventory
 from verl_patches.layout.parallel import parse_layout
@@ -10,20 +9,19 @@ from verl_patches.memory.expected import Setting, group_bytes, in_dtype, padding
 from verl_patches.memory.schedule import SCHEDULE, make_schedule, moves_of_a_step, residency, staying
 
 pytestmark = [pytest.mark.slow, pytest.mark.full]
-ACTOR, REF = "actor_rollout_ref.actor.megatron", "actor_rollout_ref.ref.megatron"
-OFFLOAD = (*(f"{ACTOR}.{what}_offload=true" for what in ("param", "grad", "optimizer")), f"{REF}.param_offload=true")
 STRICT = ("--steps", "2", "recipe.memory.ledger=strict", *OFFLOAD)
-MODEL = in_dtype(build_inventory(Path(__file__).resolve().parents[2] / "configs/model/deepseekv3_tiny.json"), "float32")
+MODEL = in_dtype(build_inventory(ROOT / "configs/model/deepseekv3_tiny.json"), "float32")
 STAYS = staying(param_offload=True, optimizer_offload=True, ref_offload=True, one_memory=True, own_sleep_mode=True)
 TRAINING = ("actor_params", "grads", "optimizer", "ref_params")
 LATER = {"free ref_params": "", "free grads": "free grads, free ref_params"}  # the reference stays for the update
-ONE_CHANGED = make_schedule(
-    "one changed",
-    *(
-        (p.name, ", ".join(map(str, p.enter)), ", ".join(LATER.get(str(move), str(move)) for move in p.leave))
-        for p in SCHEDULE.phases
-    ),
-)
+
+
+def one_changed():
+    """The schedule with one move later."""
+    phases = [
+        (p.name, map(str, p.enter), (LATER.get(str(move), str(move)) for move in p.leave)) for p in SCHEDULE.phases
+    ]
+    return make_schedule("one changed", *((name, ", ".join(enter), ", ".join(leave)) for name, enter, leave in phases))
 
 
 def assert_carried_out(run):
@@ -32,7 +30,7 @@ def assert_carried_out(run):
     done = moves_of_a_step(SCHEDULE, STAYS, TRAINING)
     assert second["sequences"] == [done]
     assert first["sequences"][0][:2] == ["load actor_params", "free actor_params"]  # nothing has written to them yet
-    assert moves_of_a_step(ONE_CHANGED, STAYS, TRAINING) not in second["sequences"]  # negative control
+    assert moves_of_a_step(one_changed(), STAYS, TRAINING) not in second["sequences"]  # negative control
     for way in ("load", "offload"):
         moved = second["moves"][f"{way} actor_params"]
         assert moved["count"] == 1 and moved["copied_bytes"] == moved["bytes"] > 0
@@ -48,9 +46,8 @@ def assert_as_planned(run, library):
     assert run.summary["exit"] == "ok" and all(s["memory"]["violations"]["count"] == 0 for s in run.steps)
     assert set(memory["phases"]) == {"reshard", "wake_kv", "rollout", "sleep", "old_log_prob", "ref", "update"}
     for name, found in memory["phases"].items():
-        planned = group_bytes(
-            MODEL, *layouts, found["rank"], Setting(library, kv_bytes=1, absorbed_copies=library == "mindspeed")
-        )
+        setting = Setting(library, kv_bytes=1, absorbed_copies=library == "mindspeed")
+        planned = group_bytes(MODEL, *layouts, found["rank"], setting)
         for group in ("rollout_weights", "ref_params"):  # one tensor a parameter: no alignment
             assert found["bytes"][group] == planned[group] * (group in expected[name]), (name, group)
         for group in ("actor_params", "grads", "optimizer"):
@@ -68,18 +65,10 @@ def assert_as_planned(run, library):
     assert (run.folder / "memory.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_what_the_ledger_saw_is_what_the_plan_expects(smoke):
-    """Rows memory.ledger and memory.order."""
-    run = smoke(*STRICT)
-    assert_as_planned(run, "megatron-local")
-    assert_carried_out(run)
-
-
-@pytest.mark.upstream
-def test_on_line_a3_the_cache_comes_after_training_weights_have_gone(a3):
-    """Rows memory.ledger, reshard.direct and memory.order."""
-    run = a3(*STRICT)
-    assert_as_planned(run, "mindspeed")
+def test_the_ledger_sees_what_the_plan_expects(line, start):
+    """Rows memory.ledger, reshard.direct and memory.order; on line a3 the cache comes after training weights."""
+    run = start(*STRICT)
+    assert_as_planned(run, {"pypi": "megatron-local", "a3": "mindspeed"}[line])
     assert_carried_out(run)
 
 
@@ -92,7 +81,7 @@ def test_switched_back_a_run_follows_verls_order(smoke):
 
 
 def test_gradients_left_behind_stop_a_strict_run_by_name(smoke):
-    run = smoke(*STRICT, "recipe.worker_process_setup_hook=left_gradients.keep", ok=False)
-    said = run.summary["exit"]
+    run = smoke(*STRICT, hook("keep_gradients"), ok=False)
     assert run.code == 1 and not run.steps
-    assert all(word in said for word in ("MemoryLedgerError", "grads", "expected 0", "update (free)")), said
+    for words in ("MemoryLedgerError", "grads", "expected 0", "update (free)"):
+        assert words in run.summary["exit"]

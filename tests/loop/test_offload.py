@@ -1,14 +1,12 @@
 """Offload in the real loop, all of it, on both lines: same updates, one copy a byte, no host memory after step 1."""
 
 import pytest
+from loop_runs import OFFLOAD
 
 from verl_patches.memory.schedule import schedule_followed, simulate, staying
 
 pytestmark = [pytest.mark.slow, pytest.mark.full]
-ACTOR, REF = "actor_rollout_ref.actor.megatron", "actor_rollout_ref.ref.megatron"
-OFFLOAD = (*(f"{ACTOR}.{what}_offload=true" for what in ("param", "grad", "optimizer")), f"{REF}.param_offload=true")
-STEPS = ("--steps", "2")
-STRICT = (*STEPS, "recipe.memory.ledger=strict")
+STRICT = ("--steps", "2", "recipe.memory.ledger=strict")
 
 
 def grad_norms(run):
@@ -33,18 +31,11 @@ def assert_one_copy_and_no_new_host_memory(run, line):
         assert second[way]["max"] / sum(getattr(moment, way) for moment in moments) == pytest.approx(1, abs=1e-3)
 
 
-def test_everything_offloaded_changes_no_update(smoke):
+def test_everything_offloaded_changes_no_update(line, start):
     """Row memory.order."""
-    run = smoke(*STRICT, *OFFLOAD)
-    assert grad_norms(run) == grad_norms(smoke())[:2]
-    assert_one_copy_and_no_new_host_memory(run, "pypi")
-
-
-@pytest.mark.upstream
-def test_everything_offloaded_changes_no_update_on_line_a3(a3):
-    run = a3(*STRICT, *OFFLOAD)
-    assert grad_norms(run) == grad_norms(a3())[:2]
-    assert_one_copy_and_no_new_host_memory(run, "a3")
+    run = start(*STRICT, *OFFLOAD)
+    assert grad_norms(run) == grad_norms(start())[:2]
+    assert_one_copy_and_no_new_host_memory(run, line)
 
 
 def test_without_offload_nothing_is_moved(smoke):

@@ -1,6 +1,7 @@
 """The loop without a pass for old log-probs, and with weights: same gradients, same truth check, closed forms."""
 
 import pytest
+from loop_runs import VERIFY
 
 pytestmark = [pytest.mark.slow, pytest.mark.full]
 SKIP = "recipe.train.skip_old_log_prob=true"
@@ -23,7 +24,7 @@ def test_skipped_steps_are_the_same_steps_without_the_pass(a3):
 
 def test_one_rank_of_each_replica_reports(smoke):
     """Both log-probs of a response are counted once, whatever ranks have them."""
-    layout = ("--train-layout", "tp2ep2", "--rollout-tp", "2", "--steps", "2", "recipe.reshard.verify=every")
+    layout = ("--train-layout", "tp2ep2", "--rollout-tp", "2", "--steps", "2", VERIFY)
     plain, skipped = (smoke(*layout, *more) for more in ((), (SKIP,)))  # plain: as in test_layouts.py
     assert_same_but_for_the_pass(skipped, plain)
 

@@ -1,67 +1,56 @@
-"""The main job: three real GRPO steps, and what they leave behind."""
+"""The main run: three real GRPO steps, its record, and how a run is refused, interrupted and ended."""
 
+import contextlib
 import json
 import os
 import re
 import signal
 import socket
 import subprocess
+import sys
 import time
-from pathlib import Path
 
 import psutil
 import pytest
-from loop_runs import ROOT, smoke_command
+from loop_runs import ROOT, STREAMS, assert_weights_arrive, smoke_command
+
+from verl_patches.catalog import NO_BUILD, ROWS  # NO_BUILD: off where flash_attn is installed, or never imported
 
 pytestmark = pytest.mark.slow
 PHASES = {"rollout", "reward", "ref", "update", "reshard", "offload"}
+KEYS = "run line platform layout dtype versions steps logprob_delta patches peak_pss_bytes exit"
 
 
-def test_three_steps_leave_a_whole_record(smoke):
-    run = smoke()
-    summary = run.summary
+def test_three_steps_leave_a_complete_record(smoke):
+    run, summary = smoke(), smoke().summary
     assert run.code == 0 and summary["exit"] == "ok" and [s["step"] for s in summary["steps"]] == [1, 2, 3]
-    assert set(summary) >= {
-        "run",
-        "line",
-        "platform",
-        "layout",
-        "dtype",
-        "versions",
-        "steps",
-        "logprob_delta",
-        "patches",
-        "peak_pss_bytes",
-        "exit",
-    }
+    assert set(summary) >= set(KEYS.split())
     assert (summary["line"], summary["platform"], summary["dtype"]) == ("pypi", "cpu", "fp32")
     assert set(summary["layout"]) == {"train", "rollout"} and summary["versions"]["verl"] == "0.4.0"
     for step in summary["steps"]:
-        assert set(step["seconds"]) >= PHASES and step["grad_norm"] > 0 and 0 <= step["reward"] <= 1
-    assert all(name in run.output for name in PHASES)
-    log = (run.folder / "driver.log").read_text()  # verl's own lines too, the last step's as well
-    assert {int(n) for n in re.findall(r"step:(\d+) - ", log)} >= {1, 2, 3}
+        assert set(step["seconds"]) >= PHASES and 0 <= step["reward"] <= 1
+    assert all(name in run.output for name in PHASES) and summary["logprob_delta"]["mean"] < 1e-5
+    assert {int(n) for n in re.findall(r"step:(\d+) - ", run.log)} >= {1, 2, 3}  # verl's own lines, the last step's too
+    peaks = summary["peak_pss_bytes"]
+    assert 0 < peaks["total"] <= 12e9 and len(peaks) > 3
+    assert (run.folder / "training.png").read_bytes().startswith(b"\x89PNG")
+    assert any((run.folder / "tensorboard").rglob("events.out.tfevents*"))
 
 
-def test_weights_are_right_in_vllm_after_every_sync(smoke):
-    run = smoke()
-    assert all(s["logprob_delta"]["mean"] < 1e-5 for s in run.steps)
-    assert run.summary["logprob_delta"]["mean"] < 1e-5
-
-
-def test_every_process_proved_its_own_rows(smoke):
-    patches = smoke().summary["patches"]
-    assert {p["process"] for p in patches} == {"controller", "worker 0", "worker 1"}
-    from verl_patches.catalog import NO_BUILD, ROWS
-
-    wanted = {r.id: r for r in ROWS if "pypi" in r.lines and "cpu" in r.platforms and r not in NO_BUILD}
-    for patch in patches:
-        kind = patch["process"].split()[0]
-        if patch["id"] in wanted and kind in wanted[patch["id"]].processes:
+def test_weights_are_right_and_every_process_proved_the_rows_of_its_line(line, start):
+    run, processes = start(), set()
+    assert_weights_arrive(run)
+    wanted = {r.id: r for r in ROWS if line in r.lines and "cpu" in r.platforms and r not in NO_BUILD}
+    of_others = {r.id for r in ROWS if line not in r.lines}
+    for patch in run.summary["patches"]:
+        processes.add(patch["process"])
+        if patch["id"] in wanted and patch["process"].split()[0] in wanted[patch["id"]].processes:
             assert patch["state"] == "active", patch
+        assert patch["id"] not in of_others or patch["state"] == "off", patch
+    assert processes == {"controller", "worker 0", "worker 1"} and of_others
 
 
-def test_what_was_sent_to_workers_and_when_they_started(smoke):
+def test_a_step_records_bytes_sent_and_start_times_of_workers(smoke):
     stages = {"generate_sequences", "compute_log_prob", "compute_ref_log_prob", "update_actor"}
     for step in smoke().steps:
         sent, skew = step["dispatch"], step["dispatch"]["start_skew_s"]
@@ -70,118 +59,90 @@ def test_what_was_sent_to_workers_and_when_they_started(smoke):
     assert "skew s" in smoke().output and f"{skew['max']:.4f}" in smoke().output
 
 
-def test_memory_and_pictures(smoke):
-    run = smoke()
-    peaks = run.summary["peak_pss_bytes"]
-    assert 0 < peaks["total"] <= 12e9 and len(peaks) > 3
-    assert (run.folder / "training.png").read_bytes().startswith(b"\x89PNG")
-    assert any((run.folder / "tensorboard").rglob("events.out.tfevents*"))
+def test_status_of_the_run_from_the_command_line(line, start):
+    command = [sys.executable, "-m", "verl_patches", "status", "--run", str(start().folder), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60)
+    status = json.loads(done.stdout)
+    assert done.returncode == 0 and status["wrong"] == []
+    name, controller = {"pypi": ("model.mla_k_pe_grad", "waiting"), "a3": ("update.engine_start", "active")}[line]
+    row = next(r for r in status["rows"] if r["id"] == name)
+    assert (row["states"]["worker 0"], row["states"]["controller"]) == ("active", controller)
 
 
-def test_status_of_the_run_from_the_command_line(smoke):
-    import sys
-
-    done = subprocess.run(
-        [sys.executable, "-m", "verl_patches", "status", "--run", str(smoke().folder), "--json"],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        timeout=60,
-    )
-    found = json.loads(done.stdout)
-    assert done.returncode == 0 and found["wrong"] == []
-    row = next(r for r in found["rows"] if r["id"] == "model.mla_k_pe_grad")
-    assert row["states"]["worker 0"] == "active" and row["states"]["controller"] == "waiting"
-
-
-def start(folder, *arguments):
-    command, env = smoke_command(*arguments, folder=folder, run="r")
-    return subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env=env,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-
-
-def wait_for(text, path, seconds):
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        if path.is_file() and text in path.read_text():
-            return
-        time.sleep(0.2)
-    raise AssertionError(f"{text!r} not in {path} after {seconds} s")
-
-
-def run_processes(launcher):
-    return psutil.Process(launcher.pid).children(recursive=True)
-
-
-def assert_all_gone(processes):
-    _, alive = psutil.wait_procs(processes, timeout=10)
-    assert not alive, alive
-
-
-def test_a_killed_worker_ends_the_run_with_a_reason_and_nothing_left(tmp_path):
-    launcher = start(tmp_path, "--steps", "50")
+@contextlib.contextmanager
+def launched(folder, *arguments):
+    """The launcher of a run in folder/r; killed with its session if it has not ended."""
+    command, env = smoke_command(*arguments, folder=folder)
+    launcher = subprocess.Popen(command, cwd=ROOT, env=env, **STREAMS, start_new_session=True)
     try:
-        wait_for("step 1/50: reshard, rollout", tmp_path / "r" / "progress.log", 240)
-        started = run_processes(launcher)
-        worker = next(p for p in started if "WorkerDict" in " ".join(p.cmdline()))
-        killed_at = time.monotonic()
-        worker.send_signal(signal.SIGKILL)
-        output, _ = launcher.communicate(timeout=120)
+        yield launcher
     finally:
         if launcher.poll() is None:
             os.killpg(launcher.pid, signal.SIGKILL)
+
+
+def refused(folder, *arguments):
+    """(exit code, output) of a run that must not start."""
+    with launched(folder, *arguments) as launcher:
+        output, _ = launcher.communicate(timeout=120)
+    assert not (folder / "r").exists()
+    return launcher.returncode, output
+
+
+def processes_after(text, folder, launcher):
+    """All processes of the run once progress.log has the text."""
+    path, end = folder / "r" / "progress.log", time.monotonic() + 240
+    while not (path.is_file() and text in path.read_text()):
+        assert time.monotonic() < end, f"{text!r} not in {path} after 240 s"
+        time.sleep(0.2)
+    return psutil.Process(launcher.pid).children(recursive=True)
+
+
+def reason_of(folder, processes):
+    """Why the run ended; all its processes must have ended too."""
+    _, alive = psutil.wait_procs(processes, timeout=10)
+    assert not alive, alive
+    return json.loads((folder / "r" / "summary.json").read_text())["exit"]
+
+
+def test_a_killed_worker_ends_the_run_with_a_reason_and_nothing_left(tmp_path):
+    with launched(tmp_path, "--steps", "50") as launcher:
+        processes = processes_after("step 1/50: reshard, rollout", tmp_path, launcher)
+        worker = next(p for p in processes if "WorkerDict" in " ".join(p.cmdline()))
+        killed_at = time.monotonic()
+        worker.send_signal(signal.SIGKILL)
+        output, _ = launcher.communicate(timeout=120)
     assert launcher.returncode not in (0, 2) and time.monotonic() - killed_at < 90
-    reason = json.loads((tmp_path / "r" / "summary.json").read_text())["exit"]
-    assert re.search(r"[Dd]ied|dead", reason), reason
-    assert re.search(r"[Dd]ied|dead", output), output
-    assert_all_gone(started)
+    for text in (reason_of(tmp_path, processes), output):
+        assert re.search(r"[Dd]ied|dead", text), text
 
 
 def test_an_interrupted_run_leaves_nothing(tmp_path):
     bystander = subprocess.Popen(["sleep", "300"])
-    launcher = start(tmp_path, "--steps", "50")
     try:
-        wait_for("patches proven", tmp_path / "r" / "progress.log", 240)
-        started = run_processes(launcher)
-        launcher.send_signal(signal.SIGINT)
-        launcher.communicate(timeout=60)
+        with launched(tmp_path, "--steps", "50") as launcher:
+            processes = processes_after("patches proven", tmp_path, launcher)
+            launcher.send_signal(signal.SIGINT)
+            launcher.communicate(timeout=60)
+        assert launcher.returncode not in (0, 2) and bystander.poll() is None
+        assert "SIGINT" in reason_of(tmp_path, processes)
     finally:
-        if launcher.poll() is None:
-            os.killpg(launcher.pid, signal.SIGKILL)
-        untouched = bystander.poll() is None
         bystander.kill()
-    assert launcher.returncode not in (0, 2) and untouched
-    assert_all_gone(started)
-    assert "SIGINT" in json.loads((tmp_path / "r" / "summary.json").read_text())["exit"]
 
 
 def test_a_taken_port_is_refused_before_anything_starts(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        launcher = start(tmp_path, f"recipe.ray_port={port}")
-        output, _ = launcher.communicate(timeout=120)
-    assert launcher.returncode == 2 and str(port) in output and "taken" in output
-    assert not (tmp_path / "r").exists()
+        code, output = refused(tmp_path, f"recipe.ray_port={port}")
+    assert code == 2 and str(port) in output and "taken" in output
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--train-layout", "ep3"], "expected one of"),
-        (["--rollout-tp", "2", "--rollout-dp", "2"], "needs 4"),
-        (["recipe.typo=1"], "recipe.typo"),
-        (["--replay-rollout", "no_such_folder"], "no_such_folder"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "words"), [
+    ("--train-layout ep3", "expected one of"),
+    ("--rollout-tp 2 --rollout-dp 2", "needs 4"),
+    ("recipe.typo=1", "recipe.typo"),
+    ("--replay-rollout no_such_folder", "no_such_folder"),
+])  # fmt: skip
 def test_wrong_use_is_refused_with_code_2(tmp_path, arguments, words):
-    launcher = start(tmp_path, *arguments)
-    output, _ = launcher.communicate(timeout=120)
-    assert launcher.returncode == 2 and words in output and not Path(tmp_path / "r").exists()
+    code, output = refused(tmp_path, *arguments.split())
+    assert code == 2 and words in output

@@ -1,9 +1,10 @@
-"""The truth check catches what it is there for: each spoilt weight sync stops the run at the step where it happens."""
+"""The truth check stops the run at the step at which a weight sync is spoilt."""
 
 import pytest
+from loop_runs import hook
 
 pytestmark = [pytest.mark.slow, pytest.mark.full]
-ROLLOUT = "actor_rollout_ref.rollout"
+ROLLOUT, NO_SYNC = "actor_rollout_ref.rollout", "recipe.weight_sync.enabled=false"
 
 
 def assert_caught(run, step):
@@ -14,17 +15,16 @@ def assert_caught(run, step):
 
 def test_spoilt_weights_are_caught_at_step_one(smoke):
     """corrupt_expert is below."""
-    run = smoke("--steps", "2", "recipe.worker_process_setup_hook=spoilt_sync.drop_bias", ok=False)
-    assert_caught(run, 1)
+    assert_caught(smoke("--steps", "2", hook("drop_bias"), ok=False), 1)
 
 
 def test_the_hook_alone_changes_nothing(smoke):
-    run = smoke("--steps", "1", "recipe.worker_process_setup_hook=spoilt_sync.nothing")
-    assert run.steps[0]["logprob_delta"]["mean"] < 1e-5
+    assert smoke("--steps", "1", hook("spoil_nothing")).steps[0]["logprob_delta"]["mean"] < 1e-5
 
 
-def test_a_skipped_sync_is_caught_at_the_first_step_that_skips(smoke):
-    run = smoke("--steps", "3", "recipe.weight_sync.enabled=false", ok=False)
+def test_a_skipped_sync_is_caught_at_the_first_step_that_skips(start):
+    """Row update.sharding_manager."""
+    run = start("--steps", "3", NO_SYNC, ok=False)
     assert run.steps[0]["logprob_delta"]["mean"] < 1e-5
     assert_caught(run, 2)
 
@@ -42,7 +42,7 @@ SAMPLED = (
 
 def test_at_another_sampling_a_skipped_sync_is_caught_in_the_next_checked_step(smoke):
     """Rows rollout.keep_log_probs and update.take_checked."""
-    run = smoke("--steps", "4", *SAMPLED, "recipe.weight_sync.enabled=false", ok=False)
+    run = smoke("--steps", "4", *SAMPLED, NO_SYNC, ok=False)
     first, second = run.steps[:2]
     assert first["logprob_delta"]["mean"] < 1e-5 and second["logprob_delta"] is second["logprob_check"] is None
     assert (first["logprob_check"]["sequences"], first["logprob_check"]["tokens"]) == (4, 64)
@@ -50,7 +50,7 @@ def test_at_another_sampling_a_skipped_sync_is_caught_in_the_next_checked_step(s
 
 
 def test_at_another_sampling_spoilt_weights_are_caught_at_step_one(smoke):
-    run = smoke("--steps", "2", *SAMPLED, "recipe.worker_process_setup_hook=spoilt_sync.corrupt_expert", ok=False)
+    run = smoke("--steps", "2", *SAMPLED, hook("corrupt_expert"), ok=False)
     assert_caught(run, 1)
 
 
@@ -61,13 +61,13 @@ def test_without_the_loader_there_is_no_actor(smoke):
 
 
 @pytest.mark.parametrize(
-    ("hook", "words"),
-    [
-        ("other_switches", ("other patches than the controller", "reshard.direct")),
-        ("no_patches", ("not active", "update.micro_batches_as_planned is reverted")),
-    ],
+    ("name", "words"),
+    [("other_switches", "reshard.direct"), ("no_patches", "update.micro_batches_as_planned is reverted")],
 )
-def test_a_worker_that_differs_is_refused_before_step_one(smoke, hook, words):
-    run = smoke("--steps", "1", f"recipe.worker_process_setup_hook=odd_worker.{hook}", ok=False)
+def test_a_worker_that_differs_is_refused_before_step_one(smoke, name, words):
+    run = smoke("--steps", "1", hook(name), ok=False)
     assert run.code == 1 and run.steps == [] and "PatchError" in run.summary["exit"]
-    assert [word for word in words if word not in run.summary["exit"]] == []
+    assert words in run.summary["exit"]
+    assert {"other_switches": "other patches than the controller", "no_patches": "not active"}[name] in run.summary[
+        "exit"
+    ]

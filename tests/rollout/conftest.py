@@ -50,15 +50,9 @@ def requests() -> list[list]:
 def one_rank(run_rollout, tiny_model, public_folder, requests) -> dict:
     """What one process without parallelism computes: everything in one go, because starting it is what costs."""
     tokens = [(7 * i * i + 3 * i) % 509 + 3 for i in range(150)]  # far beyond original_max_position_embeddings = 64
-    spec = {
-        "model": str(tiny_model),
-        "tokens": tokens,
-        "prompt_tokens": 110,
-        "rollout": {"tensor_model_parallel_size": 1},
-        "requests": requests,
-        "wrong_configs": _wrong_configs(tiny_model),
-        "public_folder": str(public_folder),
-    }
+    spec = {"model": str(tiny_model), "tokens": tokens, "prompt_tokens": 110, "requests": requests}
+    spec |= {"rollout": {"tensor_model_parallel_size": 1}, "public_folder": str(public_folder)}
+    spec["wrong_configs"] = _wrong_configs(tiny_model)
     return {**spec, **run_rollout("parity_rank:one_rank", spec)[0]}
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from tests.rollout import dp_rank, engine_rank
+from tests.rollout import engine_rank
 from verl_patches.layout.inventory import build_inventory
 from verl_patches.layout.parallel import rollout_layout
 from verl_patches.reshard.destination import learn_destinations
@@ -37,7 +37,7 @@ def learn_and_write(folder: Path, rollout: dict) -> dict:
     llm.wake_up(tags=["kv_cache"])
     found["valid"] = destinations.still_valid(model)
 
-    tensors = {name: tensor.flip(0).contiguous() for name, tensor in dp_rank.tensors(folder)}
+    tensors = {name: tensor.flip(0).contiguous() for name, tensor in engine_rank.hf_tensors(folder)}
     model.load_weights(tensors.items())
     expected = _values(model)
     for parameter in model.parameters():

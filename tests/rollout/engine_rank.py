@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -16,16 +16,8 @@ def verl_rollout(model: str | Path, **overrides):
     from verl.workers.rollout.vllm_rollout import vLLMRollout
 
     trainer = OmegaConf.load(Path(verl.__file__).parent / "trainer" / "config" / "ppo_megatron_trainer.yaml")
-    plain = dict(
-        dtype="float32",
-        prompt_length=192,
-        response_length=64,
-        max_num_seqs=16,
-        load_format="auto",
-        enforce_eager=True,
-        free_cache_engine=False,
-        temperature=1.0,
-    )
+    lengths = dict(prompt_length=192, response_length=64, max_num_seqs=16, temperature=1.0)
+    plain = dict(dtype="float32", load_format="auto", enforce_eager=True, free_cache_engine=False, **lengths)
     config = OmegaConf.merge(trainer.actor_rollout_ref.rollout, plain, overrides)
     tokenizer, hf_config = AutoTokenizer.from_pretrained(model), AutoConfig.from_pretrained(model)
     return vLLMRollout(model_path=str(model), config=config, tokenizer=tokenizer, model_hf_config=hf_config)
@@ -41,6 +33,30 @@ def awake(model: str | Path, **overrides):
 def model_of(llm) -> torch.nn.Module:
     """The torch module inside an in-process engine, found as verl's sharding manager finds it (megatron_vllm.py)."""
     return llm.llm_engine.model_executor.driver_worker.worker.model_runner.model
+
+
+def hf_tensors(folder: str | Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every (name, tensor) of an HF folder."""
+    from safetensors.torch import load_file
+
+    for file in sorted(Path(folder).glob("*.safetensors")):
+        yield from load_file(file).items()
+
+
+def generate_with(llm, requests: list) -> dict:
+    """{tokens, logprobs}: greedy continuations of [prompt, length] requests; with none, only the other ranks' steps."""
+    from vllm import SamplingParams
+
+    if not requests:
+        llm._run_engine(use_tqdm=False)
+        return {"tokens": [], "logprobs": []}
+    params = [SamplingParams(temperature=0.0, logprobs=0, max_tokens=length, ignore_eos=True) for _, length in requests]
+    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt, _ in requests], params, use_tqdm=False)
+    sampled = [list(zip(out.outputs[0].token_ids, out.outputs[0].logprobs, strict=True)) for out in outputs]
+    return {
+        "tokens": [[token for token, _ in sequence] for sequence in sampled],
+        "logprobs": [[step[token].logprob for token, step in sequence] for sequence in sampled],
+    }
 
 
 def watch_logits(llm) -> tuple[list[torch.Tensor], Callable[[], None]]:

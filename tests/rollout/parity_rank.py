@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tests.rollout import dp_rank, engine_rank
+from tests.rollout import engine_rank
 from verl_patches.memory import measure
 
 
@@ -35,7 +35,7 @@ def one_rank(spec: dict) -> dict:
     """Parity, its negative controls, an update in memory, and the reference of the data-parallel tests."""
     llm = engine_rank.awake(spec["model"], **spec["rollout"])
     model = engine_rank.model_of(llm)
-    found = {"logits": logits_of(llm, spec), "generated": dp_rank.generate_with(llm, spec["requests"])}
+    found = {"logits": logits_of(llm, spec), "generated": engine_rank.generate_with(llm, spec["requests"])}
     found["asleep_bytes"], found["awake_bytes"] = _sleep_and_wake(llm)
     found["again"] = logits_of(llm, spec)
 
@@ -47,33 +47,30 @@ def one_rank(spec: dict) -> dict:
     for bias, value in zip(biases, kept, strict=True):
         bias.data.copy_(value)
 
-    found["update"] = {"name": "model.layers.1.self_attn.kv_b_proj.weight"}
-    old = next(t for name, t in dp_rank.tensors(spec["model"]) if name == found["update"]["name"])
-    found["update"]["value"] = new = old.flip(1).contiguous()
-    model.load_weights([(found["update"]["name"], new)])
+    name = "model.layers.1.self_attn.kv_b_proj.weight"
+    old = dict(engine_rank.hf_tensors(spec["model"]))[name]
+    new = old.flip(1).contiguous()
+    found["update"] = {"name": name, "value": new}
+    model.load_weights([(name, new)])
     found["updated"] = logits_of(llm, spec)
-    model.load_weights([(found["update"]["name"], old)])
+    model.load_weights([(name, old)])
     attention = model.model.layers[1].self_attn.mla_attn.impl
     attention.W_UV, attention.W_UK_T = attention.W_UV.clone(), attention.W_UK_T.clone()
-    model.load_weights([(found["update"]["name"], new)])
+    model.load_weights([(name, new)])
     found["stale"] = logits_of(llm, spec)  # as a backend that keeps copies of the absorbed weights would give
 
     for name, overrides in spec.get("wrong_configs", {}).items():
         rollout = {**spec["rollout"], "engine_kwargs": {"vllm": {"hf_overrides": overrides}}}
         found[name] = logits_of(engine_rank.awake(spec["model"], **rollout), spec)
     found["public_folder"] = logits_of(engine_rank.awake(spec["public_folder"], **spec["rollout"]), spec)
-    found["without_mtp"] = _key_error(spec, {"num_nextn_predict_layers": 0})
-    found["bf16_bias"] = _bias_in_bf16(spec)
-    return found
-
-
-def _key_error(spec: dict, overrides: dict) -> str:
-    """What vLLM's loader does not find in its model, in a published folder with `overrides`."""
     try:
-        engine_rank.awake(spec["public_folder"], **spec["rollout"], engine_kwargs={"vllm": {"hf_overrides": overrides}})
-    except KeyError as error:
-        return str(error)
-    return ""
+        overrides = {"vllm": {"hf_overrides": {"num_nextn_predict_layers": 0}}}
+        engine_rank.awake(spec["public_folder"], **spec["rollout"], engine_kwargs=overrides)
+    except KeyError as error:  # a tensor that vLLM's loader does not have in its model
+        found["without_mtp"] = str(error)
+    bf16 = engine_rank.model_of(engine_rank.awake(spec["model"], **spec["rollout"], dtype="bfloat16"))
+    found["bf16_bias"] = [layer.mlp.gate.e_score_correction_bias.data.clone() for layer in bf16.model.layers[1:]]
+    return found
 
 
 def _sleep_and_wake(llm) -> tuple[int, int]:
@@ -83,8 +80,3 @@ def _sleep_and_wake(llm) -> tuple[int, int]:
     llm.wake_up(tags=["weights"])
     llm.wake_up(tags=["kv_cache"])
     return asleep, measure.held_bytes(measure.kv_caches(llm), "cpu")
-
-
-def _bias_in_bf16(spec: dict) -> list[torch.Tensor]:
-    llm = engine_rank.awake(spec["model"], **spec["rollout"], dtype="bfloat16")
-    return [layer.mlp.gate.e_score_correction_bias.data.clone() for layer in engine_rank.model_of(llm).model.layers[1:]]

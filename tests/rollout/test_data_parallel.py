@@ -13,20 +13,12 @@ from verl_patches.rollout.engine import dp_rank_of
 EP_ALL = {"enable_expert_parallel": True, "data_parallel_size": 2}
 
 
-def test_every_rank_finds_its_group():
+def test_every_rank_is_in_its_group_and_an_uneven_world_is_refused():
     for instances, dp, tp in itertools.product((1, 2, 3), (1, 2, 4), (1, 2, 8)):
         layout = rollout_layout(instances, dp, tp)
         for group in layout.groups("instance-dp"):
             for position, rank in enumerate(group):
                 assert dp_rank_of(rank, layout.world_size, dp, tp) == (position, group[0])
-
-
-def test_mission_layouts_have_one_leader_a_group():
-    leaders = {dp_rank_of(rank, 256, 64, 2)[1] for rank in range(256)}  # true weights: 2 instances x DP64 TP2
-    assert leaders == {0, 1, 128, 129}
-
-
-def test_uneven_world_is_refused():
     with pytest.raises(ConfigError, match="data_parallel_size 4 x 2"):
         dp_rank_of(0, 12, 4, 2)
 
@@ -44,23 +36,22 @@ def generate(run_rollout, one_rank):
 
 def worst(found: list[dict], expected: dict) -> float:
     """Largest difference of log-probs over rounds of several ranks; infinite if a token differs."""
-    if [tokens for one in found for tokens in one["tokens"]] != expected["tokens"]:
+    if [tokens for rank in found for tokens in rank["tokens"]] != expected["tokens"]:
         return float("inf")
-    mine = itertools.chain.from_iterable(itertools.chain.from_iterable(one["logprobs"] for one in found))
-    return max(abs(a - b) for a, b in zip(mine, itertools.chain.from_iterable(expected["logprobs"]), strict=True))
+    values = [value for rank in found for sequence in rank["logprobs"] for value in sequence]
+    return max(abs(a - b) for a, b in zip(values, itertools.chain.from_iterable(expected["logprobs"]), strict=True))
 
 
 @pytest.fixture(scope="module")
 def two_ranks(generate, requests) -> list[dict]:
     """Two DP ranks: uneven; one without requests; without exchange of tokens; without lockstep (last: it breaks)."""
+    parts = (requests[:1], requests[1:])
+    lost = {"without": "platform.vllm_dp_lockstep", "stall_s": 5}
     rounds = [
-        [{"requests": requests[:1]}, {"requests": requests[1:]}],
+        [{"requests": part} for part in parts],
         [{"requests": []}, {"requests": requests}],
-        [{"requests": part, "without": "exchange"} for part in (requests[:1], requests[1:])],
-        [
-            {"requests": part, "without": "platform.vllm_dp_lockstep", "stall_s": 5}
-            for part in (requests[:1], requests[1:])
-        ],
+        [{"requests": part, "without": "exchange"} for part in parts],
+        [{"requests": part, **lost} for part in parts],
     ]
     return generate(rounds)
 

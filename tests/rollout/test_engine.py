@@ -19,15 +19,15 @@ def test_image_arguments_go_only_without_a_limit():
     assert engine_arguments(of_text) == plain and engine_arguments(of_images) == of_images
 
 
-@pytest.mark.parametrize("asked", [None, {"n_group": 1}, lambda found: found.update({"n_group": 1}) or found])
+@pytest.mark.parametrize("overrides", [None, {"n_group": 1}, lambda config: config.update({"n_group": 1}) or config])
 @pytest.mark.parametrize("model_type", ["deepseek_v3", "other"])
-def test_the_model_view_comes_before_the_callers_own_overrides(asked, model_type):
-    view = engine_arguments({"model": "m", "hf_overrides": asked})["hf_overrides"]
-    found = PretrainedConfig(quantization_config={"quant_method": "fp8"}, n_group=4)
-    found.model_type = model_type
-    found = view(found)
-    assert hasattr(found, "quantization_config") == (model_type == "other")
-    assert found.n_group == (4 if asked is None else 1)
+def test_the_model_view_comes_before_the_callers_own_overrides(overrides, model_type):
+    view = engine_arguments({"model": "m", "hf_overrides": overrides})["hf_overrides"]
+    config = PretrainedConfig(quantization_config={"quant_method": "fp8"}, n_group=4)
+    config.model_type = model_type
+    config = view(config)
+    assert hasattr(config, "quantization_config") == (model_type == "other")
+    assert config.n_group == (4 if overrides is None else 1)
 
 
 def test_the_router_works_in_fp32():
@@ -62,48 +62,34 @@ class Absorbing:
 
 
 def _decoder(copies: bool):
-    """(load, layers, attention of the one layer that this stage holds)."""
+    """(load_weights(self, seed), model, attention of the one layer that this stage holds)."""
     attention = Absorbing(copies)
     layers = [None, SimpleNamespace(self_attn=SimpleNamespace(mla_attn=attention)), None]
     model = SimpleNamespace(model=SimpleNamespace(layers=layers, start_layer=1, end_layer=2))
 
     def load_weights(self, seed):
-        attention.kv_b_proj.copy_(torch.randn(attention.kv_b_proj.shape, generator=torch.Generator().manual_seed(seed)))
+        torch.manual_seed(seed)
+        attention.kv_b_proj.copy_(torch.randn(attention.kv_b_proj.shape))
         return {"kv_b_proj"}
 
-    return model, load_weights, attention
+    return load_weights, model, attention
 
 
-def _derived(attention: Absorbing) -> dict[str, torch.Tensor]:
-    fresh = Absorbing(copies=True)
-    fresh.kv_b_proj = attention.kv_b_proj
-    fresh.process_weights_after_loading(torch.float32)
-    return vars(fresh.impl)
-
-
-@pytest.mark.parametrize("copies", [True, False])
-def test_absorbed_projections_follow_new_weights_at_their_old_addresses(copies):
-    """Row rollout.absorb_mla_again; in a real engine, with a control: tests/loop/test_a3_smoke.py."""
-    model, load_weights, attention = _decoder(copies)
-    load = refresh_absorbed_mla(load_weights)
+@pytest.mark.parametrize(("copies", "row"), [(True, True), (False, True), (True, False)])
+def test_absorbed_projections_follow_new_weights_at_their_old_addresses(copies, row):
+    """Row rollout.absorb_mla_again, and without it; in a real engine, with a control: tests/loop/test_a3_smoke.py."""
+    load_weights, model, attention = _decoder(copies)
+    load = refresh_absorbed_mla(load_weights) if row else load_weights
     assert load(model, 0) == {"kv_b_proj"}
     assert vars(attention.impl) == {}  # the first load: vLLM derives them when it has all weights
     attention.process_weights_after_loading(torch.float32)
     captured = dict(vars(attention.impl))  # what a graph reads
-    places = {name: tensor.data_ptr() for name, tensor in captured.items()}
     load(model, 1)
-    assert {name: tensor.data_ptr() for name, tensor in vars(attention.impl).items()} == places
-    for name, expected in _derived(attention).items():
-        assert torch.equal(getattr(attention.impl, name), expected) and torch.equal(captured[name], expected)
-
-
-def test_without_the_row_copies_would_stay_at_the_first_weights():
-    model, load_weights, attention = _decoder(copies=True)
-    load_weights(model, 0)
-    attention.process_weights_after_loading(torch.float32)
-    captured = dict(vars(attention.impl))
-    load_weights(model, 1)
-    assert not torch.equal(captured["W_UV"], _derived(attention)["W_UV"])
-    attention.process_weights_after_loading(torch.float32)  # upstream's own way: a graph would go on with the old ones
+    fresh = Absorbing(copies=True)
+    fresh.kv_b_proj = attention.kv_b_proj
+    fresh.process_weights_after_loading(torch.float32)
+    for name, expected in vars(fresh.impl).items():
+        assert getattr(attention.impl, name).data_ptr() == captured[name].data_ptr()
+        assert torch.equal(captured[name], expected) is row
+    attention.process_weights_after_loading(torch.float32)  # upstream's own way: a graph would read the old ones
     assert attention.impl.W_UV is not captured["W_UV"]
-    assert not torch.equal(captured["W_UV"], _derived(attention)["W_UV"])

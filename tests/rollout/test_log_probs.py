@@ -7,27 +7,20 @@ import torch
 
 from verl_patches.rollout.log_probs import CHECK, CHECK_TOKENS, PADDING, keep_rollout_log_probs, padded
 
+PLAIN = SimpleNamespace(meta_info={})
+
 
 def sample(tokens, log_probs):
-    # vLLM gives the sampled token and, where it is another one, the best
-    return SimpleNamespace(
-        token_ids=tokens,
-        logprobs=[
-            {token: SimpleNamespace(logprob=value), -1: None} for token, value in zip(tokens, log_probs, strict=True)
-        ],
-    )
+    """vLLM's output of one sequence: it has the sampled token and, if it is another one, the best."""
+    pairs = zip(tokens, log_probs, strict=True)
+    steps = [{token: SimpleNamespace(logprob=value), -1: None} for token, value in pairs]
+    return SimpleNamespace(token_ids=tokens, logprobs=steps)
 
 
 def test_the_sampled_tokens_own_and_padding():
     assert padded([7, 3], sample([7, 3], [-0.5, -2.0]).logprobs, 4) == [-0.5, -2.0, PADDING, PADDING]
-
-
-def test_a_missing_one_is_an_error():
     with pytest.raises(ValueError):
         padded([7, 3], sample([7], [-0.5]).logprobs, 4)
-
-
-PLAIN = SimpleNamespace(meta_info={})
 
 
 class Engine:
@@ -35,38 +28,21 @@ class Engine:
         return [SimpleNamespace(outputs=[sample([1, 2], [-1.0, -2.0]), sample([3], [-3.0])])]
 
 
-def test_row_rollout_keep_log_probs_adds_them_and_leaves_the_engine_as_it_was():
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_row_rollout_keep_log_probs_adds_them_and_leaves_the_engine_as_it_was(device):
     """Row rollout.keep_log_probs."""
     rollout = SimpleNamespace(inference_engine=Engine())
 
     def generate_sequences(self, prompts, **kwargs):
         self.inference_engine.generate(prompts)
-        return SimpleNamespace(batch={"responses": torch.zeros(2, 3)})
+        return SimpleNamespace(batch={"responses": torch.zeros(2, 3, device=device)})
 
     for _ in range(2):
-        found = keep_rollout_log_probs(generate_sequences)(rollout, PLAIN).batch["rollout_log_probs"]
-        assert found.dtype == torch.float32 and found.tolist() == [[-1, -2, PADDING], [-3, PADDING, PADDING]]
-    assert "generate" not in vars(rollout.inference_engine)
-
-
-def test_they_are_where_the_responses_are():
-    rollout = SimpleNamespace(inference_engine=Engine())
-
-    def generate_sequences(self, prompts, **kwargs):
-        self.inference_engine.generate(prompts)
-        return SimpleNamespace(batch={"responses": torch.zeros(2, 3, device="meta")})
-
-    assert keep_rollout_log_probs(generate_sequences)(rollout, PLAIN).batch["rollout_log_probs"].is_meta
-
-
-def test_a_rollout_that_fails_leaves_the_engine_as_it_was():
-    rollout = SimpleNamespace(inference_engine=Engine())
-
-    def generate_sequences(self, prompts, **kwargs):
-        raise RuntimeError("no memory")
-
-    with pytest.raises(RuntimeError, match="no memory"):
-        keep_rollout_log_probs(generate_sequences)(rollout, PLAIN)
+        log_probs = keep_rollout_log_probs(generate_sequences)(rollout, PLAIN).batch["rollout_log_probs"]
+        assert log_probs.dtype == torch.float32 and log_probs.device.type == device
+        assert log_probs.is_meta or log_probs.tolist() == [[-1, -2, PADDING], [-3, PADDING, PADDING]]
+    with pytest.raises(ZeroDivisionError):
+        keep_rollout_log_probs(lambda self, prompts: 1 / 0)(rollout, PLAIN)
     assert "generate" not in vars(rollout.inference_engine)
 
 
@@ -87,9 +63,8 @@ def test_sequences_to_compare_are_sampled_behind_the_responses_as_the_model_give
     engine = Sampling()
     rollout = SimpleNamespace(inference_engine=engine, config=SimpleNamespace(response_length=3072))
     ids, mask = torch.tensor([[0, 7, 8], [4, 5, 6], [0, 0, 9]]), torch.tensor([[0, 1, 1], [1, 1, 1], [0, 0, 1]])
-    prompts = SimpleNamespace(
-        meta_info={CHECK: {"sequences": 2, "seed": 11}}, batch={"input_ids": ids, "attention_mask": mask}
-    )
+    batch = {"input_ids": ids, "attention_mask": mask}
+    prompts = SimpleNamespace(meta_info={CHECK: {"sequences": 2, "seed": 11}}, batch=batch)
 
     def generate_sequences(self, prompts):
         prompts.batch.clear()  # verl may take it apart
@@ -101,9 +76,8 @@ def test_sequences_to_compare_are_sampled_behind_the_responses_as_the_model_give
     assert found.tolist() == ([[1, 1]] * 3 if kept_by_verl else [[0, PADDING], [-1, PADDING], [-2, PADDING]])
     (_, own), (asked, plain) = engine.asked
     assert own == "the run's own" and asked == [{"prompt_token_ids": [7, 8]}, {"prompt_token_ids": [4, 5, 6]}]
-    assert {(p.temperature, p.top_p, p.top_k, p.min_p, p.n, p.max_tokens) for p in plain} == {
-        (1.0, 1.0, -1, 0.0, 1, CHECK_TOKENS)
-    }
+    settings = {(p.temperature, p.top_p, p.top_k, p.min_p, p.n, p.max_tokens) for p in plain}
+    assert settings == {(1.0, 1.0, -1, 0.0, 1, CHECK_TOKENS)}
     assert [p.seed for p in plain] == [11, 12]
     assert rollout.checked.pop("seconds") >= 0
     assert rollout.checked == {"prompts": [[7, 8], [4, 5, 6]], "responses": [[0], [1]], "log_probs": [[0.0], [-1.0]]}

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.rollout import engine_rank
+
 pytestmark = pytest.mark.slow
 
 TOLERANCE = 1e-4  # of max |logit|
@@ -40,8 +42,8 @@ def test_reference_is_worth_comparing_with(reference, one_rank):
 
 def test_tp1_prefill_and_decode(reference, one_rank):
     prompt = reference["prompt"]
-    assert worst(one_rank["logits"][:prompt], reference["base"][:prompt]) < TOLERANCE
-    assert worst(one_rank["logits"][prompt:], reference["base"][prompt:]) < TOLERANCE
+    for part in (slice(prompt), slice(prompt, None)):
+        assert worst(one_rank["logits"][part], reference["base"][part]) < TOLERANCE
 
 
 def test_a_folder_as_published_with_weights_in_bf16_is_the_same_model(one_rank):
@@ -51,8 +53,7 @@ def test_a_folder_as_published_with_weights_in_bf16_is_the_same_model(one_rank):
 
 
 def test_sleeping_gives_the_cache_back_and_waking_changes_nothing(one_rank):
-    assert one_rank["asleep_bytes"] == 0
-    assert one_rank["awake_bytes"] > 0
+    assert one_rank["asleep_bytes"] == 0 < one_rank["awake_bytes"]
     assert torch.equal(one_rank["again"], one_rank["logits"])
 
 
@@ -82,13 +83,9 @@ def test_stale_absorbed_weights_are_seen(reference, one_rank):
 
 def test_correction_bias_keeps_its_precision_in_bf16(one_rank):
     """Row rollout.fp32_router."""
-    from safetensors.torch import load_file
-
-    files = sorted(Path(one_rank["model"]).glob("*.safetensors"))
-    stored = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    stored = dict(engine_rank.hf_tensors(one_rank["model"]))
     assert one_rank["bf16_bias"]
     for layer, bias in enumerate(one_rank["bf16_bias"], start=1):
         expected = stored[f"model.layers.{layer}.mlp.gate.e_score_correction_bias"]
-        assert bias.dtype == torch.float32
-        assert torch.equal(bias, expected)
-        assert not torch.equal(bias, expected.to(torch.bfloat16).float())  # what upstream would have kept
+        assert bias.dtype == torch.float32 and torch.equal(bias, expected)
+        assert not torch.equal(bias, expected.to(torch.bfloat16).float())  # upstream's value

@@ -1,4 +1,4 @@
-"""A worker of verl's for the test of proofs, and the controller that asks two of them."""
+"""A worker of verl's for the test of proofs, and the controller that collects the proofs of two of them."""
 
 import importlib
 import os
@@ -13,7 +13,7 @@ from verl.single_controller.ray.base import create_colocated_worker_cls
 
 
 class Bare(Worker):
-    """Stands for ActorRolloutRefWorker; under the prelude its own process adds what our rows would add."""
+    """Stands for ActorRolloutRefWorker; under the prelude its process adds the method of row update.recipe_worker."""
 
     def __init__(self):
         super().__init__()
@@ -23,13 +23,11 @@ class Bare(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def start(self):
         """Join the group, as init_model does."""
-        torch.distributed.init_process_group(
-            "gloo", rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"])
-        )
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        torch.distributed.init_process_group("gloo", rank=rank, world_size=size)
 
 
 def add_proof():
-    """What row update.recipe_worker does to ActorRolloutRefWorker, of which this test needs one method."""
     from verl_patches.worker.recipe_worker import RecipeWorker
 
     Bare.prove_patches = RecipeWorker.prove_patches
@@ -41,27 +39,22 @@ def prelude_on_rank_one():
         importlib.import_module("verl_patches.prelude_patch")
 
 
-def ask_two():
+def proofs():
     """(digest of the controller, [{rank, where, digest}], refusal or None): worker 1 ran the prelude, worker 0 not."""
     from verl_patches import prelude_patch
     from verl_patches.patching.engine import PatchError
     from verl_patches.trainer import worker_handshake
 
-    ray.init(
-        num_cpus=5,
-        include_dashboard=False,
-        log_to_driver=False,
-        object_store_memory=128 << 20,
-        runtime_env={"worker_process_setup_hook": prelude_on_rank_one},
-    )
+    options = {"include_dashboard": False, "log_to_driver": False, "object_store_memory": 128 << 20}
+    ray.init(num_cpus=5, **options, runtime_env={"worker_process_setup_hook": prelude_on_rank_one})
     add_proof()
     pool = RayResourcePool([2], use_gpu=False, max_colocate_count=1)
     both = create_colocated_worker_cls({"actor_rollout": RayClassWithInitArgs(ray.remote(Bare))})
     group = RayWorkerGroup(pool, both).spawn({"actor_rollout"})["actor_rollout"]
     group.start()
-    found, refused = worker_handshake.workers_proofs(group), None
+    found, refusal = worker_handshake.workers_proofs(group), None
     try:
         worker_handshake.refuse_unproven(found)
     except PatchError as error:
-        refused = str(error)
-    return prelude_patch.engine.digest(), found, refused
+        refusal = str(error)
+    return prelude_patch.engine.digest(), found, refusal

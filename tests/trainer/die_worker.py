@@ -1,7 +1,7 @@
-"""Workers that say which die Ray gave them and when they knew, and the program that starts Ray and asks them.
+"""Workers that report which die Ray gave them and when they knew, and the program that starts Ray and asks them.
 
 No device is needed: Ray sets ASCEND_RT_VISIBLE_DEVICES for actors that ask for its resource NPU. `verl` is an empty
-package on PYTHONPATH, as only when it is imported matters here.
+module on PYTHONPATH, as only when it is imported matters here.
 """
 
 import os
@@ -9,6 +9,7 @@ import sys
 import time
 import types
 
+import ray
 import verl  # noqa: F401  (as verl's worker module does: loading the class imports it)
 
 from verl_patches.errors import ConfigError
@@ -16,7 +17,7 @@ from verl_patches.platform import npu
 from verl_patches.trainer import ray_start
 
 AT_IMPORT = os.environ.get(npu.VISIBLE)
-VERLS = {"RANK": "0", "WG_PREFIX": "abc"}  # what marks a worker of verl's
+VERLS = {"RANK": "0", "WG_PREFIX": "abc"}  # the variables of a worker of verl's
 
 
 class Asked:
@@ -25,7 +26,7 @@ class Asked:
     def __new__(cls):  # as verl's Worker: Ray then handles a class that cannot be loaded in another way
         return super().__new__(cls)
 
-    def tell(self, visible=1, moved=None):
+    def report(self, visible=1, moved=None):
         """What this process knows of its die. The runtime sees `visible` devices; `moved` sets the variable."""
         if moved:
             os.environ[npu.VISIBLE] = moved
@@ -33,20 +34,16 @@ class Asked:
             refused = npu.check_visible_die(visible)
         except ConfigError as error:
             refused = str(error)
-        return {
-            "at hook": os.environ["AT_HOOK"],
-            "at import": AT_IMPORT,
-            "now": os.environ.get(npu.VISIBLE),
-            "prepared": os.environ.get("PREPARED"),
-            "refused": refused,
-        }
+        now, prepared = os.environ.get(npu.VISIBLE), os.environ.get("PREPARED")
+        early = {"at hook": os.environ["AT_HOOK"], "at import": AT_IMPORT}
+        return {**early, "now": now, "prepared": prepared, "refused": refused}
 
 
 def hook():
     """The user's set-up hook, pickled by value: workers must not import this module, and verl with it, so early."""
 
     def note():
-        """Where FAIL says so, it fails, or the class does when it is loaded."""
+        """Fails if FAIL is "hook"; if it is "class", the class fails when it is loaded."""
         from verl_patches.patching.hooks import after_import
 
         def prepare(engine):
@@ -69,52 +66,37 @@ def hook():
 
 def start():
     """Ray with two pretended dies; (makes an actor of Asked, task that sleeps)."""
-    import ray
-
-    ray_start.start(
-        {"VERL_PATCHES": os.environ["VERL_PATCHES"]},
-        {"layers": 4},
-        num_cpus=4,
-        resources={"NPU": 2},
-        include_dashboard=False,
-        log_to_driver=False,
-        runtime_env={ray_start.HOOK: hook()},
-    )
-    asked = ray.remote(Asked)
+    options = {"num_cpus": 4, "resources": {"NPU": 2}, "include_dashboard": False, "log_to_driver": False}
+    switches = {"VERL_PATCHES": os.environ["VERL_PATCHES"]}
+    ray_start.start(switches, {"layers": 4}, **options, runtime_env={ray_start.HOOK: hook()})
+    asked = ray.remote(num_cpus=0)(Asked)
 
     def worker(npus=1, **env):
-        return asked.options(
-            num_cpus=0, resources={"NPU": npus} if npus else {}, runtime_env={"env_vars": {**VERLS, **env}}
-        ).remote()
+        resources = {"NPU": npus} if npus else {}
+        return asked.options(resources=resources, runtime_env={"env_vars": {**VERLS, **env}}).remote()
 
     return worker, ray.remote(num_cpus=1)(lambda seconds: time.sleep(seconds))
 
 
-def ask():
-    """{case: what that worker says of its die}, and what a wait gives after actors were ended on purpose."""
-    import ray
-
+def dies():
+    """{case: what that worker reports of its die}, and what a wait returns after actors were ended on purpose."""
     worker, wait = start()
     first, second = worker(), worker()
-    told = {"first": first.tell.remote(), "second": second.tell.remote()}
-    told = {name: ray.get(answer) for name, answer in told.items()}
-    told["runtime came first"] = ray.get(first.tell.remote(visible=16))
-    told["moved"] = ray.get(first.tell.remote(moved="7"))
+    reports = {"first": first.report.remote(), "second": second.report.remote()}
+    reports = {name: ray.get(report) for name, report in reports.items()}
+    reports["runtime came first"] = ray.get(first.report.remote(visible=16))
+    reports["moved"] = ray.get(first.report.remote(moved="7"))
     ray.kill(first)
     ray.kill(second)
-    free = worker(RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES="1")
-    told["not set"] = ray.get(free.tell.remote())
-    without = worker(npus=0)
-    told["no die"] = ray.get(without.tell.remote())
+    free, without = worker(RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES="1"), worker(npus=0)
+    reports["not set"], reports["no die"] = ray.get([free.report.remote(), without.report.remote()])
     ended = ray_start.result_of(wait.remote(3))
     ray.shutdown()
-    return told, ended
+    return reports, ended
 
 
-def fail(kind):
+def failure(kind):
     """(when a wait of 100 s ended, its error) where a worker fails in its hook, or when its class is loaded."""
-    import ray
-
     worker, wait = start()
     failing = worker(npus=0, FAIL=kind)
     try:
@@ -127,7 +109,7 @@ def fail(kind):
     return when, ended
 
 
-def found():
-    """{"dies": {case: what that worker says}, "ended": None, "failed": {"hook" or "class": [time, error]}}."""
-    told, ended = ask()
-    return {"dies": told, "ended": ended, "failed": {kind: fail(kind) for kind in ("hook", "class")}}
+def answers():
+    """{"dies": {case: report of that worker}, "ended": None, "failed": {"hook" or "class": [time, error]}}."""
+    reports, ended = dies()
+    return {"dies": reports, "ended": ended, "failed": {kind: failure(kind) for kind in ("hook", "class")}}

@@ -1,6 +1,7 @@
-"""For each row, is its effect there? Run under the prelude."""
+"""For each row around verl's trainer and workers, whether its effect is there. Run under the prelude."""
 
 from types import SimpleNamespace
+from unittest import mock
 
 import ray.cloudpickle
 import tensordict
@@ -31,37 +32,32 @@ def works(probe):
 
 
 def fit_proves_first():
-    trainer = ray_trainer.RayPPOTrainer.__new__(ray_trainer.RayPPOTrainer)
+    trainer = object.__new__(ray_trainer.RayPPOTrainer)
     started = []
-    run.Run, original = (lambda t: started.append(t) or 1 / 0), run.Run
     trainer.config = SimpleNamespace(get=lambda key: {"recipe": 1}[key], trainer=None)
-    try:
-        trainer.fit()
-    except (ZeroDivisionError, AttributeError):
-        pass
-    run.Run = original
-    return started
+    with mock.patch.object(run, "Run", lambda trainer: started.append(trainer) or 1 / 0):
+        try:
+            trainer.fit()
+        except (ZeroDivisionError, AttributeError):
+            return started
 
 
 def log_reaches_the_run():
-    seen = []
-    run._active = SimpleNamespace(after_step=lambda data, step: seen.append(step) or data)
-    tracking = Tracking.__new__(Tracking)
+    steps, tracking = [], object.__new__(Tracking)
     tracking.logger = {}
-    tracking.log({"critic/score/mean": 0.5}, step=7)
-    run._active = None
-    return seen == [7]
+    active = SimpleNamespace(after_step=lambda data, step: steps.append(step) or data)
+    with mock.patch.object(run, "_active", active):
+        tracking.log({"critic/score/mean": 0.5}, step=7)
+    return steps == [7]
 
 
 def actor_splits_as_planned():
-    from verl.workers.actor import megatron_actor
-
     batch = tensordict.TensorDict({"attention_mask": torch.ones(3, 2, dtype=torch.int64)}, [3])
     with tensor_cache_stages.following([[[2], [0, 1]]], [2, 2, 2]):
         return megatron_actor.rearrange_micro_batches(batch=batch, max_token_len=100)[1] == [[2], [0, 1]]
 
 
-def calls_are_told():
+def calls_are_counted():
     group = SimpleNamespace(_workers=[1, 2], _execute_remote_single_worker=lambda worker, *_: worker)
     dispatch.take_calls()
     assert ray_base.RayWorkerGroup.execute_all_async(group, "f", "x") == [1, 2]
@@ -70,31 +66,18 @@ def calls_are_told():
 
 def starts_are_noted():
     worker_starts.take_starts()
-    worker = workers.ActorRolloutRefWorker.__new__(workers.ActorRolloutRefWorker)
     try:
-        worker.load_pretrained_model("nowhere")
+        object.__new__(workers.ActorRolloutRefWorker).load_pretrained_model("nowhere")
     except Exception:
         pass
     return [name for name, _ in worker_starts.take_starts()] == ["load_pretrained_model"]
 
 
 def metrics_have_the_delta():
-    ones = torch.ones(2, 3)
-    batch = DataProto.from_dict(
-        {
-            "token_level_scores": ones,
-            "token_level_rewards": ones,
-            "advantages": ones,
-            "returns": ones,
-            "responses": ones,
-            "attention_mask": torch.ones(2, 5),
-            "response_mask": ones,
-            "old_log_probs": -ones,
-            "rollout_log_probs": -1.5 * ones,
-        }
-    )
-    found = ray_trainer.compute_data_metrics(batch=batch, use_critic=False)
-    return found["recipe/logprob_delta_mean"] == 0.5
+    ones, names = torch.ones(2, 3), "token_level_scores token_level_rewards advantages returns responses response_mask"
+    tensors = {**dict.fromkeys(names.split(), ones), "attention_mask": torch.ones(2, 5)}
+    batch = DataProto.from_dict({**tensors, "old_log_probs": -ones, "rollout_log_probs": -1.5 * ones})
+    return ray_trainer.compute_data_metrics(batch=batch, use_critic=False)["recipe/logprob_delta_mean"] == 0.5
 
 
 class Upstream:
@@ -123,33 +106,25 @@ class Upstream:
 
 def worker(**recipe):
     """A worker of ours over `Upstream`; the rows that are on in this process say what it does."""
-    settings = {
-        "line": "pypi",
-        "platform": "cpu",
-        "dtype": "fp32",
-        "memory": {"ledger": "off"},
-        "train": {"skip_old_log_prob": False, "swap_optimizer": False, "swap_optimizer_times": 3},
-        "weight_sync": {"enabled": True},
-        **recipe,
-    }
+    train = {"skip_old_log_prob": False, "swap_optimizer": False, "swap_optimizer_times": 3}
+    settings = {"line": "pypi", "platform": "cpu", "dtype": "fp32", "memory": {"ledger": "off"}, "train": train}
+    settings |= {"weight_sync": {"enabled": True}, **recipe}
     side = {"megatron": {"param_offload": True, "optimizer_offload": True}}
     config = OmegaConf.create({"recipe": settings, "actor": side, "ref": side, "rollout": {"enforce_eager": True}})
     return subclass_of(Upstream, recipe_worker.RecipeWorker)(config, "actor")
 
 
 def worker_swaps_the_optimizer():
-    asked = []
-    recipe_worker.swap_optimizer, original = (lambda *of, look: asked.append(of)), recipe_worker.swap_optimizer
-    made = worker(train={"skip_old_log_prob": False, "swap_optimizer": True, "swap_optimizer_times": 3})
-    made.memory.built = lambda *of: None
-    made._build_model_optimizer()
-    recipe_worker.swap_optimizer = original
-    return asked == [("optimizer", 3)]
+    swapped, made = [], worker(train={"skip_old_log_prob": False, "swap_optimizer": True, "swap_optimizer_times": 3})
+    made.memory.built = lambda *built: None
+    with mock.patch.object(recipe_worker, "swap_optimizer", lambda *arguments, look: swapped.append(arguments)):
+        made._build_model_optimizer()
+    return swapped == [("optimizer", 3)]
 
 
-def worker_takes_the_asked_dtype():
+def worker_uses_the_configured_dtype():
     made = worker()
-    made.dtype, made.memory.built = None, lambda *of: None
+    made.dtype, made.memory.built = None, lambda *built: None
     made._build_model_optimizer()
     return made.seen == [torch.float32]
 
@@ -157,27 +132,24 @@ def worker_takes_the_asked_dtype():
 def scheduler_moves_what_the_worker_built():
     made = worker()
     made.init_model()
-    found = context().scheduler
-    context().scheduler = None
-    return found is not None and found.moves("optimizer") and made._is_offload_param is False
+    scheduler, context().scheduler = context().scheduler, None
+    return scheduler is not None and scheduler.moves("optimizer") and made._is_offload_param is False
 
 
-def verls_trims_are_left_to_the_schedule():
-    calls = []
-    torch.cuda.empty_cache, original = (lambda: calls.append("trim")), torch.cuda.empty_cache
-    found = []
-    for module in (workers, megatron_actor):
-        calls.clear()
-        context().scheduler = object()
-        module.torch.cuda.empty_cache()
-        context().scheduler = None
-        left = not calls
-        module.torch.cuda.empty_cache()
-        same = module.torch.Tensor is torch.Tensor and module.torch.cuda.current_device == torch.cuda.current_device
-        found.append(left and calls == ["trim"] and same)
-    torch.cuda.empty_cache = original
-    assert len(set(found)) == 1
-    return found[0]
+def empty_cache_is_left_to_the_schedule():
+    calls, results = [], set()
+    with mock.patch.object(torch.cuda, "empty_cache", lambda: calls.append("empty")):
+        for module in (workers, megatron_actor):
+            calls.clear()
+            context().scheduler = object()
+            module.torch.cuda.empty_cache()
+            context().scheduler = None
+            left = not calls
+            module.torch.cuda.empty_cache()
+            same = module.torch.Tensor is torch.Tensor and module.torch.cuda.current_device == torch.cuda.current_device
+            results.add(left and calls == ["empty"] and same)
+    (result,) = results
+    return result
 
 
 A3 = SimpleNamespace(line="a3")
@@ -187,16 +159,14 @@ class UpstreamManager:
     """Stands for verl's sharding manager under ours."""
 
     def __init__(self):
-        self.seen, model = [], torch.nn.Linear(1, 1)
-        executor = SimpleNamespace(
-            driver_worker=SimpleNamespace(worker=SimpleNamespace(model_runner=SimpleNamespace(model=model)))
-        )
+        self.seen, space = [], SimpleNamespace
         self.actor_module = [torch.nn.Linear(1, 1)]
-        self.inference_engine = SimpleNamespace(
+        runner = space(worker=space(model_runner=space(model=torch.nn.Linear(1, 1))))
+        self.inference_engine = space(
             wake_up=lambda tags: self.seen.append(*tags),
             weights_written=lambda last: self.seen.append("written"),
             sleep=lambda level: self.seen.append("sleep"),
-            llm_engine=SimpleNamespace(model_executor=executor),
+            llm_engine=space(model_executor=space(driver_worker=runner)),
         )
 
     def __enter__(self):
@@ -227,14 +197,10 @@ def resharder_takes_the_place_of_verls_path():
 
 
 def update_goes_by_its_own_log_probs():
-    made = worker(
-        train={"skip_old_log_prob": True, "swap_optimizer": False},
-        rollout_correction={"rollout_is": None, "rollout_rs": None},
-    )
-    batch = {"advantages": torch.ones(1, 2)}
-    on_policy_update.is_metrics_rank, original = (lambda: False), on_policy_update.is_metrics_rank
-    made.update_actor(SimpleNamespace(batch=batch))
-    on_policy_update.is_metrics_rank = original
+    train, off = {"skip_old_log_prob": True, "swap_optimizer": False}, {"rollout_is": None, "rollout_rs": None}
+    made, batch = worker(train=train, rollout_correction=off), {"advantages": torch.ones(1, 2)}
+    with mock.patch.object(on_policy_update, "is_metrics_rank", lambda: False):
+        made.update_actor(SimpleNamespace(batch=batch))
     return made.seen == [True] and "old_log_probs" in batch
 
 
@@ -261,12 +227,12 @@ def effects():
         "platform.tensordict_cuda": works(lambda: tensordict.TensorDict({"a": torch.ones(1)}, [1]).cuda() is not None),
         "platform.pickle_torch_config": works(lambda: ray.cloudpickle.dumps(torch._dynamo.config)),
         "update.sharding_manager": works(switch_leaves_a_sync_out),
-        "model.train_dtype": works(worker_takes_the_asked_dtype),
+        "model.train_dtype": works(worker_uses_the_configured_dtype),
         "model.optimizer_dtype": works(optimizer_takes_the_models_dtype),
         "update.micro_batches_as_planned": works(actor_splits_as_planned),
-        "dispatch.put_once": works(calls_are_told),
+        "dispatch.put_once": works(calls_are_counted),
         "dispatch.note_starts": works(starts_are_noted),
         "memory.swap_optimizer": works(worker_swaps_the_optimizer),
-        "memory.empty_cache": works(verls_trims_are_left_to_the_schedule),
+        "memory.empty_cache": works(empty_cache_is_left_to_the_schedule),
         "memory.order": works(scheduler_moves_what_the_worker_built),
     }

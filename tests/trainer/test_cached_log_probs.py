@@ -75,13 +75,13 @@ def here(monkeypatch):
     tokens = tuple(map(sum, zip(PROMPTS, RESPONSES, strict=True)))
     plan = plan_batch([0], tokens, mini_batch_size=4, micro_batch_size=1)
     payload = {"widths": WIDTHS, "pad": 0, "balance": True, "responses": np.array(RESPONSES)}
-    found = tensor_cache_stages.CachedBatch("cpu", None)
-    found.plan, found.payload, found.tokens = plan, payload, tokens
-    found.cache.open(1)
-    for name, lengths in (("prompts", PROMPTS), ("responses", RESPONSES)):
-        each = [lengths[s] for s in found.samples]
-        found.cache.put(1, name, found.samples, Ragged(torch.ones(sum(each), dtype=torch.int32), tuple(each)))
-    return found
+    batch = tensor_cache_stages.CachedBatch("cpu", None)
+    batch.plan, batch.payload, batch.tokens = plan, payload, tokens
+    batch.cache.open(1)
+    for name, of_sample in (("prompts", PROMPTS), ("responses", RESPONSES)):
+        lengths = tuple(of_sample[s] for s in batch.samples)
+        batch.cache.put(1, name, batch.samples, Ragged(torch.ones(sum(lengths), dtype=torch.int32), lengths))
+    return batch
 
 
 def run(here, stage, worker, send_back):
@@ -92,24 +92,18 @@ def run(here, stage, worker, send_back):
 
 @pytest.mark.parametrize("worker", [Worker, WorkerOfA3])
 @pytest.mark.parametrize(("stage", "name"), STAGES)
-def test_what_is_not_asked_for_stays_on_the_device(here, stage, name, worker):
+def test_only_requested_values_leave_the_device_once_and_without_padding(here, stage, name, worker):
     answer, most = run(here, stage, worker(), send_back=False)
     assert most <= len(PROMPTS)  # lengths, and one entropy a sample
-    values = here.cache.get(1, name, here.samples).values
-    assert len(values) == sum(RESPONSES) and (values < 0).all()
+    cached = here.cache.get(1, name, here.samples)
+    assert len(cached.values) == sum(RESPONSES) and (cached.values < 0).all()
     if stage == "log_prob":
-        entropy = [2 * part.mean().abs().item() for part in here.cache.get(1, name, here.samples).parts()]
-        assert answer["entropy"].tolist() == pytest.approx(entropy)
+        assert answer["entropy"].tolist() == pytest.approx([2 * part.mean().abs().item() for part in cached.parts()])
         assert "values" not in answer
     else:
         assert answer is None
-
-
-@pytest.mark.parametrize(("stage", "name"), STAGES)
-def test_what_is_asked_for_comes_once_without_padding(here, stage, name):
-    answer, most = run(here, stage, Worker(), send_back=True)
-    assert most == sum(RESPONSES)
-    assert answer["values"].tolist() == here.cache.get(1, name, here.samples).values.tolist()
+    answer, most = run(here, stage, worker(), send_back=True)
+    assert most == sum(RESPONSES) and answer["values"].tolist() == here.cache.get(1, name, here.samples).values.tolist()
 
 
 @pytest.mark.parametrize(("worker", "expected"), [(Worker, 4 * WIDTHS[1]), (WorkerOfA3, 4 * sum(WIDTHS))])

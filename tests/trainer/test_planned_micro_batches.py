@@ -30,8 +30,8 @@ def rows(samples):
 def run(stage, replica, batches, budget=BUDGET, tokens=LENGTHS):
     """[batch] -> (micro batches as lists of samples, places) that verl's actor would compute in one stage."""
     with planned(stage, budget, plan(), replica, tokens):
-        found = [split(rows(samples), max_token_len=BUDGET) for samples in batches]
-    return [([micro["sample"].flatten().tolist() for micro in micros], places) for micros, places in found]
+        splits = [split(rows(samples), max_token_len=BUDGET) for samples in batches]
+    return [([micro["sample"].flatten().tolist() for micro in micros], places) for micros, places in splits]
 
 
 def minis_of(replica):
@@ -47,18 +47,19 @@ def test_an_update_computes_the_plans_micro_batches_in_every_epoch():
 
 @pytest.mark.parametrize("stage", ["update", "log_prob"])
 def test_replicas_run_equally_many_micro_batches_of_like_lengths_within_the_budget(stage):
-    found = []
+    tokens = []
     for replica in range(REPLICAS):
         batches = minis_of(replica) if stage == "update" else [plan().placed[replica]]
-        found.append([sum(LENGTHS[s] for s in micro) for micros, _ in run(stage, replica, batches) for micro in micros])
-    assert len(set(map(len, found))) == 1
-    assert max(map(max, found)) <= BUDGET
-    assert sum(map(max, zip(*found, strict=True))) <= 1.1 * sum(map(sum, found)) / REPLICAS
+        micros = [micro for micros, _ in run(stage, replica, batches) for micro in micros]
+        tokens.append([sum(LENGTHS[s] for s in micro) for micro in micros])
+    assert len(set(map(len, tokens))) == 1
+    assert max(map(max, tokens)) <= BUDGET
+    assert sum(map(max, zip(*tokens, strict=True))) <= 1.1 * sum(map(sum, tokens)) / REPLICAS
 
 
-def test_verl_alone_goes_above_the_budget():
-    mask = torch.ones(3, 6, dtype=torch.int64)
-    micros, _ = rearrange_micro_batches(TensorDict({"attention_mask": mask}, batch_size=3), max_token_len=10)
+def test_verls_own_split_exceeds_its_budget():
+    batch = TensorDict({"attention_mask": torch.ones(3, 6, dtype=torch.int64)}, batch_size=3)
+    micros, _ = rearrange_micro_batches(batch, max_token_len=10)
     assert max(int(micro["attention_mask"].sum()) for micro in micros) == 12
 
 

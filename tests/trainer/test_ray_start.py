@@ -24,24 +24,21 @@ print("torch" in sys.modules)
 os.environ["ASCEND_RT_VISIBLE_DEVICES"] = "5"  # as Ray does when the actor's creation has arrived
 import verl
 """
-WORKER = {"RANK": "0", "WG_PREFIX": "abc"}
+CPU, WORKER = "line=pypi,platform=cpu", {"RANK": "0", "WG_PREFIX": "abc"}
 
 
-@pytest.mark.parametrize(
-    ("env", "engine", "prepared"),
-    [
-        (WORKER, '{"layers": 4}', "prepared 4 5\n"),  # a training worker
-        ({}, '{"layers": 4}', ""),  # the controller
-        ({"RANK": "0"}, '{"layers": 4}', ""),  # the controller under a scheduler that gives ranks
-        (WORKER, "None", ""),
-    ],
-)  # a line without such an engine
-def test_a_training_worker_prepares_its_engine_with_the_import_of_verl(tmp_path, run_python, env, engine, prepared):
-    (tmp_path / "verl").mkdir()
-    (tmp_path / "verl" / "__init__.py").write_text("print('verl')\n")
-    done = run_python(
-        f"ENGINE = {engine}\n{FAKE_START}", patches="line=pypi,platform=cpu", env={**env, "PYTHONPATH": str(tmp_path)}
-    ).check()
+@pytest.mark.parametrize(("variables", "engine", "prepared"), [
+    (WORKER, '{"layers": 4}', "prepared 4 5\n"),  # a training worker
+    ({}, '{"layers": 4}', ""),  # the controller
+    ({"RANK": "0"}, '{"layers": 4}', ""),  # the controller under a scheduler that gives ranks
+    (WORKER, "None", ""),  # a line without such an engine
+])  # fmt: skip
+def test_a_training_worker_prepares_its_engine_with_the_import_of_verl(
+    tmp_path, run_python, variables, engine, prepared
+):
+    (tmp_path / "verl.py").write_text("print('verl')\n")
+    env = {**variables, "PYTHONPATH": str(tmp_path)}
+    done = run_python(f"ENGINE = {engine}\n{FAKE_START}", patches=CPU, env=env).check()
     assert done.out == f"user\nFalse\nverl\n{prepared}"
 
 
@@ -64,32 +61,28 @@ def test_torch_npu_in_the_set_up_hook_is_refused(run_python):
 
 @pytest.fixture(scope="module")
 def ray_job(ray_folder, run_ranks, tmp_path_factory):
-    """What tests/trainer/die_worker.py found, with real Ray and its resource NPU."""
+    """The answers of tests/trainer/die_worker.py, with real Ray and its resource NPU."""
     path = tmp_path_factory.mktemp("path")
-    (path / "verl").mkdir()
-    (path / "verl" / "__init__.py").touch()
-    env = {"PYTHONPATH": str(path), "VERL_PATCHES": "line=pypi,platform=cpu", "RAY_TMPDIR": ray_folder}
-    return run_ranks("tests.trainer.die_worker:found", env=env, fresh=True, backend=None, timeout_s=500)[0]
+    (path / "verl.py").touch()
+    env = {"PYTHONPATH": str(path), "VERL_PATCHES": CPU, "RAY_TMPDIR": ray_folder}
+    return run_ranks("tests.trainer.die_worker:answers", env=env, fresh=True, backend=None, timeout_s=500)[0]
 
 
 @pytest.mark.slow
 def test_each_worker_is_on_the_die_that_ray_gave_it_before_it_imports_verl(ray_job):
     first, second = ray_job["dies"]["first"], ray_job["dies"]["second"]
-    assert first["at hook"] == second["at hook"] == "None"  # too early: Ray has not said it yet
+    assert first["at hook"] == second["at hook"] == "None"  # too early: Ray has not set it yet
     assert {first["at import"], second["at import"]} == {"0", "1"} and first["refused"] is second["refused"] is None
     assert [die["prepared"] for die in (first, second)] == [f"4 {die['now']}" for die in (first, second)]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("case", "words"),
-    [
-        ("runtime came first", "sees 16 devices, expected 1"),
-        ("moved", "is '7', expected "),
-        ("not set", "ASCEND_RT_VISIBLE_DEVICES is None, expected "),
-        ("no die", "found ids []"),
-    ],
-)
+@pytest.mark.parametrize(("case", "words"), [
+    ("runtime came first", "sees 16 devices, expected 1"),
+    ("moved", "is '7', expected "),
+    ("not set", "ASCEND_RT_VISIBLE_DEVICES is None, expected "),
+    ("no die", "found ids []"),
+])  # fmt: skip
 def test_a_worker_on_another_die_is_refused(ray_job, case, words):
     refused = ray_job["dies"][case]["refused"]
     assert refused.startswith("rank 0 (pid ") and words in refused, refused
@@ -107,15 +100,11 @@ def test_a_worker_that_cannot_start_ends_the_wait_with_its_own_error(ray_job, ki
 
 @pytest.mark.parametrize("given", ["'my_hooks.mine'", "__import__('my_hooks').mine", "None"])
 def test_hook_runs_prelude_then_the_users(given, tmp_path, run_python):
-    (tmp_path / "my_hooks.py").write_text(
-        "import sys\ndef mine(): print('user', 'verl_patches.prelude_patch' in sys.modules)\n"
-    )
-    code = (
-        f"from verl_patches.trainer.ray_start import *\nenv = runtime_env({{}}, {{HOOK: {given}}})\n"
-        "env[HOOK](); env[HOOK]()\nfrom verl_patches.patching.engine import current\n"
-        "print(len(current().wanted) > 0)"
-    )
-    done = run_python(code, patches="line=pypi,platform=cpu", env={"PYTHONPATH": str(tmp_path)}).check()
+    hook = "import sys\ndef mine(): print('user', 'verl_patches.prelude_patch' in sys.modules)\n"
+    (tmp_path / "my_hooks.py").write_text(hook)
+    code = f"from verl_patches.trainer.ray_start import *\nhook = runtime_env({{}}, {{HOOK: {given}}})[HOOK]\n"
+    code += "hook(); hook()\nfrom verl_patches.patching.engine import current\nprint(len(current().wanted) > 0)"
+    done = run_python(code, patches=CPU, env={"PYTHONPATH": str(tmp_path)}).check()
     assert done.out == ("" if given == "None" else "user True\n" * 2) + "True\n"
 
 
@@ -174,7 +163,6 @@ ray.shutdown()
 def test_verls_own_wait_ends_with_the_error_of_a_worker_that_cannot_start(ray_folder, run_python):
     """In an actor, as verl's TaskRunner is one; a wait without such a worker ends by itself."""
     done = run_python(ALONE, env={"RAY_TMPDIR": ray_folder}, timeout_s=240).check()
-    (fine, _), (failed, seconds) = json.loads(done.out.splitlines()[-1])
-    assert fine == "waited"
-    assert "Broken (pid " in failed and "could not start" in failed and "row a.b: has drifted" in failed
-    assert seconds < 60
+    (result, _), (error, seconds) = json.loads(done.out.splitlines()[-1])
+    assert result == "waited" and seconds < 60
+    assert "Broken (pid " in error and "could not start" in error and "row a.b: has drifted" in error

@@ -4,25 +4,12 @@ import pytest
 
 from verl_patches.patching.switches import parse
 
-IDS = [
-    "update.fit_as_run",
-    "update.recipe_worker",
-    "update.on_policy",
-    "update.log_with_run",
-    "logprob.truth_check",
-    "platform.tensordict_cuda",
-    "platform.pickle_torch_config",
-    "update.sharding_manager",
-    "reshard.direct",
-    "model.train_dtype",
-    "model.optimizer_dtype",
-    "memory.swap_optimizer",
-    "memory.order",
-    "memory.empty_cache",
-    "update.micro_batches_as_planned",
-    "dispatch.put_once",
-    "dispatch.note_starts",
-]
+IDS = (
+    "update.fit_as_run update.recipe_worker update.on_policy update.log_with_run update.sharding_manager "
+    "update.micro_batches_as_planned logprob.truth_check platform.tensordict_cuda platform.pickle_torch_config "
+    "reshard.direct model.train_dtype model.optimizer_dtype memory.swap_optimizer memory.order memory.empty_cache "
+    "dispatch.put_once dispatch.note_starts"
+).split()
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import yaml
 from omegaconf import OmegaConf
 from verl import DataProto
 
@@ -15,37 +16,25 @@ from verl_patches.rollout.log_probs import CHECK
 from verl_patches.trainer import truth_check
 from verl_patches.trainer.sampled_check import SampledCheck
 
+CONFIG = """
+trainer: {nnodes: 1, n_gpus_per_node: 4}
+data: {max_prompt_length: 3, max_response_length: 2, train_batch_size: 8}
+actor_rollout_ref:
+  rollout: {name: vllm, mode: sync, tensor_model_parallel_size: 2, temperature: 0.9, top_p: 0.9, top_k: 50,
+            log_prob_micro_batch_size_per_gpu: 2}
+  actor:
+    megatron: {tensor_model_parallel_size: 1, context_parallel_size: 1, expert_model_parallel_size: 4,
+               expert_tensor_parallel_size: 1, pipeline_model_parallel_size: 1,
+               virtual_pipeline_model_parallel_size: null}
+recipe:
+  rollout: {replay: null, balanced_routing: false}
+  train: {balanced_routing: false, layers_per_stage: null}
+  logprob_check: {action: stop, every: 2, sequences: null}
+"""
+
 
 def config_of(**check):
-    rollout = {
-        "name": "vllm",
-        "mode": "sync",
-        "tensor_model_parallel_size": 2,
-        "temperature": 0.9,
-        "top_p": 0.9,
-        "top_k": 50,
-        "log_prob_micro_batch_size_per_gpu": 2,
-    }
-    megatron = {
-        "tensor_model_parallel_size": 1,
-        "context_parallel_size": 1,
-        "expert_model_parallel_size": 4,
-        "expert_tensor_parallel_size": 1,
-        "pipeline_model_parallel_size": 1,
-        "virtual_pipeline_model_parallel_size": None,
-    }
-    return OmegaConf.create(
-        {
-            "trainer": {"nnodes": 1, "n_gpus_per_node": 4},
-            "data": {"max_prompt_length": 3, "max_response_length": 2, "train_batch_size": 8},
-            "actor_rollout_ref": {"rollout": rollout, "actor": {"megatron": megatron}},
-            "recipe": {
-                "rollout": {"replay": None, "balanced_routing": False},
-                "train": {"balanced_routing": False, "layers_per_stage": None},
-                "logprob_check": {"action": "stop", "every": 2, "sequences": None, **check},
-            },
-        }
-    )
+    return OmegaConf.merge(yaml.safe_load(CONFIG), {"recipe": {"logprob_check": check}})
 
 
 class Workers:
@@ -99,30 +88,22 @@ def test_validation_goes_through():
     assert workers.asked == [{"validate": True}, {"do_sample": False}] and check.report is None
 
 
-@pytest.mark.parametrize(
-    ("check", "others", "words"),
-    [
-        ({}, {}, None),
-        ({"every": None, "sequences": 3}, {}, None),
-        ({"sequences": 3}, {}, "sequences is 3; expected a multiple of 2"),
-        ({"sequences": 10}, {}, "sequences is 10; expected at most data.train_batch_size 8"),
-        (
-            {},
-            {"recipe.rollout.replay": "outputs/x"},
-            "every is 2, but .* recorded ones; set recipe.logprob_check.action",
-        ),
-        ({}, {"recipe.train.balanced_routing": True}, "every is 2, but .* balanced routing"),
-        ({}, {"actor_rollout_ref.rollout.mode": "async"}, "every is 2, but .* vllm, async; only vllm, sync"),
-        ({"action": "off"}, {"recipe.rollout.replay": "outputs/x"}, None),
-    ],
-)
-def test_what_cannot_be_checked_is_refused_by_name(check, others, words):
+REPLAY = {"recipe.rollout.replay": "outputs/x"}
+
+
+@pytest.mark.parametrize(("check", "others", "words"), [
+    ({}, {}, None),
+    ({"every": None, "sequences": 3}, {}, None),
+    ({"sequences": 3}, {}, "sequences is 3; expected a multiple of 2"),
+    ({"sequences": 10}, {}, "sequences is 10; expected at most data.train_batch_size 8"),
+    ({}, REPLAY, "every is 2, but .* recorded ones; set recipe.logprob_check.action"),
+    ({}, {"recipe.train.balanced_routing": True}, "every is 2, but .* balanced routing"),
+    ({}, {"actor_rollout_ref.rollout.mode": "async"}, "every is 2, but .* vllm, async; only vllm, sync"),
+    ({"action": "off"}, REPLAY, None),
+])  # fmt: skip
+def test_a_setting_that_cannot_be_checked_is_refused_by_name(check, others, words):
     config = config_of(**check)
     for key, value in others.items():
         OmegaConf.update(config, key, value)
-    found = list(truth_check.faults(config))
-    if words is None:
-        assert found == []
-    else:
-        (fault,) = found
-        assert re.search(words, fault), fault
+    faults = list(truth_check.faults(config))
+    assert len(faults) == (words is not None) and all(re.search(words, fault) for fault in faults), faults

@@ -22,22 +22,16 @@ def test_summary_is_whole_after_every_step(tmp_path):
 
 
 def test_syncs_of_a_step_are_added_up_and_the_busiest_rank_counts():
-    def report(received, extra, verified=False):
-        return {
-            "sent_bytes": 10,
-            "received_bytes": received,
-            "local_bytes": 1,
-            "collectives": 3,
-            "peak_extra_bytes": extra,
-            "seconds": {"pack": 0.5, "total": 1.0},
-            "verified": verified,
-            "learnt": False,
-        }
+    plain = {"sent_bytes": 10, "local_bytes": 1, "collectives": 3, "seconds": {"pack": 0.5, "total": 1.0}}
 
-    found = sync_of_step([[report(100, 7, True), report(100, 5)], [report(300, 2), report(100, 2)]])
-    assert found["received_bytes"] == {"max": 400, "mean": 300} and found["collectives"] == 6
-    assert found["syncs"] == 2 and found["verified"] and not found["learnt"] and found["peak_extra_bytes"] == 7
-    assert found["seconds"] == {"pack": 1.0, "total": 2.0}
+    def report(received, extra, verified=False):
+        sizes = {"received_bytes": received, "peak_extra_bytes": extra}
+        return {**plain, **sizes, "verified": verified, "learnt": False}
+
+    sync = sync_of_step([[report(100, 7, True), report(100, 5)], [report(300, 2), report(100, 2)]])
+    assert sync["received_bytes"] == {"max": 400, "mean": 300} and sync["collectives"] == 6
+    assert sync["syncs"] == 2 and sync["verified"] and not sync["learnt"] and sync["peak_extra_bytes"] == 7
+    assert sync["seconds"] == {"pack": 1.0, "total": 2.0}
     assert sync_of_step([[], []]) is None  # verl's own path
 
 

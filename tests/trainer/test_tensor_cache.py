@@ -1,7 +1,6 @@
 """Tensors that stay on the workers: what the trainer sends and gets instead, and which configurations are refused."""
 
 import copy
-import functools
 import re
 from types import SimpleNamespace
 
@@ -25,9 +24,16 @@ from verl_patches.worker import tensor_cache_stages
 from verl_patches.worker.tensor_cache_stages import padded_prompts
 
 TINY, LARGE = "grpo_deepseekv3_tiny_cpu", "grpo_deepseekv3_256die_true_weight"
-ON, ROLLOUT = "recipe.tensor_cache.enabled=true", "actor_rollout_ref.rollout"
+ON, ROLLOUT, REF = "recipe.tensor_cache.enabled=true", "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
+ACTOR, DYNAMIC, LONGEST = "actor_rollout_ref.actor", "use_dynamic_bsz", 272
 LENGTHS, WIDTH = (2, 3, 1, 3), 3
-PLACED = ((2, 0), (3, 1))  # two replicas
+PLACED, ORDER = ((2, 0), (3, 1)), [1, 3, 2, 0]  # samples of two replicas; the trainer's order
+BUDGETS = {  # switch of a dynamic batch size: its budget
+    f"{ACTOR}.{DYNAMIC}": f"{ACTOR}.ppo_max_token_len_per_gpu",
+    f"{ROLLOUT}.log_prob_{DYNAMIC}": f"{ROLLOUT}.log_prob_max_token_len_per_gpu",
+    f"{REF}.log_prob_{DYNAMIC}": f"{REF}.log_prob_max_token_len_per_gpu",
+}
+ALL_LONGEST = [f"{budget}={LONGEST}" for budget in BUDGETS.values()]
 
 
 @pytest.fixture(scope="module")
@@ -45,63 +51,40 @@ def refused():
     return find
 
 
-@pytest.mark.parametrize("name", [TINY, LARGE])
-def test_the_configs_of_this_repository_can_keep_their_tensors(name):
-    assert of_check(name, ON) == []
-
-
 def of_check(name, *overrides):
     return [c.detail for c in check_config(compose(name, overrides)) if c.name == "tensor cache"]
 
 
 def test_the_check_of_a_configuration_has_the_reasons():
+    assert of_check(TINY, ON) == of_check(LARGE, ON) == of_check(TINY, f"{ACTOR}.shuffle=true") == []
     assert "shuffle is true" in of_check(TINY, ON, f"{ACTOR}.shuffle=true")[0]
-    assert of_check(TINY, f"{ACTOR}.shuffle=true") == []
 
 
-ACTOR, DYNAMIC, LONGEST = "actor_rollout_ref.actor", "use_dynamic_bsz", 272
-BUDGET = "log_prob_max_token_len_per_gpu"
-LOG_PROB_BUDGET, REF_BUDGET = f"{ROLLOUT}.{BUDGET}", f"actor_rollout_ref.ref.{BUDGET}"
-SERVED = {  # sequences are always packed: verl's Megatron actor has no other way at either pin
-    "one response a prompt": [f"{ROLLOUT}.n=1", "algorithm.adv_estimator=reinforce_plus_plus"],
-    "many responses": [f"{ROLLOUT}.n=8"],
-    "mini batches": [f"{ACTOR}.ppo_mini_batch_size=2"],
-    "epochs": [f"{ACTOR}.ppo_epochs=3"],
-    "KL in the loss": [f"{ACTOR}.use_kl_loss=true"],
-    "KL in the reward": [f"{ACTOR}.use_kl_loss=false", "algorithm.use_kl_in_reward=true"],
-    "KL in both": [f"{ACTOR}.use_kl_loss=true", "algorithm.use_kl_in_reward=true"],
-    "no KL": [f"{ACTOR}.use_kl_loss=false"],
-    **{
-        name: [f"algorithm.adv_estimator={name}"]
-        for name in (
-            "grpo",
-            "remax",
-            "rloo",
-            "reinforce_plus_plus",
-            "reinforce_plus_plus_baseline",
-            "opo",
-            "grpo_passk",
-        )
-    },
-    "arrival order": ["trainer.balance_batch=false"],
-    "balanced": ["trainer.balance_batch=true"],
-    "dynamic size": [f"{ACTOR}.{DYNAMIC}=true"],
-    "dynamic size of the update": [
-        f"{ACTOR}.{DYNAMIC}=true",
-        f"{ROLLOUT}.log_prob_{DYNAMIC}=false",
-        f"actor_rollout_ref.ref.log_prob_{DYNAMIC}=false",
-    ],
-    "dynamic size of log-probs": [f"{ROLLOUT}.log_prob_{DYNAMIC}=true", f"{LOG_PROB_BUDGET}={LONGEST}"],
-    "dynamic size of the reference": [f"actor_rollout_ref.ref.log_prob_{DYNAMIC}=true", f"{REF_BUDGET}={LONGEST}"],
-    "no pass for old log-probs": ["recipe.train.skip_old_log_prob=true"],
-    "rollout correction": ["recipe.rollout_correction.rollout_is=token"],
-    "another DP in training": [f"{ACTOR}.megatron.tensor_model_parallel_size=2"],
-    "another DP in the rollout": [f"{ROLLOUT}.tensor_model_parallel_size=2"],
-    "validation": ["trainer.val_before_train=true", "trainer.test_freq=1"],
-    "critic warm-up": ["trainer.critic_warmup=2"],
-    "rewards at their leisure": ["reward_model.launch_reward_fn_async=true"],
-    "recorded rollouts": ["recipe.rollout.record=true"],
-}
+ESTIMATORS = "grpo remax rloo reinforce_plus_plus reinforce_plus_plus_baseline opo grpo_passk".split()
+SERVED = [  # sequences are always packed: verl's Megatron actor has no other way at either pin
+    f"{ROLLOUT}.n=1 algorithm.adv_estimator=reinforce_plus_plus",
+    f"{ROLLOUT}.n=8",
+    f"{ACTOR}.ppo_mini_batch_size=2",
+    f"{ACTOR}.ppo_epochs=3",
+    f"{ACTOR}.use_kl_loss=true",
+    f"{ACTOR}.use_kl_loss=false algorithm.use_kl_in_reward=true",
+    f"{ACTOR}.use_kl_loss=true algorithm.use_kl_in_reward=true",
+    f"{ACTOR}.use_kl_loss=false",
+    *(f"algorithm.adv_estimator={name}" for name in ESTIMATORS),
+    "trainer.balance_batch=false",
+    "trainer.balance_batch=true",
+    f"{ACTOR}.{DYNAMIC}=true",
+    f"{ACTOR}.{DYNAMIC}=true {ROLLOUT}.log_prob_{DYNAMIC}=false {REF}.log_prob_{DYNAMIC}=false",
+    *(" ".join([f"{switch}=true", *ALL_LONGEST]) for switch in BUDGETS),
+    "recipe.train.skip_old_log_prob=true",
+    "recipe.rollout_correction.rollout_is=token",
+    f"{ACTOR}.megatron.tensor_model_parallel_size=2",
+    f"{ROLLOUT}.tensor_model_parallel_size=2",
+    "trainer.val_before_train=true trainer.test_freq=1",
+    "trainer.critic_warmup=2",
+    "reward_model.launch_reward_fn_async=true",
+    "recipe.rollout.record=true",
+]
 REFUSED = {
     f"{ROLLOUT}.mode=async": "is vllm, async; only vllm, sync",
     f"{ROLLOUT}.multi_turn.enable=true": "multi_turn.enable is true: its masks have holes",
@@ -117,41 +100,29 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("overrides", SERVED.values(), ids=SERVED)
+@pytest.mark.parametrize("overrides", SERVED)
 def test_combinations_that_are_served(refused, overrides):
-    assert refused(ON, *overrides) == []
+    assert refused(ON, *overrides.split()) == []
 
 
 @pytest.mark.parametrize(("override", "words"), REFUSED.items(), ids=REFUSED)
 def test_combinations_that_are_not_served_are_refused_by_name(refused, override, words):
-    (told,) = refused(ON, override)
-    assert re.search(words, told)
-    assert refused(override) == []
+    (reason,) = refused(ON, override)
+    assert re.search(words, reason) and refused(override) == []
 
 
-@pytest.mark.parametrize(
-    ("switch", "budget"),
-    [
-        (f"{ACTOR}.{DYNAMIC}", f"{ACTOR}.ppo_max_token_len_per_gpu"),
-        (f"{ROLLOUT}.log_prob_{DYNAMIC}", LOG_PROB_BUDGET),
-        (f"actor_rollout_ref.ref.log_prob_{DYNAMIC}", REF_BUDGET),
-    ],
-)
+@pytest.mark.parametrize(("switch", "budget"), BUDGETS.items())
 def test_a_budget_that_a_sample_may_not_fit_is_refused(refused, switch, budget):
-    assert (
-        refused(ON, f"{switch}=true", f"{budget}={LONGEST}", f"{LOG_PROB_BUDGET}={LONGEST}", f"{REF_BUDGET}={LONGEST}")
-        == []
-    )
-    told = refused(ON, f"{switch}=true", f"{budget}={LONGEST - 1}")
-    assert re.search(f"{budget.split('.')[-1]} {LONGEST - 1}: a sample may have {LONGEST} tokens", told[0])
+    reasons = refused(ON, f"{switch}=true", f"{budget}={LONGEST - 1}")
+    assert re.search(f"{budget.split('.')[-1]} {LONGEST - 1}: a sample may have {LONGEST} tokens", reasons[0])
 
 
 @pytest.mark.parametrize("size", ["context_parallel_size", "virtual_pipeline_model_parallel_size"])
 @pytest.mark.parametrize("section", ["actor", "ref"])
 def test_sizes_that_verls_dynamic_batches_depend_on_are_refused_with_them(refused, section, size):
     more = f"actor_rollout_ref.{section}.megatron.{size}=2"
-    (told,) = refused(ON, f"{ACTOR}.{DYNAMIC}=true", more)
-    assert f"{section}.megatron.{size} is 2 with a dynamic batch size" in told
+    (reason,) = refused(ON, f"{ACTOR}.{DYNAMIC}=true", more)
+    assert f"{section}.megatron.{size} is 2 with a dynamic batch size" in reason
     assert refused(ON, more) == []
 
 
@@ -160,14 +131,8 @@ def test_batches_that_do_not_divide_are_refused():
     assert {"prompts", "mini batch", "micro batch"} <= {check.name for check in found if not check.ok}
 
 
-def test_groups_are_not_filtered_at_these_pins():
-    """DAPO's filter_groups is of verl's recipe/dapo; verl's own trainer has no such key at either pin."""
-    with pytest.raises(ConfigError, match="filter_groups"):
-        compose(TINY, ["algorithm.filter_groups.enable=true"])
-
-
 class Workers:
-    """Answers as two replicas do (kept_worker.py), from per-token values [B, S] by sample."""
+    """Answers as two replicas do (worker/tensor_cache_stages.py), from per-token values [B, S] by sample."""
 
     def __init__(self, values):
         self.values, self.calls = values, []
@@ -177,24 +142,21 @@ class Workers:
 
     def run_stage(self, stage, step, told=None):
         self.calls.append((stage, told))
-        found = [None]  # a rank that does not speak for its replica
+        if stage == "update":
+            return [{"metric": [1.0]}] * 2
+        answers = [None]  # a rank that does not report for its replica
         for samples in PLACED:
-            values = torch.cat([self.values[s, : LENGTHS[s]] for s in samples]).numpy()
-            entropy = np.array([self.values[s, : LENGTHS[s]].mean() for s in samples], dtype=np.float32)
-            found.append({"samples": samples, "entropy": entropy, "values": values})
-        return [{"metric": [1.0]}] * 2 if stage == "update" else found
+            values = [self.values[s, : LENGTHS[s]] for s in samples]
+            entropy = torch.stack([value.mean() for value in values]).numpy()
+            answers.append({"samples": samples, "entropy": entropy, "values": torch.cat(values).numpy()})
+        return answers
 
 
-@pytest.fixture
-def make():
-    """make(send_back) -> (group, workers)."""
-
-    def build(send_back=False):
-        workers = Workers(torch.rand(4, WIDTH, generator=torch.Generator().manual_seed(1)))
-        kept = CachedStep(0, WIDTH, True, send_back, step=5, lengths=LENGTHS, open=True)
-        return TensorCacheGroup(workers, kept), workers
-
-    return build
+def make(send_back=False):
+    """(group, workers)."""
+    workers = Workers(torch.rand(4, WIDTH, generator=torch.Generator().manual_seed(1)))
+    cached = CachedStep(0, WIDTH, True, send_back, step=5, lengths=LENGTHS, open=True)
+    return TensorCacheGroup(workers, cached), workers
 
 
 def rows(order, **tensors):
@@ -204,35 +166,31 @@ def rows(order, **tensors):
 
 
 @pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"])
-def test_entropy_loss_is_that_of_all_tokens(make, mode):
+def test_entropy_loss_is_that_of_all_tokens(mode):
     group, workers = make()
-    order = [3, 0, 2, 1]
-    batch = rows(order)
-    found = group.compute_log_prob(batch).batch["entropys"]
-    expected = agg_loss(workers.values[order], batch.batch["response_mask"], mode)
-    torch.testing.assert_close(agg_loss(found, batch.batch["response_mask"], mode), expected)
-    assert list(group.compute_log_prob(batch).batch.keys()) == ["entropys"]  # log-probs stay
+    batch = rows(ORDER)
+    outputs, mask = group.compute_log_prob(batch).batch, batch.batch["response_mask"]
+    assert list(outputs.keys()) == ["entropys"]  # log-probs stay
+    expected = agg_loss(workers.values[ORDER], mask, mode)
+    torch.testing.assert_close(agg_loss(outputs["entropys"], mask, mode), expected)
 
 
-def test_log_probs_come_back_in_the_order_of_rows_where_they_are_needed(make):
+def test_log_probs_come_back_in_the_order_of_rows_where_they_are_needed():
     group, workers = make(send_back=True)
-    order = [1, 3, 2, 0]
-    batch = rows(order)
-    expected = workers.values[order] * batch.batch["response_mask"]
+    batch = rows(ORDER)
+    expected = workers.values[ORDER] * batch.batch["response_mask"]
     assert torch.equal(group.compute_log_prob(batch).batch["old_log_probs"], expected)
     assert torch.equal(group.compute_ref_log_prob(batch).batch["ref_log_prob"], expected)
 
 
-def test_an_outcome_reward_travels_as_one_advantage_a_sample(make):
+def test_an_outcome_reward_travels_as_one_advantage_a_sample():
     group, workers = make()
-    order = [1, 3, 2, 0]
-    batch = rows(order)
-    of_sample = torch.tensor([0.0, 0.1, 0.2, 0.3])
-    batch.batch["advantages"] = of_sample[order][:, None] * batch.batch["response_mask"]
+    batch, of_sample = rows(ORDER), torch.tensor([0.0, 0.1, 0.2, 0.3])
+    batch.batch["advantages"] = of_sample[ORDER][:, None] * batch.batch["response_mask"]
     assert group.update_actor(batch).meta_info["metrics"] == {"metric": [1.0]}
     sent = workers.calls[-1][1]
     assert (sent["advantages"].tolist(), sent["per_token"]) == (of_sample.tolist(), False)
-    batch.batch["advantages"] = workers.values[order]
+    batch.batch["advantages"] = workers.values[ORDER]
     group.update_actor(batch)
     tokens = torch.cat([workers.values[s, : LENGTHS[s]] for s in range(4)])
     sent = workers.calls[-1][1]
@@ -243,12 +201,10 @@ def test_a_sample_without_tokens_is_not_taken_for_a_scalar():
     """Also not on the worker, where there are as many values as samples."""
     values, per_token = tensor_cache._smallest(Ragged(torch.tensor([1.0, 2.0]), (0, 2)))
     assert (values.tolist(), per_token) == ([1.0, 2.0], True)
-    here = SimpleNamespace(payload={"responses": np.array([0, 2])}, samples=(1, 0))
-    advantages = functools.partial(tensor_cache_stages.CachedBatch._advantages, here)
-    mask = mask_of([2, 0], 2)
-    told = {"advantages": values.numpy(), "per_token": per_token}
-    assert advantages(told, mask).tolist() == [[1.0, 2.0], [0.0, 0.0]]
-    assert advantages({**told, "per_token": False}, mask).tolist() == [[2.0, 2.0], [0.0, 0.0]]
+    here, mask = SimpleNamespace(payload={"responses": np.array([0, 2])}, samples=(1, 0)), mask_of([2, 0], 2)
+    for per_token, expected in ((True, [[1.0, 2.0], [0.0, 0.0]]), (False, [[2.0, 2.0], [0.0, 0.0]])):
+        payload = {"advantages": values.numpy(), "per_token": per_token}
+        assert tensor_cache_stages.CachedBatch._advantages(here, payload, mask).tolist() == expected
 
 
 def prompts(ids=(1, 2), **non_tensors):
@@ -256,7 +212,7 @@ def prompts(ids=(1, 2), **non_tensors):
     ragged = Ragged(torch.tensor([*ids, 7]), (len(ids), 1))
     mask = mask_of(ragged.lengths, 4, left=True).long()
     batch = {"input_ids": to_padded(ragged, 4, left=True), "attention_mask": mask}
-    return DataProto.from_dict(batch, {name: np.array(each, dtype=object) for name, each in non_tensors.items()})
+    return DataProto.from_dict(batch, {name: np.array(column, dtype=object) for name, column in non_tensors.items()})
 
 
 def test_prompts_travel_without_padding_and_are_padded_again_on_the_worker():
@@ -274,10 +230,8 @@ def test_prompts_travel_without_padding_and_are_padded_again_on_the_worker():
 
 def test_every_rank_takes_its_own_prompts():
     sent = tensor_cache._asked(prompts(), 0)
-    assert [padded_prompts(sent, rank, 2).batch["input_ids"].tolist() for rank in (0, 1)] == [
-        [[0, 0, 1, 2]],
-        [[0, 0, 0, 7]],
-    ]
+    ids = [padded_prompts(sent, rank, 2).batch["input_ids"].tolist() for rank in (0, 1)]
+    assert ids == [[[0, 0, 1, 2]], [[0, 0, 0, 7]]]
     with pytest.raises(ConfigError, match="2 prompts for 3 workers.*train_batch_size"):
         padded_prompts(sent, 0, 3)
 
@@ -330,26 +284,23 @@ def test_the_responses_of_two_ranks_become_verls_batch_in_the_order_of_samples()
     assert workers.calls[-1][:2] == ("close", 6)
 
 
-def test_only_what_verl_says_of_its_own_partition_is_left_out():
+def test_metrics_of_verls_own_partition_are_left_out():
     metrics = {"global_seqlen/balanced_max": 9, "global_seqlen/mean": 5.0, "critic/score/mean": 0.5}
     assert TensorCacheGroup.without_verls_partition(metrics) == {"critic/score/mean": 0.5}
 
 
-@pytest.mark.parametrize(
-    ("more", "says"),
-    [
-        ({"raw_prompt_ids": [[1, 2], [8]]}, r"raw_prompt_ids of prompt 1 \(1\) are not its input_ids"),
-        ({"multi_modal_data": [{}, {}]}, "prompts have multi_modal_data, which would not come back"),
-    ],
-)
-def test_prompts_that_are_not_text_are_refused_before_anything_runs(make, more, says):
+@pytest.mark.parametrize(("more", "words"), [
+    ({"raw_prompt_ids": [[1, 2], [8]]}, r"raw_prompt_ids of prompt 1 \(1\) are not its input_ids"),
+    ({"multi_modal_data": [{}, {}]}, "prompts have multi_modal_data, which would not come back"),
+])  # fmt: skip
+def test_prompts_that_are_not_text_are_refused_before_anything_runs(more, words):
     group, workers = make()
-    with pytest.raises(ConfigError, match=says):
+    with pytest.raises(ConfigError, match=words):
         group.generate_sequences(prompts(**more))
     assert workers.calls == []
 
 
-def test_an_update_without_old_log_probs_is_given_none(make):
+def test_an_update_without_old_log_probs_is_given_none():
     group, workers = make()
     batch = rows([1, 0, 3, 2], responses=torch.zeros(4, WIDTH, dtype=torch.int64), advantages=torch.ones(4, WIDTH))
     without = WithoutOldLogProb(group)
@@ -359,14 +310,14 @@ def test_an_update_without_old_log_probs_is_given_none(make):
 
 
 @pytest.mark.parametrize("meta", [{"validate": True}, {"do_sample": False}])
-def test_validation_and_greedy_baselines_are_not_kept(make, meta):
+def test_validation_and_greedy_baselines_are_not_kept(meta):
     group, _ = make()
     before = group._cached.step
     assert group.generate_sequences(DataProto(meta_info=meta)) == "verl's own"
     assert group._cached.step == before
 
 
-def test_a_step_without_an_update_is_closed_at_its_end(make):
+def test_a_step_without_an_update_is_closed_at_its_end():
     group, workers = make()
     group.end_step()
     assert [stage for stage, _ in workers.calls] == ["close"]

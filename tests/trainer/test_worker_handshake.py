@@ -1,121 +1,92 @@
+"""Proofs of workers are compared with the controller's; worker_handshake.py."""
+
 from types import SimpleNamespace
 
 import pytest
 
 from verl_patches.patching.engine import PatchError
-from verl_patches.trainer.worker_handshake import (
-    not_as_reviewed,
-    recorded,
-    refuse_unequal,
-    refuse_unlike,
-    refuse_unproven,
-    workers_proofs,
-)
+from verl_patches.trainer import worker_handshake as handshake
 
 
 def worker(rank, intent=None, digest="", error=None, **states):
     status = [{"id": f"a.{name}", "state": state} for name, state in states.items()]
-    return {
-        "rank": rank,
-        "where": f"pid {100 + rank} on node",
-        "intent": intent,
-        "digest": digest,
-        "error": error,
-        "status": status,
-    }
+    proof = {"intent": intent, "digest": digest, "error": error, "status": status}
+    return {"rank": rank, "where": f"pid {100 + rank} on node", **proof}
 
 
 def test_equal_digests_pass_and_another_one_names_worker_and_row():
     mine = {"a.b": "on:1:2", "a.c": "off"}
-    refuse_unequal(mine, "d" * 64, [worker(0, mine, "d" * 64)])
+    handshake.refuse_unequal(mine, "d" * 64, [worker(0, mine, "d" * 64)])
     other = {**mine, "a.c": "on:3:4"}
     with pytest.raises(PatchError, match=r"worker 1 \(pid 101 on node\).*different rows: a\.c"):
-        refuse_unequal(mine, "d" * 64, [worker(0, mine, "d" * 64), worker(1, other, "e" * 64)])
+        handshake.refuse_unequal(mine, "d" * 64, [worker(0, mine, "d" * 64), worker(1, other, "e" * 64)])
 
 
 def test_workers_without_proof_are_named():
-    refuse_unproven([worker(0), worker(1)])
+    handshake.refuse_unproven([worker(0), worker(1)])
     with pytest.raises(PatchError, match=r"^worker 1 \(pid 101 on node\): not active$"):
-        refuse_unproven([worker(0), worker(1, error="not active")])
+        handshake.refuse_unproven([worker(0), worker(1, error="not active")])
     with pytest.raises(PatchError, match=r"worker 1 (.|\n)*2 more workers .*: 2, 3$"):
-        refuse_unproven([worker(0), *(worker(rank, error="x") for rank in (1, 2, 3))])
+        handshake.refuse_unproven([worker(0), *(worker(rank, error="x") for rank in (1, 2, 3))])
 
 
 def test_workers_that_left_other_rows_alone_are_refused():
     ids = ["a.b", "a.c"]
-    refuse_unlike(ids, [worker(0, b="active", c="drifted"), worker(1, b="active", c="drifted")])
-    refuse_unlike(ids, [worker(0, b="active", c="drifted"), worker(1, b="waiting", c="drifted")])  # never imported
-    refuse_unlike(ids, [worker(0, other="active"), worker(1, other="drifted")])  # a row of the controller
-    with pytest.raises(PatchError, match=r"a\.b: unsupported in 0; active in 2, 3\nTheir") as refused:
-        refuse_unlike(
-            ids,
-            [
-                worker(0, b="unsupported", c="off"),
-                worker(1, b="waiting", c="off"),
-                worker(2, b="active", c="off"),
-                worker(3, b="active", c="off"),
-            ],
-        )
-    assert "a.c" not in str(refused.value)
+    handshake.refuse_unlike(ids, [worker(0, b="active", c="drifted"), worker(1, b="active", c="drifted")])
+    handshake.refuse_unlike(
+        ids, [worker(0, b="active", c="drifted"), worker(1, b="waiting", c="drifted")]
+    )  # never imported
+    handshake.refuse_unlike(ids, [worker(0, other="active"), worker(1, other="drifted")])  # a row of the controller
+    states = {0: "unsupported", 1: "waiting", 2: "active", 3: "active"}
+    with pytest.raises(PatchError, match=r"a\.b: unsupported in 0; active in 2, 3\nTheir") as refusal:
+        handshake.refuse_unlike(ids, [worker(rank, b=state, c="off") for rank, state in states.items()])
+    assert "a.c" not in str(refusal.value)
 
 
-@pytest.mark.parametrize(
-    ("error", "said"),
-    [
-        (
-            AttributeError(
-                "ray::Worker() (pid=7)\nin prove_patches\nAttributeError: 'E' object has no attribute 'statu'"
-            ),
-            "no attribute 'statu'",
-        ),
-        (
-            AttributeError(
-                "ray::Worker() (pid=7)\nAttributeError: 'Worker' object has no attribute 'ref_prove_patches'"
-            ),
-            "did not run the prelude",
-        ),
-        (PatchError("ray::Worker() (pid=7)\nthe prelude has not run in this process"), "did not run the prelude"),
-    ],
-)
-def test_only_a_worker_without_the_method_is_said_to_lack_the_prelude(monkeypatch, error, said):
+RAY = "ray::Worker() (pid=7)\n"
+
+
+@pytest.mark.parametrize(("error", "words"), [
+    (AttributeError(f"{RAY}in prove_patches\nAttributeError: 'E' object has no attribute 'statu'"), "no attribute"),
+    (AttributeError(f"{RAY}AttributeError: 'W' object has no attribute 'ref_prove_patches'"), "not run the prelude"),
+    (PatchError(f"{RAY}the prelude has not run in this process"), "not run the prelude"),
+])  # fmt: skip
+def test_only_a_worker_without_the_method_is_reported_to_lack_the_prelude(monkeypatch, error, words):
     def get(answer):
         if isinstance(answer, Exception):
             raise answer
         return answer
 
     monkeypatch.setattr("ray.get", get)
-    first, second = workers_proofs(SimpleNamespace(prove_patches=lambda: [error, worker(1)]))
-    assert second == worker(1) and (first["rank"], first["where"]) == (0, "ray::Worker() (pid=7)")
-    assert said in first["error"] and ("prelude" in first["error"]) == ("prelude" in said)
+    group = SimpleNamespace(prove_patches=lambda: [error, worker(1)])
+    first, second = handshake.workers_proofs(group)
+    assert second == worker(1) and (first["rank"], first["where"]) == (0, RAY.strip())
+    assert words in first["error"] and ("prelude" in first["error"]) == ("prelude" in words)
 
 
 def test_the_record_says_what_happened():
     row = {"id": "a.b", "state": "drifted", "target": "m:f", "process": "worker 0", "reason": "expected 1, found 2"}
-    assert recorded(row) == row
-    assert "reason" not in recorded({**row, "state": "active"})
-    rows = [
-        row,
-        {**row, "process": "worker 1"},
-        {**row, "id": "a.c", "state": "active"},
-        {**row, "id": "a.d", "state": "unsupported"},
-    ]
-    assert not_as_reviewed(rows) == {"drifted": ["a.b"], "unsupported": ["a.d"]}
+    assert handshake.recorded(row) == row
+    assert "reason" not in handshake.recorded({**row, "state": "active"})
+    rows = [row, {**row, "process": "worker 1"}, {**row, "id": "a.c", "state": "active"}]
+    rows.append({**row, "id": "a.d", "state": "unsupported"})
+    assert handshake.not_as_reviewed(rows) == {"drifted": ["a.b"], "unsupported": ["a.d"]}
 
 
 def test_a_group_that_cannot_be_asked_is_refused():
     with pytest.raises(PatchError, match="update.recipe_worker is off here"):
-        workers_proofs(object())
+        handshake.workers_proofs(object())
 
 
 @pytest.mark.slow
 def test_a_worker_that_never_ran_the_prelude_is_refused_by_rank(ray_folder, run_ranks):
     """Real Ray, verl's own worker group and its colocated class; worker 1 ran the prelude and proves as much."""
-    digest, (without, with_prelude), refused = run_ranks(
-        "tests.trainer.bare_worker:ask_two",
+    digest, (without, with_prelude), refusal = run_ranks(
+        "tests.trainer.bare_worker:proofs",
         patches="line=pypi,platform=cpu",
         backend=None,
         env={"RAY_TMPDIR": ray_folder},
     )[0]
     assert without.get("digest") is None and with_prelude["digest"] == digest and with_prelude["rank"] == 1
-    assert refused.startswith("worker 0 (") and "pid=" in without["where"]
-    assert "did not run the prelude" in refused and "install-prelude" in refused
+    assert refusal.startswith("worker 0 (") and "pid=" in without["where"]
+    assert "did not run the prelude" in refusal and "install-prelude" in refusal

@@ -3,16 +3,12 @@
 import json
 import socket
 import subprocess
-import sys
-import sysconfig
-from pathlib import Path
 
 import pytest
 
-from verl_patches.patching import install_prelude
+from tests.conftest import python_with_prelude
 
-ROOT = Path(__file__).resolve().parents[2]
-TELL = """
+SEND = """
 import json, sys
 from verl_patches import prelude_patch
 from verl_patches.trainer.worker_settings import send_switches
@@ -20,25 +16,21 @@ class Config: runtime_env = {"env_vars": {"B": "2"}}
 given = eval(sys.argv[1], {"Config": Config})
 print(json.dumps(send_switches(lambda *args, **options: options.get("runtime_env"))(**given)))
 """
-TOLD = "line=pypi,platform=cpu,-memory.order"
+SWITCHES = "line=pypi,platform=cpu,-memory.order"
 
 
-@pytest.mark.parametrize(
-    ("given", "job", "runtime_env"),
-    [
-        ("{}", None, {"env_vars": {"VERL_PATCHES": TOLD}}),
-        (
-            "{'runtime_env': {'env_vars': {'A': '1'}, 'pip': []}}",
-            None,
-            {"env_vars": {"A": "1", "VERL_PATCHES": TOLD}, "pip": []},
-        ),
-        ("{'job_config': Config}", None, {"env_vars": {"B": "2", "VERL_PATCHES": TOLD}}),
-        ("{'runtime_env': {'env_vars': {'VERL_PATCHES': 'x'}}}", None, {"env_vars": {"VERL_PATCHES": "x"}}),
-        ("{}", '{"runtime_env": {"env_vars": {"VERL_PATCHES": "x"}}}', None),
-    ],
-)  # Ray merges the submitted job's
-def test_workers_are_told_the_drivers_switches_unless_they_are_given(run_warm, given, job, runtime_env):
-    done = run_warm(TELL, given, patches=TOLD, env={"RAY_JOB_CONFIG_JSON": job} if job else None).check()
+VARIABLE, OTHER = {"VERL_PATCHES": SWITCHES}, {"env_vars": {"VERL_PATCHES": "x"}}
+
+
+@pytest.mark.parametrize(("given", "job", "runtime_env"), [
+    ("{}", None, {"env_vars": VARIABLE}),
+    ("{'runtime_env': {'env_vars': {'A': '1'}, 'pip': []}}", None, {"env_vars": {"A": "1", **VARIABLE}, "pip": []}),
+    ("{'job_config': Config}", None, {"env_vars": {"B": "2", **VARIABLE}}),
+    ("{'runtime_env': {'env_vars': {'VERL_PATCHES': 'x'}}}", None, OTHER),
+    ("{}", json.dumps({"runtime_env": OTHER}), None),  # Ray merges the submitted job's
+])  # fmt: skip
+def test_workers_get_the_drivers_switches_unless_they_have_some(run_warm, given, job, runtime_env):
+    done = run_warm(SEND, given, patches=SWITCHES, env={"RAY_JOB_CONFIG_JSON": job} if job else None).check()
     assert json.loads(done.out) == runtime_env
 
 
@@ -70,25 +62,12 @@ print("told", *job())
 
 @pytest.mark.slow
 def test_a_worker_without_the_variable_is_refused_by_node_and_the_row_gives_it(tmp_path, ray_folder):
-    """Row dispatch.send_switches, in a Python with the .pth file; verl is a package that says who came first."""
-    (tmp_path / "verl").mkdir()
-    (tmp_path / "verl" / "__init__.py").write_text("import sys\nsaid = 'verl_patches.prelude_patch' in sys.modules\n")
-    subprocess.run([sys.executable, "-I", "-m", "venv", "--without-pip", tmp_path / "venv"], check=True)
-    site = next((tmp_path / "venv" / "lib").glob("python*/site-packages"))
-    (site / "base.pth").write_text(f"{sysconfig.get_path('purelib')}\n{ROOT}\n")
-    (site / install_prelude.NAME).write_text(install_prelude.TEXT)
-    done = subprocess.run(
-        [tmp_path / "venv/bin/python", "-c", JOB],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        env={
-            "PYTHONPATH": str(tmp_path),
-            "PATH": f"{tmp_path}/venv/bin:/usr/bin:/bin",
-            "RAY_TMPDIR": ray_folder,
-            "RAY_USAGE_STATS_ENABLED": "0",
-        },
-    )
+    """Row dispatch.send_switches, in a Python with the .pth file; `verl` reports whether the prelude came first."""
+    (tmp_path / "verl.py").write_text("import sys\nsaid = 'verl_patches.prelude_patch' in sys.modules\n")
+    python = python_with_prelude(tmp_path)
+    env = {"PYTHONPATH": str(tmp_path), "PATH": f"{python.parent}:/usr/bin:/bin", "RAY_TMPDIR": ray_folder}
+    env["RAY_USAGE_STATS_ENABLED"] = "0"
+    done = subprocess.run([python, "-c", JOB], capture_output=True, text=True, timeout=240, env=env)
     assert done.returncode == 0, done.stderr[-3000:]
     missing, told = done.stdout.splitlines()
     assert "ConfigError" in missing and "VERL_PATCHES is not set" in missing and socket.gethostname() in missing

@@ -38,41 +38,16 @@ aiohttp fastapi openai openai.types.chat openai.types.responses pydantic request
 prometheus_client PIL.Image opentelemetry.trace google.protobuf uvicorn watchfiles cloudpickle yaml omegaconf einops
 """.split()
 # read when a library is imported: a process with another value of one of these is not for this server
-AT_IMPORT = (
-    "OMP_",
-    "MKL_",
-    "OPENBLAS_",
-    "NUMEXPR_",
-    "KMP_",
-    "TORCH",
-    "PYTORCH_",
-    "PYTHONHASHSEED",
-    "LD_",
-    "MALLOC_",
-    "ARROW_",
-    "PYDANTIC_",
-    "MPLBACKEND",
-    "HF_",
-    "TRANSFORMERS_",
+AT_IMPORT = tuple(
+    "OMP_ MKL_ OPENBLAS_ NUMEXPR_ KMP_ TORCH PYTORCH_ PYTHONHASHSEED LD_ MALLOC_ ARROW_ PYDANTIC_ MPLBACKEND HF_ "
+    "TRANSFORMERS_".split()
 )
 # of them, what torch and vLLM themselves set in a process that imports them, such as pytest's own
 THEIR_OWN = ("PYTORCH_NVML_BASED_CUDA_CHECK", "TORCHINDUCTOR_COMPILE_THREADS", "TORCHINDUCTOR_CACHE_DIR")
-NEVER = (
-    "verl",
-    "verl_patches",
-    "vllm",
-    "vllm_ascend",
-    "megatron",
-    "mindspeed",
-    "mindspeed_llm",
-    "ray",
-    "tensordict",
-    "torch_npu",
-    "apex",
-    "flash_attn",
-    "transformer_engine",
-    "triton",
-)
+NEVER = """
+verl verl_patches vllm vllm_ascend megatron mindspeed mindspeed_llm ray tensordict torch_npu apex flash_attn
+transformer_engine triton
+""".split()
 
 
 def at_import(env):

@@ -19,13 +19,8 @@ CYCLES, EVERY = 50, 10
 def live_bytes() -> int:
     """Bytes of all storages below tensors that Python knows of."""
     gc.collect()
-    tensors = [each for each in gc.get_objects() if isinstance(each, torch.Tensor)]
-    return sum({each.untyped_storage()._cdata: each.untyped_storage().nbytes() for each in tensors}.values())
-
-
-def rss() -> int:
-    """Bytes of this process that are resident: memory that no tensor shows is in it too."""
-    return psutil.Process().memory_info().rss
+    storages = [each.untyped_storage() for each in gc.get_objects() if isinstance(each, torch.Tensor)]
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
 
 def sampled(llm) -> list[list[int]]:
@@ -85,7 +80,7 @@ def cycles(folder: Path, rollout: dict) -> dict:
         if number % EVERY == EVERY - 1:
             found["tokens"].append(sampled(llm))
             found["bytes"].append(live_bytes())
-            found["rss"].append(rss())
+            found["rss"].append(psutil.Process().memory_info().rss)  # also memory below no tensor
     llm.llm_engine.add_request("left", {"prompt_token_ids": [3, 4, 5]}, SamplingParams(max_tokens=4))
     found["unfinished"] = refused(llm.sleep)
     llm.llm_engine.abort_request(["left"])

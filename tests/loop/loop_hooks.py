@@ -1,0 +1,231 @@
+"""Worker set-up hooks of the loop's tests: ranks that differ, spoilt weight syncs, memory that is not offloaded.
+
+Used as recipe.worker_process_setup_hook=loop_hooks.NAME. Except for `other_switches` and `no_patches`, they replace no
+symbol that our catalogue replaces.
+"""
+
+import functools
+import gc
+import importlib
+import os
+import time
+from pathlib import Path
+
+from verl_patches.patching import engine, fingerprint
+from verl_patches.patching.hooks import after_import
+
+ROLLOUT = "verl.workers.rollout.vllm_rollout.vllm_rollout_spmd"
+O_PROJ = "model.layers.3.self_attn.o_proj.weight"
+EXPERT = "model.layers.2.mlp.experts.{}.down_proj.weight"
+
+
+def after_init(module, cls, change):
+    """`change(object)` at the end of __init__ of a class, once its module is imported."""
+
+    def on_import(imported):
+        original = getattr(imported, cls).__init__
+
+        @functools.wraps(original)
+        def __init__(self, *args, **kwargs):
+            original(self, *args, **kwargs)
+            change(self)
+
+        getattr(imported, cls).__init__ = __init__
+
+    after_import(module, on_import)
+
+
+# -- ranks that differ in their patches, which is refused before step 1, or in their work ------------------------------
+
+
+def other_switches():
+    """Rank 1 runs with one row switched off."""
+    if os.environ.get("RANK") == "1":
+        from verl_patches.catalog import ROWS
+        from verl_patches.patching.switches import parse
+
+        text = engine.current().switches.text()
+        engine.current().revert()
+        engine._CURRENT = None
+        engine.start(ROWS, parse(f"{text},-reshard.direct")).apply()
+
+
+def no_patches():
+    """Rank 1 reverts one of our rows: its switches are unchanged, its code is not."""
+    if os.environ.get("RANK") == "1":
+        row = engine.current()._rows["update.micro_batches_as_planned"]
+        row.state, row.hook = "reverted", None
+
+
+def drifted_in_workers():
+    """A row's target is not the reviewed one, in training workers only; the row fails when they load their class."""
+    if "WG_PREFIX" in os.environ:
+        _let_drift("verl.workers.megatron_workers:ActorRolloutRefWorker._build_model_optimizer")
+
+
+def drifted_in_the_hook():
+    """The same in the controller and at once, while Ray's set-up hook runs."""
+    if "WG_PREFIX" not in os.environ:
+        _let_drift("verl.utils.tracking:Tracking.log")
+        importlib.import_module("verl.utils.tracking")
+
+
+def _let_drift(target):
+    """`target` drifts in this process; the time at which its row is refused goes to the file that FAILED_AT names."""
+    reviewed_hash, refusal = fingerprint.reviewed_hash, engine.refusal
+
+    def noted(*args):
+        Path(os.environ["FAILED_AT"]).write_text(str(time.time()))
+        return refusal(*args)
+
+    fingerprint.reviewed_hash = lambda line, place: "0" * 16 if place == target else reviewed_hash(line, place)
+    engine.refusal = noted
+
+
+def stop_early():
+    """One word in sixteen ends a sequence, so that sequences, and with them DP ranks, end at different steps."""
+    after_init(ROLLOUT, "vLLMRollout", lambda self: setattr(self.sampling_params, "stop_token_ids", list(range(32))))
+
+
+def end_early():
+    """The same, and verl takes those words for ends: responses are unequally long, and log-probs can be compared."""
+
+    def on_import(module):
+        mask = module.get_response_mask
+        module.get_response_mask = lambda response_id, eos_token, dtype: mask(
+            response_id, [eos_token, *range(32)], dtype
+        )
+
+    stop_early()
+    after_import(ROLLOUT, on_import)
+
+
+# -- spoilt weight syncs: controls of the truth check ------------------------------------------------------------------
+
+
+def _spoil_sync(change):
+    """Each model that vLLM makes gets a load_weights of its own; the class keeps the one that a row may wrap."""
+
+    def spoil(model):
+        load = model.load_weights
+        model.load_weights = lambda weights: load((name, change(name, tensor)) for name, tensor in weights)
+
+    after_init("vllm.model_executor.models.deepseek_v2", "DeepseekV2ForCausalLM", spoil)
+
+
+def corrupt_expert():
+    """One expert's down projection, rows rolled by one."""
+    _spoil_sync(lambda name, t: t.roll(1, 0) if name.endswith("layers.1.mlp.experts.0.down_proj.weight") else t)
+
+
+def drop_bias():
+    """No correction bias."""
+    _spoil_sync(lambda name, t: t * 0 if "e_score_correction_bias" in name else t)
+
+
+def spoil_nothing():
+    """The control of the controls: the hook is there and changes nothing."""
+    _spoil_sync(lambda name, t: t)
+
+
+# -- spoilt destination maps: controls of the resharder's verification, and of load_weights for what it cannot map -----
+
+
+def _on_learnt(change):
+    """`change(destinations)`: edit destination.Destinations right after vLLM's memory was learnt."""
+
+    def on_import(module):
+        learn = module.learn_destinations
+
+        def learn_spoilt(*args, **kwargs):
+            destinations = learn(*args, **kwargs)
+            change(destinations)
+            return destinations
+
+        module.learn_destinations = learn_spoilt
+
+    after_import("verl_patches.reshard.weight_sync", on_import)
+
+
+def swap_experts():
+    """Two experts land in each other's place."""
+
+    def change(destinations):
+        names, tensors = [EXPERT.format(0), EXPERT.format(1)], destinations.tensors
+        if all(name in tensors for name in names):
+            places = [tensors[name][0].tensor for name in reversed(names)]
+            for name, tensor in zip(names, places, strict=True):
+                object.__setattr__(tensors[name][0], "tensor", tensor)
+
+    _on_learnt(change)
+
+
+def unmap_o_proj():
+    """Rank 1 cannot follow the last layer's o_proj: as destination.py has it, so that load_weights must load it."""
+
+    def change(destinations):
+        from verl_patches.reshard.trace import Opaque  # not before: torch
+
+        if destinations.rank == 1:
+            destinations.unmapped[O_PROJ] = "spoilt"
+            unmapped = [Opaque(O_PROJ, "spoilt", place.tensor) for place in destinations.tensors.pop(O_PROJ)]
+            object.__setattr__(destinations, "opaque", (*destinations.opaque, *unmapped))
+
+    _on_learnt(change)
+
+
+# -- memory that is on the device while vLLM generates -----------------------------------------------------------------
+
+
+def keep_gradients():
+    """Gradients get their memory again, zeroed, between the weight sync and the rollout; no row of ours is there."""
+
+    def on_import(module):
+        manager = module.MegatronVLLMShardingManager
+        original = manager.preprocess_data
+
+        @functools.wraps(original)
+        def preprocess_data(self, data):
+            for chunk in self.actor_module:
+                for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+                    buffer.grad_data.untyped_storage().resize_(buffer.numel * buffer.grad_data.element_size())
+                    buffer.grad_data.zero_()
+            return original(self, data)
+
+        manager.preprocess_data = preprocess_data
+
+    after_import("verl.workers.sharding_manager.megatron_vllm", on_import)
+
+
+class LeftOnDeviceError(RuntimeError):
+    """What was not offloaded, in bytes."""
+
+
+def nothing_left():
+    """Ends the run if, when vLLM is to generate, any storage below Megatron's DDP is not empty."""
+
+    def look_first(rollout):
+        generate = rollout.generate_sequences
+
+        def generate_sequences(*args, **kwargs):
+            _raise_if_left()
+            return generate(*args, **kwargs)
+
+        rollout.generate_sequences = generate_sequences
+
+    after_init(ROLLOUT, "vLLMRollout", look_first)
+
+
+def _raise_if_left():
+    from megatron.core.distributed import DistributedDataParallel
+
+    sizes = {}
+    for chunk in [each for each in gc.get_objects() if type(each) is DistributedDataParallel]:
+        for kind in ("buffers", "expert_parallel_buffers"):
+            for buffer in getattr(chunk, kind):
+                for data in ("param_data", "grad_data"):
+                    left = getattr(buffer, data).untyped_storage().nbytes()
+                    sizes[f"{kind}.{data}"] = sizes.get(f"{kind}.{data}", 0) + left
+        sizes["parameters"] = sum(p.untyped_storage().nbytes() for p in chunk.parameters() if p.requires_grad)
+    if len(sizes) != 5 or any(sizes.values()):
+        raise LeftOnDeviceError(f"expected four kinds of buffers and parameters, all of 0 bytes, found {sizes}")
