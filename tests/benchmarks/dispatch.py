@@ -53,8 +53,8 @@ from tests.tensor_cache.lengths import PROMPT, RESPONSE, lognormal_lengths
 from tests.tensor_cache.logical_group import LogicalGroup, Serialised, group_of
 from verl_patches.tensor_cache.exchange import Ragged, model_inputs
 from verl_patches.trainer.dispatch import put_before_calling
-from verl_patches.trainer.tensor_cache import CachedStep, TensorCacheGroup
-from verl_patches.trainer.worker_starts import noted, start_skew, take_starts
+from verl_patches.trainer.tensor_cache import CachedStep, TensorCacheStages
+from verl_patches.trainer.worker_starts import record_starts, start_skew, take_starts
 
 PROMPTS, EACH, WORLD, VOCABULARY = 512, 16, 256, 129_280
 SAMPLES = PROMPTS * EACH
@@ -62,7 +62,7 @@ DP, PP, TP = 8, 8, 4
 BYTES_SCALE, SKEW_SCALE = 32, 8
 WORK_S = 0.5
 BOUND_BYTES, BOUND_TIMES, BOUND_MODEL_S = 0.06e9, 50, 0.5
-register = noted(register)
+register = record_starts(register)
 
 
 class Host:
@@ -315,7 +315,7 @@ def byte_figures() -> Iterator[dict[str, Any]]:
                 step.train(part)
     for name, of in (("ours", responses), ("ours, every response of 3072 tokens", [RESPONSE] * SAMPLES)):
         stand(of)
-        kept = TensorCacheGroup(group, CachedStep(0, RESPONSE, True, False))
+        kept = TensorCacheStages(group, CachedStep(0, RESPONSE, True, False))
         step = Step(kept, own(kept))
         with our_row(), counted.way(name):
             step.train(balanced(step.generate(prompts_of(PROMPTS, prompts))))
@@ -364,7 +364,7 @@ def measured(count: int, made: list[Any], repeats: int, of: tuple[list[int], lis
     heads = heads_of(group)
     ray.get([actor.stand_for.remote([n], samples, heads, *of, folder) for n, actor in enumerate(made[:count])])
     asked = prompts_of(samples // EACH, of[0])
-    kept = TensorCacheGroup(group, CachedStep(0, RESPONSE, True, False))
+    kept = TensorCacheStages(group, CachedStep(0, RESPONSE, True, False))
     whole = Step(group, own(group)).generate(asked)
     each = SAMPLES // DP // SKEW_SCALE
     picked = [at % len(whole) for at in range(group.dp_size * each)]

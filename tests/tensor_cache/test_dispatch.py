@@ -10,7 +10,7 @@ from verl.protocol import DataProto
 from verl.single_controller.base.decorator import MAGIC_ATTR, Dispatch, register
 
 from verl_patches.trainer import dispatch, worker_starts
-from verl_patches.trainer.worker_starts import noted, start_skew
+from verl_patches.trainer.worker_starts import record_starts, start_skew
 
 # objects above 1 MB that the controller serialises: with the row, without it
 LARGE = {
@@ -119,8 +119,8 @@ def test_coroutines_and_calls_of_vllms_executor_are_not_recorded():
     async def sleep(self):
         return None
 
-    of_vllm = noted(register)(dispatch_mode=Dispatch.DIRECT_ROLLOUT_METHOD)(method)
-    plain, coroutine = (noted(register)(dispatch_mode=Dispatch.ONE_TO_ALL)(f) for f in (method, sleep))
+    of_vllm = record_starts(register)(dispatch_mode=Dispatch.DIRECT_ROLLOUT_METHOD)(method)
+    plain, coroutine = (record_starts(register)(dispatch_mode=Dispatch.ONE_TO_ALL)(f) for f in (method, sleep))
     assert names_of(lambda: plain(None), lambda: of_vllm(None)) == ["method"] and plain(None) == "done"
     assert coroutine.__code__ is not plain.__code__
     assert getattr(plain, MAGIC_ATTR)["dispatch_mode"] == Dispatch.ONE_TO_ALL
@@ -131,20 +131,20 @@ def test_a_method_is_recorded_by_the_name_of_the_call():
         return None
 
     class Worker:
-        one = noted(register)(dispatch_mode=Dispatch.ONE_TO_ALL)(f)
-        two = noted(register)(dispatch_mode=Dispatch.ONE_TO_ALL)(f)
+        one = record_starts(register)(dispatch_mode=Dispatch.ONE_TO_ALL)(f)
+        two = record_starts(register)(dispatch_mode=Dispatch.ONE_TO_ALL)(f)
 
     Worker.two = functools.wraps(Worker.two)(lambda self, below=Worker.two: below(self))  # a row
     assert names_of(Worker().two, Worker().one) == ["two", "one"]
 
 
 def test_an_error_ends_the_call_and_threads_do_not_hide_each_other():
-    @noted(register)(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @record_starts(register)(dispatch_mode=Dispatch.ONE_TO_ALL)
     def outer(self, inner):
         inner()
         raise KeyError
 
-    @noted(register)(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @record_starts(register)(dispatch_mode=Dispatch.ONE_TO_ALL)
     def other():
         return None
 

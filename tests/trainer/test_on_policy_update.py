@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from verl import DataProto
-from verl.trainer.ppo.core_algos import agg_loss, compute_policy_loss
+from verl.trainer.ppo.core_algos import compute_policy_loss
 
 from verl_patches.config.checks import check_config
 from verl_patches.config.compose import compose
@@ -219,21 +219,6 @@ def test_a_failed_update_leaves_the_loss_alone():
     data = batch().batch
     given = [data["old_log_probs"], data["old_log_probs"] + 0.1, data["advantages"], torch.ones(4, LENGTH), 0.2]
     assert torch.equal(Worker.loss(*given)[0], compute_policy_loss(*given)[0])
-
-
-def test_the_trainer_gets_columns_of_nan_and_sends_none():
-    sent = []
-    group = SimpleNamespace(update_actor=lambda data: sent.append(set(data.batch.keys())), compute_ref_log_prob=len)
-    without, data = rollout_correction.WithoutOldLogProb(group), batch()
-    data.batch.pop("old_log_probs")
-    passed = without.compute_log_prob(data)  # group has no such method: it would be an AttributeError
-    entropys = passed.batch.pop("entropys")  # from here on as verl's fit
-    assert math.isnan(agg_loss(entropys, data.batch["attention_mask"][:, -LENGTH:], "token-mean"))
-    data = data.union(passed)
-    assert data.batch["old_log_probs"].isnan().all() and data.batch["old_log_probs"].shape == (4, LENGTH)
-    without.update_actor(data)
-    assert sent == [{"responses", "attention_mask", "rollout_log_probs", "advantages"}]
-    assert without.compute_ref_log_prob is len
 
 
 PROBE = """

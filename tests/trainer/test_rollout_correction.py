@@ -110,7 +110,7 @@ def test_weights_by_hand():
     for (level, cap, reject), rows in expected.items():
         found = rc.weigh(rollout, actor, mask, Correction(level, cap, reject, (0.5, 2.0)))
         torch.testing.assert_close(found.weights, torch.tensor(rows), rtol=1e-6, atol=0)
-        assert found.kept.tolist() == [True, any(rows[1])]
+        assert found.accepted.tolist() == [True, any(rows[1])]
 
 
 def test_ratios_are_bounded_before_they_overflow():
@@ -118,7 +118,7 @@ def test_ratios_are_bounded_before_they_overflow():
     ratios = rc.weigh(rollout, actor, ones, Correction("token", 1e30, None, None)).weights
     torch.testing.assert_close(ratios, torch.tensor([[20.0, -20.0]]).exp())
     rollout, actor = torch.tensor([[-30.0, -0.1]]), torch.tensor([[-0.1, -20.0]])  # k1: -20, not -29.9, and 19.9
-    assert rc.weigh(rollout, actor, ones, Correction(None, 2.0, "seq_sum_k1", (0.8, 1.2))).kept.tolist() == [True]
+    assert rc.weigh(rollout, actor, ones, Correction(None, 2.0, "seq_sum_k1", (0.8, 1.2))).accepted.tolist() == [True]
 
 
 def test_weights_of_bf16_sides_are_fp32():
@@ -157,7 +157,7 @@ def test_a_sequence_is_rejected_by_verls_k1(reject, bounds):
     """verl: log(low) <= sum or mean of -clamp(log pi_actor - log pi_rollout, -20, 20) <= log(high)."""
     rollout, actor, mask = sides(seed=2, rows=40, far=0.4, dtype=torch.float64)
     rollout[2, 0], actor[2, 0] = -30.0, 0.0
-    found = rc.weigh(rollout, actor, mask, Correction(None, 2.0, reject, bounds)).kept
+    found = rc.weigh(rollout, actor, mask, Correction(None, 2.0, reject, bounds)).accepted
     low, high = np.log(bounds)
     kept, other_way = [], []
     for x, y, valid in zip(rollout.numpy(), actor.numpy(), mask.numpy(), strict=True):

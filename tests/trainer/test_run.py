@@ -47,17 +47,3 @@ def test_a_drifted_row_is_reported_if_all_workers_skip_it_and_refused_if_some_do
     assert "| drifted (drift=skip, reasons in summary.json): a.b" in prove("drifted", "drifted")
     with pytest.raises(engine.PatchError, match="a.b: active in 0; drifted in 1"):
         prove("active", "drifted")
-
-
-@pytest.mark.parametrize(("enabled", "row", "cached"), [(True, True, True), (True, False, False), (False, True, False)])
-def test_tensors_stay_on_workers_if_the_recipe_and_its_row_are_on(monkeypatch, enabled, row, cached):
-    """Row update.tensor_cache."""
-    monkeypatch.setattr(engine, "is_on", lambda name: row and name == "update.tensor_cache")
-    space, group, made = SimpleNamespace, object(), object.__new__(run.Run)
-    made.cached_group, made.recipe = None, space(tensor_cache=space(enabled=enabled))
-    trainer, algorithm = space(balance_batch=True), space(use_kl_in_reward=False)
-    config = space(data=space(max_response_length=4), trainer=trainer, algorithm=algorithm)
-    tokenizer = space(pad_token_id=0)
-    made.trainer = space(config=config, tokenizer=tokenizer, actor_rollout_wg=group, use_reference_policy=False)
-    made.keep_on_workers()
-    assert (made.trainer.actor_rollout_wg is not group) == cached == (made.cached_group is not None)

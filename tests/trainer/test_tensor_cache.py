@@ -18,8 +18,7 @@ from verl_patches.errors import ConfigError
 from verl_patches.tensor_cache import limits
 from verl_patches.tensor_cache.exchange import Ragged, mask_of, to_padded
 from verl_patches.trainer import tensor_cache
-from verl_patches.trainer.rollout_correction import WithoutOldLogProb
-from verl_patches.trainer.tensor_cache import CachedStep, TensorCacheGroup
+from verl_patches.trainer.tensor_cache import CachedStep, TensorCacheStages
 from verl_patches.worker import tensor_cache_stages
 from verl_patches.worker.tensor_cache_stages import padded_prompts
 
@@ -156,7 +155,7 @@ def make(send_back=False):
     """(group, workers)."""
     workers = Workers(torch.rand(4, WIDTH, generator=torch.Generator().manual_seed(1)))
     cached = CachedStep(0, WIDTH, True, send_back, step=5, lengths=LENGTHS, open=True)
-    return TensorCacheGroup(workers, cached), workers
+    return TensorCacheStages(workers, cached), workers
 
 
 def rows(order, **tensors):
@@ -199,7 +198,7 @@ def test_an_outcome_reward_travels_as_one_advantage_a_sample():
 
 def test_a_sample_without_tokens_is_not_taken_for_a_scalar():
     """Also not on the worker, where there are as many values as samples."""
-    values, per_token = tensor_cache._smallest(Ragged(torch.tensor([1.0, 2.0]), (0, 2)))
+    values, per_token = tensor_cache._outcome_or_token_values(Ragged(torch.tensor([1.0, 2.0]), (0, 2)))
     assert (values.tolist(), per_token) == ([1.0, 2.0], True)
     here, mask = SimpleNamespace(payload={"responses": np.array([0, 2])}, samples=(1, 0)), mask_of([2, 0], 2)
     for per_token, expected in ((True, [[1.0, 2.0], [0.0, 0.0]]), (False, [[2.0, 2.0], [0.0, 0.0]])):
@@ -216,7 +215,7 @@ def prompts(ids=(1, 2), **non_tensors):
 
 
 def test_prompts_travel_without_padding_and_are_padded_again_on_the_worker():
-    sent = tensor_cache._asked(prompts(raw_prompt_ids=[[1, 2], [7]]), 0)
+    sent = tensor_cache._prompt_payload(prompts(raw_prompt_ids=[[1, 2], [7]]), 0)
     assert (sent["prompt_ids"].dtype, sent["prompt_ids"].tolist()) == (np.int32, [1, 2, 7])
     found = padded_prompts(sent, 0, 1)
     assert found.non_tensor_batch["raw_prompt_ids"].tolist() == [[1, 2], [7]]
@@ -229,7 +228,7 @@ def test_prompts_travel_without_padding_and_are_padded_again_on_the_worker():
 
 
 def test_every_rank_takes_its_own_prompts():
-    sent = tensor_cache._asked(prompts(), 0)
+    sent = tensor_cache._prompt_payload(prompts(), 0)
     ids = [padded_prompts(sent, rank, 2).batch["input_ids"].tolist() for rank in (0, 1)]
     assert ids == [[[0, 0, 1, 2]], [[0, 0, 0, 7]]]
     with pytest.raises(ConfigError, match="2 prompts for 3 workers.*train_batch_size"):
@@ -259,7 +258,7 @@ class Generating:
 
 def test_the_responses_of_two_ranks_become_verls_batch_in_the_order_of_samples():
     workers = Generating()
-    group = TensorCacheGroup(workers, CachedStep(0, WIDTH, True, False, step=5))
+    group = TensorCacheStages(workers, CachedStep(0, WIDTH, True, False, step=5))
     found = group.generate_sequences(prompts(raw_prompt_ids=[[1, 2], [7]])).batch
     expected = {
         "sample": [0, 1, 2, 3],
@@ -286,35 +285,18 @@ def test_the_responses_of_two_ranks_become_verls_batch_in_the_order_of_samples()
 
 def test_metrics_of_verls_own_partition_are_left_out():
     metrics = {"global_seqlen/balanced_max": 9, "global_seqlen/mean": 5.0, "critic/score/mean": 0.5}
-    assert TensorCacheGroup.without_verls_partition(metrics) == {"critic/score/mean": 0.5}
+    assert TensorCacheStages.without_verls_partition(metrics) == {"critic/score/mean": 0.5}
 
 
 @pytest.mark.parametrize(("more", "words"), [
-    ({"raw_prompt_ids": [[1, 2], [8]]}, r"raw_prompt_ids of prompt 1 \(1\) are not its input_ids"),
-    ({"multi_modal_data": [{}, {}]}, "prompts have multi_modal_data, which would not come back"),
+    ({"raw_prompt_ids": [[1, 2], [8]]}, r"raw_prompt_ids of prompt 1 \(1\) differ from its input_ids"),
+    ({"multi_modal_data": [{}, {}]}, "prompts have multi_modal_data, which is not returned"),
 ])  # fmt: skip
 def test_prompts_that_are_not_text_are_refused_before_anything_runs(more, words):
     group, workers = make()
     with pytest.raises(ConfigError, match=words):
         group.generate_sequences(prompts(**more))
     assert workers.calls == []
-
-
-def test_an_update_without_old_log_probs_is_given_none():
-    group, workers = make()
-    batch = rows([1, 0, 3, 2], responses=torch.zeros(4, WIDTH, dtype=torch.int64), advantages=torch.ones(4, WIDTH))
-    without = WithoutOldLogProb(group)
-    batch = batch.union(without.compute_log_prob(batch))
-    assert without.update_actor(batch).meta_info["metrics"] == {"metric": [1.0]}
-    assert [stage for stage, _ in workers.calls] == ["update"]
-
-
-@pytest.mark.parametrize("meta", [{"validate": True}, {"do_sample": False}])
-def test_validation_and_greedy_baselines_are_not_kept(meta):
-    group, _ = make()
-    before = group._cached.step
-    assert group.generate_sequences(DataProto(meta_info=meta)) == "verl's own"
-    assert group._cached.step == before
 
 
 def test_a_step_without_an_update_is_closed_at_its_end():

@@ -4,6 +4,7 @@ Whole runs: tests/loop/test_smoke.py, tests/loop/test_truth_control.py.
 """
 
 import math
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -14,11 +15,12 @@ from verl.trainer.ppo.core_algos import agg_loss
 
 from verl_patches.errors import ConfigError
 from verl_patches.rollout.log_probs import CHECK
-from verl_patches.trainer import worker_group
+from verl_patches.trainer import truth_check, worker_group
 from verl_patches.trainer.recording import find_recording
 from verl_patches.trainer.worker_group import RecipeWorkerGroup
 
 LENGTH = 2
+REPLAY = {"recipe.rollout.replay": "outputs/x"}
 
 
 def config_of(**recipe):
@@ -167,3 +169,21 @@ def test_the_tensor_cache_needs_its_key_and_its_row(monkeypatch, enabled, row):
     assert (actor.cache is not None) == (enabled and row) == ("tensor_cache" in actor.end_step())
     if actor.cache is not None:
         assert reference.cache is not actor.cache and reference.cache._cached is actor.cache._cached
+
+
+@pytest.mark.parametrize(("check", "others", "words"), [
+    ({}, {}, None),
+    ({"every": None, "sequences": 3}, {}, None),
+    ({"sequences": 3}, {}, "sequences is 3; expected a multiple of 2"),
+    ({"sequences": 10}, {}, "sequences is 10; expected at most data.train_batch_size 8"),
+    ({}, REPLAY, "every is 2, but .* recorded ones; set recipe.logprob_check.action"),
+    ({}, {"recipe.train.balanced_routing": True}, "every is 2, but .* balanced routing"),
+    ({}, {"actor_rollout_ref.rollout.mode": "async"}, "every is 2, but .* vllm, async; expected vllm, sync"),
+    ({"action": "off"}, REPLAY, None),
+])  # fmt: skip
+def test_a_setting_that_cannot_be_checked_is_refused_by_name(check, others, words):
+    config = config_of(logprob_check={"every": 2, **check})
+    for key, value in others.items():
+        OmegaConf.update(config, key, value)
+    faults = list(truth_check.faults(config))
+    assert len(faults) == (words is not None) and all(re.search(words, fault) for fault in faults), faults
