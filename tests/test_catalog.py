@@ -75,6 +75,7 @@ def test_every_body_is_the_reviewed_one():
     assert {target: fingerprint(target) for target in targets} == known
 
 
+@pytest.mark.slow
 def test_every_signature_fits_and_all_bindings_are_listed():
     """As `check --installed` says it, no signature left unchecked; negative controls: tests/cli/test_contract.py."""
     report = check(ROWS, "pypi", Sources(installed_roots("pypi")))

@@ -68,6 +68,7 @@ def edit(file, old, new):
     file.write_text(text.replace(old, new))
 
 
+@pytest.mark.slow
 def test_the_installed_packages_are_as_the_catalogue_expects(run_python):
     """No problem, every row with its place, and nothing of upstream imported: all is read as text."""
     done = run_python(CHECK, "check", "--installed", "--line", "pypi", "--json")

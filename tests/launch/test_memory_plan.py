@@ -31,6 +31,7 @@ def test_the_256_die_run_fits_in_the_order_that_it_follows_and_not_in_verls():
     assert columns[1:3] == ("ours, addresses kept by vLLM", "verl 54c9b736") and "; ours: the same bytes" in title
 
 
+@pytest.mark.slow
 def test_the_followed_order_depends_on_the_rows_that_are_on():
     assert plan(BIG, rows=())["followed"] == "verl 54c9b736"
     back = plan(BIG, rows=("reshard.direct", "memory.sleep_mode"))
@@ -69,6 +70,7 @@ def test_keys_of_the_configuration_reach_the_bytes(override, group):
     assert bytes_of(group, override) != bytes_of(group)
 
 
+@pytest.mark.slow
 def test_most_bytes_of_the_tensor_cache():
     """512 prompts of 16 samples over 8 replicas: ids of 1024 + 3072, log-probs of 3072 twice, or three times."""
 

@@ -8,7 +8,8 @@ import json
 import subprocess
 
 import pytest
-from conftest import QUIET, ROOT
+
+from tests.npu.conftest import QUIET, ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.full]
 VERLS = {"RANK": "0", "WG_PREFIX": "abc"}

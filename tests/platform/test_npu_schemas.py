@@ -61,6 +61,7 @@ def test_extraction_from_a_wheel(tmp_path):
             extract(wheels, names)
 
 
+@pytest.mark.slow
 def test_script_compares_and_refuses(tmp_path):
     def run(*args):
         command = [sys.executable, SCRIPT, *args]

@@ -97,6 +97,7 @@ def test_an_error_of_one_rank_stops_all_and_the_next_sync_is_well(ranks4, spoil,
         assert (second, allocated) == ("fine", 0)
 
 
+@pytest.mark.slow
 def test_peak_is_what_the_allocator_sees_and_within_four_buckets(ranks4):
     model = replace(TINY, hidden_size=256, vocab_size=2048)
     case = replace(PLAIN, model=model, bucket_bytes=1 << 17, rollout_dtype="float32")

