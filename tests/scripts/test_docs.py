@@ -83,6 +83,19 @@ def fault(words):
     return f"no key {unknown.pop()}" if unknown else None
 
 
+def missing_files(text):
+    """Files of the repository that a page names in `code` and that are not there, but for its examples."""
+    named = re.findall(
+        r"`((?:verl_patches|tests|scripts|configs|data|docs)/[\w./-]+\.(?:py|sh|yaml|json|md))[`:]", text
+    )
+    return [name for name in named if not (ROOT / name).exists() and f"<!-- example: {name} -->" not in text]
+
+
+def test_files_that_pages_name_exist():
+    assert {page.name: missing for page in PAGES if (missing := missing_files(page.read_text()))} == {}
+    assert missing_files("`tests/model/test_gone.py`, `tests/conftest.py`") == ["tests/model/test_gone.py"]
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_and_commands_of_a_page_exist(page):
     text = page.read_text()
