@@ -189,7 +189,7 @@ MUTANTS = (
     Mutant("equivalence-percent-of-small-numbers", "rewards/equivalence.py",
            "abs(float(bare_gold)) > 1 and", "abs(float(bare_gold)) > 0 and", EQUAL),
     Mutant("equivalence-two-numbers", "rewards/equivalence.py",
-           "_TWO_NUMBERS.search(answer) or ", "", EQUAL),
+           "has_adjacent_numbers(answer) or ", "", EQUAL),
     Mutant("compose-pays-without-form", "rewards/maths.py",
            "if not well_formed:", "if not well_formed and not correct:", Tests("rewards/test_maths.py")),
     Mutant("learnable-short-answers-pay", "rewards/learnable.py",

@@ -8,7 +8,7 @@ import psutil
 import pytest
 
 from verl_patches.errors import ConfigError
-from verl_patches.rewards.answer_checker import AnswerChecker
+from verl_patches.rewards.answer_checker import MEMORY_BYTES, AnswerChecker
 
 pytestmark = pytest.mark.slow  # each starts processes
 
@@ -35,7 +35,6 @@ def test_a_lost_helper_is_replaced_and_close_ends_the_new_one(checker):
     wait_until_gone(first)
     assert checker.equivalent("1/2", "2/4") and checker.pid != first
     helper = psutil.Process(checker.pid)
-    assert helper.rlimit(psutil.RLIMIT_AS)[0] < 4 << 30
     checker.close()
     assert checker.pid is None and not helper.is_running()
 
@@ -98,3 +97,24 @@ def test_without_math_verify_the_error_says_what_to_install(tmp_path, monkeypatc
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(ConfigError, match="no math-verify here.*pip install -r requirements.txt"):
         checker.equivalent("1", "2/2")
+
+
+ALLOCATES = """
+import sympy
+def parse(answer, *args, **options):
+    digits = answer.strip("$")
+    bytearray(int(digits) if digits.isdigit() else 0)
+    return [sympy.Integer(1)]
+class LatexExtractionConfig:
+    def __init__(self, **options): pass
+"""
+
+
+def test_an_answer_that_needs_more_memory_than_the_limit_is_wrong(tmp_path, monkeypatch, checker):
+    """math-verify is replaced by a parser that allocates as many bytes as the answer says, and reads 1."""
+    (tmp_path / "math_verify.py").write_text(ALLOCATES)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert checker.equivalent("1", str(MEMORY_BYTES // 2))
+    first = checker.pid
+    assert not checker.equivalent("1", str(2 * MEMORY_BYTES))
+    assert checker.equivalent("1", str(MEMORY_BYTES // 2)) and checker.pid == first

@@ -1,18 +1,26 @@
-"""Client of the helper process that compares answers (equivalence.py): starts it, bounds it, restarts it."""
+"""Compares answers (equivalence.py) in a helper process with limits of CPU time and memory.
+
+The helper is this module run as a program. math-verify bounds its work with SIGALRM, which needs the main thread and
+cannot stop one long C call such as 10**10**10; the kernel ends a process at its limit in any case.
+"""
 
 from __future__ import annotations
 
 import json
 import logging
 import os
+import resource
 import signal
 import subprocess
 import sys
 import threading
 
 from verl_patches.errors import ConfigError
+from verl_patches.rewards.equivalence import equivalent
 
 CPU_LIMIT_S = 1.0
+MEMORY_BYTES = 1 << 30  # of the helper, on top of its imports
+_WALL_FACTOR = 30.0  # wall-clock limit over CPU limit, for a machine that is busy with other work
 _log = logging.getLogger(__name__)
 _checkers: dict[int, AnswerChecker] = {}
 
@@ -64,7 +72,7 @@ class AnswerChecker:
             # The same import path as here: a Ray worker finds this package where its driver put it, not where we are.
             path = os.pathsep.join(entry for entry in sys.path if entry)
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "verl_patches.rewards.equivalence"],
+                [sys.executable, "-m", "verl_patches.rewards.answer_checker"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
@@ -104,3 +112,59 @@ class AnswerChecker:
 def shared_answer_checker() -> AnswerChecker:
     """This process's checker: one per process, so that a fork never talks to its parent's helper."""
     return _checkers.setdefault(os.getpid(), AnswerChecker())
+
+
+# -- the helper process ----------------------------------------------------------------------------------------------
+
+
+def _limit_cpu(cpu_s: float) -> None:
+    """End this process by signal after so much CPU time (0: never). A default action also ends a long C call."""
+    for number in (signal.SIGPROF, signal.SIGALRM):
+        signal.signal(number, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_PROF, cpu_s)
+    signal.setitimer(signal.ITIMER_REAL, cpu_s * _WALL_FACTOR)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF, signal.SIGALRM})
+
+
+def _reply(value: object) -> None:
+    sys.stdout.write(json.dumps(value) + "\n")
+    sys.stdout.flush()
+
+
+def _warm_up() -> None:
+    pairs = ((r"\frac{1}{2}", "0.5"), (r"2\sqrt{2}", r"\sqrt{8}"), ("x^2 - 1", "(x-1)(x+1)"))
+    for gold, answer in pairs:
+        if not equivalent(gold, answer):
+            raise RuntimeError(f"{gold} and {answer} differ: wrong versions, see configs/requirements-pypi.txt")
+
+
+def serve() -> None:
+    """Reply true or false to each line of stdin, a JSON list [gold, answer, cpu_s], until end of file.
+
+    The first line on stdout is {"ready": true} or {"error": text}.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent; its end closes our stdin
+    _limit_cpu(60.0)
+    try:
+        _warm_up()
+    except Exception as why:
+        _reply({"error": f"{type(why).__name__}: {why}"})
+        return
+    with open("/proc/self/statm") as statm:
+        now_bytes = int(statm.read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (now_bytes + MEMORY_BYTES, resource.RLIM_INFINITY))
+    _limit_cpu(0.0)
+    _reply({"ready": True})
+    for line in sys.stdin:
+        gold, answer, cpu_s = json.loads(line)
+        _limit_cpu(cpu_s)
+        try:
+            verdict = equivalent(gold, answer)
+        except Exception:  # MemoryError and RecursionError too: what cannot be compared is not equal
+            verdict = False
+        _limit_cpu(0.0)
+        _reply(verdict)
+
+
+if __name__ == "__main__":
+    serve()

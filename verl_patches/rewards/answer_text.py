@@ -1,0 +1,179 @@
+r"""Answers as text: one spelling for what LaTeX writes in several ways, and where lists and brackets end.
+
+No meaning is computed here; equivalence.py compares the normalised texts.
+"""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+
+_SIGNS = {"×": "times", "π": "pi", "∞": "infty", "∪": "cup", "≤": "le", "≥": "ge", "≠": "ne", "∅": "emptyset"}
+_SIGNS |= {"°": "circ", "≈": "approx", "·": "cdot", "∈": "in"}
+_UNICODE = str.maketrans("−–÷’", "--/'") | {ord(sign): f"\\{command} " for sign, command in _SIGNS.items()}
+_DELIMITERS = re.compile(r"^(?:\$\$(.*)\$\$|\$(.*)\$|\\\((.*)\\\)|\\\[(.*)\\\])$")
+_FONTS = "mathrm|textrm|textbf|textit|mathbf|mbox|operatorname|mathit|textsf|textnormal"
+_SPELLINGS = [
+    (re.compile(pattern), spelling)
+    for pattern, spelling in (
+        # commands without a meaning of their own, or with the meaning of another one
+        (r"\\(?:left|right|[bB]igg?|displaystyle|limits)(?![A-Za-z])", ""),
+        (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
+        (r"\\(?:mathbf|mathit|boldsymbol)\s*\{([A-Za-z])\}", r"\1"),
+        (rf"\\(?:{_FONTS})\b\s*\{{", r"\\text{"),
+        (r"^\s*\\text\{\s*([+-]?[0-9][0-9.,/]*)\s*\}\s*$", r"\1"),
+        (r"\\(?:leq|leqslant)(?![A-Za-z])|<=", r"\\le "),
+        (r"\\(?:geq|geqslant)(?![A-Za-z])|>=", r"\\ge "),
+        (r"\\neq(?![A-Za-z])|!=", r"\\ne "),
+        (r"\\lt(?![A-Za-z])", "<"),
+        (r"\\gt(?![A-Za-z])", ">"),
+        (r"\\langle(?![A-Za-z])", "("),
+        (r"\\rangle(?![A-Za-z])", ")"),
+        (r"^\s*\\(?:approx|simeq|doteq)(?![A-Za-z])", ""),
+        # spaces
+        (r"(?<=[0-9])(?:\\,|\\!|\{,\}|,\\!)(?=[0-9]{3}(?![0-9]))", ""),  # marks of thousands
+        (r"(?<!\\)\\[,;:! ]|~|\\q?quad(?![A-Za-z])|\\(?:en|thin|med|thick)space(?![A-Za-z])", " "),
+        (r"\\hspace\*?\{[^{}]*\}", " "),
+        # words with a sign of their own
+        (r"^\s*(?:\\text\{\s*)?[Nn]o (?:real )?solutions?\s*\}?\s*$|\\varnothing(?![A-Za-z])", r"\\emptyset"),
+        (r"\\\{\s*\\\}", r"\\emptyset"),
+        (r"\\text\{\s*([+-]?)\s*infinity\s*\}|(?<![A-Za-z\\])infinity(?![A-Za-z])", r"\1\\infty"),
+        (r"\\mathbb\s*\{?R\}?$", r"(-\\infty,\\infty)"),
+        # degrees, primes
+        (r"\^\s*\{?\s*(?:\\circ|\\degree)(?![A-Za-z])\s*\}?|\\degree(?![A-Za-z])", r"^\\circ "),
+        (r"(?<=[0-9])\s*\\circ(?![A-Za-z])", r"^\\circ "),
+        (r"\\prime(?![A-Za-z])", "'"),
+        (r"\^\s*\{\s*('+)\s*\}|\^\s*('+)", r"\1\2"),
+        # numbers: 1 1/2, 1.2e3, 0.333..., \log_2 8
+        (r"([0-9]) ([0-9]+)/([0-9]+)", r"\1\\frac{\2}{\3}"),
+        (r"(?<![A-Za-z0-9_.])([0-9]+(?:\.[0-9]+)?)[eE]([+-]?[0-9]+)(?![0-9A-Za-z.])", r"\1\\cdot 10^{\2}"),
+        (r"([0-9]*\.[0-9]*?)([0-9])\2\2+\s*(?:\.\.\.|\\[lc]?dots)$", r"\1\\overline{\2}"),
+        (r"\\dot\s*\{?([0-9])\}?$", r"\\overline{\1}"),
+        (r"\\log_(?:([0-9])(?=\s)|\{([0-9]+)\})\s*([0-9]+)", r"\\log_{\1\2}{\3}"),
+    )
+]
+_DOLLARS = re.compile(r"\\\$\s*([0-9][0-9.,]*[0-9]|[0-9])(?:\s*(thousand|million|billion|trillion))?")
+_PRODUCT = re.compile(r"(?<=[0-9])\s*\(|\)\s*\(")  # 2(3), which math-verify reads as a mixed number
+_PRIMED = re.compile(r"([A-Za-z])('+)")
+_REPEATING = re.compile(r"([0-9]*)\.([0-9]*)\\(?:overline|bar)\s*\{?([0-9]+)\}?")
+_THOUSANDS = re.compile(r"(?<![0-9,.])[0-9]{1,3}(?:,[0-9]{3})+(?![0-9,])")
+
+
+def normalise(answer: str) -> str:
+    """The answer without outer math delimiters, marks of thousands, spacing and a final full stop, in one spelling."""
+    answer = " ".join(answer.translate(_UNICODE).split())
+    answer = _DOLLARS.sub(lambda m: rf"{m[1]}\text{{ {m[2] or ''} dollars}}", answer).replace(r"\$", "")
+    while match := _DELIMITERS.match(answer):
+        inner = next(group for group in match.groups() if group is not None)
+        if "$" in inner:
+            break
+        answer = inner.strip()
+    for pattern, spelling in _SPELLINGS:
+        answer = pattern.sub(spelling, answer)
+    answer = _PRODUCT.sub(lambda m: m[0].replace("(", r"\cdot ("), answer)
+    answer = _PRIMED.sub(lambda m: f"{m[1]}_{{prime{len(m[2])}}}", answer)
+    answer = _REPEATING.sub(_fraction, answer)
+    answer = _THOUSANDS.sub(lambda m: m[0] if depth(answer[: m.start()]) else m[0].replace(",", ""), answer)
+    answer = " ".join(answer.split())
+    while answer.startswith("{") and answer.endswith("}") and not closes_early(answer[1:-1]):
+        answer = answer[1:-1].strip()
+    return answer.removesuffix(".").rstrip()
+
+
+def _fraction(match: re.Match[str]) -> str:
+    """A repeating decimal as a fraction."""
+    whole, start, period = match.groups()
+    scale = 10 ** len(start)
+    value = Fraction(int(f"{whole}{start}" or 0), scale) + Fraction(int(period), scale * (10 ** len(period) - 1))
+    return rf"\frac{{{value.numerator}}}{{{value.denominator}}}"
+
+
+# -- two numbers side by side -----------------------------------------------------------------------------------------
+
+_OPERATORS = "cdot|times|div|pm|mp|le|ge|ne|cup|cap|in|frac|sqrt|log|ln|lg|sin|cos|tan|cot|sec|csc|binom|bmod|pmod|mod"
+_MATRIX = re.compile(r"\\begin\{.*\\end\{[a-z]+\}", re.DOTALL)
+_ARGUMENTS = re.compile(
+    r"\\(?:frac|binom)\s*\{[^{}]*\}\s*\{[^{}]*\}|\\log_\?\{[^{}]*\}|\\sqrt\s*(?:\[[^\]]*\])?\s*\{[^{}]*\}|[\^_]\s*\{[^{}]*\}"
+)
+_SIDE_BY_SIDE = re.compile(
+    rf"[0-9](?:\s|\\text\{{\s*\}}|\\(?!(?:{_OPERATORS})(?![A-Za-z]))[A-Za-z]+|\\\\)+[.]?[0-9]"
+    r"|[0-9}]\s*\{+\s*[0-9]|[?}]\s*[0-9]"
+)
+
+
+def has_adjacent_numbers(answer: str) -> bool:
+    r"""Whether two numbers stand side by side, as in "4 5", "4\quad 5" or "4{5}": math-verify would add them up."""
+    answer, before = _MATRIX.sub(";", answer), None
+    while answer != before:  # arguments of commands, the inner ones first
+        before, answer = answer, _ARGUMENTS.sub("?", answer)
+    return bool(_SIDE_BY_SIDE.search(answer.replace(r"\{", "(").replace(r"\}", ")")))
+
+
+# -- brackets and lists -----------------------------------------------------------------------------------------------
+
+_BRACKETS = ((r"\{", r"\}"), ("(", ")"), ("[", "]"), ("(", "]"), ("[", ")"))
+COMMA = re.compile(",")
+UNION = re.compile(r"\\cup(?![A-Za-z])")
+_CONJUNCTION = r"\\text\{\s*(?:and|or)\s*\}|\b(?:and|or)\b|\\(?:lor|vee)(?![A-Za-z])"
+ALTERNATIVE = re.compile(rf"{_CONJUNCTION}|\\cup(?![A-Za-z])")
+_ITEM = re.compile(rf",|;|{_CONJUNCTION}")
+
+
+def depth(answer: str) -> int:
+    """Number of brackets that are open at the end of the text."""
+    return sum((char in "([{") - (char in ")]}") for char in answer)
+
+
+def deepest(answer: str) -> int:
+    """Largest number of nested brackets."""
+    level = most = 0
+    for char in answer:
+        level += (char in "([{") - (char in ")]}")
+        most = max(most, level)
+    return most
+
+
+def closes_early(inner: str) -> bool:
+    """Whether the text closes a bracket that it does not open."""
+    level = 0
+    for char in inner:
+        level += (char in "([{") - (char in ")]}")
+        if level < 0:
+            return True
+    return False
+
+
+def split(answer: str, separator: re.Pattern[str]) -> list[str]:
+    """The parts between matches of `separator` outside of brackets, stripped."""
+    parts, start, at = [], 0, 0
+    while at < len(answer):
+        match = separator.match(answer, at)
+        if match and depth(answer[start:at]) == 0:
+            parts.append(answer[start:at].strip())
+            start = at = match.end()
+        else:  # an escaped character is one
+            at += 2 if answer[at] == "\\" and at + 1 < len(answer) and not answer[at + 1].isalpha() else 1
+    return [*parts, answer[start:].strip()]
+
+
+def items(answer: str) -> list[str]:
+    r"""The items of a list: split at commas, semicolons, "and", "or"; 1 \pm 2 has two items."""
+    parts = split(answer, _ITEM)
+    found = [part for part in parts if part] if len(parts) > 1 else [answer]
+    signs = {part: [(r"\pm", "+", r"\mp", "-"), (r"\pm", "-", r"\mp", "+")] for part in found if r"\pm" in part}
+    return [
+        part.replace(*signs_of[:2]).replace(*signs_of[2:]) if signs_of else part
+        for part in found
+        for signs_of in signs.get(part, [()])
+    ]
+
+
+def bracketed(answer: str) -> tuple[str, list[str]] | None:
+    r"""(opening and closing bracket, items) of (a, b), [a, b), \{a, b\}; None for anything else."""
+    for opening, closing in _BRACKETS:
+        if answer.startswith(opening) and answer.endswith(closing):
+            inner = answer[len(opening) : -len(closing)].strip()
+            parts = split(inner, COMMA)
+            one = len(parts) == 1 and opening != r"\{"
+            return None if one or closes_early(inner) else (opening + closing, parts)
+    return None
