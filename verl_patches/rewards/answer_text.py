@@ -53,7 +53,7 @@ _SPELLINGS = [
     )
 ]
 _DOLLARS = re.compile(r"\\\$\s*([0-9][0-9.,]*[0-9]|[0-9])(?:\s*(thousand|million|billion|trillion))?")
-_PRODUCT = re.compile(r"(?<=[0-9])\s*\(|\)\s*\(")  # 2(3), which math-verify reads as a mixed number
+_PRODUCT = re.compile(r"(?<=[0-9])(?<!_[0-9])\s*\(|\)\s*\(")  # 2(3), which math-verify reads as a mixed number
 _PRIMED = re.compile(r"([A-Za-z])('+)")
 _REPEATING = re.compile(r"([0-9]*)\.([0-9]*)\\(?:overline|bar)\s*\{?([0-9]+)\}?")
 _THOUSANDS = re.compile(r"(?<![0-9,.])[0-9]{1,3}(?:,[0-9]{3})+(?![0-9,])")
