@@ -22,6 +22,7 @@ from verl_patches.catalog import ROWS  # noqa: E402
 from verl_patches.config.recipe import Recipe  # noqa: E402
 from verl_patches.patching.report import markdown_table  # noqa: E402
 from verl_patches.upstream.pins import Line, Pins, load_pins  # noqa: E402
+from verl_patches.values import value_words  # noqa: E402
 
 READMES = {"README.md": "en", "README_zh.md": "zh"}
 PINS, PATCHES, RECIPE = "docs/upstream-pins.md", "docs/patches.md", "docs/configuration.md"
@@ -93,7 +94,7 @@ def recipe_tables(schema: type = Recipe, prefix: str = "recipe") -> str:
             text += [textwrap.fill(" ".join(paragraph.split()), 118), ""]
             continue
         text += ["| key | default | values | meaning |", "|---|---|---|---|"]
-        text += [_key_row(prefix, item, entries[item.name]) for item in own if item.name in entries] + [""]
+        text += [_key_row(schema, prefix, item, entries[item.name]) for item in own if item.name in entries] + [""]
         described |= entries.keys()
     if missing := [item.name for item in own if item.name not in described]:
         raise ValueError(f"{schema.__name__}: the docstring does not describe {', '.join(missing)}")
@@ -114,12 +115,12 @@ def _entries(paragraph: str, names: list[str]) -> dict[str, str]:
     return found
 
 
-def _key_row(prefix: str, item: Field, meaning: str) -> str:
+def _key_row(schema: type, prefix: str, item: Field, meaning: str) -> str:
     default = item.default if item.default is not MISSING else item.default_factory()
     plain = {None: "null", True: "true", False: "false"}
     shown = plain[default] if default is None or isinstance(default, bool) else str(default)
-    values = ", ".join(f"`{word}`" for word in item.metadata.get("allowed", ())) or str(item.type)
-    values = values.replace(" | None", " or null").replace("|", "\\|")
+    values = ", ".join(f"`{word}`" for word in item.metadata.get("allowed", ())) or value_words(schema, item.name)
+    values = values.replace("|", "\\|").replace("<", "\\<")
     meaning = meaning.replace("|", "\\|").replace("<", "\\<")
     return f"| `{prefix}.{item.name}` | `{shown}` | {values} | {meaning} |"
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from verl_patches.errors import ConfigError
-from verl_patches.layout.inventory import build_inventory
+from verl_patches.layout.inventory import build_inventory, read_model_shape
 
 MODELS = Path(__file__).resolve().parents[2] / "configs" / "model"
 BIG_CONFIG = json.loads((MODELS / "deepseekv3_671b.json").read_text())
@@ -77,3 +77,28 @@ def test_variants_of_the_config():
 def test_other_configs_are_refused(config, message):
     with pytest.raises(ConfigError, match=message):
         build_inventory(config)
+
+
+@pytest.mark.parametrize(("content", "words"), [
+    (b"", "cannot be read as JSON"), (b"{", "cannot be read as JSON"), (b"\xff\xfe\x00", "cannot be read as JSON"),
+    (b"[1]", "expected a JSON object, found list"), (b"[" * 100_000, "cannot be read as JSON"),
+])  # fmt: skip
+def test_a_config_json_that_cannot_be_read_is_refused(tmp_path, content, words):
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(ConfigError, match=words):
+        read_model_shape(tmp_path)
+
+
+@pytest.mark.parametrize(("change", "words"), [
+    ({"num_hidden_layers": -1}, "num_hidden_layers is -1; expected a whole number >= 1"),
+    ({"hidden_size": 0}, "hidden_size is 0; expected a whole number >= 1"),
+    ({"hidden_size": "7168"}, "hidden_size is '7168'; expected a whole number >= 1"),
+    ({"vocab_size": None}, "vocab_size is missing; expected a whole number >= 1"),
+    ({"n_routed_experts": 1.5}, "n_routed_experts is 1.5; expected"),
+    ({"kv_lora_rank": True}, "kv_lora_rank is True; expected"),
+    ({"topk_method": 3}, "topk_method is 3; expected text"),
+    ({"num_experts_per_tok": 10**6}, "num_experts_per_tok is 1000000; expected at most n_routed_experts"),
+])  # fmt: skip
+def test_a_wrong_size_is_refused_by_its_key(change, words):
+    with pytest.raises(ConfigError, match=words):
+        read_model_shape({**TINY_CONFIG, **change})

@@ -15,6 +15,7 @@ from verl_patches.catalog import ROWS
 from verl_patches.cli.output import Json, print_json, show_plan
 from verl_patches.config.checks import check_config, require
 from verl_patches.config.compose import compose
+from verl_patches.config.environment import switches_of
 from verl_patches.errors import ConfigError
 from verl_patches.launch import launcher, ray_cluster, smoke
 from verl_patches.launch.plan import build_plan
@@ -56,6 +57,7 @@ def smoke_command(
     overrides, given = overrides or [], smoke.overrides_of(options)
     trees = trees_of(upstream)
     config = compose(options.config_name, [*given, *overrides], verl_path=trees.verl)
+    switches_of(config).check_against({row.id: row for row in ROWS})
     require_trees(config, trees)
     require(check_config(config))  # before model and data are made
     _refuse_without_effect(config)
@@ -83,6 +85,7 @@ def train_command(
     """
     overrides, trees = overrides or [], trees_of(upstream, verl_path)
     config = compose(config_name, overrides, verl_path=trees.verl)
+    switches_of(config).check_against({row.id: row for row in ROWS})
     require_trees(config, trees)
     if dry_run:
         _report_plan(build_plan(config, config_name, overrides, ROWS, trees), config, as_json)

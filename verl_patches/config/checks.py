@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import fnmatch
 import functools
-import json
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -31,7 +30,7 @@ from verl_patches.config.environment import DROPPED, derive
 from verl_patches.config.recipe import VLLM_DTYPES
 from verl_patches.errors import ConfigError
 from verl_patches.layout.inventory import ModelShape, build_inventory, read_model_shape
-from verl_patches.layout.model_folder import QUANTIZATION, fp8_fault, weight_files
+from verl_patches.layout.model_folder import QUANTIZATION, fp8_fault, read_json_object, weight_files
 from verl_patches.layout.parallel import ParallelLayout, rollout_layout_of, train_layout_of
 from verl_patches.reshard.plan import make_blocks
 from verl_patches.rollout.log_probs import CHECK_TOKENS
@@ -262,7 +261,7 @@ def _batch_checks(config: DictConfig, train: ParallelLayout, rollout: ParallelLa
 def _length_checks(config: DictConfig) -> Iterator[Check]:
     rollout, data, path = config.actor_rollout_ref.rollout, config.data, shape_file(config)
     longest = rollout.max_model_len or data.max_prompt_length + data.max_response_length
-    budget, reach = rollout.max_num_batched_tokens, json.loads(path.read_text()).get("max_position_embeddings")
+    budget, reach = rollout.max_num_batched_tokens, read_json_object(path).get("max_position_embeddings")
     if not isinstance(reach, int):
         raise ConfigError(f"{path}: expected max_position_embeddings, a whole number, found {reach!r}")
     held = f"prompt + response {longest} tokens, model reaches {reach}"

@@ -16,6 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from verl_patches.config.recipe import VLLM_DTYPES, Recipe, check_recipe, recipe_keys, unknown_key
+from verl_patches.config.verl_values import check_verl_values
 from verl_patches.errors import ConfigError
 from verl_patches.layout.inventory import ModelShape, read_model_shape
 from verl_patches.layout.model_folder import read_config
@@ -68,9 +69,10 @@ def compose(config_name: str, overrides: Sequence[str] = (), *, verl_path: Path 
         with initialize_config_dir(str(CONFIGS_DIR), version_base="1.3"):
             composed = hydra_compose(name, [f"hydra.searchpath=[file://{upstream}]", *overrides])
         config = OmegaConf.create(OmegaConf.to_container(composed, resolve=True, throw_on_missing=True))
-    except (HydraException, OmegaConfBaseException) as error:
+    except (HydraException, OmegaConfBaseException, ValueError) as error:  # ValueError: Hydra's, for "=5"
         raise ConfigError(_explain(error, name, base)) from error
     check_recipe(OmegaConf.to_container(config.recipe))
+    check_verl_values(OmegaConf.to_container(config))
     for section in filter(None, (config.recipe, config.actor_rollout_ref.get("recipe"))):
         section.output_root = str(Path(section.output_root).absolute())  # workers have other current folders
     _check_verl_keys(config, base, name, overrides)

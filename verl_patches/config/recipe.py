@@ -14,12 +14,9 @@ from typing import Any
 
 from verl_patches.errors import ConfigError
 from verl_patches.patching.spec import DRIFT_POLICIES, LINES, PLATFORMS
+from verl_patches.values import Count, Name, NotNegative, Port, Positive, Share, value_faults
 
 VLLM_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
-_COUNTS = (
-    "rollout.dp rollout.instances logprob_check.every logprob_check.sequences reshard.bucket_bytes "
-    "train.collective_timeout_minutes"
-).split()
 HCCL_PORTS = 16 + 128  # of each node: HCCL_IF_BASE_PORT takes 16, HCCL_HOST_SOCKET_PORT_RANGE gets the others
 
 
@@ -59,11 +56,11 @@ class Train:
     adam_beta1, adam_beta2, adam_eps: Adam's parameters.
     """
 
-    layers_per_stage: list[int] | None = None
+    layers_per_stage: list[Count] | None = None
     expert_split: str = _choice("etp", "etp", "tp_extend_ep")
     skip_old_log_prob: bool = False
     swap_optimizer: bool = False
-    swap_optimizer_times: int = 16
+    swap_optimizer_times: Count = 16
     grouped_gemm: bool = True
     fused_rmsnorm: bool = True
     fused_swiglu: bool = True
@@ -75,12 +72,12 @@ class Train:
     alltoall_overlap: bool = False
     grad_overlap: bool = False
     param_overlap: bool = False
-    collective_timeout_minutes: int = 30
-    router_bias_update_rate: float = 0.0
+    collective_timeout_minutes: Count = 30
+    router_bias_update_rate: NotNegative = 0.0
     balanced_routing: bool = False
-    adam_beta1: float = 0.9
-    adam_beta2: float = 0.999
-    adam_eps: float = 1e-8
+    adam_beta1: Share = 0.9
+    adam_beta2: Share = 0.999
+    adam_eps: Positive = 1e-8
 
 
 @dataclass
@@ -95,8 +92,8 @@ class Rollout:
     record: keep every step's responses in <run>/rollouts.
     """
 
-    dp: int = 1
-    instances: int | None = None
+    dp: Count = 1
+    instances: Count | None = None
     expert_parallel: bool = False
     balanced_routing: bool = False
     replay: str | None = None
@@ -124,7 +121,7 @@ class Reshard:
     compares log-probs.
     """
 
-    bucket_bytes: int = 512 << 20
+    bucket_bytes: Count = 512 << 20
     verify: str = _choice("first", "off", "first", "every")
 
 
@@ -183,10 +180,10 @@ class LogprobCheck:
     """
 
     action: str = _choice("stop", "stop", "report", "off")
-    every: int | None = None
-    sequences: int | None = None
-    max_mean_fp32: float = 1e-5
-    max_mean_bf16: float = 0.05
+    every: Count | None = None
+    sequences: Count | None = None
+    max_mean_fp32: Positive = 1e-5
+    max_mean_bf16: Positive = 0.05
 
 
 @dataclass
@@ -201,9 +198,9 @@ class Hccl:
     """
 
     interface: str | None = None
-    buffer_mib: int | None = None
+    buffer_mib: Count | None = None
     expansion_mode: str = _choice("AIV", "AIV", "AI_CPU")
-    base_port: int = 61000
+    base_port: Port = 61000
 
 
 @dataclass
@@ -214,8 +211,8 @@ class Timeouts:
     quiet_s: seconds since the last output; null: no limit.
     """
 
-    wall_s: float | None = None
-    quiet_s: float | None = None
+    wall_s: Positive | None = None
+    quiet_s: Positive | None = None
 
 
 @dataclass
@@ -237,7 +234,7 @@ class Recipe:
     model_shape: HF config.json from which the plan reads sizes, relative to the configs folder.
     """
 
-    run: str = "run"
+    run: Name = "run"
     output_root: str = "outputs"
     line: str = _choice("a3", *LINES)
     platform: str = _choice("npu", *PLATFORMS)
@@ -246,7 +243,7 @@ class Recipe:
     dtype: str = _choice("bf16", *VLLM_DTYPES)
     ray_address: str | None = None
     worker_process_setup_hook: str | None = None
-    ray_port: int | None = None
+    ray_port: Port | None = None
     model_shape: str = "model/deepseekv3_671b.json"
     train: Train = field(default_factory=Train)
     rollout: Rollout = field(default_factory=Rollout)
@@ -280,30 +277,18 @@ def check_recipe(section: Mapping[str, Any]) -> None:
         allowed = item.metadata.get("allowed")
         if allowed and key in given and given[key] not in allowed:
             faults.append(f"{key} is {given[key]!r}; expected one of {', '.join(allowed)}")
-    faults += _value_faults(given)
+    faults = faults or value_faults(Recipe, section, "recipe.") or _contradictions(given)
     if faults:
         raise ConfigError("recipe: " + "\n        ".join(faults))
 
 
-def _value_faults(given: Mapping[str, Any]) -> list[str]:
+def _contradictions(given: Mapping[str, Any]) -> list[str]:
     faults = []
     line, platform = given.get("recipe.line"), given.get("recipe.platform")
-    run = given.get("recipe.run", "run")
-    if not run or run in (".", "..") or "/" in run or run.startswith("-"):
-        faults.append(f"recipe.run is {run!r}; expected a plain folder name, such as smoke-ep2")
-    for key in (f"recipe.{name}" for name in _COUNTS):
-        if given.get(key) is not None and given[key] < 1:
-            faults.append(f"{key} is {given[key]}; expected a whole number >= 1")
-    for key in ("recipe.timeouts.wall_s", "recipe.timeouts.quiet_s"):
-        if given.get(key) is not None and given[key] <= 0:
-            faults.append(f"{key} is {given[key]}; expected seconds > 0, or null")
     for pattern in given.get("recipe.patches", ()):
         if pattern[:1] not in ("+", "-") or len(pattern) < 2:
             faults.append(f"recipe.patches holds {pattern!r}; expected +row.id or -row.id")
-    port = given.get("recipe.ray_port")
-    if port is not None and not 1024 <= port <= 65535:
-        faults.append(f"recipe.ray_port is {port}; expected 1024 to 65535, or null for a free one")
-    if port is not None and given.get("recipe.ray_address") is not None:
+    if given.get("recipe.ray_port") is not None and given.get("recipe.ray_address") is not None:
         joins = "recipe.ray_address joins one; remove one of them"
         faults.append(f"recipe.ray_port is for a Ray that the run starts itself, but {joins}")
     if given.get("recipe.train.balanced_routing") and line != "a3":
@@ -316,7 +301,7 @@ def _value_faults(given: Mapping[str, Any]) -> list[str]:
         if platform not in ("npu", None) and given.get(key, item.default) != item.default:
             faults.append(f"{key} is Ascend's: it needs recipe.platform=npu, found {platform}")
     base_port, last = given.get("recipe.hccl.base_port", 61000), 65535 - HCCL_PORTS + 1
-    if not 1024 <= base_port <= last:
+    if base_port > last:
         faults.append(f"recipe.hccl.base_port is {base_port}; expected 1024 to {last}, as {HCCL_PORTS} ports are taken")
     return faults
 

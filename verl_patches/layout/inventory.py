@@ -13,12 +13,13 @@ import functools
 import itertools
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import NamedTuple
 
 from verl_patches.errors import ConfigError
 from verl_patches.layout.model_folder import read_config
+from verl_patches.values import Count, Natural, value_faults
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
 MODEL_DTYPES = ("float32", "bfloat16", "float16")  # what a model may be in; single tensors of it may be fp8
@@ -53,22 +54,22 @@ class Parameter(NamedTuple):
 class ModelShape:
     """The numbers of an HF config that decide tensor names and shapes; field names are the config's own keys."""
 
-    hidden_size: int
-    num_hidden_layers: int
-    first_k_dense_replace: int
-    n_routed_experts: int
-    num_experts_per_tok: int
-    moe_intermediate_size: int
-    intermediate_size: int
-    num_attention_heads: int
-    kv_lora_rank: int
-    qk_nope_head_dim: int
-    qk_rope_head_dim: int
-    v_head_dim: int
-    vocab_size: int
-    q_lora_rank: int | None = None
-    n_shared_experts: int = 0
-    moe_layer_freq: int = 1
+    hidden_size: Count
+    num_hidden_layers: Count
+    first_k_dense_replace: Natural
+    n_routed_experts: Count
+    num_experts_per_tok: Count
+    moe_intermediate_size: Count
+    intermediate_size: Count
+    num_attention_heads: Count
+    kv_lora_rank: Count
+    qk_nope_head_dim: Count
+    qk_rope_head_dim: Count
+    v_head_dim: Count
+    vocab_size: Count
+    q_lora_rank: Count | None = None
+    n_shared_experts: Natural = 0
+    moe_layer_freq: Count = 1
     topk_method: str = "noaux_tc"
     torch_dtype: str = "bfloat16"
 
@@ -80,27 +81,28 @@ class ModelShape:
 def read_model_shape(config: Mapping | str | Path) -> ModelShape:
     """Read an HF config: a dict, a config.json, or the folder that holds one.
 
-    Raises ConfigError for a missing file or key, another model type, tied embeddings or attention biases (not
-    DeepSeek-V3).
+    Raises ConfigError for a file that cannot be read, a missing key or wrong size, another model type, tied embeddings
+    or attention biases (not DeepSeek-V3).
     """
     where = "HF config"
     if not isinstance(config, Mapping):
         where, config = str(config), read_config(config)
     if config.get("model_type") != "deepseek_v3":
         raise ConfigError(f"{where}: model_type must be 'deepseek_v3', found {config.get('model_type')!r}")
-    required = [field.name for field in fields(ModelShape) if field.default is MISSING]
-    missing = [key for key in required if not isinstance(config.get(key), int)]
-    if missing:
-        raise ConfigError(
-            f"{where}: whole numbers are missing for {', '.join(missing)}; take them from the model's config.json"
-        )
     for key in ("tie_word_embeddings", "attention_bias"):
         if config.get(key):
             raise ConfigError(f"{where}: {key} must be false for DeepSeek-V3, found {config[key]!r}")
-    keys = [field.name for field in fields(ModelShape)]
-    shape = ModelShape(**{key: config[key] for key in keys if config.get(key) is not None})
+    values = {field.name: config[field.name] for field in fields(ModelShape) if config.get(field.name) is not None}
+    if faults := value_faults(ModelShape, values):
+        raise ConfigError(f"{where}: {'; '.join(faults)}. Take sizes from the model's own config.json")
+    shape = ModelShape(**values)
     if shape.torch_dtype not in MODEL_DTYPES:
         raise ConfigError(f"{where}: torch_dtype must be one of {', '.join(MODEL_DTYPES)}, found {shape.torch_dtype!r}")
+    if shape.num_experts_per_tok > shape.n_routed_experts:
+        raise ConfigError(
+            f"{where}: num_experts_per_tok is {shape.num_experts_per_tok}; expected at most n_routed_experts "
+            f"{shape.n_routed_experts}"
+        )
     return shape
 
 

@@ -37,9 +37,20 @@ def read_config(path: str | Path) -> dict[str, Any]:
     path = path / "config.json" if path.is_dir() else path
     if not path.is_file():
         raise ConfigError(f"{path}: no such file; expected a HF model folder or its config.json")
-    config = json.loads(path.read_text())
+    config = read_json_object(path)
     config.pop(QUANTIZATION, None)
     return {**config, MTP_LAYERS: 0} if config.get(MTP_LAYERS) else config
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """The content of a JSON file that holds an object; ConfigError for any other file."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8-sig"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: cannot be read as JSON ({type(error).__name__}: {error}); copy it again") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path}: expected a JSON object, found {type(content).__name__}; copy it again")
+    return content
 
 
 def for_training(hf_config: Any) -> None:
@@ -82,7 +93,10 @@ def _stored_dtypes(folder: Path) -> Iterator[tuple[str, str]]:
     index = folder / INDEX
     files = weight_files(folder)
     if index.is_file():
-        files &= set(json.loads(index.read_text())["weight_map"].values())
+        weight_map = read_json_object(index).get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise ConfigError(f"{index}: expected weight_map, {{tensor: file}}, found {weight_map!r}; copy it again")
+        files &= set(weight_map.values())
     for file in sorted(files):
         yield from ((name, tensor["dtype"]) for name, tensor in _header(folder / file).items())
 

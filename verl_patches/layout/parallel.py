@@ -23,6 +23,7 @@ from typing import Any
 
 from verl_patches.errors import ConfigError
 
+MAX_RANKS = 1 << 14  # more than any cluster that a plan is made for; each rank costs time and memory
 MEGATRON_ORDER = "tp-cp-ep-dp-pp"
 VLLM_PIPELINE_ORDER = "tp-cp-ep-pp-dp"  # vLLM numbers stages inside replicas
 DENSE_AXES = ("tp", "cp", "dp", "pp")
@@ -73,6 +74,8 @@ class ParallelLayout:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ConfigError(f"layout: {name} must be a whole number >= 1, found {value!r}")
+            if value > MAX_RANKS:
+                raise ConfigError(f"layout: {name} is {value}; expected at most {MAX_RANKS}, as a plan names each rank")
         if sorted(self.order.split("-")) != ["cp", "dp", "ep", "pp", "tp"]:
             raise ConfigError(
                 f"layout: order must name tp, cp, ep, dp, pp each once, as {MEGATRON_ORDER!r}, found {self.order!r}"

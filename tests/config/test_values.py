@@ -1,0 +1,105 @@
+"""Types and bounds of values: wrong ones are refused by key before anything starts, never with another error."""
+
+import functools
+import re
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
+
+from verl_patches.config.checks import check_config
+from verl_patches.config.compose import compose
+from verl_patches.config.recipe import check_recipe, recipe_keys
+from verl_patches.config.verl_values import VerlConfig, check_verl_values
+from verl_patches.errors import ConfigError
+
+TINY = "grpo_deepseekv3_tiny_cpu"
+ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+
+
+@pytest.mark.parametrize(("override", "words"), [
+    (f"{ACTOR}.optim.lr=banana", f"{ACTOR}.optim.lr is 'banana'; expected a number > 0"),
+    (f"{ACTOR}.optim.lr=-1", "lr is -1; expected a number > 0"),
+    (f"{ACTOR}.optim.lr=nan", "lr is nan; expected a number > 0"),
+    (f"{ACTOR}.optim.lr=null", "lr is null; expected a number > 0"),
+    (f"{ROLLOUT}.n=0", "rollout.n is 0; expected a whole number >= 1"),
+    (f"{ROLLOUT}.top_p=1.5", "top_p is 1.5; expected a number > 0 and <= 1"),
+    ("data.train_batch_size=0", "data.train_batch_size is 0; expected a whole number >= 1"),
+    ("data.max_response_length=banana", "data.max_response_length is 'banana'; expected a whole number >= 1"),
+    ("data.train_files=[3]", r"data.train_files is \[3\]; expected text or a list, each text"),
+    ("trainer.nnodes=banana", "trainer.nnodes is 'banana'; expected a whole number >= 1"),
+    ("trainer.total_training_steps=0", "total_training_steps is 0; expected a whole number >= 1 or null"),
+    ("trainer.val_before_train=maybe", "val_before_train is 'maybe'; expected true or false"),
+    (f"{ACTOR}=3", "actor"),
+    ("=5", "override"),
+    ("recipe.run=''", "recipe.run is ''; expected a plain folder name"),
+    ("recipe.timeouts.wall_s=nan", "recipe.timeouts.wall_s is nan; expected a number > 0 or null"),
+    ("recipe.train.adam_beta1=2", "recipe.train.adam_beta1 is 2.0; expected a number from 0 to 1"),
+    ("recipe.train.layers_per_stage=[3,0]", r"layers_per_stage is \[3, 0\]; expected a list, each a whole number >= 1"),
+])  # fmt: skip
+def test_a_wrong_value_is_refused_by_its_key(override, words):
+    with pytest.raises(ConfigError, match=words) as refused:
+        compose(TINY, [override])
+    assert len(re.findall(r"; expected", str(refused.value))) <= 1
+
+
+@functools.cache
+def composed(name=TINY):
+    return OmegaConf.to_container(compose(name))
+
+
+def verl_keys(schema=VerlConfig, prefix=""):
+    for name, item in schema.model_fields.items():
+        if hasattr(item.annotation, "model_fields"):
+            yield from verl_keys(item.annotation, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}"
+
+
+KEYS = [*verl_keys(), *dict(recipe_keys())]
+VALUES = st.one_of(
+    st.none(), st.booleans(), st.integers(-(10**12), 10**12), st.floats(), st.text(max_size=12),
+    st.lists(st.one_of(st.integers(-3, 300), st.text(max_size=4)), max_size=4), st.just({}), st.just({"a": 1}),
+)  # fmt: skip
+
+
+def with_value(key, value):
+    """A copy of the composed configuration."""
+    config = OmegaConf.to_container(OmegaConf.create(composed()))
+    *sections, leaf = key.split(".")
+    section = functools.reduce(dict.__getitem__, sections, config)
+    section[leaf] = value
+    return config
+
+
+def check(config):
+    """The checks of a composed configuration, as a command makes them."""
+    check_recipe(config["recipe"])
+    check_verl_values(config)
+    return check_config(OmegaConf.create(config))
+
+
+def refused_or_checked(key, value):
+    try:
+        assert check(with_value(key, value))
+    except ConfigError as error:
+        assert str(error)
+
+
+def test_the_keys_are_many_and_the_configuration_passes():
+    assert len(KEYS) > 130 and all(item.ok for item in check(with_value("trainer.nnodes", 1)))
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.sampled_from(KEYS), VALUES)
+def test_any_value_is_refused_or_checked(key, value):
+    refused_or_checked(key, value)
+
+
+@pytest.mark.full
+@pytest.mark.slow
+@settings(max_examples=600, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.sampled_from(KEYS), VALUES)
+def test_any_of_many_values_is_refused_or_checked(key, value):
+    refused_or_checked(key, value)

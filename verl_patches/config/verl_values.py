@@ -1,0 +1,202 @@
+"""Types and bounds of the keys of verl's configuration that a run depends on.
+
+verl itself checks few of them, and late: in the workers, after Ray, Megatron and vLLM have started. A key that is not
+listed here is passed on unchecked. Sections and names are those of verl's ppo_megatron_trainer.yaml.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from verl_patches.errors import ConfigError
+from verl_patches.values import Count, Interval, Natural, NotNegative, Positive, Probability, Share, Text, value_faults
+
+
+class Section(BaseModel):
+    """A section of the configuration; keys that it does not list are not checked."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+
+class Data(Section):
+    """data"""
+
+    train_files: Text | list[Text]
+    val_files: Text | list[Text]
+    prompt_key: Text
+    max_prompt_length: Count
+    max_response_length: Count
+    train_batch_size: Count
+    val_batch_size: Count | None = None
+    shuffle: bool
+    filter_overlong_prompts: bool
+    filter_overlong_prompts_workers: Count | None = None
+    seed: Natural | None = None
+    dataloader_num_workers: Natural | None = None
+
+
+class Megatron(Section):
+    """actor_rollout_ref.actor.megatron, .ref.megatron"""
+
+    tensor_model_parallel_size: Count
+    expert_model_parallel_size: Count
+    expert_tensor_parallel_size: Count | None = None
+    pipeline_model_parallel_size: Count
+    virtual_pipeline_model_parallel_size: Count | None = None
+    context_parallel_size: Count
+    sequence_parallel: bool
+    use_distributed_optimizer: bool
+    use_dist_checkpointing: bool
+    param_offload: bool
+    seed: Natural
+    grad_offload: bool | None = None
+    optimizer_offload: bool | None = None
+
+
+class Optimizer(Section):
+    """actor_rollout_ref.actor.optim"""
+
+    lr: Positive
+    clip_grad: Positive | None = None
+    lr_warmup_steps: Interval | None = None
+    lr_warmup_steps_ratio: Share | None = None
+    min_lr_ratio: Share | None = None
+    total_training_steps: Interval
+    weight_decay: NotNegative
+
+
+class Actor(Section):
+    """actor_rollout_ref.actor"""
+
+    ppo_mini_batch_size: Count
+    ppo_micro_batch_size: Count | None = None
+    ppo_micro_batch_size_per_gpu: Count | None = None
+    use_dynamic_bsz: bool
+    ppo_max_token_len_per_gpu: Count | None = None
+    clip_ratio: Positive
+    clip_ratio_low: Positive | None = None
+    clip_ratio_high: Positive | None = None
+    clip_ratio_c: Annotated[float, Field(gt=1, allow_inf_nan=False)] | None = None
+    loss_agg_mode: Text
+    entropy_coeff: NotNegative
+    use_kl_loss: bool
+    kl_loss_coef: NotNegative
+    ppo_epochs: Count
+    shuffle: bool
+    load_weight: bool
+    optim: Optimizer
+    megatron: Megatron
+
+
+class Reference(Section):
+    """actor_rollout_ref.ref"""
+
+    log_prob_micro_batch_size: Count | None = None
+    log_prob_micro_batch_size_per_gpu: Count | None = None
+    load_weight: bool
+    megatron: Megatron
+
+
+class Rollout(Section):
+    """actor_rollout_ref.rollout"""
+
+    name: Text
+    mode: Text
+    temperature: NotNegative
+    top_k: Annotated[int, Field(ge=-1)]
+    top_p: Probability
+    n: Count
+    seed: Natural | None = None
+    dtype: Text
+    gpu_memory_utilization: Probability
+    ignore_eos: bool
+    enforce_eager: bool
+    free_cache_engine: bool
+    load_format: Text
+    tensor_model_parallel_size: Count
+    max_num_batched_tokens: Count
+    max_model_len: Count | None = None
+    max_num_seqs: Count
+    log_prob_micro_batch_size: Count | None = None
+    log_prob_micro_batch_size_per_gpu: Count | None = None
+    enable_chunked_prefill: bool
+    do_sample: bool
+
+
+class Model(Section):
+    """actor_rollout_ref.model"""
+
+    path: Text
+    enable_gradient_checkpointing: bool
+    trust_remote_code: bool
+
+
+class ActorRolloutRef(Section):
+    """actor_rollout_ref"""
+
+    model: Model
+    actor: Actor
+    ref: Reference
+    rollout: Rollout
+
+
+class Algorithm(Section):
+    """algorithm"""
+
+    gamma: Share
+    lam: Share
+    adv_estimator: Text
+    norm_adv_by_std_in_grpo: bool | None = None
+    use_kl_in_reward: bool
+
+
+class Trainer(Section):
+    """trainer"""
+
+    balance_batch: bool
+    total_epochs: Count
+    total_training_steps: Count | None = None
+    project_name: Text
+    experiment_name: Text
+    logger: list[Text] | Text
+    nnodes: Count
+    n_gpus_per_node: Count
+    save_freq: Interval
+    test_freq: Interval
+    val_before_train: bool
+    critic_warmup: Natural
+    resume_mode: Text
+    default_local_dir: Text
+
+
+class RewardFunction(Section):
+    """custom_reward_function"""
+
+    path: Text | None
+    name: Text
+
+
+class RayInit(Section):
+    """ray_init"""
+
+    num_cpus: Count | None = None
+
+
+class VerlConfig(Section):
+    """verl's configuration."""
+
+    data: Data
+    actor_rollout_ref: ActorRolloutRef
+    algorithm: Algorithm
+    trainer: Trainer
+    custom_reward_function: RewardFunction
+    ray_init: RayInit
+
+
+def check_verl_values(config: Mapping[str, Any]) -> None:
+    """ConfigError that names each key of verl's configuration with a value of a wrong type or size."""
+    if faults := value_faults(VerlConfig, config):
+        raise ConfigError("Invalid configuration:\n  " + "\n  ".join(faults))

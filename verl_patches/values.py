@@ -1,0 +1,85 @@
+"""Types and bounds of values that users give, and sentences about values that break them. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
+
+from pydantic import Field, TypeAdapter, ValidationError
+
+Count = Annotated[int, Field(ge=1, strict=True)]
+Natural = Annotated[int, Field(ge=0, strict=True)]
+Interval = Annotated[int, Field(ge=-1, strict=True)]  # a number of steps; -1 and 0 switch it off
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Probability = Annotated[float, Field(gt=0, le=1)]
+Text = Annotated[str, Field(min_length=1)]
+Port = Annotated[int, Field(ge=1024, le=65535)]
+# of a folder: no "/", and not "." or "-x", which commands would read in another way
+Name = Annotated[
+    str, Field(pattern=r"^[A-Za-z0-9_][^/\x00-\x1f]*$", description="a plain folder name, such as smoke-ep2")
+]
+
+
+def value_faults(schema: Any, values: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """One sentence for each key of `values` that `schema`, a pydantic model or a dataclass, does not allow."""
+    adapter = TypeAdapter(schema)
+    try:
+        adapter.validate_python(values)
+    except ValidationError as error:
+        root = adapter.json_schema()
+        keys = dict.fromkeys(_key_of(fault["loc"], root) for fault in error.errors())
+        return [_fault(key, values, root, prefix) for key in keys]
+    return []
+
+
+def value_words(schema: Any, key: str) -> str:
+    """What `schema` allows for one of its keys, in words."""
+    root = TypeAdapter(schema).json_schema()
+    return _words(root["properties"][key], root)
+
+
+def _key_of(location: Sequence[str | int], root: Mapping[str, Any]) -> tuple[str, ...]:
+    """The key of an error; behind it pydantic gives alternatives of a union and indices of lists."""
+    key, node = (), root
+    for part in location:
+        node = _resolved(node, root).get("properties", {}).get(part)
+        if node is None:
+            break
+        key = (*key, part)
+    return key
+
+
+def _fault(key: tuple[str, ...], values: Any, root: Mapping[str, Any], prefix: str) -> str:
+    node: Mapping[str, Any] = root
+    for part in key:
+        node = _resolved(node, root)["properties"][part]
+        values = values.get(part, _ABSENT) if isinstance(values, Mapping) else _ABSENT
+    found = "missing" if values is _ABSENT else "null" if values is None else repr(values)
+    return f"{prefix}{'.'.join(key)} is {found}; expected {_words(node, root)}"
+
+
+def _resolved(node: Mapping[str, Any], root: Mapping[str, Any]) -> Mapping[str, Any]:
+    return root["$defs"][node["$ref"].rpartition("/")[2]] if "$ref" in node else node
+
+
+def _words(node: Mapping[str, Any], root: Mapping[str, Any]) -> str:
+    """What a JSON schema allows, in words."""
+    node = _resolved(node, root)
+    if "pattern" in node:
+        return node["description"]
+    if "anyOf" in node:
+        return " or ".join(_words(choice, root) for choice in node["anyOf"])
+    if node.get("type") == "array":
+        return f"a list, each {_words(node['items'], root)}"
+    bounds = [f"{sign} {node[name]}" for name, sign in _BOUNDS.items() if name in node]
+    if "minimum" in node and "maximum" in node:
+        bounds = [f"from {node['minimum']} to {node['maximum']}"]
+    return " ".join([_TYPES.get(node.get("type"), "a value"), " and ".join(bounds)]).strip()
+
+
+_ABSENT = object()
+_BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
+_TYPES = {"integer": "a whole number", "number": "a number", "string": "text", "boolean": "true or false"}
+_TYPES |= {"null": "null", "object": "a section"}
