@@ -148,11 +148,49 @@ logs.mkdir(parents=True); (logs / "raylet.err").write_text("it broke"); (logs / 
     assert not temp.exists() and len(str(temp)) < 40
 
 
-def test_a_second_run_replaces_outputs_only(start, tmp_path):
-    start(SUMMARY)
+def test_outputs_of_an_earlier_run_are_moved_aside_and_nothing_else(start, tmp_path):
+    (tmp_path / "t").mkdir()
     (tmp_path / "t" / "notes.txt").write_text("by the user")
+    for _ in range(2):
+        start(SUMMARY)
     _, summary, _ = start("raise RuntimeError('no')")
     assert summary["steps"] == [] and (tmp_path / "t" / "notes.txt").exists()
+    earlier = [json.loads((tmp_path / "t/earlier" / n / "summary.json").read_text())["steps"] for n in ("1", "2")]
+    assert earlier == [[STEP], [STEP]] and len(list((tmp_path / "t/earlier").iterdir())) == 2
+
+
+def test_a_refused_run_leaves_the_earlier_one_as_it_is(start, tmp_path):
+    start(SUMMARY)
+    with pytest.raises(ConfigError, match="no step_1.safetensors"):
+        config = composed().copy()
+        config.recipe.update({"output_root": str(tmp_path), "run": "t"})
+        config.recipe.rollout.replay = str(tmp_path / "nowhere")
+        launcher.run(config, NAME, [])
+    assert json.loads((tmp_path / "t" / "summary.json").read_text())["steps"] == [STEP]
+    assert not (tmp_path / "t" / "earlier").exists()
+
+
+@pytest.mark.parametrize("root", ["file", "/proc"])
+def test_a_folder_that_cannot_be_made_is_refused(start, tmp_path, root):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="expected a folder that can be written to"):
+        start(SUMMARY, output_root=str(tmp_path / root))
+
+
+def test_temporary_folders_of_killed_launchers_are_removed_at_the_next_start(tmp_path, monkeypatch):
+    monkeypatch.setattr(launcher.tempfile, "gettempdir", lambda: "/tmp")
+    kept = launcher.short_temp_dir()
+    dead, foreign = (launcher.tempfile.mkdtemp(prefix="vp-", dir="/tmp") for _ in range(2))
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    (Path(dead) / "owner").write_text(f"{child.pid} {psutil.Process(child.pid).create_time()}")
+    child.wait()
+    (Path(foreign) / "owner").write_text("no pid")
+    new = launcher.short_temp_dir()
+    try:
+        assert not Path(dead).exists() and kept.exists() and new.exists() and Path(foreign).exists()
+    finally:
+        for folder in (kept, new, foreign):
+            launcher.shutil.rmtree(folder)
 
 
 def test_a_taken_port_is_refused_before_anything_starts(start, tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -20,6 +21,7 @@ from verl_patches.errors import ConfigError
 from verl_patches.launch import launcher, ray_cluster, smoke
 from verl_patches.launch.plan import build_plan
 from verl_patches.model.mindspeed.arguments import arguments_of, explain
+from verl_patches.patching.switches import VARIABLE, parse
 from verl_patches.platform import require as require_platform
 from verl_patches.upstream.checkouts import LINE, require_trees, require_verl, trees_of
 from verl_patches.upstream.modified import refuse_modified
@@ -57,7 +59,7 @@ def smoke_command(
     overrides, given = overrides or [], smoke.overrides_of(options)
     trees = trees_of(upstream)
     config = compose(options.config_name, [*given, *overrides], verl_path=trees.verl)
-    switches_of(config).check_against({row.id: row for row in ROWS})
+    _check_switches(config)
     require_trees(config, trees)
     require(check_config(config))  # before model and data are made
     _refuse_without_effect(config)
@@ -85,7 +87,7 @@ def train_command(
     """
     overrides, trees = overrides or [], trees_of(upstream, verl_path)
     config = compose(config_name, overrides, verl_path=trees.verl)
-    switches_of(config).check_against({row.id: row for row in ROWS})
+    _check_switches(config)
     require_trees(config, trees)
     if dry_run:
         _report_plan(build_plan(config, config_name, overrides, ROWS, trees), config, as_json)
@@ -108,6 +110,17 @@ def train_command(
     with _progress(as_json) as show:
         outcome = launcher.run(config, config_name, overrides, show, trees, dirty=dirty)
     _report(outcome, as_json)
+
+
+def _check_switches(config: DictConfig) -> None:
+    """ConfigError for a switch that names no row, or for other switches in the shell, which the run would not have."""
+    switches, in_shell = switches_of(config), os.environ.get(VARIABLE)
+    switches.check_against({row.id: row for row in ROWS})
+    if in_shell and parse(in_shell) != switches:
+        raise ConfigError(
+            f"{VARIABLE} is {in_shell!r} in this shell, but the configuration says {switches.text()!r}, which is what "
+            f"runs; unset {VARIABLE} and give rows as 'recipe.patches=[-row.id]'"
+        )
 
 
 def _report_plan(plan: dict[str, Any], config: DictConfig, as_json: bool) -> NoReturn:

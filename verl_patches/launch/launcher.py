@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
 from omegaconf import DictConfig, OmegaConf
 
 from verl_patches.config import environment
@@ -36,11 +37,13 @@ POLL_S, MEMORY_S = 0.2, 1.0
 TIMED_OUT = 124  # as timeout(1)
 SOCKET_PATH_BYTES = 107
 _RAY_SOCKET = "/session_2025-01-01_00-00-00_000000_0000000/sockets/plasma_store"
-# what a run leaves in its folder, written by launcher and driver; the next run of that name removes these, nothing else
+# what a run leaves in its folder, written by launcher and driver; the next run of that name moves these aside
 OUTPUTS = (
     "config.yaml environment.json driver.log progress.log summary.json tensorboard training.png memory.png "
     "rollouts ray_logs"
 ).split()
+EARLIER = "earlier"
+_OWNER = "owner"  # in a run's temporary folder: the launcher's pid and start time
 _LOG_END_BYTES = 256 << 10
 _RAY_LOG_BYTES = 4 << 20  # of each of Ray's log files, its end
 _PREFIX = re.compile(r"^\([^()]*pid=\d+[^()]*\)\s?")
@@ -78,7 +81,7 @@ def run(
     require_free_port(config.recipe.ray_port)
     _check_replay(config)
     with _locked(environment.run_dir(config)) as folder:
-        _remove_outputs(folder)
+        _set_aside(folder)
         for name, files in (dirty or {}).items():
             Progress(folder).say(f"| dirty: {name} is not as pinned (drift={config.recipe.drift}): {files_text(files)}")
         started, watch = time.monotonic(), MemoryWatch()
@@ -232,18 +235,40 @@ def short_temp_dir() -> Path:
     for parent in (tempfile.gettempdir(), "/tmp"):
         longest = len(os.fsencode(parent)) + len("/vp-xxxxxxxx") + len(_RAY_SOCKET)
         if longest <= SOCKET_PATH_BYTES and os.access(parent, os.W_OK):
-            return Path(tempfile.mkdtemp(prefix="vp-", dir=parent))
+            _remove_abandoned(Path(parent))
+            temp = Path(tempfile.mkdtemp(prefix="vp-", dir=parent))
+            (temp / _OWNER).write_text(f"{os.getpid()} {psutil.Process().create_time()}")
+            return temp
     raise ConfigError(
         f"no folder is short enough for Ray's sockets ({SOCKET_PATH_BYTES} bytes): "
         f"TMPDIR is {tempfile.gettempdir()}; set TMPDIR to a writable folder with a short path"
     )
 
 
+def _remove_abandoned(parent: Path) -> None:
+    """Remove temporary folders whose launcher was killed; those of other users or without an owner file stay."""
+    for owner in parent.glob(f"vp-*/{_OWNER}"):
+        try:
+            pid, started = owner.read_text().split()
+            is_mine = owner.stat().st_uid == os.getuid()
+            alive = psutil.pid_exists(int(pid)) and psutil.Process(int(pid)).create_time() == float(started)
+        except (OSError, ValueError, psutil.Error):
+            continue
+        if is_mine and not alive:
+            shutil.rmtree(owner.parent, ignore_errors=True)
+
+
 @contextmanager
 def _locked(folder: Path) -> Iterator[Path]:
     """Make the run's folder and lock it for this process; ConfigError where another run is writing to it."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / ".lock").open("w") as lock:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / ".lock").open("w")
+    except OSError as error:
+        raise ConfigError(
+            f"{folder}: expected a folder that can be written to (recipe.output_root, recipe.run), found: {error}"
+        ) from error
+    with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -261,18 +286,21 @@ def _check_replay(config: DictConfig) -> None:
     find_recording(replay, config.trainer.total_training_steps)
     if Path(replay).resolve().is_relative_to(folder):
         raise ConfigError(
-            f"recipe.rollout.replay is {replay}, inside {folder}, which this run writes anew; "
+            f"recipe.rollout.replay is {replay}, inside {folder}, whose outputs this run moves aside; "
             "give this run another name (--run NAME, recipe.run)"
         )
 
 
-def _remove_outputs(folder: Path) -> None:
-    for name in OUTPUTS:
-        path = folder / name
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
+def _set_aside(folder: Path) -> None:
+    """Move the outputs of an earlier run of this name to earlier/N; N counts up."""
+    outputs = [path for name in OUTPUTS if (path := folder / name).exists() or path.is_symlink()]
+    if not outputs:
+        return
+    numbers = (int(path.name) for path in (folder / EARLIER).glob("*") if path.name.isdigit())
+    aside = folder / EARLIER / str(max(numbers, default=0) + 1)
+    aside.mkdir(parents=True)
+    for path in outputs:
+        path.rename(aside / path.name)
 
 
 def _head(config: DictConfig, trees: Trees | None) -> dict[str, Any]:

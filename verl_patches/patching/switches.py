@@ -56,8 +56,8 @@ class Switches:
         for pattern in self.patterns:
             if not fnmatch.filter(specs, pattern[1:]):
                 raise ConfigError(
-                    f"{VARIABLE}: {pattern!r} names no row of the catalogue; nearest: {nearest(pattern[1:], specs)}. "
-                    "`python -m verl_patches status` lists them."
+                    f"{pattern!r} (recipe.patches or {VARIABLE}) names no row of the catalogue; nearest: "
+                    f"{nearest(pattern[1:], specs)}. `python -m verl_patches status` lists them."
                 )
 
 
