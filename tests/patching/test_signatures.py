@@ -217,3 +217,8 @@ def test_providers_that_refuse_a_call_are_reported(faults, kind, target, provide
 def test_an_unknown_signature_has_a_reason(faults, kind, target, provider, reason):
     with pytest.raises(signatures.UnknownSignature, match=reason):
         faults(kind, target, provider)
+
+
+def test_a_source_with_a_byte_order_mark_is_read(tmp_path):
+    (tmp_path / "marked.py").write_bytes(b"\xef\xbb\xbfimport json\n")
+    assert [signatures.names_a_module(f"marked:{name}", tmp_path) for name in ("json", "ast")] == [True, False]

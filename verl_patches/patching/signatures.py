@@ -133,7 +133,7 @@ def names_a_module(target: str, root: Path | None) -> bool:
     """Whether the name of "module:name" is bound by an `import` statement of that module, so that it is a module."""
     module, name = split(target)
     path = fp.source_file(module, root)
-    imports = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.Import)] if path else ()
+    imports = [node for node in ast.parse(path.read_bytes()).body if isinstance(node, ast.Import)] if path else ()
     return any(name == (a.asname or a.name.partition(".")[0]) for node in imports for a in node.names)
 
 
