@@ -34,6 +34,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--test-size", type=float, default=0.1, help="share (below 1) or number of test rows")
     parser.add_argument("--seed", type=int, default=0, help="seed of the shuffle")
     parser.add_argument("--instruction", default=INSTRUCTION, help="text added to each problem; may be empty")
+    parser.add_argument("--prompt-key", help="key of the question in rows of another schema; with --answer-key")
+    parser.add_argument("--answer-key", help="key of the answer, which is used as it is")
     parser.add_argument("--data-source", help="the name verl logs the rows under; default: by the schema of the row")
     parser.add_argument("--tokenizer", type=Path, help="model folder: drop prompts longer than --max-prompt-length")
     parser.add_argument("--max-prompt-length", type=int, help="in tokens, with the chat template")
@@ -44,17 +46,21 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if bool(args.inputs) == (args.learnable is not None):
         parser.error("give input files or --learnable ROWS, one of the two")
+    if (args.prompt_key is None) != (args.answer_key is None):
+        parser.error("--prompt-key and --answer-key go together")
     if (args.tokenizer is None) != (args.max_prompt_length is None):
         parser.error("--tokenizer and --max-prompt-length go together")
     return args
 
 
-def read_all(paths: list[Path], quiet: bool) -> tuple[list[Problem], list[str], list[str]]:
+def read_all(
+    paths: list[Path], keys: tuple[str, str] | None, quiet: bool
+) -> tuple[list[Problem], list[str], list[str]]:
     """Problems of all files, sentences about bad rows, and where problems were repeated (the first is kept)."""
     problems, bad, repeated = [], [], []
     seen: set[str] = set()
     for path in tqdm(paths, desc="read", unit="file", disable=quiet or None):
-        found, wrong = read_problems(path)
+        found, wrong = read_problems(path, keys)
         bad += wrong
         for problem in found:
             key = " ".join(problem.question.split())
@@ -96,7 +102,8 @@ def prepare(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     if args.learnable is not None:
         files = write_task(args.output, args.learnable, args.seed, LEARNABLE_TEST_ROWS, args.overwrite)
         return 0, {"files": [str(file) for file in files], "train": args.learnable, "test": LEARNABLE_TEST_ROWS}
-    problems, bad, repeated = read_all(args.inputs, args.json)
+    keys = (args.prompt_key, args.answer_key) if args.prompt_key else None
+    problems, bad, repeated = read_all(args.inputs, keys, args.json)
     report: dict[str, Any] = {"read": len(problems) + len(repeated), "bad": bad, "repeated": repeated, "too_long": []}
     if bad and not args.skip_bad:
         return 1, report

@@ -2,6 +2,7 @@
 
 import json
 import os
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet
@@ -77,7 +78,12 @@ def test_lines_of_a_pretty_printed_list(tmp_path):
     starts = [i for i, line in enumerate(path.read_text().split("\n"), 1) if line in ("  {", "  [")]
     assert [p.origin for p in problems] == [f"rows.json:{starts[0]}", f"rows.json:{starts[3]}"]
     assert [line.split(": ")[0] for line in bad] == [f"{path}:{starts[i]}" for i in (1, 2, 4, 5)]
-    words = ("to hold text", "to be a string, found NoneType", "an object, found list", "found the keys ['other']")
+    words = (
+        "to hold text",
+        "to be a string, found NoneType",
+        "an object, found list",
+        "--answer-key), found ['other']",
+    )
     assert all(word in line for word, line in zip(words, bad, strict=True))
 
 
@@ -102,6 +108,9 @@ def test_answers_and_solutions(tmp_path):
         ("", 1, "expected a JSON list"),
         ("[]", 1, "expected rows, found none"),
         ('[{"problem": "\\ud800", "answer": "1"}]', 1, "surrogates not allowed"),
+        ("[" * 100_000, 1, "cannot be read: maximum recursion depth"),
+        ('[{"problem": "a", "answer": ' + "9" * 5000 + "}]", 1, "cannot be read: Exceeds the limit"),
+        ('[{"problem": "a", "answer": ' + "9" * 600 + "}]", 1, "at most 512 characters, found 600"),
     ],
 )
 def test_broken_json_is_named_by_line(tmp_path, text, line, message):
@@ -121,6 +130,31 @@ def test_json_lines_and_parquet(tmp_path):
     pyarrow.parquet.write_table(pa.Table.from_pylist([GSM, {**GSM, "answer": "none"}]), path)
     problems, bad = read_problems(path)
     assert [p.answer for p in problems] == ["1042"] and bad[0].startswith(f"{path}:2: ")
+
+
+def test_rows_of_another_schema_by_their_keys(tmp_path):
+    path = write(tmp_path, json.dumps([{"q": "1 + 1?", "a": 2}, {"q": "2 + 2?"}]))
+    problems, bad = read_problems(path, ("q", "a"))
+    assert [(p.question, p.answer) for p in problems] == [("1 + 1?", "2")]
+    assert len(bad) == 1 and 'expected "a" to be a string, found NoneType' in bad[0]
+
+
+def test_a_parquet_file_with_any_bit_flipped_is_read_or_refused(tmp_path):
+    path = tmp_path / "g.parquet"
+    pyarrow.parquet.write_table(pa.Table.from_pylist([GSM] * 20), path)
+    content, refused = path.read_bytes(), 0
+    for at in range(0, len(content), 37):
+        path.write_bytes(content[:at] + bytes([content[at] ^ 0x41]) + content[at + 1 :])
+        try:
+            read_problems(path)
+        except ConfigError:
+            refused += 1
+    assert refused > 3
+
+
+def test_an_output_folder_that_cannot_be_written_is_refused():
+    with pytest.raises(ConfigError, match="cannot be written.*choose another --output"):
+        write_tables(Path("/proc/no/tables"), [], [])
 
 
 def test_files_that_cannot_be_read(tmp_path):

@@ -38,12 +38,12 @@ class Problem:
     origin: str
 
 
-def read_problems(path: Path) -> tuple[list[Problem], list[str]]:
+def read_problems(path: Path, keys: tuple[str, str] | None = None) -> tuple[list[Problem], list[str]]:
     """All problems of a .json, .jsonl or .parquet file, and one sentence, with file and line, for each row that is bad.
 
     Rows are {problem, answer[, solution]} (DeepScaleR) or {question, answer} with the answer ending in "#### 42"
     (GSM8K). A line is where the row begins, also in a pretty-printed list; in a parquet file it is the row, counted
-    from 1.
+    from 1. `keys`: (question, answer) of rows in another schema, whose answer is used as it is.
 
     Raises ConfigError for a missing file and for an ending other than these three.
     """
@@ -60,7 +60,7 @@ def read_problems(path: Path) -> tuple[list[Problem], list[str]]:
         try:
             if isinstance(row, Exception):
                 raise row
-            problems.append(_problem(row, origin))
+            problems.append(_problem(row, origin, keys))
         except ValueError as why:
             bad.append(f"{path}:{line}: {why}")
     if not problems and not bad:
@@ -68,9 +68,11 @@ def read_problems(path: Path) -> tuple[list[Problem], list[str]]:
     return problems, bad
 
 
-def _problem(row: Any, origin: str) -> Problem:
+def _problem(row: Any, origin: str, keys: tuple[str, str] | None) -> Problem:
     if not isinstance(row, dict):
         raise ValueError(f"expected an object, found {type(row).__name__}")
+    if keys:
+        return Problem(_text(row, keys[0]), _answer(row.get(keys[1]), keys[1]), "", "custom", origin)
     if "problem" in row:
         question, answer = _text(row, "problem"), _answer(row.get("answer"))
         solution = "" if row.get("solution") is None else _text(row, "solution", may_be_empty=True)
@@ -82,7 +84,7 @@ def _problem(row: Any, origin: str) -> Problem:
             raise ValueError('expected "answer" to end in a line "#### 42"')
         answer = _answer(match[1].replace(",", ""))
         return Problem(_text(row, "question"), answer, solution, "openai/gsm8k", origin)
-    raise ValueError(f'expected "problem" or "question", found the keys {sorted(map(str, row))}')
+    raise ValueError(f'expected "problem" or "question" (or --prompt-key, --answer-key), found {sorted(map(str, row))}')
 
 
 def _text(row: dict[str, Any], key: str, may_be_empty: bool = False) -> str:
@@ -95,12 +97,13 @@ def _text(row: dict[str, Any], key: str, may_be_empty: bool = False) -> str:
     return value
 
 
-def _answer(value: Any) -> str:
-    if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
-        return str(value)
-    answer = _text({"answer": value}, "answer").strip()
+def _answer(value: Any, key: str = "answer") -> str:
+    is_number = isinstance(value, int) or (isinstance(value, float) and math.isfinite(value))
+    if is_number and not isinstance(value, bool):
+        value = str(value)  # ValueError for an integer of more than 4300 digits
+    answer = _text({key: value}, key).strip()
     if len(answer) > MAX_ANSWER_CHARS:
-        raise ValueError(f'expected "answer" to have at most {MAX_ANSWER_CHARS} characters, found {len(answer)}')
+        raise ValueError(f'expected "{key}" to have at most {MAX_ANSWER_CHARS} characters, found {len(answer)}')
     return answer
 
 
@@ -140,6 +143,8 @@ def _json_rows(path: Path) -> Iterator[tuple[int, Any]]:
     except json.JSONDecodeError as why:
         message = f"not JSON: {why.msg} in column {why.colno}; reading stopped there"
         yield why.lineno, ValueError(message)
+    except (ValueError, RecursionError) as why:  # an integer of too many digits, too many nested brackets
+        yield line, ValueError(f"cannot be read: {why}; reading stopped there")
 
 
 def _jsonl_rows(path: Path) -> Iterator[tuple[int, Any]]:
@@ -149,6 +154,8 @@ def _jsonl_rows(path: Path) -> Iterator[tuple[int, Any]]:
                 yield line, json.loads(text)
             except json.JSONDecodeError as why:
                 yield line, ValueError(f"not JSON: {why.msg} in column {why.colno}")
+            except (ValueError, RecursionError) as why:
+                yield line, ValueError(f"cannot be read: {why}")
 
 
 def _parquet_rows(path: Path) -> Iterator[tuple[int, Any]]:
@@ -156,10 +163,10 @@ def _parquet_rows(path: Path) -> Iterator[tuple[int, Any]]:
     import pyarrow.parquet
 
     try:
-        table = pyarrow.parquet.read_table(path)
-    except pyarrow.ArrowInvalid as why:
-        raise ConfigError(f"{path}: expected a parquet file: {why}") from why
-    yield from enumerate(table.to_pylist(), start=1)
+        rows = pyarrow.parquet.read_table(path).to_pylist()
+    except (pyarrow.ArrowException, OSError, ValueError, OverflowError, MemoryError) as why:
+        raise ConfigError(f"{path}: expected a parquet file, found one that cannot be read: {why}") from why
+    yield from enumerate(rows, start=1)
 
 
 def verl_row(
@@ -205,20 +212,23 @@ def write_tables(folder: Path, train: list[Row], test: list[Row], overwrite: boo
     """Write folder/train.parquet and folder/test.parquet and return their paths.
 
     Both are written to a temporary folder and then renamed, so no reader ever sees half a file. Raises ConfigError,
-    and changes nothing, if one of them exists and `overwrite` is not set, or if `folder` is a file.
+    and changes nothing, if one of them exists and `overwrite` is not set, or if `folder` cannot be written to.
     """
     import pyarrow
     import pyarrow.parquet
 
     targets = {folder / "train.parquet": train, folder / "test.parquet": test}
     check_free(folder, overwrite)
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".tables.", dir=folder) as building:
-        for target, rows in targets.items():
-            table = pyarrow.Table.from_pylist(rows, schema=_schema())
-            pyarrow.parquet.write_table(table, Path(building) / target.name)
-        for target in targets:
-            os.replace(Path(building) / target.name, target)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".tables.", dir=folder) as building:
+            for target, rows in targets.items():
+                table = pyarrow.Table.from_pylist(rows, schema=_schema())
+                pyarrow.parquet.write_table(table, Path(building) / target.name)
+            for target in targets:
+                os.replace(Path(building) / target.name, target)
+    except OSError as error:
+        raise ConfigError(f"output {folder}: cannot be written ({error}): choose another --output") from error
     return folder / "train.parquet", folder / "test.parquet"
 
 
@@ -226,6 +236,9 @@ def check_free(folder: Path, overwrite: bool) -> None:
     """Raise ConfigError if `write_tables` would refuse this folder; cheap, so call it before long work."""
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"output {folder}: expected a folder or nothing, found a file: choose another --output")
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not os.access(existing, os.W_OK):
+        raise ConfigError(f"output {folder}: {existing} cannot be written to: choose another --output")
     taken = [name for name in ("train.parquet", "test.parquet") if (folder / name).exists()]
     if taken and not overwrite:
         text = f"{' and '.join(taken)} exist already"
