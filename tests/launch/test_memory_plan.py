@@ -6,6 +6,8 @@ from verl_patches.cli.output import memory_rows
 from verl_patches.config.compose import compose, model_shape_of
 from verl_patches.launch.plan import memory_plan
 
+pytestmark = pytest.mark.slow
+
 BIG, TINY = "grpo_deepseekv3_256die_random_init", "grpo_deepseekv3_tiny_cpu"
 ON = ("reshard.direct", "memory.order")
 

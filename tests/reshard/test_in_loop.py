@@ -9,6 +9,8 @@ import pytest
 from tests.reshard import in_loop_job
 from tests.reshard.cases import FIRST, PLAIN
 
+pytestmark = pytest.mark.slow
+
 A3, PYPI = SimpleNamespace(line="a3"), SimpleNamespace(line="pypi")
 FLAGS = 4  # collectives of one number: engine ready, memory as learnt, before and after the exchange
 

@@ -10,6 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+pytestmark = pytest.mark.slow
+
 SERVER = Path(__file__).with_name("server.py")
 WARM = [sys.executable, "-X", "warm"]
 PARENT = "import os; print(os.getppid(), os.environ.get('WHO'), os.getcwd())"
