@@ -22,14 +22,18 @@ Name = Annotated[
 ]
 
 
-def value_faults(schema: Any, values: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """One sentence for each key of `values` that `schema`, a pydantic model or a dataclass, does not allow."""
+def value_faults(schema: Any, values: Mapping[str, Any], prefix: str = "", may_lack: bool = False) -> list[str]:
+    """One sentence for each key of `values` that `schema`, a pydantic model or a dataclass, does not allow.
+
+    With `may_lack` a key that is missing is no fault.
+    """
     adapter = TypeAdapter(schema)
     try:
         adapter.validate_python(values)
     except ValidationError as error:
         root = adapter.json_schema()
-        keys = dict.fromkeys(_key_of(fault["loc"], root) for fault in error.errors())
+        errors = [fault for fault in error.errors() if not (may_lack and fault["type"] == "missing")]
+        keys = dict.fromkeys(_key_of(fault["loc"], root) for fault in errors)
         return [_fault(key, values, root, prefix) for key in keys]
     return []
 

@@ -32,7 +32,7 @@ ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
     ("trainer.total_training_steps=0", "total_training_steps is 0; expected a whole number >= 1 or null"),
     ("trainer.val_before_train=maybe", "val_before_train is 'maybe'; expected true or false"),
     (f"{ACTOR}=3", "actor"),
-    ("=5", "override"),
+    ("=5", "override '=5': expected key=value"),
     ("recipe.run=''", "recipe.run is ''; expected a plain folder name"),
     ("recipe.timeouts.wall_s=nan", "recipe.timeouts.wall_s is nan; expected a number > 0 or null"),
     ("recipe.train.adam_beta1=2", "recipe.train.adam_beta1 is 2.0; expected a number from 0 to 1"),

@@ -60,6 +60,9 @@ def compose(config_name: str, overrides: Sequence[str] = (), *, verl_path: Path 
             f"--config-name {config_name}: no config of a run in {CONFIGS_DIR} has this name; there is: "
             + (", ".join(runs) or "none")
         )
+    for override in overrides:
+        if not re.match(r"[~+]*[^=~+\s]", override):
+            raise ConfigError(f"override {override!r}: expected key=value, such as trainer.total_training_steps=3")
     upstream = verl_config_dir(verl_path)
     ConfigStore.instance().store(SCHEMA, node=Recipe, package="recipe")
     OmegaConf.register_new_resolver("vllm_dtype", _vllm_dtype, replace=True)
@@ -69,7 +72,7 @@ def compose(config_name: str, overrides: Sequence[str] = (), *, verl_path: Path 
         with initialize_config_dir(str(CONFIGS_DIR), version_base="1.3"):
             composed = hydra_compose(name, [f"hydra.searchpath=[file://{upstream}]", *overrides])
         config = OmegaConf.create(OmegaConf.to_container(composed, resolve=True, throw_on_missing=True))
-    except (HydraException, OmegaConfBaseException, ValueError) as error:  # ValueError: Hydra's, for "=5"
+    except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(_explain(error, name, base)) from error
     check_recipe(OmegaConf.to_container(config.recipe))
     check_verl_values(OmegaConf.to_container(config))

@@ -1,7 +1,8 @@
 """Types and bounds of the keys of verl's configuration that a run depends on.
 
 verl itself checks few of them, and late: in the workers, after Ray, Megatron and vLLM have started. A key that is not
-listed here is passed on unchecked. Sections and names are those of verl's ppo_megatron_trainer.yaml.
+listed here is passed on unchecked; one that is listed may be missing, as pinned versions of verl differ. Sections and
+names are those of verl's ppo_megatron_trainer.yaml.
 """
 
 from __future__ import annotations
@@ -198,5 +199,5 @@ class VerlConfig(Section):
 
 def check_verl_values(config: Mapping[str, Any]) -> None:
     """ConfigError that names each key of verl's configuration with a value of a wrong type or size."""
-    if faults := value_faults(VerlConfig, config):
+    if faults := value_faults(VerlConfig, config, may_lack=True):
         raise ConfigError("Invalid configuration:\n  " + "\n  ".join(faults))

@@ -80,6 +80,13 @@ class SmokeOptions:
         """The file of configs/ that the run is composed from."""
         return LEARN_CONFIG_NAME if self.learn else CONFIG_NAME
 
+    @property
+    def run_name(self) -> str:
+        """The name of the run."""
+        if self.run is not None:
+            return self.run
+        return "learn" if self.learn else "smoke"
+
     def check(self) -> None:
         """ConfigError for a combination that cannot run, with one that can."""
         for option, value, allowed in (
@@ -119,7 +126,7 @@ def overrides_of(options: SmokeOptions) -> list[str]:
     sizes = {"tensor_model": layout.tp, "expert_model": layout.ep, "expert_tensor": layout.etp}
     sizes["pipeline_model"] = layout.pp
     found = [
-        f"recipe.run={options.run or ('learn' if options.learn else 'smoke')}",
+        f"recipe.run={options.run_name}",
         f"recipe.line={options.line}",
         f"recipe.dtype={options.dtype}",
         f"trainer.n_gpus_per_node={layout.workers}",
