@@ -13,6 +13,7 @@ Interval = Annotated[int, Field(ge=-1, strict=True)]  # a number of steps; -1 an
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1)]
+Decay = Annotated[float, Field(ge=0, lt=1)]  # of a running mean
 Probability = Annotated[float, Field(gt=0, le=1)]
 Text = Annotated[str, Field(min_length=1)]
 Port = Annotated[int, Field(ge=1024, le=65535)]

@@ -35,7 +35,7 @@ ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
     ("=5", "override '=5': expected key=value"),
     ("recipe.run=''", "recipe.run is ''; expected a plain folder name"),
     ("recipe.timeouts.wall_s=nan", "recipe.timeouts.wall_s is nan; expected a number > 0 or null"),
-    ("recipe.train.adam_beta1=2", "recipe.train.adam_beta1 is 2.0; expected a number from 0 to 1"),
+    ("recipe.train.adam_beta1=1", "recipe.train.adam_beta1 is 1.0; expected a number >= 0 and < 1"),
     ("recipe.train.layers_per_stage=[3,0]", r"layers_per_stage is \[3, 0\]; expected a list, each a whole number >= 1"),
 ])  # fmt: skip
 def test_a_wrong_value_is_refused_by_its_key(override, words):

@@ -3,10 +3,13 @@
 import fcntl
 import functools
 import json
+import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -177,20 +180,32 @@ def test_a_folder_that_cannot_be_made_is_refused(start, tmp_path, root):
         start(SUMMARY, output_root=str(tmp_path / root))
 
 
+HOLDS_A_FOLDER = """import time
+from verl_patches.launch import launcher
+with launcher.short_temp_dir() as folder:
+    print(folder, flush=True)
+    time.sleep(600)
+"""
+
+
 def test_temporary_folders_of_killed_launchers_are_removed_at_the_next_start(tmp_path, monkeypatch):
-    monkeypatch.setattr(launcher.tempfile, "gettempdir", lambda: "/tmp")
-    kept = launcher.short_temp_dir()
-    dead, foreign = (launcher.tempfile.mkdtemp(prefix="vp-", dir="/tmp") for _ in range(2))
-    child = subprocess.Popen([sys.executable, "-c", ""])
-    (Path(dead) / "owner").write_text(f"{child.pid} {psutil.Process(child.pid).create_time()}")
-    child.wait()
-    (Path(foreign) / "owner").write_text("no pid")
-    new = launcher.short_temp_dir()
+    parent = Path(tempfile.mkdtemp(prefix="t", dir="/tmp"))  # short enough for sockets
+    monkeypatch.setattr(launcher.tempfile, "gettempdir", lambda: str(parent))
+    env = {**os.environ, "TMPDIR": str(parent)}
+    holder = subprocess.Popen([sys.executable, "-c", HOLDS_A_FOLDER], env=env, stdout=subprocess.PIPE, text=True)
     try:
-        assert not Path(dead).exists() and kept.exists() and new.exists() and Path(foreign).exists()
+        held, other = Path(holder.stdout.readline().strip()), parent / "vp-without-owner"
+        other.mkdir()
+        with launcher.short_temp_dir() as own:
+            assert held.is_dir() and own.is_dir()
+        holder.kill()
+        holder.wait()
+        assert held.is_dir() and not own.exists()
+        with launcher.short_temp_dir():
+            assert not held.exists() and other.is_dir()
     finally:
-        for folder in (kept, new, foreign):
-            launcher.shutil.rmtree(folder)
+        holder.kill()
+        shutil.rmtree(parent)
 
 
 def test_a_taken_port_is_refused_before_anything_starts(start, tmp_path):
@@ -232,7 +247,7 @@ sys.exit(launcher.run(compose({NAME!r}, overrides), {NAME!r}, overrides).code)
         while is_running(folder, "driver.pid") and time.monotonic() < deadline:
             time.sleep(0.05)
         psutil.Process(int((folder / "child.pid").read_text())).kill()  # this test's own, ignores SIGTERM
-        Path((folder / "temp").read_text()).rmdir()
+        shutil.rmtree((folder / "temp").read_text())
     else:
         assert "interrupted by" in json.loads((folder / "summary.json").read_text())["exit"]
         assert not is_running(folder)

@@ -14,7 +14,7 @@ from typing import Any
 
 from verl_patches.errors import ConfigError
 from verl_patches.patching.spec import DRIFT_POLICIES, LINES, PLATFORMS
-from verl_patches.values import Count, Name, NotNegative, Port, Positive, Share, value_faults
+from verl_patches.values import Count, Decay, Name, NotNegative, Port, Positive, value_faults
 
 VLLM_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 HCCL_PORTS = 16 + 128  # of each node: HCCL_IF_BASE_PORT takes 16, HCCL_HOST_SOCKET_PORT_RANGE gets the others
@@ -75,8 +75,8 @@ class Train:
     collective_timeout_minutes: Count = 30
     router_bias_update_rate: NotNegative = 0.0
     balanced_routing: bool = False
-    adam_beta1: Share = 0.9
-    adam_beta2: Share = 0.999
+    adam_beta1: Decay = 0.9
+    adam_beta2: Decay = 0.999
     adam_eps: Positive = 1e-8
 
 

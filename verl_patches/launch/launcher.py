@@ -19,7 +19,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import psutil
 from omegaconf import DictConfig, OmegaConf
 
 from verl_patches.config import environment
@@ -43,7 +42,7 @@ OUTPUTS = (
     "rollouts ray_logs"
 ).split()
 EARLIER = "earlier"
-_OWNER = "owner"  # in a run's temporary folder: the launcher's pid and start time
+_OWNER = "owner"  # in a run's temporary folder; its launcher holds the lock of this file
 _LOG_END_BYTES = 256 << 10
 _RAY_LOG_BYTES = 4 << 20  # of each of Ray's log files, its end
 _PREFIX = re.compile(r"^\([^()]*pid=\d+[^()]*\)\s?")
@@ -106,8 +105,7 @@ def _run_driver(
     trees: Trees | None,
 ) -> tuple[int, str | None]:
     """Run the driver, then end all processes that it started; (exit code, reason or None) as `_supervise` has them."""
-    temp = short_temp_dir()
-    try:
+    with short_temp_dir() as temp:
         variables = environment.derive(config, str(temp), trees)
         OmegaConf.save(config, folder / "config.yaml")
         (folder / "environment.json").write_text(json.dumps([asdict(v) for v in variables], indent=1) + "\n")
@@ -127,8 +125,6 @@ def _run_driver(
                 descendants.end_all()
         if code:
             copy_ray_logs(temp, folder / "ray_logs")
-    finally:
-        shutil.rmtree(temp, ignore_errors=True)
     return code, reason
 
 
@@ -230,15 +226,26 @@ def require_free_port(port: int | None) -> None:
             ) from error
 
 
-def short_temp_dir() -> Path:
-    """A new folder for a run's sockets and temporary files; short, as a socket's path may have 107 bytes."""
+@contextmanager
+def short_temp_dir() -> Iterator[Path]:
+    """A folder for a run's sockets and temporary files, removed at the end; a socket's path may have 107 bytes."""
+    parent = _short_parent()
+    _remove_abandoned(parent)
+    temp = Path(tempfile.mkdtemp(prefix="vp-", dir=parent))
+    try:
+        with (temp / f".{_OWNER}").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            (temp / f".{_OWNER}").rename(temp / _OWNER)  # nobody finds it unlocked while the launcher lives
+            yield temp
+    finally:
+        shutil.rmtree(temp, ignore_errors=True)
+
+
+def _short_parent() -> Path:
     for parent in (tempfile.gettempdir(), "/tmp"):
         longest = len(os.fsencode(parent)) + len("/vp-xxxxxxxx") + len(_RAY_SOCKET)
         if longest <= SOCKET_PATH_BYTES and os.access(parent, os.W_OK):
-            _remove_abandoned(Path(parent))
-            temp = Path(tempfile.mkdtemp(prefix="vp-", dir=parent))
-            (temp / _OWNER).write_text(f"{os.getpid()} {psutil.Process().create_time()}")
-            return temp
+            return Path(parent)
     raise ConfigError(
         f"no folder is short enough for Ray's sockets ({SOCKET_PATH_BYTES} bytes): "
         f"TMPDIR is {tempfile.gettempdir()}; set TMPDIR to a writable folder with a short path"
@@ -246,16 +253,14 @@ def short_temp_dir() -> Path:
 
 
 def _remove_abandoned(parent: Path) -> None:
-    """Remove temporary folders whose launcher was killed; those of other users or without an owner file stay."""
+    """Remove temporary folders whose launcher was killed: the lock of their owner file is free, on whatever host."""
     for owner in parent.glob(f"vp-*/{_OWNER}"):
         try:
-            pid, started = owner.read_text().split()
-            is_mine = owner.stat().st_uid == os.getuid()
-            alive = psutil.pid_exists(int(pid)) and psutil.Process(int(pid)).create_time() == float(started)
-        except (OSError, ValueError, psutil.Error):
+            with owner.open("a") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(owner.parent, ignore_errors=True)
+        except OSError:  # locked, of another user, or gone
             continue
-        if is_mine and not alive:
-            shutil.rmtree(owner.parent, ignore_errors=True)
 
 
 @contextmanager

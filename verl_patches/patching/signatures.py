@@ -121,7 +121,10 @@ def _takes_all(signature: Signature, bound: bool) -> bool:
 
 
 def of_function(node: Function) -> Signature:
-    """The signature of a definition; each default is `...`."""
+    """The signature of a definition; each default is `...`.
+
+    Nothing of upstream is evaluated: a lambda compiles no annotations, its defaults are replaced, its body is `...`.
+    """
     arguments, default = copy.copy(node.args), ast.Constant(...)
     arguments.defaults = [default] * len(arguments.defaults)
     arguments.kw_defaults = [given and default for given in arguments.kw_defaults]

@@ -113,8 +113,12 @@ class Run:
         return self.group.step if self.group else 0
 
     def dead_workers(self) -> list[int]:
-        """Ranks whose processes have ended."""
-        return dead_actors(self.trainer.actor_rollout_wg._workers)
+        """Ranks whose processes have ended; none where Ray cannot tell, as the first error must not be hidden."""
+        try:
+            return dead_actors(self.trainer.actor_rollout_wg._workers)
+        except Exception:
+            log.warning("verl_patches: cannot tell which workers are alive", exc_info=True)
+            return []
 
     def show_call(self, step: int, name: str) -> None:
         """Show what runs now."""
@@ -195,17 +199,14 @@ def fit_as_run(original: Callable) -> Callable:
             result = original(trainer)
             reason = "ok"
             return result
-        except Exception as error:
+        except BaseException as error:
             reason = f"{type(error).__name__}: {error}"
-            if dead := run.dead_workers():
+            if isinstance(error, Exception) and (dead := run.dead_workers()):
                 reason = (
                     f"worker processes of ranks {dead} died in step {run.step}, by a signal or out of memory: look at "
                     f"dmesg of their nodes. Errors of other workers follow from it; the first one: {reason}"
                 )
                 raise WorkerDiedError(reason) from error
-            raise
-        except BaseException as error:
-            reason = f"{type(error).__name__}: {error}"
             raise
         finally:
             run.end(reason)
