@@ -87,6 +87,15 @@ def test_a_wrong_layout_ends_with_1_and_wrong_use_with_2():
     assert CliRunner().invoke(app, ["smoke", "--no-such-option"]).exit_code == 2
 
 
+def test_files_that_are_missing_are_refused_by_a_start_and_where_the_user_names_them_by_a_dry_run():
+    assert "train.parquet does not exist; expected parquet" in refusal("train", "--config-name", TINY)
+    plan, nowhere = ["train", "--config-name", TINY, "--dry-run"], "data.train_files=/nowhere"
+    assert CliRunner().invoke(app, plan).exit_code == 0
+    wrong = CliRunner().invoke(app, [*plan, nowhere])
+    assert wrong.exit_code == 1 and "data.train_files: /nowhere does not exist" in wrong.output
+    assert "/nowhere does not exist" in refusal("smoke", nowhere)
+
+
 @pytest.mark.parametrize(("code", "reason"), [(0, "ok"), (124, "no output for 5 s")])
 def test_the_end_of_a_run_is_reported_with_its_exit_code(tmp_path, capsys, code, reason):
     (tmp_path / "summary.json").write_text(json.dumps({"exit": reason}))

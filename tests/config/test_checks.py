@@ -1,12 +1,14 @@
 import re
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from verl_patches.config.checks import check_config, require
-from verl_patches.config.compose import compose, hf_config_of
+from verl_patches.config.checks import PATHS, check_config, require
+from verl_patches.config.compose import CONFIGS_DIR, compose, hf_config_of
 from verl_patches.errors import ConfigError
 from verl_patches.layout.parallel import rollout_layout_of, train_layout_of
 
@@ -158,12 +160,77 @@ def test_fp8_weights_are_refused_where_they_would_be_read(tmp_path):
     save_file({"a.weight": torch.ones(4).bfloat16()}, stored)
     config = compose(LARGE, [folder])
     found = {c.name: c.ok for c in check_config(config) if c.name.startswith("model")}
-    assert found == {"model shape": True, "model weights": True}
+    assert found == {"model shape": True, "model weights": True, "model config": True}
     assert "quantization_config" not in hf_config_of(config)
     save_file({"a.weight": torch.ones(4).to(torch.float8_e4m3fn)}, stored)
     assert "fp8_cast_bf16.py" in failed(LARGE, folder)["model weights"]
     assert failed(LARGE, folder, init) == {}  # random init reads none
     assert failed(LARGE, folder, init, f"{ROLLOUT}.load_format=auto").keys() == {"model weights"}
+
+
+def test_files_that_the_user_names_must_exist_and_be_whole(tmp_path):
+    data, reward = tmp_path / "train.parquet", tmp_path / "reward.py"
+    (tmp_path / "config.json").write_text(Path(CONFIGS_DIR, "model/deepseekv3_tiny.json").read_text())
+    rows = {"prompt": ["a"] * 4, "data_source": ["b"] * 4, "reward_model": ["c"] * 4}
+    pq.write_table(pa.table(rows), data)
+    reward.write_text("from math import sqrt as root\nfew = 1\ndef score(): ...\n")
+    given = {
+        "data.train_files": data,
+        "data.val_files": f"[{data}]",
+        "actor_rollout_ref.model.path": tmp_path,
+        "custom_reward_function.path": reward,
+        "custom_reward_function.name": "score",
+    }
+
+    def faults(must_exist=PATHS, **changed):
+        overrides = [f"{key}={value}" for key, value in {**given, **changed}.items()]
+        return {c.name: c.detail for c in check_config(compose(TINY, overrides), must_exist) if not c.ok}
+
+    assert faults() == {} == faults(**{"custom_reward_function.name": "root"})
+    nowhere = dict.fromkeys(given.keys() - {"custom_reward_function.name"}, "/nowhere")
+    assert faults(**nowhere).keys() == {"model folder", "data", "reward function"} and faults((), **nowhere) == {}
+    assert "reward.py has none" in faults(**{"custom_reward_function.name": "other"})["reward function"]
+    reward.write_text("def score(:")
+    assert "is not Python" in faults()["reward function"]
+    reward.write_text("def score(): ...")
+    whole = data.read_bytes()
+    data.write_bytes(whole[:-20])
+    assert "train.parquet is not a whole parquet file" in faults()["data"]
+    pq.write_table(pa.table({"question": ["a"] * 4}), data)
+    assert "has no column prompt or data_source or reward_model" in faults()["data"]
+    pq.write_table(pa.table({name: values[:3] for name, values in rows.items()}), data)
+    assert faults() == {"data": "data.train_files: 3 prompts; expected at least data.train_batch_size 4"}
+
+
+@pytest.mark.parametrize(("key", "value", "words"), [
+    ("num_nextn_predict_layers", 1, "num_nextn_predict_layers is 1; expected 0"),
+    ("topk_method", "greedy", "topk_method is 'greedy'; expected 'noaux_tc'"),
+    ("scoring_func", "softmax", "scoring_func is 'softmax'; expected 'sigmoid'"),
+    ("n_shared_experts", 0, "n_shared_experts is 0; expected at least 1"),
+    ("n_shared_experts", "null", "n_shared_experts is None; expected at least 1"),
+    ("n_group", 3, "n_group is 3 and topk_group .; expected a divisor of (16|256), and 1 to n_group"),
+    ("topk_group", 9, "topk_group 9; expected"),
+])  # fmt: skip
+@pytest.mark.parametrize("name", [TINY, LARGE])
+def test_a_model_that_training_would_compute_wrongly_is_refused(name, key, value, words):
+    override = f"+actor_rollout_ref.model.override_config.model_config.{key}={value}"
+    assert re.search(words, failed(name, override)["model config"])
+
+
+@pytest.mark.parametrize("damage", ["cut", "no responses", "a step is missing"])
+def test_a_damaged_recording_is_refused(tmp_path, damage):
+    for step in (1, 2, 3):
+        save_file({"prompts": torch.ones(2), "responses": torch.ones(2)}, tmp_path / f"step_{step}.safetensors")
+    override, file = f"recipe.rollout.replay={tmp_path}", tmp_path / "step_2.safetensors"
+    assert failed(TINY, override) == {}
+    if damage == "cut":
+        file.write_bytes(file.read_bytes()[:-3])
+    elif damage == "no responses":
+        save_file({"prompts": torch.ones(2)}, file)
+    else:
+        file.unlink()
+    words = {"cut": "step_2.safetensors: not a whole", "no responses": "holds no responses"}
+    assert re.search(words.get(damage, r"has 1 step\(s\), this run wants 3"), failed(TINY, override)["replay"])
 
 
 def test_layouts_are_read_from_where_verl_reads_them():

@@ -164,11 +164,8 @@ def test_outputs_of_an_earlier_run_are_moved_aside_and_nothing_else(start, tmp_p
 
 def test_a_refused_run_leaves_the_earlier_one_as_it_is(start, tmp_path):
     start(SUMMARY)
-    with pytest.raises(ConfigError, match="no step_1.safetensors"):
-        config = composed().copy()
-        config.recipe.update({"output_root": str(tmp_path), "run": "t"})
-        config.recipe.rollout.replay = str(tmp_path / "nowhere")
-        launcher.run(config, NAME, [])
+    with socket.create_server(("127.0.0.1", 0)) as server, pytest.raises(ConfigError, match="taken"):
+        start(SUMMARY, ray_port=server.getsockname()[1])
     assert json.loads((tmp_path / "t" / "summary.json").read_text())["steps"] == [STEP]
     assert not (tmp_path / "t" / "earlier").exists()
 

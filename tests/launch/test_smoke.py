@@ -45,6 +45,15 @@ def test_options_reach_the_config(tmp_path):
     assert seeds == (3, 3, 3)
 
 
+def test_another_shape_than_that_of_the_model_made_is_refused():
+    large = "recipe.model_shape=model/deepseekv3_671b.json"
+    config = compose(smoke.CONFIG_NAME, [*overrides_of(SmokeOptions()), large])
+    with pytest.raises(ConfigError, match=r"hidden_size 7168 \(expected 128\), .*Leave the key out"):
+        smoke.check_model(config, [])
+    smoke.check_model(config, ["actor_rollout_ref.model.path"])  # then the folder is compared with it
+    smoke.check_model(compose(smoke.CONFIG_NAME, overrides_of(SmokeOptions())), [])
+
+
 def test_learning_takes_the_steps_of_its_config_without_an_option():
     assert not any("total_training_steps" in override for override in overrides_of(SmokeOptions()))  # the config's 3
     learn = compose(smoke.LEARN_CONFIG_NAME, overrides_of(SmokeOptions(learn=True)))

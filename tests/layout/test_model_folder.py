@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from verl_patches.errors import ConfigError
-from verl_patches.layout.model_folder import INDEX, MTP_LAYERS, QUANTIZATION, fp8_fault, read_config
+from verl_patches.layout.model_folder import INDEX, MTP_LAYERS, QUANTIZATION, read_config, refuse_weights
 from verl_patches.model.mindspeed.arguments import arguments_of, model_settings
 
 PUBLIC = Path(__file__).with_name("deepseek_v3_public_config.json")
@@ -34,16 +34,22 @@ def _store(folder, **tensors):
     return folder
 
 
-def test_weights_in_fp8_are_told_from_a_config_that_says_so(tmp_path):
-    assert fp8_fault(tmp_path) is None  # random init: no weights at all
+def test_weights_in_fp8_or_damaged_files_are_refused(tmp_path):
+    refuse_weights(tmp_path)  # random init: no weights at all
     (tmp_path / "config.json").write_text(PUBLIC.read_text())
-    assert fp8_fault(_store(tmp_path, a=torch.ones(2).bfloat16(), bias=torch.ones(2))) is None
+    refuse_weights(_store(tmp_path, a=torch.ones(2).bfloat16(), bias=torch.ones(2)))
+    stored = tmp_path / "1.safetensors"
+    whole = stored.read_bytes()
+    for damaged, words in ((whole[:-1], "expected [0-9]+"), (whole[:20], "header"), (b"version https://lfs", "header")):
+        stored.write_bytes(damaged)
+        with pytest.raises(ConfigError, match=f"1.safetensors: not a whole safetensors file .*{words}"):
+            refuse_weights(tmp_path)
+    stored.rename(tmp_path / "2.safetensors")
+    with pytest.raises(ConfigError, match="1 of 1 files named in .* are missing, as 1.safetensors"):
+        refuse_weights(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(read_config(PUBLIC)))
-    fault = fp8_fault(_store(tmp_path, a=torch.ones(2).to(torch.float8_e4m3fn), b=torch.ones(2).bfloat16()))
-    assert "1 tensors are stored in fp8, as a;" in fault and "fp8_cast_bf16.py" in fault
-    (tmp_path / "1.safetensors").write_bytes(b"version https://git-lfs")
-    with pytest.raises(ConfigError, match="not a whole safetensors file"):
-        fp8_fault(tmp_path)
+    with pytest.raises(ConfigError, match="1 tensors are stored in fp8, as a; .*fp8_cast_bf16.py"):
+        refuse_weights(_store(tmp_path, a=torch.ones(2).to(torch.float8_e4m3fn), b=torch.ones(2).bfloat16()))
 
 
 VLLM = """

@@ -14,8 +14,8 @@ from rich.console import Console
 
 from verl_patches.catalog import ROWS
 from verl_patches.cli.output import Json, print_json, show_plan
-from verl_patches.config.checks import check_config, require
-from verl_patches.config.compose import compose
+from verl_patches.config.checks import PATHS, check_config, check_files, require
+from verl_patches.config.compose import compose, keys_of
 from verl_patches.config.environment import switches_of
 from verl_patches.errors import ConfigError
 from verl_patches.launch import launcher, ray_cluster, smoke
@@ -61,7 +61,8 @@ def smoke_command(
     config = compose(options.config_name, [*given, *overrides], verl_path=trees.verl)
     _check_switches(config)
     require_trees(config, trees)
-    require(check_config(config))  # before model and data are made
+    smoke.check_model(config, keys_of(overrides))
+    require(check_config(config, must_exist=keys_of(overrides)))  # before model and data are made
     _refuse_without_effect(config)
     require_verl(config.recipe.line, trees)
     dirty = refuse_modified(config, trees)
@@ -92,7 +93,7 @@ def train_command(
     if dry_run:
         _report_plan(build_plan(config, config_name, overrides, ROWS, trees), config, as_json)
     try:
-        require(check_config(config))
+        require(check_config(config, must_exist=keys_of(overrides)))
     except ConfigError as error:
         typer.echo(f"verl_patches: {error}", err=True)
         raise typer.Exit(1) from None
@@ -107,6 +108,7 @@ def train_command(
             f"trainer.nnodes is {config.trainer.nnodes}, but recipe.ray_address is null, which starts a Ray on this "
             "machine only; start Ray on the nodes (--dry-run prints the commands) and set recipe.ray_address=auto"
         )
+    require(check_files(config, must_exist=PATHS))
     with _progress(as_json) as show:
         outcome = launcher.run(config, config_name, overrides, show, trees, dirty=dirty)
     _report(outcome, as_json)

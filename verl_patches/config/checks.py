@@ -6,10 +6,12 @@ upstream place that would refuse the configuration, or the figure that would be 
 
 from __future__ import annotations
 
+import ast
 import fnmatch
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator
+import os
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -26,20 +28,25 @@ from verl_patches.config.compose import (
     shape_file,
     vllm_arguments,
 )
-from verl_patches.config.environment import DROPPED, derive
+from verl_patches.config.environment import DROPPED, derive, run_dir
 from verl_patches.config.recipe import VLLM_DTYPES
 from verl_patches.errors import ConfigError
-from verl_patches.layout.inventory import ModelShape, build_inventory, read_model_shape
-from verl_patches.layout.model_folder import QUANTIZATION, fp8_fault, read_json_object, weight_files
+from verl_patches.layout.inventory import ModelShape, build_inventory, differences, read_model_shape
+from verl_patches.layout.model_folder import QUANTIZATION, read_json_object, refuse_weights, weight_files
 from verl_patches.layout.parallel import ParallelLayout, rollout_layout_of, train_layout_of
+from verl_patches.model.mindspeed.arguments import ONLY
 from verl_patches.reshard.plan import make_blocks
 from verl_patches.rollout.log_probs import CHECK_TOKENS
 from verl_patches.tensor_cache import limits
 from verl_patches.trainer import on_policy, truth_check
+from verl_patches.trainer.recording import find_recording
 from verl_patches.upstream.support import refusal, refused_keys, shell_findings
 
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor.megatron", "actor_rollout_ref.rollout"
 _SIZES = "tensor_model pipeline_model virtual_pipeline_model context expert_model expert_tensor".split()
+_DATA = ("data.train_files", "data.val_files")
+_MODEL, _REWARD = "actor_rollout_ref.model.path", "custom_reward_function.path"
+PATHS = (*_DATA, _MODEL, _REWARD)  # keys that name files which a run reads
 
 
 @dataclass(frozen=True)
@@ -55,8 +62,11 @@ class Check:
     note: bool = False
 
 
-def check_config(config: DictConfig) -> list[Check]:
-    """All rules in order. A layout that cannot be built is a failed check, and the rules that need it are left out."""
+def check_config(config: DictConfig, must_exist: Collection[str] = ()) -> list[Check]:
+    """All rules in order. A layout that cannot be built is a failed check, and the rules that need it are left out.
+
+    must_exist: those keys of PATHS whose files are expected on this machine; absent files of others are a note.
+    """
     model = model_shape_of(config)
     checks, layouts = [], []
     for name, build in (("train layout", train_layout_of), ("rollout layout", rollout_layout_of)):
@@ -64,7 +74,7 @@ def check_config(config: DictConfig) -> list[Check]:
         layouts.append(None if fault else build(config))
         checks.append(Check(name, not fault, fault or str(layouts[-1])))
     train, rollout = layouts
-    checks += [*_folder_checks(config, model), *_data_checks(config)]
+    checks += [*check_files(config, must_exist), *_model_checks(config)]
     if train:
         checks += [*_train_checks(config, train, model), *_checkpoint_checks(config, train)]
     if rollout:
@@ -102,10 +112,16 @@ def _divides(name: str, total: int, part: int, key: str, quotient: str) -> Check
     return _either(name, total % part == 0, held, f"{total} is not a multiple of {part}; change {key}")
 
 
-# model folder and data
+# files that a run reads
 
 
-def _folder_checks(config: DictConfig, model: ModelShape) -> Iterator[Check]:
+def check_files(config: DictConfig, must_exist: Collection[str]) -> list[Check]:
+    """The rules about model folder, data, reward function and recording; `must_exist` as in `check_config`."""
+    checks = [*_folder_checks(config, must_exist), *_data_checks(config, must_exist)]
+    return [*checks, *_reward_checks(config, must_exist), *_replay_checks(config)]
+
+
+def _folder_checks(config: DictConfig, must_exist: Collection[str]) -> Iterator[Check]:
     """Where the model's folder is on this machine: it holds the planned model, in weights that can be read."""
     path = config_file(config)
     if QUANTIZATION in model_changes(config):
@@ -115,28 +131,126 @@ def _folder_checks(config: DictConfig, model: ModelShape) -> Iterator[Check]:
         )
         yield Check("model folder", False, text)
     if not path.is_file():
-        here = f"{path.parent} is not on this machine, so its weights were not checked; every node reads it"
-        yield Check("model folder", True, f"{here} (actor_rollout_ref.model.path)", note=True)
+        yield _absent("model folder", [path], _MODEL, _MODEL in must_exist, "the folder of a HF model")
         return
-    found, key = read_model_shape(path), f"recipe.model_shape {config.recipe.model_shape}"
-    fault = f"{path} describes another model than {key}: {found}, expected {model}"
+    found, model, key = (
+        read_model_shape(path),
+        model_shape_of(config),
+        f"recipe.model_shape {config.recipe.model_shape}",
+    )
+    fault = f"{path} describes another model than {key}: {differences(found, model)}"
     yield _either("model shape", found == model, "same model", fault)
     if reads_weights(config) and not weight_files(path.parent):
         text = f"{path.parent} has no safetensors file: whether its weights are bf16 is not known"
         yield Check("model weights", True, text, note=True)
     elif reads_weights(config):
-        fault = fp8_fault(path.parent)
-        yield Check("model weights", fault is None, fault or "none is stored in fp8")
+        fault = _error_of(refuse_weights, path.parent)
+        yield Check("model weights", not fault, fault or "whole files, none is stored in fp8")
 
 
-def _data_checks(config: DictConfig) -> Iterator[Check]:
-    """A note for data files that are not on this machine; the trainer's node reads them."""
-    for key in ("train_files", "val_files"):
-        files = config.data.get(key) or []
-        absent = [file for file in ([files] if isinstance(files, str) else files) if not Path(file).exists()]
+def _absent(name: str, files: Iterable[object], key: str, must_exist: bool, expected: str) -> Check:
+    absent = ", ".join(map(str, files))
+    if must_exist:
+        return Check(name, False, f"{key}: {absent} does not exist; expected {expected}")
+    return Check(name, True, f"{absent} is not on this machine, so it was not checked ({key})", note=True)
+
+
+def _model_checks(config: DictConfig) -> Iterator[Check]:
+    """What verl's converter and MindSpeed-LLM take for granted in a DeepSeek-V3's config.json; others train wrongly."""
+    hf, faults = hf_config_of(config), []
+    for key, expected, _ in ONLY:
+        if hf.get(key) is not None and hf[key] != expected:
+            faults.append(f"{key} is {hf[key]!r}; expected {expected!r}")
+    if not hf.get("n_shared_experts"):
+        faults.append(f"n_shared_experts is {hf.get('n_shared_experts')!r}; expected at least 1")
+    experts, groups, chosen = (hf.get(key) for key in ("n_routed_experts", "n_group", "topk_group"))
+    if all(isinstance(size, int) for size in (experts, groups, chosen)):
+        if groups < 1 or experts % groups or not 1 <= chosen <= groups:
+            faults.append(
+                f"n_group is {groups} and topk_group {chosen}; expected a divisor of {experts}, and 1 to n_group"
+            )
+    where = "the model's config.json, with actor_rollout_ref.model.override_config.model_config over it"
+    detail = f"{'; '.join(faults)} ({where}): this model cannot be trained" if faults else "a DeepSeek-V3"
+    yield Check("model config", not faults, detail)
+
+
+def _data_checks(config: DictConfig, must_exist: Collection[str]) -> Iterator[Check]:
+    """Data files are parquet with verl's columns; those for training hold a batch. The trainer's node reads them."""
+    for key in _DATA:
+        files = config.data.get(key.removeprefix("data.")) or []
+        files = [files] if isinstance(files, str) else files
+        absent = [file for file in files if not os.path.isfile(file)]
         if absent:
-            text = f"{', '.join(absent)} is not on this machine; data/prepare_deepscaler.py makes it (data.{key})"
-            yield Check("data", True, text, note=True)
+            expected = "parquet of data/prepare_deepscaler.py, or of verl's columns"
+            yield _absent("data", absent, key, key in must_exist, expected)
+            continue
+        faults = [fault for file in files if (fault := _error_of(_read_rows, file, config.data.prompt_key))]
+        if not faults and key == "data.train_files":
+            rows, batch = sum(_read_rows(file, config.data.prompt_key) for file in files), config.data.train_batch_size
+            if rows < batch:
+                faults = [f"{rows} prompts; expected at least data.train_batch_size {batch}"]
+        if faults:
+            yield Check("data", False, f"{key}: {'; '.join(faults)}")
+
+
+def _read_rows(file: str, prompt_key: str) -> int:
+    """Number of rows of a parquet file, from its footer; ConfigError where it cannot be read or lacks a column."""
+    from pyarrow import ArrowException, parquet  # here, as most commands read no data
+
+    try:
+        found = parquet.ParquetFile(file)
+    except (ArrowException, OSError) as error:
+        raise ConfigError(f"{file} is not a whole parquet file ({error}); make it again") from error
+    with found:
+        missing = [name for name in (prompt_key, "data_source", "reward_model") if name not in found.schema_arrow.names]
+        if missing:
+            raise ConfigError(
+                f"{file} has no column {' or '.join(missing)}; expected those of docs/own-data-and-reward.md "
+                "(data.prompt_key names that of the prompts)"
+            )
+        return found.metadata.num_rows
+
+
+def _reward_checks(config: DictConfig, must_exist: Collection[str]) -> Iterator[Check]:
+    """The reward function's file defines it; without a file verl's own rewards are used."""
+    section = config.custom_reward_function
+    if not section.path:
+        return
+    file, key = Path(section.path), "custom_reward_function"
+    if not os.path.isfile(file):
+        yield _absent("reward function", [file], _REWARD, _REWARD in must_exist, "a Python file")
+        return
+    try:
+        body = ast.parse(file.read_bytes()).body
+    except (SyntaxError, ValueError) as error:
+        yield Check("reward function", False, f"{key}.path: {file} is not Python: {error}")
+        return
+    names = {name for node in body for name in _names_bound(node)}
+    held = f"{section.name} of {file}"
+    yield _either("reward function", section.name in names, held, f"{key}.name is {section.name!r}; {file} has none")
+
+
+def _names_bound(node: ast.stmt) -> Iterator[str]:
+    if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        yield node.name
+    elif isinstance(node, ast.Import | ast.ImportFrom):
+        yield from (alias.asname or alias.name for alias in node.names)
+    else:
+        yield from (child.id for child in ast.walk(node) if isinstance(child, ast.Name))
+
+
+def _replay_checks(config: DictConfig) -> Iterator[Check]:
+    """The recording has the run's steps, in whole files, and the run would not move them aside before it reads them."""
+    replay, folder = config.recipe.rollout.replay, run_dir(config).resolve()
+    if not replay:
+        return
+    fault = _error_of(find_recording, replay, config.trainer.total_training_steps)
+    if not fault and Path(replay).resolve().is_relative_to(folder):
+        fault = (
+            f"recipe.rollout.replay is {replay}, inside {folder}, whose outputs this run moves aside; "
+            "give this run another name (--run NAME, recipe.run)"
+        )
+    yield Check("replay", not fault, fault or f"the responses of {replay}")
 
 
 # layouts

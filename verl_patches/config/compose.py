@@ -113,6 +113,11 @@ def _explain(error: BaseException, name: str, base: DictConfig) -> str:
     return f"config {name}: {'; '.join(lines[:2])}"
 
 
+def keys_of(overrides: Sequence[str]) -> list[str]:
+    """The keys that `overrides` set."""
+    return [override.lstrip("+").partition("=")[0] for override in overrides]
+
+
 def _check_verl_keys(config: DictConfig, base: DictConfig, name: str, overrides: Sequence[str]) -> None:
     """Refuse a key that a file of ours adds to verl's sections, as nothing would read it; +key=value is allowed."""
     known = dict.fromkeys(_keys(base))

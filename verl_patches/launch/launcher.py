@@ -27,7 +27,6 @@ from verl_patches.evaluation.plots import draw_memory, plot_run
 from verl_patches.launch.plan import driver_command
 from verl_patches.layout.parallel import rollout_layout_of, train_layout_of
 from verl_patches.processes import Descendants, MemoryWatch, adopting_orphans, die_with_parent
-from verl_patches.trainer.recording import find_recording
 from verl_patches.trainer.summary import Progress, write_json
 from verl_patches.upstream.checkouts import Trees, commit_of
 from verl_patches.upstream.modified import files_text
@@ -78,7 +77,6 @@ def run(
     is removed.
     """
     require_free_port(config.recipe.ray_port)
-    _check_replay(config)
     with _locked(environment.run_dir(config)) as folder:
         _set_aside(folder)
         for name, files in (dirty or {}).items():
@@ -281,19 +279,6 @@ def _locked(folder: Path) -> Iterator[Path]:
                 f"{folder} is being written by another run; wait for it, or name this one (--run NAME, recipe.run)"
             ) from None
         yield folder
-
-
-def _check_replay(config: DictConfig) -> None:
-    """ConfigError where the recording lacks a step, or where the run would delete it before the replay."""
-    replay, folder = config.recipe.rollout.replay, environment.run_dir(config).resolve()
-    if not replay:
-        return
-    find_recording(replay, config.trainer.total_training_steps)
-    if Path(replay).resolve().is_relative_to(folder):
-        raise ConfigError(
-            f"recipe.rollout.replay is {replay}, inside {folder}, whose outputs this run moves aside; "
-            "give this run another name (--run NAME, recipe.run)"
-        )
 
 
 def _set_aside(folder: Path) -> None:

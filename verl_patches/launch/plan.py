@@ -16,7 +16,7 @@ from omegaconf import DictConfig
 
 from verl_patches.config import environment
 from verl_patches.config.checks import Check, check_config
-from verl_patches.config.compose import graph_arguments, hf_config_of, model_shape_of
+from verl_patches.config.compose import graph_arguments, hf_config_of, keys_of, model_shape_of
 from verl_patches.config.recipe import VLLM_DTYPES
 from verl_patches.layout.inventory import ModelShape, build_inventory
 from verl_patches.layout.parallel import ParallelLayout, rollout_layout_of, train_layout_of
@@ -44,9 +44,10 @@ def build_plan(
 
     `rows` is the catalogue. Keys: config, ok, checks, train, rollout (None where that layout cannot be built),
     memory (`memory_plan`; None without layouts), patches, environment, commands. Ranks and groups are whole lists.
-    Raises ConfigError for switches that name no row.
+    Files named in `overrides` must exist here; those that only the config names may be on other machines. Raises
+    ConfigError for switches that name no row.
     """
-    checks = [*check_config(config), _verl(config.recipe.line, trees), *_engine(config)]
+    checks = [*check_config(config, must_exist=keys_of(overrides)), _verl(config.recipe.line, trees), *_engine(config)]
     model, ok = model_shape_of(config), {check.name: check.ok for check in checks}
     experts = model.n_routed_experts
     train = rollout = memory = None

@@ -7,15 +7,20 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from omegaconf import DictConfig
+
+from verl_patches.config.compose import model_shape_of
 from verl_patches.config.recipe import VLLM_DTYPES
 from verl_patches.errors import ConfigError
+from verl_patches.layout.inventory import differences, read_model_shape
 
 CONFIG_NAME, LEARN_CONFIG_NAME = "grpo_deepseekv3_tiny_cpu", "grpo_deepseekv3_tiny_cpu_learn"
 REPOSITORY = Path(__file__).resolve().parents[2]
+MODEL = REPOSITORY / "configs" / "model" / "deepseekv3_tiny.json"
 SAMPLE = REPOSITORY / "data" / "deepscaler_sample.json"
 PREPARE_S = 300
 PROMPT_TOKENS = "256"  # data.max_prompt_length of the config
@@ -146,13 +151,26 @@ def overrides_of(options: SmokeOptions) -> list[str]:
     return found
 
 
+def check_model(config: DictConfig, given: Collection[str]) -> None:
+    """ConfigError where recipe.model_shape is not the model that `prepare` makes.
+
+    given: keys that the user sets. A model folder of the user's own is compared with it by config/checks.py.
+    """
+    found = differences(model_shape_of(config), read_model_shape(MODEL))
+    if found and "actor_rollout_ref.model.path" not in given:
+        raise ConfigError(
+            f"recipe.model_shape is {config.recipe.model_shape}; expected the model that the smoke makes, found "
+            f"{found}. Leave the key out, or give the folder of your model too (actor_rollout_ref.model.path)"
+        )
+
+
 def prepare(options: SmokeOptions, cache: Path, say: Callable[[str], None]) -> list[str]:
     """Make model and data below `cache`, unless they exist and their sources are unchanged; overrides that name them.
 
     A process of its own makes each, as the launcher does not import torch; its folder appears whole or not at all.
     Raises ConfigError with the end of the process's output if one fails.
     """
-    sources = [REPOSITORY / "configs/model/deepseekv3_tiny.json", REPOSITORY / "verl_patches/model/tiny.py"]
+    sources = [MODEL, REPOSITORY / "verl_patches/model/tiny.py"]
     model = cache / f"deepseekv3_tiny-seed{options.seed}-{_digest(sources)}"
     if not model.exists():
         say(f"making the tiny model, seed {options.seed}")

@@ -106,6 +106,13 @@ def read_model_shape(config: Mapping | str | Path) -> ModelShape:
     return shape
 
 
+def differences(found: ModelShape, expected: ModelShape) -> str:
+    """The sizes in which two models differ, as text; empty where they do not."""
+    names = [field.name for field in fields(ModelShape)]
+    unequal = [name for name in names if getattr(found, name) != getattr(expected, name)]
+    return ", ".join(f"{name} {getattr(found, name)} (expected {getattr(expected, name)})" for name in unequal)
+
+
 @dataclass(frozen=True)
 class Inventory:
     """All tensors of one model: `outer` holds those outside layers, `layers[i]` those of layer i.

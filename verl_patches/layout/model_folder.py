@@ -72,45 +72,59 @@ def weight_files(folder: str | Path) -> set[str]:
     return {file.name for file in Path(folder).glob("*.safetensors")}
 
 
-def fp8_fault(folder: str | Path) -> str | None:
-    """Why the folder's weights cannot be read, and what to run, where some are stored in fp8; else None.
+def refuse_weights(folder: str | Path) -> None:
+    """ConfigError where a safetensors file of the folder is missing or cut off, or holds tensors in fp8.
 
-    Read from the headers of its safetensors files, whatever config.json says. A folder without weights has no fault.
+    Read from the headers of the files, whatever config.json says. A folder without weights is accepted.
     """
     names = sorted(name for name, dtype in _stored_dtypes(Path(folder)) if dtype.startswith("F8_"))
-    if not names:
-        return None
-    return (
-        f"{folder}: {len(names)} tensors are stored in fp8, as {names[0]}; expected bf16, in which this recipe trains. "
-        "Run `python inference/fp8_cast_bf16.py --input-fp8-hf-path FP8 --output-bf16-hf-path BF16` of DeepSeek-V3's "
-        "own repository, copy config.json and the tokenizer's files to BF16 and set actor_rollout_ref.model.path to "
-        f"it. {QUANTIZATION} may stay in config.json: it is not read where the tensors are bf16"
-    )
+    if names:
+        raise ConfigError(
+            f"{folder}: {len(names)} tensors are stored in fp8, as {names[0]}; expected bf16, in which this recipe "
+            "trains. Run `python inference/fp8_cast_bf16.py --input-fp8-hf-path FP8 --output-bf16-hf-path BF16` of "
+            "DeepSeek-V3's own repository, copy config.json and the tokenizer's files to BF16 and set "
+            f"actor_rollout_ref.model.path to it. {QUANTIZATION} may stay in config.json: it is not read where the "
+            "tensors are bf16"
+        )
 
 
 def _stored_dtypes(folder: Path) -> Iterator[tuple[str, str]]:
     """(tensor, safetensors' name of its dtype) of the files that the index names, or of all where there is none."""
-    index = folder / INDEX
-    files = weight_files(folder)
-    if index.is_file():
+    index, files = folder / INDEX, weight_files(folder)
+    if index.is_file() and files:
         weight_map = read_json_object(index).get("weight_map")
         if not isinstance(weight_map, dict):
             raise ConfigError(f"{index}: expected weight_map, {{tensor: file}}, found {weight_map!r}; copy it again")
-        files &= set(weight_map.values())
+        named = {str(name) for name in weight_map.values()}
+        if absent := sorted(named - files):
+            raise ConfigError(
+                f"{folder}: {len(absent)} of {len(named)} files named in {INDEX} are missing, as {absent[0]}; "
+                "download them"
+            )
+        files = named
     for file in sorted(files):
-        yield from ((name, tensor["dtype"]) for name, tensor in _header(folder / file).items())
+        yield from ((name, tensor["dtype"]) for name, tensor in safetensors_header(folder / file).items())
 
 
-def _header(path: Path) -> Mapping[str, Any]:
-    """The header of a safetensors file: 8 bytes of length, then JSON; ConfigError where it cannot be read."""
+def safetensors_header(path: Path) -> Mapping[str, Any]:
+    """{tensor: {dtype, shape, data_offsets}} of a safetensors file; ConfigError where the file is not whole.
+
+    The format: 8 bytes with the header's length, the header (JSON), the tensors' bytes.
+    """
     with path.open("rb") as file:
         start = file.read(8)
         length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
         try:
             header = json.loads(file.read(length)) if 0 < length <= _LONGEST_HEADER else None
-        except ValueError:
-            header = None
-    if not isinstance(header, dict):
-        raise ConfigError(f"{path}: not a whole safetensors file (its header cannot be read); download it again")
-    header.pop("__metadata__", None)
-    return header
+            tensors = {name: tensor for name, tensor in header.items() if name != "__metadata__"}
+            size = 8 + length + max((tensor["data_offsets"][1] for tensor in tensors.values()), default=0)
+        except (ValueError, AttributeError, LookupError, TypeError, RecursionError):
+            raise ConfigError(
+                f"{path}: not a whole safetensors file (its header cannot be read); download or record it again"
+            ) from None
+    found = path.stat().st_size
+    if found != size:
+        raise ConfigError(
+            f"{path}: not a whole safetensors file ({found} bytes, expected {size}); download or record it again"
+        )
+    return tensors

@@ -28,7 +28,7 @@ from safetensors import SafetensorError, safe_open
 
 from verl_patches.errors import ConfigError
 from verl_patches.layout.inventory import Inventory, Parameter, build_inventory
-from verl_patches.layout.model_folder import INDEX, SCALE, SINGLE, fp8_fault
+from verl_patches.layout.model_folder import INDEX, SCALE, SINGLE, refuse_weights
 from verl_patches.layout.sharding import AXES, MEGATRON_NAMES
 
 log = logging.getLogger(__name__)
@@ -187,8 +187,8 @@ class HFTensors:
         expected, found = set(expected), set(self._files)
         missing, extra = expected - found, found - expected
         extra = {name for name in extra if not _is_beyond(name, num_layers)}
-        if any(name.endswith(SCALE) for name in extra) and (fault := fp8_fault(self.folder)):
-            raise ConfigError(fault)
+        if any(name.endswith(SCALE) for name in extra):
+            refuse_weights(self.folder)
         faults = [
             f"{len(names)} {what}, as {', '.join(sorted(names)[:_EXAMPLES])}"
             for what, names in (("missing", missing), ("not known to the config", extra))
@@ -227,7 +227,7 @@ class HFTensors:
         except SafetensorError as error:
             raise ConfigError(f"{self.folder / file}: the index puts {name!r} here, but it is not: {error}") from error
         if found.get_dtype().startswith("F8_"):
-            raise ConfigError(fp8_fault(self.folder))
+            refuse_weights(self.folder)
         return found
 
 

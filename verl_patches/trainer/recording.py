@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from verl_patches.errors import ConfigError
+from verl_patches.layout.model_folder import safetensors_header
 
 if TYPE_CHECKING:  # the launcher looks for a recording without importing torch
     import torch
@@ -18,7 +19,7 @@ if TYPE_CHECKING:  # the launcher looks for a recording without importing torch
 def find_recording(path: str | None, steps: int | None = None) -> Path | None:
     """The folder of step_N.safetensors that a user names: itself, a run's folder, or one of its files; None for None.
 
-    Raises ConfigError where there is none, or where it holds fewer than `steps` steps.
+    Raises ConfigError where there is none, or, with `steps`, where one of the steps 1 to `steps` is missing or damaged.
     """
     if path is None:
         return None
@@ -29,12 +30,17 @@ def find_recording(path: str | None, steps: int | None = None) -> Path | None:
             f"--replay-rollout {path}: no step_1.safetensors there; give a run folder (outputs/<run>) "
             "that recorded its rollouts"
         )
-    if steps is not None and not (folders[0] / f"step_{steps}.safetensors").is_file():
-        recorded = len(list(folders[0].glob("step_*.safetensors")))
-        raise ConfigError(
-            f"--replay-rollout {path}: the recording has {recorded} step(s), this run wants {steps}; use "
-            f"--steps {recorded}, or record a longer run"
-        )
+    for step in range(1, (steps or 0) + 1):
+        file = folders[0] / f"step_{step}.safetensors"
+        if not file.is_file():
+            raise ConfigError(
+                f"--replay-rollout {path}: the recording has {step - 1} step(s), this run wants {steps}; use "
+                f"--steps {step - 1}, or record a longer run"
+            )
+        if missing := {"prompts", "responses"} - safetensors_header(file).keys():
+            raise ConfigError(
+                f"--replay-rollout {path}: {file} holds no {' or '.join(sorted(missing))}; record it again"
+            )
     return folders[0].resolve()
 
 
