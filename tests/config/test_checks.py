@@ -168,6 +168,17 @@ def test_fp8_weights_are_refused_where_they_would_be_read(tmp_path):
     assert failed(LARGE, folder, init, f"{ROLLOUT}.load_format=auto").keys() == {"model weights"}
 
 
+@pytest.mark.parametrize(("name", "override", "words"), [
+    (TINY, "recipe.dtype=fp32", "all sampled tokens of every step"),
+    (TINY, f"{ROLLOUT}.temperature=0.7", "never compared: sampling changes .*every=N"),
+    (LARGE, "recipe.dtype=bf16", "from step 1 every 10: 128 x 256 tokens"),
+    (RANDOM, "recipe.dtype=bf16", "never compared: recipe.logprob_check.action=off"),
+])  # fmt: skip
+def test_the_plan_says_whether_log_probs_are_compared(name, override, words):
+    (check,) = (c for c in check_config(compose(name, [override])) if c.name == "truth check")
+    assert check.ok and check.note is ("never" in words) and re.search(words, check.detail), check
+
+
 def test_files_that_the_user_names_must_exist_and_be_whole(tmp_path):
     data, reward = tmp_path / "train.parquet", tmp_path / "reward.py"
     (tmp_path / "config.json").write_text(Path(CONFIGS_DIR, "model/deepseekv3_tiny.json").read_text())

@@ -426,10 +426,15 @@ def _on_policy_checks(config: DictConfig) -> list[Check]:
 
 
 def _truth_check_checks(config: DictConfig) -> list[Check]:
-    section, faults = config.recipe.logprob_check, list(truth_check.faults(config))
-    if section.every is None or faults or section.action == "off":
+    """Whether and when the run compares log-probs; a note where it never does."""
+    if faults := list(truth_check.faults(config)):
         return [Check("truth check", False, fault) for fault in faults]
-    text = f"from step 1 every {section.every}: {truth_check.sequences_of(config)} x {CHECK_TOKENS} tokens"
+    if reason := truth_check.not_compared(config):
+        return [Check("truth check", True, f"log-probs are never compared: {reason}", note=True)]
+    every = config.recipe.logprob_check.every
+    if every is None:
+        return [Check("truth check", True, "all sampled tokens of every step")]
+    text = f"from step 1 every {every}: {truth_check.sequences_of(config)} x {CHECK_TOKENS} tokens"
     return [Check("truth check", True, text)]
 
 

@@ -112,7 +112,7 @@ TORCH: tuple[PatchSpec, ...] = (
 
 NPU: tuple[PatchSpec, ...] = (
     _npu("platform.npu_module_torch_npu", "torch_npu", "stub", "torch_npu",
-         "MindSpeed and MindSpeed-LLM import it in 80 modules (mindspeed/op_builder/builder.py:7)", module=_PACKAGES),
+         "MindSpeed and MindSpeed-LLM import it in 90 modules (mindspeed/op_builder/builder.py:7)", module=_PACKAGES),
     _npu("platform.npu_module_apex", "apex", "stub", "apex",
          "megatron/core/models/gpt/gpt_layer_specs.py:30 chooses its norm by it; megatron/core/optimizer/__init__.py:12"
          " and verl/models/llama/megatron/layers/parallel_rmsnorm.py:18 import from it", module=_PACKAGES),
