@@ -120,6 +120,12 @@ MODEL: tuple[PatchSpec, ...] = (
          "verl_patches.model.megatron:optimizer_in_model_dtype",
          "verl's optimizer config says bf16 whatever the model is (verl/utils/megatron_utils.py:207).",
          exit="verl derives the optimizer's dtype from the model's"),
+    _row("model.load_optimizer", "wrap",
+         "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.load_parameter_state",
+         "verl_patches.model.megatron:without_autograd",
+         "Resuming in fp32 fails: Megatron writes views of the model's parameters in place with autograd on "
+         "(distrib_optimizer.py:878).",
+         exit="Megatron loads optimizer states under torch.no_grad()"),
 )  # fmt: skip
 
 # a DeepSeek-V3 of MindSpeed-LLM 2.0.0 on Megatron core_r0.8.0 for verl 54c9b736

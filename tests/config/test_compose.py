@@ -17,6 +17,12 @@ def test_verls_config_is_below_ours_and_everything_is_resolved():
     assert "${" not in OmegaConf.to_yaml(config, resolve=False) and "???" not in OmegaConf.to_yaml(config)
 
 
+def test_checkpoints_are_written_to_the_folder_of_the_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = compose(TINY, ["recipe.run=a", "recipe.output_root=b"])
+    assert config.trainer.default_local_dir == str(tmp_path / "b" / "a" / "checkpoints")
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [

@@ -124,7 +124,9 @@ def test_another_verl_than_the_lines_is_a_note_as_a_start_would_refuse_it(plans)
         notes = {check["name"]: check["detail"] for check in plan["checks"] if check["note"]}
         assert set(notes) == {"verl", *NOT_HERE, *NOT_COMPARED[name]}
         assert notes["verl"].startswith("a start is refused: composed over verl 0.4.0")
-        assert "DeepSeek-V3-hf/config.json is not on this machine" in notes["model folder"] and "parquet" in notes["data"]
+        assert (
+            "DeepSeek-V3-hf/config.json is not on this machine" in notes["model folder"] and "parquet" in notes["data"]
+        )
 
 
 @pytest.mark.upstream

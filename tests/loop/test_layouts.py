@@ -21,6 +21,16 @@ def test_weights_arrive_and_the_first_gradient_is_that_of_every_layout(line, sta
     assert run.steps[0]["reward"] == other.steps[0]["reward"]
 
 
+def test_a_resumed_run_goes_on_as_if_it_had_not_ended(smoke):
+    """Without expert parallelism; in fp32 row model.load_optimizer is what lets Megatron load its states."""
+    pp2 = ("--train-layout", "pp2", "--steps", "3")
+    first = smoke(*pp2, "trainer.save_freq=2")
+    saved = first.folder / "checkpoints" / "global_step_2"
+    resumed = smoke(*pp2, "trainer.resume_mode=resume_path", f"trainer.resume_from_path={saved}")
+    assert [step["step"] for step in resumed.steps] == [3] and list(resumed.folder.glob("rollouts/*_3.safetensors"))
+    assert metrics_of(resumed, "grad_norm", "reward") == metrics_of(first, "grad_norm", "reward")[2:]
+
+
 def test_dp_ranks_with_uneven_sequences_do_not_hang(smoke):
     """One DP rank is done before the other, and must not hang it.
 

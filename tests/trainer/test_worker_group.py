@@ -75,9 +75,15 @@ class Workers:
 
 
 def group_of(record_to=None, calls=None, actor=None, **recipe):
-    trainer = SimpleNamespace(config=config_of(**recipe), tokenizer=SimpleNamespace(pad_token_id=0))
+    trainer = SimpleNamespace(config=config_of(**recipe), tokenizer=SimpleNamespace(pad_token_id=0), global_steps=0)
     workers, names = Workers(), [] if calls is None else calls
     return RecipeWorkerGroup(workers, trainer, lambda *call: names.append(call), record_to, actor), workers
+
+
+def generate(group, batch):
+    """The next step's responses; verl's trainer counts the steps."""
+    group._trainer.global_steps += 1
+    return group.generate_sequences(batch)
 
 
 def prompts(start=0, **meta):
@@ -88,26 +94,26 @@ def prompts(start=0, **meta):
 def test_recorded_responses_are_replayed_without_generating(tmp_path):
     calls = []
     group, _ = group_of(tmp_path / "rollouts", calls)
-    recorded = [group.generate_sequences(prompts(start)) for start in (0, 6)]
+    recorded = [generate(group, prompts(start)) for start in (0, 6)]
     assert group.world_size == 4 and group.update_actor(prompts()) == "metrics"
     stages = [(1, "generate_sequences"), (1, "reward"), (2, "generate_sequences"), (2, "reward"), (2, "update_actor")]
     assert calls == stages
 
     replay, workers = group_of(rollout={"replay": str(tmp_path)})
     for output, start in zip(recorded, (0, 6), strict=True):
-        replayed = replay.generate_sequences(prompts(start)).batch
+        replayed = generate(replay, prompts(start)).batch
         assert torch.equal(replayed["responses"], output.batch["responses"])
         assert set(replayed.keys()) == {"prompts", "responses"}  # log-probs are of the recorded run's weights
     assert not workers.generated
     with pytest.raises(ConfigError, match="fewer steps.*--steps 2"):
-        replay.generate_sequences(prompts())
+        generate(replay, prompts())
     with pytest.raises(ConfigError, match="recorded with other prompts"):
-        group_of(rollout={"replay": str(tmp_path)})[0].generate_sequences(prompts(1))
+        generate(group_of(rollout={"replay": str(tmp_path)})[0], prompts(1))
 
 
 def test_a_recording_is_found_by_run_folder_or_file_and_refused_elsewhere(tmp_path):
     folder = tmp_path / "rollouts"
-    group_of(folder)[0].generate_sequences(prompts())
+    generate(group_of(folder)[0], prompts())
     assert {find_recording(str(p), 1) for p in (tmp_path, folder, folder / "step_1.safetensors")} == {folder.resolve()}
     with pytest.raises(ConfigError, match=r"has 1 step\(s\), this run wants 3; use --steps 1"):
         find_recording(str(tmp_path), 3)
@@ -118,14 +124,14 @@ def test_a_recording_is_found_by_run_folder_or_file_and_refused_elsewhere(tmp_pa
 @pytest.mark.parametrize("meta", [{"validate": True}, {"do_sample": False}])
 def test_validation_and_greedy_baselines_are_verls_own_calls(tmp_path, meta):
     group, workers = group_of(tmp_path / "rollouts", logprob_check={"every": 1})
-    group.generate_sequences(prompts(**meta))
+    generate(group, prompts(**meta))
     assert workers.generated == [meta] and group.step == 0 and not list(tmp_path.iterdir())
     assert group.sampled_check.report is None
 
 
 def test_without_record_to_nothing_is_written(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    group_of()[0].generate_sequences(prompts())
+    generate(group_of()[0], prompts())
     assert not list(tmp_path.iterdir())
 
 
@@ -133,7 +139,7 @@ def test_every_nth_step_from_the_first_on_is_checked():
     group, workers = group_of(logprob_check={"every": 2})
     reports = []
     for _ in range(3):
-        assert CHECK not in group.generate_sequences(prompts()).meta_info
+        assert CHECK not in generate(group, prompts()).meta_info
         reports.append(group.end_step()["logprob_check"])
     assert workers.generated == [{CHECK: {"sequences": 1, "seed": 1}}, {}, {CHECK: {"sequences": 1, "seed": 3}}]
     first = reports[0]

@@ -78,6 +78,7 @@ def compose(config_name: str, overrides: Sequence[str] = (), *, verl_path: Path 
     check_verl_values(OmegaConf.to_container(config))
     for section in filter(None, (config.recipe, config.actor_rollout_ref.get("recipe"))):
         section.output_root = str(Path(section.output_root).absolute())  # workers have other current folders
+    config.trainer.default_local_dir = str(Path(config.trainer.default_local_dir).absolute())
     _check_verl_keys(config, base, name, overrides)
     _check_dtype(config)
     return config

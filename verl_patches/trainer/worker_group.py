@@ -31,7 +31,7 @@ class RecipeWorkerGroup:
     """verl's worker group `group` for fit(); calls that are not of a step go through.
 
     actor: the group of the actor, for that of a separate reference. on_call(step, name) is called before each stage;
-    responses are recorded below `record_to` if it is given. `step` counts from 1.
+    responses are recorded below `record_to` if it is given. `step` is the trainer's, from 1; a resumed run goes on.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class RecipeWorkerGroup:
         actor: RecipeWorkerGroup | None = None,
     ):
         recipe = trainer.config.recipe
-        self._group, self._on_call, self._actor, self._step = group, on_call, actor, 0
+        self._group, self._trainer, self._on_call, self._actor, self._step = group, trainer, on_call, actor, 0
         self._record_to, self._replay_from = record_to, find_recording(recipe.rollout.replay)
         self._skip_old_log_prob = recipe.train.skip_old_log_prob
         self.cache: TensorCacheStages | None = None
@@ -66,7 +66,7 @@ class RecipeWorkerGroup:
         """The responses of this step. Validation and REMAX's greedy baseline are verl's own calls."""
         if prompts.meta_info.get("validate") or not prompts.meta_info.get("do_sample", True):
             return self._group.generate_sequences(prompts)
-        self._step += 1
+        self._step = self._trainer.global_steps
         self._on_call(self.step, "generate_sequences")
         if self._replay_from is not None:
             tensors = load_step(self._replay_from, self.step, prompts.batch["input_ids"])
