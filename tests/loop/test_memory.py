@@ -60,7 +60,7 @@ def assert_as_planned(run, library):
     first = run.steps[0]["memory"]["phases"]["update"]["bytes"]
     assert first["optimizer"] == 0  # Adam's moments are made in the first step
     assert memory["peak_bytes"] == max(found["peak_bytes"] for found in memory["phases"].values())
-    table = (run.folder / "progress.log").read_text()
+    table = run.progress
     assert "held MB" in table and f"{memory['peak_bytes'] / 1e6:.3f}" in table
     assert (run.folder / "memory.png").read_bytes().startswith(b"\x89PNG")
 
