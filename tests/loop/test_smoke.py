@@ -15,13 +15,14 @@ import pytest
 from loop_runs import ROOT, STREAMS, assert_weights_arrive, smoke_command
 
 from verl_patches.catalog import NO_BUILD, ROWS  # NO_BUILD: off where flash_attn is installed, or never imported
+from verl_patches.evaluation.plots import draw_memory, plot_run
 
 pytestmark = pytest.mark.slow
 PHASES = {"rollout", "reward", "ref", "update", "reshard", "offload"}
 KEYS = "run line platform layout dtype versions steps logprob_delta patches peak_pss_bytes exit"
 
 
-def test_three_steps_leave_a_complete_record(smoke):
+def test_three_steps_leave_a_complete_record(smoke, tmp_path):
     run, summary = smoke(), smoke().summary
     assert run.code == 0 and summary["exit"] == "ok" and [s["step"] for s in summary["steps"]] == [1, 2, 3]
     assert set(summary) >= set(KEYS.split())
@@ -35,7 +36,8 @@ def test_three_steps_leave_a_complete_record(smoke):
     assert {int(n) for n in re.findall(r"step:(\d+) - ", run.log)} >= {1, 2, 3}  # verl's own lines, the last step's too
     peaks = summary["peak_pss_bytes"]
     assert 0 < peaks["total"] <= 12e9 and len(peaks) > 3
-    assert (run.folder / "training.png").read_bytes().startswith(b"\x89PNG")
+    for draw, name in ((plot_run, "training.png"), (draw_memory, "memory.png")):  # tests/evaluation/test_plots.py
+        assert (run.folder / name).read_bytes() == draw(summary, tmp_path / name).read_bytes()
     assert any((run.folder / "tensorboard").rglob("events.out.tfevents*"))
 
 
