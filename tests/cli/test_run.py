@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import re
+from pathlib import Path
 
 import pytest
 import typer
@@ -10,7 +11,8 @@ from typer.testing import CliRunner
 
 from verl_patches.__main__ import app
 from verl_patches.catalog import ROWS
-from verl_patches.cli import run
+from verl_patches.cli import patches, run
+from verl_patches.config.environment import run_dir
 from verl_patches.errors import ConfigError
 from verl_patches.launch import launcher
 from verl_patches.upstream.checkouts import VERL_CONFIG, verl_config_dir
@@ -154,6 +156,37 @@ def test_a_row_without_what_it_needs_is_refused_with_both_names():
 def test_the_table_has_all_columns_with_wide(started):
     assert started(0).stdout.splitlines()[:-1] == ["proven", "narrow"]
     assert started(0, "--wide").stdout.splitlines()[:-1] == ["proven", "all columns"]
+
+
+def test_a_run_writes_to_this_repository_from_any_folder(started, monkeypatch, tmp_path):
+    seen = []
+    monkeypatch.setattr(run.smoke, "prepare", lambda options, cache, say: seen.append(cache) or [])
+    launch = launcher.run
+    monkeypatch.setattr(
+        launcher, "run", lambda config, *more, **kw: seen.append(run_dir(config)) or launch(config, *more, **kw)
+    )
+    outputs = Path(run.__file__).parents[2] / "outputs"
+    for folder in (tmp_path, outputs.parent):
+        monkeypatch.chdir(folder)
+        assert started(0).exit_code == 0 and seen == [outputs / "cache", outputs / "smoke"]
+        seen.clear()
+    monkeypatch.chdir(tmp_path)
+    assert started(0, "--run", "r", "recipe.output_root=mine").exit_code == 0
+    assert seen == [outputs / "cache", tmp_path / "mine" / "r"]  # model and data are made once
+
+
+def test_status_finds_a_run_by_its_folder_and_by_its_name(monkeypatch, tmp_path):
+    monkeypatch.setattr(patches, "output_root", lambda: tmp_path / "outputs")
+    for name in ("outputs/named", "here"):
+        (tmp_path / name).mkdir(parents=True)
+        row = {"id": f"row.{Path(name).name}", "state": "active", "target": "m:f", "process": "controller"}
+        (tmp_path / name / "summary.json").write_text(json.dumps({"exit": "ok", "patches": [row]}))
+    monkeypatch.chdir(tmp_path)
+    for given in ("here", "named", "outputs/named"):
+        done = CliRunner().invoke(app, ["status", "--run", given])
+        assert done.exit_code == 0 and f"row.{Path(given).name}" in done.stdout
+    text = refusal("status", "--run", "gone")
+    assert f"in {tmp_path / 'gone'} or {tmp_path / 'outputs' / 'gone'}" in text
 
 
 def test_status_of_a_run_says_why_a_row_is_off(tmp_path):

@@ -15,7 +15,7 @@ from rich.console import Console
 from verl_patches.catalog import ROWS
 from verl_patches.cli.output import Json, print_json, show_plan
 from verl_patches.config.checks import check_config, require
-from verl_patches.config.compose import compose
+from verl_patches.config.compose import compose, output_root
 from verl_patches.config.environment import switches_of
 from verl_patches.errors import ConfigError
 from verl_patches.launch import launcher, ray_cluster, smoke
@@ -49,7 +49,7 @@ def smoke_command(
     dtype: Annotated[str, typer.Option(help="fp32|bf16")] = "fp32",
     replay_rollout: Annotated[Path | None, typer.Option(help=REPLAY_HELP)] = None,
     learn: Annotated[bool, typer.Option("--learn", help="A task that the tiny model can learn.")] = False,
-    run: Annotated[str | None, typer.Option(help="Name; the run writes to outputs/NAME.")] = None,
+    run: Annotated[str | None, typer.Option(help="Name; the run writes to outputs/NAME of this repository.")] = None,
     seed: Annotated[int, typer.Option(help="Of model, data order and sampling.")] = 0,
     line: Annotated[str, typer.Option(help="|".join(smoke.LAYOUTS) + ": the set of pins that runs.")] = "pypi",
     upstream: Upstream = None,
@@ -71,7 +71,7 @@ def smoke_command(
     dirty = refuse_modified(config, trees)
     off = _rows_off(config)
     with _progress(as_json, wide, off) as show:
-        made = smoke.prepare(options, Path("outputs/cache").absolute(), lambda text: show(f"| {text}"))
+        made = smoke.prepare(options, output_root() / "cache", lambda text: show(f"| {text}"))
         final = [*given, *made, *overrides]
         config = compose(options.config_name, final, verl_path=trees.verl)
         outcome = launcher.run(config, options.config_name, final, show, trees, dirty=dirty)
