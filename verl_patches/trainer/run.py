@@ -27,8 +27,8 @@ from verl_patches.trainer.worker_handshake import (
 )
 
 log = logging.getLogger(__name__)
-# columns of the step table: what a run is judged by (reward, gradients, the truth check), the two phases that take most
-# of a step at 671B, the whole step, and memory; with --wide all others too
+# columns of the step table behind step, reward, grad_norm and |dlogp|: phases that sample and train, the whole step and
+# memory; with --wide all of them
 NARROW = ("rollout s", "update s", "step s", "held MB")
 PHASES = ("rollout", "reshard", "offload", "reward", "log_prob", "ref", "update", "step")
 SYNC_COLUMNS = ("sync MB", "sync calls", "extra MB")
