@@ -2,13 +2,17 @@
 
 import importlib.util
 import json
+import re
+from pathlib import Path
 
 import pytest
 import typer
 from typer.testing import CliRunner
 
 from verl_patches.__main__ import app
-from verl_patches.cli import run
+from verl_patches.catalog import ROWS
+from verl_patches.cli import patches, run
+from verl_patches.config.environment import run_dir
 from verl_patches.errors import ConfigError
 from verl_patches.launch import launcher
 from verl_patches.upstream.checkouts import VERL_CONFIG, verl_config_dir
@@ -109,3 +113,94 @@ def test_the_end_of_a_run_is_reported_with_its_exit_code(tmp_path, capsys, code,
     with pytest.raises(typer.Exit):
         run._report(outcome, as_json=True)
     assert json.loads(capsys.readouterr().out) == {"exit": reason}
+
+
+@pytest.fixture
+def started(monkeypatch, tmp_path):
+    """started(code, *arguments) -> what `smoke` prints over a launcher that shows four lines and ends with `code`."""
+
+    def launch(config, name, overrides, show, trees, dirty):
+        for text in ("| proven", "- narrow", "+ all columns", "~ step 1"):
+            show(text)
+        return launcher.Outcome(code[0], "ok" if code[0] == 0 else "it broke", tmp_path, 1.0)
+
+    code = []
+    monkeypatch.setattr(run.smoke, "prepare", lambda options, cache, say: [])
+    monkeypatch.setattr(run, "refuse_modified", lambda config, trees: {})
+    monkeypatch.setattr(launcher, "run", launch)
+
+    def call(ended, *arguments):
+        code[:] = [ended]
+        return CliRunner().invoke(app, ["smoke", *arguments])
+
+    return call
+
+
+OFF = "recipe.patches=[{}]"
+
+
+@pytest.mark.parametrize(
+    ("patterns", "said"),
+    [
+        ("-model.mla_k_pe_grad", "1 row off by you: model.mla_k_pe_grad"),
+        ("-model.mla_k_pe_grad,-logprob.truth_check", "2 rows off by you: "),
+    ],
+)
+def test_rows_that_the_user_switched_off_are_named_first_and_last(started, patterns, said):
+    first, *_, last = started(0, OFF.format(patterns)).stdout.splitlines()
+    assert first.startswith(said) and last.startswith("ok in 1 s") and said in last
+    for name in patterns.split(","):
+        assert name[1:] in first and name[1:] in last
+    assert said in started(1, OFF.format(patterns)).stderr
+    assert "off by you" not in started(0).output  # control: nothing is switched off
+
+
+def test_a_row_without_what_it_needs_is_refused_with_both_names():
+    need = next(row.needs[0] for row in ROWS if row.needs and "@" not in row.needs[0])
+    words = re.match(r"row (\S+) needs (\S+), which is off \((.*?)\)", refusal("smoke", OFF.format(f"-{need}")))
+    assert words[2] == need and need in next(row for row in ROWS if row.id == words[1]).needs
+    assert words[3] == f"switched off by -{need}"
+
+
+def test_the_table_has_all_columns_with_wide(started):
+    assert started(0).stdout.splitlines()[:-1] == ["proven", "narrow"]
+    assert started(0, "--wide").stdout.splitlines()[:-1] == ["proven", "all columns"]
+
+
+def test_a_run_writes_to_this_repository_from_any_folder(started, monkeypatch, tmp_path):
+    seen = []
+    monkeypatch.setattr(run.smoke, "prepare", lambda options, cache, say: seen.append(cache) or [])
+    launch = launcher.run
+    monkeypatch.setattr(
+        launcher, "run", lambda config, *more, **kw: seen.append(run_dir(config)) or launch(config, *more, **kw)
+    )
+    outputs = Path(run.__file__).parents[2] / "outputs"
+    for folder in (tmp_path, outputs.parent):
+        monkeypatch.chdir(folder)
+        assert started(0).exit_code == 0 and seen == [outputs / "cache", outputs / "smoke"]
+        seen.clear()
+    monkeypatch.chdir(tmp_path)
+    assert started(0, "--run", "r", "recipe.output_root=mine").exit_code == 0
+    assert seen == [outputs / "cache", tmp_path / "mine" / "r"]  # model and data are made once
+
+
+def test_status_finds_a_run_by_its_folder_and_by_its_name(monkeypatch, tmp_path):
+    monkeypatch.setattr(patches, "output_root", lambda: tmp_path / "outputs")
+    for name in ("outputs/named", "here"):
+        (tmp_path / name).mkdir(parents=True)
+        row = {"id": f"row.{Path(name).name}", "state": "active", "target": "m:f", "process": "controller"}
+        (tmp_path / name / "summary.json").write_text(json.dumps({"exit": "ok", "patches": [row]}))
+    monkeypatch.chdir(tmp_path)
+    for given in ("here", "named", "outputs/named"):
+        done = CliRunner().invoke(app, ["status", "--run", given])
+        assert done.exit_code == 0 and f"row.{Path(given).name}" in done.stdout
+    text = refusal("status", "--run", "gone")
+    assert f"in {tmp_path / 'gone'} or {tmp_path / 'outputs' / 'gone'}" in text
+
+
+def test_status_of_a_run_says_why_a_row_is_off(tmp_path):
+    row = {"id": "a.b", "state": "off", "target": "m:f", "reason": "switched off by -a.*"}
+    rows = [{**row, "process": process} for process in ("controller", "worker 0")]
+    (tmp_path / "summary.json").write_text(json.dumps({"exit": "ok", "patches": rows}))
+    done = CliRunner().invoke(app, ["status", "--run", str(tmp_path)])
+    assert done.exit_code == 0 and "switched off by -a.*" in done.stdout

@@ -21,6 +21,7 @@ def test_checkpoints_are_written_to_the_folder_of_the_run(tmp_path, monkeypatch)
     monkeypatch.chdir(tmp_path)
     config = compose(TINY, ["recipe.run=a", "recipe.output_root=b"])
     assert config.trainer.default_local_dir == str(tmp_path / "b" / "a" / "checkpoints")
+    assert compose(TINY, ["trainer.default_local_dir=/c"]).trainer.default_local_dir == "/c"
 
 
 @pytest.mark.parametrize(

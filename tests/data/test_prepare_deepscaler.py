@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pyarrow.parquet
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 DATA = Path(__file__).resolve().parents[2] / "data"
 SAMPLE = DATA / "deepscaler_sample.json"
@@ -87,6 +89,61 @@ def test_options_that_do_not_go_together_are_refused(run, tmp_path, arguments):
     with pytest.raises(SystemExit) as end:
         run(*arguments.split(), "-o", tmp_path)
     assert end.value.code == 2
+
+
+SCALARS = st.one_of(
+    st.none(), st.booleans(), st.integers(-(10**30), 10**30), st.floats(), st.text(max_size=12),
+    st.sampled_from(["1", "so #### 3", "\\\\boxed{1}", "\\ud800"]),
+)  # fmt: skip
+KEYS = st.sampled_from(["problem", "answer", "question", "solution", "q"])
+ROWS = st.lists(st.one_of(SCALARS, st.dictionaries(KEYS, SCALARS, max_size=4)), max_size=4)
+NUMBERS = st.one_of(st.integers(-3, 9), st.floats(), st.integers(-(10**30), 10**30)).map(str)
+OPTIONS = st.one_of(
+    st.tuples(st.just("--test-size"), NUMBERS),
+    st.tuples(st.just("--seed"), NUMBERS),
+    st.tuples(st.just("--instruction"), st.text(max_size=5)),
+    st.just(("--skip-bad",)),
+    st.just(("--prompt-key", "problem", "--answer-key", "q")),
+    st.tuples(st.just("--learnable"), NUMBERS),
+)
+
+
+def ends_with_a_code(tmp_path_factory, contents, ending, options):
+    """Run the tool over a file of `contents`; every end is one of its exit codes, with its tables or without any."""
+    folder = tmp_path_factory.mktemp("any")
+    source, out = folder / f"rows{ending}", folder / "out"
+    source.write_bytes(contents)
+    arguments = [] if "--learnable" in options else [str(source)]
+    try:
+        code = runpy.run_path(str(DATA / "prepare_deepscaler.py"))["main"]([*arguments, "-o", str(out), *options])
+    except SystemExit as end:  # argparse
+        code = end.code
+    written = {path.name for path in out.glob("*")}
+    assert (code, written) in [(0, {"train.parquet", "test.parquet"}), (1, set()), (2, set())]
+
+
+def contents_of(rows):
+    """The rows as JSON, with what JSON cannot say as null."""
+    return json.dumps(rows, default=lambda value: None).encode()
+
+
+ENDINGS = st.sampled_from([".json", ".jsonl", ".parquet", ".csv"])
+CONTENTS = st.one_of(ROWS.map(contents_of), st.binary(max_size=30), ROWS.map(lambda rows: contents_of(rows)[:-3]))
+ANY = settings(deadline=None, suppress_health_check=list(HealthCheck))
+
+
+@settings(ANY, max_examples=30)
+@given(CONTENTS, ENDINGS, st.lists(OPTIONS, max_size=2).map(lambda pairs: [word for pair in pairs for word in pair]))
+def test_any_file_and_option_ends_with_a_code(tmp_path_factory, contents, ending, options):
+    ends_with_a_code(tmp_path_factory, contents, ending, options)
+
+
+@pytest.mark.full
+@pytest.mark.slow
+@settings(ANY, max_examples=300)
+@given(CONTENTS, ENDINGS, st.lists(OPTIONS, max_size=3).map(lambda pairs: [word for pair in pairs for word in pair]))
+def test_any_of_many_files_and_options_ends_with_a_code(tmp_path_factory, contents, ending, options):
+    ends_with_a_code(tmp_path_factory, contents, ending, options)
 
 
 def test_as_a_program_and_files_are_replaced_only_with_overwrite(run, tmp_path):

@@ -71,13 +71,13 @@ def test_patches_environment_and_commands(plans, name):
 
 def test_nothing_is_started_or_written_and_overrides_pass_through(tmp_path, plans):
     before, folders = (ROOT / "outputs").exists(), dict.fromkeys(("HOME", "TMPDIR"), str(tmp_path))
-    overrides = ("recipe.run=never", "recipe.patches=[-rollout.*]")
+    overrides = ("recipe.run=never", "recipe.patches=[-dispatch.*]")
     done = dry_run("true_weight", *overrides, cwd=tmp_path, env=folders)
     assert done.returncode == 0, done.stderr
     words = ("64 groups of 4: [0-3] [4-7] [8-11] ...", "layers 54-60 (7)", "HCCL_CONNECT_TIMEOUT", "ray start")
     for word in (*words, "--config-name grpo_deepseekv3_256die_true_weight recipe.run=never"):
         assert word in done.stdout, done.stdout
-    rows = [row["id"] for row in plans["true_weight"]["patches"] if row["on"] and row["id"].startswith("rollout.")]
+    rows = [row["id"] for row in plans["true_weight"]["patches"] if row["on"] and row["id"].startswith("dispatch.")]
     assert rows and not any(row in done.stdout for row in rows)
     assert list(tmp_path.iterdir()) == [] and (ROOT / "outputs").exists() == before
 
@@ -100,9 +100,16 @@ def test_the_scripts_keep_the_exit_code_and_name_the_fault(override, code, messa
     assert done.returncode == code and message in done.stderr, done.stdout + done.stderr
 
 
-def test_switches_that_name_no_row_are_refused():
-    with pytest.raises(ConfigError, match="names no row of the catalogue"):
-        train_command(["recipe.patches=[+no.such_row]"], "grpo_deepseekv3_256die_true_weight", dry_run=True)
+@pytest.mark.parametrize(
+    ("pattern", "message"),
+    [
+        ("+no.such_row", "names no row of the catalogue"),
+        ("-rollout.*", r"needs rollout.engine, which is off \(switched off by -rollout"),  # the run would refuse it
+    ],
+)
+def test_switches_that_name_no_row_or_one_that_another_needs_are_refused(pattern, message):
+    with pytest.raises(ConfigError, match=message):
+        train_command([f"recipe.patches=[{pattern}]"], "grpo_deepseekv3_256die_true_weight", dry_run=True)
 
 
 @pytest.mark.parametrize(("name", "random"), [("random_init", True), ("true_weight", False)])

@@ -15,7 +15,8 @@ from verl_patches.patching.contract import installed_root
 from verl_patches.patching.switches import parse
 from verl_patches.upstream.checkouts import VERL_CONFIG, verl_config_dir
 
-MODEL = Path(__file__).resolve().parents[2] / "configs/model/deepseekv3_tiny.json"  # verl reads a folder or this file
+ROOT = Path(__file__).resolve().parents[2]
+MODEL = ROOT / "configs/model/deepseekv3_tiny.json"  # verl reads a folder or this file
 NPU = parse("line=a3,platform=npu")
 CPU = parse("line=pypi,platform=cpu,drift=warn,-memory.order")
 
@@ -41,7 +42,7 @@ def filled(switches=CPU, **options):
 def test_without_a_recipe_rows_read_defaults_and_no_run_is_recorded():
     result = filled()
     decided = {"run": None, "line": "pypi", "platform": "cpu", "patches": ["-memory.order"], "drift": "warn"}
-    decided["dtype"] = "bf16"
+    decided |= {"dtype": "bf16", "output_root": str(ROOT / "outputs")}
     assert OmegaConf.to_container(result.recipe) == {**OmegaConf.to_container(OmegaConf.structured(Recipe)), **decided}
     assert result.actor_rollout_ref.recipe == result.recipe
 
@@ -122,6 +123,7 @@ def test_the_folder_of_the_record_is_named_in_full(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     recipe = OmegaConf.create({"run": "mine", "output_root": "outputs"})
     assert str(tmp_path / "outputs" / "mine") in _record(recipe)
+    assert filled(output_root="mine").recipe.output_root == str(tmp_path / "mine")
     assert "+recipe.run=NAME" in _record(OmegaConf.merge(recipe, {"run": None}))
 
 

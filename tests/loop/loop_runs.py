@@ -32,6 +32,10 @@ class Finished:
     def log(self):
         return (self.folder / "driver.log").read_text(errors="replace")
 
+    @property
+    def progress(self):
+        return (self.folder / "progress.log").read_text()
+
     @classmethod
     def read(cls, folder):
         """The run in folder/r; folder/finished.json has its code, wall_s and output."""

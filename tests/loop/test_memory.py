@@ -3,6 +3,7 @@
 import pytest
 from loop_runs import OFFLOAD, ROOT, hook
 
+from verl_patches.evaluation.plots import memory_figure
 from verl_patches.layout.inventory import build_inventory
 from verl_patches.layout.parallel import parse_layout
 from verl_patches.memory.expected import Setting, group_bytes, in_dtype, padding_bytes
@@ -60,9 +61,11 @@ def assert_as_planned(run, library):
     first = run.steps[0]["memory"]["phases"]["update"]["bytes"]
     assert first["optimizer"] == 0  # Adam's moments are made in the first step
     assert memory["peak_bytes"] == max(found["peak_bytes"] for found in memory["phases"].values())
-    table = (run.folder / "progress.log").read_text()
+    table = run.progress
     assert "held MB" in table and f"{memory['peak_bytes'] / 1e6:.3f}" in table
-    assert (run.folder / "memory.png").read_bytes().startswith(b"\x89PNG")
+    for axes in memory_figure(run.summary).axes:
+        drawn = {patch.get_label() for patch in axes.patches}
+        assert {"actor_params", "grads", "optimizer", "ref_params", "rollout_weights", "kv_cache"} <= drawn
 
 
 def test_the_ledger_sees_what_the_plan_expects(line, start):

@@ -15,7 +15,7 @@ def test_a_step_reports_what_its_sync_moved(smoke):
     assert 0 < moved["mean"] <= moved["max"] and later["sent_bytes"]["mean"] == moved["mean"]
     assert later["collectives"] == 5 and 0 < later["peak_extra_bytes"] < 4 * (512 << 20)
     assert later["seconds"]["total"] <= run.steps[1]["seconds"]["reshard"] + 1e-3
-    table = (run.folder / "progress.log").read_text()
+    table = run.progress
     assert "sync MB" in table and f"{moved['max'] / 1e6:.3f}" in table
 
 

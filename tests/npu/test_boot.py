@@ -272,7 +272,7 @@ def test_the_proof_fails_without_a_row_and_names_it(quick, row):
     found = faults("worker", quick.starts.start("worker", f",-{row}"))
     assert found[0].startswith(f"the start failed at {step}: ") and error in found[0]
     named = [fault for fault in found if fault.startswith(f"row {row.rstrip('*')}")]
-    assert named and all(f"is off (switched by -{row})" in fault for fault in named)
+    assert named and all(f"is off (switched off by -{row})" in fault for fault in named)
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ from verl_patches.errors import ConfigError
 from verl_patches.patching.engine import Engine
 from verl_patches.patching.signatures import signature_faults
 from verl_patches.patching.spec import LINES, validate
-from verl_patches.patching.switches import Switches, parse
+from verl_patches.patching.switches import Switches, nearest_rows, parse
 
 PYPI_ONLY, A3_ONLY = frozenset({"pypi"}), frozenset({"a3"})
 
@@ -244,6 +244,41 @@ def test_switch_text_round_trip_and_errors():
             parse(bad)
     with pytest.raises(ConfigError, match="nearest: a.bcd"):
         Engine([row("a.bcd")], parse("line=pypi,platform=cpu,-a.bce"))
+
+
+NEAR = (
+    row("a.mla_size", provider="ours:asking"),
+    row("b.size", "up.base:Mla.m"),
+    row("c.other", "up.base:g", provider="ours:same"),
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "suggested"),
+    [
+        ("mla", "; nearest: a.mla_size, b.size"),  # an id that contains it, then a target
+        ("louder", "; nearest: b.size"),
+        ("c.othre", "; nearest: c.other"),
+        ("b.siz.*", "; nearest: b.size"),
+        ("zzz", ""),
+        ("*", ""),
+    ],
+)
+def test_suggested_rows_are_related_to_the_name(name, suggested):
+    assert nearest_rows(name, {spec.id: spec for spec in NEAR}) == suggested
+    with pytest.raises(ConfigError) as error:
+        Engine(NEAR, Switches()).explain(name)
+    assert f"no row {name!r}{suggested}. `python" in str(error.value)
+
+
+def test_rows_that_a_pattern_switches_off_are_named_and_those_of_other_lines_are_not():
+    rows = [row("a.b"), row("a.c", "a:c"), row("a.npu", "a:d", platforms=frozenset({"npu"}))]
+    rows += [row("a.d", "a:e"), row("a.old", "a:f", lines=PYPI_ONLY)]
+    switches = Switches("a3", "cpu", ("-a.*", "+a.c"))
+    assert switches.switched_off(rows) == ["a.b", "a.d"] and Switches("a3", "cpu").switched_off(rows) == []
+    reasons = {r["id"]: r["reason"] for r in Engine(rows, switches).status()}
+    assert (reasons["a.b"], reasons["a.c"]) == ("switched off by -a.*", "switched on by +a.c")
+    assert (reasons["a.npu"], reasons["a.old"]) == ("not for platform cpu", "not for line a3")
 
 
 def test_a_later_pattern_wins_and_a_platform_cannot_be_switched_on():

@@ -343,7 +343,8 @@ import verl.workers.megatron_workers as workers
 assert workers.__file__.startswith({tree!r}), workers.__file__
 from verl_patches.patching.engine import current
 states = {{row["id"]: row["state"] for row in current().status()}}
-assert states["update.recipe_worker"] == "active" and hasattr(workers.ActorRolloutRefWorker, "prove_patches"), states
+assert states["update.recipe_worker"] == "active", states
+assert workers.ActorRolloutRefWorker.prove_patches.__module__ == "verl_patches.worker.recipe_worker"
 modules = __import__("sys").modules
 waiting = [n for n in current().wanted if states[n] != "active" and current().specs[n].target_module in modules]
 assert not waiting, waiting

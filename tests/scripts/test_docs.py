@@ -8,7 +8,10 @@ import pytest
 import typer
 
 from verl_patches.__main__ import app
+from verl_patches.config.compose import compose
 from verl_patches.config.recipe import recipe_keys
+from verl_patches.launch.smoke import CONFIG_NAME, LEARN_CONFIG_NAME
+from verl_patches.trainer.run import NARROW, PHASES, WIDE, header
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("README*.md"), *(ROOT / "docs").rglob("*.md"), ROOT / "data" / "README.md"])
@@ -109,6 +112,33 @@ def test_pages_have_links_and_commands_and_the_readmes_are_short():
     assert len({words[3] for text in texts for words in commands(text) if words[1:2] == ["-m"] and words[3:]}) > 8
     for name in ("README.md", "README_zh.md"):
         assert len((ROOT / name).read_text().splitlines()) <= MAX_README_LINES
+
+
+READMES = [(ROOT / name).read_text() for name in ("README.md", "README_zh.md")]
+LIMITS = re.compile(r"(\S+) \(fp32; (\S+) with `--learn`\) or (\S+) \(bf16\)")
+LIMITS_ZH = re.compile(r"超过 (\S+)（fp32；`--learn` 为 (\S+)）或 (\S+)（bf16）")
+
+
+def limits_of(text):
+    """The limits of |dlogp| that a README gives: fp32, fp32 with --learn, bf16."""
+    (found,) = LIMITS.findall(text) or LIMITS_ZH.findall(text)
+    return [float(number) for number in found]
+
+
+def test_the_limits_of_the_truth_check_are_those_of_the_configs():
+    smoke, learn = (compose(name).recipe.logprob_check for name in (CONFIG_NAME, LEARN_CONFIG_NAME))
+    expected = [smoke.max_mean_fp32, learn.max_mean_fp32, smoke.max_mean_bf16]
+    assert [limits_of(text) for text in READMES] == [expected, expected] and learn.max_mean_bf16 == expected[2]
+    (row,) = re.findall(r"limit in fp32 \| (\S+); (\S+) with `--learn`", (ROOT / "docs/on-policy.md").read_text())
+    assert [float(number) for number in row] == expected[:2]
+    assert limits_of(READMES[0].replace("1e-3", "1e-4")) != expected  # control
+
+
+def test_the_table_of_the_readmes_has_the_columns_of_a_run():
+    for text in READMES:
+        rows = re.findall(r"^(?:step| +\d) .*", text, re.MULTILINE)
+        assert rows[0] == header(NARROW) and {len(row) for row in rows} == {len(rows[0])} and len(rows) == 4
+        assert {name for name in WIDE if f"`{name}`" in text} >= {*WIDE} - {f"{phase} s" for phase in PHASES}
 
 
 @pytest.mark.parametrize("link", ["gone.md", "README.md#gone", "#gone", "docs/gone.png"])

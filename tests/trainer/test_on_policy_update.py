@@ -27,7 +27,7 @@ OF_ACTOR = -torch.rand(4 * LENGTH, generator=torch.Generator().manual_seed(9)) -
 
 
 def refusals(*overrides):
-    return [check.detail for check in check_config(compose(TINY, overrides)) if not check.ok]
+    return [c.detail for c in check_config(compose(TINY, overrides)) if not c.ok and c.name != "replay"]
 
 
 @pytest.mark.parametrize(("override", "words"), [

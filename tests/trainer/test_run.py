@@ -1,5 +1,6 @@
-"""The controller's side of a run: its table, the proofs before step 1, the tensor cache."""
+"""The controller's side of a run: its table, the proofs before step 1, and how it names dead workers."""
 
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -8,23 +9,103 @@ from verl_patches.patching import engine
 from verl_patches.patching.spec import PatchSpec
 from verl_patches.patching.switches import Switches
 from verl_patches.trainer import run
-from verl_patches.trainer.run import header, line
+from verl_patches.trainer.run import NARROW, WIDE, header, line
+from verl_patches.trainer.summary import Progress, Summary
 
 
-def test_a_row_of_the_table_is_as_wide_as_its_header():
+def whole_step(number=3):
     skew = {"put_bytes": 107_000_000_000, "inline_bytes": 4, "start_skew_s": {"max": 81.23456}}
     sync = {"received_bytes": {"max": 25_400_000_000}, "collectives": 65, "peak_extra_bytes": 2_147_483_648}
     step = {"step": 3, "reward": 0.5, "grad_norm": 1.0, "seconds": {}, "logprob_delta": {"mean": 5e-7, "max": 1e-6}}
-    step |= {"sync": sync, "memory": {"peak_bytes": 54_990_000_000}, "dispatch": skew}
-    assert len(line(step)) == len(header()) == len(line({**step, "sync": None, "memory": None, "dispatch": None}))
-    assert " - " in line({**step, "logprob_delta": None}) and " - " in line({**step, "grad_norm": None})
+    return step | {"sync": sync, "memory": {"peak_bytes": 54_990_000_000}, "dispatch": skew}
+
+
+@pytest.mark.parametrize("columns", [NARROW, WIDE])
+def test_a_row_of_the_table_is_as_wide_as_its_header(columns):
+    step = whole_step()
+    empty = line({**step, "sync": None, "memory": None, "dispatch": None}, columns)
+    assert len(line(step, columns)) == len(header(columns)) == len(empty)
+    assert empty.count(" - ") + empty.endswith("-") == {NARROW: 1, WIDE: 6}[columns]
+    for name in ("logprob_delta", "grad_norm"):
+        assert " - " in line({**step, name: None}, columns)
+
+
+def test_the_narrow_table_fits_a_terminal_and_the_wide_one_has_every_figure_under_its_name():
+    step = whole_step() | {"seconds": {"rollout": 1.5, "update": 2.5, "step": 4.5, "offload": 0.25}}
+    assert len(header(NARROW)) <= 80 and set(NARROW) < set(WIDE)
+    last = "1.500 2.500 4.500 54990.000"
+    assert line(step, NARROW).split() == ["3", "0.5000", "1.00000", "5.00e-07", *last.split()]
+    assert header(NARROW).split()[:4] == ["step", "reward", "grad_norm", "|dlogp|"]
+    texts = dict(zip(WIDE, line(step, WIDE).split()[4:], strict=True))
+    assert (texts["offload s"], texts["held MB"], texts["sync calls"]) == ("0.250", "54990.000", "65")
+    assert (texts["sync MB"], texts["extra MB"]) == ("25400.000", "2147.484")
+    assert (texts["sent MB"], texts["skew s"]) == ("107000.000", "81.2346")
+
+
+@pytest.fixture
+def made(tmp_path):
+    """A Run that writes to tmp_path, with a group that runs step 7."""
+    made = object.__new__(run.Run)
+    made.summary, made.progress, made.places = Summary(tmp_path, {}), Progress(tmp_path), {}
+    made.group = SimpleNamespace(step=7)
+    return made
+
+
+def after_steps(made, monkeypatch, *numbers):
+    """The progress lines of these steps, whose reports of workers are left out."""
+    for name in ("sync_of_step", "memory_of_step", "offload_of_step"):
+        monkeypatch.setattr(run, name, lambda reports: None)
+    report = {"seconds": {}, "sync": [], "memory": {}, "moves": {}}
+    made.trainer = SimpleNamespace(actor_rollout_wg=SimpleNamespace(take_report=lambda: [report]))
+    check = SimpleNamespace(action="report")
+    made.recipe = SimpleNamespace(train=SimpleNamespace(skip_old_log_prob=False), logprob_check=check)
+    made.workers_see_log_probs, made.not_compared = False, "not here"
+    made.group = SimpleNamespace(cache=None, sampled_check=None, end_step=dict, step=0)
+    for number in numbers:
+        made.after_step({"critic/score/mean": 0.5, "timing_s/step": 2.0}, number)
+    return made.progress.path.read_text().splitlines()
+
+
+@pytest.mark.parametrize("first", [1, 29])
+def test_the_header_comes_before_the_first_row_of_the_process(made, monkeypatch, first):
+    lines = after_steps(made, monkeypatch, first, first + 1)
+    for prefix, columns in (("- ", NARROW), ("+ ", WIDE)):
+        title, *rows = [text[2:] for text in lines if text.startswith(prefix)]
+        assert title == header(columns) and [int(row.split()[0]) for row in rows] == [first, first + 1]
+    steps = json.loads(made.summary.path.read_text())["steps"]
+    assert [step["step"] for step in steps] == [first, first + 1] and steps[0]["seconds"]["step"] == 2.0
+
+
+def test_dead_workers_are_named_with_rank_pid_node_and_step(made, monkeypatch):
+    made.places = {rank: f"pid {100 + rank} on node-{rank // 2}" for rank in range(3)}
+    text = made.death_of([1])
+    assert "a worker process died in step 7" in text and "rank 1 (pid 101 on node-0)" in text and "rank 0" not in text
+    text = made.death_of([2, 5])
+    assert "2 worker processes died" in text and "rank 2 (pid 102 on node-1), rank 5 (pid unknown)" in text
+    assert "rank 15 (" in (text := made.death_of(list(range(40)))) and "rank 16" not in text and "and 24 more" in text
+
+
+def test_a_step_that_fails_with_a_dead_worker_ends_with_its_place(made, monkeypatch):
+    made.places, made.prove, made.wrap_groups = {1: "pid 101 on here"}, lambda: None, lambda: None
+    monkeypatch.setattr(run, "Run", lambda trainer: made)
+
+    def fit(trainer):
+        raise ValueError("no answer")
+
+    for dead, error in (([1], run.WorkerDiedError), ([], ValueError)):
+        made.dead_workers = lambda dead=dead: dead
+        with pytest.raises(error) as failed:
+            run.fit_as_run(fit)(SimpleNamespace(config={"recipe": {}}))
+        assert ("rank 1 (pid 101 on here)" in str(failed.value)) is bool(dead)
+        assert "no answer" in made.summary.data["exit"] and "no answer" in str(failed.value)
 
 
 @pytest.fixture
 def prove(monkeypatch):
     """prove(states of two workers) -> lines of progress after Run.prove with a catalogue of one row for workers."""
+    off = PatchSpec("a.off", "model", "no_such_module_here:g", "wrap", "o:f", "w", "e")
     row = PatchSpec("a.b", "model", "no_such_module_here:f", "wrap", "o:f", "w", "e", processes=frozenset({"worker"}))
-    current = engine.Engine([row], Switches("pypi", "cpu", drift="skip"))
+    current = engine.Engine([row, off], Switches("pypi", "cpu", ("-a.off",), drift="skip"))
     current.apply()
     monkeypatch.setattr(engine, "_CURRENT", current)
 
@@ -38,6 +119,9 @@ def prove(monkeypatch):
         made.summary, made.not_compared = SimpleNamespace(data={}, write=lambda: None), ""
         made.progress = SimpleNamespace(say=lines.append)
         made.prove()
+        recorded = {entry["id"]: entry for entry in made.summary.data["patches"] if entry["process"] == "controller"}
+        assert recorded["a.off"]["reason"] == "switched off by -a.off" and "reason" not in recorded["a.b"]
+        assert made.places == {0: "here", 1: "here"}
         return lines
 
     return prove

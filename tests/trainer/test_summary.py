@@ -40,15 +40,19 @@ def test_versions_name_what_is_installed():
 
 
 def test_progress_appends(tmp_path):
-    for text in ("| a", "~ b"):
+    for text in ("| a", "~ b", "+ c"):
         Progress(tmp_path).say(text)
-    assert (tmp_path / "progress.log").read_text() == "| a\n~ b\n"
+    assert (tmp_path / "progress.log").read_text() == "| a\n~ b\n+ c\n"
 
 
 def test_without_a_folder_lines_go_to_the_log_and_nothing_is_written(tmp_path, caplog, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for text in ("| a", "~ b"):
+    for text in ("| a", "~ b", "- c", "+ d"):
         Progress(None).say(text)
     summary = Summary(None, {})
     summary.add_step({"step": 1, "logprob_delta": {"mean": 1e-7, "max": 2e-7}})
-    assert caplog.messages == ["verl_patches: a"] and summary.data["steps"] and not list(tmp_path.iterdir())
+    assert (
+        caplog.messages == ["verl_patches: a", "verl_patches: c"]
+        and summary.data["steps"]
+        and not list(tmp_path.iterdir())
+    )

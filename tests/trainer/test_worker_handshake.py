@@ -67,7 +67,8 @@ def test_only_a_worker_without_the_method_is_reported_to_lack_the_prelude(monkey
 def test_the_record_says_what_happened():
     row = {"id": "a.b", "state": "drifted", "target": "m:f", "process": "worker 0", "reason": "expected 1, found 2"}
     assert handshake.recorded(row) == row
-    assert "reason" not in handshake.recorded({**row, "state": "active"})
+    assert all("reason" not in handshake.recorded({**row, "state": state}) for state in ("active", "waiting"))
+    assert handshake.recorded({**row, "state": "off"})["reason"] == row["reason"]
     rows = [row, {**row, "process": "worker 1"}, {**row, "id": "a.c", "state": "active"}]
     rows.append({**row, "id": "a.d", "state": "unsupported"})
     assert handshake.not_as_reviewed(rows) == {"drifted": ["a.b"], "unsupported": ["a.d"]}

@@ -11,6 +11,7 @@ import typer
 
 from verl_patches import catalog
 from verl_patches.cli.output import Json, print_json, table
+from verl_patches.config.compose import output_root
 from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.patching import install_prelude
 from verl_patches.patching.engine import Engine
@@ -21,13 +22,16 @@ from verl_patches.patching.switches import from_environment, parse
 Switch = Annotated[str | None, typer.Option("--switches", help="In place of the variable VERL_PATCHES.")]
 
 
+RUN_HELP = "A run's folder, or the name of one in outputs/ of this repository: show the states that it recorded."
+
+
 def engine_of(switches: str | None) -> Engine:
     """An engine over the catalogue with these switches, default VERL_PATCHES; nothing is applied."""
     return Engine(catalog.ROWS, from_environment() if switches is None else parse(switches))
 
 
 def status_command(
-    run: Annotated[Path | None, typer.Option("--run", help="A run's folder: show the states it recorded.")] = None,
+    run: Annotated[Path | None, typer.Option("--run", help=RUN_HELP)] = None,
     switches: Switch = None,
     as_json: Json = False,
 ) -> None:
@@ -45,10 +49,15 @@ def status_command(
 
 def _show_run(run: Path, as_json: bool) -> NoReturn:
     """Print the states that a run recorded; exit code 1 where one is wrong."""
-    path = run / "summary.json"
-    if not path.is_file():
-        raise ConfigError(f"--run {run}: no summary.json there; give the folder of a run, such as outputs/smoke")
-    record = json.loads(path.read_text())
+    folders = run, output_root() / run
+    found = [folder for folder in folders if (folder / "summary.json").is_file()]
+    if not found:
+        raise ConfigError(
+            f"--run {run}: no summary.json in {' or '.join(str(folder.absolute()) for folder in folders)}; give the "
+            "folder of a run, or the name of one in outputs/ of this repository"
+        )
+    run = found[0]
+    record = json.loads((run / "summary.json").read_text())
     rows = count_by_process(record.get("patches", []))
     if not rows:
         raise RecipeError(f"{run} has no recorded states: it ended before any process reported; see its driver.log")

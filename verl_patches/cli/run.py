@@ -15,12 +15,13 @@ from rich.console import Console
 from verl_patches.catalog import ROWS
 from verl_patches.cli.output import Json, print_json, show_plan
 from verl_patches.config.checks import PATHS, check_config, check_files, require
-from verl_patches.config.compose import compose, keys_of
+from verl_patches.config.compose import compose, keys_of, output_root
 from verl_patches.config.environment import switches_of
 from verl_patches.errors import ConfigError
 from verl_patches.launch import launcher, ray_cluster, smoke
 from verl_patches.launch.plan import build_plan
 from verl_patches.model.mindspeed.arguments import arguments_of, explain
+from verl_patches.patching.engine import Engine
 from verl_patches.patching.switches import VARIABLE, parse
 from verl_patches.platform import require as require_platform
 from verl_patches.upstream.checkouts import LINE, require_trees, require_verl, trees_of
@@ -34,6 +35,8 @@ LAYOUT_HELP = "|".join(smoke.TRAIN_LAYOUTS) + ", the last two on 4 workers."
 REPLAY_HELP = "Train on the responses that another run recorded."
 DRY_RUN_HELP = "Check and print everything; start and write nothing."
 UPSTREAM_HELP = "Folder with the clones of scripts/fetch_upstream.sh, for line a3."
+WIDE_HELP = "All columns in the step table: also the other phases, the weight sync and the dispatch."
+Wide = Annotated[bool, typer.Option("--wide", help=WIDE_HELP)]
 Upstream = Annotated[Path | None, typer.Option("--upstream", help=UPSTREAM_HELP)]
 
 
@@ -46,10 +49,11 @@ def smoke_command(
     dtype: Annotated[str, typer.Option(help="fp32|bf16")] = "fp32",
     replay_rollout: Annotated[Path | None, typer.Option(help=REPLAY_HELP)] = None,
     learn: Annotated[bool, typer.Option("--learn", help="A task that the tiny model can learn.")] = False,
-    run: Annotated[str | None, typer.Option(help="Name; the run writes to outputs/NAME.")] = None,
+    run: Annotated[str | None, typer.Option(help="Name; the run writes to outputs/NAME of this repository.")] = None,
     seed: Annotated[int, typer.Option(help="Of model, data order and sampling.")] = 0,
     line: Annotated[str, typer.Option(help="|".join(smoke.LAYOUTS) + ": the set of pins that runs.")] = "pypi",
     upstream: Upstream = None,
+    wide: Wide = False,
     as_json: Json = False,
 ) -> None:
     """GRPO of a tiny DeepSeek-V3 with verl, Megatron, vLLM and Ray on this machine's CPU."""
@@ -66,12 +70,13 @@ def smoke_command(
     _refuse_without_effect(config)
     require_verl(config.recipe.line, trees)
     dirty = refuse_modified(config, trees)
-    with _progress(as_json) as show:
-        made = smoke.prepare(options, Path("outputs/cache").absolute(), lambda text: show(f"| {text}"))
+    off = _rows_off(config)
+    with _progress(as_json, wide, off) as show:
+        made = smoke.prepare(options, output_root() / "cache", lambda text: show(f"| {text}"))
         final = [*given, *made, *overrides]
         config = compose(options.config_name, final, verl_path=trees.verl)
         outcome = launcher.run(config, options.config_name, final, show, trees, dirty=dirty)
-    _report(outcome, as_json)
+    _report(outcome, as_json, off)
 
 
 def train_command(
@@ -80,6 +85,7 @@ def train_command(
     dry_run: Annotated[bool, typer.Option("--dry-run", help=DRY_RUN_HELP)] = False,
     verl_path: VerlPath = None,
     upstream: Upstream = None,
+    wide: Wide = False,
     as_json: Json = False,
 ) -> None:
     """Run a config of this repository, or show what a run would do.
@@ -109,20 +115,27 @@ def train_command(
             "machine only; start Ray on the nodes (--dry-run prints the commands) and set recipe.ray_address=auto"
         )
     require(check_files(config, must_exist=PATHS))
-    with _progress(as_json) as show:
+    off = _rows_off(config)
+    with _progress(as_json, wide, off) as show:
         outcome = launcher.run(config, config_name, overrides, show, trees, dirty=dirty)
-    _report(outcome, as_json)
+    _report(outcome, as_json, off)
 
 
 def _check_switches(config: DictConfig) -> None:
-    """ConfigError for a switch that names no row, or for other switches in the shell, which the run would not have."""
+    """ConfigError for a switch that names no row or switches off one that another needs, or for others in the shell."""
     switches, in_shell = switches_of(config), os.environ.get(VARIABLE)
-    switches.check_against({row.id: row for row in ROWS})
+    Engine(ROWS, switches)
     if in_shell and parse(in_shell) != switches:
         raise ConfigError(
             f"{VARIABLE} is {in_shell!r} in this shell, but the configuration says {switches.text()!r}, which is what "
             f"runs; unset {VARIABLE} and give rows as 'recipe.patches=[-row.id]'"
         )
+
+
+def _rows_off(config: DictConfig) -> str:
+    """ "1 row off by you: row.id" for the rows that recipe.patches switches off; empty text without any."""
+    ids = switches_of(config).switched_off(ROWS)
+    return f"{len(ids)} row{'s' if len(ids) > 1 else ''} off by you: {', '.join(ids)}" if ids else ""
 
 
 def _report_plan(plan: dict[str, Any], config: DictConfig, as_json: bool) -> NoReturn:
@@ -150,34 +163,41 @@ def _refuse_without_effect(config: DictConfig) -> None:
 
 
 @contextmanager
-def _progress(silent: bool) -> Iterator[Callable[[str], None]]:
-    """A function that shows lines of the driver: "| " lines stay, "~ " lines are the state now (on a terminal only)."""
-    console = Console(quiet=silent)
+def _progress(silent: bool, wide: bool = False, first: str = "") -> Iterator[Callable[[str], None]]:
+    """A function that shows lines of progress.log (trainer/summary.py): "| " lines, the step table, and the stage now.
+
+    `wide`: the table's "+ " lines, else its "- " lines. The stage ("~ ") is shown on a terminal only. `first` is shown
+    at once.
+    """
+    console, stay = Console(quiet=silent), ("| ", "+ " if wide else "- ")
     live = console.is_terminal and not silent
     with console.status("starting") if live else nullcontext() as status:
 
         def show(line: str) -> None:
-            if line.startswith("| "):
+            if line.startswith(stay):
                 console.print(line[2:], highlight=False, markup=False, soft_wrap=True)
             elif line.startswith("~ ") and status:
                 status.update(line[2:])
 
+        show(f"| {first}" if first else "")
         yield show
 
 
-def _report(outcome: launcher.Outcome, as_json: bool) -> None:
+def _report(outcome: launcher.Outcome, as_json: bool, off: str = "") -> None:
+    """Print how a run ended, with the rows that were `off`, and exit with its code."""
     if as_json:
         typer.echo((outcome.folder / "summary.json").read_text())
     elif outcome.code == 0:
         peak = outcome.peak_pss_bytes.get("total", 0) / 2**30
         typer.echo(
             f"ok in {outcome.wall_s:.0f} s, peak memory {peak:.1f} GiB (PSS of all processes); "
-            f"results in {outcome.folder}"
+            f"results in {outcome.folder}" + (f"; {off}" if off else "")
         )
     if outcome.code:
         logs = f"  log: {outcome.folder / 'driver.log'}"
         if (outcome.folder / "ray_logs").is_dir():
             logs += f"\n  Ray's logs: {outcome.folder / 'ray_logs'}"
         text = f"verl_patches: the run failed after {outcome.wall_s:.0f} s: {outcome.reason}\n{logs}"
+        text += f"\n  {off}" if off else ""
         typer.echo(text, err=True)
     raise typer.Exit(outcome.code if outcome.code > 128 else min(outcome.code, 1))  # > 128: ended by a signal

@@ -77,11 +77,17 @@ def compose(config_name: str, overrides: Sequence[str] = (), *, verl_path: Path 
     check_recipe(OmegaConf.to_container(config.recipe))
     check_verl_values(OmegaConf.to_container(config))
     for section in filter(None, (config.recipe, config.actor_rollout_ref.get("recipe"))):
-        section.output_root = str(Path(section.output_root).absolute())  # workers have other current folders
-    config.trainer.default_local_dir = str(Path(config.trainer.default_local_dir).absolute())
+        section.output_root = str(output_root(section.output_root))  # workers have other current folders
+    folder = Path(config.recipe.output_root, config.recipe.run)
+    config.trainer.default_local_dir = str(folder / config.trainer.default_local_dir)
     _check_verl_keys(config, base, name, overrides)
     _check_dtype(config)
     return config
+
+
+def output_root(given: str | None = None) -> Path:
+    """Absolute folder of all runs: `given`, relative to the current folder, or outputs/ of this repository."""
+    return CONFIGS_DIR.parent / "outputs" if given is None else Path(given).absolute()
 
 
 @functools.cache

@@ -15,7 +15,7 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from verl_patches.config import hccl
-from verl_patches.config.compose import model_shape_of
+from verl_patches.config.compose import model_shape_of, output_root
 from verl_patches.patching.switches import VARIABLE, Switches
 from verl_patches.platform.npu import SOCKETS
 from verl_patches.upstream.checkouts import Trees
@@ -151,5 +151,5 @@ def process_environment(variables: list[Variable], base: Mapping[str, str]) -> d
 
 
 def run_dir(config: DictConfig) -> Path:
-    """Absolute folder that the run writes to: <recipe.output_root>/<recipe.run>, relative to the current folder."""
-    return Path(config.recipe.output_root).absolute() / config.recipe.run
+    """Absolute folder that the run writes to: <recipe.output_root>/<recipe.run>."""
+    return output_root(config.recipe.output_root) / config.recipe.run

@@ -220,7 +220,8 @@ class Recipe:
     """One run.
 
     run: name of the run; it writes to <output_root>/<run>.
-    output_root: folder of all runs, relative to the current folder.
+    output_root: folder of all runs, relative to the current folder; null: outputs in this repository, wherever the
+    command is called.
     line: the set of pins: pypi (CPU) or a3 (production).
     platform: the kind of device. cpu uses stand-ins for compiled code.
     patches: +row.id or -row.id, switches of the catalogue's rows; `*` stands for any text.
@@ -235,7 +236,7 @@ class Recipe:
     """
 
     run: Name = "run"
-    output_root: str = "outputs"
+    output_root: str | None = None
     line: str = _choice("a3", *LINES)
     platform: str = _choice("npu", *PLATFORMS)
     patches: list[str] = field(default_factory=list)

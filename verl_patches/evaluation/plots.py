@@ -1,22 +1,30 @@
 """PNG plots: reward and seconds of a run, memory by phase, traffic of a reshard plan.
 
-matplotlib is imported inside functions: commands that draw nothing do not wait for it.
+Each picture is a Figure first, and a file then. matplotlib is imported inside functions: commands that draw nothing do
+not wait for it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl_patches.errors import ConfigError
+from verl_patches.memory.schedule import MEMORY_GROUPS
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
     from verl_patches.reshard.plan import ReshardPlan
 
 PHASES = ("rollout", "reshard", "reward", "log_prob", "ref", "advantage", "update")
-LAST_STEPS = 12  # of the memory plot: more do not fit a page, and they repeat
+# a group has the same colour in every picture; nine that are told apart, in the order of MEMORY_GROUPS
+_COLOURS = "#1f77b4 #ff7f0e #2ca02c #d62728 #9467bd #8c564b #e377c2 #bcbd22 #17becf".split()
+GROUP_COLOURS = dict(zip(MEMORY_GROUPS, _COLOURS, strict=True))
+OTHER_COLOUR = "0.6"  # of a group that MEMORY_GROUPS does not have
+MEASURED = {"peak": "-", "used": "--"}  # of the device: the allocator's peak, and what all processes use
 GB = 1e9
 
 
@@ -30,7 +38,13 @@ def _figure(width: float, height: float) -> Figure:
 
 
 def plot_run(summary: dict[str, Any], path: Path) -> Path:
-    """Reward (left) and seconds per phase (right) of every step of a summary.json, as a PNG; returns its path."""
+    """`run_figure` as a PNG; returns its path."""
+    run_figure(summary).savefig(path, dpi=100)
+    return path
+
+
+def run_figure(summary: dict[str, Any]) -> Figure:
+    """Reward (left) and seconds per phase (right) of every step of a summary.json."""
     from matplotlib.ticker import MaxNLocator
 
     steps = summary["steps"]
@@ -49,48 +63,89 @@ def plot_run(summary: dict[str, Any], path: Path) -> Path:
     right.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
     for axes in (left, right):
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    figure.savefig(path, dpi=100)
-    return path
+    return figure
 
 
 def draw_memory(summary: dict[str, Any], path: Path) -> Path:
-    """Stacked bytes by memory group of every phase of the last steps (the rank with the highest peak), as a PNG.
-
-    Black marks are the ledger's peaks, lines are measured: the allocator's peak and what all processes use of the
-    device, or RSS on a CPU. Steps without a ledger, and groups that are always empty, are left out.
-    """
-    steps = [step for step in summary["steps"] if step.get("memory")][-LAST_STEPS:]
-    moments = [(step["step"], name, found) for step in steps for name, found in step["memory"]["phases"].items()]
-    unit, scale = ("GB", 1e9) if any(found["peak_bytes"] >= 1e9 for _, _, found in moments) else ("MB", 1e6)
-    groups = list(dict.fromkeys(name for _, _, found in moments for name, size in found["bytes"].items() if size))
-    figure = _figure(max(8, 0.35 * len(moments)), 5)
-    axes, positions = figure.subplots(), range(len(moments))
-    below = [0.0] * len(moments)
-    for group in groups:
-        sizes = [found["bytes"].get(group, 0) / scale for _, _, found in moments]
-        axes.bar(positions, sizes, bottom=below, width=0.9, label=group)
-        below = [a + b for a, b in zip(below, sizes, strict=True)]
-    peaks = [found["peak_bytes"] / scale for _, _, found in moments]
-    axes.plot(positions, peaks, "k_", markersize=12, label="ledger's peak")
-    for name, style in (("peak", "-"), ("used", "--"), ("rss", "-")):
-        measured = [found["measured"].get(name) for _, _, found in moments]
-        if measured and all(measured):
-            beside = axes.twinx() if name == "rss" else axes  # a process is much more than a tiny model's tensors
-            sizes = [size / scale for size in measured]
-            beside.plot(positions, sizes, color="0.4", linestyle=style, linewidth=0.8, label=f"measured {name}")
-            beside.set(ylabel=f"measured {name}, {unit}")
-    axes.set_xticks(positions, [f"{name} {step}" for step, name, _ in moments], rotation=90, fontsize=7)
-    axes.set(title=f"{summary['run']}: memory by phase and step", ylabel=unit)
-    figure.legend(fontsize=8, loc="outside right upper")
-    figure.savefig(path, dpi=100)
+    """`memory_figure` as a PNG; returns its path."""
+    memory_figure(summary).savefig(path, dpi=100)
     return path
 
 
-def draw_plan(plan: ReshardPlan, path: Path) -> Path:
-    """Heat map of bytes from rank to rank (lines separate the training stages) and bytes per rank, as a PNG.
+def memory_figure(summary: dict[str, Any]) -> Figure:
+    """Tracked bytes by memory group: the highest phase of every step (left), each phase of one step (right).
 
-    Raises ConfigError for a path that cannot be written.
+    Each moment is of the rank with the phase's highest peak. The step on the right is the last of those with the
+    highest peak. The black line is the ledger's peak; grey lines are measured on the device, where it has such
+    counters (RSS of a process is in summary.json only: it is much more than a tiny model's tensors). Steps without a
+    ledger are gaps, and groups that are always empty are left out.
     """
+    from matplotlib.ticker import MaxNLocator
+
+    phases = {step["step"]: step["memory"]["phases"] for step in summary["steps"] if step.get("memory")}
+    figure = _figure(12, 4.5)
+    left, right = figure.subplots(1, 2, width_ratios=(1.3, 1))
+    if not phases:
+        figure.suptitle(f"{summary['run']}: no step has a memory ledger")
+        return figure
+    highest = {step: max(found.values(), key=lambda phase: phase["peak_bytes"]) for step, found in phases.items()}
+    shown = max(phases, key=lambda step: (highest[step]["peak_bytes"], step))
+    unit, scale = ("GB", 1e9) if highest[shown]["peak_bytes"] >= 1e9 else ("MB", 1e6)
+    sizes = [found["bytes"] for each in phases.values() for found in each.values()]
+    groups = [name for name in MEMORY_GROUPS if any(size.get(name) for size in sizes)]
+    groups += sorted({name for size in sizes for name in size if size[name]} - MEMORY_GROUPS.keys())
+    numbers = range(min(phases), max(phases) + 1)
+    _stack(left, [highest.get(step) for step in numbers], groups, numbers[0], scale)
+    span = f"steps {numbers[0]} to {numbers[-1]}" if len(numbers) > 1 else f"step {numbers[0]}"
+    left.set(title=f"{summary['run']}: highest phase of each step, {span}", xlabel="step", ylabel=unit)
+    left.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    detail = phases[shown]
+    _stack(right, list(detail.values()), groups, 0, scale)
+    right.set(title=f"phases of step {shown} (highest peak)", ylabel=unit)
+    right.set_xticks(range(len(detail)), detail, rotation=30, ha="right", rotation_mode="anchor")
+    for axes in (left, right):
+        axes.set_ylim(bottom=0)
+    figure.legend(*right.get_legend_handles_labels(), fontsize=8, loc="outside right upper")
+    return figure
+
+
+def _stack(
+    axes: Axes, moments: Sequence[Mapping[str, Any] | None], groups: Sequence[str], first: int, scale: float
+) -> None:
+    """Stacked areas of the groups' bytes at first, first + 1, ...; peaks and measured lines over them. None: a gap."""
+    nan = float("nan")
+    edges = [first - 0.5 + number for number in range(len(moments) + 1)]
+    below = [0.0] * len(moments)
+    for group in groups:
+        above = [
+            nan if found is None else low + found["bytes"].get(group, 0) / scale
+            for found, low in zip(moments, below, strict=True)
+        ]
+        colour = GROUP_COLOURS.get(group, OTHER_COLOUR)
+        axes.stairs(above, edges, baseline=below, fill=True, color=colour, label=group)
+        below = [0.0 if found is None else size for found, size in zip(moments, above, strict=True)]
+    peaks = [nan if found is None else found["peak_bytes"] / scale for found in moments]
+    axes.stairs(peaks, edges, baseline=None, color="black", linewidth=1.2, label="ledger's peak")
+    for name, style in MEASURED.items():
+        sizes = [nan if found is None else found["measured"].get(name, nan) / scale for found in moments]
+        if any(size == size for size in sizes):
+            axes.stairs(sizes, edges, baseline=None, color="0.35", linestyle=style, label=f"measured {name}")
+    axes.set_xlim(edges[0], edges[-1])
+
+
+def draw_plan(plan: ReshardPlan, path: Path) -> Path:
+    """`plan_figure` as a PNG; returns its path. Raises ConfigError for a path that cannot be written."""
+    figure = plan_figure(plan)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=100)
+    except (OSError, ValueError) as why:
+        raise ConfigError(f"reshard-plan: --png {path} cannot be written: {why}; give another file") from why
+    return path
+
+
+def plan_figure(plan: ReshardPlan) -> Figure:
+    """Heat map of bytes from rank to rank (lines separate the training stages) and bytes per rank."""
     figure = _figure(15, 6.5)
     left, right = figure.subplots(1, 2, width_ratios=(1, 1.1))
     image = left.imshow([[n / 1e6 for n in row] for row in plan.traffic], cmap="viridis", interpolation="nearest")
@@ -112,9 +167,4 @@ def draw_plan(plan: ReshardPlan, path: Path) -> Path:
     right.set(title=title, xlabel="rank (lines separate the training stages)", ylabel="GB", ylim=(0, None))
     right.legend(fontsize=8)
     figure.suptitle(f"{plan.train} ({plan.train_library})  to  {plan.rollout} ({plan.rollout_library})", fontsize=10)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=100)
-    except (OSError, ValueError) as why:
-        raise ConfigError(f"reshard-plan: --png {path} cannot be written: {why}; give another file") from why
-    return path
+    return figure

@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from verl_patches.config.checks import fault_of_experts
-from verl_patches.config.compose import model_changes
+from verl_patches.config.compose import model_changes, output_root
 from verl_patches.config.recipe import VLLM_DTYPES, Recipe, check_recipe
 from verl_patches.errors import ConfigError
 from verl_patches.launch.ray_cluster import worker_settings
@@ -99,7 +99,7 @@ def fill_recipe(config: DictConfig, switches: Switches) -> None:
         text = str(error).splitlines()[0]
         raise ConfigError(f"recipe: {text}; the keys are those of verl_patches/config/recipe.py") from error
     check_recipe(merged)
-    merged["run"] = given.get("run")
+    merged |= {"run": given.get("run"), "output_root": str(output_root(merged["output_root"]))}
     with open_dict(config), open_dict(config.actor_rollout_ref):
         config.recipe = config.actor_rollout_ref.recipe = merged
     _check(config)

@@ -19,6 +19,7 @@ from verl_patches.patching.spec import DRIFT_POLICIES, LINES, PLATFORMS, PatchSp
 VARIABLE = "VERL_PATCHES"
 DEFAULT_LINE, DEFAULT_PLATFORM = "a3", "npu"
 DEFAULT_DRIFT = "strict"
+_NEAREST = 5  # names that an error suggests at most
 
 
 @dataclass(frozen=True)
@@ -48,24 +49,43 @@ class Switches:
         wanted, reason = True, "on by default"
         for pattern in self.patterns:
             if fnmatch.fnmatchcase(spec.id, pattern[1:]):
-                wanted, reason = pattern[0] == "+", f"switched by {pattern}"
+                wanted = pattern[0] == "+"
+                reason = f"switched {'on' if wanted else 'off'} by {pattern}"
         return wanted, reason
+
+    def switched_off(self, specs: Iterable[PatchSpec]) -> list[str]:
+        """Ids of the rows of this line and platform that a pattern switches off."""
+        here = [spec for spec in specs if self.line in spec.lines and self.platform in spec.platforms]
+        return [spec.id for spec in here if not self.decide(spec)[0]]
 
     def check_against(self, specs: Mapping[str, PatchSpec]) -> None:
         """ConfigError for a pattern that names no row, with the nearest ids."""
         for pattern in self.patterns:
             if not fnmatch.filter(specs, pattern[1:]):
                 raise ConfigError(
-                    f"{pattern!r} (recipe.patches or {VARIABLE}) names no row of the catalogue; nearest: "
-                    f"{nearest(pattern[1:], specs)}. `python -m verl_patches status` lists them."
+                    f"{pattern!r} (recipe.patches or {VARIABLE}) names no row of the catalogue"
+                    f"{nearest_rows(pattern[1:], specs)}. `python -m verl_patches status` lists them."
                 )
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """The known names most like `name`, or else the first ones, as text."""
+def nearest(name: str, known: Iterable[str], places: Mapping[str, str] | None = None) -> str:
+    """The known names most like `name`, best first, as "; nearest: a, b"; empty text where none is like it.
+
+    First those that contain it, then those whose text in `places` does, then close matches; case does not matter.
+    """
     import difflib
 
-    return ", ".join(difflib.get_close_matches(name, list(known), n=3) or sorted(known)[:3])
+    part, names = name.strip("*.").lower(), sorted(known)
+    texts = ({key: key for key in names}, places or {})
+    found = [key for text in texts for key in names if part and part in text.get(key, "").lower()]
+    found += difflib.get_close_matches(name, names, n=_NEAREST)
+    unique = list(dict.fromkeys(found))[:_NEAREST]
+    return f"; nearest: {', '.join(unique)}" if unique else ""
+
+
+def nearest_rows(name: str, specs: Mapping[str, PatchSpec]) -> str:
+    """`nearest` over row ids, and over their targets and providers."""
+    return nearest(name, specs, {key: f"{spec.target} {spec.provider}" for key, spec in specs.items()})
 
 
 def parse(text: str) -> Switches:

@@ -23,6 +23,7 @@ KINDS: dict[str, str] = {
     "capitals": string.ascii_uppercase,
     "marks": string.digits + string.punctuation,
 }
+MAX_ROWS = 1_000_000
 PROMPT_SYMBOLS = 12
 MIN_CHARS = 16  # a shorter answer is paid as if it were this long: stopping at once must not pay
 
@@ -49,10 +50,14 @@ def make_rows(count: int, seed: int = 0) -> list[Row]:
     """`count` rows in verl's schema, the same for the same seed.
 
     Any three neighbours (rows 0-2, 3-5, ...) ask for the three kinds, in a drawn order, so every batch of a multiple
-    of three rows is balanced if the data is not shuffled again. Raises ConfigError for fewer than three rows.
+    of three rows is balanced if the data is not shuffled again. Raises ConfigError for fewer than three rows, or more
+    than MAX_ROWS.
     """
-    if count < len(KINDS):
-        raise ConfigError(f"learnable task: expected at least {len(KINDS)} rows, one of each kind, found {count}")
+    if not len(KINDS) <= count <= MAX_ROWS:
+        raise ConfigError(
+            f"learnable task: expected at least {len(KINDS)} rows (one of each kind) and at most {MAX_ROWS}, "
+            f"found {count}"
+        )
     rng = Random(seed)
     order: list[str] = []
     while len(order) < count:

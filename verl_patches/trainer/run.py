@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +27,14 @@ from verl_patches.trainer.worker_handshake import (
 )
 
 log = logging.getLogger(__name__)
-COLUMNS = ("rollout", "reshard", "offload", "reward", "log_prob", "ref", "update", "step")
+# columns of the step table behind step, reward, grad_norm and |dlogp|: phases that sample and train, the whole step and
+# memory; with --wide all of them
+NARROW = ("rollout s", "update s", "step s", "held MB")
+PHASES = ("rollout", "reshard", "offload", "reward", "log_prob", "ref", "update", "step")
 SYNC_COLUMNS = ("sync MB", "sync calls", "extra MB")
-MEMORY_COLUMN = "held MB"
 DISPATCH_COLUMNS = ("sent MB", "skew s")
+WIDE = (*(f"{phase} s" for phase in PHASES), *SYNC_COLUMNS, "held MB", *DISPATCH_COLUMNS)
+DEAD_SHOWN = 16  # dead workers that an error names
 CALLS = {
     "generate_sequences": "reshard, rollout",
     "reward": "reward",
@@ -58,6 +62,7 @@ class Run:
             or self.recipe.tensor_cache.enabled
         )
         self.group: Any = None
+        self.places: dict[int, str] = {}  # rank -> pid and node, as the worker itself gave them in its proof
         dirty = getattr(trainer, "modified_sources", None)  # of launch/import_alone.py; the launcher adds its own
         self.summary = Summary(
             self.folder,
@@ -79,6 +84,7 @@ class Run:
         """Compare the patches of all processes and record their states; RecipeError before step 1."""
         own = engine.current()
         workers = workers_proofs(self.trainer.actor_rollout_wg)
+        self.places = {worker["rank"]: worker["where"] for worker in workers if not worker["error"]}
         rows = [{"process": "controller", **row} for row in own.status()]
         rows += [{"process": f"worker {w['rank']}", **row} for w in workers for row in w["status"]]
         self.summary.data["patches"] = [recorded(row) for row in rows]
@@ -120,6 +126,16 @@ class Run:
             log.warning("verl_patches: cannot tell which workers are alive", exc_info=True)
             return []
 
+    def death_of(self, ranks: list[int]) -> str:
+        """One sentence that names the dead workers: rank, pid and node."""
+        names = [f"rank {rank} ({self.places.get(rank, 'pid unknown')})" for rank in ranks[:DEAD_SHOWN]]
+        more = f" and {len(ranks) - DEAD_SHOWN} more" if len(ranks) > DEAD_SHOWN else ""
+        one = "a worker process" if len(ranks) == 1 else f"{len(ranks)} worker processes"
+        return (
+            f"{one} died in step {self.step}, by a signal or out of memory: {', '.join(names)}{more}; look at dmesg "
+            "there. Errors of other workers follow from it"
+        )
+
     def show_call(self, step: int, name: str) -> None:
         """Show what runs now."""
         self.progress.say(f"~ step {step}/{self.trainer.total_training_steps}: {CALLS[name]}")
@@ -155,9 +171,10 @@ class Run:
             found["dispatch"] = dispatch_of_step([report["starts"] for report in reports])
         found |= self.group.end_step()
         self.summary.add_step(found)
-        if step == 1:
-            self.progress.say(f"| {header()}")
-        self.progress.say(f"| {line(found)}")
+        first = len(self.summary.data["steps"]) == 1  # of this process: a resumed run starts at another number
+        for prefix, columns in (("-", NARROW), ("+", WIDE)):
+            for text in (*([header(columns)] if first else []), line(found, columns)):
+                self.progress.say(f"{prefix} {text}")
         if found["memory"] and (said := said_of(found["memory"]["violations"])):
             self.progress.say(f"| {said}")
         check = self.recipe.logprob_check
@@ -202,10 +219,7 @@ def fit_as_run(original: Callable) -> Callable:
         except BaseException as error:
             reason = f"{type(error).__name__}: {error}"
             if isinstance(error, Exception) and (dead := run.dead_workers()):
-                reason = (
-                    f"worker processes of ranks {dead} died in step {run.step}, by a signal or out of memory: look at "
-                    f"dmesg of their nodes. Errors of other workers follow from it; the first one: {reason}"
-                )
+                reason = f"{run.death_of(dead)}; the first one: {reason}"
                 raise WorkerDiedError(reason) from error
             raise
         finally:
@@ -227,38 +241,36 @@ def log_with_run(original: Callable) -> Callable:
     return log_metrics
 
 
-def header() -> str:
-    """Column names of the step table."""
-    names = *(f"{c} s" for c in COLUMNS), *SYNC_COLUMNS, MEMORY_COLUMN, *DISPATCH_COLUMNS
-    columns = [f"{c:>10}" for c in names]
-    return f"{'step':>4} {'reward':>8} {'grad_norm':>10} {'|dlogp|':>9} " + " ".join(columns)
+def header(columns: Sequence[str]) -> str:
+    """Column names of the step table; `columns` is NARROW or WIDE."""
+    return f"{'step':>4} {'reward':>8} {'grad_norm':>10} {'|dlogp|':>9} " + " ".join(f"{c:>10}" for c in columns)
 
 
-def line(step: dict[str, Any]) -> str:
-    """One row of the step table."""
+def line(step: dict[str, Any], columns: Sequence[str]) -> str:
+    """One row of the step table, with what `header` names."""
     delta = f"{step['logprob_delta']['mean']:.2e}" if step["logprob_delta"] else "-"
     norm = "-" if step["grad_norm"] is None else f"{step['grad_norm']:.5f}"
-    seconds = " ".join(f"{step['seconds'].get(c, 0.0):>10.3f}" for c in COLUMNS)
-    last = f"{_sync_columns(step['sync'])} {_memory_column(step['memory'])} {_dispatch_columns(step['dispatch'])}"
-    return f"{step['step']:>4} {step['reward']:>8.4f} {norm:>10} {delta:>9} {seconds} {last}"
+    cells = _cells(step)
+    rest = " ".join(f"{cells.get(column, '-'):>10}" for column in columns)
+    return f"{step['step']:>4} {step['reward']:>8.4f} {norm:>10} {delta:>9} {rest}"
 
 
-def _sync_columns(sync: dict[str, Any] | None) -> str:
-    """MB received by the busiest rank, collectives, and MB of extra memory."""
-    if sync is None:
-        return " ".join(f"{'-':>10}" for _ in SYNC_COLUMNS)
-    received, extra = sync["received_bytes"]["max"] / 1e6, sync["peak_extra_bytes"] / 1e6
-    return f"{received:>10.3f} {sync['collectives']:>10} {extra:>10.3f}"
+def _cells(step: dict[str, Any]) -> dict[str, str]:
+    """{column: text} of what the step has.
 
-
-def _memory_column(memory: dict[str, Any] | None) -> str:
-    """Peak MB of all memory groups of one rank; activations are in none of them."""
-    return f"{'-' if memory is None else format(memory['peak_bytes'] / 1e6, '.3f'):>10}"
-
-
-def _dispatch_columns(dispatch: dict[str, Any] | None) -> str:
-    """MB that the trainer serialised for its workers, and the largest start skew of a call."""
-    if dispatch is None:
-        return " ".join(f"{'-':>10}" for _ in DISPATCH_COLUMNS)
-    sent = (dispatch["put_bytes"] + dispatch["inline_bytes"]) / 1e6
-    return f"{sent:>10.3f} {dispatch['start_skew_s']['max']:>10.4f}"
+    Of a weight sync: MB received by the busiest rank, collectives, MB of extra memory. held MB: peak of all memory
+    groups of one rank; activations are in none of them. MB that the trainer serialised for its workers, and the largest
+    difference between two workers' starts of one call.
+    """
+    cells = {f"{phase} s": f"{step['seconds'].get(phase, 0.0):.3f}" for phase in PHASES}
+    if sync := step["sync"]:
+        sizes = sync["received_bytes"]["max"] / 1e6, sync["peak_extra_bytes"] / 1e6
+        texts = f"{sizes[0]:.3f}", str(sync["collectives"]), f"{sizes[1]:.3f}"
+        cells |= dict(zip(SYNC_COLUMNS, texts, strict=True))
+    if memory := step["memory"]:
+        cells["held MB"] = f"{memory['peak_bytes'] / 1e6:.3f}"
+    if dispatch := step["dispatch"]:
+        sent = (dispatch["put_bytes"] + dispatch["inline_bytes"]) / 1e6
+        texts = f"{sent:.3f}", f"{dispatch['start_skew_s']['max']:.4f}"
+        cells |= dict(zip(DISPATCH_COLUMNS, texts, strict=True))
+    return cells

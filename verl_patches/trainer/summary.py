@@ -100,9 +100,10 @@ def sync_of_step(workers: list[list[dict[str, Any]]]) -> dict[str, Any] | None:
 
 
 class Progress:
-    """outputs/<run>/progress.log, which the launcher shows: "| " starts a permanent line, "~ " the current stage.
+    """outputs/<run>/progress.log, which the launcher shows.
 
-    Without a folder (no launcher) permanent lines go to the process's log.
+    "| " starts a permanent line, "- " a line of the step table, "+ " the same line with all columns, "~ " the current
+    stage. Without a folder (no launcher) lines of the first two kinds go to the process's log.
     """
 
     def __init__(self, folder: Path | None):
@@ -114,8 +115,8 @@ class Progress:
     def say(self, text: str) -> None:
         """Append one line."""
         if self.path is None:
-            if text.startswith("| "):
-                log.warning("verl_patches: %s", text.removeprefix("| "))
+            if text.startswith(("| ", "- ")):
+                log.warning("verl_patches: %s", text[2:])
             return
         with self.path.open("a") as file:
             file.write(text + "\n")

@@ -15,7 +15,7 @@ NO_PRELUDE = (
     "`python -m verl_patches install-prelude` on every node"
 )
 _NO_METHOD = re.compile(r"has no attribute '\w*prove_patches'")
-_SILENT_STATES = ("off", "waiting", "active")
+_SILENT_STATES = ("waiting", "active")
 
 
 def workers_proofs(group: Any) -> list[dict[str, Any]]:

@@ -84,7 +84,7 @@ def _shell_finding(pins: Pins, line: str, name: str, given: str, decided: bool) 
     if variable is None:
         if not name.startswith(_PREFIXES):
             return None
-        text = f"neither set nor checked by this recipe; names that are, nearest: {nearest(name, pins.environment)}"
+        text = f"neither set nor checked by this recipe{nearest(name, pins.environment)}"
         return Finding(name, "note", "shell", "", value, text)
     if not variable.reads(line):
         return Finding(name, "note", "shell", "", value, f"line {line} does not read it ({pins.read_by(name, line)})")
