@@ -22,7 +22,7 @@ from verl_patches.trainer.worker_settings import VERLS_WORKERS
 
 HOOK = "worker_process_setup_hook"
 LOOK_S = 1.0
-DEAD_AFTER_S = 5.0  # Ray answers for a dead actor at once
+DEAD_AFTER_S = 30.0  # Ray answers for a dead actor at once, on a busy node after some seconds
 # python/ray/_raylet.pyx appends it to the traceback of an error outside of an actor's own methods
 _RAYS_LAST_LINE = "An unexpected internal error occurred while the worker was executing a task."
 
