@@ -7,8 +7,8 @@
     python scripts/extract_npu_schemas.py WHEELS/torch_npu-2.5.1.post1-*.whl [--check]
 
 A wheel is a zip, nothing is installed. It declares its functions in one yaml (`WHEEL_FILE`), section `custom`, one line
-each; those of ATB are strings of the library that registers them (`ATB_LIBRARY`). Which functions: verl_patches/platform/npu/op_schemas.py. Exits: 0 written or equal, 1 --check found a
-difference, 2 wrong use.
+each; those of ATB are strings of the library that registers them (`ATB_LIBRARY`). Which functions:
+verl_patches/platform/npu/op_schemas.py. Exits: 0 written or equal, 1 --check found a difference, 2 wrong use.
 """
 
 from __future__ import annotations

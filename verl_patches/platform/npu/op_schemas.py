@@ -2,9 +2,9 @@
 
 It holds lines like `npu_rms_norm(Tensor self, Tensor gamma, float epsilon=1e-06) -> (Tensor, Tensor)` for all functions
 that MindSpeed, MindSpeed-LLM and vllm-ascend call at the pins, with the wheels' version and hashes. In Python `self` is
-called `input`. Functions of ATB, CANN's transformer library (torch_npu._npu_flash_attention, torch_npu.atb.*), come from
-the library that registers them. `torch_npu_op` and `builder_op` bind the arguments of a plain-torch reference by such a
-schema, as the real binding does.
+called `input`. Functions of ATB, CANN's transformer library (_npu_flash_attention, torch_npu.atb.*), are those of the
+library that registers them. `torch_npu_op`, `atb_op` and `builder_op` bind the arguments of a plain-torch
+reference by such a schema, as the real binding does.
 """
 
 from __future__ import annotations
