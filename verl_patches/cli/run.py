@@ -34,6 +34,7 @@ LAYOUT_HELP = "|".join(smoke.TRAIN_LAYOUTS) + ", the last two on 4 workers."
 REPLAY_HELP = "Train on the responses that another run recorded."
 DRY_RUN_HELP = "Check and print everything; start and write nothing."
 UPSTREAM_HELP = "Folder with the clones of scripts/fetch_upstream.sh, for line a3."
+EMULATE_HELP = "Platform npu_emulated: vLLM's engine V1 with vllm-ascend, on an emulated device."
 Upstream = Annotated[Path | None, typer.Option("--upstream", help=UPSTREAM_HELP)]
 
 
@@ -49,12 +50,13 @@ def smoke_command(
     run: Annotated[str | None, typer.Option(help="Name; the run writes to outputs/NAME.")] = None,
     seed: Annotated[int, typer.Option(help="Of model, data order and sampling.")] = 0,
     line: Annotated[str, typer.Option(help="|".join(smoke.LAYOUTS) + ": the set of pins that runs.")] = "pypi",
+    emulate_npu: Annotated[bool, typer.Option("--emulate-npu", help=EMULATE_HELP)] = False,
     upstream: Upstream = None,
     as_json: Json = False,
 ) -> None:
     """GRPO of a tiny DeepSeek-V3 with verl, Megatron, vLLM and Ray on this machine's CPU."""
     options = smoke.SmokeOptions(
-        train_layout, rollout_tp, rollout_dp, steps, dtype, replay_rollout, learn, run, seed, line
+        train_layout, rollout_tp, rollout_dp, steps, dtype, replay_rollout, learn, run, seed, line, emulate_npu
     )
     overrides, given = overrides or [], smoke.overrides_of(options)
     trees = trees_of(upstream)

@@ -32,6 +32,7 @@ from verl_patches.errors import ConfigError
 from verl_patches.layout.inventory import ModelShape, build_inventory, read_model_shape
 from verl_patches.layout.model_folder import QUANTIZATION, fp8_fault, read_json_object, weight_files
 from verl_patches.layout.parallel import ParallelLayout, rollout_layout_of, train_layout_of
+from verl_patches.platform import as_npu
 from verl_patches.reshard.plan import make_blocks
 from verl_patches.rollout.log_probs import CHECK_TOKENS
 from verl_patches.tensor_cache import limits
@@ -343,7 +344,7 @@ def _sync_checks(
         return
     libraries = (
         "mindspeed" if recipe.line == "a3" else "megatron-local",
-        "vllm-ascend" if recipe.platform == "npu" else "vllm",
+        "vllm-ascend" if as_npu(recipe.platform) else "vllm",
     )
     model = replace(model, torch_dtype=VLLM_DTYPES[recipe.dtype])
     fault = _error_of(_plan_blocks, model, train, rollout, libraries, recipe.reshard.bucket_bytes)

@@ -21,10 +21,11 @@ PREPARE_S = 300
 PROMPT_TOKENS = "256"  # data.max_prompt_length of the config
 LEARN_TASK = ["--learnable", "768"]
 _MAKE_MODEL = """
+import json
 import sys
 from pathlib import Path
 from verl_patches.model.tiny import make_tiny_model
-make_tiny_model(Path(sys.argv[1]), int(sys.argv[2]))
+make_tiny_model(Path(sys.argv[1]), int(sys.argv[2]), json.loads(Path(sys.argv[3]).read_text()))
 """
 
 
@@ -74,6 +75,12 @@ class SmokeOptions:
     run: str | None = None
     seed: int = 0
     line: str = "pypi"
+    emulate_npu: bool = False
+
+    @property
+    def model_shape(self) -> str:
+        """The model's config.json in configs/. vllm-ascend's pin routes rightly with 256 experts, or with one group."""
+        return "model/deepseekv3_tiny_256experts.json" if self.emulate_npu else "model/deepseekv3_tiny.json"
 
     @property
     def config_name(self) -> str:
@@ -107,6 +114,8 @@ class SmokeOptions:
             )
         if self.steps is not None and self.steps < 1:
             raise ConfigError(f"--steps {self.steps}: expected a whole number >= 1")
+        if self.emulate_npu and self.line != "a3":
+            raise ConfigError(f"--emulate-npu with --line {self.line}: expected --line a3, the only one with NPUs")
         if self.seed < 0:
             raise ConfigError(f"--seed {self.seed}: expected a whole number >= 0")
         replay = f"--replay-rollout {self.replay_rollout}"
@@ -137,6 +146,8 @@ def overrides_of(options: SmokeOptions) -> list[str]:
         f"recipe.rollout.dp={options.rollout_dp}",
         f"recipe.rollout.expert_parallel={str(options.rollout_tp * options.rollout_dp > 1).lower()}",
     ]
+    if options.emulate_npu:
+        found += ["recipe.platform=npu_emulated", "trainer.device=npu", f"recipe.model_shape={options.model_shape}"]
     if layout.layers:
         found.append(f"recipe.train.layers_per_stage=[{','.join(map(str, layout.layers))}]")
     if options.steps:
@@ -152,11 +163,12 @@ def prepare(options: SmokeOptions, cache: Path, say: Callable[[str], None]) -> l
     A process of its own makes each, as the launcher does not import torch; its folder appears whole or not at all.
     Raises ConfigError with the end of the process's output if one fails.
     """
-    sources = [REPOSITORY / "configs/model/deepseekv3_tiny.json", REPOSITORY / "verl_patches/model/tiny.py"]
+    shape = REPOSITORY / "configs" / options.model_shape
+    sources = [shape, REPOSITORY / "verl_patches/model/tiny.py"]
     model = cache / f"deepseekv3_tiny-seed{options.seed}-{_digest(sources)}"
     if not model.exists():
         say(f"making the tiny model, seed {options.seed}")
-        _run([sys.executable, "-c", _MAKE_MODEL, str(model), str(options.seed)], "the tiny model")
+        _run([sys.executable, "-c", _MAKE_MODEL, str(model), str(options.seed), str(shape)], "the tiny model")
     maths = [str(SAMPLE), "--tokenizer", str(model), "--max-prompt-length", PROMPT_TOKENS]
     tasks = {"learnable": LEARN_TASK} if options.learn else {"maths": maths, "learnable": LEARN_TASK}
     sources += [SAMPLE, *sorted((REPOSITORY / "data").glob("*.py"))]

@@ -14,8 +14,8 @@ from verl_patches.errors import ConfigError
 STAGES = ("rollout", "reward", "logprob", "advantage", "update", "reshard", "memory", "dispatch", "model", "platform")
 KINDS = ("register", "subclass", "override", "wrap", "replace", "extend", "stub")
 LINES = ("pypi", "a3")
-PLATFORMS = ("npu", "cuda", "cpu", "npu_emulated")
 EMULATED = {"npu_emulated": "npu"}  # on the first the rows of the second are on too
+PLATFORMS = ("npu", "cuda", "cpu", *EMULATED)
 PROCESSES = ("controller", "worker")
 DRIFT_POLICIES = ("strict", "warn", "skip")
 
@@ -52,7 +52,7 @@ class PatchSpec:
     bindings: tuple[str, ...] = ()
     under: tuple[str, ...] = ()
     lines: frozenset[str] = frozenset(LINES)
-    platforms: frozenset[str] = frozenset(PLATFORMS)
+    platforms: frozenset[str] = frozenset(PLATFORMS) - frozenset(EMULATED)
     processes: frozenset[str] = frozenset(PROCESSES)
     needs: tuple[str, ...] = ()
 

@@ -8,6 +8,13 @@ from types import ModuleType
 from verl_patches.errors import ConfigError
 from verl_patches.platform.npu_emulated import refuse_device
 
+NO_DEVICE = ("cpu", "npu_emulated")  # tensors are in host memory
+
+
+def as_npu(platform: str) -> bool:
+    """Whether settings, checks and libraries are those of an NPU."""
+    return platform in ("npu", "npu_emulated")
+
 
 def require(platform: str) -> None:
     """ConfigError where the stated platform cannot work here; torch is not imported."""

@@ -11,6 +11,7 @@ from typing import Any
 
 from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.patching.contract import installed_root
+from verl_patches.platform import NO_DEVICE
 from verl_patches.upstream.pins import load_pins
 
 LINE = "a3"  # its pins are git repositories; the other line's packages come from the index
@@ -133,9 +134,9 @@ def require_trees(config: Any, trees: Trees) -> None:
             f"--upstream contains line {LINE}, but recipe.line is {line}: give --line {LINE} "
             f"(recipe.line={LINE}), or omit --upstream"
         )
-    if line == LINE and config.recipe.platform == "cpu" and not given:
+    if line == LINE and config.recipe.platform in NO_DEVICE and not given:
         raise ConfigError(
-            f"line {LINE} on platform cpu runs the pinned git sources, and no folder was given: "
+            f"line {LINE} on platform {config.recipe.platform} runs the pinned git sources, and no folder was given: "
             f"give --upstream DIR; {FETCH}"
         )
 

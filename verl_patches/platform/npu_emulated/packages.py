@@ -7,6 +7,7 @@ vllm-ascend uses on DeepSeek-V3's path. Other names are an AttributeError that s
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable
 from contextlib import contextmanager
 from types import ModuleType, SimpleNamespace
@@ -17,6 +18,7 @@ import torch
 from verl_patches.platform.cpu import torch_on_cpu
 from verl_patches.platform.cpu.ascend import packages as training
 from verl_patches.platform.cpu.ascend.packages import stand_in
+from verl_patches.platform.npu import VISIBLE
 from verl_patches.platform.npu.op_schemas import ATB_FUNCTIONS, FUNCTIONS, WITH_EMULATION
 from verl_patches.platform.npu_emulated import attention_ops, device, expert_ops, hccl, memory_pool
 
@@ -44,10 +46,16 @@ class NPUGraph:
     """A captured graph; vllm-ascend names it in annotations."""
 
 
+def device_count() -> int:
+    """Dies that Ray made visible to this process; without that variable all of a node."""
+    visible = os.environ.get(VISIBLE)
+    return DEVICES if visible is None else len(visible.split(","))
+
+
 npu = with_more(
     training.npu,
     config=SimpleNamespace(allow_internal_format=True), current_blas_handle=_nothing,
-    device_count=lambda: DEVICES, get_device_name=lambda device=None: training.get_soc_name(),
+    device_count=device_count, get_device_name=lambda device=None: training.get_soc_name(),
     get_device_properties=lambda device=None: SimpleNamespace(
         name=training.get_soc_name(), total_memory=device_bytes()),
     get_soc_version=lambda: SOC_VERSION, graph=_nothing, init=_nothing, is_initialized=lambda: True,
@@ -81,7 +89,13 @@ _NAMES = ["npu_grouped_matmul", *WITH_EMULATION, *ATB_FUNCTIONS]
 _OWN = {name: _OPS[name] for name in _NAMES}
 _NODES = [value for key, value in _OPS.items() if key in FUNCTIONS]  # one node each in a traced graph
 
-torch_npu = with_more(
+torch_def device_count() -> int:
+    """Dies that Ray made visible to this process; without that variable all of a node."""
+    visible = os.environ.get(VISIBLE)
+    return DEVICES if visible is None else len(visible.split(","))
+
+
+npu = with_more(
     training.torch_npu, **_OWN, npu_format_cast=npu_format_cast,
     atb=stand_in("torch_npu.atb", "ATB.", **{name: _OPS[name] for name in ATB_FUNCTIONS if name[0] != "_"}),
     npu=npu, profiler=with_more(training.torch_npu.profiler),

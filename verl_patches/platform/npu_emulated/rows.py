@@ -48,7 +48,7 @@ DEVICE: tuple[PatchSpec, ...] = (
          "mindspeed/ops/gmm.py:153 and vLLM's custom ops (vllm/utils.py:2390) are registered for a device's key"),
     _row("has_accelerator", "torch.accelerator:is_available", "replace", "torch_names:no_accelerator",
          "torch takes the named backend for a device, and Dynamo asks for its stream"),
-    _row("accelerator", "torch._C:_get_accelerator", "replace", "torch_names:accelerator_is_host",
+    _row("accelerator", "torch:_C._get_accelerator", "replace", "torch_names:accelerator_is_host",
          "torch.distributed.barrier makes its tensor there (distributed_c10d.py)"),
     _row("memory_snapshot", "torch.cpu:memory_snapshot", "extend", "memory_pool:memory_snapshot",
          "row memory.sleep_mode reads the segments of the device that tensors are on"),

@@ -42,9 +42,9 @@ def exit_context(leave: Callable) -> Callable:
     """Row provider for DeviceContext.__exit__."""
 
     @functools.wraps(leave)
-    def __exit__(self, *error):
+    def __exit__(self, exc_type, exc_val, exc_tb):
         Default.is_device = self.outer_default
-        return leave(self, *error)
+        return leave(self, exc_type, exc_val, exc_tb)
 
     return __exit__
 

@@ -86,8 +86,10 @@ def on_device_already(module: Any, target_device: Any) -> Any:
     return nullcontext(module)
 
 
-def gloo_group(cls: Any, **given: Any) -> Any:
+def gloo_group(cls: Any, backend: str, prefix_store: Any, group_rank: int, group_size: int, timeout: Any) -> Any:
     """Row provider for NPUPlatform.stateless_init_device_torch_dist_pg: vLLM's group of the data-parallel engines."""
     from vllm.distributed.utils import init_gloo_process_group
 
-    return init_gloo_process_group(**given)
+    return init_gloo_process_group(
+        backend=backend, prefix_store=prefix_store, group_rank=group_rank, group_size=group_size, timeout=timeout
+    )
