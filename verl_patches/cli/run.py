@@ -23,7 +23,7 @@ from verl_patches.launch.plan import build_plan
 from verl_patches.model.mindspeed.arguments import arguments_of, explain
 from verl_patches.patching.switches import VARIABLE, parse
 from verl_patches.platform import require as require_platform
-from verl_patches.upstream.checkouts import LINE, require_trees, require_verl, trees_of
+from verl_patches.upstream.checkouts import LINE, for_platform, require_trees, require_verl, trees_of
 from verl_patches.upstream.modified import refuse_modified
 from verl_patches.upstream.support import refused_keys
 
@@ -61,6 +61,7 @@ def smoke_command(
     overrides, given = overrides or [], smoke.overrides_of(options)
     trees = trees_of(upstream)
     config = compose(options.config_name, [*given, *overrides], verl_path=trees.verl)
+    trees = for_platform(config.recipe.platform, trees)
     _check_switches(config)
     require_trees(config, trees)
     require(check_config(config))  # before model and data are made

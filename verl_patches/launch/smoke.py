@@ -148,6 +148,7 @@ def overrides_of(options: SmokeOptions) -> list[str]:
     ]
     if options.emulate_npu:
         found += ["recipe.platform=npu_emulated", "trainer.device=npu", f"recipe.model_shape={options.model_shape}"]
+        found.append("recipe.train.collective_timeout_minutes=18")  # HCCL's AIV mode allows no more
     if layout.layers:
         found.append(f"recipe.train.layers_per_stage=[{','.join(map(str, layout.layers))}]")
     if options.steps:

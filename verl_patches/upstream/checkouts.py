@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +103,19 @@ def trees_of(upstream: Path | None = None, verl_path: Path | None = None) -> Tre
             f"--upstream {upstream}: expected clones of {', '.join(plain)}, found no {', '.join(missing)}; {FETCH}"
         )
     return Trees(("--upstream", str(folder)), tuple(folder / name for name in plain), folder / "verl")
+
+
+def for_platform(platform: str, trees: Trees) -> Trees:
+    """`trees`, on platform npu_emulated with vllm-ascend's: its compiled part is stood in for, so pip builds none.
+
+    Raises ConfigError where there is no such folder.
+    """
+    if platform != "npu_emulated" or trees.verl is None:
+        return trees
+    folder = trees.verl.parent / "vllm-ascend"
+    if not (folder / "vllm_ascend").is_dir():
+        raise ConfigError(f"platform npu_emulated: expected a clone of vllm-ascend in {folder}, found none; {FETCH}")
+    return replace(trees, folders=(*trees.folders, folder))
 
 
 def commit_of(folder: Path) -> str | None:

@@ -22,13 +22,14 @@ from verl_patches.platform.npu import VISIBLE
 from verl_patches.platform.npu.op_schemas import ATB_FUNCTIONS, FUNCTIONS, WITH_EMULATION
 from verl_patches.platform.npu_emulated import attention_ops, device, expert_ops, hccl, memory_pool
 
+_KEPT = ("__version__", "__file__")
 SOC_VERSION = 250  # an Atlas A3 (vllm_ascend/utils.py:298)
 DEVICES = 16  # dies of a node
 
 
 def with_more(base: ModuleType, **names: Any) -> ModuleType:
     """A stand-in with the names of `base` and `names` over them."""
-    known = {key: value for key, value in vars(base).items() if not key.startswith("__") or key == "__version__"}
+    known = {key: value for key, value in vars(base).items() if not key.startswith("__") or key in _KEPT}
     return stand_in(base.__name__, base.__doc__, **{**known, **names})
 
 
@@ -89,13 +90,7 @@ _NAMES = ["npu_grouped_matmul", *WITH_EMULATION, *ATB_FUNCTIONS]
 _OWN = {name: _OPS[name] for name in _NAMES}
 _NODES = [value for key, value in _OPS.items() if key in FUNCTIONS]  # one node each in a traced graph
 
-torch_def device_count() -> int:
-    """Dies that Ray made visible to this process; without that variable all of a node."""
-    visible = os.environ.get(VISIBLE)
-    return DEVICES if visible is None else len(visible.split(","))
-
-
-npu = with_more(
+torch_npu = with_more(
     training.torch_npu, **_OWN, npu_format_cast=npu_format_cast,
     atb=stand_in("torch_npu.atb", "ATB.", **{name: _OPS[name] for name in ATB_FUNCTIONS if name[0] != "_"}),
     npu=npu, profiler=with_more(training.torch_npu.profiler),
