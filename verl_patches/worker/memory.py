@@ -115,7 +115,7 @@ class WorkerMemory:
         ledger.register("reshard_buffers", lambda: _buffer_bytes(worker), full_bytes=most, grows=True)
 
     def _bytes_of(self, tensors: Callable[[], Any]) -> Callable[[], int]:
-        return lambda: measure.held_bytes(tensors(), self.recipe.platform)
+        return lambda: measure.held_bytes(tensors(), device_type(self.recipe.platform))
 
     @contextmanager
     def all_on_device(self, chunks: Sequence[torch.nn.Module], optimizer: Any, writes: bool) -> Iterator[None]:

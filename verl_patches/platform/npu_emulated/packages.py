@@ -7,72 +7,18 @@ vllm-ascend uses on DeepSeek-V3's path. Other names are an AttributeError that s
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable
 from contextlib import contextmanager
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from verl_patches.platform.cpu import torch_on_cpu
 from verl_patches.platform.cpu.ascend import packages as training
 from verl_patches.platform.cpu.ascend.packages import stand_in
-from verl_patches.platform.npu import VISIBLE
 from verl_patches.platform.npu.op_schemas import ATB_FUNCTIONS, FUNCTIONS, WITH_EMULATION
-from verl_patches.platform.npu_emulated import attention_ops, device, expert_ops, hccl, memory_pool
-
-_KEPT = ("__version__", "__file__")
-SOC_VERSION = 250  # an Atlas A3 (vllm_ascend/utils.py:298)
-DEVICES = 16  # dies of a node
-
-
-def with_more(base: ModuleType, **names: Any) -> ModuleType:
-    """A stand-in with the names of `base` and `names` over them."""
-    known = {key: value for key, value in vars(base).items() if not key.startswith("__") or key in _KEPT}
-    return stand_in(base.__name__, base.__doc__, **{**known, **names})
-
-
-def _nothing(*args: Any, **kwargs: Any) -> None:
-    """There is nothing to do."""
-
-
-@contextmanager
-def _entered(*args: Any, **kwargs: Any):
-    """Work is done where it is called."""
-    yield
-
-
-class NPUGraph:
-    """A captured graph; vllm-ascend names it in annotations."""
-
-
-def device_count() -> int:
-    """Dies that Ray made visible to this process; without that variable all of a node."""
-    visible = os.environ.get(VISIBLE)
-    return DEVICES if visible is None else len(visible.split(","))
-
-
-npu = with_more(
-    training.npu,
-    config=SimpleNamespace(allow_internal_format=True), current_blas_handle=_nothing,
-    device_count=device_count, get_device_name=lambda device=None: training.get_soc_name(),
-    get_device_properties=lambda device=None: SimpleNamespace(
-        name=training.get_soc_name(), total_memory=device_bytes()),
-    get_soc_version=lambda: SOC_VERSION, graph=_nothing, init=_nothing, is_initialized=lambda: True,
-    _is_in_bad_fork=lambda: False, _lazy_init=_nothing, mem_get_info=device.mem_get_info,
-    memory=stand_in("torch_npu.npu.memory", "A pluggable allocator.", MemPool=memory_pool.MemPool,
-                    NPUPluggableAllocator=memory_pool.NPUPluggableAllocator, use_mem_pool=memory_pool.use_mem_pool),
-    memory_snapshot=memory_pool.memory_snapshot, memory_stats=device.memory_stats, NPUGraph=NPUGraph,
-    reset_peak_memory_stats=_nothing, set_stream=_nothing,
-    streams=stand_in("torch_npu.npu.streams", "Streams and events.", Event=torch_on_cpu.Event,
-                     Stream=torch_on_cpu.Stream),
-)  # fmt: skip
-
-
-def device_bytes() -> int:
-    """Bytes of the emulated device."""
-    return device.TOTAL_BYTES
+from verl_patches.platform.npu_emulated import attention_ops, expert_ops, hccl, memory_pool
+from verl_patches.platform.npu_emulated.npu_module import SOC_VERSION, nothing, npu, with_more
 
 
 def npu_format_cast(input: torch.Tensor, acl_format: int) -> torch.Tensor:
@@ -98,7 +44,7 @@ torch_npu = with_more(
                 _distributed_c10d=stand_in("torch_npu._C._distributed_c10d", "HCCL.",
                                            ProcessGroupHCCL=hccl.ProcessGroupHCCL)),
     op_plugin=stand_in("torch_npu.op_plugin", "ATB.", atb=stand_in("torch_npu.op_plugin.atb", "ATB.", _atb_ops=stand_in(
-        "torch_npu.op_plugin.atb._atb_ops", "ATB's functions.", _register_atb_extensions=_nothing))),
+        "torch_npu.op_plugin.atb._atb_ops", "ATB's functions.", _register_atb_extensions=nothing))),
 )  # fmt: skip
 
 acl = with_more(training.acl, rt=stand_in("acl.rt", "The runtime.", memcpy=memory_pool.memcpy))
@@ -162,7 +108,7 @@ def npu_wait_tensor(input: torch.Tensor, dependency: torch.Tensor) -> torch.Tens
 
 _scope = {"npu_stream_switch": npu_stream_switch, "npu_wait_tensor": npu_wait_tensor}
 torchair = with_more(
-    training.torchair, CompilerConfig=CompilerConfig, get_npu_backend=get_npu_backend, patch_for_hcom=_nothing,
+    training.torchair, CompilerConfig=CompilerConfig, get_npu_backend=get_npu_backend, patch_for_hcom=nothing,
     inference=stand_in("torchair.inference", "Cached graphs.", cache_compile=cache_compile),
     scope=stand_in("torchair.scope", "Streams of a graph.", **_scope),
     ops=stand_in("torchair.ops", "Streams of a graph, by older names.", NpuStreamSwitch=npu_stream_switch,

@@ -34,7 +34,7 @@ DEVICE: tuple[PatchSpec, ...] = (
          "vllm_ascend/device_allocator/camem.py:58: without it sleep mode is off", processes=_WORKER),
     _row("numba", "numba", "stub", "packages:numba",
          "vllm/v1/spec_decode/ngram_proposer.py:6 imports it, which the CPU wheel of vLLM does not bring"),
-    _row("device", "torch:npu", "extend", "packages:npu",
+    _row("device", "torch:npu", "extend", "npu_module:npu",
          "torch_npu puts its device there (vllm_ascend/platform.py:105)"),
     _row("is_npu", "torch:Tensor.is_npu", "extend", "torch_names:is_npu",
          "torch_npu adds it; Dynamo reads it of fake tensors once a backend is named npu"),
