@@ -7,8 +7,8 @@
     python scripts/extract_npu_schemas.py WHEELS/torch_npu-2.5.1.post1-*.whl [--check]
 
 A wheel is a zip, nothing is installed. It declares its functions in one yaml (`WHEEL_FILE`), section `custom`, one line
-each. Which functions: verl_patches/platform/npu/op_schemas.py. Exits: 0 written or equal, 1 --check found a
-difference, 2 wrong use.
+each; those of ATB are strings of the library that registers them (`ATB_LIBRARY`). Which functions:
+verl_patches/platform/npu/op_schemas.py. Exits: 0 written or equal, 1 --check found a difference, 2 wrong use.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import re
 import sys
 import zipfile
 from collections.abc import Iterable, Sequence
@@ -30,15 +31,17 @@ from verl_patches.errors import ConfigError
 from verl_patches.platform.npu import op_schemas
 
 WHEEL_FILE = "torch_npu/csrc/aten/npu_native_functions_by_codegen.yaml"
+ATB_LIBRARY = "torch_npu/lib/libop_plugin_atb.so"
+_ATB_SCHEMA = re.compile(rb"(?<![\w:])(?:_?npu_\w+)(?:\.\w+)?\([^\x00-\x1f]*\) -> [^\x00-\x1f]+")
 
 
-def extract(wheels: Sequence[Path], names: Iterable[str]) -> dict[str, Any]:
+def extract(wheels: Sequence[Path], names: Iterable[str], atb_names: Iterable[str]) -> dict[str, Any]:
     """What the committed file holds, read anew from wheels of one version (one a machine type), which must agree.
 
     Raises ConfigError that names the functions that a wheel does not declare, or the wheel that differs.
     """
-    wanted = sorted(set(names))
-    declared = {wheel: _declared(wheel, wanted) for wheel in wheels}
+    wanted, wanted_of_atb = sorted(set(names)), sorted(set(atb_names))
+    declared = {wheel: (_declared(wheel, wanted), _declared_of_atb(wheel, wanted_of_atb)) for wheel in wheels}
     versions = {wheel.name.split("-")[1] for wheel in wheels}
     lines = declared[wheels[0]]
     odd = [wheel.name for wheel in wheels if declared[wheel] != lines]
@@ -46,7 +49,7 @@ def extract(wheels: Sequence[Path], names: Iterable[str]) -> dict[str, Any]:
         raise ConfigError(f"wheels differ: versions {sorted(versions)}; other declarations than in the first: {odd}")
     hashes = {wheel.name: hashlib.sha256(wheel.read_bytes()).hexdigest() for wheel in sorted(wheels)}
     about = {"package": "torch_npu", "version": versions.pop(), "sha256": hashes, "source": WHEEL_FILE}
-    return {**about, "functions": lines}
+    return {**about, "functions": lines[0], "atb_source": ATB_LIBRARY, "atb_functions": lines[1]}
 
 
 def _declared(wheel: Path, wanted: list[str]) -> list[str]:
@@ -67,24 +70,37 @@ def _declared(wheel: Path, wanted: list[str]) -> list[str]:
     return kept
 
 
+def _declared_of_atb(wheel: Path, wanted: list[str]) -> list[str]:
+    with zipfile.ZipFile(wheel) as archive:
+        library = archive.read(ATB_LIBRARY) if ATB_LIBRARY in archive.namelist() else b""
+    lines = {match.group().decode() for match in _ATB_SCHEMA.finditer(library)}
+    kept = sorted(line for line in lines if line.split("(", 1)[0].split(".")[0] in wanted)
+    missing = set(wanted) - {op_schemas.parse(line, gather_outputs=False).name for line in kept}
+    if missing:
+        raise ConfigError(f"{wheel.name}: {ATB_LIBRARY} registers no {', '.join(sorted(missing))}")
+    return kept
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("wheels", type=Path, nargs="+")
     parser.add_argument("--check", action="store_true", help="write nothing, compare")
     asked = parser.parse_args()
     try:
-        found = extract(asked.wheels, op_schemas.FUNCTIONS)
+        found = extract(asked.wheels, op_schemas.FUNCTIONS, op_schemas.ATB_FUNCTIONS)
     except (ConfigError, OSError) as error:
         print(error, file=sys.stderr)
         return 2
     text = json.dumps(found, indent=1) + "\n"
     if not asked.check:
         op_schemas.FILE.write_text(text)
-        print(f"{op_schemas.FILE.name}: {len(found['functions'])} schemas of torch_npu {found['version']}")
+        count = len(found["functions"]) + len(found["atb_functions"])
+        print(f"{op_schemas.FILE.name}: {count} schemas of torch_npu {found['version']}")
         return 0
     known = json.loads(op_schemas.FILE.read_text())
-    different = sorted(set(known["functions"]) ^ set(found["functions"]))
-    print("\n".join([f"differs: {line}" for line in different]) or f"equal: {len(found['functions'])} schemas")
+    lines = [set(content["functions"] + content.get("atb_functions", [])) for content in (known, found)]
+    different = sorted(lines[0] ^ lines[1])
+    print("\n".join([f"differs: {line}" for line in different]) or f"equal: {len(lines[1])} schemas")
     return 1 if different else 0
 
 

@@ -2,8 +2,9 @@
 
     rollout -> reward -> ref log-prob -> advantage -> update -> reshard
 
-Then come stand-ins for packages that have no build for the platform, and last the rows of platform `cpu` only (what a
-machine without an accelerator lacks), from platform/cpu/rows.py. A row is: id, kind, target, provider, why, exit.
+Then come stand-ins for packages that have no build for the platform, and last the rows for a machine without an
+accelerator: of platform `cpu` (platform/cpu/rows.py), of `npu_emulated` (platform/npu_emulated/rows.py), which has the
+rows of platform `npu` too. A row is: id, kind, target, provider, why, exit.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 
 from verl_patches.patching.spec import PROCESSES, PatchSpec
 from verl_patches.platform.cpu import rows as cpu_rows
+from verl_patches.platform.npu_emulated import rows as emulated_rows
 
 _MINDSPEED = "verl_patches.model.mindspeed"
 _WORKERS = "verl.workers.megatron_workers"
@@ -339,6 +341,6 @@ NO_BUILD: tuple[PatchSpec, ...] = tuple(
     for module in ("flash_attn", "flash_attn.bert_padding")
 )  # fmt: skip
 
-STAND_INS: tuple[PatchSpec, ...] = cpu_rows.ROWS
+STAND_INS: tuple[PatchSpec, ...] = (*cpu_rows.ROWS, *emulated_rows.ROWS)
 
 ROWS: tuple[PatchSpec, ...] = (*FUNCTIONAL, *NO_BUILD, *STAND_INS)

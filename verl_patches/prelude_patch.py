@@ -9,7 +9,7 @@ from verl_patches.errors import ConfigError
 from verl_patches.patching.engine import start
 from verl_patches.patching.hooks import after_import
 from verl_patches.patching.switches import from_environment
-from verl_patches.platform import require
+from verl_patches.platform import require, start_device
 from verl_patches.trainer.worker_settings import prepare_from_controller
 
 _switches = from_environment()
@@ -21,5 +21,7 @@ if not any(_switches.line in row.lines for row in ROWS):
         f'this is: VERL_PATCHES="line=pypi,platform={_switches.platform}" (the launcher takes it from recipe.line)'
     )
 engine.apply()
+if _switches.platform == "npu_emulated":
+    after_import("torch", start_device)
 if _switches.line == "a3" or _switches.platform == "npu":
     after_import("verl", prepare_from_controller)

@@ -49,9 +49,9 @@ def test_another_shape_than_that_of_the_model_made_is_refused():
     large = "recipe.model_shape=model/deepseekv3_671b.json"
     config = compose(smoke.CONFIG_NAME, [*overrides_of(SmokeOptions()), large])
     with pytest.raises(ConfigError, match=r"hidden_size 7168 \(expected 128\), .*Leave the key out"):
-        smoke.check_model(config, [])
-    smoke.check_model(config, ["actor_rollout_ref.model.path"])  # then the folder is compared with it
-    smoke.check_model(compose(smoke.CONFIG_NAME, overrides_of(SmokeOptions())), [])
+        smoke.check_model(SmokeOptions(), config, [])
+    smoke.check_model(SmokeOptions(), config, ["actor_rollout_ref.model.path"])  # then the folder is compared with it
+    smoke.check_model(SmokeOptions(), compose(smoke.CONFIG_NAME, overrides_of(SmokeOptions())), [])
 
 
 def test_learning_takes_the_steps_of_its_config_without_an_option():

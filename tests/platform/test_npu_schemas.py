@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from scripts.extract_npu_schemas import WHEEL_FILE, extract
+from scripts.extract_npu_schemas import ATB_LIBRARY, WHEEL_FILE, extract
 from verl_patches.errors import ConfigError
 from verl_patches.platform.cpu.ascend import mindspeed_ops
 from verl_patches.platform.cpu.ascend.packages import torch_npu
@@ -25,7 +25,7 @@ SCRIPT = ROOT / "scripts" / "extract_npu_schemas.py"
 
 def test_every_function_of_the_stand_in_has_a_schema_and_the_other_way_round():
     assert {name for name in vars(torch_npu) if name.startswith("npu_")} == set(op_schemas.WITH_REFERENCE)
-    assert set(op_schemas.read()) == set(op_schemas.FUNCTIONS)
+    assert set(op_schemas.read()) == {*op_schemas.FUNCTIONS, *op_schemas.ATB_FUNCTIONS}
 
 
 def test_committed_file_says_where_it_is_from():
@@ -37,28 +37,32 @@ def test_committed_file_says_where_it_is_from():
     assert found["functions"] == sorted(set(found["functions"]))
 
 
-def wheel(folder, functions, file=WHEEL_FILE, machine="any"):
+def wheel(folder, functions, file=WHEEL_FILE, machine="any", atb_functions=()):
     path = folder / f"torch_npu-9.9.9-cp310-cp310-{machine}.whl"
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr(file, json.dumps({"custom": [{"func": f} for f in functions]}))  # JSON is YAML
+        archive.writestr(ATB_LIBRARY, b"\x7fELF\0" + "\0".join(atb_functions).encode() + b"\0")
     return path
 
 
 def test_extraction_from_a_wheel(tmp_path):
     wanted = ["npu_a(Tensor self) -> Tensor", "npu_a.out(Tensor self, *, Tensor(a!) y) -> Tensor(a!)"]
-    path = wheel(tmp_path, [wanted[0].replace(" ", "  "), wanted[1], "npu_b(int k) -> Tensor"])
-    found = extract([path], ["npu_a"])
-    assert found["functions"] == wanted
+    of_atb = ["_npu_c(Tensor x, Tensor(a!) out) -> ()", "npu_d.out(Tensor x, *, Tensor(a!) y) -> Tensor(a!)"]
+    declared = [wanted[0].replace(" ", "  "), wanted[1], "npu_b(int k) -> Tensor"]
+    path = wheel(tmp_path, declared, atb_functions=[*of_atb, "at::Tensor npu_d(at::Tensor x)", "npu_e(int k) -> ()"])
+    found = extract([path], ["npu_a"], ["_npu_c", "npu_d"])
+    assert found["functions"] == wanted and found["atb_functions"] == of_atb
     assert found["version"] == "9.9.9" and found["sha256"] == {path.name: hashlib.sha256(path.read_bytes()).hexdigest()}
     odd, other = wheel(tmp_path, [], "other.yaml", "x"), wheel(tmp_path, wanted[:1], machine="other")
-    for words, wheels, names in (
-        ("declares no npu_c", [path], ["npu_a", "npu_c"]),
-        ("expected a torch_npu wheel", [odd], ["npu_a"]),
-        ("not a wheel", [op_schemas.FILE], ["npu_a"]),
-        ("wheels differ.*other.whl", [path, other], ["npu_a"]),
+    for words, wheels, names, atb_names in (
+        ("declares no npu_c", [path], ["npu_a", "npu_c"], []),
+        ("registers no npu_f", [path], ["npu_a"], ["npu_f"]),
+        ("expected a torch_npu wheel", [odd], ["npu_a"], []),
+        ("not a wheel", [op_schemas.FILE], ["npu_a"], []),
+        ("wheels differ.*other.whl", [path, other], ["npu_a"], []),
     ):
         with pytest.raises(ConfigError, match=words):
-            extract(wheels, names)
+            extract(wheels, names, atb_names)
 
 
 @pytest.mark.slow
@@ -67,9 +71,11 @@ def test_script_compares_and_refuses(tmp_path):
         command = [sys.executable, SCRIPT, *args]
         return subprocess.run(command, capture_output=True, text=True, timeout=60)
 
-    known = json.loads(op_schemas.FILE.read_text())["functions"]
-    assert run(wheel(tmp_path, known), "--check").returncode == 0
-    done = run(wheel(tmp_path, [line.replace("1e-06", "1e-05") for line in known]), "--check")
+    content = json.loads(op_schemas.FILE.read_text())
+    known, of_atb = content["functions"], content["atb_functions"]
+    assert run(wheel(tmp_path, known, atb_functions=of_atb), "--check").returncode == 0
+    changed = [line.replace("1e-06", "1e-05") for line in known]
+    done = run(wheel(tmp_path, changed, atb_functions=of_atb), "--check")
     assert done.returncode == 1 and "npu_rms_norm(Tensor self, Tensor gamma, float epsilon=1e-05)" in done.stdout
     assert run(tmp_path / "absent.whl", "--check").returncode == 2
 
@@ -83,6 +89,8 @@ def test_parser_reads_every_form_and_refuses_the_rest():
         ("t", "Tensor[]?", None, True),
     ]
     assert (schema.name, schema.overload, schema.returns) == ("f", "x", "(Tensor, int)")
+    of_atb = op_schemas.parse("f.out(Tensor x, *, Tensor(a!) y) -> Tensor(a!)", gather_outputs=False)
+    assert [a.name for a in of_atb.arguments] == ["x", "y"]
     for bad in ("f(Tensor) -> Tensor", "f Tensor x", "f(Tensor x=) -> Tensor"):
         with pytest.raises(ConfigError):
             op_schemas.parse(bad)

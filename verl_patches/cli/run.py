@@ -24,7 +24,7 @@ from verl_patches.model.mindspeed.arguments import arguments_of, explain
 from verl_patches.patching.engine import Engine
 from verl_patches.patching.switches import VARIABLE, parse
 from verl_patches.platform import require as require_platform
-from verl_patches.upstream.checkouts import LINE, require_trees, require_verl, trees_of
+from verl_patches.upstream.checkouts import LINE, for_platform, require_trees, require_verl, trees_of
 from verl_patches.upstream.modified import refuse_modified
 from verl_patches.upstream.support import refused_keys
 
@@ -37,6 +37,7 @@ DRY_RUN_HELP = "Check and print everything; start and write nothing."
 UPSTREAM_HELP = "Folder with the clones of scripts/fetch_upstream.sh, for line a3."
 WIDE_HELP = "All columns in the step table: also the other phases, the weight sync and the dispatch."
 Wide = Annotated[bool, typer.Option("--wide", help=WIDE_HELP)]
+EMULATE_HELP = "Platform npu_emulated: vLLM's engine V1 with vllm-ascend, on an emulated device."
 Upstream = Annotated[Path | None, typer.Option("--upstream", help=UPSTREAM_HELP)]
 
 
@@ -52,20 +53,22 @@ def smoke_command(
     run: Annotated[str | None, typer.Option(help="Name; the run writes to outputs/NAME of this repository.")] = None,
     seed: Annotated[int, typer.Option(help="Of model, data order and sampling.")] = 0,
     line: Annotated[str, typer.Option(help="|".join(smoke.LAYOUTS) + ": the set of pins that runs.")] = "pypi",
+    emulate_npu: Annotated[bool, typer.Option("--emulate-npu", help=EMULATE_HELP)] = False,
     upstream: Upstream = None,
     wide: Wide = False,
     as_json: Json = False,
 ) -> None:
     """GRPO of a tiny DeepSeek-V3 with verl, Megatron, vLLM and Ray on this machine's CPU."""
     options = smoke.SmokeOptions(
-        train_layout, rollout_tp, rollout_dp, steps, dtype, replay_rollout, learn, run, seed, line
+        train_layout, rollout_tp, rollout_dp, steps, dtype, replay_rollout, learn, run, seed, line, emulate_npu
     )
     overrides, given = overrides or [], smoke.overrides_of(options)
     trees = trees_of(upstream)
     config = compose(options.config_name, [*given, *overrides], verl_path=trees.verl)
+    trees = for_platform(config.recipe.platform, trees)
     _check_switches(config)
     require_trees(config, trees)
-    smoke.check_model(config, keys_of(overrides))
+    smoke.check_model(options, config, keys_of(overrides))
     require(check_config(config, must_exist=keys_of(overrides)))  # before model and data are made
     _refuse_without_effect(config)
     require_verl(config.recipe.line, trees)
@@ -94,6 +97,7 @@ def train_command(
     """
     overrides, trees = overrides or [], trees_of(upstream, verl_path)
     config = compose(config_name, overrides, verl_path=trees.verl)
+    trees = for_platform(config.recipe.platform, trees)
     _check_switches(config)
     require_trees(config, trees)
     if dry_run:

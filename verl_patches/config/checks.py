@@ -35,6 +35,7 @@ from verl_patches.layout.inventory import ModelShape, build_inventory, differenc
 from verl_patches.layout.model_folder import QUANTIZATION, read_json_object, refuse_weights, weight_files
 from verl_patches.layout.parallel import ParallelLayout, rollout_layout_of, train_layout_of
 from verl_patches.model.mindspeed.arguments import ONLY
+from verl_patches.platform import as_npu
 from verl_patches.reshard.plan import make_blocks
 from verl_patches.rollout.log_probs import CHECK_TOKENS
 from verl_patches.tensor_cache import limits
@@ -462,7 +463,7 @@ def _sync_checks(
         return
     libraries = (
         "mindspeed" if recipe.line == "a3" else "megatron-local",
-        "vllm-ascend" if recipe.platform == "npu" else "vllm",
+        "vllm-ascend" if as_npu(recipe.platform) else "vllm",
     )
     model = replace(model, torch_dtype=VLLM_DTYPES[recipe.dtype])
     fault = _error_of(_plan_blocks, model, train, rollout, libraries, recipe.reshard.bucket_bytes)

@@ -17,6 +17,7 @@ from omegaconf import DictConfig
 from verl_patches.config import hccl
 from verl_patches.config.compose import model_shape_of, output_root
 from verl_patches.patching.switches import VARIABLE, Switches
+from verl_patches.platform import as_npu
 from verl_patches.platform.npu import SOCKETS
 from verl_patches.upstream.checkouts import Trees
 from verl_patches.upstream.pins import load_pins
@@ -63,23 +64,42 @@ def derive(config: DictConfig, temp_dir: str | None = None, trees: Trees | None 
         "RAY_USAGE_STATS_ENABLED": ("0", "nothing leaves the machine"),
         "VLLM_NO_USAGE_STATS": ("1", "nothing leaves the machine; no reporting process"),
     }
-    if config.recipe.platform in ("cpu", "npu"):
-        found |= _cpu() if config.recipe.platform == "cpu" else _npu(config)
+    if config.recipe.platform == "cpu":
+        found |= _cpu() | _ON_CPU
+    elif as_npu(config.recipe.platform):
+        found |= _npu(config)
+    if config.recipe.platform == "npu_emulated":
+        found |= _emulated(config)
     found |= _driver(config, temp_dir, trees or Trees())
     pins, line = load_pins(), config.recipe.line
     return [Variable(name, *entry, read_by=pins.read_by(name, line)) for name, entry in found.items()]
+
+
+_ON_CPU = {
+    "OMP_NUM_THREADS": ("1", "several ranks share few cores"),
+    "GLOO_SOCKET_IFNAME": ("lo", "all ranks are on this machine; nothing listens on other interfaces"),
+    "TORCH_DEVICE_BACKEND_AUTOLOAD": ("0", "no installed device plugin is loaded"),
+    "RAY_DEDUP_LOGS": ("0", "every rank's log lines are kept"),
+    "HF_HUB_OFFLINE": ("1", "model and tokenizer are local folders"),
+}
 
 
 def _cpu() -> dict[str, tuple[str, ...]]:
     return {
         "VLLM_USE_V1": ("0", "vLLM 0.9.1 supports MLA on a CPU with engine V0 only"),
         "VLLM_CPU_KVCACHE_SPACE": ("1", "GiB of KV cache for each rank; unset means 4"),
-        "OMP_NUM_THREADS": ("1", "several ranks share few cores"),
-        "GLOO_SOCKET_IFNAME": ("lo", "all ranks are on this machine; nothing listens on other interfaces"),
         "TORCHDYNAMO_DISABLE": ("1", "compiling costs more than a tiny model's step"),
-        "TORCH_DEVICE_BACKEND_AUTOLOAD": ("0", "no installed device plugin is loaded"),
-        "RAY_DEDUP_LOGS": ("0", "every rank's log lines are kept"),
-        "HF_HUB_OFFLINE": ("1", "model and tokenizer are local folders"),
+    }
+
+
+def _emulated(config: DictConfig) -> dict[str, tuple[str, ...]]:
+    """Over those of an NPU."""
+    graphs = not config.actor_rollout_ref.rollout.enforce_eager
+    traced = "graphs are traced as on a device" if graphs else "nothing is compiled"
+    return {
+        **_ON_CPU,
+        **dict.fromkeys(SOCKETS, ("lo", "all ranks are on this machine; nothing listens on other interfaces")),
+        "TORCHDYNAMO_DISABLE": ("0" if graphs else "1", traced),
     }
 
 

@@ -14,6 +14,7 @@ from verl_patches.config.compose import graph_arguments, vllm_arguments
 from verl_patches.config.recipe import HCCL_PORTS
 from verl_patches.layout.inventory import ModelShape
 from verl_patches.layout.parallel import world_size
+from verl_patches.platform import as_npu
 
 DEFAULT_BUFFER_MIB = 200  # HCCL's default
 BUFFER_STEP_MIB = 100
@@ -34,7 +35,7 @@ _RAY_PORTS = {  # (first, last) of `ray start` with its defaults, and the port o
 
 def checks(config: DictConfig, model: ModelShape) -> list[tuple[str, bool, str]]:
     """(name, whether it holds, one sentence) of each rule of this file; nothing on other platforms than npu."""
-    if config.recipe.platform != "npu":
+    if not as_npu(config.recipe.platform):
         return []
     return [
         ("HCCL buffer", *check_buffer(config, model)),

@@ -14,6 +14,7 @@ from typing import Any
 
 from verl_patches.errors import ConfigError
 from verl_patches.patching.spec import DRIFT_POLICIES, LINES, PLATFORMS
+from verl_patches.platform import as_npu
 from verl_patches.values import Count, Decay, Name, NotNegative, Port, Positive, value_faults
 
 VLLM_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
@@ -223,7 +224,7 @@ class Recipe:
     output_root: folder of all runs, relative to the current folder; null: outputs in this repository, wherever the
     command is called.
     line: the set of pins: pypi (CPU) or a3 (production).
-    platform: the kind of device. cpu uses stand-ins for compiled code.
+    platform: the kind of device. cpu uses stand-ins for compiled code; npu_emulated runs what npu does, on a CPU.
     patches: +row.id or -row.id, switches of the catalogue's rows; `*` stands for any text.
     drift: what to do where upstream is not as reviewed: strict stops the run, warn applies the row where it can and
     marks it, skip leaves upstream as it is there.
@@ -286,6 +287,8 @@ def check_recipe(section: Mapping[str, Any]) -> None:
 def _contradictions(given: Mapping[str, Any]) -> list[str]:
     faults = []
     line, platform = given.get("recipe.line"), given.get("recipe.platform")
+    if platform == "npu_emulated" and line != "a3":
+        faults.append(f"recipe.platform=npu_emulated is for recipe.line=a3, found {line}")
     for pattern in given.get("recipe.patches", ()):
         if pattern[:1] not in ("+", "-") or len(pattern) < 2:
             faults.append(f"recipe.patches holds {pattern!r}; expected +row.id or -row.id")
@@ -294,12 +297,12 @@ def _contradictions(given: Mapping[str, Any]) -> list[str]:
         faults.append(f"recipe.ray_port is for a Ray that the run starts itself, but {joins}")
     if given.get("recipe.train.balanced_routing") and line != "a3":
         faults.append(f"recipe.train.balanced_routing is MindSpeed-LLM's: it needs recipe.line=a3, found {line}")
-    if given.get("recipe.rollout.balanced_routing") and platform != "npu":
+    if given.get("recipe.rollout.balanced_routing") and not as_npu(platform):
         key = "recipe.rollout.balanced_routing"
         faults.append(f"{key} is vllm-ascend's: it needs recipe.platform=npu, found {platform}")
     for item in fields(Hccl):
         key = f"recipe.hccl.{item.name}"
-        if platform not in ("npu", None) and given.get(key, item.default) != item.default:
+        if platform is not None and not as_npu(platform) and given.get(key, item.default) != item.default:
             faults.append(f"{key} is Ascend's: it needs recipe.platform=npu, found {platform}")
     base_port, last = given.get("recipe.hccl.base_port", 61000), 65535 - HCCL_PORTS + 1
     if base_port > last:

@@ -13,6 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_patches.config.environment import worker_environment
 from verl_patches.errors import ConfigError
+from verl_patches.platform import NO_DEVICE
 from verl_patches.trainer.ray_start import HOOK
 from verl_patches.upstream.checkouts import LINE
 
@@ -54,7 +55,7 @@ def ray_options(config: DictConfig) -> dict[str, Any]:
         return {**options, "address": recipe.ray_address}
     workers = config.trainer.n_gpus_per_node
     devices = {"resources": {"NPU": workers}} if config.trainer.device == "npu" else {"num_gpus": workers}
-    if recipe.platform == "cpu":
+    if recipe.platform in NO_DEVICE:
         devices["object_store_memory"] = _OBJECT_STORE_BYTES
     return {
         **options,

@@ -13,23 +13,23 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from verl_patches.config.compose import model_shape_of
+from verl_patches.config.compose import CONFIGS_DIR, model_shape_of
 from verl_patches.config.recipe import VLLM_DTYPES
 from verl_patches.errors import ConfigError
 from verl_patches.layout.inventory import differences, read_model_shape
 
 CONFIG_NAME, LEARN_CONFIG_NAME = "grpo_deepseekv3_tiny_cpu", "grpo_deepseekv3_tiny_cpu_learn"
 REPOSITORY = Path(__file__).resolve().parents[2]
-MODEL = REPOSITORY / "configs" / "model" / "deepseekv3_tiny.json"
 SAMPLE = REPOSITORY / "data" / "deepscaler_sample.json"
 PREPARE_S = 300
 PROMPT_TOKENS = "256"  # data.max_prompt_length of the config
 LEARN_TASK = ["--learnable", "768"]
 _MAKE_MODEL = """
+import json
 import sys
 from pathlib import Path
 from verl_patches.model.tiny import make_tiny_model
-make_tiny_model(Path(sys.argv[1]), int(sys.argv[2]))
+make_tiny_model(Path(sys.argv[1]), int(sys.argv[2]), json.loads(Path(sys.argv[3]).read_text()))
 """
 
 
@@ -79,6 +79,12 @@ class SmokeOptions:
     run: str | None = None
     seed: int = 0
     line: str = "pypi"
+    emulate_npu: bool = False
+
+    @property
+    def model_shape(self) -> str:
+        """The model's config.json in configs/. vllm-ascend's pin routes rightly with 256 experts, or with one group."""
+        return "model/deepseekv3_tiny_256experts.json" if self.emulate_npu else "model/deepseekv3_tiny.json"
 
     @property
     def config_name(self) -> str:
@@ -112,6 +118,8 @@ class SmokeOptions:
             )
         if self.steps is not None and self.steps < 1:
             raise ConfigError(f"--steps {self.steps}: expected a whole number >= 1")
+        if self.emulate_npu and self.line != "a3":
+            raise ConfigError(f"--emulate-npu with --line {self.line}: expected --line a3, the only one with NPUs")
         if self.seed < 0:
             raise ConfigError(f"--seed {self.seed}: expected a whole number >= 0")
         replay = f"--replay-rollout {self.replay_rollout}"
@@ -142,6 +150,9 @@ def overrides_of(options: SmokeOptions) -> list[str]:
         f"recipe.rollout.dp={options.rollout_dp}",
         f"recipe.rollout.expert_parallel={str(options.rollout_tp * options.rollout_dp > 1).lower()}",
     ]
+    if options.emulate_npu:
+        found += ["recipe.platform=npu_emulated", "trainer.device=npu", f"recipe.model_shape={options.model_shape}"]
+        found.append("recipe.train.collective_timeout_minutes=18")  # HCCL's AIV mode allows no more
     if layout.layers:
         found.append(f"recipe.train.layers_per_stage=[{','.join(map(str, layout.layers))}]")
     if options.steps:
@@ -151,12 +162,12 @@ def overrides_of(options: SmokeOptions) -> list[str]:
     return found
 
 
-def check_model(config: DictConfig, given: Collection[str]) -> None:
+def check_model(options: SmokeOptions, config: DictConfig, given: Collection[str]) -> None:
     """ConfigError where recipe.model_shape is not the model that `prepare` makes.
 
     given: keys that the user sets. A model folder of the user's own is compared with it by config/checks.py.
     """
-    found = differences(model_shape_of(config), read_model_shape(MODEL))
+    found = differences(model_shape_of(config), read_model_shape(CONFIGS_DIR / options.model_shape))
     if found and "actor_rollout_ref.model.path" not in given:
         raise ConfigError(
             f"recipe.model_shape is {config.recipe.model_shape}; expected the model that the smoke makes, found "
@@ -170,11 +181,12 @@ def prepare(options: SmokeOptions, cache: Path, say: Callable[[str], None]) -> l
     A process of its own makes each, as the launcher does not import torch; its folder appears whole or not at all.
     Raises ConfigError with the end of the process's output if one fails.
     """
-    sources = [MODEL, REPOSITORY / "verl_patches/model/tiny.py"]
+    shape = CONFIGS_DIR / options.model_shape
+    sources = [shape, REPOSITORY / "verl_patches/model/tiny.py"]
     model = cache / f"deepseekv3_tiny-seed{options.seed}-{_digest(sources)}"
     if not model.exists():
         say(f"making the tiny model, seed {options.seed}")
-        _run([sys.executable, "-c", _MAKE_MODEL, str(model), str(options.seed)], "the tiny model")
+        _run([sys.executable, "-c", _MAKE_MODEL, str(model), str(options.seed), str(shape)], "the tiny model")
     maths = [str(SAMPLE), "--tokenizer", str(model), "--max-prompt-length", PROMPT_TOKENS]
     tasks = {"learnable": LEARN_TASK} if options.learn else {"maths": maths, "learnable": LEARN_TASK}
     sources += [SAMPLE, *sorted((REPOSITORY / "data").glob("*.py"))]

@@ -217,6 +217,9 @@ def module_stub_is_used(name: str) -> bool:
     """True where `import name` gives (or would give) our module; a real package that is installed goes first."""
     module = sys.modules.get(name)
     if module is None:
-        top = importlib.util.find_spec(name.partition(".")[0])
+        package = name.partition(".")[0]
+        if package not in _STUBS.providers:  # a module that an installed package lacks
+            return name in _STUBS.providers
+        top = importlib.util.find_spec(package)
         return name in _STUBS.providers and isinstance(getattr(top, "loader", None), _AliasLoader)
     return isinstance(getattr(module.__spec__, "loader", None), _AliasLoader)

@@ -14,7 +14,8 @@ from verl_patches.errors import ConfigError
 STAGES = ("rollout", "reward", "logprob", "advantage", "update", "reshard", "memory", "dispatch", "model", "platform")
 KINDS = ("register", "subclass", "override", "wrap", "replace", "extend", "stub")
 LINES = ("pypi", "a3")
-PLATFORMS = ("npu", "cuda", "cpu")
+EMULATED = {"npu_emulated": "npu"}  # on the first the rows of the second are on too
+PLATFORMS = ("npu", "cuda", "cpu", *EMULATED)
 PROCESSES = ("controller", "worker")
 DRIFT_POLICIES = ("strict", "warn", "skip")
 
@@ -51,13 +52,18 @@ class PatchSpec:
     bindings: tuple[str, ...] = ()
     under: tuple[str, ...] = ()
     lines: frozenset[str] = frozenset(LINES)
-    platforms: frozenset[str] = frozenset(PLATFORMS)
+    platforms: frozenset[str] = frozenset(PLATFORMS) - frozenset(EMULATED)
     processes: frozenset[str] = frozenset(PROCESSES)
     needs: tuple[str, ...] = ()
 
     def on_line(self, line: str) -> PatchSpec:
         """This row with the bindings and needs that it has on `line`, their "@line" removed."""
         return replace(self, bindings=_of_line(self.bindings, line), needs=_of_line(self.needs, line))
+
+    @property
+    def all_platforms(self) -> frozenset[str]:
+        """`platforms`, and those that emulate one of them."""
+        return self.platforms | {name for name, real in EMULATED.items() if real in self.platforms}
 
     @property
     def target_module(self) -> str:
@@ -159,20 +165,20 @@ def _shared_targets(by_id: dict[str, PatchSpec]) -> list[str]:
     faults = []
     for first, second in (pair for rows in by_target.values() for pair in combinations(rows, 2)):
         independent = "register" in (first.kind, second.kind) or first.kind == second.kind == "override"
-        if first.platforms & second.platforms and not independent:
+        if first.all_platforms & second.all_platforms and not independent:
             faults.append(_order_fault(by_id, first, second))
     for spec in by_id.values():
         faults += [
             _inside_fault(by_id, outer, spec)
             for place in _holders(spec.target)
             for outer in by_target.get(place, ())
-            if outer.platforms & spec.platforms
+            if outer.all_platforms & spec.all_platforms
         ]
         faults += [
             f"row {spec.id!r}: its binding {place} is the target of row {other.id!r}; patch one of the two"
             for place in spec.bindings
             for other in by_target.get(place, ())
-            if other.kind != "register" and spec.platforms & other.platforms
+            if other.kind != "register" and spec.all_platforms & other.all_platforms
         ]
     return [fault for fault in faults if fault]
 

@@ -44,7 +44,7 @@ class Switches:
         """(wanted, reason in words) for one row."""
         if self.line not in spec.lines:
             return False, f"not for line {self.line}"
-        if self.platform not in spec.platforms:
+        if self.platform not in spec.all_platforms:
             return False, f"not for platform {self.platform}"
         wanted, reason = True, "on by default"
         for pattern in self.patterns:

@@ -3,15 +3,33 @@
 from __future__ import annotations
 
 import importlib.util
+from types import ModuleType
 
 from verl_patches.errors import ConfigError
+from verl_patches.platform.npu_emulated import refuse_device
+
+NO_DEVICE = ("cpu", "npu_emulated")  # tensors are in host memory
+
+
+def as_npu(platform: str) -> bool:
+    """Whether settings, checks and libraries are those of an NPU."""
+    return platform in ("npu", "npu_emulated")
 
 
 def require(platform: str) -> None:
-    """ConfigError where the stated platform ("npu", "cuda", "cpu") cannot work here; torch is not imported."""
+    """ConfigError where the stated platform cannot work here; torch is not imported."""
+    if platform == "npu_emulated":
+        refuse_device()
     if platform == "npu" and importlib.util.find_spec("torch_npu") is None:
         raise ConfigError(
             "platform npu is requested (it is the default), but torch_npu is not installed in this Python. "
             "On an Ascend machine install the torch_npu of the pinned image; for the CPU smoke say "
             'VERL_PATCHES="line=pypi,platform=cpu" (bash scripts/smoke.sh does).'
         )
+
+
+def start_device(torch: ModuleType) -> None:
+    """Import hook of torch on platform npu_emulated: give it the device."""
+    from verl_patches.platform.npu_emulated import device
+
+    device.start()

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.patching.contract import installed_root
+from verl_patches.platform import NO_DEVICE
 from verl_patches.upstream.pins import load_pins
 
 LINE = "a3"  # its pins are git repositories; the other line's packages come from the index
@@ -104,6 +105,19 @@ def trees_of(upstream: Path | None = None, verl_path: Path | None = None) -> Tre
     return Trees(("--upstream", str(folder)), tuple(folder / name for name in plain), folder / "verl")
 
 
+def for_platform(platform: str, trees: Trees) -> Trees:
+    """`trees`, on platform npu_emulated with vllm-ascend's: its compiled part is stood in for, so pip builds none.
+
+    Raises ConfigError where there is no such folder.
+    """
+    if platform != "npu_emulated" or trees.verl is None:
+        return trees
+    folder = trees.verl.parent / "vllm-ascend"
+    if not (folder / "vllm_ascend").is_dir():
+        raise ConfigError(f"platform npu_emulated: expected a clone of vllm-ascend in {folder}, found none; {FETCH}")
+    return replace(trees, folders=(*trees.folders, folder))
+
+
 def commit_of(folder: Path) -> str | None:
     """The commit that is checked out in `folder`; None where it is not the root of a git checkout."""
     return git(folder, "rev-parse", "HEAD") if (folder / ".git").exists() else None
@@ -133,9 +147,9 @@ def require_trees(config: Any, trees: Trees) -> None:
             f"--upstream contains line {LINE}, but recipe.line is {line}: give --line {LINE} "
             f"(recipe.line={LINE}), or omit --upstream"
         )
-    if line == LINE and config.recipe.platform == "cpu" and not given:
+    if line == LINE and config.recipe.platform in NO_DEVICE and not given:
         raise ConfigError(
-            f"line {LINE} on platform cpu runs the pinned git sources, and no folder was given: "
+            f"line {LINE} on platform {config.recipe.platform} runs the pinned git sources, and no folder was given: "
             f"give --upstream DIR; {FETCH}"
         )
 

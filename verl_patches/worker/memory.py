@@ -17,6 +17,7 @@ from verl_patches.memory.offload import Optimizer, Params, actor_handlers
 from verl_patches.memory.schedule import direct_sync, schedule_followed, staying, switches_of
 from verl_patches.memory.scheduler import Scheduler, empty_cache_of
 from verl_patches.patching import engine
+from verl_patches.platform import NO_DEVICE
 from verl_patches.worker.context import context
 
 
@@ -38,7 +39,7 @@ class WorkerMemory:
             param_offload=actor.param_offload,
             optimizer_offload=actor.optimizer_offload,
             ref_offload=config.ref.megatron.param_offload,
-            one_memory=recipe.platform == "cpu",
+            one_memory=recipe.platform in NO_DEVICE,
             our_schedule=self.scheduled,
             own_sleep_mode=self.switches["own_sleep_mode"],
             synced=synced,
@@ -59,7 +60,7 @@ class WorkerMemory:
         here = context()
         if self.recipe.memory.ledger != "off" and engine.is_on("memory.ledger"):
             if here.ledger is None:
-                rank, measured = dist.get_rank(), memory_of_process(self.recipe.platform)
+                rank, measured = dist.get_rank(), memory_of_process(device_type(self.recipe.platform))
                 here.ledger = Ledger(self.schedule, self.stays, self.recipe.memory.ledger, rank, measured)
             self._watch(worker, here.ledger)
             here.ledger.take()  # records from building the engine belong to no step
@@ -75,7 +76,7 @@ class WorkerMemory:
                 here.scheduler.add({"ref_params": Params(worker.ref_module)})
 
     def _new_scheduler(self) -> Scheduler:
-        device = None if self.recipe.platform == "cpu" else torch.get_device_module(self.recipe.platform)
+        device = None if self.recipe.platform in NO_DEVICE else torch.get_device_module(self.recipe.platform)
         in_pool = self.switches["own_sleep_mode"] and not self.switches["graphs"]
         return Scheduler(self.schedule, empty_cache_of(device, in_pool), self.stays)
 
@@ -114,7 +115,7 @@ class WorkerMemory:
         ledger.register("reshard_buffers", lambda: _buffer_bytes(worker), full_bytes=most, grows=True)
 
     def _bytes_of(self, tensors: Callable[[], Any]) -> Callable[[], int]:
-        return lambda: measure.held_bytes(tensors(), self.recipe.platform)
+        return lambda: measure.held_bytes(tensors(), device_type(self.recipe.platform))
 
     @contextmanager
     def all_on_device(self, chunks: Sequence[torch.nn.Module], optimizer: Any, writes: bool) -> Iterator[None]:
@@ -177,3 +178,8 @@ def _unless_unmapped(llm: Any, tag: str, measured: Callable[[], int]) -> Callabl
         return 0 if sleeps and tag not in getattr(llm, "awake", (tag,)) else measured()
 
     return held
+
+
+def device_type(platform: str) -> str:
+    """The kind of device that a tensor names."""
+    return "cpu" if platform in NO_DEVICE else platform

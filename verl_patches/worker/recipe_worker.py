@@ -33,7 +33,7 @@ from verl_patches.patching.engine import is_on
 from verl_patches.reshard.weight_sync import Settings
 from verl_patches.trainer.worker_starts import take_starts
 from verl_patches.worker.context import context
-from verl_patches.worker.memory import WorkerMemory
+from verl_patches.worker.memory import WorkerMemory, device_type
 from verl_patches.worker.on_policy_update import OnPolicyUpdate
 from verl_patches.worker.sharding import RecipeShardingManager
 from verl_patches.worker.tensor_cache_stages import CachedBatch
@@ -134,7 +134,7 @@ class RecipeWorker:
         """One stage of `step` on cached tensors: worker/tensor_cache_stages.py."""
         here = context()
         if here.batch is None:
-            here.batch = CachedBatch(self.recipe.platform, here.ledger)
+            here.batch = CachedBatch(device_type(self.recipe.platform), here.ledger)
         return here.batch.run(self, stage, step, payload)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

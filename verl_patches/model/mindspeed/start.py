@@ -32,6 +32,7 @@ from verl_patches.errors import ConfigError
 from verl_patches.layout.model_folder import read_config
 from verl_patches.model.mindspeed.arguments import arguments_of, explain
 from verl_patches.patching import engine
+from verl_patches.platform import as_npu
 from verl_patches.platform.npu import check_visible_die
 
 log = logging.getLogger(__name__)
@@ -84,7 +85,7 @@ def start(config: Any) -> Namespace:
     global_vars = importlib.import_module("megatron.training.global_vars")
     if global_vars._GLOBAL_ARGS is not None:
         return global_vars.get_args()
-    if engine.current().switches.platform == "npu":
+    if as_npu(engine.current().switches.platform):
         check_visible_die(torch.npu.device_count())
     _start_distributed(section.recipe.train.collective_timeout_minutes)
     args = _arguments(words)

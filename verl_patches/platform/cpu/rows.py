@@ -1,5 +1,7 @@
 """Rows of platform `cpu`: stand-ins for what upstream needs and a machine without an accelerator lacks.
 
+Those with platforms=_NO_DEVICE are for platform `npu_emulated` too, whose own are in platform/npu_emulated/rows.py.
+
 TORCH: torch.cuda and NCCL. NPU: line a3's torch_npu, apex, acl, torchair and compiled op builders. MEGATRON:
 megatron-core 0.12.2 by verl 0.4.0's path, without Transformer Engine and apex. VLLM: vLLM 0.9.1 without compiled code.
 VERL: verl, tensordict and Ray. Each `why` names the upstream place that needs the row.
@@ -21,6 +23,7 @@ _VLLM = "verl_patches.platform.cpu.vllm"
 _VLLM_WORKER = "verl_patches.platform.cpu.vllm_worker"
 
 _PYPI, _A3, _WORKER = frozenset({"pypi"}), frozenset({"a3"}), frozenset({"worker"})
+_CPU, _NO_DEVICE = frozenset({"cpu"}), frozenset({"cpu", "npu_emulated"})
 
 _NO_CUDA_NAMES = "upstream asks torch.accelerator, or a CPU device of its own, instead of torch.cuda"
 _NO_ASCEND = "torch_npu, apex and CANN for a machine without an NPU"
@@ -30,16 +33,19 @@ _DEVICE_OF_TENSOR = "megatron-core asks its tensors for their device"
 _NO_KERNELS = "a vLLM CPU wheel whose compiled extension loads here (vllm/_C.abi3.so wants GLIBCXX_3.4.32)"
 
 
-def _row(id: str, target: str, kind: str, name: str, why: str, *, module: str, **more: Any) -> PatchSpec:
+def _row(
+    id: str, target: str, kind: str, name: str, why: str, *, module: str, platforms: frozenset[str] = _CPU, **more: Any
+) -> PatchSpec:
     provider = f"{module}:{name}"
-    return PatchSpec(id, "platform", target, kind, provider, why, platforms=frozenset({"cpu"}), **more)
+    return PatchSpec(id, "platform", target, kind, provider, why, platforms=platforms, **more)
 
 
-_torch = functools.partial(_row, module=_TORCH, exit=_NO_CUDA_NAMES)
+_torch = functools.partial(_row, module=_TORCH, exit=_NO_CUDA_NAMES, platforms=_NO_DEVICE)
 _npu = functools.partial(_row, module=_TORCH, exit=_NO_ASCEND, lines=_A3)
+_ascend = functools.partial(_npu, platforms=_NO_DEVICE)
 _megatron = functools.partial(_row, module=_MEGATRON, exit=_NO_TE, lines=_PYPI, processes=_WORKER)
 _vllm = functools.partial(_row, module=_VLLM, exit=_NO_KERNELS, processes=_WORKER)
-_verl = functools.partial(_row, module=_TORCH)
+_verl = functools.partial(_row, module=_TORCH, platforms=_NO_DEVICE)
 
 TORCH: tuple[PatchSpec, ...] = (
     _torch("platform.torch_is_available", "torch.cuda:is_available", "replace", "is_available",
@@ -78,11 +84,11 @@ TORCH: tuple[PatchSpec, ...] = (
            "the call",
            bindings=("torch.cuda:manual_seed",)),
     _torch("platform.torch_zeros", "torch:zeros", "wrap", "on_cpu",
-           'device="cuda" at megatron/core/pipeline_parallel/schedules.py:477'),
+           'device="cuda" at megatron/core/pipeline_parallel/schedules.py:477', platforms=_CPU),
     _torch("platform.torch_tensor", "torch:tensor", "wrap", "on_cpu",
            'device="cuda" at megatron/core/optimizer/optimizer.py:776 and clip_grads.py:90; on line a3 device="npu" at '
            "mindspeed/utils.py:208, pin_memory=True at mindspeed/core/models/common/embeddings/rotary_pos_embedding.py"
-           ":212"),
+           ":212", platforms=_CPU),
     _torch("platform.torch_tensor_cuda", "torch:Tensor.cuda", "replace", "stay_on_cpu",
            "verl/workers/megatron_workers.py:157 (Module.cuda ends here too) and "
            "megatron/core/pipeline_parallel/schedules.py:765"),
@@ -95,7 +101,7 @@ TORCH: tuple[PatchSpec, ...] = (
            "the same memory unless pinning copies, and the weights would be lost"),
     _torch("platform.torch_init_process_group", "torch.distributed.distributed_c10d:init_process_group", "wrap",
            "init_process_group_with_gloo",
-           'backend="nccl" at verl/workers/megatron_workers.py:90',
+           'backend="nccl" at verl/workers/megatron_workers.py:90', platforms=_CPU,
            bindings=("torch.distributed:init_process_group", "torch.distributed.device_mesh:init_process_group")),
     _torch("platform.torch_init_device_mesh", "torch.distributed.device_mesh:init_device_mesh", "wrap",
            "init_device_mesh_on_cpu",
@@ -113,7 +119,7 @@ TORCH: tuple[PatchSpec, ...] = (
 NPU: tuple[PatchSpec, ...] = (
     _npu("platform.npu_module_torch_npu", "torch_npu", "stub", "torch_npu",
          "MindSpeed and MindSpeed-LLM import it in 90 modules (mindspeed/op_builder/builder.py:7)", module=_PACKAGES),
-    _npu("platform.npu_module_apex", "apex", "stub", "apex",
+    _ascend("platform.npu_module_apex", "apex", "stub", "apex",
          "megatron/core/models/gpt/gpt_layer_specs.py:30 chooses its norm by it; megatron/core/optimizer/__init__.py:12"
          " and verl/models/llama/megatron/layers/parallel_rmsnorm.py:18 import from it", module=_PACKAGES),
     _npu("platform.npu_module_acl", "acl", "stub", "acl",
@@ -124,7 +130,7 @@ NPU: tuple[PatchSpec, ...] = (
          "torch_npu puts its device there; MindSpeed's dispatcher and optimizers use torch.npu (50 times "
          "current_device)",
          module=_PACKAGES),
-    _npu("platform.npu_tensor_npu", "torch:Tensor.npu", "extend", "stay_on_cpu",
+    _ascend("platform.npu_tensor_npu", "torch:Tensor.npu", "extend", "stay_on_cpu",
          "mindspeed/core/fusions/fused_softmax.py:12 and the causal mask of "
          "mindspeed_llm/core/transformer/dot_product_attention.py:436 move tensors by it"),
     _npu("platform.npu_tensor_to", "torch:Tensor.to", "wrap", "to_on_cpu",
@@ -133,22 +139,22 @@ NPU: tuple[PatchSpec, ...] = (
          "pin_memory=True at mindspeed/core/transformer/moe/unpermute_without_activation.py:89"),
     _npu("platform.npu_empty_like", "torch:empty_like", "wrap", "on_cpu",
          "the swap optimizer's host copies are pinned (mindspeed/core/optimizer/swap_optimizer.py:70, :77)"),
-    _npu("platform.npu_histc", "torch:histc", "wrap", "histc_of_integers",
+    _ascend("platform.npu_histc", "torch:histc", "wrap", "histc_of_integers",
          "tokens of each expert are counted by it (mindspeed/core/transformer/moe/token_dispatcher.py:265); on a CPU "
          "torch takes no integers"),
-    _npu("platform.npu_jit_script", "torch.jit:script", "replace", "script_nothing",
+    _ascend("platform.npu_jit_script", "torch.jit:script", "replace", "script_nothing",
          "torch_npu's transfer_to_npu turns it off, and MindSpeed puts it where torch.compile was "
          "(mindspeed/megatron_adaptor.py:131): what it cannot compile must run as it is"),
     _npu("platform.npu_library", "torch.library:Library.impl", "wrap", "implement_on_cpu",
          "grouped matmul is registered for PrivateUse1, the NPU's key, only (mindspeed/ops/gmm.py:153)"),
-    _npu("platform.npu_tensor_type", "mindspeed.megatron_adaptor:type_wrapper", "wrap", "type_wrapper_on_cuda",
+    _ascend("platform.npu_tensor_type", "mindspeed.megatron_adaptor:type_wrapper", "wrap", "type_wrapper_on_cuda",
          "Megatron's optimizers take torch.cuda.FloatTensor and the like only "
          "(megatron/core/optimizer/distrib_optimizer.py:347); MindSpeed goes over Tensor.type itself",
          processes=_WORKER),
-    _npu("platform.npu_builder", "mindspeed.op_builder.builder:MindSpeedOpBuilder.load", "replace", "load",
+    _ascend("platform.npu_builder", "mindspeed.op_builder.builder:MindSpeedOpBuilder.load", "replace", "load",
          "it compiles C++ against CANN (mindspeed/op_builder/builder.py:65)",
          module=_MINDSPEED_OPS, exit=_NO_BUILD, processes=_WORKER),
-    _npu("platform.npu_atb_builder", "mindspeed.op_builder.atb_builder:AtbOpBuilder.load", "replace", "load",
+    _ascend("platform.npu_atb_builder", "mindspeed.op_builder.atb_builder:AtbOpBuilder.load", "replace", "load",
          "it asks for CANN's transformer library first (mindspeed/op_builder/atb_builder.py:45)",
          module=_MINDSPEED_OPS, exit=_NO_BUILD, processes=_WORKER),
 )  # fmt: skip
@@ -214,7 +220,8 @@ VLLM: tuple[PatchSpec, ...] = (
           "replace", "inspect_in_process",
           "it starts a second interpreter that imports all of vLLM, to keep CUDA uninitialised "
           "(models/registry.py:336): ten seconds for every rank on two cores, and nothing to keep on a CPU",
-          module=_VLLM_START, exit="vLLM inspects model classes in process, or keeps what it found"),
+          module=_VLLM_START, exit="vLLM inspects model classes in process, or keeps what it found",
+          platforms=_NO_DEVICE),
     _vllm("platform.vllm_silu", "vllm.model_executor.layers.activation:SiluAndMul.__init__", "replace",
           "init_without_kernel",
           "SiluAndMul looks up torch.ops._C.silu_and_mul on CPU even when its Python version will run "

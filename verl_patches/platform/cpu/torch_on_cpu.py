@@ -181,7 +181,9 @@ def type_on_cuda(original):
     @functools.wraps(original)
     def type(self, *args, **kwargs):
         found = original(self, *args, **kwargs)
-        return found.replace("torch.", "torch.cuda.", 1) if isinstance(found, str) else found
+        if isinstance(found, str) and not found.startswith("torch.cuda."):  # a TorchFunctionMode calls this twice
+            return found.replace("torch.", "torch.cuda.", 1)
+        return found
 
     return type
 

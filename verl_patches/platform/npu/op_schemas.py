@@ -2,8 +2,9 @@
 
 It holds lines like `npu_rms_norm(Tensor self, Tensor gamma, float epsilon=1e-06) -> (Tensor, Tensor)` for all functions
 that MindSpeed, MindSpeed-LLM and vllm-ascend call at the pins, with the wheels' version and hashes. In Python `self` is
-called `input`. ATB's functions (torch_npu._npu_flash_attention and the like) are not among them. `torch_npu_op` and
-`builder_op` bind the arguments of a plain-torch reference by such a schema, as the real binding does.
+called `input`. Functions of ATB, CANN's transformer library (_npu_flash_attention, torch_npu.atb.*), are those of the
+library that registers them. `torch_npu_op`, `atb_op` and `builder_op` bind the arguments of a plain-torch
+reference by such a schema, as the real binding does.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import json
 import numbers
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,20 +24,30 @@ import torch
 
 from verl_patches.errors import ConfigError
 
+# training calls these: platform/cpu/ascend
 WITH_REFERENCE = """
 npu_apply_adam_w npu_fusion_attention npu_grouped_matmul npu_moe_gating_top_k npu_moe_token_permute
 npu_moe_token_unpermute npu_rms_norm npu_rotary_mul npu_swiglu
 """.split()
-# called by vllm-ascend, which runs on devices only, or by files that platform/cpu/ascend/packages.py lists (NAMES)
-WITHOUT_REFERENCE = """
-npu_add_rms_norm npu_all_gather_base_mm npu_confusion_transpose npu_convert_weight_to_int4pack npu_dequant_swiglu_quant
-npu_dtype_cast npu_dynamic_quant npu_fast_gelu npu_format_cast npu_fused_infer_attention_score npu_fusion_attention_grad
-npu_incre_flash_attention npu_interleave_rope npu_kv_rmsnorm_rope_cache npu_mm_reduce_scatter_base
+# vllm-ascend calls these too on DeepSeek-V3's path: platform/npu_emulated
+WITH_EMULATION = """
+npu_add_rms_norm npu_fused_infer_attention_score npu_interleave_rope npu_kv_rmsnorm_rope_cache
 npu_moe_compute_expert_tokens npu_moe_distribute_combine npu_moe_distribute_dispatch npu_moe_finalize_routing
-npu_moe_gating_top_k_softmax npu_moe_init_routing npu_prompt_flash_attention npu_quant_matmul npu_quantize
+npu_moe_init_routing
+""".split()
+# called by vllm-ascend elsewhere, or by files that platform/cpu/ascend/packages.py lists (NAMES)
+WITHOUT_REFERENCE = """
+npu_all_gather_base_mm npu_confusion_transpose npu_convert_weight_to_int4pack npu_dequant_swiglu_quant npu_dtype_cast
+npu_dynamic_quant npu_fast_gelu npu_format_cast npu_fusion_attention_grad npu_incre_flash_attention
+npu_mm_reduce_scatter_base npu_moe_gating_top_k_softmax npu_prompt_flash_attention npu_quant_matmul npu_quantize
 npu_scaled_masked_softmax npu_swiglu_backward npu_weight_quant_batchmatmul
 """.split()
-FUNCTIONS = sorted(WITH_REFERENCE + WITHOUT_REFERENCE)
+FUNCTIONS = sorted(WITH_REFERENCE + WITH_EMULATION + WITHOUT_REFERENCE)
+# of ATB: torch_npu.NAME, and torch_npu.atb.NAME for those without an underscore
+ATB_FUNCTIONS = """
+_npu_flash_attention _npu_paged_attention_mla _npu_reshape_and_cache _npu_rotary_embedding
+npu_multi_head_latent_attention npu_paged_cache_load npu_ring_mla
+""".split()
 VERSION = "2.5.1.post1"
 FILE = Path(__file__).with_name(f"torch_npu-{VERSION}.json")
 
@@ -78,8 +89,12 @@ class Schema:
         )
 
 
-def parse(text: str) -> Schema:
-    """One schema line; ConfigError where it is not of that form. Outputs written in place become one argument `out`."""
+def parse(text: str, gather_outputs: bool = True) -> Schema:
+    """One schema line; ConfigError where it is not of that form.
+
+    gather_outputs: keyword-only outputs become one argument `out`, as in functions of torch_npu; those of torch.ops,
+    such as ATB's, keep their names.
+    """
     head = _HEAD.match(text.strip())
     if head is None:
         raise ConfigError(f"not a schema: {text!r}; expected name(kind argument, ...) -> returns")
@@ -91,7 +106,7 @@ def parse(text: str) -> Schema:
             keyword_only = True
         elif found is None:
             raise ConfigError(f"not an argument: {part!r} in {text!r}")
-        elif keyword_only and "!" in found["kind"]:  # torch gathers these in one tuple
+        elif gather_outputs and keyword_only and "!" in found["kind"]:  # torch gathers these in one tuple
             arguments = [a for a in arguments if a.name != "out"] + [Argument("out", "Tensor[]", keyword_only=True)]
         else:
             name = "input" if found["name"] == "self" else found["name"]
@@ -115,8 +130,10 @@ def _default(text: str | None) -> Any:
 def read(file: Path = FILE) -> dict[str, tuple[Schema, ...]]:
     """{function: its overloads} of the committed file."""
     found: dict[str, tuple[Schema, ...]] = {}
-    for text in json.loads(file.read_text())["functions"]:
-        schema = parse(text)
+    content = json.loads(file.read_text())
+    schemas = [parse(text) for text in content["functions"]]
+    schemas += [parse(text, gather_outputs=False) for text in content["atb_functions"]]
+    for schema in schemas:
         found[schema.name] = (*found.get(schema.name, ()), schema)
     return found
 
@@ -125,8 +142,8 @@ def read(file: Path = FILE) -> dict[str, tuple[Schema, ...]]:
 
 _KINDS: dict[str, Callable[[Any], bool]] = {
     "Tensor": lambda x: isinstance(x, torch.Tensor),
-    "int": lambda x: isinstance(x, numbers.Integral) and not isinstance(x, bool),
-    "float": lambda x: isinstance(x, numbers.Real) and not isinstance(x, bool),
+    "int": lambda x: isinstance(x, (numbers.Integral, torch.SymInt)) and not isinstance(x, bool),
+    "float": lambda x: isinstance(x, (numbers.Real, torch.SymFloat)) and not isinstance(x, bool),
     "Scalar": lambda x: isinstance(x, numbers.Number),
     "bool": lambda x: isinstance(x, bool),
     "str": lambda x: isinstance(x, str),
@@ -135,7 +152,9 @@ _KINDS: dict[str, Callable[[Any], bool]] = {
 
 
 def is_of_kind(value: Any, kind: str) -> bool:
-    """Does a Python value go where a schema says `kind` ("Tensor?", "int[]", "float")?"""
+    """Does a Python value go where a schema says `kind` ("Tensor?", "int[]", "float"; "a|b": either)?"""
+    if "|" in kind:
+        return any(is_of_kind(value, one) for one in kind.split("|"))
     if kind.endswith("?"):
         return value is None or is_of_kind(value, kind[:-1])
     if kind.endswith("]"):
@@ -151,6 +170,14 @@ def torch_npu_op(function: Callable) -> Callable:
     schema's. A call that does not fit, in names or kinds, is a TypeError; a ValueError gets the function's name.
     """
     return _bound(function, read()[function.__name__])
+
+
+def atb_op(function: Callable) -> Callable:
+    """The same for a function of ATB, which torch.ops calls: an int[] may be a tensor of one dimension too."""
+    schemas = read()[function.__name__]
+    listed = {kind: f"{kind}|Tensor" for s in schemas for kind in s.kinds.values() if kind == "SymInt[]"}
+    arguments = (tuple(replace(a, kind=listed.get(a.kind, a.kind)) for a in s.arguments) for s in schemas)
+    return _bound(function, tuple(replace(s, arguments=a) for s, a in zip(schemas, arguments, strict=True)))
 
 
 def builder_op(*schemas: str, by_place: bool = False) -> Callable[[Callable], Callable]:

@@ -1,0 +1,89 @@
+"""Platform npu_emulated: vLLM's V1 engine with vllm-ascend's own Python, one process an engine (emulated_engine.py).
+
+Each process builds one engine and runs several checks: greedy tokens and their log-probs against transformers in fp32.
+"""
+
+import json
+import sys
+
+import pytest
+
+from tests.conftest import ROOT
+from verl_patches.catalog import ROWS
+from verl_patches.errors import ConfigError
+from verl_patches.model.tiny import make_tiny_model
+from verl_patches.patching.engine import Engine
+from verl_patches.patching.switches import Switches
+from verl_patches.platform import npu_emulated
+
+LARGEST = 1e-5  # |dlogp| in fp32
+CLASSES = ["NPUWorker", "NPUModelRunner", "CustomDeepseekV3ForCausalLM"]
+ASCEND_SCHEDULER = {"ascend_scheduler_config": {"enabled": True}}
+GRAPHS = {"enabled": True, "graph_batch_sizes": [8]}
+MULTISTREAM = {**GRAPHS, "use_cached_graph": True, "enable_multistream_moe": True, "enable_multistream_mla": True}
+# name -> environment, arguments of LLM
+ENGINES = {
+    "eager, prompts in chunks, sleep mode": (
+        {"TORCHDYNAMO_DISABLE": "1", "VERL_PATCHES": "line=a3,platform=npu_emulated,-memory.sleep_mode"},
+        {"checks": ["generate", "sleep", "spoilt"], "enforce_eager": True, "max_num_batched_tokens": 64,
+         "enable_sleep_mode": True, "enable_prefix_caching": True}),
+    "graphs, traced": (
+        {}, {"checks": ["graphs"], "max_num_batched_tokens": 512,
+             "additional_config": {"torchair_graph_config": GRAPHS, **ASCEND_SCHEDULER}}),
+    "graphs of several streams, not traced": (
+        {"TORCHDYNAMO_DISABLE": "1"},
+        {"checks": ["graphs"], "max_num_batched_tokens": 512, "additional_config": {
+            "torchair_graph_config": MULTISTREAM, "chunked_prefill_for_mla": True, **ASCEND_SCHEDULER}}),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    shape = json.loads((ROOT / "configs/model/deepseekv3_tiny_256experts.json").read_text())
+    return make_tiny_model(tmp_path_factory.mktemp("emulated") / "model", overrides=shape | {"num_hidden_layers": 3})
+
+
+@pytest.mark.slow
+@pytest.mark.upstream
+@pytest.mark.parametrize("name", ENGINES)
+def test_log_probs_of_the_engine_are_those_of_transformers(name, model, run_python, request):
+    env, options = ENGINES[name]
+    env = {"VERL_PATCHES": "line=a3,platform=npu_emulated", **env}
+    env |= {"VLLM_ENABLE_FIX_ROUTE": "0", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    env |= {"VLLM_USE_V1": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    env["PYTHONPATH"] = str(request.config.getoption("--upstream") / "vllm-ascend")
+    code = "import json, sys\nfrom tests.platform.emulated_engine import main\n"
+    code += "print('FOUND' + json.dumps(main(sys.argv[1], json.loads(sys.argv[2]))))"
+    patches = env.pop("VERL_PATCHES")
+    done = run_python(code, str(model), json.dumps(options), patches=patches, env=env, timeout_s=300).check()
+    found = json.loads(done.out.partition("FOUND")[2])
+    spoilt = found.pop("spoilt", None)
+    for check in found.values():
+        assert check["worst"] < LARGEST and check["same"], found
+    if name.startswith("eager"):
+        assert found["generate"]["classes"] == CLASSES and found["sleep"]["poisoned"] == 1.0
+        assert spoilt["worst"] > 0.1 and not spoilt["same"]  # the negative control
+    traced = found.get("graphs", {}).get("traced")
+    assert traced is None or (len(traced) == 1 and traced[0] > 100) == ("not traced" not in name)
+    assert "several streams" not in name or found["graphs"]["stream_switches"] > 0
+
+
+def test_rows_of_npu_are_on_and_no_row_of_cpu_alone():
+    emulated, npu = (Engine(ROWS, Switches("a3", platform)).wanted for platform in ("npu_emulated", "npu"))
+    own = {row.id for row in ROWS if "npu_emulated" in row.platforms and "a3" in row.lines}
+    assert npu < emulated and emulated - npu == own
+
+
+def test_refused_where_a_device_may_be(tmp_path, monkeypatch):
+    monkeypatch.setattr(npu_emulated, "DEVICE_NODES", str(tmp_path / "davinci*"))
+    npu_emulated.refuse_device()
+    (tmp_path / "davinci_manager").touch()
+    with pytest.raises(ConfigError, match=r"davinci_manager.*recipe.platform=npu"):
+        npu_emulated.refuse_device()
+    monkeypatch.setattr(npu_emulated, "DEVICE_NODES", str(tmp_path / "none*"))
+    (tmp_path / "torch_npu").mkdir()
+    (tmp_path / "torch_npu/__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "torch_npu", raising=False)
+    with pytest.raises(ConfigError, match="torch_npu at"):
+        npu_emulated.refuse_device()

@@ -1,0 +1,70 @@
+"""Torch device "npu" without a device: its name, where its tensors are, generators, memory figures.
+
+The backend PrivateUse1 gets the name "npu", as torch_npu names it. A TorchFunctionMode of the whole process turns
+device arguments "npu" and "cuda" into "cpu" and drops pin_memory, so that kernels of the CPU run. On a device
+transfer_to_npu gives torch.cuda the functions of torch.npu; here both are those of platform/cpu/torch_on_cpu.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils import _device
+
+from verl_patches.platform.npu_emulated import hccl, memory_pool
+from verl_patches.platform.npu_emulated.torch_names import Default, is_device
+
+CPU = torch.device("cpu")
+_FACTORIES = _device._device_constructors
+
+
+class OnHost(TorchFunctionMode):
+    """Device arguments mean the CPU. Tensors made for the device are shown to the memory pool in use."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is torch.device:
+            return func(*args, **(kwargs or {}))
+        kwargs = dict(kwargs or {})
+        for_device = is_device(kwargs.get("device"))
+        if for_device:
+            kwargs["device"] = CPU
+        if any(is_device(arg) for arg in args):
+            args, for_device = tuple(CPU if is_device(arg) else arg for arg in args), True
+        if kwargs.get("pin_memory"):
+            kwargs["pin_memory"] = False
+        made = func(*args, **kwargs)
+        if memory_pool.in_use() and isinstance(made, torch.Tensor):
+            by_default = Default.is_device and kwargs.get("device") is None and func in _FACTORIES()
+            if for_device or by_default:
+                memory_pool.report(made)
+        return made
+
+
+def start(torch_module: Any = None) -> None:
+    """Name the backend, register HCCL, enter the mode; once a process, right after torch is imported."""
+    torch.utils.rename_privateuse1_backend("npu")
+    torch.distributed.Backend.register_backend("hccl", hccl.create, devices=["npu", "cpu"])
+    OnHost().__enter__()
+
+
+# -- memory figures: so many bytes are the device's --------------------------------------------------------------------
+
+TOTAL_BYTES = 1 << 28  # vLLM gives half of it to its KV cache
+_FREE_BYTES_PER_CALL = 1 << 12
+
+
+class _Calls:
+    count = 0
+
+
+def mem_get_info(device: Any = None) -> tuple[int, int]:
+    """(free, total) bytes. NPUWorker asserts that free memory fell while the model ran: it falls at every call."""
+    _Calls.count += 1
+    return TOTAL_BYTES - _Calls.count * _FREE_BYTES_PER_CALL - memory_pool.mapped_bytes(), TOTAL_BYTES
+
+
+def memory_stats(device: Any = None) -> dict[str, int]:
+    """The figures that NPUWorker reads; nothing is measured."""
+    return {"allocated_bytes.all.peak": 0, "allocated_bytes.all.current": memory_pool.mapped_bytes()}

@@ -1,0 +1,53 @@
+"""HCCL over gloo: a backend of this name, and its groups by name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+class ProcessGroupHCCL(dist.ProcessGroupGloo):
+    """A gloo group that has a name, as HCCL's have: MC2's ops take a group by it."""
+
+    class Options:
+        """Options of a group: none. MindSpeed-LLM looks for hccl_config before it names its groups."""
+
+    def __init__(self, store: Any, rank: int, size: int, timeout: Any):
+        super().__init__(store, rank, size, timeout)
+        self._name = f"hccl_group_{len(_GROUPS)}"
+
+    def get_hccl_comm_name(self, rank: int, init_comm: bool = True) -> str:
+        """The group's name, for `rank` of it."""
+        return self._name
+
+
+_GROUPS: dict[str, ProcessGroupHCCL] = {}  # pybind gives back an object of this class only while Python holds it
+
+
+def create(store: Any, rank: int, size: int, timeout: Any) -> ProcessGroupHCCL:
+    """For dist.Backend.register_backend."""
+    group = ProcessGroupHCCL(store, rank, size, timeout)
+    _GROUPS[group.get_hccl_comm_name(rank)] = group
+    return group
+
+
+def group_named(name: str) -> ProcessGroupHCCL:
+    """The group of this name; ValueError where this process has none."""
+    if name not in _GROUPS:
+        raise ValueError(f"no HCCL group {name!r} in this process; it has {', '.join(_GROUPS) or 'none'}")
+    return _GROUPS[name]
+
+
+def exchange(rows: torch.Tensor, sent: Sequence[int], group: Any) -> tuple[torch.Tensor, list[int]]:
+    """Send the first sent[0] rows to rank 0 and so on; (rows received, how many from each rank)."""
+    counts = torch.tensor(sent, dtype=torch.int64)
+    counts_in = torch.empty_like(counts)
+    ones = [1] * len(sent)
+    group.alltoall_base(counts_in, counts, ones, ones).wait()
+    received = counts_in.tolist()
+    out = rows.new_empty(sum(received), *rows.shape[1:])
+    group.alltoall_base(out, rows.contiguous(), received, list(sent)).wait()
+    return out, received
