@@ -145,9 +145,24 @@ def _npu_flash_attention(query, key, value, mask, seq_len, scale_value, num_head
 
 @atb_op
 def npu_ring_mla(
-    q_nope, q_rope, k_nope, k_rope, value, seqlen, head_num, kv_head_num, pre_out, prev_lse, qk_scale, mask_type,
-    input_layout, calc_type, output, softmax_lse, **unused,
-):  # fmt: skip
+    q_nope,
+    q_rope,
+    k_nope,
+    k_rope,
+    value,
+    seqlen,
+    head_num,
+    kv_head_num,
+    pre_out,
+    prev_lse,
+    qk_scale,
+    mask_type,
+    input_layout,
+    calc_type,
+    output,
+    softmax_lse,
+    **unused,
+):
     """One part of attention over keys in parts: into output [T, N, Dv] and softmax_lse (fp32 [N, T]).
 
     seqlen int32 on the host, [B] or [2, B] (queries, keys). calc_type_first_ring begins; calc_type_default adds the
@@ -215,9 +230,23 @@ def _decode_shapes(query, **given):
 @torch_npu_op
 @with_shapes(_decode_shapes)
 def npu_fused_infer_attention_score(
-    query, key, value, query_rope, key_rope, atten_mask, actual_seq_lengths, actual_seq_lengths_kv, block_table,
-    num_heads, num_key_value_heads, scale, input_layout, block_size, sparse_mode, **unused,
-):  # fmt: skip
+    query,
+    key,
+    value,
+    query_rope,
+    key_rope,
+    atten_mask,
+    actual_seq_lengths,
+    actual_seq_lengths_kv,
+    block_table,
+    num_heads,
+    num_key_value_heads,
+    scale,
+    input_layout,
+    block_size,
+    sparse_mode,
+    **unused,
+):
     """Decode of a graph: query [B, N, 1, L], query_rope [B, N, 1, R]; caches [blocks, 1, block_size, width].
 
     Gives ([B, N, 1, L], empty). A row whose length is 0 fills the graph's batch size up: it gives 0 here (a device

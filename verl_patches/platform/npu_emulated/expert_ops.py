@@ -95,9 +95,17 @@ def npu_moe_finalize_routing(
 
 @torch_npu_op
 def npu_moe_distribute_dispatch(
-    x, expert_ids, group_ep, ep_world_size, ep_rank_id, moe_expert_num, quant_mode, global_bs, expert_token_nums_type,
+    x,
+    expert_ids,
+    group_ep,
+    ep_world_size,
+    ep_rank_id,
+    moe_expert_num,
+    quant_mode,
+    global_bs,
+    expert_token_nums_type,
     **unused,
-):  # fmt: skip
+):
     """Send x [T, H] to the ranks of expert_ids int32 [T, k]; group_ep is the name of an HCCL group.
 
     Gives (rows in the order of this rank's experts, empty, expand_idx, tokens of each expert int64, received from each
