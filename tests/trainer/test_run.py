@@ -47,6 +47,7 @@ def made(tmp_path):
     """A Run that writes to tmp_path, with a group that runs step 7."""
     made = object.__new__(run.Run)
     made.summary, made.progress, made.places = Summary(tmp_path, {}), Progress(tmp_path), {}
+    made.coverage = None
     made.group = SimpleNamespace(step=7)
     return made
 
@@ -55,7 +56,7 @@ def after_steps(made, monkeypatch, *numbers):
     """The progress lines of these steps, whose reports of workers are left out."""
     for name in ("sync_of_step", "memory_of_step", "offload_of_step"):
         monkeypatch.setattr(run, name, lambda reports: None)
-    report = {"seconds": {}, "sync": [], "memory": {}, "moves": {}}
+    report = {"seconds": {}, "sync": [], "memory": {}, "moves": {}, "emulated": None}
     made.trainer = SimpleNamespace(actor_rollout_wg=SimpleNamespace(take_report=lambda: [report]))
     check = SimpleNamespace(action="report")
     made.recipe = SimpleNamespace(train=SimpleNamespace(skip_old_log_prob=False), logprob_check=check)

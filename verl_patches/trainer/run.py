@@ -12,6 +12,7 @@ from verl_patches.layout.parallel import rollout_layout_of, train_layout_of
 from verl_patches.memory.counters import offload_of_step
 from verl_patches.memory.ledger import memory_of_step, said_of
 from verl_patches.patching import engine
+from verl_patches.platform.npu_emulated import coverage
 from verl_patches.trainer import rollout_correction, truth_check
 from verl_patches.trainer.dispatch import dispatch_of_step, take_calls
 from verl_patches.trainer.on_policy import correction_of
@@ -62,6 +63,7 @@ class Run:
             or self.recipe.tensor_cache.enabled
         )
         self.group: Any = None
+        self.coverage: dict[str, Any] | None = None  # of an emulated device
         self.places: dict[int, str] = {}  # rank -> pid and node, as the worker itself gave them in its proof
         dirty = getattr(trainer, "modified_sources", None)  # of launch/import_alone.py; the launcher adds its own
         self.summary = Summary(
@@ -147,6 +149,8 @@ class Run:
         for report in reports:
             for phase, value in report["seconds"].items():
                 worker[phase] = max(worker.get(phase, 0.0), value)
+        if reports[0]["emulated"]:
+            self.coverage = coverage.coverage_of(report["emulated"] for report in reports)
         seconds = phase_seconds(metrics, worker)
         if self.recipe.train.skip_old_log_prob:
             seconds.pop("log_prob", None)
@@ -192,6 +196,9 @@ class Run:
     def end(self, reason: str) -> None:
         """Write the outcome."""
         self.summary.data["exit"] = reason
+        if self.coverage:
+            self.summary.data["emulated"] = self.coverage
+            self.progress.say(f"| {coverage.text_of(self.coverage)}")
         self.summary.write()
 
 

@@ -30,6 +30,7 @@ from verl_patches.memory.swap_optimizer import swap_optimizer
 from verl_patches.model.megatron import DTYPES
 from verl_patches.patching import engine
 from verl_patches.patching.engine import is_on
+from verl_patches.platform.npu_emulated import coverage
 from verl_patches.reshard.weight_sync import Settings
 from verl_patches.trainer.worker_starts import take_starts
 from verl_patches.worker.context import context
@@ -163,7 +164,8 @@ class RecipeWorker:
 
         seconds: {phase: s}; sync: one dict per weight sync; log_prob_moments: of the last update, None on ranks that do
         not report; memory: the ledger's records, None without one; moves: between host and device; starts: (method,
-        seconds since the epoch) of the trainer's calls.
+        seconds since the epoch) of the trainer's calls; emulated: what was reached since the process started, None
+        with a device (platform/npu_emulated/coverage.py).
         """
         moments, self.log_prob_moments = self.log_prob_moments, None
         resharder, ledger = getattr(getattr(self, "sharding_manager", None), "resharder", None), context().ledger
@@ -174,6 +176,7 @@ class RecipeWorker:
             "memory": {"rank": ledger.rank, **ledger.take()} if ledger else None,
             "moves": counters.take_moves(),
             "starts": take_starts(),
+            "emulated": coverage.reached() if self.recipe.platform == "npu_emulated" else None,
         }
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

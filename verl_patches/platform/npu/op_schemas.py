@@ -15,6 +15,7 @@ import inspect
 import json
 import numbers
 import re
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -140,6 +141,8 @@ def read(file: Path = FILE) -> dict[str, tuple[Schema, ...]]:
 
 # -- calls that are checked by schemas ---------------------------------------------------------------------------------
 
+CALLS: Counter[str] = Counter()  # of each reference in this process
+
 _KINDS: dict[str, Callable[[Any], bool]] = {
     "Tensor": lambda x: isinstance(x, torch.Tensor),
     "int": lambda x: isinstance(x, (numbers.Integral, torch.SymInt)) and not isinstance(x, bool),
@@ -210,6 +213,7 @@ def _bound(function: Callable, schemas: tuple[Schema, ...], by_place: bool = Fal
                 expected = " or ".join(kinds[argument])
                 raise TypeError(f"{name}: argument {argument!r} must be {expected}, found {_describe(value)}")
         bound.apply_defaults()
+        CALLS[name] += 1
         try:
             return function(**{key: value for key, value in bound.arguments.items() if takes_all or key in used})
         except ValueError as error:

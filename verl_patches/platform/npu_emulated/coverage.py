@@ -1,0 +1,64 @@
+"""Which modules of vllm-ascend and which functions of torch_npu a run on platform npu_emulated reached.
+
+Functions are those with a reference here, counted where their arguments are bound to the schema; a module is reached
+where it is imported.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from verl_patches.platform.npu.op_schemas import ATB_FUNCTIONS, CALLS, WITH_EMULATION, WITH_REFERENCE, read
+
+PACKAGE = "vllm_ascend"
+
+
+def reached() -> dict[str, Any]:
+    """{functions: {name: calls}, modules: {name: imported}} of this process since its start."""
+    functions = {name: CALLS[name] for name in (*WITH_REFERENCE, *WITH_EMULATION, *ATB_FUNCTIONS)}
+    places = getattr(sys.modules.get(PACKAGE), "__path__", ())
+    return {
+        "functions": functions,
+        "modules": {name: name in sys.modules for place in places for name in _modules(Path(place))},
+    }
+
+
+def _modules(folder: Path) -> Iterable[str]:
+    for file in sorted(folder.rglob("*.py")):
+        parts = (PACKAGE, *file.relative_to(folder).with_suffix("").parts)
+        yield ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def coverage_of(workers: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """For summary.json, of what `reached` gave in every worker.
+
+    {functions: {name: {calls, schemas}}, functions_never, modules, modules_never}: a list of names each of the last
+    three.
+    """
+    calls, modules = Counter(), {}
+    for worker in workers:
+        calls.update(worker["functions"])
+        modules |= {name: modules.get(name, False) or imported for name, imported in worker["modules"].items()}
+    called = {name: count for name, count in calls.items() if count}
+    schemas = {name: [f"{name}{schema.signature} -> {schema.returns}" for schema in read()[name]] for name in called}
+    return {
+        "functions": {name: {"calls": called[name], "schemas": schemas[name]} for name in sorted(called)},
+        "functions_never": sorted(name for name, count in calls.items() if not count),
+        "modules": sorted(name for name, imported in modules.items() if imported),
+        "modules_never": sorted(name for name, imported in modules.items() if not imported),
+    }
+
+
+def text_of(coverage: Mapping[str, Any]) -> str:
+    """The coverage in one line."""
+    functions, never = coverage["functions"], coverage["functions_never"]
+    modules = len(coverage["modules"])
+    return (
+        f"emulated NPU: {len(functions)} of {len(functions) + len(never)} functions of torch_npu were called, "
+        f"{', '.join(never) or 'none'} never; {modules} of {modules + len(coverage['modules_never'])} modules of "
+        "vllm-ascend were imported (names and schemas: summary.json)"
+    )
