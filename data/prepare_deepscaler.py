@@ -82,8 +82,9 @@ def drop_long(
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder, local_files_only=True)
-    except (OSError, ValueError) as why:
-        raise ConfigError(f"--tokenizer {tokenizer_folder}: no tokenizer can be read there: {why}") from why
+    except Exception as why:  # transformers gives many kinds for damaged files
+        text = f"{type(why).__name__}: {why}"
+        raise ConfigError(f"--tokenizer {tokenizer_folder}: no tokenizer can be read there: {text}") from why
     if not tokenizer.chat_template:
         raise ConfigError(f"--tokenizer {tokenizer_folder}: it has no chat template, which verl needs")
     kept, dropped = [], []
@@ -139,7 +140,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parse_arguments(argv)
     try:
         code, report = prepare(args)
-    except ConfigError as why:
+    except (ConfigError, OSError, UnicodeError) as why:
         if args.json:
             print(json.dumps({"exit": 2, "error": str(why)}))
         else:

@@ -7,9 +7,11 @@ from typing import Annotated, Any
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-Count = Annotated[int, Field(ge=1, strict=True)]
-Natural = Annotated[int, Field(ge=0, strict=True)]
-Interval = Annotated[int, Field(ge=-1, strict=True)]  # a number of steps; -1 and 0 switch it off
+LARGEST = 2**63 - 1  # of an integer in torch; sentences do not name it where a value is below
+Count = Annotated[int, Field(ge=1, le=LARGEST, strict=True)]
+Natural = Annotated[int, Field(ge=0, le=LARGEST, strict=True)]
+Interval = Annotated[int, Field(ge=-1, le=LARGEST, strict=True)]  # a number of steps; -1 and 0 switch it off
+Seed = Annotated[int, Field(ge=0, le=2**32 - 1, strict=True)]  # numpy's
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -49,7 +51,7 @@ def _key_of(location: Sequence[str | int], root: Mapping[str, Any]) -> tuple[str
     """The key of an error; behind it pydantic gives alternatives of a union and indices of lists."""
     key, node = (), root
     for part in location:
-        node = _resolved(node, root).get("properties", {}).get(part)
+        node = _keys_of(node, root).get(part)
         if node is None:
             break
         key = (*key, part)
@@ -59,10 +61,17 @@ def _key_of(location: Sequence[str | int], root: Mapping[str, Any]) -> tuple[str
 def _fault(key: tuple[str, ...], values: Any, root: Mapping[str, Any], prefix: str) -> str:
     node: Mapping[str, Any] = root
     for part in key:
-        node = _resolved(node, root)["properties"][part]
+        node = _keys_of(node, root)[part]
         values = values.get(part, _ABSENT) if isinstance(values, Mapping) else _ABSENT
     found = "missing" if values is _ABSENT else "null" if values is None else repr(values)
-    return f"{prefix}{'.'.join(key)} is {found}; expected {_words(node, root)}"
+    below = f", below {LARGEST}" if isinstance(values, int) and values > LARGEST else ""
+    return f"{prefix}{'.'.join(key)} is {found}; expected {_words(node, root)}{below}"
+
+
+def _keys_of(node: Mapping[str, Any], root: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The keys of a section, which may be null; empty for other values."""
+    choices = [_resolved(choice, root) for choice in node.get("anyOf", [node])]
+    return next((choice["properties"] for choice in choices if "properties" in choice), {})
 
 
 def _resolved(node: Mapping[str, Any], root: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -74,10 +83,13 @@ def _words(node: Mapping[str, Any], root: Mapping[str, Any]) -> str:
     node = _resolved(node, root)
     if "pattern" in node:
         return node["description"]
+    if "const" in node or "enum" in node:
+        return " or ".join(repr(value) for value in node.get("enum", [node.get("const")]))
     if "anyOf" in node:
         return " or ".join(_words(choice, root) for choice in node["anyOf"])
     if node.get("type") == "array":
         return f"a list, each {_words(node['items'], root)}"
+    node = {name: bound for name, bound in node.items() if bound != LARGEST}
     bounds = [f"{sign} {node[name]}" for name, sign in _BOUNDS.items() if name in node]
     if "minimum" in node and "maximum" in node:
         bounds = [f"from {node['minimum']} to {node['maximum']}"]

@@ -182,9 +182,12 @@ def test_the_plan_says_whether_log_probs_are_compared(name, override, words):
 def test_files_that_the_user_names_must_exist_and_be_whole(tmp_path):
     data, reward = tmp_path / "train.parquet", tmp_path / "reward.py"
     (tmp_path / "config.json").write_text(Path(CONFIGS_DIR, "model/deepseekv3_tiny.json").read_text())
-    rows = {"prompt": ["a"] * 4, "data_source": ["b"] * 4, "reward_model": ["c"] * 4}
+    prompt = [{"role": "user", "content": "a"}]
+    rows = {"prompt": [prompt] * 4, "data_source": ["b"] * 4, "reward_model": [{"ground_truth": "1"}] * 4}
     pq.write_table(pa.table(rows), data)
-    reward.write_text("from math import sqrt as root\nfew = 1\ndef score(): ...\n")
+    reward.write_text(
+        "from math import sqrt as root\nfew = 1\ndef score(): unseen = 1\nif few:\n    def inner(): ...\n"
+    )
     given = {
         "data.train_files": data,
         "data.val_files": f"[{data}]",
@@ -198,9 +201,10 @@ def test_files_that_the_user_names_must_exist_and_be_whole(tmp_path):
         return {c.name: c.detail for c in check_config(compose(TINY, overrides), must_exist) if not c.ok}
 
     assert faults() == {} == faults(**{"custom_reward_function.name": "root"})
+    assert faults(**{"custom_reward_function.name": "inner"}) == {}
     nowhere = dict.fromkeys(given.keys() - {"custom_reward_function.name"}, "/nowhere")
     assert faults(**nowhere).keys() == {"model folder", "data", "reward function"} and faults((), **nowhere) == {}
-    assert "reward.py has none" in faults(**{"custom_reward_function.name": "other"})["reward function"]
+    assert "does not define it" in faults(**{"custom_reward_function.name": "unseen"})["reward function"]
     reward.write_text("def score(:")
     assert "is not Python" in faults()["reward function"]
     reward.write_text("def score(): ...")
@@ -208,9 +212,16 @@ def test_files_that_the_user_names_must_exist_and_be_whole(tmp_path):
     data.write_bytes(whole[:-20])
     assert "train.parquet is not a whole parquet file" in faults()["data"]
     pq.write_table(pa.table({"question": ["a"] * 4}), data)
-    assert "has no column prompt or data_source or reward_model" in faults()["data"]
+    assert "column prompt or data_source or reward_model is missing" in faults()["data"]
+    pq.write_table(pa.table({**rows, "prompt": ["a"] * 4}), data)
+    assert "column prompt is missing or of another type" in faults()["data"]
     pq.write_table(pa.table({name: values[:3] for name, values in rows.items()}), data)
-    assert faults() == {"data": "data.train_files: 3 prompts; expected at least data.train_batch_size 4"}
+    assert faults() == {"data": "data.train_files: 3 prompts; expected at least 4"}
+    pq.write_table(pa.table(rows), data)
+    empty = tmp_path / "empty.parquet"
+    pq.write_table(pa.table(rows)[:0], empty)
+    pq.write_table(pa.table(rows), data)
+    assert faults(**{"data.val_files": empty}) == {"data": "data.val_files: 0 prompts; expected at least 1"}
 
 
 @pytest.mark.parametrize(("key", "value", "words"), [
@@ -219,6 +230,7 @@ def test_files_that_the_user_names_must_exist_and_be_whole(tmp_path):
     ("scoring_func", "softmax", "scoring_func is 'softmax'; expected 'sigmoid'"),
     ("n_shared_experts", 0, "n_shared_experts is 0; expected at least 1"),
     ("n_shared_experts", "null", "n_shared_experts is None; expected at least 1"),
+    ("rope_theta", "x", "rope_theta is 'x'; expected a number > 0"),
     ("n_group", 3, "n_group is 3 and topk_group .; expected a divisor of (16|256), and 1 to n_group"),
     ("topk_group", 9, "topk_group 9; expected"),
 ])  # fmt: skip

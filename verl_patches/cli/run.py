@@ -14,7 +14,7 @@ from rich.console import Console
 
 from verl_patches.catalog import ROWS
 from verl_patches.cli.output import Json, print_json, show_plan
-from verl_patches.config.checks import PATHS, check_config, check_files, require
+from verl_patches.config.checks import PATHS, Check, check_config, check_files, require
 from verl_patches.config.compose import compose, keys_of, output_root
 from verl_patches.config.environment import switches_of
 from verl_patches.errors import ConfigError
@@ -69,10 +69,11 @@ def smoke_command(
     _check_switches(config)
     require_trees(config, trees)
     smoke.check_model(options, config, keys_of(overrides))
-    require(check_config(config, must_exist=keys_of(overrides)))  # before model and data are made
+    _end_unless(check_config(config, must_exist=keys_of(overrides)))  # before model and data are made
     _refuse_without_effect(config)
     require_verl(config.recipe.line, trees)
     dirty = refuse_modified(config, trees)
+    launcher.require_output_folder(config)
     off = _rows_off(config)
     with _progress(as_json, wide, off) as show:
         made = smoke.prepare(options, output_root() / "cache", lambda text: show(f"| {text}"))
@@ -102,11 +103,7 @@ def train_command(
     require_trees(config, trees)
     if dry_run:
         _report_plan(build_plan(config, config_name, overrides, ROWS, trees), config, as_json)
-    try:
-        require(check_config(config, must_exist=keys_of(overrides)))
-    except ConfigError as error:
-        typer.echo(f"verl_patches: {error}", err=True)
-        raise typer.Exit(1) from None
+    _end_unless(check_config(config, must_exist=keys_of(overrides)))
     _refuse_without_effect(config)
     require_platform(config.recipe.platform)
     require_verl(config.recipe.line, trees)
@@ -118,11 +115,20 @@ def train_command(
             f"trainer.nnodes is {config.trainer.nnodes}, but recipe.ray_address is null, which starts a Ray on this "
             "machine only; start Ray on the nodes (--dry-run prints the commands) and set recipe.ray_address=auto"
         )
-    require(check_files(config, must_exist=PATHS))
+    _end_unless(check_files(config, must_exist=PATHS))
     off = _rows_off(config)
     with _progress(as_json, wide, off) as show:
         outcome = launcher.run(config, config_name, overrides, show, trees, dirty=dirty)
     _report(outcome, as_json, off)
+
+
+def _end_unless(checks: list[Check]) -> None:
+    """Exit with 1 where a check failed."""
+    try:
+        require(checks)
+    except ConfigError as error:
+        typer.echo(f"verl_patches: {error}", err=True)
+        raise typer.Exit(1) from None
 
 
 def _check_switches(config: DictConfig) -> None:

@@ -12,8 +12,9 @@ import functools
 import math
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
 from omegaconf import DictConfig
 
@@ -42,6 +43,7 @@ from verl_patches.tensor_cache import limits
 from verl_patches.trainer import on_policy, truth_check
 from verl_patches.trainer.recording import find_recording
 from verl_patches.upstream.support import refusal, refused_keys, shell_findings
+from verl_patches.values import Count, Positive, value_faults
 
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor.megatron", "actor_rollout_ref.rollout"
 _SIZES = "tensor_model pipeline_model virtual_pipeline_model context expert_model expert_tensor".split()
@@ -156,60 +158,81 @@ def _absent(name: str, files: Iterable[object], key: str, must_exist: bool, expe
     return Check(name, True, f"{absent} is not on this machine, so it was not checked ({key})", note=True)
 
 
+@dataclass(frozen=True)
+class _HfNumbers:
+    """Keys of config.json that training reads beside the sizes of layout/inventory.py."""
+
+    rope_theta: Positive
+    rms_norm_eps: Positive
+    max_position_embeddings: Count
+    routed_scaling_factor: Positive | None = None
+    initializer_range: Positive | None = None
+    n_group: Count | None = None
+    topk_group: Count | None = None
+    rope_scaling: dict[str, Any] | None = None
+
+
 def _model_checks(config: DictConfig) -> Iterator[Check]:
     """What verl's converter and MindSpeed-LLM take for granted in a DeepSeek-V3's config.json; others train wrongly."""
-    hf, faults = hf_config_of(config), []
+    hf = hf_config_of(config)
+    faults = value_faults(_HfNumbers, {field.name: hf.get(field.name) for field in fields(_HfNumbers)})
     for key, expected, _ in ONLY:
         if hf.get(key) is not None and hf[key] != expected:
             faults.append(f"{key} is {hf[key]!r}; expected {expected!r}")
     if not hf.get("n_shared_experts"):
         faults.append(f"n_shared_experts is {hf.get('n_shared_experts')!r}; expected at least 1")
     experts, groups, chosen = (hf.get(key) for key in ("n_routed_experts", "n_group", "topk_group"))
-    if all(isinstance(size, int) for size in (experts, groups, chosen)):
-        if groups < 1 or experts % groups or not 1 <= chosen <= groups:
-            faults.append(
-                f"n_group is {groups} and topk_group {chosen}; expected a divisor of {experts}, and 1 to n_group"
-            )
+    if not faults and groups and chosen and (experts % groups or chosen > groups):
+        faults.append(f"n_group is {groups} and topk_group {chosen}; expected a divisor of {experts}, and 1 to n_group")
     where = "the model's config.json, with actor_rollout_ref.model.override_config.model_config over it"
     detail = f"{'; '.join(faults)} ({where}): this model cannot be trained" if faults else "a DeepSeek-V3"
     yield Check("model config", not faults, detail)
 
 
 def _data_checks(config: DictConfig, must_exist: Collection[str]) -> Iterator[Check]:
-    """Data files are parquet with verl's columns; those for training hold a batch. The trainer's node reads them."""
-    for key in _DATA:
+    """Data files are parquet in verl's schema; those for training hold a batch. The trainer's node reads them."""
+    for key, least in zip(_DATA, (config.data.train_batch_size, 1), strict=True):
         files = config.data.get(key.removeprefix("data.")) or []
         files = [files] if isinstance(files, str) else files
         absent = [file for file in files if not os.path.isfile(file)]
         if absent:
-            expected = "parquet of data/prepare_deepscaler.py, or of verl's columns"
-            yield _absent("data", absent, key, key in must_exist, expected)
+            yield _absent("data", absent, key, key in must_exist, "parquet of data/prepare_deepscaler.py")
             continue
-        faults = [fault for file in files if (fault := _error_of(_read_rows, file, config.data.prompt_key))]
-        if not faults and key == "data.train_files":
-            rows, batch = sum(_read_rows(file, config.data.prompt_key) for file in files), config.data.train_batch_size
-            if rows < batch:
-                faults = [f"{rows} prompts; expected at least data.train_batch_size {batch}"]
-        if faults:
-            yield Check("data", False, f"{key}: {'; '.join(faults)}")
+        try:
+            rows = sum(_read_rows(file, config.data.prompt_key) for file in files)
+        except ConfigError as error:
+            yield Check("data", False, f"{key}: {error}")
+            continue
+        if rows < least:
+            yield Check("data", False, f"{key}: {rows} prompts; expected at least {least}")
 
 
 def _read_rows(file: str, prompt_key: str) -> int:
     """Number of rows of a parquet file, from its footer; ConfigError where it cannot be read or lacks a column."""
-    from pyarrow import ArrowException, parquet  # here, as most commands read no data
+    from pyarrow import ArrowException, parquet, types  # here, as most commands read no data
 
+    def is_struct(found: Any, *names: str) -> bool:
+        return types.is_struct(found) and set(names) <= {found.field(n).name for n in range(found.num_fields)}
+
+    columns = {
+        prompt_key: lambda found: types.is_list(found) and is_struct(found.value_type, "role", "content"),
+        "data_source": lambda found: types.is_string(found) or types.is_large_string(found),
+        "reward_model": lambda found: is_struct(found, "ground_truth"),
+    }
     try:
-        found = parquet.ParquetFile(file)
+        with parquet.ParquetFile(file) as opened:
+            schema, rows = opened.schema_arrow, opened.metadata.num_rows
+            if rows:
+                opened.read_row_group(0)
     except (ArrowException, OSError) as error:
         raise ConfigError(f"{file} is not a whole parquet file ({error}); make it again") from error
-    with found:
-        missing = [name for name in (prompt_key, "data_source", "reward_model") if name not in found.schema_arrow.names]
-        if missing:
-            raise ConfigError(
-                f"{file} has no column {' or '.join(missing)}; expected those of docs/own-data-and-reward.md "
-                "(data.prompt_key names that of the prompts)"
-            )
-        return found.metadata.num_rows
+    faults = [name for name, fits in columns.items() if name not in schema.names or not fits(schema.field(name).type)]
+    if faults:
+        raise ConfigError(
+            f"{file}: column {' or '.join(faults)} is missing or of another type; expected those of "
+            "docs/own-data-and-reward.md (data.prompt_key names that of the prompts)"
+        )
+    return rows
 
 
 def _reward_checks(config: DictConfig, must_exist: Collection[str]) -> Iterator[Check]:
@@ -222,28 +245,31 @@ def _reward_checks(config: DictConfig, must_exist: Collection[str]) -> Iterator[
         yield _absent("reward function", [file], _REWARD, _REWARD in must_exist, "a Python file")
         return
     try:
-        body = ast.parse(file.read_bytes()).body
-    except (SyntaxError, ValueError) as error:
+        names = set(_names_bound(ast.parse(file.read_bytes())))
+    except (OSError, SyntaxError, ValueError, MemoryError, RecursionError) as error:
         yield Check("reward function", False, f"{key}.path: {file} is not Python: {error}")
         return
-    names = {name for node in body for name in _names_bound(node)}
-    held = f"{section.name} of {file}"
-    yield _either("reward function", section.name in names, held, f"{key}.name is {section.name!r}; {file} has none")
+    held, fault = f"{section.name} of {file}", f"{key}.name is {section.name!r}; {file} does not define it"
+    yield _either("reward function", not names.isdisjoint((section.name, "*")), held, fault)
 
 
-def _names_bound(node: ast.stmt) -> Iterator[str]:
-    if isinstance(node, ast.FunctionDef | ast.ClassDef):
-        yield node.name
-    elif isinstance(node, ast.Import | ast.ImportFrom):
-        yield from (alias.asname or alias.name for alias in node.names)
-    else:
-        yield from (child.id for child in ast.walk(node) if isinstance(child, ast.Name))
+def _names_bound(node: ast.AST) -> Iterator[str]:
+    """Names that a module binds, also in if and try; "*" for an import of all names."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield child.name
+        elif isinstance(child, ast.alias):
+            yield child.asname or child.name
+        elif isinstance(child, ast.Name) and isinstance(child.ctx, ast.Store):
+            yield child.id
+        else:
+            yield from _names_bound(child)
 
 
 def _replay_checks(config: DictConfig) -> Iterator[Check]:
     """The recording has the run's steps, in whole files, and the run would not move them aside before it reads them."""
     replay, folder = config.recipe.rollout.replay, run_dir(config).resolve()
-    if not replay:
+    if replay is None:
         return
     fault = _error_of(find_recording, replay, config.trainer.total_training_steps)
     if not fault and Path(replay).resolve().is_relative_to(folder):
@@ -379,6 +405,10 @@ def _length_checks(config: DictConfig) -> Iterator[Check]:
     budget, reach = rollout.max_num_batched_tokens, read_json_object(path).get("max_position_embeddings")
     if not isinstance(reach, int):
         raise ConfigError(f"{path}: expected max_position_embeddings, a whole number, found {reach!r}")
+    asked = data.max_prompt_length + data.max_response_length
+    if longest < asked:
+        text = f"{_ROLLOUT}.max_model_len is {longest}; expected at least prompt + response, {asked}"
+        yield Check("lengths", False, text)
     held = f"prompt + response {longest} tokens, model reaches {reach}"
     yield _either("lengths", longest <= reach, held, f"{held}; expected no more")
     held = f"max_num_batched_tokens {budget} holds prompt + response {longest}"

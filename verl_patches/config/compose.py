@@ -61,7 +61,7 @@ def compose(config_name: str, overrides: Sequence[str] = (), *, verl_path: Path 
             + (", ".join(runs) or "none")
         )
     for override in overrides:
-        if not re.match(r"[~+]*[^=~+\s]", override):
+        if not re.match(r"[~+]*[^=~+@\s]", override):
             raise ConfigError(f"override {override!r}: expected key=value, such as trainer.total_training_steps=3")
     upstream = verl_config_dir(verl_path)
     ConfigStore.instance().store(SCHEMA, node=Recipe, package="recipe")
@@ -76,6 +76,7 @@ def compose(config_name: str, overrides: Sequence[str] = (), *, verl_path: Path 
         raise ConfigError(_explain(error, name, base)) from error
     check_recipe(OmegaConf.to_container(config.recipe))
     check_verl_values(OmegaConf.to_container(config))
+    _refuse_deleted(config, base)
     for section in filter(None, (config.recipe, config.actor_rollout_ref.get("recipe"))):
         section.output_root = str(output_root(section.output_root))  # workers have other current folders
     folder = Path(config.recipe.output_root, config.recipe.run)
@@ -117,12 +118,22 @@ def _explain(error: BaseException, name: str, base: DictConfig) -> str:
         listed = f" If verl reads it although its config file does not list it, write +{key}=..."
         return text if key.startswith("recipe") else text + listed
     lines = list(dict.fromkeys(text.splitlines()[0] for text in texts))
-    return f"config {name}: {'; '.join(lines[:2])}"
+    quoted = any("token recognition error" in text or "mismatched input" in text for text in texts)
+    hint = """; put a value with special characters in quotes: 'key="value"'""" if quoted else ""
+    return f"config {name}: {'; '.join(lines[:2])}{hint}"
 
 
 def keys_of(overrides: Sequence[str]) -> list[str]:
     """The keys that `overrides` set."""
     return [override.lstrip("+").partition("=")[0] for override in overrides]
+
+
+def _refuse_deleted(config: DictConfig, base: DictConfig) -> None:
+    """ConfigError where an override (~key) has removed a key of verl's configuration."""
+    left = set(_keys(config))
+    sections = {key[:end] for key in left for end in range(len(key)) if key[end] == "."}
+    if gone := [key for key in _keys(base) if key not in left | sections]:
+        raise ConfigError(f"{', '.join(gone[:3])} is missing; expected verl's own key (an override ~key removes it)")
 
 
 def _check_verl_keys(config: DictConfig, base: DictConfig, name: str, overrides: Sequence[str]) -> None:

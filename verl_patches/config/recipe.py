@@ -15,7 +15,7 @@ from typing import Any
 from verl_patches.errors import ConfigError
 from verl_patches.patching.spec import DRIFT_POLICIES, LINES, PLATFORMS
 from verl_patches.platform import as_npu
-from verl_patches.values import Count, Decay, Name, NotNegative, Port, Positive, value_faults
+from verl_patches.values import Count, Decay, Name, NotNegative, Port, Positive, Text, value_faults
 
 VLLM_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 HCCL_PORTS = 16 + 128  # of each node: HCCL_IF_BASE_PORT takes 16, HCCL_HOST_SOCKET_PORT_RANGE gets the others
@@ -97,7 +97,7 @@ class Rollout:
     instances: Count | None = None
     expert_parallel: bool = False
     balanced_routing: bool = False
-    replay: str | None = None
+    replay: Text | None = None
     record: bool = True
 
 
@@ -237,7 +237,7 @@ class Recipe:
     """
 
     run: Name = "run"
-    output_root: str | None = None
+    output_root: Text | None = None
     line: str = _choice("a3", *LINES)
     platform: str = _choice("npu", *PLATFORMS)
     patches: list[str] = field(default_factory=list)

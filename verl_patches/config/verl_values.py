@@ -8,12 +8,32 @@ names are those of verl's ppo_megatron_trainer.yaml.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from verl_patches.errors import ConfigError
-from verl_patches.values import Count, Interval, Natural, NotNegative, Positive, Probability, Share, Text, value_faults
+from verl_patches.values import (
+    Count,
+    Interval,
+    Natural,
+    NotNegative,
+    Positive,
+    Probability,
+    Seed,
+    Share,
+    Text,
+    value_faults,
+)
+
+# names that both pinned versions of verl know
+Loss = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+Divergence = Literal["kl", "abs", "mse", "low_var_kl", "full"]
+Advantage = Literal["gae", "grpo", "grpo_passk", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "rloo"]
+Logger = Literal["console", "tensorboard", "wandb", "mlflow", "swanlab", "vemlp_wandb", "clearml"]
+LoadFormat = Literal[
+    "dummy", "dummy_megatron", "dummy_hf", "dummy_dtensor", "auto", "safetensors", "pt", "npcache", "fastsafetensors"
+]
 
 
 class Section(BaseModel):
@@ -35,7 +55,8 @@ class Data(Section):
     shuffle: bool
     filter_overlong_prompts: bool
     filter_overlong_prompts_workers: Count | None = None
-    seed: Natural | None = None
+    seed: Seed | None = None
+    truncation: Literal["left", "right", "middle", "error"]
     dataloader_num_workers: Natural | None = None
 
 
@@ -52,7 +73,8 @@ class Megatron(Section):
     use_distributed_optimizer: bool
     use_dist_checkpointing: bool
     param_offload: bool
-    seed: Natural
+    seed: Seed
+    override_transformer_config: dict[str, Any] | None = None
     grad_offload: bool | None = None
     optimizer_offload: bool | None = None
 
@@ -81,7 +103,9 @@ class Actor(Section):
     clip_ratio_low: Positive | None = None
     clip_ratio_high: Positive | None = None
     clip_ratio_c: Annotated[float, Field(gt=1, allow_inf_nan=False)] | None = None
-    loss_agg_mode: Text
+    strategy: Literal["megatron"]
+    loss_agg_mode: Loss
+    kl_loss_type: Divergence
     entropy_coeff: NotNegative
     use_kl_loss: bool
     kl_loss_coef: NotNegative
@@ -101,6 +125,41 @@ class Reference(Section):
     megatron: Megatron
 
 
+class Graphs(Section):
+    """vllm-ascend's torchair_graph_config"""
+
+    enabled: bool | None = None
+    graph_batch_sizes: list[Count] | None = None
+
+
+class Scheduler(Section):
+    """vllm-ascend's ascend_scheduler_config"""
+
+    enabled: bool | None = None
+
+
+class Additional(Section):
+    """actor_rollout_ref.rollout.engine_kwargs.vllm.additional_config: those that the recipe reads"""
+
+    torchair_graph_config: Graphs | None = None
+    ascend_scheduler_config: Scheduler | None = None
+
+
+class VllmArguments(Section):
+    """actor_rollout_ref.rollout.engine_kwargs.vllm: those that the recipe reads"""
+
+    max_num_seqs: Count | None = None
+    enable_expert_parallel: bool | None = None
+    data_parallel_size: Count | None = None
+    additional_config: Additional | None = None
+
+
+class EngineArguments(Section):
+    """actor_rollout_ref.rollout.engine_kwargs"""
+
+    vllm: VllmArguments | None = None
+
+
 class Rollout(Section):
     """actor_rollout_ref.rollout"""
 
@@ -110,13 +169,14 @@ class Rollout(Section):
     top_k: Annotated[int, Field(ge=-1)]
     top_p: Probability
     n: Count
-    seed: Natural | None = None
+    seed: Seed | None = None
     dtype: Text
     gpu_memory_utilization: Probability
     ignore_eos: bool
     enforce_eager: bool
     free_cache_engine: bool
-    load_format: Text
+    load_format: LoadFormat
+    engine_kwargs: EngineArguments
     tensor_model_parallel_size: Count
     max_num_batched_tokens: Count
     max_model_len: Count | None = None
@@ -127,10 +187,17 @@ class Rollout(Section):
     do_sample: bool
 
 
+class ModelOverride(Section):
+    """actor_rollout_ref.model.override_config"""
+
+    model_config_: dict[str, Any] | None = Field(None, alias="model_config")
+
+
 class Model(Section):
     """actor_rollout_ref.model"""
 
     path: Text
+    override_config: ModelOverride
     enable_gradient_checkpointing: bool
     trust_remote_code: bool
 
@@ -149,7 +216,8 @@ class Algorithm(Section):
 
     gamma: Share
     lam: Share
-    adv_estimator: Text
+    adv_estimator: Advantage
+    kl_penalty: Divergence
     norm_adv_by_std_in_grpo: bool | None = None
     use_kl_in_reward: bool
 
@@ -162,14 +230,16 @@ class Trainer(Section):
     total_training_steps: Count | None = None
     project_name: Text
     experiment_name: Text
-    logger: list[Text] | Text
+    logger: list[Logger] | Logger
+    device: Literal["cuda", "npu", "cpu"]
     nnodes: Count
     n_gpus_per_node: Count
     save_freq: Interval
     test_freq: Interval
     val_before_train: bool
     critic_warmup: Natural
-    resume_mode: Text
+    resume_mode: Literal["disable", "auto", "resume_path"]
+    resume_from_path: Text | Literal[False] | None = None
     default_local_dir: Text
 
 
@@ -178,6 +248,13 @@ class RewardFunction(Section):
 
     path: Text | None
     name: Text
+
+
+class RewardModel(Section):
+    """reward_model"""
+
+    enable: bool
+    reward_manager: Literal["naive", "prime", "batch", "dapo"]
 
 
 class RayInit(Section):
@@ -194,6 +271,7 @@ class VerlConfig(Section):
     algorithm: Algorithm
     trainer: Trainer
     custom_reward_function: RewardFunction
+    reward_model: RewardModel
     ray_init: RayInit
 
 

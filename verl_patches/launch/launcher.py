@@ -41,6 +41,7 @@ OUTPUTS = (
     "rollouts ray_logs"
 ).split()
 EARLIER = "earlier"
+_FOLDER = "expected a folder that can be written to (recipe.output_root, recipe.run)"
 _OWNER = "owner"  # in a run's temporary folder; its launcher holds the lock of this file
 _LOG_END_BYTES = 256 << 10
 _RAY_LOG_BYTES = 4 << 20  # of each of Ray's log files, its end
@@ -261,6 +262,17 @@ def _remove_abandoned(parent: Path) -> None:
             continue
 
 
+def require_output_folder(config: DictConfig) -> None:
+    """ConfigError where the run's folder could not be made; nothing is written."""
+    folder = environment.run_dir(config)
+    try:
+        existing = next(place for place in (folder, *folder.parents) if place.exists())
+        if not existing.is_dir() or not os.access(existing, os.W_OK):
+            raise OSError(f"{existing} is no folder that can be written to")
+    except OSError as error:
+        raise ConfigError(f"{folder}: {_FOLDER}, found: {error}") from error
+
+
 @contextmanager
 def _locked(folder: Path) -> Iterator[Path]:
     """Make the run's folder and lock it for this process; ConfigError where another run is writing to it."""
@@ -268,9 +280,7 @@ def _locked(folder: Path) -> Iterator[Path]:
         folder.mkdir(parents=True, exist_ok=True)
         lock = (folder / ".lock").open("w")
     except OSError as error:
-        raise ConfigError(
-            f"{folder}: expected a folder that can be written to (recipe.output_root, recipe.run), found: {error}"
-        ) from error
+        raise ConfigError(f"{folder}: {_FOLDER}, found: {error}") from error
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

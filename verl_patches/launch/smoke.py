@@ -120,8 +120,8 @@ class SmokeOptions:
             raise ConfigError(f"--steps {self.steps}: expected a whole number >= 1")
         if self.emulate_npu and self.line != "a3":
             raise ConfigError(f"--emulate-npu with --line {self.line}: expected --line a3, the only one with NPUs")
-        if self.seed < 0:
-            raise ConfigError(f"--seed {self.seed}: expected a whole number >= 0")
+        if not 0 <= self.seed < 2**32:
+            raise ConfigError(f"--seed {self.seed}: expected a whole number >= 0, below 2^32")
         replay = f"--replay-rollout {self.replay_rollout}"
         if self.learn and self.replay_rollout:
             raise ConfigError(
@@ -139,7 +139,7 @@ def overrides_of(options: SmokeOptions) -> list[str]:
     sizes = {"tensor_model": layout.tp, "expert_model": layout.ep, "expert_tensor": layout.etp}
     sizes["pipeline_model"] = layout.pp
     found = [
-        f"recipe.run={options.run_name}",
+        f"recipe.run={_quoted(options.run_name)}",
         f"recipe.line={options.line}",
         f"recipe.dtype={options.dtype}",
         f"trainer.n_gpus_per_node={layout.workers}",
@@ -236,6 +236,6 @@ def _digest(files: Sequence[Path], *words: str) -> str:
     return hashlib.sha256("\0".join(words).encode() + contents).hexdigest()[:12]
 
 
-def _quoted(path: Path) -> str:
-    """A path as Hydra's override grammar takes any path."""
-    return "'" + str(path).replace("'", "\\'") + "'"
+def _quoted(value: str | Path) -> str:
+    """A text as Hydra's override grammar takes any text."""
+    return "'" + str(value).replace("'", "\\'") + "'"

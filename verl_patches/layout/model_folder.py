@@ -111,18 +111,20 @@ def safetensors_header(path: Path) -> Mapping[str, Any]:
 
     The format: 8 bytes with the header's length, the header (JSON), the tensors' bytes.
     """
-    with path.open("rb") as file:
-        start = file.read(8)
-        length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
-        try:
+    try:
+        with path.open("rb") as file:
+            start = file.read(8)
+            length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
             header = json.loads(file.read(length)) if 0 < length <= _LONGEST_HEADER else None
-            tensors = {name: tensor for name, tensor in header.items() if name != "__metadata__"}
-            size = 8 + length + max((tensor["data_offsets"][1] for tensor in tensors.values()), default=0)
-        except (ValueError, AttributeError, LookupError, TypeError, RecursionError):
-            raise ConfigError(
-                f"{path}: not a whole safetensors file (its header cannot be read); download or record it again"
-            ) from None
-    found = path.stat().st_size
+        tensors = {name: tensor for name, tensor in header.items() if name != "__metadata__"}
+        size = 8 + length + max((tensor["data_offsets"][1] for tensor in tensors.values()), default=0)
+        if not all(isinstance(tensor["dtype"], str) for tensor in tensors.values()):
+            raise ValueError("a dtype is no text")
+        found = path.stat().st_size
+    except (OSError, ValueError, AttributeError, LookupError, TypeError, RecursionError) as error:
+        raise ConfigError(
+            f"{path}: not a whole safetensors file (its header cannot be read); download or record it again"
+        ) from error
     if found != size:
         raise ConfigError(
             f"{path}: not a whole safetensors file ({found} bytes, expected {size}); download or record it again"
