@@ -1,0 +1,137 @@
+"""Engines of vllm-ascend on platform npu_emulated, several in one process, compared with transformers in fp32.
+
+`main(models, cases)` builds each case's engine and runs its checks in order. A case is
+    {"model": name, "options": arguments of LLM, "dtype": of the engine, "checks": {name: {...}, ...}}
+with, for each check, all optional:
+    "lengths": of the prompts, "repeat": how often they are generated (the prefix cache holds them then), "tokens": how
+    many are generated, "without": row ids whose original is put in place meanwhile, "before": function of this file.
+The answer: {check: {worst: largest |dlogp|, same: whether all greedy tokens are equal, ...}, ...}.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import verl_patches.prelude_patch  # noqa: F401  before torch, as in a worker
+from tests.platform.emulated_engine import LIMITS, model_of
+
+LENGTHS = (5, 17, 3, 140, 64)
+
+
+def prompts_of(lengths: list[int], vocab: int = 512) -> list[list[int]]:
+    """Random prompts."""
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(3, vocab, (length,), generator=generator).tolist() for length in lengths]
+
+
+def compare(llm: Any, reference: Any, lengths: list[int], tokens: int) -> dict[str, Any]:
+    """Generate greedily, and score what was generated with `reference` (transformers, fp32)."""
+    import torch
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0.0, max_tokens=tokens, logprobs=0, ignore_eos=True)
+    asked = prompts_of(lengths)
+    outputs = llm.generate([{"prompt_token_ids": ids} for ids in asked], params, use_tqdm=False)
+    worst, same = 0.0, True
+    for ids, output in zip(asked, outputs, strict=True):
+        made = list(output.outputs[0].token_ids)
+        found = [step[token].logprob for step, token in zip(output.outputs[0].logprobs, made, strict=True)]
+        with torch.no_grad():
+            logits = reference(torch.tensor([ids + made])).logits[0, len(ids) - 1 : -1].float()
+        expected = logits.log_softmax(-1).gather(1, torch.tensor(made).unsqueeze(1)).squeeze(1)
+        worst = max(worst, float((torch.tensor(found) - expected).abs().nan_to_num(torch.inf).max()))
+        same = same and logits.argmax(-1).tolist() == made
+    return {"worst": worst, "same": same}
+
+
+@contextlib.contextmanager
+def without(rows: list[str]) -> Iterator[None]:
+    """Inside, upstream's own objects are in the places of `rows`."""
+    from verl_patches.patching import engine
+
+    taken = [engine.current()._rows[name] for name in rows]
+    assert [row.state for row in taken] == ["active"] * len(rows)
+    for row in taken:
+        row.place.restore()
+    try:
+        yield
+    finally:
+        for row in taken:
+            setattr(row.place.holder, row.place.attribute, row.installed)
+
+
+def slept(llm: Any) -> dict[str, Any]:
+    """Sleep of level 2 by the row memory.sleep_mode, wake up, generate (`error`), and write the weights back."""
+    from verl_patches.errors import RecipeError
+
+    llm.weights_written(last=False)
+    with _weights_written_back(llm):
+        llm.sleep(2)
+        asleep = {"weights": _spoilt(model_of(llm).parameters()), "buffers": _spoilt(model_of(llm).buffers())}
+        llm.wake_up()
+        error = ""
+        try:
+            llm.generate([{"prompt_token_ids": [3, 4]}], use_tqdm=False)
+        except RecipeError as refused:
+            error = str(refused)
+    llm.weights_written(last=False)
+    return {"asleep": asleep, "error": error}
+
+
+def slept_without_the_row(llm: Any) -> dict[str, Any]:
+    """vLLM's own sleep of level 2 and wake-up, then the weights written back."""
+    with _weights_written_back(llm):
+        llm.sleep_mode._sleep(2)
+        llm.sleep_mode._wake_up(None)
+    return {"buffers": _spoilt(model_of(llm).buffers())}
+
+
+@contextlib.contextmanager
+def _weights_written_back(llm: Any) -> Iterator[None]:
+    """What a weight sync would do at the end of the block: every weight, and no buffer, as it was before."""
+    import torch
+
+    from verl_patches.memory.sleep_mode import weights_of
+
+    kept = {name: tensor.detach().clone() for name, tensor in weights_of(model_of(llm)).items()}
+    yield
+    with torch.no_grad():
+        for name, tensor in weights_of(model_of(llm)).items():
+            tensor.copy_(kept[name])
+
+
+def _spoilt(tensors: Any) -> int:
+    return sum(bool(tensor.is_floating_point() and tensor.isnan().any()) for tensor in tensors)
+
+
+def main(models: dict[str, str], cases: list[dict[str, Any]]) -> dict[str, Any]:
+    """The answer."""
+    from transformers import AutoModelForCausalLM
+    from vllm import LLM
+
+    eager = {"torch_dtype": "float32", "attn_implementation": "eager"}
+    references = {name: AutoModelForCausalLM.from_pretrained(path, **eager).eval() for name, path in models.items()}
+    found = {}
+    for case in cases:
+        options = {**LIMITS, **case["options"]}
+        options["additional_config"] = {"refresh": True, **options.get("additional_config", {})}
+        with without(case.get("without", [])):
+            llm = LLM(model=models[case["model"]], **options)
+        for name, check in case["checks"].items():
+            more = globals()[check["before"]](llm) if "before" in check else {}
+            with without(check.get("without", [])):
+                lengths, tokens = check.get("lengths", LENGTHS), check.get("tokens", 6)
+                try:
+                    for _ in range(check.get("repeat", 1)):
+                        more |= compare(llm, references[case["model"]], lengths, tokens)
+                except ValueError as error:  # what platform npu_emulated raises where an operator's arguments are wrong
+                    more["fault"] = str(error)
+            found[name] = more
+        del llm
+        gc.collect()
+    return found
