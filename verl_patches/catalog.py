@@ -90,6 +90,13 @@ ROLLOUT: tuple[PatchSpec, ...] = (
             "tokens' KV (mla_v1.py:1188-1200): later tokens are silently wrong (|dlogp| 2.2 on a tiny model). And a "
             "prompt of one token among fresh prompts ends in more slots than keys (:1192).",
             exit="vllm-ascend PR 1748 (torchair_graph bugfix when chunked_prefill is true) is in the pin"),
+    _ascend("rollout.ascend_top_k_top_p", "wrap",
+            "vllm_ascend.patch.worker.patch_common.patch_sampler:_apply_top_k_top_p",
+            "verl_patches.rollout.ascend:top_k_and_top_p_in_their_places",
+            "With VLLM_ASCEND_ENABLE_TOPK_OPTIMIZE=1 top-k is taken for top-p and the other way round: defined as "
+            "(logits, p, k), called with (logits, k, p) (patch_sampler.py:49, :94). A top-p below 1 becomes a count of "
+            "0, whose index is past the vocabulary, and no token is left out.",
+            exit="the pin takes (logits, k, p), as AscendTopKTopPSampler of newer versions does"),
     _ascend("rollout.ascend_expert_groups", "replace", "vllm_ascend.ops.fused_moe:native_grouped_topk",
             "verl_patches.rollout.ascend:rank_groups_by_two",
             "Unless there are 256 experts, which npu_moe_gating_top_k routes, vllm-ascend ranks groups by their best "

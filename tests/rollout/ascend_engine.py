@@ -65,7 +65,56 @@ def without(rows: list[str]) -> Iterator[None]:
             setattr(row.place.holder, row.place.attribute, row.installed)
 
 
-def slept(llm: Any) -> dict[str, Any]:
+def routes(llm: Any, reference: Any) -> dict[str, Any]:
+    """In this check `routed` counts [tokens, those routed otherwise than in fp32 on the same activations]."""
+    import torch
+    import torch_npu
+
+    route, counted, hidden = torch_npu.npu_moe_gating_top_k, [0, 0], {}
+    for layer, ours in zip(reference.model.layers, model_of(llm).model.layers, strict=True):
+        if hasattr(ours.mlp, "gate"):
+            gate = ours.mlp.gate
+            gate.register_forward_hook(lambda gate, inputs, _, layer=layer: hidden.update(now=(layer, inputs[0])))
+
+    def count(logits: Any, *args: Any, bias: Any, **kwargs: Any) -> Any:
+        layer, inputs = hidden["now"]
+        gate = layer.mlp.gate
+        exact = torch.nn.functional.linear(inputs.float(), gate.weight)
+        expected = route(exact, *args, bias=gate.e_score_correction_bias, **kwargs)[1].sort(-1).values
+        found = route(logits, *args, bias=bias, **kwargs)
+        counted[0] += len(logits)
+        counted[1] += int((found[1].sort(-1).values != expected).any(-1).sum())
+        return found
+
+    torch_npu.npu_moe_gating_top_k = count
+    return {"routed": counted}
+
+
+def sampled(llm: Any, reference: Any) -> dict[str, Any]:
+    """How many of 512 words top-k 50, top-p 0.9 and both leave, by vllm-ascend's sampler; null where it fails."""
+    import torch
+    from vllm_ascend.patch.worker.patch_common import patch_sampler
+
+    logits = torch.randn(1, 512, generator=torch.Generator().manual_seed(0))
+    left = []
+    for k, p in ((50, None), (None, 0.9), (50, 0.9)):
+        k, p = (None if each is None else torch.tensor([each]) for each in (k, p))
+        seen: list[Any] = []
+        patch_sampler.random_sample, real = (
+            (lambda probs, _, seen=seen: seen.append(probs)),
+            patch_sampler.random_sample,
+        )
+        try:
+            patch_sampler.topk_topp_forward_native(None, logits.clone(), {}, k, p)
+            left.append(int((seen[0] > 0).sum()))
+        except RuntimeError:
+            left.append(None)
+        finally:
+            patch_sampler.random_sample = real
+    return {"left": left}
+
+
+def slept(llm: Any, reference: Any) -> dict[str, Any]:
     """Sleep of level 2 by the row memory.sleep_mode, wake up, generate (`error`), and write the weights back."""
     from verl_patches.errors import RecipeError
 
@@ -83,7 +132,7 @@ def slept(llm: Any) -> dict[str, Any]:
     return {"asleep": asleep, "error": error}
 
 
-def slept_without_the_row(llm: Any) -> dict[str, Any]:
+def slept_without_the_row(llm: Any, reference: Any) -> dict[str, Any]:
     """vLLM's own sleep of level 2 and wake-up, then the weights written back."""
     with _weights_written_back(llm):
         llm.sleep_mode._sleep(2)
@@ -109,6 +158,24 @@ def _spoilt(tensors: Any) -> int:
     return sum(bool(tensor.is_floating_point() and tensor.isnan().any()) for tensor in tensors)
 
 
+def check_of(llm: Any, reference: Any, check: dict[str, Any]) -> dict[str, Any]:
+    """One check of a case."""
+    import torch_npu
+
+    found, route = {}, torch_npu.npu_moe_gating_top_k
+    with without(check.get("without", [])):
+        if "before" in check:
+            found |= globals()[check["before"]](llm, reference)
+        lengths, tokens = check.get("lengths", LENGTHS), check.get("tokens", 6)
+        try:
+            for _ in range(check.get("repeat", 1) if tokens else 0):
+                found |= compare(llm, reference, lengths, tokens)
+        except ValueError as error:  # platform npu_emulated raises it where an operator's arguments are wrong
+            found["fault"] = str(error)
+    torch_npu.npu_moe_gating_top_k = route  # where `routes` took its place
+    return found
+
+
 def main(models: dict[str, str], cases: list[dict[str, Any]]) -> dict[str, Any]:
     """The answer."""
     from transformers import AutoModelForCausalLM
@@ -123,15 +190,7 @@ def main(models: dict[str, str], cases: list[dict[str, Any]]) -> dict[str, Any]:
         with without(case.get("without", [])):
             llm = LLM(model=models[case["model"]], **options)
         for name, check in case["checks"].items():
-            more = globals()[check["before"]](llm) if "before" in check else {}
-            with without(check.get("without", [])):
-                lengths, tokens = check.get("lengths", LENGTHS), check.get("tokens", 6)
-                try:
-                    for _ in range(check.get("repeat", 1)):
-                        more |= compare(llm, references[case["model"]], lengths, tokens)
-                except ValueError as error:  # what platform npu_emulated raises where an operator's arguments are wrong
-                    more["fault"] = str(error)
-            found[name] = more
+            found[name] = check_of(llm, references[case["model"]], check)
         del llm
         gc.collect()
     return found

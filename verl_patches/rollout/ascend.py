@@ -76,3 +76,14 @@ def rank_groups_by_two(topk_weights: Any, num_expert_group: int, topk_group: int
     kept = torch.zeros_like(best_two, dtype=torch.bool)
     kept.scatter_(1, best_two.topk(topk_group, dim=-1, sorted=False).indices, True)
     return groups.masked_fill(~kept.unsqueeze(-1), 0.0).flatten(1)
+
+
+def top_k_and_top_p_in_their_places(original: Callable) -> Callable:
+    """Row provider for patch_sampler's _apply_top_k_top_p(logits, p, k), whose one caller passes k before p (:94)."""
+
+    @functools.wraps(original)
+    def apply(logits: Any, p: Any, k: Any) -> Any:
+        top_k, top_p = p, k
+        return original(logits, p=top_p, k=top_k)
+
+    return apply
