@@ -48,7 +48,8 @@ WAITING = {
         "model.optimizer_dtype", "model.packed_fields", "model.packed_rope", "reshard.direct",
         "model.mindspeed_converter", "update.sharding_manager", "rollout.absorb_mla_again", "rollout.dp_place",
         "rollout.ascend_decode_kv", "rollout.ascend_expert_groups", "rollout.ascend_fp32_router",
-        "rollout.ascend_top_k_top_p", "rollout.engine", "rollout.keep_log_probs", "rollout.llm_arguments", "update.tensor_cache",
+        "rollout.ascend_top_k_top_p", "rollout.engine", "rollout.keep_log_probs", "rollout.llm_arguments",
+        "update.tensor_cache",
     },
     "worker": {"logprob.truth_check", "update.fit_as_run", "update.log_with_run", "update.recipe_by_default"},
 }  # fmt: skip

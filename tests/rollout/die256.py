@@ -44,7 +44,7 @@ def build(config: Any, model: str) -> Any:
 def generate(made: Any, prompts: list[list[int]]) -> list[list[tuple[list[int], list[float]]]]:
     """For each prompt its n responses: tokens and their log-probs, by verl's own sampling parameters."""
     params = made.sampling_params.clone()
-    params.max_tokens = params.min_tokens = TOKENS
+    params.max_tokens = TOKENS
     outputs = made.inference_engine.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
     return [[(list(o.token_ids), _log_probs(o)) for o in output.outputs] for output in outputs]
 
@@ -61,12 +61,13 @@ def largest_difference(responses: Any, prompts: list[list[int]], model: str) -> 
     eager = {"torch_dtype": "float32", "attn_implementation": "eager"}
     reference, worst = AutoModelForCausalLM.from_pretrained(model, **eager).eval(), 0.0
     for ids, made in zip(prompts, responses, strict=True):
-        tokens = torch.tensor([tokens for tokens, _ in made])
+        tokens = torch.tensor([tokens + [0] * (TOKENS - len(tokens)) for tokens, _ in made])  # padding is not compared
         with torch.no_grad():
             logits = reference(torch.cat([torch.tensor([ids] * len(made)), tokens], 1)).logits[:, len(ids) - 1 : -1]
         expected = logits.float().log_softmax(-1).gather(2, tokens.unsqueeze(2)).squeeze(2)
-        found = torch.tensor([log_probs for _, log_probs in made])
-        worst = max(worst, float((found - expected).abs().nan_to_num(torch.inf).max()))
+        for row, (_, log_probs) in zip(expected, made, strict=True):
+            difference = torch.tensor(log_probs) - row[: len(log_probs)]
+            worst = max(worst, float(difference.abs().nan_to_num(torch.inf).max()))
     return worst
 
 
