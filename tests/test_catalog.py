@@ -39,7 +39,9 @@ def test_stand_ins_are_for_cpu_only(platform, line):
     assert wanted and wanted.isdisjoint(row.id for row in STAND_INS)
     asked = Switches(line, platform, tuple(f"+{row.id}" for row in STAND_INS))
     assert Engine(ROWS, asked).wanted.isdisjoint(row.id for row in STAND_INS)
-    assert {row.id for row in STAND_INS if line in row.lines} <= Engine(ROWS, Switches(line, "cpu")).wanted
+    for emulation in ("cpu", "npu_emulated"):
+        own = {row.id for row in STAND_INS if line in row.lines and emulation in row.platforms}
+        assert own <= Engine(ROWS, Switches(line, emulation)).wanted
 
 
 @pytest.mark.parametrize("platform", ["npu", None])

@@ -28,3 +28,9 @@ def test_without_a_row_of_this_line_the_truth_check_stops_the_run(a3):
     """The resharder derives MLA's projections itself: without it, row rollout.absorb_mla_again is needed."""
     run = a3("--steps", "1", "recipe.patches=[-reshard.*,-rollout.absorb_mla_again]", ok=False)
     assert run.code == 1 and "WeightSyncError: step 1" in run.summary["exit"]
+
+
+def test_two_steps_on_the_emulated_npu(a3):
+    run = a3("--emulate-npu", "--steps", "2")
+    assert run.summary["exit"] == "ok" and run.summary["platform"] == "npu_emulated"
+    assert all(step["logprob_delta"]["max"] < 1e-5 for step in run.steps)

@@ -91,7 +91,13 @@ def cache_compile(func: Callable, *, config: Any = None, dynamic: bool = True, f
     compiled = torch.compile(
         func, dynamic=dynamic, fullgraph=fullgraph, backend=get_npu_backend(compiler_config=config)
     )
-    return functools.wraps(func)(lambda *args, **kwargs: compiled(*args, **kwargs))
+
+    @functools.wraps(func)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with torch.overrides._pop_mode_temporarily():
+            return compiled(*args, **kwargs)
+
+    return call
 
 
 @contextmanager

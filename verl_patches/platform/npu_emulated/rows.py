@@ -62,6 +62,9 @@ DEVICE: tuple[PatchSpec, ...] = (
     _row("all_gather", "torch.distributed.distributed_c10d:all_gather", "wrap", "torch_names:all_gather_of_any_sizes",
          "vllm_ascend/ops/fused_moe.py:1228 gathers chunks of different lengths where tokens % tp is not 0",
          bindings=("torch.distributed:all_gather",)),
+    _row("compiled_call", "torch._dynamo.eval_frame:OptimizedModule.__call__", "wrap", "torch_names:call_outside_mode",
+         "vllm_ascend/worker/model_runner_v1.py:1672 and :1099 call the compiled model inside the mode that turns npu "
+         "into cpu"),
     _row("compiled_is_true", "torch._dynamo.eval_frame:OptimizedModule.__bool__", "extend", "torch_names:is_true",
          "vllm_ascend/worker/model_runner_v1.py:1769 asks whether there is a compiled model; torch 2.13 answers by its "
          "length", exit="torch 2.5 of the image"),
