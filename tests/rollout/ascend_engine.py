@@ -180,6 +180,7 @@ def main(models: dict[str, str], cases: list[dict[str, Any]]) -> dict[str, Any]:
     """The answer."""
     from transformers import AutoModelForCausalLM
     from vllm import LLM
+    from vllm.model_executor.layers import rotary_embedding
 
     eager = {"torch_dtype": "float32", "attn_implementation": "eager"}
     references = {name: AutoModelForCausalLM.from_pretrained(path, **eager).eval() for name, path in models.items()}
@@ -187,6 +188,7 @@ def main(models: dict[str, str], cases: list[dict[str, Any]]) -> dict[str, Any]:
     for case in cases:
         options = {**LIMITS, **case["options"]}
         options["additional_config"] = {"refresh": True, **options.get("additional_config", {})}
+        rotary_embedding._ROPE_DICT.clear()  # else engines of one process share their rotary tables
         with without(case.get("without", [])):
             llm = LLM(model=models[case["model"]], **options)
         for name, check in case["checks"].items():

@@ -35,7 +35,6 @@ CASES = [
     *({"model": "256 experts", "options": {"dtype": "bfloat16", "max_num_batched_tokens": 512, "enforce_eager": True},
        "without": rows, "checks": {name: {"before": "routes", "tokens": 12}}}
       for name, rows in (("router", []), ("router, upstream", ["rollout.ascend_fp32_router"]))),
-    # last: upstream's own sleep spoils the rotary tables, which vLLM shares between engines
     {"model": "256 experts", "options": {"max_num_batched_tokens": 512, "enable_sleep_mode": True,
                                          "additional_config": GRAPHS | WITH_RING | WHOLE_PROMPTS}, "checks": {
         "whole": {"lengths": [5, 140, 270]}, "whole, cached": {"lengths": [5, 140, 270]},
