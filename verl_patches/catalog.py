@@ -47,6 +47,7 @@ def _row(
 
 
 _a3 = functools.partial(_row, lines=_A3)
+_ascend = functools.partial(_a3, platforms=frozenset({"npu"}))  # vllm-ascend's own classes
 
 ROLLOUT: tuple[PatchSpec, ...] = (
     _row("rollout.engine", "subclass", "vllm.entrypoints.llm:LLM", "verl_patches.worker.rollout_engine:RolloutEngine",
@@ -77,7 +78,30 @@ ROLLOUT: tuple[PatchSpec, ...] = (
          "vLLM 0.9.1 routes in the model's dtype (deepseek_v2.py:105-118), training and the checkpoint's bias are "
          "fp32: in bf16 near scores change places and tokens go to other experts than in training.",
          exit="vLLM routes DeepSeek-V3 in fp32",
-         platforms=frozenset({"cuda", "cpu"})),  # vllm-ascend builds its own class (models/deepseek_v2.py:293)
+         platforms=frozenset({"cuda", "cpu"})),  # on npu: rollout.ascend_fp32_router
+    _ascend("rollout.ascend_fp32_router", "wrap", "vllm_ascend.models.deepseek_v2:CustomDeepseekV2MoE.__init__",
+            "verl_patches.rollout.engine:route_in_fp32",
+            "vllm-ascend's class has router weight and correction bias in the model's dtype too (deepseek_v2.py:323), "
+            "and gives npu_moe_gating_top_k bf16 logits and bias: as rollout.fp32_router.",
+            exit="vllm-ascend routes DeepSeek-V3 in fp32"),
+    _ascend("rollout.ascend_decode_kv", "wrap", "vllm_ascend.attention.mla_v1:AscendMLAImpl.forward",
+            "verl_patches.rollout.ascend:write_decode_kv",
+            "With torchair a batch of decodes and prefills, which V1's own scheduler makes, never writes the decode "
+            "tokens' KV (mla_v1.py:1188-1200): later tokens are silently wrong (|dlogp| 2.2 on a tiny model). And a "
+            "prompt of one token among fresh prompts ends in more slots than keys (:1192).",
+            exit="vllm-ascend PR 1748 (torchair_graph bugfix when chunked_prefill is true) is in the pin"),
+    _ascend("rollout.ascend_top_k_top_p", "wrap",
+            "vllm_ascend.patch.worker.patch_common.patch_sampler:_apply_top_k_top_p",
+            "verl_patches.rollout.ascend:top_k_and_top_p_in_their_places",
+            "With VLLM_ASCEND_ENABLE_TOPK_OPTIMIZE=1 top-k is taken for top-p and the other way round: defined as "
+            "(logits, p, k), called with (logits, k, p) (patch_sampler.py:49, :94). A top-p below 1 becomes a count of "
+            "0, whose index is past the vocabulary, and no token is left out.",
+            exit="the pin takes (logits, k, p), as AscendTopKTopPSampler of newer versions does"),
+    _ascend("rollout.ascend_expert_groups", "replace", "vllm_ascend.ops.fused_moe:native_grouped_topk",
+            "verl_patches.rollout.ascend:rank_groups_by_two",
+            "Unless there are 256 experts, which npu_moe_gating_top_k routes, vllm-ascend ranks groups by their best "
+            "expert (fused_moe.py:738, called at :910); DeepSeek-V3 sums the best two, as vLLM does since PR 13474.",
+            exit="vllm-ascend ranks groups by their best two experts where there is a correction bias"),
     _row("rollout.absorb_mla_again", "wrap",
          "vllm.model_executor.models.deepseek_v2:DeepseekV2ForCausalLM.load_weights",
          "verl_patches.rollout.engine:refresh_absorbed_mla",

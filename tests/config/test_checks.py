@@ -21,10 +21,62 @@ TINY, LARGE, RANDOM = (
 ACTOR, ROLLOUT = "actor_rollout_ref.actor.megatron", "actor_rollout_ref.rollout"
 PPO, VLLM = "actor_rollout_ref.actor.ppo", f"{ROLLOUT}.engine_kwargs.vllm"
 GRAPHS = f"{VLLM}.additional_config.torchair_graph_config.graph_batch_sizes"
+ASCEND_SCHEDULER = f"+{VLLM}.additional_config.ascend_scheduler_config"
 
 
 def failed(name, *overrides):
     return {c.name: c.detail for c in check_config(compose(name, overrides)) if not c.ok}
+
+
+WHOLE_PROMPTS, NO_CHUNKS = (
+    f"{ASCEND_SCHEDULER}={{enabled: true}}",
+    f"{VLLM}.additional_config.chunked_prefill_for_mla=false",
+)
+BUDGET = f"{ROLLOUT}.max_num_batched_tokens"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "check", "detail"),
+    [
+        ([NO_CHUNKS, WHOLE_PROMPTS], "Ascend scheduler", r"1024, expected >= 4096 .* waits without end"),
+        ([f"{BUDGET}=4096", WHOLE_PROMPTS], "Ascend scheduler", "chunked_prefill_for_mla .* expected one of them"),
+        ([f"{BUDGET}=4096", NO_CHUNKS, WHOLE_PROMPTS], "Ascend scheduler", None),
+        ([f"{ASCEND_SCHEDULER}={{enabled: true, enable_chunked_prefill: true}}"], "Ascend scheduler", None),
+        (["recipe.patches=[-rollout.ascend_decode_kv]"], "mixed batches", r"decode_kv is off .* would not be written"),
+        (
+            [
+                f"{ASCEND_SCHEDULER}={{enabled: true, enable_chunked_prefill: true}}",
+                "recipe.patches=[-rollout.ascend_decode_kv]",
+            ],
+            "mixed batches",
+            "expected recipe.patches without",
+        ),
+        (
+            [f"{BUDGET}=4096", NO_CHUNKS, WHOLE_PROMPTS, "recipe.patches=[-rollout.ascend_decode_kv]"],
+            "mixed batches",
+            None,
+        ),
+        (
+            [
+                f"{VLLM}.additional_config.torchair_graph_config.enabled=false",
+                "recipe.patches=[-rollout.ascend_decode_kv]",
+            ],
+            "mixed batches",
+            None,
+        ),
+        (["recipe.patches=[-rollout.ascend_expert_groups]"], "expert groups", None),  # 256 experts
+        ([f"+{ROLLOUT}.prompt_logprobs=0"], "prompt log-probs", "prompt_logprobs is 0, expected none"),
+    ],
+)
+def test_what_vllm_ascend_would_compute_wrongly_is_refused(overrides, check, detail):
+    found = failed(LARGE, *overrides)
+    assert (check in found) == (detail is not None) and re.search(detail or "", found.get(check, "")), found
+
+
+def test_groups_of_experts_that_vllm_ascend_ranks_wrongly_are_refused_without_the_row():
+    tiny = ["recipe.line=a3", "recipe.platform=npu_emulated", "recipe.patches=[-rollout.ascend_expert_groups]"]
+    assert re.search("16 routed experts in 4 groups", failed(TINY, *tiny)["expert groups"])
+    assert "expert groups" not in failed(TINY, *tiny[:2])
 
 
 @pytest.mark.parametrize("name", [TINY, LARGE, RANDOM])

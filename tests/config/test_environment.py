@@ -101,6 +101,10 @@ def test_switches_and_routing_follow_the_recipe():
     assert patched == "line=pypi,platform=cpu,+a.b,-c.*"
     routes = [variables(name)["VLLM_ENABLE_FIX_ROUTE"].value for name in (LARGE, WEIGHTS)]
     assert routes == ["1", "0"]  # never unset: vllm-ascend takes int() of it
+    for shell in ({}, {"VLLM_ENABLE_FIX_ROUTE": "", "VLLM_ASCEND_MLA_PA": "0"}):  # nor by the shell
+        found = process_environment(derive(config_of(WEIGHTS), "/x"), shell)
+        assert (found["VLLM_ENABLE_FIX_ROUTE"], found["VLLM_ASCEND_MLA_PA"]) == ("0", "1")
+    assert {"VLLM_ENABLE_FIX_ROUTE", "VLLM_ASCEND_MLA_PA"} <= set(worker_environment(config_of(WEIGHTS)))
     assert "VLLM_ENABLE_FIX_ROUTE" not in variables(TINY) and variables(TINY)["VLLM_USE_V1"].value == "0"
 
 

@@ -31,11 +31,11 @@ WANTED = {row.id: row for row in ROWS if Switches("a3", "npu").decide(row)[0]}
 
 # kind -> modules (or whole packages) that this kind never imports while it starts: their rows may wait there
 NEVER_IMPORTED = {
-    "driver": ("megatron", "verl", "vllm"),
+    "driver": ("megatron", "verl", "vllm", "vllm_ascend"),
     "controller": (
         "megatron.core.models", "megatron.core.packed_seq_params",  # no model is built
         "verl.models.mcore.registry", "verl.utils.megatron.optimizer",
-        "verl.workers.rollout", "verl.workers.sharding_manager", "vllm",  # no engine either
+        "verl.workers.rollout", "verl.workers.sharding_manager", "vllm", "vllm_ascend",  # no engine either
     ),
     "worker": ("verl.trainer.ppo.metric_utils", "verl.trainer.ppo.ray_trainer", "verl.utils.tracking"),
 }  # fmt: skip
@@ -47,7 +47,9 @@ WAITING = {
         "memory.sleep_mode", "model.block_spec_name", "model.mindspeed_config", "model.mindspeed_initializer",
         "model.optimizer_dtype", "model.packed_fields", "model.packed_rope", "reshard.direct",
         "model.mindspeed_converter", "update.sharding_manager", "rollout.absorb_mla_again", "rollout.dp_place",
-        "rollout.engine", "rollout.keep_log_probs", "rollout.llm_arguments", "update.tensor_cache",
+        "rollout.ascend_decode_kv", "rollout.ascend_expert_groups", "rollout.ascend_fp32_router",
+        "rollout.ascend_top_k_top_p", "rollout.engine", "rollout.keep_log_probs", "rollout.llm_arguments",
+        "update.tensor_cache",
     },
     "worker": {"logprob.truth_check", "update.fit_as_run", "update.log_with_run", "update.recipe_by_default"},
 }  # fmt: skip

@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 
 from verl_patches.errors import ConfigError
 from verl_patches.layout.parallel import rollout_layout
-from verl_patches.rollout.engine import dp_rank_of
+from verl_patches.rollout.engine import dp_rank_of, set_dp_rank_in_launcher
 
 EP_ALL = {"enable_expert_parallel": True, "data_parallel_size": 2}
+
+
+def test_a_port_for_all_dp_groups_of_an_engine_is_refused(monkeypatch):
+    monkeypatch.setenv("VLLM_DP_MASTER_PORT", "29000")
+    config = SimpleNamespace(data_parallel_size=2, distributed_executor_backend="external_launcher")
+    with pytest.raises(ConfigError, match="VLLM_DP_MASTER_PORT is 29000, expected unset"):
+        set_dp_rank_in_launcher(lambda self: None)(config)
+    config.data_parallel_size = 1
+    set_dp_rank_in_launcher(lambda self: None)(config)
 
 
 def test_every_rank_is_in_its_group_and_an_uneven_world_is_refused():

@@ -20,6 +20,7 @@ from omegaconf import DictConfig
 
 from verl_patches.config import hccl
 from verl_patches.config.compose import (
+    ascend_arguments,
     config_file,
     graph_arguments,
     hf_config_of,
@@ -81,7 +82,7 @@ def check_config(config: DictConfig, must_exist: Collection[str] = ()) -> list[C
     if train:
         checks += [*_train_checks(config, train, model), *_checkpoint_checks(config, train)]
     if rollout:
-        checks += _rollout_checks(config, rollout, model)
+        checks += [*_rollout_checks(config, rollout, model), *_ascend_checks(config, model)]
     if train and rollout:
         checks += [*_batch_checks(config, train, rollout), *_sync_checks(config, train, rollout, model)]
     checks += [*_length_checks(config), *_line_checks(config), *_on_policy_checks(config), *_truth_check_checks(config)]
@@ -352,6 +353,54 @@ def _rollout_checks(config: DictConfig, rollout: ParallelLayout, model: ModelSha
             "found 1 rank an instance, where vLLM ignores it"
         )
         yield Check("expert parallel", False, text)
+
+
+def _ascend_checks(config: DictConfig, model: ModelShape) -> Iterator[Check]:
+    """What vllm-ascend at its pin would compute wrongly, or wait for without end, under these options."""
+    if not as_npu(config.recipe.platform):
+        return
+    options, rollout = ascend_arguments(config), config.actor_rollout_ref.rollout
+    scheduler, key = options.get("ascend_scheduler_config") or {}, f"{_ROLLOUT}.engine_kwargs.vllm.additional_config"
+    whole_prompts = bool(scheduler.get("enabled")) and not scheduler.get("enable_chunked_prefill")
+    if whole_prompts:
+        longest = rollout.max_model_len or config.data.max_prompt_length + config.data.max_response_length
+        budget = scheduler.get("max_num_batched_tokens", rollout.max_num_batched_tokens)
+        held = f"max_num_batched_tokens {budget} holds prompt + response {longest}"
+        fault = (
+            f"{_ROLLOUT}.max_num_batched_tokens is {budget}, expected >= {longest} with {key}.ascend_scheduler_config: "
+            "it takes a prompt whole, or a preempted response with its prompt, and drops what is longer without an "
+            "answer, for which generate() waits without end (vllm_ascend/core/scheduler.py:156)"
+        )
+        yield _either("Ascend scheduler", budget >= longest, held, fault)
+        if options.get("chunked_prefill_for_mla"):
+            text = (
+                f"{key}: chunked_prefill_for_mla with ascend_scheduler_config.enabled, expected one of them: without "
+                "chunked prefill a prompt's cached prefix is left out of its attention (mla_v1.py:428, vllm-ascend "
+                "issue 1553), and verl always enables the prefix cache (vllm_rollout_spmd.py)"
+            )
+            yield Check("Ascend scheduler", False, text)
+    row, graphs = "rollout.ascend_decode_kv", bool(graph_arguments(config))
+    if graphs and not whole_prompts:
+        fault = (
+            f"row {row} is off and {key}.torchair_graph_config.enabled is true with a scheduler that puts decodes and "
+            "prefills in one batch: the KV of its decode tokens would not be written (mla_v1.py:1188); expected "
+            f"recipe.patches without -{row}, or ascend_scheduler_config.enabled=true"
+        )
+        held = f"KV of all tokens in batches of decodes and prefills: row {row}"
+        yield _either("mixed batches", not _switched_off(config, row), held, fault)
+    row, groups = "rollout.ascend_expert_groups", hf_config_of(config).get("n_group") or 1
+    if model.n_routed_experts != 256 and groups > 1 and _switched_off(config, row):
+        text = (
+            f"row {row} is off with {model.n_routed_experts} routed experts in {groups} groups; expected the row, 256 "
+            "experts or 1 group: vllm-ascend ranks groups by their best expert, not by two (fused_moe.py:738)"
+        )
+        yield Check("expert groups", False, text)
+    if rollout.get("prompt_logprobs") is not None:
+        text = (
+            f"{_ROLLOUT}.prompt_logprobs is {rollout.prompt_logprobs}, expected none: verl passes it on as a sampling "
+            "parameter (vllm_rollout_spmd.py), and vllm-ascend answers None (model_runner_v1.py:1421)"
+        )
+        yield Check("prompt log-probs", False, text)
 
 
 def _experts(name: str, ep: int, experts: int, key: str) -> Check:

@@ -219,7 +219,12 @@ def vllm_arguments(config: DictConfig) -> Mapping[str, Any]:
     return config.actor_rollout_ref.rollout.engine_kwargs.get("vllm") or {}
 
 
+def ascend_arguments(config: DictConfig) -> Mapping[str, Any]:
+    """vllm-ascend's options: additional_config of vLLM's engine."""
+    return vllm_arguments(config).get("additional_config") or {}
+
+
 def graph_arguments(config: DictConfig) -> Mapping[str, Any]:
     """vllm-ascend's torchair_graph_config; empty where graphs are not enabled."""
-    graph = (vllm_arguments(config).get("additional_config") or {}).get("torchair_graph_config") or {}
+    graph = ascend_arguments(config).get("torchair_graph_config") or {}
     return graph if graph.get("enabled") else {}

@@ -122,6 +122,10 @@ def _npu(config: DictConfig) -> dict[str, tuple[str, ...]]:
     return {
         "VLLM_USE_V1": ("1", "graph mode and the Ascend scheduler are for engine V1 only"),
         "VLLM_ENABLE_FIX_ROUTE": (route, "recipe.rollout.balanced_routing; must be 0 or 1: unset is a TypeError"),
+        "VLLM_ASCEND_MLA_PA": (
+            "1",
+            "eager decode reads the two KV caches; 0 joins a layer's whole cache in every step",
+        ),
         "HCCL_CONNECT_TIMEOUT": ("1200", "ranks on many nodes start more than the default 120 s apart (s)"),
         "VLLM_ASCEND_ENABLE_TOPK_OPTIMIZE": ("1", "top-k and top-p by a threshold, without a scatter"),
         "HCCL_EXEC_TIMEOUT": (str(hccl.exec_timeout_s(config)), timeout),

@@ -83,7 +83,7 @@ class SmokeOptions:
 
     @property
     def model_shape(self) -> str:
-        """The model's config.json in configs/. vllm-ascend's pin routes rightly with 256 experts, or with one group."""
+        """The model's config.json in configs/. With 256 experts vllm-ascend routes by the op that DeepSeek-V3 uses."""
         return "model/deepseekv3_tiny_256experts.json" if self.emulate_npu else "model/deepseekv3_tiny.json"
 
     @property

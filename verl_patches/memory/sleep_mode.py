@@ -189,15 +189,19 @@ class CumemSleepMode(SleepMode):
         self._asleep: set[str] = set()
 
     def sleep(self, level: int = 1) -> None:
-        """vLLM's sleep. RecipeError if its allocator is not found."""
+        """vLLM's sleep of level 1, `level` is not used; RecipeError if vLLM's allocator is not found.
+
+        Level 2 copies nothing, and vllm-ascend's worker does not keep the model's buffers by itself (worker_v1.py:97,
+        its PR 1376): the rotary tables would be lost, which no weight sync writes.
+        """
         if self._asleep == set(TAGS):
             return
         self.wake_up()
-        drop = level != 1 or not self._weights_stay
+        drop = not self._weights_stay
         pieces, addresses = (_allocator().pointer_to_data, self._weight_segments()) if drop else ({}, ())
         self._asleep, self._lost = set(TAGS), drop  # set before: after an error the contents are unknown
         with dropped(pieces, addresses):
-            self._sleep(level)
+            self._sleep(1)
 
     def wake_up(self, tags: list[str] | None = None) -> None:
         """vLLM's wake-up, of all or of vLLM's `tags`."""

@@ -22,6 +22,7 @@ from verl_patches.layout.model_folder import for_vllm
 from verl_patches.reshard.live_memory import absorb_in_place
 
 log = logging.getLogger(__name__)
+_DP_PORT = "VLLM_DP_MASTER_PORT"
 _engine_number = itertools.count()  # engines of one process are built in the same order on every rank
 
 
@@ -125,6 +126,11 @@ def set_dp_rank_in_launcher(original: Callable) -> Callable:
 def _set_dp_rank(parallel_config) -> None:
     import torch.distributed as dist
 
+    if port := os.environ.get(_DP_PORT):
+        raise ConfigError(
+            f"rollout: {_DP_PORT} is {port}, expected unset: vllm-ascend takes it for the DP group of every TP rank of "
+            "this engine (patch_distributed.py:40), which need a port each; unset it where Ray was started"
+        )
     if not dist.is_initialized():
         raise ConfigError(
             f"rollout: data_parallel_size {parallel_config.data_parallel_size} with external_launcher needs "

@@ -1,0 +1,196 @@
+"""The rollout of a 256-die configuration, built by verl's own vLLMRollout on platform npu_emulated with smaller sizes.
+
+Only sizes differ from the shipped YAML: those of the model, lengths and batched tokens divided by `SCALE`, parallel
+sizes 1, as many prompts as fill `max_num_seqs`. The model's weights are read (load_format=auto), where the run has a
+weight sync.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import verl_patches.prelude_patch  # noqa: F401  before torch, as in a worker
+
+SCALE = 4
+TOKENS = 6
+
+
+def scaled(config: Any, model: str) -> Any:
+    """`config.actor_rollout_ref.rollout` with the sizes of one emulated die."""
+    rollout, data = config.actor_rollout_ref.rollout, config.data
+    rollout.dtype, rollout.load_format, rollout.tensor_model_parallel_size = "float32", "auto", 1
+    rollout.prompt_length, rollout.response_length = data.max_prompt_length // SCALE, data.max_response_length // SCALE
+    rollout.max_num_batched_tokens //= SCALE
+    rollout.engine_kwargs.vllm.data_parallel_size = 1
+    config.actor_rollout_ref.model.path = model
+    return rollout
+
+
+def build(config: Any, model: str) -> Any:
+    """verl's vLLMRollout, awake."""
+    import torch
+    from transformers import AutoConfig, AutoTokenizer
+    from verl.workers.rollout.vllm_rollout.vllm_rollout_spmd import vLLMRollout
+
+    if not torch.distributed.is_initialized():
+        torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
+    tokenizer, hf_config = AutoTokenizer.from_pretrained(model), AutoConfig.from_pretrained(model)
+    made = vLLMRollout(model, scaled(config, model), tokenizer, hf_config)
+    made.inference_engine.wake_up()
+    return made
+
+
+def generate(made: Any, prompts: list[list[int]]) -> list[list[tuple[list[int], list[float]]]]:
+    """For each prompt its n responses: tokens and their log-probs, by verl's own sampling parameters."""
+    params = made.sampling_params.clone()
+    params.max_tokens = TOKENS
+    outputs = made.inference_engine.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
+    return [[(list(o.token_ids), _log_probs(o)) for o in output.outputs] for output in outputs]
+
+
+def _log_probs(output: Any) -> list[float]:
+    return [step[token].logprob for step, token in zip(output.logprobs, output.token_ids, strict=True)]
+
+
+def largest_difference(responses: Any, prompts: list[list[int]], model: str) -> float:
+    """The largest |dlogp| of sampled tokens against transformers in fp32; infinite where one is not finite."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    eager = {"torch_dtype": "float32", "attn_implementation": "eager"}
+    reference, worst = AutoModelForCausalLM.from_pretrained(model, **eager).eval(), 0.0
+    for ids, made in zip(prompts, responses, strict=True):
+        tokens = torch.tensor([tokens + [0] * (TOKENS - len(tokens)) for tokens, _ in made])  # padding is not compared
+        with torch.no_grad():
+            logits = reference(torch.cat([torch.tensor([ids] * len(made)), tokens], 1)).logits[:, len(ids) - 1 : -1]
+        expected = logits.float().log_softmax(-1).gather(2, tokens.unsqueeze(2)).squeeze(2)
+        for row, (_, log_probs) in zip(expected, made, strict=True):
+            difference = torch.tensor(log_probs) - row[: len(log_probs)]
+            worst = max(worst, float(difference.abs().nan_to_num(torch.inf).max()))
+    return worst
+
+
+def batches_of(made: Any) -> list[tuple[int, int]]:
+    """A list that gets (decodes, prefills) of each batch from now on."""
+    builder, seen = worker_of(made).model_runner.attn_metadata_builder, []
+    upstream = builder.build
+
+    def note(*args: Any, **kwargs: Any) -> Any:
+        metadata = upstream(*args, **kwargs)
+        seen.append((metadata.num_decodes, metadata.num_prefills))
+        return metadata
+
+    builder.build = note
+    return seen
+
+
+def worker_of(made: Any) -> Any:
+    """vllm-ascend's worker."""
+    return made.inference_engine.llm_engine.model_executor.driver_worker.worker
+
+
+def addresses(model: Any) -> dict[str, int]:
+    """Of parameters and absorbed projections, which captured graphs read."""
+    from verl_patches.memory.sleep_mode import all_weights
+
+    return {name: tensor.data_ptr() for name, tensor in all_weights(model).items()}
+
+
+def sync(made: Any, folder: str) -> None:
+    """The weights of `folder` through the map that the direct weight sync learns; all others would be NaN."""
+    import torch
+    from verl.utils.vllm_utils import patch_vllm_moe_model_weight_loader
+
+    from tests.rollout.engine_rank import hf_tensors
+    from verl_patches.layout.inventory import build_inventory
+    from verl_patches.reshard.destination import learn_destinations
+    from verl_patches.reshard.live_memory import post_load
+
+    model, tensors = worker_of(made).model_runner.model, dict(hf_tensors(folder))
+    patch_vllm_moe_model_weight_loader(model)
+    destinations = learn_destinations(model, build_inventory(folder), rank=0)
+    destinations.check_covers(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(float("nan"))
+        for name, places in destinations.tensors.items():
+            for place in places:
+                region = place.region
+                place.tensor.copy_(tensors[name].narrow(region.axis, region.start, region.stop - region.start))
+        for constant in destinations.constants:
+            constant.target.fill_(constant.value)
+    post_load(model)
+    made.inference_engine.llm_engine.reset_prefix_cache()
+
+
+def loads_of_experts() -> list[list[int]]:
+    """A list that gets, for each call of the experts from now on, how many tokens each expert is given."""
+    import torch
+    import torch_npu
+
+    seen, upstream = [], torch_npu.npu_moe_init_routing
+
+    def note(x: Any, row_idx: Any, expert_idx: Any, active_num: int) -> Any:
+        seen.append(torch.bincount(expert_idx.flatten(), minlength=256).tolist())
+        return upstream(x, row_idx, expert_idx, active_num)
+
+    torch_npu.npu_moe_init_routing = note
+    return seen
+
+
+def prompts_for(config: Any) -> list[list[int]]:
+    """As many prompts as fill the replica with their n responses; the longest is the configuration's, scaled."""
+    from tests.rollout.ascend_engine import prompts_of
+
+    rollout, longest = config.actor_rollout_ref.rollout, config.data.max_prompt_length // SCALE
+    count = rollout.engine_kwargs.vllm.max_num_seqs // rollout.n
+    return prompts_of([longest, longest - 100, 5, 1 + longest // 2][:count])
+
+
+def start(model: str, name: str, overrides: list[str]) -> tuple[Any, Any]:
+    """The configuration, with its variables set in this process, and its rollout."""
+    from verl_patches.config.compose import compose
+    from verl_patches.config.environment import worker_environment
+
+    config = compose(name, overrides)
+    wanted = {key: value for key, value in worker_environment(config).items() if key.startswith("VLLM_")}
+    os.environ.update(wanted | {"VLLM_LOGGING_LEVEL": "ERROR"})
+    return config, build(config, model)
+
+
+def true_weight(model: str, other: str, overrides: list[str]) -> dict[str, Any]:
+    """What is generated with the weights of `model`, with those of `other` after a sync, and with the first again."""
+    config, made = start(model, "grpo_deepseekv3_256die_true_weight", overrides)
+    prompts, seen, engine = prompts_for(config), batches_of(made), made.inference_engine.llm_engine
+    responses = generate(made, prompts)
+    found = {
+        "worst": [largest_difference(responses, prompts, model)],
+        "responses": [len(each) for each in responses],
+        "mixed": sum(decodes > 0 and prefills > 0 for decodes, prefills in seen),
+        "decodes": max(decodes for decodes, prefills in seen if not prefills),
+        "scheduler": type(engine.engine_core.engine_core.scheduler).__name__,
+        "prefix caching": engine.vllm_config.cache_config.enable_prefix_caching,
+        "options": engine.vllm_config.additional_config,
+    }
+    before = addresses(worker_of(made).model_runner.model)
+    for folder in (other, model):
+        sync(made, folder)
+        found["worst"].append(largest_difference(generate(made, prompts[:2]), prompts[:2], folder))
+    found["moved"] = [
+        name for name, place in addresses(worker_of(made).model_runner.model).items() if before[name] != place
+    ]
+    return found
+
+
+def random_init(model: str, overrides: list[str]) -> dict[str, Any]:
+    """What is generated with balanced routing: another model, so only what holds for any."""
+    config, made = start(model, "grpo_deepseekv3_256die_random_init", overrides)
+    loads, seen = loads_of_experts(), batches_of(made)
+    responses = generate(made, prompts_for(config))
+    return {
+        "responses": [len(each) for each in responses],
+        "finite": all(value < 0 for each in responses for _, values in each for value in values),
+        "uneven": max(max(load) - min(load) for load in loads),
+        "mixed": sum(decodes > 0 and prefills > 0 for decodes, prefills in seen),
+    }

@@ -1,0 +1,147 @@
+"""Rows for vllm-ascend's classes, and both 256-die configurations, on platform npu_emulated; a process for each group.
+
+Each row has its control: the same check with upstream's own object in its place.
+"""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from omegaconf import OmegaConf
+
+from tests.conftest import ROOT
+from verl_patches.config.compose import compose
+from verl_patches.model.tiny import make_tiny_model
+
+pytestmark = [pytest.mark.slow, pytest.mark.upstream]
+LARGEST = 1e-5  # |dlogp| in fp32
+GRAPHS = {"torchair_graph_config": {"enabled": True, "graph_batch_sizes": [8]}}
+WITH_RING, WHOLE_PROMPTS = {"chunked_prefill_for_mla": True}, {"ascend_scheduler_config": {"enabled": True}}
+ONES = [1, 9, 1, 30]  # fresh prompts in one batch, two of them of one token
+CASES = [
+    {"model": "256 experts", "options": {"max_num_batched_tokens": 64, "additional_config": GRAPHS | WITH_RING},
+     "checks": {"ring": {}, "ring, cached": {}}},
+    {"model": "256 experts", "options": {"max_num_batched_tokens": 64, "additional_config": GRAPHS}, "checks": {
+        "sampled": {"before": "sampled", "tokens": 0},
+        "sampled, upstream": {"before": "sampled", "tokens": 0, "without": ["rollout.ascend_top_k_top_p"]},
+        "mixed": {},
+        "mixed, upstream": {"without": ["rollout.ascend_decode_kv"], "lengths": [6, 18, 4, 141, 65]},
+        "ones": {"lengths": ONES},
+        "ones, upstream": {"lengths": [length + 1 if length > 1 else 1 for length in ONES],
+                           "without": ["rollout.ascend_decode_kv"]}}},
+    {"model": "16 experts", "options": {"max_num_batched_tokens": 512, "enforce_eager": True}, "checks": {
+        "groups": {}, "groups, upstream": {"without": ["rollout.ascend_expert_groups"]}}},
+    *({"model": "256 experts", "options": {"dtype": "bfloat16", "max_num_batched_tokens": 512, "enforce_eager": True},
+       "without": rows, "checks": {name: {"before": "routes", "tokens": 12}}}
+      for name, rows in (("router", []), ("router, upstream", ["rollout.ascend_fp32_router"]))),
+    {"model": "256 experts", "options": {"max_num_batched_tokens": 512, "enable_sleep_mode": True,
+                                         "additional_config": GRAPHS | WITH_RING | WHOLE_PROMPTS}, "checks": {
+        "whole": {"lengths": [5, 140, 270]}, "whole, cached": {"lengths": [5, 140, 270]},
+        "slept": {"before": "slept"}, "slept, upstream": {"before": "slept_without_the_row"}}},
+]  # fmt: skip
+
+
+def model_of(folder, seed=0, **overrides):
+    return make_tiny_model(folder, seed, {"num_hidden_layers": 3, **overrides})
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    folder, many = tmp_path_factory.mktemp("ascend"), ROOT / "configs/model/deepseekv3_tiny_256experts.json"
+    many = json.loads(many.read_text()) | {"num_hidden_layers": 3}
+    return {
+        "256 experts": str(model_of(folder / "many", **many)),
+        "others": str(model_of(folder / "others", seed=1, **many)),
+        "16 experts": str(model_of(folder / "few")),
+    }
+
+
+@pytest.fixture(scope="module")
+def run(run_python, request):
+    """run(module, function, arguments, environment): what `function` of tests.rollout.<module> returns there."""
+    trees = ("verl", "Megatron-LM", "MindSpeed", "MindSpeed-LLM", "vllm-ascend")
+
+    def of(module, function, arguments, env):
+        env = {"VLLM_ENABLE_FIX_ROUTE": "0", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_USE_V1": "1", **env}
+        env |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "GLOO_SOCKET_IFNAME": "lo"}
+        env |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+        env["PYTHONPATH"] = ":".join(str(request.config.getoption("--upstream").absolute() / tree) for tree in trees)
+        code = f"import json, sys\nfrom tests.rollout.{module} import {function} as run\n"
+        code += "print('FOUND' + json.dumps(run(*json.loads(sys.argv[1]))))"
+        patches = "line=a3,platform=npu_emulated"
+        done = run_python(code, json.dumps(arguments), patches=patches, env=env, timeout_s=600).check()
+        return json.loads(done.out.partition("FOUND")[2])
+
+    return of
+
+
+@pytest.fixture(scope="module")
+def found(models, run):
+    served = {name: models[name] for name in ("256 experts", "16 experts")}
+    return run("ascend_engine", "main", [served, CASES], {"TORCHDYNAMO_DISABLE": "1"})
+
+
+@pytest.mark.parametrize("name", ["ring", "ring, cached", "mixed", "ones", "groups", "whole", "slept"])
+def test_log_probs_are_those_of_transformers(found, name):
+    assert found[name]["worst"] < LARGEST and found[name]["same"], found[name]
+
+
+@pytest.mark.parametrize("name", ["mixed, upstream", "groups, upstream", "whole, cached"])
+def test_they_are_not_without_the_row_or_where_the_configuration_is_refused(found, name):
+    """`whole, cached`: the Ascend scheduler, chunked_prefill_for_mla and a cached prefix (config/checks.py)."""
+    assert found[name]["worst"] > 0.1 and not found[name]["same"], found[name]
+
+
+def test_prompts_of_one_token_among_fresh_prompts_have_too_many_slots_upstream(found):
+    assert "slots for" in found["ones, upstream"]["fault"]
+
+
+def test_level_2_sleep_keeps_buffers_and_refuses_requests_before_a_sync(found):
+    slept, upstream = found["slept"], found["slept, upstream"]
+    assert slept["asleep"] == {"weights": 44, "buffers": 4}  # all of them, poisoned
+    assert slept["worst"] < LARGEST and slept["same"]
+    assert "no weight sync has written them" in slept["error"]
+    assert upstream["buffers"] == 4 and upstream["worst"] == float("inf")  # NaN
+
+
+def test_tokens_are_routed_as_in_fp32(found):
+    (tokens, other), (_, other_upstream) = (found[name]["routed"] for name in ("router", "router, upstream"))
+    assert tokens > 400 and other == 0 and other_upstream > 0.01 * tokens
+    assert found["router"]["worst"] < found["router, upstream"]["worst"]
+
+
+def test_top_k_and_top_p_leave_the_words_that_they_should(found):
+    top_k, top_p, both = found["sampled"]["left"]
+    assert top_k == 50 < top_p < 512 and both == 50
+    assert found["sampled, upstream"]["left"] == [512, None, None]  # None: an index past the vocabulary
+
+
+NAMES = ["grpo_deepseekv3_256die_true_weight", "grpo_deepseekv3_256die_random_init"]
+DIFFERENT = {"ignore_eos", "data_parallel_size"}  # between the rollouts of both
+
+
+def test_both_256_die_configurations_have_one_rollout_but_for_its_size():
+    def flat(section, prefix=""):
+        for key, value in section.items():
+            yield from flat(value) if isinstance(value, dict) else [(key, value)]
+
+    first, second = (dict(flat(OmegaConf.to_container(compose(n).actor_rollout_ref.rollout))) for n in NAMES)
+    assert {key for key in first | second if first.get(key) != second.get(key)} == DIFFERENT
+
+
+def test_the_256_die_rollout_with_true_weights_is_right(models, run):
+    """Graphs are traced. Again after each of two syncs through the map of the direct weight sync."""
+    arguments, options = [models["256 experts"], models["others"], []], compose(NAMES[0])
+    found = run("die256", "true_weight", arguments, {"TORCHDYNAMO_DISABLE": "0"})
+    assert len(found["worst"]) == 3 and max(found["worst"]) < LARGEST, found
+    assert found["responses"] == [16] * 4 and found["mixed"] > 5 and 32 < found["decodes"] <= 64
+    assert found["moved"] == [] and found["prefix caching"] and found["scheduler"] == "Scheduler"
+    given = options.actor_rollout_ref.rollout.engine_kwargs.vllm.additional_config
+    assert found["options"] == OmegaConf.to_container(given)
+
+
+@pytest.mark.full
+def test_the_256_die_rollout_with_balanced_routing_gives_every_expert_its_share(models, run):
+    found = run("die256", "random_init", [models["256 experts"], []], {"TORCHDYNAMO_DISABLE": "1"})
+    assert found["responses"] == [16] * 4 and found["finite"] and found["uneven"] <= 1 and found["mixed"] > 5, found

@@ -1,0 +1,89 @@
+"""DeepSeek-V3 in vllm-ascend f20869ef: what its attention and its routing leave out, added around its own methods."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+
+def write_decode_kv(forward: Callable) -> Callable:
+    """Row provider for AscendMLAImpl.forward: in a batch of decodes and prefills with torchair, decodes write KV too.
+
+    With torchair enabled upstream projects and caches the tokens of prefills (exec_kv_prefill, mla_v1.py:1165), and
+    those of decodes in batches without prefills only (exec_kv, :1138). In a mixed batch the decode tokens' slots keep
+    old contents, which the next steps read. Here they are written before, by the pin's own exec_kv_prefill, which takes
+    any tokens. The batch holds decodes first: tokens [0, num_decode_tokens) of hidden states and slot_mapping.
+
+    Prompts of one token count as decodes. In a batch of fresh prompts (PrefillNoCache) upstream then writes the
+    prefills' keys, which are cached already, a second time with the slots of all tokens (:1192), one too many. Such a
+    batch is computed as ChunkedPrefill, of which PrefillNoCache is the case without earlier tokens.
+    """
+
+    @functools.wraps(forward)
+    def forward_after_decode_kv(
+        self: Any,
+        layer: Any,
+        hidden_states_or_q_c: Any,
+        hidden_states_or_kv_c_normed: Any,  # hidden states where torchair is enabled
+        k_pe: Any,
+        kv_cache: Any,
+        attn_metadata: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        hidden_states = hidden_states_or_kv_c_normed
+        if _is_mixed(self, attn_metadata):
+            count = attn_metadata.num_decode_tokens
+            cos, sin = _cos_sin(self.rotary_emb, attn_metadata.decode.input_positions, hidden_states.dtype)
+            self.exec_kv_prefill(hidden_states[:count], cos, sin, kv_cache, attn_metadata.slot_mapping[:count])
+            attn_metadata = _without_second_write(attn_metadata)
+        return forward(self, layer, hidden_states_or_q_c, hidden_states, k_pe, kv_cache, attn_metadata, *args, **kwargs)
+
+    return forward_after_decode_kv
+
+
+def _is_mixed(impl: Any, attn_metadata: Any) -> bool:
+    if attn_metadata is None or not impl.torchair_graph_enabled:  # None: a profiling run
+        return False
+    return attn_metadata.num_decodes > 0 and attn_metadata.num_prefills > 0
+
+
+def _without_second_write(attn_metadata: Any) -> Any:
+    states = type(attn_metadata.attn_state)
+    if attn_metadata.attn_state != states.PrefillNoCache:
+        return attn_metadata
+    return replace(attn_metadata, attn_state=states.ChunkedPrefill)
+
+
+def _cos_sin(rotary: Any, positions: Any, dtype: Any) -> tuple[Any, Any]:
+    """Both tables at `positions`, each of shape [tokens, 1, 1, rope dimensions], as npu_kv_rmsnorm_rope_cache wants."""
+    cos, sin = (table[positions].to(dtype)[:, None, None, :] for table in (rotary.cos_cached, rotary.sin_cached))
+    return cos, sin
+
+
+def rank_groups_by_two(topk_weights: Any, num_expert_group: int, topk_group: int) -> Any:
+    """Scores of `topk_weights` [tokens, experts] in the `topk_group` best groups of a token, 0 in all others.
+
+    Row provider for native_grouped_topk. DeepSeek-V3 ranks a group by the sum of its two best experts (its
+    inference/model.py), upstream by the best one, as DeepSeek-V2 does. Experts of a group are neighbours.
+    """
+    import torch
+
+    groups = topk_weights.view(topk_weights.shape[0], num_expert_group, -1)
+    best_two = groups.topk(min(2, groups.shape[-1]), dim=-1).values.sum(-1)
+    kept = torch.zeros_like(best_two, dtype=torch.bool)
+    kept.scatter_(1, best_two.topk(topk_group, dim=-1, sorted=False).indices, True)
+    return groups.masked_fill(~kept.unsqueeze(-1), 0.0).flatten(1)
+
+
+def top_k_and_top_p_in_their_places(original: Callable) -> Callable:
+    """Row provider for patch_sampler's _apply_top_k_top_p(logits, p, k), whose one caller passes k before p (:94)."""
+
+    @functools.wraps(original)
+    def apply(logits: Any, p: Any, k: Any) -> Any:
+        top_k, top_p = p, k
+        return original(logits, p=top_p, k=top_k)
+
+    return apply
