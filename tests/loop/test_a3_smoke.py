@@ -5,6 +5,9 @@ Proofs, status and weights of its main run: test_smoke.py.
 
 import pytest
 
+from verl_patches.catalog import ROWS
+from verl_patches.patching.switches import Switches
+
 pytestmark = [pytest.mark.slow, pytest.mark.upstream]
 
 
@@ -34,6 +37,10 @@ def test_two_steps_on_the_emulated_npu(a3):
     run = a3("--emulate-npu", "--steps", "2")
     assert run.summary["exit"] == "ok" and run.summary["platform"] == "npu_emulated"
     assert all(step["logprob_delta"]["max"] < 1e-5 for step in run.steps)
+    wanted = {row.id for row in ROWS if Switches("a3", "npu_emulated").decide(row)[0]}
+    assert wanted == {
+        row["id"] for row in run.summary["patches"] if row["state"] == "active"
+    }  # docs/patches.md says so
     reached = run.summary["emulated"]
     assert {"npu_moe_gating_top_k", "npu_grouped_matmul", "_npu_flash_attention"} < reached["functions"].keys()
     assert "vllm_ascend.attention.mla_v1" in reached["modules"] and "functions of torch_npu were called" in run.output

@@ -364,7 +364,7 @@ def _ascend_checks(config: DictConfig, model: ModelShape) -> Iterator[Check]:
     whole_prompts = bool(scheduler.get("enabled")) and not scheduler.get("enable_chunked_prefill")
     if whole_prompts:
         longest = rollout.max_model_len or config.data.max_prompt_length + config.data.max_response_length
-        budget = scheduler.get("max_num_batched_tokens", rollout.max_num_batched_tokens)
+        budget = scheduler.get("max_num_batched_tokens") or rollout.max_num_batched_tokens
         held = f"max_num_batched_tokens {budget} holds prompt + response {longest}"
         fault = (
             f"{_ROLLOUT}.max_num_batched_tokens is {budget}, expected >= {longest} with {key}.ascend_scheduler_config: "
@@ -388,8 +388,8 @@ def _ascend_checks(config: DictConfig, model: ModelShape) -> Iterator[Check]:
         )
         held = f"KV of all tokens in batches of decodes and prefills: row {row}"
         yield _either("mixed batches", not _switched_off(config, row), held, fault)
-    row, groups = "rollout.ascend_expert_groups", hf_config_of(config).get("n_group") or 1
-    if model.n_routed_experts != 256 and groups > 1 and _switched_off(config, row):
+    row, groups = "rollout.ascend_expert_groups", hf_config_of(config).get("n_group")
+    if model.n_routed_experts != 256 and groups not in (None, 1) and _switched_off(config, row):
         text = (
             f"row {row} is off with {model.n_routed_experts} routed experts in {groups} groups; expected the row, 256 "
             "experts or 1 group: vllm-ascend ranks groups by their best expert, not by two (fused_moe.py:738)"

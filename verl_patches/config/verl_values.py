@@ -136,11 +136,14 @@ class Scheduler(Section):
     """vllm-ascend's ascend_scheduler_config"""
 
     enabled: bool | None = None
+    enable_chunked_prefill: bool | None = None
+    max_num_batched_tokens: Count | None = None
 
 
 class Additional(Section):
     """actor_rollout_ref.rollout.engine_kwargs.vllm.additional_config: those that the recipe reads"""
 
+    chunked_prefill_for_mla: bool | None = None
     torchair_graph_config: Graphs | None = None
     ascend_scheduler_config: Scheduler | None = None
 

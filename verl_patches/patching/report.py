@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from verl_patches.patching.spec import PatchSpec
+from verl_patches.patching.switches import Switches
 
 STATES = ("fine", "note", "problem")
 WRONG = frozenset({"drifted", "unsupported", "failed", "overridden"})  # row states that need attention
@@ -66,11 +67,17 @@ def count_by_process(rows: Iterable[Mapping[str, str]]) -> list[dict[str, Any]]:
     return list(folded.values())
 
 
+# (line, platform) of the runs whose tests require every row of theirs to be active (tests/loop)
+RUNS = {"smoke": ("pypi", "cpu"), "smoke, a3": ("a3", "cpu"), "emulated NPU": ("a3", "npu_emulated")}
+
+
 def markdown_table(specs: Iterable[PatchSpec]) -> str:
-    """The table of docs/patches.md: id, kind, target, lines, platforms and why of every row."""
-    lines = ["| id | kind | target | lines | platforms | why |", "|---|---|---|---|---|---|"]
+    """The table of docs/patches.md: id, kind, target, lines, platforms, the runs that have the row active, and why."""
+    titles = "id kind target lines platforms active why".split()
+    lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
     for spec in specs:
-        platforms = ", ".join(sorted(spec.platforms))
-        on = ", ".join(sorted(spec.lines))
-        lines.append(f"| `{spec.id}` | {spec.kind} | `{spec.target}` | {on} | {platforms} | {spec.why} |")
+        platforms, on = ", ".join(sorted(spec.platforms)), ", ".join(sorted(spec.lines))
+        runs = ", ".join(name for name, (line, platform) in RUNS.items() if Switches(line, platform).decide(spec)[0])
+        cells = f"`{spec.id}`", spec.kind, f"`{spec.target}`", on, platforms, runs or "none", spec.why
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
