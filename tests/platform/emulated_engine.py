@@ -1,6 +1,6 @@
 """Build vLLM's V1 engine with vllm-ascend on platform npu_emulated, generate, and compare log-probs with transformers.
 
-    python -m tests.platform.emulated_engine MODEL JSON    (JSON: arguments of LLM, and `checks` below)
+    python -m tests.platform.emulated_engine MODEL JSON    (JSON: arguments of LLM, `checks` below, `faults`: true)
 
 Prints one JSON: {check: {worst: largest |dlogp| against transformers in fp32, teacher-forced, same: whether all greedy
 tokens are equal}, ...}. Each check is a function of this file that prepares the engine and says what else it saw.
@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
-
-import verl_patches.prelude_patch  # noqa: F401  before torch, as in a worker
 
 PROMPT_LENGTHS = (5, 17, 3, 140, 64)
 TOKENS = 6
@@ -76,30 +75,76 @@ def sleep(llm: Any) -> dict[str, Any]:
     return {"poisoned": poisoned / len(parameters)}
 
 
-def spoilt(llm: Any) -> dict[str, Any]:
-    """From now on tokens go to the neighbours of their experts."""
+# ten errors of a device path, each in one op: (function of torch_npu, arguments that it gets otherwise, or its result)
+FAULTS: dict[str, tuple[str, dict[str, Callable]]] = {
+    "tokens go to the next expert": ("npu_moe_gating_top_k", {"result": lambda r: (r[0], (r[1] + 1) % 256, r[2])}),
+    "experts are chosen without the bias": ("npu_moe_gating_top_k", {"bias": lambda bias: -bias}),
+    "weights of a token's experts in another order": (
+        "npu_moe_gating_top_k",
+        {"result": lambda r: (r[0].roll(1, -1), r[1], r[2])},
+    ),
+    "experts' outputs are not weighted": ("npu_moe_finalize_routing", {"scales": lambda scales: scales * 0 + 0.125}),
+    "gate and up projection exchanged": ("npu_swiglu", {"input": lambda x: x.roll(x.shape[-1] // 2, -1)}),
+    "an expert's weight transposed": ("npu_grouped_matmul", {"weight": lambda weights: [_transposed(weights[0])]}),
+    "rotary positions twice as far": ("_npu_rotary_embedding", {"positions": lambda positions: positions * 2}),
+    "KV written to another token's slot": ("_npu_reshape_and_cache", {"slot_indices": lambda slots: slots.roll(1)}),
+    "the last cached token is not read": (
+        "_npu_paged_attention_mla",
+        {"context_lens": lambda lengths: (lengths - 1).clamp(min=1)},
+    ),
+    "a norm without its weight's scale": ("npu_rms_norm", {"gamma": lambda gamma: gamma * 1.1}),
+}
+
+
+def _transposed(weight: Any) -> Any:
+    """Expert 0 of [E, K, N] with its first square transposed."""
+    size = min(weight.shape[1:])
+    wrong = weight.clone()
+    wrong[:, :size, :size] = weight[:, :size, :size].transpose(1, 2)
+    return wrong
+
+
+@contextmanager
+def fault(name: str) -> Iterator[None]:
+    """Inside, one function of torch_npu has the fault."""
     import torch_npu
 
-    right = torch_npu.npu_moe_gating_top_k
+    function, changes = FAULTS[name]
+    right = getattr(torch_npu, function)
 
     def wrong(*args: Any, **kwargs: Any) -> Any:
-        weights, experts, scores = right(*args, **kwargs)
-        return weights, (experts + 1) % 256, scores
+        bound = right.__signature__.bind(*args, **kwargs)
+        for argument in changes.keys() - {"result"}:
+            bound.arguments[argument] = changes[argument](bound.arguments[argument])
+        return changes.get("result", lambda result: result)(right(*bound.args, **bound.kwargs))
 
-    torch_npu.npu_moe_gating_top_k = wrong
-    return {}
+    setattr(torch_npu, function, wrong)
+    try:
+        yield
+    finally:
+        setattr(torch_npu, function, right)
 
 
 def main(model: str, options: dict[str, Any]) -> dict[str, Any]:
     """The answer."""
+    import verl_patches.prelude_patch  # noqa: F401  before torch, as in a worker
+
+    # isort: split
     from transformers import AutoModelForCausalLM
     from vllm import LLM
 
     checks: list[Callable] = [globals()[name] for name in options.pop("checks")]
     eager = {"torch_dtype": "float32", "attn_implementation": "eager"}
     reference = AutoModelForCausalLM.from_pretrained(model, **eager).eval()
+    with_faults = options.pop("faults", False)
     llm = LLM(model=model, **{**LIMITS, **options})
-    return {check.__name__: {**check(llm), **compare(llm, reference)} for check in checks}
+    found = {check.__name__: {**check(llm), **compare(llm, reference)} for check in checks}
+    for name in FAULTS if with_faults else ():
+        with fault(name):
+            llm.reset_prefix_cache()  # of what an earlier fault has written
+            found[name] = compare(llm, reference)
+    llm.reset_prefix_cache()
+    return {**found, "without a fault again": compare(llm, reference)}
 
 
 if __name__ == "__main__":
