@@ -13,6 +13,13 @@ _SIGNS |= {"°": "circ", "≈": "approx", "·": "cdot", "∈": "in"}
 _UNICODE = str.maketrans("−–÷’", "--/'") | {ord(sign): f"\\{command} " for sign, command in _SIGNS.items()}
 _DELIMITERS = re.compile(r"^(?:\$\$(.*)\$\$|\$(.*)\$|\\\((.*)\\\)|\\\[(.*)\\\])$")
 _FONTS = "mathrm|textrm|textbf|textit|mathbf|mbox|operatorname|mathit|textsf|textnormal"
+
+
+def _names(match: re.Match[str]) -> str:
+    """(x, y) = without spaces."""
+    return f"({','.join(filter(None, match.groups()))})="
+
+
 _SPELLINGS = [
     (re.compile(pattern), spelling)
     for pattern, spelling in (
@@ -21,7 +28,12 @@ _SPELLINGS = [
         (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
         (r"\\(?:mathbf|mathit|boldsymbol)\s*\{([A-Za-z])\}", r"\1"),
         (rf"\\(?:{_FONTS})\b\s*\{{", r"\\text{"),
-        (r"^\s*\\text\{\s*([+-]?[0-9][0-9.,/]*)\s*\}\s*$", r"\1"),
+        (r"\\text\{\s*,?\s*(and|or)\s*\}", r" \1 "),
+        (r"^\s*\\(?:text|boldsymbol|bm|underline)\s*\{\s*([+-]?[0-9][0-9.,/]*)\s*\}\s*$", r"\1"),
+        (r"√\s*(?:([0-9]+|[a-z])|\(([^()]*)\))", r"\\sqrt{\1\2}"),
+        (r"^\(\s*([A-Za-z])\s*,\s*([A-Za-z])\s*(?:,\s*([A-Za-z])\s*)?\)\s*=", _names),
+        (r"^\(([0-9A-Fa-f]+)\)_", r"\1_"),
+        (r"(?<![A-Za-z\\])([fghFGH])\s*\^\s*\{\s*-\s*1\s*\}", r"\1_{inverse}"),
         (r"\\(?:leq|leqslant)(?![A-Za-z])|<=", r"\\le "),
         (r"\\(?:geq|geqslant)(?![A-Za-z])|>=", r"\\ge "),
         (r"\\neq(?![A-Za-z])|!=", r"\\ne "),
@@ -114,8 +126,9 @@ def has_adjacent_numbers(answer: str) -> bool:
 _BRACKETS = ((r"\{", r"\}"), ("(", ")"), ("[", "]"), ("(", "]"), ("[", ")"))
 COMMA = re.compile(",")
 UNION = re.compile(r"\\cup(?![A-Za-z])")
-_CONJUNCTION = r"\\text\{\s*(?:and|or)\s*\}|\b(?:and|or)\b|\\(?:lor|vee)(?![A-Za-z])"
-ALTERNATIVE = re.compile(rf"{_CONJUNCTION}|\\cup(?![A-Za-z])")
+_CONJUNCTION = r"\b(?:and|or)\b|\\(?:lor|vee|land|wedge)(?![A-Za-z])"
+OR = re.compile(r"\bor\b|\\(?:lor|vee)(?![A-Za-z])")
+ALTERNATIVE = re.compile(rf"{OR.pattern}|\\cup(?![A-Za-z])")
 _ITEM = re.compile(rf",|;|{_CONJUNCTION}")
 
 
