@@ -23,6 +23,7 @@ from verl_patches.rewards.answer_text import (
     bracketed,
     deepest,
     has_adjacent_numbers,
+    is_too_large,
     items,
     normalise,
     split,
@@ -59,6 +60,8 @@ def equivalent(gold: str, answer: str) -> bool:
     if gold == answer:
         return True
     if _UNSAFE.search(answer) or has_adjacent_numbers(answer) or deepest(answer) > MAX_DEPTH:
+        return False
+    if is_too_large(gold) or is_too_large(answer):
         return False
     if has_adjacent_numbers(gold):  # read by nobody in one way: equal as text only
         return False
@@ -400,6 +403,7 @@ lt gt le ge ne in cup cap setminus backslash emptyset mathbb vert lvert rvert lb
 _NAMES = re.compile(r"_\{?\w+\}?|\\(?:begin|end)\{[a-z]+\}|\\[A-Za-z]+")
 _MISREAD = re.compile(
     r"[0-9)}]\s*(?:'|\\\{)|(?<![A-Za-z])[0-9.]+\s*_|[)]\s*_"  # 5', 5\{6\}, 5_{max}
+    r"|^\[[^,]*\]$|(?<![0-9.])0\s*[A-Za-z]|\\vec\s*\{[^{}]*\}\s*\\(?:times|cdot)"  # [5], 0x10, products of vectors
     r"|\.[0-9]*\.|!\s*[!0-9]|\^\s*(?:\w|\{[^{}]*\})\s*\^"  # 1.2.3, 5!!, 2^3^2
     r"|\\frac\s*\{\s*d\s*(?:\^\{?[0-9]\}?)?\s*[A-Za-z]|(?<![A-Za-z])d[a-z]\s*/\s*d[a-z]"  # derivatives
 )

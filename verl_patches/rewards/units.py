@@ -27,12 +27,13 @@ _UNITS = {
 }
 _NOUN = re.compile("[a-z]{2,}[^isu]s|children|women")  # a plural
 _NUMBER_WORD = re.compile(  # a plural, or what looks like one, that changes the value
-    "(?:ten|one|two|three|four|five|six|seven|eight|nine|eleven|twelve|hundred|thousand|[a-z]*illion|[a-z]+teen|dozen"
+    "(?:ten|nth|one|two|three|four|five|six|seven|eight|nine|eleven|twelve|hundred|thousand|[a-z]*illion|[a-z]+teen|dozen"
     "|third|fourth|fifth|sixth|seventh|eighth|ninth|tenth|[a-z]+fth|[a-z]+eenth|[a-z]+tieth|[a-z]*hundredth"
     "|[a-z]*thousandth|[a-z]*illionth|half|halve|quarter|pair|couple|score|double|triple|percent|point|remainder"
     "|exponent|power|root|radian|gradian|negative|positive|time|sometime|inverse|reciprocal|square|cube|factorial"
     "|perhap|alway|cosine|sine|tangent|log|base|equal|mean|digit|decimal|look|seem|doe|other|more|twentie|[a-z]+tie)s"
 )
+_SHORT = {"mph": "mi/hr", "kph": "km/hr", "kmh": "km/hr"}
 _QUANTITY = re.compile(
     r"(?P<value>.*(?:[0-9})]|\\pi))\s*(?:"
     r"\\text\{\s*(?P<text>[A-Za-z¢][A-Za-z¢/ .^{}0-9]*?)\s*\}(?P<power>\^\{?[23]\}?)?"
@@ -65,7 +66,8 @@ def quantity(answer: str) -> tuple[str, Unit | None]:
     value, bare = match["value"].strip(), match["bare"]
     if match["degrees"] and re.search(r"\\(?:sin|cos|tan|cot|sec|csc)", value):
         return answer, None
-    words = ((match["text"] or bare or match["degrees"]).strip(" .") + (match["power"] or "")).split()
+    text = (match["text"] or bare or match["degrees"]).strip(" .")
+    words = (_SHORT.get(text, text) + (match["power"] or "")).split()
     scale = 1
     while words and words[0].lower() in _SCALES:
         scale *= _SCALES[words.pop(0).lower()]
