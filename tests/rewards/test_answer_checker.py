@@ -114,7 +114,7 @@ def test_an_answer_that_needs_more_memory_than_the_limit_is_wrong(tmp_path, monk
     """math-verify is replaced by a parser that allocates as many bytes as the answer says, and reads 1."""
     (tmp_path / "math_verify.py").write_text(ALLOCATES)
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert checker.equivalent("1", str(MEMORY_BYTES // 2))
+    assert checker.equivalent("1", str(MEMORY_BYTES // 2), cpu_limit_s=20.0)
     first = checker.pid
-    assert not checker.equivalent("1", str(2 * MEMORY_BYTES))
-    assert checker.equivalent("1", str(MEMORY_BYTES // 2)) and checker.pid == first
+    assert not checker.equivalent("1", str(2 * MEMORY_BYTES), cpu_limit_s=20.0)
+    assert checker.equivalent("1", str(MEMORY_BYTES // 2), cpu_limit_s=20.0) and checker.pid == first
