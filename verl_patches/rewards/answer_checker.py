@@ -14,13 +14,14 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 
 from verl_patches.errors import ConfigError
 from verl_patches.rewards.equivalence import equivalent
 
 CPU_LIMIT_S = 1.0
 MEMORY_BYTES = 1 << 30  # of the helper, on top of its imports
-_WALL_FACTOR = 30.0  # wall-clock limit over CPU limit, for a machine that is busy with other work
+_WALL_FACTOR = 4.0  # limit of a call's wall-clock time over the CPU limit, the start of a helper included
 _log = logging.getLogger(__name__)
 _checkers: dict[int, AnswerChecker] = {}
 
@@ -28,31 +29,40 @@ _checkers: dict[int, AnswerChecker] = {}
 class AnswerChecker:
     """One helper process that compares two answers at a time; any thread may call it.
 
-    The helper bounds its own CPU time and memory and ends itself at the limit, so a comparison never hangs; the next
-    one starts a new helper (about 0.5 s). It also ends when this process does, because its standard input then
-    closes.
+    The helper bounds its own time and memory and ends itself at the limit, so a comparison never hangs. The next
+    helper is started at once (about 0.5 s), so that the next call rarely waits for it. The helper also ends when this
+    process does, because its standard input then closes.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[str] | None = None
+        self._ready = False  # the helper has sent its greeting
 
     def equivalent(self, gold: str, answer: str, cpu_limit_s: float = CPU_LIMIT_S) -> bool:
         """Whether the two answers are equal (`equivalence.equivalent`); False where that takes more than `cpu_limit_s`.
 
+        The limit of wall-clock time is 4 times `cpu_limit_s`, less the time for which a helper's start was waited for.
+
         A helper that ends for another reason is replaced once; answers that end it twice are not equal. Raises
         ConfigError if the helper cannot start, as without math-verify.
         """
-        request = json.dumps([gold, answer, cpu_limit_s]) + "\n"
         with self._lock:
+            start = time.monotonic()
             for _ in range(2):
                 process = self._running()
-                reply = self._request(process, request)
+                wall_s = max(cpu_limit_s, _WALL_FACTOR * cpu_limit_s - (time.monotonic() - start))
+                reply = self._request(process, json.dumps([gold, answer, cpu_limit_s, wall_s]) + "\n")
                 if reply:
                     return bool(json.loads(reply))
                 self._drop()
                 if process.returncode in (-signal.SIGPROF, -signal.SIGALRM):
-                    _log.info("reward: an answer took more than %s s of CPU time to compare; it is wrong", cpu_limit_s)
+                    _log.info(
+                        "reward: comparing an answer took more than %s s of CPU time or %.1f s in all; it is wrong",
+                        cpu_limit_s,
+                        wall_s,
+                    )
+                    self._start()
                     return False
         _log.warning("reward: the helper process ended twice (last: %s); the answer is wrong", process.returncode)
         return False
@@ -67,18 +77,24 @@ class AnswerChecker:
         """Process id of the helper, None while there is none."""
         return self._process.pid if self._process else None
 
+    def _start(self) -> None:
+        # The same import path as here: a Ray worker finds this package where its driver put it, not where we are.
+        path = os.pathsep.join(entry for entry in sys.path if entry)
+        self._ready = False
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "verl_patches.rewards.answer_checker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env={**os.environ, "PYTHONPATH": path},
+        )
+
     def _running(self) -> subprocess.Popen[str]:
+        """The helper, ready for a request."""
         if self._process is None:
-            # The same import path as here: a Ray worker finds this package where its driver put it, not where we are.
-            path = os.pathsep.join(entry for entry in sys.path if entry)
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "verl_patches.rewards.answer_checker"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                text=True,
-                env={**os.environ, "PYTHONPATH": path},
-            )
+            self._start()
+        if not self._ready:
             greeting = self._process.stdout.readline()
             if "ready" not in greeting:
                 self._drop()
@@ -87,6 +103,7 @@ class AnswerChecker:
                     f"antlr4-python3-runtime 4.9.3, found: {greeting.strip() or 'no output'}. "
                     "Run: pip install -r requirements.txt"
                 )
+            self._ready = True
         return self._process
 
     @staticmethod
@@ -117,12 +134,12 @@ def shared_answer_checker() -> AnswerChecker:
 # -- the helper process ----------------------------------------------------------------------------------------------
 
 
-def _limit_cpu(cpu_s: float) -> None:
-    """End this process by signal after so much CPU time (0: never). A default action also ends a long C call."""
+def _limit_time(cpu_s: float, wall_s: float) -> None:
+    """End this process by signal after so much CPU or wall-clock time (0: never), also in a long C call."""
     for number in (signal.SIGPROF, signal.SIGALRM):
         signal.signal(number, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_PROF, cpu_s)
-    signal.setitimer(signal.ITIMER_REAL, cpu_s * _WALL_FACTOR)
+    signal.setitimer(signal.ITIMER_REAL, wall_s)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF, signal.SIGALRM})
 
 
@@ -139,12 +156,12 @@ def _warm_up() -> None:
 
 
 def serve() -> None:
-    """Reply true or false to each line of stdin, a JSON list [gold, answer, cpu_s], until end of file.
+    """Reply true or false to each line of stdin, a JSON list [gold, answer, cpu_s, wall_s], until end of file.
 
     The first line on stdout is {"ready": true} or {"error": text}.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent; its end closes our stdin
-    _limit_cpu(60.0)
+    _limit_time(60.0, 600.0)
     try:
         _warm_up()
     except Exception as why:
@@ -153,16 +170,16 @@ def serve() -> None:
     with open("/proc/self/statm") as statm:
         now_bytes = int(statm.read().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (now_bytes + MEMORY_BYTES, resource.RLIM_INFINITY))
-    _limit_cpu(0.0)
+    _limit_time(0.0, 0.0)
     _reply({"ready": True})
     for line in sys.stdin:
-        gold, answer, cpu_s = json.loads(line)
-        _limit_cpu(cpu_s)
+        gold, answer, cpu_s, wall_s = json.loads(line)
+        _limit_time(cpu_s, wall_s)
         try:
             verdict = equivalent(gold, answer)
         except Exception:  # MemoryError and RecursionError too: what cannot be compared is not equal
             verdict = False
-        _limit_cpu(0.0)
+        _limit_time(0.0, 0.0)
         _reply(verdict)
 
 

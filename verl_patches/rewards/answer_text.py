@@ -13,6 +13,13 @@ _SIGNS |= {"°": "circ", "≈": "approx", "·": "cdot", "∈": "in"}
 _UNICODE = str.maketrans("−–÷’", "--/'") | {ord(sign): f"\\{command} " for sign, command in _SIGNS.items()}
 _DELIMITERS = re.compile(r"^(?:\$\$(.*)\$\$|\$(.*)\$|\\\((.*)\\\)|\\\[(.*)\\\])$")
 _FONTS = "mathrm|textrm|textbf|textit|mathbf|mbox|operatorname|mathit|textsf|textnormal"
+
+
+def _names(match: re.Match[str]) -> str:
+    """(x, y) = without spaces."""
+    return f"({','.join(filter(None, match.groups()))})="
+
+
 _SPELLINGS = [
     (re.compile(pattern), spelling)
     for pattern, spelling in (
@@ -21,7 +28,12 @@ _SPELLINGS = [
         (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
         (r"\\(?:mathbf|mathit|boldsymbol)\s*\{([A-Za-z])\}", r"\1"),
         (rf"\\(?:{_FONTS})\b\s*\{{", r"\\text{"),
-        (r"^\s*\\text\{\s*([+-]?[0-9][0-9.,/]*)\s*\}\s*$", r"\1"),
+        (r"\\text\{\s*,?\s*(and|or)\s*\}", r" \1 "),
+        (r"^\s*\\(?:text|boldsymbol|bm|underline)\s*\{\s*([+-]?[0-9][0-9.,/]*)\s*\}\s*$", r"\1"),
+        (r"√\s*(?:([0-9]+|[a-z])|\(([^()]*)\))", r"\\sqrt{\1\2}"),
+        (r"^\(\s*([A-Za-z])\s*,\s*([A-Za-z])\s*(?:,\s*([A-Za-z])\s*)?\)\s*=", _names),
+        (r"^\(([0-9A-Fa-f]+)\)_", r"\1_"),
+        (r"(?<![A-Za-z\\])([fghFGH])\s*\^\s*\{\s*-\s*1\s*\}", r"\1_{inverse}"),
         (r"\\(?:leq|leqslant)(?![A-Za-z])|<=", r"\\le "),
         (r"\\(?:geq|geqslant)(?![A-Za-z])|>=", r"\\ge "),
         (r"\\neq(?![A-Za-z])|!=", r"\\ne "),
@@ -52,7 +64,7 @@ _SPELLINGS = [
         (r"\\log_(?:([0-9])(?=\s)|\{([0-9]+)\})\s*([0-9]+)", r"\\log_{\1\2}{\3}"),
     )
 ]
-_DOLLARS = re.compile(r"\\\$\s*([0-9][0-9.,]*[0-9]|[0-9])(?:\s*(thousand|million|billion|trillion))?")
+_DOLLARS = re.compile(r"\\\$\s*([0-9](?:[0-9.,]|\{,\})*[0-9]|[0-9])(?:\s*(thousand|million|billion|trillion))?")
 _PRODUCT = re.compile(r"(?<=[0-9])(?<!_[0-9])\s*\(|\)\s*\(")  # 2(3), which math-verify reads as a mixed number
 _PRIMED = re.compile(r"([A-Za-z])('+)")
 _REPEATING = re.compile(r"([0-9]*)\.([0-9]*)\\(?:overline|bar)\s*\{?([0-9]+)\}?")
@@ -62,7 +74,9 @@ _THOUSANDS = re.compile(r"(?<![0-9,.])[0-9]{1,3}(?:,[0-9]{3})+(?![0-9,])")
 def normalise(answer: str) -> str:
     """The answer without outer math delimiters, marks of thousands, spacing and a final full stop, in one spelling."""
     answer = " ".join(answer.translate(_UNICODE).split())
-    answer = _DOLLARS.sub(lambda m: rf"{m[1]}\text{{ {m[2] or ''} dollars}}", answer).replace(r"\$", "")
+    answer = _DOLLARS.sub(lambda m: rf"{m[1].replace('{,}', ',')}\text{{ {m[2] or ''} dollars}}", answer).replace(
+        r"\$", ""
+    )
     while match := _DELIMITERS.match(answer):
         inner = next(group for group in match.groups() if group is not None)
         if "$" in inner:
@@ -109,13 +123,49 @@ def has_adjacent_numbers(answer: str) -> bool:
     return bool(_SIDE_BY_SIDE.search(answer.replace(r"\{", "(").replace(r"\}", ")")))
 
 
+# -- size -------------------------------------------------------------------------------------------------------------
+
+MAX_FACTORIAL = 10**4
+_INTEGER_POWER = re.compile(r"\(?([0-9]+)\)?\s*\^\s*(?:\{\s*([0-9]+)\s*\}|\(\s*([0-9]+)\s*\)|([0-9]+))")
+_FACTORIAL = re.compile(r"([0-9]+)\s*\)?\s*!")
+_BINOMIAL = re.compile(r"\\binom\s*\{[^{}]*?([0-9]+)[^{}]*\}\s*\{([^{}]*)\}")
+_EXPONENT = re.compile(r"\^\s*[{(](?:[^{}()]|\([^()]*\))*?(?<![0-9.])([0-9]{7,})|(?:\^\s*\{[^{}]*){4}")
+
+
+def is_too_large(answer: str) -> bool:
+    """Whether the answer has a power, factorial or binomial coefficient that takes too long: 10^{10^{10}}."""
+    before = None
+    while answer != before:  # powers of integers and factorials, the inner ones first
+        before = answer
+        for pattern, collapsed in ((_INTEGER_POWER, _collapsed), (_FACTORIAL, _collapsed_factorial)):
+            if any(int(match[1][:20]) > MAX_FACTORIAL for match in _FACTORIAL.finditer(answer)):
+                return True
+            if any(len(match[1]) > 5 and len(match[2].strip()) > 3 for match in _BINOMIAL.finditer(answer)):
+                return True
+            if _EXPONENT.search(answer):
+                return True
+            answer = pattern.sub(collapsed, answer)
+    return False
+
+
+def _collapsed(power: re.Match[str]) -> str:
+    """The value of a power of integers, or a number of 20 digits where it is larger."""
+    base, exponent = int(power[1][:20]), int((power[2] or power[3] or power[4])[:8])
+    return str(base**exponent) if exponent <= 60 and base**exponent < 10**20 else "9" * 20
+
+
+def _collapsed_factorial(match: re.Match[str]) -> str:
+    return match[0].replace("!", "") if int(match[1][:20]) <= 3 else "9" * 20
+
+
 # -- brackets and lists -----------------------------------------------------------------------------------------------
 
 _BRACKETS = ((r"\{", r"\}"), ("(", ")"), ("[", "]"), ("(", "]"), ("[", ")"))
 COMMA = re.compile(",")
 UNION = re.compile(r"\\cup(?![A-Za-z])")
-_CONJUNCTION = r"\\text\{\s*(?:and|or)\s*\}|\b(?:and|or)\b|\\(?:lor|vee)(?![A-Za-z])"
-ALTERNATIVE = re.compile(rf"{_CONJUNCTION}|\\cup(?![A-Za-z])")
+_CONJUNCTION = r"\b(?:and|or)\b|\\(?:lor|vee)(?![A-Za-z])"
+OR = re.compile(r"\bor\b|\\(?:lor|vee)(?![A-Za-z])")
+ALTERNATIVE = re.compile(rf"{OR.pattern}|\\cup(?![A-Za-z])")
 _ITEM = re.compile(rf",|;|{_CONJUNCTION}")
 
 

@@ -18,10 +18,12 @@ from typing import Any, NamedTuple
 
 from verl_patches.rewards.answer_text import (
     ALTERNATIVE,
+    OR,
     UNION,
     bracketed,
     deepest,
     has_adjacent_numbers,
+    is_too_large,
     items,
     normalise,
     split,
@@ -31,13 +33,21 @@ from verl_patches.rewards.units import quantity
 MAX_DEPTH = 12  # of brackets; ANTLR's time grows steeply with depth
 MAX_ITEMS = 32  # of a list or set
 SIGNIFICANT_DIGITS = 6  # fewest of a rounded decimal that equals an exact value
+DIGITS = 200  # significant ones in which two irrational numbers agree
 POINTS, FEWEST_POINTS = 12, 4  # at which functions are compared
 
 _UNSAFE = re.compile(r"\$|\\[(\[]|\\$|(?i:answer)")  # math-verify would search inside the answer for another answer
 _EQUALS = re.compile(r"(?<![<>!:])=")
-_NAME = re.compile(r"(?:[A-Za-z](?:_\{?\w+\}?)?'*(?:\([A-Za-z0-9, ]+\))?|\\[A-Za-z]+|\\text\{[^{}]*\})")
+_NAME = re.compile(
+    r"(?:\([A-Za-z](?:,[A-Za-z])+\)|[A-Za-z](?:_\{?\w+\}?)?'*(?:\([A-Za-z0-9, ]+\))?|\\[A-Za-z]+|\\text\{[^{}]*\})"
+)
 _VARIABLE = r"(?:[A-Za-z]|\\(?:alpha|beta|gamma|theta|lambda|mu|phi|omega))(?:_\{?\w+\}?)?"
-_IN_SET = re.compile(rf"^{_VARIABLE}\s*\\in(?![A-Za-z])\s*(?=\\\{{[^\\]*\\\}}$)")
+_IN_SET = re.compile(rf"({_VARIABLE})\s*\\in(?![A-Za-z])\s*(\\\{{[^\\]*\\\}})")
+_SET_OF = re.compile(  # {x | x > 1}
+    rf"^\\\{{\s*({_VARIABLE})\s*(?:\\in\s*\\mathbb\s*\{{?R\}}?\s*)?(?:\\mid(?![A-Za-z])|\||:)\s*([^{{}}|]*\1[^{{}}|]*)\\\}}$"
+)
+_COLON = re.compile(":")
+_RELATED = re.compile(r"<|>|\\(?:le|ge|ne)(?![A-Za-z])")
 _NUMBER = re.compile(r"[+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)")
 _DECIMAL = re.compile(r"[+-]?(?:[0-9]+\.[0-9]*|\.[0-9]+)")
 
@@ -51,15 +61,21 @@ def equivalent(gold: str, answer: str) -> bool:
         return True
     if _UNSAFE.search(answer) or has_adjacent_numbers(answer) or deepest(answer) > MAX_DEPTH:
         return False
+    if is_too_large(gold) or is_too_large(answer):
+        return False
     if has_adjacent_numbers(gold):  # read by nobody in one way: equal as text only
         return False
     return _equal(gold, answer)
 
 
 def _equal(gold: str, answer: str) -> bool:
-    gold, answer = (_IN_SET.sub("", text.strip()) for text in (gold, answer))
+    gold, answer = (_SET_OF.sub(r"\2", text.strip()) for text in (gold, answer))
     if not gold or not answer:
         return False
+    sets = _IN_SET.fullmatch(gold), _IN_SET.fullmatch(answer)
+    if any(sets):
+        same = not all(sets) or sets[0][1] == sets[1][1]
+        return same and _equal(*(match[2] if match else text for match, text in zip(sets, (gold, answer), strict=True)))
     words = _words(gold), _words(answer)
     if words != (None, None):
         return words[0] == words[1]
@@ -68,8 +84,9 @@ def _equal(gold: str, answer: str) -> bool:
         return bases[0] == bases[1]
     lists = items(gold), items(answer)
     if max(map(len, lists)) > 1:
-        return _equal_lists(gold, answer, *lists) or _equal_unions(gold, answer)
-    if _EQUALS.search(gold) or _EQUALS.search(answer):
+        related = _RELATED.search(gold) or _RELATED.search(answer)
+        return (_equal_relations if related else _equal_lists)(gold, answer, *lists)
+    if max(len(split(text, _EQUALS)) for text in (gold, answer)) > 1:
         return _equal_equations(gold, answer)
     intervals = _interval(gold), _interval(answer)
     if intervals != (None, None):
@@ -79,6 +96,9 @@ def _equal(gold: str, answer: str) -> bool:
     brackets = bracketed(gold), bracketed(answer)
     if None not in brackets:
         return _equal_brackets(*brackets)
+    ratios = split(gold, _COLON), split(answer, _COLON)
+    if max(map(len, ratios)) > 2:
+        return len(ratios[0]) == len(ratios[1]) and all(map(_equal_values, *map(_shares, ratios)))
     return _equal_percents(gold, answer)
 
 
@@ -142,7 +162,7 @@ def _equal_lists(gold: str, answer: str, gold_items: list[str], answer_items: li
 
 def _named(parts: list[str]) -> list[tuple[str, str]] | None:
     """[(name, value)] of a list in which every item is name = value; None for any other."""
-    pairs = [tuple(side.strip() for side in _EQUALS.split(part)) for part in parts]
+    pairs = [tuple(side.strip() for side in split(part, _EQUALS)) for part in parts]
     return pairs if all(len(pair) == 2 and _NAME.fullmatch(pair[0]) for pair in pairs) else None
 
 
@@ -170,7 +190,7 @@ def _equal_brackets(gold: tuple[str, list[str]], answer: tuple[str, list[str]]) 
 
 def _equal_equations(gold: str, answer: str) -> bool:
     """x = 5 equals 5, and 2 + 3 = 5 does; every side must be right. Two equations without names: by math-verify."""
-    gold_sides, sides = ([side.strip() for side in _EQUALS.split(text)] for text in (gold, answer))
+    gold_sides, sides = ([side.strip() for side in split(text, _EQUALS)] for text in (gold, answer))
     named = _NAME.fullmatch(gold_sides[0]), _NAME.fullmatch(sides[0])
     if len(gold_sides) > 1 and len(sides) > 1:
         if all(named):
@@ -242,7 +262,33 @@ def _equal_intervals(gold: str, answer: str, a: _Interval | None, b: _Interval |
 def _equal_unions(gold: str, answer: str) -> bool:
     """Whether "x<1 or x>3" and a union of intervals are equal, in any order."""
     sides = [[_interval(part) for part in split(text, ALTERNATIVE)] for text in (gold, answer)]
-    return None not in sides[0] + sides[1] and _same_items(*([str(part) for part in side] for side in sides))
+    names = [{part.variable for part in side if part and part.variable} for side in sides]
+    if None in sides[0] + sides[1] or len(names[0] | names[1]) > 1:
+        return False
+    return _same_items(*([str(part) for part in side] for side in sides))
+
+
+def _equal_relations(gold: str, answer: str, gold_items: list[str], answer_items: list[str]) -> bool:
+    """Inequalities joined by "or", or by "and" or commas: the same ones in any order, or the interval or union."""
+    if len(gold_items) > 1 and len(answer_items) > 1:
+        same = bool(OR.search(gold)) == bool(OR.search(answer))
+        return same and _same_items(gold_items, answer_items)
+    if OR.search(gold) or OR.search(answer):
+        return _equal_unions(gold, answer)
+    sides = [_intersection(side) for side in (gold_items, answer_items)]
+    return None not in sides and _equal_intervals(gold, answer, *sides)
+
+
+def _intersection(parts: list[str]) -> _Interval | None:
+    """The interval that one inequality describes, or two with one variable: a lower and an upper bound."""
+    found = [_interval(part) for part in parts]
+    if len(found) == 1 or None in found:
+        return found[0]
+    if len(found) > 2 or found[0].variable is None or found[0].variable != found[1].variable:
+        return None
+    low, high = found if found[0].high == r"\infty" else found[::-1]
+    bounds_differ = low.high == r"\infty" and high.low == r"-\infty"
+    return low._replace(high=high.high, right=high.right) if bounds_differ else None
 
 
 # -- percent, units, values -------------------------------------------------------------------------------------------
@@ -251,14 +297,16 @@ _PERCENT = re.compile(r"\s*(?:\\?%|\\text\{\s*percent\s*\}|(?<=[0-9]) percent)$"
 
 
 def _equal_percents(gold: str, answer: str) -> bool:
-    """A percent sign on one side only does not count for numbers above 1; it does for fractions of one."""
+    """65% is 0.65. The response may leave the sign out where the gold answer is above 1%; it may not add one."""
     bare_gold, bare_answer = _PERCENT.sub("", gold), _PERCENT.sub("", answer)
     gold_percent, answer_percent = bare_gold != gold, bare_answer != answer
     if gold_percent == answer_percent:
         return _equal_quantities(bare_gold, bare_answer)
-    if _NUMBER.fullmatch(bare_gold) and abs(float(bare_gold)) > 1 and _equal_values(bare_gold, bare_answer):
-        return True
     if gold_percent:
+        if any(quantity(text)[1] for text in (bare_gold, bare_answer)):
+            return False
+        if _NUMBER.fullmatch(bare_gold) and abs(float(bare_gold)) > 1 and _equal_values(bare_gold, bare_answer):
+            return True
         return _equal_values(rf"\frac{{{bare_gold}}}{{100}}", bare_answer)
     return _equal_values(bare_gold, rf"\frac{{{bare_answer}}}{{100}}")
 
@@ -266,7 +314,9 @@ def _equal_percents(gold: str, answer: str) -> bool:
 def _equal_quantities(gold: str, answer: str) -> bool:
     """A unit on one side only does not count; two units must be of one dimension and are converted."""
     (gold_value, gold_unit), (value, unit) = quantity(gold), quantity(answer)
-    if not gold_unit or not unit or gold_unit == unit:
+    if unit and unit.letters and not (gold_unit and gold_unit.dimension == unit.dimension):
+        return not gold_unit and _equal_values(gold, answer)
+    if not gold_unit or not unit or gold_unit[:2] == unit[:2]:
         return _equal_values(gold_value, value)
     ratio = unit.factor / gold_unit.factor
     converted = rf"({value})\cdot\frac{{{ratio.numerator}}}{{{ratio.denominator}}}"
@@ -283,8 +333,14 @@ def _equal_values(gold: str, answer: str) -> bool:
         return _verified(a, b)
     if a.free_symbols or b.free_symbols:
         return _equal_functions(a, b)
-    rounded = any(_DECIMAL.fullmatch(text) and _rounds_to(v, text) for text, v in ((answer, a), (gold, b)))
-    return rounded or _equal_numbers(a, b)
+    pairs = ((answer, gold, a), (gold, answer, b))
+    rounded = (_DECIMAL.fullmatch(text) and "." not in other and _rounds_to(v, text) for text, other, v in pairs)
+    return any(rounded) or _equal_numbers(a, b)
+
+
+def _shares(ratio: list[str]) -> list[str]:
+    """Every later part of a : b : c over the first."""
+    return [rf"\frac{{{part}}}{{{ratio[0]}}}" for part in ratio[1:]]
 
 
 def _verified(a: Any, b: Any) -> bool:
@@ -304,19 +360,17 @@ def _rounds_to(value: Any, decimal: str) -> bool:
 
 
 def _equal_numbers(a: Any, b: Any) -> bool:
-    """Exactly equal where both are rational, else to 25 significant digits, or to 9 if one has decimals in it."""
+    """Exactly equal where both are rational, else to DIGITS significant digits."""
     import sympy
 
     if a.is_infinite or b.is_infinite:
         return bool(a == b)
-    a, b = (sympy.Rational(str(v)) if isinstance(v, sympy.Float) else v for v in (a, b))
     if a.is_Rational and b.is_Rational:
         return bool(a == b)
-    digits = 9 if a.has(sympy.Float) or b.has(sympy.Float) else 25
-    a, b = a.evalf(40), b.evalf(40)
+    a, b = a.evalf(DIGITS + 15), b.evalf(DIGITS + 15)
     if not (a.is_number and b.is_number) or a.has(sympy.nan, sympy.zoo) or b.has(sympy.nan, sympy.zoo):
         return False
-    return bool(abs(a - b) <= sympy.Float(f"1e-{digits}", 40) * max(abs(a), abs(b)))
+    return bool(abs(a - b) <= sympy.Float(f"1e-{DIGITS}", DIGITS + 15) * max(abs(a), abs(b)))
 
 
 def _equal_functions(a: Any, b: Any) -> bool:
@@ -339,6 +393,37 @@ def _equal_functions(a: Any, b: Any) -> bool:
     return compared >= FEWEST_POINTS
 
 
+_COMMANDS = """
+frac sqrt cdot times div pm mp pi infty sum prod int lim to binom exp log ln max min gcd lcm vec hat mid begin end circ
+sin cos tan cot sec csc sinh cosh tanh coth arcsin arccos arctan arccot arcsec arccsc lfloor rfloor lceil rceil
+alpha beta gamma delta epsilon varepsilon zeta eta theta vartheta iota kappa lambda mu nu xi rho sigma tau upsilon phi
+varphi chi psi omega Gamma Delta Theta Lambda Xi Pi Sigma Upsilon Phi Psi Omega
+lt gt le ge ne in cup cap setminus backslash emptyset mathbb vert lvert rvert lbrace rbrace
+""".split()
+_NAMES = re.compile(r"_\{?\w+\}?|\\(?:begin|end)\{[a-z]+\}|\\[A-Za-z]+")
+_MISREAD = re.compile(
+    r"[0-9)}]\s*(?:'|\\\{)|(?<![A-Za-z])[0-9.]+\s*_|[)]\s*_"  # 5', 5\{6\}, 5_{max}
+    r"|^\[[^,]*\]$|(?<![0-9.])0\s*[A-Za-z]|\\vec\s*\{[^{}]*\}\s*\\(?:times|cdot)"  # [5], 0x10, products of vectors
+    r"|\.[0-9]*\.|!\s*[!0-9]|\^\s*(?:\w|\{[^{}]*\})\s*\^"  # 1.2.3, 5!!, 2^3^2
+    r"|\\frac\s*\{\s*d\s*(?:\^\{?[0-9]\}?)?\s*[A-Za-z]|(?<![A-Za-z])d[a-z]\s*/\s*d[a-z]"  # derivatives
+)
+_DECIMALS = re.compile(r"(\^\s*)?(?:([0-9]*)\.([0-9]+)|([0-9]+)\.(?![0-9]))")
+
+
+def _is_read(answer: str) -> bool:
+    r"""Whether math-verify reads all of the answer; it drops \text{...}, primes of numbers and unknown commands."""
+    if _MISREAD.search(answer) or any(name not in _COMMANDS for name in re.findall(r"\\([A-Za-z]+)", answer)):
+        return False
+    return re.search("[A-Za-z]{4}", _NAMES.sub(" ", answer)) is None  # a word, not a product of letters
+
+
+def _exact(match: re.Match[str]) -> str:
+    """A decimal as a fraction, in braces behind ^."""
+    whole, places = match[2] or match[4] or "0", match[3] or ""
+    fraction = rf"(\frac{{{int(whole + places)}}}{{{10 ** len(places)}}})"
+    return f"{match[1]}{{{fraction}}}" if match[1] else fraction
+
+
 _CAPITALS = re.compile(r"(?<![A-Za-z\\{])(\\[A-Za-z]+)|([A-Z]+)(?![a-z])")
 _DEGREES = re.compile(r"([0-9.]+)\s*\^\\circ")
 
@@ -347,12 +432,17 @@ _DEGREES = re.compile(r"([0-9.]+)\s*\^\\circ")
 def _parsed(answer: str) -> Any:
     """The sympy object that math-verify reads, i as the imaginary unit; None where it reads none."""
     import sympy
+    from latex2sympy2_extended.latex2sympy2 import NormalizationConfig
     from math_verify import LatexExtractionConfig, parse
 
+    if not _is_read(answer):
+        return None
     answer = _DEGREES.sub(r"(\\frac{\1\\pi}{180})", answer)
     # math-verify makes letters small: a capital, or several as one name, gets another name
     answer = _CAPITALS.sub(lambda m: m[1] or f"{m[2][0].lower()}_{{capital{m[2][1:]}}}", answer)
-    config = (LatexExtractionConfig(boxed_match_priority=-1),)
+    answer = _DECIMALS.sub(_exact, answer)
+    spellings = NormalizationConfig(True, units=False, malformed_operators=True, nits=True, boxed="all")
+    config = (LatexExtractionConfig(boxed_match_priority=-1, normalization_config=spellings),)
     results = parse(f"${answer}$", config, fallback_mode="no_fallback", parsing_timeout=None)
     if not results or isinstance(results[0], str):
         return None

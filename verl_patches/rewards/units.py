@@ -9,13 +9,15 @@ from typing import NamedTuple
 _SCALES = {"dozen": 12, "hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 _TABLE = """
 length m meter metre = 1; cm centimeter centimetre = 1/100; mm millimeter millimetre = 1/1000
-length km kilometer kilometre = 1000; in inch inche = 0.0254; ft foot feet = 0.3048; yd yard = 0.9144
-length mi mile = 1609.344
+length km kilometer kilometre = 1000; in inch = 0.0254; ft foot feet = 0.3048; yd yard = 0.9144; mi mile = 1609.344
 time s sec second = 1; min minute = 60; h hr hour = 3600; day = 86400; week = 604800
+calendar month = 1; year = 12
 mass g gram = 1; kg kilogram = 1000; mg milligram = 1/1000; lb pound = 453.59237; oz ounce = 28.349523125
-money dollar usd = 100; cent ¢ = 1
-volume l liter litre = 1; ml milliliter millilitre = 1/1000
+money dollar USD = 100; cent ¢ = 1
+volume l L liter litre = 1; ml mL milliliter millilitre = 1/1000
 angle degree deg ^\\circ = 1
+count unit = 1
+people person people = 1
 """
 _UNITS = {
     name: (line.split()[0], Fraction(group.partition("=")[2].strip()))
@@ -23,58 +25,90 @@ _UNITS = {
     for group in line.partition(" ")[2].split(";")
     for name in group.partition("=")[0].split()
 }
-_FUNCTIONS = set("sin cos tan cot sec csc log ln lg exp sqrt gcd lcm mod pi".split())
+_NOUN = re.compile("[a-z]{2,}[^isu]s|children|women")  # a plural
+_NUMBER_WORD = re.compile(  # a plural, or what looks like one, that changes the value
+    "(?:ten|nth|one|two|three|four|five|six|seven|eight|nine|eleven|twelve|hundred|thousand|[a-z]*illion|[a-z]+teen|dozen"
+    "|third|fourth|fifth|sixth|seventh|eighth|ninth|tenth|[a-z]+fth|[a-z]+eenth|[a-z]+tieth|[a-z]*hundredth"
+    "|[a-z]*thousandth|[a-z]*illionth|half|halve|quarter|pair|couple|score|double|triple|percent|point|remainder"
+    "|exponent|power|root|radian|gradian|negative|positive|time|sometime|inverse|reciprocal|square|cube|factorial"
+    "|perhap|alway|cosine|sine|tangent|log|base|equal|mean|digit|decimal|look|seem|doe|other|more|twentie|[a-z]+tie)s"
+)
+_SHORT = {"mph": "mi/hr", "kph": "km/hr", "kmh": "km/hr"}
 _QUANTITY = re.compile(
-    r"(?P<value>.*[0-9})])\s*(?:"
+    r"(?P<value>.*(?:[0-9})]|\\pi))\s*(?:"
     r"\\text\{\s*(?P<text>[A-Za-z¢][A-Za-z¢/ .^{}0-9]*?)\s*\}(?P<power>\^\{?[23]\}?)?"
     r"|(?P<degrees>\^\\circ)"
-    r"|(?P<bare>(?:[A-Za-z]{2,}| [A-Za-z])(?:[A-Za-z/ .]*)(?:\^\{?[23]\}?)?))"
+    r"|(?P<bare>(?<!\\pi)(?!(?:in|ft|mi|yd|lb|oz|hr)\b)[A-Za-z]{2}[A-Za-z/ .]*(?:\^\{?[23]\}?)?"
+    r"|(?<= )[A-Za-z][A-Za-z/ .]*(?:\^\{?[23]\}?)?))"
 )
+_SUM_OR_VARIABLE = re.compile(r".\s*[+-]|(?<![\\A-Za-z])[A-Za-z]")
 
 
 class Unit(NamedTuple):
-    """`factor` to the dimension's base units; `dimension`: {(name, power)}; an unknown word has its own dimension."""
+    r"""`factor` to the dimension's base units; `dimension`: {(name, power)}; an unknown noun has its own dimension.
+
+    `letters`: every name is one letter outside of \text{}, which may also be a variable.
+    """
 
     factor: Fraction
     dimension: frozenset[tuple[str, int]]
+    letters: bool = False
 
 
 def quantity(answer: str) -> tuple[str, Unit | None]:
-    """(value, unit) of a normalised answer; None without a unit. Scale words are multiplied into the value."""
+    """(value, unit) of a normalised answer; None without a unit. Scale words are multiplied into the value.
+
+    Only units of the table and plural nouns are units. Any other text stays in the value, which then has no meaning.
+    """
     match = _QUANTITY.fullmatch(answer)
     if not match:
         return answer, None
     value, bare = match["value"].strip(), match["bare"]
     if match["degrees"] and re.search(r"\\(?:sin|cos|tan|cot|sec|csc)", value):
         return answer, None
-    words = ((match["text"] or bare or match["degrees"]).strip(" .") + (match["power"] or "")).split()
-    if bare and (words[0] in _FUNCTIONS or re.search(r"\\[A-Za-z]*$", value)):
-        return answer, None
+    text = (match["text"] or bare or match["degrees"]).strip(" .")
+    words = (_SHORT.get(text, text) + (match["power"] or "")).split()
+    scale = 1
     while words and words[0].lower() in _SCALES:
-        value = rf"({value})\cdot {_SCALES[words.pop(0).lower()]}"
-    return value, _unit(" ".join(words)) if words else None
+        scale *= _SCALES[words.pop(0).lower()]
+    if (bare or scale > 1) and _SUM_OR_VARIABLE.search(value):
+        return answer, None
+    unit = _unit(" ".join(words)) if words else None
+    if words and not unit:
+        return answer, None
+    if unit and bare and not re.search("[A-Za-z]{2}", bare):
+        unit = unit._replace(letters=True)
+    return (rf"({value})\cdot {scale}" if scale > 1 else value), unit
 
 
-def _unit(text: str) -> Unit:
+def _unit(text: str) -> Unit | None:
     factor, powers = Fraction(1), {}
-    for number, part in enumerate(re.split(r"/|\bper\b", text)):
-        power = 1
+    parts = re.split(r"/|\bper\b", text)
+    for number, part in enumerate(parts):
+        power, names = 1, 0
         for word in part.split():
-            if word.lower() in ("square", "sq", "cubic"):
+            if word.strip(".").lower() in ("square", "sq", "cubic") and not names:
                 power = 3 if word.lower() == "cubic" else 2
                 continue
-            name, _, exponent = (word, "", "") if word == r"^\circ" else word.partition("^")
-            power = int(exponent.strip("{}")) if exponent.strip("{}").isdigit() else power
-            dimension, size = _known(name.replace(".", ""))
-            signed = -power if number else power
+            match = re.fullmatch(r"(\^\\circ|[A-Za-z¢]+\.?)(?:\^\{?([23])\}?)?", word)
+            known = match and _known(match[1].rstrip("."))
+            if not known:
+                return None
+            dimension, size = known
+            signed = (int(match[2]) if match[2] else power) * (-1 if number else 1)
             factor, powers[dimension] = factor * size**signed, powers.get(dimension, 0) + signed
-            power = 1
+            names += 1
+        if names != 1 or number > 1:
+            return None
     return Unit(factor, frozenset(item for item in powers.items() if item[1]))
 
 
-def _known(name: str) -> tuple[str, Fraction]:
-    low = name.lower()
-    spellings = (name, low, low.removesuffix("s"), low.removesuffix("es"))
-    return next(
-        (_UNITS[spelling] for spelling in spellings if spelling in _UNITS), (low.removesuffix("s"), Fraction(1))
-    )
+def _known(name: str) -> tuple[str, Fraction] | None:
+    """(dimension, factor) of a unit of the table or of a plural noun; None for any other word."""
+    low = name.lower() if len(name) > 3 else name  # K, M and Mm are not k, m and mm
+    for spelling in (low, low.removesuffix("s"), low.removesuffix("es")):
+        if spelling in _UNITS and (spelling == low or len(spelling) > 1):
+            return _UNITS[spelling]
+    if _NOUN.fullmatch(name) and not _NUMBER_WORD.fullmatch(name):
+        return name.removesuffix("s"), Fraction(1)
+    return None
