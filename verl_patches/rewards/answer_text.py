@@ -126,10 +126,12 @@ def has_adjacent_numbers(answer: str) -> bool:
 # -- size -------------------------------------------------------------------------------------------------------------
 
 MAX_FACTORIAL = 10**4
-_INTEGER_POWER = re.compile(r"\(?([0-9]+)\)?\s*\^\s*(?:\{\s*([0-9]+)\s*\}|\(\s*([0-9]+)\s*\)|([0-9]+))")
+_INTEGER_POWER = re.compile(r"(\([0-9]+\)|[0-9]+)\s*\^\s*(?:\{\s*([0-9]+)\s*\}|\(\s*([0-9]+)\s*\)|([0-9]+))")
 _FACTORIAL = re.compile(r"([0-9]+)\s*\)?\s*!")
 _BINOMIAL = re.compile(r"\\binom\s*\{[^{}]*?([0-9]+)[^{}]*\}\s*\{([^{}]*)\}")
-_EXPONENT = re.compile(r"\^\s*[{(](?:[^{}()]|\([^()]*\))*?(?<![0-9.])([0-9]{7,})|(?:\^\s*\{[^{}]*){4}")
+_EXPONENT = re.compile(
+    r"\^\s*(?:\{[^{}]*?(?<![0-9.])|\([^{}()]*?(?<![0-9.]))?[0-9]{7,}|(?:\^\s*\{[^{}]*){4}"  # a million, or four levels
+)
 
 
 def is_too_large(answer: str) -> bool:
@@ -150,7 +152,7 @@ def is_too_large(answer: str) -> bool:
 
 def _collapsed(power: re.Match[str]) -> str:
     """The value of a power of integers, or a number of 20 digits where it is larger."""
-    base, exponent = int(power[1][:20]), int((power[2] or power[3] or power[4])[:8])
+    base, exponent = int(power[1].strip("()")[:20]), int((power[2] or power[3] or power[4])[:8])
     return str(base**exponent) if exponent <= 60 and base**exponent < 10**20 else "9" * 20
 
 
