@@ -212,11 +212,14 @@ def _read_rows(file: str, prompt_key: str) -> int:
     """Number of rows of a parquet file, from its footer; ConfigError where it cannot be read or lacks a column."""
     from pyarrow import ArrowException, parquet, types  # here, as most commands read no data
 
+    def is_list(found: Any) -> bool:
+        return types.is_list(found) or types.is_large_list(found)
+
     def is_struct(found: Any, *names: str) -> bool:
         return types.is_struct(found) and set(names) <= {found.field(n).name for n in range(found.num_fields)}
 
     columns = {
-        prompt_key: lambda found: types.is_list(found) and is_struct(found.value_type, "role", "content"),
+        prompt_key: lambda found: is_list(found) and is_struct(found.value_type, "role", "content"),
         "data_source": lambda found: types.is_string(found) or types.is_large_string(found),
         "reward_model": lambda found: is_struct(found, "ground_truth"),
     }
