@@ -33,6 +33,8 @@ WHOLE_PROMPTS, NO_CHUNKS = (
     f"{VLLM}.additional_config.chunked_prefill_for_mla=false",
 )
 BUDGET = f"{ROLLOUT}.max_num_batched_tokens"
+# 8 ranks; rules of training do not hold then
+EIGHT = "trainer.nnodes=1", "trainer.n_gpus_per_node=8", "recipe.rollout.instances=1", "recipe.rollout.dp=4"
 
 
 @pytest.mark.parametrize(
@@ -65,6 +67,10 @@ BUDGET = f"{ROLLOUT}.max_num_batched_tokens"
             None,
         ),
         (["recipe.patches=[-rollout.ascend_expert_groups]"], "expert groups", None),  # 256 experts
+        ([*EIGHT], "graphs", r"split over 8 ranks, expected at least 16.* all-to-all"),
+        ([*EIGHT, "recipe.platform=npu_emulated"], "graphs", None),
+        ([*EIGHT, "recipe.rollout.expert_parallel=false"], "graphs", None),
+        ([], "graphs", None),  # 256 ranks
         ([f"+{ROLLOUT}.prompt_logprobs=0"], "prompt log-probs", "prompt_logprobs is 0, expected none"),
     ],
 )

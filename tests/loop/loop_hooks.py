@@ -15,6 +15,10 @@ from verl_patches.patching import engine, fingerprint
 from verl_patches.patching.hooks import after_import
 
 ROLLOUT = "verl.workers.rollout.vllm_rollout.vllm_rollout_spmd"
+MODELS = {  # vLLM's and vllm-ascend's, of which a process makes one
+    "vllm.model_executor.models.deepseek_v2": "DeepseekV2ForCausalLM",
+    "vllm_ascend.models.deepseek_v2": "CustomDeepseekV2ForCausalLM",
+}
 O_PROJ = "model.layers.3.self_attn.o_proj.weight"
 EXPERT = "model.layers.2.mlp.experts.{}.down_proj.weight"
 
@@ -110,7 +114,8 @@ def _spoil_sync(change):
         load = model.load_weights
         model.load_weights = lambda weights: load((name, change(name, tensor)) for name, tensor in weights)
 
-    after_init("vllm.model_executor.models.deepseek_v2", "DeepseekV2ForCausalLM", spoil)
+    for module, name in MODELS.items():
+        after_init(module, name, spoil)
 
 
 def corrupt_expert():
@@ -126,6 +131,29 @@ def drop_bias():
 def spoil_nothing():
     """The control of the controls: the hook is there and changes nothing."""
     _spoil_sync(lambda name, t: t)
+
+
+# -- ranks of vLLM that do not work together as they should ------------------------------------------------------------
+
+
+def missing_all_reduce():
+    """Output projections of one layer are not summed over vLLM's tensor-parallel ranks."""
+
+    def forget(model):
+        model.model.layers[3].self_attn.o_proj.reduce_results = False
+
+    for module, name in MODELS.items():
+        after_init(module, name, forget)
+
+
+def wrong_dp_rank():
+    """Each rank of two holds the experts of the other, as with the data-parallel ranks exchanged."""
+
+    def on_import(module):
+        original = module.determine_expert_map
+        module.determine_expert_map = lambda ep_size, ep_rank, experts: original(ep_size, 1 - ep_rank, experts)
+
+    after_import("vllm.model_executor.layers.fused_moe.layer", on_import)
 
 
 # -- spoilt destination maps: controls of the resharder's verification, and of load_weights for what it cannot map -----

@@ -63,6 +63,13 @@ def assert_weights_arrive(run, limit=1e-5, verified=False):
     assert not verified or all(s["sync"]["verified"] for s in run.steps)
 
 
+def assert_caught(run, step):
+    """The truth check ended the run at this step."""
+    assert run.code == 1, run.output[-1500:]
+    assert "WeightSyncError" in run.summary["exit"] and f"step {step}:" in run.summary["exit"], run.summary["exit"]
+    assert run.steps[-1]["step"] == step and run.steps[-1]["logprob_delta"]["mean"] > 1e-3
+
+
 def metrics_of(run, *names):
     """Per step, the metrics of these names."""
     return [[step[name] for name in names] for step in run.steps]

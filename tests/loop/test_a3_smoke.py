@@ -5,9 +5,6 @@ Proofs, status and weights of its main run: test_smoke.py.
 
 import pytest
 
-from verl_patches.catalog import ROWS
-from verl_patches.patching.switches import Switches
-
 pytestmark = [pytest.mark.slow, pytest.mark.upstream]
 
 
@@ -31,16 +28,3 @@ def test_without_a_row_of_this_line_the_truth_check_stops_the_run(a3):
     """The resharder derives MLA's projections itself: without it, row rollout.absorb_mla_again is needed."""
     run = a3("--steps", "1", "recipe.patches=[-reshard.*,-rollout.absorb_mla_again]", ok=False)
     assert run.code == 1 and "WeightSyncError: step 1" in run.summary["exit"]
-
-
-def test_two_steps_on_the_emulated_npu(a3):
-    run = a3("--emulate-npu", "--steps", "2")
-    assert run.summary["exit"] == "ok" and run.summary["platform"] == "npu_emulated"
-    assert all(step["logprob_delta"]["max"] < 1e-5 for step in run.steps)
-    wanted = {row.id for row in ROWS if Switches("a3", "npu_emulated").decide(row)[0]}
-    assert wanted == {
-        row["id"] for row in run.summary["patches"] if row["state"] == "active"
-    }  # docs/patches.md says so
-    reached = run.summary["emulated"]
-    assert {"npu_moe_gating_top_k", "npu_grouped_matmul", "_npu_flash_attention"} < reached["functions"].keys()
-    assert "vllm_ascend.attention.mla_v1" in reached["modules"] and "functions of torch_npu were called" in run.output

@@ -1,6 +1,6 @@
-"""Every layout trains, its weights arrive in vLLM, and gradients do not depend on how the model is split; both lines.
+"""Every layout trains, its weights arrive in vLLM, and gradients do not depend on how the model is split.
 
-On line a3 experts are whole over TP x EP and stages a list of layers, as in production.
+Those of line a3: test_emulated_npu.py.
 """
 
 import pytest
@@ -9,13 +9,12 @@ from safetensors.torch import load_file
 
 pytestmark = [pytest.mark.slow, pytest.mark.full]
 TP, TP_DP = ("--rollout-tp", "2"), ("--rollout-tp", "2", "--rollout-dp", "2")
-LAYOUTS = {("pypi", "tp2ep2"): TP, ("pypi", "ep2pp2"): TP_DP, ("a3", "ep2pp2"): TP, ("a3", "tp2ep2"): TP_DP}
 
 
-@pytest.mark.parametrize("layout", ["tp2ep2", "ep2pp2"])
-def test_weights_arrive_and_the_first_gradient_is_that_of_every_layout(line, start, layout):
+@pytest.mark.parametrize(("layout", "ranks"), [("tp2ep2", TP), ("ep2pp2", TP_DP)])
+def test_weights_arrive_and_the_first_gradient_is_that_of_every_layout(smoke, layout, ranks):
     """Row reshard.direct. In fp32 all layouts sample the same first responses: rollout DP splits the prompts alike."""
-    run, other = start("--train-layout", layout, *LAYOUTS[line, layout], "--steps", "2", VERIFY), start()
+    run, other = smoke("--train-layout", layout, *ranks, "--steps", "2", VERIFY), smoke()
     assert_weights_arrive(run, verified=True)
     assert run.steps[0]["grad_norm"] == pytest.approx(other.steps[0]["grad_norm"], rel=1e-3)
     assert run.steps[0]["reward"] == other.steps[0]["reward"]

@@ -1,16 +1,10 @@
-"""The truth check stops the run at the step at which a weight sync is spoilt."""
+"""The truth check stops the run at the step at which a weight sync is spoilt; line a3's runs: test_emulated_npu.py."""
 
 import pytest
-from loop_runs import hook
+from loop_runs import assert_caught, hook
 
 pytestmark = [pytest.mark.slow, pytest.mark.full]
 ROLLOUT, NO_SYNC = "actor_rollout_ref.rollout", "recipe.weight_sync.enabled=false"
-
-
-def assert_caught(run, step):
-    assert run.code == 1, run.output[-1500:]
-    assert "WeightSyncError" in run.summary["exit"] and f"step {step}:" in run.summary["exit"], run.summary["exit"]
-    assert run.steps[-1]["step"] == step and run.steps[-1]["logprob_delta"]["mean"] > 1e-3
 
 
 def test_spoilt_weights_are_caught_at_step_one(smoke):
@@ -22,9 +16,9 @@ def test_the_hook_alone_changes_nothing(smoke):
     assert smoke("--steps", "1", hook("spoil_nothing")).steps[0]["logprob_delta"]["mean"] < 1e-5
 
 
-def test_a_skipped_sync_is_caught_at_the_first_step_that_skips(start):
+def test_a_skipped_sync_is_caught_at_the_first_step_that_skips(smoke):
     """Row update.sharding_manager."""
-    run = start("--steps", "3", NO_SYNC, ok=False)
+    run = smoke("--steps", "3", NO_SYNC, ok=False)
     assert run.steps[0]["logprob_delta"]["mean"] < 1e-5
     assert_caught(run, 2)
 

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from verl_patches.config.checks import hf_config_of
-from verl_patches.config.compose import compose
+from verl_patches.config.compose import compose, hf_config_of
 
 ACTOR = "actor_rollout_ref.actor.megatron."
 TP2 = [f"{ACTOR}tensor_model_parallel_size=2", "recipe.train.expert_split=tp_extend_ep"]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,32 +19,31 @@ TOKENS = 6
 LIMITS = {"max_model_len": 512, "max_num_seqs": 8, "gpu_memory_utilization": 0.5, "dtype": "float32", "seed": 0}
 
 
-def prompts(vocab: int = 512) -> list[list[int]]:
-    """Prompts of fixed lengths, random."""
+def prompts_of(lengths: Sequence[int], vocab: int = 512) -> list[list[int]]:
+    """Random prompts."""
     import torch
 
     generator = torch.Generator().manual_seed(0)
-    return [torch.randint(3, vocab, (length,), generator=generator).tolist() for length in PROMPT_LENGTHS]
+    return [torch.randint(3, vocab, (length,), generator=generator).tolist() for length in lengths]
 
 
-def compare(llm: Any, reference: Any) -> dict[str, Any]:
+def compare(llm: Any, reference: Any, lengths: Sequence[int] = PROMPT_LENGTHS, tokens: int = TOKENS) -> dict[str, Any]:
     """Generate greedily, and score what was generated with `reference` (transformers, fp32)."""
     import torch
     from vllm import SamplingParams
 
-    params = SamplingParams(temperature=0.0, max_tokens=TOKENS, logprobs=0, ignore_eos=True)
-    asked = prompts()
+    params = SamplingParams(temperature=0.0, max_tokens=tokens, logprobs=0, ignore_eos=True)
+    asked = prompts_of(lengths)
     outputs = llm.generate([{"prompt_token_ids": ids} for ids in asked], params, use_tqdm=False)
     worst, same = 0.0, True
     for ids, output in zip(asked, outputs, strict=True):
-        tokens = list(output.outputs[0].token_ids)
-        found = [step[token].logprob for step, token in zip(output.outputs[0].logprobs, tokens, strict=True)]
+        made = list(output.outputs[0].token_ids)
+        found = [step[token].logprob for step, token in zip(output.outputs[0].logprobs, made, strict=True)]
         with torch.no_grad():
-            logits = reference(torch.tensor([ids + tokens])).logits[0, len(ids) - 1 : -1].float()
-        expected = logits.log_softmax(-1).gather(1, torch.tensor(tokens).unsqueeze(1)).squeeze(1)
-        differences = (torch.tensor(found) - expected).abs()
-        worst = max(worst, float(differences.nan_to_num(torch.inf).max()))
-        same = same and logits.argmax(-1).tolist() == tokens
+            logits = reference(torch.tensor([ids + made])).logits[0, len(ids) - 1 : -1].float()
+        expected = logits.log_softmax(-1).gather(1, torch.tensor(made).unsqueeze(1)).squeeze(1)
+        worst = max(worst, float((torch.tensor(found) - expected).abs().nan_to_num(torch.inf).max()))
+        same = same and logits.argmax(-1).tolist() == made
     return {"worst": worst, "same": same}
 
 

@@ -20,10 +20,11 @@ def test_called_functions_and_imported_modules_are_listed_with_those_never_reach
     npu_swiglu(torch.ones(2, 4))
     worker = coverage.reached()
     assert worker["functions"]["npu_swiglu"] == before + 1
-    other = {"functions": {"npu_swiglu": 0, "npu_rms_norm": 0}, "modules": {"vllm_ascend.b": False}}
-    found = coverage.coverage_of([{"functions": {"npu_swiglu": 2}, "modules": worker["modules"]}, other])
+    other = {"functions": {"npu_swiglu": 0, "npu_rms_norm": 0}, "modules": {"vllm_ascend.b": False}, "graphs": 3}
+    found = coverage.coverage_of([{"functions": {"npu_swiglu": 2}, "modules": worker["modules"], "graphs": 0}, other])
     assert found["functions"]["npu_swiglu"]["calls"] == 2
     assert found["functions"]["npu_swiglu"]["schemas"][0].startswith("npu_swiglu(input, dim=-1")
     assert (found["functions_never"], found["modules"]) == (["npu_rms_norm"], ["vllm_ascend", "vllm_ascend.a"])
     assert found["modules_never"] == ["vllm_ascend.b"]
     assert "1 of 2 functions of torch_npu were called, npu_rms_norm never; 2 of 3 modules" in coverage.text_of(found)
+    assert found["graphs"] == 3 and "a worker traced 3 graphs" in coverage.text_of(found)

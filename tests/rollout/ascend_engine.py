@@ -16,37 +16,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import verl_patches.prelude_patch  # noqa: F401  before torch, as in a worker
-from tests.platform.emulated_engine import LIMITS, model_of
-
-LENGTHS = (5, 17, 3, 140, 64)
-
-
-def prompts_of(lengths: list[int], vocab: int = 512) -> list[list[int]]:
-    """Random prompts."""
-    import torch
-
-    generator = torch.Generator().manual_seed(0)
-    return [torch.randint(3, vocab, (length,), generator=generator).tolist() for length in lengths]
-
-
-def compare(llm: Any, reference: Any, lengths: list[int], tokens: int) -> dict[str, Any]:
-    """Generate greedily, and score what was generated with `reference` (transformers, fp32)."""
-    import torch
-    from vllm import SamplingParams
-
-    params = SamplingParams(temperature=0.0, max_tokens=tokens, logprobs=0, ignore_eos=True)
-    asked = prompts_of(lengths)
-    outputs = llm.generate([{"prompt_token_ids": ids} for ids in asked], params, use_tqdm=False)
-    worst, same = 0.0, True
-    for ids, output in zip(asked, outputs, strict=True):
-        made = list(output.outputs[0].token_ids)
-        found = [step[token].logprob for step, token in zip(output.outputs[0].logprobs, made, strict=True)]
-        with torch.no_grad():
-            logits = reference(torch.tensor([ids + made])).logits[0, len(ids) - 1 : -1].float()
-        expected = logits.log_softmax(-1).gather(1, torch.tensor(made).unsqueeze(1)).squeeze(1)
-        worst = max(worst, float((torch.tensor(found) - expected).abs().nan_to_num(torch.inf).max()))
-        same = same and logits.argmax(-1).tolist() == made
-    return {"worst": worst, "same": same}
+from tests.platform.emulated_engine import LIMITS, PROMPT_LENGTHS, TOKENS, compare, model_of
 
 
 @contextlib.contextmanager
@@ -166,7 +136,7 @@ def check_of(llm: Any, reference: Any, check: dict[str, Any]) -> dict[str, Any]:
     with without(check.get("without", [])):
         if "before" in check:
             found |= globals()[check["before"]](llm, reference)
-        lengths, tokens = check.get("lengths", LENGTHS), check.get("tokens", 6)
+        lengths, tokens = check.get("lengths", PROMPT_LENGTHS), check.get("tokens", TOKENS)
         try:
             for _ in range(check.get("repeat", 1) if tokens else 0):
                 found |= compare(llm, reference, lengths, tokens)

@@ -7,20 +7,19 @@ upstream place that would refuse the configuration, or the figure that would be 
 from __future__ import annotations
 
 import ast
-import fnmatch
 import functools
 import math
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from omegaconf import DictConfig
 
-from verl_patches.config import hccl
+from verl_patches.config import ascend, hccl
 from verl_patches.config.compose import (
-    ascend_arguments,
     config_file,
     graph_arguments,
     hf_config_of,
@@ -28,6 +27,7 @@ from verl_patches.config.compose import (
     model_shape_of,
     reads_weights,
     shape_file,
+    switched_off,
     vllm_arguments,
 )
 from verl_patches.config.environment import DROPPED, derive, run_dir
@@ -82,13 +82,13 @@ def check_config(config: DictConfig, must_exist: Collection[str] = ()) -> list[C
     if train:
         checks += [*_train_checks(config, train, model), *_checkpoint_checks(config, train)]
     if rollout:
-        checks += [*_rollout_checks(config, rollout, model), *_ascend_checks(config, model)]
+        checks += [*_rollout_checks(config, rollout, model), *_checks_of(ascend, config, model)]
     if train and rollout:
         checks += [*_batch_checks(config, train, rollout), *_sync_checks(config, train, rollout, model)]
     checks += [*_length_checks(config), *_line_checks(config), *_on_policy_checks(config), *_truth_check_checks(config)]
     checks += [Check("tensor cache", False, fault) for fault in limits.faults(config)]
     checks += [*_swap_checks(config), _sleep_check(config)]
-    return checks + [Check(*result) for result in hccl.checks(config, model)]
+    return [*checks, *_checks_of(hccl, config, model)]
 
 
 def require(checks: Iterable[Check]) -> None:
@@ -105,6 +105,11 @@ def _error_of(function: Callable, *arguments: object) -> str | None:
     except ConfigError as error:
         return str(error)
     return None
+
+
+def _checks_of(rules: ModuleType, config: DictConfig, model: ModelShape) -> Iterator[Check]:
+    """The rules of a file of its own: hccl.py, ascend.py."""
+    return (Check(*result) for result in rules.checks(config, model))
 
 
 def _either(name: str, ok: bool, held: str, fault: str) -> Check:
@@ -358,54 +363,6 @@ def _rollout_checks(config: DictConfig, rollout: ParallelLayout, model: ModelSha
         yield Check("expert parallel", False, text)
 
 
-def _ascend_checks(config: DictConfig, model: ModelShape) -> Iterator[Check]:
-    """What vllm-ascend at its pin would compute wrongly, or wait for without end, under these options."""
-    if not as_npu(config.recipe.platform):
-        return
-    options, rollout = ascend_arguments(config), config.actor_rollout_ref.rollout
-    scheduler, key = options.get("ascend_scheduler_config") or {}, f"{_ROLLOUT}.engine_kwargs.vllm.additional_config"
-    whole_prompts = bool(scheduler.get("enabled")) and not scheduler.get("enable_chunked_prefill")
-    if whole_prompts:
-        longest = rollout.max_model_len or config.data.max_prompt_length + config.data.max_response_length
-        budget = scheduler.get("max_num_batched_tokens") or rollout.max_num_batched_tokens
-        held = f"max_num_batched_tokens {budget} holds prompt + response {longest}"
-        fault = (
-            f"{_ROLLOUT}.max_num_batched_tokens is {budget}, expected >= {longest} with {key}.ascend_scheduler_config: "
-            "it takes a prompt whole, or a preempted response with its prompt, and drops what is longer without an "
-            "answer, for which generate() waits without end (vllm_ascend/core/scheduler.py:156)"
-        )
-        yield _either("Ascend scheduler", budget >= longest, held, fault)
-        if options.get("chunked_prefill_for_mla"):
-            text = (
-                f"{key}: chunked_prefill_for_mla with ascend_scheduler_config.enabled, expected one of them: without "
-                "chunked prefill a prompt's cached prefix is left out of its attention (mla_v1.py:428, vllm-ascend "
-                "issue 1553), and verl always enables the prefix cache (vllm_rollout_spmd.py)"
-            )
-            yield Check("Ascend scheduler", False, text)
-    row, graphs = "rollout.ascend_decode_kv", bool(graph_arguments(config))
-    if graphs and not whole_prompts:
-        fault = (
-            f"row {row} is off and {key}.torchair_graph_config.enabled is true with a scheduler that puts decodes and "
-            "prefills in one batch: the KV of its decode tokens would not be written (mla_v1.py:1188); expected "
-            f"recipe.patches without -{row}, or ascend_scheduler_config.enabled=true"
-        )
-        held = f"KV of all tokens in batches of decodes and prefills: row {row}"
-        yield _either("mixed batches", not _switched_off(config, row), held, fault)
-    row, groups = "rollout.ascend_expert_groups", hf_config_of(config).get("n_group")
-    if model.n_routed_experts != 256 and groups not in (None, 1) and _switched_off(config, row):
-        text = (
-            f"row {row} is off with {model.n_routed_experts} routed experts in {groups} groups; expected the row, 256 "
-            "experts or 1 group: vllm-ascend ranks groups by their best expert, not by two (fused_moe.py:738)"
-        )
-        yield Check("expert groups", False, text)
-    if rollout.get("prompt_logprobs") is not None:
-        text = (
-            f"{_ROLLOUT}.prompt_logprobs is {rollout.prompt_logprobs}, expected none: verl passes it on as a sampling "
-            "parameter (vllm_rollout_spmd.py), and vllm-ascend answers None (model_runner_v1.py:1421)"
-        )
-        yield Check("prompt log-probs", False, text)
-
-
 def _experts(name: str, ep: int, experts: int, key: str) -> Check:
     fault = (
         f"{experts} routed experts over {ep} ranks: expected a divisor of {experts}, at most {experts}; change {key}"
@@ -531,17 +488,12 @@ def _swap_checks(config: DictConfig) -> Iterator[Check]:
     yield _either("swap optimizer", not actor.optimizer_offload, held, fault)
 
 
-def _switched_off(config: DictConfig, row: str) -> bool:
-    matching = [pattern for pattern in config.recipe.patches if fnmatch.fnmatchcase(row, pattern[1:])]
-    return bool(matching) and matching[-1].startswith("-")
-
-
 def _sync_checks(
     config: DictConfig, train: ParallelLayout, rollout: ParallelLayout, model: ModelShape
 ) -> Iterator[Check]:
     """Whether the direct weight sync can serve this pair of layouts with these buckets; none where its row is off."""
     recipe = config.recipe
-    if _switched_off(config, "reshard.direct"):
+    if switched_off(config, "reshard.direct"):
         return
     libraries = (
         "mindspeed" if recipe.line == "a3" else "megatron-local",
@@ -564,7 +516,7 @@ def _plan_blocks(
 def _sleep_check(config: DictConfig) -> Check:
     """What the rollout engine's sleep does with its weights (memory/sleep_mode.py)."""
     name, recipe = "rollout memory", config.recipe
-    own_sleep_off = _switched_off(config, "memory.sleep_mode")
+    own_sleep_off = switched_off(config, "memory.sleep_mode")
     graphs = not config.actor_rollout_ref.rollout.enforce_eager
     if recipe.platform == "cpu" and (own_sleep_off or graphs):
         expected = []
@@ -576,7 +528,7 @@ def _sleep_check(config: DictConfig) -> Check:
     if own_sleep_off:
         return Check(name, True, "row memory.sleep_mode is off: vLLM copies all weights to the host")
     copied = None
-    if _switched_off(config, "reshard.direct"):
+    if switched_off(config, "reshard.direct"):
         copied = "row reshard.direct is off and verl's own sync is not known to write all of them"
     elif not recipe.weight_sync.enabled:
         copied = "recipe.weight_sync.enabled is false"

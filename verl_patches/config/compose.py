@@ -1,11 +1,12 @@
 """Compose one configuration: verl's trainer config (found, never copied), a file of ours, the recipe and overrides.
 
 The result is plain and fully resolved: what is printed, stored and handed to the driver is what runs. The second half
-reads from it what several rooms need: the model's sizes and files, vLLM's arguments.
+reads from it what several rooms need: the model's sizes and files, vLLM's arguments, rows that are off.
 """
 
 from __future__ import annotations
 
+import fnmatch
 import functools
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -228,3 +229,9 @@ def graph_arguments(config: DictConfig) -> Mapping[str, Any]:
     """vllm-ascend's torchair_graph_config; empty where graphs are not enabled."""
     graph = ascend_arguments(config).get("torchair_graph_config") or {}
     return graph if graph.get("enabled") else {}
+
+
+def switched_off(config: DictConfig, row: str) -> bool:
+    """Whether recipe.patches switches this row off: the last pattern that matches decides."""
+    matching = [pattern for pattern in config.recipe.patches if fnmatch.fnmatchcase(row, pattern[1:])]
+    return bool(matching) and matching[-1].startswith("-")

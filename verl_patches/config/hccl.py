@@ -15,6 +15,7 @@ from verl_patches.config.recipe import HCCL_PORTS
 from verl_patches.layout.inventory import ModelShape
 from verl_patches.layout.parallel import world_size
 from verl_patches.platform import as_npu
+from verl_patches.platform.npu import MC2_FROM_RANKS
 
 DEFAULT_BUFFER_MIB = 200  # HCCL's default
 BUFFER_STEP_MIB = 100
@@ -22,7 +23,6 @@ AIV_EXEC_TIMEOUT_S = 1091  # CANN envref_07_0078: the longest with AIV
 IF_PORTS = 16  # that HCCL_IF_BASE_PORT stands for (CANN envref_07_0074)
 PROC = Path("/proc/sys/net/ipv4")
 _MIB = 1 << 20
-_MC2_FROM_RANKS = 16  # vllm_ascend/ascend_forward_context.py:22
 _DEFAULT_SEATS = 256  # vllm/engine/arg_utils.py:1567, for a device below 70 GiB
 _RAY_PORTS = {  # (first, last) of `ray start` with its defaults, and the port of the printed commands
     "Ray's GCS": (6379, 6379),
@@ -52,7 +52,7 @@ def buffer_need_mib(config: DictConfig, model: ModelShape) -> int:
     the largest decode batch of a replica, split over TP (vllm_ascend/ops/fused_moe.py:134). With less the operator ends
     with an address out of range and names no variable (vllm-ascend issue 2674).
     """
-    if not config.recipe.rollout.expert_parallel or world_size(config) < _MC2_FROM_RANKS:
+    if not config.recipe.rollout.expert_parallel or world_size(config) < MC2_FROM_RANKS:
         return 0
     tp = config.actor_rollout_ref.rollout.tensor_model_parallel_size
     ep = tp * config.recipe.rollout.dp

@@ -18,11 +18,14 @@ PACKAGE = "vllm_ascend"
 
 
 def reached() -> dict[str, Any]:
-    """{functions: {name: calls}, modules: {name: imported}} of this process since its start."""
+    """{functions: {name: calls}, modules: {name: imported}, graphs: traced} of this process since its start."""
+    from verl_patches.platform.npu_emulated.packages import Graphs  # here: on this platform alone
+
     functions = {name: CALLS[name] for name in (*WITH_REFERENCE, *WITH_EMULATION, *ATB_FUNCTIONS)}
     places = getattr(sys.modules.get(PACKAGE), "__path__", ())
     return {
         "functions": functions,
+        "graphs": len(Graphs.traced),
         "modules": {name: name in sys.modules for place in places for name in _modules(Path(place))},
     }
 
@@ -36,17 +39,19 @@ def _modules(folder: Path) -> Iterable[str]:
 def coverage_of(workers: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """For summary.json, of what `reached` gave in every worker.
 
-    {functions: {name: {calls, schemas}}, functions_never, modules, modules_never}: a list of names each of the last
-    three.
+    {functions: {name: {calls, schemas}}, functions_never, modules, modules_never, graphs}: lists of names, and how many
+    graphs the worker that traced most has traced.
     """
-    calls, modules = Counter(), {}
+    calls, modules, graphs = Counter(), {}, 0
     for worker in workers:
+        graphs = max(graphs, worker["graphs"])
         calls.update(worker["functions"])
         modules |= {name: modules.get(name, False) or imported for name, imported in worker["modules"].items()}
     called = {name: count for name, count in calls.items() if count}
     schemas = {name: [f"{name}{schema.signature} -> {schema.returns}" for schema in read()[name]] for name in called}
     return {
         "functions": {name: {"calls": called[name], "schemas": schemas[name]} for name in sorted(called)},
+        "graphs": graphs,
         "functions_never": sorted(name for name, count in calls.items() if not count),
         "modules": sorted(name for name, imported in modules.items() if imported),
         "modules_never": sorted(name for name, imported in modules.items() if not imported),
@@ -57,8 +62,9 @@ def text_of(coverage: Mapping[str, Any]) -> str:
     """The coverage in one line."""
     functions, never = coverage["functions"], coverage["functions_never"]
     modules = len(coverage["modules"])
+    modules = f"{modules} of {modules + len(coverage['modules_never'])} modules of vllm-ascend were imported"
     return (
         f"emulated NPU: {len(functions)} of {len(functions) + len(never)} functions of torch_npu were called, "
-        f"{', '.join(never) or 'none'} never; {modules} of {modules + len(coverage['modules_never'])} modules of "
-        "vllm-ascend were imported (names and schemas: summary.json)"
+        f"{', '.join(never) or 'none'} never; {modules}; a worker traced {coverage['graphs']} graphs "
+        "(names and schemas: summary.json)"
     )

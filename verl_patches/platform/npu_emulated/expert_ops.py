@@ -93,7 +93,22 @@ def npu_moe_finalize_routing(
 # -- MC2: tokens to the ranks of their experts and back, in one op each ------------------------------------------------
 
 
+def _dispatched_rows(x, expert_ids, ep_world_size, moe_expert_num, global_bs):
+    """Rows of the room for what a rank can be sent at most, and its experts."""
+    local = moe_expert_num // ep_world_size
+    return (global_bs or len(x) * ep_world_size) * min(local, expert_ids.shape[1]), local
+
+
+def _dispatch_shapes(x, expert_ids, ep_world_size, moe_expert_num, global_bs, **given):
+    rows, local = _dispatched_rows(x, expert_ids, ep_world_size, moe_expert_num, global_bs)
+    places = x.new_empty(expert_ids.numel(), dtype=torch.int32)
+    counts, received = x.new_empty(local, dtype=torch.int64), x.new_empty(ep_world_size, dtype=torch.int32)
+    room, zero = x.new_empty(rows, x.shape[1]), x.new_empty(1, dtype=torch.int32)
+    return room, no_values(x), places, counts, received, zero, no_values(x)
+
+
 @torch_npu_op
+@with_shapes(_dispatch_shapes)
 def npu_moe_distribute_dispatch(
     x,
     expert_ids,
@@ -119,13 +134,13 @@ def npu_moe_distribute_dispatch(
     group = hccl.group_named(group_ep)
     found = group.rank(), group.size()
     demand(found == (ep_rank_id, ep_world_size), f"{group_ep} has (rank, size) {found}")
-    k, local = expert_ids.shape[1], moe_expert_num // ep_world_size
+    k, (most, local) = expert_ids.shape[1], _dispatched_rows(x, expert_ids, ep_world_size, moe_expert_num, global_bs)
     experts, order = expert_ids.flatten().long().sort(stable=True)
     sent = torch.bincount(experts // local, minlength=ep_world_size).tolist()
     rows, received = hccl.exchange(x[order // k], sent, group)
     experts, _ = hccl.exchange(experts, sent, group)
     experts, by_expert = (experts % local).sort(stable=True)
-    room = x.new_full((largest * min(local, k), x.shape[1]), torch.nan)
+    room = x.new_full((most, x.shape[1]), torch.nan)
     room[: len(rows)] = rows[by_expert]
     counts = torch.bincount(experts, minlength=local)
     group.dispatched = order, sent, received, by_expert
@@ -134,7 +149,12 @@ def npu_moe_distribute_dispatch(
     return room, no_values(x), places, counts, torch.tensor(received, dtype=torch.int32), zero, no_values(x)
 
 
+def _combine_shapes(expand_x, expert_ids, **given):
+    return expand_x.new_empty(len(expert_ids), expand_x.shape[1])
+
+
 @torch_npu_op
+@with_shapes(_combine_shapes)
 def npu_moe_distribute_combine(
     expand_x, expert_ids, expand_idx, ep_send_counts, expert_scales, group_ep, comm_quant_mode, **unused
 ):

@@ -103,7 +103,8 @@ def cache_compile(func: Callable, *, config: Any = None, dynamic: bool = True, f
 @contextmanager
 def npu_stream_switch(stream_tag: str, stream_priority: int = 0):
     """Work of another stream of the graph: done at once."""
-    Graphs.stream_switches += 1
+    if not torch.compiler.is_compiling():  # a trace takes the count for a constant, and traces again when it changes
+        Graphs.stream_switches += 1
     yield
 
 

@@ -91,6 +91,9 @@ ENGINE: tuple[PatchSpec, ...] = (
           "vllm:gloo_group",
           "it uses ProcessGroup.Options (vllm_ascend/platform.py:268), which torch 2.13 does not have",
           processes=_WORKER),
+    _vllm("moe_state", "vllm_ascend.ascend_forward_context:get_fused_moe_state", "wrap", "vllm:moe_state_of_many_ranks",
+          "decode exchanges experts by MC2 from 16 ranks on (vllm_ascend/ascend_forward_context.py:22), fewer by "
+          "all-to-all, which no graph can hold", exit="emulated runs of 16 ranks", processes=_WORKER),
 )  # fmt: skip
 
 ROWS: tuple[PatchSpec, ...] = (*DEVICE, *ENGINE)

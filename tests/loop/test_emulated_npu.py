@@ -1,0 +1,94 @@
+"""Line a3 on platform npu_emulated: vLLM's engine V1 with vllm-ascend in the loop, in layouts and graphs of production.
+
+Dynamo traces the decode step of runs with graphs. vLLM's ranks that split experts exchange tokens by MC2 in it.
+"""
+
+import functools
+
+import pytest
+from loop_runs import VERIFY, assert_caught, assert_weights_arrive, hook
+from omegaconf import OmegaConf
+
+from verl_patches.catalog import ROWS
+from verl_patches.patching.switches import Switches
+
+pytestmark = [pytest.mark.slow, pytest.mark.upstream]
+ROLLOUT = "actor_rollout_ref.rollout"
+GRAPHS = "torchair_graph_config:{enabled:true,graph_batch_sizes:[8]}"
+MULTISTREAM = GRAPHS.replace("}", ",enable_multistream_mla:true,enable_multistream_moe:true}")
+MC2 = {"npu_moe_distribute_dispatch", "npu_moe_distribute_combine"}
+
+
+def with_graphs(graphs):
+    """Overrides of a run with captured graphs, which need whole prompts or room for mixed batches."""
+    options = f"+{ROLLOUT}.engine_kwargs.vllm.additional_config={{{graphs},chunked_prefill_for_mla:true}}"
+    return f"{ROLLOUT}.enforce_eager=false", f"{ROLLOUT}.free_cache_engine=false", options
+
+
+@pytest.fixture(scope="session")
+def emulated(a3):
+    return functools.partial(a3, "--emulate-npu", "--steps")
+
+
+def test_every_row_is_active_and_the_engine_is_that_of_vllm_ascend(emulated):
+    run = emulated("2")
+    assert run.summary["platform"] == "npu_emulated"
+    assert_weights_arrive(run)
+    wanted = {row.id for row in ROWS if Switches("a3", "npu_emulated").decide(row)[0]}
+    active = {row["id"] for row in run.summary["patches"] if row["state"] == "active"}
+    assert wanted == active  # docs/patches.md says so
+    reached = run.summary["emulated"]
+    assert {"npu_moe_gating_top_k", "npu_grouped_matmul", "_npu_flash_attention"} < reached["functions"].keys()
+    assert "vllm_ascend.attention.mla_v1" in reached["modules"] and "functions of torch_npu were called" in run.output
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("layout", "ranks", "graphs"),
+    [("ep2pp2", ("--rollout-tp", "2"), GRAPHS), ("tp2ep2", ("--rollout-tp", "2", "--rollout-dp", "2"), MULTISTREAM)],
+)
+def test_every_layout_and_graph_mode_has_the_same_first_gradient(emulated, layout, ranks, graphs):
+    """Experts are whole over TP x EP and stages a list of layers, as in production."""
+    run, first = emulated("2", "--train-layout", layout, *ranks, *with_graphs(graphs), VERIFY), emulated("2")
+    assert_weights_arrive(run, verified=True)
+    reached = run.summary["emulated"]
+    assert MC2 < reached["functions"].keys() and reached["graphs"] > 0
+    assert run.steps[0]["grad_norm"] == pytest.approx(first.steps[0]["grad_norm"], rel=1e-3)
+    assert run.steps[0]["reward"] == first.steps[0]["reward"]
+
+
+@pytest.mark.full
+def test_the_gradient_is_that_of_platform_cpu(emulated, a3):
+    """In fp32; the model with 256 experts is not that of the other lines' runs."""
+    first = emulated("2")
+    model = OmegaConf.load(first.folder / "config.yaml").actor_rollout_ref.model.path
+    given = "recipe.model_shape=model/deepseekv3_tiny_256experts.json", f"actor_rollout_ref.model.path={model}"
+    replayed = a3("--steps", "1", "--replay-rollout", str(first.folder), *given)
+    assert replayed.steps[0]["grad_norm"] == pytest.approx(first.steps[0]["grad_norm"], rel=1e-4)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("spoil", "more"),
+    [
+        ("drop_bias", ()),
+        ("missing_all_reduce", ("--rollout-tp", "2")),
+        ("wrong_dp_rank", ("--rollout-dp", "2", "recipe.patches=[-reshard.*]")),
+    ],
+)
+def test_spoilt_weights_and_ranks_are_caught_at_step_one(emulated, spoil, more):
+    """wrong_dp_rank without the direct weight sync, which refuses it before step 1 (tests/reshard)."""
+    assert_caught(emulated("1", *more, hook(spoil), ok=False), 1)
+
+
+@pytest.mark.full
+def test_a_skipped_sync_is_caught_at_the_first_step_that_skips(emulated):
+    run = emulated("3", "recipe.weight_sync.enabled=false", ok=False)
+    assert run.steps[0]["logprob_delta"]["mean"] < 1e-5
+    assert_caught(run, 2)
+
+
+@pytest.mark.full
+def test_a_worker_that_differs_is_refused_before_step_one(emulated):
+    run = emulated("1", hook("other_switches"), ok=False)
+    assert run.code == 1 and run.steps == [] and "reshard.direct" in run.summary["exit"]

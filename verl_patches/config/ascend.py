@@ -1,0 +1,98 @@
+"""Options of vllm-ascend at its pin that are refused: what it would compute wrongly, or wait for without end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from omegaconf import DictConfig
+
+from verl_patches.config.compose import ascend_arguments, graph_arguments, hf_config_of, switched_off
+from verl_patches.layout.inventory import ModelShape
+from verl_patches.layout.parallel import world_size
+from verl_patches.platform import as_npu
+from verl_patches.platform.npu import MC2_FROM_RANKS
+
+_ROLLOUT = "actor_rollout_ref.rollout"
+_OPTIONS = f"{_ROLLOUT}.engine_kwargs.vllm.additional_config"
+_Found = Iterator[tuple[str, bool, str]]
+
+
+def checks(config: DictConfig, model: ModelShape) -> list[tuple[str, bool, str]]:
+    """(name, whether it holds, one sentence) of each rule of this file; nothing on other platforms than npu."""
+    if not as_npu(config.recipe.platform):
+        return []
+    rules = _scheduler, _mixed_batches, _graphs, _groups, _answers
+    return [found for rule in rules for found in rule(config, model)]
+
+
+def _whole_prompts(config: DictConfig) -> bool:
+    scheduler = ascend_arguments(config).get("ascend_scheduler_config") or {}
+    return bool(scheduler.get("enabled")) and not scheduler.get("enable_chunked_prefill")
+
+
+def _scheduler(config: DictConfig, model: ModelShape) -> _Found:
+    if not _whole_prompts(config):
+        return
+    options, rollout = ascend_arguments(config), config.actor_rollout_ref.rollout
+    longest = rollout.max_model_len or config.data.max_prompt_length + config.data.max_response_length
+    budget = options["ascend_scheduler_config"].get("max_num_batched_tokens") or rollout.max_num_batched_tokens
+    held = f"max_num_batched_tokens {budget} holds prompt + response {longest}"
+    fault = (
+        f"{_ROLLOUT}.max_num_batched_tokens is {budget}, expected >= {longest} with {_OPTIONS}.ascend_scheduler_config"
+        ": it takes a prompt whole, or a preempted response with its prompt, and drops what is longer without an "
+        "answer, for which generate() waits without end (vllm_ascend/core/scheduler.py:156)"
+    )
+    yield "Ascend scheduler", budget >= longest, held if budget >= longest else fault
+    if options.get("chunked_prefill_for_mla"):
+        text = (
+            f"{_OPTIONS}: chunked_prefill_for_mla with ascend_scheduler_config.enabled, expected one of them: without "
+            "chunked prefill a prompt's cached prefix is left out of its attention (mla_v1.py:428, vllm-ascend "
+            "issue 1553), and verl always enables the prefix cache (vllm_rollout_spmd.py)"
+        )
+        yield "Ascend scheduler", False, text
+
+
+def _mixed_batches(config: DictConfig, model: ModelShape) -> _Found:
+    row = "rollout.ascend_decode_kv"
+    if not graph_arguments(config) or _whole_prompts(config):
+        return
+    fault = (
+        f"row {row} is off and {_OPTIONS}.torchair_graph_config.enabled is true with a scheduler that puts decodes and "
+        "prefills in one batch: the KV of its decode tokens would not be written (mla_v1.py:1188); expected "
+        f"recipe.patches without -{row}, or ascend_scheduler_config.enabled=true"
+    )
+    off, held = switched_off(config, row), f"KV of all tokens in batches of decodes and prefills: row {row}"
+    yield "mixed batches", not off, fault if off else held
+
+
+def _graphs(config: DictConfig, model: ModelShape) -> _Found:
+    """Experts over 2 to 15 ranks are exchanged by all-to-all, whose lengths are values: no graph can hold it."""
+    recipe, ranks = config.recipe, world_size(config)
+    few = recipe.rollout.expert_parallel and 1 < ranks < MC2_FROM_RANKS
+    if few and recipe.platform == "npu" and graph_arguments(config):
+        text = (
+            f"{_OPTIONS}.torchair_graph_config.enabled with experts split over {ranks} ranks, expected at least "
+            f"{MC2_FROM_RANKS}, recipe.rollout.expert_parallel=false, or no graphs: vllm-ascend exchanges tokens by "
+            "all-to-all below (vllm_ascend/ascend_forward_context.py:22), which torchair cannot trace"
+        )
+        yield "graphs", False, text
+
+
+def _groups(config: DictConfig, model: ModelShape) -> _Found:
+    row, groups = "rollout.ascend_expert_groups", hf_config_of(config).get("n_group")
+    if model.n_routed_experts != 256 and groups not in (None, 1) and switched_off(config, row):
+        text = (
+            f"row {row} is off with {model.n_routed_experts} routed experts in {groups} groups; expected the row, 256 "
+            "experts or 1 group: vllm-ascend ranks groups by their best expert, not by two (fused_moe.py:738)"
+        )
+        yield "expert groups", False, text
+
+
+def _answers(config: DictConfig, model: ModelShape) -> _Found:
+    asked = config.actor_rollout_ref.rollout.get("prompt_logprobs")
+    if asked is not None:
+        text = (
+            f"{_ROLLOUT}.prompt_logprobs is {asked}, expected none: verl passes it on as a sampling parameter "
+            "(vllm_rollout_spmd.py), and vllm-ascend answers None (model_runner_v1.py:1421)"
+        )
+        yield "prompt log-probs", False, text
