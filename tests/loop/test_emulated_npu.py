@@ -6,7 +6,7 @@ Dynamo traces the decode step of runs with graphs. vLLM's ranks that split exper
 import functools
 
 import pytest
-from loop_runs import VERIFY, assert_caught, assert_weights_arrive, hook
+from loop_runs import OFFLOAD, VERIFY, assert_caught, assert_weights_arrive, hook
 from omegaconf import OmegaConf
 
 from verl_patches.catalog import ROWS
@@ -16,6 +16,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.upstream]
 ROLLOUT = "actor_rollout_ref.rollout"
 GRAPHS = "torchair_graph_config:{enabled:true,graph_batch_sizes:[8]}"
 MULTISTREAM = GRAPHS.replace("}", ",enable_multistream_mla:true,enable_multistream_moe:true}")
+AS_IN_PRODUCTION = (
+    *(option for option in OFFLOAD if ".optimizer_offload" not in option),  # the swapped optimizer is for bf16
+    "recipe.train.skip_old_log_prob=true",
+    "recipe.tensor_cache.enabled=true",
+    "recipe.memory.ledger=strict",
+)
 MC2 = {"npu_moe_distribute_dispatch", "npu_moe_distribute_combine"}
 
 
