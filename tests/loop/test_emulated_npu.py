@@ -53,14 +53,15 @@ def test_every_row_is_active_and_the_engine_is_that_of_vllm_ascend(emulated):
     ("layout", "ranks", "graphs"),
     [("ep2pp2", ("--rollout-tp", "2"), GRAPHS), ("tp2ep2", ("--rollout-tp", "2", "--rollout-dp", "2"), MULTISTREAM)],
 )
-def test_every_layout_and_graph_mode_has_the_same_first_gradient(emulated, layout, ranks, graphs):
+def test_layouts_and_graphs_change_no_step(emulated, layout, ranks, graphs):
     """Experts are whole over TP x EP and stages a list of layers, as in production."""
     run, first = emulated("2", "--train-layout", layout, *ranks, *with_graphs(graphs), VERIFY), emulated("2")
     assert_weights_arrive(run, verified=True)
     reached = run.summary["emulated"]
     assert MC2 < reached["functions"].keys() and reached["graphs"] > 0
-    assert run.steps[0]["grad_norm"] == pytest.approx(first.steps[0]["grad_norm"], rel=1e-3)
-    assert run.steps[0]["reward"] == first.steps[0]["reward"]
+    for step, expected in zip(run.steps, first.steps, strict=True):
+        assert step["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
+        assert step["reward"] == expected["reward"]
 
 
 @pytest.mark.full

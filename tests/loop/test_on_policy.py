@@ -16,14 +16,11 @@ def assert_same_but_for_the_pass(skipped, plain):
         assert "log_prob" not in step["seconds"] and other["seconds"]["log_prob"] > 0
 
 
-@pytest.mark.upstream
-def test_skipped_steps_are_the_same_steps_without_the_pass(a3):
-    """Rows update.on_policy, update.loss_on_policy and update.take_log_prob_moments."""
-    assert_same_but_for_the_pass(a3(SKIP), a3())
+def test_skipped_steps_are_the_same_steps_without_the_pass(smoke):
+    """Rows update.on_policy, update.loss_on_policy and update.take_log_prob_moments; line a3: test_emulated_npu.py.
 
-
-def test_one_rank_of_each_replica_reports(smoke):
-    """Both log-probs of a response are counted once, whatever ranks have them."""
+    Both log-probs of a response are counted once, whatever ranks have them.
+    """
     layout = ("--train-layout", "tp2ep2", "--rollout-tp", "2", "--steps", "2", VERIFY)
     plain, skipped = (smoke(*layout, *more) for more in ((), (SKIP,)))  # plain: as in test_layouts.py
     assert_same_but_for_the_pass(skipped, plain)

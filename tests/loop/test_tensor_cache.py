@@ -55,6 +55,6 @@ def test_balanced_and_packed_steps_are_the_same_but_for_rounding(smoke):
 
 @pytest.mark.upstream
 def test_line_a3(a3):
-    more = ["--train-layout", "tp2ep2", "algorithm.adv_estimator=remax", "algorithm.use_kl_in_reward=true"]
+    more = ["algorithm.adv_estimator=remax", "algorithm.use_kl_in_reward=true"]
     plain, cached = (a3("--steps", "2", ARRIVAL, SEED, *more, *on) for on in ([], [ON]))
     assert_same_steps(cached, plain)
