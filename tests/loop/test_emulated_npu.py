@@ -51,7 +51,10 @@ def test_every_row_is_active_and_the_engine_is_that_of_vllm_ascend(emulated):
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("layout", "ranks", "graphs"),
-    [("pp2", ("--rollout-tp", "2"), GRAPHS), ("tp2ep2", ("--rollout-tp", "2", "--rollout-dp", "2"), MULTISTREAM)],
+    [
+        ("pp2", ("--rollout-tp", "2"), GRAPHS),
+        ("tp2ep2", ("--rollout-tp", "2", "--rollout-dp", "2", *AS_IN_PRODUCTION), MULTISTREAM),
+    ],
 )
 def test_layouts_and_graphs_change_no_step(emulated, layout, ranks, graphs):
     """Experts are whole over TP x EP and stages a list of layers, as in production."""
