@@ -34,7 +34,7 @@ def prelude(run_python):
 
 @pytest.mark.parametrize("line", LINES)
 @pytest.mark.parametrize("platform", ["npu", "cuda"])
-def test_stand_ins_are_for_cpu_only(platform, line):
+def test_stand_ins_are_for_machines_without_an_accelerator(platform, line):
     wanted = Engine(ROWS, Switches(line, platform)).wanted
     assert wanted and wanted.isdisjoint(row.id for row in STAND_INS)
     asked = Switches(line, platform, tuple(f"+{row.id}" for row in STAND_INS))

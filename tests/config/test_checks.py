@@ -46,17 +46,9 @@ EIGHT = "trainer.nnodes=1", "trainer.n_gpus_per_node=8", "recipe.rollout.instanc
         ([f"{ASCEND_SCHEDULER}={{enabled: true, enable_chunked_prefill: true}}"], "Ascend scheduler", None),
         (["recipe.patches=[-rollout.ascend_decode_kv]"], "mixed batches", r"decode_kv is off .* would not be written"),
         (
-            [
-                f"{ASCEND_SCHEDULER}={{enabled: true, enable_chunked_prefill: true}}",
-                "recipe.patches=[-rollout.ascend_decode_kv]",
-            ],
-            "mixed batches",
-            "expected recipe.patches without",
-        ),
-        (
             [f"{BUDGET}=4096", NO_CHUNKS, WHOLE_PROMPTS, "recipe.patches=[-rollout.ascend_decode_kv]"],
             "mixed batches",
-            None,
+            "expected recipe.patches without",
         ),
         (
             [

@@ -43,6 +43,7 @@ def test_every_row_is_active_and_the_engine_is_that_of_vllm_ascend(emulated):
     wanted = {row.id for row in ROWS if Switches("a3", "npu_emulated").decide(row)[0]}
     active = {row["id"] for row in run.summary["patches"] if row["state"] == "active"}
     assert wanted == active  # docs/patches.md says so
+    assert run.summary["peak_pss_bytes"]["total"] < 6 * 2**30
     reached = run.summary["emulated"]
     assert {"npu_moe_gating_top_k", "npu_grouped_matmul", "_npu_flash_attention"} < reached["functions"].keys()
     assert "vllm_ascend.attention.mla_v1" in reached["modules"] and "functions of torch_npu were called" in run.output
@@ -62,6 +63,9 @@ def test_layouts_and_graphs_change_no_step(emulated, layout, ranks, graphs):
     assert_weights_arrive(run, verified=True)
     reached = run.summary["emulated"]
     assert MC2 < reached["functions"].keys() and reached["graphs"] > 0
+    if AS_IN_PRODUCTION[0] in ranks:
+        assert all("log_prob" not in s["seconds"] and s["tensor_cache"]["received_bytes"] > 0 for s in run.steps)
+        assert all(s["memory"]["violations"]["count"] == 0 and s["offload"]["host_bytes"] > 0 for s in run.steps[:1])
     for step, expected in zip(run.steps, first.steps, strict=True):
         assert step["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
         assert step["reward"] == expected["reward"]
@@ -89,6 +93,12 @@ def test_the_gradient_is_that_of_platform_cpu(emulated, a3):
 def test_spoilt_weights_and_ranks_are_caught_at_step_one(emulated, spoil, more):
     """wrong_dp_rank without the direct weight sync, which refuses it before step 1 (tests/reshard)."""
     assert_caught(emulated("1", *more, hook(spoil), ok=False), 1)
+
+
+@pytest.mark.full
+def test_the_hook_alone_changes_nothing_with_verls_own_sync_and_experts_over_two_ranks(emulated):
+    run = emulated("1", "--rollout-dp", "2", "recipe.patches=[-reshard.*]", hook("spoil_nothing"))
+    assert run.steps[0]["logprob_delta"]["max"] < 1e-5
 
 
 @pytest.mark.full

@@ -1,8 +1,9 @@
 """The rollout of a 256-die configuration, built by verl's own vLLMRollout on platform npu_emulated with smaller sizes.
 
 Only sizes differ from the shipped YAML: those of the model, lengths and batched tokens divided by `SCALE`, parallel
-sizes 1, as many prompts as fill `max_num_seqs`. The model's weights are read (load_format=auto), where the run has a
-weight sync.
+sizes 1, as many prompts as fill `max_num_seqs`; and dtype, float32, which tells an error from rounding. The model's
+weights are read (load_format=auto), where the run has a weight sync. Experts over ranks, MC2 and dummy batches of
+data-parallel ranks: tests/loop/test_emulated_npu.py.
 """
 
 from __future__ import annotations

@@ -18,24 +18,20 @@ _Found = Iterator[tuple[str, bool, str]]
 
 
 def checks(config: DictConfig, model: ModelShape) -> list[tuple[str, bool, str]]:
-    """(name, whether it holds, one sentence) of each rule of this file; nothing on other platforms than npu."""
+    """(name, whether it holds, one sentence) of each rule of this file; nothing where there is no NPU."""
     if not as_npu(config.recipe.platform):
         return []
     rules = _scheduler, _mixed_batches, _graphs, _groups, _answers
     return [found for rule in rules for found in rule(config, model)]
 
 
-def _whole_prompts(config: DictConfig) -> bool:
-    scheduler = ascend_arguments(config).get("ascend_scheduler_config") or {}
-    return bool(scheduler.get("enabled")) and not scheduler.get("enable_chunked_prefill")
-
-
 def _scheduler(config: DictConfig, model: ModelShape) -> _Found:
-    if not _whole_prompts(config):
-        return
     options, rollout = ascend_arguments(config), config.actor_rollout_ref.rollout
+    scheduler = options.get("ascend_scheduler_config") or {}
+    if not scheduler.get("enabled") or scheduler.get("enable_chunked_prefill"):
+        return  # prompts are not taken whole
     longest = rollout.max_model_len or config.data.max_prompt_length + config.data.max_response_length
-    budget = options["ascend_scheduler_config"].get("max_num_batched_tokens") or rollout.max_num_batched_tokens
+    budget = scheduler.get("max_num_batched_tokens") or rollout.max_num_batched_tokens
     held = f"max_num_batched_tokens {budget} holds prompt + response {longest}"
     fault = (
         f"{_ROLLOUT}.max_num_batched_tokens is {budget}, expected >= {longest} with {_OPTIONS}.ascend_scheduler_config"
@@ -53,13 +49,14 @@ def _scheduler(config: DictConfig, model: ModelShape) -> _Found:
 
 
 def _mixed_batches(config: DictConfig, model: ModelShape) -> _Found:
+    """With any scheduler: a prompt of which all but one token are in the prefix cache counts as a decode."""
     row = "rollout.ascend_decode_kv"
-    if not graph_arguments(config) or _whole_prompts(config):
+    if not graph_arguments(config):
         return
     fault = (
-        f"row {row} is off and {_OPTIONS}.torchair_graph_config.enabled is true with a scheduler that puts decodes and "
-        "prefills in one batch: the KV of its decode tokens would not be written (mla_v1.py:1188); expected "
-        f"recipe.patches without -{row}, or ascend_scheduler_config.enabled=true"
+        f"row {row} is off and {_OPTIONS}.torchair_graph_config.enabled is true: in a batch of decodes and prefills "
+        "the KV of decode tokens would not be written (mla_v1.py:1188); expected recipe.patches without "
+        f"-{row}, or no graphs"
     )
     off, held = switched_off(config, row), f"KV of all tokens in batches of decodes and prefills: row {row}"
     yield "mixed batches", not off, fault if off else held

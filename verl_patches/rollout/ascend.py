@@ -16,9 +16,10 @@ def write_decode_kv(forward: Callable) -> Callable:
     old contents, which the next steps read. Here they are written before, by the pin's own exec_kv_prefill, which takes
     any tokens. The batch holds decodes first: tokens [0, num_decode_tokens) of hidden states and slot_mapping.
 
-    Prompts of one token count as decodes. In a batch of fresh prompts (PrefillNoCache) upstream then writes the
-    prefills' keys, which are cached already, a second time with the slots of all tokens (:1192), one too many. Such a
-    batch is computed as ChunkedPrefill, of which PrefillNoCache is the case without earlier tokens.
+    Prompts of one token, or with one token that is not in the prefix cache, count as decodes. In a batch of fresh
+    prompts (PrefillNoCache) upstream then writes the prefills' keys, which are cached already, a second time with the
+    slots of all tokens (:1192), one too many. Such a batch is computed as ChunkedPrefill, of which PrefillNoCache is
+    the case without earlier tokens.
     """
 
     @functools.wraps(forward)
@@ -45,9 +46,11 @@ def write_decode_kv(forward: Callable) -> Callable:
 
 
 def _is_mixed(impl: Any, attn_metadata: Any) -> bool:
+    """Whether there are tokens that count as decodes, in a batch that is not run as one of decodes alone."""
     if attn_metadata is None or not impl.torchair_graph_enabled:  # None: a profiling run
         return False
-    return attn_metadata.num_decodes > 0 and attn_metadata.num_prefills > 0
+    states = type(attn_metadata.attn_state)
+    return attn_metadata.num_decodes > 0 and attn_metadata.attn_state not in (states.DecodeOnly, states.SpecDecoding)
 
 
 def _without_second_write(attn_metadata: Any) -> Any:
@@ -64,7 +67,7 @@ def _cos_sin(rotary: Any, positions: Any, dtype: Any) -> tuple[Any, Any]:
 
 
 def rank_groups_by_two(topk_weights: Any, num_expert_group: int, topk_group: int) -> Any:
-    """Scores of `topk_weights` [tokens, experts] in the `topk_group` best groups of a token, 0 in all others.
+    """Scores of `topk_weights` [tokens, experts] in the `topk_group` best groups of a token, -inf in all others.
 
     Row provider for native_grouped_topk. DeepSeek-V3 ranks a group by the sum of its two best experts (its
     inference/model.py), upstream by the best one, as DeepSeek-V2 does. Experts of a group are neighbours.
@@ -75,7 +78,7 @@ def rank_groups_by_two(topk_weights: Any, num_expert_group: int, topk_group: int
     best_two = groups.topk(min(2, groups.shape[-1]), dim=-1).values.sum(-1)
     kept = torch.zeros_like(best_two, dtype=torch.bool)
     kept.scatter_(1, best_two.topk(topk_group, dim=-1, sorted=False).indices, True)
-    return groups.masked_fill(~kept.unsqueeze(-1), 0.0).flatten(1)
+    return groups.masked_fill(~kept.unsqueeze(-1), float("-inf")).flatten(1)
 
 
 def top_k_and_top_p_in_their_places(original: Callable) -> Callable:
