@@ -177,6 +177,24 @@ def test_a_writer_refuses_too_many_too_few_doubled_and_unaligned_bytes(tmp_path)
     assert not list(tmp_path.glob("x*"))
 
 
+def test_files_are_durable_before_they_have_their_names(tmp_path, monkeypatch):
+    calls = []
+
+    def seen(name, of):
+        function = getattr(os, name)
+        monkeypatch.setattr(os, name, lambda *given: calls.append((name, of(given))) or function(*given))
+
+    seen("fsync", lambda given: os.path.basename(os.readlink(f"/proc/self/fd/{given[0]}")))
+    seen("replace", lambda given: os.path.basename(given[1]))
+    writer.begin(tmp_path, EMPTY)
+    calls.clear()
+    write(tmp_path, "notes.txt")
+    folder = tmp_path.name
+    assert calls[:3] == [("fsync", "notes.txt.partial"), ("replace", "notes.txt"), ("fsync", folder)]
+    (entry, *_), named, after = calls[3:]
+    assert entry == "fsync" and named == ("replace", "notes.txt.json") and after == ("fsync", m.ENTRIES)
+
+
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EDQUOT])
 def test_a_full_disk_is_named_and_leaves_no_file(tmp_path, error, monkeypatch):
     writer.begin(tmp_path, EMPTY)
