@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import shutil
 import statistics
 import sys
@@ -68,7 +67,8 @@ def case(folder: Path, source: str, target: str, dtype: str, layout: str | None)
     done = convert(plan, folder / target)
     seconds, moved = time.perf_counter() - start, calls_bytes() - before
     least = done.read_bytes + sum(t.size_bytes for file in done.manifest.files for t in file.tensors)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    peak = int(status["VmHWM"].split()[0]) * 1024  # ru_maxrss would include the parent's, from before exec
     return {"seconds": seconds, "moved": moved, "least": least, "read": done.read_bytes, "peak": peak}
 
 
