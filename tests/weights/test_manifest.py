@@ -1,0 +1,254 @@
+"""The format of sharded weights: what is written is read back, and no state of a folder looks complete but one."""
+
+import errno
+import json
+import os
+import signal
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from verl_patches.errors import ConfigError, RecipeError
+from verl_patches.layout.inventory import read_model_shape
+from verl_patches.model.tiny import tiny_config
+from verl_patches.reshard.region import Region
+from verl_patches.weights import manifest as m
+from verl_patches.weights import writer
+from verl_patches.weights.shards import DTYPES, ShardReader, tensor_bytes
+
+W = torch.arange(48, dtype=torch.float32).view(8, 6)
+BIAS = torch.arange(5, dtype=torch.float32)
+COLUMNS = torch.arange(24).view(4, 6).bfloat16()
+MODEL = read_model_shape(tiny_config())
+
+
+def entry(tensor, name, axis=0, start=0, whole=None, **more):
+    region = Region(name, axis, start, start + tensor.shape[axis])
+    return m.TensorEntry(name, DTYPES[tensor.dtype], tuple(tensor.shape), region, whole or tuple(tensor.shape), **more)
+
+
+FILES = {
+    "a.safetensors": [
+        (entry(W[:3], "w", whole=(8, 6)), W[:3]),
+        (entry(COLUMNS[:, :2], "c", 1, 0, (4, 6)), COLUMNS[:, :2]),
+    ],
+    "b.safetensors": [
+        (entry(W[3:], "w", start=3, whole=(8, 6)), W[3:]),
+        (entry(BIAS, "bias"), BIAS),
+        (m.TensorEntry("w.m", "F32", (7,), Region("w", 0, 3, 8), (8, 6), "exp_avg", 4), W[3:].reshape(-1)[4:11]),
+        (entry(COLUMNS[:, 2:], "c", 1, 2, (4, 6)), COLUMNS[:, 2:]),
+    ],
+}
+EMPTY = m.Manifest("shards", MODEL, "tp2 @2", "keep", "id", (*FILES, "notes.txt"), facts={"step": 3})
+
+
+def write(folder, name, pieces=1):
+    tensors = FILES.get(name, [])
+    with writer.FileWriter(folder, name, [entry for entry, _ in tensors]) as file:
+        for data in [tensor_bytes(tensor) for _, tensor in tensors] or [b"some text"]:
+            for part in range(pieces):
+                file.write(data[len(data) * part // pieces : len(data) * (part + 1) // pieces])
+        return file.finish()
+
+
+def written(folder):
+    writer.begin(folder, EMPTY)
+    for number, name in enumerate(EMPTY.expected):
+        write(folder, name, pieces=number + 1)
+    return writer.complete(folder)
+
+
+def test_what_is_written_is_read_back(tmp_path):
+    folder = tmp_path / "new" / "folder"
+    manifest = written(folder)
+    assert manifest == m.read_manifest(folder) and manifest.complete and manifest.facts == {"step": 3}
+    assert sorted(p.name for p in folder.iterdir()) == ["a.safetensors", "b.safetensors", "manifest.json", "notes.txt"]
+    assert m.folder_problems(folder, manifest) == [] and writer.missing_files(folder) == []
+    with safe_open(folder / "b.safetensors", "pt") as plain:  # any reader of safetensors
+        assert torch.equal(plain.get_tensor("w"), W[3:]) and plain.metadata() == {"format": "pt"}
+    with ShardReader(folder) as reader:
+        assert sorted(reader.names()) == ["bias", "c", "w"] and reader.names("exp_avg") == ["w"]
+        assert reader.shape("w") == (8, 6)
+        assert torch.equal(reader.read("w"), W) and torch.equal(reader.read("c"), COLUMNS)
+        assert torch.equal(reader.read("w", Region("w", 0, 2, 5)), W[2:5])
+        assert torch.equal(reader.read("w", Region("w", 0, 4, 5)), W[4:5])
+        assert torch.equal(reader.read("c", Region("c", 1, 1, 4)), COLUMNS[:, 1:4])
+        ((file, flat),) = reader.entries("w", "exp_avg")
+        assert flat.flat == 4 and torch.equal(reader.read_entry(file, flat.key), W[3:].reshape(-1)[4:11])
+        with pytest.raises(ConfigError, match="stored in flat ranges"):
+            reader.read("w", role="exp_avg")
+        with pytest.raises(ConfigError, match="holds no weight of 'x'"):
+            reader.read("x")
+
+
+def test_a_missing_part_is_named(tmp_path):
+    manifest = written(tmp_path)
+    only = replace(manifest, files=manifest.files[:1])
+    (tmp_path / m.MANIFEST).write_text(m.to_json(only))
+    with ShardReader(tmp_path) as reader, pytest.raises(ConfigError, match=r"w\[3:8\] \(weight\) is in no file"):
+        reader.read("w")
+
+
+def test_a_folder_is_complete_only_when_every_file_is_recorded(tmp_path):
+    writer.begin(tmp_path, EMPTY)
+    first = write(tmp_path, "a.safetensors")
+    assert writer.complete(tmp_path) is None and writer.missing_files(tmp_path) == ["b.safetensors", "notes.txt"]
+    with pytest.raises(ConfigError, match="not complete .1 of 3 files written."):
+        m.read_manifest(tmp_path)
+    assert writer.begin(tmp_path, EMPTY) == {"a.safetensors": first}  # goes on
+    with pytest.raises(ConfigError, match="another conversion .layout tp2 @2, expected tp1 @1"):
+        writer.begin(tmp_path, replace(EMPTY, layout="tp1 @1", identity="other"))
+    with pytest.raises(RuntimeError, match="stop"), writer.FileWriter(tmp_path, "notes.txt") as file:
+        file.write(b"some")
+        raise RuntimeError("stop")
+    assert not list(tmp_path.glob("notes.txt*"))
+    write(tmp_path, "b.safetensors"), write(tmp_path, "notes.txt")
+    manifest = writer.complete(tmp_path)
+    assert manifest.complete and writer.complete(tmp_path) == manifest
+    writer.reopen(tmp_path, manifest.files[:2])
+    assert writer.missing_files(tmp_path) == ["notes.txt"]
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "file").touch()
+    with pytest.raises(ConfigError, match="expected an empty or a new folder"):
+        writer.begin(tmp_path / "other", EMPTY)
+
+
+def test_every_kind_of_damage_is_named(tmp_path):
+    manifest = written(tmp_path)
+    path = tmp_path / "b.safetensors"
+    whole = path.read_bytes()
+
+    def problems():
+        return [
+            (p.file, p.tensor, p.expected.split()[0], p.found.split()[0]) for p in m.folder_problems(tmp_path, manifest)
+        ]
+
+    path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    assert problems() == [("b.safetensors", "c", "crc32", "crc32"), ("b.safetensors", "", "sha256", "sha256")]
+    path.write_bytes(whole.replace(b'"bias"', b'"biaz"'))
+    assert problems()[0][:2] == ("b.safetensors", "") and "header" in str(m.folder_problems(tmp_path, manifest)[0])
+    with pytest.raises(ConfigError, match="bias: expected .*F32.*found no such tensor"):
+        ShardReader(tmp_path)
+    path.write_bytes(whole[:-1])
+    assert problems() == [("b.safetensors", "", str(len(whole)), str(len(whole) - 1))]
+    path.unlink()
+    (tmp_path / "extra.safetensors").touch()
+    assert [p[:2] for p in problems()] == [("b.safetensors", ""), ("extra.safetensors", "")]
+    text = (tmp_path / m.MANIFEST).read_text()
+    (tmp_path / m.MANIFEST).write_text(text.replace('"hidden_size": 128', '"hidden_size": 129'))
+    with pytest.raises(ConfigError, match="model.digest"):
+        m.read_manifest(tmp_path)
+    for damaged in (
+        text.replace('"version": 1', '"version": 2'),
+        text[: len(text) // 2],
+        text.replace("sha256", "sha"),
+    ):
+        (tmp_path / m.MANIFEST).write_text(damaged)
+        with pytest.raises(ConfigError, match=m.MANIFEST):
+            m.read_manifest(tmp_path)
+
+
+def test_a_writer_refuses_too_many_too_few_doubled_and_unaligned_bytes(tmp_path):
+    writer.begin(tmp_path, EMPTY)
+    tensors = [entry(BIAS, "bias")]
+    with (
+        pytest.raises(RecipeError, match="4 bytes are missing, from bias on"),
+        writer.FileWriter(tmp_path, "x", tensors) as f,
+    ):
+        f.write(bytes(16))
+        f.finish()
+    with pytest.raises(RecipeError, match="1 bytes more"), writer.FileWriter(tmp_path, "x", tensors) as f:
+        f.write(bytes(21))
+        f.finish()
+    with pytest.raises(ConfigError, match="given twice"), writer.FileWriter(tmp_path, "x", tensors * 2):
+        pass
+    odd = [entry(torch.ones(3).bfloat16(), "odd"), *tensors]
+    with pytest.raises(ConfigError, match="not aligned"), writer.FileWriter(tmp_path, "x", odd):
+        pass
+    assert m.in_data_order(odd) == odd[::-1]
+    with (
+        writer.FileWriter(tmp_path, "x", tensors),
+        pytest.raises(RecipeError, match="another process writes this file"),
+    ):
+        writer.FileWriter(tmp_path, "x", tensors).__enter__()
+    assert not list(tmp_path.glob("x*"))
+
+
+def test_files_are_durable_before_they_have_their_names(tmp_path, monkeypatch):
+    calls = []
+
+    def seen(name, of):
+        function = getattr(os, name)
+        monkeypatch.setattr(os, name, lambda *given: calls.append((name, of(given))) or function(*given))
+
+    seen("fsync", lambda given: os.path.basename(os.readlink(f"/proc/self/fd/{given[0]}")))
+    seen("replace", lambda given: os.path.basename(given[1]))
+    writer.begin(tmp_path, EMPTY)
+    calls.clear()
+    write(tmp_path, "notes.txt")
+    assert calls == [("fsync", "notes.txt.partial"), ("replace", "notes.txt"), ("replace", "notes.txt.json")]
+    write(tmp_path, "a.safetensors"), write(tmp_path, "b.safetensors")
+    calls.clear()
+    writer.complete(tmp_path)
+    (first, temporary, named, last), folder = calls, ("fsync", tmp_path.name)
+    assert first == last == folder and named == ("replace", m.MANIFEST) and temporary[1].startswith(m.MANIFEST)
+
+
+def test_an_entry_that_a_loss_of_power_emptied_only_costs_its_file(tmp_path):
+    writer.begin(tmp_path, EMPTY)
+    for name in EMPTY.expected:
+        write(tmp_path, name)
+    (tmp_path / m.ENTRIES / "notes.txt.json").write_text("")
+    with pytest.raises(ConfigError, match="notes.txt.json: cannot be read"):
+        writer.complete(tmp_path)
+    assert writer.begin(tmp_path, EMPTY).keys() == {"a.safetensors", "b.safetensors"}
+    write(tmp_path, "notes.txt")
+    assert writer.complete(tmp_path).complete
+
+
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_disk_is_named_and_leaves_no_file(tmp_path, error, monkeypatch):
+    writer.begin(tmp_path, EMPTY)
+
+    class Full:
+        def __init__(self, file):
+            self.file = file
+
+        def __getattr__(self, name):
+            return getattr(self.file, name)
+
+        def write(self, data):
+            raise OSError(error, os.strerror(error))
+
+    with pytest.raises(RecipeError, match="notes.txt: cannot write 4 bytes .*finished files are kept"):
+        with writer.FileWriter(tmp_path, "notes.txt") as file:
+            file._file = Full(file._file)
+            file.write(b"text")
+    assert not list(tmp_path.glob("notes.txt*")) and writer.complete(tmp_path) is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(10))
+def test_a_killed_writer_leaves_a_folder_that_goes_on(tmp_path, seed):
+    """Another process is killed after a random time; what it left is not complete, or all right."""
+    expected = written(tmp_path / "expected")
+    folder, random = tmp_path / "killed", torch.Generator().manual_seed(seed)
+    child = os.fork()
+    if not child:
+        try:
+            written(folder)
+        finally:
+            os._exit(0)
+    time.sleep(0.06 * torch.rand((), generator=random).item())
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    if m.has_manifest(folder):
+        for name, entry in writer.begin(folder, EMPTY).items():
+            assert m.file_problems(folder, entry) == [], name
+    manifest = m.read_manifest(folder, complete=False) if m.has_manifest(folder) else EMPTY
+    manifest = manifest if manifest.complete else written(folder)
+    assert [file.sha256 for file in manifest.files] == [file.sha256 for file in expected.files]
+    assert m.folder_problems(folder, manifest) == [] == json.loads((folder / m.MANIFEST).read_text())["expected"]

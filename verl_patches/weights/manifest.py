@@ -1,0 +1,340 @@
+"""The one on-disk format of this project for sharded weights: safetensors files and a manifest.json.
+
+A folder holds plain safetensors files, which any reader of that format opens, other files (config.json, a tokenizer),
+and manifest.json. The manifest says of each file its bytes and sha256, and of each tensor of it which part of which
+complete tensor it is:
+
+    key       name in the safetensors file, unique in that file
+    region    rows (or columns) [start, stop) of the complete tensor `region.name` (a HF name), of shape `whole`
+    role      "weight", or what else of the same parameter, such as "main", "exp_avg", "exp_avg_sq"
+    flat      None, or the first element that is stored, of the region flattened in row-major order: a shard of a
+              distributed optimizer holds such a range; `shape` is then (elements,)
+    crc32     of the tensor's bytes, so that a damaged file is traced to its tensor
+
+HF names and regions, not Megatron's parameter names: Megatron's differ between its own modules, Transformer Engine's
+and MindSpeed's, join gate and up, stack experts and count layers from the stage's first. A region is the same for all
+of them, and it is what the weight sync and the loader already compute for a rank (reshard/train_tensors.py), so a
+folder written for one layout is read by another through `reshard/region.py` alone.
+
+A folder is written in this order (writer.py), so that no state of it looks complete but the complete one:
+
+    begin         manifest.json with state "writing" and the names of the files to come
+    FileWriter    each file as NAME.partial, then fsync, rename; its entry in manifest.d/NAME.json the same way
+    complete      manifest.json with state "complete" and all entries, by rename; manifest.d/ is removed
+
+Several processes may write different files of one folder; each calls `complete`, and the one that finds every entry
+writes the manifest. No torch here: tensors are bytes (shards.py reads them as tensors).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import struct
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from verl_patches.errors import ConfigError
+from verl_patches.layout.inventory import ModelShape
+from verl_patches.layout.model_folder import read_json_object, safetensors_header
+from verl_patches.reshard.region import Region
+
+FORMAT, VERSION = "verl_patches weights", 1
+MANIFEST, ENTRIES, PARTIAL = "manifest.json", "manifest.d", ".partial"
+KINDS = ("hf", "shards", "checkpoint")
+WEIGHT = "weight"
+# safetensors' names of dtypes -> bytes of an element
+ITEM_BYTES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2}
+ITEM_BYTES |= {"F8_E4M3": 1, "F8_E5M2": 1, "I8": 1, "U8": 1, "BOOL": 1}
+_CHUNK_BYTES = 16 << 20  # that `digest_of` reads at a time
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """One tensor of a file; the fields are explained above. At least one dimension (store a scalar as shape (1,))."""
+
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+    region: Region
+    whole: tuple[int, ...]
+    role: str = WEIGHT
+    flat: int | None = None
+    crc32: int | None = None
+
+    def __post_init__(self):
+        expected = self.region.shape_in(self.whole)
+        if self.dtype not in ITEM_BYTES:
+            raise ConfigError(f"{self.key}: unknown dtype {self.dtype!r}; expected one of {', '.join(ITEM_BYTES)}")
+        if not 0 <= self.region.start <= self.region.stop <= self.whole[self.region.axis]:
+            raise ConfigError(f"{self.key}: {self.region} is not a part of a tensor of shape {self.whole}")
+        if self.flat is None:
+            if self.shape != expected:
+                raise ConfigError(f"{self.key}: {self.region} has shape {expected}, found {self.shape}")
+        elif len(self.shape) != 1 or not 0 <= self.flat <= self.flat + self.shape[0] <= math.prod(expected):
+            raise ConfigError(f"{self.key}: elements from {self.flat}, shape {self.shape}, exceed {self.region}")
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes in the file."""
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+
+def whole_tensor(key: str, dtype: str, shape: Sequence[int], role: str = WEIGHT, name: str | None = None):
+    """The entry of a complete tensor; `name`: the parameter it belongs to, if not `key`."""
+    shape = tuple(shape)
+    return TensorEntry(key, dtype, shape, Region(name or key, 0, 0, shape[0]), shape, role)
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """One file of a folder: its name, bytes, sha256 (hex), and tensors in the order of their bytes."""
+
+    name: str
+    size_bytes: int
+    sha256: str
+    tensors: tuple[TensorEntry, ...] = ()
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a folder holds.
+
+    `kind`: one of KINDS. `model`: the sizes that decide names and shapes. `layout`: text of `parse_layout`, None for a
+    HF folder. `dtype`: what weights are stored in, "bf16", "fp8" or "keep". `identity`: digest of all that the folder
+    is made from; only the same work resumes it. `expected`: names of all files. `facts`: further values of the writer.
+    """
+
+    kind: str
+    model: ModelShape
+    layout: str | None
+    dtype: str
+    identity: str
+    expected: tuple[str, ...]
+    files: tuple[FileEntry, ...] = ()
+    facts: dict[str, Any] = field(default_factory=dict)
+    complete: bool = False
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the files that are known."""
+        return sum(file.size_bytes for file in self.files)
+
+
+def model_digest(model: ModelShape) -> str:
+    """Hex digest of the sizes of a model."""
+    return hashlib.sha256(json.dumps(asdict(model), sort_keys=True).encode()).hexdigest()
+
+
+# ---- manifest.json
+
+
+def to_json(manifest: Manifest) -> str:
+    """The text of manifest.json: one line a tensor."""
+    content = {
+        "format": FORMAT,
+        "version": VERSION,
+        "state": "complete" if manifest.complete else "writing",
+        "kind": manifest.kind,
+        "model": {"digest": model_digest(manifest.model), "config": asdict(manifest.model)},
+        **{name: getattr(manifest, name) for name in ("layout", "dtype", "identity", "facts")},
+        "expected": [] if manifest.complete else list(manifest.expected),
+    }
+    head = json.dumps(content, indent=1)[:-2]
+    return f'{head},\n "files": [{",".join(file_json(file) for file in manifest.files)}\n ]\n}}\n'
+
+
+def file_json(file: FileEntry) -> str:
+    """The text of one entry."""
+    head = json.dumps({"name": file.name, "bytes": file.size_bytes, "sha256": file.sha256})[:-1]
+    tensors = ",\n   ".join(json.dumps(_tensor_fields(tensor)) for tensor in file.tensors)
+    return f'\n  {head}, "tensors": [{tensors}]}}'
+
+
+def _tensor_fields(tensor: TensorEntry) -> dict[str, Any]:
+    """What is as for a complete weight of its own name is left out."""
+    region = tensor.region
+    found = {"key": tensor.key, "dtype": tensor.dtype, "shape": tensor.shape}
+    if region.name != tensor.key:
+        found["of"] = region.name
+    if tensor.flat is not None or tensor.shape != tensor.whole:
+        found |= {"whole": tensor.whole, "axis": region.axis, "start": region.start, "stop": region.stop}
+    found |= {key: getattr(tensor, key) for key in ("flat", "crc32") if getattr(tensor, key) is not None}
+    return found if tensor.role == WEIGHT else {**found, "role": tensor.role}
+
+
+def _tensor_of(found: dict[str, Any]) -> TensorEntry:
+    key, shape = found["key"], tuple(found["shape"])
+    whole = tuple(found.get("whole", shape))
+    region = Region(found.get("of", key), found.get("axis", 0), found.get("start", 0), found.get("stop", whole[0]))
+    more = {name: found[name] for name in ("role", "flat", "crc32") if name in found}
+    return TensorEntry(key, found["dtype"], shape, region, whole, **more)
+
+
+def _file_of(found: dict[str, Any]) -> FileEntry:
+    tensors = tuple(_tensor_of(tensor) for tensor in found["tensors"])
+    return FileEntry(found["name"], found["bytes"], found["sha256"], tensors)
+
+
+def has_manifest(folder: str | Path) -> bool:
+    """Whether the folder is one of this format, complete or not."""
+    return (Path(folder) / MANIFEST).is_file()
+
+
+def read_manifest(folder: str | Path, complete: bool = True) -> Manifest:
+    """The manifest of a folder; ConfigError where there is none, it is not of this format, or not complete.
+
+    With `complete=False` a folder that is being written is read too, without its files' entries.
+    """
+    path = Path(folder) / MANIFEST
+    if not path.is_file():
+        raise ConfigError(f"{folder}: no {MANIFEST}; expected a folder of sharded weights")
+    found = read_json_object(path)
+    if (found.get("format"), found.get("version")) != (FORMAT, VERSION):
+        raise ConfigError(
+            f"{path}: expected format {FORMAT!r}, version {VERSION}, found {found.get('format')!r}, "
+            f"{found.get('version')!r}; write the folder again with this version of the code"
+        )
+    try:
+        model = ModelShape(**{f.name: found["model"]["config"][f.name] for f in fields(ModelShape)})
+        files = tuple(_file_of(file) for file in found["files"])
+        plain = {name: found[name] for name in ("kind", "layout", "dtype", "identity", "facts")}
+        manifest = Manifest(
+            **plain, model=model, files=files, expected=tuple(found["expected"]), complete=found["state"] == "complete"
+        )
+        digest = found["model"]["digest"]
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        raise ConfigError(f"{path}: cannot be read ({type(error).__name__}: {error}); copy it again") from error
+    if digest != model_digest(model):
+        raise ConfigError(f"{path}: model.digest is {digest[:12]}, expected {model_digest(model)[:12]}; copy it again")
+    if manifest.complete:
+        return replace(manifest, expected=tuple(file.name for file in files))
+    if complete:
+        done = len(recorded(Path(folder)))
+        raise ConfigError(
+            f"{folder}: not complete ({done} of {len(manifest.expected)} files written); run the command that "
+            "writes it again, it goes on from here"
+        )
+    return manifest
+
+
+def recorded(folder: Path) -> list[str]:
+    """Names of the files that a folder which is being written has entries of."""
+    return sorted(path.name.removesuffix(".json") for path in (folder / ENTRIES).glob("*.json"))
+
+
+def read_record(folder: Path, name: str) -> FileEntry:
+    """The entry of one of them."""
+    return _file_of(read_json_object(folder / ENTRIES / f"{name}.json"))
+
+
+# ---- bytes of a file
+
+
+def in_data_order(tensors: Sequence[TensorEntry]) -> list[TensorEntry]:
+    """`tensors` with the largest elements first, in which order every tensor of a file is aligned."""
+    return sorted(tensors, key=lambda tensor: -ITEM_BYTES[tensor.dtype])
+
+
+def header_of(tensors: Sequence[TensorEntry], where: str) -> bytes:
+    """The head of a safetensors file: length, JSON, spaces up to 8 bytes. ConfigError for doubled or unaligned ones."""
+    found, offset = {}, 0
+    for tensor in tensors:
+        if tensor.key in found:
+            raise ConfigError(f"{where}: tensor {tensor.key!r} is given twice")
+        if offset % ITEM_BYTES[tensor.dtype]:
+            raise ConfigError(f"{where}: {tensor.key!r} ({tensor.dtype}) would start at byte {offset}: not aligned")
+        stop = offset + tensor.size_bytes
+        found[tensor.key] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [offset, stop]}
+        offset = stop
+    text = json.dumps({"__metadata__": {"format": "pt"}, **found}, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
+
+
+# ---- verifying
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One fault of a folder: in which file and tensor (empty if none), what was expected, what was found."""
+
+    file: str
+    tensor: str
+    expected: str
+    found: str
+
+    def __str__(self) -> str:
+        where = f"{self.file}, {self.tensor}" if self.tensor else self.file
+        return f"{where}: expected {self.expected}, found {self.found}"
+
+
+def file_problems(folder: str | Path, entry: FileEntry, progress: Callable[[int], None] = lambda _: None):
+    """The faults of one file against its entry, as a list of Problem; reads all of it. `progress`: bytes read."""
+    path = Path(folder) / entry.name
+    if not path.is_file():
+        return [Problem(entry.name, "", f"a file of {entry.size_bytes} bytes", "no file")]
+    if (size := path.stat().st_size) != entry.size_bytes:
+        return [Problem(entry.name, "", f"{entry.size_bytes} bytes", f"{size} bytes")]
+    found = digest_of(path, progress)
+    if found == entry.sha256:
+        return []
+    named = _damaged_tensors(path, entry) if entry.tensors else []
+    return [*named, Problem(entry.name, "", f"sha256 {entry.sha256}", f"sha256 {found}")]
+
+
+def digest_of(path: Path, progress: Callable[[int], None] = lambda _: None) -> str:
+    """sha256 (hex) of a file."""
+    digest, buffer = hashlib.sha256(), bytearray(_CHUNK_BYTES)
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            digest.update(memoryview(buffer)[:count])
+            progress(count)
+    return digest.hexdigest()
+
+
+def _damaged_tensors(path: Path, entry: FileEntry) -> list[Problem]:
+    """Tensors whose bytes are not those that were written; only the header if that is what differs."""
+    head = header_of(entry.tensors, entry.name)
+    found = []
+    with path.open("rb") as file:
+        if file.read(len(head)) != head:
+            found.append(Problem(entry.name, "", "the header that was written", "another header"))
+        for tensor in entry.tensors:
+            left, crc = tensor.size_bytes, 0
+            while left:
+                data = file.read(min(left, _CHUNK_BYTES))
+                crc, left = zlib.crc32(data, crc), left - len(data)
+            if tensor.crc32 is not None and crc != tensor.crc32:
+                found.append(Problem(entry.name, tensor.key, f"crc32 {tensor.crc32:08x}", f"crc32 {crc:08x}"))
+    return found
+
+
+def folder_problems(folder: str | Path, manifest: Manifest, progress: Callable[[int], None] = lambda _: None):
+    """All faults of a complete folder, as a list of Problem: damaged or missing files, and files nobody recorded."""
+    found = [p for entry in manifest.files for p in file_problems(folder, entry, progress)]
+    known = {entry.name for entry in manifest.files} | {MANIFEST}
+    for path in sorted(Path(folder).iterdir()):
+        if path.name not in known and (path.suffix == ".safetensors" or path.name.endswith(PARTIAL)):
+            found.append(Problem(path.name, "", "only files of the manifest", "a file that it does not name"))
+    return found
+
+
+def check_headers(folder: str | Path, manifest: Manifest) -> None:
+    """ConfigError unless every safetensors file is there, whole, and has the tensors of the manifest; reads headers."""
+    for entry in manifest.files:
+        if not entry.tensors:
+            continue
+        header = safetensors_header(Path(folder) / entry.name)
+        expected = {t.key: (t.dtype, list(t.shape)) for t in entry.tensors}
+        found = {key: (tensor["dtype"], tensor["shape"]) for key, tensor in header.items()}
+        for key in sorted(expected.keys() | found.keys()):
+            if expected.get(key) != found.get(key):
+                raise ConfigError(
+                    f"{Path(folder) / entry.name}: {key}: expected {expected.get(key, 'no such tensor')} (manifest), "
+                    f"found {found.get(key, 'no such tensor')}; run `weights verify`, then copy the file again"
+                )

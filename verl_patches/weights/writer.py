@@ -1,0 +1,253 @@
+"""Write a folder of sharded weights (format: manifest.py): files in one pass each, complete by one rename at the end.
+
+`begin`, then for each file a `FileWriter`, then `complete`; each may run in a process of its own. No torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import os
+import secrets
+import shutil
+import zlib
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from verl_patches.errors import ConfigError, RecipeError
+from verl_patches.weights.manifest import (
+    ENTRIES,
+    MANIFEST,
+    PARTIAL,
+    FileEntry,
+    Manifest,
+    TensorEntry,
+    file_json,
+    has_manifest,
+    header_of,
+    read_manifest,
+    read_record,
+    recorded,
+    to_json,
+)
+
+
+def write_text(path: Path, text: str, durable: bool = True) -> None:
+    """Write a small file by a temporary file, fsync and rename: it has the old content or the new one.
+
+    Without `durable` there is no fsync: after a loss of power the file may be absent or unreadable.
+    """
+    partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}{PARTIAL}")  # several nodes may write one folder
+    with _named_disk_errors(path, len(text)):
+        try:
+            with partial.open("w", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                if durable:
+                    os.fsync(file.fileno())
+            os.replace(partial, path)
+        finally:
+            partial.unlink(missing_ok=True)
+        if durable:
+            _sync_folder(path.parent)
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+@contextlib.contextmanager
+def _named_disk_errors(path: Path, size_bytes: int) -> Iterator[None]:
+    """A full disk (also a quota, or a limit on a file's size) becomes a RecipeError that names the file."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        free = shutil.disk_usage(path.parent).free
+        raise RecipeError(
+            f"{path}: cannot write {size_bytes} bytes ({os.strerror(error.errno)}; {free} bytes are free in "
+            f"{path.parent}). Free space and run the same command again: finished files are kept"
+        ) from error
+
+
+def begin(folder: str | Path, manifest: Manifest) -> dict[str, FileEntry]:
+    """Start `manifest`'s folder, or go on with it, and return the entries that were recorded before, by file name.
+
+    The entries are not checked (see `file_problems`). Raises ConfigError for a folder that holds something else, or
+    that has another identity.
+    """
+    folder = Path(folder)
+    if not has_manifest(folder):
+        if folder.exists() and (not folder.is_dir() or any(p.suffix != PARTIAL for p in folder.iterdir())):
+            raise ConfigError(f"{folder}: exists and is no folder of this command; expected an empty or a new folder")
+        folder.mkdir(parents=True, exist_ok=True)
+    else:
+        found = read_manifest(folder, complete=False)
+        if found.identity != manifest.identity:
+            unlike = [n for n in ("kind", "layout", "dtype", "model") if getattr(found, n) != getattr(manifest, n)]
+            what = "; ".join(f"{n} {getattr(found, n)}, expected {getattr(manifest, n)}" for n in unlike)
+            raise ConfigError(
+                f"{folder}: holds the result of another conversion ({what or 'of another source'}); "
+                "choose another folder or remove this one"
+            )
+        if found.complete:
+            return {file.name: file for file in found.files}
+    if not has_manifest(folder):
+        write_text(folder / MANIFEST, to_json(replace(manifest, files=(), complete=False)))
+    (folder / ENTRIES).mkdir(exist_ok=True)
+    entries = {}
+    for name in recorded(folder):
+        if name in manifest.expected:
+            with contextlib.suppress(ConfigError):  # unreadable after a loss of power: its file is written again
+                entries[name] = read_record(folder, name)
+    return entries
+
+
+def reopen(folder: str | Path, good: Sequence[FileEntry]) -> None:
+    """Make a complete folder one that is being written, with the entries of its `good` files."""
+    folder, manifest = Path(folder), read_manifest(folder)
+    (folder / ENTRIES).mkdir(exist_ok=True)
+    for entry in good:
+        record(folder, entry)
+    write_text(folder / MANIFEST, to_json(replace(manifest, files=(), complete=False)))
+
+
+def record(folder: str | Path, entry: FileEntry) -> None:
+    """Record a finished file of a folder that is being written; not durable, as a lost entry only costs the file."""
+    write_text(Path(folder) / ENTRIES / f"{entry.name}.json", file_json(entry).strip(), durable=False)
+
+
+def complete(folder: str | Path) -> Manifest | None:
+    """Write the complete manifest if every expected file is recorded, and return it; None while some are missing.
+
+    May be called by several processes, and again.
+    """
+    folder = Path(folder)
+    manifest = read_manifest(folder, complete=False)
+    if manifest.complete:
+        return manifest
+    if set(manifest.expected) - set(recorded(folder)):
+        return None
+    try:
+        files = tuple(read_record(folder, name) for name in manifest.expected)
+    except ConfigError:  # another process completed the folder and removes the entries
+        found = read_manifest(folder, complete=False)
+        if found.complete:
+            return found
+        raise
+    manifest = replace(manifest, files=files, complete=True)
+    _sync_folder(folder)  # the names of all files, before the manifest that needs them
+    write_text(folder / MANIFEST, to_json(manifest))
+    shutil.rmtree(folder / ENTRIES, ignore_errors=True)
+    for left in folder.glob(f"{MANIFEST}.*{PARTIAL}"):  # of a process that was killed
+        left.unlink(missing_ok=True)
+    return manifest
+
+
+def missing_files(folder: str | Path) -> list[str]:
+    """Expected files of a folder that are not recorded yet."""
+    manifest = read_manifest(folder, complete=False)
+    return [] if manifest.complete else sorted(set(manifest.expected) - set(recorded(Path(folder))))
+
+
+class FileWriter:
+    """Write one file of a folder in one pass: `write` the bytes in order, `finish` renames and records it.
+
+    A context manager; left without `finish`, also by an exception, it removes what it wrote. `tensors` in the order of
+    their bytes (`in_data_order`); without tensors it is any other file. Hashing runs in a thread beside writing.
+    Raises RecipeError for a full disk and where another process writes the same file.
+    """
+
+    def __init__(self, folder: str | Path, name: str, tensors: Sequence[TensorEntry] = ()):
+        self.path, self.tensors = Path(folder) / name, tuple(tensors)
+        self.partial = self.path.with_name(name + PARTIAL)
+        self._crc, self._left = [0] * len(self.tensors), [tensor.size_bytes for tensor in self.tensors]
+        self._at, self._written = 0, 0
+        self._sha256, self._finished = hashlib.sha256(), False
+
+    def __enter__(self) -> FileWriter:
+        head = header_of(self.tensors, str(self.path)) if self.tensors else b""
+        self._file = self.partial.open("ab", buffering=0)
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._file.close()
+            raise RecipeError(
+                f"{self.partial}: another process writes this file; wait for it, or give each process its own --part"
+            ) from None
+        self._file.truncate(0)
+        self._hasher = ThreadPoolExecutor(1)
+        self._hashing: Future | None = None
+        try:
+            self._put(head)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def write(self, data: Any) -> None:
+        """Append the next bytes (any contiguous buffer), which may end inside a tensor.
+
+        The buffer may be changed once the next `write` or `finish` has returned, not before.
+        """
+        view = memoryview(data).cast("B")
+        self._wait()
+        self._hashing = self._hasher.submit(self._sha256.update, view)
+        self._put(view, hashed=True)
+        self._count(view)
+
+    def _put(self, view: Any, hashed: bool = False) -> None:
+        if not hashed:
+            self._sha256.update(view)
+        with _named_disk_errors(self.path, len(view)):
+            done = 0
+            while done < len(view):
+                done += self._file.write(view[done:])
+        self._written += len(view)
+
+    def _count(self, view: memoryview) -> None:
+        """crc32 of the tensors that `view` has bytes of."""
+        while len(view) and self._at < len(self.tensors):
+            take = min(len(view), self._left[self._at])
+            self._crc[self._at] = zlib.crc32(view[:take], self._crc[self._at])
+            self._left[self._at] -= take
+            view = view[take:]
+            if not self._left[self._at]:
+                self._at += 1
+        if self.tensors and len(view):
+            raise RecipeError(f"{self.path}: {len(view)} bytes more than its tensors have")
+
+    def _wait(self) -> None:
+        if self._hashing is not None:
+            self._hashing.result()
+
+    def finish(self) -> FileEntry:
+        """Make the bytes durable, give the file its name, and record it. RecipeError where bytes are missing."""
+        self._wait()
+        if missing := sum(self._left):
+            name = next(t.key for t, left in zip(self.tensors, self._left, strict=True) if left)
+            raise RecipeError(f"{self.path}: {missing} bytes are missing, from {name} on")
+        with _named_disk_errors(self.path, self._written):
+            os.fsync(self._file.fileno())
+        os.replace(self.partial, self.path)
+        self._finished = True
+        tensors = tuple(replace(t, crc32=crc) for t, crc in zip(self.tensors, self._crc, strict=True))
+        entry = FileEntry(self.path.name, self._written, self._sha256.hexdigest(), tensors)
+        record(self.path.parent, entry)
+        return entry
+
+    def __exit__(self, *exc: Any) -> None:
+        self._hasher.shutdown()
+        if not self._finished:
+            self.partial.unlink(missing_ok=True)
+        self._file.close()
