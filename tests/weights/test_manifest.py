@@ -189,10 +189,24 @@ def test_files_are_durable_before_they_have_their_names(tmp_path, monkeypatch):
     writer.begin(tmp_path, EMPTY)
     calls.clear()
     write(tmp_path, "notes.txt")
-    folder = tmp_path.name
-    assert calls[:3] == [("fsync", "notes.txt.partial"), ("replace", "notes.txt"), ("fsync", folder)]
-    (entry, *_), named, after = calls[3:]
-    assert entry == "fsync" and named == ("replace", "notes.txt.json") and after == ("fsync", m.ENTRIES)
+    assert calls == [("fsync", "notes.txt.partial"), ("replace", "notes.txt"), ("replace", "notes.txt.json")]
+    write(tmp_path, "a.safetensors"), write(tmp_path, "b.safetensors")
+    calls.clear()
+    writer.complete(tmp_path)
+    (first, temporary, named, last), folder = calls, ("fsync", tmp_path.name)
+    assert first == last == folder and named == ("replace", m.MANIFEST) and temporary[1].startswith(m.MANIFEST)
+
+
+def test_an_entry_that_a_loss_of_power_emptied_only_costs_its_file(tmp_path):
+    writer.begin(tmp_path, EMPTY)
+    for name in EMPTY.expected:
+        write(tmp_path, name)
+    (tmp_path / m.ENTRIES / "notes.txt.json").write_text("")
+    with pytest.raises(ConfigError, match="notes.txt.json: cannot be read"):
+        writer.complete(tmp_path)
+    assert writer.begin(tmp_path, EMPTY).keys() == {"a.safetensors", "b.safetensors"}
+    write(tmp_path, "notes.txt")
+    assert writer.complete(tmp_path).complete
 
 
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EDQUOT])

@@ -59,7 +59,7 @@ def convert(plan: Plan, folder: str | Path, part: int = 0, parts: int = 1, progr
     kept = _kept(folder, plan, recorded, [*mine, *small], progress)
     todo = [_without(group, kept) for group in groups]
     read = written = 0
-    with _Reader(plan.source) as reader:
+    with _Reader(plan.source) as reader, _one_thread():
         for name in small:
             if name not in kept:
                 content = plan.texts[name].encode() if name in plan.texts else (plan.source.folder / name).read_bytes()
@@ -105,6 +105,17 @@ def _check_space(folder: Path, files: Iterable[OutFile]) -> None:
             f"{folder}: {size} bytes are to be written, {free} are free. Free space, choose another folder, or share "
             "the work between nodes with --part; then run the same command again, finished files are kept"
         )
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """One thread for torch's operations: blocks are small, and OpenMP's waiting threads take the cores of others."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 # ---- one group

@@ -30,21 +30,23 @@ def _pairs() -> numpy.ndarray:
     return table.reshape(65536, 2).view(numpy.float64)[:, 0]
 
 
-def _values(stored: torch.Tensor) -> torch.Tensor:
-    """fp32 values of a contiguous fp8 tensor."""
+def _values(stored: torch.Tensor, buffer: numpy.ndarray) -> torch.Tensor:
+    """fp32 values of a contiguous fp8 tensor, in `buffer` of at least half as many numbers of 8 bytes."""
     if stored.numel() % 2:
         return stored.float()
     pairs = stored.view(torch.uint8).reshape(-1).numpy().view("<u2")
-    return torch.from_numpy(_pairs()[pairs].view(numpy.float32)).view(stored.shape)
+    values = numpy.take(_pairs(), pairs, out=buffer[: pairs.size], mode="clip")  # clip: without a copy of `out`
+    return torch.from_numpy(values.view(numpy.float32)).view(stored.shape)
 
 
 def decode(stored: torch.Tensor, scales: torch.Tensor, block: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """Values in `dtype` of `stored` [R, C] in fp8, rows from the start of a block on, with `scales` of its blocks."""
     rows, columns = block
     out = torch.empty(stored.shape, dtype=dtype)
+    buffer = numpy.empty(min(rows, stored.shape[0]) * stored.shape[1] // 2, numpy.float64)
     for number, start in enumerate(range(0, stored.shape[0], rows)):
         scale = scales[number].repeat_interleave(columns)[: stored.shape[1]]
-        out[start : start + rows] = _values(stored[start : start + rows]).mul_(scale)
+        out[start : start + rows] = _values(stored[start : start + rows], buffer).mul_(scale)
     return out
 
 
@@ -56,7 +58,8 @@ def encode(values: torch.Tensor, block: Sequence[int], name: str = "tensor") -> 
     scales = torch.empty(-(-values.shape[0] // rows), count, dtype=torch.float32)
     for number, start in enumerate(range(0, values.shape[0], rows)):
         band = values[start : start + rows].float()
-        peak = torch.nn.functional.pad(band.abs().amax(0), (0, count * columns - band.shape[1])).view(count, columns)
+        largest = torch.maximum(band.amax(0), -band.amin(0))  # of the absolute values, several times faster
+        peak = torch.nn.functional.pad(largest, (0, count * columns - band.shape[1])).view(count, columns)
         scale = peak.amax(1) / LARGEST
         if not scale.isfinite().all():
             raise RecipeError(f"{name}: rows from {start} hold NaN or infinity, which FP8 cannot store; check the run")
