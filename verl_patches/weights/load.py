@@ -8,7 +8,6 @@ which they lie in the files.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -24,7 +23,6 @@ from verl_patches.weights.load_progress import LoadProgress
 from verl_patches.weights.regions import RegionReader
 from verl_patches.weights.source import open_source
 
-log = logging.getLogger(__name__)
 # (GPTModel chunk, parameter's name, its tensor, inventory) -> what it holds
 PartsOf = Callable[[torch.nn.Module, str, torch.Tensor, Inventory], list[Part]]
 WAIT_S = 3600.0  # without recipe.timeouts.load_s

@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable, Sequence
 
 import torch
+import torch.distributed as dist
 
 from verl_patches.errors import ConfigError
 from verl_patches.memory.offload import parameters_loaded
@@ -20,7 +21,7 @@ from verl_patches.model.mindspeed import weights as mindspeed
 from verl_patches.weights.load import WAIT_S, Loaded, PartsOf, copy_weights, difference, load_weights
 from verl_patches.worker.context import context
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("verl_patches.weights")  # of weights/load_progress.py too
 _ARCHITECTURE = "DeepseekV3ForCausalLM"
 
 
@@ -51,22 +52,33 @@ def load_mindspeed(load_megatron_gptmodel_weights: Callable) -> Callable:
 
 def load_model(folder: str, chunks: Sequence[torch.nn.Module], parts_of: PartsOf, wait_s: float) -> Loaded:
     """Fill `chunks` from the reference of this process, if it has read `folder` into equal parameters, else read it."""
-    here = context()
+    here, rank = context(), dist.get_rank()
+    _show_log(rank)
     if here.reference_weights is not None:
         read_from, reference = here.reference_weights
         unlike = difference(chunks, reference) if read_from == folder else f"the reference has read {read_from}"
         if not unlike:
             with parameters_loaded(reference):
                 loaded = copy_weights(chunks, reference)
-            log.info("weights: %d tensors copied from the reference; 0 bytes read from %s", loaded.tensors, folder)
+            if rank == 0:
+                log.info("weights: %d tensors copied from the reference, 0 bytes read from %s", loaded.tensors, folder)
             return loaded
-        log.info("weights: %s is read again, not copied from the reference: %s", folder, unlike)
+        log.warning("weights: %s is read again, not copied from the reference: %s", folder, unlike)
     here.weight_reads += 1
     loaded = load_weights(folder, chunks, parts_of, f"verl_patches/load/{here.weight_reads}", wait_s)
     if _is_reference(chunks):
         here.reference_weights = folder, chunks
-    log.info("weights: %d tensors, %d bytes read from %s", loaded.tensors, loaded.read_bytes, folder)
     return loaded
+
+
+def _show_log(rank: int) -> None:
+    """Show progress in the worker's output: nothing else there shows lines below WARNING. Idempotent."""
+    if not log.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter(f"%(asctime)s rank {rank}: %(message)s", "%H:%M:%S"))
+        log.addHandler(handler)
+        log.setLevel(logging.INFO)
+        log.propagate = False
 
 
 def _is_reference(chunks: Sequence[torch.nn.Module]) -> bool:
