@@ -131,9 +131,10 @@ MODEL: tuple[PatchSpec, ...] = (
          "(megatron/core/transformer/multi_latent_attention.py:404; verl's patch_v012.py has a copy).",
          exit="megatron-core sums the gradient of k_pos_emb over TP ranks", lines=_PYPI),
     _row("model.load_hf", "wrap", "verl.utils.model:load_megatron_gptmodel_weights",
-         "verl_patches.model.weights:load_deepseekv3",
+         "verl_patches.worker.weight_loading:load_deepseekv3",
          "verl loads HF weights into Megatron for Llama and Qwen2 only (verl/models/weight_loader_registry.py), "
-         "through a whole HF model on every rank (verl/utils/model.py:350).",
+         "through a whole HF model on every rank (verl/utils/model.py:350), and once for the reference and once for "
+         "the actor. This loader takes folders in bf16, in FP8 and of shards.",
          exit="verl loads DeepSeek-V3 safetensors into Megatron", lines=_PYPI,
          bindings=(f"{_WORKERS}:load_megatron_gptmodel_weights",)),
     _row("model.train_dtype", "override", f"{_ACTOR}._build_model_optimizer",
@@ -193,8 +194,9 @@ MINDSPEED: tuple[PatchSpec, ...] = (
         "verl has no DeepSeek-V3 names at this commit",
         exit=_VERL_HAS_IT),
     _a3("model.mindspeed_load_hf", "wrap", "verl.utils.model:load_megatron_gptmodel_weights",
-        f"{_MINDSPEED}.weights:load_deepseekv3",
-        "verl loads HF weights into Megatron for Llama and Qwen2 only (verl/models/weight_loader_registry.py)",
+        "verl_patches.worker.weight_loading:load_mindspeed",
+        "verl loads HF weights into Megatron for Llama and Qwen2 only (verl/models/weight_loader_registry.py), once "
+        "for the reference and once for the actor",
         exit=_VERL_HAS_IT, bindings=(f"{_WORKERS}:load_megatron_gptmodel_weights",)),
     _a3("model.saver_name", "wrap", "verl.models.weight_loader_registry:get_weight_saver",
         f"{_MINDSPEED}.compat:refuse_to_save_deepseekv3",

@@ -1,3 +1,4 @@
+import json
 import re
 from pathlib import Path
 
@@ -7,10 +8,15 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from tests.weights.cases import make_fp8_folder, read_folder, store
 from verl_patches.config.checks import PATHS, check_config, require
 from verl_patches.config.compose import CONFIGS_DIR, compose, hf_config_of
 from verl_patches.errors import ConfigError
-from verl_patches.layout.parallel import rollout_layout_of, train_layout_of
+from verl_patches.layout.parallel import parse_layout, rollout_layout_of, train_layout_of
+from verl_patches.model.tiny import tiny_config
+from verl_patches.weights.convert import convert
+from verl_patches.weights.plan import plan_conversion
+from verl_patches.weights.source import open_source
 
 PUBLIC = Path(__file__).parents[1] / "layout" / "deepseek_v3_public_config.json"
 TINY, LARGE, RANDOM = (
@@ -202,20 +208,67 @@ def test_sleep_of_the_rollout_is_described_and_refused_where_it_cannot_work(name
     assert found.ok is ok and re.search(detail, found.detail), found
 
 
-def test_fp8_weights_are_refused_where_they_would_be_read(tmp_path):
-    """The public config.json has an fp8 entry, which is no fault where the stored weights are bf16."""
+@pytest.fixture
+def folders(tmp_path):
+    """The override that names a folder of the tiny model: in bf16, in FP8, in shards."""
+    make_fp8_folder(tmp_path, tiny_config() | {"torch_dtype": "bfloat16"})
+    convert(plan_conversion(open_source(tmp_path / "fp8"), parse_layout("tp2 @2")), tmp_path / "shards")
+    return {name: [f"actor_rollout_ref.model.path={tmp_path / name}"] for name in ("plain", "fp8", "shards")}
+
+
+def weights_check(*overrides):
+    (found,) = (c for c in check_config(compose(TINY, overrides)) if c.name == "model weights")
+    return found.ok, found.detail
+
+
+def test_fp8_and_sharded_weights_are_refused_only_where_vllm_would_read_them(folders):
+    auto, init = f"{ROLLOUT}.load_format=auto", "actor_rollout_ref.actor.load_weight=false"
+    kinds = {"plain": "a HF folder", "fp8": r"a HF folder in FP8 \(blocks of 128 x 128\)", "shards": "sharded weights"}
+    for name, words in kinds.items():
+        ok, detail = weights_check(*folders[name])
+        assert ok and re.fullmatch(f"whole files: {words}", detail)
+        for more in ([], [init]):
+            ok, detail = weights_check(*folders[name], auto, *more)
+            assert ok is (name == "plain")
+            assert ok or re.search(f"load_format is auto, .*{words}; expected dummy_megatron", detail), detail
+    checks = check_config(compose(TINY, [*folders["fp8"], init]))
+    assert "model weights" not in {c.name for c in checks}  # random init reads none
+
+
+def test_weights_that_cannot_be_loaded_are_refused_by_name(tmp_path, folders):
+    """Before a start; tests/weights/test_convert.py has the other faults that `open_source` finds."""
+    stored, file = tmp_path / "fp8", tmp_path / "fp8" / "config.json"
+    config = json.loads(file.read_text())
+    assert weights_check(*folders["fp8"])[0]
+    other = {"quant_method": "gptq", "bits": 4}
+    file.write_text(json.dumps(config | {"quantization_config": other}))
+    assert "quantization_config: expected quant_method fp8" in weights_check(*folders["fp8"])[1]
+    file.write_text(json.dumps({key: value for key, value in config.items() if key != "quantization_config"}))
+    assert "no quantization_config, but model.layers.0" in weights_check(*folders["fp8"])[1]
+    file.write_text(json.dumps(config))
+    tensors = read_folder(stored)
+    del tensors["model.layers.2.mlp.gate.weight"], tensors["model.layers.1.self_attn.o_proj.weight_scale_inv"]
+    store(stored, tensors)
+    ok, detail = weights_check(*folders["fp8"])
+    assert not ok and "1 tensors are missing, as model.layers.2.mlp.gate.weight" in detail
+    tensors["model.layers.2.mlp.gate.weight"] = read_folder(tmp_path / "plain")["model.layers.2.mlp.gate.weight"]
+    store(stored, tensors)
+    assert (
+        "model.layers.1.self_attn.o_proj.weight_scale_inv is missing, the scales of"
+        in weights_check(*folders["fp8"])[1]
+    )
+    (stored / "model-2.safetensors").write_bytes((stored / "model-2.safetensors").read_bytes()[:-1])
+    assert "model-2.safetensors: not a whole safetensors file" in weights_check(*folders["fp8"])[1]
+
+
+def test_the_public_config_is_no_fault_of_weights_in_bf16(tmp_path):
+    """It has an fp8 entry, which conversion to bf16 by DeepSeek's own script leaves there."""
     (tmp_path / "config.json").write_text(PUBLIC.read_text())
-    folder, init = f"actor_rollout_ref.model.path={tmp_path}", "actor_rollout_ref.actor.load_weight=false"
-    stored = tmp_path / "model.safetensors"
-    save_file({"a.weight": torch.ones(4).bfloat16()}, stored)
+    folder = f"actor_rollout_ref.model.path={tmp_path}"
     config = compose(LARGE, [folder])
-    found = {c.name: c.ok for c in check_config(config) if c.name.startswith("model")}
-    assert found == {"model shape": True, "model weights": True, "model config": True}
+    found = {c.name: (c.ok, c.note) for c in check_config(config) if c.name.startswith("model")}
+    assert found["model shape"] == (True, False) and found["model weights"] == (True, True)  # there are none
     assert "quantization_config" not in hf_config_of(config)
-    save_file({"a.weight": torch.ones(4).to(torch.float8_e4m3fn)}, stored)
-    assert "weights convert" in failed(LARGE, folder)["model weights"]
-    assert failed(LARGE, folder, init) == {}  # random init reads none
-    assert failed(LARGE, folder, init, f"{ROLLOUT}.load_format=auto").keys() == {"model weights"}
 
 
 @pytest.mark.parametrize(("name", "override", "words"), [

@@ -8,11 +8,9 @@ import os
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import save_file
 
 from verl_patches.errors import ConfigError
-from verl_patches.layout.model_folder import INDEX, MTP_LAYERS, QUANTIZATION, read_config, refuse_weights
+from verl_patches.layout.model_folder import MTP_LAYERS, QUANTIZATION, read_config
 from verl_patches.model.mindspeed.arguments import arguments_of, model_settings
 
 PUBLIC = Path(__file__).with_name("deepseek_v3_public_config.json")
@@ -26,30 +24,6 @@ def test_training_reads_the_public_config_without_fp8_and_mtp():
     assert arguments_of(model_settings(read_config(PUBLIC)))  # MindSpeed-LLM's arguments: every key is decided
     with pytest.raises(ConfigError, match=f"{MTP_LAYERS} is 1.*\n.*{QUANTIZATION} is"):
         arguments_of(model_settings(public))
-
-
-def _store(folder, **tensors):
-    save_file(tensors, folder / "1.safetensors")
-    (folder / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(tensors, "1.safetensors")}))
-    return folder
-
-
-def test_weights_in_fp8_or_damaged_files_are_refused(tmp_path):
-    refuse_weights(tmp_path)  # random init: no weights at all
-    (tmp_path / "config.json").write_text(PUBLIC.read_text())
-    refuse_weights(_store(tmp_path, a=torch.ones(2).bfloat16(), bias=torch.ones(2)))
-    stored = tmp_path / "1.safetensors"
-    whole = stored.read_bytes()
-    for damaged, words in ((whole[:-1], "expected [0-9]+"), (whole[:20], "header"), (b"version https://lfs", "header")):
-        stored.write_bytes(damaged)
-        with pytest.raises(ConfigError, match=f"1.safetensors: not a whole safetensors file .*{words}"):
-            refuse_weights(tmp_path)
-    stored.rename(tmp_path / "2.safetensors")
-    with pytest.raises(ConfigError, match="1 of 1 files named in .* are missing, as 1.safetensors"):
-        refuse_weights(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps(read_config(PUBLIC)))
-    with pytest.raises(ConfigError, match="1 tensors are stored in fp8, as a; .*weights convert .* BF16 --hf"):
-        refuse_weights(_store(tmp_path, a=torch.ones(2).to(torch.float8_e4m3fn), b=torch.ones(2).bfloat16()))
 
 
 VLLM = """

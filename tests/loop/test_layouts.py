@@ -3,9 +3,15 @@
 Those of line a3: test_emulated_npu.py.
 """
 
+import re
+
 import pytest
 from loop_runs import ACTOR, REF, VERIFY, assert_weights_arrive, hook, metrics_of
 from safetensors.torch import load_file
+
+from verl_patches.weights.convert import convert
+from verl_patches.weights.plan import plan_conversion
+from verl_patches.weights.source import open_source
 
 pytestmark = [pytest.mark.slow, pytest.mark.full]
 TP, TP_DP = ("--rollout-tp", "2"), ("--rollout-tp", "2", "--rollout-dp", "2")
@@ -42,8 +48,15 @@ def test_dp_ranks_with_uneven_sequences_do_not_hang(smoke):
     assert run.summary["exit"] == "ok" and lengths[0] != lengths[1], lengths
 
 
-def test_weights_arrive_in_bf16(smoke):
-    assert_weights_arrive(smoke("--dtype", "bf16", "--steps", "2", VERIFY), 0.05)
+def test_weights_of_an_fp8_folder_arrive_in_bf16_and_are_read_once(smoke, tiny_model, tmp_path):
+    """Row model.load_hf: the reference reads the folder, the actor copies it; vLLM gets it by the weight sync."""
+    convert(plan_conversion(open_source(tiny_model), dtype="fp8"), tmp_path / "fp8")
+    stored = sum(path.stat().st_size for path in (tmp_path / "fp8").glob("*.safetensors"))
+    run = smoke("--dtype", "bf16", "--steps", "2", VERIFY, f"actor_rollout_ref.model.path={tmp_path / 'fp8'}")
+    assert_weights_arrive(run, 0.05)
+    (total,) = re.findall(r"GiB \((\d+) bytes\) read by 2 ranks from", run.log)  # one load, not one for each model
+    assert 0.8 * stored < int(total) < 2 * stored  # two ranks: the experts once, the rest on each
+    assert run.log.count("tensors copied from the reference, 0 bytes read from") == 1  # rank 0's line
 
 
 @pytest.mark.upstream

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ from verl.models.mcore import hf_to_mcore_config, init_mcore_model
 from verl.utils.megatron_utils import get_model
 
 from verl_patches.layout.parallel import ParallelLayout
-from verl_patches.model.weights import load_weights
+from verl_patches.weights.load import load_weights
+
+_loads = itertools.count()  # of this process; the same on every rank
 
 
 def start_parallel(layout: ParallelLayout, seed: int = 42) -> None:
@@ -56,5 +59,5 @@ def build_model(
 
     chunks = get_model(provide, wrap_with_ddp=wrap_with_ddp, use_distributed_optimizer=distributed_optimizer)
     if load:
-        load_weights(folder, chunks)
+        load_weights(folder, chunks, key=f"load/{next(_loads)}")
     return chunks, config, hf_config

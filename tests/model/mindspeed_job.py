@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import sys
 from pathlib import Path
 
@@ -17,9 +18,12 @@ from verl.utils.megatron_utils import get_model, unwrap_model
 
 from tests.model.parity_job import answers, run
 from verl_patches.errors import ConfigError
-from verl_patches.model.mindspeed.weights import load_weights, sources_of, split_down, split_up
+from verl_patches.model.mindspeed.weights import parts_of, sources_of, split_down, split_up
 from verl_patches.model.weights import named_weights
 from verl_patches.platform.npu import attention
+from verl_patches.weights.load import load_weights
+
+_loads = itertools.count()  # of this process; the same on every rank
 
 
 def build(model: Path, args, with_ddp: bool = True):
@@ -33,7 +37,7 @@ def build(model: Path, args, with_ddp: bool = True):
         return init_mcore_model(config, hf_config, pre_process, post_process)
 
     chunks = get_model(provide, wrap_with_ddp=with_ddp, use_distributed_optimizer=False)
-    load_weights(model, chunks)
+    load_weights(model, chunks, parts_of, key=f"load/{next(_loads)}")
     return chunks, config, hf_config
 
 

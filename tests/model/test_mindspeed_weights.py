@@ -43,7 +43,8 @@ def test_names_of_other_libraries_and_modes_are_refused(name):
 def test_stacked_experts_are_those_of_the_view():
     up = [torch.randn(6, 4, dtype=torch.float64) for _ in range(3)]  # [2F, H]; float32 sums differ by their order
     down = [torch.randn(4, 3, dtype=torch.float64) for _ in range(3)]  # [H, F]
-    weight1, weight2 = weights.stack_up(up), weights.stack_down(down)
+    weight1 = torch.stack([expert.t() for expert in up]).view(4, -1)  # [e, H, 2F]
+    weight2 = torch.cat([expert.t() for expert in down])
     assert weight1.shape == (4, 18) and weight2.shape == (9, 4)
     tokens = torch.randn(5, 4, dtype=torch.float64)
     for number in range(3):  # as GroupedMLP computes

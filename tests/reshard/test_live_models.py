@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from tests.model.mindspeed_start import LAYOUTS, engine_config
+from tests.weights.cases import read_folder
 from verl_patches.layout.inventory import build_inventory
 from verl_patches.layout.parallel import parse_layout
 from verl_patches.layout.sharding import local_parameters
-from verl_patches.model.weights import HFTensors
 from verl_patches.reshard.region import region_of
 
 MEGATRON = {
@@ -30,16 +30,16 @@ pytestmark = pytest.mark.slow
 
 def check(found: list[dict], model: Path, text: str, library: str) -> None:
     layout, inventory = parse_layout(text), build_inventory(model)
-    with HFTensors(model) as files:
-        for rank, here in enumerate(found):
-            shards = local_parameters(inventory, layout, rank, library).shards
-            assert here["regions"] == {name: region_of(shard) for name, shard in shards.items()}
-            for name, region in here["regions"].items():
-                expected = files.read(name).narrow(region.axis, region.start, region.stop - region.start)
-                assert here["values"][name].dtype == expected.dtype
-                assert torch.equal(here["values"][name], expected), (name, rank)
-            assert here["seen"]
-            assert all(here["valid"]) and here["rebuilt"] and not here["replaced"]
+    tensors = read_folder(model)
+    for rank, here in enumerate(found):
+        shards = local_parameters(inventory, layout, rank, library).shards
+        assert here["regions"] == {name: region_of(shard) for name, shard in shards.items()}
+        for name, region in here["regions"].items():
+            expected = tensors[name].narrow(region.axis, region.start, region.stop - region.start)
+            assert here["values"][name].dtype == expected.dtype
+            assert torch.equal(here["values"][name], expected), (name, rank)
+        assert here["seen"]
+        assert all(here["valid"]) and here["rebuilt"] and not here["replaced"]
 
 
 @pytest.fixture(scope="module")

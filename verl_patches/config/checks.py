@@ -34,7 +34,7 @@ from verl_patches.config.environment import DROPPED, derive, run_dir
 from verl_patches.config.recipe import VLLM_DTYPES
 from verl_patches.errors import ConfigError
 from verl_patches.layout.inventory import ModelShape, build_inventory, differences, read_model_shape
-from verl_patches.layout.model_folder import QUANTIZATION, read_json_object, refuse_weights, weight_files
+from verl_patches.layout.model_folder import QUANTIZATION, read_json_object, weight_files
 from verl_patches.layout.parallel import ParallelLayout, rollout_layout_of, train_layout_of
 from verl_patches.model.mindspeed.arguments import ONLY
 from verl_patches.platform import as_npu
@@ -45,6 +45,7 @@ from verl_patches.trainer import on_policy, truth_check
 from verl_patches.trainer.recording import find_recording
 from verl_patches.upstream.support import refusal, refused_keys, shell_findings
 from verl_patches.values import Count, Positive, value_faults
+from verl_patches.weights.source import open_source
 
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor.megatron", "actor_rollout_ref.rollout"
 _SIZES = "tensor_model pipeline_model virtual_pipeline_model context expert_model expert_tensor".split()
@@ -142,19 +143,28 @@ def _folder_checks(config: DictConfig, must_exist: Collection[str]) -> Iterator[
     if not path.is_file():
         yield _absent("model folder", [path], _MODEL, _MODEL in must_exist, "the folder of a HF model")
         return
-    found, model, key = (
-        read_model_shape(path),
-        model_shape_of(config),
-        f"recipe.model_shape {config.recipe.model_shape}",
-    )
-    fault = f"{path} describes another model than {key}: {differences(found, model)}"
+    found, model = read_model_shape(path), model_shape_of(config)
+    fault = f"{path} is not of recipe.model_shape {config.recipe.model_shape}: {differences(found, model)}"
     yield _either("model shape", found == model, "same model", fault)
-    if reads_weights(config) and not weight_files(path.parent):
-        text = f"{path.parent} has no safetensors file: whether its weights are bf16 is not known"
-        yield Check("model weights", True, text, note=True)
-    elif reads_weights(config):
-        fault = _error_of(refuse_weights, path.parent)
-        yield Check("model weights", not fault, fault or "whole files, none is stored in fp8")
+    if reads_weights(config):
+        yield _weights_check(config, path.parent)
+
+
+def _weights_check(config: DictConfig, folder: Path) -> Check:
+    """The folder's files are whole and hold every tensor once, and each framework that reads them can."""
+    name, load_format = "model weights", config.actor_rollout_ref.rollout.load_format
+    if not weight_files(folder):
+        return Check(name, True, f"{folder} has no safetensors file: its weights were not checked", note=True)
+    try:
+        source = open_source(folder)
+    except ConfigError as error:
+        return Check(name, False, str(error))
+    how = {"hf": "a HF folder", "shards": "sharded weights", "checkpoint": "a checkpoint"}[source.kind]
+    how += f" in FP8 (blocks of {source.block[0]} x {source.block[1]})" if source.block else ""
+    fault = f"{_ROLLOUT}.load_format is {load_format}, with which vLLM would read {folder}, {how}; expected "
+    fault += "dummy_megatron (the first weight sync fills vLLM), or a HF folder in bf16 (`weights convert`)"
+    fits = load_format.startswith("dummy") or how == "a HF folder"
+    return _either(name, fits, f"whole files: {how}", fault)
 
 
 def _absent(name: str, files: Iterable[object], key: str, must_exist: bool, expected: str) -> Check:

@@ -206,14 +206,16 @@ class Hccl:
 
 @dataclass
 class Timeouts:
-    """When the launcher ends a run.
+    """When a run is ended.
 
     wall_s: seconds since the start; null: no limit.
     quiet_s: seconds since the last output; null: no limit.
+    load_s: seconds that a worker which has read its weights waits for the slowest one, before any collective.
     """
 
     wall_s: Positive | None = None
     quiet_s: Positive | None = None
+    load_s: Positive = 3600.0
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""What a run reads of an HF model folder: config.json as training and as vLLM need it, and the dtype of its weights.
+"""What a run reads of an HF model folder: config.json as training and as vLLM need it.
 
 DeepSeek publishes V3 and R1 with fp8 weights and one layer for multi-token prediction (MTP); config.json says so in
 `quantization_config` and `num_nextn_predict_layers`. Conversion to bf16 leaves config.json as it is. This recipe trains
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -70,38 +70,6 @@ def for_vllm(hf_config: Any) -> Any:
 def weight_files(folder: str | Path) -> set[str]:
     """Names of the safetensors files in a folder."""
     return {file.name for file in Path(folder).glob("*.safetensors")}
-
-
-def refuse_weights(folder: str | Path) -> None:
-    """ConfigError where a safetensors file of the folder is missing or cut off, or holds tensors in fp8.
-
-    Read from the headers of the files, whatever config.json says. A folder without weights is accepted.
-    """
-    names = sorted(name for name, dtype in _stored_dtypes(Path(folder)) if dtype.startswith("F8_"))
-    if names:
-        raise ConfigError(
-            f"{folder}: {len(names)} tensors are stored in fp8, as {names[0]}; expected bf16, in which this recipe "
-            f"trains. Run `python -m verl_patches weights convert {folder} BF16 --hf` and set "
-            "actor_rollout_ref.model.path to BF16"
-        )
-
-
-def _stored_dtypes(folder: Path) -> Iterator[tuple[str, str]]:
-    """(tensor, safetensors' name of its dtype) of the files that the index names, or of all where there is none."""
-    index, files = folder / INDEX, weight_files(folder)
-    if index.is_file() and files:
-        weight_map = read_json_object(index).get("weight_map")
-        if not isinstance(weight_map, dict):
-            raise ConfigError(f"{index}: expected weight_map, {{tensor: file}}, found {weight_map!r}; copy it again")
-        named = {str(name) for name in weight_map.values()}
-        if absent := sorted(named - files):
-            raise ConfigError(
-                f"{folder}: {len(absent)} of {len(named)} files named in {INDEX} are missing, as {absent[0]}; "
-                "download them"
-            )
-        files = named
-    for file in sorted(files):
-        yield from ((name, tensor["dtype"]) for name, tensor in safetensors_header(folder / file).items())
 
 
 def safetensors_header(path: Path) -> Mapping[str, Any]:

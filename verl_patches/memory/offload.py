@@ -9,7 +9,8 @@ schedule does. Errors are those of memory/host_backed.py.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -53,6 +54,21 @@ class Params(_OfModel):
 
     def _synchronise(self) -> None:
         synchronise(storage for state in self._states for storage in state.params.values())
+
+
+@contextmanager
+def parameters_loaded(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
+    """Inside, parameters of `chunks` that were offloaded here are on the device, for reading; then again as before.
+
+    Parameters that verl's own offload has moved to the host stay there.
+    """
+    states = ((chunk, getattr(chunk, "recipe_offload_state", None)) for chunk in chunks)
+    params = Params([chunk for chunk, state in states if state is not None and state.offloaded])
+    params.load()
+    try:
+        yield
+    finally:
+        params.offload()
 
 
 class Grads(_OfModel):

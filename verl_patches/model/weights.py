@@ -1,13 +1,12 @@
-"""DeepSeek-V3 weights in Megatron: parameter names, reading HF safetensors, loading into model chunks.
+"""DeepSeek-V3 weights in Megatron: parameter names, and which HF tensors each parameter of a model chunk holds.
 
 Names: Megatron has two spellings, that of its own modules ("local", tabulated in layout/sharding.py) and Transformer
 Engine's, which fuses norms into the next projection and stacks experts. verl's weight converter knows the second only.
 `parse_name` reads both, `te_name` turns the first into the second. Layer and expert numbers in Megatron names are local
 to the pipeline chunk and to the expert-parallel rank.
 
-Loading: verl 0.4.0 loads HF weights into Megatron for Llama and Qwen2 only (verl/models/weight_loader_registry.py), by
-building the whole HF model on every rank. Here the model's own parameters say which layers and experts they are (uneven
-pipelines and any expert placement included), the inventory says what HF calls them, and only their slices are read.
+What a parameter holds is read from the model itself: its own layers and experts (uneven pipelines and any expert
+placement included), by the HF names of the inventory. weights/load.py fills them from a folder.
 
 Megatron is imported inside functions: the resharder uses the names where Megatron must not be imported yet.
 """
@@ -15,26 +14,16 @@ Megatron is imported inside functions: the resharder uses the names where Megatr
 from __future__ import annotations
 
 import functools
-import json
-import logging
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
-from pathlib import Path
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from verl_patches.errors import ConfigError
-from verl_patches.layout.inventory import Inventory, Parameter, build_inventory
-from verl_patches.layout.model_folder import INDEX, SCALE, SINGLE, refuse_weights
+from verl_patches.layout.inventory import Inventory, Parameter
 from verl_patches.layout.sharding import AXES, MEGATRON_NAMES
 
-log = logging.getLogger(__name__)
-
-ARCHITECTURE = "DeepseekV3ForCausalLM"
-_EXAMPLES = 3
 # (local spelling, Transformer Engine spelling), as regular expression and template of each other
 _TO_TE = (
     (r"(.*\.mlp\.experts)\.local_experts\.(\d+)\.(linear_fc[12])\.weight", r"{0}.{2}.weight{1}"),
@@ -146,97 +135,7 @@ def te_names_for_verl(normalize_model_name):
     return normalize
 
 
-# ---- reading a HF folder
-
-
-class HFTensors:
-    """The tensors of one HF folder, or slices of them, read one at a time. A context manager: files stay open inside.
-
-    Raises ConfigError for a folder without safetensors, an index that names missing files, and unknown tensor names.
-    """
-
-    def __init__(self, folder: str | Path):
-        self.folder = Path(folder)
-        self._files = self._read_index()
-        self._open = ExitStack()
-        self._handles: dict[str, object] = {}
-
-    def __enter__(self) -> HFTensors:
-        return self
-
-    def __exit__(self, *exc) -> None:
-        self._open.close()
-        self._handles.clear()
-
-    def _read_index(self) -> dict[str, str]:
-        """Tensor name -> file name."""
-        index, single = self.folder / INDEX, self.folder / SINGLE
-        if index.is_file():
-            files = json.loads(index.read_text())["weight_map"]
-            missing = sorted({file for file in files.values() if not (self.folder / file).is_file()})
-            if missing:
-                raise ConfigError(f"{index}: {len(missing)} file(s) it names are missing, as {missing[0]}: copy them")
-            return files
-        if single.is_file():
-            with safe_open(single, "pt") as handle:
-                return dict.fromkeys(handle.keys(), SINGLE)
-        raise ConfigError(f"{self.folder}: expected {INDEX} or {SINGLE}, found neither; give a safetensors folder")
-
-    def check_names(self, expected: Iterable[str], num_layers: int) -> None:
-        """ConfigError for weights in fp8, or names other than `expected`, multi-token prediction layers aside."""
-        expected, found = set(expected), set(self._files)
-        missing, extra = expected - found, found - expected
-        extra = {name for name in extra if not _is_beyond(name, num_layers)}
-        if any(name.endswith(SCALE) for name in extra):
-            refuse_weights(self.folder)
-        faults = [
-            f"{len(names)} {what}, as {', '.join(sorted(names)[:_EXAMPLES])}"
-            for what, names in (("missing", missing), ("not known to the config", extra))
-            if names
-        ]
-        if faults:
-            raise ConfigError(
-                f"{self.folder}: expected the {len(expected)} tensors that config.json describes, "
-                f"found {'; '.join(faults)}. "
-                "The weights and config.json do not belong together, or a download is incomplete."
-            )
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """The whole tensor's shape, from the file's header."""
-        return tuple(self._slice(name).get_shape())
-
-    def read(self, name: str, axis: int | None = None, part: int = 0, parts: int = 1) -> torch.Tensor:
-        """The tensor on the CPU in its stored dtype, or part `part` of `parts` equal ones along `axis` (0 or 1)."""
-        tensor = self._slice(name)
-        if axis is None or parts == 1:
-            return tensor[:]
-        size = tensor.get_shape()[axis]
-        if size % parts:
-            raise ConfigError(f"{name}: axis {axis} has size {size}, which {parts} ranks cannot share: change TP, ETP")
-        start, stop = size // parts * part, size // parts * (part + 1)
-        return tensor[start:stop] if axis == 0 else tensor[:, start:stop]
-
-    def _slice(self, name: str):
-        file = self._files.get(name)
-        if file is None:
-            raise ConfigError(f"{self.folder}: no tensor named {name!r}")
-        if file not in self._handles:
-            self._handles[file] = self._open.enter_context(safe_open(self.folder / file, "pt"))
-        try:
-            found = self._handles[file].get_slice(name)
-        except SafetensorError as error:
-            raise ConfigError(f"{self.folder / file}: the index puts {name!r} here, but it is not: {error}") from error
-        if found.get_dtype().startswith("F8_"):
-            refuse_weights(self.folder)
-        return found
-
-
-def _is_beyond(name: str, num_layers: int) -> bool:
-    match = re.match(r"model\.layers\.(\d+)\.", name)
-    return match is not None and int(match[1]) >= num_layers
-
-
-# ---- loading into a model
+# ---- what the parameters of a model hold
 
 
 class Source(NamedTuple):
@@ -251,36 +150,6 @@ class Source(NamedTuple):
     def whole_shape(self) -> tuple[int, ...]:
         """Shape of the joined tensors before they are split over ranks."""
         return sum(p.shape[0] for p in self.parameters), *self.parameters[0].shape[1:]
-
-
-# (folder's tensors, chunk, parameter name, inventory, the parameter's shape) -> its value
-ReadParameter = Callable[[HFTensors, torch.nn.Module, str, Inventory, tuple[int, ...]], torch.Tensor]
-
-
-def load_weights(
-    folder: str | Path, chunks: Sequence[torch.nn.Module], read_parameter: ReadParameter | None = None
-) -> int:
-    """Fill the parameters and correction biases of `chunks` (GPTModel, wrapped or not) and return how many were set.
-
-    Values are converted to each parameter's dtype; correction biases stay fp32, whatever a bf16 wrapper made of them.
-    Needs Megatron's process groups. Raises ConfigError for tensors that are missing, unknown, of another shape, or fp8,
-    and for parameters that no HF tensor is known for: the message names parameter, expected and found.
-    `read_parameter` is for models with other names than Megatron's (mindspeed/weights.py).
-    """
-    from verl.utils.megatron_utils import unwrap_model  # not above: the row is applied while that module is half built
-
-    read_parameter = read_parameter or _read_parameter
-    inventory = build_inventory(Path(folder))
-    count = 0
-    with HFTensors(folder) as tensors, torch.no_grad():
-        tensors.check_names((p.name for p in inventory.parameters), inventory.model.num_hidden_layers)
-        for chunk in unwrap_model(list(chunks)):
-            _keep_bias_fp32(chunk)
-            for name, target in named_weights(chunk):
-                target.copy_(read_parameter(tensors, chunk, name, inventory, tuple(target.shape)))
-                count += 1
-    log.info("loaded %d tensors from %s", count, folder)
-    return count
 
 
 def named_weights(chunk: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -328,37 +197,43 @@ def hf_tensors_of(
     return tuple(found[kind] for kind in kinds)
 
 
-def read_source(tensors: HFTensors, source: Source) -> torch.Tensor:
-    """This rank's part of `source`, joined; ConfigError for a stored shape that is not config.json's."""
-    for parameter in source.parameters:
-        found = tensors.shape(parameter.name)
-        if found != parameter.shape:
-            raise ConfigError(
-                f"{parameter.name}: expected shape {parameter.shape} (config.json), found {found} in {tensors.folder}"
-            )
-    pieces = [tensors.read(p.name, source.axis, source.part, source.parts) for p in source.parameters]
-    return torch.cat(pieces) if len(pieces) > 1 else pieces[0]
+class Part(NamedTuple):
+    """What a live parameter holds of one HF tensor: [start, stop) along `axis`, in `view`, in HF orientation."""
+
+    parameter: Parameter
+    axis: int
+    start: int
+    stop: int
+    view: torch.Tensor
 
 
-def check_shape(value: torch.Tensor, expected: tuple[int, ...], name: str, source: Source) -> torch.Tensor:
-    """`value`, read from `source` for the parameter `name`; ConfigError unless it has the parameter's shape."""
-    if tuple(value.shape) != expected:
+def parts_of(chunk: torch.nn.Module, name: str, tensor: torch.Tensor, inventory: Inventory) -> list[Part]:
+    """The HF tensors that `tensor`, the parameter or buffer `name` of a GPTModel chunk, holds on this rank."""
+    return parts_of_source(source_of(chunk, name, inventory), tensor, name)
+
+
+def parts_of_source(source: Source, tensor: torch.Tensor, name: str) -> list[Part]:
+    """The parts in `tensor`, which holds `source` in HF orientation; ConfigError where its shape is another."""
+    shape, axis, parts = tuple(tensor.shape), source.axis, source.parts
+    if axis is None or source.whole_shape == shape:  # one part, or a module that is not split
+        axis, parts = 0, 1
+    sizes = [parameter.shape[axis] for parameter in source.parameters]
+    part = source.part if parts > 1 else 0
+    shares = [range(size // parts * part, size // parts * (part + 1)) for size in sizes]
+    rows = [len(share) for share in shares] if axis == 0 else [p.shape[0] for p in source.parameters]
+    joined = list(source.whole_shape)
+    joined[axis] = len(shares[0]) if axis else sum(rows)
+    if any(size % parts for size in sizes) or tuple(joined) != shape:
         raise ConfigError(
-            f"Megatron parameter {name!r}: expected shape {expected}, found {tuple(value.shape)} "
-            f"for part {source.part} of {source.parts} of {', '.join(p.name for p in source.parameters)}: "
-            "TP or ETP differs from the model's"
+            f"Megatron parameter {name!r}: expected shape {tuple(joined)}, part {part} of {parts} along axis {axis} of "
+            f"{', '.join(f'{p.name} {p.shape}' for p in source.parameters)}, found {shape}: TP or ETP differs from the "
+            "model's, or the model was built from another config"
         )
-    return value
+    views = tensor.detach().split(rows)
+    return [Part(p, axis, s.start, s.stop, v) for p, s, v in zip(source.parameters, shares, views, strict=True)]
 
 
-def _read_parameter(tensors, chunk, name, inventory, expected) -> torch.Tensor:
-    source = source_of(chunk, name, inventory)
-    if source.whole_shape == expected:  # one part, or a module that is not split
-        source = source._replace(axis=None)
-    return check_shape(read_source(tensors, source), expected, name, source)
-
-
-def _keep_bias_fp32(chunk: torch.nn.Module) -> None:
+def keep_bias_fp32(chunk: torch.nn.Module) -> None:
     """Undo what Float16Module did to the correction biases, before values are lost by it.
 
     Megatron does the same at each forward (moe/router.py:131), which is too late for a value that was loaded in bf16.
@@ -366,21 +241,3 @@ def _keep_bias_fp32(chunk: torch.nn.Module) -> None:
     for module in chunk.modules():
         if hasattr(module, "_maintain_float32_expert_bias"):
             module._maintain_float32_expert_bias()
-
-
-def load_deepseekv3(load_megatron_gptmodel_weights, load=load_weights):
-    """Row provider for verl's `load_megatron_gptmodel_weights`: DeepSeek-V3 by `load`, other architectures by verl."""
-
-    @functools.wraps(load_megatron_gptmodel_weights)
-    def load_gpt_weights(config, model_config, parallel_model, params_dtype, is_value_model=False, *args, **kwargs):
-        if ARCHITECTURE not in (model_config.architectures or ()):
-            return load_megatron_gptmodel_weights(
-                config, model_config, parallel_model, params_dtype, is_value_model, *args, **kwargs
-            )
-        if is_value_model:
-            raise ConfigError("DeepSeek-V3 cannot be a value model: set algorithm.adv_estimator=grpo")
-        from verl.utils.fs import copy_to_local
-
-        return load(copy_to_local(config.model.path), parallel_model)
-
-    return load_gpt_weights

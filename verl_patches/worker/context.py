@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import torch
+
     from verl_patches.memory.ledger import Ledger
     from verl_patches.memory.scheduler import Scheduler
     from verl_patches.worker.on_policy_update import OnPolicyUpdate
@@ -21,7 +23,8 @@ class WorkerContext:
     `scheduler`: moves memory; None with row memory.order off, where verl's worker moves it. `ledger`: checks memory;
     None with recipe.memory.ledger=off. `batch`: tensors that stay here between stages; None before the first stage, or
     without recipe.tensor_cache. `update`: the on-policy update in progress. `splits`: the planned micro batches of the
-    stage in progress.
+    stage in progress. `weight_reads`: how often this process has read the model's folder. `reference_weights`: that
+    folder and the model chunks of the reference, once it has read it (worker/weight_loading.py).
     """
 
     scheduler: Scheduler | None = None
@@ -29,6 +32,8 @@ class WorkerContext:
     batch: CachedBatch | None = None
     update: OnPolicyUpdate | None = None
     splits: PlannedSplits | None = None
+    weight_reads: int = 0
+    reference_weights: tuple[str, Sequence[torch.nn.Module]] | None = None
 
     def begin(self, phase: str, by_vllm: Callable[[], Any] | None = None) -> None:
         """Begin `phase` of memory/schedule.py and end the one before; `by_vllm` makes the moves that are vLLM's."""

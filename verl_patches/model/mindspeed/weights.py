@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -73,24 +72,13 @@ def is_expert_stack(kinds: tuple[str, ...]) -> bool:
     return kinds[0].startswith("routed_expert")
 
 
-def stack_up(experts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """weight1 [H, e * 2F] of experts [2F, H] each, rows of gate first and then of up."""
-    stacked = torch.stack([expert.t() for expert in experts])  # [e, H, 2F]
-    return stacked.view(stacked.shape[1], -1)
-
-
-def stack_down(experts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """weight2 [e * F, H] of experts [H, F] each."""
-    return torch.cat([expert.t() for expert in experts])
-
-
 def split_up(weight1: torch.Tensor, count: int) -> list[torch.Tensor]:
-    """[2F, H] of each of `count` experts: the inverse of `stack_up`, as views."""
+    """[2F, H] of each of `count` experts in weight1 [H, e * 2F], rows of gate first and then of up, as views."""
     return [expert.t() for expert in weight1.view(count, weight1.shape[0], -1)]
 
 
 def split_down(weight2: torch.Tensor, count: int) -> list[torch.Tensor]:
-    """[H, F] of each of `count` experts: the inverse of `stack_down`, as views."""
+    """[H, F] of each of `count` experts in weight2 [e * F, H], as views."""
     return [expert.t() for expert in weight2.view(count, -1, weight2.shape[1])]
 
 
@@ -99,7 +87,7 @@ def _axis(kinds: tuple[str, ...]) -> int | None:
     return None if kinds[0] in LIBRARIES["mindspeed"].whole else AXES[kinds[0]]
 
 
-# ---- loading a HF folder
+# ---- what the parameters of a model hold
 
 
 class Sources(NamedTuple):
@@ -107,11 +95,6 @@ class Sources(NamedTuple):
 
     sources: tuple[Source, ...]
     stacked: bool
-
-
-def load_weights(folder: str | Path, chunks: Sequence[torch.nn.Module]) -> int:
-    """As model/weights.py's `load_weights`, for MindSpeed-LLM's names, stacked experts and whole down projections."""
-    return megatron.load_weights(folder, chunks, _read_parameter)
 
 
 def sources_of(chunk: torch.nn.Module, name: str, inventory: Inventory) -> Sources:
@@ -132,18 +115,20 @@ def sources_of(chunk: torch.nn.Module, name: str, inventory: Inventory) -> Sourc
     return Sources(tuple(Source(tensors, axis, *split) for tensors in found), stacked)
 
 
-def _read_parameter(tensors, chunk, name, inventory, expected) -> torch.Tensor:
+def parts_of(chunk: torch.nn.Module, name: str, tensor: torch.Tensor, inventory: Inventory) -> list[megatron.Part]:
+    """As model/weights.py's `parts_of`, for MindSpeed-LLM's names, stacked experts and whole down projections."""
     sources, stacked = sources_of(chunk, name, inventory)
-    values = [megatron.read_source(tensors, source) for source in sources]
-    value = values[0]
+    held, views = tensor.detach(), [tensor.detach()]
     if stacked:
-        value = stack_down(values) if sources[0].axis == 1 else stack_up(values)
-    return megatron.check_shape(value, expected, name, sources[0])
-
-
-def load_deepseekv3(load_megatron_gptmodel_weights):
-    """Row provider for verl's `load_megatron_gptmodel_weights`: DeepSeek-V3 by `load_weights`, the rest as before."""
-    return megatron.load_deepseekv3(load_megatron_gptmodel_weights, load_weights)
+        views = (split_down if sources[0].axis == 1 else split_up)(held, len(sources))
+    parts = [
+        part
+        for source, view in zip(sources, views, strict=True)
+        for part in megatron.parts_of_source(source, view, name)
+    ]
+    # MindSpeed's torch.Tensor.view copies a tensor that is not contiguous (mindspeed/megatron_adaptor.py)
+    assert all(part.view.untyped_storage()._cdata == held.untyped_storage()._cdata for part in parts), name
+    return parts
 
 
 # ---- gathering whole tensors for vLLM, in place of verl's per_tensor_generator (verl/utils/megatron_utils.py:723)

@@ -1,0 +1,149 @@
+"""What one rank does in the tests of loading."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from verl_patches.errors import ConfigError, RecipeError
+from verl_patches.layout.parallel import parse_layout
+from verl_patches.model import weights as megatron
+from verl_patches.weights import load_progress
+from verl_patches.weights.load_progress import LoadProgress
+
+TOTAL = 5 << 30
+
+
+def _progress(key: str) -> LoadProgress:
+    store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
+    return LoadProgress("FOLDER", TOTAL, store, key, rank, dist.get_world_size())
+
+
+def _until_rank_0(key: str, done: bool = False) -> None:
+    """Return once rank 0 has called this with `done`: a rank that ended would be named for another reason."""
+    store = dist.distributed_c10d._get_default_store()
+    if done:
+        store.set(key, "")
+    while not store.check([key]):
+        time.sleep(0.02)
+
+
+def wait_job() -> dict[str, object]:
+    """Rank 0's error while rank 1 has read a third and rank 2 nothing; what all do if rank 1 fails, or is late."""
+    rank, found = dist.get_rank(), {}
+    load_progress.PUBLISH_S = load_progress.LOG_S = 0.0
+    if rank < 2:
+        progress = _progress("late")
+        progress.add(TOTAL if rank == 0 else TOTAL // 3)
+    if rank == 0:
+        try:
+            progress.wait(0.5)
+        except RecipeError as error:
+            found["late"] = str(error)
+    _until_rank_0("late is over", done=rank == 0)
+    progress, started = _progress("failed"), time.monotonic()
+    if rank == 1:
+        progress.fail(ConfigError("no such file"))
+    else:
+        try:
+            progress.wait(60)
+        except RecipeError as error:
+            found["failed"] = str(error), time.monotonic() - started
+    progress, started = _progress("all"), time.monotonic()
+    if rank == 1:
+        time.sleep(0.5)
+    progress.add(TOTAL)
+    progress.wait(60)
+    found["waited"] = time.monotonic() - started
+    return found
+
+
+def _build(folder: Path, dtype: torch.dtype = torch.float32, with_ddp: bool = False):
+    from tests.model.megatron_model import build_model
+
+    return build_model(folder, dtype, load=False, wrap_with_ddp=with_ddp)[0]
+
+
+def _values(chunks) -> dict[str, torch.Tensor]:
+    from verl.utils.megatron_utils import unwrap_model
+
+    weights = ((f"{n}:{name}", t) for n, c in enumerate(unwrap_model(chunks)) for name, t in megatron.named_weights(c))
+    return {name: tensor.detach().clone() for name, tensor in weights}
+
+
+def _unlike(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> list[str]:
+    assert found.keys() == expected.keys()
+    return [n for n in found if found[n].dtype != expected[n].dtype or not torch.equal(found[n], expected[n])]
+
+
+def folders_job(folders: dict[str, Path], layouts: list[str]) -> dict[str, object]:
+    """{layout: {folder: (names of parameters that differ from those of folder "bf16", bytes read)}}."""
+    from tests.model.megatron_model import start_parallel
+    from verl_patches.weights.load import load_weights
+
+    found: dict[str, object] = {}
+    for layout in layouts:
+        start_parallel(parse_layout(layout))
+        expected, found[layout] = {}, {}
+        for name, folder in folders.items():
+            chunks = _build(folders["bf16"])
+            with torch.no_grad():
+                for parameter in chunks[0].parameters():
+                    parameter.fill_(torch.nan)
+            loaded = load_weights(folder, chunks, key=f"{layout}/{name}")
+            values = _values(chunks)
+            expected = expected or values
+            assert loaded.tensors == len(values)
+            found[layout][name] = _unlike(values, expected), loaded.read_bytes
+    return found
+
+
+def copies_job(folder: Path, other: Path) -> dict[str, object]:
+    """What the second model of a process takes from the first; each entry is (parameters that differ, bytes read)."""
+    from tests.model.megatron_model import start_parallel
+    from verl_patches.memory.offload import Params
+    from verl_patches.worker.context import context
+    from verl_patches.worker.weight_loading import load_model
+
+    start_parallel(parse_layout("tp2 @2"))
+
+    def load(chunks, path=folder):
+        return load_model(str(path), chunks, megatron.parts_of, 60.0).read_bytes
+
+    def second(dtype=torch.float32, with_ddp=True, path=folder):
+        chunks = _build(folder, dtype, with_ddp)
+        size = load(chunks, path)
+        return _unlike(_values(chunks), read[dtype]), size
+
+    read: dict[torch.dtype, dict[str, torch.Tensor]] = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        chunks = _build(folder, dtype, with_ddp=True)
+        load(chunks)
+        read[dtype] = _values(chunks)
+    found = {"actor after an actor": second()}
+    reference = _build(folder)
+    found["reference"] = _unlike(_values(reference), read[torch.float32]), load(reference)
+    found["actor"] = second()
+    params = Params(reference)
+    params.offload()
+    found["actor after offload"] = second()
+    state = reference[0].recipe_offload_state
+    found["offloaded again"] = state.offloaded and not any(
+        p.untyped_storage().nbytes() for p in reference[0].parameters()
+    )
+    params.load()
+    found["reference unlike"] = _unlike(_values(reference), read[torch.float32])
+    found["another folder"] = second(path=other)
+    found["bf16"] = second(torch.bfloat16)
+    context().reference_weights = str(folder), reference
+    with torch.no_grad():
+        next(iter(reference[0].parameters())).add_(1)
+    found["control"] = second()
+    for chunk in reference:
+        for parameter in chunk.parameters():
+            parameter.data = parameter.data.to("cpu", torch.float64).float()  # other memory, as verl's offload
+    found["after verl's offload"] = second()
+    return found

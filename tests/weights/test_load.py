@@ -1,0 +1,109 @@
+"""Loading into Megatron models: every kind of folder bit for bit, one read for two models, the wait for the slowest."""
+
+import re
+
+import pytest
+import torch
+
+from tests.weights.cases import make_folder, make_fp8_folder
+from verl_patches.errors import ConfigError
+from verl_patches.layout.parallel import parse_layout
+from verl_patches.model.tiny import tiny_config
+from verl_patches.weights import load_progress
+from verl_patches.weights.convert import convert
+from verl_patches.weights.load_progress import LoadProgress
+from verl_patches.weights.plan import plan_conversion
+from verl_patches.weights.source import open_source
+
+WORKER = {"patches": "line=pypi,platform=cpu", "backend": "nccl", "size": 2}
+LAYOUTS = ["pp2 @2", "tp2 @2", "tp2 ep2 etp1 @2"]  # pipelines first, as in tests/model/test_load.py
+# two blocks in most dimensions, and halves that begin inside a block
+CONFIG = tiny_config() | {"hidden_size": 192, "intermediate_size": 320, "moe_intermediate_size": 160}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """{name: folder} of the same values; "control" has one other value."""
+    base = tmp_path_factory.mktemp("load")
+    _, values = make_fp8_folder(base, CONFIG | {"torch_dtype": "bfloat16"})
+    make_folder(base / "bf16", CONFIG, tensors=values)
+    for name, source, layout in (
+        ("shards", "bf16", "tp2 pp2 ep4 etp1 @8 layers=1,3"),
+        ("shards of fp8", "fp8", "tp4 ep2 etp2 @8"),
+        ("shards of one rank", "shards", "@1"),
+    ):
+        convert(plan_conversion(open_source(base / source), parse_layout(layout)), base / name)
+    values["model.layers.1.mlp.experts.3.up_proj.weight"][-1, -1] += 1
+    make_folder(base / "control", CONFIG, tensors=values)
+    names = ("bf16", "fp8", "shards", "shards of fp8", "shards of one rank", "control")
+    return {name: base / name for name in names}
+
+
+@pytest.mark.slow
+def test_every_folder_gives_the_same_parameters_at_every_layout(folders, run_ranks):
+    ranks = run_ranks("tests.weights.load_job:folders_job", folders, LAYOUTS, **WORKER)
+    for layout in LAYOUTS:
+        unlike = {name: [n for rank in ranks for n in rank[layout][name][0]] for name in folders}
+        assert len(unlike.pop("control")) == 1
+        assert unlike == dict.fromkeys(unlike, [])
+        for rank in ranks:
+            sizes = {name: size for name, (_, size) in rank[layout].items()}
+            assert sizes["fp8"] < 0.75 * sizes["bf16"]  # the embedding, the head and this tiny router are bf16
+            assert sizes["shards"] == pytest.approx(sizes["bf16"], rel=0.15)  # narrow columns are read as whole rows
+
+
+@pytest.mark.slow
+def test_the_actor_copies_the_reference_and_reads_nothing(folders, run_ranks):
+    for found in run_ranks(
+        "tests.weights.load_job:copies_job", folders["fp8"].parent / "plain", folders["bf16"], **WORKER
+    ):
+        nothing, size = ([], 0), found["actor after an actor"][1]
+        assert size > 0 and found["actor after an actor"][0] == []  # an actor is trained: it is no source
+        assert found["reference"][1] == size and found["reference"][0]  # before it was loaded
+        assert found["actor"] == found["actor after offload"] == nothing
+        assert found["offloaded again"] and found["reference unlike"] == []
+        assert found["bf16"] == ([], size)  # another dtype: read, and equal to what was read before
+        assert found["another folder"][1] == size and found["another folder"][0]
+        unlike, read = found["control"]
+        assert len(unlike) == 1 and read == 0  # the value came from the reference
+        assert found["after verl's offload"] == found["control"]
+
+
+def test_the_wait_names_late_ranks_and_ends_where_one_failed(run_ranks):
+    ranks = run_ranks("tests.weights.load_job:wait_job", size=3)
+    late = ranks[0]["late"]
+    assert re.search(r"rank 0 has loaded FOLDER and waited 0 s; 1 of 3 ranks have arrived", late), late
+    assert re.search(r"rank 1 on \S+ has read 1.67 of 5.00 GiB .*; rank 2 has not begun to read", late), late
+    assert "rank 0 on" not in late and "recipe.timeouts.load_s" in late
+    for rank in (0, 2):
+        text, seconds = ranks[rank]["failed"]
+        assert "rank 1: ConfigError: no such file" in text and seconds < 30
+    assert all(0.5 <= rank["waited"] < 30 for rank in ranks)
+
+
+def test_progress_says_bytes_rate_and_the_rest(monkeypatch, caplog):
+    caplog.set_level("INFO")
+    clock = [100.0]
+    monkeypatch.setattr(load_progress.time, "monotonic", lambda: clock[0])
+    progress = LoadProgress("FOLDER", 8 << 30)
+    for _ in range(8):
+        clock[0] += 4
+        progress.add(1 << 30)
+    progress.wait(1)
+    shown = [record.message for record in caplog.records]
+    assert [text.split(" read by")[0] for text in shown[:2]] == [
+        "weights: 3.00 of 8.00 GiB",
+        "weights: 6.00 of 8.00 GiB",
+    ]
+    assert "1 of 1 ranks, 0.25 GiB/s, about 20 s left; 0 ranks are done" in shown[0]
+    assert len(shown) == 3 and f"8.000 GiB ({8 << 30} bytes) read by 1 ranks from FOLDER in 32.0 s" in shown[2]
+
+
+def test_a_folder_of_another_quantization_is_refused_by_name(tmp_path):
+    """tests/weights/test_convert.py has missing scales, wrong shapes and names: the same `open_source` reads them."""
+    values = make_folder(tmp_path / "plain", CONFIG)
+    name = "model.layers.0.mlp.up_proj.weight"
+    make_folder(tmp_path / "int8", CONFIG, tensors=values | {name: values[name].to(torch.int8)})
+    with pytest.raises(ConfigError, match=f"{name}: expected one of F8_E4M3, F32, BF16, F16, found I8"):
+        open_source(tmp_path / "int8")
+    assert open_source(tmp_path / "plain").tensors[name].dtype == "BF16"

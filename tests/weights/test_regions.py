@@ -1,0 +1,138 @@
+"""Regions copied from every kind of folder: bit for bit those of complete tensors, bytes as counted, little memory."""
+
+import json
+import random
+
+import pytest
+import torch
+
+from tests.weights.cases import QUANTIZED, make_folder, make_fp8_folder, random_case
+from verl_patches.errors import RecipeError
+from verl_patches.layout.inventory import build_inventory
+from verl_patches.layout.model_folder import QUANTIZATION
+from verl_patches.layout.parallel import parse_layout
+from verl_patches.layout.sharding import AXES
+from verl_patches.model.tiny import tiny_config
+from verl_patches.reshard.region import Region
+from verl_patches.weights import regions
+from verl_patches.weights.convert import convert
+from verl_patches.weights.plan import plan_conversion
+from verl_patches.weights.regions import RegionReader
+from verl_patches.weights.source import FP8_KINDS, open_source, scale_name, scale_shape
+
+# odd sizes: regions start inside a block, blocks at the edges are smaller
+SMALL = {"num_hidden_layers": 2, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2}
+ODD = SMALL | {"hidden_size": 300, "intermediate_size": 290, "moe_intermediate_size": 144, "torch_dtype": "bfloat16"}
+
+
+def some_regions(draw, name, shape, axes):
+    """The complete tensor, halves and random parts of it along each of `axes`."""
+    yield Region(name, 0, 0, shape[0])
+    for axis in axes:
+        yield Region(name, axis, 0, shape[axis] // 2)
+        yield Region(name, axis, shape[axis] // 2, shape[axis])
+        start = draw.randrange(shape[axis])
+        yield Region(name, axis, start, draw.randint(start + 1, shape[axis]))
+
+
+def wrong(folder, expected, seed=0, dtype=torch.float32):
+    """Regions of `folder` that are not those of the tensors `expected`, or whose bytes are not as counted.
+
+    Shards are read along the axis that layouts cut, other folders along all.
+    """
+    draw, found, read, source = random.Random(seed), [], [], open_source(folder)
+    with RegionReader(source, read.append) as reader:
+        for name, tensor in expected.items():
+            axis = AXES[source.inventory.by_name[name].kind] or 0
+            axes = [axis] if source.kind == "shards" else range(tensor.dim())
+            for region in some_regions(draw, name, tuple(tensor.shape), axes):
+                part = tensor.narrow(region.axis, region.start, region.rows).to(dtype)
+                target = torch.full((part.shape[-1], *part.shape[:-1]), torch.nan, dtype=dtype)  # strided
+                target = target.movedim(0, -1)
+                read.clear()
+                reader.copy(region, target)
+                if not torch.equal(target, part) or sum(read) != reader.read_bytes(region):
+                    found.append(region)
+    return found
+
+
+@pytest.fixture(params=[1, 40_000, regions.BAND_BYTES])
+def band(request, monkeypatch):
+    monkeypatch.setattr(regions, "BAND_BYTES", request.param)
+    monkeypatch.setattr(regions, "_LEAST_BYTES", {1: 1, 40_000: 300}.get(request.param, 4096))
+
+
+def test_regions_of_fp8_are_those_of_its_conversion_to_bf16(tmp_path, band):
+    _, values = make_fp8_folder(tmp_path, tiny_config() | ODD)
+    assert wrong(tmp_path / "fp8", values) == [] and wrong(tmp_path / "fp8", values, 1, torch.bfloat16) == []
+    name = "model.layers.0.mlp.down_proj.weight"
+    values[name][5, 7] += 1  # control
+    assert {region.name for region in wrong(tmp_path / "fp8", values)} == {name}
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_regions_of_shards_of_any_layout_are_those_of_the_folder(tmp_path, seed):
+    config, layout, _ = random_case(seed)
+    expected = make_folder(tmp_path / "hf", config, seed)
+    convert(plan_conversion(open_source(tmp_path / "hf"), layout), tmp_path / "shards")
+    assert wrong(tmp_path / "hf", expected, seed) == [] and wrong(tmp_path / "shards", expected, seed) == []
+    with RegionReader(open_source(tmp_path / "shards")) as reader:
+        places = [reader.position(Region(name, 0, 0, tensor.shape[0])) for name, tensor in expected.items()]
+    assert len(set(places)) == len(places)
+
+
+def test_a_file_that_has_become_shorter_is_named(tmp_path):
+    make_folder(tmp_path / "hf", tiny_config(), files=1)
+    with RegionReader(open_source(tmp_path / "hf")) as reader:
+        with (tmp_path / "hf" / "model-1.safetensors").open("rb+") as file:
+            file.truncate(2000)
+        with pytest.raises(RecipeError, match="model-1.safetensors: ends inside model.embed_tokens.weight"):
+            reader.copy(Region("model.embed_tokens.weight", 0, 0, 8), torch.empty(8, tiny_config()["hidden_size"]))
+
+
+MEASURE = """
+import json, resource, sys, torch
+from verl_patches.reshard.region import Region
+from verl_patches.weights.regions import RegionReader
+from verl_patches.weights.source import open_source
+source = open_source(sys.argv[1])
+targets = {n: torch.zeros(t.shape, dtype=torch.bfloat16) for n, t in source.tensors.items()}
+for target in targets.values():
+    target.fill_(1)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+if sys.argv[2] == "regions":
+    with RegionReader(source) as reader:
+        for name, target in targets.items():
+            reader.copy(Region(name, 0, 0, target.shape[0]), target)
+else:  # the control: files in memory
+    held = [(source.folder / file).read_bytes() for file in sorted({t.parts[0].file for t in source.tensors.values()})]
+print(json.dumps([1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)]))
+"""
+
+
+def test_memory_does_not_grow_with_the_folder(tmp_path, run_warm):
+    """210 MB in FP8; 65 MB of host memory while they are read: a band, the band decoded to bf16, tables."""
+    config = tiny_config() | {"vocab_size": 520, "hidden_size": 4096, "intermediate_size": 8192, **SMALL}
+    config |= {"first_k_dense_replace": 2, QUANTIZATION: QUANTIZED}
+    stored = {}
+    for parameter in build_inventory(config).parameters:
+        stored[parameter.name] = torch.zeros(parameter.shape, dtype=torch.bfloat16)
+        if parameter.kind in FP8_KINDS:
+            stored[parameter.name] = stored[parameter.name].to(torch.float8_e4m3fn)
+            stored[scale_name(parameter.name)] = torch.ones(scale_shape(parameter.shape, (128, 128)))
+    make_folder(tmp_path / "fp8", config, files=3, tensors=stored)
+    size = sum(path.stat().st_size for path in (tmp_path / "fp8").glob("*.safetensors"))
+    peaks = {how: json.loads(run_warm(MEASURE, tmp_path / "fp8", how).check().out)[0] for how in ("regions", "all")}
+    assert size > 200e6 and peaks["regions"] < 5 * regions.BAND_BYTES
+    assert peaks["all"] > 0.9 * size
+
+
+def test_a_sharded_folder_is_read_by_the_bytes_that_a_rank_needs(tmp_path):
+    """Half of the rows, half of the bytes; half of the columns too where these are not too few."""
+    make_folder(tmp_path / "hf", tiny_config() | {"hidden_size": 64, "intermediate_size": 8192})
+    convert(plan_conversion(open_source(tmp_path / "hf"), parse_layout("tp2 @2")), tmp_path / "shards")
+    name = "model.layers.0.mlp.down_proj.weight"
+    for folder in ("hf", "shards"):
+        with RegionReader(open_source(tmp_path / folder)) as reader:
+            assert reader.read_bytes(Region(name, 1, 0, 4096)) == 64 * 4096 * 2
+            assert reader.read_bytes(Region(name, 1, 0, 4)) == 64 * (8192 if folder == "hf" else 4096) * 2

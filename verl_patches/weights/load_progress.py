@@ -1,0 +1,147 @@
+"""How far all ranks are with loading weights: lines in rank 0's log, and the wait of each rank for the slowest.
+
+Ranks read at different speeds (disks, caches, the embedding's stage), and the first collective after loading would end
+in a connect or collective timeout that names no rank. So each rank publishes its progress in torch.distributed's store
+and waits there, with a limit of its own, before any collective. Keys of one load, below `key`:
+
+    total, read, begun, arrived    counters over all ranks: bytes to read, bytes read, ranks
+    rank/N                         "BYTES_READ BYTES_TO_READ HOST" of rank N
+    failed                         the first error of a rank, for all others
+
+Only operations that return at once are used (add, set, check; get of a key that is there): a store's own wait blocks
+every other thread of the process that uses the store, such as the watchdog of a process group. No torch.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import time
+from typing import Any
+
+from verl_patches.errors import RecipeError
+
+log = logging.getLogger(__name__)
+LOG_S, PUBLISH_S, POLL_S = 10.0, 2.0, 1.0
+_GIB = 1 << 30
+_SHOWN = 8  # ranks that a message names
+
+
+class LoadProgress:
+    """Progress of one rank with `total_bytes` to read from `what`; it begins now.
+
+    store: torch.distributed's; None outside of it, where there is one rank. key: of this load, equal on every rank.
+    """
+
+    def __init__(
+        self, what: str, total_bytes: int, store: Any = None, key: str = "load", rank: int = 0, ranks: int = 1
+    ):
+        self.what, self.total_bytes, self.rank, self.ranks = what, total_bytes, rank, ranks
+        self.read_bytes, self._published = 0, 0
+        self._store, self._key = store or _OneRank(), key
+        self._begun = self._logged = self._told = time.monotonic()
+        self._store.add(f"{key}/total", total_bytes)
+        self._store.add(f"{key}/begun", 1)
+        self._publish()
+
+    def add(self, size_bytes: int) -> None:
+        """Bytes that were read since the last call."""
+        self.read_bytes += size_bytes
+        now = time.monotonic()
+        if now - self._told >= PUBLISH_S:
+            self._told = now
+            self._publish()
+            self._log(now)
+
+    def fail(self, error: BaseException) -> None:
+        """This rank cannot load: the others end their wait with its error."""
+        self._store.set(f"{self._key}/failed", f"rank {self.rank}: {type(error).__name__}: {error}")
+
+    def wait(self, limit_s: float) -> None:
+        """Return once every rank is here; logs the total on rank 0.
+
+        RecipeError after `limit_s`, with the ranks that have not arrived and how far each is, and at once where a rank
+        has failed.
+        """
+        self._publish()
+        self._store.add(f"{self._key}/arrived", 1)
+        started, pause = time.monotonic(), 0.005
+        while self._count("arrived") < self.ranks:
+            if self._store.check([f"{self._key}/failed"]):
+                raise RecipeError(f"weights: {self.what}: {self._get('failed')}")
+            now = time.monotonic()
+            if now - started > limit_s:
+                raise RecipeError(self._late_ranks(limit_s))
+            self._log(now)
+            time.sleep(pause)
+            pause = min(2 * pause, POLL_S)
+        self._log_total(time.monotonic() - self._begun, time.monotonic() - started)
+
+    def _publish(self) -> None:
+        self._store.add(f"{self._key}/read", self.read_bytes - self._published)
+        self._published = self.read_bytes
+        text = f"{self.read_bytes} {self.total_bytes} {socket.gethostname()}"
+        self._store.set(f"{self._key}/rank/{self.rank}", text)
+
+    def _count(self, name: str) -> int:
+        return self._store.add(f"{self._key}/{name}", 0)
+
+    def _get(self, name: str) -> str:
+        return self._store.get(f"{self._key}/{name}").decode()
+
+    def _log(self, now: float) -> None:
+        if self.rank or now - self._logged < LOG_S:
+            return
+        self._logged = now
+        read, total, begun = self._count("read"), self._count("total"), self._count("begun")
+        rate = read / (now - self._begun)
+        left = f"about {(total - read) / rate:.0f} s left" if rate else "nothing read yet"
+        log.info(
+            "weights: %.2f of %.2f GiB read by %d of %d ranks, %.2f GiB/s, %s; %d ranks are done",
+            read / _GIB, total / _GIB, begun, self.ranks, rate / _GIB, left, self._count("arrived"),
+        )  # fmt: skip
+
+    def _log_total(self, seconds: float, waited_s: float) -> None:
+        if self.rank == 0:
+            read = self._count("read")
+            log.info(
+                "weights: %.3f GiB (%d bytes) read by %d ranks from %s in %.1f s, %.2f GiB/s; rank 0 waited %.1f s",
+                read / _GIB, read, self.ranks, self.what, seconds, read / _GIB / max(seconds, 1e-9), waited_s,
+            )  # fmt: skip
+
+    def _late_ranks(self, limit_s: float) -> str:
+        late = []
+        for rank in range(self.ranks):
+            if not self._store.check([f"{self._key}/rank/{rank}"]):
+                late.append(f"rank {rank} has not begun to read")
+                continue
+            read, total, host = self._get(f"rank/{rank}").split(" ", 2)
+            if read != total:
+                share = f"{int(read) / _GIB:.2f} of {int(total) / _GIB:.2f} GiB ({read} of {total} bytes)"
+                late.append(f"rank {rank} on {host} has read {share}")
+        shown = "; ".join([*late[:_SHOWN], *([f"and {len(late) - _SHOWN} more"] if len(late) > _SHOWN else [])])
+        return (
+            f"weights: rank {self.rank} has loaded {self.what} and waited {limit_s:.0f} s; "
+            f"{self._count('arrived')} of {self.ranks} ranks have arrived. {shown or 'All have read everything'}. "
+            "Look at these nodes' disks and logs, or raise recipe.timeouts.load_s"
+        )
+
+
+class _OneRank:
+    """The part of a store that is used here, for one rank."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, Any] = {}
+
+    def add(self, key: str, value: int) -> int:
+        self._values[key] = self._values.get(key, 0) + value
+        return self._values[key]
+
+    def set(self, key: str, value: str) -> None:
+        self._values[key] = value
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self._values for key in keys)
+
+    def get(self, key: str) -> bytes:
+        return str(self._values[key]).encode()
