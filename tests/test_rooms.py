@@ -80,7 +80,9 @@ def test_no_rooms_import_each_other(trees):
     assert cycles({"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": set()}) == {("a", "b", "c")}
 
 
-@pytest.mark.parametrize("module", "prelude_patch catalog __main__ layout.inventory launch.launcher weights.manifest".split())
+@pytest.mark.parametrize(
+    "module", "prelude_patch catalog __main__ layout.inventory launch.launcher weights.manifest".split()
+)
 def test_torch_free_rooms_do_not_import_torch(module, run_python):
     code = f"import sys, verl_patches.{module}\nassert not {{'torch', 'verl', 'vllm', 'megatron'}} & set(sys.modules)"
     run_python(code, patches="line=pypi,platform=cpu").check()

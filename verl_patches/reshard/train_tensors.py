@@ -23,13 +23,13 @@ MindSpeed (core/transformer/moe/experts.py, groupedmlp_forward): weight1's shape
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 
 from verl_patches.errors import ConfigError
-from verl_patches.layout.inventory import Inventory
+from verl_patches.layout.inventory import Inventory, build_inventory, read_model_shape
 from verl_patches.layout.parallel import ParallelLayout
 from verl_patches.layout.sharding import Shard, local_parameters
 from verl_patches.model import weights as megatron
@@ -120,6 +120,15 @@ def train_tensors(
     """
     _check_place(_unwrapped(chunks), inventory, layout, rank)
     return views_of(_native(chunks), inventory, layout, rank, library)
+
+
+def inventory_and_library(chunks: Sequence[torch.nn.Module], hf_config: Any, line: str) -> tuple[Inventory, str]:
+    """The inventory of `hf_config`'s model in the dtype of `chunks`, and their key of layout.sharding.LIBRARIES."""
+    dtype = str(next(chunks[0].parameters()).dtype).removeprefix("torch.")
+    inventory = build_inventory(replace(read_model_shape(hf_config.to_dict()), torch_dtype=dtype))
+    names = [name for chunk in chunks for name, _ in chunk.named_parameters()]
+    own = "megatron-te" if any(megatron.local_name(name) != name for name in names) else "megatron-local"
+    return inventory, "mindspeed" if line == "a3" else own
 
 
 def still_valid(tensors: Mapping[str, TrainTensor], chunks: Sequence[torch.nn.Module]) -> bool:
