@@ -119,7 +119,7 @@ def train_tensors(
     unknown, missing or doubled parameter; the message names parameter, rank, expected and found.
     """
     _check_place(_unwrapped(chunks), inventory, layout, rank)
-    return views_of(_native(chunks), inventory, layout, rank, library)
+    return views_of(native_tensors(chunks), inventory, layout, rank, library)
 
 
 def inventory_and_library(chunks: Sequence[torch.nn.Module], hf_config: Any, line: str) -> tuple[Inventory, str]:
@@ -133,7 +133,7 @@ def inventory_and_library(chunks: Sequence[torch.nn.Module], hf_config: Any, lin
 
 def still_valid(tensors: Mapping[str, TrainTensor], chunks: Sequence[torch.nn.Module]) -> bool:
     """Whether `tensors` still are views of what `chunks` train; if not, make them again. Cheap: no data is read."""
-    return are_views_of(tensors, _native(chunks))
+    return are_views_of(tensors, native_tensors(chunks))
 
 
 def views_of(

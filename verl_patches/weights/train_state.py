@@ -32,8 +32,7 @@ from verl_patches.layout.parallel import ParallelLayout
 from verl_patches.layout.sharding import local_parameters
 from verl_patches.memory.host_backed import single_optimizers
 from verl_patches.memory.measure import MOMENTS
-from verl_patches.model.weights import named_weights
-from verl_patches.reshard.train_tensors import TrainTensor, views_of
+from verl_patches.reshard.train_tensors import Native, TrainTensor, views_of
 from verl_patches.weights.manifest import WEIGHT, TensorEntry
 from verl_patches.weights.shards import DTYPES
 
@@ -152,15 +151,15 @@ def _states(one: Any, main: torch.Tensor, has_main: bool) -> dict[str, torch.Ten
 
 
 class TrainState:
-    """The training state of one rank: `chunks` and `optimizer` of verl's actor, at `rank` of `layout`.
+    """The training state of `rank` in `layout`: parameters of each model chunk by name, and Megatron's optimizer.
 
-    `inventory` in training's dtypes; `library`: a key of layout.sharding.LIBRARIES. Needs Megatron's process groups.
-    ConfigError where layout and model disagree.
+    `native`: the objects that the optimizer has, of reshard/train_tensors.py, `native_tensors`. `inventory` in
+    training's dtypes; `library`: a key of layout.sharding.LIBRARIES. ConfigError where layout and model disagree.
     """
 
     def __init__(
         self,
-        chunks: Sequence[Any],
+        native: Sequence[Native],
         optimizer: Any,
         inventory: Inventory,
         layout: ParallelLayout,
@@ -168,9 +167,7 @@ class TrainState:
         library: str,
     ):
         self.inventory, self.layout, self.rank, self.library = inventory, layout, rank, library
-        self.chunks, self.optimizer = chunks, optimizer
-        native = [_named(chunk) for chunk in _unwrapped(chunks)]
-        self._native = native
+        self.optimizer, self._native = optimizer, native
         self.held = views_of([_without_data(each) for each in native], inventory, layout, rank, library)
         shards = local_parameters(inventory, layout, rank, library).shards
         self._whole = {name for name, shard in shards.items() if shard.axis is None}
@@ -213,17 +210,6 @@ class TrainState:
 
     def _writes_states_of(self, name: str) -> bool:
         return name not in self._whole or self.layout.coordinates(self.rank).tp == 0
-
-
-def _unwrapped(chunks: Sequence[Any]) -> list[Any]:
-    from verl.utils.megatron_utils import unwrap_model  # not above: the layouts' part needs no Megatron
-
-    return unwrap_model(list(chunks))
-
-
-def _named(chunk: Any) -> dict[str, torch.Tensor]:
-    """Name -> parameter itself, which the optimizer has too, or correction bias."""
-    return dict(named_weights(chunk))
 
 
 def _without_data(native: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -35,7 +35,7 @@ from verl_patches.memory.host_backed import (
 )
 from verl_patches.platform import NO_DEVICE
 from verl_patches.reshard.rank_errors import gather
-from verl_patches.reshard.train_tensors import inventory_and_library
+from verl_patches.reshard.train_tensors import inventory_and_library, native_tensors
 from verl_patches.weights import checkpoint
 from verl_patches.weights.checkpoint import CheckpointError, CheckpointReader
 from verl_patches.weights.train_state import Piece, TrainState
@@ -58,7 +58,8 @@ class WorkerCheckpoint:
             worker, recipe, rank = self.worker, self.recipe, dist.get_rank()
             inventory, library = inventory_and_library(worker.actor_module, worker.actor_model_config, recipe.line)
             layout = train_layout_in(worker.config, recipe, dist.get_world_size())
-            self._state = TrainState(worker.actor_module, worker.actor_optimizer, inventory, layout, rank, library)
+            native = native_tensors(worker.actor_module)
+            self._state = TrainState(native, worker.actor_optimizer, inventory, layout, rank, library)
         return self._state
 
     # ---- save
