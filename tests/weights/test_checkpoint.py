@@ -171,7 +171,7 @@ def test_a_flipped_byte_is_named_by_the_rank_that_verifies_the_file(small):
 
 @pytest.mark.parametrize(("lost", "message"), [
     (("weight", "model.layers.1.mlp.experts.8.gate_proj.weight"), "no weight of 'model.layers.1.mlp.experts.8.gate"),
-    (("exp_avg", "model.embed_tokens.weight"), r"exp_avg of model.embed_tokens.weight\[0:512\]: elements from \d+ are in"),
+    (("exp_avg", "model.embed_tokens.weight"), r"embed_tokens.weight\[0:512\]: elements from \d+ are in"),
 ])  # fmt: skip
 def test_tensors_that_are_missing_are_named(small, whole, lost, message):
     """One of the other expert-parallel rank, as in a checkpoint of data-parallel rank 0 only; and one rank's range."""

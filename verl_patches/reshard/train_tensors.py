@@ -226,7 +226,8 @@ def _unwrapped(chunks: Sequence[torch.nn.Module]) -> list[Any]:
     return unwrap_model(list(chunks))
 
 
-def _native(chunks: Sequence[torch.nn.Module]) -> list[Native]:
+def native_tensors(chunks: Sequence[torch.nn.Module]) -> list[Native]:
+    """The parameters themselves, and correction biases, of each of `chunks`, wrapped or not."""
     return [dict(megatron.named_weights(chunk)) for chunk in _unwrapped(chunks)]
 
 
