@@ -63,6 +63,12 @@ def assert_weights_arrive(run, limit=1e-5, verified=False):
     assert not verified or all(s["sync"]["verified"] for s in run.steps)
 
 
+def resume(run, step):
+    """Overrides that resume from a run's checkpoint of that step."""
+    saved = run.folder / "checkpoints" / f"global_step_{step}"
+    return "trainer.resume_mode=resume_path", f"trainer.resume_from_path={saved}"
+
+
 def metrics_of(run, *names):
     """Per step, the metrics of these names."""
     return [[step[name] for name in names] for step in run.steps]
