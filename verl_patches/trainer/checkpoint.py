@@ -47,7 +47,7 @@ from verl_patches.weights.writer import FileWriter, begin, complete
 log = logging.getLogger(__name__)
 
 _SAVED = re.compile(r"global_step_(\d+)")
-_UNNAMED = re.compile(r"(global_step_(\d+))\.(writing|replaced)-\w+")
+_UNNAMED = re.compile(r"(global_step_\d+)\.(writing|replaced|removed)-\w+")
 _OF_MODEL_BYTES = 64 << 20  # files of the model's folder up to this size are kept beside the weights
 _POLL_S, _GRACE_S = 0.1, 30.0
 _NOT_COMPARED = ("run", "output_root", "timeouts", "ray_address", "ray_port", "memory")  # keys of recipe: say nothing
@@ -71,8 +71,7 @@ class Checkpoints:
         """Start a checkpoint of the present step; returns once every worker has copied its part to the host."""
         self.finish()
         started, step = time.perf_counter(), self.trainer.global_steps
-        for left in self.folder.glob("global_step_*.writing-*"):
-            shutil.rmtree(left)  # of a run that was killed
+        recover(self.folder)
         writing = self.folder / f"global_step_{step}.writing-{secrets.token_hex(4)}"
         own = {TRAINER: _pickled(self._trainer_state()), **self._model_files()}
         begin(writing, self._manifest(step, [*rank_files(world_size(self.config)), *own]))
@@ -166,6 +165,7 @@ class Checkpoints:
             if not isinstance(settings.resume_from_path, str):
                 raise ConfigError("trainer.resume_mode=resume_path needs trainer.resume_from_path=.../global_step_N")
             return Path(settings.resume_from_path).absolute()
+        recover(self.folder)
         found = newest(self.folder)
         if found is None:
             log.warning("trainer.resume_mode=auto: no complete checkpoint in %s, starting from step 1", self.folder)
@@ -215,14 +215,19 @@ def complete_ones(folder: Path) -> dict[int, Path]:
     return dict(sorted(found.items()))
 
 
+def recover(folder: Path) -> None:
+    """Tidy up after a run that was killed: complete folders get their name, what else has none is removed."""
+    left = [path for path in folder.iterdir() if _UNNAMED.fullmatch(path.name)] if folder.is_dir() else []
+    for path in sorted(left, key=lambda path: ".writing-" not in path.name):
+        name, what = _UNNAMED.fullmatch(path.name).groups()
+        if what != "removed" and not (folder / name).exists() and has_manifest(path) and _is_complete(path):
+            os.rename(path, folder / name)
+        else:
+            shutil.rmtree(path)
+
+
 def newest(folder: Path) -> Path | None:
-    """The newest complete checkpoint; first those get their name that are complete but were not renamed."""
-    if not folder.is_dir():
-        return None
-    for path in sorted(folder.iterdir(), key=lambda path: "writing" not in path.name):
-        match = _UNNAMED.fullmatch(path.name)
-        if match and not (folder / match[1]).exists() and has_manifest(path) and _is_complete(path):
-            os.rename(path, folder / match[1])
+    """The newest complete checkpoint, None without one."""
     found = complete_ones(folder)
     return found[max(found)] if found else None
 
