@@ -88,17 +88,20 @@ def save(checkpoints, step):
 
 
 def test_the_newest_complete_one_is_resumed_and_the_oldest_are_removed(saves, tmp_path):
-    run = saves(max_actor_ckpt_to_keep=2)
-    for step in (1, 2, 10):
+    run = saves(max_actor_ckpt_to_keep=3)
+    for step in (1, 2, 9, 10):
         save(run, step)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["global_step_10", "global_step_2"]
-    assert [record["step"] for record in run.records] == [1, 2, 10]
+    left = [sorted(path.name for path in tmp_path.iterdir())]
+    checkpoint.remove_oldest(tmp_path, 2)
+    left.append(sorted(path.name for path in tmp_path.iterdir()))
+    assert left == [["global_step_10", "global_step_2", "global_step_9"], ["global_step_10", "global_step_9"]]
+    assert [record["step"] for record in run.records] == [1, 2, 9, 10]
     again = saves()
     again.load()
     trainer = again.trainer
     assert (trainer.global_steps, trainer.train_dataloader.position) == (10, 10)
     assert trainer.actor_rollout_wg.loaded == [10, 10]
-    assert not folder_problems(tmp_path / "global_step_2", read_manifest(tmp_path / "global_step_2"))
+    assert not folder_problems(tmp_path / "global_step_9", read_manifest(tmp_path / "global_step_9"))
 
 
 def test_auto_starts_anew_without_a_complete_one(saves, tmp_path):

@@ -235,7 +235,7 @@ def newest(folder: Path) -> Path | None:
 def remove_oldest(folder: Path, keep: int | None) -> None:
     """Remove all but the newest `keep` complete checkpoints; none if `keep` is not set."""
     found = list(complete_ones(folder).values())
-    for path in found[: len(found) - keep] if keep else ():
+    for path in found[: max(0, len(found) - keep)] if keep else ():
         hidden = path.with_name(f"{path.name}.removed-{secrets.token_hex(4)}")  # half a folder never has the name
         os.rename(path, hidden)
         shutil.rmtree(hidden)
