@@ -324,33 +324,23 @@ def fault_of_experts(train: ParallelLayout) -> str | None:
     )
 
 
-_CHECKPOINT_ROWS = ("checkpoint.parts", "checkpoint.save", "checkpoint.load")
-
-
 def _checkpoint_checks(config: DictConfig, train: ParallelLayout) -> Iterator[Check]:
-    """Whether the run can save and resume; none where it does neither."""
-    trainer, actor = config.trainer, config.actor_rollout_ref.actor.megatron
-    if trainer.save_freq <= 0 and trainer.resume_mode == "disable":
-        return
-    off = [row for row in _CHECKPOINT_ROWS if _switched_off(config, row)]
-    if off and (train.ep > 1 or len(off) < len(_CHECKPOINT_ROWS)):
-        text = (
-            f"rows {', '.join(off)} are off: verl saves the model on data-parallel rank 0 only "
-            "(megatron_checkpoint_manager.py:236), experts of all others would be lost; expected all of "
-            f"{', '.join(_CHECKPOINT_ROWS)}, or without expert parallelism none"
-        )
-        yield Check("checkpoints", False, text)
-    if off:
+    """Whether the run can save and resume; none where it does neither, or without experts to lose as verl does."""
+    trainer, ours = config.trainer, ("checkpoint.parts", "checkpoint.save", "checkpoint.load")
+    off = [row for row in ours if _switched_off(config, row)]
+    if (trainer.save_freq <= 0 and trainer.resume_mode == "disable") or (len(off) == len(ours) and train.ep == 1):
         return
     faults = []
-    if not actor.get("use_distributed_optimizer", True):
+    if off:
+        text = "verl saves the model on data-parallel rank 0 only (megatron_checkpoint_manager.py:236), experts of all"
+        faults.append(f"rows {', '.join(off)} are off: {text} others would be lost; expected all of {', '.join(ours)}")
+    if not config.actor_rollout_ref.actor.megatron.get("use_distributed_optimizer", True):
         faults.append(f"{_ACTOR}.use_distributed_optimizer is false, expected true: each rank saves its own states")
     if trainer.get("default_hdfs_dir"):
         faults.append("trainer.default_hdfs_dir is set, expected null: files go to trainer.default_local_dir only")
     if config.algorithm.adv_estimator == "gae":
         faults.append("algorithm.adv_estimator is gae, whose critic would not be saved; expected one without a critic")
-    every = f"every {trainer.save_freq} steps" if trainer.save_freq > 0 else "none saved"
-    held = f"{every}, in {trainer.default_local_dir}, which all nodes must share; resume_mode {trainer.resume_mode}"
+    held = f"in {trainer.default_local_dir}, which all nodes must share"
     yield Check("checkpoints", not faults, "; ".join(faults) or held, note=not faults)
 
 

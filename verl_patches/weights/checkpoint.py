@@ -102,8 +102,11 @@ class CheckpointReader(ShardReader):
     def read_flat(self, wanted: TensorEntry) -> torch.Tensor:
         """The elements [n] of a flat range, from the same region's ranges or from all regions that overlap it."""
         name, start, stop = wanted.region.name, wanted.flat, wanted.flat + wanted.shape[0]
-        parts = [(file, entry) for file, entry in self.entries(name, wanted.role)
-                 if entry.region == wanted.region and entry.columns == wanted.columns]  # fmt: skip
+        parts = [
+            (file, entry)
+            for file, entry in self.entries(name, wanted.role)
+            if entry.region == wanted.region and entry.columns == wanted.columns
+        ]
         if parts:
             return self._elements(wanted.role, parts, start, stop)
         whole = self._last(name, wanted.role, wanted.region)

@@ -127,8 +127,10 @@ def optimizer_shards(optimizer: Any) -> Iterator[OptimizerShard]:
                 f"checkpoint: {type(one).__name__} keeps the states of all replicas; expected Megatron's distributed "
                 "optimizer: set actor_rollout_ref.actor.megatron.use_distributed_optimizer=true"
             )
-        pairs = ((one.model_float16_groups, one.shard_fp32_from_float16_groups, True),
-                 (one.model_fp32_groups, one.shard_fp32_groups, False))  # fmt: skip
+        pairs = (
+            (one.model_float16_groups, one.shard_fp32_from_float16_groups, True),
+            (one.model_fp32_groups, one.shard_fp32_groups, False),
+        )
         for models, mains, has_main in pairs:
             for model, main in (
                 (m, s) for groups in zip(models, mains, strict=True) for m, s in zip(*groups, strict=True)
@@ -198,9 +200,15 @@ class TrainState:
             start, stop = walk.before(shard.start), walk.before(shard.stop)
             for role, tensor in shard.states.items() if start < stop else ():
                 entry = TensorEntry(
-                    f"{role}/{held.region}", DTYPES[tensor.dtype], (stop - start,), held.region, held.shape, role,
-                    flat=start, columns=walk.columns,
-                )  # fmt: skip
+                    f"{role}/{held.region}",
+                    DTYPES[tensor.dtype],
+                    (stop - start,),
+                    held.region,
+                    held.shape,
+                    role,
+                    flat=start,
+                    columns=walk.columns,
+                )
                 yield Piece(entry, tensor.detach(), walk.places(start, stop, shard.start))
 
     def _weight(self, held: TrainTensor) -> Piece:
