@@ -124,6 +124,15 @@ def test_other_models_and_folders_that_are_no_checkpoints_are_refused(saves, tmp
         saves(resume_mode="resume_path", resume_from_path=None).load()
 
 
+def test_a_critic_and_a_remote_folder_are_refused(saves):
+    run = saves()
+    run.trainer.use_critic = True
+    with pytest.raises(ConfigError, match="a critic would not be saved"):
+        run.save()
+    with pytest.raises(ConfigError, match="default_hdfs_dir is set"):
+        saves(default_hdfs_dir="hdfs://x").save()
+
+
 def test_another_recipe_is_said(saves, monkeypatch, caplog):
     save(saves(), 3)
     monkeypatch.setattr(checkpoint, "said_of", lambda config: {"digest": "e", "settings": {"data.seed": 1}})

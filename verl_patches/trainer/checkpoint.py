@@ -69,6 +69,7 @@ class Checkpoints:
 
     def save(self) -> None:
         """Start a checkpoint of the present step; returns once every worker has copied its part to the host."""
+        self._refuse()
         self.finish()
         started, step = time.perf_counter(), self.trainer.global_steps
         recover(self.folder)
@@ -85,6 +86,17 @@ class Checkpoints:
         record["copy_s"] = max(answer["seconds"] for answer in answers)
         self._thread = threading.Thread(target=self._complete, args=(writing, record, started), name="checkpoint")
         self._thread.start()
+
+    def _refuse(self) -> None:
+        """ConfigError for what would be left out; config/checks.py says so before the start, with the launcher."""
+        if getattr(self.trainer, "use_critic", False):
+            raise ConfigError(
+                "checkpoint: a critic would not be saved; expected an algorithm.adv_estimator without one"
+            )
+        if self.config.trainer.get("default_hdfs_dir"):
+            raise ConfigError(
+                "checkpoint: trainer.default_hdfs_dir is set, expected null; files go to default_local_dir"
+            )
 
     def finish(self) -> None:
         """Wait for the checkpoint that is being written; raises what a worker or the completing thread raised."""
@@ -147,6 +159,7 @@ class Checkpoints:
         folder = self._wanted()
         if folder is None:
             return
+        self._refuse()
         manifest = self._checked(folder)
         self.trainer.actor_rollout_wg.load_checkpoint(str(folder), None, False)
         state = torch.load(folder / TRAINER, weights_only=False)  # of this program: sampler states are any objects
