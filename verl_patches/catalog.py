@@ -147,12 +147,6 @@ MODEL: tuple[PatchSpec, ...] = (
          "verl_patches.model.megatron:optimizer_in_model_dtype",
          "verl's optimizer config says bf16 whatever the model is (verl/utils/megatron_utils.py:207).",
          exit="verl derives the optimizer's dtype from the model's"),
-    _row("model.load_optimizer", "wrap",
-         "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.load_parameter_state",
-         "verl_patches.model.megatron:without_autograd",
-         "Resuming in fp32 fails: Megatron writes views of the model's parameters in place with autograd on "
-         "(distrib_optimizer.py:878).",
-         exit="Megatron loads optimizer states under torch.no_grad()"),
 )  # fmt: skip
 
 # a DeepSeek-V3 of MindSpeed-LLM 2.0.0 on Megatron core_r0.8.0 for verl 54c9b736
@@ -309,6 +303,26 @@ UPDATE: tuple[PatchSpec, ...] = (
                    "verl.workers.reward_model.megatron.reward_model:rearrange_micro_batches")),
 )  # fmt: skip
 
+CHECKPOINT: tuple[PatchSpec, ...] = (
+    _row("checkpoint.parts", "override", f"{_ACTOR}.save_checkpoint",
+         "verl_patches.worker.recipe_worker:RecipeWorker.save_checkpoint",
+         "verl saves the model on data-parallel rank 0 only (megatron_checkpoint_manager.py:236), so experts of all "
+         "other expert-parallel ranks are lost; gathers the states of a replica on one rank; and resumes in the same "
+         "layout only. Ours: every rank writes what it alone holds, while the run goes on; load_checkpoint too.",
+         exit="verl saves and loads all experts, asynchronously, for any layout", needs=("update.recipe_worker",)),
+    _row("checkpoint.save", "wrap", f"{_TRAINER}:RayPPOTrainer._save_checkpoint",
+         "verl_patches.trainer.checkpoint:save_as_recipe",
+         "verl writes into the folder under its own name, and names it as the latest at once: a run that is killed in "
+         "a save resumes from half a checkpoint.",
+         exit="verl names a checkpoint once it is complete", processes=_CONTROLLER,
+         needs=("update.fit_as_run", "checkpoint.load")),
+    _row("checkpoint.load", "wrap", f"{_TRAINER}:RayPPOTrainer._load_checkpoint",
+         "verl_patches.trainer.checkpoint:load_as_recipe",
+         "verl resumes from what a text file names, without looking whether it is complete, of the same model or of "
+         "the same settings.",
+         exit="as checkpoint.save", processes=_CONTROLLER, needs=("update.fit_as_run", "checkpoint.parts")),
+)  # fmt: skip
+
 MEMORY: tuple[PatchSpec, ...] = (
     _row("memory.ledger", "override", f"{_ACTOR}.init_model",
          "verl_patches.worker.recipe_worker:RecipeWorker.init_model",
@@ -355,7 +369,7 @@ DISPATCH: tuple[PatchSpec, ...] = (
 )  # fmt: skip
 
 FUNCTIONAL: tuple[PatchSpec, ...] = (
-    *CONTROLLER, *DISPATCH, *MODEL, *MINDSPEED, *RESHARD, *ROLLOUT, *UPDATE, *MEMORY,
+    *CONTROLLER, *DISPATCH, *MODEL, *MINDSPEED, *RESHARD, *ROLLOUT, *UPDATE, *MEMORY, *CHECKPOINT,
 )  # fmt: skip
 
 NO_BUILD: tuple[PatchSpec, ...] = tuple(

@@ -147,7 +147,22 @@ FAULTS = [
             f"{ROLLOUT}.max_num_batched_tokens=128": ("prefill", "128, expected >= 272"),
             "recipe.rollout.expert_parallel=true": ("expert parallel", "found 1 rank an instance"),
             "data.train_batch_size=5": ("prompts", "5 is not a multiple of 2"),
-            "trainer.save_freq=1": ("checkpoints", "rank 0 only"),
+        },
+    ),
+    (
+        TINY,
+        {
+            "trainer.save_freq=1": ("checkpoints", "whose critic would not be saved"),
+            "algorithm.adv_estimator=gae": ("checkpoints", "expected one without a critic"),
+            "trainer.default_hdfs_dir=hdfs://x": ("checkpoints", "expected null"),
+            f"{ACTOR}.use_distributed_optimizer=false": ("checkpoints", "expected true: each rank saves"),
+        },
+    ),
+    (
+        TINY,
+        {
+            "trainer.resume_mode=auto": ("checkpoints", "rank 0 only"),
+            "recipe.patches=[-checkpoint.*]": ("checkpoints", "checkpoint.parts, checkpoint.save, checkpoint.load"),
         },
     ),
     (  # 512 dies: one expert would be split over two ranks
@@ -177,7 +192,8 @@ def test_each_fault_is_named_with_expected_and_found(name, faults):
     [
         (LARGE, ("recipe.reshard.bucket_bytes=1000", "recipe.patches=[-reshard.*]")),
         (LARGE, ("recipe.reshard.bucket_bytes=1000", "recipe.patches=[-reshard.direct]")),
-        (TINY, ("trainer.save_freq=1", f"{ACTOR}.expert_model_parallel_size=1")),
+        (TINY, ("trainer.save_freq=1",)),
+        (TINY, ("trainer.save_freq=1", "recipe.patches=[-checkpoint.*]", f"{ACTOR}.expert_model_parallel_size=1")),
     ],
 )
 def test_rules_of_features_that_are_off_do_not_apply(name, overrides):

@@ -8,6 +8,7 @@ import functools
 import gc
 import importlib
 import os
+import signal
 import time
 from pathlib import Path
 
@@ -257,3 +258,45 @@ def _raise_if_left():
         sizes["parameters"] = sum(p.untyped_storage().nbytes() for p in chunk.parameters() if p.requires_grad)
     if len(sizes) != 5 or any(sizes.values()):
         raise LeftOnDeviceError(f"expected four kinds of buffers and parameters, all of 0 bytes, found {sizes}")
+
+
+# -- workers that are killed, and run again from a checkpoint ----------------------------------------------------------
+
+
+def killed_in_save():
+    """In the second save, with half of the tensors written."""
+
+    def on_import(module):
+        write_rank, saves = module.write_rank, []
+
+        def write(folder, rank, pieces, contents, state):
+            saves.append(None)
+
+            def killed(piece):
+                if rank == 1 and len(saves) == 2 and piece is pieces[len(pieces) // 2]:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return contents(piece)
+
+            return write_rank(folder, rank, pieces, killed, state)
+
+        module.write_rank = write
+
+    after_import("verl_patches.weights.checkpoint", on_import)
+
+
+def killed_in_update():
+    """In the second update of the run."""
+
+    def on_import(module):
+        update_policy, updates = module.MegatronPPOActor.update_policy, []
+
+        @functools.wraps(update_policy)
+        def update(*args, **kwargs):
+            updates.append(None)
+            if len(updates) == 2 and os.environ.get("RANK") == "1":
+                os.kill(os.getpid(), signal.SIGKILL)
+            return update_policy(*args, **kwargs)
+
+        module.MegatronPPOActor.update_policy = update
+
+    after_import("verl.workers.actor.megatron_actor", on_import)

@@ -74,6 +74,12 @@ def assert_caught(run, step):
     assert run.steps[-1]["step"] == step and run.steps[-1]["logprob_delta"]["mean"] > 1e-3
 
 
+def resume(run, step):
+    """Overrides that resume from a run's checkpoint of that step."""
+    saved = run.folder / "checkpoints" / f"global_step_{step}"
+    return "trainer.resume_mode=resume_path", f"trainer.resume_from_path={saved}"
+
+
 def metrics_of(run, *names):
     """Per step, the metrics of these names."""
     return [[step[name] for name in names] for step in run.steps]

@@ -6,7 +6,7 @@ Those of line a3: test_emulated_npu.py.
 import re
 
 import pytest
-from loop_runs import ACTOR, REF, VERIFY, assert_weights_arrive, hook, metrics_of
+from loop_runs import ACTOR, REF, VERIFY, assert_weights_arrive, hook, metrics_of, resume
 from safetensors.torch import load_file
 
 from verl_patches.weights.convert import convert
@@ -24,16 +24,6 @@ def test_weights_arrive_and_the_first_gradient_is_that_of_every_layout(smoke, la
     assert_weights_arrive(run, verified=True)
     assert run.steps[0]["grad_norm"] == pytest.approx(other.steps[0]["grad_norm"], rel=1e-3)
     assert run.steps[0]["reward"] == other.steps[0]["reward"]
-
-
-def test_a_resumed_run_goes_on_as_if_it_had_not_ended(smoke):
-    """Without expert parallelism; in fp32 row model.load_optimizer is what lets Megatron load its states."""
-    pp2 = ("--train-layout", "pp2", "--steps", "3")
-    first = smoke(*pp2, "trainer.save_freq=2")
-    saved = first.folder / "checkpoints" / "global_step_2"
-    resumed = smoke(*pp2, "trainer.resume_mode=resume_path", f"trainer.resume_from_path={saved}")
-    assert [step["step"] for step in resumed.steps] == [3] and list(resumed.folder.glob("rollouts/*_3.safetensors"))
-    assert metrics_of(resumed, "grad_norm", "reward") == metrics_of(first, "grad_norm", "reward")[2:]
 
 
 def test_dp_ranks_with_uneven_sequences_do_not_hang(smoke):
@@ -63,7 +53,8 @@ def test_weights_of_an_fp8_folder_arrive_in_bf16_and_are_read_once(smoke, tiny_m
 def test_memory_as_in_production_changes_no_update(a3):
     """Host optimizer, offload and full recompute, in bf16 with experts whole over TP x EP, against a run without.
 
-    Rows memory.offload_model and memory.load_model: nothing of the actor is on the device during rollout, experts
+    A checkpoint has the states that MindSpeed keeps on the host: a resumed run goes on as if it had not ended. Rows
+    memory.offload_model and memory.load_model: nothing of the actor is on the device during rollout, experts
     included; tests/memory/test_offload.py has the control, verl's own offload.
     """
     bf16, model = ("--train-layout", "tp2ep2", "--dtype", "bf16", "--steps", "2"), "actor_rollout_ref.model"
@@ -74,8 +65,11 @@ def test_memory_as_in_production_changes_no_update(a3):
         f"{model}.gradient_checkpointing_kwargs.activations_checkpoint_{key}={value}" for key, value in recompute
     ]
     recompute.append(f"{model}.enable_gradient_checkpointing=true")
-    plain, saving = a3(*bf16), a3(*bf16, *offload, hook("nothing_left"), *swap, *recompute)
+    production = (*bf16, *offload, hook("nothing_left"), *swap, *recompute)
+    plain, saving = a3(*bf16), a3(*production, "trainer.save_freq=1")
     assert_weights_arrive(plain, 0.05)
     assert_weights_arrive(saving, 0.05)
     assert "swap_optimizer=True" in saving.log and "recompute_granularity='full'" in saving.log  # Megatron's arguments
     assert metrics_of(saving, "grad_norm") == metrics_of(plain, "grad_norm")
+    resumed = a3(*production, *resume(saving, 1))
+    assert metrics_of(resumed, "grad_norm", "reward") == metrics_of(saving, "grad_norm", "reward")[1:]

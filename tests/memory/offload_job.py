@@ -34,6 +34,8 @@ from verl_patches.memory.offload import Grads, Optimizer, Params
 from verl_patches.memory.schedule import SCHEDULE
 from verl_patches.memory.swap_optimizer import swap_optimizer
 from verl_patches.patching.row import subclass_of
+from verl_patches.weights.train_state import Piece, Place, optimizer_shards
+from verl_patches.worker.checkpoint import WorkerCheckpoint
 from verl_patches.worker.context import context
 
 
@@ -178,10 +180,10 @@ class Upstream:
     def __init__(self, config, role):
         self.save = self.load = lambda: None
 
-    def save_checkpoint(self):
+    def save_checkpoint(self, folder):
         self.save()
 
-    def load_checkpoint(self):
+    def load_checkpoint(self, folder):
         self.load()
 
 
@@ -195,6 +197,7 @@ def worker_of(chunks, optimizer, swap=False, offload=True):
     config = {"actor": {"megatron": megatron}, "ref": {"megatron": megatron}, "rollout": {"enforce_eager": True}}
     worker = subclass_of(Upstream, RecipeWorker)(OmegaConf.create({**config, "recipe": recipe}), "actor")
     worker.actor_module, worker.actor_optimizer = chunks, optimizer
+    worker.checkpoint = None  # as with row checkpoint.parts off: verl's own bodies are called
     return worker
 
 
@@ -225,10 +228,10 @@ def checkpoints():
             state["exp_avg"] = state["exp_avg"] * 2
 
     worker.save, worker.load = save, load
-    worker.save_checkpoint()
+    worker.save_checkpoint("here")
     found["held"] = sum(state["exp_avg"].untyped_storage().nbytes() for state in states)
     counters.take_moves()
-    worker.load_checkpoint()
+    worker.load_checkpoint("here")
     found["new host memory"] = sum(move["host_bytes"] for move in counters.take_moves())
     Optimizer(optimizer).load()
     found["loaded"] = same([state["exp_avg"] for state in states], [tensor * 2 for tensor in before])
@@ -254,7 +257,7 @@ def checkpoints_as_scheduled():
     found["built"] = moves()
     with started(worker) as scheduler:
         for name in ("save", "load"):
-            getattr(worker, f"{name}_checkpoint")()
+            getattr(worker, f"{name}_checkpoint")("here")
             found[name] = moves()
         found["held"] = sizes(chunks)
         scheduler.begin("update")
@@ -262,7 +265,7 @@ def checkpoints_as_scheduled():
         found["loaded"] = same(weights(chunks), [weight * 2 for weight in before[:doubled]] + before[doubled:])
         moves()
         worker.save = lambda: None
-        worker.save_checkpoint()
+        worker.save_checkpoint("here")
         found["save while all is on the device"] = moves()
     return found
 
@@ -285,7 +288,7 @@ def checkpoints_without_states_before():
         with started(worker) as scheduler:
             if case == "swapped":
                 swap_optimizer(optimizer, 2)
-            worker.load_checkpoint()
+            worker.load_checkpoint("here")
             held.append(state_bytes(optimizer))
             scheduler.begin("update")
             if case != "swapped":
@@ -294,6 +297,42 @@ def checkpoints_without_states_before():
         return held
 
     return {case: bytes_of(case) for case in ("moved", "stays", "swapped")}
+
+
+def checkpoint_copies():
+    """What a checkpoint finds on the host after an update that the schedule ended, and what it changes."""
+    chunks, optimizer = trained(BF16)
+    worker, found = worker_of(chunks, optimizer), {}
+    checkpoint = WorkerCheckpoint(worker)
+    worker.memory.built(chunks, optimizer)
+    with started(worker) as scheduler:
+        for number in range(2):
+            scheduler.begin("update")
+            step(chunks, optimizer, number)
+            before = [t.clone() for t in checkpointed(chunks, optimizer)]
+            scheduler.end()
+        moves()
+        storages, copied = checkpoint._copy_to_host()
+        places = [(t, Place(tuple(t.shape), t.stride(), 0)) for t in checkpointed(chunks, optimizer)]
+        pieces = [Piece(SimpleNamespace(key=n), t, (place,)) for n, (t, place) in enumerate(places)]
+        contents = checkpoint._contents(pieces, storages)
+        params = sum(b.numel * 2 for c in chunks for b in (*c.buffers, *c.expert_parallel_buffers))
+        found["copied"] = copied == params
+        found["as trained"] = same([next(contents(piece)) for piece in pieces], before)
+        scheduler.begin("reshard")
+        scheduler.begin("update")
+        found["moves"] = moves()
+        step(chunks, optimizer, 2)
+        found["while the update runs"] = same([next(contents(piece)) for piece in pieces], before)
+        scheduler.end()
+        found["after it"] = same([next(contents(piece)) for piece in pieces], before)
+    return found
+
+
+def checkpointed(chunks, optimizer):
+    """Weights, main parameters and moments."""
+    shards = [tensor for shard in optimizer_shards(optimizer) for tensor in shard.states.values()]
+    return [*(p.detach() for each in chunks for p in each.parameters()), *shards]
 
 
 def watched():

@@ -13,7 +13,8 @@ from verl_patches.patching.engine import Engine
 from verl_patches.patching.switches import Switches
 
 PARTS = (
-    "models optimizers spoilt counted checkpoints checkpoints_as_scheduled checkpoints_without_states_before watched"
+    "models optimizers spoilt counted checkpoints checkpoints_as_scheduled checkpoints_without_states_before watched "
+    "checkpoint_copies"
 ).split()
 
 
@@ -88,6 +89,19 @@ def test_recorded_bytes_are_those_of_tensor_calls(found):
         assert seen == recorded == planned > 0 and seen_host == host and (host == 0) == (number > 0)
     for seen, _, planned, seen_host, host in found["counted"]["True"]:
         assert seen > planned and seen_host > host
+
+
+@pytest.mark.slow
+def test_a_checkpoint_uses_the_host_copies_of_the_schedule(found):
+    """Only weights, which the schedule leaves on the device after an update, are copied: instead of at their offload.
+
+    What the checkpoint reads stays until that update's states are offloaded, which is why an update waits for it.
+    """
+    seen = found["checkpoint_copies"]
+    assert seen["copied"] and seen["as trained"] and seen["while the update runs"] and not seen["after it"]
+    assert [move for move in seen["moves"] if "actor_params" in move] == ["free actor_params"] * 2 + [
+        "load actor_params"
+    ] * 2
 
 
 @pytest.mark.slow
@@ -175,6 +189,17 @@ def test_a_stale_host_copy_is_what_comes_back():
 
 def record(verb, group, size, **other):
     return {"verb": verb, "group": group, **dict.fromkeys(TALLY, 0), **vars(Moved(size)), **other}
+
+
+def test_a_host_copy_is_found_in_all_of_its_pieces():
+    tensor = torch.arange(24.0).view(4, 6)
+    storage = HostBackedStorage("t", tensor)
+    storage.host = list(torch.empty(96, dtype=torch.uint8).split([40, 8, 48]))
+    storage.copy_to_host()
+    expected, place = tensor[1:, 1:4].t().clone(), tensor[1:, 1:4].t()
+    tensor.zero_()
+    at = place.storage_offset()
+    assert torch.equal(storage.on_host(place.dtype, place.shape, place.stride(), at), expected)
 
 
 def test_the_summary_of_a_step_is_that_of_the_busiest_rank():

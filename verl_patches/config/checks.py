@@ -340,14 +340,23 @@ def fault_of_experts(train: ParallelLayout) -> str | None:
 
 
 def _checkpoint_checks(config: DictConfig, train: ParallelLayout) -> Iterator[Check]:
-    every = config.trainer.save_freq
-    if every > 0 and train.ep > 1:
-        text = (
-            f"trainer.save_freq={every} with expert parallel size {train.ep}: verl saves "
-            "the model on data-parallel rank 0 only (megatron_checkpoint_manager.py:236), experts of all others "
-            "would be lost; expected trainer.save_freq=-1"
-        )
-        yield Check("checkpoints", False, text)
+    """Whether the run can save and resume; none where it does neither, or without experts to lose as verl does."""
+    trainer, ours = config.trainer, ("checkpoint.parts", "checkpoint.save", "checkpoint.load")
+    off = [row for row in ours if switched_off(config, row)]
+    if (trainer.save_freq <= 0 and trainer.resume_mode == "disable") or (len(off) == len(ours) and train.ep == 1):
+        return
+    faults = []
+    if off:
+        text = "verl saves the model on data-parallel rank 0 only (megatron_checkpoint_manager.py:236), experts of all"
+        faults.append(f"rows {', '.join(off)} are off: {text} others would be lost; expected all of {', '.join(ours)}")
+    if not config.actor_rollout_ref.actor.megatron.get("use_distributed_optimizer", True):
+        faults.append(f"{_ACTOR}.use_distributed_optimizer is false, expected true: each rank saves its own states")
+    if trainer.get("default_hdfs_dir"):
+        faults.append("trainer.default_hdfs_dir is set, expected null: files go to trainer.default_local_dir only")
+    if config.algorithm.adv_estimator == "gae":
+        faults.append("algorithm.adv_estimator is gae, whose critic would not be saved; expected one without a critic")
+    held = f"in {trainer.default_local_dir}, which all nodes must share"
+    yield Check("checkpoints", not faults, "; ".join(faults) or held, note=not faults)
 
 
 def _rollout_checks(config: DictConfig, rollout: ParallelLayout, model: ModelShape) -> Iterator[Check]:

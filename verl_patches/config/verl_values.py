@@ -244,6 +244,8 @@ class Trainer(Section):
     resume_mode: Literal["disable", "auto", "resume_path"]
     resume_from_path: Text | Literal[False] | None = None
     default_local_dir: Text
+    default_hdfs_dir: Text | None = None
+    max_actor_ckpt_to_keep: Count | None = None
 
 
 class RewardFunction(Section):

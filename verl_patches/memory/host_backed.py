@@ -13,7 +13,7 @@ worker/memory.py does for checkpoints).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -77,6 +77,25 @@ class HostBackedStorage:
         for device, host in self._pairs():
             _copy(device, host)
 
+    def copy_to_host(self) -> None:
+        """Copy the contents to the host memory, which must exist; they stay on the device too."""
+        for device, host in self._pairs():
+            _copy(host, device)
+
+    def on_host(self, dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int], offset: int) -> torch.Tensor:
+        """A tensor in this storage, as it was copied to the host last; `offset` in elements.
+
+        A view of the host memory; a copy where it lies in several pieces of it.
+        """
+        reach = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+        start, stop, at, found = offset * dtype.itemsize, (offset + reach) * dtype.itemsize, 0, []
+        for piece in self.host:
+            if at < stop and start < at + piece.numel():
+                found.append(piece[max(0, start - at) : stop - at])
+            at += piece.numel()
+        whole = (found[0] if len(found) == 1 else torch.cat(found)).view(dtype)
+        return whole.as_strided(shape, strides, whole.storage_offset())
+
     def _pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         contents = torch.empty(0, dtype=torch.uint8, device=self.device).set_(self.storage)
         return list(zip(contents.split([piece.numel() for piece in self.host]), self.host, strict=True))
@@ -101,6 +120,17 @@ def load_storages(storages: Iterable[HostBackedStorage]) -> int:
         for storage in offloaded:
             storage.load()
     return sum(storage.size_bytes for storage in offloaded)
+
+
+def copy_storages_to_host(storages: Iterable[HostBackedStorage]) -> int:
+    """Make the host copies of the storages that are on the device current; returns their bytes."""
+    here = [storage for storage in dict.fromkeys(storages) if not storage.offloaded and storage.size_bytes]
+    if fresh := [storage for storage in here if not storage.host]:
+        _make_host_memory(fresh)
+    with torch.no_grad():
+        for storage in here:
+            storage.copy_to_host()
+    return sum(storage.size_bytes for storage in here)
 
 
 def synchronise(storages: Iterable[HostBackedStorage]) -> None:
@@ -213,6 +243,15 @@ class ModelOffloadState:
         with move("offload" if written else "free", self.group) as moved:
             moved.bytes = offload_storages(self.params.values(), copy=written)
 
+    def copy_params_to_host(self) -> int:
+        """Make the host copy of the parameters current, which the next `offload_params` need not; returns the bytes."""
+        self._check(self.params, self._param_tensors())
+        copied = copy_storages_to_host(self.params.values())
+        if copied:
+            self.written = False
+            self.versions = {name: parameter._version for name, parameter in self.weights}
+        return copied
+
     def alloc_grads(self) -> None:
         """Allocate the gradients and set them to zero; from now on training may write to the parameters."""
         self._check(self.grads, self._grad_tensors())
@@ -318,6 +357,10 @@ class OptimizerOffloadState:
     def offload(self) -> int:
         """Offload everything; returns the bytes offloaded."""
         return offload_storages(self._all())
+
+    def copy_to_host(self) -> int:
+        """Make the host copies of what is on the device current; returns the bytes copied."""
+        return copy_storages_to_host(self._all())
 
 
 def offload_state_of_optimizer(megatron: Any) -> OptimizerOffloadState:

@@ -104,21 +104,6 @@ def optimizer_in_model_dtype(get_megatron_optimizer):
     return get
 
 
-def without_autograd(load_parameter_state):
-    """Row provider for DistributedOptimizer.load_parameter_state.
-
-    In fp32 an optimizer's parameters are views of the model's, which Megatron writes in place with autograd on
-    (distrib_optimizer.py:878 of 0.12.1): torch refuses that for a view of a leaf that requires a gradient.
-    """
-
-    @functools.wraps(load_parameter_state)
-    def load(self, filename, **options):
-        with torch.no_grad():
-            return load_parameter_state(self, filename, **options)
-
-    return load
-
-
 def sum_k_pe_grad(original_init):
     """Row provider for `MLASelfAttention.__init__`: give the attention a key/value latent that is already whole.
 

@@ -11,7 +11,19 @@ from itertools import combinations
 
 from verl_patches.errors import ConfigError
 
-STAGES = ("rollout", "reward", "logprob", "advantage", "update", "reshard", "memory", "dispatch", "model", "platform")
+STAGES = (
+    "rollout",
+    "reward",
+    "logprob",
+    "advantage",
+    "update",
+    "reshard",
+    "memory",
+    "checkpoint",
+    "dispatch",
+    "model",
+    "platform",
+)
 KINDS = ("register", "subclass", "override", "wrap", "replace", "extend", "stub")
 LINES = ("pypi", "a3")
 EMULATED = {"npu_emulated": "npu"}  # on the first the rows of the second are on too

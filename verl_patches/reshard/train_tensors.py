@@ -23,13 +23,13 @@ MindSpeed (core/transformer/moe/experts.py, groupedmlp_forward): weight1's shape
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 
 from verl_patches.errors import ConfigError
-from verl_patches.layout.inventory import Inventory
+from verl_patches.layout.inventory import Inventory, build_inventory, read_model_shape
 from verl_patches.layout.parallel import ParallelLayout
 from verl_patches.layout.sharding import Shard, local_parameters
 from verl_patches.model import weights as megatron
@@ -119,12 +119,21 @@ def train_tensors(
     unknown, missing or doubled parameter; the message names parameter, rank, expected and found.
     """
     _check_place(_unwrapped(chunks), inventory, layout, rank)
-    return views_of(_native(chunks), inventory, layout, rank, library)
+    return views_of(native_tensors(chunks), inventory, layout, rank, library)
+
+
+def inventory_and_library(chunks: Sequence[torch.nn.Module], hf_config: Any, line: str) -> tuple[Inventory, str]:
+    """The inventory of `hf_config`'s model in the dtype of `chunks`, and their key of layout.sharding.LIBRARIES."""
+    dtype = str(next(chunks[0].parameters()).dtype).removeprefix("torch.")
+    inventory = build_inventory(replace(read_model_shape(hf_config.to_dict()), torch_dtype=dtype))
+    names = [name for chunk in chunks for name, _ in chunk.named_parameters()]
+    own = "megatron-te" if any(megatron.local_name(name) != name for name in names) else "megatron-local"
+    return inventory, "mindspeed" if line == "a3" else own
 
 
 def still_valid(tensors: Mapping[str, TrainTensor], chunks: Sequence[torch.nn.Module]) -> bool:
     """Whether `tensors` still are views of what `chunks` train; if not, make them again. Cheap: no data is read."""
-    return are_views_of(tensors, _native(chunks))
+    return are_views_of(tensors, native_tensors(chunks))
 
 
 def views_of(
@@ -217,7 +226,8 @@ def _unwrapped(chunks: Sequence[torch.nn.Module]) -> list[Any]:
     return unwrap_model(list(chunks))
 
 
-def _native(chunks: Sequence[torch.nn.Module]) -> list[Native]:
+def native_tensors(chunks: Sequence[torch.nn.Module]) -> list[Native]:
+    """The parameters themselves, and correction biases, of each of `chunks`, wrapped or not."""
     return [dict(megatron.named_weights(chunk)) for chunk in _unwrapped(chunks)]
 
 

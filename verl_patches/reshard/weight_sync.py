@@ -9,21 +9,19 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from verl_patches.layout.inventory import build_inventory
 from verl_patches.layout.parallel import ParallelLayout
-from verl_patches.model.weights import local_name
 from verl_patches.reshard.destination import Destinations, learn_destinations
 from verl_patches.reshard.execute import Executor, SyncReport, build_executor
 from verl_patches.reshard.live_memory import post_load
 from verl_patches.reshard.plan import ReshardPlan, plan_reshard
 from verl_patches.reshard.rank_errors import catch_errors, gather, raise_on_any_rank
-from verl_patches.reshard.train_tensors import TrainTensor, still_valid, train_tensors
+from verl_patches.reshard.train_tensors import TrainTensor, inventory_and_library, still_valid, train_tensors
 from verl_patches.reshard.verify import Verifier, check_map
 
 log = logging.getLogger(__name__)
@@ -50,12 +48,7 @@ class WorkerReshard:
     def __init__(self, settings: Settings, chunks: Sequence[torch.nn.Module], hf_config: Any, device: torch.device):
         self.settings, self.chunks, self.device = settings, chunks, device
         self.rank = dist.get_rank()
-        dtype = str(next(chunks[0].parameters()).dtype).removeprefix("torch.")
-        inventory = build_inventory(hf_config.to_dict())
-        self.inventory = build_inventory(replace(inventory.model, torch_dtype=dtype))
-        names = [name for chunk in chunks for name, _ in chunk.named_parameters()]
-        megatron = "megatron-te" if any(local_name(name) != name for name in names) else "megatron-local"
-        self.library = "mindspeed" if settings.line == "a3" else megatron
+        self.inventory, self.library = inventory_and_library(chunks, hf_config, settings.line)
         self.sources: dict[str, TrainTensor] = {}
         self.destinations: Destinations | None = None
         self.plan: ReshardPlan | None = None

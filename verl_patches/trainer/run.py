@@ -14,6 +14,7 @@ from verl_patches.memory.ledger import memory_of_step, said_of
 from verl_patches.patching import engine
 from verl_patches.platform.npu_emulated import coverage
 from verl_patches.trainer import rollout_correction, truth_check
+from verl_patches.trainer.checkpoint import Checkpoints
 from verl_patches.trainer.dispatch import dispatch_of_step, take_calls
 from verl_patches.trainer.on_policy import correction_of
 from verl_patches.trainer.ray_start import dead_actors
@@ -63,6 +64,7 @@ class Run:
             or self.recipe.tensor_cache.enabled
         )
         self.group: Any = None
+        self.checkpoints: Checkpoints | None = None
         self.coverage: dict[str, Any] | None = None  # of an emulated device
         self.places: dict[int, str] = {}  # rank -> pid and node, as the worker itself gave them in its proof
         dirty = getattr(trainer, "modified_sources", None)  # of launch/import_alone.py; the launcher adds its own
@@ -112,6 +114,9 @@ class Run:
         record_to = self.folder / "rollouts" if self.folder and self.recipe.rollout.record else None
         self.group = RecipeWorkerGroup(trainer.actor_rollout_wg, trainer, self.show_call, record_to)
         trainer.actor_rollout_wg = self.group
+        if engine.is_on("checkpoint.save"):
+            self.checkpoints = trainer.recipe_checkpoints = Checkpoints(trainer)
+            self.summary.data["checkpoints"] = self.checkpoints.records
         if trainer.use_reference_policy and not getattr(trainer, "ref_in_actor", False):
             trainer.ref_policy_wg = RecipeWorkerGroup(trainer.ref_policy_wg, trainer, self.show_call, actor=self.group)
 
@@ -221,6 +226,8 @@ def fit_as_run(original: Callable) -> Callable:
             run.prove()
             run.wrap_groups()
             result = original(trainer)
+            if run.checkpoints is not None:
+                run.checkpoints.finish()
             reason = "ok"
             return result
         except BaseException as error:
@@ -230,6 +237,8 @@ def fit_as_run(original: Callable) -> Callable:
                 raise WorkerDiedError(reason) from error
             raise
         finally:
+            if run.checkpoints is not None:
+                run.checkpoints.give_up()
             run.end(reason)
             _active = None
 

@@ -9,6 +9,7 @@ complete tensor it is:
     role      "weight", or what else of the same parameter, such as "main", "exp_avg", "exp_avg_sq"
     flat      None, or the first element that is stored, of the region flattened in row-major order: a shard of a
               distributed optimizer holds such a range; `shape` is then (elements,)
+    columns   with `flat`: the region is flattened column by column, as MindSpeed keeps stacked experts
     crc32     of the tensor's bytes, so that a damaged file is traced to its tensor
 
 HF names and regions, not Megatron's parameter names: Megatron's differ between its own modules, Transformer Engine's
@@ -65,6 +66,7 @@ class TensorEntry:
     role: str = WEIGHT
     flat: int | None = None
     crc32: int | None = None
+    columns: bool = False
 
     def __post_init__(self):
         expected = self.region.shape_in(self.whole)
@@ -164,6 +166,8 @@ def _tensor_fields(tensor: TensorEntry) -> dict[str, Any]:
     if tensor.flat is not None or tensor.shape != tensor.whole:
         found |= {"whole": tensor.whole, "axis": region.axis, "start": region.start, "stop": region.stop}
     found |= {key: getattr(tensor, key) for key in ("flat", "crc32") if getattr(tensor, key) is not None}
+    if tensor.columns:
+        found["columns"] = True
     return found if tensor.role == WEIGHT else {**found, "role": tensor.role}
 
 
@@ -171,7 +175,7 @@ def _tensor_of(found: dict[str, Any]) -> TensorEntry:
     key, shape = found["key"], tuple(found["shape"])
     whole = tuple(found.get("whole", shape))
     region = Region(found.get("of", key), found.get("axis", 0), found.get("start", 0), found.get("stop", whole[0]))
-    more = {name: found[name] for name in ("role", "flat", "crc32") if name in found}
+    more = {name: found[name] for name in ("role", "flat", "crc32", "columns") if name in found}
     return TensorEntry(key, found["dtype"], shape, region, whole, **more)
 
 

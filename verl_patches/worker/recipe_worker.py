@@ -6,6 +6,7 @@
     compute_log_prob          verl's own                                      old_log_prob
     compute_ref_log_prob      verl's own                                      ref
     update_actor              OnPolicyUpdate around verl's own                update
+    save_checkpoint           checkpoint.py: a part of a checkpoint
     run_stage                 the same calls on tensors of the tensor cache (recipe.tensor_cache)
     take_report               counters of the step
 
@@ -33,6 +34,7 @@ from verl_patches.patching.engine import is_on
 from verl_patches.platform.npu_emulated import coverage
 from verl_patches.reshard.weight_sync import Settings
 from verl_patches.trainer.worker_starts import take_starts
+from verl_patches.worker.checkpoint import WorkerCheckpoint
 from verl_patches.worker.context import context
 from verl_patches.worker.memory import WorkerMemory, device_type
 from verl_patches.worker.on_policy_update import OnPolicyUpdate
@@ -45,6 +47,7 @@ class RecipeWorker:
 
     memory: WorkerMemory | None = None
     log_prob_moments: Mapping[str, Any] | None = None
+    checkpoint: WorkerCheckpoint | None = None
 
     def __init__(self, config: Any, role: str) -> None:
         if is_on("update.engine_start"):
@@ -57,6 +60,8 @@ class RecipeWorker:
             self.memory = WorkerMemory(config, self.recipe)
             if self.memory.scheduled:  # then verl's own calls move nothing
                 self._is_offload_param = self._is_offload_optimizer = self._ref_is_offload_param = False
+            if is_on("checkpoint.parts"):
+                self.checkpoint = WorkerCheckpoint(self)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
@@ -122,6 +127,8 @@ class RecipeWorker:
     def update_actor(self, data: Any) -> Any:
         """verl's, in phase update; inside OnPolicyUpdate where recipe.train.skip_old_log_prob or a correction is on."""
         on_policy = OnPolicyUpdate.of(self.recipe) if self.recipe is not None and is_on("update.on_policy") else None
+        if self.checkpoint is not None:
+            self.checkpoint.wait()  # what is being written must not change
         with context().phase("update"):
             if on_policy is None:
                 return super().update_actor(data)
@@ -139,16 +146,26 @@ class RecipeWorker:
         return here.batch.run(self, stage, step, payload)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        """verl's, with weights and optimizer states on the device; afterwards they are where they were before."""
+    def save_checkpoint(self, checkpoint_path: str, *args: Any, **kwargs: Any) -> dict[str, float] | None:
+        """This rank's part, written in a thread (worker/checkpoint.py); verl's own with row checkpoint.parts off."""
+        if self.checkpoint is not None:
+            return self.checkpoint.save(checkpoint_path)
         with self._all_on_device(writes=False):
-            super().save_checkpoint(*args, **kwargs)
+            return super().save_checkpoint(checkpoint_path, *args, **kwargs)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def load_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        """verl's, which writes weights and replaces states; see save_checkpoint."""
+    def load_checkpoint(self, checkpoint_path: str, *args: Any, **kwargs: Any) -> None:
+        """Weights and optimizer states of a checkpoint of any layout; verl's own with row checkpoint.parts off."""
         with self._all_on_device(writes=True):
-            super().load_checkpoint(*args, **kwargs)
+            if self.checkpoint is not None:
+                self.checkpoint.load(checkpoint_path)
+            else:
+                super().load_checkpoint(checkpoint_path, *args, **kwargs)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def finish_checkpoint(self) -> None:
+        """Wait until this rank's part of the last save is written."""
+        self.checkpoint.wait()
 
     @contextmanager
     def _all_on_device(self, writes: bool) -> Iterator[None]:
@@ -167,6 +184,8 @@ class RecipeWorker:
         seconds since the epoch) of the trainer's calls; emulated: what was reached since the process started, None
         with a device (platform/npu_emulated/coverage.py).
         """
+        if self.checkpoint is not None:
+            self.checkpoint.check()
         moments, self.log_prob_moments = self.log_prob_moments, None
         resharder, ledger = getattr(getattr(self, "sharding_manager", None), "resharder", None), context().ledger
         return {

@@ -228,18 +228,25 @@ def optimizer_config_from_arguments(original: Callable) -> Callable:
     return config
 
 
+def lr_schedule_of(actor: Any) -> Any:
+    """Megatron's learning-rate schedule of verl's actor, one object for its lifetime; sets the first step's rate."""
+    from megatron.training.training import get_optimizer_param_scheduler
+
+    if not hasattr(actor, "lr_schedule"):
+        actor.lr_schedule = get_optimizer_param_scheduler(actor.actor_optimizer)
+    return actor.lr_schedule
+
+
 def with_lr_schedule(update_policy: Callable) -> Callable:
     """Row provider for MegatronPPOActor.update_policy: Megatron's own scheduler, one step per call."""
 
     @functools.wraps(update_policy)
     def update(self: Any, *args: Any, **kwargs: Any) -> Any:
         from megatron.training import get_args
-        from megatron.training.training import get_optimizer_param_scheduler
 
-        if not hasattr(self, "lr_schedule"):
-            self.lr_schedule = get_optimizer_param_scheduler(self.actor_optimizer)  # sets the first step's rate
+        schedule = lr_schedule_of(self)
         metrics = update_policy(self, *args, **kwargs)
-        self.lr_schedule.step(increment=get_args().global_batch_size)  # it counts samples
+        schedule.step(increment=get_args().global_batch_size)  # it counts samples
         return metrics
 
     return update

@@ -1,0 +1,196 @@
+"""Checkpoints of every rank's part, written by one layout and library and read by another; nothing is built or started.
+
+Native parameters are packed by hand as each library packs them; optimizer shards are cut at random places, as a
+distributed optimizer cuts them.
+"""
+
+import dataclasses
+import math
+import random
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.reshard.test_train_tensors import INVENTORY, STORAGES, pack
+from verl_patches.errors import ConfigError
+from verl_patches.layout.inventory import build_inventory
+from verl_patches.layout.parallel import parse_layout
+from verl_patches.weights.checkpoint import (
+    CheckpointReader,
+    load_state,
+    problems_of_share,
+    rank_files,
+    set_step_counts,
+    step_counts,
+    tensors_of_rank,
+    write_rank,
+)
+from verl_patches.weights.manifest import Manifest, read_manifest
+from verl_patches.weights.train_state import TrainState, Walk, optimizer_shards
+from verl_patches.weights.writer import begin, complete
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+BF16 = build_inventory(dataclasses.replace(INVENTORY.model, torch_dtype="bfloat16"))
+BIAS = "expert_bias"
+# layout and storage that write, and layout that reads; with "bf16" there are main parameters
+PAIRS = [
+    ("local", "ep2 @4", "ep2 @4", ""),
+    ("local", "ep2 @4", "tp2 etp1 ep4 @8", "bf16"),
+    ("te", "tp2 etp2 ep2 @4", "pp2 @2 layers=3,1", ""),
+    ("grouped", "@2", "tp2 etp2 ep2 @8", ""),
+    ("mindspeed", "tp2 etp1 ep4 @8", "tp2 etp1 ep4 @8", "bf16"),
+    ("mindspeed", "tp2 etp1 ep4 @8", "pp2 ep2 @8 layers=3,1", ""),
+    ("mindspeed", "pp2 vpp2 @4 layers=1,0,2,1", "tp4 etp1 ep2 @4", "bf16"),
+]
+
+
+@pytest.fixture(scope="module")
+def whole():
+    """{role: {HF name: tensor}}; main parameters differ from the weights, so that none is taken for the other."""
+    generator = torch.Generator().manual_seed(0)
+    roles = ("weight", "main", *MOMENTS)
+    return {r: {p.name: torch.randn(p.shape, generator=generator) for p in INVENTORY.parameters} for r in roles}
+
+
+class Optimizer:
+    """What a checkpoint looks at of Megatron's DistributedOptimizer; `ranges`: {id of a parameter: (start, stop)}."""
+
+    def __init__(self, native, ranges):
+        held = [
+            p for chunk in native for p in chunk.values() if id(p) in ranges and ranges[id(p)][0] < ranges[id(p)][1]
+        ]
+        shards = [p.view(-1)[slice(*ranges[id(p)])] for p in held]
+        half, self.ranges, self.model_param_gbuf_map = [held[0].dtype == torch.bfloat16], ranges, {}
+        self.model_float16_groups, self.model_fp32_groups = ([held], [[]]) if half[0] else ([[]], [held])
+        mains = [shard.float() for shard in shards] if half[0] else shards
+        self.shard_fp32_from_float16_groups, self.shard_fp32_groups = ([mains], [[]]) if half[0] else ([[]], [mains])
+        state = {main: {} for main in mains}
+        self.optimizer = SimpleNamespace(state=state, param_groups=[{"params": mains}])
+
+    def _get_model_param_range_map(self, parameter):
+        start, stop = self.ranges[id(parameter)]
+        return {"param": SimpleNamespace(start=start, end=stop)}
+
+
+def ranges_of(native, layout, rank):
+    """Each parameter cut at random over its replicas."""
+    at, found = layout.coordinates(rank), {}
+    for number, chunk in enumerate(native):
+        for name, parameter in chunk.items():
+            expert = ".experts." in name
+            replicas, own = (layout.edp, at.edp) if expert else (layout.dp, at.dp)
+            part = (at.pp, at.etp, at.ep) if expert else (at.pp, at.tp)
+            cut = random.Random(f"{number} {name} {part if expert else part[0]}")  # equal on TP ranks, as Megatron's
+            points = [0, *sorted(cut.randint(0, parameter.numel()) for _ in range(replicas - 1)), parameter.numel()]
+            if not name.endswith(BIAS):
+                found[id(parameter)] = points[own], points[own + 1]
+    return found
+
+
+def rank_state(whole, text, rank, storage, half, filled):
+    """The state of one rank; not `filled`: as before a checkpoint is loaded, zeros and no moments."""
+    layout = parse_layout(text)
+    packed = {role: pack(tensors, text, rank, storage) for role, tensors in whole.items()}
+    native = packed["weight"]
+    if half:
+        native = [{n: t if n.endswith(BIAS) else t.bfloat16() for n, t in chunk.items()} for chunk in native]
+    optimizer = Optimizer(native, ranges_of(native, layout, rank))
+    state = TrainState(native, optimizer, BF16 if half else INVENTORY, layout, rank, STORAGES[storage][0])
+    expected, names = {}, {id(p): (i, n) for i, chunk in enumerate(native) for n, p in chunk.items()}
+    for shard in optimizer_shards(optimizer):
+        number, name = names[id(shard.parameter)]
+        cut = {role: packed[role][number][name].view(-1)[shard.start : shard.stop] for role in whole}
+        expected[number, name] = {role: cut[role].clone() for role in ("main", *MOMENTS) if half or role != "main"}
+        if filled:
+            optimizer.optimizer.state[shard.key] |= {role: cut[role].clone() for role in MOMENTS}
+            optimizer.optimizer.state[shard.key]["step"] = torch.tensor(3.0)
+            if half:
+                shard.key.copy_(cut["main"])
+    copy = [{name: tensor.clone() for name, tensor in chunk.items()} for chunk in native]
+    if not filled:
+        for tensor in (t for chunk in native for t in chunk.values()):
+            tensor.zero_()
+    return state, copy, expected, names
+
+
+def live(piece):
+    return [place.of(piece.base) for place in piece.places]
+
+
+def save(folder, whole, storage, text, half):
+    layout = parse_layout(text)
+    files = tuple(rank_files(layout.world_size))
+    model = BF16.model if half else INVENTORY.model
+    begin(folder, Manifest("checkpoint", model, text, "bf16" if half else "fp32", "x", files))
+    for rank in range(layout.world_size):
+        state, *_ = rank_state(whole, text, rank, storage, half, filled=True)
+        write_rank(folder, rank, state.written(), live, {"step_counts": step_counts(state.optimizer)})
+    return complete(folder)
+
+
+@pytest.mark.parametrize(("storage", "saved", "resumed", "half"), PAIRS)
+def test_any_layout_reads_what_another_wrote(tmp_path, whole, storage, saved, resumed, half):
+    manifest = save(tmp_path / "c", whole, storage, saved, half)
+    elements = Counter()
+    for entry in (t for file in manifest.files for t in file.tensors):
+        elements[entry.role] += math.prod(entry.shape)
+    trained = sum(p.count for p in INVENTORY.parameters if p.trainable)
+    every = sum(p.count for p in INVENTORY.parameters)
+    assert elements == {"weight": every, **({"main": trained} if half else {}), **dict.fromkeys(MOMENTS, trained)}
+    with CheckpointReader(tmp_path / "c") as reader:
+        for rank in range(parse_layout(resumed).world_size):
+            state, weights, expected, names = rank_state(whole, resumed, rank, storage, half, filled=False)
+            load_state(state, reader)
+            set_step_counts(state.optimizer, reader.state(0)["step_counts"])
+            for number, chunk in enumerate(weights):
+                assert all(torch.equal(state._native[number][name], tensor) for name, tensor in chunk.items())
+            for shard in optimizer_shards(state.optimizer):
+                wanted = expected[names[id(shard.parameter)]]
+                assert wanted.keys() == shard.states.keys()
+                assert all(torch.equal(shard.states[role], tensor) for role, tensor in wanted.items())
+                assert state.optimizer.optimizer.state[shard.key]["step"] == 3.0
+
+
+@pytest.fixture
+def small(tmp_path, whole):
+    save(tmp_path / "c", whole, "local", "ep2 @2", "")
+    return tmp_path / "c"
+
+
+def test_a_flipped_byte_is_named_by_the_rank_that_verifies_the_file(small):
+    path = small / tensors_of_rank(1)
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    last = read_manifest(small).files[2].tensors[-1].key
+    found = [problems_of_share(small, rank, 2) for rank in range(2)]
+    assert found[1] == [] and f"{path.name}, {last}: expected crc32" in found[0][0], found
+
+
+@pytest.mark.parametrize(("lost", "message"), [
+    (("weight", "model.layers.1.mlp.experts.8.gate_proj.weight"), "no weight of 'model.layers.1.mlp.experts.8.gate"),
+    (("exp_avg", "model.embed_tokens.weight"), r"embed_tokens.weight\[0:512\]: elements from \d+ are in"),
+])  # fmt: skip
+def test_tensors_that_are_missing_are_named(small, whole, lost, message):
+    """One of the other expert-parallel rank, as in a checkpoint of data-parallel rank 0 only; and one rank's range."""
+    with CheckpointReader(small) as reader:
+        reader._held[lost] = [part for part in reader._held[lost] if part[0] == tensors_of_rank(0)]
+        if not reader._held[lost]:
+            del reader._held[lost]
+        state, *_ = rank_state(whole, "ep2 @2", 1, "local", "", filled=False)
+        with pytest.raises(ConfigError, match=message):
+            load_state(state, reader)
+
+
+def test_a_walk_through_a_stack_finds_every_element_once():
+    """Columns of width 3 in lines of 7: the region's place in each of all ranges of the parameter."""
+    flat, walk = torch.arange(40), Walk(offset=2, width=3, step=7, count=15, columns=False)
+    inside = [2 + line * 7 + place for line in range(5) for place in range(3)]
+    for first in range(41):
+        for last in range(first, 41):
+            start, stop = walk.before(first), walk.before(last)
+            places = walk.places(start, stop, first)
+            found = [int(e) for place in places for e in place.of(flat[first:last]).flatten()]
+            assert found == [at for at in inside if first <= at < last]

@@ -1,0 +1,313 @@
+"""Checkpoints of a run, in the trainer's process: order, completion, retention and resume.
+
+verl's trainer calls `_save_checkpoint` after the update of each trainer.save_freq-th step and of the last, and
+`_load_checkpoint` before the first. Rows checkpoint.save and checkpoint.load put these in their place:
+
+    save    global_step_N.writing-XXXX is begun; workers copy to the host and return; a thread waits until every rank's
+            files are recorded, renames the folder to global_step_N and removes the oldest above
+            trainer.max_actor_ckpt_to_keep
+    finish  before the next save, and at the end of the run
+    load    trainer.resume_mode=auto: the newest complete folder of trainer.default_local_dir; resume_path: the one of
+            trainer.resume_from_path
+
+A run that is killed at any point leaves whole folders only under their own names. All nodes must see the folder.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import io
+import json
+import logging
+import os
+import random
+import re
+import secrets
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from omegaconf import OmegaConf
+
+from verl_patches.errors import ConfigError
+from verl_patches.layout.inventory import differences, read_model_shape
+from verl_patches.layout.parallel import train_layout_of, world_size
+from verl_patches.model.megatron import DTYPES
+from verl_patches.patching import engine
+from verl_patches.weights.checkpoint import KIND, TRAINER, CheckpointError, rank_files
+from verl_patches.weights.manifest import Manifest, has_manifest, read_manifest
+from verl_patches.weights.writer import FileWriter, begin, complete
+
+log = logging.getLogger(__name__)
+
+_SAVED = re.compile(r"global_step_(\d+)")
+_UNNAMED = re.compile(r"(global_step_\d+)\.(writing|replaced|removed)-\w+")
+_OF_MODEL_BYTES = 64 << 20  # files of the model's folder up to this size are kept beside the weights
+_POLL_S, _GRACE_S = 0.1, 30.0
+_NOT_COMPARED = ("run", "output_root", "timeouts", "ray_address", "ray_port", "memory")  # keys of recipe: say nothing
+
+
+class Checkpoints:
+    """The checkpoints of one run of verl's `trainer`."""
+
+    def __init__(self, trainer: Any):
+        config = trainer.config
+        self.trainer, self.config, self.folder = trainer, config, Path(config.trainer.default_local_dir).absolute()
+        self.keep = config.trainer.get("max_actor_ckpt_to_keep", None)
+        self.records: list[dict[str, Any]] = []  # of complete ones: step, bytes, seconds
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
+        self._given_up = threading.Event()
+
+    # ---- save
+
+    def save(self) -> None:
+        """Start a checkpoint of the present step; returns once every worker has copied its part to the host."""
+        self._refuse()
+        self.finish()
+        started, step = time.perf_counter(), self.trainer.global_steps
+        recover(self.folder)
+        writing = self.folder / f"global_step_{step}.writing-{secrets.token_hex(4)}"
+        own = {TRAINER: _pickled(self._trainer_state()), **self._model_files()}
+        begin(writing, self._manifest(step, [*rank_files(world_size(self.config)), *own]))
+        answers = self.trainer.actor_rollout_wg.save_checkpoint(str(writing), None, step)
+        for name, content in own.items():
+            with FileWriter(writing, name) as file:
+                file.write(content)
+                file.finish()
+        record = {"step": step, "blocking_s": time.perf_counter() - started}
+        record |= {key: max(answer[key] for answer in answers) for key in ("copied_bytes",)}
+        record["copy_s"] = max(answer["seconds"] for answer in answers)
+        self._thread = threading.Thread(target=self._complete, args=(writing, record, started), name="checkpoint")
+        self._thread.start()
+
+    def _refuse(self) -> None:
+        """ConfigError for what would be left out; config/checks.py says so before the start, with the launcher."""
+        if getattr(self.trainer, "use_critic", False):
+            raise ConfigError(
+                "checkpoint: a critic would not be saved; expected an algorithm.adv_estimator without one"
+            )
+        if self.config.trainer.get("default_hdfs_dir"):
+            raise ConfigError(
+                "checkpoint: trainer.default_hdfs_dir is set, expected null; files go to default_local_dir"
+            )
+
+    def finish(self) -> None:
+        """Wait for the checkpoint that is being written; raises what a worker or the completing thread raised."""
+        if self._thread is None:
+            return
+        self.trainer.actor_rollout_wg.finish_checkpoint()
+        self._thread.join()
+        self._thread = None
+        if self._error is not None:
+            raise CheckpointError(f"checkpoint: {self._error}") from self._error
+
+    def give_up(self) -> None:
+        """After an error of the run: wait a little for a checkpoint that may still become complete."""
+        if self._thread is not None:
+            self._thread.join(_GRACE_S)
+            self._given_up.set()
+            self._thread.join()
+
+    def _complete(self, writing: Path, record: dict[str, Any], started: float) -> None:
+        try:
+            while (manifest := complete(writing)) is None:
+                if self._given_up.wait(_POLL_S):
+                    return
+            put_in_place(writing)
+            self.records.append({**record, "bytes": manifest.size_bytes, "complete_s": time.perf_counter() - started})
+            remove_oldest(self.folder, self.keep)
+        except Exception as error:
+            self._error = error
+
+    def _manifest(self, step: int, files: list[str]) -> Manifest:
+        layout, dtype = str(train_layout_of(self.config)), self.config.recipe.dtype
+        facts = {"step": step, "line": self.config.recipe.line, **said_of(self.config)}
+        return Manifest(KIND, self._model(), layout, dtype, secrets.token_hex(16), tuple(files), facts=facts)
+
+    def _model(self) -> Any:
+        from verl_patches.model.mindspeed.start import read_hf_config
+
+        dtype = str(DTYPES[self.config.recipe.dtype]).removeprefix("torch.")
+        return read_model_shape({**read_hf_config(self.config.actor_rollout_ref), "torch_dtype": dtype})
+
+    def _model_files(self) -> dict[str, bytes]:
+        """Configuration and tokenizer of the model's folder, which an export needs."""
+        from verl.utils.fs import copy_to_local
+
+        found = {}
+        for path in sorted(Path(copy_to_local(self.config.actor_rollout_ref.model.path)).iterdir()):
+            weights = path.name.endswith((".safetensors", ".safetensors.index.json")) or path.name == "manifest.json"
+            if path.is_file() and not weights and path.stat().st_size <= _OF_MODEL_BYTES:
+                found[path.name] = path.read_bytes()
+        return found
+
+    def _trainer_state(self) -> dict[str, Any]:
+        generators = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
+        return {"dataloader": self.trainer.train_dataloader.state_dict(), "generators": generators}
+
+    # ---- load
+
+    def load(self) -> None:
+        """Resume as trainer.resume_mode says; ConfigError or CheckpointError where it cannot."""
+        folder = self._wanted()
+        if folder is None:
+            return
+        self._refuse()
+        manifest = self._checked(folder)
+        self.trainer.actor_rollout_wg.load_checkpoint(str(folder), None, False)
+        state = torch.load(folder / TRAINER, weights_only=False)  # of this program: sampler states are any objects
+        self.trainer.train_dataloader.load_state_dict(state["dataloader"])
+        random.setstate(state["generators"]["python"])
+        np.random.set_state(state["generators"]["numpy"])
+        torch.set_rng_state(state["generators"]["torch"])
+        self.trainer.global_steps = manifest.facts["step"]
+        log.warning("resumed from %s: step %d is complete", folder, manifest.facts["step"])
+
+    def _wanted(self) -> Path | None:
+        settings = self.config.trainer
+        if settings.resume_mode == "disable":
+            return None
+        if settings.resume_mode == "resume_path":
+            if not isinstance(settings.resume_from_path, str):
+                raise ConfigError("trainer.resume_mode=resume_path needs trainer.resume_from_path=.../global_step_N")
+            return Path(settings.resume_from_path).absolute()
+        recover(self.folder)
+        found = newest(self.folder)
+        if found is None:
+            log.warning("trainer.resume_mode=auto: no complete checkpoint in %s, starting from step 1", self.folder)
+        return found
+
+    def _checked(self, folder: Path) -> Manifest:
+        manifest, recipe = read_manifest(folder), self.config.recipe
+        faults = []
+        if manifest.kind != KIND:
+            faults.append(f"it holds {manifest.kind!r}, expected a checkpoint of training")
+        if unlike := differences(manifest.model, self._model()):
+            faults.append(f"it is of another model: {unlike}")
+        if manifest.facts.get("line", recipe.line) != recipe.line:
+            faults.append(f"it is of line {manifest.facts['line']}, expected {recipe.line}")
+        if faults:
+            raise ConfigError(f"{folder} cannot be resumed from: {'; '.join(faults)}")
+        now = said_of(self.config)
+        if manifest.facts["digest"] != now["digest"]:
+            changed = changes(manifest.facts["settings"], now["settings"])
+            log.warning("the recipe is not that of %s: %s", folder, "; ".join(changed) or "other patches")
+        return manifest
+
+
+def put_in_place(writing: Path) -> None:
+    """Rename a complete folder to its own name; one of that name is removed afterwards."""
+    final = writing.with_name(writing.name.partition(".")[0])
+    old = None
+    if final.exists():
+        old = final.with_name(f"{final.name}.replaced-{secrets.token_hex(4)}")
+        os.rename(final, old)
+    os.rename(writing, final)
+    handle = os.open(final.parent, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+    if old is not None:
+        shutil.rmtree(old)
+
+
+def complete_ones(folder: Path) -> dict[int, Path]:
+    """{step: complete checkpoint} in `folder`, oldest first."""
+    found = {}
+    for path in folder.glob("global_step_*"):
+        if (match := _SAVED.fullmatch(path.name)) and has_manifest(path) and _is_complete(path):
+            found[int(match[1])] = path
+    return dict(sorted(found.items()))
+
+
+def recover(folder: Path) -> None:
+    """Tidy up after a run that was killed: complete folders get their name, what else has none is removed."""
+    left = [path for path in folder.iterdir() if _UNNAMED.fullmatch(path.name)] if folder.is_dir() else []
+    for path in sorted(left, key=lambda path: ".writing-" not in path.name):
+        name, what = _UNNAMED.fullmatch(path.name).groups()
+        if what != "removed" and not (folder / name).exists() and has_manifest(path) and _is_complete(path):
+            os.rename(path, folder / name)
+        else:
+            shutil.rmtree(path)
+
+
+def newest(folder: Path) -> Path | None:
+    """The newest complete checkpoint, None without one."""
+    found = complete_ones(folder)
+    return found[max(found)] if found else None
+
+
+def remove_oldest(folder: Path, keep: int | None) -> None:
+    """Remove all but the newest `keep` complete checkpoints; none if `keep` is not set."""
+    found = list(complete_ones(folder).values())
+    for path in found[: max(0, len(found) - keep)] if keep else ():
+        hidden = path.with_name(f"{path.name}.removed-{secrets.token_hex(4)}")  # half a folder never has the name
+        os.rename(path, hidden)
+        shutil.rmtree(hidden)
+
+
+def _is_complete(folder: Path) -> bool:
+    return read_manifest(folder, complete=False).complete
+
+
+def said_of(config: Any) -> dict[str, Any]:
+    """{digest, settings}: what a resumed run is compared with. The digest is of settings and active patches."""
+    found = OmegaConf.to_container(config, resolve=True)
+    sections = {name: found[name] for name in ("recipe", "actor_rollout_ref", "algorithm", "data")}
+    settings = dict(
+        _leaves({**sections, "recipe": {k: v for k, v in found["recipe"].items() if k not in _NOT_COMPARED}})
+    )
+    settings = {k: v for k, v in settings.items() if not k.startswith("actor_rollout_ref.recipe.")}
+    patches = engine.current().digest()
+    text = json.dumps([settings, patches], sort_keys=True, default=str)
+    return {"digest": hashlib.sha256(text.encode()).hexdigest(), "patches": patches, "settings": settings}
+
+
+def _leaves(section: Any, prefix: str = "") -> Any:
+    for key, value in section.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """Each setting that differs, as text."""
+    keys = [key for key in sorted({*before, *now}) if before.get(key) != now.get(key)]
+    return [f"{key} was {before.get(key)!r}, is {now.get(key)!r}" for key in keys]
+
+
+def _pickled(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def save_as_recipe(original: Callable) -> Callable:
+    """Row provider for RayPPOTrainer._save_checkpoint."""
+
+    @functools.wraps(original)
+    def save(trainer: Any) -> Any:
+        checkpoints = getattr(trainer, "recipe_checkpoints", None)
+        return original(trainer) if checkpoints is None else checkpoints.save()
+
+    return save
+
+
+def load_as_recipe(original: Callable) -> Callable:
+    """Row provider for RayPPOTrainer._load_checkpoint."""
+
+    @functools.wraps(original)
+    def load(trainer: Any) -> Any:
+        checkpoints = getattr(trainer, "recipe_checkpoints", None)
+        return original(trainer) if checkpoints is None else checkpoints.load()
+
+    return load

@@ -1,0 +1,200 @@
+"""One checkpoint of a training run on disk: every rank writes what it alone holds, any layout reads it.
+
+    global_step_N/manifest.json       format of weights/manifest.py; facts: step, line, recipe and digest
+                  rank_R.safetensors  pieces of weights and optimizer states of rank R (train_state.py)
+                  rank_R.json         generators of random numbers, step counts, learning-rate schedule of rank R
+                  trainer.pt          position in the data, sampler, the trainer's generators
+                  config.json, ...    files of the model's folder other than weights
+
+The folder is written under another name and renamed once every rank's files are complete (trainer/checkpoint.py).
+safetensors with a manifest rather than torch.distributed.checkpoint: it is read without the job, its process groups or
+pickle; names and regions are those of the HF model, so export is a conversion and another layout needs only regions;
+each file has a sha256. torch.distributed.checkpoint names what Megatron names, and its index is a pickle.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from verl_patches.errors import ConfigError, RecipeError
+from verl_patches.memory.measure import MOMENTS
+from verl_patches.reshard.region import Region, cover, overlap, part_of
+from verl_patches.weights.manifest import TensorEntry, file_problems, in_data_order, read_manifest
+from verl_patches.weights.shards import ShardReader, tensor_bytes
+from verl_patches.weights.train_state import OptimizerShard, Piece, TrainState, optimizer_shards
+from verl_patches.weights.writer import FileWriter
+
+KIND, TRAINER = "checkpoint", "trainer.pt"
+
+
+class CheckpointError(RecipeError):
+    """A checkpoint cannot be written, or is not what was written: the message names file, rank, expected and found."""
+
+
+def tensors_of_rank(rank: int) -> str:
+    """Name of the file with a rank's tensors."""
+    return f"rank_{rank:05d}.safetensors"
+
+
+def state_of_rank(rank: int) -> str:
+    """Name of the file with the rest of a rank's state."""
+    return f"rank_{rank:05d}.json"
+
+
+def rank_files(world_size: int) -> list[str]:
+    """Names of the files of all ranks."""
+    return [name(rank) for rank in range(world_size) for name in (tensors_of_rank, state_of_rank)]
+
+
+def write_rank(
+    folder: str | Path,
+    rank: int,
+    pieces: Sequence[Piece],
+    contents: Callable[[Piece], Iterable[torch.Tensor]],
+    state: Mapping[str, Any],
+) -> int:
+    """Write both files of `rank` into a folder that `begin` made; returns their bytes.
+
+    `contents`: a piece's places, on the host. At most the largest piece is copied at a time.
+    """
+    by_key = {piece.entry.key: piece for piece in pieces}
+    entries = in_data_order([piece.entry for piece in pieces])
+    with FileWriter(folder, tensors_of_rank(rank), entries) as file:
+        for entry in entries:
+            for tensor in contents(by_key[entry.key]):
+                file.write(tensor_bytes(tensor))
+        size = file.finish().size_bytes
+    with FileWriter(folder, state_of_rank(rank)) as file:
+        file.write(json.dumps(state).encode())
+        return size + file.finish().size_bytes
+
+
+def problems_of_share(folder: str | Path, rank: int, world_size: int) -> list[str]:
+    """The faults of this rank's share of the files: each file is read and compared by one rank."""
+    files = read_manifest(folder).files[rank::world_size]
+    return [str(problem) for entry in files for problem in file_problems(folder, entry)]
+
+
+class CheckpointReader(ShardReader):
+    """The tensors of a complete checkpoint, in whatever parts another layout wants them; a context manager."""
+
+    def __init__(self, folder: str | Path):
+        super().__init__(folder)
+        if self.manifest.kind != KIND:
+            raise ConfigError(f"{folder}: holds {self.manifest.kind!r}, expected a checkpoint of training")
+        self._last = functools.lru_cache(maxsize=4)(self._region)
+
+    def has(self, role: str) -> bool:
+        """Whether there are tensors of this role."""
+        return any(held == role for held, _ in self._held)
+
+    def state(self, rank: int) -> dict[str, Any]:
+        """What `state_of_rank` holds of a rank of the layout that wrote."""
+        return json.loads((self.folder / state_of_rank(rank)).read_text())
+
+    def read_flat(self, wanted: TensorEntry) -> torch.Tensor:
+        """The elements [n] of a flat range, from the same region's ranges or from all regions that overlap it."""
+        name, start, stop = wanted.region.name, wanted.flat, wanted.flat + wanted.shape[0]
+        parts = [
+            (file, entry)
+            for file, entry in self.entries(name, wanted.role)
+            if entry.region == wanted.region and entry.columns == wanted.columns
+        ]
+        if parts:
+            return self._elements(wanted.role, parts, start, stop)
+        whole = self._last(name, wanted.role, wanted.region)
+        return (whole.t() if wanted.columns else whole).reshape(-1)[start:stop]
+
+    def _elements(self, role: str, parts: list[tuple[str, TensorEntry]], start: int, stop: int) -> torch.Tensor:
+        """Elements [start, stop) of a region from flat ranges of it."""
+        found, reached = [], start
+        for file, entry in sorted(parts, key=lambda part: part[1].flat):
+            low, high = max(reached, entry.flat), min(stop, entry.flat + entry.shape[0])
+            if low < high:
+                if low > reached:
+                    break
+                found.append(self._handle(file).get_slice(entry.key)[low - entry.flat : high - entry.flat])
+                reached = high
+        if reached < stop:
+            raise ConfigError(f"{self.folder}: {role} of {parts[0][1].region}: elements from {reached} are in no file")
+        return found[0] if len(found) == 1 else torch.cat(found)
+
+    def _region(self, name: str, role: str, region: Region) -> torch.Tensor:
+        """A region in HF's orientation, joined from flat ranges of other regions."""
+        held = self.entries(name, role)
+        whole, regions = held[0][1].whole, {entry.region: entry.columns for _, entry in held}
+        missing, _ = cover(region, regions, whole)
+        if missing:
+            raise ConfigError(f"{self.folder}: {missing[0]} ({role}) is in no file")
+        out = torch.empty(region.shape_in(whole))
+        for other, columns in regions.items():
+            shared = overlap(region, other, whole)
+            if shared is None:
+                continue
+            shape = other.shape_in(whole)
+            parts = [(file, entry) for file, entry in held if entry.region == other]
+            joined = self._elements(role, parts, 0, math.prod(shape))
+            joined = joined.view(shape[::-1]).t() if columns else joined.view(shape)
+            part_of(out, region, shared, whole).copy_(part_of(joined, other, shared, whole))
+        return out
+
+
+@torch.no_grad()
+def load_state(state: TrainState, reader: CheckpointReader) -> None:
+    """Fill this rank's weights, main parameters and moments, which must be on the device; makes moments if needed."""
+    for piece in state.weights():
+        piece.places[0].of(piece.base).copy_(reader.read(piece.entry.region.name, piece.entry.region))
+    for shard in optimizer_shards(state.optimizer):
+        if reader.has(MOMENTS[0]):
+            shard = _with_moments(shard)
+        for piece in state.of_shard(shard):
+            elements, at = reader.read_flat(piece.entry), 0
+            for place in piece.places:
+                view = place.of(piece.base)
+                view.copy_(elements[at : at + view.numel()].view(view.shape))
+                at += view.numel()
+
+
+def _with_moments(shard: OptimizerShard) -> OptimizerShard:
+    """`shard` with moments, which Adam makes in its first step."""
+    if all(role in shard.states for role in MOMENTS):
+        return shard
+    made = {role: torch.zeros_like(shard.key, dtype=torch.float32) for role in MOMENTS}
+    shard.optimizer.optimizer.state[shard.key].update(made)
+    return OptimizerShard(**{**vars(shard), "states": {**shard.states, **made}})
+
+
+# ---- step counts
+
+
+def step_counts(optimizer: Any) -> dict[str, Any]:
+    """{state: count in Adam's states (torch), group: count in its groups (apex, MindSpeed)}; None for none."""
+    found: dict[str, Any] = {"state": None, "group": None}
+    for shard in optimizer_shards(optimizer):
+        inner = shard.optimizer.optimizer
+        step = inner.state.get(shard.key, {}).get("step")
+        if step is not None:
+            found["state"] = {"count": float(step), "dtype": str(step.dtype), "on_cpu": step.device.type == "cpu"}
+        steps = [group["step"] for group in inner.param_groups if "step" in group]
+        found["group"] = int(steps[0]) if steps else found["group"]
+    return found
+
+
+def set_step_counts(optimizer: Any, counts: Mapping[str, Any]) -> None:
+    """Set what `step_counts` found."""
+    for shard in optimizer_shards(optimizer):
+        inner, state = shard.optimizer.optimizer, counts["state"]
+        if state is not None:
+            device = "cpu" if state["on_cpu"] else shard.key.device
+            dtype = getattr(torch, state["dtype"].removeprefix("torch."))
+            inner.state[shard.key]["step"] = torch.tensor(state["count"], dtype=dtype, device=device)
+        if counts["group"] is not None:
+            for group in inner.param_groups:
+                group["step"] = counts["group"]

@@ -1,0 +1,256 @@
+"""Checkpoints of one worker: its part is copied to the host while the trainer waits, and written while the run goes on.
+
+    save    wait for the part before; make the host copies current; write them in a thread
+    wait    before an update, which changes what the host copies hold, before the next save, and at the end of a run
+    load    verify the files, each on one rank; read weights, states, counts and generators
+
+Where the memory schedule keeps a group on the host there is nothing to copy (memory/host_backed.py); weights that are
+on the device are copied once, for the save and for their next offload. Errors of the thread are raised by the next call
+of any of these methods, and by the step's report.
+"""
+
+from __future__ import annotations
+
+import base64
+import logging
+import random
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from verl_patches.layout.parallel import train_layout_in
+from verl_patches.memory.host_backed import (
+    HostBackedStorage,
+    offload_state_of_model,
+    offload_state_of_optimizer,
+    single_optimizers,
+    synchronise,
+)
+from verl_patches.platform import NO_DEVICE
+from verl_patches.reshard.rank_errors import gather
+from verl_patches.reshard.train_tensors import inventory_and_library, native_tensors
+from verl_patches.weights import checkpoint
+from verl_patches.weights.checkpoint import CheckpointError, CheckpointReader
+from verl_patches.weights.train_state import Piece, TrainState
+
+log = logging.getLogger(__name__)
+
+
+class WorkerCheckpoint:
+    """Saves and loads of the actor of `worker`, verl's worker with a `recipe:`."""
+
+    def __init__(self, worker: Any):
+        self.worker, self.recipe = worker, worker.recipe
+        self._threads = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._writing: Future | None = None
+        self._state: TrainState | None = None
+
+    def state(self) -> TrainState:
+        """What this rank holds, mapped once."""
+        if self._state is None:
+            worker, recipe, rank = self.worker, self.recipe, dist.get_rank()
+            inventory, library = inventory_and_library(worker.actor_module, worker.actor_model_config, recipe.line)
+            layout = train_layout_in(worker.config, recipe, dist.get_world_size())
+            native = native_tensors(worker.actor_module)
+            self._state = TrainState(native, worker.actor_optimizer, inventory, layout, rank, library)
+        return self._state
+
+    # ---- save
+
+    def save(self, folder: str) -> dict[str, float]:
+        """Start to write this rank's files into `folder`: {copied_bytes, seconds} of what the caller waited for."""
+        self.wait()
+        started, rank = time.perf_counter(), dist.get_rank()
+        if not Path(folder).is_dir():
+            raise CheckpointError(
+                f"{folder}: rank {rank} does not see the folder that the trainer made: expected "
+                "trainer.default_local_dir on a file system that all nodes share"
+            )
+        with self._on_device():
+            storages, copied = self._copy_to_host()
+            pieces = self.state().written()
+            contents = self._contents(pieces, storages)
+        rest = self._rest()
+        self._writing = self._threads.submit(checkpoint.write_rank, folder, rank, pieces, contents, rest)
+        return {"copied_bytes": copied, "seconds": time.perf_counter() - started}
+
+    def wait(self) -> None:
+        """Wait until what was saved last is written; raises what the writing thread raised."""
+        if self._writing is not None:
+            writing, self._writing = self._writing, None
+            writing.result()
+
+    def check(self) -> None:
+        """Raise what the writing thread raised, if it has ended."""
+        if self._writing is not None and self._writing.done():
+            self.wait()
+
+    def _copy_to_host(self) -> tuple[dict[int, HostBackedStorage], int]:
+        """({identity of a storage: its host copy, current}, bytes copied) of all that the memory schedule can move."""
+        worker, scheduled, copied = self.worker, self.worker.memory.scheduled, 0
+        storages: list[HostBackedStorage] = []
+        if scheduled:
+            models = [offload_state_of_model(chunk) for chunk in worker.actor_module]
+            copied += sum(model.copy_params_to_host() for model in models if not model.offloaded)
+            storages += [storage for model in models for storage in model.params.values()]
+        for one in single_optimizers(worker.actor_optimizer):
+            if _is_mindspeeds_swap(one) or not (scheduled or hasattr(one, "recipe_offload_state")):
+                continue
+            state = offload_state_of_optimizer(one)
+            copied += state.copy_to_host()
+            storages += state.storages.values()
+        synchronise(storages)
+        if self.recipe.platform not in NO_DEVICE:
+            torch.get_device_module(self.recipe.platform).synchronize()  # MindSpeed swaps on streams of its own
+        return {storage.storage._cdata: storage for storage in storages}, copied
+
+    def _contents(
+        self, pieces: list[Piece], storages: Mapping[int, HostBackedStorage]
+    ) -> Callable[[Piece], Iterator[torch.Tensor]]:
+        """A function for `write_rank`. What neither the schedule nor MindSpeed has on the host is copied now."""
+        on_host = _mindspeeds_host_states(self.worker.actor_optimizer)
+        copies = {
+            piece.entry.key: [place.of(piece.base).detach().to("cpu", copy=True) for place in piece.places]
+            for piece in pieces
+            if (storage := piece.base.untyped_storage()._cdata) not in storages and storage not in on_host
+        }
+
+        def contents(piece: Piece) -> Iterator[torch.Tensor]:
+            if piece.entry.key in copies:
+                yield from copies[piece.entry.key]
+                return
+            held = storages.get(piece.base.untyped_storage()._cdata)
+            for place in piece.places:
+                if held is None:
+                    yield place.of(piece.base)
+                else:
+                    at = piece.base.storage_offset() + place.offset
+                    yield held.on_host(piece.base.dtype, place.shape, place.strides, at)
+
+        return contents
+
+    @contextmanager
+    def _on_device(self) -> Iterator[None]:
+        """Inside, parameters that verl itself has offloaded are on the device (row memory.order off)."""
+        if self.worker.memory.scheduled or not self.worker._is_offload_param:
+            yield
+            return
+        from verl.utils.megatron_utils import load_megatron_model_to_gpu, offload_megatron_model_to_cpu
+
+        load_megatron_model_to_gpu(self.worker.actor_module)
+        yield
+        offload_megatron_model_to_cpu(self.worker.actor_module)
+
+    def _rest(self) -> dict[str, Any]:
+        """What is no tensor of the model or the optimizer."""
+        schedule = getattr(self.worker.actor, "lr_schedule", None)
+        return {
+            "step_counts": checkpoint.step_counts(self.worker.actor_optimizer),
+            "lr_schedule_steps": None if schedule is None else schedule.num_steps,
+            "generators": generators(self.recipe.platform),
+        }
+
+    # ---- load
+
+    def load(self, folder: str) -> None:
+        """Read a checkpoint of any layout; weights and states must be on the device.
+
+        Collective. Every rank raises the same CheckpointError if one of them finds a damaged or missing file or tensor.
+        """
+        self.wait()
+        state, rank = self.state(), dist.get_rank()
+        found: dict[str, Any] = {}
+
+        def verify() -> list[str]:
+            return checkpoint.problems_of_share(folder, rank, dist.get_world_size())
+
+        def read() -> None:
+            with CheckpointReader(folder) as reader:
+                found["saved"] = reader.manifest.layout
+                found["rest"] = reader.state(rank if reader.manifest.layout == str(state.layout) else 0)
+                checkpoint.load_state(state, reader)
+
+        _same_on_all(verify, folder)
+        _same_on_all(read, folder)
+        saved, rest = found["saved"], found["rest"]
+        as_saved = saved == str(state.layout)
+        checkpoint.set_step_counts(self.worker.actor_optimizer, rest["step_counts"])
+        if rest["lr_schedule_steps"] is not None:
+            from verl_patches.model.mindspeed.start import lr_schedule_of
+
+            schedule = lr_schedule_of(self.worker.actor)
+            schedule.step(increment=rest["lr_schedule_steps"] - schedule.num_steps)
+        if as_saved:
+            set_generators(rest["generators"], self.recipe.platform)
+        elif rank == 0:
+            log.warning("%s was saved by layout %s; random generators start anew in %s", folder, saved, state.layout)
+
+
+def _same_on_all(work: Callable[[], list[str] | None], folder: str) -> None:
+    """Run `work`; the problems that it returns, or its error, on any rank become one CheckpointError on every rank."""
+    try:
+        problems = list(work() or ())
+    except Exception as error:
+        problems = [f"{type(error).__name__}: {error}"]
+    found = [f"rank {rank}: {text}" for rank, texts in enumerate(gather(problems)) for text in texts]
+    if found:
+        raise CheckpointError("\n  ".join([f"{folder} cannot be resumed from; choose another checkpoint:", *found[:8]]))
+
+
+def _is_mindspeeds_swap(one: Any) -> bool:
+    return hasattr(type(one), "param_to_cpu_states_map")
+
+
+def _mindspeeds_host_states(optimizer: Any) -> set[int]:
+    """Identities of the storages in which MindSpeed's swap optimizer keeps states on the host between updates."""
+    maps = [type(one).param_to_cpu_states_map for one in single_optimizers(optimizer) if _is_mindspeeds_swap(one)]
+    states = [state for each in maps for state in each.values()]
+    return {t.untyped_storage()._cdata for state in states for t in state.values() if t is not None}
+
+
+# ---- generators of random numbers, as JSON
+
+
+def generators(platform: str) -> dict[str, Any]:
+    """The states of this process: Python, numpy, torch, Megatron's by name and, with one, the device."""
+    from megatron.core import tensor_parallel
+
+    numpys = np.random.get_state()
+    found = {
+        "python": random.getstate(),
+        "numpy": [numpys[0], numpys[1].tolist(), *numpys[2:]],
+        "torch": _text(torch.get_rng_state()),
+        "megatron": {k: _text(v) for k, v in tensor_parallel.get_cuda_rng_tracker().get_states().items()},
+    }
+    if platform not in NO_DEVICE:
+        found["device"] = _text(torch.get_device_module(platform).get_rng_state())
+    return found
+
+
+def set_generators(found: Mapping[str, Any], platform: str) -> None:
+    """Set what `generators` found."""
+    from megatron.core import tensor_parallel
+
+    version, words, gauss = found["python"]
+    random.setstate((version, tuple(words), gauss))
+    name, keys, *rest = found["numpy"]
+    np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
+    torch.set_rng_state(_tensor(found["torch"]))
+    tensor_parallel.get_cuda_rng_tracker().set_states({k: _tensor(v) for k, v in found["megatron"].items()})
+    if "device" in found:
+        torch.get_device_module(platform).set_rng_state(_tensor(found["device"]))
+
+
+def _text(state: torch.Tensor) -> str:
+    return base64.b64encode(state.cpu().numpy().tobytes()).decode()
+
+
+def _tensor(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
