@@ -1,4 +1,4 @@
-"""`python -m verl_patches`: inspect patches, prepare an upstream tree, run a smoke or a training.
+"""`python -m verl_patches`: inspect patches, prepare an upstream tree, run a smoke or a training, convert weights.
 
 Every command takes --json. Exit codes: 0 fine, 1 a problem was found, 2 wrong use.
 """
@@ -9,7 +9,7 @@ import sys
 
 import typer
 
-from verl_patches.cli import contract, inspect, patches, run
+from verl_patches.cli import contract, inspect, patches, run, weights
 from verl_patches.errors import ConfigError, RecipeError
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
@@ -25,6 +25,7 @@ app.command("config")(inspect.config_command)
 app.command("reshard-plan")(inspect.reshard_plan_command)
 app.command("versions")(contract.versions_command)
 app.command("fetch-upstream")(contract.fetch_upstream_command)
+app.add_typer(weights.app, name="weights")
 
 
 def main() -> None:

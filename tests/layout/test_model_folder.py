@@ -48,7 +48,7 @@ def test_weights_in_fp8_or_damaged_files_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="1 of 1 files named in .* are missing, as 1.safetensors"):
         refuse_weights(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(read_config(PUBLIC)))
-    with pytest.raises(ConfigError, match="1 tensors are stored in fp8, as a; .*fp8_cast_bf16.py"):
+    with pytest.raises(ConfigError, match="1 tensors are stored in fp8, as a; .*weights convert .* BF16 --hf"):
         refuse_weights(_store(tmp_path, a=torch.ones(2).to(torch.float8_e4m3fn), b=torch.ones(2).bfloat16()))
 
 

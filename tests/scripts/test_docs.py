@@ -75,8 +75,11 @@ def fault(words):
     if not arguments or arguments[0].startswith("-"):
         return None
     command = typer.main.get_command(app).commands.get(arguments[0])
+    while hasattr(command, "commands"):  # of a group, as weights convert
+        arguments = arguments[1:]
+        command = command.commands.get(arguments[0]) if arguments else None
     if command is None:
-        return f"no subcommand {arguments[0]}"
+        return f"no subcommand {arguments[0] if arguments else words[-1]}"
     known = {option for parameter in command.params for option in parameter.opts} | {"--help"}
     wrong = [word for word in arguments[1:] if word.startswith("--") and word.partition("=")[0] not in known]
     if wrong:
@@ -152,6 +155,9 @@ def test_a_broken_link_is_found(link):
     [
         ("python -m verl_patches statuss", "statuss"),
         (".venv/bin/python -m verl_patches check --lines pypi", "--lines"),
+        ("python -m verl_patches weights converts a b", "converts"),
+        ("python -m verl_patches weights convert a b --layouts x", "--layouts"),
+        ("python -m verl_patches weights", "weights"),
         ("bash scripts/gone.sh", "scripts/gone.sh"),
         ("bash scripts/smoke.sh --train-layouts ep2", "--train-layouts"),
         ("bash scripts/test.sh --fuller", "--fuller"),

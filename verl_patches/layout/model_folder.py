@@ -81,10 +81,8 @@ def refuse_weights(folder: str | Path) -> None:
     if names:
         raise ConfigError(
             f"{folder}: {len(names)} tensors are stored in fp8, as {names[0]}; expected bf16, in which this recipe "
-            "trains. Run `python inference/fp8_cast_bf16.py --input-fp8-hf-path FP8 --output-bf16-hf-path BF16` of "
-            "DeepSeek-V3's own repository, copy config.json and the tokenizer's files to BF16 and set "
-            f"actor_rollout_ref.model.path to it. {QUANTIZATION} may stay in config.json: it is not read where the "
-            "tensors are bf16"
+            f"trains. Run `python -m verl_patches weights convert {folder} BF16 --hf` and set "
+            "actor_rollout_ref.model.path to BF16"
         )
 
 

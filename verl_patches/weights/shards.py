@@ -77,7 +77,7 @@ class ShardReader:
         if len(pieces) == 1:
             return self._part(*pieces[0])
         first = pieces[0][0]
-        out = torch.empty(region.shape_in(whole), dtype=_TORCH[held[0][1].dtype])
+        out = torch.empty(region.shape_in(whole), dtype=TORCH_DTYPES[held[0][1].dtype])
         base = region.along(first.axis, whole).start
         for part, file, entry in pieces:
             out.narrow(part.axis, part.start - base, part.rows).copy_(self._part(part, file, entry))
@@ -96,12 +96,12 @@ class ShardReader:
         return self._handles[file]
 
 
-_TORCH = {
+TORCH_DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
 }  # fmt: skip
-DTYPES = {dtype: name for name, dtype in _TORCH.items()}  # torch's dtype -> safetensors' name
+DTYPES = {dtype: name for name, dtype in TORCH_DTYPES.items()}  # torch's dtype -> safetensors' name
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:

@@ -37,19 +37,24 @@ from verl_patches.weights.manifest import (
 )
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write a small file by a temporary file, fsync and rename: it has the old content or the new one."""
+def write_text(path: Path, text: str, durable: bool = True) -> None:
+    """Write a small file by a temporary file, fsync and rename: it has the old content or the new one.
+
+    Without `durable` there is no fsync: after a loss of power the file may be absent or unreadable.
+    """
     partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}{PARTIAL}")  # several nodes may write one folder
     with _named_disk_errors(path, len(text)):
         try:
             with partial.open("w", encoding="utf-8") as file:
                 file.write(text)
                 file.flush()
-                os.fsync(file.fileno())
+                if durable:
+                    os.fsync(file.fileno())
             os.replace(partial, path)
         finally:
             partial.unlink(missing_ok=True)
-        _sync_folder(path.parent)
+        if durable:
+            _sync_folder(path.parent)
 
 
 def _sync_folder(folder: Path) -> None:
@@ -100,7 +105,12 @@ def begin(folder: str | Path, manifest: Manifest) -> dict[str, FileEntry]:
     if not has_manifest(folder):
         write_text(folder / MANIFEST, to_json(replace(manifest, files=(), complete=False)))
     (folder / ENTRIES).mkdir(exist_ok=True)
-    return {name: read_record(folder, name) for name in recorded(folder) if name in manifest.expected}
+    entries = {}
+    for name in recorded(folder):
+        if name in manifest.expected:
+            with contextlib.suppress(ConfigError):  # unreadable after a loss of power: its file is written again
+                entries[name] = read_record(folder, name)
+    return entries
 
 
 def reopen(folder: str | Path, good: Sequence[FileEntry]) -> None:
@@ -113,8 +123,8 @@ def reopen(folder: str | Path, good: Sequence[FileEntry]) -> None:
 
 
 def record(folder: str | Path, entry: FileEntry) -> None:
-    """Record a finished file of a folder that is being written."""
-    write_text(Path(folder) / ENTRIES / f"{entry.name}.json", file_json(entry).strip())
+    """Record a finished file of a folder that is being written; not durable, as a lost entry only costs the file."""
+    write_text(Path(folder) / ENTRIES / f"{entry.name}.json", file_json(entry).strip(), durable=False)
 
 
 def complete(folder: str | Path) -> Manifest | None:
@@ -136,6 +146,7 @@ def complete(folder: str | Path) -> Manifest | None:
             return found
         raise
     manifest = replace(manifest, files=files, complete=True)
+    _sync_folder(folder)  # the names of all files, before the manifest that needs them
     write_text(folder / MANIFEST, to_json(manifest))
     shutil.rmtree(folder / ENTRIES, ignore_errors=True)
     for left in folder.glob(f"{MANIFEST}.*{PARTIAL}"):  # of a process that was killed
@@ -177,7 +188,11 @@ class FileWriter:
         self._file.truncate(0)
         self._hasher = ThreadPoolExecutor(1)
         self._hashing: Future | None = None
-        self._put(head)
+        try:
+            self._put(head)
+        except BaseException:
+            self.__exit__()
+            raise
         return self
 
     def write(self, data: Any) -> None:
@@ -187,8 +202,9 @@ class FileWriter:
         """
         view = memoryview(data).cast("B")
         self._wait()
-        self._hashing = self._hasher.submit(self._digest, view)
+        self._hashing = self._hasher.submit(self._sha256.update, view)
         self._put(view, hashed=True)
+        self._count(view)
 
     def _put(self, view: Any, hashed: bool = False) -> None:
         if not hashed:
@@ -199,8 +215,8 @@ class FileWriter:
                 done += self._file.write(view[done:])
         self._written += len(view)
 
-    def _digest(self, view: memoryview) -> None:
-        self._sha256.update(view)
+    def _count(self, view: memoryview) -> None:
+        """crc32 of the tensors that `view` has bytes of."""
         while len(view) and self._at < len(self.tensors):
             take = min(len(view), self._left[self._at])
             self._crc[self._at] = zlib.crc32(view[:take], self._crc[self._at])
@@ -216,7 +232,7 @@ class FileWriter:
             self._hashing.result()
 
     def finish(self) -> FileEntry:
-        """Make the file durable, give it its name, record it, and return its entry. RecipeError where bytes miss."""
+        """Make the bytes durable, give the file its name, and record it. RecipeError where bytes are missing."""
         self._wait()
         if missing := sum(self._left):
             name = next(t.key for t, left in zip(self.tensors, self._left, strict=True) if left)
@@ -225,7 +241,6 @@ class FileWriter:
             os.fsync(self._file.fileno())
         os.replace(self.partial, self.path)
         self._finished = True
-        _sync_folder(self.path.parent)
         tensors = tuple(replace(t, crc32=crc) for t, crc in zip(self.tensors, self._crc, strict=True))
         entry = FileEntry(self.path.name, self._written, self._sha256.hexdigest(), tensors)
         record(self.path.parent, entry)

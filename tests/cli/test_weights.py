@@ -1,0 +1,146 @@
+"""The commands `weights convert`, `verify` and `show`: output, exit codes, and the plan for 671B."""
+
+import json
+import os
+import struct
+import time
+
+import pytest
+from typer.testing import CliRunner
+
+from tests.weights.cases import make_folder
+from verl_patches.__main__ import app
+from verl_patches.config.compose import CONFIGS_DIR
+from verl_patches.errors import ConfigError
+from verl_patches.layout.inventory import build_inventory
+from verl_patches.layout.model_folder import INDEX, QUANTIZATION
+from verl_patches.model.tiny import tiny_config
+from verl_patches.weights.source import FP8_KINDS, QUANTIZATION_CONFIG, scale_name, scale_shape
+
+LAYOUT = "tp2 pp2 ep3 etp1 @12 layers=1,1"
+TRAIN_256 = "tp4 pp8 ep32 etp1 @256 layers=7,7,8,8,8,8,8,7"
+CONFIG = tiny_config() | {"num_hidden_layers": 2, "n_routed_experts": 6, "n_group": 1, "topk_group": 1}
+HEAD = "lm_head.weight"
+
+
+def call(*arguments, code=0):
+    done = CliRunner().invoke(app, ["weights", *map(str, arguments)])
+    assert done.exit_code == code, (done.output, done.exception)
+    return done
+
+
+def answer(*arguments, code=0):
+    return json.loads(call(*arguments, "--json", code=code).stdout)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    make_folder(tmp_path / "hf", CONFIG)
+    return tmp_path / "hf"
+
+
+def test_convert_show_verify_and_back(folder, tmp_path):
+    shards, back = tmp_path / "shards", tmp_path / "back"
+    plan = answer("convert", folder, shards, "--layout", LAYOUT, "--dry-run")
+    assert not shards.exists() and plan["layout"] == LAYOUT
+    half = answer("convert", folder, shards, "--layout", LAYOUT, "--part", "0/2")
+    assert half["missing"] and half["manifest"] is None
+    assert answer("show", shards) | {"state": "writing", "of": plan["files"]} == answer("show", shards)
+    whole = answer("convert", folder, shards, "--layout", LAYOUT, "--part", "1/2")
+    assert whole["manifest"] == str(shards / "manifest.json") and whole["missing"] == []
+    assert half["read_bytes"] + whole["read_bytes"] == plan["parts"][0]["read_bytes"]
+    shown = answer("show", shards)
+    assert (shown["kind"], shown["layout"], shown["state"]) == ("shards", LAYOUT, "complete")
+    parts = answer("show", shards, "--tensor", HEAD)
+    assert [part["region"] for part in parts["files"]] == [f"{HEAD}[0:256]", f"{HEAD}[256:512]"]
+    assert answer("verify", shards)["problems"] == [] == answer("verify", folder)["problems"]
+    done = call("convert", shards, back, "--hf", "--dtype", "fp8", "--file-gb", "0.0005")
+    assert "files written" in done.stdout and (back / INDEX).is_file()
+    assert "0 problems" in call("verify", back).stdout and "F8_E4M3" in call("show", back).stdout
+
+
+def test_verify_finds_a_flipped_byte_and_exits_with_1(folder, tmp_path):
+    call("convert", folder, tmp_path / "out", "--hf")
+    (file,) = (tmp_path / "out").glob("*.safetensors")
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 16
+    file.write_bytes(data)
+    tensor, whole = answer("verify", tmp_path / "out", code=1)["problems"]
+    assert tensor.startswith(f"{file.name}, {HEAD}: expected crc32 ") and "sha256" in whole
+    os.truncate(file, 1000)
+    assert "problem: " in call("verify", tmp_path / "out", code=1).stdout
+    plain = folder / "model-1.safetensors"
+    os.truncate(plain, plain.stat().st_size - 1)
+    assert "not a whole safetensors file" in answer("verify", folder, code=1)["problems"][0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "expected one of --hf and --layout"),
+        (["--hf", "--layout", LAYOUT], "expected one of --hf and --layout"),
+        (["--layout", "tp2"], "number of ranks is missing"),
+        (["--hf", "--part", "3/2"], "--part 3/2: expected I/N"),
+        (["--hf", "--dtype", "int4"], "--dtype int4"),
+        (["--hf", "--file-gb", "0"], "--file-gb"),
+    ],
+)
+def test_wrong_use_is_named(folder, tmp_path, arguments, words):
+    done = CliRunner().invoke(app, ["weights", "convert", str(folder), str(tmp_path / "out"), *arguments])
+    assert isinstance(done.exception, ConfigError) and words in str(done.exception)  # main(): exit code 2
+    assert not (tmp_path / "out").exists()
+
+
+def public_folder(folder, files):
+    """DeepSeek-V3 in FP8 as it is published: 163 files of 671B, with `files` sparse ones whose headers are real."""
+    inventory = build_inventory(CONFIGS_DIR / "model" / "deepseekv3_671b.json")
+    tensors = []
+    for parameter in inventory.parameters:
+        name, shape = parameter.name, parameter.shape
+        if parameter.kind in FP8_KINDS:
+            scales = scale_shape(shape, (128, 128))
+            tensors.append((name, "F8_E4M3", shape, parameter.count))
+            tensors.append((scale_name(name), "F32", scales, scales[0] * scales[1] * 4))
+        else:
+            dtype, size = ("F32", 4) if parameter.kind == "router_bias" else ("BF16", 2)
+            tensors.append((name, dtype, shape, parameter.count * size))
+    tensors.append(("model.layers.61.eh_proj.weight", "BF16", (7168, 14336), 7168 * 14336 * 2))
+    limit = sum(size for *_, size in tensors) / 163
+    headers, total = [{}], 0
+    for name, dtype, shape, size in tensors:
+        if total + size / 2 > limit * len(headers) and len(headers) < 163:
+            headers.append({})
+        start = max((entry["data_offsets"][1] for entry in list(headers[-1].values())[-1:]), default=0)
+        headers[-1][name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, start + size]}
+        total += size
+    names = [f"model-{n:05d}-of-000163.safetensors" for n in range(1, 164)]
+    folder.mkdir()
+    config = json.loads((CONFIGS_DIR / "model" / "deepseekv3_671b.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {QUANTIZATION: QUANTIZATION_CONFIG}))
+    weight_map = {name: file for file, header in zip(names, headers, strict=True) for name in header}
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    for file, header in zip(names, headers, strict=True) if files else ():
+        text = json.dumps(header).encode()
+        with (folder / file).open("wb") as stored:
+            stored.write(struct.pack("<Q", len(text)) + text)
+            stored.truncate(8 + len(text) + list(header.values())[-1]["data_offsets"][1])
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("files", [False, True])
+def test_671b_is_planned_for_16_nodes_in_seconds(tmp_path, files):
+    """163 files in FP8 to shards of the 256-die layout; with the index alone, and with sparse files."""
+    source = public_folder(tmp_path / "hf", files)
+    start = time.process_time()  # other processes share the machine
+    plan = answer("convert", source, tmp_path / "out", "--layout", TRAIN_256, "--part", "0/16", "--dry-run")
+    assert time.process_time() - start < 10 and plan["planning_s"] > 0
+    assert len(plan["parts"]) == 16 and (plan["tensors"], plan["left_out"]) == (45_395, 1)
+    read, written = (sum(part[f"{what}_bytes"] for part in plan["parts"]) for what in ("read", "write"))
+    assert read == pytest.approx(671_026_419_200 + 1_861_000_000, rel=0.01)  # FP8; embedding, head: bf16; scales
+    assert written == pytest.approx(2 * 671_026_419_200, rel=1e-4)
+    assert read + written == pytest.approx(2.02e12, rel=0.005)
+    loads = [part["read_bytes"] + part["write_bytes"] for part in plan["parts"]]
+    assert max(loads) < 1.05 * sum(loads) / 16
+    assert all(0.4e9 < part["host_bytes_modelled"] < 2e9 for part in plan["parts"])
+    assert all(0 < low < high for low, high in (part["seconds_modelled"] for part in plan["parts"]))

@@ -1,0 +1,149 @@
+"""Random small models and layouts, HF folders with and without FP8, and what every tensor of them should be."""
+
+import json
+import random
+
+import numpy
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from verl_patches.errors import ConfigError
+from verl_patches.layout.inventory import build_inventory
+from verl_patches.layout.model_folder import INDEX, QUANTIZATION
+from verl_patches.layout.parallel import ParallelLayout
+from verl_patches.layout.sharding import local_parameters
+from verl_patches.model.tiny import tiny_config
+
+NOT_IN_FP8 = ("embed_tokens", "lm_head", "norm", "mlp.gate.")  # of DeepSeek's own folder
+QUANTIZED = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+
+
+def random_case(seed):
+    """(config, layout, another layout): uneven layers, any number of experts, with or without q_lora, bias, shared."""
+    draw = random.Random(seed)
+    tp, etp = draw.choice([1, 2, 4]), draw.choice([1, 2])
+    heads, experts = tp * draw.choice([1, 2, 3]), draw.choice([4, 6, 10, 12])
+    layers = draw.randint(2, 5)
+    config = tiny_config() | {
+        "num_hidden_layers": layers,
+        "first_k_dense_replace": draw.randint(0, layers),
+        "moe_layer_freq": draw.choice([1, 1, 2]),
+        "n_routed_experts": experts,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "n_shared_experts": draw.choice([0, 1, 2]),
+        "hidden_size": draw.choice([32, 64, 144]),
+        "intermediate_size": draw.choice([48, 160]),
+        "moe_intermediate_size": draw.choice([16, 144]),
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "q_lora_rank": draw.choice([None, 24, 64]),
+        "kv_lora_rank": draw.choice([8, 40]),
+        "vocab_size": draw.choice([136, 320]),
+        "topk_method": draw.choice(["noaux_tc", "noaux_tc", "greedy"]),
+    }
+    return config, random_layout(draw, layers, experts, tp, etp), random_layout(draw, layers, experts, 1, 1)
+
+
+def random_layout(draw, layers, experts, tp, etp):
+    """A layout that the model fits, with uneven stages."""
+    while True:
+        pp = draw.randint(1, min(3, layers))
+        ends = sorted(draw.choices(range(layers + 1), k=pp - 1))
+        stages = [stop - start for start, stop in zip([0, *ends], [*ends, layers], strict=True)]
+        ep = draw.choice([n for n in range(1, experts + 1) if experts % n == 0])
+        world = pp * tp * draw.choice([1, 2, 3, 6])
+        try:
+            return ParallelLayout(world, tp=tp, pp=pp, ep=ep, etp=etp, layers_per_stage=tuple(stages))
+        except ConfigError:
+            continue
+
+
+def make_folder(folder, config, seed=0, files=2, tensors=None):
+    """A HF folder of random weights (bf16, the correction bias fp32) in `files` files; returns its tensors."""
+    generator = torch.Generator().manual_seed(seed)
+    if tensors is None:
+        tensors = {}
+        for parameter in build_inventory(config).parameters:
+            value = torch.randn(parameter.shape, generator=generator)
+            tensors[parameter.name] = value if parameter.kind == "router_bias" else value.bfloat16()
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "tokenizer.json").write_text("{}")
+    store(folder, tensors, files)
+    return tensors
+
+
+def store(folder, tensors, files=2):
+    """Write tensors in turns to `files` files, and the index."""
+    names = [f"model-{n + 1}.safetensors" for n in range(files)]
+    where = {name: names[number % files] for number, name in enumerate(tensors)}
+    for file in names:
+        save_file({name: t for name, t in tensors.items() if where[name] == file}, folder / file)
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": where}))
+
+
+def in_fp8(tensors):
+    """The tensors as DeepSeek stores them, by its own formulas one block at a time, and the bf16 values of them."""
+    stored, values = {}, {}
+    for name, tensor in tensors.items():
+        if tensor.dim() != 2 or any(word in name for word in NOT_IN_FP8):
+            stored[name] = values[name] = tensor
+            continue
+        blocks = -(-tensor.shape[0] // 128), -(-tensor.shape[1] // 128)
+        scales, fp8 = torch.empty(blocks), torch.empty(tensor.shape, dtype=torch.float8_e4m3fn)
+        value = torch.empty(tensor.shape, dtype=torch.bfloat16)
+        for row in range(blocks[0]):
+            for column in range(blocks[1]):
+                at = slice(row * 128, row * 128 + 128), slice(column * 128, column * 128 + 128)
+                block = tensor[at].float()
+                scales[row, column] = block.abs().max() / 448
+                fp8[at] = (block / scales[row, column]).to(torch.float8_e4m3fn)
+                value[at] = (fp8[at].float() * scales[row, column]).bfloat16()
+        stored[name], stored[f"{name}_scale_inv"], values[name] = fp8, scales, value
+    return stored, values
+
+
+def make_fp8_folder(folder, config, seed=0, files=2):
+    """A HF folder in FP8; returns (the tensors stored, the bf16 values that they stand for)."""
+    plain = make_folder(folder / "plain", config, seed)
+    stored, values = in_fp8(plain)
+    make_folder(folder / "fp8", config | {QUANTIZATION: QUANTIZED}, seed, files, stored)
+    return stored, values
+
+
+def read_folder(folder):
+    """Every tensor of a folder's safetensors files, read by safetensors alone; no name may be in two files."""
+    found = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            for name in file.keys():
+                assert name not in found
+                found[name] = file.get_tensor(name)
+    return found
+
+
+def is_same(found, expected):
+    """Whether two dicts of tensors are equal bit for bit, dtypes too."""
+    return found.keys() == expected.keys() and all(_same(found[name], expected[name]) for name in expected)
+
+
+def _same(a, b):
+    return (a.dtype, a.shape) == (b.dtype, b.shape) and numpy.array_equal(_bytes(a), _bytes(b))
+
+
+def _bytes(tensor):
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+
+
+def rank_regions(config, layout, rank):
+    """{HF name: (slices of the complete tensor)} that a rank of Megatron's own modules holds."""
+    regions = {}
+    for name, shard in local_parameters(build_inventory(config), layout, rank, "megatron-local").shards.items():
+        at = [slice(None)] * len(shard.shape)
+        if shard.axis is not None:
+            at[shard.axis] = slice(shard.start, shard.start + shard.shape[shard.axis])
+        regions[name] = tuple(at)
+    return regions

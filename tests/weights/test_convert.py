@@ -1,0 +1,375 @@
+"""Conversions: bit for bit there and back, shared by parts, resumed after a kill, refused by name before they write."""
+
+import json
+import os
+import random
+import resource
+import signal
+import time
+
+import pytest
+import torch
+
+from tests.weights.cases import is_same, make_folder, make_fp8_folder, random_case, rank_regions, read_folder, store
+from verl_patches.errors import ConfigError, RecipeError
+from verl_patches.layout.model_folder import INDEX, MTP_LAYERS, QUANTIZATION
+from verl_patches.layout.parallel import parse_layout
+from verl_patches.model.tiny import tiny_config
+from verl_patches.reshard.region import Region
+from verl_patches.weights import convert as convert_module
+from verl_patches.weights import plan as plan_module
+from verl_patches.weights.convert import convert
+from verl_patches.weights.fp8 import decode
+from verl_patches.weights.manifest import file_problems, folder_problems, read_manifest, recorded
+from verl_patches.weights.plan import costs, parse_part, plan_conversion
+from verl_patches.weights.shards import ShardReader
+from verl_patches.weights.source import open_source
+
+LAYOUT = parse_layout("tp2 pp2 ep4 etp1 @8 layers=1,3")
+SMALL = tiny_config() | {"num_hidden_layers": 2, "n_routed_experts": 6, "n_group": 1, "topk_group": 1}
+SMALL_LAYOUT = parse_layout("tp2 pp2 ep3 etp1 @12 layers=1,1")
+
+
+@pytest.fixture
+def small(tmp_path):
+    make_folder(tmp_path / "hf", SMALL)
+    return tmp_path / "hf"
+
+
+def run(source, destination, layout=None, dtype=None, file_bytes=100_000, **more):
+    return convert(plan_conversion(open_source(source), layout, dtype, file_bytes), destination, **more)
+
+
+def checksums(folder):
+    return {file.name: file.sha256 for file in read_manifest(folder).files}
+
+
+@pytest.mark.parametrize("seed", [*range(6), *(pytest.param(n, marks=pytest.mark.slow) for n in range(6, 30))])
+def test_round_trip_of_random_models_and_layouts(tmp_path, seed, monkeypatch):
+    """HF to shards, to shards of another layout, to HF: every tensor equal; each rank finds its regions."""
+    config, layout, other = random_case(seed)
+    monkeypatch.setattr(plan_module, "BLOCK_BYTES", random.Random(seed).choice([1, plan_module.BLOCK_BYTES]))
+    expected = make_folder(tmp_path / "hf", config, seed, files=1 + seed % 3)
+    size = sum(tensor.nbytes for tensor in expected.values())
+    done = run(tmp_path / "hf", tmp_path / "shards", layout)
+    assert done.manifest.layout == str(layout) and done.read_bytes == size
+    stored = sum(tensor.size_bytes for file in done.manifest.files for tensor in file.tensors)
+    assert stored == size  # no byte in two files
+    with ShardReader(tmp_path / "shards") as reader:
+        for rank in {0, layout.world_size // 2, layout.world_size - 1}:
+            for name, at in rank_regions(config, layout, rank).items():
+                axis = next((axis for axis, part in enumerate(at) if part != slice(None)), 0)
+                start, stop, _ = at[axis].indices(expected[name].shape[axis])
+                assert torch.equal(reader.read(name, Region(name, axis, start, stop)), expected[name][at]), name
+    run(tmp_path / "shards", tmp_path / "other", other)
+    run(tmp_path / "other", tmp_path / "back")
+    assert is_same(read_folder(tmp_path / "back"), expected)
+    assert json.loads((tmp_path / "back" / "config.json").read_text()) == config
+    assert (tmp_path / "back" / "tokenizer.json").read_text() == "{}"
+    run(tmp_path / "hf", tmp_path / "direct")
+    assert checksums(tmp_path / "back") == checksums(tmp_path / "direct")
+    name, tensor = next(iter(expected.items()))
+    tensor.view(torch.uint8)[0, 0] ^= 1  # control: one bit
+    assert not is_same(read_folder(tmp_path / "back"), expected), name
+
+
+@pytest.mark.parametrize("block_bytes", [1, 16 << 20])
+def test_fp8_to_bf16_and_shards_and_back_to_fp8(tmp_path, monkeypatch, block_bytes):
+    monkeypatch.setattr(plan_module, "BLOCK_BYTES", block_bytes)
+    config = SMALL | {"hidden_size": 144, "intermediate_size": 300, "torch_dtype": "bfloat16"}
+    _, values = make_fp8_folder(tmp_path, config)
+    run(tmp_path / "fp8", tmp_path / "bf16")
+    assert is_same(read_folder(tmp_path / "bf16"), values)
+    assert json.loads((tmp_path / "bf16" / "config.json").read_text()) == config  # without quantization_config
+    run(tmp_path / "fp8", tmp_path / "shards", SMALL_LAYOUT)
+    run(tmp_path / "shards", tmp_path / "from_shards")
+    assert is_same(read_folder(tmp_path / "from_shards"), values)
+    run(tmp_path / "shards", tmp_path / "again", dtype="fp8")
+    again = read_folder(tmp_path / "again")
+    written = json.loads((tmp_path / "again" / "config.json").read_text())
+    assert written[QUANTIZATION]["weight_block_size"] == [128, 128] and written[QUANTIZATION]["quant_method"] == "fp8"
+    assert open_source(tmp_path / "again").block == (128, 128)
+    quantized = [name for name in again if name.endswith("_scale_inv")]
+    assert len(quantized) == sum(tensor.dtype == torch.float8_e4m3fn for tensor in again.values()) > 20
+    for name in quantized:
+        name = name.removesuffix("_scale_inv")
+        found = decode(again[name], again[f"{name}_scale_inv"], (128, 128), torch.float32)
+        peak = again[f"{name}_scale_inv"].max()
+        assert (found - values[name]).abs().le((values[name].abs().float() / 16).clamp(min=peak * 2**-10) * 1.01).all()
+    run(tmp_path / "again", tmp_path / "last")
+    assert read_folder(tmp_path / "last").keys() == values.keys()
+
+
+def test_fp32_is_kept_or_rounded_and_the_bias_never(tmp_path):
+    tensors = make_folder(tmp_path / "bf16", SMALL)
+    wide = {name: torch.randn(t.shape) for name, t in tensors.items()}
+    make_folder(tmp_path / "hf", SMALL | {"torch_dtype": "float32"}, tensors=wide)
+    run(tmp_path / "hf", tmp_path / "kept", SMALL_LAYOUT)
+    run(tmp_path / "kept", tmp_path / "back")
+    assert is_same(read_folder(tmp_path / "back"), wide)
+    run(tmp_path / "kept", tmp_path / "rounded", dtype="bf16")
+    expected = {name: t if name.endswith("correction_bias") else t.bfloat16() for name, t in wide.items()}
+    assert is_same(read_folder(tmp_path / "rounded"), expected)
+    assert json.loads((tmp_path / "rounded" / "config.json").read_text())["torch_dtype"] == "bfloat16"
+
+
+def test_layers_for_multi_token_prediction_are_left_out(tmp_path, small):
+    tensors = make_folder(tmp_path / "other", SMALL)
+    more = {
+        "model.layers.2.eh_proj.weight": torch.ones(2, 2),
+        "model.layers.2.mlp.x.weight_scale_inv": torch.ones(1, 1),
+    }
+    store(small, tensors | more)
+    (small / "config.json").write_text(json.dumps(SMALL | {MTP_LAYERS: 1}))
+    assert open_source(small).left_out == tuple(more)
+    run(small, tmp_path / "out")
+    assert is_same(read_folder(tmp_path / "out"), tensors)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())[MTP_LAYERS] == 0
+
+
+# ---- parts, resuming, damage
+
+
+@pytest.mark.parametrize("layout", [None, SMALL_LAYOUT])
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_two_parts_equal_one_whole(tmp_path, small, layout, order):
+    run(small, tmp_path / "whole", layout)
+    done = [run(small, tmp_path / "parts", layout, part=part, parts=2) for part in order]
+    assert done[0].manifest is None and len(done[0].missing) == done[1].written and done[0].written > 2
+    run(small, tmp_path / "half", layout, part=1, parts=2)
+    with pytest.raises(ConfigError, match="not complete"):
+        open_source(tmp_path / "half")
+    assert done[1].manifest is not None and checksums(tmp_path / "parts") == checksums(tmp_path / "whole")
+    whole = costs(plan_conversion(open_source(small), layout), 1)[0]
+    halves = costs(plan_conversion(open_source(small), layout), 2)
+    for key in ("read_bytes", "write_bytes", "files"):
+        assert sum(half[key] for half in halves) == whole[key]
+    assert whole["read_bytes"] == sum(d.read_bytes for d in done)
+
+
+def test_a_finished_conversion_is_checked_and_a_damaged_file_written_again(tmp_path, small):
+    out = tmp_path / "out"
+    first = run(small, out, SMALL_LAYOUT)
+    before = checksums(out)
+    again = run(small, out, SMALL_LAYOUT)
+    assert (again.written, again.kept, again.read_bytes) == (0, first.written, 0)
+    file = out / "experts-pp01-ep001-etp00.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-3] ^= 4
+    file.write_bytes(data)
+    (problem, _) = folder_problems(out, read_manifest(out))
+    assert problem.file == file.name and problem.tensor == "model.layers.1.mlp.experts.3.down_proj.weight"
+    assert run(small, out, SMALL_LAYOUT).written == 1 and checksums(out) == before
+    assert folder_problems(out, read_manifest(out)) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(10))
+def test_a_killed_conversion_goes_on_and_ends_with_the_same_checksums(tmp_path, seed):
+    make_folder(tmp_path / "hf", tiny_config())
+    start = time.perf_counter()
+    run(tmp_path / "hf", tmp_path / "whole", LAYOUT)
+    seconds, out = time.perf_counter() - start, tmp_path / "out"
+    child = os.fork()
+    if not child:
+        try:
+            run(tmp_path / "hf", out, LAYOUT)
+        finally:
+            os._exit(0)
+    time.sleep(random.Random(seed).random() * seconds)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    done = set(recorded(out)) if out.exists() else set()
+    result = run(tmp_path / "hf", out, LAYOUT)
+    assert result.kept >= len(done) and checksums(out) == checksums(tmp_path / "whole")
+    assert folder_problems(out, result.manifest) == [] and not list(out.glob("*.partial"))
+
+
+def test_a_full_disk_is_said_before_and_leaves_nothing_that_looks_complete(tmp_path, small, monkeypatch):
+    out = tmp_path / "out"
+    with monkeypatch.context() as patch:
+        usage = convert_module.shutil._ntuple_diskusage(10**6, 10**6 - 1000, 1000)
+        patch.setattr(convert_module.shutil, "disk_usage", lambda path: usage)
+        with pytest.raises(RecipeError, match=r"out: \d+ bytes are to be written, 1000 are free"):
+            run(small, out, SMALL_LAYOUT)
+    assert not out.exists()
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (150_000, before[1]))  # a write past it fails as on a full disk
+    try:
+        with pytest.raises(RecipeError, match="dense-pp00-tp0.*cannot write .*same command again"):
+            run(small, out, SMALL_LAYOUT)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not list(out.glob("dense*"))
+    with pytest.raises(ConfigError, match="not complete"):
+        open_source(out)
+    run(small, out, SMALL_LAYOUT)
+    assert folder_problems(out, read_manifest(out)) == []
+
+
+def test_a_source_that_is_cut_off_meanwhile_is_named(tmp_path, small):
+    plan = plan_conversion(open_source(small), SMALL_LAYOUT)
+    os.truncate(small / "model-2.safetensors", 10_000)
+    with pytest.raises(RecipeError, match="model-2.safetensors: ends inside .*changed since the start"):
+        convert(plan, tmp_path / "out")
+    assert not list((tmp_path / "out").glob("dense*"))
+
+
+# ---- refusals
+
+
+def rewrite(folder, change):
+    """Store the folder's tensors again after `change` of their dict."""
+    tensors = read_folder(folder)
+    change(tensors)
+    store(folder, tensors)
+
+
+def edit_index(folder, change):
+    index = json.loads((folder / INDEX).read_text())
+    change(index["weight_map"])
+    (folder / INDEX).write_text(json.dumps(index))
+
+
+def edit_config(folder, **values):
+    (folder / "config.json").write_text(json.dumps(json.loads((folder / "config.json").read_text()) | values))
+
+
+HEAD, DOWN = "lm_head.weight", "model.layers.1.mlp.experts.3.down_proj.weight"
+SCALE = f"{DOWN}_scale_inv"
+FAULTS = {
+    "missing tensor": (lambda f: rewrite(f, lambda t: t.pop(DOWN)), f"1 tensors are missing, as {DOWN}"),
+    "unknown tensor": (lambda f: rewrite(f, lambda t: t.update(x=torch.ones(1))), "not known to config.json, as x"),
+    "shape": (lambda f: rewrite(f, lambda t: t.update({HEAD: t[HEAD][1:]})), rf"{HEAD}: expected shape \(512, 128\)"),
+    "integers": (
+        lambda f: rewrite(f, lambda t: t.update({HEAD: t[HEAD].int()})),
+        f"{HEAD}: expected one of .*found I32",
+    ),
+    "fp8 head": (
+        lambda f: rewrite(f, lambda t: t.update({HEAD: t[HEAD].to(torch.float8_e4m3fn)})),
+        f"{HEAD}: expected one of F32, .*found F8_E4M3",
+    ),
+    "duplicate": (
+        lambda f: (
+            (f / "model-3.safetensors").write_bytes((f / "model-2.safetensors").read_bytes())
+            and edit_index(f, lambda m: m.update(x="model-3.safetensors"))
+        ),
+        "is in model-2.safetensors and in model-3.safetensors",
+    ),
+    "file without index entry": (
+        lambda f: (f / "old.safetensors").write_bytes((f / "model-2.safetensors").read_bytes()),
+        "old.safetensors is not named in",
+    ),
+    "stale index": (
+        lambda f: edit_index(f, lambda m: m.update({HEAD: [x for x in m.values() if x != m[HEAD]][0]})),
+        f"{HEAD}: .*index.json says model-.*it is in model-",
+    ),
+    "index without tensor": (
+        lambda f: edit_index(f, lambda m: m.pop(HEAD)),
+        f"{HEAD}: .*says nothing, it is in model-",
+    ),
+    "missing file": (lambda f: (f / "model-2.safetensors").unlink(), "files named in .* are missing, as model-2"),
+    "truncated": (
+        lambda f: os.truncate(f / "model-2.safetensors", (f / "model-2.safetensors").stat().st_size - 1),
+        "model-2.safetensors: not a whole safetensors file .*bytes, expected",
+    ),
+    "no index": (lambda f: (f / INDEX).unlink(), "expected model.safetensors.index.json, or model.safetensors alone"),
+    "tied embeddings": (lambda f: edit_config(f, tie_word_embeddings=True), "tie_word_embeddings must be false"),
+    "another model": (lambda f: edit_config(f, model_type="llama"), "model_type must be 'deepseek_v3'"),
+    "more layers": (lambda f: edit_config(f, num_hidden_layers=3), "tensors are missing, as model.layers.2"),
+    "gptq": (
+        lambda f: edit_config(f, quantization_config={"quant_method": "gptq"}),
+        "only DeepSeek's FP8 is supported",
+    ),
+}
+FP8_FAULTS = {
+    "missing scale": (lambda f: rewrite(f, lambda t: t.pop(SCALE)), f"{SCALE} is missing, the scales of {DOWN}"),
+    "scale shape": (
+        lambda f: rewrite(f, lambda t: t.update({SCALE: torch.ones(2, 2)})),
+        rf"{SCALE}: expected F32 \(1, 1\).*found F32 \(2, 2\)",
+    ),
+    "scale dtype": (
+        lambda f: rewrite(f, lambda t: t.update({SCALE: t[SCALE].bfloat16()})),
+        f"{SCALE}: expected F32 .*found BF16",
+    ),
+    "no quantization_config": (
+        lambda f: edit_config(f, quantization_config=None),
+        "no quantization_config, but .* is stored in FP8",
+    ),
+    "scale of bf16": (
+        lambda f: rewrite(f, lambda t: t.update({DOWN: t[DOWN].bfloat16()})),
+        f"{SCALE} is the scale of no FP8 tensor",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", [*FAULTS, *FP8_FAULTS])
+def test_a_bad_source_is_refused_by_name_before_anything_is_written(tmp_path, fault):
+    if fault in FAULTS:
+        make_folder(tmp_path / "hf", SMALL)
+        folder, (spoil, words) = tmp_path / "hf", FAULTS[fault]
+    else:
+        make_fp8_folder(tmp_path, SMALL)
+        folder, (spoil, words) = tmp_path / "fp8", FP8_FAULTS[fault]
+    open_source(folder)  # control: it was right
+    spoil(folder)
+    with pytest.raises(ConfigError, match=words):
+        run(folder, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_wrong_use_is_refused_by_name(tmp_path, small):
+    make_fp8_folder(tmp_path / "a", SMALL)
+    fp8 = tmp_path / "a" / "fp8"
+    for source, layout, dtype, words in (
+        (small, SMALL_LAYOUT, "fp8", "--dtype fp8: shards hold what training loads"),
+        (small, None, "int8", "expected one of bf16, fp8, keep"),
+        (fp8, None, "keep", "is stored in FP8; expected bf16"),
+        (fp8, None, "fp8", "is stored in FP8; expected bf16"),
+        (small, parse_layout("tp3 @3"), None, "tp=3 must divide num_attention_heads 4"),
+        (small, parse_layout("tp1 ep4 @4"), None, "ep=4 must divide the number of routed experts 6"),
+        (small, parse_layout("pp2 @2 layers=2,2"), None, "adds up to 4, the model has 2 layers"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            run(source, tmp_path / "out", layout, dtype)
+    for text in ("2/2", "1", "-1/2", "a/b", "0/0", "1/2/3"):
+        with pytest.raises(ConfigError, match="--part .*expected I/N"):
+            parse_part(text)
+    with pytest.raises(ConfigError, match="--part 2/2"):
+        run(small, tmp_path / "out", part=2, parts=2)
+    assert not (tmp_path / "out").exists() and parse_part("1/2") == (1, 2)
+
+
+def test_a_folder_of_something_else_is_not_written_to(tmp_path, small):
+    run(small, tmp_path / "out", SMALL_LAYOUT)
+    with pytest.raises(ConfigError, match="another conversion .kind shards, expected hf"):
+        run(small, tmp_path / "out")
+    rewrite(small, lambda t: t[HEAD].add_(1))  # the same names, shapes and sizes, but another model's
+    with pytest.raises(ConfigError, match="another conversion .of another source"):
+        run(small, tmp_path / "out", SMALL_LAYOUT)
+    with pytest.raises(ConfigError, match="expected an empty or a new folder"):
+        run(small, small)
+    assert file_problems(tmp_path / "out", read_manifest(tmp_path / "out").files[0]) == []
+
+
+# ---- what others do with the result
+
+
+@pytest.mark.slow
+def test_transformers_gives_the_same_logits_from_what_is_written(tmp_path, tiny_model):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    run(tiny_model, tmp_path / "shards", LAYOUT)
+    run(tmp_path / "shards", tmp_path / "hf", file_bytes=1_000_000)
+    ids = torch.arange(64).view(2, 32)
+    logits = []
+    for folder in (tiny_model, tmp_path / "hf"):
+        model = AutoModelForCausalLM.from_pretrained(folder, torch_dtype=torch.float32).eval()
+        with torch.no_grad():
+            logits.append(model(ids).logits)
+    assert (logits[0] - logits[1]).abs().max() <= 1e-5 and logits[0].std() > 0.5
+    text = "What is 3 + 4?"
+    assert len({tuple(AutoTokenizer.from_pretrained(f)(text).input_ids) for f in (tiny_model, tmp_path / "hf")}) == 1
+    with torch.no_grad():
+        model.lm_head.weight[3] += 1e-3  # control
+        assert (model(ids).logits - logits[0]).abs().max() > 1e-5

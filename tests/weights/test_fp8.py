@@ -1,0 +1,81 @@
+"""FP8 with block scales against the format's definition, written out here."""
+
+import numpy
+import pytest
+import torch
+
+from verl_patches.errors import RecipeError
+from verl_patches.weights import fp8
+
+BLOCK = (128, 128)
+
+
+def value_of(byte):
+    """e4m3fn: sign, 4 bits of exponent (bias 7), 3 of mantissa; no infinity, 0x7f is NaN."""
+    sign, exponent, mantissa = byte >> 7, byte >> 3 & 15, byte & 7
+    size = mantissa / 8 * 2**-6 if exponent == 0 else (1 + mantissa / 8) * 2.0 ** (exponent - 7)
+    return float("nan") if byte & 127 == 127 else -size if sign else size
+
+
+VALUES = numpy.array([value_of(byte) for byte in range(256)])
+
+
+def nearest(number):
+    """The byte of the nearest value, of two the one with an even mantissa."""
+    distance = numpy.abs(VALUES - number)
+    ties = [byte for byte in range(256) if distance[byte] == numpy.nanmin(distance)]
+    return min(ties, key=lambda byte: (byte & 1, (byte >> 7) != (number < 0)))
+
+
+@pytest.mark.parametrize("shape", [(128, 128), (256, 384), (130, 129), (1, 7), (127, 300)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_decode_is_the_formula_of_every_block(shape, dtype):
+    stored = torch.randint(0, 256, shape, dtype=torch.uint8)
+    stored[(stored & 127) == 127] = 0
+    blocks = -(-shape[0] // 128), -(-shape[1] // 128)
+    scales = torch.rand(blocks) * 0.01
+    found = fp8.decode(stored.view(torch.float8_e4m3fn), scales, BLOCK, dtype)
+    for row, column in torch.randint(0, 10**6, (50, 2)).remainder(torch.tensor(shape)).tolist():
+        value = numpy.float32(VALUES[stored[row, column]]) * numpy.float32(scales[row // 128, column // 128])
+        assert found[row, column] == torch.tensor(value, dtype=torch.float32).to(dtype)
+
+
+def test_every_byte_has_its_value():
+    stored = torch.arange(256, dtype=torch.uint8).repeat(128, 1)
+    found = fp8.decode(stored.view(torch.float8_e4m3fn), torch.ones(1, 2), BLOCK, torch.float32)
+    assert numpy.array_equal(found.double().numpy(), numpy.tile(VALUES, (128, 1)), equal_nan=True)
+
+
+@pytest.mark.parametrize("shape", [(128, 128), (200, 140), (3, 5)])
+def test_encode_takes_the_nearest_value_of_the_scaled_number(shape):
+    values = torch.randn(shape) * torch.logspace(-3, 3, shape[1])
+    stored, scales = fp8.encode(values, BLOCK)
+    assert scales.shape == (-(-shape[0] // 128), -(-shape[1] // 128))
+    for number in torch.randint(0, values.numel(), (60,)).tolist():
+        row, column = divmod(number, shape[1])
+        at = slice(row // 128 * 128, row // 128 * 128 + 128), slice(column // 128 * 128, column // 128 * 128 + 128)
+        scale = values[at].abs().max() / numpy.float32(448)
+        assert scales[row // 128, column // 128] == scale
+        expected = nearest((values[row, column] / scale).item())
+        assert VALUES[stored.view(torch.uint8)[row, column]] == VALUES[expected]
+
+
+def test_the_error_of_a_round_trip_is_within_the_format():
+    values = torch.randn(300, 260)
+    stored, scales = fp8.encode(values.bfloat16(), BLOCK)
+    found = fp8.decode(stored, scales, BLOCK, torch.float32)
+    peak = scales.repeat_interleave(128, 0)[:300].repeat_interleave(128, 1)[:, :260]
+    bound = torch.maximum(values.abs() / 16, peak * 2**-10) * (1 + 2**-7)  # half a step: normal, subnormal; bf16
+    error = (found - values.bfloat16().float()).abs()
+    assert (error <= bound).all() and error.max() > 0
+    assert not (error <= bound / 2).all()  # control: the bound is tight
+
+
+def test_zeros_have_scale_one_and_nan_is_refused():
+    stored, scales = fp8.encode(torch.zeros(130, 4), BLOCK)
+    assert (scales == 1).all() and (stored.float() == 0).all()
+    for wrong in (float("nan"), float("inf")):
+        values = torch.zeros(130, 4)
+        values[129, 1] = wrong
+        with pytest.raises(RecipeError, match="w: rows from 128 hold NaN or infinity"):
+            fp8.encode(values, BLOCK, "w")

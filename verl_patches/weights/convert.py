@@ -1,0 +1,267 @@
+"""Run a planned conversion (plan.py): one pass, a few blocks of rows in memory, resumable, a share of the files a node.
+
+Blocks of rows are read with pread instead of through a memory map: the process holds a few blocks whatever the files'
+size, and a source that is cut off meanwhile is an error with a name, not a bus error. The read of a block and its
+change of dtype overlap with the write of the block before and its checksums.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from verl_patches.errors import RecipeError
+from verl_patches.reshard.region import Region, overlap
+from verl_patches.weights import fp8
+from verl_patches.weights.manifest import FileEntry, Manifest, TensorEntry, file_problems, read_manifest
+from verl_patches.weights.plan import Group, OutFile, Plan, block_rows
+from verl_patches.weights.shards import TORCH_DTYPES, tensor_bytes
+from verl_patches.weights.source import BLOCK, FP8, Part, Source, SourceTensor, scale_name
+from verl_patches.weights.writer import FileWriter, begin, complete, missing_files, reopen
+
+Progress = Callable[[int], None]  # gets the bytes of tensors, or of files that are kept, since its last call
+_IN_FLIGHT = 2  # writes that wait while the next block is read
+
+
+class Done(NamedTuple):
+    """What a conversion did: bytes read and written, files kept and written, files that other parts still write.
+
+    `manifest`: that of the complete folder; None while files are missing.
+    """
+
+    read_bytes: int
+    write_bytes: int
+    kept: int
+    written: int
+    missing: tuple[str, ...]
+    manifest: Manifest | None
+
+
+def convert(plan: Plan, folder: str | Path, part: int = 0, parts: int = 1, progress: Progress = lambda _: None) -> Done:
+    """Write `plan`'s share `part` of `parts` to `folder`; finished files that are there and right are kept.
+
+    Raises ConfigError for a folder that holds something else, RecipeError for a full disk, a source that changes
+    meanwhile or values that FP8 cannot store. Whatever happens, the folder is complete or says that it is not.
+    """
+    folder, groups = Path(folder), plan.share(part, parts)
+    small = [*plan.texts, *plan.copies] if part == 0 else []
+    mine = {file.name: file for group in groups for file in group.files}
+    _check_space(folder, mine.values())
+    recorded = begin(folder, plan.manifest)
+    kept = _kept(folder, plan, recorded, [*mine, *small], progress)
+    todo = [_without(group, kept) for group in groups]
+    read = written = 0
+    with _Reader(plan.source) as reader, _one_thread():
+        for name in small:
+            if name not in kept:
+                content = plan.texts[name].encode() if name in plan.texts else (plan.source.folder / name).read_bytes()
+                with FileWriter(folder, name) as file:
+                    file.write(content)
+                    file.finish()
+                written += len(content)
+        for group in todo:
+            if group.files:
+                _write_group(folder, plan, group, reader, progress)
+                written += group.write_bytes
+        read = reader.read_bytes
+    manifest = complete(folder)
+    missing = () if manifest else tuple(missing_files(folder))
+    return Done(read, written, len(kept), len(mine) + len(small) - len(kept), missing, manifest)
+
+
+def _kept(
+    folder: Path, plan: Plan, recorded: dict[str, FileEntry], names: Sequence[str], progress: Progress
+) -> set[str]:
+    """Those of `names` that are recorded and have the size and the sha256 of their entries; reads them."""
+    kept = {n for n in names if n in recorded and not file_problems(folder, recorded[n], progress)}
+    if set(names) - kept and read_manifest(folder, complete=False).complete:  # a damaged file is written again
+        reopen(folder, [entry for name, entry in recorded.items() if name in kept or name not in names])
+    return kept
+
+
+def _without(group: Group, kept: set[str]) -> Group:
+    """What is left to do of a group: without the files that are kept, and the tensors that only those need."""
+    files = tuple(file for file in group.files if file.name not in kept)
+    needed = {tensor.key for file in files for tensor in file.tensors}
+    return group._replace(files=files, names=tuple(name for name in group.names if name in needed))
+
+
+def _check_space(folder: Path, files: Iterable[OutFile]) -> None:
+    """RecipeError where the disk has no room for the files that are not there yet."""
+    there = {path.name: path.stat().st_size for path in folder.glob("*.safetensors")}
+    size = sum(file.size_bytes for file in files if there.get(file.name) != file.size_bytes)
+    disk = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    free = shutil.disk_usage(disk).free
+    if size > free:
+        raise RecipeError(
+            f"{folder}: {size} bytes are to be written, {free} are free. Free space, choose another folder, or share "
+            "the work between nodes with --part; then run the same command again, finished files are kept"
+        )
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """One thread for torch's operations: blocks are small, and OpenMP's waiting threads take the cores of others."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+# ---- one group
+
+
+def _write_group(folder: Path, plan: Plan, group: Group, reader: _Reader, progress: Progress) -> None:
+    """Write all files of a group in one pass over its tensors; they get their names together at the end."""
+    with contextlib.ExitStack() as stack:
+        writers = [(file, stack.enter_context(FileWriter(folder, file.name, file.tensors))) for file in group.files]
+        queue = stack.enter_context(_WriteQueue(progress))
+        entries = [({tensor.key: tensor for tensor in file.tensors}, writer) for file, writer in writers]
+        # made before the blocks: small tensors that outlive blocks would keep freed memory from being used again
+        made = [tensor for file in group.files for tensor in file.tensors if tensor.key not in group.names]
+        scales = {tensor.key: torch.empty(tensor.shape) for tensor in made}
+        for name in group.names:
+            wanted = [(held[name], writer) for held, writer in entries if name in held]
+            for start, value in reader.blocks(plan.source.tensors[name]):
+                _write_block(name, start, value, wanted, scales, queue)
+        for file, writer in writers:
+            for tensor in file.tensors:
+                if tensor.key not in group.names:  # block scales
+                    queue.put(writer, scales[tensor.key])
+        queue.drain()
+        for _, writer in writers:
+            writer.finish()
+
+
+def _write_block(name: str, start: int, value: torch.Tensor, wanted, scales, queue: _WriteQueue) -> None:
+    """Cut rows [start, ...) of a tensor as each file wants them, and write them."""
+    rows = Region(name, 0, start, start + value.shape[0])
+    for entry, writer in wanted:
+        dtype = TORCH_DTYPES[entry.dtype]
+        if entry.dtype == FP8 and value.dtype != dtype:
+            stored, scale = fp8.encode(value, BLOCK, name)
+            scales[scale_name(name)][start // BLOCK[0] :][: len(scale)] = scale
+            queue.put(writer, stored)
+        else:
+            cut = _cut(value, rows, entry)
+            if cut is not None:
+                queue.put(writer, cut.to(dtype))
+
+
+def _cut(value: torch.Tensor, rows: Region, entry: TensorEntry) -> torch.Tensor | None:
+    """The elements of `entry` in a block of rows; None if it has none of them."""
+    region = entry.region
+    if region.axis == 1:
+        return value[:, region.start : region.stop]
+    shared = overlap(region, rows, entry.whole)
+    return None if shared is None else value[shared.start - rows.start : shared.stop - rows.start]
+
+
+class _WriteQueue:
+    """Writes in order in a thread, with at most _IN_FLIGHT of them waiting. An error of a write is raised by a later
+    call."""
+
+    def __init__(self, progress: Progress):
+        self._progress, self._futures = progress, deque[Future]()
+
+    def __enter__(self) -> _WriteQueue:
+        self._thread = ThreadPoolExecutor(1)
+        return self
+
+    def put(self, writer: FileWriter, value: torch.Tensor) -> None:
+        """Append the bytes of `value`, which must not be changed afterwards."""
+        while len(self._futures) >= _IN_FLIGHT:
+            self._futures.popleft().result()
+        self._futures.append(self._thread.submit(self._write, writer, value))
+
+    def _write(self, writer: FileWriter, value: torch.Tensor) -> None:
+        writer.write(tensor_bytes(value))
+        self._progress(value.nbytes)
+
+    def drain(self) -> None:
+        """Wait for every write."""
+        while self._futures:
+            self._futures.popleft().result()
+
+    def __exit__(self, *exc) -> None:
+        self._thread.shutdown(cancel_futures=True)
+
+
+# ---- reading
+
+
+class _Reader:
+    """Blocks of rows of source tensors; counts the bytes that it reads. Files stay open inside."""
+
+    def __init__(self, source: Source):
+        self.source, self.read_bytes = source, 0
+        self._files: dict[str, int] = {}
+
+    def __enter__(self) -> _Reader:
+        return self
+
+    def __exit__(self, *exc) -> None:
+        for handle in self._files.values():
+            os.close(handle)
+        self._files.clear()
+
+    def blocks(self, tensor: SourceTensor) -> Iterator[tuple[int, torch.Tensor]]:
+        """(first row, values) of `tensor`, a block of rows at a time; FP8 is decoded to bf16, else the stored dtype."""
+        step, scales = block_rows(tensor, (self.source.block or BLOCK)[0]), None
+        if tensor.scale:
+            shape = self.source.scale_shape(tensor)
+            scales = self._rows(tensor.scale, shape, torch.float32, 0, shape[0])
+        for start in range(0, tensor.shape[0], step):
+            stop = min(start + step, tensor.shape[0])
+            value = self._block(tensor, start, stop)
+            if scales is not None:
+                block = self.source.block
+                value = fp8.decode(value, scales[start // block[0] :], block, torch.bfloat16)
+            yield start, value
+
+    def _block(self, tensor: SourceTensor, start: int, stop: int) -> torch.Tensor:
+        """Rows [start, stop), joined from the parts that hold them."""
+        dtype, pieces, axis = TORCH_DTYPES[tensor.dtype], [], 0
+        for part in tensor.parts:
+            region = part.region
+            if region.axis == 1 and region.rows < tensor.shape[1]:
+                axis, first, last = 1, start, stop
+            else:
+                region = region.along(0, tensor.shape)
+                first, last = max(start, region.start) - region.start, min(stop, region.stop) - region.start
+            if first < last:
+                pieces.append(self._rows(part, part.region.shape_in(tensor.shape), dtype, first, last))
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, axis)
+
+    def _rows(self, part: Part, shape: Sequence[int], dtype: torch.dtype, first: int, last: int) -> torch.Tensor:
+        """Rows [first, last) of a part that is stored in `shape`."""
+        out = torch.empty((last - first, *shape[1:]), dtype=dtype)
+        row = out.nbytes // len(out)
+        view, done = tensor_bytes(out), 0
+        while done < len(view):
+            count = os.preadv(self._handle(part.file), [view[done:]], part.offset + first * row + done)
+            if not count:
+                raise RecipeError(
+                    f"{self.source.folder / part.file}: ends inside {part.region.name}: changed since the start; "
+                    "check the file and run the same command again"
+                )
+            done += count
+        self.read_bytes += done
+        return out
+
+    def _handle(self, file: str) -> int:
+        if file not in self._files:
+            handle = os.open(self.source.folder / file, os.O_RDONLY)
+            os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+            self._files[file] = handle
+        return self._files[file]
