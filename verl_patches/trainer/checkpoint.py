@@ -49,7 +49,7 @@ log = logging.getLogger(__name__)
 _SAVED = re.compile(r"global_step_(\d+)")
 _UNNAMED = re.compile(r"(global_step_\d+)\.(writing|replaced|removed)-\w+")
 _OF_MODEL_BYTES = 64 << 20  # files of the model's folder up to this size are kept beside the weights
-_POLL_S, _GRACE_S = 0.1, 30.0
+_POLL_S, _GRACE_S = (0.1, 5.0), 30.0
 _NOT_COMPARED = ("run", "output_root", "timeouts", "ray_address", "ray_port", "memory")  # keys of recipe: say nothing
 
 
@@ -118,7 +118,8 @@ class Checkpoints:
     def _complete(self, writing: Path, record: dict[str, Any], started: float) -> None:
         try:
             while (manifest := complete(writing)) is None:
-                if self._given_up.wait(_POLL_S):
+                waited = time.perf_counter() - started
+                if self._given_up.wait(min(_POLL_S[1], max(_POLL_S[0], waited / 20))):
                     return
             put_in_place(writing)
             self.records.append({**record, "bytes": manifest.size_bytes, "complete_s": time.perf_counter() - started})
