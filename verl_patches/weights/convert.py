@@ -127,7 +127,9 @@ def _write_group(folder: Path, plan: Plan, group: Group, reader: _Reader, progre
         writers = [(file, stack.enter_context(FileWriter(folder, file.name, file.tensors))) for file in group.files]
         queue = stack.enter_context(_WriteQueue(progress))
         entries = [({tensor.key: tensor for tensor in file.tensors}, writer) for file, writer in writers]
-        scales: dict[str, list[torch.Tensor]] = {}
+        # made before the blocks: small tensors that outlive blocks would keep freed memory from being used again
+        made = [tensor for file in group.files for tensor in file.tensors if tensor.key not in group.names]
+        scales = {tensor.key: torch.empty(tensor.shape) for tensor in made}
         for name in group.names:
             wanted = [(held[name], writer) for held, writer in entries if name in held]
             for start, value in reader.blocks(plan.source.tensors[name]):
@@ -135,7 +137,7 @@ def _write_group(folder: Path, plan: Plan, group: Group, reader: _Reader, progre
         for file, writer in writers:
             for tensor in file.tensors:
                 if tensor.key not in group.names:  # block scales
-                    queue.put(writer, torch.cat(scales.pop(tensor.key)))
+                    queue.put(writer, scales[tensor.key])
         queue.drain()
         for _, writer in writers:
             writer.finish()
@@ -148,7 +150,7 @@ def _write_block(name: str, start: int, value: torch.Tensor, wanted, scales, que
         dtype = TORCH_DTYPES[entry.dtype]
         if entry.dtype == FP8 and value.dtype != dtype:
             stored, scale = fp8.encode(value, BLOCK, name)
-            scales.setdefault(scale_name(name), []).append(scale)
+            scales[scale_name(name)][start // BLOCK[0] :][: len(scale)] = scale
             queue.put(writer, stored)
         else:
             cut = _cut(value, rows, entry)
