@@ -1,6 +1,6 @@
 """Build vLLM's V1 engine with vllm-ascend on platform npu_emulated, generate, and compare log-probs with transformers.
 
-    python -m tests.platform.emulated_engine MODEL JSON    (JSON: arguments of LLM, `checks` below, `faults`: true)
+    python -m tests.platform.emulated_engine MODEL JSON    (arguments of LLM, `checks` below, `faults`: a key of FAULTS)
 
 Prints one JSON: {check: {worst: largest |dlogp| against transformers in fp32, teacher-forced, same: whether all greedy
 tokens are equal}, ...}. Each check is a function of this file that prepares the engine and says what else it saw.
@@ -74,42 +74,60 @@ def sleep(llm: Any) -> dict[str, Any]:
     return {"poisoned": poisoned / len(parameters)}
 
 
-# ten errors of a device path, each in one op: (function of torch_npu, arguments that it gets otherwise, or its result)
-FAULTS: dict[str, tuple[str, dict[str, Callable]]] = {
+# errors of a device path, each in one op: (function of torch_npu, arguments that it gets otherwise, or its result)
+EAGER: dict[str, tuple[str, dict[str, Callable]]] = {
     "tokens go to the next expert": ("npu_moe_gating_top_k", {"result": lambda r: (r[0], (r[1] + 1) % 256, r[2])}),
-    "experts are chosen without the bias": ("npu_moe_gating_top_k", {"bias": lambda bias: -bias}),
+    "experts are chosen without the bias": ("npu_moe_gating_top_k", {"bias": lambda bias: bias * 0}),
     "weights of a token's experts in another order": (
         "npu_moe_gating_top_k",
         {"result": lambda r: (r[0].roll(1, -1), r[1], r[2])},
     ),
     "experts' outputs are not weighted": ("npu_moe_finalize_routing", {"scales": lambda scales: scales * 0 + 0.125}),
     "gate and up projection exchanged": ("npu_swiglu", {"input": lambda x: x.roll(x.shape[-1] // 2, -1)}),
-    "an expert's weight transposed": ("npu_grouped_matmul", {"weight": lambda weights: [_transposed(weights[0])]}),
+    "one expert's weight transposed": ("npu_grouped_matmul", {"weight": lambda weights: [_transposed(weights[0])]}),
     "rotary positions twice as far": ("_npu_rotary_embedding", {"positions": lambda positions: positions * 2}),
     "KV written to another token's slot": ("_npu_reshape_and_cache", {"slot_indices": lambda slots: slots.roll(1)}),
     "the last cached token is not read": (
         "_npu_paged_attention_mla",
         {"context_lens": lambda lengths: (lengths - 1).clamp(min=1)},
     ),
-    "a norm without its weight's scale": ("npu_rms_norm", {"gamma": lambda gamma: gamma * 1.1}),
+    "a norm without its weight": ("npu_rms_norm", {"gamma": lambda gamma: gamma * 0 + 1}),
 }
+# those of the ops that only graphs and prompts in chunks call (chunked_prefill_for_mla)
+PRODUCTION: dict[str, tuple[str, dict[str, Callable]]] = {
+    "a graph does not read the last cached token": (
+        "npu_fused_infer_attention_score",
+        {"actual_seq_lengths_kv": lambda lengths: [length - (length > 1) for length in lengths]},
+    ),
+    "a graph writes KV to another token's slot": ("npu_kv_rmsnorm_rope_cache", {"index": lambda slots: slots.roll(1)}),
+    "halves of a query are rotated as pairs": (
+        "npu_interleave_rope",
+        {"x": lambda x: x.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)},
+    ),
+    "a chunk's attention is not causal": ("npu_ring_mla", {"mask_type": lambda _: "no_mask"}),
+    "cached keys are read from other blocks": (
+        "npu_paged_cache_load",
+        {"block_table": lambda table: table.roll(1, -1)},
+    ),
+}
+FAULTS = {"eager": EAGER, "production": PRODUCTION}
 
 
 def _transposed(weight: Any) -> Any:
     """Expert 0 of [E, K, N] with its first square transposed."""
     size = min(weight.shape[1:])
     wrong = weight.clone()
-    wrong[:, :size, :size] = weight[:, :size, :size].transpose(1, 2)
+    wrong[0, :size, :size] = weight[0, :size, :size].T
     return wrong
 
 
 @contextmanager
-def fault(name: str) -> Iterator[None]:
+def fault(function: str, changes: dict[str, Callable]) -> Iterator[None]:
     """Inside, one function of torch_npu has the fault."""
     import torch_npu
 
-    function, changes = FAULTS[name]
-    right = getattr(torch_npu, function)
+    holder = torch_npu.atb if hasattr(torch_npu.atb, function) else torch_npu
+    right = getattr(holder, function)
 
     def wrong(*args: Any, **kwargs: Any) -> Any:
         bound = right.__signature__.bind(*args, **kwargs)
@@ -117,11 +135,11 @@ def fault(name: str) -> Iterator[None]:
             bound.arguments[argument] = changes[argument](bound.arguments[argument])
         return changes.get("result", lambda result: result)(right(*bound.args, **bound.kwargs))
 
-    setattr(torch_npu, function, wrong)
+    setattr(holder, function, wrong)
     try:
         yield
     finally:
-        setattr(torch_npu, function, right)
+        setattr(holder, function, right)
 
 
 def main(model: str, options: dict[str, Any]) -> dict[str, Any]:
@@ -135,11 +153,11 @@ def main(model: str, options: dict[str, Any]) -> dict[str, Any]:
     checks: list[Callable] = [globals()[name] for name in options.pop("checks")]
     eager = {"torch_dtype": "float32", "attn_implementation": "eager"}
     reference = AutoModelForCausalLM.from_pretrained(model, **eager).eval()
-    with_faults = options.pop("faults", False)
+    faults = FAULTS[options.pop("faults")] if "faults" in options else {}
     llm = LLM(model=model, **{**LIMITS, **options})
     found = {check.__name__: {**check(llm), **compare(llm, reference)} for check in checks}
-    for name in FAULTS if with_faults else ():
-        with fault(name):
+    for name, spoilt in faults.items():
+        with fault(*spoilt):
             llm.reset_prefix_cache()  # of what an earlier fault has written
             found[name] = compare(llm, reference)
     llm.reset_prefix_cache()

@@ -26,15 +26,15 @@ MULTISTREAM = {**GRAPHS, "use_cached_graph": True, "enable_multistream_moe": Tru
 ENGINES = {
     "eager, prompts in chunks, sleep mode": (
         {"TORCHDYNAMO_DISABLE": "1", "VERL_PATCHES": "line=a3,platform=npu_emulated,-memory.sleep_mode"},
-        {"checks": ["generate", "sleep"], "faults": True, "enforce_eager": True, "max_num_batched_tokens": 64,
+        {"checks": ["generate", "sleep"], "faults": "eager", "enforce_eager": True, "max_num_batched_tokens": 64,
          "enable_sleep_mode": True, "enable_prefix_caching": True}),
     "graphs, traced": (
         {}, {"checks": ["graphs"], "max_num_batched_tokens": 512,
              "additional_config": {"torchair_graph_config": GRAPHS, **ASCEND_SCHEDULER}}),
-    "graphs of several streams, not traced": (
+    "graphs of several streams, prompts in chunks, not traced": (
         {"TORCHDYNAMO_DISABLE": "1"},
-        {"checks": ["graphs"], "max_num_batched_tokens": 512, "additional_config": {
-            "torchair_graph_config": MULTISTREAM, "chunked_prefill_for_mla": True, **ASCEND_SCHEDULER}}),
+        {"checks": ["graphs"], "faults": "production", "max_num_batched_tokens": 64, "additional_config": {
+            "torchair_graph_config": MULTISTREAM, "chunked_prefill_for_mla": True}}),
 }  # fmt: skip
 
 
@@ -58,12 +58,12 @@ def test_log_probs_of_the_engine_are_those_of_transformers(name, model, run_pyth
     patches = env.pop("VERL_PATCHES")
     done = run_python(code, str(model), json.dumps(options), patches=patches, env=env, timeout_s=300).check()
     found = json.loads(done.out.partition("FOUND")[2])
-    spoilt = {fault: found.pop(fault) for fault in FAULTS if fault in found}
+    spoilt = {fault: found.pop(fault)["worst"] for fault in FAULTS.get(options.get("faults"), ())}
     for check in found.values():
         assert check["worst"] < LARGEST and check["same"], found
     if name.startswith("eager"):
         assert found["generate"]["classes"] == CLASSES and found["sleep"]["poisoned"] == 1.0
-        assert len(spoilt) == 10 and {fault for fault, seen in spoilt.items() if seen["worst"] < 100 * LARGEST} == set()
+    assert {fault: worst for fault, worst in spoilt.items() if worst < 100 * LARGEST} == {}
     traced = found.get("graphs", {}).get("traced")
     assert traced is None or (len(traced) == 1 and traced[0] > 100) == ("not traced" not in name)
     assert "several streams" not in name or found["graphs"]["stream_switches"] > 0

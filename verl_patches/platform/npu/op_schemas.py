@@ -16,7 +16,7 @@ import json
 import numbers
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -233,6 +233,30 @@ def demand(fine: Any, text: str) -> None:
     """ValueError with `text` unless `fine`: a call that a device refuses, or computes nonsense for."""
     if not fine:
         raise ValueError(text)
+
+
+def demand_one_dtype(**tensors: torch.Tensor | None) -> None:
+    """ValueError unless all tensors, given by their arguments' names, are of one dtype; None is left out."""
+    found = {name: x.dtype for name, x in tensors.items() if x is not None}
+    listed = ", ".join(f"{name} {dtype}" for name, dtype in found.items())
+    demand(len(set(found.values())) <= 1, f"arguments must be of one dtype, found {listed}")
+
+
+def demand_int32(**tensors: torch.Tensor | None) -> None:
+    """ValueError unless all tensors, given by their arguments' names, are int32; None is left out."""
+    wrong = [f"{name} {x.dtype}" for name, x in tensors.items() if x is not None and x.dtype != torch.int32]
+    demand(not wrong, f"indices and lengths must be int32, found {', '.join(wrong)}")
+
+
+def demand_defaults(function: str, given: Mapping[str, Any]) -> None:
+    """ValueError unless each argument that the reference of `function` does not use is None or its schema's default."""
+    defaults = {a.name: a.default for schema in read()[function] for a in schema.arguments}
+    wrong = [
+        f"{name}={'a tensor' if isinstance(value, torch.Tensor) else repr(value)} (default {defaults[name]!r})"
+        for name, value in given.items()
+        if value is not None and (isinstance(value, torch.Tensor) or value != defaults[name])
+    ]
+    demand(not wrong, f"arguments that are not part of the reference must be left out; found {', '.join(wrong)}")
 
 
 def wide(x: torch.Tensor) -> torch.Tensor:

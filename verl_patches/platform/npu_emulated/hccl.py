@@ -17,11 +17,15 @@ class ProcessGroupHCCL(dist.ProcessGroupGloo):
 
     def __init__(self, store: Any, rank: int, size: int, timeout: Any):
         super().__init__(store, rank, size, timeout)
-        self._name = f"hccl_group_{len(_GROUPS)}"
+        self.name = f"hccl_group_{len(_GROUPS)}"
+        self.dispatched: Any = None  # expert_ops.Dispatch of the last MC2 dispatch, which its combine needs
 
     def get_hccl_comm_name(self, rank: int, init_comm: bool = True) -> str:
-        """The group's name, for `rank` of it."""
-        return self._name
+        """The group's name; `rank` is the caller's own, in the group (vllm-ascend) or of all processes (MindSpeed)."""
+        own = [self.rank(), *([dist.get_rank()] if dist.is_initialized() else [])]
+        if rank not in own:
+            raise ValueError(f"get_hccl_comm_name({rank}) of {self.name}: expected this process's own rank, {own}")
+        return self.name
 
 
 _GROUPS: dict[str, ProcessGroupHCCL] = {}  # pybind gives back an object of this class only while Python holds it
@@ -30,7 +34,7 @@ _GROUPS: dict[str, ProcessGroupHCCL] = {}  # pybind gives back an object of this
 def create(store: Any, rank: int, size: int, timeout: Any) -> ProcessGroupHCCL:
     """For dist.Backend.register_backend."""
     group = ProcessGroupHCCL(store, rank, size, timeout)
-    _GROUPS[group.get_hccl_comm_name(rank)] = group
+    _GROUPS[group.name] = group
     return group
 
 
@@ -41,13 +45,20 @@ def group_named(name: str) -> ProcessGroupHCCL:
     return _GROUPS[name]
 
 
-def exchange(rows: torch.Tensor, sent: Sequence[int], group: Any) -> tuple[torch.Tensor, list[int]]:
-    """Send the first sent[0] rows to rank 0 and so on; (rows received, how many from each rank)."""
-    counts = torch.tensor(sent, dtype=torch.int64)
+def exchange(
+    rows: torch.Tensor, sent: Sequence[int], group: Any, same: tuple[str, int] = ("", 0)
+) -> tuple[torch.Tensor, list[int]]:
+    """Send the first sent[0] rows to rank 0 and so on; (rows received, how many from each rank).
+
+    same: name and value of a number that all ranks must give alike; ValueError on every rank where they differ.
+    """
+    counts = torch.tensor([(count, same[1]) for count in sent], dtype=torch.int64)
     counts_in = torch.empty_like(counts)
     ones = [1] * len(sent)
     group.alltoall_base(counts_in, counts, ones, ones).wait()
-    received = counts_in.tolist()
+    received, values = counts_in.T.tolist()
+    if set(values) != {same[1]}:
+        raise ValueError(f"{same[0]} must be equal on all ranks of the group, found {values}")
     out = rows.new_empty(sum(received), *rows.shape[1:])
     group.alltoall_base(out, rows.contiguous(), received, list(sent)).wait()
     return out, received

@@ -10,7 +10,7 @@ from itertools import pairwise
 import torch
 from torch.nn.functional import silu
 
-from verl_patches.platform.npu.op_schemas import demand, torch_npu_op, wide
+from verl_patches.platform.npu.op_schemas import demand, demand_one_dtype, torch_npu_op, wide
 
 # -- elementwise -------------------------------------------------------------------------------------------------------
 
@@ -159,6 +159,7 @@ def npu_moe_gating_top_k(
     sizes = f"E a multiple of group_count {group_count} >= k_group {k_group}"
     demand(fits, f"x {list(x.shape)} must be [T, E], {sizes}")
     demand(bias is None or bias.shape == (E,), f"bias must be [{E}]")
+    demand_one_dtype(x=x, bias=bias)
     demand(k <= k_group * (E // group_count), f"k = {k} is more than {k_group} groups of {E // group_count} hold")
     scores = wide(x).softmax(-1) if norm_type == 0 else wide(x).sigmoid()
     choice = scores if bias is None else scores + wide(bias)
