@@ -98,16 +98,28 @@ class LoadProgress:
         left = f"about {(total - read) / rate:.0f} s left" if rate else "nothing read yet"
         log.info(
             "weights: %.2f of %.2f GiB read by %d of %d ranks, %.2f GiB/s, %s; %d ranks are done",
-            read / _GIB, total / _GIB, begun, self.ranks, rate / _GIB, left, self._count("arrived"),
-        )  # fmt: skip
+            read / _GIB,
+            total / _GIB,
+            begun,
+            self.ranks,
+            rate / _GIB,
+            left,
+            self._count("arrived"),
+        )
 
     def _log_total(self, seconds: float, waited_s: float) -> None:
         if self.rank == 0:
             read = self._count("read")
             log.info(
                 "weights: %.3f GiB (%d bytes) read by %d ranks from %s in %.1f s, %.2f GiB/s; rank 0 waited %.1f s",
-                read / _GIB, read, self.ranks, self.what, seconds, read / _GIB / max(seconds, 1e-9), waited_s,
-            )  # fmt: skip
+                read / _GIB,
+                read,
+                self.ranks,
+                self.what,
+                seconds,
+                read / _GIB / max(seconds, 1e-9),
+                waited_s,
+            )
 
     def _late_ranks(self, limit_s: float) -> str:
         late = []
