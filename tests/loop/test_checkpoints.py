@@ -1,7 +1,12 @@
 """Checkpoints with experts split over ranks: a resumed run is the uninterrupted one, also after kills; both lines."""
 
+import subprocess
+import sys
+
 import pytest
+import torch
 from loop_runs import hook, metrics_of, resume
+from safetensors.torch import load_file
 
 pytestmark = pytest.mark.slow
 SAVING = ("--steps", "3", "trainer.save_freq=2", "trainer.max_actor_ckpt_to_keep=3")
@@ -21,6 +26,29 @@ def test_a_resumed_run_goes_on_as_if_it_had_not_ended(line, start):
     found = {each["step"]: each for each in first.summary["checkpoints"]}
     state = 12 * 1_060_000  # fp32 weights and two moments of the tiny model's parameters
     assert found.keys() == {2, 3} and found[2]["bytes"] < 1.03 * state, found
+
+
+def test_an_export_is_the_trained_model_for_transformers(smoke, tmp_path):
+    """Log-probs of step 3, which vLLM sampled with the weights that the checkpoint of step 2 holds; not those of 3."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    run, worst = smoke(*SAVING), {}
+    step = load_file(run.folder / "rollouts" / "step_3.safetensors")
+    for number in (2, 3):
+        saved, made = run.folder / "checkpoints" / f"global_step_{number}", tmp_path / str(number)
+        command = [sys.executable, "-m", "verl_patches", "weights", "export", str(saved), str(made)]
+        subprocess.run(command, check=True)
+        model = AutoModelForCausalLM.from_pretrained(made, torch_dtype="auto", attn_implementation="eager").eval()
+        assert model.dtype == torch.float32 and AutoTokenizer.from_pretrained(made)
+        assert {path.name for path in made.iterdir()} >= {"generation_config.json", "tokenizer.json", "config.json"}
+        assert not list(made.glob("rank_*")) and not list(made.glob("*.pt"))
+        with torch.no_grad():
+            logits = model(step["input_ids"], attention_mask=step["attention_mask"], position_ids=step["position_ids"])
+        length = step["responses"].shape[1]
+        found = logits.logits[:, -length - 1 : -1].log_softmax(-1).gather(2, step["responses"].unsqueeze(2)).squeeze(2)
+        valid = step["attention_mask"][:, -length:].bool()
+        worst[number] = float((found - step["rollout_log_probs"])[valid].abs().max())
+    assert worst[2] < 1e-5 and worst[3] > 1e-3, worst
 
 
 @pytest.mark.full

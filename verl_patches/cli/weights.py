@@ -1,4 +1,4 @@
-"""The commands `weights convert`, `weights verify` and `weights show`."""
+"""The commands `weights convert`, `weights export`, `weights verify` and `weights show`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import typer
 from verl_patches.cli.output import Json, print_json, table
 from verl_patches.errors import ConfigError
 from verl_patches.layout.parallel import parse_layout
-from verl_patches.weights.manifest import folder_problems, has_manifest, model_digest, read_manifest, recorded
+from verl_patches.weights.manifest import MANIFEST, folder_problems, has_manifest, model_digest, read_manifest, recorded
 from verl_patches.weights.plan import FILE_BYTES, Plan, costs, parse_part, plan_conversion
 from verl_patches.weights.source import INDEX, Source, open_source
 
@@ -24,7 +24,7 @@ DTYPE_HELP = "bf16, fp8 (with --hf) or keep.  [default: bf16 of a source in FP8,
 PART_HELP = "Write only part I of N, such as 0/16 on the first of 16 nodes; DST may be shared."
 FILE_HELP = "Most that a HF file holds, in GB."
 
-app = typer.Typer(no_args_is_help=True, help="Convert, verify and show weights on disk.")
+app = typer.Typer(no_args_is_help=True, help="Convert, export, verify and show weights on disk.")
 Folder = Annotated[Path, typer.Argument(help="A HF folder or one that this project wrote.", show_default=False)]
 
 
@@ -70,6 +70,23 @@ def convert_command(
     )
     if done.missing:
         typer.echo(f"not complete: {len(done.missing)} files of other parts are missing, as {done.missing[0]}")
+
+
+@app.command("export")
+def export_command(
+    source: Annotated[Path, typer.Argument(metavar="CKPT", help="A checkpoint of a run, or shards.")],
+    destination: Annotated[Path, typer.Argument(metavar="DST", help="A new folder, or an unfinished one to go on.")],
+    fp8: Annotated[bool, typer.Option("--fp8", help="In FP8 with block scales.")] = False,
+    part: Annotated[str, typer.Option(help=PART_HELP)] = "0/1",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan of every part; write nothing.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Write the weights of a checkpoint as a HF folder: `convert --hf`, with FP8 as a switch."""
+    if not has_manifest(source):
+        raise ConfigError(f"weights export: {source}: expected a checkpoint (global_step_N) or shards, with {MANIFEST}")
+    convert_command(
+        source, destination, hf=True, dtype="fp8" if fp8 else None, part=part, dry_run=dry_run, as_json=as_json
+    )
 
 
 @contextlib.contextmanager

@@ -37,6 +37,7 @@ from omegaconf import OmegaConf
 
 from verl_patches.errors import ConfigError
 from verl_patches.layout.inventory import differences, read_model_shape
+from verl_patches.layout.model_folder import QUANTIZATION
 from verl_patches.layout.parallel import train_layout_of, world_size
 from verl_patches.model.megatron import DTYPES
 from verl_patches.patching import engine
@@ -132,14 +133,19 @@ class Checkpoints:
         facts = {"step": step, "line": self.config.recipe.line, **said_of(self.config)}
         return Manifest(KIND, self._model(), layout, dtype, secrets.token_hex(16), tuple(files), facts=facts)
 
-    def _model(self) -> Any:
+    def _config(self) -> dict[str, Any]:
+        """config.json of the model as it is trained: its dtype, and nothing of how the folder stores weights."""
         from verl_patches.model.mindspeed.start import read_hf_config
 
-        dtype = str(DTYPES[self.config.recipe.dtype]).removeprefix("torch.")
-        return read_model_shape({**read_hf_config(self.config.actor_rollout_ref), "torch_dtype": dtype})
+        found = {**read_hf_config(self.config.actor_rollout_ref)}
+        found.pop(QUANTIZATION, None)
+        return {**found, "torch_dtype": str(DTYPES[self.config.recipe.dtype]).removeprefix("torch.")}
+
+    def _model(self) -> Any:
+        return read_model_shape(self._config())
 
     def _model_files(self) -> dict[str, bytes]:
-        """Configuration and tokenizer of the model's folder, which an export needs."""
+        """config.json, and the tokenizer and the like of the model's folder, which an export needs."""
         from verl.utils.fs import copy_to_local
 
         found = {}
@@ -147,7 +153,7 @@ class Checkpoints:
             weights = path.name.endswith((".safetensors", ".safetensors.index.json")) or path.name == "manifest.json"
             if path.is_file() and not weights and path.stat().st_size <= _OF_MODEL_BYTES:
                 found[path.name] = path.read_bytes()
-        return found
+        return {**found, "config.json": json.dumps(self._config(), indent=2).encode()}
 
     def _trainer_state(self) -> dict[str, Any]:
         generators = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}

@@ -4,7 +4,8 @@
                   rank_R.safetensors  pieces of weights and optimizer states of rank R (train_state.py)
                   rank_R.json         generators of random numbers, step counts, learning-rate schedule of rank R
                   trainer.pt          position in the data, sampler, the trainer's generators
-                  config.json, ...    files of the model's folder other than weights
+                  config.json         of the trained model, with its dtype
+                  tokenizer.json, ... files of the model's folder other than weights
 
 The folder is written under another name and renamed once every rank's files are complete (trainer/checkpoint.py).
 safetensors with a manifest rather than torch.distributed.checkpoint: it is read without the job, its process groups or
@@ -26,7 +27,7 @@ import torch
 from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.memory.measure import MOMENTS
 from verl_patches.reshard.region import Region, cover, overlap, part_of
-from verl_patches.weights.manifest import TensorEntry, file_problems, in_data_order, read_manifest
+from verl_patches.weights.manifest import OF_RANK, TensorEntry, file_problems, in_data_order, read_manifest
 from verl_patches.weights.shards import ShardReader, tensor_bytes
 from verl_patches.weights.train_state import OptimizerShard, Piece, TrainState, optimizer_shards
 from verl_patches.weights.writer import FileWriter
@@ -40,12 +41,12 @@ class CheckpointError(RecipeError):
 
 def tensors_of_rank(rank: int) -> str:
     """Name of the file with a rank's tensors."""
-    return f"rank_{rank:05d}.safetensors"
+    return f"{OF_RANK}{rank:05d}.safetensors"
 
 
 def state_of_rank(rank: int) -> str:
     """Name of the file with the rest of a rank's state."""
-    return f"rank_{rank:05d}.json"
+    return f"{OF_RANK}{rank:05d}.json"
 
 
 def rank_files(world_size: int) -> list[str]:

@@ -48,6 +48,7 @@ FORMAT, VERSION = "verl_patches weights", 1
 MANIFEST, ENTRIES, PARTIAL = "manifest.json", "manifest.d", ".partial"
 KINDS = ("hf", "shards", "checkpoint")
 WEIGHT = "weight"
+OF_RANK = "rank_"  # names of files of one rank of a checkpoint begin so
 # safetensors' names of dtypes -> bytes of an element
 ITEM_BYTES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2}
 ITEM_BYTES |= {"F8_E4M3": 1, "F8_E5M2": 1, "I8": 1, "U8": 1, "BOOL": 1}
