@@ -139,7 +139,7 @@ class Checkpoints:
         return read_model_shape({**read_hf_config(self.config.actor_rollout_ref), "torch_dtype": dtype})
 
     def _model_files(self) -> dict[str, bytes]:
-        """Configuration and tokenizer of the model's folder, which an export needs."""
+        """Configuration, in the dtype of training, and tokenizer of the model's folder, which an export needs."""
         from verl.utils.fs import copy_to_local
 
         found = {}
@@ -147,6 +147,8 @@ class Checkpoints:
             weights = path.name.endswith((".safetensors", ".safetensors.index.json")) or path.name == "manifest.json"
             if path.is_file() and not weights and path.stat().st_size <= _OF_MODEL_BYTES:
                 found[path.name] = path.read_bytes()
+        config = json.loads(found["config.json"])
+        found["config.json"] = json.dumps({**config, "torch_dtype": self._model().torch_dtype}, indent=2).encode()
         return found
 
     def _trainer_state(self) -> dict[str, Any]:
