@@ -54,6 +54,8 @@ class WorkerDiedError(RuntimeError):
 class Run:
     """Wraps one RayPPOTrainer.fit()."""
 
+    checkpoints: Checkpoints | None = None
+
     def __init__(self, trainer: Any):
         self.trainer, self.recipe = trainer, trainer.config.recipe
         self.folder = None if self.recipe.run is None else Path(self.recipe.output_root) / self.recipe.run
@@ -64,7 +66,6 @@ class Run:
             or self.recipe.tensor_cache.enabled
         )
         self.group: Any = None
-        self.checkpoints: Checkpoints | None = None
         self.coverage: dict[str, Any] | None = None  # of an emulated device
         self.places: dict[int, str] = {}  # rank -> pid and node, as the worker itself gave them in its proof
         dirty = getattr(trainer, "modified_sources", None)  # of launch/import_alone.py; the launcher adds its own
