@@ -1,15 +1,12 @@
 """Build vLLM's V1 engine with vllm-ascend on platform npu_emulated, generate, and compare log-probs with transformers.
 
-    python -m tests.platform.emulated_engine MODEL JSON    (arguments of LLM, `checks` below, `faults`: a key of FAULTS)
-
-Prints one JSON: {check: {worst: largest |dlogp| against transformers in fp32, teacher-forced, same: whether all greedy
-tokens are equal}, ...}. Each check is a function of this file that prepares the engine and says what else it saw.
+`main(model, options)` takes arguments of LLM, `checks` (functions of this file, each of which prepares the engine and
+says what else it saw) and `faults`, a key of FAULTS. It gives {check: {worst: largest |dlogp| against transformers in
+fp32, teacher-forced, same: whether all greedy tokens are equal, ...}, ...}.
 """
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -162,7 +159,3 @@ def main(model: str, options: dict[str, Any]) -> dict[str, Any]:
             found[name] = compare(llm, reference)
     llm.reset_prefix_cache()
     return {**found, "without a fault again": compare(llm, reference)}
-
-
-if __name__ == "__main__":
-    print(json.dumps(main(sys.argv[1], json.loads(sys.argv[2]))))

@@ -51,7 +51,7 @@ def start(torch_module: Any = None) -> None:
 
 # -- memory figures: so many bytes are the device's --------------------------------------------------------------------
 
-TOTAL_BYTES = 1 << 28  # vLLM gives half of it to its KV cache
+TOTAL_BYTES = 1 << 28  # of which vLLM gives gpu_memory_utilization to its KV cache
 _FREE_BYTES_PER_CALL = 1 << 12
 
 
