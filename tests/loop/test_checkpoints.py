@@ -1,4 +1,7 @@
-"""Checkpoints with experts split over ranks: a resumed run is the uninterrupted one, also after kills; both lines."""
+"""Checkpoints with experts split over ranks: a resumed run is the uninterrupted one, also after kills.
+
+Line a3: test_memory_as_in_production_changes_no_update in test_layouts.py.
+"""
 
 import subprocess
 import sys
@@ -17,10 +20,10 @@ def saved_by(run):
     return sorted(path.name for path in (run.folder / "checkpoints").iterdir())
 
 
-def test_a_resumed_run_goes_on_as_if_it_had_not_ended(line, start):
-    first = start(*SAVING)
+def test_a_resumed_run_goes_on_as_if_it_had_not_ended(smoke):
+    first = smoke(*SAVING)
     assert saved_by(first) == ["global_step_2", "global_step_3"]
-    resumed = start(*SAVING, *resume(first, 2))
+    resumed = smoke(*SAVING, *resume(first, 2))
     assert [step["step"] for step in resumed.steps] == [3] and list(resumed.folder.glob("rollouts/*_3.safetensors"))
     assert metrics_of(resumed, "grad_norm", "reward") == metrics_of(first, "grad_norm", "reward")[2:]
     found = {each["step"]: each for each in first.summary["checkpoints"]}

@@ -96,19 +96,10 @@ def test_spoilt_weights_and_ranks_are_caught_at_step_one(emulated, spoil, more):
 
 
 @pytest.mark.full
-def test_the_hook_alone_changes_nothing_with_verls_own_sync_and_experts_over_two_ranks(emulated):
-    run = emulated("1", "--rollout-dp", "2", "recipe.patches=[-reshard.*]", hook("spoil_nothing"))
-    assert run.steps[0]["logprob_delta"]["max"] < 1e-5
-
-
-@pytest.mark.full
 def test_a_skipped_sync_is_caught_at_the_first_step_that_skips(emulated):
-    run = emulated("3", "recipe.weight_sync.enabled=false", ok=False)
-    assert run.steps[0]["logprob_delta"]["mean"] < 1e-5
+    """Step 1 is right, also with verl's own sync and experts over data-parallel ranks: the control of wrong_dp_rank."""
+    options = "--rollout-dp", "2", "recipe.patches=[-reshard.*]", "recipe.weight_sync.enabled=false"
+    run = emulated("2", *options, hook("spoil_nothing"), ok=False)
+    assert run.steps[0]["logprob_delta"]["max"] < 1e-5 and run.steps[0]["sync"] is None
+    assert run.steps[0]["grad_norm"] == pytest.approx(emulated("2").steps[0]["grad_norm"], rel=1e-4)
     assert_caught(run, 2)
-
-
-@pytest.mark.full
-def test_a_worker_that_differs_is_refused_before_step_one(emulated):
-    run = emulated("1", hook("other_switches"), ok=False)
-    assert run.code == 1 and run.steps == [] and "reshard.direct" in run.summary["exit"]

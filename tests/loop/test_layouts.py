@@ -51,13 +51,13 @@ def test_weights_of_an_fp8_folder_arrive_in_bf16_and_are_read_once(smoke, tiny_m
 
 @pytest.mark.upstream
 def test_memory_as_in_production_changes_no_update(a3):
-    """Host optimizer, offload and full recompute, in bf16 with experts whole over TP x EP, against a run without.
+    """Host optimizer, offload and full recompute, in bf16, against a run without.
 
     A checkpoint has the states that MindSpeed keeps on the host: a resumed run goes on as if it had not ended. Rows
     memory.offload_model and memory.load_model: nothing of the actor is on the device during rollout, experts
     included; tests/memory/test_offload.py has the control, verl's own offload.
     """
-    bf16, model = ("--train-layout", "tp2ep2", "--dtype", "bf16", "--steps", "2"), "actor_rollout_ref.model"
+    bf16, model = ("--dtype", "bf16", "--steps", "2"), "actor_rollout_ref.model"
     offload = [f"{ACTOR}.param_offload=true", f"{ACTOR}.grad_offload=true", f"{REF}.param_offload=true"]
     swap = [f"{ACTOR}.optimizer_offload=false", "recipe.train.swap_optimizer=true"]
     recompute = {"granularity": "full", "method": "block", "num_layers": 4}.items()
