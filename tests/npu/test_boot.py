@@ -51,7 +51,10 @@ WAITING = {
         "rollout.ascend_top_k_top_p", "rollout.engine", "rollout.keep_log_probs", "rollout.llm_arguments",
         "update.tensor_cache",
     },
-    "worker": {"logprob.truth_check", "update.fit_as_run", "update.log_with_run", "update.recipe_by_default"},
+    "worker": {
+        "checkpoint.load", "checkpoint.save", "logprob.truth_check", "update.fit_as_run", "update.log_with_run",
+        "update.recipe_by_default",
+    },
 }  # fmt: skip
 STEPS = {
     "driver": ["verl_patches.main_grpo"],
