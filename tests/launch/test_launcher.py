@@ -101,6 +101,7 @@ def test_modified_sources_are_in_the_record_and_above_the_step_table(start):
     [
         ("raise ValueError('a: expected 2, found 3\\n  do this')", 1, "ValueError: a: expected 2, found 3\n  do this"),
         (f"{SUMMARY}raise SystemExit(3)", 3, "exited with 3"),
+        (SUMMARY.replace('"ok"', '"a worker died"') + "raise OSError('closed by peer')", 1, "a worker died"),
         ("pass", 1, "without finishing"),
         ("import os; os.kill(os.getpid(), 9)", 128 + 9, "SIGKILL"),
     ],

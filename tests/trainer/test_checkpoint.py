@@ -58,17 +58,17 @@ class Saves(Checkpoints):
         return {"config.json": b"{}"}
 
     def _manifest(self, step, files):
-        facts = {"step": step, "line": "pypi", **SAID}
+        facts = {"step": step, "line": "pypi", **SETTINGS}
         return Manifest("checkpoint", TINY, "@2", "fp32", str(step), tuple(files), facts=facts)
 
 
-SAID = {"digest": "d", "patches": "p", "settings": {"data.seed": 0}}
+SETTINGS = {"digest": "d", "patches": "p", "settings": {"data.seed": 0}}
 
 
 @pytest.fixture
 def saves(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint, "world_size", lambda config: 2)
-    monkeypatch.setattr(checkpoint, "said_of", lambda config: SAID)
+    monkeypatch.setattr(checkpoint, "settings_of", lambda config: SETTINGS)
 
     def make(folder=tmp_path, **trainer):
         settings = {"default_local_dir": str(folder), "resume_mode": "auto", **trainer}
@@ -135,7 +135,7 @@ def test_a_critic_and_a_remote_folder_are_refused(saves):
 
 def test_another_recipe_is_said(saves, monkeypatch, caplog):
     save(saves(), 3)
-    monkeypatch.setattr(checkpoint, "said_of", lambda config: {"digest": "e", "settings": {"data.seed": 1}})
+    monkeypatch.setattr(checkpoint, "settings_of", lambda config: {"digest": "e", "settings": {"data.seed": 1}})
     saves().load()
     assert "data.seed was 0, is 1" in caplog.text
     assert changes({"a": 1}, {"a": 1, "b": 2}) == ["b was None, is 2"]

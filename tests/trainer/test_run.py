@@ -101,6 +101,14 @@ def test_a_step_that_fails_with_a_dead_worker_ends_with_its_place(made, monkeypa
         assert "no answer" in made.summary.data["exit"] and "no answer" in str(failed.value)
 
 
+def test_the_reason_of_a_workers_error_is_without_rays_traceback():
+    from ray.exceptions import RayTaskError
+
+    error = RayTaskError("update_actor", "Traceback (most recent call last): ...", ValueError("expected 2, found 3"))
+    assert run.reason_of(error) == run.reason_of(error.as_instanceof_cause()) == "ValueError: expected 2, found 3"
+    assert run.reason_of(KeyError("a")) == "KeyError: 'a'"
+
+
 @pytest.fixture
 def prove(monkeypatch):
     """prove(states of two workers) -> lines of progress after Run.prove with a catalogue of one row for workers."""

@@ -163,8 +163,8 @@ def _supervise(
         time.sleep(POLL_S)
     _end_driver(driver)
     progress.read()
-    if reason is None and code:
-        reason = last_error(folder / "driver.log")  # before other processes write what ending them causes
+    if reason is None and code:  # the log: before other processes write what ending them causes
+        reason = _reason_of_driver(_summary_of_driver(folder)) or last_error(folder / "driver.log")
         if code < 0:
             reason = f"driver ended by {signal.Signals(-code).name}" + (f"; last error: {reason}" if reason else "")
             code = 128 - code
@@ -345,6 +345,19 @@ def _end_of(file: Path, size: int) -> bytes:
         return opened.read()
 
 
+def _summary_of_driver(folder: Path) -> dict[str, Any]:
+    try:
+        return dict(json.loads((folder / "summary.json").read_text()))
+    except (OSError, ValueError, TypeError):  # none, or not an object
+        return {}
+
+
+def _reason_of_driver(summary: Mapping[str, Any]) -> str | None:
+    """Why the run ended, as the driver wrote it; the log's last error may be that of any process."""
+    found = summary.get("exit")
+    return None if found in ("running", "failed", "ok") else found
+
+
 def write_summary(
     folder: Path, code: int, reason: str | None, head: dict[str, Any], peaks: dict[str, int]
 ) -> tuple[int, str]:
@@ -352,19 +365,13 @@ def write_summary(
 
     A driver that exits 0 without a summary that says "ok" has not run to its end: that is an error, code 1.
     """
-    path = folder / "summary.json"
-    try:
-        summary = dict(json.loads(path.read_text()))
-    except (OSError, ValueError, TypeError):  # none, or not an object
-        summary = {}
-    found = summary.get("exit")
-    given = None if found in ("running", "failed", "ok") else found  # the driver's own reason
-    if code == 0 and found == "ok":
+    summary = _summary_of_driver(folder)
+    if code == 0 and summary.get("exit") == "ok":
         reason = "ok"
     elif code == 0:
-        code, reason = 1, given or "the driver ended without finishing its summary"
+        code, reason = 1, _reason_of_driver(summary) or "the driver ended without finishing its summary"
     elif reason is None:
-        reason = given or f"the driver exited with {code}; its log shows no error"
+        reason = f"the driver exited with {code}; its log shows no error"
     minimal = {"versions": {}, "steps": [], "logprob_delta": None, "patches": []}
-    write_json(path, {**head, **minimal, **summary, "peak_pss_bytes": peaks, "exit": reason})
+    write_json(folder / "summary.json", {**head, **minimal, **summary, "peak_pss_bytes": peaks, "exit": reason})
     return code, reason

@@ -51,7 +51,8 @@ _SAVED = re.compile(r"global_step_(\d+)")
 _UNNAMED = re.compile(r"(global_step_\d+)\.(writing|replaced|removed)-\w+")
 _OF_MODEL_BYTES = 64 << 20  # files of the model's folder up to this size are kept beside the weights
 _POLL_S, _GRACE_S = (0.1, 5.0), 30.0
-_NOT_COMPARED = ("run", "output_root", "timeouts", "ray_address", "ray_port", "memory")  # keys of recipe: say nothing
+# keys of recipe that change no step
+_NOT_COMPARED = ("run", "output_root", "timeouts", "ray_address", "ray_port", "memory")
 
 
 class Checkpoints:
@@ -83,7 +84,7 @@ class Checkpoints:
                 file.write(content)
                 file.finish()
         record = {"step": step, "blocking_s": time.perf_counter() - started}
-        record |= {key: max(answer[key] for answer in answers) for key in ("copied_bytes",)}
+        record["copied_bytes"] = max(answer["copied_bytes"] for answer in answers)
         record["copy_s"] = max(answer["seconds"] for answer in answers)
         self._thread = threading.Thread(target=self._complete, args=(writing, record, started), name="checkpoint")
         self._thread.start()
@@ -130,7 +131,7 @@ class Checkpoints:
 
     def _manifest(self, step: int, files: list[str]) -> Manifest:
         layout, dtype = str(train_layout_of(self.config)), self.config.recipe.dtype
-        facts = {"step": step, "line": self.config.recipe.line, **said_of(self.config)}
+        facts = {"step": step, "line": self.config.recipe.line, **settings_of(self.config)}
         return Manifest(KIND, self._model(), layout, dtype, secrets.token_hex(16), tuple(files), facts=facts)
 
     def _config(self) -> dict[str, Any]:
@@ -202,7 +203,7 @@ class Checkpoints:
             faults.append(f"it is of line {manifest.facts['line']}, expected {recipe.line}")
         if faults:
             raise ConfigError(f"{folder} cannot be resumed from: {'; '.join(faults)}")
-        now = said_of(self.config)
+        now = settings_of(self.config)
         if manifest.facts["digest"] != now["digest"]:
             changed = changes(manifest.facts["settings"], now["settings"])
             log.warning("the recipe is not that of %s: %s", folder, "; ".join(changed) or "other patches")
@@ -265,7 +266,7 @@ def _is_complete(folder: Path) -> bool:
     return read_manifest(folder, complete=False).complete
 
 
-def said_of(config: Any) -> dict[str, Any]:
+def settings_of(config: Any) -> dict[str, Any]:
     """{digest, settings}: what a resumed run is compared with. The digest is of settings and active patches."""
     found = OmegaConf.to_container(config, resolve=True)
     sections = {name: found[name] for name in ("recipe", "actor_rollout_ref", "algorithm", "data")}

@@ -204,13 +204,23 @@ class Run:
         self.summary.data["exit"] = reason
         if self.coverage:
             self.summary.data["emulated"] = self.coverage
-            self.progress.say(f"| {coverage.text_of(self.coverage)}")
+            for line in coverage.lines_of(self.coverage):
+                self.progress.say(f"| {line}")
         self.summary.write()
 
 
 def _number(value: Any) -> float | None:
     """A float for JSON, which knows no NaN; a skipped update has no gradient norm."""
     return None if value is None or value != value else float(value)
+
+
+def reason_of(error: BaseException) -> str:
+    """The error's type and message; of what a worker raised, without the traceback that Ray puts before it."""
+    from ray.exceptions import RayError, RayTaskError
+
+    if isinstance(error, RayTaskError) and not isinstance(error.cause, RayError):
+        error = error.cause
+    return f"{type(error).__name__}: {error}"
 
 
 def fit_as_run(original: Callable) -> Callable:
@@ -232,7 +242,7 @@ def fit_as_run(original: Callable) -> Callable:
             reason = "ok"
             return result
         except BaseException as error:
-            reason = f"{type(error).__name__}: {error}"
+            reason = reason_of(error)
             if isinstance(error, Exception) and (dead := run.dead_workers()):
                 reason = f"{run.death_of(dead)}; the first one: {reason}"
                 raise WorkerDiedError(reason) from error

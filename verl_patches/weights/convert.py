@@ -1,14 +1,12 @@
 """Run a planned conversion (plan.py): one pass, a few blocks of rows in memory, resumable, a share of the files a node.
 
-Blocks of rows are read with pread instead of through a memory map: the process holds a few blocks whatever the files'
-size, and a source that is cut off meanwhile is an error with a name, not a bus error. The read of a block and its
-change of dtype overlap with the write of the block before and its checksums.
+The process holds a few blocks of rows whatever the files' size. The read of a block and its change of dtype overlap
+with the write of the block before and its checksums.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -24,7 +22,7 @@ from verl_patches.weights import fp8
 from verl_patches.weights.manifest import FileEntry, Manifest, TensorEntry, file_problems, read_manifest
 from verl_patches.weights.plan import Group, OutFile, Plan, block_rows
 from verl_patches.weights.shards import TORCH_DTYPES, tensor_bytes
-from verl_patches.weights.source import BLOCK, FP8, Part, Source, SourceTensor, scale_name
+from verl_patches.weights.source import BLOCK, FP8, Part, Source, SourceFiles, SourceTensor, scale_name
 from verl_patches.weights.writer import FileWriter, begin, complete, missing_files, reopen
 
 Progress = Callable[[int], None]  # gets the bytes of tensors, or of files that are kept, since its last call
@@ -205,15 +203,13 @@ class _Reader:
 
     def __init__(self, source: Source):
         self.source, self.read_bytes = source, 0
-        self._files: dict[str, int] = {}
+        self._files = SourceFiles(source.folder, sequential=True)
 
     def __enter__(self) -> _Reader:
         return self
 
     def __exit__(self, *exc) -> None:
-        for handle in self._files.values():
-            os.close(handle)
-        self._files.clear()
+        self._files.__exit__(*exc)
 
     def blocks(self, tensor: SourceTensor) -> Iterator[tuple[int, torch.Tensor]]:
         """(first row, values) of `tensor`, a block of rows at a time; FP8 is decoded to bf16, else the stored dtype."""
@@ -247,21 +243,6 @@ class _Reader:
         """Rows [first, last) of a part that is stored in `shape`."""
         out = torch.empty((last - first, *shape[1:]), dtype=dtype)
         row = out.nbytes // len(out)
-        view, done = tensor_bytes(out), 0
-        while done < len(view):
-            count = os.preadv(self._handle(part.file), [view[done:]], part.offset + first * row + done)
-            if not count:
-                raise RecipeError(
-                    f"{self.source.folder / part.file}: ends inside {part.region.name}: changed since the start; "
-                    "check the file and run the same command again"
-                )
-            done += count
-        self.read_bytes += done
+        self._files.read_into(tensor_bytes(out), part, part.offset + first * row)
+        self.read_bytes += out.nbytes
         return out
-
-    def _handle(self, file: str) -> int:
-        if file not in self._files:
-            handle = os.open(self.source.folder / file, os.O_RDONLY)
-            os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_SEQUENTIAL)
-            self._files[file] = handle
-        return self._files[file]

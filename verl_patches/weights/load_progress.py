@@ -39,7 +39,7 @@ class LoadProgress:
         self.what, self.total_bytes, self.rank, self.ranks = what, total_bytes, rank, ranks
         self.read_bytes, self._published = 0, 0
         self._store, self._key = store or _OneRank(), key
-        self._begun = self._logged = self._told = time.monotonic()
+        self._begun = self._logged = self._published_at = time.monotonic()
         self._store.add(f"{key}/total", total_bytes)
         self._store.add(f"{key}/begun", 1)
         self._publish()
@@ -48,8 +48,8 @@ class LoadProgress:
         """Bytes that were read since the last call."""
         self.read_bytes += size_bytes
         now = time.monotonic()
-        if now - self._told >= PUBLISH_S:
-            self._told = now
+        if now - self._published_at >= PUBLISH_S:
+            self._published_at = now
             self._publish()
             self._log(now)
 

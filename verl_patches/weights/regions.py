@@ -9,18 +9,16 @@ decoded band (65 MB measured, with tables; a row of more bytes than the buffer m
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
 
-from verl_patches.errors import RecipeError
 from verl_patches.reshard.region import Region, overlap, part_of
 from verl_patches.weights import fp8
 from verl_patches.weights.manifest import ITEM_BYTES
 from verl_patches.weights.shards import TORCH_DTYPES, tensor_bytes
-from verl_patches.weights.source import Part, Source, SourceTensor
+from verl_patches.weights.source import Part, Source, SourceFiles, SourceTensor
 
 BAND_BYTES = 16 << 20  # of stored values that are read at once
 _LEAST_BYTES = 4096  # columns of fewer bytes a row are not read one by one: whole rows are
@@ -48,16 +46,14 @@ class RegionReader:
 
     def __init__(self, source: Source, progress: Callable[[int], None] = lambda _: None):
         self.source, self.progress = source, progress
-        self._files: dict[str, int] = {}
+        self._files = SourceFiles(source.folder)
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
     def __enter__(self) -> RegionReader:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        for handle in self._files.values():
-            os.close(handle)
-        self._files.clear()
+        self._files.__exit__(*exc)
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
     def read_bytes(self, region: Region) -> int:
@@ -133,25 +129,9 @@ class RegionReader:
         out, at = self._buffer[:size], window.part.offset + rows.start * row + window.read.start * dtype.itemsize
         view = tensor_bytes(out)
         if length == row:
-            self._fill(window.part, view, at)
+            self._files.read_into(view, window.part, at)
         else:
             for number in range(len(rows)):
-                self._fill(window.part, view[number * length : (number + 1) * length], at + number * row)
+                self._files.read_into(view[number * length : (number + 1) * length], window.part, at + number * row)
         self.progress(size)
         return out.view(dtype).view(len(rows), len(window.read))
-
-    def _fill(self, part: Part, view: memoryview, offset: int) -> None:
-        done = 0
-        while done < len(view):
-            count = os.preadv(self._handle(part.file), [view[done:]], offset + done)
-            if not count:
-                raise RecipeError(
-                    f"{self.source.folder / part.file}: ends inside {part.region.name}: it has changed since the "
-                    "start; check the file and start again"
-                )
-            done += count
-
-    def _handle(self, file: str) -> int:
-        if file not in self._files:
-            self._files[file] = os.open(self.source.folder / file, os.O_RDONLY)
-        return self._files[file]

@@ -145,8 +145,10 @@ class WorkerCheckpoint:
         from verl.utils.megatron_utils import load_megatron_model_to_gpu, offload_megatron_model_to_cpu
 
         load_megatron_model_to_gpu(self.worker.actor_module)
-        yield
-        offload_megatron_model_to_cpu(self.worker.actor_module)
+        try:
+            yield
+        finally:
+            offload_megatron_model_to_cpu(self.worker.actor_module)
 
     def _rest(self) -> dict[str, Any]:
         """What is no tensor of the model or the optimizer."""

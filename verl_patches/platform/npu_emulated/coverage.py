@@ -58,13 +58,20 @@ def coverage_of(workers: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def text_of(coverage: Mapping[str, Any]) -> str:
-    """The coverage in one line."""
+def lines_of(coverage: Mapping[str, Any]) -> list[str]:
+    """The coverage for a reader: counts, then each function with its schemas and calls, then modules by name."""
     functions, never = coverage["functions"], coverage["functions_never"]
-    modules = len(coverage["modules"])
-    modules = f"{modules} of {modules + len(coverage['modules_never'])} modules of vllm-ascend were imported"
-    return (
-        f"emulated NPU: {len(functions)} of {len(functions) + len(never)} functions of torch_npu were called, "
-        f"{', '.join(never) or 'none'} never; {modules}; a worker traced {coverage['graphs']} graphs "
-        "(names and schemas: summary.json)"
-    )
+    imported, not_imported = coverage["modules"], coverage["modules_never"]
+    return [
+        f"emulated NPU: {len(functions)} of {len(functions) + len(never)} functions of torch_npu were called; "
+        f"{len(imported)} of {len(imported) + len(not_imported)} modules of vllm-ascend were imported; a worker traced "
+        f"{coverage['graphs']} graphs",
+        *(f"  {' or '.join(found['schemas'])}: {found['calls']} calls" for found in functions.values()),
+        f"  never called: {', '.join(never) or 'none'}",
+        f"  imported: {_short(imported)}",
+        f"  never imported: {_short(not_imported)}",
+    ]
+
+
+def _short(modules: Iterable[str]) -> str:
+    return ", ".join(name.removeprefix(f"{PACKAGE}.") for name in modules) or "none"
