@@ -60,6 +60,7 @@ def pytest_configure(config: pytest.Config) -> None:
     hypothesis.settings.register_profile("busy machine", deadline=None, suppress_health_check=[slow])
     hypothesis.settings.load_profile("busy machine")
     os.environ.pop("VERL_PATCHES", None)  # a shell's own switches must not decide what a test sees
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # some images set it: every process would compile the sources again
     folder = config.getoption("--upstream")
     if folder is not None and not folder.is_dir():
         raise pytest.UsageError(f"--upstream {folder}: not a folder; expected one that holds git clones, e.g. DIR/verl")

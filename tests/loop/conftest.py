@@ -20,19 +20,19 @@ from verl_patches.upstream.checkouts import trees_of
 def smoke(tmp_path_factory, warm):
     """smoke(*arguments) -> Finished; equal arguments share one run. Fails with the log's end if `ok` and it is not.
 
-    A run without arguments starts all its processes from nothing; the workers of the others are warm (tests/warm), and
-    have the same figures.
+    A `cold` run, such as that without arguments, starts all its processes from nothing; the workers of the others are
+    warm (tests/warm): they have the same figures, but their memory is not the run's.
     """
     base = tmp_path_factory.getbasetemp()
     shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base  # by all test processes of this session
 
-    def run(*arguments, ok=True, timeout_s=420):
+    def run(*arguments, ok=True, timeout_s=420, cold=False):
         folder = shared / f"run-{hashlib.sha256(repr(arguments).encode()).hexdigest()[:16]}"
         folder.mkdir(exist_ok=True)
         with (folder / "lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # another test process may be at this very run
             if not (folder / "finished.json").exists():
-                _run(arguments, folder, timeout_s, warm if arguments else dict)
+                _run(arguments, folder, timeout_s, dict if cold or not arguments else warm)
         result = Finished.read(folder)
         if ok and result.code:
             log = result.log[-3000:] if (result.folder / "driver.log").is_file() else ""

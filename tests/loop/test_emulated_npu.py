@@ -3,8 +3,6 @@
 Dynamo traces the decode step of runs with graphs. vLLM's ranks that split experts exchange tokens by MC2 in it.
 """
 
-import functools
-
 import pytest
 from loop_runs import OFFLOAD, VERIFY, assert_caught, assert_weights_arrive, hook
 from omegaconf import OmegaConf
@@ -33,7 +31,12 @@ def with_graphs(graphs):
 
 @pytest.fixture(scope="session")
 def emulated(a3):
-    return functools.partial(a3, "--emulate-npu", "--steps")
+    """emulated(steps, *arguments, ok=True) -> Finished; the memory of the run without more arguments is measured."""
+
+    def run(*arguments, ok=True):
+        return a3("--emulate-npu", "--steps", *arguments, ok=ok, cold=arguments == ("2",))
+
+    return run
 
 
 def test_every_row_is_active_and_the_engine_is_that_of_vllm_ascend(emulated):

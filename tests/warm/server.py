@@ -42,8 +42,12 @@ AT_IMPORT = tuple(
     "OMP_ MKL_ OPENBLAS_ NUMEXPR_ KMP_ TORCH PYTORCH_ PYTHONHASHSEED LD_ MALLOC_ ARROW_ PYDANTIC_ MPLBACKEND HF_ "
     "TRANSFORMERS_".split()
 )
-# of them, what torch and vLLM themselves set in a process that imports them, such as pytest's own
-THEIR_OWN = ("PYTORCH_NVML_BASED_CUDA_CHECK", "TORCHINDUCTOR_COMPILE_THREADS", "TORCHINDUCTOR_CACHE_DIR")
+# of them, what torch and vLLM themselves set in a process that imports them, such as pytest's own, and what is read
+# later: by torch.compile, and by torch_npu
+NOT_AT_IMPORT = (
+    *("PYTORCH_NVML_BASED_CUDA_CHECK", "TORCHINDUCTOR_COMPILE_THREADS", "TORCHINDUCTOR_CACHE_DIR"),
+    *("TORCHDYNAMO_DISABLE", "PYTORCH_NPU_ALLOC_CONF"),
+)
 NEVER = """
 verl verl_patches vllm vllm_ascend megatron mindspeed mindspeed_llm ray tensordict torch_npu apex flash_attn
 transformer_engine triton
@@ -51,7 +55,7 @@ transformer_engine triton
 
 
 def at_import(env):
-    return {name: value for name, value in env.items() if name.startswith(AT_IMPORT) and name not in THEIR_OWN}
+    return {name: value for name, value in env.items() if name.startswith(AT_IMPORT) and name not in NOT_AT_IMPORT}
 
 
 def import_ahead():

@@ -78,6 +78,7 @@ def test_a_signal_to_the_process_ends_the_fork(start, number):
 
 def test_only_a_process_with_the_option_and_the_variables_of_the_server_is_its_fork(warm, start):
     assert in_a_fork(start(PARENT))
+    assert in_a_fork(start(PARENT, PYTORCH_NPU_ALLOC_CONF="expandable_segments:False", TORCHDYNAMO_DISABLE="0"))
     assert not in_a_fork(start(PARENT, OMP_NUM_THREADS="7"))
     assert not in_a_fork(subprocess.Popen([sys.executable, "-c", PARENT], env=warm(os.environ), **PIPES))
 

@@ -249,4 +249,6 @@ def grouped(x, weight, bias, group_list, group_type, group_list_type):
     demand(fits, f"{groups} groups need weight [{groups}, K, N], found {list(weight.shape)}")
     demand(x.shape[1] == weight.shape[1], f"{shapes}: K differs, {x.shape[1]} and {weight.shape[1]}")
     biases = [None] * groups if bias is None else bias
-    return torch.cat([_product(x[a:b], weight[e], biases[e]) for e, (a, b) in enumerate(bounds)])
+    # groups without rows, such as most experts in a small batch, need no product
+    filled = [(e, a, b) for e, (a, b) in enumerate(bounds) if a < b] or [(0, 0, 0)]
+    return torch.cat([_product(x[a:b], weight[e], biases[e]) for e, a, b in filled])
