@@ -14,8 +14,9 @@ pytestmark = pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "row"), [("drifted_in_workers", "model.train_dtype"), ("drifted_in_the_hook", "update.log_with_run")]
 )
-def test_the_rows_own_error_within_ten_seconds(tmp_path, name, row):
+def test_the_rows_own_error_within_ten_seconds(tmp_path, warm, name, row):
     command, env = smoke_command("--steps", "1", hook(name), folder=tmp_path)
+    env = warm(env)
     env["FAILED_AT"] = str(tmp_path / "failed_at")
     done = subprocess.run(command, cwd=ROOT, env=env, timeout=400, **STREAMS)
     seconds = time.time() - float((tmp_path / "failed_at").read_text())
