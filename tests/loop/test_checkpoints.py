@@ -41,7 +41,7 @@ def test_runs_that_were_killed_in_a_save_and_in_a_step_go_on_as_if_they_had_not_
     assert [step["step"] for step in second.steps] == [2] and [step["step"] for step in third.steps] == [3]
     assert "resumed from" in second.log and "global_step_1: step 1 is complete" in second.log
     assert saved_by(first) == ["global_step_1", "global_step_2", "global_step_3"]
-    assert not (second.folder / "checkpoints").exists() and list(third.folder.glob("rollouts/*_3.safetensors"))
+    assert list(third.folder.glob("rollouts/*_3.safetensors"))
     whole = metrics_of(smoke(), "grad_norm", "reward")
     assert metrics_of(second, "grad_norm", "reward") + metrics_of(third, "grad_norm", "reward") == whole[1:]
     state = 12 * 1_060_000  # fp32 weights and two moments of the tiny model's parameters
