@@ -8,7 +8,8 @@ copy, reads as many bytes of the same files and writes as many bytes, in blocks 
 the conversions; both find the files in the page cache. Beside it: what a conversion that did nothing but the sha256 of
 the bytes to write would reach, on all cores and without any file.
 plan: 671B in FP8 for 16 nodes.
-save: `mib` MiB of one rank's state, best of three; peers: a plain copy of the same tensors, torch.save and fsync.
+save: `mib` MiB of one rank's state, the best of some turns; peers: a plain copy of the same tensors, torch.save and
+fsync.
 runs: two smoke runs at pp2, where verl's own checkpoints, the peer, work too: bytes of a folder, seconds of a step.
 
 Prints JSON: a list of figures, each with `value`, `bound` and `peer`. Exits 1 where a bound is missed.
@@ -46,7 +47,7 @@ CASES = {  # source, target, --dtype, layout
 }
 BYTES_BOUND, RATE_BOUND, LAYERS_BOUND, COPY_BOUND = 1.02, 0.8, 2.0, 1.2
 _CHUNK, _FILE_BYTES = 16 << 20, 200_000_000  # of a HF file: 8 files, where DeepSeek-V3 has 163
-REPEATS, TENSORS = 3, 16  # of a save
+REPEATS, COPY_TURNS, TENSORS = 3, 20, 16  # of a save
 
 
 # ---- conversions
@@ -91,9 +92,9 @@ def calls_bytes() -> int:
     return int(counts["rchar"]) + int(counts["wchar"])
 
 
-def plain_copy(source: Path, target: Path, read: int, write: int) -> float:
-    """Seconds to read `read` bytes of `source`'s files and to write `write` bytes to new files, with fsync."""
-    start, buffer = time.perf_counter(), memoryview(bytearray(_CHUNK))
+def plain_copy(source: Path, target: Path, read: int, write: int) -> tuple[float, float]:
+    """(seconds, CPU seconds) to read `read` bytes of `source`'s files and to write `write` to new ones, with fsync."""
+    start, cpu, buffer = time.perf_counter(), time.process_time(), memoryview(bytearray(_CHUNK))
     target.mkdir()
     left = write
     for number, path in enumerate(sorted(source.glob("*.safetensors"))):
@@ -106,9 +107,9 @@ def plain_copy(source: Path, target: Path, read: int, write: int) -> float:
                     out.write(buffer[:take])
                     share, left = share - take, left - take
             os.fsync(out.fileno())
-    seconds = time.perf_counter() - start
+    seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
     shutil.rmtree(target)
-    return seconds
+    return seconds, cpu
 
 
 def sha256_seconds(size: int) -> float:
@@ -137,7 +138,8 @@ def conversions(folder: Path, pairs: int) -> Iterator[dict[str, Any]]:
             runs.append(json.loads(run_python(__file__, "--folder", folder, "--case", name)))
             os.sync()
             read = runs[0]["read"]
-            copies.append(plain_copy(folder / source, folder / "copy", read, runs[0]["least"] - read))
+            seconds, copy_cpu = plain_copy(folder / source, folder / "copy", read, runs[0]["least"] - read)
+            copies.append(seconds)
             hashes.append(sha256_seconds(runs[0]["least"] - read))
             print(name, pair, *(round(t, 2) for t in (runs[-1]["seconds"], copies[-1], hashes[-1])), file=sys.stderr)
         run = runs[0]
@@ -148,7 +150,7 @@ def conversions(folder: Path, pairs: int) -> Iterator[dict[str, Any]]:
         ours = round(run["least"] / statistics.median(run["seconds"] for run in runs) / 1e6)
         peer = round(run["least"] / statistics.median(copies) / 1e6)
         sha256 = statistics.median(copy / seconds for seconds, copy in zip(hashes, copies, strict=True))
-        peers = {"copy, MB/s": peer, "sha256 alone / plain copy": round(sha256, 3)}
+        peers = {"copy, MB/s": peer, "copy, cpu_s": round(copy_cpu, 2), "sha256 alone / plain copy": round(sha256, 3)}
         cpu = round(statistics.median(run["cpu"] for run in runs), 2)
         more = {"MB/s": ours, "cpu_s": cpu, "fine": ratio >= RATE_BOUND}
         yield figure(f"{name}: rate / plain copy (at least)", round(ratio, 3), "", RATE_BOUND, peers, **more)
@@ -171,14 +173,15 @@ def plans() -> Iterator[dict[str, Any]]:
 # ---- saves
 
 
-def best(work: Callable[[int], None]) -> float:
-    """Seconds of the fastest of some calls."""
-    seconds = []
-    for number in range(REPEATS):
-        start = time.perf_counter()
-        work(number)
-        seconds.append(time.perf_counter() - start)
-    return min(seconds)
+def best(turns: int, *works: Callable[[int], None]) -> list[float]:
+    """Seconds of the fastest call of each of `works`, which take turns."""
+    seconds = [[0.0] * turns for _ in works]
+    for turn in range(turns):
+        for number, work in enumerate(works):
+            start = time.perf_counter()
+            work(turn)
+            seconds[number][turn] = time.perf_counter() - start
+    return [min(each) for each in seconds]
 
 
 def saves(folder: Path, mib: int) -> list[dict[str, Any]]:
@@ -196,8 +199,12 @@ def saves(folder: Path, mib: int) -> list[dict[str, Any]]:
     storages = [HostBackedStorage(str(n), tensor) for n, tensor in enumerate(tensors)]
     copy_storages_to_host(storages)  # makes host memory, as the first offload does
     hosts = [torch.empty_like(tensor).fill_(0) for tensor in tensors]
-    plain = best(lambda _: [host.copy_(tensor) for host, tensor in zip(hosts, tensors, strict=True)])
-    ours = best(lambda _: copy_storages_to_host(storages))
+
+    def copy(_: int) -> None:
+        for host, tensor in zip(hosts, tensors, strict=True):
+            host.copy_(tensor)
+
+    plain, ours = best(COPY_TURNS, copy, lambda _: copy_storages_to_host(storages))
     pieces = []
     for number, tensor in enumerate(tensors):
         entry = whole_tensor(f"weight/{number}", "F32", tensor.shape, name=str(number))
@@ -214,7 +221,7 @@ def saves(folder: Path, mib: int) -> list[dict[str, Any]]:
             file.flush()
             os.fsync(file.fileno())
 
-    written, saved = best(write), best(save)
+    written, saved = best(REPEATS, write, save)
     size, state = size_of(folder / "0"), sum(tensor.nbytes for tensor in tensors)
     return [
         figure("bytes written / state", round(size / state, 6), "ratio", BYTES_BOUND),
