@@ -1,28 +1,37 @@
-"""What a conversion of weights costs: bytes, rate and memory, against the least possible and a plain copy. By hand:
+"""What a conversion and a save of weights cost: bytes, rate and memory, against the least possible and peers. By hand:
 
-    python tests/benchmarks/weights.py [--pairs 3] [--folder DIR]
+    python tests/benchmarks/weights.py [--only convert|plan|save|runs] [--pairs 3] [--mib 512] [--folder DIR]
 
-A model of 1.4 GB in bf16 is made in DIR (a temporary folder by default; it decides which disk is measured) and
-converted in fresh processes, from FP8 and bf16 to shards of a layout and back to bf16 and FP8. The plain copy reads as
-many bytes of the same files and writes as many bytes, in blocks of 16 MB and with fsync, in turns with the conversions.
+convert: a model of 1.4 GB in bf16 is made in DIR (a temporary folder by default; it decides which disk is measured)
+and converted in fresh processes, from FP8 and bf16 to shards of a layout and back to bf16 and FP8. Its peer, a plain
+copy, reads as many bytes of the same files and writes as many bytes, in blocks of 16 MB and with fsync, in turns with
+the conversions; both find the files in the page cache. Beside it: what a conversion that did nothing but the sha256 of
+the bytes to write would reach, on all cores and without any file.
+plan: 671B in FP8 for 16 nodes.
+save: `mib` MiB of one rank's state, the best of some turns; peers: a plain copy of the same tensors, torch.save and
+fsync.
+runs: two smoke runs at pp2, where verl's own checkpoints, the peer, work too: bytes of a folder, seconds of a step.
 
-Prints JSON: a list of figures, each with `value`, `bound` (what it must not exceed) and `peer`.
+Prints JSON: a list of figures, each with `value`, `bound` and `peer`. Exits 1 where a bound is missed.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import re
 import shutil
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from report import ROOT, figure, parser_of, print_report, run_python
+from report import figure, parser_of, print_report, run_python, run_smoke
 
 LAYOUT = "tp2 pp2 ep4 etp1 @8 layers=2,2"
 SIZES = {
@@ -36,8 +45,12 @@ CASES = {  # source, target, --dtype, layout
     "shards to bf16": ("shards", "back", "keep", None),
     "shards to FP8": ("shards", "back-fp8", "fp8", None),
 }
-BYTES_BOUND, RATE_BOUND, LAYERS_BOUND = 1.02, 0.8, 2.0
-_CHUNK = 16 << 20
+BYTES_BOUND, RATE_BOUND, LAYERS_BOUND, COPY_BOUND = 1.02, 0.8, 2.0, 1.2
+_CHUNK, _FILE_BYTES = 16 << 20, 200_000_000  # of a HF file: 8 files, where DeepSeek-V3 has 163
+REPEATS, COPY_TURNS, TENSORS = 3, 20, 16  # of a save
+
+
+# ---- conversions
 
 
 def make_sources(folder: Path) -> int:
@@ -62,14 +75,15 @@ def case(folder: Path, source: str, target: str, dtype: str, layout: str | None)
     from verl_patches.weights.plan import plan_conversion
     from verl_patches.weights.source import open_source
 
-    before, start = calls_bytes(), time.perf_counter()
-    plan = plan_conversion(open_source(folder / source), layout and parse_layout(layout), dtype)
+    before, start, cpu = calls_bytes(), time.perf_counter(), time.process_time()
+    plan = plan_conversion(open_source(folder / source), layout and parse_layout(layout), dtype, _FILE_BYTES)
     done = convert(plan, folder / target)
     seconds, moved = time.perf_counter() - start, calls_bytes() - before
     least = done.read_bytes + sum(t.size_bytes for file in done.manifest.files for t in file.tensors)
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     peak = int(status["VmHWM"].split()[0]) * 1024  # ru_maxrss would include the parent's, from before exec
-    return {"seconds": seconds, "moved": moved, "least": least, "read": done.read_bytes, "peak": peak}
+    cpu = time.process_time() - cpu
+    return {"seconds": seconds, "cpu": cpu, "moved": moved, "least": least, "read": done.read_bytes, "peak": peak}
 
 
 def calls_bytes() -> int:
@@ -78,9 +92,9 @@ def calls_bytes() -> int:
     return int(counts["rchar"]) + int(counts["wchar"])
 
 
-def plain_copy(source: Path, target: Path, read: int, write: int) -> float:
-    """Seconds to read `read` bytes of `source`'s files and to write `write` bytes to new files, with fsync."""
-    start, buffer = time.perf_counter(), memoryview(bytearray(_CHUNK))
+def plain_copy(source: Path, target: Path, read: int, write: int) -> tuple[float, float]:
+    """(seconds, CPU seconds) to read `read` bytes of `source`'s files and to write `write` to new ones, with fsync."""
+    start, cpu, buffer = time.perf_counter(), time.process_time(), memoryview(bytearray(_CHUNK))
     target.mkdir()
     left = write
     for number, path in enumerate(sorted(source.glob("*.safetensors"))):
@@ -93,36 +107,58 @@ def plain_copy(source: Path, target: Path, read: int, write: int) -> float:
                     out.write(buffer[:take])
                     share, left = share - take, left - take
             os.fsync(out.fileno())
-    seconds = time.perf_counter() - start
+    seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
     shutil.rmtree(target)
-    return seconds
+    return seconds, cpu
 
 
-def figures(folder: Path, pairs: int) -> Iterator[dict[str, Any]]:
+def sha256_seconds(size: int) -> float:
+    """Seconds for the sha256 of `size` bytes in memory, on all cores of this process."""
+    cores, block = len(os.sched_getaffinity(0)), bytes(1 << 20)
+
+    def work(number: int) -> None:
+        digest = hashlib.sha256()
+        for _ in range(size // cores // len(block)):
+            digest.update(block)
+
+    start = time.perf_counter()
+    with ThreadPoolExecutor(cores) as pool:
+        list(pool.map(work, range(cores)))
+    return time.perf_counter() - start
+
+
+def conversions(folder: Path, pairs: int) -> Iterator[dict[str, Any]]:
     """Bytes, rate and memory of each case."""
     layer = make_sources(folder)
     for name, (source, target, *_) in CASES.items():
-        runs, copies = [], []
+        runs, copies, hashes = [], [], []
         for pair in range(pairs):
             shutil.rmtree(folder / target, ignore_errors=True)
             os.sync()
             runs.append(json.loads(run_python(__file__, "--folder", folder, "--case", name)))
             os.sync()
             read = runs[0]["read"]
-            copies.append(plain_copy(folder / source, folder / "copy", read, runs[0]["least"] - read))
-            print(name, pair, round(runs[-1]["seconds"], 2), round(copies[-1], 2), file=sys.stderr)
+            seconds, copy_cpu = plain_copy(folder / source, folder / "copy", read, runs[0]["least"] - read)
+            copies.append(seconds)
+            hashes.append(sha256_seconds(runs[0]["least"] - read))
+            print(name, pair, *(round(t, 2) for t in (runs[-1]["seconds"], copies[-1], hashes[-1])), file=sys.stderr)
         run = runs[0]
-        yield figure(f"{name}: bytes read + written / least possible", run["moved"] / run["least"], "", BYTES_BOUND)
+        yield figure(
+            f"{name}: bytes read + written / least possible", round(run["moved"] / run["least"], 5), "", BYTES_BOUND
+        )
         ratio = statistics.median(copy / run["seconds"] for run, copy in zip(runs, copies, strict=True))
         ours = round(run["least"] / statistics.median(run["seconds"] for run in runs) / 1e6)
         peer = round(run["least"] / statistics.median(copies) / 1e6)
-        more = {"MB/s": ours, "fine": ratio >= RATE_BOUND}
-        yield figure(f"{name}: rate / plain copy (at least)", ratio, "", RATE_BOUND, {"copy, MB/s": peer}, **more)
+        sha256 = statistics.median(copy / seconds for seconds, copy in zip(hashes, copies, strict=True))
+        peers = {"copy, MB/s": peer, "copy, cpu_s": round(copy_cpu, 2), "sha256 alone / plain copy": round(sha256, 3)}
+        cpu = round(statistics.median(run["cpu"] for run in runs), 2)
+        more = {"MB/s": ours, "cpu_s": cpu, "fine": ratio >= RATE_BOUND}
+        yield figure(f"{name}: rate / plain copy (at least)", round(ratio, 3), "", RATE_BOUND, peers, **more)
         peak = max(run["peak"] for run in runs)
-        yield figure(f"{name}: peak memory / largest layer", peak / layer, "", LAYERS_BOUND, {"bytes": peak})
+        yield figure(f"{name}: peak memory / largest layer", round(peak / layer, 3), "", LAYERS_BOUND, {"bytes": peak})
 
 
-def plan_figure() -> Iterator[dict[str, Any]]:
+def plans() -> Iterator[dict[str, Any]]:
     """Seconds to plan DeepSeek-V3's 163 files in FP8 for 16 nodes of the 256-die layout."""
     from tests.cli.test_weights import TRAIN_256, answer, public_folder
 
@@ -134,18 +170,107 @@ def plan_figure() -> Iterator[dict[str, Any]]:
     yield figure("671B, 163 files, 16 nodes: plan", plan["planning_s"], "s", 10.0, None, node=node)
 
 
+# ---- saves
+
+
+def best(turns: int, *works: Callable[[int], None]) -> list[float]:
+    """Seconds of the fastest call of each of `works`, which take turns."""
+    seconds = [[0.0] * turns for _ in works]
+    for turn in range(turns):
+        for number, work in enumerate(works):
+            start = time.perf_counter()
+            work(turn)
+            seconds[number][turn] = time.perf_counter() - start
+    return [min(each) for each in seconds]
+
+
+def saves(folder: Path, mib: int) -> list[dict[str, Any]]:
+    """Figures of copying and writing."""
+    import torch
+
+    from tests.reshard.cases import TINY
+    from verl_patches.memory.host_backed import HostBackedStorage, copy_storages_to_host
+    from verl_patches.weights.checkpoint import rank_files, write_rank
+    from verl_patches.weights.manifest import Manifest, whole_tensor
+    from verl_patches.weights.train_state import Piece, Place
+    from verl_patches.weights.writer import begin, complete
+
+    tensors = [torch.randn((mib << 20) // 4 // TENSORS) for _ in range(TENSORS)]
+    storages = [HostBackedStorage(str(n), tensor) for n, tensor in enumerate(tensors)]
+    copy_storages_to_host(storages)  # makes host memory, as the first offload does
+    hosts = [torch.empty_like(tensor).fill_(0) for tensor in tensors]
+
+    def copy(_: int) -> None:
+        for host, tensor in zip(hosts, tensors, strict=True):
+            host.copy_(tensor)
+
+    plain, ours = best(COPY_TURNS, copy, lambda _: copy_storages_to_host(storages))
+    pieces = []
+    for number, tensor in enumerate(tensors):
+        entry = whole_tensor(f"weight/{number}", "F32", tensor.shape, name=str(number))
+        pieces.append(Piece(entry, tensor, (Place(tuple(tensor.shape), (1,), 0),)))
+
+    def write(number: int) -> None:
+        begin(folder / str(number), Manifest("checkpoint", TINY, "@1", "fp32", "x", tuple(rank_files(1))))
+        write_rank(folder / str(number), 0, pieces, lambda piece: [piece.base], {})
+        complete(folder / str(number))
+
+    def save(number: int) -> None:
+        with (folder / f"{number}.pt").open("wb") as file:
+            torch.save(tensors, file)
+            file.flush()
+            os.fsync(file.fileno())
+
+    written, saved = best(REPEATS, write, save)
+    size, state = size_of(folder / "0"), sum(tensor.nbytes for tensor in tensors)
+    return [
+        figure("bytes written / state", round(size / state, 6), "ratio", BYTES_BOUND),
+        figure("host copy / plain copy", round(ours / plain, 3), "ratio", COPY_BOUND, plain_s=round(plain, 4)),
+        figure("write", round(state / written / 1e9, 3), "GB/s", None, peer=round(state / saved / 1e9, 3)),
+    ]
+
+
+def size_of(folder: Path) -> int:
+    """Bytes of all files below `folder`."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def saves_of_runs(folder: Path) -> list[dict[str, Any]]:
+    """Figures of a smoke run, with verl's own checkpoints as peer."""
+    found = {}
+    for name, patches in (("ours", "[]"), ("verl", "[-checkpoint.*]")):
+        layout = ("--train-layout", "pp2", "--steps", "2", "trainer.save_freq=1", f"recipe.patches={patches}")
+        run_smoke(str(folder), name, *layout)
+        log = (folder / name / "driver.log").read_text(errors="replace")
+        seconds = [float(text) for text in re.findall(r"timing_s/save_checkpoint:([\d.]+)", log)]
+        found[name] = size_of(folder / name / "checkpoints" / "global_step_2"), min(seconds)
+    return [
+        figure("checkpoint of the tiny model", found["ours"][0], "bytes", None, peer=found["verl"][0]),
+        figure("save's part of a step", found["ours"][1], "s", None, peer=found["verl"][1]),
+    ]
+
+
 def main() -> int:
     """Measure and print."""
-    parser = parser_of(__doc__, pairs=3)
+    parser = parser_of(__doc__, pairs=3, mib=512)
+    parts: dict[str, Callable[[Path], Any]] = {
+        "convert": lambda folder: conversions(folder, given.pairs),
+        "plan": lambda folder: plans(),
+        "save": lambda folder: saves(folder, given.mib),
+        "runs": saves_of_runs,
+    }
     parser.add_argument("--folder", type=Path, help="where the folders are made")
+    parser.add_argument("--only", choices=parts, help="one part; all of them by default")
     parser.add_argument("--case", choices=CASES, help="run one conversion; used for the child processes")
     given = parser.parse_args()
     if given.case:
         print(json.dumps(case(given.folder, *CASES[given.case])))
         return 0
-    with tempfile.TemporaryDirectory(dir=given.folder) as name:
-        lines = [*figures(Path(name), given.pairs), *plan_figure()]
-    return print_report("weights", lines, python=sys.version.split()[0], root=ROOT.name)
+    lines = []
+    for name in [given.only] if given.only else parts:
+        with tempfile.TemporaryDirectory(dir=given.folder) as folder:
+            lines += parts[name](Path(folder))
+    return print_report("weights", lines, python=sys.version.split()[0], cores=len(os.sched_getaffinity(0)))
 
 
 if __name__ == "__main__":

@@ -66,7 +66,7 @@ def test_verify_finds_a_flipped_byte_and_exits_with_1(folder, tmp_path):
     data[-1] ^= 16
     file.write_bytes(data)
     tensor, whole = answer("verify", tmp_path / "out", code=1)["problems"]
-    assert tensor.startswith(f"{file.name}, {HEAD}: expected crc32 ") and "sha256" in whole
+    assert tensor.startswith(f"{file.name}, {HEAD}: expected sha256 ") and "sha256" in whole
     os.truncate(file, 1000)
     assert "problem: " in call("verify", tmp_path / "out", code=1).stdout
     plain = folder / "model-1.safetensors"

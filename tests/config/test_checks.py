@@ -287,6 +287,16 @@ def test_the_public_config_is_no_fault_of_weights_in_bf16(tmp_path):
     assert "quantization_config" not in hf_config_of(config)
 
 
+@pytest.mark.parametrize("mode", ["auto", "resume_path"])
+def test_a_checkpoint_that_is_not_whole_is_refused_before_the_start(tmp_path, mode):
+    given = [f"trainer.resume_mode={mode}", f"trainer.default_local_dir={tmp_path}"]
+    given.append(f"trainer.resume_from_path={tmp_path / 'global_step_3'}")
+    (tmp_path / "global_step_3").mkdir()
+    (tmp_path / "global_step_3" / "manifest.json").write_text("{}")
+    assert "global_step_3/manifest.json: expected format" in failed(TINY, *given)["checkpoints"]
+    assert "checkpoints" not in failed(TINY, "trainer.resume_mode=auto", f"trainer.default_local_dir={tmp_path}/none")
+
+
 @pytest.mark.parametrize(("name", "override", "words"), [
     (TINY, "recipe.dtype=fp32", "all sampled tokens of every step"),
     (TINY, f"{ROLLOUT}.temperature=0.7", "never compared: sampling changes .*every=N"),

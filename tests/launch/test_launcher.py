@@ -50,9 +50,10 @@ def start(tmp_path: Path, monkeypatch):
     monkeypatch.setattr("verl_patches.processes.TERM_S", 0.5)
     monkeypatch.setattr(launcher, "MEMORY_S", 0.2)  # short runs must be measured on a busy machine too
 
-    def run(code: str, on_line=None, dirty=None, **recipe):
+    def run(code: str, on_line=None, dirty=None, trainer=(), **recipe):
         lines: list[str] = []
         config = composed().copy()
+        config.trainer.update(dict(trainer))
         config.recipe.update({"output_root": str(tmp_path), "run": "t", **recipe})
         monkeypatch.setattr(launcher, "driver_command", lambda *_: [sys.executable, "-c", code])
         outcome = launcher.run(config, NAME, [], on_line or lines.append, None, dirty)
@@ -258,6 +259,24 @@ def test_a_folder_that_another_run_writes_is_refused(start, tmp_path):
         fcntl.flock(lock, fcntl.LOCK_EX)
         with pytest.raises(ConfigError, match=r"being written by another run.*--run NAME"):
             start(SUMMARY)
+
+
+@pytest.mark.parametrize(
+    ("settings", "refused"),
+    [({"save_freq": 1}, True), ({"resume_mode": "auto"}, True), ({"resume_mode": "disable"}, False)],
+)
+def test_two_runs_with_one_folder_of_checkpoints_are_refused(start, tmp_path, settings, refused):
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    trainer = {**settings, "default_local_dir": str(folder)}
+    with (folder / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not refused:
+            assert start(SUMMARY, trainer=trainer)[0].code == 0
+            return
+        with pytest.raises(ConfigError, match=r"checkpoints is being written by another run.*default_local_dir"):
+            start(SUMMARY, trainer=trainer)
+    assert start(SUMMARY, trainer=trainer)[0].code == 0  # control: the lock is free
 
 
 def test_shared_memory_that_a_killed_process_left_is_removed(start, tmp_path):

@@ -1,8 +1,11 @@
-"""Checkpoints with experts split over ranks: a resumed run is the uninterrupted one, also after kills.
+"""Checkpoints with experts split over ranks: runs that were killed and resumed are the uninterrupted one.
 
-Line a3: test_memory_as_in_production_changes_no_update in test_layouts.py.
+Three runs share one folder of checkpoints: the first is killed in a save, the second in a step, the third ends. The
+uninterrupted run is that of all other tests, which saves nothing. Line a3:
+test_memory_as_in_production_changes_no_update in test_layouts.py.
 """
 
+import shutil
 import subprocess
 import sys
 
@@ -11,34 +14,49 @@ import torch
 from loop_runs import hook, metrics_of, resume
 from safetensors.torch import load_file
 
+from verl_patches.weights.manifest import read_manifest
+
 pytestmark = pytest.mark.slow
-SAVING = ("--steps", "3", "trainer.save_freq=2", "trainer.max_actor_ckpt_to_keep=3")
+SAVING = ("--steps", "3", "trainer.save_freq=1", "trainer.resume_mode=auto")
 
 
 def saved_by(run):
     """Names in the run's folder of checkpoints."""
-    return sorted(path.name for path in (run.folder / "checkpoints").iterdir())
+    return sorted(path.name for path in (run.folder / "checkpoints").iterdir() if path.name != ".lock")
 
 
-def test_a_resumed_run_goes_on_as_if_it_had_not_ended(smoke):
-    first = smoke(*SAVING)
-    assert saved_by(first) == ["global_step_2", "global_step_3"]
-    resumed = smoke(*SAVING, *resume(first, 2))
-    assert [step["step"] for step in resumed.steps] == [3] and list(resumed.folder.glob("rollouts/*_3.safetensors"))
-    assert metrics_of(resumed, "grad_norm", "reward") == metrics_of(first, "grad_norm", "reward")[2:]
-    found = {each["step"]: each for each in first.summary["checkpoints"]}
+@pytest.fixture
+def runs(smoke):
+    """The three runs; the first one's folder has the checkpoints of all."""
+    first = smoke(*SAVING, hook("killed_in_save"), ok=False)
+    there = f"trainer.default_local_dir={first.folder / 'checkpoints'}"
+    second = smoke(*SAVING, there, hook("killed_in_update"), ok=False)
+    return first, second, smoke(*SAVING, there)
+
+
+def test_runs_that_were_killed_in_a_save_and_in_a_step_go_on_as_if_they_had_not_ended(smoke, runs):
+    """At most the work since the last complete checkpoint is lost: of step 2, then of step 3."""
+    first, second, third = runs
+    assert first.code and first.summary["exit"] != "ok" and second.code and second.summary["exit"] != "ok"
+    assert [step["step"] for step in second.steps] == [2] and [step["step"] for step in third.steps] == [3]
+    assert "resumed from" in second.log and "global_step_1: step 1 is complete" in second.log
+    assert saved_by(first) == ["global_step_1", "global_step_2", "global_step_3"]
+    assert list(third.folder.glob("rollouts/*_3.safetensors"))
+    whole = metrics_of(smoke(), "grad_norm", "reward")
+    assert metrics_of(second, "grad_norm", "reward") + metrics_of(third, "grad_norm", "reward") == whole[1:]
     state = 12 * 1_060_000  # fp32 weights and two moments of the tiny model's parameters
-    assert found.keys() == {2, 3} and found[2]["bytes"] < 1.03 * state, found
+    (found,) = third.summary["checkpoints"]
+    assert found["step"] == 3 and found["bytes"] < 1.03 * state, found
 
 
-def test_an_export_is_the_trained_model_for_transformers(smoke, tmp_path):
+def test_an_export_is_the_trained_model_for_transformers(runs, tmp_path):
     """Log-probs of step 3, which vLLM sampled with the weights that the checkpoint of step 2 holds; not those of 3."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    run, worst = smoke(*SAVING), {}
-    step = load_file(run.folder / "rollouts" / "step_3.safetensors")
+    first, _, third = runs
+    step, worst = load_file(third.folder / "rollouts" / "step_3.safetensors"), {}
     for number in (2, 3):
-        saved, made = run.folder / "checkpoints" / f"global_step_{number}", tmp_path / str(number)
+        saved, made = first.folder / "checkpoints" / f"global_step_{number}", tmp_path / str(number)
         command = [sys.executable, "-m", "verl_patches", "weights", "export", str(saved), str(made)]
         subprocess.run(command, check=True)
         model = AutoModelForCausalLM.from_pretrained(made, torch_dtype="auto", attn_implementation="eager").eval()
@@ -55,28 +73,27 @@ def test_an_export_is_the_trained_model_for_transformers(smoke, tmp_path):
 
 
 @pytest.mark.full
-def test_another_layout_resumes_with_the_same_gradient(smoke):
-    """On the responses of the first run, as another layout samples others. The log says what differs."""
-    first = smoke(*SAVING)
-    layout = ("--train-layout", "tp2ep2", "--rollout-tp", "2", "--replay-rollout", str(first.folder))
-    resumed = smoke("--steps", "3", *layout, *resume(first, 2))
+def test_another_layout_resumes_with_the_same_gradient(smoke, runs):
+    """On the responses of the uninterrupted run, as another layout samples others. The log says what differs."""
+    whole = smoke()
+    layout = ("--train-layout", "tp2ep2", "--rollout-tp", "2", "--replay-rollout", str(whole.folder))
+    resumed = smoke("--steps", "3", *layout, *resume(runs[0], 2))
     (found,) = metrics_of(resumed, "grad_norm")
-    assert found == pytest.approx(metrics_of(first, "grad_norm")[2], rel=1e-6)
+    assert found == pytest.approx(metrics_of(whole, "grad_norm")[2], rel=1e-6)
     assert "actor.megatron.tensor_model_parallel_size was 1, is 2" in resumed.log
 
 
 @pytest.mark.full
-def test_runs_that_were_killed_in_a_save_and_in_a_step_go_on(smoke):
-    """At most the work since the last complete checkpoint is lost, and the end is that of the uninterrupted run."""
-    every = ("--steps", "3", "trainer.save_freq=1", "trainer.resume_mode=auto")
-    first = smoke(*every, hook("killed_in_save"), ok=False)
-    assert first.code and first.summary["exit"] != "ok"
-    assert saved_by(first)[0] == "global_step_1" and "global_step_2" not in saved_by(first)
-    there = f"trainer.default_local_dir={first.folder / 'checkpoints'}"
-    second = smoke(*every, there, hook("killed_in_update"), ok=False)
-    assert second.code and second.summary["exit"] != "ok" and "global_step_2" in saved_by(first)
-    third = smoke(*every, there)
-    assert [step["step"] for step in second.steps] == [2] and [step["step"] for step in third.steps] == [3]
-    assert saved_by(first) == ["global_step_1", "global_step_2", "global_step_3"]
-    whole = metrics_of(smoke(*SAVING), "grad_norm", "reward")
-    assert metrics_of(second, "grad_norm", "reward") + metrics_of(third, "grad_norm", "reward") == whole[1:]
+def test_a_flipped_byte_is_refused_before_the_first_step(smoke, runs, tmp_path):
+    """In the last tensor of rank 1, whose file another rank reads and compares."""
+    damaged = shutil.copytree(runs[0].folder / "checkpoints" / "global_step_2", tmp_path / "global_step_2")
+    path = damaged / "rank_00001.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    entry = next(file for file in read_manifest(damaged).files if file.name == path.name).tensors[-1]
+    given = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={damaged}")
+    run = smoke("--steps", "3", *given, ok=False)
+    reason = run.summary["exit"]
+    assert run.code == 1 and run.steps == [] and "CheckpointError" in reason, reason
+    assert f"{path.name}, {entry.key}: expected sha256 {entry.sha256_to_end}" in reason

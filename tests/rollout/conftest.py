@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
@@ -28,9 +27,16 @@ def run_rollout(run_ranks):
 
 @pytest.fixture(scope="session")
 def public_folder(tiny_model, tmp_path_factory) -> Path:
-    """The same model in a folder as DeepSeek publishes it, with weights in bf16."""
-    folder = tmp_path_factory.mktemp("public") / "tiny"
-    shutil.copytree(tiny_model, folder)
+    """The same model, exported from shards of a layout, in a folder as DeepSeek publishes it, with weights in bf16."""
+    from verl_patches.layout.parallel import parse_layout
+    from verl_patches.weights.convert import convert  # imports torch
+    from verl_patches.weights.plan import plan_conversion
+    from verl_patches.weights.source import open_source
+
+    made = tmp_path_factory.mktemp("public")
+    folder, layout = made / "tiny", parse_layout("tp2 pp2 ep4 etp1 @8 layers=1,3")
+    convert(plan_conversion(open_source(tiny_model), layout), made / "shards")
+    convert(plan_conversion(open_source(made / "shards"), file_bytes=1_000_000), folder)
     return as_published(folder, json.loads(PUBLIC.read_text()))
 
 

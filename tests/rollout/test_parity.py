@@ -46,8 +46,11 @@ def test_tp1_prefill_and_decode(reference, one_rank):
         assert worst(one_rank["logits"][part], reference["base"][part]) < TOLERANCE
 
 
-def test_a_folder_as_published_with_weights_in_bf16_is_the_same_model(one_rank):
-    """Its config.json says fp8 and has an MTP layer, whose tensors are there: row rollout.llm_arguments."""
+def test_an_exported_folder_as_published_with_weights_in_bf16_is_the_same_model(one_rank):
+    """vLLM's own loader reads what was converted to shards and exported; the logits are equal bit for bit.
+
+    config.json says fp8 and has an MTP layer, whose tensors are there: row rollout.llm_arguments.
+    """
     assert torch.equal(one_rank["public_folder"], one_rank["logits"])
     assert "model.layers.4.eh_proj.weight" in one_rank["without_mtp"]  # why vLLM's view keeps that entry
 

@@ -13,9 +13,10 @@ from omegaconf import OmegaConf
 from tests.reshard.cases import TINY
 from verl_patches.errors import ConfigError
 from verl_patches.trainer import checkpoint
-from verl_patches.trainer.checkpoint import Checkpoints, changes, newest, recover
+from verl_patches.trainer.checkpoint import Checkpoints, changes
 from verl_patches.weights import writer
 from verl_patches.weights.checkpoint import CheckpointError, CheckpointReader, rank_files, write_rank
+from verl_patches.weights.checkpoint_folders import newest, recover, remove_oldest, require_whole
 from verl_patches.weights.manifest import Manifest, folder_problems, read_manifest, whole_tensor
 from verl_patches.weights.train_state import Piece, Place
 
@@ -92,7 +93,7 @@ def test_the_newest_complete_one_is_resumed_and_the_oldest_are_removed(saves, tm
     for step in (1, 2, 9, 10):
         save(run, step)
     left = [sorted(path.name for path in tmp_path.iterdir())]
-    checkpoint.remove_oldest(tmp_path, 2)
+    remove_oldest(tmp_path, 2)
     left.append(sorted(path.name for path in tmp_path.iterdir()))
     assert left == [["global_step_10", "global_step_2", "global_step_9"], ["global_step_10", "global_step_9"]]
     assert [record["step"] for record in run.records] == [1, 2, 9, 10]
@@ -102,6 +103,25 @@ def test_the_newest_complete_one_is_resumed_and_the_oldest_are_removed(saves, tm
     assert (trainer.global_steps, trainer.train_dataloader.position) == (10, 10)
     assert trainer.actor_rollout_wg.loaded == [10, 10]
     assert not folder_problems(tmp_path / "global_step_9", read_manifest(tmp_path / "global_step_9"))
+
+
+def test_damaged_files_are_named_without_reading_their_tensors(saves, tmp_path):
+    """As the launcher does before a resumed run starts anything."""
+    save(saves(), 3)
+    folder = tmp_path / "global_step_3"
+    require_whole(folder)  # control
+    path = folder / rank_files(2)[2]
+    whole = path.read_bytes()
+    for content, message in (
+        (whole[:-1], rf"{path.name}: expected {len(whole)} bytes .manifest., found {len(whole) - 1} bytes"),
+        (whole.replace(b'"weight/1"', b'"weight/7"'), f"{path.name}: weight/1: expected .* found no such tensor"),
+    ):
+        path.write_bytes(content)
+        with pytest.raises(ConfigError, match=message):
+            require_whole(folder)
+    path.unlink()
+    with pytest.raises(ConfigError, match=f"{path.name}: expected .* found no file"):
+        require_whole(folder)
 
 
 def test_auto_starts_anew_without_a_complete_one(saves, tmp_path):

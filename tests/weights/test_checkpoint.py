@@ -166,7 +166,7 @@ def test_a_flipped_byte_is_named_by_the_rank_that_verifies_the_file(small):
     path.write_bytes(data)
     last = read_manifest(small).files[2].tensors[-1].key
     found = [problems_of_share(small, rank, 2) for rank in range(2)]
-    assert found[1] == [] and f"{path.name}, {last}: expected crc32" in found[0][0], found
+    assert found[1] == [] and f"{path.name}, {last}: expected sha256 " in found[0][0], found
 
 
 @pytest.mark.parametrize(("lost", "message"), [

@@ -19,7 +19,6 @@ from verl_patches.reshard.region import Region
 from verl_patches.weights import convert as convert_module
 from verl_patches.weights import plan as plan_module
 from verl_patches.weights.convert import convert
-from verl_patches.weights.fp8 import decode
 from verl_patches.weights.manifest import file_problems, folder_problems, read_manifest, recorded
 from verl_patches.weights.plan import costs, parse_part, plan_conversion
 from verl_patches.weights.shards import ShardReader
@@ -38,6 +37,12 @@ def small(tmp_path):
 
 def run(source, destination, layout=None, dtype=None, file_bytes=100_000, **more):
     return convert(plan_conversion(open_source(source), layout, dtype, file_bytes), destination, **more)
+
+
+def from_fp8(stored, scales):
+    """What the format says, without this project's code: fp8 * the scale of its block of 128 x 128, in fp32."""
+    rows, columns = stored.shape
+    return stored.float() * scales.repeat_interleave(128, 0)[:rows].repeat_interleave(128, 1)[:, :columns]
 
 
 def checksums(folder):
@@ -93,8 +98,7 @@ def test_fp8_to_bf16_and_shards_and_back_to_fp8(tmp_path, monkeypatch, block_byt
     assert len(quantized) == sum(tensor.dtype == torch.float8_e4m3fn for tensor in again.values()) > 20
     for name in quantized:
         name = name.removesuffix("_scale_inv")
-        found = decode(again[name], again[f"{name}_scale_inv"], (128, 128), torch.float32)
-        peak = again[f"{name}_scale_inv"].max()
+        peak, found = again[f"{name}_scale_inv"].max(), from_fp8(again[name], again[f"{name}_scale_inv"])
         assert (found - values[name]).abs().le((values[name].abs().float() / 16).clamp(min=peak * 2**-10) * 1.01).all()
     run(tmp_path / "again", tmp_path / "last")
     assert read_folder(tmp_path / "last").keys() == values.keys()
@@ -196,11 +200,11 @@ def test_a_full_disk_is_said_before_and_leaves_nothing_that_looks_complete(tmp_p
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (150_000, before[1]))  # a write past it fails as on a full disk
     try:
-        with pytest.raises(RecipeError, match="dense-pp00-tp0.*cannot write .*same command again"):
+        with pytest.raises(RecipeError, match=r"dense-pp0\d-tp0.*cannot write .*same command again"):
             run(small, out, SMALL_LAYOUT)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert not list(out.glob("dense*"))
+    assert not list(out.glob("dense-pp00*")) and not list(out.glob("*.partial"))  # other groups may be finished
     with pytest.raises(ConfigError, match="not complete"):
         open_source(out)
     run(small, out, SMALL_LAYOUT)

@@ -40,10 +40,14 @@ def test_decode_is_the_formula_of_every_block(shape, dtype):
         assert found[row, column] == torch.tensor(value, dtype=torch.float32).to(dtype)
 
 
-def test_every_byte_has_its_value():
-    stored = torch.arange(256, dtype=torch.uint8).repeat(128, 1)
+@pytest.mark.parametrize("numbers", ["all", "without NaN", "negative NaN"])
+def test_every_byte_has_its_value(numbers):
+    """Also where no value is NaN, which has a faster way."""
+    left_out = {"all": [], "without NaN": [0x7F, 0xFF], "negative NaN": [0x7F]}[numbers]
+    values = torch.tensor([byte for byte in range(256) if byte not in left_out], dtype=torch.uint8)
+    stored = values.repeat(128, 1)
     found = fp8.decode(stored.view(torch.float8_e4m3fn), torch.ones(1, 2), BLOCK, torch.float32)
-    assert numpy.array_equal(found.double().numpy(), numpy.tile(VALUES, (128, 1)), equal_nan=True)
+    assert numpy.array_equal(found.double().numpy(), numpy.tile(VALUES[values.numpy()], (128, 1)), equal_nan=True)
 
 
 @pytest.mark.parametrize("shape", [(128, 128), (200, 140), (3, 5)])

@@ -126,8 +126,15 @@ def test_every_kind_of_damage_is_named(tmp_path):
             (p.file, p.tensor, p.expected.split()[0], p.found.split()[0]) for p in m.folder_problems(tmp_path, manifest)
         ]
 
-    path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-    assert problems() == [("b.safetensors", "c", "crc32", "crc32"), ("b.safetensors", "", "sha256", "sha256")]
+    end = len(whole)
+    for entry, _ in FILES["b.safetensors"][::-1]:
+        start = end - entry.size_bytes
+        for at in (start, end - 1):
+            path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+            (tensor, file) = problems()
+            assert tensor[:3] == ("b.safetensors", entry.key, "sha256"), (at, tensor)
+            assert file == ("b.safetensors", "", "sha256", "sha256")
+        end = start
     path.write_bytes(whole.replace(b'"bias"', b'"biaz"'))
     assert problems()[0][:2] == ("b.safetensors", "") and "header" in str(m.folder_problems(tmp_path, manifest)[0])
     with pytest.raises(ConfigError, match="bias: expected .*F32.*found no such tensor"):

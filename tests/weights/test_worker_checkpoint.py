@@ -17,7 +17,7 @@ def same_error(folder):
     def work():
         if dist.get_rank() == 2:
             raise OSError("no disk")
-        return ["rank_00001.safetensors, weight/x: expected crc32 1, found 2"] * (dist.get_rank() == 1)
+        return ["rank_00001.safetensors, weight/x: expected sha256 1, found 2"] * (dist.get_rank() == 1)
 
     _same_on_all(lambda: None, folder)
     try:
@@ -30,7 +30,7 @@ def test_a_fault_on_one_rank_is_an_error_on_all(ranks4):
     first, *others = ranks4.run(same_error, "/c/global_step_2")
     assert others == [first] * 3
     assert "/c/global_step_2 cannot be resumed from" in first and "rank 2: OSError: no disk" in first
-    assert "rank 1: rank_00001.safetensors, weight/x: expected crc32 1" in first
+    assert "rank 1: rank_00001.safetensors, weight/x: expected sha256 1" in first
 
 
 @pytest.mark.parametrize("platform", ["cpu", "npu_emulated"])

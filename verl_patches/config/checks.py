@@ -45,6 +45,7 @@ from verl_patches.trainer import on_policy, truth_check
 from verl_patches.trainer.recording import find_recording
 from verl_patches.upstream.support import refusal, refused_keys, shell_findings
 from verl_patches.values import Count, Positive, value_faults
+from verl_patches.weights.checkpoint_folders import newest, require_whole
 from verl_patches.weights.source import open_source
 
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor.megatron", "actor_rollout_ref.rollout"
@@ -355,8 +356,25 @@ def _checkpoint_checks(config: DictConfig, train: ParallelLayout) -> Iterator[Ch
         faults.append("trainer.default_hdfs_dir is set, expected null: files go to trainer.default_local_dir only")
     if config.algorithm.adv_estimator == "gae":
         faults.append("algorithm.adv_estimator is gae, whose critic would not be saved; expected one without a critic")
+    if fault := _resumed_from(trainer):
+        faults.append(fault)
     held = f"in {trainer.default_local_dir}, which all nodes must share"
     yield Check("checkpoints", not faults, "; ".join(faults) or held, note=not faults)
+
+
+def _resumed_from(trainer: DictConfig) -> str | None:
+    """What is wrong with the files of the checkpoint that the run would go on from."""
+    try:
+        folder = None
+        if trainer.resume_mode == "auto":
+            folder = newest(Path(trainer.default_local_dir).absolute())
+        elif trainer.resume_mode == "resume_path" and isinstance(trainer.resume_from_path, str):
+            folder = Path(trainer.resume_from_path).absolute()
+        if folder is not None:
+            require_whole(folder)
+    except ConfigError as error:
+        return f"cannot be resumed from: {error}; choose another checkpoint"
+    return None
 
 
 def _rollout_checks(config: DictConfig, rollout: ParallelLayout, model: ModelShape) -> Iterator[Check]:

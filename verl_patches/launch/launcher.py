@@ -78,7 +78,7 @@ def run(
     is removed.
     """
     require_free_port(config.recipe.ray_port)
-    with _locked(environment.run_dir(config)) as folder:
+    with _locked(environment.run_dir(config), "--run NAME, recipe.run") as folder, _own_checkpoints(config):
         _set_aside(folder)
         for name, files in (dirty or {}).items():
             Progress(folder).say(f"| dirty: {name} is not as pinned (drift={config.recipe.drift}): {files_text(files)}")
@@ -274,8 +274,8 @@ def require_output_folder(config: DictConfig) -> None:
 
 
 @contextmanager
-def _locked(folder: Path) -> Iterator[Path]:
-    """Make the run's folder and lock it for this process; ConfigError where another run is writing to it."""
+def _locked(folder: Path, keys: str) -> Iterator[Path]:
+    """Make a folder and lock it for this process; ConfigError, with the `keys` to change, where another run has it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = (folder / ".lock").open("w")
@@ -286,9 +286,21 @@ def _locked(folder: Path) -> Iterator[Path]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ConfigError(
-                f"{folder} is being written by another run; wait for it, or name this one (--run NAME, recipe.run)"
+                f"{folder} is being written by another run; wait for it, or give this one another folder ({keys})"
             ) from None
         yield folder
+
+
+@contextmanager
+def _own_checkpoints(config: DictConfig) -> Iterator[None]:
+    """Lock the folder of checkpoints, where runs remove what others left unfinished; nothing for a run without them."""
+    trainer = config.trainer
+    folder = Path(trainer.default_local_dir).absolute()
+    if trainer.save_freq > 0 or (trainer.resume_mode == "auto" and folder.is_dir()):
+        with _locked(folder, "trainer.default_local_dir"):
+            yield
+    else:
+        yield
 
 
 def _set_aside(folder: Path) -> None:

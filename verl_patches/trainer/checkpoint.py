@@ -20,11 +20,8 @@ import hashlib
 import io
 import json
 import logging
-import os
 import random
-import re
 import secrets
-import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -42,13 +39,12 @@ from verl_patches.layout.parallel import train_layout_of, world_size
 from verl_patches.model.megatron import DTYPES
 from verl_patches.patching import engine
 from verl_patches.weights.checkpoint import KIND, TRAINER, CheckpointError, rank_files
-from verl_patches.weights.manifest import Manifest, has_manifest, read_manifest
+from verl_patches.weights.checkpoint_folders import newest, put_in_place, recover, remove_oldest
+from verl_patches.weights.manifest import Manifest, read_manifest
 from verl_patches.weights.writer import FileWriter, begin, complete
 
 log = logging.getLogger(__name__)
 
-_SAVED = re.compile(r"global_step_(\d+)")
-_UNNAMED = re.compile(r"(global_step_\d+)\.(writing|replaced|removed)-\w+")
 _OF_MODEL_BYTES = 64 << 20  # files of the model's folder up to this size are kept beside the weights
 _POLL_S, _GRACE_S = (0.1, 5.0), 30.0
 # keys of recipe that change no step
@@ -210,62 +206,6 @@ class Checkpoints:
         return manifest
 
 
-def put_in_place(writing: Path) -> None:
-    """Rename a complete folder to its own name; one of that name is removed afterwards."""
-    final = writing.with_name(writing.name.partition(".")[0])
-    old = None
-    if final.exists():
-        old = final.with_name(f"{final.name}.replaced-{secrets.token_hex(4)}")
-        os.rename(final, old)
-    os.rename(writing, final)
-    handle = os.open(final.parent, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-    if old is not None:
-        shutil.rmtree(old)
-
-
-def complete_ones(folder: Path) -> dict[int, Path]:
-    """{step: complete checkpoint} in `folder`, oldest first."""
-    found = {}
-    for path in folder.glob("global_step_*"):
-        if (match := _SAVED.fullmatch(path.name)) and has_manifest(path) and _is_complete(path):
-            found[int(match[1])] = path
-    return dict(sorted(found.items()))
-
-
-def recover(folder: Path) -> None:
-    """Tidy up after a run that was killed: complete folders get their name, what else has none is removed."""
-    left = [path for path in folder.iterdir() if _UNNAMED.fullmatch(path.name)] if folder.is_dir() else []
-    for path in sorted(left, key=lambda path: ".writing-" not in path.name):
-        name, what = _UNNAMED.fullmatch(path.name).groups()
-        if what != "removed" and not (folder / name).exists() and has_manifest(path) and _is_complete(path):
-            os.rename(path, folder / name)
-        else:
-            shutil.rmtree(path)
-
-
-def newest(folder: Path) -> Path | None:
-    """The newest complete checkpoint, None without one."""
-    found = complete_ones(folder)
-    return found[max(found)] if found else None
-
-
-def remove_oldest(folder: Path, keep: int | None) -> None:
-    """Remove all but the newest `keep` complete checkpoints; none if `keep` is not set."""
-    found = list(complete_ones(folder).values())
-    for path in found[: max(0, len(found) - keep)] if keep else ():
-        hidden = path.with_name(f"{path.name}.removed-{secrets.token_hex(4)}")  # half a folder never has the name
-        os.rename(path, hidden)
-        shutil.rmtree(hidden)
-
-
-def _is_complete(folder: Path) -> bool:
-    return read_manifest(folder, complete=False).complete
-
-
 def settings_of(config: Any) -> dict[str, Any]:
     """{digest, settings}: what a resumed run is compared with. The digest is of settings and active patches."""
     found = OmegaConf.to_container(config, resolve=True)
@@ -299,23 +239,19 @@ def _pickled(value: Any) -> bytes:
     return buffer.getvalue()
 
 
-def save_as_recipe(original: Callable) -> Callable:
-    """Row provider for RayPPOTrainer._save_checkpoint."""
+def _through_recipe(method: str) -> Callable:
+    """A row provider for a method of RayPPOTrainer: `method` of the run's Checkpoints, upstream's without them."""
 
-    @functools.wraps(original)
-    def save(trainer: Any) -> Any:
-        checkpoints = getattr(trainer, "recipe_checkpoints", None)
-        return original(trainer) if checkpoints is None else checkpoints.save()
+    def provider(original: Callable) -> Callable:
+        @functools.wraps(original)
+        def call(trainer: Any) -> Any:
+            checkpoints = getattr(trainer, "recipe_checkpoints", None)
+            return original(trainer) if checkpoints is None else getattr(checkpoints, method)()
 
-    return save
+        return call
+
+    return provider
 
 
-def load_as_recipe(original: Callable) -> Callable:
-    """Row provider for RayPPOTrainer._load_checkpoint."""
-
-    @functools.wraps(original)
-    def load(trainer: Any) -> Any:
-        checkpoints = getattr(trainer, "recipe_checkpoints", None)
-        return original(trainer) if checkpoints is None else checkpoints.load()
-
-    return load
+save_as_recipe = _through_recipe("save")  # RayPPOTrainer._save_checkpoint
+load_as_recipe = _through_recipe("load")  # RayPPOTrainer._load_checkpoint

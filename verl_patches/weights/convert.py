@@ -1,16 +1,17 @@
 """Run a planned conversion (plan.py): one pass, a few blocks of rows in memory, resumable, a share of the files a node.
 
-The process holds a few blocks of rows whatever the files' size. The read of a block and its change of dtype overlap
-with the write of the block before and its checksums.
+Groups of files are written several at a time, each by a thread: reads, changes of dtype, checksums, writes and fsync of
+different groups overlap. A thread holds a few blocks of rows whatever the files' size.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
-from collections import deque
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,13 +21,12 @@ from verl_patches.errors import RecipeError
 from verl_patches.reshard.region import Region, overlap
 from verl_patches.weights import fp8
 from verl_patches.weights.manifest import FileEntry, Manifest, TensorEntry, file_problems, read_manifest
-from verl_patches.weights.plan import Group, OutFile, Plan, block_rows
+from verl_patches.weights.plan import MOST_THREADS, Group, OutFile, Plan, block_rows
 from verl_patches.weights.shards import TORCH_DTYPES, tensor_bytes
 from verl_patches.weights.source import BLOCK, FP8, Part, Source, SourceFiles, SourceTensor, scale_name
 from verl_patches.weights.writer import FileWriter, begin, complete, missing_files, reopen
 
 Progress = Callable[[int], None]  # gets the bytes of tensors, or of files that are kept, since its last call
-_IN_FLIGHT = 2  # writes that wait while the next block is read
 
 
 class Done(NamedTuple):
@@ -55,21 +55,16 @@ def convert(plan: Plan, folder: str | Path, part: int = 0, parts: int = 1, progr
     _check_space(folder, mine.values())
     recorded = begin(folder, plan.manifest)
     kept = _kept(folder, plan, recorded, [*mine, *small], progress)
-    todo = [_without(group, kept) for group in groups]
-    read = written = 0
-    with _Reader(plan.source) as reader, _one_thread():
-        for name in small:
-            if name not in kept:
-                content = plan.texts[name].encode() if name in plan.texts else (plan.source.folder / name).read_bytes()
-                with FileWriter(folder, name) as file:
-                    file.write(content)
-                    file.finish()
-                written += len(content)
-        for group in todo:
-            if group.files:
-                _write_group(folder, plan, group, reader, progress)
-                written += group.write_bytes
-        read = reader.read_bytes
+    todo = [group for group in (_without(group, kept) for group in groups) if group.files]
+    written = sum(group.write_bytes for group in todo)
+    for name in small:
+        if name not in kept:
+            content = plan.texts[name].encode() if name in plan.texts else (plan.source.folder / name).read_bytes()
+            with FileWriter(folder, name) as file:
+                file.write(content)
+                file.finish()
+            written += len(content)
+    read = _write_groups(folder, plan, todo, progress)
     manifest = complete(folder)
     missing = () if manifest else tuple(missing_files(folder))
     return Done(read, written, len(kept), len(mine) + len(small) - len(kept), missing, manifest)
@@ -105,9 +100,42 @@ def _check_space(folder: Path, files: Iterable[OutFile]) -> None:
         )
 
 
+# ---- groups
+
+
+def _write_groups(folder: Path, plan: Plan, groups: Sequence[Group], progress: Progress) -> int:
+    """Write `groups`, as many at a time as there are cores; the bytes read. The first error ends the other groups."""
+    stop, lock = threading.Event(), threading.Lock()
+
+    def count(size: int) -> None:
+        with lock:
+            progress(size)
+
+    def work(group: Group) -> int:
+        try:
+            with _Reader(plan.source) as reader:
+                _write_group(folder, plan, group, reader, count, stop)
+                return reader.read_bytes
+        except BaseException:
+            stop.set()
+            raise
+
+    with _one_thread_each(), ThreadPoolExecutor(_threads()) as pool:
+        try:
+            return sum(pool.map(work, groups))
+        except BaseException:  # also an interrupt of this thread
+            stop.set()
+            raise
+
+
+def _threads() -> int:
+    """Groups at a time: one for each core of this process, and one more, as a group waits for its fsync."""
+    return min(MOST_THREADS, len(os.sched_getaffinity(0)) + 1)
+
+
 @contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
-    """One thread for torch's operations: blocks are small, and OpenMP's waiting threads take the cores of others."""
+def _one_thread_each() -> Iterator[None]:
+    """One thread for each of torch's operations: OpenMP's waiting threads would take the cores of other groups."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -116,14 +144,15 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-# ---- one group
+def _write_group(
+    folder: Path, plan: Plan, group: Group, reader: _Reader, progress: Progress, stop: threading.Event
+) -> None:
+    """Write all files of a group in one pass over its tensors; they get their names together at the end.
 
-
-def _write_group(folder: Path, plan: Plan, group: Group, reader: _Reader, progress: Progress) -> None:
-    """Write all files of a group in one pass over its tensors; they get their names together at the end."""
+    Nothing is left of them after an error, or once `stop` is set.
+    """
     with contextlib.ExitStack() as stack:
         writers = [(file, stack.enter_context(FileWriter(folder, file.name, file.tensors))) for file in group.files]
-        queue = stack.enter_context(_WriteQueue(progress))
         entries = [({tensor.key: tensor for tensor in file.tensors}, writer) for file, writer in writers]
         # made before the blocks: small tensors that outlive blocks would keep freed memory from being used again
         made = [tensor for file in group.files for tensor in file.tensors if tensor.key not in group.names]
@@ -131,29 +160,34 @@ def _write_group(folder: Path, plan: Plan, group: Group, reader: _Reader, progre
         for name in group.names:
             wanted = [(held[name], writer) for held, writer in entries if name in held]
             for start, value in reader.blocks(plan.source.tensors[name]):
-                _write_block(name, start, value, wanted, scales, queue)
+                if stop.is_set():
+                    return
+                progress(_write_block(name, start, value, wanted, scales))
         for file, writer in writers:
             for tensor in file.tensors:
                 if tensor.key not in group.names:  # block scales
-                    queue.put(writer, scales[tensor.key])
-        queue.drain()
+                    writer.write(tensor_bytes(scales[tensor.key]))
+                    progress(tensor.size_bytes)
         for _, writer in writers:
             writer.finish()
 
 
-def _write_block(name: str, start: int, value: torch.Tensor, wanted, scales, queue: _WriteQueue) -> None:
-    """Cut rows [start, ...) of a tensor as each file wants them, and write them."""
-    rows = Region(name, 0, start, start + value.shape[0])
+def _write_block(name: str, start: int, value: torch.Tensor, wanted, scales) -> int:
+    """Cut rows [start, ...) of a tensor as each file wants them, and write them; the bytes written."""
+    rows, size = Region(name, 0, start, start + value.shape[0]), 0
     for entry, writer in wanted:
         dtype = TORCH_DTYPES[entry.dtype]
         if entry.dtype == FP8 and value.dtype != dtype:
             stored, scale = fp8.encode(value, BLOCK, name)
             scales[scale_name(name)][start // BLOCK[0] :][: len(scale)] = scale
-            queue.put(writer, stored)
         else:
             cut = _cut(value, rows, entry)
-            if cut is not None:
-                queue.put(writer, cut.to(dtype))
+            if cut is None:
+                continue
+            stored = cut.to(dtype)
+        writer.write(tensor_bytes(stored))
+        size += stored.nbytes
+    return size
 
 
 def _cut(value: torch.Tensor, rows: Region, entry: TensorEntry) -> torch.Tensor | None:
@@ -163,36 +197,6 @@ def _cut(value: torch.Tensor, rows: Region, entry: TensorEntry) -> torch.Tensor 
         return value[:, region.start : region.stop]
     shared = overlap(region, rows, entry.whole)
     return None if shared is None else value[shared.start - rows.start : shared.stop - rows.start]
-
-
-class _WriteQueue:
-    """Writes in order in a thread, with at most _IN_FLIGHT of them waiting. An error of a write is raised by a later
-    call."""
-
-    def __init__(self, progress: Progress):
-        self._progress, self._futures = progress, deque[Future]()
-
-    def __enter__(self) -> _WriteQueue:
-        self._thread = ThreadPoolExecutor(1)
-        return self
-
-    def put(self, writer: FileWriter, value: torch.Tensor) -> None:
-        """Append the bytes of `value`, which must not be changed afterwards."""
-        while len(self._futures) >= _IN_FLIGHT:
-            self._futures.popleft().result()
-        self._futures.append(self._thread.submit(self._write, writer, value))
-
-    def _write(self, writer: FileWriter, value: torch.Tensor) -> None:
-        writer.write(tensor_bytes(value))
-        self._progress(value.nbytes)
-
-    def drain(self) -> None:
-        """Wait for every write."""
-        while self._futures:
-            self._futures.popleft().result()
-
-    def __exit__(self, *exc) -> None:
-        self._thread.shutdown(cancel_futures=True)
 
 
 # ---- reading

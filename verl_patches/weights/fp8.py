@@ -5,66 +5,60 @@ A weight [R, C] in float8_e4m3fn has an fp32 scale for each block of 128 x 128, 
 fp32 and rounded once (`weight_dequant` in inference/kernel.py of deepseek-ai/DeepSeek-V3). Encoding follows `act_quant`
 there: scale = max |value| of the block / 448, the largest e4m3fn; a block of zeros, where that is 0 / 0, has scale 1.
 
-torch on a CPU converts fp8 one element at a time; a table of all pairs of bytes is several times faster and exact.
+torch on a CPU converts fp8 one element at a time. The bits of an e4m3fn, moved by 7 places, are those of an fp16 of
+1/256 of the value, so shifts and torch's vectorised conversion of fp16 do it several times faster, and exactly.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 
-import numpy
 import torch
 
 from verl_patches.errors import RecipeError
 
 LARGEST = 448.0  # of float8_e4m3fn
-
-
-@functools.cache
-def _pairs() -> numpy.ndarray:
-    """Two neighbouring bytes, as a little-endian number -> the two fp32 values, as one number of 8 bytes."""
-    values = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().numpy()
-    table = numpy.empty((256, 256, 2), numpy.float32)
-    table[:, :, 0], table[:, :, 1] = values[None, :], values[:, None]  # [second byte, first byte]
-    return table.reshape(65536, 2).view(numpy.float64)[:, 0]
-
-
-def _values(stored: torch.Tensor, buffer: numpy.ndarray) -> torch.Tensor:
-    """fp32 values of a contiguous fp8 tensor, in `buffer` of at least half as many numbers of 8 bytes."""
-    if stored.numel() % 2:
-        return stored.float()
-    pairs = stored.view(torch.uint8).reshape(-1).numpy().view("<u2")
-    values = numpy.take(_pairs(), pairs, out=buffer[: pairs.size], mode="clip")  # clip: without a copy of `out`
-    return torch.from_numpy(values.view(numpy.float32)).view(stored.shape)
+_AT_ONCE = 1 << 17  # elements, so that what lies between fp8 and the result stays in a core's cache
 
 
 def decode(stored: torch.Tensor, scales: torch.Tensor, block: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """Values in `dtype` of `stored` [R, C] in fp8, rows from the start of a block on, with `scales` of its blocks."""
-    rows, columns = block
-    out = torch.empty(stored.shape, dtype=dtype)
-    buffer = numpy.empty(min(rows, stored.shape[0]) * stored.shape[1] // 2, numpy.float64)
-    for number, start in enumerate(range(0, stored.shape[0], rows)):
-        scale = scales[number].repeat_interleave(columns)[: stored.shape[1]]
-        out[start : start + rows] = _values(stored[start : start + rows], buffer).mul_(scale)
+    (rows, columns), width = block, stored.shape[1]
+    out, numbers = torch.empty(stored.shape, dtype=dtype), stored.view(torch.int8)
+    has_nan = numbers.amax() == 127 or stored.view(torch.uint8).amax() == 255  # 0x7f and 0xff, no bits of an fp16 NaN
+    step = max(1, min(rows, _AT_ONCE // width))
+    bits, values = torch.empty(step, width, dtype=torch.int16), torch.empty(step, width)
+    for first in range(0, len(stored), rows):
+        scale = scales[first // rows].repeat_interleave(columns)[:width]
+        for start in range(first, min(first + rows, len(stored)), step):
+            stop = min(start + step, first + rows, len(stored))
+            value = values[: stop - start]
+            if has_nan:
+                value.copy_(stored[start:stop])
+                out[start:stop] = value.mul_(scale)
+                continue
+            half = bits[: stop - start].copy_(numbers[start:stop])
+            half.bitwise_left_shift_(7).bitwise_and_(~0x4000)  # the sign was extended to both upper bits
+            out[start:stop] = value.copy_(half.view(torch.float16)).mul_(scale * 256)
     return out
 
 
 def encode(values: torch.Tensor, block: Sequence[int], name: str = "tensor") -> tuple[torch.Tensor, torch.Tensor]:
     """(fp8 [R, C], scales [ceil(R / rows), ceil(C / columns)] in fp32) of `values` [R, C]; RecipeError for NaN, inf."""
-    rows, columns = block
-    count = -(-values.shape[1] // columns)
+    (rows, columns), width = block, values.shape[1]
+    count = -(-width // columns)
     stored = torch.empty(values.shape, dtype=torch.float8_e4m3fn)
-    scales = torch.empty(-(-values.shape[0] // rows), count, dtype=torch.float32)
-    for number, start in enumerate(range(0, values.shape[0], rows)):
-        band = values[start : start + rows].float()
+    scales = torch.empty(-(-len(values) // rows), count, dtype=torch.float32)
+    wide = torch.empty(min(rows, len(values)), width)
+    for number, start in enumerate(range(0, len(values), rows)):
+        band = wide[: len(values) - start].copy_(values[start : start + rows])
         largest = torch.maximum(band.amax(0), -band.amin(0))  # of the absolute values, several times faster
-        peak = torch.nn.functional.pad(largest, (0, count * columns - band.shape[1])).view(count, columns)
+        peak = torch.nn.functional.pad(largest, (0, count * columns - width)).view(count, columns)
         scale = peak.amax(1) / LARGEST
         if not scale.isfinite().all():
             raise RecipeError(f"{name}: rows from {start} hold NaN or infinity, which FP8 cannot store; check the run")
         scale[scale == 0] = 1.0
-        wide = scale.repeat_interleave(columns)[: band.shape[1]]
-        stored[start : start + rows] = (band / wide).clamp_(-LARGEST, LARGEST)
+        band.div_(scale.repeat_interleave(columns)[:width]).clamp_(-LARGEST, LARGEST)
+        stored[start : start + rows] = band
         scales[number] = scale
     return stored, scales

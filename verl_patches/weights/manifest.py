@@ -10,7 +10,8 @@ complete tensor it is:
     flat      None, or the first element that is stored, of the region flattened in row-major order: a shard of a
               distributed optimizer holds such a range; `shape` is then (elements,)
     columns   with `flat`: the region is flattened column by column, as MindSpeed keeps stacked experts
-    crc32     of the tensor's bytes, so that a damaged file is traced to its tensor
+    sha256_to_end  first 16 digits of the sha256 of the file up to the tensor's end: in a damaged file, the first tensor
+              for which it differs is damaged. It costs nothing beside the file's own sha256
 
 HF names and regions, not Megatron's parameter names: Megatron's differ between its own modules, Transformer Engine's
 and MindSpeed's, join gate and up, stack experts and count layers from the stage's first. A region is the same for all
@@ -33,7 +34,6 @@ import hashlib
 import json
 import math
 import struct
-import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -52,7 +52,8 @@ OF_RANK = "rank_"  # names of files of one rank of a checkpoint begin so
 # safetensors' names of dtypes -> bytes of an element
 ITEM_BYTES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2}
 ITEM_BYTES |= {"F8_E4M3": 1, "F8_E5M2": 1, "I8": 1, "U8": 1, "BOOL": 1}
-_CHUNK_BYTES = 16 << 20  # that `digest_of` reads at a time
+DIGITS = 16  # of sha256_to_end
+_CHUNK_BYTES = 4 << 20  # that is read at a time for a checksum
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ class TensorEntry:
     whole: tuple[int, ...]
     role: str = WEIGHT
     flat: int | None = None
-    crc32: int | None = None
+    sha256_to_end: str | None = None
     columns: bool = False
 
     def __post_init__(self):
@@ -166,7 +167,7 @@ def _tensor_fields(tensor: TensorEntry) -> dict[str, Any]:
         found["of"] = region.name
     if tensor.flat is not None or tensor.shape != tensor.whole:
         found |= {"whole": tensor.whole, "axis": region.axis, "start": region.start, "stop": region.stop}
-    found |= {key: getattr(tensor, key) for key in ("flat", "crc32") if getattr(tensor, key) is not None}
+    found |= {key: getattr(tensor, key) for key in ("flat", "sha256_to_end") if getattr(tensor, key) is not None}
     if tensor.columns:
         found["columns"] = True
     return found if tensor.role == WEIGHT else {**found, "role": tensor.role}
@@ -176,7 +177,7 @@ def _tensor_of(found: dict[str, Any]) -> TensorEntry:
     key, shape = found["key"], tuple(found["shape"])
     whole = tuple(found.get("whole", shape))
     region = Region(found.get("of", key), found.get("axis", 0), found.get("start", 0), found.get("stop", whole[0]))
-    more = {name: found[name] for name in ("role", "flat", "crc32", "columns") if name in found}
+    more = {name: found[name] for name in ("role", "flat", "sha256_to_end", "columns") if name in found}
     return TensorEntry(key, found["dtype"], shape, region, whole, **more)
 
 
@@ -288,35 +289,39 @@ def file_problems(folder: str | Path, entry: FileEntry, progress: Callable[[int]
     found = digest_of(path, progress)
     if found == entry.sha256:
         return []
-    named = _damaged_tensors(path, entry) if entry.tensors else []
-    return [*named, Problem(entry.name, "", f"sha256 {entry.sha256}", f"sha256 {found}")]
+    damaged = _first_damage(path, entry) if entry.tensors else []
+    return [*damaged, Problem(entry.name, "", f"sha256 {entry.sha256}", f"sha256 {found}")]
 
 
 def digest_of(path: Path, progress: Callable[[int], None] = lambda _: None) -> str:
     """sha256 (hex) of a file."""
-    digest, buffer = hashlib.sha256(), bytearray(_CHUNK_BYTES)
     with path.open("rb", buffering=0) as file:
-        while count := file.readinto(buffer):
-            digest.update(memoryview(buffer)[:count])
-            progress(count)
-    return digest.hexdigest()
+        return _read_digest(file, hashlib.sha256(), path.stat().st_size, progress).hexdigest()
 
 
-def _damaged_tensors(path: Path, entry: FileEntry) -> list[Problem]:
-    """Tensors whose bytes are not those that were written; only the header if that is what differs."""
+def _read_digest(file: Any, digest: Any, size: int, progress: Callable[[int], None] = lambda _: None) -> Any:
+    """`digest` with the next `size` bytes of an unbuffered file, or those that it has."""
+    buffer = memoryview(bytearray(min(size, _CHUNK_BYTES)))
+    while size and (count := file.readinto(buffer[:size])):
+        digest.update(buffer[:count])
+        size -= count
+        progress(count)
+    return digest
+
+
+def _first_damage(path: Path, entry: FileEntry) -> list[Problem]:
+    """The header, or the first tensor, whose bytes are not those that were written; empty where entries do not say."""
     head = header_of(entry.tensors, entry.name)
-    found = []
-    with path.open("rb") as file:
+    with path.open("rb", buffering=0) as file:
         if file.read(len(head)) != head:
-            found.append(Problem(entry.name, "", "the header that was written", "another header"))
+            return [Problem(entry.name, "", "the header that was written", "another header")]
+        digest = hashlib.sha256(head)
         for tensor in entry.tensors:
-            left, crc = tensor.size_bytes, 0
-            while left:
-                data = file.read(min(left, _CHUNK_BYTES))
-                crc, left = zlib.crc32(data, crc), left - len(data)
-            if tensor.crc32 is not None and crc != tensor.crc32:
-                found.append(Problem(entry.name, tensor.key, f"crc32 {tensor.crc32:08x}", f"crc32 {crc:08x}"))
-    return found
+            found = _read_digest(file, digest, tensor.size_bytes).hexdigest()[:DIGITS]
+            if tensor.sha256_to_end not in (None, found):
+                expected = f"sha256 {tensor.sha256_to_end} of the file up to its end"
+                return [Problem(entry.name, tensor.key, expected, f"{found}; tensors behind it were not compared")]
+    return []
 
 
 def folder_problems(folder: str | Path, manifest: Manifest, progress: Callable[[int], None] = lambda _: None):

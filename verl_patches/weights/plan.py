@@ -42,10 +42,11 @@ DTYPES = ("bf16", "fp8", "keep")
 LIBRARY = "megatron-local"
 FILE_BYTES = 4_300_000_000  # of a HF file, as DeepSeek's
 COPY_LIMIT_BYTES = 64 << 20  # of a file beside the weights, such as a tokenizer's
-BLOCK_BYTES = 16 << 20  # of one step of the pass: rows of a tensor, in fp32
+BLOCK_BYTES = 4 << 20  # of one step of the pass: rows of a tensor, in fp32
+MOST_THREADS = 8  # groups that are written at the same time, on as many cores
 # modelled: bytes read + written a second by a node, from a slow shared file system to a local NVMe disk
 RATES = (0.3e9, 2.0e9)
-_PROCESS_BYTES, _BLOCKS = 400_000_000, 8  # of an idle process with torch; blocks in memory at once
+_PROCESS_BYTES, _BLOCKS = 400_000_000, 4  # of an idle process with torch; blocks that a thread has in memory
 _NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".partial")
 
 
@@ -280,13 +281,13 @@ def costs(plan: Plan, parts: int) -> list[dict[str, Any]]:
 
 
 def host_bytes(plan: Plan, groups: Sequence[Group]) -> int:
-    """Modelled peak memory of a process that converts `groups`: blocks in flight, scales, the process itself."""
+    """Modelled peak memory of a process that converts `groups`: each thread's blocks and scales, the process itself."""
     scales = 0
     for group in groups:
         for file in group.files:
             scales = max(scales, sum(e.size_bytes for e in file.tensors if e.dtype == "F32"))
     widest = max((block_bytes(plan.source.tensors[name]) for group in groups for name in group.names), default=0)
-    return _PROCESS_BYTES + _BLOCKS * widest + scales
+    return _PROCESS_BYTES + min(MOST_THREADS, len(groups)) * (_BLOCKS * widest + scales)
 
 
 def block_bytes(tensor: SourceTensor) -> int:

@@ -12,7 +12,6 @@ import hashlib
 import os
 import secrets
 import shutil
-import zlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -21,6 +20,7 @@ from typing import Any
 
 from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.weights.manifest import (
+    DIGITS,
     ENTRIES,
     MANIFEST,
     PARTIAL,
@@ -171,9 +171,9 @@ class FileWriter:
     def __init__(self, folder: str | Path, name: str, tensors: Sequence[TensorEntry] = ()):
         self.path, self.tensors = Path(folder) / name, tuple(tensors)
         self.partial = self.path.with_name(name + PARTIAL)
-        self._crc, self._left = [0] * len(self.tensors), [tensor.size_bytes for tensor in self.tensors]
-        self._at, self._written = 0, 0
-        self._sha256, self._finished = hashlib.sha256(), False
+        self._left = [tensor.size_bytes for tensor in self.tensors]  # bytes of each that are not written yet
+        self._to_end: list[str] = []
+        self._written, self._sha256, self._finished = 0, hashlib.sha256(), False
 
     def __enter__(self) -> FileWriter:
         head = header_of(self.tensors, str(self.path)) if self.tensors else b""
@@ -189,6 +189,7 @@ class FileWriter:
         self._hasher = ThreadPoolExecutor(1)
         self._hashing: Future | None = None
         try:
+            self._sha256.update(head)
             self._put(head)
         except BaseException:
             self.__exit__()
@@ -202,30 +203,29 @@ class FileWriter:
         """
         view = memoryview(data).cast("B")
         self._wait()
-        self._hashing = self._hasher.submit(self._sha256.update, view)
-        self._put(view, hashed=True)
-        self._count(view)
+        self._hashing = self._hasher.submit(self._hash, view)
+        self._put(view)
 
-    def _put(self, view: Any, hashed: bool = False) -> None:
-        if not hashed:
-            self._sha256.update(view)
+    def _put(self, view: Any) -> None:
         with _named_disk_errors(self.path, len(view)):
             done = 0
             while done < len(view):
                 done += self._file.write(view[done:])
         self._written += len(view)
 
-    def _count(self, view: memoryview) -> None:
-        """crc32 of the tensors that `view` has bytes of."""
-        while len(view) and self._at < len(self.tensors):
-            take = min(len(view), self._left[self._at])
-            self._crc[self._at] = zlib.crc32(view[:take], self._crc[self._at])
-            self._left[self._at] -= take
+    def _hash(self, view: memoryview) -> None:
+        """Add `view` to the sha256, and note it at the end of each tensor."""
+        while len(view) and len(self._to_end) < len(self.tensors):
+            at = len(self._to_end)
+            take = min(len(view), self._left[at])
+            self._sha256.update(view[:take])
+            self._left[at] -= take
             view = view[take:]
-            if not self._left[self._at]:
-                self._at += 1
+            if not self._left[at]:
+                self._to_end.append(self._sha256.copy().hexdigest()[:DIGITS])
         if self.tensors and len(view):
             raise RecipeError(f"{self.path}: {len(view)} bytes more than its tensors have")
+        self._sha256.update(view)
 
     def _wait(self) -> None:
         if self._hashing is not None:
@@ -241,7 +241,7 @@ class FileWriter:
             os.fsync(self._file.fileno())
         os.replace(self.partial, self.path)
         self._finished = True
-        tensors = tuple(replace(t, crc32=crc) for t, crc in zip(self.tensors, self._crc, strict=True))
+        tensors = tuple(replace(t, sha256_to_end=each) for t, each in zip(self.tensors, self._to_end, strict=True))
         entry = FileEntry(self.path.name, self._written, self._sha256.hexdigest(), tensors)
         record(self.path.parent, entry)
         return entry
