@@ -26,6 +26,7 @@ from verl_patches.config.compose import (
     model_changes,
     model_shape_of,
     reads_weights,
+    rollout_library,
     shape_file,
     switched_off,
     vllm_arguments,
@@ -37,7 +38,6 @@ from verl_patches.layout.inventory import ModelShape, build_inventory, differenc
 from verl_patches.layout.model_folder import QUANTIZATION, read_json_object, weight_files
 from verl_patches.layout.parallel import ParallelLayout, rollout_layout_of, train_layout_of
 from verl_patches.model.mindspeed.arguments import ONLY
-from verl_patches.platform import as_npu
 from verl_patches.reshard.plan import make_blocks
 from verl_patches.rollout.log_probs import CHECK_TOKENS
 from verl_patches.tensor_cache import limits
@@ -421,9 +421,8 @@ def _batch_checks(config: DictConfig, train: ParallelLayout, rollout: ParallelLa
     largest, running = max(graph_arguments(config).get("graph_batch_sizes") or (), default=None), min(responses, seats)
     if largest is not None:
         decoded = f"the {running} responses that a replica decodes at once"
-        fault = (
-            f"largest graph {largest}, expected at least {decoded}; add it to graph_batch_sizes or lower max_num_seqs"
-        )
+        fault = f"largest graph {largest}, expected at least {decoded}; "
+        fault += "add it to recipe.rollout.ascend.graph_batch_sizes or lower max_num_seqs"
         yield _either("graph batch sizes", largest >= running, f"largest graph {largest} holds {decoded}", fault)
 
 
@@ -514,10 +513,7 @@ def _sync_checks(
     recipe = config.recipe
     if switched_off(config, "reshard.direct"):
         return
-    libraries = (
-        "mindspeed" if recipe.line == "a3" else "megatron-local",
-        "vllm-ascend" if as_npu(recipe.platform) else "vllm",
-    )
+    libraries = "mindspeed" if recipe.line == "a3" else "megatron-local", rollout_library(config)
     model = replace(model, torch_dtype=VLLM_DTYPES[recipe.dtype])
     fault = _error_of(_plan_blocks, model, train, rollout, libraries, recipe.reshard.bucket_bytes)
     yield Check("weight sync", not fault, fault or "every rank can receive the weights that it lacks")

@@ -106,6 +106,7 @@ def _emulated(config: DictConfig) -> dict[str, tuple[str, ...]]:
 def _npu(config: DictConfig) -> dict[str, tuple[str, ...]]:
     recipe, model = config.recipe, model_shape_of(config)
     ports = "{}-{}".format(*hccl.host_ports(config))
+    top_k = "recipe.rollout.ascend.top_k_optimize: top-k and top-p by a threshold, without a scatter"
     route = "1" if recipe.rollout.balanced_routing else "0"
     timeout = "recipe.train.collective_timeout_minutes: HCCL has a timeout of its own, independent of torch's (s)"
     need = f"the exchange of experts in decode needs {hccl.buffer_need_mib(config, model)} (MiB)"
@@ -127,7 +128,7 @@ def _npu(config: DictConfig) -> dict[str, tuple[str, ...]]:
             "eager decode reads the two KV caches; 0 joins a layer's whole cache in every step",
         ),
         "HCCL_CONNECT_TIMEOUT": ("1200", "ranks on many nodes start more than the default 120 s apart (s)"),
-        "VLLM_ASCEND_ENABLE_TOPK_OPTIMIZE": ("1", "top-k and top-p by a threshold, without a scatter"),
+        "VLLM_ASCEND_ENABLE_TOPK_OPTIMIZE": ("1" if recipe.rollout.ascend.top_k_optimize else "0", top_k),
         "HCCL_EXEC_TIMEOUT": (str(hccl.exec_timeout_s(config)), timeout),
         "HCCL_OP_EXPANSION_MODE": (recipe.hccl.expansion_mode, "recipe.hccl.expansion_mode"),
         "HCCL_BUFFSIZE": (str(hccl.buffer_mib(config, model)), need),

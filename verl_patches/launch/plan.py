@@ -16,7 +16,7 @@ from omegaconf import DictConfig
 
 from verl_patches.config import environment
 from verl_patches.config.checks import Check, check_config
-from verl_patches.config.compose import graph_arguments, hf_config_of, keys_of, model_shape_of
+from verl_patches.config.compose import hf_config_of, keys_of, model_shape_of, rollout_library
 from verl_patches.config.recipe import VLLM_DTYPES
 from verl_patches.layout.inventory import ModelShape, build_inventory
 from verl_patches.layout.parallel import ParallelLayout, rollout_layout_of, train_layout_of
@@ -194,7 +194,7 @@ def _setting(config: DictConfig, replicas: int) -> Setting:
     recipe, rollout = config.recipe, config.actor_rollout_ref.rollout
     return Setting(
         train_library="mindspeed" if recipe.line == LINE else "megatron-local",
-        rollout_library="vllm-ascend" if graph_arguments(config).get("enable_multistream_moe") else "vllm",
+        rollout_library=rollout_library(config),
         bucket_bytes=recipe.reshard.bucket_bytes,
         swap_pieces=recipe.train.swap_optimizer_times if recipe.train.swap_optimizer else None,
         kv_share=rollout.gpu_memory_utilization if recipe.platform == "npu" else 0.0,

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+PREFIX_CACHING = "enable_prefix_caching"  # of vLLM's LLM; in additional_config it comes past verl's own keyword
+
 
 def write_decode_kv(forward: Callable) -> Callable:
     """Row provider for AscendMLAImpl.forward: in a batch of decodes and prefills with torchair, decodes write KV too.
