@@ -201,6 +201,8 @@ def test_rules_of_features_that_are_off_do_not_apply(name, overrides):
     assert not failed(name, *overrides).keys() & {"weight sync", "checkpoints"}
 
 
+MOVED = f"{ASCEND}.vllm_sleep_mode=false"
+CACHED_GRAPH = f"+{VLLM}.additional_config.torchair_graph_config.use_cached_graph=true"
 COPIED = "weights are copied to the host, as"
 
 
@@ -216,6 +218,10 @@ COPIED = "weights are copied to the host, as"
         (LARGE, ["recipe.patches=[-reshard.*]"], True, f"sleep mode.*{COPIED} row reshard.dir"),
         (LARGE, ["recipe.weight_sync.enabled=false"], True, f"{COPIED} recipe.weight_sync.enabled is f"),
         (LARGE, ["recipe.patches=[-memory.sleep_mode]"], True, "row memory.sleep_mode is off: vLLM copies all"),
+        (LARGE, [MOVED], True, "to torch's pool; weights that the sync writes are not copied$"),
+        (LARGE, [MOVED, "recipe.patches=[-memory.graph_addresses]"], False, "graph_addresses is off; expected true"),
+        (LARGE, [MOVED, "recipe.patches=[-memory.sleep_mode]"], False, "memory.sleep_mode is off; expected true"),
+        (LARGE, [MOVED, CACHED_GRAPH], False, "use_cached_graph is set, whose graphs no row changes; expected true"),
         (LARGE, NO_GRAPHS, True, "to torch's pool; weights that the sync writes are not copied$"),
     ],
 )

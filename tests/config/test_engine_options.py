@@ -35,6 +35,7 @@ def test_every_key_is_written_to_one_place_or_is_a_variable():
         ("scheduler=ascend", "ascend_scheduler_config.enabled", True),
         ("chunked_prefill_for_mla=false", "chunked_prefill_for_mla", False),
         ("prefix_caching=false", "enable_prefix_caching", False),
+        ("vllm_sleep_mode=false", "vllm_sleep_mode", False),
     ],
 )
 def test_a_key_changes_its_own_place_only(override, place, value):
@@ -58,6 +59,15 @@ def test_top_k_optimize_is_a_variable():
     name = "VLLM_ASCEND_ENABLE_TOPK_OPTIMIZE"
     off = worker_environment(compose(LARGE, [f"{ASCEND}.top_k_optimize=false"]))
     assert worker_environment(compose(LARGE))[name] == "1" and off[name] == "0"
+
+
+def test_expandable_segments_are_for_engines_without_vllms_sleep_mode():
+    name, moves = "PYTORCH_NPU_ALLOC_CONF", f"{ASCEND}.vllm_sleep_mode=false"
+    given = {True: [moves], False: ["recipe.patches=[-memory.sleep_mode]", moves]}
+    found = {key: worker_environment(compose(LARGE, options))[name] for key, options in given.items()}
+    assert found == {key: f"expandable_segments:{key}" for key in given}
+    assert worker_environment(compose(LARGE))[name] == "expandable_segments:False"
+    assert worker_environment(compose(TINY, NPU))[name] == "expandable_segments:True"  # eager
 
 
 @pytest.mark.parametrize("key", PLACES)

@@ -109,6 +109,7 @@ def options_read(made: Any) -> dict[str, Any]:
         "scheduler": {"Scheduler": "v1", "AscendScheduler": "ascend"}[scheduler],
         "chunked_prefill_for_mla": read.chunked_prefill_for_mla,
         "prefix_caching": engine.vllm_config.cache_config.enable_prefix_caching,
+        "vllm_sleep_mode": type(made.inference_engine.sleep_mode).__name__ == "CumemSleepMode",
         "top_k_optimize": TopKTopPSampler.forward_native.__name__ == "topk_topp_forward_native",
     }
 

@@ -37,6 +37,7 @@ from verl_patches.errors import ConfigError
 from verl_patches.layout.inventory import ModelShape, build_inventory, differences, read_model_shape
 from verl_patches.layout.model_folder import QUANTIZATION, read_json_object, weight_files
 from verl_patches.layout.parallel import ParallelLayout, rollout_layout_of, train_layout_of
+from verl_patches.memory.schedule import sleeps_by_vllm
 from verl_patches.model.mindspeed.arguments import ONLY
 from verl_patches.reshard.plan import make_blocks
 from verl_patches.rollout.log_probs import CHECK_TOKENS
@@ -540,6 +541,13 @@ def _sleep_check(config: DictConfig) -> Check:
         if graphs:
             expected.append("actor_rollout_ref.rollout.enforce_eager=true (graphs keep the addresses they captured)")
         return Check(name, False, f"vLLM has no sleep mode on a CPU; expected {', '.join(expected)}")
+    if graphs and not recipe.rollout.ascend.vllm_sleep_mode:
+        rows = [row for row in ("memory.sleep_mode", "memory.graph_addresses") if switched_off(config, row)]
+        cached = graph_arguments(config).get("use_cached_graph")
+        if rows or cached:
+            found = f"row {', '.join(rows)} is off" if rows else "use_cached_graph is set, whose graphs no row changes"
+            text = "expected true: graphs would read weights where they were before sleep"
+            return Check(name, False, f"recipe.rollout.ascend.vllm_sleep_mode is false and {found}; {text}")
     if own_sleep_off:
         return Check(name, True, "row memory.sleep_mode is off: vLLM copies all weights to the host")
     copied = None
@@ -548,9 +556,10 @@ def _sleep_check(config: DictConfig) -> Check:
     elif not recipe.weight_sync.enabled:
         copied = "recipe.weight_sync.enabled is false"
     how, weights = "to torch's pool", "weights that the sync writes are not copied"
-    if graphs:
+    by_vllm = sleeps_by_vllm(config.actor_rollout_ref.rollout, recipe)
+    if by_vllm:
         how = "by vLLM's sleep mode, which keeps the addresses that graphs captured"
         weights += ", unless other memory shares their segment"
     if copied:
-        weights = f"weights {'are copied to the host' if graphs else 'stay'}, as {copied}"
+        weights = f"weights {'are copied to the host' if by_vllm else 'stay'}, as {copied}"
     return Check(name, True, f"freed between rollouts, {how}; {weights}")

@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_patches.errors import ConfigError
 from verl_patches.platform import as_npu
-from verl_patches.rollout.ascend import PREFIX_CACHING
+from verl_patches.rollout.ascend import PREFIX_CACHING, VLLM_SLEEP_MODE
 
 ASCEND, ROLLOUT = "recipe.rollout.ascend", "actor_rollout_ref.rollout"
 OPTIONS = f"{ROLLOUT}.engine_kwargs.vllm.additional_config"
@@ -28,6 +28,7 @@ PLACES = {
     "scheduler": f"{_SCHEDULER}.enabled",
     "chunked_prefill_for_mla": "chunked_prefill_for_mla",
     "prefix_caching": PREFIX_CACHING,
+    "vllm_sleep_mode": VLLM_SLEEP_MODE,
 }
 _BY_GRAPHS = ("enforce_eager", "free_cache_engine")  # of ROLLOUT
 

@@ -15,7 +15,8 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from verl_patches.config import hccl
-from verl_patches.config.compose import model_shape_of, output_root
+from verl_patches.config.compose import model_shape_of, output_root, switched_off
+from verl_patches.memory.schedule import sleeps_by_vllm
 from verl_patches.patching.switches import VARIABLE, Switches
 from verl_patches.platform import as_npu
 from verl_patches.platform.npu import SOCKETS
@@ -117,8 +118,11 @@ def _npu(config: DictConfig) -> dict[str, tuple[str, ...]]:
         "workspaces are prepared off the main thread too; torch_npu refuses it only while it captures an NPUGraph "
         "(NPUGraph.cpp:101), and graphs here are torchair's"
     )
+    by_vllm = sleeps_by_vllm(config.actor_rollout_ref.rollout, recipe) or switched_off(config, "memory.sleep_mode")
     segments = (
         "vLLM's sleep mode needs memory pools, which expandable segments break; vllm-ascend checks the CUDA name only"
+        if by_vllm
+        else "less fragmentation; nothing uses memory pools, as the rollout engine frees memory to torch's pool"
     )
     return {
         "VLLM_USE_V1": ("1", "graph mode and the Ascend scheduler are for engine V1 only"),
@@ -136,7 +140,7 @@ def _npu(config: DictConfig) -> dict[str, tuple[str, ...]]:
         "HCCL_HOST_SOCKET_PORT_RANGE": (ports, "the ports after those of HCCL_IF_BASE_PORT"),
         **{key: (value, interface, "node") for key, value in sockets.items()},
         "TASK_QUEUE_ENABLE": ("2", queue),
-        "PYTORCH_NPU_ALLOC_CONF": ("expandable_segments:False", segments),
+        "PYTORCH_NPU_ALLOC_CONF": (f"expandable_segments:{not by_vllm}", segments),
     }
 
 

@@ -19,7 +19,7 @@ from verl_patches.values import Count, Decay, Name, NotNegative, Port, Positive,
 
 VLLM_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 _ASCEND = "recipe.rollout.ascend."
-_OF_GRAPHS = ("graph_batch_sizes", "multistream_mla", "multistream_moe", "view_optimize", "kv_nz")
+_OF_GRAPHS = ("graph_batch_sizes", "multistream_mla", "multistream_moe", "view_optimize", "kv_nz", "vllm_sleep_mode")
 HCCL_PORTS = 16 + 128  # of each node: HCCL_IF_BASE_PORT takes 16, HCCL_HOST_SOCKET_PORT_RANGE gets the others
 
 
@@ -93,7 +93,8 @@ class RolloutAscend:
     rollout.enforce_eager and rollout.free_cache_engine too, as the pin refuses other combinations (:133, :155).
     graph_batch_sizes: sizes to which decode batches are padded, a graph each, 0.5 to 1.5 minutes to compile
     (worker/model_runner_v1.py:1975); null takes max_num_seqs alone, where the pin adds a graph of 1 (:2139).
-    multistream_mla: KV normalisation and rotary embedding of decode on a second stream (attention/mla_v1.py:896).
+    multistream_mla: KV normalisation and rotary embedding of decode on a second stream (attention/mla_v1.py:896; row
+    rollout.ascend_multistream_mla).
     multistream_moe: the shared expert of decode on a second stream (ops/fused_moe.py:1082); with TP its weights are
     whole on every rank (models/deepseek_v2.py:357) and tokens go to experts without an all-reduce (:661).
     view_optimize: torchair folds views into strides (worker/model_runner_v1.py:1776).
@@ -105,6 +106,9 @@ class RolloutAscend:
     (attention/mla_v1.py:786).
     prefix_caching: requests share the KV of equal beginnings (vLLM's v1/core/sched/scheduler.py). verl writes true at
     vllm_rollout_spmd.py:162, and the n responses of a prompt gain by it.
+    vllm_sleep_mode: graphs keep vLLM's sleep mode, whose memory comes back at the addresses that they hold. false frees
+    weights and KV cache to torch's pool, as without graphs, and has graphs read addresses at each call (row
+    memory.graph_addresses); PYTORCH_NPU_ALLOC_CONF then takes expandable segments. Not tried with torchair's compiler.
     top_k_optimize: top-k and top-p by a threshold, without a scatter of the vocabulary (envs.py:56,
     patch_sampler.py:100); on, as the vocabulary has 129,280 words.
     """
@@ -118,6 +122,7 @@ class RolloutAscend:
     scheduler: str = _choice("v1", "v1", "ascend")
     chunked_prefill_for_mla: bool = False
     prefix_caching: bool = True
+    vllm_sleep_mode: bool = True
     top_k_optimize: bool = True
 
 
