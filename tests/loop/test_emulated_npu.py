@@ -51,7 +51,7 @@ def test_every_row_is_active_and_the_engine_is_that_of_vllm_ascend(emulated):
 @pytest.mark.parametrize(
     ("layout", "ranks", "graphs"),
     [
-        ("pp2", ("--rollout-tp", "2"), GRAPHS),
+        ("pp2", ("--rollout-tp", "2"), (*GRAPHS, "vllm_sleep_mode=false")),
         ("tp2ep2", ("--rollout-tp", "2", "--rollout-dp", "2", *AS_IN_PRODUCTION), MULTISTREAM),
     ],
 )

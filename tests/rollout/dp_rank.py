@@ -96,7 +96,7 @@ def unfinished(flags: list[list[bool]]) -> dict:
                 devices.add(str((kwargs or {}).get("device")))
             return func(*args, **(kwargs or {}))
 
-    NPUPlatform.stateless_init_device_torch_dist_pg = note
+    NPUPlatform.stateless_init_device_torch_dist_pg = staticmethod(note)  # vLLM calls it on an instance
     ip, port = _group_address(0, rank)
     config = SimpleNamespace(data_parallel_rank=rank, data_parallel_size=size, data_parallel_master_ip=ip)
     config.data_parallel_master_port = port
