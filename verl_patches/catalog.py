@@ -90,6 +90,12 @@ ROLLOUT: tuple[PatchSpec, ...] = (
             "tokens' KV (mla_v1.py:1188-1200): later tokens are silently wrong (|dlogp| 2.2 on a tiny model). And a "
             "prompt of one token among fresh prompts ends in more slots than keys (:1192).",
             exit="vllm-ascend PR 1748 (torchair_graph bugfix when chunked_prefill is true) is in the pin"),
+    _ascend("rollout.ascend_multistream_mla", "wrap",
+            "vllm_ascend.models.deepseek_v2:CustomDeepseekV2MLAAttention.__init__",
+            "verl_patches.rollout.ascend:pass_multistream_mla",
+            "enable_multistream_mla is computed (deepseek_v2.py:566) and dropped where torchair is enabled (:580): the "
+            "KV cache's write and the query's rotary embedding stay on the first stream.",
+            exit="the pin keeps forward_kwargs of deepseek_v2.py:568"),
     _ascend("rollout.ascend_top_k_top_p", "wrap",
             "vllm_ascend.patch.worker.patch_common.patch_sampler:_apply_top_k_top_p",
             "verl_patches.rollout.ascend:top_k_and_top_p_in_their_places",
@@ -345,8 +351,14 @@ MEMORY: tuple[PatchSpec, ...] = (
          "verl_patches.worker.rollout_engine:RolloutEngine.sleep",
          "vLLM's sleep mode copies all weights to the host at every sleep, where the weight sync overwrites them, and "
          "takes memory past torch's allocator; a CPU has none. Ours gives the storages' memory back and takes it "
-         "again. With enforce_eager=false vLLM's stays, without that copy: graphs need their addresses.",
+         "again. Graphs keep vLLM's, without that copy, unless their addresses may change.",
          exit="vLLM drops weights that are to be replaced, at sleep, into torch's pool", needs=("rollout.engine",)),
+    _ascend("memory.graph_addresses", "wrap", "vllm_ascend.worker.model_runner_v1:torchair",
+            "verl_patches.worker.rollout_engine:with_addresses_read",
+            "Graphs are compiled with frozen_parameter (model_runner_v1.py:1774), so Parameters must keep their "
+            "addresses, which only vLLM's sleep mode does; recipe.rollout.ascend.vllm_sleep_mode=false frees them to "
+            "torch's pool and compiles graphs without it.",
+            exit="vllm-ascend has an option for frozen_parameter", needs=("memory.sleep_mode",)),
     _row("memory.swap_optimizer", "override", f"{_ACTOR}._build_model_optimizer",
          "verl_patches.worker.recipe_worker:RecipeWorker._build_model_optimizer",
          "Megatron 0.12.2 steps all states at once, on the device or on the host (optimizer_cpu_offload); "

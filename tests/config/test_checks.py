@@ -26,18 +26,18 @@ TINY, LARGE, RANDOM = (
 )
 ACTOR, ROLLOUT = "actor_rollout_ref.actor.megatron", "actor_rollout_ref.rollout"
 PPO, VLLM = "actor_rollout_ref.actor.ppo", f"{ROLLOUT}.engine_kwargs.vllm"
-GRAPHS = f"{VLLM}.additional_config.torchair_graph_config.graph_batch_sizes"
-ASCEND_SCHEDULER = f"+{VLLM}.additional_config.ascend_scheduler_config"
+ASCEND = "recipe.rollout.ascend"
+GRAPHS = f"{ASCEND}.graph_batch_sizes"
 
 
 def failed(name, *overrides):
     return {c.name: c.detail for c in check_config(compose(name, overrides)) if not c.ok}
 
 
-WHOLE_PROMPTS, NO_CHUNKS = (
-    f"{ASCEND_SCHEDULER}={{enabled: true}}",
-    f"{VLLM}.additional_config.chunked_prefill_for_mla=false",
-)
+WHOLE_PROMPTS, NO_CHUNKS = f"{ASCEND}.scheduler=ascend", f"{ASCEND}.chunked_prefill_for_mla=false"
+IN_CHUNKS = f"+{VLLM}.additional_config.ascend_scheduler_config.enable_chunked_prefill=true"
+NO_GRAPHS = [f"{ASCEND}.{key}" for key in ("graphs=false", "multistream_mla=false", "multistream_moe=false")]
+NO_GRAPHS.append(f"{ASCEND}.view_optimize=true")
 BUDGET = f"{ROLLOUT}.max_num_batched_tokens"
 # 8 ranks; rules of training do not hold then
 EIGHT = "trainer.nnodes=1", "trainer.n_gpus_per_node=8", "recipe.rollout.instances=1", "recipe.rollout.dp=4"
@@ -47,23 +47,25 @@ EIGHT = "trainer.nnodes=1", "trainer.n_gpus_per_node=8", "recipe.rollout.instanc
     ("overrides", "check", "detail"),
     [
         ([NO_CHUNKS, WHOLE_PROMPTS], "Ascend scheduler", r"1024, expected >= 4096 .* waits without end"),
-        ([f"{BUDGET}=4096", WHOLE_PROMPTS], "Ascend scheduler", "chunked_prefill_for_mla .* expected one of them"),
+        ([f"{BUDGET}=4096", WHOLE_PROMPTS], "Ascend scheduler", "chunked_prefill_for_mla .* expected one of the three"),
+        ([f"{BUDGET}=4096", WHOLE_PROMPTS, f"{ASCEND}.prefix_caching=false"], "Ascend scheduler", None),
         ([f"{BUDGET}=4096", NO_CHUNKS, WHOLE_PROMPTS], "Ascend scheduler", None),
-        ([f"{ASCEND_SCHEDULER}={{enabled: true, enable_chunked_prefill: true}}"], "Ascend scheduler", None),
+        ([WHOLE_PROMPTS, IN_CHUNKS], "Ascend scheduler", None),
         (["recipe.patches=[-rollout.ascend_decode_kv]"], "mixed batches", r"decode_kv is off .* would not be written"),
         (
             [f"{BUDGET}=4096", NO_CHUNKS, WHOLE_PROMPTS, "recipe.patches=[-rollout.ascend_decode_kv]"],
             "mixed batches",
             "expected recipe.patches without",
         ),
+        ([*NO_GRAPHS, "recipe.patches=[-rollout.ascend_decode_kv]"], "mixed batches", None),
+        ([f"{GRAPHS}=[64,128]"], "graph sizes", "holds 128, expected at most max_num_seqs 64"),
+        ([f"{GRAPHS}=[8,64]"], "graph sizes", None),
         (
-            [
-                f"{VLLM}.additional_config.torchair_graph_config.enabled=false",
-                "recipe.patches=[-rollout.ascend_decode_kv]",
-            ],
-            "mixed batches",
-            None,
+            [f"{ASCEND}.prefix_caching=false", "recipe.patches=[-rollout.llm_arguments]"],
+            "prefix cache",
+            "prefix_caching is false and row rollout.llm_arguments.* is off",
         ),
+        ([f"{ASCEND}.prefix_caching=false"], "prefix cache", None),
         (["recipe.patches=[-rollout.ascend_expert_groups]"], "expert groups", None),  # 256 experts
         ([*EIGHT], "graphs", r"split over 8 ranks, expected at least 16.* all-to-all"),
         ([*EIGHT, "recipe.platform=npu_emulated"], "graphs", None),
@@ -100,7 +102,6 @@ FAULTS = [
             "actor_rollout_ref.ref.megatron.pipeline_model_parallel_size=4": ("actor = ref", "8 != 4"),
             "recipe.rollout.dp=128": ("rollout layout", r"2 .*dp 128.*= 512 ranks, expected all 256"),
             f"{ROLLOUT}.enable_chunked_prefill=true": ("chunked prefill", "1024, expected >= 203072"),
-            f"{ROLLOUT}.free_cache_engine=true": ("graph mode", "free_cache_engine=false"),
             "data.max_prompt_length=200000": ("lengths", "model reaches 163840"),
             "recipe.logprob_check.sequences=100": ("truth check", "multiple of 128"),
             "+actor_rollout_ref.model.override_config.model_config.quantization_config=null": (
@@ -200,26 +201,32 @@ def test_rules_of_features_that_are_off_do_not_apply(name, overrides):
     assert not failed(name, *overrides).keys() & {"weight sync", "checkpoints"}
 
 
+MOVED = f"{ASCEND}.vllm_sleep_mode=false"
+CACHED_GRAPH = f"+{VLLM}.additional_config.torchair_graph_config.use_cached_graph=true"
 COPIED = "weights are copied to the host, as"
 
 
 @pytest.mark.parametrize(
     ("name", "overrides", "ok", "detail"),
     [
-        (TINY, "", True, "to torch's pool; weights that the sync writes are not copied$"),
-        (TINY, "recipe.weight_sync.enabled=false", True, "weights stay, as recipe.weight_sync.enabled is false"),
-        (TINY, "recipe.patches=[-reshard.*]", True, "weights stay, as row reshard.direct is off"),
-        (TINY, f"{ROLLOUT}.enforce_eager=false", False, "sleep mode.* on a CPU; expected .*enforce_eager=true"),
-        (TINY, "recipe.patches=[-memory.*]", False, "on a CPU; expected .*without -memory.sleep_mode"),
-        (LARGE, "", True, "addresses that graphs captured; weights that the sync .* not copied, unless"),
-        (LARGE, "recipe.patches=[-reshard.*]", True, f"sleep mode.*{COPIED} row reshard.dir"),
-        (LARGE, "recipe.weight_sync.enabled=false", True, f"{COPIED} recipe.weight_sync.enabled is f"),
-        (LARGE, "recipe.patches=[-memory.sleep_mode]", True, "row memory.sleep_mode is off: vLLM copies all"),
-        (LARGE, f"{ROLLOUT}.enforce_eager=true", True, "to torch's pool; weights that the sync writes are not copied$"),
+        (TINY, [], True, "to torch's pool; weights that the sync writes are not copied$"),
+        (TINY, ["recipe.weight_sync.enabled=false"], True, "weights stay, as recipe.weight_sync.enabled is false"),
+        (TINY, ["recipe.patches=[-reshard.*]"], True, "weights stay, as row reshard.direct is off"),
+        (TINY, [f"{ROLLOUT}.enforce_eager=false"], False, "sleep mode.* on a CPU; expected .*enforce_eager=true"),
+        (TINY, ["recipe.patches=[-memory.*]"], False, "on a CPU; expected .*without -memory.sleep_mode"),
+        (LARGE, [], True, "addresses that graphs captured; weights that the sync .* not copied, unless"),
+        (LARGE, ["recipe.patches=[-reshard.*]"], True, f"sleep mode.*{COPIED} row reshard.dir"),
+        (LARGE, ["recipe.weight_sync.enabled=false"], True, f"{COPIED} recipe.weight_sync.enabled is f"),
+        (LARGE, ["recipe.patches=[-memory.sleep_mode]"], True, "row memory.sleep_mode is off: vLLM copies all"),
+        (LARGE, [MOVED], True, "to torch's pool; weights that the sync writes are not copied$"),
+        (LARGE, [MOVED, "recipe.patches=[-memory.graph_addresses]"], False, "graph_addresses is off; expected true"),
+        (LARGE, [MOVED, "recipe.patches=[-memory.sleep_mode]"], False, "memory.sleep_mode is off; expected true"),
+        (LARGE, [MOVED, CACHED_GRAPH], False, "use_cached_graph is set, whose graphs no row changes; expected true"),
+        (LARGE, NO_GRAPHS, True, "to torch's pool; weights that the sync writes are not copied$"),
     ],
 )
 def test_sleep_of_the_rollout_is_described_and_refused_where_it_cannot_work(name, overrides, ok, detail):
-    checks = check_config(compose(name, overrides.split()))
+    checks = check_config(compose(name, overrides))
     (found,) = (check for check in checks if check.name == "rollout memory")
     assert found.ok is ok and re.search(detail, found.detail), found
 

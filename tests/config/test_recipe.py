@@ -38,6 +38,11 @@ def test_the_defaults_are_valid():
         ({"hccl": {"base_port": 65500}}, "base_port is 65500; expected 1024 to 65392"),
         ({"hccl": {"expansion_mode": "HOST"}}, "expected one of AIV, AI_CPU"),
         ({"platform": "cpu", "hccl": {"buffer_mib": 300}}, "buffer_mib is Ascend.s: it needs recipe.platform=npu"),
+        ({"platform": "cpu", "rollout": {"ascend": {"prefix_caching": False}}}, "prefix_caching is Ascend.s: it needs"),
+        ({"rollout": {"ascend": {"multistream_moe": True}}}, "multistream_moe is True: it acts in graphs only"),
+        ({"rollout": {"ascend": {"graphs": True, "kv_nz": True}}}, r"kv_nz is True; expected false: .*PR 3066"),
+        ({"rollout": {"ascend": {"graphs": True, "graph_batch_sizes": [0]}}}, "a list, each a whole number >= 1"),
+        ({"rollout": {"ascend": {"scheduler": "v0"}}}, "expected one of v1, ascend"),
         ({"line": "pypi", "train": {"balanced_routing": True}}, "needs recipe.line=a3, found pypi"),
     ],
 )

@@ -42,7 +42,8 @@ def test_the_followed_order_depends_on_the_rows_that_are_on():
     gathered = plan(BIG, rows=("memory.order",))["orders"][2]["phases"][0]["bytes"]
     assert gathered["reshard_buffers"] != back["orders"][2]["phases"][0]["bytes"]["reshard_buffers"]
     rows = (*ON, "memory.sleep_mode")
-    own = plan(BIG, "actor_rollout_ref.rollout.enforce_eager=true", rows=rows)
+    eager = "graphs=false multistream_mla=false multistream_moe=false view_optimize=true".split()
+    own = plan(BIG, *(f"recipe.rollout.ascend.{option}" for option in eager), rows=rows)
     assert own["followed"] == "ours" and len(own["orders"]) == 2
     kept = plan(BIG, "recipe.weight_sync.enabled=false", rows=rows)
     assert kept["followed"] == "ours, with vLLM's sleep mode"  # weights that no sync brings again are copied

@@ -11,9 +11,9 @@ from verl_patches.catalog import ROWS
 from verl_patches.patching.switches import Switches
 
 pytestmark = [pytest.mark.slow, pytest.mark.upstream]
-ROLLOUT = "actor_rollout_ref.rollout"
-GRAPHS = "torchair_graph_config:{enabled:true,graph_batch_sizes:[8]}"
-MULTISTREAM = GRAPHS.replace("}", ",enable_multistream_mla:true,enable_multistream_moe:true}")
+# mixed batches of decodes and prefills need the ring kernel, or whole prompts
+GRAPHS = ("graphs=true", "graph_batch_sizes=[8]", "chunked_prefill_for_mla=true")
+MULTISTREAM = (*GRAPHS, "multistream_mla=true", "multistream_moe=true", "view_optimize=false")
 AS_IN_PRODUCTION = (
     *(option for option in OFFLOAD if ".optimizer_offload" not in option),  # the swapped optimizer is for bf16
     "recipe.train.skip_old_log_prob=true",
@@ -23,10 +23,8 @@ AS_IN_PRODUCTION = (
 MC2 = {"npu_moe_distribute_dispatch", "npu_moe_distribute_combine"}
 
 
-def with_graphs(graphs):
-    """Overrides of a run with captured graphs, which need whole prompts or room for mixed batches."""
-    options = f"+{ROLLOUT}.engine_kwargs.vllm.additional_config={{{graphs},chunked_prefill_for_mla:true}}"
-    return f"{ROLLOUT}.enforce_eager=false", f"{ROLLOUT}.free_cache_engine=false", options
+def with_options(options):
+    return [f"recipe.rollout.ascend.{option}" for option in options]
 
 
 @pytest.fixture(scope="session")
@@ -56,13 +54,13 @@ def test_every_row_is_active_and_the_engine_is_that_of_vllm_ascend(emulated):
 @pytest.mark.parametrize(
     ("layout", "ranks", "graphs"),
     [
-        ("pp2", ("--rollout-tp", "2"), GRAPHS),
+        ("pp2", ("--rollout-tp", "2"), (*GRAPHS, "vllm_sleep_mode=false")),
         ("tp2ep2", ("--rollout-tp", "2", "--rollout-dp", "2", *AS_IN_PRODUCTION), MULTISTREAM),
     ],
 )
 def test_layouts_and_graphs_change_no_step(emulated, layout, ranks, graphs):
     """Experts are whole over TP x EP and stages a list of layers, as in production."""
-    run, first = emulated("2", "--train-layout", layout, *ranks, *with_graphs(graphs), VERIFY), emulated("2")
+    run, first = emulated("2", "--train-layout", layout, *ranks, *with_options(graphs), VERIFY), emulated("2")
     assert_weights_arrive(run, verified=True)
     reached = run.summary["emulated"]
     assert MC2 < reached["functions"].keys() and reached["graphs"] > 0

@@ -109,14 +109,14 @@ def test_moves_of_a_step_of_ours():
 
 
 def test_the_schedule_of_a_run():
-    def name(rows, line="a3", enforce_eager=True, synced=True):
-        switches = switches_of(rows, enforce_eager=enforce_eager, synced=synced)
+    def name(rows, line="a3", vllm_sleep=False, synced=True):
+        switches = switches_of(rows, vllm_sleep=vllm_sleep, synced=synced)
         return schedule_followed(line, skip_old_log_prob=False, **switches).name
 
     every = {"memory.order", "memory.sleep_mode"}
     assert name(every) == name(every, synced=False) == "ours"
-    assert name(every, enforce_eager=False) == "ours, addresses kept by vLLM"
-    assert name(every, enforce_eager=False, synced=False) == "ours, with vLLM's sleep mode"
+    assert name(every, vllm_sleep=True) == "ours, addresses kept by vLLM"
+    assert name(every, vllm_sleep=True, synced=False) == "ours, with vLLM's sleep mode"
     assert name({"memory.order"}) == "ours, with vLLM's sleep mode"
     assert name({"memory.sleep_mode"}) == "verl 54c9b736, rollout weights not copied"
     assert name((), "pypi") == "verl 0.4.0" and name(()) == "verl 54c9b736"

@@ -18,7 +18,7 @@ from verl_patches.patching import engine as patches
 from verl_patches.patching.row import subclass_of
 from verl_patches.worker import context as contexts
 from verl_patches.worker.context import WorkerContext
-from verl_patches.worker.rollout_engine import RolloutEngine
+from verl_patches.worker.rollout_engine import RolloutEngine, with_addresses_read
 
 SCRIPT = Path(__file__).with_name("sleep_mode.py").read_text()
 SEGMENT = 4096
@@ -195,6 +195,7 @@ def test_weights_that_no_sync_proves_to_write_are_not_freed(rows, load_format, s
 @pytest.mark.parametrize(("arguments", "passed", "kind"), [
     ({"enable_sleep_mode": True, "enforce_eager": True}, False, ResizeSleepMode),
     ({"enable_sleep_mode": True, "enforce_eager": False}, True, CumemSleepMode),  # graphs have captured addresses
+    ({"enable_sleep_mode": True, "additional_config": {"vllm_sleep_mode": False}}, False, ResizeSleepMode),
     ({"enforce_eager": True}, None, type(None)),  # it is not to sleep
 ])  # fmt: skip
 def test_an_engine_that_sleeps_has_our_sleep_mode_and_an_eager_one_not_vllms(arguments, passed, kind, build):
@@ -202,12 +203,24 @@ def test_an_engine_that_sleeps_has_our_sleep_mode_and_an_eager_one_not_vllms(arg
     llm = build(("memory.sleep_mode",), **arguments)
     mode = llm.sleep_mode
     assert llm.seen.get("enable_sleep_mode") is passed and isinstance(mode, kind)
-    assert llm.llm_engine.add_request(1) == 2
+    assert llm.llm_engine.add_request(1) == 2 and not llm.seen.get("additional_config")
+    assert contexts.context().weights_move == (kind is ResizeSleepMode)
     if mode:
         assert llm.llm_engine.sleep == mode.sleep and llm.llm_engine.wake_up == mode.wake_up
         mode._asleep = {"kv_cache": {}}
         with pytest.raises(RecipeError, match="kv_cache of the engine are asleep"):
             llm.llm_engine.add_request(1)
+
+
+@pytest.mark.parametrize("moves", [True, False])
+def test_graphs_are_compiled_without_frozen_parameters_only_where_weights_move(moves, monkeypatch):
+    def compiled(compiler_config):
+        return compiler_config.experimental_config.frozen_parameter
+
+    monkeypatch.setattr(contexts, "_context", WorkerContext(weights_move=moves))
+    config = SimpleNamespace(experimental_config=SimpleNamespace(frozen_parameter=True))
+    torchair = with_addresses_read(SimpleNamespace(get_npu_backend=compiled, CompilerConfig=dict))
+    assert torchair.get_npu_backend(compiler_config=config) is not moves and torchair.CompilerConfig is dict
 
 
 def test_with_the_row_off_vllms_own_sleep_mode_stays(build):

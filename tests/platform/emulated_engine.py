@@ -56,10 +56,24 @@ def generate(llm: Any) -> dict[str, Any]:
 
 
 def graphs(llm: Any) -> dict[str, Any]:
-    """Nodes of the graphs that torchair's backend was given so far."""
+    """Nodes of the graphs that torchair's backend was given so far, and on which streams the KV cache is written."""
+    import torch_npu
+    from vllm import SamplingParams
+
     from verl_patches.platform.npu_emulated.packages import Graphs
 
-    return {"traced": Graphs.traced, "stream_switches": Graphs.stream_switches}
+    write, streams = torch_npu.npu_kv_rmsnorm_rope_cache, []
+
+    def note(*args: Any, **kwargs: Any) -> Any:
+        streams.append(Graphs.stream)
+        return write(*args, **kwargs)
+
+    if not Graphs.traced:
+        torch_npu.npu_kv_rmsnorm_rope_cache = note
+        params = SamplingParams(temperature=0.0, max_tokens=2)
+        llm.generate([{"prompt_token_ids": [3, 4, 5]}], params, use_tqdm=False)
+        torch_npu.npu_kv_rmsnorm_rope_cache = write
+    return {"streams": streams, "traced": Graphs.traced, "stream_switches": Graphs.stream_switches}
 
 
 def sleep(llm: Any) -> dict[str, Any]:
@@ -69,6 +83,85 @@ def sleep(llm: Any) -> dict[str, Any]:
     poisoned = sum(bool(p.isnan().any()) for p in parameters)
     llm.wake_up()
     return {"poisoned": poisoned / len(parameters)}
+
+
+CYCLES = 50
+
+
+def cycles(llm: Any) -> dict[str, Any]:
+    """Sleep to torch's pool, wake-up, weights written back, a request; CYCLES times.
+
+    `tokens`: the different answers; `moved`: in how many cycles a weight had another address; `live`: bytes of all live
+    tensors after each tenth, `asleep` while it sleeps; `frozen`: the error of a graph that keeps the first addresses.
+    """
+    import torch
+    from vllm import SamplingParams
+
+    from verl_patches.memory.sleep_mode import weights_of
+    from verl_patches.platform.npu_emulated.packages import Graphs
+
+    params, request = SamplingParams(temperature=0.0, max_tokens=2), {"prompt_token_ids": prompts_of([5])[0]}
+    kept = {name: tensor.detach().clone() for name, tensor in weights_of(model_of(llm)).items()}
+    first = {name: tensor.data_ptr() for name, tensor in weights_of(model_of(llm)).items()}
+
+    def slept(measured: bool = False) -> None:
+        llm.sleep(1)
+        if measured:
+            found["asleep"].add(_live_bytes())
+        other = [torch.full_like(tensor, torch.nan) for tensor in kept.values()]  # takes the place of the weights
+        llm.wake_up()
+        del other
+        with torch.no_grad():
+            for name, tensor in weights_of(model_of(llm)).items():
+                tensor.copy_(kept[name])
+        llm.weights_written(last=False)
+
+    def answer() -> list[int]:
+        (output,) = llm.generate([request], params, use_tqdm=False)
+        return list(output.outputs[0].token_ids)
+
+    llm.weights_written(last=False)
+    found = {"tokens": {tuple(answer())}, "live": [], "asleep": set(), "moved": 0}
+    for cycle in range(CYCLES):
+        slept(measured=cycle % 10 == 0)
+        found["tokens"].add(tuple(answer()))
+        if cycle % 10 == 0:
+            found["live"].append(_live_bytes())
+        found["moved"] += any(t.data_ptr() != first[name] for name, t in weights_of(model_of(llm)).items())
+    weights = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+    answers = {key: sorted(value) if isinstance(value, set) else value for key, value in found.items()}
+    return {
+        **answers,
+        "weights": weights,
+        "frozen": _frozen(llm, Graphs.configs[-1].experimental_config, slept, answer),
+    }
+
+
+def _frozen(llm: Any, options: Any, slept: Callable, answer: Callable) -> str:
+    """The error of the graph as the pin compiles it, after its weights have moved."""
+    unset, options.frozen_parameter = options.frozen_parameter, True
+    try:
+        slept()
+        answer()
+    except ValueError as error:
+        return str(error)
+    finally:
+        options.frozen_parameter = unset
+        engine = llm.llm_engine
+        engine.abort_request(list(engine.output_processor.request_states))  # the one that failed would never end
+    return f"none; the row has set it to {unset}"
+
+
+def _live_bytes() -> int:
+    """Of the storages of all tensors of this process."""
+    import gc
+
+    import torch
+
+    gc.collect()
+    real = torch.Tensor, torch.nn.Parameter  # not Dynamo's fake ones
+    tensors = [each for each in gc.get_objects() if type(each) in real and each.device.type != "meta"]
+    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
 
 
 # errors of a device path, each in one op: (function of torch_npu, arguments that it gets otherwise, or its result)

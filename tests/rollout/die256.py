@@ -91,6 +91,29 @@ def worker_of(made: Any) -> Any:
     return made.inference_engine.llm_engine.model_executor.driver_worker.worker
 
 
+def options_read(made: Any) -> dict[str, Any]:
+    """recipe.rollout.ascend as the engine's own objects hold it."""
+    from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
+    from vllm_ascend.ascend_config import get_ascend_config
+
+    engine, runner, read = made.inference_engine.llm_engine, worker_of(made).model_runner, get_ascend_config()
+    layer, graphs = runner.model.model.layers[-1], read.torchair_graph_config
+    scheduler = type(engine.engine_core.engine_core.scheduler).__name__
+    return {
+        "graphs": runner.torchair_graph_enabled and layer.self_attn.mla_attn.impl.torchair_graph_enabled,
+        "graph_batch_sizes": runner.torchair_graph_batch_sizes,
+        "multistream_mla": layer.self_attn.enable_multistream_mla,
+        "multistream_moe": layer.mlp.experts.enable_multistream_moe,
+        "view_optimize": graphs.enable_view_optimize,
+        "kv_nz": layer.self_attn.mla_attn.impl.enable_kv_nz,
+        "scheduler": {"Scheduler": "v1", "AscendScheduler": "ascend"}[scheduler],
+        "chunked_prefill_for_mla": read.chunked_prefill_for_mla,
+        "prefix_caching": engine.vllm_config.cache_config.enable_prefix_caching,
+        "vllm_sleep_mode": type(made.inference_engine.sleep_mode).__name__ == "CumemSleepMode",
+        "top_k_optimize": TopKTopPSampler.forward_native.__name__ == "topk_topp_forward_native",
+    }
+
+
 def addresses(model: Any) -> dict[str, int]:
     """Of parameters and absorbed projections, which captured graphs read."""
     from verl_patches.memory.sleep_mode import all_weights
@@ -170,9 +193,8 @@ def true_weight(model: str, other: str, overrides: list[str]) -> dict[str, Any]:
         "responses": [len(each) for each in responses],
         "mixed": sum(decodes > 0 and prefills > 0 for decodes, prefills in seen),
         "decodes": max(decodes for decodes, prefills in seen if not prefills),
-        "scheduler": type(engine.engine_core.engine_core.scheduler).__name__,
-        "prefix caching": engine.vllm_config.cache_config.enable_prefix_caching,
         "options": engine.vllm_config.additional_config,
+        "read": options_read(made),
     }
     before = addresses(worker_of(made).model_runner.model)
     for folder in (other, model):
@@ -187,6 +209,7 @@ def true_weight(model: str, other: str, overrides: list[str]) -> dict[str, Any]:
 def random_init(model: str, overrides: list[str]) -> dict[str, Any]:
     """What is generated with balanced routing: another model, so only what holds for any."""
     config, made = start(model, "grpo_deepseekv3_256die_random_init", overrides)
+    read = options_read(made)
     loads, seen = loads_of_experts(), batches_of(made)
     responses = generate(made, prompts_for(config))
     return {
@@ -194,4 +217,5 @@ def random_init(model: str, overrides: list[str]) -> dict[str, Any]:
         "finite": all(value < 0 for each in responses for _, values in each for value in values),
         "uneven": max(max(load) - min(load) for load in loads),
         "mixed": sum(decodes > 0 and prefills > 0 for decodes, prefills in seen),
+        "read": read,
     }

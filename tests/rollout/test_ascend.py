@@ -119,7 +119,18 @@ def test_top_k_and_top_p_leave_the_words_that_they_should(found):
 
 
 NAMES = ["grpo_deepseekv3_256die_true_weight", "grpo_deepseekv3_256die_random_init"]
+# the other value of every key that acts at the pin
+KEYS = "graph_batch_sizes=[32,64] multistream_mla=false multistream_moe=false view_optimize=true scheduler=ascend"
+KEYS += " chunked_prefill_for_mla=false prefix_caching=false vllm_sleep_mode=false top_k_optimize=false"
+OTHER = [f"recipe.rollout.ascend.{key}" for key in KEYS.split()]
+OTHER.append("actor_rollout_ref.rollout.max_num_batched_tokens=4096")
 DIFFERENT = {"ignore_eos", "engine_kwargs.vllm.data_parallel_size"}  # between the rollouts of both
+
+
+def read_as(config):
+    """What the engine must hold of recipe.rollout.ascend."""
+    expected = OmegaConf.to_container(config.recipe.rollout.ascend)
+    return expected | {"graph_batch_sizes": expected["graph_batch_sizes"] or [64]}
 
 
 def test_both_256_die_configurations_have_one_rollout_but_for_its_size():
@@ -137,12 +148,15 @@ def test_the_256_die_rollout_with_true_weights_is_right(models, run):
     found = run("die256", "true_weight", arguments, {"TORCHDYNAMO_DISABLE": "0"})
     assert len(found["worst"]) == 3 and max(found["worst"]) < LARGEST, found
     assert found["responses"] == [16] * 4 and found["mixed"] > 5 and 32 < found["decodes"] <= 64
-    assert found["moved"] == [] and found["prefix caching"] and found["scheduler"] == "Scheduler"
-    given = options.actor_rollout_ref.rollout.engine_kwargs.vllm.additional_config
-    assert found["options"] == OmegaConf.to_container(given)
+    assert found["moved"] == []
+    assert found["read"] == read_as(options)
+    written = OmegaConf.to_container(options.actor_rollout_ref.rollout.engine_kwargs.vllm.additional_config)
+    assert written.pop("enable_prefix_caching") and written.pop("vllm_sleep_mode")  # read before the engine
+    assert found["options"] == written
 
 
 @pytest.mark.full
 def test_the_256_die_rollout_with_balanced_routing_gives_every_expert_its_share(models, run):
-    found = run("die256", "random_init", [models["256 experts"], []], {"TORCHDYNAMO_DISABLE": "1"})
-    assert found["responses"] == [16] * 4 and found["finite"] and found["uneven"] <= 1 and found["mixed"] > 5, found
+    found = run("die256", "random_init", [models["256 experts"], OTHER], {"TORCHDYNAMO_DISABLE": "1"})
+    assert found["responses"] == [16] * 4 and found["finite"] and found["uneven"] <= 1 and found["mixed"] == 0, found
+    assert found["read"] == read_as(compose(NAMES[1], OTHER))

@@ -74,7 +74,7 @@ def test_a_neutral_config_and_keys_that_only_vllm_reads_are_not_refused():
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        (f"+{ROLLOUT}.engine_kwargs.vllm.enable_prefix_caching=false", "verl always passes True"),
+        (f"+{ROLLOUT}.engine_kwargs.vllm.enable_prefix_caching=false", "set recipe.rollout.ascend.prefix_caching"),
         (f"+{ROLLOUT}.engine_kwargs.vllm.enforce_eager=true", f"set {ROLLOUT}.enforce_eager"),
         (f"+{ROLLOUT}.enable_prefix_caching=false", "no reader is known"),
         (f"+{ROLLOUT}.val_kwargs.min_p=0.1", "no reader is known"),

@@ -6,14 +6,14 @@ from collections.abc import Iterator
 
 from omegaconf import DictConfig
 
-from verl_patches.config.compose import ascend_arguments, graph_arguments, hf_config_of, switched_off
+from verl_patches.config.compose import ascend_arguments, graph_arguments, hf_config_of, switched_off, vllm_arguments
 from verl_patches.layout.inventory import ModelShape
 from verl_patches.layout.parallel import world_size
 from verl_patches.platform import as_npu
 from verl_patches.platform.npu import MC2_FROM_RANKS
 
 _ROLLOUT = "actor_rollout_ref.rollout"
-_OPTIONS = f"{_ROLLOUT}.engine_kwargs.vllm.additional_config"
+_KEYS = "recipe.rollout.ascend"
 _Found = Iterator[tuple[str, bool, str]]
 
 
@@ -21,7 +21,7 @@ def checks(config: DictConfig, model: ModelShape) -> list[tuple[str, bool, str]]
     """(name, whether it holds, one sentence) of each rule of this file; nothing where there is no NPU."""
     if not as_npu(config.recipe.platform):
         return []
-    rules = _scheduler, _mixed_batches, _graphs, _groups, _answers
+    rules = _scheduler, _prefix_cache, _mixed_batches, _graphs, _graph_sizes, _groups, _answers
     return [found for rule in rules for found in rule(config, model)]
 
 
@@ -34,18 +34,28 @@ def _scheduler(config: DictConfig, model: ModelShape) -> _Found:
     budget = scheduler.get("max_num_batched_tokens") or rollout.max_num_batched_tokens
     held = f"max_num_batched_tokens {budget} holds prompt + response {longest}"
     fault = (
-        f"{_ROLLOUT}.max_num_batched_tokens is {budget}, expected >= {longest} with {_OPTIONS}.ascend_scheduler_config"
+        f"{_ROLLOUT}.max_num_batched_tokens is {budget}, expected >= {longest} with {_KEYS}.scheduler=ascend"
         ": it takes a prompt whole, or a preempted response with its prompt, and drops what is longer without an "
         "answer, for which generate() waits without end (vllm_ascend/core/scheduler.py:156)"
     )
     yield "Ascend scheduler", budget >= longest, held if budget >= longest else fault
-    if options.get("chunked_prefill_for_mla"):
+    if options.get("chunked_prefill_for_mla") and config.recipe.rollout.ascend.prefix_caching:
         text = (
-            f"{_OPTIONS}: chunked_prefill_for_mla with ascend_scheduler_config.enabled, expected one of them: without "
-            "chunked prefill a prompt's cached prefix is left out of its attention (mla_v1.py:428, vllm-ascend "
-            "issue 1553), and verl always enables the prefix cache (vllm_rollout_spmd.py)"
+            f"{_KEYS}: scheduler=ascend, chunked_prefill_for_mla and prefix_caching, expected one of the three to be "
+            "off: without chunked prefill a prompt's cached prefix is left out of its attention (mla_v1.py:428, "
+            "vllm-ascend issue 1553)"
         )
         yield "Ascend scheduler", False, text
+
+
+def _prefix_cache(config: DictConfig, model: ModelShape) -> _Found:
+    row = "rollout.llm_arguments"
+    if not config.recipe.rollout.ascend.prefix_caching and switched_off(config, row):
+        text = (
+            f"{_KEYS}.prefix_caching is false and row {row}, which takes it past verl's own keyword "
+            "(vllm_rollout_spmd.py:162), is off; expected the row, or prefix_caching=true"
+        )
+        yield "prefix cache", False, text
 
 
 def _mixed_batches(config: DictConfig, model: ModelShape) -> _Found:
@@ -54,7 +64,7 @@ def _mixed_batches(config: DictConfig, model: ModelShape) -> _Found:
     if not graph_arguments(config):
         return
     fault = (
-        f"row {row} is off and {_OPTIONS}.torchair_graph_config.enabled is true: in a batch of decodes and prefills "
+        f"row {row} is off and {_KEYS}.graphs is true: in a batch of decodes and prefills "
         "the KV of decode tokens would not be written (mla_v1.py:1188); expected recipe.patches without "
         f"-{row}, or no graphs"
     )
@@ -68,11 +78,22 @@ def _graphs(config: DictConfig, model: ModelShape) -> _Found:
     few = recipe.rollout.expert_parallel and 1 < ranks < MC2_FROM_RANKS
     if few and recipe.platform == "npu" and graph_arguments(config):
         text = (
-            f"{_OPTIONS}.torchair_graph_config.enabled with experts split over {ranks} ranks, expected at least "
+            f"{_KEYS}.graphs with experts split over {ranks} ranks, expected at least "
             f"{MC2_FROM_RANKS}, recipe.rollout.expert_parallel=false, or no graphs: vllm-ascend exchanges tokens by "
             "all-to-all below (vllm_ascend/ascend_forward_context.py:22), which torchair cannot trace"
         )
         yield "graphs", False, text
+
+
+def _graph_sizes(config: DictConfig, model: ModelShape) -> _Found:
+    """The pin drops sizes above max_num_seqs without an error (model_runner_v1.py:2143)."""
+    seats, sizes = vllm_arguments(config).get("max_num_seqs"), graph_arguments(config).get("graph_batch_sizes") or ()
+    if seats and (above := [size for size in sizes if size > seats]):
+        text = (
+            f"{_KEYS}.graph_batch_sizes holds {', '.join(map(str, above))}, expected at most max_num_seqs {seats}: "
+            "vllm-ascend drops larger ones (model_runner_v1.py:2143)"
+        )
+        yield "graph sizes", False, text
 
 
 def _groups(config: DictConfig, model: ModelShape) -> _Found:

@@ -26,6 +26,7 @@ from verl_patches.config.compose import (
     model_changes,
     model_shape_of,
     reads_weights,
+    rollout_library,
     shape_file,
     switched_off,
     vllm_arguments,
@@ -36,8 +37,8 @@ from verl_patches.errors import ConfigError
 from verl_patches.layout.inventory import ModelShape, build_inventory, differences, read_model_shape
 from verl_patches.layout.model_folder import QUANTIZATION, read_json_object, weight_files
 from verl_patches.layout.parallel import ParallelLayout, rollout_layout_of, train_layout_of
+from verl_patches.memory.schedule import sleeps_by_vllm
 from verl_patches.model.mindspeed.arguments import ONLY
-from verl_patches.platform import as_npu
 from verl_patches.reshard.plan import make_blocks
 from verl_patches.rollout.log_probs import CHECK_TOKENS
 from verl_patches.tensor_cache import limits
@@ -439,9 +440,8 @@ def _batch_checks(config: DictConfig, train: ParallelLayout, rollout: ParallelLa
     largest, running = max(graph_arguments(config).get("graph_batch_sizes") or (), default=None), min(responses, seats)
     if largest is not None:
         decoded = f"the {running} responses that a replica decodes at once"
-        fault = (
-            f"largest graph {largest}, expected at least {decoded}; add it to graph_batch_sizes or lower max_num_seqs"
-        )
+        fault = f"largest graph {largest}, expected at least {decoded}; "
+        fault += "add it to recipe.rollout.ascend.graph_batch_sizes or lower max_num_seqs"
         yield _either("graph batch sizes", largest >= running, f"largest graph {largest} holds {decoded}", fault)
 
 
@@ -532,10 +532,7 @@ def _sync_checks(
     recipe = config.recipe
     if switched_off(config, "reshard.direct"):
         return
-    libraries = (
-        "mindspeed" if recipe.line == "a3" else "megatron-local",
-        "vllm-ascend" if as_npu(recipe.platform) else "vllm",
-    )
+    libraries = "mindspeed" if recipe.line == "a3" else "megatron-local", rollout_library(config)
     model = replace(model, torch_dtype=VLLM_DTYPES[recipe.dtype])
     fault = _error_of(_plan_blocks, model, train, rollout, libraries, recipe.reshard.bucket_bytes)
     yield Check("weight sync", not fault, fault or "every rank can receive the weights that it lacks")
@@ -562,6 +559,13 @@ def _sleep_check(config: DictConfig) -> Check:
         if graphs:
             expected.append("actor_rollout_ref.rollout.enforce_eager=true (graphs keep the addresses they captured)")
         return Check(name, False, f"vLLM has no sleep mode on a CPU; expected {', '.join(expected)}")
+    if graphs and not recipe.rollout.ascend.vllm_sleep_mode:
+        rows = [row for row in ("memory.sleep_mode", "memory.graph_addresses") if switched_off(config, row)]
+        cached = graph_arguments(config).get("use_cached_graph")
+        if rows or cached:
+            found = f"row {', '.join(rows)} is off" if rows else "use_cached_graph is set, whose graphs no row changes"
+            text = "expected true: graphs would read weights where they were before sleep"
+            return Check(name, False, f"recipe.rollout.ascend.vllm_sleep_mode is false and {found}; {text}")
     if own_sleep_off:
         return Check(name, True, "row memory.sleep_mode is off: vLLM copies all weights to the host")
     copied = None
@@ -570,9 +574,10 @@ def _sleep_check(config: DictConfig) -> Check:
     elif not recipe.weight_sync.enabled:
         copied = "recipe.weight_sync.enabled is false"
     how, weights = "to torch's pool", "weights that the sync writes are not copied"
-    if graphs:
+    by_vllm = sleeps_by_vllm(config.actor_rollout_ref.rollout, recipe)
+    if by_vllm:
         how = "by vLLM's sleep mode, which keeps the addresses that graphs captured"
         weights += ", unless other memory shares their segment"
     if copied:
-        weights = f"weights {'are copied to the host' if graphs else 'stay'}, as {copied}"
+        weights = f"weights {'are copied to the host' if by_vllm else 'stay'}, as {copied}"
     return Check(name, True, f"freed between rollouts, {how}; {weights}")

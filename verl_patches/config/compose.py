@@ -16,6 +16,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from verl_patches.config.engine_options import write_engine_options
 from verl_patches.config.recipe import VLLM_DTYPES, Recipe, check_recipe, recipe_keys, unknown_key
 from verl_patches.config.verl_values import check_verl_values
 from verl_patches.errors import ConfigError
@@ -77,6 +78,7 @@ def compose(config_name: str, overrides: Sequence[str] = (), *, verl_path: Path 
         raise ConfigError(_explain(error, name, base)) from error
     check_recipe(OmegaConf.to_container(config.recipe))
     check_verl_values(OmegaConf.to_container(config))
+    write_engine_options(config, keys_of(overrides))
     _refuse_deleted(config, base)
     for section in filter(None, (config.recipe, config.actor_rollout_ref.get("recipe"))):
         section.output_root = str(output_root(section.output_root))  # workers have other current folders
@@ -229,6 +231,11 @@ def graph_arguments(config: DictConfig) -> Mapping[str, Any]:
     """vllm-ascend's torchair_graph_config; empty where graphs are not enabled."""
     graph = ascend_arguments(config).get("torchair_graph_config") or {}
     return graph if graph.get("enabled") else {}
+
+
+def rollout_library(config: DictConfig) -> str:
+    """The rollout's name in layout/sharding.py; with multistream_moe shared experts are whole under TP."""
+    return "vllm-ascend" if graph_arguments(config).get("enable_multistream_moe") else "vllm"
 
 
 def switched_off(config: DictConfig, row: str) -> bool:

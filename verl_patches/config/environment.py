@@ -15,7 +15,8 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from verl_patches.config import hccl
-from verl_patches.config.compose import model_shape_of, output_root
+from verl_patches.config.compose import model_shape_of, output_root, switched_off
+from verl_patches.memory.schedule import sleeps_by_vllm
 from verl_patches.patching.switches import VARIABLE, Switches
 from verl_patches.platform import as_npu
 from verl_patches.platform.npu import SOCKETS
@@ -106,6 +107,7 @@ def _emulated(config: DictConfig) -> dict[str, tuple[str, ...]]:
 def _npu(config: DictConfig) -> dict[str, tuple[str, ...]]:
     recipe, model = config.recipe, model_shape_of(config)
     ports = "{}-{}".format(*hccl.host_ports(config))
+    top_k = "recipe.rollout.ascend.top_k_optimize: top-k and top-p by a threshold, without a scatter"
     route = "1" if recipe.rollout.balanced_routing else "0"
     timeout = "recipe.train.collective_timeout_minutes: HCCL has a timeout of its own, independent of torch's (s)"
     need = f"the exchange of experts in decode needs {hccl.buffer_need_mib(config, model)} (MiB)"
@@ -116,8 +118,11 @@ def _npu(config: DictConfig) -> dict[str, tuple[str, ...]]:
         "workspaces are prepared off the main thread too; torch_npu refuses it only while it captures an NPUGraph "
         "(NPUGraph.cpp:101), and graphs here are torchair's"
     )
+    by_vllm = sleeps_by_vllm(config.actor_rollout_ref.rollout, recipe) or switched_off(config, "memory.sleep_mode")
     segments = (
         "vLLM's sleep mode needs memory pools, which expandable segments break; vllm-ascend checks the CUDA name only"
+        if by_vllm
+        else "less fragmentation; nothing uses memory pools, as the rollout engine frees memory to torch's pool"
     )
     return {
         "VLLM_USE_V1": ("1", "graph mode and the Ascend scheduler are for engine V1 only"),
@@ -127,7 +132,7 @@ def _npu(config: DictConfig) -> dict[str, tuple[str, ...]]:
             "eager decode reads the two KV caches; 0 joins a layer's whole cache in every step",
         ),
         "HCCL_CONNECT_TIMEOUT": ("1200", "ranks on many nodes start more than the default 120 s apart (s)"),
-        "VLLM_ASCEND_ENABLE_TOPK_OPTIMIZE": ("1", "top-k and top-p by a threshold, without a scatter"),
+        "VLLM_ASCEND_ENABLE_TOPK_OPTIMIZE": ("1" if recipe.rollout.ascend.top_k_optimize else "0", top_k),
         "HCCL_EXEC_TIMEOUT": (str(hccl.exec_timeout_s(config)), timeout),
         "HCCL_OP_EXPANSION_MODE": (recipe.hccl.expansion_mode, "recipe.hccl.expansion_mode"),
         "HCCL_BUFFSIZE": (str(hccl.buffer_mib(config, model)), need),
@@ -135,7 +140,7 @@ def _npu(config: DictConfig) -> dict[str, tuple[str, ...]]:
         "HCCL_HOST_SOCKET_PORT_RANGE": (ports, "the ports after those of HCCL_IF_BASE_PORT"),
         **{key: (value, interface, "node") for key, value in sockets.items()},
         "TASK_QUEUE_ENABLE": ("2", queue),
-        "PYTORCH_NPU_ALLOC_CONF": ("expandable_segments:False", segments),
+        "PYTORCH_NPU_ALLOC_CONF": (f"expandable_segments:{not by_vllm}", segments),
     }
 
 

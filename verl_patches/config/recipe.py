@@ -18,6 +18,8 @@ from verl_patches.platform import as_npu
 from verl_patches.values import Count, Decay, Name, NotNegative, Port, Positive, Text, value_faults
 
 VLLM_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+_ASCEND = "recipe.rollout.ascend."
+_OF_GRAPHS = ("graph_batch_sizes", "multistream_mla", "multistream_moe", "view_optimize", "kv_nz", "vllm_sleep_mode")
 HCCL_PORTS = 16 + 128  # of each node: HCCL_IF_BASE_PORT takes 16, HCCL_HOST_SOCKET_PORT_RANGE gets the others
 
 
@@ -82,6 +84,49 @@ class Train:
 
 
 @dataclass
+class RolloutAscend:
+    """Options of vllm-ascend, on platform npu only; config/engine_options.py writes them where the engine reads them.
+
+    Names of files are those of vllm-ascend f20869ef. Defaults are the pin's, unless a reason is given.
+
+    graphs: decode in torchair graphs (ascend_config.py:52), which the tiny model's runs do not need. It decides
+    rollout.enforce_eager and rollout.free_cache_engine too, as the pin refuses other combinations (:133, :155).
+    graph_batch_sizes: sizes to which decode batches are padded, a graph each, 0.5 to 1.5 minutes to compile
+    (worker/model_runner_v1.py:1975); null takes max_num_seqs alone, where the pin adds a graph of 1 (:2139).
+    multistream_mla: KV normalisation and rotary embedding of decode on a second stream (attention/mla_v1.py:896; row
+    rollout.ascend_multistream_mla).
+    multistream_moe: the shared expert of decode on a second stream (ops/fused_moe.py:1082); with TP its weights are
+    whole on every rank (models/deepseek_v2.py:357) and tokens go to experts without an all-reduce (:661).
+    view_optimize: torchair folds views into strides (worker/model_runner_v1.py:1776).
+    kv_nz: the KV cache in the NZ format (attention/mla_v1.py:592); true is refused: prompts are written a second time
+    in the other format (:1192; vllm-ascend PR 3066).
+    scheduler: V1's own, which fills a step with decodes and pieces of prompts, or vllm-ascend's (platform.py:198),
+    which takes prompts whole.
+    chunked_prefill_for_mla: attention of a piece of a prompt by the ring kernel instead of a loop
+    (attention/mla_v1.py:786).
+    prefix_caching: requests share the KV of equal beginnings (vLLM's v1/core/sched/scheduler.py). verl writes true at
+    vllm_rollout_spmd.py:162, and the n responses of a prompt gain by it.
+    vllm_sleep_mode: graphs keep vLLM's sleep mode, whose memory comes back at the addresses that they hold. false frees
+    weights and KV cache to torch's pool, as without graphs, and has graphs read addresses at each call (row
+    memory.graph_addresses); PYTORCH_NPU_ALLOC_CONF then takes expandable segments. Not tried with torchair's compiler.
+    top_k_optimize: top-k and top-p by a threshold, without a scatter of the vocabulary (envs.py:56,
+    patch_sampler.py:100); on, as the vocabulary has 129,280 words.
+    """
+
+    graphs: bool = False
+    graph_batch_sizes: list[Count] | None = None
+    multistream_mla: bool = False
+    multistream_moe: bool = False
+    view_optimize: bool = True
+    kv_nz: bool = False
+    scheduler: str = _choice("v1", "v1", "ascend")
+    chunked_prefill_for_mla: bool = False
+    prefix_caching: bool = True
+    vllm_sleep_mode: bool = True
+    top_k_optimize: bool = True
+
+
+@dataclass
 class Rollout:
     """The rollout layout, beyond verl's rollout section.
 
@@ -99,6 +144,7 @@ class Rollout:
     balanced_routing: bool = False
     replay: Text | None = None
     record: bool = True
+    ascend: RolloutAscend = field(default_factory=RolloutAscend)
 
 
 @dataclass
@@ -302,13 +348,31 @@ def _contradictions(given: Mapping[str, Any]) -> list[str]:
     if given.get("recipe.rollout.balanced_routing") and not as_npu(platform):
         key = "recipe.rollout.balanced_routing"
         faults.append(f"{key} is vllm-ascend's: it needs recipe.platform=npu, found {platform}")
-    for item in fields(Hccl):
-        key = f"recipe.hccl.{item.name}"
-        if platform is not None and not as_npu(platform) and given.get(key, item.default) != item.default:
+    for key, item in recipe_keys():
+        section = key.startswith(("recipe.hccl.", _ASCEND))
+        if section and platform is not None and not as_npu(platform) and given.get(key, item.default) != item.default:
             faults.append(f"{key} is Ascend's: it needs recipe.platform=npu, found {platform}")
+    faults += _ascend_contradictions(given)
     base_port, last = given.get("recipe.hccl.base_port", 61000), 65535 - HCCL_PORTS + 1
     if base_port > last:
         faults.append(f"recipe.hccl.base_port is {base_port}; expected 1024 to {last}, as {HCCL_PORTS} ports are taken")
+    return faults
+
+
+def _ascend_contradictions(given: Mapping[str, Any]) -> list[str]:
+    """Options of vllm-ascend that would have no effect, or a wrong one, whatever the layout (config/ascend.py)."""
+    faults = []
+    for item in fields(RolloutAscend):
+        if item.name not in _OF_GRAPHS or given.get(f"{_ASCEND}graphs"):
+            continue
+        found = given.get(f"{_ASCEND}{item.name}", item.default)
+        if found != item.default:
+            faults.append(f"{_ASCEND}{item.name} is {found}: it acts in graphs only, set {_ASCEND}graphs=true")
+    if given.get(f"{_ASCEND}kv_nz"):
+        faults.append(
+            f"{_ASCEND}kv_nz is True; expected false: at the pin fresh prompts are written to the cache a second time, "
+            "in the other format (vllm_ascend/attention/mla_v1.py:1192; vllm-ascend PR 3066)"
+        )
     return faults
 
 

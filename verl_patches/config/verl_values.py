@@ -125,17 +125,9 @@ class Reference(Section):
     megatron: Megatron
 
 
-class Graphs(Section):
-    """vllm-ascend's torchair_graph_config"""
-
-    enabled: bool | None = None
-    graph_batch_sizes: list[Count] | None = None
-
-
 class Scheduler(Section):
-    """vllm-ascend's ascend_scheduler_config"""
+    """vllm-ascend's ascend_scheduler_config; recipe.rollout.ascend.scheduler enables it"""
 
-    enabled: bool | None = None
     enable_chunked_prefill: bool | None = None
     max_num_batched_tokens: Count | None = None
 
@@ -143,8 +135,6 @@ class Scheduler(Section):
 class Additional(Section):
     """actor_rollout_ref.rollout.engine_kwargs.vllm.additional_config: those that the recipe reads"""
 
-    chunked_prefill_for_mla: bool | None = None
-    torchair_graph_config: Graphs | None = None
     ascend_scheduler_config: Scheduler | None = None
 
 

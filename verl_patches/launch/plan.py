@@ -16,12 +16,20 @@ from omegaconf import DictConfig
 
 from verl_patches.config import environment
 from verl_patches.config.checks import Check, check_config
-from verl_patches.config.compose import graph_arguments, hf_config_of, keys_of, model_shape_of
+from verl_patches.config.compose import hf_config_of, keys_of, model_shape_of, rollout_library
 from verl_patches.config.recipe import VLLM_DTYPES
 from verl_patches.layout.inventory import ModelShape, build_inventory
 from verl_patches.layout.parallel import ParallelLayout, rollout_layout_of, train_layout_of
 from verl_patches.memory.expected import A3_DIE_BYTES, Setting, in_dtype, peaks
-from verl_patches.memory.schedule import SCHEDULE, VERL, direct_sync, schedule_followed, staying, switches_of
+from verl_patches.memory.schedule import (
+    SCHEDULE,
+    VERL,
+    direct_sync,
+    schedule_followed,
+    sleeps_by_vllm,
+    staying,
+    switches_of,
+)
 from verl_patches.model.mindspeed.arguments import explain
 from verl_patches.patching.spec import PatchSpec
 from verl_patches.upstream.checkouts import LINE, Trees, verl_check
@@ -163,7 +171,7 @@ def memory_plan(config: DictConfig, model: ModelShape, rows: Collection[str]) ->
     layouts = train_layout_of(config), rollout_layout_of(config)
     direct = direct_sync(rows)
     synced = recipe.weight_sync.enabled and direct
-    switches = switches_of(rows, enforce_eager=config.actor_rollout_ref.rollout.enforce_eager, synced=synced)
+    switches = switches_of(rows, vllm_sleep=sleeps_by_vllm(config.actor_rollout_ref.rollout, recipe), synced=synced)
     stays = staying(
         param_offload=actor.param_offload,
         optimizer_offload=actor.optimizer_offload or recipe.train.swap_optimizer,
@@ -194,7 +202,7 @@ def _setting(config: DictConfig, replicas: int) -> Setting:
     recipe, rollout = config.recipe, config.actor_rollout_ref.rollout
     return Setting(
         train_library="mindspeed" if recipe.line == LINE else "megatron-local",
-        rollout_library="vllm-ascend" if graph_arguments(config).get("enable_multistream_moe") else "vllm",
+        rollout_library=rollout_library(config),
         bucket_bytes=recipe.reshard.bucket_bytes,
         swap_pieces=recipe.train.swap_optimizer_times if recipe.train.swap_optimizer else None,
         kv_share=rollout.gpu_memory_utilization if recipe.platform == "npu" else 0.0,

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from verl_patches.errors import ConfigError
 
@@ -280,16 +280,24 @@ def _with_moves(name: str, schedule: Schedule, changed: Mapping[str, str]) -> Sc
     return make_schedule(name, *((p.name, replaced(p.enter), replaced(p.leave)) for p in schedule.phases))
 
 
-def switches_of(rows: Collection[str], *, enforce_eager: bool, synced: bool) -> dict[str, bool]:
-    """{our_schedule, own_sleep_mode, graphs} for `schedule_followed`, by the ids of the rows that are on.
+def switches_of(rows: Collection[str], *, vllm_sleep: bool, synced: bool) -> dict[str, bool]:
+    """{our_schedule, own_sleep_mode, vllm_sleep} for `schedule_followed`, by the ids of the rows that are on.
 
-    `synced`: see `staying`. With captured graphs, weights that no sync writes keep vLLM's copy.
+    `vllm_sleep`: see `sleeps_by_vllm`; weights that no sync writes then keep vLLM's copy. `synced`: see `staying`.
     """
     return {
         "our_schedule": "memory.order" in rows,
-        "own_sleep_mode": "memory.sleep_mode" in rows and (enforce_eager or synced),
-        "graphs": not enforce_eager,
+        "own_sleep_mode": "memory.sleep_mode" in rows and (synced or not vllm_sleep),
+        "vllm_sleep": vllm_sleep,
     }
+
+
+def sleeps_by_vllm(rollout: Any, recipe: Any) -> bool:
+    """Whether the engine of verl's `rollout` section keeps vLLM's sleep mode, with which weights keep their addresses.
+
+    Captured graphs hold addresses, unless recipe.rollout.ascend.vllm_sleep_mode is false.
+    """
+    return not rollout.enforce_eager and recipe.rollout.ascend.vllm_sleep_mode
 
 
 def direct_sync(rows: Collection[str]) -> bool:
@@ -298,14 +306,19 @@ def direct_sync(rows: Collection[str]) -> bool:
 
 
 def schedule_followed(
-    line: str, *, skip_old_log_prob: bool, our_schedule: bool = True, own_sleep_mode: bool = False, graphs: bool = False
+    line: str,
+    *,
+    skip_old_log_prob: bool,
+    our_schedule: bool = True,
+    own_sleep_mode: bool = False,
+    vllm_sleep: bool = False,
 ) -> Schedule:
     """The schedule that a run follows: ours (`our_schedule`: row memory.order), or that of verl's own worker.
 
-    `own_sleep_mode`: rollout weights are not copied to the host; with `graphs` vLLM's sleep mode still moves them.
+    `own_sleep_mode`: rollout weights are not copied to the host; with `vllm_sleep` vLLM's sleep mode still moves them.
     """
     if our_schedule:
-        schedule = SCHEDULE if own_sleep_mode and not graphs else in_sleep_mode(SCHEDULE, copied=not own_sleep_mode)
+        schedule = SCHEDULE if own_sleep_mode and not vllm_sleep else in_sleep_mode(SCHEDULE, copied=not own_sleep_mode)
     else:
         schedule = without_weight_copies(VERL[line]) if own_sleep_mode else VERL[line]
     return schedule.without("old_log_prob") if skip_old_log_prob else schedule

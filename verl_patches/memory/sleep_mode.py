@@ -1,7 +1,8 @@
 """Sleep and wake-up of verl's in-process vLLM engine: its weights and KV cache between two rollouts.
 
-`ResizeSleepMode` (enforce_eager=true) replaces vLLM's sleep mode. It resizes storages to 0 and back, without a copy to
-the host; tensors stay views of the same storages, at other addresses after waking up.
+`ResizeSleepMode` (enforce_eager=true, or recipe.rollout.ascend.vllm_sleep_mode=false) replaces vLLM's sleep mode. It
+resizes storages to 0 and back, without a copy to the host; tensors stay views of the same storages, at other addresses
+after waking up. Graphs then read addresses at each call (row memory.graph_addresses).
 - weights: parameters and MLA's absorbed projections. After waking up their contents are undefined, and requests are
   refused until a weight sync has written them. They stay on the device if no sync replaces them: weights that the
   engine loaded itself until the first sync (load_format=dummy loads none), those of the last sync
@@ -11,7 +12,7 @@ the host; tensors stay views of the same storages, at other addresses after waki
 Buffers (rotary tables, expert maps) stay on the device, as does a weight that shares a buffer's memory or has a private
 NPU format, whose storage torch_npu does not resize (ResizeNpu.h).
 
-`CumemSleepMode` (enforce_eager=false) keeps vLLM's sleep mode, because captured graphs use fixed addresses (torchair:
+`CumemSleepMode` (with graphs) keeps vLLM's sleep mode, because captured graphs use fixed addresses (torchair:
 frozen_parameter, vllm_ascend model_runner_v1.py:1774), but does not copy weights that the next sync writes. vLLM's
 allocator releases segments of torch's allocator. A segment in which all tensors are such weights is released without a
 copy, as those of the KV cache are. All other segments are copied to the host.

@@ -7,6 +7,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+# of additional_config, which verl hands on unread: an argument of vLLM's LLM that verl gives too, and one of ours
+PREFIX_CACHING, VLLM_SLEEP_MODE = "enable_prefix_caching", "vllm_sleep_mode"
+
 
 def write_decode_kv(forward: Callable) -> Callable:
     """Row provider for AscendMLAImpl.forward: in a batch of decodes and prefills with torchair, decodes write KV too.
@@ -90,3 +93,28 @@ def top_k_and_top_p_in_their_places(original: Callable) -> Callable:
         return original(logits, p=top_p, k=top_k)
 
     return apply
+
+
+def pass_multistream_mla(init: Callable) -> Callable:
+    """Row provider for CustomDeepseekV2MLAAttention.__init__: graphs get enable_multistream_mla, in decode.
+
+    Upstream's forward computes it (deepseek_v2.py:566) and drops it again where torchair is enabled (:580), so that the
+    second stream is left with the query's norm alone.
+    """
+
+    @functools.wraps(init)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        if self.enable_multistream_mla and self.torchair_graph_enabled:
+            self.mla_attn.impl.forward = _in_streams(self.mla_attn.impl.forward)
+
+    return __init__
+
+
+def _in_streams(forward: Callable) -> Callable:
+    from vllm.forward_context import get_forward_context
+
+    def forward_in_streams(*args: Any, **kwargs: Any) -> Any:
+        return forward(*args, enable_multistream_mla=not get_forward_context().with_prefill, **kwargs)
+
+    return forward_in_streams

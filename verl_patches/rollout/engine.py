@@ -20,6 +20,7 @@ from typing import Any
 from verl_patches.errors import ConfigError
 from verl_patches.layout.model_folder import for_vllm
 from verl_patches.reshard.live_memory import absorb_in_place
+from verl_patches.rollout.ascend import PREFIX_CACHING
 
 log = logging.getLogger(__name__)
 _DP_PORT = "VLLM_DP_MASTER_PORT"
@@ -33,9 +34,14 @@ def engine_arguments(given: dict[str, Any]) -> dict[str, Any]:
     disable_mm_preprocessor_cache (:159); vLLM 0.9.1 wants a dict for the first and refuses the second for text-only
     models (config.py:695). Unless `quantization` is set, the model's configuration goes through
     layout/model_folder.py before vLLM looks for a quantization method (config.py:484, :621); the caller's own
-    hf_overrides come after it.
+    hf_overrides come after it. verl 54c9b736 writes enable_prefix_caching=True (:162) and passes engine_kwargs as
+    further keywords, so the value of recipe.rollout.ascend.prefix_caching comes in additional_config.
     """
     arguments = dict(given)
+    options = dict(arguments.get("additional_config") or {})
+    if PREFIX_CACHING in options:
+        arguments["enable_prefix_caching"] = options.pop(PREFIX_CACHING)
+        arguments["additional_config"] = options
     if "limit_mm_per_prompt" in arguments and arguments["limit_mm_per_prompt"] is None:
         del arguments["limit_mm_per_prompt"]
         arguments.pop("disable_mm_preprocessor_cache", None)

@@ -24,7 +24,8 @@ class WorkerContext:
     None with recipe.memory.ledger=off. `batch`: tensors that stay here between stages; None before the first stage, or
     without recipe.tensor_cache. `update`: the on-policy update in progress. `splits`: the planned micro batches of the
     stage in progress. `weight_reads`: how often this process has read the model's folder. `reference_weights`: that
-    folder and the model chunks of the reference, once it has read it (worker/weight_loading.py).
+    folder and the model chunks of the reference, once it has read it (worker/weight_loading.py). `weights_move`: the
+    rollout engine's weights have other addresses after each sleep.
     """
 
     scheduler: Scheduler | None = None
@@ -34,6 +35,7 @@ class WorkerContext:
     splits: PlannedSplits | None = None
     weight_reads: int = 0
     reference_weights: tuple[str, Sequence[torch.nn.Module]] | None = None
+    weights_move: bool = False
 
     def begin(self, phase: str, by_vllm: Callable[[], Any] | None = None) -> None:
         """Begin `phase` of memory/schedule.py and end the one before; `by_vllm` makes the moves that are vLLM's."""

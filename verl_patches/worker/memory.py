@@ -14,7 +14,7 @@ from verl_patches.memory import measure, sleep_mode
 from verl_patches.memory.host_backed import offload_state_of_model, offload_state_of_optimizer, single_optimizers
 from verl_patches.memory.ledger import Ledger, memory_of_process
 from verl_patches.memory.offload import Optimizer, Params, actor_handlers
-from verl_patches.memory.schedule import direct_sync, schedule_followed, staying, switches_of
+from verl_patches.memory.schedule import direct_sync, schedule_followed, sleeps_by_vllm, staying, switches_of
 from verl_patches.memory.scheduler import Scheduler, empty_cache_of
 from verl_patches.patching import engine
 from verl_patches.platform import NO_DEVICE
@@ -31,7 +31,7 @@ class WorkerMemory:
         self.recipe = recipe
         rows, actor = engine.current().wanted, config.actor.megatron
         synced = recipe.weight_sync.enabled and direct_sync(rows)
-        self.switches = switches_of(rows, enforce_eager=config.rollout.enforce_eager, synced=synced)
+        self.switches = switches_of(rows, vllm_sleep=sleeps_by_vllm(config.rollout, recipe), synced=synced)
         self.scheduled = self.switches["our_schedule"]
         skip = recipe.train.skip_old_log_prob
         self.schedule = schedule_followed(recipe.line, skip_old_log_prob=skip, **self.switches)

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
+
+import wrapt
 
 from verl_patches.memory.schedule import direct_sync
 from verl_patches.memory.sleep_mode import CumemSleepMode, ResizeSleepMode, SleepMode
 from verl_patches.patching import engine
 from verl_patches.patching.engine import is_on
+from verl_patches.rollout.ascend import VLLM_SLEEP_MODE
 from verl_patches.rollout.engine import engine_arguments
 from verl_patches.worker.context import context
 
@@ -26,16 +30,20 @@ class RolloutEngine:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         if is_on("rollout.llm_arguments"):
             kwargs = engine_arguments(kwargs)
-        eager = bool(kwargs.get("enforce_eager"))
+        options = dict(kwargs.get("additional_config") or {})
+        by_vllm = options.pop(VLLM_SLEEP_MODE, True) and not kwargs.get("enforce_eager")
+        if "additional_config" in kwargs:
+            kwargs["additional_config"] = options
         ours = bool(kwargs.get("enable_sleep_mode")) and is_on("memory.sleep_mode")
-        if ours and eager:
+        if ours and not by_vllm:
             kwargs["enable_sleep_mode"] = False
+            context().weights_move = True
         super().__init__(*args, **kwargs)
         self.sleep_mode: SleepMode | None = None
         self.awake = set(_PHASE_OF_TAG)
         if ours:
             loaded = kwargs.get("load_format") != "dummy" or not direct_sync(engine.current().wanted)
-            self.sleep_mode = (ResizeSleepMode if eager else CumemSleepMode)(self, loaded=loaded)
+            self.sleep_mode = (CumemSleepMode if by_vllm else ResizeSleepMode)(self, loaded=loaded)
             self.llm_engine.sleep, self.llm_engine.wake_up = self.sleep_mode.sleep, self.sleep_mode.wake_up
             self.llm_engine.add_request = _refuse_unready(self.sleep_mode, self.llm_engine.add_request)
 
@@ -78,3 +86,21 @@ def _refuse_unready(sleep_mode: SleepMode, add_request: Callable) -> Callable:
         return add_request(*args, **kwargs)
 
     return add
+
+
+class _Torchair(wrapt.ObjectProxy):
+    def get_npu_backend(self, *, compiler_config: Any = None, **more: Any) -> Callable:
+        """As torchair's. A graph reads the addresses of Parameters at each call where sleep moves them."""
+        if context().weights_move:
+            compiler_config.experimental_config.frozen_parameter = False
+        return self.__wrapped__.get_npu_backend(compiler_config=compiler_config, **more)
+
+
+def with_addresses_read(torchair: ModuleType) -> Any:
+    """Row provider for the name `torchair` of vllm-ascend's model runner.
+
+    The runner sets frozen_parameter (model_runner_v1.py:1774): a graph keeps the addresses of its inputs that are
+    torch.nn.Parameter, as they were at its first call. All other inputs, KV cache and absorbed projections among them,
+    have the addresses of each call.
+    """
+    return _Torchair(torchair)

@@ -58,7 +58,7 @@ vllm_ascend_C = stand_in(
 
 
 class CompilerConfig:
-    """Options of the graph compiler, all of which are taken and none used."""
+    """Options of the graph compiler, all of which are taken; used is frozen_parameter."""
 
     def __init__(self) -> None:
         self.experimental_config, self.debug, self.mode = SimpleNamespace(), SimpleNamespace(), None
@@ -68,7 +68,9 @@ class Graphs:
     """Counts of this process."""
 
     traced: list[int] = []  # nodes of each graph
+    configs: list[CompilerConfig] = []  # of each graph
     stream_switches = 0
+    stream: str | None = None  # the tag of the other stream on which work is done now
 
 
 def get_npu_backend(*, compiler_config: Any = None) -> Callable:
@@ -81,9 +83,29 @@ def get_npu_backend(*, compiler_config: Any = None) -> Callable:
 
     def backend(traced: torch.fx.GraphModule, example_inputs: Any) -> Callable:
         Graphs.traced.append(len(traced.graph.nodes))
-        return traced.forward
+        Graphs.configs.append(compiler_config)
+        return _with_addresses(traced, compiler_config.experimental_config)
 
     return backend
+
+
+def _with_addresses(traced: torch.fx.GraphModule, options: SimpleNamespace) -> Callable:
+    """The graph; with frozen_parameter it reads a Parameter where it was at the first call, so a moved one is refused.
+
+    ValueError there: on a device the graph would read memory that is another's by now.
+    """
+    first: dict[str, int] = {}
+    names = [node.name for node in traced.graph.nodes if node.op == "placeholder"]
+
+    def run(*inputs: Any) -> Any:
+        for name, value in zip(names, inputs, strict=True):
+            if isinstance(value, torch.nn.Parameter):
+                moved = first.setdefault(name, value.data_ptr()) != value.data_ptr()
+                if moved and getattr(options, "frozen_parameter", False):
+                    raise ValueError(f"torchair: {name} has moved since the graph's first call (frozen_parameter)")
+        return traced.forward(*inputs)
+
+    return run
 
 
 def cache_compile(func: Callable, *, config: Any = None, dynamic: bool = True, fullgraph: bool = True, **_: Any):
@@ -105,7 +127,10 @@ def npu_stream_switch(stream_tag: str, stream_priority: int = 0):
     """Work of another stream of the graph: done at once."""
     if not torch.compiler.is_compiling():  # a trace takes the count for a constant, and traces again when it changes
         Graphs.stream_switches += 1
+        Graphs.stream = stream_tag
     yield
+    if not torch.compiler.is_compiling():
+        Graphs.stream = None
 
 
 def npu_wait_tensor(input: torch.Tensor, dependency: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,88 @@
+"""recipe.rollout.ascend is written where vllm-ascend reads it, by one place, and is refused anywhere else."""
+
+import re
+
+import pytest
+from omegaconf import OmegaConf
+
+from verl_patches.config.compose import compose
+from verl_patches.config.engine_options import ASCEND, OPTIONS, PLACES, ROLLOUT
+from verl_patches.config.environment import worker_environment
+from verl_patches.config.recipe import RolloutAscend, recipe_keys
+from verl_patches.errors import ConfigError
+
+TINY, LARGE = "grpo_deepseekv3_tiny_cpu", "grpo_deepseekv3_256die_true_weight"
+NPU = ["recipe.line=a3", "recipe.platform=npu_emulated"]
+
+
+def options(name, *overrides):
+    return OmegaConf.select(compose(name, overrides), OPTIONS)
+
+
+def test_every_key_is_written_to_one_place_or_is_a_variable():
+    keys = {key.rpartition(".")[2] for key, _ in recipe_keys() if key.startswith(f"{ASCEND}.")}
+    assert keys == PLACES.keys() | {"top_k_optimize"} and len(set(PLACES.values())) == len(PLACES)
+    assert set(re.findall(r"^    ([a-z_]+): .*$", RolloutAscend.__doc__, re.MULTILINE)) >= keys
+
+
+@pytest.mark.parametrize(
+    ("override", "place", "value"),
+    [
+        ("multistream_mla=false", "torchair_graph_config.enable_multistream_mla", False),
+        ("multistream_moe=false", "torchair_graph_config.enable_multistream_moe", False),
+        ("view_optimize=true", "torchair_graph_config.enable_view_optimize", True),
+        ("graph_batch_sizes=[32,64]", "torchair_graph_config.graph_batch_sizes", [32, 64]),
+        ("scheduler=ascend", "ascend_scheduler_config.enabled", True),
+        ("chunked_prefill_for_mla=false", "chunked_prefill_for_mla", False),
+        ("prefix_caching=false", "enable_prefix_caching", False),
+        ("vllm_sleep_mode=false", "vllm_sleep_mode", False),
+    ],
+)
+def test_a_key_changes_its_own_place_only(override, place, value):
+    before, after = options(LARGE), options(LARGE, f"{ASCEND}.{override}")
+    assert OmegaConf.select(after, place) == value != OmegaConf.select(before, place)
+    OmegaConf.update(after, place, OmegaConf.select(before, place))
+    assert after == before
+
+
+def test_graphs_decide_verls_two_keys_and_the_default_sizes():
+    rollout = compose(LARGE).actor_rollout_ref.rollout
+    assert not rollout.enforce_eager and not rollout.free_cache_engine
+    assert options(LARGE).torchair_graph_config.graph_batch_sizes == [rollout.engine_kwargs.vllm.max_num_seqs] == [64]
+    eager = compose(TINY, NPU).actor_rollout_ref.rollout
+    assert eager.enforce_eager and eager.free_cache_engine
+    assert eager.engine_kwargs.vllm.additional_config.torchair_graph_config.graph_batch_sizes == []
+    assert "additional_config" not in compose(TINY).actor_rollout_ref.rollout.engine_kwargs.vllm  # on a CPU
+
+
+def test_top_k_optimize_is_a_variable():
+    name = "VLLM_ASCEND_ENABLE_TOPK_OPTIMIZE"
+    off = worker_environment(compose(LARGE, [f"{ASCEND}.top_k_optimize=false"]))
+    assert worker_environment(compose(LARGE))[name] == "1" and off[name] == "0"
+
+
+def test_expandable_segments_are_for_engines_without_vllms_sleep_mode():
+    name, moves = "PYTORCH_NPU_ALLOC_CONF", f"{ASCEND}.vllm_sleep_mode=false"
+    given = {True: [moves], False: ["recipe.patches=[-memory.sleep_mode]", moves]}
+    found = {key: worker_environment(compose(LARGE, options))[name] for key, options in given.items()}
+    assert found == {key: f"expandable_segments:{key}" for key in given}
+    assert worker_environment(compose(LARGE))[name] == "expandable_segments:False"
+    assert worker_environment(compose(TINY, NPU))[name] == "expandable_segments:True"  # eager
+
+
+@pytest.mark.parametrize("key", PLACES)
+def test_the_same_option_in_engine_kwargs_is_refused(key):
+    with pytest.raises(ConfigError, match=f"additional_config holds {PLACES[key]} .set {ASCEND}.{key}."):
+        compose(LARGE, [f"++{OPTIONS}.{PLACES[key]}=1"])
+
+
+def test_other_options_of_vllm_ascend_pass():
+    found = options(LARGE, f"+{OPTIONS}.torchair_graph_config.use_cached_graph=true", f"+{OPTIONS}.refresh=true")
+    assert found.refresh and found.torchair_graph_config.use_cached_graph and found.torchair_graph_config.enabled
+
+
+@pytest.mark.parametrize("key", ["enforce_eager", "free_cache_engine"])
+def test_verls_keys_for_graph_mode_are_refused_on_npu(key):
+    with pytest.raises(ConfigError, match=f"{key} is given on platform npu, expected only {ASCEND}.graphs"):
+        compose(LARGE, [f"{ROLLOUT}.{key}=true"])
+    compose(TINY, [f"{ROLLOUT}.{key}=true"])
