@@ -33,6 +33,7 @@ from verl_patches.patching import engine
 from verl_patches.patching.engine import is_on
 from verl_patches.platform.npu_emulated import coverage
 from verl_patches.reshard.weight_sync import Settings
+from verl_patches.rollout.rebalance_engine import Rebalancer
 from verl_patches.trainer.worker_starts import take_starts
 from verl_patches.worker.checkpoint import WorkerCheckpoint
 from verl_patches.worker.context import context
@@ -84,6 +85,8 @@ class RecipeWorker:
 
     def _build_rollout(self, *args: Any, **kwargs: Any) -> tuple:
         rollout, manager = super()._build_rollout(*args, **kwargs)
+        if self.recipe is not None and self.recipe.rollout.rebalance_every and is_on("rollout.rebalance"):
+            Rebalancer(rollout.inference_engine.llm_engine, self.recipe.rollout.rebalance_every)
         if self.recipe is not None and isinstance(manager, RecipeShardingManager):
             recipe, world = self.recipe, dist.get_world_size()
             layouts = (layout(self.config, recipe, world) for layout in (train_layout_in, rollout_layout_in))
