@@ -157,6 +157,34 @@ def wrong_dp_rank():
     after_import("vllm.model_executor.layers.fused_moe.layer", on_import)
 
 
+# -- requests that move between data-parallel ranks --------------------------------------------------------------------
+
+
+def move_from_step_two():
+    """From the second rollout on, in each exchange the first request that can move of each rank goes to the next."""
+
+    def on_import(module):
+        plan, check, calls = module.plan, module.Rebalancer.has_unfinished, {"rollouts": 0, "ends": True}
+
+        def has_unfinished(self):
+            calls["rollouts"] += calls["ends"]  # the first call of a rollout
+            unfinished = check(self)
+            calls["ends"] = not unfinished
+            return unfinished
+
+        def to_the_next(state, *args):
+            places = [next((at for at, tokens in enumerate(row) if tokens > 0), None) for row in state.lengths]
+            if calls["rollouts"] < 2 or None in places:
+                return plan(state, *args)
+            ranks = len(places)
+            moves = tuple(module.Move(rank, (rank + 1) % ranks, (at,)) for rank, at in enumerate(places))
+            return module.Plan(moves, 0, 0)
+
+        module.plan, module.Rebalancer.has_unfinished = to_the_next, has_unfinished
+
+    after_import("verl_patches.rollout.rebalance_engine", on_import)
+
+
 # -- spoilt destination maps: controls of the resharder's verification, and of load_weights for what it cannot map -----
 
 

@@ -18,7 +18,7 @@ An error on a rank is raised on all of them before the next collective (reshard/
 from __future__ import annotations
 
 import functools
-import logging
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -31,8 +31,8 @@ from verl_patches.reshard.rank_errors import catch_errors, raise_on_any_rank
 from verl_patches.rollout.rebalance import FIXED, NONE, Cost, Move, Plan, State, plan
 from verl_patches.rollout.rebalance_wire import Moved, Result, pack, unpack
 
-log = logging.getLogger(__name__)
 _FAILED, _PREFILLS, _FREE, _GUESTS, _LENGTHS = range(5)  # columns of a row; lengths begin at the last
+COUNTS = ("requests", "bytes", "seconds")
 
 
 class RebalanceError(RecipeError):
@@ -86,6 +86,7 @@ class Rebalancer:
         self.guests: dict[str, Result] = {}  # by local id: requests of other ranks, and what they have not got back yet
         self.origins: dict[str, int] = {}
         self.steps, self.moved, self.returning, self.abroad = 0, 0, False, False
+        self._counts = dict.fromkeys(COUNTS, 0)
         engine.engine_core.get_output = self._keep_guests(engine.engine_core.get_output)
         engine.rebalancer = self
 
@@ -103,12 +104,20 @@ class Rebalancer:
         self.steps += 1
         if self.returning:
             self.returning = False
-            return self._exchange()
+            return self._timed_exchange()
         outputs = []
         if self.steps % self.every == 0:
-            outputs = self._exchange()
+            outputs = self._timed_exchange()
             self.engine.should_execute_dummy_batch = not self._holds_requests()
         return outputs + upstream(self.engine)
+
+    def take_counts(self) -> dict[str, float]:
+        """Since the last call: requests and bytes of KV that this rank has sent, seconds of all exchanges.
+
+        Of a tensor-parallel group the first rank counts the requests.
+        """
+        counts, self._counts = self._counts, dict.fromkeys(COUNTS, 0)
+        return counts
 
     def _holds_requests(self) -> bool:
         return self.scheduler.get_num_unfinished_requests() > 0
@@ -126,6 +135,13 @@ class Rebalancer:
         return own_outputs
 
     # -- an exchange ---------------------------------------------------------------------------------------------------
+
+    def _timed_exchange(self) -> list[Any]:
+        begin = time.perf_counter()
+        try:
+            return self._exchange()
+        finally:
+            self._counts["seconds"] += time.perf_counter() - begin
 
     def _exchange(self) -> list[Any]:
         """Collective; the requests of this rank that have ended elsewhere."""
@@ -145,8 +161,6 @@ class Rebalancer:
             self._exchange_blocks(made.moves, arrivals)
             self._agree(lambda: self._hand_over(made.moves, arrivals), "moved requests cannot be scheduled")
             self.moved += sum(len(move.requests) for move in made.moves)
-            text = "rollout rebalance: step %d: %d requests, %d KV blocks moved; graph batch size %d -> %d"
-            log.info(text, self.steps, sum(len(m.requests) for m in made.moves), made.blocks, made.before, made.after)
         return outputs
 
     def _agree(self, work: Callable[[], None], todo: str) -> None:
@@ -281,11 +295,13 @@ class Rebalancer:
             into = cache.new_empty((len(coming), *cache.shape[1:]))
             dist.all_to_all_single(into, cache[leaving_at], received, sent, group=self.dp.device_group)
             cache[coming_at] = into
+            self._counts["bytes"] += len(leaving) * cache[0].nbytes
 
     def _hand_over(self, moves: Sequence[Move], arrivals: Sequence[tuple[Moved, Any]]) -> None:
         leaving = [request for move in moves if move.donor == self.rank for request in self._running(move)]
         if leaving:
             self._remove(leaving)
+            self._counts["requests"] += len(leaving) if dist.get_rank(self.instance) % self.tp == 0 else 0
         for moved, request in arrivals:
             self._insert(moved, request)
 
