@@ -38,6 +38,9 @@ def test_the_defaults_are_valid():
         ({"hccl": {"base_port": 65500}}, "base_port is 65500; expected 1024 to 65392"),
         ({"hccl": {"expansion_mode": "HOST"}}, "expected one of AIV, AI_CPU"),
         ({"platform": "cpu", "hccl": {"buffer_mib": 300}}, "buffer_mib is Ascend.s: it needs recipe.platform=npu"),
+        ({"platform": "cpu", "rollout": {"rebalance_every": 8, "dp": 2}}, "needs recipe.platform=npu, found cpu"),
+        ({"platform": "npu", "rollout": {"rebalance_every": 8}}, "recipe.rollout.dp is 1"),
+        ({"rollout": {"rebalance_every": 0}}, "rebalance_every"),
         ({"line": "pypi", "train": {"balanced_routing": True}}, "needs recipe.line=a3, found pypi"),
     ],
 )
