@@ -82,7 +82,7 @@ class Rebalancer:
         self.block_size, self.most = config.cache_config.block_size, config.scheduler_config.max_num_seqs
         graphs = self.runner.torchair_graph_enabled
         self.tiers = sorted(self.runner.torchair_graph_batch_sizes) if graphs else list(range(1, self.most + 1))
-        self.cost = cost or Cost(sum(cache[0].nbytes for cache in self._caches()), every)
+        self.cost = cost or Cost(sum(map(_block_bytes, self._caches())), every)
         self.guests: dict[str, Result] = {}  # by local id: requests of other ranks, and what they have not got back yet
         self.origins: dict[str, int] = {}
         self.steps, self.moved, self.returning, self.abroad = 0, 0, False, False
@@ -156,7 +156,10 @@ class Rebalancer:
         received: list[bytes] = self._exchange_bytes(segments)
         outputs: list[Any] = []
         arrivals: list[tuple[Moved, Any]] = []
-        self._agree(lambda: self._unpack(received, outputs, arrivals), "moving requests cannot be received")
+        expected = [
+            int(rows[m.donor, _LENGTHS + at]) for m in made.moves if m.receiver == self.rank for at in m.requests
+        ]
+        self._agree(lambda: self._unpack(received, expected, outputs, arrivals), "moving requests cannot be received")
         if made.moves:
             self._exchange_blocks(made.moves, arrivals)
             self._agree(lambda: self._hand_over(made.moves, arrivals), "moved requests cannot be scheduled")
@@ -244,9 +247,14 @@ class Rebalancer:
         dist.all_to_all_single(received, data, sizes_in.tolist(), sizes.tolist(), group=self.dp.cpu_group)
         return [part.numpy().tobytes() for part in received.split(sizes_in.tolist())]
 
-    def _unpack(self, received: list[bytes], outputs: list[Any], arrivals: list[tuple[Moved, Any]]) -> None:
-        """Results go to this rank's output processor; requests get KV blocks."""
+    def _unpack(
+        self, received: list[bytes], expected: list[int], outputs: list[Any], arrivals: list[tuple[Moved, Any]]
+    ) -> None:
+        """Results go to this rank's output processor; requests, of `expected` tokens in KV, get blocks."""
         results, moved = (sum(lists, []) for lists in zip(*map(unpack, received), strict=True))
+        if [each.computed for each in moved] != expected:
+            found = [each.computed for each in moved]
+            raise RebalanceError(f"requests of {found} tokens in KV came, the plan has {expected}")
         processed = self.engine.output_processor.process_outputs([result.output() for result in results])
         outputs += processed.request_outputs
         for each in moved:
@@ -295,7 +303,7 @@ class Rebalancer:
             into = cache.new_empty((len(coming), *cache.shape[1:]))
             dist.all_to_all_single(into, cache[leaving_at], received, sent, group=self.dp.device_group)
             cache[coming_at] = into
-            self._counts["bytes"] += len(leaving) * cache[0].nbytes
+            self._counts["bytes"] += len(leaving) * _block_bytes(cache)
 
     def _hand_over(self, moves: Sequence[Move], arrivals: Sequence[tuple[Moved, Any]]) -> None:
         leaving = [request for move in moves if move.donor == self.rank for request in self._running(move)]
@@ -350,6 +358,10 @@ class Rebalancer:
         if moved.origin != self.rank:
             columns = 0 if moved.params.logprobs is None else moved.params.logprobs + 1
             self.guests[id], self.origins[id] = Result(moved.id, columns), moved.origin
+
+
+def _block_bytes(cache: torch.Tensor) -> int:
+    return cache.nbytes // len(cache)  # an engine that sleeps has no cache[0]
 
 
 def _movable(request: Any) -> bool:
