@@ -160,27 +160,20 @@ def wrong_dp_rank():
 # -- requests that move between data-parallel ranks --------------------------------------------------------------------
 
 
-def move_from_step_two():
-    """From the second rollout on, in each exchange the first request that can move of each rank goes to the next."""
+def move_requests():
+    """In each exchange the first request that can move of each rank goes to the next; where one has none, as planned."""
 
     def on_import(module):
-        plan, check, calls = module.plan, module.Rebalancer.has_unfinished, {"rollouts": 0, "ends": True}
-
-        def has_unfinished(self):
-            calls["rollouts"] += calls["ends"]  # the first call of a rollout
-            unfinished = check(self)
-            calls["ends"] = not unfinished
-            return unfinished
+        plan = module.plan
 
         def to_the_next(state, *args):
             places = [next((at for at, tokens in enumerate(row) if tokens > 0), None) for row in state.lengths]
-            if calls["rollouts"] < 2 or None in places:
+            if None in places:
                 return plan(state, *args)
-            ranks = len(places)
-            moves = tuple(module.Move(rank, (rank + 1) % ranks, (at,)) for rank, at in enumerate(places))
-            return module.Plan(moves, 0, 0)
+            moves = (module.Move(rank, (rank + 1) % len(places), (at,)) for rank, at in enumerate(places))
+            return module.Plan(tuple(moves), 0, 0)
 
-        module.plan, module.Rebalancer.has_unfinished = to_the_next, has_unfinished
+        module.plan = to_the_next
 
     after_import("verl_patches.rollout.rebalance_engine", on_import)
 
