@@ -161,7 +161,7 @@ def wrong_dp_rank():
 
 
 def move_requests():
-    """In each exchange the first request that can move of each rank goes to the next; where one has none, as planned."""
+    """Each exchange moves the first request of each rank that can move to the next; where one has none, as planned."""
 
     def on_import(module):
         plan = module.plan
