@@ -117,6 +117,17 @@ ROLLOUT: tuple[PatchSpec, ...] = (
          "weights.",
          exit="vLLM derives them again when weights are loaded, or MindSpeed leaves torch.Tensor.view alone",
          lines=_A3),
+    _ascend("rollout.rebalance", "wrap", "vllm.v1.engine.llm_engine:LLMEngine.step",
+            "verl_patches.rollout.rebalance_engine:step_with_rebalance",
+            "Data-parallel ranks of an instance decode in lock step, each step as long as for the rank with the most "
+            "requests; vLLM never moves a running request. With recipe.rollout.rebalance_every requests and their KV "
+            "blocks move to ranks that have few.",
+            exit="vLLM moves running requests between data-parallel ranks", needs=("rollout.rebalance_end",)),
+    _ascend("rollout.rebalance_end", "wrap", "vllm.v1.engine.llm_engine:LLMEngine.has_unfinished_requests",
+            "verl_patches.rollout.rebalance_engine:unfinished_with_rebalance",
+            "A rank whose requests are all on other ranks has nothing to compute but has not finished, and one that "
+            "has got back all of its own may hold those of others.",
+            exit="as rollout.rebalance"),
     _row("rollout.keep_log_probs", "wrap",
          "verl.workers.rollout.vllm_rollout.vllm_rollout_spmd:vLLMRollout.generate_sequences",
          "verl_patches.rollout.log_probs:keep_rollout_log_probs",

@@ -43,6 +43,9 @@ def test_the_defaults_are_valid():
         ({"rollout": {"ascend": {"graphs": True, "kv_nz": True}}}, r"kv_nz is True; expected false: .*PR 3066"),
         ({"rollout": {"ascend": {"graphs": True, "graph_batch_sizes": [0]}}}, "a list, each a whole number >= 1"),
         ({"rollout": {"ascend": {"scheduler": "v0"}}}, "expected one of v1, ascend"),
+        ({"platform": "cpu", "rollout": {"rebalance_every": 8, "dp": 2}}, "needs recipe.platform=npu, found cpu"),
+        ({"platform": "npu", "rollout": {"rebalance_every": 8}}, "recipe.rollout.dp is 1"),
+        ({"rollout": {"rebalance_every": 0}}, "rebalance_every"),
         ({"line": "pypi", "train": {"balanced_routing": True}}, "needs recipe.line=a3, found pypi"),
     ],
 )

@@ -157,6 +157,27 @@ def wrong_dp_rank():
     after_import("vllm.model_executor.layers.fused_moe.layer", on_import)
 
 
+# -- requests that move between data-parallel ranks --------------------------------------------------------------------
+
+
+def move_requests():
+    """Each exchange moves the first request of each rank that can move to the next; where one has none, as planned."""
+
+    def on_import(module):
+        plan = module.plan
+
+        def to_the_next(state, *args):
+            places = [next((at for at, tokens in enumerate(row) if tokens > 0), None) for row in state.lengths]
+            if None in places:
+                return plan(state, *args)
+            moves = (module.Move(rank, (rank + 1) % len(places), (at,)) for rank, at in enumerate(places))
+            return module.Plan(tuple(moves), 0, 0)
+
+        module.plan = to_the_next
+
+    after_import("verl_patches.rollout.rebalance_engine", on_import)
+
+
 # -- spoilt destination maps: controls of the resharder's verification, and of load_weights for what it cannot map -----
 
 

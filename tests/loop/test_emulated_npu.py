@@ -20,6 +20,7 @@ AS_IN_PRODUCTION = (
     "recipe.tensor_cache.enabled=true",
     "recipe.memory.ledger=strict",
 )
+REBALANCE = ("recipe.rollout.rebalance_every=3", hook("move_requests"))
 MC2 = {"npu_moe_distribute_dispatch", "npu_moe_distribute_combine"}
 
 
@@ -55,11 +56,14 @@ def test_every_row_is_active_and_the_engine_is_that_of_vllm_ascend(emulated):
     ("layout", "ranks", "graphs"),
     [
         ("pp2", ("--rollout-tp", "2"), (*GRAPHS, "vllm_sleep_mode=false")),
-        ("tp2ep2", ("--rollout-tp", "2", "--rollout-dp", "2", *AS_IN_PRODUCTION), MULTISTREAM),
+        ("tp2ep2", ("--rollout-tp", "2", "--rollout-dp", "2", *AS_IN_PRODUCTION, *REBALANCE), MULTISTREAM),
     ],
 )
 def test_layouts_and_graphs_change_no_step(emulated, layout, ranks, graphs):
-    """Experts are whole over TP x EP and stages a list of layers, as in production."""
+    """Experts are whole over TP x EP and stages a list of layers, as in production.
+
+    Requests have the seed of rollout.seed, so those that move between data-parallel ranks give the same samples.
+    """
     run, first = emulated("2", "--train-layout", layout, *ranks, *with_options(graphs), VERIFY), emulated("2")
     assert_weights_arrive(run, verified=True)
     reached = run.summary["emulated"]
@@ -67,6 +71,7 @@ def test_layouts_and_graphs_change_no_step(emulated, layout, ranks, graphs):
     if AS_IN_PRODUCTION[0] in ranks:
         assert all("log_prob" not in s["seconds"] and s["tensor_cache"]["received_bytes"] > 0 for s in run.steps)
         assert all(s["memory"]["violations"]["count"] == 0 and s["offload"]["copies_per_byte"] == 1 for s in run.steps)
+        assert all(step["rebalance"]["requests"] > 0 and step["rebalance"]["bytes"] > 0 for step in run.steps)
     for step, expected in zip(run.steps, first.steps, strict=True):
         assert step["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
         assert step["reward"] == expected["reward"]

@@ -134,6 +134,8 @@ class Rollout:
     instances: number of vLLM instances; null takes world size / (dp x tp).
     expert_parallel: split experts over the ranks of an instance instead of cutting each of them.
     balanced_routing: send equally many tokens to every expert, whatever the router says. For speed runs on npu only.
+    rebalance_every: decode steps between two exchanges in which running requests, with their KV blocks, may move from
+    data-parallel ranks with many requests to those with few; null: never. Platform npu with dp > 1 only.
     replay: run folder of recorded responses to train on instead of sampling.
     record: keep every step's responses in <run>/rollouts.
     """
@@ -142,6 +144,7 @@ class Rollout:
     instances: Count | None = None
     expert_parallel: bool = False
     balanced_routing: bool = False
+    rebalance_every: Count | None = None
     replay: Text | None = None
     record: bool = True
     ascend: RolloutAscend = field(default_factory=RolloutAscend)
@@ -348,6 +351,12 @@ def _contradictions(given: Mapping[str, Any]) -> list[str]:
     if given.get("recipe.rollout.balanced_routing") and not as_npu(platform):
         key = "recipe.rollout.balanced_routing"
         faults.append(f"{key} is vllm-ascend's: it needs recipe.platform=npu, found {platform}")
+    if given.get("recipe.rollout.rebalance_every") is not None:
+        key, dp = "recipe.rollout.rebalance_every", given.get("recipe.rollout.dp", 1)
+        if not as_npu(platform):
+            faults.append(f"{key} is for vLLM's engine V1: it needs recipe.platform=npu, found {platform}")
+        if dp == 1:
+            faults.append(f"{key} moves requests between data-parallel ranks; recipe.rollout.dp is 1: set {key}=null")
     for key, item in recipe_keys():
         section = key.startswith(("recipe.hccl.", _ASCEND))
         if section and platform is not None and not as_npu(platform) and given.get(key, item.default) != item.default:

@@ -1,4 +1,4 @@
-"""Errors and disagreements between the ranks of a weight sync, raised alike on all of them.
+"""Errors and disagreements between the ranks of a weight sync, or of another exchange, raised alike on all of them.
 
 While there is no error only numbers are exchanged. Once one rank has an error, every rank gathers the texts and raises
 the same message, so that none waits in a collective for ever.
@@ -24,6 +24,8 @@ _SHOWN, _OF_A_RANK = 8, 3  # problems that a message lists
 class ReshardError(RecipeError):
     """Weights cannot be moved as planned, or did not arrive: the message names parameter, rank, expected and found."""
 
+    what = "reshard"
+
 
 def catch_errors(check: Callable[[], Iterable[str] | None]) -> list[str]:
     """The problems that `check` returns, for `raise_on_any_rank`; if it raises, the exception is the only one."""
@@ -33,8 +35,13 @@ def catch_errors(check: Callable[[], Iterable[str] | None]) -> list[str]:
         return [f"{type(why).__name__}: {why}"]
 
 
-def raise_on_any_rank(problems: Sequence[str], group: Any, device: torch.device | str, todo: str) -> None:
-    """Raise the same ReshardError on every rank if any has a problem; collective. `todo` begins the message."""
+def raise_on_any_rank(
+    problems: Sequence[str], group: Any, device: torch.device | str, todo: str, error: type[RecipeError] = ReshardError
+) -> None:
+    """Raise the same error on every rank if any has a problem; collective. `todo` begins the message.
+
+    error: its class, whose `what` says what failed.
+    """
     if not _any_rank(len(problems), group, device):
         return
     by_rank = gather((len(problems), problems[:_OF_A_RANK]), group)
@@ -42,7 +49,7 @@ def raise_on_any_rank(problems: Sequence[str], group: Any, device: torch.device 
     left = sum(count for count, _ in by_rank) - len(lines)
     if left:
         lines.append(f"and {left} more")
-    raise ReshardError("\n  ".join([f"reshard: {todo}", *lines]))
+    raise error("\n  ".join([f"{error.what}: {todo}", *lines]))
 
 
 def gather(value: Any, group: Any = None) -> list[Any]:

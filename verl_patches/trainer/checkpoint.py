@@ -239,19 +239,23 @@ def _pickled(value: Any) -> bytes:
     return buffer.getvalue()
 
 
-def _through_recipe(method: str) -> Callable:
-    """A row provider for a method of RayPPOTrainer: `method` of the run's Checkpoints, upstream's without them."""
+def save_as_recipe(original: Callable) -> Callable:
+    """Row provider for RayPPOTrainer._save_checkpoint."""
 
-    def provider(original: Callable) -> Callable:
-        @functools.wraps(original)
-        def call(trainer: Any) -> Any:
-            checkpoints = getattr(trainer, "recipe_checkpoints", None)
-            return original(trainer) if checkpoints is None else getattr(checkpoints, method)()
+    @functools.wraps(original)
+    def save(trainer: Any) -> Any:
+        checkpoints = getattr(trainer, "recipe_checkpoints", None)
+        return original(trainer) if checkpoints is None else checkpoints.save()
 
-        return call
-
-    return provider
+    return save
 
 
-save_as_recipe = _through_recipe("save")  # RayPPOTrainer._save_checkpoint
-load_as_recipe = _through_recipe("load")  # RayPPOTrainer._load_checkpoint
+def load_as_recipe(original: Callable) -> Callable:
+    """Row provider for RayPPOTrainer._load_checkpoint."""
+
+    @functools.wraps(original)
+    def load(trainer: Any) -> Any:
+        checkpoints = getattr(trainer, "recipe_checkpoints", None)
+        return original(trainer) if checkpoints is None else checkpoints.load()
+
+    return load

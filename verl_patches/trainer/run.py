@@ -174,6 +174,7 @@ class Run:
             "memory": memory_of_step([report["memory"] for report in reports]),
             "offload": offload_of_step([report["moves"] for report in reports]),
             "dispatch": None,
+            "rebalance": rebalance_of_step([report["rebalance"] for report in reports]),
         }
         if self.group.cache is not None:
             metrics = self.group.cache.without_verls_partition(metrics)
@@ -207,6 +208,13 @@ class Run:
             for line in coverage.lines_of(self.coverage):
                 self.progress.say(f"| {line}")
         self.summary.write()
+
+
+def rebalance_of_step(counts: list[dict[str, float] | None]) -> dict[str, float] | None:
+    """What moved between data-parallel rollout ranks: requests, bytes, seconds of the slowest rank; None where off."""
+    found = [each for each in counts if each is not None]
+    sums = {name: sum(each[name] for each in found) for name in ("requests", "bytes")}
+    return {**sums, "seconds": max(each["seconds"] for each in found)} if found else None
 
 
 def _number(value: Any) -> float | None:

@@ -33,6 +33,7 @@ from verl_patches.patching import engine
 from verl_patches.patching.engine import is_on
 from verl_patches.platform.npu_emulated import coverage
 from verl_patches.reshard.weight_sync import Settings
+from verl_patches.rollout.rebalance_engine import Rebalancer
 from verl_patches.trainer.worker_starts import take_starts
 from verl_patches.worker.checkpoint import WorkerCheckpoint
 from verl_patches.worker.context import context
@@ -48,6 +49,7 @@ class RecipeWorker:
     memory: WorkerMemory | None = None
     log_prob_moments: Mapping[str, Any] | None = None
     checkpoint: WorkerCheckpoint | None = None
+    rebalancer: Rebalancer | None = None
 
     def __init__(self, config: Any, role: str) -> None:
         if is_on("update.engine_start"):
@@ -84,6 +86,8 @@ class RecipeWorker:
 
     def _build_rollout(self, *args: Any, **kwargs: Any) -> tuple:
         rollout, manager = super()._build_rollout(*args, **kwargs)
+        if self.recipe is not None and self.recipe.rollout.rebalance_every and is_on("rollout.rebalance"):
+            self.rebalancer = Rebalancer(rollout.inference_engine.llm_engine, self.recipe.rollout.rebalance_every)
         if self.recipe is not None and isinstance(manager, RecipeShardingManager):
             recipe, world = self.recipe, dist.get_world_size()
             layouts = (layout(self.config, recipe, world) for layout in (train_layout_in, rollout_layout_in))
@@ -182,7 +186,8 @@ class RecipeWorker:
         seconds: {phase: s}; sync: one dict per weight sync; log_prob_moments: of the last update, None on ranks that do
         not report; memory: the ledger's records, None without one; moves: between host and device; starts: (method,
         seconds since the epoch) of the trainer's calls; emulated: what was reached since the process started, None
-        with a device (platform/npu_emulated/coverage.py).
+        with a device (platform/npu_emulated/coverage.py). rebalance: what Rebalancer.take_counts gives, None where
+        it is off.
         """
         if self.checkpoint is not None:
             self.checkpoint.check()
@@ -195,6 +200,7 @@ class RecipeWorker:
             "memory": {"rank": ledger.rank, **ledger.take()} if ledger else None,
             "moves": counters.take_moves(),
             "starts": take_starts(),
+            "rebalance": self.rebalancer.take_counts() if self.rebalancer is not None else None,
             "emulated": coverage.reached() if self.recipe.platform == "npu_emulated" else None,
         }
 

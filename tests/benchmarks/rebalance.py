@@ -1,0 +1,125 @@
+"""Rebalancing of rollout requests over 128 data-parallel ranks: seconds of a plan, and what it would gain. By hand:
+
+    python tests/benchmarks/rebalance.py
+
+Prints JSON: a list of figures, each with `value`, `bound` (what it must not exceed; null where it is only told) and
+`peer`. Exits 1 where a bound is exceeded. Seconds of planning are measured. All else is modelled: decode steps are
+simulated for 8192 responses of lognormal length, 64 a rank, those of a prompt on one rank as verl gives them; a step
+costs what was published for its graph batch size (rollout/rebalance.py, STEP_S), an exchange what `Cost` says, the
+agreement before each 14 ms (the published figure of a call over Gloo). Prefill is left out. `alike` is assumed.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from report import figure, print_report
+from tqdm import tqdm
+
+from verl_patches.rollout.rebalance import Cost, Plan, State, plan, step_s, tier_of
+
+RANKS, EACH, BLOCK, STEPS = 128, 64, 128, 32
+TIERS = [1, 2, 4, 8, 16, 32, 64]
+BLOCK_BYTES = 61 * BLOCK * (512 + 64) * 2  # DeepSeek-V3's latents and rotary keys of all layers in bf16
+KV_BLOCKS = int(20e9 // BLOCK_BYTES)  # of a die, of about 20 GB
+AGREE_S = 0.014
+COST = Cost(BLOCK_BYTES, STEPS)
+PROMPT, MEAN, LONGEST = 200, 1000, 3072  # tokens of a prompt, of responses before they are cut, of the longest
+CASES = [(cv, alike) for cv in (0.4, 0.7, 1.0) for alike in (0.0, 0.5)]
+SEEDS = (1, 2, 3)
+
+
+def responses(cv: float, alike: float, seed: int) -> np.ndarray:
+    """[RANKS, EACH] tokens, lognormal; the share `alike` of the variance of their logarithm is between prompts."""
+    draw, sigma = np.random.default_rng(seed), np.sqrt(np.log(1 + cv * cv))
+    prompt, own = draw.standard_normal((RANKS, EACH // 16, 1)), draw.standard_normal((RANKS, EACH // 16, 16))
+    normal = (np.sqrt(alike) * prompt + np.sqrt(1 - alike) * own).reshape(RANKS, EACH)
+    return np.clip(np.exp(np.log(MEAN) - sigma * sigma / 2 + sigma * normal), 1, LONGEST).astype(np.int64)
+
+
+def simulate(cv: float, alike: float, seed: int, moving: bool) -> dict[str, float]:
+    """Seconds of decoding, of moves, of the tail (steps after three quarters of the requests have ended), and bytes."""
+    sizes = PROMPT + responses(cv, alike, seed)
+    now = np.full_like(sizes, PROMPT)  # tokens in KV
+    total, tail, moved_s, moved_bytes, empty = 0.0, 0.0, 0.0, 0.0, 0
+    step = 0
+    while (alive := sizes > 0).any():
+        if moving and step and step % STEPS == 0:
+            moved_s += AGREE_S
+            made = plan(_state(now, alive), TIERS, BLOCK, STEPS, COST)
+            if made.moves:
+                blocks = np.zeros(len(now), np.int64)
+                now, sizes = _apply(made, now, sizes, blocks)
+                moved_s += COST.moves_s(int(blocks.max()))
+                moved_bytes += made.blocks * BLOCK_BYTES
+                alive = sizes > 0
+        loads = alive.sum(1)
+        seconds = step_s(tier_of(int(loads.max()), TIERS))
+        total, empty = total + seconds, empty + int((loads == 0).sum())
+        tail += seconds if loads.sum() < RANKS * EACH / 4 else 0.0
+        now = now + alive
+        sizes = np.where(now >= sizes, 0, sizes)
+        step += 1
+    found = {"decode": total, "moves": moved_s, "tail": tail, "idle": empty / (step * RANKS), "steps": step}
+    return found | {"GB": moved_bytes / 1e9}
+
+
+def _state(now: np.ndarray, alive: np.ndarray) -> State:
+    lengths = np.where(alive, now, 0)
+    return State(lengths, KV_BLOCKS - (-(-lengths // BLOCK)).sum(1))
+
+
+def _apply(made: Plan, now: np.ndarray, sizes: np.ndarray, blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Both arrays with requests at their receivers; free places are those whose size is 0."""
+    now, sizes = now.copy(), sizes.copy()
+    for move in made.moves:
+        places = np.flatnonzero(sizes[move.receiver] == 0)[: len(move.requests)]
+        held = list(move.requests)
+        now[move.receiver, places], sizes[move.receiver, places] = now[move.donor, held], sizes[move.donor, held]
+        count = int((-(-now[move.donor, held] // BLOCK)).sum())
+        blocks[move.donor] += count
+        blocks[move.receiver] += count
+        sizes[move.donor, held] = 0
+    return now, sizes
+
+
+def planning(lengths: np.ndarray, free: int) -> float:
+    """Median milliseconds of CPU time of a plan for ranks with these lengths."""
+    state = State(lengths, np.full(len(lengths), free))
+    seconds = []
+    for _ in range(50):
+        begin = time.process_time()
+        plan(state, TIERS, BLOCK, STEPS, COST)
+        seconds.append(time.process_time() - begin)
+    return round(1000 * statistics.median(seconds), 3)
+
+
+def figures() -> Iterator[dict[str, Any]]:
+    """All of them, in a minute."""
+    draw = np.random.default_rng(0)
+    lengths = draw.integers(200, 4096, (256, EACH))
+    tail = np.where(draw.random((256, EACH)) < draw.uniform(0.35, 0.55, (256, 1)), lengths, 0)
+    half = lengths.copy()
+    half[128:] = 0
+    full = np.where(draw.random((256, EACH)) < draw.uniform(0.8, 1.0, (256, 1)), lengths, 0)
+    yield figure("planning 256 ranks x 64 in the tail", planning(tail, 1000), "ms", 1.0)
+    yield figure("planning 256 ranks x 64, nothing to move", planning(full, 1000), "ms", 1.0)
+    yield figure("planning 256 ranks x 64, 128 ranks empty (4096 requests move)", planning(half, 5000), "ms", None)
+    yield figure("planning 256 ranks in the tail, KV nearly full", planning(tail, 150), "ms", None)
+    for cv, alike in tqdm(CASES, desc="rebalance", unit="case"):
+        without, moved = ([simulate(cv, alike, seed, moving) for seed in SEEDS] for moving in (False, True))
+        mean = [{key: statistics.mean(run[key] for run in runs) for key in runs[0]} for runs in (without, moved)]
+        peer = {"without": {k: round(v, 3) for k, v in mean[0].items()}}
+        peer["with"] = {k: round(v, 3) for k, v in mean[1].items()}
+        ratio = (mean[1]["decode"] + mean[1]["moves"]) / mean[0]["decode"]
+        name = f"modelled rollout seconds with / without, lognormal lengths of cv {cv}, alike {alike}"
+        yield figure(name, round(ratio, 4), "", 1.0, peer)
+
+
+if __name__ == "__main__":
+    sys.exit(print_report("rebalance", figures()))

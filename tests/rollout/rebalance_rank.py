@@ -1,0 +1,150 @@
+"""What the rebalance tests run on each data-parallel rank: one emulated engine, several rounds of generation."""
+
+from __future__ import annotations
+
+import functools
+import time
+from typing import Any
+
+from verl_patches.errors import RecipeError
+
+TOKENS = 14
+LIMITS = {"max_model_len": 512, "max_num_seqs": 8, "gpu_memory_utilization": 0.5, "dtype": "float32", "seed": 0}
+
+
+def build(model: str, dp: int, tp: int, **options: Any) -> Any:
+    """The engine of this rank, as verl builds it."""
+    from vllm import LLM
+
+    parallel = {"tensor_parallel_size": tp, "data_parallel_size": dp, "enable_expert_parallel": True}
+    launcher = {"distributed_executor_backend": "external_launcher", "additional_config": {"refresh": True}}
+    return LLM(model=model, **{**LIMITS, "max_num_batched_tokens": 512, **parallel, **launcher, **options})
+
+
+def prompts_of(place: int, spec: dict) -> tuple[list, list]:
+    """The prompts of a DP rank and their parameters: two of three seeded, with a penalty and top-k."""
+    from vllm import SamplingParams
+
+    from tests.platform.emulated_engine import prompts_of as random_prompts
+
+    lengths = spec["lengths"][place]
+    params = []
+    for at in range(len(lengths)):
+        plain = {"max_tokens": spec["tokens"][place][at], "logprobs": at % 2, "ignore_eos": True, "detokenize": False}
+        seeded = {"temperature": 1.0, "seed": 100 * place + at, "top_k": 50, "repetition_penalty": 1.1}
+        params.append(SamplingParams(**plain, **(seeded if at % 3 else {"temperature": 0.0})))
+    ids = random_prompts([length + 7 * place for length in lengths])
+    return [{"prompt_token_ids": each} for each in ids], params
+
+
+def generate(llm: Any, place: int, spec: dict) -> dict:
+    """Tokens and log-probs of each request in order, or the error and the seconds until it."""
+    prompts, params = prompts_of(place, spec)
+    begin = time.perf_counter()
+    try:
+        outputs = llm.generate(prompts, params, use_tqdm=False) if prompts else llm._run_engine(use_tqdm=False)
+    except RecipeError as error:
+        return {"error": str(error), "seconds": time.perf_counter() - begin}
+    of_prompts = [output.prompt_token_ids for output in outputs] == [each["prompt_token_ids"] for each in prompts]
+    samples = [output.outputs[0] for output in outputs]
+    steps = [[step[token].logprob for step, token in zip(s.logprobs, s.token_ids, strict=True)] for s in samples]
+    found = {"tokens": [list(s.token_ids) for s in samples], "log_probs": steps, "in order": of_prompts}
+    return found | {"reasons": [s.finish_reason for s in samples], "widths": [len(s.logprobs[0]) for s in samples]}
+
+
+def to_and_fro(rebalance: Any, state: Any, *args: Any) -> Any:
+    """In place of the planner: of each rank that has two or more, the first movable request goes to the next rank."""
+    moves = []
+    for rank, row in enumerate(state.lengths):
+        movable = [at for at, tokens in enumerate(row) if tokens > 0]
+        if len(movable) > 1:
+            moves.append(rebalance.Move(rank, (rank + 1) % len(state.lengths), (movable[0],)))
+    blocks = sum(-(-int(state.lengths[m.donor][m.requests[0]]) // 128) for m in moves)
+    return rebalance.Plan(tuple(moves), 8, 8, blocks)
+
+
+def rounds(model: str, dp: int, tp: int, specs: list[dict], options: dict) -> list[dict]:
+    """Each spec: lengths and tokens of the prompts of each DP rank; every, plan, spoil (functions of this file)."""
+    import torch
+
+    from verl_patches.rollout import rebalance, rebalance_engine
+
+    llm = build(model, dp, tp, **options)
+    engine, place = llm.llm_engine, torch.distributed.get_rank() // tp
+    free, found = engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool.get_num_free_blocks, []
+    original = engine.engine_core.get_output
+    planner = rebalance_engine.plan
+    for spec in specs:
+        engine.reset_prefix_cache()
+        before = free()
+        engine.engine_core.get_output, engine.rebalancer = original, None
+        rebalance_engine.plan = (
+            functools.partial(to_and_fro, rebalance) if spec.get("plan") == "to and fro" else planner
+        )
+        if "every" in spec:
+            rebalance_engine.Rebalancer(engine, spec["every"], rebalance.Cost(1, 10**6, fixed_s=0))
+            if "spoil" in spec:
+                globals()[spec["spoil"]](engine.rebalancer, place)
+        got = generate(llm, place, spec)
+        if engine.rebalancer is not None:
+            held = engine.rebalancer.guests or engine.rebalancer.runner.requests.keys() & engine.rebalancer.origins
+            got |= {"moved": engine.rebalancer.moved, "left over": bool(held) or free() != before}
+        if "error" in got:
+            _forget_requests(engine)
+        found.append(got)
+    return found
+
+
+def _forget_requests(engine: Any) -> None:
+    """After an error, of a run that would have ended."""
+    from vllm.v1.request import RequestStatus
+
+    scheduler = engine.engine_core.engine_core.scheduler
+    vars(scheduler.kv_cache_manager).pop("allocate_slots", None)
+    engine.output_processor.abort_requests(list(engine.output_processor.request_states))
+    scheduler.finish_requests(list(scheduler.requests), RequestStatus.FINISHED_ABORTED)
+
+
+def drop_a_block(rebalancer: Any, place: int) -> None:
+    """Negative control: what arrives in the first block of each request is lost."""
+    exchange = rebalancer._exchange_blocks
+
+    def spoilt(moves: Any, arrivals: Any) -> None:
+        exchange(moves, arrivals)
+        for moved, request in arrivals:
+            for cache in rebalancer._caches():
+                cache[rebalancer._blocks(request, moved.computed)[0]] = 0
+
+    rebalancer._exchange_blocks = spoilt
+
+
+def lose_the_generator(rebalancer: Any, place: int) -> None:
+    """Negative control: a moved request starts its random numbers anew."""
+    import torch
+
+    insert = rebalancer._insert
+
+    def spoilt(moved: Any, request: Any) -> None:
+        if moved.generator:
+            moved.generator = torch.Generator().manual_seed(moved.params.seed).get_state().numpy().tobytes()
+        insert(moved, request)
+
+    rebalancer._insert = spoilt
+
+
+def fail_to_receive(rebalancer: Any, place: int) -> None:
+    """The receiver has no blocks left."""
+    if place == 1:
+        rebalancer.scheduler.kv_cache_manager.allocate_slots = lambda *args, **kwargs: None
+
+
+def fail_to_pack(rebalancer: Any, place: int) -> None:
+    """A donor fails."""
+    if place == 0:
+        rebalancer._moved = lambda request: 1 / 0
+
+
+def fail_to_read(rebalancer: Any, place: int) -> None:
+    """A rank fails before the first collective."""
+    if place == 1:
+        rebalancer._fill = lambda row: 1 / 0

@@ -1,0 +1,144 @@
+"""The planner of rebalancing: against brute force on small cases, limits, and when nothing moves."""
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from verl_patches.rollout.rebalance import FIXED, Cost, plan, state_of, step_s, tier_of
+
+BLOCK, RESERVE, TIERS = 4, 4, [1, 3, 4]
+FREE_OF_COST = Cost(block_bytes=0, steps=10**9, fixed_s=0)
+ROW = st.lists(st.sampled_from([FIXED, 1, 3, 4, 5, 9, 14]), max_size=4)
+INSTANCES = st.lists(st.tuples(ROW, st.integers(0, 14)), min_size=2, max_size=3)
+
+
+def blocks_of(tokens, reserve=0):
+    return -(-(tokens + reserve) // BLOCK)
+
+
+def outcome(lengths, free, targets, loads):
+    """(tier, blocks moved, requests of the fullest receiver) of an assignment, None where it is not allowed.
+
+    `targets`: {(rank, request): receiver}. Ranks do not both give and receive.
+    """
+    donors, receivers = {rank for rank, _ in targets}, set(targets.values())
+    if donors & receivers:
+        return None
+    after, moved = list(loads), 0
+    left = [blocks - load * blocks_of(RESERVE) for blocks, load in zip(free, loads, strict=True)]
+    for (rank, request), receiver in targets.items():
+        tokens = lengths[rank][request]
+        after[rank], after[receiver] = after[rank] - 1, after[receiver] + 1
+        left[receiver] -= blocks_of(tokens, RESERVE)
+        moved += blocks_of(tokens)
+    if any(left[receiver] < 0 for receiver in receivers):
+        return None
+    return tier_of(max(after), TIERS), moved, max((after[r] for r in receivers), default=0)
+
+
+def best_by_brute_force(lengths, free):
+    loads = [len(row) for row in lengths]
+    movable = [(r, at) for r, row in enumerate(lengths) for at, tokens in enumerate(row) if tokens > 0]
+    best = (tier_of(max(loads), TIERS), 0, 0)
+    for chosen in itertools.product([None, *range(len(lengths))], repeat=len(movable)):
+        targets = {place: to for place, to in zip(movable, chosen, strict=True) if to is not None}
+        found = outcome(lengths, free, targets, loads)
+        if targets and found is not None and found[0] < tier_of(max(loads), TIERS):
+            best = min(best, found)
+    return best
+
+
+@given(INSTANCES)
+@settings(max_examples=120)
+def test_no_plan_is_better(instance):
+    """Over all assignments: the tier, then the blocks, then the fullest receiver."""
+    lengths, free = [row for row, _ in instance], [blocks for _, blocks in instance]
+    if sum(tokens > 0 for row in lengths for tokens in row) > 7:
+        return
+    assert outcome_of_plan(lengths, free) == best_by_brute_force(lengths, free)
+
+
+def outcome_of_plan(lengths, free):
+    made = plan(state_of(lengths, free), TIERS, BLOCK, RESERVE, FREE_OF_COST)
+    targets = {(move.donor, request): move.receiver for move in made.moves for request in move.requests}
+    assert len(targets) == sum(len(move.requests) for move in made.moves)  # none moves twice
+    assert all(lengths[rank][request] > 0 for rank, request in targets)
+    found = outcome(lengths, free, targets, [len(row) for row in lengths])
+    assert found is not None and found[:2] == (made.after, made.blocks)
+    return found
+
+
+def test_placement_is_searched_where_blocks_are_scarce():
+    """Longest first, to the rank with the most free blocks, 3 3 2 2 2 do not fit into 6 and 6; 3 3 and 2 2 2 do."""
+    lengths = [[8, 8, 4, 4, 4, *[FIXED] * 4], [FIXED], [FIXED]]
+    made = plan(state_of(lengths, [0, 7, 7]), [1, 4, 16], BLOCK, RESERVE, FREE_OF_COST)
+    assert made.after == 4 and {move.requests for move in made.moves} == {(0, 1), (2, 3, 4)}
+    assert not plan(state_of(lengths, [0, 7, 6]), [1, 4, 16], BLOCK, RESERVE, FREE_OF_COST).moves
+
+
+@given(st.integers(0, 2**32 - 1), st.floats(0.2, 2.0))
+@settings(max_examples=30)
+def test_every_plan_of_256_ranks_is_within_limits(seed, spread):
+    draw = np.random.default_rng(seed)
+    lengths = np.where(draw.random((256, 64)) < draw.random((256, 1)), draw.lognormal(6.5, spread, (256, 64)) + 1, 0)
+    lengths = lengths.astype(np.int64)
+    free = draw.integers(0, 900, 256)
+    made = plan(state_of(lengths.tolist(), free.tolist()), [1, 2, 4, 8, 16, 32, 64], 128, 32, Cost(9_000_000, 32))
+    loads, left = np.count_nonzero(lengths, axis=1), free - np.count_nonzero(lengths, axis=1)
+    moved = set()
+    for move in made.moves:
+        needs = [-(-(int(lengths[move.donor, at]) + 32) // 128) for at in move.requests]
+        loads[move.donor], loads[move.receiver] = loads[move.donor] - len(needs), loads[move.receiver] + len(needs)
+        left[move.receiver] -= sum(needs)
+        moved |= {(move.donor, at) for at in move.requests}
+    assert all(lengths[place] > 0 for place in moved) and len(moved) == sum(len(m.requests) for m in made.moves)
+    assert tier_of(int(loads.max()), [1, 2, 4, 8, 16, 32, 64]) == made.after <= made.before
+    assert not made.moves or all(left[move.receiver] >= 0 for move in made.moves)
+    assert {m.donor for m in made.moves}.isdisjoint(m.receiver for m in made.moves)
+
+
+UNEVEN = [[100] * 40, [100] * 8]
+
+
+def test_a_donor_gives_its_shortest_requests_and_no_more_than_its_excess():
+    lengths = [[*range(300, 340)], [50] * 8]
+    made = plan(state_of(lengths, [0, 900]), [8, 16, 32, 64], 128, 32, Cost(9_000_000, 32))
+    assert (made.before, made.after) == (64, 32)
+    assert [(move.donor, move.receiver, move.requests) for move in made.moves] == [(0, 1, tuple(range(8)))]
+
+
+@pytest.mark.parametrize(
+    ("change", "after"),
+    [
+        ({}, 32),
+        ({"tiers": [64]}, 64),  # no lower tier
+        ({"free": [900, 20]}, 64),  # 8 requests of 2 blocks, and a block for each of 8 of its own
+        ({"cost": Cost(9_000_000, 2)}, 64),  # two steps of 9 ms less do not pay for 20 ms and the bytes
+        ({"cost": Cost(10**12, 32)}, 64),
+        ({"lengths": [[FIXED] * 33 + [100] * 7, [100] * 8]}, 64),
+    ],
+)
+def test_nothing_moves_where_it_does_not_fit_or_pay(change, after):
+    given_ = {"lengths": UNEVEN, "free": [900, 900], "tiers": [8, 16, 32, 64], "cost": Cost(9_000_000, 32)} | change
+    made = plan(state_of(given_["lengths"], given_["free"]), given_["tiers"], 128, 32, given_["cost"])
+    assert made.after == after and bool(made.moves) == (after != 64)
+
+
+def test_a_higher_tier_is_taken_where_the_lowest_does_not_pay():
+    """Tier 8 needs 8 moves of 4000 tokens too, tier 16 the short request only."""
+    lengths = [[100, *[4000] * 16], [], []]
+    cheap, dear = Cost(1, 32), Cost(400_000_000, 32)
+    tiers = [8, 16, 32]
+    assert plan(state_of(lengths, [0, 900, 900]), tiers, 128, 32, cheap).after == 8
+    assert plan(state_of(lengths, [0, 900, 900]), tiers, 128, 32, dear).after == 16
+
+
+def test_no_ranks_have_requests():
+    assert plan(state_of([[], []], [9, 9]), TIERS, BLOCK, RESERVE, FREE_OF_COST).moves == ()
+
+
+def test_step_seconds_are_those_published():
+    assert (step_s(64), step_s(48), step_s(1)) == (0.076, pytest.approx(0.0715), 0.054)

@@ -1,0 +1,100 @@
+"""Requests move between the emulated engines of two data-parallel ranks, and give what they give without moving.
+
+Graphs of torchair are on (not traced), as in production. One start of the engines for all rounds.
+"""
+
+import itertools
+
+import pytest
+
+from tests.conftest import ROOT
+from tests.rollout.test_ascend import models  # noqa: F401  a fixture
+
+pytestmark = [pytest.mark.slow, pytest.mark.upstream]
+LARGEST = 1e-5
+GRAPHS = {
+    "torchair_graph_config": {"enabled": True, "graph_batch_sizes": [1, 2, 4, 8]},
+    "chunked_prefill_for_mla": True,
+}
+LONG = {"lengths": [[140, 60, 30, 20, 17, 150], []], "tokens": [[14, 12, 14, 6, 10, 13], []]}
+EVEN = {"lengths": [[140, 20, 40], [30, 131]], "tokens": [[14, 12, 9], [14, 13]]}
+ROUNDS = {
+    "uneven": LONG,
+    "uneven, moved": {**LONG, "every": 3},
+    "even": EVEN,
+    "even, to and fro": {**EVEN, "every": 1, "plan": "to and fro"},
+    "even, nothing to gain": {**EVEN, "every": 2},
+    "a block is lost": {**LONG, "every": 3, "spoil": "drop_a_block"},
+    "a generator is lost": {**LONG, "every": 3, "spoil": "lose_the_generator"},
+    "uneven, moved again": {**LONG, "every": 4},
+}
+ERRORS = {  # rounds after those
+    "fail_to_read": "rank 1: ZeroDivisionError",
+    "fail_to_pack": "rank 0: ZeroDivisionError",
+    "fail_to_receive": "rank 1: RebalanceError: request",
+}
+ROUNDS |= {name: {**LONG, "every": 3, "spoil": name} for name in ERRORS}
+PATCHES = "line=a3,platform=npu_emulated"
+
+
+@pytest.fixture(scope="module")
+def run(run_ranks, models, a3_sources):  # noqa: F811
+    """run(rounds, size): what each rank found in each round."""
+
+    def of(rounds, dp=2, tp=1):
+        env = {"VLLM_ENABLE_FIX_ROUTE": "0", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_USE_V1": "1"}
+        env |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCHDYNAMO_DISABLE": "1", "VLLM_NO_USAGE_STATS": "1"}
+        trees = a3_sources("verl", "Megatron-LM", "MindSpeed", "MindSpeed-LLM", "vllm-ascend")
+        env["PYTHONPATH"] = ":".join([str(ROOT), *map(str, trees)])
+        arguments = models["256 experts"], dp, tp, rounds, {"additional_config": {"refresh": True, **GRAPHS}}
+        job = "tests.rollout.rebalance_rank:rounds"
+        return run_ranks(job, *arguments, size=dp * tp, patches=PATCHES, env=env, fresh=True, timeout_s=600)
+
+    return of
+
+
+@pytest.fixture(scope="module")
+def found(run):
+    ranks = run([*ROUNDS.values()])
+    return {name: [rank[at] for rank in ranks] for at, name in enumerate(ROUNDS)}
+
+
+def largest(found, expected):
+    """The largest difference of log-probs; infinite where a token differs."""
+    if [rank["tokens"] for rank in found] != [rank["tokens"] for rank in expected]:
+        return float("inf")
+    values = ([v for rank in ranks for each in rank["log_probs"] for v in each] for ranks in (found, expected))
+    return max(abs(a - b) for a, b in zip(*values, strict=True))
+
+
+@pytest.mark.parametrize("name", ["uneven, moved", "even, to and fro", "uneven, moved again"])
+def test_moved_requests_give_the_same_in_the_same_order(found, name):
+    expected = found[name.partition(",")[0]]
+    assert largest(found[name], expected) < LARGEST
+    for rank, without in zip(found[name], expected, strict=True):
+        assert rank["moved"] > (10 if "to and fro" in name else 1) and not rank["left over"]
+        assert rank["in order"] and (rank["reasons"], rank["widths"]) == (without["reasons"], without["widths"])
+
+
+def test_nothing_moves_where_no_tier_is_lowered(found):
+    assert [rank["moved"] for rank in found["even, nothing to gain"]] == [0, 0]
+    assert largest(found["even, nothing to gain"], found["even"]) < LARGEST
+
+
+@pytest.mark.parametrize("name", ["a block is lost", "a generator is lost"])
+def test_they_do_not_without_a_block_or_the_state_of_a_generator(found, name):
+    assert largest(found[name], found["uneven"]) > 100 * LARGEST
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_an_error_on_one_rank_is_that_of_all_within_seconds(found, name):
+    first, second = found[name]
+    assert first["error"] == second["error"] and first["error"].startswith("rollout rebalance: ")
+    assert ERRORS[name] in first["error"] and max(first["seconds"], second["seconds"]) < 60
+
+
+@pytest.mark.full
+def test_requests_move_in_both_ranks_of_a_tensor_parallel_group(run):
+    found = list(zip(*run([LONG, {**LONG, "every": 3}], tp=2), strict=True))
+    without, moved = (ranks[::2] for ranks in found)
+    assert largest(moved, without) < LARGEST and all(rank["moved"] > 1 for rank in itertools.chain(*found[1:]))

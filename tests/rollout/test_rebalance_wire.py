@@ -1,0 +1,34 @@
+"""The binary layout of moving requests: what is packed is unpacked, and a segment that does not fit is refused."""
+
+import subprocess
+import sys
+
+import pytest
+
+from verl_patches.rollout.rebalance_wire import Result, pack, unpack
+
+
+def results():
+    """With log-probs of two columns, without any, and one that has ended by a stop token."""
+    with_log_probs = Result("12", 2, [5, 6], [5, 9, 6, 5], [-0.1, -2.5, -1e-7, -30.0], [1, 3], None, None, 16)
+    return [with_log_probs, Result("0_3", 0, [7]), Result("4", 1, [2], [2], [-0.5], [1], 0, 2, 0)]
+
+
+def test_results_arrive_as_they_were_sent():
+    found, requests = unpack(pack(results(), []))
+    assert found == results() and requests == []
+
+
+def test_an_empty_segment_has_both_counts():
+    assert len(pack([], [])) == 16 and unpack(pack([], [])) == ([], [])
+
+
+def test_a_segment_of_another_length_is_refused():
+    with pytest.raises(ValueError, match="its messages end at"):
+        unpack(pack(results(), []) + b"\0")
+
+
+def test_the_planner_needs_no_torch():
+    modules = "verl_patches.rollout.rebalance, verl_patches.rollout.rebalance_wire"
+    code = f"import sys, {modules}\nassert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)

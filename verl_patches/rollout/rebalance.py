@@ -1,0 +1,220 @@
+"""Which running requests move between the data-parallel (DP) ranks of one vLLM instance, and whether that pays.
+
+All DP ranks of an instance decode in lock step, padded to the batch size of the largest one: the smallest graph batch
+size ("tier") that holds its requests. `plan` lowers that tier by moving requests from ranks above it (donors) to ranks
+below it (receivers). It is a pure function of numbers that every rank has gathered, so that all ranks compute the same.
+
+What it chooses, in this order:
+1. the smallest tier that can be reached and whose gain is above the cost of its moves (`Cost`);
+2. the fewest blocks moved: each donor gives exactly its excess, its shortest requests. A set of shorter requests also
+   fits wherever a set of longer ones does, so that this choice excludes no tier;
+3. the lowest number of requests on the fullest receiver: requests end at random times, so the rank that has the most
+   is likely to be the last to leave its tier.
+
+Placing blocks of different numbers is bin packing. It is solved exactly up to EXACT moved requests; above, a greedy
+placement (longest request first, to the rank with the most free blocks) may miss a tier where KV memory is scarce.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+NONE, FIXED = 0, -1  # of State.lengths: no request; a request that cannot move
+EXACT = 10
+# seconds of a decode step by requests a rank: DeepSeek-V3 671B, DP128 TP2 EP256 on Atlas A3, as published
+STEP_S = {1: 0.054, 2: 0.054, 4: 0.055, 8: 0.057, 16: 0.061, 32: 0.067, 64: 0.076}
+LINK_BYTES_S = 0.7 * 196e9  # one die to another, at an assumed efficiency
+
+
+@dataclass(frozen=True)
+class State:
+    """What is known of all ranks of an instance.
+
+    lengths: int [R, S], tokens in KV of each unfinished request; NONE or FIXED elsewhere. free_blocks: int [R].
+    """
+
+    lengths: np.ndarray
+    free_blocks: np.ndarray
+
+
+@dataclass(frozen=True)
+class Cost:
+    """The cost model (modelled, not measured here).
+
+    block_bytes: of one KV block over all layers. steps: decode steps for which a lower tier is counted as gained: those
+    until requests can move again. fixed_s: seconds of one exchange without its bytes.
+    """
+
+    block_bytes: int
+    steps: int
+    fixed_s: float = 0.02
+    link_bytes_s: float = LINK_BYTES_S
+
+    def gain_s(self, before: int, after: int) -> float:
+        """Seconds gained by steps of tier `after` instead of `before`."""
+        return self.steps * (step_s(before) - step_s(after))
+
+    def moves_s(self, blocks: int) -> float:
+        """Seconds of an exchange whose busiest rank sends, or receives, `blocks`."""
+        return self.fixed_s + blocks * self.block_bytes / self.link_bytes_s
+
+
+class Move(NamedTuple):
+    """Requests that one rank gives to another; `requests` are their places in the donor's row of State.lengths."""
+
+    donor: int
+    receiver: int
+    requests: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Moves, and the tier of the instance before and after them; `blocks` counts all that are moved."""
+
+    moves: tuple[Move, ...]
+    before: int
+    after: int
+    blocks: int = 0
+
+
+class _Items(NamedTuple):
+    """Requests to move: donors (ascending), places in their rows, tokens."""
+
+    donors: np.ndarray
+    requests: np.ndarray
+    tokens: np.ndarray
+
+
+def step_s(requests: int) -> float:
+    """Seconds of a decode step at this number of requests a rank, between the published ones by interpolation."""
+    return float(np.interp(requests, list(STEP_S), list(STEP_S.values())))
+
+
+def tier_of(requests: int, tiers: Sequence[int]) -> int:
+    """The smallest of `tiers` (ascending) that holds `requests`; `requests` itself above the largest."""
+    return next((tier for tier in tiers if tier >= requests), requests)
+
+
+def plan(state: State, tiers: Sequence[int], block_size: int, reserve_tokens: int, cost: Cost) -> Plan:
+    """The moves of one exchange; none if no lower tier can be reached or pays.
+
+    tiers: graph batch sizes. block_size: tokens of a KV block. reserve_tokens: tokens by which each request may grow
+    before the next exchange, for which receivers keep blocks: those of their own requests, and of what they receive.
+    """
+    tiers = sorted(tiers)
+    loads = np.count_nonzero(state.lengths, axis=1)
+    most = int(loads.max(initial=0))
+    before = tier_of(most, tiers)
+    free = state.free_blocks - loads * -(-reserve_tokens // block_size)
+    for tier in tiers:
+        if tier >= before:
+            break
+        excess = np.maximum(loads - tier, 0)
+        if excess.sum() > np.maximum(tier - loads, 0).sum():
+            continue
+        items = _shortest(state.lengths, excess)
+        if items is None:
+            continue
+        receivers = _place_level(-(-(items.tokens + reserve_tokens) // block_size), loads, free, tier)
+        if receivers is None:
+            continue
+        held = -(-items.tokens // block_size)
+        busiest = max(np.bincount(side, held).max() for side in (items.donors, receivers))
+        if cost.gain_s(before, tier) > cost.moves_s(busiest):
+            return Plan(_moves(items, receivers), before, tier, int(held.sum()))
+    return Plan((), before, before)
+
+
+def _shortest(lengths: np.ndarray, excess: np.ndarray) -> _Items | None:
+    """The excess of each donor in its shortest requests; None if one has too few that can move."""
+    donors, width = np.flatnonzero(excess), lengths.shape[1]
+    rows, count = lengths[donors], excess[donors]
+    if ((rows > 0).sum(1) < count).any():
+        return None
+    keys = np.where(rows > 0, rows * width + np.arange(width), np.iinfo(np.int64).max)
+    keys.sort(axis=1)
+    tokens, requests = np.divmod(keys[np.arange(width) < count[:, None]], width)
+    return _Items(np.repeat(donors, count), requests, tokens)
+
+
+def _place_level(needs: np.ndarray, loads: np.ndarray, free: np.ndarray, tier: int) -> np.ndarray | None:
+    """The receiver of each request such that the fullest receiver has the fewest; None where they do not fit."""
+    room = np.bincount(loads[loads < tier], minlength=tier).cumsum().cumsum()  # [n]: of ranks filled up to n + 1
+    level = low = 1 + int(np.searchsorted(room, len(needs)))  # mostly it fits
+    high, placed = tier, None
+    while low <= high:
+        found = _place(needs, np.maximum(level - loads, 0), free)
+        if found is None:
+            low = level + 1  # a lower level leaves less room
+        else:
+            placed, high = found, level - 1
+        level = (low + high) // 2
+    return placed
+
+
+def _place(needs: np.ndarray, room: np.ndarray, free: np.ndarray) -> np.ndarray | None:
+    """The receiver of each request that needs so many blocks: at most room[r] requests and free[r] blocks on rank r."""
+    if (free >= room * needs.max()).all(where=room > 0):  # any order fits
+        return np.repeat(np.arange(len(room)), room)[: len(needs)]
+    order = np.argsort(-needs, kind="stable").tolist()
+    arguments = needs.tolist(), order, room.tolist(), free.tolist()
+    placed = _greedy(*arguments)
+    if placed is None and len(needs) <= EXACT:
+        placed = _search(*arguments, 0, [0] * len(needs))
+    return None if placed is None else np.array(placed)
+
+
+def _greedy(needs: list[int], order: list[int], room: list[int], free: list[int]) -> list[int] | None:
+    """Longest first, each to the rank with the most free blocks."""
+    heap = [(-blocks, rank, room[rank]) for rank, blocks in enumerate(free) if room[rank] and blocks > 0]
+    heapq.heapify(heap)
+    placed = [0] * len(needs)
+    for at in order:
+        if not heap or -heap[0][0] < needs[at]:
+            return None
+        blocks, placed[at], left = heap[0]
+        if left > 1:
+            heapq.heapreplace(heap, (blocks + needs[at], placed[at], left - 1))
+        else:
+            heapq.heappop(heap)
+    return placed
+
+
+def _search(
+    needs: list[int], order: list[int], room: list[int], free: list[int], depth: int, placed: list[int]
+) -> list[int] | None:
+    """Depth-first; of ranks with equal room and free blocks only the first. `room` and `free` are restored."""
+    if depth == len(order):
+        return list(placed)
+    at, tried = order[depth], set()
+    for rank in range(len(room)):
+        if not room[rank] or free[rank] < needs[at] or (room[rank], free[rank]) in tried:
+            continue
+        tried.add((room[rank], free[rank]))
+        room[rank], free[rank], placed[at] = room[rank] - 1, free[rank] - needs[at], rank
+        found = _search(needs, order, room, free, depth + 1, placed)
+        room[rank], free[rank] = room[rank] + 1, free[rank] + needs[at]
+        if found is not None:
+            return found
+    return None
+
+
+def _moves(items: _Items, receivers: np.ndarray) -> tuple[Move, ...]:
+    """One move for each donor and receiver, in their order."""
+    order = np.lexsort((receivers, items.donors))
+    donors, receivers, requests = items.donors[order], receivers[order], items.requests[order].tolist()
+    starts = np.flatnonzero(np.diff(donors, prepend=-1) | np.diff(receivers, prepend=-1)).tolist()
+    pairs = zip(donors[starts].tolist(), receivers[starts].tolist(), starts, [*starts[1:], len(requests)], strict=True)
+    return tuple(Move(donor, receiver, tuple(requests[begin:end])) for donor, receiver, begin, end in pairs)
+
+
+def state_of(lengths: Sequence[Sequence[int]], free_blocks: Sequence[int]) -> State:
+    """A State of lists of unequal lengths."""
+    width = max(map(len, lengths), default=0)
+    rows: Any = [[*row, *[NONE] * (width - len(row))] for row in lengths]
+    return State(np.array(rows, dtype=np.int64).reshape(len(rows), width), np.array(free_blocks, dtype=np.int64))

@@ -1,0 +1,400 @@
+"""Moves running requests, with their KV blocks, between the data-parallel (DP) engines of one vLLM V1 instance.
+
+Every `every` engine steps all ranks of the instance exchange, at the same step, as they decode in lock step:
+1. One all-gather of a row of fixed size a rank: the lengths of its requests, its free KV blocks, whether it failed.
+2. All compute the same plan (rebalance.py).
+3. Bytes (rebalance_wire.py): tokens and log-probs that were generated for requests of other ranks, and moving requests.
+4. KV blocks, one all-to-all for each tensor of the cache.
+Where 1 finds nothing to move or to return, it ends there. The ranks of a tensor-parallel group hold the same requests;
+each exchanges with the ranks of its own DP group.
+
+A request keeps its entry in the output processor of its origin, the rank that verl gave it to, with the tokens and
+log-probs so far; that rank returns it, as if it had generated all of it. Its random generator moves along. Requests
+without a seed draw from their rank's generator, so they get other samples of the same distribution.
+
+An error on a rank is raised on all of them before the next collective (reshard/rank_errors.py).
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from verl_patches.errors import ConfigError, RecipeError
+from verl_patches.reshard.rank_errors import catch_errors, raise_on_any_rank
+from verl_patches.rollout.rebalance import FIXED, NONE, Cost, Move, Plan, State, plan
+from verl_patches.rollout.rebalance_wire import Moved, Result, pack, unpack
+
+_FAILED, _PREFILLS, _FREE, _GUESTS, _LENGTHS = range(5)  # columns of a row; lengths begin at the last
+COUNTS = ("requests", "bytes", "seconds")
+
+
+class RebalanceError(RecipeError):
+    """Requests cannot be moved between data-parallel ranks; the message names rank and reason."""
+
+    what = "rollout rebalance"
+
+
+def step_with_rebalance(step: Callable) -> Callable:
+    """Row provider for LLMEngine.step: an exchange before every N-th, where the engine has a `rebalancer`."""
+
+    @functools.wraps(step)
+    def step_of(self: Any) -> list[Any]:
+        rebalancer = self.__dict__.get("rebalancer")
+        return step(self) if rebalancer is None else rebalancer.step(step)
+
+    return step_of
+
+
+def unfinished_with_rebalance(has_unfinished_requests: Callable) -> Callable:
+    """Row provider for LLMEngine.has_unfinished_requests: ranks work on the requests that they hold."""
+
+    @functools.wraps(has_unfinished_requests)
+    def has_unfinished(self: Any) -> bool:
+        rebalancer = self.__dict__.get("rebalancer")
+        return has_unfinished_requests(self) if rebalancer is None else rebalancer.has_unfinished()
+
+    return has_unfinished
+
+
+class Rebalancer:
+    """Of one rank's LLMEngine, which it is attached to as `rebalancer`.
+
+    every: engine steps between exchanges. cost: of moves; by default that of this engine's KV blocks.
+    ConfigError for an engine that it cannot work with.
+    """
+
+    def __init__(self, engine: Any, every: int, cost: Cost | None = None):
+        from vllm.distributed.parallel_state import get_dp_group, get_ep_group
+
+        _check(engine)
+        core, config = engine.engine_core.engine_core, engine.vllm_config
+        self.engine, self.scheduler, self.every = engine, core.scheduler, every
+        self.runner = core.model_executor.driver_worker.worker.model_runner
+        self.instance, self.dp = get_ep_group().cpu_group, get_dp_group()  # vLLM's EP group is DP x TP
+        self.tp, self.rank = config.parallel_config.tensor_parallel_size, self.dp.rank_in_group
+        self.block_size, self.most = config.cache_config.block_size, config.scheduler_config.max_num_seqs
+        graphs = self.runner.torchair_graph_enabled
+        self.tiers = sorted(self.runner.torchair_graph_batch_sizes) if graphs else list(range(1, self.most + 1))
+        self.cost = cost or Cost(sum(map(_block_bytes, self._caches())), every)
+        self.guests: dict[str, Result] = {}  # by local id: requests of other ranks, and what they have not got back yet
+        self.origins: dict[str, int] = {}
+        self.steps, self.moved, self.returning, self.abroad = 0, 0, False, False
+        self._counts = dict.fromkeys(COUNTS, 0)
+        engine.engine_core.get_output = self._keep_guests(engine.engine_core.get_output)
+        engine.rebalancer = self
+
+    # -- the engine's loop ---------------------------------------------------------------------------------------------
+
+    def has_unfinished(self) -> bool:
+        """Whether any rank of the DP group has to go on; once none has, a last exchange returns what is abroad."""
+        if self.engine.has_unfinished_requests_dp(self._holds_requests()):
+            return True
+        self.returning = self.abroad  # equal on all ranks
+        return self.returning
+
+    def step(self, upstream: Callable[[Any], list[Any]]) -> list[Any]:
+        """One engine step, with an exchange before it where it is due; the requests of this rank that have ended."""
+        self.steps += 1
+        if self.returning:
+            self.returning = False
+            return self._timed_exchange()
+        outputs = []
+        if self.steps % self.every == 0:
+            outputs = self._timed_exchange()
+            self.engine.should_execute_dummy_batch = not self._holds_requests()
+        return outputs + upstream(self.engine)
+
+    def take_counts(self) -> dict[str, float]:
+        """Since the last call: requests and bytes of KV that this rank has sent, seconds of all exchanges.
+
+        Of a tensor-parallel group the first rank counts the requests.
+        """
+        counts, self._counts = self._counts, dict.fromkeys(COUNTS, 0)
+        return counts
+
+    def _holds_requests(self) -> bool:
+        return self.scheduler.get_num_unfinished_requests() > 0
+
+    def _keep_guests(self, get_output: Callable) -> Callable:
+        @functools.wraps(get_output)
+        def own_outputs() -> Any:
+            outputs = get_output()
+            for output in outputs.outputs:
+                if output.request_id in self.guests:
+                    self.guests[output.request_id].add(output)
+            outputs.outputs = [output for output in outputs.outputs if output.request_id not in self.guests]
+            return outputs
+
+        return own_outputs
+
+    # -- an exchange ---------------------------------------------------------------------------------------------------
+
+    def _timed_exchange(self) -> list[Any]:
+        begin = time.perf_counter()
+        try:
+            return self._exchange()
+        finally:
+            self._counts["seconds"] += time.perf_counter() - begin
+
+    def _exchange(self) -> list[Any]:
+        """Collective; the requests of this rank that have ended elsewhere."""
+        rows = self._gather_rows()
+        made = self._plan(rows)
+        guests = bool(rows[:, _GUESTS].any())
+        self.abroad = guests or bool(made.moves)  # some may be home again: then the last exchange finds nothing
+        if not self.abroad:
+            return []
+        segments: list[bytes] = []
+        self._agree(lambda: segments.extend(self._pack(made.moves)), "moving requests cannot be packed")
+        received: list[bytes] = self._exchange_bytes(segments)
+        outputs: list[Any] = []
+        arrivals: list[tuple[Moved, Any]] = []
+        expected = [
+            int(rows[m.donor, _LENGTHS + at]) for m in made.moves if m.receiver == self.rank for at in m.requests
+        ]
+        self._agree(lambda: self._unpack(received, expected, outputs, arrivals), "moving requests cannot be received")
+        if made.moves:
+            self._exchange_blocks(made.moves, arrivals)
+            self._agree(lambda: self._hand_over(made.moves, arrivals), "moved requests cannot be scheduled")
+            self.moved += sum(len(move.requests) for move in made.moves)
+        return outputs
+
+    def _agree(self, work: Callable[[], None], todo: str) -> None:
+        raise_on_any_rank(catch_errors(work), self.instance, "cpu", todo, RebalanceError)
+
+    def _gather_rows(self) -> np.ndarray:
+        """The rows of all DP ranks, [DP, columns]."""
+        row = torch.zeros(_LENGTHS + self.most, dtype=torch.int64)
+        problems = catch_errors(lambda: self._fill(row.numpy()))
+        row[_FAILED] = len(problems)
+        gathered = [torch.empty_like(row) for _ in range(dist.get_world_size(self.instance))]
+        dist.all_gather(gathered, row, group=self.instance)
+        rows = torch.stack(gathered).numpy().reshape(-1, self.tp, len(row))  # [DP, TP, columns]
+        if rows[..., _FAILED].any():
+            todo = "the state of the scheduler cannot be read"
+            raise_on_any_rank(problems, self.instance, "cpu", todo, RebalanceError)
+        if (unequal := (rows != rows[:, :1]).any((1, 2))).any():
+            raise RebalanceError(
+                f"{RebalanceError.what}: the tensor-parallel ranks of DP rank {int(unequal.argmax())} hold different "
+                "requests; expected equal ones, as their schedulers get the same; look for unequal prompts or settings"
+            )
+        return rows[:, 0]
+
+    def _fill(self, row: np.ndarray) -> None:
+        requests = [*self.scheduler.running, *self.scheduler.waiting]
+        waits = bool(self.scheduler.waiting)
+        row[_PREFILLS] = waits or any(r.num_computed_tokens < r.num_tokens - 1 for r in requests)
+        row[_FREE] = self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+        row[_GUESTS] = len(self.guests)
+        row[_LENGTHS:] = NONE
+        if not row[_PREFILLS]:  # else nothing moves, and there may be more requests than columns
+            row[_LENGTHS : _LENGTHS + len(requests)] = [
+                r.num_computed_tokens if _movable(r) else FIXED for r in requests
+            ]
+
+    def _plan(self, rows: np.ndarray) -> Plan:
+        if rows[:, _PREFILLS].any():  # prompts decide how long a step lasts
+            return Plan((), 0, 0)
+        state = State(rows[:, _LENGTHS:], rows[:, _FREE])
+        return plan(state, self.tiers, self.block_size, self.every, self.cost)
+
+    def _pack(self, moves: Sequence[Move]) -> list[bytes]:
+        """The segment for each DP rank: what its requests got here, and requests that move there."""
+        leaving = {move.receiver: self._running(move) for move in moves if move.donor == self.rank}
+        segments = []
+        for rank in range(self.dp.world_size):
+            results = [result for id, result in self.guests.items() if self.origins[id] == rank and result.tokens]
+            segments.append(pack(results, [self._moved(request) for request in leaving.get(rank, ())]))
+        for id, result in list(self.guests.items()):
+            if result.finish is not None:
+                del self.guests[id], self.origins[id]
+            else:
+                self.guests[id] = Result(result.id, result.columns)
+        return segments
+
+    def _running(self, move: Move) -> list[Any]:
+        return [self.scheduler.running[at] for at in move.requests]
+
+    def _moved(self, request: Any) -> Moved:
+        guest, state = self.guests.get(request.request_id), self.runner.requests[request.request_id]
+        generator = b"" if state.generator is None else state.generator.get_state().numpy().tobytes()
+        return Moved(
+            id=request.request_id if guest is None else guest.id,
+            origin=self.rank if guest is None else self.origins[request.request_id],
+            prompt=list(request.prompt_token_ids),
+            output=list(request.output_token_ids),
+            params=request.sampling_params,
+            generator=generator,
+            computed=request.num_computed_tokens,
+            eos=request.eos_token_id,
+            cached=request.num_cached_tokens,
+        )
+
+    def _exchange_bytes(self, segments: list[bytes]) -> list[bytes]:
+        """The segment from each DP rank."""
+        sizes = torch.tensor([len(segment) for segment in segments], dtype=torch.int64)
+        sizes_in = torch.empty_like(sizes)
+        dist.all_to_all_single(sizes_in, sizes, group=self.dp.cpu_group)
+        data = torch.frombuffer(bytearray(b"".join(segments)), dtype=torch.uint8)
+        received = torch.empty(int(sizes_in.sum()), dtype=torch.uint8)
+        dist.all_to_all_single(received, data, sizes_in.tolist(), sizes.tolist(), group=self.dp.cpu_group)
+        return [part.numpy().tobytes() for part in received.split(sizes_in.tolist())]
+
+    def _unpack(
+        self, received: list[bytes], expected: list[int], outputs: list[Any], arrivals: list[tuple[Moved, Any]]
+    ) -> None:
+        """Results go to this rank's output processor; requests, of `expected` tokens in KV, get blocks."""
+        results, moved = (sum(lists, []) for lists in zip(*map(unpack, received), strict=True))
+        if [each.computed for each in moved] != expected:
+            found = [each.computed for each in moved]
+            raise RebalanceError(f"requests of {found} tokens in KV came, the plan has {expected}")
+        processed = self.engine.output_processor.process_outputs([result.output() for result in results])
+        outputs += processed.request_outputs
+        for each in moved:
+            request = self._request_of(each)
+            if self.scheduler.kv_cache_manager.allocate_slots(request, each.computed, delay_cache_blocks=True) is None:
+                free = self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+                raise RebalanceError(f"request {each.id} of {each.computed} tokens does not fit into {free} KV blocks")
+            arrivals.append((each, request))
+
+    def _request_of(self, moved: Moved) -> Any:
+        from vllm.v1.request import Request
+
+        id = moved.id if moved.origin == self.rank else f"{moved.origin}:{moved.id}"
+        request = Request(id, moved.prompt, None, None, None, moved.params, moved.eos)
+        request.append_output_token_ids(moved.output)
+        return request
+
+    # -- KV blocks, scheduler and model runner -------------------------------------------------------------------------
+
+    def _caches(self) -> list[torch.Tensor]:
+        """Tensors [blocks, ...] of all layers."""
+        return [
+            each for cache in self.runner.kv_caches for each in (cache if isinstance(cache, (tuple, list)) else [cache])
+        ]
+
+    def _blocks(self, request: Any, computed: int) -> list[int]:
+        (blocks,) = self.scheduler.kv_cache_manager.get_block_ids(request.request_id)
+        return blocks[: -(-computed // self.block_size)]
+
+    def _exchange_blocks(self, moves: Sequence[Move], arrivals: Sequence[tuple[Moved, Any]]) -> None:
+        """Blocks of a move are in the order of its requests; arrivals are in the order of donors."""
+        sent, received = [0] * self.dp.world_size, [0] * self.dp.world_size
+        leaving, coming, arriving = [], [], iter(arrivals)
+        for move in moves:  # in order of donors, then receivers
+            for request in self._running(move) if move.donor == self.rank else ():
+                blocks = self._blocks(request, request.num_computed_tokens)
+                leaving += blocks
+                sent[move.receiver] += len(blocks)
+            for moved, request in [next(arriving) for _ in move.requests] if move.receiver == self.rank else ():
+                blocks = self._blocks(request, moved.computed)
+                coming += blocks
+                received[move.donor] += len(blocks)
+        device = self.runner.device
+        leaving_at, coming_at = (torch.tensor(blocks, dtype=torch.int64, device=device) for blocks in (leaving, coming))
+        for cache in self._caches():
+            into = cache.new_empty((len(coming), *cache.shape[1:]))
+            dist.all_to_all_single(into, cache[leaving_at], received, sent, group=self.dp.device_group)
+            cache[coming_at] = into
+            self._counts["bytes"] += len(leaving) * _block_bytes(cache)
+
+    def _hand_over(self, moves: Sequence[Move], arrivals: Sequence[tuple[Moved, Any]]) -> None:
+        leaving = [request for move in moves if move.donor == self.rank for request in self._running(move)]
+        if leaving:
+            self._remove(leaving)
+            self._counts["requests"] += len(leaving) if dist.get_rank(self.instance) % self.tp == 0 else 0
+        for moved, request in arrivals:
+            self._insert(moved, request)
+
+    def _remove(self, requests: Sequence[Any]) -> None:
+        """Out of scheduler and model runner, as if they had never been here; their blocks are free."""
+        from vllm.v1.request import RequestStatus
+
+        batch, places = self.runner.input_batch, []
+        for request in requests:
+            id = request.request_id
+            self.scheduler.finish_requests(id, RequestStatus.FINISHED_ABORTED)
+            self.scheduler.finished_req_ids.discard(id)  # the model runner drops it now: it may come back under its id
+            self.runner.requests.pop(id)
+            place = batch.remove_request(id)
+            if place is not None:
+                places.append(place)
+            self.guests.pop(id, None)
+            self.origins.pop(id, None)
+        batch.condense(sorted(places, reverse=True))
+        batch.refresh_sampling_metadata()
+
+    def _insert(self, moved: Moved, request: Any) -> None:
+        """As a running request, whose state the model runner adds to its batch at the next step."""
+        from vllm.v1.request import RequestStatus
+        from vllm.v1.worker.gpu_input_batch import CachedRequestState
+
+        generator, id = None, request.request_id
+        if moved.generator:
+            generator = torch.Generator(device=self.runner.device)
+            generator.set_state(torch.frombuffer(bytearray(moved.generator), dtype=torch.uint8))
+        request.num_computed_tokens, request.num_cached_tokens = moved.computed, moved.cached
+        request.status = RequestStatus.RUNNING
+        self.runner.requests[id] = CachedRequestState(
+            req_id=id,
+            prompt_token_ids=moved.prompt,
+            mm_inputs=[],
+            mm_positions=[],
+            sampling_params=moved.params,
+            generator=generator,
+            block_ids=self.scheduler.kv_cache_manager.get_block_ids(id),
+            num_computed_tokens=moved.computed,
+            output_token_ids=list(moved.output),
+        )
+        self.scheduler.requests[id] = request
+        self.scheduler.running.append(request)
+        if moved.origin != self.rank:
+            columns = 0 if moved.params.logprobs is None else moved.params.logprobs + 1
+            self.guests[id], self.origins[id] = Result(moved.id, columns), moved.origin
+
+
+def _block_bytes(cache: torch.Tensor) -> int:
+    return cache.nbytes // len(cache)  # an engine that sleeps has no cache[0]
+
+
+def _movable(request: Any) -> bool:
+    """Whether another rank can go on with it: it decodes, and what it needs is its tokens, parameters and KV.
+
+    Stop strings are looked for by the output processor of its origin, which sees its tokens too late.
+    """
+    params = request.sampling_params
+    not_sent = (params.stop, params.guided_decoding, params.logits_processors, request.lora_request, request.mm_inputs)
+    decodes = request.num_output_tokens > 0 and request.num_computed_tokens == request.num_tokens - 1
+    log_probs = params.prompt_logprobs is None and (params.logprobs or 0) >= 0
+    return decodes and log_probs and not any(not_sent) and not request.spec_token_ids
+
+
+def _check(engine: Any) -> None:
+    core = getattr(getattr(engine, "engine_core", None), "engine_core", None)
+    if core is None:
+        faults = ["it is not vLLM's V1 engine in this process"]
+    else:
+        config, scheduler = engine.vllm_config, type(core.scheduler).__name__
+        unfit = (
+            (
+                scheduler != "Scheduler",
+                f"its scheduler is {scheduler}, expected vLLM's own (no ascend_scheduler_config)",
+            ),
+            (config.parallel_config.data_parallel_size == 1, "it has one data-parallel rank"),
+            (config.parallel_config.pipeline_parallel_size > 1, "it has pipeline stages"),
+            (config.speculative_config is not None, "it decodes speculatively"),
+            (len(core.scheduler.kv_cache_config.kv_cache_groups) > 1, "its layers have several kinds of KV cache"),
+        )
+        faults = [text for found, text in unfit if found]
+    if faults:
+        raise ConfigError(
+            f"recipe.rollout.rebalance_every is set, but the rollout engine cannot move requests: {'; '.join(faults)}; "
+            "set recipe.rollout.rebalance_every=null"
+        )
