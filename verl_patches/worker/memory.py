@@ -77,7 +77,7 @@ class WorkerMemory:
 
     def _new_scheduler(self) -> Scheduler:
         device = None if self.recipe.platform in NO_DEVICE else torch.get_device_module(self.recipe.platform)
-        in_pool = self.switches["own_sleep_mode"] and not self.switches["graphs"]
+        in_pool = self.switches["own_sleep_mode"] and not self.switches["vllm_sleep"]
         return Scheduler(self.schedule, empty_cache_of(device, in_pool), self.stays)
 
     def _watch(self, worker: Any, ledger: Ledger) -> None:
