@@ -369,7 +369,7 @@ MEMORY: tuple[PatchSpec, ...] = (
             "Graphs are compiled with frozen_parameter (model_runner_v1.py:1774), so Parameters must keep their "
             "addresses, which only vLLM's sleep mode does; recipe.rollout.ascend.vllm_sleep_mode=false frees them to "
             "torch's pool and compiles graphs without it.",
-            exit="vllm-ascend has an option for frozen_parameter", needs=("memory.sleep_mode",)),
+            exit="vllm-ascend has an option for frozen_parameter"),
     _row("memory.swap_optimizer", "override", f"{_ACTOR}._build_model_optimizer",
          "verl_patches.worker.recipe_worker:RecipeWorker._build_model_optimizer",
          "Megatron 0.12.2 steps all states at once, on the device or on the host (optimizer_cpu_offload); "
