@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 MAIN, NODEPS = ROOT / "configs" / "requirements-pypi.txt", ROOT / "configs" / "requirements-pypi-nodeps.txt"
 # import names of what an NPU image and the pinned sources provide
 UPSTREAM = set(
-    "apex einops huggingface_hub megatron mindspeed mindspeed_llm numpy ray sympy tensordict tokenizers torch "
+    "apex einops huggingface_hub megatron mindspeed mindspeed_llm msgspec numpy ray sympy tensordict tokenizers torch "
     "torch_npu transformers verl vllm vllm_ascend".split()
 )
 OPTIONAL = {"flash_attn"}  # stubbed, or looked for with find_spec
