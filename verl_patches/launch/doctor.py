@@ -39,14 +39,14 @@ from verl_patches.launch.node_checks import (
 )
 from verl_patches.patching.engine import Engine
 from verl_patches.patching.report import Finding, Report
-from verl_patches.upstream.versions import compare
+from verl_patches.upstream import versions
 
 COMMAND = "doctor"
 NODE_ROWS = (*HOST_ROWS, *npu_checks.NPU_ROWS)
 NODE_S = 600  # of a node's own checks: 16 dies x 5 calls of npu-smi and hccn_tool, and reading every file's header
 CLOCK_S = 1.0  # Ray's heartbeats and the time stamps of logs of several nodes
 _SOFTWARE = ("driver", "cann_toolkit", "cann_kernels", "cann_nnal")
-_SHOWN = 5
+_SHOWN, _DIGITS = 5, 16
 
 
 # one node
@@ -60,7 +60,7 @@ def facts_of(node: Node) -> dict[str, Any]:
         "code": _code(),
         "config": hashlib.sha256(OmegaConf.to_yaml(node.config).encode()).hexdigest()[:16],
         "image": _image(),
-        "software": {**_software(node), "firmware": npu_checks.firmware_of(node)},
+        "software": _software(node),
         "interface": _interface(node),
         "super_pod": npu_checks.super_pod_of(node),
         "hccs_only": npu_checks.hccs_only(node),
@@ -89,7 +89,10 @@ def _software(node: Node) -> dict[str, str]:
     """Versions of Ascend software below Python, as `versions` finds them."""
     if not node.npu:
         return {}
-    return {f.name: f.found for f in compare(node.config.recipe.line, trees=node.trees).findings if f.name in _SOFTWARE}
+    machine = versions.Machine(ascend=node.machine.ascend)
+    report = versions.compare(node.config.recipe.line, machine, trees=node.trees)
+    found = {f.name: f.found for f in report.findings if f.name in _SOFTWARE}
+    return {**found, "firmware": npu_checks.firmware_of(node) or "unknown"}
 
 
 def _interface(node: Node) -> dict[str, Any] | None:
@@ -185,9 +188,9 @@ def _equal(name: str) -> Any:
             return
         usual, others = _deviating(nodes.fact(name))
         for place, text in others.items():
-            yield Seen(False, text, usual, where=place)
+            yield Seen(False, text[:_DIGITS], usual[:_DIGITS], where=place)
         if not others:
-            yield Seen(True, f"{usual} on {len(nodes.reports)} nodes")
+            yield Seen(True, f"{usual[:_DIGITS]} on {len(nodes.reports)} nodes")
 
     return look
 
@@ -210,7 +213,9 @@ def _equal_parts(name: str) -> Any:
             texts = [f"{key} {text}, others {usual}" for key, text, usual in parts]
             more = f" and {len(texts) - _SHOWN} more" if len(texts) > _SHOWN else ""
             yield Seen(False, "; ".join(texts[:_SHOWN]) + more, where=place, details=tuple(texts[_SHOWN:]))
-        if not differing:
+        if not keys:
+            yield Seen(None, f"nothing to compare: recipe.platform is {nodes.node.config.recipe.platform}")
+        elif not differing:
             yield Seen(True, f"{len(keys)} versions equal on {len(facts)} nodes")
 
     return look
@@ -266,7 +271,7 @@ def _network(nodes: Nodes) -> Iterator[Seen]:
         fault = None
         if fact is None or fact["address"] is None:
             fault = "no interface with an IPv4 address"
-        elif fact["address"].startswith("127."):
+        elif nodes.node.nodes > 1 and fact["address"].startswith("127."):
             fault = f"{fact['name']} is the loopback, {fact['address']}"
         elif shared[fact["address"]] > 1:
             fault = f"{fact['name']} has {fact['address']}, as another node has"
@@ -381,7 +386,9 @@ def _joined(reports: Mapping[str, Mapping[str, Any]]) -> Iterable[Finding]:
     for place, report in reports.items():
         for row in report["rows"]:
             places.setdefault(Finding(**{**row, "details": tuple(row["details"])}), []).append(place)
-    for finding, named in places.items():
+    names = [row.name for row in NODE_ROWS]
+    ordered = sorted(places.items(), key=lambda entry: names.index(entry[0].name.partition(":")[0]))
+    for finding, named in ordered:
         text = f"all {len(named)} nodes" if len(named) == len(reports) else ", ".join(named)
         yield replace(finding, where=f"{text}: {finding.where}" if finding.where else text)
 

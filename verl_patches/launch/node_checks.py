@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -163,12 +163,14 @@ class Row:
 
     def findings(self, *context: Any, npu: bool) -> list[Finding]:
         """The findings of the check; on npu one that could not be made is a problem."""
+        seen = []
         try:
-            seen = list(self.look(*context))
+            for one in self.look(*context):
+                seen.append(one)
         except NotUnderstoodError as error:
-            seen = [Seen(False, f"not understood: {error}", state="problem")]
+            seen.append(Seen(False, f"not understood: {error}", state="problem"))
         except (ConfigError, RecipeError, OSError, subprocess.SubprocessError) as error:
-            seen = [Seen(False, str(error) or type(error).__name__)]
+            seen.append(Seen(False, str(error) or type(error).__name__, state="problem"))
         return [self._finding(one, npu) for one in seen]
 
     def _finding(self, seen: Seen, npu: bool) -> Finding:
@@ -403,7 +405,7 @@ HOST_ROWS = (
         "trainer.default_local_dir, TMPDIR", _disk),
     Row("shared memory", "node", "size of /dev/shm", "", f"docker run --shm-size 256g; {_CONTAINER}", _shared_memory),
     Row("host memory", "node", "available memory, and the container's limit", "",
-        "ps aux --sort -rss | head names the largest programs: end them; or raise the container's --memory", _host_memory),
+        "ps aux --sort -rss | head names the largest programs: end them, or raise docker run --memory", _host_memory),
     Row("limits", "node", "ulimit, and the container's pids.max", "",
         f"docker run --ulimit memlock=-1 --ulimit nofile=1048576:1048576 --pids-limit -1; {_CONTAINER}", _limits),
     Row("jemalloc", "node", "LD_PRELOAD", "libjemalloc in LD_PRELOAD",
@@ -421,8 +423,3 @@ HOST_ROWS = (
 def check_node(node: Node, rows: Sequence[Row]) -> list[Finding]:
     """The findings of all node rows on this node, in their order."""
     return [found for row in rows if row.scope == "node" for found in row.findings(node, npu=node.npu)]
-
-
-def with_place(finding: Finding, place: str) -> Finding:
-    """`finding` with the nodes it is about in front of its place."""
-    return replace(finding, where=f"{place}, {finding.where}" if finding.where else place)

@@ -10,7 +10,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from verl_patches.launch.node_checks import PROBE_MIB, Node, Row, Seen, probe, probe_settings, speed
-from verl_patches.launch.npu_tools import HEALTHY, NO_IP, Die, NpuSmi, die_address, field, parse_npu_smi
+from verl_patches.launch.npu_tools import (
+    HEALTHY,
+    NO_IP,
+    Die,
+    NotUnderstoodError,
+    NpuSmi,
+    die_address,
+    field,
+    parse_npu_smi,
+)
 from verl_patches.launch.plan import peak_bytes
 from verl_patches.platform.npu import NOT_SET_BY_RAY, VISIBLE
 
@@ -122,30 +131,42 @@ def _links(node: Node) -> Iterator[Seen]:
     if _output(node, "hccn_tool", "-h") is None:
         yield Seen(None, "hccn_tool is not installed", todo="mount /usr/bin/hccn_tool and the driver from the host")
         return
-    fine, without = [], []
+    fine = without = 0
     for die in smi.dies:
-        lanes = _output(node, "npu-smi", "info", "-t", "hccs", "-i", f"{die.card}", "-c", f"{die.chip}")
-        hccs = field(lanes or "", "hccs health status")
-        if hccs != HEALTHY:
-            todo = f"npu-smi info -t hccs -i {die.card} -c {die.chip} prints each lane; leave the node out"
-            yield Seen(False, f"HCCS is {hccs}", f"HCCS {HEALTHY}", todo, _name(die))
-        text = _of_port(node, die, "ip")
-        if NO_IP in text:
-            without.append(die)
-            continue
-        address, link = die_address(text), field(_of_port(node, die, "link"), "link status")
-        health = field(_of_port(node, die, "net_health"), "net health status")
-        if link != "UP" or health != "Success":
-            todo = f"hccn_tool -i {die.number} -link_stat -g; check cable and switch port (hccn_tool -i N -lldp -g)"
-            found = f"port {address}: link {link}, net health {health}"
-            yield Seen(False, found, "link UP, net health Success", todo, _name(die))
-        elif hccs == HEALTHY:
-            fine.append(die)
+        try:
+            faults, has_port = _link_faults(node, die)
+        except NotUnderstoodError as error:
+            faults, has_port = [Seen(False, f"not understood: {error}", name=_name(die))], True
+        yield from faults
+        fine += not faults and has_port
+        without += not has_port
     if without:
-        found = f"{len(without)} of {len(smi.dies)} dies have no address of their own: HCCS only, within one SuperPoD"
+        found = f"{without} of {len(smi.dies)} dies have no address of their own: HCCS only, within one SuperPoD"
         yield Seen(True, found, name="ports", state="note")
     if fine:
-        yield Seen(True, f"{len(fine)} dies: HCCS {HEALTHY}, link UP, net health Success")
+        yield Seen(True, f"{fine} dies: HCCS {HEALTHY}, link UP, net health Success")
+
+
+def _link_faults(node: Node, die: Die) -> tuple[list[Seen], bool]:
+    """(what is wrong with the links of one die, whether its own port has an address)."""
+    faults = []
+    lanes = _output(node, "npu-smi", "info", "-t", "hccs", "-i", f"{die.card}", "-c", f"{die.chip}")
+    hccs = field(lanes or "", "hccs health status")
+    if hccs != HEALTHY:
+        todo = f"npu-smi info -t hccs -i {die.card} -c {die.chip} prints each lane; leave the node out"
+        faults.append(Seen(False, f"HCCS is {hccs}", f"HCCS {HEALTHY}", todo, _name(die)))
+    text = _of_port(node, die, "ip")
+    if NO_IP in text:
+        return faults, False
+    address, link = die_address(text), field(_of_port(node, die, "link"), "link status")
+    health = field(_of_port(node, die, "net_health"), "net health status")
+    if link != "UP" or health != "Success":
+        todo = (
+            f"hccn_tool -i {die.number} -link_stat -g; check cable and switch port (hccn_tool -i {die.number} -lldp -g)"
+        )
+        found = f"port {address}: link {link}, net health {health}"
+        faults.append(Seen(False, found, "link UP, net health Success", todo, _name(die)))
+    return faults, True
 
 
 def _of_port(node: Node, die: Die, name: str) -> str:

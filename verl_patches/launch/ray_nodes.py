@@ -47,6 +47,8 @@ def _node_class() -> Any:
 
             # Ray sets ASCEND_RT_VISIBLE_DEVICES and others for this actor, which has no die
             environ = psutil.Process(os.getpid()).parent().environ()
+            if environ.pop("RAY_LD_PRELOAD", None):  # Ray's own jemalloc, which workers do not get
+                environ.pop("LD_PRELOAD", None)
             command = [sys.executable, *command]
             try:
                 done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, env=environ)
