@@ -4,6 +4,7 @@ import os
 import resource
 import socket
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -15,7 +16,7 @@ from verl_patches.launch import node_checks, npu_checks
 from verl_patches.launch.doctor import NODE_ROWS
 from verl_patches.launch.node_checks import Machine, Node, Row, Seen, check_node
 from verl_patches.launch.plan import host_bytes, peak_bytes
-from verl_patches.patching.report import Finding, Report
+from verl_patches.patching.report import Report
 
 PORT = {"-ip": recorded.IP, "-link": recorded.LINK, "-net_health": recorded.NET_HEALTH}
 INFINITE = resource.RLIM_INFINITY
@@ -26,6 +27,7 @@ def tool(changes=()):
     changes = dict(changes)
 
     def run(command):
+        command = [Path(command[0]).name, *command[1:]]
         words = " ".join(command)
         for start, text in changes.items():
             if start in (words, command[0]):
@@ -56,9 +58,8 @@ def make_node(production, tmp_path, monkeypatch):
         (tmp_path / f"davinci{number}").touch()
 
     def make(changes=(), **machine):
-        drift = Report("check", "a3", (Finding("a.row", "fine"),))
         kept = {"environ": {}, "devices": tmp_path, "cgroup": tmp_path, "limit": lambda number: (INFINITE, INFINITE)}
-        return Node(production, ROWS, lambda: drift, machine=Machine(run=tool(changes), **{**kept, **machine}))
+        return Node(production, ROWS, machine=Machine(run=tool(changes), **{**kept, **machine}))
 
     return make
 
@@ -140,6 +141,13 @@ def test_each_fault_has_its_own_row_and_command(make_node, fault):
     for name, (text, todo) in expected.items():
         assert wrong[name].state == "problem" and text in wrong[name].found and todo in wrong[name].todo
         assert wrong[name].todo
+
+
+def test_a_tool_of_the_driver_is_found_where_it_is_not_on_path(make_node, tmp_path):
+    (tmp_path / "driver" / "tools").mkdir(parents=True)
+    (tmp_path / "driver" / "tools" / "echo_tool").symlink_to("/bin/echo")
+    machine = Machine(ascend=tmp_path)
+    assert machine.output("echo_tool", "-i", "0") == "-i 0\n" and machine.output("no_such_tool") is None
 
 
 def test_ports_without_addresses_are_a_note_while_hccs_is_healthy(make_node):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import platform
 import socket
 from collections import Counter
@@ -158,6 +159,7 @@ def ask(node: Node, words: Sequence[str]) -> Nodes:
         probes["hccl"] = {"backend": "hccl", "local": node.dies, **settings}
     command = ["-m", "verl_patches", COMMAND, *words, "--this-node", "--json"]
     request = {"address": node.config.recipe.ray_address, "command": command, "limit_s": NODE_S, "probes": probes}
+    request["cwd"] = os.getcwd()  # relative folders of the config
     try:
         answer = ray_cluster.ask_nodes(request, ray_cluster.ANSWER_S + NODE_S + 2 * PROBE_S)
     except ConfigError as error:

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -33,7 +34,8 @@ from verl_patches.launch.npu_tools import NotUnderstoodError
 from verl_patches.launch.plan import host_bytes
 from verl_patches.launch.ray_cluster import object_store_bytes
 from verl_patches.layout.inventory import build_inventory
-from verl_patches.patching.report import NOT_RUN, Finding, Report
+from verl_patches.patching.contract import PACKAGES, Sources, check
+from verl_patches.patching.report import NOT_RUN, Finding
 from verl_patches.patching.spec import PatchSpec
 from verl_patches.platform import NO_DEVICE, as_npu
 from verl_patches.platform import require as require_platform
@@ -76,24 +78,23 @@ class Machine:
     limit: Callable[[int], tuple[int, int]] = resource.getrlimit
 
     def output(self, *command: str) -> str | None:
-        """Output and errors of a command; None where it is not installed."""
-        try:
-            return self.run(command)[1]
-        except FileNotFoundError:
-            return None
+        """Output and errors of a command; None where it is neither on PATH nor among the driver's tools."""
+        for name in (command[0], str(self.ascend / "driver" / "tools" / command[0])):
+            with suppress(FileNotFoundError):
+                return self.run((name, *command[1:]))[1]
+        return None
 
 
 @dataclass(frozen=True)
 class Node:
     """One node and the run that it shall hold.
 
-    rows: the catalogue; drift: the report of `check` on it. head: HOST:PORT of Ray's head, None where no Ray runs.
+    rows: the catalogue. head: HOST:PORT of Ray's head, None where no Ray runs.
     must_exist: keys of config.checks.PATHS whose files are read on this node.
     """
 
     config: DictConfig
     rows: Sequence[PatchSpec]
-    drift: Callable[[], Report]
     trees: Trees = Trees()
     machine: Machine = Machine()
     head: str | None = None
@@ -225,7 +226,13 @@ def _pins(node: Node) -> Iterator[Seen]:
 
 
 def _drift(node: Node) -> Iterator[Seen]:
-    yield from _folded(node.drift().findings, "as reviewed")
+    line = node.config.recipe.line
+    roots, pins = roots_of(line, node.trees), load_pins().line(line)
+    of_package = dict(zip(roots, source_findings(pins, roots), strict=True))
+    verified = {package: f"{f.name}, {f.found}" for package, f in of_package.items() if f.state == "fine"}
+    absent = frozenset(PACKAGES[line]) - set(roots)
+    sources = Sources(roots, not node.trees.folders, versions=pins.packages, absent=absent, verified=verified)
+    yield from _folded(check(node.rows, line, sources).findings, "as reviewed")
 
 
 # files
@@ -233,12 +240,12 @@ def _drift(node: Node) -> Iterator[Seen]:
 
 def _files(node: Node) -> Iterator[Seen]:
     others = not set(PATHS) <= set(node.must_exist)
-    for check in check_files(node.config, node.must_exist):
-        if others and not check.name.startswith("model"):
+    for found in check_files(node.config, node.must_exist):
+        if others and not found.name.startswith("model"):
             continue
-        state = "note" if check.ok and check.note else ""
-        todo = "" if check.name.startswith("model") else _DATA
-        yield Seen(check.ok, check.detail, todo=todo, name=check.name, state=state)
+        state = "note" if found.ok and found.note else ""
+        todo = "" if found.name.startswith("model") else _DATA
+        yield Seen(found.ok, found.detail, todo=todo, name=found.name, state=state)
 
 
 def checkpoint_bytes(config: DictConfig) -> int:
@@ -407,7 +414,8 @@ HOST_ROWS = (
     Row("host memory", "node", "available memory, and the container's limit", "",
         "ps aux --sort -rss | head names the largest programs: end them, or raise docker run --memory", _host_memory),
     Row("limits", "node", "ulimit, and the container's pids.max", "",
-        f"docker run --ulimit memlock=-1 --ulimit nofile=1048576:1048576 --pids-limit -1; {_CONTAINER}", _limits),
+        "docker run --ulimit memlock=-1 --ulimit nofile=1048576:1048576 (scripts/start_container.sh), --pids-limit -1",
+        _limits),
     Row("jemalloc", "node", "LD_PRELOAD", "libjemalloc in LD_PRELOAD",
         "source /etc/profile.d/deepseekv3.sh where Ray is started (yum install jemalloc)", _jemalloc, "note"),
     Row("interface", "node", "own variables, recipe.hccl.interface, or the route to Ray's head",

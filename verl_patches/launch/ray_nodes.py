@@ -1,8 +1,9 @@
 """A program that asks the nodes of a running Ray: `python -m verl_patches.launch.ray_nodes JSON`.
 
-JSON: {address, command, limit_s, probes}. Without `command` only the living nodes are listed, nothing runs on them.
-With it each node runs `python COMMAND --head HOST:PORT` in the environment of its raylet, which is that of the run's
-workers, and then all of them together each of `probes`: {name: settings of platform/all_reduce_probe.py}.
+JSON: {address, command, cwd, limit_s, probes}. Without `command` only the living nodes are listed, nothing runs on
+them. With it each node runs `python COMMAND --head HOST:PORT` in the folder `cwd` and in the environment of its raylet,
+which is that of the run's workers, and then all of them together each of `probes`: {name: settings of
+platform/all_reduce_probe.py}.
 
 Prints ANSWER and {nodes: [{id, address, resources, answer, clock}], probes}. `answer` is {code, output, error} of the
 command, None where the node gave none within `limit_s`; `clock` is {ahead_s, within_s}: how far the node's clock is
@@ -38,7 +39,7 @@ def _node_class() -> Any:
             with socket.create_server(("", 0)) as free:
                 return free.getsockname()[1]
 
-        def run(self, command: list[str], limit_s: float) -> dict[str, Any]:
+        def run(self, command: list[str], limit_s: float, cwd: str | None = None) -> dict[str, Any]:
             import os
             import subprocess
             import sys
@@ -49,9 +50,9 @@ def _node_class() -> Any:
             environ = psutil.Process(os.getpid()).parent().environ()
             if environ.pop("RAY_LD_PRELOAD", None):  # Ray's own jemalloc, which workers do not get
                 environ.pop("LD_PRELOAD", None)
-            command = [sys.executable, *command]
+            command, cwd = [sys.executable, *command], cwd if cwd and os.path.isdir(cwd) else None
             try:
-                done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, env=environ)
+                done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, env=environ, cwd=cwd)
             except subprocess.TimeoutExpired:
                 return {"code": 124, "output": "", "error": f"no end within {limit_s:g} s"}
             return {"code": done.returncode, "output": done.stdout, "error": done.stderr[-4000:]}
@@ -76,7 +77,7 @@ def ask(request: Mapping[str, Any]) -> dict[str, Any]:
     actors = [kind.options(scheduling_strategy=NodeAffinitySchedulingStrategy(n["id"], False)).remote() for n in found]
     limit_s = request["limit_s"]
     command = [*request["command"], "--head", ray.get_runtime_context().gcs_address]
-    answers = _results([actor.run.remote(command, limit_s) for actor in actors], limit_s)
+    answers = _results([actor.run.remote(command, limit_s, request.get("cwd")) for actor in actors], limit_s)
     answered = []
     for node, actor, answer in zip(found, actors, answers, strict=True):
         node["answer"] = answer
