@@ -177,7 +177,7 @@ class Row:
     def _finding(self, seen: Seen, npu: bool) -> Finding:
         state = {True: "fine", False: self.severity, None: "problem" if npu else NOT_RUN}[seen.ok]
         found = f"not run: {seen.found}" if seen.ok is None else seen.found
-        todo = "" if seen.ok or state == NOT_RUN else seen.todo or self.todo
+        todo = "" if state == NOT_RUN else seen.todo or ("" if seen.ok else self.todo)
         name = f"{self.name}: {seen.name}" if seen.name else self.name
         return Finding(name, seen.state or state, seen.where, seen.expected or self.expected, found, todo, seen.details)
 
@@ -200,16 +200,25 @@ def _platform(node: Node) -> Iterator[Seen]:
     yield Seen(fault is None, fault or platform)
 
 
-def _folded(findings: Iterable[Finding], what: str) -> Iterator[Seen]:
-    """The findings that are not fine, each by its name, and one line for all others."""
-    fine = []
+def _folded(
+    findings: Iterable[Finding], what: str, report: str, shown: Collection[str] = ("problem", "note")
+) -> Iterator[Seen]:
+    """The findings in a state of `shown`, each by its name, one line for all that are fine, and one for other notes."""
+    fine, notes = [], []
     for found in findings:
         if found.state == "fine":
             fine.append(found)
+        elif found.state not in shown:
+            notes.append(found)
         else:
             yield Seen(
                 False, found.found, found.expected, found.todo, found.name, found.where, found.details, found.state
             )
+    if notes:
+        todo = f"python -m verl_patches {report} lists them"
+        yield Seen(
+            True, f"{len(notes)} could be compared in part, or not at all", todo=todo, name="notes", state="note"
+        )
     if fine:
         yield Seen(True, f"{len(fine)} {what}")
 
@@ -222,7 +231,7 @@ def _pins(node: Node) -> Iterator[Seen]:
         machine = versions.Machine(environ=node.machine.environ, ascend=node.machine.ascend)
         report = versions.compare(line, machine, trees=node.trees)
         findings = [f for f in report.findings if f.name != "not supported" and f.where != "config"]
-    yield from _folded(findings, "as pinned")
+    yield from _folded(findings, "as pinned", "versions")
 
 
 def _drift(node: Node) -> Iterator[Seen]:
@@ -232,7 +241,7 @@ def _drift(node: Node) -> Iterator[Seen]:
     verified = {package: f"{f.name}, {f.found}" for package, f in of_package.items() if f.state == "fine"}
     absent = frozenset(PACKAGES[line]) - set(roots)
     sources = Sources(roots, not node.trees.folders, versions=pins.packages, absent=absent, verified=verified)
-    yield from _folded(check(node.rows, line, sources).findings, "as reviewed")
+    yield from _folded(check(node.rows, line, sources).findings, "as reviewed", "check", shown=("problem",))
 
 
 # files
@@ -244,7 +253,7 @@ def _files(node: Node) -> Iterator[Seen]:
         if others and not found.name.startswith("model"):
             continue
         state = "note" if found.ok and found.note else ""
-        todo = "" if found.name.startswith("model") else _DATA
+        todo = "" if found.name.startswith("model") or found.ok else _DATA
         yield Seen(found.ok, found.detail, todo=todo, name=found.name, state=state)
 
 
@@ -345,7 +354,10 @@ def _jemalloc(node: Node) -> Iterator[Seen]:
 
 def _interface(node: Node) -> Iterator[Seen]:
     if node.interface is None:
-        yield Seen(None, "Ray's head is not known: no Ray runs, and recipe.hccl.interface is null")
+        states = psutil.net_if_stats()
+        up = [name for name in psutil.net_if_addrs() if name != "lo" and states[name].isup]
+        found = f"the one towards Ray's head, which is not known before Ray runs; up: {', '.join(up) or 'none'}"
+        yield Seen(bool(up), found, state="note" if up else "")
         return
     name, why = node.interface
     fault = fault_of(require_interface, name) or fault_of(refuse_loopback, node.nodes, name, why)
