@@ -101,6 +101,7 @@ def test_equal_nodes_pass(collected, config, production):
         ({"image": {"Python": "3.10.1"}}, "image", "Python 3.10.1, others 3."),
         ({"software": {"driver": "24.1.rc3", "firmware": "7.7.0.6.236"}}, "software", "driver 24.1.rc3, others 25.2.0"),
         ({"clock": {"ahead_s": -1.4, "within_s": 0.002}}, "clocks", "1.4 s behind most nodes"),
+        ({"clock": None}, "clocks", "no answer about the time"),
         ({"interface": {"name": "lo", "address": "127.0.0.1", "mtu": 1500}}, "network", "lo is the loopback"),
         ({"interface": {"name": "eth0", "address": "10.0.0.2", "mtu": 1500}}, "network", "as another node has"),
         ({"interface": {"name": "eth0", "address": "10.0.0.1", "mtu": 9000}}, "network", "eth0 has MTU 9000"),

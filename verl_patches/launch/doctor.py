@@ -246,9 +246,15 @@ def _answers(nodes: Nodes) -> Iterator[Seen]:
 
 
 def _clocks(nodes: Nodes) -> Iterator[Seen]:
-    clocks = {nodes.place(n): node["clock"] for n, node in enumerate(nodes.nodes) if node.get("clock")}
+    if missing := list(_need_reports(nodes)):
+        yield from missing
+        return
+    answers = {nodes.place(number): node.get("clock") for number, node in enumerate(nodes.nodes)}
+    for place in nodes.reports:
+        if answers[place] is None:
+            yield Seen(False, "no answer about the time", where=place)
+    clocks = {place: clock for place, clock in answers.items() if clock}
     if not clocks:
-        yield from _need_reports(nodes)
         return
     middle = sorted(clock["ahead_s"] for clock in clocks.values())[len(clocks) // 2]
     worst = 0.0

@@ -20,6 +20,7 @@ from typing import Any
 
 ANSWER = "NODES"
 CLOCK_CALLS = 5  # the quickest counts
+CALL_S = 30  # of a call that returns at once, and beyond a command's own limit
 
 
 def _node_class() -> Any:
@@ -89,10 +90,10 @@ def ask(request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _results(calls: Sequence[Any], limit_s: float) -> list[dict[str, Any] | None]:
-    """The result of each call, or None where it has none after `limit_s`."""
+    """The result of each call, or None where it has none soon after `limit_s`."""
     import ray
 
-    ended, _ = ray.wait(list(calls), num_returns=len(calls), timeout=limit_s)
+    ended, _ = ray.wait(list(calls), num_returns=len(calls), timeout=limit_s + CALL_S)
     found: list[dict[str, Any] | None] = []
     for call in calls:
         try:
@@ -102,13 +103,17 @@ def _results(calls: Sequence[Any], limit_s: float) -> list[dict[str, Any] | None
     return found
 
 
-def _clock(actor: Any) -> dict[str, float]:
+def _clock(actor: Any) -> dict[str, float] | None:
+    """How far the actor's clock is ahead; None where it does not answer."""
     import ray
 
     best = None
     for _ in range(CLOCK_CALLS):
         before = time.time()
-        there = ray.get(actor.clock.remote())
+        try:
+            there = ray.get(actor.clock.remote(), timeout=CALL_S)
+        except ray.exceptions.RayError:  # GetTimeoutError too
+            return None
         after = time.time()
         half = (after - before) / 2
         if best is None or half < best["within_s"]:
@@ -121,7 +126,10 @@ def _probe(answered: Sequence[tuple[dict[str, Any], Any]], settings: Mapping[str
     import ray
 
     first, limit_s = answered[0], settings["limit_s"]
-    address = f"{first[0]['address']}:{ray.get(first[1].free_port.remote())}"
+    try:
+        address = f"{first[0]['address']}:{ray.get(first[1].free_port.remote(), timeout=CALL_S)}"
+    except ray.exceptions.RayError as error:
+        return {"error": f"{first[0]['address']}: {type(error).__name__}"}
     calls = []
     world = settings["local"] * len(answered)
     for number, (node, actor) in enumerate(answered):
