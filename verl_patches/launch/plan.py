@@ -20,7 +20,8 @@ from verl_patches.config.compose import hf_config_of, keys_of, model_shape_of, r
 from verl_patches.config.recipe import VLLM_DTYPES
 from verl_patches.layout.inventory import ModelShape, build_inventory
 from verl_patches.layout.parallel import ParallelLayout, rollout_layout_of, train_layout_of
-from verl_patches.memory.expected import A3_DIE_BYTES, Setting, in_dtype, peaks
+from verl_patches.layout.sharding import static_bytes
+from verl_patches.memory.expected import A3_DIE_BYTES, Setting, group_bytes, in_dtype, peaks
 from verl_patches.memory.schedule import (
     SCHEDULE,
     VERL,
@@ -32,6 +33,7 @@ from verl_patches.memory.schedule import (
 )
 from verl_patches.model.mindspeed.arguments import explain
 from verl_patches.patching.spec import PatchSpec
+from verl_patches.platform import NO_DEVICE
 from verl_patches.upstream.checkouts import LINE, Trees, verl_check
 
 DRIVER_MODULE = "verl_patches.main_grpo"
@@ -209,6 +211,38 @@ def _setting(config: DictConfig, replicas: int) -> Setting:
         tensor_cache_bytes=_cached_bytes(config) // replicas if recipe.tensor_cache.enabled else 0,
         absorbed_copies=recipe.platform == "npu" or recipe.line == LINE,  # MindSpeed's view on the CPU too
     )
+
+
+def peak_bytes(config: DictConfig, rows: Iterable[PatchSpec]) -> int:
+    """Modelled bytes of the worst rank at the peak of a step, in the order that the run follows."""
+    on = [row["id"] for row in patch_table(config, rows) if row["on"]]
+    plan = memory_plan(config, model_shape_of(config), on)
+    return next(order["peak_bytes"] for order in plan["orders"] if order["order"] == plan["followed"])
+
+
+def host_bytes(config: DictConfig) -> int:
+    """Modelled bytes of model states in the host memory of the fullest node; ConfigError where sizes do not divide.
+
+    With dies: the offloaded copies of actor and reference, and optimizer states that are offloaded or swapped. Without
+    (platform cpu, npu_emulated): all states of training and rollout. Processes and Ray's object store come on top.
+    """
+    recipe, actor, ref = config.recipe, config.actor_rollout_ref.actor.megatron, config.actor_rollout_ref.ref.megatron
+    inventory = in_dtype(build_inventory(model_shape_of(config)), VLLM_DTYPES[recipe.dtype])
+    train, rollout, dies = train_layout_of(config), rollout_layout_of(config), config.trainer.n_gpus_per_node
+    setting = _setting(config, train.dp)
+    of_stage: dict[int, int] = {}
+    per_node = [0] * -(-train.world_size // dies)
+    for rank in range(train.world_size):
+        stage = train.coordinates(rank).pp
+        if stage not in of_stage and recipe.platform in NO_DEVICE:
+            of_stage[stage] = sum(group_bytes(inventory, train, rollout, rank, setting).values())
+        elif stage not in of_stage:
+            held = static_bytes(inventory, train, rank, setting.train_library)
+            of_stage[stage] = held.param_bytes * (int(actor.param_offload) + int(ref.param_offload))
+            if actor.optimizer_offload or recipe.train.swap_optimizer:
+                of_stage[stage] += held.optimizer_bytes
+        per_node[rank // dies] += of_stage[stage]
+    return max(per_node)
 
 
 def _cached_bytes(config: DictConfig) -> int:
