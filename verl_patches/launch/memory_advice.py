@@ -1,0 +1,130 @@
+"""What to set where the memory plan does not fit: keys and the first value of each that is enough.
+
+Values are found by planning again (launch/memory_plan.py) with one key changed, so each of them is enough by itself.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from verl_patches.config import hccl
+from verl_patches.errors import ConfigError
+from verl_patches.launch.memory_plan import followed_peaks, host_is_short, too_much
+from verl_patches.layout.inventory import ModelShape
+from verl_patches.memory.expected import A3_SEEN_BYTES
+from verl_patches.model.mindspeed.arguments import explain
+from verl_patches.upstream.checkouts import LINE
+
+_ACTOR, _REF, _ROLLOUT = (f"actor_rollout_ref.{name}." for name in ("actor", "ref", "rollout"))
+_MODEL = "actor_rollout_ref.model."
+_CHECKPOINTING = f"{_MODEL}gradient_checkpointing_kwargs.activations_checkpoint_"
+_TP = "megatron.tensor_model_parallel_size"
+_UPDATE, _LOG_PROB, _REFERENCE, _CACHED = ("update",), ("old_log_prob",), ("ref",), ("wake_kv", "rollout")
+_TRAINING = (*_UPDATE, *_LOG_PROB, *_REFERENCE)
+_SHORT = 4  # so many values are tried one by one; longer lists are in order of their effect
+
+# (phases that it may help, None for all; keys that all get the value; values to try, the cheapest first)
+Knob = tuple[tuple[str, ...] | None, tuple[str, ...], Sequence[Any]]
+
+
+def knobs(config: DictConfig, model: ModelShape) -> Iterator[Knob]:
+    """The keys that may help, the cheapest in speed first."""
+    section, recipe = config.actor_rollout_ref, config.recipe
+    actor, rollout, ref = section.actor, section.rollout, section.ref
+    yield _UPDATE, ("recipe.train.swap_optimizer",), [True]
+    yield _UPDATE, ("recipe.train.swap_optimizer_times",), [recipe.train.swap_optimizer_times << n for n in range(1, 5)]
+    yield _UPDATE, (f"{_ACTOR}ppo_micro_batch_size_per_gpu",), _halves(actor.ppo_micro_batch_size_per_gpu)
+    kwargs, name = section.model.get("gradient_checkpointing_kwargs") or {}, "activations_checkpoint_num_layers"
+    recomputed = kwargs.get(name) or 0 if section.model.enable_gradient_checkpointing else 0
+    yield (
+        _UPDATE,
+        (f"{_MODEL}gradient_checkpointing_kwargs.{name}",),
+        range(recomputed + 1, model.num_hidden_layers + 1),
+    )
+    micro_batch = "log_prob_micro_batch_size_per_gpu"
+    yield _LOG_PROB, (_ROLLOUT + micro_batch,), _halves(rollout[micro_batch])
+    yield _REFERENCE, (_REF + micro_batch,), _halves(ref[micro_batch])
+    shares = [round(rollout.gpu_memory_utilization - n / 100, 2) for n in range(1, 100)]
+    yield _CACHED, (f"{_ROLLOUT}gpu_memory_utilization",), [share for share in shares if share > 0]
+    yield ("reshard",), ("recipe.reshard.bucket_bytes",), _halves(recipe.reshard.bucket_bytes)
+    step, given = hccl.BUFFER_STEP_MIB, hccl.buffer_mib(config, model)
+    lowest = step * max(1, math.ceil(hccl.buffer_need_mib(config, model) / step))
+    yield None, ("recipe.hccl.buffer_mib",), range((given - 1) // step * step, lowest - 1, -step)
+    yield None, (f"{_ACTOR}megatron.param_offload", f"{_ACTOR}megatron.grad_offload"), [True]
+    yield None, (f"{_REF}megatron.param_offload",), [True]
+    tp = actor.megatron.tensor_model_parallel_size
+    yield (*_TRAINING, "reshard"), (_ACTOR + _TP, _REF + _TP), [tp << n for n in range(1, 5)]
+
+
+def _halves(number: int) -> list[int]:
+    return [number >> n for n in range(1, number.bit_length())]
+
+
+def advice(config: DictConfig, model: ModelShape, rows: Collection[str], plan: dict[str, Any]) -> list[str]:
+    """One sentence for each phase that does not fit, and for a node: die, largest terms, keys with values that fit.
+
+    `plan`: `memory_plan` of the same arguments; nothing where all fits. Keys of which no value is enough are left out.
+    """
+    found = [_of_phase(config, model, rows, phase) for phase in too_much(plan)]
+    return found + ([_of_node(plan["host"])] if host_is_short(plan) else [])
+
+
+def _of_phase(config: DictConfig, model: ModelShape, rows: Collection[str], phase: dict[str, Any]) -> str:
+    name, ways = phase["phase"], []
+    for phases, keys, values in knobs(config, model):
+        if phases is None or name in phases:
+            fitting = _first(values, lambda value, keys=keys: _fits(config, model, rows, name, keys, value))
+            if fitting is not None:
+                ways.append(" ".join(f"{key}={str(fitting).lower()}" for key in keys))
+    largest = sorted(phase["bytes"].items(), key=lambda item: -item[1])[:3]
+    todo = f"set one of: {' | '.join(ways)}" if ways else "no single key is enough: use more dies, or change several"
+    return (
+        f"{name}: die {phase['rank']} needs {phase['peak_bytes'] / 1e9:.2f} GB of {A3_SEEN_BYTES / 1e9:.2f}; largest: "
+        f"{', '.join(f'{term} {size / 1e9:.2f}' for term, size in largest)}; {todo}"
+    )
+
+
+def _of_node(host: dict[str, Any]) -> str:
+    largest = max(host["bytes"], key=host["bytes"].get)
+    return (
+        f"host memory: workers of a node pin {host['node_bytes'] / 1e9:.1f} GB, recipe.memory.host_gib allows "
+        f"{host['limit_bytes'] / 1e9:.1f}; largest: {largest} {host['bytes'][largest] / 1e9:.1f}; "
+        "use fewer dies a node (trainer.n_gpus_per_node), or more nodes, over which the optimizer is sharded"
+    )
+
+
+def _first(values: Sequence[Any], fits: Callable[[Any], bool]) -> Any:
+    """The first of `values` that fits, None if there is none."""
+    if len(values) <= _SHORT:
+        return next((value for value in values if fits(value)), None)
+    if not fits(values[-1]):
+        return None
+    return values[bisect.bisect_left(range(len(values)), True, key=lambda place: fits(values[place]))]
+
+
+def _fits(
+    config: DictConfig, model: ModelShape, rows: Collection[str], phase: str, keys: Sequence[str], value: Any
+) -> bool:
+    """Whether `phase` fits with the keys changed; False for what is so already, or what no layout or engine allows."""
+    changed = config.copy()
+    if all(OmegaConf.select(config, key) == value for key in keys):
+        return False
+    for key in keys:
+        OmegaConf.update(changed, key, value, force_add=True)
+    if keys[0].startswith(_CHECKPOINTING):
+        OmegaConf.update(changed, f"{_CHECKPOINTING}granularity", "full", force_add=True)
+        OmegaConf.update(changed, f"{_CHECKPOINTING}method", "block", force_add=True)
+        OmegaConf.update(changed, f"{_MODEL}enable_gradient_checkpointing", True, force_add=True)
+    try:
+        found = followed_peaks(changed, model, rows)
+    except ConfigError:
+        return False
+    if config.recipe.line == LINE and any(row.how == "refused" for row in explain(changed)):
+        return False
+    (peak,) = (each["peak_bytes"] for each in found["phases"] if each["phase"] == phase)
+    return peak <= A3_SEEN_BYTES
