@@ -5,6 +5,7 @@ Everything is modelled: memory/expected.py (groups), memory/activations.py and m
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any
@@ -18,7 +19,7 @@ from verl_patches.layout.inventory import Inventory, ModelShape, build_inventory
 from verl_patches.layout.parallel import ParallelLayout, rollout_layout_of, train_layout_of
 from verl_patches.memory.activations import UNBALANCED, Passes
 from verl_patches.memory.beside import buffer_bytes, communicators, host_bytes
-from verl_patches.memory.expected import A3_SEEN_BYTES, Setting, group_bytes, in_dtype, peaks
+from verl_patches.memory.expected import A3_SEEN_BYTES, Setting, group_bytes, peaks
 from verl_patches.memory.schedule import (
     SCHEDULE,
     VERL,
@@ -33,7 +34,7 @@ from verl_patches.upstream.checkouts import LINE
 
 
 def memory_plan(config: DictConfig, model: ModelShape, rows: Collection[str]) -> dict[str, Any]:
-    """{modelled, hbm_bytes, followed, swapped, orders, communicators, host}: modelled bytes of the worst rank.
+    """{modelled, hbm_bytes, followed, swapped, orders, communicators, host, not_modelled}: bytes of the worst rank.
 
     `orders` holds memory.expected's `peaks` for our order of a step, for verl's on this line with verl's own weight
     sync, and for the run's own order, which `followed` names; it depends on `rows`, the ids of the rows that are on.
@@ -42,7 +43,7 @@ def memory_plan(config: DictConfig, model: ModelShape, rows: Collection[str]) ->
     node_bytes, limit_bytes (recipe.memory.host_gib) or None}. What to set where it does not fit:
     launch/memory_advice.py. ConfigError where sizes do not divide.
     """
-    inventory, layouts = _inventory(config, model), _layouts(config)
+    inventory, layouts = _inventory(model, VLLM_DTYPES[config.recipe.dtype]), _layouts(config)
     setting, schedule, stays = _setting(config, inventory, layouts, rows), _followed(config, rows), _stays(config, rows)
     direct, skip = direct_sync(rows), config.recipe.train.skip_old_log_prob
     gathered = replace(setting, bucket_bytes=None)
@@ -61,12 +62,17 @@ def memory_plan(config: DictConfig, model: ModelShape, rows: Collection[str]) ->
         "swapped": config.recipe.train.swap_optimizer,
         "communicators": _communicators(config, model, layouts) if npu else [],
         "host": _host(config, inventory, layouts, setting, schedule, stays),
+        "not_modelled": _not_modelled(setting, npu),
     }
 
 
 def followed_peaks(config: DictConfig, model: ModelShape, rows: Collection[str]) -> dict[str, Any]:
     """Only memory.expected's `peaks` of the run's own order."""
-    inventory, layouts, schedule = _inventory(config, model), _layouts(config), _followed(config, rows)
+    inventory, layouts, schedule = (
+        _inventory(model, VLLM_DTYPES[config.recipe.dtype]),
+        _layouts(config),
+        _followed(config, rows),
+    )
     setting = _setting(config, inventory, layouts, rows)
     if not direct_sync(rows):
         setting = replace(setting, bucket_bytes=None)
@@ -86,12 +92,25 @@ def host_is_short(plan: dict[str, Any]) -> bool:
     return limit is not None and plan["host"]["node_bytes"] > limit
 
 
-def _inventory(config: DictConfig, model: ModelShape) -> Inventory:
-    return in_dtype(build_inventory(model), VLLM_DTYPES[config.recipe.dtype])
+@functools.lru_cache(maxsize=2)
+def _inventory(model: ModelShape, dtype: str) -> Inventory:
+    """Cached because advice plans the same model many times."""
+    return build_inventory(replace(model, torch_dtype=dtype))
 
 
 def _layouts(config: DictConfig) -> tuple[ParallelLayout, ParallelLayout]:
     return train_layout_of(config), rollout_layout_of(config)
+
+
+def _not_modelled(setting: Setting, npu: bool) -> list[str]:
+    found = ["fragmentation of torch's pool", "Ray's object store and the processes on the host"]
+    if setting.passes is None:
+        found.append("activations (line a3 only)")
+    if npu:
+        found.append("captured graphs of the rollout engine (its activations are inside gpu_memory_utilization)")
+    else:
+        found.append("the KV cache, HCCL's buffers and CANN's context (platform npu only)")
+    return found
 
 
 def _switches(config: DictConfig, rows: Collection[str]) -> tuple[dict[str, bool], bool]:
