@@ -149,7 +149,7 @@ def _setting(
         swap_pieces=recipe.train.swap_optimizer_times if recipe.train.swap_optimizer else None,
         hbm_bytes=A3_SEEN_BYTES,
         kv_share=rollout.gpu_memory_utilization if npu else 0.0,
-        tensor_cache_bytes=_cached_bytes(config) // replicas if recipe.tensor_cache.enabled else 0,
+        tensor_cache_bytes=cached_bytes(config) // replicas if recipe.tensor_cache.enabled else 0,
         absorbed_copies=npu or recipe.line == LINE,  # MindSpeed's view on the CPU too
         passes=_passes(config, replicas, rows) if recipe.line == LINE else None,
         hccl=buffer_bytes(*layouts, _buffer_mib(config, inventory.model)) if npu else None,
@@ -196,7 +196,7 @@ def _passes(config: DictConfig, replicas: int, rows: Collection[str]) -> Passes:
     )
 
 
-def _cached_bytes(config: DictConfig) -> int:
+def cached_bytes(config: DictConfig) -> int:
     """Most bytes of the tensor cache for all samples of a step: int32 ids, fp32 log-probs of the responses.
 
     Log-probs are those of rollout, of the old policy unless that pass is left out, and of the reference if a loss
