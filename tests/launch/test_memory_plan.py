@@ -84,7 +84,7 @@ def test_params_that_are_not_offloaded_keep_their_grads_on_the_device_in_every_p
         ("actor_rollout_ref.rollout.gpu_memory_utilization=0.7", "kv_cache"),
         ("recipe.reshard.bucket_bytes=268435456", "reshard_buffers"),
         ("recipe.train.swap_optimizer=false", "optimizer"),
-        ("recipe.tensor_cache.enabled=true", "tensor_cache"),
+        ("recipe.tensor_cache.enabled=false", "tensor_cache"),
     ],
 )
 def test_keys_of_the_configuration_reach_the_bytes(override, group):
