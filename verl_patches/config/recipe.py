@@ -195,7 +195,7 @@ class RolloutCorrection:
 
 @dataclass
 class TensorCache:
-    """The tensor cache (experimental).
+    """The tensor cache, on in the 256-die configurations.
 
     enabled: keep what rollout, log-prob and reference produce on the workers, in the order of the update. The trainer
     receives lengths and unpadded ids, and returns advantages. With trainer.balance_batch the micro batches of all

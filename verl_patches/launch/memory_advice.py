@@ -74,7 +74,8 @@ def knobs(config: DictConfig, model: ModelShape) -> Iterator[Knob]:
     yield Knob((*_TRAINING, "reshard"), (_ACTOR + _TP, _REF + _TP), [tp << n for n in range(1, 5)])
 
 
-def _halves(number: int) -> list[int]:
+def _halves(number: int | None) -> list[int]:
+    number = number or 1
     return [number >> n for n in range(1, number.bit_length())]
 
 
@@ -82,13 +83,11 @@ def advice(config: DictConfig, model: ModelShape, rows: Collection[str], plan: d
     """One sentence for phases that do not fit, and for a node: die, largest terms, keys with values that fit.
 
     `plan`: `memory_plan` of the same arguments; nothing where all fits. A key that may help every phase gets a value
-    with which all of them fit. Keys of which no value is enough are left out.
+    with which all of them fit. Keys of which no value is enough are left out. Phases of one die that the same keys help
+    share a sentence, with the figures of the highest.
     """
-    short, ways, alike = too_much(plan), {}, {}
-    for phase in short:  # wake_kv and rollout hold the same
-        alike.setdefault(str((phase["rank"], phase["bytes"])), []).append(phase)
-        ways[phase["phase"]] = []
-    names = tuple(ways)
+    short = too_much(plan)
+    names, ways = tuple(phase["phase"] for phase in short), {phase["phase"]: [] for phase in short}
     for knob in knobs(config, model) if short else ():
         helped = [names] if knob.phases is None else [(name,) for name in names if name in knob.phases]
         for phases in helped:
@@ -97,7 +96,10 @@ def advice(config: DictConfig, model: ModelShape, rows: Collection[str], plan: d
             )
             for name in phases if found is not None else ():
                 ways[name].append(_words(config, knob, found))
-    said = [_of_phases(phases, ways[phases[0]["phase"]]) for phases in alike.values()]
+    alike: dict[tuple, list[dict[str, Any]]] = {}  # such as wake_kv and rollout
+    for phase in short:
+        alike.setdefault((phase["rank"], *ways[phase["phase"]]), []).append(phase)
+    said = [_of_phases(phases, list(todo)) for (_, *todo), phases in alike.items()]
     return said + ([_of_node(plan["host"])] if host_is_short(plan) else [])
 
 
@@ -109,7 +111,7 @@ def _words(config: DictConfig, knob: Knob, value: Any) -> str:
 
 
 def _of_phases(alike: list[dict[str, Any]], ways: list[str]) -> str:
-    phase = alike[0]
+    phase = max(alike, key=lambda each: each["peak_bytes"])
     largest = sorted(phase["bytes"].items(), key=lambda item: -item[1])[:3]
     todo = f"set one of: {' | '.join(ways)}" if ways else "no single key is enough: use more dies, or change several"
     return (

@@ -180,11 +180,12 @@ def _passes(config: DictConfig, replicas: int, rows: Collection[str]) -> Passes:
     full = section.model.enable_gradient_checkpointing and checkpointing["granularity"] == "full"
     number, uniform = checkpointing["num_layers"] or 1, checkpointing["method"] == "uniform"
     samples = actor.ppo_mini_batch_size * section.rollout.n // replicas
+    size = actor.ppo_micro_batch_size_per_gpu or 1  # null is refused by another check
     return Passes(
-        update_tokens=actor.ppo_micro_batch_size_per_gpu * longest,
-        log_prob_tokens=section.rollout.log_prob_micro_batch_size_per_gpu * longest,
-        ref_tokens=section.ref.log_prob_micro_batch_size_per_gpu * longest,
-        micro_batches=max(1, samples // actor.ppo_micro_batch_size_per_gpu),
+        update_tokens=size * longest,
+        log_prob_tokens=(section.rollout.log_prob_micro_batch_size_per_gpu or 1) * longest,
+        ref_tokens=(section.ref.log_prob_micro_batch_size_per_gpu or 1) * longest,
+        micro_batches=max(1, samples // size),
         recompute_layers=(10**6 if uniform else number) if full else 0,
         recompute_together=number if uniform else 1,
         imbalance=1.0 if train.balanced_routing else UNBALANCED,
