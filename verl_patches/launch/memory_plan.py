@@ -229,8 +229,8 @@ def _host(
         stage = layouts[0].coordinates(rank).pp
         if stage not in of_stage:  # the parts of a host copy are equal within a stage
             sizes = group_bytes(inventory, *layouts, rank, whole)
-            sizes["swap_window"] = int(setting.swap_pieces is not None)
-            of_stage[stage] = host_bytes(sizes, schedule, stays, config.trainer.save_freq > 0)
+            swapped, saves = setting.swap_pieces is not None, config.trainer.save_freq > 0
+            of_stage[stage] = host_bytes(sizes, schedule, stays, swapped=swapped, saves=saves)
         if rank % dies == 0:
             nodes.append({})
         for group, size in of_stage[stage].items():

@@ -21,7 +21,7 @@ from collections.abc import Callable, Collection
 from verl_patches.layout.inventory import Inventory
 from verl_patches.layout.parallel import ParallelLayout
 from verl_patches.memory.activations import Passes, forward_bytes, update_bytes
-from verl_patches.memory.schedule import LOADS, Schedule
+from verl_patches.memory.schedule import Schedule
 
 CONTEXT_BYTES = 1 << 30
 BUFFERS_OF_A_COMMUNICATOR = 2
@@ -80,19 +80,21 @@ def work_bytes(inventory: Inventory, train: ParallelLayout, rank: int, phase: st
     return {}
 
 
-def host_bytes(sizes: dict[str, int], schedule: Schedule, stays: Collection[str], saves: bool) -> dict[str, int]:
+def host_bytes(
+    sizes: dict[str, int], schedule: Schedule, stays: Collection[str], *, swapped: bool, saves: bool
+) -> dict[str, int]:
     """{memory group: bytes} of pinned host memory of a rank.
 
-    `sizes`: bytes of each group, `optimizer` whole even where it is swapped. A group that is loaded has a host copy
-    (gradients are allocated and freed, so they have none). `saves`: checkpoints copy what never leaves the device into
-    host memory that they keep (worker/recipe_worker.py); the others are read where they are.
+    `sizes`: bytes of each group, `optimizer` whole. A group that is loaded has a host copy (gradients are allocated and
+    freed, so they have none). `swapped`: the optimizer lives on the host. `saves`: checkpoints copy what never leaves
+    the device into host memory that they keep (docs/checkpoints.md); the others are read where they are.
     """
     moves = [move for phase in schedule.phases for move in (*phase.enter, *phase.leave)]
-    loaded = {move.group for move in moves if move.verb == LOADS[0]} - set(stays)
-    if sizes["swap_window"]:
-        loaded.add("optimizer")
-    found = {group: sizes[group] for group in ("actor_params", "ref_params", "optimizer", "rollout_weights")}
-    found = {group: size for group, size in found.items() if group in loaded}
+    on_host = {move.group for move in moves if move.verb == "load"} - set(stays)
+    if swapped:
+        on_host.add("optimizer")
+    groups = ("actor_params", "ref_params", "optimizer", "rollout_weights")
+    found = {group: sizes[group] for group in groups if group in on_host}
     if saves:
-        found["checkpoint"] = sum(sizes[group] for group in ("actor_params", "optimizer") if group not in loaded)
+        found["checkpoint"] = sum(sizes[group] for group in ("actor_params", "optimizer") if group not in on_host)
     return {group: size for group, size in found.items() if size}
