@@ -301,7 +301,7 @@ def _available_bytes(cgroup: Path) -> int:
 
 
 def _host_memory(node: Node) -> Iterator[Seen]:
-    states, store = host_bytes(node.config), object_store_bytes(node.config)
+    states, store = host_bytes(node.config, node.rows), object_store_bytes(node.config)
     need, left = states + store, _available_bytes(node.machine.cgroup)
     expected = (
         f"{need / GB:.1f} GB (modelled): {states / GB:.1f} by the workers, {store / GB:.1f} by Ray's object store"
