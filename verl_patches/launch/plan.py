@@ -18,12 +18,14 @@ from verl_patches.config import environment
 from verl_patches.config.checks import Check, check_config
 from verl_patches.config.compose import hf_config_of, keys_of, model_shape_of, rollout_library
 from verl_patches.config.recipe import VLLM_DTYPES
+from verl_patches.launch.step_plan import Workload, step_sections
 from verl_patches.layout.inventory import ModelShape, build_inventory
 from verl_patches.layout.parallel import ParallelLayout, rollout_layout_of, train_layout_of
 from verl_patches.memory.expected import A3_DIE_BYTES, Setting, in_dtype, peaks
 from verl_patches.memory.schedule import (
     SCHEDULE,
     VERL,
+    Schedule,
     direct_sync,
     schedule_followed,
     sleeps_by_vllm,
@@ -46,12 +48,18 @@ def driver_command(config_name: str, overrides: Sequence[str]) -> list[str]:
 
 
 def build_plan(
-    config: DictConfig, config_name: str, overrides: Sequence[str], rows: Iterable[PatchSpec], trees: Trees
+    config: DictConfig,
+    config_name: str,
+    overrides: Sequence[str],
+    rows: Iterable[PatchSpec],
+    trees: Trees,
+    workload: Workload = Workload(),  # noqa: B008 frozen
 ) -> dict[str, Any]:
     """Everything a run of `config` would use, as JSON-ready data; `ok` is false if any check failed.
 
-    `rows` is the catalogue. Keys: config, ok, checks, train, rollout (None where that layout cannot be built),
-    memory (`memory_plan`; None without layouts), patches, environment, commands. Ranks and groups are whole lists.
+    `rows` is the catalogue. Keys: config, ok, checks, train, rollout (None where that layout cannot be built), memory
+    (`memory_plan`) and step_plan's step, traffic, host and ports (None without layouts), patches, environment,
+    commands. Ranks and groups are whole lists.
     Files named in `overrides` must exist here; those that only the config names may be on other machines. Raises
     ConfigError for switches that name no row.
     """
@@ -79,8 +87,13 @@ def build_plan(
             "ranks": _ranks(layout, ("edp", "dp", "tp"), experts if ok["rollout experts"] else None, True),
         }
     patches = patch_table(config, rows)
+    sections = dict.fromkeys(("step", "traffic", "host", "ports"))
     if train and rollout and all(ok[name] for name in _SIZED):
-        memory = memory_plan(config, model, [row["id"] for row in patches if row["on"]])
+        on = [row["id"] for row in patches if row["on"]]
+        memory = memory_plan(config, model, on)
+        if ok.get("weight sync", True):
+            setting = setting_of(config, train_layout_of(config).dp)
+            sections = step_sections(config, on, *schedule_of(config, on), setting, workload)
     return {
         "config": config_name,
         "ok": all(check.ok for check in checks),
@@ -88,6 +101,7 @@ def build_plan(
         "train": train,
         "rollout": rollout,
         "memory": memory,
+        **sections,
         "patches": patches,
         "environment": [asdict(variable) for variable in environment.derive(config, trees=trees)],
         "commands": commands(config, config_name, overrides, trees),
@@ -166,22 +180,11 @@ def memory_plan(config: DictConfig, model: ModelShape, rows: Collection[str]) ->
     `hbm_bytes` is that of an A3 die, None on other platforms, where the KV cache is not modelled. Activations, HCCL's
     buffers and CANN's context are not counted. ConfigError where sizes do not divide.
     """
-    recipe, actor, ref = config.recipe, config.actor_rollout_ref.actor.megatron, config.actor_rollout_ref.ref.megatron
-    inventory = in_dtype(build_inventory(model), VLLM_DTYPES[recipe.dtype])
+    inventory = in_dtype(build_inventory(model), VLLM_DTYPES[config.recipe.dtype])
     layouts = train_layout_of(config), rollout_layout_of(config)
-    direct = direct_sync(rows)
-    synced = recipe.weight_sync.enabled and direct
-    switches = switches_of(rows, vllm_sleep=sleeps_by_vllm(config.actor_rollout_ref.rollout, recipe), synced=synced)
-    stays = staying(
-        param_offload=actor.param_offload,
-        optimizer_offload=actor.optimizer_offload or recipe.train.swap_optimizer,
-        ref_offload=ref.param_offload,
-        own_sleep_mode=switches["own_sleep_mode"],
-        synced=synced,
-    )
-    ours = _setting(config, layouts[0].dp)
-    skip = recipe.train.skip_old_log_prob
-    followed = schedule_followed(recipe.line, skip_old_log_prob=skip, **switches)
+    followed, stays = schedule_of(config, rows)
+    recipe, direct, skip = config.recipe, direct_sync(rows), config.recipe.train.skip_old_log_prob
+    ours = setting_of(config, layouts[0].dp)
     gathered = replace(ours, bucket_bytes=None)
     compared = [
         (order.without("old_log_prob") if skip else order, setting)
@@ -198,7 +201,23 @@ def memory_plan(config: DictConfig, model: ModelShape, rows: Collection[str]) ->
     }
 
 
-def _setting(config: DictConfig, replicas: int) -> Setting:
+def schedule_of(config: DictConfig, rows: Collection[str]) -> tuple[Schedule, frozenset[str]]:
+    """(the memory schedule that the run follows, memory groups that never move); `rows`: ids of those that are on."""
+    recipe, actor, ref = config.recipe, config.actor_rollout_ref.actor.megatron, config.actor_rollout_ref.ref.megatron
+    synced = recipe.weight_sync.enabled and direct_sync(rows)
+    switches = switches_of(rows, vllm_sleep=sleeps_by_vllm(config.actor_rollout_ref.rollout, recipe), synced=synced)
+    stays = staying(
+        param_offload=actor.param_offload,
+        optimizer_offload=actor.optimizer_offload or recipe.train.swap_optimizer,
+        ref_offload=ref.param_offload,
+        own_sleep_mode=switches["own_sleep_mode"],
+        synced=synced,
+    )
+    return schedule_followed(recipe.line, skip_old_log_prob=recipe.train.skip_old_log_prob, **switches), stays
+
+
+def setting_of(config: DictConfig, replicas: int) -> Setting:
+    """What of the configuration changes bytes of memory groups, for `replicas` data-parallel replicas."""
     recipe, rollout = config.recipe, config.actor_rollout_ref.rollout
     return Setting(
         train_library="mindspeed" if recipe.line == LINE else "megatron-local",
