@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -63,7 +63,11 @@ def build_plan(
     Files named in `overrides` must exist here; those that only the config names may be on other machines. Raises
     ConfigError for switches that name no row.
     """
-    checks = [*check_config(config, must_exist=keys_of(overrides)), _verl(config.recipe.line, trees), *_engine(config)]
+    checks = [
+        *check_config(config, must_exist=keys_of(overrides)),
+        _verl(config.recipe.line, trees),
+        *engine_checks(config),
+    ]
     model, ok = model_shape_of(config), {check.name: check.ok for check in checks}
     experts = model.n_routed_experts
     train = rollout = memory = None
@@ -91,6 +95,7 @@ def build_plan(
     if train and rollout and all(ok[name] for name in _SIZED):
         on = [row["id"] for row in patches if row["on"]]
         memory = memory_plan(config, model, on)
+        checks.append(memory_check(memory))
         if ok.get("weight sync", True):
             setting = setting_of(config, train_layout_of(config).dp)
             sections = step_sections(config, on, *schedule_of(config, on), setting, workload)
@@ -114,7 +119,7 @@ def _verl(line: str, trees: Trees) -> Check:
     return Check("verl", True, said if fits else f"a start is refused: {said}", note=not fits)
 
 
-def _engine(config: DictConfig) -> list[Check]:
+def engine_checks(config: DictConfig) -> list[Check]:
     """Line a3: what the training engine refuses of the configuration and the model, each by name."""
     if config.recipe.line != LINE:
         return []
@@ -199,6 +204,20 @@ def memory_plan(config: DictConfig, model: ModelShape, rows: Collection[str]) ->
         "orders": [peaks(order, inventory, *layouts, setting, stays) for order, setting in compared],
         "swapped": recipe.train.swap_optimizer,
     }
+
+
+def memory_check(memory: Mapping[str, Any]) -> Check:
+    """Whether the highest modelled peak of the order that the run follows fits on a die."""
+    order = next(order for order in memory["orders"] if order["order"] == memory["followed"])
+    highest, hbm = max(order["phases"], key=lambda phase: phase["peak_bytes"]), memory["hbm_bytes"]
+    found = f"{highest['peak_bytes'] / 1e9:.2f} GB at the peak, in {highest['phase']} on rank {highest['rank']}"
+    if hbm is None:
+        return Check("memory", True, f"{found}; not compared with a die on this platform")
+    if highest["peak_bytes"] <= hbm:
+        return Check("memory", True, f"{found}; a die has {hbm / 1e9:.2f} (modelled)")
+    largest = max(highest["bytes"], key=highest["bytes"].get)
+    held = f"the largest part is {largest}, {highest['bytes'][largest] / 1e9:.2f} GB"
+    return Check("memory", False, f"{found} (modelled), expected at most the {hbm / 1e9:.2f} GB of a die; {held}")
 
 
 def schedule_of(config: DictConfig, rows: Collection[str]) -> tuple[Schedule, frozenset[str]]:

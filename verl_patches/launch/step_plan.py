@@ -82,7 +82,7 @@ def step_input(
         micro = max(1, int(actor.ppo_max_token_len_per_gpu // length))
     ref_used = actor.use_kl_loss or config.algorithm.use_kl_in_reward
     run = StepInput(
-        model=in_dtype_of(config),
+        model=model_in_dtype(config),
         train=train,
         rollout=rollout_layout_of(config),
         lengths=lengths,
@@ -114,7 +114,7 @@ def step_input(
     return StepInput(**{**vars(run), "sync": sync})
 
 
-def in_dtype_of(config: DictConfig) -> ModelShape:
+def model_in_dtype(config: DictConfig) -> ModelShape:
     """The model's sizes in the dtype of the run."""
     shape = model_shape_of(config)
     return type(shape)(**{**vars(shape), "torch_dtype": VLLM_DTYPES[config.recipe.dtype]})
@@ -150,7 +150,7 @@ def step_sections(
     `schedule`, `stays`, `setting`: those of the memory plan. step: None on a CPU, whose speed nothing here models.
     ConfigError where layouts or the weight sync do not fit.
     """
-    model, train, rollout = in_dtype_of(config), train_layout_of(config), rollout_layout_of(config)
+    model, train, rollout = model_in_dtype(config), train_layout_of(config), rollout_layout_of(config)
     sync, spread = verl_sync(model, train), {}
     if direct_sync(rows):
         blocks = sync_blocks(config, train, rollout, model_shape_of(config))
