@@ -88,8 +88,10 @@ def _train_layouts(config: DictConfig) -> Iterator[dict[str, Any]]:
     if now[1] <= model.num_hidden_layers:
         yield {"recipe.train.layers_per_stage": balanced_layers(model, now[1])}
     etp = {f"{ACTOR}.expert_tensor_parallel_size": 1} if config.recipe.train.expert_split == "tp_extend_ep" else {}
+    given = list(config.recipe.train.layers_per_stage or ())
     for tp, pp, ep in sorted(train_sizes(model, world_size(config)), key=lambda sizes: _distance(sizes, now)):
-        yield _only_new(config, {**train_keys(tp, pp, ep, balanced_layers(model, pp)), **etp})
+        kept = len(given) == pp and sum(given) == model.num_hidden_layers
+        yield _only_new(config, {**train_keys(tp, pp, ep, given if kept else balanced_layers(model, pp)), **etp})
 
 
 def _rollout_layouts(config: DictConfig) -> Iterator[dict[str, Any]]:
@@ -151,6 +153,7 @@ def _single_keys(config: DictConfig) -> dict[str, list[dict[str, Any]]]:
         "prefill": [{f"{ROLLOUT}.max_num_batched_tokens": total}],
         "graph mode": [{f"{ROLLOUT}.free_cache_engine": bool(rollout.enforce_eager)}],
         "engine arguments": [{f"{ACTOR}.sequence_parallel": True}],
+        "truth check": [{"recipe.logprob_check.sequences": None}],
         "HCCL buffer": [{"recipe.hccl.buffer_mib": None}, *({SEATS: size} for size in halves)],
         "HCCL timeouts": [{"recipe.train.collective_timeout_minutes": 18}],
         "HCCL ports": [{"recipe.hccl.base_port": port} for port in (61000, 20000, 24000, 28000, 5000)],
