@@ -193,6 +193,7 @@ def train_keys(tp: int, pp: int, ep: int, layers: Collection[int]) -> dict[str, 
         f"{ACTOR}.{_PIPELINE}": pp,
         f"{ACTOR}.{_EXPERT}": ep,
         f"{ACTOR}.sequence_parallel": tp > 1,
+        f"{REF}.sequence_parallel": tp > 1,
         "recipe.train.layers_per_stage": list(layers),
     }
 

@@ -32,7 +32,7 @@ from verl_patches.launch.step_model import (
 from verl_patches.layout.inventory import DTYPE_BYTES, ModelShape, build_inventory
 from verl_patches.layout.parallel import ParallelLayout, rollout_layout_of, train_layout_of, world_size
 from verl_patches.layout.sharding import OPTIMIZER_BYTES
-from verl_patches.memory.expected import Setting, group_bytes, in_dtype
+from verl_patches.memory.expected import Setting, group_bytes
 from verl_patches.memory.schedule import Moment, Schedule, direct_sync, simulate
 from verl_patches.platform import as_npu
 from verl_patches.reshard.blocks import Block
@@ -207,22 +207,18 @@ def direct_traffic(
 
 
 def offload_of(config: DictConfig, schedule: Schedule, stays: Collection[str], setting: Setting) -> tuple[Offload, int]:
-    """(copies and releases of the die that copies most, bytes of its KV cache)."""
-    train, rollout = train_layout_of(config), rollout_layout_of(config)
-    inventory = in_dtype(build_inventory(model_shape_of(config)), VLLM_DTYPES[config.recipe.dtype])
-    worst, kv = Offload(), 0
-    for stage in range(train.pp):
-        sizes = group_bytes(inventory, train, rollout, stage * train.world_size // train.pp, setting)
-        moments = simulate(schedule, sizes, stays)
-        found = Offload(
-            sum(m.to_device_bytes for m in moments.values()),
-            sum(m.to_host_bytes for m in moments.values()),
-            released_bytes(moments, sizes),
-            sum(m.empty_cache_calls for m in moments.values()),
-        )
-        if found.to_device_bytes + found.released_bytes >= worst.to_device_bytes + worst.released_bytes:
-            worst, kv = found, sizes["kv_cache"]
-    return worst, kv
+    """(copies and releases of the die with the most training weights, bytes of its KV cache)."""
+    train, rollout, model = train_layout_of(config), rollout_layout_of(config), model_in_dtype(config)
+    fullest = max(range(train.pp), key=lambda stage: sum(stage_elements(model, train, stage, setting.train_library)))
+    sizes = group_bytes(build_inventory(model), train, rollout, fullest * train.world_size // train.pp, setting)
+    moments = simulate(schedule, sizes, stays)
+    moved = Offload(
+        sum(moment.to_device_bytes for moment in moments.values()),
+        sum(moment.to_host_bytes for moment in moments.values()),
+        released_bytes(moments, sizes),
+        sum(moment.empty_cache_calls for moment in moments.values()),
+    )
+    return moved, sizes["kv_cache"]
 
 
 def released_bytes(moments: Mapping[str, Moment], sizes: Mapping[str, int]) -> int:
