@@ -18,6 +18,7 @@ from verl_patches.errors import ConfigError
 from verl_patches.launch.calibration import FITTED, MEAN_PROMPT, errors
 from verl_patches.launch.step_model import (
     DP_SYNC_S,
+    EMPTY_CACHE_S_PER_BYTE,
     Lengths,
     Offload,
     StepInput,
@@ -183,6 +184,7 @@ def step_figures(run: StepInput, workload: Workload) -> dict[str, Any]:
             "response_tokens": round(run.lengths.mean_of_longest(), 1),
             "dp_sync": workload.dp_sync,
         },
+        "constants": {**vars(FITTED), "dp_sync_s": DP_SYNC_S, "empty_cache_s_per_byte": EMPTY_CACHE_S_PER_BYTE},
         "calibration": errors(),
     }
 
