@@ -9,7 +9,7 @@ import sys
 
 import typer
 
-from verl_patches.cli import contract, doctor, inspect, patches, run, weights
+from verl_patches.cli import contract, doctor, inspect, patches, plan, run, weights
 from verl_patches.errors import ConfigError, RecipeError
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
@@ -21,6 +21,7 @@ app.command("check")(contract.check_command)
 app.command("fingerprint")(contract.fingerprint_command)
 app.command("smoke")(run.smoke_command)
 app.command("train")(run.train_command)
+app.command("plan")(plan.plan_command)
 app.command("doctor")(doctor.doctor_command)
 app.command("config")(inspect.config_command)
 app.command("reshard-plan")(inspect.reshard_plan_command)

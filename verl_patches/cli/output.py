@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, NoReturn
 
@@ -12,9 +13,15 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from verl_patches.catalog import ROWS
+from verl_patches.config.checks import Check
+from verl_patches.launch.plan import build_plan
+from verl_patches.launch.remedies import remedies
+from verl_patches.launch.step_plan import Workload
 from verl_patches.layout.parallel import world_size
 from verl_patches.patching.install_prelude import PLACES
 from verl_patches.patching.report import Report
+from verl_patches.upstream.checkouts import Trees
 
 Json = Annotated[bool, typer.Option("--json", help="Plain JSON on standard output.")]
 _WIDTH = 200  # columns in pipes and files
@@ -73,6 +80,25 @@ def _console() -> Console:
 # the plan of a run (launch/plan.py)
 
 
+def report_plan(
+    config: DictConfig, config_name: str, overrides: Sequence[str], trees: Trees, workload: Workload, as_json: bool
+) -> NoReturn:
+    """Print the plan of a run, for what is refused a change that mends it, and exit with 0, or 1 if a check failed."""
+    plan = build_plan(config, config_name, overrides, ROWS, trees, workload)
+    rows = [row["id"] for row in plan["patches"] if row["on"]]
+    plan["remedies"] = remedies(config, rows, [Check(**check) for check in plan["checks"]])
+    if as_json:
+        print_json(plan)
+    else:
+        show_plan(plan, config)
+    for check in plan["checks"]:
+        if not check["ok"]:
+            typer.echo(f"verl_patches: {check['name']}: {check['detail']}", err=True)
+    for remedy in plan["remedies"]:
+        typer.echo(f"verl_patches: {remedy['check']} holds with: {shlex.join(remedy['overrides'])}", err=True)
+    raise typer.Exit(0 if plan["ok"] else 1)
+
+
 def show_plan(plan: dict[str, Any], config: DictConfig) -> None:
     """Print a plan as tables."""
     console = _console()
@@ -90,6 +116,11 @@ def show_plan(plan: dict[str, Any], config: DictConfig) -> None:
     if plan["memory"]:
         table(*memory_rows(plan["memory"]))
         table(*other_memory_rows(plan["memory"]))
+    if plan["step"]:
+        table(*step_rows(plan["step"]))
+        table(*calibration_rows(plan["step"]["calibration"]))
+    if plan["traffic"]:
+        table("traffic and ports (modelled)", ("", ""), _traffic_rows(plan))
     on = [(row["id"], row["kind"], row["target"], row["reason"]) for row in plan["patches"] if row["on"]]
     table(f"patches: {len(on)} of {len(plan['patches'])} rows on", ("id", "kind", "target", "why on"), on)
     rows = [(v["name"], v["value"], _SET_IN[v["where"]], v["reason"], v["read_by"]) for v in plan["environment"]]
@@ -198,6 +229,41 @@ def other_memory_rows(memory: dict[str, Any]) -> tuple[str, tuple[str, ...], lis
             rows.append((f"HCCL buffers of {side}", f"{size / 1e9:.2f}", groups))
     rows.append(("not modelled", "-", "; ".join(memory["not_modelled"])))
     return "memory beside the groups (modelled): GB", ("what", "GB", "parts"), rows
+
+
+def step_rows(step: dict[str, Any]) -> tuple[str, tuple[str, ...], list[tuple[str, ...]]]:
+    """(title, columns, rows) of a table: seconds of each phase."""
+    assumed = step["assumed"]
+    tokens = f"prompts of {assumed['prompt_tokens']} and responses of {assumed['response_tokens']} tokens in the mean"
+    phases = [(phase["phase"], f"{phase['seconds']:.2f}") for phase in step["phases"] if phase["seconds"]]
+    speed = f"{step['total_s']:.2f}, {step['tokens_per_s_per_die']:.1f} tokens/s of each die"
+    rows = [*phases, ("total", speed), ("assumed", f"{tokens}, DP syncs over {assumed['dp_sync']}")]
+    return "step (modelled, not measured)", ("phase", "seconds"), rows
+
+
+def calibration_rows(rows: Iterable[dict[str, Any]]) -> tuple[str, tuple[str, ...], list[tuple[str, ...]]]:
+    """(title, columns, rows) of a table: the step model's error on each published row."""
+    cells = [
+        (
+            row["row"],
+            f"{row['quoted_s']:g}",
+            f"{row['modelled_s']:g}",
+            f"{100 * row['error']:+.1f} %",
+            row["fixes"] or "-",
+        )
+        for row in rows
+    ]
+    return "step model on the published rows (docs/plan.md)", ("row", "quoted s", "modelled s", "error", "fixes"), cells
+
+
+def _traffic_rows(plan: dict[str, Any]) -> list[tuple[str, str]]:
+    sync, dispatch = plan["traffic"]["weight_sync"], plan["traffic"]["dispatch_bytes"]
+    busiest = f"{sync['received_bytes'] / 1e9:.2f} GB in, {sync['sent_bytes'] / 1e9:.2f} out, the busiest die of each"
+    rows = [("weight sync", f"{busiest}; {sync['collectives']} collectives")]
+    rows += [(f"dispatch of {name}", f"{size / 1e9:.3f} GB through the driver") for name, size in dispatch.items()]
+    for name, (first, last) in (plan["ports"] or {}).items():
+        rows.append((f"ports, {name}", f"{first} to {last}"))
+    return rows
 
 
 def _figures(order: dict[str, Any]) -> tuple[Any, ...]:

@@ -6,20 +6,20 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated
 
 import typer
 from omegaconf import DictConfig
 from rich.console import Console
 
 from verl_patches.catalog import ROWS
-from verl_patches.cli.output import Json, print_json, show_plan
+from verl_patches.cli.output import Json, report_plan
 from verl_patches.config.checks import PATHS, Check, check_config, check_files, require
 from verl_patches.config.compose import compose, keys_of, output_root
 from verl_patches.config.environment import switches_of
 from verl_patches.errors import ConfigError
 from verl_patches.launch import launcher, ray_cluster, smoke
-from verl_patches.launch.plan import build_plan
+from verl_patches.launch.step_plan import Workload
 from verl_patches.model.mindspeed.arguments import arguments_of, explain
 from verl_patches.patching.engine import Engine
 from verl_patches.patching.switches import VARIABLE, parse
@@ -66,7 +66,7 @@ def smoke_command(
     trees = trees_of(upstream)
     config = compose(options.config_name, [*given, *overrides], verl_path=trees.verl)
     trees = for_platform(config.recipe.platform, trees)
-    _check_switches(config)
+    check_switches(config)
     require_trees(config, trees)
     smoke.check_model(options, config, keys_of(overrides))
     _end_unless(check_config(config, must_exist=keys_of(overrides)))  # before model and data are made
@@ -99,10 +99,10 @@ def train_command(
     overrides, trees = overrides or [], trees_of(upstream, verl_path)
     config = compose(config_name, overrides, verl_path=trees.verl)
     trees = for_platform(config.recipe.platform, trees)
-    _check_switches(config)
+    check_switches(config)
     require_trees(config, trees)
     if dry_run:
-        _report_plan(build_plan(config, config_name, overrides, ROWS, trees), config, as_json)
+        report_plan(config, config_name, overrides, trees, Workload(), as_json)
     _end_unless(check_config(config, must_exist=keys_of(overrides)))
     _refuse_without_effect(config)
     require_platform(config.recipe.platform)
@@ -125,7 +125,7 @@ def _end_unless(checks: list[Check]) -> None:
         raise typer.Exit(1) from None
 
 
-def _check_switches(config: DictConfig) -> None:
+def check_switches(config: DictConfig) -> None:
     """ConfigError for a switch that names no row or switches off one that another needs, or for others in the shell."""
     switches, in_shell = switches_of(config), os.environ.get(VARIABLE)
     Engine(ROWS, switches)
@@ -140,17 +140,6 @@ def _rows_off(config: DictConfig) -> str:
     """ "1 row off by you: row.id" for the rows that recipe.patches switches off; empty text without any."""
     ids = switches_of(config).switched_off(ROWS)
     return f"{len(ids)} row{'s' if len(ids) > 1 else ''} off by you: {', '.join(ids)}" if ids else ""
-
-
-def _report_plan(plan: dict[str, Any], config: DictConfig, as_json: bool) -> NoReturn:
-    if as_json:
-        print_json(plan)
-    else:
-        show_plan(plan, config)
-    for check in plan["checks"]:
-        if not check["ok"]:
-            typer.echo(f"verl_patches: {check['name']}: {check['detail']}", err=True)
-    raise typer.Exit(0 if plan["ok"] else 1)
 
 
 def _refuse_without_effect(config: DictConfig) -> None:

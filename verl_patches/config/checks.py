@@ -10,7 +10,7 @@ import ast
 import functools
 import math
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import ModuleType
@@ -39,7 +39,7 @@ from verl_patches.layout.model_folder import QUANTIZATION, read_json_object, wei
 from verl_patches.layout.parallel import ParallelLayout, rollout_layout_of, train_layout_of
 from verl_patches.memory.schedule import sleeps_by_vllm
 from verl_patches.model.mindspeed.arguments import ONLY
-from verl_patches.reshard.plan import make_blocks
+from verl_patches.reshard.blocks import Block, make_blocks
 from verl_patches.rollout.log_probs import CHECK_TOKENS
 from verl_patches.tensor_cache import limits
 from verl_patches.trainer import on_policy, truth_check
@@ -529,22 +529,29 @@ def _sync_checks(
     config: DictConfig, train: ParallelLayout, rollout: ParallelLayout, model: ModelShape
 ) -> Iterator[Check]:
     """Whether the direct weight sync can serve this pair of layouts with these buckets; none where its row is off."""
-    recipe = config.recipe
     if switched_off(config, "reshard.direct"):
         return
-    libraries = "mindspeed" if recipe.line == "a3" else "megatron-local", rollout_library(config)
-    model = replace(model, torch_dtype=VLLM_DTYPES[recipe.dtype])
-    fault = _error_of(_plan_blocks, model, train, rollout, libraries, recipe.reshard.bucket_bytes)
+    fault = _error_of(sync_blocks, config, train, rollout, model)
     yield Check("weight sync", not fault, fault or "every rank can receive the weights that it lacks")
 
 
-@functools.lru_cache(64)  # one command checks its configuration more than once
-def _plan_blocks(
+def sync_blocks(
+    config: DictConfig, train: ParallelLayout, rollout: ParallelLayout, model: ModelShape
+) -> Sequence[Block]:
+    """The blocks of the run's weight sync (reshard/blocks.py); ConfigError where `train` cannot serve `rollout`."""
+    recipe = config.recipe
+    libraries = "mindspeed" if recipe.line == "a3" else "megatron-local", rollout_library(config)
+    model = replace(model, torch_dtype=VLLM_DTYPES[recipe.dtype])
+    return _blocks(model, train, rollout, libraries, recipe.reshard.bucket_bytes)
+
+
+@functools.lru_cache(8)  # one command reads those of its configuration more than once
+def _blocks(
     model: ModelShape, train: ParallelLayout, rollout: ParallelLayout, libraries: tuple[str, str], bucket_bytes: int
-) -> None:
-    """ConfigError where the weights of `train` cannot be sent to `rollout`; `libraries` are those of the two."""
+) -> Sequence[Block]:
+    """`libraries` are those of training and rollout."""
     names = dict(zip(("train_library", "rollout_library"), libraries, strict=True))
-    make_blocks(build_inventory(model), train, rollout, **names, bucket_bytes=bucket_bytes)
+    return make_blocks(build_inventory(model), train, rollout, **names, bucket_bytes=bucket_bytes)
 
 
 def _sleep_check(config: DictConfig) -> Check:

@@ -62,6 +62,17 @@ def write_engine_options(config: DictConfig, overrides: Collection[str]) -> None
         rollout[name] = not config.recipe.rollout.ascend.graphs
 
 
+def rewrite_engine_options(config: DictConfig) -> None:
+    """Write recipe.rollout.ascend into a composed `config` again, after one of its values has changed."""
+    written = OmegaConf.select(config, OPTIONS)
+    if written is None:
+        return
+    for place in PLACES.values():
+        section, _, name = place.rpartition(".")
+        (written[section] if section else written).pop(name, None)
+    write_engine_options(config, ())
+
+
 def _values(config: DictConfig, seats: int | None) -> dict[str, Any]:
     """{key: value}, in the words of vllm-ascend; without graph sizes where nothing gives them."""
     values = dict(OmegaConf.to_container(config.recipe.rollout.ascend))

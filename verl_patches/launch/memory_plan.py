@@ -120,6 +120,16 @@ def _switches(config: DictConfig, rows: Collection[str]) -> tuple[dict[str, bool
     return switches_of(rows, vllm_sleep=vllm_sleep, synced=synced), synced
 
 
+def schedule_of(config: DictConfig, rows: Collection[str]) -> tuple[Schedule, frozenset[str]]:
+    """(the memory schedule that the run follows, memory groups that never move); `rows`: ids of those that are on."""
+    return _followed(config, rows), _stays(config, rows)
+
+
+def setting_of(config: DictConfig, model: ModelShape, rows: Collection[str]) -> Setting:
+    """What of the configuration changes bytes of memory groups and of what is beside them."""
+    return _setting(config, _inventory(model, VLLM_DTYPES[config.recipe.dtype]), _layouts(config), rows)
+
+
 def _followed(config: DictConfig, rows: Collection[str]) -> Schedule:
     skip = config.recipe.train.skip_old_log_prob
     return schedule_followed(config.recipe.line, skip_old_log_prob=skip, **_switches(config, rows)[0])

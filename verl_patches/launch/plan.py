@@ -18,7 +18,15 @@ from verl_patches.config import environment
 from verl_patches.config.checks import Check, check_config
 from verl_patches.config.compose import hf_config_of, keys_of, model_shape_of
 from verl_patches.launch.memory_advice import advice
-from verl_patches.launch.memory_plan import followed_peaks, memory_plan, pinned_bytes, states_bytes
+from verl_patches.launch.memory_plan import (
+    followed_peaks,
+    memory_plan,
+    pinned_bytes,
+    schedule_of,
+    setting_of,
+    states_bytes,
+)
+from verl_patches.launch.step_plan import Workload, step_sections
 from verl_patches.layout.parallel import ParallelLayout, rollout_layout_of, train_layout_of
 from verl_patches.model.mindspeed.arguments import explain
 from verl_patches.patching.spec import PatchSpec
@@ -37,16 +45,26 @@ def driver_command(config_name: str, overrides: Sequence[str]) -> list[str]:
 
 
 def build_plan(
-    config: DictConfig, config_name: str, overrides: Sequence[str], rows: Iterable[PatchSpec], trees: Trees
+    config: DictConfig,
+    config_name: str,
+    overrides: Sequence[str],
+    rows: Iterable[PatchSpec],
+    trees: Trees,
+    workload: Workload = Workload(),  # noqa: B008 frozen
 ) -> dict[str, Any]:
     """Everything a run of `config` would use, as JSON-ready data; `ok` is false if any check failed.
 
-    `rows` is the catalogue. Keys: config, ok, checks, train, rollout (None where that layout cannot be built),
-    memory (`memory_plan`; None without layouts), patches, environment, commands. Ranks and groups are whole lists.
+    `rows` is the catalogue. Keys: config, ok, checks, train, rollout (None where that layout cannot be built), memory
+    (`memory_plan`) and step_plan's step, traffic and ports (None without layouts), patches, environment,
+    commands. Ranks and groups are whole lists.
     Files named in `overrides` must exist here; those that only the config names may be on other machines. Raises
     ConfigError for switches that name no row.
     """
-    checks = [*check_config(config, must_exist=keys_of(overrides)), _verl(config.recipe.line, trees), *_engine(config)]
+    checks = [
+        *check_config(config, must_exist=keys_of(overrides)),
+        _verl(config.recipe.line, trees),
+        *engine_checks(config),
+    ]
     model, ok = model_shape_of(config), {check.name: check.ok for check in checks}
     experts = model.n_routed_experts
     train = rollout = memory = None
@@ -70,10 +88,14 @@ def build_plan(
             "ranks": _ranks(layout, ("edp", "dp", "tp"), experts if ok["rollout experts"] else None, True),
         }
     patches = patch_table(config, rows)
+    sections = dict.fromkeys(("step", "traffic", "ports"))
     if train and rollout and all(ok[name] for name in _SIZED):
         on = [row["id"] for row in patches if row["on"]]
         memory = memory_plan(config, model, on)
         checks.append(_memory(memory, advice(config, model, on, memory)))
+        if ok.get("weight sync", True):
+            setting = setting_of(config, model, on)
+            sections = step_sections(config, on, *schedule_of(config, on), setting, workload)
     return {
         "config": config_name,
         "ok": all(check.ok for check in checks),
@@ -81,6 +103,7 @@ def build_plan(
         "train": train,
         "rollout": rollout,
         "memory": memory,
+        **sections,
         "patches": patches,
         "environment": [asdict(variable) for variable in environment.derive(config, trees=trees)],
         "commands": commands(config, config_name, overrides, trees),
@@ -102,7 +125,7 @@ def _memory(plan: dict[str, Any], todo: list[str]) -> Check:
     return Check("memory", True, f"modelled: no phase needs more than the {plan['hbm_bytes'] / 1e9:.2f} GB of a die")
 
 
-def _engine(config: DictConfig) -> list[Check]:
+def engine_checks(config: DictConfig) -> list[Check]:
     """Line a3: what the training engine refuses of the configuration and the model, each by name."""
     if config.recipe.line != LINE:
         return []

@@ -153,7 +153,11 @@ class Inventory:
 
 def build_inventory(config: ModelShape | Mapping | str | Path) -> Inventory:
     """The inventory of the model that `config` describes (see `read_model_shape` for what it may be)."""
-    model = config if isinstance(config, ModelShape) else read_model_shape(config)
+    return _inventory_of(config if isinstance(config, ModelShape) else read_model_shape(config))
+
+
+@functools.lru_cache(4)  # one command reads that of its model many times, in two dtypes
+def _inventory_of(model: ModelShape) -> Inventory:
     h, v, dtype = model.hidden_size, model.vocab_size, model.torch_dtype
     outer = (
         Parameter("model.embed_tokens.weight", "embedding", "embedding", (v, h), dtype),

@@ -1,0 +1,64 @@
+"""The command `plan`: exit codes, JSON, tables, what it offers for a refusal, and that a dry run is the same."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from verl_patches.__main__ import app
+from verl_patches.errors import ConfigError
+
+TINY, NODE = "grpo_deepseekv3_tiny_cpu", "grpo_deepseekv3_16die"
+
+
+def call(*arguments):
+    return CliRunner().invoke(app, list(arguments))
+
+
+def test_a_dry_run_prints_the_same_as_plan():
+    done, dry = call("plan", TINY, "--json"), call("train", "--config-name", TINY, "--dry-run", "--json")
+    assert done.exit_code == dry.exit_code == 0 and done.stdout == dry.stdout
+    plan = json.loads(done.stdout)
+    assert plan["ok"] and plan["remedies"] == [] and plan["step"] is None
+    assert {"checks", "memory", "traffic", "ports", "environment", "commands"} <= set(plan)
+
+
+def test_tables_of_a_node_say_that_they_are_modelled():
+    done = call("plan", NODE, "--prompt-tokens", "100", "--dp-sync", "gloo")
+    assert done.exit_code == 0, done.output
+    for words in ("step (modelled, not measured)", "prompts of 100.0", "DP syncs over gloo", "decode step, batch 64"):
+        assert words in done.stdout, done.stdout
+    assert "traffic and ports (modelled)" in done.stdout and "61000 to 61143" in done.stdout
+
+
+def test_a_refused_plan_ends_with_1_and_offers_what_holds():
+    done = call("plan", NODE, "recipe.train.layers_per_stage=[4,5]")
+    assert done.exit_code == 1 and "adds up to 9, the model has 8 layers" in done.output
+    assert "layers holds with: 'recipe.train.layers_per_stage=[5,3]'" in done.output
+    mended = call("plan", NODE, "recipe.train.layers_per_stage=[5,3]", "--json")
+    assert mended.exit_code == 0 and json.loads(mended.stdout)["ok"]
+
+
+def test_a_search_lists_as_many_layouts_as_asked_for():
+    done = call("plan", NODE, "--search", "--top", "2", "--json")
+    assert done.exit_code == 0, (done.output, done.exception)
+    found = json.loads(done.stdout)
+    assert found["dies"] == 16 and found["modelled"] and len(found["layouts"]) == 2
+    assert found["layouts"][0]["total_s"] <= found["layouts"][1]["total_s"]
+    shown = call("plan", NODE, "--search", "--top", "1")
+    assert shown.exit_code == 0 and f"1: python -m verl_patches plan {NODE} trainer.nnodes=1" in shown.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((TINY, "--dies", "16"), "--dies 16 is for --search"),
+        ((TINY, "--search"), "--dies is 2; expected a multiple of 16"),
+        ((TINY, "--search", "--dies", "16"), "expected recipe.platform=npu"),
+        ((TINY, "--dp-sync", "mpi"), "--dp-sync is 'mpi'; expected one of hccl, gloo"),
+        (("no_such_config",), "no config of a run"),
+    ],
+)
+def test_wrong_use_is_refused(arguments, message):
+    done = call("plan", *arguments)
+    assert isinstance(done.exception, ConfigError) and message in str(done.exception)  # __main__ makes it code 2

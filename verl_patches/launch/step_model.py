@@ -1,0 +1,511 @@
+"""Modelled seconds of one GRPO step by phase, from sizes, layouts and a few constants. No torch; nothing is measured.
+
+Every phase is a sum of terms in seconds. FLOPs and bytes follow from the model's shape and the layouts; a rate is a
+figure of the die (`Hardware`) times an efficiency. Letters: T tokens of a micro batch on one TP group, H hidden, M
+micro batches of a replica, b responses that decode on a replica, c tokens of context.
+
+rollout      steps x decode + prefill, until the longest response ends; b falls with the lengths' tail. One decode step:
+             weights of the die / memory + b x c x KV bytes / memory + b x 2 FLOPs x active parameters / TP / compute
+             + exchange of experts and TP's all-reduces / network + layers x decode_layer_s + engine_step_s
+             + 2 syncs of the DP ranks (vllm-ascend worker/model_runner_v1.py:604, patch_distributed.py:63)
+ref, old_log_prob   forward pipeline, and the batch's bytes through the driver where the tensor cache is off
+update       forward + 2 x forward for backward + forward of the recomputed layers, as a pipeline; gradient and
+             parameter exchange of DP; optimizer, with its copies over the host link where it is swapped
+pipeline     sum of all stages + (M - 1) x slowest stage (1F1B; Narayanan et al. 2021, section 2.2); uneven stages keep
+             their own layers, the last one the head and the fp32 log-softmax, with V virtual stages the fill is 1/V
+layer        2 FLOPs x active parameters x T / TP + causal scores (T x length x heads x (qk + v) / TP), / compute;
+             sequence parallel's all-gathers and reduce-scatters 4 (TP-1)/TP x T x H, experts' all-to-alls
+             2 x T/TP x top-k x H x (EP-1)/EP, bf16, / network; never below EAGER_LAYER_S of kernel launches
+reshard      bytes that the busiest die sends or receives / network + packing / memory + collectives x collective_s
+offload      bytes to and from the host / host link + released bytes x EMPTY_CACHE_S_PER_BYTE + calls x empty_cache_s
+reward, advantage   response tokens x seconds a token, on the driver
+
+Efficiencies of 0.7 (compute of decode), 0.6 (memory), 0.7 (network) are taken as given; `Constants` has what one row of
+launch/calibration.py fixes each. Routing is taken as balanced. docs/plan.md has the limits.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass, field, replace
+from statistics import NormalDist
+from typing import NamedTuple
+
+from verl_patches.layout.inventory import DTYPE_BYTES, ModelShape, Parameter, build_inventory
+from verl_patches.layout.parallel import ParallelLayout
+from verl_patches.layout.sharding import AXES, GRAD_BYTES, LIBRARIES, OPTIMIZER_BYTES
+
+COMPUTE_EFFICIENCY, MEMORY_EFFICIENCY, NETWORK_EFFICIENCY = 0.7, 0.6, 0.7  # the first for decode and prefill
+DP_SYNC_S = {"hccl": 0.003, "gloo": 0.014}  # of one call, quoted
+DP_SYNCS = 2  # calls of a decode step
+EMPTY_CACHE_S_PER_BYTE = 4 / 26e9  # quoted
+EAGER_LAYER_S = 0.0012  # assumed: about 120 kernel launches of 10 us; binds for short micro batches only
+HEAD_PASSES = 6  # assumed: reads and writes of the fp32 logits for log-softmax, entropy and their reductions
+_SEGMENTS = 64  # of the rollout's integral over response tokens
+PHASES = ("rollout", "old_log_prob", "ref", "reward", "advantage", "update", "reshard", "offload")
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """Rates of one A3 die: FLOP/s in bf16, bytes/s of its memory, of the network one way, of the link to its host.
+
+    The host link's rate is not published: 25 GB/s is the lowest of the range 25, 40, 64.
+    """
+
+    flops_per_s: float = 353.9e12
+    memory_bytes_per_s: float = 1.6 * 2**40
+    network_bytes_per_s: float = 196e9
+    host_bytes_per_s: float = 25e9
+
+    def memory_s(self, size_bytes: float) -> float:
+        """Seconds to move bytes through the die's memory."""
+        return size_bytes / (self.memory_bytes_per_s * MEMORY_EFFICIENCY)
+
+    def network_s(self, size_bytes: float) -> float:
+        """Seconds to send or receive bytes."""
+        return size_bytes / (self.network_bytes_per_s * NETWORK_EFFICIENCY)
+
+    def compute_s(self, flops: float, efficiency: float = COMPUTE_EFFICIENCY) -> float:
+        """Seconds of FLOPs."""
+        return flops / (self.flops_per_s * efficiency)
+
+
+@dataclass(frozen=True)
+class Constants:
+    """What is fitted, each to the one row that launch/calibration.py names; `calibration.fitted` computes them.
+
+    train_efficiency: share of the die's FLOP/s that a layer reaches in training. decode_layer_s: seconds of a layer in
+    a decode graph that do not depend on the batch, beyond reading its weights. engine_step_s: seconds of a decode step
+    outside of the model (scheduler, sampling, output). driver_bytes_per_s: batches through Ray's driver. collective_s:
+    one collective of a weight sync, with its share of Python. empty_cache_s: a call of empty_cache that releases
+    nothing. reward_s, advantage_s: of one response token.
+    """
+
+    train_efficiency: float
+    decode_layer_s: float
+    engine_step_s: float
+    driver_bytes_per_s: float
+    collective_s: float
+    empty_cache_s: float
+    reward_s: float
+    advantage_s: float
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Tokens of prompts (mean) and responses: all `longest`, or lognormal with a mean and cv before the cut there."""
+
+    prompt: float
+    longest: int
+    mean: float | None = None
+    cv: float = 0.55
+
+    def survival(self, tokens: float) -> float:
+        """Share of responses that are longer than `tokens`."""
+        if tokens >= self.longest:
+            return 0.0
+        return 1.0 if self.mean is None or tokens <= 0 else 1 - self._normal.cdf(math.log(tokens))
+
+    @property
+    def _normal(self) -> NormalDist:
+        sigma = math.sqrt(math.log(1 + self.cv**2))
+        return NormalDist(math.log(self.mean) - sigma**2 / 2, sigma)
+
+    def mean_of_longest(self, draws: int = 1) -> float:
+        """Expected tokens of the longest of `draws` responses; of one: the mean after the cut."""
+        if self.mean is None:
+            return float(self.longest)
+        step = self.longest / 512
+        return step * sum(1 - (1 - self.survival((i + 0.5) * step)) ** draws for i in range(512))
+
+
+@dataclass(frozen=True)
+class SyncTraffic:
+    """One weight sync: bytes of the busiest die, in and out, and number of collectives."""
+
+    received_bytes: float
+    sent_bytes: float
+    collectives: int
+
+
+@dataclass(frozen=True)
+class Offload:
+    """Copies and releases of a step on the worst die, in bytes, and calls of empty_cache."""
+
+    to_device_bytes: float = 0
+    to_host_bytes: float = 0
+    released_bytes: float = 0
+    empty_cache_calls: int = 0
+
+
+@dataclass(frozen=True)
+class StepInput:
+    """All that the model reads of a run. Sizes count ranks, responses or tokens; bytes say so.
+
+    `copies`: how often the trainer sends a sample to its workers where the tensor cache is off: 1, or once for each of
+    the TP x PP workers of a replica. `ref_micro_batch`, `old_micro_batch`: None where that pass is left out.
+    `graph_sizes`: batch sizes of decode graphs; empty: eager. `shared_whole`: shared experts are not split under TP.
+    """
+
+    model: ModelShape
+    train: ParallelLayout
+    rollout: ParallelLayout
+    lengths: Lengths
+    prompts: int
+    samples: int
+    micro_batch: int = 1
+    ref_micro_batch: int | None = 1
+    old_micro_batch: int | None = None
+    mini_batches: int = 1
+    recompute_layers: int = 0
+    alltoall_overlap: bool = False
+    swap_optimizer: bool = False
+    balanced_lengths: bool = False
+    tensor_cache: bool = False
+    copies: int = 1
+    most_prompt: int = 1024
+    seats: int = 64
+    graph_sizes: tuple[int, ...] = (64,)
+    token_budget: int = 1024
+    prefix_caching: bool = False
+    shared_whole: bool = True
+    dp_sync: str = "hccl"
+    kv_bytes: float | None = None
+    sync: SyncTraffic | None = None
+    offload: Offload = field(default_factory=Offload)
+
+    @property
+    def responses(self) -> int:
+        """Responses of a step."""
+        return self.prompts * self.samples
+
+
+# sizes
+
+
+class LayerSizes(NamedTuple):
+    """Elements of one layer: split under TP, whole on each rank, of one routed expert, of all shared experts."""
+
+    split: int
+    whole: int
+    expert: int
+    shared: int
+
+    @property
+    def dense(self) -> int:
+        """Elements outside of routed experts."""
+        return self.split + self.whole + self.shared
+
+    def active(self, top_k: int) -> int:
+        """Elements that a token passes."""
+        return self.dense + top_k * self.expert
+
+
+@functools.lru_cache(256)
+def layer_sizes(model: ModelShape, moe: bool, library: str) -> LayerSizes:
+    """Sizes of a dense or of an MoE layer in a library of layout/sharding.py, from the inventory of one layer."""
+    first = 0 if moe else 1
+    one = replace(model, num_hidden_layers=1, first_k_dense_replace=first, n_routed_experts=1, num_experts_per_tok=1)
+    inventory, rule = build_inventory(one), LIBRARIES[library]
+    router = {"router": model.n_routed_experts}
+
+    def count(parameters: tuple[Parameter, ...]) -> int:
+        return sum(p.count * router.get(p.kind, 1) for p in parameters)
+
+    held = inventory.layers[0]
+    shared = tuple(p for p in held if p.part == "shared_expert")
+    rest = [p for p in held if p.part != "shared_expert" and p.trainable]
+    split = tuple(p for p in rest if AXES[p.kind] is not None and p.kind not in rule.whole)
+    whole = tuple(p for p in rest if p not in split)
+    expert = count(inventory.experts[0][0]) if moe else 0
+    return LayerSizes(count(split), count(whole), expert, count(shared))
+
+
+@functools.lru_cache(4096)
+def stage_elements(model: ModelShape, layout: ParallelLayout, stage: int, library: str) -> tuple[float, float]:
+    """(dense, routed) elements of a rank of `stage`."""
+    dense = routed = 0.0
+    whole_shared = "shared_expert_gate" in LIBRARIES[library].whole
+    for layer in layout.stage_layers(stage, model.num_hidden_layers):
+        sizes = layer_sizes(model, model.is_moe(layer), library)
+        dense += sizes.split / layout.tp + sizes.whole + sizes.shared / (1 if whole_shared else layout.tp)
+        routed += sizes.expert * model.n_routed_experts / (layout.ep * layout.etp)
+    table = model.vocab_size * model.hidden_size / layout.tp
+    ends = (stage == 0) + (stage == layout.pp - 1)
+    return dense + ends * table, routed
+
+
+@functools.lru_cache(256)
+def _kinds(model: ModelShape) -> tuple[tuple[bool, int], ...]:
+    """(whether MoE, number of such layers)."""
+    moe = sum(map(model.is_moe, range(model.num_hidden_layers)))
+    return (False, model.num_hidden_layers - moe), (True, moe)
+
+
+def forward_flops(model: ModelShape, tokens: float, length: float) -> float:
+    """FLOPs of a forward pass of the layers and the head: 2 a parameter and token, and causal attention scores."""
+    found = 2 * model.vocab_size * model.hidden_size * tokens
+    for moe, count in _kinds(model):
+        active = layer_sizes(model, moe, "vllm").active(model.num_experts_per_tok if moe else 0)
+        found += count * (2 * active * tokens + score_flops(model, tokens, length))
+    return found
+
+
+def score_flops(model: ModelShape, tokens: float, length: float) -> float:
+    """FLOPs of one layer's causal attention scores and their sums of values: half of the square."""
+    width = model.qk_nope_head_dim + model.qk_rope_head_dim + model.v_head_dim
+    return tokens * length * model.num_attention_heads * width
+
+
+# training
+
+
+class _Pass(NamedTuple):
+    """Seconds of a forward pass of a layer: computing, exposed communication."""
+
+    compute: float
+    network: float
+
+    @property
+    def forward(self) -> float:
+        return max(EAGER_LAYER_S, self.compute + self.network)
+
+    @property
+    def backward(self) -> float:
+        """Gradients of inputs and of weights; the same bytes as forward."""
+        return max(2 * EAGER_LAYER_S, 2 * self.compute + self.network)
+
+
+def _layer_s(run: StepInput, moe: bool, tokens: float, length: float, constants: Constants, die: Hardware) -> _Pass:
+    """One layer of one micro batch: compute and exposed communication of a forward pass, in seconds."""
+    model, layout = run.model, run.train
+    sizes, top_k, size = layer_sizes(model, moe, "vllm"), model.num_experts_per_tok, DTYPE_BYTES[model.torch_dtype]
+    efficiency = constants.train_efficiency
+    flops = 2 * sizes.active(top_k if moe else 0) * tokens + score_flops(model, tokens, length)
+    compute = die.compute_s(flops / layout.tp / layout.cp, efficiency)
+    row = model.hidden_size * size * tokens / layout.cp
+    gathered = die.network_s(4 * (layout.tp - 1) / layout.tp * row)
+    exchanged = 0.0
+    if moe and layout.ep > 1:
+        exchanged = die.network_s(2 * row / layout.tp * top_k * (layout.ep - 1) / layout.ep)
+        if run.alltoall_overlap:  # behind the shared experts
+            exchanged = max(0.0, exchanged - die.compute_s(2 * sizes.shared * tokens / layout.tp, efficiency))
+    return _Pass(compute, gathered + exchanged)
+
+
+def pipeline_s(stages: list[float], micro_batches: float, virtual: int = 1) -> float:
+    """1F1B: the slowest stage works on every micro batch; the others are the fill, 1/virtual with virtual stages."""
+    slowest = max(stages)
+    return micro_batches * slowest + (sum(stages) - slowest) / virtual
+
+
+def bubble(stages: list[float], micro_batches: float, virtual: int = 1) -> float:
+    """Share of the pipeline's time in which the slowest stage waits."""
+    return 1 - micro_batches * max(stages) / pipeline_s(stages, micro_batches, virtual)
+
+
+def stage_s(run: StepInput, micro_batch: int, train: bool, constants: Constants, die: Hardware) -> list[float]:
+    """Seconds of each stage for one micro batch: forward, or with `train` forward, backward and recompute."""
+    model, layout = run.model, run.train
+    length = padded_length(run, micro_batch)
+    tokens = micro_batch * length
+    passes = {moe: _layer_s(run, moe, tokens, length, constants, die) for moe in (False, True)}
+    row = model.hidden_size * DTYPE_BYTES[model.torch_dtype] * tokens / layout.tp / layout.cp
+    found = []
+    for stage in range(layout.pp):
+        seconds = die.network_s(row) * (2 if train else 1) if layout.pp > 1 else 0.0
+        for number, layer in enumerate(layout.stage_layers(stage, model.num_hidden_layers)):
+            one = passes[model.is_moe(layer)]
+            seconds += one.forward
+            if train:
+                seconds += one.backward + (one.forward if number < run.recompute_layers * layout.vpp else 0.0)
+        if stage == layout.pp - 1:
+            flops = 2 * model.vocab_size * model.hidden_size * tokens / layout.tp
+            head = die.compute_s(flops, constants.train_efficiency)
+            logits = die.memory_s(HEAD_PASSES * 4 * tokens * model.vocab_size / layout.tp)
+            seconds += (3 * head + 2 * logits) if train else head + logits
+        found.append(seconds)
+    return found
+
+
+def padded_length(run: StepInput, micro_batch: int) -> float:
+    """Tokens of a sample as computed: micro batches run at their longest sample, and all replicas of an expert group
+    at the longest of theirs, unless the tensor cache sorts samples by length."""
+    sharing = max(1, run.train.ep // run.train.tp) if run.train.etp == 1 else run.train.ep
+    draws = 1 if run.tensor_cache and run.balanced_lengths else micro_batch * min(run.train.dp, sharing)
+    return run.lengths.prompt + run.lengths.mean_of_longest(draws)
+
+
+def log_prob_s(run: StepInput, micro_batch: int, constants: Constants, die: Hardware) -> float:
+    """Seconds of one forward pass over the batch, and of its way through the driver."""
+    batches = run.responses / run.train.dp / micro_batch
+    stages = stage_s(run, micro_batch, False, constants, die)
+    return pipeline_s(stages, batches, run.train.vpp) + driver_bytes(run, 0) / constants.driver_bytes_per_s
+
+
+def update_s(run: StepInput, constants: Constants, die: Hardware) -> float:
+    """Seconds of the update: pipeline, gradients, optimizer, the batch's way through the driver."""
+    batches = run.responses / run.train.dp / run.micro_batch / run.mini_batches
+    stages = stage_s(run, run.micro_batch, True, constants, die)
+    once = pipeline_s(stages, batches, run.train.vpp) + _optimizer_s(run, die)
+    return run.mini_batches * once + driver_bytes(run, 3) / constants.driver_bytes_per_s
+
+
+def _optimizer_s(run: StepInput, die: Hardware) -> float:
+    """Gradients to their owners, states through memory (and over the host link if swapped), parameters back."""
+    model, layout = run.model, run.train
+    worst = 0.0
+    for stage in range(layout.pp):
+        dense, routed = stage_elements(model, layout, stage, "mindspeed")
+        replicas = layout.dp * layout.cp
+        sent = dense * (replicas - 1) / replicas + routed * (layout.edp - 1) / layout.edp
+        owned = dense / replicas + routed / layout.edp
+        seconds = die.network_s(sent * (GRAD_BYTES + DTYPE_BYTES[model.torch_dtype]))
+        seconds += die.memory_s(owned * 2 * OPTIMIZER_BYTES + (dense + routed) * GRAD_BYTES)
+        if run.swap_optimizer:
+            seconds += 2 * owned * OPTIMIZER_BYTES / die.host_bytes_per_s
+        worst = max(worst, seconds)
+    return worst
+
+
+def driver_bytes(run: StepInput, float_columns: int) -> float:
+    """Bytes that one call to all workers sends through Ray.
+
+    Without the tensor cache: padded int64 ids, mask, positions, prompts, responses and their mask, and fp32 columns of
+    responses. With it: int32 ids without padding, once a call.
+    """
+    prompt, response = run.most_prompt, run.lengths.longest
+    if run.tensor_cache:
+        return 4 * run.responses * (run.lengths.prompt + run.lengths.mean_of_longest())
+    sample = 8 * (3 * (prompt + response) + prompt + 2 * response) + 4 * response * float_columns
+    return sample * run.responses * run.copies
+
+
+# rollout
+
+
+def decode_s(run: StepInput, running: float, context: float, tier: float, constants: Constants, die: Hardware) -> float:
+    """Seconds of the model's part of a decode step: `tier` rows are computed, the KV of `running` of them is read."""
+    model, layout = run.model, run.rollout
+    size, layers = DTYPE_BYTES[model.torch_dtype], model.num_hidden_layers
+    library = "vllm-ascend" if run.shared_whole else "vllm"
+    dense, routed = stage_elements(model, layout, 0, library)
+    read = dense + routed - model.vocab_size * model.hidden_size / layout.tp  # not the embedding
+    flops, sent = 2 * model.vocab_size * model.hidden_size / layout.tp, 0.0
+    reduced = 4 * (layout.tp - 1) / layout.tp  # two all-reduces
+    for moe, count in _kinds(model):
+        sizes, top_k = layer_sizes(model, moe, library), model.num_experts_per_tok if moe else 0
+        shared = sizes.shared / (1 if run.shared_whole else layout.tp)
+        flops += 2 * count * (sizes.whole + shared + (sizes.split + top_k * sizes.expert) / layout.tp)
+        sent += count * model.hidden_size * size * (reduced + 2 * top_k / layout.tp * (layout.ep - 1) / layout.ep)
+    kv = (model.kv_lora_rank + model.qk_rope_head_dim) * size * layers * context * running
+    latency = constants.decode_layer_s if run.graph_sizes else max(EAGER_LAYER_S, constants.decode_layer_s)
+    seconds = die.memory_s(read * size + kv) + die.compute_s(flops * tier) + die.network_s(sent * tier)
+    return seconds + layers * latency
+
+
+def rollout_s(run: StepInput, constants: Constants, die: Hardware) -> float:
+    """Seconds until the longest response of the batch ends."""
+    layout, lengths = run.rollout, run.lengths
+    replica = run.responses / (layout.world_size / layout.tp)  # layouts have pp 1 here
+    mean, last = lengths.mean_of_longest(), lengths.mean_of_longest(run.responses)
+    seats = max(1.0, min(run.seats, replica, _kv_seats(run, mean)))
+    fixed = constants.engine_step_s + (DP_SYNCS * DP_SYNC_S[run.dp_sync] if layout.dp > layout.edp else 0.0)
+
+    def step(running: float, context: float) -> float:
+        tier = next((size for size in sorted(run.graph_sizes) if size >= running), running)
+        return decode_s(run, running, context, tier, constants, die) + fixed
+
+    seconds = _prefill_s(run, replica, constants, die)
+    if replica > seats:  # a finished response gives its seat to a waiting one
+        seconds += (replica - seats) / seats * mean * step(seats, lengths.prompt + mean / 2)
+    width = last / _SEGMENTS
+    for number in range(_SEGMENTS):
+        at = (number + 0.5) * width
+        seconds += width * step(max(1.0, seats * lengths.survival(at)), lengths.prompt + at)
+    return seconds
+
+
+def _kv_seats(run: StepInput, mean: float) -> float:
+    """Responses whose KV the cache holds, at the mean context of a response that has half of its tokens."""
+    if run.kv_bytes is None:
+        return math.inf
+    model = run.model
+    token = (model.kv_lora_rank + model.qk_rope_head_dim) * DTYPE_BYTES[model.torch_dtype] * model.num_hidden_layers
+    return run.kv_bytes / token / (run.lengths.prompt + mean)
+
+
+def _prefill_s(run: StepInput, replica: float, constants: Constants, die: Hardware) -> float:
+    """Prompts of a replica in pieces of the token budget; eager, each piece reads the weights once."""
+    model, layout = run.model, run.rollout
+    tokens = replica * run.lengths.prompt / (run.samples if run.prefix_caching else 1)
+    pieces = math.ceil(tokens / run.token_budget)
+    dense, routed = stage_elements(model, layout, 0, "vllm-ascend" if run.shared_whole else "vllm")
+    read = die.memory_s((dense + routed) * DTYPE_BYTES[model.torch_dtype])
+    flops = forward_flops(model, tokens / max(1, pieces), run.lengths.prompt) / layout.tp
+    one = max(model.num_hidden_layers * EAGER_LAYER_S, read + die.compute_s(flops)) + constants.engine_step_s
+    return pieces * one
+
+
+# the weight sync and the host
+
+
+def verl_sync(model: ModelShape, train: ParallelLayout) -> SyncTraffic:
+    """verl's own sync at the a3 pin: every rank receives its EP part of all stages' experts, and all other tensors.
+
+    At TP4 PP8 EP32 75 GB; 73.9 GB and about 3,100 collectives are quoted. Collectives: for each MoE layer gate, up and
+    down of the local experts along PP and then to vLLM's ranks, and five tensors of each layer (assumed).
+    """
+    size, moe = DTYPE_BYTES[model.torch_dtype], _kinds(model)[1][1]
+    dense = sum(count * layer_sizes(model, of_moe, "mindspeed").dense for of_moe, count in _kinds(model))
+    dense += 2 * model.vocab_size * model.hidden_size
+    experts = moe * model.n_routed_experts * layer_sizes(model, True, "mindspeed").expert
+    received = size * (experts / train.ep + dense)
+    local = model.n_routed_experts / train.ep
+    return SyncTraffic(received, received, round(moe * local * 6 + model.num_hidden_layers * 5))
+
+
+def direct_sync_bound(model: ModelShape, run: StepInput, bucket_bytes: int) -> SyncTraffic:
+    """Our sync, as an upper bound that needs no plan: every die receives all weights that it serves."""
+    dense, routed = stage_elements(model, run.rollout, 0, "vllm-ascend" if run.shared_whole else "vllm")
+    served = (dense + routed) * DTYPE_BYTES[model.torch_dtype]
+    busiest = max(len(run.train.stage_layers(stage, model.num_hidden_layers)) for stage in range(run.train.pp))
+    sent = served * busiest * run.train.pp / model.num_hidden_layers
+    return SyncTraffic(served, sent, math.ceil(max(served, sent) / bucket_bytes))
+
+
+def reshard_s(sync: SyncTraffic, constants: Constants, die: Hardware) -> float:
+    """Seconds of one weight sync; packing reads and writes what is sent, unpacking what is received."""
+    wire = die.network_s(max(sync.received_bytes, sync.sent_bytes))
+    packed = die.memory_s(2 * (sync.received_bytes + sync.sent_bytes))
+    return wire + packed + sync.collectives * constants.collective_s
+
+
+def offload_s(moved: Offload, constants: Constants, die: Hardware) -> float:
+    """Seconds of the step's copies between host and device, and of returning cached blocks."""
+    copied = (moved.to_device_bytes + moved.to_host_bytes) / die.host_bytes_per_s
+    return copied + moved.released_bytes * EMPTY_CACHE_S_PER_BYTE + moved.empty_cache_calls * constants.empty_cache_s
+
+
+def step_time(run: StepInput, constants: Constants, die: Hardware | None = None) -> dict[str, float]:
+    """{phase: modelled seconds} of a step; phases that the run leaves out are 0."""
+    die = die or Hardware()
+    tokens = run.responses * run.lengths.mean_of_longest()
+    passes = {"old_log_prob": run.old_micro_batch, "ref": run.ref_micro_batch}
+    sync = run.sync or verl_sync(run.model, run.train)
+    return {
+        "rollout": rollout_s(run, constants, die),
+        **{name: log_prob_s(run, size, constants, die) if size else 0.0 for name, size in passes.items()},
+        "reward": tokens * constants.reward_s,
+        "advantage": tokens * constants.advantage_s,
+        "update": update_s(run, constants, die),
+        "reshard": reshard_s(sync, constants, die),
+        "offload": offload_s(run.offload, constants, die),
+    }
+
+
+def tokens_per_s_per_die(run: StepInput, seconds: float) -> float:
+    """Tokens of prompts and responses over seconds and dies, as verl's perf/throughput counts them."""
+    tokens = run.responses * (run.lengths.prompt + run.lengths.mean_of_longest())
+    return tokens / seconds / run.train.world_size
