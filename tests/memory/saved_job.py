@@ -87,8 +87,12 @@ def saved_by_layers(model: Path, tokens: list[int], args) -> dict[int, dict[int,
     hf_config = AutoConfig.from_pretrained(model)
     config = hf_to_mcore_config(hf_config, args.params_dtype)
     forward, found = get_mcore_forward_fn(hf_config), {}
+
+    def provide(pre_process, post_process):
+        return init_mcore_model(config, hf_config, pre_process, post_process)
+
     for count in tokens:
-        chunks = get_model(lambda *ends: init_mcore_model(config, hf_config, *ends), wrap_with_ddp=False)
+        chunks = get_model(provide, wrap_with_ddp=False)
         (made,) = unwrap_model(chunks)
         kept = Kept([*made.parameters(), *made.buffers()])
         for index, layer in enumerate(made.decoder.layers):
