@@ -22,6 +22,7 @@ SAMPLED = (
     "recipe.logprob_check.sequences=4",
     "recipe.memory.ledger=strict",
     "recipe.train.skip_old_log_prob=true",
+    "recipe.tensor_cache.enabled=true",  # together as in the 256-die run with true weights
     f"{ROLLOUT}.temperature=0.9",
     f"{ROLLOUT}.top_p=0.9",
     f"{ROLLOUT}.top_k=50",

@@ -49,6 +49,7 @@ class _Opaque(torch.autograd.Function):
     def forward(ctx, call, saves, *tensors):
         out = call(*tensors)
         outs = out if isinstance(out, (tuple, list)) else (out,)
+        outs = [value.contiguous() if torch.is_tensor(value) else value for value in outs]  # as a device writes them
         ctx.save_for_backward(*saves(tensors, outs))
         return tuple(outs) if len(outs) > 1 else outs[0]
 
@@ -87,8 +88,12 @@ def saved_by_layers(model: Path, tokens: list[int], args) -> dict[int, dict[int,
     hf_config = AutoConfig.from_pretrained(model)
     config = hf_to_mcore_config(hf_config, args.params_dtype)
     forward, found = get_mcore_forward_fn(hf_config), {}
+
+    def provide(pre_process, post_process):
+        return init_mcore_model(config, hf_config, pre_process, post_process)
+
     for count in tokens:
-        chunks = get_model(lambda *ends: init_mcore_model(config, hf_config, *ends), wrap_with_ddp=False)
+        chunks = get_model(provide, wrap_with_ddp=False)
         (made,) = unwrap_model(chunks)
         kept = Kept([*made.parameters(), *made.buffers()])
         for index, layer in enumerate(made.decoder.layers):

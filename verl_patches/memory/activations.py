@@ -17,7 +17,7 @@ routing, H hidden, F and f width of the dense and of one expert's MLP, E experts
     rotary     4 b T rope                                  cosine and sine, of query and key
     attention  4 b T n w + 64 T n, b T n v if w is not v   q, k, v and output of width w, statistics
     dense_mlp  3 b T F / tp                                gate and up, their product
-    router     4 s H + 4 E H + 5 s E, and a few numbers    fp32 input and weight, scores
+    router     4 s H + 4 E H + T (5 E + 20 k + 64)         fp32 input and weight, scores and choices of all TP ranks
     experts    b R (2 H + 3 f / etp) + b s k H             rows in and out, gate, up, product
     shared     3 b T f shared / tp                         as dense_mlp
 
@@ -87,7 +87,7 @@ def layer_terms(
     rows = math.ceil(s * k * layout.etp * imbalance)
     copies = 4 * s * hidden + 4 * experts * hidden if b == 2 else 0
     return terms | {
-        "router": copies + 5 * s * experts + s * (20 * k + 64),
+        "router": copies + tokens * (5 * experts + 20 * k + 64),
         "experts": b * rows * (2 * hidden + 3 * width // layout.etp) + b * s * k * hidden,
         "shared": 3 * b * tokens * width * model.n_shared_experts // tp,
     }
