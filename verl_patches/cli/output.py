@@ -85,8 +85,7 @@ def report_plan(
 ) -> NoReturn:
     """Print the plan of a run, for what is refused a change that mends it, and exit with 0, or 1 if a check failed."""
     plan = build_plan(config, config_name, overrides, ROWS, trees, workload)
-    rows = [row["id"] for row in plan["patches"] if row["on"]]
-    plan["remedies"] = remedies(config, rows, [Check(**check) for check in plan["checks"]])
+    plan["remedies"] = remedies(config, [Check(**check) for check in plan["checks"]])
     if as_json:
         print_json(plan)
     else:
@@ -120,7 +119,7 @@ def show_plan(plan: dict[str, Any], config: DictConfig) -> None:
         table(*step_rows(plan["step"]))
         table(*calibration_rows(plan["step"]["calibration"]))
     if plan["traffic"]:
-        table("traffic and ports (modelled)", ("", ""), _traffic_rows(plan))
+        table("traffic (modelled) and ports", ("", ""), _traffic_rows(plan))
     on = [(row["id"], row["kind"], row["target"], row["reason"]) for row in plan["patches"] if row["on"]]
     table(f"patches: {len(on)} of {len(plan['patches'])} rows on", ("id", "kind", "target", "why on"), on)
     rows = [(v["name"], v["value"], _SET_IN[v["where"]], v["reason"], v["read_by"]) for v in plan["environment"]]

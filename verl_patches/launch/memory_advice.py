@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -91,7 +91,9 @@ def advice(config: DictConfig, model: ModelShape, rows: Collection[str], plan: d
     for knob in knobs(config, model) if short else ():
         helped = [names] if knob.phases is None else [(name,) for name in names if name in knob.phases]
         for phases in helped:
-            found = first_value(config, model, rows, phases, knob)
+            found = _first(
+                knob, lambda value, knob=knob, phases=phases: _fits(config, model, rows, phases, knob, value)
+            )
             for name in phases if found is not None else ():
                 ways[name].append(_words(config, knob, found))
     alike: dict[tuple, list[dict[str, Any]]] = {}  # such as wake_kv and rollout
@@ -128,14 +130,8 @@ def _of_node(host: dict[str, Any]) -> str:
     )
 
 
-def first_value(
-    config: DictConfig, model: ModelShape, rows: Collection[str], phases: Collection[str], knob: Knob
-) -> Any:
-    """The first of the knob's values with which `phases` fit, None if there is none."""
-
-    def fits(value: Any) -> bool:
-        return _fits(config, model, rows, phases, knob, value)
-
+def _first(knob: Knob, fits: Callable[[Any], bool]) -> Any:
+    """The first of the knob's values that fits, None if there is none."""
     values = knob.values
     if len(values) <= _SHORT:
         return next((value for value in values if fits(value)), None)

@@ -66,6 +66,14 @@ def memory_plan(config: DictConfig, model: ModelShape, rows: Collection[str]) ->
     }
 
 
+def followed_schedule(
+    config: DictConfig, model: ModelShape, rows: Collection[str]
+) -> tuple[Schedule, frozenset[str], Setting]:
+    """The run's own order, the memory groups that never move, and the setting of its bytes."""
+    inventory, layouts = _inventory(model, VLLM_DTYPES[config.recipe.dtype]), _layouts(config)
+    return _followed(config, rows), _stays(config, rows), _setting(config, inventory, layouts, rows)
+
+
 def followed_peaks(config: DictConfig, model: ModelShape, rows: Collection[str]) -> dict[str, Any]:
     """Only memory.expected's `peaks` of the run's own order."""
     inventory, layouts, schedule = (
@@ -118,16 +126,6 @@ def _switches(config: DictConfig, rows: Collection[str]) -> tuple[dict[str, bool
     synced = recipe.weight_sync.enabled and direct_sync(rows)
     vllm_sleep = sleeps_by_vllm(config.actor_rollout_ref.rollout, recipe)
     return switches_of(rows, vllm_sleep=vllm_sleep, synced=synced), synced
-
-
-def schedule_of(config: DictConfig, rows: Collection[str]) -> tuple[Schedule, frozenset[str]]:
-    """(the memory schedule that the run follows, memory groups that never move); `rows`: ids of those that are on."""
-    return _followed(config, rows), _stays(config, rows)
-
-
-def setting_of(config: DictConfig, model: ModelShape, rows: Collection[str]) -> Setting:
-    """What of the configuration changes bytes of memory groups and of what is beside them."""
-    return _setting(config, _inventory(model, VLLM_DTYPES[config.recipe.dtype]), _layouts(config), rows)
 
 
 def _followed(config: DictConfig, rows: Collection[str]) -> Schedule:

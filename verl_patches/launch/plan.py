@@ -18,14 +18,7 @@ from verl_patches.config import environment
 from verl_patches.config.checks import Check, check_config
 from verl_patches.config.compose import hf_config_of, keys_of, model_shape_of
 from verl_patches.launch.memory_advice import advice
-from verl_patches.launch.memory_plan import (
-    followed_peaks,
-    memory_plan,
-    pinned_bytes,
-    schedule_of,
-    setting_of,
-    states_bytes,
-)
+from verl_patches.launch.memory_plan import followed_peaks, memory_plan, pinned_bytes, states_bytes
 from verl_patches.launch.step_plan import Workload, step_sections
 from verl_patches.layout.parallel import ParallelLayout, rollout_layout_of, train_layout_of
 from verl_patches.model.mindspeed.arguments import explain
@@ -94,8 +87,7 @@ def build_plan(
         memory = memory_plan(config, model, on)
         checks.append(_memory(memory, advice(config, model, on, memory)))
         if ok.get("weight sync", True):
-            setting = setting_of(config, model, on)
-            sections = step_sections(config, on, *schedule_of(config, on), setting, workload)
+            sections = step_sections(config, on, workload)
     return {
         "config": config_name,
         "ok": all(check.ok for check in checks),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -12,8 +12,6 @@ from omegaconf import DictConfig, OmegaConf
 from verl_patches.config.checks import Check, check_config
 from verl_patches.config.compose import model_shape_of, shape_file, vllm_arguments
 from verl_patches.errors import ConfigError
-from verl_patches.launch.memory_advice import first_value, knobs
-from verl_patches.launch.memory_plan import memory_plan, too_much
 from verl_patches.launch.plan import engine_checks
 from verl_patches.launch.search import (
     ACTOR,
@@ -38,7 +36,7 @@ _BATCH = {"prompts", "responses", "mini batch", "mini batch share"}
 _MICRO = "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu"
 
 
-def remedies(config: DictConfig, rows: Collection[str], checks: Sequence[Check]) -> list[dict[str, Any]]:
+def remedies(config: DictConfig, checks: Sequence[Check]) -> list[dict[str, Any]]:
     """[{check, overrides}] of the failed checks for which a change was found that mends it and breaks nothing else.
 
     A check without an entry names what to change in its own text.
@@ -46,25 +44,22 @@ def remedies(config: DictConfig, rows: Collection[str], checks: Sequence[Check])
     failed = {check.name for check in checks if not check.ok}
     found = []
     for name in dict.fromkeys(check.name for check in checks if not check.ok):
-        for updates in itertools.islice(_candidates(config, rows, name), _TRIED):
-            if name not in (left := _failing(changed(config, updates), rows, name)) and left <= failed:
+        for updates in itertools.islice(_candidates(config, name), _TRIED):
+            if name not in (left := _failing(changed(config, updates), name)) and left <= failed:
                 found.append({"check": name, "overrides": as_overrides(updates)})
                 break
     return found
 
 
-def _failing(config: DictConfig, rows: Collection[str], wanted: str) -> set[str]:
-    """Names of the checks that fail; memory is looked at where it is wanted, or nothing else fails."""
+def _failing(config: DictConfig, wanted: str) -> set[str]:
+    """Names of the checks that fail, without memory, whose check names its own remedies (memory_advice.py)."""
     try:
-        failed = {check.name for check in [*check_config(config), *engine_checks(config)] if not check.ok}
-        if (wanted == "memory" or not failed) and not failed & (_TRAIN | _ROLLOUT):
-            failed |= {"memory"} if too_much(memory_plan(config, model_shape_of(config), rows)) else set()
+        return {check.name for check in [*check_config(config), *engine_checks(config)] if not check.ok}
     except ConfigError:
         return {wanted}
-    return failed
 
 
-def _candidates(config: DictConfig, rows: Collection[str], name: str) -> Iterator[dict[str, Any]]:
+def _candidates(config: DictConfig, name: str) -> Iterator[dict[str, Any]]:
     """Changes that may mend the check `name`, nearest first; each differs from the configuration."""
     if name in _TRAIN:
         yield from _train_layouts(config)
@@ -73,8 +68,6 @@ def _candidates(config: DictConfig, rows: Collection[str], name: str) -> Iterato
     elif name in _BATCH:
         yield from _batches(config)
         yield from _train_layouts(config)
-    elif name == "memory":
-        yield from _smaller(config, rows)
     else:
         yield from _single_keys(config).get(name, ())
 
@@ -117,18 +110,6 @@ def _batches(config: DictConfig) -> Iterator[dict[str, Any]]:
     yield {MINI_BATCH: given}
     multiples = sorted(range(world, 4 * max(given, world) + 1, world), key=lambda size: abs(size - given))
     yield from ({"data.train_batch_size": size, MINI_BATCH: size} for size in multiples[:8])
-
-
-def _smaller(config: DictConfig, rows: Collection[str]) -> Iterator[dict[str, Any]]:
-    """Single keys that lower the modelled peak enough, what costs least first; then other layouts."""
-    model = model_shape_of(config)
-    phases = {phase["phase"] for phase in too_much(memory_plan(config, model, rows))}
-    for knob in knobs(config, model):
-        value = first_value(config, model, rows, phases, knob)
-        if value is not None:
-            yield {**dict.fromkeys(knob.keys, value), **knob.beside}
-    yield from _train_layouts(config)
-    yield from _rollout_layouts(config)
 
 
 def _single_keys(config: DictConfig) -> dict[str, list[dict[str, Any]]]:

@@ -17,11 +17,11 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from verl_patches.config.checks import check_config
-from verl_patches.config.compose import vllm_arguments
+from verl_patches.config.compose import model_shape_of, vllm_arguments
 from verl_patches.config.engine_options import rewrite_engine_options
 from verl_patches.errors import ConfigError
 from verl_patches.launch.calibration import FITTED
-from verl_patches.launch.memory_plan import followed_peaks, schedule_of, setting_of
+from verl_patches.launch.memory_plan import followed_peaks
 from verl_patches.launch.plan import engine_checks
 from verl_patches.launch.step_model import (
     Hardware,
@@ -36,7 +36,7 @@ from verl_patches.launch.step_model import (
     stage_elements,
     update_s,
 )
-from verl_patches.launch.step_plan import Workload, model_in_dtype, step_input, step_sections
+from verl_patches.launch.step_plan import Workload, step_input, step_sections
 from verl_patches.layout.inventory import DTYPE_BYTES, ModelShape
 from verl_patches.layout.parallel import ParallelLayout, rollout_layout, train_layout_of
 from verl_patches.layout.sharding import GRAD_BYTES, OPTIMIZER_BYTES
@@ -44,7 +44,7 @@ from verl_patches.memory.expected import A3_SEEN_BYTES
 
 DIES = range(16, 1025)
 NODE_DIES = 16
-# of a die, in the estimates that prune: activations, HCCL's buffers, CANN's context, which the memory plan counts
+# of a die, for activations, HCCL's buffers and CANN's context, which only the memory plan counts. For pruning
 RESERVE_BYTES = 10 << 30
 ACTOR, REF, ROLLOUT = "actor_rollout_ref.actor.megatron", "actor_rollout_ref.ref.megatron", "actor_rollout_ref.rollout"
 RECOMPUTED = "actor_rollout_ref.model.gradient_checkpointing_kwargs.activations_checkpoint_num_layers"
@@ -270,13 +270,10 @@ def _verified(
     tried = changed(config, updates)
     if not all(check.ok for check in (*check_config(tried), *engine_checks(tried))):
         return None
-    model = model_in_dtype(tried)
-    order = followed_peaks(tried, model, rows)
+    order, train = followed_peaks(tried, model_shape_of(tried), rows), train_layout_of(tried)
     if order["peak_bytes"] > A3_SEEN_BYTES:
         return None
-    train = train_layout_of(tried)
-    setting = setting_of(tried, model, rows)
-    step = step_sections(tried, rows, *schedule_of(tried, rows), setting, workload)["step"]
+    step = step_sections(tried, rows, workload)["step"]
     rollout = tried.recipe.rollout
     tp = tried.actor_rollout_ref.rollout.tensor_model_parallel_size
     return {
@@ -286,7 +283,7 @@ def _verified(
         "rollout": f"{train.world_size // (rollout.dp * tp)} x (DP{rollout.dp} TP{tp} EP{rollout.dp * tp})",
         "micro_batch": tried.actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu,
         "peak_bytes": order["peak_bytes"],
-        "update_bytes": next(p["peak_bytes"] for p in order["phases"] if p["phase"] == "update"),
+        "update_bytes": next(phase["peak_bytes"] for phase in order["phases"] if phase["phase"] == "update"),
         "phases": step["phases"],
         "overrides": as_overrides(updates),
     }
@@ -298,8 +295,8 @@ def _nothing_fits(config: DictConfig, run: StepInput, dies: int) -> str:
         enlarged = replace(run, prompts=max(run.prompts, more))
         if next(_best_pairs(config, enlarged, more), None) is not None:
             return (
-                f"no layout of this model fits on {dies} dies of {A3_SEEN_BYTES / 2**30:.1f} GiB, with about "
-                f"{RESERVE_BYTES >> 30} GiB of each for activations and buffers; --dies {more} fits, or take a model "
-                "with fewer layers (recipe.model_shape, docs/plan.md)"
+                f"no layout of this model fits on {dies} dies of {A3_SEEN_BYTES >> 30} GiB, with {RESERVE_BYTES >> 30} "
+                f"GiB of each left for activations and buffers; --dies {more} fits, or take a model with fewer layers "
+                "(recipe.model_shape, docs/plan.md)"
             )
     return f"no layout of this model fits on {dies} dies, nor on 1024; take a model with fewer layers"

@@ -1,4 +1,4 @@
-"""What the step model says of a configuration: its inputs, seconds by phase, traffic, memory of the hosts. No torch."""
+"""What the step model says of a configuration: its inputs, seconds by phase, traffic, ports. No torch."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from verl_patches.config.compose import graph_arguments, model_shape_of, rollout
 from verl_patches.config.recipe import HCCL_PORTS, VLLM_DTYPES
 from verl_patches.errors import ConfigError
 from verl_patches.launch.calibration import FITTED, MEAN_PROMPT, errors
+from verl_patches.launch.memory_plan import followed_schedule
 from verl_patches.launch.step_model import (
     DP_SYNC_S,
     EMPTY_CACHE_S_PER_BYTE,
@@ -137,25 +138,17 @@ def recomputed_layers(config: DictConfig) -> int:
     return (given.get("activations_checkpoint_num_layers") or 1) if block else model_shape_of(config).num_hidden_layers
 
 
-def step_sections(
-    config: DictConfig,
-    rows: Collection[str],
-    schedule: Schedule,
-    stays: Collection[str],
-    setting: Setting,
-    workload: Workload,
-) -> dict[str, Any]:
+def step_sections(config: DictConfig, rows: Collection[str], workload: Workload) -> dict[str, Any]:
     """{step, traffic, ports} of a plan, as JSON-ready data; all modelled.
 
-    `schedule`, `stays`, `setting`: those of the memory plan. step: None on a CPU, whose speed nothing here models.
-    ConfigError where layouts or the weight sync do not fit.
+    step: None on a CPU, whose speed nothing here models. ConfigError where layouts or the weight sync do not fit.
     """
     model, train, rollout = model_in_dtype(config), train_layout_of(config), rollout_layout_of(config)
     sync, spread = verl_sync(model, train), {}
     if direct_sync(rows):
         blocks = sync_blocks(config, train, rollout, model_shape_of(config))
         sync, spread = direct_traffic(blocks, train, config.recipe.reshard.bucket_bytes)
-    offload, kv_bytes = offload_of(config, schedule, stays, setting)
+    offload, kv_bytes = offload_of(config, *followed_schedule(config, model_shape_of(config), rows))
     run = step_input(config, rows, workload, sync, offload, kv_bytes or None)
     wire = {"received_bytes": round(sync.received_bytes), "sent_bytes": round(sync.sent_bytes), **spread}
     calls = {"old_log_prob": run.old_micro_batch, "ref": run.ref_micro_batch, "update": run.micro_batch}
