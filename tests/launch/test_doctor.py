@@ -185,16 +185,17 @@ def test_two_nodes_of_a_real_ray_report_and_sum(collected, config):
     cluster = Cluster(initialize_head=True, head_node_args={**started, "include_dashboard": False})
     try:
         cluster.add_node(**started)
-        nodes = ray_cluster.list_nodes(cluster.address)
+        address = cluster.address  # None after the end
+        nodes = ray_cluster.list_nodes(address)
         assert [node["resources"]["GPU"] for node in nodes] == [1.0, 1.0]
-        request = {"address": cluster.address, "command": ["-c", code, json.dumps(collected)], "limit_s": 60}
+        request = {"address": address, "command": ["-c", code, json.dumps(collected)], "limit_s": 60}
         probes = {"gloo": {**settings, "limit_s": 60}, "broken": {**settings, "backend": "none", "limit_s": 60}}
         answer = ray_cluster.ask_nodes({**request, "probes": probes}, 200)
     finally:
         cluster.shutdown()
     found = Nodes(Node(config, ROWS, must_exist=()), answer["nodes"], answer["probes"])
     assert len(found.reports) == 2
-    assert set(found.fact("head").values()) == {cluster.address}
+    assert set(found.fact("head").values()) == {address}
     assert set(found.fact("preload").values()) == set(found.fact("dies").values()) == {None}  # as a worker has them
     rows = across(found)
     assert rows["clocks"].state == rows["digest"].state == rows["image"].state == "fine"
