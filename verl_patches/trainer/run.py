@@ -36,6 +36,7 @@ PHASES = ("rollout", "reshard", "offload", "reward", "log_prob", "ref", "update"
 SYNC_COLUMNS = ("sync MB", "sync calls", "extra MB")
 DISPATCH_COLUMNS = ("sent MB", "skew s")
 WIDE = (*(f"{phase} s" for phase in PHASES), *SYNC_COLUMNS, "held MB", *DISPATCH_COLUMNS)
+AGREEMENT = "agreement"  # with recipe.train.routing_replay
 DEAD_SHOWN = 16  # dead workers that an error names
 CALLS = {
     "generate_sequences": "reshard, rollout",
@@ -175,7 +176,10 @@ class Run:
             "offload": offload_of_step([report["moves"] for report in reports]),
             "dispatch": None,
             "rebalance": rebalance_of_step([report["rebalance"] for report in reports]),
+            "routing_replay": replay_of_step([report["routing_replay"] for report in reports]),
         }
+        if found["routing_replay"]:
+            metrics = {**metrics, "recipe/routing_agreement": found["routing_replay"]["agreement"]}
         if self.group.cache is not None:
             metrics = self.group.cache.without_verls_partition(metrics)
         if engine.is_on("dispatch.put_once"):
@@ -183,7 +187,8 @@ class Run:
         found |= self.group.end_step()
         self.summary.add_step(found)
         first = len(self.summary.data["steps"]) == 1  # of this process: a resumed run starts at another number
-        for prefix, columns in (("-", NARROW), ("+", WIDE)):
+        more = (AGREEMENT,) if found["routing_replay"] else ()
+        for prefix, columns in (("-", (*NARROW, *more)), ("+", (*WIDE, *more))):
             for text in (*([header(columns)] if first else []), line(found, columns)):
                 self.progress.say(f"{prefix} {text}")
         if found["memory"] and (said := said_of(found["memory"]["violations"])):
@@ -215,6 +220,20 @@ def rebalance_of_step(counts: list[dict[str, float] | None]) -> dict[str, float]
     found = [each for each in counts if each is not None]
     sums = {name: sum(each[name] for each in found) for name in ("requests", "bytes")}
     return {**sums, "seconds": max(each["seconds"] for each in found)} if found else None
+
+
+def replay_of_step(counts: list[dict[str, int] | None]) -> dict[str, float] | None:
+    """Routing replay of all ranks; None where it is off, or nothing was replayed.
+
+    agreement: share of replayed experts that routers chose too; experts: number of them, each tensor-parallel rank that
+    sees a token counts it; bytes: recorded on the rank with the most.
+    """
+    found = [each for each in counts if each is not None]
+    experts = sum(each["of"] for each in found)
+    if not experts:
+        return None
+    agreement = sum(each["equal"] for each in found) / experts
+    return {"agreement": agreement, "experts": experts, "bytes": max(each["bytes"] for each in found)}
 
 
 def _number(value: Any) -> float | None:
@@ -295,7 +314,7 @@ def _cells(step: dict[str, Any]) -> dict[str, str]:
 
     Of a weight sync: MB received by the busiest rank, collectives, MB of extra memory. held MB: peak of all memory
     groups of one rank; activations are in none of them. MB that the trainer serialised for its workers, and the largest
-    difference between two workers' starts of one call.
+    difference between two workers' starts of one call. Share of replayed experts that routers chose too.
     """
     cells = {f"{phase} s": f"{step['seconds'].get(phase, 0.0):.3f}" for phase in PHASES}
     if sync := step["sync"]:
@@ -308,4 +327,6 @@ def _cells(step: dict[str, Any]) -> dict[str, str]:
         sent = (dispatch["put_bytes"] + dispatch["inline_bytes"]) / 1e6
         texts = f"{sent:.3f}", f"{dispatch['start_skew_s']['max']:.4f}"
         cells |= dict(zip(DISPATCH_COLUMNS, texts, strict=True))
+    if replay := step.get("routing_replay"):
+        cells[AGREEMENT] = f"{replay['agreement']:.5f}"
     return cells

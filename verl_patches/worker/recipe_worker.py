@@ -19,7 +19,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch.distributed as dist
@@ -39,6 +39,7 @@ from verl_patches.worker.checkpoint import WorkerCheckpoint
 from verl_patches.worker.context import context
 from verl_patches.worker.memory import WorkerMemory, device_type
 from verl_patches.worker.on_policy_update import OnPolicyUpdate
+from verl_patches.worker.routing_replay import RoutingReplay
 from verl_patches.worker.sharding import RecipeShardingManager
 from verl_patches.worker.tensor_cache_stages import CachedBatch
 
@@ -50,6 +51,7 @@ class RecipeWorker:
     log_prob_moments: Mapping[str, Any] | None = None
     checkpoint: WorkerCheckpoint | None = None
     rebalancer: Rebalancer | None = None
+    routing: RoutingReplay | None = None
 
     def __init__(self, config: Any, role: str) -> None:
         if is_on("update.engine_start"):
@@ -81,6 +83,8 @@ class RecipeWorker:
         chunks, optimizer = built[0], built[1] if self._is_actor else None
         if optimizer is not None and self.recipe.train.swap_optimizer and is_on("memory.swap_optimizer"):
             swap_optimizer(optimizer, self.recipe.train.swap_optimizer_times, look=context().look)
+        if optimizer is not None and self.recipe.train.routing_replay and is_on("update.routing_samples"):
+            self.routing = RoutingReplay(chunks)
         self.memory.built(chunks, optimizer)
         return built
 
@@ -117,8 +121,9 @@ class RecipeWorker:
 
     @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO)
     def compute_log_prob(self, data: Any) -> Any:
-        """verl's, in phase old_log_prob."""
-        with context().phase("old_log_prob"):
+        """verl's, in phase old_log_prob; with recipe.train.routing_replay=R2 the routed experts are recorded."""
+        recorded = nullcontext() if self.routing is None else self.routing.recording()
+        with context().phase("old_log_prob"), recorded:
             return super().compute_log_prob(data)
 
     @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO)
@@ -133,13 +138,23 @@ class RecipeWorker:
         on_policy = OnPolicyUpdate.of(self.recipe) if self.recipe is not None and is_on("update.on_policy") else None
         if self.checkpoint is not None:
             self.checkpoint.wait()  # what is being written must not change
-        with context().phase("update"):
+        with context().phase("update"), self._replayed():
             if on_policy is None:
                 return super().update_actor(data)
             with on_policy.around(data.batch):
                 output = super().update_actor(data)
         self.log_prob_moments = on_policy.moments()
         return output
+
+    @contextmanager
+    def _replayed(self) -> Iterator[None]:
+        """Inside, tokens go to their recorded experts (recipe.train.routing_replay), which are dropped at the end."""
+        if self.routing is None:
+            yield
+            return
+        with self.routing.replaying():
+            yield
+        self.routing.clear()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def run_stage(self, stage: str, step: int, payload: Mapping[str, Any] | None = None) -> Any:
@@ -186,8 +201,8 @@ class RecipeWorker:
         seconds: {phase: s}; sync: one dict per weight sync; log_prob_moments: of the last update, None on ranks that do
         not report; memory: the ledger's records, None without one; moves: between host and device; starts: (method,
         seconds since the epoch) of the trainer's calls; emulated: what was reached since the process started, None
-        with a device (platform/npu_emulated/coverage.py). rebalance: what Rebalancer.take_counts gives, None where
-        it is off.
+        with a device (platform/npu_emulated/coverage.py). rebalance, routing_replay: what Rebalancer.take_counts and
+        RoutingReplay.take_counts give, None where it is off.
         """
         if self.checkpoint is not None:
             self.checkpoint.check()
@@ -200,6 +215,7 @@ class RecipeWorker:
             "memory": {"rank": ledger.rank, **ledger.take()} if ledger else None,
             "moves": counters.take_moves(),
             "starts": take_starts(),
+            "routing_replay": self.routing.take_counts() if self.routing is not None else None,
             "rebalance": self.rebalancer.take_counts() if self.rebalancer is not None else None,
             "emulated": coverage.reached() if self.recipe.platform == "npu_emulated" else None,
         }
