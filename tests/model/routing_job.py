@@ -71,8 +71,7 @@ def answers(built, folder: Path, sources) -> dict:
         chunk.zero_grad_buffer()
     with replay.replaying():
         found["replayed"] = run(*built, batch, REPLAYED, backward=True)
-    replay.clear()
-    found |= {"gradients": local_gradients(chunks, folder / "model", sources), "counts": replay.take_counts()}
+    found |= {"gradients": local_gradients(chunks, folder / "model", sources), "counts": replay.end_step()}
     try:
         with replay.replaying():
             run(*built, batch, REPLAYED)

@@ -38,8 +38,8 @@ class Train:
     skip_old_log_prob: the update uses its own log-probs as the old ones, and the actor's separate pass for them is
     left out. Refused unless the update is one mini batch and one epoch (trainer/on_policy.py).
     routing_replay: R2 records the routed experts of every token in the actor's pass for old log-probs, and the update
-    selects these experts again, whatever its weights have become; null: each pass routes by itself
-    (worker/routing_replay.py).
+    selects them again, whatever its weights have become. R3 records them in the rollout, and both passes of the actor
+    select them again; on line pypi, platform cpu. null: each pass routes by itself (worker/routing_replay.py).
     swap_optimizer: keep optimizer states on the host and bring them to the device in pieces of whole tensors during
     the update (memory/swap_optimizer.py; on line a3 MindSpeed's own).
     swap_optimizer_times: a piece holds at most 1/swap_optimizer_times of the states, or one tensor.

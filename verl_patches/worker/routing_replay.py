@@ -31,6 +31,7 @@ import torch
 import torch.distributed as dist
 
 from verl_patches.errors import ConfigError, RecipeError
+from verl_patches.rollout.routing_record import EXPERTS
 from verl_patches.worker.context import context
 
 _CARRIED = "recipe_micro_batch"  # attribute of PackedSeqParams
@@ -98,12 +99,12 @@ class MicroBatch:
         """Set `experts` and `known` from the samples of the rows."""
         row, place = self.places
         layers, _, k = found[0].experts.shape
-        self.experts = found[0].experts.new_zeros(layers, self.tokens, k)
+        self.experts = torch.zeros(layers, self.tokens, k, dtype=found[0].experts.dtype, device=row.device)
         self.known = torch.zeros(self.tokens, dtype=torch.bool, device=row.device)
         for number, sample in enumerate(found):
             here = row == number
-            self.experts[:, here] = sample.experts[:, place[here]]
-            self.known[here] = sample.known[place[here]]
+            self.experts[:, here] = sample.experts.to(row.device)[:, place[here]]
+            self.known[here] = sample.known.to(row.device)[place[here]]
 
 
 class RoutingReplay:
@@ -117,7 +118,7 @@ class RoutingReplay:
             layer for chunk in chunks for layer in chunk.modules() if hasattr(getattr(layer, "mlp", None), "router")
         ]
         self.layers = [layer.layer_number for layer in found]
-        self.experts = 0
+        self.experts = self.topk = self._model_layers = 0
         for index, layer in enumerate(found):
             router = layer.mlp.router
             if router.score_function != "sigmoid" or len(set(self.layers)) < len(found):
@@ -125,7 +126,8 @@ class RoutingReplay:
                     f"{_KEY}: layer {layer.layer_number} scores experts by {router.score_function} (layers: "
                     f"{self.layers}); expected sigmoid, as in DeepSeek-V3, and layers of different numbers"
                 )
-            self.experts = router.config.num_moe_experts
+            self.experts, self.topk = router.config.num_moe_experts, router.topk
+            self._model_layers = router.config.num_layers
             layer.register_forward_pre_hook(functools.partial(self._enter, index), with_kwargs=True)
             layer.register_forward_hook(self._leave, always_call=True)
         self.samples: dict[bytes, Recorded] = {}
@@ -133,7 +135,6 @@ class RoutingReplay:
         self._micro_batches: list[MicroBatch] = []
         self._now: tuple[int, MicroBatch] | None = None
         self._counts: torch.Tensor | None = None
-        self._bytes = 0
 
     @property
     def dtype(self) -> torch.dtype:
@@ -170,16 +171,28 @@ class RoutingReplay:
         finally:
             context().routing, self._now = None, None
 
-    def clear(self) -> None:
-        """Drop what is recorded: the step ends."""
-        self._bytes = sum(sample.experts.nbytes + sample.known.nbytes for sample in self.samples.values())
-        self.samples = {}
+    def take_column(self, batch: Any) -> None:
+        """Move the rollout's experts out of verl's `batch`, if it has them: EXPERTS [B, S, L * k] of all layers."""
+        if EXPERTS in batch.keys():
+            self.add(batch["input_ids"], batch["attention_mask"].bool(), batch.pop(EXPERTS))
 
-    def take_counts(self) -> dict[str, int]:
-        """Since the last call: experts replayed (`of`), those that routers chose too (`equal`), bytes of the record."""
-        counts, self._counts = self._counts, None
+    def add(self, ids: torch.Tensor, mask: torch.Tensor, experts: torch.Tensor) -> None:
+        """Record `experts` [B, S, L * k] of the rollout, whose L layers are the model's last."""
+        mine = [number - 1 - (self._model_layers - experts.shape[2] // self.topk) for number in self.layers]
+        hosted, kept = ids.cpu(), mask.cpu()
+        for row in range(len(ids)):
+            found = experts[row][mask[row]]
+            known = torch.ones(len(found), dtype=torch.bool, device=experts.device)
+            known[-1] = False  # sampled last: the rollout has never computed it
+            by_layer = found.view(len(found), -1, self.topk).transpose(0, 1)[mine].contiguous()
+            self.samples[sample_key(hosted[row][kept[row]])] = Recorded(by_layer, known)
+
+    def end_step(self) -> dict[str, int]:
+        """Drop what is recorded; returns experts replayed (`of`), those that routers chose too (`equal`), bytes."""
+        held = sum(sample.experts.nbytes + sample.known.nbytes for sample in self.samples.values())
+        counts, self._counts, self.samples = self._counts, None, {}
         equal, of = (0, 0) if counts is None else counts.tolist()
-        return {"equal": equal, "of": of, "bytes": self._bytes}
+        return {"equal": equal, "of": of, "bytes": held}
 
     # ---- called by hooks and rows inside a pass
 
