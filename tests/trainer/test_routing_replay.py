@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from verl_patches.errors import ConfigError, RecipeError
-from verl_patches.rollout.routing_record import EXPERTS
+from verl_patches.rollout.log_probs import EXPERTS
+from verl_patches.trainer.run import REPLAY_COLUMNS, line, replay_of_step
 from verl_patches.worker.context import context
 from verl_patches.worker.routing_replay import MicroBatch, RoutingReplay, note_samples, replay_experts
 
@@ -80,7 +81,8 @@ def test_recorded_experts_are_selected_with_the_gates_of_the_routers_own_scores(
     equal = sum(
         int(mask[real].gather(1, indices[real]).sum()) for (_, mask, _), indices in zip(recorded, own, strict=True)
     )
-    assert counts == {"equal": equal, "of": 5 * K * LAYERS, "bytes": LAYERS * 5 * K + 5} and equal < counts["of"]
+    size = LAYERS * 5 * K + 5
+    assert counts == {"equal": equal, "of": 5 * K * LAYERS, "bytes": size, "control": None} and equal < counts["of"]
     assert replay.samples == {} and context().routing is None
 
 
@@ -112,6 +114,14 @@ def test_the_rollouts_experts_leave_the_last_token_to_the_router(model):
     for token in (2, 5):
         assert first[token].equal(own[0][token]) and second[token].equal(own[1][token])
     assert replay.end_step()["of"] == 3 * K * LAYERS
+
+
+def test_a_pipeline_stage_keeps_the_rollouts_experts_of_its_own_layers():
+    stage = RoutingReplay([torch.nn.ModuleList([Layer(3)])])
+    experts = torch.arange(4, dtype=torch.uint8).expand(2, 4, LAYERS * K).clone()
+    stage.add(IDS, MASK, experts)
+    assert [sample.experts.unique().tolist() for sample in stage.samples.values()] == [[2, 3]] * 2
+    assert [sample.known.tolist() for sample in stage.samples.values()] == [[True, True, False], [True, False]]
 
 
 def test_outside_a_pass_and_in_another_model_nothing_is_replayed(model):
@@ -149,6 +159,32 @@ def test_a_layer_that_did_not_record_is_named(model):
         forward(layers[:1])
     with pytest.raises(ConfigError, match="layer 2 scores experts by softmax"):
         RoutingReplay([torch.nn.ModuleList([Layer(2, "softmax")])])
+
+
+class Actor:
+    """verl's: its log-probs say whether the pass was replayed."""
+
+    def compute_log_prob(self, data, calculate_entropy):
+        return torch.full((2, 2), -1.0 if context().routing is None else -2.0), calculate_entropy
+
+
+def test_every_second_pass_is_compared_with_one_without_replay(model, monkeypatch):
+    from verl_patches.worker import routing_replay
+
+    monkeypatch.setattr(routing_replay, "is_metrics_rank", lambda: True)
+    tensors = {"attention_mask": MASK, "rollout_log_probs": torch.full((2, 2), -2.5)}
+    data, actor, found = SimpleNamespace(batch=tensors, meta_info={}), Actor(), []
+    for _ in range(3):
+        with model[1].replaying_log_probs(actor, 2):
+            assert actor.compute_log_prob(data, calculate_entropy=True)[0].eq(-2.0).all()
+        assert vars(actor) == {}
+        found.append(replay_of_step([{**model[1].end_step(), "of": 4, "equal": 3}, None]))
+    assert [step["agreement"] for step in found] == [0.75] * 3 and found[1]["logprob_delta_without"] is None
+    assert [step["logprob_delta_without"]["mean"] for step in (found[0], found[2])] == [1.5, 1.5]
+    step = {"step": 1, "reward": 0.0, "grad_norm": None, "logprob_delta": None, "seconds": {}, "sync": None}
+    text = line({**step, "memory": None, "dispatch": None, "routing_replay": found[0]}, REPLAY_COLUMNS)
+    assert text.split()[-2:] == ["0.75000", "1.50e+00"]
+    assert replay_of_step([None]) is None and replay_of_step([model[1].end_step()]) is None
 
 
 def test_places_of_packed_tokens():

@@ -67,7 +67,9 @@ def after_steps(made, monkeypatch, *numbers):
     }
     made.trainer = SimpleNamespace(actor_rollout_wg=SimpleNamespace(take_report=lambda: [report]))
     check = SimpleNamespace(action="report")
-    made.recipe = SimpleNamespace(train=SimpleNamespace(skip_old_log_prob=False), logprob_check=check)
+    made.recipe = SimpleNamespace(
+        train=SimpleNamespace(skip_old_log_prob=False, routing_replay=None), logprob_check=check
+    )
     made.workers_see_log_probs, made.not_compared = False, "not here"
     made.group = SimpleNamespace(cache=None, sampled_check=None, end_step=dict, step=0)
     for number in numbers:

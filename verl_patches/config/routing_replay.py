@@ -16,16 +16,16 @@ MODES = {
 
 def checks(config: Any, model: Any) -> Iterator[tuple[str, bool, str]]:
     """(name, whether it holds, detail) of each rule; none where the key is null."""
-    mode = config.recipe.train.routing_replay
+    train = config.recipe.train
+    mode, control = train.routing_replay, train.routing_replay_control_every
+    if control is not None and (mode != "R3" or train.skip_old_log_prob):
+        yield "routing replay", False, f"{KEY}_control_every is {control}: it acts on R3's pass for old log-probs only"
     if mode is None:
         return
     faults = list(_faults(config, mode))
     if mode == "R3":
         faults += _rollout_faults(config, model)
-    for fault in faults:
-        yield "routing replay", False, f"{KEY} is {mode}, but {fault}"
-    if not faults:
-        yield "routing replay", True, MODES[mode]
+    yield "routing replay", not faults, f"{KEY} is {mode}, but {'; '.join(faults)}" if faults else MODES[mode]
 
 
 def _faults(config: Any, mode: str) -> Iterator[str]:

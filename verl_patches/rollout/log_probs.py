@@ -13,9 +13,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from verl_patches.rollout.routing_record import EXPERTS
-
 PADDING = -1.0  # verl 0.4.0's (verl/workers/rollout/vllm_rollout/vllm_rollout_spmd.py)
+EXPERTS = "routed_experts"  # column of verl's batch: [B, S, L * k] uint8, by place of input_ids; 0 where unknown
 CHECK = "logprob_check"  # key of a batch's meta_info: {sequences: number per replica, seed: of their sampling}
 CHECK_TOKENS = 256  # limit of a checked sequence: wrong weights show in every token, and each one costs a decoding step
 

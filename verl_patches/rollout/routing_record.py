@@ -19,7 +19,6 @@ import torch
 
 from verl_patches.errors import RecipeError
 
-EXPERTS = "routed_experts"  # column of verl's batch: [B, S, L * k] uint8, by place of input_ids; 0 where unknown
 _KEY = "recipe.train.routing_replay=R3"
 
 
@@ -116,7 +115,10 @@ class RoutingRecorder:
         return found
 
     def column(self, requests: Sequence[Any], attention_mask: torch.Tensor, responses: int) -> torch.Tensor:
-        """EXPERTS of vLLM's `requests` in order; attention_mask [B, S], whose last `responses` places are theirs."""
+        """The column EXPERTS (log_probs.py) of vLLM's `requests`, in order.
+
+        attention_mask [B, S]: of prompts, padded on the left, and `responses` places.
+        """
         taken, prompt_width = self.take(), attention_mask.shape[1] - responses
         column = torch.zeros(*attention_mask.shape, self.layers * self.k, dtype=torch.uint8)
         samples = [(request, sample) for request in requests for sample in request.outputs]

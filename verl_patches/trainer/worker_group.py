@@ -21,7 +21,7 @@ import torch
 from verl import DataProto
 
 from verl_patches.patching.engine import is_on
-from verl_patches.rollout.routing_record import EXPERTS
+from verl_patches.rollout.log_probs import EXPERTS
 from verl_patches.trainer.recording import find_recording, load_step, save_step
 from verl_patches.trainer.sampled_check import SampledCheck
 from verl_patches.trainer.tensor_cache import SAMPLE, TensorCacheStages

@@ -155,7 +155,7 @@ class RecipeWorker:
         if self.recipe.train.routing_replay == "R2":
             return self.routing.recording()
         self.routing.take_column(data.batch)
-        return self.routing.replaying()
+        return self.routing.replaying_log_probs(self.actor, self.recipe.train.routing_replay_control_every)
 
     def _routing_of_update(self, data: Any) -> AbstractContextManager[None]:
         if self.routing is None:

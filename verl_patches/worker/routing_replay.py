@@ -31,8 +31,10 @@ import torch
 import torch.distributed as dist
 
 from verl_patches.errors import ConfigError, RecipeError
-from verl_patches.rollout.routing_record import EXPERTS
+from verl_patches.rollout.log_probs import EXPERTS
+from verl_patches.trainer import rollout_correction
 from verl_patches.worker.context import context
+from verl_patches.worker.on_policy_update import is_metrics_rank
 
 _CARRIED = "recipe_micro_batch"  # attribute of PackedSeqParams
 _KEY = "recipe.train.routing_replay"
@@ -135,6 +137,8 @@ class RoutingReplay:
         self._micro_batches: list[MicroBatch] = []
         self._now: tuple[int, MicroBatch] | None = None
         self._counts: torch.Tensor | None = None
+        self._passes = 0
+        self._control: rollout_correction.Moments | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -164,6 +168,44 @@ class RoutingReplay:
             yield
 
     @contextmanager
+    def replaying_log_probs(self, actor: Any, control_every: int | None) -> Iterator[None]:
+        """`replaying` around the pass for old log-probs of verl's `actor`.
+
+        Every N-th time, from the first on, the actor first computes them without replay, and the difference to the
+        rollout's is kept for `end_step`. Replaces the method on this object only, inside.
+        """
+        self._passes += 1
+        with self.replaying():
+            if control_every is None or (self._passes - 1) % control_every:
+                yield
+                return
+            inner, own = actor.compute_log_prob, vars(actor).get("compute_log_prob")
+
+            def compute(data: Any, *args: Any, **kwargs: Any) -> Any:
+                self._compute_control(actor, data, *args, **kwargs)
+                return inner(data, *args, **kwargs)
+
+            actor.compute_log_prob = compute
+            try:
+                yield
+            finally:
+                if own is None:
+                    del actor.compute_log_prob
+                else:
+                    actor.compute_log_prob = own
+
+    def _compute_control(self, actor: Any, data: Any, *args: Any, **kwargs: Any) -> None:
+        context().routing = None
+        try:
+            same = type(data)(batch=data.batch, meta_info=data.meta_info)
+            log_probs, _ = type(actor).compute_log_prob(actor, same, *args, **kwargs)
+        finally:
+            context().routing = self
+        if is_metrics_rank():
+            mask = data.batch["attention_mask"][:, -log_probs.shape[1] :]
+            self._control = rollout_correction.moments(data.batch["rollout_log_probs"], log_probs, mask)
+
+    @contextmanager
     def _active(self) -> Iterator[None]:
         context().routing = self
         try:
@@ -187,12 +229,16 @@ class RoutingReplay:
             by_layer = found.view(len(found), -1, self.topk).transpose(0, 1)[mine].contiguous()
             self.samples[sample_key(hosted[row][kept[row]])] = Recorded(by_layer, known)
 
-    def end_step(self) -> dict[str, int]:
-        """Drop what is recorded; returns experts replayed (`of`), those that routers chose too (`equal`), bytes."""
+    def end_step(self) -> dict[str, Any]:
+        """Drop what is recorded; returns what `replay_of_step` (trainer/run.py) adds up.
+
+        of: experts replayed; equal: those that routers chose too; bytes: of the record; control: moments of log-probs
+        without replay, None where this rank has none.
+        """
         held = sum(sample.experts.nbytes + sample.known.nbytes for sample in self.samples.values())
-        counts, self._counts, self.samples = self._counts, None, {}
-        equal, of = (0, 0) if counts is None else counts.tolist()
-        return {"equal": equal, "of": of, "bytes": held}
+        equal, of = (0, 0) if self._counts is None else self._counts.tolist()
+        control, self._counts, self._control, self.samples = self._control, None, None, {}
+        return {"equal": equal, "of": of, "bytes": held, "control": control}
 
     # ---- called by hooks and rows inside a pass
 

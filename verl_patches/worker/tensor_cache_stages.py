@@ -27,7 +27,7 @@ from verl import DataProto
 from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.layout.parallel import train_layout_in
 from verl_patches.memory.ledger import Ledger
-from verl_patches.rollout.routing_record import EXPERTS
+from verl_patches.rollout.log_probs import EXPERTS
 from verl_patches.tensor_cache import batch_plan
 from verl_patches.tensor_cache.batch_plan import BatchPlan, plan_batch, train_replicas
 from verl_patches.tensor_cache.cache import TensorCache
@@ -151,6 +151,8 @@ class CachedBatch:
     def _log_prob(self, worker: Any, step: int, payload: Mapping[str, Any]) -> dict[str, Any] | None:
         """`payload`: send_back, whether to return the log-probs too (unpadded, in the order of `samples`)."""
         data, mask = self._inputs(step)
+        if "rollout_log_probs" in self.cache.names:
+            data.batch["rollout_log_probs"] = self._padded(step, "rollout_log_probs")  # for the control of R3
         with taken(worker.actor) as results, self._planned(worker.config, "log_prob"):
             worker.compute_log_prob(data)
         log_probs, entropies = results
