@@ -98,6 +98,28 @@ def test_samples_are_found_by_their_tokens_in_another_packing_and_order(model):
         assert replayed[:2].equal(mask[4:]) and replayed[2:5].equal(mask[:3])
 
 
+def first_halves(ids, mask, pre_process=True):
+    """A context-parallel rank's part: of each sequence the first half of its tokens."""
+    rows = [row[keep][: (int(keep.sum()) + 1) // 2] for row, keep in zip(ids, mask, strict=True)]
+    return torch.cat(rows)[None], SimpleNamespace()
+
+
+def test_a_context_parallel_rank_records_and_replays_its_own_part(model):
+    layers, replay = model
+    _, params = note_samples(first_halves)(IDS, MASK)
+    assert not vars(params)  # no pass
+    passes = []
+    for context_of_pass, seed in ((replay.recording, 0), (replay.replaying, 10)):
+        with context_of_pass():
+            _, params = note_samples(first_halves)(IDS, MASK)
+            bias = torch.zeros(E)
+            passes.append(
+                [layer(logits_of(at + seed, 3), bias, packed_seq_params=params)[1] for at, layer in enumerate(layers)]
+            )
+    assert all(torch.equal(*masks) for masks in zip(*passes, strict=True))
+    assert [sample.known.tolist() for sample in replay.samples.values()] == [[True, True, False], [True, False]]
+
+
 def test_the_rollouts_experts_leave_the_last_token_to_the_router(model):
     layers, replay = model
     column = torch.zeros(2, 4, LAYERS * K, dtype=torch.uint8)
