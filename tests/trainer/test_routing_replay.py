@@ -144,6 +144,9 @@ def test_a_pipeline_stage_keeps_the_rollouts_experts_of_its_own_layers():
     stage.add(IDS, MASK, experts)
     assert [sample.experts.unique().tolist() for sample in stage.samples.values()] == [[2, 3]] * 2
     assert [sample.known.tolist() for sample in stage.samples.values()] == [[True, True, False], [True, False]]
+    dense = RoutingReplay([torch.nn.ModuleList([torch.nn.Linear(1, 1)])])
+    dense.add(IDS, MASK, experts)
+    assert dense.samples == {} and dense.end_step()["of"] == 0
 
 
 def test_outside_a_pass_and_in_another_model_nothing_is_replayed(model):

@@ -220,6 +220,8 @@ class RoutingReplay:
 
     def add(self, ids: torch.Tensor, mask: torch.Tensor, experts: torch.Tensor) -> None:
         """Record `experts` [B, S, L * k] of the rollout, whose L layers are the model's last."""
+        if not self.layers:
+            return  # a stage of dense layers
         mine = [number - 1 - (self._model_layers - experts.shape[2] // self.topk) for number in self.layers]
         hosted, kept = ids.cpu(), mask.cpu()
         for row in range(len(ids)):
