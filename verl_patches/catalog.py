@@ -314,14 +314,14 @@ UPDATE: tuple[PatchSpec, ...] = (
          "rollout, whose log-probs it is compared with. The function is the only place that selects "
          "(megatron/core/transformer/moe/moe_utils.py:478).",
          exit="megatron-core replays recorded experts (RouterReplay of later versions)", lines=_PYPI,
-         needs=("update.routing_samples", "update.recipe_worker"),
+         needs=("update.routing_samples",),
          bindings=("megatron.core.transformer.moe.router:topk_softmax_with_capacity",)),
     _a3("update.routing_replay_mindspeed", "wrap",
         "mindspeed_llm.core.transformer.moe.moe_utils:topk_softmax_with_capacity",
         "verl_patches.worker.routing_replay:replay_experts",
         "As update.routing_replay; MindSpeed-LLM has a selection of its own "
         "(mindspeed_llm/core/transformer/moe/moe_utils.py:76).",
-        exit="MindSpeed-LLM replays recorded experts", needs=("update.routing_samples", "update.recipe_worker"),
+        exit="MindSpeed-LLM replays recorded experts", needs=("update.routing_samples",),
         bindings=("mindspeed_llm.core.transformer.moe.router:topk_softmax_with_capacity",
                   "mindspeed_llm.core:topk_softmax_with_capacity")),
     _row("update.tensor_cache", "override", f"{_MANAGER}.postprocess_data",
