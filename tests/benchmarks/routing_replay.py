@@ -4,7 +4,7 @@
 
 Two smoke runs in bf16, where vLLM and Megatron round differently and near experts change places:
 R3, each of whose passes for old log-probs is also run without replay (recipe.train.routing_replay_control_every=1), and
-R2 with four mini batches at a high learning rate: from the second one on, weights differ from those of the record.
+R2 with two mini batches and two epochs at a high learning rate: later updates' weights are not those of the record.
 Prints JSON; exits 1 where |dlogp| is not lower with replay. Takes about four minutes.
 """
 
@@ -18,7 +18,8 @@ from report import figure, parser_of, print_report, run_smoke
 
 KEY = "recipe.train.routing_replay"
 REPORT = "recipe.logprob_check.action=report"
-DRIFT = ("actor_rollout_ref.actor.ppo_mini_batch_size=1", "actor_rollout_ref.actor.optim.lr=1e-3")
+ACTOR = "actor_rollout_ref.actor"
+DRIFT = (f"{ACTOR}.ppo_mini_batch_size=2", f"{ACTOR}.ppo_epochs=2", f"{ACTOR}.optim.lr=1e-3")
 
 
 def main() -> int:
