@@ -40,7 +40,7 @@ def test_in_arrival_order_the_steps_are_those_of_verl(smoke):
     assert_same_steps(cached, plain)
     assert cached.steps[0]["grad_norm"] is None and cached.steps[1]["grad_norm"] > 0
     for run in (cached, plain):  # later mini batches have other weights than the pass whose experts they select
-        assert run.steps[0]["routing_replay"] is None and 0.9 < run.steps[1]["routing_replay"]["agreement"] < 1
+        assert run.steps[0]["routing_replay"] is None and 0.5 < run.steps[1]["routing_replay"]["agreement"] < 1
     recorded = load_file(cached.folder / "rollouts" / "step_2.safetensors")
     assert len(set(recorded["attention_mask"][:, -recorded["responses"].shape[1] :].sum(1).tolist())) > 1
     assert "was not closed" not in cached.log
