@@ -319,6 +319,28 @@ UPDATE: tuple[PatchSpec, ...] = (
          exit="as update.on_policy",
          bindings=("verl.workers.actor.megatron_actor:compute_policy_loss",
                    "verl.workers.actor.dp_actor:compute_policy_loss")),
+    _row("update.routing_samples", "wrap", "verl.models.mcore.util:preprocess_packed_seqs",
+         "verl_patches.worker.routing_replay:note_samples",
+         "Layers get packed tokens and never which samples they are of; PackedSeqParams reach each layer, also when it "
+         "is recomputed (megatron/core/transformer/transformer_block.py).",
+         exit="verl has routing replay for Megatron (0.6 and later has)",
+         bindings=("verl.models.mcore.model_forward:preprocess_packed_seqs",)),
+    _row("update.routing_replay", "wrap", "megatron.core.transformer.moe.moe_utils:topk_softmax_with_capacity",
+         "verl_patches.worker.routing_replay:replay_experts",
+         "The experts of a token in the update are those that the new weights choose, not those of the pass, or the "
+         "rollout, whose log-probs it is compared with. The function is the only place that selects "
+         "(megatron/core/transformer/moe/moe_utils.py:478).",
+         exit="megatron-core replays recorded experts (RouterReplay of later versions)", lines=_PYPI,
+         needs=("update.routing_samples",),
+         bindings=("megatron.core.transformer.moe.router:topk_softmax_with_capacity",)),
+    _a3("update.routing_replay_mindspeed", "wrap",
+        "mindspeed_llm.core.transformer.moe.moe_utils:topk_softmax_with_capacity",
+        "verl_patches.worker.routing_replay:replay_experts",
+        "As update.routing_replay; MindSpeed-LLM has a selection of its own "
+        "(mindspeed_llm/core/transformer/moe/moe_utils.py:76).",
+        exit="MindSpeed-LLM replays recorded experts", needs=("update.routing_samples",),
+        bindings=("mindspeed_llm.core.transformer.moe.router:topk_softmax_with_capacity",
+                  "mindspeed_llm.core:topk_softmax_with_capacity")),
     _row("update.tensor_cache", "override", f"{_MANAGER}.postprocess_data",
          "verl_patches.worker.sharding:RecipeShardingManager.postprocess_data",
          "Here a step's responses are on the device, and this rank's own, for the last time: verl sends all of it "

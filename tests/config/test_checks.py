@@ -392,6 +392,32 @@ def test_a_damaged_recording_is_refused(tmp_path, damage):
     assert re.search(words.get(damage, r"has 1 step\(s\), this run wants 3"), failed(TINY, override)["replay"])
 
 
+REPLAY, SKIP = "recipe.train.routing_replay", "recipe.train.skip_old_log_prob"
+ROWS_OFF = "recipe.patches=[-update.routing_replay,-rollout.keep_log_probs]"
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "words"),
+    [
+        (TINY, [f"{REPLAY}=R2"], None),
+        (TINY, [f"{REPLAY}=R3", f"{REPLAY}_control_every=2"], None),
+        (TINY, [f"{REPLAY}=R3", f"{SKIP}=true"], None),
+        (LARGE, [f"{REPLAY}=R2", f"{SKIP}=false"], None),
+        (LARGE, [f"{REPLAY}=R2", f"{SKIP}=true"], "R2, but .*skip_old_log_prob leaves out the pass that records"),
+        (LARGE, [f"{REPLAY}=R3"], "on line pypi, platform cpu only, found a3, npu: .*V1; use R2"),
+        (RANDOM, [f"{REPLAY}=R2", f"{SKIP}=false"], "balanced_routing ignores the router"),
+        (TINY, [f"{REPLAY}=R1"], "R1, but expected null, R2 or R3"),
+        (TINY, [f"{REPLAY}=R3", "recipe.logprob_check.every=2"], "every samples sequences whose experts are not rec"),
+        (TINY, [f"{REPLAY}=R3", ROWS_OFF], "keep_log_probs is off"),
+        (TINY, [f"{REPLAY}=R2", ROWS_OFF], "row update.routing_replay is off; remove -update.routing_replay"),
+        (TINY, [f"{REPLAY}=R2", f"{REPLAY}_control_every=2"], "control_every is 2: it acts on R3's pass"),
+    ],
+)
+def test_routing_replay_is_refused_where_it_would_not_act(name, overrides, words):
+    found = failed(name, *overrides).get("routing replay")
+    assert found is None if words is None else re.search(words, found), found
+
+
 def test_layouts_are_read_from_where_verl_reads_them():
     config = compose(LARGE)
     assert str(train_layout_of(config)) == "tp4 pp8 ep32 etp1 @256 layers=7,7,8,8,8,8,8,7"

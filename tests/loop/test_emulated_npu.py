@@ -21,6 +21,7 @@ AS_IN_PRODUCTION = (
     "recipe.memory.ledger=strict",
 )
 REBALANCE = ("recipe.rollout.rebalance_every=3", hook("move_requests"))
+REPLAY = "recipe.train.routing_replay=R2"
 MC2 = {"npu_moe_distribute_dispatch", "npu_moe_distribute_combine"}
 
 
@@ -55,7 +56,7 @@ def test_every_row_is_active_and_the_engine_is_that_of_vllm_ascend(emulated):
 @pytest.mark.parametrize(
     ("layout", "ranks", "graphs"),
     [
-        ("pp2", ("--rollout-tp", "2"), (*GRAPHS, "vllm_sleep_mode=false")),
+        ("pp2", ("--rollout-tp", "2", REPLAY), (*GRAPHS, "vllm_sleep_mode=false")),
         ("tp2ep2", ("--rollout-tp", "2", "--rollout-dp", "2", *AS_IN_PRODUCTION, *REBALANCE), MULTISTREAM),
     ],
 )
@@ -72,6 +73,8 @@ def test_layouts_and_graphs_change_no_step(emulated, layout, ranks, graphs):
         assert all("log_prob" not in s["seconds"] and s["tensor_cache"]["received_bytes"] > 0 for s in run.steps)
         assert all(s["memory"]["violations"]["count"] == 0 and s["offload"]["copies_per_byte"] == 1 for s in run.steps)
         assert all(step["rebalance"]["requests"] > 0 and step["rebalance"]["bytes"] > 0 for step in run.steps)
+    if REPLAY in ranks:  # one mini batch: the update has the weights of the pass that recorded
+        assert all(step["routing_replay"]["agreement"] == 1 for step in run.steps)
     for step, expected in zip(run.steps, first.steps, strict=True):
         assert step["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
         assert step["reward"] == expected["reward"]

@@ -13,6 +13,9 @@ ACTOR = "actor_rollout_ref.actor"
 DYNAMIC = f"{ACTOR}.use_dynamic_bsz=true"
 
 
+REPLAY = "recipe.train.routing_replay="
+
+
 def budget(tokens):
     """For the update, log-probs and reference: verl derives the others from the actor's."""
     return f"{ACTOR}.ppo_max_token_len_per_gpu={tokens}"
@@ -32,10 +35,12 @@ def test_in_arrival_order_the_steps_are_those_of_verl(smoke):
     A sample has 144 tokens at most, so verl packs some micro batches of two samples and some of one.
     """
     more = [f"{ACTOR}.ppo_mini_batch_size=2", f"{ACTOR}.ppo_epochs=2", "trainer.test_freq=1", "trainer.critic_warmup=2"]
-    more += [DYNAMIC, budget(144), "data.max_prompt_length=128", "--rollout-tp", "2", hook("end_early")]
+    more += [DYNAMIC, budget(144), "data.max_prompt_length=128", "--rollout-tp", "2", hook("end_early"), f"{REPLAY}R2"]
     plain, cached = (smoke("--steps", "2", ARRIVAL, SEED, *more, *on) for on in ([], [ON]))
     assert_same_steps(cached, plain)
     assert cached.steps[0]["grad_norm"] is None and cached.steps[1]["grad_norm"] > 0
+    for run in (cached, plain):  # later mini batches have other weights than the pass whose experts they select
+        assert run.steps[0]["routing_replay"] is None and 0.5 < run.steps[1]["routing_replay"]["agreement"] < 1
     recorded = load_file(cached.folder / "rollouts" / "step_2.safetensors")
     assert len(set(recorded["attention_mask"][:, -recorded["responses"].shape[1] :].sum(1).tolist())) > 1
     assert "was not closed" not in cached.log
@@ -43,18 +48,19 @@ def test_in_arrival_order_the_steps_are_those_of_verl(smoke):
 
 def test_balanced_and_packed_steps_are_the_same_but_for_rounding(smoke):
     """Row update.micro_batches_as_planned. Responses are equally long and each micro batch has two of a replica's four
-    samples, as without: a token weighs the same.
+    samples, as without: a token weighs the same. The rollout's experts are replayed: near ties do not matter.
     """
-    cached, plain = smoke(ON, DYNAMIC, budget(272)), smoke()
+    cached, plain = smoke(ON, DYNAMIC, budget(272), f"{REPLAY}R3"), smoke()
     for step, other in zip(cached.steps, plain.steps, strict=True):
         assert step["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
         assert step["logprob_delta"]["mean"] < 1e-5
         assert 1 <= step["tensor_cache"]["balance"] < 1.1
+        assert step["routing_replay"]["agreement"] > 0.999 and other["routing_replay"] is None
     assert "global_seqlen/" not in cached.log and "global_seqlen/" in plain.log
 
 
 @pytest.mark.upstream
 def test_line_a3(a3):
-    more = ["algorithm.adv_estimator=remax", "algorithm.use_kl_in_reward=true"]
+    more = ["algorithm.adv_estimator=remax", "algorithm.use_kl_in_reward=true", f"{REPLAY}R2"]
     plain, cached = (a3("--steps", "2", ARRIVAL, SEED, *more, *on) for on in ([], [ON]))
     assert_same_steps(cached, plain)

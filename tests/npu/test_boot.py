@@ -50,6 +50,7 @@ WAITING = {
         "rollout.dp_place", "rollout.ascend_decode_kv", "rollout.ascend_expert_groups", "rollout.ascend_fp32_router",
         "rollout.ascend_multistream_mla", "rollout.ascend_top_k_top_p", "rollout.engine", "rollout.keep_log_probs",
         "rollout.llm_arguments", "rollout.rebalance", "rollout.rebalance_end", "update.tensor_cache",
+        "update.routing_replay_mindspeed", "update.routing_samples",
     },
     "worker": {
         "checkpoint.load", "checkpoint.save", "logprob.truth_check", "update.fit_as_run", "update.log_with_run",

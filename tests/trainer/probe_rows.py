@@ -106,7 +106,8 @@ class Upstream:
 
 def worker(**recipe):
     """A worker of ours over `Upstream`; the rows that are on in this process say what it does."""
-    train = {"skip_old_log_prob": False, "swap_optimizer": False, "swap_optimizer_times": 3}
+    train = {"skip_old_log_prob": False, "routing_replay": None, "swap_optimizer": False, "swap_optimizer_times": 3}
+    train |= recipe.pop("train", {})
     settings = {"line": "pypi", "platform": "cpu", "dtype": "fp32", "memory": {"ledger": "off"}, "train": train}
     settings |= {"weight_sync": {"enabled": True}, **recipe}
     side = {"megatron": {"param_offload": True, "optimizer_offload": True}}
@@ -115,7 +116,7 @@ def worker(**recipe):
 
 
 def worker_swaps_the_optimizer():
-    swapped, made = [], worker(train={"skip_old_log_prob": False, "swap_optimizer": True, "swap_optimizer_times": 3})
+    swapped, made = [], worker(train={"swap_optimizer": True})
     made.memory.built = lambda *built: None
     with mock.patch.object(recipe_worker, "swap_optimizer", lambda *arguments, look: swapped.append(arguments)):
         made._build_model_optimizer()
@@ -197,7 +198,7 @@ def resharder_takes_the_place_of_verls_path():
 
 
 def update_goes_by_its_own_log_probs():
-    train, off = {"skip_old_log_prob": True, "swap_optimizer": False}, {"rollout_is": None, "rollout_rs": None}
+    train, off = {"skip_old_log_prob": True}, {"rollout_is": None, "rollout_rs": None}
     made, batch = worker(train=train, rollout_correction=off), {"advantages": torch.ones(1, 2)}
     with mock.patch.object(on_policy_update, "is_metrics_rank", lambda: False):
         made.update_actor(SimpleNamespace(batch=batch))

@@ -37,6 +37,11 @@ class Train:
     is 1 (MindSpeed's moe_tp_extend_ep).
     skip_old_log_prob: the update uses its own log-probs as the old ones, and the actor's separate pass for them is
     left out. Refused unless the update is one mini batch and one epoch (trainer/on_policy.py).
+    routing_replay: R2 records the routed experts of every token in the actor's pass for old log-probs, and the update
+    selects them again, whatever its weights have become. R3 records them in the rollout, and both passes of the actor
+    select them again; on line pypi, platform cpu. null: each pass routes by itself (worker/routing_replay.py).
+    routing_replay_control_every: with R3, in steps 1, N+1, 2N+1, ... the pass for old log-probs is also run without
+    replay, and the step table shows that |dlogp| too; null: never.
     swap_optimizer: keep optimizer states on the host and bring them to the device in pieces of whole tensors during
     the update (memory/swap_optimizer.py; on line a3 MindSpeed's own).
     swap_optimizer_times: a piece holds at most 1/swap_optimizer_times of the states, or one tensor.
@@ -62,6 +67,8 @@ class Train:
     layers_per_stage: list[Count] | None = None
     expert_split: str = _choice("etp", "etp", "tp_extend_ep")
     skip_old_log_prob: bool = False
+    routing_replay: str | None = None
+    routing_replay_control_every: Count | None = None
     swap_optimizer: bool = False
     swap_optimizer_times: Count = 16
     grouped_gemm: bool = True

@@ -36,6 +36,7 @@ PHASES = ("rollout", "reshard", "offload", "reward", "log_prob", "ref", "update"
 SYNC_COLUMNS = ("sync MB", "sync calls", "extra MB")
 DISPATCH_COLUMNS = ("sent MB", "skew s")
 WIDE = (*(f"{phase} s" for phase in PHASES), *SYNC_COLUMNS, "held MB", *DISPATCH_COLUMNS)
+REPLAY_COLUMNS = ("agreement", "no replay")  # with recipe.train.routing_replay
 DEAD_SHOWN = 16  # dead workers that an error names
 CALLS = {
     "generate_sequences": "reshard, rollout",
@@ -177,7 +178,10 @@ class Run:
             "offload": offload_of_step([report["moves"] for report in reports]),
             "dispatch": None,
             "rebalance": rebalance_of_step([report["rebalance"] for report in reports]),
+            "routing_replay": replay_of_step([report["routing_replay"] for report in reports]),
         }
+        if found["routing_replay"]:
+            metrics = {**metrics, "recipe/routing_agreement": found["routing_replay"]["agreement"]}
         if self.group.cache is not None:
             metrics = self.group.cache.without_verls_partition(metrics)
         if engine.is_on("dispatch.put_once"):
@@ -185,7 +189,9 @@ class Run:
         found |= self.group.end_step()
         self.summary.add_step(found)
         first = len(self.summary.data["steps"]) == 1  # of this process: a resumed run starts at another number
-        for prefix, columns in (("-", NARROW), ("+", WIDE)):
+        train = self.recipe.train
+        more = REPLAY_COLUMNS[: 2 if train.routing_replay_control_every else 1] if train.routing_replay else ()
+        for prefix, columns in (("-", (*NARROW, *more)), ("+", (*WIDE, *more))):
             for text in (*([header(columns)] if first else []), line(found, columns)):
                 self.progress.say(f"{prefix} {text}")
         if found["memory"] and (said := said_of(found["memory"]["violations"])):
@@ -219,6 +225,26 @@ def rebalance_of_step(counts: list[dict[str, float] | None]) -> dict[str, float]
     found = [each for each in counts if each is not None]
     sums = {name: sum(each[name] for each in found) for name in ("requests", "bytes")}
     return {**sums, "seconds": max(each["seconds"] for each in found)} if found else None
+
+
+def replay_of_step(counts: list[dict[str, Any] | None]) -> dict[str, Any] | None:
+    """Routing replay of all ranks; None where it is off, or nothing was replayed.
+
+    agreement: share of replayed experts that routers chose too; experts: number of them, each tensor-parallel rank that
+    sees a token counts it; bytes: recorded on the rank with the most; logprob_delta_without: what the truth check would
+    find without replay, None in steps without that pass.
+    """
+    found = [each for each in counts if each is not None]
+    experts = sum(each["of"] for each in found)
+    if not experts:
+        return None
+    control = rollout_correction.metrics(rollout_correction.merged(each["control"] for each in found))
+    return {
+        "agreement": sum(each["equal"] for each in found) / experts,
+        "experts": experts,
+        "bytes": max(each["bytes"] for each in found),
+        "logprob_delta_without": truth_check.logprob_delta(control),
+    }
 
 
 def _number(value: Any) -> float | None:
@@ -299,7 +325,8 @@ def _cells(step: dict[str, Any]) -> dict[str, str]:
 
     Of a weight sync: MB received by the busiest rank, collectives, MB of extra memory. held MB: peak of all memory
     groups of one rank; activations are in none of them. MB that the trainer serialised for its workers, and the largest
-    difference between two workers' starts of one call.
+    difference between two workers' starts of one call. Share of replayed experts that routers chose
+    too; |dlogp| without replay.
     """
     cells = {f"{phase} s": f"{step['seconds'].get(phase, 0.0):.3f}" for phase in PHASES}
     if sync := step["sync"]:
@@ -312,4 +339,8 @@ def _cells(step: dict[str, Any]) -> dict[str, str]:
         sent = (dispatch["put_bytes"] + dispatch["inline_bytes"]) / 1e6
         texts = f"{sent:.3f}", f"{dispatch['start_skew_s']['max']:.4f}"
         cells |= dict(zip(DISPATCH_COLUMNS, texts, strict=True))
+    if replay := step.get("routing_replay"):
+        without = replay["logprob_delta_without"]
+        texts = f"{replay['agreement']:.5f}", f"{without['mean']:.2e}" if without else "-"
+        cells |= dict(zip(REPLAY_COLUMNS, texts, strict=True))
     return cells

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from verl_patches.memory.ledger import Ledger
     from verl_patches.memory.scheduler import Scheduler
     from verl_patches.worker.on_policy_update import OnPolicyUpdate
+    from verl_patches.worker.routing_replay import RoutingReplay
     from verl_patches.worker.tensor_cache_stages import CachedBatch, PlannedSplits
 
 
@@ -22,16 +23,18 @@ class WorkerContext:
 
     `scheduler`: moves memory; None with row memory.order off, where verl's worker moves it. `ledger`: checks memory;
     None with recipe.memory.ledger=off. `batch`: tensors that stay here between stages; None before the first stage, or
-    without recipe.tensor_cache. `update`: the on-policy update in progress. `splits`: the planned micro batches of the
-    stage in progress. `weight_reads`: how often this process has read the model's folder. `reference_weights`: that
-    folder and the model chunks of the reference, once it has read it (worker/weight_loading.py). `weights_move`: the
-    rollout engine's weights have other addresses after each sleep.
+    without recipe.tensor_cache. `update`: the on-policy update in progress. `routing`: the routing replay whose pass is
+    in progress. `splits`: the planned micro batches of the stage in progress. `weight_reads`: how often this process
+    has read the model's folder. `reference_weights`: that folder and the model chunks of the reference, once it has
+    read it (worker/weight_loading.py). `weights_move`: the rollout engine's weights have other addresses after each
+    sleep.
     """
 
     scheduler: Scheduler | None = None
     ledger: Ledger | None = None
     batch: CachedBatch | None = None
     update: OnPolicyUpdate | None = None
+    routing: RoutingReplay | None = None
     splits: PlannedSplits | None = None
     weight_reads: int = 0
     reference_weights: tuple[str, Sequence[torch.nn.Module]] | None = None

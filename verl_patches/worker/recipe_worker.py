@@ -19,7 +19,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch.distributed as dist
@@ -27,6 +27,7 @@ from verl.single_controller.base.decorator import Dispatch, register
 
 from verl_patches.layout.parallel import rollout_layout_in, train_layout_in
 from verl_patches.memory import counters
+from verl_patches.memory.measure import vllm_worker
 from verl_patches.memory.swap_optimizer import swap_optimizer
 from verl_patches.model.megatron import DTYPES
 from verl_patches.patching import engine
@@ -34,11 +35,13 @@ from verl_patches.patching.engine import is_on
 from verl_patches.platform.npu_emulated import coverage
 from verl_patches.reshard.weight_sync import Settings
 from verl_patches.rollout.rebalance_engine import Rebalancer
+from verl_patches.rollout.routing_record import RoutingRecorder
 from verl_patches.trainer.worker_starts import take_starts
 from verl_patches.worker.checkpoint import WorkerCheckpoint
 from verl_patches.worker.context import context
 from verl_patches.worker.memory import WorkerMemory, device_type
 from verl_patches.worker.on_policy_update import OnPolicyUpdate
+from verl_patches.worker.routing_replay import RoutingReplay
 from verl_patches.worker.sharding import RecipeShardingManager
 from verl_patches.worker.tensor_cache_stages import CachedBatch
 
@@ -50,6 +53,7 @@ class RecipeWorker:
     log_prob_moments: Mapping[str, Any] | None = None
     checkpoint: WorkerCheckpoint | None = None
     rebalancer: Rebalancer | None = None
+    routing: RoutingReplay | None = None
 
     def __init__(self, config: Any, role: str) -> None:
         if is_on("update.engine_start"):
@@ -81,6 +85,8 @@ class RecipeWorker:
         chunks, optimizer = built[0], built[1] if self._is_actor else None
         if optimizer is not None and self.recipe.train.swap_optimizer and is_on("memory.swap_optimizer"):
             swap_optimizer(optimizer, self.recipe.train.swap_optimizer_times, look=context().look)
+        if optimizer is not None and self.recipe.train.routing_replay and is_on("update.routing_samples"):
+            self.routing = RoutingReplay(chunks)
         self.memory.built(chunks, optimizer)
         return built
 
@@ -88,6 +94,8 @@ class RecipeWorker:
         rollout, manager = super()._build_rollout(*args, **kwargs)
         if self.recipe is not None and self.recipe.rollout.rebalance_every and is_on("rollout.rebalance"):
             self.rebalancer = Rebalancer(rollout.inference_engine.llm_engine, self.recipe.rollout.rebalance_every)
+        if self.recipe is not None and self.recipe.train.routing_replay == "R3":
+            rollout.routing_recorder = RoutingRecorder(vllm_worker(rollout.inference_engine).model_runner)
         if self.recipe is not None and isinstance(manager, RecipeShardingManager):
             recipe, world = self.recipe, dist.get_world_size()
             layouts = (layout(self.config, recipe, world) for layout in (train_layout_in, rollout_layout_in))
@@ -117,8 +125,8 @@ class RecipeWorker:
 
     @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO)
     def compute_log_prob(self, data: Any) -> Any:
-        """verl's, in phase old_log_prob."""
-        with context().phase("old_log_prob"):
+        """verl's, in phase old_log_prob; recipe.train.routing_replay records (R2) or replays (R3) routed experts."""
+        with context().phase("old_log_prob"), self._routing_of_log_probs(data):
             return super().compute_log_prob(data)
 
     @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO)
@@ -133,13 +141,27 @@ class RecipeWorker:
         on_policy = OnPolicyUpdate.of(self.recipe) if self.recipe is not None and is_on("update.on_policy") else None
         if self.checkpoint is not None:
             self.checkpoint.wait()  # what is being written must not change
-        with context().phase("update"):
+        with context().phase("update"), self._routing_of_update(data):
             if on_policy is None:
                 return super().update_actor(data)
             with on_policy.around(data.batch):
                 output = super().update_actor(data)
         self.log_prob_moments = on_policy.moments()
         return output
+
+    def _routing_of_log_probs(self, data: Any) -> AbstractContextManager[None]:
+        if self.routing is None:
+            return nullcontext()
+        if self.recipe.train.routing_replay == "R2":
+            return self.routing.recording()
+        self.routing.take_column(data.batch)
+        return self.routing.replaying_log_probs(self.actor, self.recipe.train.routing_replay_control_every)
+
+    def _routing_of_update(self, data: Any) -> AbstractContextManager[None]:
+        if self.routing is None:
+            return nullcontext()
+        self.routing.take_column(data.batch)
+        return self.routing.replaying()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def run_stage(self, stage: str, step: int, payload: Mapping[str, Any] | None = None) -> Any:
@@ -186,8 +208,8 @@ class RecipeWorker:
         seconds: {phase: s}; sync: one dict per weight sync; log_prob_moments: of the last update, None on ranks that do
         not report; memory: the ledger's records, None without one; moves: between host and device; starts: (method,
         seconds since the epoch) of the trainer's calls; emulated: what was reached since the process started, None
-        with a device (platform/npu_emulated/coverage.py). rebalance: what Rebalancer.take_counts gives, None where
-        it is off.
+        with a device (platform/npu_emulated/coverage.py). rebalance, routing_replay: what Rebalancer.take_counts and
+        RoutingReplay.end_step give, None where it is off.
         """
         if self.checkpoint is not None:
             self.checkpoint.check()
@@ -200,6 +222,7 @@ class RecipeWorker:
             "memory": {"rank": ledger.rank, **ledger.take()} if ledger else None,
             "moves": counters.take_moves(),
             "starts": take_starts(),
+            "routing_replay": self.routing.end_step() if self.routing is not None else None,
             "rebalance": self.rebalancer.take_counts() if self.rebalancer is not None else None,
             "emulated": coverage.reached() if self.recipe.platform == "npu_emulated" else None,
         }
