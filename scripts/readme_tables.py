@@ -2,8 +2,8 @@
 
     python scripts/readme_tables.py [--write]     exits 1 where a table is stale
 
-`pins` comes from configs/upstream.yaml (five rows of it in the READMEs), `patches` from the catalogue and `recipe` from
-the docstrings of verl_patches/config/recipe.py.
+`pins` comes from configs/upstream.yaml (five rows of it in the READMEs), `patches` from the catalogue, `recipe` from
+the docstrings of verl_patches/config/recipe.py and `checks` from the rows of verl_patches/launch/doctor.py.
 """
 
 from __future__ import annotations
@@ -20,13 +20,15 @@ sys.path.insert(0, str(ROOT))
 
 from verl_patches.catalog import ROWS  # noqa: E402
 from verl_patches.config.recipe import Recipe  # noqa: E402
+from verl_patches.launch.doctor import ACROSS, NODE_ROWS  # noqa: E402
 from verl_patches.patching.report import markdown_table  # noqa: E402
 from verl_patches.upstream.pins import Line, Pins, load_pins  # noqa: E402
 from verl_patches.values import value_words  # noqa: E402
 
 READMES = {"README.md": "en", "README_zh.md": "zh"}
 PINS, PATCHES, RECIPE = "docs/upstream-pins.md", "docs/patches.md", "docs/configuration.md"
-FILES = (*READMES, PINS, PATCHES, RECIPE)
+CHECKS = "docs/doctor.md"
+FILES = (*READMES, PINS, PATCHES, RECIPE, CHECKS)
 WORDS = {
     "en": {
         "engine": "vLLM's engine",
@@ -125,6 +127,16 @@ def _key_row(schema: type, prefix: str, item: Field, meaning: str) -> str:
     return f"| `{prefix}.{item.name}` | `{shown}` | {values} | {meaning} |"
 
 
+def checks_table() -> str:
+    """One row a check of `doctor`."""
+    text = ["| check | where | how it is found | expected | otherwise | what to do |", "|---" * 6 + "|"]
+    for row in (*NODE_ROWS, *ACROSS):
+        where = {"node": "each node", "across": "all nodes"}[row.scope]
+        cells = row.name, where, row.how, row.expected or "what the plan needs", row.severity, row.todo
+        text.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(text) + "\n"
+
+
 def with_table(text: str, name: str, table: str) -> str:
     """`text` with `table` between its markers; ValueError if it has not exactly one pair of them."""
     begin, end = f"<!-- {name}:begin -->\n", f"<!-- {name}:end -->"
@@ -140,6 +152,8 @@ def _table_of(name: str) -> tuple[str, str]:
         return "pins", pins_table(load_pins(), READMES[name], IN_README)
     if name == PINS:
         return "pins", pins_table(load_pins(), "en")
+    if name == CHECKS:
+        return "checks", checks_table()
     return ("patches", markdown_table(ROWS)) if name == PATCHES else ("recipe", recipe_tables())
 
 

@@ -3,10 +3,10 @@
     python tests/benchmarks/weights.py [--only convert|plan|save|runs] [--pairs 3] [--mib 512] [--folder DIR]
 
 convert: a model of 1.4 GB in bf16 is made in DIR (a temporary folder by default; it decides which disk is measured)
-and converted in fresh processes, from FP8 and bf16 to shards of a layout and back to bf16 and FP8. Its peer, a plain
-copy, reads as many bytes of the same files and writes as many bytes, in blocks of 16 MB and with fsync, in turns with
-the conversions; both find the files in the page cache. Beside it: what a conversion that did nothing but the sha256 of
-the bytes to write would reach, on all cores and without any file.
+and converted, from FP8 and bf16 to shards of a layout and back to bf16 and FP8, each case in a process of its own. Its
+peer, a plain copy, reads as many bytes of the same files and writes as many bytes, in blocks of 16 MB and with fsync,
+in turns with the conversions and in the same process; both find the files in the page cache. Beside it: what a
+conversion that did nothing but the sha256 of the bytes to write would reach, on all cores and without any file.
 plan: 671B in FP8 for 16 nodes.
 save: `mib` MiB of one rank's state, the best of some turns; peers: a plain copy of the same tensors, torch.save and
 fsync.
@@ -86,6 +86,18 @@ def case(folder: Path, source: str, target: str, dtype: str, layout: str | None)
     return {"seconds": seconds, "cpu": cpu, "moved": moved, "least": least, "read": done.read_bytes, "peak": peak}
 
 
+def turn(folder: Path, source: str, target: str, dtype: str, layout: str | None) -> dict[str, Any]:
+    """`case`, and then seconds of its peers: the plain copy, and the sha256 of the bytes that it writes."""
+    shutil.rmtree(folder / target, ignore_errors=True)
+    os.sync()
+    run = case(folder, source, target, dtype, layout)
+    os.sync()
+    write = run["least"] - run["read"]
+    copy, cpu = plain_copy(folder / source, folder / "copy", run["read"], write)
+    print(target, round(run["seconds"], 2), round(copy, 2), file=sys.stderr)
+    return run | {"copy": copy, "copy_cpu": cpu, "sha256": sha256_seconds(write)}
+
+
 def calls_bytes() -> int:
     """Bytes that this process has read and written, by the kernel's count of its calls."""
     counts = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
@@ -130,18 +142,10 @@ def sha256_seconds(size: int) -> float:
 def conversions(folder: Path, pairs: int) -> Iterator[dict[str, Any]]:
     """Bytes, rate and memory of each case."""
     layer = make_sources(folder)
-    for name, (source, target, *_) in CASES.items():
-        runs, copies, hashes = [], [], []
-        for pair in range(pairs):
-            shutil.rmtree(folder / target, ignore_errors=True)
-            os.sync()
-            runs.append(json.loads(run_python(__file__, "--folder", folder, "--case", name)))
-            os.sync()
-            read = runs[0]["read"]
-            seconds, copy_cpu = plain_copy(folder / source, folder / "copy", read, runs[0]["least"] - read)
-            copies.append(seconds)
-            hashes.append(sha256_seconds(runs[0]["least"] - read))
-            print(name, pair, *(round(t, 2) for t in (runs[-1]["seconds"], copies[-1], hashes[-1])), file=sys.stderr)
+    for name in CASES:
+        text = run_python(__file__, "--folder", folder, "--case", name, "--pairs", str(pairs))
+        runs = json.loads(text)
+        copies, hashes = [run["copy"] for run in runs], [run["sha256"] for run in runs]
         run = runs[0]
         yield figure(
             f"{name}: bytes read + written / least possible", round(run["moved"] / run["least"], 5), "", BYTES_BOUND
@@ -150,7 +154,11 @@ def conversions(folder: Path, pairs: int) -> Iterator[dict[str, Any]]:
         ours = round(run["least"] / statistics.median(run["seconds"] for run in runs) / 1e6)
         peer = round(run["least"] / statistics.median(copies) / 1e6)
         sha256 = statistics.median(copy / seconds for seconds, copy in zip(hashes, copies, strict=True))
-        peers = {"copy, MB/s": peer, "copy, cpu_s": round(copy_cpu, 2), "sha256 alone / plain copy": round(sha256, 3)}
+        peers = {
+            "copy, MB/s": peer,
+            "copy, cpu_s": round(run["copy_cpu"], 2),
+            "sha256 alone / plain copy": round(sha256, 3),
+        }
         cpu = round(statistics.median(run["cpu"] for run in runs), 2)
         more = {"MB/s": ours, "cpu_s": cpu, "fine": ratio >= RATE_BOUND}
         yield figure(f"{name}: rate / plain copy (at least)", round(ratio, 3), "", RATE_BOUND, peers, **more)
@@ -264,7 +272,7 @@ def main() -> int:
     parser.add_argument("--case", choices=CASES, help="run one conversion; used for the child processes")
     given = parser.parse_args()
     if given.case:
-        print(json.dumps(case(given.folder, *CASES[given.case])))
+        print(json.dumps([turn(given.folder, *CASES[given.case]) for _ in range(given.pairs)]))
         return 0
     lines = []
     for name in [given.only] if given.only else parts:

@@ -20,7 +20,7 @@ def test_a_dry_run_prints_the_same_as_plan():
     assert done.exit_code == dry.exit_code == 0 and done.stdout == dry.stdout
     plan = json.loads(done.stdout)
     assert plan["ok"] and plan["remedies"] == [] and plan["step"] is None
-    assert {"checks", "memory", "traffic", "host", "ports", "environment", "commands"} <= set(plan)
+    assert {"checks", "memory", "traffic", "ports", "environment", "commands"} <= set(plan)
 
 
 def test_tables_of_a_node_say_that_they_are_modelled():
@@ -28,7 +28,7 @@ def test_tables_of_a_node_say_that_they_are_modelled():
     assert done.exit_code == 0, done.output
     for words in ("step (modelled, not measured)", "prompts of 100.0", "DP syncs over gloo", "decode step, batch 64"):
         assert words in done.stdout, done.stdout
-    assert "traffic and hosts (modelled)" in done.stdout and "61000 to 61143" in done.stdout
+    assert "traffic (modelled) and ports" in done.stdout and "61000 to 61143" in done.stdout
 
 
 def test_a_refused_plan_ends_with_1_and_offers_what_holds():

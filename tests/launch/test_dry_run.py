@@ -92,7 +92,12 @@ def test_nothing_is_started_or_written_and_overrides_pass_through(tmp_path, plan
             "engine arguments: actor.megatron.sequence_parallel is False: without it MindSpeed-LLM's MLA loses",
         ),
         ("recipe.foo=1", 2, "unknown key recipe.foo"),
-        ("actor_rollout_ref.actor.entropy_coeff=0.01", 1, "entropy_coeff is 0.01, line a3 supports 0 only"),
+        ("actor_rollout_ref.rollout.mode=async", 1, "mode is async, line a3 supports sync only"),
+        (
+            "actor_rollout_ref.rollout.gpu_memory_utilization=0.97",
+            1,
+            "memory: modelled: wake_kv, rollout: die 0 needs 67.63 GB of 65.79; largest: rollout_weights 31.94",
+        ),
     ],
 )
 def test_the_scripts_keep_the_exit_code_and_name_the_fault(override, code, message):

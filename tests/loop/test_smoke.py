@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import socket
+import statistics
 import subprocess
 import sys
 import time
@@ -16,6 +17,7 @@ from loop_runs import ROOT, STREAMS, assert_weights_arrive, smoke_command
 
 from verl_patches.catalog import NO_BUILD, ROWS  # NO_BUILD: off where flash_attn is installed, or never imported
 from verl_patches.evaluation.plots import draw_memory, plot_run
+from verl_patches.evaluation.report import figures
 
 pytestmark = pytest.mark.slow
 PHASES = {"rollout", "reward", "ref", "update", "reshard", "offload"}
@@ -39,6 +41,10 @@ def test_three_steps_leave_a_complete_record(smoke, tmp_path):
     for draw, name in ((plot_run, "training.png"), (draw_memory, "memory.png")):  # tests/evaluation/test_plots.py
         assert (run.folder / name).read_bytes() == draw(summary, tmp_path / name).read_bytes()
     assert any((run.folder / "tensorboard").rglob("events.out.tfevents*"))
+    metrics = [json.loads(text) for text in (run.folder / "metrics.jsonl").read_text().splitlines()]
+    rate = {figure.name: figure.value for figure in figures(summary)}["tokens/s/rank"]
+    assert [line["step"] for line in metrics] == [1, 2, 3]
+    assert rate == pytest.approx(statistics.median(line["perf/throughput"] for line in metrics[1:]), rel=1e-3)
 
 
 def test_weights_are_right_and_every_process_proved_the_rows_of_its_line(line, start):

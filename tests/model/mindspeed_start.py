@@ -58,6 +58,7 @@ def rows():
     """The rows of this line that a rank without verl's loop needs."""
     shared = [row for row in (*catalog.NO_BUILD, *cpu_rows.TORCH, *cpu_rows.VERL) if row.id not in _NOT_HERE]
     shared += [row for row in (*catalog.MODEL, *catalog.UPDATE) if row.id in _WORKER]
+    shared += catalog.LOG_PROB
     shared = [dataclasses.replace(row, lines=frozenset({"a3"})) for row in shared]
     return (*catalog.MINDSPEED, *cpu_rows.NPU, *shared)
 

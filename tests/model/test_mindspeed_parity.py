@@ -14,11 +14,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.upstream]
 
 @pytest.fixture(scope="session")
 def run_a3(a3_sources, reference, run_ranks):
-    """run_a3(job, ranks, sizes, dtype): what the function of mindspeed_job.py returns on every rank."""
+    """run_a3(job, ranks, sizes, dtype, off): what the function of mindspeed_job.py returns on every rank."""
     sources = a3_sources()
-    env = {"VERL_PATCHES": "line=a3,platform=cpu", "PYTHONPATH": os.pathsep.join(map(str, sources))}
+    path = os.pathsep.join(map(str, sources))
 
-    def run(job: str, ranks: int, sizes: dict, dtype: str = "fp32") -> list:
+    def run(job: str, ranks: int, sizes: dict, dtype: str = "fp32", off: str = "") -> list:
+        env = {"VERL_PATCHES": f"line=a3,platform=cpu{off}", "PYTHONPATH": path}
         config = engine_config(reference["folder"] / "model", sources[0], ranks, sizes, dtype)
         arguments = (reference["folder"], config) if job == "worker_job" else (reference["folder"],)
         call = f"tests.model.mindspeed_job:{job}", config, *arguments
@@ -111,6 +112,20 @@ def test_an_update_changes_what_the_next_one_sees(one_rank):
     first, second = _grad_norms(one_rank)
     assert abs(first - second) > 0.1
     assert (one_rank["log_probs"][0] - one_rank["log_probs"][1]).abs().mean() > 0.01
+
+
+def test_updates_with_entropy_in_the_loss_are_equal_across_layouts_and_to_verls(run_a3, one_rank):
+    import torch
+
+    more = {"more": ["actor_rollout_ref.actor.entropy_coeff=0.1"]}
+    (alone,) = run_a3("worker_job", 1, more)
+    ranks, sizes = LAYOUTS["tp2_extends_ep"]
+    for found in run_a3("worker_job", ranks, {**sizes, **more}):
+        assert _grad_norms(found) == pytest.approx(_grad_norms(alone), rel=1e-5)
+    assert abs(_grad_norms(alone)[0] / _grad_norms(one_rank)[0] - 1) > 1e-3
+    (verls,) = run_a3("worker_job", 1, more, off=",-logprob.*in_chunks")
+    assert _grad_norms(verls) == pytest.approx(_grad_norms(alone), rel=1e-6)
+    assert torch.allclose(verls["log_probs"][0], alone["log_probs"][0], rtol=0, atol=1e-6)
 
 
 def test_recomputed_activations_give_the_same_update(run_a3, one_rank):

@@ -1,6 +1,6 @@
 import json
 
-from verl_patches.trainer.summary import Progress, Summary, phase_seconds, sync_of_step, versions
+from verl_patches.trainer.summary import Progress, Summary, phase_seconds, sync_of_step, tokens_of_step, versions
 
 
 def test_reshard_is_taken_out_of_the_rollout_it_lies_in():
@@ -19,6 +19,21 @@ def test_summary_is_whole_after_every_step(tmp_path):
     summary.add_step({"step": 3, "logprob_delta": None})
     assert summary.data["logprob_delta"]["max"] == 6e-7
     assert list(tmp_path.iterdir()) == [tmp_path / "summary.json"]
+
+
+def test_metrics_of_every_step_are_a_line_of_json_without_nan(tmp_path):
+    summary = Summary(tmp_path, {})
+    for step, value in ((1, 0.5), (2, float("nan"))):
+        summary.add_metrics(step, {"a/b": value, "count": 3, "text": "x"})
+    lines = [json.loads(text) for text in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert lines == [{"step": 1, "a/b": 0.5, "count": 3.0}, {"step": 2, "count": 3.0}]
+
+
+def test_tokens_are_verls_without_padding():
+    lengths = {"prompt_length/mean": 20.0, "response_length/mean": 60.0, "response_length/max": 64.0}
+    found = tokens_of_step({**lengths, "response_length/clip_ratio": 0.5, "perf/total_num_tokens": 640})
+    assert (found["total"], found["responses"], found["at_limit"]) == (640, 480, 0.5)
+    assert tokens_of_step(lengths) is None
 
 
 def test_syncs_of_a_step_are_added_up_and_the_busiest_rank_counts():

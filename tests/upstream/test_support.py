@@ -19,7 +19,6 @@ ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 ON = "grouped_gemm fused_rmsnorm fused_swiglu fused_rope fused_permute"
 OFF = "fused_linear_wgrad fused_expert_wgrad unpadded_attention alltoall_overlap grad_overlap param_overlap"
 OTHER = {  # another value than a neutral one, for every key of the pin file
-    f"{ACTOR}.entropy_coeff": "0.001",
     f"{ACTOR}.megatron.context_parallel_size": "2",
     f"{ACTOR}.megatron.virtual_pipeline_model_parallel_size": "2",
     f"{ACTOR}.optim.lr_warmup_steps": "10",

@@ -1,4 +1,4 @@
-"""The commands `config`, a composed configuration, and `reshard-plan`, the weight sync between two layouts."""
+"""The commands `config`, a composed configuration, `reshard-plan`, a weight sync, and `report`, of recorded runs."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_patches.cli.output import Json, print_json, table
 from verl_patches.cli.run import ConfigName, Overrides, Upstream, VerlPath
-from verl_patches.config.compose import CONFIGS_DIR, compose, hf_config_of
+from verl_patches.config.compose import CONFIGS_DIR, compose, hf_config_of, output_root
 from verl_patches.errors import ConfigError
+from verl_patches.evaluation import report
 from verl_patches.layout.inventory import build_inventory
 from verl_patches.layout.parallel import ParallelLayout, parse_layout
 from verl_patches.model.mindspeed.arguments import Setting
@@ -25,6 +26,9 @@ from verl_patches.upstream.checkouts import LINE, trees_of, verl_check
 GB = 1e9
 TRAIN_LIBRARIES, ROLLOUT_LIBRARIES = ("mindspeed", "megatron-local", "megatron-te"), ("vllm-ascend", "vllm")
 DEFAULT_MODEL = CONFIGS_DIR / "model" / "deepseekv3_671b.json"
+RUNS_HELP = (
+    "Folders of runs, or their names in outputs/ of this repository; the first is what others are compared with."
+)
 TRAIN_HELP = 'Training layout, such as "tp4 pp8 ep32 etp1 @256 layers=7,7,8,8,8,8,8,7".'
 EXPLAIN_HELP = "Print what each key becomes for MindSpeed (line a3)."
 TRAIN_LIBRARY_HELP = f"Whose sharding training has: {', '.join(TRAIN_LIBRARIES)}."
@@ -190,3 +194,38 @@ def _show_path(path: dict[str, Any]) -> None:
 
 def _few(ranks: list[int]) -> str:
     return ", ".join(map(str, ranks)) if len(ranks) <= 12 else f"{len(ranks)} ranks, {ranks[0]} to {ranks[-1]}"
+
+
+def report_command(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN [RUN ...]", help=RUNS_HELP)],
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="report.md; default: in the last RUN.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Figures of a recorded run, or of several side by side: a table, Markdown and, for several, a PNG."""
+    folders = [report.find_run(run, output_root()) for run in runs]
+    summaries = [report.read_run(folder) for folder in folders]
+    rows = report.compare(summaries)
+    path = output or folders[-1] / "report.md"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        pictures = _pictures(summaries, path)
+        path.write_text(report.markdown(summaries, pictures))
+    except OSError as error:
+        raise ConfigError(f"report: {path} cannot be written: {error}; give another file with --output") from error
+    if as_json:
+        known = [report.facts(summary) for summary in summaries]
+        print_json({"runs": known, "figures": rows, "report": str(path), "pictures": pictures})
+        return
+    names = [str(summary.get("run")) for summary in summaries]
+    ratio = ["ratio"] if len(names) > 1 else []
+    table(" and ".join(names), ("figure", "unit", *names, *ratio), report.texts(rows))
+    typer.echo(f"report: {path}")
+
+
+def _pictures(summaries: list[dict[str, Any]], path: Path) -> list[str]:
+    """Names of the pictures beside the report: of one run those that it made, of several the one that is drawn now."""
+    if len(summaries) == 1:
+        return [name for name in ("training.png", "memory.png") if (path.parent / name).is_file()]
+    from verl_patches.evaluation.plots import plot_runs
+
+    return [plot_runs(summaries, path.with_suffix(".png")).name]

@@ -85,8 +85,7 @@ def report_plan(
 ) -> NoReturn:
     """Print the plan of a run, for what is refused a change that mends it, and exit with 0, or 1 if a check failed."""
     plan = build_plan(config, config_name, overrides, ROWS, trees, workload)
-    rows = [row["id"] for row in plan["patches"] if row["on"]]
-    plan["remedies"] = remedies(config, rows, [Check(**check) for check in plan["checks"]])
+    plan["remedies"] = remedies(config, [Check(**check) for check in plan["checks"]])
     if as_json:
         print_json(plan)
     else:
@@ -115,11 +114,12 @@ def show_plan(plan: dict[str, Any], config: DictConfig) -> None:
             table(f"{side}: {plan[side]['layout']}", ("", "ranks"), _side_rows(plan[side]))
     if plan["memory"]:
         table(*memory_rows(plan["memory"]))
+        table(*other_memory_rows(plan["memory"]))
     if plan["step"]:
         table(*step_rows(plan["step"]))
         table(*calibration_rows(plan["step"]["calibration"]))
     if plan["traffic"]:
-        table("traffic and hosts (modelled)", ("", ""), _traffic_rows(plan))
+        table("traffic (modelled) and ports", ("", ""), _traffic_rows(plan))
     on = [(row["id"], row["kind"], row["target"], row["reason"]) for row in plan["patches"] if row["on"]]
     table(f"patches: {len(on)} of {len(plan['patches'])} rows on", ("id", "kind", "target", "why on"), on)
     rows = [(v["name"], v["value"], _SET_IN[v["where"]], v["reason"], v["read_by"]) for v in plan["environment"]]
@@ -206,10 +206,28 @@ def memory_rows(memory: dict[str, Any]) -> tuple[str, tuple[str, ...], list[tupl
     rows.append(("empty_cache", *(str(order["empty_cache_calls"]) for order in orders), "calls in a step"))
     same = "".join(f"; {order}: the same bytes" for order in equal)
     title = (
-        f"memory by phase (modelled): {unit} at the peak of the worst rank, without activations; "
-        f"this run follows {memory['followed']}{same}"
+        f"memory by phase (modelled): {unit} at the peak of the worst rank; this run follows {memory['followed']}{same}"
     )
     return title, ("phase", *(order["order"] for order in orders), f"memory groups, in {first['order']}"), rows
+
+
+def other_memory_rows(memory: dict[str, Any]) -> tuple[str, tuple[str, ...], list[tuple[str, ...]]]:
+    """(title, columns, rows) of a table: pinned host memory of a node, HCCL's communicators, what is not modelled."""
+    host, rows = memory["host"], []
+    parts = " ".join(f"{group} {size / 1e9:.2f}" for group, size in host["bytes"].items())
+    limit = "not compared: recipe.memory.host_gib is null"
+    if host["limit_bytes"] is not None:
+        limit = f"a node has {host['limit_bytes'] / 1e9:.2f}"
+        limit += " TOO MUCH" if host["node_bytes"] > host["limit_bytes"] else ""
+    rows.append(("pinned host memory of the fullest node", f"{host['node_bytes'] / 1e9:.2f}", f"{parts}; {limit}"))
+    for side in ("train", "rollout"):
+        held = [each for each in memory["communicators"] if each["side"] == side]
+        if held:
+            size = sum(2 * each["buffer_mib"] * 2**20 for each in held)
+            groups = " ".join(f"{each['group']}({each['ranks']}) 2x{each['buffer_mib']}MiB" for each in held)
+            rows.append((f"HCCL buffers of {side}", f"{size / 1e9:.2f}", groups))
+    rows.append(("not modelled", "-", "; ".join(memory["not_modelled"])))
+    return "memory beside the groups (modelled): GB", ("what", "GB", "parts"), rows
 
 
 def step_rows(step: dict[str, Any]) -> tuple[str, tuple[str, ...], list[tuple[str, ...]]]:
@@ -238,11 +256,10 @@ def calibration_rows(rows: Iterable[dict[str, Any]]) -> tuple[str, tuple[str, ..
 
 
 def _traffic_rows(plan: dict[str, Any]) -> list[tuple[str, str]]:
-    sync, dispatch, host = plan["traffic"]["weight_sync"], plan["traffic"]["dispatch_bytes"], plan["host"]
+    sync, dispatch = plan["traffic"]["weight_sync"], plan["traffic"]["dispatch_bytes"]
     busiest = f"{sync['received_bytes'] / 1e9:.2f} GB in, {sync['sent_bytes'] / 1e9:.2f} out, the busiest die of each"
     rows = [("weight sync", f"{busiest}; {sync['collectives']} collectives")]
     rows += [(f"dispatch of {name}", f"{size / 1e9:.3f} GB through the driver") for name, size in dispatch.items()]
-    rows.append(("host memory", f"{host['node_bytes'] / 1e9:.1f} GB on node {host['node']}: parameters and optimizer"))
     for name, (first, last) in (plan["ports"] or {}).items():
         rows.append((f"ports, {name}", f"{first} to {last}"))
     return rows

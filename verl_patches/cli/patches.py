@@ -12,7 +12,8 @@ import typer
 from verl_patches import catalog
 from verl_patches.cli.output import Json, print_json, table
 from verl_patches.config.compose import output_root
-from verl_patches.errors import ConfigError, RecipeError
+from verl_patches.errors import RecipeError
+from verl_patches.evaluation.report import find_run
 from verl_patches.patching import install_prelude
 from verl_patches.patching.engine import Engine
 from verl_patches.patching.install_prelude import PLACES
@@ -49,14 +50,7 @@ def status_command(
 
 def _show_run(run: Path, as_json: bool) -> NoReturn:
     """Print the states that a run recorded; exit code 1 where one is wrong."""
-    folders = run, output_root() / run
-    found = [folder for folder in folders if (folder / "summary.json").is_file()]
-    if not found:
-        raise ConfigError(
-            f"--run {run}: no summary.json in {' or '.join(str(folder.absolute()) for folder in folders)}; give the "
-            "folder of a run, or the name of one in outputs/ of this repository"
-        )
-    run = found[0]
+    run = find_run(run, output_root())
     record = json.loads((run / "summary.json").read_text())
     rows = count_by_process(record.get("patches", []))
     if not rows:

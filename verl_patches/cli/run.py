@@ -108,13 +108,7 @@ def train_command(
     require_platform(config.recipe.platform)
     require_verl(config.recipe.line, trees)
     dirty = refuse_modified(config, trees)
-    if config.recipe.ray_address is not None:
-        ray_cluster.check_nodes(config, ray_cluster.list_nodes(config.recipe.ray_address))
-    elif config.trainer.nnodes > 1:
-        raise ConfigError(
-            f"trainer.nnodes is {config.trainer.nnodes}, but recipe.ray_address is null, which starts a Ray on this "
-            "machine only; start Ray on the nodes (--dry-run prints the commands) and set recipe.ray_address=auto"
-        )
+    ray_cluster.require_nodes(config)
     _end_unless(check_files(config, must_exist=PATHS))
     off = _rows_off(config)
     with _progress(as_json, wide, off) as show:

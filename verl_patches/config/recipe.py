@@ -195,7 +195,7 @@ class RolloutCorrection:
 
 @dataclass
 class TensorCache:
-    """The tensor cache (experimental).
+    """The tensor cache, on in the 256-die configurations.
 
     enabled: keep what rollout, log-prob and reference produce on the workers, in the order of the update. The trainer
     receives lengths and unpadded ids, and returns advantages. With trainer.balance_batch the micro batches of all
@@ -208,12 +208,14 @@ class TensorCache:
 
 @dataclass
 class Memory:
-    """The memory ledger of every worker.
+    """The memory ledger of every worker, and what the memory plan is compared with.
 
+    host_gib: host memory of a node in GiB that workers may pin; the plan refuses to exceed it. null: not compared.
     ledger: compares what is on the device in each phase with the table in memory/schedule.py. report logs and records
     differences, strict stops the run at the first one, off compares nothing.
     """
 
+    host_gib: Count | None = None
     ledger: str = _choice("report", "off", "report", "strict")
 
 

@@ -1,4 +1,4 @@
-"""PNG plots: reward and seconds of a run, memory by phase, traffic of a reshard plan.
+"""PNG plots: reward and seconds of one run or of several, memory by phase, traffic of a reshard plan.
 
 Each picture is a Figure first, and a file then. matplotlib is imported inside functions: commands that draw nothing do
 not wait for it.
@@ -6,6 +6,7 @@ not wait for it.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -63,6 +64,34 @@ def run_figure(summary: dict[str, Any]) -> Figure:
     right.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
     for axes in (left, right):
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    return figure
+
+
+def plot_runs(summaries: Sequence[dict[str, Any]], path: Path) -> Path:
+    """`runs_figure` as a PNG; returns its path."""
+    runs_figure(summaries).savefig(path, dpi=100)
+    return path
+
+
+def runs_figure(summaries: Sequence[dict[str, Any]]) -> Figure:
+    """Reward by step (left) and median seconds per phase (right) of several runs; the first step is left out."""
+    figure = _figure(11, 4)
+    left, right = figure.subplots(1, 2)
+    names = [f"{number}: {summary['run']}" for number, summary in enumerate(summaries, 1)]
+    for name, summary in zip(names, summaries, strict=True):
+        steps = summary["steps"]
+        left.plot([s["step"] for s in steps], [s["reward"] for s in steps], marker="o", markersize=3, label=name)
+    left.set(title="mean reward", xlabel="step", ylabel="reward")
+    left.grid(alpha=0.3)
+    left.legend(fontsize=8)
+    below = [0.0] * len(summaries)
+    for phase in PHASES:
+        timed = [summary["steps"][1:] or summary["steps"] for summary in summaries]
+        seconds = [statistics.median(s["seconds"].get(phase, 0.0) for s in steps) for steps in timed]
+        right.bar(names, seconds, bottom=below, label=phase)
+        below = [a + b for a, b in zip(below, seconds, strict=True)]
+    right.set(title="median seconds per phase", ylabel="s")
+    right.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
     return figure
 
 

@@ -8,32 +8,22 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from omegaconf import DictConfig
 
 from verl_patches.config import environment
 from verl_patches.config.checks import Check, check_config
-from verl_patches.config.compose import hf_config_of, keys_of, model_shape_of, rollout_library
-from verl_patches.config.recipe import VLLM_DTYPES
+from verl_patches.config.compose import hf_config_of, keys_of, model_shape_of
+from verl_patches.launch.memory_advice import advice
+from verl_patches.launch.memory_plan import followed_peaks, memory_plan, pinned_bytes, states_bytes
 from verl_patches.launch.step_plan import Workload, step_sections
-from verl_patches.layout.inventory import ModelShape, build_inventory
 from verl_patches.layout.parallel import ParallelLayout, rollout_layout_of, train_layout_of
-from verl_patches.memory.expected import A3_DIE_BYTES, Setting, in_dtype, peaks
-from verl_patches.memory.schedule import (
-    SCHEDULE,
-    VERL,
-    Schedule,
-    direct_sync,
-    schedule_followed,
-    sleeps_by_vllm,
-    staying,
-    switches_of,
-)
 from verl_patches.model.mindspeed.arguments import explain
 from verl_patches.patching.spec import PatchSpec
+from verl_patches.platform import NO_DEVICE
 from verl_patches.upstream.checkouts import LINE, Trees, verl_check
 
 DRIVER_MODULE = "verl_patches.main_grpo"
@@ -58,7 +48,7 @@ def build_plan(
     """Everything a run of `config` would use, as JSON-ready data; `ok` is false if any check failed.
 
     `rows` is the catalogue. Keys: config, ok, checks, train, rollout (None where that layout cannot be built), memory
-    (`memory_plan`) and step_plan's step, traffic, host and ports (None without layouts), patches, environment,
+    (`memory_plan`) and step_plan's step, traffic and ports (None without layouts), patches, environment,
     commands. Ranks and groups are whole lists.
     Files named in `overrides` must exist here; those that only the config names may be on other machines. Raises
     ConfigError for switches that name no row.
@@ -91,14 +81,13 @@ def build_plan(
             "ranks": _ranks(layout, ("edp", "dp", "tp"), experts if ok["rollout experts"] else None, True),
         }
     patches = patch_table(config, rows)
-    sections = dict.fromkeys(("step", "traffic", "host", "ports"))
+    sections = dict.fromkeys(("step", "traffic", "ports"))
     if train and rollout and all(ok[name] for name in _SIZED):
         on = [row["id"] for row in patches if row["on"]]
         memory = memory_plan(config, model, on)
-        checks.append(memory_check(memory))
+        checks.append(_memory(memory, advice(config, model, on, memory)))
         if ok.get("weight sync", True):
-            setting = setting_of(config, train_layout_of(config).dp)
-            sections = step_sections(config, on, *schedule_of(config, on), setting, workload)
+            sections = step_sections(config, on, workload)
     return {
         "config": config_name,
         "ok": all(check.ok for check in checks),
@@ -117,6 +106,15 @@ def _verl(line: str, trees: Trees) -> Check:
     """A plan can be made over any verl; a start needs the line's own."""
     fits, said = verl_check(line, trees)
     return Check("verl", True, said if fits else f"a start is refused: {said}", note=not fits)
+
+
+def _memory(plan: dict[str, Any], todo: list[str]) -> Check:
+    """The memory plan as a check of the dry run; it does not refuse a start, as it is a model with assumptions."""
+    if todo:
+        return Check("memory", False, f"modelled: {'; '.join(todo)}")
+    if plan["hbm_bytes"] is None:
+        return Check("memory", True, "modelled, with no die to compare with on this platform")
+    return Check("memory", True, f"modelled: no phase needs more than the {plan['hbm_bytes'] / 1e9:.2f} GB of a die")
 
 
 def engine_checks(config: DictConfig) -> list[Check]:
@@ -177,89 +175,20 @@ def commands(config: DictConfig, config_name: str, overrides: Sequence[str], tre
     return [{"where": where, "command": command} for where, command in found]
 
 
-def memory_plan(config: DictConfig, model: ModelShape, rows: Collection[str]) -> dict[str, Any]:
-    """{modelled, hbm_bytes, followed, swapped, orders}: modelled bytes of the worst rank in every phase of a step.
+def peak_bytes(config: DictConfig, rows: Iterable[PatchSpec]) -> int:
+    """Modelled bytes of the worst rank at the peak of a step, in the order that the run follows."""
+    return followed_peaks(config, model_shape_of(config), _on(config, rows))["peak_bytes"]
 
-    `orders` holds memory.expected's `peaks` for our order of a step, for verl's on this line with verl's own weight
-    sync, and for the run's own order, which `followed` names; it depends on `rows`, the ids of the rows that are on.
-    `hbm_bytes` is that of an A3 die, None on other platforms, where the KV cache is not modelled. Activations, HCCL's
-    buffers and CANN's context are not counted. ConfigError where sizes do not divide.
+
+def host_bytes(config: DictConfig, rows: Iterable[PatchSpec]) -> int:
+    """Modelled bytes of model states in the host memory of the fullest node; ConfigError where sizes do not divide.
+
+    With dies what workers pin, without (platform cpu, npu_emulated) all states of training and rollout. Processes and
+    Ray's object store come on top.
     """
-    inventory = in_dtype(build_inventory(model), VLLM_DTYPES[config.recipe.dtype])
-    layouts = train_layout_of(config), rollout_layout_of(config)
-    followed, stays = schedule_of(config, rows)
-    recipe, direct, skip = config.recipe, direct_sync(rows), config.recipe.train.skip_old_log_prob
-    ours = setting_of(config, layouts[0].dp)
-    gathered = replace(ours, bucket_bytes=None)
-    compared = [
-        (order.without("old_log_prob") if skip else order, setting)
-        for order, setting in ((SCHEDULE, ours), (VERL[recipe.line], gathered))
-    ]
-    if followed.name not in (order.name for order, _ in compared):
-        compared.append((followed, ours if direct else gathered))
-    return {
-        "modelled": True,
-        "hbm_bytes": A3_DIE_BYTES if recipe.platform == "npu" else None,
-        "followed": followed.name,
-        "orders": [peaks(order, inventory, *layouts, setting, stays) for order, setting in compared],
-        "swapped": recipe.train.swap_optimizer,
-    }
+    of_node = states_bytes if config.recipe.platform in NO_DEVICE else pinned_bytes
+    return of_node(config, model_shape_of(config), _on(config, rows))
 
 
-def memory_check(memory: Mapping[str, Any]) -> Check:
-    """Whether the highest modelled peak of the order that the run follows fits on a die."""
-    order = next(order for order in memory["orders"] if order["order"] == memory["followed"])
-    highest, hbm = max(order["phases"], key=lambda phase: phase["peak_bytes"]), memory["hbm_bytes"]
-    found = f"{highest['peak_bytes'] / 1e9:.2f} GB at the peak, in {highest['phase']} on rank {highest['rank']}"
-    if hbm is None:
-        return Check("memory", True, f"{found}; not compared with a die on this platform")
-    if highest["peak_bytes"] <= hbm:
-        return Check("memory", True, f"{found}; a die has {hbm / 1e9:.2f} (modelled)")
-    largest = max(highest["bytes"], key=highest["bytes"].get)
-    held = f"the largest part is {largest}, {highest['bytes'][largest] / 1e9:.2f} GB"
-    return Check("memory", False, f"{found} (modelled), expected at most the {hbm / 1e9:.2f} GB of a die; {held}")
-
-
-def schedule_of(config: DictConfig, rows: Collection[str]) -> tuple[Schedule, frozenset[str]]:
-    """(the memory schedule that the run follows, memory groups that never move); `rows`: ids of those that are on."""
-    recipe, actor, ref = config.recipe, config.actor_rollout_ref.actor.megatron, config.actor_rollout_ref.ref.megatron
-    synced = recipe.weight_sync.enabled and direct_sync(rows)
-    switches = switches_of(rows, vllm_sleep=sleeps_by_vllm(config.actor_rollout_ref.rollout, recipe), synced=synced)
-    stays = staying(
-        param_offload=actor.param_offload,
-        optimizer_offload=actor.optimizer_offload or recipe.train.swap_optimizer,
-        ref_offload=ref.param_offload,
-        own_sleep_mode=switches["own_sleep_mode"],
-        synced=synced,
-    )
-    return schedule_followed(recipe.line, skip_old_log_prob=recipe.train.skip_old_log_prob, **switches), stays
-
-
-def setting_of(config: DictConfig, replicas: int) -> Setting:
-    """What of the configuration changes bytes of memory groups, for `replicas` data-parallel replicas."""
-    recipe, rollout = config.recipe, config.actor_rollout_ref.rollout
-    return Setting(
-        train_library="mindspeed" if recipe.line == LINE else "megatron-local",
-        rollout_library=rollout_library(config),
-        bucket_bytes=recipe.reshard.bucket_bytes,
-        swap_pieces=recipe.train.swap_optimizer_times if recipe.train.swap_optimizer else None,
-        kv_share=rollout.gpu_memory_utilization if recipe.platform == "npu" else 0.0,
-        tensor_cache_bytes=_cached_bytes(config) // replicas if recipe.tensor_cache.enabled else 0,
-        absorbed_copies=recipe.platform == "npu" or recipe.line == LINE,  # MindSpeed's view on the CPU too
-    )
-
-
-def _cached_bytes(config: DictConfig) -> int:
-    """Most bytes of the tensor cache for all samples of a step: int32 ids, fp32 log-probs of the responses.
-
-    Log-probs are those of rollout, of the old policy unless that pass is left out, and of the reference if a loss
-    needs them.
-    """
-    data, actor = config.data, config.actor_rollout_ref.actor
-    columns = 2  # ids of the responses, log-probs of rollout
-    if not config.recipe.train.skip_old_log_prob:
-        columns += 1
-    if actor.use_kl_loss or config.algorithm.use_kl_in_reward:
-        columns += 1
-    tokens = data.max_prompt_length + data.max_response_length * columns
-    return 4 * data.train_batch_size * config.actor_rollout_ref.rollout.n * tokens
+def _on(config: DictConfig, rows: Iterable[PatchSpec]) -> list[str]:
+    return [row["id"] for row in patch_table(config, rows) if row["on"]]

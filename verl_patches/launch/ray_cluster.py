@@ -6,26 +6,22 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import psutil
 from omegaconf import DictConfig, OmegaConf
 
 from verl_patches.config.environment import worker_environment
 from verl_patches.errors import ConfigError
+from verl_patches.launch import ray_nodes
 from verl_patches.platform import NO_DEVICE
 from verl_patches.trainer.ray_start import HOOK
 from verl_patches.upstream.checkouts import LINE
 
 ANSWER_S = 60
 _OBJECT_STORE_BYTES = 256 << 20  # on a CPU: batches of a tiny model
-_LIST_NODES = """
-import json, sys, ray
-
-ray.init(address=sys.argv[1], log_to_driver=False, logging_level="ERROR")
-alive = [node for node in ray.nodes() if node["Alive"]]
-print("NODES" + json.dumps([{"address": node["NodeManagerAddress"], "resources": node["Resources"]} for node in alive]))
-"""
+_STORE_SHARE, _STORE_MAX_BYTES = 0.3, 200 * 10**9  # ray/_private/ray_constants.py, of a node that `ray start` starts
 
 
 def worker_settings(config: DictConfig) -> dict[str, dict[str, Any] | None]:
@@ -66,34 +62,60 @@ def ray_options(config: DictConfig) -> dict[str, Any]:
     }
 
 
+def object_store_bytes(config: DictConfig) -> int:
+    """Most bytes of Ray's object store on this node, in /dev/shm: the run's own, or that of `ray start`'s defaults."""
+    if config.recipe.ray_address is None and config.recipe.platform in NO_DEVICE:
+        return _OBJECT_STORE_BYTES
+    return min(_STORE_MAX_BYTES, int(_STORE_SHARE * psutil.virtual_memory().total))
+
+
 def list_nodes(address: str) -> list[dict[str, Any]]:
-    """[{address, resources}] of the living nodes of the Ray at `address`; ConfigError if none answers.
+    """[{id, address, resources}] of the living nodes of the Ray at `address`; ConfigError if none answers."""
+    return ask_nodes({"address": address}, ANSWER_S)["nodes"]
+
+
+def ask_nodes(request: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
+    """What launch/ray_nodes.py answers to `request` within `limit_s`; ConfigError if no Ray does.
 
     Asked in a process of its own, so that the launcher never joins the cluster.
     """
+    command = [sys.executable, "-m", ray_nodes.__name__, json.dumps(dict(request))]
     try:
-        done = subprocess.run(
-            [sys.executable, "-c", _LIST_NODES, address], capture_output=True, text=True, timeout=ANSWER_S
-        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s)
         output, error = done.stdout, done.stderr.strip().splitlines()
     except subprocess.TimeoutExpired:
-        output, error = "", [f"no answer within {ANSWER_S} s"]
-    line = next((line for line in output.splitlines() if line.startswith("NODES")), None)
+        output, error = "", [f"no answer within {limit_s:g} s"]
+    line = next((line for line in output.splitlines() if line.startswith(ray_nodes.ANSWER)), None)
     if line is None:
         raise ConfigError(
-            f"recipe.ray_address is {address}, but no Ray answers there ({error[-1] if error else 'no message'}). "
+            f"recipe.ray_address is {request['address']}, but no Ray answers there ({_last(error)}). "
             "Start it on every node first: --dry-run prints the ray commands"
         )
-    return json.loads(line.removeprefix("NODES"))
+    return json.loads(line.removeprefix(ray_nodes.ANSWER))
+
+
+def _last(lines: Sequence[str]) -> str:
+    return lines[-1] if lines else "no message"
+
+
+def require_nodes(config: DictConfig) -> None:
+    """ConfigError where the run's nodes are not there: no Ray answers, or too few of its nodes hold the devices."""
+    if config.recipe.ray_address is not None:
+        check_nodes(config, list_nodes(config.recipe.ray_address))
+    elif config.trainer.nnodes > 1:
+        raise ConfigError(
+            f"trainer.nnodes is {config.trainer.nnodes}, but recipe.ray_address is null, which starts a Ray on this "
+            "machine only; start Ray on the nodes (--dry-run prints the commands) and set recipe.ray_address=auto"
+        )
 
 
 def check_nodes(config: DictConfig, nodes: Sequence[dict[str, Any]]) -> None:
     """ConfigError unless `nodes` hold trainer.nnodes nodes with trainer.n_gpus_per_node devices each."""
     resource, wanted = "NPU" if config.trainer.device == "npu" else "GPU", config.trainer.n_gpus_per_node
-    held = {node["address"]: int(node["resources"].get(resource, 0)) for node in nodes}
-    enough = [address for address, count in held.items() if count >= wanted]
+    held = sorted((node["address"], int(node["resources"].get(resource, 0))) for node in nodes)
+    enough = [address for address, count in held if count >= wanted]
     if len(enough) < config.trainer.nnodes:
-        found = ", ".join(f"{address}: {count}" for address, count in sorted(held.items())[:20]) or "no node"
+        found = ", ".join(f"{address}: {count}" for address, count in held[:20]) or "no node"
         raise ConfigError(
             f"the run needs {config.trainer.nnodes} node(s) with {wanted} {resource} each "
             f"(trainer.nnodes, trainer.n_gpus_per_node); Ray has {len(enough)} such node(s) of {len(held)} ({found}). "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from verl_patches.config.checks import Check, check_config
 from verl_patches.config.compose import model_shape_of, shape_file, vllm_arguments
 from verl_patches.errors import ConfigError
-from verl_patches.launch.plan import engine_checks, memory_check, memory_plan
+from verl_patches.launch.plan import engine_checks
 from verl_patches.launch.search import (
     ACTOR,
     MINI_BATCH,
@@ -36,7 +36,7 @@ _BATCH = {"prompts", "responses", "mini batch", "mini batch share"}
 _MICRO = "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu"
 
 
-def remedies(config: DictConfig, rows: Collection[str], checks: Sequence[Check]) -> list[dict[str, Any]]:
+def remedies(config: DictConfig, checks: Sequence[Check]) -> list[dict[str, Any]]:
     """[{check, overrides}] of the failed checks for which a change was found that mends it and breaks nothing else.
 
     A check without an entry names what to change in its own text.
@@ -45,21 +45,18 @@ def remedies(config: DictConfig, rows: Collection[str], checks: Sequence[Check])
     found = []
     for name in dict.fromkeys(check.name for check in checks if not check.ok):
         for updates in itertools.islice(_candidates(config, name), _TRIED):
-            if name not in (left := _failing(changed(config, updates), rows, name)) and left <= failed:
+            if name not in (left := _failing(changed(config, updates), name)) and left <= failed:
                 found.append({"check": name, "overrides": as_overrides(updates)})
                 break
     return found
 
 
-def _failing(config: DictConfig, rows: Collection[str], wanted: str) -> set[str]:
-    """Names of the checks that fail; memory is looked at where it is wanted, or nothing else fails."""
+def _failing(config: DictConfig, wanted: str) -> set[str]:
+    """Names of the checks that fail, without memory, whose check names its own remedies (memory_advice.py)."""
     try:
-        failed = {check.name for check in [*check_config(config), *engine_checks(config)] if not check.ok}
-        if (wanted == "memory" or not failed) and not failed & (_TRAIN | _ROLLOUT):
-            failed |= {"memory"} if not memory_check(memory_plan(config, model_shape_of(config), rows)).ok else set()
+        return {check.name for check in [*check_config(config), *engine_checks(config)] if not check.ok}
     except ConfigError:
         return {wanted}
-    return failed
 
 
 def _candidates(config: DictConfig, name: str) -> Iterator[dict[str, Any]]:
@@ -71,8 +68,6 @@ def _candidates(config: DictConfig, name: str) -> Iterator[dict[str, Any]]:
     elif name in _BATCH:
         yield from _batches(config)
         yield from _train_layouts(config)
-    elif name == "memory":
-        yield from _smaller(config)
     else:
         yield from _single_keys(config).get(name, ())
 
@@ -115,22 +110,6 @@ def _batches(config: DictConfig) -> Iterator[dict[str, Any]]:
     yield {MINI_BATCH: given}
     multiples = sorted(range(world, 4 * max(given, world) + 1, world), key=lambda size: abs(size - given))
     yield from ({"data.train_batch_size": size, MINI_BATCH: size} for size in multiples[:8])
-
-
-def _smaller(config: DictConfig) -> Iterator[dict[str, Any]]:
-    """What lowers the modelled peak, what costs least first."""
-    megatron, recipe = config.actor_rollout_ref.actor.megatron, config.recipe
-    if not recipe.train.swap_optimizer and not megatron.optimizer_offload:
-        yield {"recipe.train.swap_optimizer": True}
-    for key in ("actor", "ref"):
-        if not config.actor_rollout_ref[key].megatron.param_offload:
-            yield {f"actor_rollout_ref.{key}.megatron.param_offload": True}
-    share = config.actor_rollout_ref.rollout.gpu_memory_utilization
-    lower = [round(share - 0.05 * n, 2) for n in range(1, 9)]
-    yield from ({f"{ROLLOUT}.gpu_memory_utilization": value} for value in lower if value > 0)
-    yield from ({"recipe.reshard.bucket_bytes": recipe.reshard.bucket_bytes >> n} for n in (1, 2, 3))
-    yield from _train_layouts(config)
-    yield from _rollout_layouts(config)
 
 
 def _single_keys(config: DictConfig) -> dict[str, list[dict[str, Any]]]:

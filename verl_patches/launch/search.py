@@ -17,11 +17,12 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from verl_patches.config.checks import check_config
-from verl_patches.config.compose import vllm_arguments
+from verl_patches.config.compose import model_shape_of, vllm_arguments
 from verl_patches.config.engine_options import rewrite_engine_options
 from verl_patches.errors import ConfigError
 from verl_patches.launch.calibration import FITTED
-from verl_patches.launch.plan import engine_checks, memory_check, memory_plan, schedule_of, setting_of
+from verl_patches.launch.memory_plan import followed_peaks
+from verl_patches.launch.plan import engine_checks
 from verl_patches.launch.step_model import (
     Hardware,
     Offload,
@@ -35,15 +36,15 @@ from verl_patches.launch.step_model import (
     stage_elements,
     update_s,
 )
-from verl_patches.launch.step_plan import Workload, model_in_dtype, step_input, step_sections
+from verl_patches.launch.step_plan import Workload, step_input, step_sections
 from verl_patches.layout.inventory import DTYPE_BYTES, ModelShape
 from verl_patches.layout.parallel import ParallelLayout, rollout_layout, train_layout_of
 from verl_patches.layout.sharding import GRAD_BYTES, OPTIMIZER_BYTES
-from verl_patches.memory.expected import A3_DIE_BYTES
+from verl_patches.memory.expected import A3_SEEN_BYTES
 
 DIES = range(16, 1025)
 NODE_DIES = 16
-# of a die, for what the memory plan does not count: activations, HCCL's buffers, CANN's context. Assumed
+# of a die, for activations, HCCL's buffers and CANN's context, which only the memory plan counts. For pruning
 RESERVE_BYTES = 10 << 30
 ACTOR, REF, ROLLOUT = "actor_rollout_ref.actor.megatron", "actor_rollout_ref.ref.megatron", "actor_rollout_ref.rollout"
 RECOMPUTED = "actor_rollout_ref.model.gradient_checkpointing_kwargs.activations_checkpoint_num_layers"
@@ -143,7 +144,7 @@ def search(
 def _best_pairs(config: DictConfig, run: StepInput, dies: int) -> Iterator[dict[str, Any]]:
     """Updates of at most _TRIED pairs of a training and a rollout side whose weights fit together, fastest first."""
     trains, rollouts = train_sides(config, run, dies), rollout_sides(config, run, dies)
-    room = A3_DIE_BYTES - 4 * config.recipe.reshard.bucket_bytes
+    room = A3_SEEN_BYTES - 4 * config.recipe.reshard.bucket_bytes
     pairs = (
         (train.seconds + rollout.seconds, number, {**train.updates, **rollout.updates})
         for number, (train, rollout) in enumerate((t, r) for t in trains for r in rollouts)
@@ -225,13 +226,13 @@ def _fits_update(run: StepInput, layout: ParallelLayout) -> float | None:
         states = 0 if run.swap_optimizer else OPTIMIZER_BYTES * (dense / layout.dp + routed / layout.edp)
         params = max(params, size * (dense + routed))
         worst = max(worst, (size + GRAD_BYTES) * (dense + routed) + states)
-    return params if worst + RESERVE_BYTES <= A3_DIE_BYTES else None
+    return params if worst + RESERVE_BYTES <= A3_SEEN_BYTES else None
 
 
 def rollout_sides(config: DictConfig, run: StepInput, dies: int) -> list[Side]:
     """Rollout layouts whose weights and KV cache of at least one response a replica fit, in any order."""
     model, die, found = run.model, Hardware(), []
-    share = config.actor_rollout_ref.rollout.gpu_memory_utilization * A3_DIE_BYTES
+    share = config.actor_rollout_ref.rollout.gpu_memory_utilization * A3_SEEN_BYTES
     longest = run.lengths.prompt + run.lengths.longest
     size = DTYPE_BYTES[model.torch_dtype]
     token = (model.kv_lora_rank + model.qk_rope_head_dim) * size * model.num_hidden_layers
@@ -269,14 +270,10 @@ def _verified(
     tried = changed(config, updates)
     if not all(check.ok for check in (*check_config(tried), *engine_checks(tried))):
         return None
-    model = model_in_dtype(tried)
-    memory = memory_plan(tried, model, rows)
-    if not memory_check(memory).ok or _update_peak(memory) + RESERVE_BYTES > A3_DIE_BYTES:
+    order, train = followed_peaks(tried, model_shape_of(tried), rows), train_layout_of(tried)
+    if order["peak_bytes"] > A3_SEEN_BYTES:
         return None
-    train = train_layout_of(tried)
-    setting = setting_of(tried, train.dp)
-    step = step_sections(tried, rows, *schedule_of(tried, rows), setting, workload)["step"]
-    order = next(order for order in memory["orders"] if order["order"] == memory["followed"])
+    step = step_sections(tried, rows, workload)["step"]
     rollout = tried.recipe.rollout
     tp = tried.actor_rollout_ref.rollout.tensor_model_parallel_size
     return {
@@ -286,15 +283,10 @@ def _verified(
         "rollout": f"{train.world_size // (rollout.dp * tp)} x (DP{rollout.dp} TP{tp} EP{rollout.dp * tp})",
         "micro_batch": tried.actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu,
         "peak_bytes": order["peak_bytes"],
-        "update_bytes": _update_peak(memory),
+        "update_bytes": next(phase["peak_bytes"] for phase in order["phases"] if phase["phase"] == "update"),
         "phases": step["phases"],
         "overrides": as_overrides(updates),
     }
-
-
-def _update_peak(memory: Mapping[str, Any]) -> int:
-    order = next(order for order in memory["orders"] if order["order"] == memory["followed"])
-    return next(phase["peak_bytes"] for phase in order["phases"] if phase["phase"] == "update")
 
 
 def _nothing_fits(config: DictConfig, run: StepInput, dies: int) -> str:
@@ -303,7 +295,7 @@ def _nothing_fits(config: DictConfig, run: StepInput, dies: int) -> str:
         enlarged = replace(run, prompts=max(run.prompts, more))
         if next(_best_pairs(config, enlarged, more), None) is not None:
             return (
-                f"no layout of this model fits on {dies} dies of {A3_DIE_BYTES >> 30} GiB, with {RESERVE_BYTES >> 30} "
+                f"no layout of this model fits on {dies} dies of {A3_SEEN_BYTES >> 30} GiB, with {RESERVE_BYTES >> 30} "
                 f"GiB of each left for activations and buffers; --dies {more} fits, or take a model with fewer layers "
                 "(recipe.model_shape, docs/plan.md)"
             )

@@ -1,4 +1,4 @@
-"""What the step model says of a configuration: its inputs, seconds by phase, traffic, memory of the hosts. No torch."""
+"""What the step model says of a configuration: its inputs, seconds by phase, traffic, ports. No torch."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from verl_patches.config.compose import graph_arguments, model_shape_of, rollout
 from verl_patches.config.recipe import HCCL_PORTS, VLLM_DTYPES
 from verl_patches.errors import ConfigError
 from verl_patches.launch.calibration import FITTED, MEAN_PROMPT, errors
+from verl_patches.launch.memory_plan import followed_schedule
 from verl_patches.launch.step_model import (
     DP_SYNC_S,
     EMPTY_CACHE_S_PER_BYTE,
@@ -30,9 +31,8 @@ from verl_patches.launch.step_model import (
     tokens_per_s_per_die,
     verl_sync,
 )
-from verl_patches.layout.inventory import DTYPE_BYTES, ModelShape, build_inventory
-from verl_patches.layout.parallel import ParallelLayout, rollout_layout_of, train_layout_of, world_size
-from verl_patches.layout.sharding import OPTIMIZER_BYTES
+from verl_patches.layout.inventory import ModelShape, build_inventory
+from verl_patches.layout.parallel import ParallelLayout, rollout_layout_of, train_layout_of
 from verl_patches.memory.expected import Setting, group_bytes
 from verl_patches.memory.schedule import Moment, Schedule, direct_sync, simulate
 from verl_patches.platform import as_npu
@@ -138,25 +138,17 @@ def recomputed_layers(config: DictConfig) -> int:
     return (given.get("activations_checkpoint_num_layers") or 1) if block else model_shape_of(config).num_hidden_layers
 
 
-def step_sections(
-    config: DictConfig,
-    rows: Collection[str],
-    schedule: Schedule,
-    stays: Collection[str],
-    setting: Setting,
-    workload: Workload,
-) -> dict[str, Any]:
-    """{step, traffic, host, ports} of a plan, as JSON-ready data; all modelled.
+def step_sections(config: DictConfig, rows: Collection[str], workload: Workload) -> dict[str, Any]:
+    """{step, traffic, ports} of a plan, as JSON-ready data; all modelled.
 
-    `schedule`, `stays`, `setting`: those of the memory plan. step: None on a CPU, whose speed nothing here models.
-    ConfigError where layouts or the weight sync do not fit.
+    step: None on a CPU, whose speed nothing here models. ConfigError where layouts or the weight sync do not fit.
     """
     model, train, rollout = model_in_dtype(config), train_layout_of(config), rollout_layout_of(config)
     sync, spread = verl_sync(model, train), {}
     if direct_sync(rows):
         blocks = sync_blocks(config, train, rollout, model_shape_of(config))
         sync, spread = direct_traffic(blocks, train, config.recipe.reshard.bucket_bytes)
-    offload, kv_bytes = offload_of(config, schedule, stays, setting)
+    offload, kv_bytes = offload_of(config, *followed_schedule(config, model_shape_of(config), rows))
     run = step_input(config, rows, workload, sync, offload, kv_bytes or None)
     wire = {"received_bytes": round(sync.received_bytes), "sent_bytes": round(sync.sent_bytes), **spread}
     calls = {"old_log_prob": run.old_micro_batch, "ref": run.ref_micro_batch, "update": run.micro_batch}
@@ -165,7 +157,6 @@ def step_sections(
     return {
         "step": step_figures(run, workload) if as_npu(config.recipe.platform) else None,
         "traffic": {"weight_sync": {**wire, "collectives": sync.collectives}, "dispatch_bytes": dispatch},
-        "host": host_bytes(config, run),
         "ports": ports(config),
     }
 
@@ -239,27 +230,6 @@ def released_bytes(moments: Mapping[str, Moment], sizes: Mapping[str, int]) -> i
             else:
                 cached = max(0, cached - sizes[move.group])
     return total
-
-
-def host_bytes(config: DictConfig, run: StepInput) -> dict[str, Any]:
-    """{modelled, node_bytes, node}: copies of parameters and optimizer that the fullest node holds for its dies.
-
-    Without Ray's object store and the processes themselves.
-    """
-    actor, ref, each = config.actor_rollout_ref.actor.megatron, config.actor_rollout_ref.ref.megatron, {}
-    size = DTYPE_BYTES[run.model.torch_dtype]
-    for stage in range(run.train.pp):
-        library = "mindspeed" if config.recipe.line == "a3" else "megatron-local"
-        dense, routed = stage_elements(run.model, run.train, stage, library)
-        copies = bool(actor.param_offload) + (bool(ref.param_offload) and run.ref_micro_batch is not None)
-        owned = dense / (run.train.dp * run.train.cp) + routed / run.train.edp
-        each[stage] = copies * size * (dense + routed) + OPTIMIZER_BYTES * owned * run.swap_optimizer
-    dies = config.trainer.n_gpus_per_node
-    nodes = [
-        sum(each[run.train.coordinates(rank).pp] for rank in range(first, min(first + dies, world_size(config))))
-        for first in range(0, world_size(config), dies)
-    ]
-    return {"modelled": True, "node_bytes": round(max(nodes)), "node": nodes.index(max(nodes))}
 
 
 def ports(config: DictConfig) -> dict[str, list[int]] | None:

@@ -1,7 +1,7 @@
 """Modelled bytes of each memory group of a rank, and the peak of every phase, for any pair of layouts. No torch.
 
-Weights, gradients and optimizer follow layout/sharding.py. Activations, HCCL's buffers and CANN's context are not
-included: they use what the peak leaves free, in the rollout a part of the KV cache's share.
+Weights, gradients and optimizer follow layout/sharding.py. What is beside the memory groups is counted where the
+setting has it: activations by memory/activations.py, HCCL's buffers and CANN's context by memory/beside.py.
 """
 
 from __future__ import annotations
@@ -14,9 +14,13 @@ from verl_patches.errors import ConfigError
 from verl_patches.layout.inventory import DTYPE_BYTES, Inventory, build_inventory
 from verl_patches.layout.parallel import ParallelLayout
 from verl_patches.layout.sharding import GRAD_BYTES, OPTIMIZER_BYTES, LocalParameters, local_parameters, static_bytes
-from verl_patches.memory.schedule import Schedule, simulate
+from verl_patches.memory.activations import Passes
+from verl_patches.memory.beside import always_bytes, work_bytes
+from verl_patches.memory.schedule import Moment, Schedule, simulate
 
 A3_DIE_BYTES = 64 << 30
+# What a process sees of it (mem_get_info): the rest is the driver's. sgl-project/sglang issue 29838, on Atlas A3
+A3_SEEN_BYTES = int(61.27 * (1 << 30))
 # Megatron starts each parameter of a buffer at a multiple of 64 elements and ends it at one of 128 and dp
 # (megatron/core/distributed/param_and_grad_buffer.py, _pad_start_of_param_if_needed, _pad_end_of_bucket_if_needed)
 _PARAM_ALIGN, _BUFFER_ALIGN = 64, 128
@@ -31,6 +35,7 @@ class Setting:
     or else follows from `hbm_bytes` and `kv_share` (vLLM's gpu_memory_utilization). `absorbed_copies`: the engine has
     copies of MLA's absorbed projections, as large as kv_b_proj: vllm-ascend (attention/mla_v1.py:669), and vLLM where
     MindSpeed makes torch.Tensor.view copy (mindspeed/megatron_adaptor.py:157); otherwise they are views of kv_b_proj.
+    `passes`: None leaves activations out. `hccl`: memory.beside's `buffer_bytes`; None leaves out HCCL and CANN.
     """
 
     train_library: str = "mindspeed"
@@ -42,6 +47,8 @@ class Setting:
     kv_bytes: int | None = None
     tensor_cache_bytes: int = 0
     absorbed_copies: bool = False
+    passes: Passes | None = None
+    hccl: dict[str, int] | None = None
 
 
 def in_dtype(inventory: Inventory, dtype: str) -> Inventory:
@@ -119,6 +126,21 @@ def _gathered(inventory: Inventory, train: ParallelLayout) -> int:
     return max(experts, 2 * others if train.tp > 1 else others)
 
 
+def _at_peak(
+    inventory: Inventory, train: ParallelLayout, rank: int, setting: Setting, sizes: dict[str, int], moment: Moment
+) -> dict[str, int]:
+    """{memory group or term: bytes} when `rank` has most in a phase: as it moves groups, or in its work."""
+    moments = []
+    passes = setting.passes
+    work = {} if passes is None else work_bytes(inventory, train, rank, moment.phase, passes)
+    for groups, terms in ((moment.at_peak, {}), (moment.resident, work)):
+        held = {group: sizes[group] for group in sizes if group in groups} | {t: n for t, n in terms.items() if n}
+        if setting.hccl is not None:
+            held |= always_bytes(setting.hccl, kv_cache=bool(held.get("kv_cache")))
+        moments.append(held)
+    return max(moments, key=lambda held: sum(held.values()))
+
+
 def padding_bytes(inventory: Inventory, train: ParallelLayout, rank: int, library: str, bytes_per_value: int) -> int:
     """Most bytes that Megatron's alignment adds to a buffer of `rank`, by which the ledger may exceed the plan."""
     held = local_parameters(inventory, train, rank, library).shards.values()
@@ -136,7 +158,7 @@ def peaks(
 ) -> dict[str, Any]:
     """Peak memory of a step of `schedule` as plain data: per phase the rank with the highest, and the copied bytes.
 
-    `phases`: [{phase, peak_bytes, rank, bytes: {memory group: bytes at the peak}}], the lowest of equal ranks.
+    `phases`: [{phase, peak_bytes, rank, bytes: {memory group or term: bytes at the peak}}], the lowest of equal ranks.
     `to_device_bytes`, `to_host_bytes` of a step: {mean, max} over ranks. ConfigError as `local_parameters`, and if the
     world sizes differ.
     """
@@ -156,10 +178,13 @@ def peaks(
         simulated[rank] = sizes, simulate(schedule, sizes, stays)
     phases = []
     for phase in schedule.phases:
-        rank = max(simulated, key=lambda r: (simulated[r][1][phase.name].peak_bytes, -r))
-        sizes, moment = simulated[rank][0], simulated[rank][1][phase.name]
-        at_peak = {group: sizes[group] for group in sizes if group in moment.at_peak}
-        phases.append({"phase": phase.name, "peak_bytes": moment.peak_bytes, "rank": rank, "bytes": at_peak})
+        held = {
+            rank: _at_peak(inventory, train, rank, setting, sizes, moments[phase.name])
+            for rank, (sizes, moments) in simulated.items()
+        }
+        rank = max(held, key=lambda r: (sum(held[r].values()), -r))
+        peak_bytes = sum(held[rank].values())
+        phases.append({"phase": phase.name, "peak_bytes": peak_bytes, "rank": rank, "bytes": held[rank]})
 
     def mean_and_max(name: str) -> dict[str, int]:
         sums = {rank: sum(getattr(m, name) for m in moments.values()) for rank, (_, moments) in simulated.items()}

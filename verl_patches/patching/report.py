@@ -1,4 +1,4 @@
-"""Findings of `check`, `versions` and `fetch-upstream`; states that a run recorded; a table of rows."""
+"""Findings of `check`, `versions`, `fetch-upstream` and `doctor`; states that a run recorded; a table of rows."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from verl_patches.patching.spec import PatchSpec
 from verl_patches.patching.switches import Switches
 
 STATES = ("fine", "note", "problem")
+NOT_RUN = "not run"  # a check of `doctor` that cannot be made on this machine: neither a pass nor a problem
 WRONG = frozenset({"drifted", "unsupported", "failed", "overridden"})  # row states that need attention
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One result of a check. `state`: fine, note (for information) or problem.
+    """One result of a check. `state`: fine, note (for information), problem, or NOT_RUN.
 
     `name`: what was checked (a row id, a package, a variable); `where`: file:line or place; `todo`: the next step;
     `details`: further lines (statements with their places, a diff).
@@ -32,7 +33,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Report:
-    """All findings of one command about one line: the one JSON shape of `check`, `versions` and `fetch-upstream`."""
+    """All findings of one command about one line: the JSON shape of `check`, `versions`, `fetch-upstream`, `doctor`."""
 
     command: str
     line: str
@@ -52,7 +53,8 @@ class Report:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data: {command, line, state, counts, rows}."""
-        counts = {state: sum(f.state == state for f in self.findings) for state in STATES}
+        found = [finding.state for finding in self.findings]
+        counts = {state: found.count(state) for state in (*STATES, *([NOT_RUN] if NOT_RUN in found else []))}
         rows = [asdict(finding) for finding in self.findings]
         return {"command": self.command, "line": self.line, "state": self.state, "counts": counts, "rows": rows}
 

@@ -22,6 +22,7 @@ batches. PPO epochs repeat the plan.
 
 from __future__ import annotations
 
+import bisect
 import functools
 import hashlib
 import heapq
@@ -154,11 +155,16 @@ class BatchPlan:
 
     def receives(self, rank: int) -> list[list[int]]:
         """[peer] -> samples that `rank` receives from it, in the order in which they are computed."""
-        return [[s for s in self.placed[self.replica_of[rank]] if s in held] for held in self.held]
+        found: list[list[int]] = [[] for _ in self.held]
+        starts = [held.start for held in self.held]
+        for sample in self.placed[self.replica_of[rank]]:
+            found[bisect.bisect_right(starts, sample) - 1].append(sample)
+        return found
 
     def sends(self, rank: int) -> list[list[int]]:
         """[peer] -> samples that `rank` sends to it, in the order in which the peer computes them."""
-        return [[s for s in self.placed[replica] if s in self.held[rank]] for replica in self.replica_of]
+        by_replica = [[s for s in samples if s in self.held[rank]] for samples in self.placed]
+        return [by_replica[replica] for replica in self.replica_of]
 
     def tokens(self, lengths: Sequence[int]) -> tuple[int, float]:
         """`steps_cost` of all mini batches."""

@@ -75,14 +75,10 @@ class Checkpoints:
         own = {TRAINER: _pickled(self._trainer_state()), **self._model_files()}
         begin(writing, self._manifest(step, [*rank_files(world_size(self.config)), *own]))
         answers = self.trainer.actor_rollout_wg.save_checkpoint(str(writing), None, step)
-        for name, content in own.items():
-            with FileWriter(writing, name) as file:
-                file.write(content)
-                file.finish()
         record = {"step": step, "blocking_s": time.perf_counter() - started}
         record["copied_bytes"] = max(answer["copied_bytes"] for answer in answers)
         record["copy_s"] = max(answer["seconds"] for answer in answers)
-        self._thread = threading.Thread(target=self._complete, args=(writing, record, started), name="checkpoint")
+        self._thread = threading.Thread(target=self._complete, args=(writing, own, record, started), name="checkpoint")
         self._thread.start()
 
     def _refuse(self) -> None:
@@ -113,8 +109,13 @@ class Checkpoints:
             self._given_up.set()
             self._thread.join()
 
-    def _complete(self, writing: Path, record: dict[str, Any], started: float) -> None:
+    def _complete(self, writing: Path, own: dict[str, bytes], record: dict[str, Any], started: float) -> None:
+        """Write the trainer's own files, and give the folder its name once every rank has written."""
         try:
+            for name, content in own.items():
+                with FileWriter(writing, name) as file:
+                    file.write(content)
+                    file.finish()
             while (manifest := complete(writing)) is None:
                 waited = time.perf_counter() - started
                 if self._given_up.wait(min(_POLL_S[1], max(_POLL_S[0], waited / 20))):

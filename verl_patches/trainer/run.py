@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from verl_patches.layout.parallel import rollout_layout_of, train_layout_of
+from verl_patches.layout.parallel import rollout_layout_of, train_layout_of, world_size
 from verl_patches.memory.counters import offload_of_step
 from verl_patches.memory.ledger import memory_of_step, said_of
 from verl_patches.patching import engine
@@ -18,7 +18,7 @@ from verl_patches.trainer.checkpoint import Checkpoints
 from verl_patches.trainer.dispatch import dispatch_of_step, take_calls
 from verl_patches.trainer.on_policy import correction_of
 from verl_patches.trainer.ray_start import dead_actors
-from verl_patches.trainer.summary import Progress, Summary, phase_seconds, sync_of_step
+from verl_patches.trainer.summary import Progress, Summary, phase_seconds, sync_of_step, tokens_of_step
 from verl_patches.trainer.worker_handshake import (
     not_as_reviewed,
     recorded,
@@ -79,6 +79,7 @@ class Run:
                     "train": str(train_layout_of(trainer.config)),
                     "rollout": str(rollout_layout_of(trainer.config)),
                 },
+                "ranks": world_size(trainer.config),
                 "dtype": self.recipe.dtype,
                 **({"dirty": dirty} if dirty else {}),
             },
@@ -168,6 +169,7 @@ class Run:
             "step": step,
             "seconds": seconds,
             "reward": float(metrics["critic/score/mean"]),
+            "tokens": tokens_of_step(metrics),
             "grad_norm": _number(metrics.get("actor/grad_norm")),
             "logprob_delta": delta,
             "sync": sync_of_step([report["sync"] for report in reports]),
@@ -191,7 +193,9 @@ class Run:
         check = self.recipe.logprob_check
         if check.action == "stop" and compared:
             truth_check.check(step, delta, check[f"max_mean_{self.recipe.dtype}"])
-        return {**metrics, **{f"recipe/seconds/{phase}": value for phase, value in seconds.items()}}
+        metrics = {**metrics, **{f"recipe/seconds/{phase}": value for phase, value in seconds.items()}}
+        self.summary.add_metrics(step, metrics)
+        return metrics
 
     def _delta(self, metrics: dict[str, Any]) -> tuple[dict[str, float] | None, bool]:
         """(the step's difference of log-probs, whether they had to be compared)."""

@@ -1,10 +1,11 @@
-"""outputs/<run>/summary.json: the one record of a run, rewritten after every step."""
+"""outputs/<run>/summary.json, the record of a run; metrics.jsonl beside it: all metrics of each step."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import json
 import logging
+import math
 import os
 import platform
 import sys
@@ -74,6 +75,24 @@ def phase_seconds(metrics: dict[str, float], worker: dict[str, float]) -> dict[s
     return {phase: round(seconds, 4) for phase, seconds in found.items()}
 
 
+def tokens_of_step(metrics: dict[str, float]) -> dict[str, float] | None:
+    """Tokens of a step without padding, from verl's metrics: all, those of responses; None where verl has none.
+
+    response_mean, response_max: lengths; at_limit: share of the responses that end at the length limit.
+    """
+    if "perf/total_num_tokens" not in metrics:
+        return None
+    total, response = float(metrics["perf/total_num_tokens"]), float(metrics["response_length/mean"])
+    prompt = float(metrics["prompt_length/mean"])
+    return {
+        "total": total,
+        "responses": round(total * response / (prompt + response)),
+        "response_mean": response,
+        "response_max": float(metrics["response_length/max"]),
+        "at_limit": float(metrics["response_length/clip_ratio"]),
+    }
+
+
 def sync_of_step(workers: list[list[dict[str, Any]]]) -> dict[str, Any] | None:
     """Totals of the weight syncs of one step, from every worker's reports; None if verl's own path did them.
 
@@ -127,6 +146,7 @@ class Summary:
 
     def __init__(self, folder: Path | None, head: dict[str, Any]):
         self.path = None if folder is None else folder / "summary.json"
+        self.metrics = None if folder is None else folder / "metrics.jsonl"
         self.data: dict[str, Any] = {
             **head,
             "versions": versions(),
@@ -147,6 +167,14 @@ class Summary:
                 "max": max(d["max"] for d in deltas),
             }
         self.write()
+
+    def add_metrics(self, step: int, metrics: dict[str, Any]) -> None:
+        """Append one line of JSON to metrics.jsonl: the step, and all of its metrics that are numbers."""
+        if self.metrics is not None:
+            numbers = {name: float(value) for name, value in metrics.items() if isinstance(value, (int, float))}
+            finite = {name: value for name, value in numbers.items() if math.isfinite(value)}  # JSON has no NaN
+            with self.metrics.open("a") as file:
+                file.write(json.dumps({"step": step, **finite}) + "\n")
 
     def write(self) -> None:
         """Write the file."""

@@ -74,16 +74,16 @@ def set_interface(nodes: int, interface: str | None = None, head: str | None = N
     own = {name: os.environ[name] for name in SOCKETS if os.environ.get(name)}
     if len(own) < len(SOCKETS):
         if interface:
-            _check_exists(interface)
+            require_interface(interface)
         chosen = interface or towards(head or _head_of_this_ray())
         why = "recipe.hccl.interface" if interface else "the route to Ray's head"
-        _refuse_loopback(nodes, chosen, why)
+        refuse_loopback(nodes, chosen, why)
         for name in SOCKETS.keys() - own.keys():
             os.environ[name] = SOCKETS[name].format(chosen)
         log.info("network interface %s, by %s; set by the node: %s", chosen, why, own or "nothing")
     for name, value in own.items():
         for part in value.lstrip("=").split(","):
-            _refuse_loopback(nodes, part, f"{name}={value} of this node's environment")
+            refuse_loopback(nodes, part, f"{name}={value} of this node's environment")
 
 
 def towards(address: str) -> str:
@@ -107,7 +107,8 @@ def towards(address: str) -> str:
     )
 
 
-def _check_exists(interface: str) -> None:
+def require_interface(interface: str) -> None:
+    """ConfigError where this node has no such interface."""
     import psutil
 
     names = sorted(psutil.net_if_addrs())
@@ -118,7 +119,8 @@ def _check_exists(interface: str) -> None:
         )
 
 
-def _refuse_loopback(nodes: int, interface: str, why: str) -> None:
+def refuse_loopback(nodes: int, interface: str, why: str) -> None:
+    """ConfigError where several nodes would meet on the loopback."""
     if nodes > 1 and interface in ("lo", "localhost"):
         raise ConfigError(
             f"{_here()} would rendezvous over the loopback {interface}, by {why}, where trainer.nnodes is {nodes}: "

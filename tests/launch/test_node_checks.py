@@ -1,0 +1,262 @@
+"""The checks of one node: an Atlas A3 node made of published outputs with one fault at a time, and this machine."""
+
+import os
+import resource
+import socket
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.launch import recorded
+from verl_patches.catalog import ROWS
+from verl_patches.config.compose import compose
+from verl_patches.errors import RecipeError
+from verl_patches.launch import node_checks, npu_checks
+from verl_patches.launch.doctor import NODE_ROWS
+from verl_patches.launch.node_checks import Machine, Node, Row, Seen, check_node
+from verl_patches.launch.plan import host_bytes, peak_bytes
+from verl_patches.patching.report import Report
+
+PORT = {"-ip": recorded.IP, "-link": recorded.LINK, "-net_health": recorded.NET_HEALTH}
+INFINITE = resource.RLIM_INFINITY
+
+
+def tool(changes=()):
+    """A Machine.run of a healthy A3 node; `changes`: {a command: its output}, {a missing tool: None}."""
+    changes = dict(changes)
+
+    def run(command):
+        command = [Path(command[0]).name, *command[1:]]
+        words = " ".join(command)
+        for start, text in changes.items():
+            if start in (words, command[0]):
+                if text is None:
+                    raise FileNotFoundError(command[0])
+                return 0, text
+        if command[0] == "hccn_tool":
+            return 0, PORT.get(command[3], "usage") if len(command) > 3 else "usage"
+        known = {"info": recorded.NPU_SMI_A3, "board": recorded.BOARD, "hccs": recorded.HCCS}
+        return 0, known[command[3] if len(command) > 3 else "info"]
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def production():
+    return compose("grpo_deepseekv3_256die_true_weight", ["recipe.hccl.interface=lo"])
+
+
+@pytest.fixture
+def make_node(production, tmp_path, monkeypatch):
+    """A node of production's config; arguments are changes of its tools' outputs and of its Machine."""
+    measured = {"seconds": 0.001, "bus_bytes_per_s": 1e9}
+    monkeypatch.setattr(node_checks, "probe", lambda settings, environ: measured)
+    monkeypatch.setattr(npu_checks, "probe", lambda settings, environ: measured)
+    monkeypatch.setattr(npu_checks, "peak_bytes", lambda config, rows: 50 * 10**9)
+    for number in range(16):
+        (tmp_path / f"davinci{number}").touch()
+
+    def make(changes=(), **machine):
+        kept = {"environ": {}, "devices": tmp_path, "cgroup": tmp_path, "limit": lambda number: (INFINITE, INFINITE)}
+        return Node(production, ROWS, machine=Machine(run=tool(changes), **{**kept, **machine}))
+
+    return make
+
+
+def findings(node, *names):
+    """{name: finding} of some rows."""
+    rows = [row for row in NODE_ROWS if row.name in names]
+    assert len(rows) == len(names)
+    return {found.name: found for found in check_node(node, rows)}
+
+
+NPU = ("npu health", "npu memory", "npu firmware", "npu links", "npu binding", "hccl")
+
+
+def test_a_healthy_node_passes_every_row_of_its_dies(make_node):
+    found = findings(make_node(), *NPU)
+    assert {one.state for one in found.values()} == {"fine"}
+    assert found["npu memory"].found.startswith("at least 65.4 GB free")
+    assert "driver 25.2.0, firmware 7.7.0.6.236" in found["npu firmware: all cards"].found
+
+
+BROKEN = recorded.NPU_SMI_A3.replace("| OK            | 163.9", "| Critical      | 163.9")
+FULL = recorded.NPU_SMI_A3.replace("3113 / 65536", "31877/ 65536")
+FAULTS = {  # what is wrong: (outputs, {name of a finding: (text that it has, text of what to do)})
+    "a broken card": (
+        {"npu-smi info": BROKEN},
+        {"npu health: die 8 (card 4, chip 0)": ("Critical", "npu-smi info -t health -i 4 -c 0")},
+    ),
+    "a die with little memory left": (
+        {"npu-smi info": FULL},
+        {"npu memory: die 8 (card 4, chip 0)": ("35.3 GB free of 68.7", "npu-smi info")},
+    ),
+    "other processes and missing dies": (
+        {"npu-smi info": recorded.NPU_SMI_BUSY},
+        {
+            "npu health: dies": ("3 dies", "npu-smi"),
+            "npu memory: card 0, chip 0": ("process 632268 (python3.1) holds 197 MB", "kill 632268"),
+            "npu memory: die 15 (card 7, chip 1)": ("35.3 GB free", ""),
+            "hccl": ("not run: 1 processes use the dies", "end them"),
+        },
+    ),
+    "firmware of another release": (
+        {"npu-smi info -t board -i 3": recorded.BOARD.replace(": OK", ": NG").replace("7.7.0.6.236", "7.1.0.3.220")},
+        {
+            "npu firmware: card 3": ("NG: driver 25.2.0, firmware 7.1.0.3.220", "install"),
+            "npu firmware: all cards": ("7.1.0.3.220; driver 25.2.0, firmware 7.7.0.6.236", "install"),
+        },
+    ),
+    "a link down": (
+        {"hccn_tool -i 5 -link -g": recorded.LINK_DOWN, "hccn_tool -i 5 -net_health -g": recorded.NET_FAULT},
+        {"npu links: die 5 (card 2, chip 1)": ("port 10.86.1.80: link DOWN, net health Fault", "hccn_tool -i 5")},
+    ),
+    "HCCS of one die": (
+        {"npu-smi info -t hccs -i 6 -c 1": recorded.HCCS.replace(": OK", ": NOK")},
+        {"npu links: die 13 (card 6, chip 1)": ("HCCS is NOK", "npu-smi info -t hccs -i 6 -c 1")},
+    ),
+    "no driver": (
+        {"npu-smi info": recorded.NPU_SMI_NO_DRIVER},
+        {name: ("not understood: npu-smi info printed 'dcmi module init", "") for name in NPU if name != "npu binding"},
+    ),
+    "garbage from one command": (
+        {"hccn_tool -i 9 -net_health -g": "\x00??"},
+        {"npu links: die 9 (card 4, chip 1)": ("not understood: expected a line 'net health status', found", "")},
+    ),
+    "no tools": (
+        {"npu-smi": None, "hccn_tool": None},
+        {name: ("not run: npu-smi is not installed", "mount it") for name in NPU if name != "npu binding"},
+    ),
+    "no hccn_tool": ({"hccn_tool": None}, {"npu links": ("not run: hccn_tool is not installed", "mount")}),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_each_fault_has_its_own_row_and_command(make_node, fault):
+    changes, expected = FAULTS[fault]
+    found = findings(make_node(changes), *NPU)
+    wrong = {name: one for name, one in found.items() if one.state != "fine"}
+    assert wrong.keys() == expected.keys()
+    for name, (text, todo) in expected.items():
+        assert wrong[name].state == "problem" and text in wrong[name].found and todo in wrong[name].todo
+        assert wrong[name].todo
+
+
+def test_a_tool_of_the_driver_is_found_where_it_is_not_on_path(make_node, tmp_path):
+    (tmp_path / "driver" / "tools").mkdir(parents=True)
+    (tmp_path / "driver" / "tools" / "echo_tool").symlink_to("/bin/echo")
+    machine = Machine(ascend=tmp_path)
+    assert machine.output("echo_tool", "-i", "0") == "-i 0\n" and machine.output("no_such_tool") is None
+
+
+def test_ports_without_addresses_are_a_note_while_hccs_is_healthy(make_node):
+    """Within one SuperPoD dies exchange over HCCS; launch/doctor.py compares the SuperPoDs of all nodes."""
+    nothing = {f"hccn_tool -i {n} -ip -g": recorded.NO_IP for n in range(16)}
+    found = findings(make_node(nothing), "npu links")
+    assert {one.state for one in found.values()} == {"note"}
+    assert "16 of 16 dies have no address" in found["npu links: ports"].found
+    sick = {**nothing, "npu-smi info -t hccs -i 0 -c 0": recorded.HCCS.replace(": OK", ": NOK")}
+    assert findings(make_node(sick), "npu links")["npu links: die 0 (card 0, chip 0)"].state == "problem"
+
+
+def test_dies_that_ray_cannot_give_to_workers(make_node, tmp_path):
+    (tmp_path / "davinci7").unlink()
+    environ = {"ASCEND_RT_VISIBLE_DEVICES": "0,1", "RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES": "1"}
+    found = findings(make_node(environ=environ), "npu binding")
+    assert [one.state for one in found.values()] == ["problem"] * 3
+    assert "no davinci7" in found["npu binding: devices"].found
+    assert "unset ASCEND_RT_VISIBLE" in found["npu binding: ASCEND_RT_VISIBLE_DEVICES"].todo
+
+
+def test_old_software_is_named_with_its_version(make_node, tmp_path):
+    (tmp_path / "driver").mkdir()
+    (tmp_path / "driver" / "version.info").write_text("Version=24.1.rc3\npackage_version=24.1.rc3\n")
+    found = findings(make_node(ascend=tmp_path), "pins")["pins: driver"]
+    assert found.state == "problem" and (found.expected, found.found) == ("25.2.0", "24.1.rc3")
+    assert found.todo == "install driver 25.2.0"
+
+
+def test_limits_and_memory_of_a_container(make_node, tmp_path):
+    (tmp_path / "pids.max").write_text("4096\n")
+    (tmp_path / "memory.max").write_text(f"{64 << 30}\n")
+    (tmp_path / "memory.current").write_text(f"{60 << 30}\n")
+    node = make_node(limit=lambda number: (1024, 1024))
+    found = findings(node, "limits", "host memory", "jemalloc")
+    assert {name: one.found for name, one in found.items() if name.startswith("limits")} == {
+        "limits: open files": "1024",
+        "limits: processes": "1024",
+        "limits: locked memory": "1024",
+    }
+    assert findings(make_node(), "limits")["limits: processes"].found == "4096"
+    assert "docker run --ulimit" in found["limits: open files"].todo
+    memory = found["host memory"]
+    assert memory.state == "problem" and "771.5 by the workers" in memory.expected  # docs/256-die-runbook.md
+    assert float(memory.found.split()[0]) <= 4.3
+    assert found["jemalloc"].state == "note" and "LD_PRELOAD is unset" in found["jemalloc"].found
+    absent = findings(make_node(environ={"LD_PRELOAD": "/none/libjemalloc.so.2"}), "jemalloc")["jemalloc"]
+    assert absent.state == "problem" and "/none/libjemalloc.so.2, which does not exist" in absent.found
+
+
+def test_a_taken_port_and_an_interface_that_is_not_there(make_node, production):
+    node = make_node()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        taken = server.getsockname()[1]
+        config = production.copy()
+        config.recipe.hccl.base_port = taken - 3
+        found = findings(replace(node, config=config), "ports")["ports: HCCL, free"]
+    assert found.state == "problem" and str(taken) in found.found and "ss -ltnp" in found.todo
+    config.recipe.hccl.interface = "eth99"
+    found = findings(replace(node, config=config), "interface")["interface"]
+    assert found.state == "problem" and "recipe.hccl.interface is eth99" in found.found
+    config.recipe.hccl.interface, config.trainer.nnodes = None, 16
+    before_ray = findings(replace(node, config=config), "interface")["interface"]
+    assert before_ray.state in ("note", "problem") and "not known before Ray runs; up: " in before_ray.found
+    assert (before_ray.state == "note") == (not before_ray.found.endswith("none"))
+    own = replace(node, config=config, machine=replace(node.machine, environ={"GLOO_SOCKET_IFNAME": "lo"}))
+    assert "loopback lo, by GLOO_SOCKET_IFNAME" in findings(own, "interface")["interface"].found
+
+
+def test_disk_holds_the_checkpoints_of_the_model(make_node, production):
+    assert node_checks.checkpoint_bytes(production) == 0
+    config = production.copy()
+    config.trainer.save_freq = 10
+    assert node_checks.checkpoint_bytes(config) == pytest.approx(2 * 9.394e12, rel=1e-3)  # docs/checkpoints.md
+    found = findings(replace(make_node(), config=config), "disk")["disk: checkpoints"]
+    assert found.state == "problem" and found.expected == "18788.7 GB free (modelled)"
+
+
+def test_sizes_of_the_plan(production):
+    assert host_bytes(production, ROWS) == pytest.approx(771_533_045_760, rel=1e-6)
+    assert 40e9 < peak_bytes(production, ROWS) < 64 << 30
+
+
+def test_a_check_that_could_not_be_made_is_a_problem_on_npu_only():
+    row = Row("a", "node", "how", "expected", "todo", lambda: [Seen(None, "no tool")])
+    assert [(f.state, f.found) for f in row.findings(npu=True)] == [("problem", "not run: no tool")]
+    assert [(f.state, f.todo) for f in row.findings(npu=False)] == [("not run", "")]
+    assert Report("doctor", "pypi", tuple(row.findings(npu=False))).exit_code == 0
+    assert Report("doctor", "a3", tuple(row.findings(npu=True))).exit_code == 1
+
+
+def test_findings_before_an_error_are_kept_and_other_errors_are_not_hidden():
+    def look():
+        yield Seen(True, "first")
+        raise RecipeError("broken")
+
+    row = Row("a", "node", "how", "expected", "todo", look)
+    assert [(f.state, f.found) for f in row.findings(npu=False)] == [("fine", "first"), ("problem", "broken")]
+    with pytest.raises(ZeroDivisionError):
+        replace(row, look=lambda: [1 / 0]).findings(npu=False)
+
+
+def test_a_probe_over_an_interface_that_is_not_there_says_so():
+    """That the probe sums is in test_doctor.py."""
+    with pytest.raises(RecipeError, match="eth99"):
+        node_checks.probe(node_checks.probe_settings("gloo", 1, "eth99", mib=1), os.environ)
+
+
+def test_every_row_names_how_and_what_to_do():
+    assert len({row.name for row in NODE_ROWS}) == len(NODE_ROWS)
+    for row in NODE_ROWS:
+        assert row.scope == "node" and row.how and row.todo and row.severity in ("problem", "note")

@@ -1,0 +1,100 @@
+"""What one rank does in test_activations.py: counts the bytes that a layer keeps for its backward pass."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+# what ops keep on a device, of their inputs i and outputs o: torch_npu's derivatives, and mindspeed/ops/csrc/cann
+TORCH_NPU = {
+    "npu_rms_norm": lambda i, o: (i[0], i[1], o[1]),
+    "npu_swiglu": lambda i, o: (i[0],),
+    "npu_fusion_attention": lambda i, o: (*i[:3], *o[:3]),
+}
+BUILDERS = {
+    "npu_moe_token_permute": lambda i, o: (o[1],),
+    "npu_moe_token_unpermute": lambda i, o: i,
+    "npu_rotary_position_embedding": lambda i, o: (i[1], i[2]),
+}
+
+
+class Kept:
+    """Bytes that autograd saves in counted functions: each storage once, without `weights` and earlier storages."""
+
+    def __init__(self, weights):
+        self._seen = {tensor.untyped_storage()._cdata: tensor for tensor in weights}
+        self.size_bytes: dict[int, int] = {}
+
+    def counting(self, name, function):
+        def counted(*args, **kwargs):
+            with saved_tensors_hooks(pack, lambda tensor: tensor):
+                return function(*args, **kwargs)
+
+        def pack(tensor):
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self._seen:
+                self._seen[storage._cdata] = tensor  # held, so that no later storage has its address
+                self.size_bytes[name] = self.size_bytes.get(name, 0) + storage.nbytes()
+            return tensor
+
+        return counted
+
+
+class _Opaque(torch.autograd.Function):
+    """An op as a device has it: computed by the reference, with only what its backward op takes saved."""
+
+    @staticmethod
+    def forward(ctx, call, saves, *tensors):
+        out = call(*tensors)
+        outs = out if isinstance(out, (tuple, list)) else (out,)
+        ctx.save_for_backward(*saves(tensors, outs))
+        return tuple(outs) if len(outs) > 1 else outs[0]
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        raise NotImplementedError("only forward passes are measured")
+
+
+def opaque(function, saves):
+    """`function`, whose leading tensors are differentiable, saving saves(tensors, outputs)."""
+
+    def call(*args, **kwargs):
+        count = next((i for i, value in enumerate(args) if not torch.is_tensor(value)), len(args))
+        rest = args[count:]
+        return _Opaque.apply(lambda *tensors: function(*tensors, *rest, **kwargs), saves, *args[:count])
+
+    return call
+
+
+def saved_by_layers(model: Path, tokens: list[int], args) -> dict[int, dict[int, int]]:
+    """{tokens: {layer: bytes}} of packed forward passes of one sequence through MindSpeed-LLM's layers on this rank."""
+    import torch_npu
+    from megatron.core import tensor_parallel
+    from transformers import AutoConfig
+    from verl.models.mcore import get_mcore_forward_fn, hf_to_mcore_config, init_mcore_model
+    from verl.utils.megatron_utils import get_model, unwrap_model
+
+    from verl_patches.platform.cpu.ascend.mindspeed_ops import OPS
+
+    for name, saves in TORCH_NPU.items():
+        setattr(torch_npu, name, opaque(getattr(torch_npu, name), saves))
+    for name, saves in BUILDERS.items():
+        setattr(OPS[name], name, opaque(getattr(OPS[name], name), saves))
+    torch.manual_seed(args.seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(args.seed)
+    hf_config = AutoConfig.from_pretrained(model)
+    config = hf_to_mcore_config(hf_config, args.params_dtype)
+    forward, found = get_mcore_forward_fn(hf_config), {}
+    for count in tokens:
+        chunks = get_model(lambda *ends: init_mcore_model(config, hf_config, *ends), wrap_with_ddp=False)
+        (made,) = unwrap_model(chunks)
+        kept = Kept([*made.parameters(), *made.buffers()])
+        for index, layer in enumerate(made.decoder.layers):
+            layer.forward = kept.counting(index, layer.forward)
+        ids = torch.randint(6, 500, (1, count), generator=torch.Generator().manual_seed(0))
+        mask = torch.ones(1, count, dtype=torch.bool)
+        forward(chunks[0], ids, mask, torch.arange(count)[None], sequence_parallel=config.sequence_parallel)
+        found[count] = kept.size_bytes
+    return found

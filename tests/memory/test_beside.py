@@ -1,0 +1,53 @@
+"""HCCL's buffers by group, what is there throughout a phase, and host copies."""
+
+import pytest
+
+from verl_patches.layout.parallel import parse_layout, rollout_layout
+from verl_patches.memory.beside import CONTEXT_BYTES, always_bytes, buffer_bytes, communicators, host_bytes
+from verl_patches.memory.schedule import SCHEDULE, VERL, in_sleep_mode
+
+TRAIN = parse_layout("tp4 pp8 ep32 etp1 @256 layers=7,7,8,8,8,8,8,7")
+MIB = 1 << 20
+SIZES = {"actor_params": 2, "grads": 4, "optimizer": 12, "ref_params": 3, "rollout_weights": 5, "swap_window": 1}
+
+
+def test_groups_of_the_256_die_run_and_those_of_one_rank():
+    found = {(side, group): ranks for side, group, ranks in communicators(TRAIN, rollout_layout(2, 64, 2))}
+    assert found == {
+        ("train", "world"): 256, ("train", "tp"): 4, ("train", "pp"): 8, ("train", "dp-cp"): 8, ("train", "tp-pp"): 32,
+        ("train", "ep"): 32, ("rollout", "world"): 256, ("rollout", "tp"): 2, ("rollout", "dp"): 64,
+        ("rollout", "dp sync"): 64, ("rollout", "ep"): 128,
+    }  # fmt: skip
+    alone = parse_layout("tp1 @1")
+    assert communicators(alone, rollout_layout(1, 1, 1, expert_parallel=False)) == []
+    wide = parse_layout("ep4 etp1 @8")
+    assert ("train", "edp", 2) in communicators(wide, rollout_layout(8, 1, 1, expert_parallel=False))
+
+
+def test_each_group_has_two_buffers_of_its_own_size():
+    """Control: with one size for all, the sums differ."""
+    sizes = {("train", "ep"): 400, ("rollout", "ep"): 300}
+    found = buffer_bytes(TRAIN, rollout_layout(1, 128, 2), lambda side, group: sizes.get((side, group), 50))
+    assert found == {"train": 2 * (400 + 5 * 50) * MIB, "rollout": 2 * (300 + 4 * 50) * MIB}
+    assert found != buffer_bytes(TRAIN, rollout_layout(1, 128, 2), lambda side, group: 50)
+
+
+def test_the_kv_caches_share_has_the_rollouts_buffers_and_the_context():
+    hccl = {"train": 7, "rollout": 5}
+    assert always_bytes(hccl, kv_cache=True) == {"hccl_buffers": 7}
+    assert always_bytes(hccl, kv_cache=False) == {"hccl_buffers": 12, "cann_context": CONTEXT_BYTES}
+
+
+@pytest.mark.parametrize(
+    ("schedule", "stays", "options", "expected"),
+    [
+        (SCHEDULE, {"optimizer"}, {"swapped": True}, {"actor_params": 2, "ref_params": 3, "optimizer": 12}),
+        (SCHEDULE, {"optimizer"}, {}, {"actor_params": 2, "ref_params": 3}),
+        (SCHEDULE, {"optimizer"}, {"saves": True}, {"actor_params": 2, "ref_params": 3, "checkpoint": 12}),
+        (SCHEDULE, {"actor_params", "grads", "ref_params"}, {"saves": True}, {"optimizer": 12, "checkpoint": 2}),
+        (in_sleep_mode(SCHEDULE), {"optimizer"}, {}, {"actor_params": 2, "ref_params": 3, "rollout_weights": 5}),
+        (VERL["a3"], set(), {}, {"actor_params": 2, "ref_params": 3, "optimizer": 12, "rollout_weights": 5}),
+    ],
+)
+def test_what_is_loaded_has_a_copy_on_the_host(schedule, stays, options, expected):
+    assert host_bytes(SIZES, schedule, stays, **{"swapped": False, "saves": False, **options}) == expected

@@ -1,0 +1,164 @@
+"""What one rank does in the tests of model/log_prob.py; runs under the rows."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from types import SimpleNamespace
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from tests.model.log_prob_cases import CASES, Case
+from verl_patches.model import log_prob
+
+ROWS_OF_A_CHUNK = 3
+
+
+def start_tensor_parallel() -> None:
+    """Megatron's groups: all ranks are one tensor-parallel group."""
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=dist.get_world_size())
+
+
+def answer(case: Case) -> dict[str, torch.Tensor]:
+    """log_probs, entropy [T], and this rank's part of the gradient [T, V/tp]; in chunks of ROWS_OF_A_CHUNK tokens."""
+    logits, labels = case.inputs()
+    own = logits.chunk(dist.get_world_size(), dim=-1)[dist.get_rank()].clone().requires_grad_()
+    of_model = own * 1.0  # keeps nothing for its backward, as Megatron's output layer
+    with mock.patch.object(log_prob, "CHUNK_BYTES", ROWS_OF_A_CHUNK * own.shape[-1] * 4):
+        found = {}
+        if case.entropy_weight is not None:
+            found["entropy"] = log_prob.vocab_parallel_entropy(of_model)
+        found["log_probs"] = log_prob.vocab_parallel_log_probs_from_logits(of_model, labels)
+        case.loss(**found).backward()
+    return {**{name: value.detach() for name, value in found.items()}, "gradient": own.grad}
+
+
+@contextlib.contextmanager
+def all_reduce_left_out(number: int):
+    """The `number`-th all-reduce of this module does nothing."""
+    calls = iter(range(100))
+
+    def all_reduce(tensor, **kwargs):
+        if next(calls) != number:
+            dist.all_reduce(tensor, **kwargs)
+
+    with mock.patch.object(log_prob, "dist", SimpleNamespace(all_reduce=all_reduce, ReduceOp=dist.ReduceOp)):
+        yield
+
+
+def without_maximum():
+    """The largest logit counts as 0."""
+    return mock.patch.object(torch.Tensor, "amax", lambda tensor, dim: tensor.new_zeros(len(tensor)))
+
+
+def answers() -> dict[str, dict]:
+    """Of every case, and of case `both` with one thing left out each."""
+    start_tensor_parallel()
+    found = {name: answer(case) for name, case in CASES.items()}
+    for number in range(3):
+        with all_reduce_left_out(number):
+            found[f"all_reduce {number}"] = answer(CASES["both"])
+    with without_maximum():
+        found["maximum"] = answer(CASES["large"])
+    return found
+
+
+def in_place() -> dict[str, object]:
+    """How often collectives are called; where the gradient is; what a second backward and other uses say."""
+    start_tensor_parallel()
+    case, found = CASES["both"], {}
+    logits, labels = case.inputs()
+    calls = []
+    with mock.patch.object(dist, "all_reduce", lambda *args, **kwargs: calls.append(args)):
+        of_model = logits.requires_grad_() * 1.0
+        of_model.register_hook(lambda gradient: found.update(same_memory=gradient.data_ptr() == of_model.data_ptr()))
+        log_probs, entropy = _both(of_model, labels)
+        loss = log_probs.sum() + entropy.sum()
+        loss.backward(retain_graph=True)
+        found |= {"calls": len(calls), "attribute_left": log_prob._PASS in vars(of_model)}
+        found["second_backward"] = _error(loss.backward)
+        found["entropy_after_log_probs"] = _error(functools.partial(_wrong_order, logits * 1.0, labels))
+        strided = logits.detach().t().contiguous().requires_grad_()
+        log_probs, entropy = _both(strided.t() * 1.0, labels)  # not contiguous
+        (log_probs.sum() + entropy.sum()).backward()
+        found["same_if_strided"] = torch.equal(strided.grad.t(), logits.grad)
+        with torch.no_grad():
+            found["graph"] = [value.requires_grad for value in _both(logits * 1.0, labels)]
+    return found
+
+
+def _both(logits, labels):
+    entropy = log_prob.vocab_parallel_entropy(logits)
+    return log_prob.vocab_parallel_log_probs_from_logits(logits, labels), entropy
+
+
+def _wrong_order(logits, labels):
+    log_probs = log_prob.vocab_parallel_log_probs_from_logits(logits, labels)
+    (log_probs.sum() + log_prob.vocab_parallel_entropy(logits).sum()).backward()
+
+
+def _error(function) -> str:
+    try:
+        function()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def actor_update(dtype: torch.dtype, entropy_coeff: float) -> dict[str, object]:
+    """One micro batch of verl's own forward_step and loss: gradient of the logits [B, S, V/tp], or the error."""
+    from omegaconf import OmegaConf
+    from verl import DataProto
+    from verl.workers.actor import megatron_actor
+
+    start_tensor_parallel()
+    logits, ids = actor_batch(dtype)
+    own = logits.chunk(dist.get_world_size(), dim=-1)[dist.get_rank()].clone().requires_grad_()
+    actor = object.__new__(megatron_actor.MegatronPPOActor)
+    settings = {"clip_ratio": 0.2, "clip_ratio_low": None, "clip_ratio_high": None, "use_kl_loss": False}
+    actor.config = OmegaConf.create({**settings, "loss_agg_mode": "token-mean", "entropy_coeff": entropy_coeff})
+    actor.hf_config, actor.tf_config = None, SimpleNamespace(sequence_parallel=False)
+    actor.actor_module = [torch.nn.Identity()]
+
+    def forward(model, input_ids, *args, logits_processor, logits_processor_args, **kwargs):
+        return logits_processor(own * 1.0, **logits_processor_args)
+
+    def forward_backward(forward_step_func, data_iterator, model, **kwargs):
+        output, loss_of = forward_step_func(
+            data_iterator[0] if isinstance(data_iterator, list) else data_iterator, model
+        )
+        loss, (metrics, _) = loss_of(output)
+        loss.backward()
+        return [(metrics, output["log_probs"].detach())]
+
+    ones, width = torch.ones_like(ids), ids.shape[1] // 2
+    batch = {"input_ids": ids, "attention_mask": ones, "position_ids": ones.cumsum(-1) - 1, "responses": ids[:, width:]}
+    batch |= {
+        "old_log_probs": torch.full((len(ids), width), -3.0),
+        "advantages": torch.linspace(-1, 1, width).repeat(len(ids), 1),
+    }
+    data = DataProto.from_dict(batch, meta_info={"micro_batch_size": len(ids)})
+    arguments = {"calculate_entropy": entropy_coeff != 0}
+    if "micro_batch_size" in inspect.signature(actor.forward_backward_batch).parameters:  # line pypi
+        arguments["micro_batch_size"] = len(ids)
+    with (
+        mock.patch("verl.models.mcore.get_mcore_forward_fn", lambda hf_config: forward),
+        mock.patch.object(megatron_actor, "get_forward_backward_func", lambda: forward_backward),
+    ):
+        try:
+            actor.forward_backward_batch(data, **arguments)
+        except RuntimeError as error:
+            return {"error": str(error)}
+    return {"gradient": own.grad, "provider": megatron_actor.vocab_parallel_entropy.__module__}
+
+
+def actor_batch(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """(logits [2, 8, 32], ids [2, 8]) of `actor_update`."""
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(2, 8, 32, generator=generator).to(dtype)
+    return logits, torch.randint(0, 32, (2, 8), generator=generator)

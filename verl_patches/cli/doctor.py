@@ -1,0 +1,71 @@
+"""The command `doctor`: are this node, and all nodes of a running Ray, ready for a run?"""
+
+from __future__ import annotations
+
+import os
+from typing import Annotated
+
+import typer
+
+from verl_patches.catalog import ROWS
+from verl_patches.cli.output import Json, print_json, show
+from verl_patches.cli.run import Upstream
+from verl_patches.config.checks import PATHS
+from verl_patches.config.compose import compose, keys_of
+from verl_patches.errors import ConfigError
+from verl_patches.launch import doctor
+from verl_patches.launch.node_checks import MODEL, Node
+from verl_patches.launch.smoke import CONFIG_NAME, LEARN_CONFIG_NAME
+from verl_patches.patching.switches import VARIABLE, parse
+from verl_patches.platform import NO_DEVICE
+from verl_patches.upstream.checkouts import for_platform, trees_of
+
+PRODUCTION = "grpo_deepseekv3_256die_true_weight"
+WORDS_HELP = f"A file of configs/ (default: {PRODUCTION}, or the smoke run's with platform=cpu), then overrides."
+THIS_NODE_HELP = "Only this node, also where a Ray of several nodes runs."
+HEAD_HELP = "HOST:PORT of Ray's head, given to the nodes that another one asks."
+
+
+def doctor_command(
+    words: Annotated[list[str] | None, typer.Argument(metavar="[CONFIG] [key=value ...]", help=WORDS_HELP)] = None,
+    this_node: Annotated[bool, typer.Option("--this-node", help=THIS_NODE_HELP)] = False,
+    upstream: Upstream = None,
+    head: Annotated[str | None, typer.Option(help=HEAD_HELP, hidden=True)] = None,
+    as_json: Json = False,
+) -> None:
+    """Check this node, and all nodes of the run's Ray, before a run; nothing is started or changed.
+
+    Exit code 0: no problem was found. 1: a problem, or on platform npu a check that could not be made. 2: wrong use.
+    """
+    words = words or []
+    name, overrides = (words[0], words[1:]) if words and "=" not in words[0] else (_default(), words)
+    trees = trees_of(upstream)
+    config = compose(name, overrides, verl_path=trees.verl)
+    recipe = config.recipe
+    trees = for_platform(recipe.platform, trees)
+    must_exist = (MODEL,) if head else PATHS
+    if name in (CONFIG_NAME, LEARN_CONFIG_NAME):  # `smoke` makes its model and data
+        must_exist = tuple(keys_of(overrides))
+    node = Node(config, ROWS, trees, head=head, must_exist=must_exist)
+    if this_node or config.trainer.nnodes == 1 and recipe.ray_address is None:
+        found = doctor.this_node(node)
+    elif recipe.ray_address is None:
+        raise ConfigError(
+            f"trainer.nnodes is {config.trainer.nnodes}: set recipe.ray_address=auto, or give --this-node"
+        )
+    else:
+        options = [] if upstream is None else ["--upstream", str(upstream.absolute())]
+        nodes = doctor.ask(node, [name, *overrides, *options])
+        found = doctor.all_nodes(nodes) if nodes.reports else doctor.without_ray(nodes)
+    report = doctor.report_of(found)
+    if as_json:
+        print_json(found)
+    else:
+        show(report)
+    raise typer.Exit(report.exit_code)
+
+
+def _default() -> str:
+    """The config of a platform, where the command names none: as VERL_PATCHES says, else production's."""
+    given = os.environ.get(VARIABLE)
+    return CONFIG_NAME if given and parse(given).platform in NO_DEVICE else PRODUCTION

@@ -1,0 +1,166 @@
+"""A report of recorded runs, one or several side by side, from what outputs/<run>/ holds; Markdown and plain data.
+
+Seconds and tokens are medians over the steps after the first, which also builds, compiles and warms up; a run of one
+step has no others, and the report says so.
+
+    tokens/s/rank          prompt and response tokens of a step, without padding / (seconds of the step * ranks);
+                           verl's perf/throughput. A rank is one process on one die; an Atlas A3 card has two
+    generated/s/rank       response tokens of a step / (seconds of its rollout * ranks)
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from verl_patches.errors import ConfigError
+from verl_patches.evaluation.plots import PHASES
+
+SUMMARY = "summary.json"
+ENDS = 5  # steps of the means at the start and at the end of a run
+
+
+class Figure(NamedTuple):
+    """One figure of a run; `value` is None where the run does not have it."""
+
+    name: str
+    unit: str
+    value: float | None
+
+
+def find_run(given: Path, root: Path) -> Path:
+    """The folder of a run that a user names: a path, or a name below `root`. ConfigError where it has no summary."""
+    folders = given, root / given
+    for folder in folders:
+        if (folder / SUMMARY).is_file():
+            return folder
+    raise ConfigError(
+        f"{given}: no {SUMMARY} in {' or '.join(str(folder.absolute()) for folder in folders)}; give the folder of a "
+        "run, or the name of one in outputs/ of this repository"
+    )
+
+
+def read_run(folder: Path) -> dict[str, Any]:
+    """The summary of a run. ConfigError where it is not JSON of this recipe, or has no step."""
+    path = folder / SUMMARY
+    try:
+        summary = json.loads(path.read_text())
+    except ValueError as error:
+        raise ConfigError(f"{path}: is no JSON ({error}); expected the file as a run wrote it") from None
+    if not isinstance(summary, dict) or not summary.get("steps"):
+        ended = summary.get("exit", "unknown") if isinstance(summary, dict) else "unknown"
+        raise ConfigError(f"{path}: holds no finished step (the run ended: {ended}); see driver.log beside it")
+    return summary
+
+
+def facts(summary: Mapping[str, Any]) -> dict[str, str]:
+    """What a reader must know of a run before its figures."""
+    steps, layout = summary["steps"], summary.get("layout", {})
+    return {
+        "run": str(summary.get("run")),
+        "line, platform, dtype": ", ".join(str(summary.get(key)) for key in ("line", "platform", "dtype")),
+        "training layout": layout.get("train", "-"),
+        "rollout layout": layout.get("rollout", "-"),
+        "steps": f"{steps[0]['step']} to {steps[-1]['step']}",
+        "ended": str(summary.get("exit")),
+        "versions": ", ".join(f"{name} {version}" for name, version in summary.get("versions", {}).items()),
+        "modified sources": ", ".join(summary.get("dirty", {})) or "none",
+    }
+
+
+def figures(summary: Mapping[str, Any]) -> list[Figure]:
+    """Seconds of phases, tokens, rewards, log-probs and memory of a run, always the same names in the same order."""
+    steps = summary["steps"]
+    timed = steps[1:] or steps
+    seconds = {phase: _median(step["seconds"].get(phase) for step in timed) for phase in (*PHASES, "step")}
+    named = sum(seconds[phase] or 0.0 for phase in PHASES)
+    other = None if seconds["step"] is None else max(seconds["step"] - named, 0.0)
+    found = [Figure(phase, "s", seconds[phase]) for phase in PHASES]
+    found += [Figure("other", "s", other), Figure("step", "s", seconds["step"])]
+    found += _token_figures(timed, summary.get("ranks"))
+    rewards = [step["reward"] for step in steps]
+    found += [
+        Figure(f"reward, first {ENDS} steps", "", statistics.fmean(rewards[:ENDS])),
+        Figure(f"reward, last {ENDS} steps", "", statistics.fmean(rewards[-ENDS:])),
+        Figure("grad_norm", "", _median(step["grad_norm"] for step in steps)),
+    ]
+    delta = summary.get("logprob_delta") or {}
+    found += [Figure("|dlogp|, mean", "", delta.get("mean")), Figure("|dlogp|, largest", "", delta.get("max"))]
+    held = [step["memory"]["peak_bytes"] for step in steps if step.get("memory")]
+    received = [step["sync"]["received_bytes"]["max"] for step in steps if step.get("sync")]
+    found += [
+        Figure("tracked memory of a rank, peak", "MB", max(held) / 1e6 if held else None),
+        Figure("weights received by a rank in a step", "MB", max(received) / 1e6 if received else None),
+        Figure("host memory of the starting node, peak", "MB", _mb(summary.get("peak_pss_bytes", {}).get("total"))),
+    ]
+    return found
+
+
+def _token_figures(steps: Sequence[Mapping[str, Any]], ranks: int | None) -> list[Figure]:
+    """Tokens of a step, and their rates; None for a summary that does not count them."""
+    counted = [step for step in steps if step.get("tokens") and ranks]
+    total = [step["tokens"]["total"] for step in counted]
+    rate = [_rate(step["tokens"]["total"], step["seconds"].get("step"), ranks) for step in counted]
+    generated = [_rate(step["tokens"]["responses"], step["seconds"].get("rollout"), ranks) for step in counted]
+    return [
+        Figure("tokens of a step", "", _median(total)),
+        Figure("tokens/s/rank", "1/s", _median(rate)),
+        Figure("generated/s/rank", "1/s", _median(generated)),
+        Figure("response length, mean", "tokens", _median(step["tokens"]["response_mean"] for step in counted)),
+        Figure("responses at the length limit", "share", _median(step["tokens"]["at_limit"] for step in counted)),
+    ]
+
+
+def _rate(count: float, seconds: float | None, ranks: int) -> float | None:
+    return count / seconds / ranks if seconds else None
+
+
+def _median(values: Any) -> float | None:
+    """Median of the values that are there."""
+    found = [value for value in values if value is not None]
+    return statistics.median(found) if found else None
+
+
+def _mb(size_bytes: float | None) -> float | None:
+    return None if size_bytes is None else size_bytes / 1e6
+
+
+def compare(summaries: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Each figure with its value in every run: {name, unit, values, ratio}; ratio: last / first, None without both."""
+    rows = []
+    for row in zip(*map(figures, summaries), strict=True):
+        values = [figure.value for figure in row]
+        first, last = values[0], values[-1]
+        ratio = last / first if len(values) > 1 and first and last is not None else None
+        rows.append({"name": row[0].name, "unit": row[0].unit, "values": values, "ratio": ratio})
+    return rows
+
+
+def texts(rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """`compare`'s rows as text: name, unit, a value for each run and, with several runs, the ratio."""
+    several = len(rows[0]["values"]) > 1
+    cells = []
+    for row in rows:
+        numbers = [*row["values"], *([row["ratio"]] if several else [])]
+        cells.append([row["name"], row["unit"], *("-" if n is None else f"{n:.4g}" for n in numbers)])
+    return cells
+
+
+def markdown(summaries: Sequence[Mapping[str, Any]], pictures: Sequence[str] = ()) -> str:
+    """The report of one run, or of several side by side, as Markdown; `pictures`: file names beside it."""
+    names, every = [str(summary.get("run")) for summary in summaries], [facts(summary) for summary in summaries]
+    ratio = ["ratio"] if len(names) > 1 else []
+    parts = [f"# {' and '.join(names)}", _table(["", *names], [[key, *(f[key] for f in every)] for key in every[0]])]
+    if any(len(summary["steps"]) == 1 for summary in summaries):
+        parts.append("A run of one step: its seconds include the start.")
+    parts.append(_table(["figure", "unit", *names, *ratio], texts(compare(summaries))))
+    parts += [f"![{name}]({name})" for name in pictures]
+    return "\n\n".join(parts) + "\n"
+
+
+def _table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [titles, ["---"] * len(titles), *rows]
+    return "\n".join(f"| {' | '.join(cell.replace('|', '&#124;') for cell in row)} |" for row in lines)

@@ -1,0 +1,276 @@
+"""The memory of a run as plain data: the worst die of each phase, the fullest node, and what to set where it is short.
+
+Everything is modelled: memory/expected.py (groups), memory/activations.py and memory/beside.py (terms beside them).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+from typing import Any
+
+from omegaconf import DictConfig
+
+from verl_patches.config import hccl
+from verl_patches.config.compose import rollout_library
+from verl_patches.config.recipe import VLLM_DTYPES
+from verl_patches.layout.inventory import Inventory, ModelShape, build_inventory
+from verl_patches.layout.parallel import ParallelLayout, rollout_layout_of, train_layout_of
+from verl_patches.memory.activations import UNBALANCED, Passes
+from verl_patches.memory.beside import buffer_bytes, communicators, host_bytes
+from verl_patches.memory.expected import A3_SEEN_BYTES, Setting, group_bytes, peaks
+from verl_patches.memory.schedule import (
+    SCHEDULE,
+    VERL,
+    Schedule,
+    direct_sync,
+    schedule_followed,
+    sleeps_by_vllm,
+    staying,
+    switches_of,
+)
+from verl_patches.upstream.checkouts import LINE
+
+
+def memory_plan(config: DictConfig, model: ModelShape, rows: Collection[str]) -> dict[str, Any]:
+    """{modelled, hbm_bytes, followed, swapped, orders, communicators, host, not_modelled}: bytes of the worst rank.
+
+    `orders` holds memory.expected's `peaks` for our order of a step, for verl's on this line with verl's own weight
+    sync, and for the run's own order, which `followed` names; it depends on `rows`, the ids of the rows that are on.
+    Activations are counted on line a3, HCCL's buffers and CANN's context on platform npu. `hbm_bytes` is what a process
+    sees of an A3 die, None on other platforms, where the KV cache is not modelled. `host`: {bytes: of a node by group,
+    node_bytes, limit_bytes (recipe.memory.host_gib) or None}. What to set where it does not fit:
+    launch/memory_advice.py. ConfigError where sizes do not divide.
+    """
+    inventory, layouts = _inventory(model, VLLM_DTYPES[config.recipe.dtype]), _layouts(config)
+    setting, schedule, stays = _setting(config, inventory, layouts, rows), _followed(config, rows), _stays(config, rows)
+    direct, skip = direct_sync(rows), config.recipe.train.skip_old_log_prob
+    gathered = replace(setting, bucket_bytes=None)
+    compared = [
+        (order.without("old_log_prob") if skip else order, each)
+        for order, each in ((SCHEDULE, setting), (VERL[config.recipe.line], gathered))
+    ]
+    if schedule.name not in (order.name for order, _ in compared):
+        compared.append((schedule, setting if direct else gathered))
+    npu = config.recipe.platform == "npu"
+    return {
+        "modelled": True,
+        "hbm_bytes": A3_SEEN_BYTES if npu else None,
+        "followed": schedule.name,
+        "orders": [peaks(order, inventory, *layouts, each, stays) for order, each in compared],
+        "swapped": config.recipe.train.swap_optimizer,
+        "communicators": _communicators(config, model, layouts) if npu else [],
+        "host": _host(config, inventory, layouts, setting, schedule, stays),
+        "not_modelled": _not_modelled(setting, npu),
+    }
+
+
+def followed_schedule(
+    config: DictConfig, model: ModelShape, rows: Collection[str]
+) -> tuple[Schedule, frozenset[str], Setting]:
+    """The run's own order, the memory groups that never move, and the setting of its bytes."""
+    inventory, layouts = _inventory(model, VLLM_DTYPES[config.recipe.dtype]), _layouts(config)
+    return _followed(config, rows), _stays(config, rows), _setting(config, inventory, layouts, rows)
+
+
+def followed_peaks(config: DictConfig, model: ModelShape, rows: Collection[str]) -> dict[str, Any]:
+    """Only memory.expected's `peaks` of the run's own order."""
+    inventory, layouts, schedule = (
+        _inventory(model, VLLM_DTYPES[config.recipe.dtype]),
+        _layouts(config),
+        _followed(config, rows),
+    )
+    setting = _setting(config, inventory, layouts, rows)
+    if not direct_sync(rows):
+        setting = replace(setting, bucket_bytes=None)
+    return peaks(schedule, inventory, *layouts, setting, _stays(config, rows))
+
+
+def too_much(plan: dict[str, Any]) -> list[dict[str, Any]]:
+    """The phases of the followed order whose worst die does not hold them, as `peaks` has them."""
+    (order,) = (order for order in plan["orders"] if order["order"] == plan["followed"])
+    limit = plan["hbm_bytes"]
+    return [phase for phase in order["phases"] if limit is not None and phase["peak_bytes"] > limit]
+
+
+def host_is_short(plan: dict[str, Any]) -> bool:
+    """Whether the fullest node has less host memory than its workers pin."""
+    limit = plan["host"]["limit_bytes"]
+    return limit is not None and plan["host"]["node_bytes"] > limit
+
+
+@functools.lru_cache(maxsize=2)
+def _inventory(model: ModelShape, dtype: str) -> Inventory:
+    """Cached because advice plans the same model many times."""
+    return build_inventory(replace(model, torch_dtype=dtype))
+
+
+def _layouts(config: DictConfig) -> tuple[ParallelLayout, ParallelLayout]:
+    return train_layout_of(config), rollout_layout_of(config)
+
+
+def _not_modelled(setting: Setting, npu: bool) -> list[str]:
+    found = ["fragmentation of torch's pool", "Ray's object store and the processes on the host"]
+    if setting.passes is None:
+        found.append("activations (line a3 only)")
+    if npu:
+        found.append("captured graphs of the rollout engine (its activations are inside gpu_memory_utilization)")
+    else:
+        found.append("the KV cache, HCCL's buffers and CANN's context (platform npu only)")
+    return found
+
+
+def _switches(config: DictConfig, rows: Collection[str]) -> tuple[dict[str, bool], bool]:
+    recipe = config.recipe
+    synced = recipe.weight_sync.enabled and direct_sync(rows)
+    vllm_sleep = sleeps_by_vllm(config.actor_rollout_ref.rollout, recipe)
+    return switches_of(rows, vllm_sleep=vllm_sleep, synced=synced), synced
+
+
+def _followed(config: DictConfig, rows: Collection[str]) -> Schedule:
+    skip = config.recipe.train.skip_old_log_prob
+    return schedule_followed(config.recipe.line, skip_old_log_prob=skip, **_switches(config, rows)[0])
+
+
+def _stays(config: DictConfig, rows: Collection[str]) -> frozenset[str]:
+    actor, ref = config.actor_rollout_ref.actor.megatron, config.actor_rollout_ref.ref.megatron
+    switches, synced = _switches(config, rows)
+    return staying(
+        param_offload=actor.param_offload,
+        optimizer_offload=actor.optimizer_offload or config.recipe.train.swap_optimizer,
+        ref_offload=ref.param_offload,
+        own_sleep_mode=switches["own_sleep_mode"],
+        synced=synced,
+    )
+
+
+def _setting(
+    config: DictConfig, inventory: Inventory, layouts: tuple[ParallelLayout, ParallelLayout], rows: Collection[str]
+) -> Setting:
+    recipe, rollout = config.recipe, config.actor_rollout_ref.rollout
+    npu, replicas = recipe.platform == "npu", layouts[0].dp
+    return Setting(
+        train_library="mindspeed" if recipe.line == LINE else "megatron-local",
+        rollout_library=rollout_library(config),
+        bucket_bytes=recipe.reshard.bucket_bytes,
+        swap_pieces=recipe.train.swap_optimizer_times if recipe.train.swap_optimizer else None,
+        hbm_bytes=A3_SEEN_BYTES,
+        kv_share=rollout.gpu_memory_utilization if npu else 0.0,
+        tensor_cache_bytes=cached_bytes(config) // replicas if recipe.tensor_cache.enabled else 0,
+        absorbed_copies=npu or recipe.line == LINE,  # MindSpeed's view on the CPU too
+        passes=_passes(config, replicas, rows) if recipe.line == LINE else None,
+        hccl=buffer_bytes(*layouts, _buffer_mib(config, inventory.model)) if npu else None,
+    )
+
+
+def _buffer_mib(config: DictConfig, model: ModelShape) -> Callable[[str, str], int]:
+    """The one function that tells the HCCL_BUFFSIZE of a group in MiB, by (side, group) of memory.beside."""
+    size = hccl.buffer_mib(config, model)
+    return lambda side, group: size
+
+
+def _communicators(config: DictConfig, model: ModelShape, layouts: Sequence[ParallelLayout]) -> list[dict[str, Any]]:
+    size = _buffer_mib(config, model)
+    return [
+        {"side": side, "group": group, "ranks": ranks, "buffer_mib": size(side, group)}
+        for side, group, ranks in communicators(*layouts)
+    ]
+
+
+def _passes(config: DictConfig, replicas: int, rows: Collection[str]) -> Passes:
+    """Micro batches are of the longest samples; those of verl at this line are of a number of samples."""
+    data, section, train = config.data, config.actor_rollout_ref, config.recipe.train
+    longest, actor = data.max_prompt_length + data.max_response_length, section.actor
+    kwargs, checkpointing = section.model.get("gradient_checkpointing_kwargs") or {}, {}
+    for name in ("granularity", "method", "num_layers"):
+        checkpointing[name] = kwargs.get(f"activations_checkpoint_{name}")
+    full = section.model.enable_gradient_checkpointing and checkpointing["granularity"] == "full"
+    number, uniform = checkpointing["num_layers"] or 1, checkpointing["method"] == "uniform"
+    samples = actor.ppo_mini_batch_size * section.rollout.n // replicas
+    size = actor.ppo_micro_batch_size_per_gpu or 1  # null is refused by another check
+    return Passes(
+        update_tokens=size * longest,
+        log_prob_tokens=(section.rollout.log_prob_micro_batch_size_per_gpu or 1) * longest,
+        ref_tokens=(section.ref.log_prob_micro_batch_size_per_gpu or 1) * longest,
+        micro_batches=max(1, samples // size),
+        recompute_layers=(10**6 if uniform else number) if full else 0,
+        recompute_together=number if uniform else 1,
+        imbalance=1.0 if train.balanced_routing else UNBALANCED,
+        unpadded=train.unpadded_attention,
+        entropy=bool(actor.entropy_coeff),
+        chunked_logits={"logprob.in_chunks", "logprob.entropy_in_chunks"} <= set(rows),
+        fused_expert_wgrad=train.fused_expert_wgrad,
+        fused_linear_wgrad=train.fused_linear_wgrad,
+    )
+
+
+def cached_bytes(config: DictConfig) -> int:
+    """Most bytes of the tensor cache for all samples of a step: int32 ids, fp32 log-probs of the responses.
+
+    Log-probs are those of rollout, of the old policy unless that pass is left out, and of the reference if a loss
+    needs them.
+    """
+    data, actor = config.data, config.actor_rollout_ref.actor
+    columns = 2  # ids of the responses, log-probs of rollout
+    if not config.recipe.train.skip_old_log_prob:
+        columns += 1
+    if actor.use_kl_loss or config.algorithm.use_kl_in_reward:
+        columns += 1
+    tokens = data.max_prompt_length + data.max_response_length * columns
+    return 4 * data.train_batch_size * config.actor_rollout_ref.rollout.n * tokens
+
+
+def pinned_bytes(config: DictConfig, model: ModelShape, rows: Collection[str]) -> int:
+    """Bytes that the workers of the fullest node pin."""
+    inventory, layouts = _inventory(model, VLLM_DTYPES[config.recipe.dtype]), _layouts(config)
+    setting = _setting(config, inventory, layouts, rows)
+    found = _host(config, inventory, layouts, setting, _followed(config, rows), _stays(config, rows))
+    return found["node_bytes"]
+
+
+def states_bytes(config: DictConfig, model: ModelShape, rows: Collection[str]) -> int:
+    """Bytes of all memory groups of the fullest node, where dies are emulated or absent."""
+    inventory, layouts = _inventory(model, VLLM_DTYPES[config.recipe.dtype]), _layouts(config)
+    setting = _setting(config, inventory, layouts, rows)
+    nodes = _of_nodes(config, layouts, lambda rank: group_bytes(inventory, *layouts, rank, setting))
+    return max(sum(node.values()) for node in nodes)
+
+
+def _of_nodes(
+    config: DictConfig, layouts: tuple[ParallelLayout, ParallelLayout], of_rank: Callable[[int], dict[str, int]]
+) -> list[dict[str, int]]:
+    """{memory group: bytes} of each node, which has consecutive ranks; `of_rank` is called once for each stage."""
+    dies, of_stage, nodes = config.trainer.n_gpus_per_node, {}, []
+    for rank in range(layouts[0].world_size):
+        stage = layouts[0].coordinates(rank).pp
+        if stage not in of_stage:
+            of_stage[stage] = of_rank(rank)
+        if rank % dies == 0:
+            nodes.append({})
+        for group, size in of_stage[stage].items():
+            nodes[-1][group] = nodes[-1].get(group, 0) + size
+    return nodes
+
+
+def _host(
+    config: DictConfig,
+    inventory: Inventory,
+    layouts: tuple[ParallelLayout, ParallelLayout],
+    setting: Setting,
+    schedule: Schedule,
+    stays: Collection[str],
+) -> dict[str, Any]:
+    """The node whose workers pin most. The parts of a host copy are equal within a stage."""
+    whole, swapped = replace(setting, swap_pieces=None), setting.swap_pieces is not None
+    saves = config.trainer.save_freq > 0
+
+    def of_rank(rank: int) -> dict[str, int]:
+        sizes = group_bytes(inventory, *layouts, rank, whole)
+        return host_bytes(sizes, schedule, stays, swapped=swapped, saves=saves)
+
+    nodes = _of_nodes(config, layouts, of_rank)
+    fullest = max(nodes, key=lambda node: sum(node.values()))
+    given = config.recipe.memory.host_gib
+    limit = None if given is None else given << 30
+    return {"bytes": fullest, "node_bytes": sum(fullest.values()), "limit_bytes": limit}

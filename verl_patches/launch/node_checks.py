@@ -1,0 +1,445 @@
+"""What a node must have before a run: one table of checks, made on the node itself; nothing is started or changed.
+
+A check gets a Node and yields what it saw. `doctor` makes all of them on every node (launch/doctor.py compares nodes);
+the start of a run makes those that refuse it, by the same functions. Rows about dies are in npu_checks.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import psutil
+from omegaconf import DictConfig
+
+from verl_patches.config import hccl
+from verl_patches.config.checks import PATHS, check_files
+from verl_patches.config.compose import model_shape_of
+from verl_patches.config.environment import run_dir
+from verl_patches.errors import ConfigError, RecipeError
+from verl_patches.launch.launcher import require_free_port, require_output_folder
+from verl_patches.launch.npu_tools import NotUnderstoodError
+from verl_patches.launch.plan import host_bytes
+from verl_patches.launch.ray_cluster import object_store_bytes
+from verl_patches.layout.inventory import build_inventory
+from verl_patches.patching.contract import PACKAGES, Sources, check
+from verl_patches.patching.report import NOT_RUN, Finding
+from verl_patches.patching.spec import PatchSpec
+from verl_patches.platform import NO_DEVICE, as_npu
+from verl_patches.platform import require as require_platform
+from verl_patches.platform.npu import SOCKETS, refuse_loopback, require_interface, towards
+from verl_patches.upstream import versions
+from verl_patches.upstream.checkouts import LINE, Trees
+from verl_patches.upstream.modified import roots_of, source_findings
+from verl_patches.upstream.pins import load_pins
+
+TOOL_S, PROBE_S = 30, 150
+MODEL = "actor_rollout_ref.model.path"
+GIB, GB = 1 << 30, 1e9
+# files and processes: 16 workers with Ray's and HCCL's sockets and some hundred threads each; on a CPU a tiny run
+OPEN_FILES, PROCESSES = {True: 65536, False: 4096}, {True: 65536, False: 2048}
+FREE_BYTES = {True: 20 * GIB, False: GIB}  # of a folder for logs and sockets
+CHECKPOINT_BYTES = 14  # of a parameter: bf16 weight, fp32 weight and two moments (docs/checkpoints.md)
+PROBE_MIB, PROBE_REPEAT = 16, 3
+_DATA = "python data/prepare_deepscaler.py makes the data; custom_reward_function.path names the reward"
+_CONTAINER = "bash scripts/start_container.sh sets it"
+
+
+def run_tool(command: Sequence[str]) -> tuple[int, str]:
+    """(exit code, output and errors together) of a command; FileNotFoundError where it is not installed."""
+    streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    done = subprocess.run(command, **streams, text=True, errors="replace", timeout=TOOL_S)
+    return done.returncode, done.stdout
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What checks look at; the defaults are this process and this machine."""
+
+    environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
+    run: Callable[[Sequence[str]], tuple[int, str]] = run_tool
+    ascend: Path = versions.Machine.ascend
+    devices: Path = Path("/dev")
+    shared_memory: Path = Path("/dev/shm")
+    cgroup: Path = Path("/sys/fs/cgroup")
+    proc: Path = hccl.PROC
+    limit: Callable[[int], tuple[int, int]] = resource.getrlimit
+
+    def output(self, *command: str) -> str | None:
+        """Output and errors of a command; None where it is neither on PATH nor among the driver's tools."""
+        for name in (command[0], str(self.ascend / "driver" / "tools" / command[0])):
+            with suppress(FileNotFoundError):
+                return self.run((name, *command[1:]))[1]
+        return None
+
+
+@dataclass(frozen=True)
+class Node:
+    """One node and the run that it shall hold.
+
+    rows: the catalogue. head: HOST:PORT of Ray's head, None where no Ray runs.
+    must_exist: keys of config.checks.PATHS whose files are read on this node.
+    """
+
+    config: DictConfig
+    rows: Sequence[PatchSpec]
+    trees: Trees = Trees()
+    machine: Machine = Machine()
+    head: str | None = None
+    must_exist: Collection[str] = PATHS
+
+    @property
+    def npu(self) -> bool:
+        """Whether the run is for NPUs."""
+        return self.config.recipe.platform == "npu"
+
+    @property
+    def nodes(self) -> int:
+        """Number of nodes of the run."""
+        return self.config.trainer.nnodes
+
+    @property
+    def dies(self) -> int:
+        """Number of dies of this node that the run takes."""
+        return self.config.trainer.n_gpus_per_node
+
+    @cached_property
+    def npu_smi(self) -> str | None:
+        """The output of `npu-smi info`, which takes seconds; None where it is not installed."""
+        return self.machine.output("npu-smi", "info")
+
+    @cached_property
+    def interface(self) -> tuple[str, str] | None:
+        """(network interface, why) as a worker of this node chooses it; None where Ray's head is not known yet."""
+        own = next((name for name in SOCKETS if self.machine.environ.get(name)), None)
+        if own:
+            return self.machine.environ[own].lstrip("=").split(",")[0], f"{own} of this node's environment"
+        if chosen := self.config.recipe.hccl.interface:
+            return chosen, "recipe.hccl.interface"
+        if self.nodes == 1:
+            return "lo", "one node"
+        return (towards(self.head), "the route to Ray's head") if self.head else None
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a check saw: `ok` is None where it could not be made. Empty texts are those of the row.
+
+    `name`: of a part of the check, such as one die.
+    """
+
+    ok: bool | None
+    found: str
+    expected: str = ""
+    todo: str = ""
+    name: str = ""
+    where: str = ""
+    details: tuple[str, ...] = ()
+    state: str = ""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One check: how it looks, what it expects, how bad the contrary is (`severity`), and the command that mends it."""
+
+    name: str
+    scope: str  # node, or across: nodes compared with each other
+    how: str
+    expected: str
+    todo: str
+    look: Callable[..., Iterable[Seen]]
+    severity: str = "problem"
+
+    def findings(self, *context: Any, npu: bool) -> list[Finding]:
+        """The findings of the check; on npu one that could not be made is a problem."""
+        seen = []
+        try:
+            for one in self.look(*context):
+                seen.append(one)
+        except NotUnderstoodError as error:
+            seen.append(Seen(False, f"not understood: {error}", state="problem"))
+        except (ConfigError, RecipeError, OSError, subprocess.SubprocessError) as error:
+            seen.append(Seen(False, str(error) or type(error).__name__, state="problem"))
+        return [self._finding(one, npu) for one in seen]
+
+    def _finding(self, seen: Seen, npu: bool) -> Finding:
+        state = {True: "fine", False: self.severity, None: "problem" if npu else NOT_RUN}[seen.ok]
+        found = f"not run: {seen.found}" if seen.ok is None else seen.found
+        todo = "" if state == NOT_RUN else seen.todo or ("" if seen.ok else self.todo)
+        name = f"{self.name}: {seen.name}" if seen.name else self.name
+        return Finding(name, seen.state or state, seen.where, seen.expected or self.expected, found, todo, seen.details)
+
+
+def fault_of(function: Callable, *arguments: Any) -> str | None:
+    """The text of the ConfigError that `function` raises; None without one."""
+    try:
+        function(*arguments)
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+# sources
+
+
+def _platform(node: Node) -> Iterator[Seen]:
+    platform = node.config.recipe.platform
+    fault = fault_of(require_platform, platform)
+    yield Seen(fault is None, fault or platform)
+
+
+def _folded(
+    findings: Iterable[Finding], what: str, report: str, shown: Collection[str] = ("problem", "note")
+) -> Iterator[Seen]:
+    """The findings in a state of `shown`, each by its name, one line for all that are fine, and one for other notes."""
+    fine, notes = [], []
+    for found in findings:
+        if found.state == "fine":
+            fine.append(found)
+        elif found.state not in shown:
+            notes.append(found)
+        else:
+            yield Seen(
+                False, found.found, found.expected, found.todo, found.name, found.where, found.details, found.state
+            )
+    if notes:
+        todo = f"python -m verl_patches {report} lists them"
+        yield Seen(
+            True, f"{len(notes)} could be compared in part, or not at all", todo=todo, name="notes", state="note"
+        )
+    if fine:
+        yield Seen(True, f"{len(fine)} {what}")
+
+
+def _pins(node: Node) -> Iterator[Seen]:
+    line = node.config.recipe.line
+    if line == LINE and node.config.recipe.platform in NO_DEVICE:  # its packages are an NPU image's
+        findings: Iterable[Finding] = source_findings(load_pins().line(line), roots_of(line, node.trees))
+    else:
+        machine = versions.Machine(environ=node.machine.environ, ascend=node.machine.ascend)
+        report = versions.compare(line, machine, trees=node.trees)
+        findings = [f for f in report.findings if f.name != "not supported" and f.where != "config"]
+    yield from _folded(findings, "as pinned", "versions")
+
+
+def _drift(node: Node) -> Iterator[Seen]:
+    line = node.config.recipe.line
+    roots, pins = roots_of(line, node.trees), load_pins().line(line)
+    of_package = dict(zip(roots, source_findings(pins, roots), strict=True))
+    verified = {package: f"{f.name}, {f.found}" for package, f in of_package.items() if f.state == "fine"}
+    absent = frozenset(PACKAGES[line]) - set(roots)
+    sources = Sources(roots, not node.trees.folders, versions=pins.packages, absent=absent, verified=verified)
+    yield from _folded(check(node.rows, line, sources).findings, "as reviewed", "check", shown=("problem",))
+
+
+# files
+
+
+def _files(node: Node) -> Iterator[Seen]:
+    others = not set(PATHS) <= set(node.must_exist)
+    for found in check_files(node.config, node.must_exist):
+        if others and not found.name.startswith("model"):
+            continue
+        state = "note" if found.ok and found.note else ""
+        todo = "" if found.name.startswith("model") or found.ok else _DATA
+        yield Seen(found.ok, found.detail, todo=todo, name=found.name, state=state)
+
+
+def checkpoint_bytes(config: DictConfig) -> int:
+    """Modelled bytes of the checkpoints that a run keeps, and the one that it writes; 0 where it saves none."""
+    if config.trainer.save_freq <= 0:
+        return 0
+    parameters = sum(parameter.count for parameter in build_inventory(model_shape_of(config)).parameters)
+    kept = config.trainer.get("max_actor_ckpt_to_keep") or 1
+    return CHECKPOINT_BYTES * parameters * (kept + 1)
+
+
+def _disk(node: Node) -> Iterator[Seen]:
+    config, least = node.config, FREE_BYTES[node.npu]
+    needs = {"run": (run_dir(config), least), "temporary": (Path(tempfile.gettempdir()), least)}
+    if need := checkpoint_bytes(config):
+        needs["checkpoints"] = Path(config.trainer.default_local_dir).absolute(), need
+    for name, (folder, need) in needs.items():
+        existing = next(place for place in (folder, *folder.parents) if place.is_dir())
+        free = shutil.disk_usage(existing).free
+        expected = f"{need / GB:.1f} GB free" + (" (modelled)" if name == "checkpoints" else "")
+        yield Seen(free >= need, f"{free / GB:.1f} GB free", expected, name=name, where=str(folder))
+    fault = fault_of(require_output_folder, config)
+    yield Seen(fault is None, fault or "can be written to", "a folder that can be written to", name="run, writable")
+
+
+# memory and limits
+
+
+def _shared_memory(node: Node) -> Iterator[Seen]:
+    usage, need = shutil.disk_usage(node.machine.shared_memory), object_store_bytes(node.config)
+    found = f"{usage.total / GB:.1f} GB, {usage.free / GB:.1f} GB free"
+    yield Seen(usage.total >= need, found, f"{need / GB:.1f} GB for Ray's object store")
+
+
+def _available_bytes(cgroup: Path) -> int:
+    """Memory that this node has left, under the container's limit where it has one."""
+    available = psutil.virtual_memory().available
+    try:
+        limit = (cgroup / "memory.max").read_text().strip()
+        used = int((cgroup / "memory.current").read_text())
+    except OSError:
+        return available
+    return available if limit == "max" else min(available, int(limit) - used)
+
+
+def _host_memory(node: Node) -> Iterator[Seen]:
+    states, store = host_bytes(node.config, node.rows), object_store_bytes(node.config)
+    need, left = states + store, _available_bytes(node.machine.cgroup)
+    expected = (
+        f"{need / GB:.1f} GB (modelled): {states / GB:.1f} by the workers, {store / GB:.1f} by Ray's object store"
+    )
+    yield Seen(left >= need, f"{left / GB:.1f} GB available", expected)
+
+
+def _limits(node: Node) -> Iterator[Seen]:
+    limit, infinite = node.machine.limit, resource.RLIM_INFINITY
+    rules = {
+        "open files": (resource.RLIMIT_NOFILE, OPEN_FILES[node.npu]),
+        "processes": (resource.RLIMIT_NPROC, PROCESSES[node.npu]),
+    }
+    if node.npu:
+        rules["locked memory"] = resource.RLIMIT_MEMLOCK, infinite
+    for name, (number, need) in rules.items():
+        soft = limit(number)[0]
+        if name == "processes":
+            soft = _under(soft, node.machine.cgroup / "pids.max")
+        ok = soft == infinite or (need != infinite and soft >= need)
+        words = ["unlimited" if value == infinite else str(value) for value in (soft, need)]
+        yield Seen(ok, words[0], words[1] if need == infinite else f"at least {words[1]}", name=name)
+
+
+def _under(soft: int, file: Path) -> int:
+    """The smaller of a limit and a control group's."""
+    try:
+        text = file.read_text().strip()
+    except OSError:
+        return soft
+    if text == "max":
+        return soft
+    return int(text) if soft == resource.RLIM_INFINITY else min(soft, int(text))
+
+
+def _jemalloc(node: Node) -> Iterator[Seen]:
+    preloaded = node.machine.environ.get("LD_PRELOAD", "").replace(":", " ").split()
+    absent = [file for file in preloaded if "/" in file and not Path(file).exists()]
+    named = [file for file in preloaded if "jemalloc" in file]
+    if absent:
+        yield Seen(False, f"LD_PRELOAD names {', '.join(absent)}, which does not exist", state="problem")
+    elif node.npu or named:
+        yield Seen(bool(named), f"LD_PRELOAD={':'.join(preloaded)}" if preloaded else "LD_PRELOAD is unset")
+    else:
+        yield Seen(True, "not needed on this platform")
+
+
+# network
+
+
+def _interface(node: Node) -> Iterator[Seen]:
+    if node.interface is None:
+        states = psutil.net_if_stats()
+        up = [name for name in psutil.net_if_addrs() if name != "lo" and states[name].isup]
+        found = f"the one towards Ray's head, which is not known before Ray runs; up: {', '.join(up) or 'none'}"
+        yield Seen(bool(up), found, state="note" if up else "")
+        return
+    name, why = node.interface
+    fault = fault_of(require_interface, name) or fault_of(refuse_loopback, node.nodes, name, why)
+    up = not fault and psutil.net_if_stats()[name].isup
+    yield Seen(up, fault or f"{name}, by {why}" + ("" if up else ", which is down"))
+
+
+def _ports(node: Node) -> Iterator[Seen]:
+    config = node.config
+    fault = fault_of(require_free_port, config.recipe.ray_port)
+    given = "null: any free one" if config.recipe.ray_port is None else f"{config.recipe.ray_port}, free"
+    yield Seen(fault is None, fault or given, "a free port, or null", name="recipe.ray_port")
+    if not as_npu(config.recipe.platform):
+        return
+    fits, said = hccl.check_ports(config, node.machine.proc)
+    yield Seen(fits, said, name="HCCL, range")
+    first, last = config.recipe.hccl.base_port, hccl.host_ports(config)[1]
+    taken = [port for port in range(first, last + 1) if fault_of(require_free_port, port)]
+    found = f"taken: {', '.join(map(str, taken[:8]))}" if taken else f"{first} to {last} are free"
+    todo = f"ss -ltnp 'sport >= :{first} and sport <= :{last}' names the programs; end them, or change recipe.hccl."
+    yield Seen(not taken, found, f"{first} to {last} free", todo + "base_port", "HCCL, free")
+
+
+def probe(settings: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, float]:
+    """{seconds, bus_bytes_per_s} of platform/all_reduce_probe.py on this node; RecipeError where it fails."""
+    command = [sys.executable, "-m", "verl_patches.platform.all_reduce_probe", json.dumps(dict(settings))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_S, env=dict(environ))
+    lines = [line for line in done.stdout.splitlines() if line.startswith('{"seconds"')]
+    if done.returncode or not lines:
+        errors = [line for line in done.stderr.splitlines() if line and not line.startswith(" ")]
+        raise RecipeError(errors[-1] if errors else f"the probe exited with {done.returncode} and no message")
+    return json.loads(lines[0])
+
+
+def probe_settings(backend: str, ranks: int, interface: str | None, mib: int = PROBE_MIB) -> dict[str, Any]:
+    """Settings of `probe` for `ranks` ranks on this node alone."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    known = {"backend": backend, "address": address, "interface": interface, "mib": mib, "repeat": PROBE_REPEAT}
+    return {**known, "first": 0, "local": ranks, "world": ranks}
+
+
+def speed(measured: Mapping[str, float], what: str) -> str:
+    """One sentence about a probe's result."""
+    return f"{what}: {1e3 * measured['seconds']:.1f} ms, {measured['bus_bytes_per_s'] / GB:.2f} GB/s"
+
+
+def _gloo(node: Node) -> Iterator[Seen]:
+    name = node.interface[0] if node.interface else "lo"
+    measured = probe(probe_settings("gloo", 2, name), node.machine.environ)
+    yield Seen(True, speed(measured, f"2 processes, {PROBE_MIB} MiB, {name}"))
+
+
+HOST_ROWS = (
+    Row("platform", "node", "is torch_npu installed", "what recipe.platform needs",
+        "run this in the image of configs/Dockerfile.a3", _platform),
+    Row("pins", "node", "as `versions`: packages, commits, edited files, driver, firmware, CANN, variables",
+        "configs/upstream.yaml", "python -m verl_patches versions", _pins),
+    Row("drift", "node", "as `check`: each row's target on disk", "as reviewed",
+        "python -m verl_patches check", _drift),
+    Row("files", "node", "headers, sizes and index of the weights; data and reward where the run starts",
+        "whole files of the planned model", "python -m verl_patches weights verify DIR reads every byte", _files),
+    Row("disk", "node", "free space of the folders", "", "free some, or take another folder: recipe.output_root, "
+        "trainer.default_local_dir, TMPDIR", _disk),
+    Row("shared memory", "node", "size of /dev/shm", "", f"docker run --shm-size 256g; {_CONTAINER}", _shared_memory),
+    Row("host memory", "node", "available memory, and the container's limit", "",
+        "ps aux --sort -rss | head names the largest programs: end them, or raise docker run --memory", _host_memory),
+    Row("limits", "node", "ulimit, and the container's pids.max", "",
+        "docker run --ulimit memlock=-1 --ulimit nofile=1048576:1048576 (scripts/start_container.sh), --pids-limit -1",
+        _limits),
+    Row("jemalloc", "node", "LD_PRELOAD", "libjemalloc in LD_PRELOAD",
+        "source /etc/profile.d/deepseekv3.sh where Ray is started (yum install jemalloc)", _jemalloc, "note"),
+    Row("interface", "node", "own variables, recipe.hccl.interface, or the route to Ray's head",
+        "an interface that is up; not the loopback between nodes",
+        "ip -brief address lists them; set recipe.hccl.interface, or HCCL_, GLOO_ and TP_SOCKET_IFNAME", _interface),
+    Row("ports", "node", "sysctl's ephemeral range, and binding each port", "outside the ephemeral range",
+        "sysctl -w net.ipv4.ip_local_reserved_ports=61000-61143, or change recipe.hccl.base_port", _ports),
+    Row("gloo", "node", "an all-reduce of 2 processes on this node", "the right sum",
+        "ip -brief address; the interface must carry this node's own address", _gloo),
+)  # fmt: skip
+
+
+def check_node(node: Node, rows: Sequence[Row]) -> list[Finding]:
+    """The findings of all node rows on this node, in their order."""
+    return [found for row in rows if row.scope == "node" for found in row.findings(node, npu=node.npu)]

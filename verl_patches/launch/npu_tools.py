@@ -1,0 +1,112 @@
+"""What `npu-smi` and `hccn_tool` print, as data. Text that is not understood is an error, never a pass.
+
+The formats are those of the outputs in tests/launch/recorded.py (drivers 25.2 to 26.0, Atlas A3 and A2), with
+the source of each beside it. An A3 card has two chips ("dies"), whose number on the node is Phy-ID.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+HEALTHY = "OK"  # else Warning, Alarm, Critical or UNKNOWN (npu-smi 25.2.0, command reference)
+NO_IP = "no ip was preset"  # hccn_tool -ip -g where the port of a die was never configured
+_VERSION = re.compile(r"npu-smi\s+(\S+)\s+Version:\s*(\S+)")
+_UPPER = re.compile(r"(\d+)\s+(\S*[A-Za-z]\S*)$")  # card, name
+_LOWER = re.compile(r"(\d+)(?:\s+(\d+))?$")  # chip, Phy-ID (A3 only)
+_BUS = re.compile(r"[0-9A-Fa-f]{4}:[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}\.\d$|NA$")
+_USED = re.compile(r"(\d+)\s*/\s*(\d+)\s*$")
+_HEADS = ("npu-smi", "NPU", "Chip", "No running processes")
+_SHOWN = 120  # characters of a text that is quoted
+
+
+class NotUnderstoodError(ValueError):
+    """The output of a tool has another form than the recorded ones; the message quotes it."""
+
+
+@dataclass(frozen=True)
+class Die:
+    """One die as `npu-smi info` shows it; memory in MB, None where the tool printed no figures."""
+
+    card: int
+    chip: int
+    number: int
+    name: str
+    health: str
+    used_mb: int | None
+    total_mb: int | None
+
+
+@dataclass(frozen=True)
+class Process:
+    """One process that holds memory of a die."""
+
+    card: int
+    chip: int
+    pid: str
+    name: str
+    memory_mb: str
+
+
+@dataclass(frozen=True)
+class NpuSmi:
+    """The output of `npu-smi info`."""
+
+    version: str
+    dies: tuple[Die, ...]
+    processes: tuple[Process, ...]
+
+
+def quoted(text: str) -> str:
+    """The first characters of a text, in one line."""
+    line = " ".join(text.split())
+    return f"{line[:_SHOWN]!r}" + (" ..." if len(line) > _SHOWN else "")
+
+
+def parse_npu_smi(text: str) -> NpuSmi:
+    """The table of `npu-smi info`: two lines a die, then the processes. NotUnderstoodError for any other line."""
+    version = _VERSION.search(text)
+    if version is None:
+        raise NotUnderstoodError(f"npu-smi info printed {quoted(text)}, expected its table")
+    dies, processes, upper = [], [], None
+    for line in text.splitlines():
+        if not line.strip().startswith("|"):
+            continue
+        cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
+        if cells[0].startswith(_HEADS):
+            continue
+        lower = _LOWER.match(cells[0])
+        if upper is not None and len(cells) == 3 and lower and _BUS.match(cells[1]):
+            dies.append(_die(upper, lower, cells[2]))
+            upper = None
+        elif upper is None and len(cells) == 3 and (found := _UPPER.match(cells[0])) and cells[1]:
+            upper = int(found[1]), found[2], cells[1]
+        elif upper is None and len(cells) >= 4 and lower and lower[2] and cells[1].isdigit():
+            processes.append(Process(int(lower[1]), int(lower[2]), *cells[1:4]))
+        else:
+            raise NotUnderstoodError(f"npu-smi info printed the line {quoted(line)}, expected a die or a process")
+    if upper is not None or not dies:
+        raise NotUnderstoodError(f"npu-smi info printed {len(dies)} whole dies in {quoted(text)}")
+    return NpuSmi(version[2], tuple(dies), tuple(processes))
+
+
+def _die(upper: tuple[int, str, str], lower: re.Match, usage: str) -> Die:
+    card, name, health = upper
+    used = _USED.search(usage)
+    number = card if lower[2] is None else int(lower[2])
+    used_mb, total_mb = (int(used[1]), int(used[2])) if used else (None, None)
+    return Die(card, int(lower[1]), number, name, health, used_mb, total_mb)
+
+
+def field(text: str, name: str) -> str:
+    """The value of a line `name: value` (or `name : value`); NotUnderstoodError where there is none."""
+    for line in text.splitlines():
+        key, colon, value = line.partition(":")
+        if colon and key.strip(" |\t").lower() == name.lower() and value.strip():
+            return value.partition("|")[0].strip()
+    raise NotUnderstoodError(f"expected a line {name!r}, found {quoted(text) if text.strip() else 'no output'}")
+
+
+def die_address(text: str) -> str | None:
+    """The address in the output of `hccn_tool -i N -ip -g`; None where none was ever set."""
+    return None if NO_IP in text else field(text, "ipaddr")

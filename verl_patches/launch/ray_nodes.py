@@ -1,0 +1,158 @@
+"""A program that asks the nodes of a running Ray: `python -m verl_patches.launch.ray_nodes JSON`.
+
+JSON: {address, command, cwd, limit_s, probes}. Without `command` only the living nodes are listed, nothing runs on
+them. With it each node runs `python COMMAND --head HOST:PORT` in the folder `cwd` and in the environment of its raylet,
+which is that of the run's workers, and then all of them together each of `probes`: {name: settings of
+platform/all_reduce_probe.py}.
+
+Prints ANSWER and {nodes: [{id, address, resources, answer, clock}], probes}. `answer` is {code, output, error} of the
+command, None where the node gave none within `limit_s`; `clock` is {ahead_s, within_s}: how far the node's clock is
+ahead of this node's, and how exactly that is known. `probes`: {name: {measured, world} or {error}}.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+ANSWER = "NODES"
+CLOCK_CALLS = 5  # the quickest counts
+CALL_S = 30  # of a call that returns at once, and beyond a command's own limit
+
+
+def _node_class() -> Any:
+    """The actor that runs on each node; Ray pickles it by value, so the node needs no verl_patches to load it."""
+    import ray
+
+    @ray.remote(num_cpus=0)
+    class Node:
+        def clock(self) -> float:
+            import time
+
+            return time.time()
+
+        def free_port(self) -> int:
+            import socket
+
+            with socket.create_server(("", 0)) as free:
+                return free.getsockname()[1]
+
+        def run(self, command: list[str], limit_s: float, cwd: str | None = None) -> dict[str, Any]:
+            import os
+            import subprocess
+            import sys
+
+            import psutil
+
+            # Ray sets ASCEND_RT_VISIBLE_DEVICES and others for this actor, which has no die
+            environ = psutil.Process(os.getpid()).parent().environ()
+            if environ.pop("RAY_LD_PRELOAD", None):  # Ray's own jemalloc, which workers do not get
+                environ.pop("LD_PRELOAD", None)
+            command, cwd = [sys.executable, *command], cwd if cwd and os.path.isdir(cwd) else None
+            try:
+                done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, env=environ, cwd=cwd)
+            except subprocess.TimeoutExpired:
+                return {"code": 124, "output": "", "error": f"no end within {limit_s:g} s"}
+            return {"code": done.returncode, "output": done.stdout, "error": done.stderr[-4000:]}
+
+    return Node
+
+
+def ask(request: Mapping[str, Any]) -> dict[str, Any]:
+    """The answer to a request, as the module describes it."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    ray.init(address=request["address"], log_to_driver=False, logging_level="ERROR")
+    found = [
+        {"id": node["NodeID"], "address": node["NodeManagerAddress"], "resources": node["Resources"]}
+        for node in ray.nodes()
+        if node["Alive"]
+    ]
+    if not request.get("command"):
+        return {"nodes": found, "probes": {}}
+    kind = _node_class()
+    actors = [kind.options(scheduling_strategy=NodeAffinitySchedulingStrategy(n["id"], False)).remote() for n in found]
+    limit_s = request["limit_s"]
+    command = [*request["command"], "--head", ray.get_runtime_context().gcs_address]
+    answers = _results([actor.run.remote(command, limit_s, request.get("cwd")) for actor in actors], limit_s)
+    answered = []
+    for node, actor, answer in zip(found, actors, answers, strict=True):
+        node["answer"] = answer
+        node["clock"] = None if answer is None else _clock(actor)
+        if answer is not None:
+            answered.append((node, actor))
+    probes = request["probes"].items() if answered else ()
+    return {"nodes": found, "probes": {name: _probe(answered, settings) for name, settings in probes}}
+
+
+def _results(calls: Sequence[Any], limit_s: float) -> list[dict[str, Any] | None]:
+    """The result of each call, or None where it has none soon after `limit_s`."""
+    import ray
+
+    ended, _ = ray.wait(list(calls), num_returns=len(calls), timeout=limit_s + CALL_S)
+    found: list[dict[str, Any] | None] = []
+    for call in calls:
+        try:
+            found.append(ray.get(call) if call in ended else None)
+        except ray.exceptions.RayError as error:
+            found.append({"code": 1, "output": "", "error": str(error).strip().splitlines()[-1]})
+    return found
+
+
+def _clock(actor: Any) -> dict[str, float] | None:
+    """How far the actor's clock is ahead; None where it does not answer."""
+    import ray
+
+    best = None
+    for _ in range(CLOCK_CALLS):
+        before = time.time()
+        try:
+            there = ray.get(actor.clock.remote(), timeout=CALL_S)
+        except ray.exceptions.RayError:  # GetTimeoutError too
+            return None
+        after = time.time()
+        half = (after - before) / 2
+        if best is None or half < best["within_s"]:
+            best = {"ahead_s": there - before - half, "within_s": half}
+    return best
+
+
+def _probe(answered: Sequence[tuple[dict[str, Any], Any]], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """An all-reduce of settings["local"] ranks on each node that answered, over the interface that its report names."""
+    import ray
+
+    first, limit_s = answered[0], settings["limit_s"]
+    try:
+        address = f"{first[0]['address']}:{ray.get(first[1].free_port.remote(), timeout=CALL_S)}"
+    except ray.exceptions.RayError as error:
+        return {"error": f"{first[0]['address']}: {type(error).__name__}"}
+    calls = []
+    world = settings["local"] * len(answered)
+    for number, (node, actor) in enumerate(answered):
+        facts = _facts(node["answer"]["output"])
+        own = {**settings, "address": address, "world": world, "first": settings["local"] * number}
+        own["interface"] = (facts.get("interface") or {}).get("name")
+        calls.append(actor.run.remote(["-m", "verl_patches.platform.all_reduce_probe", json.dumps(own)], limit_s))
+    for (node, _), result in zip(answered, _results(calls, limit_s), strict=True):
+        if result is None or result["code"]:
+            error = "no answer" if result is None else (result["error"].strip().splitlines() or ["no message"])[-1]
+            return {"error": f"{node['address']}: {error}"}
+        if node is first[0]:
+            measured = json.loads(result["output"].strip().splitlines()[-1])
+    return {"measured": measured, "world": world}
+
+
+def _facts(output: str) -> dict[str, Any]:
+    """The facts of the one node in a report of `doctor --this-node --json`; empty where there is none."""
+    try:
+        return json.loads(output)["nodes"][0]["facts"]
+    except (ValueError, LookupError, TypeError):
+        return {}
+
+
+if __name__ == "__main__":
+    sys.stdout.write(ANSWER + json.dumps(ask(json.loads(sys.argv[1]))) + "\n")

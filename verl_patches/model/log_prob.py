@@ -1,0 +1,171 @@
+"""Log-probs and entropy of vocab-parallel logits, in fp32, by chunks of tokens.
+
+Row providers for the two functions of verl/utils/megatron/tensor_parallel.py, which hold up to two more fp32 tensors of
+the logits' size. Here no such tensor is made: forward reads the logits once, by chunks of CHUNK_BYTES, and backward
+writes the gradient over the logits, by the same chunks. T tokens, V vocabulary, tp tensor-parallel ranks.
+
+    memory beyond the logits       bytes
+    forward                        2 * CHUNK_BYTES + 40 * T
+    kept for backward              20 * T: maximum, log-sum, entropy, targets; and the logits themselves, not copied
+    backward                       2 * CHUNK_BYTES + 20 * T
+
+A chunk has one token at least, V/tp * 4 bytes. Logits in bf16 are converted chunk by chunk.
+
+verl asks for the entropy and then for log-probs of the same tensor. One autograd node serves both, because only a
+single node may overwrite what it has saved. Both take one pass over the logits and three all-reduces of [T] or [2, T];
+verl's take six. Under no_grad nothing is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.autograd.function import once_differentiable
+
+CHUNK_BYTES = 8 << 20  # of fp32 logits on this rank
+_PASS = "_vocab_parallel_pass"  # attribute of logits between the calls for entropy and for log-probs
+
+
+@dataclass
+class _Rows:
+    """What a pass over logits [T, V/tp] finds; each fp32 [T] and equal on all TP ranks.
+
+    maximum: the largest logit. log_sum: log(sum(exp(logit - maximum))), apart from it because their sum would round.
+    entropy: None unless asked for. targets: int64 [T], index of the target word in this rank's part, -1 where another
+    rank holds it; None before log-probs are asked for.
+    """
+
+    maximum: torch.Tensor
+    log_sum: torch.Tensor
+    entropy: torch.Tensor | None
+    targets: torch.Tensor | None = None
+
+
+def vocab_parallel_entropy(vocab_parallel_logits: torch.Tensor) -> torch.Tensor:
+    """Entropy in nats of the softmax over all TP ranks' logits.
+
+    vocab_parallel_logits: [..., V/tp], fp32 or bf16. Returns fp32 [...]. Backward overwrites the logits by their
+    gradient. Deviates from verl's: subtracts the maximum from logits before it weighs them, so that large logits do not
+    cancel; needs no torch.compile; its backward works together with that of the log-probs of the same tensor.
+    """
+    rows, entropy, link = _pass_over(vocab_parallel_logits, with_entropy=True)
+    setattr(vocab_parallel_logits, _PASS, (rows, link))
+    return entropy
+
+
+def vocab_parallel_log_probs_from_logits(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Log-probs of `labels` under the softmax over all TP ranks' logits.
+
+    logits: [..., V/tp], fp32 or bf16. labels: int64 [...], the same on all TP ranks. Returns fp32 [...]. Backward
+    overwrites the logits by their gradient. Deviates from Megatron's vocab_parallel_cross_entropy, which overwrites
+    them in forward (with MindSpeed: copies them in fp32).
+    """
+    rows, link = logits.__dict__.pop(_PASS, None) or _pass_over(logits, with_entropy=False)[::2]
+    return link + _log_probs(logits.detach().flatten(0, -2), labels.flatten(), rows).view(labels.shape)
+
+
+def _pass_over(logits: torch.Tensor, with_entropy: bool) -> tuple[_Rows, torch.Tensor | None, torch.Tensor]:
+    """(rows, entropy, link): the last two are differentiable, of the shape of `logits` without its last axis."""
+    logits = logits.contiguous()  # as Megatron's are; the gradient is written through a flat view
+    rows = _read(logits.detach().flatten(0, -2), with_entropy)
+    return rows, *_Node.apply(logits, rows)
+
+
+class _Node(torch.autograd.Function):
+    """The node between logits and both results: entropy, and `link`, zeros whose gradient is that of the log-probs."""
+
+    @staticmethod
+    def forward(ctx, logits, rows):
+        ctx.save_for_backward(logits)
+        ctx.rows = rows
+        ctx.set_materialize_grads(False)  # None for a result that is not in the loss
+        entropy = None if rows.entropy is None else rows.entropy.clone().view(logits.shape[:-1])
+        return entropy, rows.maximum.new_zeros(logits.shape[:-1])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, entropy_grad, log_prob_grad):
+        (logits,) = ctx.saved_tensors
+        gradient = logits.detach()
+        grads = [None if grad is None else grad.flatten()[:, None] for grad in (entropy_grad, log_prob_grad)]
+        _write_gradient(gradient.flatten(0, -2), ctx.rows, *grads)
+        return gradient, None
+
+
+def _chunks(logits: torch.Tensor) -> Iterator[slice]:
+    """Slices of rows of logits [T, V/tp], of CHUNK_BYTES in fp32."""
+    size = max(1, CHUNK_BYTES // (4 * logits.shape[1]))
+    return (slice(start, start + size) for start in range(0, len(logits), size))
+
+
+def _read(logits: torch.Tensor, with_entropy: bool) -> _Rows:
+    """One pass over logits [T, V/tp], relative to this rank's maximum; then two all-reduces of all tokens."""
+    from megatron.core import parallel_state
+
+    group = parallel_state.get_tensor_model_parallel_group()
+    largest = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
+    sums = largest.new_zeros(2 if with_entropy else 1, len(logits))  # of exp(x), x * exp(x); x = logit - largest
+    for rows in _chunks(logits):
+        largest[rows] = logits[rows].amax(dim=-1)
+        _sum_chunk(logits[rows], largest[rows, None], sums[:, rows])
+    maximum = largest.clone()
+    dist.all_reduce(maximum, op=dist.ReduceOp.MAX, group=group)
+    shift = largest - maximum
+    if with_entropy:
+        sums[1] += shift * sums[0]
+    sums *= shift.exp()
+    dist.all_reduce(sums, group=group)
+    log_sum = sums[0].log()
+    return _Rows(maximum, log_sum, log_sum - sums[1] / sums[0] if with_entropy else None)
+
+
+def _sum_chunk(logits: torch.Tensor, largest: torch.Tensor, sums: torch.Tensor) -> None:
+    """Fill sums [1 or 2, t] of logits [t, V/tp]; a function of its own, so that a chunk's tensors end with it."""
+    values = logits.float() - largest
+    powers = values.exp() if len(sums) > 1 else values.exp_()
+    sums[0] = powers.sum(dim=-1)
+    if len(sums) > 1:
+        sums[1] = values.mul_(powers).sum(dim=-1)
+
+
+def _log_probs(logits: torch.Tensor, labels: torch.Tensor, rows: _Rows) -> torch.Tensor:
+    """Log-probs [T] of labels [T] under logits [T, V/tp]; notes the targets in `rows`."""
+    from megatron.core import parallel_state
+
+    targets = labels - parallel_state.get_tensor_model_parallel_rank() * logits.shape[1]
+    elsewhere = (targets < 0) | (targets >= logits.shape[1])
+    rows.targets = targets.masked_fill(elsewhere, -1)
+    found = logits.gather(1, rows.targets.clamp(min=0)[:, None])[:, 0].float() - rows.maximum
+    found.masked_fill_(elsewhere, 0.0)
+    dist.all_reduce(found, group=parallel_state.get_tensor_model_parallel_group())
+    return found - rows.log_sum
+
+
+def _write_gradient(logits: torch.Tensor, of: _Rows, *grads: torch.Tensor | None) -> None:
+    """Overwrite logits [T, V/tp] by their gradient, for gradients [T, 1] of entropy and log-probs."""
+    for rows in _chunks(logits):
+        logits[rows] = _gradient_of_chunk(logits[rows], of, rows, *(g if g is None else g[rows] for g in grads))
+
+
+def _gradient_of_chunk(
+    logits: torch.Tensor, of: _Rows, rows: slice, entropy_grad: torch.Tensor | None, log_prob_grad: torch.Tensor | None
+) -> torch.Tensor:
+    """fp32 gradient of logits [t, V/tp], the `rows` of all.
+
+    With p the softmax and H the entropy: d H / d logit = -p * (log(p) + H), d log-prob / d logit = [is target] - p.
+    """
+    log_p = logits.float() - of.maximum[rows, None]
+    log_p -= of.log_sum[rows, None]
+    if entropy_grad is None:
+        gradient = log_p.exp_().mul_(log_prob_grad).neg_()
+    else:
+        gradient = log_p.exp()
+        log_p.add_(of.entropy[rows, None]).mul_(entropy_grad)
+        gradient.mul_(log_p if log_prob_grad is None else log_p.add_(log_prob_grad)).neg_()
+    if log_prob_grad is not None:
+        targets = of.targets[rows, None]
+        gradient.scatter_add_(1, targets.clamp(min=0), log_prob_grad.masked_fill(targets < 0, 0.0))
+    return gradient

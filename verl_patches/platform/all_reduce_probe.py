@@ -1,0 +1,74 @@
+"""A program that measures an all-reduce over gloo or HCCL: `python -m verl_patches.platform.all_reduce_probe JSON`.
+
+JSON: {backend: gloo | hccl, first: first rank of this node, local: ranks of this node, world: ranks of all nodes,
+address: HOST:PORT of rank 0, interface: for gloo, mib: size of the tensor, repeat}. Each rank is a process of its own.
+Prints {seconds, bus_bytes_per_s} of one all-reduce, from the node's first rank; exits with 1 where a rank fails or the
+sum is wrong. bus_bytes_per_s is size x 2 (world - 1) / world / seconds, the figure of nccl-tests. HCCL was not tried.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from datetime import timedelta
+from typing import Any
+
+from verl_patches.processes import die_with_parent
+
+TIMEOUT_S = 60  # of a rendezvous and of a collective
+
+
+def main(settings: dict[str, Any]) -> int:
+    """Start the ranks of this node, or be one of them; the exit code."""
+    if "rank" in settings:
+        measured = _measure(**settings)
+        if settings["rank"] == settings["first"]:
+            sys.stdout.write(json.dumps(measured) + "\n")
+        return 0
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    if settings["interface"]:
+        env |= dict.fromkeys(("GLOO_SOCKET_IFNAME", "HCCL_SOCKET_IFNAME"), settings["interface"])
+    ranks = []
+    for index in range(settings["local"]):
+        own = json.dumps({**settings, "rank": settings["first"] + index, "device": index})
+        command = [sys.executable, "-m", "verl_patches.platform.all_reduce_probe", own]
+        ranks.append(subprocess.Popen(command, env=env, preexec_fn=die_with_parent))
+    return max(abs(rank.wait()) for rank in ranks)
+
+
+def _measure(
+    backend: str, rank: int, device: int, world: int, address: str, mib: int, repeat: int, **_: Any
+) -> dict[str, float]:
+    import torch
+    from torch import distributed
+
+    place = "cpu"
+    if backend == "hccl":
+        import torch_npu  # noqa: F401  registers the device
+
+        torch.npu.set_device(device)
+        place = f"npu:{device}"
+    limit = timedelta(seconds=TIMEOUT_S)
+    distributed.init_process_group(backend, f"tcp://{address}", limit, world_size=world, rank=rank)
+    values = torch.full((mib << 18,), float(rank + 1), device=place)
+    distributed.all_reduce(values)
+    expected = world * (world + 1) / 2
+    if not bool((values == expected).all()):
+        raise RuntimeError(f"rank {rank}: the all-reduce gave {values.unique()[:4].tolist()}, expected {expected}")
+    distributed.barrier()
+    start = time.perf_counter()
+    for _ in range(repeat):
+        distributed.all_reduce(values)
+    distributed.barrier()
+    if backend == "hccl":
+        torch.npu.synchronize()
+    seconds = (time.perf_counter() - start) / repeat
+    distributed.destroy_process_group()
+    return {"seconds": seconds, "bus_bytes_per_s": (mib << 20) * 2 * (world - 1) / world / seconds}
+
+
+if __name__ == "__main__":
+    sys.exit(main(json.loads(sys.argv[1])))
