@@ -14,10 +14,18 @@ SIZES = {"actor_params": 2, "grads": 4, "optimizer": 12, "ref_params": 3, "rollo
 def test_groups_of_the_256_die_run_and_those_of_one_rank():
     found = {(side, group): ranks for side, group, ranks in communicators(TRAIN, rollout_layout(2, 64, 2))}
     assert found == {
-        ("train", "world"): 256, ("train", "tp"): 4, ("train", "pp"): 8, ("train", "dp-cp"): 8, ("train", "tp-pp"): 32,
-        ("train", "ep"): 32, ("rollout", "world"): 256, ("rollout", "tp"): 2, ("rollout", "dp"): 64,
-        ("rollout", "dp sync"): 64, ("rollout", "ep"): 128,
-    }  # fmt: skip
+        ("train", "world"): 256,
+        ("train", "tp"): 4,
+        ("train", "pp"): 8,
+        ("train", "dp-cp"): 8,
+        ("train", "tp-pp"): 32,
+        ("train", "ep"): 32,
+        ("rollout", "world"): 256,
+        ("rollout", "tp"): 2,
+        ("rollout", "dp"): 64,
+        ("rollout", "dp sync"): 64,
+        ("rollout", "ep"): 128,
+    }
     alone = parse_layout("tp1 @1")
     assert communicators(alone, rollout_layout(1, 1, 1, expert_parallel=False)) == []
     wide = parse_layout("ep4 etp1 @8")
