@@ -8,6 +8,7 @@ from loop_runs import OFFLOAD, VERIFY, assert_caught, assert_weights_arrive, hoo
 from omegaconf import OmegaConf
 
 from verl_patches.catalog import ROWS
+from verl_patches.config import hccl
 from verl_patches.patching.switches import Switches
 
 pytestmark = [pytest.mark.slow, pytest.mark.upstream]
@@ -51,6 +52,17 @@ def test_every_row_is_active_and_the_engine_is_that_of_vllm_ascend(emulated):
     assert "vllm_ascend.attention.mla_v1" in reached["modules"] and "functions of torch_npu were called" in run.output
 
 
+def assert_buffers_as_planned(run):
+    """Groups of the first worker, of more than one rank, in the order in which they were made."""
+    config = OmegaConf.load(run.folder / "config.yaml")
+    made = [group for group in run.summary["emulated"]["groups"] if group["ranks"] > 1]
+    planned = [group for group in hccl.groups(config) if group.name != "unfinished requests"]  # gloo's here
+    small = config.recipe.hccl.small_groups_mib
+    assert [(group["ranks"], group["config"].get("hccl_buffer_size")) for group in made] == [
+        (group.ranks, small if group.small else None) for group in planned
+    ]
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("layout", "ranks", "graphs"),
@@ -68,6 +80,7 @@ def test_layouts_and_graphs_change_no_step(emulated, layout, ranks, graphs):
     assert_weights_arrive(run, verified=True)
     reached = run.summary["emulated"]
     assert MC2 < reached["functions"].keys() and reached["graphs"] > 0
+    assert_buffers_as_planned(run)
     if AS_IN_PRODUCTION[0] in ranks:
         assert all("log_prob" not in s["seconds"] and s["tensor_cache"]["received_bytes"] > 0 for s in run.steps)
         assert all(s["memory"]["violations"]["count"] == 0 and s["offload"]["copies_per_byte"] == 1 for s in run.steps)

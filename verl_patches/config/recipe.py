@@ -243,12 +243,14 @@ class Hccl:
     interface: network interface of every node for rendezvous and host traffic; null: each node uses the one towards
     Ray's head. HCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME or TP_SOCKET_IFNAME in a node's own environment override both.
     buffer_mib: HCCL_BUFFSIZE in MiB; null: what the layout needs.
+    small_groups_mib: the same for groups that exchange no experts, as an option of each; null: HCCL_BUFFSIZE.
     expansion_mode: what runs collectives on the device: its vector cores (AIV) or its AI CPU.
     base_port: first of the 144 ports that HCCL listens on, on every node.
     """
 
     interface: str | None = None
     buffer_mib: Count | None = None
+    small_groups_mib: Count | None = 64
     expansion_mode: str = _choice("AIV", "AIV", "AI_CPU")
     base_port: Port = 61000
 
