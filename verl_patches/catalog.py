@@ -126,6 +126,19 @@ ROLLOUT: tuple[PatchSpec, ...] = (
                       "vllm.spec_decode.smaller_tp_proposer_worker:init_model_parallel_group",
                       "verl.third_party.vllm.vllm_v_0_5_4.parallel_state:init_model_parallel_group",
                       "verl.third_party.vllm.vllm_v_0_6_3.parallel_state:init_model_parallel_group")),
+    _ascend("rollout.count_mc2", "wrap", "vllm_ascend.ops.fused_moe:fused_experts_with_mc2",
+            "verl_patches.worker.expert_load:count_experts",
+            "Balanced routing takes the place of the router's choice inside of apply (fused_moe.py:945), so expert ids "
+            "are seen where they are handed on; with recipe.expert_load each step records max / mean tokens of an "
+            "expert.",
+            exit="vllm-ascend reports the load of its experts"),
+    _ascend("rollout.count_alltoall", "wrap", "vllm_ascend.ops.fused_moe:fused_experts_with_all2all",
+            "verl_patches.worker.expert_load:count_experts",
+            "as rollout.count_mc2, with prompts", exit="as rollout.count_mc2"),
+    _ascend("rollout.count_local", "wrap", "vllm_ascend.ops.fused_moe:fused_experts",
+            "verl_patches.worker.expert_load:count_experts",
+            "as rollout.count_mc2, where experts are not split", exit="as rollout.count_mc2",
+            bindings=("vllm_ascend.ops.common_fused_moe:fused_experts",)),
     _ascend("rollout.rebalance", "wrap", "vllm.v1.engine.llm_engine:LLMEngine.step",
             "verl_patches.rollout.rebalance_engine:step_with_rebalance",
             "Data-parallel ranks of an instance decode in lock step, each step as long as for the rank with the most "

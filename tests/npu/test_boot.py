@@ -48,8 +48,10 @@ WAITING = {
         "model.mindspeed_initializer", "model.optimizer_dtype", "model.packed_fields", "model.packed_rope",
         "reshard.direct", "model.mindspeed_converter", "update.sharding_manager", "rollout.absorb_mla_again",
         "rollout.dp_place", "rollout.ascend_decode_kv", "rollout.ascend_expert_groups", "rollout.ascend_fp32_router",
-        "rollout.ascend_multistream_mla", "rollout.ascend_top_k_top_p", "rollout.engine", "rollout.keep_log_probs",
-        "rollout.llm_arguments", "rollout.rebalance", "rollout.rebalance_end", "update.tensor_cache",
+        "rollout.ascend_multistream_mla", "rollout.ascend_small_groups", "rollout.ascend_top_k_top_p",
+        "rollout.count_alltoall", "rollout.count_local", "rollout.count_mc2", "rollout.engine",
+        "rollout.keep_log_probs", "rollout.llm_arguments", "rollout.rebalance", "rollout.rebalance_end",
+        "update.small_groups", "update.tensor_cache",
     },
     "worker": {
         "checkpoint.load", "checkpoint.save", "logprob.truth_check", "update.fit_as_run", "update.log_with_run",

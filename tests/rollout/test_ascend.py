@@ -150,6 +150,7 @@ def test_the_256_die_rollout_with_true_weights_is_right(models, run):
     assert found["responses"] == [16] * 4 and found["mixed"] > 5 and 32 < found["decodes"] <= 64
     assert found["moved"] == []
     assert found["read"] == read_as(options)
+    assert found["load"]["layers"] == 2 and found["load"]["max_over_mean"] > 1.5  # of prompts: decodes are in graphs
     written = OmegaConf.to_container(options.actor_rollout_ref.rollout.engine_kwargs.vllm.additional_config)
     assert written.pop("enable_prefix_caching") and written.pop("vllm_sleep_mode")  # read before the engine
     assert found["options"] == written
@@ -160,3 +161,6 @@ def test_the_256_die_rollout_with_balanced_routing_gives_every_expert_its_share(
     found = run("die256", "random_init", [models["256 experts"], OTHER], {"TORCHDYNAMO_DISABLE": "1"})
     assert found["responses"] == [16] * 4 and found["finite"] and found["uneven"] <= 1 and found["mixed"] == 0, found
     assert found["read"] == read_as(compose(NAMES[1], OTHER))
+    assert found["counted"] == found["loads"]  # every call: graphs are not traced
+    ratios = [max(layer) * len(layer) / sum(layer) for layer in found["loads"]]
+    assert found["load"]["max_over_mean"] == pytest.approx(max(ratios)) and max(ratios) < 1.1

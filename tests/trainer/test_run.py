@@ -56,7 +56,15 @@ def after_steps(made, monkeypatch, *numbers):
     """The progress lines of these steps, whose reports of workers are left out."""
     for name in ("sync_of_step", "memory_of_step", "offload_of_step"):
         monkeypatch.setattr(run, name, lambda reports: None)
-    report = {"seconds": {}, "sync": [], "memory": {}, "moves": {}, "emulated": None, "rebalance": None}
+    report = {
+        "seconds": {},
+        "sync": [],
+        "memory": {},
+        "moves": {},
+        "emulated": None,
+        "rebalance": None,
+        "expert_load": None,
+    }
     made.trainer = SimpleNamespace(actor_rollout_wg=SimpleNamespace(take_report=lambda: [report]))
     check = SimpleNamespace(action="report")
     made.recipe = SimpleNamespace(train=SimpleNamespace(skip_old_log_prob=False), logprob_check=check)

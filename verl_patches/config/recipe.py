@@ -286,6 +286,7 @@ class Recipe:
     worker_process_setup_hook: "package.module.function" of the user's, run in every Ray worker after the prelude and
     before Ray gives it a die. On npu it must not import torch_npu.
     ray_port: port of the Ray that the run starts; null: any free one.
+    expert_load: count the tokens of each expert; every step records max / mean, in training and in rollout on npu.
     model_shape: HF config.json from which the plan reads sizes, relative to the configs folder.
     """
 
@@ -299,6 +300,7 @@ class Recipe:
     ray_address: str | None = None
     worker_process_setup_hook: str | None = None
     ray_port: Port | None = None
+    expert_load: bool = False
     model_shape: str = "model/deepseekv3_671b.json"
     train: Train = field(default_factory=Train)
     rollout: Rollout = field(default_factory=Rollout)
