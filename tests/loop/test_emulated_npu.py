@@ -76,7 +76,8 @@ def test_layouts_and_graphs_change_no_step(emulated, layout, ranks, graphs):
 
     Requests have the seed of rollout.seed, so those that move between data-parallel ranks give the same samples.
     """
-    run, first = emulated("2", "--train-layout", layout, *ranks, *with_options(graphs), VERIFY), emulated("2")
+    options = *with_options(graphs), VERIFY, "recipe.expert_load=true"
+    run, first = emulated("2", "--train-layout", layout, *ranks, *options), emulated("2")
     assert_weights_arrive(run, verified=True)
     reached = run.summary["emulated"]
     assert MC2 < reached["functions"].keys() and reached["graphs"] > 0
@@ -85,6 +86,8 @@ def test_layouts_and_graphs_change_no_step(emulated, layout, ranks, graphs):
         assert all("log_prob" not in s["seconds"] and s["tensor_cache"]["received_bytes"] > 0 for s in run.steps)
         assert all(s["memory"]["violations"]["count"] == 0 and s["offload"]["copies_per_byte"] == 1 for s in run.steps)
         assert all(step["rebalance"]["requests"] > 0 and step["rebalance"]["bytes"] > 0 for step in run.steps)
+    loads = [load for step in run.steps for load in step["expert_load"].values()]
+    assert len(loads) == 4 and all(load["max_over_mean"] >= load["mean_over_layers"] > 1 for load in loads)
     for step, expected in zip(run.steps, first.steps, strict=True):
         assert step["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
         assert step["reward"] == expected["reward"]
