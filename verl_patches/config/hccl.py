@@ -13,6 +13,7 @@ from omegaconf import DictConfig
 
 from verl_patches.config.compose import graph_arguments, vllm_arguments
 from verl_patches.config.recipe import HCCL_PORTS
+from verl_patches.errors import ConfigError
 from verl_patches.layout.inventory import ModelShape
 from verl_patches.layout.parallel import rollout_layout_of, train_layout_of, world_size
 from verl_patches.platform import as_npu
@@ -134,7 +135,10 @@ def buffers_bytes(config: DictConfig, buffer: int) -> int:
 
 
 def _memory_of_groups(config: DictConfig, buffer: int) -> str:
-    made = groups(config)
+    try:
+        made = groups(config)
+    except ConfigError:  # of a layout that does not fit, which its own check names
+        return "its groups are not known, as the layout does not fit"
     alike = 2 * _MIB * buffer * len(made)
     each = "a communicator takes twice its buffer"
     if not any(group.small for group in made):
