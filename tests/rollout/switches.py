@@ -49,14 +49,15 @@ def answers(made: Any) -> list[tuple[list[int], list[float]]]:
 def main(model: str, table: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """{name: answers of each line of `table`, "read": {name: recipe.rollout.ascend as the engine holds it}}.
 
-    A line: `keys` of recipe.rollout.ascend; `without`: ids of rows whose originals are in place meanwhile. The first
+    A line: `keys` of recipe.rollout.ascend, `more` overrides, `without`: rows whose originals are in place. The first
     must switch top_k_optimize off: vllm-ascend reads its variable once a process. "balanced routing": the last engine
     once more, with other experts.
     """
     found: dict[str, Any] = {"read": {}}
     for name, line in table.items():
         keys = [f"recipe.rollout.ascend.{key}" for key in line.get("keys", ())]
-        made = build(model, [*keys, REFRESH], line.get("without", []), first=not found["read"])
+        overrides = [*keys, *line.get("more", ()), REFRESH]
+        made = build(model, overrides, line.get("without", []), first=not found["read"])
         found[name], found["read"][name] = answers(made), die256.options_read(made)
         last = name == list(table)[-1]
         if last:
@@ -64,7 +65,19 @@ def main(model: str, table: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
             found["balanced routing"] = answers(made)
         del made
         gc.collect()
+        forget_pool()
     return found
+
+
+def forget_pool() -> None:
+    """What a device's pool does once an engine has ended; the emulated one gives nothing back."""
+    from vllm_ascend.device_allocator.camem import CaMemAllocator
+
+    from verl_patches.platform.npu_emulated import memory_pool
+
+    CaMemAllocator.get_instance().pointer_to_data.clear()
+    memory_pool._Pool.storages.clear()
+    memory_pool._Pool.unmapped.clear()
 
 
 def build(model: str, overrides: list[str], without: list[str], first: bool) -> Any:
@@ -72,7 +85,10 @@ def build(model: str, overrides: list[str], without: list[str], first: bool) -> 
     from vllm.model_executor.layers import rotary_embedding
     from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 
+    from verl_patches.worker.context import context
+
     rotary_embedding._ROPE_DICT.clear()  # else engines of one process share their rotary tables
+    context().weights_move = False  # what an engine without vLLM's sleep mode has left
     if not first:
         from vllm_ascend.patch.worker.patch_common import patch_sampler
 
