@@ -133,9 +133,10 @@ def _shortest(lengths: np.ndarray, excess: np.ndarray) -> _Items | None:
     """The excess of each donor in its shortest requests; None if one has too few that can move."""
     donors, width = np.flatnonzero(excess), lengths.shape[1]
     rows, count = lengths[donors], excess[donors]
-    if ((rows > 0).sum(1) < count).any():
+    movable = rows > 0
+    if (np.count_nonzero(movable, axis=1) < count).any():
         return None
-    keys = np.where(rows > 0, rows * width + np.arange(width), np.iinfo(np.int64).max)
+    keys = np.where(movable, rows * width + np.arange(width), np.iinfo(np.int64).max)
     keys.sort(axis=1)
     tokens, requests = np.divmod(keys[np.arange(width) < count[:, None]], width)
     return _Items(np.repeat(donors, count), requests, tokens)
@@ -208,12 +209,12 @@ def _moves(items: _Items, receivers: np.ndarray) -> tuple[Move, ...]:
     width = int(receivers.max()) + 1
     pairs = items.donors * width + receivers
     order = np.argsort(pairs, kind="stable")
-    pairs, requests = pairs[order], items.requests[order].tolist()
+    pairs, requests = pairs[order], tuple(items.requests[order].tolist())
     starts = np.flatnonzero(np.diff(pairs, prepend=-1))
     donors, receivers = (side.tolist() for side in np.divmod(pairs[starts], width))
     ends = [*starts[1:].tolist(), len(requests)]
     bounds = zip(donors, receivers, starts.tolist(), ends, strict=True)
-    return tuple([Move(donor, receiver, tuple(requests[begin:end])) for donor, receiver, begin, end in bounds])
+    return tuple([Move(donor, receiver, requests[begin:end]) for donor, receiver, begin, end in bounds])
 
 
 def state_of(lengths: Sequence[Sequence[int]], free_blocks: Sequence[int]) -> State:
