@@ -40,8 +40,13 @@ _GROUPS: dict[str, ProcessGroupHCCL] = {}  # pybind gives back an object of this
 
 
 # value types, as the messages of torch_npu 2.5.1.post1's libtorch_npu.so name them
-_TYPES = {"hccl_buffer_size": int, "group_name": str, "qos_traffic_class": int, "qos_service_level": int,
-          "hccl_op_expansion_mode": int}  # fmt: skip
+_TYPES = {
+    "hccl_buffer_size": int,
+    "group_name": str,
+    "qos_traffic_class": int,
+    "qos_service_level": int,
+    "hccl_op_expansion_mode": int,
+}
 
 
 def _check_config(config: Mapping[str, Any]) -> None:
