@@ -118,6 +118,28 @@ ROLLOUT: tuple[PatchSpec, ...] = (
          "weights.",
          exit="vLLM derives them again when weights are loaded, or MindSpeed leaves torch.Tensor.view alone",
          lines=_A3),
+    _ascend("rollout.ascend_small_groups", "wrap", "vllm.distributed.parallel_state:init_model_parallel_group",
+            "verl_patches.platform.npu.groups:options_of_rollout",
+            "vLLM makes its device groups without options (parallel_state.py:221), so that each holds two buffers of "
+            "HCCL_BUFFSIZE, which the experts' exchange sizes; recipe.hccl.small_groups_mib is for the others.",
+            exit="vLLM takes options of groups",
+            bindings=("vllm.distributed:init_model_parallel_group",
+                      "vllm.spec_decode.smaller_tp_proposer_worker:init_model_parallel_group",
+                      "verl.third_party.vllm.vllm_v_0_5_4.parallel_state:init_model_parallel_group",
+                      "verl.third_party.vllm.vllm_v_0_6_3.parallel_state:init_model_parallel_group")),
+    _ascend("rollout.count_mc2", "wrap", "vllm_ascend.ops.fused_moe:fused_experts_with_mc2",
+            "verl_patches.worker.expert_load:count_experts",
+            "Balanced routing takes the place of the router's choice inside of apply (fused_moe.py:945), so expert ids "
+            "are seen where they are handed on; with recipe.expert_load each step records max / mean tokens of an "
+            "expert.",
+            exit="vllm-ascend reports the load of its experts"),
+    _ascend("rollout.count_alltoall", "wrap", "vllm_ascend.ops.fused_moe:fused_experts_with_all2all",
+            "verl_patches.worker.expert_load:count_experts",
+            "as rollout.count_mc2, with prompts", exit="as rollout.count_mc2"),
+    _ascend("rollout.count_local", "wrap", "vllm_ascend.ops.fused_moe:fused_experts",
+            "verl_patches.worker.expert_load:count_experts",
+            "as rollout.count_mc2, where experts are not split", exit="as rollout.count_mc2",
+            bindings=("vllm_ascend.ops.common_fused_moe:fused_experts",)),
     _ascend("rollout.rebalance", "wrap", "vllm.v1.engine.llm_engine:LLMEngine.step",
             "verl_patches.rollout.rebalance_engine:step_with_rebalance",
             "Data-parallel ranks of an instance decode in lock step, each step as long as for the rank with the most "
@@ -234,6 +256,12 @@ MINDSPEED: tuple[PatchSpec, ...] = (
         "verl calls initialize_model_parallel with an argument that core_r0.8.0 lacks, and knows no arguments of "
         "MindSpeed (verl/workers/megatron_workers.py:86)",
         exit="verl starts MindSpeed", needs=("update.recipe_worker",)),
+    _ascend("update.small_groups", "wrap", "mindspeed_llm.core.parallel_state:get_nccl_options_wrapper",
+            "verl_patches.platform.npu.groups:options_of_training",
+            "MindSpeed-LLM's options of Megatron's groups hold a name only (core/parallel_state.py:326) and take the "
+            "place of MindSpeed's, which hold a size (mindspeed/core/parallel_state.py:250): as "
+            "rollout.ascend_small_groups.",
+            exit="MindSpeed-LLM hands on --hccl-group-buffer"),
     _a3("update.optimizer_config", "wrap", "verl.utils.megatron_utils:init_megatron_optim_config",
         f"{_MINDSPEED}.start:optimizer_config_from_arguments",
         "verl hands over lr, clip and decay only, in bf16 always (verl/utils/megatron_utils.py:201)",

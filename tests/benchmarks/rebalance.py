@@ -109,7 +109,7 @@ def figures() -> Iterator[dict[str, Any]]:
     full = np.where(draw.random((256, EACH)) < draw.uniform(0.8, 1.0, (256, 1)), lengths, 0)
     yield figure("planning 256 ranks x 64 in the tail", planning(tail, 1000), "ms", 1.0)
     yield figure("planning 256 ranks x 64, nothing to move", planning(full, 1000), "ms", 1.0)
-    yield figure("planning 256 ranks x 64, 128 ranks empty (4096 requests move)", planning(half, 5000), "ms", None)
+    yield figure("planning 256 ranks x 64, 128 ranks empty (4096 requests move)", planning(half, 5000), "ms", 1.0)
     yield figure("planning 256 ranks in the tail, KV nearly full", planning(tail, 150), "ms", None)
     for cv, alike in tqdm(CASES, desc="rebalance", unit="case"):
         without, moved = ([simulate(cv, alike, seed, moving) for seed in SEEDS] for moving in (False, True))

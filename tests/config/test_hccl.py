@@ -65,6 +65,22 @@ def test_a_buffer_below_the_need_is_refused_with_the_need_and_the_variable():
         assert variables(recipe__hccl__buffer_mib=given)["HCCL_BUFFSIZE"] == str(given)
 
 
+def test_small_buffers_for_groups_without_experts_and_the_memory_that_they_leave():
+    """64 MiB hold CANN's advice for a language model: the hidden states of a micro batch (envref_07_0080)."""
+    config = config_of()
+    tokens = config.data.max_prompt_length + config.data.max_response_length
+    assert config.recipe.hccl.small_groups_mib >= tokens * MODEL.hidden_size * 2 / 2**20
+    groups = {(group.name, group.ranks): group.small for group in hccl.groups(config)}
+    assert groups["tp", 4] and groups["pp", 8] and groups["vllm_tp", 2] and groups["vllm_dp", 64]
+    assert not (groups["all ranks", 256] or groups["tp_exp", 32] or groups["exp", 8] or groups["vllm_ep", 128])
+    assert len(hccl.groups(config)) == 24 and sum(groups.values()) == 15
+    assert hccl.buffers_bytes(config, 300) == (15 * 64 + 9 * 300) * 2 * 2**20
+    assert "64 MiB for 15 of a die's 24 groups" in hccl.check_buffer(config, MODEL)[1]
+    alike = config_of(recipe__hccl__small_groups_mib=None)
+    assert hccl.buffers_bytes(alike, 300) == 24 * 300 * 2 * 2**20
+    assert "at most 14.1 GiB of a die for its 24 groups" in hccl.check_buffer(alike, MODEL)[1]
+
+
 def test_a_plan_holds_the_checks_and_fails_with_them():
     checks = check_config(config_of(recipe__hccl__buffer_mib=200, recipe__hccl__base_port=6300))
     found = {check.name: check.ok for check in checks if check.name.startswith("HCCL")}

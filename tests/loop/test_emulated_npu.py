@@ -8,6 +8,8 @@ from loop_runs import OFFLOAD, VERIFY, assert_caught, assert_weights_arrive, hoo
 from omegaconf import OmegaConf
 
 from verl_patches.catalog import ROWS
+from verl_patches.config import hccl
+from verl_patches.layout.parallel import world_size
 from verl_patches.patching.switches import Switches
 
 pytestmark = [pytest.mark.slow, pytest.mark.upstream]
@@ -52,6 +54,22 @@ def test_every_row_is_active_and_the_engine_is_that_of_vllm_ascend(emulated):
     assert "vllm_ascend.attention.mla_v1" in reached["modules"] and "functions of torch_npu were called" in run.output
 
 
+def is_not_made_here(group, world):
+    """Gloo's here; or a dimension of a mesh that holds all ranks, for which torch 2.13 takes their own group."""
+    return group.name == "unfinished requests" or (group.name.startswith("verl's mesh") and group.ranks == world)
+
+
+def assert_buffers_as_planned(run):
+    """Groups of the first worker, of more than one rank, in the order in which they were made."""
+    config = OmegaConf.load(run.folder / "config.yaml")
+    made = [group for group in run.summary["emulated"]["groups"] if group["ranks"] > 1]
+    planned = [group for group in hccl.groups(config) if not is_not_made_here(group, world_size(config))]
+    small = config.recipe.hccl.small_groups_mib
+    assert [(group["ranks"], group["config"].get("hccl_buffer_size")) for group in made] == [
+        (group.ranks, small if group.small else None) for group in planned
+    ]
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("layout", "ranks", "graphs"),
@@ -65,16 +83,20 @@ def test_layouts_and_graphs_change_no_step(emulated, layout, ranks, graphs):
 
     Requests have the seed of rollout.seed, so those that move between data-parallel ranks give the same samples.
     """
-    run, first = emulated("2", "--train-layout", layout, *ranks, *with_options(graphs), VERIFY), emulated("2")
+    options = *with_options(graphs), VERIFY, "recipe.expert_load=true"
+    run, first = emulated("2", "--train-layout", layout, *ranks, *options), emulated("2")
     assert_weights_arrive(run, verified=True)
     reached = run.summary["emulated"]
     assert MC2 < reached["functions"].keys() and reached["graphs"] > 0
+    assert_buffers_as_planned(run)
     if AS_IN_PRODUCTION[0] in ranks:
         assert all("log_prob" not in s["seconds"] and s["tensor_cache"]["received_bytes"] > 0 for s in run.steps)
         assert all(s["memory"]["violations"]["count"] == 0 and s["offload"]["copies_per_byte"] == 1 for s in run.steps)
         assert all(step["rebalance"]["requests"] > 0 and step["rebalance"]["bytes"] > 0 for step in run.steps)
     if REPLAY in ranks:  # one mini batch: the update has the weights of the pass that recorded
         assert all(step["routing_replay"]["agreement"] == 1 for step in run.steps)
+    loads = [load for step in run.steps for load in step["expert_load"].values()]
+    assert len(loads) == 4 and all(load["max_over_mean"] >= load["mean_over_layers"] > 1 for load in loads)
     for step, expected in zip(run.steps, first.steps, strict=True):
         assert step["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
         assert step["reward"] == expected["reward"]

@@ -42,8 +42,11 @@ def test_weights_of_an_fp8_folder_arrive_in_bf16_and_are_read_once(smoke, tiny_m
     """Row model.load_hf: the reference reads the folder, the actor copies it; vLLM gets it by the weight sync."""
     convert(plan_conversion(open_source(tiny_model), dtype="fp8"), tmp_path / "fp8")
     stored = sum(path.stat().st_size for path in (tmp_path / "fp8").glob("*.safetensors"))
-    run = smoke("--dtype", "bf16", "--steps", "2", VERIFY, f"actor_rollout_ref.model.path={tmp_path / 'fp8'}")
+    options = VERIFY, "recipe.expert_load=true", f"actor_rollout_ref.model.path={tmp_path / 'fp8'}"
+    run = smoke("--dtype", "bf16", "--steps", "2", *options)
     assert_weights_arrive(run, 0.05)
+    for load in (step["expert_load"] for step in run.steps):  # of Megatron's own router
+        assert load["train"]["max_over_mean"] > 1 and load["rollout"] is None
     (total,) = re.findall(r"GiB \((\d+) bytes\) read by 2 ranks from", run.log)  # one load, not one for each model
     assert 0.8 * stored < int(total) < 2 * stored  # two ranks: the experts once, the rest on each
     assert run.log.count("tensors copied from the reference, 0 bytes read from") == 1  # rank 0's line

@@ -153,7 +153,7 @@ def _count(holder, name: str) -> list:
 def worker_job(folder: Path, config, args) -> dict:
     """Two updates by verl's own worker and actor (no rollout): log-probs before each, and the actor's metrics.
 
-    `calls`: how often what a key of recipe.train switches on was called.
+    `calls`: how often what a key of recipe.train switches on was called. `load`: of experts, with recipe.expert_load.
     """
     import fused_weight_gradient_mlp_cuda
     import mindspeed.ops.gmm
@@ -189,4 +189,5 @@ def worker_job(folder: Path, config, args) -> dict:
         found["metrics"].append(worker.actor.update_policy(worker.actor.make_minibatch_iterator(data)))
     unpadded = sum(value.shape[-1] != key.shape[-1] for _, (_, key, value) in attended)
     calls = {"fused_linear_wgrad": len(linear), "fused_expert_wgrad": len(grouped), "unpadded_attention": unpadded}
+    found["load"] = {side: load and load.take() for side, load in worker.expert_loads.items()}
     return {**found, "calls": calls, "ids": ids[share], "optimizer": type(worker.actor_optimizer).__name__}

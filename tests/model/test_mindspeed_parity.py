@@ -9,6 +9,7 @@ import pytest
 from tests.model import parity
 from tests.model.mindspeed_start import LAYOUTS, engine_config
 
+LOAD = ["recipe.expert_load=true"]
 pytestmark = [pytest.mark.slow, pytest.mark.upstream]
 
 
@@ -159,8 +160,19 @@ def test_overlapped_expert_exchange_gives_the_same_update(run_a3, one_rank):
 
 
 def test_balanced_routing_is_not_the_models(run_a3, one_rank):
-    (found,) = run_a3("worker_job", 1, {"train": {"balanced_routing": True}})
+    (found,) = run_a3("worker_job", 1, {"train": {"balanced_routing": True}, "more": LOAD})
     assert abs(_grad_norms(found)[0] - _grad_norms(one_rank)[0]) > 0.1
+    assert found["load"]["train"] == {"max_over_mean": 1.0, "mean_over_layers": 1.0, "layers": 3}
+    assert one_rank["load"] == {}
+
+
+@pytest.mark.parametrize("layout", ["pp2_uneven", "tp2_extends_ep"])
+def test_the_models_own_routing_is_uneven_and_every_rank_says_so(run_a3, layout):
+    """A stage of dense layers alone counts nothing."""
+    ranks, sizes = LAYOUTS[layout]
+    first, *others = [found["load"]["train"] for found in run_a3("worker_job", ranks, {**sizes, "more": LOAD})]
+    assert first["layers"] == 3 and first["max_over_mean"] >= first["mean_over_layers"] > 1.1
+    assert others == [first] * (ranks - 1)
 
 
 def test_learning_rate_follows_the_schedule(run_a3, one_rank):

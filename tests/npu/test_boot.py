@@ -31,9 +31,9 @@ WANTED = {row.id: row for row in ROWS if Switches("a3", "npu").decide(row)[0]}
 
 # kind -> modules (or whole packages) that this kind never imports while it starts: their rows may wait there
 NEVER_IMPORTED = {
-    "driver": ("megatron", "verl", "vllm", "vllm_ascend"),
+    "driver": ("megatron", "mindspeed_llm", "verl", "vllm", "vllm_ascend"),
     "controller": (
-        "megatron.core.models", "megatron.core.packed_seq_params",  # no model is built
+        "megatron.core.models", "megatron.core.packed_seq_params", "mindspeed_llm",  # no model is built
         "verl.models.mcore.registry", "verl.utils.megatron.optimizer",
         "verl.workers.rollout", "verl.workers.sharding_manager", "vllm", "vllm_ascend",  # no engine either
     ),
@@ -48,8 +48,10 @@ WAITING = {
         "model.mindspeed_initializer", "model.optimizer_dtype", "model.packed_fields", "model.packed_rope",
         "reshard.direct", "model.mindspeed_converter", "update.sharding_manager", "rollout.absorb_mla_again",
         "rollout.dp_place", "rollout.ascend_decode_kv", "rollout.ascend_expert_groups", "rollout.ascend_fp32_router",
-        "rollout.ascend_multistream_mla", "rollout.ascend_top_k_top_p", "rollout.engine", "rollout.keep_log_probs",
-        "rollout.llm_arguments", "rollout.rebalance", "rollout.rebalance_end", "update.tensor_cache",
+        "rollout.ascend_multistream_mla", "rollout.ascend_small_groups", "rollout.ascend_top_k_top_p",
+        "rollout.count_alltoall", "rollout.count_local", "rollout.count_mc2", "rollout.engine",
+        "rollout.keep_log_probs", "rollout.llm_arguments", "rollout.rebalance", "rollout.rebalance_end",
+        "update.small_groups", "update.tensor_cache",
         "update.routing_replay_mindspeed", "update.routing_samples",
     },
     "worker": {

@@ -21,7 +21,9 @@ def test_called_functions_and_imported_modules_are_listed_with_those_never_reach
     worker = coverage.reached()
     assert worker["functions"]["npu_swiglu"] == before + 1
     other = {"functions": {"npu_swiglu": 0, "npu_rms_norm": 0}, "modules": {"vllm_ascend.b": False}, "graphs": 3}
-    found = coverage.coverage_of([{"functions": {"npu_swiglu": 2}, "modules": worker["modules"], "graphs": 0}, other])
+    first = {"functions": {"npu_swiglu": 2}, "modules": worker["modules"], "graphs": 0, "groups": [{"ranks": 2}]}
+    found = coverage.coverage_of([first, other | {"groups": []}])
+    assert found["groups"] == [{"ranks": 2}]
     assert found["functions"]["npu_swiglu"]["calls"] == 2
     assert found["functions"]["npu_swiglu"]["schemas"][0].startswith("npu_swiglu(input, dim=-1")
     assert (found["functions_never"], found["modules"]) == (["npu_rms_norm"], ["vllm_ascend", "vllm_ascend.a"])

@@ -185,7 +185,10 @@ def start(model: str, name: str, overrides: list[str]) -> tuple[Any, Any]:
 
 def true_weight(model: str, other: str, overrides: list[str]) -> dict[str, Any]:
     """What is generated with the weights of `model`, with those of `other` after a sync, and with the first again."""
+    from verl_patches.worker.expert_load import of_rollout
+
     config, made = start(model, "grpo_deepseekv3_256die_true_weight", overrides)
+    load = of_rollout(worker_of(made).model_runner.model)
     prompts, seen, engine = prompts_for(config), batches_of(made), made.inference_engine.llm_engine
     responses = generate(made, prompts)
     found = {
@@ -195,6 +198,7 @@ def true_weight(model: str, other: str, overrides: list[str]) -> dict[str, Any]:
         "decodes": max(decodes for decodes, prefills in seen if not prefills),
         "options": engine.vllm_config.additional_config,
         "read": options_read(made),
+        "load": load.take(),
     }
     before = addresses(worker_of(made).model_runner.model)
     for folder in (other, model):
@@ -210,12 +214,20 @@ def random_init(model: str, overrides: list[str]) -> dict[str, Any]:
     """What is generated with balanced routing: another model, so only what holds for any."""
     config, made = start(model, "grpo_deepseekv3_256die_random_init", overrides)
     read = options_read(made)
+    from verl_patches.worker.expert_load import of_rollout
+
+    counted = of_rollout(worker_of(made).model_runner.model)
     loads, seen = loads_of_experts(), batches_of(made)
     responses = generate(made, prompts_for(config))
     return {
         "responses": [len(each) for each in responses],
         "finite": all(value < 0 for each in responses for _, values in each for value in values),
         "uneven": max(max(load) - min(load) for load in loads),
+        "loads": [
+            [sum(expert) for expert in zip(*loads[layer::2], strict=True)] for layer in range(2)
+        ],  # both MoE layers
+        "counted": counted.counts.int().tolist(),
+        "load": counted.take(),
         "mixed": sum(decodes > 0 and prefills > 0 for decodes, prefills in seen),
         "read": read,
     }

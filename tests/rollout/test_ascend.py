@@ -150,6 +150,7 @@ def test_the_256_die_rollout_with_true_weights_is_right(models, run):
     assert found["responses"] == [16] * 4 and found["mixed"] > 5 and 32 < found["decodes"] <= 64
     assert found["moved"] == []
     assert found["read"] == read_as(options)
+    assert found["load"]["layers"] == 2 and found["load"]["max_over_mean"] > 1.5  # of prompts: decodes are in graphs
     written = OmegaConf.to_container(options.actor_rollout_ref.rollout.engine_kwargs.vllm.additional_config)
     assert written.pop("enable_prefix_caching") and written.pop("vllm_sleep_mode")  # read before the engine
     assert found["options"] == written
@@ -160,3 +161,45 @@ def test_the_256_die_rollout_with_balanced_routing_gives_every_expert_its_share(
     found = run("die256", "random_init", [models["256 experts"], OTHER], {"TORCHDYNAMO_DISABLE": "1"})
     assert found["responses"] == [16] * 4 and found["finite"] and found["uneven"] <= 1 and found["mixed"] == 0, found
     assert found["read"] == read_as(compose(NAMES[1], OTHER))
+    assert found["counted"] == found["loads"]  # every call: graphs are not traced
+    ratios = [max(layer) * len(layer) / sum(layer) for layer in found["loads"]]
+    assert found["load"]["max_over_mean"] == pytest.approx(max(ratios)) and max(ratios) < 1.1
+
+
+# each switch of recipe.rollout.ascend alone, and what it needs; then rows. rollout.rebalance_every needs several ranks:
+# tests/loop/test_emulated_npu.py, test_layouts_and_graphs_change_no_step
+SWITCHES = {
+    "top_k_optimize": {"keys": ["top_k_optimize=false"]},
+    "none": {},
+    "graphs": {"keys": ["graphs=false", "multistream_mla=false", "multistream_moe=false", "view_optimize=true"]},
+    "multistream_mla": {"keys": ["multistream_mla=false"]},
+    "multistream_moe": {"keys": ["multistream_moe=false"]},
+    "view_optimize": {"keys": ["view_optimize=true"]},
+    "scheduler": {"keys": ["scheduler=ascend", "prefix_caching=false"], "more": OTHER[-1:]},
+    "chunked_prefill_for_mla": {"keys": ["chunked_prefill_for_mla=false"]},
+    "prefix_caching": {"keys": ["prefix_caching=false"]},
+    "vllm_sleep_mode": {"keys": ["vllm_sleep_mode=false"]},
+    "fp32 router": {"without": ["rollout.ascend_fp32_router"]},
+}
+
+
+def difference(first, second):
+    """(whether all tokens are equal, largest difference of their log-probs) of two lists of answers."""
+    pairs = list(zip(first, second, strict=True))
+    same = all(one[0] == other[0] for one, other in pairs)
+    return same, max(abs(a - b) for one, other in pairs for a, b in zip(one[1], other[1], strict=True))
+
+
+def test_each_switch_off_alone_gives_the_same_responses(models, run):
+    """Sampled with seeds, after sleep and with cached prompts too, in fp32. Graphs are not traced."""
+    found = run("switches", "main", [models["256 experts"], SWITCHES], {"TORCHDYNAMO_DISABLE": "1"})
+    for name, line in SWITCHES.items():
+        changed = [f"recipe.rollout.ascend.{key}" for key in line.get("keys", [])]
+        expected = read_as(compose(NAMES[0], changed))
+        if name == "graphs":  # then both are not read
+            expected |= {key: found["read"][name][key] for key in ("graph_batch_sizes", "vllm_sleep_mode")}
+        assert found["read"][name] == expected, name
+    differences = {name: difference(found["none"], found[name]) for name in SWITCHES}
+    assert {name: each for name, each in differences.items() if not each[0] or each[1] > LARGEST} == {}
+    same, largest = difference(found["none"], found["balanced routing"])  # the control
+    assert not same and largest > 0.01

@@ -64,6 +64,7 @@ def after_steps(made, monkeypatch, *numbers):
         "emulated": None,
         "rebalance": None,
         "routing_replay": None,
+        "expert_load": {"train": {"max_over_mean": 1.5}, "rollout": None},
     }
     made.trainer = SimpleNamespace(actor_rollout_wg=SimpleNamespace(take_report=lambda: [report]))
     check = SimpleNamespace(action="report")
@@ -73,7 +74,8 @@ def after_steps(made, monkeypatch, *numbers):
     made.workers_see_log_probs, made.not_compared = False, "not here"
     made.group = SimpleNamespace(cache=None, sampled_check=None, end_step=dict, step=0)
     for number in numbers:
-        made.after_step({"critic/score/mean": 0.5, "timing_s/step": 2.0}, number)
+        metrics = made.after_step({"critic/score/mean": 0.5, "timing_s/step": 2.0}, number)
+        assert metrics["recipe/expert_load/train"] == 1.5 and "recipe/expert_load/rollout" not in metrics
     return made.progress.path.read_text().splitlines()
 
 

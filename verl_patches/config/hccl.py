@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import NamedTuple
 
 from omegaconf import DictConfig
 
 from verl_patches.config.compose import graph_arguments, vllm_arguments
 from verl_patches.config.recipe import HCCL_PORTS
+from verl_patches.errors import ConfigError
 from verl_patches.layout.inventory import ModelShape
-from verl_patches.layout.parallel import world_size
+from verl_patches.layout.parallel import rollout_layout_of, train_layout_of, world_size
 from verl_patches.platform import as_npu
 from verl_patches.platform.npu import MC2_FROM_RANKS
+from verl_patches.platform.npu.groups import EXPERTS_IN_ROLLOUT, EXPERTS_IN_TRAINING
 
 DEFAULT_BUFFER_MIB = 200  # HCCL's default
 BUFFER_STEP_MIB = 100
@@ -78,12 +81,73 @@ def buffer_mib(config: DictConfig, model: ModelShape) -> int:
 def check_buffer(config: DictConfig, model: ModelShape) -> tuple[bool, str]:
     """(True if the buffer holds what the rollout's experts exchange, one sentence)."""
     need, given = buffer_need_mib(config, model), buffer_mib(config, model)
-    memory = f"each communicator has two such buffers in a die's memory, {2 * given} MiB"
     if given >= need:
-        return True, f"HCCL_BUFFSIZE {given} MiB, the experts' exchange in decode needs {need}; {memory}"
+        held = f"HCCL_BUFFSIZE {given} MiB, the experts' exchange in decode needs {need}"
+        return True, f"{held}; {_memory_of_groups(config, given)}"
     return False, (
         f"recipe.hccl.buffer_mib is {given} (HCCL_BUFFSIZE), expected at least {need}: vllm-ascend's exchange of "
         "experts in decode (MC2) does not fit; set it to null, or lower max_num_seqs and graph_batch_sizes"
+    )
+
+
+class Group(NamedTuple):
+    """A group of HCCL that holds rank 0: its name upstream, number of ranks, and whether its buffer is a small one."""
+
+    name: str
+    ranks: int
+    small: bool
+
+
+def groups(config: DictConfig) -> list[Group]:
+    """Groups of more than one rank that rank 0 makes on platform npu, in the order in which they are made.
+
+    As Megatron core_r0.8.0 and MindSpeed make them (megatron/core/parallel_state.py:496-714; their wrapper makes those
+    of experts twice, mindspeed/core/parallel_state.py:355-400), then verl (megatron_workers.py:225) and vLLM 0.9.1.
+    HCCL makes a group's communicator, with its two buffers, with the first collective, so not all of them take memory.
+    """
+    train, rollout = train_layout_of(config), rollout_layout_of(config)
+    tp, pp, dp, cp = train.tp, train.pp, train.dp, train.cp
+    ep = train.ep * (train.etp or tp) // tp  # Megatron's own count: of groups of TP ranks
+    training = [
+        *(("dp", dp), ("dp_cp", dp * cp), ("cp", cp), ("mp", tp * pp), ("mp_exp", tp * pp), ("tp", tp), ("pp", pp)),
+        *(("embd", min(pp, 2)), ("tp_dp_cp", tp * dp * cp), ("tp_dp", tp * dp), ("tp_cp", tp * cp)),
+        *(("tp_exp", tp), ("dp_modulo_exp", dp * cp)),  # as if experts were not split
+        *(("mp_exp", tp * ep * pp), ("tp_exp", tp * ep), ("exp", ep), ("dp_modulo_exp", dp * cp // ep)),
+        ("pp_new_stream", pp),
+    ]
+    mesh = [("verl's mesh, dp", train.world_size // rollout.tp), ("verl's mesh, tp", rollout.tp)]
+    engine = [("tp", rollout.tp), ("dp", config.recipe.rollout.dp), ("ep", rollout.tp * config.recipe.rollout.dp)]
+    small = config.recipe.hccl.small_groups_mib is not None
+    found = [
+        Group("all ranks", train.world_size, False),
+        *(Group(name, ranks, small and name not in EXPERTS_IN_TRAINING) for name, ranks in training),
+        *(Group(name, ranks, False) for name, ranks in mesh),
+        Group("vllm_world", train.world_size, False),
+        *(Group(f"vllm_{name}", ranks, small and name not in EXPERTS_IN_ROLLOUT) for name, ranks in engine),
+        Group("unfinished requests", config.recipe.rollout.dp, False),
+    ]
+    return [group for group in found if group.ranks > 1]
+
+
+def buffers_bytes(config: DictConfig, buffer: int) -> int:
+    """Most bytes that the buffers of a die's communicators take, two each; buffer: HCCL_BUFFSIZE in MiB."""
+    return sum(2 * _MIB * (config.recipe.hccl.small_groups_mib if group.small else buffer) for group in groups(config))
+
+
+def _memory_of_groups(config: DictConfig, buffer: int) -> str:
+    try:
+        made = groups(config)
+    except ConfigError:  # of a layout that does not fit, which its own check names
+        return "its groups are not known, as the layout does not fit"
+    alike = 2 * _MIB * buffer * len(made)
+    each = "a communicator takes twice its buffer"
+    if not any(group.small for group in made):
+        return f"{each}: at most {alike / 2**30:.1f} GiB of a die for its {len(made)} groups"
+    small = sum(group.small for group in made)
+    most = f"at most {buffers_bytes(config, buffer) / 2**30:.1f} GiB of a die, {alike / 2**30:.1f} with one size"
+    return (
+        f"{config.recipe.hccl.small_groups_mib} MiB for {small} of a die's {len(made)} groups, in which no experts are "
+        f"exchanged; {each}: {most} (modelled)"
     )
 
 

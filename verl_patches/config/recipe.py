@@ -252,12 +252,14 @@ class Hccl:
     interface: network interface of every node for rendezvous and host traffic; null: each node uses the one towards
     Ray's head. HCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME or TP_SOCKET_IFNAME in a node's own environment override both.
     buffer_mib: HCCL_BUFFSIZE in MiB; null: what the layout needs.
+    small_groups_mib: the same for groups that exchange no experts, as an option of each; null: HCCL_BUFFSIZE.
     expansion_mode: what runs collectives on the device: its vector cores (AIV) or its AI CPU.
     base_port: first of the 144 ports that HCCL listens on, on every node.
     """
 
     interface: str | None = None
     buffer_mib: Count | None = None
+    small_groups_mib: Count | None = 64
     expansion_mode: str = _choice("AIV", "AIV", "AI_CPU")
     base_port: Port = 61000
 
@@ -293,6 +295,7 @@ class Recipe:
     worker_process_setup_hook: "package.module.function" of the user's, run in every Ray worker after the prelude and
     before Ray gives it a die. On npu it must not import torch_npu.
     ray_port: port of the Ray that the run starts; null: any free one.
+    expert_load: count the tokens of each expert; every step records max / mean, in training and in rollout on npu.
     model_shape: HF config.json from which the plan reads sizes, relative to the configs folder.
     """
 
@@ -306,6 +309,7 @@ class Recipe:
     ray_address: str | None = None
     worker_process_setup_hook: str | None = None
     ray_port: Port | None = None
+    expert_load: bool = False
     model_shape: str = "model/deepseekv3_671b.json"
     train: Train = field(default_factory=Train)
     rollout: Rollout = field(default_factory=Rollout)

@@ -108,16 +108,15 @@ def plan(state: State, tiers: Sequence[int], block_size: int, reserve_tokens: in
     """
     tiers = sorted(tiers)
     loads = np.count_nonzero(state.lengths, axis=1)
-    most = int(loads.max(initial=0))
+    most, total = int(loads.max(initial=0)), int(loads.sum())
     before = tier_of(most, tiers)
     free = state.free_blocks - loads * -(-reserve_tokens // block_size)
     for tier in tiers:
         if tier >= before:
             break
-        excess = np.maximum(loads - tier, 0)
-        if excess.sum() > np.maximum(tier - loads, 0).sum():
+        if total > tier * len(loads):
             continue
-        items = _shortest(state.lengths, excess)
+        items = _shortest(state.lengths, np.maximum(loads - tier, 0))
         if items is None:
             continue
         receivers = _place_level(-(-(items.tokens + reserve_tokens) // block_size), loads, free, tier)
@@ -134,9 +133,10 @@ def _shortest(lengths: np.ndarray, excess: np.ndarray) -> _Items | None:
     """The excess of each donor in its shortest requests; None if one has too few that can move."""
     donors, width = np.flatnonzero(excess), lengths.shape[1]
     rows, count = lengths[donors], excess[donors]
-    if ((rows > 0).sum(1) < count).any():
+    movable = rows > 0
+    if (np.count_nonzero(movable, axis=1) < count).any():
         return None
-    keys = np.where(rows > 0, rows * width + np.arange(width), np.iinfo(np.int64).max)
+    keys = np.where(movable, rows * width + np.arange(width), np.iinfo(np.int64).max)
     keys.sort(axis=1)
     tokens, requests = np.divmod(keys[np.arange(width) < count[:, None]], width)
     return _Items(np.repeat(donors, count), requests, tokens)
@@ -206,11 +206,15 @@ def _search(
 
 def _moves(items: _Items, receivers: np.ndarray) -> tuple[Move, ...]:
     """One move for each donor and receiver, in their order."""
-    order = np.lexsort((receivers, items.donors))
-    donors, receivers, requests = items.donors[order], receivers[order], items.requests[order].tolist()
-    starts = np.flatnonzero(np.diff(donors, prepend=-1) | np.diff(receivers, prepend=-1)).tolist()
-    pairs = zip(donors[starts].tolist(), receivers[starts].tolist(), starts, [*starts[1:], len(requests)], strict=True)
-    return tuple(Move(donor, receiver, tuple(requests[begin:end])) for donor, receiver, begin, end in pairs)
+    width = int(receivers.max()) + 1
+    pairs = items.donors * width + receivers
+    order = np.argsort(pairs, kind="stable")
+    pairs, requests = pairs[order], tuple(items.requests[order].tolist())
+    starts = np.flatnonzero(np.diff(pairs, prepend=-1))
+    donors, receivers = (side.tolist() for side in np.divmod(pairs[starts], width))
+    ends = [*starts[1:].tolist(), len(requests)]
+    bounds = zip(donors, receivers, starts.tolist(), ends, strict=True)
+    return tuple([Move(donor, receiver, requests[begin:end]) for donor, receiver, begin, end in bounds])
 
 
 def state_of(lengths: Sequence[Sequence[int]], free_blocks: Sequence[int]) -> State:

@@ -177,6 +177,7 @@ class Run:
             "memory": memory_of_step([report["memory"] for report in reports]),
             "offload": offload_of_step([report["moves"] for report in reports]),
             "dispatch": None,
+            "expert_load": reports[0]["expert_load"],
             "rebalance": rebalance_of_step([report["rebalance"] for report in reports]),
             "routing_replay": replay_of_step([report["routing_replay"] for report in reports]),
         }
@@ -199,7 +200,9 @@ class Run:
         check = self.recipe.logprob_check
         if check.action == "stop" and compared:
             truth_check.check(step, delta, check[f"max_mean_{self.recipe.dtype}"])
-        metrics = {**metrics, **{f"recipe/seconds/{phase}": value for phase, value in seconds.items()}}
+        loads = {side: load["max_over_mean"] for side, load in (found["expert_load"] or {}).items() if load}
+        ours = {f"recipe/seconds/{phase}": value for phase, value in seconds.items()}
+        metrics = {**metrics, **ours, **{f"recipe/expert_load/{side}": value for side, value in loads.items()}}
         self.summary.add_metrics(step, metrics)
         return metrics
 

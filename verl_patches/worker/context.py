@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
     from verl_patches.memory.ledger import Ledger
     from verl_patches.memory.scheduler import Scheduler
+    from verl_patches.worker.expert_load import ExpertLoad
     from verl_patches.worker.on_policy_update import OnPolicyUpdate
     from verl_patches.worker.routing_replay import RoutingReplay
     from verl_patches.worker.tensor_cache_stages import CachedBatch, PlannedSplits
@@ -27,7 +28,8 @@ class WorkerContext:
     in progress. `splits`: the planned micro batches of the stage in progress. `weight_reads`: how often this process
     has read the model's folder. `reference_weights`: that folder and the model chunks of the reference, once it has
     read it (worker/weight_loading.py). `weights_move`: the rollout engine's weights have other addresses after each
-    sleep.
+    sleep. `rollout_load`: counts tokens of the rollout engine's experts, with the number of each layer by the id() of
+    its weight; None without recipe.expert_load.
     """
 
     scheduler: Scheduler | None = None
@@ -39,6 +41,7 @@ class WorkerContext:
     weight_reads: int = 0
     reference_weights: tuple[str, Sequence[torch.nn.Module]] | None = None
     weights_move: bool = False
+    rollout_load: tuple[ExpertLoad, dict[int, int]] | None = None
 
     def begin(self, phase: str, by_vllm: Callable[[], Any] | None = None) -> None:
         """Begin `phase` of memory/schedule.py and end the one before; `by_vllm` makes the moves that are vLLM's."""

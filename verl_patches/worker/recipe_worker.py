@@ -20,6 +20,7 @@ import os
 import socket
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import MappingProxyType
 from typing import Any
 
 import torch.distributed as dist
@@ -32,6 +33,7 @@ from verl_patches.memory.swap_optimizer import swap_optimizer
 from verl_patches.model.megatron import DTYPES
 from verl_patches.patching import engine
 from verl_patches.patching.engine import is_on
+from verl_patches.platform import as_npu
 from verl_patches.platform.npu_emulated import coverage
 from verl_patches.reshard.weight_sync import Settings
 from verl_patches.rollout.rebalance_engine import Rebalancer
@@ -39,6 +41,7 @@ from verl_patches.rollout.routing_record import RoutingRecorder
 from verl_patches.trainer.worker_starts import take_starts
 from verl_patches.worker.checkpoint import WorkerCheckpoint
 from verl_patches.worker.context import context
+from verl_patches.worker.expert_load import ExpertLoad, of_rollout, of_training
 from verl_patches.worker.memory import WorkerMemory, device_type
 from verl_patches.worker.on_policy_update import OnPolicyUpdate
 from verl_patches.worker.routing_replay import RoutingReplay
@@ -54,6 +57,7 @@ class RecipeWorker:
     checkpoint: WorkerCheckpoint | None = None
     rebalancer: Rebalancer | None = None
     routing: RoutingReplay | None = None
+    expert_loads: Mapping[str, ExpertLoad | None] = MappingProxyType({})  # recipe.expert_load: train, rollout
 
     def __init__(self, config: Any, role: str) -> None:
         if is_on("update.engine_start"):
@@ -88,6 +92,8 @@ class RecipeWorker:
         if optimizer is not None and self.recipe.train.routing_replay and is_on("update.routing_samples"):
             self.routing = RoutingReplay(chunks)
         self.memory.built(chunks, optimizer)
+        if self.recipe.expert_load and self._is_actor:
+            self.expert_loads = {"train": of_training(chunks), "rollout": None}
         return built
 
     def _build_rollout(self, *args: Any, **kwargs: Any) -> tuple:
@@ -96,6 +102,8 @@ class RecipeWorker:
             self.rebalancer = Rebalancer(rollout.inference_engine.llm_engine, self.recipe.rollout.rebalance_every)
         if self.recipe is not None and self.recipe.train.routing_replay == "R3":
             rollout.routing_recorder = RoutingRecorder(vllm_worker(rollout.inference_engine).model_runner)
+        if self.expert_loads and as_npu(self.recipe.platform) and is_on("rollout.count_mc2"):
+            self.expert_loads["rollout"] = of_rollout(vllm_worker(rollout.inference_engine).model_runner.model)
         if self.recipe is not None and isinstance(manager, RecipeShardingManager):
             recipe, world = self.recipe, dist.get_world_size()
             layouts = (layout(self.config, recipe, world) for layout in (train_layout_in, rollout_layout_in))
@@ -223,6 +231,7 @@ class RecipeWorker:
             "moves": counters.take_moves(),
             "starts": take_starts(),
             "routing_replay": self.routing.end_step() if self.routing is not None else None,
+            "expert_load": {side: load and load.take() for side, load in self.expert_loads.items()} or None,
             "rebalance": self.rebalancer.take_counts() if self.rebalancer is not None else None,
             "emulated": coverage.reached() if self.recipe.platform == "npu_emulated" else None,
         }

@@ -18,14 +18,16 @@ PACKAGE = "vllm_ascend"
 
 
 def reached() -> dict[str, Any]:
-    """{functions: {name: calls}, modules: {name: imported}, graphs: traced} of this process since its start."""
-    from verl_patches.platform.npu_emulated.packages import Graphs  # here: on this platform alone
+    """{functions: {name: calls}, modules: {name: imported}, graphs: traced, groups: hccl.groups()} of this process."""
+    from verl_patches.platform.npu_emulated.hccl import groups  # here: on this platform alone
+    from verl_patches.platform.npu_emulated.packages import Graphs
 
     functions = {name: CALLS[name] for name in (*WITH_REFERENCE, *WITH_EMULATION, *ATB_FUNCTIONS)}
     places = getattr(sys.modules.get(PACKAGE), "__path__", ())
     return {
         "functions": functions,
         "graphs": len(Graphs.traced),
+        "groups": groups(),
         "modules": {name: name in sys.modules for place in places for name in _modules(Path(place))},
     }
 
@@ -39,11 +41,12 @@ def _modules(folder: Path) -> Iterable[str]:
 def coverage_of(workers: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """For summary.json, of what `reached` gave in every worker.
 
-    {functions: {name: {calls, schemas}}, functions_never, modules, modules_never, graphs}: lists of names, and how many
-    graphs the worker that traced most has traced.
+    {functions: {name: {calls, schemas}}, functions_never, modules, modules_never, graphs, groups}: lists of names, how
+    many graphs the worker that traced most has traced, and the HCCL groups of the first worker.
     """
-    calls, modules, graphs = Counter(), {}, 0
+    calls, modules, graphs, groups = Counter(), {}, 0, []
     for worker in workers:
+        groups = groups or worker["groups"]
         graphs = max(graphs, worker["graphs"])
         calls.update(worker["functions"])
         modules |= {name: modules.get(name, False) or imported for name, imported in worker["modules"].items()}
@@ -52,6 +55,7 @@ def coverage_of(workers: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     return {
         "functions": {name: {"calls": called[name], "schemas": schemas[name]} for name in sorted(called)},
         "graphs": graphs,
+        "groups": groups,
         "functions_never": sorted(name for name, count in calls.items() if not count),
         "modules": sorted(name for name, imported in modules.items() if imported),
         "modules_never": sorted(name for name, imported in modules.items() if not imported),

@@ -45,7 +45,9 @@ class OnHost(TorchFunctionMode):
 def start(torch_module: Any = None) -> None:
     """Name the backend, register HCCL, enter the mode; once a process, right after torch is imported."""
     torch.utils.rename_privateuse1_backend("npu")
-    torch.distributed.Backend.register_backend("hccl", hccl.create, devices=["npu", "cpu"])
+    torch.distributed.Backend.register_backend(
+        "hccl", hccl.create_by_options, extended_api=True, devices=["npu", "cpu"]
+    )
     OnHost().__enter__()
 
 

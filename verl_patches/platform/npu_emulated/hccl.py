@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,10 +13,18 @@ class ProcessGroupHCCL(dist.ProcessGroupGloo):
     """A gloo group that has a name, as HCCL's have: MC2's ops take a group by it."""
 
     class Options:
-        """Options of a group: none. MindSpeed-LLM looks for hccl_config before it names its groups."""
+        """Options of a group, of which hccl_config is read; ValueError where torch_npu's own would refuse it."""
 
-    def __init__(self, store: Any, rank: int, size: int, timeout: Any):
+        hccl_config: Mapping[str, int | str] = {}
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            if name == "hccl_config":
+                _check_config(value)
+            super().__setattr__(name, value)
+
+    def __init__(self, store: Any, rank: int, size: int, timeout: Any, options: Options | None = None):
         super().__init__(store, rank, size, timeout)
+        self.config = dict(options.hccl_config) if options is not None else {}
         self.name = f"hccl_group_{len(_GROUPS)}"
         self.dispatched: Any = None  # expert_ops.Dispatch of the last MC2 dispatch, which its combine needs
 
@@ -31,11 +39,38 @@ class ProcessGroupHCCL(dist.ProcessGroupGloo):
 _GROUPS: dict[str, ProcessGroupHCCL] = {}  # pybind gives back an object of this class only while Python holds it
 
 
-def create(store: Any, rank: int, size: int, timeout: Any) -> ProcessGroupHCCL:
-    """For dist.Backend.register_backend."""
-    group = ProcessGroupHCCL(store, rank, size, timeout)
+# value types, as the messages of torch_npu 2.5.1.post1's libtorch_npu.so name them
+_TYPES = {
+    "hccl_buffer_size": int,
+    "group_name": str,
+    "qos_traffic_class": int,
+    "qos_service_level": int,
+    "hccl_op_expansion_mode": int,
+}
+
+
+def _check_config(config: Mapping[str, Any]) -> None:
+    for name, value in config.items():
+        if type(value) is not _TYPES.get(name):
+            expected = ", ".join(f"{key} ({kind.__name__})" for key, kind in _TYPES.items())
+            raise ValueError(f"hccl_config holds {name}={value!r}; expected {expected}")
+
+
+def create(store: Any, rank: int, size: int, timeout: Any, options: Any = None) -> ProcessGroupHCCL:
+    """A group of this process, which `group_named` finds."""
+    group = ProcessGroupHCCL(store, rank, size, timeout, options)
     _GROUPS[group.name] = group
     return group
+
+
+def create_by_options(given: Any, options: Any) -> ProcessGroupHCCL:
+    """For dist.Backend.register_backend with its extended arguments, as torch_npu registers hccl."""
+    return create(given.store, given.group_rank, given.group_size, given.timeout, options)
+
+
+def groups() -> list[dict[str, Any]]:
+    """{ranks, config} of each group of this process, as they were made; config is the hccl_config of its options."""
+    return [{"ranks": group.size(), "config": group.config} for group in _GROUPS.values()]
 
 
 def group_named(name: str) -> ProcessGroupHCCL:

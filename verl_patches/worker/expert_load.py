@@ -1,0 +1,93 @@
+"""How evenly tokens go to experts (recipe.expert_load): max / mean tokens of an expert, in training and in rollout.
+
+Every rank counts the tokens that it sends, where the router's choice is final: in training behind the router, in
+rollout where vllm-ascend hands expert ids to its exchange. A histogram of each call is added on the device, without
+waiting; one all-reduce a step sums them. Rollout is counted outside graphs only: prompts, and decode steps of
+enforce_eager. Sums are over a step: an expert's ups and downs between calls are not seen.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from verl_patches.worker.context import context
+
+
+class ExpertLoad:
+    """Tokens of each expert and layer that this rank sends; fp32 [layers, experts], zero in layers of other ranks."""
+
+    def __init__(self, layers: int, experts: int, device: torch.device):
+        self.counts = torch.zeros(layers, experts, device=device)
+
+    def add(self, layer: int, experts: torch.Tensor) -> None:
+        """Count one call: ids [tokens, k], or which experts each token has, bool [tokens, experts]."""
+        size = self.counts.shape[1]
+        chosen = experts.detach()
+        is_map = chosen.dtype == torch.bool
+        self.counts[layer] += chosen.sum(0) if is_map else torch.histc(chosen.float(), bins=size, min=0, max=size)
+
+    def take(self) -> dict[str, float] | None:
+        """{max_over_mean of the least even layer, mean_over_layers, layers} over all ranks since the last call.
+
+        A collective of all ranks; the same on each. None where no token was counted.
+        """
+        total = self.counts.clone()
+        self.counts.zero_()
+        dist.all_reduce(total)
+        used = total[total.sum(1) > 0].double()
+        if not len(used):
+            return None
+        ratios = used.amax(1) / used.mean(1)
+        return {"max_over_mean": float(ratios.max()), "mean_over_layers": float(ratios.mean()), "layers": len(used)}
+
+
+def of_training(chunks: Iterable[torch.nn.Module]) -> ExpertLoad | None:
+    """Count behind each router of Megatron's model chunks; None for a model without experts.
+
+    Pipeline ranks without a router count nothing, but take part in `take`.
+    """
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    chunks = list(chunks)
+    config = chunks[0].config
+    if not config.num_moe_experts:
+        return None
+    load = ExpertLoad(config.num_layers, config.num_moe_experts, next(chunks[0].parameters()).device)
+    for router in (module for chunk in chunks for module in chunk.modules() if isinstance(module, TopKRouter)):
+        router.register_forward_hook(functools.partial(_count_routed, load))
+    return load
+
+
+def _count_routed(load: ExpertLoad, router: Any, inputs: Any, output: tuple) -> None:
+    load.add(router.layer_number - 1, output[1])
+
+
+def of_rollout(model: torch.nn.Module) -> ExpertLoad | None:
+    """Count what vllm-ascend's `model` gives to its experts (rows rollout.count_*); None for one without experts."""
+    layers = [module for module in model.modules() if hasattr(module, "w13_weight")]
+    if not layers:
+        return None
+    weights = [layer.w13_weight for layer in layers]
+    load = ExpertLoad(len(layers), layers[0].global_num_experts, weights[0].device)
+    context().rollout_load = load, {id(weight): place for place, weight in enumerate(weights)}
+    return load
+
+
+def count_experts(original: Callable) -> Callable:
+    """Row provider for vllm-ascend's fused_experts and its two exchanges, which get ids after balanced routing."""
+
+    @functools.wraps(original)
+    def experts(
+        hidden_states: Any, w1: Any, w2: Any, topk_weights: Any, topk_ids: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        if not torch.compiler.is_compiling() and context().rollout_load is not None:
+            load, places = context().rollout_load
+            load.add(places[id(w1)], topk_ids)
+        return original(hidden_states, w1, w2, topk_weights, topk_ids, *args, **kwargs)
+
+    return experts
