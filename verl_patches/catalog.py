@@ -319,6 +319,13 @@ UPDATE: tuple[PatchSpec, ...] = (
          exit="as update.on_policy",
          bindings=("verl.workers.actor.megatron_actor:compute_policy_loss",
                    "verl.workers.actor.dp_actor:compute_policy_loss")),
+    _row("update.skip_bad_steps", "override", f"{_ACTOR}._build_model_optimizer",
+         "verl_patches.worker.recipe_worker:RecipeWorker._build_model_optimizer",
+         "In fp32 and bf16 Megatron steps with NaN or infinite gradients too (optimizer.py, prepare_grads: only a loss "
+         "scaler looks at them), and every weight is NaN afterwards; verl ends a run by a bare NotImplementedError "
+         "where a scaler left a step out (megatron_actor.py:475; :520 in 0.4.0). Ours leaves such a step out on all "
+         "ranks, counts it and names rank, stage and parameter.",
+         exit="verl leaves out steps with NaN gradients and counts them", needs=("update.recipe_worker",)),
     _row("update.tensor_cache", "override", f"{_MANAGER}.postprocess_data",
          "verl_patches.worker.sharding:RecipeShardingManager.postprocess_data",
          "Here a step's responses are on the device, and this rank's own, for the last time: verl sends all of it "

@@ -40,6 +40,8 @@ class Train:
     swap_optimizer: keep optimizer states on the host and bring them to the device in pieces of whole tensors during
     the update (memory/swap_optimizer.py; on line a3 MindSpeed's own).
     swap_optimizer_times: a piece holds at most 1/swap_optimizer_times of the states, or one tensor.
+    max_skipped_steps: optimizer steps in a row that may be skipped because a gradient is NaN or infinite; at that many
+    the run ends with an error that names rank, pipeline stage and parameter (worker/step_guard.py).
 
     The other keys are for line a3; model/mindspeed/arguments.py maps each to an engine argument. Line pypi refuses
     values other than the defaults.
@@ -64,6 +66,7 @@ class Train:
     skip_old_log_prob: bool = False
     swap_optimizer: bool = False
     swap_optimizer_times: Count = 16
+    max_skipped_steps: Count = 3
     grouped_gemm: bool = True
     fused_rmsnorm: bool = True
     fused_swiglu: bool = True

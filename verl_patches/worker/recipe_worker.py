@@ -40,6 +40,7 @@ from verl_patches.worker.context import context
 from verl_patches.worker.memory import WorkerMemory, device_type
 from verl_patches.worker.on_policy_update import OnPolicyUpdate
 from verl_patches.worker.sharding import RecipeShardingManager
+from verl_patches.worker.step_guard import StepGuard
 from verl_patches.worker.tensor_cache_stages import CachedBatch
 
 
@@ -50,6 +51,7 @@ class RecipeWorker:
     log_prob_moments: Mapping[str, Any] | None = None
     checkpoint: WorkerCheckpoint | None = None
     rebalancer: Rebalancer | None = None
+    step_guard: StepGuard | None = None
 
     def __init__(self, config: Any, role: str) -> None:
         if is_on("update.engine_start"):
@@ -81,6 +83,8 @@ class RecipeWorker:
         chunks, optimizer = built[0], built[1] if self._is_actor else None
         if optimizer is not None and self.recipe.train.swap_optimizer and is_on("memory.swap_optimizer"):
             swap_optimizer(optimizer, self.recipe.train.swap_optimizer_times, look=context().look)
+        if optimizer is not None and is_on("update.skip_bad_steps"):
+            self.step_guard = StepGuard(chunks, optimizer)
         self.memory.built(chunks, optimizer)
         return built
 
@@ -187,7 +191,7 @@ class RecipeWorker:
         not report; memory: the ledger's records, None without one; moves: between host and device; starts: (method,
         seconds since the epoch) of the trainer's calls; emulated: what was reached since the process started, None
         with a device (platform/npu_emulated/coverage.py). rebalance: what Rebalancer.take_counts gives, None where
-        it is off.
+        it is off. skipped: what StepGuard.take gives, None where row update.skip_bad_steps is off or there is no actor.
         """
         if self.checkpoint is not None:
             self.checkpoint.check()
@@ -201,6 +205,7 @@ class RecipeWorker:
             "moves": counters.take_moves(),
             "starts": take_starts(),
             "rebalance": self.rebalancer.take_counts() if self.rebalancer is not None else None,
+            "skipped": self.step_guard.take() if self.step_guard is not None else None,
             "emulated": coverage.reached() if self.recipe.platform == "npu_emulated" else None,
         }
 

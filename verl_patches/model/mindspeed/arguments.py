@@ -298,6 +298,7 @@ TABLE: tuple[Key, ...] = (
     Key(_R + "skip_old_log_prob", "ours", None, "the update's own log-probs are the old ones", False),
     Key(_R + "swap_optimizer", "convert", _swap, "optimizer states live on the host"),
     Key(_R + "swap_optimizer_times", "value", "--swap-optimizer-times", "pieces that states are swapped in", 16),
+    Key(_R + "max_skipped_steps", "ours", None, "in a row, for NaN gradients (worker/step_guard.py)", 3),
     Key(_R + "grouped_gemm", "only", (None, True),
         "weights go by MindSpeed's stacked experts (weight1, weight2), which the grouped GEMM has; one module an "
         "expert has other names (model/mindspeed/weights.py)"),
