@@ -36,6 +36,9 @@ class StepGuard:
         self._optimizer, self._norms = optimizer, []
         self._names = {param: name for chunk in chunks for param, name in parameter_names(chunk).items()}  # in order
         self._own: dict[torch.nn.Parameter, torch.Tensor] = {}  # norms of this rank's gradients
+        # Megatron moves correction biases before the step: after the reductions, in finalize_model_grads
+        biases = (getattr(module, "expert_bias", None) for chunk in chunks for module in chunk.modules())
+        self._biases = [(bias, bias.clone()) for bias in biases if isinstance(bias, torch.Tensor)]
         for unit in (unit for chunk in chunks for unit in _reduced_together(chunk)):
             unit.start_grad_sync = self._noting_own(unit.start_grad_sync, unit.params)
         for one in {id(each): each for each in (optimizer, *single_optimizers(optimizer))}.values():
@@ -56,6 +59,8 @@ class StepGuard:
         else:
             self.skipped, self.in_a_row = self.skipped + 1, self.in_a_row + 1
             self.fault = self._own_fault()
+            for bias, before in self._biases:
+                bias.copy_(before)
         self._own.clear()
         return True, math.nan if norm is None else norm, zeros
 
@@ -89,6 +94,9 @@ class StepGuard:
     def _noting_own(self, start_grad_sync: Callable, params: Any) -> Callable:
         @functools.wraps(start_grad_sync)
         def noting(*args: Any, **kwargs: Any) -> Any:
+            if not self._own:
+                for bias, before in self._biases:
+                    before.copy_(bias)
             self._own |= {param: param.main_grad.norm() for param in params}
             return start_grad_sync(*args, **kwargs)
 
