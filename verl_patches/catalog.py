@@ -238,10 +238,20 @@ MINDSPEED: tuple[PatchSpec, ...] = (
         f"{_MINDSPEED}.start:optimizer_config_from_arguments",
         "verl hands over lr, clip and decay only, in bf16 always (verl/utils/megatron_utils.py:201)",
         exit="verl hands Megatron's optimizer all of its settings"),
+    _a3("update.grad_overlap", "wrap", "verl.utils.megatron_utils:DDP",
+        "verl_patches.worker.ddp_overlap:overlapping_ddp",
+        "verl builds DDP with overlap_grad_reduce=False (verl/utils/megatron_utils.py:127), and gives the schedules no "
+        "no_sync, without which each micro batch would start a reduction",
+        exit="verl takes DDP's settings from its configuration and gives the schedules no_sync"),
     _a3("update.lr_schedule", "wrap", "verl.workers.actor.megatron_actor:MegatronPPOActor.update_policy",
         f"{_MINDSPEED}.start:with_lr_schedule",
         "verl has no learning-rate schedule for Megatron at this commit (verl/utils/megatron/optimizer.py, TODO)",
         exit="verl steps Megatron's scheduler (0.4.1 and later)"),
+    _a3("update.param_overlap", "wrap", "verl.workers.actor.megatron_actor:MegatronPPOActor.update_policy",
+        "verl_patches.worker.ddp_overlap:with_param_gather",
+        "Megatron leaves parameters ungathered after a step until the next forward pass of training; verl reads them "
+        "before that, for the weight sync and log-probs",
+        exit="as update.grad_overlap", needs=("update.lr_schedule",)),
 )  # fmt: skip
 
 CONTROLLER: tuple[PatchSpec, ...] = (

@@ -18,7 +18,7 @@ from verl_patches.platform.cpu import rows as cpu_rows
 
 # MindSpeed goes over Tensor.type itself; platform/cpu/rows.py has this line's stand-in
 _NOT_HERE = {"platform.torch_tensor_type"}
-_WORKER = {"update.recipe_worker", "model.train_dtype", "model.optimizer_dtype"}
+_WORKER = {"update.recipe_worker", "update.skip_bad_steps", "model.train_dtype", "model.optimizer_dtype"}
 _ACTOR = "actor_rollout_ref.actor.megatron."
 # name -> ranks, overrides of the tiny configuration
 LAYOUTS = {

@@ -53,12 +53,17 @@ class Train:
     unpadded_attention: pass attention values of v_head_dim as they are, instead of padding query, key and value to 256
     (at 671B).
     alltoall_overlap: overlap the experts' exchange with computation.
-    grad_overlap, param_overlap: overlap DDP's exchanges with computation; refused on both lines, as verl never waits
-    for them.
+    grad_overlap: start to reduce gradients in the backward pass of the last micro batch, bucket by bucket, instead of
+    after it. Only the first pipeline stage has several buckets.
+    grad_bucket_parameters: parameters of a bucket; null is Megatron's size, 40 million, or a million for each
+    data-parallel rank if that is more.
+    param_overlap: gather updated parameters under the forward pass of the next mini batch; an update of one mini batch
+    has none. Needs grad_overlap.
     collective_timeout_minutes: time limit of a training collective.
-    router_bias_update_rate: step size of the router's correction bias; 0 keeps the model's values.
+    router_bias_update_rate: step size of the router's correction bias, towards experts with few tokens of the update;
+    0 keeps the model's values, which its training ended with. There is no auxiliary loss either.
     balanced_routing: send equally many tokens to every expert, whatever the router says. For speed runs only.
-    adam_beta1, adam_beta2, adam_eps: Adam's parameters.
+    adam_beta1, adam_beta2, adam_eps: Adam's parameters; the defaults are those of verl and Megatron.
     """
 
     layers_per_stage: list[Count] | None = None
@@ -77,6 +82,7 @@ class Train:
     unpadded_attention: bool = False
     alltoall_overlap: bool = False
     grad_overlap: bool = False
+    grad_bucket_parameters: Count | None = None
     param_overlap: bool = False
     collective_timeout_minutes: Count = 30
     router_bias_update_rate: NotNegative = 0.0

@@ -226,6 +226,24 @@ def _swap(on: bool, get: Get) -> list[str] | Refusal:
     return ["--swap-optimizer"] if on else []
 
 
+def _bucket(parameters: int | None, get: Get) -> list[str] | Refusal:
+    if parameters is None:
+        return []
+    if not get("recipe.train.grad_overlap"):
+        return Refusal("without recipe.train.grad_overlap all gradients are one bucket")
+    return ["--ddp-bucket-size", str(parameters)]
+
+
+def _param_overlap(on: bool, get: Get) -> list[str] | Refusal:
+    if on and not (get("recipe.train.grad_overlap") and get("actor.megatron.use_distributed_optimizer")):
+        return Refusal(
+            "Megatron gathers parameters of its distributed optimizer only, and under computation only with "
+            "gradients (megatron/training/arguments.py:279): set actor.megatron.use_distributed_optimizer=true and "
+            "recipe.train.grad_overlap=true"
+        )
+    return ["--overlap-param-gather"] if on else []
+
+
 def _schedule(style: str, get: Get) -> list[str] | Refusal:
     steps, lr = get("actor.optim.total_training_steps"), float(get("actor.optim.lr"))
     ratio, warmup = get("actor.optim.lr_warmup_steps_ratio") or 0.0, _number(get("actor.optim.lr_warmup_steps"))
@@ -253,7 +271,6 @@ def _number(value: Any) -> Any:
 
 
 _PHASES = "verl moves it between phases (verl/workers/megatron_workers.py)"
-_DDP = "verl builds DDP without overlap and never waits for it (verl/utils/megatron_utils.py:127)"
 _FUSED = "MindSpeed's fused kernel; null is on"
 _DCP = "Megatron's checkpoint of 0.8.0 does not know MindSpeed's stacked experts"
 _IN_RECIPE = "MindSpeed-LLM reads arguments, not this; use recipe.train and gradient_checkpointing_kwargs"
@@ -314,8 +331,10 @@ TABLE: tuple[Key, ...] = (
     Key(_R + "unpadded_attention", "switch", "--mla-fa-without-pad",
         "values keep v_head_dim; otherwise query, key and value are padded to a multiple of 128, 256 at 671B", False),
     Key(_R + "alltoall_overlap", "switch", "--moe-alltoall-overlap-comm", "expert exchange beside computation", False),
-    Key(_R + "grad_overlap", "only", (None, False), _DDP),
-    Key(_R + "param_overlap", "only", (None, False), _DDP),
+    Key(_R + "grad_overlap", "switch", "--overlap-grad-reduce", "reductions in backward (ddp_overlap.py)", False),
+    Key(_R + "grad_bucket_parameters", "convert", _bucket, "of one such reduction; null: 40e6, or 1e6 x DP if more"),
+    Key(_R + "param_overlap", "convert", _param_overlap, "gathered under the next mini batch's forward",
+        False),
     Key(_R + "collective_timeout_minutes", "value", "--distributed-timeout-minutes",
         "of torch.distributed and of every group; verl's worker sets none at this commit", 30),
     Key("nccl_timeout", "only", (None,),

@@ -214,7 +214,10 @@ def _quiet(what: str) -> Iterator[None]:
 
 
 def optimizer_config_from_arguments(original: Callable) -> Callable:
-    """Row provider for verl's `init_megatron_optim_config`: every field that Megatron's arguments have, from them."""
+    """Row provider for verl's `init_megatron_optim_config`: every field that Megatron's arguments have, from them.
+
+    But overlap_param_gather, whose hook all modules of the process would call; worker/ddp_overlap.py sets it.
+    """
 
     @functools.wraps(original)
     def config(optim_config: Any) -> Any:
@@ -223,7 +226,8 @@ def optimizer_config_from_arguments(original: Callable) -> Callable:
 
         args = get_args()
         names = (field.name for field in dataclasses.fields(OptimizerConfig))
-        return OptimizerConfig(**{name: getattr(args, name) for name in names if hasattr(args, name)})
+        given = {name: getattr(args, name) for name in names if hasattr(args, name)}
+        return OptimizerConfig(**{**given, "overlap_param_gather": False})
 
     return config
 
