@@ -247,11 +247,6 @@ MINDSPEED: tuple[PatchSpec, ...] = (
         f"{_MINDSPEED}.start:with_lr_schedule",
         "verl has no learning-rate schedule for Megatron at this commit (verl/utils/megatron/optimizer.py, TODO)",
         exit="verl steps Megatron's scheduler (0.4.1 and later)"),
-    _a3("update.param_overlap", "wrap", "verl.workers.actor.megatron_actor:MegatronPPOActor.update_policy",
-        "verl_patches.worker.ddp_overlap:with_param_gather",
-        "Megatron leaves parameters ungathered after a step until the next forward pass of training; verl reads them "
-        "before that, for the weight sync and log-probs",
-        exit="as update.grad_overlap", needs=("update.lr_schedule",)),
 )  # fmt: skip
 
 CONTROLLER: tuple[PatchSpec, ...] = (

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
-
 from tests.model.mindspeed_job import start_worker
 from verl_patches.memory.host_backed import single_optimizers
 from verl_patches.worker.step_guard import parameter_names
@@ -15,13 +13,12 @@ def update_job(folder: Path, config, bad_rank: int | None, args) -> dict:
     """Two updates; with `bad_rank` a third, in which the gradients of one parameter of that rank are NaN, and a fourth.
 
     Returns metrics and weights of each. `events` of the second: "sync" where a bucket's reduction starts, "grad NAME"
-    where backward reaches a parameter, "gather" or "early gather" where one starts, "forward". `hooks`: global
-    forward hooks outside updates; and Adam's groups.
+    where backward reaches a parameter, "forward". And Adam's groups.
     """
     worker, tensors = start_worker(folder, config)
     chunk, optimizers = worker.actor_module[0], single_optimizers(worker.actor_optimizer)
     events, found = [], {"metrics": [], "weights": [], "biases": [], "skipped": []}
-    _watch(chunk, optimizers, events)
+    _watch(chunk, events)
     tokens = _watch_biases()
     for number in range(2 if bad_rank is None else 4):
         hook = _spoil(chunk) if (number, bad_rank) == (2, args.rank) else None
@@ -34,7 +31,6 @@ def update_job(folder: Path, config, bad_rank: int | None, args) -> dict:
             found["events"] = list(events)
         if hook is not None:
             hook.remove()
-    found["hooks"] = len(torch.nn.modules.module._global_forward_pre_hooks)
     found["tokens"] = tokens
     groups = [group for one in optimizers for group in one.optimizer.param_groups]
     return {**found, "adam": [(*group["betas"], group["eps"]) for group in groups]}
@@ -50,7 +46,7 @@ def _update(worker, tensors) -> dict:
     return worker.actor.update_policy(worker.actor.make_minibatch_iterator(data))
 
 
-def _watch(chunk, optimizers, events: list[str]) -> None:
+def _watch(chunk, events: list[str]) -> None:
     def noting(original, event):
         def call(*args, **kwargs):
             events.append(event)
@@ -62,15 +58,6 @@ def _watch(chunk, optimizers, events: list[str]) -> None:
         bucket.start_grad_sync = noting(bucket.start_grad_sync, "sync")
     for param, name in parameter_names(chunk).items():
         param.register_hook(lambda grad, name=name: events.append(f"grad {name}"))
-    for one in optimizers:
-        dispatch = one._dispatch_gather_model_params
-
-        def noted(all_gather_handle_index, force_sync=False, one=one, dispatch=dispatch):
-            if one.update_successful:
-                events.append("gather" if force_sync or not one.overlap_param_gather else "early gather")
-            return dispatch(all_gather_handle_index, force_sync=force_sync)
-
-        one._dispatch_gather_model_params = noted
     chunk.register_forward_pre_hook(lambda *_: events.append("forward"))
 
 

@@ -14,8 +14,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.training import global_vars
 
 from tests.memory import offload_objects  # noqa: F401  (Adam in place of apex's)
-from verl_patches.memory.host_backed import single_optimizers
-from verl_patches.worker.ddp_overlap import overlapping_ddp, with_param_gather
+from verl_patches.worker.ddp_overlap import overlapping_ddp
 from verl_patches.worker.step_guard import StepGuard
 
 
@@ -42,9 +41,7 @@ class Actor:
     """verl's actor: two mini batches an update, three micro batches each."""
 
     def __init__(self, on, guarded=True):
-        global_vars._GLOBAL_ARGS = SimpleNamespace(
-            overlap_grad_reduce=on, overlap_param_gather=on, ddp_bucket_size=100 if on else None
-        )
+        global_vars._GLOBAL_ARGS = SimpleNamespace(overlap_grad_reduce=on, ddp_bucket_size=100 if on else None)
         torch.manual_seed(3)
         config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1)
         config.finalize_model_grads_func = finalize_model_grads
@@ -62,16 +59,6 @@ class Actor:
             layer.weight.register_hook(lambda grad, number=number: self.events.append(f"grad {number}"))
         for bucket in (bucket for buffer in self.chunk.buffers for bucket in buffer.buckets):
             bucket.start_grad_sync = self._noting("sync", bucket.start_grad_sync)
-        for one in single_optimizers(self.actor_optimizer):
-            gather = one._dispatch_gather_model_params
-
-            def noted(all_gather_handle_index, force_sync=False, one=one, gather=gather):
-                early = one.overlap_param_gather and not force_sync
-                if one.update_successful:
-                    self.events.append("early gather" if early else "gather")
-                return gather(all_gather_handle_index, force_sync=force_sync)
-
-            one._dispatch_gather_model_params = noted
 
     def _noting(self, event, original):
         def call(*args, **kwargs):
@@ -98,20 +85,18 @@ class Actor:
 
 
 def found():
-    """{"plain" and "overlapped": norms, weights, events of the last update, hooks; "without no_sync": its error}."""
+    """{"plain" and "overlapped": norms, weights, events of the last update; "without no_sync": its error}."""
     parallel_state.initialize_model_parallel()
     results = {}
     for name, on in (("plain", False), ("overlapped", True)):
         actor, norms = Actor(on), []
-        update, hooks = with_param_gather(Actor.update_policy), []
         for number in range(3):
             bad = number == 1 and dist.get_rank() == 0
-            norms.append(update(actor, number, bad))
-            hooks.append(len(torch.nn.modules.module._global_forward_pre_hooks))
+            norms.append(actor.update_policy(number, bad))
             if number < 2:
                 actor.events.clear()
         weights = [param.detach().clone() for param in actor.chunk.parameters()]
-        results[name] = {"norms": norms, "weights": weights, "events": actor.events, "hooks": hooks}
+        results[name] = {"norms": norms, "weights": weights, "events": actor.events}
         results[name]["skipped"] = actor.guard.take()["skipped"]
     actor = Actor(True)
     actor.chunk.config.no_sync_func = contextlib.nullcontext  # as verl leaves it

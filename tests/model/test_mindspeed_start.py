@@ -18,7 +18,7 @@ _KWARGS = "actor_rollout_ref.model.gradient_checkpointing_kwargs.activations_che
 FULL = [f"{_KWARGS}granularity=full", f"{_KWARGS}method=block", f"{_KWARGS}num_layers=2"]
 SELECTIVE = [f"{_KWARGS}granularity=selective", f"{_KWARGS}method=block"]
 FUSED = ["fused_linear_wgrad=true", "fused_expert_wgrad=true", "collective_timeout_minutes=45"]
-OVERLAPS = ["grad_overlap=true", "grad_bucket_parameters=4000", "param_overlap=true"]
+OVERLAPS = ["grad_overlap=true", "grad_bucket_parameters=4000"]
 TINY, TRUE_WEIGHT = "grpo_deepseekv3_tiny_cpu", "grpo_deepseekv3_256die_true_weight"
 # name -> (configuration, ranks, overrides, what upstream says); the first is what the process is prepared for
 CASES = {
@@ -91,9 +91,9 @@ def test_fused_weight_gradients_and_the_timeout_arrive(found):
 
 
 def test_overlaps_arrive(found):
-    names = ("overlap_grad_reduce", "overlap_param_gather", "ddp_bucket_size")
-    assert [found["overlaps"][name] for name in names] == [True, True, 4000]
-    assert [found["base"].get(name) for name in names] == [False, False, None]
+    names = ("overlap_grad_reduce", "ddp_bucket_size")
+    assert [found["overlaps"][name] for name in names] == [True, 4000]
+    assert [found["base"].get(name) for name in names] == [False, None]
 
 
 def test_upstream_takes_both_256_die_configs_as_they_are(run):

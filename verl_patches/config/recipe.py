@@ -57,8 +57,8 @@ class Train:
     after it. Only the first pipeline stage has several buckets.
     grad_bucket_parameters: parameters of a bucket; null is Megatron's size, 40 million, or a million for each
     data-parallel rank if that is more.
-    param_overlap: gather updated parameters under the forward pass of the next mini batch; an update of one mini batch
-    has none. Needs grad_overlap.
+    param_overlap: gather updated parameters under the next forward pass; refused on both lines: line a3's pin lets
+    modules that are called out of the order of registration compute with old weights.
     collective_timeout_minutes: time limit of a training collective.
     router_bias_update_rate: step size of the router's correction bias, towards experts with few tokens of the update;
     0 keeps the model's values, which its training ended with. There is no auxiliary loss either.

@@ -234,16 +234,6 @@ def _bucket(parameters: int | None, get: Get) -> list[str] | Refusal:
     return ["--ddp-bucket-size", str(parameters)]
 
 
-def _param_overlap(on: bool, get: Get) -> list[str] | Refusal:
-    if on and not (get("recipe.train.grad_overlap") and get("actor.megatron.use_distributed_optimizer")):
-        return Refusal(
-            "Megatron gathers parameters of its distributed optimizer only, and under computation only with "
-            "gradients (megatron/training/arguments.py:279): set actor.megatron.use_distributed_optimizer=true and "
-            "recipe.train.grad_overlap=true"
-        )
-    return ["--overlap-param-gather"] if on else []
-
-
 def _schedule(style: str, get: Get) -> list[str] | Refusal:
     steps, lr = get("actor.optim.total_training_steps"), float(get("actor.optim.lr"))
     ratio, warmup = get("actor.optim.lr_warmup_steps_ratio") or 0.0, _number(get("actor.optim.lr_warmup_steps"))
@@ -333,8 +323,9 @@ TABLE: tuple[Key, ...] = (
     Key(_R + "alltoall_overlap", "switch", "--moe-alltoall-overlap-comm", "expert exchange beside computation", False),
     Key(_R + "grad_overlap", "switch", "--overlap-grad-reduce", "reductions in backward (ddp_overlap.py)", False),
     Key(_R + "grad_bucket_parameters", "convert", _bucket, "of one such reduction; null: 40e6, or 1e6 x DP if more"),
-    Key(_R + "param_overlap", "convert", _param_overlap, "gathered under the next mini batch's forward",
-        False),
+    Key(_R + "param_overlap", "only", (None, False),
+        "the pin starts gathers in the order of registration and waits for those that have started only: a module that "
+        "is called before its turn computes with old weights (distrib_optimizer.py:1463), as in MLA"),
     Key(_R + "collective_timeout_minutes", "value", "--distributed-timeout-minutes",
         "of torch.distributed and of every group; verl's worker sets none at this commit", 30),
     Key("nccl_timeout", "only", (None,),

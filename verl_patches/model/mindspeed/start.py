@@ -214,10 +214,7 @@ def _quiet(what: str) -> Iterator[None]:
 
 
 def optimizer_config_from_arguments(original: Callable) -> Callable:
-    """Row provider for verl's `init_megatron_optim_config`: every field that Megatron's arguments have, from them.
-
-    But overlap_param_gather, whose hook all modules of the process would call; worker/ddp_overlap.py sets it.
-    """
+    """Row provider for verl's `init_megatron_optim_config`: every field that Megatron's arguments have, from them."""
 
     @functools.wraps(original)
     def config(optim_config: Any) -> Any:
@@ -226,8 +223,7 @@ def optimizer_config_from_arguments(original: Callable) -> Callable:
 
         args = get_args()
         names = (field.name for field in dataclasses.fields(OptimizerConfig))
-        given = {name: getattr(args, name) for name in names if hasattr(args, name)}
-        return OptimizerConfig(**{**given, "overlap_param_gather": False})
+        return OptimizerConfig(**{name: getattr(args, name) for name in names if hasattr(args, name)})
 
     return config
 
