@@ -266,6 +266,11 @@ MINDSPEED: tuple[PatchSpec, ...] = (
         f"{_MINDSPEED}.start:optimizer_config_from_arguments",
         "verl hands over lr, clip and decay only, in bf16 always (verl/utils/megatron_utils.py:201)",
         exit="verl hands Megatron's optimizer all of its settings"),
+    _a3("update.grad_overlap", "wrap", "verl.utils.megatron_utils:DDP",
+        "verl_patches.worker.ddp_overlap:overlapping_ddp",
+        "verl builds DDP with overlap_grad_reduce=False (verl/utils/megatron_utils.py:127), and gives the schedules no "
+        "no_sync, without which each micro batch would start a reduction",
+        exit="verl takes DDP's settings from its configuration and gives the schedules no_sync"),
     _a3("update.lr_schedule", "wrap", "verl.workers.actor.megatron_actor:MegatronPPOActor.update_policy",
         f"{_MINDSPEED}.start:with_lr_schedule",
         "verl has no learning-rate schedule for Megatron at this commit (verl/utils/megatron/optimizer.py, TODO)",
@@ -369,6 +374,13 @@ UPDATE: tuple[PatchSpec, ...] = (
         exit="MindSpeed-LLM replays recorded experts", needs=("update.routing_samples",),
         bindings=("mindspeed_llm.core.transformer.moe.router:topk_softmax_with_capacity",
                   "mindspeed_llm.core:topk_softmax_with_capacity")),
+    _row("update.skip_bad_steps", "override", f"{_ACTOR}._build_model_optimizer",
+         "verl_patches.worker.recipe_worker:RecipeWorker._build_model_optimizer",
+         "In fp32 and bf16 Megatron steps with NaN or infinite gradients too (optimizer.py, prepare_grads: only a loss "
+         "scaler looks at them), and every weight is NaN afterwards; verl ends a run by a bare NotImplementedError "
+         "where a scaler left a step out (megatron_actor.py:475; :520 in 0.4.0). Ours leaves such a step out on all "
+         "ranks, counts it and names rank, stage and parameter.",
+         exit="verl leaves out steps with NaN gradients and counts them", needs=("update.recipe_worker",)),
     _row("update.tensor_cache", "override", f"{_MANAGER}.postprocess_data",
          "verl_patches.worker.sharding:RecipeShardingManager.postprocess_data",
          "Here a step's responses are on the device, and this rank's own, for the last time: verl sends all of it "

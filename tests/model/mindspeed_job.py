@@ -150,6 +150,28 @@ def _count(holder, name: str) -> list:
     return seen
 
 
+def start_worker(folder: Path, config, role: str = "actor_rollout"):
+    """(verl's worker without a rollout, {name: tensor} of this rank's share of 4 prompts x 2 responses)."""
+    from verl.workers.megatron_workers import ActorRolloutRefWorker
+
+    class Trainer(ActorRolloutRefWorker):
+        def _build_rollout(self, trust_remote_code=False):
+            return None, None
+
+    worker = Trainer(config, role)
+    worker.init_model()
+    ids, mask, position_ids = torch.load(folder / "batch.pt")
+    width = 16
+    mask, ids = torch.ones_like(mask), ids.clone()
+    ids[:, 0] = torch.arange(6, 6 + len(ids))
+    position_ids = mask.long().cumsum(-1) - 1
+    tensors = {"input_ids": ids, "attention_mask": mask.long(), "position_ids": position_ids}
+    tensors |= {"responses": ids[:, -width:], "advantages": torch.linspace(-1, 1, len(ids))[:, None].expand(-1, width)}
+    rows = torch.arange(8) % len(ids)  # the mini batch: 4 prompts x 2 responses
+    share = rows.chunk(mpu.get_data_parallel_world_size())[mpu.get_data_parallel_rank()]
+    return worker, {name: t[share].contiguous() for name, t in tensors.items()}
+
+
 def worker_job(folder: Path, config, args) -> dict:
     """Two updates by verl's own worker and actor (no rollout): log-probs before each, and the actor's metrics.
 
@@ -161,26 +183,11 @@ def worker_job(folder: Path, config, args) -> dict:
     linear = _count(fused_weight_gradient_mlp_cuda, "wgrad_gemm_accum_fp32")
     grouped, attended = _count(mindspeed.ops.gmm, "npu_groupmatmul_add_fp32"), _count(attention, "fused_attention")
     from verl import DataProto
-    from verl.workers.megatron_workers import ActorRolloutRefWorker
 
-    class Trainer(ActorRolloutRefWorker):
-        def _build_rollout(self, trust_remote_code=False):
-            return None, None
-
-    worker = Trainer(config, "actor_rollout")
-    worker.init_model()
-    ids, mask, position_ids = torch.load(folder / "batch.pt")
-    width = 16
-    mask, ids = torch.ones_like(mask), ids.clone()
-    ids[:, 0] = torch.arange(6, 6 + len(ids))
-    position_ids = mask.long().cumsum(-1) - 1
-    tensors = {"input_ids": ids, "attention_mask": mask.long(), "position_ids": position_ids}
-    tensors |= {"responses": ids[:, -width:], "advantages": torch.linspace(-1, 1, len(ids))[:, None].expand(-1, width)}
-    rows = torch.arange(8) % len(ids)  # the mini batch: 4 prompts x 2 responses
-    share = rows.chunk(mpu.get_data_parallel_world_size())[mpu.get_data_parallel_rank()]
+    worker, tensors = start_worker(folder, config)
     found = {"log_probs": [], "metrics": []}
     for _ in range(2):
-        data = DataProto.from_dict({name: t[share].contiguous() for name, t in tensors.items()})
+        data = DataProto.from_dict(dict(tensors))
         data.meta_info["micro_batch_size"] = 1
         log_probs, _ = worker.actor.compute_log_prob(data)
         data.batch["old_log_probs"] = log_probs
@@ -190,4 +197,4 @@ def worker_job(folder: Path, config, args) -> dict:
     unpadded = sum(value.shape[-1] != key.shape[-1] for _, (_, key, value) in attended)
     calls = {"fused_linear_wgrad": len(linear), "fused_expert_wgrad": len(grouped), "unpadded_attention": unpadded}
     found["load"] = {side: load and load.take() for side, load in worker.expert_loads.items()}
-    return {**found, "calls": calls, "ids": ids[share], "optimizer": type(worker.actor_optimizer).__name__}
+    return {**found, "calls": calls, "ids": tensors["input_ids"], "optimizer": type(worker.actor_optimizer).__name__}

@@ -22,6 +22,7 @@ _WORKER = {
     "update.recipe_worker",
     "update.routing_samples",
     "update.routing_replay_mindspeed",
+    "update.skip_bad_steps",
     "model.train_dtype",
     "model.optimizer_dtype",
 }

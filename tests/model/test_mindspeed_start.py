@@ -18,6 +18,7 @@ _KWARGS = "actor_rollout_ref.model.gradient_checkpointing_kwargs.activations_che
 FULL = [f"{_KWARGS}granularity=full", f"{_KWARGS}method=block", f"{_KWARGS}num_layers=2"]
 SELECTIVE = [f"{_KWARGS}granularity=selective", f"{_KWARGS}method=block"]
 FUSED = ["fused_linear_wgrad=true", "fused_expert_wgrad=true", "collective_timeout_minutes=45"]
+OVERLAPS = ["grad_overlap=true", "grad_bucket_parameters=4000"]
 TINY, TRUE_WEIGHT = "grpo_deepseekv3_tiny_cpu", "grpo_deepseekv3_256die_true_weight"
 # name -> (configuration, ranks, overrides, what upstream says); the first is what the process is prepared for
 CASES = {
@@ -26,6 +27,7 @@ CASES = {
     "recompute": (TINY, 2, [*RECOMPUTE, *FULL], None),
     "layer_list": (TINY, 4, [*TP2, *PP2, "recipe.train.layers_per_stage=[1,3]"], None),
     "fused_wgrad": (TINY, 2, [*TP2, *(f"recipe.train.{key}" for key in FUSED)], None),
+    "overlaps": (TINY, 2, [*TP2, *(f"recipe.train.{key}" for key in OVERLAPS)], None),
     "no_grouped_gemm": (TINY, 2, [*TP2, "recipe.train.grouped_gemm=false"],
                         "recipe.train.grouped_gemm is False: weights go by MindSpeed's stacked experts"),
     "too_many_stages": (TINY, 4, [*TP2, *PP2, "recipe.train.layers_per_stage=[1,1,2]"], "num_layer_list"),
@@ -78,7 +80,7 @@ def test_upstream_takes_the_rest(found, name):
 def test_256_dies_as_megatron_sees_them(found):
     layout = {"data_parallel_size": 8, "expert_model_parallel_size": 8, "moe_tp_extend_ep": True, "num_layers": 61}
     layout |= {"num_layer_list": "7,7,8,8,8,8,8,7", "recompute_num_layers": 8, "sequence_parallel": True}
-    optimizer = {"moe_router_bias_update_rate": 0.0, "adam_beta2": 0.999, "clip_grad": 1.0}
+    optimizer = {"moe_router_bias_update_rate": 0.0, "adam_beta2": 0.95, "clip_grad": 1.0}
     assert (layout | optimizer).items() <= found["die256"].items()
 
 
@@ -86,6 +88,12 @@ def test_fused_weight_gradients_and_the_timeout_arrive(found):
     names = ("gradient_accumulation_fusion", "gemm_gradient_accumulation_fusion", "distributed_timeout_minutes")
     assert [found["fused_wgrad"][name] for name in names] == [True, True, 45]
     assert [found["base"][name] for name in names] == [False, False, 30]
+
+
+def test_overlaps_arrive(found):
+    names = ("overlap_grad_reduce", "ddp_bucket_size")
+    assert [found["overlaps"][name] for name in names] == [True, 4000]
+    assert [found["base"].get(name) for name in names] == [False, None]
 
 
 def test_upstream_takes_both_256_die_configs_as_they_are(run):

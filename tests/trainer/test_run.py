@@ -10,6 +10,7 @@ from verl_patches.patching.spec import PatchSpec
 from verl_patches.patching.switches import Switches
 from verl_patches.trainer import run
 from verl_patches.trainer.run import NARROW, WIDE, header, line
+from verl_patches.trainer.skipped_steps import SkippedStepsError
 from verl_patches.trainer.summary import Progress, Summary
 
 
@@ -17,7 +18,7 @@ def whole_step(number=3):
     skew = {"put_bytes": 107_000_000_000, "inline_bytes": 4, "start_skew_s": {"max": 81.23456}}
     sync = {"received_bytes": {"max": 25_400_000_000}, "collectives": 65, "peak_extra_bytes": 2_147_483_648}
     step = {"step": 3, "reward": 0.5, "grad_norm": 1.0, "seconds": {}, "logprob_delta": {"mean": 5e-7, "max": 1e-6}}
-    return step | {"sync": sync, "memory": {"peak_bytes": 54_990_000_000}, "dispatch": skew}
+    return step | {"sync": sync, "memory": {"peak_bytes": 54_990_000_000}, "dispatch": skew, "skipped": None}
 
 
 @pytest.mark.parametrize("columns", [NARROW, WIDE])
@@ -52,7 +53,7 @@ def made(tmp_path):
     return made
 
 
-def after_steps(made, monkeypatch, *numbers):
+def after_steps(made, monkeypatch, *numbers, skipped=None):
     """The progress lines of these steps, whose reports of workers are left out."""
     for name in ("sync_of_step", "memory_of_step", "offload_of_step"):
         monkeypatch.setattr(run, name, lambda reports: None)
@@ -63,14 +64,14 @@ def after_steps(made, monkeypatch, *numbers):
         "moves": {},
         "emulated": None,
         "rebalance": None,
+        "skipped": skipped,
         "routing_replay": None,
         "expert_load": {"train": {"max_over_mean": 1.5}, "rollout": None},
     }
     made.trainer = SimpleNamespace(actor_rollout_wg=SimpleNamespace(take_report=lambda: [report]))
     check = SimpleNamespace(action="report")
-    made.recipe = SimpleNamespace(
-        train=SimpleNamespace(skip_old_log_prob=False, routing_replay=None), logprob_check=check
-    )
+    train = SimpleNamespace(skip_old_log_prob=False, routing_replay=None, max_skipped_steps=2)
+    made.recipe = SimpleNamespace(train=train, logprob_check=check)
     made.workers_see_log_probs, made.not_compared = False, "not here"
     made.group = SimpleNamespace(cache=None, sampled_check=None, end_step=dict, step=0)
     for number in numbers:
@@ -87,6 +88,20 @@ def test_the_header_comes_before_the_first_row_of_the_process(made, monkeypatch,
         assert title == header(columns) and [int(row.split()[0]) for row in rows] == [first, first + 1]
     steps = json.loads(made.summary.path.read_text())["steps"]
     assert [step["step"] for step in steps] == [first, first + 1] and steps[0]["seconds"]["step"] == 2.0
+
+
+def test_a_skipped_step_is_in_the_table_and_the_record_and_too_many_end_the_run(made, monkeypatch):
+    fault = {"parameters": 2, "nearest": "decoder.layers.5.w"}
+    skipped = {"skipped": 1, "in_a_row": 1, "stage": 3, "fault": fault}
+    lines = after_steps(made, monkeypatch, 4, skipped=skipped)
+    assert [text.split()[3] for text in lines if text[:2] in ("- ", "+ ") and "reward" not in text] == ["skipped"] * 2
+    assert any(text.startswith("| step 4: 1 optimizer step(s) skipped") for text in lines)
+    (step,) = json.loads(made.summary.path.read_text())["steps"]
+    assert (step["skipped"]["steps"], step["skipped"]["nearest"]["parameter"]) == (1, "decoder.layers.5.w")
+    with pytest.raises(SkippedStepsError, match="step 5: .* rank 0, pipeline stage 3, decoder.layers.5.w"):
+        after_steps(made, monkeypatch, 5, skipped={**skipped, "in_a_row": 2})
+    made.recipe.train.max_skipped_steps = 3
+    assert made.after_step({"critic/score/mean": 0.5}, 6)["actor/skipped_steps"] == 1
 
 
 def test_dead_workers_are_named_with_rank_pid_node_and_step(made, monkeypatch):

@@ -46,6 +46,7 @@ OTHER = {  # another value than a neutral one, for every key of the pin file
     "recipe.train.layers_per_stage": "[1]",
     **{f"recipe.train.{name}": "false" for name in ON.split()},
     **{f"recipe.train.{name}": "true" for name in OFF.split()},
+    "recipe.train.grad_bucket_parameters": "1000",
     "recipe.train.collective_timeout_minutes": "60",
     "recipe.train.router_bias_update_rate": "0.001",
     "recipe.train.adam_beta1": "0.8",
@@ -117,7 +118,8 @@ def test_every_rollout_key_of_verl_is_in_a_table_and_its_reader_names_it(line, p
 
 
 def test_planned_keys_pass_the_checks_and_stop_a_start():
-    config = compose(LARGE, ["recipe.line=pypi", "recipe.train.collective_timeout_minutes=30"])
+    neutral = ["recipe.train.collective_timeout_minutes=30", "recipe.train.adam_beta2=0.999"]
+    config = compose(LARGE, ["recipe.line=pypi", *neutral])
     ((entry, layers),) = refused_keys(config)
     assert layers == [7, 7, 8, 8, 8, 8, 8, 7] and entry.planned
     shown = [c for c in check_config(config) if c.name == "line pypi"]
@@ -132,12 +134,12 @@ def test_planned_keys_pass_the_checks_and_stop_a_start():
 def test_every_key_of_recipe_train_is_refused_or_read_on_line_pypi():
     """layers_per_stage too; expert_split is a layout's, balanced_routing is refused by its value.
 
-    skip_old_log_prob, routing replay and the swapped optimizer are for both lines.
+    skip_old_log_prob, routing replay, the swapped optimizer and skipped steps are for both lines.
     """
     refused = {entry.key for entry in load_pins().unsupported_on("pypi")}
     keys = {key for key, _ in recipe_keys() if key.startswith("recipe.train.")}
     read = {"expert_split", "balanced_routing", "skip_old_log_prob", "swap_optimizer", "swap_optimizer_times"}
-    read |= {"routing_replay", "routing_replay_control_every"}
+    read |= {"routing_replay", "routing_replay_control_every", "max_skipped_steps"}
     assert keys - refused == {f"recipe.train.{name}" for name in read}
 
 

@@ -45,6 +45,8 @@ class Train:
     swap_optimizer: keep optimizer states on the host and bring them to the device in pieces of whole tensors during
     the update (memory/swap_optimizer.py; on line a3 MindSpeed's own).
     swap_optimizer_times: a piece holds at most 1/swap_optimizer_times of the states, or one tensor.
+    max_skipped_steps: optimizer steps in a row that may be skipped because a gradient is NaN or infinite; at that many
+    the run ends with an error that names rank, pipeline stage and parameter (worker/step_guard.py).
 
     The other keys are for line a3; model/mindspeed/arguments.py maps each to an engine argument. Line pypi refuses
     values other than the defaults.
@@ -56,12 +58,17 @@ class Train:
     unpadded_attention: pass attention values of v_head_dim as they are, instead of padding query, key and value to 256
     (at 671B).
     alltoall_overlap: overlap the experts' exchange with computation.
-    grad_overlap, param_overlap: overlap DDP's exchanges with computation; refused on both lines, as verl never waits
-    for them.
+    grad_overlap: start to reduce gradients in the backward pass of the last micro batch, bucket by bucket, instead of
+    after it. Only the first pipeline stage has several buckets.
+    grad_bucket_parameters: parameters of a bucket; null is Megatron's size, 40 million, or a million for each
+    data-parallel rank if that is more.
+    param_overlap: gather updated parameters under the next forward pass; refused on both lines: line a3's pin lets
+    modules that are called out of the order of registration compute with old weights.
     collective_timeout_minutes: time limit of a training collective.
-    router_bias_update_rate: step size of the router's correction bias; 0 keeps the model's values.
+    router_bias_update_rate: step size of the router's correction bias, towards experts with few tokens of the update;
+    0 keeps the model's values, which its training ended with. There is no auxiliary loss either.
     balanced_routing: send equally many tokens to every expert, whatever the router says. For speed runs only.
-    adam_beta1, adam_beta2, adam_eps: Adam's parameters.
+    adam_beta1, adam_beta2, adam_eps: Adam's parameters; the defaults are those of verl and Megatron.
     """
 
     layers_per_stage: list[Count] | None = None
@@ -71,6 +78,7 @@ class Train:
     routing_replay_control_every: Count | None = None
     swap_optimizer: bool = False
     swap_optimizer_times: Count = 16
+    max_skipped_steps: Count = 3
     grouped_gemm: bool = True
     fused_rmsnorm: bool = True
     fused_swiglu: bool = True
@@ -81,6 +89,7 @@ class Train:
     unpadded_attention: bool = False
     alltoall_overlap: bool = False
     grad_overlap: bool = False
+    grad_bucket_parameters: Count | None = None
     param_overlap: bool = False
     collective_timeout_minutes: Count = 30
     router_bias_update_rate: NotNegative = 0.0

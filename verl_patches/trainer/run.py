@@ -13,7 +13,7 @@ from verl_patches.memory.counters import offload_of_step
 from verl_patches.memory.ledger import memory_of_step, said_of
 from verl_patches.patching import engine
 from verl_patches.platform.npu_emulated import coverage
-from verl_patches.trainer import rollout_correction, truth_check
+from verl_patches.trainer import rollout_correction, skipped_steps, truth_check
 from verl_patches.trainer.checkpoint import Checkpoints
 from verl_patches.trainer.dispatch import dispatch_of_step, take_calls
 from verl_patches.trainer.on_policy import correction_of
@@ -180,6 +180,7 @@ class Run:
             "expert_load": reports[0]["expert_load"],
             "rebalance": rebalance_of_step([report["rebalance"] for report in reports]),
             "routing_replay": replay_of_step([report["routing_replay"] for report in reports]),
+            "skipped": skipped_steps.skipped_of_step([report["skipped"] for report in reports]),
         }
         if found["routing_replay"]:
             metrics = {**metrics, "recipe/routing_agreement": found["routing_replay"]["agreement"]}
@@ -197,6 +198,11 @@ class Run:
                 self.progress.say(f"{prefix} {text}")
         if found["memory"] and (said := said_of(found["memory"]["violations"])):
             self.progress.say(f"| {said}")
+        if skipped := found["skipped"]:
+            metrics = {**metrics, skipped_steps.METRIC: skipped["steps"]}
+            if said := skipped_steps.said_of(skipped):
+                self.progress.say(f"| step {step}: {said}")
+            skipped_steps.check(step, skipped, self.recipe.train.max_skipped_steps)
         check = self.recipe.logprob_check
         if check.action == "stop" and compared:
             truth_check.check(step, delta, check[f"max_mean_{self.recipe.dtype}"])
@@ -318,6 +324,8 @@ def line(step: dict[str, Any], columns: Sequence[str]) -> str:
     """One row of the step table, with what `header` names."""
     delta = f"{step['logprob_delta']['mean']:.2e}" if step["logprob_delta"] else "-"
     norm = "-" if step["grad_norm"] is None else f"{step['grad_norm']:.5f}"
+    if (skipped := step["skipped"]) and skipped["steps"]:
+        norm = "skipped"
     cells = _cells(step)
     rest = " ".join(f"{cells.get(column, '-'):>10}" for column in columns)
     return f"{step['step']:>4} {step['reward']:>8.4f} {norm:>10} {delta:>9} {rest}"

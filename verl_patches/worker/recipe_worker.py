@@ -46,6 +46,7 @@ from verl_patches.worker.memory import WorkerMemory, device_type
 from verl_patches.worker.on_policy_update import OnPolicyUpdate
 from verl_patches.worker.routing_replay import RoutingReplay
 from verl_patches.worker.sharding import RecipeShardingManager
+from verl_patches.worker.step_guard import StepGuard
 from verl_patches.worker.tensor_cache_stages import CachedBatch
 
 
@@ -58,6 +59,7 @@ class RecipeWorker:
     rebalancer: Rebalancer | None = None
     routing: RoutingReplay | None = None
     expert_loads: Mapping[str, ExpertLoad | None] = MappingProxyType({})  # recipe.expert_load: train, rollout
+    step_guard: StepGuard | None = None
 
     def __init__(self, config: Any, role: str) -> None:
         if is_on("update.engine_start"):
@@ -91,6 +93,8 @@ class RecipeWorker:
             swap_optimizer(optimizer, self.recipe.train.swap_optimizer_times, look=context().look)
         if optimizer is not None and self.recipe.train.routing_replay and is_on("update.routing_samples"):
             self.routing = RoutingReplay(chunks)
+        if optimizer is not None and is_on("update.skip_bad_steps"):
+            self.step_guard = StepGuard(chunks, optimizer)
         self.memory.built(chunks, optimizer)
         if self.recipe.expert_load and self._is_actor:
             self.expert_loads = {"train": of_training(chunks), "rollout": None}
@@ -216,8 +220,8 @@ class RecipeWorker:
         seconds: {phase: s}; sync: one dict per weight sync; log_prob_moments: of the last update, None on ranks that do
         not report; memory: the ledger's records, None without one; moves: between host and device; starts: (method,
         seconds since the epoch) of the trainer's calls; emulated: what was reached since the process started, None
-        with a device (platform/npu_emulated/coverage.py). rebalance, routing_replay: what Rebalancer.take_counts and
-        RoutingReplay.end_step give, None where it is off.
+        with a device (platform/npu_emulated/coverage.py). rebalance, routing_replay, skipped: what Rebalancer.take_counts,
+        RoutingReplay.end_step and StepGuard.take give, None where it is off.
         """
         if self.checkpoint is not None:
             self.checkpoint.check()
@@ -233,6 +237,7 @@ class RecipeWorker:
             "routing_replay": self.routing.end_step() if self.routing is not None else None,
             "expert_load": {side: load and load.take() for side, load in self.expert_loads.items()} or None,
             "rebalance": self.rebalancer.take_counts() if self.rebalancer is not None else None,
+            "skipped": self.step_guard.take() if self.step_guard is not None else None,
             "emulated": coverage.reached() if self.recipe.platform == "npu_emulated" else None,
         }
 

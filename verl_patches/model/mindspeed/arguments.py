@@ -226,6 +226,14 @@ def _swap(on: bool, get: Get) -> list[str] | Refusal:
     return ["--swap-optimizer"] if on else []
 
 
+def _bucket(parameters: int | None, get: Get) -> list[str] | Refusal:
+    if parameters is None:
+        return []
+    if not get("recipe.train.grad_overlap"):
+        return Refusal("without recipe.train.grad_overlap all gradients are one bucket")
+    return ["--ddp-bucket-size", str(parameters)]
+
+
 def _schedule(style: str, get: Get) -> list[str] | Refusal:
     steps, lr = get("actor.optim.total_training_steps"), float(get("actor.optim.lr"))
     ratio, warmup = get("actor.optim.lr_warmup_steps_ratio") or 0.0, _number(get("actor.optim.lr_warmup_steps"))
@@ -253,7 +261,6 @@ def _number(value: Any) -> Any:
 
 
 _PHASES = "verl moves it between phases (verl/workers/megatron_workers.py)"
-_DDP = "verl builds DDP without overlap and never waits for it (verl/utils/megatron_utils.py:127)"
 _FUSED = "MindSpeed's fused kernel; null is on"
 _DCP = "Megatron's checkpoint of 0.8.0 does not know MindSpeed's stacked experts"
 _IN_RECIPE = "MindSpeed-LLM reads arguments, not this; use recipe.train and gradient_checkpointing_kwargs"
@@ -300,6 +307,7 @@ TABLE: tuple[Key, ...] = (
     Key(_R + "skip_old_log_prob", "ours", None, "the update's own log-probs are the old ones", False),
     Key(_R + "swap_optimizer", "convert", _swap, "optimizer states live on the host"),
     Key(_R + "swap_optimizer_times", "value", "--swap-optimizer-times", "pieces that states are swapped in", 16),
+    Key(_R + "max_skipped_steps", "ours", None, "in a row, for NaN gradients (worker/step_guard.py)", 3),
     Key(_R + "grouped_gemm", "only", (None, True),
         "weights go by MindSpeed's stacked experts (weight1, weight2), which the grouped GEMM has; one module an "
         "expert has other names (model/mindspeed/weights.py)"),
@@ -315,8 +323,11 @@ TABLE: tuple[Key, ...] = (
     Key(_R + "unpadded_attention", "switch", "--mla-fa-without-pad",
         "values keep v_head_dim; otherwise query, key and value are padded to a multiple of 128, 256 at 671B", False),
     Key(_R + "alltoall_overlap", "switch", "--moe-alltoall-overlap-comm", "expert exchange beside computation", False),
-    Key(_R + "grad_overlap", "only", (None, False), _DDP),
-    Key(_R + "param_overlap", "only", (None, False), _DDP),
+    Key(_R + "grad_overlap", "switch", "--overlap-grad-reduce", "reductions in backward (ddp_overlap.py)", False),
+    Key(_R + "grad_bucket_parameters", "convert", _bucket, "of one such reduction; null: 40e6, or 1e6 x DP if more"),
+    Key(_R + "param_overlap", "only", (None, False),
+        "the pin starts gathers in the order of registration and waits for those that have started only: a module that "
+        "is called before its turn computes with old weights (distrib_optimizer.py:1463), as in MLA"),
     Key(_R + "collective_timeout_minutes", "value", "--distributed-timeout-minutes",
         "of torch.distributed and of every group; verl's worker sets none at this commit", 30),
     Key("nccl_timeout", "only", (None,),

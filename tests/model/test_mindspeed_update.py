@@ -1,0 +1,111 @@
+"""Updates of verl's worker on line a3: overlapped exchanges, skipped steps, Adam, correction bias, the reference."""
+
+from __future__ import annotations
+
+import math
+import os
+
+import pytest
+
+from tests.model.mindspeed_start import LAYOUTS, engine_config
+
+pytestmark = [pytest.mark.slow, pytest.mark.upstream]
+KEYS = {"router_bias_update_rate": 0.01, "adam_beta2": 0.95}
+MINI = "actor_rollout_ref.actor.ppo_mini_batch_size=2"  # prompts: two mini batches an update
+OVERLAPS = {"grad_overlap": True, "grad_bucket_parameters": 4000}
+
+
+@pytest.fixture(scope="session")
+def updates(a3_sources, reference, run_ranks):
+    """updates(layout, train keys, job, arguments, more) -> what the job of mindspeed_update_job.py found, by rank."""
+    sources = a3_sources()
+    env = {"VERL_PATCHES": "line=a3,platform=cpu", "PYTHONPATH": os.pathsep.join(map(str, sources))}
+
+    def run(layout, train=None, job="update_job", arguments=(None,), more=(MINI,)) -> list:
+        ranks, sizes = layout
+        sizes = {**sizes, "train": train or {}, "more": list(more)}
+        config = engine_config(reference["folder"] / "model", sources[0], ranks, sizes, "fp32")
+        call = f"tests.model.mindspeed_update_job:{job}", config, reference["folder"], config, *arguments
+        return run_ranks("tests.model.mindspeed_start:run", *call, size=ranks, env=env, backend=None, timeout_s=400)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def plain(updates):
+    """Two ranks of data and expert parallelism without overlap; in the third update rank 1 has NaN gradients."""
+    return updates(LAYOUTS["ep2"], KEYS, arguments=(1,))
+
+
+@pytest.fixture(scope="session")
+def overlapped(updates):
+    """The same with overlapped reductions."""
+    return updates(LAYOUTS["ep2"], {**KEYS, **OVERLAPS}, arguments=(1,))
+
+
+def same(one, other) -> bool:
+    return all(a.equal(b) for a, b in zip(one, other, strict=True))
+
+
+def after_first_sync(events):
+    """The events of the first mini batch from its first reduction on."""
+    events = events[events.index("sync") :]
+    return events[: events.index("forward")]
+
+
+def test_overlapped_exchanges_give_the_same_updates(plain, overlapped):
+    for there, here in zip(plain, overlapped, strict=True):
+        for name in ("actor/grad_norm", "actor/pg_loss"):
+            for a, b in zip(there["metrics"][:2], here["metrics"][:2], strict=True):
+                assert a[name] == pytest.approx(b[name], rel=1e-6)
+        for a, b in zip(there["weights"], here["weights"], strict=True):
+            assert all((x - y).abs().max() < 1e-6 for x, y in zip(a, b, strict=True))
+        assert not same(there["weights"][0], there["weights"][1])  # an update changes weights
+    assert overlapped[0]["weights"][1][0].equal(overlapped[1]["weights"][1][0])  # the embedding: both ranks have it
+
+
+def test_reductions_start_before_backward_ends(plain, overlapped):
+    for events in (rank["events"] for rank in overlapped):
+        assert any(event.startswith("grad ") for event in after_first_sync(events)) and events.count("sync") > 4
+    for events in (rank["events"] for rank in plain):  # negative control
+        assert not any(event.startswith("grad ") for event in after_first_sync(events))
+
+
+def test_a_step_with_nan_gradients_is_skipped_everywhere_and_its_place_is_named(plain, overlapped):
+    for ranks in (plain, overlapped):
+        for number, rank in enumerate(ranks):
+            assert same(rank["weights"][1], rank["weights"][2]) and same(rank["biases"][1], rank["biases"][2])
+            assert not same(rank["weights"][2], rank["weights"][3])
+            assert not any(weight.isnan().any() for weight in rank["weights"][3])
+            assert [taken["skipped"] for taken in rank["skipped"]] == [0, 0, 2, 0]  # two mini batches
+            fault = {"parameters": 1, "nearest": "decoder.layers.3.mlp.router.weight"} if number == 1 else None
+            assert rank["skipped"][2]["fault"] == fault
+            assert all(math.isnan(norm) for norm in rank["metrics"][2]["actor/grad_norm"])
+
+
+def test_adam_has_the_given_betas(plain):
+    assert {group for rank in plain for group in rank["adam"]} == {(0.9, 0.95, 1e-8)}
+
+
+def test_the_correction_bias_moves_by_its_rate_towards_experts_with_few_tokens(plain):
+    for calls in zip(*(rank["tokens"] for rank in plain), strict=True):
+        for call in calls:
+            assert call["all"].equal(sum(each["own"] for each in calls)) and call["rate"] == 0.01
+            sign = (call["all"].mean(-1, keepdim=True) - call["all"]).sign()
+            assert (call["after"] - call["before"] - 0.01 * sign).abs().max() < 1e-6 and sign.abs().sum() > 0
+    first, second = (plain[0]["biases"][number] for number in (0, 1))
+    assert not same(first, second) and same(second, plain[1]["biases"][1])
+
+
+def test_all_switches_together_give_the_same_updates(updates, plain):
+    train = dict.fromkeys(("alltoall_overlap", "fused_expert_wgrad", "fused_linear_wgrad"), True)
+    for there, here in zip(plain, updates(LAYOUTS["ep2"], {**KEYS, **OVERLAPS, **train}), strict=True):
+        for a, b in zip(there["metrics"][:2], here["metrics"], strict=True):
+            assert a["actor/grad_norm"] == pytest.approx(b["actor/grad_norm"], rel=1e-5)
+
+
+def test_the_reference_has_a_micro_batch_of_its_own(updates):
+    (found,) = updates((1, {}), job="reference_job", arguments=())
+    assert [passes for _, passes in found.values()] == [8, 4, 1]
+    for log_probs, _ in found.values():
+        assert (log_probs - found[1][0]).abs().max() < 1e-5

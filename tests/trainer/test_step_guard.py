@@ -1,0 +1,95 @@
+"""Steps with NaN or infinite gradients: left out on all ranks, counted, named, and the end of a run after some."""
+
+import math
+import os
+
+import pytest
+
+from verl_patches.trainer import skipped_steps
+
+NAN, INF = float("nan"), float("inf")
+STEPS = [None, (1, "dense1", NAN), None, (0, "expert", INF), (1, "dense3", -INF), None]
+
+
+@pytest.fixture(scope="module", params=["pypi", "a3"])
+def ranks(request, run_ranks, a3_sources):
+    """What two ranks found, [kind of optimizer] -> [rank]."""
+    env, off = None, ""
+    if request.param == "a3":
+        env = {"PYTHONPATH": os.pathsep.join(map(str, a3_sources("verl", "Megatron-LM")))}
+        off = ",-update.engine_start"  # without MindSpeed
+    patches = f"line={request.param},platform=cpu{off}"
+    found = run_ranks("tests.trainer.step_guard_job:found", 2, STEPS, size=2, patches=patches, env=env)
+    return {kind: [rank[kind] for rank in found] for kind in found[0]}
+
+
+@pytest.mark.slow
+def test_bad_steps_are_left_out_on_all_ranks_and_good_ones_are_megatrons(ranks):
+    for rank in (rank for kind in ranks.values() for rank in kind):
+        assert [step["moved"] for step in rank["steps"]] == [bad is None for bad in STEPS]
+        assert [math.isfinite(step["norm"]) for step in rank["steps"]] == [bad is None for bad in STEPS]
+        assert [step["skipped"] for step in rank["steps"]] == [0, 1, 0, 1, 1, 0]
+        assert [step["in_a_row"] for step in rank["steps"]] == [0, 1, 0, 1, 2, 0]
+        assert all(step["done"] for step in rank["steps"]) and rank["equal"]
+        assert rank["spoilt without the guard"]  # negative control
+
+
+@pytest.mark.slow
+def test_the_rank_and_the_parameter_are_named(ranks):
+    for kind in ranks.values():
+        for number, bad in enumerate(STEPS):
+            faults = [rank["steps"][number]["fault"] for rank in kind]
+            expected = [None, None]
+            if bad is not None:
+                expected[bad[0]] = {"parameters": 1, "nearest": bad[1]}
+            assert faults == expected
+
+
+@pytest.mark.slow
+def test_without_clipping_the_guard_asks_for_the_norm_itself(run_ranks):
+    found = run_ranks(
+        "tests.trainer.step_guard_job:found", 1, [None, (0, "dense0", NAN)], 0.0, patches="line=pypi,platform=cpu"
+    )
+    assert [[step["moved"] for step in kind["steps"]] for kind in found[0].values()] == [[True, False]] * 4
+
+
+@pytest.mark.slow
+def test_layers_are_named_by_their_place_in_the_whole_model(run_warm):
+    code = """
+import torch
+from verl_patches.worker.step_guard import parameter_names
+layer = torch.nn.Module()
+layer.layer_number, layer.mlp = 6, torch.nn.Linear(2, 2, bias=False)
+chunk = torch.nn.Module()
+chunk.module = torch.nn.Module()
+chunk.module.module = torch.nn.Module()
+chunk.module.module.decoder = torch.nn.Module()
+chunk.module.module.decoder.layers = torch.nn.ModuleList([layer])
+chunk.module.module.output_layer = torch.nn.Linear(2, 2, bias=False)
+print(list(parameter_names(chunk).values()))
+"""
+    done = run_warm(code, patches="line=pypi,platform=cpu")
+    assert done.out.splitlines()[-1] == "['decoder.layers.5.mlp.weight', 'output_layer.weight']", done.err[-2000:]
+
+
+def report(stage, skipped=1, in_a_row=1, nearest=None, parameters=4):
+    fault = nearest and {"parameters": parameters, "nearest": nearest}
+    return {"skipped": skipped, "in_a_row": in_a_row, "stage": stage, "fault": fault}
+
+
+def test_the_record_of_a_step_names_the_rank_nearest_to_the_loss():
+    reports = [report(0, nearest="embedding.weight"), report(1, nearest="decoder.layers.3.w"), report(1), report(0)]
+    found = skipped_steps.skipped_of_step(reports)
+    place = {"rank": 1, "stage": 1, "parameter": "decoder.layers.3.w", "parameters": 4}
+    assert found == {"steps": 1, "in_a_row": 1, "ranks": [0, 1], "nearest": place}
+    assert "rank 1, pipeline stage 1, decoder.layers.3.w and 3 more" in skipped_steps.said_of(found)
+    assert "no rank's own gradient" in skipped_steps.said_of(skipped_steps.skipped_of_step([report(0)]))
+    assert skipped_steps.said_of(skipped_steps.skipped_of_step([report(0, skipped=0, in_a_row=0)])) == ""
+    assert skipped_steps.skipped_of_step([None, None]) is None
+
+
+def test_the_run_ends_at_the_limit_and_not_before():
+    found = skipped_steps.skipped_of_step([report(2, in_a_row=3, nearest="decoder.layers.7.w")])
+    skipped_steps.check(9, found, 4)
+    with pytest.raises(skipped_steps.SkippedStepsError, match="step 9: .*rank 0, pipeline stage 2, decoder.layers.7.w"):
+        skipped_steps.check(9, found, 3)

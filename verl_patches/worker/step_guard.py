@@ -1,0 +1,135 @@
+"""Leave out optimizer steps whose gradients are NaN or infinite, on all ranks alike, and say where they come from.
+
+At both pins Megatron steps with such gradients in fp32 and bf16: only a loss scaler, which fp16 has, looks at them, so
+one NaN ends in every weight of the model (core_r0.8.0 and 0.12.2, optimizer.py, `prepare_grads`). verl raises a bare
+NotImplementedError for a step that a scaler left out (megatron_actor.py, `update_policy`).
+
+Ranks agree by Megatron's own gradient norm, which is reduced over all of them: it is NaN or infinite everywhere or
+nowhere. Where it comes from is known before gradients are summed over data-parallel ranks only: the norms of this
+rank's own gradients are computed there, and looked at only if the step is left out.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from verl_patches.memory.host_backed import single_optimizers
+
+_LAYER = re.compile(r"(.*decoder\.layers\.)(\d+)")
+
+
+class StepGuard:
+    """The guard of one Megatron optimizer, or chain of them, and of the DDP `chunks` that it updates.
+
+    Replaces methods of these objects. `skipped`: steps left out since `take`; `in_a_row`: without a step between them.
+    """
+
+    def __init__(self, chunks: Sequence[torch.nn.Module], optimizer: Any):
+        self.skipped = self.in_a_row = 0
+        self.fault: dict[str, Any] | None = None
+        self._optimizer, self._norms = optimizer, []
+        self._names = {param: name for chunk in chunks for param, name in parameter_names(chunk).items()}  # in order
+        self._own: dict[torch.nn.Parameter, torch.Tensor] = {}  # norms of this rank's gradients
+        # Megatron moves correction biases before the step: after the reductions, in finalize_model_grads
+        biases = (getattr(module, "expert_bias", None) for chunk in chunks for module in chunk.modules())
+        self._biases = [(bias, bias.clone()) for bias in biases if isinstance(bias, torch.Tensor)]
+        for unit in (unit for chunk in chunks for unit in _reduced_together(chunk)):
+            unit.start_grad_sync = self._noting_own(unit.start_grad_sync, unit.params)
+        for one in {id(each): each for each in (optimizer, *single_optimizers(optimizer))}.values():
+            for method in ("get_grad_norm", "clip_grad_norm"):
+                setattr(one, method, self._noting_norm(getattr(one, method)))
+        self._step, self._apply = optimizer.step, optimizer.step_with_ready_grads
+        optimizer.step, optimizer.step_with_ready_grads = self.step, self.step_if_finite
+
+    def step(self) -> tuple[bool, float, Any]:
+        """Megatron's step: (True, gradient norm, zeros); the norm is not finite if the step was left out.
+
+        Its first value is what verl asks for: False would end the run.
+        """
+        self._norms.clear()
+        done, norm, zeros = self._step()
+        if done:
+            self.in_a_row = 0
+        else:
+            self.skipped, self.in_a_row = self.skipped + 1, self.in_a_row + 1
+            self.fault = self._own_fault()
+            for bias, before in self._biases:
+                bias.copy_(before)
+        self._own.clear()
+        return True, math.nan if norm is None else norm, zeros
+
+    def step_if_finite(self) -> bool:
+        """Megatron's step_with_ready_grads, whose answer is whether the weights were updated."""
+        norms = self._norms or [self._optimizer.get_grad_norm()]  # without clipping Megatron computes none
+        return self._apply() if all(map(math.isfinite, norms)) else False
+
+    def take(self) -> dict[str, Any]:
+        """{skipped, in_a_row, stage, fault} since the last call; `fault`: of the last step that was left out.
+
+        fault: parameters (number of those whose gradient on this rank is not finite) and nearest (the name of the
+        one nearest to the loss, layers counted over the whole model from 0); None if this rank has none.
+        """
+        from megatron.core import parallel_state
+
+        stage = parallel_state.get_pipeline_model_parallel_rank()
+        taken = {"skipped": self.skipped, "in_a_row": self.in_a_row, "stage": stage, "fault": self.fault}
+        self.skipped, self.fault = 0, None
+        return taken
+
+    def _noting_norm(self, method: Callable) -> Callable:
+        @functools.wraps(method)
+        def noting(*args: Any, **kwargs: Any) -> Any:
+            norm = method(*args, **kwargs)
+            self._norms.append(float(norm))
+            return norm
+
+        return noting
+
+    def _noting_own(self, start_grad_sync: Callable, params: Any) -> Callable:
+        @functools.wraps(start_grad_sync)
+        def noting(*args: Any, **kwargs: Any) -> Any:
+            if not self._own:
+                for bias, before in self._biases:
+                    before.copy_(bias)
+            self._own |= {param: param.main_grad.norm() for param in params}
+            return start_grad_sync(*args, **kwargs)
+
+        return noting
+
+    def _own_fault(self) -> dict[str, Any] | None:
+        bad = {param for param, norm in self._own.items() if not math.isfinite(norm.item())}
+        names = [name for param, name in self._names.items() if param in bad]
+        return {"parameters": len(names), "nearest": names[-1]} if names else None
+
+
+def parameter_names(chunk: torch.nn.Module) -> dict[torch.nn.Parameter, str]:
+    """{parameter: name without wrappers' prefixes}; layers are counted over the whole model, from 0."""
+    layers = {
+        name: module.layer_number - 1
+        for name, module in chunk.named_modules()
+        if _LAYER.fullmatch(name) and hasattr(module, "layer_number")
+    }
+    found = {}
+    for name, param in chunk.named_parameters():
+        layer = _LAYER.match(name)
+        if layer and layer[0] in layers:
+            name = f"{layer[1]}{layers[layer[0]]}{name[layer.end() :]}"
+        while name.startswith("module."):
+            name = name.removeprefix("module.")
+        found[param] = name
+    return found
+
+
+def _reduced_together(chunk: Any) -> Iterator[Any]:
+    """What Megatron's DDP reduces in one exchange: bucket groups (0.12.2), or buckets (core_r0.8.0)."""
+    if hasattr(chunk, "bucket_groups"):
+        yield from (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)
+        return
+    for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+        yield from buffer.buckets
