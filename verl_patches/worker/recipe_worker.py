@@ -220,8 +220,8 @@ class RecipeWorker:
         seconds: {phase: s}; sync: one dict per weight sync; log_prob_moments: of the last update, None on ranks that do
         not report; memory: the ledger's records, None without one; moves: between host and device; starts: (method,
         seconds since the epoch) of the trainer's calls; emulated: what was reached since the process started, None
-        with a device (platform/npu_emulated/coverage.py). rebalance, routing_replay, skipped: what Rebalancer.take_counts,
-        RoutingReplay.end_step and StepGuard.take give, None where it is off.
+        with a device (platform/npu_emulated/coverage.py). rebalance, routing_replay, skipped: what
+        Rebalancer.take_counts, RoutingReplay.end_step and StepGuard.take give, None where it is off.
         """
         if self.checkpoint is not None:
             self.checkpoint.check()
