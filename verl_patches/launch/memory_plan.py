@@ -164,10 +164,17 @@ def _setting(
     )
 
 
+# (side, group) of memory.beside that keep HCCL_BUFFSIZE: those of experts, and those that get no options
+# (platform/npu/groups.py)
+_LARGE = frozenset(
+    {("train", "world"), ("train", "ep"), ("rollout", "world"), ("rollout", "dp sync"), ("rollout", "ep")}
+)
+
+
 def _buffer_mib(config: DictConfig, model: ModelShape) -> Callable[[str, str], int]:
-    """The one function that tells the HCCL_BUFFSIZE of a group in MiB, by (side, group) of memory.beside."""
-    size = hccl.buffer_mib(config, model)
-    return lambda side, group: size
+    """A function of (side, group) of memory.beside: the MiB of a buffer of that group."""
+    size, small = hccl.buffer_mib(config, model), config.recipe.hccl.small_groups_mib
+    return lambda side, group: size if small is None or (side, group) in _LARGE else small
 
 
 def _communicators(config: DictConfig, model: ModelShape, layouts: Sequence[ParallelLayout]) -> list[dict[str, Any]]:
