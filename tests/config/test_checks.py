@@ -123,6 +123,10 @@ FAULTS = [
             "data.train_batch_size=500": ("prompts", "500 is not a multiple of 256"),
             f"{PPO}_mini_batch_size=300": ("mini batch", "500 is not a multiple of 300"),
             f"{PPO}_micro_batch_size_per_gpu=7": ("micro batch", "600 is not a multiple of 7"),
+            "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=7": (
+                "ref micro batch",
+                "1000 is not a multiple of 7",
+            ),
             f"{VLLM}.max_num_seqs=2048": ("max_num_seqs", "expected <= max_num_batched_tokens 1024"),
             f"{GRAPHS}=[1,32]": ("graph batch sizes", "largest graph 32, expected at least the 63"),
             "recipe.reshard.bucket_bytes=1000": ("weight sync", "at least 14336, one row of model.*, found 1000"),

@@ -429,6 +429,11 @@ def _batch_checks(config: DictConfig, train: ParallelLayout, rollout: ParallelLa
     elif not actor.use_dynamic_bsz:
         key += " (responses a rank and mini batch)"
         yield _divides("micro batch", mini * n // train.dp, micro, key, "micro batches of a mini batch")
+    for name in ["ref"] if config.recipe.train.skip_old_log_prob else ["rollout", "ref"]:
+        section = config.actor_rollout_ref[name]
+        micro, key = section.log_prob_micro_batch_size_per_gpu, f"{name}.log_prob_micro_batch_size_per_gpu"
+        if micro is not None and not section.log_prob_use_dynamic_bsz:
+            yield _divides(f"{name} micro batch", prompts * n // train.dp, micro, key, "micro batches of a step")
     seats = vllm_arguments(config).get("max_num_seqs")
     if seats is None:
         return
