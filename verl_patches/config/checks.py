@@ -432,7 +432,7 @@ def _batch_checks(config: DictConfig, train: ParallelLayout, rollout: ParallelLa
     for name in ["ref"] if config.recipe.train.skip_old_log_prob else ["rollout", "ref"]:
         section = config.actor_rollout_ref[name]
         micro, key = section.log_prob_micro_batch_size_per_gpu, f"{name}.log_prob_micro_batch_size_per_gpu"
-        if micro is not None and not section.log_prob_use_dynamic_bsz:
+        if micro is not None and not section.get("log_prob_use_dynamic_bsz"):  # verl 0.4.0 has that key
             yield _divides(f"{name} micro batch", prompts * n // train.dp, micro, key, "micro batches of a step")
     seats = vllm_arguments(config).get("max_num_seqs")
     if seats is None:
