@@ -3,7 +3,7 @@
     python scripts/readme_tables.py [--write]     exits 1 where a table is stale
 
 `pins` comes from configs/upstream.yaml (five rows of it in the READMEs), `patches` from the catalogue, `recipe` from
-the docstrings of verl_patches/config/recipe.py and `checks` from the rows of verl_patches/launch/doctor.py.
+the docstrings of verl_patches/config/recipe.py and `checks` from the rows of verl_patches/doctor/doctor.py.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ sys.path.insert(0, str(ROOT))
 
 from verl_patches.catalog import ROWS  # noqa: E402
 from verl_patches.config.recipe import Recipe  # noqa: E402
-from verl_patches.launch.doctor import ACROSS, NODE_ROWS  # noqa: E402
+from verl_patches.doctor.doctor import ACROSS, NODE_ROWS  # noqa: E402
 from verl_patches.patching.report import markdown_table  # noqa: E402
 from verl_patches.upstream.pins import Line, Pins, load_pins  # noqa: E402
 from verl_patches.values import value_words  # noqa: E402

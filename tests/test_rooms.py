@@ -14,7 +14,7 @@ FLOORS = (
     {"platform"},
     {"model", "reshard", "memory", "tensor_cache", "weights"},
     {"rollout", "trainer", "worker", "rewards"},
-    {"config", "launch", "upstream", "evaluation"},
+    {"config", "planning", "launch", "doctor", "upstream", "evaluation"},
     {"cli", "catalog", "prelude_patch", "main_grpo", "__main__", "__init__"},
 )
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
@@ -75,14 +75,15 @@ def test_no_rooms_import_each_other(trees):
         others = {room for room, _ in checked_imports(file, tree)} - {room_of(file)}
         imports.setdefault(room_of(file), set()).update(others)
     assert cycles(imports) == set()
-    launch = {*imports["config"], "launch"}  # the control: config imports launch, which imports it
-    assert cycles({**imports, "config": launch}) == {("config", "launch")}
+    planning = {*imports["config"], "planning"}  # the control: config imports planning, which imports it
+    assert cycles({**imports, "config": planning}) == {("config", "planning")}
     assert cycles({"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": set()}) == {("a", "b", "c")}
 
 
 @pytest.mark.parametrize(
     "module",
-    "prelude_patch catalog __main__ layout.inventory launch.doctor weights.manifest weights.load_progress".split(),
+    "prelude_patch catalog __main__ layout.inventory planning.plan doctor.doctor weights.manifest "
+    "weights.load_progress".split(),
 )
 def test_torch_free_rooms_do_not_import_torch(module, run_python):
     code = f"import sys, verl_patches.{module}\nassert not {{'torch', 'verl', 'vllm', 'megatron'}} & set(sys.modules)"

@@ -78,8 +78,12 @@ class Actor:
             batches = iter(torch.randn(3, 4, 8) * (float("nan") if bad else 1))
             forward_backward_no_pipelining(
                 forward_step_func=lambda data, model: (model(next(data)), lambda out: (out.pow(2).mean(), {})),
-                data_iterator=batches, model=self.chunk, num_microbatches=3, seq_length=1, micro_batch_size=1,
-            )  # fmt: skip
+                data_iterator=batches,
+                model=self.chunk,
+                num_microbatches=3,
+                seq_length=1,
+                micro_batch_size=1,
+            )
             norms.append(float(self.actor_optimizer.step()[1]))
         return norms
 

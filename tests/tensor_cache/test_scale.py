@@ -7,8 +7,8 @@ import pytest
 from tests.tensor_cache import scale_jobs
 from tests.tensor_cache.lengths import PROMPT, RESPONSE, lognormal_lengths
 from verl_patches.config.compose import compose
-from verl_patches.launch.memory_plan import cached_bytes
 from verl_patches.layout.parallel import train_layout_of
+from verl_patches.planning.memory_plan import cached_bytes
 
 BIG = "grpo_deepseekv3_256die_true_weight"
 SAMPLES, GROUP, SHORTER = 512 * 16, 16, 8  # lengths are an eighth, so that a test machine holds all 256 ranks

@@ -14,7 +14,7 @@ from tests.upstream.small_upstream import commit, git
 from verl_patches.config.compose import compose
 from verl_patches.config.environment import REPOSITORY, derive
 from verl_patches.errors import ConfigError
-from verl_patches.launch.plan import commands
+from verl_patches.planning.plan import commands
 from verl_patches.upstream import checkouts
 from verl_patches.upstream.checkouts import Trees, require_trees, require_verl, trees_of, verl_check, verl_config_dir
 

@@ -12,9 +12,9 @@ from verl_patches.cli.output import Json, print_json, show
 from verl_patches.cli.run import Upstream
 from verl_patches.config.checks import PATHS
 from verl_patches.config.compose import compose, keys_of
+from verl_patches.doctor import doctor
+from verl_patches.doctor.node_checks import MODEL, Node
 from verl_patches.errors import ConfigError
-from verl_patches.launch import doctor
-from verl_patches.launch.node_checks import MODEL, Node
 from verl_patches.launch.smoke import CONFIG_NAME, LEARN_CONFIG_NAME
 from verl_patches.patching.switches import VARIABLE, parse
 from verl_patches.platform import NO_DEVICE

@@ -15,12 +15,12 @@ from rich.text import Text
 
 from verl_patches.catalog import ROWS
 from verl_patches.config.checks import Check
-from verl_patches.launch.plan import build_plan
-from verl_patches.launch.remedies import remedies
-from verl_patches.launch.step_plan import Workload
 from verl_patches.layout.parallel import world_size
 from verl_patches.patching.install_prelude import PLACES
 from verl_patches.patching.report import Report
+from verl_patches.planning.plan import build_plan
+from verl_patches.planning.remedies import remedies
+from verl_patches.planning.step_plan import Workload
 from verl_patches.upstream.checkouts import Trees
 
 Json = Annotated[bool, typer.Option("--json", help="Plain JSON on standard output.")]
@@ -77,7 +77,7 @@ def _console() -> Console:
     return console if console.is_terminal else Console(width=_WIDTH)
 
 
-# the plan of a run (launch/plan.py)
+# the plan of a run (planning/plan.py)
 
 
 def report_plan(

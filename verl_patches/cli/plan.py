@@ -11,9 +11,9 @@ from verl_patches.cli.output import Json, print_json, report_plan, table
 from verl_patches.cli.run import Overrides, Upstream, VerlPath, check_switches
 from verl_patches.config.compose import compose
 from verl_patches.errors import ConfigError
-from verl_patches.launch.plan import patch_table
-from verl_patches.launch.search import search
-from verl_patches.launch.step_plan import Workload
+from verl_patches.planning.plan import patch_table
+from verl_patches.planning.search import search
+from verl_patches.planning.step_plan import Workload
 from verl_patches.upstream.checkouts import for_platform, trees_of
 
 CONFIG_HELP = "A file of configs/, such as grpo_deepseekv3_256die_true_weight."

@@ -19,10 +19,10 @@ from verl_patches.config.compose import compose, keys_of, output_root
 from verl_patches.config.environment import switches_of
 from verl_patches.errors import ConfigError
 from verl_patches.launch import launcher, ray_cluster, smoke
-from verl_patches.launch.step_plan import Workload
 from verl_patches.model.mindspeed.arguments import arguments_of, explain
 from verl_patches.patching.engine import Engine
 from verl_patches.patching.switches import VARIABLE, parse
+from verl_patches.planning.step_plan import Workload
 from verl_patches.platform import require as require_platform
 from verl_patches.upstream.checkouts import LINE, for_platform, require_trees, require_verl, trees_of
 from verl_patches.upstream.modified import refuse_modified

@@ -1,1 +1,1 @@
-"""From a configuration to a supervised run: plan, driver process, Ray, smoke runs."""
+"""From a configuration to a supervised run: driver process, Ray, smoke runs."""

@@ -24,8 +24,8 @@ from omegaconf import DictConfig, OmegaConf
 from verl_patches.config import environment
 from verl_patches.errors import ConfigError
 from verl_patches.evaluation.plots import draw_memory, plot_run
-from verl_patches.launch.plan import driver_command
 from verl_patches.layout.parallel import rollout_layout_of, train_layout_of
+from verl_patches.planning.plan import driver_command
 from verl_patches.processes import Descendants, MemoryWatch, adopting_orphans, die_with_parent
 from verl_patches.trainer.summary import Progress, write_json
 from verl_patches.upstream.checkouts import Trees, commit_of

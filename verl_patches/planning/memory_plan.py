@@ -41,7 +41,7 @@ def memory_plan(config: DictConfig, model: ModelShape, rows: Collection[str]) ->
     Activations are counted on line a3, HCCL's buffers and CANN's context on platform npu. `hbm_bytes` is what a process
     sees of an A3 die, None on other platforms, where the KV cache is not modelled. `host`: {bytes: of a node by group,
     node_bytes, limit_bytes (recipe.memory.host_gib) or None}. What to set where it does not fit:
-    launch/memory_advice.py. ConfigError where sizes do not divide.
+    planning/memory_advice.py. ConfigError where sizes do not divide.
     """
     inventory, layouts = _inventory(model, VLLM_DTYPES[config.recipe.dtype]), _layouts(config)
     setting, schedule, stays = _setting(config, inventory, layouts, rows), _followed(config, rows), _stays(config, rows)

@@ -21,7 +21,7 @@ offload      bytes to and from the host / host link + released bytes x EMPTY_CAC
 reward, advantage   response tokens x seconds a token, on the driver
 
 Efficiencies of 0.7 (compute of decode), 0.6 (memory), 0.7 (network) are taken as given; `Constants` has what one row of
-launch/calibration.py fixes each. Routing is taken as balanced. docs/plan.md has the limits.
+planning/calibration.py fixes each. Routing is taken as balanced. docs/plan.md has the limits.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Hardware:
 
 @dataclass(frozen=True)
 class Constants:
-    """What is fitted, each to the one row that launch/calibration.py names; `calibration.fitted` computes them.
+    """What is fitted, each to the one row that planning/calibration.py names; `calibration.fitted` computes them.
 
     train_efficiency: share of the die's FLOP/s that a layer reaches in training. decode_layer_s: seconds of a layer in
     a decode graph that do not depend on the batch, beyond reading its weights. engine_step_s: seconds of a decode step

@@ -2,8 +2,8 @@
 
 import pytest
 
-from tests.launch import recorded
-from verl_patches.launch.npu_tools import Die, NotUnderstoodError, Process, die_address, field, parse_npu_smi
+from tests.doctor import recorded
+from verl_patches.doctor.npu_tools import Die, NotUnderstoodError, Process, die_address, field, parse_npu_smi
 
 
 def test_a_whole_a3_node():

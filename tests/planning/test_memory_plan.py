@@ -5,9 +5,9 @@ from omegaconf import OmegaConf
 
 from verl_patches.cli.output import memory_rows, other_memory_rows
 from verl_patches.config.compose import compose, model_shape_of
-from verl_patches.launch.memory_advice import advice
-from verl_patches.launch.memory_plan import followed_peaks, memory_plan, too_much
 from verl_patches.memory.expected import A3_SEEN_BYTES
+from verl_patches.planning.memory_advice import advice
+from verl_patches.planning.memory_plan import followed_peaks, memory_plan, too_much
 
 pytestmark = pytest.mark.slow
 

@@ -15,9 +15,13 @@ from verl_patches.config.checks import sync_blocks
 from verl_patches.config.compose import graph_arguments, model_shape_of, rollout_library, vllm_arguments
 from verl_patches.config.recipe import HCCL_PORTS, VLLM_DTYPES
 from verl_patches.errors import ConfigError
-from verl_patches.launch.calibration import FITTED, MEAN_PROMPT, errors
-from verl_patches.launch.memory_plan import followed_schedule
-from verl_patches.launch.step_model import (
+from verl_patches.layout.inventory import ModelShape, build_inventory
+from verl_patches.layout.parallel import ParallelLayout, rollout_layout_of, train_layout_of
+from verl_patches.memory.expected import Setting, group_bytes
+from verl_patches.memory.schedule import Moment, Schedule, direct_sync, simulate
+from verl_patches.planning.calibration import FITTED, MEAN_PROMPT, errors
+from verl_patches.planning.memory_plan import followed_schedule
+from verl_patches.planning.step_model import (
     DP_SYNC_S,
     EMPTY_CACHE_S_PER_BYTE,
     Lengths,
@@ -31,10 +35,6 @@ from verl_patches.launch.step_model import (
     tokens_per_s_per_die,
     verl_sync,
 )
-from verl_patches.layout.inventory import ModelShape, build_inventory
-from verl_patches.layout.parallel import ParallelLayout, rollout_layout_of, train_layout_of
-from verl_patches.memory.expected import Setting, group_bytes
-from verl_patches.memory.schedule import Moment, Schedule, direct_sync, simulate
 from verl_patches.platform import as_npu
 from verl_patches.reshard.blocks import Block
 

@@ -1,6 +1,6 @@
 """What to set where the memory plan does not fit: keys and the first value of each that is enough.
 
-Values are found by planning again (launch/memory_plan.py) with one key changed, so each of them is enough by itself.
+Values are found by planning again (planning/memory_plan.py) with one key changed, so each of them is enough by itself.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_patches.config import hccl
 from verl_patches.errors import ConfigError
-from verl_patches.launch.memory_plan import followed_peaks, host_is_short, too_much
 from verl_patches.layout.inventory import ModelShape
 from verl_patches.memory.expected import A3_SEEN_BYTES
 from verl_patches.model.mindspeed.arguments import explain
+from verl_patches.planning.memory_plan import followed_peaks, host_is_short, too_much
 from verl_patches.upstream.checkouts import LINE
 
 _ACTOR, _REF, _ROLLOUT = (f"actor_rollout_ref.{name}." for name in ("actor", "ref", "rollout"))

@@ -7,9 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl_patches.launch import calibration
-from verl_patches.launch.calibration import FITTED, MEAN_PROMPT, ROWS, errors, fitted, published, without_cache
-from verl_patches.launch.step_model import (
+from verl_patches.layout.inventory import build_inventory
+from verl_patches.layout.parallel import ParallelLayout, rollout_layout
+from verl_patches.layout.sharding import local_parameters, static_bytes
+from verl_patches.planning import calibration
+from verl_patches.planning.calibration import FITTED, MEAN_PROMPT, ROWS, errors, fitted, published, without_cache
+from verl_patches.planning.step_model import (
     PHASES,
     Hardware,
     Lengths,
@@ -29,9 +32,6 @@ from verl_patches.launch.step_model import (
     update_s,
     verl_sync,
 )
-from verl_patches.layout.inventory import build_inventory
-from verl_patches.layout.parallel import ParallelLayout, rollout_layout
-from verl_patches.layout.sharding import local_parameters, static_bytes
 
 DIE = Hardware()
 PUBLISHED_S = {"rollout": 318.27, "ref": 104.7, "reward": 13.7, "advantage": 0.188, "update": 328.8, "reshard": 11.18}

@@ -9,11 +9,11 @@ from verl_patches.catalog import ROWS
 from verl_patches.config.checks import Check
 from verl_patches.config.compose import compose, model_shape_of
 from verl_patches.errors import ConfigError
-from verl_patches.launch import search as search_module
-from verl_patches.launch.plan import build_plan, patch_table
-from verl_patches.launch.remedies import remedies
-from verl_patches.launch.search import as_overrides, balanced_layers, changed, rollout_keys, search, train_keys
-from verl_patches.launch.step_plan import Workload
+from verl_patches.planning import search as search_module
+from verl_patches.planning.plan import build_plan, patch_table
+from verl_patches.planning.remedies import remedies
+from verl_patches.planning.search import as_overrides, balanced_layers, changed, rollout_keys, search, train_keys
+from verl_patches.planning.step_plan import Workload
 from verl_patches.upstream.checkouts import trees_of
 
 pytestmark = pytest.mark.slow  # plans of 16 to 384 ranks

@@ -1,6 +1,6 @@
 """What a node must have before a run: one table of checks, made on the node itself; nothing is started or changed.
 
-A check gets a Node and yields what it saw. `doctor` makes all of them on every node (launch/doctor.py compares nodes);
+A check gets a Node and yields what it saw. `doctor` makes all of them on every node (doctor/doctor.py compares nodes);
 the start of a run makes those that refuse it, by the same functions. Rows about dies are in npu_checks.py.
 """
 
@@ -28,15 +28,15 @@ from verl_patches.config import hccl
 from verl_patches.config.checks import PATHS, check_files
 from verl_patches.config.compose import model_shape_of
 from verl_patches.config.environment import run_dir
+from verl_patches.doctor.npu_tools import NotUnderstoodError
 from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.launch.launcher import require_free_port, require_output_folder
-from verl_patches.launch.npu_tools import NotUnderstoodError
-from verl_patches.launch.plan import host_bytes
 from verl_patches.launch.ray_cluster import object_store_bytes
 from verl_patches.layout.inventory import build_inventory
 from verl_patches.patching.contract import PACKAGES, Sources, check
 from verl_patches.patching.report import NOT_RUN, Finding
 from verl_patches.patching.spec import PatchSpec
+from verl_patches.planning.plan import host_bytes
 from verl_patches.platform import NO_DEVICE, as_npu
 from verl_patches.platform import require as require_platform
 from verl_patches.platform.npu import SOCKETS, refuse_loopback, require_interface, towards

@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch import recorded
+from tests.doctor import recorded
 from verl_patches.catalog import ROWS
 from verl_patches.config.compose import compose
+from verl_patches.doctor import node_checks, npu_checks
+from verl_patches.doctor.doctor import NODE_ROWS
+from verl_patches.doctor.node_checks import Machine, Node, Row, Seen, check_node
 from verl_patches.errors import RecipeError
-from verl_patches.launch import node_checks, npu_checks
-from verl_patches.launch.doctor import NODE_ROWS
-from verl_patches.launch.node_checks import Machine, Node, Row, Seen, check_node
-from verl_patches.launch.plan import host_bytes, peak_bytes
 from verl_patches.patching.report import Report
+from verl_patches.planning.plan import host_bytes, peak_bytes
 
 PORT = {"-ip": recorded.IP, "-link": recorded.LINK, "-net_health": recorded.NET_HEALTH}
 INFINITE = resource.RLIM_INFINITY
@@ -151,7 +151,7 @@ def test_a_tool_of_the_driver_is_found_where_it_is_not_on_path(make_node, tmp_pa
 
 
 def test_ports_without_addresses_are_a_note_while_hccs_is_healthy(make_node):
-    """Within one SuperPoD dies exchange over HCCS; launch/doctor.py compares the SuperPoDs of all nodes."""
+    """Within one SuperPoD dies exchange over HCCS; doctor/doctor.py compares the SuperPoDs of all nodes."""
     nothing = {f"hccn_tool -i {n} -ip -g": recorded.NO_IP for n in range(16)}
     found = findings(make_node(nothing), "npu links")
     assert {one.state for one in found.values()} == {"note"}

@@ -20,10 +20,14 @@ from verl_patches.config.checks import check_config
 from verl_patches.config.compose import model_shape_of, vllm_arguments
 from verl_patches.config.engine_options import rewrite_engine_options
 from verl_patches.errors import ConfigError
-from verl_patches.launch.calibration import FITTED
-from verl_patches.launch.memory_plan import followed_peaks
-from verl_patches.launch.plan import engine_checks
-from verl_patches.launch.step_model import (
+from verl_patches.layout.inventory import DTYPE_BYTES, ModelShape
+from verl_patches.layout.parallel import ParallelLayout, rollout_layout, train_layout_of
+from verl_patches.layout.sharding import GRAD_BYTES, OPTIMIZER_BYTES
+from verl_patches.memory.expected import A3_SEEN_BYTES
+from verl_patches.planning.calibration import FITTED
+from verl_patches.planning.memory_plan import followed_peaks
+from verl_patches.planning.plan import engine_checks
+from verl_patches.planning.step_model import (
     Hardware,
     Offload,
     StepInput,
@@ -36,11 +40,7 @@ from verl_patches.launch.step_model import (
     stage_elements,
     update_s,
 )
-from verl_patches.launch.step_plan import Workload, step_input, step_sections
-from verl_patches.layout.inventory import DTYPE_BYTES, ModelShape
-from verl_patches.layout.parallel import ParallelLayout, rollout_layout, train_layout_of
-from verl_patches.layout.sharding import GRAD_BYTES, OPTIMIZER_BYTES
-from verl_patches.memory.expected import A3_SEEN_BYTES
+from verl_patches.planning.step_plan import Workload, step_input, step_sections
 
 DIES = range(16, 1025)
 NODE_DIES = 16

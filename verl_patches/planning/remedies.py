@@ -12,8 +12,10 @@ from omegaconf import DictConfig, OmegaConf
 from verl_patches.config.checks import Check, check_config
 from verl_patches.config.compose import model_shape_of, shape_file, vllm_arguments
 from verl_patches.errors import ConfigError
-from verl_patches.launch.plan import engine_checks
-from verl_patches.launch.search import (
+from verl_patches.layout.model_folder import read_json_object
+from verl_patches.layout.parallel import world_size
+from verl_patches.planning.plan import engine_checks
+from verl_patches.planning.search import (
     ACTOR,
     MINI_BATCH,
     ROLLOUT,
@@ -26,8 +28,6 @@ from verl_patches.launch.search import (
     train_keys,
     train_sizes,
 )
-from verl_patches.layout.model_folder import read_json_object
-from verl_patches.layout.parallel import world_size
 
 _TRIED = 40  # changes for one check
 _TRAIN = {"train layout", "layers", "train experts", "attention heads", "experts under tp", "recipe.train.expert_split"}

@@ -12,9 +12,10 @@ import pytest
 from verl_patches.catalog import ROWS
 from verl_patches.cli import doctor as command
 from verl_patches.config.compose import compose
-from verl_patches.launch import doctor, ray_cluster
-from verl_patches.launch.doctor import ACROSS, NODE_ROWS, Nodes, all_nodes, report_of
-from verl_patches.launch.node_checks import Node, probe_settings
+from verl_patches.doctor import doctor
+from verl_patches.doctor.doctor import ACROSS, NODE_ROWS, Nodes, all_nodes, report_of
+from verl_patches.doctor.node_checks import Node, probe_settings
+from verl_patches.launch import ray_cluster
 from verl_patches.launch.smoke import CONFIG_NAME
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -24,9 +24,8 @@ from omegaconf import OmegaConf
 
 from verl_patches.config.checks import check_files
 from verl_patches.config.environment import REPOSITORY, switches_of
-from verl_patches.errors import ConfigError
-from verl_patches.launch import npu_checks, ray_cluster
-from verl_patches.launch.node_checks import (
+from verl_patches.doctor import npu_checks
+from verl_patches.doctor.node_checks import (
     HOST_ROWS,
     PROBE_MIB,
     PROBE_REPEAT,
@@ -38,6 +37,8 @@ from verl_patches.launch.node_checks import (
     fault_of,
     speed,
 )
+from verl_patches.errors import ConfigError
+from verl_patches.launch import ray_cluster
 from verl_patches.patching.engine import Engine
 from verl_patches.patching.report import Finding, Report
 from verl_patches.upstream import versions

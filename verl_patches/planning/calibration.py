@@ -12,7 +12,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from verl_patches.config.compose import CONFIGS_DIR
-from verl_patches.launch.step_model import (
+from verl_patches.layout.inventory import read_model_shape
+from verl_patches.layout.parallel import ParallelLayout, rollout_layout
+from verl_patches.planning.step_model import (
     Constants,
     Hardware,
     Lengths,
@@ -22,8 +24,6 @@ from verl_patches.launch.step_model import (
     decode_s,
     step_time,
 )
-from verl_patches.layout.inventory import read_model_shape
-from verl_patches.layout.parallel import ParallelLayout, rollout_layout
 
 TOTAL_S = 801.29  # sum of the published phases
 # tokens of a prompt: 250.2 tokens/s of each of 128 cards over the step's seconds, less the 3072 of its response

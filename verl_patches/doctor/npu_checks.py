@@ -2,15 +2,15 @@
 
 The dies of one SuperPoD exchange over HCCS, within a node and between nodes. Their own Ethernet ports (RoCE) are used
 between SuperPoDs, and need an address only then (CANN's rank table reference, `device_ip`): a port without an address
-is a note while HCCS is healthy, and launch/doctor.py asks that all such nodes are of one SuperPoD.
+is a note while HCCS is healthy, and doctor/doctor.py asks that all such nodes are of one SuperPoD.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from verl_patches.launch.node_checks import PROBE_MIB, Node, Row, Seen, probe, probe_settings, speed
-from verl_patches.launch.npu_tools import (
+from verl_patches.doctor.node_checks import PROBE_MIB, Node, Row, Seen, probe, probe_settings, speed
+from verl_patches.doctor.npu_tools import (
     HEALTHY,
     NO_IP,
     Die,
@@ -20,7 +20,7 @@ from verl_patches.launch.npu_tools import (
     field,
     parse_npu_smi,
 )
-from verl_patches.launch.plan import peak_bytes
+from verl_patches.planning.plan import peak_bytes
 from verl_patches.platform.npu import NOT_SET_BY_RAY, VISIBLE
 
 MIB = 1 << 20

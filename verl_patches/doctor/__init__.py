@@ -1,0 +1,1 @@
+"""Is a machine ready: checks of a node and of all nodes of a Ray."""
