@@ -270,7 +270,7 @@ def _raise_if_left():
     from megatron.core.distributed import DistributedDataParallel
 
     sizes = {}
-    for chunk in [each for each in gc.get_objects() if type(each) is DistributedDataParallel]:
+    for chunk in [each for each in gc.get_objects() if issubclass(type(each), DistributedDataParallel)]:
         for kind in ("buffers", "expert_parallel_buffers"):
             for buffer in getattr(chunk, kind):
                 for data in ("param_data", "grad_data"):
