@@ -40,6 +40,7 @@ def upstream(tmp_path):
 
 def test_a_start_that_would_ignore_keys_is_refused():
     pypi = ("recipe.line=pypi", "recipe.train.collective_timeout_minutes=30", "recipe.hccl.expansion_mode=AI_CPU")
+    pypi += ("recipe.train.adam_beta2=0.999",)
     assert "recipe.train.layers_per_stage" in refusal("train", "--config-name", LARGE, *pypi)
 
 
