@@ -94,9 +94,9 @@ def test_nothing_is_started_or_written_and_overrides_pass_through(tmp_path, plan
         ("recipe.foo=1", 2, "unknown key recipe.foo"),
         ("actor_rollout_ref.rollout.mode=async", 1, "mode is async, line a3 supports sync only"),
         (
-            "actor_rollout_ref.rollout.gpu_memory_utilization=0.97",
+            "actor_rollout_ref.rollout.gpu_memory_utilization=0.99",
             1,
-            "memory: modelled: wake_kv, rollout: die 0 needs 67.63 GB of 65.79; largest: rollout_weights 31.94",
+            "memory: modelled: wake_kv, rollout: die 0 needs 66.97 GB of 65.79; largest: kv_cache 33.19",
         ),
     ],
 )
