@@ -34,7 +34,7 @@ NEVER_IMPORTED = {
     "driver": ("megatron", "mindspeed_llm", "verl", "vllm", "vllm_ascend"),
     "controller": (
         "megatron.core.models", "megatron.core.packed_seq_params", "mindspeed_llm",  # no model is built
-        "verl.models.mcore.registry", "verl.utils.megatron.optimizer",
+        "verl.models.mcore.registry", "verl.models.mcore.util", "verl.utils.megatron.optimizer",
         "verl.workers.rollout", "verl.workers.sharding_manager", "vllm", "vllm_ascend",  # no engine either
     ),
     "worker": ("verl.trainer.ppo.metric_utils", "verl.trainer.ppo.ray_trainer", "verl.utils.tracking"),
