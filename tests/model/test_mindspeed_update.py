@@ -46,8 +46,8 @@ def overlapped(updates):
 def near(found, expected, rel) -> bool:
     """Whether values of an update's mini batches are equal within `rel` of the largest of them.
 
-    A later mini batch has a gradient norm of 1/500 here, and Adam's first step makes whole steps of what rounding leaves
-    of gradients that are almost zero.
+    A later mini batch has a gradient norm of 1/500 here, and Adam's first step makes whole steps of what rounding
+    leaves of gradients that are almost zero.
     """
     bound = rel * max(map(abs, expected))
     return len(found) == len(expected) and all(abs(a - b) <= bound for a, b in zip(found, expected, strict=True))
