@@ -109,24 +109,30 @@ def worker(**recipe):
     train = {"skip_old_log_prob": False, "routing_replay": None, "swap_optimizer": False, "swap_optimizer_times": 3}
     train |= recipe.pop("train", {})
     settings = {"line": "pypi", "platform": "cpu", "dtype": "fp32", "memory": {"ledger": "off"}, "train": train}
-    settings |= {"weight_sync": {"enabled": True}, **recipe}
+    settings |= {"weight_sync": {"enabled": True}, "expert_load": False, **recipe}
     side = {"megatron": {"param_offload": True, "optimizer_offload": True}}
     config = OmegaConf.create({"recipe": settings, "actor": side, "ref": side, "rollout": {"enforce_eager": True}})
     return subclass_of(Upstream, recipe_worker.RecipeWorker)(config, "actor")
 
 
+def build(made):
+    """`_build_model_optimizer` without what needs real chunks: the ledger's part and the guard of optimizer steps."""
+    made.memory.built = lambda *built: None
+    with mock.patch.object(recipe_worker, "StepGuard", lambda *built: None):
+        made._build_model_optimizer()
+
+
 def worker_swaps_the_optimizer():
     swapped, made = [], worker(train={"swap_optimizer": True})
-    made.memory.built = lambda *built: None
     with mock.patch.object(recipe_worker, "swap_optimizer", lambda *arguments, look: swapped.append(arguments)):
-        made._build_model_optimizer()
+        build(made)
     return swapped == [("optimizer", 3)]
 
 
 def worker_uses_the_configured_dtype():
     made = worker()
-    made.dtype, made.memory.built = None, lambda *built: None
-    made._build_model_optimizer()
+    made.dtype = None
+    build(made)
     return made.seen == [torch.float32]
 
 

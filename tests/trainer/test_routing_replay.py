@@ -207,7 +207,7 @@ def test_every_second_pass_is_compared_with_one_without_replay(model, monkeypatc
     assert [step["agreement"] for step in found] == [0.75] * 3 and found[1]["logprob_delta_without"] is None
     assert [step["logprob_delta_without"]["mean"] for step in (found[0], found[2])] == [1.5, 1.5]
     step = {"step": 1, "reward": 0.0, "grad_norm": None, "logprob_delta": None, "seconds": {}, "sync": None}
-    text = line({**step, "memory": None, "dispatch": None, "routing_replay": found[0]}, REPLAY_COLUMNS)
+    text = line({**step, "skipped": None, "memory": None, "dispatch": None, "routing_replay": found[0]}, REPLAY_COLUMNS)
     assert text.split()[-2:] == ["0.75000", "1.50e+00"]
     assert replay_of_step([None]) is None and replay_of_step([model[1].end_step()]) is None
 
