@@ -29,11 +29,6 @@ _ELSEWHERE = "no NPU here: recipe.platform is {}"
 _MOUNTED = "mount it from the host, as scripts/start_container.sh does for npu-smi"
 
 
-def _output(node: Node, *command: str) -> str | None:
-    """The output of a tool; None where it is not installed."""
-    return node.machine.output(*command)
-
-
 def _elsewhere(node: Node) -> Seen | None:
     return None if node.npu else Seen(None, _ELSEWHERE.format(node.config.recipe.platform))
 
@@ -83,7 +78,7 @@ def _memory(node: Node) -> Iterator[Seen]:
         free = (die.total_mb - die.used_mb) * MIB
         least = free if least is None else min(least, free)
         if free < need:
-            expected = f"{need / 1e9:.1f} GB free (modelled peak, without activations)"
+            expected = f"{need / 1e9:.1f} GB free (modelled peak)"
             yield Seen(False, f"{free / 1e9:.1f} GB free of {die.total_mb * MIB / 1e9:.1f}", expected, name=_name(die))
     if least is not None and least >= need:
         yield Seen(True, f"at least {least / 1e9:.1f} GB free, no process", f"{need / 1e9:.1f} GB (modelled peak)")
@@ -96,7 +91,7 @@ def _board(node: Node) -> Iterator[Seen]:
         return
     found = set()
     for card in sorted({die.card for die in smi.dies}):
-        text = _output(node, "npu-smi", "info", "-t", "board", "-i", str(card)) or ""
+        text = node.machine.output("npu-smi", "info", "-t", "board", "-i", str(card)) or ""
         fits, driver, firmware = (field(text, name) for name in _BOARD)
         found.add((fits, f"driver {driver}, firmware {firmware}"))
         if fits != HEALTHY:
@@ -107,7 +102,7 @@ def _board(node: Node) -> Iterator[Seen]:
 
 def firmware_of(node: Node) -> str | None:
     """The firmware of the first card, for the comparison of nodes; None without NPUs or an answer."""
-    text = _output(node, "npu-smi", "info", "-t", "board", "-i", "0") if node.npu else None
+    text = node.machine.output("npu-smi", "info", "-t", "board", "-i", "0") if node.npu else None
     try:
         return field(text, "Firmware Version") if text else None
     except ValueError:
@@ -116,7 +111,7 @@ def firmware_of(node: Node) -> str | None:
 
 def super_pod_of(node: Node) -> str | None:
     """The SuperPoD of the node's first die; None without NPUs or an answer."""
-    text = _output(node, "npu-smi", "info", "-t", "spod-info", "-i", "0", "-c", "0") if node.npu else None
+    text = node.machine.output("npu-smi", "info", "-t", "spod-info", "-i", "0", "-c", "0") if node.npu else None
     try:
         return field(text, "Super Pod ID") if text else None
     except ValueError:
@@ -128,7 +123,7 @@ def _links(node: Node) -> Iterator[Seen]:
     if isinstance(smi, Seen):
         yield smi
         return
-    if _output(node, "hccn_tool", "-h") is None:
+    if node.machine.output("hccn_tool", "-h") is None:
         yield Seen(None, "hccn_tool is not installed", todo="mount /usr/bin/hccn_tool and the driver from the host")
         return
     fine = without = 0
@@ -150,7 +145,7 @@ def _links(node: Node) -> Iterator[Seen]:
 def _link_faults(node: Node, die: Die) -> tuple[list[Seen], bool]:
     """(what is wrong with the links of one die, whether its own port has an address)."""
     faults = []
-    lanes = _output(node, "npu-smi", "info", "-t", "hccs", "-i", f"{die.card}", "-c", f"{die.chip}")
+    lanes = node.machine.output("npu-smi", "info", "-t", "hccs", "-i", f"{die.card}", "-c", f"{die.chip}")
     hccs = field(lanes or "", "hccs health status")
     if hccs != HEALTHY:
         todo = f"npu-smi info -t hccs -i {die.card} -c {die.chip} prints each lane; leave the node out"
@@ -171,12 +166,12 @@ def _link_faults(node: Node, die: Die) -> tuple[list[Seen], bool]:
 
 def _of_port(node: Node, die: Die, name: str) -> str:
     """The output of hccn_tool about the port of a die."""
-    return _output(node, "hccn_tool", "-i", f"{die.number}", f"-{name}", "-g") or ""
+    return node.machine.output("hccn_tool", "-i", f"{die.number}", f"-{name}", "-g") or ""
 
 
 def hccs_only(node: Node) -> bool:
     """Whether the port of the first die has no address, so that the node reaches others over HCCS only."""
-    return node.npu and NO_IP in (_output(node, "hccn_tool", "-i", "0", "-ip", "-g") or "")
+    return node.npu and NO_IP in (node.machine.output("hccn_tool", "-i", "0", "-ip", "-g") or "")
 
 
 def _binding(node: Node) -> Iterator[Seen]:
