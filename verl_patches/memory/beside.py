@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from verl_patches.layout.inventory import Inventory
+from verl_patches.layout.inventory import Inventory, ModelShape
 from verl_patches.layout.parallel import ParallelLayout
 from verl_patches.memory.activations import Passes, forward_bytes, update_bytes
 from verl_patches.memory.schedule import Schedule
@@ -32,15 +32,29 @@ def always_bytes(hccl: dict[str, int], kv_cache: bool) -> dict[str, int]:
 
 
 def work_bytes(inventory: Inventory, train: ParallelLayout, rank: int, phase: str, passes: Passes) -> dict[str, int]:
-    """{term: bytes} of the activations of a phase on `rank`; empty for phases without a pass of training's model."""
+    """{term: bytes} of activations and recorded experts on `rank`; empty for phases without a pass of the model."""
     model, stage = inventory.model, train.coordinates(rank).pp
     if phase == "update":
-        return update_bytes(model, train, stage, len(train.local_experts(rank, model.n_routed_experts)), passes)
-    if phase == "old_log_prob":
-        return forward_bytes(model, train, stage, passes.log_prob_tokens, passes, entropy=True)
-    if phase == "ref":
-        return forward_bytes(model, train, stage, passes.ref_tokens, passes, entropy=False)
-    return {}
+        work = update_bytes(model, train, stage, len(train.local_experts(rank, model.n_routed_experts)), passes)
+    elif phase == "old_log_prob":
+        work = forward_bytes(model, train, stage, passes.log_prob_tokens, passes, entropy=True)
+    elif phase == "ref":
+        work = forward_bytes(model, train, stage, passes.ref_tokens, passes, entropy=False)
+    else:
+        return {}
+    # by micro batch and, at the end of the pass that records, by sample too
+    copies = 2 if phase == "old_log_prob" else 1
+    return work | {"routing_record": copies * record_bytes(model, train, stage, passes.recorded_tokens)}
+
+
+def record_bytes(model: ModelShape, train: ParallelLayout, stage: int, tokens: int) -> int:
+    """Bytes of the routed experts of `tokens` in a stage's layers, and a flag of each token (worker/routing_replay.py).
+
+    Each rank of a replica has all its tokens; context parallelism splits them.
+    """
+    layers = sum(model.is_moe(layer) for layer in train.stage_layers(stage, model.num_hidden_layers))
+    one = 1 if model.n_routed_experts <= 256 else 2
+    return tokens // train.cp * (layers * model.num_experts_per_tok * one + 1)
 
 
 def host_bytes(

@@ -199,6 +199,7 @@ def _passes(config: DictConfig, replicas: int, rows: Collection[str]) -> Passes:
         unpadded=train.unpadded_attention,
         entropy=bool(actor.entropy_coeff),
         chunked_logits={"logprob.in_chunks", "logprob.entropy_in_chunks"} <= set(rows),
+        recorded_tokens=data.train_batch_size * section.rollout.n // replicas * longest if train.routing_replay else 0,
         fused_expert_wgrad=train.fused_expert_wgrad,
         fused_linear_wgrad=train.fused_linear_wgrad,
     )
