@@ -93,6 +93,26 @@ def test_equal_nodes_pass(collected, config, production):
     assert {one.state for one in across(nodes_of(collected, production)).values()} <= {"fine", "note"}
 
 
+def test_a_node_with_another_checkout_is_named_though_it_has_rows_unknown_here(collected, production):
+    nodes = nodes_of(collected, production, code="0" * 16)
+    other = json.loads(nodes.nodes[1]["answer"]["output"])
+    other["rows"].insert(0, {**other["rows"][0], "name": "a new row: part", "a new field": 1})
+    nodes.nodes[1]["answer"]["output"] = json.dumps(other)
+    rows = all_nodes(nodes)["rows"]
+    assert rows[-1]["name"] == "a new row: part" and rows[-1]["where"].startswith("10.0.0.1")
+    assert [row["where"] for row in rows if row["name"] == "checkout"] == ["10.0.0.1"]
+
+
+def test_nodes_without_an_interface_are_all_named(collected, production):
+    nodes = nodes_of(collected, production)
+    for node in nodes.nodes:
+        report = json.loads(node["answer"]["output"])
+        report["nodes"][0]["facts"]["interface"] = None
+        node["answer"]["output"] = json.dumps(report)
+    found = [one for one in doctor.compare_nodes(nodes) if one.name == "network"]
+    assert [(one.where, one.state) for one in found] == [(f"10.0.0.{n}", "problem") for n in range(3)]
+
+
 @pytest.mark.parametrize(
     ("changes", "name", "text"),
     [

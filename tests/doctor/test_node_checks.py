@@ -3,6 +3,7 @@
 import os
 import resource
 import socket
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from tests.doctor import recorded
 from verl_patches.catalog import ROWS
 from verl_patches.config.compose import compose
 from verl_patches.doctor import node_checks, npu_checks
-from verl_patches.doctor.doctor import NODE_ROWS
+from verl_patches.doctor.doctor import NODE_ROWS, this_node
 from verl_patches.doctor.node_checks import Machine, Node, Row, Seen, check_node
 from verl_patches.errors import RecipeError
 from verl_patches.patching.report import Report
@@ -59,7 +60,7 @@ def make_node(production, tmp_path, monkeypatch):
 
     def make(changes=(), **machine):
         kept = {"environ": {}, "devices": tmp_path, "cgroup": tmp_path, "limit": lambda number: (INFINITE, INFINITE)}
-        return Node(production, ROWS, machine=Machine(run=tool(changes), **{**kept, **machine}))
+        return Node(production, ROWS, machine=Machine(**{"run": tool(changes), **kept, **machine}))
 
     return make
 
@@ -193,9 +194,36 @@ def test_limits_and_memory_of_a_container(make_node, tmp_path):
     memory = found["host memory"]
     assert memory.state == "problem" and "771.5 by the workers" in memory.expected  # docs/256-die-runbook.md
     assert float(memory.found.split()[0]) <= 4.3
+    (tmp_path / "memory.stat").write_text(f"anon 1\ninactive_file {3 << 30}\n")  # page cache is not in the way
+    assert 4.3 < float(findings(node, "host memory")["host memory"].found.split()[0]) <= 7.6
     assert found["jemalloc"].state == "note" and "LD_PRELOAD is unset" in found["jemalloc"].found
     absent = findings(make_node(environ={"LD_PRELOAD": "/none/libjemalloc.so.2"}), "jemalloc")["jemalloc"]
     assert absent.state == "problem" and "/none/libjemalloc.so.2, which does not exist" in absent.found
+
+
+def test_limits_of_control_groups_v1(make_node, tmp_path):
+    (tmp_path / "pids").mkdir()
+    (tmp_path / "memory").mkdir()
+    (tmp_path / "pids" / "pids.max").write_text("512\n")
+    for name, size in (("limit", 8 << 30), ("usage", 7 << 30)):
+        (tmp_path / "memory" / f"memory.{name}_in_bytes").write_text(f"{size}\n")
+    (tmp_path / "memory" / "memory.stat").write_text(f"inactive_file 1\ntotal_inactive_file {1 << 30}\n")
+    found = findings(make_node(), "limits", "host memory")
+    assert found["limits: processes"].found == "512"
+    assert float(found["host memory"].found.split()[0]) <= 2.2
+
+
+def test_tools_that_do_not_end_leave_the_nodes_other_findings(make_node):
+    def hanging(command):
+        if Path(command[0]).name in ("npu-smi", "hccn_tool"):
+            raise subprocess.TimeoutExpired(command, 60)
+        return tool()(command)
+
+    report = this_node(make_node(run=hanging))
+    states = {row["name"].partition(":")[0]: row["state"] for row in report["rows"]}
+    assert states["npu health"] == "problem" and states["disk"] in ("fine", "problem")
+    facts = report["nodes"][0]["facts"]
+    assert facts["super_pod"] is None and facts["hccs_only"] is False
 
 
 def test_a_taken_port_and_an_interface_that_is_not_there(make_node, production):

@@ -120,6 +120,12 @@ def test_the_search_finds_a_layout_with_what_its_refusal_names(rows):
     assert len(search(compose(BIG, batch), rows, 1024, Workload(), top=1)) == 1
 
 
+@pytest.mark.parametrize(("gib", "listed"), [(512, False), (800, True)])  # the workers of a node pin 771.5 GB
+def test_a_layout_that_pins_more_than_a_node_has_is_not_listed(config, rows, gib, listed):
+    found = search_module._verified(config, rows, {"recipe.memory.host_gib": gib}, Workload())
+    assert (found is not None) is listed
+
+
 # refusals
 
 
@@ -132,6 +138,8 @@ def test_the_search_finds_a_layout_with_what_its_refusal_names(rows):
         ("data.train_batch_size=500", "prompts"),
         ("recipe.hccl.buffer_mib=100", "HCCL buffer"),
         (f"{ACTOR}.sequence_parallel=false", "engine arguments"),
+        ("actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=7", "ref micro batch"),
+        ("recipe.train.routing_replay=R3", "routing replay"),
     ],
 )
 def test_a_refusal_names_a_change_that_works(override, check):
@@ -141,6 +149,14 @@ def test_a_refusal_names_a_change_that_works(override, check):
     remedy = next(remedy["overrides"] for remedy in offered if remedy["check"] == check)
     mended = plan_of(BIG, override, *remedy)
     assert mended["ok"], [c for c in mended["checks"] if not c["ok"]]
+
+
+def test_each_change_that_is_offered_mends_all_where_one_does():
+    override = "data.train_batch_size=500"  # two checks fail
+    plan = plan_of(BIG, override)
+    offered = remedies(compose(BIG, [override]), [Check(**c) for c in plan["checks"]])
+    assert {remedy["check"] for remedy in offered} == {"prompts", "mini batch", "on policy"}
+    assert all(plan_of(BIG, override, *remedy["overrides"])["ok"] for remedy in offered)
 
 
 def test_nothing_is_offered_where_nothing_is_refused(config):

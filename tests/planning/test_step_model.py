@@ -18,7 +18,6 @@ from verl_patches.planning.step_model import (
     Lengths,
     Offload,
     SyncTraffic,
-    bubble,
     decode_s,
     driver_bytes,
     forward_flops,
@@ -147,6 +146,11 @@ def test_training_flops_of_a_step_take_the_share_of_the_dies_that_is_stated():
 # pipeline
 
 
+def bubble(stages, micro_batches, virtual=1):
+    """Share of the pipeline's time in which the slowest stage waits."""
+    return 1 - micro_batches * max(stages) / pipeline_s(stages, micro_batches, virtual)
+
+
 def test_pipeline_of_even_stages_has_the_textbook_bubble():
     assert bubble([1.0] * 8, 56) == pytest.approx(7 / 63)
     assert bubble([1.0] * 8, 56, virtual=2) == pytest.approx(3.5 / 59.5)
@@ -165,6 +169,15 @@ def test_uneven_stages_are_slower_than_balanced_ones():
     assert update_s(replace(run, train=uneven), FITTED, DIE) > 1.2 * update_s(run, FITTED, DIE)
     seconds = stage_s(run, 1, True, FITTED, DIE)
     assert len(seconds) == 8 and seconds[2] == seconds[5] > seconds[1]
+
+
+def test_a_second_epoch_is_a_second_update_and_no_smaller_mini_batch():
+    """Control: two mini batches split the batch, and add one optimizer step and one fill of the pipeline."""
+    run = published()
+    once = update_s(run, FITTED, DIE)
+    sent = driver_bytes(run, 3) / FITTED.driver_bytes_per_s
+    assert update_s(replace(run, epochs=2), FITTED, DIE) == pytest.approx(2 * once - sent)
+    assert update_s(replace(run, mini_batches=2), FITTED, DIE) < 1.2 * once
 
 
 # how a step must move

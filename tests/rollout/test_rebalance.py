@@ -7,12 +7,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl_patches.rollout.rebalance import FIXED, Cost, plan, state_of, step_s, tier_of
+from verl_patches.rollout.rebalance import FIXED, NONE, Cost, State, plan, step_s, tier_of
 
 BLOCK, RESERVE, TIERS = 4, 4, [1, 3, 4]
 FREE_OF_COST = Cost(block_bytes=0, steps=10**9, fixed_s=0)
 ROW = st.lists(st.sampled_from([FIXED, 1, 3, 4, 5, 9, 14]), max_size=4)
 INSTANCES = st.lists(st.tuples(ROW, st.integers(0, 14)), min_size=2, max_size=3)
+
+
+def state_of(lengths, free_blocks):
+    """A State of lists of unequal lengths."""
+    width = max(map(len, lengths), default=0)
+    rows = [[*row, *[NONE] * (width - len(row))] for row in lengths]
+    return State(np.array(rows, dtype=np.int64).reshape(len(rows), width), np.array(free_blocks, dtype=np.int64))
 
 
 def blocks_of(tokens, reserve=0):

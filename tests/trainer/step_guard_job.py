@@ -44,5 +44,8 @@ def found(world, steps, clip_grad=1.0):
         equal = same(weights(guarded[0]), weights(plain[0]))
         update(*plain, 99, (world - 1, "dense1", float("nan")))
         spoilt = any(weight.isnan().any().item() for weight in weights(plain[0]))
-        results[kind] = {"steps": seen, "equal": equal, "spoilt without the guard": spoilt}
+        for number, bad in enumerate((None, *[(0, "dense1", float("nan"))] * 3, None)):  # mini batches of one step
+            update(*guarded, number, bad)
+        within = guard.take()
+        results[kind] = {"steps": seen, "equal": equal, "spoilt without the guard": spoilt, "within a step": within}
     return results

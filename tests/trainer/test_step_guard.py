@@ -31,6 +31,7 @@ def test_bad_steps_are_left_out_on_all_ranks_and_good_ones_are_megatrons(ranks):
         assert [step["skipped"] for step in rank["steps"]] == [0, 1, 0, 1, 1, 0]
         assert [step["in_a_row"] for step in rank["steps"]] == [0, 1, 0, 1, 2, 0]
         assert all(step["done"] for step in rank["steps"]) and rank["equal"]
+        assert (rank["within a step"]["skipped"], rank["within a step"]["in_a_row"]) == (3, 3)
         assert rank["spoilt without the guard"]  # negative control
 
 

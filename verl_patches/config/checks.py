@@ -429,7 +429,9 @@ def _batch_checks(config: DictConfig, train: ParallelLayout, rollout: ParallelLa
     elif not actor.use_dynamic_bsz:
         key += " (responses a rank and mini batch)"
         yield _divides("micro batch", mini * n // train.dp, micro, key, "micro batches of a mini batch")
-    for name in ["ref"] if config.recipe.train.skip_old_log_prob else ["rollout", "ref"]:
+    reference = actor.use_kl_loss or config.algorithm.use_kl_in_reward
+    passes = {"rollout": not config.recipe.train.skip_old_log_prob, "ref": reference}
+    for name in (name for name, runs in passes.items() if runs):
         section = config.actor_rollout_ref[name]
         micro, key = section.log_prob_micro_batch_size_per_gpu, f"{name}.log_prob_micro_batch_size_per_gpu"
         if micro is not None and not section.get("log_prob_use_dynamic_bsz"):  # verl 0.4.0 has that key

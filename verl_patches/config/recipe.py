@@ -45,8 +45,8 @@ class Train:
     swap_optimizer: keep optimizer states on the host and bring them to the device in pieces of whole tensors during
     the update (memory/swap_optimizer.py; on line a3 MindSpeed's own).
     swap_optimizer_times: a piece holds at most 1/swap_optimizer_times of the states, or one tensor.
-    max_skipped_steps: optimizer steps in a row that may be skipped because a gradient is NaN or infinite; at that many
-    the run ends with an error that names rank, pipeline stage and parameter (worker/step_guard.py).
+    max_skipped_steps: the run ends at this many optimizer steps in a row that were skipped because a gradient is NaN
+    or infinite, with an error that names rank, pipeline stage and parameter (worker/step_guard.py).
 
     The other keys are for line a3; model/mindspeed/arguments.py maps each to an engine argument. Line pypi refuses
     values other than the defaults.
@@ -261,7 +261,7 @@ class Hccl:
     interface: network interface of every node for rendezvous and host traffic; null: each node uses the one towards
     Ray's head. HCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME or TP_SOCKET_IFNAME in a node's own environment override both.
     buffer_mib: HCCL_BUFFSIZE in MiB; null: what the layout needs.
-    small_groups_mib: the same for groups that exchange no experts, as an option of each; null: HCCL_BUFFSIZE.
+    small_groups_mib: the same for groups of Megatron and vLLM that exchange no experts; null: HCCL_BUFFSIZE.
     expansion_mode: what runs collectives on the device: its vector cores (AIV) or its AI CPU.
     base_port: first of the 144 ports that HCCL listens on, on every node.
     """

@@ -13,7 +13,7 @@ import platform
 import socket
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from importlib import metadata
 from pathlib import Path
@@ -287,7 +287,10 @@ def _network(nodes: Nodes) -> Iterator[Seen]:
         if fault:
             faults += 1
             yield Seen(False, fault, "an address that the other nodes reach", where=place)
-    usual, others = _deviating({place: str(fact["mtu"]) for place, fact in facts.items() if fact})
+    sizes = {place: str(fact["mtu"]) for place, fact in facts.items() if fact}
+    if not sizes:
+        return
+    usual, others = _deviating(sizes)
     for place, mtu in others.items():
         todo = f"ip link set {facts[place]['name']} mtu {usual}"
         yield Seen(False, f"{facts[place]['name']} has MTU {mtu}", f"MTU {usual}, as most nodes", todo, where=place)
@@ -394,9 +397,9 @@ def _joined(reports: Mapping[str, Mapping[str, Any]]) -> Iterable[Finding]:
     places: dict[Finding, list[str]] = {}
     for place, report in reports.items():
         for row in report["rows"]:
-            places.setdefault(Finding(**{**row, "details": tuple(row["details"])}), []).append(place)
-    names = [row.name for row in NODE_ROWS]
-    ordered = sorted(places.items(), key=lambda entry: names.index(entry[0].name.partition(":")[0]))
+            places.setdefault(_finding(row), []).append(place)
+    order = {row.name: number for number, row in enumerate(NODE_ROWS)}  # a node with another checkout may have others
+    ordered = sorted(places.items(), key=lambda entry: order.get(entry[0].name.partition(":")[0], len(order)))
     for finding, named in ordered:
         text = f"all {len(named)} nodes" if len(named) == len(reports) else ", ".join(named)
         yield replace(finding, where=f"{text}: {finding.where}" if finding.where else text)
@@ -404,5 +407,10 @@ def _joined(reports: Mapping[str, Mapping[str, Any]]) -> Iterable[Finding]:
 
 def report_of(found: Mapping[str, Any]) -> Report:
     """The Report of `this_node` or `all_nodes`, for the table and the exit code."""
-    rows = tuple(Finding(**{**row, "details": tuple(row["details"])}) for row in found["rows"])
-    return Report(found["command"], found["line"], rows)
+    return Report(found["command"], found["line"], tuple(map(_finding, found["rows"])))
+
+
+def _finding(row: Mapping[str, Any]) -> Finding:
+    """A row of a report as plain data; fields that this checkout does not know are left out."""
+    known = {each.name for each in fields(Finding)}
+    return Finding(**{name: value for name, value in row.items() if name in known} | {"details": tuple(row["details"])})

@@ -289,15 +289,24 @@ def _shared_memory(node: Node) -> Iterator[Seen]:
     yield Seen(usage.total >= need, found, f"{need / GB:.1f} GB for Ray's object store")
 
 
+_MEMORY_FILES = (  # limit, use, its parts and the one that is page cache: control groups v2 and v1
+    ("memory.max", "memory.current", "memory.stat", "inactive_file"),
+    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"),
+)
+
+
 def _available_bytes(cgroup: Path) -> int:
-    """Memory that this node has left, under the container's limit where it has one."""
+    """Memory that this node has left, under the container's limit where it has one (control groups v2, or v1)."""
     available = psutil.virtual_memory().available
-    try:
-        limit = (cgroup / "memory.max").read_text().strip()
-        used = int((cgroup / "memory.current").read_text())
-    except OSError:
-        return available
-    return available if limit == "max" else min(available, int(limit) - used)
+    for limit, used, stat, cache in _MEMORY_FILES:
+        if (cgroup / limit).is_file() and (cgroup / used).is_file():
+            most = (cgroup / limit).read_text().strip()
+            if most == "max":
+                return available
+            lines = (cgroup / stat).read_text().splitlines() if (cgroup / stat).is_file() else []
+            cached = int(dict(line.split() for line in lines).get(cache, 0))  # of files, given back when it is needed
+            return min(available, int(most) - int((cgroup / used).read_text()) + cached)
+    return available
 
 
 def _host_memory(node: Node) -> Iterator[Seen]:
@@ -320,7 +329,8 @@ def _limits(node: Node) -> Iterator[Seen]:
     for name, (number, need) in rules.items():
         soft = limit(number)[0]
         if name == "processes":
-            soft = _under(soft, node.machine.cgroup / "pids.max")
+            for file in ("pids.max", "pids/pids.max"):
+                soft = _under(soft, node.machine.cgroup / file)
         ok = soft == infinite or (need != infinite and soft >= need)
         words = ["unlimited" if value == infinite else str(value) for value in (soft, need)]
         yield Seen(ok, words[0], words[1] if need == infinite else f"at least {words[1]}", name=name)

@@ -7,6 +7,7 @@ is a note while HCCS is healthy, and doctor/doctor.py asks that all such nodes a
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Iterator
 
 from verl_patches.doctor.node_checks import PROBE_MIB, Node, Row, Seen, probe, probe_settings, speed
@@ -100,22 +101,29 @@ def _board(node: Node) -> Iterator[Seen]:
     yield Seen(len(texts) == 1, "; ".join(texts), "one driver and one firmware on all cards", name="all cards")
 
 
+def _answer(node: Node, *command: str) -> str:
+    """What a tool prints; empty without NPUs, and where it does not run or end, which a row says."""
+    try:
+        return (node.machine.output(*command) or "") if node.npu else ""
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
+def _field_of(text: str, name: str) -> str | None:
+    try:
+        return field(text, name)
+    except NotUnderstoodError:
+        return None
+
+
 def firmware_of(node: Node) -> str | None:
     """The firmware of the first card, for the comparison of nodes; None without NPUs or an answer."""
-    text = node.machine.output("npu-smi", "info", "-t", "board", "-i", "0") if node.npu else None
-    try:
-        return field(text, "Firmware Version") if text else None
-    except ValueError:
-        return None
+    return _field_of(_answer(node, "npu-smi", "info", "-t", "board", "-i", "0"), "Firmware Version")
 
 
 def super_pod_of(node: Node) -> str | None:
     """The SuperPoD of the node's first die; None without NPUs or an answer."""
-    text = node.machine.output("npu-smi", "info", "-t", "spod-info", "-i", "0", "-c", "0") if node.npu else None
-    try:
-        return field(text, "Super Pod ID") if text else None
-    except ValueError:
-        return None
+    return _field_of(_answer(node, "npu-smi", "info", "-t", "spod-info", "-i", "0", "-c", "0"), "Super Pod ID")
 
 
 def _links(node: Node) -> Iterator[Seen]:
@@ -171,7 +179,7 @@ def _of_port(node: Node, die: Die, name: str) -> str:
 
 def hccs_only(node: Node) -> bool:
     """Whether the port of the first die has no address, so that the node reaches others over HCCS only."""
-    return node.npu and NO_IP in (node.machine.output("hccn_tool", "-i", "0", "-ip", "-g") or "")
+    return NO_IP in _answer(node, "hccn_tool", "-i", "0", "-ip", "-g")
 
 
 def _binding(node: Node) -> Iterator[Seen]:

@@ -34,6 +34,7 @@ _TRAIN = {"train layout", "layers", "train experts", "attention heads", "experts
 _ROLLOUT = {"rollout layout", "rollout experts", "rollout heads", "expert parallel"}
 _BATCH = {"prompts", "responses", "mini batch", "mini batch share"}
 _MICRO = "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu"
+_REF, _LOG_PROB_MICRO = "actor_rollout_ref.ref", "log_prob_micro_batch_size_per_gpu"
 
 
 def remedies(config: DictConfig, checks: Sequence[Check]) -> list[dict[str, Any]]:
@@ -44,10 +45,14 @@ def remedies(config: DictConfig, checks: Sequence[Check]) -> list[dict[str, Any]
     failed = {check.name for check in checks if not check.ok}
     found = []
     for name in dict.fromkeys(check.name for check in checks if not check.ok):
+        best = None  # after which the fewest checks fail
         for updates in itertools.islice(_candidates(config, name), _TRIED):
-            if name not in (left := _failing(changed(config, updates), name)) and left <= failed:
-                found.append({"check": name, "overrides": as_overrides(updates)})
-                break
+            left = _failing(changed(config, updates), name)
+            if name not in left and left <= failed and (best is None or len(left) < len(best[0])):
+                best = left, {"check": name, "overrides": as_overrides(updates)}
+                if not left:
+                    break
+        found += [best[1]] if best else []
     return found
 
 
@@ -127,7 +132,12 @@ def _single_keys(config: DictConfig) -> dict[str, list[dict[str, Any]]]:
         "lengths": [
             {f"{ROLLOUT}.max_model_len": None},
             {"data.max_response_length": max(1, reach - data.max_prompt_length)},
+            {"data.max_prompt_length": max(1, reach - data.max_response_length)},
         ],
+        "rollout micro batch": _halves(f"{ROLLOUT}.{_LOG_PROB_MICRO}", rollout[_LOG_PROB_MICRO]),
+        "ref micro batch": _halves(f"{_REF}.{_LOG_PROB_MICRO}", config.actor_rollout_ref.ref[_LOG_PROB_MICRO]),
+        "routing replay": [{"recipe.train.routing_replay": None}],
+        "on policy": [*_batches(config), {"recipe.train.skip_old_log_prob": False}],
         "chunked prefill": [{f"{ROLLOUT}.enable_chunked_prefill": False}],
         "prefill": [{f"{ROLLOUT}.max_num_batched_tokens": total}],
         "graph mode": [{f"{ROLLOUT}.free_cache_engine": bool(rollout.enforce_eager)}],
@@ -138,6 +148,11 @@ def _single_keys(config: DictConfig) -> dict[str, list[dict[str, Any]]]:
         "HCCL ports": [{"recipe.hccl.base_port": port} for port in (61000, 20000, 24000, 28000, 5000)],
         "weight sync": [{"recipe.reshard.bucket_bytes": 512 << 20}, *_train_layouts(config)],
     }
+
+
+def _halves(key: str, size: int | None) -> list[dict[str, Any]]:
+    """Smaller values of a micro batch, down to 1, each half of the one before."""
+    return [{key: size >> n} for n in range(1, (size or 1).bit_length())]
 
 
 def _reach(config: DictConfig) -> int:

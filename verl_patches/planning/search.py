@@ -25,7 +25,7 @@ from verl_patches.layout.parallel import ParallelLayout, rollout_layout, train_l
 from verl_patches.layout.sharding import GRAD_BYTES, OPTIMIZER_BYTES
 from verl_patches.memory.expected import A3_SEEN_BYTES
 from verl_patches.planning.calibration import FITTED
-from verl_patches.planning.memory_plan import followed_peaks
+from verl_patches.planning.memory_plan import followed_peaks, host_is_short, memory_plan
 from verl_patches.planning.plan import engine_checks
 from verl_patches.planning.step_model import (
     Hardware,
@@ -272,6 +272,9 @@ def _verified(
         return None
     order, train = followed_peaks(tried, model_shape_of(tried), rows), train_layout_of(tried)
     if order["peak_bytes"] > A3_SEEN_BYTES:
+        return None
+    limited = tried.recipe.memory.host_gib is not None
+    if limited and host_is_short(memory_plan(tried, model_shape_of(tried), rows)):
         return None
     step = step_sections(tried, rows, workload)["step"]
     rollout = tried.recipe.rollout

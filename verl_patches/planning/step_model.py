@@ -158,6 +158,7 @@ class StepInput:
     ref_micro_batch: int | None = 1
     old_micro_batch: int | None = None
     mini_batches: int = 1
+    epochs: int = 1
     recompute_layers: int = 0
     alltoall_overlap: bool = False
     swap_optimizer: bool = False
@@ -300,11 +301,6 @@ def pipeline_s(stages: list[float], micro_batches: float, virtual: int = 1) -> f
     return micro_batches * slowest + (sum(stages) - slowest) / virtual
 
 
-def bubble(stages: list[float], micro_batches: float, virtual: int = 1) -> float:
-    """Share of the pipeline's time in which the slowest stage waits."""
-    return 1 - micro_batches * max(stages) / pipeline_s(stages, micro_batches, virtual)
-
-
 def stage_s(run: StepInput, micro_batch: int, train: bool, constants: Constants, die: Hardware) -> list[float]:
     """Seconds of each stage for one micro batch: forward, or with `train` forward, backward and recompute."""
     model, layout = run.model, run.train
@@ -349,7 +345,7 @@ def update_s(run: StepInput, constants: Constants, die: Hardware) -> float:
     batches = run.responses / run.train.dp / run.micro_batch / run.mini_batches
     stages = stage_s(run, run.micro_batch, True, constants, die)
     once = pipeline_s(stages, batches, run.train.vpp) + _optimizer_s(run, die)
-    return run.mini_batches * once + driver_bytes(run, 3) / constants.driver_bytes_per_s
+    return run.epochs * run.mini_batches * once + driver_bytes(run, 3) / constants.driver_bytes_per_s
 
 
 def _optimizer_s(run: StepInput, die: Hardware) -> float:

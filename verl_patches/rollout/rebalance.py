@@ -20,7 +20,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -215,10 +215,3 @@ def _moves(items: _Items, receivers: np.ndarray) -> tuple[Move, ...]:
     ends = [*starts[1:].tolist(), len(requests)]
     bounds = zip(donors, receivers, starts.tolist(), ends, strict=True)
     return tuple([Move(donor, receiver, requests[begin:end]) for donor, receiver, begin, end in bounds])
-
-
-def state_of(lengths: Sequence[Sequence[int]], free_blocks: Sequence[int]) -> State:
-    """A State of lists of unequal lengths."""
-    width = max(map(len, lengths), default=0)
-    rows: Any = [[*row, *[NONE] * (width - len(row))] for row in lengths]
-    return State(np.array(rows, dtype=np.int64).reshape(len(rows), width), np.array(free_blocks, dtype=np.int64))

@@ -27,18 +27,20 @@ _LAYER = re.compile(r"(.*decoder\.layers\.)(\d+)")
 class StepGuard:
     """The guard of one Megatron optimizer, or chain of them, and of the DDP `chunks` that it updates.
 
-    Replaces methods of these objects. `skipped`: steps left out since `take`; `in_a_row`: without a step between them.
+    Replaces methods of these objects. `skipped`: steps left out since `take`; `in_a_row`: the most of these
+    that had no step between them, counted on from those before.
     """
 
     def __init__(self, chunks: Sequence[torch.nn.Module], optimizer: Any):
-        self.skipped = self.in_a_row = 0
+        self.skipped = self.in_a_row = self._row = 0
         self.fault: dict[str, Any] | None = None
         self._optimizer, self._norms = optimizer, []
         self._names = {param: name for chunk in chunks for param, name in parameter_names(chunk).items()}  # in order
         self._own: dict[torch.nn.Parameter, torch.Tensor] = {}  # norms of this rank's gradients
         # Megatron moves correction biases before the step: after the reductions, in finalize_model_grads
         biases = (getattr(module, "expert_bias", None) for chunk in chunks for module in chunk.modules())
-        self._biases = [(bias, bias.clone()) for bias in biases if isinstance(bias, torch.Tensor)]
+        # in fp32: Megatron 0.12.2 turns a bias into that in its first forward pass
+        self._biases = [(bias, bias.float().clone()) for bias in biases if isinstance(bias, torch.Tensor)]
         for unit in (unit for chunk in chunks for unit in _reduced_together(chunk)):
             unit.start_grad_sync = self._noting_own(unit.start_grad_sync, unit.params)
         for one in {id(each): each for each in (optimizer, *single_optimizers(optimizer))}.values():
@@ -55,9 +57,10 @@ class StepGuard:
         self._norms.clear()
         done, norm, zeros = self._step()
         if done:
-            self.in_a_row = 0
+            self._row = 0
         else:
-            self.skipped, self.in_a_row = self.skipped + 1, self.in_a_row + 1
+            self.skipped, self._row = self.skipped + 1, self._row + 1
+            self.in_a_row = max(self.in_a_row, self._row)
             self.fault = self._own_fault()
             for bias, before in self._biases:
                 bias.copy_(before)
@@ -79,7 +82,7 @@ class StepGuard:
 
         stage = parallel_state.get_pipeline_model_parallel_rank()
         taken = {"skipped": self.skipped, "in_a_row": self.in_a_row, "stage": stage, "fault": self.fault}
-        self.skipped, self.fault = 0, None
+        self.skipped, self.in_a_row, self.fault = 0, 0, None
         return taken
 
     def _noting_norm(self, method: Callable) -> Callable:

@@ -1,4 +1,7 @@
-"""HCCL's buffers by group: groups that exchange no experts get recipe.hccl.small_groups_mib, all others HCCL_BUFFSIZE.
+"""HCCL's buffers by group: groups of Megatron and vLLM that exchange no experts get recipe.hccl.small_groups_mib.
+
+HCCL_BUFFSIZE holds for those that do, and for those that are made without options: the group of all ranks, verl's mesh
+and vLLM's count of unfinished requests.
 
 Each communicator of a process holds twice its buffer in the die's memory. ProcessGroupHCCL.Options of torch_npu
 2.5.1.post1 have hccl_config, whose hccl_buffer_size (MiB, an int) takes precedence over the variable (Ascend Extension
