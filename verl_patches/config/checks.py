@@ -90,6 +90,7 @@ def check_config(config: DictConfig, must_exist: Collection[str] = ()) -> list[C
         checks += [*_batch_checks(config, train, rollout), *_sync_checks(config, train, rollout, model)]
     checks += [*_length_checks(config), *_line_checks(config), *_on_policy_checks(config), *_truth_check_checks(config)]
     checks += [Check("tensor cache", False, fault) for fault in limits.faults(config)]
+    checks += [Check("micro batch", False, fault) for fault in limits.budget_faults(config)]
     checks += [*_swap_checks(config), _sleep_check(config)]
     return [*checks, *_checks_of(routing_replay, config, model), *_checks_of(hccl, config, model)]
 
