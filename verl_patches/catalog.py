@@ -223,6 +223,12 @@ MINDSPEED: tuple[PatchSpec, ...] = (
         f"{_MINDSPEED}.model:initializers",
         "verl builds Megatron's own attention; MLA is MindSpeed-LLM's (deepseek_spec.py)",
         exit=_VERL_HAS_IT),
+    _a3("model.packed_forward", "register", f"{_REGISTRY}:MODEL_FORWARD_REGISTRY",
+        "verl_patches.worker.packed_forward:forwards",
+        "verl cuts packed sequences for Transformer Engine's ring attention, which MindSpeed-LLM's MLA does not have "
+        "(verl/models/mcore/util.py:46), gathers log-probs without their gradient's factor (:95), and has no "
+        "log-probs of padded sequences (verl/models/mcore/model_forward.py:54).",
+        exit="verl cuts for Ulysses, and takes a logits processor for padded sequences"),
     _a3("model.mindspeed_converter", "register", f"{_REGISTRY}:MODEL_WEIGHT_CONVERTER_REGISTRY",
         f"{_MINDSPEED}.weights:weight_converters",
         "verl has no DeepSeek-V3 names at this commit",

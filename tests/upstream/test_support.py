@@ -16,7 +16,7 @@ from verl_patches.upstream.support import refused_keys, shell_findings
 
 TINY, LARGE = "grpo_deepseekv3_tiny_cpu", "grpo_deepseekv3_256die_true_weight"
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
-ON = "grouped_gemm fused_rmsnorm fused_swiglu fused_rope fused_permute"
+ON = "use_remove_padding grouped_gemm fused_rmsnorm fused_swiglu fused_rope fused_permute"
 OFF = "fused_linear_wgrad fused_expert_wgrad unpadded_attention alltoall_overlap grad_overlap param_overlap"
 OTHER = {  # another value than a neutral one, for every key of the pin file
     f"{ACTOR}.megatron.context_parallel_size": "2",

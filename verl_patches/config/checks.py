@@ -311,7 +311,8 @@ def _train_checks(config: DictConfig, train: ParallelLayout, model: ModelShape) 
     fault = _error_of(train.chunk_layers, layers)
     yield Check("layers", not fault, fault or f"{layers} layers over {train.pp} stage(s) x {train.vpp} chunk(s)")
     yield _experts("train experts", train.ep, model.n_routed_experts, f"{_ACTOR}.expert_model_parallel_size")
-    yield _divides("attention heads", heads, train.tp, f"{_ACTOR}.tensor_model_parallel_size", "heads a rank")
+    key = f"{_ACTOR}.tensor_model_parallel_size or context_parallel_size (Ulysses exchanges heads)"
+    yield _divides("attention heads", heads, train.tp * train.cp, key, "heads a rank")
     keys = [f"{name}_parallel_size" for name in _SIZES]
     unequal = [f"{key} {actor[key]} != {ref[key]}" for key in keys if actor[key] != ref[key]]
     fault = (

@@ -28,10 +28,12 @@ class WorkerContext:
     without recipe.tensor_cache. `update`: the on-policy update in progress. `routing`: the routing replay whose pass is
     in progress. `splits`: the planned micro batches of the stage in progress. `token_budget`: of a micro batch of that
     stage, on line a3; None for a fixed number of samples. `packing`: the micro batches of the actor's pass in progress,
-    where they are dynamic. `weight_reads`: how often this process has read the model's folder. `reference_weights`:
-    that folder and the model chunks of the reference, once it has read it (worker/weight_loading.py). `weights_move`:
-    the rollout engine's weights have other addresses after each sleep. `rollout_load`: counts tokens of the rollout
-    engine's experts, with the number of each layer by the id() of its weight; None without recipe.expert_load.
+    where they are dynamic. `pads_sequences`: sequences of a micro batch are padded, not packed (line a3,
+    recipe.train.use_remove_padding). `weight_reads`: how often this process has read the model's folder.
+    `reference_weights`: that folder and the model chunks of the reference, once it has read it
+    (worker/weight_loading.py). `weights_move`: the rollout engine's weights have other addresses after each sleep.
+    `rollout_load`: counts tokens of the rollout engine's experts, with the number of each layer by the id() of its
+    weight; None without recipe.expert_load.
     """
 
     scheduler: Scheduler | None = None
@@ -42,6 +44,7 @@ class WorkerContext:
     splits: PlannedSplits | None = None
     token_budget: int | None = None
     packing: Packing | None = None
+    pads_sequences: bool = False
     weight_reads: int = 0
     reference_weights: tuple[str, Sequence[torch.nn.Module]] | None = None
     weights_move: bool = False

@@ -70,6 +70,7 @@ class RecipeWorker:
         super().__init__(config, role)
         self.recipe = config.get("recipe")
         if self.recipe is not None:
+            context().pads_sequences = not self.recipe.train.use_remove_padding
             self.memory = WorkerMemory(config, self.recipe)
             if self.memory.scheduled:  # then verl's own calls move nothing
                 self._is_offload_param = self._is_offload_optimizer = self._ref_is_offload_param = False
