@@ -198,6 +198,12 @@ def _sequence_parallel(on: bool, get: Get) -> list[str] | Refusal:
     return ["--sequence-parallel"] if tp > 1 else []
 
 
+def _packing(on: bool, get: Get) -> list[str] | Refusal:
+    if not on and get("recipe.train.router_bias_update_rate"):
+        return Refusal("padding would count as tokens of its experts: set recipe.train.router_bias_update_rate=0")
+    return []
+
+
 def _context(size: int, get: Get) -> list[str] | Refusal:
     if size == 1:
         return ["--variable-seq-lengths"]
@@ -240,15 +246,6 @@ def _swap(on: bool, get: Get) -> list[str] | Refusal:
     if on and not get("actor.megatron.use_distributed_optimizer"):
         return Refusal("MindSpeed's swap is a distributed optimizer: set actor.megatron.use_distributed_optimizer=true")
     return ["--swap-optimizer"] if on else []
-
-
-def _alltoall(on: bool, get: Get) -> list[str] | Refusal:
-    if on and get("recipe.train.router_bias_update_rate"):
-        return Refusal(
-            "with recipe.train.router_bias_update_rate above 0 the second mini batch's gradient norm differs by 0.1 % "
-            "from that without overlap, which is not explained; set one of the two"
-        )
-    return ["--moe-alltoall-overlap-comm"] if on else []
 
 
 def _bucket(parameters: int | None, get: Get) -> list[str] | Refusal:
@@ -330,7 +327,7 @@ TABLE: tuple[Key, ...] = (
     Key(_R + "expert_split", "with", _A + "expert_model_parallel_size", ""),
     Key(_R + "routing_replay", "ours", None, "experts of an earlier pass are selected again", None),
     Key(_R + "routing_replay_control_every", "ours", None, "the passes of R3 without replay", None),
-    Key(_R + "use_remove_padding", "ours", None, "sequences are packed (worker/packed_forward.py)", True),
+    Key(_R + "use_remove_padding", "convert", _packing, "sequences are packed (worker/packed_forward.py)", True),
     Key(_R + "skip_old_log_prob", "ours", None, "the update's own log-probs are the old ones", False),
     Key(_R + "swap_optimizer", "convert", _swap, "optimizer states live on the host"),
     Key(_R + "swap_optimizer_times", "value", "--swap-optimizer-times", "pieces that states are swapped in", 16),
@@ -349,7 +346,7 @@ TABLE: tuple[Key, ...] = (
         "the same for grouped experts (npu_groupmatmul_add_fp32)", False),
     Key(_R + "unpadded_attention", "switch", "--mla-fa-without-pad",
         "values keep v_head_dim; otherwise query, key and value are padded to a multiple of 128, 256 at 671B", False),
-    Key(_R + "alltoall_overlap", "convert", _alltoall, "expert exchange beside computation"),
+    Key(_R + "alltoall_overlap", "switch", "--moe-alltoall-overlap-comm", "expert exchange beside computation", False),
     Key(_R + "grad_overlap", "switch", "--overlap-grad-reduce", "reductions in backward (ddp_overlap.py)", False),
     Key(_R + "grad_bucket_parameters", "convert", _bucket, "of one such reduction; null: 40e6, or 1e6 x DP if more"),
     Key(_R + "param_overlap", "only", (None, False),

@@ -145,6 +145,32 @@ def keep_router_buffers_fp32(model: torch.nn.Module) -> None:
             _keep_fp32(module)
 
 
+def count_trained_tokens_only(model: torch.nn.Module) -> None:
+    """Make every router of `model` forget the tokens of passes without gradients, as MindSpeed-LLM means to.
+
+    Its router counts tokens for the correction bias where gradients are enabled (core/transformer/moe/router.py:526).
+    With the experts' exchange overlapped, MindSpeed enables them around the router in every pass
+    (moe_layer_overlap_all2all.py, MoELayerOverlapAll2All.forward): the pass for old log-probs would be counted with the
+    first mini batch.
+    """
+    from megatron.core.transformer.moe.moe_layer import BaseMoELayer
+
+    for layer in model.modules():
+        if isinstance(layer, BaseMoELayer) and layer.router._buffers.get("local_tokens_per_expert") is not None:
+            layer.register_forward_pre_hook(_note_tokens)
+            layer.register_forward_hook(_restore_tokens)
+
+
+def _note_tokens(layer: torch.nn.Module, args: tuple) -> None:
+    counted = None if torch.is_grad_enabled() else layer.router.local_tokens_per_expert.clone()
+    layer.tokens_before_pass = counted
+
+
+def _restore_tokens(layer: torch.nn.Module, args: tuple, output: Any) -> None:
+    if layer.tokens_before_pass is not None:
+        layer.router.local_tokens_per_expert.copy_(layer.tokens_before_pass)
+
+
 def _keep_fp32(router: torch.nn.Module) -> None:
     apply_of_module = router._apply  # what bfloat16(), half(), cuda() and to() call for each module
 

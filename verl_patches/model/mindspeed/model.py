@@ -27,7 +27,12 @@ from verl.models.mcore.registry import SupportedModel
 
 from verl_patches.errors import ConfigError
 from verl_patches.layout.model_folder import for_training
-from verl_patches.model.mindspeed.compat import keep_all_positions, keep_router_buffers_fp32, lengths_of
+from verl_patches.model.mindspeed.compat import (
+    count_trained_tokens_only,
+    keep_all_positions,
+    keep_router_buffers_fp32,
+    lengths_of,
+)
 from verl_patches.platform.npu import attention
 
 _RIGHT_DOWN_CAUSAL = 3  # sparse mode of npu_fusion_attention
@@ -76,6 +81,7 @@ class MindSpeedModel(BaseModelInitializer):
             raise ConfigError("DeepSeek-V3 cannot be a value model: set algorithm.adv_estimator=grpo")
         model = super().initialize(*args, **kwargs)
         keep_router_buffers_fp32(model)
+        count_trained_tokens_only(model)
         if (size := get_args().context_parallel_size) > 1:
             keep_all_positions(model.rotary_pos_emb, size, parallel_state.get_context_parallel_rank())
         return model
