@@ -104,7 +104,7 @@ def test_layouts_and_graphs_change_no_step(emulated, layout, ranks, graphs):
 
 @pytest.mark.full
 def test_context_parallel_ranks_and_dynamic_micro_batches_change_no_step(emulated):
-    """Two ranks share each micro batch and split the experts; responses are equally long, so every packing weighs alike."""
+    """Two ranks share each micro batch and split the experts; responses are equally long."""
     actor = "actor_rollout_ref.actor"
     more = f"{actor}.megatron.context_parallel_size=2", f"{actor}.use_dynamic_bsz=true"
     run, first = emulated("2", *more, f"{actor}.ppo_max_token_len_per_gpu=272", VERIFY), emulated("2")
