@@ -41,6 +41,7 @@ def batches_job(folder: Path, config, boundaries: bool, args) -> dict:
         shapes.clear()
         found["weights"].append([param.detach().clone() for param in chunk.parameters()])
     samples = _first(len(tensors["input_ids"])) + torch.arange(len(tensors["input_ids"]))
+    found["first_stage"] = mpu.is_pipeline_first_stage(ignore_virtual=True)  # verl packs what the embedding reads
     return {**found, "mask": tensors["attention_mask"][:, -WIDTH:].bool(), "samples": samples}
 
 

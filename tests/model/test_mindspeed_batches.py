@@ -75,6 +75,8 @@ def test_dynamic_micro_batches_give_the_same_updates(run_batches, plain, layout)
     every = run_batches(ranks, sizes, DYNAMIC)
     for found in every:
         assert_same(found, plain, whole=layout == "tp1")
+        if not found["first_stage"]:
+            continue
         before, update = map(tokens_of, found["shapes"][:2])
         share = sorted(tokens_of(plain["shapes"][0])[number] for number in found["samples"])
         assert sum(before) == sum(update) == sum(share)
