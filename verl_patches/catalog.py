@@ -223,6 +223,12 @@ MINDSPEED: tuple[PatchSpec, ...] = (
         f"{_MINDSPEED}.model:initializers",
         "verl builds Megatron's own attention; MLA is MindSpeed-LLM's (deepseek_spec.py)",
         exit=_VERL_HAS_IT),
+    _a3("model.packed_forward", "register", f"{_REGISTRY}:MODEL_FORWARD_REGISTRY",
+        "verl_patches.worker.packed_forward:forwards",
+        "verl cuts packed sequences for Transformer Engine's ring attention, which MindSpeed-LLM's MLA does not have "
+        "(verl/models/mcore/util.py:46), gathers log-probs without their gradient's factor (:95), and has no "
+        "log-probs of padded sequences (verl/models/mcore/model_forward.py:54).",
+        exit="verl cuts for Ulysses, and takes a logits processor for padded sequences"),
     _a3("model.mindspeed_converter", "register", f"{_REGISTRY}:MODEL_WEIGHT_CONVERTER_REGISTRY",
         f"{_MINDSPEED}.weights:weight_converters",
         "verl has no DeepSeek-V3 names at this commit",
@@ -387,16 +393,35 @@ UPDATE: tuple[PatchSpec, ...] = (
          "through the trainer, padded, and back for each stage (verl/single_controller/base/decorator.py).",
          exit="verl's stages leave their tensors on the workers for the next",
          needs=("update.sharding_manager", "update.recipe_worker")),
+    _a3("update.dynamic_batches", "wrap", "verl.workers.actor.megatron_actor:MegatronPPOActor.forward_backward_batch",
+        "verl_patches.worker.dynamic_batches:packing",
+        "verl 54c9b736's Megatron actor knows micro batches of a fixed number of samples only (megatron_actor.py:271), "
+        "and returns log-probs in their order.",
+        exit="the pins move to verl 0.4.0 or later", needs=("update.dynamic_split", "update.recipe_worker")),
+    _a3("update.dynamic_split", "wrap", "verl.utils.torch_functional:split_dict_tensor_into_batches",
+        "verl_patches.worker.dynamic_batches:by_tokens",
+        "Where the actor cuts a batch (megatron_actor.py:275); equal parts only.",
+        exit="as update.dynamic_batches",
+        bindings=("verl.workers.actor.megatron_actor:split_dict_tensor_into_batches",
+                  "verl.workers.critic.megatron_critic:split_dict_tensor_into_batches",
+                  "verl.workers.reward_model.megatron.reward_model:split_dict_tensor_into_batches")),
+    _a3("update.sample_weights", "wrap", "verl.trainer.ppo.core_algos:agg_loss",
+        "verl_patches.worker.dynamic_batches:equal_samples",
+        "The loss of each micro batch is an average of its own, and Megatron averages those (schedules.py:283): with "
+        "unequally many samples in each, the gradient would depend on the packing.",
+        exit="verl weighs micro batches by what they hold",
+        bindings=("verl.workers.actor.megatron_actor:agg_loss", "verl.workers.actor.dp_actor:agg_loss",
+                  f"{_TRAINER}:agg_loss")),
     _row("update.micro_batches_as_planned", "wrap", "verl.utils.seqlen_balancing:rearrange_micro_batches",
          "verl_patches.worker.tensor_cache_stages:as_planned",
          "Dynamic batch size: verl packs rank by rank, above the token budget at times, and the n-th micro batches of "
          "two replicas are not equally long (verl/utils/seqlen_balancing.py).",
-         exit="verl plans dynamic micro batches for all replicas together, within the budget", lines=_PYPI,
-         bindings=("verl.workers.actor.megatron_actor:rearrange_micro_batches",
+         exit="verl plans dynamic micro batches for all replicas together, within the budget",
+         bindings=("verl.workers.actor.megatron_actor:rearrange_micro_batches@pypi",
                    "verl.workers.actor.dp_actor:rearrange_micro_batches",
-                   "verl.workers.critic.megatron_critic:rearrange_micro_batches",
+                   "verl.workers.critic.megatron_critic:rearrange_micro_batches@pypi",
                    "verl.workers.critic.dp_critic:rearrange_micro_batches",
-                   "verl.workers.reward_model.megatron.reward_model:rearrange_micro_batches")),
+                   "verl.workers.reward_model.megatron.reward_model:rearrange_micro_batches@pypi")),
 )  # fmt: skip
 
 CHECKPOINT: tuple[PatchSpec, ...] = (

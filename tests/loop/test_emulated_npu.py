@@ -103,6 +103,19 @@ def test_layouts_and_graphs_change_no_step(emulated, layout, ranks, graphs):
 
 
 @pytest.mark.full
+def test_context_parallel_ranks_and_dynamic_micro_batches_change_no_step(emulated):
+    """Two ranks share each micro batch and split the experts; responses are equally long."""
+    actor = "actor_rollout_ref.actor"
+    more = f"{actor}.megatron.context_parallel_size=2", f"{actor}.use_dynamic_bsz=true"
+    run, first = emulated("2", *more, f"{actor}.ppo_max_token_len_per_gpu=272", VERIFY), emulated("2")
+    assert_weights_arrive(run, verified=True)
+    assert_buffers_as_planned(run)
+    for step, expected in zip(run.steps, first.steps, strict=True):
+        assert step["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
+        assert step["reward"] == expected["reward"]
+
+
+@pytest.mark.full
 def test_the_gradient_is_that_of_platform_cpu(emulated, a3):
     """In fp32; the model with 256 experts is not that of the other lines' runs."""
     first = emulated("2")

@@ -23,6 +23,9 @@ _WORKER = {
     "update.routing_samples",
     "update.routing_replay_mindspeed",
     "update.skip_bad_steps",
+    "update.dynamic_batches",
+    "update.dynamic_split",
+    "update.sample_weights",
     "model.train_dtype",
     "model.optimizer_dtype",
 }
@@ -35,6 +38,12 @@ LAYOUTS = {
     "ep2": (2, {"expert_model_parallel_size": 2}),
     "pp2_uneven": (2, {"pipeline_model_parallel_size": 2, "layers": [1, 3]}),
     "tp2_ep2": (4, {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 4, "split": "tp_extend_ep"}),
+}
+_CP2 = {"context_parallel_size": 2}
+PARTS = {  # context parallel, which takes packed sequences only
+    "cp2_ep2": (2, {"expert_model_parallel_size": 2, **_CP2}),
+    "cp2_tp2_ep4": (4, {**LAYOUTS["tp2_ep2"][1], **_CP2}),
+    "cp2_pp2": (4, {**LAYOUTS["pp2_uneven"][1], **_CP2}),
 }
 
 

@@ -106,8 +106,19 @@ def test_the_correction_bias_moves_by_its_rate_towards_experts_with_few_tokens(p
     assert not same(first, second) and same(second, plain[1]["biases"][1])
 
 
+def test_overlapped_expert_exchange_counts_tokens_of_the_update_alone(updates, plain):
+    """MindSpeed enables gradients in the pass for old log-probs too, where the router would count its tokens."""
+    found = updates(LAYOUTS["ep2"], {**KEYS, "alltoall_overlap": True})
+    for there, here in zip(plain, found, strict=True):
+        for a, b in zip(there["metrics"][:2], here["metrics"], strict=True):
+            assert near(b["actor/grad_norm"], a["actor/grad_norm"], 1e-6)
+        counted = [call["all"].sum() for call in here["tokens"]]
+        assert counted == [call["all"].sum() for call in there["tokens"][: len(counted)]] and len(counted) == 4
+        assert all(same(a, b) for a, b in zip(there["biases"][:2], here["biases"], strict=True))
+
+
 def test_all_switches_together_give_the_same_updates(updates, plain):
-    train = dict.fromkeys(("fused_expert_wgrad", "fused_linear_wgrad"), True)
+    train = dict.fromkeys(("fused_expert_wgrad", "fused_linear_wgrad", "alltoall_overlap"), True)
     for there, here in zip(plain, updates(LAYOUTS["ep2"], {**KEYS, **OVERLAPS, **train}), strict=True):
         for a, b in zip(there["metrics"][:2], here["metrics"], strict=True):
             assert near(b["actor/grad_norm"], a["actor/grad_norm"], 1e-5)

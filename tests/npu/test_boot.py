@@ -45,7 +45,8 @@ WAITING = {
     "driver": WANTED.keys() - _IN_DRIVER,
     "controller": {
         "memory.graph_addresses", "memory.sleep_mode", "model.block_spec_name", "model.mindspeed_config",
-        "model.mindspeed_initializer", "model.optimizer_dtype", "model.packed_fields", "model.packed_rope",
+        "model.mindspeed_initializer", "model.optimizer_dtype", "model.packed_fields", "model.packed_forward",
+        "model.packed_rope",
         "reshard.direct", "model.mindspeed_converter", "update.sharding_manager", "rollout.absorb_mla_again",
         "rollout.dp_place", "rollout.ascend_decode_kv", "rollout.ascend_expert_groups", "rollout.ascend_fp32_router",
         "rollout.ascend_multistream_mla", "rollout.ascend_small_groups", "rollout.ascend_top_k_top_p",

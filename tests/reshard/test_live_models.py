@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.model.mindspeed_start import LAYOUTS, engine_config
+from tests.model.mindspeed_start import LAYOUTS, PARTS, engine_config
 from tests.weights.cases import read_folder
 from verl_patches.layout.inventory import build_inventory
 from verl_patches.layout.parallel import parse_layout
@@ -25,6 +25,7 @@ MEGATRON = {
     "tp2ep2": {"layout": "tp2 ep2 etp1 @2", "refused": ["tp2 @2"]},
 }  # fmt: skip
 MINDSPEED = {"tp2": "tp2 @2", "tp2_extends_ep": "tp2 ep2 etp1 @2", "ep2": "ep2 @2", "pp2_uneven": "pp2 @2 layers=1,3"}
+MINDSPEED["cp2_ep2"] = "cp2 ep2 @2"
 pytestmark = pytest.mark.slow
 
 
@@ -69,7 +70,7 @@ def test_layouts_that_are_not_the_models_are_refused(megatron):
 @pytest.mark.parametrize("name", MINDSPEED)
 def test_views_of_line_a3_are_the_checkpoints_slices(a3_sources, tiny_model, name, run_ranks):
     sources, text = a3_sources(), MINDSPEED[name]
-    config = engine_config(tiny_model, sources[0], *LAYOUTS[name], dtype="bf16")
+    config = engine_config(tiny_model, sources[0], *{**LAYOUTS, **PARTS}[name], dtype="bf16")
     env = {"VERL_PATCHES": "line=a3,platform=cpu", "PYTHONPATH": os.pathsep.join(map(str, sources))}
     jobs = "tests.model.mindspeed_start:run", "tests.reshard.live_job:mindspeed_job"
     found = run_ranks(*jobs, config, tiny_model, text, size=2, env=env, backend=None, timeout_s=400)

@@ -11,7 +11,7 @@ from verl_patches.config.recipe import recipe_keys
 from verl_patches.upstream.pins import load_pins
 
 PAGE = ROOT / "docs" / "ascend.md"
-FAMILIES, SIDES = {"MoE", "EP", "memory offload", "communication"}, {"training", "rollout", "both"}
+FAMILIES, SIDES = {"MoE", "EP", "memory offload", "batches", "communication"}, {"training", "rollout", "both"}
 
 
 def table(text):

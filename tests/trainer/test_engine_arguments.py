@@ -14,6 +14,7 @@ from verl_patches.model.mindspeed.arguments import SECTIONS, TABLE, arguments_of
 
 ACTOR, OPTIM = "actor_rollout_ref.actor.megatron.", "actor_rollout_ref.actor.optim."
 REF = "actor_rollout_ref.ref.megatron."
+CP = [f"{ACTOR}context_parallel_size=2"]
 
 
 def _words(config) -> list[str]:
@@ -79,7 +80,11 @@ def test_worker_section_says_the_same_as_the_whole_configuration(die256):
     ("overrides", "said"),
     [
         ([f"{ACTOR}virtual_pipeline_model_parallel_size=2"], "virtual_pipeline_model_parallel_size is 2"),
-        ([f"{ACTOR}context_parallel_size=2", f"{REF}context_parallel_size=2"], "context_parallel_size is 2"),
+        ([*CP, "recipe.train.use_remove_padding=false"], "parts are those of packed sequences"),
+        (["recipe.train.use_remove_padding=false", "recipe.train.router_bias_update_rate=0.001"], "count as tokens"),
+        ([*CP, "recipe.train.routing_replay=R2"], "the experts of its own part of a micro batch"),
+        ([*CP, "data.max_response_length=9"], "to be a multiple of it"),
+        ([*CP, f"{REF}context_parallel_size=1"], "ref.megatron.context_parallel_size is 1: must equal"),
         ([f"{ACTOR}use_dist_checkpointing=true"], "stacked experts"),
         ([f"+{ACTOR}override_transformer_config.num_layers_in_first_pipeline_stage=1"], "recipe.train"),
         ([f"{ACTOR}tensor_model_parallel_size=2"], "cuts each expert by TP 2"),
@@ -94,7 +99,6 @@ def test_worker_section_says_the_same_as_the_whole_configuration(die256):
         (["recipe.train.swap_optimizer=true"], "no states for fp32 weights"),
         (["recipe.train.param_overlap=true"], "computes with old weights"),
         (["recipe.train.grad_bucket_parameters=9"], "all gradients are one bucket"),
-        (["recipe.train.alltoall_overlap=true", "recipe.train.router_bias_update_rate=0.001"], "is not explained"),
         (["recipe.train.collective_timeout_minutes=0"], "collective_timeout_minutes is 0"),
         (["recipe.train.grouped_gemm=false"], "recipe.train.grouped_gemm is False: weights go by MindSpeed's stacked"),
         (["+actor_rollout_ref.nccl_timeout=600"], "use recipe.train.collective_timeout_minutes"),
@@ -106,6 +110,13 @@ def test_worker_section_says_the_same_as_the_whole_configuration(die256):
 def test_what_cannot_be_done_is_refused_with_its_reason(overrides, said):
     with pytest.raises(ConfigError, match=said):
         _words(_tiny(*overrides))
+
+
+def test_context_parallelism_is_ulysses_and_says_nothing_that_validators_forbid_with_it():
+    words = _words(_tiny(*CP))
+    assert _value(words, "--context-parallel-size") == "2"
+    assert _value(words, "--context-parallel-algo") == "ulysses_cp_algo"
+    assert "--variable-seq-lengths" not in words and "--variable-seq-lengths" in _words(_tiny())
 
 
 def test_a_value_that_is_accepted_does_not_read_as_an_error():

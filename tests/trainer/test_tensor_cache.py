@@ -45,7 +45,7 @@ def refused():
         for override in overrides:
             key, value = override.split("=")
             OmegaConf.update(config, key.lstrip("+"), yaml.safe_load(value), force_add=key.startswith("+"))
-        return list(limits.faults(config))
+        return [*limits.faults(config), *limits.budget_faults(config)]
 
     return find
 
@@ -116,13 +116,18 @@ def test_a_budget_that_a_sample_may_not_fit_is_refused(refused, switch, budget):
     assert re.search(f"{budget.split('.')[-1]} {LONGEST - 1}: a sample may have {LONGEST} tokens", reasons[0])
 
 
-@pytest.mark.parametrize("size", ["context_parallel_size", "virtual_pipeline_model_parallel_size"])
 @pytest.mark.parametrize("section", ["actor", "ref"])
-def test_sizes_that_verls_dynamic_batches_depend_on_are_refused_with_them(refused, section, size):
-    more = f"actor_rollout_ref.{section}.megatron.{size}=2"
+def test_virtual_stages_that_verls_dynamic_batches_depend_on_are_refused_with_them(refused, section):
+    more = f"actor_rollout_ref.{section}.megatron.virtual_pipeline_model_parallel_size=2"
     (reason,) = refused(ON, f"{ACTOR}.{DYNAMIC}=true", more)
-    assert f"{section}.megatron.{size} is 2 with a dynamic batch size" in reason
+    assert f"{section}.megatron.virtual_pipeline_model_parallel_size is 2 with a dynamic batch size" in reason
     assert refused(ON, more) == []
+
+
+def test_context_parallel_ranks_share_a_budget(refused):
+    budget = f"{ACTOR}.ppo_max_token_len_per_gpu={LONGEST // 2}"
+    assert len(refused(f"{ACTOR}.{DYNAMIC}=true", budget)) == 1
+    assert refused(f"{ACTOR}.{DYNAMIC}=true", budget, f"{ACTOR}.megatron.context_parallel_size=2") == []
 
 
 def test_batches_that_do_not_divide_are_refused():

@@ -16,7 +16,7 @@ from verl_patches.upstream.support import refused_keys, shell_findings
 
 TINY, LARGE = "grpo_deepseekv3_tiny_cpu", "grpo_deepseekv3_256die_true_weight"
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
-ON = "grouped_gemm fused_rmsnorm fused_swiglu fused_rope fused_permute"
+ON = "use_remove_padding grouped_gemm fused_rmsnorm fused_swiglu fused_rope fused_permute"
 OFF = "fused_linear_wgrad fused_expert_wgrad unpadded_attention alltoall_overlap grad_overlap param_overlap"
 OTHER = {  # another value than a neutral one, for every key of the pin file
     f"{ACTOR}.megatron.context_parallel_size": "2",
@@ -25,7 +25,6 @@ OTHER = {  # another value than a neutral one, for every key of the pin file
     f"{ACTOR}.optim.lr_warmup_steps_ratio": "0.1",
     f"{ACTOR}.optim.warmup_style": "cosine",
     f"{ACTOR}.optim.min_lr_ratio": "0.1",
-    f"{ACTOR}.use_dynamic_bsz": "true",
     f"{ROLLOUT}.mode": "async",
     f"{ROLLOUT}.max_num_seqs": "64",
     f"{ROLLOUT}.name": "sglang",
@@ -39,8 +38,6 @@ OTHER = {  # another value than a neutral one, for every key of the pin file
     f"{ROLLOUT}.multi_turn.format": "x",
     f"+{ROLLOUT}.engine_kwargs.vllm.quantization": "fp8",
     f"+{ROLLOUT}.engine_kwargs.vllm.kv_cache_dtype": "fp8",
-    f"{ROLLOUT}.log_prob_use_dynamic_bsz": "true",
-    "actor_rollout_ref.ref.log_prob_use_dynamic_bsz": "true",
     "algorithm.use_pf_ppo": "true",
     "ray_init.timeline_json_file": "t.json",
     "recipe.train.layers_per_stage": "[1]",

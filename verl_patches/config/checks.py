@@ -90,6 +90,7 @@ def check_config(config: DictConfig, must_exist: Collection[str] = ()) -> list[C
         checks += [*_batch_checks(config, train, rollout), *_sync_checks(config, train, rollout, model)]
     checks += [*_length_checks(config), *_line_checks(config), *_on_policy_checks(config), *_truth_check_checks(config)]
     checks += [Check("tensor cache", False, fault) for fault in limits.faults(config)]
+    checks += [Check("micro batch", False, fault) for fault in limits.budget_faults(config)]
     checks += [*_swap_checks(config), _sleep_check(config)]
     return [*checks, *_checks_of(routing_replay, config, model), *_checks_of(hccl, config, model)]
 
@@ -310,7 +311,8 @@ def _train_checks(config: DictConfig, train: ParallelLayout, model: ModelShape) 
     fault = _error_of(train.chunk_layers, layers)
     yield Check("layers", not fault, fault or f"{layers} layers over {train.pp} stage(s) x {train.vpp} chunk(s)")
     yield _experts("train experts", train.ep, model.n_routed_experts, f"{_ACTOR}.expert_model_parallel_size")
-    yield _divides("attention heads", heads, train.tp, f"{_ACTOR}.tensor_model_parallel_size", "heads a rank")
+    key = f"{_ACTOR}.tensor_model_parallel_size or context_parallel_size (Ulysses exchanges heads)"
+    yield _divides("attention heads", heads, train.tp * train.cp, key, "heads a rank")
     keys = [f"{name}_parallel_size" for name in _SIZES]
     unequal = [f"{key} {actor[key]} != {ref[key]}" for key in keys if actor[key] != ref[key]]
     fault = (

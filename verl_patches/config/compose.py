@@ -27,6 +27,12 @@ from verl_patches.upstream.checkouts import VERL_CONFIG, verl_config_dir
 CONFIGS_DIR = Path(__file__).resolve().parents[2] / "configs"
 SCHEMA = "recipe_schema"
 _FREE_SECTIONS = (
+    # verl 0.4.0 has them; on line a3 row update.dynamic_batches reads them
+    "actor_rollout_ref.actor.ppo_max_token_len_per_gpu",
+    "actor_rollout_ref.ref.log_prob_use_dynamic_bsz",
+    "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu",
+    "actor_rollout_ref.rollout.log_prob_use_dynamic_bsz",
+    "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu",
     # passed unchanged to Megatron, vLLM or transformers
     "recipe",
     "actor_rollout_ref.recipe",

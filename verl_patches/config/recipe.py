@@ -37,6 +37,9 @@ class Train:
     is 1 (MindSpeed's moe_tp_extend_ep).
     skip_old_log_prob: the update uses its own log-probs as the old ones, and the actor's separate pass for them is
     left out. Refused unless the update is one mini batch and one epoch (trainer/on_policy.py).
+    use_remove_padding: the sequences of a micro batch are packed one after the other, without padding. false pads them
+    to the longest, for comparison: the same gradients at more work (worker/packed_forward.py). verl's Megatron actor
+    always packs, and line pypi with it.
     routing_replay: R2 records the routed experts of every token in the actor's pass for old log-probs, and the update
     selects them again, whatever its weights have become. R3 records them in the rollout, and both passes of the actor
     select them again; on line pypi, platform cpu. null: each pass routes by itself (worker/routing_replay.py).
@@ -57,7 +60,7 @@ class Train:
     inside the matrix product's kernel.
     unpadded_attention: pass attention values of v_head_dim as they are, instead of padding query, key and value to 256
     (at 671B).
-    alltoall_overlap: overlap the experts' exchange with computation; not with router_bias_update_rate above 0.
+    alltoall_overlap: overlap the experts' exchange with computation.
     grad_overlap: start to reduce gradients in the backward pass of the last micro batch, bucket by bucket, instead of
     after it. Only the first pipeline stage has several buckets.
     grad_bucket_parameters: parameters of a bucket; null is Megatron's size, 40 million, or a million for each
@@ -74,6 +77,7 @@ class Train:
     layers_per_stage: list[Count] | None = None
     expert_split: str = _choice("etp", "etp", "tp_extend_ep")
     skip_old_log_prob: bool = False
+    use_remove_padding: bool = True
     routing_replay: str | None = None
     routing_replay_control_every: Count | None = None
     swap_optimizer: bool = False

@@ -34,6 +34,8 @@ def _faults(config: Any, mode: str) -> Iterator[str]:
         yield f"expected null, {' or '.join(MODES)}"
     if mode == "R2" and recipe.train.skip_old_log_prob:
         yield "recipe.train.skip_old_log_prob leaves out the pass that records; set it false"
+    if not recipe.train.use_remove_padding:
+        yield "recipe.train.use_remove_padding is false: tokens are counted in packed sequences; set it true"
     if recipe.train.balanced_routing:
         yield "recipe.train.balanced_routing ignores the router; set one of them"
     selection = "update.routing_replay" if recipe.line == "pypi" else "update.routing_replay_mindspeed"

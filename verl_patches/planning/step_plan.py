@@ -80,7 +80,7 @@ def step_input(
     graphs = tuple(graph_arguments(config).get("graph_batch_sizes") or (seats,)) if graph_arguments(config) else ()
     micro = actor.ppo_micro_batch_size_per_gpu
     if actor.use_dynamic_bsz or micro is None:
-        micro = max(1, int(actor.ppo_max_token_len_per_gpu // length))
+        micro = max(1, int(actor.ppo_max_token_len_per_gpu * train.cp // length))
     ref_used = actor.use_kl_loss or config.algorithm.use_kl_in_reward
     run = StepInput(
         model=model_in_dtype(config),

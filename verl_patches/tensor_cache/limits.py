@@ -1,4 +1,4 @@
-"""Configurations that recipe.tensor_cache.enabled does not support, and its token budgets. Does not import torch."""
+"""Configurations that recipe.tensor_cache.enabled does not support; token budgets of micro batches. No torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 _ON = "recipe.tensor_cache.enabled is true, but"
 _SECTION = "actor_rollout_ref"
 _ROLLOUT, _ACTOR = f"{_SECTION}.rollout", f"{_SECTION}.actor"
-_DYNAMIC = {  # stage -> its section, switch and budget, as verl 0.4.0 names them; 54c9b736 has no dynamic batches
+_DYNAMIC = {  # stage -> its section, switch and budget, as verl 0.4.0 names them; 54c9b736 takes ours for them
     "update": ("actor", "use_dynamic_bsz", "ppo_max_token_len_per_gpu"),
     "log_prob": ("rollout", "log_prob_use_dynamic_bsz", "log_prob_max_token_len_per_gpu"),
     "ref": ("ref", "log_prob_use_dynamic_bsz", "log_prob_max_token_len_per_gpu"),
@@ -16,9 +16,12 @@ _DYNAMIC = {  # stage -> its section, switch and budget, as verl 0.4.0 names the
 
 
 def token_budget(section: Any, stage: str) -> int | None:
-    """Most tokens of a micro batch if its size is dynamic, else None; `section` is actor_rollout_ref."""
+    """Most tokens of a micro batch if its size is dynamic, else None; `section` is actor_rollout_ref.
+
+    The key counts tokens of one rank: context-parallel ranks share a micro batch, as in verl 0.4.0.
+    """
     name, switch, budget = _DYNAMIC[stage]
-    return section[name][budget] if section[name].get(switch) else None
+    return section[name][budget] * section.actor.megatron.context_parallel_size if section[name].get(switch) else None
 
 
 def faults(config: Any) -> Iterator[str]:
@@ -53,24 +56,23 @@ def faults(config: Any) -> Iterator[str]:
     if config.data.custom_cls.path is not None:
         path = config.data.custom_cls.path
         yield f"{_ON} data.custom_cls.path is {path}: prompts are rebuilt as verl's own RLHFDataset has them; set null"
-    yield from _budget_faults(config)
-
-
-def _budget_faults(config: Any) -> Iterator[str]:
-    sections = config.actor_rollout_ref
-    budgets = {stage: budget for stage in _DYNAMIC if (budget := token_budget(sections, stage)) is not None}
-    for section in ("actor", "ref") if budgets else ():
-        for key in ("context_parallel_size", "virtual_pipeline_model_parallel_size"):
-            if (size := sections[section].megatron[key]) not in (None, 1):
-                yield (
-                    f"{_ON} {_SECTION}.{section}.megatron.{key} is {size} with a dynamic batch size: verl's budget "
-                    "and number of micro batches depend on it, the plan's do not; set 1, or use_dynamic_bsz false"
-                )
-    longest = config.data.max_prompt_length + config.data.max_response_length
-    for stage, budget in budgets.items():
-        name, switch, key = _DYNAMIC[stage]
-        if budget < longest:
+    dynamic = any(token_budget(config.actor_rollout_ref, stage) is not None for stage in _DYNAMIC)
+    for section in ("actor", "ref") if dynamic else ():
+        key = "virtual_pipeline_model_parallel_size"
+        if (size := config.actor_rollout_ref[section].megatron[key]) not in (None, 1):
             yield (
-                f"{_ON} {_SECTION}.{name}.{switch} is true with {key} {budget}: a sample may have {longest} tokens "
+                f"{_ON} {_SECTION}.{section}.megatron.{key} is {size} with a dynamic batch size: verl's number of "
+                "micro batches depends on it, the plan's does not; set 1, or use_dynamic_bsz false"
+            )
+
+
+def budget_faults(config: Any) -> Iterator[str]:
+    """Why a budget of dynamic micro batches does not do, one sentence each, with the tensor cache or without."""
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    for stage, (name, switch, key) in _DYNAMIC.items():
+        budget = token_budget(config.actor_rollout_ref, stage)
+        if budget is not None and budget < longest:
+            yield (
+                f"{_SECTION}.{name}.{switch} is true with {key} {budget}: a sample may have {longest} tokens "
                 "(data.max_prompt_length + data.max_response_length); raise it to that or more"
             )

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
     from verl_patches.memory.ledger import Ledger
     from verl_patches.memory.scheduler import Scheduler
+    from verl_patches.worker.dynamic_batches import Packing
     from verl_patches.worker.expert_load import ExpertLoad
     from verl_patches.worker.on_policy_update import OnPolicyUpdate
     from verl_patches.worker.routing_replay import RoutingReplay
@@ -25,11 +26,14 @@ class WorkerContext:
     `scheduler`: moves memory; None with row memory.order off, where verl's worker moves it. `ledger`: checks memory;
     None with recipe.memory.ledger=off. `batch`: tensors that stay here between stages; None before the first stage, or
     without recipe.tensor_cache. `update`: the on-policy update in progress. `routing`: the routing replay whose pass is
-    in progress. `splits`: the planned micro batches of the stage in progress. `weight_reads`: how often this process
-    has read the model's folder. `reference_weights`: that folder and the model chunks of the reference, once it has
-    read it (worker/weight_loading.py). `weights_move`: the rollout engine's weights have other addresses after each
-    sleep. `rollout_load`: counts tokens of the rollout engine's experts, with the number of each layer by the id() of
-    its weight; None without recipe.expert_load.
+    in progress. `splits`: the planned micro batches of the stage in progress. `token_budget`: of a micro batch of that
+    stage, on line a3; None for a fixed number of samples. `packing`: the micro batches of the actor's pass in progress,
+    where they are dynamic. `pads_sequences`: sequences of a micro batch are padded, not packed (line a3,
+    recipe.train.use_remove_padding). `weight_reads`: how often this process has read the model's folder.
+    `reference_weights`: that folder and the model chunks of the reference, once it has read it
+    (worker/weight_loading.py). `weights_move`: the rollout engine's weights have other addresses after each sleep.
+    `rollout_load`: counts tokens of the rollout engine's experts, with the number of each layer by the id() of its
+    weight; None without recipe.expert_load.
     """
 
     scheduler: Scheduler | None = None
@@ -38,6 +42,9 @@ class WorkerContext:
     update: OnPolicyUpdate | None = None
     routing: RoutingReplay | None = None
     splits: PlannedSplits | None = None
+    token_budget: int | None = None
+    packing: Packing | None = None
+    pads_sequences: bool = False
     weight_reads: int = 0
     reference_weights: tuple[str, Sequence[torch.nn.Module]] | None = None
     weights_move: bool = False
@@ -65,6 +72,15 @@ class WorkerContext:
         self.scheduler.begin(name)
         yield
         self.scheduler.end()
+
+    @contextmanager
+    def micro_batches_of(self, token_budget: int | None) -> Iterator[None]:
+        """A stage whose micro batches have that token budget; None: a fixed number of samples."""
+        self.token_budget = token_budget
+        try:
+            yield
+        finally:
+            self.token_budget = None
 
     def look(self, extra_bytes: int = 0) -> None:
         """Raise the ledger's peak of this phase to the bytes held now plus `extra_bytes` of temporary memory."""

@@ -38,6 +38,7 @@ from verl_patches.platform.npu_emulated import coverage
 from verl_patches.reshard.weight_sync import Settings
 from verl_patches.rollout.rebalance_engine import Rebalancer
 from verl_patches.rollout.routing_record import RoutingRecorder
+from verl_patches.tensor_cache.limits import token_budget
 from verl_patches.trainer.worker_starts import take_starts
 from verl_patches.worker.checkpoint import WorkerCheckpoint
 from verl_patches.worker.context import context
@@ -69,6 +70,7 @@ class RecipeWorker:
         super().__init__(config, role)
         self.recipe = config.get("recipe")
         if self.recipe is not None:
+            context().pads_sequences = not self.recipe.train.use_remove_padding
             self.memory = WorkerMemory(config, self.recipe)
             if self.memory.scheduled:  # then verl's own calls move nothing
                 self._is_offload_param = self._is_offload_optimizer = self._ref_is_offload_param = False
@@ -138,13 +140,13 @@ class RecipeWorker:
     @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO)
     def compute_log_prob(self, data: Any) -> Any:
         """verl's, in phase old_log_prob; recipe.train.routing_replay records (R2) or replays (R3) routed experts."""
-        with context().phase("old_log_prob"), self._routing_of_log_probs(data):
+        with context().phase("old_log_prob"), self._routing_of_log_probs(data), self._micro_batches("log_prob"):
             return super().compute_log_prob(data)
 
     @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO)
     def compute_ref_log_prob(self, data: Any) -> Any:
         """verl's, in phase ref."""
-        with context().phase("ref"):
+        with context().phase("ref"), self._micro_batches("ref"):
             return super().compute_ref_log_prob(data)
 
     @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO)
@@ -153,13 +155,18 @@ class RecipeWorker:
         on_policy = OnPolicyUpdate.of(self.recipe) if self.recipe is not None and is_on("update.on_policy") else None
         if self.checkpoint is not None:
             self.checkpoint.wait()  # what is being written must not change
-        with context().phase("update"), self._routing_of_update(data):
+        with context().phase("update"), self._routing_of_update(data), self._micro_batches("update"):
             if on_policy is None:
                 return super().update_actor(data)
             with on_policy.around(data.batch):
                 output = super().update_actor(data)
         self.log_prob_moments = on_policy.moments()
         return output
+
+    def _micro_batches(self, stage: str) -> AbstractContextManager[None]:
+        """Line a3: dynamic micro batches of `stage` where its switch is on (worker/dynamic_batches.py)."""
+        budget = token_budget(self.config, stage) if is_on("update.dynamic_batches") else None
+        return context().micro_batches_of(budget)
 
     def _routing_of_log_probs(self, data: Any) -> AbstractContextManager[None]:
         if self.routing is None:

@@ -198,6 +198,28 @@ def _sequence_parallel(on: bool, get: Get) -> list[str] | Refusal:
     return ["--sequence-parallel"] if tp > 1 else []
 
 
+def _packing(on: bool, get: Get) -> list[str] | Refusal:
+    if not on and get("recipe.train.router_bias_update_rate"):
+        return Refusal("padding would count as tokens of its experts: set recipe.train.router_bias_update_rate=0")
+    return []
+
+
+def _context(size: int, get: Get) -> list[str] | Refusal:
+    if size == 1:
+        return ["--variable-seq-lengths"]
+    if not get("recipe.train.use_remove_padding"):
+        return Refusal("parts are those of packed sequences: set recipe.train.use_remove_padding=true")
+    tokens = get("rollout.response_length") + get("rollout.prompt_length")
+    if tokens % size:
+        return Refusal(f"MindSpeed-LLM wants prompt + response, {tokens} tokens, to be a multiple of it")
+    if get("recipe.train.routing_replay"):
+        return Refusal(
+            "a rank would record the experts of its own part of a micro batch, which is another one in the update: set "
+            "recipe.train.routing_replay=null"
+        )
+    return ["--context-parallel-size", str(size), "--context-parallel-algo", "ulysses_cp_algo"]
+
+
 def _recompute(on: bool, get: Get) -> list[str] | Refusal:
     if not on:
         return []
@@ -224,15 +246,6 @@ def _swap(on: bool, get: Get) -> list[str] | Refusal:
     if on and not get("actor.megatron.use_distributed_optimizer"):
         return Refusal("MindSpeed's swap is a distributed optimizer: set actor.megatron.use_distributed_optimizer=true")
     return ["--swap-optimizer"] if on else []
-
-
-def _alltoall(on: bool, get: Get) -> list[str] | Refusal:
-    if on and get("recipe.train.router_bias_update_rate"):
-        return Refusal(
-            "with recipe.train.router_bias_update_rate above 0 the second mini batch's gradient norm differs by 0.1 % "
-            "from that without overlap, which is not explained; set one of the two"
-        )
-    return ["--moe-alltoall-overlap-comm"] if on else []
 
 
 def _bucket(parameters: int | None, get: Get) -> list[str] | Refusal:
@@ -279,8 +292,9 @@ TABLE: tuple[Key, ...] = (
     Key(_A + "pipeline_model_parallel_size", "value", "--pipeline-model-parallel-size", "PP"),
     Key(_A + "virtual_pipeline_model_parallel_size", "only", (None, 1),
         "MindSpeed-LLM takes either a layer list or virtual stages, and weight names know no virtual stages here"),
-    Key(_A + "context_parallel_size", "only", (1,),
-        "the attention of packed sequences is not split over ranks here; use TP and PP"),
+    Key(_A + "context_parallel_size", "convert", _context,
+        "Ulysses: ranks exchange parts of tokens for parts of heads around attention. Each micro batch has a length of "
+        "its own; start.py says so where validators forbid it (mindspeed_llm/training/arguments.py:1094)"),
     Key(_A + "expert_model_parallel_size", "convert", _experts,
         "here it counts the ranks that experts are split over; MindSpeed's EP leaves out TP where TP extends it"),
     Key(_A + "expert_tensor_parallel_size", "with", _A + "expert_model_parallel_size", ""),
@@ -313,6 +327,7 @@ TABLE: tuple[Key, ...] = (
     Key(_R + "expert_split", "with", _A + "expert_model_parallel_size", ""),
     Key(_R + "routing_replay", "ours", None, "experts of an earlier pass are selected again", None),
     Key(_R + "routing_replay_control_every", "ours", None, "the passes of R3 without replay", None),
+    Key(_R + "use_remove_padding", "convert", _packing, "sequences are packed (worker/packed_forward.py)", True),
     Key(_R + "skip_old_log_prob", "ours", None, "the update's own log-probs are the old ones", False),
     Key(_R + "swap_optimizer", "convert", _swap, "optimizer states live on the host"),
     Key(_R + "swap_optimizer_times", "value", "--swap-optimizer-times", "pieces that states are swapped in", 16),
@@ -331,7 +346,7 @@ TABLE: tuple[Key, ...] = (
         "the same for grouped experts (npu_groupmatmul_add_fp32)", False),
     Key(_R + "unpadded_attention", "switch", "--mla-fa-without-pad",
         "values keep v_head_dim; otherwise query, key and value are padded to a multiple of 128, 256 at 671B", False),
-    Key(_R + "alltoall_overlap", "convert", _alltoall, "expert exchange beside computation"),
+    Key(_R + "alltoall_overlap", "switch", "--moe-alltoall-overlap-comm", "expert exchange beside computation", False),
     Key(_R + "grad_overlap", "switch", "--overlap-grad-reduce", "reductions in backward (ddp_overlap.py)", False),
     Key(_R + "grad_bucket_parameters", "convert", _bucket, "of one such reduction; null: 40e6, or 1e6 x DP if more"),
     Key(_R + "param_overlap", "only", (None, False),
@@ -358,7 +373,6 @@ TABLE: tuple[Key, ...] = (
 )  # fmt: skip
 FIXED = (
     (("--micro-batch-size", "1"), "verl cuts the micro batches"),
-    (("--variable-seq-lengths",), "packed sequences: each micro batch has its own length"),
     (("--moe-token-dispatcher-type", "alltoall", "--moe-permutation-async-comm"),
      "without the second MindSpeed leaves Megatron's dispatcher in place, which does not know moe_tp_extend_ep"),
     (("--moe-grouped-gemm",), "experts are stacked in weight1 and weight2"),

@@ -98,18 +98,37 @@ def packed_rope(apply_rotary_pos_emb_thd):
     """Row provider for Megatron's `apply_rotary_pos_emb_thd`: accept [T, 1, N, D] of MindSpeed-LLM's MLA.
 
     Megatron's own splits T and expects the rest to be [N, D]. Each token gets the angle of its own sequence's position;
-    freqs is [>= longest sequence, 1, 1, D].
+    freqs is [>= longest sequence, 1, 1, D]. Under context parallelism t has this rank's contiguous part of T.
     """
 
     @functools.wraps(apply_rotary_pos_emb_thd)
     def apply(t, cu_seqlens, freqs, rotary_interleaved=False):
         if t.dim() != 4:
             return apply_rotary_pos_emb_thd(t, cu_seqlens, freqs, rotary_interleaved)
+        from megatron.core import parallel_state
         from megatron.core.models.common.embeddings.rotary_pos_embedding import apply_rotary_pos_emb_bshd  # MindSpeed's
 
-        return apply_rotary_pos_emb_bshd(t, freqs[lengths_of(cu_seqlens).positions], rotary_interleaved)
+        first = len(t) * parallel_state.get_context_parallel_rank()
+        positions = lengths_of(cu_seqlens).positions[first : first + len(t)]
+        return apply_rotary_pos_emb_bshd(t, freqs[positions], rotary_interleaved)
 
     return apply
+
+
+def keep_all_positions(rotary: torch.nn.Module, size: int, rank: int) -> None:
+    """Make `rotary` (Megatron's RotaryEmbedding) give all positions to each of `size` context-parallel ranks.
+
+    Upstream returns the positions of this `rank`'s part (MindSpeed's get_pos_emb_on_this_cp_rank, Ulysses), as if the
+    micro batch were one sequence; `packed_rope` needs those of every sequence. The part that it cuts here is the first
+    positions, by an offset.
+    """
+    forward = rotary.forward
+
+    @functools.wraps(forward)
+    def whole(max_seq_len: int, offset: int = 0) -> torch.Tensor:
+        return forward(max_seq_len * size, offset - max_seq_len * rank)
+
+    rotary.forward = whole
 
 
 def keep_router_buffers_fp32(model: torch.nn.Module) -> None:
@@ -124,6 +143,32 @@ def keep_router_buffers_fp32(model: torch.nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, TopKRouter):
             _keep_fp32(module)
+
+
+def count_trained_tokens_only(model: torch.nn.Module) -> None:
+    """Make every router of `model` forget the tokens of passes without gradients, as MindSpeed-LLM means to.
+
+    Its router counts tokens for the correction bias where gradients are enabled (core/transformer/moe/router.py:526).
+    With the experts' exchange overlapped, MindSpeed enables them around the router in every pass
+    (moe_layer_overlap_all2all.py, MoELayerOverlapAll2All.forward): the pass for old log-probs would be counted with the
+    first mini batch.
+    """
+    from megatron.core.transformer.moe.moe_layer import BaseMoELayer
+
+    for layer in model.modules():
+        if isinstance(layer, BaseMoELayer) and layer.router._buffers.get("local_tokens_per_expert") is not None:
+            layer.register_forward_pre_hook(_note_tokens)
+            layer.register_forward_hook(_restore_tokens)
+
+
+def _note_tokens(layer: torch.nn.Module, args: tuple) -> None:
+    counted = None if torch.is_grad_enabled() else layer.router.local_tokens_per_expert.clone()
+    layer.tokens_before_pass = counted
+
+
+def _restore_tokens(layer: torch.nn.Module, args: tuple, output: Any) -> None:
+    if layer.tokens_before_pass is not None:
+        layer.router.local_tokens_per_expert.copy_(layer.tokens_before_pass)
 
 
 def _keep_fp32(router: torch.nn.Module) -> None:

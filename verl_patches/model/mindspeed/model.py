@@ -16,6 +16,7 @@ import functools
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer import ModuleSpec
 from megatron.training import get_args
@@ -26,7 +27,12 @@ from verl.models.mcore.registry import SupportedModel
 
 from verl_patches.errors import ConfigError
 from verl_patches.layout.model_folder import for_training
-from verl_patches.model.mindspeed.compat import keep_router_buffers_fp32, lengths_of
+from verl_patches.model.mindspeed.compat import (
+    count_trained_tokens_only,
+    keep_all_positions,
+    keep_router_buffers_fp32,
+    lengths_of,
+)
 from verl_patches.platform.npu import attention
 
 _RIGHT_DOWN_CAUSAL = 3  # sparse mode of npu_fusion_attention
@@ -75,6 +81,9 @@ class MindSpeedModel(BaseModelInitializer):
             raise ConfigError("DeepSeek-V3 cannot be a value model: set algorithm.adv_estimator=grpo")
         model = super().initialize(*args, **kwargs)
         keep_router_buffers_fp32(model)
+        count_trained_tokens_only(model)
+        if (size := get_args().context_parallel_size) > 1:
+            keep_all_positions(model.rotary_pos_emb, size, parallel_state.get_context_parallel_rank())
         return model
 
 
@@ -92,8 +101,9 @@ class CausalMlaAttention(MlaDotProductAttention):
     """MindSpeed-LLM's MLA attention, always causal, for PackedSeqParams too.
 
     query, key [S, B, N, D] and value [S, B, N, D or less] give [S, B, N * value's D]; with packed_seq_params S is T and
-    B is 1. Padding is on the right of each sequence (verl removes it on the left), so that the causal
-    mask is enough and `attention_mask` is not read. Raises ConfigError for a dropout, and what fused_attention refuses.
+    B is 1, under context parallelism too, where MindSpeed's Ulysses calls it with all tokens of N / cp heads. Padding
+    is on the right of each sequence (verl removes it on the left), so that the causal mask is enough and
+    `attention_mask` is not read. Raises ConfigError for a dropout, and what fused_attention refuses.
     """
 
     def __init__(self, *args: Any, **kwargs: Any):

@@ -1,0 +1,121 @@
+"""Micro batches of line a3: dynamic, packed or padded, split over context-parallel ranks; verl's worker in fp32.
+
+Samples have unequal lengths; the plain run has micro batches of one sample.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from tests.model.mindspeed_start import LAYOUTS, PARTS, engine_config
+
+pytestmark = [pytest.mark.slow, pytest.mark.upstream]
+ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+PLAIN = [f"{ACTOR}.ppo_micro_batch_size_per_gpu=1", f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu=1"]
+PLAIN += [f"{ACTOR}.entropy_coeff=0.01"]
+DYNAMIC = [f"{ACTOR}.use_dynamic_bsz=true", f"{ACTOR}.ppo_max_token_len_per_gpu=420"]
+DYNAMIC += [f"{ROLLOUT}.log_prob_max_token_len_per_gpu=900"]
+_KEYS = "actor_rollout_ref.model.gradient_checkpointing_kwargs.activations_checkpoint_"
+RECOMPUTED = [f"{_KEYS}granularity=full", f"{_KEYS}method=block", f"{_KEYS}num_layers=4"]
+RECOMPUTED += ["actor_rollout_ref.model.enable_gradient_checkpointing=true"]
+
+
+@pytest.fixture(scope="session")
+def run_batches(a3_sources, reference, run_ranks):
+    """run_batches(ranks, sizes, more, train, ...): what the job of mindspeed_batches_job.py finds, by rank."""
+    sources = a3_sources()
+    env = {"VERL_PATCHES": "line=a3,platform=cpu", "PYTHONPATH": os.pathsep.join(map(str, sources))}
+
+    def run(ranks=1, sizes=(), more=(), train=(), boundaries=True, off="") -> list:
+        sizes = {**dict(sizes), "more": [*PLAIN, *more], "train": dict(train)}
+        config = engine_config(reference["folder"] / "model", sources[0], ranks, sizes, "fp32")
+        call = "tests.model.mindspeed_batches_job:batches_job", config, reference["folder"], config, boundaries
+        here = {**env, "VERL_PATCHES": env["VERL_PATCHES"] + off}
+        return run_ranks("tests.model.mindspeed_start:run", *call, size=ranks, env=here, backend=None, timeout_s=400)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def plain(run_batches):
+    return run_batches()[0]
+
+
+def assert_same(found, plain, whole=True):
+    """Log-probs and entropy of responses within 1e-5, gradient norms by 1e-5 of themselves.
+
+    Weights, where a rank has `whole` ones: Adam makes steps of up to 1e-3 of gradients that are nothing but rounding.
+    """
+    assert len(plain["grad_norm"]) == len(plain["log_probs"]) == 2
+    for name in ("log_probs", "entropy"):
+        for there, here in zip(plain[name], found[name], strict=True):
+            assert (here - there[found["samples"]])[found["mask"]].abs().max() < 1e-5, name
+    assert found["grad_norm"] == pytest.approx(plain["grad_norm"], rel=1e-5)
+    for there, here in zip(plain["weights"], found["weights"], strict=True) if whole else ():
+        assert max((a - b).abs().max() for a, b in zip(there, here, strict=True)) < 1e-4
+
+
+def tokens_of(shapes) -> list[int]:
+    return [batch * width for batch, width in shapes]
+
+
+def test_samples_differ_and_updates_move_weights(plain):
+    before, update, *_ = plain["shapes"]
+    assert len(before) == len(update) == 8 and len(set(before)) > 4
+    first, second = plain["weights"]
+    assert max((a - b).abs().max() for a, b in zip(first, second, strict=True)) > 5e-4
+    assert abs(plain["grad_norm"][0] / plain["grad_norm"][1] - 1) > 0.1
+
+
+@pytest.mark.parametrize("layout", ["tp1", "ep2", "pp2_uneven"])
+def test_dynamic_micro_batches_give_the_same_updates(run_batches, plain, layout):
+    ranks, sizes = LAYOUTS[layout]
+    every = run_batches(ranks, sizes, DYNAMIC)
+    for found in every:
+        assert_same(found, plain, whole=layout == "tp1")
+        if not found["first_stage"]:
+            continue
+        before, update = map(tokens_of, found["shapes"][:2])
+        share = sorted(tokens_of(plain["shapes"][0])[number] for number in found["samples"])
+        assert sum(before) == sum(update) == sum(share)
+        assert len(before) < len(update) < len(share)  # a budget of their own
+        assert max(update) < 1.3 * sum(update) / len(update)  # balanced by tokens
+    assert len({len(found["shapes"][1]) for found in every}) == 1  # all replicas exchange experts as often
+
+
+def test_without_their_weights_dynamic_micro_batches_give_other_updates(run_batches, plain):
+    """Negative control; and without a row verl's micro batches have a fixed size."""
+    (found,) = run_batches(more=DYNAMIC, off=",-update.sample_weights")
+    assert abs(found["grad_norm"][0] / plain["grad_norm"][0] - 1) > 1e-3
+
+
+@pytest.mark.parametrize("layout", ["tp1", "tp2_extends_ep"])
+def test_padded_sequences_give_the_same_updates_as_packed_ones(run_batches, plain, layout):
+    ranks, sizes = LAYOUTS[layout]
+    four = [f"{ACTOR}.ppo_micro_batch_size_per_gpu=1", f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu=4"]
+    for found in run_batches(ranks, sizes, four, {"use_remove_padding": False}):
+        assert_same(found, plain, whole=layout == "tp1")
+        assert [batch for batch, _ in found["shapes"][0]] == [4, 4]
+        assert sum(tokens_of(found["shapes"][0])) > sum(tokens_of(plain["shapes"][0]))
+
+
+def test_packed_sequences_of_a_micro_batch_do_not_see_each_other(run_batches, plain):
+    four = [f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu=4"]
+    (found,) = run_batches(more=four)
+    assert_same(found, plain)
+    assert tokens_of(found["shapes"][0]) == [sum(tokens_of(plain["shapes"][0])[at : at + 4]) for at in (0, 4)]
+    (found,) = run_batches(more=four, boundaries=False)  # negative control
+    assert (found["log_probs"][0] - plain["log_probs"][0])[plain["mask"]].abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("layout", PARTS)
+def test_context_parallel_ranks_give_the_same_updates(run_batches, plain, layout):
+    ranks, sizes = PARTS[layout]
+    found = run_batches(ranks, sizes, {"cp2_tp2_ep4": DYNAMIC, "cp2_pp2": RECOMPUTED}.get(layout, []))
+    for rank in found:
+        assert_same(rank, plain, whole=False)
+    parts = [sum(tokens_of(rank["shapes"][0])) for rank in found]
+    whole = sum(tokens_of(plain["shapes"][0]))
+    assert all(whole <= 2 * part <= whole + 8 * 3 for part in parts)  # 8 samples, each padded to 4

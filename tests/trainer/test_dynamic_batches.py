@@ -1,0 +1,82 @@
+"""Dynamic micro batches of line a3 without ranks: order of outputs, weights of samples, and when nothing is changed."""
+
+import pytest
+import torch
+
+from verl_patches.worker.context import context
+from verl_patches.worker.dynamic_batches import Packing, by_tokens, equal_samples, packing
+
+PACKINGS = [[[0], [1], [2], [3], [4]], [[3, 1], [4, 0, 2]], [[4, 3, 2, 1, 0]]]
+MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+
+
+def loss_of(rows, mode, aggregate):
+    """What Megatron has of a pass over `rows`: the mean of the micro batches' losses."""
+    generator = torch.Generator().manual_seed(3)
+    losses, lengths = torch.rand(5, 8, generator=generator), torch.tensor([8, 1, 5, 3, 7])
+    mask = torch.arange(8) < lengths[:, None]
+    return sum(aggregate(losses[part], mask[part], mode) for part in rows) / len(rows)
+
+
+@pytest.fixture
+def packed():
+    """packed(rows): inside a pass whose micro batches are `rows`."""
+
+    def begin(rows):
+        now = context().packing = Packing(100)
+        now.rows = rows
+
+    yield begin
+    context().packing = None
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_sample_weighs_the_same_in_every_packing(packed, mode):
+    from verl.trainer.ppo.core_algos import agg_loss
+
+    single = loss_of(PACKINGS[0], mode, agg_loss)
+    aggregate = equal_samples(agg_loss)
+    assert (
+        loss_of(PACKINGS[1], mode, aggregate) == loss_of(PACKINGS[1], mode, agg_loss) != single
+    )  # outside, and without
+    for rows in PACKINGS:
+        packed(rows)
+        assert loss_of(rows, mode, aggregate) == pytest.approx(float(single), rel=1e-6)
+
+
+@pytest.mark.parametrize("rows", PACKINGS)
+def test_outputs_come_back_in_the_order_of_the_batch(rows):
+    now, whole = Packing(100), torch.arange(10.0).view(5, 2)
+    now.rows = rows
+    (found,) = now.in_order([{"log_probs": whole[part]} for part in rows])
+    ((both, entropy),) = now.in_order([[{"log_probs": whole[part]}, -whole[part]] for part in rows])
+    assert found["log_probs"].equal(whole) and both["log_probs"].equal(whole) and entropy.equal(-whole)
+    assert now.in_order([]) == []  # not the last stage
+
+
+class Data:
+    def __init__(self):
+        self.meta_info = {"micro_batch_size": None}
+
+
+def test_only_a_stage_with_a_budget_is_packed(monkeypatch):
+    from verl.utils import seqlen_balancing
+
+    seen = []
+    monkeypatch.setattr(seqlen_balancing, "rearrange_micro_batches", lambda batch, max_token_len: (batch, [[0], [1]]))
+    split = by_tokens(lambda tensors, batch_size: ("verl's", batch_size))
+
+    def forward_backward_batch(actor, data, forward_only):
+        seen.append((split("batch", data.meta_info["micro_batch_size"]), context().packing))
+        return "outputs"
+
+    run = packing(forward_backward_batch)
+    assert run(None, Data(), False) == "outputs" and seen.pop() == (("verl's", None), None)
+    with context().micro_batches_of(300):
+        assert run(None, Data(), False) == "outputs"
+        parts, now = seen.pop()
+        assert parts == "batch" and now.budget == 300 and now.samples == 2
+        with pytest.raises(ZeroDivisionError):
+            packing(lambda *_: 1 / 0)(None, Data(), True)
+        assert context().packing is None
+    assert context().token_budget is None

@@ -1,0 +1,165 @@
+"""The forward pass of line a3's DeepSeek-V3: packed by verl, in context-parallel parts, or padded.
+
+    recipe.train.use_remove_padding   context parallel   sequences of a micro batch
+    true                              1                  verl's own: packed one after the other, [1, T]
+    true                              more               the same, and each rank computes a contiguous part of T
+    false                             1                  [B, S], padded on the right to the longest; for comparison
+
+Ulysses (MindSpeed's UlyssesContextAttention) exchanges parts of tokens for parts of heads around attention, which then
+has all T tokens in the order of ranks. verl's own parts (two chunks of each sequence, verl/models/mcore/util.py:46) are
+those of Transformer Engine's ring and would come out of that exchange in another order.
+
+Each CP rank has the whole loss, and the gradient of its own part of it. Megatron averages gradients over DP x CP ranks
+(DDP's group), so `_Gathered` multiplies by CP; verl does not (verl/models/mcore/util.py:95), where every gradient would
+be divided by CP.
+
+Shape letters: B samples, S width of verl's batch, T packed tokens with padding, T/cp of them on each rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from verl_patches.worker.context import context
+
+
+def forwards() -> dict[Any, Callable]:
+    """Row provider: the entry for verl's MODEL_FORWARD_REGISTRY."""
+    from verl.models.mcore.registry import SupportedModel
+
+    return {SupportedModel.DEEPSEEK_V3: forward}
+
+
+def forward(
+    model: Any,
+    input_ids: torch.Tensor,
+    attention_mask: torch.Tensor,
+    position_ids: torch.Tensor,
+    sequence_parallel: bool,
+    value_model: bool = False,
+    pack_seqs: bool = True,
+    logits_processor: Callable | None = None,
+    logits_processor_args: Mapping[str, torch.Tensor] | None = None,
+) -> Any:
+    """What verl's gptmodel_forward returns: logits or `logits_processor`'s tensors as [B, S, ...], zero in padding.
+
+    All but the last pipeline stage return hidden states.
+    """
+    from megatron.core import parallel_state
+    from verl.models.mcore.model_forward import gptmodel_forward
+
+    batch = model, input_ids, attention_mask, position_ids
+    process = logits_processor, logits_processor_args or {}
+    if not pack_seqs or context().pads_sequences:
+        return _padded(*batch, sequence_parallel, *process)
+    if parallel_state.get_context_parallel_world_size() > 1:
+        return _in_parts(*batch, *process)
+    return gptmodel_forward(*batch, sequence_parallel, value_model, pack_seqs, *process)
+
+
+def _padded(model, ids, mask, position_ids, sequence_parallel, process, process_args) -> Any:
+    from verl.models.mcore.util import recover_left_padding, remove_left_padding
+    from verl.utils.megatron_utils import unwrap_model
+
+    stage = unwrap_model(model)
+
+    def moved(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return remove_left_padding(tensor, mask, position_ids, sequence_parallel, True)
+
+    here, right_mask, positions = moved(ids)
+    output = model(input_ids=here, attention_mask=right_mask, position_ids=positions)
+    if not stage.post_process:
+        return output
+
+    def back(tensor: torch.Tensor) -> torch.Tensor:
+        return recover_left_padding(tensor, right_mask, mask, mask.shape[1], True)
+
+    if process is None:
+        return back(output)
+    found = process(output, **{name: moved(tensor)[0] for name, tensor in process_args.items()})
+    return {name: back(tensor) for name, tensor in found.items()}
+
+
+def _in_parts(model, ids, mask, position_ids, process, process_args) -> Any:
+    from verl.utils.megatron_utils import unwrap_model
+
+    parts = Parts(mask)
+    output = model(
+        input_ids=parts.of(ids), attention_mask=None, position_ids=position_ids, packed_seq_params=parts.lengths()
+    )
+    if not unwrap_model(model).post_process:
+        return output
+    if process is None:
+        return parts.whole(output)
+    found = process(output, **{name: parts.of(tensor) for name, tensor in process_args.items()})
+    return {name: parts.whole(tensor) for name, tensor in found.items()}
+
+
+class Parts:
+    """Sequences of a micro batch, packed, and this rank's contiguous part of them.
+
+    `mask` [B, S]. Each sequence is padded to a multiple of TP x CP, so that parts divide over TP too.
+    """
+
+    def __init__(self, mask: torch.Tensor):
+        from megatron.core import parallel_state
+
+        self._mask = mask.bool()
+        self._group = parallel_state.get_context_parallel_group()
+        self._size = parallel_state.get_context_parallel_world_size()
+        self._rank = parallel_state.get_context_parallel_rank()
+        align = parallel_state.get_tensor_model_parallel_world_size() * self._size
+        lengths = self._mask.sum(1)
+        padded = (lengths + align - 1) // align * align
+        self._ends = torch.nn.functional.pad(padded.cumsum(0), (1, 0)).int()
+        row, column = self._mask.nonzero(as_tuple=True)
+        place = (self._mask.long().cumsum(1) - 1)[row, column]
+        self._places = self._ends.long()[row] + place  # of each token in the packed sequence
+        self._tokens = int(self._ends[-1])
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """This rank's part of `tensor` [B, S]: [1, T/cp], 0 in padding."""
+        packed = tensor.new_zeros(self._tokens)
+        packed[self._places] = tensor[self._mask]
+        return packed.chunk(self._size)[self._rank].unsqueeze(0)
+
+    def lengths(self) -> Any:
+        """PackedSeqParams of all sequences, which Ulysses' attention sees."""
+        from megatron.core.packed_seq_params import PackedSeqParams
+
+        longest = int(self._ends.diff().max())
+        return PackedSeqParams(
+            qkv_format="thd",
+            cu_seqlens_q=self._ends,
+            cu_seqlens_kv=self._ends,
+            max_seqlen_q=longest,
+            max_seqlen_kv=longest,
+            cu_seqlens_q_padded=self._ends,
+            cu_seqlens_kv_padded=self._ends,
+        )
+
+    def whole(self, part: torch.Tensor) -> torch.Tensor:
+        """[B, S, ...] on every rank of [1, T/cp, ...]; the gradient goes to this rank's own part."""
+        packed = _Gathered.apply(part[0], self._group)
+        found = packed.new_zeros(*self._mask.shape, *packed.shape[1:])
+        found[self._mask] = packed[self._places]
+        return found
+
+
+class _Gathered(torch.autograd.Function):
+    """All ranks' parts, one after the other; backward gives the own part's gradient times the number of ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, part: torch.Tensor, group: Any) -> torch.Tensor:
+        ctx.group = group
+        parts = [torch.empty_like(part) for _ in range(group.size())]
+        dist.all_gather(parts, part.contiguous(), group=group)
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient.chunk(ctx.group.size())[ctx.group.rank()] * ctx.group.size(), None
