@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from verl_patches.config.watch import Alarms
 from verl_patches.patching import engine
 from verl_patches.patching.spec import PatchSpec
 from verl_patches.patching.switches import Switches
@@ -53,7 +54,7 @@ def made(tmp_path):
     return made
 
 
-def after_steps(made, monkeypatch, *numbers, skipped=None):
+def after_steps(made, monkeypatch, *numbers, skipped=None, bounds=None):
     """The progress lines of these steps, whose reports of workers are left out."""
     for name in ("sync_of_step", "memory_of_step", "offload_of_step"):
         monkeypatch.setattr(run, name, lambda reports: None)
@@ -71,7 +72,7 @@ def after_steps(made, monkeypatch, *numbers, skipped=None):
     made.trainer = SimpleNamespace(actor_rollout_wg=SimpleNamespace(take_report=lambda: [report]))
     check = SimpleNamespace(action="report")
     train = SimpleNamespace(skip_old_log_prob=False, routing_replay=None, max_skipped_steps=2)
-    made.recipe = SimpleNamespace(train=train, logprob_check=check)
+    made.recipe = SimpleNamespace(train=train, logprob_check=check, alarms=Alarms(**(bounds or {})))
     made.workers_see_log_probs, made.not_compared = False, "not here"
     made.group = SimpleNamespace(cache=None, sampled_check=None, end_step=dict, step=0)
     for number in numbers:

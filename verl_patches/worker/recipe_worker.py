@@ -39,6 +39,7 @@ from verl_patches.reshard.weight_sync import Settings
 from verl_patches.rollout.rebalance_engine import Rebalancer
 from verl_patches.rollout.routing_record import RoutingRecorder
 from verl_patches.trainer.worker_starts import take_starts
+from verl_patches.watch import heartbeat
 from verl_patches.worker.checkpoint import WorkerCheckpoint
 from verl_patches.worker.context import context
 from verl_patches.worker.expert_load import ExpertLoad, of_rollout, of_training
@@ -62,6 +63,8 @@ class RecipeWorker:
     step_guard: StepGuard | None = None
 
     def __init__(self, config: Any, role: str) -> None:
+        if config.get("recipe") is not None and config.recipe.watch.action != "off":
+            heartbeat.start(heartbeat.folder_of_run(), f"rank {os.environ['RANK']}", int(os.environ["RANK"]))
         if is_on("update.engine_start"):
             from verl_patches.model.mindspeed import start
 
@@ -152,6 +155,7 @@ class RecipeWorker:
         """verl's, in phase update; inside OnPolicyUpdate where recipe.train.skip_old_log_prob or a correction is on."""
         on_policy = OnPolicyUpdate.of(self.recipe) if self.recipe is not None and is_on("update.on_policy") else None
         if self.checkpoint is not None:
+            heartbeat.phase("last checkpoint")
             self.checkpoint.wait()  # what is being written must not change
         with context().phase("update"), self._routing_of_update(data):
             if on_policy is None:
