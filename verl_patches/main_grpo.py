@@ -32,7 +32,10 @@ def main(arguments: list[str]) -> int:
     given = parser.parse_args(arguments)
     config = compose(given.config_name, given.overrides)
     with contextlib.redirect_stdout(_Watched(sys.stdout, ENDED)) as output:
-        from verl_patches.launch.ray_cluster import ray_options  # here, as the controller imports this module too
+        from verl_patches.launch.ray_cluster import (
+            leave_out,
+            ray_options,
+        )  # here, as the controller imports this module too
 
         ray_start.start(**ray_options(config))
         import ray
@@ -40,6 +43,7 @@ def main(arguments: list[str]) -> int:
 
         watcher, failed = None, True
         try:
+            leave_out(config)
             watch = config.recipe.watch
             if watch.action != "off":
                 bounds = Bounds(watch.first_s, watch.least_s, watch.factor, config.recipe.timeouts.load_s)

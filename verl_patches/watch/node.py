@@ -5,6 +5,7 @@ Called in the driver for its own node, and in a small Ray actor on each other no
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import socket
@@ -70,7 +71,7 @@ def stacks(folder: Path, names: Collection[str]) -> dict[str, str]:
             continue
         with suppress(OSError):
             asked[beat.name] = file.with_suffix(STACK), file.with_suffix(STACK).stat().st_size
-            os.kill(beat.pid, STACK_SIGNAL)
+            _signal_main_thread(beat.pid, STACK_SIGNAL)
             if seen.state in STOPPED:
                 os.kill(beat.pid, signal.SIGCONT)
     deadline = time.monotonic() + STACK_S
@@ -79,6 +80,15 @@ def stacks(folder: Path, names: Collection[str]) -> dict[str, str]:
             time.sleep(0.05)
         found[name] = text or f"no stacks within {STACK_S:g} s: the process does not take signals (in the kernel)"
     return found
+
+
+def _signal_main_thread(pid: int, number: int) -> None:
+    """Any other thread could take the signal while a process that is continued runs on in its main thread."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if hasattr(libc, "tgkill"):  # glibc 2.30
+        libc.tgkill(pid, pid, number)
+    else:
+        os.kill(pid, number)
 
 
 def _whole(file: Path, before: int) -> str:

@@ -79,11 +79,11 @@ def find_stall(processes: Sequence[Seen], bounds: Bounds) -> Stall | None:
     overdue = [seen for seen in candidates if seen.in_place_s > limits[id(seen)]]
     if not overdue:
         return None
-    first = max(overdue, key=lambda seen: seen.in_place_s)
+    culprits, why = _culprits(ranks, overdue) if busy else (overdue, "")
+    first = max([seen for seen in overdue if seen in culprits] or overdue, key=lambda seen: seen.in_place_s)
     late = f"{_place(first)} for {first.in_place_s:.0f} s, where at most {limits[id(first)]:.0f} s were expected"
     if not busy:
         return _stall(overdue, [], f"{first.where} is in {late}; no rank is in a call")
-    culprits, why = _culprits(ranks, overdue)
     others = [seen for seen in busy if seen not in culprits]
     text = f"{_names(culprits)} {why}, in "
     text += late if first in culprits else f"{_place(culprits[0])}; {first.where} is in {late}"

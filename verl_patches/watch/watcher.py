@@ -17,7 +17,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from verl_patches.errors import RecipeError
 from verl_patches.watch import node
 from verl_patches.watch.heartbeat import folder_of_run
 from verl_patches.watch.node import Seen
@@ -66,9 +65,18 @@ class Watcher:
         return sorted(found, key=lambda seen: (seen.beat.rank is None, seen.beat.rank or 0))
 
     def explain(self, error: BaseException) -> None:
-        """LostNodeError in place of `error`, which ended the run, where a node with ranks is lost; else nothing."""
+        """LostNodeError in place of `error`, which ended the run, where a node with ranks is lost.
+
+        Where processes have ended, the record names them with their nodes.
+        """
         self._list_nodes()
         self._refuse_lost(error)
+        others = [other for other in self._others.values() if not other.lost]
+        for other, answer in zip(others, _answers([other.agent.look.remote() for other in others]), strict=True):
+            if answer is not None:
+                other.seen = [node.from_plain(seen, other.name) for seen in answer]
+        if gone := [seen for seen in self.processes() if seen.state == "gone"]:
+            self._record(gone, f"{', '.join(seen.where for seen in gone)} ended", [])
 
     def close(self, failed: bool) -> None:
         """Remove the heartbeats; of a run that failed, first kill what still runs, on every node."""
@@ -97,7 +105,8 @@ class Watcher:
             place = next((seen.beat.place for seen in other.seen if seen.beat.place), "no call")
             text = f"node {other.address} with {ranks} is lost: {how}; its ranks were last seen in {place}"
             self._record(other.seen, text, [])
-            raise LostNodeError(text) from error
+            if error is not None or self._stops:
+                raise LostNodeError(text) from error
 
     def _end_at(self, stall: Stall) -> None:
         asked = [*stall.culprits, *stall.waiting]
@@ -115,7 +124,7 @@ class Watcher:
         calls = [other.agent.stacks.remote(names) for name, other in self._others.items() if name in nodes]
         found = node.stacks(self._folder, names) if self._own in nodes else {}
         for answer in _answers(calls):
-            found |= answer
+            found |= answer or {}
         files = []
         for name in (name for name in names if name in found):
             file = self._to / STACKS / f"{name.replace(' ', '_')}.txt"
@@ -171,14 +180,15 @@ class _Other:
 
 
 def _answers(calls: Sequence[Any]) -> list[Any]:
-    """Results of the calls that succeed within ASK_S."""
+    """The result of each call, None where it has none within ASK_S."""
     import ray
 
-    found = []
+    found: list[Any] = []
     ended, _ = ray.wait(list(calls), num_returns=len(calls), timeout=ASK_S) if calls else ([], [])
-    for call in ended:
+    for call in calls:
         try:
-            found.append(ray.get(call))
-        except (ray.exceptions.RayError, RecipeError) as error:
+            found.append(ray.get(call) if call in ended else None)
+        except ray.exceptions.RayError as error:
             log.warning("watch: a node did not answer: %s", str(error).strip().splitlines()[-1])
+            found.append(None)
     return found
