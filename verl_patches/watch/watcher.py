@@ -104,9 +104,13 @@ class Watcher:
             how = "Ray's head has lost it" if other.lost else f"no answer for {other.unanswered_s():.0f} s"
             place = next((seen.beat.place for seen in other.seen if seen.beat.place), "no call")
             text = f"node {other.address} with {ranks} is lost: {how}; its ranks were last seen in {place}"
-            self._record(other.seen, text, [])
             if error is not None or self._stops:
+                self._record(other.seen, text, [])
                 raise LostNodeError(text) from error
+            if not self._recorded:
+                self._recorded = True
+                self._record(other.seen, text, [])
+                log.warning("watch: %s", text)
 
     def _end_at(self, stall: Stall) -> None:
         asked = [*stall.culprits, *stall.waiting]
