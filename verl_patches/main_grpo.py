@@ -90,7 +90,7 @@ class Controller:
     def run(self, config) -> None:
         """Run verl's TaskRunner to its end."""
         if config.recipe.watch.action != "off":
-            heartbeat.start(heartbeat.folder_of_run(), "controller")
+            heartbeat.start_in_ray("controller")
         run_task_runner(config)
 
 

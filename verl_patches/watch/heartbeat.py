@@ -232,6 +232,13 @@ def start(folder: Path, name: str, rank: int | None = None) -> None:
         log.warning("watch: %s has no heartbeat, a stall of it is not found: %s: %s", name, folder, error.strerror)
 
 
+def start_in_ray(name: str, rank: int | None = None) -> None:
+    """`start` in the folder of this Ray job; nothing outside of Ray."""
+    ray = sys.modules.get("ray")
+    if ray is not None and ray.is_initialized():
+        start(folder_of_run(), name, rank)
+
+
 def stop() -> None:
     """End this process's heartbeat. Idempotent."""
     if _process.heartbeat is not None:

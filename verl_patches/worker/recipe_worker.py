@@ -64,7 +64,7 @@ class RecipeWorker:
 
     def __init__(self, config: Any, role: str) -> None:
         if config.get("recipe") is not None and config.recipe.watch.action != "off":
-            heartbeat.start(heartbeat.folder_of_run(), f"rank {os.environ['RANK']}", int(os.environ["RANK"]))
+            heartbeat.start_in_ray(f"rank {os.environ['RANK']}", int(os.environ["RANK"]))
         if is_on("update.engine_start"):
             from verl_patches.model.mindspeed import start
 
