@@ -66,6 +66,7 @@ class Restarts:
         for name in OF_A_TRY:
             if (path := self._folder / name).exists():
                 path.rename(aside / name)
+        reason = reason.replace(str(self._folder / STACKS), str(aside / STACKS))
         self.records.append({"reason": reason, "exit_code": code, "culprits": culprits, "left_out": left_out})
         return f"restart {number} of {self._times}, from the newest checkpoint{left_out}: {reason}"
 

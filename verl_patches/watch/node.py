@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from verl_patches.watch.heartbeat import BEAT, STACK, STACK_SIGNAL, Beat, read, state_of
+from verl_patches.watch.heartbeat import BEAT, STACK, STACK_SIGNAL, Beat, folder_of_run, read, state_of
 
 STACK_S = 5.0  # how long a process may take to write its stacks
 STOPPED = "Tt"  # states of a process that a signal, or a debugger, has stopped
@@ -115,8 +115,8 @@ def end(folder: Path) -> list[str]:
 class NodeAgent:
     """The same for a node that is not the driver's, as a Ray actor without resources."""
 
-    def __init__(self, folder: str):
-        self._folder = Path(folder)
+    def __init__(self) -> None:
+        self._folder = folder_of_run()
 
     def look(self) -> list[dict[str, Any]]:
         """`look`, as plain data."""

@@ -89,7 +89,11 @@ class Watcher:
     def _list_nodes(self) -> None:
         import ray
 
-        alive = {found["NodeID"]: found["NodeManagerAddress"] for found in ray.nodes() if found["Alive"]}
+        try:
+            alive = {found["NodeID"]: found["NodeManagerAddress"] for found in ray.nodes() if found["Alive"]}
+        except ray.exceptions.RayError as error:  # the head is busy, or gone: then Ray ends the driver
+            log.warning("watch: Ray's head does not list its nodes: %s", error)
+            return
         for name, address in alive.items():
             if name != self._own and name not in self._others:
                 self._others[name] = _Other(name, address)
