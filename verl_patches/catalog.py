@@ -244,6 +244,12 @@ MINDSPEED: tuple[PatchSpec, ...] = (
         "MindSpeed-LLM's MLA hands over [T, 1, N, D] (multi_head_latent_attention.py:323), which it takes for "
         "[T, N, D]",
         exit="MindSpeed-LLM's MLA takes packed sequences"),
+    _a3("model.overlap_token_counts", "wrap",
+        "mindspeed.core.transformer.moe.moe_layer_overlap_all2all:MoELayerOverlapAll2All.forward",
+        f"{_MINDSPEED}.compat:count_in_training_only",
+        "it enables gradients around the router (:213), which counts tokens where they are enabled (MindSpeed-LLM, "
+        "router.py:526): passes for log-probs would move the correction bias too",
+        exit="the router counts where its input needs a gradient"),
     _a3("model.mindspeed_weights", "wrap", "verl.utils.megatron_utils:per_tensor_generator",
         f"{_MINDSPEED}.weights:deepseekv3_generator",
         "it reads fields that core_r0.8.0's TransformerConfig lacks, knows no stacked experts and leaves out the "

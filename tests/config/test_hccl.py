@@ -70,15 +70,36 @@ def test_small_buffers_for_groups_without_experts_and_the_memory_that_they_leave
     config = config_of()
     tokens = config.data.max_prompt_length + config.data.max_response_length
     assert config.recipe.hccl.small_groups_mib >= tokens * MODEL.hidden_size * 2 / 2**20
-    groups = {(group.name, group.ranks): group.small for group in hccl.groups(config)}
-    assert groups["tp", 4] and groups["pp", 8] and groups["vllm_tp", 2] and groups["vllm_dp", 64]
-    assert not (groups["all ranks", 256] or groups["tp_exp", 32] or groups["exp", 8] or groups["vllm_ep", 128])
-    assert len(hccl.groups(config)) == 24 and sum(groups.values()) == 15
-    assert hccl.buffers_bytes(config, 300) == (15 * 64 + 9 * 300) * 2 * 2**20
-    assert "64 MiB for 15 of a die's 24 groups" in hccl.check_buffer(config, MODEL)[1]
+    groups = hccl.groups(config)
+    found = {(group.name, group.ranks): group for group in groups}
+    assert all(found[key].small for key in (("tp", 4), ("pp", 8), ("vllm_tp", 2), ("vllm_dp", 64)))
+    assert not any(found[key].small for key in (("all ranks", 256), ("tp_exp", 32), ("exp", 8), ("vllm_ep", 128)))
+    assert len(groups) == 24 and sum(group.small for group in groups) == 15
+    text = hccl.check_buffer(config, MODEL)[1]
+    assert "64 MiB for 15 of a die's 24 groups" in text and "at most 7.1 GiB of a die, 14.1 with one size" in text
     alike = config_of(recipe__hccl__small_groups_mib=None)
-    assert hccl.buffers_bytes(alike, 300) == 24 * 300 * 2 * 2**20
     assert "at most 14.1 GiB of a die for its 24 groups" in hccl.check_buffer(alike, MODEL)[1]
+
+
+def test_the_groups_that_communicate_and_their_memory():
+    """Controls: with one size for all groups the sums differ, and without expert parallelism a group is idle."""
+    config = config_of()
+    used = [(group.side, group.name, group.ranks) for group in hccl.groups(config) if group.communicates]
+    assert used == [
+        ("train", "all ranks", 256),
+        *(("train", name, ranks) for name, ranks in (("dp_cp", 8), ("mp", 32), ("tp", 4), ("pp", 8), ("tp_exp", 32))),
+        ("rollout", "verl's mesh, tp", 2),
+        *(("rollout", name, ranks) for name, ranks in (("vllm_tp", 2), ("vllm_dp", 64), ("vllm_ep", 128))),
+        ("rollout", "unfinished requests", 64),
+    ]
+    mib = {"train": 2 * 300 + 4 * 64, "rollout": 3 * 300 + 2 * 64}
+    assert hccl.buffer_bytes(config, MODEL) == {side: 2 * size * 2**20 for side, size in mib.items()}
+    alike = hccl.buffer_bytes(config_of(recipe__hccl__small_groups_mib=None), MODEL)
+    assert alike == {"train": 2 * 6 * 300 * 2**20, "rollout": 2 * 5 * 300 * 2**20}
+    idle = hccl.groups(
+        config_of(recipe__rollout__expert_parallel=False, recipe__rollout__dp=1, recipe__rollout__instances=128)
+    )
+    assert [group.communicates for group in idle if group.name == "vllm_ep"] == [False]
 
 
 def test_a_plan_holds_the_checks_and_fails_with_them():

@@ -1,7 +1,6 @@
 """What each rank holds: published sizes, exact tiling of every tensor over all ranks, static bytes, and refusals."""
 
 import json
-import time
 from pathlib import Path
 
 import pytest
@@ -86,17 +85,6 @@ def test_vllm_pads_the_vocabulary(words, library, rows, start, padding):
 def test_layouts_that_do_not_fit_are_refused(text, library, change, message):
     with pytest.raises(ConfigError, match=message):
         local_parameters(build_inventory(TINY_CONFIG | change), parse_layout(text), 0, library)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("layout", "library", "seconds"), [
-    (ParallelLayout(8, tp=8, etp=8), "vllm", 1.0),  # the most costly case: all 44,544 expert tensors on each rank
-    (TRAIN, "mindspeed", 0.2),
-])  # fmt: skip
-def test_shards_of_a_rank_take_little_time(layout, library, seconds):
-    started = time.process_time()
-    local_parameters(BIG, layout, 0, library)
-    assert time.process_time() - started < seconds
 
 
 # GB of weights, gradients and optimizer state on a die of each stage, as published for the 256-die run

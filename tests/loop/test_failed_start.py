@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "row"), [("drifted_in_workers", "model.train_dtype"), ("drifted_in_the_hook", "update.log_with_run")]
 )
-def test_the_rows_own_error_within_half_a_minute(tmp_path, warm, name, row):
+def test_the_rows_own_error_before_verl_stops_waiting(tmp_path, warm, name, row):
     command, env = smoke_command("--steps", "1", hook(name), folder=tmp_path)
     env = warm(env)
     env["FAILED_AT"] = str(tmp_path / "failed_at")
@@ -24,7 +24,7 @@ def test_the_rows_own_error_within_half_a_minute(tmp_path, warm, name, row):
     assert done.returncode == 1 and reason.startswith("verl_patches.patching.engine.PatchError"), reason
     assert f"row {row}: " in reason and "has drifted: its body is not the reviewed one: expected 0000" in reason
     assert reason.splitlines()[0] in done.stdout
-    assert seconds < 30, f"the run ended {seconds:.1f} s after the failure"
+    assert seconds < 150, f"the run ended {seconds:.1f} s after the failure"
 
 
 def test_the_drivers_own_failure_needs_no_ray(tmp_path):

@@ -1,36 +1,33 @@
-"""HCCL's buffers by group, what is there throughout a phase, and host copies."""
+"""What is there throughout a phase, and host copies."""
+
+from dataclasses import replace
 
 import pytest
 
-from verl_patches.layout.parallel import parse_layout, rollout_layout
-from verl_patches.memory.beside import CONTEXT_BYTES, always_bytes, buffer_bytes, communicators, host_bytes
+from verl_patches.config.compose import CONFIGS_DIR
+from verl_patches.layout.inventory import build_inventory
+from verl_patches.layout.parallel import parse_layout
+from verl_patches.memory.activations import Passes
+from verl_patches.memory.beside import CONTEXT_BYTES, always_bytes, host_bytes, record_bytes, work_bytes
 from verl_patches.memory.schedule import SCHEDULE, VERL, in_sleep_mode
 
+BIG = build_inventory(CONFIGS_DIR / "model" / "deepseekv3_671b.json")
 TRAIN = parse_layout("tp4 pp8 ep32 etp1 @256 layers=7,7,8,8,8,8,8,7")
 MIB = 1 << 20
-TRUE_WEIGHT = {  # (side, group) -> ranks of the run with true weights
-    ("train", "world"): 256, ("train", "tp"): 4, ("train", "pp"): 8, ("train", "dp-cp"): 8, ("train", "tp-pp"): 32,
-    ("train", "ep"): 32, ("rollout", "world"): 256, ("rollout", "tp"): 2, ("rollout", "dp"): 64,
-    ("rollout", "dp sync"): 64, ("rollout", "ep"): 128,
-}  # fmt: skip
 SIZES = {"actor_params": 2, "grads": 4, "optimizer": 12, "ref_params": 3, "rollout_weights": 5, "swap_window": 1}
 
 
-def test_groups_of_the_256_die_run_and_those_of_one_rank():
-    found = {(side, group): ranks for side, group, ranks in communicators(TRAIN, rollout_layout(2, 64, 2))}
-    assert found == TRUE_WEIGHT
-    alone = parse_layout("tp1 @1")
-    assert communicators(alone, rollout_layout(1, 1, 1, expert_parallel=False)) == []
-    wide = parse_layout("ep4 etp1 @8")
-    assert ("train", "edp", 2) in communicators(wide, rollout_layout(8, 1, 1, expert_parallel=False))
-
-
-def test_each_group_has_two_buffers_of_its_own_size():
-    """Control: with one size for all, the sums differ."""
-    sizes = {("train", "ep"): 400, ("rollout", "ep"): 300}
-    found = buffer_bytes(TRAIN, rollout_layout(1, 128, 2), lambda side, group: sizes.get((side, group), 50))
-    assert found == {"train": 2 * (400 + 5 * 50) * MIB, "rollout": 2 * (300 + 4 * 50) * MIB}
-    assert found != buffer_bytes(TRAIN, rollout_layout(1, 128, 2), lambda side, group: 50)
+def test_the_record_of_routed_experts_by_stage_and_phase():
+    """1,024 samples of 4,096 tokens; the first stage has three dense layers. Control: nothing without a record."""
+    model, tokens = BIG.model, 1024 * 4096
+    assert [record_bytes(model, TRAIN, stage, tokens) for stage in (0, 2)] == [tokens * 33, tokens * 65]
+    wide = replace(model, n_routed_experts=512)
+    assert record_bytes(wide, TRAIN, 2, tokens) == tokens * 129
+    passes = Passes(4096, 4096, 4096, micro_batches=64, recorded_tokens=tokens)
+    last = [work_bytes(BIG, TRAIN, 255, phase, passes) for phase in ("old_log_prob", "ref", "update", "rollout")]
+    assert [terms.get("routing_record") for terms in last] == [114 * tokens, 57 * tokens, 57 * tokens, None]
+    without = work_bytes(BIG, TRAIN, 255, "update", replace(passes, recorded_tokens=0))
+    assert without["routing_record"] == 0
 
 
 def test_the_kv_caches_share_has_the_rollouts_buffers_and_the_context():

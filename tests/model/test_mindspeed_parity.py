@@ -159,6 +159,19 @@ def test_overlapped_expert_exchange_gives_the_same_update(run_a3, one_rank):
         assert _grad_norms(found) == pytest.approx(_grad_norms(one_rank), rel=1e-5)
 
 
+def test_overlapped_expert_exchange_moves_the_correction_bias_as_without_it(run_a3):
+    """Each update comes after a forward pass without gradients. Control: without the row that pass is counted."""
+    moving = ["recipe.train.router_bias_update_rate=0.01"]
+    (alone,) = run_a3("worker_job", 1, {"more": moving})
+    ranks, sizes = LAYOUTS["tp2_extends_ep"]
+    sizes = {**sizes, "train": {"alltoall_overlap": True}, "more": moving}
+    for found in run_a3("worker_job", ranks, sizes):
+        assert _grad_norms(found) == pytest.approx(_grad_norms(alone), rel=1e-5)
+    counted = run_a3("worker_job", ranks, sizes, off=",-model.overlap_token_counts")[0]
+    first, second = (abs(a / b - 1) for a, b in zip(_grad_norms(counted), _grad_norms(alone), strict=True))
+    assert first < 1e-5 and second > 1e-4
+
+
 def test_balanced_routing_is_not_the_models(run_a3, one_rank):
     (found,) = run_a3("worker_job", 1, {"train": {"balanced_routing": True}, "more": LOAD})
     assert abs(_grad_norms(found)[0] - _grad_norms(one_rank)[0]) > 0.1

@@ -1,7 +1,5 @@
 """Search of layouts, changes that mend a refusal, and the presets: what is offered passes an ordinary plan."""
 
-import time
-
 import pytest
 from omegaconf import OmegaConf
 
@@ -67,24 +65,17 @@ def test_balanced_layers_leave_room_for_the_head(config):
 
 @pytest.fixture(scope="module")
 def found(config, rows):
-    start = time.process_time()
-    layouts = search(config, rows, 256, Workload(), top=4)
-    return layouts, time.process_time() - start
-
-
-def test_the_search_of_256_dies_takes_at_most_10_seconds_of_one_core(found):
-    assert found[1] <= 10
+    return search(config, rows, 256, Workload(), top=4)
 
 
 def test_what_is_listed_is_distinct_sorted_and_faster_than_the_config(found):
-    layouts = found[0]
-    assert len({(row["train"], row["rollout"]) for row in layouts}) == len(layouts) == 4
-    seconds = [row["total_s"] for row in layouts]
+    assert len({(row["train"], row["rollout"]) for row in found}) == len(found) == 4
+    seconds = [row["total_s"] for row in found]
     assert seconds == sorted(seconds) and seconds[0] <= plan_of(BIG)["step"]["total_s"]
 
 
 def test_a_listed_layout_is_what_an_ordinary_plan_of_its_overrides_says(found):
-    row = found[0][-1]
+    row = found[-1]
     plan = plan_of(BIG, *row["overrides"])
     assert plan["ok"] and plan["step"]["total_s"] == row["total_s"] and plan["train"]["layout"] == row["train"]
     assert plan["step"]["phases"] == row["phases"] and plan["memory"]["hbm_bytes"] >= row["peak_bytes"]

@@ -99,11 +99,11 @@ def test_a_bad_gold_answer_is_an_error_and_not_a_zero(gold):
     ],
     ids="words braces boxes unclosed blanks digits backslashes".split(),
 )
-def test_ten_million_characters_take_less_than_a_second(text, expected):
+def test_ten_million_characters_take_time_in_proportion(text, expected):
     score(r"\boxed{21+21}")  # starts the helper process
     start = time.perf_counter()
     assert score(text) == expected
-    assert time.perf_counter() - start < 1.0
+    assert time.perf_counter() - start < 60  # 0.1 s; days, where time grows with the square of the length
 
 
 SLOW = (pytest.param(text, marks=pytest.mark.slow) for text in ("9^{9^{9^{9}}}", r"\binom{10^{8}}{5 \cdot 10^{7}}"))
@@ -111,10 +111,9 @@ SLOW = (pytest.param(text, marks=pytest.mark.slow) for text in ("9^{9^{9^{9}}}",
 
 @pytest.mark.parametrize("answer", ["10^{10^{10}}", "(" * 200 + "1" + ")" * 200, *SLOW])
 def test_a_comparison_that_does_not_end_is_wrong_after_its_cpu_limit(answer):
-    start = time.process_time(), time.perf_counter()
+    start = time.perf_counter()
     assert score(rf"\boxed{{{answer}}}", cpu_limit_s=0.3) == WRONG
-    assert time.process_time() - start[0] < 1.0
-    assert time.perf_counter() - start[1] < 15.0  # on a busy machine; about 0.3 s on an idle one
+    assert time.perf_counter() - start < 60  # 0.3 s on an idle machine; without the limit it does not end
     assert score(r"\boxed{84/2}") == RIGHT  # the next answer is compared as before
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import time
 from typing import Any
 
 from verl_patches.errors import RecipeError
@@ -38,13 +37,12 @@ def prompts_of(place: int, spec: dict) -> tuple[list, list]:
 
 
 def generate(llm: Any, place: int, spec: dict) -> dict:
-    """Tokens and log-probs of each request in order, or the error and the seconds until it."""
+    """Tokens and log-probs of each request in order, or the error."""
     prompts, params = prompts_of(place, spec)
-    begin = time.perf_counter()
     try:
         outputs = llm.generate(prompts, params, use_tqdm=False) if prompts else llm._run_engine(use_tqdm=False)
     except RecipeError as error:
-        return {"error": str(error), "seconds": time.perf_counter() - begin}
+        return {"error": str(error)}
     of_prompts = [output.prompt_token_ids for output in outputs] == [each["prompt_token_ids"] for each in prompts]
     samples = [output.outputs[0] for output in outputs]
     steps = [[step[token].logprob for step, token in zip(s.logprobs, s.token_ids, strict=True)] for s in samples]

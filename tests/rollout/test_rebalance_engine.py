@@ -87,10 +87,10 @@ def test_they_do_not_without_a_block_or_the_state_of_a_generator(found, name):
 
 
 @pytest.mark.parametrize("name", ERRORS)
-def test_an_error_on_one_rank_is_that_of_all_within_seconds(found, name):
+def test_an_error_on_one_rank_is_that_of_all(found, name):
     first, second = found[name]
     assert first["error"] == second["error"] and first["error"].startswith("rollout rebalance: ")
-    assert ERRORS[name] in first["error"] and max(first["seconds"], second["seconds"]) < 60
+    assert ERRORS[name] in first["error"]
 
 
 @pytest.mark.full

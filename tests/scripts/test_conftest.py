@@ -33,7 +33,7 @@ def test_run_python_kills_the_process_group_on_timeout(run_python, tmp_path):
     )
     with pytest.raises(pytest.fail.Exception, match="killed after"):
         run_python(code, timeout_s=2)
-    pid, deadline = int((tmp_path / "pid").read_text()), time.monotonic() + 5
+    pid, deadline = int((tmp_path / "pid").read_text()), time.monotonic() + 60
     while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
         assert time.monotonic() < deadline, f"process {pid} still runs"
         time.sleep(0.1)

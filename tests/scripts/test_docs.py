@@ -144,6 +144,48 @@ def test_the_table_of_the_readmes_has_the_columns_of_a_run():
         assert {name for name in WIDE if f"`{name}`" in text} >= {*WIDE} - {f"{phase} s" for phase in PHASES}
 
 
+CHINESE = [ROOT / "README_zh.md", *sorted((ROOT / "docs" / "zh").glob("*.md"))]
+
+
+def english(page):
+    """The English page that a Chinese one follows."""
+    return ROOT / "README.md" if page.name == "README_zh.md" else ROOT / "docs" / page.name
+
+
+def not_in_english(text, original):
+    """Commands, figures and `code` of a Chinese page that its English page does not have."""
+    lines = [
+        [line.split("  #")[0].rstrip() for _, body in FENCE.findall(page) for line in body.splitlines()]
+        for page in (text, original)
+    ]
+    found = [line for line in lines[0] if not line.startswith("# ") and line not in lines[1]]
+    spans, original_spans = CODE.findall(FENCE.sub("", text)), " ".join(original.split())
+    found += [span for span in spans if span not in original_spans]
+    figures = [re.findall(r"\d+(?:[.,]\d+)*(?:e-?\d+)?", LINK.sub("", page)) for page in (text, original)]
+    return found + sorted({*figures[0]} - {*figures[1]})
+
+
+def english_links(page, text):
+    """Links of a Chinese page to English pages that have a Chinese one, but for its own."""
+    targets = {(page.parent / link.partition("#")[0]).resolve(): link for link in LINK.findall(FENCE.sub("", text))}
+    return [targets[english(other)] for other in CHINESE if other != page and english(other) in targets]
+
+
+@pytest.mark.parametrize("page", CHINESE, ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_chinese_page_has_the_commands_and_figures_of_the_english_one(page):
+    text, original = page.read_text(), english(page).read_text()
+    assert not_in_english(text, original) == [] and english_links(page, text) == []
+
+
+def test_what_only_a_chinese_page_has_is_found():
+    original = "```bash\npython a.py    # runs 3 times\n```\n`a.key` is 1.5\n"
+    assert not_in_english("```bash\n# 三次\npython a.py    # 运行 3 次\n```\n`a.key` 为 1.5\n", original) == []
+    text = "```bash\npython b.py\n```\n`a.keys` 为 1.6\n"
+    assert not_in_english(text, original) == ["python b.py", "a.keys", "1.6"]
+    text = "[a](../memory.md#figures) [b](../plan.md) [c](../patches.md) [d](memory.md)"
+    assert english_links(ROOT / "docs/zh/plan.md", text) == ["../memory.md#figures"]
+
+
 @pytest.mark.parametrize("link", ["gone.md", "README.md#gone", "#gone", "docs/gone.png"])
 def test_a_broken_link_is_found(link):
     text = f"# Here\n[a](LICENSE) [b](https://example.org/x) [c](#here) [d]({link})\n```text\n[e](gone)\n```\n"

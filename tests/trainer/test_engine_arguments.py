@@ -94,7 +94,6 @@ def test_worker_section_says_the_same_as_the_whole_configuration(die256):
         (["recipe.train.swap_optimizer=true"], "no states for fp32 weights"),
         (["recipe.train.param_overlap=true"], "computes with old weights"),
         (["recipe.train.grad_bucket_parameters=9"], "all gradients are one bucket"),
-        (["recipe.train.alltoall_overlap=true", "recipe.train.router_bias_update_rate=0.001"], "is not explained"),
         (["recipe.train.collective_timeout_minutes=0"], "collective_timeout_minutes is 0"),
         (["recipe.train.grouped_gemm=false"], "recipe.train.grouped_gemm is False: weights go by MindSpeed's stacked"),
         (["+actor_rollout_ref.nccl_timeout=600"], "use recipe.train.collective_timeout_minutes"),

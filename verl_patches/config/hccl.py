@@ -22,6 +22,7 @@ from verl_patches.platform.npu.groups import EXPERTS_IN_ROLLOUT, EXPERTS_IN_TRAI
 
 DEFAULT_BUFFER_MIB = 200  # HCCL's default
 BUFFER_STEP_MIB = 100
+BUFFERS_OF_A_GROUP = 2  # "each communicator occupies 2 x HCCL_BUFFSIZE" (CANN, HCCL_BUFFSIZE)
 AIV_EXEC_TIMEOUT_S = 1091  # CANN envref_07_0078: the longest with AIV
 IF_PORTS = 16  # that HCCL_IF_BASE_PORT stands for (CANN envref_07_0074)
 PROC = Path("/proc/sys/net/ipv4")
@@ -83,7 +84,7 @@ def check_buffer(config: DictConfig, model: ModelShape) -> tuple[bool, str]:
     need, given = buffer_need_mib(config, model), buffer_mib(config, model)
     if given >= need:
         held = f"HCCL_BUFFSIZE {given} MiB, the experts' exchange in decode needs {need}"
-        return True, f"{held}; {_memory_of_groups(config, given)}"
+        return True, f"{held}; {_memory_of_groups(config, model)}"
     return False, (
         f"recipe.hccl.buffer_mib is {given} (HCCL_BUFFSIZE), expected at least {need}: vllm-ascend's exchange of "
         "experts in decode (MC2) does not fit; set it to null, or lower max_num_seqs and graph_batch_sizes"
@@ -91,11 +92,17 @@ def check_buffer(config: DictConfig, model: ModelShape) -> tuple[bool, str]:
 
 
 class Group(NamedTuple):
-    """A group of HCCL that holds rank 0: its name upstream, number of ranks, and whether its buffer is a small one."""
+    """A group of HCCL that holds rank 0.
 
+    side: train or rollout; name: the one that upstream gives it; small: whether its buffer is a small one;
+    communicates: whether DeepSeek-V3's step runs a collective on it, with which HCCL makes its communicator.
+    """
+
+    side: str
     name: str
     ranks: int
     small: bool
+    communicates: bool
 
 
 def groups(config: DictConfig) -> list[Group]:
@@ -103,51 +110,72 @@ def groups(config: DictConfig) -> list[Group]:
 
     As Megatron core_r0.8.0 and MindSpeed make them (megatron/core/parallel_state.py:496-714; their wrapper makes those
     of experts twice, mindspeed/core/parallel_state.py:355-400), then verl (megatron_workers.py:225) and vLLM 0.9.1.
-    HCCL makes a group's communicator, with its two buffers, with the first collective, so not all of them take memory.
+    Which of them communicate was read in the sources. Transfers of the pipeline are batched in its own group
+    (batch_p2p_comm); prompts are gathered over verl's mesh; no collective runs on vLLM's group of all ranks.
     """
     train, rollout = train_layout_of(config), rollout_layout_of(config)
     tp, pp, dp, cp = train.tp, train.pp, train.dp, train.cp
     ep = train.ep * (train.etp or tp) // tp  # Megatron's own count: of groups of TP ranks
     training = [
-        *(("dp", dp), ("dp_cp", dp * cp), ("cp", cp), ("mp", tp * pp), ("mp_exp", tp * pp), ("tp", tp), ("pp", pp)),
-        *(("embd", min(pp, 2)), ("tp_dp_cp", tp * dp * cp), ("tp_dp", tp * dp), ("tp_cp", tp * cp)),
-        *(("tp_exp", tp), ("dp_modulo_exp", dp * cp)),  # as if experts were not split
-        *(("mp_exp", tp * ep * pp), ("tp_exp", tp * ep), ("exp", ep), ("dp_modulo_exp", dp * cp // ep)),
-        ("pp_new_stream", pp),
+        *(("dp", dp, False), ("dp_cp", dp * cp, True), ("cp", cp, True)),
+        *(("mp", tp * pp, True), ("mp_exp", tp * pp, False), ("tp", tp, True), ("pp", pp, True)),  # mp: gradient's norm
+        *(("embd", min(pp, 2), False), ("tp_dp_cp", tp * dp * cp, False), ("tp_dp", tp * dp, False)),
+        *(("tp_cp", tp * cp, False), ("tp_exp", tp, False), ("dp_modulo_exp", dp * cp, False)),
+        # those of experts, after those that are made as if experts were not split
+        *(("mp_exp", tp * ep * pp, False), ("tp_exp", tp * ep, True), ("exp", ep, False)),
+        *(("dp_modulo_exp", dp * cp // ep, True), ("pp_new_stream", pp, False)),
     ]
-    mesh = [("verl's mesh, dp", train.world_size // rollout.tp), ("verl's mesh, tp", rollout.tp)]
-    engine = [("tp", rollout.tp), ("dp", config.recipe.rollout.dp), ("ep", rollout.tp * config.recipe.rollout.dp)]
+    engine = [
+        *(("tp", rollout.tp, True), ("dp", config.recipe.rollout.dp, True)),
+        ("ep", rollout.tp * config.recipe.rollout.dp, config.recipe.rollout.expert_parallel),
+    ]
     small = config.recipe.hccl.small_groups_mib is not None
     found = [
-        Group("all ranks", train.world_size, False),
-        *(Group(name, ranks, small and name not in EXPERTS_IN_TRAINING) for name, ranks in training),
-        *(Group(name, ranks, False) for name, ranks in mesh),
-        Group("vllm_world", train.world_size, False),
-        *(Group(f"vllm_{name}", ranks, small and name not in EXPERTS_IN_ROLLOUT) for name, ranks in engine),
-        Group("unfinished requests", config.recipe.rollout.dp, False),
+        Group("train", "all ranks", train.world_size, False, True),
+        *(
+            Group("train", name, ranks, small and name not in EXPERTS_IN_TRAINING, used)
+            for name, ranks, used in training
+        ),
+        Group("rollout", "verl's mesh, dp", train.world_size // rollout.tp, False, False),
+        Group("rollout", "verl's mesh, tp", rollout.tp, False, True),
+        Group("rollout", "vllm_world", train.world_size, False, False),
+        *(
+            Group("rollout", f"vllm_{name}", ranks, small and name not in EXPERTS_IN_ROLLOUT, used)
+            for name, ranks, used in engine
+        ),
+        Group("rollout", "unfinished requests", config.recipe.rollout.dp, False, True),
     ]
     return [group for group in found if group.ranks > 1]
 
 
-def buffers_bytes(config: DictConfig, buffer: int) -> int:
-    """Most bytes that the buffers of a die's communicators take, two each; buffer: HCCL_BUFFSIZE in MiB."""
-    return sum(2 * _MIB * (config.recipe.hccl.small_groups_mib if group.small else buffer) for group in groups(config))
+def group_buffer_mib(config: DictConfig, model: ModelShape, group: Group) -> int:
+    """MiB of each of a group's buffers."""
+    return config.recipe.hccl.small_groups_mib if group.small else buffer_mib(config, model)
 
 
-def _memory_of_groups(config: DictConfig, buffer: int) -> str:
+def buffer_bytes(config: DictConfig, model: ModelShape) -> dict[str, int]:
+    """{train, rollout}: bytes of HCCL's buffers on a die, of the groups that communicate."""
+    found = {"train": 0, "rollout": 0}
+    for group in groups(config):
+        if group.communicates:
+            found[group.side] += BUFFERS_OF_A_GROUP * group_buffer_mib(config, model, group) * _MIB
+    return found
+
+
+def _memory_of_groups(config: DictConfig, model: ModelShape) -> str:
     try:
         made = groups(config)
     except ConfigError:  # of a layout that does not fit, which its own check names
         return "its groups are not known, as the layout does not fit"
-    alike = 2 * _MIB * buffer * len(made)
+    alike = BUFFERS_OF_A_GROUP * _MIB * buffer_mib(config, model) * len(made)
     each = "a communicator takes twice its buffer"
     if not any(group.small for group in made):
         return f"{each}: at most {alike / 2**30:.1f} GiB of a die for its {len(made)} groups"
     small = sum(group.small for group in made)
-    most = f"at most {buffers_bytes(config, buffer) / 2**30:.1f} GiB of a die, {alike / 2**30:.1f} with one size"
+    total = sum(BUFFERS_OF_A_GROUP * _MIB * group_buffer_mib(config, model, group) for group in made)
     return (
         f"{config.recipe.hccl.small_groups_mib} MiB for {small} of a die's {len(made)} groups, in which no experts are "
-        f"exchanged; {each}: {most} (modelled)"
+        f"exchanged; {each}: at most {total / 2**30:.1f} GiB of a die, {alike / 2**30:.1f} with one size (modelled)"
     )
 
 

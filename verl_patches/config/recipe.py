@@ -58,7 +58,7 @@ class Train:
     inside the matrix product's kernel.
     unpadded_attention: pass attention values of v_head_dim as they are, instead of padding query, key and value to 256
     (at 671B).
-    alltoall_overlap: overlap the experts' exchange with computation; not with router_bias_update_rate above 0.
+    alltoall_overlap: overlap the experts' exchange with computation.
     grad_overlap: start to reduce gradients in the backward pass of the last micro batch, bucket by bucket, instead of
     after it. Only the first pipeline stage has several buckets.
     grad_bucket_parameters: parameters of a bucket; null is Megatron's size, 40 million, or a million for each

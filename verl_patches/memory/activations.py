@@ -48,7 +48,8 @@ class Passes:
     `update_tokens`, `log_prob_tokens`, `ref_tokens`: most tokens of a micro batch. `micro_batches`: of an update on one
     replica. `recompute_layers`: layers of a stage whose activations are made again in backward; `recompute_together`:
     how many of them at once (method uniform), 1 for method block. `entropy`: whether the update's loss has it.
-    `chunked_logits`: rows logprob.*. `fused_expert_wgrad`, `fused_linear_wgrad`: no weight gradient of its own.
+    `chunked_logits`: rows logprob.*. `recorded_tokens`: of a replica's step, whose routed experts are recorded
+    (recipe.train.routing_replay). `fused_expert_wgrad`, `fused_linear_wgrad`: no weight gradient of its own.
     """
 
     update_tokens: int
@@ -61,6 +62,7 @@ class Passes:
     unpadded: bool = False
     entropy: bool = False
     chunked_logits: bool = True
+    recorded_tokens: int = 0
     fused_expert_wgrad: bool = False
     fused_linear_wgrad: bool = False
 

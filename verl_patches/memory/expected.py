@@ -35,7 +35,7 @@ class Setting:
     or else follows from `hbm_bytes` and `kv_share` (vLLM's gpu_memory_utilization). `absorbed_copies`: the engine has
     copies of MLA's absorbed projections, as large as kv_b_proj: vllm-ascend (attention/mla_v1.py:669), and vLLM where
     MindSpeed makes torch.Tensor.view copy (mindspeed/megatron_adaptor.py:157); otherwise they are views of kv_b_proj.
-    `passes`: None leaves activations out. `hccl`: memory.beside's `buffer_bytes`; None leaves out HCCL and CANN.
+    `passes`: None leaves activations out. `hccl`: {train, rollout} bytes of its buffers; None leaves out HCCL and CANN.
     """
 
     train_library: str = "mindspeed"

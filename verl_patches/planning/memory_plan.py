@@ -6,7 +6,7 @@ Everything is modelled: memory/expected.py (groups), memory/activations.py and m
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from verl_patches.config.recipe import VLLM_DTYPES
 from verl_patches.layout.inventory import Inventory, ModelShape, build_inventory
 from verl_patches.layout.parallel import ParallelLayout, rollout_layout_of, train_layout_of
 from verl_patches.memory.activations import UNBALANCED, Passes
-from verl_patches.memory.beside import buffer_bytes, communicators, host_bytes
+from verl_patches.memory.beside import host_bytes
 from verl_patches.memory.expected import A3_SEEN_BYTES, Setting, group_bytes, peaks
 from verl_patches.memory.schedule import (
     SCHEDULE,
@@ -60,7 +60,7 @@ def memory_plan(config: DictConfig, model: ModelShape, rows: Collection[str]) ->
         "followed": schedule.name,
         "orders": [peaks(order, inventory, *layouts, each, stays) for order, each in compared],
         "swapped": config.recipe.train.swap_optimizer,
-        "communicators": _communicators(config, model, layouts) if npu else [],
+        "communicators": _communicators(config, model) if npu else [],
         "host": _host(config, inventory, layouts, setting, schedule, stays),
         "not_modelled": _not_modelled(setting, npu),
     }
@@ -160,28 +160,20 @@ def _setting(
         tensor_cache_bytes=cached_bytes(config) // replicas if recipe.tensor_cache.enabled else 0,
         absorbed_copies=npu or recipe.line == LINE,  # MindSpeed's view on the CPU too
         passes=_passes(config, replicas, rows) if recipe.line == LINE else None,
-        hccl=buffer_bytes(*layouts, _buffer_mib(config, inventory.model)) if npu else None,
+        hccl=hccl.buffer_bytes(config, inventory.model) if npu else None,
     )
 
 
-# (side, group) of memory.beside that keep HCCL_BUFFSIZE: those of experts, and those that get no options
-# (platform/npu/groups.py)
-_LARGE = frozenset(
-    {("train", "world"), ("train", "ep"), ("rollout", "world"), ("rollout", "dp sync"), ("rollout", "ep")}
-)
-
-
-def _buffer_mib(config: DictConfig, model: ModelShape) -> Callable[[str, str], int]:
-    """A function of (side, group) of memory.beside: the MiB of a buffer of that group."""
-    size, small = hccl.buffer_mib(config, model), config.recipe.hccl.small_groups_mib
-    return lambda side, group: size if small is None or (side, group) in _LARGE else small
-
-
-def _communicators(config: DictConfig, model: ModelShape, layouts: Sequence[ParallelLayout]) -> list[dict[str, Any]]:
-    size = _buffer_mib(config, model)
+def _communicators(config: DictConfig, model: ModelShape) -> list[dict[str, Any]]:
     return [
-        {"side": side, "group": group, "ranks": ranks, "buffer_mib": size(side, group)}
-        for side, group, ranks in communicators(*layouts)
+        {
+            "side": group.side,
+            "group": group.name,
+            "ranks": group.ranks,
+            "buffer_mib": hccl.group_buffer_mib(config, model, group),
+        }
+        for group in hccl.groups(config)
+        if group.communicates
     ]
 
 
@@ -207,6 +199,7 @@ def _passes(config: DictConfig, replicas: int, rows: Collection[str]) -> Passes:
         unpadded=train.unpadded_attention,
         entropy=bool(actor.entropy_coeff),
         chunked_logits={"logprob.in_chunks", "logprob.entropy_in_chunks"} <= set(rows),
+        recorded_tokens=data.train_batch_size * section.rollout.n // replicas * longest if train.routing_replay else 0,
         fused_expert_wgrad=train.fused_expert_wgrad,
         fused_linear_wgrad=train.fused_linear_wgrad,
     )

@@ -226,15 +226,6 @@ def _swap(on: bool, get: Get) -> list[str] | Refusal:
     return ["--swap-optimizer"] if on else []
 
 
-def _alltoall(on: bool, get: Get) -> list[str] | Refusal:
-    if on and get("recipe.train.router_bias_update_rate"):
-        return Refusal(
-            "with recipe.train.router_bias_update_rate above 0 the second mini batch's gradient norm differs by 0.1 % "
-            "from that without overlap, which is not explained; set one of the two"
-        )
-    return ["--moe-alltoall-overlap-comm"] if on else []
-
-
 def _bucket(parameters: int | None, get: Get) -> list[str] | Refusal:
     if parameters is None:
         return []
@@ -331,7 +322,7 @@ TABLE: tuple[Key, ...] = (
         "the same for grouped experts (npu_groupmatmul_add_fp32)", False),
     Key(_R + "unpadded_attention", "switch", "--mla-fa-without-pad",
         "values keep v_head_dim; otherwise query, key and value are padded to a multiple of 128, 256 at 671B", False),
-    Key(_R + "alltoall_overlap", "convert", _alltoall, "expert exchange beside computation"),
+    Key(_R + "alltoall_overlap", "switch", "--moe-alltoall-overlap-comm", "expert exchange beside computation", False),
     Key(_R + "grad_overlap", "switch", "--overlap-grad-reduce", "reductions in backward (ddp_overlap.py)", False),
     Key(_R + "grad_bucket_parameters", "convert", _bucket, "of one such reduction; null: 40e6, or 1e6 x DP if more"),
     Key(_R + "param_overlap", "only", (None, False),

@@ -138,3 +138,24 @@ def _keep_fp32(router: torch.nn.Module) -> None:
         return router
 
     router._apply = _apply
+
+
+def count_in_training_only(forward: Callable) -> Callable:
+    """Row provider for MoELayerOverlapAll2All.forward: tokens of an expert are counted in passes with gradients only.
+
+    The router counts where gradients are enabled (MindSpeed-LLM, core/transformer/moe/router.py:526), and this forward
+    enables them around it, so log-prob passes and the first forward of a recomputed layer would be counted for the next
+    move of the correction bias. Their hidden states need no gradient.
+    """
+
+    @functools.wraps(forward)
+    def counting(ctx: Any, hidden_states: torch.Tensor, moe_layer: torch.nn.Module) -> torch.Tensor:
+        counts = getattr(moe_layer.router, "local_tokens_per_expert", None)
+        if counts is None or hidden_states.requires_grad:
+            return forward(ctx, hidden_states, moe_layer)
+        before = counts.clone()
+        output = forward(ctx, hidden_states, moe_layer)
+        counts.copy_(before)
+        return output
+
+    return counting

@@ -1,0 +1,63 @@
+"""Seconds of one core that plans for 256 dies take: `python tests/benchmarks/planning.py`, by hand; prints JSON.
+
+Each figure is measured in a process of its own, after imports.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+
+from report import ROOT, figure, print_report, run_python
+
+BIG = "grpo_deepseekv3_256die_random_init"
+
+
+def measure(name: str) -> float:
+    """CPU seconds of one measurement on one core."""
+    from verl_patches.catalog import ROWS
+    from verl_patches.config.compose import compose
+    from verl_patches.layout.inventory import build_inventory
+    from verl_patches.layout.parallel import ParallelLayout, parse_layout
+    from verl_patches.layout.sharding import local_parameters
+    from verl_patches.planning.plan import build_plan, patch_table
+    from verl_patches.planning.search import search
+    from verl_patches.planning.step_plan import Workload
+    from verl_patches.upstream.checkouts import trees_of
+
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    config, model = compose(BIG, []), ROOT / "configs" / "model" / "deepseekv3_671b.json"
+    inventory, trees = build_inventory(model), trees_of(None, None)
+    rows = [row["id"] for row in patch_table(config, ROWS) if row["on"]]
+    train = parse_layout("tp4 pp8 ep32 etp1 @256 layers=7,7,8,8,8,8,8,7")
+    work = {
+        "rollout shards": lambda: local_parameters(inventory, ParallelLayout(8, tp=8, etp=8), 0, "vllm"),
+        "training shards": lambda: local_parameters(inventory, train, 0, "mindspeed"),
+        "plan": lambda: build_plan(config, BIG, [], ROWS, trees),
+        "search": lambda: search(config, rows, 256, Workload(), top=4),
+    }[name]
+    start = time.process_time()
+    work()
+    return time.process_time() - start
+
+
+def main() -> int:
+    seconds = {
+        name: round(float(run_python(__file__, name)), 3)
+        for name in ("rollout shards", "training shards", "plan", "search")
+    }
+    lines = [
+        figure("shards of a rollout rank, all experts on each", seconds["rollout shards"], "s", 1.0),
+        figure("shards of a training rank", seconds["training shards"], "s", 0.2),
+        figure("plan of 256 dies", seconds["plan"], "s", 10.0),
+        figure("search of layouts for 256 dies", seconds["search"], "s", 10.0),
+    ]
+    return print_report("planning, one core", lines)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:]:
+        print(measure(sys.argv[1]))
+    else:
+        sys.exit(main())
