@@ -6,6 +6,7 @@ import signal
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import ray
@@ -14,6 +15,7 @@ from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from verl_patches.launch.ray_cluster import leave_out
+from verl_patches.trainer.run import Run, reason_of
 from verl_patches.watch import heartbeat
 from verl_patches.watch.stall import Bounds, LostNodeError, StallError
 from verl_patches.watch.watcher import Watcher
@@ -28,6 +30,9 @@ class Rank:
 
     def pid(self):
         return os.getpid()
+
+    def raises(self):
+        raise ValueError("expected 2, found 3")
 
     def update_actor(self):
         with heartbeat.in_call("update_actor"):
@@ -69,6 +74,12 @@ def main():
 
     actors = [ray.remote(num_cpus=0)(Rank).options(**at(node)).remote(n) for n, node in ((0, own), (1, third.node_id))]
     pids = ray.get([actor.pid.remote() for actor in actors])
+    run = object.__new__(Run)
+    run.group, run.places = SimpleNamespace(step=7, _workers=actors), {1: "pid 5 on there"}
+    try:
+        ray.get([actor.raises.remote() for actor in actors[1:]])
+    except ray.exceptions.RayTaskError as error:
+        found["raised"] = reason_of(error, run.raised_by(error))
     calls = [actor.update_actor.remote() for actor in actors]
     watcher = Watcher(folder, Bounds(first_s=5, least_s=5, factor=1))
     os.kill(pids[1], signal.SIGSTOP)

@@ -13,6 +13,7 @@ def test_a_stopped_rank_and_a_lost_node_of_a_real_ray_are_named_and_nothing_is_l
     env = {"RAY_TMPDIR": ray_folder}
     done = run_python(DRILLS, str(tmp_path), patches="line=pypi,platform=cpu", env=env, timeout_s=400).check()
     found = json.loads(done.out[done.out.index("FOUND") + len("FOUND") :].splitlines()[0])
+    assert found["raised"] == "rank 1 (pid 5 on there) in step 7: ValueError: expected 2, found 3"
     assert found["free"] == [3.0, 0, 2.0]
     assert found["stall"].startswith("rank 1 (pid ") and "is stopped (state T" in found["stall"], found["stall"]
     (culprit,) = found["record"]["culprits"]
