@@ -13,7 +13,7 @@ import pytest
 from tests.conftest import ROOT
 from verl_patches.watch import heartbeat
 from verl_patches.watch.heartbeat import BEAT, Beat, Heartbeat, ranks_text, read, started_at, state_of
-from verl_patches.watch.node import end, from_plain, look, stacks
+from verl_patches.watch.node import NodeAgent, end, from_plain, look, stacks
 
 
 @pytest.fixture
@@ -67,6 +67,15 @@ def test_a_stopped_process_is_seen_and_gives_its_stacks(start, tmp_path):
     until(lambda: only(tmp_path).state == "T")
     found = stacks(tmp_path, ["rank 1", "rank 7"])
     assert list(found) == ["rank 1"] and "in waits" in found["rank 1"] and "in main" in found["rank 1"]
+
+
+def test_an_agent_sees_the_same_as_plain_data(start, tmp_path, monkeypatch):
+    monkeypatch.setattr("verl_patches.watch.node.folder_of_run", lambda: tmp_path)
+    start(4, "waits")
+    agent = NodeAgent()
+    (plain,) = json.loads(json.dumps(agent.look()))
+    assert from_plain(plain, "a node").where == only(tmp_path).where and from_plain(plain, "a node").node == "a node"
+    assert "in waits" in agent.stacks(["rank 4"])["rank 4"] and agent.end() == ["rank 4"]
 
 
 def test_a_process_that_holds_the_gil_is_silent_and_gives_its_stacks(start, tmp_path):
