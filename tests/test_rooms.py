@@ -12,7 +12,7 @@ FLOORS = (
     {"errors", "processes", "values"},
     {"patching", "layout"},
     {"platform"},
-    {"model", "reshard", "memory", "tensor_cache", "weights"},
+    {"model", "reshard", "memory", "tensor_cache", "weights", "watch"},
     {"rollout", "trainer", "worker", "rewards"},
     {"config", "planning", "launch", "doctor", "upstream", "evaluation"},
     {"cli", "catalog", "prelude_patch", "main_grpo", "__main__", "__init__"},
@@ -83,7 +83,7 @@ def test_no_rooms_import_each_other(trees):
 @pytest.mark.parametrize(
     "module",
     "prelude_patch catalog __main__ layout.inventory planning.plan doctor.doctor weights.manifest "
-    "weights.load_progress".split(),
+    "weights.load_progress watch.watcher".split(),
 )
 def test_torch_free_rooms_do_not_import_torch(module, run_python):
     code = f"import sys, verl_patches.{module}\nassert not {{'torch', 'verl', 'vllm', 'megatron'}} & set(sys.modules)"

@@ -14,7 +14,11 @@ import sys
 import threading
 
 from verl_patches.config.compose import compose
+from verl_patches.config.environment import run_dir
 from verl_patches.trainer import ray_start
+from verl_patches.watch import heartbeat
+from verl_patches.watch.stall import Bounds
+from verl_patches.watch.watcher import Watcher
 
 ENDED = "the controller has ended"
 _FORWARDED_S = 5
@@ -28,24 +32,38 @@ def main(arguments: list[str]) -> int:
     given = parser.parse_args(arguments)
     config = compose(given.config_name, given.overrides)
     with contextlib.redirect_stdout(_Watched(sys.stdout, ENDED)) as output:
-        from verl_patches.launch.ray_cluster import ray_options  # here, as the controller imports this module too
+        from verl_patches.launch.ray_cluster import (
+            leave_out,
+            ray_options,
+        )  # here, as the controller imports this module too
 
         ray_start.start(**ray_options(config))
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+        watcher, failed = None, True
         try:
+            leave_out(config)
+            watch = config.recipe.watch
+            if watch.action != "off":
+                bounds = Bounds(watch.first_s, watch.least_s, watch.factor, config.recipe.timeouts.load_s)
+                watcher = Watcher(run_dir(config), bounds, stops=watch.action == "stop")
             node = ray.get_runtime_context().get_node_id()  # the controller writes the run's record on this node
             here = NodeAffinitySchedulingStrategy(node, soft=False)
             controller = ray.remote(num_cpus=1)(Controller).options(scheduling_strategy=here).remote()
-            ray_start.result_of(controller.run.remote(config))
+            ray_start.result_of(controller.run.remote(config), watcher.look if watcher else lambda: None)
+            failed = False
             output.seen.wait(_FORWARDED_S)
             if config.ray_init.get("timeline_json_file"):
                 ray.timeline(filename=config.ray_init.timeline_json_file)
-        except ray.exceptions.RayTaskError:
+        except ray.exceptions.RayError as error:
             output.seen.wait(_FORWARDED_S)
+            if watcher is not None:
+                watcher.explain(error)
             raise
         finally:
+            if watcher is not None:
+                watcher.close(failed)
             ray.shutdown()
     return 0
 
@@ -71,6 +89,8 @@ class Controller:
 
     def run(self, config) -> None:
         """Run verl's TaskRunner to its end."""
+        if config.recipe.watch.action != "off":
+            heartbeat.start_in_ray("controller")
         run_task_runner(config)
 
 

@@ -13,6 +13,7 @@ Natural = Annotated[int, Field(ge=0, le=LARGEST, strict=True)]
 Interval = Annotated[int, Field(ge=-1, le=LARGEST, strict=True)]  # a number of steps; -1 and 0 switch it off
 Seed = Annotated[int, Field(ge=0, le=2**32 - 1, strict=True)]  # numpy's
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Factor = Annotated[float, Field(ge=1, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]  # of a running mean

@@ -8,6 +8,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from verl_patches.config.recipe import Recipe
+from verl_patches.config.watch import Watch
 from verl_patches.errors import ConfigError
 from verl_patches.launch.import_alone import _record, fill_recipe
 from verl_patches.launch.ray_cluster import worker_settings
@@ -43,6 +44,7 @@ def test_without_a_recipe_rows_read_defaults_and_no_run_is_recorded():
     result = filled()
     decided = {"run": None, "line": "pypi", "platform": "cpu", "patches": ["-memory.order"], "drift": "warn"}
     decided |= {"dtype": "bf16", "output_root": str(ROOT / "outputs")}
+    decided["watch"] = {**vars(Watch()), "action": "off"}  # only the launcher's driver reads heartbeats
     assert OmegaConf.to_container(result.recipe) == {**OmegaConf.to_container(OmegaConf.structured(Recipe)), **decided}
     assert result.actor_rollout_ref.recipe == result.recipe
 

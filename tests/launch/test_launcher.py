@@ -296,3 +296,21 @@ child.kill()
     outcome, *_ = start(code)
     name = (tmp_path / "t" / "block").read_text()
     assert outcome.code == 0 and name.startswith("psm_") and not Path("/dev/shm", name).exists()
+
+
+def test_a_full_disk_ends_the_run_with_its_name(monkeypatch, tmp_path):
+    """The run's folder is a file system of 1 MiB, which the driver fills before it fails for that reason."""
+    disk = tmp_path / "t"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "none", disk], capture_output=True).returncode:
+        pytest.skip("no file system can be mounted here; test_summary.py limits the size of files instead")
+    config = composed().copy()
+    config.recipe.update({"output_root": str(tmp_path), "run": "t"})
+    code = f"{FOLDER}(out / 'big').write_bytes(bytes(8 << 20))\n"
+    monkeypatch.setattr(launcher, "driver_command", lambda *_: [sys.executable, "-c", code])
+    try:
+        outcome = launcher.run(config, NAME, [])
+        assert outcome.code == 1 and "could not be written: No space left on device" in outcome.reason
+        assert f"{disk}" in outcome.reason and "its disk has 0.0 MiB left" in outcome.reason
+    finally:
+        subprocess.run(["umount", "-l", disk], check=True)

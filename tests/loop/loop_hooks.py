@@ -281,7 +281,7 @@ def _raise_if_left():
         raise LeftOnDeviceError(f"expected four kinds of buffers and parameters, all of 0 bytes, found {sizes}")
 
 
-# -- workers that are killed, and run again from a checkpoint ----------------------------------------------------------
+# -- workers that are killed or stopped, and run again from a checkpoint -----------------------------------------------
 
 
 def killed_in_save():
@@ -305,8 +305,8 @@ def killed_in_save():
     after_import("verl_patches.weights.checkpoint", on_import)
 
 
-def killed_in_update():
-    """In the second update of the run."""
+def stopped_in_update():
+    """By SIGSTOP in the second update of its process; a process that begins with that step makes only one."""
 
     def on_import(module):
         update_policy, updates = module.MegatronPPOActor.update_policy, []
@@ -315,7 +315,7 @@ def killed_in_update():
         def update(*args, **kwargs):
             updates.append(None)
             if len(updates) == 2 and os.environ.get("RANK") == "1":
-                os.kill(os.getpid(), signal.SIGKILL)
+                os.kill(os.getpid(), signal.SIGSTOP)
             return update_policy(*args, **kwargs)
 
         module.MegatronPPOActor.update_policy = update

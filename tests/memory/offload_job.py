@@ -193,7 +193,11 @@ def worker_of(chunks, optimizer, swap=False, offload=True):
 
     megatron = {"param_offload": True, "optimizer_offload": offload}
     recipe = {"line": "pypi", "platform": "cpu", "weight_sync": {"enabled": True}, "reshard": {"bucket_bytes": 8}}
-    recipe |= {"train": {"skip_old_log_prob": False, "swap_optimizer": swap}, "memory": {"ledger": "off"}}
+    recipe |= {
+        "train": {"skip_old_log_prob": False, "swap_optimizer": swap},
+        "memory": {"ledger": "off"},
+        "watch": {"action": "off"},
+    }
     config = {"actor": {"megatron": megatron}, "ref": {"megatron": megatron}, "rollout": {"enforce_eager": True}}
     worker = subclass_of(Upstream, RecipeWorker)(OmegaConf.create({**config, "recipe": recipe}), "actor")
     worker.actor_module, worker.actor_optimizer = chunks, optimizer

@@ -109,7 +109,7 @@ def worker(**recipe):
     train = {"skip_old_log_prob": False, "routing_replay": None, "swap_optimizer": False, "swap_optimizer_times": 3}
     train |= recipe.pop("train", {})
     settings = {"line": "pypi", "platform": "cpu", "dtype": "fp32", "memory": {"ledger": "off"}, "train": train}
-    settings |= {"weight_sync": {"enabled": True}, "expert_load": False, **recipe}
+    settings |= {"weight_sync": {"enabled": True}, "expert_load": False, "watch": {"action": "off"}, **recipe}
     side = {"megatron": {"param_offload": True, "optimizer_offload": True}}
     config = OmegaConf.create({"recipe": settings, "actor": side, "ref": side, "rollout": {"enforce_eager": True}})
     return subclass_of(Upstream, recipe_worker.RecipeWorker)(config, "actor")

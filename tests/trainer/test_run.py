@@ -5,10 +5,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from verl_patches.config.watch import Alarms
 from verl_patches.patching import engine
 from verl_patches.patching.spec import PatchSpec
 from verl_patches.patching.switches import Switches
 from verl_patches.trainer import run
+from verl_patches.trainer.alarms import AlarmError
 from verl_patches.trainer.run import NARROW, WIDE, header, line
 from verl_patches.trainer.skipped_steps import SkippedStepsError
 from verl_patches.trainer.summary import Progress, Summary
@@ -53,7 +55,7 @@ def made(tmp_path):
     return made
 
 
-def after_steps(made, monkeypatch, *numbers, skipped=None):
+def after_steps(made, monkeypatch, *numbers, skipped=None, bounds=None):
     """The progress lines of these steps, whose reports of workers are left out."""
     for name in ("sync_of_step", "memory_of_step", "offload_of_step"):
         monkeypatch.setattr(run, name, lambda reports: None)
@@ -71,7 +73,7 @@ def after_steps(made, monkeypatch, *numbers, skipped=None):
     made.trainer = SimpleNamespace(actor_rollout_wg=SimpleNamespace(take_report=lambda: [report]))
     check = SimpleNamespace(action="report")
     train = SimpleNamespace(skip_old_log_prob=False, routing_replay=None, max_skipped_steps=2)
-    made.recipe = SimpleNamespace(train=train, logprob_check=check)
+    made.recipe = SimpleNamespace(train=train, logprob_check=check, alarms=Alarms(**(bounds or {})))
     made.workers_see_log_probs, made.not_compared = False, "not here"
     made.group = SimpleNamespace(cache=None, sampled_check=None, end_step=dict, step=0)
     for number in numbers:
@@ -126,6 +128,33 @@ def test_a_step_that_fails_with_a_dead_worker_ends_with_its_place(made, monkeypa
             run.fit_as_run(fit)(SimpleNamespace(config={"recipe": {}}))
         assert ("rank 1 (pid 101 on here)" in str(failed.value)) is bool(dead)
         assert "no answer" in made.summary.data["exit"] and "no answer" in str(failed.value)
+
+
+def test_an_error_that_a_worker_raised_begins_with_its_rank(made):
+    """Ray writes the actor into the error's text; the pid alone may be that of a process on another node."""
+    from ray.exceptions import RayTaskError
+
+    actors = [SimpleNamespace(_actor_id=SimpleNamespace(hex=lambda name=name: name)) for name in ("a1", "b2")]
+    made.group = SimpleNamespace(step=7, _workers=actors)
+    made.places = {0: "pid 5 on one", 1: "pid 5 on two"}
+    text = "ray::WorkerDict.update_actor() (pid=5, ip=10.0.0.2, actor_id={}, repr=<x>)\n  Traceback"
+    raised = [RayTaskError("f", text.format(actor), ValueError("expected 2, found 3")) for actor in ("b2", "c3")]
+    of_rank, of_other = (made.raised_by(error) for error in raised)
+    assert of_rank == "rank 1 (pid 5 on two) in step 7: " and of_other == made.raised_by(ValueError("x")) == ""
+    assert run.reason_of(raised[0], of_rank) == "rank 1 (pid 5 on two) in step 7: ValueError: expected 2, found 3"
+
+
+def test_an_alarm_is_below_the_row_in_the_record_and_in_the_metrics(made, monkeypatch):
+    lines = after_steps(made, monkeypatch, 3, bounds={"expert_load": 1.4})
+    assert "| step 3: alarm expert_collapse: train: the busiest expert gets 1.5 times" in "\n".join(lines)
+    (step,) = json.loads(made.summary.path.read_text())["steps"]
+    (alarm,) = step["alarms"]
+    assert (alarm["name"], alarm["value"], alarm["limit"]) == ("expert_collapse", 1.5, 1.4)
+    metrics = json.loads(made.summary.metrics.read_text())
+    assert metrics["recipe/alarms/expert_collapse"] == 1.0
+    assert not any("alarm" in text for text in after_steps(made, monkeypatch, 4)[len(lines) :])
+    with pytest.raises(AlarmError, match="step 5: alarm expert_collapse"):
+        after_steps(made, monkeypatch, 5, bounds={"expert_load": 1.4, "action": "stop"})
 
 
 def test_the_reason_of_a_workers_error_is_without_rays_traceback():

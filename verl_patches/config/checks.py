@@ -18,7 +18,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from verl_patches.config import ascend, hccl, routing_replay
+from verl_patches.config import ascend, hccl, routing_replay, watch
 from verl_patches.config.compose import (
     config_file,
     graph_arguments,
@@ -92,7 +92,8 @@ def check_config(config: DictConfig, must_exist: Collection[str] = ()) -> list[C
     checks += [Check("tensor cache", False, fault) for fault in limits.faults(config)]
     checks += [Check("micro batch", False, fault) for fault in limits.budget_faults(config)]
     checks += [*_swap_checks(config), _sleep_check(config)]
-    return [*checks, *_checks_of(routing_replay, config, model), *_checks_of(hccl, config, model)]
+    files = (routing_replay, hccl, watch)
+    return [*checks, *(check for rules in files for check in _checks_of(rules, config, model))]
 
 
 def require(checks: Iterable[Check]) -> None:
@@ -112,7 +113,7 @@ def _error_of(function: Callable, *arguments: object) -> str | None:
 
 
 def _checks_of(rules: ModuleType, config: DictConfig, model: ModelShape) -> Iterator[Check]:
-    """The rules of a file of its own: hccl.py, ascend.py, routing_replay.py."""
+    """The rules of a file of its own: hccl.py, ascend.py, routing_replay.py, watch.py."""
     return (Check(*result) for result in rules.checks(config, model))
 
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from typing import Any
 
+from verl_patches.config.watch import Alarms, Restart, Watch
 from verl_patches.errors import ConfigError
 from verl_patches.patching.spec import DRIFT_POLICIES, LINES, PLATFORMS
 from verl_patches.platform import as_npu
@@ -334,6 +335,9 @@ class Recipe:
     logprob_check: LogprobCheck = field(default_factory=LogprobCheck)
     hccl: Hccl = field(default_factory=Hccl)
     timeouts: Timeouts = field(default_factory=Timeouts)
+    watch: Watch = field(default_factory=Watch)
+    alarms: Alarms = field(default_factory=Alarms)
+    restart: Restart = field(default_factory=Restart)
 
 
 def recipe_keys(schema: type = Recipe, prefix: str = "recipe") -> Iterator[tuple[str, Any]]:

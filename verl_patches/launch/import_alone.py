@@ -37,7 +37,7 @@ NOT_HERE = (
 )
 _BY_LAUNCHER = (
     "hccl.buffer_mib hccl.expansion_mode hccl.base_port timeouts ray_address ray_port worker_process_setup_hook "
-    "model_shape"
+    "model_shape watch restart"
 ).split()
 _FIXED_ROUTE = "VLLM_ENABLE_FIX_ROUTE"  # vllm-ascend reads it (config/environment.py)
 
@@ -99,6 +99,7 @@ def fill_recipe(config: DictConfig, switches: Switches) -> None:
         text = str(error).splitlines()[0]
         raise ConfigError(f"recipe: {text}; the keys are those of verl_patches/config/recipe.py") from error
     check_recipe(merged)
+    merged["watch"]["action"] = "off"  # the launcher's driver reads the heartbeats
     merged |= {"run": given.get("run"), "output_root": str(output_root(merged["output_root"]))}
     with open_dict(config), open_dict(config.actor_rollout_ref):
         config.recipe = config.actor_rollout_ref.recipe = merged

@@ -14,7 +14,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,9 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from verl_patches.config import environment
-from verl_patches.errors import ConfigError
+from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.evaluation.plots import draw_memory, plot_run
+from verl_patches.launch.restart import Restarts
 from verl_patches.layout.parallel import rollout_layout_of, train_layout_of
 from verl_patches.planning.plan import driver_command
 from verl_patches.processes import Descendants, MemoryWatch, adopting_orphans, die_with_parent
@@ -38,7 +39,7 @@ _RAY_SOCKET = "/session_2025-01-01_00-00-00_000000_0000000/sockets/plasma_store"
 # what a run leaves in its folder, written by launcher and driver; the next run of that name moves these aside
 OUTPUTS = (
     "config.yaml environment.json driver.log progress.log summary.json metrics.jsonl tensorboard training.png "
-    "memory.png report.md report.png rollouts ray_logs"
+    "memory.png report.md report.png rollouts ray_logs watch.json stacks attempts"
 ).split()
 EARLIER = "earlier"
 _FOLDER = "expected a folder that can be written to (recipe.output_root, recipe.run)"
@@ -83,10 +84,21 @@ def run(
         for name, files in (dirty or {}).items():
             Progress(folder).say(f"| dirty: {name} is not as pinned (drift={config.recipe.drift}): {files_text(files)}")
         started, watch = time.monotonic(), MemoryWatch()
-        code, reason = _run_driver(config, driver_command(config_name, overrides), folder, watch, on_line, trees)
+        progress, restarts = _NewLines(folder / "progress.log", on_line), Restarts(config, folder)
+        while True:
+            command = driver_command(config_name, [*overrides, *restarts.overrides()])
+            code, reason = _run_driver(config, command, folder, watch, progress, trees, started)
+            if (again := restarts.after(code, reason)) is None:
+                break
+            Progress(folder).say(f"| {again}")
         wall_s = round(time.monotonic() - started, 1)
         head = {**_head(config, trees), **({"dirty": dict(dirty)} if dirty else {}), "wall_s": wall_s}
-        code, reason = write_summary(folder, code, reason, head, watch.peaks())
+        try:
+            code, reason = write_summary(folder, code, reason, head, watch.peaks())
+            restarts.merge()
+        except RecipeError as error:  # a full disk is then the driver's reason too
+            return Outcome(code or 1, str(error), folder, wall_s, watch.peaks())
+        progress.read()
         summary = json.loads((folder / "summary.json").read_text())
         if summary["steps"]:
             plot_run(summary, folder / "training.png")
@@ -100,8 +112,9 @@ def _run_driver(
     command: list[str],
     folder: Path,
     watch: MemoryWatch,
-    on_line: Callable[[str], None],
+    progress: _NewLines,
     trees: Trees | None,
+    started: float,
 ) -> tuple[int, str | None]:
     """Run the driver, then end all processes that it started; (exit code, reason or None) as `_supervise` has them."""
     with short_temp_dir() as temp:
@@ -119,11 +132,14 @@ def _run_driver(
                         command, env=env, **streams, start_new_session=True, preexec_fn=die_with_parent
                     )
                 descendants.waited_for = frozenset({driver.pid})
-                code, reason = _supervise(driver, config.recipe.timeouts, folder, descendants, watch, signals, on_line)
+                code, reason = _supervise(
+                    driver, config.recipe.timeouts, folder, descendants, watch, signals, progress, started
+                )
             finally:
                 descendants.end_all()
         if code:
-            copy_ray_logs(temp, folder / "ray_logs")
+            with suppress(OSError):  # the disk may be full, which must not hide the reason
+                copy_ray_logs(temp, folder / "ray_logs")
     return code, reason
 
 
@@ -134,12 +150,12 @@ def _supervise(
     descendants: Descendants,
     watch: MemoryWatch,
     signals: list[int],
-    on_line: Callable[[str], None],
+    progress: _NewLines,
+    started: float,
 ) -> tuple[int, str | None]:
     """Wait until the driver ends, or end it; (exit code, reason or None where neither launcher nor log has one)."""
-    progress = _NewLines(folder / "progress.log", on_line)
     logs, log_bytes, reason = (folder / "driver.log", folder / "progress.log"), -1, None
-    start = next_memory = time.monotonic()
+    next_memory = time.monotonic()
     while (code := driver.poll()) is None:
         now = time.monotonic()
         progress.read()
@@ -154,7 +170,7 @@ def _supervise(
         if signals:
             code, reason = 128 + signals[0], f"interrupted by {signal.Signals(signals[0]).name}"
             break
-        if timeouts.wall_s is not None and now - start > timeouts.wall_s:
+        if timeouts.wall_s is not None and now - started > timeouts.wall_s:
             code, reason = TIMED_OUT, f"still running after {timeouts.wall_s:g} s (recipe.timeouts.wall_s)"
             break
         if timeouts.quiet_s is not None and now - last_output > timeouts.quiet_s:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from verl_patches.platform import NO_DEVICE
 from verl_patches.trainer.ray_start import HOOK
 from verl_patches.upstream.checkouts import LINE
 
+log = logging.getLogger(__name__)
 ANSWER_S = 60
 _OBJECT_STORE_BYTES = 256 << 20  # on a CPU: batches of a tiny model
 _STORE_SHARE, _STORE_MAX_BYTES = 0.3, 200 * 10**9  # ray/_private/ray_constants.py, of a node that `ray start` starts
@@ -111,13 +113,42 @@ def require_nodes(config: DictConfig) -> None:
 
 def check_nodes(config: DictConfig, nodes: Sequence[dict[str, Any]]) -> None:
     """ConfigError unless `nodes` hold trainer.nnodes nodes with trainer.n_gpus_per_node devices each."""
-    resource, wanted = "NPU" if config.trainer.device == "npu" else "GPU", config.trainer.n_gpus_per_node
+    resource, wanted = _resource(config), config.trainer.n_gpus_per_node
     held = sorted((node["address"], int(node["resources"].get(resource, 0))) for node in nodes)
-    enough = [address for address, count in held if count >= wanted]
+    left_out = config.recipe.restart.without_nodes
+    enough = [n for n in nodes_with_devices(config, nodes) if not {n["id"], n["address"]} & set(left_out)]
     if len(enough) < config.trainer.nnodes:
         found = ", ".join(f"{address}: {count}" for address, count in held[:20]) or "no node"
         raise ConfigError(
             f"the run needs {config.trainer.nnodes} node(s) with {wanted} {resource} each "
-            f"(trainer.nnodes, trainer.n_gpus_per_node); Ray has {len(enough)} such node(s) of {len(held)} ({found}). "
+            f"(trainer.nnodes, trainer.n_gpus_per_node); Ray has {len(enough)} such node(s) of {len(held)} ({found}"
+            f"{', without ' + ', '.join(left_out) if left_out else ''}). "
             "Start the missing ones (--dry-run prints the ray commands) or correct the config"
         )
+
+
+def nodes_with_devices(config: DictConfig, nodes: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Those of list_nodes() with trainer.n_gpus_per_node devices."""
+    resource, wanted = _resource(config), config.trainer.n_gpus_per_node
+    return [node for node in nodes if int(node["resources"].get(resource, 0)) >= wanted]
+
+
+def leave_out(config: DictConfig) -> None:
+    """Keep this job off recipe.restart.without_nodes: their devices go to placement groups that nothing uses.
+
+    In the driver, before verl places its workers. Nothing is started on these nodes, which may be faulty; Ray gives the
+    devices back when the job ends. Names of nodes that are not there are ignored.
+    """
+    import ray
+
+    wanted, resource = set(config.recipe.restart.without_nodes), _resource(config)
+    for node in ray.nodes() if wanted else ():
+        address, count = node["NodeManagerAddress"], node["Resources"].get(resource, 0)
+        if node["Alive"] and count and wanted & {node["NodeID"], address}:
+            group = ray.util.placement_group([{resource: count, f"node:{address}": 0.001}], strategy="STRICT_PACK")
+            if not group.wait(ANSWER_S):
+                log.warning("node %s could not be left out: another job has devices of it", address)
+
+
+def _resource(config: DictConfig) -> str:
+    return "NPU" if config.trainer.device == "npu" else "GPU"

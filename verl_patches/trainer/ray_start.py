@@ -92,8 +92,8 @@ def start(
     ray.init(runtime_env=runtime_env(environment, options.pop("runtime_env", None), engine, network), **options)
 
 
-def result_of(task: Any) -> Any:
-    """ray.get(task), or the error of an actor of this job that could not start.
+def result_of(task: Any, look: Callable[[], None] = lambda: None) -> Any:
+    """ray.get(task), or the error of an actor of this job that could not start; `look` is called about every LOOK_S.
 
     verl would wait 300 s for the register centre of a worker group whose first worker is dead, and then report that
     (verl/single_controller/ray/base.py:355). Raises RuntimeError with the worker's class, node, pid and traceback.
@@ -103,6 +103,7 @@ def result_of(task: Any) -> Any:
     while not ray.wait([task], timeout=LOOK_S)[0]:
         if found := _start_failure():
             raise RuntimeError(found)
+        look()
     return ray.get(task)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from verl_patches.memory.counters import offload_of_step
 from verl_patches.memory.ledger import memory_of_step, said_of
 from verl_patches.patching import engine
 from verl_patches.platform.npu_emulated import coverage
-from verl_patches.trainer import rollout_correction, skipped_steps, truth_check
+from verl_patches.trainer import alarms, rollout_correction, skipped_steps, truth_check
 from verl_patches.trainer.checkpoint import Checkpoints
 from verl_patches.trainer.dispatch import dispatch_of_step, take_calls
 from verl_patches.trainer.on_policy import correction_of
@@ -27,6 +28,7 @@ from verl_patches.trainer.worker_handshake import (
     refuse_unproven,
     workers_proofs,
 )
+from verl_patches.watch import heartbeat
 
 log = logging.getLogger(__name__)
 # columns of the step table behind step, reward, grad_norm and |dlogp|: phases that sample and train, the whole step and
@@ -45,6 +47,7 @@ CALLS = {
     "compute_ref_log_prob": "ref log-prob",
     "update_actor": "update",
 }
+_RAISED_IN = re.compile(r"\(pid=\d+, ip=[^,()]+, actor_id=(\w+)")
 _active: Run | None = None
 
 
@@ -146,8 +149,20 @@ class Run:
             "there. Errors of other workers follow from it"
         )
 
+    def raised_by(self, error: BaseException) -> str:
+        """ "rank 1 (pid 12 on host) in step 3: " for an error that a worker raised, else ""."""
+        found = _RAISED_IN.search(str(error))  # Ray writes it into the text of a task's error
+        if found is None or self.group is None:
+            return ""
+        actors = [actor._actor_id.hex() for actor in self.group._workers]
+        if found[1] not in actors:
+            return ""
+        rank = actors.index(found[1])
+        return f"rank {rank} ({self.places.get(rank, 'pid unknown')}) in step {self.step}: "
+
     def show_call(self, step: int, name: str) -> None:
         """Show what runs now."""
+        heartbeat.controller_is_at(step, name)
         self.progress.say(f"~ step {step}/{self.trainer.total_training_steps}: {CALLS[name]}")
 
     def after_step(self, metrics: dict[str, Any], step: int) -> dict[str, Any]:
@@ -189,6 +204,8 @@ class Run:
         if engine.is_on("dispatch.put_once"):
             found["dispatch"] = dispatch_of_step([report["starts"] for report in reports])
         found |= self.group.end_step()
+        raised = alarms.alarms_of(found, self.summary.data["steps"], metrics, self.recipe.alarms)
+        found["alarms"] = [vars(alarm) for alarm in raised]
         self.summary.add_step(found)
         first = len(self.summary.data["steps"]) == 1  # of this process: a resumed run starts at another number
         train = self.recipe.train
@@ -203,6 +220,9 @@ class Run:
             if said := skipped_steps.said_of(skipped):
                 self.progress.say(f"| step {step}: {said}")
             skipped_steps.check(step, skipped, self.recipe.train.max_skipped_steps)
+        for alarm in raised:
+            self.progress.say(f"| step {step}: alarm {alarm.name}: {alarm.text}")
+            metrics = {**metrics, f"{alarms.METRIC}/{alarm.name}": 1.0}
         check = self.recipe.logprob_check
         if check.action == "stop" and compared:
             truth_check.check(step, delta, check[f"max_mean_{self.recipe.dtype}"])
@@ -210,6 +230,7 @@ class Run:
         ours = {f"recipe/seconds/{phase}": value for phase, value in seconds.items()}
         metrics = {**metrics, **ours, **{f"recipe/expert_load/{side}": value for side, value in loads.items()}}
         self.summary.add_metrics(step, metrics)
+        alarms.check(step, raised, self.recipe.alarms.action)
         return metrics
 
     def _delta(self, metrics: dict[str, Any]) -> tuple[dict[str, float] | None, bool]:
@@ -261,13 +282,16 @@ def _number(value: Any) -> float | None:
     return None if value is None or value != value else float(value)
 
 
-def reason_of(error: BaseException) -> str:
-    """The error's type and message; of what a worker raised, without the traceback that Ray puts before it."""
+def reason_of(error: BaseException, raised_by: str = "") -> str:
+    """The error's type and message; of what a worker raised, without the traceback that Ray puts before it.
+
+    raised_by: the worker, for the beginning of the sentence.
+    """
     from ray.exceptions import RayError, RayTaskError
 
     if isinstance(error, RayTaskError) and not isinstance(error.cause, RayError):
         error = error.cause
-    return f"{type(error).__name__}: {error}"
+    return f"{raised_by}{type(error).__name__}: {error}"
 
 
 def fit_as_run(original: Callable) -> Callable:
@@ -289,7 +313,7 @@ def fit_as_run(original: Callable) -> Callable:
             reason = "ok"
             return result
         except BaseException as error:
-            reason = reason_of(error)
+            reason = reason_of(error, run.raised_by(error))
             if isinstance(error, Exception) and (dead := run.dead_workers()):
                 reason = f"{run.death_of(dead)}; the first one: {reason}"
                 raise WorkerDiedError(reason) from error

@@ -8,9 +8,14 @@ import logging
 import math
 import os
 import platform
+import shutil
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from verl_patches.errors import RecipeError
 
 log = logging.getLogger(__name__)
 
@@ -53,12 +58,29 @@ def versions() -> dict[str, str]:
     return found
 
 
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Around code that writes `path`: RecipeError in place of an OSError, with the file and the space left there."""
+    try:
+        yield
+    except OSError as error:
+        free = next((shutil.disk_usage(place).free for place in path.parents if place.exists()), 0)
+        raise RecipeError(
+            f"{path} could not be written: {error.strerror}; its disk has {free / 2**20:.1f} MiB left. Free some, or "
+            "give the run another folder (recipe.output_root)"
+        ) from error
+
+
 def write_json(path: Path, data: Any) -> None:
-    """Write JSON atomically."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.{os.getpid()}")
-    part.write_text(json.dumps(data, indent=1) + "\n")
-    part.replace(path)
+    """Write JSON atomically. RecipeError as `writing` where the disk is full."""
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_name(f".{path.name}.{os.getpid()}")
+        try:
+            part.write_text(json.dumps(data, indent=1) + "\n")
+            part.replace(path)
+        finally:
+            part.unlink(missing_ok=True)
 
 
 def phase_seconds(metrics: dict[str, float], worker: dict[str, float]) -> dict[str, float]:
@@ -137,7 +159,7 @@ class Progress:
             if text.startswith(("| ", "- ")):
                 log.warning("verl_patches: %s", text[2:])
             return
-        with self.path.open("a") as file:
+        with writing(self.path), self.path.open("a") as file:
             file.write(text + "\n")
 
 
@@ -173,7 +195,7 @@ class Summary:
         if self.metrics is not None:
             numbers = {name: float(value) for name, value in metrics.items() if isinstance(value, (int, float))}
             finite = {name: value for name, value in numbers.items() if math.isfinite(value)}  # JSON has no NaN
-            with self.metrics.open("a") as file:
+            with writing(self.metrics), self.metrics.open("a") as file:
                 file.write(json.dumps({"step": step, **finite}) + "\n")
 
     def write(self) -> None:

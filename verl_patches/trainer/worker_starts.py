@@ -14,6 +14,8 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from verl_patches.watch import heartbeat
+
 _starts: deque[tuple[str, float]] = deque(maxlen=4096)  # bounded, as a trainer may never call take_starts
 _now = threading.local()
 
@@ -53,10 +55,12 @@ def record_and_call(method: Callable, args: Sequence[Any], kwargs: Mapping[str, 
     """A module-level function, so that a worker class that Ray pickles by value refers to no deque or lock."""
     if getattr(_now, "running", False):
         return method(*args, **kwargs)
-    _starts.append((_name(method, type(args[0]) if args else None), time.time()))
+    name = _name(method, type(args[0]) if args else None)
+    _starts.append((name, time.time()))
     _now.running = True
     try:
-        return method(*args, **kwargs)
+        with heartbeat.in_call(name):
+            return method(*args, **kwargs)
     finally:
         _now.running = False
 

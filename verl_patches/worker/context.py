@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from verl_patches.watch import heartbeat
+
 if TYPE_CHECKING:
     import torch
 
@@ -52,6 +54,7 @@ class WorkerContext:
 
     def begin(self, phase: str, by_vllm: Callable[[], Any] | None = None) -> None:
         """Begin `phase` of memory/schedule.py and end the one before; `by_vllm` makes the moves that are vLLM's."""
+        heartbeat.phase(phase)
         if self.scheduler is not None:
             self.scheduler.begin(phase, by_vllm)
             return
@@ -66,6 +69,7 @@ class WorkerContext:
 
         After an error the phase stays open, and the next phase ends it.
         """
+        heartbeat.phase(name)
         if self.scheduler is None:  # verl's worker moves memory inside the call: worker/memory.py, _check_inside
             yield
             return

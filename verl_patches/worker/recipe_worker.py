@@ -40,6 +40,7 @@ from verl_patches.rollout.rebalance_engine import Rebalancer
 from verl_patches.rollout.routing_record import RoutingRecorder
 from verl_patches.tensor_cache.limits import token_budget
 from verl_patches.trainer.worker_starts import take_starts
+from verl_patches.watch import heartbeat
 from verl_patches.worker.checkpoint import WorkerCheckpoint
 from verl_patches.worker.context import context
 from verl_patches.worker.expert_load import ExpertLoad, of_rollout, of_training
@@ -63,6 +64,8 @@ class RecipeWorker:
     step_guard: StepGuard | None = None
 
     def __init__(self, config: Any, role: str) -> None:
+        if config.get("recipe") is not None and config.recipe.watch.action != "off":
+            heartbeat.start_in_ray(f"rank {os.environ['RANK']}", int(os.environ["RANK"]))
         if is_on("update.engine_start"):
             from verl_patches.model.mindspeed import start
 
@@ -154,6 +157,7 @@ class RecipeWorker:
         """verl's, in phase update; inside OnPolicyUpdate where recipe.train.skip_old_log_prob or a correction is on."""
         on_policy = OnPolicyUpdate.of(self.recipe) if self.recipe is not None and is_on("update.on_policy") else None
         if self.checkpoint is not None:
+            heartbeat.phase("last checkpoint")
             self.checkpoint.wait()  # what is being written must not change
         with context().phase("update"), self._routing_of_update(data), self._micro_batches("update"):
             if on_policy is None:

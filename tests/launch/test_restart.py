@@ -1,0 +1,140 @@
+"""Runs that are started again: which failures are, what each try leaves, and the one record of all of them."""
+
+import json
+
+import pytest
+from omegaconf import OmegaConf
+
+from tests.launch.test_launcher import FOLDER, start  # noqa: F401  the fixture
+from verl_patches.config.compose import compose
+from verl_patches.errors import ConfigError
+from verl_patches.launch import restart
+from verl_patches.launch.restart import Restarts, may_help
+
+WORTH = [
+    "verl_patches.watch.stall.StallError: step 2: rank 1 (pid 5 on h) is stopped",
+    "verl_patches.watch.stall.LostNodeError: node 10.0.0.7 with rank 3 is lost",
+    "a worker process died in step 3, by a signal or out of memory: rank 1 (pid 5 on h); look at dmesg there",
+    "driver ended by SIGKILL",
+    "no output for 180 s (recipe.timeouts.quiet_s)",
+    "rank 3 (pid 5 on h) in step 3: RuntimeError: [ERROR] HCCL function error: EI0006",
+    "ray.exceptions.ActorDiedError: The actor died unexpectedly before finishing this task.",
+    "rank 0 (pid 1 on h) in step 1: RuntimeError: [../gloo/transport/tcp/pair.cc:547] Connection closed by peer",
+]
+NOT_WORTH = [
+    "ConfigError: HCCL_BUFFSIZE is 1",
+    "verl_patches.errors.ConfigError: a worker process died of it",
+    "interrupted by SIGINT",
+    "still running after 60 s (recipe.timeouts.wall_s)",
+    "rank 1 (pid 5 on h) in step 3: ValueError: expected 2, found 3",
+    "verl_patches.trainer.truth_check.WeightSyncError: step 3: differ",
+    "AlarmError: step 3: alarm nan: NaN or infinite: actor/pg_loss",
+    "the driver exited with 1; its log shows no error",
+]
+
+
+@pytest.mark.parametrize("reason", WORTH + NOT_WORTH)
+def test_only_failures_by_chance_are_tried_again(reason):
+    assert may_help(reason) is (reason in WORTH)
+
+
+def steps(numbers):
+    return json.dumps([{"step": n, "reward": n / 10, "seconds": {"rollout": 1.0}} for n in numbers])
+
+
+def driver(*tries):
+    """Code of a driver whose n-th start does `tries[n]`: steps of its summary, and its error or None."""
+    return f"""{FOLDER}
+tries = {list(tries)!r}
+count = out / "count"
+number = int(count.read_text()) if count.exists() else 0
+count.write_text(str(number + 1))
+steps, error, overrides = *tries[number], sys.argv[1:]
+(out / "summary.json").write_text('{{"steps": ' + steps + ', "exit": "' + ("running" if error else "ok") + '"}}')
+with (out / "metrics.jsonl").open("a") as file:
+    for step in json.loads(steps):
+        file.write(json.dumps({{"step": step["step"], "try": number}}) + "\\n")
+with (out / "progress.log").open("a") as file:
+    file.write(f"| try {{number}}\\n")
+if error:
+    raise type(error.split(": ")[0], (Exception,), {{}})(error.split(": ", 1)[1])
+"""
+
+
+@pytest.mark.slow
+def test_a_run_that_is_started_again_has_one_table_and_one_record(start):  # noqa: F811
+    """Step 3 was not saved by the first try: the second makes it again."""
+    code = driver((steps([1, 2, 3]), "StallError: rank 1 is stopped"), (steps([3, 4]), None))
+    outcome, summary, lines = start(code, restart={"times": 2, "without_nodes": []})
+    assert (outcome.code, summary["exit"]) == (0, "ok") and [s["step"] for s in summary["steps"]] == [1, 2, 3, 4]
+    metrics = [json.loads(line) for line in (outcome.folder / "metrics.jsonl").read_text().splitlines()]
+    assert [(m["step"], m["try"]) for m in metrics] == [(1, 0), (2, 0), (3, 1), (4, 1)]
+    (record,) = summary["restarts"]
+    assert "StallError: rank 1 is stopped" in record["reason"] and record["exit_code"] == 1
+    first, second, third = lines
+    assert (first, third) == ("| try 0", "| try 1") and second.startswith(
+        "| restart 1 of 2, from the newest checkpoint"
+    )
+    assert "StallError" in (outcome.folder / "attempts/1/driver.log").read_text()
+    assert "StallError" not in (outcome.folder / "driver.log").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("error", "times", "tries"), [
+    ("StallError: a", 0, 1), ("StallError: a", 1, 2), ("StallError: a", 3, 4), ("ValueError: a", 3, 1),
+])  # fmt: skip
+def test_a_run_is_started_again_at_most_so_often_and_then_fails(start, error, times, tries):  # noqa: F811
+    code = driver(*[(steps([1]), error)] * 5)
+    outcome, summary, _ = start(code, restart={"times": times, "without_nodes": []})
+    assert outcome.code == 1 and error in summary["exit"] and int((outcome.folder / "count").read_text()) == tries
+    assert len(summary.get("restarts", [])) == tries - 1
+    assert len(list(outcome.folder.glob("attempts/*/driver.log"))) == tries - 1
+
+
+@pytest.fixture
+def joined(tmp_path, monkeypatch):
+    """joined(nodes) -> Restarts of a run on 2 nodes that joined a Ray of these; node b is the culprit's."""
+
+    def make(*addresses, left_out=(), dies=2):
+        nodes = [{"id": f"id-{a}", "address": a, "resources": {"GPU": float(dies)}} for a in addresses]
+        monkeypatch.setattr(restart, "list_nodes", lambda address: nodes)
+        (tmp_path / "watch.json").write_text(json.dumps({"culprits": [{"name": "rank 2", "node": "id-b"}]}))
+        config = {"recipe": {"restart": {"times": 1, "without_nodes": list(left_out)}, "ray_address": "auto"}}
+        config |= {"trainer": {"nnodes": 2, "n_gpus_per_node": 2, "device": "cuda"}}
+        return Restarts(OmegaConf.create(config), tmp_path)
+
+    return make
+
+
+@pytest.mark.parametrize(("nodes", "options", "left_out", "words"), [
+    ("abc", {}, ["b"], ", without b: "),
+    ("ab", {}, [], ", on b again, as no spare node is there: "),
+    ("abc", {"left_out": ["c"]}, ["c"], "no spare node"),
+    ("abcd", {"left_out": ["c"]}, ["c", "b"], ", without b: "),
+    ("ac", {}, [], "from the newest checkpoint: "),  # Ray has lost it already
+    ("abc", {"dies": 1}, [], "from the newest checkpoint: "),  # no node of the run's kind
+])  # fmt: skip
+def test_the_faulty_node_is_left_out_where_a_spare_one_is_there(joined, nodes, options, left_out, words):
+    restarts = joined(*nodes, **options)
+    assert restarts.overrides() == []
+    assert words in restarts.after(1, "StallError: rank 2 is stopped")
+    expected = [f"recipe.restart.without_nodes=[{','.join(left_out)}]"] if left_out else []
+    assert restarts.overrides() == expected and restarts.after(1, "StallError: again") is None
+
+
+def test_a_restart_needs_checkpoints_that_it_finds():
+    def fault(*overrides):
+        from verl_patches.config.checks import check_config
+
+        config = compose("grpo_deepseekv3_tiny_cpu", ["recipe.restart.times=1", *overrides])
+        return [check.detail for check in check_config(config) if check.name == "restart" and not check.ok]
+
+    assert fault("trainer.save_freq=1", "trainer.resume_mode=auto") == []
+    (text,) = fault("trainer.save_freq=-1", "trainer.resume_mode=auto")
+    assert "trainer.save_freq is -1" in text
+    (text,) = fault("trainer.save_freq=1", "trainer.resume_mode=disable")
+    assert "resume_mode is disable" in text
+    (text,) = fault("trainer.save_freq=1", "trainer.resume_mode=auto", "recipe.restart.without_nodes=[a]")
+    assert "recipe.ray_address" in text
+    with pytest.raises(ConfigError, match="recipe.restart.times is -1"):
+        compose("grpo_deepseekv3_tiny_cpu", ["recipe.restart.times=-1"])

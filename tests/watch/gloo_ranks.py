@@ -1,0 +1,65 @@
+"""Four gloo ranks in one update: rank 2 hangs before its second all-reduce, for which the others wait."""
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from verl_patches.watch import heartbeat
+from verl_patches.watch.node import look, stacks
+from verl_patches.watch.stall import Bounds, awaited_by, find_stall
+
+BOUNDS = Bounds(first_s=1800, least_s=3, factor=1)
+
+
+def one_hangs(folder, how):
+    """On rank 0: [sentence of the stall or None, names of culprits, their stacks, who waits for whom]; else None."""
+    rank, folder = dist.get_rank(), Path(folder)
+    heartbeat.start(folder, f"rank {rank}", rank)
+    halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    ones, ended = torch.ones(2), threading.Event()
+    if rank == 0:
+        dist.send(ones, 1)  # counted too, by one rank of a group more than by the other
+    if rank == 1:
+        dist.recv(ones, 0)
+    for _ in range(2):  # the second call of a phase has the bound of the first
+        with heartbeat.in_call("update_actor"):
+            heartbeat.phase("update")
+            dist.all_reduce(ones)
+            dist.all_reduce(ones, group=halves[rank // 2])
+    answers = []
+    threading.Thread(target=_watch, args=(folder, how, answers, ended), daemon=True).start() if rank == 0 else None
+    with heartbeat.in_call("update_actor"):
+        heartbeat.phase("update")
+        dist.all_reduce(ones)
+        if rank == 2 and how == "stopped":
+            os.kill(os.getpid(), signal.SIGSTOP)  # the watch, which wants its stacks, continues it
+        if rank == 2 and how == "busy":
+            _endless_loop(folder)
+        dist.all_reduce(ones, group=halves[rank // 2])
+        dist.all_reduce(ones)
+    ended.wait(60) if rank == 0 else None
+    heartbeat.stop()
+    return answers or None
+
+
+def _endless_loop(folder):
+    while not (folder / "found").exists():
+        pass
+
+
+def _watch(folder, how, answers, ended):
+    deadline = time.monotonic() + 90
+    stall = None
+    while stall is None and time.monotonic() < deadline:
+        time.sleep(0.5)
+        seen = look(folder)
+        stall = find_stall(seen, BOUNDS)
+    names = [each.beat.name for each in stall.culprits] if stall else []
+    answers += [stall and stall.sentence, names, stacks(folder, [*names, "rank 3"]), awaited_by(seen)]
+    (folder / "found").touch()
+    ended.set()

@@ -1,0 +1,53 @@
+"""Processes with a real heartbeat that stop, hang or die where a test says: `python -m tests.watch.processes`."""
+
+import ctypes
+import os
+import resource
+import sys
+import time
+from pathlib import Path
+
+from verl_patches.watch import heartbeat
+
+
+def is_there():
+    print(os.getpid(), flush=True)
+
+
+def waits():
+    is_there()
+    time.sleep(600)
+
+
+def holds_the_gil():
+    is_there()
+    ctypes.PyDLL(None).sleep(600)
+
+
+def raises():
+    is_there()
+    raise ValueError("expected 2, found 3")
+
+
+def has_a_full_disk():
+    """Files of this process may have 4 KiB: as on a full disk, allocation fails."""
+    is_there()
+    heartbeat.stop()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+    heartbeat.start(Path(sys.argv[1]), "rank 8", 8)
+    with heartbeat.in_call("update_actor"):
+        print("went on", flush=True)
+
+
+def main():
+    folder, rank, work = Path(sys.argv[1]), int(sys.argv[2]), globals()[sys.argv[3]]
+    heartbeat.start(folder, f"rank {rank}", rank)
+    with heartbeat.in_call("compute_log_prob"):
+        heartbeat.phase("old_log_prob")
+    with heartbeat.in_call("update_actor"):
+        heartbeat.phase("update")
+        work()
+
+
+if __name__ == "__main__":
+    main()

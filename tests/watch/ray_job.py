@@ -1,0 +1,109 @@
+"""Drills on three raylets of this machine; `main` prints what the watch says, as JSON."""
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import ray
+from omegaconf import OmegaConf
+from ray.cluster_utils import Cluster
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from verl_patches.launch.ray_cluster import leave_out
+from verl_patches.trainer.run import Run, reason_of
+from verl_patches.watch import heartbeat
+from verl_patches.watch.stall import Bounds, LostNodeError, StallError
+from verl_patches.watch.watcher import Watcher
+
+NODE = {"num_cpus": 1, "num_gpus": 1, "object_store_memory": 100 << 20}
+DRILL_S = 120
+
+
+class Rank:
+    def __init__(self, rank):
+        heartbeat.start(heartbeat.folder_of_run(), f"rank {rank}", rank)
+
+    def pid(self):
+        return os.getpid()
+
+    def raises(self):
+        raise ValueError("expected 2, found 3")
+
+    def update_actor(self):
+        with heartbeat.in_call("update_actor"):
+            heartbeat.phase("update")
+            time.sleep(600)
+
+
+def until_raised(watcher, error):
+    deadline = time.monotonic() + DRILL_S
+    while time.monotonic() < deadline:
+        try:
+            watcher.look()
+        except error as found:
+            return str(found)
+        time.sleep(0.2)
+    return "nothing within the time of the drill"
+
+
+def at(node_id):
+    return {"scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=False)}
+
+
+def main():
+    folder, found = Path(sys.argv[1]), {}
+    head = {**NODE, "include_dashboard": False}
+    cluster = Cluster(initialize_head=True, connect=True, head_node_args=head)
+    second, third = cluster.add_node(**NODE, node_ip_address="127.0.0.2"), cluster.add_node(**NODE)
+    own = ray.get_runtime_context().get_node_id()
+
+    config = {"trainer": {"device": "cuda"}, "recipe": {"restart": {"without_nodes": ["127.0.0.2", "no such node"]}}}
+    before = ray.available_resources()["GPU"]
+    leave_out(OmegaConf.create(config))
+    deadline = time.monotonic() + DRILL_S
+    while (free := ray._private.state.available_resources_per_node()[second.node_id].get("GPU", 0)) and (
+        time.monotonic() < deadline
+    ):
+        time.sleep(0.2)
+    found["free"] = [before, free, ray.available_resources()["GPU"]]
+
+    actors = [ray.remote(num_cpus=0)(Rank).options(**at(node)).remote(n) for n, node in ((0, own), (1, third.node_id))]
+    pids = ray.get([actor.pid.remote() for actor in actors])
+    run = object.__new__(Run)
+    run.group, run.places = SimpleNamespace(step=7, _workers=actors), {1: "pid 5 on there"}
+    try:
+        ray.get([actor.raises.remote() for actor in actors[1:]])
+    except ray.exceptions.RayTaskError as error:
+        found["raised"] = reason_of(error, run.raised_by(error))
+    calls = [actor.update_actor.remote() for actor in actors]
+    watcher = Watcher(folder, Bounds(first_s=5, least_s=5, factor=1))
+    os.kill(pids[1], signal.SIGSTOP)
+    found["stall"] = until_raised(watcher, StallError)
+    found["record"] = json.loads((folder / "watch.json").read_text())
+    found["stacks"] = {path.name: path.read_text() for path in (folder / "stacks").iterdir()}
+    found["third"] = third.node_id
+
+    cluster.remove_node(third, allow_graceful=False)  # SIGKILL
+    found["lost"] = until_raised(watcher, LostNodeError)
+    try:
+        watcher.explain(ValueError("a worker's error that follows from it"))
+    except LostNodeError as error:
+        found["explained"] = str(error)
+    watcher.close(failed=True)
+    deadline = time.monotonic() + DRILL_S
+    while any(map(psutil.pid_exists, pids)) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    found["left"] = [pid for pid in pids if psutil.pid_exists(pid)]
+    del calls
+    ray.shutdown()
+    cluster.shutdown()
+    print("FOUND" + json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    main()

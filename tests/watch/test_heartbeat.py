@@ -1,0 +1,143 @@
+"""Heartbeats of real processes, and what their node sees of those that are stopped, hang, or have died."""
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.conftest import ROOT
+from verl_patches.watch import heartbeat
+from verl_patches.watch.heartbeat import BEAT, Beat, Heartbeat, ranks_text, read, started_at, state_of
+from verl_patches.watch.node import NodeAgent, end, from_plain, look, stacks
+
+
+@pytest.fixture
+def start(tmp_path):
+    """start(rank, work) -> pid of a process in phase update of update_actor; all are killed at the end."""
+    started = []
+
+    def run(rank, work):
+        command = [sys.executable, "-m", "tests.watch.processes", str(tmp_path), str(rank), work]
+        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        started.append(subprocess.Popen(command, cwd=ROOT, **streams))
+        started[-1].stdout.readline()
+        return started[-1]
+
+    yield run
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def until(true, limit_s=120):
+    """What `true()` returns once it is true."""
+    deadline = time.monotonic() + limit_s
+    while not (found := true()):
+        assert time.monotonic() < deadline, "it did not come true"
+        time.sleep(0.1)
+    return found
+
+
+def only(folder):
+    (seen,) = look(folder)
+    return seen
+
+
+def test_a_process_says_where_it_is_and_goes_on_beating(start, tmp_path):
+    process = start(3, "waits")
+    seen = only(tmp_path)
+    assert (seen.beat.name, seen.beat.rank, seen.beat.pid) == ("rank 3", 3, process.pid)
+    assert (seen.beat.call, seen.beat.phase, seen.beat.place) == ("update_actor", "update", "update_actor update")
+    assert seen.beat.longest_s.keys() == {"compute_log_prob", "compute_log_prob old_log_prob", "update_actor"}
+    assert seen.state in "SRD" and seen.where.startswith(f"rank 3 (pid {process.pid} on ")
+    until(lambda: only(tmp_path).beat.at_s > seen.beat.at_s + heartbeat.BEAT_S)
+    assert only(tmp_path).in_place_s > heartbeat.BEAT_S
+    plain = json.loads(json.dumps({**vars(seen), "beat": vars(seen.beat)}))
+    assert from_plain(plain, "n").beat == seen.beat and from_plain(plain, "n").node == "n"
+
+
+def test_a_stopped_process_is_seen_and_gives_its_stacks(start, tmp_path):
+    process = start(1, "waits")
+    os.kill(process.pid, signal.SIGSTOP)
+    until(lambda: only(tmp_path).state == "T")
+    found = stacks(tmp_path, ["rank 1", "rank 7"])
+    assert list(found) == ["rank 1"] and "in waits" in found["rank 1"] and "in main" in found["rank 1"]
+
+
+def test_an_agent_sees_the_same_as_plain_data(start, tmp_path, monkeypatch):
+    monkeypatch.setattr("verl_patches.watch.node.folder_of_run", lambda: tmp_path)
+    start(4, "waits")
+    agent = NodeAgent()
+    (plain,) = json.loads(json.dumps(agent.look()))
+    assert from_plain(plain, "a node").where == only(tmp_path).where and from_plain(plain, "a node").node == "a node"
+    assert "in waits" in agent.stacks(["rank 4"])["rank 4"] and agent.end() == ["rank 4"]
+
+
+def test_a_process_that_holds_the_gil_is_silent_and_gives_its_stacks(start, tmp_path):
+    start(1, "holds_the_gil")
+    until(lambda: only(tmp_path).silent_s > 3 * heartbeat.BEAT_S)
+    assert only(tmp_path).state == "S" and "in holds_the_gil" in stacks(tmp_path, ["rank 1"])["rank 1"]
+
+
+@pytest.mark.parametrize(("work", "number"), [("waits", signal.SIGKILL), ("raises", None)])
+def test_a_process_that_has_died_is_gone(start, tmp_path, work, number):
+    process = start(1, work)
+    if number:
+        os.kill(process.pid, number)
+    until(lambda: only(tmp_path).state == "gone")
+    assert "has ended" in stacks(tmp_path, ["rank 1"])["rank 1"] and end(tmp_path) == []
+    assert state_of(os.getpid(), started_at(os.getpid()) + 1)[0] == "gone"  # another process of the same pid
+
+
+def test_the_end_kills_stopped_processes_too_and_no_others(start, tmp_path):
+    """Rank 2 of another run has its beat elsewhere."""
+    first, second = start(0, "waits"), start(1, "waits")
+    os.kill(second.pid, signal.SIGSTOP)
+    bystander = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    try:
+        assert sorted(end(tmp_path)) == ["rank 0", "rank 1"]
+        assert {first.wait(60), second.wait(60)} == {-signal.SIGKILL} and bystander.poll() is None
+    finally:
+        bystander.kill()
+        bystander.wait()
+
+
+def test_with_a_full_disk_there_is_no_heartbeat_and_the_process_goes_on(start, tmp_path):
+    process = start(5, "has_a_full_disk")
+    out, error = process.communicate(timeout=120)
+    assert process.returncode == 0 and out == "went on\n"
+    assert "rank 8 has no heartbeat" in error and str(tmp_path) in error
+
+
+def test_a_damaged_record_is_none(tmp_path):
+    beat = Heartbeat(tmp_path, "rank 0", 0)
+    beat.close()
+    (file,) = tmp_path.glob(f"*{BEAT}")
+    assert isinstance(read(file), Beat)
+    data = file.read_bytes()
+    file.write_bytes(data.replace(b'"pid"', b'"pie"'))
+    assert read(file) is None and read(tmp_path / "none") is None
+    assert file.stat().st_size == heartbeat.FILE_BYTES  # its blocks are there before the disk fills
+
+
+def test_ranks_of_a_group_are_short():
+    assert [ranks_text(r) for r in (range(256), range(3, 256, 32), [5, 1], [0, 1, 3], [4])] == [
+        "0-255",
+        "3-227:32",
+        "1,5",
+        "0,1,3",
+        "4",
+    ]
+
+
+def test_without_a_heartbeat_nothing_happens(caplog):
+    with caplog.at_level(logging.WARNING), heartbeat.in_call("x"):
+        heartbeat.phase("y")
+        heartbeat.controller_is_at(1, "z")
+    heartbeat.stop()
+    assert not caplog.records

@@ -1,0 +1,119 @@
+"""Which rank is named, on invented views of the nodes and on gloo ranks of which one hangs."""
+
+import pytest
+
+from verl_patches.watch.heartbeat import Beat
+from verl_patches.watch.node import Seen
+from verl_patches.watch.stall import Bounds, awaited_by, find_stall
+
+BOUNDS = Bounds(first_s=1000, least_s=60, factor=5, load_s=5000)
+DONE = {"update_actor update": 10.0}
+WORLD, PAIR = "0 0-3", "7 2,3"
+
+
+def rank(number, in_place_s=70.0, *, at=("update_actor", "update"), state="S", silent_s=0.5, done=DONE, now=3, **more):
+    """Rank `number` at operation `now` of the group of all, of which 3 were begun before the call."""
+    before = more.pop("before", {WORLD: 3})
+    beat = Beat(f"rank {number}", number, 100 + number, 1, *at, longest_s=done, groups={WORLD: now, **more})
+    beat.groups_before = before
+    return Seen(beat, f"host{number // 2}", in_place_s, silent_s, state, 1.0)
+
+
+def controller(in_place_s, call="update_actor", step=4):
+    beat = Beat("controller", None, 99, 1, call, step=step, longest_s={"reward": 2.0, "update_actor": 11.0})
+    return Seen(beat, "host0", in_place_s, 0.5, "S", 1.0)
+
+
+def named(*processes, bounds=BOUNDS):
+    stall = find_stall(processes, bounds)
+    return None if stall is None else [seen.beat.name for seen in stall.culprits]
+
+
+def sentence(*processes):
+    return find_stall(processes, BOUNDS).sentence
+
+
+def test_ranks_within_their_bounds_are_no_stall():
+    assert named(rank(0, 59), rank(1, 59)) is None
+    assert named(rank(0, 61), rank(1, 61)) == ["rank 0", "rank 1"]  # the control
+    longest = {"update_actor update": 20.0}
+    assert named(rank(0, 99), rank(1, 99, done=longest)) is None and named(rank(0, 101), rank(1, done=longest))
+
+
+def test_a_phase_that_was_not_ended_before_has_the_first_bound_and_loading_its_own():
+    assert named(rank(0, 999, done={})) is None and named(rank(0, 1001, done={})) == ["rank 0"]
+    load = {"at": ("init_model", ""), "done": {}}
+    assert named(rank(0, 4999, **load)) is None and named(rank(0, 5001, **load)) == ["rank 0"]
+
+
+def test_a_rank_that_others_wait_for_is_named_with_the_group():
+    """Ranks 0 and 1 have begun operation 5 of the group of all; rank 3 waits in its pair, for rank 2."""
+    ranks = [rank(0, now=5), rank(1, now=5), rank(2, now=4, **{PAIR: 8}), rank(3, now=4, **{PAIR: 9})]
+    for seen in ranks[2:]:
+        seen.beat.groups_before = {WORLD: 3, PAIR: 8}
+    assert named(*ranks) == ["rank 2"]
+    text = sentence(*ranks, controller(71))
+    assert text.startswith("step 4: rank 2 (pid 102 on host1) is behind the others, in update_actor (update) for 70 s")
+    assert "at most 60 s were expected" in text and "3 other ranks" in text
+    assert "operation 5 of process group 0 (ranks 0-3); rank 2 is at 4" in text
+    assert awaited_by(ranks)[2].keys() == {0, 1, 3} and awaited_by(ranks)[3].keys() == {0, 1}
+
+
+def test_a_rank_that_never_came_to_the_call_is_named():
+    ranks = [rank(0, now=4), rank(1, 300.0, at=("", ""), now=3)]
+    assert named(*ranks) == ["rank 1"] and "is behind the others, in no call; rank 0 (pid" in sentence(*ranks)
+
+
+def test_groups_whose_numbers_cannot_be_compared_say_nothing():
+    """A pipeline's stages send and receive different numbers of times; a group that was not used yet proves nothing."""
+    unequal = [rank(0, now=5), rank(1, now=4, before={WORLD: 2})]
+    assert awaited_by(unequal) == {} and named(*unequal) == ["rank 0", "rank 1"]
+    assert awaited_by([rank(0, now=1, before={}), rank(1, now=0, before={})]) == {}
+    assert awaited_by([rank(0, now=5), rank(1, now=4)]) == {1: {0: (WORLD, 4, 5)}}  # the control
+
+
+@pytest.mark.parametrize(("what", "words"), [
+    ({"state": "T"}, "is stopped (state T: SIGSTOP or a debugger)"),
+    ({"silent_s": 40.0, "state": "D"}, "has run no Python for 40 s (state D)"),
+    ({"state": "gone", "silent_s": 31.0}, "ended 31 s ago in update_actor (update), by a signal"),
+])  # fmt: skip
+def test_the_state_of_a_process_comes_before_what_others_wait_for(what, words):
+    ranks = [rank(0, now=4), rank(1, now=5), rank(2, now=5, **what)]
+    assert named(*ranks) == ["rank 2"] and words in sentence(*ranks)
+
+
+def test_a_process_that_has_just_ended_is_left_to_ray():
+    assert named(rank(0, 10), rank(1, 10, state="gone", silent_s=29.0)) is None
+
+
+def test_when_all_are_equal_all_are_named_and_of_many_the_first():
+    assert named(*(rank(number) for number in range(3))) == ["rank 0", "rank 1", "rank 2"]
+    assert "rank 7 (pid 107 on host3) and 32 more are overdue" in sentence(*(rank(number) for number in range(40)))
+
+
+def test_only_the_ranks_that_are_still_in_the_call_are_named():
+    assert named(rank(0, 65), rank(1, 2.0, at=("", ""))) == ["rank 0"]
+
+
+def test_the_controller_is_named_while_no_rank_is_in_a_call():
+    idle = [rank(number, 70.0, at=("", "")) for number in (0, 1)]
+    assert named(*idle, controller(71)) == ["controller"]
+    text = sentence(*idle, controller(71))
+    assert text.startswith("step 4: controller (pid 99 on host0) is in update_actor for 70 s")
+    assert named(*idle, controller(71, call="")) is None  # before step 1
+    assert named(rank(0, 5.0, at=("", "")), controller(500)) is None  # ranks were in a call until 5 s ago
+    assert named(*idle, controller(71, call="reward"), bounds=Bounds(1000, 60, 40)) is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("how", "words"), [("stopped", "is stopped (state T"), ("busy", "is behind the others, in")])
+def test_of_gloo_ranks_the_one_that_hangs_is_named_with_its_stack(tmp_path, run_ranks, how, words):
+    """SIGSTOP, or an endless loop; rank 3 waits for rank 2 in their pair.
+
+    Ranks 0 and 1 wait too, in the group of all, whose numbers are not compared: rank 0 has sent something before.
+    """
+    text, names, stacks, awaited = run_ranks("tests.watch.gloo_ranks:one_hangs", str(tmp_path), how, size=4)[0]
+    assert names == ["rank 2"] and words in text and "in update_actor (update) for" in text, (text, awaited)
+    assert {rank: set(waiting) for rank, waiting in awaited.items()} == {2: {3}}
+    assert "in one_hangs" in stacks["rank 2"]
+    assert "in all_reduce" in stacks["rank 3"] and "all_reduce" not in stacks["rank 2"]

@@ -1,0 +1,26 @@
+"""The watch on several nodes: raylets of this machine, of which one is killed."""
+
+import json
+
+import pytest
+
+pytestmark = pytest.mark.slow
+DRILLS = "from tests.watch.ray_job import main; main()"
+
+
+def test_a_stopped_rank_and_a_lost_node_of_a_real_ray_are_named_and_nothing_is_left(tmp_path, run_python, ray_folder):
+    """Rank 1 runs on the third node, where an agent sees it; a second one is left out by its address."""
+    env = {"RAY_TMPDIR": ray_folder}
+    done = run_python(DRILLS, str(tmp_path), patches="line=pypi,platform=cpu", env=env, timeout_s=400).check()
+    found = json.loads(done.out[done.out.index("FOUND") + len("FOUND") :].splitlines()[0])
+    assert found["raised"] == "rank 1 (pid 5 on there) in step 7: ValueError: expected 2, found 3"
+    assert found["free"] == [3.0, 0, 2.0]
+    assert found["stall"].startswith("rank 1 (pid ") and "is stopped (state T" in found["stall"], found["stall"]
+    (culprit,) = found["record"]["culprits"]
+    assert (culprit["name"], culprit["node"]) == ("rank 1", found["third"])
+    assert found["record"]["sentence"] == found["stall"]
+    assert set(found["stacks"]) == {"rank_1.txt", "rank_0.txt"}
+    assert all("in update_actor" in text for text in found["stacks"].values())
+    for text in (found["lost"], found["explained"]):
+        assert text.startswith("node 127.0.0.1 with rank 1 is lost: Ray's head has lost it"), text
+    assert found["left"] == []

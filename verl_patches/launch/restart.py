@@ -1,0 +1,133 @@
+"""Starting a run's driver again after a failure that another try may survive (recipe.restart).
+
+The checkpoint that a try goes on from is verl's and ours to find (trainer.resume_mode=auto). Here: which failures are
+worth a try, what is left out of it, where the files of a failed one go (attempts/N in the run's folder), and the record
+of all of them as one run.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig
+
+from verl_patches.errors import ConfigError
+from verl_patches.launch.ray_cluster import list_nodes, nodes_with_devices
+from verl_patches.trainer.summary import write_json, writing
+from verl_patches.watch.watcher import RECORD, STACKS
+
+ATTEMPTS = "attempts"
+# written by one try and moved when the next begins; progress.log, rollouts, tensorboard and checkpoints are of the run
+OF_A_TRY = ("driver.log", "summary.json", "metrics.jsonl", "ray_logs", RECORD, STACKS)
+_NO_USE = re.compile(
+    r"^interrupted by|^still running after"
+    r"|(?:^|[\s.])(?:ConfigError|PatchError|WeightSyncError|SkippedStepsError|AlarmError|CheckpointError)\b"
+)
+_OF_USE = re.compile(
+    r"\b(?:StallError|LostNodeError|WorkerDiedError|worker process(?:es)? died|ActorDiedError|ActorUnavailableError"
+    r"|WorkerCrashedError|NodeDiedError|RaySystemError|OutOfMemoryError|DistBackendError|DistNetworkError"
+    r"|DistStoreError)\b|^driver ended by|^no output for|HCCL|Connection (?:reset|closed) by peer"
+)
+
+
+def may_help(reason: str) -> bool:
+    """Whether another try may end otherwise: processes, nodes and connections fail by chance, settings do not."""
+    return bool(_OF_USE.search(reason)) and not _NO_USE.search(reason)
+
+
+class Restarts:
+    """The tries of one run, which writes to `folder`."""
+
+    def __init__(self, config: DictConfig, folder: Path):
+        self._config, self._folder = config, folder
+        self._times = config.recipe.restart.times
+        self._left_out = list(config.recipe.restart.without_nodes)
+        self.records: list[dict[str, Any]] = []
+
+    def overrides(self) -> list[str]:
+        """Of the next try, in addition to the run's own."""
+        if not self.records or not self._left_out:
+            return []
+        return [f"recipe.restart.without_nodes=[{','.join(self._left_out)}]"]
+
+    def after(self, code: int, reason: str | None) -> str | None:
+        """One sentence for the next try, whose way is then free; None where the run has ended."""
+        if not code or reason is None or len(self.records) >= self._times or not may_help(reason):
+            return None
+        culprits = self._culprits()
+        number = len(self.records) + 1
+        left_out = self._leave_out(culprits)
+        aside = self._folder / ATTEMPTS / str(number)
+        aside.mkdir(parents=True)
+        for name in OF_A_TRY:
+            if (path := self._folder / name).exists():
+                path.rename(aside / name)
+        reason = reason.replace(str(self._folder / STACKS), str(aside / STACKS))
+        self.records.append({"reason": reason, "exit_code": code, "culprits": culprits, "left_out": left_out})
+        return f"restart {number} of {self._times}, from the newest checkpoint{left_out}: {reason}"
+
+    def _culprits(self) -> list[dict[str, Any]]:
+        try:
+            return list(json.loads((self._folder / RECORD).read_text())["culprits"])
+        except (OSError, ValueError, KeyError):
+            return []
+
+    def _leave_out(self, culprits: Sequence[dict[str, Any]]) -> str:
+        """Leave the culprits' nodes out of the next try where enough others are there; what was done, as text."""
+        names = {culprit["node"] for culprit in culprits if culprit.get("node")}
+        if self._config.recipe.ray_address is None or not names:
+            return ""
+        try:
+            fit = nodes_with_devices(self._config, list_nodes(self._config.recipe.ray_address))
+        except ConfigError as error:
+            return f" (the nodes are unknown: {error})"
+        known = {*names, *self._left_out}
+        faulty = {node["address"] for node in fit if node["id"] in names}
+        others = [node for node in fit if not known & {node["id"], node["address"]}]
+        if not faulty:
+            return ""  # Ray has lost them already
+        if len(others) < self._config.trainer.nnodes:
+            return f", on {', '.join(sorted(faulty))} again, as no spare node is there"
+        self._left_out += sorted(faulty)
+        return f", without {', '.join(sorted(faulty))}"
+
+    def merge(self) -> None:
+        """Put the steps and metrics of earlier tries before those of the last one, and the tries into the summary.
+
+        A step that a later try made again is the later one's.
+        """
+        if not self.records:
+            return
+        folders = [self._folder / ATTEMPTS / str(number + 1) for number in range(len(self.records))]
+        summary = _read(self._folder / "summary.json")
+        lines = _metrics(self._folder)
+        for folder in reversed(folders):
+            steps, first = _read(folder / "summary.json").get("steps", []), _first(summary.get("steps", []))
+            summary["steps"] = [step for step in steps if step["step"] < first] + summary.get("steps", [])
+            first = _first(lines)
+            lines = [line for line in _metrics(folder) if line["step"] < first] + lines
+        summary["restarts"] = self.records
+        write_json(self._folder / "summary.json", summary)
+        if lines:
+            with writing(self._folder / "metrics.jsonl"):
+                (self._folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def _first(records: Sequence[dict[str, Any]]) -> float:
+    return records[0]["step"] if records else float("inf")
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return dict(json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError):
+        return {}
+
+
+def _metrics(folder: Path) -> list[dict[str, Any]]:
+    path = folder / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []

@@ -1,0 +1,127 @@
+"""Named alarms over the record of each step: signs that learning goes wrong though the run goes on.
+
+    alarm            what is compared                                               bound (recipe.alarms)
+    nan              one of the metrics FINITE is NaN or infinite                   none: always
+    skipped_steps    optimizer steps left out for NaN or infinite gradients         none: always
+    expert_collapse  tokens of the busiest expert / mean, training and rollout      expert_load
+    length_collapse  mean response length / median of the first steps               length_share
+    length_limit     share of the responses that end at the length limit            at_limit
+    dlogp_drift      mean |dlogp| / median of the first steps                       dlogp_factor
+
+Their limits are far below those that end a run by themselves (logprob_check, max_skipped_steps). A resumed run has
+first steps of its own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from verl_patches.errors import RecipeError
+
+METRIC = "recipe/alarms"
+FINITE = (
+    "actor/pg_loss",
+    "actor/kl_loss",
+    "actor/grad_norm",
+    "critic/score/mean",
+    "critic/rewards/mean",
+    "critic/advantages/mean",
+    "response_length/mean",
+)
+
+
+class AlarmError(RecipeError):
+    """An alarm was raised, and recipe.alarms.action is stop."""
+
+
+@dataclass(frozen=True)
+class Alarm:
+    """One alarm of one step: its name, the value found, its limit, and a sentence."""
+
+    name: str
+    value: float | None
+    limit: float | None
+    text: str
+
+
+def alarms_of(
+    step: Mapping[str, Any], before: Sequence[Mapping[str, Any]], metrics: Mapping[str, Any], bounds: Any
+) -> list[Alarm]:
+    """The alarms of `step`, a record as in summary.json.
+
+    before: earlier records of this process; metrics: all of the step's; bounds: recipe.alarms.
+    """
+    first = list(before[: bounds.baseline_steps])
+    compared = first if len(first) == bounds.baseline_steps else []
+    return [
+        *_not_finite(metrics),
+        *_skipped(step),
+        *_experts(step, bounds.expert_load),
+        *_lengths(step, compared, bounds),
+        *_dlogp(step, compared, bounds.dlogp_factor),
+    ]
+
+
+def _not_finite(metrics: Mapping[str, Any]) -> Iterator[Alarm]:
+    names = [name for name in FINITE if name in metrics and not math.isfinite(metrics[name])]
+    if names:
+        yield Alarm("nan", None, None, f"NaN or infinite: {', '.join(names)}")
+
+
+def _skipped(step: Mapping[str, Any]) -> Iterator[Alarm]:
+    count = (step["skipped"] or {}).get("steps")
+    if count:
+        yield Alarm("skipped_steps", count, None, f"{count} optimizer step(s) were left out: NaN or infinite gradients")
+
+
+def _experts(step: Mapping[str, Any], limit: float | None) -> Iterator[Alarm]:
+    for side, load in (step["expert_load"] or {}).items():
+        if load and limit is not None and load["max_over_mean"] > limit:
+            found = load["max_over_mean"]
+            text = f"{side}: the busiest expert gets {found:.1f} times the mean number of tokens; expected at most"
+            yield Alarm("expert_collapse", found, limit, f"{text} {limit:g}")
+
+
+def _lengths(step: Mapping[str, Any], first: Sequence[Mapping[str, Any]], bounds: Any) -> Iterator[Alarm]:
+    tokens = step["tokens"]
+    if not tokens:
+        return
+    usual = _median(first, lambda record: (record["tokens"] or {}).get("response_mean"))
+    if usual and bounds.length_share is not None and tokens["response_mean"] < bounds.length_share * usual:
+        found, limit = tokens["response_mean"], bounds.length_share * usual
+        text = (
+            f"responses have {found:.1f} tokens on average; expected at least {limit:.1f}, {bounds.length_share:g} of"
+        )
+        yield Alarm("length_collapse", found, limit, f"{text} the first steps' {usual:.1f}")
+    if bounds.at_limit is not None and tokens["at_limit"] > bounds.at_limit:
+        text = f"{tokens['at_limit']:.0%} of the responses end at the length limit; expected at most"
+        yield Alarm("length_limit", tokens["at_limit"], bounds.at_limit, f"{text} {bounds.at_limit:.0%}")
+
+
+def _dlogp(step: Mapping[str, Any], first: Sequence[Mapping[str, Any]], factor: float | None) -> Iterator[Alarm]:
+    usual = _median(first, lambda record: (record["logprob_delta"] or {}).get("mean"))
+    if factor is None or not usual or not step["logprob_delta"]:
+        return
+    found, limit = step["logprob_delta"]["mean"], factor * usual
+    if found > limit:
+        text = f"mean |dlogp| is {found:.2e}; expected at most {limit:.2e}, {factor:g} times that of the first steps"
+        yield Alarm("dlogp_drift", found, limit, text)
+
+
+def _median(records: Sequence[Mapping[str, Any]], value: Any) -> float | None:
+    """Median of the values that are there; None without any."""
+    found = [each for each in map(value, records) if each is not None and math.isfinite(each)]
+    return median(found) if found else None
+
+
+def check(step: int, alarms: Sequence[Alarm], action: str) -> None:
+    """AlarmError for the first alarm where `action` is stop."""
+    if action == "stop" and alarms:
+        first = alarms[0]
+        raise AlarmError(
+            f"step {step}: alarm {first.name}: {first.text}. recipe.alarms.action=warn goes on in spite of it"
+        )

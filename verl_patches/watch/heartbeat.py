@@ -1,0 +1,276 @@
+"""Where a process of a run is now: a small file on its own node, which others read without its help. No torch.
+
+One file per process, `<folder>/<name>.beat`, holds one JSON object (class Beat). It is written when a call or a phase
+begins or ends, and every BEAT_S by a thread, which adds the number of collectives that each process group has begun
+(the backend's sequence number: nothing is wrapped, and no collective is called). A process that is stopped, dead or
+inside a call that holds the GIL writes nothing: the age of its last beat says so.
+
+The blocks of the file are allocated first, so that a full disk cannot fail a later write. `<name>.stack` gets the
+Python stacks of all threads when the process receives STACK_SIGNAL: faulthandler writes them in the signal handler,
+while Python itself waits.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+log = logging.getLogger(__name__)
+BEAT_S = 1.0
+STACK_SIGNAL = signal.SIGUSR2
+FILE_BYTES = 64 << 10  # 25 groups of a 256-die run take 3 KiB
+BEAT, STACK = ".beat", ".stack"
+
+
+@dataclass
+class Beat:
+    """One record.
+
+    name: "rank 3" or "controller"; rank: None for the controller; pid, started: of the process, started as in
+    /proc/<pid>/stat; call: the method that the trainer called, "" between calls; phase: the phase inside; since_s: when
+    that began, at_s: when this was written, on the host's monotonic clock; step: of the controller; longest_s:
+    {"call phase": seconds} of those that ended; groups: {"name ranks": operations begun} of process groups, and
+    groups_before: the same at the beginning of the call.
+    """
+
+    name: str
+    rank: int | None
+    pid: int
+    started: int
+    call: str = ""
+    phase: str = ""
+    since_s: float = 0.0
+    at_s: float = 0.0
+    step: int = 0
+    longest_s: dict[str, float] = field(default_factory=dict)
+    groups: dict[str, int] = field(default_factory=dict)
+    groups_before: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def place(self) -> str:
+        """Call and phase as one name, which `longest_s` has too; "" between calls."""
+        return f"{self.call} {self.phase}".strip()
+
+
+class Heartbeat:
+    """Writes the beats of this process to `folder`/`name`.beat until `close`. OSError where the file cannot be made."""
+
+    def __init__(self, folder: Path, name: str, rank: int | None = None):
+        folder.mkdir(parents=True, exist_ok=True)
+        file = folder / name.replace(" ", "_")
+        self._beat = Beat(name, rank, os.getpid(), started_at(os.getpid()), since_s=time.monotonic())
+        self._group_names: dict[Any, str] = {}
+        self._lock, self._ended = threading.Lock(), threading.Event()
+        self._file = os.open(file.with_suffix(BEAT), os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+        try:
+            os.posix_fallocate(self._file, 0, FILE_BYTES)
+            self._stack = file.with_suffix(STACK).open("w")
+        except OSError:
+            os.close(self._file)
+            raise
+        faulthandler.register(STACK_SIGNAL, self._stack, all_threads=True)
+        self._write()
+        self._thread = threading.Thread(target=self._run, name="verl_patches heartbeat", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Write no more."""
+        self._ended.set()
+        self._thread.join()
+        faulthandler.unregister(STACK_SIGNAL)
+        self._stack.close()
+        os.close(self._file)
+
+    @contextmanager
+    def in_call(self, name: str) -> Iterator[None]:
+        """A call of the trainer to this process; `phase` names its parts."""
+        self._beat.groups_before = self._beat.groups = self._groups()
+        self._move(name, "")
+        try:
+            yield
+        finally:
+            self._beat.groups = self._groups()
+            self._move("", "")
+
+    def phase(self, name: str) -> None:
+        """Phase `name` of the call begins and the one before ends; "" for none."""
+        self._move(self._beat.call, name)
+
+    def controller_is_at(self, step: int, name: str) -> None:
+        """The controller begins `name` of `step`."""
+        self._beat.step = step
+        self._move(name, "")
+
+    def _move(self, call: str, phase: str) -> None:
+        with self._lock:
+            beat, now = self._beat, time.monotonic()
+            if beat.call and not self._ended.is_set():
+                beat.longest_s[beat.place] = max(beat.longest_s.get(beat.place, 0.0), now - beat.since_s)
+            beat.call, beat.phase, beat.since_s = call, phase, now
+            self._write()
+
+    def _run(self) -> None:
+        while not self._ended.wait(BEAT_S):
+            self.beat()
+
+    def beat(self) -> None:
+        """Write what is known now."""
+        groups = self._groups()
+        with self._lock:
+            self._beat.groups = groups
+            self._write()
+
+    def _write(self) -> None:
+        if self._ended.is_set():
+            return
+        self._beat.at_s = time.monotonic()
+        text = json.dumps(vars(self._beat)).encode()
+        head = f"{len(text)} {zlib.crc32(text)}\n".encode()
+        if len(head) + len(text) <= FILE_BYTES:
+            os.pwrite(self._file, head + text, 0)
+
+    def _groups(self) -> dict[str, int]:
+        c10d = sys.modules.get("torch.distributed.distributed_c10d")
+        if c10d is None or not c10d.is_initialized():
+            return {}
+        found = {}
+        for group, name in list(c10d._world.pg_names.items()):
+            ranks = c10d._world.pg_group_ranks.get(group)
+            if ranks is None or len(ranks) < 2:
+                continue
+            if group not in self._group_names:
+                self._group_names[group] = f"{name} {ranks_text(ranks)}"
+            number = _begun(group)
+            if number is not None:
+                found[self._group_names[group]] = number
+        return found
+
+
+def _begun(group: Any) -> int | None:
+    """Number of collectives that this process has begun in a group; None where its backend does not count them.
+
+    Asked of the backend: ProcessGroup itself refuses those that torch does not know (HCCL).
+    """
+    try:
+        backends = [group._get_backend(device) for device in group._device_types]
+        return max(backend._get_sequence_number_for_group() for backend in backends)
+    except (RuntimeError, ValueError, AttributeError):
+        return None
+
+
+def ranks_text(ranks: Any) -> str:
+    """Ranks in order as "0-7", "0-12:4" (every fourth) or "0,1,5"."""
+    ranks = sorted(ranks)
+    step = ranks[1] - ranks[0] if len(ranks) > 1 else 1
+    if len(ranks) < 3 or ranks != list(range(ranks[0], ranks[-1] + 1, step)):
+        return ",".join(map(str, ranks))
+    return f"{ranks[0]}-{ranks[-1]}" + (f":{step}" if step > 1 else "")
+
+
+def started_at(pid: int) -> int:
+    """When a process started, in clock ticks since boot: with its pid it names one process. 0 where there is none."""
+    return int((_stat(pid) or [0] * 20)[19])
+
+
+def state_of(pid: int, started: int) -> tuple[str, float]:
+    """(state, seconds of CPU) of a process: a letter of proc(5), such as T for stopped; "gone" where it has ended."""
+    stat = _stat(pid)
+    if stat is None or int(stat[19]) != started or stat[0] in "ZX":
+        return "gone", 0.0
+    return stat[0], (int(stat[11]) + int(stat[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _stat(pid: int) -> list[str] | None:
+    """Fields of /proc/<pid>/stat from the third on, state; the second may hold anything."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+
+
+def read(file: Path) -> Beat | None:
+    """The record in a file; None where there is none, or only a part of one."""
+    for _ in range(3):  # its process may be writing
+        try:
+            head, _, rest = file.read_bytes().partition(b"\n")
+            size, check = map(int, head.split())
+        except (OSError, ValueError):
+            continue
+        if zlib.crc32(rest[:size]) == check:
+            return Beat(**json.loads(rest[:size]))
+    return None
+
+
+class _Process:
+    """The heartbeat of this process; None where none was started."""
+
+    heartbeat: Heartbeat | None = None
+
+
+_process = _Process()
+
+
+def start(folder: Path, name: str, rank: int | None = None) -> None:
+    """Start this process's heartbeat. Idempotent. Where its file cannot be made, a warning says so: none is written."""
+    if _process.heartbeat is not None:
+        return
+    try:
+        _process.heartbeat = Heartbeat(folder, name, rank)
+    except OSError as error:
+        log.warning("watch: %s has no heartbeat, a stall of it is not found: %s: %s", name, folder, error.strerror)
+
+
+def start_in_ray(name: str, rank: int | None = None) -> None:
+    """`start` in the folder of this Ray job; nothing outside of Ray."""
+    ray = sys.modules.get("ray")
+    if ray is not None and ray.is_initialized():
+        start(folder_of_run(), name, rank)
+
+
+def stop() -> None:
+    """End this process's heartbeat. Idempotent."""
+    if _process.heartbeat is not None:
+        _process.heartbeat.close()
+        _process.heartbeat = None
+
+
+@contextmanager
+def in_call(name: str) -> Iterator[None]:
+    """`Heartbeat.in_call` of this process; nothing without a heartbeat."""
+    if _process.heartbeat is None:
+        yield
+        return
+    with _process.heartbeat.in_call(name):
+        yield
+
+
+def phase(name: str) -> None:
+    """`Heartbeat.phase` of this process; nothing without a heartbeat."""
+    if _process.heartbeat is not None:
+        _process.heartbeat.phase(name)
+
+
+def controller_is_at(step: int, name: str) -> None:
+    """`Heartbeat.controller_is_at` of this process; nothing without a heartbeat."""
+    if _process.heartbeat is not None:
+        _process.heartbeat.controller_is_at(step, name)
+
+
+def folder_of_run() -> Path:
+    """The folder of heartbeats on this node of the Ray job that this process belongs to: in Ray's session folder."""
+    import ray
+
+    session = ray._private.worker._global_node.get_session_dir_path()
+    return Path(session) / f"verl_patches-watch-{ray.get_runtime_context().get_job_id()}"

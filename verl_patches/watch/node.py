@@ -1,0 +1,136 @@
+"""What one node sees of the processes of a run there: their beats and states, their Python stacks, their end. No torch.
+
+Called in the driver for its own node, and in a small Ray actor on each other node (watcher.py).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+import time
+from collections.abc import Collection
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from verl_patches.watch.heartbeat import BEAT, STACK, STACK_SIGNAL, Beat, folder_of_run, read, state_of
+
+STACK_S = 5.0  # how long a process may take to write its stacks
+STOPPED = "Tt"  # states of a process that a signal, or a debugger, has stopped
+
+
+@dataclass
+class Seen:
+    """One process as its node sees it.
+
+    beat: its last record; host: of the node; in_place_s: seconds in the present call and phase; silent_s: seconds since
+    its last beat; state: as in heartbeat.state_of; cpu_s: seconds of CPU so far; node: Ray's id of its node.
+    """
+
+    beat: Beat
+    host: str
+    in_place_s: float
+    silent_s: float
+    state: str
+    cpu_s: float
+    node: str = ""
+
+    @property
+    def where(self) -> str:
+        """The process for a message: name, pid and host."""
+        return f"{self.beat.name} (pid {self.beat.pid} on {self.host})"
+
+
+def look(folder: Path) -> list[Seen]:
+    """All processes with a record in `folder`, ranks in order, then the controller."""
+    found, now, host = [], time.monotonic(), socket.gethostname()
+    for file in folder.glob(f"*{BEAT}"):
+        if (beat := read(file)) is not None:
+            state, cpu_s = state_of(beat.pid, beat.started)
+            found.append(Seen(beat, host, now - beat.since_s, now - beat.at_s, state, cpu_s))
+    return sorted(found, key=lambda seen: (seen.beat.rank is None, seen.beat.rank or 0))
+
+
+def stacks(folder: Path, names: Collection[str]) -> dict[str, str]:
+    """{name: Python stacks of all threads} of these processes; a text in their place where there are none.
+
+    A stopped process is continued, as it would not take the signal: ask only of a run that is to be ended.
+    """
+    asked: dict[str, tuple[Path, int]] = {}
+    found: dict[str, str] = {}
+    for seen in look(folder):
+        beat = seen.beat
+        if beat.name not in names:
+            continue
+        file = folder / beat.name.replace(" ", "_")
+        if seen.state == "gone":
+            found[beat.name] = "no stacks: the process has ended"
+            continue
+        with suppress(OSError):
+            asked[beat.name] = file.with_suffix(STACK), file.with_suffix(STACK).stat().st_size
+            _signal_main_thread(beat.pid, STACK_SIGNAL)
+            if seen.state in STOPPED:
+                os.kill(beat.pid, signal.SIGCONT)
+    deadline = time.monotonic() + STACK_S
+    for name, (file, before) in asked.items():
+        while not (text := _whole(file, before)) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        found[name] = text or f"no stacks within {STACK_S:g} s: the process does not take signals (in the kernel)"
+    return found
+
+
+def _signal_main_thread(pid: int, number: int) -> None:
+    """Any other thread could take the signal while a process that is continued runs on in its main thread."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if hasattr(libc, "tgkill"):  # glibc 2.30
+        libc.tgkill(pid, pid, number)
+    else:
+        os.kill(pid, number)
+
+
+def _whole(file: Path, before: int) -> str:
+    """What was appended to a stack file, once it does not grow any more."""
+    size = file.stat().st_size
+    if size <= before:
+        return ""
+    while True:
+        time.sleep(0.1)
+        if (now := file.stat().st_size) == size:
+            return file.read_bytes()[before:].decode(errors="replace")
+        size = now
+
+
+def end(folder: Path) -> list[str]:
+    """Kill the run's processes here, stopped ones too; the names of those that were still there."""
+    alive = [seen for seen in look(folder) if seen.state != "gone"]
+    for seen in alive:
+        with suppress(OSError):
+            os.kill(seen.beat.pid, signal.SIGKILL)
+    return [seen.beat.name for seen in alive]
+
+
+class NodeAgent:
+    """The same for a node that is not the driver's, as a Ray actor without resources."""
+
+    def __init__(self) -> None:
+        self._folder = folder_of_run()
+
+    def look(self) -> list[dict[str, Any]]:
+        """`look`, as plain data."""
+        return [asdict(seen) for seen in look(self._folder)]
+
+    def stacks(self, names: Collection[str]) -> dict[str, str]:
+        """`stacks`."""
+        return stacks(self._folder, names)
+
+    def end(self) -> list[str]:
+        """`end`."""
+        return end(self._folder)
+
+
+def from_plain(seen: dict[str, Any], node: str = "") -> Seen:
+    """A Seen of what an agent answers."""
+    return Seen(**{**seen, "beat": Beat(**seen["beat"]), "node": node})

@@ -1,0 +1,178 @@
+"""Which rank a run waits for: a rule over what the nodes see. Plain data in and out; no Ray, no torch.
+
+A rank is overdue when its phase lasts longer than its bound. Then the culprit is the first of these that there is:
+
+    a process that has ended, and whose end nobody has reported
+    a process that is stopped (SIGSTOP, a debugger)
+    a process whose Python has not run for SILENT_S (a call that holds the GIL, or one inside the kernel)
+    a rank that others wait for, and that waits for none itself: it has begun fewer operations of a process group
+    the controller, where no rank is in a call
+    all overdue ranks: nothing tells them apart
+
+A group's numbers are compared only if its members had equal ones, above 0, when their calls began: gloo counts sends
+and receives too, so that the stages of a pipeline do not agree.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from verl_patches.errors import RecipeError
+from verl_patches.watch.node import STOPPED, Seen
+
+GONE_S = 30.0  # how long a process may be gone before the watch says so: Ray and the trainer know first
+SILENT_S = 20.0
+SHOWN = 8
+_LOADING = ("init_model", "load_checkpoint")  # they wait for the slowest disk, with a limit of their own
+
+
+class StallError(RecipeError):
+    """A rank, or the controller, is in one phase for longer than expected."""
+
+
+class LostNodeError(RecipeError):
+    """A node with ranks of the run does not answer any more."""
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """When a phase is overdue, in seconds: first_s, least_s and factor of recipe.watch; load_s of recipe.timeouts."""
+
+    first_s: float
+    least_s: float
+    factor: float
+    load_s: float = 0.0
+
+    def of(self, seen: Seen, longest_s: float) -> float:
+        """The bound of where `seen` is; longest_s: the longest time that any process was there before."""
+        least_s = self.least_s if seen.beat.place in seen.beat.longest_s else self.first_s
+        if seen.beat.call in _LOADING:
+            least_s = max(least_s, self.load_s)
+        return max(self.factor * longest_s, least_s)
+
+
+@dataclass(frozen=True)
+class Stall:
+    """What is wrong: culprits, some rank that waits for them, one sentence."""
+
+    culprits: tuple[Seen, ...]
+    waiting: tuple[Seen, ...]
+    sentence: str
+
+
+def find_stall(processes: Sequence[Seen], bounds: Bounds) -> Stall | None:
+    """The stall of a run, or None. `processes`: ranks and controller, from all nodes."""
+    ranks = [seen for seen in processes if seen.beat.rank is not None]
+    controller = next((seen for seen in processes if seen.beat.rank is None), None)
+    longest: defaultdict[str, float] = defaultdict(float)
+    for seen in processes:
+        for place, seconds in seen.beat.longest_s.items():
+            longest[place] = max(longest[place], seconds)
+    gone = [seen for seen in processes if seen.state == "gone" and seen.silent_s > GONE_S]
+    if gone:
+        return _stall(gone, [], f"{_names(gone)} ended {gone[0].silent_s:.0f} s ago in {_place(gone[0])}, by a signal")
+    busy = [seen for seen in ranks if seen.beat.call]
+    candidates = busy or _idle_controller(controller, ranks)
+    limits = {id(seen): bounds.of(seen, longest[seen.beat.place]) for seen in candidates}
+    overdue = [seen for seen in candidates if seen.in_place_s > limits[id(seen)]]
+    if not overdue:
+        return None
+    culprits, why = _culprits(ranks, overdue) if busy else (overdue, "")
+    first = max([seen for seen in overdue if seen in culprits] or overdue, key=lambda seen: seen.in_place_s)
+    late = f"{_place(first)} for {first.in_place_s:.0f} s, where at most {limits[id(first)]:.0f} s were expected"
+    if not busy:
+        return _stall(overdue, [], f"{first.where} is in {late}; no rank is in a call")
+    others = [seen for seen in busy if seen not in culprits]
+    text = f"{_names(culprits)} {why}, in "
+    text += late if first in culprits else f"{_place(culprits[0])}; {first.where} is in {late}"
+    return _stall(culprits, others, text + _waiting(others, culprits), controller)
+
+
+def _idle_controller(controller: Seen | None, ranks: Sequence[Seen]) -> list[Seen]:
+    """The controller, with the time since it called a rank last; none before step 1."""
+    if controller is None or not controller.beat.call:
+        return []
+    alone_s = min((seen.in_place_s for seen in ranks), default=controller.in_place_s)
+    return [replace(controller, in_place_s=min(controller.in_place_s, alone_s))]
+
+
+def _stall(culprits: Sequence[Seen], waiting: Sequence[Seen], sentence: str, controller: Seen | None = None) -> Stall:
+    controller = controller or next((seen for seen in culprits if seen.beat.rank is None), None)
+    step = f"step {controller.beat.step}: " if controller and controller.beat.step else ""
+    return Stall(tuple(culprits), tuple(waiting[:1]), f"{step}{sentence}")
+
+
+def _culprits(ranks: Sequence[Seen], overdue: Sequence[Seen]) -> tuple[list[Seen], str]:
+    """(culprits, what they do) by the order of the module's docstring."""
+    if stopped := [seen for seen in ranks if seen.state[:1] in STOPPED]:
+        return stopped, f"{_verb(stopped)} stopped (state {stopped[0].state}: SIGSTOP or a debugger)"
+    silent = [seen for seen in ranks if seen.silent_s > SILENT_S]
+    if silent and len(silent) < len(ranks):
+        text = f"{'has' if len(silent) == 1 else 'have'} run no Python for {silent[0].silent_s:.0f} s"
+        return silent, f"{text} (state {silent[0].state})"
+    awaited = awaited_by(ranks)
+    sinks = [seen for seen in ranks if awaited.get(seen.beat.rank) and not _waits(seen, awaited)]
+    if sinks and len(sinks) < len(ranks):
+        return sinks, f"{_verb(sinks)} behind the others"
+    return list(overdue), f"{_verb(overdue)} overdue"
+
+
+def awaited_by(ranks: Iterable[Seen]) -> dict[int, dict[int, tuple[str, int, int]]]:
+    """{rank: {rank that waits for it: (group, its number, the other's)}} by numbers of begun operations."""
+    members: defaultdict[str, list[Seen]] = defaultdict(list)
+    for seen in ranks:
+        for group in seen.beat.groups:
+            members[group].append(seen)
+    found: defaultdict[int, dict[int, tuple[str, int, int]]] = defaultdict(dict)
+    for group, of_group in members.items():
+        if len({_before(seen, group) for seen in of_group}) != 1 or not _before(of_group[0], group):
+            continue
+        most = max(of_group, key=lambda seen: seen.beat.groups[group])
+        for seen in of_group:
+            for other in of_group:
+                if seen.beat.groups[group] < other.beat.groups[group]:
+                    numbers = seen.beat.groups[group], most.beat.groups[group]
+                    found[seen.beat.rank].setdefault(other.beat.rank, (group, *numbers))
+    return dict(found)
+
+
+def _before(seen: Seen, group: str) -> int:
+    beat = seen.beat
+    return (beat.groups_before if beat.call else beat.groups).get(group, 0)
+
+
+def _waits(seen: Seen, awaited: dict[int, dict[int, tuple[str, int, int]]]) -> bool:
+    return any(seen.beat.rank in waiting for waiting in awaited.values())
+
+
+def _waiting(others: Sequence[Seen], culprits: Sequence[Seen]) -> str:
+    """How many ranks wait, and in which operation of which group."""
+    if not others:
+        return ""
+    count = f"; {len(others)} other rank{'s are' if len(others) > 1 else ' is'} in a call"
+    awaited = awaited_by([*others, *culprits])
+    for seen in culprits:
+        for group, number, most in awaited.get(seen.beat.rank, {}).values():
+            name, _, ranks = group.partition(" ")
+            return (
+                f"{count}, at operation {most} of process group {name} (ranks {ranks}); {seen.beat.name} is at {number}"
+            )
+    return count
+
+
+def _place(seen: Seen) -> str:
+    beat = seen.beat
+    if not beat.call:
+        return "no call"
+    return f"{beat.call} ({beat.phase})" if beat.phase else beat.call
+
+
+def _verb(several: Sequence[Seen]) -> str:
+    return "is" if len(several) == 1 else "are"
+
+
+def _names(several: Sequence[Seen]) -> str:
+    more = f" and {len(several) - SHOWN} more" if len(several) > SHOWN else ""
+    return ", ".join(seen.where for seen in several[:SHOWN]) + more

@@ -1,0 +1,202 @@
+"""The watch of a run, in its driver: looks at the heartbeats on all nodes, and ends the run at a stall or a lost node.
+
+The driver only waits for the controller, and its looks are calls without waiting: a rank, the controller or a node that
+does not answer cannot keep it. On its own node it reads the files itself; on each other node an actor without resources
+does.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from verl_patches.watch import node
+from verl_patches.watch.heartbeat import folder_of_run
+from verl_patches.watch.node import Seen
+from verl_patches.watch.stall import Bounds, LostNodeError, Stall, StallError, find_stall
+
+log = logging.getLogger(__name__)
+EVERY_S, NODES_EVERY_S = 2.0, 10.0
+LOST_S = 60.0  # without an answer of a node; Ray's own health check takes about 30 s
+ASK_S = 20.0  # for stacks, and for the end
+RECORD, STACKS = "watch.json", "stacks"
+
+
+class Watcher:
+    """Looks at a run whose record is in `to`; `stops`: a stall ends it, else it is only logged and recorded, once."""
+
+    def __init__(self, to: Path, bounds: Bounds, stops: bool = True):
+        import ray
+
+        self._to, self._bounds, self._stops = to, bounds, stops
+        self._folder, self._own = folder_of_run(), ray.get_runtime_context().get_node_id()
+        self._others: dict[str, _Other] = {}
+        self._looked = self._listed = 0.0
+        self._recorded = False
+
+    def look(self) -> None:
+        """Look once, at most every EVERY_S. StallError or LostNodeError names the culprit."""
+        now = time.monotonic()
+        if now - self._looked < EVERY_S:
+            return
+        self._looked = now
+        if now - self._listed >= NODES_EVERY_S:
+            self._listed = now
+            self._list_nodes()
+        for other in self._others.values():
+            other.look()
+        self._refuse_lost()
+        stall = find_stall(self.processes(), self._bounds)
+        if stall is not None and not self._recorded:
+            self._recorded = True
+            self._end_at(stall)
+
+    def processes(self) -> list[Seen]:
+        """Ranks and controller of all nodes, as their nodes saw them last."""
+        own = [replace(seen, node=self._own) for seen in node.look(self._folder)]
+        found = own + [seen for other in self._others.values() for seen in other.seen]
+        return sorted(found, key=lambda seen: (seen.beat.rank is None, seen.beat.rank or 0))
+
+    def explain(self, error: BaseException) -> None:
+        """LostNodeError in place of `error`, which ended the run, where a node with ranks is lost.
+
+        Where processes have ended, the record names them with their nodes.
+        """
+        self._list_nodes()
+        self._refuse_lost(error)
+        others = [other for other in self._others.values() if not other.lost]
+        for other, answer in zip(others, _answers([other.agent.look.remote() for other in others]), strict=True):
+            if answer is not None:
+                other.seen = [node.from_plain(seen, other.name) for seen in answer]
+        if gone := [seen for seen in self.processes() if seen.state == "gone"]:
+            self._record(gone, f"{', '.join(seen.where for seen in gone)} ended", [])
+
+    def close(self, failed: bool) -> None:
+        """Remove the heartbeats; of a run that failed, first kill what still runs, on every node."""
+        if failed:
+            calls = [other.agent.end.remote() for other in self._others.values() if not other.lost]
+            node.end(self._folder)
+            _answers(calls)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _list_nodes(self) -> None:
+        import ray
+
+        try:
+            alive = {found["NodeID"]: found["NodeManagerAddress"] for found in ray.nodes() if found["Alive"]}
+        except ray.exceptions.RayError as error:  # the head is busy, or gone: then Ray ends the driver
+            log.warning("watch: Ray's head does not list its nodes: %s", error)
+            return
+        for name, address in alive.items():
+            if name != self._own and name not in self._others:
+                self._others[name] = _Other(name, address)
+        for name, other in self._others.items():
+            other.lost = name not in alive
+
+    def _refuse_lost(self, error: BaseException | None = None) -> None:
+        for other in self._others.values():
+            if not other.seen or not (other.lost or other.unanswered_s() > LOST_S):
+                continue
+            ranks = ", ".join(seen.beat.name for seen in other.seen)
+            how = "Ray's head has lost it" if other.lost else f"no answer for {other.unanswered_s():.0f} s"
+            place = next((seen.beat.place for seen in other.seen if seen.beat.place), "no call")
+            text = f"node {other.address} with {ranks} is lost: {how}; its ranks were last seen in {place}"
+            if error is not None or self._stops:
+                self._record(other.seen, text, [])
+                raise LostNodeError(text) from error
+            if not self._recorded:
+                self._recorded = True
+                self._record(other.seen, text, [])
+                log.warning("watch: %s", text)
+
+    def _end_at(self, stall: Stall) -> None:
+        asked = [*stall.culprits, *stall.waiting]
+        files = self._write_stacks(asked)
+        text = stall.sentence + (f". Python stacks: {', '.join(files)}" if files else "")
+        self._record(stall.culprits, text, files)
+        if self._stops:
+            raise StallError(text)
+        log.warning("watch: %s", text)
+
+    def _write_stacks(self, asked: Sequence[Seen]) -> list[str]:
+        """Files of the Python stacks of these processes, below the run's folder."""
+        names = [seen.beat.name for seen in asked]
+        nodes = {seen.node for seen in asked}
+        calls = [other.agent.stacks.remote(names) for name, other in self._others.items() if name in nodes]
+        found = node.stacks(self._folder, names) if self._own in nodes else {}
+        for answer in _answers(calls):
+            found |= answer or {}
+        files = []
+        for name in (name for name in names if name in found):
+            file = self._to / STACKS / f"{name.replace(' ', '_')}.txt"
+            try:
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.write_text(found[name])
+                files.append(str(file))
+            except OSError as error:
+                log.warning("watch: %s cannot be written: %s", file, error.strerror)
+        return files
+
+    def _record(self, culprits: Sequence[Seen], sentence: str, files: Sequence[str]) -> None:
+        entries = [
+            {"name": seen.beat.name, "pid": seen.beat.pid, "host": seen.host, "node": seen.node} for seen in culprits
+        ]
+        record = {"sentence": sentence, "culprits": entries, "stacks": list(files), "watched_on": socket.gethostname()}
+        try:
+            (self._to / RECORD).write_text(json.dumps(record, indent=1) + "\n")
+        except OSError as error:
+            log.warning("watch: %s cannot be written: %s", self._to / RECORD, error.strerror)
+
+
+class _Other:
+    """A node that is not the driver's: its agent, and what it answered last."""
+
+    def __init__(self, name: str, address: str):
+        import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        there = NodeAffinitySchedulingStrategy(name, soft=False)
+        self.name, self.address, self.lost, self.seen = name, address, False, []
+        self.agent = ray.remote(num_cpus=0)(node.NodeAgent).options(scheduling_strategy=there).remote()
+        self._call, self._asked = None, time.monotonic()
+
+    def look(self) -> None:
+        """Take the answer of the last call if it is there, and call again."""
+        import ray
+
+        if self._call is not None:
+            if not ray.wait([self._call], timeout=0)[0]:
+                return
+            try:
+                self.seen = [node.from_plain(seen, self.name) for seen in ray.get(self._call)]
+            except ray.exceptions.RayError as error:  # the agent is gone: `unanswered_s` grows
+                log.warning("watch: no answer from node %s: %s", self.address, str(error).strip().splitlines()[-1])
+                self._call = None
+                return
+        self._call, self._asked = self.agent.look.remote(), time.monotonic()
+
+    def unanswered_s(self) -> float:
+        """Seconds since the last call, which has not been answered."""
+        return time.monotonic() - self._asked
+
+
+def _answers(calls: Sequence[Any]) -> list[Any]:
+    """The result of each call, None where it has none within ASK_S."""
+    import ray
+
+    found: list[Any] = []
+    ended, _ = ray.wait(list(calls), num_returns=len(calls), timeout=ASK_S) if calls else ([], [])
+    for call in calls:
+        try:
+            found.append(ray.get(call) if call in ended else None)
+        except ray.exceptions.RayError as error:
+            log.warning("watch: a node did not answer: %s", str(error).strip().splitlines()[-1])
+            found.append(None)
+    return found
