@@ -65,6 +65,7 @@ def after_steps(made, monkeypatch, *numbers, skipped=None):
         "emulated": None,
         "rebalance": None,
         "skipped": skipped,
+        "profile": None,
         "routing_replay": None,
         "expert_load": {"train": {"max_over_mean": 1.5}, "rollout": None},
     }

@@ -18,7 +18,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from verl_patches.config import ascend, hccl, routing_replay
+from verl_patches.config import ascend, hccl, profile, routing_replay
 from verl_patches.config.compose import (
     config_file,
     graph_arguments,
@@ -91,7 +91,10 @@ def check_config(config: DictConfig, must_exist: Collection[str] = ()) -> list[C
     checks += [*_length_checks(config), *_line_checks(config), *_on_policy_checks(config), *_truth_check_checks(config)]
     checks += [Check("tensor cache", False, fault) for fault in limits.faults(config)]
     checks += [*_swap_checks(config), _sleep_check(config)]
-    return [*checks, *_checks_of(routing_replay, config, model), *_checks_of(hccl, config, model)]
+    return [
+        *checks,
+        *(check for rules in (routing_replay, hccl, profile) for check in _checks_of(rules, config, model)),
+    ]
 
 
 def require(checks: Iterable[Check]) -> None:
@@ -111,7 +114,7 @@ def _error_of(function: Callable, *arguments: object) -> str | None:
 
 
 def _checks_of(rules: ModuleType, config: DictConfig, model: ModelShape) -> Iterator[Check]:
-    """The rules of a file of its own: hccl.py, ascend.py, routing_replay.py."""
+    """The rules of a file of its own: hccl.py, ascend.py, profile.py, routing_replay.py."""
     return (Check(*result) for result in rules.checks(config, model))
 
 

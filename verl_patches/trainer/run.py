@@ -17,6 +17,7 @@ from verl_patches.trainer import rollout_correction, skipped_steps, truth_check
 from verl_patches.trainer.checkpoint import Checkpoints
 from verl_patches.trainer.dispatch import dispatch_of_step, take_calls
 from verl_patches.trainer.on_policy import correction_of
+from verl_patches.trainer.rates import Rates, metrics_of, profile_of_step, said_of_profile
 from verl_patches.trainer.ray_start import dead_actors
 from verl_patches.trainer.summary import Progress, Summary, phase_seconds, sync_of_step, tokens_of_step
 from verl_patches.trainer.worker_handshake import (
@@ -56,6 +57,7 @@ class Run:
     """Wraps one RayPPOTrainer.fit()."""
 
     checkpoints: Checkpoints | None = None
+    rates: Rates | None = None
 
     def __init__(self, trainer: Any):
         self.trainer, self.recipe = trainer, trainer.config.recipe
@@ -86,6 +88,7 @@ class Run:
             },
         )
         self.progress = Progress(self.folder)
+        self.rates = Rates(trainer.config, ref=trainer.use_reference_policy)
 
     def prove(self) -> None:
         """Compare the patches of all processes and record their states; RecipeError before step 1."""
@@ -115,7 +118,10 @@ class Run:
 
         trainer = self.trainer
         record_to = self.folder / "rollouts" if self.folder and self.recipe.rollout.record else None
-        self.group = RecipeWorkerGroup(trainer.actor_rollout_wg, trainer, self.show_call, record_to)
+        profile_to = self.folder and (self.folder / "profile").absolute()
+        self.group = RecipeWorkerGroup(
+            trainer.actor_rollout_wg, trainer, self.show_call, record_to, profile_to=profile_to
+        )
         trainer.actor_rollout_wg = self.group
         if engine.is_on("checkpoint.save"):
             self.checkpoints = trainer.recipe_checkpoints = Checkpoints(trainer)
@@ -189,6 +195,8 @@ class Run:
         if engine.is_on("dispatch.put_once"):
             found["dispatch"] = dispatch_of_step([report["starts"] for report in reports])
         found |= self.group.end_step()
+        found["rates"] = self.rates and self.rates.of_step(self.group.lengths, found["tokens"], seconds)
+        found["profile"] = profile_of_step([report["profile"] for report in reports])
         self.summary.add_step(found)
         first = len(self.summary.data["steps"]) == 1  # of this process: a resumed run starts at another number
         train = self.recipe.train
@@ -196,6 +204,8 @@ class Run:
         for prefix, columns in (("-", (*NARROW, *more)), ("+", (*WIDE, *more))):
             for text in (*([header(columns)] if first else []), line(found, columns)):
                 self.progress.say(f"{prefix} {text}")
+        if found["profile"]:
+            self.progress.say(f"| step {step}: {said_of_profile(found['profile'])}")
         if found["memory"] and (said := said_of(found["memory"]["violations"])):
             self.progress.say(f"| {said}")
         if skipped := found["skipped"]:
@@ -207,7 +217,7 @@ class Run:
         if check.action == "stop" and compared:
             truth_check.check(step, delta, check[f"max_mean_{self.recipe.dtype}"])
         loads = {side: load["max_over_mean"] for side, load in (found["expert_load"] or {}).items() if load}
-        ours = {f"recipe/seconds/{phase}": value for phase, value in seconds.items()}
+        ours = {f"recipe/seconds/{phase}": value for phase, value in seconds.items()} | metrics_of(found["rates"])
         metrics = {**metrics, **ours, **{f"recipe/expert_load/{side}": value for side, value in loads.items()}}
         self.summary.add_metrics(step, metrics)
         return metrics

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from verl_patches.memory.scheduler import Scheduler
     from verl_patches.worker.expert_load import ExpertLoad
     from verl_patches.worker.on_policy_update import OnPolicyUpdate
+    from verl_patches.worker.profile import PhaseProfiler
     from verl_patches.worker.routing_replay import RoutingReplay
     from verl_patches.worker.tensor_cache_stages import CachedBatch, PlannedSplits
 
@@ -29,7 +30,7 @@ class WorkerContext:
     has read the model's folder. `reference_weights`: that folder and the model chunks of the reference, once it has
     read it (worker/weight_loading.py). `weights_move`: the rollout engine's weights have other addresses after each
     sleep. `rollout_load`: counts tokens of the rollout engine's experts, with the number of each layer by the id() of
-    its weight; None without recipe.expert_load.
+    its weight; None without recipe.expert_load. `profiler`: traces the phases of this step; None in others.
     """
 
     scheduler: Scheduler | None = None
@@ -42,9 +43,11 @@ class WorkerContext:
     reference_weights: tuple[str, Sequence[torch.nn.Module]] | None = None
     weights_move: bool = False
     rollout_load: tuple[ExpertLoad, dict[int, int]] | None = None
+    profiler: PhaseProfiler | None = None
 
     def begin(self, phase: str, by_vllm: Callable[[], Any] | None = None) -> None:
         """Begin `phase` of memory/schedule.py and end the one before; `by_vllm` makes the moves that are vLLM's."""
+        self.trace(phase)
         if self.scheduler is not None:
             self.scheduler.begin(phase, by_vllm)
             return
@@ -59,12 +62,21 @@ class WorkerContext:
 
         After an error the phase stays open, and the next phase ends it.
         """
+        self.trace(name)
         if self.scheduler is None:  # verl's worker moves memory inside the call: worker/memory.py, _check_inside
             yield
-            return
-        self.scheduler.begin(name)
-        yield
-        self.scheduler.end()
+        else:
+            self.scheduler.begin(name)
+            yield
+            self.scheduler.end()
+        self.trace(None)
+
+    def trace(self, phase: str | None) -> None:
+        """In a profiled step, end the trace of the phase before, with its moves, and begin that of `phase`."""
+        if self.profiler is not None:
+            if self.scheduler is not None:
+                self.scheduler.end()
+            self.profiler.begin(phase)
 
     def look(self, extra_bytes: int = 0) -> None:
         """Raise the ledger's peak of this phase to the bytes held now plus `extra_bytes` of temporary memory."""

@@ -8,6 +8,7 @@
     update_actor              OnPolicyUpdate around verl's own                update
     save_checkpoint           checkpoint.py: a part of a checkpoint
     run_stage                 the same calls on tensors of the tensor cache (recipe.tensor_cache)
+    begin_profile             traces of the step, where recipe.profile names it
     take_report               counters of the step
 
 Row update.recipe_worker installs the class. Rows that name one of its methods are features with a switch of their own.
@@ -20,6 +21,7 @@ import os
 import socket
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -214,18 +216,28 @@ class RecipeWorker:
             yield
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def begin_profile(self, step: int, folder: str) -> None:
+        """Trace phases of `step` into `folder` until take_report, on ranks of recipe.profile (worker/profile.py)."""
+        if dist.get_rank() in self.recipe.profile.ranks:
+            from verl_patches.worker.profile import PhaseProfiler
+
+            here = context()
+            here.profiler = PhaseProfiler(self.recipe, step, dist.get_rank(), Path(folder), here.ledger)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def take_report(self) -> dict[str, Any]:
         """Counters of this worker since the last call.
 
         seconds: {phase: s}; sync: one dict per weight sync; log_prob_moments: of the last update, None on ranks that do
         not report; memory: the ledger's records, None without one; moves: between host and device; starts: (method,
         seconds since the epoch) of the trainer's calls; emulated: what was reached since the process started, None
-        with a device (platform/npu_emulated/coverage.py). rebalance, routing_replay, skipped: what
-        Rebalancer.take_counts, RoutingReplay.end_step and StepGuard.take give, None where it is off.
+        with a device (platform/npu_emulated/coverage.py). rebalance, routing_replay, skipped, profile: what
+        Rebalancer.take_counts, RoutingReplay.end_step, StepGuard.take, PhaseProfiler.take give; None where it is off.
         """
         if self.checkpoint is not None:
             self.checkpoint.check()
         moments, self.log_prob_moments = self.log_prob_moments, None
+        profiler, context().profiler = context().profiler, None
         resharder, ledger = getattr(getattr(self, "sharding_manager", None), "resharder", None), context().ledger
         return {
             "seconds": counters.take_seconds(),
@@ -238,6 +250,7 @@ class RecipeWorker:
             "expert_load": {side: load and load.take() for side, load in self.expert_loads.items()} or None,
             "rebalance": self.rebalancer.take_counts() if self.rebalancer is not None else None,
             "skipped": self.step_guard.take() if self.step_guard is not None else None,
+            "profile": profiler and profiler.take(),
             "emulated": coverage.reached() if self.recipe.platform == "npu_emulated" else None,
         }
 
