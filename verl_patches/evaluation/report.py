@@ -33,11 +33,14 @@ class Figure(NamedTuple):
     value: float | None
 
 
-def find_run(given: Path, root: Path) -> Path:
-    """The folder of a run that a user names: a path, or a name below `root`. ConfigError where it has no summary."""
+def find_run(given: Path, root: Path, having: Sequence[str] = (SUMMARY,)) -> Path:
+    """The folder of a run that a user names: a path, or a name below `root`. ConfigError where it has none of `having`.
+
+    Without a summary no process of the run has reported yet.
+    """
     folders = given, root / given
     for folder in folders:
-        if (folder / SUMMARY).is_file():
+        if any((folder / name).is_file() for name in having):
             return folder
     raise ConfigError(
         f"{given}: no {SUMMARY} in {' or '.join(str(folder.absolute()) for folder in folders)}; give the folder of a "

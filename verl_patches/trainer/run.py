@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from verl_patches.trainer.dispatch import dispatch_of_step, take_calls
 from verl_patches.trainer.on_policy import correction_of
 from verl_patches.trainer.rates import Rates, metrics_of, profile_of_step, said_of_profile
 from verl_patches.trainer.ray_start import dead_actors
-from verl_patches.trainer.summary import Progress, Summary, phase_seconds, sync_of_step, tokens_of_step
+from verl_patches.trainer.summary import NOW, Progress, Summary, phase_seconds, sync_of_step, tokens_of_step, write_json
 from verl_patches.trainer.worker_handshake import (
     not_as_reviewed,
     recorded,
@@ -69,6 +70,7 @@ class Run:
             or self.recipe.tensor_cache.enabled
         )
         self.group: Any = None
+        self.now: dict[str, Any] = {}
         self.coverage: dict[str, Any] | None = None  # of an emulated device
         self.places: dict[int, str] = {}  # rank -> pid and node, as the worker itself gave them in its proof
         dirty = getattr(trainer, "modified_sources", None)  # of launch/import_alone.py; the launcher adds its own
@@ -153,8 +155,15 @@ class Run:
         )
 
     def show_call(self, step: int, name: str) -> None:
-        """Show what runs now."""
+        """Show what runs now, and write it to now.json: {step, steps, call, phase, since, step_since}."""
         self.progress.say(f"~ step {step}/{self.trainer.total_training_steps}: {CALLS[name]}")
+        now, known = time.time(), self.now.get("step") == step
+        self.now = {"step": step, "steps": self.trainer.total_training_steps, "call": name, "phase": CALLS[name]} | {
+            "since": now,
+            "step_since": self.now["step_since"] if known else now,
+        }
+        if self.folder is not None:
+            write_json(self.folder / NOW, self.now)
 
     def after_step(self, metrics: dict[str, Any], step: int) -> dict[str, Any]:
         """Record one step and check its log-probs; returns the metrics with ours added."""

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 log = logging.getLogger(__name__)
+NOW = "now.json"  # beside summary.json: what runs now, for `status RUN` (evaluation/live.py)
 
 PACKAGES = (
     "torch",

@@ -68,12 +68,14 @@ class WorkerContext:
         else:
             self.scheduler.begin(name)
             yield
-            self.scheduler.end()
         self.trace(None)
+        if self.scheduler is not None:
+            self.scheduler.end()
 
     def trace(self, phase: str | None) -> None:
         """In a profiled step, end the trace of the phase before, with its moves, and begin that of `phase`."""
         if self.profiler is not None:
+            self.profiler.look()
             if self.scheduler is not None:
                 self.scheduler.end()
             self.profiler.begin(phase)
