@@ -105,6 +105,13 @@ def test_a_skipped_step_is_in_the_table_and_the_record_and_too_many_end_the_run(
     assert made.after_step({"critic/score/mean": 0.5}, 6)["actor/skipped_steps"] == 1
 
 
+def test_the_start_names_the_slowest_worker_of_each_part():
+    seconds = [{"start/imports": 2.0, "start/models": 5.0, "offload": 9.0}, {"start/imports": 4.0, "start/groups": 1.0}]
+    found = run.start_of_workers(seconds, [{"cpu_s": 7.0}, {"cpu_s": 6.0}])
+    assert found["imports"] == {"max_s": 4.0, "mean_s": 3.0, "rank": 1} and found["cpu"]["rank"] == 0
+    assert (found["groups"]["max_s"], found["models"]["mean_s"]) == (1.0, 2.5) and "offload" not in found
+
+
 def test_dead_workers_are_named_with_rank_pid_node_and_step(made, monkeypatch):
     made.places = {rank: f"pid {100 + rank} on node-{rank // 2}" for rank in range(3)}
     text = made.death_of([1])

@@ -106,9 +106,11 @@ class Run:
         refuse_unproven(workers)
         refuse_unequal(own.intent(), own.digest(), workers)
         refuse_unlike([name for name, spec in own.specs.items() if "worker" in spec.processes], workers)
-        self.trainer.actor_rollout_wg.take_report()  # initialisation belongs to no step
+        reports = self.trainer.actor_rollout_wg.take_report()  # initialisation belongs to no step
+        self.summary.data["start"] = start = start_of_workers([report["seconds"] for report in reports], workers)
         take_calls()
         self.progress.say(f"| patches proven in controller and {len(workers)} workers: digest {own.digest()[:12]}")
+        self.progress.say("| start, slowest worker: " + ", ".join(f"{k} {v['max_s']:.1f} s" for k, v in start.items()))
         for state, ids in not_as_reviewed(rows).items():
             self.progress.say(f"| {state} (drift={own.switches.drift}, reasons in summary.json): {', '.join(ids)}")
         if self.not_compared:
@@ -246,6 +248,22 @@ class Run:
             for line in coverage.lines_of(self.coverage):
                 self.progress.say(f"| {line}")
         self.summary.write()
+
+
+def start_of_workers(
+    seconds: Sequence[dict[str, float]], proofs: Sequence[dict[str, Any]]
+) -> dict[str, dict[str, float]]:
+    """{part: {max_s, mean_s, rank}} of the workers' start: wall seconds, and of `cpu` CPU seconds; rank: the slowest.
+
+    imports: from the process's begin to the making of its worker; groups: process groups and the engine's arguments;
+    models: models, optimizer and rollout engine, with their weights.
+    """
+    parts = {name: [worker.get(f"start/{name}", 0.0) for worker in seconds] for name in ("imports", "groups", "models")}
+    parts["cpu"] = [proof["cpu_s"] for proof in proofs]
+    return {
+        name: {"max_s": max(found), "mean_s": sum(found) / len(found), "rank": found.index(max(found))}
+        for name, found in parts.items()
+    }
 
 
 def rebalance_of_step(counts: list[dict[str, float] | None]) -> dict[str, float] | None:

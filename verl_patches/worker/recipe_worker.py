@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -64,11 +65,13 @@ class RecipeWorker:
     step_guard: StepGuard | None = None
 
     def __init__(self, config: Any, role: str) -> None:
-        if is_on("update.engine_start"):
-            from verl_patches.model.mindspeed import start
+        counters.note_process_age("start/imports")
+        with counters.timed("start/groups"):
+            if is_on("update.engine_start"):
+                from verl_patches.model.mindspeed import start
 
-            start.start(config)  # makes process groups and arguments, which verl then uses
-        super().__init__(config, role)
+                start.start(config)  # makes process groups and arguments, which verl then uses
+            super().__init__(config, role)
         self.recipe = config.get("recipe")
         if self.recipe is not None:
             self.memory = WorkerMemory(config, self.recipe)
@@ -80,7 +83,8 @@ class RecipeWorker:
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """verl's, which builds models, optimizer and rollout; then the ledger and the schedule start."""
-        super().init_model()
+        with counters.timed("start/models"):
+            super().init_model()
         if self.memory is not None:
             self.memory.start(self)
 
@@ -121,6 +125,8 @@ class RecipeWorker:
     def prove_patches(self) -> dict[str, Any]:
         """Digest of intent and states of all rows; `error`: the error of verify, None if all rows are active.
 
+        cpu_s: CPU seconds of this process so far, that is of its start.
+
         Not blocking: the controller gets one reference per worker and can name the worker that has no proof.
         """
         patches, error = engine.current(), None
@@ -135,6 +141,7 @@ class RecipeWorker:
             "intent": patches.intent(),
             "status": patches.status(),
             "error": error,
+            "cpu_s": time.process_time(),
         }
 
     @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO)
