@@ -75,6 +75,14 @@ def test_profiled_steps_are_left_out_of_medians_and_mfu_is_there_with_a_peak():
     assert values(run)["step"] == 10.0 and "not comparable" in report.markdown([run])
 
 
+def test_a_report_names_what_the_start_took():
+    start = {
+        part: {"max_s": seconds, "mean_s": 1.0, "rank": 3} for part, seconds in (("imports", 12.0), ("cpu", 14.25))
+    }
+    assert report.facts(run_of(start=start))["start, slowest worker"] == "imports 12.0 s, cpu 14.2 s"
+    assert report.facts(run_of())["start, slowest worker"] == "-"
+
+
 def test_two_runs_side_by_side_have_the_ratio_of_the_last_to_the_first(tmp_path):
     folders = [written(tmp_path / name, run_of(name, speed)) for name, speed in (("a", 1.0), ("b", 0.5))]
     done = CliRunner().invoke(app, ["report", *map(str, folders), "--json"])

@@ -154,12 +154,12 @@ def prove(monkeypatch):
     monkeypatch.setattr(engine, "_CURRENT", current)
 
     def prove(*states):
-        proof = {"where": "here", "error": None, "digest": current.digest(), "intent": current.intent()}
+        proof = {"where": "here", "error": None, "cpu_s": 1.0, "digest": current.digest(), "intent": current.intent()}
         rows = [[{"id": "a.b", "state": state, "target": row.target, "reason": "r"}] for state in states]
         workers = [{"rank": rank, "status": status, **proof} for rank, status in enumerate(rows)]
         monkeypatch.setattr(run, "workers_proofs", lambda group: workers)
         lines, made = [], object.__new__(run.Run)
-        made.trainer = SimpleNamespace(actor_rollout_wg=SimpleNamespace(take_report=lambda: None))
+        made.trainer = SimpleNamespace(actor_rollout_wg=SimpleNamespace(take_report=lambda: [{"seconds": {}}] * 2))
         made.summary, made.not_compared = SimpleNamespace(data={}, write=lambda: None), ""
         made.progress = SimpleNamespace(say=lines.append)
         made.prove()

@@ -63,13 +63,14 @@ def read_run(folder: Path) -> dict[str, Any]:
 
 def facts(summary: Mapping[str, Any]) -> dict[str, str]:
     """What a reader must know of a run before its figures."""
-    steps, layout = summary["steps"], summary.get("layout", {})
+    steps, layout, start = summary["steps"], summary.get("layout", {}), summary.get("start", {})
     return {
         "run": str(summary.get("run")),
         "line, platform, dtype": ", ".join(str(summary.get(key)) for key in ("line", "platform", "dtype")),
         "training layout": layout.get("train", "-"),
         "rollout layout": layout.get("rollout", "-"),
         "steps": f"{steps[0]['step']} to {steps[-1]['step']}",
+        "start, slowest worker": ", ".join(f"{part} {of['max_s']:.1f} s" for part, of in start.items()) or "-",
         "ended": str(summary.get("exit")),
         "versions": ", ".join(f"{name} {version}" for name, version in summary.get("versions", {}).items()),
         "modified sources": ", ".join(summary.get("dirty", {})) or "none",

@@ -107,10 +107,9 @@ class Run:
         refuse_unequal(own.intent(), own.digest(), workers)
         refuse_unlike([name for name, spec in own.specs.items() if "worker" in spec.processes], workers)
         reports = self.trainer.actor_rollout_wg.take_report()  # initialisation belongs to no step
-        self.summary.data["start"] = start = start_of_workers([report["seconds"] for report in reports], workers)
+        self.summary.data["start"] = start_of_workers([report["seconds"] for report in reports], workers)
         take_calls()
         self.progress.say(f"| patches proven in controller and {len(workers)} workers: digest {own.digest()[:12]}")
-        self.progress.say("| start, slowest worker: " + ", ".join(f"{k} {v['max_s']:.1f} s" for k, v in start.items()))
         for state, ids in not_as_reviewed(rows).items():
             self.progress.say(f"| {state} (drift={own.switches.drift}, reasons in summary.json): {', '.join(ids)}")
         if self.not_compared:
