@@ -41,8 +41,8 @@ def test_published_seconds_of_256_dies_have_the_mfu_that_the_docs_say():
     seconds |= {"update": 328.8}
     found = {phase: counts[phase] * forward / seconds[phase] / peak for phase in counts}
     found["step"] = sum(counts.values()) * forward / 801.29 / peak
-    expected = {"rollout": 0.072, "ref": 0.219, "update": 0.210, "step": 0.143}
-    assert {phase: round(share, 3) for phase, share in found.items()} == expected
+    expected = {"rollout": 0.072, "ref": 0.219, "update": 0.21, "step": 0.143}
+    assert found == pytest.approx(expected, abs=6e-4)
 
 
 def test_routed_experts_count_by_top_k_and_not_by_their_number():
