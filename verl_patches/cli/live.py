@@ -29,7 +29,8 @@ def show_live(run: Path, watch: bool, as_json: bool) -> NoReturn:
     if as_json:
         print_json(found)
     elif watch:
-        with Live(view(found), console=console(), auto_refresh=False) as shown:
+        out = console()
+        with Live(view(found), console=out, auto_refresh=False) as shown:
             try:
                 while found["state"] in RUNNING:
                     time.sleep(REFRESH_S)
@@ -37,6 +38,8 @@ def show_live(run: Path, watch: bool, as_json: bool) -> NoReturn:
                     shown.update(view(found), refresh=True)
             except KeyboardInterrupt:
                 pass
+        if not out.is_terminal:
+            out.print()  # there Live ends without a newline
     else:
         console().print(view(found))
     raise typer.Exit(0 if found["state"] in (*RUNNING, "ended") else 1)
