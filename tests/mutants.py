@@ -213,6 +213,16 @@ MUTANTS = (
            'if upper is outer and outer.kind != "wrap":', 'if upper is None and outer.kind != "wrap":', POLICY),
     Mutant("fingerprint-depth-does-not-count", "patching/fingerprint.py",
            'text = f"{depth}{field}:', 'text = f"{field}:', Tests("patching/test_fingerprint.py", "place_of")),
+    Mutant("fingerprint-every-file-is-reviewed", "patching/fingerprint.py",
+           "path and file_hash(path) == files[module]", "path",
+           Tests("patching/test_fingerprint.py", "reviewed_bytes")),
+    # rates and traces
+    Mutant("flops-of-all-experts", "layout/flops.py",
+           "active(model.num_experts_per_tok if moe else 0)", "active(model.n_routed_experts if moe else 0)",
+           Tests("layout/test_flops.py")),
+    Mutant("trace-goes-on-after-its-phase", "worker/context.py",
+           "            self.profiler.begin(phase)", "            phase and self.profiler.begin(phase)",
+           Tests("trainer/test_profile.py", "phase_alone")),
     # reference ops of the emulated NPU
     Mutant("attention-masked-row", "platform/cpu/ascend/attention.py",
            "total.clamp_min(torch.finfo(total.dtype).tiny)", "total",

@@ -44,6 +44,25 @@ EIGHT = "trainer.nnodes=1", "trainer.n_gpus_per_node=8", "recipe.rollout.instanc
 
 
 @pytest.mark.parametrize(
+    ("overrides", "detail"),
+    [
+        (["steps=[2]", "ranks=[2]"], "ranks: 2 is no rank; the run has ranks 0 to 1"),
+        (["steps=[4]"], "4 comes after the last step, 3"),
+        (["steps=[]"], "steps is empty"),
+        (["steps=[1]", "ranks=[]"], "ranks is empty"),
+        (["steps=[1,3]", "ranks=[0,1]", "phases=[update]"], None),
+        (["ranks=[9]"], None),  # off
+    ],
+)
+def test_profiles_of_ranks_and_steps_that_the_run_has_not_are_refused(overrides, detail):
+    found = failed(TINY, *(f"recipe.profile.{override}" for override in overrides))
+    assert detail in found["profile"] if detail else "profile" not in found
+    if detail is None and "steps" in overrides[0]:
+        skip = "recipe.train.skip_old_log_prob=true", "recipe.profile.phases=[old_log_prob]"
+        assert "has no old_log_prob" in failed(TINY, "recipe.profile.steps=[1]", *skip)["profile"]
+
+
+@pytest.mark.parametrize(
     ("overrides", "check", "detail"),
     [
         ([NO_CHUNKS, WHOLE_PROMPTS], "Ascend scheduler", r"1024, expected >= 4096 .* waits without end"),

@@ -46,6 +46,11 @@ def test_the_defaults_are_valid():
         ({"platform": "cpu", "rollout": {"rebalance_every": 8, "dp": 2}}, "needs recipe.platform=npu, found cpu"),
         ({"platform": "npu", "rollout": {"rebalance_every": 8}}, "recipe.rollout.dp is 1"),
         ({"rollout": {"rebalance_every": 0}}, "rebalance_every"),
+        ({"profile": {"steps": [0]}}, "a list, each a whole number >= 1 or null"),
+        ({"profile": {"ranks": [-1]}}, "a list, each a whole number >= 0"),
+        ({"profile": {"phases": ["update", "sync"]}}, "'sync' is no phase of memory/schedule.py; expected .* update"),
+        ({"profile": {"phases": ["reward"]}}, "'reward' runs on the controller"),
+        ({"profile": {"peak_tflops": 0}}, "a number > 0 or null"),
         ({"line": "pypi", "train": {"balanced_routing": True}}, "needs recipe.line=a3, found pypi"),
     ],
 )

@@ -60,6 +60,29 @@ def test_a_record_of_before_tokens_were_counted_has_no_rates():
     assert found["tokens/s/rank"] is None and found["step"] == 10.0
 
 
+def test_profiled_steps_are_left_out_of_medians_and_mfu_is_there_with_a_peak():
+    run = run_of()
+    run["steps"][2]["profile"] = {"files": ["x"], "faults": []}
+    assert values(run)["step"] == (8.0 + 99.0) / 2 and values(run)["reward, last 5 steps"] == pytest.approx(0.25)
+    names = {row["name"] for row in report.compare([run])}
+    assert "TFLOP/s/rank" in names and "MFU, step" not in names
+    for step, mfu in zip(run["steps"], (0.9, 0.1, 0.8, 0.3), strict=True):
+        step["rates"] = {"tflops_per_s": {"step": 353.9 * mfu}, "mfu": {"step": mfu, "update": mfu / 2}}
+    assert values(run)["MFU, step"] == pytest.approx(0.2) and values(run)["MFU, update"] == pytest.approx(0.1)
+    assert values(run)["MFU, rollout"] is None and values(run)["TFLOP/s/rank"] == pytest.approx(0.2 * 353.9)
+    for step in run["steps"][1:]:
+        step["profile"] = {"files": [], "faults": []}
+    assert values(run)["step"] == 10.0 and "not comparable" in report.markdown([run])
+
+
+def test_a_report_names_what_the_start_took():
+    start = {
+        part: {"max_s": seconds, "mean_s": 1.0, "rank": 3} for part, seconds in (("imports", 12.0), ("cpu", 14.25))
+    }
+    assert report.facts(run_of(start=start))["start, slowest worker"] == "imports 12.0 s, cpu 14.2 s"
+    assert report.facts(run_of())["start, slowest worker"] == "-"
+
+
 def test_two_runs_side_by_side_have_the_ratio_of_the_last_to_the_first(tmp_path):
     folders = [written(tmp_path / name, run_of(name, speed)) for name, speed in (("a", 1.0), ("b", 0.5))]
     done = CliRunner().invoke(app, ["report", *map(str, folders), "--json"])

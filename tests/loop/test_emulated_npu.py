@@ -21,6 +21,8 @@ AS_IN_PRODUCTION = (
     "recipe.train.skip_old_log_prob=true",
     "recipe.tensor_cache.enabled=true",
     "recipe.memory.ledger=strict",
+    "recipe.profile.steps=[1]",
+    "recipe.profile.phases=[rollout]",
 )
 REBALANCE = ("recipe.rollout.rebalance_every=3", hook("move_requests"))
 REPLAY = "recipe.train.routing_replay=R2"
@@ -93,6 +95,8 @@ def test_layouts_and_graphs_change_no_step(emulated, layout, ranks, graphs):
         assert all("log_prob" not in s["seconds"] and s["tensor_cache"]["received_bytes"] > 0 for s in run.steps)
         assert all(s["memory"]["violations"]["count"] == 0 and s["offload"]["copies_per_byte"] == 1 for s in run.steps)
         assert all(step["rebalance"]["requests"] > 0 and step["rebalance"]["bytes"] > 0 for step in run.steps)
+        trace, memory = run.steps[0]["profile"]["files"]
+        assert (run.folder / "profile" / trace).name == "trace_view.json" and memory.endswith("rollout.memory.pickle")
     if REPLAY in ranks:  # one mini batch: the update has the weights of the pass that recorded
         assert all(step["routing_replay"]["agreement"] == 1 for step in run.steps)
     loads = [load for step in run.steps for load in step["expert_load"].values()]

@@ -1,5 +1,7 @@
 """Our schedule in the real loop: its moves are the table's, the ledger sees the expected bytes, names what is left."""
 
+import gzip
+import json
 import re
 
 import pytest
@@ -13,6 +15,7 @@ from verl_patches.memory.schedule import SCHEDULE, make_schedule, moves_of_a_ste
 
 pytestmark = [pytest.mark.slow, pytest.mark.full]
 STRICT = ("--steps", "2", "recipe.memory.ledger=strict", *OFFLOAD)
+PROFILE = ("recipe.profile.steps=[2]", "recipe.profile.ranks=[1]", "recipe.profile.phases=[update]")
 MODEL = in_dtype(build_inventory(ROOT / "configs/model/deepseekv3_tiny.json"), "float32")
 STAYS = staying(param_offload=True, optimizer_offload=True, ref_offload=True, one_memory=True, own_sleep_mode=True)
 TRAINING = ("actor_params", "grads", "optimizer", "ref_params")
@@ -70,11 +73,25 @@ def assert_as_planned(run, library):
         assert {"actor_params", "grads", "optimizer", "ref_params", "rollout_weights", "kv_cache"} <= drawn
 
 
+def assert_profiled(run):
+    """The trace of one rank's update has its backward pass, not the rollout's sampling; and the ledger's bytes."""
+    files = [f"step_2_rank_1_update.{end}" for end in ("json.gz", "memory.json")]
+    assert [step["profile"] for step in run.steps] == [None, {"files": files, "faults": []}]
+    assert sorted(file.name for file in (run.folder / "profile").iterdir()) == sorted(files)
+    events = json.loads(gzip.open(run.folder / "profile" / files[0]).read())["traceEvents"]
+    operations = {event["name"] for event in events if event.get("cat") == "cpu_op"}
+    assert "aten::mm" in operations and any("Backward" in name for name in operations)
+    assert not any("argmax" in name or "multinomial" in name for name in operations)
+    held = json.loads((run.folder / "profile" / files[1]).read_text())["bytes"]
+    assert held["grads"] > 0 == held["kv_cache"]
+
+
 def test_the_ledger_sees_what_the_plan_expects(line, start):
     """Rows memory.ledger, reshard.direct and memory.order; on line a3 the cache comes after training weights."""
-    run = start(*STRICT)
+    run = start(*STRICT, *PROFILE)
     assert_as_planned(run, {"pypi": "megatron-local", "a3": "mindspeed"}[line])
     assert_carried_out(run)
+    assert_profiled(run)
 
 
 def test_switched_back_a_run_follows_verls_order(smoke):

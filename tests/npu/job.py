@@ -6,6 +6,7 @@ python job.py npu OUT           the same on the real torch_npu, fake tensors of 
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
 import sys
@@ -46,6 +47,7 @@ def npu() -> dict[str, Any]:
         "real tensor": refusal(lambda: torch.ones(4, device="npu")),
         "schemas": schemas(),
         "autograd": autograd(),
+        "profiler": {name: parameters(find(torch_npu)) for name, find in PROFILER.items()},
     }
     with FakeTensorMode():
         found["bad"] = {
@@ -79,6 +81,20 @@ def schemas() -> dict[str, str | None]:
             except RuntimeError:
                 found[f"{name}.{overload}"] = None
     return found
+
+
+# what worker/profile.py calls of torch_npu
+PROFILER = {
+    "profile": lambda npu: npu.profiler.profile,
+    "tensorboard_trace_handler": lambda npu: npu.profiler.tensorboard_trace_handler,
+    "_record_memory_history": lambda npu: npu.npu.memory._record_memory_history_impl,  # it passes all on to this one
+    "_snapshot": lambda npu: npu.npu.memory._snapshot,
+}
+
+
+def parameters(function: Any) -> list[str]:
+    """Names of what a function or class takes."""
+    return list(inspect.signature(function).parameters)
 
 
 def autograd() -> list[str]:

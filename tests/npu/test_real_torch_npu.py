@@ -119,6 +119,18 @@ def test_functions_arguments_and_defaults_of_the_pin_are_still_there(npu):
     assert newer == NEWER and outputs == set() and len(CALLED) == 8
 
 
+def test_the_profiler_and_the_allocators_history_take_what_the_worker_passes(npu):
+    passed = {
+        "profile": {"activities", "on_trace_ready", "record_shapes", "with_stack"},
+        "tensorboard_trace_handler": {"dir_name"},
+        "_record_memory_history": {"enabled", "stacks", "max_entries"},
+        "_snapshot": set(),
+    }
+    assert npu["profiler"].keys() == passed.keys()
+    assert [name for name, names in passed.items() if not names <= set(npu["profiler"][name])] == []
+    assert not {"path"} <= set(npu["profiler"]["tensorboard_trace_handler"])  # control
+
+
 def unfit(calls):
     """Calls that pass what 2.5.1.post1 does not know."""
     found = set()

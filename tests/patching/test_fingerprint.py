@@ -240,9 +240,29 @@ def test_the_record_keeps_other_lines_and_has_one_target_a_line(tmp_path, monkey
     assert sum("mod:" in line for line in text.splitlines()) == 4 and "return" not in text
 
 
+def test_a_file_of_the_reviewed_bytes_is_not_parsed_and_any_other_is(tmp_path, monkeypatch):
+    """Also one that a name is imported from: its bytes count, not those of the module alone that the row names."""
+    monkeypatch.setattr(fp, "REVIEWED", tmp_path / "fingerprints.json")
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "pack").mkdir()
+    (tmp_path / "pack" / "__init__.py").write_text("from .deep import f\n")
+    deep, target = tmp_path / "pack" / "deep.py", "pack:f"
+    deep.write_text("def f(): return 1\n")
+    assert set(fp.files_read(target)) == {"pack", "pack.deep"}
+    fp.write_reviewed("pypi", {target: fp.statements(target)}, files={target: fp.files_read(target)})
+    known = fp.fingerprint(target)
+    monkeypatch.setattr(fp, "fingerprint", lambda target: "parsed")
+    assert fp.current("pypi", target) == known
+    assert fp.current("a3", target) == fp.current("pypi", "pack:g") == "parsed"  # nothing was recorded
+    deep.write_text("def f(): return 2\n")
+    assert fp.current("pypi", target) == "parsed"
+    deep.unlink()
+    assert fp.current("pypi", target) == "parsed"
+
+
 def test_the_record_of_the_package_has_hashes_only():
     entries = [entry for table in json.loads(fp.REVIEWED.read_text()).values() for entry in table.values()]
-    assert all(set(entry) == {"hash", "statements"} for entry in entries)
+    assert all(set(entry) == {"hash", "statements", "files"} and entry["files"] for entry in entries)
     assert all(entry["statements"] or entry["hash"] == fp.NO_SOURCE for entry in entries)
 
 

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from verl_patches.layout.flops import forward_flops, layer_sizes
 from verl_patches.layout.inventory import build_inventory
 from verl_patches.layout.parallel import ParallelLayout, rollout_layout
 from verl_patches.layout.sharding import local_parameters, static_bytes
@@ -20,8 +21,6 @@ from verl_patches.planning.step_model import (
     SyncTraffic,
     decode_s,
     driver_bytes,
-    forward_flops,
-    layer_sizes,
     pipeline_s,
     reshard_s,
     stage_elements,

@@ -67,6 +67,7 @@ def after_steps(made, monkeypatch, *numbers, skipped=None, bounds=None):
         "emulated": None,
         "rebalance": None,
         "skipped": skipped,
+        "profile": None,
         "routing_replay": None,
         "expert_load": {"train": {"max_over_mean": 1.5}, "rollout": None},
     }
@@ -104,6 +105,13 @@ def test_a_skipped_step_is_in_the_table_and_the_record_and_too_many_end_the_run(
         after_steps(made, monkeypatch, 5, skipped={**skipped, "in_a_row": 2})
     made.recipe.train.max_skipped_steps = 3
     assert made.after_step({"critic/score/mean": 0.5}, 6)["actor/skipped_steps"] == 1
+
+
+def test_the_start_names_the_slowest_worker_of_each_part():
+    seconds = [{"start/imports": 2.0, "start/models": 5.0, "offload": 9.0}, {"start/imports": 4.0, "start/groups": 1.0}]
+    found = run.start_of_workers(seconds, [{"cpu_s": 7.0}, {"cpu_s": 6.0}])
+    assert found["imports"] == {"max_s": 4.0, "mean_s": 3.0, "rank": 1} and found["cpu"]["rank"] == 0
+    assert (found["groups"]["max_s"], found["models"]["mean_s"]) == (1.0, 2.5) and "offload" not in found
 
 
 def test_dead_workers_are_named_with_rank_pid_node_and_step(made, monkeypatch):
@@ -175,12 +183,12 @@ def prove(monkeypatch):
     monkeypatch.setattr(engine, "_CURRENT", current)
 
     def prove(*states):
-        proof = {"where": "here", "error": None, "digest": current.digest(), "intent": current.intent()}
+        proof = {"where": "here", "error": None, "cpu_s": 1.0, "digest": current.digest(), "intent": current.intent()}
         rows = [[{"id": "a.b", "state": state, "target": row.target, "reason": "r"}] for state in states]
         workers = [{"rank": rank, "status": status, **proof} for rank, status in enumerate(rows)]
         monkeypatch.setattr(run, "workers_proofs", lambda group: workers)
         lines, made = [], object.__new__(run.Run)
-        made.trainer = SimpleNamespace(actor_rollout_wg=SimpleNamespace(take_report=lambda: None))
+        made.trainer = SimpleNamespace(actor_rollout_wg=SimpleNamespace(take_report=lambda: [{"seconds": {}}] * 2))
         made.summary, made.not_compared = SimpleNamespace(data={}, write=lambda: None), ""
         made.progress = SimpleNamespace(say=lines.append)
         made.prove()

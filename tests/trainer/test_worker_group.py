@@ -33,6 +33,7 @@ def config_of(**recipe):
         "train": {"balanced_routing": False, "layers_per_stage": None, "skip_old_log_prob": False},
         "logprob_check": {"action": "stop", "every": None, "sequences": None},
         "tensor_cache": {"enabled": False},
+        "profile": {"steps": None},
     }
     return OmegaConf.create(
         {
@@ -51,7 +52,7 @@ class Workers:
     world_size = 4
 
     def __init__(self):
-        self.generated, self.log_prob_batches, self.updates = [], [], []
+        self.generated, self.log_prob_batches, self.updates, self.profiled = [], [], [], []
 
     def generate_sequences(self, prompts):
         self.generated.append(dict(prompts.meta_info))
@@ -65,6 +66,9 @@ class Workers:
         second = {"prompts": [[7]], "responses": [[3]], "log_probs": [[-2.75]], "seconds": 0.25}
         return [first, None, second, None]
 
+    def begin_profile(self, step, folder):
+        self.profiled.append((step, folder))
+
     def compute_log_prob(self, batch):
         self.log_prob_batches.append(batch.batch)
         return DataProto.from_dict(tensors={"old_log_probs": -batch.batch["responses"].float()})
@@ -74,10 +78,10 @@ class Workers:
         return "metrics"
 
 
-def group_of(record_to=None, calls=None, actor=None, **recipe):
+def group_of(record_to=None, calls=None, actor=None, profile_to=None, **recipe):
     trainer = SimpleNamespace(config=config_of(**recipe), tokenizer=SimpleNamespace(pad_token_id=0), global_steps=0)
     workers, names = Workers(), [] if calls is None else calls
-    return RecipeWorkerGroup(workers, trainer, lambda *call: names.append(call), record_to, actor), workers
+    return RecipeWorkerGroup(workers, trainer, lambda *call: names.append(call), record_to, actor, profile_to), workers
 
 
 def generate(group, batch):
@@ -119,6 +123,18 @@ def test_a_recording_is_found_by_run_folder_or_file_and_refused_elsewhere(tmp_pa
         find_recording(str(tmp_path), 3)
     with pytest.raises(ConfigError, match="no step_1.safetensors"):
         find_recording(str(tmp_path / "elsewhere"))
+
+
+def test_chosen_steps_are_profiled_from_their_first_call_on(tmp_path):
+    group, workers = group_of(profile_to=tmp_path, profile={"steps": [2]})
+    for lengths in ([4, 5], [6, 7]):
+        generate(group, prompts())
+        assert group.lengths is None  # a step without an update has no FLOPs
+        group.update_actor(prompts(global_token_num=lengths))
+        assert group.lengths == lengths
+    assert workers.profiled == [(2, str(tmp_path))]
+    group.generate_sequences(prompts(validate=True))  # of the same step, after it
+    assert len(workers.profiled) == 1
 
 
 @pytest.mark.parametrize("meta", [{"validate": True}, {"do_sample": False}])

@@ -68,10 +68,10 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], red
         made.add_column(column, overflow="fold")
     for number, row in enumerate(rows):
         made.add_row(*[Text(cell, style="red" if number in red else "") for cell in row])
-    _console().print(made)
+    console().print(made)
 
 
-def _console() -> Console:
+def console() -> Console:
     """The terminal, or a wide console in pipes and files."""
     console = Console()
     return console if console.is_terminal else Console(width=_WIDTH)
@@ -100,8 +100,8 @@ def report_plan(
 
 def show_plan(plan: dict[str, Any], config: DictConfig) -> None:
     """Print a plan as tables."""
-    console = _console()
-    console.print(
+    out = console()
+    out.print(
         f"[bold]{plan['config']}[/]: "
         f"{world_size(config)} ranks on {config.trainer.nnodes} node(s) x {config.trainer.n_gpus_per_node}; "
         f"line {config.recipe.line}, platform {config.recipe.platform}",
@@ -124,22 +124,22 @@ def show_plan(plan: dict[str, Any], config: DictConfig) -> None:
     table(f"patches: {len(on)} of {len(plan['patches'])} rows on", ("id", "kind", "target", "why on"), on)
     rows = [(v["name"], v["value"], _SET_IN[v["where"]], v["reason"], v["read_by"]) for v in plan["environment"]]
     table("environment", ("name", "value", "set in", "reason", "read by"), rows)
-    console.print(PLACES, highlight=False, soft_wrap=True)
+    out.print(PLACES, highlight=False, soft_wrap=True)
     refused = [c["name"] for c in plan["checks"] if not c["ok"] or c["detail"].startswith("a start is refused")]
     title = "commands to type, in this order:"
     if refused:
         title = f"commands, once the checks above that refuse a start hold ({', '.join(refused)}):"
-    console.print(title, style="bold", highlight=False)
+    out.print(title, style="bold", highlight=False)
     if any("HEAD" in command["command"] for command in plan["commands"]):
-        console.print(
+        out.print(
             "HEAD and NODE stand for addresses of your nodes that the other nodes reach, not 127.0.0.1. Each "
             "node needs the folders of PYTHONPATH and the model's; vllm, vllm-ascend and torch_npu are those "
             "installed there",
             highlight=False,
         )
     for command in plan["commands"]:
-        console.print(f"[bold]{command['where']}[/]:", highlight=False)
-        console.print(f"  {command['command']}", highlight=False, markup=False, soft_wrap=True)
+        out.print(f"[bold]{command['where']}[/]:", highlight=False)
+        out.print(f"  {command['command']}", highlight=False, markup=False, soft_wrap=True)
 
 
 def _state(check: dict[str, Any]) -> str:

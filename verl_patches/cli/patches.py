@@ -10,9 +10,10 @@ from typing import Annotated, NoReturn
 import typer
 
 from verl_patches import catalog
+from verl_patches.cli.live import show_live
 from verl_patches.cli.output import Json, print_json, table
 from verl_patches.config.compose import output_root
-from verl_patches.errors import RecipeError
+from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.evaluation.report import find_run
 from verl_patches.patching import install_prelude
 from verl_patches.patching.engine import Engine
@@ -23,6 +24,8 @@ from verl_patches.patching.switches import from_environment, parse
 Switch = Annotated[str | None, typer.Option("--switches", help="In place of the variable VERL_PATCHES.")]
 
 
+WATCHED_HELP = "A run's folder, or the name of one in outputs/ of this repository: show what it does now."
+WATCH_HELP = "Refresh until the run ends; Ctrl-C ends the view alone."
 RUN_HELP = "A run's folder, or the name of one in outputs/ of this repository: show the states that it recorded."
 
 
@@ -32,11 +35,22 @@ def engine_of(switches: str | None) -> Engine:
 
 
 def status_command(
+    watched: Annotated[Path | None, typer.Argument(metavar="[RUN]", help=WATCHED_HELP)] = None,
     run: Annotated[Path | None, typer.Option("--run", help=RUN_HELP)] = None,
+    watch: Annotated[bool, typer.Option("--watch", help=WATCH_HELP)] = False,
     switches: Switch = None,
     as_json: Json = False,
 ) -> None:
-    """The rows of the catalogue and their states: of a recorded run, or what would be applied here ("waiting")."""
+    """With RUN what that run does now; else the rows of the catalogue and their states.
+
+    Rows are those of a recorded run (--run), or what would be applied here ("waiting").
+    """
+    if watch and (watched is None or as_json):
+        raise ConfigError("status: --watch needs RUN, such as `status smoke --watch`, and prints no JSON")
+    if watched is not None:
+        if run is not None or switches is not None:
+            raise ConfigError(f"status: give RUN alone ({watched}), or --run for its rows, or --switches")
+        show_live(watched, watch, as_json)
     if run is not None:
         _show_run(run, as_json)
     engine = engine_of(switches)

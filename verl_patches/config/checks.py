@@ -18,7 +18,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from verl_patches.config import ascend, hccl, routing_replay, watch
+from verl_patches.config import ascend, hccl, profile, routing_replay, watch
 from verl_patches.config.compose import (
     config_file,
     graph_arguments,
@@ -92,7 +92,7 @@ def check_config(config: DictConfig, must_exist: Collection[str] = ()) -> list[C
     checks += [Check("tensor cache", False, fault) for fault in limits.faults(config)]
     checks += [Check("micro batch", False, fault) for fault in limits.budget_faults(config)]
     checks += [*_swap_checks(config), _sleep_check(config)]
-    files = (routing_replay, hccl, watch)
+    files = (routing_replay, hccl, profile, watch)
     return [*checks, *(check for rules in files for check in _checks_of(rules, config, model))]
 
 
@@ -113,7 +113,7 @@ def _error_of(function: Callable, *arguments: object) -> str | None:
 
 
 def _checks_of(rules: ModuleType, config: DictConfig, model: ModelShape) -> Iterator[Check]:
-    """The rules of a file of its own: hccl.py, ascend.py, routing_replay.py, watch.py."""
+    """The rules of a file of its own: hccl.py, ascend.py, profile.py, routing_replay.py, watch.py."""
     return (Check(*result) for result in rules.checks(config, model))
 
 

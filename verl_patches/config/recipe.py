@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from typing import Any
 
+from verl_patches.config.profile import Profile, phase_faults
 from verl_patches.config.watch import Alarms, Restart, Watch
 from verl_patches.errors import ConfigError
 from verl_patches.patching.spec import DRIFT_POLICIES, LINES, PLATFORMS
@@ -334,6 +335,7 @@ class Recipe:
     memory: Memory = field(default_factory=Memory)
     logprob_check: LogprobCheck = field(default_factory=LogprobCheck)
     hccl: Hccl = field(default_factory=Hccl)
+    profile: Profile = field(default_factory=Profile)
     timeouts: Timeouts = field(default_factory=Timeouts)
     watch: Watch = field(default_factory=Watch)
     alarms: Alarms = field(default_factory=Alarms)
@@ -392,6 +394,7 @@ def _contradictions(given: Mapping[str, Any]) -> list[str]:
         if section and platform is not None and not as_npu(platform) and given.get(key, item.default) != item.default:
             faults.append(f"{key} is Ascend's: it needs recipe.platform=npu, found {platform}")
     faults += _ascend_contradictions(given)
+    faults += phase_faults(given.get("recipe.profile.phases"))
     base_port, last = given.get("recipe.hccl.base_port", 61000), 65535 - HCCL_PORTS + 1
     if base_port > last:
         faults.append(f"recipe.hccl.base_port is {base_port}; expected 1024 to {last}, as {HCCL_PORTS} ports are taken")

@@ -1,11 +1,13 @@
 """A report of recorded runs, one or several side by side, from what outputs/<run>/ holds; Markdown and plain data.
 
-Seconds and tokens are medians over the steps after the first, which also builds, compiles and warms up; a run of one
-step has no others, and the report says so.
+Seconds and tokens are medians over the steps after the first, which also builds, compiles and warms up, and without
+those that were profiled (recipe.profile.steps); a run that has no others has those, and the report says so.
 
     tokens/s/rank          prompt and response tokens of a step, without padding / (seconds of the step * ranks);
                            verl's perf/throughput. A rank is one process on one die; an Atlas A3 card has two
     generated/s/rank       response tokens of a step / (seconds of its rollout * ranks)
+    TFLOP/s/rank, MFU      model FLOPs of a step, or of its rollout or update, over seconds and ranks, and over the
+                           peak rate of a device too: layout/flops.py
 """
 
 from __future__ import annotations
@@ -31,11 +33,14 @@ class Figure(NamedTuple):
     value: float | None
 
 
-def find_run(given: Path, root: Path) -> Path:
-    """The folder of a run that a user names: a path, or a name below `root`. ConfigError where it has no summary."""
+def find_run(given: Path, root: Path, having: Sequence[str] = (SUMMARY,)) -> Path:
+    """The folder of a run that a user names: a path, or a name below `root`. ConfigError where it has none of `having`.
+
+    Without a summary no process of the run has reported yet.
+    """
     folders = given, root / given
     for folder in folders:
-        if (folder / SUMMARY).is_file():
+        if any((folder / name).is_file() for name in having):
             return folder
     raise ConfigError(
         f"{given}: no {SUMMARY} in {' or '.join(str(folder.absolute()) for folder in folders)}; give the folder of a "
@@ -58,13 +63,14 @@ def read_run(folder: Path) -> dict[str, Any]:
 
 def facts(summary: Mapping[str, Any]) -> dict[str, str]:
     """What a reader must know of a run before its figures."""
-    steps, layout = summary["steps"], summary.get("layout", {})
+    steps, layout, start = summary["steps"], summary.get("layout", {}), summary.get("start", {})
     return {
         "run": str(summary.get("run")),
         "line, platform, dtype": ", ".join(str(summary.get(key)) for key in ("line", "platform", "dtype")),
         "training layout": layout.get("train", "-"),
         "rollout layout": layout.get("rollout", "-"),
         "steps": f"{steps[0]['step']} to {steps[-1]['step']}",
+        "start, slowest worker": ", ".join(f"{part} {of['max_s']:.1f} s" for part, of in start.items()) or "-",
         "ended": str(summary.get("exit")),
         "versions": ", ".join(f"{name} {version}" for name, version in summary.get("versions", {}).items()),
         "modified sources": ", ".join(summary.get("dirty", {})) or "none",
@@ -74,13 +80,13 @@ def facts(summary: Mapping[str, Any]) -> dict[str, str]:
 def figures(summary: Mapping[str, Any]) -> list[Figure]:
     """Seconds of phases, tokens, rewards, log-probs and memory of a run, always the same names in the same order."""
     steps = summary["steps"]
-    timed = steps[1:] or steps
+    timed = timed_steps(steps)
     seconds = {phase: _median(step["seconds"].get(phase) for step in timed) for phase in (*PHASES, "step")}
     named = sum(seconds[phase] or 0.0 for phase in PHASES)
     other = None if seconds["step"] is None else max(seconds["step"] - named, 0.0)
     found = [Figure(phase, "s", seconds[phase]) for phase in PHASES]
     found += [Figure("other", "s", other), Figure("step", "s", seconds["step"])]
-    found += _token_figures(timed, summary.get("ranks"))
+    found += _token_figures(timed, summary.get("ranks")) + _flop_figures(timed)
     rewards = [step["reward"] for step in steps]
     found += [
         Figure(f"reward, first {ENDS} steps", "", statistics.fmean(rewards[:ENDS])),
@@ -114,6 +120,22 @@ def _token_figures(steps: Sequence[Mapping[str, Any]], ranks: int | None) -> lis
     ]
 
 
+def timed_steps(steps: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    """Steps whose seconds are those of the run's pace: not the first, which warms up, and none that was profiled."""
+    return [step for step in steps[1:] if not step.get("profile")] or steps[1:] or steps
+
+
+def _flop_figures(steps: Sequence[Mapping[str, Any]]) -> list[Figure]:
+    """Model FLOPs over time, and as shares of the peak; None for a summary or a device without them."""
+    rates = [step["rates"] for step in steps if step.get("rates")]
+
+    def median(name: str, phase: str) -> float | None:
+        return _median((rate[name] or {}).get(phase) for rate in rates)
+
+    found = [Figure("TFLOP/s/rank", "", median("tflops_per_s", "step"))]
+    return found + [Figure(f"MFU, {phase}", "share", median("mfu", phase)) for phase in ("step", "rollout", "update")]
+
+
 def _rate(count: float, seconds: float | None, ranks: int) -> float | None:
     return count / seconds / ranks if seconds else None
 
@@ -129,10 +151,15 @@ def _mb(size_bytes: float | None) -> float | None:
 
 
 def compare(summaries: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Each figure with its value in every run: {name, unit, values, ratio}; ratio: last / first, None without both."""
+    """Each figure with its value in every run: {name, unit, values, ratio}; ratio: last / first, None without both.
+
+    MFU is left out where no run has it: a CPU has no peak rate.
+    """
     rows = []
     for row in zip(*map(figures, summaries), strict=True):
         values = [figure.value for figure in row]
+        if row[0].name.startswith("MFU") and not any(values):
+            continue
         first, last = values[0], values[-1]
         ratio = last / first if len(values) > 1 and first and last is not None else None
         rows.append({"name": row[0].name, "unit": row[0].unit, "values": values, "ratio": ratio})
@@ -156,6 +183,8 @@ def markdown(summaries: Sequence[Mapping[str, Any]], pictures: Sequence[str] = (
     parts = [f"# {' and '.join(names)}", _table(["", *names], [[key, *(f[key] for f in every)] for key in every[0]])]
     if any(len(summary["steps"]) == 1 for summary in summaries):
         parts.append("A run of one step: its seconds include the start.")
+    elif any(step.get("profile") for summary in summaries for step in timed_steps(summary["steps"])):
+        parts.append("A run whose steps after the first were all profiled: its seconds are not comparable.")
     parts.append(_table(["figure", "unit", *names, *ratio], texts(compare(summaries))))
     parts += [f"![{name}]({name})" for name in pictures]
     return "\n\n".join(parts) + "\n"

@@ -38,8 +38,8 @@ SOCKET_PATH_BYTES = 107
 _RAY_SOCKET = "/session_2025-01-01_00-00-00_000000_0000000/sockets/plasma_store"
 # what a run leaves in its folder, written by launcher and driver; the next run of that name moves these aside
 OUTPUTS = (
-    "config.yaml environment.json driver.log progress.log summary.json metrics.jsonl tensorboard training.png "
-    "memory.png report.md report.png rollouts ray_logs watch.json stacks attempts"
+    "config.yaml environment.json driver.log progress.log now.json summary.json metrics.jsonl tensorboard training.png "
+    "memory.png report.md report.png rollouts profile ray_logs watch.json stacks attempts"
 ).split()
 EARLIER = "earlier"
 _FOLDER = "expected a folder that can be written to (recipe.output_root, recipe.run)"

@@ -62,6 +62,13 @@ def timed(phase: str) -> Iterator[None]:
         _SECONDS[phase] += time.perf_counter() - start
 
 
+def note_process_age(phase: str) -> None:
+    """Set `phase`, if it has no seconds yet, to the age of this process: interpreter, Ray's own start, imports."""
+    import psutil
+
+    _SECONDS.setdefault(phase, time.time() - psutil.Process().create_time())
+
+
 def take_seconds() -> dict[str, float]:
     """{phase: seconds} since the last call."""
     seconds = dict(_SECONDS)

@@ -84,7 +84,7 @@ class Ledger:
     def enter(self, phase: str) -> None:
         """Record and check the groups, after the moves at `phase`'s entry. MemoryLedgerError if strict."""
         self.schedule.phase(phase)
-        held = {group: entry.held_bytes() for group, entry in self._entries.items()}
+        held = self.held_bytes()
         total, measured = sum(held.values()), self.device_memory()
         record = {"phase": phase, "bytes": held, "total_bytes": total, "peak_bytes": total, "measured": measured}
         self._records.append(record)
@@ -92,11 +92,15 @@ class Ledger:
         if any(faults) and self.action == "strict":
             raise MemoryLedgerError("\n  ".join(filter(None, faults)))
 
+    def held_bytes(self) -> dict[str, int]:
+        """Bytes that each group holds now."""
+        return {group: entry.held_bytes() for group, entry in self._entries.items()}
+
     def look(self, extra_bytes: int = 0) -> None:
         """Raise the peak of the current phase to the bytes held now plus `extra_bytes` of temporary memory."""
         if self._records:
             record = self._records[-1]
-            total = extra_bytes + sum(entry.held_bytes() for entry in self._entries.values())
+            total = extra_bytes + sum(self.held_bytes().values())
             record["peak_bytes"] = max(record["peak_bytes"], total)
             for name, size in self.device_memory().items():
                 record["measured"][name] = max(size, record["measured"].get(name, 0))

@@ -267,7 +267,7 @@ class Engine:
                 continue
             provider = fingerprint.source_file(split(spec.provider)[0])
             source = fingerprint.file_hash(provider) if provider else "missing"
-            target = "module" if spec.is_module_stub else fingerprint.fingerprint(spec.target)
+            target = "module" if spec.is_module_stub else fingerprint.current(self.switches.line, spec.target)
             found[name] = f"on:{source}:{target}:{reviewed.get(spec.target, 'never reviewed')}"
         return found
 

@@ -49,12 +49,36 @@ def statements(place: str, root: Path | None = None) -> list[Statement]:
     return [statement for d in definitions(place, root) for statement in flatten(d.node, d.file)]
 
 
-def definitions(place: str, root: Path | None = None, seen: frozenset[str] = frozenset()) -> list[Definition]:
-    """Every definition of "module:qualname"; a name imported from the same top-level package is followed there."""
+def current(line: str, target: str) -> str:
+    """`fingerprint(target)`; without parsing where the files that it is read from have the bytes that were reviewed."""
+    entry = _record().get(line, {}).get(target, {})
+    files = entry.get("files") or {}
+    paths = {module: source_file(module) for module in files}
+    if files and all(path and file_hash(path) == files[module] for module, path in paths.items()):
+        return entry["hash"]
+    return fingerprint(target)
+
+
+def files_read(place: str, root: Path | None = None) -> dict[str, str]:
+    """{module: hash of its file} of all files that the fingerprint of "module:qualname" depends on."""
+    read: dict[str, Path] = {}
+    definitions(place, root, read=read)
+    return {module: file_hash(path) for module, path in sorted(read.items())}
+
+
+def definitions(
+    place: str, root: Path | None = None, seen: frozenset[str] = frozenset(), read: dict[str, Path] | None = None
+) -> list[Definition]:
+    """Every definition of "module:qualname"; a name imported from the same top-level package is followed there.
+
+    `read`: gets the file of each module that was looked at.
+    """
     module, qualname = split(place)
     path = source_file(module, root)
     if path is None or place in seen:
         return []
+    if read is not None:
+        read[module] = path
     stat, found = path.stat(), []
     for node in _nodes(str(path), (stat.st_mtime_ns, stat.st_size), qualname):
         if not isinstance(node, ast.ImportFrom):
@@ -64,7 +88,7 @@ def definitions(place: str, root: Path | None = None, seen: frozenset[str] = fro
         if origin.split(".")[0] == module.split(".")[0]:
             name, *rest = qualname.split(".")
             real = next(a.name for a in node.names if (a.asname or a.name) == name)
-            found += definitions(f"{origin}:{'.'.join((real, *rest))}", root, seen | {place})
+            found += definitions(f"{origin}:{'.'.join((real, *rest))}", root, seen | {place}, read)
     return found
 
 
@@ -124,8 +148,14 @@ def source_file(module: str, root: Path | None = None) -> Path | None:
 
 
 def file_hash(path: Path) -> str:
-    """16 hex digits over the bytes of a file."""
-    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+    """16 hex digits over the bytes of a file, read again only if its time or size has changed."""
+    stat = path.stat()
+    return _hash_of_version(str(path), (stat.st_mtime_ns, stat.st_size))
+
+
+@functools.lru_cache(maxsize=1024)
+def _hash_of_version(path: str, _version: tuple[int, int]) -> str:
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest()[:16]
 
 
 def package_hash() -> str:
@@ -150,15 +180,25 @@ def reviewed_statements(line: str, target: str) -> list[str]:
     return _record().get(line, {}).get(target, {}).get("statements", [])
 
 
-def write_reviewed(line: str, found: Mapping[str, Sequence[Statement]], whole: bool = False) -> list[str]:
+def write_reviewed(
+    line: str,
+    found: Mapping[str, Sequence[Statement]],
+    whole: bool = False,
+    files: Mapping[str, Mapping[str, str]] | None = None,
+) -> list[str]:
     """Record {target: its statements} of one line, sorted; gives the targets whose entries went.
 
-    Entries of other lines stay, and so do those of other targets unless this is the `whole` line.
+    `files`: {target: `files_read`}, for a start that need not parse them. Entries of other lines stay, and so do those
+    of other targets unless this is the `whole` line.
     """
-    table = _record()
+    table = dict(_record())
     gone = [target for target in table.get(line, {}) if whole and target not in found]
     entries = {
-        target: {"hash": whole_hash(seen) if seen else NO_SOURCE, "statements": [s.hash for s in seen]}
+        target: {
+            "hash": whole_hash(seen) if seen else NO_SOURCE,
+            "statements": [s.hash for s in seen],
+            "files": dict((files or {}).get(target, {})),
+        }
         for target, seen in found.items()
     }
     table[line] = {**({} if whole else table.get(line, {})), **entries}
@@ -173,7 +213,15 @@ def write_reviewed(line: str, found: Mapping[str, Sequence[Statement]], whole: b
 
 
 def _record() -> dict[str, dict[str, dict]]:
-    return json.loads(REVIEWED.read_text()) if REVIEWED.is_file() else {}
+    if not REVIEWED.is_file():
+        return {}
+    stat = REVIEWED.stat()
+    return _read_record(str(REVIEWED), (stat.st_mtime_ns, stat.st_size))
+
+
+@functools.lru_cache(maxsize=1)
+def _read_record(path: str, _version: tuple[int, int]) -> dict[str, dict[str, dict]]:
+    return json.loads(Path(path).read_text())
 
 
 @functools.lru_cache(maxsize=2)  # rows of one file mostly stand together; many live trees make garbage collection slow

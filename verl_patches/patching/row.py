@@ -278,7 +278,7 @@ def _drift(spec: PatchSpec, line: str) -> str:
     from verl_patches.patching import fingerprint  # reads and parses sources: not needed to start the prelude
 
     known = fingerprint.reviewed_hash(line, spec.target)
-    found = known and fingerprint.fingerprint(spec.target)
+    found = known and fingerprint.current(line, spec.target)
     if found == known:
         return ""
     file = fingerprint.source_file(spec.target_module)

@@ -20,6 +20,7 @@ from verl_patches.config.checks import check_config
 from verl_patches.config.compose import model_shape_of, vllm_arguments
 from verl_patches.config.engine_options import rewrite_engine_options
 from verl_patches.errors import ConfigError
+from verl_patches.layout.flops import layer_sizes
 from verl_patches.layout.inventory import DTYPE_BYTES, ModelShape
 from verl_patches.layout.parallel import ParallelLayout, rollout_layout, train_layout_of
 from verl_patches.layout.sharding import GRAD_BYTES, OPTIMIZER_BYTES
@@ -32,7 +33,6 @@ from verl_patches.planning.step_model import (
     Offload,
     StepInput,
     direct_sync_bound,
-    layer_sizes,
     log_prob_s,
     offload_s,
     reshard_s,

@@ -13,7 +13,7 @@ update       forward + 2 x forward for backward + forward of the recomputed laye
              parameter exchange of DP; optimizer, with its copies over the host link where it is swapped
 pipeline     sum of all stages + (M - 1) x slowest stage (1F1B; Narayanan et al. 2021, section 2.2); uneven stages keep
              their own layers, the last one the head and the fp32 log-softmax, with V virtual stages the fill is 1/V
-layer        2 FLOPs x active parameters x T / TP + causal scores (T x length x heads x (qk + v) / TP), / compute;
+layer        its FLOPs (layout/flops.py) / TP / compute;
              sequence parallel's all-gathers and reduce-scatters 4 (TP-1)/TP x T x H, experts' all-to-alls
              2 x T/TP x top-k x H x (EP-1)/EP, bf16, / network; never below EAGER_LAYER_S of kernel launches
 reshard      bytes that the busiest die sends or receives / network + packing / memory + collectives x collective_s
@@ -28,13 +28,14 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from statistics import NormalDist
 from typing import NamedTuple
 
-from verl_patches.layout.inventory import DTYPE_BYTES, ModelShape, Parameter, build_inventory
+from verl_patches.layout.flops import PEAK_FLOPS_PER_S, forward_flops, layer_flops, layer_kinds, layer_sizes
+from verl_patches.layout.inventory import DTYPE_BYTES, ModelShape
 from verl_patches.layout.parallel import ParallelLayout
-from verl_patches.layout.sharding import AXES, GRAD_BYTES, LIBRARIES, OPTIMIZER_BYTES
+from verl_patches.layout.sharding import GRAD_BYTES, LIBRARIES, OPTIMIZER_BYTES
 
 COMPUTE_EFFICIENCY, MEMORY_EFFICIENCY, NETWORK_EFFICIENCY = 0.7, 0.6, 0.7  # the first for decode and prefill
 DP_SYNC_S = {"hccl": 0.003, "gloo": 0.014}  # of one call, quoted
@@ -53,7 +54,7 @@ class Hardware:
     The host link's rate is not published: 25 GB/s is the lowest of the range 25, 40, 64.
     """
 
-    flops_per_s: float = 353.9e12
+    flops_per_s: float = PEAK_FLOPS_PER_S["npu"]
     memory_bytes_per_s: float = 1.6 * 2**40
     network_bytes_per_s: float = 196e9
     host_bytes_per_s: float = 25e9
@@ -185,44 +186,6 @@ class StepInput:
 # sizes
 
 
-class LayerSizes(NamedTuple):
-    """Elements of one layer: split under TP, whole on each rank, of one routed expert, of all shared experts."""
-
-    split: int
-    whole: int
-    expert: int
-    shared: int
-
-    @property
-    def dense(self) -> int:
-        """Elements outside of routed experts."""
-        return self.split + self.whole + self.shared
-
-    def active(self, top_k: int) -> int:
-        """Elements that a token passes."""
-        return self.dense + top_k * self.expert
-
-
-@functools.lru_cache(256)
-def layer_sizes(model: ModelShape, moe: bool, library: str) -> LayerSizes:
-    """Sizes of a dense or of an MoE layer in a library of layout/sharding.py, from the inventory of one layer."""
-    first = 0 if moe else 1
-    one = replace(model, num_hidden_layers=1, first_k_dense_replace=first, n_routed_experts=1, num_experts_per_tok=1)
-    inventory, rule = build_inventory(one), LIBRARIES[library]
-    router = {"router": model.n_routed_experts}
-
-    def count(parameters: tuple[Parameter, ...]) -> int:
-        return sum(p.count * router.get(p.kind, 1) for p in parameters)
-
-    held = inventory.layers[0]
-    shared = tuple(p for p in held if p.part == "shared_expert")
-    rest = [p for p in held if p.part != "shared_expert" and p.trainable]
-    split = tuple(p for p in rest if AXES[p.kind] is not None and p.kind not in rule.whole)
-    whole = tuple(p for p in rest if p not in split)
-    expert = count(inventory.experts[0][0]) if moe else 0
-    return LayerSizes(count(split), count(whole), expert, count(shared))
-
-
 @functools.lru_cache(4096)
 def stage_elements(model: ModelShape, layout: ParallelLayout, stage: int, library: str) -> tuple[float, float]:
     """(dense, routed) elements of a rank of `stage`."""
@@ -235,28 +198,6 @@ def stage_elements(model: ModelShape, layout: ParallelLayout, stage: int, librar
     table = model.vocab_size * model.hidden_size / layout.tp
     ends = (stage == 0) + (stage == layout.pp - 1)
     return dense + ends * table, routed
-
-
-@functools.lru_cache(256)
-def _kinds(model: ModelShape) -> tuple[tuple[bool, int], ...]:
-    """(whether MoE, number of such layers)."""
-    moe = sum(map(model.is_moe, range(model.num_hidden_layers)))
-    return (False, model.num_hidden_layers - moe), (True, moe)
-
-
-def forward_flops(model: ModelShape, tokens: float, length: float) -> float:
-    """FLOPs of a forward pass of the layers and the head: 2 a parameter and token, and causal attention scores."""
-    found = 2 * model.vocab_size * model.hidden_size * tokens
-    for moe, count in _kinds(model):
-        active = layer_sizes(model, moe, "vllm").active(model.num_experts_per_tok if moe else 0)
-        found += count * (2 * active * tokens + score_flops(model, tokens, length))
-    return found
-
-
-def score_flops(model: ModelShape, tokens: float, length: float) -> float:
-    """FLOPs of one layer's causal attention scores and their sums of values: half of the square."""
-    width = model.qk_nope_head_dim + model.qk_rope_head_dim + model.v_head_dim
-    return tokens * length * model.num_attention_heads * width
 
 
 # training
@@ -283,8 +224,7 @@ def _layer_s(run: StepInput, moe: bool, tokens: float, length: float, constants:
     model, layout = run.model, run.train
     sizes, top_k, size = layer_sizes(model, moe, "vllm"), model.num_experts_per_tok, DTYPE_BYTES[model.torch_dtype]
     efficiency = constants.train_efficiency
-    flops = 2 * sizes.active(top_k if moe else 0) * tokens + score_flops(model, tokens, length)
-    compute = die.compute_s(flops / layout.tp / layout.cp, efficiency)
+    compute = die.compute_s(layer_flops(model, moe, tokens, length) / layout.tp / layout.cp, efficiency)
     row = model.hidden_size * size * tokens / layout.cp
     gathered = die.network_s(4 * (layout.tp - 1) / layout.tp * row)
     exchanged = 0.0
@@ -390,7 +330,7 @@ def decode_s(run: StepInput, running: float, context: float, tier: float, consta
     read = dense + routed - model.vocab_size * model.hidden_size / layout.tp  # not the embedding
     flops, sent = 2 * model.vocab_size * model.hidden_size / layout.tp, 0.0
     reduced = 4 * (layout.tp - 1) / layout.tp  # two all-reduces
-    for moe, count in _kinds(model):
+    for moe, count in layer_kinds(model):
         sizes, top_k = layer_sizes(model, moe, library), model.num_experts_per_tok if moe else 0
         shared = sizes.shared / (1 if run.shared_whole else layout.tp)
         flops += 2 * count * (sizes.whole + shared + (sizes.split + top_k * sizes.expert) / layout.tp)
@@ -453,8 +393,8 @@ def verl_sync(model: ModelShape, train: ParallelLayout) -> SyncTraffic:
     At TP4 PP8 EP32 75 GB; 73.9 GB and about 3,100 collectives are quoted. Collectives: for each MoE layer gate, up and
     down of the local experts along PP and then to vLLM's ranks, and five tensors of each layer (assumed).
     """
-    size, moe = DTYPE_BYTES[model.torch_dtype], _kinds(model)[1][1]
-    dense = sum(count * layer_sizes(model, of_moe, "mindspeed").dense for of_moe, count in _kinds(model))
+    size, moe = DTYPE_BYTES[model.torch_dtype], layer_kinds(model)[1][1]
+    dense = sum(count * layer_sizes(model, of_moe, "mindspeed").dense for of_moe, count in layer_kinds(model))
     dense += 2 * model.vocab_size * model.hidden_size
     experts = moe * model.n_routed_experts * layer_sizes(model, True, "mindspeed").expert
     received = size * (experts / train.ep + dense)

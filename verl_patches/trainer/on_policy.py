@@ -61,6 +61,13 @@ def faults(config: Any, hf_config: Mapping[str, Any]) -> list[str]:
     return [*_skip_faults(config, hf_config), *_correction_faults(config)]
 
 
+def needs_old_log_probs(config: Any) -> bool:
+    """Whether the update cannot take its own log-probs as old ones: weights change in it, or KL is in the reward."""
+    actor = config.actor_rollout_ref.actor
+    several = actor.ppo_mini_batch_size != config.data.train_batch_size or actor.ppo_epochs != 1
+    return bool(several or config.algorithm.use_kl_in_reward)
+
+
 def _skip_faults(config: Any, hf_config: Mapping[str, Any]) -> Iterator[str]:
     if not config.recipe.train.skip_old_log_prob:
         return

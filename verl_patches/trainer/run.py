@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import re
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,9 @@ from verl_patches.trainer import alarms, rollout_correction, skipped_steps, trut
 from verl_patches.trainer.checkpoint import Checkpoints
 from verl_patches.trainer.dispatch import dispatch_of_step, take_calls
 from verl_patches.trainer.on_policy import correction_of
+from verl_patches.trainer.rates import Rates, metrics_of, profile_of_step, said_of_profile
 from verl_patches.trainer.ray_start import dead_actors
-from verl_patches.trainer.summary import Progress, Summary, phase_seconds, sync_of_step, tokens_of_step
+from verl_patches.trainer.summary import NOW, Progress, Summary, phase_seconds, sync_of_step, tokens_of_step, write_json
 from verl_patches.trainer.worker_handshake import (
     not_as_reviewed,
     recorded,
@@ -59,6 +61,7 @@ class Run:
     """Wraps one RayPPOTrainer.fit()."""
 
     checkpoints: Checkpoints | None = None
+    rates: Rates | None = None
 
     def __init__(self, trainer: Any):
         self.trainer, self.recipe = trainer, trainer.config.recipe
@@ -70,6 +73,7 @@ class Run:
             or self.recipe.tensor_cache.enabled
         )
         self.group: Any = None
+        self.now: dict[str, Any] = {}
         self.coverage: dict[str, Any] | None = None  # of an emulated device
         self.places: dict[int, str] = {}  # rank -> pid and node, as the worker itself gave them in its proof
         dirty = getattr(trainer, "modified_sources", None)  # of launch/import_alone.py; the launcher adds its own
@@ -89,6 +93,7 @@ class Run:
             },
         )
         self.progress = Progress(self.folder)
+        self.rates = Rates(trainer.config, ref=trainer.use_reference_policy)
 
     def prove(self) -> None:
         """Compare the patches of all processes and record their states; RecipeError before step 1."""
@@ -104,7 +109,8 @@ class Run:
         refuse_unproven(workers)
         refuse_unequal(own.intent(), own.digest(), workers)
         refuse_unlike([name for name, spec in own.specs.items() if "worker" in spec.processes], workers)
-        self.trainer.actor_rollout_wg.take_report()  # initialisation belongs to no step
+        reports = self.trainer.actor_rollout_wg.take_report()  # initialisation belongs to no step
+        self.summary.data["start"] = start_of_workers([report["seconds"] for report in reports], workers)
         take_calls()
         self.progress.say(f"| patches proven in controller and {len(workers)} workers: digest {own.digest()[:12]}")
         for state, ids in not_as_reviewed(rows).items():
@@ -118,7 +124,10 @@ class Run:
 
         trainer = self.trainer
         record_to = self.folder / "rollouts" if self.folder and self.recipe.rollout.record else None
-        self.group = RecipeWorkerGroup(trainer.actor_rollout_wg, trainer, self.show_call, record_to)
+        profile_to = self.folder and (self.folder / "profile").absolute()
+        self.group = RecipeWorkerGroup(
+            trainer.actor_rollout_wg, trainer, self.show_call, record_to, profile_to=profile_to
+        )
         trainer.actor_rollout_wg = self.group
         if engine.is_on("checkpoint.save"):
             self.checkpoints = trainer.recipe_checkpoints = Checkpoints(trainer)
@@ -161,9 +170,16 @@ class Run:
         return f"rank {rank} ({self.places.get(rank, 'pid unknown')}) in step {self.step}: "
 
     def show_call(self, step: int, name: str) -> None:
-        """Show what runs now."""
+        """Show what runs now, and write it to now.json: {step, steps, call, phase, since, step_since}."""
         heartbeat.controller_is_at(step, name)
         self.progress.say(f"~ step {step}/{self.trainer.total_training_steps}: {CALLS[name]}")
+        now, known = time.time(), self.now.get("step") == step
+        self.now = {"step": step, "steps": self.trainer.total_training_steps, "call": name, "phase": CALLS[name]} | {
+            "since": now,
+            "step_since": self.now["step_since"] if known else now,
+        }
+        if self.folder is not None:
+            write_json(self.folder / NOW, self.now)
 
     def after_step(self, metrics: dict[str, Any], step: int) -> dict[str, Any]:
         """Record one step and check its log-probs; returns the metrics with ours added."""
@@ -204,6 +220,8 @@ class Run:
         if engine.is_on("dispatch.put_once"):
             found["dispatch"] = dispatch_of_step([report["starts"] for report in reports])
         found |= self.group.end_step()
+        found["rates"] = self.rates and self.rates.of_step(self.group.lengths, found["tokens"], seconds)
+        found["profile"] = profile_of_step([report["profile"] for report in reports])
         raised = alarms.alarms_of(found, self.summary.data["steps"], metrics, self.recipe.alarms)
         found["alarms"] = [vars(alarm) for alarm in raised]
         self.summary.add_step(found)
@@ -213,6 +231,8 @@ class Run:
         for prefix, columns in (("-", (*NARROW, *more)), ("+", (*WIDE, *more))):
             for text in (*([header(columns)] if first else []), line(found, columns)):
                 self.progress.say(f"{prefix} {text}")
+        if found["profile"]:
+            self.progress.say(f"| step {step}: {said_of_profile(found['profile'])}")
         if found["memory"] and (said := said_of(found["memory"]["violations"])):
             self.progress.say(f"| {said}")
         if skipped := found["skipped"]:
@@ -227,7 +247,7 @@ class Run:
         if check.action == "stop" and compared:
             truth_check.check(step, delta, check[f"max_mean_{self.recipe.dtype}"])
         loads = {side: load["max_over_mean"] for side, load in (found["expert_load"] or {}).items() if load}
-        ours = {f"recipe/seconds/{phase}": value for phase, value in seconds.items()}
+        ours = {f"recipe/seconds/{phase}": value for phase, value in seconds.items()} | metrics_of(found["rates"])
         metrics = {**metrics, **ours, **{f"recipe/expert_load/{side}": value for side, value in loads.items()}}
         self.summary.add_metrics(step, metrics)
         alarms.check(step, raised, self.recipe.alarms.action)
@@ -248,6 +268,22 @@ class Run:
             for line in coverage.lines_of(self.coverage):
                 self.progress.say(f"| {line}")
         self.summary.write()
+
+
+def start_of_workers(
+    seconds: Sequence[dict[str, float]], proofs: Sequence[dict[str, Any]]
+) -> dict[str, dict[str, float]]:
+    """{part: {max_s, mean_s, rank}} of the workers' start: wall seconds, and of `cpu` CPU seconds; rank: the slowest.
+
+    imports: from the process's begin to the making of its worker; groups: process groups and the engine's arguments;
+    models: models, optimizer and rollout engine, with their weights.
+    """
+    parts = {name: [worker.get(f"start/{name}", 0.0) for worker in seconds] for name in ("imports", "groups", "models")}
+    parts["cpu"] = [proof["cpu_s"] for proof in proofs]
+    return {
+        name: {"max_s": max(found), "mean_s": sum(found) / len(found), "rank": found.index(max(found))}
+        for name, found in parts.items()
+    }
 
 
 def rebalance_of_step(counts: list[dict[str, float] | None]) -> dict[str, float] | None:

@@ -18,6 +18,7 @@ from typing import Any
 from verl_patches.errors import RecipeError
 
 log = logging.getLogger(__name__)
+NOW = "now.json"  # beside summary.json: what runs now, for `status RUN` (evaluation/live.py)
 
 PACKAGES = (
     "torch",

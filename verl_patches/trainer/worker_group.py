@@ -32,7 +32,8 @@ class RecipeWorkerGroup:
     """verl's worker group `group` for fit(); calls that are not of a step go through.
 
     actor: the group of the actor, for that of a separate reference. on_call(step, name) is called before each stage;
-    responses are recorded below `record_to` if it is given. `step` is the trainer's, from 1; a resumed run goes on.
+    responses are recorded below `record_to`, and traces of recipe.profile in `profile_to`, where given. `lengths`:
+    tokens of each sequence of this step's update, None before it. `step` is the trainer's; a resumed run goes on.
     """
 
     def __init__(
@@ -42,10 +43,13 @@ class RecipeWorkerGroup:
         on_call: Callable[[int, str], None],
         record_to: Path | None = None,
         actor: RecipeWorkerGroup | None = None,
+        profile_to: Path | None = None,
     ):
         recipe = trainer.config.recipe
         self._group, self._trainer, self._on_call, self._actor, self._step = group, trainer, on_call, actor, 0
         self._record_to, self._replay_from = record_to, find_recording(recipe.rollout.replay)
+        self._profile_to, self._profiled = profile_to, frozenset(recipe.profile.steps or ())
+        self.lengths: list[int] | None = None
         self._skip_old_log_prob = recipe.train.skip_old_log_prob
         self.cache: TensorCacheStages | None = None
         if recipe.tensor_cache.enabled and is_on("update.tensor_cache"):
@@ -69,6 +73,9 @@ class RecipeWorkerGroup:
             return self._group.generate_sequences(prompts)
         self._step = self._trainer.global_steps
         self._on_call(self.step, "generate_sequences")
+        self.lengths = None
+        if self._profile_to is not None and self.step in self._profiled:
+            self._group.begin_profile(self.step, str(self._profile_to))
         if self._replay_from is not None:
             tensors = load_step(self._replay_from, self.step, prompts.batch["input_ids"])
             return DataProto.from_dict(tensors=tensors, meta_info=dict(prompts.meta_info))
@@ -100,6 +107,7 @@ class RecipeWorkerGroup:
     def update_actor(self, batch: DataProto) -> DataProto:
         """verl's metrics of the update."""
         self._on_call(self.step, "update_actor")
+        self.lengths = batch.meta_info.get("global_token_num")
         if self._skip_old_log_prob:
             batch.batch.pop("old_log_probs")
         return self._stages.update_actor(batch)

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from verl_patches.worker.dynamic_batches import Packing
     from verl_patches.worker.expert_load import ExpertLoad
     from verl_patches.worker.on_policy_update import OnPolicyUpdate
+    from verl_patches.worker.profile import PhaseProfiler
     from verl_patches.worker.routing_replay import RoutingReplay
     from verl_patches.worker.tensor_cache_stages import CachedBatch, PlannedSplits
 
@@ -35,7 +36,7 @@ class WorkerContext:
     `reference_weights`: that folder and the model chunks of the reference, once it has read it
     (worker/weight_loading.py). `weights_move`: the rollout engine's weights have other addresses after each sleep.
     `rollout_load`: counts tokens of the rollout engine's experts, with the number of each layer by the id() of its
-    weight; None without recipe.expert_load.
+    weight; None without recipe.expert_load. `profiler`: traces the phases of this step; None in others.
     """
 
     scheduler: Scheduler | None = None
@@ -51,10 +52,12 @@ class WorkerContext:
     reference_weights: tuple[str, Sequence[torch.nn.Module]] | None = None
     weights_move: bool = False
     rollout_load: tuple[ExpertLoad, dict[int, int]] | None = None
+    profiler: PhaseProfiler | None = None
 
     def begin(self, phase: str, by_vllm: Callable[[], Any] | None = None) -> None:
         """Begin `phase` of memory/schedule.py and end the one before; `by_vllm` makes the moves that are vLLM's."""
         heartbeat.phase(phase)
+        self.trace(phase)
         if self.scheduler is not None:
             self.scheduler.begin(phase, by_vllm)
             return
@@ -70,12 +73,23 @@ class WorkerContext:
         After an error the phase stays open, and the next phase ends it.
         """
         heartbeat.phase(name)
+        self.trace(name)
         if self.scheduler is None:  # verl's worker moves memory inside the call: worker/memory.py, _check_inside
             yield
-            return
-        self.scheduler.begin(name)
-        yield
-        self.scheduler.end()
+        else:
+            self.scheduler.begin(name)
+            yield
+        self.trace(None)
+        if self.scheduler is not None:
+            self.scheduler.end()
+
+    def trace(self, phase: str | None) -> None:
+        """In a profiled step, end the trace of the phase before, with its moves, and begin that of `phase`."""
+        if self.profiler is not None:
+            self.profiler.look()
+            if self.scheduler is not None:
+                self.scheduler.end()
+            self.profiler.begin(phase)
 
     @contextmanager
     def micro_batches_of(self, token_budget: int | None) -> Iterator[None]:

@@ -8,6 +8,7 @@
     update_actor              OnPolicyUpdate around verl's own                update
     save_checkpoint           checkpoint.py: a part of a checkpoint
     run_stage                 the same calls on tensors of the tensor cache (recipe.tensor_cache)
+    begin_profile             traces of the step, where recipe.profile names it
     take_report               counters of the step
 
 Row update.recipe_worker installs the class. Rows that name one of its methods are features with a switch of their own.
@@ -18,8 +19,10 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -66,11 +69,13 @@ class RecipeWorker:
     def __init__(self, config: Any, role: str) -> None:
         if config.get("recipe") is not None and config.recipe.watch.action != "off":
             heartbeat.start_in_ray(f"rank {os.environ['RANK']}", int(os.environ["RANK"]))
-        if is_on("update.engine_start"):
-            from verl_patches.model.mindspeed import start
+        counters.note_process_age("start/imports")
+        with counters.timed("start/groups"):
+            if is_on("update.engine_start"):
+                from verl_patches.model.mindspeed import start
 
-            start.start(config)  # makes process groups and arguments, which verl then uses
-        super().__init__(config, role)
+                start.start(config)  # makes process groups and arguments, which verl then uses
+            super().__init__(config, role)
         self.recipe = config.get("recipe")
         if self.recipe is not None:
             context().pads_sequences = not self.recipe.train.use_remove_padding
@@ -83,7 +88,8 @@ class RecipeWorker:
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """verl's, which builds models, optimizer and rollout; then the ledger and the schedule start."""
-        super().init_model()
+        with counters.timed("start/models"):
+            super().init_model()
         if self.memory is not None:
             self.memory.start(self)
 
@@ -124,6 +130,8 @@ class RecipeWorker:
     def prove_patches(self) -> dict[str, Any]:
         """Digest of intent and states of all rows; `error`: the error of verify, None if all rows are active.
 
+        cpu_s: CPU seconds of this process so far, that is of its start.
+
         Not blocking: the controller gets one reference per worker and can name the worker that has no proof.
         """
         patches, error = engine.current(), None
@@ -138,6 +146,7 @@ class RecipeWorker:
             "intent": patches.intent(),
             "status": patches.status(),
             "error": error,
+            "cpu_s": time.process_time(),
         }
 
     @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE_PROTO)
@@ -225,18 +234,28 @@ class RecipeWorker:
             yield
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def begin_profile(self, step: int, folder: str) -> None:
+        """Trace phases of `step` into `folder` until take_report, on ranks of recipe.profile (worker/profile.py)."""
+        if dist.get_rank() in self.recipe.profile.ranks:
+            from verl_patches.worker.profile import PhaseProfiler
+
+            here = context()
+            here.profiler = PhaseProfiler(self.recipe, step, dist.get_rank(), Path(folder), here.ledger)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def take_report(self) -> dict[str, Any]:
         """Counters of this worker since the last call.
 
         seconds: {phase: s}; sync: one dict per weight sync; log_prob_moments: of the last update, None on ranks that do
         not report; memory: the ledger's records, None without one; moves: between host and device; starts: (method,
         seconds since the epoch) of the trainer's calls; emulated: what was reached since the process started, None
-        with a device (platform/npu_emulated/coverage.py). rebalance, routing_replay, skipped: what
-        Rebalancer.take_counts, RoutingReplay.end_step and StepGuard.take give, None where it is off.
+        with a device (platform/npu_emulated/coverage.py). rebalance, routing_replay, skipped, profile: what
+        Rebalancer.take_counts, RoutingReplay.end_step, StepGuard.take, PhaseProfiler.take give; None where it is off.
         """
         if self.checkpoint is not None:
             self.checkpoint.check()
         moments, self.log_prob_moments = self.log_prob_moments, None
+        profiler, context().profiler = context().profiler, None
         resharder, ledger = getattr(getattr(self, "sharding_manager", None), "resharder", None), context().ledger
         return {
             "seconds": counters.take_seconds(),
@@ -249,6 +268,7 @@ class RecipeWorker:
             "expert_load": {side: load and load.take() for side, load in self.expert_loads.items()} or None,
             "rebalance": self.rebalancer.take_counts() if self.rebalancer is not None else None,
             "skipped": self.step_guard.take() if self.step_guard is not None else None,
+            "profile": profiler and profiler.take(),
             "emulated": coverage.reached() if self.recipe.platform == "npu_emulated" else None,
         }
 

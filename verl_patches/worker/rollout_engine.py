@@ -68,6 +68,7 @@ class RolloutEngine:
         """Free weights and KV cache, in phase sleep. RecipeError: see memory/sleep_mode.py."""
         context().look()
         context().begin("sleep", functools.partial(self._sleep, level))
+        context().trace(None)
 
     def _sleep(self, level: int) -> None:
         super().sleep(level)

@@ -70,6 +70,15 @@ def memory_snapshot() -> list[dict[str, Any]]:
     ]
 
 
+def record_memory_history(enabled: str | None = "all", *args: Any, **kwargs: Any) -> None:
+    """As torch_npu.npu.memory._record_memory_history; host memory has no allocator that could record its calls."""
+
+
+def snapshot(device: Any = None) -> dict[str, list[Any]]:
+    """As torch_npu.npu.memory._snapshot: the segments of sleep mode, the one allocator here."""
+    return {"segments": memory_snapshot(), "device_traces": []}
+
+
 # -- vllm_ascend.vllm_ascend_C -----------------------------------------------------------------------------------------
 
 

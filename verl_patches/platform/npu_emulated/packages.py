@@ -17,7 +17,7 @@ import torch
 from verl_patches.platform.cpu.ascend import packages as training
 from verl_patches.platform.cpu.ascend.packages import stand_in
 from verl_patches.platform.npu.op_schemas import ATB_FUNCTIONS, FUNCTIONS, WITH_EMULATION
-from verl_patches.platform.npu_emulated import attention_ops, expert_ops, hccl, memory_pool
+from verl_patches.platform.npu_emulated import attention_ops, expert_ops, hccl, memory_pool, profiler
 from verl_patches.platform.npu_emulated.npu_module import SOC_VERSION, nothing, npu, with_more
 
 
@@ -39,7 +39,9 @@ _NODES = [value for key, value in _OPS.items() if key in FUNCTIONS]  # one node 
 torch_npu = with_more(
     training.torch_npu, **_OWN, npu_format_cast=npu_format_cast,
     atb=stand_in("torch_npu.atb", "ATB.", **{name: _OPS[name] for name in ATB_FUNCTIONS if name[0] != "_"}),
-    npu=npu, profiler=with_more(training.torch_npu.profiler),
+    npu=npu, profiler=with_more(training.torch_npu.profiler, profile=profiler.profile,
+                                ProfilerActivity=profiler.ProfilerActivity,
+                                tensorboard_trace_handler=profiler.tensorboard_trace_handler),
     _C=stand_in("torch_npu._C", "Process groups.", _npu_get_soc_version=get_soc_version,
                 _distributed_c10d=stand_in("torch_npu._C._distributed_c10d", "HCCL.",
                                            ProcessGroupHCCL=hccl.ProcessGroupHCCL)),

@@ -1,0 +1,131 @@
+"""Traces of phases: each has its own operations and moves and no other's, on a CPU and by the emulated torch_npu."""
+
+import gzip
+import inspect
+import json
+import pickle
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from verl_patches.memory.ledger import Ledger
+from verl_patches.memory.schedule import SCHEDULE
+from verl_patches.memory.scheduler import Scheduler
+from verl_patches.platform.npu_emulated import packages
+from verl_patches.worker.context import WorkerContext
+from verl_patches.worker.profile import PhaseProfiler
+
+STEP = "step_3_rank_1_"
+
+
+class Moves:
+    """A handler of actor_params that computes: to load is a cosine, to offload a sine."""
+
+    bytes = 0
+
+    def load(self):
+        torch.cos(torch.ones(3))
+        self.bytes = 400
+
+    def offload(self):
+        torch.sin(torch.ones(3))
+        self.bytes = 0
+
+
+def one_step(folder, platform="cpu", phases=None, schedule=True):
+    """{files, faults} of a step that exponentiates in the weight sync, and multiplies matrices in the update."""
+    settings = SimpleNamespace(phases=phases, stacks=False)
+    here, recipe = WorkerContext(), SimpleNamespace(platform=platform, profile=settings)
+    here.ledger = Ledger(SCHEDULE, device_memory=lambda: {"rss": 1})
+    moves = Moves()
+    here.ledger.register("actor_params", lambda: moves.bytes)
+    if schedule:
+        here.scheduler = Scheduler(SCHEDULE, lambda: None)
+        here.scheduler.add({"actor_params": moves})
+    here.profiler = PhaseProfiler(recipe, 3, 1, folder, here.ledger)
+    here.begin("reshard")
+    torch.exp(torch.ones(3))
+    here.begin("wake_kv")
+    torch.tanh(torch.ones(3))
+    with here.phase("update"):
+        torch.ones(3, 3) @ torch.ones(3, 3)
+    torch.log(torch.ones(3))  # after the phase
+    return here.profiler.take()
+
+
+def operations(file):
+    text = gzip.open(file).read() if file.suffix == ".gz" else file.read_bytes()
+    return {event["name"] for event in json.loads(text)["traceEvents"] if event.get("cat") == "cpu_op"}
+
+
+@pytest.mark.parametrize("schedule", [True, False])
+def test_a_trace_has_the_operations_and_moves_of_its_phase_alone(tmp_path, schedule):
+    found = one_step(tmp_path, phases=["reshard", "update"], schedule=schedule)
+    files = [f"{STEP}{phase}{end}" for phase in ("reshard", "update") for end in (".json.gz", ".memory.json")]
+    assert found == {"files": files, "faults": []} and sorted(files) == sorted(f.name for f in tmp_path.iterdir())
+    sync, update = (operations(tmp_path / f"{STEP}{phase}.json.gz") for phase in ("reshard", "update"))
+    moved = {"aten::cos", "aten::sin"} if schedule else set()  # a sync loads weights and offloads them
+    assert {"aten::exp", *moved} < sync and {"aten::mm", *(moved & {"aten::cos"})} < update
+    assert not {"aten::mm", "aten::tanh", "aten::log"} & sync and not {"aten::exp", "aten::tanh", "aten::log"} & update
+    held = {"actor_params": 400 if schedule else 0}  # before they are offloaded
+    assert json.loads((tmp_path / files[1]).read_text()) == {"bytes": held, "measured": {"rss": 1}}
+
+
+def test_torch_npus_profiler_writes_what_mindstudio_reads(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch_npu", packages.torch_npu)
+    found = one_step(tmp_path, platform="npu_emulated", phases=["update"])
+    trace, memory = (tmp_path / file for file in found["files"])
+    assert found["faults"] == [] and trace.name == "trace_view.json" and trace.parts[-3].endswith("_ascend_pt")
+    assert "aten::mm" in operations(trace) and "aten::exp" not in operations(trace)
+    assert pickle.loads(memory.read_bytes()).keys() == {"segments", "device_traces"}
+
+
+def test_an_error_of_the_profiler_is_reported_and_not_raised(tmp_path, monkeypatch):
+    (tmp_path / "taken").write_text("")
+    found = one_step(tmp_path / "taken", phases=["update"])
+    assert found["files"] == [] and "step_3_rank_1: FileExistsError" in found["faults"][0]
+    nothing = inspect.signature(packages.torch_npu.profiler.tensorboard_trace_handler)
+    monkeypatch.setattr(
+        packages.torch_npu.profiler, "tensorboard_trace_handler", lambda *args: lambda profiled: nothing
+    )
+    monkeypatch.setitem(sys.modules, "torch_npu", packages.torch_npu)
+    found = one_step(tmp_path / "npu", platform="npu_emulated", phases=["update"])
+    assert "wrote no trace" in found["faults"][0]  # torch_npu prints its errors and returns
+
+
+def test_a_phase_that_comes_again_has_a_number(tmp_path):
+    profiler = PhaseProfiler(
+        SimpleNamespace(platform="cpu", profile=SimpleNamespace(phases=None, stacks=True)), 1, 0, tmp_path, None
+    )
+    for phase in ("old_log_prob", "ref", "old_log_prob"):
+        profiler.begin(phase)
+    assert profiler.take()["files"] == [
+        f"step_1_rank_0_{name}.json.gz" for name in ("old_log_prob", "ref", "old_log_prob_2")
+    ]
+
+
+def test_without_a_profiled_step_nothing_of_it_is_imported(run_python):
+    code = """if True:
+        import sys, verl_patches.worker.recipe_worker
+        from verl_patches.worker.context import context
+        with context().phase("update"): pass
+        assert "verl_patches.worker.profile" not in sys.modules"""
+    run_python(code, patches="line=pypi,platform=cpu").check()
+
+
+# as inspect.signature gives them in the wheel; tests/npu/test_real_torch_npu.py compares the wheel itself
+SIGNATURES = {
+    "profile": "activities schedule on_trace_ready record_shapes profile_memory with_stack with_flops with_modules "
+    "experimental_config use_cuda",
+    "tensorboard_trace_handler": "dir_name worker_name analyse_flag async_mode",
+}
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_the_emulated_profiler_takes_what_torch_npus_takes(name):
+    ours = inspect.signature(getattr(packages.torch_npu.profiler, name))
+    assert list(ours.parameters) == SIGNATURES[name].split()
+    assert Path(inspect.getfile(packages.torch_npu.profiler.profile)).name == "profiler.py"

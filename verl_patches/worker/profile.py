@@ -1,0 +1,135 @@
+"""Traces of one profiled step of one rank: recipe.profile. Imported only in such a step.
+
+For each phase that is asked for, in <run>/profile/:
+    step_N_rank_R_PHASE.json.gz        Chrome's trace of torch.profiler (chrome://tracing, Perfetto)
+    step_N_rank_R_PHASE/*_ascend_pt/   on npu instead: what torch_npu.profiler writes for MindStudio Insight, with
+                                       ASCEND_PROFILER_OUTPUT/trace_view.json for Chrome
+    step_N_rank_R_PHASE.memory.json    bytes of each memory group after the phase's work and before its moves, by the
+                                       ledger
+    step_N_rank_R_PHASE.memory.pickle  on npu instead: the allocator's blocks and their history, for
+                                       pytorch.org/memory_viz; not memory outside torch's pool (vLLM's sleep mode)
+A phase that comes again in the step (a validation, the truth check) has _2, _3 behind its name. An error is reported,
+not raised: other ranks would wait for this one in a collective.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import pickle
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from verl_patches.memory.ledger import Ledger
+from verl_patches.platform import as_npu
+
+log = logging.getLogger(__name__)
+HISTORY_ENTRIES = 100_000  # of the allocator's last calls, each with its stack
+
+
+class PhaseProfiler:
+    """Profiles phases of `step` into `folder`; worker/context.py calls `look` and `begin`, the worker `take`."""
+
+    def __init__(self, recipe: Any, step: int, rank: int, folder: Path, ledger: Ledger | None):
+        self.phases, self.stacks, self.ledger = recipe.profile.phases, recipe.profile.stacks, ledger
+        self.on_npu = as_npu(recipe.platform)
+        self.name, self.folder = f"step_{step}_rank_{rank}", folder
+        self.files: list[str] = []
+        self.faults: list[str] = []
+        self._times: Counter[str] = Counter()
+        self._trace: _Trace | None = None  # the open one
+
+    def look(self) -> None:
+        """Take the memory snapshot of the open trace."""
+        if self._trace is not None:
+            self._without_error(self._trace.look)
+
+    def begin(self, phase: str | None) -> None:
+        """End the open trace, and begin that of `phase` if it is wanted; None begins none."""
+        trace, self._trace = self._trace, None
+        if trace is not None:
+            self._without_error(lambda: self._add(trace.stop()))
+        if phase is not None and (self.phases is None or phase in self.phases):
+            self._without_error(lambda: self._start(phase))
+
+    def take(self) -> dict[str, list[str]]:
+        """{files, faults}: what was written, relative to the folder, and what could not be; ends the open trace."""
+        self.look()
+        self.begin(None)
+        return {"files": self.files, "faults": self.faults}
+
+    def _start(self, phase: str) -> None:
+        self._times[phase] += 1
+        again = f"_{self._times[phase]}" if self._times[phase] > 1 else ""
+        path = self.folder / f"{self.name}_{phase}{again}"
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._trace = (_NpuTrace if self.on_npu else _Trace)(path, self.stacks, self.ledger)
+
+    def _add(self, files: list[Path]) -> None:
+        self.files += [file.relative_to(self.folder).as_posix() for file in files]
+
+    def _without_error(self, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except Exception as error:
+            log.warning("verl_patches: profile of %s", self.name, exc_info=True)
+            self.faults.append(f"{self.name}: {type(error).__name__}: {error}")
+
+
+class _Trace:
+    """torch.profiler, and the ledger's bytes; what is made is recorded at once, until `stop` returns its files."""
+
+    def __init__(self, path: Path, stacks: bool, ledger: Ledger | None):
+        self.path, self.ledger, self.memory = path, ledger, None
+        self.profiler = torch.profiler.profile(record_shapes=stacks, with_stack=stacks)
+        self.profiler.start()
+
+    def look(self) -> None:
+        if self.ledger is not None:
+            self.memory = {"bytes": self.ledger.held_bytes(), "measured": self.ledger.device_memory()}
+
+    def stop(self) -> list[Path]:
+        trace, memory = (self.path.with_name(f"{self.path.name}.{end}") for end in ("json.gz", "memory.json"))
+        self.profiler.stop()
+        self.profiler.export_chrome_trace(str(trace))
+        if self.memory is None:
+            return [trace]
+        memory.write_text(json.dumps(self.memory) + "\n")
+        return [trace, memory]
+
+
+class _NpuTrace:
+    """torch_npu's profiler and allocator. Its methods print errors instead of raising them: the trace is looked for."""
+
+    def __init__(self, path: Path, stacks: bool, ledger: Ledger | None):
+        import torch_npu
+
+        self.path, self.memory, self.allocator = path, None, torch_npu.npu.memory
+        path.mkdir(parents=True, exist_ok=True)
+        self.allocator._record_memory_history(enabled="all", stacks="python", max_entries=HISTORY_ENTRIES)
+        kind = torch_npu.profiler.ProfilerActivity
+        self.profiler = torch_npu.profiler.profile(
+            activities=[kind.CPU, kind.NPU],
+            on_trace_ready=torch_npu.profiler.tensorboard_trace_handler(str(path)),
+            record_shapes=stacks,
+            with_stack=stacks,
+        )
+        self.profiler.start()
+
+    def look(self) -> None:
+        # not _dump_snapshot, which starts a profiler of its own (torch_npu/npu/memory.py:858)
+        self.memory = self.allocator._snapshot()
+
+    def stop(self) -> list[Path]:
+        self.profiler.stop()
+        memory = self.path.with_name(f"{self.path.name}.memory.pickle")
+        memory.write_bytes(pickle.dumps(self.memory))
+        self.allocator._record_memory_history(enabled=None)
+        traces = sorted(self.path.glob("*_ascend_pt/ASCEND_PROFILER_OUTPUT/trace_view.json"))
+        if not traces:
+            raise RuntimeError(f"torch_npu.profiler wrote no trace to {self.path}; the worker's log has its reason")
+        return [*traces, memory]
