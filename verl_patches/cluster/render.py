@@ -148,7 +148,7 @@ def slurm_script(job: Job) -> str:
     task = node_command(job, "up", "--node-rank", "RANK", "--run", "--block").replace("RANK", '"$SLURM_NODEID"')
     return f"""#!/usr/bin/env bash
 {header}set -euo pipefail
-{needed}MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+{needed}read -r MASTER_ADDR < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 VP_JOB=$(cat <<'JOB_FILE'
 {as_text(job)}JOB_FILE
 )
