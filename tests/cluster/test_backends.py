@@ -8,6 +8,7 @@ import sys
 import pytest
 import yaml
 
+from verl_patches.cluster import node
 from verl_patches.cluster.backends import Batch, Hosts, Kuberay
 from verl_patches.cluster.job import Job
 from verl_patches.errors import ConfigError, RecipeError
@@ -53,11 +54,34 @@ def test_a_host_that_fails_is_named_and_the_others_are_ended(program):
     assert program.calls().count("cluster down") == 2
 
 
-def test_a_host_where_something_else_is_up_ends_nothing(program):
+def test_a_host_where_something_else_is_up_is_left_alone(program):
     ssh = program("ssh", '[ "$1" = 10.0.0.1 ] || { echo "job other is up" >&2; exit 2; }')
     with pytest.raises(RecipeError, match="job other is up"):
         hosts(ssh).up(lambda text: None)
+    assert [line.split()[1] for line in program.calls().splitlines() if "cluster down" in line] == ["10.0.0.1"]
+
+
+def test_a_second_up_that_fails_ends_nothing_of_the_first(program):
+    ssh = program("ssh", f'[ "$1" = 10.0.0.1 ] || {{ echo "node 1 {node.ALREADY}, but lost raylet" >&2; exit 1; }}')
+    with pytest.raises(RecipeError, match="node 1 .10.0.0.2.: .*lost raylet"):
+        hosts(ssh).up(lambda text: None)
     assert "cluster down" not in program.calls()
+
+
+def test_new_containers_are_removed_where_up_fails_and_old_ones_are_not(program, monkeypatch):
+    program(
+        "docker",
+        'case "$*" in *"container inspect"*) [ -n "$LABEL" ] && echo j;; start*) echo j;; run*) echo 1f;;\n'
+        "ps*) echo 1f;; exec*) exit 2;; esac",
+    )
+    made = hosts(program("ssh", 'bash -c "$2"'), image="a3", hosts=["10.0.0.1"], nodes=1)
+    with pytest.raises(RecipeError):
+        made.up(lambda text: None)
+    assert program.calls().count("docker rm --force 1f") == 1
+    monkeypatch.setenv("LABEL", "j")
+    with pytest.raises(RecipeError):
+        made.up(lambda text: None)
+    assert program.calls().count("docker rm --force 1f") == 1
 
 
 def test_ssh_itself_says_why_a_host_is_not_reached():

@@ -20,6 +20,7 @@ from typing import Any
 
 from verl_patches.cluster.gather import unpack
 from verl_patches.cluster.job import Job, as_text
+from verl_patches.cluster.node import ALREADY
 from verl_patches.cluster.render import node_command, ray_job, slurm_script
 from verl_patches.config.environment import REPOSITORY
 from verl_patches.errors import ConfigError, RecipeError
@@ -74,30 +75,42 @@ class Hosts:
         if self.job.image:  # a login shell sets CANN's variables
             line = f"docker exec -i {self.job.name} bash -lc {shlex.quote(line)}"
         job = self.job.model_copy(update={"provider": "nodes"})
-        return self._on(rank, line, as_text(job, self.secrets), limit_s)
+        return self._on(rank, line, as_text(job, self.secrets if verb == "up" else None), limit_s)
 
-    def _each(self, call: Callable[[int], Answer]) -> dict[int, Answer]:
+    def _each(self, call: Callable[[int], Answer], ranks: Sequence[int] | None = None) -> dict[int, Answer]:
+        """{rank: answer} of all hosts at once, or of those of `ranks`."""
+        chosen = range(self.job.nodes) if ranks is None else ranks
         with ThreadPoolExecutor(self.job.nodes) as threads:
-            return dict(enumerate(threads.map(call, range(self.job.nodes))))
+            return dict(zip(chosen, threads.map(call, chosen), strict=True))
 
     def _faults(self, answers: Mapping[int, Answer]) -> str:
         return "; ".join(f"{self.job.host_of(rank)}: {a.fault}" for rank, a in answers.items() if a.code)
 
     def up(self, say: Callable[[str], None]) -> None:
-        """Start containers and Ray on all hosts; RecipeError that names those where it failed, after ending all."""
+        """Start containers and Ray on all hosts; RecipeError that names those where it failed.
+
+        Each host ends what it started where nodes are missing. Hosts of which that is not known, and new containers,
+        are ended here, unless an earlier `up` has started the job.
+        """
+        new: list[int] = []
         if self.job.image:
             answers = self._each(self._container)
+            new = [rank for rank, a in answers.items() if a.code == 0 and a.output.split() != [self.job.name.encode()]]
             if fault := self._faults(answers):
-                self._remove_containers()
+                self._remove_containers(new)
                 raise RecipeError(f"containers of job {self.job.name}: {fault}")
-            say(f"{self.job.nodes} containers of {self.job.image} run")
+            say(f"{self.job.nodes} containers of {self.job.image} run, {len(new)} of them new")
         limit_s = self.job.wait_s + MARGIN_S
         answers = self._each(lambda rank: self._cluster(rank, "up", limit_s=limit_s))
         if fault := self._faults(answers):
-            if all(answer.code != 2 for answer in answers.values()):  # 2: something else is up, and was there before
-                self.down(None)
+            if not any(ALREADY in answer.error for answer in answers.values()):
+                self._each(self._down, [rank for rank, answer in answers.items() if answer.code != 2])
+                self._remove_containers(new)
             raise RecipeError(f"cluster up of job {self.job.name}: {fault}")
         say(f"all {self.job.nodes} nodes of job {self.job.name} are in Ray")
+
+    def _down(self, rank: int, *options: str) -> Answer:
+        return self._cluster(rank, "down", *options, limit_s=MARGIN_S)
 
     def _container(self, rank: int) -> Answer:
         name, label = self.job.name, f"{LABEL}={self.job.name}"
@@ -110,10 +123,10 @@ class Hosts:
         )
         return self._on(rank, line, START_CONTAINER.read_text(), MARGIN_S)
 
-    def _remove_containers(self) -> dict[int, Answer]:
+    def _remove_containers(self, ranks: Sequence[int] | None = None) -> dict[int, Answer]:
         listed = f"docker ps --all --quiet --filter label={LABEL}={self.job.name}"
         line = f'ids=$({listed}) && if [ -n "$ids" ]; then docker rm --force $ids; fi'
-        return self._each(lambda rank: self._on(rank, line, "", MARGIN_S))
+        return self._each(lambda rank: self._on(rank, line, "", MARGIN_S), ranks)
 
     def run(self) -> int:
         """Run the job's command on the head's host, its output here; its exit code."""
@@ -147,7 +160,7 @@ class Hosts:
     def down(self, logs: Path | None) -> list[str]:
         """End what was started on every host, gather logs; the hosts where nothing could be ended, with the reason."""
         options = ["--logs", "-"] if logs else []
-        answers = self._each(lambda rank: self._cluster(rank, "down", *options, limit_s=MARGIN_S))
+        answers = self._each(lambda rank: self._down(rank, *options))
         faults = [f"{self.job.host_of(rank)}: {a.fault}" for rank, a in answers.items() if a.code]
         for rank, answer in answers.items():
             if logs and answer.code == 0 and answer.output:

@@ -36,6 +36,7 @@ from verl_patches.processes import KILL_S, TERM_S, Descendants, SharedMemory, ad
 
 MARK = "VERL_PATCHES_CLUSTER"
 RAY_TEMP = "ray"  # below the job's folder: Ray's sockets and logs
+ALREADY = "is up already"  # in what `up` says where an earlier one has started this node
 CONNECT_S, POLL_S, START_S = 3.0, 1.0, 120.0
 _CREATED_S = 1.0  # the same process, by the time at which it was created
 
@@ -184,7 +185,7 @@ def up(job: Job, place: Place, secrets: Mapping[str, str], say: Callable[[str], 
             say(f"{job.host_of(place.rank)}: starting Ray, address {place.address}, head {place.head}")
             started = _start(job, place, secrets, folder)
         else:
-            say(f"{started.name} of job {job.name} is up already: nothing was started")
+            say(f"{started.name} of job {job.name} {ALREADY}: nothing was started")
     try:
         _wait_for_all(job, place, end)
     except BaseException:
@@ -239,7 +240,8 @@ def _already(job: Job, place: Place, folder: Path) -> Started | None:
             )
         if mine:
             if gone := ended(started):
-                raise RecipeError(f"{started.name} lost {', '.join(gone)}: `cluster down` first, then `cluster up`")
+                lost = ", ".join(gone)
+                raise RecipeError(f"{started.name} {ALREADY}, but lost {lost}: `cluster down` first, then `cluster up`")
             return started
     return None
 
