@@ -3,6 +3,7 @@
 import json
 import shlex
 import subprocess
+import sys
 
 import pytest
 import yaml
@@ -129,3 +130,16 @@ def test_the_batch_script_gives_every_task_the_job_its_rank_and_the_head(tmp_pat
         line, _, given = part.partition("\n")
         assert line == f"cluster up - --node-rank {rank} --run --block head=first rank= path={tmp_path}"
         assert Job(**yaml.safe_load(given.replace("-m verl_patches", ""))).env == job.env
+
+
+def test_render_prints_and_starts_nothing(tmp_path):
+    file = tmp_path / "job.yaml"
+    file.write_text(yaml.safe_dump({**JOB, **KUBERNETES, "folder": str(tmp_path / "f")}))
+    command = [sys.executable, "-m", "verl_patches", "cluster", "up", str(file), "--render"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0 and yaml.safe_load(done.stdout)["kind"] == "RayJob" and not (tmp_path / "f").exists()
+    done = subprocess.run([*command, "--json"], capture_output=True, text=True)
+    assert json.loads(done.stdout)["provider"] == "kubernetes"
+    file.write_text("nodes: 2\n")
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2 and f"{file}: name: Field required; dies: Field required" in done.stderr
