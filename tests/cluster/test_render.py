@@ -79,11 +79,17 @@ def test_a_ray_job_has_fields_of_the_custom_resource_alone():
         assert container["resources"]["limits"]["huawei.com/Ascend910"] == "16"
         env = {entry["name"]: entry for entry in container["env"]}
         assert env["HF_TOKEN"]["valueFrom"]["secretKeyRef"] == {"name": "tokens", "key": "HF_TOKEN"}
-        assert env["HCCL_SOCKET_IFNAME"]["value"] == "=eth0"
+        assert env["HCCL_SOCKET_IFNAME"]["value"] == "=eth0" and "PYTHONPATH" not in env  # the image has its own
         words = shlex.split(f"--resources={group['rayStartParams']['resources']}")  # as the operator's shell reads it
         assert json.loads(words[0].removeprefix("--resources=")) == {"NPU": 16}
         assert group["rayStartParams"]["node-manager-port"] == "6380"
     assert cluster["headGroupSpec"]["rayStartParams"]["port"] == "6379"
+
+
+def test_upstream_trees_of_the_job_replace_those_of_the_image():
+    made = ray_job(Job(**{**JOB, "nodes": 1}, provider="kubernetes", checkout="/c", upstream=["/u"]))
+    (container,) = made["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]["containers"]
+    assert {"name": "PYTHONPATH", "value": "/c:/u"} in container["env"]
 
 
 def test_a_ray_job_of_one_node_has_no_workers():

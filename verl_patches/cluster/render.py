@@ -79,7 +79,8 @@ def _pod(job: Job, is_head: bool) -> dict[str, Any]:
     env: list[dict[str, Any]] = [{"name": name, "value": value} for name, value in job.env.items()]
     if job.interface:
         env += [{"name": name, "value": form.format(job.interface)} for name, form in SOCKETS.items()]
-    env.append({"name": "PYTHONPATH", "value": job.python_path})
+    if job.upstream:  # it replaces the image's own, which has the image's sources
+        env.append({"name": "PYTHONPATH", "value": job.python_path})
     for name in job.secrets:
         env.append({"name": name, "valueFrom": {"secretKeyRef": {"name": kubernetes.secret, "key": name}}})
     hosts = dict.fromkeys(HOSTS_OWN) if job.device == "NPU" else {}
