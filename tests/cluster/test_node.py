@@ -17,6 +17,7 @@ import yaml
 
 from verl_patches.cluster import gather, node
 from verl_patches.cluster.job import Job, read_job
+from verl_patches.cluster.place import Place, place_of
 from verl_patches.errors import ConfigError, RecipeError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -80,10 +81,10 @@ def of_job(job):
 
 def test_the_place_of_a_node_comes_from_options_the_environment_or_the_hosts(job):
     several = changed(job, nodes=3, hosts=[HOST, "127.0.0.3", "192.0.2.77"])
-    assert node.place_of(several, {}, rank=1) == node.Place(1, HOST, "127.0.0.3")
-    assert node.place_of(changed(job, hosts=[]), {"MASTER_ADDR": "127.0.0.4"}).head == "127.0.0.4"
-    named = node.place_of(changed(job, nodes=2, hosts=[], interface="lo"), {"NODE_RANK": "1", "MASTER_ADDR": HOST})
-    assert named == node.Place(1, HOST, "127.0.0.1")
+    assert place_of(several, {}, rank=1) == Place(1, HOST, "127.0.0.3")
+    assert place_of(changed(job, hosts=[]), {"MASTER_ADDR": "127.0.0.4"}).head == "127.0.0.4"
+    named = place_of(changed(job, nodes=2, hosts=[], interface="lo"), {"NODE_RANK": "1", "MASTER_ADDR": HOST})
+    assert named == Place(1, HOST, "127.0.0.1")
     for environ, rank, text in (
         ({}, None, "which node of job drill is this"),  # two of the hosts are this machine
         ({"NODE_RANK": "x"}, None, "NODE_RANK is 'x'"),
@@ -94,11 +95,11 @@ def test_the_place_of_a_node_comes_from_options_the_environment_or_the_hosts(job
         ({"MASTER_ADDR": "no.such.host.invalid"}, 0, "no.such.host.invalid cannot be resolved"),
     ):
         with pytest.raises(ConfigError, match=text):
-            node.place_of(several, environ, rank)
+            place_of(several, environ, rank)
     with pytest.raises(ConfigError, match="interface odd0"):
-        node.place_of(changed(job, nodes=2, hosts=[], interface="odd0"), {"MASTER_ADDR": HOST}, 1)
+        place_of(changed(job, nodes=2, hosts=[], interface="odd0"), {"MASTER_ADDR": HOST}, 1)
     with pytest.raises(ConfigError, match="the address of Ray's head is unknown"):
-        node.place_of(changed(job, nodes=2, hosts=[]), {"NODE_RANK": "1"})
+        place_of(changed(job, nodes=2, hosts=[]), {"NODE_RANK": "1"})
 
 
 def test_a_head_that_is_not_there_is_named_after_the_wait(job):

@@ -14,6 +14,7 @@ from verl_patches.cli.output import Json, leave_with, print_json
 from verl_patches.cluster import gather, node
 from verl_patches.cluster.backends import Batch, Hosts, Kuberay
 from verl_patches.cluster.job import Job, load_job, require_secrets
+from verl_patches.cluster.place import place_of
 from verl_patches.cluster.render import rendered
 from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.patching.report import Finding, Report
@@ -92,7 +93,7 @@ def up_command(
 def _up_here(
     job: Job, secrets: dict[str, str], rank: int | None, head: str | None, run: bool, block: bool, as_json: bool
 ) -> int:
-    place = node.place_of(job, os.environ, rank, head)
+    place = place_of(job, os.environ, rank, head)
     started = node.up(job, place, secrets, _say)
     if as_json:
         print_json({"job": job.name, "rank": place.rank, "address": place.address, "head": place.head})

@@ -13,7 +13,8 @@ from typing import Any
 import yaml
 
 from verl_patches.cluster.job import Job, as_text
-from verl_patches.cluster.node import Place, start_words
+from verl_patches.cluster.node import start_words
+from verl_patches.cluster.place import Place
 from verl_patches.config.ray_start import ray_start
 from verl_patches.platform.npu import SOCKETS
 from verl_patches.upstream.pins import load_pins
