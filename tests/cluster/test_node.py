@@ -139,7 +139,7 @@ def test_a_head_whose_node_is_missing_names_it_and_ends_what_it_started(job):
     two = changed(job, name="two", nodes=2, hosts=[HOST, "127.0.0.3"], wait_s=15.0)
     done = cluster(two, "up", "--node-rank", "0")
     assert done.returncode == 1, done.stderr
-    assert "1 of 2 nodes of job two are not in Ray after 15 s: node 1 (127.0.0.3): its raylet" in done.stderr
+    assert "1 of 2 nodes of job two are not in Ray after 15 s: node 1 (127.0.0.3): port" in done.stderr
     assert of_job(two) == [] and node.records(Path(job.folder)) == [] and not (Path(job.folder) / "ray").exists()
 
 

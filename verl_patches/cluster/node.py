@@ -289,8 +289,8 @@ def missing_nodes(job: Job, nodes: Sequence[Mapping[str, Any]]) -> dict[int, str
             found[rank] = f"node {rank} ({dead[rank]['address']}) was in, then its raylet ended or lost the network"
         elif rank < len(job.hosts):
             fault = _unreachable(job.hosts[rank], job.ports.first)
-            why = f"port {job.ports.first} of its raylet: {fault}" if fault else "its raylet has another head"
-            found[rank] = f"{job.host_of(rank)}: {why}"
+            why = f"of its raylet: {fault}" if fault else "answers, but it is not in this Ray: has it another head?"
+            found[rank] = f"{job.host_of(rank)}: port {job.ports.first} {why}"
         else:
             found[rank] = f"node {rank} never joined: cluster up --node-rank {rank}, on its machine"
     return found
