@@ -14,7 +14,7 @@ FLOORS = (
     {"platform"},
     {"model", "reshard", "memory", "tensor_cache", "weights", "watch"},
     {"rollout", "trainer", "worker", "rewards"},
-    {"config", "planning", "launch", "doctor", "upstream", "evaluation"},
+    {"config", "planning", "launch", "cluster", "doctor", "upstream", "evaluation"},
     {"cli", "catalog", "prelude_patch", "main_grpo", "__main__", "__init__"},
 )
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}

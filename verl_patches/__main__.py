@@ -9,7 +9,7 @@ import sys
 
 import typer
 
-from verl_patches.cli import contract, doctor, inspect, patches, plan, run, weights
+from verl_patches.cli import cluster, contract, doctor, inspect, patches, plan, run, weights
 from verl_patches.errors import ConfigError, RecipeError
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
@@ -28,6 +28,7 @@ app.command("reshard-plan")(inspect.reshard_plan_command)
 app.command("report")(inspect.report_command)
 app.command("versions")(contract.versions_command)
 app.command("fetch-upstream")(contract.fetch_upstream_command)
+app.add_typer(cluster.app, name="cluster")
 app.add_typer(weights.app, name="weights")
 
 

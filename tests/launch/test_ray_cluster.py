@@ -3,9 +3,10 @@
 import pytest
 
 from verl_patches.config.compose import compose
+from verl_patches.config.environment import worker_environment
 from verl_patches.errors import ConfigError
 from verl_patches.launch import ray_cluster
-from verl_patches.launch.ray_cluster import check_nodes, list_nodes, require_nodes
+from verl_patches.launch.ray_cluster import check_nodes, list_nodes, require_nodes, worker_settings
 
 NPU16 = {"resources": {"NPU": 16.0, "CPU": 8.0}}
 
@@ -41,3 +42,11 @@ def test_an_address_without_ray_is_refused(monkeypatch):
     monkeypatch.setattr(ray_cluster.ray_nodes, "__name__", "no_such_program")
     with pytest.raises(ConfigError, match=r"no Ray answers there \(.*no_such_pr.*--dry-run prints the ray commands"):
         list_nodes("127.0.0.1:1")
+
+
+def test_workers_of_several_nodes_choose_their_interface_on_cpus_too():
+    nodes = ["trainer.nnodes=4", "trainer.n_gpus_per_node=1", "recipe.ray_address=auto"]
+    one, several = compose("grpo_deepseekv3_tiny_cpu"), compose("grpo_deepseekv3_tiny_cpu", nodes)
+    assert worker_settings(one)["network"] is None and worker_environment(one)["GLOO_SOCKET_IFNAME"] == "lo"
+    assert worker_settings(several)["network"] == {"nodes": 4, "interface": None}
+    assert "GLOO_SOCKET_IFNAME" not in worker_environment(several)

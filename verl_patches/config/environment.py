@@ -67,6 +67,8 @@ def derive(config: DictConfig, temp_dir: str | None = None, trees: Trees | None 
     }
     if config.recipe.platform == "cpu":
         found |= _cpu() | _ON_CPU
+        if config.trainer.nnodes > 1:
+            found["GLOO_SOCKET_IFNAME"] = _sockets(config)["GLOO_SOCKET_IFNAME"]
     elif as_npu(config.recipe.platform):
         found |= _npu(config)
     if config.recipe.platform == "npu_emulated":
@@ -104,6 +106,12 @@ def _emulated(config: DictConfig) -> dict[str, tuple[str, ...]]:
     }
 
 
+def _sockets(config: DictConfig) -> dict[str, tuple[str, ...]]:
+    """The variables that each worker sets from its node's network, where there are several nodes."""
+    name, why = config.recipe.hccl.interface, "recipe.hccl.interface; a value set on the node takes precedence"
+    return {key: (form.format(name) if name else "(towards Ray's head)", why, "node") for key, form in SOCKETS.items()}
+
+
 def _npu(config: DictConfig) -> dict[str, tuple[str, ...]]:
     recipe, model = config.recipe, model_shape_of(config)
     ports = "{}-{}".format(*hccl.host_ports(config))
@@ -112,8 +120,6 @@ def _npu(config: DictConfig) -> dict[str, tuple[str, ...]]:
     timeout = "recipe.train.collective_timeout_minutes: HCCL has a timeout of its own, independent of torch's (s)"
     need = f"the exchange of experts in decode needs {hccl.buffer_need_mib(config, model)} (MiB)"
     base_port = "recipe.hccl.base_port; HCCL's default 60000 is in Linux's ephemeral range"
-    name, interface = recipe.hccl.interface, "recipe.hccl.interface; a value set on the node takes precedence"
-    sockets = {key: form.format(name) if name else "(towards Ray's head)" for key, form in SOCKETS.items()}
     queue = (
         "workspaces are prepared off the main thread too; torch_npu refuses it only while it captures an NPUGraph "
         "(NPUGraph.cpp:101), and graphs here are torchair's"
@@ -138,7 +144,7 @@ def _npu(config: DictConfig) -> dict[str, tuple[str, ...]]:
         "HCCL_BUFFSIZE": (str(hccl.buffer_mib(config, model)), need),
         "HCCL_IF_BASE_PORT": (str(recipe.hccl.base_port), base_port),
         "HCCL_HOST_SOCKET_PORT_RANGE": (ports, "the ports after those of HCCL_IF_BASE_PORT"),
-        **{key: (value, interface, "node") for key, value in sockets.items()},
+        **_sockets(config),
         "TASK_QUEUE_ENABLE": ("2", queue),
         "PYTORCH_NPU_ALLOC_CONF": (f"expandable_segments:{not by_vllm}", segments),
     }

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from omegaconf import DictConfig
 
 from verl_patches.config.compose import graph_arguments, vllm_arguments
+from verl_patches.config.ray_start import RayPorts
 from verl_patches.config.recipe import HCCL_PORTS
 from verl_patches.errors import ConfigError
 from verl_patches.layout.inventory import ModelShape
@@ -28,13 +29,6 @@ IF_PORTS = 16  # that HCCL_IF_BASE_PORT stands for (CANN envref_07_0074)
 PROC = Path("/proc/sys/net/ipv4")
 _MIB = 1 << 20
 _DEFAULT_SEATS = 256  # vllm/engine/arg_utils.py:1567, for a device below 70 GiB
-_RAY_PORTS = {  # (first, last) of `ray start` with its defaults, and the port of the printed commands
-    "Ray's GCS": (6379, 6379),
-    "Ray's dashboard": (8265, 8265),
-    "Ray's client server": (10001, 10001),
-    "Ray's workers": (10002, 19999),
-    "Ray's dashboard agent": (52365, 52365),
-}
 
 
 def checks(config: DictConfig, model: ModelShape) -> list[tuple[str, bool, str]]:
@@ -222,7 +216,7 @@ def check_ports(config: DictConfig, proc: Path = PROC) -> tuple[bool, str]:
             f"{said}, but {low} to {high} are this machine's ephemeral ports (net.ipv4.ip_local_port_range): "
             f"{todo}, or reserve them on every node: sysctl -w net.ipv4.ip_local_reserved_ports={first}-{last}"
         )
-    spans = dict(_RAY_PORTS)
+    spans = RayPorts().spans()
     if (port := config.recipe.ray_port) is not None:
         spans["recipe.ray_port"] = port, port
     taken = [(name, a, b) for name, (a, b) in spans.items() if a <= last and first <= b]

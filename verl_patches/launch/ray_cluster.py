@@ -30,13 +30,13 @@ def worker_settings(config: DictConfig) -> dict[str, dict[str, Any] | None]:
     """{engine, network} of every worker, as ray_start.start and worker_settings.send_settings take them.
 
     engine: verl's actor_rollout_ref section, from which line a3 prepares its engine before Megatron is imported.
-    network: how a worker on npu finds its network interface. None where the line or the platform needs neither.
+    network: how a worker on npu, or of several nodes, finds its network interface. None where the run needs neither.
     """
     recipe, engine = config.recipe, config.actor_rollout_ref
     network = {"nodes": config.trainer.nnodes, "interface": recipe.hccl.interface}
     return {
         "engine": OmegaConf.to_container(engine, resolve=True) if recipe.line == LINE else None,
-        "network": network if recipe.platform == "npu" else None,
+        "network": network if recipe.platform == "npu" or config.trainer.nnodes > 1 else None,
     }
 
 

@@ -17,6 +17,7 @@ from omegaconf import DictConfig
 from verl_patches.config import environment
 from verl_patches.config.checks import Check, check_config
 from verl_patches.config.compose import hf_config_of, keys_of, model_shape_of
+from verl_patches.config.ray_start import ray_start
 from verl_patches.layout.parallel import ParallelLayout, rollout_layout_of, train_layout_of
 from verl_patches.model.mindspeed.arguments import explain
 from verl_patches.patching.spec import PatchSpec
@@ -162,12 +163,11 @@ def commands(config: DictConfig, config_name: str, overrides: Sequence[str], tre
     places = [str(environment.REPOSITORY), *map(str, trees.folders)]
     here = f"PYTHONPATH={shlex.quote(os.pathsep.join(places))}${{PYTHONPATH:+:$PYTHONPATH}} "
     if config.recipe.ray_address is not None:
-        device = f""" --resources='{{"NPU": {dies}}}'""" if config.trainer.device == "npu" else ""
-        quiet = "--include-dashboard=false --disable-usage-stats"
-        found.append(("head node", f"{here}ray start --head --node-ip-address=HEAD --port=6379 {quiet}{device}"))
+        device = {"NPU" if config.trainer.device == "npu" else "GPU": dies}
+        found.append(("head node", here + shlex.join(ray_start("HEAD", "HEAD", True, device))))
         if nodes > 1:
-            other = f"{here}ray start --address=HEAD:6379 --node-ip-address=NODE --disable-usage-stats{device}"
-            found.append((f"each of the other {nodes - 1} nodes", other))
+            other = shlex.join(ray_start("HEAD", "NODE", False, device))
+            found.append((f"each of the other {nodes - 1} nodes", here + other))
     train = ["python", "-m", "verl_patches", "train", "--config-name", config_name, *trees.option, *overrides]
     found.append(("head node" if found else "this machine", here + shlex.join(train)))
     driver = shlex.join(driver_command(config_name, overrides))

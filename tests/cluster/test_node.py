@@ -1,0 +1,228 @@
+"""Drills on one machine: each ends within its bound, names the culprit in one sentence, and leaves nothing behind."""
+
+import dataclasses
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import yaml
+
+from verl_patches.cluster import gather, node
+from verl_patches.cluster.job import Job, read_job
+from verl_patches.cluster.place import Place, place_of
+from verl_patches.errors import ConfigError, RecipeError
+
+ROOT = Path(__file__).resolve().parents[2]
+HOST = "127.0.0.2"  # Ray takes 127.0.0.1 for the machine's address
+
+
+def free_ports(count):
+    """The first of `count` ports in a row that are free."""
+    for first in range(21000 + os.getpid() % 5000, 32000, count):
+        taken = [port for port in range(first, first + count) if not is_free(port)]
+        if not taken:
+            return first
+    raise AssertionError("no free ports")
+
+
+def is_free(port):
+    try:
+        socket.create_server(("0.0.0.0", port)).close()
+    except OSError:
+        return False
+    return True
+
+
+@pytest.fixture(scope="module")
+def folder():
+    with tempfile.TemporaryDirectory(prefix="vp-", dir="/tmp") as made:
+        yield Path(made)
+
+
+@pytest.fixture(scope="module")
+def job(folder):
+    first = free_ports(60)
+    ports = {"gcs": first, "first": first + 1, "workers": [first + 10, first + 59]}
+    named = {"folder": str(folder / "f"), "logs": str(folder / "logs"), "python": sys.executable, "checkout": str(ROOT)}
+    return Job(name="drill", nodes=1, dies=1, device="GPU", hosts=[HOST], ports=ports, wait_s=300.0, **named)
+
+
+def changed(job, **changes):
+    return read_job(yaml.safe_dump({**json.loads(job.model_dump_json()), **changes}), "job", {})[0]
+
+
+def cluster(job, verb, *options, environ=None):
+    command = [sys.executable, "-m", "verl_patches", "cluster", verb, "-", *options]
+    text = yaml.safe_dump(json.loads(job.model_dump_json()))
+    env = {**os.environ, **(environ or {})}
+    return subprocess.run(command, input=text, text=True, capture_output=True, cwd=ROOT, env=env, timeout=600)
+
+
+def of_job(job):
+    """Processes with the job's folder in their command, or its mark."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            marked = process.environ().get(node.MARK, "").startswith(f"{job.name}-")
+            if marked or f"{job.folder}/ray" in " ".join(process.cmdline()):
+                found.append(process)
+        except (psutil.Error, OSError):
+            continue
+    return found
+
+
+def test_the_place_of_a_node_comes_from_options_the_environment_or_the_hosts(job):
+    several = changed(job, nodes=3, hosts=[HOST, "127.0.0.3", "192.0.2.77"])
+    assert place_of(several, {}, rank=1) == Place(1, HOST, "127.0.0.3")
+    assert place_of(changed(job, hosts=[]), {"MASTER_ADDR": "127.0.0.4"}).head == "127.0.0.4"
+    named = place_of(changed(job, nodes=2, hosts=[], interface="lo"), {"NODE_RANK": "1", "MASTER_ADDR": HOST})
+    assert named == Place(1, HOST, "127.0.0.1")
+    for environ, rank, text in (
+        ({}, None, "which node of job drill is this"),  # two of the hosts are this machine
+        ({"NODE_RANK": "x"}, None, "NODE_RANK is 'x'"),
+        ({}, 3, "expected 0 to 2"),
+        ({}, 2, "node 2 .192.0.2.77. is none of this machine's addresses"),
+        ({"MASTER_ADDR": "192.0.2.77"}, 0, "its address 192.0.2.77 is none of this machine"),
+        ({"MASTER_ADDR": "127.0.0.1"}, 0, "the loopback, which other nodes cannot reach"),
+        ({"MASTER_ADDR": "no.such.host.invalid"}, 0, "no.such.host.invalid cannot be resolved"),
+    ):
+        with pytest.raises(ConfigError, match=text):
+            place_of(several, environ, rank)
+    with pytest.raises(ConfigError, match="interface odd0"):
+        place_of(changed(job, nodes=2, hosts=[], interface="odd0"), {"MASTER_ADDR": HOST}, 1)
+    with pytest.raises(ConfigError, match="the address of Ray's head is unknown"):
+        place_of(changed(job, nodes=2, hosts=[]), {"NODE_RANK": "1"})
+
+
+def test_a_head_that_is_not_there_is_named_after_the_wait(job):
+    lost = changed(job, name="lost", nodes=2, hosts=[HOST, "127.0.0.3"], wait_s=2.0)
+    done = cluster(lost, "up", "--node-rank", "1")
+    assert done.returncode == 1, done.stderr
+    address = f"{HOST}:{job.ports.gcs}"
+    assert f"node 1 (127.0.0.3): Ray's head {address} did not answer within 2 s (Connection refused)" in done.stderr
+    assert of_job(lost) == [] and node.records(Path(job.folder)) == []
+
+
+def test_a_port_that_is_taken_is_named_with_its_process(job):
+    with socket.create_server((HOST, job.ports.first)):
+        done = cluster(job, "up")
+    assert done.returncode == 2 and f"port {job.ports.first} (Ray's node manager) by pid {os.getpid()}" in done.stderr
+    assert of_job(job) == [] and node.records(Path(job.folder)) == []
+
+
+def test_missing_nodes_are_named_each_with_the_reason(job):
+    several = changed(job, nodes=5, hosts=[HOST, "127.0.0.3", "127.0.0.4", "127.0.0.5", "127.0.0.6"])
+
+    def member(rank, alive=True, name="drill"):
+        return {"rank": rank, "address": f"127.0.0.{rank + 2}", "port": 1, "job": name, "alive": alive}
+
+    with socket.create_server(("127.0.0.5", job.ports.first)):
+        nodes = [member(0), member(1, alive=False), member(4, name="other")]
+        found = node.missing_nodes(several, nodes)
+    assert sorted(found) == [1, 2, 3, 4]
+    assert "raylet ended" in found[1] and "another head" in found[3]
+    assert f"node 2 (127.0.0.4): port {job.ports.first} of its raylet: Connection refused" == found[2]
+    assert node.missing_nodes(several, [*nodes, member(1)]).keys() == {2, 3, 4}  # it came back
+    assert "never joined" in node.missing_nodes(changed(several, hosts=[]), nodes)[2]
+
+
+@pytest.mark.slow
+def test_a_head_whose_node_is_missing_names_it_and_ends_what_it_started(job):
+    two = changed(job, name="two", nodes=2, hosts=[HOST, "127.0.0.3"], wait_s=15.0)
+    done = cluster(two, "up", "--node-rank", "0")
+    assert done.returncode == 1, done.stderr
+    assert "1 of 2 nodes of job two are not in Ray after 15 s: node 1 (127.0.0.3): port" in done.stderr
+    assert of_job(two) == [] and node.records(Path(job.folder)) == [] and not (Path(job.folder) / "ray").exists()
+
+
+@pytest.fixture(scope="module")
+def running(job):
+    done = cluster(job, "up")
+    try:
+        assert done.returncode == 0, done.stderr
+        yield node.records(Path(job.folder))[0]
+    finally:
+        cluster(job, "down")
+
+
+@pytest.mark.slow
+def test_a_second_up_joins_or_refuses(job, running):
+    again = cluster(job, "up", "--run")
+    assert again.returncode == 2 and "has no command" in again.stderr
+    again = cluster(changed(job, command=["sh", "-c", 'echo "$A $HF_TOKEN"; exit 5'], secrets=["HF_TOKEN"]), "up")
+    assert again.returncode == 2 and "needs HF_TOKEN" in again.stderr
+    again = cluster(changed(job, command=["sh", "-c", "echo ran; exit 5"]), "up", "--run")
+    assert again.returncode == 5 and "is up already: nothing was started" in again.stderr and again.stdout == "ran\n"
+    assert node.records(Path(job.folder)) == [running] and node.ended(running) == []
+    other = cluster(changed(job, name="other"), "up")
+    assert (
+        other.returncode == 2
+        and f"node 0 ({HOST}) of job drill" in other.stderr
+        and "this is job other" in other.stderr
+    )
+    other = cluster(changed(job, image="other"), "up")
+    assert other.returncode == 2 and "this is job drill" in other.stderr
+    assert cluster(changed(job, name="other"), "down").returncode == 0 and node.ended(running) == []
+
+
+@pytest.mark.slow
+def test_a_killed_raylet_is_a_problem_of_status_and_down_ends_its_own_alone(job, running, folder):
+    assert cluster(job, "status").returncode == 0
+    (raylet,) = (entry for entry in running.processes if entry["name"] == "raylet")
+    alike = ["raylet", f"--raylet_socket_name={job.folder}/ray/session_x/sockets/raylet", "300"]
+    foreign = subprocess.Popen(["bash", "-c", f"exec -a '{' '.join(alike)}' sleep 300"])
+    plog = folder / "plog" / "debug" / "plog"
+    plog.mkdir(parents=True)
+    (plog / "plog-1.log").write_text("[ERROR] HCCL\n")
+    (plog / "old.log").write_text("of another run\n")
+    os.utime(plog / "old.log", (1, 1))
+    try:
+        os.kill(raylet["pid"], signal.SIGKILL)
+        deadline = time.monotonic() + 60
+        while node._recorded(raylet) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        looked = cluster(job, "status", "--json")
+        rows = {row["name"]: row for row in json.loads(looked.stdout)["rows"]}
+        assert looked.returncode == 1 and f"raylet (pid {raylet['pid']})" in rows[f"node 0 ({HOST})"]["found"]
+        again = cluster(job, "up")
+        assert again.returncode == 1 and "lost raylet" in again.stderr
+        down = cluster(job, "down", environ={gather.PLOG_VARIABLE: str(folder / "plog")})
+        assert down.returncode == 0 and f"ended: node 0 ({HOST})" in down.stderr
+        assert foreign.poll() is None and [process.pid for process in of_job(job)] == [foreign.pid]
+    finally:
+        foreign.kill()
+        foreign.wait()
+    logs = Path(job.logs) / f"node-0-{HOST}"
+    assert (logs / "ray" / "gcs_server.out").is_file()
+    assert [path.name for path in (logs / "plog").glob("**/*.log")] == ["plog-1.log"]
+    assert not (Path(job.folder) / "ray").exists()
+    done = cluster(job, "down")
+    assert done.returncode == 0 and "nothing of job drill ran here" in done.stderr
+    assert cluster(job, "status").returncode == 1
+
+
+def test_a_process_with_a_recorded_number_but_another_start_is_not_the_nodes(job):
+    entry = {"pid": os.getpid(), "created": psutil.Process().create_time(), "name": "x"}
+    started = node.Started("drill", "d", 0, HOST, HOST, "no-mark", 0.0, [entry])
+    assert node.ended(started) == []
+    other = dataclasses.replace(started, processes=[{**entry, "created": 5.0}])
+    assert node.ended(other) == [f"x (pid {os.getpid()})"] and node.living(other) == []
+
+
+def test_another_command_at_work_is_named(job):
+    with node._locked(node._folder(job)), pytest.raises(RecipeError, match="another `cluster` command"):
+        with node._locked(Path(job.folder)):
+            pass
+
+
+def test_logs_travel_as_an_archive_and_anything_else_is_refused(tmp_path):
+    with pytest.raises(RecipeError, match="node 1: its logs are no archive"):
+        gather.unpack(b"no archive", tmp_path, "node 1")

@@ -1,0 +1,151 @@
+"""What Kubernetes and Slurm are given, against KubeRay's schema and bash; the fields are those of ray.io/v1."""
+
+import json
+import shlex
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from verl_patches.cluster.job import Job
+from verl_patches.cluster.render import ray_job, rendered
+
+JOB = {"name": "j", "nodes": 4, "dies": 16, "image": "registry/a3:1", "command": ["python", "-c", "print('it is')"]}
+KUBERNETES = {
+    "provider": "kubernetes",
+    "kubernetes": {"queue": "rl", "secret": "tokens", "volumes": {"/data": "/data"}},
+}
+# of KubeRay's config/crd/bases/ray.io_rayjobs.yaml, version v1, at commit feeaf72f: field -> type or fields; "*": any
+POD = {
+    "spec": {
+        "hostNetwork": bool,
+        "dnsPolicy": str,
+        "volumes": [{"name": str, "emptyDir": {"medium": str, "sizeLimit": str}, "hostPath": {"path": str}}],
+        "containers": [
+            {
+                "name": str,
+                "image": str,
+                "env": [{"name": str, "value": str, "valueFrom": {"secretKeyRef": {"name": str, "key": str}}}],
+                "resources": {"limits": {"*": str}, "requests": {"*": str}},
+                "volumeMounts": [{"name": str, "mountPath": str, "readOnly": bool}],
+                "ports": [{"name": str, "containerPort": int}],
+            }
+        ],
+    }
+}
+COUNTS = dict.fromkeys(("replicas", "minReplicas", "maxReplicas"), int)
+RAY_JOB = {
+    "apiVersion": str,
+    "kind": str,
+    "metadata": {"name": str, "namespace": str, "labels": {"*": str}},
+    "spec": {
+        "entrypoint": str,
+        "shutdownAfterJobFinishes": bool,
+        "backoffLimit": int,
+        "rayClusterSpec": {
+            "rayVersion": str,
+            "headGroupSpec": {"rayStartParams": {"*": str}, "template": POD},
+            "workerGroupSpecs": [{"groupName": str, **COUNTS, "rayStartParams": {"*": str}, "template": POD}],
+        },
+    },
+}
+
+
+def faults(value, schema, place=""):
+    if isinstance(schema, list):
+        assert isinstance(value, list), place
+        return [f for number, entry in enumerate(value) for f in faults(entry, schema[0], f"{place}[{number}]")]
+    if isinstance(schema, dict):
+        known = [(key, schema.get(key, schema.get("*"))) for key in value]
+        unknown = [f"{place}.{key}" for key, kind in known if kind is None]
+        return unknown + [f for key, kind in known if kind for f in faults(value[key], kind, f"{place}.{key}")]
+    return [] if type(value) is schema else [f"{place} is {value!r}"]
+
+
+def test_a_ray_job_has_fields_of_the_custom_resource_alone():
+    made = yaml.safe_load(rendered(Job(**JOB, **KUBERNETES, secrets=["HF_TOKEN"], env={"A": "1"}, interface="eth0")))
+    assert faults(made, RAY_JOB) == []
+    assert faults({**made, "spec": {**made["spec"], "odd": 1, "entrypoint": 2}}, RAY_JOB) == [
+        ".spec.odd",
+        ".spec.entrypoint is 2",
+    ]
+    assert made["metadata"]["labels"] == {"ray.io/scheduler-name": "volcano", "volcano.sh/queue-name": "rl"}
+    cluster = made["spec"]["rayClusterSpec"]
+    (workers,) = cluster["workerGroupSpecs"]
+    assert workers["replicas"] == workers["minReplicas"] == workers["maxReplicas"] == 3
+    for group in (cluster["headGroupSpec"], workers):
+        (container,) = group["template"]["spec"]["containers"]
+        assert container["resources"]["limits"]["huawei.com/Ascend910"] == "16"
+        env = {entry["name"]: entry for entry in container["env"]}
+        assert env["HF_TOKEN"]["valueFrom"]["secretKeyRef"] == {"name": "tokens", "key": "HF_TOKEN"}
+        assert env["HCCL_SOCKET_IFNAME"]["value"] == "=eth0" and "PYTHONPATH" not in env  # the image has its own
+        words = shlex.split(f"--resources={group['rayStartParams']['resources']}")  # as the operator's shell reads it
+        assert json.loads(words[0].removeprefix("--resources=")) == {"NPU": 16}
+        assert group["rayStartParams"]["node-manager-port"] == "6380"
+    assert cluster["headGroupSpec"]["rayStartParams"]["port"] == "6379"
+
+
+def test_upstream_trees_of_the_job_replace_those_of_the_image():
+    made = ray_job(Job(**{**JOB, "nodes": 1}, provider="kubernetes", checkout="/c", upstream=["/u"]))
+    (container,) = made["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]["containers"]
+    assert {"name": "PYTHONPATH", "value": "/c:/u"} in container["env"]
+
+
+def test_a_ray_job_of_one_node_has_no_workers():
+    assert (
+        "workerGroupSpecs" not in ray_job(Job(**{**JOB, "nodes": 1}, provider="kubernetes"))["spec"]["rayClusterSpec"]
+    )
+
+
+def test_no_rendered_text_has_a_secret(monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "s3cret")
+    for provider in ("nodes", "slurm", "kubernetes"):
+        job = Job(**{**JOB, **KUBERNETES, "provider": provider}, secrets=["HF_TOKEN"])
+        assert "s3cret" not in rendered(job) and "HF_TOKEN" in rendered(job)
+
+
+@pytest.mark.parametrize("provider", ["nodes", "slurm"])
+def test_scripts_are_bash(provider):
+    text = rendered(Job(**JOB, provider=provider, secrets=["HF_TOKEN"], env={"A": "it's"}, interface="eth0"))
+    assert subprocess.run(["bash", "-n"], input=text, text=True, capture_output=True).stderr == ""
+    broken = subprocess.run(["bash", "-n"], input=text + "if\n", text=True, capture_output=True)
+    assert broken.returncode
+
+
+def test_the_batch_script_gives_every_task_the_job_its_rank_and_the_head(tmp_path):
+    """srun and scontrol are programs of the test: two tasks, one after the other, print what they are given."""
+    log = tmp_path / "log"
+    programs = {
+        "scontrol": "echo first; echo second",
+        "srun": 'while [ "$1" != bash ]; do shift; done; for i in 0 1; do SLURM_NODEID=$i "$@" || exit 1; done',
+        "python": f'echo "$* head=$MASTER_ADDR rank=$NODE_RANK path=$PYTHONPATH" >> {log}; cat >> {log}',
+    }
+    for name, text in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    job = Job(
+        **JOB, provider="slurm", checkout=str(tmp_path), env={"A": "it's $HOME"}, slurm={"options": ["--account=x"]}
+    )
+    text = rendered(job)
+    assert "#SBATCH --nodes=4\n" in text and "#SBATCH --account=x\n" in text
+    env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_NODELIST": "x", "NODE_RANK": "7"}
+    done = subprocess.run(["bash"], input=text, text=True, capture_output=True, env=env)
+    assert done.returncode == 0, done.stderr
+    for rank, part in enumerate(log.read_text().split("-m verl_patches ")[1:]):
+        line, _, given = part.partition("\n")
+        assert line == f"cluster up - --node-rank {rank} --run --block head=first rank= path={tmp_path}"
+        assert Job(**yaml.safe_load(given.replace("-m verl_patches", ""))).env == job.env
+
+
+def test_render_prints_and_starts_nothing(tmp_path):
+    file = tmp_path / "job.yaml"
+    file.write_text(yaml.safe_dump({**JOB, **KUBERNETES, "folder": str(tmp_path / "f")}))
+    command = [sys.executable, "-m", "verl_patches", "cluster", "up", str(file), "--render"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0 and yaml.safe_load(done.stdout)["kind"] == "RayJob" and not (tmp_path / "f").exists()
+    done = subprocess.run([*command, "--json"], capture_output=True, text=True)
+    assert json.loads(done.stdout)["provider"] == "kubernetes"
+    file.write_text("nodes: 2\n")
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2 and f"{file}: name: Field required; dies: Field required" in done.stderr

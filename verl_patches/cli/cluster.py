@@ -1,0 +1,155 @@
+"""The commands `cluster up`, `cluster status` and `cluster down`: Ray of a run on all its nodes, from one job file."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from verl_patches.cli.output import Json, leave_with, print_json
+from verl_patches.cluster import gather, node
+from verl_patches.cluster.backends import Batch, Hosts, Kuberay
+from verl_patches.cluster.job import Job, load_job, require_secrets
+from verl_patches.cluster.place import place_of
+from verl_patches.cluster.render import rendered
+from verl_patches.errors import ConfigError, RecipeError
+from verl_patches.patching.report import Finding, Report
+
+app = typer.Typer(no_args_is_help=True, help="Ray on all nodes of a run: start it, look at it, end it.")
+JOB_HELP = "A job file (configs/cluster_256die.yaml is one), or - for standard input."
+RANK_HELP = "Of this node, 0 is Ray's head; default: NODE_RANK, or where the job's hosts have this machine's address."
+HEAD_HELP = "Address of Ray's head; default: MASTER_ADDR, or the job's first host."
+LOGS_HELP = "Folder for the logs; - writes a tar archive to standard output. Default: the job's logs."
+RENDER_HELP = "Print what the nodes, Kubernetes or Slurm would be given; start nothing."
+BLOCK_HELP = "Stay until a signal or, with --run, the command's end; then end this node's Ray."
+JobFile = Annotated[str, typer.Argument(metavar="JOB", help=JOB_HELP)]
+NodeRank = Annotated[int | None, typer.Option(help=RANK_HELP)]
+
+
+def _load(path: str) -> tuple[Job, dict[str, str]]:
+    return load_job(path, sys.stdin.read() if path == "-" else "", os.environ)
+
+
+def _backend(job: Job, secrets: dict[str, str]) -> Hosts | Kuberay | Batch | None:
+    """What reaches the job's nodes; None where each node is called by its own `cluster`."""
+    if job.provider == "ssh":
+        return Hosts(job, secrets)
+    if job.provider == "kubernetes":
+        return Kuberay(job)
+    return Batch(job) if job.provider == "slurm" else None
+
+
+def _end_on_signals() -> None:
+    """SIGTERM becomes an exception as SIGINT is, so that what was started is ended."""
+
+    def end(number: int, _frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    signal.signal(signal.SIGTERM, end)
+
+
+@app.command("up")
+def up_command(
+    job_file: JobFile,
+    node_rank: NodeRank = None,
+    head: Annotated[str | None, typer.Option(help=HEAD_HELP)] = None,
+    run: Annotated[bool, typer.Option("--run", help="Then run the job's command, on the head's node.")] = False,
+    block: Annotated[bool, typer.Option("--block", help=BLOCK_HELP)] = False,
+    render: Annotated[bool, typer.Option("--render", help=RENDER_HELP)] = False,
+    as_json: Json = False,
+) -> None:
+    """Start Ray on this node, or over ssh, KubeRay or Slurm on all, and wait until all nodes are in.
+
+    Exit code 0: all nodes are in. 1: some are not within the job's wait_s; what was started is ended. 2: wrong use, or
+    something else is in the way. With --run the command's own.
+    """
+    job, secrets = _load(job_file)
+    if render:
+        print_json({"provider": job.provider, "text": rendered(job)}) if as_json else typer.echo(
+            rendered(job), nl=False
+        )
+        return
+    if run and not job.command:
+        raise ConfigError(f"job {job.name} has no command, which --run needs")
+    _end_on_signals()
+    backend = _backend(job, secrets)
+    if job.provider != "kubernetes":  # there the Secret has the values
+        require_secrets(job, secrets)
+    if backend is None:
+        raise typer.Exit(_up_here(job, secrets, node_rank, head, run, block, as_json))
+    if node_rank is not None or head is not None or block:
+        raise ConfigError(f"--node-rank, --head and --block are for provider nodes; job {job.name} has {job.provider}")
+    backend.up(_say)
+    code = backend.run() if run and isinstance(backend, Hosts) else 0
+    if as_json:
+        print_json({"job": job.name, "provider": job.provider, "nodes": job.nodes, "code": code})
+    raise typer.Exit(code)
+
+
+def _up_here(
+    job: Job, secrets: dict[str, str], rank: int | None, head: str | None, run: bool, block: bool, as_json: bool
+) -> int:
+    place = place_of(job, os.environ, rank, head)
+    started = node.up(job, place, secrets, _say)
+    if as_json:
+        print_json({"job": job.name, "rank": place.rank, "address": place.address, "head": place.head})
+    code = 0
+    try:
+        if run and place.rank == 0:
+            code = node.run_command(job, started, secrets)
+        elif block:
+            code = node.stay(job, started)
+    finally:
+        if block:
+            gather.gather(job, gather.logs_folder(job), place.rank)
+            node.end_processes(job, place.rank)
+    return code
+
+
+def _say(text: str) -> None:
+    typer.echo(text, err=True)
+
+
+@app.command("status")
+def status_command(job_file: JobFile, node_rank: NodeRank = None, as_json: Json = False) -> None:
+    """Are all nodes in Ray, and does all that was started run? Exit code 0 or, with a problem that names it, 1."""
+    job, secrets = _load(job_file)
+    backend = _backend(job, secrets)
+    findings = node.status(job, node_rank) if backend is None else backend.status()
+    leave_with(Report("cluster status", job.name, tuple(findings)), as_json)
+
+
+@app.command("down")
+def down_command(
+    job_file: JobFile,
+    node_rank: NodeRank = None,
+    logs: Annotated[str | None, typer.Option(help=LOGS_HELP)] = None,
+    as_json: Json = False,
+) -> None:
+    """End what `cluster up` started for the job, and nothing else, after its logs are gathered. Idempotent."""
+    job, secrets = _load(job_file)
+    backend = _backend(job, secrets)
+    folder = Path(logs) if logs and logs != "-" else gather.logs_folder(job)
+    if backend is not None:
+        faults = backend.down(folder)
+        if faults:
+            raise RecipeError(f"cluster down of job {job.name}: {'; '.join(faults)}")
+        said = f"job {job.name} is down on all nodes"
+    else:
+        if logs == "-":
+            sys.stdout.buffer.write(gather.packed(job, node_rank))
+            sys.stdout.flush()
+        else:
+            gather.gather(job, folder, node_rank)
+        stopped = node.end_processes(job, node_rank)
+        said = f"ended: {', '.join(stopped)}" if stopped else f"nothing of job {job.name} ran here"
+    written = f"; logs in {folder}" if logs != "-" and folder.is_dir() else ""
+    if as_json and logs != "-":
+        report = Report("cluster down", job.name, (Finding(job.name, "fine", "", "nothing left", said + written),))
+        print_json(report.as_dict())
+    else:
+        _say(said + written)

@@ -1,0 +1,306 @@
+"""Nodes that are reached from one place: hosts over ssh, a KubeRay RayJob, a Slurm job.
+
+Over ssh every host runs `cluster up|status|down` for itself, with the job on its standard input. Ray's own launcher
+(`ray up`, provider local; 2.42.1) is not used: it returns once the head is up, starts the other nodes from the head's
+monitor with a private key that must be there, reports their failures in that monitor's log alone, and ends nodes with
+`ray stop`, which ends every Ray of the user (ray/autoscaler/_private/commands.py:449).
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from verl_patches.cluster.gather import unpack
+from verl_patches.cluster.job import Job, as_text
+from verl_patches.cluster.node import ALREADY
+from verl_patches.cluster.render import node_command, ray_job, slurm_script
+from verl_patches.config.environment import REPOSITORY
+from verl_patches.errors import ConfigError, RecipeError
+from verl_patches.patching.report import Finding
+
+MARGIN_S = 180.0  # for a host's connection, container, processes and logs, beyond the job's own wait
+CALL_S, POLL_S = 60.0, 2.0
+LABEL = "verl_patches.job"  # of containers that `cluster up` started
+START_CONTAINER = REPOSITORY / "scripts" / "start_container.sh"
+_ENDED_WELL, _ENDED_BADLY = ("Complete",), ("Failed", "ValidationFailed")  # RayJob's status.jobDeploymentStatus
+
+
+@dataclass(frozen=True)
+class Answer:
+    """How a command ended; `fault` is its last line of error, empty with code 0."""
+
+    code: int
+    output: bytes
+    error: str
+
+    @property
+    def fault(self) -> str:
+        lines = [line.strip() for line in self.error.splitlines() if line.strip()]
+        return "" if self.code == 0 else (lines[-1] if lines else f"exit code {self.code}")
+
+
+def _call(words: Sequence[str], stdin: str, limit_s: float) -> Answer:
+    """Run a program of this machine; its end is never later than `limit_s`."""
+    try:
+        done = subprocess.run(list(words), input=stdin.encode(), capture_output=True, timeout=limit_s)
+    except FileNotFoundError:
+        raise ConfigError(f"{words[0]} is not installed here, which this provider needs") from None
+    except subprocess.TimeoutExpired:
+        return Answer(124, b"", f"no end within {limit_s:g} s")
+    return Answer(done.returncode, done.stdout, done.stderr.decode(errors="replace"))
+
+
+class Hosts:
+    """The job's hosts, over ssh."""
+
+    def __init__(self, job: Job, secrets: Mapping[str, str]):
+        self.job, self.secrets = job, secrets
+
+    def _on(self, rank: int, line: str, stdin: str, limit_s: float) -> Answer:
+        host = self.job.hosts[rank]
+        target = f"{self.job.ssh.user}@{host}" if self.job.ssh.user else host
+        return _call([*self.job.ssh.command, target, line], stdin, limit_s)
+
+    def _cluster(self, rank: int, verb: str, *options: str, limit_s: float) -> Answer:
+        """`cluster VERB` on one host, in the job's container where it has an image."""
+        line = node_command(self.job, verb, "--node-rank", str(rank), *options)
+        if self.job.image:  # a login shell sets CANN's variables
+            line = f"docker exec -i {self.job.name} bash -lc {shlex.quote(line)}"
+        job = self.job.model_copy(update={"provider": "nodes"})
+        return self._on(rank, line, as_text(job, self.secrets if verb == "up" else None), limit_s)
+
+    def _each(self, call: Callable[[int], Answer], ranks: Sequence[int] | None = None) -> dict[int, Answer]:
+        """{rank: answer} of all hosts at once, or of those of `ranks`."""
+        chosen = range(self.job.nodes) if ranks is None else ranks
+        with ThreadPoolExecutor(self.job.nodes) as threads:
+            return dict(zip(chosen, threads.map(call, chosen), strict=True))
+
+    def _faults(self, answers: Mapping[int, Answer]) -> str:
+        return "; ".join(f"{self.job.host_of(rank)}: {a.fault}" for rank, a in answers.items() if a.code)
+
+    def up(self, say: Callable[[str], None]) -> None:
+        """Start containers and Ray on all hosts; RecipeError that names those where it failed.
+
+        Each host ends what it started where nodes are missing. Hosts of which that is not known, and new containers,
+        are ended here, unless an earlier `up` has started the job.
+        """
+        new: list[int] = []
+        if self.job.image:
+            answers = self._each(self._container)
+            new = [rank for rank, a in answers.items() if a.code == 0 and a.output.split() != [self.job.name.encode()]]
+            if fault := self._faults(answers):
+                self._remove_containers(new)
+                raise RecipeError(f"containers of job {self.job.name}: {fault}")
+            say(f"{self.job.nodes} containers of {self.job.image} run, {len(new)} of them new")
+        limit_s = self.job.wait_s + MARGIN_S
+        answers = self._each(lambda rank: self._cluster(rank, "up", limit_s=limit_s))
+        if fault := self._faults(answers):
+            if not any(ALREADY in answer.error for answer in answers.values()):
+                self._each(self._down, [rank for rank, answer in answers.items() if answer.code != 2])
+                self._remove_containers(new)
+            raise RecipeError(f"cluster up of job {self.job.name}: {fault}")
+        say(f"all {self.job.nodes} nodes of job {self.job.name} are in Ray")
+
+    def _down(self, rank: int, *options: str) -> Answer:
+        return self._cluster(rank, "down", *options, limit_s=MARGIN_S)
+
+    def _container(self, rank: int) -> Answer:
+        name, label = self.job.name, f"{LABEL}={self.job.name}"
+        found = f"docker container inspect --format '{{{{index .Config.Labels \"{LABEL}\"}}}}' {name} 2>/dev/null"
+        options = shlex.join(["--label", label, *self.job.ssh.container_options])
+        refuse = f"echo 'a container {name} exists that cluster up did not start' >&2; exit 2"
+        start = f"NAME={name} IMAGE={shlex.quote(str(self.job.image))} bash -s -- {options}"
+        line = (
+            f'if label=$({found}); then [ "$label" = {name} ] || {{ {refuse}; }}; docker start {name}; else {start}; fi'
+        )
+        return self._on(rank, line, START_CONTAINER.read_text(), MARGIN_S)
+
+    def _remove_containers(self, ranks: Sequence[int] | None = None) -> dict[int, Answer]:
+        listed = f"docker ps --all --quiet --filter label={LABEL}={self.job.name}"
+        line = f'ids=$({listed}) && if [ -n "$ids" ]; then docker rm --force $ids; fi'
+        return self._each(lambda rank: self._on(rank, line, "", MARGIN_S), ranks)
+
+    def run(self) -> int:
+        """Run the job's command on the head's host, its output here; its exit code."""
+        line = node_command(self.job, "up", "--node-rank", "0", "--run")
+        if self.job.image:
+            line = f"docker exec -i {self.job.name} bash -lc {shlex.quote(line)}"
+        host = self.job.hosts[0]
+        target = f"{self.job.ssh.user}@{host}" if self.job.ssh.user else host
+        text = as_text(self.job.model_copy(update={"provider": "nodes"}), self.secrets)
+        done = subprocess.run([*self.job.ssh.command, target, line], input=text.encode())
+        return 128 - done.returncode if done.returncode < 0 else done.returncode
+
+    def status(self) -> list[Finding]:
+        """What every host says of itself, and what is said of all nodes once."""
+        found: dict[tuple[str, str], Finding] = {}
+        answers = self._each(lambda rank: self._cluster(rank, "status", "--json", limit_s=MARGIN_S))
+        for rank, answer in answers.items():
+            try:
+                rows = json.loads(answer.output)["rows"]
+            except (ValueError, LookupError):
+                todo = shlex.join([*self.job.ssh.command, self.job.hosts[rank]])
+                name, said = self.job.host_of(rank), answer.fault or "no report"
+                rows = [{"name": name, "state": "problem", "expected": "a report", "found": said, "todo": todo}]
+            for row in rows:
+                finding = Finding(**{**row, "details": tuple(row.get("details", ()))})
+                if finding.name == "this node":
+                    finding = Finding(**{**row, "name": self.job.host_of(rank), "details": ()})
+                found.setdefault((finding.name, finding.found), finding)
+        return list(found.values())
+
+    def down(self, logs: Path | None) -> list[str]:
+        """End what was started on every host, gather logs; the hosts where nothing could be ended, with the reason."""
+        options = ["--logs", "-"] if logs else []
+        answers = self._each(lambda rank: self._down(rank, *options))
+        faults = [f"{self.job.host_of(rank)}: {a.fault}" for rank, a in answers.items() if a.code]
+        for rank, answer in answers.items():
+            if logs and answer.code == 0 and answer.output:
+                unpack(answer.output, logs, self.job.host_of(rank))
+        if self.job.image:
+            removed = self._remove_containers()
+            faults += [f"{self.job.host_of(rank)}: {a.fault}" for rank, a in removed.items() if a.code]
+        return faults
+
+
+class Kuberay:
+    """A RayJob, by kubectl and its current context."""
+
+    def __init__(self, job: Job):
+        self.job = job
+        self.kubectl = ["kubectl", "--namespace", job.kubernetes.namespace]
+
+    def up(self, say: Callable[[str], None]) -> None:
+        """Apply the RayJob and wait until its command runs; RecipeError that names the pods which are not ready."""
+        text, end = json.dumps(ray_job(self.job)), time.monotonic() + self.job.wait_s
+        applied = _call([*self.kubectl, "apply", "-f", "-"], text, CALL_S)
+        if applied.code:
+            raise RecipeError(f"kubectl apply of RayJob {self.job.name}: {applied.fault}")
+        while (state := self._state()) not in ("Running", *_ENDED_WELL):
+            if state in _ENDED_BADLY or time.monotonic() >= end:
+                waited = "" if state in _ENDED_BADLY else f" after {self.job.wait_s:g} s"
+                pods = "; ".join(self._pods()) or "it has no pods: kubectl describe rayjob names the reason"
+                self.down(None)
+                raise RecipeError(f"RayJob {self.job.name} is {state or 'new'}{waited}: {pods}")
+            time.sleep(POLL_S)
+        say(f"RayJob {self.job.name} is {state}")
+
+    def _read(self, *words: str) -> dict[str, Any]:
+        answer = _call([*self.kubectl, "get", *words, "--ignore-not-found", "--output=json"], "", CALL_S)
+        if answer.code:
+            raise RecipeError(f"kubectl get {' '.join(words)}: {answer.fault}")
+        return json.loads(answer.output or b"{}")
+
+    def _state(self) -> str | None:
+        """jobDeploymentStatus, "" at first, None without the RayJob."""
+        found = self._read("rayjob", self.job.name)
+        return found.get("status", {}).get("jobDeploymentStatus", "") if found else None
+
+    def _pods(self) -> list[str]:
+        """Each pod of the job that is not ready, with the reason."""
+        cluster = self._read("rayjob", self.job.name).get("status", {}).get("rayClusterName")
+        found = []
+        for pod in self._read("pods", "--selector", f"ray.io/cluster={cluster}").get("items", []) if cluster else []:
+            conditions = {entry["type"]: entry for entry in pod["status"].get("conditions", [])}
+            if conditions.get("Ready", {}).get("status") == "True":
+                continue
+            waiting = [entry["state"].get("waiting") for entry in pod["status"].get("containerStatuses", [])]
+            reasons = [f"{w['reason']} {w.get('message', '')}".strip() for w in waiting if w]
+            bad = [entry for entry in conditions.values() if entry["status"] != "True" and entry.get("message")]
+            reasons += [f"{entry.get('reason', '')}: {entry['message']}" for entry in bad]
+            found.append(
+                f"pod {pod['metadata']['name']} is {pod['status'].get('phase')}, {reasons[0] if reasons else ''}"
+            )
+        return found
+
+    def status(self) -> list[Finding]:
+        """The RayJob and its pods that are not ready."""
+        state = self._state()
+        name = f"RayJob {self.job.name}"
+        if state is None:
+            return [Finding(name, "problem", "", "exists", "no such RayJob", "cluster up")]
+        bad = [Finding("pod", "problem", "", "ready", text, "kubectl describe pod") for text in self._pods()]
+        wrong = state in _ENDED_BADLY
+        return [Finding(name, "problem" if wrong else "fine", "", "runs or is complete", state or "new"), *bad]
+
+    def down(self, logs: Path | None) -> list[str]:
+        """Write the pods' logs and delete the RayJob, which deletes its pods."""
+        if logs:
+            cluster = self._read("rayjob", self.job.name).get("status", {}).get("rayClusterName")
+            pods = self._read("pods", "--selector", f"ray.io/cluster={cluster}").get("items", []) if cluster else []
+            for pod in pods:
+                name = pod["metadata"]["name"]
+                answer = _call([*self.kubectl, "logs", name, "--all-containers"], "", CALL_S)
+                logs.mkdir(parents=True, exist_ok=True)
+                (logs / f"{name}.log").write_bytes(answer.output)
+        words = ["delete", "rayjob", self.job.name, "--ignore-not-found", "--wait", f"--timeout={MARGIN_S:g}s"]
+        answer = _call([*self.kubectl, *words], "", MARGIN_S + CALL_S)
+        return [f"kubectl delete: {answer.fault}"] if answer.code else []
+
+
+class Batch:
+    """A Slurm job of the job's name and this user."""
+
+    def __init__(self, job: Job):
+        self.job = job
+
+    def _jobs(self) -> list[list[str]]:
+        """[[id, state, reason]] of the jobs of this name."""
+        words = ["squeue", "--me", "--noheader", f"--name={self.job.name}", "--format=%i|%T|%R"]
+        answer = _call(words, "", CALL_S)
+        if answer.code:
+            raise RecipeError(f"squeue: {answer.fault}")
+        return [line.split("|", 2) for line in answer.output.decode().splitlines() if line.strip()]
+
+    def up(self, say: Callable[[str], None]) -> None:
+        """Submit the batch script, unless a job of the name is there, and wait until it runs."""
+        end = time.monotonic() + self.job.wait_s
+        found = self._jobs()
+        if found:
+            say(f"Slurm job {found[0][0]} ({self.job.name}) is {found[0][1]} already: nothing was submitted")
+        else:
+            answer = _call(["sbatch", "--parsable"], slurm_script(self.job), CALL_S)
+            if answer.code:
+                raise RecipeError(f"sbatch: {answer.fault}")
+            say(f"Slurm job {answer.output.decode().strip()} is submitted")
+        while (found := self._jobs()) and found[0][1] in ("PENDING", "CONFIGURING"):
+            if time.monotonic() >= end:
+                self.down(None)
+                raise RecipeError(
+                    f"Slurm job {found[0][0]} is {found[0][1]} after {self.job.wait_s:g} s: {found[0][2]}"
+                )
+            time.sleep(POLL_S)
+        if not found:
+            raise RecipeError(f"Slurm job {self.job.name} has ended; its output file {self.job.name}-ID.log says why")
+        say(f"Slurm job {found[0][0]} is {found[0][1]}")
+
+    def status(self) -> list[Finding]:
+        """The job as squeue has it."""
+        found = self._jobs()
+        if not found:
+            return [Finding(self.job.name, "problem", "", "a Slurm job", "none of this name", "cluster up; sacct")]
+        return [
+            Finding(f"job {number}", "fine" if state == "RUNNING" else "note", "", "RUNNING", f"{state} {reason}")
+            for number, state, reason in found
+        ]
+
+    def down(self, logs: Path | None) -> list[str]:
+        """Cancel the job; its tasks end their Ray and gather their own logs."""
+        for number, *_ in self._jobs():
+            answer = _call(["scancel", number], "", CALL_S)
+            if answer.code:
+                return [f"scancel {number}: {answer.fault}"]
+        end = time.monotonic() + MARGIN_S
+        while left := self._jobs():
+            if time.monotonic() >= end:
+                return [f"Slurm job {left[0][0]} is {left[0][1]} {MARGIN_S:g} s after scancel"]
+            time.sleep(POLL_S)
+        return []

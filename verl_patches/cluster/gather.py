@@ -1,0 +1,70 @@
+"""Logs of a node: Ray's, which hold the workers' output, and those of Ascend's runtime and HCCL (plog)."""
+
+from __future__ import annotations
+
+import io
+import os
+import shutil
+import tarfile
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from verl_patches.cluster.job import Job
+from verl_patches.cluster.node import RAY_TEMP, Started, records
+from verl_patches.config.environment import REPOSITORY
+from verl_patches.errors import RecipeError
+from verl_patches.launch.launcher import copy_ray_logs
+
+PLOG_VARIABLE = "ASCEND_PROCESS_LOG_PATH"  # else ~/ascend/log
+MOST_BYTES = 64 << 20  # of one plog file
+
+
+def logs_folder(job: Job) -> Path:
+    """Where the logs of all nodes go: job.logs, relative to the checkout, or outputs/<name>/cluster there."""
+    return REPOSITORY / (job.logs or f"outputs/{job.name}/cluster")
+
+
+def gather(job: Job, to: Path, rank: int | None = None, environ: Mapping[str, str] = os.environ) -> list[Path]:
+    """Copy the logs of what was started here to `to`/node-<rank>-<address>; the folders that were written."""
+    folders = []
+    for started in records(Path(job.folder)):
+        if started.job != job.name or rank not in (None, started.rank):
+            continue
+        folder = to / f"node-{started.rank}-{started.address}"
+        copy_ray_logs(Path(job.folder) / RAY_TEMP, folder / "ray")
+        _copy_plog(started, folder / "plog", environ)
+        if folder.is_dir():
+            folders.append(folder)
+    return folders
+
+
+def _copy_plog(started: Started, to: Path, environ: Mapping[str, str]) -> None:
+    """Copy the files of Ascend's logs that were written since the node's Ray was started."""
+    place = Path(environ.get(PLOG_VARIABLE) or Path.home() / "ascend" / "log")
+    for source in sorted(place.glob("**/*.log")):
+        told = source.stat()
+        if told.st_mtime >= started.started and 0 < told.st_size <= MOST_BYTES:
+            target = to / source.relative_to(place)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(source, target)
+
+
+def packed(job: Job, rank: int | None = None) -> bytes:
+    """The logs of this node as a tar archive, for another node."""
+    buffer = io.BytesIO()
+    with tempfile.TemporaryDirectory() as temp, tarfile.open(fileobj=buffer, mode="w:gz") as archive:
+        gather(job, Path(temp), rank)
+        for path in sorted(Path(temp).iterdir()):
+            archive.add(path, path.name)
+    return buffer.getvalue()
+
+
+def unpack(data: bytes, to: Path, source: str) -> None:
+    """Write what `packed` made below `to`; RecipeError for anything else."""
+    to.mkdir(parents=True, exist_ok=True)
+    try:
+        with tarfile.open(fileobj=io.BytesIO(data)) as archive:
+            archive.extractall(to, filter="data")  # neither absolute paths nor links out of it
+    except (tarfile.TarError, EOFError, OSError) as error:
+        raise RecipeError(f"{source}: its logs are no archive: {error}") from None
