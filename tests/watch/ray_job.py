@@ -81,7 +81,11 @@ def main():
     except ray.exceptions.RayTaskError as error:
         found["raised"] = reason_of(error, run.raised_by(error))
     calls = [actor.update_actor.remote() for actor in actors]
-    watcher = Watcher(folder, Bounds(first_s=5, least_s=5, factor=1))
+    watcher = Watcher(folder, Bounds(first_s=20, least_s=20, factor=1))
+    deadline = time.monotonic() + DRILL_S
+    while [seen.beat.call for seen in watcher.processes()] != ["update_actor"] * 2 and time.monotonic() < deadline:
+        watcher.look()
+        time.sleep(0.2)
     os.kill(pids[1], signal.SIGSTOP)
     found["stall"] = until_raised(watcher, StallError)
     found["record"] = json.loads((folder / "watch.json").read_text())

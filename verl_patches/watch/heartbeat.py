@@ -269,8 +269,11 @@ def controller_is_at(step: int, name: str) -> None:
 
 
 def folder_of_run() -> Path:
-    """The folder of heartbeats on this node of the Ray job that this process belongs to: in Ray's session folder."""
+    """The folder of heartbeats on this node of the Ray job that this process belongs to: in Ray's session folder.
+
+    Named by the node too, as several nodes may share the file system (network namespaces, raylets of one machine).
+    """
     import ray
 
-    session = ray._private.worker._global_node.get_session_dir_path()
-    return Path(session) / f"verl_patches-watch-{ray.get_runtime_context().get_job_id()}"
+    session, here = ray._private.worker._global_node.get_session_dir_path(), ray.get_runtime_context()
+    return Path(session) / f"verl_patches-watch-{here.get_job_id()}-{here.get_node_id()}"
