@@ -35,7 +35,7 @@ from verl_patches.patching.switches import VARIABLE
 from verl_patches.platform.npu import SOCKETS
 from verl_patches.processes import KILL_S, TERM_S, Descendants, SharedMemory, adopting_orphans, name_of
 
-MARK = "VERL_PATCHES_CLUSTER"
+MARK = "CLUSTER_NODE_MARK"
 RAY_TEMP = "ray"  # below the job's folder: Ray's sockets and logs
 ALREADY = "is up already"  # in what `up` says where an earlier one has started this node
 CONNECT_S, POLL_S, START_S = 3.0, 1.0, 120.0
