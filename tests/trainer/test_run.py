@@ -103,8 +103,12 @@ def test_a_skipped_step_is_in_the_table_and_the_record_and_too_many_end_the_run(
     assert (step["skipped"]["steps"], step["skipped"]["nearest"]["parameter"]) == (1, "decoder.layers.5.w")
     with pytest.raises(SkippedStepsError, match="step 5: .* rank 0, pipeline stage 3, decoder.layers.5.w"):
         after_steps(made, monkeypatch, 5, skipped={**skipped, "in_a_row": 2})
+    lines = made.summary.path.with_name("metrics.jsonl").read_text().splitlines()
+    assert json.loads(lines[-1])["step"] == 5  # the step that ended the run
     made.recipe.train.max_skipped_steps = 3
-    assert made.after_step({"critic/score/mean": 0.5}, 6)["actor/skipped_steps"] == 1
+    metrics = made.after_step({"critic/score/mean": 0.5, "actor/grad_norm": float("inf")}, 6)
+    steps = json.loads(made.summary.path.read_text(), parse_constant=pytest.fail)["steps"]
+    assert steps[-1]["grad_norm"] is None and metrics["actor/skipped_steps"] == 1
 
 
 def test_the_start_names_the_slowest_worker_of_each_part():

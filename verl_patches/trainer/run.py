@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -239,17 +240,18 @@ class Run:
             metrics = {**metrics, skipped_steps.METRIC: skipped["steps"]}
             if said := skipped_steps.said_of(skipped):
                 self.progress.say(f"| step {step}: {said}")
-            skipped_steps.check(step, skipped, self.recipe.train.max_skipped_steps)
         for alarm in raised:
             self.progress.say(f"| step {step}: alarm {alarm.name}: {alarm.text}")
             metrics = {**metrics, f"{alarms.METRIC}/{alarm.name}": 1.0}
-        check = self.recipe.logprob_check
-        if check.action == "stop" and compared:
-            truth_check.check(step, delta, check[f"max_mean_{self.recipe.dtype}"])
         loads = {side: load["max_over_mean"] for side, load in (found["expert_load"] or {}).items() if load}
         ours = {f"recipe/seconds/{phase}": value for phase, value in seconds.items()} | metrics_of(found["rates"])
         metrics = {**metrics, **ours, **{f"recipe/expert_load/{side}": value for side, value in loads.items()}}
         self.summary.add_metrics(step, metrics)
+        if skipped:  # each of these checks may end the run, after its last step is written
+            skipped_steps.check(step, skipped, self.recipe.train.max_skipped_steps)
+        check = self.recipe.logprob_check
+        if check.action == "stop" and compared:
+            truth_check.check(step, delta, check[f"max_mean_{self.recipe.dtype}"])
         alarms.check(step, raised, self.recipe.alarms.action)
         return metrics
 
@@ -314,8 +316,8 @@ def replay_of_step(counts: list[dict[str, Any] | None]) -> dict[str, Any] | None
 
 
 def _number(value: Any) -> float | None:
-    """A float for JSON, which knows no NaN; a skipped update has no gradient norm."""
-    return None if value is None or value != value else float(value)
+    """A float for JSON, which knows neither NaN nor infinity; a skipped update has no gradient norm."""
+    return None if value is None or not math.isfinite(value) else float(value)
 
 
 def reason_of(error: BaseException, raised_by: str = "") -> str:
