@@ -41,8 +41,9 @@ def runs(smoke):
 def test_runs_that_were_killed_in_a_save_and_stopped_in_a_step_go_on_as_if_they_had_not_ended(smoke, runs):
     """At most the work since the last complete checkpoint is lost: of step 2, then of step 3."""
     first, second = runs
-    assert first.code and "a worker process died in step" in first.summary["exit"]
-    assert "rank 1 (pid" in first.summary["exit"]
+    # by a call of the trainer to it, or by the watch where that call comes late
+    died = r"a worker process died in step .*rank 1 \(pid|rank 1 \(pid .* ended \d+ s ago .*by a signal"
+    assert first.code and re.search(died, first.summary["exit"], re.S), first.summary["exit"]
     assert [step["step"] for step in second.steps] == [2, 3]
     log = (second.folder / "attempts" / "1" / "driver.log").read_text(errors="replace")
     assert "resumed from" in log and "global_step_1: step 1 is complete" in log
