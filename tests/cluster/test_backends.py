@@ -135,7 +135,8 @@ def kubectl(program, state, pods=()):
     rayjob, listed = json.dumps(found), json.dumps({"items": list(pods)})
     program(
         "kubectl",
-        f"""case "$*" in *"get rayjob"*) echo '{rayjob}';; *"get pods"*) echo '{listed}';; esac; cat >/dev/null""",
+        f"""case "$*" in *apply*) touch "$0.applied";; *"get rayjob"*) [ ! -e "$0.applied" ] || echo '{rayjob}';;
+        *"get pods"*) echo '{listed}';; esac; cat >/dev/null""",
     )
     return Kuberay(Job(**BASE, **KUBE))
 
@@ -166,6 +167,15 @@ def test_pods_that_are_not_ready_are_named_with_the_reason_and_the_job_is_delete
     assert any(row.state == "problem" for row in made.status())
 
 
+@pytest.mark.parametrize("state", ["Complete", "Failed"])
+def test_a_ray_job_that_ended_before_is_refused_and_stays(program, state):
+    made = kubectl(program, state)
+    subprocess.run(["kubectl", "apply"], input="", text=True, check=True)
+    with pytest.raises(RecipeError, match=f"RayJob j is {state} already; cluster down keeps its logs"):
+        made.up(lambda text: None)
+    assert "delete" not in program.calls() and program.calls().count("apply") == 1
+
+
 def test_a_batch_job_is_submitted_once_and_cancelled(program, tmp_path):
     state = tmp_path / "state"
     program("squeue", f"cat {state} 2>/dev/null || true")
@@ -182,6 +192,12 @@ def test_a_batch_job_is_submitted_once_and_cancelled(program, tmp_path):
     state.write_text("8|PENDING|Resources\n")
     with pytest.raises(RecipeError, match="Slurm job 8 is PENDING after 0.1 s: Resources"):
         made.up(said.append)
+    assert program.calls().count("scancel") == 1 and state.exists()  # it was not this call that submitted it
+    state.unlink()
+    program("sbatch", f"cat > {tmp_path}/script; echo '9|PENDING|Resources' > {state}; echo 9")
+    with pytest.raises(RecipeError, match="Slurm job 9 is PENDING"):
+        made.up(said.append)
+    assert program.calls().count("scancel") == 2 and not state.exists()
 
 
 def test_a_program_that_is_not_installed_is_named(monkeypatch, tmp_path):

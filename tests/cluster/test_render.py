@@ -10,8 +10,9 @@ import yaml
 
 from verl_patches.cluster.job import Job
 from verl_patches.cluster.render import ray_job, rendered
+from verl_patches.errors import ConfigError
 
-JOB = {"name": "j", "nodes": 4, "dies": 16, "image": "registry/a3:1", "command": ["python", "-c", "print('it is')"]}
+JOB = {"name": "j", "nodes": 4, "dies": 16, "image": "registry/a3:1", "command": ["python", "train.py"]}
 KUBERNETES = {
     "provider": "kubernetes",
     "kubernetes": {"queue": "rl", "secret": "tokens", "volumes": {"/data": "/data"}},
@@ -84,6 +85,18 @@ def test_a_ray_job_has_fields_of_the_custom_resource_alone():
         assert json.loads(words[0].removeprefix("--resources=")) == {"NPU": 16}
         assert group["rayStartParams"]["node-manager-port"] == "6380"
     assert cluster["headGroupSpec"]["rayStartParams"]["port"] == "6379"
+
+
+def test_the_entrypoint_is_one_simple_command_for_the_shell_of_the_operator():
+    """KubeRay makes `... ray job submit ... -- ENTRYPOINT ; fi` of it. Control: words that a shell would change."""
+    job = {**JOB, **KUBERNETES, "checkout": "/opt/recipe", "command": ["python", "train.py", "recipe.patches=[-a.b]"]}
+    text = ray_job(Job(**job))["spec"]["entrypoint"]
+    line = f"if true ; then printf '%s\\n' -- {text} ; fi"
+    done = subprocess.run(["bash", "-ce", line], capture_output=True, text=True, check=True)
+    assert done.stdout.split("\n")[1:-1] == ["env", "--chdir=/opt/recipe", *job["command"]]
+    for word in ("a b", "a;b", "$HOME", "it's", "a&&b", "(a)", "a*"):
+        with pytest.raises(ConfigError, match="two shells read the words"):
+            ray_job(Job(**{**job, "command": ["python", word]}))
 
 
 def test_upstream_trees_of_the_job_replace_those_of_the_image():

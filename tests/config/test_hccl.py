@@ -102,6 +102,20 @@ def test_the_groups_that_communicate_and_their_memory():
     assert [group.communicates for group in idle if group.name == "vllm_ep"] == [False]
 
 
+def test_groups_of_context_parallelism():
+    """MindSpeed and Megatron each make a second group for the experts' gradients where CP splits sequences."""
+    size = "actor_rollout_ref__actor__megatron__{}_parallel_size".format
+    changes = {size("context"): 2, size("expert_model"): 16, size("pipeline_model"): 4}
+    config = config_of(**changes, recipe__train__layers_per_stage=[15, 16, 15, 15])  # TP4 PP4 CP2 DP8
+    found = [(g.name, g.ranks, g.communicates) for g in hccl.groups(config) if g.name.startswith("dp_modulo")]
+    assert found == [
+        ("dp_modulo_exp", 8, False),
+        ("dp_modulo_exp_cp", 16, False),
+        ("dp_modulo_exp", 4, False),
+        ("dp_modulo_exp_cp", 4, True),
+    ]
+
+
 def test_a_plan_holds_the_checks_and_fails_with_them():
     checks = check_config(config_of(recipe__hccl__buffer_mib=200, recipe__hccl__base_port=6300))
     found = {check.name: check.ok for check in checks if check.name.startswith("HCCL")}

@@ -81,6 +81,9 @@ def test_a_launcher_that_is_gone_is_seen_by_its_lock(folder):
 @pytest.mark.parametrize("watch", [False, True])
 def test_the_command_says_how_a_run_ended(folder, reason, state, code, watch):
     ended(folder, reason)
+    if state == "failed":
+        assert live(folder, NOW)["state"] == "ending"  # its launcher still ends processes, or starts it again
+        (folder / ".lock").unlink()
     done = CliRunner().invoke(app, ["status", str(folder), *(["--watch"] if watch else [])])
     assert done.exit_code == code and f"r: {state}" in done.stdout and "a note" in done.stdout
     assert ("rank 3" in done.stdout) == (state == "failed") and "tokens/s/rank" in done.stdout

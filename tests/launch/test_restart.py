@@ -18,6 +18,7 @@ WORTH = [
     "driver ended by SIGKILL",
     "no output for 180 s (recipe.timeouts.quiet_s)",
     "rank 3 (pid 5 on h) in step 3: RuntimeError: [ERROR] HCCL function error: EI0006",
+    "ray.exceptions.OutOfMemoryError: Task was killed due to the node running low on memory.",
     "ray.exceptions.ActorDiedError: The actor died unexpectedly before finishing this task.",
     "rank 0 (pid 1 on h) in step 1: RuntimeError: [../gloo/transport/tcp/pair.cc:547] Connection closed by peer",
 ]
@@ -29,6 +30,7 @@ NOT_WORTH = [
     "rank 1 (pid 5 on h) in step 3: ValueError: expected 2, found 3",
     "verl_patches.trainer.truth_check.WeightSyncError: step 3: differ",
     "AlarmError: step 3: alarm nan: NaN or infinite: actor/pg_loss",
+    "torch.OutOfMemoryError: NPU out of memory. Tried to allocate 2.00 GiB",
     "the driver exited with 1; its log shows no error",
 ]
 
@@ -79,6 +81,11 @@ def test_a_run_that_is_started_again_has_one_table_and_one_record(start):  # noq
     assert "StallError" not in (outcome.folder / "driver.log").read_text()
 
 
+def test_a_line_of_metrics_that_was_not_written_to_its_end_is_left_out(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2, "re')
+    assert restart._metrics(tmp_path) == [{"step": 1}]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("error", "times", "tries"), [
     ("StallError: a", 0, 1), ("StallError: a", 1, 2), ("StallError: a", 3, 4), ("ValueError: a", 3, 1),
@@ -95,11 +102,12 @@ def test_a_run_is_started_again_at_most_so_often_and_then_fails(start, error, ti
 def joined(tmp_path, monkeypatch):
     """joined(nodes) -> Restarts of a run on 2 nodes that joined a Ray of these; node b is the culprit's."""
 
-    def make(*addresses, left_out=(), dies=2):
+    def make(*addresses, left_out=(), dies=2, action="stop"):
         nodes = [{"id": f"id-{a}", "address": a, "resources": {"GPU": float(dies)}} for a in addresses]
         monkeypatch.setattr(restart, "list_nodes", lambda address: nodes)
         (tmp_path / "watch.json").write_text(json.dumps({"culprits": [{"name": "rank 2", "node": "id-b"}]}))
         config = {"recipe": {"restart": {"times": 1, "without_nodes": list(left_out)}, "ray_address": "auto"}}
+        config["recipe"]["watch"] = {"action": action}
         config |= {"trainer": {"nnodes": 2, "n_gpus_per_node": 2, "device": "cuda"}}
         return Restarts(OmegaConf.create(config), tmp_path)
 
@@ -113,6 +121,7 @@ def joined(tmp_path, monkeypatch):
     ("abcd", {"left_out": ["c"]}, ["c", "b"], ", without b: "),
     ("ac", {}, [], "from the newest checkpoint: "),  # Ray has lost it already
     ("abc", {"dies": 1}, [], "from the newest checkpoint: "),  # no node of the run's kind
+    ("abc", {"action": "report"}, [], "from the newest checkpoint: "),  # the record is of a stall that was survived
 ])  # fmt: skip
 def test_the_faulty_node_is_left_out_where_a_spare_one_is_there(joined, nodes, options, left_out, words):
     restarts = joined(*nodes, **options)

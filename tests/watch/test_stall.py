@@ -46,6 +46,14 @@ def test_a_phase_that_was_not_ended_before_has_the_first_bound_and_loading_its_o
     assert named(rank(0, 4999, **load)) is None and named(rank(0, 5001, **load)) == ["rank 0"]
 
 
+@pytest.mark.parametrize("at", [("run_stage", "last checkpoint"), ("update_actor", "profile")])
+def test_a_phase_that_waits_for_a_disk_has_that_bound_each_time(at):
+    """It took nothing before, as there was nothing to write. Control: another phase that took as little."""
+    assert named(rank(0, 4999, at=at, done={" ".join(at): 0.001})) is None
+    assert named(rank(0, 5001, at=at, done={" ".join(at): 0.001})) == ["rank 0"]
+    assert named(rank(0, 4999, at=("run_stage", "update"), done={"run_stage update": 0.001})) == ["rank 0"]
+
+
 def test_a_rank_that_others_wait_for_is_named_with_the_group():
     """Ranks 0 and 1 have begun operation 5 of the group of all; rank 3 waits in its pair, for rank 2."""
     ranks = [rank(0, now=5), rank(1, now=5), rank(2, now=4, **{PAIR: 8}), rank(3, now=4, **{PAIR: 9})]

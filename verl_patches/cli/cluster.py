@@ -105,8 +105,12 @@ def _up_here(
             code = node.stay(job, started)
     finally:
         if block:
-            gather.gather(job, gather.logs_folder(job), place.rank)
-            node.end_processes(job, place.rank)
+            try:
+                gather.gather(job, gather.logs_folder(job), place.rank)
+            except OSError as error:
+                _say(f"logs could not be gathered: {error}")
+            finally:
+                node.end_processes(job, place.rank)
     return code
 
 
@@ -140,11 +144,14 @@ def down_command(
             raise RecipeError(f"cluster down of job {job.name}: {'; '.join(faults)}")
         said = f"job {job.name} is down on all nodes"
     else:
-        if logs == "-":
-            sys.stdout.buffer.write(gather.packed(job, node_rank))
-            sys.stdout.flush()
-        else:
-            gather.gather(job, folder, node_rank)
+        try:
+            if logs == "-":
+                sys.stdout.buffer.write(gather.packed(job, node_rank))
+                sys.stdout.flush()
+            else:
+                gather.gather(job, folder, node_rank)
+        except OSError as error:  # a full disk, or the caller has gone: what runs here must end all the same
+            _say(f"logs could not be gathered: {error}")
         stopped = node.end_processes(job, node_rank)
         said = f"ended: {', '.join(stopped)}" if stopped else f"nothing of job {job.name} ran here"
     written = f"; logs in {folder}" if logs != "-" and folder.is_dir() else ""

@@ -164,7 +164,10 @@ class Hosts:
         faults = [f"{self.job.host_of(rank)}: {a.fault}" for rank, a in answers.items() if a.code]
         for rank, answer in answers.items():
             if logs and answer.code == 0 and answer.output:
-                unpack(answer.output, logs, self.job.host_of(rank))
+                try:
+                    unpack(answer.output, logs, self.job.host_of(rank))
+                except (OSError, RecipeError) as error:  # the other hosts' containers must go all the same
+                    faults.append(f"{self.job.host_of(rank)}: its logs: {error}")
         if self.job.image:
             removed = self._remove_containers()
             faults += [f"{self.job.host_of(rank)}: {a.fault}" for rank, a in removed.items() if a.code]
@@ -180,7 +183,9 @@ class Kuberay:
 
     def up(self, say: Callable[[str], None]) -> None:
         """Apply the RayJob and wait until its command runs; RecipeError that names the pods which are not ready."""
-        text, end = json.dumps(ray_job(self.job)), time.monotonic() + self.job.wait_s
+        text, end, before = json.dumps(ray_job(self.job)), time.monotonic() + self.job.wait_s, self._state()
+        if before in (*_ENDED_WELL, *_ENDED_BADLY):
+            raise RecipeError(f"RayJob {self.job.name} is {before} already; cluster down keeps its logs and removes it")
         applied = _call([*self.kubectl, "apply", "-f", "-"], text, CALL_S)
         if applied.code:
             raise RecipeError(f"kubectl apply of RayJob {self.job.name}: {applied.fault}")
@@ -188,7 +193,8 @@ class Kuberay:
             if state in _ENDED_BADLY or time.monotonic() >= end:
                 waited = "" if state in _ENDED_BADLY else f" after {self.job.wait_s:g} s"
                 pods = "; ".join(self._pods()) or "it has no pods: kubectl describe rayjob names the reason"
-                self.down(None)
+                if before is None:
+                    self.down(None)
                 raise RecipeError(f"RayJob {self.job.name} is {state or 'new'}{waited}: {pods}")
             time.sleep(POLL_S)
         say(f"RayJob {self.job.name} is {state}")
@@ -263,8 +269,9 @@ class Batch:
     def up(self, say: Callable[[str], None]) -> None:
         """Submit the batch script, unless a job of the name is there, and wait until it runs."""
         end = time.monotonic() + self.job.wait_s
-        found = self._jobs()
+        found, there = self._jobs(), False
         if found:
+            there = True
             say(f"Slurm job {found[0][0]} ({self.job.name}) is {found[0][1]} already: nothing was submitted")
         else:
             answer = _call(["sbatch", "--parsable"], slurm_script(self.job), CALL_S)
@@ -273,7 +280,8 @@ class Batch:
             say(f"Slurm job {answer.output.decode().strip()} is submitted")
         while (found := self._jobs()) and found[0][1] in ("PENDING", "CONFIGURING"):
             if time.monotonic() >= end:
-                self.down(None)
+                if not there:
+                    self.down(None)
                 raise RecipeError(
                     f"Slurm job {found[0][0]} is {found[0][1]} after {self.job.wait_s:g} s: {found[0][2]}"
                 )

@@ -11,6 +11,8 @@ import psutil
 from verl_patches.cluster.job import MASTER, RANK, Job
 from verl_patches.errors import ConfigError
 
+_LOOPBACK = ("127.0.0.1", "127.0.1.1")  # of the own name: Debian and Ubuntu resolve it to the second
+
 
 @dataclass(frozen=True)
 class Place:
@@ -36,7 +38,7 @@ def place_of(job: Job, environ: Mapping[str, str], rank: int | None = None, head
             raise ConfigError(f"the address of Ray's head is unknown: set {MASTER}, or give --head or the job's hosts")
         named = _address_of(job.interface) if job.interface else _any_address()
     head = _resolved(named)
-    if job.nodes > 1 and head == "127.0.0.1":
+    if job.nodes > 1 and head in _LOOPBACK:
         raise ConfigError(f"Ray's head is {named}, the loopback, which other nodes cannot reach: give another address")
     if rank == 0:
         if not _is_own(head):

@@ -7,6 +7,7 @@ labels of KubeRay's Volcano integration. None was tried on a Kubernetes or Slurm
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from typing import Any
 
@@ -16,10 +17,13 @@ from verl_patches.cluster.job import Job, as_text
 from verl_patches.cluster.node import start_words
 from verl_patches.cluster.place import Place
 from verl_patches.config.ray_start import ray_start
+from verl_patches.errors import ConfigError
 from verl_patches.platform.npu import SOCKETS
 from verl_patches.upstream.pins import load_pins
 
 SRUN_WAIT_S = 15  # below the 60 s after which a raylet ends that has lost its head
+_RANK = "@node-rank@"  # stands in the command of a node for Slurm's variable
+_PLAIN = re.compile(r"[\w\-+=.,:/@%\[\]]+")
 QUEUE, SCHEDULER = "volcano.sh/queue-name", "ray.io/scheduler-name"
 HOSTS_OWN = ("/usr/local/dcmi", "/usr/local/bin/npu-smi", "/usr/local/Ascend/driver", "/etc/ascend_install.info")
 
@@ -104,6 +108,21 @@ def _pod(job: Job, is_head: bool) -> dict[str, Any]:
     return {"spec": spec}
 
 
+def _entrypoint(job: Job) -> str:
+    """One simple command: KubeRay puts the text, as it is, behind `ray job submit ... --` into a line of bash.
+
+    ConfigError for words that this shell, or that of the head, would change.
+    """
+    words = ["env", f"--chdir={job.checkout}", *job.command]
+    odd = [word for word in words if not _PLAIN.fullmatch(word)]
+    if odd:
+        raise ConfigError(
+            f"job {job.name}: command or checkout has {odd[0]!r}; with provider kubernetes expected letters, digits "
+            "and _-+=.,:/@%[] alone, as two shells read the words: put other values into a config file"
+        )
+    return " ".join(words)
+
+
 def ray_job(job: Job) -> dict[str, Any]:
     """The RayJob of a job: one pod a node, all of them or none where Volcano has a queue for it."""
     labels = {SCHEDULER: "volcano", QUEUE: job.kubernetes.queue} if job.kubernetes.queue else {}
@@ -120,7 +139,7 @@ def ray_job(job: Job) -> dict[str, Any]:
         "kind": "RayJob",
         "metadata": {"name": job.name, "namespace": job.kubernetes.namespace, "labels": labels},
         "spec": {
-            "entrypoint": f"cd {shlex.quote(job.checkout)} && {job.command_text}",
+            "entrypoint": _entrypoint(job),
             "shutdownAfterJobFinishes": True,
             "backoffLimit": 0,
             "rayClusterSpec": cluster,
@@ -147,7 +166,7 @@ def slurm_script(job: Job) -> str:
         *image,
         *slurm.srun_options,
     ]
-    task = node_command(job, "up", "--node-rank", "RANK", "--run", "--block").replace("RANK", '"$SLURM_NODEID"')
+    task = node_command(job, "up", "--node-rank", _RANK, "--run", "--block").replace(_RANK, '"$SLURM_NODEID"')
     return f"""#!/usr/bin/env bash
 {header}set -euo pipefail
 {needed}read -r MASTER_ADDR < <(scontrol show hostnames "$SLURM_JOB_NODELIST")

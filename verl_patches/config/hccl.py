@@ -110,14 +110,18 @@ def groups(config: DictConfig) -> list[Group]:
     train, rollout = train_layout_of(config), rollout_layout_of(config)
     tp, pp, dp, cp = train.tp, train.pp, train.dp, train.cp
     ep = train.ep * (train.etp or tp) // tp  # Megatron's own count: of groups of TP ranks
+    split = cp > 1  # then experts' gradients have groups of their own
     training = [
         *(("dp", dp, False), ("dp_cp", dp * cp, True), ("cp", cp, True)),
         *(("mp", tp * pp, True), ("mp_exp", tp * pp, False), ("tp", tp, True), ("pp", pp, True)),  # mp: gradient's norm
         *(("embd", min(pp, 2), False), ("tp_dp_cp", tp * dp * cp, False), ("tp_dp", tp * dp, False)),
-        *(("tp_cp", tp * cp, False), ("tp_exp", tp, False), ("dp_modulo_exp", dp * cp, False)),
+        *(("tp_cp", tp * cp, False), ("tp_exp", tp, False), ("dp_modulo_exp", dp, False)),
+        *([("dp_modulo_exp_cp", dp * cp, False)] if split else []),
         # those of experts, after those that are made as if experts were not split
         *(("mp_exp", tp * ep * pp, False), ("tp_exp", tp * ep, True), ("exp", ep, False)),
-        *(("dp_modulo_exp", dp * cp // ep, True), ("pp_new_stream", pp, False)),
+        ("dp_modulo_exp", dp * cp // ep, not split),
+        *([("dp_modulo_exp_cp", dp * cp // ep, True)] if split else []),
+        ("pp_new_stream", pp, False),
     ]
     engine = [
         *(("tp", rollout.tp, True), ("dp", config.recipe.rollout.dp, True)),

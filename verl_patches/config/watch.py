@@ -14,15 +14,15 @@ class Watch:
     """The watch of a run (docs/watch.md): which rank it waits for, and for how long it may.
 
     action: stop ends a run that stalls, report only logs and records it, off starts no heartbeats.
-    first_s: bound of a phase that a process has not ended before, in seconds; for loading at least
-    recipe.timeouts.load_s.
-    least_s: bound of a phase that it has ended before, whatever it took.
+    first_s: bound of a phase that a process has not ended before, in seconds; for loading, for writing a checkpoint and
+    for a trace at least recipe.timeouts.load_s, each time.
+    least_s: bound of a phase that it has ended before, whatever it took; the default is below HCCL_EXEC_TIMEOUT.
     factor: bound of such a phase as a multiple of its longest duration so far on any rank. The larger bound holds.
     """
 
     action: str = field(default="stop", metadata={"allowed": ("stop", "report", "off")})
     first_s: Positive = 1800.0
-    least_s: Positive = 300.0
+    least_s: Positive = 900.0
     factor: Factor = 5.0
 
 

@@ -4,7 +4,8 @@
     starting   no step's work has begun, and the launcher is there
     running    a step is in progress
     ended      all steps were made
-    failed     the run ended with the reason in `exit`
+    ending     a try ended with the reason in `exit`; its launcher ends processes, or starts the next try
+    failed     the run ended with that reason
     lost       the record says running, but no launcher holds the folder's lock: it was killed, or it runs on another
                node and the file system does not share locks between nodes
 """
@@ -22,7 +23,7 @@ from verl_patches.evaluation.report import SUMMARY, timed_steps
 from verl_patches.trainer.summary import NOW
 
 LINES = 5  # of progress.log, the last ones
-RUNNING = ("starting", "running")
+RUNNING = ("starting", "running", "ending")
 PLACES = (SUMMARY, "progress.log", "config.yaml")  # a folder with one of them is a run's
 # call of the trainer -> its phases in a step's seconds
 PHASES_OF = {
@@ -67,9 +68,12 @@ def live(folder: Path, now: float | None = None) -> dict[str, Any]:
 
 
 def _state(folder: Path, ended: str, doing: Mapping[str, Any]) -> str:
+    lock = folder / ".lock"
+    if ended == "ok":
+        return "ended"
     if ended != "running":
-        return "ended" if ended == "ok" else "failed"
-    if _launcher_is_gone(folder / ".lock"):
+        return "ending" if lock.exists() and not _launcher_is_gone(lock) else "failed"
+    if _launcher_is_gone(lock):
         return "lost"
     return "running" if doing else "starting"
 

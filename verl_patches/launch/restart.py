@@ -22,14 +22,14 @@ from verl_patches.watch.watcher import RECORD, STACKS
 
 ATTEMPTS = "attempts"
 # written by one try and moved when the next begins; progress.log, rollouts, tensorboard and checkpoints are of the run
-OF_A_TRY = ("driver.log", "summary.json", "metrics.jsonl", "ray_logs", RECORD, STACKS)
+OF_A_TRY = ("driver.log", "now.json", "summary.json", "metrics.jsonl", "ray_logs", RECORD, STACKS)
 _NO_USE = re.compile(
     r"^interrupted by|^still running after"
     r"|(?:^|[\s.])(?:ConfigError|PatchError|WeightSyncError|SkippedStepsError|AlarmError|CheckpointError)\b"
 )
 _OF_USE = re.compile(
     r"\b(?:StallError|LostNodeError|WorkerDiedError|worker process(?:es)? died|ActorDiedError|ActorUnavailableError"
-    r"|WorkerCrashedError|NodeDiedError|RaySystemError|OutOfMemoryError|DistBackendError|DistNetworkError"
+    r"|WorkerCrashedError|NodeDiedError|RaySystemError|ray\.exceptions\.OutOfMemoryError|DistBackendError|DistNetworkError"
     r"|DistStoreError)\b|^driver ended by|^no output for|HCCL|Connection (?:reset|closed) by peer"
 )
 
@@ -71,6 +71,8 @@ class Restarts:
         return f"restart {number} of {self._times}, from the newest checkpoint{left_out}: {reason}"
 
     def _culprits(self) -> list[dict[str, Any]]:
+        if self._config.recipe.watch.action == "report":
+            return []  # the record may be of an earlier stall, which the run survived
         try:
             return list(json.loads((self._folder / RECORD).read_text())["culprits"])
         except (OSError, ValueError, KeyError):
@@ -129,5 +131,10 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _metrics(folder: Path) -> list[dict[str, Any]]:
-    path = folder / "metrics.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+    path, found = folder / "metrics.jsonl", []
+    for line in path.read_text().splitlines() if path.is_file() else []:
+        try:
+            found.append(json.loads(line))
+        except ValueError:  # the last one of a try that was killed, or whose disk was full
+            continue
+    return found

@@ -25,7 +25,8 @@ from verl_patches.watch.node import STOPPED, Seen
 GONE_S = 30.0  # how long a process may be gone before the watch says so: Ray and the trainer know first
 SILENT_S = 20.0
 SHOWN = 8
-_LOADING = ("init_model", "load_checkpoint")  # they wait for the slowest disk, with a limit of their own
+# They wait for the slowest disk, or analyse a trace: what they took before says nothing, so Bounds.load_s holds
+SLOW_CALLS, SLOW_PHASES = {"init_model", "load_checkpoint", "finish_checkpoint"}, {"last checkpoint", "profile"}
 
 
 class StallError(RecipeError):
@@ -48,8 +49,8 @@ class Bounds:
     def of(self, seen: Seen, longest_s: float) -> float:
         """The bound of where `seen` is; longest_s: the longest time that any process was there before."""
         least_s = self.least_s if seen.beat.place in seen.beat.longest_s else self.first_s
-        if seen.beat.call in _LOADING:
-            least_s = max(least_s, self.load_s)
+        if seen.beat.call in SLOW_CALLS or seen.beat.phase in SLOW_PHASES:
+            least_s = max(self.first_s, self.load_s)
         return max(self.factor * longest_s, least_s)
 
 

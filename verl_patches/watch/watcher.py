@@ -164,8 +164,8 @@ class _Other:
 
         there = NodeAffinitySchedulingStrategy(name, soft=False)
         self.name, self.address, self.lost, self.seen = name, address, False, []
-        self.agent = ray.remote(num_cpus=0)(node.NodeAgent).options(scheduling_strategy=there).remote()
-        self._call, self._asked = None, time.monotonic()
+        self._make = ray.remote(num_cpus=0)(node.NodeAgent).options(scheduling_strategy=there).remote
+        self.agent, self._call, self._answered = self._make(), None, time.monotonic()
 
     def look(self) -> None:
         """Take the answer of the last call if it is there, and call again."""
@@ -176,15 +176,15 @@ class _Other:
                 return
             try:
                 self.seen = [node.from_plain(seen, self.name) for seen in ray.get(self._call)]
-            except ray.exceptions.RayError as error:  # the agent is gone: `unanswered_s` grows
+                self._answered = time.monotonic()
+            except ray.exceptions.RayError as error:  # the agent is gone: another one, until the node is lost
                 log.warning("watch: no answer from node %s: %s", self.address, str(error).strip().splitlines()[-1])
-                self._call = None
-                return
-        self._call, self._asked = self.agent.look.remote(), time.monotonic()
+                self.agent = self._make()
+        self._call = self.agent.look.remote()
 
     def unanswered_s(self) -> float:
-        """Seconds since the last call, which has not been answered."""
-        return time.monotonic() - self._asked
+        """Seconds since the last answer."""
+        return time.monotonic() - self._answered
 
 
 def _answers(calls: Sequence[Any]) -> list[Any]:

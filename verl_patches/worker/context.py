@@ -56,8 +56,8 @@ class WorkerContext:
 
     def begin(self, phase: str, by_vllm: Callable[[], Any] | None = None) -> None:
         """Begin `phase` of memory/schedule.py and end the one before; `by_vllm` makes the moves that are vLLM's."""
-        heartbeat.phase(phase)
         self.trace(phase)
+        heartbeat.phase(phase)
         if self.scheduler is not None:
             self.scheduler.begin(phase, by_vllm)
             return
@@ -72,8 +72,8 @@ class WorkerContext:
 
         After an error the phase stays open, and the next phase ends it.
         """
-        heartbeat.phase(name)
         self.trace(name)
+        heartbeat.phase(name)
         if self.scheduler is None:  # verl's worker moves memory inside the call: worker/memory.py, _check_inside
             yield
         else:

@@ -26,6 +26,7 @@ import torch
 
 from verl_patches.memory.ledger import Ledger
 from verl_patches.platform import as_npu
+from verl_patches.watch import heartbeat
 
 log = logging.getLogger(__name__)
 HISTORY_ENTRIES = 100_000  # of the allocator's last calls, each with its stack
@@ -52,6 +53,7 @@ class PhaseProfiler:
         """End the open trace, and begin that of `phase` if it is wanted; None begins none."""
         trace, self._trace = self._trace, None
         if trace is not None:
+            heartbeat.phase("profile")  # on npu the trace is analysed now, which may take minutes
             self._without_error(lambda: self._add(trace.stop()))
         if phase is not None and (self.phases is None or phase in self.phases):
             self._without_error(lambda: self._start(phase))
@@ -125,11 +127,15 @@ class _NpuTrace:
         self.memory = self.allocator._snapshot()
 
     def stop(self) -> list[Path]:
-        self.profiler.stop()
-        memory = self.path.with_name(f"{self.path.name}.memory.pickle")
-        memory.write_bytes(pickle.dumps(self.memory))
-        self.allocator._record_memory_history(enabled=None)
+        try:
+            self.profiler.stop()
+            files = []
+            if self.memory is not None:
+                files.append(self.path.with_name(f"{self.path.name}.memory.pickle"))
+                files[0].write_bytes(pickle.dumps(self.memory))
+        finally:
+            self.allocator._record_memory_history(enabled=None)  # else every allocation of the run has a stack
         traces = sorted(self.path.glob("*_ascend_pt/ASCEND_PROFILER_OUTPUT/trace_view.json"))
         if not traces:
             raise RuntimeError(f"torch_npu.profiler wrote no trace to {self.path}; the worker's log has its reason")
-        return [*traces, memory]
+        return [*traces, *files]
