@@ -8,6 +8,7 @@ Skipped where namespaces cannot be made; tests/cluster has what needs none.
 import json
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -31,6 +32,8 @@ exec ip netns exec PREFIX-$number bash -c "$enter" FOLDER/$number FOLDER/job "$l
 
 
 def ip(*words):
+    if shutil.which("ip") is None:
+        pytest.skip("the command `ip` is not installed here")
     return subprocess.run(["ip", *words], capture_output=True, text=True)
 
 

@@ -13,7 +13,7 @@ from verl_patches.watch import heartbeat
 from verl_patches.watch.node import look, stacks
 from verl_patches.watch.stall import Bounds, awaited_by, find_stall
 
-BOUNDS = Bounds(first_s=1800, least_s=3, factor=1)
+BOUNDS = Bounds(first_s=1800, least_s=10, factor=1)
 
 
 def one_hangs(folder, how):

@@ -81,7 +81,7 @@ def main():
     except ray.exceptions.RayTaskError as error:
         found["raised"] = reason_of(error, run.raised_by(error))
     calls = [actor.update_actor.remote() for actor in actors]
-    watcher = Watcher(folder, Bounds(first_s=20, least_s=20, factor=1))
+    watcher = Watcher(folder, Bounds(first_s=45, least_s=45, factor=1))
     deadline = time.monotonic() + DRILL_S
     while [seen.beat.call for seen in watcher.processes()] != ["update_actor"] * 2 and time.monotonic() < deadline:
         watcher.look()

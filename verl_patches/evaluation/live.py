@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import statistics
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -92,8 +93,8 @@ def _launcher_is_gone(lock: Path) -> bool:
 
 def _pace(steps: list[dict[str, Any]]) -> float | None:
     """Median seconds of a step; None before the first one has ended."""
-    seconds = sorted(step["seconds"]["step"] for step in timed_steps(steps))
-    return seconds[len(seconds) // 2] if seconds else None
+    seconds = [step["seconds"]["step"] for step in timed_steps(steps)]
+    return statistics.median(seconds) if seconds else None
 
 
 def _read(path: Path) -> dict[str, Any]:
