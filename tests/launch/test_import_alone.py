@@ -130,13 +130,19 @@ def test_the_folder_of_the_record_is_named_in_full(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("switches", "engine", "network"),
-    [(NPU, True, {"nodes": 16, "interface": "eth1"}), (parse("line=a3,platform=cpu"), True, None), (CPU, False, None)],
+    ("switches", "engine", "nodes", "network"),
+    [
+        (NPU, True, 16, {"nodes": 16, "interface": "eth1"}),
+        (parse("line=a3,platform=cpu"), True, 1, None),
+        (CPU, False, 1, None),
+        (CPU, False, 4, {"nodes": 4, "interface": None}),  # gloo's, on several nodes
+    ],
 )
-def test_workers_are_sent_the_same_settings_as_by_the_launcher(monkeypatch, switches, engine, network):
+def test_workers_are_sent_the_same_settings_as_by_the_launcher(monkeypatch, switches, engine, nodes, network):
     monkeypatch.setenv("VLLM_ENABLE_FIX_ROUTE", "0")
-    found = config(**({"hccl": {"interface": "eth1"}} if network else {}))
-    found.trainer.nnodes, found.trainer.device = 16, "npu" if network else "cuda"
+    npu = switches is NPU
+    found = config(**({"hccl": {"interface": "eth1"}} if npu else {}))
+    found.trainer.nnodes, found.trainer.device = nodes, "npu" if npu else "cuda"
     fill_recipe(found, switches)
     section = OmegaConf.to_container(found.actor_rollout_ref) if engine else None
     assert worker_settings(found) == {"engine": section, "network": network}
