@@ -107,6 +107,7 @@ class Upstream:
 def worker(**recipe):
     """A worker of ours over `Upstream`; the rows that are on in this process say what it does."""
     train = {"skip_old_log_prob": False, "routing_replay": None, "swap_optimizer": False, "swap_optimizer_times": 3}
+    train |= {"use_remove_padding": True}
     train |= recipe.pop("train", {})
     settings = {"line": "pypi", "platform": "cpu", "dtype": "fp32", "memory": {"ledger": "off"}, "train": train}
     settings |= {"weight_sync": {"enabled": True}, "expert_load": False, "watch": {"action": "off"}, **recipe}

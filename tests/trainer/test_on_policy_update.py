@@ -124,7 +124,7 @@ def updated(upstream, data):
     """RecipeWorker.update_actor over that of `upstream`, which gets the moments of the update."""
     base = type("Upstream", (), {"update_actor": lambda self, data: upstream.update_actor(data)})
     worker = object.__new__(subclass_of(base, RecipeWorker))
-    worker.recipe = upstream.config.get("recipe")
+    worker.recipe, worker.config = upstream.config.get("recipe"), {"actor": {}}  # micro batches of a fixed size
     output = worker.update_actor(data)
     upstream.log_prob_moments = worker.log_prob_moments
     return output

@@ -178,7 +178,8 @@ class RecipeWorker:
 
     def _micro_batches(self, stage: str) -> AbstractContextManager[None]:
         """Line a3: dynamic micro batches of `stage` where its switch is on (worker/dynamic_batches.py)."""
-        budget = token_budget(self.config, stage) if is_on("update.dynamic_batches") else None
+        ours = self.recipe is not None and is_on("update.dynamic_batches")
+        budget = token_budget(self.config, stage) if ours else None
         return context().micro_batches_of(budget)
 
     def _routing_of_log_probs(self, data: Any) -> AbstractContextManager[None]:
