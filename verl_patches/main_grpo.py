@@ -32,10 +32,8 @@ def main(arguments: list[str]) -> int:
     given = parser.parse_args(arguments)
     config = compose(given.config_name, given.overrides)
     with contextlib.redirect_stdout(_Watched(sys.stdout, ENDED)) as output:
-        from verl_patches.launch.ray_cluster import (
-            leave_out,
-            ray_options,
-        )  # here, as the controller imports this module too
+        # here, as the controller imports this module too
+        from verl_patches.launch.ray_cluster import leave_out, ray_options
 
         ray_start.start(**ray_options(config))
         import ray

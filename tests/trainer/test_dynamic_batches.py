@@ -2,7 +2,10 @@
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 
+from verl_patches.errors import ConfigError
+from verl_patches.worker import recipe_worker
 from verl_patches.worker.context import context
 from verl_patches.worker.dynamic_batches import Packing, by_tokens, equal_samples, packing
 
@@ -80,3 +83,18 @@ def test_only_a_stage_with_a_budget_is_packed(monkeypatch):
             packing(lambda *_: 1 / 0)(None, Data(), True)
         assert context().packing is None
     assert context().token_budget is None
+
+
+@pytest.mark.parametrize(("line", "on", "budget"), [("a3", True, 300), ("a3", False, None), ("pypi", False, 0)])
+def test_a_row_that_is_off_does_not_make_micro_batches_fixed_in_silence(monkeypatch, line, on, budget):
+    """Line pypi's verl has dynamic micro batches of its own."""
+    monkeypatch.setattr(recipe_worker, "is_on", lambda row: on)
+    worker = object.__new__(recipe_worker.RecipeWorker)
+    actor = {"use_dynamic_bsz": True, "ppo_max_token_len_per_gpu": 300, "megatron": {"context_parallel_size": 1}}
+    worker.config, worker.recipe = OmegaConf.create({"actor": actor}), OmegaConf.create({"line": line})
+    if budget is None:
+        with pytest.raises(ConfigError, match="row update.dynamic_batches is off"):
+            worker._micro_batches("update")
+        return
+    with worker._micro_batches("update"):
+        assert context().token_budget == (budget or None)

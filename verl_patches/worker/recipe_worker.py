@@ -29,6 +29,7 @@ from typing import Any
 import torch.distributed as dist
 from verl.single_controller.base.decorator import Dispatch, register
 
+from verl_patches.errors import ConfigError
 from verl_patches.layout.parallel import rollout_layout_in, train_layout_in
 from verl_patches.memory import counters
 from verl_patches.memory.measure import vllm_worker
@@ -179,7 +180,13 @@ class RecipeWorker:
     def _micro_batches(self, stage: str) -> AbstractContextManager[None]:
         """Line a3: dynamic micro batches of `stage` where its switch is on (worker/dynamic_batches.py)."""
         ours = self.recipe is not None and is_on("update.dynamic_batches")
-        budget = token_budget(self.config, stage) if ours else None
+        a3 = ours or (self.recipe is not None and self.recipe.line == "a3")  # verl 0.4.0 has dynamic batches of its own
+        budget = token_budget(self.config, stage) if a3 else None
+        if budget is not None and not ours:
+            raise ConfigError(
+                f"the micro batches of {stage} are dynamic, but row update.dynamic_batches is off, so "
+                "they would have a fixed size: switch the row on, or set the key to false"
+            )
         return context().micro_batches_of(budget)
 
     def _routing_of_log_probs(self, data: Any) -> AbstractContextManager[None]:
