@@ -161,6 +161,13 @@ def test_a_second_up_joins_or_refuses(job, running):
     assert again.returncode == 2 and "needs HF_TOKEN" in again.stderr
     again = cluster(changed(job, command=["sh", "-c", "echo ran; exit 5"]), "up", "--run")
     assert again.returncode == 5 and "is up already: nothing was started" in again.stderr and again.stdout == "ran\n"
+    looked = cluster(job, "status", "--json")
+    rows = {row["name"]: row for row in json.loads(looked.stdout)["rows"]}
+    assert looked.returncode == 1 and rows["command"]["found"] == "ended with exit code 5"
+    words = ["sh", "-c", "echo again; kill -9 $$"]  # the ended one is started again, and 137 is 128 + SIGKILL
+    again = cluster(changed(job, command=words), "up", "--run")
+    assert again.returncode == 137 and again.stdout.startswith("again\n") and "Killed" in again.stdout
+    assert cluster(job, "follow", "--skip", "2").stdout.startswith("ain\n")
     assert node.records(Path(job.folder)) == [running] and node.ended(running) == []
     other = cluster(changed(job, name="other"), "up")
     assert (
@@ -175,7 +182,8 @@ def test_a_second_up_joins_or_refuses(job, running):
 
 @pytest.mark.slow
 def test_a_killed_raylet_is_a_problem_of_status_and_down_ends_its_own_alone(job, running, folder):
-    assert cluster(job, "status").returncode == 0
+    looked = json.loads(cluster(job, "status", "--json").stdout)
+    assert [row["state"] for row in looked["rows"] if row["name"] != "command"] == ["fine", "fine"]
     (raylet,) = (entry for entry in running.processes if entry["name"] == "raylet")
     alike = ["raylet", f"--raylet_socket_name={job.folder}/ray/session_x/sockets/raylet", "300"]
     foreign = subprocess.Popen(["bash", "-c", f"exec -a '{' '.join(alike)}' sleep 300"])
@@ -187,7 +195,7 @@ def test_a_killed_raylet_is_a_problem_of_status_and_down_ends_its_own_alone(job,
     try:
         os.kill(raylet["pid"], signal.SIGKILL)
         deadline = time.monotonic() + 60
-        while node._recorded(raylet) and time.monotonic() < deadline:
+        while node.recorded_process(raylet) and time.monotonic() < deadline:
             time.sleep(0.1)
         looked = cluster(job, "status", "--json")
         rows = {row["name"]: row for row in json.loads(looked.stdout)["rows"]}

@@ -1,73 +1,31 @@
 """Four nodes in network namespaces, reached as hosts over ssh: cluster up, doctor, a smoke over all four, cluster down.
 
-A program in place of `ssh` enters the namespace of a host and binds a folder of its own for Ray; the rest is as on four
-machines. No process is warm (tests/warm): forks of a warm interpreter are in its namespaces, not in those of a node.
-Skipped where namespaces cannot be made; tests/cluster has what needs none.
+No process is warm (tests/warm): forks of a warm interpreter are in its namespaces, not in those of a node.
 """
 
 import json
-import os
 import shlex
-import shutil
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 import yaml
 from loop_runs import ROOT, STREAMS
 
+from tests.cluster.namespaces import Nodes
+
 pytestmark = pytest.mark.full
-NODES, NET = 4, "10.97.41"
-HOSTS = [f"{NET}.{number + 1}" for number in range(NODES)]
-SSH = """#!/bin/bash
-# ssh HOST LINE: run LINE in the namespace of HOST, where a folder of the node's own is the job's
-host=$1 line=$2 number=${1##*.}
-enter='mount --bind "$0" "$1" && exec bash -c "$2"'
-exec ip netns exec PREFIX-$number bash -c "$enter" FOLDER/$number FOLDER/job "$line"
-"""
-
-
-def ip(*words):
-    if shutil.which("ip") is None:
-        pytest.skip("the command `ip` is not installed here")
-    return subprocess.run(["ip", *words], capture_output=True, text=True)
+NODES = 4
 
 
 @pytest.fixture(scope="module")
-def namespaces(short_folder):
-    """(prefix of the namespaces' names, short folder); a bridge joins the four, and nothing else."""
-    prefix, folder = f"vp{os.getpid()}", short_folder
-    bridge = f"{prefix}-br"
-    try:
-        made = [ip("netns", "add", bridge)]
-        made.append(ip("-n", bridge, "link", "add", "br0", "type", "bridge"))
-        made.append(ip("-n", bridge, "link", "set", "br0", "up"))
-        (folder / "job").mkdir()
-        for number, host in enumerate(HOSTS, 1):
-            name = f"{prefix}-{number}"
-            (folder / str(number)).mkdir()
-            made.append(ip("netns", "add", name))
-            peer = ["type", "veth", "peer", "name", f"v{number}", "netns", bridge]
-            made.append(ip("-n", name, "link", "add", "eth0", *peer))
-            made.append(ip("-n", name, "address", "add", f"{host}/24", "dev", "eth0"))
-            made += [ip("-n", name, "link", "set", link, "up") for link in ("eth0", "lo")]
-            made.append(ip("-n", bridge, "link", "set", f"v{number}", "master", "br0", "up"))
-        if fault := next((done.stderr.strip() for done in made if done.returncode), None):
-            pytest.skip(f"network namespaces cannot be made here: {fault}")
-        yield prefix, folder
-    finally:
-        for name in [bridge, *(f"{prefix}-{number}" for number in range(1, NODES + 1))]:
-            ip("netns", "delete", name)
-
-
-@pytest.fixture(scope="module")
-def short_folder():
+def nodes():
     with tempfile.TemporaryDirectory(prefix="vp-", dir="/tmp", ignore_cleanup_errors=True) as folder:
-        yield Path(folder)
+        with Nodes(NODES, Path(folder)) as made:
+            yield made
 
 
 def timed(name, command):
@@ -77,12 +35,8 @@ def timed(name, command):
     return done
 
 
-def test_four_nodes_from_cluster_up_to_a_training_step_and_down_again(namespaces, tmp_path):
-    prefix, folder = namespaces
-    ssh = folder / "ssh"
-    ssh.write_text(SSH.replace("PREFIX", prefix).replace("FOLDER", str(folder)))
-    ssh.chmod(0o755)
-    overrides = ["trainer.nnodes=4", "trainer.n_gpus_per_node=1", f"recipe.ray_address={HOSTS[0]}:6379"]
+def test_four_nodes_from_cluster_up_to_a_training_step_and_down_again(nodes, tmp_path):
+    overrides = ["trainer.nnodes=4", "trainer.n_gpus_per_node=1", f"recipe.ray_address={nodes.hosts[0]}:6379"]
     program = [sys.executable, "-m", "verl_patches"]
     doctor = [*program, "doctor", "grpo_deepseekv3_tiny_cpu", *overrides, "--json"]
     smoke = [*program, "smoke", "--train-layout", "tp2ep2", "--steps", "1", "--run", "r", *overrides]
@@ -94,15 +48,15 @@ def test_four_nodes_from_cluster_up_to_a_training_step_and_down_again(namespaces
         "nodes": NODES,
         "dies": 1,
         "device": "GPU",
-        "hosts": HOSTS,
+        "hosts": nodes.hosts,
         "interface": "eth0",
         "checkout": str(ROOT),
         "python": sys.executable,
-        "folder": str(folder / "job"),
+        "folder": str(nodes.shared),
         "logs": str(tmp_path / "logs"),
         "wait_s": 240.0,
         "command": ["bash", "-c", line],
-        "ssh": {"command": [str(ssh)]},
+        "ssh": {"command": nodes.ssh},
     }
     (tmp_path / "job.yaml").write_text(yaml.safe_dump(job))
 
@@ -119,12 +73,11 @@ def test_four_nodes_from_cluster_up_to_a_training_step_and_down_again(namespaces
         summary = json.loads((tmp_path / "r" / "summary.json").read_text())
         assert summary["exit"] == "ok" and summary["steps"][0]["logprob_delta"]["max"] < 1e-5
         looked = cluster("status", "--json")
-        assert looked.returncode == 0 and json.loads(looked.stdout)["counts"]["fine"] == NODES + 1
+        assert looked.returncode == 0 and json.loads(looked.stdout)["counts"]["fine"] == NODES + 2
     finally:
         down = cluster("down")
     assert down.returncode == 0, down.stdout
-    assert {path.name for path in (tmp_path / "logs").iterdir()} == {f"node-{n}-{host}" for n, host in enumerate(HOSTS)}
-    left = [
-        p.info["cmdline"] for p in psutil.process_iter(["cmdline"]) if str(folder) in " ".join(p.info["cmdline"] or ())
-    ]
-    assert left == []
+    assert {path.name for path in (tmp_path / "logs").iterdir()} == {
+        f"node-{n}-{host}" for n, host in enumerate(nodes.hosts)
+    }
+    assert [nodes.processes(number) for number in range(NODES)] == [[]] * NODES

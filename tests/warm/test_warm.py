@@ -36,7 +36,7 @@ def in_a_fork(process):
 @pytest.mark.slow
 def test_code_runs_in_a_fork_with_its_own_environment_folder_and_arguments(warm, tmp_path):
     command = [*WARM, "-W", "ignore", "-c", PARENT + "; import sys; print(sys.argv)", "a", "-c"]
-    done = subprocess.run(command, env=warm({"WHO": "me"}), **PIPES, cwd=tmp_path, timeout=60)
+    done = subprocess.run(command, env=warm({**os.environ, "WHO": "me"}), **PIPES, cwd=tmp_path, timeout=60)
     line, arguments = done.stdout.splitlines()
     parent, who, folder = line.split(" ", 2)
     assert "server.py" in " ".join(psutil.Process(int(parent)).cmdline()) and (who, folder) == ("me", str(tmp_path))

@@ -1,17 +1,19 @@
-"""The commands `cluster up`, `cluster status` and `cluster down`: Ray of a run on all its nodes, from one job file."""
+"""The commands `cluster up`, `follow`, `status` and `down`: Ray of a run on all its nodes, from one job file."""
 
 from __future__ import annotations
 
 import os
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from verl_patches.cli.output import Json, leave_with, print_json
-from verl_patches.cluster import gather, node
+from verl_patches.cluster import command, gather, node
 from verl_patches.cluster.backends import Batch, Hosts, Kuberay
 from verl_patches.cluster.job import Job, load_job, require_secrets
 from verl_patches.cluster.place import place_of
@@ -44,12 +46,28 @@ def _backend(job: Job, secrets: dict[str, str]) -> Hosts | Kuberay | Batch | Non
 
 
 def _end_on_signals() -> None:
-    """SIGTERM becomes an exception as SIGINT is, so that what was started is ended."""
+    """SIGINT and SIGTERM become exceptions, so that what was started is ended."""
 
     def end(number: int, _frame: object) -> None:
         raise SystemExit(128 + number)
 
-    signal.signal(signal.SIGTERM, end)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, end)
+
+
+@contextmanager
+def _what_goes_on(job: Job, text: str) -> Iterator[None]:
+    """At Ctrl-C or SIGTERM, say what goes on without this command and what ends it."""
+    try:
+        yield
+    except SystemExit as error:
+        if error.code in (128 + signal.SIGINT, 128 + signal.SIGTERM):
+            _say(f"job {job.name}: {text}")
+        raise
+
+
+COMMAND_GOES_ON = "the command goes on; cluster follow shows its output again, cluster down ends it and Ray"
+UP_GOES_ON = "hosts may still be starting Ray; cluster down ends it on all of them"
 
 
 @app.command("up")
@@ -83,8 +101,12 @@ def up_command(
         raise typer.Exit(_up_here(job, secrets, node_rank, head, run, block, as_json))
     if node_rank is not None or head is not None or block:
         raise ConfigError(f"--node-rank, --head and --block are for provider nodes; job {job.name} has {job.provider}")
-    backend.up(_say)
-    code = backend.run() if run and isinstance(backend, Hosts) else 0
+    with _what_goes_on(job, UP_GOES_ON):
+        backend.up(_say)
+    code = 0
+    if run and isinstance(backend, Hosts):
+        with _what_goes_on(job, COMMAND_GOES_ON):
+            code = backend.run(_say)
     if as_json:
         print_json({"job": job.name, "provider": job.provider, "nodes": job.nodes, "code": code})
     raise typer.Exit(code)
@@ -100,7 +122,9 @@ def _up_here(
     code = 0
     try:
         if run and place.rank == 0:
-            code = node.run_command(job, started, secrets)
+            command.start(job, started, secrets, _say)
+            with _what_goes_on(job, "the command is ended with this node" if block else COMMAND_GOES_ON):
+                code = command.follow(job)
         elif block:
             code = node.stay(job, started)
     finally:
@@ -118,13 +142,40 @@ def _say(text: str) -> None:
     typer.echo(text, err=True)
 
 
+@app.command("follow")
+def follow_command(
+    job_file: JobFile,
+    node_rank: NodeRank = None,
+    skip: Annotated[int, typer.Option(min=0, help="Begin after so many bytes of the output.")] = 0,
+) -> None:
+    """Print the output of the job's command (`up --run`) until it ends, and exit with its code.
+
+    Ctrl-C or SIGTERM end this command alone. Exit code 1 too where no command was started, or it was killed.
+    """
+    job, secrets = _load(job_file)
+    backend = _backend(job, secrets)
+    if isinstance(backend, Kuberay | Batch):
+        instead = "kubectl logs --follow" if isinstance(backend, Kuberay) else f"tail -f {job.name}-ID.log"
+        raise ConfigError(
+            f"cluster follow is for providers nodes and ssh; job {job.name} has {job.provider}: {instead}"
+        )
+    _end_on_signals()
+    with _what_goes_on(job, COMMAND_GOES_ON):
+        raise typer.Exit(command.follow(job, skip) if backend is None else backend.follow(_say))
+
+
 @app.command("status")
 def status_command(job_file: JobFile, node_rank: NodeRank = None, as_json: Json = False) -> None:
     """Are all nodes in Ray, and does all that was started run? Exit code 0 or, with a problem that names it, 1."""
     job, secrets = _load(job_file)
     backend = _backend(job, secrets)
-    findings = node.status(job, node_rank) if backend is None else backend.status()
-    leave_with(Report("cluster status", job.name, tuple(findings)), as_json)
+    if backend is None:
+        findings = node.status(job, node_rank)
+        if (found := command.finding(job)) is not None:
+            findings.append(found)
+    else:
+        findings = backend.status()
+    leave_with(Report("cluster status", "", tuple(findings), job.name), as_json)
 
 
 @app.command("down")
@@ -156,7 +207,8 @@ def down_command(
         said = f"ended: {', '.join(stopped)}" if stopped else f"nothing of job {job.name} ran here"
     written = f"; logs in {folder}" if logs != "-" and folder.is_dir() else ""
     if as_json and logs != "-":
-        report = Report("cluster down", job.name, (Finding(job.name, "fine", "", "nothing left", said + written),))
+        finding = Finding(job.name, "fine", "", "nothing left", said + written)
+        report = Report("cluster down", "", (finding,), job.name)
         print_json(report.as_dict())
     else:
         _say(said + written)

@@ -9,15 +9,19 @@ monitor with a private key that must be there, reports their failures in that mo
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from verl_patches.cluster.command import BLOCK_BYTES, ended_with
 from verl_patches.cluster.gather import unpack
 from verl_patches.cluster.job import Job, as_text
 from verl_patches.cluster.node import ALREADY
@@ -28,6 +32,8 @@ from verl_patches.patching.report import Finding
 
 MARGIN_S = 180.0  # for a host's connection, container, processes and logs, beyond the job's own wait
 CALL_S, POLL_S = 60.0, 2.0
+SSH_FAILED = 255  # ssh's own exit code; a command may have it too
+RECONNECT_S, RECONNECT_EVERY_S = 900.0, 10.0
 LABEL = "verl_patches.job"  # of containers that `cluster up` started
 START_CONTAINER = REPOSITORY / "scripts" / "start_container.sh"
 _ENDED_WELL, _ENDED_BADLY = ("Complete",), ("Failed", "ValidationFailed")  # RayJob's status.jobDeploymentStatus
@@ -58,24 +64,59 @@ def _call(words: Sequence[str], stdin: str, limit_s: float) -> Answer:
     return Answer(done.returncode, done.stdout, done.stderr.decode(errors="replace"))
 
 
+def _forwarded(words: Sequence[str], stdin: str) -> tuple[int, int]:
+    """(exit code, bytes of output) of a program whose output is written on while it runs; it ends with this call."""
+    size = 0
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        try:
+            with suppress(BrokenPipeError):  # it has ended already, and its exit code says why
+                process.stdin.write(stdin.encode())
+                process.stdin.close()
+            while block := os.read(process.stdout.fileno(), BLOCK_BYTES):
+                sys.stdout.buffer.write(block)
+                sys.stdout.buffer.flush()
+                size += len(block)
+        except BaseException:
+            process.kill()
+            raise
+    return (SSH_FAILED if process.returncode < 0 else process.returncode), size  # below 0: a signal has ended ssh
+
+
 class Hosts:
     """The job's hosts, over ssh."""
 
     def __init__(self, job: Job, secrets: Mapping[str, str]):
         self.job, self.secrets = job, secrets
 
-    def _on(self, rank: int, line: str, stdin: str, limit_s: float) -> Answer:
+    def _words(self, rank: int, line: str) -> list[str]:
         host = self.job.hosts[rank]
-        target = f"{self.job.ssh.user}@{host}" if self.job.ssh.user else host
-        return _call([*self.job.ssh.command, target, line], stdin, limit_s)
+        return [*self.job.ssh.command, f"{self.job.ssh.user}@{host}" if self.job.ssh.user else host, line]
+
+    def _on(self, rank: int, line: str, stdin: str, limit_s: float) -> Answer:
+        return _call(self._words(rank, line), stdin, limit_s)
+
+    def _inside(self, line: str) -> str:
+        """The line in the job's container, where it has an image; a login shell there sets CANN's variables."""
+        return f"docker exec -i {self.job.name} bash -lc {shlex.quote(line)}" if self.job.image else line
+
+    def _line(self, rank: int, verb: str, *options: str) -> str:
+        """A line that runs `cluster VERB` on a host."""
+        return self._inside(node_command(self.job, verb, "--node-rank", str(rank), *options))
+
+    def _look(self, rank: int) -> Answer:
+        """Are checkout and Python there?"""
+        checkout, python = shlex.quote(self.job.checkout), shlex.quote(self.job.python)
+        missing = f"{{ echo {shlex.quote(f'no program {self.job.python} (python)')} >&2; exit 1; }}"
+        line = f"cd {checkout} && {{ command -v {python} > /dev/null || {missing}; }}"
+        return self._on(rank, self._inside(line), "", MARGIN_S)
+
+    def _stdin(self, verb: str) -> str:
+        job = self.job.model_copy(update={"provider": "nodes"})
+        return as_text(job, self.secrets if verb == "up" else None)
 
     def _cluster(self, rank: int, verb: str, *options: str, limit_s: float) -> Answer:
-        """`cluster VERB` on one host, in the job's container where it has an image."""
-        line = node_command(self.job, verb, "--node-rank", str(rank), *options)
-        if self.job.image:  # a login shell sets CANN's variables
-            line = f"docker exec -i {self.job.name} bash -lc {shlex.quote(line)}"
-        job = self.job.model_copy(update={"provider": "nodes"})
-        return self._on(rank, line, as_text(job, self.secrets if verb == "up" else None), limit_s)
+        """`cluster VERB` on one host."""
+        return self._on(rank, self._line(rank, verb, *options), self._stdin(verb), limit_s)
 
     def _each(self, call: Callable[[int], Answer], ranks: Sequence[int] | None = None) -> dict[int, Answer]:
         """{rank: answer} of all hosts at once, or of those of `ranks`."""
@@ -100,6 +141,10 @@ class Hosts:
                 self._remove_containers(new)
                 raise RecipeError(f"containers of job {self.job.name}: {fault}")
             say(f"{self.job.nodes} containers of {self.job.image} run, {len(new)} of them new")
+        answers = self._each(self._look)  # a host that is not reached is known before the others wait for it
+        if fault := self._faults(answers):
+            self._remove_containers(new)
+            raise RecipeError(f"cluster up of job {self.job.name}: {fault}; nothing was started")
         limit_s = self.job.wait_s + MARGIN_S
         answers = self._each(lambda rank: self._cluster(rank, "up", limit_s=limit_s))
         if fault := self._faults(answers):
@@ -121,23 +166,55 @@ class Hosts:
         line = (
             f'if label=$({found}); then [ "$label" = {name} ] || {{ {refuse}; }}; docker start {name}; else {start}; fi'
         )
-        return self._on(rank, line, START_CONTAINER.read_text(), MARGIN_S)
+        limit_s = max(MARGIN_S, self.job.wait_s)  # docker may have to pull the image
+        return self._on(rank, line, START_CONTAINER.read_text(), limit_s)
 
     def _remove_containers(self, ranks: Sequence[int] | None = None) -> dict[int, Answer]:
         listed = f"docker ps --all --quiet --filter label={LABEL}={self.job.name}"
         line = f'ids=$({listed}) && if [ -n "$ids" ]; then docker rm --force $ids; fi'
         return self._each(lambda rank: self._on(rank, line, "", MARGIN_S), ranks)
 
-    def run(self) -> int:
-        """Run the job's command on the head's host, its output here; its exit code."""
-        line = node_command(self.job, "up", "--node-rank", "0", "--run")
-        if self.job.image:
-            line = f"docker exec -i {self.job.name} bash -lc {shlex.quote(line)}"
-        host = self.job.hosts[0]
-        target = f"{self.job.ssh.user}@{host}" if self.job.ssh.user else host
-        text = as_text(self.job.model_copy(update={"provider": "nodes"}), self.secrets)
-        done = subprocess.run([*self.job.ssh.command, target, line], input=text.encode())
-        return 128 - done.returncode if done.returncode < 0 else done.returncode
+    def run(self, say: Callable[[str], None]) -> int:
+        """Start the job's command on the head's host and follow its output; its exit code."""
+        return self._followed(say, "up", "--run")
+
+    def follow(self, say: Callable[[str], None]) -> int:
+        """Follow the output of the job's command from its begin to its end; its exit code."""
+        return self._followed(say, "follow")
+
+    def _followed(self, say: Callable[[str], None], verb: str, *options: str) -> int:
+        """Follow the command on the head's host, with a new connection where one is lost; its exit code.
+
+        RecipeError where there is none for RECONNECT_S: the command goes on.
+        """
+        seen, connected = 0, time.monotonic()
+        while True:
+            began = time.monotonic()
+            code, size = _forwarded(self._words(0, self._line(0, verb, *options)), self._stdin(verb))
+            seen += size
+            if code != SSH_FAILED:
+                return code
+            if (ended := self._ended_with_that_code()) is not None:
+                return ended
+            if size or time.monotonic() > began + MARGIN_S:
+                connected = time.monotonic()
+            if time.monotonic() > connected + RECONNECT_S:
+                raise RecipeError(
+                    f"no connection to {self.job.host_of(0)} for {RECONNECT_S:g} s. The command goes on there: "
+                    "cluster follow joins it, cluster down ends it"
+                )
+            say(f"the connection to {self.job.host_of(0)} is lost; the command goes on, trying again")
+            time.sleep(RECONNECT_EVERY_S)
+            verb, options = "follow", ("--skip", str(seen))
+
+    def _ended_with_that_code(self) -> int | None:
+        """SSH_FAILED where the command itself ended with it, and not ssh; else None."""
+        try:
+            rows = json.loads(self._cluster(0, "status", "--json", limit_s=MARGIN_S).output)["rows"]
+        except (ValueError, LookupError):
+            return None
+        ended = any(row["name"] == "command" and row["found"] == ended_with(SSH_FAILED) for row in rows)
+        return SSH_FAILED if ended else None
 
     def status(self) -> list[Finding]:
         """What every host says of itself, and what is said of all nodes once."""

@@ -1,4 +1,4 @@
-"""Logs of a node: Ray's, which hold the workers' output, and those of Ascend's runtime and HCCL (plog)."""
+"""Logs of a node: Ray's, which hold the workers' output, those of Ascend's runtime and HCCL (plog), the command's."""
 
 from __future__ import annotations
 
@@ -33,18 +33,26 @@ def gather(job: Job, to: Path, rank: int | None = None, environ: Mapping[str, st
             continue
         folder = to / f"node-{started.rank}-{started.address}"
         copy_ray_logs(Path(job.folder) / RAY_TEMP, folder / "ray")
+        if started.rank == 0:
+            _copy_command_logs(Path(job.folder), folder)
         _copy_plog(started, folder / "plog", environ)
         if folder.is_dir():
             folders.append(folder)
     return folders
 
 
+def _copy_command_logs(folder: Path, to: Path) -> None:
+    for source in folder.glob("command-*.log"):
+        to.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(source, to)
+
+
 def _copy_plog(started: Started, to: Path, environ: Mapping[str, str]) -> None:
     """Copy the files of Ascend's logs that were written since the node's Ray was started."""
     place = Path(environ.get(PLOG_VARIABLE) or Path.home() / "ascend" / "log")
     for source in sorted(place.glob("**/*.log")):
-        told = source.stat()
-        if told.st_mtime >= started.started and 0 < told.st_size <= MOST_BYTES:
+        size, written = source.stat().st_size, source.stat().st_mtime
+        if written >= started.started and 0 < size <= MOST_BYTES:
             target = to / source.relative_to(place)
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(source, target)

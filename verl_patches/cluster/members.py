@@ -1,8 +1,8 @@
-"""A program that asks Ray's GCS which nodes a job has: `python -m verl_patches.cluster.members HOST:PORT WANT LIMIT_S`.
+"""A program that asks Ray's GCS which nodes a job has: `python -m verl_patches.cluster.members GCS JOB WANT LIMIT_S`.
 
-It joins no cluster. Waits until nodes of WANT different ranks are alive, for LIMIT_S at most, and prints ANSWER and
-[{address, port, rank, job, alive}], newest last. A process of its own, as Ray's client ends its process where the
-GCS goes away.
+GCS: HOST:PORT. It joins no cluster. Waits until nodes of WANT different ranks of JOB are alive, for LIMIT_S at most,
+and prints ANSWER and [{address, port, rank, job, alive}], newest last. A process of its own, as Ray's client ends its
+process where the GCS goes away.
 """
 
 from __future__ import annotations
@@ -34,22 +34,23 @@ def _nodes(client: Any) -> list[dict[str, Any]]:
     ]
 
 
-def main(address: str, want: int, limit_s: float) -> None:
+def main(address: str, job: str, want: int, limit_s: float) -> None:
     """Print the nodes once enough are there, or the time is over."""
     from ray._raylet import GcsClient
 
     client, end = GcsClient(address=address), time.monotonic() + limit_s
     while True:
         nodes = _nodes(client)
-        if len({node["rank"] for node in nodes if node["alive"]}) >= want or time.monotonic() >= end:
+        in_job = {node["rank"] for node in nodes if node["alive"] and node["job"] == job}
+        if len(in_job) >= want or time.monotonic() >= end:
             break
         time.sleep(POLL_S)
     sys.stdout.write(ANSWER + json.dumps(nodes) + "\n")
 
 
-def members(address: str, want: int = 0, limit_s: float = 0.0) -> list[dict[str, Any]]:
+def members(address: str, job: str, want: int = 0, limit_s: float = 0.0) -> list[dict[str, Any]]:
     """Run the program; RecipeError where no GCS answers at HOST:PORT."""
-    command = [sys.executable, "-m", __name__, address, str(want), str(limit_s)]
+    command = [sys.executable, "-m", __name__, address, job, str(want), str(limit_s)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s + START_S)
         output, error = done.stdout, done.stderr.strip().splitlines()
@@ -62,4 +63,4 @@ def members(address: str, want: int = 0, limit_s: float = 0.0) -> list[dict[str,
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), float(sys.argv[3]))
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), float(sys.argv[4]))

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import psutil
 
@@ -37,8 +37,10 @@ from verl_patches.processes import KILL_S, TERM_S, Descendants, SharedMemory, ad
 
 MARK = "CLUSTER_NODE_MARK"
 RAY_TEMP = "ray"  # below the job's folder: Ray's sockets and logs
+COMMAND_FILES = "command*"  # there too, of command.py
 ALREADY = "is up already"  # in what `up` says where an earlier one has started this node
 CONNECT_S, POLL_S, START_S = 3.0, 1.0, 120.0
+END_HOLDER_S = 60.0  # for another `cluster` command to end what it has started
 _CREATED_S = 1.0  # the same process, by the time at which it was created
 
 
@@ -103,13 +105,45 @@ def _folder(job: Job) -> Path:
 
 
 @contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    with (folder / "lock").open("w") as lock:
+def _locked(folder: Path, ends_holder: bool = False) -> Iterator[None]:
+    """One `cluster` command at a time in a folder. `ends_holder`: one that is at work there is ended first."""
+    with (folder / "lock").open("a+") as lock:
+        if not _lock(lock):
+            holder = _holder_of(lock)
+            if ends_holder and holder is not None:
+                holder.terminate()  # it ends what it has started
+                deadline = time.monotonic() + END_HOLDER_S
+                while not (done := _lock(lock)) and time.monotonic() < deadline:
+                    time.sleep(0.1)
+            else:
+                done = False
+            if not done:
+                name = f" (pid {holder.pid})" if holder else ""
+                raise RecipeError(f"another `cluster` command{name} is at work in {folder}; wait for its end")
+        lock.truncate(0)
+        lock.write(str(os.getpid()))
+        lock.flush()
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise RecipeError(f"another `cluster` command is at work in {folder}; wait for its end") from None
-        yield
+            yield
+        finally:
+            lock.truncate(0)
+
+
+def _lock(lock: TextIO) -> bool:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _holder_of(lock: TextIO) -> psutil.Process | None:
+    """The `cluster` command that has the lock, by the number in the file."""
+    lock.seek(0)
+    with suppress(psutil.Error, ValueError):
+        process = psutil.Process(int(lock.read()))
+        return process if "cluster" in process.cmdline() else None
+    return None
 
 
 def records(folder: Path) -> list[Started]:
@@ -270,7 +304,7 @@ def _write(folder: Path, started: Started) -> None:
 
 def _wait_for_all(job: Job, place: Place, end: float) -> None:
     """RecipeError that names the nodes which are not in Ray at the end of the time, each with the reason."""
-    nodes = members(f"{place.head}:{job.ports.gcs}", job.nodes, max(0.0, end - time.monotonic()))
+    nodes = members(f"{place.head}:{job.ports.gcs}", job.name, job.nodes, max(0.0, end - time.monotonic()))
     if missing := missing_nodes(job, nodes):
         raise RecipeError(
             f"{len(missing)} of {job.nodes} nodes of job {job.name} are not in Ray after {job.wait_s:g} s: "
@@ -300,7 +334,7 @@ def living(started: Started) -> list[psutil.Process]:
     """The processes of a node that live: those recorded, those that they started, and those with its mark."""
     found: dict[int, psutil.Process] = {}
     for entry in started.processes:
-        process = _recorded(entry)
+        process = recorded_process(entry)
         if process is not None:
             found[process.pid] = process
             with suppress(psutil.NoSuchProcess):
@@ -313,8 +347,8 @@ def living(started: Started) -> list[psutil.Process]:
     return [process for pid, process in found.items() if pid not in own and not _is_zombie(process)]
 
 
-def _recorded(entry: Mapping[str, Any]) -> psutil.Process | None:
-    """The process of a record, None where it has ended or another one has its number."""
+def recorded_process(entry: Mapping[str, Any]) -> psutil.Process | None:
+    """The process of a record {pid, created}, None where it has ended or another one has its number."""
     try:
         process = psutil.Process(entry["pid"])
         same = abs(process.create_time() - entry["created"]) < _CREATED_S
@@ -332,19 +366,20 @@ def _is_zombie(process: psutil.Process) -> bool:
 
 def ended(started: Started) -> list[str]:
     """ "raylet (pid 7)" for each recorded process that has ended."""
-    return [f"{entry['name']} (pid {entry['pid']})" for entry in started.processes if _recorded(entry) is None]
+    return [f"{entry['name']} (pid {entry['pid']})" for entry in started.processes if recorded_process(entry) is None]
 
 
 def end_processes(job: Job, rank: int | None = None, locked: bool = False) -> list[str]:
     """End what was started here for the job (`rank`: of one node only), and remove its record and Ray's folder.
 
+    A `cluster` command that is at work for the folder, such as an `up` that waits for the head, is ended first.
     Returns the names of the nodes that had living processes. Raises RecipeError where a process cannot be ended.
     """
     folder = Path(job.folder)
     if not folder.is_dir():
         return []
     if not locked:
-        with _locked(folder):
+        with _locked(folder, ends_holder=True):
             return end_processes(job, rank, locked=True)
     stopped = []
     for started in records(folder):
@@ -356,6 +391,8 @@ def end_processes(job: Job, rank: int | None = None, locked: bool = False) -> li
         (folder / f"node-{started.rank}.json").unlink()
     if not records(folder):
         shutil.rmtree(folder / RAY_TEMP, ignore_errors=True)
+        for path in folder.glob(COMMAND_FILES):
+            path.unlink()
     return stopped
 
 
@@ -391,23 +428,13 @@ def status(job: Job, rank: int | None = None) -> list[Finding]:
         found.append(Finding(started.name, "problem" if gone else "fine", "", expected, said, todo if gone else ""))
     address = f"{here[0].head}:{job.ports.gcs}"
     try:
-        missing = missing_nodes(job, members(address))
+        missing = missing_nodes(job, members(address, job.name))
     except RecipeError as error:
         return [*found, Finding("nodes", "problem", address, "Ray's head answers", str(error), "cluster status there")]
     said = "; ".join(missing.values()) or f"{job.nodes} nodes"
     todo = "cluster up on those nodes" if missing else ""
     state = "problem" if missing else "fine"
     return [*found, Finding("nodes", state, address, f"{job.nodes} nodes in Ray", said, todo)]
-
-
-def run_command(job: Job, started: Started, secrets: Mapping[str, str]) -> int:
-    """Run the job's command on this node; its exit code, 128 + n where signal n ended it."""
-    environment = node_environment(job, secrets, started.mark)
-    try:
-        code = subprocess.run(job.command, env=environment, cwd=job.checkout, stdin=subprocess.DEVNULL).returncode
-    except OSError as error:
-        raise ConfigError(f"command {job.command[0]}: {error.strerror}") from None
-    return 128 - code if code < 0 else code
 
 
 def stay(job: Job, started: Started) -> int:

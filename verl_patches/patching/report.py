@@ -33,11 +33,17 @@ class Finding:
 
 @dataclass(frozen=True)
 class Report:
-    """All findings of one command about one line: the JSON shape of `check`, `versions`, `fetch-upstream`, `doctor`."""
+    """All findings of one command about one line, or about one job of `cluster`: their JSON shape."""
 
     command: str
     line: str
     findings: tuple[Finding, ...]
+    job: str = ""
+
+    @property
+    def about(self) -> str:
+        """ "line a3", or "job NAME"."""
+        return f"job {self.job}" if self.job else f"line {self.line}"
 
     @property
     def state(self) -> str:
@@ -52,11 +58,12 @@ class Report:
         return 0 if self.state == "fine" else 1
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data: {command, line, state, counts, rows}."""
+        """Plain data: {command, line or job, state, counts, rows}."""
         found = [finding.state for finding in self.findings]
         counts = {state: found.count(state) for state in (*STATES, *([NOT_RUN] if NOT_RUN in found else []))}
         rows = [asdict(finding) for finding in self.findings]
-        return {"command": self.command, "line": self.line, "state": self.state, "counts": counts, "rows": rows}
+        about = {"job": self.job} if self.job else {"line": self.line}
+        return {"command": self.command, **about, "state": self.state, "counts": counts, "rows": rows}
 
 
 def count_by_process(rows: Iterable[Mapping[str, str]]) -> list[dict[str, Any]]:

@@ -1,0 +1,178 @@
+"""Nodes of one machine: network namespaces on a bridge, each with its own sshd, and one that the tests call from.
+
+Tests that use them are skipped, with the reason, where there is no root, `ip` or network namespace. Without OpenSSH's
+server a script stands in for ssh, unless the test asks for the real one. A node's own folder is bound over
+`Nodes.shared` in its mount namespace, so nodes do not share the folder of a job; all other files they share.
+"""
+
+import os
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+SSHD = "/usr/sbin/sshd"
+SSHD_CONFIG = """HostKey {folder}/host_key
+AuthorizedKeysFile {folder}/key.pub
+PidFile none
+StrictModes no
+UsePAM no
+PasswordAuthentication no
+KbdInteractiveAuthentication no
+PermitRootLogin yes
+PrintMotd no
+Banner {folder}/banner
+"""
+SSH_CONFIG = """Host *
+IdentityFile {folder}/key
+IdentitiesOnly yes
+UserKnownHostsFile {folder}/known_hosts
+StrictHostKeyChecking yes
+BatchMode yes
+ConnectTimeout 15
+"""
+STAND_IN = """#!/bin/bash
+# ssh HOST LINE
+enter='mount --bind "$0" "$1" && exec bash -c "$2"'
+number=$((${{1##*.}} - 1))
+exec ip netns exec {prefix}-$number bash -c "$enter" {folder}/$number {folder}/job "$2"
+"""
+
+
+def ip(*words):
+    """Run `ip`; RuntimeError with its message where it fails."""
+    done = subprocess.run(["ip", *words], capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"ip {' '.join(words)}: {done.stderr.strip()}")
+
+
+class Nodes:
+    """`count` nodes with the addresses `hosts`; `real`: only with an sshd of their own."""
+
+    def __init__(self, count, folder: Path, net="10.97.41", real=False):
+        self._real = real or shutil.which(SSHD) is not None
+        self.folder, self.shared = folder, folder / "job"
+        self.hosts = [f"{net}.{number + 1}" for number in range(count)]
+        self._prefix, self._desk, self._net = f"vp{os.getpid()}", f"vp{os.getpid()}-desk", net
+        self._sshd = []
+
+    def __enter__(self):
+        for program in ("ip", *(("ssh", "ssh-keygen", SSHD) if self._real else ())):
+            if shutil.which(program) is None:
+                pytest.skip(f"{program} is not installed here")
+        try:
+            self._make_network()
+        except RuntimeError as error:
+            self.__exit__()
+            pytest.skip(f"network namespaces cannot be made here: {error}")
+        try:
+            for name in ("job", *range(len(self.hosts))):
+                (self.folder / str(name)).mkdir()
+            if self._real:
+                self._start_sshd()
+            else:
+                (self.folder / "ssh").write_text(STAND_IN.format(prefix=self._prefix, folder=self.folder))
+                (self.folder / "ssh").chmod(0o755)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def _make_network(self):
+        """A bridge and the caller's end in the namespace of the desk, one namespace for each node."""
+        ip("netns", "add", self._desk)
+        ip("-n", self._desk, "link", "add", "br0", "type", "bridge")
+        ip("-n", self._desk, "address", "add", f"{self._net}.254/24", "dev", "br0")
+        for link in ("br0", "lo"):
+            ip("-n", self._desk, "link", "set", link, "up")
+        for number, host in enumerate(self.hosts):
+            name = self.name(number)
+            ip("netns", "add", name)
+            peer = ["type", "veth", "peer", "name", f"v{number}", "netns", self._desk]
+            ip("-n", name, "link", "add", "eth0", *peer)
+            ip("-n", name, "address", "add", f"{host}/24", "dev", "eth0")
+            for link in ("eth0", "lo"):
+                ip("-n", name, "link", "set", link, "up")
+            ip("-n", self._desk, "link", "set", f"v{number}", "master", "br0", "up")
+
+    def _start_sshd(self):
+        folder = self.folder
+        for name in ("key", "host_key"):
+            subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / name], check=True)
+        (folder / "banner").write_text("Authorised use only.\n")
+        (folder / "sshd_config").write_text(SSHD_CONFIG.format(folder=folder))
+        (folder / "ssh_config").write_text(SSH_CONFIG.format(folder=folder))
+        public = (folder / "host_key.pub").read_text()
+        (folder / "known_hosts").write_text("".join(f"{host} {public}" for host in self.hosts))
+        Path("/run/sshd").mkdir(exist_ok=True)  # where sshd changes its root to; Debian's service makes it
+        for number in range(len(self.hosts)):
+            bind = f"mount --bind {folder}/{number} {self.shared}"
+            line = f"{bind} && exec {SSHD} -D -f {folder}/sshd_config -E {folder}/sshd-{number}.log"
+            command = ["ip", "netns", "exec", self.name(number), "bash", "-c", line]
+            self._sshd.append(subprocess.Popen(command, start_new_session=True))
+        for host in self.hosts:
+            deadline = time.monotonic() + 60
+            while subprocess.run([*self.ssh, host, "true"], capture_output=True).returncode:
+                assert time.monotonic() < deadline, (folder / "sshd-0.log").read_text()
+                time.sleep(0.1)
+
+    def __exit__(self, *_):
+        """End what still runs in the namespaces, then remove them."""
+        for name in self._names():
+            for pid in self._pids(name):
+                try:
+                    os.kill(pid, signal.SIGKILL)
+                except ProcessLookupError:
+                    continue
+        for sshd in self._sshd:
+            sshd.wait()
+        for name in self._names():
+            subprocess.run(["ip", "netns", "delete", name], capture_output=True)
+
+    def _names(self):
+        return [*(self.name(number) for number in range(len(self.hosts))), self._desk]
+
+    @staticmethod
+    def _pids(name):
+        done = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True)
+        return [int(pid) for pid in done.stdout.split()]
+
+    def name(self, number):
+        """The namespace of a node."""
+        return f"{self._prefix}-{number}"
+
+    @property
+    def ssh(self):
+        """The words before a host: ssh from the desk."""
+        if not self._real:
+            return [str(self.folder / "ssh")]
+        return ["ip", "netns", "exec", self._desk, "ssh", "-F", str(self.folder / "ssh_config")]
+
+    def stop_sshd(self, number):
+        """Connections of a node are refused from now on; those that are open stay."""
+        self._sshd[number].kill()
+        self._sshd[number].wait()
+
+    def cut(self, number):
+        """A node loses its network."""
+        ip("-n", self.name(number), "link", "set", "eth0", "down")
+
+    def mend(self, number):
+        """It has its network again."""
+        ip("-n", self.name(number), "link", "set", "eth0", "up")
+
+    def processes(self, number):
+        """The processes in a node's namespace, without sshd's."""
+        found = []
+        for pid in self._pids(self.name(number)):
+            try:
+                process = psutil.Process(pid)
+                if not process.name().startswith("sshd"):
+                    found.append(process)
+            except psutil.NoSuchProcess:
+                continue
+        return found

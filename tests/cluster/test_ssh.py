@@ -1,0 +1,186 @@
+"""`cluster` over a real ssh: two nodes in network namespaces, each with an sshd (namespaces.py)."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import yaml
+
+from tests.cluster.namespaces import Nodes
+from verl_patches.cluster import backends
+from verl_patches.cluster.backends import Hosts
+from verl_patches.cluster.job import Job
+from verl_patches.errors import RecipeError
+
+pytestmark = pytest.mark.slow
+ROOT = Path(__file__).resolve().parents[2]
+# waits for a file after each line, so that the tests decide when it goes on
+WORDS = 'for i in 1 2 3; do echo "line $i of $A"; while [ ! -e "$GATE/$i" ]; do sleep 0.05; done; done; exit 5'
+
+
+@pytest.fixture(scope="module")
+def nodes():
+    with tempfile.TemporaryDirectory(prefix="vp-", dir="/tmp", ignore_cleanup_errors=True) as folder:
+        with Nodes(2, Path(folder), real=True) as made:
+            yield made
+
+
+@pytest.fixture
+def job(nodes, tmp_path):
+    return {
+        "name": "two",
+        "provider": "ssh",
+        "nodes": 2,
+        "dies": 1,
+        "device": "GPU",
+        "hosts": nodes.hosts,
+        "checkout": str(ROOT),
+        "python": sys.executable,
+        "folder": str(nodes.shared),
+        "logs": str(tmp_path / "logs"),
+        "wait_s": 240.0,
+        "command": ["bash", "-c", WORDS],
+        "env": {"A": "a b", "GATE": str(tmp_path)},
+        "ssh": {"command": nodes.ssh},
+    }
+
+
+@pytest.fixture
+def call(tmp_path):
+    """call(job, verb, *options): a `cluster` command as a process with pipes."""
+    started = []
+
+    def begin(job, verb, *options):
+        path = tmp_path / "job.yaml"
+        path.write_text(yaml.safe_dump(job))
+        command = [sys.executable, "-m", "verl_patches", "cluster", verb, str(path), *options]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        started.append(subprocess.Popen(command, cwd=ROOT, start_new_session=True, **pipes))
+        return started[-1]
+
+    yield begin
+    for process in started:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def ended(process):
+    out, err = process.communicate(timeout=600)
+    return process.returncode, out, err
+
+
+def gate(job, number):
+    (Path(job["env"]["GATE"]) / str(number)).touch()
+
+
+def of_clients(word):
+    """The ssh clients of the tests whose line has `word`."""
+    return [p for p in psutil.process_iter(["cmdline"]) if "ssh" in (p.info["cmdline"] or []) and word in str(p.info)]
+
+
+def test_the_command_outlives_its_callers_and_lost_connections_and_its_code_is_true(nodes, job, call, tmp_path):
+    try:
+        assert ended(call(job, "up"))[0] == 0
+        first = call(job, "up", "--run")
+        assert first.stdout.readline() == "line 1 of a b\n"
+        os.killpg(first.pid, signal.SIGKILL)  # with its ssh: the caller's machine is lost
+        first.communicate()
+        second = call(job, "follow")
+        assert second.stdout.readline() == "line 1 of a b\n"
+        second.send_signal(signal.SIGINT)
+        code, _, err = ended(second)
+        assert code == 130 and "the command goes on; cluster follow shows its output again" in err
+        code, out, _ = ended(call(job, "status", "--json"))
+        assert code == 0 and {row["name"]: row["state"] for row in json.loads(out)["rows"]}["command"] == "fine"
+
+        third = call(job, "up", "--run")
+        assert third.stdout.readline() == "line 1 of a b\n"
+        gate(job, 1)
+        assert third.stdout.readline() == "line 2 of a b\n"
+        for client in of_clients("--run"):
+            client.kill()
+        gate(job, 2)
+        gate(job, 3)
+        code, out, err = ended(third)
+        assert code == 5 and out == "line 3 of a b\n" and "the command goes on, trying again" in err
+        assert "runs already" in err  # one command, for three callers
+        code, out, _ = ended(call(job, "follow"))
+        assert code == 5 and out.count("\n") == 3
+        code, out, _ = ended(call(job, "status"))
+        assert code == 1 and "ended with exit code 5" in out
+    finally:
+        down = ended(call(job, "down"))
+    assert down[0] == 0, down
+    logs = tmp_path / "logs"
+    assert {path.name for path in logs.iterdir()} == {f"node-{rank}-{host}" for rank, host in enumerate(nodes.hosts)}
+    assert (logs / f"node-0-{nodes.hosts[0]}" / "command-1.log").read_text().count("\n") == 3
+    assert nodes.processes(0) == nodes.processes(1) == []
+    code, _, err = ended(call(job, "follow"))
+    assert code == 1 and "no command of job two was started" in err
+
+
+def test_down_ends_an_up_that_waits_and_its_command(nodes, job, call):
+    waiting = {**job, "nodes": 1, "hosts": nodes.hosts[:1]}
+    try:
+        running = call(waiting, "up", "--run")
+        assert running.stdout.readline() == "line 1 of a b\n"
+        assert ended(call(waiting, "down"))[0] == 0
+        code, _, err = ended(running)
+        assert code == 1 and "was killed; it has no exit code" in err
+    finally:
+        ended(call(waiting, "down"))
+    assert nodes.processes(0) == []
+
+    # node 1 alone waits for its head with the folder locked; whoever called it is gone
+    line = f"cd {ROOT} && PYTHONPATH={ROOT} {sys.executable} -m verl_patches cluster up - --node-rank 1"
+    given = yaml.safe_dump({**job, "provider": "nodes"})
+    alone = subprocess.Popen(
+        [*nodes.ssh, nodes.hosts[1], line], stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    alone.stdin.write(given)
+    alone.stdin.close()
+    while "waiting for Ray's head" not in alone.stderr.readline():
+        assert alone.poll() is None
+    assert ended(call(job, "down"))[0] == 0
+    assert alone.wait(60) and nodes.processes(1) == []
+
+
+def test_a_connection_that_stays_lost_ends_with_what_to_do_next(nodes, job, monkeypatch):
+    monkeypatch.setattr(backends, "RECONNECT_S", 0.0)
+    monkeypatch.setattr(backends, "RECONNECT_EVERY_S", 0.01)
+    lost = Job(**{**job, "ssh": {"command": ["bash", "-c", "exit 255"]}})
+    said = []
+    start = time.monotonic()
+    with pytest.raises(RecipeError, match="no connection to node 0 .* cluster follow joins it, cluster down ends it"):
+        Hosts(lost, {}).follow(said.append)
+    assert time.monotonic() - start < 120
+
+
+def test_a_host_without_sshd_and_a_wrong_key_are_named_and_nothing_is_left(nodes, job, call, tmp_path):
+    other = tmp_path / "other_key"
+    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", other], check=True)
+    config = (nodes.folder / "ssh_config").read_text().replace(str(nodes.folder / "key"), str(other))
+    (tmp_path / "ssh_config").write_text(config)
+    words = [str(tmp_path / "ssh_config") if word.endswith("ssh_config") else word for word in nodes.ssh]
+    code, _, err = ended(call({**job, "ssh": {"command": words}}, "up"))
+    assert code == 1 and err.count("Permission denied (publickey)") == 2, err
+
+    for changes, text in (
+        ({"python": "/no/python3"}, "no program /no/python3 (python)"),
+        ({"checkout": "/no/checkout"}, "cd: /no/checkout: No such file or directory"),
+    ):
+        code, _, err = ended(call({**job, **changes}, "up"))
+        assert code == 1 and text in err and "nothing was started" in err
+
+    nodes.stop_sshd(1)  # no test comes after this one
+    code, _, err = ended(call(job, "up"))
+    assert code == 1 and f"node 1 ({nodes.hosts[1]}): " in err and "Connection refused" in err
+    assert f"node 0 ({nodes.hosts[0]}): " not in err
+    assert nodes.processes(0) == []

@@ -1,0 +1,153 @@
+"""The job's command on the head's node. It runs apart from its starter; its output is a file that callers follow.
+
+Files in the job's folder, until `cluster down`: command.json names the newest start, command-<n>.log has the output of
+the n-th, command-<n>.exit its exit code once it has ended. The command has the node's mark, so `down` ends it.
+"""
+
+from __future__ import annotations
+
+import json
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import psutil
+
+from verl_patches.cluster.job import Job
+from verl_patches.cluster.node import Started, node_environment, recorded_process
+from verl_patches.errors import ConfigError, RecipeError
+from verl_patches.patching.report import Finding
+
+RECORD = "command.json"
+POLL_S, BLOCK_BYTES = 0.5, 1 << 16
+# bash tells the exit code of a command whose starter has gone; 128 + n where signal n ended it
+_WRITE_CODE = 'file=$1; shift; "$@"; code=$?; echo $code > "$file.new" && mv "$file.new" "$file"'
+
+
+@dataclass(frozen=True)
+class Command:
+    """A start of the job's command; pid, created: of the shell that waits for it."""
+
+    number: int
+    words: list[str]
+    pid: int
+    created: float
+
+    @property
+    def runs(self) -> bool:
+        """Whether it still does."""
+        return recorded_process({"pid": self.pid, "created": self.created}) is not None
+
+
+def _log(job: Job, number: int) -> Path:
+    return Path(job.folder) / f"command-{number}.log"
+
+
+def newest(job: Job) -> Command | None:
+    """The newest start on this node since `cluster up`, running or ended; None without any."""
+    try:
+        return Command(**json.loads((Path(job.folder) / RECORD).read_text()))
+    except FileNotFoundError:
+        return None
+
+
+def code_of(job: Job, command: Command) -> int | None:
+    """Its exit code; None while it runs, and where it was killed together with the shell that waits for it."""
+    try:
+        return int(_log(job, command.number).with_suffix(".exit").read_text())
+    except FileNotFoundError:
+        return None
+
+
+def start(job: Job, started: Started, secrets: Mapping[str, str], say: Callable[[str], None]) -> None:
+    """Start the command, unless it runs already. ConfigError where another one runs, or the checkout is not there."""
+    before = newest(job)
+    if before is not None and before.runs:
+        if before.words != job.command:
+            raise ConfigError(
+                f"another command of job {job.name} runs (pid {before.pid}): {' '.join(before.words)}. Follow it with "
+                "cluster follow, or end it with cluster down"
+            )
+        say(f"the command of job {job.name} runs already (pid {before.pid}): nothing was started")
+        return
+    number = before.number + 1 if before else 1
+    log = _log(job, number)
+    words = ["bash", "-c", _WRITE_CODE, "command", str(log.with_suffix(".exit")), *job.command]
+    with log.open("wb") as output:
+        try:
+            process = subprocess.Popen(
+                words,
+                env=node_environment(job, secrets, started.mark),
+                cwd=job.checkout,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise ConfigError(f"checkout {job.checkout}: {error.strerror}; nothing was started") from None
+    made = Command(number, list(job.command), process.pid, psutil.Process(process.pid).create_time())
+    record = Path(job.folder) / RECORD
+    record.with_suffix(".new").write_text(json.dumps(asdict(made)) + "\n")
+    record.with_suffix(".new").rename(record)
+
+
+def follow(job: Job, skip: int = 0) -> int:
+    """Write the command's output from byte `skip` on to standard output until it ends; its exit code.
+
+    Ends with 141 where nobody reads the output any more. Raises RecipeError where no command was started, or where it
+    ended without an exit code.
+    """
+    command = newest(job)
+    if command is None:
+        raise RecipeError(f"no command of job {job.name} was started on this node; cluster up --run starts it")
+    with _log(job, command.number).open("rb") as output:
+        output.seek(skip)
+        while True:
+            runs = command.runs  # asked before the last read, so that nothing is left
+            while block := output.read(BLOCK_BYTES):
+                sys.stdout.buffer.write(block)
+            sys.stdout.buffer.flush()
+            code = code_of(job, command)
+            if code is not None or not runs:
+                break
+            if _nobody_reads(POLL_S):
+                raise SystemExit(128 + signal.SIGPIPE)
+    if code is None:
+        raise RecipeError(f"the command of job {job.name} (pid {command.pid}) was killed; it has no exit code")
+    return code
+
+
+def _nobody_reads(wait_s: float) -> bool:
+    """Wait, at most until the other end of standard output is closed."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)  # errors alone
+    found = poll.poll(wait_s * 1000)
+    if found and not found[0][1] & (select.POLLERR | select.POLLHUP):
+        time.sleep(wait_s)
+    return bool(found and found[0][1] & (select.POLLERR | select.POLLHUP))
+
+
+def finding(job: Job) -> Finding | None:
+    """What `status` says of the command; None where none was started."""
+    command = newest(job)
+    if command is None:
+        return None
+    expected, where = "runs, or ended with exit code 0", str(_log(job, command.number))
+    code = code_of(job, command)
+    if code is None and command.runs:
+        return Finding("command", "fine", where, expected, f"runs (pid {command.pid})")
+    found = "was killed" if code is None else ended_with(code)
+    return Finding(
+        "command", "problem" if code != 0 else "fine", where, expected, found, "read its output" if code else ""
+    )
+
+
+def ended_with(code: int) -> str:
+    """What `finding` says of an ended command, which callers on other nodes read."""
+    return f"ended with exit code {code}"
