@@ -17,6 +17,7 @@ import yaml
 
 from verl_patches.cluster import gather, node
 from verl_patches.cluster.job import Job, read_job
+from verl_patches.cluster.members import members
 from verl_patches.cluster.place import Place, place_of
 from verl_patches.errors import ConfigError, RecipeError
 
@@ -168,6 +169,9 @@ def test_a_second_up_joins_or_refuses(job, running):
     again = cluster(changed(job, command=words), "up", "--run")
     assert again.returncode == 137 and again.stdout.startswith("again\n") and "Killed" in again.stdout
     assert cluster(job, "follow", "--skip", "2").stdout.startswith("ain\n")
+    address, start = f"{HOST}:{job.ports.gcs}", time.monotonic()
+    assert [found["job"] for found in members(address, "other", 1, 2.0)] == ["drill"]
+    assert time.monotonic() - start >= 2  # a node of another job is not one that it waits for
     assert node.records(Path(job.folder)) == [running] and node.ended(running) == []
     other = cluster(changed(job, name="other"), "up")
     assert (
