@@ -1,4 +1,4 @@
-"""Mutation test of the planners, the memory schedule, the tensor cache, rewards and the patch engine; run by hand.
+"""Mutation test of planners, memory schedule, tensor cache, rewards, patch engine and cluster; run by hand.
 
     .venv/bin/python tests/mutants.py [--only NAME ...] [--json]
 
@@ -72,6 +72,7 @@ BATCH, MICRO = Tests("tensor_cache/test_batch_plan.py"), Tests("tensor_cache/tes
 CACHE = Tests("tensor_cache/test_tensor_cache.py")
 BOXES, EQUAL = Tests("rewards/test_maths.py", "closed"), Tests("rewards/test_maths.py", "equal_answers")
 ENGINE, POLICY = Tests("patching/test_engine.py"), Tests("patching/test_policy.py")
+CLUSTER = Tests("cluster/test_backends.py cluster/test_command.py cluster/test_node.py", "not ssh_itself")
 FOREIGN = Tests("patching/test_foreign.py patching/test_engine.py")
 ORDER_KEY = "(len(blocks[i].holders), -router.sizes[i], i)"
 
@@ -230,6 +231,28 @@ MUTANTS = (
     Mutant("gating-without-eps", "platform/cpu/ascend/ops.py",
            "(weights.sum(-1, keepdim=True) + eps)", "weights.sum(-1, keepdim=True)",
            Tests("platform/test_npu_ops.py")),
+    # cluster
+    Mutant("cluster-dead-nodes-count", "cluster/node.py",
+           'alive = {node["rank"] for node in of_job if node["alive"]}', 'alive = {node["rank"] for node in of_job}',
+           CLUSTER),
+    Mutant("cluster-foreign-nodes-count", "cluster/node.py",
+           'of_job = [node for node in nodes if node["job"] == job.name]', "of_job = list(nodes)", CLUSTER),
+    Mutant("cluster-ends-refused-hosts", "cluster/backends.py",
+           "for rank, answer in answers.items() if answer.code != 2]", "for rank, answer in answers.items()]", CLUSTER),
+    Mutant("cluster-ends-an-earlier-up", "cluster/backends.py",
+           "if not any(ALREADY in answer.error for answer in answers.values()):", "if True:", CLUSTER),
+    Mutant("cluster-takes-foreign-containers", "cluster/backends.py",
+           '[ "$label" = {name} ] ||', "true ||", CLUSTER),
+    Mutant("cluster-loses-secrets", "cluster/backends.py",
+           'self.secrets if verb == "up" else None', 'self.secrets if verb == "down" else None', CLUSTER),
+    Mutant("cluster-rank-of-n", "cluster/place.py",
+           "if not 0 <= rank < job.nodes:", "if not 0 <= rank <= job.nodes:", CLUSTER),
+    Mutant("cluster-starts-a-second-command", "cluster/command.py",
+           "if before is not None and before.runs:", "if before is None:", CLUSTER),
+    Mutant("cluster-command-dies-with-its-caller", "cluster/command.py",
+           "start_new_session=True", "start_new_session=False", CLUSTER),
+    Mutant("cluster-killed-command-has-a-code", "cluster/command.py",
+           "    if code is None:\n        raise", "    if code == -1:\n        raise", CLUSTER),
 )  # fmt: skip
 
 

@@ -54,6 +54,13 @@ def test_a_host_that_fails_is_named_and_the_others_are_ended(program):
     assert program.calls().count("cluster down") == 2
 
 
+def test_nothing_is_started_anywhere_where_a_host_is_not_reached(program):
+    ssh = program("ssh", '[ "$1" = 10.0.0.1 ] || { echo "no route" >&2; exit 255; }')
+    with pytest.raises(RecipeError, match=r"node 1 \(10\.0\.0\.2\): no route; nothing was started"):
+        hosts(ssh).up(lambda text: None)
+    assert "cluster up" not in program.calls()
+
+
 def test_a_host_where_something_else_is_up_is_left_alone(program):
     refuses = '[ "$1" = 10.0.0.1 ] || [[ "$2" != *"cluster up"* ]] || { echo "job other is up" >&2; exit 2; }'
     ssh = program("ssh", refuses)
@@ -63,7 +70,8 @@ def test_a_host_where_something_else_is_up_is_left_alone(program):
 
 
 def test_a_second_up_that_fails_ends_nothing_of_the_first(program):
-    ssh = program("ssh", f'[ "$1" = 10.0.0.1 ] || {{ echo "node 1 {node.ALREADY}, but lost raylet" >&2; exit 1; }}')
+    lost = f'{{ echo "node 1 {node.ALREADY}, but lost raylet" >&2; exit 1; }}'
+    ssh = program("ssh", f'[ "$1" = 10.0.0.1 ] || [[ "$2" != *"cluster up"* ]] || {lost}')
     with pytest.raises(RecipeError, match="node 1 .10.0.0.2.: .*lost raylet"):
         hosts(ssh).up(lambda text: None)
     assert "cluster down" not in program.calls()

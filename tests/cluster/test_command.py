@@ -1,0 +1,106 @@
+"""The job's command on its node, without Ray: it outlives its starter, and every follower gets its output and code."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import psutil
+import pytest
+
+from verl_patches.cluster import command, node
+from verl_patches.cluster.job import Job
+from verl_patches.config.environment import REPOSITORY
+from verl_patches.errors import ConfigError, RecipeError
+
+STARTED = node.Started("j", "d", 0, "127.0.0.2", "127.0.0.2", "j-0-mark", 0.0)
+ON = 'echo "on $TOKEN"; while [ ! -e "$GATE" ]; do sleep 0.02; done; echo off; exit 3'
+
+
+@pytest.fixture
+def make(tmp_path):
+    """make(words) -> a job whose command is a line of bash; GATE is a file that the tests make."""
+    jobs = []
+
+    def job(line):
+        env = {"GATE": str(tmp_path / "gate")}
+        named = {"folder": str(tmp_path), "checkout": str(tmp_path), "command": ["bash", "-c", line], "env": env}
+        jobs.append(Job(name="j", nodes=1, dies=1, **named))
+        return jobs[-1]
+
+    yield job
+    for started in [command.newest(job) for job in jobs]:
+        if started is not None and started.runs:
+            os.killpg(started.pid, signal.SIGKILL)
+
+
+def say(text):
+    say.last = text
+
+
+def test_output_from_any_byte_and_the_exit_code(make, capfdbinary, tmp_path):
+    job = make(ON)
+    assert command.finding(job) is None
+    with pytest.raises(RecipeError, match="no command of job j was started on this node; cluster up --run starts it"):
+        command.follow(job)
+    command.start(job, STARTED, {"TOKEN": "t"}, say)
+    assert command.finding(job).state == "fine" and "runs" in command.finding(job).found
+    (tmp_path / "gate").touch()
+    assert command.follow(job) == 3 and capfdbinary.readouterr().out == b"on t\noff\n"
+    assert command.follow(job, skip=5) == 3 and capfdbinary.readouterr().out == b"off\n"
+    found = command.finding(job)
+    assert found.state == "problem" and found.found == "ended with exit code 3"
+    command.start(job, STARTED, {}, say)  # again: an output of its own
+    assert command.follow(job) == 3 and capfdbinary.readouterr().out == b"on \noff\n"
+    assert (tmp_path / "command-1.log").read_bytes() == b"on t\noff\n"
+    good = make("exit 0")
+    command.start(good, STARTED, {}, say)
+    assert command.follow(good) == 0 and command.finding(good).state == "fine"
+
+
+def test_one_that_runs_is_joined_and_another_one_refused(make):
+    job = make(ON)
+    command.start(job, STARTED, {}, say)
+    first = command.newest(job)
+    command.start(job, STARTED, {}, say)
+    assert command.newest(job) == first and f"runs already (pid {first.pid})" in say.last
+    with pytest.raises(
+        ConfigError, match="another command of job j runs .*cluster follow, or end it with cluster down"
+    ):
+        command.start(make("echo other"), STARTED, {}, say)
+    assert psutil.Process(first.pid).environ()[node.MARK] == STARTED.mark  # so `down` ends it
+    assert os.getsid(first.pid) == first.pid
+
+
+@pytest.mark.parametrize(("line", "code"), [("kill -9 $$", 137), ("kill -15 $$", 143), ("no-such-program", 127)])
+def test_a_command_that_a_signal_ended_or_that_is_not_there(make, line, code):
+    job = make(line)
+    command.start(job, STARTED, {}, say)
+    assert command.follow(job) == code
+
+
+def test_one_that_was_killed_with_its_shell_has_no_code(make):
+    job = make(ON)
+    command.start(job, STARTED, {}, say)
+    os.killpg(command.newest(job).pid, signal.SIGKILL)
+    with pytest.raises(RecipeError, match="was killed; it has no exit code"):
+        command.follow(job)
+    assert command.finding(job).found == "was killed"
+
+
+def test_a_follower_ends_when_nobody_reads_it_any_more(make):
+    job = make(ON)
+    command.start(job, STARTED, {}, say)
+    code = "import sys; from verl_patches.cluster import command, job; "
+    code += "command.follow(job.Job.model_validate_json(sys.argv[1]))"
+    words = [sys.executable, "-c", code, job.model_dump_json()]
+    follower = subprocess.Popen(words, stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": str(REPOSITORY)})
+    assert follower.stdout.readline() == b"on \n"
+    follower.stdout.close()
+    assert follower.wait(timeout=120) == 141 and command.newest(job).runs
+
+
+def test_a_checkout_that_is_not_there_is_named(make):
+    job = make(ON).model_copy(update={"checkout": "/no/checkout"})
+    with pytest.raises(ConfigError, match="checkout /no/checkout: No such file or directory"):
+        command.start(job, STARTED, {}, say)
