@@ -17,7 +17,7 @@ from verl_patches.config.compose import compose
 from verl_patches.config.environment import run_dir
 from verl_patches.trainer import ray_start
 from verl_patches.watch import heartbeat
-from verl_patches.watch.stall import Bounds
+from verl_patches.watch.bounds import bounds_of
 from verl_patches.watch.watcher import Watcher
 
 ENDED = "the controller has ended"
@@ -44,7 +44,8 @@ def main(arguments: list[str]) -> int:
             leave_out(config)
             watch = config.recipe.watch
             if watch.action != "off":
-                bounds = Bounds(watch.first_s, watch.least_s, watch.factor, config.recipe.timeouts.load_s)
+                bounds = bounds_of(config)
+                sys.stdout.write(f"watch: bounds of a phase: {bounds}\n")
                 watcher = Watcher(run_dir(config), bounds, stops=watch.action == "stop")
             node = ray.get_runtime_context().get_node_id()  # the controller writes the run's record on this node
             here = NodeAffinitySchedulingStrategy(node, soft=False)

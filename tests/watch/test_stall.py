@@ -1,10 +1,17 @@
-"""Which rank is named, on invented views of the nodes and on gloo ranks of which one hangs."""
+"""Bounds of places; which rank is named, on invented views of the nodes and on gloo ranks of which one hangs."""
+
+from dataclasses import replace
 
 import pytest
 
+from verl_patches.config.compose import compose
+from verl_patches.memory.schedule import SCHEDULE
+from verl_patches.planning.step_model import PHASES
+from verl_patches.trainer.run import CALLS
+from verl_patches.watch.bounds import MODELLED, VALIDATE, Bounds, bounds_of
 from verl_patches.watch.heartbeat import Beat
 from verl_patches.watch.node import Seen
-from verl_patches.watch.stall import Bounds, awaited_by, find_stall
+from verl_patches.watch.stall import awaited_by, find_stall
 
 BOUNDS = Bounds(first_s=1000, least_s=60, factor=5, load_s=5000)
 DONE = {"update_actor update": 10.0}
@@ -52,6 +59,49 @@ def test_a_phase_that_waits_for_a_disk_has_that_bound_each_time(at):
     assert named(rank(0, 4999, at=at, done={" ".join(at): 0.001})) is None
     assert named(rank(0, 5001, at=at, done={" ".join(at): 0.001})) == ["rank 0"]
     assert named(rank(0, 4999, at=("run_stage", "update"), done={"run_stage update": 0.001})) == ["rank 0"]
+
+
+def test_a_phase_that_is_modelled_as_long_is_no_stall_the_first_time_or_later():
+    """The control: without the model's 300 s its first bound is 1000 s, and 60 s follow."""
+    bounds = replace(BOUNDS, modelled={"update": 300.0})
+    for done, alone_s in (({}, 1001), (DONE, 61)):
+        assert named(rank(0, 1499, done=done), bounds=bounds) is None and named(rank(0, alone_s, done=done))
+        assert named(rank(0, 1501, done=done), bounds=bounds) == ["rank 0"]
+    cached = {"at": ("run_stage", "update"), "done": {}}  # the tensor cache has one call for all phases
+    assert named(rank(0, 1499, **cached), bounds=bounds) is None and named(rank(0, 1501, **cached), bounds=bounds)
+    quick = replace(BOUNDS, modelled={"update": 1.0})  # then recipe.watch's stay
+    assert named(rank(0, 999, done={}), bounds=quick) is None and named(rank(0, 1001, done={}), bounds=quick)
+    assert named(controller(1499, "reward"), bounds=replace(BOUNDS, modelled={"reward": 300.0})) is None
+
+
+def test_every_name_of_the_table_is_a_place_of_a_run_and_a_phase_of_the_model():
+    phases = {phase.name for phase in SCHEDULE.phases}
+    assert set(MODELLED) <= phases | set(CALLS) and {each for names in MODELLED.values() for each in names} == {*PHASES}
+    assert phases <= {*MODELLED, "advantage"}  # of which the controller has no call
+
+
+def test_the_bounds_of_a_run_have_the_step_models_times_on_npu_only():
+    config = compose("grpo_deepseekv3_256die_true_weight", ["recipe.watch.least_s=100"])
+    bounds = bounds_of(config)
+    assert bounds.modelled.keys() == MODELLED.keys() and (bounds.first_s, bounds.least_s) == (1800, 100)
+    longer = ["data.max_response_length=4096", "actor_rollout_ref.rollout.max_model_len=5120"]
+    modelled = bounds_of(compose("grpo_deepseekv3_256die_true_weight", longer)).modelled
+    assert modelled["rollout"] > 1.3 * bounds.modelled["rollout"] > 100
+    assert f"update {5 * bounds.modelled['update']:.0f} s" in str(bounds) and "sleep" not in str(bounds)
+    on_cpu = bounds_of(compose("grpo_deepseekv3_tiny_cpu", []))
+    assert on_cpu.modelled == {} and "modelled" not in str(on_cpu)
+
+
+def test_a_validation_has_bounds_of_its_own():
+    """The first as long as loading; later ones what a validation took, and rollouts what rollouts took."""
+    bounds = replace(BOUNDS, modelled={"rollout": 3000.0})
+    first = {"at": (VALIDATE, "rollout"), "done": {}}
+    assert named(rank(0, 4999, **first), bounds=bounds) is None and named(rank(0, 5001, **first), bounds=bounds)
+    done = {f"{VALIDATE} rollout": 500.0, "generate_sequences rollout": 10.0}
+    assert named(rank(0, 2499, at=(VALIDATE, "rollout"), done=done)) is None
+    assert named(rank(0, 2501, at=(VALIDATE, "rollout"), done=done)) == ["rank 0"]
+    rollout = {"at": ("generate_sequences", "rollout"), "done": done}
+    assert named(rank(0, 59, **rollout)) is None and named(rank(0, 61, **rollout)) == ["rank 0"]
 
 
 def test_a_rank_that_others_wait_for_is_named_with_the_group():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -114,6 +114,17 @@ def step_input(
         direct = direct_sync_bound(run.model, run, recipe.reshard.bucket_bytes)
         sync = direct if direct_sync(rows) else verl_sync(run.model, train)
     return StepInput(**{**vars(run), "sync": sync})
+
+
+def longest_step(config: DictConfig, rows: Collection[str]) -> dict[str, float]:
+    """{phase: modelled seconds} of a step whose prompts and responses are as long as they may be; for the watch.
+
+    The weight sync is its upper bound, or verl's own. ConfigError as `step_sections`.
+    """
+    offload, kv_bytes = offload_of(config, *followed_schedule(config, model_shape_of(config), rows))
+    run = step_input(config, rows, offload=offload, kv_bytes=kv_bytes or None)
+    lengths = Lengths(config.data.max_prompt_length, config.data.max_response_length)
+    return step_time(replace(run, lengths=lengths), FITTED)
 
 
 def model_in_dtype(config: DictConfig) -> ModelShape:

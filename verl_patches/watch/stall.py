@@ -20,13 +20,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from verl_patches.errors import RecipeError
+from verl_patches.watch.bounds import Bounds
 from verl_patches.watch.node import STOPPED, Seen
 
 GONE_S = 30.0  # how long a process may be gone before the watch says so: Ray and the trainer know first
 SILENT_S = 20.0
 SHOWN = 8
-# They wait for the slowest disk, or analyse a trace: what they took before says nothing, so Bounds.load_s holds
-SLOW_CALLS, SLOW_PHASES = {"init_model", "load_checkpoint", "finish_checkpoint"}, {"last checkpoint", "profile"}
 
 
 class StallError(RecipeError):
@@ -35,23 +34,6 @@ class StallError(RecipeError):
 
 class LostNodeError(RecipeError):
     """A node with ranks of the run does not answer any more."""
-
-
-@dataclass(frozen=True)
-class Bounds:
-    """When a phase is overdue, in seconds: first_s, least_s and factor of recipe.watch; load_s of recipe.timeouts."""
-
-    first_s: float
-    least_s: float
-    factor: float
-    load_s: float = 0.0
-
-    def of(self, seen: Seen, longest_s: float) -> float:
-        """The bound of where `seen` is; longest_s: the longest time that any process was there before."""
-        least_s = self.least_s if seen.beat.place in seen.beat.longest_s else self.first_s
-        if seen.beat.call in SLOW_CALLS or seen.beat.phase in SLOW_PHASES:
-            least_s = max(self.first_s, self.load_s)
-        return max(self.factor * longest_s, least_s)
 
 
 @dataclass(frozen=True)

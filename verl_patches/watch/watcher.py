@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from verl_patches.watch import node
+from verl_patches.watch.bounds import Bounds
 from verl_patches.watch.heartbeat import folder_of_run
 from verl_patches.watch.node import Seen
-from verl_patches.watch.stall import Bounds, LostNodeError, Stall, StallError, find_stall
+from verl_patches.watch.stall import LostNodeError, Stall, StallError, find_stall
 
 log = logging.getLogger(__name__)
 EVERY_S, NODES_EVERY_S = 2.0, 10.0
