@@ -6,9 +6,7 @@ Skipped where namespaces cannot be made; tests/cluster has what needs none.
 """
 
 import json
-import os
 import shlex
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -19,6 +17,8 @@ import psutil
 import pytest
 import yaml
 from loop_runs import ROOT, STREAMS
+
+from tests.cluster.namespaces import namespaces
 
 pytestmark = pytest.mark.full
 NODES, NET = 4, "10.97.41"
@@ -31,37 +31,13 @@ exec ip netns exec PREFIX-$number bash -c "$enter" FOLDER/$number FOLDER/job "$l
 """
 
 
-def ip(*words):
-    if shutil.which("ip") is None:
-        pytest.skip("the command `ip` is not installed here")
-    return subprocess.run(["ip", *words], capture_output=True, text=True)
-
-
 @pytest.fixture(scope="module")
-def namespaces(short_folder):
-    """(prefix of the namespaces' names, short folder); a bridge joins the four, and nothing else."""
-    prefix, folder = f"vp{os.getpid()}", short_folder
-    bridge = f"{prefix}-br"
-    try:
-        made = [ip("netns", "add", bridge)]
-        made.append(ip("-n", bridge, "link", "add", "br0", "type", "bridge"))
-        made.append(ip("-n", bridge, "link", "set", "br0", "up"))
-        (folder / "job").mkdir()
-        for number, host in enumerate(HOSTS, 1):
-            name = f"{prefix}-{number}"
-            (folder / str(number)).mkdir()
-            made.append(ip("netns", "add", name))
-            peer = ["type", "veth", "peer", "name", f"v{number}", "netns", bridge]
-            made.append(ip("-n", name, "link", "add", "eth0", *peer))
-            made.append(ip("-n", name, "address", "add", f"{host}/24", "dev", "eth0"))
-            made += [ip("-n", name, "link", "set", link, "up") for link in ("eth0", "lo")]
-            made.append(ip("-n", bridge, "link", "set", f"v{number}", "master", "br0", "up"))
-        if fault := next((done.stderr.strip() for done in made if done.returncode), None):
-            pytest.skip(f"network namespaces cannot be made here: {fault}")
-        yield prefix, folder
-    finally:
-        for name in [bridge, *(f"{prefix}-{number}" for number in range(1, NODES + 1))]:
-            ip("netns", "delete", name)
+def nodes(short_folder):
+    """(prefix of the namespaces' names, short folder with one of each node's own)."""
+    for name in ("job", *map(str, range(1, NODES + 1))):
+        (short_folder / name).mkdir()
+    with namespaces(HOSTS) as prefix:
+        yield prefix, short_folder
 
 
 @pytest.fixture(scope="module")
@@ -77,8 +53,8 @@ def timed(name, command):
     return done
 
 
-def test_four_nodes_from_cluster_up_to_a_training_step_and_down_again(namespaces, tmp_path):
-    prefix, folder = namespaces
+def test_four_nodes_from_cluster_up_to_a_training_step_and_down_again(nodes, tmp_path):
+    prefix, folder = nodes
     ssh = folder / "ssh"
     ssh.write_text(SSH.replace("PREFIX", prefix).replace("FOLDER", str(folder)))
     ssh.chmod(0o755)

@@ -77,7 +77,11 @@ def test_an_agent_sees_the_same_as_plain_data(start, tmp_path, monkeypatch):
     agent = NodeAgent()
     (plain,) = json.loads(json.dumps(agent.look()))
     assert from_plain(plain, "a node").where == only(tmp_path).where and from_plain(plain, "a node").node == "a node"
-    assert "in waits" in agent.stacks(["rank 4"])["rank 4"] and agent.end() == ["rank 4"]
+    assert (
+        "in waits" in agent.stacks(["rank 4"])["rank 4"]
+        and agent.close(failed=True) == ["rank 4"]
+        and not tmp_path.exists()
+    )
 
 
 def test_a_process_that_holds_the_gil_is_silent_and_gives_its_stacks(start, tmp_path):

@@ -8,7 +8,7 @@ from verl_patches.config.compose import compose
 from verl_patches.memory.schedule import SCHEDULE
 from verl_patches.planning.step_model import PHASES
 from verl_patches.trainer.run import CALLS
-from verl_patches.watch.bounds import MODELLED, VALIDATE, Bounds, bounds_of
+from verl_patches.watch.bounds import MODELLED, START, VALIDATE, Bounds, bounds_of
 from verl_patches.watch.heartbeat import Beat
 from verl_patches.watch.node import Seen
 from verl_patches.watch.stall import awaited_by, find_stall
@@ -102,6 +102,26 @@ def test_a_validation_has_bounds_of_its_own():
     assert named(rank(0, 2501, at=(VALIDATE, "rollout"), done=done)) == ["rank 0"]
     rollout = {"at": ("generate_sequences", "rollout"), "done": done}
     assert named(rank(0, 59, **rollout)) is None and named(rank(0, 61, **rollout)) == ["rank 0"]
+
+
+def test_a_start_that_hangs_names_the_ranks_that_have_no_heartbeat_or_are_still_in_it():
+    start = {"at": (START, ""), "done": {}}
+    begun = controller(1001, START, step=0)
+    assert find_stall([rank(0, 999, **start)], BOUNDS, 2) is None
+    stall = find_stall([rank(0, 1001, **start), controller(10, START, step=0)], BOUNDS, 4)
+    assert (stall.culprits, [seen.beat.name for seen in stall.waiting]) == ((), ["rank 0"])
+    assert "rank 0 (pid 100 on host0) is in the start for 1001 s, where at most 1000 s" in stall.sentence
+    assert "ranks 1-3 of 4 have no heartbeat" in stall.sentence
+    stall = find_stall([rank(0, 700, at=("", ""), done={}), rank(1, 1001, **start), begun], BOUNDS, 2)
+    assert [seen.beat.name for seen in stall.culprits] == ["rank 1"] and "rank 0" not in stall.sentence
+    stall = find_stall([begun], BOUNDS, 2)  # no worker was made
+    assert stall.sentence.startswith("controller (pid 99 on host0) is in the start") and "ranks 0,1 of 2" in (
+        stall.sentence
+    )
+    stall = find_stall([begun, rank(0, 1001, at=("", ""), done={})], BOUNDS, 1)  # it has its workers, and hangs
+    assert [seen.beat.name for seen in stall.culprits] == ["controller"] and "heartbeat" not in stall.sentence
+    stopped = rank(0, 1001, **start, state="T"), rank(1, 1001, **start)
+    assert "rank 0 (pid 100 on host0) is stopped" in find_stall(stopped, BOUNDS, 2).sentence
 
 
 def test_a_rank_that_others_wait_for_is_named_with_the_group():

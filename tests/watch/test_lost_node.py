@@ -1,0 +1,119 @@
+"""A node of three whose link goes down: network namespaces with a raylet each, and a rank of a run on each.
+
+Skipped where namespaces cannot be made. Times are printed; docs/watch.md has those of one run.
+"""
+
+import os
+import re
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from tests.cluster.namespaces import ip, namespaces
+from tests.conftest import ROOT
+
+pytestmark = pytest.mark.full
+NET = "10.97.42"
+HOSTS = [f"{NET}.{number}" for number in (1, 2, 3)]
+WAIT_S = 300  # for what Ray does by itself
+INSIDE = 'mount --bind "$0" "$1" && shift && exec "$@"'  # a folder of the node's own, as on machines of their own
+
+
+@pytest.fixture
+def nodes(ray_folder):
+    """(prefix of the namespaces, start(number, *command) -> a process inside of one)."""
+    folder, started = f"{ray_folder}/ray", []
+    os.mkdir(folder)
+    with namespaces(HOSTS) as prefix:
+
+        def start(number, *command, **options):
+            own = f"{ray_folder}/{number}"
+            os.makedirs(own, exist_ok=True)
+            line = ["ip", "netns", "exec", f"{prefix}-{number}", "bash", "-c", INSIDE, own, folder, *command]
+            env = {
+                **os.environ,
+                "RAY_TMPDIR": folder,
+                "PYTHONPATH": str(ROOT),
+                "VERL_PATCHES": "line=pypi,platform=cpu",
+            }
+            started.append(subprocess.Popen(line, cwd=ROOT, env=env, text=True, start_new_session=True, **options))
+            return started[-1]
+
+        yield prefix, start
+        for process in started:
+            for each in [process, *children(process.pid)]:
+                each.kill()
+            process.wait()
+
+
+def children(pid):
+    try:
+        return psutil.Process(pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+
+
+def alive(processes):
+    return [process for process in processes if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+
+
+def until_gone(processes, limit_s):
+    """Seconds until none of them lives, or None after `limit_s`."""
+    begun = time.monotonic()
+    while alive(processes):
+        if time.monotonic() - begun > limit_s:
+            return None
+        time.sleep(0.5)
+    return time.monotonic() - begun
+
+
+def test_a_node_whose_link_is_down_ends_the_run_by_name_and_nothing_of_it_is_left(nodes, tmp_path):
+    prefix, start = nodes
+    ray = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--num-cpus=2", "--disable-usage-stats"]
+    ray += ["--object-store-memory=100000000"]
+    log = (tmp_path / "ray.log").open("w")
+    quiet = {"stdout": log, "stderr": subprocess.STDOUT}
+    head = ["--head", f"--node-ip-address={HOSTS[0]}", "--port=6379", "--include-dashboard=false"]
+    raylets = [start(1, *ray, *head, **quiet)]
+    time.sleep(10)  # `ray start --address` itself retries for less
+    for number in (2, 3):
+        raylets.append(
+            start(number, *ray, f"--address={HOSTS[0]}:6379", f"--node-ip-address={HOSTS[number - 1]}", **quiet)
+        )
+    wait_for_nodes(start)
+    errors = (tmp_path / "driver.log").open("w+")
+    driver = start(1, sys.executable, "-m", "tests.watch.namespace_job", str(tmp_path), *HOSTS,
+                   stdout=subprocess.PIPE, stderr=errors)  # fmt: skip
+    line = driver.stdout.readline()
+    errors.seek(0)
+    assert line.startswith("READY"), errors.read()[-3000:]
+    pids = [int(word) for word in line.split()[1:]]
+    ranks = [psutil.Process(pid) for pid in pids[1:]]
+    cut_off = [psutil.Process(raylets[2].pid), *children(raylets[2].pid), ranks[2]]
+
+    begun = time.monotonic()
+    assert ip("-n", f"{prefix}-3", "link", "set", "eth0", "down").returncode == 0
+    assert driver.wait(WAIT_S) == 1
+    print(f"the driver ended after {time.monotonic() - begun:.0f} s")
+    errors.seek(0)
+    said = errors.read()
+    found = re.search(rf"LostNodeError: node {HOSTS[2]} with rank 2 is lost: .*", said)
+    assert found and "last seen in update_actor update" in found[0], said[-3000:]
+    print(found[0])
+    assert until_gone(ranks[:2], 60) is not None
+    left = until_gone(cut_off, WAIT_S)
+    print(f"on the node that was cut off all had ended {time.monotonic() - begun:.0f} s after the cut, {left}")
+    assert left is not None, alive(cut_off)
+
+
+def wait_for_nodes(start):
+    code = f"""
+import ray, time
+ray.init(address="{HOSTS[0]}:6379", _node_ip_address="{HOSTS[0]}", log_to_driver=False)
+while len([node for node in ray.nodes() if node["Alive"]]) < {len(HOSTS)}:
+    time.sleep(0.5)
+"""
+    assert start(1, sys.executable, "-c", code).wait(WAIT_S) == 0
