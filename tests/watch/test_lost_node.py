@@ -85,8 +85,8 @@ def test_a_node_whose_link_is_down_ends_the_run_by_name_and_nothing_of_it_is_lef
         )
     wait_for_nodes(start)
     errors = (tmp_path / "driver.log").open("w+")
-    driver = start(1, sys.executable, "-m", "tests.watch.namespace_job", str(tmp_path), *HOSTS,
-                   stdout=subprocess.PIPE, stderr=errors)  # fmt: skip
+    job = [sys.executable, "-m", "tests.watch.namespace_job", str(tmp_path), *HOSTS]
+    driver = start(1, *job, stdout=subprocess.PIPE, stderr=errors)
     line = driver.stdout.readline()
     errors.seek(0)
     assert line.startswith("READY"), errors.read()[-3000:]

@@ -61,7 +61,7 @@ class Bounds:
         text = f"{self.first_s:.0f} s for a first time, then {self.least_s:.0f} s or {self.factor:g} x the longest time"
         over = {name: self.factor * seconds for name, seconds in self.modelled.items()}
         long = [f"{name} {seconds:.0f} s" for name, seconds in over.items() if seconds > self.least_s]
-        return text + (f"; at least, as {self.factor:g} x the modelled time: {', '.join(long)}" if long else "")
+        return text + (f"; at least, modelled: {', '.join(long)}" if long else "")
 
 
 def bounds_of(config: Any) -> Bounds:
