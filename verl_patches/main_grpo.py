@@ -16,9 +16,10 @@ import threading
 from verl_patches.config.compose import compose
 from verl_patches.config.environment import run_dir
 from verl_patches.layout.parallel import world_size
+from verl_patches.patching import engine
 from verl_patches.trainer import ray_start
 from verl_patches.watch import heartbeat
-from verl_patches.watch.bounds import START, bounds_of
+from verl_patches.watch.bounds import START
 from verl_patches.watch.watcher import Watcher
 
 ENDED = "the controller has ended"
@@ -45,7 +46,9 @@ def main(arguments: list[str]) -> int:
             leave_out(config)
             watch = config.recipe.watch
             if watch.action != "off":
-                bounds = bounds_of(config)
+                from verl_patches.planning.step_plan import bounds_of
+
+                bounds = bounds_of(config, engine.current().wanted)
                 sys.stdout.write(f"watch: bounds of a phase: {bounds}\n")
                 watcher = Watcher(run_dir(config), bounds, world_size(config), stops=watch.action == "stop")
             node = ray.get_runtime_context().get_node_id()  # the controller writes the run's record on this node

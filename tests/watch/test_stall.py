@@ -4,11 +4,15 @@ from dataclasses import replace
 
 import pytest
 
+from verl_patches.catalog import ROWS
 from verl_patches.config.compose import compose
+from verl_patches.errors import ConfigError
 from verl_patches.memory.schedule import SCHEDULE
+from verl_patches.planning import step_plan
+from verl_patches.planning.plan import patch_table
 from verl_patches.planning.step_model import PHASES
 from verl_patches.trainer.run import CALLS
-from verl_patches.watch.bounds import MODELLED, START, VALIDATE, Bounds, bounds_of
+from verl_patches.watch.bounds import MODELLED, START, VALIDATE, Bounds
 from verl_patches.watch.heartbeat import Beat
 from verl_patches.watch.node import Seen
 from verl_patches.watch.stall import awaited_by, find_stall
@@ -80,16 +84,29 @@ def test_every_name_of_the_table_is_a_place_of_a_run_and_a_phase_of_the_model():
     assert phases <= {*MODELLED, "advantage"}  # of which the controller has no call
 
 
+def bounds_for(name, *overrides):
+    config = compose(name, list(overrides))
+    return step_plan.bounds_of(config, [row["id"] for row in patch_table(config, ROWS) if row["on"]])
+
+
 def test_the_bounds_of_a_run_have_the_step_models_times_on_npu_only():
-    config = compose("grpo_deepseekv3_256die_true_weight", ["recipe.watch.least_s=100"])
-    bounds = bounds_of(config)
+    bounds = bounds_for("grpo_deepseekv3_256die_true_weight", "recipe.watch.least_s=100")
     assert bounds.modelled.keys() == MODELLED.keys() and (bounds.first_s, bounds.least_s) == (1800, 100)
     longer = ["data.max_response_length=4096", "actor_rollout_ref.rollout.max_model_len=5120"]
-    modelled = bounds_of(compose("grpo_deepseekv3_256die_true_weight", longer)).modelled
+    modelled = bounds_for("grpo_deepseekv3_256die_true_weight", *longer).modelled
     assert modelled["rollout"] > 1.3 * bounds.modelled["rollout"] > 100
     assert f"update {5 * bounds.modelled['update']:.0f} s" in str(bounds) and "sleep" not in str(bounds)
-    on_cpu = bounds_of(compose("grpo_deepseekv3_tiny_cpu", []))
+    on_cpu = bounds_for("grpo_deepseekv3_tiny_cpu")
     assert on_cpu.modelled == {} and "modelled" not in str(on_cpu)
+
+
+def test_without_an_answer_of_the_model_the_keys_alone_count(monkeypatch, caplog):
+    def refuses(config, rows):
+        raise ConfigError("8 layers in 3 stages")
+
+    monkeypatch.setattr(step_plan, "_longest_step", refuses)
+    bounds = bounds_for("grpo_deepseekv3_256die_true_weight")
+    assert bounds.modelled == {} and bounds.first_s == 1800 and "8 layers in 3 stages" in caplog.text
 
 
 def test_a_validation_has_bounds_of_its_own():

@@ -7,15 +7,12 @@ on platform npu knows a long phase before it has been there once.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
 
 from verl_patches.watch.node import Seen
 
-log = logging.getLogger(__name__)
 START, VALIDATE = "start", "validate"  # names of our own: until a process has started, and verl's validation
 # They wait for the slowest disk, or analyse a trace: what they took before says nothing, so Bounds.load_s holds
 SLOW_CALLS, SLOW_PHASES = {"init_model", "load_checkpoint", "finish_checkpoint"}, {"last checkpoint", "profile"}
@@ -62,26 +59,3 @@ class Bounds:
         over = {name: self.factor * seconds for name, seconds in self.modelled.items()}
         long = [f"{name} {seconds:.0f} s" for name, seconds in over.items() if seconds > self.least_s]
         return text + (f"; at least, modelled: {', '.join(long)}" if long else "")
-
-
-def bounds_of(config: Any) -> Bounds:
-    """The bounds of a run."""
-    watch = config.recipe.watch
-    modelled = _modelled(config) if config.recipe.platform == "npu" else {}
-    return Bounds(watch.first_s, watch.least_s, watch.factor, config.recipe.timeouts.load_s, modelled)
-
-
-def _modelled(config: Any) -> dict[str, float]:
-    """{place: modelled seconds} of MODELLED; {} where the model has no answer."""
-    from verl_patches.catalog import ROWS
-    from verl_patches.errors import ConfigError
-    from verl_patches.planning.plan import patch_table
-    from verl_patches.planning.step_plan import longest_step
-
-    rows: Collection[str] = [row["id"] for row in patch_table(config, ROWS) if row["on"]]
-    try:
-        seconds = longest_step(config, rows)
-    except ConfigError as error:
-        log.warning("watch: the step model has no times for this run, so its bounds are recipe.watch's: %s", error)
-        return {}
-    return {place: sum(seconds[phase] for phase in phases) for place, phases in MODELLED.items()}
