@@ -1,4 +1,4 @@
-"""Mutation test of planners, memory schedule, tensor cache, rewards, patch engine and cluster; run by hand.
+"""Mutation test of planners, memory schedule, tensor cache, rewards, patches, cluster and watch; run by hand.
 
     .venv/bin/python tests/mutants.py [--only NAME ...] [--json]
 
@@ -224,6 +224,33 @@ MUTANTS = (
     Mutant("trace-goes-on-after-its-phase", "worker/context.py",
            "            self.profiler.begin(phase)", "            phase and self.profiler.begin(phase)",
            Tests("trainer/test_profile.py", "phase_alone")),
+    # the watch, and restarts
+    Mutant("bound-without-the-model", "watch/bounds.py",
+           "self.factor * max(modelled_s, longest_s)", "self.factor * longest_s",
+           Tests("watch/test_stall.py", "modelled")),
+    Mutant("bound-every-validation-as-the-first", "watch/bounds.py",
+           "(beat.call == VALIDATE and not known)", "beat.call == VALIDATE",
+           Tests("watch/test_stall.py", "validation")),
+    Mutant("stall-who-waits-in-the-start-is-a-culprit", "watch/stall.py",
+           "culprits = () if _missing(ranks, world) else", "culprits =",
+           Tests("watch/test_stall.py", "start_that_hangs")),
+    Mutant("stall-equal-numbers-wait", "watch/stall.py",
+           "if seen.beat.groups[group] < other.beat.groups[group]:",
+           "if seen.beat.groups[group] <= other.beat.groups[group]:",
+           Tests("watch/test_stall.py", "others_wait_for")),
+    Mutant("beat-without-its-checksum", "watch/heartbeat.py",
+           "if zlib.crc32(rest[:size]) == check:", "if True:",
+           Tests("watch/test_heartbeat.py", "damaged")),
+    Mutant("end-spares-the-stopped", "watch/node.py",
+           'if seen.state != "gone"]\n    for seen in alive:',
+           'if seen.state not in ("gone", "T")]\n    for seen in alive:',
+           Tests("watch/test_heartbeat.py", "kills_stopped")),
+    Mutant("collective-blamed-at-once", "launch/restart.py",
+           "if raised != COLLECTIVE:", "if raised is not None:",
+           Tests("launch/test_restart.py", "of_a_collective_the_second_time")),
+    Mutant("restart-on-a-node-too-few", "launch/restart.py",
+           "if len(others) < self._config.trainer.nnodes:", "if len(others) + 1 < self._config.trainer.nnodes:",
+           Tests("launch/test_restart.py", "where_a_spare_one")),
     # reference ops of the emulated NPU
     Mutant("attention-masked-row", "platform/cpu/ascend/attention.py",
            "total.clamp_min(torch.finfo(total.dtype).tiny)", "total",

@@ -15,9 +15,11 @@ import threading
 
 from verl_patches.config.compose import compose
 from verl_patches.config.environment import run_dir
+from verl_patches.layout.parallel import world_size
+from verl_patches.patching import engine
 from verl_patches.trainer import ray_start
 from verl_patches.watch import heartbeat
-from verl_patches.watch.stall import Bounds
+from verl_patches.watch.bounds import START
 from verl_patches.watch.watcher import Watcher
 
 ENDED = "the controller has ended"
@@ -44,8 +46,11 @@ def main(arguments: list[str]) -> int:
             leave_out(config)
             watch = config.recipe.watch
             if watch.action != "off":
-                bounds = Bounds(watch.first_s, watch.least_s, watch.factor, config.recipe.timeouts.load_s)
-                watcher = Watcher(run_dir(config), bounds, stops=watch.action == "stop")
+                from verl_patches.planning.step_plan import bounds_of
+
+                bounds = bounds_of(config, engine.current().wanted)
+                sys.stdout.write(f"watch: bounds of a phase: {bounds}\n")
+                watcher = Watcher(run_dir(config), bounds, world_size(config), stops=watch.action == "stop")
             node = ray.get_runtime_context().get_node_id()  # the controller writes the run's record on this node
             here = NodeAffinitySchedulingStrategy(node, soft=False)
             controller = ray.remote(num_cpus=1)(Controller).options(scheduling_strategy=here).remote()
@@ -89,6 +94,7 @@ class Controller:
         """Run verl's TaskRunner to its end."""
         if config.recipe.watch.action != "off":
             heartbeat.start_in_ray("controller")
+            heartbeat.controller_is_at(0, START)
         run_task_runner(config)
 
 

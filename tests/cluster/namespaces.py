@@ -51,10 +51,10 @@ def ip(*words):
 
 
 class Nodes:
-    """`count` nodes with the addresses `hosts`; `real`: only with an sshd of their own."""
+    """`count` nodes with the addresses `hosts`. `ssh`: "real" skips the test without an sshd, "none" starts none."""
 
-    def __init__(self, count, folder: Path, net="10.97.41", real=False):
-        self._real = real or shutil.which(SSHD) is not None
+    def __init__(self, count, folder: Path, net="10.97.41", ssh="any"):
+        self._ssh, self._real = ssh, ssh == "real" or (ssh == "any" and shutil.which(SSHD) is not None)
         self.folder, self.shared = folder, folder / "job"
         self.hosts = [f"{net}.{number + 1}" for number in range(count)]
         self._prefix, self._desk, self._net = f"vp{os.getpid()}", f"vp{os.getpid()}-desk", net
@@ -74,7 +74,7 @@ class Nodes:
                 (self.folder / str(name)).mkdir()
             if self._real:
                 self._start_sshd()
-            else:
+            elif self._ssh == "any":
                 (self.folder / "ssh").write_text(STAND_IN.format(prefix=self._prefix, folder=self.folder))
                 (self.folder / "ssh").chmod(0o755)
         except BaseException:
@@ -110,10 +110,8 @@ class Nodes:
         (folder / "known_hosts").write_text("".join(f"{host} {public}" for host in self.hosts))
         Path("/run/sshd").mkdir(exist_ok=True)  # where sshd changes its root to; Debian's service makes it
         for number in range(len(self.hosts)):
-            bind = f"mount --bind {folder}/{number} {self.shared}"
-            line = f"{bind} && exec {SSHD} -D -f {folder}/sshd_config -E {folder}/sshd-{number}.log"
-            command = ["ip", "netns", "exec", self.name(number), "bash", "-c", line]
-            self._sshd.append(subprocess.Popen(command, start_new_session=True))
+            command = [SSHD, "-D", "-f", f"{folder}/sshd_config", "-E", f"{folder}/sshd-{number}.log"]
+            self._sshd.append(self.start(number, *command))
         for host in self.hosts:
             deadline = time.monotonic() + 60
             while subprocess.run([*self.ssh, host, "true"], capture_output=True).returncode:
@@ -151,6 +149,13 @@ class Nodes:
         if not self._real:
             return [str(self.folder / "ssh")]
         return ["ip", "netns", "exec", self._desk, "ssh", "-F", str(self.folder / "ssh_config")]
+
+    def start(self, number, *command, **options):
+        """A process of a node, where the node's own folder is `shared`; options of Popen."""
+        inside = 'mount --bind "$0" "$1" && shift && exec "$@"'
+        words = ["bash", "-c", inside, str(self.folder / str(number)), str(self.shared), *command]
+        enter = ["ip", "netns", "exec", self.name(number)]
+        return subprocess.Popen([*enter, *words], start_new_session=True, **options)
 
     def stop_sshd(self, number):
         """Connections of a node are refused from now on; those that are open stay."""

@@ -28,7 +28,7 @@ WORDS = 'for i in 1 2 3; do echo "line $i of $A"; while [ ! -e "$GATE/$i" ]; do 
 @pytest.fixture(scope="module")
 def nodes():
     with tempfile.TemporaryDirectory(prefix="vp-", dir="/tmp", ignore_cleanup_errors=True) as folder:
-        with Nodes(2, Path(folder), real=True) as made:
+        with Nodes(2, Path(folder), ssh="real") as made:
             yield made
 
 

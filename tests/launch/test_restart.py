@@ -1,6 +1,7 @@
 """Runs that are started again: which failures are, what each try leaves, and the one record of all of them."""
 
 import json
+import shutil
 
 import pytest
 from omegaconf import OmegaConf
@@ -10,6 +11,7 @@ from verl_patches.config.compose import compose
 from verl_patches.errors import ConfigError
 from verl_patches.launch import restart
 from verl_patches.launch.restart import Restarts, may_help
+from verl_patches.watch.watcher import fault_in
 
 WORTH = [
     "verl_patches.watch.stall.StallError: step 2: rank 1 (pid 5 on h) is stopped",
@@ -102,11 +104,11 @@ def test_a_run_is_started_again_at_most_so_often_and_then_fails(start, error, ti
 def joined(tmp_path, monkeypatch):
     """joined(nodes) -> Restarts of a run on 2 nodes that joined a Ray of these; node b is the culprit's."""
 
-    def make(*addresses, left_out=(), dies=2, action="stop"):
+    def make(*addresses, left_out=(), dies=2, action="stop", times=1):
         nodes = [{"id": f"id-{a}", "address": a, "resources": {"GPU": float(dies)}} for a in addresses]
         monkeypatch.setattr(restart, "list_nodes", lambda address: nodes)
         (tmp_path / "watch.json").write_text(json.dumps({"culprits": [{"name": "rank 2", "node": "id-b"}]}))
-        config = {"recipe": {"restart": {"times": 1, "without_nodes": list(left_out)}, "ray_address": "auto"}}
+        config = {"recipe": {"restart": {"times": times, "without_nodes": list(left_out)}, "ray_address": "auto"}}
         config["recipe"]["watch"] = {"action": action}
         config |= {"trainer": {"nnodes": 2, "n_gpus_per_node": 2, "device": "cuda"}}
         return Restarts(OmegaConf.create(config), tmp_path)
@@ -129,6 +131,39 @@ def test_the_faulty_node_is_left_out_where_a_spare_one_is_there(joined, nodes, o
     assert words in restarts.after(1, "StallError: rank 2 is stopped")
     expected = [f"recipe.restart.without_nodes=[{','.join(left_out)}]"] if left_out else []
     assert restarts.overrides() == expected and restarts.after(1, "StallError: again") is None
+
+
+def test_a_node_is_left_out_for_an_error_of_its_device_at_once_and_for_one_of_a_collective_the_second_time(joined):
+    """The rank that raises the second may only have waited for another one."""
+
+    def after(raised, *nodes):
+        restarts = joined(*"abc", times=3)
+        left_out = []
+        for node in nodes:
+            record = {"culprits": [{"name": "rank 2", "node": node}], "raised": raised}
+            (restarts._folder / "watch.json").write_text(json.dumps(record))
+            restarts.after(1, "rank 2 (pid 1 on h) in step 3: RuntimeError: EI0002: HCCL")
+            left_out.append(restarts.overrides())
+        shutil.rmtree(restarts._folder / "attempts")
+        return left_out
+
+    without_b = ["recipe.restart.without_nodes=[b]"]
+    assert after("device", "id-b") == [without_b]
+    assert after("collective", "id-b", "id-b") == [[], without_b]
+    assert after("collective", "id-a", "id-b") == [[], []]
+
+
+@pytest.mark.parametrize(("text", "kind"), [
+    ("RuntimeError: ERR00100 PTA call acl api failed", "device"),
+    ("RuntimeError: NPU function error: aclrtSynchronizeStream", "device"),
+    ("RuntimeError: ERR02200 DIST call hccl api failed", "collective"),
+    ("NPU error, error code is 507048\nEI0002: [PID: 7277] The wait execution of the Notify register", "collective"),
+    ("torch.distributed.DistBackendError: timeout", "collective"),
+    ("RuntimeError: ERR00005 PTA internal error", None),
+    ("torch.OutOfMemoryError: NPU out of memory", None),
+])  # fmt: skip
+def test_errors_of_a_device_and_of_a_collective_are_told_apart(text, kind):
+    assert fault_in(text) == kind and may_help(text) is (kind is not None)
 
 
 def test_a_restart_needs_checkpoints_that_it_finds():

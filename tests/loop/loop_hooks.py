@@ -321,3 +321,21 @@ def stopped_in_update():
         module.MegatronPPOActor.update_policy = update
 
     after_import("verl.workers.actor.megatron_actor", on_import)
+
+
+def hangs_in_constructor():
+    """Rank 1, in verl's Worker.__init__ of its actor worker: after its heartbeat began, before it joins the others."""
+
+    def on_import(module):
+        original, made = module.Worker.__init__, []
+
+        @functools.wraps(original)
+        def __init__(self, *args, **kwargs):
+            made.append(None)
+            if len(made) == 2 and os.environ.get("RANK") == "1":  # the first is WorkerDict, which holds it
+                time.sleep(3600)
+            original(self, *args, **kwargs)
+
+        module.Worker.__init__ = __init__
+
+    after_import("verl.single_controller.base.worker", on_import)

@@ -18,6 +18,9 @@ from verl_patches.rollout.log_probs import CHECK
 from verl_patches.trainer import truth_check, worker_group
 from verl_patches.trainer.recording import find_recording
 from verl_patches.trainer.worker_group import RecipeWorkerGroup
+from verl_patches.watch import heartbeat
+from verl_patches.watch.bounds import VALIDATE
+from verl_patches.watch.heartbeat import read
 
 LENGTH = 2
 REPLAY = {"recipe.rollout.replay": "outputs/x"}
@@ -143,6 +146,18 @@ def test_validation_and_greedy_baselines_are_verls_own_calls(tmp_path, meta):
     generate(group, prompts(**meta))
     assert workers.generated == [meta] and group.step == 0 and not list(tmp_path.iterdir())
     assert group.sampled_check.report is None
+
+
+def test_the_controller_is_in_validate_from_its_first_batch_to_the_next_step(tmp_path):
+    group, _ = group_of()
+    heartbeat.start(tmp_path, "controller")
+    try:
+        group._trainer.global_steps = 4
+        group.generate_sequences(prompts(validate=True))
+        beat = read(tmp_path / "controller.beat")
+    finally:
+        heartbeat.stop()
+    assert (beat.place, beat.step) == (VALIDATE, 4)
 
 
 def test_without_record_to_nothing_is_written(tmp_path, monkeypatch):

@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 
 from verl_patches.watch import heartbeat
+from verl_patches.watch.bounds import Bounds
 from verl_patches.watch.node import look, stacks
-from verl_patches.watch.stall import Bounds, awaited_by, find_stall
+from verl_patches.watch.stall import awaited_by, find_stall
 
 BOUNDS = Bounds(first_s=1800, least_s=10, factor=1)
 

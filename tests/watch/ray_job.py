@@ -17,7 +17,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from verl_patches.launch.ray_cluster import leave_out
 from verl_patches.trainer.run import Run, reason_of
 from verl_patches.watch import heartbeat
-from verl_patches.watch.stall import Bounds, LostNodeError, StallError
+from verl_patches.watch.bounds import Bounds
+from verl_patches.watch.stall import LostNodeError, StallError
 from verl_patches.watch.watcher import Watcher
 
 NODE = {"num_cpus": 1, "num_gpus": 1, "object_store_memory": 100 << 20}
@@ -33,6 +34,9 @@ class Rank:
 
     def raises(self):
         raise ValueError("expected 2, found 3")
+
+    def raises_of_its_device(self):
+        raise RuntimeError("NPU function error: aclrtSynchronizeStream\nERR00100 PTA call acl api failed")
 
     def update_actor(self):
         with heartbeat.in_call("update_actor"):
@@ -55,6 +59,12 @@ def at(node_id):
     return {"scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=False)}
 
 
+def folder_on(node_id):
+    """Of the run's heartbeats on one of the raylets, which share a file system."""
+    own = heartbeat.folder_of_run()
+    return own.with_name(own.name.replace(ray.get_runtime_context().get_node_id(), node_id))
+
+
 def main():
     folder, found = Path(sys.argv[1]), {}
     head = {**NODE, "include_dashboard": False}
@@ -72,25 +82,33 @@ def main():
         time.sleep(0.2)
     found["free"] = [before, free, ray.available_resources()["GPU"]]
 
-    actors = [ray.remote(num_cpus=0)(Rank).options(**at(node)).remote(n) for n, node in ((0, own), (1, third.node_id))]
+    nodes = [own, third.node_id, second.node_id]
+    actors = [ray.remote(num_cpus=0)(Rank).options(**at(node)).remote(rank) for rank, node in enumerate(nodes)]
     pids = ray.get([actor.pid.remote() for actor in actors])
     run = object.__new__(Run)
     run.group, run.places = SimpleNamespace(step=7, _workers=actors), {1: "pid 5 on there"}
     try:
-        ray.get([actor.raises.remote() for actor in actors[1:]])
+        ray.get(actors[1].raises.remote())
     except ray.exceptions.RayTaskError as error:
         found["raised"] = reason_of(error, run.raised_by(error))
+    watcher = Watcher(folder, Bounds(first_s=45, least_s=45, factor=1), world=3)
+    watcher.look()
+    try:
+        ray.get(actors[2].raises_of_its_device.remote())
+    except ray.exceptions.RayTaskError as error:
+        watcher.explain(error)
+    found["device"] = json.loads((folder / "watch.json").read_text())
     calls = [actor.update_actor.remote() for actor in actors]
-    watcher = Watcher(folder, Bounds(first_s=45, least_s=45, factor=1))
     deadline = time.monotonic() + DRILL_S
-    while [seen.beat.call for seen in watcher.processes()] != ["update_actor"] * 2 and time.monotonic() < deadline:
+    while [seen.beat.call for seen in watcher.processes()] != ["update_actor"] * 3 and time.monotonic() < deadline:
         watcher.look()
         time.sleep(0.2)
     os.kill(pids[1], signal.SIGSTOP)
     found["stall"] = until_raised(watcher, StallError)
     found["record"] = json.loads((folder / "watch.json").read_text())
     found["stacks"] = {path.name: path.read_text() for path in (folder / "stacks").iterdir()}
-    found["third"] = third.node_id
+    found["third"], found["second"] = third.node_id, second.node_id
+    found["folders"] = [node_id for node_id in nodes if folder_on(node_id).is_dir()]
 
     cluster.remove_node(third, allow_graceful=False)  # SIGKILL
     found["lost"] = until_raised(watcher, LostNodeError)
@@ -103,6 +121,7 @@ def main():
     while any(map(psutil.pid_exists, pids)) and time.monotonic() < deadline:
         time.sleep(0.2)
     found["left"] = [pid for pid in pids if psutil.pid_exists(pid)]
+    found["folders_left"] = [node_id for node_id in nodes if folder_on(node_id).is_dir()]
     del calls
     ray.shutdown()
     cluster.shutdown()

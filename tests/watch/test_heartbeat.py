@@ -7,10 +7,12 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 
 from tests.conftest import ROOT
+from verl_patches.trainer.worker_starts import record_and_call
 from verl_patches.watch import heartbeat
 from verl_patches.watch.heartbeat import BEAT, Beat, Heartbeat, ranks_text, read, started_at, state_of
 from verl_patches.watch.node import NodeAgent, end, from_plain, look, stacks
@@ -75,7 +77,11 @@ def test_an_agent_sees_the_same_as_plain_data(start, tmp_path, monkeypatch):
     agent = NodeAgent()
     (plain,) = json.loads(json.dumps(agent.look()))
     assert from_plain(plain, "a node").where == only(tmp_path).where and from_plain(plain, "a node").node == "a node"
-    assert "in waits" in agent.stacks(["rank 4"])["rank 4"] and agent.end() == ["rank 4"]
+    assert (
+        "in waits" in agent.stacks(["rank 4"])["rank 4"]
+        and agent.close(failed=True) == ["rank 4"]
+        and not tmp_path.exists()
+    )
 
 
 def test_a_process_that_holds_the_gil_is_silent_and_gives_its_stacks(start, tmp_path):
@@ -123,6 +129,24 @@ def test_a_damaged_record_is_none(tmp_path):
     file.write_bytes(data.replace(b'"pid"', b'"pie"'))
     assert read(file) is None and read(tmp_path / "none") is None
     assert file.stat().st_size == heartbeat.FILE_BYTES  # its blocks are there before the disk fills
+
+
+@pytest.mark.parametrize(("method", "meta", "place"), [
+    ("generate_sequences", {"validate": True}, "validate"),
+    ("generate_sequences", {"do_sample": False}, "generate_sequences"),  # a greedy baseline, as long as a rollout
+    ("update_actor", {"validate": True}, "update_actor"),
+])  # fmt: skip
+def test_a_rank_that_validates_is_in_a_place_of_its_own(tmp_path, method, meta, place):
+    def called(self, prompts):
+        return only(tmp_path).beat.place
+
+    worker = type("Worker", (), {method: called})()
+    heartbeat.start(tmp_path, "rank 0", 0)
+    try:
+        assert record_and_call(called, (worker, SimpleNamespace(meta_info=meta)), {}) == place
+        assert only(tmp_path).beat.longest_s.keys() == {place}
+    finally:
+        heartbeat.stop()
 
 
 def test_ranks_of_a_group_are_short():

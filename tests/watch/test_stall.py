@@ -1,10 +1,21 @@
-"""Which rank is named, on invented views of the nodes and on gloo ranks of which one hangs."""
+"""Bounds of places; which rank is named, on invented views of the nodes and on gloo ranks of which one hangs."""
+
+from dataclasses import replace
 
 import pytest
 
+from verl_patches.catalog import ROWS
+from verl_patches.config.compose import compose
+from verl_patches.errors import ConfigError
+from verl_patches.memory.schedule import SCHEDULE
+from verl_patches.planning import step_plan
+from verl_patches.planning.plan import patch_table
+from verl_patches.planning.step_model import PHASES
+from verl_patches.trainer.run import CALLS
+from verl_patches.watch.bounds import MODELLED, START, VALIDATE, Bounds
 from verl_patches.watch.heartbeat import Beat
 from verl_patches.watch.node import Seen
-from verl_patches.watch.stall import Bounds, awaited_by, find_stall
+from verl_patches.watch.stall import awaited_by, find_stall
 
 BOUNDS = Bounds(first_s=1000, least_s=60, factor=5, load_s=5000)
 DONE = {"update_actor update": 10.0}
@@ -52,6 +63,82 @@ def test_a_phase_that_waits_for_a_disk_has_that_bound_each_time(at):
     assert named(rank(0, 4999, at=at, done={" ".join(at): 0.001})) is None
     assert named(rank(0, 5001, at=at, done={" ".join(at): 0.001})) == ["rank 0"]
     assert named(rank(0, 4999, at=("run_stage", "update"), done={"run_stage update": 0.001})) == ["rank 0"]
+
+
+def test_a_phase_that_is_modelled_as_long_is_no_stall_the_first_time_or_later():
+    """The control: without the model's 300 s its first bound is 1000 s, and 60 s follow."""
+    bounds = replace(BOUNDS, modelled={"update": 300.0})
+    for done, alone_s in (({}, 1001), (DONE, 61)):
+        assert named(rank(0, 1499, done=done), bounds=bounds) is None and named(rank(0, alone_s, done=done))
+        assert named(rank(0, 1501, done=done), bounds=bounds) == ["rank 0"]
+    cached = {"at": ("run_stage", "update"), "done": {}}  # the tensor cache has one call for all phases
+    assert named(rank(0, 1499, **cached), bounds=bounds) is None and named(rank(0, 1501, **cached), bounds=bounds)
+    quick = replace(BOUNDS, modelled={"update": 1.0})  # then recipe.watch's stay
+    assert named(rank(0, 999, done={}), bounds=quick) is None and named(rank(0, 1001, done={}), bounds=quick)
+    assert named(controller(1499, "reward"), bounds=replace(BOUNDS, modelled={"reward": 300.0})) is None
+
+
+def test_every_name_of_the_table_is_a_place_of_a_run_and_a_phase_of_the_model():
+    phases = {phase.name for phase in SCHEDULE.phases}
+    assert set(MODELLED) <= phases | set(CALLS) and {each for names in MODELLED.values() for each in names} == {*PHASES}
+    assert phases <= {*MODELLED, "advantage"}  # of which the controller has no call
+
+
+def bounds_for(name, *overrides):
+    config = compose(name, list(overrides))
+    return step_plan.bounds_of(config, [row["id"] for row in patch_table(config, ROWS) if row["on"]])
+
+
+def test_the_bounds_of_a_run_have_the_step_models_times_on_npu_only():
+    bounds = bounds_for("grpo_deepseekv3_256die_true_weight", "recipe.watch.least_s=100")
+    assert bounds.modelled.keys() == MODELLED.keys() and (bounds.first_s, bounds.least_s) == (1800, 100)
+    longer = ["data.max_response_length=4096", "actor_rollout_ref.rollout.max_model_len=5120"]
+    modelled = bounds_for("grpo_deepseekv3_256die_true_weight", *longer).modelled
+    assert modelled["rollout"] > 1.3 * bounds.modelled["rollout"] > 100
+    assert f"update {5 * bounds.modelled['update']:.0f} s" in str(bounds) and "sleep" not in str(bounds)
+    on_cpu = bounds_for("grpo_deepseekv3_tiny_cpu")
+    assert on_cpu.modelled == {} and "modelled" not in str(on_cpu)
+
+
+def test_without_an_answer_of_the_model_the_keys_alone_count(monkeypatch, caplog):
+    def refuses(config, rows):
+        raise ConfigError("8 layers in 3 stages")
+
+    monkeypatch.setattr(step_plan, "_longest_step", refuses)
+    bounds = bounds_for("grpo_deepseekv3_256die_true_weight")
+    assert bounds.modelled == {} and bounds.first_s == 1800 and "8 layers in 3 stages" in caplog.text
+
+
+def test_a_validation_has_bounds_of_its_own():
+    """The first as long as loading; later ones what a validation took, and rollouts what rollouts took."""
+    bounds = replace(BOUNDS, modelled={"rollout": 3000.0})
+    first = {"at": (VALIDATE, "rollout"), "done": {}}
+    assert named(rank(0, 4999, **first), bounds=bounds) is None and named(rank(0, 5001, **first), bounds=bounds)
+    done = {f"{VALIDATE} rollout": 500.0, "generate_sequences rollout": 10.0}
+    assert named(rank(0, 2499, at=(VALIDATE, "rollout"), done=done)) is None
+    assert named(rank(0, 2501, at=(VALIDATE, "rollout"), done=done)) == ["rank 0"]
+    rollout = {"at": ("generate_sequences", "rollout"), "done": done}
+    assert named(rank(0, 59, **rollout)) is None and named(rank(0, 61, **rollout)) == ["rank 0"]
+
+
+def test_a_start_that_hangs_names_the_ranks_that_have_no_heartbeat_or_are_still_in_it():
+    start = {"at": (START, ""), "done": {}}
+    begun = controller(1001, START, step=0)
+    assert find_stall([rank(0, 999, **start)], BOUNDS, 2) is None
+    stall = find_stall([rank(0, 1001, **start), controller(10, START, step=0)], BOUNDS, 4)
+    assert (stall.culprits, [seen.beat.name for seen in stall.waiting]) == ((), ["rank 0"])
+    assert "rank 0 (pid 100 on host0) is in the start for 1001 s, where at most 1000 s" in stall.sentence
+    assert "ranks 1-3 of 4 have no heartbeat" in stall.sentence
+    stall = find_stall([rank(0, 700, at=("", ""), done={}), rank(1, 1001, **start), begun], BOUNDS, 2)
+    assert [seen.beat.name for seen in stall.culprits] == ["rank 1"] and "rank 0" not in stall.sentence
+    stall = find_stall([begun], BOUNDS, 2)  # no worker was made
+    assert stall.sentence.startswith("controller (pid 99 on host0) is in the start") and "ranks 0,1 of 2" in (
+        stall.sentence
+    )
+    stall = find_stall([begun, rank(0, 1001, at=("", ""), done={})], BOUNDS, 1)  # it has its workers, and hangs
+    assert [seen.beat.name for seen in stall.culprits] == ["controller"] and "heartbeat" not in stall.sentence
+    stopped = rank(0, 1001, **start, state="T"), rank(1, 1001, **start)
+    assert "rank 0 (pid 100 on host0) is stopped" in find_stall(stopped, BOUNDS, 2).sentence
 
 
 def test_a_rank_that_others_wait_for_is_named_with_the_group():

@@ -17,6 +17,8 @@ def test_a_stopped_rank_and_a_lost_node_of_a_real_ray_are_named_and_nothing_is_l
     assert found["raised"] == "rank 1 (pid 5 on there) in step 7: ValueError: expected 2, found 3"
     assert found["free"] == [3.0, 0, 2.0]
     assert found["stall"].startswith("rank 1 (pid ") and "is stopped (state T" in found["stall"], found["stall"]
+    (raised,) = found["device"]["culprits"]
+    assert (raised["name"], raised["node"], found["device"]["raised"]) == ("rank 2", found["second"], "device")
     (culprit,) = found["record"]["culprits"]
     assert (culprit["name"], culprit["node"]) == ("rank 1", found["third"])
     assert found["record"]["sentence"] == found["stall"]
@@ -24,4 +26,4 @@ def test_a_stopped_rank_and_a_lost_node_of_a_real_ray_are_named_and_nothing_is_l
     assert all("in update_actor" in text for text in found["stacks"].values())
     for text in (found["lost"], found["explained"]):
         assert re.match(r"node [\d.]+ with rank 1 is lost: Ray's head has lost it", text), text
-    assert found["left"] == []
+    assert found["left"] == [] and len(found["folders"]) == 3 and found["folders_left"] == [found["third"]]

@@ -18,7 +18,7 @@ from omegaconf import DictConfig
 from verl_patches.errors import ConfigError
 from verl_patches.launch.ray_cluster import list_nodes, nodes_with_devices
 from verl_patches.trainer.summary import write_json, writing
-from verl_patches.watch.watcher import RECORD, STACKS
+from verl_patches.watch.watcher import COLLECTIVE, RECORD, STACKS, fault_in
 
 ATTEMPTS = "attempts"
 # written by one try and moved when the next begins; progress.log, rollouts, tensorboard and checkpoints are of the run
@@ -30,13 +30,13 @@ _NO_USE = re.compile(
 _OF_USE = re.compile(
     r"\b(?:StallError|LostNodeError|WorkerDiedError|worker process(?:es)? died|ActorDiedError|ActorUnavailableError"
     r"|WorkerCrashedError|NodeDiedError|RaySystemError|ray\.exceptions\.OutOfMemoryError|DistBackendError|DistNetworkError"
-    r"|DistStoreError)\b|^driver ended by|^no output for|HCCL|Connection (?:reset|closed) by peer"
+    r"|DistStoreError)\b|^driver ended by|^no output for|Connection (?:reset|closed) by peer"
 )
 
 
 def may_help(reason: str) -> bool:
     """Whether another try may end otherwise: processes, nodes and connections fail by chance, settings do not."""
-    return bool(_OF_USE.search(reason)) and not _NO_USE.search(reason)
+    return bool(_OF_USE.search(reason) or fault_in(reason)) and not _NO_USE.search(reason)
 
 
 class Restarts:
@@ -58,9 +58,9 @@ class Restarts:
         """One sentence for the next try, whose way is then free; None where the run has ended."""
         if not code or reason is None or len(self.records) >= self._times or not may_help(reason):
             return None
-        culprits = self._culprits()
+        culprits, raised = self._culprits()
         number = len(self.records) + 1
-        left_out = self._leave_out(culprits)
+        left_out = self._leave_out(self._blamed(culprits, raised))
         aside = self._folder / ATTEMPTS / str(number)
         aside.mkdir(parents=True)
         for name in OF_A_TRY:
@@ -70,13 +70,22 @@ class Restarts:
         self.records.append({"reason": reason, "exit_code": code, "culprits": culprits, "left_out": left_out})
         return f"restart {number} of {self._times}, from the newest checkpoint{left_out}: {reason}"
 
-    def _culprits(self) -> list[dict[str, Any]]:
+    def _culprits(self) -> tuple[list[dict[str, Any]], str | None]:
+        """Of the failed try, and what they raised an error of, where the watch names them for that."""
         if self._config.recipe.watch.action == "report":
-            return []  # the record may be of an earlier stall, which the run survived
+            return [], None  # the record may be of an earlier stall, which the run survived
         try:
-            return list(json.loads((self._folder / RECORD).read_text())["culprits"])
+            record = json.loads((self._folder / RECORD).read_text())
+            return list(record["culprits"]), record.get("raised")
         except (OSError, ValueError, KeyError):
-            return []
+            return [], None
+
+    def _blamed(self, culprits: Sequence[dict[str, Any]], raised: str | None) -> Sequence[dict[str, Any]]:
+        """The culprits whose node is at fault: of a failed collective only one that the try before named too."""
+        if raised != COLLECTIVE:
+            return culprits
+        before = {culprit.get("node") for culprit in self.records[-1]["culprits"]} if self.records else set()
+        return [culprit for culprit in culprits if culprit.get("node") in before]
 
     def _leave_out(self, culprits: Sequence[dict[str, Any]]) -> str:
         """Leave the culprits' nodes out of the next try where enough others are there; what was done, as text."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -37,7 +38,9 @@ from verl_patches.planning.step_model import (
 )
 from verl_patches.platform import as_npu
 from verl_patches.reshard.blocks import Block
+from verl_patches.watch.bounds import MODELLED, Bounds
 
+log = logging.getLogger(__name__)
 RESPONSE_TOKENS = 1000.0  # mean of responses that end by themselves, before the cut; assumed
 _DEFAULT_SEATS = 256  # vllm/engine/arg_utils.py:1567, for a device below 70 GiB
 
@@ -114,6 +117,27 @@ def step_input(
         direct = direct_sync_bound(run.model, run, recipe.reshard.bucket_bytes)
         sync = direct if direct_sync(rows) else verl_sync(run.model, train)
     return StepInput(**{**vars(run), "sync": sync})
+
+
+def bounds_of(config: DictConfig, rows: Collection[str]) -> Bounds:
+    """The watch's bounds of a run, on platform npu with the step model's times, where it has an answer."""
+    watch, load_s = config.recipe.watch, config.recipe.timeouts.load_s
+    modelled: dict[str, float] = {}
+    if config.recipe.platform == "npu":
+        try:
+            seconds = _longest_step(config, rows)
+            modelled = {place: sum(seconds[phase] for phase in phases) for place, phases in MODELLED.items()}
+        except ConfigError as error:
+            log.warning("watch: the step model has no times for this run, its bounds are recipe.watch's: %s", error)
+    return Bounds(watch.first_s, watch.least_s, watch.factor, load_s, modelled)
+
+
+def _longest_step(config: DictConfig, rows: Collection[str]) -> dict[str, float]:
+    """{phase: modelled seconds} of a step whose prompts and responses are as long as they may be."""
+    offload, kv_bytes = offload_of(config, *followed_schedule(config, model_shape_of(config), rows))
+    run = step_input(config, rows, offload=offload, kv_bytes=kv_bytes or None)
+    lengths = Lengths(config.data.max_prompt_length, config.data.max_response_length)
+    return step_time(replace(run, lengths=lengths), FITTED)
 
 
 def model_in_dtype(config: DictConfig) -> ModelShape:

@@ -26,6 +26,8 @@ from verl_patches.trainer.recording import find_recording, load_step, save_step
 from verl_patches.trainer.sampled_check import SampledCheck
 from verl_patches.trainer.tensor_cache import SAMPLE, TensorCacheStages
 from verl_patches.trainer.truth_check import not_compared
+from verl_patches.watch import heartbeat
+from verl_patches.watch.bounds import VALIDATE
 
 
 class RecipeWorkerGroup:
@@ -69,7 +71,10 @@ class RecipeWorkerGroup:
 
     def generate_sequences(self, prompts: DataProto) -> DataProto:
         """The responses of this step. Validation and REMAX's greedy baseline are verl's own calls."""
-        if prompts.meta_info.get("validate") or not prompts.meta_info.get("do_sample", True):
+        if prompts.meta_info.get("validate"):
+            heartbeat.controller_is_at(self._trainer.global_steps, VALIDATE)
+            return self._group.generate_sequences(prompts)
+        if not prompts.meta_info.get("do_sample", True):
             return self._group.generate_sequences(prompts)
         self._step = self._trainer.global_steps
         self._on_call(self.step, "generate_sequences")

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from verl_patches.watch import heartbeat
+from verl_patches.watch.bounds import VALIDATE
 
 _starts: deque[tuple[str, float]] = deque(maxlen=4096)  # bounded, as a trainer may never call take_starts
 _now = threading.local()
@@ -59,10 +60,16 @@ def record_and_call(method: Callable, args: Sequence[Any], kwargs: Mapping[str, 
     _starts.append((name, time.time()))
     _now.running = True
     try:
-        with heartbeat.in_call(name):
+        with heartbeat.in_call(VALIDATE if _validates(name, args) else name):
             return method(*args, **kwargs)
     finally:
         _now.running = False
+
+
+def _validates(name: str, args: Sequence[Any]) -> bool:
+    """Whether this is a call of verl's _validate, which marks its prompts: other prompts, and more of them."""
+    prompts = args[1] if len(args) > 1 else None
+    return name == "generate_sequences" and bool(getattr(prompts, "meta_info", {}).get("validate"))
 
 
 @functools.cache

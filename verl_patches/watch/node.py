@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import shutil
 import signal
 import socket
 import time
@@ -112,6 +113,13 @@ def end(folder: Path) -> list[str]:
     return [seen.beat.name for seen in alive]
 
 
+def close(folder: Path, failed: bool) -> list[str]:
+    """Remove the heartbeats; of a run that failed, `end` first, whose names are returned."""
+    ended = end(folder) if failed else []
+    shutil.rmtree(folder, ignore_errors=True)
+    return ended
+
+
 class NodeAgent:
     """The same for a node that is not the driver's, as a Ray actor without resources."""
 
@@ -126,9 +134,9 @@ class NodeAgent:
         """`stacks`."""
         return stacks(self._folder, names)
 
-    def end(self) -> list[str]:
-        """`end`."""
-        return end(self._folder)
+    def close(self, failed: bool) -> list[str]:
+        """`close`."""
+        return close(self._folder, failed)
 
 
 def from_plain(seen: dict[str, Any], node: str = "") -> Seen:

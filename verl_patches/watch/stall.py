@@ -9,6 +9,9 @@ A rank is overdue when its phase lasts longer than its bound. Then the culprit i
     the controller, where no rank is in a call
     all overdue ranks: nothing tells them apart
 
+In the start (a worker's constructor, where process groups are made) ranks without a heartbeat are the culprits, then
+those that are still in their constructor.
+
 A group's numbers are compared only if its members had equal ones, above 0, when their calls began: gloo counts sends
 and receives too, so that the stages of a pipeline do not agree.
 """
@@ -20,13 +23,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from verl_patches.errors import RecipeError
+from verl_patches.watch.bounds import START, Bounds
+from verl_patches.watch.heartbeat import ranks_text
 from verl_patches.watch.node import STOPPED, Seen
 
 GONE_S = 30.0  # how long a process may be gone before the watch says so: Ray and the trainer know first
 SILENT_S = 20.0
 SHOWN = 8
-# They wait for the slowest disk, or analyse a trace: what they took before says nothing, so Bounds.load_s holds
-SLOW_CALLS, SLOW_PHASES = {"init_model", "load_checkpoint", "finish_checkpoint"}, {"last checkpoint", "profile"}
 
 
 class StallError(RecipeError):
@@ -38,23 +41,6 @@ class LostNodeError(RecipeError):
 
 
 @dataclass(frozen=True)
-class Bounds:
-    """When a phase is overdue, in seconds: first_s, least_s and factor of recipe.watch; load_s of recipe.timeouts."""
-
-    first_s: float
-    least_s: float
-    factor: float
-    load_s: float = 0.0
-
-    def of(self, seen: Seen, longest_s: float) -> float:
-        """The bound of where `seen` is; longest_s: the longest time that any process was there before."""
-        least_s = self.least_s if seen.beat.place in seen.beat.longest_s else self.first_s
-        if seen.beat.call in SLOW_CALLS or seen.beat.phase in SLOW_PHASES:
-            least_s = max(self.first_s, self.load_s)
-        return max(self.factor * longest_s, least_s)
-
-
-@dataclass(frozen=True)
 class Stall:
     """What is wrong: culprits, some rank that waits for them, one sentence."""
 
@@ -63,8 +49,8 @@ class Stall:
     sentence: str
 
 
-def find_stall(processes: Sequence[Seen], bounds: Bounds) -> Stall | None:
-    """The stall of a run, or None. `processes`: ranks and controller, from all nodes."""
+def find_stall(processes: Sequence[Seen], bounds: Bounds, world: int = 0) -> Stall | None:
+    """The stall of a run of `world` ranks, or None. `processes`: ranks and controller, from all nodes."""
     ranks = [seen for seen in processes if seen.beat.rank is not None]
     controller = next((seen for seen in processes if seen.beat.rank is None), None)
     longest: defaultdict[str, float] = defaultdict(float)
@@ -80,6 +66,8 @@ def find_stall(processes: Sequence[Seen], bounds: Bounds) -> Stall | None:
     overdue = [seen for seen in candidates if seen.in_place_s > limits[id(seen)]]
     if not overdue:
         return None
+    if overdue[0].beat.call == START and not any(seen.state[:1] in STOPPED for seen in ranks):
+        return _stalled_start(ranks, overdue[0], limits[id(overdue[0])], world)
     culprits, why = _culprits(ranks, overdue) if busy else (overdue, "")
     first = max([seen for seen in overdue if seen in culprits] or overdue, key=lambda seen: seen.in_place_s)
     late = f"{_place(first)} for {first.in_place_s:.0f} s, where at most {limits[id(first)]:.0f} s were expected"
@@ -89,6 +77,31 @@ def find_stall(processes: Sequence[Seen], bounds: Bounds) -> Stall | None:
     text = f"{_names(culprits)} {why}, in "
     text += late if first in culprits else f"{_place(culprits[0])}; {first.where} is in {late}"
     return _stall(culprits, others, text + _waiting(others, culprits), controller)
+
+
+def _stalled_start(ranks: Sequence[Seen], first: Seen, limit_s: float, world: int) -> Stall:
+    """`first` is overdue in the start; no process group says yet who waits for whom."""
+    text = f"{first.where} is in the start for {first.in_place_s:.0f} s, where at most {limit_s:.0f} s were expected"
+    late = not_started(ranks, world)
+    culprits = () if _missing(ranks, world) else [seen for seen in ranks if seen.beat.call == START] or [first]
+    return _stall(culprits, [first], f"{text}; {late}" if late else text)
+
+
+def _missing(ranks: Sequence[Seen], world: int) -> list[int]:
+    return sorted(set(range(world)) - {seen.beat.rank for seen in ranks})
+
+
+def not_started(processes: Sequence[Seen], world: int) -> str:
+    """The ranks that have not started, as text; "" where all have."""
+    ranks = [seen for seen in processes if seen.beat.rank is not None]
+    inside = [seen for seen in ranks if seen.beat.call == START and seen.state != "gone"]
+    texts = []
+    if missing := _missing(ranks, world):
+        names = f"rank{'s' if len(missing) > 1 else ''} {ranks_text(missing)}"
+        texts.append(f"{names} of {world} ha{'ve' if len(missing) > 1 else 's'} no heartbeat: not placed, or importing")
+    if inside:
+        texts.append(f"{_names(inside)} {_verb(inside)} in the worker's constructor")
+    return "; ".join(texts)
 
 
 def _idle_controller(controller: Seen | None, ranks: Sequence[Seen]) -> list[Seen]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
-import shutil
+import re
 import socket
 import time
 from collections.abc import Sequence
@@ -18,26 +18,38 @@ from pathlib import Path
 from typing import Any
 
 from verl_patches.watch import node
+from verl_patches.watch.bounds import START, Bounds
 from verl_patches.watch.heartbeat import folder_of_run
 from verl_patches.watch.node import Seen
-from verl_patches.watch.stall import Bounds, LostNodeError, Stall, StallError, find_stall
+from verl_patches.watch.stall import LostNodeError, Stall, StallError, find_stall, not_started
 
 log = logging.getLogger(__name__)
 EVERY_S, NODES_EVERY_S = 2.0, 10.0
 LOST_S = 60.0  # without an answer of a node; Ray's own health check takes about 30 s
 ASK_S = 20.0  # for stacks, and for the end
 RECORD, STACKS = "watch.json", "stacks"
+DEVICE, COLLECTIVE = "device", "collective"
+_RAISED_BY = re.compile(r"\(pid=(\d+), ip=([^,()\s]+)")
+# Ascend's Error Code list of PyTorch: ERR**100 is a failed call of ACL, ERR**200 one of HCCL; EI0002 and EI0006 are
+# time limits of HCCL, of an operation and of a connection, which torch_npu may report as an error of the device
+# (gitcode.com/Ascend/pytorch docs/zh/troubleshooting: ERR-100.md, HCCL_timeout.md; HCCL user guide, EI0006)
+_COLLECTIVE = re.compile(r"\bEI000[26]\b|\bERR\d\d200\b|HCCL|DistBackendError")
+_DEVICE = re.compile(r"\bERR\d\d100\b|NPU (?:function )?error\b")
 
 
 class Watcher:
-    """Looks at a run whose record is in `to`; `stops`: a stall ends it, else it is only logged and recorded, once."""
+    """Looks at a run of `world` ranks, whose record is in `to`.
 
-    def __init__(self, to: Path, bounds: Bounds, stops: bool = True):
+    stops: a stall ends the run, else it is only logged and recorded, once.
+    """
+
+    def __init__(self, to: Path, bounds: Bounds, world: int, stops: bool = True):
         import ray
 
-        self._to, self._bounds, self._stops = to, bounds, stops
+        self._to, self._bounds, self._world, self._stops = to, bounds, world, stops
         self._folder, self._own = folder_of_run(), ray.get_runtime_context().get_node_id()
         self._others: dict[str, _Other] = {}
+        self._address = ""  # of the driver's node
         self._looked = self._listed = 0.0
         self._recorded = False
 
@@ -53,7 +65,7 @@ class Watcher:
         for other in self._others.values():
             other.look()
         self._refuse_lost()
-        stall = find_stall(self.processes(), self._bounds)
+        stall = find_stall(self.processes(), self._bounds, self._world)
         if stall is not None and not self._recorded:
             self._recorded = True
             self._end_at(stall)
@@ -67,7 +79,8 @@ class Watcher:
     def explain(self, error: BaseException) -> None:
         """LostNodeError in place of `error`, which ended the run, where a node with ranks is lost.
 
-        Where processes have ended, the record names them with their nodes.
+        Where processes have ended, the record names them with their nodes; else the rank that raised an error of its
+        device or of a collective. Ranks that had not started are in the log.
         """
         self._list_nodes()
         self._refuse_lost(error)
@@ -75,16 +88,29 @@ class Watcher:
         for other, answer in zip(others, _answers([other.agent.look.remote() for other in others]), strict=True):
             if answer is not None:
                 other.seen = [node.from_plain(seen, other.name) for seen in answer]
-        if gone := [seen for seen in self.processes() if seen.state == "gone"]:
+        processes = self.processes()
+        if any(seen.beat.call == START for seen in processes) and (late := not_started(processes, self._world)):
+            log.warning("watch: when the start failed: %s", late)
+        if gone := [seen for seen in processes if seen.state == "gone"]:
             self._record(gone, f"{', '.join(seen.where for seen in gone)} ended", [])
+        elif (kind := fault_in(str(error))) and (raised := self._raised(str(error))):
+            self._record([raised], f"{raised.where} raised an error of its {kind}", [], kind)
 
     def close(self, failed: bool) -> None:
-        """Remove the heartbeats; of a run that failed, first kill what still runs, on every node."""
-        if failed:
-            calls = [other.agent.end.remote() for other in self._others.values() if not other.lost]
-            node.end(self._folder)
-            _answers(calls)
-        shutil.rmtree(self._folder, ignore_errors=True)
+        """Remove the heartbeats on every node; of a run that failed, first kill what still runs there."""
+        calls = [other.agent.close.remote(failed) for other in self._others.values() if not other.lost]
+        node.close(self._folder, failed)
+        _answers(calls)
+
+    def _raised(self, text: str) -> Seen | None:
+        """The rank whose error is `text`, by the innermost pid and address that Ray writes into it."""
+        for pid, address in reversed(_RAISED_BY.findall(text)):
+            for seen in self.processes():
+                other = self._others.get(seen.node)
+                at = other.address if other else self._address
+                if seen.beat.rank is not None and (seen.beat.pid, at) == (int(pid), address):
+                    return seen
+        return None
 
     def _list_nodes(self) -> None:
         import ray
@@ -94,6 +120,7 @@ class Watcher:
         except ray.exceptions.RayError as error:  # the head is busy, or gone: then Ray ends the driver
             log.warning("watch: Ray's head does not list its nodes: %s", error)
             return
+        self._address = alive.get(self._own, self._address)
         for name, address in alive.items():
             if name != self._own and name not in self._others:
                 self._others[name] = _Other(name, address)
@@ -144,15 +171,23 @@ class Watcher:
                 log.warning("watch: %s cannot be written: %s", file, error.strerror)
         return files
 
-    def _record(self, culprits: Sequence[Seen], sentence: str, files: Sequence[str]) -> None:
+    def _record(self, culprits: Sequence[Seen], sentence: str, files: Sequence[str], kind: str | None = None) -> None:
         entries = [
             {"name": seen.beat.name, "pid": seen.beat.pid, "host": seen.host, "node": seen.node} for seen in culprits
         ]
         record = {"sentence": sentence, "culprits": entries, "stacks": list(files), "watched_on": socket.gethostname()}
+        record["raised"] = kind
         try:
             (self._to / RECORD).write_text(json.dumps(record, indent=1) + "\n")
         except OSError as error:
             log.warning("watch: %s cannot be written: %s", self._to / RECORD, error.strerror)
+
+
+def fault_in(text: str) -> str | None:
+    """DEVICE or COLLECTIVE for an error of these, else None. The rank that raises the second is only who noticed it."""
+    if _COLLECTIVE.search(text):
+        return COLLECTIVE
+    return DEVICE if _DEVICE.search(text) else None
 
 
 class _Other:

@@ -45,6 +45,7 @@ from verl_patches.rollout.routing_record import RoutingRecorder
 from verl_patches.tensor_cache.limits import token_budget
 from verl_patches.trainer.worker_starts import take_starts
 from verl_patches.watch import heartbeat
+from verl_patches.watch.bounds import START
 from verl_patches.worker.checkpoint import WorkerCheckpoint
 from verl_patches.worker.context import context
 from verl_patches.worker.expert_load import ExpertLoad, of_rollout, of_training
@@ -71,7 +72,7 @@ class RecipeWorker:
         if config.get("recipe") is not None and config.recipe.watch.action != "off":
             heartbeat.start_in_ray(f"rank {os.environ['RANK']}", int(os.environ["RANK"]))
         counters.note_process_age("start/imports")
-        with counters.timed("start/groups"):
+        with counters.timed("start/groups"), heartbeat.in_call(START):
             if is_on("update.engine_start"):
                 from verl_patches.model.mindspeed import start
 

@@ -1,0 +1,21 @@
+"""A start that hangs before the workers have a model: the watch ends the run, and says which rank has not started."""
+
+import re
+
+import psutil
+import pytest
+from loop_runs import hook
+
+pytestmark = pytest.mark.full
+BOUND_S = 90
+
+
+def test_a_rank_that_hangs_in_its_constructor_is_named_and_nothing_is_left(smoke):
+    """Rank 0 waits for it in init_process_group, or before."""
+    run = smoke("--steps", "1", hook("hangs_in_constructor"), f"recipe.watch.first_s={BOUND_S}", ok=False)
+    reason = run.summary["exit"]
+    found = re.search(r"StallError: .* is in the start for (\d+) s, where at most 90 s were expected; (.*)", reason)
+    assert run.code == 1 and found and BOUND_S <= int(found[1]) < BOUND_S + 120, reason
+    inside = re.search(r"rank 1 \(pid (\d+) on", found[2])
+    assert inside and "in the worker's constructor" in found[2] and not psutil.pid_exists(int(inside[1])), reason
+    assert "loop_hooks.py" in (run.folder / "stacks" / "rank_1.txt").read_text()

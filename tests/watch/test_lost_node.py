@@ -1,0 +1,107 @@
+"""A node of three whose link goes down: network namespaces with a raylet each, and a rank of a run on each.
+
+Skipped where namespaces cannot be made. Times are printed; docs/watch.md has those of one run.
+"""
+
+import functools
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.cluster.namespaces import Nodes
+from tests.conftest import ROOT
+
+pytestmark = pytest.mark.full
+NODES = 3
+WAIT_S = 300  # for what Ray does by itself
+
+
+@pytest.fixture
+def nodes(ray_folder):
+    """Nodes with `run`, which starts a process of this repository on one of them."""
+    with Nodes(NODES, Path(ray_folder), net="10.97.42", ssh="none") as made:
+        env = {
+            **os.environ,
+            "RAY_TMPDIR": str(made.shared),
+            "PYTHONPATH": str(ROOT),
+            "VERL_PATCHES": "line=pypi,platform=cpu",
+        }
+        made.run = functools.partial(made.start, env=env, cwd=ROOT, text=True)
+        yield made
+
+
+def children(pid):
+    try:
+        return psutil.Process(pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+
+
+def alive(processes):
+    return [process for process in processes if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+
+
+def until_gone(processes, limit_s):
+    """Seconds until none of them lives, or None after `limit_s`."""
+    begun = time.monotonic()
+    while alive(processes):
+        if time.monotonic() - begun > limit_s:
+            return None
+        time.sleep(0.5)
+    return time.monotonic() - begun
+
+
+def test_a_node_whose_link_is_down_ends_the_run_by_name_and_nothing_of_it_is_left(nodes, tmp_path):
+    hosts = nodes.hosts
+    ray = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--num-cpus=2", "--disable-usage-stats"]
+    ray += ["--object-store-memory=100000000"]
+    log = (tmp_path / "ray.log").open("w")
+    quiet = {"stdout": log, "stderr": subprocess.STDOUT}
+    head = ["--head", f"--node-ip-address={hosts[0]}", "--port=6379", "--include-dashboard=false"]
+    raylets = [nodes.run(0, *ray, *head, **quiet)]
+    time.sleep(10)  # `ray start --address` itself retries for less
+    for number in (1, 2):
+        raylets.append(
+            nodes.run(number, *ray, f"--address={hosts[0]}:6379", f"--node-ip-address={hosts[number]}", **quiet)
+        )
+    wait_for_nodes(nodes)
+    errors = (tmp_path / "driver.log").open("w+")
+    job = [sys.executable, "-m", "tests.watch.namespace_job", str(tmp_path), *hosts]
+    driver = nodes.run(0, *job, stdout=subprocess.PIPE, stderr=errors)
+    line = driver.stdout.readline()
+    errors.seek(0)
+    assert line.startswith("READY"), errors.read()[-3000:]
+    pids = [int(word) for word in line.split()[1:]]
+    ranks = [psutil.Process(pid) for pid in pids[1:]]
+    cut_off = [psutil.Process(raylets[2].pid), *children(raylets[2].pid), ranks[2]]
+
+    begun = time.monotonic()
+    nodes.cut(2)
+    assert driver.wait(WAIT_S) == 1
+    print(f"the driver ended after {time.monotonic() - begun:.0f} s")
+    errors.seek(0)
+    said = errors.read()
+    found = re.search(rf"LostNodeError: node {hosts[2]} with rank 2 is lost: .*", said)
+    assert found and "last seen in update_actor update" in found[0], said[-3000:]
+    print(found[0])
+    assert until_gone(ranks[:2], 60) is not None
+    left = until_gone(cut_off, WAIT_S)
+    print(f"on the node that was cut off all had ended {time.monotonic() - begun:.0f} s after the cut, {left}")
+    assert left is not None, alive(cut_off)
+
+
+def wait_for_nodes(nodes):
+    head = nodes.hosts[0]
+    code = f"""
+import ray, time
+ray.init(address="{head}:6379", _node_ip_address="{head}", log_to_driver=False)
+while len([node for node in ray.nodes() if node["Alive"]]) < {NODES}:
+    time.sleep(0.5)
+"""
+    assert nodes.run(0, sys.executable, "-c", code).wait(WAIT_S) == 0
