@@ -113,6 +113,21 @@ def test_the_end_kills_stopped_processes_too_and_no_others(start, tmp_path):
         bystander.wait()
 
 
+def test_a_late_stack_signal_does_not_end_a_process_whose_heartbeat_has_ended(tmp_path):
+    code = """
+import os, sys
+from pathlib import Path
+from verl_patches.watch import heartbeat
+heartbeat.start(Path(sys.argv[1]), "rank 0", 0)
+heartbeat.stop()
+os.kill(os.getpid(), heartbeat.STACK_SIGNAL)
+print("goes on")
+"""
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "goes on\n"), done.stderr
+    assert "most recent call first" in (tmp_path / "rank_0.stack").read_text()
+
+
 def test_with_a_full_disk_there_is_no_heartbeat_and_the_process_goes_on(start, tmp_path):
     process = start(5, "has_a_full_disk")
     out, error = process.communicate(timeout=120)

@@ -86,11 +86,9 @@ class Heartbeat:
         self._thread.start()
 
     def close(self) -> None:
-        """Write no more."""
+        """Write no more beats. Stacks are written on: without a handler a late STACK_SIGNAL would end the process."""
         self._ended.set()
         self._thread.join()
-        faulthandler.unregister(STACK_SIGNAL)
-        self._stack.close()
         os.close(self._file)
 
     @contextmanager
