@@ -34,6 +34,10 @@ def make(tmp_path):
             os.killpg(started.pid, signal.SIGKILL)
 
 
+def follow(job, skip=0):
+    return command.follow(job, sys.stdout.buffer, skip)
+
+
 def say(text):
     say.last = text
 
@@ -42,20 +46,20 @@ def test_output_from_any_byte_and_the_exit_code(make, capfdbinary, tmp_path):
     job = make(ON)
     assert command.finding(job) is None
     with pytest.raises(RecipeError, match="no command of job j was started on this node; cluster up --run starts it"):
-        command.follow(job)
+        follow(job)
     command.start(job, STARTED, {"TOKEN": "t"}, say)
     assert command.finding(job).state == "fine" and "runs" in command.finding(job).found
     (tmp_path / "gate").touch()
-    assert command.follow(job) == 3 and capfdbinary.readouterr().out == b"on t\noff\n"
-    assert command.follow(job, skip=5) == 3 and capfdbinary.readouterr().out == b"off\n"
+    assert follow(job) == 3 and capfdbinary.readouterr().out == b"on t\noff\n"
+    assert follow(job, skip=5) == 3 and capfdbinary.readouterr().out == b"off\n"
     found = command.finding(job)
     assert found.state == "problem" and found.found == "ended with exit code 3"
     command.start(job, STARTED, {}, say)  # again: an output of its own
-    assert command.follow(job) == 3 and capfdbinary.readouterr().out == b"on \noff\n"
+    assert follow(job) == 3 and capfdbinary.readouterr().out == b"on \noff\n"
     assert (tmp_path / "command-1.log").read_bytes() == b"on t\noff\n"
     good = make("exit 0")
     command.start(good, STARTED, {}, say)
-    assert command.follow(good) == 0 and command.finding(good).state == "fine"
+    assert follow(good) == 0 and command.finding(good).state == "fine"
 
 
 def test_one_that_runs_is_joined_and_another_one_refused(make):
@@ -76,7 +80,7 @@ def test_one_that_runs_is_joined_and_another_one_refused(make):
 def test_a_command_that_a_signal_ended_or_that_is_not_there(make, line, code):
     job = make(line)
     command.start(job, STARTED, {}, say)
-    assert command.follow(job) == code
+    assert follow(job) == code
 
 
 def test_one_that_was_killed_with_its_shell_has_no_code(make):
@@ -84,7 +88,7 @@ def test_one_that_was_killed_with_its_shell_has_no_code(make):
     command.start(job, STARTED, {}, say)
     os.killpg(command.newest(job).pid, signal.SIGKILL)
     with pytest.raises(RecipeError, match="was killed; it has no exit code"):
-        command.follow(job)
+        follow(job)
     assert command.finding(job).found == "was killed"
 
 
@@ -92,7 +96,7 @@ def test_a_follower_ends_when_nobody_reads_it_any_more(make):
     job = make(ON)
     command.start(job, STARTED, {}, say)
     code = "import sys; from verl_patches.cluster import command, job; "
-    code += "command.follow(job.Job.model_validate_json(sys.argv[1]))"
+    code += "command.follow(job.Job.model_validate_json(sys.argv[1]), sys.stdout.buffer)"
     words = [sys.executable, "-c", code, job.model_dump_json()]
     follower = subprocess.Popen(words, stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": str(REPOSITORY)})
     assert follower.stdout.readline() == b"on \n"

@@ -1,5 +1,6 @@
 """`cluster` over a real ssh: two nodes in network namespaces, each with an sshd (namespaces.py)."""
 
+import io
 import json
 import os
 import signal
@@ -113,6 +114,8 @@ def test_the_command_outlives_its_callers_and_lost_connections_and_its_code_is_t
         assert "runs already" in err  # one command, for three callers
         code, out, _ = ended(call(job, "follow"))
         assert code == 5 and out.count("\n") == 3
+        code, out, err = ended(call(job, "follow", "--json"))
+        assert code == json.loads(out)["code"] == 5 and "line 3 of a b" in err
         code, out, _ = ended(call(job, "status"))
         assert code == 1 and "ended with exit code 5" in out
     finally:
@@ -159,7 +162,7 @@ def test_a_connection_that_stays_lost_ends_with_what_to_do_next(nodes, job, monk
     said = []
     start = time.monotonic()
     with pytest.raises(RecipeError, match="no connection to node 0 .* cluster follow joins it, cluster down ends it"):
-        Hosts(lost, {}).follow(said.append)
+        Hosts(lost, {}).follow(io.BytesIO(), said.append)
     assert time.monotonic() - start < 120
 
 

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, BinaryIO
 
 import typer
 
@@ -106,7 +106,7 @@ def up_command(
     code = 0
     if run and isinstance(backend, Hosts):
         with _what_goes_on(job, COMMAND_GOES_ON):
-            code = backend.run(_say)
+            code = backend.run(_output(as_json), _say)
     if as_json:
         print_json({"job": job.name, "provider": job.provider, "nodes": job.nodes, "code": code})
     raise typer.Exit(code)
@@ -117,14 +117,12 @@ def _up_here(
 ) -> int:
     place = place_of(job, os.environ, rank, head)
     started = node.up(job, place, secrets, _say)
-    if as_json:
-        print_json({"job": job.name, "rank": place.rank, "address": place.address, "head": place.head})
     code = 0
     try:
         if run and place.rank == 0:
             command.start(job, started, secrets, _say)
             with _what_goes_on(job, "the command is ended with this node" if block else COMMAND_GOES_ON):
-                code = command.follow(job)
+                code = command.follow(job, _output(as_json))
         elif block:
             code = node.stay(job, started)
     finally:
@@ -135,6 +133,8 @@ def _up_here(
                 _say(f"logs could not be gathered: {error}")
             finally:
                 node.end_processes(job, place.rank)
+    if as_json:
+        print_json({"job": job.name, "rank": place.rank, "address": place.address, "head": place.head, "code": code})
     return code
 
 
@@ -142,15 +142,22 @@ def _say(text: str) -> None:
     typer.echo(text, err=True)
 
 
+def _output(as_json: bool) -> BinaryIO:
+    """Where the command's output goes: with --json standard output is for the report alone."""
+    return (sys.stderr if as_json else sys.stdout).buffer
+
+
 @app.command("follow")
 def follow_command(
     job_file: JobFile,
     node_rank: NodeRank = None,
     skip: Annotated[int, typer.Option(min=0, help="Begin after so many bytes of the output.")] = 0,
+    as_json: Json = False,
 ) -> None:
     """Print the output of the job's command (`up --run`) until it ends, and exit with its code.
 
     Ctrl-C or SIGTERM end this command alone. Exit code 1 too where no command was started, or it was killed.
+    With --json the output goes to standard error.
     """
     job, secrets = _load(job_file)
     backend = _backend(job, secrets)
@@ -161,7 +168,11 @@ def follow_command(
         )
     _end_on_signals()
     with _what_goes_on(job, COMMAND_GOES_ON):
-        raise typer.Exit(command.follow(job, skip) if backend is None else backend.follow(_say))
+        to = _output(as_json)
+        code = command.follow(job, to, skip) if backend is None else backend.follow(to, _say, skip)
+    if as_json:
+        print_json({"job": job.name, "provider": job.provider, "code": code})
+    raise typer.Exit(code)
 
 
 @app.command("status")

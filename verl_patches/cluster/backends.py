@@ -12,14 +12,13 @@ import json
 import os
 import shlex
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from verl_patches.cluster.command import BLOCK_BYTES, ended_with
 from verl_patches.cluster.gather import unpack
@@ -64,8 +63,8 @@ def _call(words: Sequence[str], stdin: str, limit_s: float) -> Answer:
     return Answer(done.returncode, done.stdout, done.stderr.decode(errors="replace"))
 
 
-def _forwarded(words: Sequence[str], stdin: str) -> tuple[int, int]:
-    """(exit code, bytes of output) of a program whose output is written on while it runs; it ends with this call."""
+def _forwarded(words: Sequence[str], stdin: str, to: BinaryIO) -> tuple[int, int]:
+    """(exit code, bytes of output) of a program whose output goes to a stream while it runs; it ends with this call."""
     size = 0
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         try:
@@ -73,8 +72,8 @@ def _forwarded(words: Sequence[str], stdin: str) -> tuple[int, int]:
                 process.stdin.write(stdin.encode())
                 process.stdin.close()
             while block := os.read(process.stdout.fileno(), BLOCK_BYTES):
-                sys.stdout.buffer.write(block)
-                sys.stdout.buffer.flush()
+                to.write(block)
+                to.flush()
                 size += len(block)
         except BaseException:
             process.kill()
@@ -174,23 +173,23 @@ class Hosts:
         line = f'ids=$({listed}) && if [ -n "$ids" ]; then docker rm --force $ids; fi'
         return self._each(lambda rank: self._on(rank, line, "", MARGIN_S), ranks)
 
-    def run(self, say: Callable[[str], None]) -> int:
-        """Start the job's command on the head's host and follow its output; its exit code."""
-        return self._followed(say, "up", "--run")
+    def run(self, to: BinaryIO, say: Callable[[str], None]) -> int:
+        """Start the job's command on the head's host and write its output to a stream; its exit code."""
+        return self._followed(to, say, "up", "--run")
 
-    def follow(self, say: Callable[[str], None]) -> int:
-        """Follow the output of the job's command from its begin to its end; its exit code."""
-        return self._followed(say, "follow")
+    def follow(self, to: BinaryIO, say: Callable[[str], None], skip: int = 0) -> int:
+        """Write the output of the job's command from byte `skip` to its end to a stream; its exit code."""
+        return self._followed(to, say, "follow", "--skip", str(skip), seen=skip)
 
-    def _followed(self, say: Callable[[str], None], verb: str, *options: str) -> int:
+    def _followed(self, to: BinaryIO, say: Callable[[str], None], verb: str, *options: str, seen: int = 0) -> int:
         """Follow the command on the head's host, with a new connection where one is lost; its exit code.
 
         RecipeError where there is none for RECONNECT_S: the command goes on.
         """
-        seen, connected = 0, time.monotonic()
+        connected = time.monotonic()
         while True:
             began = time.monotonic()
-            code, size = _forwarded(self._words(0, self._line(0, verb, *options)), self._stdin(verb))
+            code, size = _forwarded(self._words(0, self._line(0, verb, *options)), self._stdin(verb), to)
             seen += size
             if code != SSH_FAILED:
                 return code

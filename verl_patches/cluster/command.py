@@ -10,11 +10,11 @@ import json
 import select
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import psutil
 
@@ -97,8 +97,8 @@ def start(job: Job, started: Started, secrets: Mapping[str, str], say: Callable[
     record.with_suffix(".new").rename(record)
 
 
-def follow(job: Job, skip: int = 0) -> int:
-    """Write the command's output from byte `skip` on to standard output until it ends; its exit code.
+def follow(job: Job, to: BinaryIO, skip: int = 0) -> int:
+    """Write the command's output from byte `skip` on to a stream until it ends; its exit code.
 
     Ends with 141 where nobody reads the output any more. Raises RecipeError where no command was started, or where it
     ended without an exit code.
@@ -111,22 +111,22 @@ def follow(job: Job, skip: int = 0) -> int:
         while True:
             runs = command.runs  # asked before the last read, so that nothing is left
             while block := output.read(BLOCK_BYTES):
-                sys.stdout.buffer.write(block)
-            sys.stdout.buffer.flush()
+                to.write(block)
+            to.flush()
             code = code_of(job, command)
             if code is not None or not runs:
                 break
-            if _nobody_reads(POLL_S):
+            if _nobody_reads(to, POLL_S):
                 raise SystemExit(128 + signal.SIGPIPE)
     if code is None:
         raise RecipeError(f"the command of job {job.name} (pid {command.pid}) was killed; it has no exit code")
     return code
 
 
-def _nobody_reads(wait_s: float) -> bool:
-    """Wait, at most until the other end of standard output is closed."""
+def _nobody_reads(stream: BinaryIO, wait_s: float) -> bool:
+    """Wait, at most until the other end of a pipe is closed."""
     poll = select.poll()
-    poll.register(sys.stdout.fileno(), 0)  # errors alone
+    poll.register(stream.fileno(), 0)  # errors alone
     found = poll.poll(wait_s * 1000)
     if found and not found[0][1] & (select.POLLERR | select.POLLHUP):
         time.sleep(wait_s)
