@@ -18,4 +18,5 @@ def test_a_rank_that_hangs_in_its_constructor_is_named_and_nothing_is_left(smoke
     assert run.code == 1 and found and BOUND_S <= int(found[1]) < BOUND_S + 120, reason
     inside = re.search(r"rank 1 \(pid (\d+) on", found[2])
     assert inside and "in the worker's constructor" in found[2] and not psutil.pid_exists(int(inside[1])), reason
+    assert f"watch: bounds of a phase: {BOUND_S} s for a first time, then 900 s" in run.log
     assert "loop_hooks.py" in (run.folder / "stacks" / "rank_1.txt").read_text()

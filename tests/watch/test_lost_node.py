@@ -4,6 +4,7 @@ Skipped where namespaces cannot be made. Times are printed; docs/watch.md has th
 """
 
 import functools
+import json
 import os
 import re
 import subprocess
@@ -18,6 +19,7 @@ from tests.cluster.namespaces import Nodes
 from tests.conftest import ROOT
 
 pytestmark = pytest.mark.full
+STEPS = 12  # of two seconds, of which the first is saved when the link goes down
 NODES = 3
 WAIT_S = 300  # for what Ray does by itself
 
@@ -57,20 +59,24 @@ def until_gone(processes, limit_s):
     return time.monotonic() - begun
 
 
-def test_a_node_whose_link_is_down_ends_the_run_by_name_and_nothing_of_it_is_left(nodes, tmp_path):
-    hosts = nodes.hosts
-    ray = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--num-cpus=2", "--disable-usage-stats"]
-    ray += ["--object-store-memory=100000000"]
-    log = (tmp_path / "ray.log").open("w")
-    quiet = {"stdout": log, "stderr": subprocess.STDOUT}
-    head = ["--head", f"--node-ip-address={hosts[0]}", "--port=6379", "--include-dashboard=false"]
-    raylets = [nodes.run(0, *ray, *head, **quiet)]
-    time.sleep(10)  # `ray start --address` itself retries for less
-    for number in (1, 2):
-        raylets.append(
-            nodes.run(number, *ray, f"--address={hosts[0]}:6379", f"--node-ip-address={hosts[number]}", **quiet)
-        )
+@pytest.fixture
+def raylets(nodes, tmp_path):
+    """The processes of the nodes' raylets, once all nodes are in one Ray."""
+    ray = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--num-cpus=4", "--num-gpus=1"]
+    ray += ["--disable-usage-stats", "--object-store-memory=100000000"]
+    quiet = {"stdout": (tmp_path / "ray.log").open("w"), "stderr": subprocess.STDOUT}
+    head = ["--head", "--port=6379", "--include-dashboard=false"]
+    found = []
+    for number, host in enumerate(nodes.hosts):
+        where = head if number == 0 else [f"--address={nodes.hosts[0]}:6379"]
+        found.append(nodes.run(number, *ray, *where, f"--node-ip-address={host}", **quiet))
+        time.sleep(10 if number == 0 else 0)  # `ray start --address` itself retries for less
     wait_for_nodes(nodes)
+    return found
+
+
+def test_a_node_whose_link_is_down_ends_the_run_by_name_and_nothing_of_it_is_left(nodes, raylets, tmp_path):
+    hosts = nodes.hosts
     errors = (tmp_path / "driver.log").open("w+")
     job = [sys.executable, "-m", "tests.watch.namespace_job", str(tmp_path), *hosts]
     driver = nodes.run(0, *job, stdout=subprocess.PIPE, stderr=errors)
@@ -94,6 +100,30 @@ def test_a_node_whose_link_is_down_ends_the_run_by_name_and_nothing_of_it_is_lef
     left = until_gone(cut_off, WAIT_S)
     print(f"on the node that was cut off all had ended {time.monotonic() - begun:.0f} s after the cut, {left}")
     assert left is not None, alive(cut_off)
+
+
+def test_a_run_goes_on_without_a_node_whose_link_is_down(nodes, raylets, ray_folder, tmp_path):
+    """Two of the three nodes have a rank; after the first step one of them that is not the driver's is cut off."""
+    program = [sys.executable, "-m", "verl_patches", "smoke"]
+    smoke = [*program, "--train-layout", "tp2ep2", "--steps", str(STEPS), "--run", "r"]
+    smoke += ["trainer.nnodes=2", "trainer.n_gpus_per_node=1", f"recipe.ray_address={nodes.hosts[0]}:6379"]
+    smoke += ["trainer.save_freq=1", "trainer.resume_mode=auto", "recipe.restart.times=1"]
+    output = (tmp_path / "smoke.log").open("w+")
+    run = nodes.run(0, *smoke, f"recipe.output_root={tmp_path}", stdout=output, stderr=subprocess.STDOUT)
+    saved, begun = tmp_path / "r" / "checkpoints" / "global_step_1", time.monotonic()
+    while not saved.is_dir():
+        assert run.poll() is None and time.monotonic() - begun < WAIT_S, (tmp_path / "smoke.log").read_text()[-4000:]
+        time.sleep(0.5)
+    with_rank = [n for n in (1, 2) if list(Path(ray_folder).glob(f"{n}/**/rank_*.beat"))]
+    nodes.cut(with_rank[0])
+    code = run.wait(WAIT_S * 2)
+    summary = json.loads((tmp_path / "r" / "summary.json").read_text())
+    assert code == 0 and summary["exit"] == "ok", (tmp_path / "smoke.log").read_text()[-4000:]
+    (restart,) = summary["restarts"]
+    lost = nodes.hosts[with_rank[0]]
+    assert f"LostNodeError: node {lost} with rank" in restart["reason"], restart
+    print(restart)
+    assert [step["step"] for step in summary["steps"]] == [*range(1, STEPS + 1)]
 
 
 def wait_for_nodes(nodes):
