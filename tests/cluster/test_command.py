@@ -62,7 +62,7 @@ def test_output_from_any_byte_and_the_exit_code(make, capfdbinary, tmp_path):
     assert follow(good) == 0 and command.finding(good).state == "fine"
 
 
-def test_one_that_runs_is_joined_and_another_one_refused(make):
+def test_one_that_runs_is_joined_and_another_one_refused(make, tmp_path):
     job = make(ON)
     command.start(job, STARTED, {}, say)
     first = command.newest(job)
@@ -72,6 +72,8 @@ def test_one_that_runs_is_joined_and_another_one_refused(make):
         ConfigError, match="another command of job j runs .*cluster follow, or end it with cluster down"
     ):
         command.start(make("echo other"), STARTED, {}, say)
+    with node.locked_folder(tmp_path), pytest.raises(RecipeError, match="another `cluster` command"):
+        command.start(job, STARTED, {}, say)  # two callers at once start one command
     assert psutil.Process(first.pid).environ()[node.MARK] == STARTED.mark  # so `down` ends it
     assert os.getsid(first.pid) == first.pid
 

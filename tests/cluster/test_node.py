@@ -230,8 +230,8 @@ def test_a_process_with_a_recorded_number_but_another_start_is_not_the_nodes(job
 
 
 def test_another_command_at_work_is_named(job):
-    with node._locked(node._folder(job)), pytest.raises(RecipeError, match="another `cluster` command"):
-        with node._locked(Path(job.folder)):
+    with node.locked_folder(node._folder(job)), pytest.raises(RecipeError, match="another `cluster` command"):
+        with node.locked_folder(Path(job.folder)):
             pass
 
 

@@ -19,7 +19,7 @@ from typing import BinaryIO
 import psutil
 
 from verl_patches.cluster.job import Job
-from verl_patches.cluster.node import Started, node_environment, recorded_process
+from verl_patches.cluster.node import Started, locked_folder, node_environment, recorded_process
 from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.patching.report import Finding
 
@@ -66,6 +66,11 @@ def code_of(job: Job, command: Command) -> int | None:
 
 def start(job: Job, started: Started, secrets: Mapping[str, str], say: Callable[[str], None]) -> None:
     """Start the command, unless it runs already. ConfigError where another one runs, or the checkout is not there."""
+    with locked_folder(Path(job.folder)):
+        _start(job, started, secrets, say)
+
+
+def _start(job: Job, started: Started, secrets: Mapping[str, str], say: Callable[[str], None]) -> None:
     before = newest(job)
     if before is not None and before.runs:
         if before.words != job.command:
@@ -143,9 +148,8 @@ def finding(job: Job) -> Finding | None:
     if code is None and command.runs:
         return Finding("command", "fine", where, expected, f"runs (pid {command.pid})")
     found = "was killed" if code is None else ended_with(code)
-    return Finding(
-        "command", "problem" if code != 0 else "fine", where, expected, found, "read its output" if code else ""
-    )
+    state, todo = ("fine", "") if code == 0 else ("problem", "read its output")
+    return Finding("command", state, where, expected, found, todo)
 
 
 def ended_with(code: int) -> str:

@@ -71,7 +71,7 @@ def up(job: Job, place: Place, secrets: Mapping[str, str], say: Callable[[str], 
     """
     end = time.monotonic() + job.wait_s
     folder = _folder(job)
-    with _locked(folder):
+    with locked_folder(folder):
         started = _already(job, place, folder)
         new = started is None
         if started is None:
@@ -105,13 +105,14 @@ def _folder(job: Job) -> Path:
 
 
 @contextmanager
-def _locked(folder: Path, ends_holder: bool = False) -> Iterator[None]:
+def locked_folder(folder: Path, ends_holder: bool = False) -> Iterator[None]:
     """One `cluster` command at a time in a folder. `ends_holder`: one that is at work there is ended first."""
     with (folder / "lock").open("a+") as lock:
         if not _lock(lock):
             holder = _holder_of(lock)
             if ends_holder and holder is not None:
-                holder.terminate()  # it ends what it has started
+                with suppress(psutil.NoSuchProcess):
+                    holder.terminate()  # it ends what it has started
                 deadline = time.monotonic() + END_HOLDER_S
                 while not (done := _lock(lock)) and time.monotonic() < deadline:
                     time.sleep(0.1)
@@ -379,7 +380,7 @@ def end_processes(job: Job, rank: int | None = None, locked: bool = False) -> li
     if not folder.is_dir():
         return []
     if not locked:
-        with _locked(folder, ends_holder=True):
+        with locked_folder(folder, ends_holder=True):
             return end_processes(job, rank, locked=True)
     stopped = []
     for started in records(folder):
