@@ -9,8 +9,9 @@ import torch
 from safetensors.torch import save_file
 
 from tests.weights.cases import make_fp8_folder, read_folder, store
-from verl_patches.config.checks import PATHS, check_config, require
+from verl_patches.config.checks import check_config, require
 from verl_patches.config.compose import CONFIGS_DIR, compose, hf_config_of
+from verl_patches.config.files import PATHS
 from verl_patches.errors import ConfigError
 from verl_patches.layout.parallel import parse_layout, rollout_layout_of, train_layout_of
 from verl_patches.model.tiny import tiny_config

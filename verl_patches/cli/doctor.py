@@ -10,8 +10,8 @@ import typer
 from verl_patches.catalog import ROWS
 from verl_patches.cli.output import Json, print_json, show
 from verl_patches.cli.run import Upstream
-from verl_patches.config.checks import PATHS
 from verl_patches.config.compose import compose, keys_of
+from verl_patches.config.files import PATHS
 from verl_patches.doctor import doctor
 from verl_patches.doctor.node_checks import MODEL, Node
 from verl_patches.errors import ConfigError

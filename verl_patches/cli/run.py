@@ -14,9 +14,10 @@ from rich.console import Console
 
 from verl_patches.catalog import ROWS
 from verl_patches.cli.output import Json, report_plan
-from verl_patches.config.checks import PATHS, Check, check_config, check_files, require
+from verl_patches.config.checks import Check, check_config, check_files, require
 from verl_patches.config.compose import compose, keys_of, output_root
 from verl_patches.config.environment import switches_of
+from verl_patches.config.files import PATHS
 from verl_patches.errors import ConfigError
 from verl_patches.launch import launcher, ray_cluster, smoke
 from verl_patches.model.mindspeed.arguments import arguments_of, explain

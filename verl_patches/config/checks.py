@@ -6,10 +6,8 @@ upstream place that would refuse the configuration, or the figure that would be 
 
 from __future__ import annotations
 
-import ast
 import functools
 import math
-import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -18,24 +16,21 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from verl_patches.config import ascend, hccl, profile, routing_replay, watch
+from verl_patches.config import ascend, files, hccl, profile, routing_replay, watch
 from verl_patches.config.compose import (
-    config_file,
     graph_arguments,
     hf_config_of,
-    model_changes,
     model_shape_of,
-    reads_weights,
     rollout_library,
     shape_file,
     switched_off,
     vllm_arguments,
 )
-from verl_patches.config.environment import DROPPED, derive, run_dir
+from verl_patches.config.environment import DROPPED, derive
 from verl_patches.config.recipe import VLLM_DTYPES
 from verl_patches.errors import ConfigError
-from verl_patches.layout.inventory import ModelShape, build_inventory, differences, read_model_shape
-from verl_patches.layout.model_folder import QUANTIZATION, read_json_object, weight_files
+from verl_patches.layout.inventory import ModelShape, build_inventory
+from verl_patches.layout.model_folder import read_json_object
 from verl_patches.layout.parallel import ParallelLayout, rollout_layout_of, train_layout_of
 from verl_patches.memory.schedule import sleeps_by_vllm
 from verl_patches.model.mindspeed.arguments import ONLY
@@ -43,17 +38,12 @@ from verl_patches.reshard.blocks import Block, make_blocks
 from verl_patches.rollout.log_probs import CHECK_TOKENS
 from verl_patches.tensor_cache import limits
 from verl_patches.trainer import on_policy, truth_check
-from verl_patches.trainer.recording import find_recording
 from verl_patches.upstream.support import refusal, refused_keys, shell_findings
 from verl_patches.values import Count, Positive, value_faults
 from verl_patches.weights.checkpoint_folders import newest, require_whole
-from verl_patches.weights.source import open_source
 
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor.megatron", "actor_rollout_ref.rollout"
 _SIZES = "tensor_model pipeline_model virtual_pipeline_model context expert_model expert_tensor".split()
-_DATA = ("data.train_files", "data.val_files")
-_MODEL, _REWARD = "actor_rollout_ref.model.path", "custom_reward_function.path"
-PATHS = (*_DATA, _MODEL, _REWARD)  # keys that name files which a run reads
 
 
 @dataclass(frozen=True)
@@ -72,7 +62,7 @@ class Check:
 def check_config(config: DictConfig, must_exist: Collection[str] = ()) -> list[Check]:
     """All rules in order. A layout that cannot be built is a failed check, and the rules that need it are left out.
 
-    must_exist: those keys of PATHS whose files are expected on this machine; absent files of others are a note.
+    must_exist: those keys of files.PATHS whose files are expected on this machine; absent files of others are a note.
     """
     model = model_shape_of(config)
     checks, layouts = [], []
@@ -92,8 +82,8 @@ def check_config(config: DictConfig, must_exist: Collection[str] = ()) -> list[C
     checks += [Check("tensor cache", False, fault) for fault in limits.faults(config)]
     checks += [Check("micro batch", False, fault) for fault in limits.budget_faults(config)]
     checks += [*_swap_checks(config), _sleep_check(config)]
-    files = (routing_replay, hccl, profile, watch)
-    return [*checks, *(check for rules in files for check in _checks_of(rules, config, model))]
+    others = (routing_replay, hccl, profile, watch)
+    return [*checks, *(check for rules in others for check in _checks_of(rules, config, model))]
 
 
 def require(checks: Iterable[Check]) -> None:
@@ -126,56 +116,12 @@ def _divides(name: str, total: int, part: int, key: str, quotient: str) -> Check
     return _either(name, total % part == 0, held, f"{total} is not a multiple of {part}; change {key}")
 
 
-# files that a run reads
-
-
 def check_files(config: DictConfig, must_exist: Collection[str]) -> list[Check]:
-    """The rules about model folder, data, reward function and recording; `must_exist` as in `check_config`."""
-    checks = [*_folder_checks(config, must_exist), *_data_checks(config, must_exist)]
-    return [*checks, *_reward_checks(config, must_exist), *_replay_checks(config)]
+    """The rules of files.py; `must_exist` as in `check_config`."""
+    return [Check(*result) for result in files.checks(config, must_exist)]
 
 
-def _folder_checks(config: DictConfig, must_exist: Collection[str]) -> Iterator[Check]:
-    """Where the model's folder is on this machine: it holds the planned model, in weights that can be read."""
-    path = config_file(config)
-    if QUANTIZATION in model_changes(config):
-        text = (
-            f"actor_rollout_ref.model.override_config.model_config holds {QUANTIZATION}; expected none: that of "
-            "config.json is not read, and null ends rank 0, where verl prints it (configuration_utils.py:845)"
-        )
-        yield Check("model folder", False, text)
-    if not path.is_file():
-        yield _absent("model folder", [path], _MODEL, _MODEL in must_exist, "the folder of a HF model")
-        return
-    found, model = read_model_shape(path), model_shape_of(config)
-    fault = f"{path} is not of recipe.model_shape {config.recipe.model_shape}: {differences(found, model)}"
-    yield _either("model shape", found == model, "same model", fault)
-    if reads_weights(config):
-        yield _weights_check(config, path.parent)
-
-
-def _weights_check(config: DictConfig, folder: Path) -> Check:
-    """The folder's files are whole and hold every tensor once, and each framework that reads them can."""
-    name, load_format = "model weights", config.actor_rollout_ref.rollout.load_format
-    if not weight_files(folder):
-        return Check(name, True, f"{folder} has no safetensors file: its weights were not checked", note=True)
-    try:
-        source = open_source(folder)
-    except ConfigError as error:
-        return Check(name, False, str(error))
-    how = {"hf": "a HF folder", "shards": "sharded weights", "checkpoint": "a checkpoint"}[source.kind]
-    how += f" in FP8 (blocks of {source.block[0]} x {source.block[1]})" if source.block else ""
-    fault = f"{_ROLLOUT}.load_format is {load_format}, with which vLLM would read {folder}, {how}; expected "
-    fault += "dummy_megatron (the first weight sync fills vLLM), or a HF folder in bf16 (`weights convert`)"
-    fits = load_format.startswith("dummy") or how == "a HF folder"
-    return _either(name, fits, f"whole files: {how}", fault)
-
-
-def _absent(name: str, files: Iterable[object], key: str, must_exist: bool, expected: str) -> Check:
-    absent = ", ".join(map(str, files))
-    if must_exist:
-        return Check(name, False, f"{key}: {absent} does not exist; expected {expected}")
-    return Check(name, True, f"{absent} is not on this machine, so it was not checked ({key})", note=True)
+# the model
 
 
 @dataclass(frozen=True)
@@ -207,100 +153,6 @@ def _model_checks(config: DictConfig) -> Iterator[Check]:
     where = "the model's config.json, with actor_rollout_ref.model.override_config.model_config over it"
     detail = f"{'; '.join(faults)} ({where}): this model cannot be trained" if faults else "a DeepSeek-V3"
     yield Check("model config", not faults, detail)
-
-
-def _data_checks(config: DictConfig, must_exist: Collection[str]) -> Iterator[Check]:
-    """Data files are parquet in verl's schema; those for training hold a batch. The trainer's node reads them."""
-    for key, least in zip(_DATA, (config.data.train_batch_size, 1), strict=True):
-        files = config.data.get(key.removeprefix("data.")) or []
-        files = [files] if isinstance(files, str) else files
-        absent = [file for file in files if not os.path.isfile(file)]
-        if absent:
-            yield _absent("data", absent, key, key in must_exist, "parquet of data/prepare_deepscaler.py")
-            continue
-        try:
-            rows = sum(_read_rows(file, config.data.prompt_key) for file in files)
-        except ConfigError as error:
-            yield Check("data", False, f"{key}: {error}")
-            continue
-        if rows < least:
-            yield Check("data", False, f"{key}: {rows} prompts; expected at least {least}")
-
-
-def _read_rows(file: str, prompt_key: str) -> int:
-    """Number of rows of a parquet file, from its footer; ConfigError where it cannot be read or lacks a column."""
-    from pyarrow import ArrowException, parquet, types  # here, as most commands read no data
-
-    def is_list(found: Any) -> bool:
-        return types.is_list(found) or types.is_large_list(found)
-
-    def is_struct(found: Any, *names: str) -> bool:
-        return types.is_struct(found) and set(names) <= {found.field(n).name for n in range(found.num_fields)}
-
-    columns = {
-        prompt_key: lambda found: is_list(found) and is_struct(found.value_type, "role", "content"),
-        "data_source": lambda found: types.is_string(found) or types.is_large_string(found),
-        "reward_model": lambda found: is_struct(found, "ground_truth"),
-    }
-    try:
-        with parquet.ParquetFile(file) as opened:
-            schema, rows = opened.schema_arrow, opened.metadata.num_rows
-            if rows:
-                opened.read_row_group(0)
-    except (ArrowException, OSError) as error:
-        raise ConfigError(f"{file} is not a whole parquet file ({error}); make it again") from error
-    faults = [name for name, fits in columns.items() if name not in schema.names or not fits(schema.field(name).type)]
-    if faults:
-        raise ConfigError(
-            f"{file}: column {' or '.join(faults)} is missing or of another type; expected those of "
-            "docs/own-data-and-reward.md (data.prompt_key names that of the prompts)"
-        )
-    return rows
-
-
-def _reward_checks(config: DictConfig, must_exist: Collection[str]) -> Iterator[Check]:
-    """The reward function's file defines it; without a file verl's own rewards are used."""
-    section = config.custom_reward_function
-    if not section.path:
-        return
-    file, key = Path(section.path), "custom_reward_function"
-    if not os.path.isfile(file):
-        yield _absent("reward function", [file], _REWARD, _REWARD in must_exist, "a Python file")
-        return
-    try:
-        names = set(_names_bound(ast.parse(file.read_bytes())))
-    except (OSError, SyntaxError, ValueError, MemoryError, RecursionError) as error:
-        yield Check("reward function", False, f"{key}.path: {file} is not Python: {error}")
-        return
-    held, fault = f"{section.name} of {file}", f"{key}.name is {section.name!r}; {file} does not define it"
-    yield _either("reward function", not names.isdisjoint((section.name, "*")), held, fault)
-
-
-def _names_bound(node: ast.AST) -> Iterator[str]:
-    """Names that a module binds, also in if and try; "*" for an import of all names."""
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            yield child.name
-        elif isinstance(child, ast.alias):
-            yield child.asname or child.name
-        elif isinstance(child, ast.Name) and isinstance(child.ctx, ast.Store):
-            yield child.id
-        else:
-            yield from _names_bound(child)
-
-
-def _replay_checks(config: DictConfig) -> Iterator[Check]:
-    """The recording has the run's steps, in whole files, and the run would not move them aside before it reads them."""
-    replay, folder = config.recipe.rollout.replay, run_dir(config).resolve()
-    if replay is None:
-        return
-    fault = _error_of(find_recording, replay, config.trainer.total_training_steps)
-    if not fault and Path(replay).resolve().is_relative_to(folder):
-        fault = (
-            f"recipe.rollout.replay is {replay}, inside {folder}, whose outputs this run moves aside; "
-            "give this run another name (--run NAME, recipe.run)"
-        )
-    yield Check("replay", not fault, fault or f"the responses of {replay}")
 
 
 # layouts

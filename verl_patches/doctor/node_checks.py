@@ -25,9 +25,10 @@ import psutil
 from omegaconf import DictConfig
 
 from verl_patches.config import hccl
-from verl_patches.config.checks import PATHS, check_files
+from verl_patches.config.checks import check_files
 from verl_patches.config.compose import model_shape_of
 from verl_patches.config.environment import run_dir
+from verl_patches.config.files import PATHS
 from verl_patches.doctor.npu_tools import NotUnderstoodError
 from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.launch.launcher import require_free_port, require_output_folder
@@ -90,7 +91,7 @@ class Node:
     """One node and the run that it shall hold.
 
     rows: the catalogue. head: HOST:PORT of Ray's head, None where no Ray runs.
-    must_exist: keys of config.checks.PATHS whose files are read on this node.
+    must_exist: keys of config.files.PATHS whose files are read on this node.
     """
 
     config: DictConfig

@@ -165,7 +165,7 @@ def overrides_of(options: SmokeOptions) -> list[str]:
 def check_model(options: SmokeOptions, config: DictConfig, given: Collection[str]) -> None:
     """ConfigError where recipe.model_shape is not the model that `prepare` makes.
 
-    given: keys that the user sets. A model folder of the user's own is compared with it by config/checks.py.
+    given: keys that the user sets. A model folder of the user's own is compared with it by config/files.py.
     """
     found = differences(model_shape_of(config), read_model_shape(CONFIGS_DIR / options.model_shape))
     if found and "actor_rollout_ref.model.path" not in given:
