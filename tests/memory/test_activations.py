@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 
 from verl_patches.layout.inventory import read_model_shape
 from verl_patches.layout.parallel import ParallelLayout, parse_layout
+from verl_patches.memory import activations
 from verl_patches.memory.activations import Passes, forward_bytes, layer_terms, logits_bytes, update_bytes
+from verl_patches.model import log_prob
 
 MODELS = Path(__file__).resolve().parents[2] / "configs" / "model"
 BIG = read_model_shape(MODELS / "deepseekv3_671b.json")
@@ -132,3 +134,7 @@ def test_more_tokens_never_take_less_and_more_tensor_parallelism_never_more(toke
     here = total(passes, tp)
     assert all(a <= b for a, b in zip(here, total(replace(passes, update_tokens=2 * tokens), tp), strict=True))
     assert all(a >= b for a, b in zip(here, total(passes, 2 * tp), strict=True)) or tokens < 64 * tp
+
+
+def test_the_chunk_of_logits_is_that_of_the_log_probs():
+    assert activations.CHUNK_BYTES == log_prob.CHUNK_BYTES  # activations.py imports no torch
