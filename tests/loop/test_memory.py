@@ -3,20 +3,22 @@
 import gzip
 import json
 import re
+from dataclasses import replace
 
 import pytest
 from loop_runs import OFFLOAD, ROOT, hook
 
 from verl_patches.evaluation.plots import memory_figure
-from verl_patches.layout.inventory import build_inventory
+from verl_patches.layout.inventory import build_inventory, read_model_shape
 from verl_patches.layout.parallel import parse_layout
-from verl_patches.memory.expected import Setting, group_bytes, in_dtype, padding_bytes
+from verl_patches.memory.expected import Setting, group_bytes, padding_bytes
 from verl_patches.memory.schedule import SCHEDULE, make_schedule, moves_of_a_step, residency, staying
 
 pytestmark = [pytest.mark.slow, pytest.mark.full]
 STRICT = ("--steps", "2", "recipe.memory.ledger=strict", *OFFLOAD)
 PROFILE = ("recipe.profile.steps=[2]", "recipe.profile.ranks=[1]", "recipe.profile.phases=[update]")
-MODEL = in_dtype(build_inventory(ROOT / "configs/model/deepseekv3_tiny.json"), "float32")
+TINY = read_model_shape(ROOT / "configs/model/deepseekv3_tiny.json")
+MODEL = build_inventory(replace(TINY, torch_dtype="float32"))
 STAYS = staying(param_offload=True, optimizer_offload=True, ref_offload=True, one_memory=True, own_sleep_mode=True)
 TRAINING = ("actor_params", "grads", "optimizer", "ref_params")
 LATER = {"free ref_params": "", "free grads": "free grads, free ref_params"}  # the reference stays for the update

@@ -1,5 +1,6 @@
 """Bytes of every memory group and peaks of every phase, for the 256-die run and for any small layout."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,12 +11,13 @@ from tests.layout.native_parameters import native_parameters
 from verl_patches.errors import ConfigError
 from verl_patches.layout.inventory import build_inventory
 from verl_patches.layout.parallel import ParallelLayout, parse_layout, rollout_layout
-from verl_patches.memory.expected import Setting, group_bytes, in_dtype, padding_bytes, peaks
+from verl_patches.memory.expected import Setting, group_bytes, padding_bytes, peaks
 from verl_patches.memory.schedule import MEMORY_GROUPS, SCHEDULE, VERL
 
 MODELS = Path(__file__).resolve().parents[2] / "configs" / "model"
 BIG = build_inventory(MODELS / "deepseekv3_671b.json")
 TINY = build_inventory(MODELS / "deepseekv3_tiny.json")
+IN_FP32 = build_inventory(replace(TINY.model, torch_dtype="float32"))
 TRAIN = parse_layout("tp4 pp8 ep32 etp1 @256 layers=7,7,8,8,8,8,8,7")
 ONE = rollout_layout(1, 128, 2)
 HBM = 64 << 30
@@ -97,7 +99,7 @@ def layouts(draw):
 @given(pair=layouts(), swap=st.sampled_from([None, 1, 4]), dtype=st.sampled_from(["bfloat16", "float32"]))
 def test_any_layout_has_the_whole_model_and_ours_peaks_no_higher(pair, swap, dtype):
     train, rollout = pair
-    model = in_dtype(TINY, dtype)
+    model = IN_FP32 if dtype == "float32" else TINY
     setting = Setting("megatron-local", swap_pieces=swap, kv_bytes=1 << 20, bucket_bytes=1 << 16)
     ranks = range(train.world_size)
     every = [group_bytes(model, train, rollout, rank, setting) for rank in ranks]
@@ -124,7 +126,7 @@ def test_the_worst_rank_is_worst_over_all_ranks():
     """Negative control for looking at one rank of each kind only."""
     setting = Setting("megatron-local", kv_bytes=100)
     train, rollout = ParallelLayout(8, tp=2, pp=2, ep=4, etp=1), rollout_layout(2, 2, 2)
-    model = in_dtype(TINY, "float32")
+    model = IN_FP32
     found = peaks(SCHEDULE, model, train, rollout, setting)
     update = next(p for p in found["phases"] if p["phase"] == "update")
     every = [group_bytes(model, train, rollout, rank, setting) for rank in range(8)]
@@ -135,7 +137,7 @@ def test_the_worst_rank_is_worst_over_all_ranks():
 @pytest.mark.parametrize("train", ["@2 ep2 etp1", "@4 tp2 ep2 etp1", "@4 ep2 pp2", "@2 tp2 etp2"])
 def test_alignment_is_bounded(train):
     """Megatron's rule on its own parameters (tests/layout/native_parameters.py): never more than `padding_bytes`."""
-    train, model = parse_layout(train), in_dtype(TINY, "float32")
+    train, model = parse_layout(train), IN_FP32
     alone = rollout_layout(train.world_size, 1, 1, expert_parallel=False)
     for rank in range(train.world_size):
         buffers = {}

@@ -7,11 +7,11 @@ setting has it: activations by memory/activations.py, HCCL's buffers and CANN's 
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from verl_patches.errors import ConfigError
-from verl_patches.layout.inventory import DTYPE_BYTES, Inventory, build_inventory
+from verl_patches.layout.inventory import DTYPE_BYTES, Inventory
 from verl_patches.layout.parallel import ParallelLayout
 from verl_patches.layout.sharding import GRAD_BYTES, OPTIMIZER_BYTES, LocalParameters, local_parameters, static_bytes
 from verl_patches.memory.activations import Passes
@@ -49,11 +49,6 @@ class Setting:
     absorbed_copies: bool = False
     passes: Passes | None = None
     hccl: dict[str, int] | None = None
-
-
-def in_dtype(inventory: Inventory, dtype: str) -> Inventory:
-    """The same model trained and served in `dtype`; the correction bias stays fp32."""
-    return build_inventory(replace(inventory.model, torch_dtype=dtype))
 
 
 def group_bytes(
