@@ -6,7 +6,7 @@ import pytest
 
 from verl_patches.catalog import ROWS
 from verl_patches.config.compose import compose
-from verl_patches.errors import ConfigError
+from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.memory.schedule import SCHEDULE
 from verl_patches.planning import step_plan
 from verl_patches.planning.plan import patch_table
@@ -100,9 +100,10 @@ def test_the_bounds_of_a_run_have_the_step_models_times_on_npu_only():
     assert on_cpu.modelled == {} and "modelled" not in str(on_cpu)
 
 
-def test_without_an_answer_of_the_model_the_keys_alone_count(monkeypatch, caplog):
+@pytest.mark.parametrize("error", [ConfigError, RecipeError, KeyError, ZeroDivisionError])
+def test_without_an_answer_of_the_model_the_keys_alone_count(monkeypatch, caplog, error):
     def refuses(config, rows):
-        raise ConfigError("8 layers in 3 stages")
+        raise error("8 layers in 3 stages")
 
     monkeypatch.setattr(step_plan, "_longest_step", refuses)
     bounds = bounds_for("grpo_deepseekv3_256die_true_weight")

@@ -15,7 +15,7 @@ from verl_patches.config import hccl
 from verl_patches.config.checks import sync_blocks
 from verl_patches.config.compose import graph_arguments, model_shape_of, rollout_library, vllm_arguments
 from verl_patches.config.recipe import HCCL_PORTS, VLLM_DTYPES
-from verl_patches.errors import ConfigError
+from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.layout.inventory import ModelShape, build_inventory
 from verl_patches.layout.parallel import ParallelLayout, rollout_layout_of, train_layout_of
 from verl_patches.memory.expected import Setting, group_bytes
@@ -127,7 +127,7 @@ def bounds_of(config: DictConfig, rows: Collection[str]) -> Bounds:
         try:
             seconds = _longest_step(config, rows)
             modelled = {place: sum(seconds[phase] for phase in phases) for place, phases in MODELLED.items()}
-        except ConfigError as error:
+        except (ValueError, LookupError, ArithmeticError, RecipeError) as error:  # none of them may end a run
             log.warning("watch: the step model has no times for this run, its bounds are recipe.watch's: %s", error)
     return Bounds(watch.first_s, watch.least_s, watch.factor, load_s, modelled)
 
