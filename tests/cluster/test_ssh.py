@@ -36,7 +36,7 @@ def nodes():
 @pytest.fixture
 def job(nodes, tmp_path):
     return {
-        "name": "two",
+        "name": "over-ssh",  # the tests beside this one look for the processes of jobs by name
         "provider": "ssh",
         "nodes": 2,
         "dies": 1,
@@ -126,7 +126,7 @@ def test_the_command_outlives_its_callers_and_lost_connections_and_its_code_is_t
     assert (logs / f"node-0-{nodes.hosts[0]}" / "command-1.log").read_text().count("\n") == 3
     assert nodes.processes(0) == nodes.processes(1) == []
     code, _, err = ended(call(job, "follow"))
-    assert code == 1 and "no command of job two was started" in err
+    assert code == 1 and "no command of job over-ssh was started" in err
 
 
 def test_down_ends_an_up_that_waits_and_its_command(nodes, job, call):

@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -25,9 +26,10 @@ WAIT_S = 300  # for what Ray does by itself
 
 
 @pytest.fixture
-def nodes(ray_folder):
+def nodes():
     """Nodes with `run`, which starts a process of this repository on one of them."""
-    with Nodes(NODES, Path(ray_folder), net="10.97.42", ssh="none") as made:
+    short = tempfile.TemporaryDirectory(prefix="r-", dir="/tmp", ignore_cleanup_errors=True)  # for Ray's sockets
+    with short as folder, Nodes(NODES, Path(folder), net="10.97.42", ssh="none") as made:
         env = {
             **os.environ,
             "RAY_TMPDIR": str(made.shared),
@@ -102,7 +104,7 @@ def test_a_node_whose_link_is_down_ends_the_run_by_name_and_nothing_of_it_is_lef
     assert left is not None, alive(cut_off)
 
 
-def test_a_run_goes_on_without_a_node_whose_link_is_down(nodes, raylets, ray_folder, tmp_path):
+def test_a_run_goes_on_without_a_node_whose_link_is_down(nodes, raylets, tmp_path):
     """Two of the three nodes have a rank; after the first step one of them that is not the driver's is cut off."""
     program = [sys.executable, "-m", "verl_patches", "smoke"]
     smoke = [*program, "--train-layout", "tp2ep2", "--steps", str(STEPS), "--run", "r"]
@@ -114,7 +116,7 @@ def test_a_run_goes_on_without_a_node_whose_link_is_down(nodes, raylets, ray_fol
     while not saved.is_dir():
         assert run.poll() is None and time.monotonic() - begun < WAIT_S, (tmp_path / "smoke.log").read_text()[-4000:]
         time.sleep(0.5)
-    with_rank = [n for n in (1, 2) if list(Path(ray_folder).glob(f"{n}/**/rank_*.beat"))]
+    with_rank = [n for n in (1, 2) if list(nodes.folder.glob(f"{n}/**/rank_*.beat"))]
     nodes.cut(with_rank[0])
     code = run.wait(WAIT_S * 2)
     summary = json.loads((tmp_path / "r" / "summary.json").read_text())
