@@ -25,7 +25,7 @@ from verl_patches.patching.report import Finding
 
 RECORD = "command.json"
 POLL_S, BLOCK_BYTES = 0.5, 1 << 16
-# bash tells the exit code of a command whose starter has gone; 128 + n where signal n ended it
+# bash writes the exit code of a command whose starter has gone; 128 + n where signal n ended it
 _WRITE_CODE = 'file=$1; shift; "$@"; code=$?; echo $code > "$file.new" && mv "$file.new" "$file"'
 
 

@@ -45,7 +45,7 @@ def _faults(config: Any, mode: str) -> Iterator[str]:
 
 
 def _rollout_faults(config: Any, model: Any) -> Iterator[str]:
-    """Of R3: what keeps the rollout from recording the experts of all tokens."""
+    """Of R3: what prevents the rollout from recording the experts of all tokens."""
     recipe = config.recipe
     if (recipe.line, recipe.platform) != ("pypi", "cpu"):
         yield (

@@ -259,12 +259,12 @@ def _files(node: Node) -> Iterator[Seen]:
 
 
 def checkpoint_bytes(config: DictConfig) -> int:
-    """Modelled bytes of the checkpoints that a run keeps, and the one that it writes; 0 where it saves none."""
+    """Modelled bytes of the checkpoints that a run leaves, and the one that it writes; 0 where it saves none."""
     if config.trainer.save_freq <= 0:
         return 0
     parameters = sum(parameter.count for parameter in build_inventory(model_shape_of(config)).parameters)
-    kept = config.trainer.get("max_actor_ckpt_to_keep") or 1
-    return CHECKPOINT_BYTES * parameters * (kept + 1)
+    left = config.trainer.get("max_actor_ckpt_to_keep") or 1
+    return CHECKPOINT_BYTES * parameters * (left + 1)
 
 
 def _disk(node: Node) -> Iterator[Seen]:

@@ -194,8 +194,8 @@ def _binding(node: Node) -> Iterator[Seen]:
     fits = visible is None or len({*filter(None, visible.split(","))}) >= node.dies
     text = "unset" if visible is None else repr(visible)
     yield Seen(fits, text, f"unset, or {node.dies} dies", f"unset {VISIBLE} where Ray is started", VISIBLE)
-    kept = node.machine.environ.get(NOT_SET_BY_RAY)
-    yield Seen(not kept, kept or "unset", "unset", f"unset {NOT_SET_BY_RAY} where Ray is started", NOT_SET_BY_RAY)
+    value = node.machine.environ.get(NOT_SET_BY_RAY)
+    yield Seen(not value, value or "unset", "unset", f"unset {NOT_SET_BY_RAY} where Ray is started", NOT_SET_BY_RAY)
 
 
 def _hccl(node: Node) -> Iterator[Seen]:

@@ -109,5 +109,5 @@ def _lines(path: Path) -> list[str]:
     """The last lines that are for good."""
     if not path.exists():
         return []
-    kept = [line[2:] for line in path.read_text(errors="replace").splitlines() if line.startswith("| ")]
-    return kept[-LINES:]
+    lines = [line[2:] for line in path.read_text(errors="replace").splitlines() if line.startswith("| ")]
+    return lines[-LINES:]

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from verl_patches.reshard.plan import ReshardPlan
 
 PHASES = ("rollout", "reshard", "reward", "log_prob", "ref", "advantage", "update")
-# a group has the same colour in every picture; nine that are told apart, in the order of MEMORY_GROUPS
+# a group has the same colour in every picture; nine that differ to the eye, in the order of MEMORY_GROUPS
 _COLOURS = "#1f77b4 #ff7f0e #2ca02c #d62728 #9467bd #8c564b #e377c2 #bcbd22 #17becf".split()
 GROUP_COLOURS = dict(zip(MEMORY_GROUPS, _COLOURS, strict=True))
 OTHER_COLOUR = "0.6"  # of a group that MEMORY_GROUPS does not have

@@ -66,15 +66,15 @@ def recipe_by_default(original: Callable) -> Callable:
 
 def _record(recipe: DictConfig) -> str:
     if recipe.run is None:
-        return "and no record is kept (+recipe.run=NAME keeps one)"
-    return f"the record is kept in {Path(recipe.output_root, recipe.run).absolute()}"
+        return "and no record is written (+recipe.run=NAME writes one)"
+    return f"the record is in {Path(recipe.output_root, recipe.run).absolute()}"
 
 
 def fill_recipe(config: DictConfig, switches: Switches) -> None:
     """Put the schema's defaults into `config`, under what a user gives with +recipe.KEY=VALUE; then check the result.
 
     line, platform, patches and drift are those that the prelude runs with, dtype is that of rollout.dtype, and without
-    a name (`run` is None) no record is kept. ConfigError where a key contradicts these, is unknown, or cannot work.
+    a name (`run` is None) no record is written. ConfigError where a key contradicts these, is unknown, or cannot work.
     """
     dtype, dtypes = config.actor_rollout_ref.rollout.dtype, {vllm: ours for ours, vllm in VLLM_DTYPES.items()}
     if dtype not in dtypes:

@@ -4,11 +4,11 @@ LIBRARIES lists the differences between libraries. Facts, with their source:
 - megatron-core 0.12.2 (`models/gpt/gpt_layer_specs.py`) makes q and kv down projections ColumnParallelLinear in its
   local spec and TEColumnParallelLinear in its Transformer Engine spec: both cut them by rows (576/tp rows of kv_a and
   so on).
-- MindSpeed-LLM 2.0.0 (`multi_head_latent_attention.py`, linear_qkv in `deepseek_spec.py`) keeps them whole on every
+- MindSpeed-LLM 2.0.0 (`multi_head_latent_attention.py`, linear_qkv in `deepseek_spec.py`) has them whole on every
   TP rank, as does vLLM 0.9.1 (`deepseek_v2.py`, ReplicatedLinear).
-- vLLM pads the vocabulary to a multiple of 64 before it splits it, and keeps the correction bias in the model's dtype
+- vLLM pads the vocabulary to a multiple of 64 before it splits it, and has the correction bias in the model's dtype
   instead of fp32 (`DeepseekV2MoE.__init__`: torch.empty without a dtype).
-- vllm-ascend in graph mode with multi-stream MoE also keeps the shared experts whole
+- vllm-ascend in graph mode with multi-stream MoE also has the shared experts whole
   (`force_replicate=self.enable_multistream_moe` in its deepseek models); this is what gives the published 25.81 GB a
   die for the EP256 rollout. Without that switch: "vllm".
 Everything else follows from the kind: rows (axis 0) or columns (axis 1) over tp, or over etp for routed experts.
@@ -16,7 +16,7 @@ Everything else follows from the kind: rows (axis 0) or columns (axis 1) over tp
 MEGATRON_NAMES are Megatron's own parameters for each kind.
 
 `static_bytes` of a training rank are weights, gradients and optimizer state, before any activation. With n dense and m
-routed-expert trainable elements on the rank, as Megatron's distributed optimizer keeps them (bf16):
+routed-expert trainable elements on the rank, as Megatron's distributed optimizer splits them (bf16):
     param     = bytes of the weights: 2 (n + m), and 4 for each value of the correction bias
     grad      = 4 (n + m): fp32 main gradients, whole on every rank
     optimizer = 12 n / (dp * cp) + 12 m / edp: fp32 master weight and two Adam moments, sharded over the replicas

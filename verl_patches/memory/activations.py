@@ -1,9 +1,9 @@
-"""Modelled bytes of activations on line a3: what a layer keeps for backward, and what a pass holds at once. No torch.
+"""Modelled bytes of activations on line a3: what a layer saves for backward, and what a pass holds at once. No torch.
 
 As "Reducing Activation Recomputation in Large Transformer Models" (Korthikanti et al. 2022, arXiv 2205.05198) counts
-them, for MLA and routed experts: every tensor that an op keeps for its backward, once. Which these are was read from
+them, for MLA and routed experts: every tensor that an op saves for its backward, once. Which these are was read from
 the pins, and is measured by tests/memory/test_activations.py with a real layer: MindSpeed-LLM's
-multi_head_latent_attention.py, router.py, token_dispatcher.py, experts.py; what a compiled op keeps from its C++
+multi_head_latent_attention.py, router.py, token_dispatcher.py, experts.py; what a compiled op saves from its C++
 (mindspeed/ops/csrc/cann) or torch_npu's derivatives (npu_fusion_attention: query, key, value, output, maximum and sum;
 npu_rms_norm: input and rstd; npu_swiglu: input).
 
@@ -70,9 +70,9 @@ class Passes:
 def layer_terms(
     model: ModelShape, moe: bool, tokens: int, layout: ParallelLayout, imbalance: float = 1.0, unpadded: bool = False
 ) -> dict[str, int]:
-    """{term: bytes} that one layer keeps for the backward pass of a micro batch of `tokens`; the table above.
+    """{term: bytes} that one layer saves for the backward pass of a micro batch of `tokens`; the table above.
 
-    In the dtype of `model`; in fp32 the router keeps no copies.
+    In the dtype of `model`; in fp32 the router saves no copies.
     """
     b, hidden, tp = DTYPE_BYTES[model.torch_dtype], model.hidden_size, layout.tp
     s, heads = -(-tokens // tp), model.num_attention_heads // tp
@@ -96,7 +96,7 @@ def layer_terms(
 
 
 def _attention_width(model: ModelShape, unpadded: bool) -> int:
-    """Values that attention keeps of a token and head."""
+    """Values that attention saves of a token and head."""
     qk, v = model.qk_nope_head_dim + model.qk_rope_head_dim, model.v_head_dim
     if unpadded:
         return 2 * qk + (model.qk_nope_head_dim + v) + v
@@ -109,7 +109,7 @@ def update_bytes(model: ModelShape, layout: ParallelLayout, stage: int, held: in
 
     `held`: routed experts of a layer on this rank. kept: of all micro batches in flight, min(pp - stage, micro batches)
     with 1F1B (megatron/core/pipeline_parallel/schedules.py, num_warmup_microbatches): a recomputed group of layers
-    keeps its input, another layer keeps all. working: the group that is made again, the experts' send and receive
+    saves its input, another layer saves all. working: the group that is made again, the experts' send and receive
     buffers, and gradients of the activations of half a layer (attention or MLP), an upper bound. The last stage's
     logits and the layers' work are not there at once: the smaller is left out.
     """
@@ -119,15 +119,15 @@ def update_bytes(model: ModelShape, layout: ParallelLayout, stage: int, held: in
     hidden = size * -(-tokens // layout.tp) * model.hidden_size
     recomputed = min(passes.recompute_layers, len(layers))
     groups = [terms[i : i + passes.recompute_together] for i in range(0, recomputed, passes.recompute_together)]
-    kept = len(groups) * hidden + sum(sum(layer.values()) for layer in terms[recomputed:])
+    saved = len(groups) * hidden + sum(sum(layer.values()) for layer in terms[recomputed:])
     last = stage == layout.pp - 1
     if last:
-        kept += 2 * hidden  # input of the final norm, and of the head
+        saved += 2 * hidden  # input of the final norm, and of the head
     working = max((sum(sum(layer.values()) for layer in group) for group in groups), default=0)
     working += max((_half(layer) for layer in terms), default=0) + _dispatch(model, tokens, layout, passes, layers)
     logits = logits_bytes(model, tokens, layout, passes, gradient=True) if last else 0
     return {
-        "kept_activations": min(layout.pp - stage, passes.micro_batches) * kept,
+        "kept_activations": min(layout.pp - stage, passes.micro_batches) * saved,
         "working_activations": working if working >= logits else 0,
         "logits": logits if logits > working else 0,
         "weight_gradient": _weight_gradient(model, layout, stage, held, passes),

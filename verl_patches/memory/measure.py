@@ -64,7 +64,7 @@ def vllm_worker(engine: Any) -> Any:
 
 
 def kv_caches(engine: Any) -> list[Any]:
-    """The tensors of vLLM's KV cache: engine V1 keeps them in its model runner, V0 in its worker."""
+    """The tensors of vLLM's KV cache: engine V1 has them in its model runner, V0 in its worker."""
     worker = vllm_worker(engine)
     for holder, name in ((worker.model_runner, "kv_caches"), (worker, "gpu_cache"), (worker, "cpu_cache")):
         if caches := getattr(holder, name, None):

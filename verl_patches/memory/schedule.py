@@ -27,7 +27,7 @@ MEMORY_GROUPS = {
     "ref_params": "parameters of the reference model",
     "rollout_weights": "parameters of vLLM's model, and the projections that it derives from them where it copies",
     "kv_cache": "vLLM's blocks",
-    "tensor_cache": "what one stage made for the next, kept on the device until the update has taken it",
+    "tensor_cache": "what one stage made for the next, on the device until the update has taken it",
     "reshard_buffers": "wire buffers of a weight sync; on verl's own path the tensors it gathers at once",
 }
 LOADS, RELEASES = ("load", "alloc"), ("offload", "free")
@@ -293,7 +293,7 @@ def switches_of(rows: Collection[str], *, vllm_sleep: bool, synced: bool) -> dic
 
 
 def sleeps_by_vllm(rollout: Any, recipe: Any) -> bool:
-    """Whether the engine of verl's `rollout` section keeps vLLM's sleep mode, with which weights keep their addresses.
+    """Whether the engine of verl's `rollout` section uses vLLM's sleep mode, with which weights keep their addresses.
 
     Captured graphs hold addresses, unless recipe.rollout.ascend.vllm_sleep_mode is false.
     """

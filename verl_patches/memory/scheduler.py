@@ -100,7 +100,7 @@ class Scheduler:
 def empty_cache_of(device: Any, in_pool: bool) -> Callable[[], None]:
     """The function for empty_cache; `device` is torch.npu, torch.cuda, or None for a CPU, which has no such allocator.
 
-    Later releases of torch_npu than the pinned 2.5.1.post1 (from 2.6 on) have empty_virt_addr_cache, which keeps the
+    Later releases of torch_npu than the pinned 2.5.1.post1 (from 2.6 on) have empty_virt_addr_cache, which holds the
     physical pages in the pool. So it frees nothing for memory outside the pool (vLLM's sleep mode), and it raises
     RuntimeError without expandable segments, which config/environment.py switches off for that mode. It is used only
     if the rollout's memory is in the pool (`in_pool`) and PYTORCH_NPU_ALLOC_CONF has expandable segments.

@@ -12,7 +12,7 @@ after waking up. Graphs then read addresses at each call (row memory.graph_addre
 Buffers (rotary tables, expert maps) stay on the device, as does a weight that shares a buffer's memory or has a private
 NPU format, whose storage torch_npu does not resize (ResizeNpu.h).
 
-`CumemSleepMode` (with graphs) keeps vLLM's sleep mode, because captured graphs use fixed addresses (torchair:
+`CumemSleepMode` (with graphs) uses vLLM's sleep mode, because captured graphs use fixed addresses (torchair:
 frozen_parameter, vllm_ascend model_runner_v1.py:1774), but does not copy weights that the next sync writes. vLLM's
 allocator releases segments of torch's allocator. A segment in which all tensors are such weights is released without a
 copy, as those of the KV cache are. All other segments are copied to the host.

@@ -6,14 +6,14 @@ writes the gradient over the logits, by the same chunks. T tokens, V vocabulary,
 
     memory beyond the logits       bytes
     forward                        2 * CHUNK_BYTES + 40 * T
-    kept for backward              20 * T: maximum, log-sum, entropy, targets; and the logits themselves, not copied
+    saved for backward             20 * T: maximum, log-sum, entropy, targets; and the logits themselves, not copied
     backward                       2 * CHUNK_BYTES + 20 * T
 
 A chunk has one token at least, V/tp * 4 bytes. Logits in bf16 are converted chunk by chunk.
 
 verl asks for the entropy and then for log-probs of the same tensor. One autograd node serves both, because only a
 single node may overwrite what it has saved. Both take one pass over the logits and three all-reduces of [T] or [2, T];
-verl's take six. Under no_grad nothing is kept.
+verl's take six. Under no_grad nothing is saved.
 """
 
 from __future__ import annotations

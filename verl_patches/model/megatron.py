@@ -109,7 +109,7 @@ def sum_k_pe_grad(original_init):
 
     The rotary key is one head that all heads share. megatron-core 0.12.2 (multi_latent_attention.py, and verl's copy
     in patch_v012.py) gathers the latent that contains it with an operator whose backward only splits, so each TP rank
-    keeps its own heads' share of that gradient. Upstream has a second branch, for a down projection that is not split:
+    has its own heads' share of that gradient. Upstream has a second branch, for a down projection that is not split:
     there the rotary key is gathered over the sequence, with a backward that sums. A forward hook on the down
     projection returns the latent as that branch expects it, [S/tp, B, kv_lora_rank + qk_pos_emb_head_dim]; both
     upstream versions then use it. The branch exists for sequence parallelism only: ConfigError where TP is used

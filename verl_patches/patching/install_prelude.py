@@ -60,8 +60,8 @@ def insert_line(verl_path: str | Path | None = None) -> PreludeResult:
     """Insert LINE before the first import of verl's Megatron worker module, once.
 
     verl_path: an upstream checkout, or its package folder; None: the installed verl, found without importing it.
-    Idempotent; keeps encoding, newline style and file mode; the new file replaces the old one at once, so a hard link
-    to a package cache is left as it was. Raises ConfigError, having written nothing, for a file it does not recognise.
+    Idempotent; encoding, newline style and file mode stay; the new file replaces the old one at once, so a hard link to
+    a package cache is left as it was. Raises ConfigError, having written nothing, for a file it does not recognise.
     """
     found = _worker_file(verl_path)
     if found.present is not None:

@@ -143,7 +143,7 @@ def _first(knob: Knob, fits: Callable[[Any], bool]) -> Any:
 def _fits(
     config: DictConfig, model: ModelShape, rows: Collection[str], phases: Collection[str], knob: Knob, value: Any
 ) -> bool:
-    """Whether `phases` fit with the knob at `value`; False for what is so already, or no layout or engine allows."""
+    """Whether `phases` fit with the knob at `value`; False for its present value, or where nothing allows it."""
     changed = config.copy()
     for key, each in {**dict.fromkeys(knob.keys, value), **knob.beside}.items():
         OmegaConf.update(changed, key, each, force_add=True)

@@ -90,8 +90,8 @@ def _train_layouts(config: DictConfig) -> Iterator[dict[str, Any]]:
     etp = {f"{ACTOR}.expert_tensor_parallel_size": 1} if config.recipe.train.expert_split == "tp_extend_ep" else {}
     given = list(config.recipe.train.layers_per_stage or ())
     for tp, pp, ep in sorted(train_sizes(model, world_size(config)), key=lambda sizes: _distance(sizes, now)):
-        kept = len(given) == pp and sum(given) == model.num_hidden_layers
-        yield _only_new(config, {**train_keys(tp, pp, ep, given if kept else balanced_layers(model, pp)), **etp})
+        fits = len(given) == pp and sum(given) == model.num_hidden_layers
+        yield _only_new(config, {**train_keys(tp, pp, ep, given if fits else balanced_layers(model, pp)), **etp})
 
 
 def _rollout_layouts(config: DictConfig) -> Iterator[dict[str, Any]]:

@@ -79,9 +79,9 @@ def rank_groups_by_two(topk_weights: Any, num_expert_group: int, topk_group: int
 
     groups = topk_weights.view(topk_weights.shape[0], num_expert_group, -1)
     best_two = groups.topk(min(2, groups.shape[-1]), dim=-1).values.sum(-1)
-    kept = torch.zeros_like(best_two, dtype=torch.bool)
-    kept.scatter_(1, best_two.topk(topk_group, dim=-1, sorted=False).indices, True)
-    return groups.masked_fill(~kept.unsqueeze(-1), float("-inf")).flatten(1)
+    chosen = torch.zeros_like(best_two, dtype=torch.bool)
+    chosen.scatter_(1, best_two.topk(topk_group, dim=-1, sorted=False).indices, True)
+    return groups.masked_fill(~chosen.unsqueeze(-1), float("-inf")).flatten(1)
 
 
 def top_k_and_top_p_in_their_places(original: Callable) -> Callable:

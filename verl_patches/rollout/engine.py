@@ -64,7 +64,7 @@ def _model_view(overrides: Callable | dict[str, Any]) -> Callable:
 def route_in_fp32(original: Callable) -> Callable:
     """`DeepseekV2MoE.__init__` whose router works in fp32 in any model dtype: logits, scores, correction bias.
 
-    vLLM 0.9.1 computes logits and scores in the model's dtype and keeps the bias in it (deepseek_v2.py:105-118).
+    vLLM 0.9.1 computes logits and scores in the model's dtype and has the bias in it (deepseek_v2.py:105-118).
     Training and transformers route in fp32, and the checkpoint's bias is fp32: in bf16 (8 bits) close scores change
     order, and a token is routed to other experts than in training. The gate's weight is stored in fp32 (7 MB a layer at
     671B); its input is cast to fp32.

@@ -8,7 +8,7 @@ Every `every` engine steps all ranks of the instance exchange, at the same step,
 Where 1 finds nothing to move or to return, it ends there. The ranks of a tensor-parallel group hold the same requests;
 each exchanges with the ranks of its own DP group.
 
-A request keeps its entry in the output processor of its origin, the rank that verl gave it to, with the tokens and
+A request has its entry in the output processor of its origin, the rank that verl gave it to, with the tokens and
 log-probs so far; that rank returns it, as if it had generated all of it. Its random generator moves along. Requests
 without a seed draw from their rank's generator, so they get other samples of the same distribution.
 

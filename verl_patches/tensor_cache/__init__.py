@@ -1,1 +1,1 @@
-"""Tensors kept on devices between the stages of a step: batch plan, micro batches, ragged exchange, the cache."""
+"""Tensors that stay on devices between the stages of a step: batch plan, micro batches, ragged exchange, the cache."""

@@ -52,7 +52,7 @@ def balanced(
 ) -> Replicas:
     """Micro batches of `micro_batch_size` samples, equally long on all replicas; ConfigError as `arrival`.
 
-    `lengths`: tokens by sample. `move_whole` keeps the micro batches of arrival order together.
+    `lengths`: tokens by sample. `move_whole` moves the micro batches of arrival order as they are.
     """
     units = [unit for batches in arrival(share, micro_batch_size) for unit in batches]
     together = 1

@@ -45,7 +45,7 @@ from verl_patches.weights.writer import FileWriter, begin, complete
 
 log = logging.getLogger(__name__)
 
-_OF_MODEL_BYTES = 64 << 20  # files of the model's folder up to this size are kept beside the weights
+_OF_MODEL_BYTES = 64 << 20  # files of the model's folder up to this size are copied beside the weights
 _POLL_S, _GRACE_S = (0.1, 5.0), 30.0
 # keys of recipe that change no step
 _NOT_COMPARED = ("run", "output_root", "timeouts", "ray_address", "ray_port", "memory")

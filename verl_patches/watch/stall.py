@@ -7,7 +7,7 @@ A rank is overdue when its phase lasts longer than its bound. Then the culprit i
     a process whose Python has not run for SILENT_S (a call that holds the GIL, or one inside the kernel)
     a rank that others wait for, and that waits for none itself: it has begun fewer operations of a process group
     the controller, where no rank is in a call
-    all overdue ranks: nothing tells them apart
+    all overdue ranks, where none of these holds
 
 In the start (a worker's constructor, where process groups are made) ranks without a heartbeat are the culprits, then
 those that are still in their constructor.

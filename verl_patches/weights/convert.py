@@ -26,7 +26,7 @@ from verl_patches.weights.shards import TORCH_DTYPES, tensor_bytes
 from verl_patches.weights.source import BLOCK, FP8, Part, Source, SourceFiles, SourceTensor, scale_name
 from verl_patches.weights.writer import FileWriter, begin, complete, missing_files, reopen
 
-Progress = Callable[[int], None]  # gets the bytes of tensors, or of files that are kept, since its last call
+Progress = Callable[[int], None]  # gets the bytes of tensors, or of files that are there already, since its last call
 
 
 class Done(NamedTuple):
@@ -44,7 +44,7 @@ class Done(NamedTuple):
 
 
 def convert(plan: Plan, folder: str | Path, part: int = 0, parts: int = 1, progress: Progress = lambda _: None) -> Done:
-    """Write `plan`'s share `part` of `parts` to `folder`; finished files that are there and right are kept.
+    """Write `plan`'s share `part` of `parts` to `folder`; finished files that are there and right stay.
 
     Raises ConfigError for a folder that holds something else, RecipeError for a full disk, a source that changes
     meanwhile or values that FP8 cannot store. Whatever happens, the folder is complete or says that it is not.
@@ -54,11 +54,11 @@ def convert(plan: Plan, folder: str | Path, part: int = 0, parts: int = 1, progr
     mine = {file.name: file for group in groups for file in group.files}
     _check_space(folder, mine.values())
     recorded = begin(folder, plan.manifest)
-    kept = _kept(folder, plan, recorded, [*mine, *small], progress)
-    todo = [group for group in (_without(group, kept) for group in groups) if group.files]
+    finished = _finished(folder, plan, recorded, [*mine, *small], progress)
+    todo = [group for group in (_without(group, finished) for group in groups) if group.files]
     written = sum(group.write_bytes for group in todo)
     for name in small:
-        if name not in kept:
+        if name not in finished:
             content = plan.texts[name].encode() if name in plan.texts else (plan.source.folder / name).read_bytes()
             with FileWriter(folder, name) as file:
                 file.write(content)
@@ -67,22 +67,22 @@ def convert(plan: Plan, folder: str | Path, part: int = 0, parts: int = 1, progr
     read = _write_groups(folder, plan, todo, progress)
     manifest = complete(folder)
     missing = () if manifest else tuple(missing_files(folder))
-    return Done(read, written, len(kept), len(mine) + len(small) - len(kept), missing, manifest)
+    return Done(read, written, len(finished), len(mine) + len(small) - len(finished), missing, manifest)
 
 
-def _kept(
+def _finished(
     folder: Path, plan: Plan, recorded: dict[str, FileEntry], names: Sequence[str], progress: Progress
 ) -> set[str]:
     """Those of `names` that are recorded and have the size and the sha256 of their entries; reads them."""
-    kept = {n for n in names if n in recorded and not file_problems(folder, recorded[n], progress)}
-    if set(names) - kept and read_manifest(folder, complete=False).complete:  # a damaged file is written again
-        reopen(folder, [entry for name, entry in recorded.items() if name in kept or name not in names])
-    return kept
+    finished = {n for n in names if n in recorded and not file_problems(folder, recorded[n], progress)}
+    if set(names) - finished and read_manifest(folder, complete=False).complete:  # a damaged file is written again
+        reopen(folder, [entry for name, entry in recorded.items() if name in finished or name not in names])
+    return finished
 
 
-def _without(group: Group, kept: set[str]) -> Group:
-    """What is left to do of a group: without the files that are kept, and the tensors that only those need."""
-    files = tuple(file for file in group.files if file.name not in kept)
+def _without(group: Group, finished: set[str]) -> Group:
+    """What is left to do of a group: without the finished files, and the tensors that only those need."""
+    files = tuple(file for file in group.files if file.name not in finished)
     needed = {tensor.key for file in files for tensor in file.tensors}
     return group._replace(files=files, names=tuple(name for name in group.names if name in needed))
 

@@ -9,7 +9,7 @@ complete tensor it is:
     role      "weight", or what else of the same parameter, such as "main", "exp_avg", "exp_avg_sq"
     flat      None, or the first element that is stored, of the region flattened in row-major order: a shard of a
               distributed optimizer holds such a range; `shape` is then (elements,)
-    columns   with `flat`: the region is flattened column by column, as MindSpeed keeps stacked experts
+    columns   with `flat`: the region is flattened column by column, as MindSpeed stores stacked experts
     sha256_to_end  first 16 digits of the sha256 of the file up to the tensor's end: in a damaged file, the first tensor
               for which it differs is damaged. It costs nothing beside the file's own sha256
 

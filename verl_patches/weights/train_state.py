@@ -140,7 +140,7 @@ def optimizer_shards(optimizer: Any) -> Iterator[OptimizerShard]:
 
 
 def swapped_on_host(one: Any, main: torch.Tensor) -> Mapping[str, torch.Tensor] | None:
-    """What MindSpeed's swap optimizer keeps of `main` on the host, in tensors of its own; None for other optimizers."""
+    """What MindSpeed's swap optimizer holds of `main` on the host, in tensors of its own; None for other optimizers."""
     return getattr(type(one), "param_to_cpu_states_map", {}).get(main)
 
 

@@ -4,7 +4,7 @@
     wait    before an update, which changes what the host copies hold, before the next save, and at the end of a run
     load    verify the files, each on one rank; read weights, states, counts and generators
 
-Where the memory schedule keeps a group on the host there is nothing to copy (memory/host_backed.py); weights that are
+Where the memory schedule has a group on the host there is nothing to copy (memory/host_backed.py); weights that are
 on the device are copied once, for the save and for their next offload. Errors of the thread are raised by the next call
 of any of these methods, and by the step's report.
 """
@@ -192,7 +192,7 @@ class WorkerCheckpoint:
         if as_saved:
             set_generators(rest["generators"], self.recipe.platform)
         elif rank == 0:
-            log.warning("%s was saved by layout %s; random generators start anew in %s", folder, saved, state.layout)
+            log.warning("%s was saved by layout %s; random generators start again in %s", folder, saved, state.layout)
 
 
 def _same_on_all(work: Callable[[], list[str] | None], folder: str) -> None:
@@ -211,7 +211,7 @@ def _is_mindspeeds_swap(one: Any) -> bool:
 
 
 def _mindspeeds_host_states(optimizer: Any) -> set[int]:
-    """Identities of the storages in which MindSpeed's swap optimizer keeps states on the host between updates."""
+    """Identities of the storages in which MindSpeed's swap optimizer holds states on the host between updates."""
     maps = [type(one).param_to_cpu_states_map for one in single_optimizers(optimizer) if _is_mindspeeds_swap(one)]
     states = [state for each in maps for state in each.values()]
     return {t.untyped_storage()._cdata for state in states for t in state.values() if t is not None}

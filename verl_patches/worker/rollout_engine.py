@@ -100,7 +100,7 @@ class _Torchair(wrapt.ObjectProxy):
 def with_addresses_read(torchair: ModuleType) -> Any:
     """Row provider for the name `torchair` of vllm-ascend's model runner.
 
-    The runner sets frozen_parameter (model_runner_v1.py:1774): a graph keeps the addresses of its inputs that are
+    The runner sets frozen_parameter (model_runner_v1.py:1774): a graph stores the addresses of its inputs that are
     torch.nn.Parameter, as they were at its first call. All other inputs, KV cache and absorbed projections among them,
     have the addresses of each call.
     """

@@ -172,7 +172,7 @@ class RoutingReplay:
         """`replaying` around the pass for old log-probs of verl's `actor`.
 
         Every N-th time, from the first on, the actor first computes them without replay, and the difference to the
-        rollout's is kept for `end_step`. Replaces the method on this object only, inside.
+        rollout's is stored for `end_step`. Replaces the method on this object only, inside.
         """
         self._passes += 1
         with self.replaying():
@@ -223,13 +223,13 @@ class RoutingReplay:
         if not self.layers:
             return  # a stage of dense layers
         mine = [number - 1 - (self._model_layers - experts.shape[2] // self.topk) for number in self.layers]
-        hosted, kept = ids.cpu(), mask.cpu()
+        hosted, valid = ids.cpu(), mask.cpu()
         for row in range(len(ids)):
             found = experts[row][mask[row]]
             known = torch.ones(len(found), dtype=torch.bool, device=experts.device)
             known[-1] = False  # sampled last: the rollout has never computed it
             by_layer = found.view(len(found), -1, self.topk).transpose(0, 1)[mine].contiguous()
-            self.samples[sample_key(hosted[row][kept[row]])] = Recorded(by_layer, known)
+            self.samples[sample_key(hosted[row][valid[row]])] = Recorded(by_layer, known)
 
     def end_step(self) -> dict[str, Any]:
         """Drop what is recorded; returns what `replay_of_step` (trainer/run.py) adds up.

@@ -24,7 +24,7 @@ _WORKERS = {"vllm.worker.cpu_worker.CPUWorker": f"{_WORKER_MODULE}.RolloutCpuWor
 
 
 class RolloutCpuPlatform(CpuPlatform):
-    """CpuPlatform that keeps the external launcher and needs no compiled operation."""
+    """CpuPlatform for the external launcher; it needs no compiled operation."""
 
     simple_compile_backend: str = "eager"  # upstream: "inductor", which would start a C++ compiler per function
 

@@ -49,7 +49,7 @@ class RolloutCpuWorker(CPUWorker):
         allowed, _ = super().determine_num_available_blocks()
         per_sequence = -(-self.model_config.max_model_len // self.cache_config.block_size)
         useful = self.scheduler_config.max_num_seqs * per_sequence
-        return min(allowed, useful + useful // 50 + 1), 0  # the scheduler keeps 1% free before it admits a prompt
+        return min(allowed, useful + useful // 50 + 1), 0  # the scheduler leaves 1% free before it admits a prompt
 
     def execute_model(self, execute_model_req: ExecuteModelRequest | None = None):
         """Upstream's, after telling the DP ranks that share experts that this rank still works."""

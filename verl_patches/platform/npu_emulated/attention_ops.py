@@ -72,8 +72,8 @@ def write(cache: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor) -> None:
     blocks, size = cache.shape[:2]
     demand(len(slots) == len(rows), f"{len(slots)} slots for {len(rows)} rows: as many are expected")
     demand(bool((slots < blocks * size).all()), f"a slot is beyond the cache of {blocks} blocks of {size}")
-    kept = slots >= 0
-    cache.view(blocks * size, *cache.shape[2:])[slots[kept].long()] = rows[kept]
+    valid = slots >= 0
+    cache.view(blocks * size, *cache.shape[2:])[slots[valid].long()] = rows[valid]
 
 
 # -- rotary embedding and cache ----------------------------------------------------------------------------------------

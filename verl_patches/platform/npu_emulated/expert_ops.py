@@ -122,7 +122,7 @@ def npu_moe_finalize_routing(
 
 @dataclass(frozen=True)
 class Dispatch:
-    """One dispatch, kept on its group for the combine: arguments that both must have, and what was sent."""
+    """One dispatch, stored on its group for the combine: arguments that both must have, and what was sent."""
 
     expert_ids: torch.Tensor
     arguments: dict[str, int]

@@ -3,7 +3,7 @@
 On a device each segment that torch allocates inside `use_mem_pool` goes through the C extension
 (csrc/camem_allocator.cpp), which calls back CaMemAllocator with (device, size, pointer, handle). Here each storage that
 is made inside is one segment. Unmapped memory is filled with bytes 0xFF, which are NaN in every floating dtype and -1
-in integers: whoever reads it shows.
+in integers: an operation that reads it shows.
 """
 
 from __future__ import annotations

@@ -111,7 +111,7 @@ def _with_addresses(traced: torch.fx.GraphModule, options: SimpleNamespace) -> C
 
 
 def cache_compile(func: Callable, *, config: Any = None, dynamic: bool = True, fullgraph: bool = True, **_: Any):
-    """torch.compile of one method; the real one also keeps the compiled graph in a folder."""
+    """torch.compile of one method; the real one also stores the compiled graph in a folder."""
     compiled = torch.compile(
         func, dynamic=dynamic, fullgraph=fullgraph, backend=get_npu_backend(compiler_config=config)
     )

@@ -108,7 +108,7 @@ def adam_w(param, exp_avg, exp_avg_sq, grad, max_exp_avg_sq, betas, powers, lr, 
 def npu_moe_token_permute(tokens, indices, num_out_tokens, padded_mode):
     """(tokens [T, H] in the order of their experts, [T * k, H]; the place that each (token, choice) went to, int32).
 
-    indices [T, k] or [T]; tokens of one expert stay in order. num_out_tokens n > 0 keeps the first n rows
+    indices [T, k] or [T]; tokens of one expert stay in order. num_out_tokens n > 0 takes the first n rows
     only, n < 0 drops the last -n; the places are not cut. (aclnnMoeTokenPermute: argsort of argsort.)
     """
     demand(not padded_mode, "padded_mode is not supported by the device either")
