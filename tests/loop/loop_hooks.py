@@ -14,6 +14,7 @@ from pathlib import Path
 
 from verl_patches.patching import engine, fingerprint
 from verl_patches.patching.hooks import after_import
+from verl_patches.watch import heartbeat
 
 ROLLOUT = "verl.workers.rollout.vllm_rollout.vllm_rollout_spmd"
 MODELS = {  # vLLM's and vllm-ascend's, of which a process makes one
@@ -161,12 +162,16 @@ def wrong_dp_rank():
 
 
 def move_requests():
-    """Each exchange moves the first request of each rank that can move to the next; where one has none, as planned."""
+    """Each exchange moves the first request of each rank that can move to the next; where one has none, as planned.
+
+    The groups that the watch counts are printed.
+    """
 
     def on_import(module):
         plan = module.plan
 
         def to_the_next(state, *args):
+            print("watch counts", sorted(heartbeat._process.heartbeat._groups()))
             places = [next((at for at, tokens in enumerate(row) if tokens > 0), None) for row in state.lengths]
             if None in places:
                 return plan(state, *args)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 
 from tests.rollout import engine_rank
+from verl_patches.watch import heartbeat
+from verl_patches.watch.node import look
 
 
 def generate(folder: str, rollout: dict, rounds: list[list[dict]]) -> dict:
@@ -68,10 +72,10 @@ def _count_passes(worker) -> dict[str, int]:
     return counts
 
 
-def unfinished(flags: list[list[bool]]) -> dict:
+def unfinished(flags: list[list[bool]], folder: str) -> dict:
     """What each rank is told after it has said flags[i][rank], and how: vllm-ascend's group and tensor, vLLM's port.
 
-    On platform npu_emulated, without an engine.
+    On platform npu_emulated, without an engine; a heartbeat in `folder` counts the group's operations.
     """
     from types import SimpleNamespace
 
@@ -102,10 +106,16 @@ def unfinished(flags: list[list[bool]]) -> dict:
     config.data_parallel_master_port = port
     config.get_next_dp_init_port = lambda: ParallelConfig.get_next_dp_init_port(config)
     group = ParallelConfig.stateless_init_dp_group(config)
+    heartbeat.start(Path(folder), f"rank {rank}", rank)
+    heartbeat.count_group(group, "vLLM's dp", range(size))
     with Devices():
         told = [ParallelConfig.has_unfinished_dp(group, said[rank]) for said in flags]
+    heartbeat._process.heartbeat.beat()
+    counted = next(seen for seen in look(Path(folder)) if seen.beat.rank == rank).beat.groups
+    heartbeat.stop()
     return {
         "told": told,
+        "counted": counted,
         "backends": backends,
         "devices": sorted(devices),
         "ports": config.data_parallel_master_port - port,

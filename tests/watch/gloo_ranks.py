@@ -14,10 +14,13 @@ from verl_patches.watch.bounds import Bounds
 from verl_patches.watch.node import look, stacks
 from verl_patches.watch.stall import awaited_by, find_stall
 
-BOUNDS = Bounds(first_s=1800, least_s=10, factor=1)
+BOUNDS = {
+    "place": Bounds(first_s=1800, least_s=10, factor=1),
+    "wait": Bounds(first_s=1800, least_s=1800, factor=1, collective_s=10),
+}
 
 
-def one_hangs(folder, how):
+def one_hangs(folder, how, by):
     """On rank 0: [sentence of the stall or None, names of culprits, their stacks, who waits for whom]; else None."""
     rank, folder = dist.get_rank(), Path(folder)
     heartbeat.start(folder, f"rank {rank}", rank)
@@ -33,7 +36,8 @@ def one_hangs(folder, how):
             dist.all_reduce(ones)
             dist.all_reduce(ones, group=halves[rank // 2])
     answers = []
-    threading.Thread(target=_watch, args=(folder, how, answers, ended), daemon=True).start() if rank == 0 else None
+    watch = threading.Thread(target=_watch, args=(folder, BOUNDS[by], answers, ended), daemon=True)
+    watch.start() if rank == 0 else None
     with heartbeat.in_call("update_actor"):
         heartbeat.phase("update")
         dist.all_reduce(ones)
@@ -53,13 +57,13 @@ def _endless_loop(folder):
         pass
 
 
-def _watch(folder, how, answers, ended):
+def _watch(folder, bounds, answers, ended):
     deadline = time.monotonic() + 90
     stall = None
     while stall is None and time.monotonic() < deadline:
         time.sleep(0.5)
         seen = look(folder)
-        stall = find_stall(seen, BOUNDS)
+        stall = find_stall(seen, bounds)
     names = [each.beat.name for each in stall.culprits] if stall else []
     answers += [stall and stall.sentence, names, stacks(folder, [*names, "rank 3"]), awaited_by(seen)]
     (folder / "found").touch()

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from verl_patches.catalog import ROWS
+from verl_patches.config import hccl
 from verl_patches.config.compose import compose
 from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.memory.schedule import SCHEDULE
@@ -16,18 +17,19 @@ from verl_patches.watch.bounds import MODELLED, START, VALIDATE, Bounds
 from verl_patches.watch.heartbeat import Beat
 from verl_patches.watch.node import Seen
 from verl_patches.watch.stall import awaited_by, find_stall
+from verl_patches.watch.watcher import ASK_S
 
 BOUNDS = Bounds(first_s=1000, least_s=60, factor=5, load_s=5000)
 DONE = {"update_actor update": 10.0}
 WORLD, PAIR = "0 0-3", "7 2,3"
 
 
-def rank(number, in_place_s=70.0, *, at=("update_actor", "update"), state="S", silent_s=0.5, done=DONE, now=3, **more):
+def rank(number, in_place_s=70.0, *, at=("update_actor", "update"), state="S", done=DONE, now=3, **more):
     """Rank `number` at operation `now` of the group of all, of which 3 were begun before the call."""
-    before = more.pop("before", {WORLD: 3})
+    before, silent_s, still_s = more.pop("before", {WORLD: 3}), more.pop("silent_s", 0.5), more.pop("still_s", 0.0)
     beat = Beat(f"rank {number}", number, 100 + number, 1, *at, longest_s=done, groups={WORLD: now, **more})
     beat.groups_before = before
-    return Seen(beat, f"host{number // 2}", in_place_s, silent_s, state, 1.0)
+    return Seen(beat, f"host{number // 2}", in_place_s, silent_s, state, 1.0, still_s)
 
 
 def controller(in_place_s, call="update_actor", step=4):
@@ -96,6 +98,8 @@ def test_the_bounds_of_a_run_have_the_step_models_times_on_npu_only():
     modelled = bounds_for("grpo_deepseekv3_256die_true_weight", *longer).modelled
     assert modelled["rollout"] > 1.3 * bounds.modelled["rollout"] > 100
     assert f"update {5 * bounds.modelled['update']:.0f} s" in str(bounds) and "sleep" not in str(bounds)
+    limit_s = hccl.exec_timeout_s(compose("grpo_deepseekv3_256die_true_weight", []))
+    assert limit_s - bounds.collective_s > 2 * ASK_S and f"process group: {bounds.collective_s:.0f} s" in str(bounds)
     on_cpu = bounds_for("grpo_deepseekv3_tiny_cpu")
     assert on_cpu.modelled == {} and "modelled" not in str(on_cpu)
 
@@ -155,6 +159,26 @@ def test_a_rank_that_others_wait_for_is_named_with_the_group():
     assert awaited_by(ranks)[2].keys() == {0, 1, 3} and awaited_by(ranks)[3].keys() == {0, 1}
 
 
+def test_a_rank_that_others_wait_for_too_long_is_named_before_its_phase_is_overdue():
+    """HCCL would end the wait, and name who waited. Controls: a wait in time, a rank that goes on, equal numbers."""
+    bounds = replace(BOUNDS, modelled={"update": 500.0}, collective_s=800)
+    behind = rank(1, 900.0, now=4, still_s=700.0)
+    stall = find_stall([rank(0, 900.0, now=5, still_s=801.0), behind, rank(2, 900.0, now=5, still_s=790.0)], bounds)
+    assert [seen.beat.name for seen in stall.culprits] == ["rank 1"] and stall.sentence.startswith(
+        "rank 1 (pid 101 on host0) is behind the others, in update_actor (update); rank 0 (pid 100 on host0) waits in "
+        "update_actor (update) for 801 s, where at most 800 s were expected; 2 other ranks are in a call, at operation "
+        "5 of process group 0 (ranks 0-3); rank 1 is at 4"
+    )
+    stopped = rank(2, 900.0, now=4, still_s=700.0, state="T")
+    assert named(rank(0, 900.0, now=5, still_s=801.0), behind, stopped, bounds=bounds) == ["rank 2"]
+    never_came = rank(1, 900.0, at=("", ""))
+    assert named(rank(0, 900.0, now=4, still_s=801.0), never_came, bounds=bounds) == ["rank 1"]
+    for still_s, now in ((799.0, 5), (0.0, 5), (801.0, 4)):
+        assert named(rank(0, 900.0, now=now, still_s=still_s), behind, bounds=bounds) is None
+    loads = {"at": ("init_model", ""), "still_s": 801.0}  # for a disk, perhaps of another rank
+    assert named(rank(0, 900.0, now=5, **loads), rank(1, 900.0, now=4, **loads), bounds=bounds) is None
+
+
 def test_a_rank_that_never_came_to_the_call_is_named():
     ranks = [rank(0, now=4), rank(1, 300.0, at=("", ""), now=3)]
     assert named(*ranks) == ["rank 1"] and "is behind the others, in no call; rank 0 (pid" in sentence(*ranks)
@@ -202,14 +226,19 @@ def test_the_controller_is_named_while_no_rank_is_in_a_call():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("how", "words"), [("stopped", "is stopped (state T"), ("busy", "is behind the others, in")])
-def test_of_gloo_ranks_the_one_that_hangs_is_named_with_its_stack(tmp_path, run_ranks, how, words):
+@pytest.mark.parametrize(("how", "by", "words"), [
+    ("stopped", "place", "is stopped (state T"),
+    ("busy", "place", "is behind the others, in"),
+    ("busy", "wait", "rank 3 (pid "),
+])  # fmt: skip
+def test_of_gloo_ranks_the_one_that_hangs_is_named_with_its_stack(tmp_path, run_ranks, how, by, words):
     """SIGSTOP, or an endless loop; rank 3 waits for rank 2 in their pair.
 
     Ranks 0 and 1 wait too, in the group of all, whose numbers are not compared: rank 0 has sent something before.
     """
-    text, names, stacks, awaited = run_ranks("tests.watch.gloo_ranks:one_hangs", str(tmp_path), how, size=4)[0]
+    text, names, stacks, awaited = run_ranks("tests.watch.gloo_ranks:one_hangs", str(tmp_path), how, by, size=4)[0]
     assert names == ["rank 2"] and words in text and "in update_actor (update) for" in text, (text, awaited)
     assert {rank: set(waiting) for rank, waiting in awaited.items()} == {2: {3}}
+    assert ("where at most 10 s" in text) and ("waits in update_actor (update) for 1" in text) == (by == "wait")
     assert "in one_hangs" in stacks["rank 2"]
     assert "in all_reduce" in stacks["rank 3"] and "all_reduce" not in stacks["rank 2"]

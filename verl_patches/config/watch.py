@@ -16,9 +16,10 @@ class Watch:
     action: stop ends a run that stalls, report only logs and records it, off starts no heartbeats.
     first_s: bound of a phase that a process has not ended before, in seconds; for loading, for writing a checkpoint and
     for a trace at least recipe.timeouts.load_s, each time, for validation the first time.
-    least_s: bound of a phase that it has ended before, whatever it took; the default is below HCCL_EXEC_TIMEOUT.
+    least_s: bound of a phase that it has ended before, whatever it took.
     factor: bound of a phase as a multiple of its longest duration so far on any rank, and on platform npu of the step
     model's seconds with prompts and responses of the largest length, the first time too. The largest bound holds.
+    Whatever these say, a rank may wait for another in a process group for 0.8 of collective_timeout_minutes.
     """
 
     action: str = field(default="stop", metadata={"allowed": ("stop", "report", "off")})

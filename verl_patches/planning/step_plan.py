@@ -38,7 +38,7 @@ from verl_patches.planning.step_model import (
 )
 from verl_patches.platform import as_npu
 from verl_patches.reshard.blocks import Block
-from verl_patches.watch.bounds import MODELLED, Bounds
+from verl_patches.watch.bounds import MODELLED, WAIT_SHARE, Bounds
 
 log = logging.getLogger(__name__)
 RESPONSE_TOKENS = 1000.0  # mean of responses that end by themselves, before the cut; assumed
@@ -129,7 +129,8 @@ def bounds_of(config: DictConfig, rows: Collection[str]) -> Bounds:
             modelled = {place: sum(seconds[phase] for phase in phases) for place, phases in MODELLED.items()}
         except (ValueError, LookupError, ArithmeticError, RecipeError) as error:  # none of them may end a run
             log.warning("watch: the step model has no times for this run, its bounds are recipe.watch's: %s", error)
-    return Bounds(watch.first_s, watch.least_s, watch.factor, load_s, modelled)
+    collective_s = WAIT_SHARE * hccl.exec_timeout_s(config)
+    return Bounds(watch.first_s, watch.least_s, watch.factor, load_s, collective_s, modelled)
 
 
 def _longest_step(config: DictConfig, rows: Collection[str]) -> dict[str, float]:

@@ -116,6 +116,15 @@ def dp_rank_of(rank: int, world_size: int, dp: int, ranks_per_replica: int) -> t
     return dp_rank, rank - dp_rank * ranks_per_replica
 
 
+def dp_ranks(parallel_config: Any) -> range:
+    """Global ranks of this process's DP group, of an engine that a launcher started on each rank."""
+    import torch.distributed as dist
+
+    dp, replica = parallel_config.data_parallel_size, parallel_config.world_size
+    leader = dp_rank_of(dist.get_rank(), dist.get_world_size(), dp, replica)[1]
+    return range(leader, leader + dp * replica, replica)
+
+
 def set_dp_rank_in_launcher(original: Callable) -> Callable:
     """`ParallelConfig.__post_init__` with DP rank and group address when a launcher started the processes."""
 

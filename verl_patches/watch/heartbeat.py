@@ -41,8 +41,8 @@ class Beat:
     name: "rank 3" or "controller"; rank: None for the controller; pid, started: of the process, started as in
     /proc/<pid>/stat; call: the method that the trainer called, "" between calls; phase: the phase inside; since_s: when
     that began, at_s: when this was written, on the host's monotonic clock; step: of the controller; longest_s:
-    {"call phase": seconds} of those that ended; groups: {"name ranks": operations begun} of process groups, and
-    groups_before: the same at the beginning of the call.
+    {"call phase": seconds} of those that ended; groups: {"name ranks": operations begun} of process groups, moved_s:
+    when one of these numbers changed last, and groups_before: the numbers at the beginning of the call.
     """
 
     name: str
@@ -53,6 +53,7 @@ class Beat:
     phase: str = ""
     since_s: float = 0.0
     at_s: float = 0.0
+    moved_s: float = 0.0
     step: int = 0
     longest_s: dict[str, float] = field(default_factory=dict)
     groups: dict[str, int] = field(default_factory=dict)
@@ -72,6 +73,7 @@ class Heartbeat:
         file = folder / name.replace(" ", "_")
         self._beat = Beat(name, rank, os.getpid(), started_at(os.getpid()), since_s=time.monotonic())
         self._group_names: dict[Any, str] = {}
+        self._unregistered: dict[Any, str] = {}
         self._lock, self._ended = threading.Lock(), threading.Event()
         self._file = os.open(file.with_suffix(BEAT), os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
         try:
@@ -94,12 +96,13 @@ class Heartbeat:
     @contextmanager
     def in_call(self, name: str) -> Iterator[None]:
         """A call of the trainer to this process; `phase` names its parts."""
-        self._beat.groups_before = self._beat.groups = self._groups()
+        self._count()
+        self._beat.groups_before = self._beat.groups
         self._move(name, "")
         try:
             yield
         finally:
-            self._beat.groups = self._groups()
+            self._count()
             self._move("", "")
 
     def phase(self, name: str) -> None:
@@ -125,10 +128,15 @@ class Heartbeat:
 
     def beat(self) -> None:
         """Write what is known now."""
+        self._count()
+        with self._lock:
+            self._write()
+
+    def _count(self) -> None:
         groups = self._groups()
         with self._lock:
-            self._beat.groups = groups
-            self._write()
+            if groups != self._beat.groups:
+                self._beat.groups, self._beat.moved_s = groups, time.monotonic()
 
     def _write(self) -> None:
         if self._ended.is_set():
@@ -146,14 +154,18 @@ class Heartbeat:
         found = {}
         for group, name in list(c10d._world.pg_names.items()):
             ranks = c10d._world.pg_group_ranks.get(group)
-            if ranks is None or len(ranks) < 2:
-                continue
-            if group not in self._group_names:
+            if ranks is not None and len(ranks) > 1 and group not in self._group_names:
                 self._group_names[group] = f"{name} {ranks_text(ranks)}"
-            number = _begun(group)
-            if number is not None:
+            if group in self._group_names and (number := _begun(group)) is not None:
                 found[self._group_names[group]] = number
+        for group, name in list(self._unregistered.items()):
+            if (number := _begun(group)) is not None:
+                found[name] = number
         return found
+
+    def count_group(self, group: Any, name: str, ranks: Any) -> None:
+        """Count the operations of a process group too that torch.distributed does not know."""
+        self._unregistered[group] = f"{name} {ranks_text(ranks)}"
 
 
 def _begun(group: Any) -> int | None:
@@ -258,6 +270,12 @@ def phase(name: str) -> None:
     """`Heartbeat.phase` of this process; nothing without a heartbeat."""
     if _process.heartbeat is not None:
         _process.heartbeat.phase(name)
+
+
+def count_group(group: Any, name: str, ranks: Any) -> None:
+    """`Heartbeat.count_group` of this process; nothing without a heartbeat. ranks: global ranks of its members."""
+    if _process.heartbeat is not None:
+        _process.heartbeat.count_group(group, name, ranks)
 
 
 def controller_is_at(step: int, name: str) -> None:

@@ -1,6 +1,7 @@
 """Which rank a run waits for: a rule over what the nodes see. Plain data in and out; no Ray, no torch.
 
-A rank is overdue when its phase lasts longer than its bound. Then the culprit is the first of these that there is:
+A rank is overdue when its phase lasts longer than its bound, or when it waits for too long in a process group, of which
+it has begun more operations than another rank. Then the culprit is the first of these that there is:
 
     a process that has ended, and whose end nobody has reported
     a process that is stopped (SIGSTOP, a debugger)
@@ -65,7 +66,7 @@ def find_stall(processes: Sequence[Seen], bounds: Bounds, world: int = 0) -> Sta
     limits = {id(seen): bounds.of(seen, longest[seen.beat.place]) for seen in candidates}
     overdue = [seen for seen in candidates if seen.in_place_s > limits[id(seen)]]
     if not overdue:
-        return None
+        return _long_wait(ranks, busy, bounds, controller)
     if overdue[0].beat.call == START and not any(seen.state[:1] in STOPPED for seen in ranks):
         return _stalled_start(ranks, overdue[0], limits[id(overdue[0])], world)
     culprits, why = _culprits(ranks, overdue) if busy else (overdue, "")
@@ -76,6 +77,21 @@ def find_stall(processes: Sequence[Seen], bounds: Bounds, world: int = 0) -> Sta
     others = [seen for seen in busy if seen not in culprits]
     text = f"{_names(culprits)} {why}, in "
     text += late if first in culprits else f"{_place(culprits[0])}; {first.where} is in {late}"
+    return _stall(culprits, others, text + _waiting(others, culprits), controller)
+
+
+def _long_wait(ranks: Sequence[Seen], busy: Sequence[Seen], bounds: Bounds, controller: Seen | None) -> Stall | None:
+    """No phase is overdue yet, but a rank waits in an operation of a process group that another has not begun."""
+    still = [seen for seen in busy if seen.still_s > bounds.of_wait(seen)]
+    awaited = awaited_by(ranks) if still else {}
+    waiting = [seen for seen in still if _waits(seen, awaited)]
+    if not waiting:
+        return None
+    culprits, why = _culprits(ranks, waiting)
+    first = max(waiting, key=lambda seen: seen.still_s)
+    text = f"{_names(culprits)} {why}, in {_place(culprits[0])}; {first.where} waits in {_place(first)} for "
+    text += f"{first.still_s:.0f} s, where at most {bounds.of_wait(first):.0f} s were expected"
+    others = [seen for seen in busy if seen not in culprits]
     return _stall(culprits, others, text + _waiting(others, culprits), controller)
 
 

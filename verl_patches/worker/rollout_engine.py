@@ -14,7 +14,8 @@ from verl_patches.memory.sleep_mode import CumemSleepMode, ResizeSleepMode, Slee
 from verl_patches.patching import engine
 from verl_patches.patching.engine import is_on
 from verl_patches.rollout.ascend import VLLM_SLEEP_MODE
-from verl_patches.rollout.engine import engine_arguments
+from verl_patches.rollout.engine import dp_ranks, engine_arguments
+from verl_patches.watch import heartbeat
 from verl_patches.worker.context import context
 
 _PHASE_OF_TAG = {"weights": "reshard", "kv_cache": "wake_kv"}  # vLLM's tags of LLM.wake_up
@@ -41,6 +42,8 @@ class RolloutEngine:
         super().__init__(*args, **kwargs)
         self.sleep_mode: SleepMode | None = None
         self.awake = set(_PHASE_OF_TAG)
+        if (dp_group := getattr(self.llm_engine, "dp_group", None)) is not None:  # V1: it agrees in each decode step
+            heartbeat.count_group(dp_group, "vLLM's dp", dp_ranks(self.llm_engine.vllm_config.parallel_config))
         if ours:
             loaded = kwargs.get("load_format") != "dummy" or not direct_sync(engine.current().wanted)
             self.sleep_mode = (CumemSleepMode if by_vllm else ResizeSleepMode)(self, loaded=loaded)
