@@ -93,6 +93,12 @@ def test_new_containers_are_removed_where_up_fails_and_old_ones_are_not(program,
     assert program.calls().count("docker rm --force 1f") == 1
 
 
+def test_the_head_is_the_jobs_first_host_whatever_a_node_has_in_its_environment(program, monkeypatch):
+    monkeypatch.setenv("MASTER_ADDR", "10.9.9.9")  # of an image, or of an earlier job
+    with pytest.raises(RecipeError, match="its address 10.0.0.1 is none of this machine"):
+        hosts(program("ssh", 'bash -c "$2"'), hosts=["10.0.0.1"], nodes=1).up(lambda text: None)
+
+
 def test_ssh_itself_says_why_a_host_is_not_reached():
     try:
         subprocess.run(["ssh", "-V"], capture_output=True)

@@ -99,8 +99,9 @@ class Hosts:
         return f"docker exec -i {self.job.name} bash -lc {shlex.quote(line)}" if self.job.image else line
 
     def _line(self, rank: int, verb: str, *options: str) -> str:
-        """A line that runs `cluster VERB` on a host."""
-        return self._inside(node_command(self.job, verb, "--node-rank", str(rank), *options))
+        """A line that runs `cluster VERB` on a host; its own MASTER_ADDR and NODE_RANK do not count."""
+        head = ["--head", self.job.hosts[0]] if verb == "up" else []
+        return self._inside(node_command(self.job, verb, "--node-rank", str(rank), *head, *options))
 
     def _look(self, rank: int) -> Answer:
         """Are checkout and Python there?"""
