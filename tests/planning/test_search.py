@@ -177,6 +177,12 @@ def test_presets_pass_the_plan(name):
     )
 
 
+def test_a_plan_has_the_bounds_of_the_watch_unless_it_is_off():
+    text = plan_of(BIG)["step"]["watch"]
+    assert "modelled: rollout" in text and text.endswith("of a rank that waits for another in a process group: 864 s")
+    assert "watch" not in plan_of(BIG, "recipe.watch.action=off")["step"]
+
+
 def test_a_plan_has_traffic_hosts_and_ports():
     plan = plan_of(BIG)
     sync = plan["traffic"]["weight_sync"]

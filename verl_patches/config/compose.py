@@ -65,8 +65,7 @@ def compose(config_name: str, overrides: Sequence[str] = (), *, verl_path: Path 
     runs = [stem for stem, text in texts.items() if "\ndefaults:" in f"\n{text}"]  # the pin file has no defaults list
     if name not in runs:
         raise ConfigError(
-            f"--config-name {config_name}: no config of a run in {CONFIGS_DIR} has this name; there is: "
-            + (", ".join(runs) or "none")
+            f"no config of a run in {CONFIGS_DIR} has the name {config_name}; there is: " + (", ".join(runs) or "none")
         )
     for override in overrides:
         if not re.match(r"[~+]*[^=~+@\s]", override):

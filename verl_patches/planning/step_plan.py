@@ -179,9 +179,12 @@ def step_sections(config: DictConfig, rows: Collection[str], workload: Workload)
     wire = {"received_bytes": round(sync.received_bytes), "sent_bytes": round(sync.sent_bytes), **spread}
     calls = {"old_log_prob": run.old_micro_batch, "ref": run.ref_micro_batch, "update": run.micro_batch}
     columns = {"old_log_prob": 0, "ref": 0, "update": 3}
+    step = step_figures(run, workload) if as_npu(config.recipe.platform) else None
+    if step is not None and config.recipe.watch.action != "off":
+        step["watch"] = str(bounds_of(config, rows))
     dispatch = {name: round(driver_bytes(run, columns[name])) for name, used in calls.items() if used}
     return {
-        "step": step_figures(run, workload) if as_npu(config.recipe.platform) else None,
+        "step": step,
         "traffic": {"weight_sync": {**wire, "collectives": sync.collectives}, "dispatch_bytes": dispatch},
         "ports": ports(config),
     }
