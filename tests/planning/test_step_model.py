@@ -302,3 +302,14 @@ def test_layouts_of_other_libraries_and_sizes_are_modelled_too():
     small = ParallelLayout(16, tp=4, pp=2, ep=8, etp=1, layers_per_stage=(31, 30))
     run = replace(published(), train=small, rollout=rollout_layout(1, 8, 2), prompts=16)
     assert all(math.isfinite(seconds) and seconds >= 0 for seconds in step_time(run, FITTED).values())
+
+
+def test_context_parallel_ranks_share_a_layer_and_exchange_heads():
+    """Ulysses: 128 heads, q and k of 192, v and output of 128 elements; half of a rank's tokens go to the other."""
+    run = published()
+    both = replace(run, train=replace(run.train, world_size=512, cp=2))
+    alone, shared = (stage_s(each, 1, False, FITTED, DIE) for each in (run, both))
+    tokens = run.lengths.prompt + run.lengths.mean_of_longest()
+    exchanged = DIE.network_s(128 / 4 * (192 + 192 + 128 + 128) * 2 * tokens / 2 / 2)
+    assert shared[1] == pytest.approx(alone[1] / 2 + 7 * exchanged, rel=1e-9)
+    assert shared[7] == pytest.approx(alone[7] / 2 + 7 * exchanged, rel=1e-9)  # with the logits

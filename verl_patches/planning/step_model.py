@@ -227,11 +227,14 @@ def _layer_s(run: StepInput, moe: bool, tokens: float, length: float, constants:
     compute = die.compute_s(layer_flops(model, moe, tokens, length) / layout.tp / layout.cp, efficiency)
     row = model.hidden_size * size * tokens / layout.cp
     gathered = die.network_s(4 * (layout.tp - 1) / layout.tp * row)
+    heads = 2 * (model.qk_nope_head_dim + model.qk_rope_head_dim + model.v_head_dim) * model.num_attention_heads
+    gathered += die.network_s((layout.cp - 1) / layout.cp**2 * heads / layout.tp * size * tokens)  # Ulysses
     exchanged = 0.0
     if moe and layout.ep > 1:
         exchanged = die.network_s(2 * row / layout.tp * top_k * (layout.ep - 1) / layout.ep)
         if run.alltoall_overlap:  # behind the shared experts
-            exchanged = max(0.0, exchanged - die.compute_s(2 * sizes.shared * tokens / layout.tp, efficiency))
+            behind = die.compute_s(2 * sizes.shared * tokens / layout.tp / layout.cp, efficiency)
+            exchanged = max(0.0, exchanged - behind)
     return _Pass(compute, gathered + exchanged)
 
 
@@ -257,9 +260,9 @@ def stage_s(run: StepInput, micro_batch: int, train: bool, constants: Constants,
             if train:
                 seconds += one.backward + (one.forward if number < run.recompute_layers * layout.vpp else 0.0)
         if stage == layout.pp - 1:
-            flops = 2 * model.vocab_size * model.hidden_size * tokens / layout.tp
+            flops = 2 * model.vocab_size * model.hidden_size * tokens / layout.tp / layout.cp
             head = die.compute_s(flops, constants.train_efficiency)
-            logits = die.memory_s(HEAD_PASSES * 4 * tokens * model.vocab_size / layout.tp)
+            logits = die.memory_s(HEAD_PASSES * 4 * tokens * model.vocab_size / layout.tp / layout.cp)
             seconds += (3 * head + 2 * logits) if train else head + logits
         found.append(seconds)
     return found
