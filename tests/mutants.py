@@ -275,7 +275,7 @@ MUTANTS = (
     Mutant("cluster-ends-an-earlier-up", "cluster/backends.py",
            "if not any(ALREADY in answer.error for answer in answers.values()):", "if True:", CLUSTER),
     Mutant("cluster-takes-foreign-containers", "cluster/backends.py",
-           '[ "$label" = {name} ] ||', "true ||", CLUSTER),
+           '[ "$label" = {job.name} ] ||', "true ||", CLUSTER),
     Mutant("cluster-loses-secrets", "cluster/backends.py",
            'self.secrets if verb == "up" else None', 'self.secrets if verb == "down" else None', CLUSTER),
     Mutant("cluster-rank-of-n", "cluster/place.py",
@@ -286,6 +286,19 @@ MUTANTS = (
            "start_new_session=True", "start_new_session=False", CLUSTER),
     Mutant("cluster-killed-command-has-a-code", "cluster/command.py",
            "    if code is None:\n        raise", "    if code == -1:\n        raise", CLUSTER),
+    Mutant("cluster-refused-beside-another-up-is-a-failure", "cluster/node.py",
+           "raise ConfigError(f\"another `cluster` command", "raise RecipeError(f\"another `cluster` command", CLUSTER),
+    Mutant("cluster-removes-containers-without-their-logs", "cluster/backends.py",
+           "self._remove_containers([rank for rank in answers if rank not in faults])", "self._remove_containers()",
+           CLUSTER),
+    Mutant("cluster-one-failed-question-ends-the-wait", "cluster/backends.py",
+           "            if time.monotonic() >= end:\n                raise\n", "            raise\n", CLUSTER),
+    Mutant("cluster-reads-what-profiles-print", "cluster/backends.py",
+           '_after_profiles(answer.output) or b""', "answer.output", CLUSTER),
+    Mutant("cluster-keeps-a-container-of-another-image", "cluster/backends.py",
+           '[ "$digest" = {job.digest} ] ||', "true ||", CLUSTER),
+    Mutant("cluster-slurm-tasks-submit-again", "cluster/render.py",
+           "as_text(of_a_node(job))", "as_text(job)", Tests("cluster/test_render.py", "batch_script_gives")),
 )  # fmt: skip
 
 

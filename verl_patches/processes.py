@@ -112,6 +112,30 @@ class SharedMemory:
             (self.FOLDER / name).unlink(missing_ok=True)
 
 
+def started_at(pid: int) -> int:
+    """When a process started, in clock ticks since boot; 0 where there is none.
+
+    With its pid it names one process. psutil's create_time does not: it moves when the machine's clock is set.
+    """
+    return int((_stat(pid) or [0] * 20)[19])
+
+
+def state_of(pid: int, started: int) -> tuple[str, float]:
+    """(state, seconds of CPU) of a process: a letter of proc(5), such as T for stopped; "gone" where it has ended."""
+    stat = _stat(pid)
+    if stat is None or int(stat[19]) != started or stat[0] in "ZX":
+        return "gone", 0.0
+    return stat[0], (int(stat[11]) + int(stat[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _stat(pid: int) -> list[str] | None:
+    """Fields of /proc/<pid>/stat from the third on, state; the second may hold anything."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+
+
 def name_of(process: psutil.Process) -> str:
     """A short role name: "driver", Ray's own ("raylet", "WorkerDict", "IDLE"), or the program's."""
     try:

@@ -157,10 +157,13 @@ class Nodes:
 
     def start(self, number, *command, **options):
         """A process of a node, where the node's own folder is `shared`; options of Popen."""
+        return subprocess.Popen([*self.words(number), *command], start_new_session=True, **options)
+
+    def words(self, number):
+        """The words before a command of a node."""
         inside = 'mount --bind "$0" "$1" && shift && exec "$@"'
-        words = ["bash", "-c", inside, str(self.folder / str(number)), str(self.shared), *command]
-        enter = ["ip", "netns", "exec", self.name(number)]
-        return subprocess.Popen([*enter, *words], start_new_session=True, **options)
+        enter = ["ip", "netns", "exec", self.name(number), "bash", "-c", inside]
+        return [*enter, str(self.folder / str(number)), str(self.shared)]
 
     def stop_sshd(self, number):
         """Connections of a node are refused from now on; those that are open stay."""

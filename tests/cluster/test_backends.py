@@ -1,14 +1,16 @@
 """What reaches several nodes from one place; ssh, docker, kubectl and Slurm's programs are those of the test."""
 
+import io
 import json
 import os
 import subprocess
 import sys
+import tarfile
 
 import pytest
 import yaml
 
-from verl_patches.cluster import node
+from verl_patches.cluster import backends, node
 from verl_patches.cluster.backends import Batch, Hosts, Kuberay
 from verl_patches.cluster.job import Job
 from verl_patches.errors import ConfigError, RecipeError
@@ -28,6 +30,7 @@ def program(tmp_path, monkeypatch):
         return path
 
     make.calls = lambda: (tmp_path / "calls").read_text() if (tmp_path / "calls").exists() else ""
+    make.docker = lambda: [line for line in make.calls().splitlines() if line.startswith("docker ")]
     return make
 
 
@@ -77,20 +80,62 @@ def test_a_second_up_that_fails_ends_nothing_of_the_first(program):
     assert "cluster down" not in program.calls()
 
 
+def test_an_up_beside_the_first_one_ends_nothing_of_it(program):
+    busy = '{ echo "another \\`cluster\\` command (pid 7) is at work in /tmp/x; wait for its end" >&2; exit 2; }'
+    ssh = program("ssh", f'[[ "$2" != *"cluster up"* ]] || {busy}')
+    with pytest.raises(RecipeError, match="another `cluster` command .pid 7. is at work"):
+        hosts(ssh).up(lambda text: None)
+    assert "cluster down" not in program.calls()
+
+
+def test_what_profiles_print_is_no_output_of_a_host(program, tmp_path):
+    """A shell's profile prints before each line; the control is a host whose line prints no mark."""
+    archive = tmp_path / "made.tar"
+    with tarfile.open(archive, "w:gz") as made:
+        made.add(__file__, "node-0/a.log")
+    python = program(
+        "python3.x",
+        f"""case "$*" in *status*) echo '{{"rows": []}}';; *down*) cat {archive};;
+        *follow*) [[ "$*" != *"skip 0"* ]] && echo cd || {{ echo ab; exit 255; }};; esac""",
+    )
+    ssh = program("ssh", 'echo "Welcome, loading modules"; bash -c "$2"')
+    one = hosts(ssh, hosts=["10.0.0.1"], nodes=1, python=str(python), checkout=str(tmp_path))
+    assert one.status() == []
+    assert one.down(tmp_path / "logs") == [] and (tmp_path / "logs" / "node-0" / "a.log").exists()
+    to = io.BytesIO()
+    one._followed(to, lambda text: None, "follow", "--skip", "0")
+    assert to.getvalue() == b"ab\ncd\n" and "--skip 3" in program.calls()
+    program("ssh", 'echo "Welcome, loading modules"')
+    (row,) = one.status()
+    assert row.state == "problem" and row.found == "no report"
+
+
 def test_new_containers_are_removed_where_up_fails_and_old_ones_are_not(program, monkeypatch):
     program(
         "docker",
-        'case "$*" in *"container inspect"*) [ -n "$LABEL" ] && echo j;; start*) echo j;; run*) echo 1f;;\n'
+        'case "$*" in *"container inspect"*) [ -n "$LABEL" ] && echo j $DIGEST;; start*) echo j;; run*) echo 1f;;\n'
         "ps*) echo 1f;; exec*) exit 2;; esac",
     )
     made = hosts(program("ssh", 'bash -c "$2"'), image="a3", hosts=["10.0.0.1"], nodes=1)
     with pytest.raises(RecipeError):
         made.up(lambda text: None)
-    assert program.calls().count("docker rm --force 1f") == 1
+    assert program.docker().count("docker rm --force 1f") == 1
     monkeypatch.setenv("LABEL", "j")
+    monkeypatch.setenv("DIGEST", made.job.digest)
     with pytest.raises(RecipeError):
         made.up(lambda text: None)
-    assert program.calls().count("docker rm --force 1f") == 1
+    assert program.docker().count("docker rm --force 1f") == 1
+    program("docker", 'case "$*" in *"container inspect"*) exit 1;; run*) echo "no space left" >&2; exit 125;; esac')
+    with pytest.raises(RecipeError, match="no space left$"):
+        made.up(lambda text: None)
+    assert program.docker()[-1] == "docker rm j"  # the one that was made and did not start
+
+
+def test_a_container_that_may_come_later_is_spoken_of(program, monkeypatch):
+    monkeypatch.setattr(backends, "MARGIN_S", 0.1)
+    made = hosts(program("ssh", '[[ "$2" != *"docker container"* ]] || sleep 5'), image="a3")
+    with pytest.raises(RecipeError, match="no end within 0.1 s.*cluster down ends what comes of it"):
+        made.up(lambda text: None)
 
 
 def test_the_head_is_the_jobs_first_host_whatever_a_node_has_in_its_environment(program, monkeypatch):
@@ -120,26 +165,68 @@ def test_containers_are_started_by_the_script_and_only_those_are_removed(program
     ssh = program("ssh", 'bash -c "$2"')
     made = hosts(ssh, image="registry/a3:1", hosts=["10.0.0.1"], nodes=1)
     made.up(lambda text: None)
-    calls = [line for line in program.calls().splitlines() if line.startswith("docker")]
+    calls = program.docker()
     (started,) = (line for line in calls if line.startswith("docker run"))
-    assert "--name j " in started and "--label verl_patches.job=j registry/a3:1" in started
+    labels = f"--label verl_patches.job=j --label verl_patches.digest={made.job.digest}"
+    assert "--name j " in started and f"{labels} registry/a3:1" in started
     assert any(line.startswith("docker exec -i j bash -lc") for line in calls)
     assert made.down(tmp_path / "logs") == []
     assert "docker ps --all --quiet --filter label=verl_patches.job=j\ndocker rm --force abc" in program.calls()
 
 
-@pytest.mark.parametrize(("label", "ours"), [("j", True), ("other", False)])
-def test_a_container_of_somebody_else_is_left_alone(program, monkeypatch, label, ours):
-    monkeypatch.setenv("LABEL", label)
-    program("docker", 'if [[ "$*" = "container inspect"* ]]; then echo "$LABEL"; fi')
-    made = hosts(program("ssh", 'bash -c "$2"'), image="a3", hosts=["10.0.0.1"], nodes=1)
-    if ours:
-        made.up(lambda text: None)
-        assert "docker start j" in program.calls()
+@pytest.mark.parametrize(
+    ("label", "image", "fault"),
+    [
+        ("j", "a3:1", None),
+        ("other", "a3:1", "a container j exists that cluster up did not start"),
+        ("j", "a3:2", "container j was started for another image or job file: cluster down, then cluster up"),
+    ],
+)
+def test_a_container_of_somebody_else_or_of_another_image_is_left_alone(program, monkeypatch, label, image, fault):
+    ssh = program("ssh", 'bash -c "$2"')
+    made = {name: hosts(ssh, image=name, hosts=["10.0.0.1"], nodes=1) for name in ("a3:1", image)}
+    monkeypatch.setenv("LABELS", f"{label} {made['a3:1'].job.digest}")
+    program("docker", 'if [[ "$*" = "container inspect"* ]]; then echo "$LABELS"; fi')
+    if fault is None:
+        made[image].up(lambda text: None)
+        assert "docker start j" in program.docker()
     else:
-        with pytest.raises(RecipeError, match="a container j exists that cluster up did not start"):
-            made.up(lambda text: None)
-    assert "docker run" not in program.calls()
+        with pytest.raises(RecipeError, match=fault):
+            made[image].up(lambda text: None)
+        assert "docker start j" not in program.docker()
+    assert not [line for line in program.docker() if line.startswith(("docker run", "docker rm"))]
+
+
+def test_the_container_of_a_host_whose_logs_did_not_arrive_stays(program, tmp_path, monkeypatch):
+    """Three hosts: one with logs, one whose archive is cut, one without a container."""
+    archive = io.BytesIO()
+    with tarfile.open(fileobj=archive, mode="w:gz") as made:
+        made.add(__file__, "node-0/a.log")
+    (tmp_path / "10.0.0.1.tar").write_bytes(archive.getvalue())
+    (tmp_path / "10.0.0.2.tar").write_bytes(archive.getvalue()[:40])
+    program(
+        "docker",
+        f"""case "$*" in ps*) [ "$HOST" = 10.0.0.3 ] || echo "$HOST";;
+        exec*) echo "{backends.BEGINS}"; cat {tmp_path}/$HOST.tar;; esac""",
+    )
+    ssh = program("ssh", 'HOST=$1 bash -c "$2"')
+    (fault,) = hosts(ssh, image="a3", nodes=3, hosts=["10.0.0.1", "10.0.0.2", "10.0.0.3"]).down(tmp_path / "logs")
+    assert fault.startswith("node 1 (10.0.0.2): its logs: expected a tar archive, found 40 bytes")
+    assert fault.endswith("a container of the job stays there: cluster down again, or docker rm --force j")
+    removed = [line for line in program.docker() if line.startswith("docker rm")]
+    assert removed == ["docker rm --force 10.0.0.1"] and (tmp_path / "logs" / "node-0" / "a.log").exists()
+    assert program.docker().count("docker start j") == 2  # a stopped one is started for its logs
+    program("docker", 'case "$*" in ps*) exit 1;; esac')  # its daemon does not answer
+    assert len(hosts(ssh, image="a3").down(None)) == 2
+
+
+def test_logs_have_a_limit_of_their_own(program, tmp_path, monkeypatch):
+    for name, value in (("MARGIN_S", 0.5), ("LOGS_S", 60.0)):
+        monkeypatch.setattr(backends, name, value)
+    ssh = program("ssh", f'sleep 1.5; [[ "$2" != *"down"* ]] || echo "{backends.BEGINS}"')
+    faults = hosts(ssh, nodes=1, hosts=["10.0.0.1"]).down(tmp_path / "logs")
+    assert faults == ["node 0 (10.0.0.1): its logs: expected a tar archive, found 0 bytes: empty file"]
+    assert "no end within 0.5 s" in hosts(ssh, nodes=1, hosts=["10.0.0.1"]).down(None)[0]
 
 
 KUBE = {"image": "a3", "command": ["true"], "nodes": 2, "provider": "kubernetes"}
@@ -189,6 +276,71 @@ def test_a_ray_job_that_ended_before_is_refused_and_stays(program, state):
     with pytest.raises(RecipeError, match=f"RayJob j is {state} already; cluster down keeps its logs"):
         made.up(lambda text: None)
     assert "delete" not in program.calls() and program.calls().count("apply") == 1
+
+
+def pod(name, phase="Running", **labels):
+    return {"metadata": {"name": name, "labels": labels}, "status": {"phase": phase}}
+
+
+def test_logs_of_the_submitter_and_of_ray_are_kept_before_a_ray_job_is_deleted(program, tmp_path, monkeypatch):
+    """`kubectl exec` runs its line here, where plog is in the folder that the environment names, and Ray has none."""
+    (tmp_path / "plog").mkdir()
+    (tmp_path / "plog" / "plog-1.log").write_text("[ERROR] HCCL")
+    monkeypatch.setenv("ASCEND_PROCESS_LOG_PATH", str(tmp_path / "plog"))
+    monkeypatch.setitem(backends.POD_LOGS, "ray", str(tmp_path / "no_such_folder"))
+    ray = [pod("head", **{"ray.io/cluster": "j-x"}), pod("new", "Pending", **{"ray.io/cluster": "j-x"})]
+    program(
+        "kubectl",
+        f"""cat > /dev/null; case "$*" in *"exec head"*) while [ "$1" != bash ]; do shift; done; "$@";;
+        *"get rayjob"*) echo '{{"status": {{"rayClusterName": "j-x"}}}}';;
+        *"selector ray.io/cluster=j-x"*) echo '{json.dumps({"items": ray})}';;
+        *"selector job-name=j"*) echo '{json.dumps({"items": [pod("j-sub", "Succeeded")]})}';;
+        *"logs $LOST "*) echo "connection refused" >&2; exit 1;;
+        *logs*) echo "printed by $4";; esac""",
+    )
+    job, logs = Job(**BASE, **KUBE), tmp_path / "logs"
+    assert Kuberay(job).down(logs) == []
+    assert (logs / "j-sub.log").read_text() == "printed by j-sub\n" and (logs / "head.log").exists()
+    assert (logs / "head" / "plog" / "plog-1.log").read_text() == "[ERROR] HCCL"
+    assert "new" not in program.calls() and program.calls().splitlines()[-1].startswith(
+        "kubectl --namespace default del"
+    )
+    monkeypatch.setenv("LOST", "head")
+    assert Kuberay(job).down(logs) == ["pod head: its logs: connection refused"]
+    assert program.calls().splitlines()[-1].startswith("kubectl --namespace default delete rayjob")  # all the same
+
+
+def test_a_question_that_fails_once_ends_no_wait(program, tmp_path, monkeypatch):
+    """The scheduler's database or server is busy for a moment. Control: one that never answers again."""
+    monkeypatch.setattr(backends, "POLL_S", 0.05)
+    asked, failed = tmp_path / "asked", tmp_path / "failed"
+    once = f"if [ -e {asked} ] && [ ! -e {failed} ]; then touch {failed}; echo busy >&2; exit 1; fi"
+    program("sbatch", f"cat > /dev/null; touch {asked}; echo '7;cluster'")
+    program("scancel", "")
+    program("squeue", f"{once}; [ ! -e {asked} ] || echo '7|RUNNING|n1'")
+    said = []
+    slurm = Job(**{**BASE, "wait_s": 30.0}, nodes=2, provider="slurm", command=["true"])
+    Batch(slurm).up(said.append)
+    assert said[-1] == "Slurm job 7 is RUNNING" and "scancel" not in program.calls()
+    asked.unlink()
+    program("squeue", f"[ ! -e {asked} ] || {{ echo busy >&2; exit 1; }}")
+    with pytest.raises(RecipeError, match="squeue: busy"):
+        Batch(slurm.model_copy(update={"wait_s": 0.2})).up(said.append)
+    assert program.calls().endswith("scancel 7\n")  # this call had submitted it
+
+    asked.unlink()
+    failed.unlink()
+    state = json.dumps({"status": {"jobDeploymentStatus": "Running"}})
+    apply = f"*apply*) touch {asked};;"
+    found = f"*\"get rayjob\"*) {once}; [ ! -e {asked} ] || echo '{state}';;"
+    program("kubectl", f'case "$*" in {apply} {found} esac')
+    Kuberay(Job(**{**BASE, "wait_s": 30.0}, **KUBE)).up(said.append)
+    assert said[-1] == "RayJob j is Running" and failed.exists() and "delete" not in program.calls()
+    asked.unlink()
+    program("kubectl", f'case "$*" in {apply} *get*) [ ! -e {asked} ] || exit 1;; esac')
+    with pytest.raises(RecipeError, match="kubectl get rayjob j"):
+        Kuberay(Job(**{**BASE, "wait_s": 0.2}, **KUBE)).up(said.append)
+    assert "delete rayjob j" in program.calls()
 
 
 def test_a_batch_job_is_submitted_once_and_cancelled(program, tmp_path):

@@ -20,6 +20,7 @@ from verl_patches.cluster.job import Job, read_job
 from verl_patches.cluster.members import members
 from verl_patches.cluster.place import Place, place_of
 from verl_patches.errors import ConfigError, RecipeError
+from verl_patches.processes import started_at
 
 ROOT = Path(__file__).resolve().parents[2]
 HOST = "127.0.0.2"  # Ray takes 127.0.0.1 for the machine's address
@@ -222,19 +223,68 @@ def test_a_killed_raylet_is_a_problem_of_status_and_down_ends_its_own_alone(job,
 
 
 def test_a_process_with_a_recorded_number_but_another_start_is_not_the_nodes(job):
-    entry = {"pid": os.getpid(), "created": psutil.Process().create_time(), "name": "x"}
+    entry = {"pid": os.getpid(), "started": started_at(os.getpid()), "name": "x"}
     started = node.Started("drill", "d", 0, HOST, HOST, "no-mark", 0.0, [entry])
     assert node.ended(started) == []
-    other = dataclasses.replace(started, processes=[{**entry, "created": 5.0}])
+    other = dataclasses.replace(started, processes=[{**entry, "started": entry["started"] + 1}])
     assert node.ended(other) == [f"x (pid {os.getpid()})"] and node.living(other) == []
 
 
-def test_another_command_at_work_is_named(job):
-    with node.locked_folder(node._folder(job)), pytest.raises(RecipeError, match="another `cluster` command"):
-        with node.locked_folder(Path(job.folder)):
-            pass
+def test_a_step_of_the_clock_ends_no_node(job, monkeypatch):
+    """The kernel's boot time moves with the clock; psutil adds it to a process's start (the control)."""
+    entry = {"pid": os.getpid(), "started": started_at(os.getpid()), "name": "x"}
+    before, boot = psutil.Process().create_time(), psutil.boot_time()
+    monkeypatch.setattr("psutil._pslinux.boot_time", lambda: boot + 2)
+    assert psutil.Process().create_time() - before > 1
+    assert node.ended(node.Started("drill", "d", 0, HOST, HOST, "no-mark", 0.0, [entry])) == []
+
+
+def test_another_command_at_work_is_named_and_the_node_left_alone(job):
+    """ConfigError is exit code 2, for which `up` over ssh ends nothing on that host."""
+    with node.locked_folder(node._folder(job)), pytest.raises(ConfigError, match="another `cluster` command"):
+        node.up(job, Place(0, HOST, HOST), {}, lambda text: None)
+    with node.locked_folder(Path(job.folder)):
+        done = cluster(job, "up")
+    assert done.returncode == 2 and "another `cluster` command" in done.stderr
 
 
 def test_logs_travel_as_an_archive_and_anything_else_is_refused(tmp_path):
-    with pytest.raises(RecipeError, match="node 1: its logs are no archive"):
-        gather.unpack(b"no archive", tmp_path, "node 1")
+    for data in (b"no archive", b""):
+        with pytest.raises(RecipeError, match=f"expected a tar archive, found {len(data)} bytes"):
+            gather.unpack(data, tmp_path)
+
+
+@pytest.fixture
+def logged(job, tmp_path):
+    """A job with a record and logs in a folder of its own, without processes."""
+    folder, plog = tmp_path / "f", tmp_path / "plog"
+    for path in (folder / "ray" / "session_1" / "logs", plog):
+        path.mkdir(parents=True)
+        (path / "raylet.out.log").write_text("text")
+    record = node.Started("drill", "d", 0, HOST, HOST, "no-mark", 0.0)
+    (folder / "node-0.json").write_text(json.dumps(dataclasses.asdict(record)))
+    return changed(job, folder=str(folder), env={gather.PLOG_VARIABLE: str(plog)}, logs=str(tmp_path / "logs"))
+
+
+def test_a_log_that_was_rotated_away_loses_no_other(logged, tmp_path):
+    for folder in (tmp_path / "plog", tmp_path / "f" / "ray" / "session_1" / "logs"):
+        (folder / "gone.log").symlink_to("/nonexistent")
+    (made,) = gather.gather(logged, tmp_path / "to", environ={gather.PLOG_VARIABLE: "/nonexistent"})  # the job's counts
+    assert {path.relative_to(made).as_posix() for path in made.glob("**/*.log")} == {
+        "ray/raylet.out.log",
+        "plog/raylet.out.log",
+    }
+
+
+def test_logs_that_could_not_be_copied_stay_for_another_down(logged, tmp_path):
+    (tmp_path / "logs").write_text("a file where the folder should be")
+    first = cluster(logged, "down")
+    assert first.returncode == 1 and "logs could not be gathered" in first.stderr
+    with Path("/dev/full").open("w") as full:  # as a disk without space, or a caller who has gone
+        text = yaml.safe_dump(json.loads(logged.model_dump_json()))
+        words = [sys.executable, "-m", "verl_patches", "cluster", "down", "-", "--logs", "-"]
+        done = subprocess.run(words, input=text, text=True, stdout=full, stderr=subprocess.PIPE, cwd=ROOT)
+    assert done.returncode == 1 and "another cluster down (--logs FOLDER) gathers them" in done.stderr
+    assert cluster(logged, "down", "--logs", str(tmp_path / "other")).returncode == 0
+    assert (tmp_path / "other" / f"node-0-{HOST}" / "ray" / "raylet.out.log").read_text() == "text"
+    assert not (tmp_path / "f" / "ray").exists() and node.records(tmp_path / "f") == []

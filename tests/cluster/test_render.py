@@ -1,17 +1,22 @@
 """What Kubernetes and Slurm are given, against KubeRay's schema and bash; the fields are those of ray.io/v1."""
 
 import json
+import os
 import shlex
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 import yaml
 
+from tests.cluster.namespaces import Nodes
 from verl_patches.cluster.job import Job
 from verl_patches.cluster.render import ray_job, rendered
 from verl_patches.errors import ConfigError
 
+ROOT = Path(__file__).resolve().parents[2]
 JOB = {"name": "j", "nodes": 4, "dies": 16, "image": "registry/a3:1", "command": ["python", "train.py"]}
 KUBERNETES = {
     "provider": "kubernetes",
@@ -43,6 +48,7 @@ RAY_JOB = {
     "spec": {
         "entrypoint": str,
         "shutdownAfterJobFinishes": bool,
+        "ttlSecondsAfterFinished": int,
         "backoffLimit": int,
         "rayClusterSpec": {
             "rayVersion": str,
@@ -148,7 +154,60 @@ def test_the_batch_script_gives_every_task_the_job_its_rank_and_the_head(tmp_pat
     for rank, part in enumerate(log.read_text().split("-m verl_patches ")[1:]):
         line, _, given = part.partition("\n")
         assert line == f"cluster up - --node-rank {rank} --run --block head=first rank= path={tmp_path}"
-        assert Job(**yaml.safe_load(given.replace("-m verl_patches", ""))).env == job.env
+        task = Job(**yaml.safe_load(given.replace("-m verl_patches", "")))
+        assert task.env == job.env and task.provider == "nodes"  # each starts its own Ray
+
+
+SRUN = """#!{python}
+# a task on each of two nodes, with its rank; when that of the first node has ended, the other gets SIGTERM
+import os, subprocess, sys
+words = sys.argv[sys.argv.index("bash"):]
+nodes = {nodes}
+tasks = [
+    subprocess.Popen([*node, *words], env={{**os.environ, "SLURM_NODEID": str(rank)}}, stderr=stderr, text=True)
+    for rank, (node, stderr) in enumerate(zip(nodes, (None, subprocess.PIPE)))
+]
+for line in tasks[1].stderr:
+    print(line, file=sys.stderr, end="")
+    if "are in Ray" in line:
+        open("{gate}", "w").close()
+        break
+code = tasks[0].wait()
+tasks[1].terminate()
+print(tasks[1].communicate()[1], file=sys.stderr)
+sys.exit(code)
+"""
+
+
+@pytest.mark.slow
+def test_the_batch_script_starts_ray_on_two_nodes_and_ends_both_with_the_commands_code(tmp_path):
+    """The rendered script with the real `cluster`; srun and scontrol are programs of the test."""
+    with tempfile.TemporaryDirectory(prefix="vp-", dir="/tmp", ignore_cleanup_errors=True) as folder:
+        with Nodes(2, Path(folder), ssh="none") as nodes:
+            words, gate = [nodes.words(number) for number in range(2)], tmp_path / "gate"
+            for name, text in (
+                ("srun", SRUN.format(python=sys.executable, nodes=words, gate=gate)),
+                ("scontrol", f"#!/bin/bash\nprintf '%s\\n' {' '.join(nodes.hosts)}\n"),
+            ):
+                (tmp_path / name).write_text(text)
+                (tmp_path / name).chmod(0o755)
+            named = {"name": "batch", "dies": 1, "nodes": 2, "device": "GPU", "wait_s": 240.0}
+            line = f'while [ ! -e {gate} ]; do sleep 0.1; done; echo "$GREETING from ${{CLUSTER_NODE_MARK%-*}}"; exit 5'
+            paths = {"checkout": str(ROOT), "python": sys.executable, "folder": str(nodes.shared)}
+            job = Job(
+                **{**named, **paths, "provider": "slurm", "command": ["bash", "-c", line]},
+                env={"GREETING": "hello"},
+                interface="eth0",
+                logs=str(tmp_path / "logs"),
+            )
+            env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_NODELIST": "x"}
+            env["NODE_RANK"] = "7"  # of an outer shell
+            done = subprocess.run(["bash"], input=rendered(job), text=True, capture_output=True, env=env, timeout=540)
+            assert done.returncode == 5 and done.stdout.startswith("hello from batch-0"), done.stderr
+            assert "all 2 nodes of job batch are in Ray" in done.stderr
+            assert nodes.processes(0) == nodes.processes(1) == []
+            found = {path.name for path in (tmp_path / "logs").iterdir()}
+            assert found == {f"node-{rank}-{host}" for rank, host in enumerate(nodes.hosts)}
 
 
 def test_render_prints_and_starts_nothing(tmp_path):

@@ -67,7 +67,12 @@ def _what_goes_on(job: Job, text: str) -> Iterator[None]:
 
 
 COMMAND_GOES_ON = "the command goes on; cluster follow shows its output again, cluster down ends it and Ray"
-UP_GOES_ON = "hosts may still be starting Ray; cluster down ends it on all of them"
+UP_GOES_ON = {
+    "ssh": "hosts may still be starting Ray; cluster down ends it on all of them",
+    "kubernetes": "the RayJob goes on; cluster down deletes it",
+    "slurm": "the Slurm job stays in its queue or runs; cluster down cancels it",
+}
+LOGS_STAY = "they stay in the job's folder, and another cluster down (--logs FOLDER) gathers them"
 
 
 @app.command("up")
@@ -101,7 +106,7 @@ def up_command(
         raise typer.Exit(_up_here(job, secrets, node_rank, head, run, block, as_json))
     if node_rank is not None or head is not None or block:
         raise ConfigError(f"--node-rank, --head and --block are for provider nodes; job {job.name} has {job.provider}")
-    with _what_goes_on(job, UP_GOES_ON):
+    with _what_goes_on(job, UP_GOES_ON[job.provider]):
         backend.up(_say)
     code = 0
     if run and isinstance(backend, Hosts):
@@ -127,12 +132,14 @@ def _up_here(
             code = node.stay(job, started)
     finally:
         if block:
+            not_gathered = None
             try:
                 gather.gather(job, gather.logs_folder(job), place.rank)
             except OSError as error:
-                _say(f"logs could not be gathered: {error}")
+                not_gathered = error
+                _say(f"logs could not be gathered: {error}; {LOGS_STAY}")
             finally:
-                node.end_processes(job, place.rank)
+                node.end_processes(job, place.rank, keep_logs=not_gathered is not None)
     if as_json:
         print_json({"job": job.name, "rank": place.rank, "address": place.address, "head": place.head, "code": code})
     return code
@@ -206,6 +213,7 @@ def down_command(
             raise RecipeError(f"cluster down of job {job.name}: {'; '.join(faults)}")
         said = f"job {job.name} is down on all nodes"
     else:
+        not_gathered = None
         try:
             if logs == "-":
                 sys.stdout.buffer.write(gather.packed(job, node_rank))
@@ -213,9 +221,11 @@ def down_command(
             else:
                 gather.gather(job, folder, node_rank)
         except OSError as error:  # a full disk, or the caller has gone: what runs here must end all the same
-            _say(f"logs could not be gathered: {error}")
-        stopped = node.end_processes(job, node_rank)
+            not_gathered = error
+        stopped = node.end_processes(job, node_rank, keep_logs=not_gathered is not None)
         said = f"ended: {', '.join(stopped)}" if stopped else f"nothing of job {job.name} ran here"
+        if not_gathered is not None:
+            raise RecipeError(f"{said}; but logs could not be gathered: {not_gathered}; {LOGS_STAY}")
     written = f"; logs in {folder}" if logs != "-" and folder.is_dir() else ""
     if as_json and logs != "-":
         finding = Finding(job.name, "fine", "", "nothing left", said + written)

@@ -16,24 +16,26 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 from verl_patches.cluster.command import BLOCK_BYTES, ended_with
-from verl_patches.cluster.gather import unpack
-from verl_patches.cluster.job import Job, as_text
+from verl_patches.cluster.gather import PLOG_VARIABLE, unpack
+from verl_patches.cluster.job import Job, as_text, of_a_node
 from verl_patches.cluster.node import ALREADY
 from verl_patches.cluster.render import node_command, ray_job, slurm_script
 from verl_patches.config.environment import REPOSITORY
 from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.patching.report import Finding
 
-MARGIN_S = 180.0  # for a host's connection, container, processes and logs, beyond the job's own wait
+MARGIN_S = 180.0  # for a host's connection, container and processes, beyond the job's own wait
+LOGS_S = 900.0  # for the logs of a node, beyond MARGIN_S
 CALL_S, POLL_S = 60.0, 2.0
-SSH_FAILED = 255  # ssh's own exit code; a command may have it too
+SSH_FAILED, NO_END = 255, 124  # exit codes: ssh's own, which a command may have too; of a call beyond its limit
 RECONNECT_S, RECONNECT_EVERY_S = 900.0, 10.0
-LABEL = "verl_patches.job"  # of containers that `cluster up` started
+LABEL, DIGEST = "verl_patches.job", "verl_patches.digest"  # labels of containers that `cluster up` started
+BEGINS = "verl_patches: output begins"  # what a shell's profiles print comes before this line
 START_CONTAINER = REPOSITORY / "scripts" / "start_container.sh"
 _ENDED_WELL, _ENDED_BADLY = ("Complete",), ("Failed", "ValidationFailed")  # RayJob's status.jobDeploymentStatus
 
@@ -59,19 +61,35 @@ def _call(words: Sequence[str], stdin: str, limit_s: float) -> Answer:
     except FileNotFoundError:
         raise ConfigError(f"{words[0]} is not installed here, which this provider needs") from None
     except subprocess.TimeoutExpired:
-        return Answer(124, b"", f"no end within {limit_s:g} s")
+        return Answer(NO_END, b"", f"no end within {limit_s:g} s")
     return Answer(done.returncode, done.stdout, done.stderr.decode(errors="replace"))
 
 
+def _after_profiles(output: bytes) -> bytes | None:
+    """What comes after the line BEGINS; None without it."""
+    _, found, rest = output.partition(f"{BEGINS}\n".encode())
+    return rest if found else None
+
+
 def _forwarded(words: Sequence[str], stdin: str, to: BinaryIO) -> tuple[int, int]:
-    """(exit code, bytes of output) of a program whose output goes to a stream while it runs; it ends with this call."""
-    size = 0
+    """(exit code, bytes of output) of a host's program, whose output after BEGINS goes to a stream while it runs.
+
+    It ends with this call.
+    """
+    size, before = 0, b""
+    begun = False
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         try:
             with suppress(BrokenPipeError):  # it has ended already, and its exit code says why
                 process.stdin.write(stdin.encode())
                 process.stdin.close()
             while block := os.read(process.stdout.fileno(), BLOCK_BYTES):
+                if not begun:
+                    before += block
+                    rest = _after_profiles(before)
+                    if rest is None:
+                        continue
+                    begun, block = True, rest
                 to.write(block)
                 to.flush()
                 size += len(block)
@@ -79,6 +97,20 @@ def _forwarded(words: Sequence[str], stdin: str, to: BinaryIO) -> tuple[int, int
             process.kill()
             raise
     return (SSH_FAILED if process.returncode < 0 else process.returncode), size  # below 0: a signal has ended ssh
+
+
+_Found = TypeVar("_Found")
+
+
+def _asked(question: Callable[[], _Found], end: float) -> _Found:
+    """The answer of a scheduler; one that fails is asked again until `end` (time.monotonic), as the job goes on."""
+    while True:
+        try:
+            return question()
+        except RecipeError:
+            if time.monotonic() >= end:
+                raise
+            time.sleep(POLL_S)
 
 
 class Hosts:
@@ -101,7 +133,8 @@ class Hosts:
     def _line(self, rank: int, verb: str, *options: str) -> str:
         """A line that runs `cluster VERB` on a host; its own MASTER_ADDR and NODE_RANK do not count."""
         head = ["--head", self.job.hosts[0]] if verb == "up" else []
-        return self._inside(node_command(self.job, verb, "--node-rank", str(rank), *head, *options))
+        line = node_command(self.job, verb, "--node-rank", str(rank), *head, *options)
+        return self._inside(f"echo {shlex.quote(BEGINS)}; {line}")
 
     def _look(self, rank: int) -> Answer:
         """Are checkout and Python there?"""
@@ -111,12 +144,12 @@ class Hosts:
         return self._on(rank, self._inside(line), "", MARGIN_S)
 
     def _stdin(self, verb: str) -> str:
-        job = self.job.model_copy(update={"provider": "nodes"})
-        return as_text(job, self.secrets if verb == "up" else None)
+        return as_text(of_a_node(self.job), self.secrets if verb == "up" else None)
 
-    def _cluster(self, rank: int, verb: str, *options: str, limit_s: float) -> Answer:
-        """`cluster VERB` on one host."""
-        return self._on(rank, self._line(rank, verb, *options), self._stdin(verb), limit_s)
+    def _cluster(self, rank: int, verb: str, *options: str, limit_s: float, before: str = "") -> Answer:
+        """`cluster VERB` on one host, behind a line of its shell."""
+        answer = self._on(rank, before + self._line(rank, verb, *options), self._stdin(verb), limit_s)
+        return replace(answer, output=_after_profiles(answer.output) or b"")
 
     def _each(self, call: Callable[[int], Answer], ranks: Sequence[int] | None = None) -> dict[int, Answer]:
         """{rank: answer} of all hosts at once, or of those of `ranks`."""
@@ -136,10 +169,12 @@ class Hosts:
         new: list[int] = []
         if self.job.image:
             answers = self._each(self._container)
-            new = [rank for rank, a in answers.items() if a.code == 0 and a.output.split() != [self.job.name.encode()]]
+            new = [rank for rank, a in answers.items() if a.code == 0 and a.output.split()[-1:] == [b"new"]]
             if fault := self._faults(answers):
                 self._remove_containers(new)
-                raise RecipeError(f"containers of job {self.job.name}: {fault}")
+                lost = any(a.code in (SSH_FAILED, NO_END) for a in answers.values())
+                more = "; docker may still be at work there, cluster down ends what comes of it" if lost else ""
+                raise RecipeError(f"containers of job {self.job.name}: {fault}{more}")
             say(f"{self.job.nodes} containers of {self.job.image} run, {len(new)} of them new")
         answers = self._each(self._look)  # a host that is not reached is known before the others wait for it
         if fault := self._faults(answers):
@@ -155,23 +190,48 @@ class Hosts:
         say(f"all {self.job.nodes} nodes of job {self.job.name} are in Ray")
 
     def _down(self, rank: int, *options: str) -> Answer:
-        return self._cluster(rank, "down", *options, limit_s=MARGIN_S)
+        """A host without the job's container has nothing to end; a stopped container is started for its logs."""
+        before = ""
+        if self.job.image:
+            started = f"docker start {self.job.name} > /dev/null"
+            before = f'ids=$({self._listed}) || exit 1; [ -n "$ids" ] || exit 0; {started} && '
+        limit_s = MARGIN_S + (LOGS_S if options else 0.0)
+        return self._cluster(rank, "down", *options, limit_s=limit_s, before=before)
 
     def _container(self, rank: int) -> Answer:
-        name, label = self.job.name, f"{LABEL}={self.job.name}"
-        found = f"docker container inspect --format '{{{{index .Config.Labels \"{LABEL}\"}}}}' {name} 2>/dev/null"
-        options = shlex.join(["--label", label, *self.job.ssh.container_options])
-        refuse = f"echo 'a container {name} exists that cluster up did not start' >&2; exit 2"
-        start = f"NAME={name} IMAGE={shlex.quote(str(self.job.image))} bash -s -- {options}"
-        line = (
-            f'if label=$({found}); then [ "$label" = {name} ] || {{ {refuse}; }}; docker start {name}; else {start}; fi'
+        """Start the job's container on a host; the last word of its output is "new", or "old" for one that was there.
+
+        One of somebody else, or of another state of the job file, is refused with code 2.
+        """
+        job, labels = self.job, "".join(f'{{{{index .Config.Labels "{label}"}}}} ' for label in (LABEL, DIGEST))
+        found = f"docker container inspect --format {shlex.quote(labels)} {job.name} 2> /dev/null"
+        options = shlex.join(
+            ["--label", f"{LABEL}={job.name}", "--label", f"{DIGEST}={job.digest}", *job.ssh.container_options]
         )
+        foreign = f"a container {job.name} exists that cluster up did not start"
+        other = f"container {job.name} was started for another image or job file: cluster down, then cluster up"
+        # one that could not be started is no use to the next call; docker rm leaves a running one alone
+        failed = f"{{ code=$?; docker rm {job.name} > /dev/null 2>&1; exit $code; }}"
+        line = f"""if found=$({found}); then
+            read -r label digest <<< "$found"
+            [ "$label" = {job.name} ] || {{ echo {shlex.quote(foreign)} >&2; exit 2; }}
+            [ "$digest" = {job.digest} ] || {{ echo {shlex.quote(other)} >&2; exit 2; }}
+            docker start {job.name} > /dev/null && echo old
+        else
+            NAME={job.name} IMAGE={shlex.quote(str(job.image))} bash -s -- {options} > /dev/null || {failed}
+            echo new
+        fi"""
+        line = f"bash -c {shlex.quote(line)}"
         limit_s = max(MARGIN_S, self.job.wait_s)  # docker may have to pull the image
         return self._on(rank, line, START_CONTAINER.read_text(), limit_s)
 
+    @property
+    def _listed(self) -> str:
+        """A line that prints the job's containers on a host."""
+        return f"docker ps --all --quiet --filter label={LABEL}={self.job.name}"
+
     def _remove_containers(self, ranks: Sequence[int] | None = None) -> dict[int, Answer]:
-        listed = f"docker ps --all --quiet --filter label={LABEL}={self.job.name}"
-        line = f'ids=$({listed}) && if [ -n "$ids" ]; then docker rm --force $ids; fi'
+        line = f'ids=$({self._listed}) && if [ -n "$ids" ]; then docker rm --force $ids; fi'
         return self._each(lambda rank: self._on(rank, line, "", MARGIN_S), ranks)
 
     def run(self, to: BinaryIO, say: Callable[[str], None]) -> int:
@@ -235,20 +295,31 @@ class Hosts:
         return list(found.values())
 
     def down(self, logs: Path | None) -> list[str]:
-        """End what was started on every host, gather logs; the hosts where nothing could be ended, with the reason."""
+        """End what was started on every host, gather logs; what failed on which host.
+
+        The container of a host whose logs did not arrive stays, and its logs in it.
+        """
         options = ["--logs", "-"] if logs else []
         answers = self._each(lambda rank: self._down(rank, *options))
-        faults = [f"{self.job.host_of(rank)}: {a.fault}" for rank, a in answers.items() if a.code]
+        faults = {rank: answer.fault for rank, answer in answers.items() if answer.code}
         for rank, answer in answers.items():
-            if logs and answer.code == 0 and answer.output:
+            if logs and answer.code == 0 and (answer.output or not self.job.image):  # or it has no container
                 try:
-                    unpack(answer.output, logs, self.job.host_of(rank))
+                    unpack(answer.output, logs)
                 except (OSError, RecipeError) as error:  # the other hosts' containers must go all the same
-                    faults.append(f"{self.job.host_of(rank)}: its logs: {error}")
+                    faults[rank] = f"its logs: {error}"
         if self.job.image:
-            removed = self._remove_containers()
-            faults += [f"{self.job.host_of(rank)}: {a.fault}" for rank, a in removed.items() if a.code]
-        return faults
+            kept = f"; a container of the job stays there: cluster down again, or docker rm --force {self.job.name}"
+            removed = self._remove_containers([rank for rank in answers if rank not in faults])
+            faults = {rank: fault + kept for rank, fault in faults.items()}
+            faults |= {rank: answer.fault for rank, answer in removed.items() if answer.code}
+        return [f"{self.job.host_of(rank)}: {fault}" for rank, fault in sorted(faults.items())]
+
+
+POD_LOGS = {  # {folder of the logs: where they are in a pod, for its shell}
+    "ray": "/tmp/ray/session_latest/logs",
+    "plog": f"${{{PLOG_VARIABLE}:-$HOME/ascend/log}}",
+}
 
 
 class Kuberay:
@@ -259,22 +330,33 @@ class Kuberay:
         self.kubectl = ["kubectl", "--namespace", job.kubernetes.namespace]
 
     def up(self, say: Callable[[str], None]) -> None:
-        """Apply the RayJob and wait until its command runs; RecipeError that names the pods which are not ready."""
-        text, end, before = json.dumps(ray_job(self.job)), time.monotonic() + self.job.wait_s, self._state()
+        """Apply the RayJob and wait until its command runs; RecipeError that names the pods which are not ready.
+
+        One that this call has made is deleted then.
+        """
+        text, before = json.dumps(ray_job(self.job)), self._state()
         if before in (*_ENDED_WELL, *_ENDED_BADLY):
             raise RecipeError(f"RayJob {self.job.name} is {before} already; cluster down keeps its logs and removes it")
+        try:
+            state = self._apply(text)
+        except RecipeError as error:
+            left = self.down(None) if before is None else []
+            raise RecipeError("; ".join([str(error), *left])) from None
+        say(f"RayJob {self.job.name} is {state}")
+
+    def _apply(self, text: str) -> str:
+        """The state of the RayJob once it runs or has ended well."""
+        end = time.monotonic() + self.job.wait_s
         applied = _call([*self.kubectl, "apply", "-f", "-"], text, CALL_S)
         if applied.code:
             raise RecipeError(f"kubectl apply of RayJob {self.job.name}: {applied.fault}")
-        while (state := self._state()) not in ("Running", *_ENDED_WELL):
+        while (state := _asked(self._state, end)) not in ("Running", *_ENDED_WELL):
             if state in _ENDED_BADLY or time.monotonic() >= end:
                 waited = "" if state in _ENDED_BADLY else f" after {self.job.wait_s:g} s"
                 pods = "; ".join(self._pods()) or "it has no pods: kubectl describe rayjob names the reason"
-                if before is None:
-                    self.down(None)
                 raise RecipeError(f"RayJob {self.job.name} is {state or 'new'}{waited}: {pods}")
             time.sleep(POLL_S)
-        say(f"RayJob {self.job.name} is {state}")
+        return state
 
     def _read(self, *words: str) -> dict[str, Any]:
         answer = _call([*self.kubectl, "get", *words, "--ignore-not-found", "--output=json"], "", CALL_S)
@@ -315,18 +397,49 @@ class Kuberay:
         return [Finding(name, "problem" if wrong else "fine", "", "runs or is complete", state or "new"), *bad]
 
     def down(self, logs: Path | None) -> list[str]:
-        """Write the pods' logs and delete the RayJob, which deletes its pods."""
-        if logs:
-            cluster = self._read("rayjob", self.job.name).get("status", {}).get("rayClusterName")
-            pods = self._read("pods", "--selector", f"ray.io/cluster={cluster}").get("items", []) if cluster else []
-            for pod in pods:
-                name = pod["metadata"]["name"]
-                answer = _call([*self.kubectl, "logs", name, "--all-containers"], "", CALL_S)
-                logs.mkdir(parents=True, exist_ok=True)
-                (logs / f"{name}.log").write_bytes(answer.output)
+        """Write the pods' logs and delete the RayJob, which deletes its pods; what failed."""
+        try:
+            faults = self._gather(logs) if logs else []
+        except (OSError, RecipeError) as error:  # the pods hold dies: they go all the same
+            faults = [f"logs: {error}"]
         words = ["delete", "rayjob", self.job.name, "--ignore-not-found", "--wait", f"--timeout={MARGIN_S:g}s"]
         answer = _call([*self.kubectl, *words], "", MARGIN_S + CALL_S)
-        return [f"kubectl delete: {answer.fault}"] if answer.code else []
+        return [*faults, *([f"kubectl delete: {answer.fault}"] if answer.code else [])]
+
+    def _gather(self, logs: Path) -> list[str]:
+        """Write what the job's pods printed, that of the submitter too, and the log files of those with Ray."""
+        cluster = self._read("rayjob", self.job.name).get("status", {}).get("rayClusterName")
+        with_ray = self._read("pods", "--selector", f"ray.io/cluster={cluster}").get("items", []) if cluster else []
+        submitters = self._read("pods", "--selector", f"job-name={self.job.name}").get("items", [])
+        began = [pod for pod in (*submitters, *with_ray) if pod["status"].get("phase") != "Pending"]
+        if not began:
+            return []
+        logs.mkdir(parents=True, exist_ok=True)
+        with ThreadPoolExecutor(len(began)) as threads:
+            return list(filter(None, threads.map(lambda pod: self._logs_of(pod, logs), began)))
+
+    def _logs_of(self, pod: Mapping[str, Any], logs: Path) -> str:
+        """Write the logs of one pod below a folder; what failed, or ""."""
+        name = pod["metadata"]["name"]
+        answer = _call([*self.kubectl, "logs", name, "--all-containers"], "", LOGS_S)
+        (logs / f"{name}.log").write_bytes(answer.output)
+        faults = [answer.fault] if answer.code else []
+        if pod["status"].get("phase") == "Running" and "ray.io/cluster" in pod["metadata"].get("labels", {}):
+            copied = {folder: self._copy(name, place, logs / name / folder) for folder, place in POD_LOGS.items()}
+            faults += [f"{folder}: {fault}" for folder, fault in copied.items() if fault]
+        return f"pod {name}: its logs: {'; '.join(faults)}" if faults else ""
+
+    def _copy(self, pod: str, place: str, to: Path) -> str:
+        """Copy a folder of a pod where it is there; what failed, or "". With an archive tar's exit code is ignored."""
+        line = f'place={place}; [ ! -d "$place" ] || tar -C "$place" --ignore-failed-read -chzf - .'
+        answer = _call([*self.kubectl, "exec", pod, "--", "bash", "-c", line], "", LOGS_S)
+        if not answer.output:
+            return answer.fault
+        try:
+            unpack(answer.output, to)
+        except (OSError, RecipeError) as error:
+            return answer.fault or str(error)
+        return ""
 
 
 class Batch:
@@ -344,28 +457,42 @@ class Batch:
         return [line.split("|", 2) for line in answer.output.decode().splitlines() if line.strip()]
 
     def up(self, say: Callable[[str], None]) -> None:
-        """Submit the batch script, unless a job of the name is there, and wait until it runs."""
+        """Submit the batch script, unless a job of the name is there, and wait until it runs.
+
+        RecipeError where it does not within job.wait_s; a job that this call has submitted is cancelled then.
+        """
         end = time.monotonic() + self.job.wait_s
-        found, there = self._jobs(), False
-        if found:
-            there = True
-            say(f"Slurm job {found[0][0]} ({self.job.name}) is {found[0][1]} already: nothing was submitted")
+        if found := self._jobs():
+            number = found[0][0]
+            say(f"Slurm job {number} ({self.job.name}) is {found[0][1]} already: nothing was submitted")
         else:
             answer = _call(["sbatch", "--parsable"], slurm_script(self.job), CALL_S)
             if answer.code:
-                raise RecipeError(f"sbatch: {answer.fault}")
-            say(f"Slurm job {answer.output.decode().strip()} is submitted")
-        while (found := self._jobs()) and found[0][1] in ("PENDING", "CONFIGURING"):
-            if time.monotonic() >= end:
-                if not there:
-                    self.down(None)
+                lost = "; it may be submitted all the same, cluster down cancels it" if answer.code == NO_END else ""
+                raise RecipeError(f"sbatch: {answer.fault}{lost}")
+            number = answer.output.decode().strip().partition(";")[0]  # ID, or ID;CLUSTER
+            say(f"Slurm job {number} is submitted")
+        try:
+            state = self._started(number, end)
+        except RecipeError as error:
+            cancelled = Answer(0, b"", "") if found else _call(["scancel", number], "", CALL_S)
+            left = f"; scancel {number}: {cancelled.fault}, run it again" if cancelled.code else ""
+            raise RecipeError(f"{error}{left}") from None
+        say(f"Slurm job {number} is {state}")
+
+    def _started(self, number: str, end: float) -> str:
+        """The state of a job once it has left the queue."""
+        while True:
+            row = next((row for row in _asked(self._jobs, end) if row[0] == number), None)
+            if row is None:
                 raise RecipeError(
-                    f"Slurm job {found[0][0]} is {found[0][1]} after {self.job.wait_s:g} s: {found[0][2]}"
+                    f"Slurm job {number} has ended; its output file {self.job.name}-{number}.log says why"
                 )
+            if row[1] not in ("PENDING", "CONFIGURING"):
+                return row[1]
+            if time.monotonic() >= end:
+                raise RecipeError(f"Slurm job {number} is {row[1]} after {self.job.wait_s:g} s: {row[2]}")
             time.sleep(POLL_S)
-        if not found:
-            raise RecipeError(f"Slurm job {self.job.name} has ended; its output file {self.job.name}-ID.log says why")
-        say(f"Slurm job {found[0][0]} is {found[0][1]}")
 
     def status(self) -> list[Finding]:
         """The job as squeue has it."""

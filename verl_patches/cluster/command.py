@@ -16,12 +16,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-import psutil
-
 from verl_patches.cluster.job import Job
 from verl_patches.cluster.node import Started, locked_folder, node_environment, recorded_process
 from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.patching.report import Finding
+from verl_patches.processes import started_at
 
 RECORD = "command.json"
 POLL_S, BLOCK_BYTES = 0.5, 1 << 16
@@ -31,17 +30,17 @@ _WRITE_CODE = 'file=$1; shift; "$@"; code=$?; echo $code > "$file.new" && mv "$f
 
 @dataclass(frozen=True)
 class Command:
-    """A start of the job's command; pid, created: of the shell that waits for it."""
+    """A start of the job's command; pid, started (processes.started_at): of the shell that waits for it."""
 
     number: int
     words: list[str]
     pid: int
-    created: float
+    started: int
 
     @property
     def runs(self) -> bool:
         """Whether it still does."""
-        return recorded_process({"pid": self.pid, "created": self.created}) is not None
+        return recorded_process({"pid": self.pid, "started": self.started}) is not None
 
 
 def _log(job: Job, number: int) -> Path:
@@ -96,7 +95,7 @@ def _start(job: Job, started: Started, secrets: Mapping[str, str], say: Callable
             )
         except OSError as error:
             raise ConfigError(f"checkout {job.checkout}: {error.strerror}; nothing was started") from None
-    made = Command(number, list(job.command), process.pid, psutil.Process(process.pid).create_time())
+    made = Command(number, list(job.command), process.pid, started_at(process.pid))
     record = Path(job.folder) / RECORD
     record.with_suffix(".new").write_text(json.dumps(asdict(made)) + "\n")
     record.with_suffix(".new").rename(record)

@@ -8,6 +8,7 @@ import shutil
 import tarfile
 import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from verl_patches.cluster.job import Job
@@ -35,7 +36,7 @@ def gather(job: Job, to: Path, rank: int | None = None, environ: Mapping[str, st
         copy_ray_logs(Path(job.folder) / RAY_TEMP, folder / "ray")
         if started.rank == 0:
             _copy_command_logs(Path(job.folder), folder)
-        _copy_plog(started, folder / "plog", environ)
+        _copy_plog(started, folder / "plog", {**environ, **job.env})
         if folder.is_dir():
             folders.append(folder)
     return folders
@@ -43,19 +44,26 @@ def gather(job: Job, to: Path, rank: int | None = None, environ: Mapping[str, st
 
 def _copy_command_logs(folder: Path, to: Path) -> None:
     for source in folder.glob("command-*.log"):
-        to.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(source, to)
+        _copy(source, to / source.name)
+
+
+def _copy(source: Path, target: Path) -> None:
+    """Copy a file, unless it was removed meanwhile (rotated away) or is another user's."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with suppress(FileNotFoundError, PermissionError):
+        shutil.copy2(source, target)
 
 
 def _copy_plog(started: Started, to: Path, environ: Mapping[str, str]) -> None:
     """Copy the files of Ascend's logs that were written since the node's Ray was started."""
     place = Path(environ.get(PLOG_VARIABLE) or Path.home() / "ascend" / "log")
     for source in sorted(place.glob("**/*.log")):
-        size, written = source.stat().st_size, source.stat().st_mtime
-        if written >= started.started and 0 < size <= MOST_BYTES:
-            target = to / source.relative_to(place)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(source, target)
+        try:
+            found = source.stat()
+        except OSError:  # rotated away
+            continue
+        if found.st_mtime >= started.started and 0 < found.st_size <= MOST_BYTES:
+            _copy(source, to / source.relative_to(place))
 
 
 def packed(job: Job, rank: int | None = None) -> bytes:
@@ -68,11 +76,11 @@ def packed(job: Job, rank: int | None = None) -> bytes:
     return buffer.getvalue()
 
 
-def unpack(data: bytes, to: Path, source: str) -> None:
+def unpack(data: bytes, to: Path) -> None:
     """Write what `packed` made below `to`; RecipeError for anything else."""
     to.mkdir(parents=True, exist_ok=True)
     try:
-        with tarfile.open(fileobj=io.BytesIO(data)) as archive:
+        with tarfile.open(fileobj=io.BytesIO(data), mode="r:gz") as archive:
             archive.extractall(to, filter="data")  # neither absolute paths nor links out of it
     except (tarfile.TarError, EOFError, OSError) as error:
-        raise RecipeError(f"{source}: its logs are no archive: {error}") from None
+        raise RecipeError(f"expected a tar archive, found {len(data)} bytes: {error}") from None

@@ -210,6 +210,11 @@ def as_text(job: Job, secrets: Mapping[str, str] | None = None) -> str:
     return yaml.safe_dump_all(documents, sort_keys=False)
 
 
+def of_a_node(job: Job) -> Job:
+    """The job as its nodes get it: each starts its own Ray."""
+    return job.model_copy(update={"provider": "nodes"})
+
+
 def require_secrets(job: Job, secrets: Mapping[str, str]) -> None:
     """ConfigError that names the secrets without a value."""
     missing = [name for name in job.secrets if not secrets.get(name)]

@@ -33,7 +33,16 @@ from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.patching.report import Finding
 from verl_patches.patching.switches import VARIABLE
 from verl_patches.platform.npu import SOCKETS
-from verl_patches.processes import KILL_S, TERM_S, Descendants, SharedMemory, adopting_orphans, name_of
+from verl_patches.processes import (
+    KILL_S,
+    TERM_S,
+    Descendants,
+    SharedMemory,
+    adopting_orphans,
+    name_of,
+    started_at,
+    state_of,
+)
 
 MARK = "CLUSTER_NODE_MARK"
 RAY_TEMP = "ray"  # below the job's folder: Ray's sockets and logs
@@ -41,12 +50,11 @@ COMMAND_FILES = "command*"  # there too, of command.py
 ALREADY = "is up already"  # in what `up` says where an earlier one has started this node
 CONNECT_S, POLL_S, START_S = 3.0, 1.0, 120.0
 END_HOLDER_S = 60.0  # for another `cluster` command to end what it has started
-_CREATED_S = 1.0  # the same process, by the time at which it was created
 
 
 @dataclass(frozen=True)
 class Started:
-    """What was started on a node; processes: [{pid, created, name}]."""
+    """What was started on a node; processes: [{pid, started, name}], see processes.started_at."""
 
     job: str
     digest: str
@@ -120,7 +128,7 @@ def locked_folder(folder: Path, ends_holder: bool = False) -> Iterator[None]:
                 done = False
             if not done:
                 name = f" (pid {holder.pid})" if holder else ""
-                raise RecipeError(f"another `cluster` command{name} is at work in {folder}; wait for its end")
+                raise ConfigError(f"another `cluster` command{name} is at work in {folder}; wait for its end")
         lock.truncate(0)
         lock.write(str(os.getpid()))
         lock.flush()
@@ -279,7 +287,7 @@ def _ray(words: Sequence[str], environment: Mapping[str, str]) -> tuple[str, lis
             fault = f"`ray start` did not end within {START_S:g} s"
         # those that Ray starts itself, which became this process's own; what they start comes and goes
         own = [process for process in descendants.alive() if _parent(process) == os.getpid()]
-        found = [{"pid": p.pid, "created": p.create_time(), "name": name_of(p)} for p in own]
+        found = [{"pid": p.pid, "started": started_at(p.pid), "name": name_of(p)} for p in own]
     if not fault and not any(process["name"] == "raylet" for process in found):
         fault = "`ray start` ended without a raylet"
     return fault, found
@@ -349,13 +357,11 @@ def living(started: Started) -> list[psutil.Process]:
 
 
 def recorded_process(entry: Mapping[str, Any]) -> psutil.Process | None:
-    """The process of a record {pid, created}, None where it has ended or another one has its number."""
-    try:
+    """The process of a record {pid, started}, None where it has ended or another one has its number."""
+    with suppress(psutil.NoSuchProcess):
         process = psutil.Process(entry["pid"])
-        same = abs(process.create_time() - entry["created"]) < _CREATED_S
-    except psutil.NoSuchProcess:
-        return None
-    return process if same and not _is_zombie(process) else None
+        return None if state_of(process.pid, entry["started"])[0] == "gone" else process
+    return None
 
 
 def _is_zombie(process: psutil.Process) -> bool:
@@ -370,9 +376,10 @@ def ended(started: Started) -> list[str]:
     return [f"{entry['name']} (pid {entry['pid']})" for entry in started.processes if recorded_process(entry) is None]
 
 
-def end_processes(job: Job, rank: int | None = None, locked: bool = False) -> list[str]:
+def end_processes(job: Job, rank: int | None = None, locked: bool = False, keep_logs: bool = False) -> list[str]:
     """End what was started here for the job (`rank`: of one node only), and remove its record and Ray's folder.
 
+    `keep_logs`: both stay, so that another `cluster down` gathers the logs.
     A `cluster` command that is at work for the folder, such as an `up` that waits for the head, is ended first.
     Returns the names of the nodes that had living processes. Raises RecipeError where a process cannot be ended.
     """
@@ -381,7 +388,7 @@ def end_processes(job: Job, rank: int | None = None, locked: bool = False) -> li
         return []
     if not locked:
         with locked_folder(folder, ends_holder=True):
-            return end_processes(job, rank, locked=True)
+            return end_processes(job, rank, locked=True, keep_logs=keep_logs)
     stopped = []
     for started in records(folder):
         if started.job != job.name or rank not in (None, started.rank):
@@ -389,7 +396,8 @@ def end_processes(job: Job, rank: int | None = None, locked: bool = False) -> li
         if living(started):
             stopped.append(started.name)
         _end(started)
-        (folder / f"node-{started.rank}.json").unlink()
+        if not keep_logs:
+            (folder / f"node-{started.rank}.json").unlink()
     if not records(folder):
         shutil.rmtree(folder / RAY_TEMP, ignore_errors=True)
         for path in folder.glob(COMMAND_FILES):

@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from verl_patches.cluster.job import Job, as_text
+from verl_patches.cluster.job import Job, as_text, of_a_node
 from verl_patches.cluster.node import start_words
 from verl_patches.cluster.place import Place
 from verl_patches.config.ray_start import ray_start
@@ -24,6 +24,7 @@ from verl_patches.upstream.pins import load_pins
 SRUN_WAIT_S = 15  # below the 60 s after which a raylet ends that has lost its head
 _RANK = "@node-rank@"  # stands in the command of a node for Slurm's variable
 _PLAIN = re.compile(r"[\w\-+=.,:/@%\[\]]+")
+KEPT_S = 600  # for which Ray's pods stay after the command's end, so that `cluster down` can copy their logs
 QUEUE, SCHEDULER = "volcano.sh/queue-name", "ray.io/scheduler-name"
 HOSTS_OWN = ("/usr/local/dcmi", "/usr/local/bin/npu-smi", "/usr/local/Ascend/driver", "/etc/ascend_install.info")
 
@@ -56,10 +57,10 @@ def commands(job: Job) -> str:
 
 
 def node_command(job: Job, verb: str, *options: str) -> str:
-    """One line of a shell that runs `cluster VERB` on a node, which reads the job from standard input."""
+    """One line of a shell that becomes `cluster VERB` on a node, which reads the job from standard input."""
     words = [job.python, "-m", "verl_patches", "cluster", verb, "-", *options]
-    path = shlex.quote(job.python_path)
-    return f"cd {shlex.quote(job.checkout)} && PYTHONPATH={path}${{PYTHONPATH:+:$PYTHONPATH}} {shlex.join(words)}"
+    path = f"PYTHONPATH={shlex.quote(job.python_path)}${{PYTHONPATH:+:$PYTHONPATH}}"
+    return f"cd {shlex.quote(job.checkout)} && {path} exec {shlex.join(words)}"
 
 
 def _start_params(job: Job, is_head: bool) -> dict[str, str]:
@@ -141,6 +142,7 @@ def ray_job(job: Job) -> dict[str, Any]:
         "spec": {
             "entrypoint": _entrypoint(job),
             "shutdownAfterJobFinishes": True,
+            "ttlSecondsAfterFinished": KEPT_S,
             "backoffLimit": 0,
             "rayClusterSpec": cluster,
         },
@@ -171,9 +173,9 @@ def slurm_script(job: Job) -> str:
 {header}set -euo pipefail
 {needed}read -r MASTER_ADDR < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 VP_JOB=$(cat <<'JOB_FILE'
-{as_text(job)}JOB_FILE
+{as_text(of_a_node(job))}JOB_FILE
 )
 export MASTER_ADDR VP_JOB
 unset NODE_RANK NNODES DIES_PER_NODE # of an outer shell
-exec {shlex.join(words)} bash -c {shlex.quote(f"({task}) <<< " + '"$VP_JOB"')}
+exec {shlex.join(words)} bash -c {shlex.quote(f'{task} <<< "$VP_JOB"')}
 """

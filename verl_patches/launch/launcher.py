@@ -362,9 +362,12 @@ def copy_ray_logs(temp: Path, to: Path) -> None:
     """Copy the non-empty logs of Ray sessions below `temp` (the end of each, 4 MiB) to `to`."""
     for logs in (p for p in temp.glob("**/session_[0-9]*/logs") if not p.parent.is_symlink()):
         for source in sorted(logs.glob("*")):
-            if source.is_file() and source.suffix in (".log", ".out", ".err") and source.stat().st_size:
-                to.mkdir(parents=True, exist_ok=True)
-                (to / source.name).write_bytes(_end_of(source, _RAY_LOG_BYTES))
+            if source.suffix not in (".log", ".out", ".err") or not source.is_file():
+                continue
+            with suppress(FileNotFoundError):  # rotated away
+                if text := _end_of(source, _RAY_LOG_BYTES):
+                    to.mkdir(parents=True, exist_ok=True)
+                    (to / source.name).write_bytes(text)
 
 
 def _end_of(file: Path, size: int) -> bytes:

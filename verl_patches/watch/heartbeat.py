@@ -27,6 +27,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from verl_patches.processes import started_at
+
 log = logging.getLogger(__name__)
 BEAT_S = 1.0
 STACK_SIGNAL = signal.SIGUSR2
@@ -187,27 +189,6 @@ def ranks_text(ranks: Any) -> str:
     if len(ranks) < 3 or ranks != list(range(ranks[0], ranks[-1] + 1, step)):
         return ",".join(map(str, ranks))
     return f"{ranks[0]}-{ranks[-1]}" + (f":{step}" if step > 1 else "")
-
-
-def started_at(pid: int) -> int:
-    """When a process started, in clock ticks since boot: with its pid it names one process. 0 where there is none."""
-    return int((_stat(pid) or [0] * 20)[19])
-
-
-def state_of(pid: int, started: int) -> tuple[str, float]:
-    """(state, seconds of CPU) of a process: a letter of proc(5), such as T for stopped; "gone" where it has ended."""
-    stat = _stat(pid)
-    if stat is None or int(stat[19]) != started or stat[0] in "ZX":
-        return "gone", 0.0
-    return stat[0], (int(stat[11]) + int(stat[12])) / os.sysconf("SC_CLK_TCK")
-
-
-def _stat(pid: int) -> list[str] | None:
-    """Fields of /proc/<pid>/stat from the third on, state; the second may hold anything."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
 
 
 def read(file: Path) -> Beat | None:

@@ -17,7 +17,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from verl_patches.watch.heartbeat import BEAT, STACK, STACK_SIGNAL, Beat, folder_of_run, read, state_of
+from verl_patches.processes import state_of
+from verl_patches.watch.heartbeat import BEAT, STACK, STACK_SIGNAL, Beat, folder_of_run, read
 
 STACK_S = 5.0  # how long a process may take to write its stacks
 STOPPED = "Tt"  # states of a process that a signal, or a debugger, has stopped
