@@ -116,7 +116,8 @@ def test_a_head_that_is_not_there_is_named_after_the_wait(job):
 def test_a_port_that_is_taken_is_named_with_its_process(job):
     with socket.create_server((HOST, job.ports.first)):
         done = cluster(job, "up")
-    assert done.returncode == 2 and f"port {job.ports.first} (Ray's node manager) by pid {os.getpid()}" in done.stderr
+    text = f"port {job.ports.first} (Ray's node manager) by pid {os.getpid()}"
+    assert done.returncode == 2 and text in done.stderr, done.stderr
     assert of_job(job) == [] and node.records(Path(job.folder)) == []
 
 
