@@ -289,7 +289,7 @@ MUTANTS = (
     Mutant("cluster-refused-beside-another-up-is-a-failure", "cluster/node.py",
            "raise ConfigError(f\"another `cluster` command", "raise RecipeError(f\"another `cluster` command", CLUSTER),
     Mutant("cluster-removes-containers-without-their-logs", "cluster/backends.py",
-           "self._remove_containers([rank for rank in answers if rank not in faults])", "self._remove_containers()",
+           "self._remove_containers([rank for rank in ended if rank not in faults])", "self._remove_containers()",
            CLUSTER),
     Mutant("cluster-one-failed-question-ends-the-wait", "cluster/backends.py",
            "            if time.monotonic() >= end:\n                raise\n", "            raise\n", CLUSTER),

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import tarfile
+from pathlib import Path
 
 import pytest
 import yaml
@@ -15,6 +16,7 @@ from verl_patches.cluster.backends import Batch, Hosts, Kuberay
 from verl_patches.cluster.job import Job
 from verl_patches.errors import ConfigError, RecipeError
 
+LOGS = Path("/dev/null/logs")  # where none can be written
 BASE = {"name": "j", "dies": 16, "wait_s": 0.1}
 
 
@@ -43,7 +45,7 @@ def test_every_host_gets_the_job_its_rank_and_the_secrets_on_standard_input_alon
     ssh = program("ssh", f"cat > {tmp_path}/$1.stdin")
     made = hosts(ssh, secrets=["HF_TOKEN"])
     made.secrets = {"HF_TOKEN": "s3cret"}
-    made.up(lambda text: None)
+    made.up(lambda text: None, LOGS)
     assert "s3cret" not in program.calls() and program.calls().count("cluster up - --node-rank") == 2
     for host in made.job.hosts:
         job, secrets = yaml.safe_load_all((tmp_path / f"{host}.stdin").read_text())
@@ -53,14 +55,15 @@ def test_every_host_gets_the_job_its_rank_and_the_secrets_on_standard_input_alon
 def test_a_host_that_fails_is_named_and_the_others_are_ended(program):
     ssh = program("ssh", 'if [ "$1" = 10.0.0.2 ] && [[ "$2" = *" up "* ]]; then echo "no route" >&2; exit 255; fi')
     with pytest.raises(RecipeError, match=r"node 1 \(10\.0\.0\.2\): no route"):
-        hosts(ssh).up(lambda text: None)
-    assert program.calls().count("cluster down") == 2
+        hosts(ssh).up(lambda text: None, LOGS)
+    downs = [line.rpartition(" --node-rank ")[2] for line in program.calls().splitlines() if "cluster down" in line]
+    assert sorted(downs) == ["0 --logs -", "0 --logs none", "1 --logs -", "1 --logs none"]
 
 
 def test_nothing_is_started_anywhere_where_a_host_is_not_reached(program):
     ssh = program("ssh", '[ "$1" = 10.0.0.1 ] || { echo "no route" >&2; exit 255; }')
     with pytest.raises(RecipeError, match=r"node 1 \(10\.0\.0\.2\): no route; nothing was started"):
-        hosts(ssh).up(lambda text: None)
+        hosts(ssh).up(lambda text: None, LOGS)
     assert "cluster up" not in program.calls()
 
 
@@ -68,15 +71,15 @@ def test_a_host_where_something_else_is_up_is_left_alone(program):
     refuses = '[ "$1" = 10.0.0.1 ] || [[ "$2" != *"cluster up"* ]] || { echo "job other is up" >&2; exit 2; }'
     ssh = program("ssh", refuses)
     with pytest.raises(RecipeError, match="job other is up"):
-        hosts(ssh).up(lambda text: None)
-    assert [line.split()[1] for line in program.calls().splitlines() if "cluster down" in line] == ["10.0.0.1"]
+        hosts(ssh).up(lambda text: None, LOGS)
+    assert {line.split()[1] for line in program.calls().splitlines() if "cluster down" in line} == {"10.0.0.1"}
 
 
 def test_a_second_up_that_fails_ends_nothing_of_the_first(program):
     lost = f'{{ echo "node 1 {node.ALREADY}, but lost raylet" >&2; exit 1; }}'
     ssh = program("ssh", f'[ "$1" = 10.0.0.1 ] || [[ "$2" != *"cluster up"* ]] || {lost}')
     with pytest.raises(RecipeError, match="node 1 .10.0.0.2.: .*lost raylet"):
-        hosts(ssh).up(lambda text: None)
+        hosts(ssh).up(lambda text: None, LOGS)
     assert "cluster down" not in program.calls()
 
 
@@ -84,7 +87,7 @@ def test_an_up_beside_the_first_one_ends_nothing_of_it(program):
     busy = '{ echo "another \\`cluster\\` command (pid 7) is at work in /tmp/x; wait for its end" >&2; exit 2; }'
     ssh = program("ssh", f'[[ "$2" != *"cluster up"* ]] || {busy}')
     with pytest.raises(RecipeError, match="another `cluster` command .pid 7. is at work"):
-        hosts(ssh).up(lambda text: None)
+        hosts(ssh).up(lambda text: None, LOGS)
     assert "cluster down" not in program.calls()
 
 
@@ -118,16 +121,16 @@ def test_new_containers_are_removed_where_up_fails_and_old_ones_are_not(program,
     )
     made = hosts(program("ssh", 'bash -c "$2"'), image="a3", hosts=["10.0.0.1"], nodes=1)
     with pytest.raises(RecipeError):
-        made.up(lambda text: None)
+        made.up(lambda text: None, LOGS)
     assert program.docker().count("docker rm --force 1f") == 1
     monkeypatch.setenv("LABEL", "j")
     monkeypatch.setenv("DIGEST", made.job.digest)
     with pytest.raises(RecipeError):
-        made.up(lambda text: None)
+        made.up(lambda text: None, LOGS)
     assert program.docker().count("docker rm --force 1f") == 1
     program("docker", 'case "$*" in *"container inspect"*) exit 1;; run*) echo "no space left" >&2; exit 125;; esac')
     with pytest.raises(RecipeError, match="no space left$"):
-        made.up(lambda text: None)
+        made.up(lambda text: None, LOGS)
     assert program.docker()[-1] == "docker rm j"  # the one that was made and did not start
 
 
@@ -135,13 +138,13 @@ def test_a_container_that_may_come_later_is_spoken_of(program, monkeypatch):
     monkeypatch.setattr(backends, "MARGIN_S", 0.1)
     made = hosts(program("ssh", '[[ "$2" != *"docker container"* ]] || sleep 5'), image="a3")
     with pytest.raises(RecipeError, match="no end within 0.1 s.*cluster down ends what comes of it"):
-        made.up(lambda text: None)
+        made.up(lambda text: None, LOGS)
 
 
 def test_the_head_is_the_jobs_first_host_whatever_a_node_has_in_its_environment(program, monkeypatch):
     monkeypatch.setenv("MASTER_ADDR", "10.9.9.9")  # of an image, or of an earlier job
     with pytest.raises(RecipeError, match="its address 10.0.0.1 is none of this machine"):
-        hosts(program("ssh", 'bash -c "$2"'), hosts=["10.0.0.1"], nodes=1).up(lambda text: None)
+        hosts(program("ssh", 'bash -c "$2"'), hosts=["10.0.0.1"], nodes=1).up(lambda text: None, LOGS)
 
 
 def test_ssh_itself_says_why_a_host_is_not_reached():
@@ -152,7 +155,7 @@ def test_ssh_itself_says_why_a_host_is_not_reached():
     options = ["-o", "BatchMode=yes", "-o", "ConnectTimeout=5", "-p", "1", "-F", "none"]
     job = Job(**{**BASE, "nodes": 1, "provider": "ssh", "hosts": ["127.0.0.1"], "ssh": {"command": ["ssh", *options]}})
     with pytest.raises(RecipeError, match=r"node 0 \(127\.0\.0\.1\): .*port 1"):
-        Hosts(job, {}).up(lambda text: None)
+        Hosts(job, {}).up(lambda text: None, LOGS)
     (row,) = Hosts(job, {}).status()
     assert row.state == "problem" and row.name == "node 0 (127.0.0.1)"
 
@@ -164,7 +167,7 @@ def test_containers_are_started_by_the_script_and_only_those_are_removed(program
     program("docker", docker)
     ssh = program("ssh", 'bash -c "$2"')
     made = hosts(ssh, image="registry/a3:1", hosts=["10.0.0.1"], nodes=1)
-    made.up(lambda text: None)
+    made.up(lambda text: None, LOGS)
     calls = program.docker()
     (started,) = (line for line in calls if line.startswith("docker run"))
     labels = f"--label verl_patches.job=j --label verl_patches.digest={made.job.digest}"
@@ -188,11 +191,11 @@ def test_a_container_of_somebody_else_or_of_another_image_is_left_alone(program,
     monkeypatch.setenv("LABELS", f"{label} {made['a3:1'].job.digest}")
     program("docker", 'if [[ "$*" = "container inspect"* ]]; then echo "$LABELS"; fi')
     if fault is None:
-        made[image].up(lambda text: None)
+        made[image].up(lambda text: None, LOGS)
         assert "docker start j" in program.docker()
     else:
         with pytest.raises(RecipeError, match=fault):
-            made[image].up(lambda text: None)
+            made[image].up(lambda text: None, LOGS)
         assert "docker start j" not in program.docker()
     assert not [line for line in program.docker() if line.startswith(("docker run", "docker rm"))]
 
@@ -212,10 +215,13 @@ def test_the_container_of_a_host_whose_logs_did_not_arrive_stays(program, tmp_pa
     ssh = program("ssh", 'HOST=$1 bash -c "$2"')
     (fault,) = hosts(ssh, image="a3", nodes=3, hosts=["10.0.0.1", "10.0.0.2", "10.0.0.3"]).down(tmp_path / "logs")
     assert fault.startswith("node 1 (10.0.0.2): its logs: expected a tar archive, found 40 bytes")
+    assert "they stay there for another cluster down (--logs FOLDER)" in fault
     assert fault.endswith("a container of the job stays there: cluster down again, or docker rm --force j")
     removed = [line for line in program.docker() if line.startswith("docker rm")]
     assert removed == ["docker rm --force 10.0.0.1"] and (tmp_path / "logs" / "node-0" / "a.log").exists()
-    assert program.docker().count("docker start j") == 2  # a stopped one is started for its logs
+    execs = [line.rpartition(" --node-rank ")[2] for line in program.docker() if line.startswith("docker exec")]
+    assert sorted(execs) == ["0 --logs -", "0 --logs none", "1 --logs -"]  # files go when their copy has arrived
+    assert program.docker().count("docker start j") == 3  # a stopped one is started for its logs
     program("docker", 'case "$*" in ps*) exit 1;; esac')  # its daemon does not answer
     assert len(hosts(ssh, image="a3").down(None)) == 2
 
@@ -225,7 +231,7 @@ def test_logs_have_a_limit_of_their_own(program, tmp_path, monkeypatch):
         monkeypatch.setattr(backends, name, value)
     ssh = program("ssh", f'sleep 1.5; [[ "$2" != *"down"* ]] || echo "{backends.BEGINS}"')
     faults = hosts(ssh, nodes=1, hosts=["10.0.0.1"]).down(tmp_path / "logs")
-    assert faults == ["node 0 (10.0.0.1): its logs: expected a tar archive, found 0 bytes: empty file"]
+    assert "its logs: expected a tar archive, found 0 bytes: empty file" in faults[0]
     assert "no end within 0.5 s" in hosts(ssh, nodes=1, hosts=["10.0.0.1"]).down(None)[0]
 
 
@@ -245,7 +251,7 @@ def kubectl(program, state, pods=()):
 
 def test_a_ray_job_that_runs_is_up_and_is_deleted(program, tmp_path):
     made = kubectl(program, "Running")
-    made.up(lambda text: None)
+    made.up(lambda text: None, LOGS)
     assert made.status()[0].state == "fine" and made.down(tmp_path) == []
     assert "apply -f -" in program.calls() and "delete rayjob j --ignore-not-found" in program.calls()
 
@@ -264,7 +270,7 @@ def test_pods_that_are_not_ready_are_named_with_the_reason_and_the_job_is_delete
     with pytest.raises(
         RecipeError, match=f"RayJob j is {state}.*pod j-worker is Pending, Unschedulable: no Ascend910"
     ) as e:
-        made.up(lambda text: None)
+        made.up(lambda text: None, LOGS)
     assert "j-head" not in str(e.value) and "delete rayjob j" in program.calls()
     assert any(row.state == "problem" for row in made.status())
 
@@ -274,7 +280,7 @@ def test_a_ray_job_that_ended_before_is_refused_and_stays(program, state):
     made = kubectl(program, state)
     subprocess.run(["kubectl", "apply"], input="", text=True, check=True)
     with pytest.raises(RecipeError, match=f"RayJob j is {state} already; cluster down keeps its logs"):
-        made.up(lambda text: None)
+        made.up(lambda text: None, LOGS)
     assert "delete" not in program.calls() and program.calls().count("apply") == 1
 
 
@@ -320,12 +326,12 @@ def test_a_question_that_fails_once_ends_no_wait(program, tmp_path, monkeypatch)
     program("squeue", f"{once}; [ ! -e {asked} ] || echo '7|RUNNING|n1'")
     said = []
     slurm = Job(**{**BASE, "wait_s": 30.0}, nodes=2, provider="slurm", command=["true"])
-    Batch(slurm).up(said.append)
+    Batch(slurm).up(said.append, LOGS)
     assert said[-1] == "Slurm job 7 is RUNNING" and "scancel" not in program.calls()
     asked.unlink()
     program("squeue", f"[ ! -e {asked} ] || {{ echo busy >&2; exit 1; }}")
     with pytest.raises(RecipeError, match="squeue: busy"):
-        Batch(slurm.model_copy(update={"wait_s": 0.2})).up(said.append)
+        Batch(slurm.model_copy(update={"wait_s": 0.2})).up(said.append, LOGS)
     assert program.calls().endswith("scancel 7\n")  # this call had submitted it
 
     asked.unlink()
@@ -334,12 +340,12 @@ def test_a_question_that_fails_once_ends_no_wait(program, tmp_path, monkeypatch)
     apply = f"*apply*) touch {asked};;"
     found = f"*\"get rayjob\"*) {once}; [ ! -e {asked} ] || echo '{state}';;"
     program("kubectl", f'case "$*" in {apply} {found} esac')
-    Kuberay(Job(**{**BASE, "wait_s": 30.0}, **KUBE)).up(said.append)
+    Kuberay(Job(**{**BASE, "wait_s": 30.0}, **KUBE)).up(said.append, LOGS)
     assert said[-1] == "RayJob j is Running" and failed.exists() and "delete" not in program.calls()
     asked.unlink()
     program("kubectl", f'case "$*" in {apply} *get*) [ ! -e {asked} ] || exit 1;; esac')
     with pytest.raises(RecipeError, match="kubectl get rayjob j"):
-        Kuberay(Job(**{**BASE, "wait_s": 0.2}, **KUBE)).up(said.append)
+        Kuberay(Job(**{**BASE, "wait_s": 0.2}, **KUBE)).up(said.append, LOGS)
     assert "delete rayjob j" in program.calls()
 
 
@@ -350,20 +356,20 @@ def test_a_batch_job_is_submitted_once_and_cancelled(program, tmp_path):
     program("scancel", f"rm {state}")
     made = Batch(Job(**BASE, nodes=2, provider="slurm", command=["true"]))
     said = []
-    made.up(said.append)
+    made.up(said.append, LOGS)
     assert (tmp_path / "script").read_text().startswith("#!/usr/bin/env bash") and "Slurm job 7 is RUNNING" in said
-    made.up(said.append)
+    made.up(said.append, LOGS)
     assert program.calls().count("sbatch") == 1 and made.status()[0].state == "fine"
     assert made.down(None) == [] and made.status()[0].state == "problem"
     assert made.down(None) == []  # idempotent
     state.write_text("8|PENDING|Resources\n")
     with pytest.raises(RecipeError, match="Slurm job 8 is PENDING after 0.1 s: Resources"):
-        made.up(said.append)
+        made.up(said.append, LOGS)
     assert program.calls().count("scancel") == 1 and state.exists()  # it was not this call that submitted it
     state.unlink()
     program("sbatch", f"cat > {tmp_path}/script; echo '9|PENDING|Resources' > {state}; echo 9")
     with pytest.raises(RecipeError, match="Slurm job 9 is PENDING"):
-        made.up(said.append)
+        made.up(said.append, LOGS)
     assert program.calls().count("scancel") == 2 and not state.exists()
 
 

@@ -143,7 +143,10 @@ def test_a_head_whose_node_is_missing_names_it_and_ends_what_it_started(job):
     done = cluster(two, "up", "--node-rank", "0")
     assert done.returncode == 1, done.stderr
     assert "1 of 2 nodes of job two are not in Ray after 15 s: node 1 (127.0.0.3): port" in done.stderr
-    assert of_job(two) == [] and node.records(Path(job.folder)) == [] and not (Path(job.folder) / "ray").exists()
+    assert "cluster down copies them" in done.stderr and of_job(two) == []
+    down = cluster(two, "down")
+    assert down.returncode == 0 and (Path(job.logs) / f"node-0-{HOST}" / "ray" / "gcs_server.out").is_file()
+    assert node.records(Path(job.folder)) == [] and not (Path(job.folder) / "ray").exists()
 
 
 @pytest.fixture(scope="module")
@@ -257,18 +260,19 @@ def test_logs_travel_as_an_archive_and_anything_else_is_refused(tmp_path):
 
 @pytest.fixture
 def logged(job, tmp_path):
-    """A job with a record and logs in a folder of its own, without processes."""
+    """A job with a record and logs in a folder of its own, without processes; Ray was started twice."""
     folder, plog = tmp_path / "f", tmp_path / "plog"
-    for path in (folder / "ray" / "session_1" / "logs", plog):
+    sessions = folder / "ray" / "session_2" / "logs", folder / "ray" / "session_1" / "logs"
+    for path, text in ((sessions[0], "text"), (sessions[1], "of the first start"), (plog, "text")):
         path.mkdir(parents=True)
-        (path / "raylet.out.log").write_text("text")
+        (path / "raylet.out.log").write_text(text)
     record = node.Started("drill", "d", 0, HOST, HOST, "no-mark", 0.0)
     (folder / "node-0.json").write_text(json.dumps(dataclasses.asdict(record)))
     return changed(job, folder=str(folder), env={gather.PLOG_VARIABLE: str(plog)}, logs=str(tmp_path / "logs"))
 
 
 def test_a_log_that_was_rotated_away_loses_no_other(logged, tmp_path):
-    for folder in (tmp_path / "plog", tmp_path / "f" / "ray" / "session_1" / "logs"):
+    for folder in (tmp_path / "plog", tmp_path / "f" / "ray" / "session_2" / "logs"):
         (folder / "gone.log").symlink_to("/nonexistent")
     (made,) = gather.gather(logged, tmp_path / "to", environ={gather.PLOG_VARIABLE: "/nonexistent"})  # the job's counts
     assert {path.relative_to(made).as_posix() for path in made.glob("**/*.log")} == {
@@ -286,6 +290,15 @@ def test_logs_that_could_not_be_copied_stay_for_another_down(logged, tmp_path):
         words = [sys.executable, "-m", "verl_patches", "cluster", "down", "-", "--logs", "-"]
         done = subprocess.run(words, input=text, text=True, stdout=full, stderr=subprocess.PIPE, cwd=ROOT)
     assert done.returncode == 1 and "another cluster down (--logs FOLDER) gathers them" in done.stderr
+    done = subprocess.run(words, input=text.encode(), capture_output=True, cwd=ROOT)
+    gather.unpack(done.stdout, tmp_path / "unpacked")  # the receiver may yet lose it
+    assert done.returncode == 0 and (tmp_path / "unpacked" / f"node-0-{HOST}").is_dir()
     assert cluster(logged, "down", "--logs", str(tmp_path / "other")).returncode == 0
     assert (tmp_path / "other" / f"node-0-{HOST}" / "ray" / "raylet.out.log").read_text() == "text"
     assert not (tmp_path / "f" / "ray").exists() and node.records(tmp_path / "f") == []
+
+
+def test_logs_that_nobody_wants_are_not_copied(logged, tmp_path):
+    done = cluster(logged, "down", "--logs", "none")
+    assert done.returncode == 0 and "logs in" not in done.stderr and not (tmp_path / "logs").exists()
+    assert not (tmp_path / "f" / "ray").exists()

@@ -155,6 +155,23 @@ def test_down_ends_an_up_that_waits_and_its_command(nodes, job, call):
     assert alone.wait(60) and nodes.processes(1) == []
 
 
+def test_an_up_that_fails_brings_the_logs_of_the_nodes_that_started(nodes, job, call, tmp_path):
+    taken = "import socket, time; s = socket.create_server(('0.0.0.0', 6380)); print('on', flush=True); time.sleep(600)"
+    holder = nodes.start(1, sys.executable, "-c", taken, stdout=subprocess.PIPE, text=True)
+    try:
+        assert holder.stdout.readline() == "on\n"
+        code, _, err = ended(call({**job, "wait_s": 15.0}, "up"))
+    finally:
+        holder.kill()
+        holder.wait()
+    logs = tmp_path / "logs"
+    assert code == 1 and "port 6380 (Ray's node manager) by pid" in err and f"; logs in {logs}" in err
+    assert [path.name for path in logs.iterdir()] == [f"node-0-{nodes.hosts[0]}"]
+    assert (logs / f"node-0-{nodes.hosts[0]}" / "ray" / "gcs_server.out").is_file()
+    assert nodes.processes(0) == nodes.processes(1) == []
+    assert {path.name for path in (nodes.folder / "0").iterdir()} == {"lock"}
+
+
 def test_a_connection_that_stays_lost_ends_with_what_to_do_next(nodes, job, monkeypatch):
     monkeypatch.setattr(backends, "RECONNECT_S", 0.0)
     monkeypatch.setattr(backends, "RECONNECT_EVERY_S", 0.01)

@@ -25,7 +25,10 @@ app = typer.Typer(no_args_is_help=True, help="Ray on all nodes of a run: start i
 JOB_HELP = "A job file (configs/cluster_256die.yaml is one), or - for standard input."
 RANK_HELP = "Of this node, 0 is Ray's head; default: NODE_RANK, or where the job's hosts have this machine's address."
 HEAD_HELP = "Address of Ray's head; default: MASTER_ADDR, or the job's first host."
-LOGS_HELP = "Folder for the logs; - writes a tar archive to standard output. Default: the job's logs."
+LOGS_HELP = (
+    "Folder for the logs; default: the job's logs. - writes a tar archive to standard output, and the files stay on "
+    "the node until the next down; none copies nothing."
+)
 RENDER_HELP = "Print what the nodes, Kubernetes or Slurm would be given; start nothing."
 BLOCK_HELP = "Stay until a signal or, with --run, the command's end; then end this node's Ray."
 JobFile = Annotated[str, typer.Argument(metavar="JOB", help=JOB_HELP)]
@@ -107,7 +110,7 @@ def up_command(
     if node_rank is not None or head is not None or block:
         raise ConfigError(f"--node-rank, --head and --block are for provider nodes; job {job.name} has {job.provider}")
     with _what_goes_on(job, UP_GOES_ON[job.provider]):
-        backend.up(_say)
+        backend.up(_say, gather.logs_folder(job))
     code = 0
     if run and isinstance(backend, Hosts):
         with _what_goes_on(job, COMMAND_GOES_ON):
@@ -206,9 +209,9 @@ def down_command(
     """End what `cluster up` started for the job, and nothing else, after its logs are gathered. Idempotent."""
     job, secrets = _load(job_file)
     backend = _backend(job, secrets)
-    folder = Path(logs) if logs and logs != "-" else gather.logs_folder(job)
+    folder = Path(logs) if logs and logs not in ("-", "none") else gather.logs_folder(job)
     if backend is not None:
-        faults = backend.down(folder)
+        faults = backend.down(None if logs == "none" else folder)
         if faults:
             raise RecipeError(f"cluster down of job {job.name}: {'; '.join(faults)}")
         said = f"job {job.name} is down on all nodes"
@@ -218,15 +221,15 @@ def down_command(
             if logs == "-":
                 sys.stdout.buffer.write(gather.packed(job, node_rank))
                 sys.stdout.flush()
-            else:
+            elif logs != "none":
                 gather.gather(job, folder, node_rank)
         except OSError as error:  # a full disk, or the caller has gone: what runs here must end all the same
             not_gathered = error
-        stopped = node.end_processes(job, node_rank, keep_logs=not_gathered is not None)
+        stopped = node.end_processes(job, node_rank, keep_logs=logs == "-" or not_gathered is not None)
         said = f"ended: {', '.join(stopped)}" if stopped else f"nothing of job {job.name} ran here"
         if not_gathered is not None:
             raise RecipeError(f"{said}; but logs could not be gathered: {not_gathered}; {LOGS_STAY}")
-    written = f"; logs in {folder}" if logs != "-" and folder.is_dir() else ""
+    written = f"; logs in {folder}" if logs not in ("-", "none") and folder.is_dir() else ""
     if as_json and logs != "-":
         finding = Finding(job.name, "fine", "", "nothing left", said + written)
         report = Report("cluster down", "", (finding,), job.name)

@@ -160,8 +160,8 @@ class Hosts:
     def _faults(self, answers: Mapping[int, Answer]) -> str:
         return "; ".join(f"{self.job.host_of(rank)}: {a.fault}" for rank, a in answers.items() if a.code)
 
-    def up(self, say: Callable[[str], None]) -> None:
-        """Start containers and Ray on all hosts; RecipeError that names those where it failed.
+    def up(self, say: Callable[[str], None], logs: Path) -> None:
+        """Start containers and Ray on all hosts; RecipeError that names those where it failed, with logs in a folder.
 
         Each host ends what it started where nodes are missing. Hosts of which that is not known, and new containers,
         are ended here, unless an earlier `up` has started the job.
@@ -184,19 +184,21 @@ class Hosts:
         answers = self._each(lambda rank: self._cluster(rank, "up", limit_s=limit_s))
         if fault := self._faults(answers):
             if not any(ALREADY in answer.error for answer in answers.values()):
-                self._each(self._down, [rank for rank, answer in answers.items() if answer.code != 2])
+                began = [rank for rank, answer in answers.items() if answer.code != 2]
+                self._gather(logs, began, limit_s=0.0)
+                self._each(self._down, began)
                 self._remove_containers(new)
+                fault += f"; logs in {logs}" if logs.is_dir() else ""
             raise RecipeError(f"cluster up of job {self.job.name}: {fault}")
         say(f"all {self.job.nodes} nodes of job {self.job.name} are in Ray")
 
-    def _down(self, rank: int, *options: str) -> Answer:
+    def _down(self, rank: int, logs: str = "none", limit_s: float = 0.0) -> Answer:
         """A host without the job's container has nothing to end; a stopped container is started for its logs."""
         before = ""
         if self.job.image:
             started = f"docker start {self.job.name} > /dev/null"
             before = f'ids=$({self._listed}) || exit 1; [ -n "$ids" ] || exit 0; {started} && '
-        limit_s = MARGIN_S + (LOGS_S if options else 0.0)
-        return self._cluster(rank, "down", *options, limit_s=limit_s, before=before)
+        return self._cluster(rank, "down", "--logs", logs, limit_s=MARGIN_S + limit_s, before=before)
 
     def _container(self, rank: int) -> Answer:
         """Start the job's container on a host; the last word of its output is "new", or "old" for one that was there.
@@ -297,23 +299,29 @@ class Hosts:
     def down(self, logs: Path | None) -> list[str]:
         """End what was started on every host, gather logs; what failed on which host.
 
-        The container of a host whose logs did not arrive stays, and its logs in it.
+        Logs of a host that did not arrive stay there, and its container.
         """
-        options = ["--logs", "-"] if logs else []
-        answers = self._each(lambda rank: self._down(rank, *options))
-        faults = {rank: answer.fault for rank, answer in answers.items() if answer.code}
-        for rank, answer in answers.items():
-            if logs and answer.code == 0 and (answer.output or not self.job.image):  # or it has no container
-                try:
-                    unpack(answer.output, logs)
-                except (OSError, RecipeError) as error:  # the other hosts' containers must go all the same
-                    faults[rank] = f"its logs: {error}"
+        faults = self._gather(logs, range(self.job.nodes), LOGS_S) if logs else {}
+        ended = self._each(self._down, [rank for rank in range(self.job.nodes) if rank not in faults])
+        faults |= {rank: answer.fault for rank, answer in ended.items() if answer.code}
         if self.job.image:
             kept = f"; a container of the job stays there: cluster down again, or docker rm --force {self.job.name}"
-            removed = self._remove_containers([rank for rank in answers if rank not in faults])
+            removed = self._remove_containers([rank for rank in ended if rank not in faults])
             faults = {rank: fault + kept for rank, fault in faults.items()}
             faults |= {rank: answer.fault for rank, answer in removed.items() if answer.code}
         return [f"{self.job.host_of(rank)}: {fault}" for rank, fault in sorted(faults.items())]
+
+    def _gather(self, logs: Path, ranks: Sequence[int], limit_s: float) -> dict[int, str]:
+        """End the processes of hosts and write their logs, which stay there too; {rank: what failed}."""
+        answers = self._each(lambda rank: self._down(rank, "-", limit_s), ranks)
+        faults = {rank: answer.fault for rank, answer in answers.items() if answer.code}
+        for rank, answer in answers.items():
+            if answer.code == 0 and (answer.output or not self.job.image):  # or it has no container
+                try:
+                    unpack(answer.output, logs)
+                except (OSError, RecipeError) as error:
+                    faults[rank] = f"its logs: {error}; they stay there for another cluster down (--logs FOLDER)"
+        return faults
 
 
 POD_LOGS = {  # {folder of the logs: where they are in a pod, for its shell}
@@ -329,10 +337,10 @@ class Kuberay:
         self.job = job
         self.kubectl = ["kubectl", "--namespace", job.kubernetes.namespace]
 
-    def up(self, say: Callable[[str], None]) -> None:
+    def up(self, say: Callable[[str], None], logs: Path) -> None:
         """Apply the RayJob and wait until its command runs; RecipeError that names the pods which are not ready.
 
-        One that this call has made is deleted then.
+        One that this call has made is deleted then, with its pods' logs in a folder.
         """
         text, before = json.dumps(ray_job(self.job)), self._state()
         if before in (*_ENDED_WELL, *_ENDED_BADLY):
@@ -340,7 +348,7 @@ class Kuberay:
         try:
             state = self._apply(text)
         except RecipeError as error:
-            left = self.down(None) if before is None else []
+            left = self.down(logs) if before is None else []
             raise RecipeError("; ".join([str(error), *left])) from None
         say(f"RayJob {self.job.name} is {state}")
 
@@ -456,7 +464,7 @@ class Batch:
             raise RecipeError(f"squeue: {answer.fault}")
         return [line.split("|", 2) for line in answer.output.decode().splitlines() if line.strip()]
 
-    def up(self, say: Callable[[str], None]) -> None:
+    def up(self, say: Callable[[str], None], _logs: Path) -> None:
         """Submit the batch script, unless a job of the name is there, and wait until it runs.
 
         RecipeError where it does not within job.wait_s; a job that this call has submitted is cancelled then.

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import os
 import shutil
 import tarfile
 import tempfile
+import zlib
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -77,10 +79,10 @@ def packed(job: Job, rank: int | None = None) -> bytes:
 
 
 def unpack(data: bytes, to: Path) -> None:
-    """Write what `packed` made below `to`; RecipeError for anything else."""
-    to.mkdir(parents=True, exist_ok=True)
+    """Write what `packed` made below `to`; RecipeError for anything else, OSError where it cannot be written."""
     try:
         with tarfile.open(fileobj=io.BytesIO(data), mode="r:gz") as archive:
+            to.mkdir(parents=True, exist_ok=True)
             archive.extractall(to, filter="data")  # neither absolute paths nor links out of it
-    except (tarfile.TarError, EOFError, OSError) as error:
+    except (tarfile.TarError, EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise RecipeError(f"expected a tar archive, found {len(data)} bytes: {error}") from None

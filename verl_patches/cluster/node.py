@@ -75,7 +75,8 @@ def up(job: Job, place: Place, secrets: Mapping[str, str], say: Callable[[str], 
     """Start Ray on this node unless the job has done so, and wait until all nodes of the job are in.
 
     Raises ConfigError where another job, or a port that something else holds, is in the way, and RecipeError where
-    nodes are missing at the end of job.wait_s. Then nothing that was started here is left.
+    nodes are missing at the end of job.wait_s. Then no process that was started here is left; Ray's logs stay for
+    `cluster down`.
     """
     end = time.monotonic() + job.wait_s
     folder = _folder(job)
@@ -94,7 +95,8 @@ def up(job: Job, place: Place, secrets: Mapping[str, str], say: Callable[[str], 
         _wait_for_all(job, place, end)
     except BaseException:
         if new:
-            end_processes(job, place.rank)
+            end_processes(job, place.rank, keep_logs=True)
+            say(f"{started.name}: Ray is ended; its logs stay in {folder}, and cluster down copies them")
         raise
     say(f"{started.name}: all {job.nodes} nodes of job {job.name} are in Ray at {place.head}:{job.ports.gcs}")
     return started
@@ -167,7 +169,7 @@ def _already(job: Job, place: Place, folder: Path) -> Started | None:
         alive = living(started)
         mine = started.job == job.name and started.rank == place.rank
         if not alive:
-            if mine:
+            if mine:  # Ray's logs stay for `cluster down`
                 (folder / f"node-{started.rank}.json").unlink()
             continue
         if started.job != job.name or started.digest != job.digest:
@@ -268,7 +270,7 @@ def _start(job: Job, place: Place, secrets: Mapping[str, str], folder: Path) -> 
         if fault:
             raise RecipeError(f"{started.name}: Ray could not be started: {fault}")
     except BaseException:
-        end_processes(job, place.rank, locked=True)
+        end_processes(job, place.rank, locked=True, keep_logs=True)
         raise
     return started
 

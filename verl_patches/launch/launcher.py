@@ -359,8 +359,8 @@ def last_error(log: Path) -> str | None:
 
 
 def copy_ray_logs(temp: Path, to: Path) -> None:
-    """Copy the non-empty logs of Ray sessions below `temp` (the end of each, 4 MiB) to `to`."""
-    for logs in (p for p in temp.glob("**/session_[0-9]*/logs") if not p.parent.is_symlink()):
+    """Copy the non-empty logs of Ray sessions below `temp` (the end of each, 4 MiB) to `to`; the newest one counts."""
+    for logs in sorted(p for p in temp.glob("**/session_[0-9]*/logs") if not p.parent.is_symlink()):
         for source in sorted(logs.glob("*")):
             if source.suffix not in (".log", ".out", ".err") or not source.is_file():
                 continue
