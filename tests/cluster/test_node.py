@@ -252,6 +252,15 @@ def test_another_command_at_work_is_named_and_the_node_left_alone(job):
     assert done.returncode == 2 and "another `cluster` command" in done.stderr
 
 
+def test_a_holder_of_the_lock_that_does_not_end_is_named(job, monkeypatch):
+    """It is this process, which is not a `cluster` command and so is not ended. Control: it lets the lock go."""
+    monkeypatch.setattr(node, "END_HOLDER_S", 0.3)
+    with node.locked_folder(node._folder(job)):
+        with pytest.raises(RecipeError, match="could not be ended within 0.3 s"):
+            node.end_processes(job)
+    assert node.end_processes(job) == []
+
+
 def test_logs_travel_as_an_archive_and_anything_else_is_refused(tmp_path):
     for data in (b"no archive", b""):
         with pytest.raises(RecipeError, match=f"expected a tar archive, found {len(data)} bytes"):

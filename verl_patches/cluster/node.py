@@ -116,21 +116,24 @@ def _folder(job: Job) -> Path:
 
 @contextmanager
 def locked_folder(folder: Path, ends_holder: bool = False) -> Iterator[None]:
-    """One `cluster` command at a time in a folder. `ends_holder`: one that is at work there is ended first."""
+    """One `cluster` command at a time in a folder. ConfigError while another one is at work there.
+
+    `ends_holder`: that one is ended first; RecipeError where it cannot be.
+    """
     with (folder / "lock").open("a+") as lock:
-        if not _lock(lock):
+        deadline, told = time.monotonic() + (END_HOLDER_S if ends_holder else 0.0), None
+        while not _lock(lock):
             holder = _holder_of(lock)
-            if ends_holder and holder is not None:
+            if ends_holder and holder is not None and holder != told:
                 with suppress(psutil.NoSuchProcess):
                     holder.terminate()  # it ends what it has started
-                deadline = time.monotonic() + END_HOLDER_S
-                while not (done := _lock(lock)) and time.monotonic() < deadline:
-                    time.sleep(0.1)
-            else:
-                done = False
-            if not done:
-                name = f" (pid {holder.pid})" if holder else ""
-                raise ConfigError(f"another `cluster` command{name} is at work in {folder}; wait for its end")
+                told = holder
+            if time.monotonic() >= deadline:
+                text = f"another `cluster` command{f' (pid {holder.pid})' if holder else ''} is at work in {folder}"
+                if ends_holder:
+                    raise RecipeError(f"{text} and could not be ended within {END_HOLDER_S:g} s: end it by hand")
+                raise ConfigError(f"{text}; wait for its end")
+            time.sleep(0.1)
         lock.truncate(0)
         lock.write(str(os.getpid()))
         lock.flush()
