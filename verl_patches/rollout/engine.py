@@ -4,7 +4,7 @@ Data-parallel rollout under an external launcher: verl starts one process per ra
 `data_parallel_size` among the engine's arguments vLLM 0.9.1 takes DP rank 0 and a random port in every process
 (config.py:1885-1887), as it expects to start the ranks itself. Rank order is vLLM's own (parallel_state.py:1006):
 instance x dp x pp x tp, tp fastest. The group's address goes through the store of torch.distributed, which verl has
-initialised before: the first rank of each group picks a free port on its own host and publishes it.
+initialised before: the first rank of each group takes a port on its own host and publishes it.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from verl_patches.rollout.ascend import PREFIX_CACHING
 log = logging.getLogger(__name__)
 _DP_PORT = "VLLM_DP_MASTER_PORT"
 _engine_number = itertools.count()  # engines of one process are built in the same order on every rank
+_held_ports: list[socket.socket] = []  # of the DP groups that this process leads
 
 
 def engine_arguments(given: dict[str, Any]) -> dict[str, Any]:
@@ -166,24 +167,29 @@ def _group_address(leader: int, rank: int) -> tuple[str, int]:
 
     store, key = _get_default_store(), f"verl_patches/rollout_dp/{next(_engine_number)}/{leader}"
     if rank == leader:
-        store.set(key, "{}:{}".format(*_free_address()))
+        store.set(key, "{}:{}".format(*_hold_address()))
     ip, _, port = store.get(key).decode().rpartition(":")
     return ip, int(port)
 
 
-def _free_address() -> tuple[str, int]:
-    """This host's address towards the launcher's master, and a port that is free on it now (the next one too)."""
+def _hold_address() -> tuple[str, int]:
+    """This host's address towards the launcher's master, and a port that this process keeps from others.
+
+    The port is bound until the process ends, but not listened on: the kernel gives it to nobody who asks for any free
+    port, and vLLM's TCPStore can still listen on it, as both sockets have SO_REUSEADDR. vLLM counts the port up for the
+    engine's worker too, but listens on the next one only where torch.distributed is not initialised
+    (parallel_state.py:932-940).
+    """
     master = os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT", "1"))
     family, kind, _, _, address = socket.getaddrinfo(*master, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
         probe.connect(address)  # chooses a route, sends nothing
         ip = probe.getsockname()[0]
-    for _ in range(100):  # vLLM's V1 engine uses the port and the next one
-        with socket.create_server((ip, 0), family=family) as server:
-            port = server.getsockname()[1]
-            try:
-                socket.create_server((ip, port + 1), family=family).close()
-            except (OSError, OverflowError):
-                continue
-            return ip, port
-    raise ConfigError(f"rollout: no two neighbouring ports are free on {ip} for the engines' DP group; free some")
+    both = socket.has_dualstack_ipv6()
+    port = socket.socket(socket.AF_INET6 if both else socket.AF_INET)
+    port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if both:
+        port.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+    port.bind(("", 0))  # all addresses, as TCPStore listens
+    _held_ports.append(port)
+    return ip, port.getsockname()[1]
