@@ -34,11 +34,13 @@ def _node_class() -> Any:
 
             return time.time()
 
-        def free_port(self) -> int:
+        def hold_port(self) -> int:
             import socket
 
-            with socket.create_server(("", 0)) as free:
-                return free.getsockname()[1]
+            self._bound = socket.socket()  # not listened on: nobody else gets the port, and the probe's store can
+            self._bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            self._bound.bind(("", 0))
+            return self._bound.getsockname()[1]
 
         def run(self, command: list[str], limit_s: float, cwd: str | None = None) -> dict[str, Any]:
             import os
@@ -127,7 +129,7 @@ def _probe(answered: Sequence[tuple[dict[str, Any], Any]], settings: Mapping[str
 
     first, limit_s = answered[0], settings["limit_s"]
     try:
-        address = f"{first[0]['address']}:{ray.get(first[1].free_port.remote(), timeout=CALL_S)}"
+        address = f"{first[0]['address']}:{ray.get(first[1].hold_port.remote(), timeout=CALL_S)}"
     except ray.exceptions.RayError as error:
         return {"error": f"{first[0]['address']}: {type(error).__name__}"}
     calls = []
