@@ -72,13 +72,14 @@ def test_small_buffers_for_groups_without_experts_and_the_memory_that_they_leave
     assert config.recipe.hccl.small_groups_mib >= tokens * MODEL.hidden_size * 2 / 2**20
     groups = hccl.groups(config)
     found = {(group.name, group.ranks): group for group in groups}
-    assert all(found[key].small for key in (("tp", 4), ("pp", 8), ("vllm_tp", 2), ("vllm_dp", 64)))
-    assert not any(found[key].small for key in (("all ranks", 256), ("tp_exp", 32), ("exp", 8), ("vllm_ep", 128)))
-    assert len(groups) == 24 and sum(group.small for group in groups) == 15
+    small = (("tp", 4), ("pp", 8), ("vllm_tp", 2), ("vllm_dp", 64), ("vllm_ep", 128))
+    assert all(found[key].small for key in small)
+    assert not any(found[key].small for key in (("all ranks", 256), ("tp_exp", 32), ("exp", 8), ("vllm_mc2", 128)))
+    assert len(groups) == 25 and sum(group.small for group in groups) == 16
     text = hccl.check_buffer(config, MODEL)[1]
-    assert "64 MiB for 15 of a die's 24 groups" in text and "at most 7.1 GiB of a die, 14.1 with one size" in text
+    assert "64 MiB for 16 of a die's 25 groups" in text and "at most 7.3 GiB of a die, 14.6 with one size" in text
     alike = config_of(recipe__hccl__small_groups_mib=None)
-    assert "at most 14.1 GiB of a die for its 24 groups" in hccl.check_buffer(alike, MODEL)[1]
+    assert "at most 14.6 GiB of a die for its 25 groups" in hccl.check_buffer(alike, MODEL)[1]
 
 
 def test_the_groups_that_communicate_and_their_memory():
@@ -89,17 +90,34 @@ def test_the_groups_that_communicate_and_their_memory():
         ("train", "all ranks", 256),
         *(("train", name, ranks) for name, ranks in (("dp_cp", 8), ("mp", 32), ("tp", 4), ("pp", 8), ("tp_exp", 32))),
         ("rollout", "verl's mesh, tp", 2),
-        *(("rollout", name, ranks) for name, ranks in (("vllm_tp", 2), ("vllm_dp", 64), ("vllm_ep", 128))),
+        *(("rollout", f"vllm_{name}", ranks) for name, ranks in (("tp", 2), ("dp", 64), ("ep", 128), ("mc2", 128))),
         ("rollout", "unfinished requests", 64),
     ]
-    mib = {"train": 2 * 300 + 4 * 64, "rollout": 3 * 300 + 2 * 64}
+    mib = {"train": 2 * 300 + 4 * 64, "rollout": 3 * 300 + 3 * 64}
     assert hccl.buffer_bytes(config, MODEL) == {side: 2 * size * 2**20 for side, size in mib.items()}
     alike = hccl.buffer_bytes(config_of(recipe__hccl__small_groups_mib=None), MODEL)
-    assert alike == {"train": 2 * 6 * 300 * 2**20, "rollout": 2 * 5 * 300 * 2**20}
+    assert alike == {"train": 2 * 6 * 300 * 2**20, "rollout": 2 * 6 * 300 * 2**20}
     idle = hccl.groups(
         config_of(recipe__rollout__expert_parallel=False, recipe__rollout__dp=1, recipe__rollout__instances=128)
     )
     assert [group.communicates for group in idle if group.name == "vllm_ep"] == [False]
+
+
+@pytest.mark.parametrize(("name", "instance"), [("random_init", 256), ("true_weight", 128)])
+def test_mc2_has_a_group_of_its_own_beside_that_of_the_experts_of_an_instance(name, instance):
+    """Controls: none below 16 ranks or without expert parallelism, where the EP group keeps its buffer."""
+
+    def experts(**changes):
+        groups = hccl.groups(config_of(name, **changes))
+        return [(g.name, g.ranks, g.small) for g in groups if g.name in ("vllm_ep", "vllm_mc2")]
+
+    assert experts() == [("vllm_ep", instance, True), ("vllm_mc2", instance, False)]
+    alone = {"recipe__rollout__instances": 128, "recipe__rollout__dp": 1}
+    assert experts(**alone, recipe__rollout__expert_parallel=False) == [("vllm_ep", 2, False)]
+    size = "actor_rollout_ref__actor__megatron__{}_parallel_size".format
+    sizes = {size("pipeline_model"): 2, size("expert_model"): 4, "recipe__train__layers_per_stage": [31, 30]}
+    node = {"trainer__nnodes": 1, "trainer__n_gpus_per_node": 8}
+    assert experts(**node, **sizes, recipe__rollout__instances=1, recipe__rollout__dp=4) == [("vllm_ep", 8, False)]
 
 
 def test_groups_of_context_parallelism():

@@ -112,13 +112,13 @@ def test_a_cpu_has_no_die_to_compare_with():
 
 
 def test_what_is_beside_the_memory_groups():
-    """HCCL: 6 groups of training, 2 of them large, 5 of the rollout with 3, two buffers of 300 or 64 MiB each; 771.5 GB
+    """HCCL: 6 groups of training, 2 of them large, 6 of the rollout with 3, two buffers of 300 or 64 MiB each; 771.5 GB
     a node as the runbook."""
     found = plan(BIG, rows=RUN, skip=True)
     phases = {phase["phase"]: phase["bytes"] for phase in found["orders"][0]["phases"]}
     assert phases["rollout"]["hccl_buffers"] == 2 * (2 * 300 + 4 * 64) << 20 and "cann_context" not in phases["rollout"]
     assert (
-        phases["update"]["hccl_buffers"] == 2 * (5 * 300 + 6 * 64) << 20 and phases["update"]["cann_context"] == 1 << 30
+        phases["update"]["hccl_buffers"] == 2 * (5 * 300 + 7 * 64) << 20 and phases["update"]["cann_context"] == 1 << 30
     )
     work = {"kept_activations", "working_activations", "weight_gradient"}
     assert work <= phases["update"].keys() and "logits" in phases["ref"]
@@ -129,7 +129,7 @@ def test_what_is_beside_the_memory_groups():
     assert (
         all(len(row) == len(columns) for row in rows)
         and "dp(128) 2x64MiB" in rows[2][2]
-        and "ep(256) 2x300MiB" in rows[2][2]
+        and "ep(256) 2x64MiB vllm_mc2(256) 2x300MiB" in rows[2][2]
     )
     stays = plan(BIG, f"{ACTOR}megatron.param_offload=false", "trainer.save_freq=1")["host"]["bytes"]
     assert stays["checkpoint"] == found["host"]["bytes"]["actor_params"] and "actor_params" not in stays

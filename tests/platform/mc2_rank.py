@@ -1,7 +1,8 @@
-"""MC2's dispatch and combine alone on one rank: the experts of all ranks against a plain dense computation."""
+"""MC2 on one rank: dispatch and combine alone, against a plain dense computation; and engines that decode by it."""
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import torch
@@ -55,3 +56,50 @@ def on_rank(case: str, changed: dict[int, dict], shift: int = 0) -> dict[str, An
         return routed(group, changed.get(rank, {}), {}, shift)
     except ValueError as error:
         return {"error": str(error)}
+
+
+GRAPHS = {"torchair_graph_config": {"enabled": True, "graph_batch_sizes": [8]}, "chunked_prefill_for_mla": True}
+
+
+def engines(model: str, dp: int, tp: int, cases: list[dict]) -> list[dict[str, Any]]:
+    """Emulated engines of DP x TP ranks one after the other, each with vLLM's groups made anew.
+
+    A case has `graphs`, whether decode is compiled, and `without`, rows in whose places upstream's objects are. The
+    answer of each: ranks and name of the EP group's communicator and, of an engine that decodes, what `compare` gives,
+    those of MC2's communicator, how MC2 has used it, and whether it outlives vLLM's groups; else the error.
+    """
+    from transformers import AutoModelForCausalLM
+    from vllm.distributed import parallel_state
+
+    from tests.platform.emulated_engine import compare
+    from tests.rollout.ascend_engine import without
+    from tests.rollout.rebalance_rank import build
+
+    eager = {"torch_dtype": "float32", "attn_implementation": "eager"}
+    reference, found = AutoModelForCausalLM.from_pretrained(model, **eager).eval(), []
+    for case in cases:
+        options, answer, mc2 = {"refresh": True, **(GRAPHS if case["graphs"] else {})}, {}, None
+        with without(case["without"]):
+            try:
+                llm = build(model, dp, tp, additional_config=options, enforce_eager=not case["graphs"])
+                mc2 = _communicator_of_mc2(llm)
+                answer = compare(llm, reference) | {"mc2": [mc2.ranks, mc2.name], "in graphs": mc2.mc2_in_graphs}
+            except ValueError as error:
+                answer["error"] = str(error)
+        ep = parallel_state.get_ep_group().device_group._get_backend(torch.device("npu"))
+        llm = None
+        gc.collect()
+        torch._dynamo.reset()
+        parallel_state.destroy_model_parallel()
+        left = [group._get_backend(torch.device("cpu")) for group in dist.distributed_c10d._world.pg_map]
+        found.append(answer | {"ep": [ep.ranks, ep.name], "left": mc2 in left})
+    return found
+
+
+def _communicator_of_mc2(llm: Any) -> Any:
+    from vllm_ascend.ops.fused_moe import AscendFusedMoE
+
+    from tests.platform.emulated_engine import model_of
+
+    layer = next(each for each in model_of(llm).modules() if isinstance(each, AscendFusedMoE))
+    return hccl._GROUPS[layer.quant_method.moe_all_to_all_group_name]

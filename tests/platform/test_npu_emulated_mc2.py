@@ -1,4 +1,4 @@
-"""MC2's dispatch and combine alone, on gloo ranks, against a plain dense computation."""
+"""MC2's dispatch and combine alone, on gloo ranks, against a plain dense computation; its group in whole engines."""
 
 from datetime import timedelta
 
@@ -6,9 +6,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.conftest import ROOT
 from tests.platform.mc2_rank import EXPERTS, HIDDEN, MOST, K, inputs, routed
+from tests.platform.test_npu_emulated import model  # noqa: F401  a fixture
 from tests.ranks import Ranks
 from verl_patches.platform.npu_emulated import expert_ops, hccl
+from verl_patches.platform.npu_emulated.graph import Graph
 
 JOB = "tests.platform.mc2_rank:on_rank"
 
@@ -108,3 +111,52 @@ def test_a_group_gives_its_name_to_its_own_rank_only(group):
     assert group.get_hccl_comm_name(0) == group.name
     with pytest.raises(ValueError, match=r"get_hccl_comm_name\(1\).*own rank, \[0\]"):
         group.get_hccl_comm_name(1)
+
+
+def test_a_collective_before_or_after_mc2s_is_refused_at_mc2s_next_call(group):
+    others = hccl.create(dist.HashStore(), 0, 1, timedelta(seconds=20), ranks=[5])
+    for each, ranks in ((group, "[0]"), (others, "[5]")):
+        if each is group:
+            assert [routed(group, {}, {})["worst"] < 1e-12 for _ in range(2)] == [True, True]
+        each.allreduce([torch.ones(1)]).wait()
+        with pytest.raises(ValueError) as refused:
+            routed(each, {}, {})
+        assert f"1 collective(s) that are not MC2's ran on {each.name} of ranks {ranks}" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("first", "words"), [(True, "in a graph before and eagerly"), (False, "eagerly before and in")]
+)
+def test_mc2_in_a_graph_and_eagerly_on_one_group_is_refused(first, words, group, monkeypatch):
+    monkeypatch.setattr(Graph, "runs", first)
+    assert routed(group, {}, {})["worst"] < 1e-12
+    monkeypatch.setattr(Graph, "runs", not first)
+    with pytest.raises(ValueError, match=rf"{words}.* on {group.name} of ranks \[0\]"):
+        routed(group, {}, {})
+
+
+MODES, OWN_GROUP = (False, True), "rollout.ascend_mc2_name"
+FULL = pytest.mark.full
+
+
+@pytest.mark.slow
+@pytest.mark.upstream
+@pytest.mark.parametrize(
+    ("instances", "dp", "tp"), [(1, 2, 1), pytest.param(2, 1, 2, marks=FULL), pytest.param(1, 2, 2, marks=FULL)]
+)
+def test_engines_decode_by_mc2_on_a_group_of_its_own(instances, dp, tp, model, run_ranks, a3_sources):  # noqa: F811
+    """Without and with graphs; the controls have upstream's group, on which the prompts' all-to-all has run."""
+    env = {"VLLM_ENABLE_FIX_ROUTE": "0", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_USE_V1": "1"}
+    env |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
+    env["PYTHONPATH"] = ":".join(map(str, (ROOT, *a3_sources("vllm-ascend"))))
+    size, job = instances * dp * tp, "tests.platform.mc2_rank:engines"
+    cases = [{"graphs": graphs, "without": rows} for rows in ([], [OWN_GROUP]) for graphs in MODES]
+    options = {"patches": "line=a3,platform=npu_emulated", "env": env, "fresh": True, "timeout_s": 600}
+    found = run_ranks(job, str(model), dp, tp, cases, size=size, **options)
+    for rank, engines in enumerate(found):
+        first = rank - rank % (dp * tp)
+        instance = [*range(first, first + dp * tp)]
+        for graphs, right, control in zip(MODES, engines[:2], engines[2:], strict=True):
+            assert right["worst"] < 1e-5 and right["same"] and right["in graphs"] is graphs, right
+            assert right["mc2"][0] == right["ep"][0] == instance and right["mc2"] != right["ep"] and not right["left"]
+            assert f"not MC2's ran on {control['ep'][1]} of ranks {instance}" in control["error"]

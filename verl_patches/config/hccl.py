@@ -42,6 +42,11 @@ def checks(config: DictConfig, model: ModelShape) -> list[tuple[str, bool, str]]
     ]
 
 
+def decodes_by_mc2(config: DictConfig) -> bool:
+    """Whether the rollout exchanges experts by MC2 in decode."""
+    return config.recipe.rollout.expert_parallel and world_size(config) >= MC2_FROM_RANKS
+
+
 def buffer_need_mib(config: DictConfig, model: ModelShape) -> int:
     """MiB of HCCL_BUFFSIZE that vllm-ascend's exchange of experts (MC2) needs in decode; 0 where it is not used.
 
@@ -50,7 +55,7 @@ def buffer_need_mib(config: DictConfig, model: ModelShape) -> int:
     the largest decode batch of a replica, split over TP (vllm_ascend/ops/fused_moe.py:134). With less the operator ends
     with an address out of range and names no variable (vllm-ascend issue 2674).
     """
-    if not config.recipe.rollout.expert_parallel or world_size(config) < MC2_FROM_RANKS:
+    if not decodes_by_mc2(config):
         return 0
     tp = config.actor_rollout_ref.rollout.tensor_model_parallel_size
     ep = tp * config.recipe.rollout.dp
@@ -123,10 +128,13 @@ def groups(config: DictConfig) -> list[Group]:
         *([("dp_modulo_exp_cp", dp * cp // ep, True)] if split else []),
         ("pp_new_stream", pp, False),
     ]
+    instance, mc2 = rollout.tp * config.recipe.rollout.dp, decodes_by_mc2(config)
     engine = [
         *(("tp", rollout.tp, True), ("dp", config.recipe.rollout.dp, True)),
-        ("ep", rollout.tp * config.recipe.rollout.dp, config.recipe.rollout.expert_parallel),
+        (EXPERTS_IN_ROLLOUT, instance, config.recipe.rollout.expert_parallel),
+        *([("mc2", instance, True)] if mc2 else []),  # row rollout.ascend_mc2_groups
     ]
+    large = "mc2" if mc2 else EXPERTS_IN_ROLLOUT
     small = config.recipe.hccl.small_groups_mib is not None
     found = [
         Group("train", "all ranks", train.world_size, False, True),
@@ -137,10 +145,7 @@ def groups(config: DictConfig) -> list[Group]:
         Group("rollout", "verl's mesh, dp", train.world_size // rollout.tp, False, False),
         Group("rollout", "verl's mesh, tp", rollout.tp, False, True),
         Group("rollout", "vllm_world", train.world_size, False, False),
-        *(
-            Group("rollout", f"vllm_{name}", ranks, small and name not in EXPERTS_IN_ROLLOUT, used)
-            for name, ranks, used in engine
-        ),
+        *(Group("rollout", f"vllm_{name}", ranks, small and name != large, used) for name, ranks, used in engine),
         Group("rollout", "unfinished requests", config.recipe.rollout.dp, False, True),
     ]
     return [group for group in found if group.ranks > 1]
@@ -172,8 +177,9 @@ def _memory_of_groups(config: DictConfig, model: ModelShape) -> str:
     small = sum(group.small for group in made)
     total = sum(BUFFERS_OF_A_GROUP * _MIB * group_buffer_mib(config, model, group) for group in made)
     return (
-        f"{config.recipe.hccl.small_groups_mib} MiB for {small} of a die's {len(made)} groups, in which no experts are "
-        f"exchanged; {each}: at most {total / 2**30:.1f} GiB of a die, {alike / 2**30:.1f} with one size (modelled)"
+        f"{config.recipe.hccl.small_groups_mib} MiB for {small} of a die's {len(made)} groups, the others exchange "
+        f"experts or take no options; {each}: at most {total / 2**30:.1f} GiB of a die, {alike / 2**30:.1f} with one "
+        "size (modelled)"
     )
 
 

@@ -267,7 +267,8 @@ class Hccl:
     interface: network interface of every node for rendezvous and host traffic; null: each node uses the one towards
     Ray's head. HCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME or TP_SOCKET_IFNAME in a node's own environment override both.
     buffer_mib: HCCL_BUFFSIZE in MiB; null: what the layout needs.
-    small_groups_mib: the same for groups of Megatron and vLLM that exchange no experts; null: HCCL_BUFFSIZE.
+    small_groups_mib: the same for groups of Megatron and vLLM over which neither training nor MC2 exchanges experts;
+        null: HCCL_BUFFSIZE.
     expansion_mode: what runs collectives on the device: its vector cores (AIV) or its AI CPU.
     base_port: first of the 144 ports that HCCL listens on, on every node.
     """

@@ -1,7 +1,8 @@
-"""HCCL's buffers by group: groups of Megatron and vLLM that exchange no experts get recipe.hccl.small_groups_mib.
+"""HCCL's groups: a communicator of its own for MC2, and small buffers for groups that do not need HCCL_BUFFSIZE.
 
-HCCL_BUFFSIZE holds for those that do, and for those that are made without options: the group of all ranks, verl's mesh
-and vLLM's count of unfinished requests.
+HCCL_BUFFSIZE holds for groups over which training and MC2 exchange experts, and for those that are made without
+options: the group of all ranks, verl's mesh and vLLM's count of unfinished requests. Other groups of Megatron and vLLM
+get recipe.hccl.small_groups_mib.
 
 Each communicator of a process holds twice its buffer in the die's memory. ProcessGroupHCCL.Options of torch_npu
 2.5.1.post1 have hccl_config, whose hccl_buffer_size (MiB, an int) takes precedence over the variable (Ascend Extension
@@ -16,7 +17,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 # those over which tokens go to experts: names of MindSpeed-LLM (core/parallel_state.py:146, :177) and of vLLM
-EXPERTS_IN_TRAINING, EXPERTS_IN_ROLLOUT = frozenset({"exp", "tp_exp"}), frozenset({"ep"})
+EXPERTS_IN_TRAINING, EXPERTS_IN_ROLLOUT = frozenset({"exp", "tp_exp"}), "ep"
 
 
 class SmallGroups:
@@ -58,7 +59,7 @@ def options_of_rollout(init_model_parallel_group: Callable) -> Callable:
         use_message_queue_broadcaster: bool = False,
         group_name: str | None = None,
     ) -> Any:
-        with _new_groups_with(_options(group_name)):
+        with _new_groups_with(_small(group_name) if group_name != EXPERTS_IN_ROLLOUT else None):
             return init_model_parallel_group(
                 group_ranks, local_rank, backend, use_message_queue_broadcaster, group_name=group_name
             )
@@ -66,8 +67,74 @@ def options_of_rollout(init_model_parallel_group: Callable) -> Callable:
     return init
 
 
-def _options(name: str | None) -> Any:
-    if SmallGroups.mib is None or name is None or name in EXPERTS_IN_ROLLOUT:
+def with_mc2_groups(init_model_parallel_group: Callable) -> Callable:
+    """Row provider for the same function: with vLLM's EP groups one more of the same ranks for each, for MC2 alone.
+
+    vllm-ascend gives MC2 the EP group's communicator, on which batches with prefills exchange tokens by all-to-all.
+    CANN demands one on which no other operator runs, and HCCL no eager calls on one that graphs use (docs/ascend.md).
+    The group is `mc2_group` of vLLM's EP coordinator and is destroyed with it. It has HCCL_BUFFSIZE, which MC2's
+    formula sizes, and the EP group a small buffer. Where MC2 is never used, nothing changes.
+    """
+
+    @functools.wraps(init_model_parallel_group)
+    def init(group_ranks: list[list[int]], local_rank: int, backend: str, *args: Any, **kwargs: Any) -> Any:
+        name = kwargs.get("group_name")
+        if name != EXPERTS_IN_ROLLOUT or not _decodes_by_mc2():
+            return init_model_parallel_group(group_ranks, local_rank, backend, *args, **kwargs)
+        import torch.distributed as dist
+
+        with _new_groups_with(_small(name)):
+            experts = init_model_parallel_group(group_ranks, local_rank, backend, *args, **kwargs)
+        for ranks in group_ranks:  # every rank makes every group, in vLLM's order
+            group = dist.new_group(ranks, backend=backend)
+            if experts.rank in ranks:
+                experts.mc2_group = group
+        experts.destroy = functools.partial(_destroy, experts, experts.destroy)
+        return experts
+
+    return init
+
+
+def _decodes_by_mc2() -> bool:
+    """What vllm-ascend decides for batches of decodes (ascend_forward_context.py:46-49)."""
+    import torch.distributed as dist
+    from vllm.config import get_current_vllm_config
+    from vllm_ascend.ascend_forward_context import FusedMoEState, get_fused_moe_state
+
+    split = get_current_vllm_config().parallel_config.enable_expert_parallel
+    return get_fused_moe_state(dist.get_world_size() if split else 1, with_prefill=False) == FusedMoEState.MC2
+
+
+def _destroy(experts: Any, destroy: Callable[[], None]) -> None:
+    import torch.distributed as dist
+
+    dist.destroy_process_group(experts.mc2_group)
+    destroy()
+
+
+def use_mc2_group(init: Callable) -> Callable:
+    """Row provider for AscendUnquantizedFusedMoEMethod.__init__: MC2's ops get the name of their own communicator.
+
+    The name is the method's moe_all_to_all_group_name, which only MC2's dispatch and combine read; the all-to-all of
+    prefills takes vLLM's EP group itself. HCCL makes the communicator when its name is asked for.
+    """
+
+    @functools.wraps(init)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        import torch
+        from vllm.distributed import get_ep_group
+
+        init(self, *args, **kwargs)
+        group = getattr(get_ep_group(), "mc2_group", None)
+        if group is not None:
+            backend = group._get_backend(torch.device("npu"))
+            self.moe_all_to_all_group_name = backend.get_hccl_comm_name(torch.distributed.get_rank(group=group))
+
+    return __init__
+
+
+def _small(name: str | None) -> Any:
+    if SmallGroups.mib is None or name is None:
         return None
     from torch_npu._C._distributed_c10d import ProcessGroupHCCL
 

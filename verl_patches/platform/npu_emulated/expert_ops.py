@@ -182,7 +182,7 @@ def npu_moe_distribute_dispatch(
     k, room_of = expert_ids.shape[1], (x, expert_ids, ep_world_size, moe_expert_num, global_bs)
     largest, most, local = _dispatched_rows(*room_of)
     demand(len(x) * ep_world_size <= largest, f"{len(x)} tokens on {ep_world_size} ranks, global_bs is {global_bs}")
-    group = hccl.group_named(group_ep)
+    group = hccl.group_of_mc2(group_ep)
     found = group.rank(), group.size()
     demand(found == (ep_rank_id, ep_world_size), f"{group_ep} has (rank, size) {found}")
     experts, order = expert_ids.flatten().long().sort(stable=True)
@@ -233,7 +233,7 @@ def npu_moe_distribute_combine(
     demand(expert_scales.dtype == torch.float32, f"expert_scales must be float32, found {expert_scales.dtype}")
     shapes = f"expert_scales {list(expert_scales.shape)} and expert_ids {list(expert_ids.shape)}"
     demand(expert_scales.shape == expert_ids.shape, f"{shapes} must be of one shape")
-    group = hccl.group_named(group_ep)
+    group = hccl.group_of_mc2(group_ep)
     of: Dispatch | None = group.dispatched
     demand(of is not None, f"{group_ep} has dispatched nothing: call npu_moe_distribute_dispatch first")
     found = {"ep_world_size": ep_world_size, "ep_rank_id": ep_rank_id, "moe_expert_num": moe_expert_num}

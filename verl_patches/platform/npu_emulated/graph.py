@@ -13,6 +13,12 @@ from typing import Any
 import torch
 
 
+class Graph:
+    """Whether a compiled graph runs in this process now."""
+
+    runs = False
+
+
 def with_shapes(shapes: Callable[..., Any]) -> Callable[[Callable], Callable]:
     """Decorator of a reference that reads values: `shapes`(the same arguments) gives empty outputs for fake tensors."""
 

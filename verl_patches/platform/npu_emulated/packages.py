@@ -18,6 +18,7 @@ from verl_patches.platform.cpu.ascend import packages as training
 from verl_patches.platform.cpu.ascend.packages import stand_in
 from verl_patches.platform.npu.op_schemas import ATB_FUNCTIONS, FUNCTIONS, WITH_EMULATION
 from verl_patches.platform.npu_emulated import attention_ops, expert_ops, hccl, memory_pool, profiler
+from verl_patches.platform.npu_emulated.graph import Graph
 from verl_patches.platform.npu_emulated.npu_module import SOC_VERSION, nothing, npu, with_more
 
 
@@ -105,7 +106,11 @@ def _with_addresses(traced: torch.fx.GraphModule, options: SimpleNamespace) -> C
                 moved = first.setdefault(name, value.data_ptr()) != value.data_ptr()
                 if moved and getattr(options, "frozen_parameter", False):
                     raise ValueError(f"torchair: {name} has moved since the graph's first call (frozen_parameter)")
-        return traced.forward(*inputs)
+        Graph.runs = True
+        try:
+            return traced.forward(*inputs)
+        finally:
+            Graph.runs = False
 
     return run
 
