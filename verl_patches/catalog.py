@@ -125,22 +125,24 @@ ROLLOUT: tuple[PatchSpec, ...] = (
          "weights.",
          exit="vLLM derives them again when weights are loaded, or MindSpeed leaves torch.Tensor.view alone",
          lines=_A3),
-    _ascend("rollout.ascend_small_groups", "wrap", "vllm.distributed.parallel_state:init_model_parallel_group",
-            "verl_patches.platform.npu.groups:options_of_rollout",
-            "vLLM makes its device groups without options (parallel_state.py:221), so that each holds two buffers of "
-            "HCCL_BUFFSIZE, which the experts' exchange sizes; recipe.hccl.small_groups_mib is for the others.",
-            exit="vLLM takes options of groups", bindings=_HOLD_GROUPS),
     _ascend("rollout.ascend_mc2_groups", "wrap", "vllm.distributed.parallel_state:init_model_parallel_group",
             "verl_patches.platform.npu.groups:with_mc2_groups",
             "CANN demands a communicator for MC2 on which no other operator runs; vllm-ascend gives MC2 in decode "
             "(fused_moe.py:869) that of vLLM's EP group, on which batches with prefills run all-to-all (:341-407).",
             exit="vllm-ascend PRs 1711 (get_mc2_group) and 1831 (several instances) are in the pin, as in v0.9.1rc2",
-            bindings=_HOLD_GROUPS, needs=("rollout.ascend_small_groups",)),
+            bindings=_HOLD_GROUPS),
     _ascend("rollout.ascend_mc2_name", "wrap", "vllm_ascend.ops.fused_moe:AscendUnquantizedFusedMoEMethod.__init__",
             "verl_patches.platform.npu.groups:use_mc2_group",
             "The only place from which MC2's ops get the name of their communicator, in graphs too (fused_moe.py:154, "
             ":222, :959); the methods of quantised experts have their own, which no weight sync of ours writes into.",
             exit="as rollout.ascend_mc2_groups", needs=("rollout.ascend_mc2_groups",)),
+    _ascend("rollout.ascend_small_groups", "wrap", "vllm.distributed.parallel_state:init_model_parallel_group",
+            "verl_patches.platform.npu.groups:options_of_rollout",
+            "vLLM makes its device groups without options (parallel_state.py:221), so that each holds two buffers of "
+            "HCCL_BUFFSIZE, which the experts' exchange sizes; recipe.hccl.small_groups_mib is for the others, among "
+            "them the EP group where MC2 has its own.",
+            exit="vLLM takes options of groups", bindings=_HOLD_GROUPS,
+            needs=("rollout.ascend_mc2_groups", "rollout.ascend_mc2_name")),
     _ascend("rollout.count_mc2", "wrap", "vllm_ascend.ops.fused_moe:fused_experts_with_mc2",
             "verl_patches.worker.expert_load:count_experts",
             "Balanced routing takes the place of the router's choice inside of apply (fused_moe.py:945), so expert ids "

@@ -81,4 +81,6 @@ def test_a_group_outside_hccl_gets_no_options(small, monkeypatch):
     with groups._new_groups_with(options):
         dist.new_group([0], backend="gloo")
         dist.new_group([0], backend="hccl")
-    assert given == [{"backend": "gloo"}, {"backend": "hccl", "pg_options": options}]
+        dist.new_group([0], backend="hccl", pg_options=None)  # MC2's
+    hccl_given = [{"backend": "hccl", "pg_options": each} for each in (options, None)]
+    assert given == [{"backend": "gloo"}, *hccl_given]

@@ -59,7 +59,8 @@ def options_of_rollout(init_model_parallel_group: Callable) -> Callable:
         use_message_queue_broadcaster: bool = False,
         group_name: str | None = None,
     ) -> Any:
-        with _new_groups_with(_small(group_name) if group_name != EXPERTS_IN_ROLLOUT else None):
+        small = group_name != EXPERTS_IN_ROLLOUT or _decodes_by_mc2()  # over MC2's own group then, not this one
+        with _new_groups_with(_options(group_name) if small else None):
             return init_model_parallel_group(
                 group_ranks, local_rank, backend, use_message_queue_broadcaster, group_name=group_name
             )
@@ -68,29 +69,26 @@ def options_of_rollout(init_model_parallel_group: Callable) -> Callable:
 
 
 def with_mc2_groups(init_model_parallel_group: Callable) -> Callable:
-    """Row provider for the same function: with vLLM's EP groups one more of the same ranks for each, for MC2 alone.
+    """Row provider for the same function: beside each of vLLM's EP groups one more of its ranks, for MC2 alone.
 
     vllm-ascend gives MC2 the EP group's communicator, on which batches with prefills exchange tokens by all-to-all.
     CANN demands one on which no other operator runs, and HCCL no eager calls on one that graphs use (docs/ascend.md).
-    The group is `mc2_group` of vLLM's EP coordinator and is destroyed with it. It has HCCL_BUFFSIZE, which MC2's
-    formula sizes, and the EP group a small buffer. Where MC2 is never used, nothing changes.
+    The group is `mc2_group` of vLLM's EP coordinator and is destroyed with it. It takes no options: HCCL_BUFFSIZE is
+    sized for MC2. Where MC2 is never used, there is none.
     """
 
     @functools.wraps(init_model_parallel_group)
     def init(group_ranks: list[list[int]], local_rank: int, backend: str, *args: Any, **kwargs: Any) -> Any:
-        name = kwargs.get("group_name")
-        if name != EXPERTS_IN_ROLLOUT or not _decodes_by_mc2():
-            return init_model_parallel_group(group_ranks, local_rank, backend, *args, **kwargs)
         import torch.distributed as dist
 
-        with _new_groups_with(_small(name)):
-            experts = init_model_parallel_group(group_ranks, local_rank, backend, *args, **kwargs)
-        for ranks in group_ranks:  # every rank makes every group, in vLLM's order
-            group = dist.new_group(ranks, backend=backend)
-            if experts.rank in ranks:
-                experts.mc2_group = group
-        experts.destroy = functools.partial(_destroy, experts, experts.destroy)
-        return experts
+        made = init_model_parallel_group(group_ranks, local_rank, backend, *args, **kwargs)
+        if kwargs.get("group_name") == EXPERTS_IN_ROLLOUT and _decodes_by_mc2():
+            for ranks in group_ranks:  # every rank makes every group, in vLLM's order
+                group = dist.new_group(ranks, backend=backend, pg_options=None)
+                if made.rank in ranks:
+                    made.mc2_group = group
+            made.destroy = functools.partial(_destroy, made, made.destroy)
+        return made
 
     return init
 
@@ -105,10 +103,10 @@ def _decodes_by_mc2() -> bool:
     return get_fused_moe_state(dist.get_world_size() if split else 1, with_prefill=False) == FusedMoEState.MC2
 
 
-def _destroy(experts: Any, destroy: Callable[[], None]) -> None:
+def _destroy(coordinator: Any, destroy: Callable[[], None]) -> None:
     import torch.distributed as dist
 
-    dist.destroy_process_group(experts.mc2_group)
+    dist.destroy_process_group(coordinator.mc2_group)
     destroy()
 
 
@@ -133,7 +131,7 @@ def use_mc2_group(init: Callable) -> Callable:
     return __init__
 
 
-def _small(name: str | None) -> Any:
+def _options(name: str | None) -> Any:
     if SmallGroups.mib is None or name is None:
         return None
     from torch_npu._C._distributed_c10d import ProcessGroupHCCL
@@ -145,7 +143,10 @@ def _small(name: str | None) -> Any:
 
 @contextlib.contextmanager
 def _new_groups_with(options: Any) -> Iterator[None]:
-    """Inside, torch.distributed.new_group hands `options` to groups of HCCL: vLLM's GroupCoordinator takes none."""
+    """Inside, torch.distributed.new_group hands `options` to groups of HCCL: vLLM's GroupCoordinator takes none.
+
+    A caller that gives pg_options itself, None included, keeps them.
+    """
     import torch.distributed as dist
 
     if options is None:
@@ -155,8 +156,9 @@ def _new_groups_with(options: Any) -> Iterator[None]:
 
     @functools.wraps(new_group)
     def with_options(*args: Any, backend: Any = None, **kwargs: Any) -> Any:
-        given = {"pg_options": options} if str(backend) == "hccl" else {}
-        return new_group(*args, backend=backend, **given, **kwargs)
+        if str(backend) == "hccl":
+            kwargs.setdefault("pg_options", options)
+        return new_group(*args, backend=backend, **kwargs)
 
     dist.new_group = with_options
     try:
