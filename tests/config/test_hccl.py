@@ -9,6 +9,7 @@ from verl_patches.config import hccl
 from verl_patches.config.checks import check_config
 from verl_patches.config.compose import CONFIGS_DIR, compose
 from verl_patches.config.environment import derive
+from verl_patches.errors import ConfigError
 from verl_patches.layout.inventory import read_model_shape
 
 CONFIGS = {name: f"grpo_deepseekv3_256die_{name}" for name in ("random_init", "true_weight")}
@@ -132,6 +133,11 @@ def test_groups_of_context_parallelism():
         ("dp_modulo_exp", 4, False),
         ("dp_modulo_exp_cp", 4, True),
     ]
+
+
+def test_experts_over_a_part_of_a_tp_group_are_refused():
+    with pytest.raises(ConfigError, match=r"expert_model_parallel_size is 2, expected a multiple of .* 4"):
+        hccl.groups(config_of(actor_rollout_ref__actor__megatron__expert_model_parallel_size=2))
 
 
 def test_a_plan_holds_the_checks_and_fails_with_them():

@@ -65,8 +65,8 @@ def engines(model: str, dp: int, tp: int, cases: list[dict]) -> list[dict[str, A
     """Emulated engines of DP x TP ranks one after the other, each with vLLM's groups made anew.
 
     A case has `graphs`, whether decode is compiled, and `without`, rows in whose places upstream's objects are. The
-    answer of each: ranks and name of the EP group's communicator and, of an engine that decodes, what `compare` gives,
-    those of MC2's communicator, how MC2 has used it, and whether it outlives vLLM's groups; else the error.
+    answer of each: ranks, name and options of the EP group's communicator and, of an engine that decodes, what
+    `compare` gives, those of MC2's, how MC2 has used it, and whether it outlives vLLM's groups; else the error.
     """
     from transformers import AutoModelForCausalLM
     from vllm.distributed import parallel_state
@@ -74,7 +74,9 @@ def engines(model: str, dp: int, tp: int, cases: list[dict]) -> list[dict[str, A
     from tests.platform.emulated_engine import compare
     from tests.rollout.ascend_engine import without
     from tests.rollout.rebalance_rank import build
+    from verl_patches.platform.npu.groups import SmallGroups
 
+    SmallGroups.mib = 64
     eager = {"torch_dtype": "float32", "attn_implementation": "eager"}
     reference, found = AutoModelForCausalLM.from_pretrained(model, **eager).eval(), []
     for case in cases:
@@ -83,7 +85,7 @@ def engines(model: str, dp: int, tp: int, cases: list[dict]) -> list[dict[str, A
             try:
                 llm = build(model, dp, tp, additional_config=options, enforce_eager=not case["graphs"])
                 mc2 = _communicator_of_mc2(llm)
-                answer = compare(llm, reference) | {"mc2": [mc2.ranks, mc2.name], "in graphs": mc2.mc2_in_graphs}
+                answer = {**compare(llm, reference), "mc2": _facts(mc2), "in graphs": mc2.mc2_in_graphs}
             except ValueError as error:
                 answer["error"] = str(error)
         ep = parallel_state.get_ep_group().device_group._get_backend(torch.device("npu"))
@@ -92,8 +94,12 @@ def engines(model: str, dp: int, tp: int, cases: list[dict]) -> list[dict[str, A
         torch._dynamo.reset()
         parallel_state.destroy_model_parallel()
         left = [group._get_backend(torch.device("cpu")) for group in dist.distributed_c10d._world.pg_map]
-        found.append(answer | {"ep": [ep.ranks, ep.name], "left": mc2 in left})
+        found.append(answer | {"ep": _facts(ep), "left": mc2 in left})
     return found
+
+
+def _facts(group: hccl.ProcessGroupHCCL) -> list[Any]:
+    return [group.ranks, group.name, group.config.get("hccl_buffer_size")]
 
 
 def _communicator_of_mc2(llm: Any) -> Any:

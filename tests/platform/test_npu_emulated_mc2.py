@@ -158,5 +158,6 @@ def test_engines_decode_by_mc2_on_a_group_of_its_own(instances, dp, tp, model, r
         instance = [*range(first, first + dp * tp)]
         for graphs, right, control in zip(MODES, engines[:2], engines[2:], strict=True):
             assert right["worst"] < 1e-5 and right["same"] and right["in graphs"] is graphs, right
-            assert right["mc2"][0] == right["ep"][0] == instance and right["mc2"] != right["ep"] and not right["left"]
-            assert f"not MC2's ran on {control['ep'][1]} of ranks {instance}" in control["error"]
+            (ranks, own, size_mib), (of_ep, shared, small_mib) = right["mc2"], right["ep"]
+            assert ranks == of_ep == instance and own != shared and (size_mib, small_mib) == (None, 64)
+            assert not right["left"] and f"not MC2's ran on {control['ep'][1]} of ranks {instance}" in control["error"]

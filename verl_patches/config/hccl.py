@@ -114,7 +114,12 @@ def groups(config: DictConfig) -> list[Group]:
     """
     train, rollout = train_layout_of(config), rollout_layout_of(config)
     tp, pp, dp, cp = train.tp, train.pp, train.dp, train.cp
-    ep = train.ep * (train.etp or tp) // tp  # Megatron's own count: of groups of TP ranks
+    ep, rest = divmod(train.ep * (train.etp or tp), tp)  # Megatron's own count: of groups of TP ranks
+    if rest or not ep:
+        raise ConfigError(
+            f"actor.megatron.expert_model_parallel_size is {train.ep}, expected a multiple of "
+            f"tensor_model_parallel_size {tp}: experts are split over whole groups of TP ranks"
+        )
     split = cp > 1  # then experts' gradients have groups of their own
     training = [
         *(("dp", dp, False), ("dp_cp", dp * cp, True), ("cp", cp, True)),

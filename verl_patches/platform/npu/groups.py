@@ -59,7 +59,7 @@ def options_of_rollout(init_model_parallel_group: Callable) -> Callable:
         use_message_queue_broadcaster: bool = False,
         group_name: str | None = None,
     ) -> Any:
-        small = group_name != EXPERTS_IN_ROLLOUT or _decodes_by_mc2()  # over MC2's own group then, not this one
+        small = group_name != EXPERTS_IN_ROLLOUT or _decodes_by_mc2()  # MC2, which needs most, is not on it then
         with _new_groups_with(_options(group_name) if small else None):
             return init_model_parallel_group(
                 group_ranks, local_rank, backend, use_message_queue_broadcaster, group_name=group_name

@@ -85,9 +85,9 @@ def groups() -> list[dict[str, Any]]:
 def group_of_mc2(name: str) -> ProcessGroupHCCL:
     """The group of this name for a call of MC2; ValueError where there is none, or where MC2 may not use it.
 
-    On MC2's communicator no other operator may run (CANN 8.2.RC1, aclnnMoeDistributeDispatch, constraints of the
-    communication domain); calls in graphs and eager calls on one communicator are not supported (HCCL user guide,
-    management of communication domains). The second is checked for MC2's groups only: upstream's TP groups have both
+    On MC2's communicator no other operator may run (CANN, aclnnMoeDistributeDispatch, constraints of communication
+    domains); calls in graphs and eager calls on one communicator are not supported (HCCL user guide, management of
+    communication domains). The second is checked for MC2's groups only: upstream's TP groups have both
     (docs/ascend.md). Whatever ran on a group is found at MC2's next call, by gloo's count of its collectives.
     """
     if name not in _GROUPS:
