@@ -196,8 +196,8 @@ def test_a_plan_has_traffic_hosts_and_ports():
 def test_the_settings_of_the_published_run_give_its_rows_through_a_config():
     published = (
         "recipe.tensor_cache.enabled=true",
-        "recipe.train.alltoall_overlap=true",
         "recipe.patches=[-reshard.*,-memory.order*]",
+        "recipe.rollout.ascend.vllm_sleep_mode=true",
         "recipe.rollout.ascend.prefix_caching=false",
         "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=8",
         "actor_rollout_ref.model.gradient_checkpointing_kwargs.activations_checkpoint_num_layers=4",

@@ -48,8 +48,8 @@ def _properties(device_number: Any = None) -> SimpleNamespace:
 npu = with_more(
     training.npu,
     config=SimpleNamespace(allow_internal_format=True), current_blas_handle=nothing,
-    device_count=device_count, empty_cache=memory_pool.empty_cache, get_device_name=lambda device=None: training.get_soc_name(),
-    get_device_properties=_properties,
+    device_count=device_count, empty_cache=memory_pool.empty_cache,
+    get_device_name=lambda device=None: training.get_soc_name(), get_device_properties=_properties,
     get_soc_version=lambda: SOC_VERSION, graph=nothing, init=nothing, is_initialized=lambda: True,
     _is_in_bad_fork=lambda: False, _lazy_init=nothing, mem_get_info=device.mem_get_info,
     memory=stand_in("torch_npu.npu.memory", "A pluggable allocator.", MemPool=memory_pool.MemPool,
