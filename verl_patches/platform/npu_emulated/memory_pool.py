@@ -45,10 +45,7 @@ def note(made: Any, inputs: Iterable[Any], for_device: bool) -> None:
 
     In a pool CaMemAllocator is called back with them.
     """
-    for tensor in made if isinstance(made, (tuple, list)) and not isinstance(made, torch.Size) else (made,):
-        if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
-            continue
-        storage = tensor.untyped_storage()
+    for storage in _storages((made,)):
         if storage._cdata in _Device.storages or storage.device.type != "cpu":
             continue
         if for_device or _is_made_of(storage, inputs):
@@ -62,8 +59,18 @@ def note(made: Any, inputs: Iterable[Any], for_device: bool) -> None:
 
 def _is_made_of(storage: torch.UntypedStorage, inputs: Iterable[Any]) -> bool:
     """Whether some input is on the device, and none has this storage: a copy to the host returns its host tensor."""
-    cdata = {t.untyped_storage()._cdata for t in inputs if isinstance(t, torch.Tensor) and t.layout is torch.strided}
+    cdata = {each._cdata for each in _storages(inputs)}
     return storage._cdata not in cdata and not cdata.isdisjoint(_Device.storages)
+
+
+def _storages(values: Iterable[Any]) -> Iterator[torch.UntypedStorage]:
+    """Of the dense tensors among `values` and in lists and tuples among them."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            if value.layout is torch.strided:
+                yield value.untyped_storage()
+        elif isinstance(value, (list, tuple)):
+            yield from _storages(value)
 
 
 def _report(storage: torch.UntypedStorage) -> None:
