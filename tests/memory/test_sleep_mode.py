@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 
 from verl_patches.catalog import ROWS
 from verl_patches.errors import RecipeError
@@ -20,6 +21,7 @@ from verl_patches.platform.npu_emulated import memory_pool
 from verl_patches.platform.npu_emulated.npu_module import npu
 from verl_patches.worker import context as contexts
 from verl_patches.worker.context import WorkerContext
+from verl_patches.worker.memory import WorkerMemory
 from verl_patches.worker.rollout_engine import RolloutEngine, with_addresses_read
 
 SCRIPT = Path(__file__).with_name("sleep_mode.py").read_text()
@@ -302,6 +304,22 @@ def test_a_small_share_may_be_missing(missing, sleeper, monkeypatch):
     else:
         with pytest.raises(RecipeError, match="expected 2,097,152 bytes"):
             llm.sleep()
+
+
+@pytest.mark.parametrize(("platform", "ledger", "rows", "device"), [
+    ("cuda", "report", ("memory.ledger",), torch.cuda),
+    ("cuda", "off", ("memory.ledger",), None),
+    ("cuda", "strict", (), None),
+    ("cpu", "strict", ("memory.ledger",), None),
+])  # fmt: skip
+def test_a_worker_checks_sleep_where_there_is_a_device_and_a_ledger(platform, ledger, rows, device, build, monkeypatch):
+    megatron = {"param_offload": True, "optimizer_offload": True}
+    recipe = {"line": "pypi", "platform": platform, "weight_sync": {"enabled": True}, "memory": {"ledger": ledger}}
+    recipe |= {"train": {"skip_old_log_prob": False}}
+    config = {"actor": {"megatron": megatron}, "ref": {"megatron": megatron}, "rollout": {"enforce_eager": True}}
+    monkeypatch.setattr(patches, "_CURRENT", SimpleNamespace(wanted=rows))
+    WorkerMemory(OmegaConf.create(config), OmegaConf.create(recipe))
+    assert contexts.context().device is device
 
 
 def test_what_is_awake_is_not_woken_and_every_call_begins_its_phase(build):
