@@ -186,8 +186,7 @@ def test_they_do_with_the_swapped_optimizer_of_bf16_too(run_a3):
     )
     for there, here in zip(swapped, all_three, strict=True):
         assert "Swap" in there["optimizer"] + here["optimizer"], there["optimizer"]
-        print(_grad_norms(there), _grad_norms(here), there["calls"], here["calls"])
-        assert _grad_norms(here) == pytest.approx(_grad_norms(there), rel=1e-2)
+        assert _grad_norms(here) == pytest.approx(_grad_norms(there), rel=1e-3)
         assert here["calls"]["fused_expert_wgrad"] > 0 == there["calls"]["fused_expert_wgrad"]
 
 
