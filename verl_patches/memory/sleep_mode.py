@@ -12,11 +12,11 @@ after waking up. Graphs then read addresses at each call (row memory.graph_addre
 Buffers (rotary tables, expert maps) stay on the device, as does a weight that shares a buffer's memory or has a private
 NPU format, whose storage torch_npu does not resize (ResizeNpu.h).
 
-`CumemSleepMode` (graphs, recipe.rollout.ascend.vllm_sleep_mode=true) uses vLLM's sleep mode, with which memory comes back
-at the addresses that graphs captured (torchair: frozen_parameter, vllm_ascend model_runner_v1.py:1774), but does not
-copy weights that the next sync writes. vLLM's allocator releases segments of torch's allocator. A segment in which all
-tensors are such weights is released without a copy, as those of the KV cache are. All other segments are copied to the
-host.
+`CumemSleepMode` (graphs, recipe.rollout.ascend.vllm_sleep_mode=true) uses vLLM's sleep mode, with which memory comes
+back at the addresses that graphs captured (torchair: frozen_parameter, vllm_ascend model_runner_v1.py:1774), but does
+not copy weights that the next sync writes. vLLM's allocator releases segments of torch's allocator. A segment in which
+all tensors are such weights is released without a copy, as those of the KV cache are. All other segments are copied to
+the host.
 
 `freeing` ends the run where the driver does not say that the memory is free after sleep.
 """
