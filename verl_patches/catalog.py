@@ -482,7 +482,7 @@ MEMORY: tuple[PatchSpec, ...] = (
          "verl_patches.worker.rollout_engine:RolloutEngine.sleep",
          "vLLM's sleep mode copies all weights to the host at every sleep, where the weight sync overwrites them, and "
          "takes memory past torch's allocator; a CPU has none. Ours gives the storages' memory back and takes it "
-         "again. Graphs keep vLLM's, without that copy, unless their addresses may change.",
+         "again, also with graphs; or vLLM's without that copy (recipe.rollout.ascend.vllm_sleep_mode=true).",
          exit="vLLM drops weights that are to be replaced, at sleep, into torch's pool", needs=("rollout.engine",)),
     _ascend("memory.graph_addresses", "wrap", "vllm_ascend.worker.model_runner_v1:torchair",
             "verl_patches.worker.rollout_engine:with_addresses_read",

@@ -40,7 +40,8 @@ def upstream(tmp_path):
 
 def test_a_start_that_would_ignore_keys_is_refused():
     pypi = ("recipe.line=pypi", "recipe.train.collective_timeout_minutes=30", "recipe.hccl.expansion_mode=AI_CPU")
-    pypi += ("recipe.train.adam_beta2=0.999",)
+    pypi += ("recipe.train.adam_beta2=0.999", "recipe.train.alltoall_overlap=false")
+    pypi += ("recipe.train.fused_expert_wgrad=false",)
     assert "recipe.train.layers_per_stage" in refusal("train", "--config-name", LARGE, *pypi)
 
 

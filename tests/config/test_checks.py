@@ -38,7 +38,7 @@ def failed(name, *overrides):
 WHOLE_PROMPTS, NO_CHUNKS = f"{ASCEND}.scheduler=ascend", f"{ASCEND}.chunked_prefill_for_mla=false"
 IN_CHUNKS = f"+{VLLM}.additional_config.ascend_scheduler_config.enable_chunked_prefill=true"
 NO_GRAPHS = [f"{ASCEND}.{key}" for key in ("graphs=false", "multistream_mla=false", "multistream_moe=false")]
-NO_GRAPHS.append(f"{ASCEND}.view_optimize=true")
+NO_GRAPHS += [f"{ASCEND}.view_optimize=true", f"{ASCEND}.graph_batch_sizes=null"]
 BUDGET = f"{ROLLOUT}.max_num_batched_tokens"
 # 8 ranks; rules of training do not hold then
 EIGHT = "trainer.nnodes=1", "trainer.n_gpus_per_node=8", "recipe.rollout.instances=1", "recipe.rollout.dp=4"
@@ -225,7 +225,7 @@ def test_rules_of_features_that_are_off_do_not_apply(name, overrides):
     assert not failed(name, *overrides).keys() & {"weight sync", "checkpoints"}
 
 
-MOVED = f"{ASCEND}.vllm_sleep_mode=false"
+BY_VLLM = f"{ASCEND}.vllm_sleep_mode=true"
 CACHED_GRAPH = f"+{VLLM}.additional_config.torchair_graph_config.use_cached_graph=true"
 COPIED = "weights are copied to the host, as"
 
@@ -233,26 +233,34 @@ COPIED = "weights are copied to the host, as"
 @pytest.mark.parametrize(
     ("name", "overrides", "ok", "detail"),
     [
-        (TINY, [], True, "to torch's pool; weights that the sync writes are not copied$"),
+        (TINY, [], True, "to torch's pool; weights that the sync writes are not copied; .* not measured: a CPU"),
         (TINY, ["recipe.weight_sync.enabled=false"], True, "weights stay, as recipe.weight_sync.enabled is false"),
         (TINY, ["recipe.patches=[-reshard.*]"], True, "weights stay, as row reshard.direct is off"),
         (TINY, [f"{ROLLOUT}.enforce_eager=false"], False, "sleep mode.* on a CPU; expected .*enforce_eager=true"),
         (TINY, ["recipe.patches=[-memory.*]"], False, "on a CPU; expected .*without -memory.sleep_mode"),
-        (LARGE, [], True, "addresses that graphs captured; weights that the sync .* not copied, unless"),
-        (LARGE, ["recipe.patches=[-reshard.*]"], True, f"sleep mode.*{COPIED} row reshard.dir"),
-        (LARGE, ["recipe.weight_sync.enabled=false"], True, f"{COPIED} recipe.weight_sync.enabled is f"),
-        (LARGE, ["recipe.patches=[-memory.sleep_mode]"], True, "row memory.sleep_mode is off: vLLM copies all"),
-        (LARGE, [MOVED], True, "to torch's pool; weights that the sync writes are not copied$"),
-        (LARGE, [MOVED, "recipe.patches=[-memory.graph_addresses]"], False, "graph_addresses is off; expected true"),
-        (LARGE, [MOVED, "recipe.patches=[-memory.sleep_mode]"], False, "memory.sleep_mode is off; expected true"),
-        (LARGE, [MOVED, CACHED_GRAPH], False, "use_cached_graph is set, whose graphs no row changes; expected true"),
-        (LARGE, NO_GRAPHS, True, "to torch's pool; weights that the sync writes are not copied$"),
+        (LARGE, [BY_VLLM], True, "addresses that graphs captured; weights that the sync .* not copied, unless"),
+        (LARGE, [BY_VLLM, "recipe.patches=[-reshard.*]"], True, f"sleep mode.*{COPIED} row reshard.dir"),
+        (LARGE, [BY_VLLM, "recipe.weight_sync.enabled=false"], True, f"{COPIED} recipe.weight_sync.enabled is f"),
+        (LARGE, [BY_VLLM, "recipe.patches=[-memory.sleep_mode]"], True, "memory.sleep_mode is off: vLLM copies all"),
+        (LARGE, [], True, "to torch's pool; weights that the sync writes are not copied; the run ends where"),
+        (LARGE, ["recipe.memory.ledger=off"], True, "to torch's pool; .* not compared, as the memory ledger is off"),
+        (LARGE, ["recipe.patches=[-memory.graph_addresses]"], False, "graph_addresses is off; expected true"),
+        (LARGE, ["recipe.patches=[-memory.sleep_mode]"], False, "memory.sleep_mode is off; expected true"),
+        (LARGE, [CACHED_GRAPH], False, "use_cached_graph is set, whose graphs no row changes; expected true"),
+        (LARGE, NO_GRAPHS, True, "to torch's pool; weights that the sync writes are not copied"),
     ],
 )
 def test_sleep_of_the_rollout_is_described_and_refused_where_it_cannot_work(name, overrides, ok, detail):
     checks = check_config(compose(name, overrides))
     (found,) = (check for check in checks if check.name == "rollout memory")
     assert found.ok is ok and re.search(detail, found.detail), found
+    assert found.note == (BY_VLLM in overrides) and found.note == ("on several nodes it may free" in found.detail)
+
+
+def test_every_graph_is_named_with_the_time_to_compile_it():
+    (found,) = (check for check in check_config(compose(LARGE)) if check.name == "graph batch sizes")
+    assert "graphs of 8, 16, 32, 64" in found.detail and "2 to 6 minutes to compile at the start" in found.detail
+    assert "graph batch sizes" not in {check.name for check in check_config(compose(LARGE, NO_GRAPHS))}
 
 
 @pytest.fixture

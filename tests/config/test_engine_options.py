@@ -35,7 +35,7 @@ def test_every_key_is_written_to_one_place_or_is_a_variable():
         ("scheduler=ascend", "ascend_scheduler_config.enabled", True),
         ("chunked_prefill_for_mla=false", "chunked_prefill_for_mla", False),
         ("prefix_caching=false", "enable_prefix_caching", False),
-        ("vllm_sleep_mode=false", "vllm_sleep_mode", False),
+        ("vllm_sleep_mode=true", "vllm_sleep_mode", True),
     ],
 )
 def test_a_key_changes_its_own_place_only(override, place, value):
@@ -48,7 +48,9 @@ def test_a_key_changes_its_own_place_only(override, place, value):
 def test_graphs_decide_verls_two_keys_and_the_default_sizes():
     rollout = compose(LARGE).actor_rollout_ref.rollout
     assert not rollout.enforce_eager and not rollout.free_cache_engine
-    assert options(LARGE).torchair_graph_config.graph_batch_sizes == [rollout.engine_kwargs.vllm.max_num_seqs] == [64]
+    assert options(LARGE).torchair_graph_config.graph_batch_sizes == [8, 16, 32, 64]
+    one = options(LARGE, f"{ASCEND}.graph_batch_sizes=null").torchair_graph_config.graph_batch_sizes
+    assert one == [rollout.engine_kwargs.vllm.max_num_seqs] == [64]
     eager = compose(TINY, NPU).actor_rollout_ref.rollout
     assert eager.enforce_eager and eager.free_cache_engine
     assert eager.engine_kwargs.vllm.additional_config.torchair_graph_config.graph_batch_sizes == []
@@ -62,11 +64,10 @@ def test_top_k_optimize_is_a_variable():
 
 
 def test_expandable_segments_are_for_engines_without_vllms_sleep_mode():
-    name, moves = "PYTORCH_NPU_ALLOC_CONF", f"{ASCEND}.vllm_sleep_mode=false"
-    given = {True: [moves], False: ["recipe.patches=[-memory.sleep_mode]", moves]}
-    found = {key: worker_environment(compose(LARGE, options))[name] for key, options in given.items()}
-    assert found == {key: f"expandable_segments:{key}" for key in given}
-    assert worker_environment(compose(LARGE))[name] == "expandable_segments:False"
+    name, by_vllm, row_off = "PYTORCH_NPU_ALLOC_CONF", f"{ASCEND}.vllm_sleep_mode=true", "-memory.sleep_mode"
+    for overrides in ([by_vllm], [f"recipe.patches=[{row_off}]"]):
+        assert worker_environment(compose(LARGE, overrides))[name] == "expandable_segments:False"
+    assert worker_environment(compose(LARGE))[name] == "expandable_segments:True"
     assert worker_environment(compose(TINY, NPU))[name] == "expandable_segments:True"  # eager
 
 

@@ -158,6 +158,18 @@ def wrong_dp_rank():
     after_import("vllm.model_executor.layers.fused_moe.layer", on_import)
 
 
+# -- memory that the rollout's sleep does not free ---------------------------------------------------------------------
+
+
+def sleep_frees_nothing():
+    """The allocator of vLLM's sleep mode on rank 1 keeps all memory, as was found on several nodes."""
+    if os.environ.get("RANK") == "1":
+        after_import(
+            "vllm_ascend.device_allocator.camem",
+            lambda module: setattr(module, "python_unmap_and_release", lambda *handle: None),
+        )
+
+
 # -- requests that move between data-parallel ranks --------------------------------------------------------------------
 
 

@@ -16,9 +16,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.upstream]
 # mixed batches of decodes and prefills need the ring kernel, or whole prompts
 GRAPHS = ("graphs=true", "graph_batch_sizes=[8]", "chunked_prefill_for_mla=true")
 MULTISTREAM = (*GRAPHS, "multistream_mla=true", "multistream_moe=true", "view_optimize=false")
+BY_VLLM = "vllm_sleep_mode=true"
 AS_IN_PRODUCTION = (
     *(option for option in OFFLOAD if ".optimizer_offload" not in option),  # the swapped optimizer is for bf16
     "recipe.train.skip_old_log_prob=true",
+    "recipe.train.alltoall_overlap=true",
+    "recipe.train.fused_expert_wgrad=true",
     "recipe.tensor_cache.enabled=true",
     "recipe.memory.ledger=strict",
     "recipe.profile.steps=[1]",
@@ -78,7 +81,7 @@ def assert_buffers_as_planned(run):
 @pytest.mark.parametrize(
     ("layout", "ranks", "graphs"),
     [
-        ("pp2", ("--rollout-tp", "2", REPLAY), (*GRAPHS, "vllm_sleep_mode=false")),
+        ("pp2", ("--rollout-tp", "2", REPLAY), (*GRAPHS, BY_VLLM)),
         ("tp2ep2", ("--rollout-tp", "2", "--rollout-dp", "2", *AS_IN_PRODUCTION, *REBALANCE), MULTISTREAM),
     ],
 )
@@ -107,6 +110,15 @@ def test_layouts_and_graphs_change_no_step(emulated, layout, ranks, graphs):
     for step, expected in zip(run.steps, first.steps, strict=True):
         assert step["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
         assert step["reward"] == expected["reward"]
+
+
+@pytest.mark.full
+def test_a_sleep_that_frees_nothing_ends_the_run_before_step_one(emulated):
+    """The two runs above are the other side of it: in both sleep modes each sleep of each rank is checked."""
+    run = emulated("1", "--rollout-dp", "2", *with_options((*GRAPHS, BY_VLLM)), hook("sleep_frees_nothing"), ok=False)
+    assert run.code == 1 and not run.steps and "RecipeError" in run.summary["exit"], run.summary["exit"]
+    for words in ("rank 1: expected", "bytes more free memory", "rollout_weights", "kv_cache", "vllm_sleep_mode=false"):
+        assert words in run.summary["exit"], run.summary["exit"]
 
 
 @pytest.mark.full

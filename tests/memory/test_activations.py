@@ -32,6 +32,7 @@ MEASURED = {
     "tp1_unpadded": (1, {"train": {"unpadded_attention": True}}),
     "tp2_extends_ep": (2, {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2, "split": "tp_extend_ep"}),
 }
+MEASURED["tp2_overlapped"] = (2, {**MEASURED["tp2_extends_ep"][1], "train": {"alltoall_overlap": True}})
 
 
 @pytest.fixture(scope="module", params=MEASURED)

@@ -1,7 +1,5 @@
 """A schedule executed on real storages: exactly the table's moves, in its order, each followed by the ledger."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
@@ -10,7 +8,7 @@ from verl_patches.memory import counters
 from verl_patches.memory.ledger import Ledger, MemoryLedgerError
 from verl_patches.memory.measure import held_bytes
 from verl_patches.memory.schedule import SCHEDULE, simulate
-from verl_patches.memory.scheduler import Scheduler, empty_cache_of
+from verl_patches.memory.scheduler import Scheduler
 from verl_patches.worker import context as contexts
 from verl_patches.worker.context import WorkerContext
 from verl_patches.worker.empty_cache import without_empty_cache
@@ -226,20 +224,6 @@ def test_unknown_names_are_refused(made):
         made()[0].add({"gards": None})
     with pytest.raises(ConfigError, match="no phase 'x'"):
         made()[0].begin("x")
-
-
-@pytest.mark.parametrize(("settings", "in_pool", "expected"), [
-    ("expandable_segments:True", True, "light"),
-    ("max_split_size_mb:128, expandable_segments:true", True, "light"),
-    ("expandable_segments:True", False, "full"),  # vLLM's sleep mode takes memory outside the pool
-    ("expandable_segments:False", True, "full"),  # the light form raises there
-    ("", True, "full"),
-])  # fmt: skip
-def test_the_light_form_of_empty_cache_is_used_only_where_it_works(settings, in_pool, expected, monkeypatch):
-    monkeypatch.setenv("PYTORCH_NPU_ALLOC_CONF", settings)
-    device = SimpleNamespace(empty_cache="full", empty_virt_addr_cache="light")
-    assert empty_cache_of(device, in_pool) == expected
-    assert empty_cache_of(torch.cuda, in_pool) is torch.cuda.empty_cache and empty_cache_of(None, in_pool)() is None
 
 
 def test_after_an_error_groups_are_released_and_none_is_loaded(made):

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 
 from verl_patches.catalog import ROWS
 from verl_patches.errors import RecipeError
@@ -16,8 +17,11 @@ from verl_patches.memory import sleep_mode
 from verl_patches.memory.sleep_mode import CumemSleepMode, ResizeSleepMode, dropped, segments_of, weights_of
 from verl_patches.patching import engine as patches
 from verl_patches.patching.row import subclass_of
+from verl_patches.platform.npu_emulated import memory_pool
+from verl_patches.platform.npu_emulated.npu_module import npu
 from verl_patches.worker import context as contexts
 from verl_patches.worker.context import WorkerContext
+from verl_patches.worker.memory import WorkerMemory
 from verl_patches.worker.rollout_engine import RolloutEngine, with_addresses_read
 
 SCRIPT = Path(__file__).with_name("sleep_mode.py").read_text()
@@ -229,6 +233,93 @@ def test_with_the_row_off_vllms_own_sleep_mode_stays(build):
     llm.weights_written(last=False)
     llm.sleep()
     assert llm.sleep_mode is None and llm.calls == ["sleep", "vLLM's sleep"] and not llm.awake
+
+
+@pytest.fixture
+def sleeper(build, monkeypatch):
+    """sleeper(rows, **arguments): such an engine of rank 3 on the emulated device, with 1 MB of each memory group."""
+
+    def of(rows, **arguments):
+        llm = build(rows, enable_sleep_mode=True, load_format="dummy", **arguments)
+        patches.current().switches = SimpleNamespace(platform="npu_emulated")
+        runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
+        llm.llm_engine.vllm_config.model_config = SimpleNamespace(enable_sleep_mode=llm.seen["enable_sleep_mode"])
+        runner.model = torch.nn.Linear(512, 512, bias=False)
+        runner.kv_caches[:] = [torch.ones(512, 512)]
+        for tensor in (runner.model.weight, *runner.kv_caches):
+            memory_pool.note(tensor, (), for_device=True)
+        contexts.context().device = npu
+        return llm
+
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 3)
+    return of
+
+
+OURS = ("memory.sleep_mode", "reshard.direct")
+EACH = 1 << 20
+
+
+def test_memory_that_sleep_frees_must_be_the_devices_again(sleeper, monkeypatch):
+    llm, (free, _) = sleeper(OURS, enforce_eager=True), npu.mem_get_info()
+    llm.sleep()
+    assert npu.mem_get_info()[0] - free == 2 * EACH
+    llm.sleep()  # nothing more to free
+    llm.wake_up()
+    cached = torch.ones(EACH)
+    memory_pool.note(cached, (), for_device=True)
+    assert npu.memory_reserved() >= 6 * EACH
+    del cached
+    monkeypatch.setattr(npu, "empty_cache", lambda: None)  # the control: torch's allocator keeps what it was given
+    with pytest.raises(RecipeError) as refused:
+        llm.sleep()
+    for words in ("rank 3", "rollout_weights 1,048,576", "kv_cache 1,048,576", "found 0 ", "expandable_segments:True"):
+        assert words in str(refused.value)
+
+
+def test_what_torch_gives_back_of_its_cache_does_not_count_for_what_sleep_frees(sleeper):
+    llm = sleeper((), enforce_eager=False)  # vLLM's own sleep, which frees nothing here
+    cached = torch.ones(EACH)
+    memory_pool.note(cached, (), for_device=True)
+    assert npu.memory_reserved() >= 6 * EACH
+    del cached
+    with pytest.raises(RecipeError, match="torch's cache 4,194,304.*found 4,194,304 .*vllm_sleep_mode=false"):
+        llm.sleep()
+    contexts.context().device = None  # a CPU, and recipe.memory.ledger=off
+    llm.wake_up()
+    llm.sleep()
+
+
+@pytest.mark.parametrize("missing", [0.04, 0.06])
+def test_a_small_share_may_be_missing(missing, sleeper, monkeypatch):
+    llm = sleeper(OURS, enforce_eager=True)
+    sleep = llm.llm_engine.sleep
+
+    def sleep_beside_another(level):
+        sleep(level)
+        monkeypatch.setattr(memory_pool, "used_bytes", lambda: memory_pool.reserved_bytes() + int(missing * 2 * EACH))
+
+    llm.llm_engine.sleep = sleep_beside_another
+    if missing < sleep_mode.MAY_BE_MISSING:
+        llm.sleep()
+    else:
+        with pytest.raises(RecipeError, match="expected 2,097,152 bytes"):
+            llm.sleep()
+
+
+@pytest.mark.parametrize(("platform", "ledger", "rows", "device"), [
+    ("cuda", "report", ("memory.ledger",), torch.cuda),
+    ("cuda", "off", ("memory.ledger",), None),
+    ("cuda", "strict", (), None),
+    ("cpu", "strict", ("memory.ledger",), None),
+])  # fmt: skip
+def test_a_worker_checks_sleep_where_there_is_a_device_and_a_ledger(platform, ledger, rows, device, build, monkeypatch):
+    megatron = {"param_offload": True, "optimizer_offload": True}
+    recipe = {"line": "pypi", "platform": platform, "weight_sync": {"enabled": True}, "memory": {"ledger": ledger}}
+    recipe |= {"train": {"skip_old_log_prob": False}}
+    config = {"actor": {"megatron": megatron}, "ref": {"megatron": megatron}, "rollout": {"enforce_eager": True}}
+    monkeypatch.setattr(patches, "_CURRENT", SimpleNamespace(wanted=rows))
+    WorkerMemory(OmegaConf.create(config), OmegaConf.create(recipe))
+    assert contexts.context().device is device
 
 
 def test_what_is_awake_is_not_woken_and_every_call_begins_its_phase(build):

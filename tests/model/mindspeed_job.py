@@ -179,9 +179,11 @@ def worker_job(folder: Path, config, args) -> dict:
     """
     import fused_weight_gradient_mlp_cuda
     import mindspeed.ops.gmm
+    from mindspeed.core.transformer.moe import grouped_mlp_with_comp_and_comm_overlap_all2all
 
     linear = _count(fused_weight_gradient_mlp_cuda, "wgrad_gemm_accum_fp32")
     grouped, attended = _count(mindspeed.ops.gmm, "npu_groupmatmul_add_fp32"), _count(attention, "fused_attention")
+    overlapped = _count(grouped_mlp_with_comp_and_comm_overlap_all2all, "npu_groupmatmul_add_fp32")
     from verl import DataProto
 
     worker, tensors = start_worker(folder, config)
@@ -195,6 +197,7 @@ def worker_job(folder: Path, config, args) -> dict:
         found["log_probs"].append(log_probs)
         found["metrics"].append(worker.actor.update_policy(worker.actor.make_minibatch_iterator(data)))
     unpadded = sum(value.shape[-1] != key.shape[-1] for _, (_, key, value) in attended)
-    calls = {"fused_linear_wgrad": len(linear), "fused_expert_wgrad": len(grouped), "unpadded_attention": unpadded}
+    calls = {"fused_linear_wgrad": len(linear), "unpadded_attention": unpadded}
+    calls["fused_expert_wgrad"] = len(grouped) + len(overlapped)
     found["load"] = {side: load and load.take() for side, load in worker.expert_loads.items()}
     return {**found, "calls": calls, "ids": tensors["input_ids"], "optimizer": type(worker.actor_optimizer).__name__}

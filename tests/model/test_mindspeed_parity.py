@@ -8,6 +8,7 @@ import pytest
 
 from tests.model import parity
 from tests.model.mindspeed_start import LAYOUTS, engine_config
+from verl_patches.config.compose import compose
 
 LOAD = ["recipe.expert_load=true"]
 pytestmark = [pytest.mark.slow, pytest.mark.upstream]
@@ -129,11 +130,13 @@ def test_updates_with_entropy_in_the_loss_are_equal_across_layouts_and_to_verls(
     assert torch.allclose(verls["log_probs"][0], alone["log_probs"][0], rtol=0, atol=1e-6)
 
 
+RECOMPUTED = "actor_rollout_ref.model.gradient_checkpointing_kwargs.activations_checkpoint_"
+ALL_LAYERS = [f"{RECOMPUTED}granularity=full", f"{RECOMPUTED}method=block", f"{RECOMPUTED}num_layers=4"]
+ALL_LAYERS.append("actor_rollout_ref.model.enable_gradient_checkpointing=true")
+
+
 def test_recomputed_activations_give_the_same_update(run_a3, one_rank):
-    keys = "actor_rollout_ref.model.gradient_checkpointing_kwargs.activations_checkpoint_"
-    more = [f"{keys}granularity=full", f"{keys}method=block", f"{keys}num_layers=4"]
-    more.append("actor_rollout_ref.model.enable_gradient_checkpointing=true")
-    (found,) = run_a3("worker_job", 1, {"more": more})
+    (found,) = run_a3("worker_job", 1, {"more": ALL_LAYERS})
     assert _grad_norms(found) == pytest.approx(_grad_norms(one_rank), rel=1e-6)
 
 
@@ -158,6 +161,33 @@ def test_overlapped_expert_exchange_gives_the_same_update(run_a3, one_rank):
     ranks, sizes = LAYOUTS["tp2_extends_ep"]
     for found in run_a3("worker_job", ranks, {**sizes, "train": {"alltoall_overlap": True}}):
         assert _grad_norms(found) == pytest.approx(_grad_norms(one_rank), rel=1e-5)
+
+
+PRODUCTION = ("alltoall_overlap", "fused_expert_wgrad", "swap_optimizer")  # of both 256-die configurations
+
+
+@pytest.mark.parametrize("layout", ["tp2_extends_ep", "tp2_ep2"])
+def test_the_settings_of_the_256_die_configurations_give_the_same_update(run_a3, one_rank, layout):
+    """All layers are made again in backward, experts' exchange and weight gradients as there; fp32 has no swap."""
+    train = compose("grpo_deepseekv3_256die_true_weight").recipe.train
+    assert all(train[key] for key in PRODUCTION)
+    ranks, sizes = LAYOUTS[layout]
+    keys = dict.fromkeys(PRODUCTION[:2], True)
+    for found in run_a3("worker_job", ranks, {**sizes, "train": keys, "more": ALL_LAYERS}):
+        assert _grad_norms(found) == pytest.approx(_grad_norms(one_rank), rel=1e-5)
+        assert found["calls"]["fused_expert_wgrad"] > 0
+
+
+def test_they_do_with_the_swapped_optimizer_of_bf16_too(run_a3):
+    ranks, sizes = LAYOUTS["tp2_extends_ep"]
+    swapped, all_three = (
+        run_a3("worker_job", ranks, {**sizes, "train": dict.fromkeys(keys, True), "more": ALL_LAYERS}, dtype="bf16")
+        for keys in (PRODUCTION[2:], PRODUCTION)
+    )
+    for there, here in zip(swapped, all_three, strict=True):
+        assert "Swap" in there["optimizer"] + here["optimizer"], there["optimizer"]
+        assert _grad_norms(here) == pytest.approx(_grad_norms(there), rel=1e-3)
+        assert here["calls"]["fused_expert_wgrad"] > 0 == there["calls"]["fused_expert_wgrad"]
 
 
 def test_balanced_routing_is_not_the_models(run_a3, one_rank):

@@ -10,7 +10,16 @@ from verl_patches.errors import ConfigError
 from verl_patches.planning import search as search_module
 from verl_patches.planning.plan import build_plan, patch_table
 from verl_patches.planning.remedies import remedies
-from verl_patches.planning.search import as_overrides, balanced_layers, changed, rollout_keys, search, train_keys
+from verl_patches.planning.search import (
+    GRAPHS,
+    as_overrides,
+    balanced_layers,
+    changed,
+    rollout_keys,
+    search,
+    seats_keys,
+    train_keys,
+)
 from verl_patches.planning.step_plan import Workload
 from verl_patches.upstream.checkouts import trees_of
 
@@ -79,6 +88,24 @@ def test_a_listed_layout_is_what_an_ordinary_plan_of_its_overrides_says(found):
     plan = plan_of(BIG, *row["overrides"])
     assert plan["ok"] and plan["step"]["total_s"] == row["total_s"] and plan["train"]["layout"] == row["train"]
     assert plan["step"]["phases"] == row["phases"] and plan["memory"]["hbm_bytes"] >= row["peak_bytes"]
+
+
+def test_graphs_of_a_listed_layout_go_up_to_its_requests(rows):
+    name = "grpo_deepseekv3_256die_true_weight"
+    config = compose(name)
+    assert seats_keys(config, 16)[GRAPHS] == [8, 16] and GRAPHS not in seats_keys(compose(BIG), 16)
+    row = search(config, rows, 128, Workload(), top=1)[0]
+    assert f"{GRAPHS}=[8,16,32,64,128]" in row["overrides"]
+    plan = plan_of(name, *row["overrides"])
+    assert plan["ok"] and plan["step"]["total_s"] == row["total_s"]
+
+
+def test_too_many_requests_are_mended_with_their_graphs():
+    name, override = "grpo_deepseekv3_256die_true_weight", "actor_rollout_ref.rollout.max_num_batched_tokens=32"
+    plan = plan_of(name, override)
+    offered = remedies(compose(name, [override]), [Check(**c) for c in plan["checks"]])
+    remedy = next(remedy["overrides"] for remedy in offered if remedy["check"] == "max_num_seqs")
+    assert f"{GRAPHS}=[8,16,32]" in remedy and plan_of(name, override, *remedy)["ok"]
 
 
 def test_an_illegal_or_too_large_layout_is_never_listed(config, rows, monkeypatch):
@@ -196,8 +223,8 @@ def test_a_plan_has_traffic_hosts_and_ports():
 def test_the_settings_of_the_published_run_give_its_rows_through_a_config():
     published = (
         "recipe.tensor_cache.enabled=true",
-        "recipe.train.alltoall_overlap=true",
         "recipe.patches=[-reshard.*,-memory.order*]",
+        "recipe.rollout.ascend.vllm_sleep_mode=true",
         "recipe.rollout.ascend.prefix_caching=false",
         "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=8",
         "actor_rollout_ref.model.gradient_checkpointing_kwargs.activations_checkpoint_num_layers=4",

@@ -77,12 +77,33 @@ def graphs(llm: Any) -> dict[str, Any]:
 
 
 def sleep(llm: Any) -> dict[str, Any]:
-    """vLLM's sleep of level 1 and wake-up; the share of parameters that are NaN while it sleeps."""
+    """vLLM's sleep of level 1 and wake-up; the share of parameters that are NaN while it sleeps.
+
+    `kept`: the error where the allocator frees nothing.
+    """
+    from vllm_ascend.device_allocator import camem
+
+    real = {name: getattr(camem, name) for name in ("python_unmap_and_release", "python_create_and_map")}
+    vars(camem).update(dict.fromkeys(real, lambda *handle: None))
+    kept = _refused(lambda: llm.sleep(1))
+    llm.wake_up()
+    vars(camem).update(real)
     llm.sleep(1)
     parameters = list(model_of(llm).parameters())
     poisoned = sum(bool(p.isnan().any()) for p in parameters)
     llm.wake_up()
-    return {"poisoned": poisoned / len(parameters)}
+    return {"poisoned": poisoned / len(parameters), "kept": kept}
+
+
+def _refused(do: Callable) -> str:
+    """What the RecipeError says that `do` raises; empty if it does not."""
+    from verl_patches.errors import RecipeError
+
+    try:
+        do()
+    except RecipeError as error:
+        return str(error)
+    return ""
 
 
 CYCLES = 50
@@ -92,7 +113,8 @@ def cycles(llm: Any) -> dict[str, Any]:
     """Sleep to torch's pool, wake-up, weights written back, a request; CYCLES times.
 
     `tokens`: the different answers; `moved`: in how many cycles a weight had another address; `live`: bytes of all live
-    tensors after each tenth, `asleep` while it sleeps; `frozen`: the error of a graph that keeps the first addresses.
+    tensors after each tenth, `asleep` while it sleeps; `frozen`: the error of a graph that keeps the first addresses;
+    `kept`: that of torch's allocator where it keeps what it was given.
     """
     import torch
     from vllm import SamplingParams
@@ -134,7 +156,20 @@ def cycles(llm: Any) -> dict[str, Any]:
         **answers,
         "weights": weights,
         "frozen": _frozen(llm, Graphs.configs[-1].experimental_config, slept, answer),
+        "kept": _kept(llm, slept),
     }
+
+
+def _kept(llm: Any, slept: Callable) -> str:
+    """The error of a sleep whose memory torch's allocator keeps; afterwards all is as before."""
+    import torch
+
+    empty_cache, torch.npu.empty_cache = torch.npu.empty_cache, lambda: None
+    torch.npu.memory_reserved()
+    said = _refused(lambda: llm.sleep(1))
+    torch.npu.empty_cache = empty_cache
+    slept()
+    return said
 
 
 def _frozen(llm: Any, options: Any, slept: Callable, answer: Callable) -> str:
@@ -237,14 +272,18 @@ def main(model: str, options: dict[str, Any]) -> dict[str, Any]:
     import verl_patches.prelude_patch  # noqa: F401  before torch, as in a worker
 
     # isort: split
+    import torch
     from transformers import AutoModelForCausalLM
     from vllm import LLM
+
+    from verl_patches.worker.context import context
 
     checks: list[Callable] = [globals()[name] for name in options.pop("checks")]
     eager = {"torch_dtype": "float32", "attn_implementation": "eager"}
     reference = AutoModelForCausalLM.from_pretrained(model, **eager).eval()
     faults = FAULTS[options.pop("faults")] if "faults" in options else {}
     llm = LLM(model=model, **{**LIMITS, **options})
+    context().device = torch.npu  # as in verl's worker: each sleep is checked
     found = {check.__name__: {**check(llm), **compare(llm, reference)} for check in checks}
     for name, spoilt in faults.items():
         with fault(*spoilt):

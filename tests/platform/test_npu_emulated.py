@@ -64,6 +64,7 @@ def test_log_probs_of_the_engine_are_those_of_transformers(name, model, run_pyth
         assert check["worst"] < LARGEST and check["same"], found
     if name.startswith("eager"):
         assert found["generate"]["classes"] == CLASSES and found["sleep"]["poisoned"] == 1.0
+        assert "after sleep" in found["sleep"]["kept"] and "vllm_sleep_mode=false" in found["sleep"]["kept"]
     assert {fault: worst for fault, worst in spoilt.items() if worst < 100 * LARGEST} == {}
     traced = found.get("graphs", {}).get("traced")
     assert traced is None or (len(traced) == 1 and traced[0] > 100) == ("not traced" not in name)
@@ -80,6 +81,7 @@ def assert_nothing_grows(found):
     assert max(found["live"]) <= found["live"][0] * 1.001
     assert max(found["asleep"]) < found["live"][0] - found["weights"]  # the KV cache has gone too
     assert "has moved since the graph's first call" in found["frozen"]  # the control: the pin's own setting
+    assert "after sleep" in found["kept"] and "expandable_segments:True" in found["kept"]
 
 
 def test_rows_of_npu_are_on_and_no_row_of_cpu_alone():

@@ -34,18 +34,27 @@ def build(config: Any, model: str) -> Any:
     from transformers import AutoConfig, AutoTokenizer
     from verl.workers.rollout.vllm_rollout.vllm_rollout_spmd import vLLMRollout
 
+    from verl_patches.worker.context import context
+
     if not torch.distributed.is_initialized():
         torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
+    context().device = torch.npu  # as in verl's worker: each sleep is checked, the first one at the start too
     tokenizer, hf_config = AutoTokenizer.from_pretrained(model), AutoConfig.from_pretrained(model)
     made = vLLMRollout(model, scaled(config, model), tokenizer, hf_config)
     made.inference_engine.wake_up()
     return made
 
 
-def generate(made: Any, prompts: list[list[int]]) -> list[list[tuple[list[int], list[float]]]]:
-    """For each prompt its n responses: tokens and their log-probs, by verl's own sampling parameters."""
-    params = made.sampling_params.clone()
-    params.max_tokens = TOKENS
+def generate(made: Any, prompts: list[list[int]], shrinks: bool = False) -> list[list[tuple[list[int], list[float]]]]:
+    """For each prompt its n responses: tokens and their log-probs, by verl's own sampling parameters.
+
+    `shrinks`: 64 responses, of which 32, 16 and 8 go on two tokens longer each time.
+    """
+    params = [made.sampling_params.clone() for _ in prompts]
+    for number, each in enumerate(params):
+        each.max_tokens = TOKENS
+        if shrinks:
+            each.max_tokens, each.n = TOKENS + 2 * number, (32, 16, 8, 8)[number]
     outputs = made.inference_engine.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
     return [[(list(o.token_ids), _log_probs(o)) for o in output.outputs] for output in outputs]
 
@@ -62,7 +71,8 @@ def largest_difference(responses: Any, prompts: list[list[int]], model: str) -> 
     eager = {"torch_dtype": "float32", "attn_implementation": "eager"}
     reference, worst = AutoModelForCausalLM.from_pretrained(model, **eager).eval(), 0.0
     for ids, made in zip(prompts, responses, strict=True):
-        tokens = torch.tensor([tokens + [0] * (TOKENS - len(tokens)) for tokens, _ in made])  # padding is not compared
+        longest = max(len(tokens) for tokens, _ in made)
+        tokens = torch.tensor([tokens + [0] * (longest - len(tokens)) for tokens, _ in made])  # padding is not compared
         with torch.no_grad():
             logits = reference(torch.cat([torch.tensor([ids] * len(made)), tokens], 1)).logits[:, len(ids) - 1 : -1]
         expected = logits.float().log_softmax(-1).gather(2, tokens.unsqueeze(2)).squeeze(2)
@@ -83,6 +93,19 @@ def batches_of(made: Any) -> list[tuple[int, int]]:
         return metadata
 
     builder.build = note
+    return seen
+
+
+def graphs_of(made: Any) -> list[int]:
+    """A list that gets the graph's size of each decode step from now on."""
+    runner, seen = worker_of(made).model_runner, []
+    upstream = runner._get_torchair_lazy_compiled_model
+
+    def note(batch_size: int) -> Any:
+        seen.append(batch_size)
+        return upstream(batch_size)
+
+    runner._get_torchair_lazy_compiled_model = note
     return seen
 
 
@@ -200,6 +223,9 @@ def true_weight(model: str, other: str, overrides: list[str]) -> dict[str, Any]:
         "read": options_read(made),
         "load": load.take(),
     }
+    sizes = graphs_of(made)
+    found["worst"].append(largest_difference(generate(made, prompts, shrinks=True), prompts, model))
+    found["graphs"] = sorted(set(sizes))
     before = addresses(worker_of(made).model_runner.model)
     for folder in (other, model):
         sync(made, folder)

@@ -78,6 +78,7 @@ def forget_pool() -> None:
     CaMemAllocator.get_instance().pointer_to_data.clear()
     memory_pool._Pool.storages.clear()
     memory_pool._Pool.unmapped.clear()
+    memory_pool.empty_cache()
 
 
 def build(model: str, overrides: list[str], without: list[str], first: bool) -> Any:

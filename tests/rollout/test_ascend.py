@@ -121,10 +121,11 @@ def test_top_k_and_top_p_leave_the_words_that_they_should(found):
 NAMES = ["grpo_deepseekv3_256die_true_weight", "grpo_deepseekv3_256die_random_init"]
 # the other value of every key that acts at the pin
 KEYS = "graph_batch_sizes=[32,64] multistream_mla=false multistream_moe=false view_optimize=true scheduler=ascend"
-KEYS += " chunked_prefill_for_mla=false prefix_caching=false vllm_sleep_mode=false top_k_optimize=false"
+KEYS += " chunked_prefill_for_mla=false prefix_caching=false vllm_sleep_mode=true top_k_optimize=false"
 OTHER = [f"recipe.rollout.ascend.{key}" for key in KEYS.split()]
 OTHER.append("actor_rollout_ref.rollout.max_num_batched_tokens=4096")
-DIFFERENT = {"ignore_eos", "engine_kwargs.vllm.data_parallel_size"}  # between the rollouts of both
+GRAPH_SIZES = "engine_kwargs.vllm.additional_config.torchair_graph_config.graph_batch_sizes"
+DIFFERENT = {"ignore_eos", "engine_kwargs.vllm.data_parallel_size", GRAPH_SIZES}  # between the rollouts of both
 
 
 def read_as(config):
@@ -133,7 +134,7 @@ def read_as(config):
     return expected | {"graph_batch_sizes": expected["graph_batch_sizes"] or [64]}
 
 
-def test_both_256_die_configurations_have_one_rollout_but_for_its_size():
+def test_both_256_die_configurations_have_one_rollout_but_for_sizes():
     def flat(section, prefix=""):
         for key, value in section.items():
             yield from flat(value, f"{prefix}{key}.") if isinstance(value, dict) else [(prefix + key, value)]
@@ -143,16 +144,17 @@ def test_both_256_die_configurations_have_one_rollout_but_for_its_size():
 
 
 def test_the_256_die_rollout_with_true_weights_is_right(models, run):
-    """Graphs are traced. Again after each of two syncs through the map of the direct weight sync."""
+    """Graphs are traced. In each of the graphs; again after each of two syncs by the map of the direct weight sync."""
     arguments, options = [models["256 experts"], models["others"], []], compose(NAMES[0])
     found = run("die256", "true_weight", arguments, {"TORCHDYNAMO_DISABLE": "0"})
-    assert len(found["worst"]) == 3 and max(found["worst"]) < LARGEST, found
+    assert len(found["worst"]) == 4 and max(found["worst"]) < LARGEST, found
+    assert found["graphs"] == [8, 16, 32, 64]
     assert found["responses"] == [16] * 4 and found["mixed"] > 5 and 32 < found["decodes"] <= 64
     assert found["moved"] == []
     assert found["read"] == read_as(options)
     assert found["load"]["layers"] == 2 and found["load"]["max_over_mean"] > 1.5  # of prompts: decodes are in graphs
     written = OmegaConf.to_container(options.actor_rollout_ref.rollout.engine_kwargs.vllm.additional_config)
-    assert written.pop("enable_prefix_caching") and written.pop("vllm_sleep_mode")  # read before the engine
+    assert written.pop("enable_prefix_caching") and not written.pop("vllm_sleep_mode")  # read before the engine
     assert found["options"] == written
 
 
@@ -171,14 +173,23 @@ def test_the_256_die_rollout_with_balanced_routing_gives_every_expert_its_share(
 SWITCHES = {
     "top_k_optimize": {"keys": ["top_k_optimize=false"]},
     "none": {},
-    "graphs": {"keys": ["graphs=false", "multistream_mla=false", "multistream_moe=false", "view_optimize=true"]},
+    "graphs": {
+        "keys": [
+            "graphs=false",
+            "graph_batch_sizes=null",
+            "multistream_mla=false",
+            "multistream_moe=false",
+            "view_optimize=true",
+        ]
+    },
+    "graph_batch_sizes": {"keys": ["graph_batch_sizes=null"]},
     "multistream_mla": {"keys": ["multistream_mla=false"]},
     "multistream_moe": {"keys": ["multistream_moe=false"]},
     "view_optimize": {"keys": ["view_optimize=true"]},
     "scheduler": {"keys": ["scheduler=ascend", "prefix_caching=false"], "more": OTHER[-1:]},
     "chunked_prefill_for_mla": {"keys": ["chunked_prefill_for_mla=false"]},
     "prefix_caching": {"keys": ["prefix_caching=false"]},
-    "vllm_sleep_mode": {"keys": ["vllm_sleep_mode=false"]},
+    "vllm_sleep_mode": {"keys": ["vllm_sleep_mode=true"]},
     "fp32 router": {"without": ["rollout.ascend_fp32_router"]},
 }
 

@@ -115,8 +115,13 @@ def test_every_rollout_key_of_verl_is_in_a_table_and_its_reader_names_it(line, p
 
 
 def test_planned_keys_pass_the_checks_and_stop_a_start():
-    neutral = ["recipe.train.collective_timeout_minutes=30", "recipe.train.adam_beta2=0.999"]
-    config = compose(LARGE, ["recipe.line=pypi", *neutral])
+    neutral = [
+        "collective_timeout_minutes=30",
+        "adam_beta2=0.999",
+        "alltoall_overlap=false",
+        "fused_expert_wgrad=false",
+    ]
+    config = compose(LARGE, ["recipe.line=pypi", *(f"recipe.train.{key}" for key in neutral)])
     ((entry, layers),) = refused_keys(config)
     assert layers == [7, 7, 8, 8, 8, 8, 8, 7] and entry.planned
     shown = [c for c in check_config(config) if c.name == "line pypi"]

@@ -43,6 +43,7 @@ from verl_patches.values import Count, Positive, value_faults
 from verl_patches.weights.checkpoint_folders import newest, require_whole
 
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor.megatron", "actor_rollout_ref.rollout"
+_GRAPH_MINUTES = 0.5, 1.5  # to compile one, by vllm-ascend's own message (worker/model_runner_v1.py:1975)
 _SIZES = "tensor_model pipeline_model virtual_pipeline_model context expert_model expert_tensor".split()
 
 
@@ -299,12 +300,15 @@ def _batch_checks(config: DictConfig, train: ParallelLayout, rollout: ParallelLa
     held = f"{responses} responses a replica, {seats} at once, within max_num_batched_tokens {budget}"
     fault = held.replace("within", "expected <=") + " (vLLM's SchedulerConfig refuses more)"
     yield _either("max_num_seqs", seats <= budget, held, fault)
-    largest, running = max(graph_arguments(config).get("graph_batch_sizes") or (), default=None), min(responses, seats)
-    if largest is not None:
+    sizes, running = graph_arguments(config).get("graph_batch_sizes") or (), min(responses, seats)
+    if sizes:
         decoded = f"the {running} responses that a replica decodes at once"
-        fault = f"largest graph {largest}, expected at least {decoded}; "
+        fault = f"largest graph {max(sizes)}, expected at least {decoded}; "
         fault += "add it to recipe.rollout.ascend.graph_batch_sizes or lower max_num_seqs"
-        yield _either("graph batch sizes", largest >= running, f"largest graph {largest} holds {decoded}", fault)
+        held = f"graphs of {', '.join(map(str, sizes))}: the largest holds {decoded}; "
+        least, most = (minutes * len(sizes) for minutes in _GRAPH_MINUTES)
+        held += f"{least:g} to {most:g} minutes to compile at the start"
+        yield _either("graph batch sizes", max(sizes) >= running, held, fault)
 
 
 def _length_checks(config: DictConfig) -> Iterator[Check]:
@@ -435,8 +439,11 @@ def _sleep_check(config: DictConfig) -> Check:
             found = f"row {', '.join(rows)} is off" if rows else "use_cached_graph is set, whose graphs no row changes"
             text = "expected true: graphs would read weights where they were before sleep"
             return Check(name, False, f"recipe.rollout.ascend.vllm_sleep_mode is false and {found}; {text}")
+    checked = _check_of_sleep(config)
+    no_pages = "no expandable segments, and on several nodes it may free nothing (docs/memory.md)"
     if own_sleep_off:
-        return Check(name, True, "row memory.sleep_mode is off: vLLM copies all weights to the host")
+        detail = "row memory.sleep_mode is off: vLLM copies all weights to the host"
+        return Check(name, True, f"{detail}; {no_pages}; {checked}", note=True)
     copied = None
     if switched_off(config, "reshard.direct"):
         copied = "row reshard.direct is off and verl's own sync is not known to write all of them"
@@ -449,4 +456,15 @@ def _sleep_check(config: DictConfig) -> Check:
         weights += ", unless other memory shares their segment"
     if copied:
         weights = f"weights {'are copied to the host' if by_vllm else 'stay'}, as {copied}"
-    return Check(name, True, f"freed between rollouts, {how}; {weights}")
+    if by_vllm:
+        weights += f"; {no_pages}"
+    return Check(name, True, f"freed between rollouts, {how}; {weights}; {checked}", note=by_vllm)
+
+
+def _check_of_sleep(config: DictConfig) -> str:
+    """Whether the device's free memory is compared after each sleep (memory/sleep_mode.py)."""
+    if config.recipe.platform == "cpu":
+        return "what the device has free after sleep is not measured: a CPU has no memory of its own"
+    if config.recipe.memory.ledger == "off" or switched_off(config, "memory.ledger"):
+        return "what the device has free after sleep is not compared, as the memory ledger is off"
+    return "the run ends where the device has not as much more free memory after sleep"

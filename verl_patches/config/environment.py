@@ -128,7 +128,7 @@ def _npu(config: DictConfig) -> dict[str, tuple[str, ...]]:
     segments = (
         "vLLM's sleep mode needs memory pools, which expandable segments break; vllm-ascend checks the CUDA name only"
         if by_vllm
-        else "less fragmentation; nothing uses memory pools, as the rollout engine frees memory to torch's pool"
+        else "less fragmentation, and memory that sleep frees is the device's again; vLLM's sleep mode is off"
     )
     return {
         "VLLM_USE_V1": ("1", "graph mode and the Ascend scheduler are for engine V1 only"),

@@ -128,9 +128,10 @@ class RolloutAscend:
     (attention/mla_v1.py:786).
     prefix_caching: requests share the KV of equal beginnings (vLLM's v1/core/sched/scheduler.py). verl writes true at
     vllm_rollout_spmd.py:162, and the n responses of a prompt gain by it.
-    vllm_sleep_mode: graphs keep vLLM's sleep mode, whose memory comes back at the addresses that they hold. false frees
-    weights and KV cache to torch's pool, as without graphs, and has graphs read addresses at each call (row
-    memory.graph_addresses); PYTORCH_NPU_ALLOC_CONF then takes expandable segments. Not tried with torchair's compiler.
+    vllm_sleep_mode: false frees weights and KV cache to torch's pool, as without graphs, has graphs read addresses at
+    each call (row memory.graph_addresses), and gives torch expandable segments (PYTORCH_NPU_ALLOC_CONF); not tried with
+    torchair's compiler. true keeps vLLM's sleep mode, whose memory comes back at the addresses that graphs hold: it
+    excludes expandable segments, and the public recipe found that it frees nothing on several nodes.
     top_k_optimize: top-k and top-p by a threshold, without a scatter of the vocabulary (envs.py:56,
     patch_sampler.py:100); on, as the vocabulary has 129,280 words.
     """
@@ -144,7 +145,7 @@ class RolloutAscend:
     scheduler: str = _choice("v1", "v1", "ascend")
     chunked_prefill_for_mla: bool = False
     prefix_caching: bool = True
-    vllm_sleep_mode: bool = True
+    vllm_sleep_mode: bool = False
     top_k_optimize: bool = True
 
 

@@ -22,7 +22,8 @@ routing, H hidden, F and f width of the dense and of one expert's MLP, E experts
     shared     3 b T f shared / tp                         as dense_mlp
 
 w is the head width padded to a multiple of 128, 256 at 671B; with `unpadded` q and k have their own width and v is a
-part of kv_b_proj's output. Not modelled: alltoall_overlap, context parallelism, dynamic batches, fragmentation.
+part of kv_b_proj's output. alltoall_overlap saves the same bytes. Not modelled: what it holds at once, context
+parallelism, dynamic batches, fragmentation.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
@@ -18,11 +17,11 @@ _MOVED_BY_VLLM = ("rollout_weights", "kv_cache")  # one call of its own moves th
 class Scheduler:
     """Executes `schedule` in one process.
 
-    `empty_cache`: see `empty_cache_of`; `stays`: groups that the run never moves; `ledger`: checks at the beginning of
-    each phase, None for none.
+    `empty_cache`: of the device's allocator; None for a CPU, which has no such allocator. `stays`: groups that the run
+    never moves; `ledger`: checks at the beginning of each phase, None for none.
     """
 
-    def __init__(self, schedule: Schedule, empty_cache: Callable[[], None], stays: Collection[str] = ()):
+    def __init__(self, schedule: Schedule, empty_cache: Callable[[], None] | None, stays: Collection[str] = ()):
         self.schedule, self._empty_cache, self._stays = schedule, empty_cache, frozenset(stays)
         self.ledger: Ledger | None = None
         self._handlers: dict[str, Any] = {}
@@ -79,7 +78,8 @@ class Scheduler:
                 continue
             try:
                 if move.verb == "empty_cache":
-                    self._empty_cache()
+                    if self._empty_cache is not None:
+                        self._empty_cache()
                     counters.note_empty_cache()
                 elif move.group in self._handlers:
                     with timed("offload"):
@@ -95,18 +95,3 @@ class Scheduler:
                 self._resident.discard(move.group)
         if error is not None:
             raise error
-
-
-def empty_cache_of(device: Any, in_pool: bool) -> Callable[[], None]:
-    """The function for empty_cache; `device` is torch.npu, torch.cuda, or None for a CPU, which has no such allocator.
-
-    Later releases of torch_npu than the pinned 2.5.1.post1 (from 2.6 on) have empty_virt_addr_cache, which holds the
-    physical pages in the pool. So it frees nothing for memory outside the pool (vLLM's sleep mode), and it raises
-    RuntimeError without expandable segments, which config/environment.py switches off for that mode. It is used only
-    if the rollout's memory is in the pool (`in_pool`) and PYTORCH_NPU_ALLOC_CONF has expandable segments.
-    """
-    if device is None:
-        return lambda: None
-    settings = os.environ.get("PYTORCH_NPU_ALLOC_CONF", "").lower().replace(" ", "").split(",")
-    light = getattr(device, "empty_virt_addr_cache", None)
-    return light if light and in_pool and "expandable_segments:true" in settings else device.empty_cache

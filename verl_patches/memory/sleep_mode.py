@@ -12,17 +12,21 @@ after waking up. Graphs then read addresses at each call (row memory.graph_addre
 Buffers (rotary tables, expert maps) stay on the device, as does a weight that shares a buffer's memory or has a private
 NPU format, whose storage torch_npu does not resize (ResizeNpu.h).
 
-`CumemSleepMode` (with graphs) uses vLLM's sleep mode, because captured graphs use fixed addresses (torchair:
-frozen_parameter, vllm_ascend model_runner_v1.py:1774), but does not copy weights that the next sync writes. vLLM's
-allocator releases segments of torch's allocator. A segment in which all tensors are such weights is released without a
-copy, as those of the KV cache are. All other segments are copied to the host.
+`CumemSleepMode` (graphs, recipe.rollout.ascend.vllm_sleep_mode=true) uses vLLM's sleep mode, with which memory comes
+back at the addresses that graphs captured (torchair: frozen_parameter, vllm_ascend model_runner_v1.py:1774), but does
+not copy weights that the next sync writes. vLLM's allocator releases segments of torch's allocator. A segment in which
+all tensors are such weights is released without a copy, as those of the KV cache are. All other segments are copied to
+the host.
+
+`freeing` ends the run where the driver does not say that the memory is free after sleep.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -34,6 +38,10 @@ from verl_patches.reshard.live_memory import ABSORBED, private_format, storage_i
 
 WEIGHTS, CACHE = TAGS = ("weights", "kv_cache")  # vLLM's tags of LLM.wake_up
 Tensors = dict[str, torch.Tensor]
+# Share of the expected bytes that may be missing. A tensor that stays keeps its segment of torch's allocator: 20 MB, or
+# 2 MB for one below 1 MB (kLargeBuffer, kSmallBuffer); buffers and expert maps of all layers may keep some hundred MB.
+# At 671B the share is 2.6 GB, and weights or KV cache that stay are 20 GB and more.
+MAY_BE_MISSING = 0.05
 
 
 class SleepMode:
@@ -257,3 +265,37 @@ def _allocator() -> Any:
         f"rollout: sleep() needs {' or '.join(name for _, name in _ALLOCATORS)} of vLLM's sleep mode, found neither: "
         "switch the row off, recipe.patches=[-memory.sleep_mode]"
     )
+
+
+@contextlib.contextmanager
+def freeing(device: Any, held_bytes: Callable[[], dict[str, int]], by_vllm: bool) -> Iterator[None]:
+    """Inside, an engine goes to sleep, and torch's allocator returns what it has cached.
+
+    `held_bytes`: {memory group: bytes that it holds now}; `by_vllm`: vLLM's own sleep mode frees. RecipeError unless
+    the driver of `device` (torch.npu) then says that as much more memory is free as groups and cache gave up, or
+    MAY_BE_MISSING less.
+    """
+    before, (free_before, _), cached = held_bytes(), device.mem_get_info(), _cached_bytes(device)
+    yield
+    after, (free_after, _) = held_bytes(), device.mem_get_info()
+    given_up = {group: held - after[group] for group, held in before.items() if held > after[group]}
+    freed, expected = sum(given_up.values()), sum(given_up.values()) + max(0, cached - _cached_bytes(device))
+    if not freed or free_after - free_before >= expected - MAY_BE_MISSING * freed:
+        return
+    conf = os.environ.get("PYTORCH_NPU_ALLOC_CONF")
+    todo = "set recipe.rollout.ascend.vllm_sleep_mode=false: vLLM's sleep mode may free nothing on several nodes"
+    if not by_vllm:
+        todo = (
+            f"expected PYTORCH_NPU_ALLOC_CONF=expandable_segments:True, found {conf}: without them tensors that stay "
+            "keep whole segments of torch's allocator; or another process took memory of this device meanwhile"
+        )
+    raise RecipeError(
+        f"rollout, rank {torch.distributed.get_rank()}: expected {expected:,} bytes more free memory on the device "
+        f"after sleep, or {MAY_BE_MISSING:.0%} less ({', '.join(f'{name} {size:,}' for name, size in given_up.items())}"
+        f", torch's cache {expected - freed:,}); found {free_after - free_before:,} ({free_before:,} free before, "
+        f"{free_after:,} after). {todo} (docs/memory.md)"
+    )
+
+
+def _cached_bytes(device: Any) -> int:
+    return device.memory_reserved() - device.memory_allocated()

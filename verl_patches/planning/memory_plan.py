@@ -13,7 +13,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from verl_patches.config import hccl
-from verl_patches.config.compose import rollout_library
+from verl_patches.config.compose import graph_arguments, rollout_library
 from verl_patches.config.recipe import VLLM_DTYPES
 from verl_patches.layout.inventory import Inventory, ModelShape, build_inventory
 from verl_patches.layout.parallel import ParallelLayout, rollout_layout_of, train_layout_of
@@ -62,7 +62,7 @@ def memory_plan(config: DictConfig, model: ModelShape, rows: Collection[str]) ->
         "swapped": config.recipe.train.swap_optimizer,
         "communicators": _communicators(config, model) if npu else [],
         "host": _host(config, inventory, layouts, setting, schedule, stays),
-        "not_modelled": _not_modelled(setting, npu),
+        "not_modelled": _not_modelled(setting, npu, len(graph_arguments(config).get("graph_batch_sizes") or ())),
     }
 
 
@@ -110,12 +110,12 @@ def _layouts(config: DictConfig) -> tuple[ParallelLayout, ParallelLayout]:
     return train_layout_of(config), rollout_layout_of(config)
 
 
-def _not_modelled(setting: Setting, npu: bool) -> list[str]:
+def _not_modelled(setting: Setting, npu: bool, graphs: int) -> list[str]:
     found = ["fragmentation of torch's pool", "Ray's object store and the processes on the host"]
     if setting.passes is None:
         found.append("activations (line a3 only)")
     if npu:
-        found.append("captured graphs of the rollout engine (its activations are inside gpu_memory_utilization)")
+        found.append(f"{graphs} captured graphs of the rollout engine (its activations: in gpu_memory_utilization)")
     else:
         found.append("the KV cache, HCCL's buffers and CANN's context (platform npu only)")
     return found

@@ -19,12 +19,12 @@ from verl_patches.planning.search import (
     ACTOR,
     MINI_BATCH,
     ROLLOUT,
-    SEATS,
     as_overrides,
     balanced_layers,
     changed,
     expert_splits,
     rollout_keys,
+    seats_keys,
     train_keys,
     train_sizes,
 )
@@ -127,7 +127,7 @@ def _single_keys(config: DictConfig) -> dict[str, list[dict[str, Any]]]:
     micro = actor.ppo_micro_batch_size_per_gpu or 1
     return {
         "micro batch": [{_MICRO: size} for size in range(min(micro, 16), 0, -1)],
-        "max_num_seqs": [{SEATS: size} for size in halves],
+        "max_num_seqs": [seats_keys(config, size) for size in halves],
         "graph batch sizes": [{"recipe.rollout.ascend.graph_batch_sizes": None}],
         "lengths": [
             {f"{ROLLOUT}.max_model_len": None},
@@ -143,7 +143,7 @@ def _single_keys(config: DictConfig) -> dict[str, list[dict[str, Any]]]:
         "graph mode": [{f"{ROLLOUT}.free_cache_engine": bool(rollout.enforce_eager)}],
         "engine arguments": [{f"{ACTOR}.sequence_parallel": True}],
         "truth check": [{"recipe.logprob_check.sequences": None}],
-        "HCCL buffer": [{"recipe.hccl.buffer_mib": None}, *({SEATS: size} for size in halves)],
+        "HCCL buffer": [{"recipe.hccl.buffer_mib": None}, *(seats_keys(config, size) for size in halves)],
         "HCCL timeouts": [{"recipe.train.collective_timeout_minutes": 18}],
         "HCCL ports": [{"recipe.hccl.base_port": port} for port in (61000, 20000, 24000, 28000, 5000)],
         "weight sync": [{"recipe.reshard.bucket_bytes": 512 << 20}, *_train_layouts(config)],

@@ -49,7 +49,7 @@ RESERVE_BYTES = 10 << 30
 ACTOR, REF, ROLLOUT = "actor_rollout_ref.actor.megatron", "actor_rollout_ref.ref.megatron", "actor_rollout_ref.rollout"
 RECOMPUTED = "actor_rollout_ref.model.gradient_checkpointing_kwargs.activations_checkpoint_num_layers"
 MINI_BATCH = "actor_rollout_ref.actor.ppo_mini_batch_size"
-SEATS = f"{ROLLOUT}.engine_kwargs.vllm.max_num_seqs"
+SEATS, GRAPHS = f"{ROLLOUT}.engine_kwargs.vllm.max_num_seqs", "recipe.rollout.ascend.graph_batch_sizes"
 _TENSOR, _PIPELINE, _EXPERT = (f"{kind}_parallel_size" for kind in ("tensor_model", "pipeline_model", "expert_model"))
 _MOST_SEATS, _MOST_STAGES, _TP, _MICRO = 128, 16, (1, 2, 4, 8, 16), (1, 2, 4)
 _TRIED = 200  # best candidates of which those to be listed are taken
@@ -247,15 +247,23 @@ def rollout_sides(config: DictConfig, run: StepInput, dies: int) -> list[Side]:
             if kv < longest * token:
                 continue
             seats = min(math.ceil(run.responses / (dies // tp)), _MOST_SEATS, run.token_budget)
-            one = replace(run, rollout=layout, seats=seats, graph_sizes=(seats,) if run.graph_sizes else ())
-            one = replace(one, kv_bytes=kv)
+            of_seats = seats_keys(config, seats)
+            graphs = tuple(of_seats.get(GRAPHS, (seats,))) if run.graph_sizes else ()
+            one = replace(run, rollout=layout, seats=seats, graph_sizes=graphs, kv_bytes=kv)
             sync = direct_sync_bound(model, one, config.recipe.reshard.bucket_bytes)
             seconds = rollout_s(one, FITTED, die) + reshard_s(sync, FITTED, die)
             updates = rollout_keys(tp, ranks)
             if vllm_arguments(config).get("max_num_seqs") not in (None, seats):
-                updates[SEATS] = seats
+                updates |= of_seats
             found.append(Side(updates, seconds, weights))
     return found
+
+
+def seats_keys(config: DictConfig, seats: int) -> dict[str, Any]:
+    """The keys for `seats` requests at once: where the configuration lists sizes of graphs, those up to `seats`."""
+    listed = config.recipe.rollout.ascend.graph_batch_sizes
+    graphs = {} if listed is None else {GRAPHS: [*(size for size in listed if size < seats), seats]}
+    return {SEATS: seats, **graphs}
 
 
 def rollout_keys(tp: int, ranks: int) -> dict[str, Any]:

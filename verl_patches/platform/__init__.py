@@ -28,6 +28,13 @@ def require(platform: str) -> None:
         )
 
 
+def device_module(platform: str) -> ModuleType | None:
+    """torch.npu or torch.cuda, the module of the platform's device; None for a CPU, which has no memory of its own."""
+    import torch
+
+    return None if platform == "cpu" else torch.get_device_module("npu" if as_npu(platform) else platform)
+
+
 def start_device(torch: ModuleType) -> None:
     """Import hook of torch on platform npu_emulated: give it the device."""
     from verl_patches.platform.npu_emulated import device

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from verl_patches.watch import heartbeat
@@ -27,13 +28,14 @@ class WorkerContext:
     """One object per process.
 
     `scheduler`: moves memory; None with row memory.order off, where verl's worker moves it. `ledger`: checks memory;
-    None with recipe.memory.ledger=off. `batch`: tensors that stay here between stages; None before the first stage, or
-    without recipe.tensor_cache. `update`: the on-policy update in progress. `routing`: the routing replay whose pass is
-    in progress. `splits`: the planned micro batches of the stage in progress. `token_budget`: of a micro batch of that
-    stage, on line a3; None for a fixed number of samples. `packing`: the micro batches of the actor's pass in progress,
-    where they are dynamic. `pads_sequences`: sequences of a micro batch are padded, not packed (line a3,
-    recipe.train.use_remove_padding). `weight_reads`: how often this process has read the model's folder.
-    `reference_weights`: that folder and the model chunks of the reference, once it has read it
+    None with recipe.memory.ledger=off. `device`: torch.npu, whose free memory is checked after the rollout's sleep;
+    None on a CPU and with recipe.memory.ledger=off. `batch`: tensors that stay here between stages; None before the
+    first stage, or without recipe.tensor_cache. `update`: the on-policy update in progress. `routing`: the routing
+    replay whose pass is in progress. `splits`: the planned micro batches of the stage in progress. `token_budget`: of a
+    micro batch of that stage, on line a3; None for a fixed number of samples. `packing`: the micro batches of the
+    actor's pass in progress, where they are dynamic. `pads_sequences`: sequences of a micro batch are padded, not
+    packed (line a3, recipe.train.use_remove_padding). `weight_reads`: how often this process has read the model's
+    folder. `reference_weights`: that folder and the model chunks of the reference, once it has read it
     (worker/weight_loading.py). `weights_move`: the rollout engine's weights have other addresses after each sleep.
     `rollout_load`: counts tokens of the rollout engine's experts, with the number of each layer by the id() of its
     weight; None without recipe.expert_load. `profiler`: traces the phases of this step; None in others.
@@ -41,6 +43,7 @@ class WorkerContext:
 
     scheduler: Scheduler | None = None
     ledger: Ledger | None = None
+    device: ModuleType | None = None
     batch: CachedBatch | None = None
     update: OnPolicyUpdate | None = None
     routing: RoutingReplay | None = None

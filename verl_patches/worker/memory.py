@@ -15,9 +15,9 @@ from verl_patches.memory.host_backed import offload_state_of_model, offload_stat
 from verl_patches.memory.ledger import Ledger, memory_of_process
 from verl_patches.memory.offload import Optimizer, Params, actor_handlers
 from verl_patches.memory.schedule import direct_sync, schedule_followed, sleeps_by_vllm, staying, switches_of
-from verl_patches.memory.scheduler import Scheduler, empty_cache_of
+from verl_patches.memory.scheduler import Scheduler
 from verl_patches.patching import engine
-from verl_patches.platform import NO_DEVICE
+from verl_patches.platform import NO_DEVICE, device_module
 from verl_patches.worker.context import context
 
 
@@ -29,6 +29,9 @@ class WorkerMemory:
 
     def __init__(self, config: Any, recipe: Any):
         self.recipe = recipe
+        self.checked = recipe.memory.ledger != "off" and engine.is_on("memory.ledger")
+        if self.checked:
+            context().device = device_module(recipe.platform)
         rows, actor = engine.current().wanted, config.actor.megatron
         synced = recipe.weight_sync.enabled and direct_sync(rows)
         self.switches = switches_of(rows, vllm_sleep=sleeps_by_vllm(config.rollout, recipe), synced=synced)
@@ -58,7 +61,7 @@ class WorkerMemory:
     def start(self, worker: Any) -> None:
         """Register what `worker` has built with the ledger and the scheduler of this process."""
         here = context()
-        if self.recipe.memory.ledger != "off" and engine.is_on("memory.ledger"):
+        if self.checked:
             if here.ledger is None:
                 rank, measured = dist.get_rank(), memory_of_process(device_type(self.recipe.platform))
                 here.ledger = Ledger(self.schedule, self.stays, self.recipe.memory.ledger, rank, measured)
@@ -76,9 +79,8 @@ class WorkerMemory:
                 here.scheduler.add({"ref_params": Params(worker.ref_module)})
 
     def _new_scheduler(self) -> Scheduler:
-        device = None if self.recipe.platform in NO_DEVICE else torch.get_device_module(self.recipe.platform)
-        in_pool = self.switches["own_sleep_mode"] and not self.switches["vllm_sleep"]
-        return Scheduler(self.schedule, empty_cache_of(device, in_pool), self.stays)
+        device = device_module(self.recipe.platform)
+        return Scheduler(self.schedule, None if device is None else device.empty_cache, self.stays)
 
     def _watch(self, worker: Any, ledger: Ledger) -> None:
         if worker._is_actor:
@@ -104,12 +106,8 @@ class WorkerMemory:
         ledger.register(empty, lambda: 0, full_bytes=0, grows=True)
 
     def _watch_rollout(self, worker: Any, ledger: Ledger) -> None:
-        llm = worker.rollout.inference_engine
-        model = measure.vllm_worker(llm).model_runner.model
-        weights = self._bytes_of(lambda: sleep_mode.all_weights(model).values())
-        caches = self._bytes_of(lambda: measure.kv_caches(llm))
-        ledger.register("rollout_weights", _unless_unmapped(llm, sleep_mode.WEIGHTS, weights))
-        ledger.register("kv_cache", _unless_unmapped(llm, sleep_mode.CACHE, caches))
+        for group, held in rollout_groups(worker.rollout.inference_engine, device_type(self.recipe.platform)).items():
+            ledger.register(group, held)
         # Allocated and freed within the sync, which passes its peak to `look` (worker/sharding.py).
         most = 4 * self.recipe.reshard.bucket_bytes
         ledger.register("reshard_buffers", lambda: _buffer_bytes(worker), full_bytes=most, grows=True)
@@ -170,14 +168,23 @@ def _buffer_bytes(worker: Any) -> int:
     return executor.held_bytes if executor else 0
 
 
-def _unless_unmapped(llm: Any, tag: str, measured: Callable[[], int]) -> Callable[[], int]:
-    """`measured`, or 0 while vLLM's own sleep mode has unmapped the memory, to which tensors still point."""
+def rollout_groups(llm: Any, device_type: str) -> dict[str, Callable[[], int]]:
+    """{memory group: function that gives its bytes on the device} of the engine `llm`.
 
-    def held() -> int:
+    0 while vLLM's own sleep mode has unmapped the memory, to which tensors still point.
+    """
+
+    def held(tag: str) -> int:
         sleeps = llm.llm_engine.vllm_config.model_config.enable_sleep_mode
-        return 0 if sleeps and tag not in getattr(llm, "awake", (tag,)) else measured()
+        if sleeps and tag not in getattr(llm, "awake", (tag,)):
+            return 0
+        tensors = measure.kv_caches(llm)
+        if tag == sleep_mode.WEIGHTS:
+            tensors = sleep_mode.all_weights(measure.vllm_worker(llm).model_runner.model).values()
+        return measure.held_bytes(tensors, device_type)
 
-    return held
+    tags = {"rollout_weights": sleep_mode.WEIGHTS, "kv_cache": sleep_mode.CACHE}
+    return {group: functools.partial(held, tag) for group, tag in tags.items()}
 
 
 def device_type(platform: str) -> str:

@@ -10,13 +10,14 @@ from typing import Any
 import wrapt
 
 from verl_patches.memory.schedule import direct_sync
-from verl_patches.memory.sleep_mode import CumemSleepMode, ResizeSleepMode, SleepMode
+from verl_patches.memory.sleep_mode import CumemSleepMode, ResizeSleepMode, SleepMode, freeing
 from verl_patches.patching import engine
 from verl_patches.patching.engine import is_on
 from verl_patches.rollout.ascend import VLLM_SLEEP_MODE
 from verl_patches.rollout.engine import dp_ranks, engine_arguments
 from verl_patches.watch import heartbeat
 from verl_patches.worker.context import context
+from verl_patches.worker.memory import device_type, rollout_groups
 
 _PHASE_OF_TAG = {"weights": "reshard", "kv_cache": "wake_kv"}  # vLLM's tags of LLM.wake_up
 
@@ -41,6 +42,7 @@ class RolloutEngine:
             context().weights_move = True
         super().__init__(*args, **kwargs)
         self.sleep_mode: SleepMode | None = None
+        self.by_vllm = by_vllm or not ours  # who frees the memory
         self.awake = set(_PHASE_OF_TAG)
         if (dp_group := getattr(self.llm_engine, "dp_group", None)) is not None:  # V1: it agrees in each decode step
             heartbeat.count_group(dp_group, "vLLM's dp", dp_ranks(self.llm_engine.vllm_config.parallel_config))
@@ -69,13 +71,25 @@ class RolloutEngine:
 
     def sleep(self, level: int = 1) -> None:
         """Free weights and KV cache, in phase sleep. RecipeError: see memory/sleep_mode.py."""
-        context().look()
-        context().begin("sleep", functools.partial(self._sleep, level))
-        context().trace(None)
+        here, sleep = context(), functools.partial(self._sleep, level)
+        here.look()
+        if here.device is None:
+            here.begin("sleep", sleep)
+        else:
+            with freeing(here.device, self.held_bytes, self.by_vllm):
+                here.begin("sleep", sleep)
+                if here.scheduler is None:  # at the start, and in verl's own order
+                    here.device.empty_cache()
+        here.trace(None)
 
     def _sleep(self, level: int) -> None:
         super().sleep(level)
         self.awake.clear()
+
+    def held_bytes(self) -> dict[str, int]:
+        """Bytes on the device by memory group."""
+        groups = rollout_groups(self, device_type(engine.current().switches.platform))
+        return {group: held() for group, held in groups.items()}
 
     def weights_written(self, last: bool) -> None:
         """A weight sync has written every weight; `last`: no sync follows, so sleep must keep them."""

@@ -21,24 +21,23 @@ _FACTORIES = _device._device_constructors
 
 
 class OnHost(TorchFunctionMode):
-    """Device arguments mean the CPU. Tensors made for the device are shown to the memory pool in use."""
+    """Device arguments mean the CPU. What is made for the device is counted as its memory, unless it says "cpu"."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is torch.device:
             return func(*args, **(kwargs or {}))
         kwargs = dict(kwargs or {})
-        for_device = is_device(kwargs.get("device"))
+        for_device, for_host = is_device(kwargs.get("device")), kwargs.get("device") == "cpu"
         if for_device:
             kwargs["device"] = CPU
         if any(is_device(arg) for arg in args):
             args, for_device = tuple(CPU if is_device(arg) else arg for arg in args), True
         if kwargs.get("pin_memory"):
-            kwargs["pin_memory"] = False
+            kwargs["pin_memory"], for_host = False, True
         made = func(*args, **kwargs)
-        if memory_pool.in_use() and isinstance(made, torch.Tensor):
-            by_default = Default.is_device and kwargs.get("device") is None and func in _FACTORIES()
-            if for_device or by_default:
-                memory_pool.report(made)
+        by_default = Default.is_device and kwargs.get("device") is None and func in _FACTORIES()
+        if not for_host:
+            memory_pool.note(made, (*args, *kwargs.values()), for_device or by_default)
         return made
 
 
@@ -54,19 +53,13 @@ def start(torch_module: Any = None) -> None:
 # -- memory figures: so many bytes are the device's --------------------------------------------------------------------
 
 TOTAL_BYTES = 1 << 28  # of which vLLM gives gpu_memory_utilization to its KV cache
-_FREE_BYTES_PER_CALL = 1 << 12
-
-
-class _Calls:
-    count = 0
 
 
 def mem_get_info(device: Any = None) -> tuple[int, int]:
-    """(free, total) bytes. NPUWorker asserts that free memory fell while the model ran: it falls at every call."""
-    _Calls.count += 1
-    return TOTAL_BYTES - _Calls.count * _FREE_BYTES_PER_CALL - memory_pool.mapped_bytes(), TOTAL_BYTES
+    """(free, total) bytes, as the driver counts them."""
+    return TOTAL_BYTES - memory_pool.used_bytes(), TOTAL_BYTES
 
 
 def memory_stats(device: Any = None) -> dict[str, int]:
-    """The figures that NPUWorker reads; nothing is measured."""
-    return {"allocated_bytes.all.peak": 0, "allocated_bytes.all.current": memory_pool.mapped_bytes()}
+    """The figures that NPUWorker reads; the peak is not measured."""
+    return {"allocated_bytes.all.peak": 0, "allocated_bytes.all.current": memory_pool.allocated_bytes()}

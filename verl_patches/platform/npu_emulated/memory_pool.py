@@ -1,6 +1,10 @@
-"""The allocator of vllm-ascend's sleep mode over host memory: its C extension, and torch_npu's pluggable allocator.
+"""Memory of the emulated device: what is on it, torch's allocator, and that of vllm-ascend's sleep mode; host memory.
 
-On a device each segment that torch allocates inside `use_mem_pool` goes through the C extension
+On the device is every storage that is made for it by name, and every one that an operation makes of those (`note`).
+Memory that is freed stays reserved by torch's allocator until empty_cache, and the driver sees it as used. Each process
+has a device of its own, as each worker has on a node.
+
+On a device each segment that torch allocates inside `use_mem_pool` goes through the C extension of sleep mode
 (csrc/camem_allocator.cpp), which calls back CaMemAllocator with (device, size, pointer, handle). Here each storage that
 is made inside is one segment. Unmapped memory is filled with bytes 0xFF, which are NaN in every floating dtype and -1
 in integers: an operation that reads it shows.
@@ -9,15 +13,22 @@ in integers: an operation that reads it shows.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.multiprocessing.reductions import StorageWeakRef
 
 Handle = tuple[int, int, int, int]
+
+
+class _Device:
+    """Storages on the device by the address of their StorageImpl, which lives as long as its reference here."""
+
+    storages: dict[int, StorageWeakRef] = {}
+    reserved = 0  # bytes of torch's allocator, as of the last look
+    looked_at = 1 << 10  # number of storages at which those that have ended are forgotten
 
 
 class _Pool:
@@ -29,37 +40,73 @@ class _Pool:
     unmapped: set[int] = set()
 
 
-def in_use() -> bool:
-    """Whether a use_mem_pool is entered."""
-    return _Pool.open > 0
+def note(made: Any, inputs: Iterable[Any], for_device: bool) -> None:
+    """Count the storages of `made`, a function's result, as the device's: `for_device`, or made of some on it.
+
+    In a pool CaMemAllocator is called back with them.
+    """
+    for storage in _storages((made,)):
+        if storage._cdata in _Device.storages or storage.device.type != "cpu":
+            continue
+        if for_device or _is_made_of(storage, inputs):
+            _Device.storages[storage._cdata] = StorageWeakRef(storage)
+            if _Pool.open:
+                _report(storage)
+    if len(_Device.storages) > _Device.looked_at:
+        allocated_bytes()
+        _Device.looked_at = 1024 + 2 * len(_Device.storages)
 
 
-def mapped_bytes() -> int:
-    """Bytes of the pool that are mapped."""
-    return sum(s.nbytes() for address, s in _Pool.storages.items() if address not in _Pool.unmapped)
+def _is_made_of(storage: torch.UntypedStorage, inputs: Iterable[Any]) -> bool:
+    """Whether some input is on the device, and none has this storage: a copy to the host returns its host tensor."""
+    cdata = {each._cdata for each in _storages(inputs)}
+    return storage._cdata not in cdata and not cdata.isdisjoint(_Device.storages)
 
 
-def report(tensor: torch.Tensor) -> None:
-    """Call back CaMemAllocator with the storage of `tensor`, unless it was reported."""
-    storage = tensor.untyped_storage()
+def _storages(values: Iterable[Any]) -> Iterator[torch.UntypedStorage]:
+    """Of the dense tensors among `values` and in lists and tuples among them."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            if value.layout is torch.strided:
+                yield value.untyped_storage()
+        elif isinstance(value, (list, tuple)):
+            yield from _storages(value)
+
+
+def _report(storage: torch.UntypedStorage) -> None:
     address, size = storage.data_ptr(), storage.nbytes()
     if size and address not in _Pool.storages:
         _Pool.storages[address] = storage
         _Pool.malloc((0, size, address, address))
 
 
-class _Derived(TorchDispatchMode):
-    """What is computed from tensors of the pool is allocated in it too."""
+def allocated_bytes(device: Any = None) -> int:
+    """torch.npu.memory_allocated: bytes of the storages on the device, also of those that sleep mode has unmapped."""
+    total = 0
+    for cdata, reference in list(_Device.storages.items()):
+        if reference.expired():
+            del _Device.storages[cdata]
+        else:
+            total += torch.UntypedStorage._new_with_weak_ptr(reference.cdata).nbytes()
+    _Device.reserved = max(_Device.reserved, total)
+    return total
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        made = func(*args, **(kwargs or {}))
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        addresses = {tensor.untyped_storage().data_ptr() for tensor in tensors}
-        if addresses & _Pool.storages.keys():
-            for tensor in tree_leaves(made):
-                if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() not in addresses:
-                    report(tensor)
-        return made
+
+def reserved_bytes(device: Any = None) -> int:
+    """torch.npu.memory_reserved."""
+    allocated_bytes()
+    return _Device.reserved
+
+
+def empty_cache() -> None:
+    """torch.npu.empty_cache: torch's allocator returns what it has cached."""
+    _Device.reserved = 0
+    allocated_bytes()
+
+
+def used_bytes() -> int:
+    """Bytes that the driver has given away."""
+    return reserved_bytes() - sum(_Pool.storages[address].nbytes() for address in _Pool.unmapped)
 
 
 def memory_snapshot() -> list[dict[str, Any]]:
@@ -129,10 +176,9 @@ class MemPool:
 
 @contextmanager
 def use_mem_pool(pool: MemPool, device: Any = None) -> Iterator[None]:
-    """Tensors of the device that are made inside are reported as segments."""
+    """Storages of the device that are made inside are reported as segments."""
     _Pool.open += 1
     try:
-        with _Derived():
-            yield
+        yield
     finally:
         _Pool.open -= 1
