@@ -26,6 +26,7 @@ from verl_patches.trainer.summary import (
     NOW,
     Progress,
     Summary,
+    new_run_id,
     phase_seconds,
     run_id,
     sync_of_step,
@@ -76,10 +77,8 @@ class Run:
     def __init__(self, trainer: Any):
         self.trainer, self.recipe = trainer, trainer.config.recipe
         self.folder = None if self.recipe.run is None else Path(self.recipe.output_root) / self.recipe.run
-        alone = getattr(
-            trainer, "run_id", None
-        )  # of launch/import_alone.py; the launcher keeps one in the run's folder
-        self.id = alone or run_id(self.folder)
+        # of launch/import_alone.py; the launcher keeps one in the run's folder
+        self.id = getattr(trainer, "run_id", None) or run_id(self.folder) or new_run_id(self.folder, self.recipe.run)
         self.not_compared = truth_check.not_compared(trainer.config)
         self.workers_see_log_probs = (
             self.recipe.train.skip_old_log_prob
