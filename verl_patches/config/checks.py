@@ -212,10 +212,11 @@ def _checkpoint_checks(config: DictConfig, train: ParallelLayout) -> Iterator[Ch
     if config.algorithm.adv_estimator == "gae":
         faults.append("algorithm.adv_estimator is gae, whose critic would not be saved; expected one without a critic")
     held = f"in {trainer.default_local_dir}, which all nodes must share"
-    if fault := _error_of(start_of, config, run_dir(config)):
-        faults.append(fault)
-    elif resumed := start_of(config, run_dir(config)).resumed:
-        held += f"; goes on from {resumed}"
+    try:
+        if resumed := start_of(config, run_dir(config)).resumed:
+            held += f"; goes on from {resumed}"
+    except ConfigError as error:
+        faults.append(str(error))
     yield Check("checkpoints", not faults, "; ".join(faults) or held, note=not faults)
 
 

@@ -1,9 +1,11 @@
 """What a start of a run does with what is in its folders: decided here, done by launch/run_folder.py.
 
-goes on        trainer.resume_mode=auto with a checkpoint of the run whose id the folder has, or resume_path to one:
-               the id stays, and so do the checkpoints
-starts anew    anything else, also resume_path to another run's checkpoint: a new id. Checkpoints inside the run's
-               folder move to earlier/N with the run that wrote them; in a folder elsewhere they are refused
+    goes on        trainer.resume_mode=auto with a checkpoint of the run whose id the folder has, or resume_path to one:
+                   the id stays, and so do the checkpoints
+    starts anew    anything else, also resume_path to another run's checkpoint: a new id. Checkpoints inside the run's
+                   folder move to earlier/N with the run that wrote them; in a folder elsewhere they are refused
+
+Whose a checkpoint is: weights/checkpoint_folders.py.
 """
 
 from __future__ import annotations

@@ -55,10 +55,10 @@ def recipe_by_default(original: Callable) -> Callable:
         if config.actor_rollout_ref.get("recipe") is None:
             fill_recipe(config, engine.current().switches)
             log.warning(NOT_HERE.format(record=_record(config.recipe)))
-            self.run_id = id_without_launcher(config)
             self.modified_sources = refuse_modified(config, Trees())
             for name, files in self.modified_sources.items():
                 log.warning("dirty: %s is not as pinned (drift=%s): %s", name, config.recipe.drift, files_text(files))
+            self.run_id = id_without_launcher(config)
             send_settings(**worker_settings(config))
             self.init_workers = functools.partial(unless_start_fails, self.init_workers)
         original(self, config, *args, **kwargs)

@@ -323,9 +323,9 @@ def read_trainer_state(folder: Path) -> dict[str, Any]:
 
 def _read_old_state(path: Path) -> dict[str, Any]:
     """Of versions that wrote a pickle; torch reads it without running code of it."""
-    reconstruct = np.empty(0).__reduce__()[0]
+    array = np.empty(0, np.uint32)  # as in numpy's generator
     try:
-        with torch.serialization.safe_globals([reconstruct, np.ndarray, np.dtype, np.dtypes.UInt32DType]):
+        with torch.serialization.safe_globals([array.__reduce__()[0], np.ndarray, np.dtype, type(array.dtype)]):
             found = torch.load(path, weights_only=True)
     except pickle.UnpicklingError as error:
         raise ConfigError(f"{path}: holds more than tensors and plain values, so it is not read: {error}") from error

@@ -78,7 +78,7 @@ def look(folder: Path, run: str | None) -> Saved:
     return found
 
 
-def newest(folder: Path, run: str | None) -> Path | None:
+def newest(folder: Path, run: str) -> Path | None:
     """The newest complete checkpoint of the run, None without one.
 
     ConfigError where its files, or the manifest of a newer one, are damaged: the bad file, and what to go on from.
@@ -97,7 +97,7 @@ def newest(folder: Path, run: str | None) -> Path | None:
     return None
 
 
-def instead_of(path: Path, run: str | None) -> str:
+def instead_of(path: Path, run: str) -> str:
     """What to go on from where the checkpoint `path` cannot be used: the next older whole one of the run."""
     for step, older in sorted(look(path.parent, run).own.items(), reverse=True):
         if step < step_of(path):
