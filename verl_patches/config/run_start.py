@@ -18,7 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 from verl_patches.config.compose import switched_off
 from verl_patches.errors import ConfigError
 from verl_patches.trainer.summary import run_id
-from verl_patches.weights.checkpoint_folders import Saved, look, newest, require_whole, resume_from
+from verl_patches.weights.checkpoint_folders import EARLIER, Saved, look, newest, require_whole, resume_from
 from verl_patches.weights.manifest import CHECKPOINT, Manifest, read_manifest
 
 _SHOWN = 3
@@ -74,7 +74,7 @@ def start_of(config: DictConfig, folder: Path) -> Start:
     step = None if manifest is None else manifest.facts["step"]
     if resumed is not None and resumed.resolve() in {path.resolve() for path in found.own.values()}:
         return Start(own, resumed, step)
-    moves = is_inside(config, folder) and any(saved.glob("global_step_*"))
+    moves = is_inside(config, folder) and any([*saved.glob("global_step_*"), *saved.glob(EARLIER)])
     if moves and resumed is not None and resumed.resolve().is_relative_to(saved.resolve()):
         raise ConfigError(
             f"trainer.resume_from_path is {resumed}, inside {folder}, but not of the run that this folder belongs to: "
