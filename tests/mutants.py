@@ -1,4 +1,4 @@
-"""Mutation test of planners, memory schedule, tensor cache, rewards, patches, cluster and watch; run by hand.
+"""Mutation test of planners, memory schedule, tensor cache, rewards, patches, cluster, watch, checkpoints; run by hand.
 
     .venv/bin/python tests/mutants.py [--only NAME ...] [--json]
 
@@ -73,6 +73,8 @@ CACHE = Tests("tensor_cache/test_tensor_cache.py")
 BOXES, EQUAL = Tests("rewards/test_maths.py", "closed"), Tests("rewards/test_maths.py", "equal_answers")
 ENGINE, POLICY = Tests("patching/test_engine.py"), Tests("patching/test_policy.py")
 CLUSTER = Tests("cluster/test_backends.py cluster/test_command.py cluster/test_node.py", "not ssh_itself")
+FOLDERS, START = Tests("trainer/test_checkpoint.py"), Tests("launch/test_run_folder.py")
+MANIFEST = Tests("weights/test_manifest.py", "covers")
 FOREIGN = Tests("patching/test_foreign.py patching/test_engine.py")
 ORDER_KEY = "(len(blocks[i].holders), -router.sizes[i], i)"
 
@@ -263,6 +265,28 @@ MUTANTS = (
     Mutant("restart-on-a-node-too-few", "launch/restart.py",
            "if len(others) < self._config.trainer.nnodes:", "if len(others) + 1 < self._config.trainer.nnodes:",
            Tests("launch/test_restart.py", "where_a_spare_one")),
+    # checkpoints of a run
+    Mutant("recover-names-what-is-half-removed", "weights/checkpoint_folders.py",
+           'elif what != "removed" and not os.path', "elif not os.path", FOLDERS),
+    Mutant("recover-takes-other-runs", "weights/checkpoint_folders.py",
+           "if owner != run or not path.is_dir()", "if not path.is_dir()", FOLDERS),
+    Mutant("another-run-is-own", "weights/checkpoint_folders.py",
+           "if run is not None and owner == run:", "if run is not None:", FOLDERS),
+    Mutant("retention-removes-what-was-written", "weights/checkpoint_folders.py",
+           "if path != written:", "if path:", FOLDERS),
+    Mutant("replaced-of-another-run-is-removed", "weights/checkpoint_folders.py",
+           "if old is not None and own:", "if old is not None:", FOLDERS),
+    Mutant("newer-steps-stay", "weights/checkpoint_folders.py", "if not newer:", "if newer:", FOLDERS),
+    Mutant("older-than-the-newest-is-enough", "weights/checkpoint_folders.py",
+           "if path in saved.damaged:\n                raise ConfigError(saved.damaged[path])",
+           "if path in saved.damaged:\n                continue", START),
+    Mutant("steps-beyond-the-total", "config/run_start.py", "step >= total", "step > total", START),
+    Mutant("links-are-inside", "config/run_start.py",
+           "checkpoints_of(config).resolve(), folder.resolve()", "checkpoints_of(config), folder", START),
+    Mutant("id-of-the-run-before-stays", "launch/run_folder.py",
+           "names = OUTPUTS if start.id else [*OUTPUTS, RUN]", "names = OUTPUTS", START),
+    Mutant("manifest-without-a-digest", "weights/manifest.py",
+           'if covered and found.get("digest") != content_digest(found):', "if False:", MANIFEST),
     # reference ops of the emulated NPU
     Mutant("attention-masked-row", "platform/cpu/ascend/attention.py",
            "total.clamp_min(torch.finfo(total.dtype).tiny)", "total",

@@ -1,4 +1,4 @@
-"""The processes of a run: adopt those that detach, find, end and measure all of them, and no others.
+"""The processes of a run: adopt those that detach, find, end and measure all of them, and no others; their locks.
 
 On Linux the launcher becomes a "child subreaper": a daemon whose parent dies (Ray's gcs_server and raylet do that) is
 handed to the launcher instead of to init, so everything a run started stays a descendant of the launcher.
@@ -10,6 +10,7 @@ process's page tables, so it is read when the cheap resident size has grown, and
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import logging
 import os
 import re
@@ -19,12 +20,27 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TextIO
 
 import psutil
 
 log = logging.getLogger(__name__)
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 1, 36, 37
 TERM_S, KILL_S = 5.0, 5.0  # how long to wait for processes after SIGTERM, and after SIGKILL
+
+
+def lock_file(path: Path) -> TextIO:
+    """The file `path`, made where it is absent, locked for this process until it is closed.
+
+    BlockingIOError where another process has the lock; OSError where it cannot be opened, or is a symbolic link.
+    """
+    lock = open(path, "a", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o666))
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BaseException:
+        lock.close()
+        raise
+    return lock
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from verl_patches.config.files import PATHS
 from verl_patches.errors import ConfigError
 from verl_patches.layout.parallel import parse_layout, rollout_layout_of, train_layout_of
 from verl_patches.model.tiny import tiny_config
+from verl_patches.trainer.summary import new_run_id
 from verl_patches.weights.convert import convert
 from verl_patches.weights.plan import plan_conversion
 from verl_patches.weights.source import open_source
@@ -328,12 +329,14 @@ def test_the_public_config_is_no_fault_of_weights_in_bf16(tmp_path):
 
 @pytest.mark.parametrize("mode", ["auto", "resume_path"])
 def test_a_checkpoint_that_is_not_whole_is_refused_before_the_start(tmp_path, mode):
-    given = [f"trainer.resume_mode={mode}", f"trainer.default_local_dir={tmp_path}"]
-    given.append(f"trainer.resume_from_path={tmp_path / 'global_step_3'}")
-    (tmp_path / "global_step_3").mkdir()
-    (tmp_path / "global_step_3" / "manifest.json").write_text("{}")
+    saved = tmp_path / "t" / "checkpoints"
+    given = [f"recipe.output_root={tmp_path}", "recipe.run=t", f"trainer.resume_mode={mode}"]
+    given.append(f"trainer.resume_from_path={saved / 'global_step_3'}")
+    (saved / "global_step_3").mkdir(parents=True)
+    (saved / "global_step_3" / "manifest.json").write_text("{}")
+    new_run_id(tmp_path / "t", "t")
     assert "global_step_3/manifest.json: expected format" in failed(TINY, *given)["checkpoints"]
-    assert "checkpoints" not in failed(TINY, "trainer.resume_mode=auto", f"trainer.default_local_dir={tmp_path}/none")
+    assert "checkpoints" not in failed(TINY, *given[:1], "recipe.run=other", "trainer.resume_mode=auto")
 
 
 @pytest.mark.parametrize(("name", "override", "words"), [

@@ -17,10 +17,12 @@ import psutil
 import pytest
 from typer.testing import CliRunner
 
+from tests.weights.cases import make_checkpoint
 from verl_patches.__main__ import app
 from verl_patches.config.compose import compose
 from verl_patches.errors import ConfigError
 from verl_patches.launch import launcher
+from verl_patches.trainer.summary import new_run_id, run_id
 
 pytestmark = pytest.mark.slow  # each starts processes
 
@@ -161,6 +163,20 @@ def test_outputs_of_an_earlier_run_are_moved_aside_and_nothing_else(start, tmp_p
     assert summary["steps"] == [] and (tmp_path / "t" / "notes.txt").exists()
     earlier = [json.loads((tmp_path / "t/earlier" / n / "summary.json").read_text())["steps"] for n in ("1", "2")]
     assert earlier == [[STEP], [STEP]] and len(list((tmp_path / "t/earlier").iterdir())) == 2
+    folders = [tmp_path / "t/earlier/1", tmp_path / "t/earlier/2", tmp_path / "t"]
+    ids = [json.loads((folder / "summary.json").read_text())["id"] for folder in folders]
+    assert len(set(ids)) == 3 and [run_id(folder) for folder in folders] == ids  # three runs
+    assert summary["resumed_step"] is None
+
+
+def test_the_record_of_a_run_that_goes_on_has_its_id_and_the_step_that_it_started_after(start, tmp_path):
+    """As the launcher knows them: the driver of a later try goes on from another step."""
+    own = new_run_id(tmp_path / "t", "t")
+    make_checkpoint(tmp_path / "t/checkpoints", 2, own)
+    code = SUMMARY.replace('"exit"', '"id": "x", "resumed_step": 7, "exit"')
+    trainer = {"resume_mode": "auto", "default_local_dir": str(tmp_path / "t/checkpoints")}
+    _, summary, _ = start(code, trainer=trainer)
+    assert (summary["id"], summary["resumed_step"]) == (own, 2) and run_id(tmp_path / "t") == own
 
 
 def test_a_refused_run_leaves_the_earlier_one_as_it_is(start, tmp_path):
@@ -180,6 +196,7 @@ def test_a_folder_that_cannot_be_made_is_refused(start, tmp_path, root):
 
 HOLDS_A_FOLDER = """import time
 from verl_patches.launch import launcher
+from verl_patches.trainer.summary import new_run_id, run_id
 with launcher.short_temp_dir() as folder:
     print(folder, flush=True)
     time.sleep(600)
@@ -227,6 +244,7 @@ def test_signals_to_the_launcher(run_python, tmp_path, number, code):
 import sys, threading, os, time
 from verl_patches import processes
 from verl_patches.launch import launcher
+from verl_patches.trainer.summary import new_run_id, run_id
 from verl_patches.config.compose import compose
 processes.TERM_S = 0.5
 overrides = ["recipe.output_root={tmp_path}", "recipe.run=t"]

@@ -1,8 +1,8 @@
 """Checkpoints with experts split over ranks: runs that were killed and resumed are the uninterrupted one.
 
-Two runs share one folder of checkpoints: the first is killed in a save; of the second a worker is stopped in a step,
-the watch ends it, and it is started again by itself. The uninterrupted run is that of all other tests, which saves
-nothing. Line a3:
+One run in two parts: the first is killed in a save; in the second, which goes on in its folder, a worker is stopped in
+a step, the watch ends it, and it is started again by itself. Then another run starts in that folder, and one that has
+nothing left to do. The uninterrupted run is that of all other tests, which saves nothing. Line a3:
 test_memory_as_in_production_changes_no_update in test_layouts.py.
 """
 
@@ -18,24 +18,28 @@ import torch
 from loop_runs import hook, metrics_of, resume
 from safetensors.torch import load_file
 
-from verl_patches.weights.manifest import read_manifest
+from verl_patches.weights.manifest import folder_problems, read_manifest
 
 pytestmark = pytest.mark.slow
 LEAST, BOUND_S = "recipe.watch.least_s", 30
 SAVING = ("--steps", "3", "trainer.save_freq=1", "trainer.resume_mode=auto")
 
 
-def saved_by(run):
-    """Names in the run's folder of checkpoints."""
-    return sorted(path.name for path in (run.folder / "checkpoints").iterdir() if path.name != ".lock")
+def saved_in(run, folder="checkpoints"):
+    """What is in the run's folder of checkpoints."""
+    return sorted(path for path in (run.folder / folder).iterdir() if path.name != ".lock")
+
+
+def saved_by(run, folder="checkpoints"):
+    return [path.name for path in saved_in(run, folder)]
 
 
 @pytest.fixture
 def runs(smoke):
-    """Both runs; the first one's folder has the checkpoints of both."""
+    """Both parts of the run; the folder of the second has the checkpoints of both."""
     first = smoke(*SAVING, hook("killed_in_save"), ok=False)
-    there = f"trainer.default_local_dir={first.folder / 'checkpoints'}"
-    return first, smoke(*SAVING, there, hook("stopped_in_update"), "recipe.restart.times=1", f"{LEAST}={BOUND_S}")
+    given = hook("stopped_in_update"), "recipe.restart.times=1", f"{LEAST}={BOUND_S}"
+    return first, smoke(*SAVING, *given, after=first)
 
 
 def test_runs_that_were_killed_in_a_save_and_stopped_in_a_step_go_on_as_if_they_had_not_ended(smoke, runs):
@@ -46,9 +50,17 @@ def test_runs_that_were_killed_in_a_save_and_stopped_in_a_step_go_on_as_if_they_
     assert first.code and re.search(died, first.summary["exit"], re.S), first.summary["exit"]
     assert [step["step"] for step in second.steps] == [2, 3]
     log = (second.folder / "attempts" / "1" / "driver.log").read_text(errors="replace")
-    assert "resumed from" in log and "global_step_1: step 1 is complete" in log
-    assert "resumed from" in second.log and "global_step_2: step 2 is complete" in second.log
-    assert saved_by(first) == ["global_step_1", "global_step_2", "global_step_3"]
+    assert "Traceback" in log
+    places = [f"| resumed from {second.folder / 'checkpoints'}/global_step_{n}: step {n} is complete" for n in (1, 2)]
+    assert [line for line in second.progress.splitlines() if "resumed from" in line] == places
+    assert saved_by(second) == ["global_step_1", "global_step_2", "global_step_3"]
+    ids = {run.summary["id"] for run in (first, second)} | {
+        read_manifest(path).facts["id"] for path in saved_in(second)
+    }
+    assert len(ids) == 1  # one run, with each of its checkpoints
+    assert (first.summary["resumed_step"], second.summary["resumed_step"]) == (None, 1)
+    part = json.loads((second.folder / "earlier" / "1" / "summary.json").read_text())
+    assert part == first.summary
     assert list(second.folder.glob("rollouts/*_3.safetensors"))
     whole = metrics_of(smoke(), "grad_norm", "reward")
     assert metrics_of(second, "grad_norm", "reward") == whole[1:]
@@ -82,16 +94,16 @@ def test_an_export_is_the_trained_model_for_transformers(runs, tmp_path):
     """Log-probs of step 3, which vLLM sampled with the weights that the checkpoint of step 2 holds; not those of 3."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    first, second = runs
+    _, second = runs
     step, worst = load_file(second.folder / "rollouts" / "step_3.safetensors"), {}
     for number in (2, 3):
-        saved, made = first.folder / "checkpoints" / f"global_step_{number}", tmp_path / str(number)
+        saved, made = second.folder / "checkpoints" / f"global_step_{number}", tmp_path / str(number)
         command = [sys.executable, "-m", "verl_patches", "weights", "export", str(saved), str(made)]
         subprocess.run(command, check=True)
         model = AutoModelForCausalLM.from_pretrained(made, torch_dtype="auto", attn_implementation="eager").eval()
         assert model.dtype == torch.float32 and AutoTokenizer.from_pretrained(made)
         assert {path.name for path in made.iterdir()} >= {"generation_config.json", "tokenizer.json", "config.json"}
-        assert not list(made.glob("rank_*")) and not list(made.glob("*.pt"))
+        assert not list(made.glob("rank_*")) and not list(made.glob("trainer.*"))
         with torch.no_grad():
             logits = model(step["input_ids"], attention_mask=step["attention_mask"], position_ids=step["position_ids"])
         length = step["responses"].shape[1]
@@ -101,12 +113,31 @@ def test_an_export_is_the_trained_model_for_transformers(runs, tmp_path):
     assert worst[2] < 1e-5 and worst[3] > 1e-3, worst
 
 
+def test_a_new_run_of_that_name_keeps_its_own_checkpoints_and_moves_those_of_the_run_before(smoke, runs):
+    """Which had come further: retention counts only the new run's."""
+    before = runs[1]
+    new = smoke("--steps", "2", "trainer.save_freq=1", "trainer.max_actor_ckpt_to_keep=1", after=before)
+    assert saved_by(new) == ["global_step_2"] and [step["step"] for step in new.steps] == [1, 2]
+    assert saved_by(new, "earlier/2/checkpoints") == ["global_step_1", "global_step_2", "global_step_3"]
+    for path in saved_in(new, "earlier/2/checkpoints"):
+        manifest = read_manifest(path)
+        assert manifest.facts["id"] == before.summary["id"] and folder_problems(path, manifest) == []
+    assert read_manifest(saved_in(new)[0]).facts["id"] == new.summary["id"] != before.summary["id"]
+    assert f"MB, are now in {new.folder / 'earlier' / '2' / 'checkpoints'}" in new.output
+
+
+def test_a_run_that_has_reached_its_total_ends_before_anything_starts(smoke, runs):
+    again = smoke(*SAVING, after=runs[1], ok=False)
+    assert again.code == 2 and "step 3 is complete" in again.output and "trainer.total_training_steps" in again.output
+    assert again.summary == runs[1].summary and [path.name for path in (again.folder / "earlier").iterdir()] == ["1"]
+
+
 @pytest.mark.full
 def test_another_layout_resumes_with_the_same_gradient(smoke, runs):
     """On the responses of the uninterrupted run, as another layout samples others. The log says what differs."""
     whole = smoke()
     layout = ("--train-layout", "tp2ep2", "--rollout-tp", "2", "--replay-rollout", str(whole.folder))
-    resumed = smoke("--steps", "3", *layout, *resume(runs[0], 2))
+    resumed = smoke("--steps", "3", *layout, *resume(runs[1], 2))
     (found,) = metrics_of(resumed, "grad_norm")
     assert found == pytest.approx(metrics_of(whole, "grad_norm")[2], rel=1e-6)
     assert "actor.megatron.tensor_model_parallel_size was 1, is 2" in resumed.log
@@ -115,7 +146,7 @@ def test_another_layout_resumes_with_the_same_gradient(smoke, runs):
 @pytest.mark.full
 def test_a_flipped_byte_is_refused_before_the_first_step(smoke, runs, tmp_path):
     """In the last tensor of rank 1, whose file another rank reads and compares."""
-    damaged = shutil.copytree(runs[0].folder / "checkpoints" / "global_step_2", tmp_path / "global_step_2")
+    damaged = shutil.copytree(runs[1].folder / "checkpoints" / "global_step_2", tmp_path / "global_step_2")
     path = damaged / "rank_00001.safetensors"
     data = bytearray(path.read_bytes())
     data[-1] ^= 1

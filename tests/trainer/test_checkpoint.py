@@ -1,33 +1,40 @@
 """Checkpoints in the trainer's process: what is complete, what is kept, what a killed save leaves; no workers."""
 
+import json
 import multiprocessing
 import os
 import random
+import shutil
 import signal
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from omegaconf import OmegaConf
+from torch.utils.data import SequentialSampler
+from torchdata.stateful_dataloader import StatefulDataLoader
+from torchdata.stateful_dataloader.sampler import RandomSampler
 
 from tests.reshard.cases import TINY
+from tests.weights.cases import make_checkpoint
 from verl_patches.errors import ConfigError
 from verl_patches.trainer import checkpoint
-from verl_patches.trainer.checkpoint import Checkpoints, changes
+from verl_patches.trainer.checkpoint import Checkpoints, changes, data_state
 from verl_patches.weights import writer
 from verl_patches.weights.checkpoint import CheckpointError, CheckpointReader, rank_files, write_rank
 from verl_patches.weights.checkpoint_folders import newest, recover, remove_oldest, require_whole
 from verl_patches.weights.manifest import Manifest, folder_problems, read_manifest, whole_tensor
 from verl_patches.weights.train_state import Piece, Place
 
-KILLS = 10
+KILLS, RUN, OTHER = 10, "0123456789abcdef", "fedcba9876543210"
 
 
 class Workers:
     """Two ranks that write one tensor each, of the step's value, before save_checkpoint returns."""
 
     def __init__(self):
-        self.failing, self.loaded = False, None
+        self.failing, self.loaded, self.fault = False, None, None
 
     def save_checkpoint(self, folder, remote, step):
         for rank in range(2):
@@ -43,6 +50,8 @@ class Workers:
             raise CheckpointError("rank 1: disk full")
 
     def load_checkpoint(self, folder, remote, remove):
+        if self.fault:
+            raise CheckpointError(self.fault)
         with CheckpointReader(folder) as reader:
             self.loaded = [reader.read(f"t{rank}")[0].item() for rank in range(2)]
 
@@ -59,7 +68,7 @@ class Saves(Checkpoints):
         return {"config.json": b"{}"}
 
     def _manifest(self, step, files):
-        facts = {"step": step, "line": "pypi", **SETTINGS}
+        facts = {"step": step, "id": self.run, "line": "pypi", **SETTINGS}
         return Manifest("checkpoint", TINY, "@2", "fp32", str(step), tuple(files), facts=facts)
 
 
@@ -71,21 +80,29 @@ def saves(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint, "world_size", lambda config: 2)
     monkeypatch.setattr(checkpoint, "settings_of", lambda config: SETTINGS)
 
-    def make(folder=tmp_path, **trainer):
-        settings = {"default_local_dir": str(folder), "resume_mode": "auto", **trainer}
+    def make(folder=tmp_path, run=RUN, **trainer):
+        settings = {"default_local_dir": str(folder), "resume_mode": "auto", "save_freq": 1, **trainer}
         config = OmegaConf.create({"trainer": settings, "recipe": {"line": "pypi"}})
         data = SimpleNamespace(position=0)
         data.state_dict, data.load_state_dict = lambda: data.position, lambda state: setattr(data, "position", state)
         parts = {"config": config, "actor_rollout_wg": Workers(), "train_dataloader": data, "global_steps": 0}
-        return Saves(SimpleNamespace(**parts))
+        said = []
+        made = Saves(SimpleNamespace(**parts, total_training_steps=99), run, lambda *text: said.append(text))
+        made.said = said
+        return made
 
     return make
 
 
-def save(checkpoints, step):
-    checkpoints.trainer.global_steps = checkpoints.trainer.train_dataloader.position = step
-    checkpoints.save()
-    checkpoints.finish()
+def save(checkpoints, *steps):
+    for step in steps:
+        checkpoints.trainer.global_steps = checkpoints.trainer.train_dataloader.position = step
+        checkpoints.save()
+        checkpoints.finish()
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
 
 
 def test_the_newest_complete_one_is_resumed_and_the_oldest_are_removed(saves, tmp_path):
@@ -93,7 +110,7 @@ def test_the_newest_complete_one_is_resumed_and_the_oldest_are_removed(saves, tm
     for step in (1, 2, 9, 10):
         save(run, step)
     left = [sorted(path.name for path in tmp_path.iterdir())]
-    remove_oldest(tmp_path, 2)
+    remove_oldest(tmp_path, 2, RUN, tmp_path / "global_step_10")
     left.append(sorted(path.name for path in tmp_path.iterdir()))
     assert left == [["global_step_10", "global_step_2", "global_step_9"], ["global_step_10", "global_step_9"]]
     assert [record["step"] for record in run.records] == [1, 2, 9, 10]
@@ -170,7 +187,7 @@ def test_an_error_of_a_writing_worker_stops_the_run_and_leaves_nothing_complete(
     with pytest.raises(CheckpointError, match="rank 1: disk full"):
         run.finish()
     run.give_up()
-    assert newest(tmp_path) == tmp_path / "global_step_1"
+    assert newest(tmp_path, RUN) == tmp_path / "global_step_1"
     run.trainer.actor_rollout_wg.failing = False
     save(saves(), 2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["global_step_1", "global_step_2"]
@@ -231,7 +248,240 @@ def test_a_step_that_is_saved_again_replaces_the_folder_and_is_found_between_bot
     save(run, 5)
     save(run, 5)
     assert [path.name for path in tmp_path.iterdir()] == ["global_step_5"]
-    os.rename(tmp_path / "global_step_5", tmp_path / "global_step_5.replaced-0123abcd")
-    recover(tmp_path)
-    assert newest(tmp_path) == tmp_path / "global_step_5"
+    os.rename(tmp_path / "global_step_5", tmp_path / f"global_step_5.replaced-{RUN}-0123abcd")
+    recover(tmp_path, RUN)
+    assert newest(tmp_path, RUN) == tmp_path / "global_step_5"
     assert set(rank_files(2)) < {path.name for path in (tmp_path / "global_step_5").iterdir()}
+
+
+# ---- checkpoints of several runs in one folder
+
+
+def test_retention_counts_and_removes_only_the_run_s_own(saves, tmp_path):
+    """Also where those of other runs are newer; the newest that the run wrote is never removed."""
+    make_checkpoint(tmp_path, 8, OTHER)
+    make_checkpoint(tmp_path, 1, None)
+    save(saves(max_actor_ckpt_to_keep=1), 2, 4)
+    assert names(tmp_path) == ["global_step_1", "global_step_4", "global_step_8"]
+    make_checkpoint(tmp_path, 9, RUN)  # control: of this run
+    remove_oldest(tmp_path, 1, RUN, tmp_path / "global_step_4")
+    assert names(tmp_path) == ["global_step_1", "global_step_4", "global_step_8", "global_step_9"]
+    remove_oldest(tmp_path, 1, RUN, tmp_path / "global_step_9")
+    assert names(tmp_path) == ["global_step_1", "global_step_8", "global_step_9"]
+
+
+def test_auto_goes_on_with_the_run_s_own_only(saves, tmp_path):
+    make_checkpoint(tmp_path, 8, OTHER)
+    new = saves()
+    new.load()
+    assert new.trainer.global_steps == 0 and "no checkpoint of this run" in new.said[-1][0]
+    save(new, 2)
+    again = saves()
+    again.load()
+    assert again.trainer.global_steps == 2 and any(
+        "step 2 is complete" in text for text, *step in again.said if step == [2]
+    )
+    assert sum(f"global_step_8: of run {OTHER}" in text for text, *_ in again.said) == 1
+
+
+@pytest.mark.parametrize("what", ["another run's", "without id", "damaged", "a file"])
+def test_what_is_not_the_run_s_keeps_its_bytes_where_its_name_is_needed(saves, tmp_path, what):
+    path = tmp_path / "global_step_3"
+    if what == "a file":
+        path.write_text("of the user")
+    else:
+        make_checkpoint(tmp_path, 3, OTHER if what == "another run's" else None)
+    if what == "damaged":
+        (path / "manifest.json").write_text("{")
+    run = saves(max_actor_ckpt_to_keep=1)
+    save(run, 3, 4)
+    (other,) = tmp_path.glob("global_step_3*")
+    assert other.name.startswith("global_step_3.replaced-") and newest(tmp_path, RUN) == tmp_path / "global_step_4"
+    assert other.read_text() == "of the user" if what == "a file" else (other / "rank_00000.safetensors").is_file()
+    save(run, 5)
+    assert sum(f"{other}" in text for text, *_ in run.said) == 1 and other.exists()
+
+
+def test_damage_that_is_not_the_newest_is_named_once_and_ends_nothing(saves, tmp_path):
+    save(saves(), 1, 2)
+    writing = tmp_path / "global_step_3.writing-0123abcd"
+    writing.mkdir()
+    (writing / "manifest.json").write_text("")
+    (tmp_path / "global_step_1" / "manifest.json").write_text("{")
+    (tmp_path / "global_step_9").write_text("a file")
+    run = saves(max_actor_ckpt_to_keep=1)
+    run.load()
+    assert run.trainer.global_steps == 2
+    save(run, 3, 4)
+    assert names(tmp_path) == ["global_step_1", writing.name, "global_step_4", "global_step_9"]
+    for path in (writing, tmp_path / "global_step_1", tmp_path / "global_step_9"):
+        assert sum(f"{path}" in text for text, *_ in run.said) == 1, path
+
+
+def test_a_run_goes_on_from_an_older_step_where_it_is_told_to_and_what_is_newer_moves(saves, tmp_path):
+    """Else retention would keep the abandoned steps, and the next resume take them."""
+    save(saves(), 2, 4, 6, 8)
+    (tmp_path / "global_step_8" / "manifest.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"global_step_8(.|\n)*resume_from_path=.*global_step_6"):
+        saves().load()
+    shutil.rmtree(tmp_path / "global_step_8")
+    run = saves()  # bytes, which only workers compare
+    run.trainer.actor_rollout_wg.fault = f"{tmp_path}/global_step_6/rank_00001.safetensors: sha256"
+    with pytest.raises(CheckpointError, match=r"global_step_6/rank_00001(.|\n)*resume_from_path=.*global_step_4$"):
+        run.load()
+    make_checkpoint(tmp_path, 8, RUN)
+    run = saves(resume_mode="resume_path", resume_from_path=str(tmp_path / "global_step_4"), max_actor_ckpt_to_keep=1)
+    run.load()
+    assert run.trainer.global_steps == 4 and names(tmp_path / "earlier/1") == ["global_step_6", "global_step_8"]
+    save(run, 5)
+    assert names(tmp_path) == ["earlier", "global_step_5"]
+    again = saves()
+    again.load()
+    assert again.trainer.global_steps == 5
+
+
+@pytest.mark.parametrize("trainer", [{"save_freq": -1}, {"run": OTHER}])
+def test_nothing_moves_where_a_run_saves_nothing_or_is_another(saves, tmp_path, trainer):
+    save(saves(), 2, 4)
+    path = {"resume_mode": "resume_path", "resume_from_path": str(tmp_path / "global_step_2")}
+    saves(**path, **trainer).load()
+    assert names(tmp_path) == ["global_step_2", "global_step_4"]
+
+
+def test_a_half_removed_checkpoint_does_not_get_its_name_back(saves, tmp_path):
+    """Its manifest is whole, the files are not. Nor does one of another run."""
+    for owner in (RUN, OTHER):
+        path = make_checkpoint(tmp_path, 3, owner)
+        (path / "rank_00000.safetensors").unlink()
+        path.rename(tmp_path / f"global_step_3.removed-{owner}-0123abcd")
+    whole = make_checkpoint(tmp_path, 4, OTHER)
+    whole.rename(tmp_path / f"global_step_4.writing-{OTHER}-0123abcd")
+    recover(tmp_path, RUN)
+    others = [f"global_step_3.removed-{OTHER}-0123abcd", f"global_step_4.writing-{OTHER}-0123abcd"]
+    assert names(tmp_path) == others
+    put = make_checkpoint(tmp_path, 5, RUN)
+    put.rename(tmp_path / f"global_step_5.writing-{RUN}-0123abcd")  # control: whole, and the run's
+    recover(tmp_path, RUN)
+    assert names(tmp_path) == [*others, "global_step_5"]
+
+
+def test_a_checkpoint_under_the_name_of_another_step_is_refused(saves, tmp_path):
+    save(saves(), 3)
+    shutil.copytree(tmp_path / "global_step_3", tmp_path / "global_step_7")
+    with pytest.raises(ConfigError, match="is of step 3, expected that of its folder global_step_7"):
+        saves(resume_mode="resume_path", resume_from_path=str(tmp_path / "global_step_7")).load()
+    (tmp_path / "global_step_7").rename(tmp_path / "a_copy")
+    saves(resume_mode="resume_path", resume_from_path=str(tmp_path / "a_copy")).load()
+
+
+def test_a_run_that_has_reached_its_total_is_not_gone_on_with(saves, tmp_path):
+    """Where the launcher cannot know it: the number of steps follows from the data."""
+    save(saves(), 3)
+    for total in (2, 3):
+        run = saves()
+        run.trainer.total_training_steps = total
+        with pytest.raises(ConfigError, match="step 3 is complete.*trainer.total_training_steps"):
+            run.load()
+        assert run.trainer.actor_rollout_wg.loaded is None
+
+
+# ---- the state of the data
+
+
+def loader(workers=0, sampler=None, kind=RandomSampler):
+    data, generator = list(range(40)), torch.Generator().manual_seed(3)
+    sampler = sampler or kind(data, generator=generator)
+    return StatefulDataLoader(data, batch_size=4, num_workers=workers, sampler=sampler)
+
+
+@pytest.mark.parametrize("kind", [RandomSampler, torch.utils.data.RandomSampler])  # with a state of its own; verl's
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_resumed_run_gets_the_batches_and_random_numbers_that_come_next(saves, tmp_path, workers, kind):
+    run = saves()
+    run.trainer.train_dataloader = loader(workers, kind=kind)
+    run.load()  # refuses what cannot be saved, which must not take a batch
+    batches = iter(run.trainer.train_dataloader)
+    first = [next(batches).tolist() for _ in range(2)]
+    assert first == [batch.tolist() for batch, _ in zip(loader(workers, kind=kind), range(2), strict=False)]
+    save_state(run, 2)
+    drawn = [random.random(), np.random.rand(), torch.rand(()).item()]
+    rest = [batch.tolist() for batch in batches]
+    folder = tmp_path / "global_step_2"
+    assert {"trainer.json", "trainer.safetensors"} < set(names(folder)) and not list(folder.glob("*.pt"))
+    again = saves()
+    again.trainer.train_dataloader = loader(workers, kind=kind)
+    again.load()
+    assert [random.random(), np.random.rand(), torch.rand(()).item()] == drawn
+    assert [batch.tolist() for batch in again.trainer.train_dataloader] == rest
+
+
+def save_state(run, step):
+    run.trainer.global_steps = step
+    run.save()
+    run.finish()
+
+
+class Sampler(SequentialSampler):
+    """With a state of its own."""
+
+    def __init__(self, value):
+        super().__init__(range(40))
+        self.value = value
+
+    def state_dict(self):
+        return {"mine": {"seen": [1, self.value]}}
+
+    def load_state_dict(self, state):
+        self.value = state["mine"]["seen"][1]
+
+
+@pytest.mark.parametrize(
+    "value", [np.arange(3), (1, 2), {1: 2}, {3}, object(), b"x", torch.zeros(2, dtype=torch.complex64)]
+)
+def test_a_state_that_is_neither_json_nor_tensors_is_refused_before_the_first_step_by_its_key(saves, tmp_path, value):
+    run = saves()
+    run.trainer.train_dataloader = loader(sampler=Sampler(value))
+    with pytest.raises(ConfigError, match=r"mine\.seen\.1: is of type") as caught:
+        run.load()
+    assert type(value).__name__ in str(caught.value) and names(tmp_path) == []
+    saves(save_freq=-1).load()  # control: it would never be saved
+
+
+def test_a_state_of_a_sampler_comes_back_with_its_tensors():
+    value = {"a": [torch.arange(3), {"b": torch.tensor(2.5)}], "c": "text", "d": None, "/": True, "e": 1 << 70}
+    found, tensors = data_state(loader(sampler=Sampler(value)))
+    assert len(tensors) == 2 and json.loads(json.dumps(found)) == found
+
+
+def with_old_state(saves, folder, state):
+    """A checkpoint of step 3 with the state of the trainer as older versions pickled it."""
+    run = saves(folder)
+    run._trainer_files = lambda: {"trainer.pt": state}
+    save(run, 3)
+
+
+def pickled(path, state):
+    torch.save(state, path)
+    return path.read_bytes()
+
+
+def test_an_older_state_is_read_without_running_its_code(saves, tmp_path):
+    generators = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
+    state = {"dataloader": 5, "generators": generators}
+    with_old_state(saves, tmp_path / "a", pickled(tmp_path / "old.pt", state))
+    drawn = [random.random(), np.random.rand(), torch.rand(()).item()]
+    run = saves(tmp_path / "a")
+    run.load()
+    assert [random.random(), np.random.rand(), torch.rand(()).item()] == drawn
+    assert (run.trainer.train_dataloader.position, run.trainer.global_steps) == (5, 3)
+
+    class Hostile:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "ran"),)
+
+    with_old_state(saves, tmp_path / "b", pickled(tmp_path / "hostile.pt", {**state, "dataloader": Hostile()}))
+    with pytest.raises(ConfigError, match="trainer.pt: holds more than"):
+        saves(tmp_path / "b").load()
+    assert not (tmp_path / "ran").exists()
+    torch.load(tmp_path / "hostile.pt", weights_only=False)  # control
+    assert (tmp_path / "ran").exists()

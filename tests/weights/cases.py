@@ -9,11 +9,13 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from verl_patches.errors import ConfigError
-from verl_patches.layout.inventory import build_inventory
+from verl_patches.layout.inventory import build_inventory, read_model_shape
 from verl_patches.layout.model_folder import INDEX, QUANTIZATION
 from verl_patches.layout.parallel import ParallelLayout
 from verl_patches.layout.sharding import local_parameters
 from verl_patches.model.tiny import tiny_config
+from verl_patches.weights.manifest import CHECKPOINT, Manifest, whole_tensor
+from verl_patches.weights.writer import FileWriter, begin, complete
 
 NOT_IN_FP8 = ("embed_tokens", "lm_head", "norm", "mlp.gate.")  # of DeepSeek's own folder
 QUANTIZED = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
@@ -147,3 +149,18 @@ def rank_regions(config, layout, rank):
             at[shard.axis] = slice(shard.start, shard.start + shard.shape[shard.axis])
         regions[name] = tuple(at)
     return regions
+
+
+def make_checkpoint(folder, step, run, **facts):
+    """A whole checkpoint folder/global_step_N with one tensor, of the run with this id; None: as of before ids."""
+    path = folder / f"global_step_{step}"
+    facts = {"step": step, "line": "pypi", "digest": "d", "settings": {}, **facts}
+    entry = whole_tensor("weight/w", "F32", (4,), name="w")
+    names, model = ("rank_00000.safetensors", "config.json"), read_model_shape(tiny_config())
+    begin(path, Manifest(CHECKPOINT, model, "@1", "fp32", "x", names, facts={**facts, "id": run} if run else facts))
+    for name, tensors, content in ((names[0], (entry,), bytes(16)), (names[1], (), b"{}")):
+        with FileWriter(path, name, tensors) as file:
+            file.write(content)
+            file.finish()
+    complete(path)
+    return path

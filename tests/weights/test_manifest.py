@@ -145,16 +145,57 @@ def test_every_kind_of_damage_is_named(tmp_path):
     (tmp_path / "extra.safetensors").touch()
     assert [p[:2] for p in problems()] == [("b.safetensors", ""), ("extra.safetensors", "")]
     text = (tmp_path / m.MANIFEST).read_text()
-    (tmp_path / m.MANIFEST).write_text(text.replace('"hidden_size": 128', '"hidden_size": 129'))
-    with pytest.raises(ConfigError, match="model.digest"):
-        m.read_manifest(tmp_path)
     for damaged in (
-        text.replace('"version": 1', '"version": 2'),
+        text.replace('"version": 2', '"version": 3'),
+        text.replace('"hidden_size": 128', '"hidden_size": 129'),
         text[: len(text) // 2],
         text.replace("sha256", "sha"),
     ):
         (tmp_path / m.MANIFEST).write_text(damaged)
         with pytest.raises(ConfigError, match=m.MANIFEST):
+            m.read_manifest(tmp_path)
+
+
+EDITS = {
+    "facts": lambda found: found["facts"].update(step=4),
+    "a new fact": lambda found: found["facts"].update(more=1),
+    "layout": lambda found: found.update(layout="tp4 @4"),
+    "dtype": lambda found: found.update(dtype="bf16"),
+    "a file left out": lambda found: found["files"].pop(),
+    "a file's sha256": lambda found: found["files"][0].update(sha256="0" * 64),
+    "a tensor's place": lambda found: found["files"][1]["tensors"][0].update(start=0, stop=5),
+    "the model": lambda found: found["model"]["config"].update(hidden_size=129),
+    "the digest": lambda found: found.update(digest="0" * 64),
+    "no digest": lambda found: found.pop("digest"),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS)
+def test_a_manifest_covers_itself(tmp_path, edit):
+    written(tmp_path)
+    path = tmp_path / m.MANIFEST
+    found = json.loads(path.read_text())
+    path.write_text(json.dumps(found, sort_keys=True))  # control: the same content
+    assert m.read_manifest(tmp_path).covered
+    edit(found)
+    path.write_text(json.dumps(found))
+    with pytest.raises(ConfigError, match=f"{m.MANIFEST}: its digest is"):
+        m.read_manifest(tmp_path)
+
+
+def test_a_manifest_of_the_version_before_is_read_and_says_that_it_does_not_cover_itself(tmp_path):
+    manifest = written(tmp_path)
+    path = tmp_path / m.MANIFEST
+    found = json.loads(path.read_text()) | {"version": 1}
+    del found["digest"]
+    path.write_text(json.dumps(found))
+    assert m.read_manifest(tmp_path) == manifest and not m.read_manifest(tmp_path).covered
+    for edited, words in (
+        ({"model": {**found["model"], "digest": "0" * 64}}, "model.digest"),
+        ({"facts": {**found["facts"], "id": "0123456789abcdef"}}, "expected those of version 2"),  # which has a digest
+    ):
+        path.write_text(json.dumps({**found, **edited}))
+        with pytest.raises(ConfigError, match=words):
             m.read_manifest(tmp_path)
 
 

@@ -19,7 +19,7 @@ from verl_patches.config.compose import compose, keys_of, output_root
 from verl_patches.config.environment import switches_of
 from verl_patches.config.files import PATHS
 from verl_patches.errors import ConfigError
-from verl_patches.launch import launcher, ray_cluster, smoke
+from verl_patches.launch import launcher, ray_cluster, run_folder, smoke
 from verl_patches.model.mindspeed.arguments import arguments_of, explain
 from verl_patches.patching.engine import Engine
 from verl_patches.patching.switches import VARIABLE, parse
@@ -70,11 +70,11 @@ def smoke_command(
     check_switches(config)
     require_trees(config, trees)
     smoke.check_model(options, config, keys_of(overrides))
+    run_folder.require_start(config)
     _end_unless(check_config(config, must_exist=keys_of(overrides)))  # before model and data are made
     _refuse_without_effect(config)
     require_verl(config.recipe.line, trees)
     dirty = refuse_modified(config, trees)
-    launcher.require_output_folder(config)
     off = _rows_off(config)
     with _progress(as_json, wide, off) as show:
         made = smoke.prepare(options, output_root() / "cache", lambda text: show(f"| {text}"))
@@ -104,6 +104,7 @@ def train_command(
     require_trees(config, trees)
     if dry_run:
         report_plan(config, config_name, overrides, trees, Workload(), as_json)
+    run_folder.require_start(config)
     _end_unless(check_config(config, must_exist=keys_of(overrides)))
     _refuse_without_effect(config)
     require_platform(config.recipe.platform)

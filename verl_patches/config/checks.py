@@ -10,7 +10,6 @@ import functools
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -26,8 +25,9 @@ from verl_patches.config.compose import (
     switched_off,
     vllm_arguments,
 )
-from verl_patches.config.environment import DROPPED, derive
+from verl_patches.config.environment import DROPPED, derive, run_dir
 from verl_patches.config.recipe import VLLM_DTYPES
+from verl_patches.config.run_start import start_of
 from verl_patches.errors import ConfigError
 from verl_patches.layout.inventory import ModelShape, build_inventory
 from verl_patches.layout.model_folder import read_json_object
@@ -40,7 +40,6 @@ from verl_patches.tensor_cache import limits
 from verl_patches.trainer import on_policy, truth_check
 from verl_patches.upstream.support import refusal, refused_keys, shell_findings
 from verl_patches.values import Count, Positive, value_faults
-from verl_patches.weights.checkpoint_folders import newest, require_whole
 
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor.megatron", "actor_rollout_ref.rollout"
 _GRAPH_MINUTES = 0.5, 1.5  # to compile one, by vllm-ascend's own message (worker/model_runner_v1.py:1975)
@@ -213,25 +212,13 @@ def _checkpoint_checks(config: DictConfig, train: ParallelLayout) -> Iterator[Ch
         faults.append("trainer.default_hdfs_dir is set, expected null: files go to trainer.default_local_dir only")
     if config.algorithm.adv_estimator == "gae":
         faults.append("algorithm.adv_estimator is gae, whose critic would not be saved; expected one without a critic")
-    if fault := _resumed_from(trainer):
-        faults.append(fault)
     held = f"in {trainer.default_local_dir}, which all nodes must share"
-    yield Check("checkpoints", not faults, "; ".join(faults) or held, note=not faults)
-
-
-def _resumed_from(trainer: DictConfig) -> str | None:
-    """What is wrong with the files of the checkpoint that the run would go on from."""
     try:
-        folder = None
-        if trainer.resume_mode == "auto":
-            folder = newest(Path(trainer.default_local_dir).absolute())
-        elif trainer.resume_mode == "resume_path" and isinstance(trainer.resume_from_path, str):
-            folder = Path(trainer.resume_from_path).absolute()
-        if folder is not None:
-            require_whole(folder)
+        if resumed := start_of(config, run_dir(config)).resumed:
+            held += f"; goes on from {resumed}"
     except ConfigError as error:
-        return f"cannot be resumed from: {error}; choose another checkpoint"
-    return None
+        faults.append(str(error))
+    yield Check("checkpoints", not faults, "; ".join(faults) or held, note=not faults)
 
 
 def _rollout_checks(config: DictConfig, rollout: ParallelLayout, model: ModelShape) -> Iterator[Check]:

@@ -31,8 +31,9 @@ from verl_patches.config.environment import run_dir
 from verl_patches.config.files import PATHS
 from verl_patches.doctor.npu_tools import NotUnderstoodError
 from verl_patches.errors import ConfigError, RecipeError
-from verl_patches.launch.launcher import require_free_port, require_output_folder
+from verl_patches.launch.launcher import require_free_port
 from verl_patches.launch.ray_cluster import object_store_bytes
+from verl_patches.launch.run_folder import require_output_folder
 from verl_patches.layout.inventory import build_inventory
 from verl_patches.patching.contract import PACKAGES, Sources, check
 from verl_patches.patching.report import NOT_RUN, Finding

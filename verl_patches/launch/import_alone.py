@@ -17,6 +17,7 @@ from verl_patches.config.compose import model_changes, output_root
 from verl_patches.config.recipe import VLLM_DTYPES, Recipe, check_recipe
 from verl_patches.errors import ConfigError
 from verl_patches.launch.ray_cluster import worker_settings
+from verl_patches.launch.run_folder import id_without_launcher
 from verl_patches.layout.model_folder import read_config
 from verl_patches.layout.parallel import rollout_layout_of, train_layout_of
 from verl_patches.patching import engine
@@ -57,6 +58,7 @@ def recipe_by_default(original: Callable) -> Callable:
             self.modified_sources = refuse_modified(config, Trees())
             for name, files in self.modified_sources.items():
                 log.warning("dirty: %s is not as pinned (drift=%s): %s", name, config.recipe.drift, files_text(files))
+            self.run_id = id_without_launcher(config)
             send_settings(**worker_settings(config))
             self.init_workers = functools.partial(unless_start_fails, self.init_workers)
         original(self, config, *args, **kwargs)

@@ -25,6 +25,7 @@ from verl_patches.config import environment
 from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.evaluation.plots import draw_memory, plot_run
 from verl_patches.launch.restart import Restarts
+from verl_patches.launch.run_folder import RunFolder, opened
 from verl_patches.layout.parallel import rollout_layout_of, train_layout_of
 from verl_patches.planning.plan import driver_command
 from verl_patches.processes import Descendants, MemoryWatch, adopting_orphans, die_with_parent
@@ -36,13 +37,6 @@ POLL_S, MEMORY_S = 0.2, 1.0
 TIMED_OUT = 124  # as timeout(1)
 SOCKET_PATH_BYTES = 107
 _RAY_SOCKET = "/session_2025-01-01_00-00-00_000000_0000000/sockets/plasma_store"
-# what a run leaves in its folder, written by launcher and driver; the next run of that name moves these aside
-OUTPUTS = (
-    "config.yaml environment.json driver.log progress.log now.json summary.json metrics.jsonl tensorboard training.png "
-    "memory.png report.md report.png rollouts profile ray_logs watch.json stacks attempts"
-).split()
-EARLIER = "earlier"
-_FOLDER = "expected a folder that can be written to (recipe.output_root, recipe.run)"
 _OWNER = "owner"  # in a run's temporary folder; its launcher holds the lock of this file
 _LOG_END_BYTES = 256 << 10
 _RAY_LOG_BYTES = 4 << 20  # of each of Ray's log files, its end
@@ -73,14 +67,16 @@ def run(
 ) -> Outcome:
     """Run the driver of `config` to its end and return the outcome; the driver's progress lines go to `on_line`.
 
-    Writes OUTPUTS to <output_root>/<run>/; ray_logs/ only on failure. `dirty`: {repository or package: files} that are
-    not as pinned (upstream/modified.py); the summary and a line above the step table have them. Raises ConfigError
-    before anything starts. All processes that the run started are ended before this returns, and its temporary folder
-    is removed.
+    Writes OUTPUTS (run_folder.py) to <output_root>/<run>/; ray_logs/ only on failure. `dirty`: {repository or package:
+    files} that are not as pinned (upstream/modified.py); the summary and a line above the step table have them. Raises
+    ConfigError before anything starts. All processes that the run started are ended before this returns, and its
+    temporary folder is removed.
     """
     require_free_port(config.recipe.ray_port)
-    with _locked(environment.run_dir(config), "--run NAME, recipe.run") as folder, _own_checkpoints(config):
-        _set_aside(folder)
+    with opened(config) as here:
+        folder = here.path
+        for line in here.said:
+            Progress(folder).say(line)
         for name, files in (dirty or {}).items():
             Progress(folder).say(f"| dirty: {name} is not as pinned (drift={config.recipe.drift}): {files_text(files)}")
         started, watch = time.monotonic(), MemoryWatch()
@@ -92,7 +88,7 @@ def run(
                 break
             Progress(folder).say(f"| {again}")
         wall_s = round(time.monotonic() - started, 1)
-        head = {**_head(config, trees), **({"dirty": dict(dirty)} if dirty else {}), "wall_s": wall_s}
+        head = {**_head(config, here, trees), **({"dirty": dict(dirty)} if dirty else {}), "wall_s": wall_s}
         try:
             code, reason = write_summary(folder, code, reason, head, watch.peaks())
             restarts.merge()
@@ -278,62 +274,10 @@ def _remove_abandoned(parent: Path) -> None:
             continue
 
 
-def require_output_folder(config: DictConfig) -> None:
-    """ConfigError where the run's folder could not be made; nothing is written."""
-    folder = environment.run_dir(config)
-    try:
-        existing = next(place for place in (folder, *folder.parents) if place.exists())
-        if not existing.is_dir() or not os.access(existing, os.W_OK):
-            raise OSError(f"{existing} is no folder that can be written to")
-    except OSError as error:
-        raise ConfigError(f"{folder}: {_FOLDER}, found: {error}") from error
-
-
-@contextmanager
-def _locked(folder: Path, keys: str) -> Iterator[Path]:
-    """Make a folder and lock it for this process; ConfigError, with the `keys` to change, where another run has it."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / ".lock").open("w")
-    except OSError as error:
-        raise ConfigError(f"{folder}: {_FOLDER}, found: {error}") from error
-    with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(
-                f"{folder} is being written by another run; wait for it, or give this one another folder ({keys})"
-            ) from None
-        yield folder
-
-
-@contextmanager
-def _own_checkpoints(config: DictConfig) -> Iterator[None]:
-    """Lock the folder of checkpoints, where runs remove what others left unfinished; nothing for a run without them."""
-    trainer = config.trainer
-    folder = Path(trainer.default_local_dir).absolute()
-    if trainer.save_freq > 0 or (trainer.resume_mode == "auto" and folder.is_dir()):
-        with _locked(folder, "trainer.default_local_dir"):
-            yield
-    else:
-        yield
-
-
-def _set_aside(folder: Path) -> None:
-    """Move the outputs of an earlier run of this name to earlier/N; N counts up."""
-    outputs = [path for name in OUTPUTS if (path := folder / name).exists() or path.is_symlink()]
-    if not outputs:
-        return
-    numbers = (int(path.name) for path in (folder / EARLIER).glob("*") if path.name.isdigit())
-    aside = folder / EARLIER / str(max(numbers, default=0) + 1)
-    aside.mkdir(parents=True)
-    for path in outputs:
-        path.rename(aside / path.name)
-
-
-def _head(config: DictConfig, trees: Trees | None) -> dict[str, Any]:
+def _head(config: DictConfig, here: RunFolder, trees: Trees | None) -> dict[str, Any]:
     """What summary.json says about the run if the driver wrote none, and the commits of the trees that it imports."""
     head = {key: config.recipe[key] for key in ("run", "line", "platform", "dtype")}
+    head |= {"id": here.id, "resumed_step": here.step}
     head["layout"] = {"train": str(train_layout_of(config)), "rollout": str(rollout_layout_of(config))}
     if trees and trees.folders:
         head["upstream"] = {folder.name: commit_of(folder) for folder in trees.folders}
@@ -404,5 +348,8 @@ def write_summary(
     elif reason is None:
         reason = f"the driver exited with {code}; its log shows no error"
     minimal = {"versions": {}, "steps": [], "logprob_delta": None, "patches": []}
-    write_json(folder / "summary.json", {**head, **minimal, **summary, "peak_pss_bytes": peaks, "exit": reason})
+    start = {key: head[key] for key in ("id", "resumed_step")}  # of the run; a later try's driver began elsewhere
+    write_json(
+        folder / "summary.json", {**head, **minimal, **summary, **start, "peak_pss_bytes": peaks, "exit": reason}
+    )
     return code, reason

@@ -3,24 +3,25 @@
 verl's trainer calls `_save_checkpoint` after the update of each trainer.save_freq-th step and of the last, and
 `_load_checkpoint` before the first. Rows checkpoint.save and checkpoint.load put these in their place:
 
-    save    global_step_N.writing-XXXX is begun; workers copy to the host and return; a thread waits until every rank's
-            files are recorded, renames the folder to global_step_N and removes the oldest above
+    save    global_step_N.writing-RUN-XXXX is begun; workers copy to the host and return; a thread waits until every
+            rank's files are recorded, renames the folder to global_step_N and removes the run's oldest above
             trainer.max_actor_ckpt_to_keep
     finish  before the next save, and at the end of the run
-    load    trainer.resume_mode=auto: the newest complete folder of trainer.default_local_dir; resume_path: the one of
-            trainer.resume_from_path
+    load    trainer.resume_mode=auto: the run's own newest complete folder in trainer.default_local_dir; resume_path:
+            the one of trainer.resume_from_path. What is newer than an own one moves to earlier/N
 
-A run that is killed at any point leaves whole folders only under their own names. All nodes must see the folder.
+Checkpoints of other runs are left alone (weights/checkpoint_folders.py). A run that is killed at any point leaves whole
+folders only under their own names. All nodes must see the folder.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
-import io
 import json
 import logging
-import random
+import operator
+import pickle
 import secrets
 import threading
 import time
@@ -29,22 +30,35 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import safetensors.torch
 import torch
 from omegaconf import OmegaConf
 
 from verl_patches.errors import ConfigError
 from verl_patches.layout.inventory import differences, read_model_shape
-from verl_patches.layout.model_folder import QUANTIZATION
+from verl_patches.layout.model_folder import QUANTIZATION, read_json_object
 from verl_patches.layout.parallel import train_layout_of, world_size
 from verl_patches.model.megatron import DTYPES
 from verl_patches.patching import engine
-from verl_patches.weights.checkpoint import KIND, TRAINER, CheckpointError, rank_files
-from verl_patches.weights.checkpoint_folders import newest, put_in_place, recover, remove_oldest
-from verl_patches.weights.manifest import Manifest, read_manifest
+from verl_patches.weights.checkpoint import CheckpointError, generators, rank_files, set_generators, text_of
+from verl_patches.weights.checkpoint_folders import (
+    instead_of,
+    look,
+    newest,
+    put_in_place,
+    recover,
+    remove_oldest,
+    set_aside_after,
+    size_bytes,
+    unnamed,
+)
+from verl_patches.weights.manifest import CHECKPOINT, MANIFEST, OF_RANK, OF_TRAINER, Manifest, read_manifest
+from verl_patches.weights.shards import DTYPES as STORED
 from verl_patches.weights.writer import FileWriter, begin, complete
 
 log = logging.getLogger(__name__)
 
+STATE, TENSORS, _OLD_STATE = f"{OF_TRAINER}json", f"{OF_TRAINER}safetensors", f"{OF_TRAINER}pt"
 _OF_MODEL_BYTES = 64 << 20  # files of the model's folder up to this size are copied beside the weights
 _POLL_S, _GRACE_S = (0.1, 5.0), 30.0
 # keys of recipe that change no step
@@ -54,8 +68,10 @@ _NOT_COMPARED = ("run", "output_root", "timeouts", "ray_address", "ray_port", "m
 class Checkpoints:
     """The checkpoints of one run of verl's `trainer`."""
 
-    def __init__(self, trainer: Any):
+    def __init__(self, trainer: Any, run: str, say: Callable[..., None]):
+        """`run`: its id. say(text) shows a line; say(text, step) one about the step that the run goes on after."""
         config = trainer.config
+        self.run, self._say, self._said = run, say, set()
         self.trainer, self.config, self.folder = trainer, config, Path(config.trainer.default_local_dir).absolute()
         self.keep = config.trainer.get("max_actor_ckpt_to_keep", None)
         self.records: list[dict[str, Any]] = []  # of complete ones: step, bytes, seconds
@@ -70,9 +86,9 @@ class Checkpoints:
         self._refuse()
         self.finish()
         started, step = time.perf_counter(), self.trainer.global_steps
-        recover(self.folder)
-        writing = self.folder / f"global_step_{step}.writing-{secrets.token_hex(4)}"
-        own = {TRAINER: _pickled(self._trainer_state()), **self._model_files()}
+        self._say_once(recover(self.folder, self.run))
+        writing = unnamed(self.folder / f"global_step_{step}", "writing", self.run)
+        own = {**self._model_files(), **self._trainer_files()}
         begin(writing, self._manifest(step, [*rank_files(world_size(self.config)), *own]))
         answers = self.trainer.actor_rollout_wg.save_checkpoint(str(writing), None, step)
         record = {"step": step, "blocking_s": time.perf_counter() - started}
@@ -120,16 +136,17 @@ class Checkpoints:
                 waited = time.perf_counter() - started
                 if self._given_up.wait(min(_POLL_S[1], max(_POLL_S[0], waited / 20))):
                     return
-            put_in_place(writing)
+            final = put_in_place(writing, self.run)
             self.records.append({**record, "bytes": manifest.size_bytes, "complete_s": time.perf_counter() - started})
-            remove_oldest(self.folder, self.keep)
+            remove_oldest(self.folder, self.keep, self.run, final)
         except Exception as error:
             self._error = error
 
     def _manifest(self, step: int, files: list[str]) -> Manifest:
         layout, dtype = str(train_layout_of(self.config)), self.config.recipe.dtype
-        facts = {"step": step, "line": self.config.recipe.line, **settings_of(self.config)}
-        return Manifest(KIND, self._model(), layout, dtype, secrets.token_hex(16), tuple(files), facts=facts)
+        facts = {"step": step, "id": self.run, "run": self.config.recipe.run, "line": self.config.recipe.line}
+        facts |= {"steps_per_epoch": len(self.trainer.train_dataloader), **settings_of(self.config)}
+        return Manifest(CHECKPOINT, self._model(), layout, dtype, secrets.token_hex(16), tuple(files), facts=facts)
 
     def _config(self) -> dict[str, Any]:
         """config.json of the model as it is trained: its dtype, and nothing of how the folder stores weights."""
@@ -148,32 +165,52 @@ class Checkpoints:
 
         found = {}
         for path in sorted(Path(copy_to_local(self.config.actor_rollout_ref.model.path)).iterdir()):
-            weights = path.name.endswith((".safetensors", ".safetensors.index.json")) or path.name == "manifest.json"
+            name = path.name
+            weights = name.endswith((".safetensors", ".safetensors.index.json")) or name == MANIFEST
+            weights |= name.startswith((OF_RANK, OF_TRAINER))  # of a checkpoint
             if path.is_file() and not weights and path.stat().st_size <= _OF_MODEL_BYTES:
-                found[path.name] = path.read_bytes()
+                found[name] = path.read_bytes()
         return {**found, "config.json": json.dumps(self._config(), indent=2).encode()}
 
-    def _trainer_state(self) -> dict[str, Any]:
-        generators = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
-        return {"dataloader": self.trainer.train_dataloader.state_dict(), "generators": generators}
+    def _trainer_files(self) -> dict[str, bytes]:
+        """Position in the data and generators: JSON with null in place of tensors, and these by their path."""
+        state, tensors = data_state(self.trainer.train_dataloader)
+        text = json.dumps({"dataloader": state, "generators": generators()})
+        return {STATE: text.encode(), TENSORS: safetensors.torch.save(tensors)}
 
     # ---- load
 
     def load(self) -> None:
-        """Resume as trainer.resume_mode says; ConfigError or CheckpointError where it cannot."""
+        """Resume as trainer.resume_mode says; ConfigError or CheckpointError where it cannot.
+
+        ConfigError too where the run will save a state of the data that no checkpoint can hold.
+        """
+        self._say_once(recover(self.folder, self.run))
         folder = self._wanted()
-        if folder is None:
-            return
+        if folder is not None:
+            self._load(folder)
+        elif self.config.trainer.save_freq > 0:
+            data_state(self.trainer.train_dataloader)
+
+    def _load(self, folder: Path) -> None:
         self._refuse()
         manifest = self._checked(folder)
-        self.trainer.actor_rollout_wg.load_checkpoint(str(folder), None, False)
-        state = torch.load(folder / TRAINER, weights_only=False)  # of this program: sampler states are any objects
+        step, here = manifest.facts["step"], folder.resolve().parent == self.folder.resolve()
+        try:
+            self.trainer.actor_rollout_wg.load_checkpoint(str(folder), None, False)
+        except CheckpointError as error:  # Ray's error of a worker's is of its type too, and has it as `cause`
+            if not here:
+                raise
+            raise CheckpointError(f"{getattr(error, 'cause', error)}\n{instead_of(folder, self.run)}") from error
+        state = read_trainer_state(folder)
         self.trainer.train_dataloader.load_state_dict(state["dataloader"])
-        random.setstate(state["generators"]["python"])
-        np.random.set_state(state["generators"]["numpy"])
-        torch.set_rng_state(state["generators"]["torch"])
-        self.trainer.global_steps = manifest.facts["step"]
-        log.warning("resumed from %s: step %d is complete", folder, manifest.facts["step"])
+        data_state(self.trainer.train_dataloader)  # makes its iterator, which draws a seed
+        set_generators(state["generators"])
+        self.trainer.global_steps = step
+        self._say(f"resumed from {folder}: step {step} is complete", step)
+        own = here and manifest.facts.get("id") == self.run
+        if own and self.config.trainer.save_freq > 0 and (aside := set_aside_after(step, self.folder, self.run)):
+            self._say(f"newer checkpoints, {size_bytes(aside) / 1e6:.1f} MB, are now in {aside}")
 
     def _wanted(self) -> Path | None:
         settings = self.config.trainer
@@ -183,23 +220,33 @@ class Checkpoints:
             if not isinstance(settings.resume_from_path, str):
                 raise ConfigError("trainer.resume_mode=resume_path needs trainer.resume_from_path=.../global_step_N")
             return Path(settings.resume_from_path).absolute()
-        recover(self.folder)
-        found = newest(self.folder)
+        found = newest(self.folder, self.run)
+        self._say_once(look(self.folder, self.run).ignored())
         if found is None:
-            log.warning("trainer.resume_mode=auto: no complete checkpoint in %s, starting from step 1", self.folder)
+            self._say(f"trainer.resume_mode=auto: no checkpoint of this run in {self.folder}, starting from step 1")
         return found
+
+    def _say_once(self, sentences: list[str]) -> None:
+        for text in sentences:
+            if text not in self._said:
+                self._said.add(text)
+                self._say(text)
 
     def _checked(self, folder: Path) -> Manifest:
         manifest, recipe = read_manifest(folder), self.config.recipe
         faults = []
-        if manifest.kind != KIND:
-            faults.append(f"it holds {manifest.kind!r}, expected a checkpoint of training")
+        if manifest.kind != CHECKPOINT:
+            raise ConfigError(f"{folder} holds {manifest.kind!r}, expected a checkpoint of training")
         if unlike := differences(manifest.model, self._model()):
             faults.append(f"it is of another model: {unlike}")
         if manifest.facts.get("line", recipe.line) != recipe.line:
             faults.append(f"it is of line {manifest.facts['line']}, expected {recipe.line}")
+        if (step := manifest.facts["step"]) >= (total := self.trainer.total_training_steps):
+            faults.append(f"step {step} is complete, and the run's total is {total} (trainer.total_training_steps)")
         if faults:
             raise ConfigError(f"{folder} cannot be resumed from: {'; '.join(faults)}")
+        if not manifest.covered:
+            self._say(f"{folder}: of an older version, whose manifest has no digest of itself; edits cannot be seen")
         now = settings_of(self.config)
         if manifest.facts["digest"] != now["digest"]:
             changed = changes(manifest.facts["settings"], now["settings"])
@@ -234,10 +281,55 @@ def changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     return [f"{key} was {before.get(key)!r}, is {now.get(key)!r}" for key in keys]
 
 
-def _pickled(value: Any) -> bytes:
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    return buffer.getvalue()
+# ---- the state of the data
+
+
+def data_state(loader: Any) -> tuple[Any, dict[str, torch.Tensor]]:
+    """The loader's state, its sampler's included: (JSON with null in place of tensors, {JSON of their path: tensor}).
+
+    ConfigError, with the key, for a value of any other kind: nothing is pickled, as a pickle runs code when it is read.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+
+    def stored(value: Any, path: list[str | int]) -> Any:
+        if isinstance(value, torch.Tensor) and value.layout == torch.strided and value.dtype in STORED:
+            tensors[json.dumps(path)] = value.detach().cpu().contiguous().clone()
+            return None
+        if type(value) is dict and all(type(key) is str for key in value):
+            return {key: stored(each, [*path, key]) for key, each in value.items()}
+        if type(value) is list:
+            return [stored(each, [*path, at]) for at, each in enumerate(value)]
+        if value is None or type(value) in (bool, int, float, str):
+            return value
+        raise ConfigError(
+            f"checkpoint: state_dict() of the data loader, key {'.'.join(map(str, path)) or '(all)'}: is of type "
+            f"{type(value).__name__}; expected tensors or what JSON has (dict with text as keys, list, text, number, "
+            "bool, None), also of the sampler and the data set; or set trainer.save_freq=-1"
+        )
+
+    return stored(loader.state_dict(), []), tensors
+
+
+def read_trainer_state(folder: Path) -> dict[str, Any]:
+    """{dataloader, generators} of a checkpoint, also of one with a trainer.pt; ConfigError for other content."""
+    if not (folder / STATE).exists() and (folder / _OLD_STATE).is_file():
+        return _read_old_state(folder / _OLD_STATE)
+    found = read_json_object(folder / STATE)
+    for path, tensor in safetensors.torch.load((folder / TENSORS).read_bytes()).items():
+        *keys, last = ["dataloader", *json.loads(path)]
+        functools.reduce(operator.getitem, keys, found)[last] = tensor
+    return found
+
+
+def _read_old_state(path: Path) -> dict[str, Any]:
+    """Of versions that wrote a pickle; torch reads it without running code of it."""
+    array = np.empty(0, np.uint32)  # as in numpy's generator
+    try:
+        with torch.serialization.safe_globals([array.__reduce__()[0], np.ndarray, np.dtype, type(array.dtype)]):
+            found = torch.load(path, weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise ConfigError(f"{path}: holds more than tensors and plain values, so it is not read: {error}") from error
+    return {**found, "generators": {**found["generators"], "torch": text_of(found["generators"]["torch"])}}
 
 
 def save_as_recipe(original: Callable) -> Callable:

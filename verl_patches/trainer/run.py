@@ -22,7 +22,17 @@ from verl_patches.trainer.dispatch import dispatch_of_step, take_calls
 from verl_patches.trainer.on_policy import correction_of
 from verl_patches.trainer.rates import Rates, metrics_of, profile_of_step, said_of_profile
 from verl_patches.trainer.ray_start import dead_actors
-from verl_patches.trainer.summary import NOW, Progress, Summary, phase_seconds, sync_of_step, tokens_of_step, write_json
+from verl_patches.trainer.summary import (
+    NOW,
+    Progress,
+    Summary,
+    new_run_id,
+    phase_seconds,
+    run_id,
+    sync_of_step,
+    tokens_of_step,
+    write_json,
+)
 from verl_patches.trainer.worker_handshake import (
     not_as_reviewed,
     recorded,
@@ -67,6 +77,8 @@ class Run:
     def __init__(self, trainer: Any):
         self.trainer, self.recipe = trainer, trainer.config.recipe
         self.folder = None if self.recipe.run is None else Path(self.recipe.output_root) / self.recipe.run
+        # of launch/import_alone.py; the launcher keeps one in the run's folder
+        self.id = getattr(trainer, "run_id", None) or run_id(self.folder) or new_run_id(self.folder, self.recipe.run)
         self.not_compared = truth_check.not_compared(trainer.config)
         self.workers_see_log_probs = (
             self.recipe.train.skip_old_log_prob
@@ -82,6 +94,8 @@ class Run:
             self.folder,
             {
                 "run": self.recipe.run,
+                "id": self.id,
+                "resumed_step": None,
                 "line": self.recipe.line,
                 "platform": self.recipe.platform,
                 "layout": {
@@ -131,10 +145,17 @@ class Run:
         )
         trainer.actor_rollout_wg = self.group
         if engine.is_on("checkpoint.save"):
-            self.checkpoints = trainer.recipe_checkpoints = Checkpoints(trainer)
+            self.checkpoints = trainer.recipe_checkpoints = Checkpoints(trainer, self.id, self.show_resumed)
             self.summary.data["checkpoints"] = self.checkpoints.records
         if trainer.use_reference_policy and not getattr(trainer, "ref_in_actor", False):
             trainer.ref_policy_wg = RecipeWorkerGroup(trainer.ref_policy_wg, trainer, self.show_call, actor=self.group)
+
+    def show_resumed(self, text: str, step: int | None = None) -> None:
+        """Show a line about checkpoints, and record the step that this process goes on after."""
+        self.progress.say(f"| {text}")
+        if step is not None:
+            self.summary.data["resumed_step"] = step
+            self.summary.write()
 
     @property
     def step(self) -> int:

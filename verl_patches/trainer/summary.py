@@ -1,4 +1,4 @@
-"""outputs/<run>/summary.json, the record of a run; metrics.jsonl beside it: all metrics of each step."""
+"""outputs/<run>/summary.json, the record of a run; metrics.jsonl, all metrics of each step; run.json, the run's id."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import logging
 import math
 import os
 import platform
+import re
+import secrets
 import shutil
 import sys
 from collections.abc import Iterator
@@ -15,9 +17,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from verl_patches.errors import RecipeError
+from verl_patches.errors import ConfigError, RecipeError
+from verl_patches.layout.model_folder import read_json_object
 
 log = logging.getLogger(__name__)
+RUN = "run.json"  # {run, id}; the id is made at a fresh start and kept by restarts and resumes
 NOW = "now.json"  # beside summary.json: what runs now, for `status RUN` (evaluation/live.py)
 
 PACKAGES = (
@@ -82,6 +86,25 @@ def write_json(path: Path, data: Any) -> None:
             part.replace(path)
         finally:
             part.unlink(missing_ok=True)
+
+
+def run_id(folder: Path) -> str | None:
+    """The id of the run that a folder belongs to, None without one; ConfigError where its file is damaged."""
+    path = folder / RUN
+    if not path.exists():
+        return None
+    found = read_json_object(path).get("id")
+    if not isinstance(found, str) or not re.fullmatch(r"[0-9a-f]{16}", found):
+        raise ConfigError(f"{path}: expected an id of 16 hex digits, found {found!r}; remove it to start a new run")
+    return found
+
+
+def new_run_id(folder: Path | None, run: str | None) -> str:
+    """Make the id of a new run, and keep it in its folder, where it has one."""
+    made = secrets.token_hex(8)
+    if folder is not None:
+        write_json(folder / RUN, {"run": run, "id": made})
+    return made
 
 
 def phase_seconds(metrics: dict[str, float], worker: dict[str, float]) -> dict[str, float]:

@@ -7,7 +7,6 @@ the prelude line in verl. The contract check over all clones comes last.
 
 from __future__ import annotations
 
-import fcntl
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,6 +16,7 @@ from pathlib import Path
 from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.patching import install_prelude
 from verl_patches.patching.report import Finding, Report
+from verl_patches.processes import lock_file
 from verl_patches.upstream.checkouts import git
 from verl_patches.upstream.modified import commit_faults, files_text, tree_changes
 from verl_patches.upstream.pins import PIN_FILE, Line, Repository
@@ -80,14 +80,12 @@ def _locked(dest: Path) -> Iterator[None]:
     """At most one fetch-upstream for each folder."""
     try:
         dest.mkdir(parents=True, exist_ok=True)
-        lock = (dest / ".lock").open("w")
+        lock = lock_file(dest / ".lock")
+    except BlockingIOError:
+        raise RecipeError(f"{dest}: another fetch-upstream runs there; wait for it, then run this again") from None
     except OSError as error:
         raise ConfigError(f"--dest {dest}: cannot be written ({error.strerror}); give another folder") from None
     with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise RecipeError(f"{dest}: another fetch-upstream runs there; wait for it, then run this again") from None
         yield
 
 

@@ -1,9 +1,10 @@
 """One checkpoint of a training run on disk: every rank writes what it alone holds, any layout reads it.
 
-    global_step_N/manifest.json       format of weights/manifest.py; facts: step, line, recipe and digest
+    global_step_N/manifest.json       format of weights/manifest.py; facts: step, the run's id and name, line, recipe
                   rank_R.safetensors  pieces of weights and optimizer states of rank R (train_state.py)
                   rank_R.json         generators of random numbers, step counts, learning-rate schedule of rank R
-                  trainer.pt          position in the data, sampler, the trainer's generators
+                  trainer.json        position in the data, sampler, the trainer's generators
+                  trainer.safetensors tensors of these (trainer/checkpoint.py)
                   config.json         of the trained model, with its dtype
                   tokenizer.json, ... files of the model's folder other than weights
 
@@ -15,24 +16,25 @@ each file has a sha256. torch.distributed.checkpoint names what Megatron names, 
 
 from __future__ import annotations
 
+import base64
 import functools
 import json
 import math
+import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.memory.measure import MOMENTS
 from verl_patches.reshard.region import Region, cover, overlap, part_of
-from verl_patches.weights.manifest import OF_RANK, TensorEntry, file_problems, in_data_order, read_manifest
+from verl_patches.weights.manifest import CHECKPOINT, OF_RANK, TensorEntry, file_problems, in_data_order, read_manifest
 from verl_patches.weights.shards import ShardReader, tensor_bytes
 from verl_patches.weights.train_state import OptimizerShard, Piece, TrainState, optimizer_shards
 from verl_patches.weights.writer import FileWriter
-
-KIND, TRAINER = "checkpoint", "trainer.pt"
 
 
 class CheckpointError(RecipeError):
@@ -88,7 +90,7 @@ class CheckpointReader(ShardReader):
 
     def __init__(self, folder: str | Path):
         super().__init__(folder)
-        if self.manifest.kind != KIND:
+        if self.manifest.kind != CHECKPOINT:
             raise ConfigError(f"{folder}: holds {self.manifest.kind!r}, expected a checkpoint of training")
         self._last = functools.lru_cache(maxsize=4)(self._region)
 
@@ -170,6 +172,34 @@ def _with_moments(shard: OptimizerShard) -> OptimizerShard:
     made = {role: torch.zeros_like(shard.key, dtype=torch.float32) for role in MOMENTS}
     shard.optimizer.optimizer.state[shard.key].update(made)
     return OptimizerShard(**{**vars(shard), "states": {**shard.states, **made}})
+
+
+# ---- generators of random numbers of a process, as JSON
+
+
+def generators() -> dict[str, Any]:
+    """The states of Python's, numpy's and torch's."""
+    name, keys, *rest = np.random.get_state()
+    return {"python": random.getstate(), "numpy": [name, keys.tolist(), *rest], "torch": text_of(torch.get_rng_state())}
+
+
+def set_generators(found: Mapping[str, Any]) -> None:
+    """Set what `generators` found."""
+    version, words, gauss = found["python"]
+    random.setstate((version, tuple(words), gauss))
+    name, keys, *rest = found["numpy"]
+    np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
+    torch.set_rng_state(state_of(found["torch"]))
+
+
+def text_of(state: torch.Tensor) -> str:
+    """A generator's state as text."""
+    return base64.b64encode(state.cpu().numpy().tobytes()).decode()
+
+
+def state_of(text: str) -> torch.Tensor:
+    """What `text_of` made a text of."""
+    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
 
 
 # ---- step counts

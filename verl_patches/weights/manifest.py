@@ -33,6 +33,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -44,11 +45,14 @@ from verl_patches.layout.inventory import ModelShape
 from verl_patches.layout.model_folder import read_json_object, safetensors_header
 from verl_patches.reshard.region import Region
 
-FORMAT, VERSION = "verl_patches weights", 1
+FORMAT, VERSION = "verl_patches weights", 2
+WITHOUT_DIGEST = 1  # the version before: read, but its manifest does not cover itself
+SAVED = re.compile(r"global_step_([1-9][0-9]*)")  # the name of a checkpoint's folder
 MANIFEST, ENTRIES, PARTIAL = "manifest.json", "manifest.d", ".partial"
-KINDS = ("hf", "shards", "checkpoint")
+CHECKPOINT = "checkpoint"
+KINDS = ("hf", "shards", CHECKPOINT)
 WEIGHT = "weight"
-OF_RANK = "rank_"  # names of files of one rank of a checkpoint begin so
+OF_RANK, OF_TRAINER = "rank_", "trainer."  # names of files of one rank of a checkpoint, and of its trainer, begin so
 # safetensors' names of dtypes -> bytes of an element
 ITEM_BYTES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2}
 ITEM_BYTES |= {"F8_E4M3": 1, "F8_E5M2": 1, "I8": 1, "U8": 1, "BOOL": 1}
@@ -111,6 +115,7 @@ class Manifest:
     `kind`: one of KINDS. `model`: the sizes that decide names and shapes. `layout`: text of `parse_layout`, None for a
     HF folder. `dtype`: what weights are stored in, "bf16", "fp8" or "keep". `identity`: digest of all that the folder
     is made from; only the same work resumes it. `expected`: names of all files. `facts`: further values of the writer.
+    `covered`: whether it was read with a digest of its own content.
     """
 
     kind: str
@@ -122,6 +127,7 @@ class Manifest:
     files: tuple[FileEntry, ...] = ()
     facts: dict[str, Any] = field(default_factory=dict)
     complete: bool = False
+    covered: bool = field(default=True, compare=False)
 
     @property
     def size_bytes(self) -> int:
@@ -137,8 +143,14 @@ def model_digest(model: ModelShape) -> str:
 # ---- manifest.json
 
 
+def content_digest(content: dict[str, Any]) -> str:
+    """Hex digest of what manifest.json says, but for the digest itself; spaces and order of keys do not count."""
+    text = json.dumps({k: v for k, v in content.items() if k != "digest"}, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
 def to_json(manifest: Manifest) -> str:
-    """The text of manifest.json: one line a tensor."""
+    """The text of manifest.json: one line a tensor, its digest at the end."""
     content = {
         "format": FORMAT,
         "version": VERSION,
@@ -149,7 +161,8 @@ def to_json(manifest: Manifest) -> str:
         "expected": [] if manifest.complete else list(manifest.expected),
     }
     head = json.dumps(content, indent=1)[:-2]
-    return f'{head},\n "files": [{",".join(file_json(file) for file in manifest.files)}\n ]\n}}\n'
+    text = f'{head},\n "files": [{",".join(file_json(file) for file in manifest.files)}\n ]'
+    return f'{text},\n "digest": "{content_digest(json.loads(text + "}"))}"\n}}\n'
 
 
 def file_json(file: FileEntry) -> str:
@@ -200,23 +213,35 @@ def read_manifest(folder: str | Path, complete: bool = True) -> Manifest:
     if not path.is_file():
         raise ConfigError(f"{folder}: no {MANIFEST}; expected a folder of sharded weights")
     found = read_json_object(path)
-    if (found.get("format"), found.get("version")) != (FORMAT, VERSION):
+    if found.get("format") != FORMAT or found.get("version") not in (VERSION, WITHOUT_DIGEST):
         raise ConfigError(
             f"{path}: expected format {FORMAT!r}, version {VERSION}, found {found.get('format')!r}, "
             f"{found.get('version')!r}; write the folder again with this version of the code"
+        )
+    covered = found["version"] == VERSION
+    if covered and found.get("digest") != content_digest(found):
+        raise ConfigError(
+            f"{path}: its digest is {str(found.get('digest'))[:12]}, expected {content_digest(found)[:12]} of its own "
+            "content: it was edited or is damaged; copy the folder again"
         )
     try:
         model = ModelShape(**{f.name: found["model"]["config"][f.name] for f in fields(ModelShape)})
         files = tuple(_file_of(file) for file in found["files"])
         plain = {name: found[name] for name in ("kind", "layout", "dtype", "identity", "facts")}
         manifest = Manifest(
-            **plain, model=model, files=files, expected=tuple(found["expected"]), complete=found["state"] == "complete"
+            **plain,
+            model=model,
+            files=files,
+            expected=tuple(found["expected"]),
+            complete=found["state"] == "complete",
+            covered=covered,
         )
         digest = found["model"]["digest"]
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
         raise ConfigError(f"{path}: cannot be read ({type(error).__name__}: {error}); copy it again") from error
     if digest != model_digest(model):
         raise ConfigError(f"{path}: model.digest is {digest[:12]}, expected {model_digest(model)[:12]}; copy it again")
+    _check_facts(path, manifest)
     if manifest.complete:
         return replace(manifest, expected=tuple(file.name for file in files))
     if complete:
@@ -226,6 +251,19 @@ def read_manifest(folder: str | Path, complete: bool = True) -> Manifest:
             "writes it again, it goes on from here"
         )
     return manifest
+
+
+def _check_facts(path: Path, manifest: Manifest) -> None:
+    """ConfigError for a checkpoint under the name of another step, or with facts that its version does not have."""
+    facts = manifest.facts
+    if not isinstance(facts, dict) or (not manifest.covered and "id" in facts):
+        raise ConfigError(f"{path}: facts: expected those of version {VERSION}, with a digest; copy the folder again")
+    step, name = facts.get("step"), SAVED.match(path.absolute().parent.name)
+    if manifest.kind == CHECKPOINT and name and step != int(name[1]):
+        raise ConfigError(
+            f"{path}: is of step {step!r}, expected that of its folder {path.absolute().parent.name}; give the folder "
+            "its own name again"
+        )
 
 
 def recorded(folder: Path) -> list[str]:

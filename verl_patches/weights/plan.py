@@ -26,7 +26,16 @@ from verl_patches.layout.model_folder import INDEX, MTP_LAYERS, QUANTIZATION
 from verl_patches.layout.parallel import ParallelLayout
 from verl_patches.layout.sharding import shards_of
 from verl_patches.reshard.region import Region, region_of
-from verl_patches.weights.manifest import ITEM_BYTES, MANIFEST, OF_RANK, Manifest, TensorEntry, header_of, whole_tensor
+from verl_patches.weights.manifest import (
+    ITEM_BYTES,
+    MANIFEST,
+    OF_RANK,
+    OF_TRAINER,
+    Manifest,
+    TensorEntry,
+    header_of,
+    whole_tensor,
+)
 from verl_patches.weights.source import (
     BLOCK,
     FP8,
@@ -255,7 +264,7 @@ def _copies(source: Source) -> Iterator[str]:
     """Small files beside the weights: the tokenizer, generation_config.json, the model's own Python files."""
     made = {"config.json", INDEX, MANIFEST}
     for path in source.folder.iterdir():
-        made_here = path.name in made or path.suffix in _NOT_COPIED or path.name.startswith((".", OF_RANK))
+        made_here = path.name in made or path.suffix in _NOT_COPIED or path.name.startswith((".", OF_RANK, OF_TRAINER))
         if path.is_file() and not made_here and path.stat().st_size < COPY_LIMIT_BYTES:
             yield path.name
 

@@ -11,9 +11,7 @@ of any of these methods, and by the step's report.
 
 from __future__ import annotations
 
-import base64
 import logging
-import random
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -21,7 +19,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -221,18 +218,13 @@ def _mindspeeds_host_states(optimizer: Any) -> set[int]:
 
 
 def generators(platform: str) -> dict[str, Any]:
-    """The states of this process: Python, numpy, torch, Megatron's by name and, with one, the device."""
+    """The states of this process: those of `checkpoint.generators`, Megatron's by name and, with one, the device's."""
     from megatron.core import tensor_parallel
 
-    numpys = np.random.get_state()
-    found = {
-        "python": random.getstate(),
-        "numpy": [numpys[0], numpys[1].tolist(), *numpys[2:]],
-        "torch": _text(torch.get_rng_state()),
-        "megatron": {k: _text(v) for k, v in tensor_parallel.get_cuda_rng_tracker().get_states().items()},
-    }
+    states = tensor_parallel.get_cuda_rng_tracker().get_states()
+    found = {**checkpoint.generators(), "megatron": {k: checkpoint.text_of(v) for k, v in states.items()}}
     if platform not in NO_DEVICE:
-        found["device"] = _text(torch.get_device_module(platform).get_rng_state())
+        found["device"] = checkpoint.text_of(torch.get_device_module(platform).get_rng_state())
     return found
 
 
@@ -240,19 +232,8 @@ def set_generators(found: Mapping[str, Any], platform: str) -> None:
     """Set what `generators` found."""
     from megatron.core import tensor_parallel
 
-    version, words, gauss = found["python"]
-    random.setstate((version, tuple(words), gauss))
-    name, keys, *rest = found["numpy"]
-    np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
-    torch.set_rng_state(_tensor(found["torch"]))
-    tensor_parallel.get_cuda_rng_tracker().set_states({k: _tensor(v) for k, v in found["megatron"].items()})
+    checkpoint.set_generators(found)
+    states = {k: checkpoint.state_of(v) for k, v in found["megatron"].items()}
+    tensor_parallel.get_cuda_rng_tracker().set_states(states)
     if "device" in found:
-        torch.get_device_module(platform).set_rng_state(_tensor(found["device"]))
-
-
-def _text(state: torch.Tensor) -> str:
-    return base64.b64encode(state.cpu().numpy().tobytes()).decode()
-
-
-def _tensor(text: str) -> torch.Tensor:
-    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
+        torch.get_device_module(platform).set_rng_state(checkpoint.state_of(found["device"]))

@@ -1,0 +1,279 @@
+"""The folder of a run: what a start goes on with, what it moves out of its way, and what it refuses untouched."""
+
+import functools
+import json
+import shutil
+
+import pytest
+from omegaconf import OmegaConf
+
+from tests.weights.cases import make_checkpoint
+from verl_patches.config.compose import compose
+from verl_patches.errors import ConfigError
+from verl_patches.launch.run_folder import id_without_launcher, opened, require_start
+from verl_patches.trainer.summary import RUN, new_run_id, run_id
+
+OTHER = "fedcba9876543210"
+
+
+@functools.cache
+def composed():
+    return compose("grpo_deepseekv3_tiny_cpu")
+
+
+@pytest.fixture
+def configured(tmp_path):
+    """configured(**trainer): the configuration of run t; checkpoints are in its folder."""
+
+    def make(**trainer):
+        config = composed().copy()
+        config.recipe.update({"output_root": str(tmp_path), "run": "t"})
+        settings = {"default_local_dir": str(tmp_path / "t/checkpoints"), "save_freq": 2, "total_training_steps": 20}
+        config.trainer.update({**settings, **trainer})
+        return config
+
+    return make
+
+
+@pytest.fixture
+def earlier(tmp_path, configured):
+    """(folder, id) of a run that ended: its outputs, and checkpoints of steps 2 and 8."""
+    with opened(configured()) as here:
+        (here.path / "summary.json").write_text('{"of": "the run before"}')
+    for step in (2, 8):
+        make_checkpoint(here.path / "checkpoints", step, here.id)
+    return here.path, here.id
+
+
+def tree(folder):
+    return {
+        str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None
+        for path in folder.rglob("*")
+        if path.name != ".lock"
+    }
+
+
+def resume_path(path):
+    return {"resume_mode": "resume_path", "resume_from_path": str(path)}
+
+
+def test_a_fresh_start_moves_the_run_before_with_its_checkpoints_and_has_a_new_id(configured, earlier):
+    folder, before = earlier
+    inode = (folder / "checkpoints/global_step_8").stat().st_ino
+    with opened(configured()) as here:
+        assert here.id != before and here.id == run_id(folder) and here.step is None
+        aside = folder / "earlier/1"
+        (line,) = here.said
+        assert line.startswith("| ") and f"{aside / 'checkpoints'}" in line and "MB" in line
+    assert {path.name for path in aside.iterdir()} == {"summary.json", RUN, "checkpoints"} and run_id(aside) == before
+    assert (aside / "checkpoints/global_step_8").stat().st_ino == inode  # a rename
+    assert not list((folder / "checkpoints").glob("global_step_*"))
+    with opened(configured()) as again:  # a run that saved nothing
+        assert again.id != here.id and again.said == ()
+    assert sorted(path.name for path in (folder / "earlier").iterdir()) == ["1", "2"]
+
+
+@pytest.mark.parametrize("mode", ["auto", "resume_path"])
+def test_a_run_that_goes_on_keeps_its_id_and_its_checkpoints(configured, earlier, mode):
+    folder, before = earlier
+    given = {"resume_mode": mode, "resume_from_path": str(folder / "checkpoints/global_step_2")}
+    with opened(configured(**given)) as here:
+        assert (here.id, here.step, here.said) == (before, {"auto": 8, "resume_path": 2}[mode], ())
+    assert run_id(folder) == before
+    assert [path.name for path in (folder / "earlier/1").iterdir()] == ["summary.json"]
+    assert len(list((folder / "checkpoints").glob("global_step_*"))) == 2
+
+
+@pytest.mark.parametrize("run", [None, OTHER])
+def test_auto_takes_only_checkpoints_of_its_own_run(configured, tmp_path, run):
+    """Also not those of before there were ids."""
+    saved = tmp_path / "t/checkpoints"
+    make_checkpoint(saved, 8, run)
+    with opened(configured(resume_mode="auto")) as here:
+        assert here.step is None and here.id != run and len(here.said) == 1
+    assert (tmp_path / "t/earlier/1/checkpoints/global_step_8").is_dir() and not list(saved.glob("global_step_*"))
+
+
+def test_a_checkpoint_of_another_run_starts_a_new_one(configured, earlier, tmp_path):
+    folder, before = earlier
+    other = make_checkpoint(tmp_path / "other", 5, OTHER)
+    with opened(configured(**resume_path(other))) as here:
+        assert here.id not in (before, OTHER) and here.step == 5
+    assert (folder / "earlier/1/checkpoints/global_step_8").is_dir() and other.is_dir()
+    again = folder / "earlier/1/checkpoints/global_step_2"
+    with opened(configured(**resume_path(again))) as here:
+        assert here.id != before and here.step == 2
+
+
+@pytest.mark.parametrize("run", [None, OTHER])
+def test_a_checkpoint_that_the_start_would_move_is_refused(configured, tmp_path, run):
+    path = make_checkpoint(tmp_path / "t/checkpoints", 8, run)
+    before = tree(tmp_path)
+    with (
+        pytest.raises(ConfigError, match="would begin a new run and move it.*--run NAME"),
+        opened(configured(**resume_path(path))),
+    ):
+        pass
+    assert tree(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    "trainer", [{"resume_mode": "disable"}, {"resume_mode": "auto"}, {"resume_mode": "auto", "save_freq": -1}]
+)
+@pytest.mark.parametrize("run", [None, OTHER])
+def test_checkpoints_of_another_run_elsewhere_are_refused_and_nothing_moves(configured, tmp_path, run, trainer):
+    elsewhere = tmp_path / "elsewhere"
+    make_checkpoint(elsewhere, 8, run)
+    id_of_t = new_run_id(tmp_path / "t", "t")
+    (tmp_path / "t/summary.json").write_text("{}")
+    config, before = configured(default_local_dir=str(elsewhere), **trainer), tree(tmp_path)
+    for start in (lambda: require_start(config), opened(config).__enter__):
+        with pytest.raises(ConfigError) as caught:
+            start()
+        text = str(caught.value)
+        for words in (str(elsewhere), "global_step_8", run or "(no id)", id_of_t, "run t", "resume_from_path"):
+            assert words in text
+        assert tree(tmp_path) == before
+    config.trainer.update({"resume_mode": "disable", "save_freq": -1})  # control: it touches no checkpoints
+    with opened(config) as here:
+        assert here.id != id_of_t
+
+
+def test_a_folder_of_checkpoints_behind_a_link_is_elsewhere(configured, tmp_path):
+    """Moving the link would leave the next run's on another disk."""
+    make_checkpoint(tmp_path / "disk", 8, OTHER)
+    (tmp_path / "t").mkdir()
+    (tmp_path / "t/checkpoints").symlink_to(tmp_path / "disk")
+    with pytest.raises(ConfigError, match="holds global_step_8"):
+        require_start(configured())
+    shutil.rmtree(tmp_path / "disk/global_step_8")
+    require_start(configured())
+
+
+def test_own_checkpoints_elsewhere_are_gone_on_with(configured, tmp_path):
+    elsewhere = {"default_local_dir": str(tmp_path / "elsewhere")}
+    with opened(configured(**elsewhere)) as first:
+        make_checkpoint(tmp_path / "elsewhere", 2, first.id)
+    with opened(configured(resume_mode="auto", **elsewhere)) as here:
+        assert (here.id, here.step) == (first.id, 2)
+    with pytest.raises(ConfigError, match=f"global_step_2 of run {first.id}"):
+        require_start(configured(**elsewhere))
+
+
+@pytest.mark.parametrize(("trainer", "facts", "words"), [
+    ({"total_training_steps": 8}, {}, r"step 8 is complete.*total of 8 \(trainer.total_training_steps\)"),
+    ({"total_training_steps": 7}, {}, "trainer.total_training_steps"),
+    ({"total_training_steps": 9}, {}, None),
+    ({"total_epochs": 2}, {"steps_per_epoch": 4}, r"8 \(4 steps an epoch x .*trainer.total_training_steps"),
+    ({"total_epochs": 3}, {"steps_per_epoch": 4}, None),
+    ({"total_epochs": 2}, {"steps_per_epoch": 4, "settings": {"data.train_batch_size": 1}}, None),  # other steps
+])  # fmt: skip
+def test_a_run_that_has_reached_its_total_does_not_go_on(configured, tmp_path, trainer, facts, words):
+    own = new_run_id(tmp_path / "t", "t")
+    make_checkpoint(tmp_path / "t/checkpoints", 8, own, **facts)
+    config, before = configured(resume_mode="auto", **{"total_training_steps": None, **trainer}), tree(tmp_path)
+    if words is None:
+        require_start(config)
+    else:
+        with pytest.raises(ConfigError, match=words):
+            require_start(config)
+        assert tree(tmp_path) == before
+
+
+@pytest.mark.parametrize("damage", ["manifest", "no manifest", "file"])
+def test_a_damaged_newest_checkpoint_is_named_with_the_next_older_one(configured, earlier, damage):
+    folder, before = earlier
+    saved = folder / "checkpoints"
+    make_checkpoint(saved, 5, before)
+    bad = saved / "global_step_8/manifest.json"
+    if damage == "manifest":
+        bad.write_text("{")
+    elif damage == "no manifest":
+        bad.unlink()
+    for path in saved.glob("global_step_[58]/rank*" if damage == "file" else "global_step_5/rank*"):
+        path.write_bytes(path.read_bytes()[:-1])  # 5 is no better
+        bad = path if path.parent.name == "global_step_8" else bad
+    older = saved / "global_step_2"
+    auto = configured(resume_mode="auto")
+    before_start = tree(folder)
+    with pytest.raises(ConfigError) as caught:
+        require_start(auto)
+    words = f"trainer.resume_mode=resume_path trainer.resume_from_path={older}"
+    assert bad.name in str(caught.value) and f"{bad.parent}" in str(caught.value) and words in str(caught.value)
+    assert tree(folder) == before_start
+    with opened(configured(**dict(part.removeprefix("trainer.").split("=") for part in words.split()))) as here:
+        assert (here.id, here.step) == (before, 2)
+    shutil.rmtree(older)
+    with pytest.raises(ConfigError, match="no older one of this run is whole.*resume_mode=disable"):
+        require_start(auto)
+
+
+def test_what_is_damaged_but_not_the_newest_is_no_reason_to_stop(configured, earlier):
+    folder, before = earlier
+    saved = folder / "checkpoints"
+    (saved / "global_step_2/manifest.json").write_text("{")
+    (saved / "global_step_9").write_text("a file")
+    (saved / "global_step_9.writing-0123abcd").mkdir()
+    (saved / "global_step_9.writing-0123abcd/manifest.json").write_text("")
+    with opened(configured(resume_mode="auto")) as here:
+        assert (here.id, here.step) == (before, 8)
+    assert (saved / "global_step_9.writing-0123abcd").is_dir()
+
+
+def test_a_save_that_was_killed_after_its_last_file_is_the_newest_checkpoint(configured, earlier):
+    folder, before = earlier
+    path = make_checkpoint(folder / "checkpoints", 9, before)
+    path.rename(path.with_name(f"global_step_9.writing-{before}-0123abcd"))
+    with opened(configured(resume_mode="auto")) as here:
+        assert here.step == 9 and path.is_dir()
+
+
+def test_a_lock_is_not_followed_as_a_link(configured, tmp_path):
+    target = tmp_path / "target"
+    target.write_text("of the user")
+    (tmp_path / "t").mkdir()
+    (tmp_path / "t/.lock").symlink_to(target)
+    with pytest.raises(ConfigError, match="expected a folder that can be written to"), opened(configured()):
+        pass
+    assert target.read_text() == "of the user"
+    (tmp_path / "t/.lock").unlink()
+    with opened(configured()):
+        pass
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"id": 7}', '{"id": "../../etc/0123"}'])
+def test_a_damaged_id_is_refused_by_the_name_of_its_file(configured, tmp_path, text):
+    (tmp_path / "t").mkdir()
+    (tmp_path / "t" / RUN).write_text(text)
+    with pytest.raises(ConfigError, match=RUN):
+        require_start(configured(resume_mode="auto"))
+
+
+def test_verls_own_checkpoints_are_left_where_they_are(configured, tmp_path):
+    config = configured(resume_mode="auto")
+    config.recipe.patches = ["-checkpoint.*"]
+    (tmp_path / "t/checkpoints/global_step_3/actor").mkdir(parents=True)
+    with opened(config) as here:
+        assert here.step is None
+    assert (tmp_path / "t/checkpoints/global_step_3/actor").is_dir()
+
+
+def test_without_a_launcher_the_folder_of_checkpoints_keeps_the_id(configured, tmp_path):
+    saved = tmp_path / "plain"
+    given = {"default_local_dir": str(saved), "resume_mode": "auto"}
+
+    def start(**trainer):
+        config = configured(**{**given, **trainer})
+        return id_without_launcher(OmegaConf.merge(config, {"recipe": {"run": "elsewhere"}}))
+
+    first = start()
+    assert json.loads((saved / RUN).read_text())["id"] == first != start()  # nothing was saved
+    own = run_id(saved)
+    make_checkpoint(saved, 2, own)
+    assert start() == own == start(resume_mode="resume_path", resume_from_path=str(saved / "global_step_2"))
+    with pytest.raises(ConfigError, match=f"global_step_2 of run {own}"):
+        start(resume_mode="disable")
+    assert start(resume_mode="disable", save_freq=-1) != own and run_id(saved) == own
+    (saved / RUN).unlink()
+    with pytest.raises(ConfigError, match="no id"):
+        start()

@@ -1,0 +1,135 @@
+"""What a start of a run does with what is in its folders: decided here, done by launch/run_folder.py.
+
+    goes on        trainer.resume_mode=auto with a checkpoint of the run whose id the folder has, or resume_path to one:
+                   the id stays, and so do the checkpoints
+    starts anew    anything else, also resume_path to another run's checkpoint: a new id. Checkpoints inside the run's
+                   folder move to earlier/N with the run that wrote them; in a folder elsewhere they are refused
+
+Whose a checkpoint is: weights/checkpoint_folders.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from omegaconf import DictConfig, OmegaConf
+
+from verl_patches.config.compose import switched_off
+from verl_patches.errors import ConfigError
+from verl_patches.trainer.summary import run_id
+from verl_patches.weights.checkpoint_folders import EARLIER, Saved, look, newest, require_whole, resume_from
+from verl_patches.weights.manifest import CHECKPOINT, Manifest, read_manifest
+
+_SHOWN = 3
+
+
+@dataclass(frozen=True)
+class Start:
+    """A start that may begin.
+
+    id: of the run that goes on; None where a new one begins. resumed, step: the checkpoint that it starts from, and the
+    step that this one completes. moves: whether the folder of checkpoints moves to earlier/N.
+    """
+
+    id: str | None = None
+    resumed: Path | None = None
+    step: int | None = None
+    moves: bool = False
+
+
+def checkpoints_of(config: DictConfig) -> Path:
+    """The folder of checkpoints."""
+    return Path(config.trainer.default_local_dir).absolute()
+
+
+def uses_checkpoints(config: DictConfig) -> bool:
+    """Whether the run writes to its folder of checkpoints, or looks for its own there."""
+    return config.trainer.save_freq > 0 or config.trainer.resume_mode == "auto"
+
+
+def is_inside(config: DictConfig, folder: Path) -> bool:
+    """Whether checkpoints are in the run's folder, so that they move with it."""
+    saved, folder = checkpoints_of(config).resolve(), folder.resolve()
+    return saved != folder and saved.is_relative_to(folder)
+
+
+def start_of(config: DictConfig, folder: Path) -> Start:
+    """What starting `config` in the run's `folder` does; nothing is written.
+
+    Raises ConfigError where the checkpoint is damaged or absent, where the run has reached its total, and where the
+    start would mix checkpoints of two runs.
+    """
+    if switched_off(config, "checkpoint.load"):
+        return Start()  # verl's own checkpoints, which have no id
+    saved, own = checkpoints_of(config), run_id(folder)
+    resumed = _resumed(config, saved, own)
+    manifest = None
+    if resumed is not None:
+        manifest = read_manifest(resumed)
+        if manifest.kind != CHECKPOINT or not isinstance(manifest.facts.get("step"), int):
+            raise ConfigError(f"{resumed} holds {manifest.kind!r}, expected a checkpoint of training and its step")
+        _require_steps_left(config, resumed, manifest)
+    found = look(saved, own)
+    step = None if manifest is None else manifest.facts["step"]
+    if resumed is not None and resumed.resolve() in {path.resolve() for path in found.own.values()}:
+        return Start(own, resumed, step)
+    moves = is_inside(config, folder) and any([*saved.glob("global_step_*"), *saved.glob(EARLIER)])
+    if moves and resumed is not None and resumed.resolve().is_relative_to(saved.resolve()):
+        raise ConfigError(
+            f"trainer.resume_from_path is {resumed}, inside {folder}, but not of the run that this folder belongs to: "
+            "the start would begin a new run and move it to earlier/; nothing was moved. Give this run another name "
+            "(--run NAME, recipe.run)"
+        )
+    if not is_inside(config, folder) and uses_checkpoints(config):
+        _refuse_others(config, saved, found, own)
+    return Start(resumed=resumed, step=step, moves=moves)
+
+
+def _resumed(config: DictConfig, saved: Path, own: str | None) -> Path | None:
+    """The whole checkpoint that the run starts from."""
+    trainer = config.trainer
+    if trainer.resume_mode == "auto":
+        return None if own is None else newest(saved, own)
+    if trainer.resume_mode == "resume_path":
+        if not isinstance(trainer.resume_from_path, str):
+            raise ConfigError("trainer.resume_mode=resume_path needs trainer.resume_from_path=.../global_step_N")
+        resumed = Path(trainer.resume_from_path).absolute()
+        require_whole(resumed)
+        return resumed
+    return None
+
+
+def _require_steps_left(config: DictConfig, resumed: Path, manifest: Manifest) -> None:
+    """ConfigError where the checkpoint is of the last step, or of a later one."""
+    step, total, key = manifest.facts["step"], config.trainer.total_training_steps, "trainer.total_training_steps"
+    if total is None and (epoch := manifest.facts.get("steps_per_epoch")) and _same_data(config, manifest):
+        total, key = epoch * config.trainer.total_epochs, f"{epoch} steps an epoch x trainer.total_epochs"
+    if total is not None and step >= total:
+        raise ConfigError(
+            f"{resumed}: step {step} is complete, and the run has reached its total of {total} ({key}); nothing was "
+            "started. For more steps raise trainer.total_training_steps; for a new run give it another name "
+            "(--run NAME, recipe.run) or trainer.resume_mode=disable"
+        )
+
+
+def _same_data(config: DictConfig, manifest: Manifest) -> bool:
+    """Whether the settings of data, which decide the steps of an epoch, are those of the checkpoint."""
+    settings = {key: value for key, value in manifest.facts.get("settings", {}).items() if key.startswith("data.")}
+    now = OmegaConf.to_container(config.data, resolve=True)
+    return all(now.get(key.removeprefix("data.")) == value for key, value in settings.items() if key.count(".") == 1)
+
+
+def _refuse_others(config: DictConfig, saved: Path, found: Saved, own: str | None) -> None:
+    """ConfigError where a folder elsewhere holds checkpoints, all of which are another run's for a new one."""
+    held = [f"{path.name} of run {own}" for path in found.own.values()]
+    held += [f"{path.name} of run {owner or '(no id)'}" for path, owner in found.others.items()]
+    held += [f"{path.name}, damaged" for path in found.damaged]
+    if held:
+        more = f" and {len(held) - _SHOWN} more" if len(held) > _SHOWN else ""
+        raise ConfigError(
+            f"trainer.default_local_dir is {saved}, which holds {', '.join(held[:_SHOWN])}{more}; expected none, as "
+            f"run {config.recipe.run} starts anew (its folder has {f'id {own}' if own else 'no id'}) and would mix its "
+            "checkpoints with them; nothing was moved. Give another trainer.default_local_dir, or move these away; to "
+            f"go on from one of them, another folder and {resume_from(saved / 'global_step_N')}"
+        )

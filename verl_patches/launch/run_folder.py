@@ -1,0 +1,130 @@
+"""The folder of a run, outputs/NAME: whose it is, its lock, and what a start moves out of its way.
+
+    run.json       the run's name and id; restarts and resumes keep it (trainer/summary.py)
+    checkpoints/   of this run only
+    earlier/N/     outputs of its earlier parts; of an earlier run of that name also run.json and checkpoints
+
+A start goes on with the run that is there, or begins a new one: config/run_start.py.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from omegaconf import DictConfig
+
+from verl_patches.config.environment import run_dir
+from verl_patches.config.run_start import Start, checkpoints_of, is_inside, start_of, uses_checkpoints
+from verl_patches.errors import ConfigError
+from verl_patches.processes import lock_file
+from verl_patches.trainer.summary import RUN, new_run_id, run_id
+from verl_patches.weights.checkpoint_folders import next_aside, recover, size_bytes
+
+# what a run leaves in its folder, written by launcher and driver; the next part or run of that name moves these aside
+OUTPUTS = (
+    "config.yaml environment.json driver.log progress.log now.json summary.json metrics.jsonl tensorboard training.png "
+    "memory.png report.md report.png rollouts profile ray_logs watch.json stacks attempts"
+).split()
+_FOLDER = "expected a folder that can be written to (recipe.output_root, recipe.run)"
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """A run's folder while its launcher holds it.
+
+    step: the step after which this part of the run starts, None for step 1. said: lines about what was moved.
+    """
+
+    path: Path
+    id: str
+    step: int | None
+    said: tuple[str, ...]
+
+
+def require_output_folder(config: DictConfig) -> None:
+    """ConfigError where the run's folder could not be made; nothing is written."""
+    folder = run_dir(config)
+    try:
+        existing = next(place for place in (folder, *folder.parents) if place.exists())
+        if not existing.is_dir() or not os.access(existing, os.W_OK):
+            raise OSError(f"{existing} is no folder that can be written to")
+    except OSError as error:
+        raise ConfigError(f"{folder}: {_FOLDER}, found: {error}") from error
+
+
+def require_start(config: DictConfig) -> None:
+    """ConfigError where the run could not start in its folder (config/run_start.py); nothing is written."""
+    require_output_folder(config)
+    start_of(config, run_dir(config))
+
+
+@contextmanager
+def opened(config: DictConfig) -> Iterator[RunFolder]:
+    """Lock the run's folder, and that of its checkpoints, make way for the run, and give it its id.
+
+    ConfigError, before anything is moved, where another run holds one of them or the run cannot start.
+    """
+    folder, saved = run_dir(config), checkpoints_of(config)
+    with ExitStack() as held:
+        held.enter_context(_locked(folder, "--run NAME, recipe.run"))
+        there = saved.is_dir() and (uses_checkpoints(config) or is_inside(config, folder))
+        if there:
+            held.enter_context(_locked(saved, "trainer.default_local_dir"))
+        if there and config.trainer.resume_mode != "disable" and (own := run_id(folder)):
+            recover(saved, own)  # a save that was killed after its last file is the newest checkpoint
+        start = start_of(config, folder)
+        said = _set_aside(folder, saved, start)
+        if config.trainer.save_freq > 0 and (start.moves or not there):
+            held.enter_context(_locked(saved, "trainer.default_local_dir"))
+        yield RunFolder(folder, start.id or new_run_id(folder, config.recipe.run), start.step, tuple(said))
+
+
+@contextmanager
+def _locked(folder: Path, keys: str) -> Iterator[None]:
+    """Make a folder and lock it for this process; ConfigError, with the `keys` to change, where another run has it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = lock_file(folder / ".lock")
+    except BlockingIOError:
+        raise ConfigError(
+            f"{folder} is being written by another run; wait for it, or give this one another folder ({keys})"
+        ) from None
+    except OSError as error:
+        raise ConfigError(f"{folder}: {_FOLDER}, found: {error}") from error
+    with lock:
+        yield
+
+
+def _set_aside(folder: Path, saved: Path, start: Start) -> list[str]:
+    """Move the outputs of an earlier part to earlier/N, and for a new run the earlier one's checkpoints with them."""
+    names = OUTPUTS if start.id else [*OUTPUTS, RUN]
+    outputs = [path for name in names if (path := folder / name).exists() or path.is_symlink()]
+    if not outputs and not start.moves:
+        return []
+    aside, said = next_aside(folder), []
+    aside.mkdir(parents=True)
+    if start.moves:
+        size = size_bytes(saved) / 1e6
+        try:
+            saved.rename(aside / saved.name)
+        except OSError as error:
+            aside.rmdir()
+            raise ConfigError(f"{saved}: cannot be moved to {aside} ({error}); move it away by hand") from error
+        said.append(f"| checkpoints of the run before, {size:.1f} MB, are now in {aside / saved.name}")
+    for path in outputs:
+        if path.exists() or path.is_symlink():
+            path.rename(aside / path.name)
+    return said
+
+
+def id_without_launcher(config: DictConfig) -> str:
+    """The id of a run of verl's own entry point: that of its folder of checkpoints, or a new one, which is kept there.
+
+    ConfigError as `start_of`: nothing moves aside without the launcher, so checkpoints of another run are refused.
+    """
+    saved = checkpoints_of(config)
+    return start_of(config, saved).id or new_run_id(saved if config.trainer.save_freq > 0 else None, config.recipe.run)
