@@ -3,13 +3,16 @@
 import fcntl
 import json
 import os
+import struct
 
 import pytest
 from typer.testing import CliRunner
 
+from verl_patches import processes
 from verl_patches.__main__ import app
 from verl_patches.errors import ConfigError
 from verl_patches.evaluation.live import live
+from verl_patches.processes import lock_file
 from verl_patches.trainer.run import CALLS, Run
 from verl_patches.trainer.summary import Progress, write_json
 
@@ -38,8 +41,7 @@ def folder(tmp_path):
     (tmp_path / "progress.log").write_text("| proven\n- row\n~ step 3/10: reshard, rollout\n| step 2: a note\n")
     for file in tmp_path.iterdir():
         os.utime(file, (NOW - 7, NOW - 7))
-    with (tmp_path / ".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with lock_file(tmp_path / ".lock"):
         yield tmp_path
 
 
@@ -75,6 +77,26 @@ def test_a_launcher_that_is_gone_is_seen_by_its_lock(folder):
     assert (live(copied, NOW)["state"], live(folder, NOW)["state"]) == ("lost", "running")
     (copied / ".lock").unlink()
     assert live(copied, NOW)["state"] == "running"  # the import alone has no launcher
+
+
+def test_a_look_takes_no_lock_of_the_run(folder, monkeypatch):
+    """A launcher that starts while `status` looks is not refused."""
+    (folder / "free").mkdir()
+    (folder / "free" / ".lock").touch()
+    looked, real = [], processes.fcntl.fcntl
+
+    def look(file, *command):
+        answer = real(file, *command)
+        with (folder / "free" / ".lock").open("w") as lock:
+            real(lock, fcntl.F_OFD_SETLK, struct.pack("hhqqi", fcntl.F_WRLCK, 0, 0, 0, 0))  # as `lock_file`
+            looked.append(file)
+        return answer
+
+    monkeypatch.setattr(processes.fcntl, "fcntl", look)
+    assert live(folder / "free", NOW)["state"] == "lost" and len(looked) == 1
+    (folder / "free" / ".lock").unlink()
+    os.mkfifo(folder / "free" / ".lock")
+    assert live(folder / "free", NOW)["state"] == "starting"  # no launcher makes one: it is not opened
 
 
 @pytest.mark.parametrize(("reason", "state", "code"), [("ok", "ended", 0), ("WorkerDiedError: rank 3", "failed", 1)])

@@ -1,6 +1,5 @@
 """The launcher with real child processes: how runs end, exit codes, and that only the run's processes are ended."""
 
-import fcntl
 import functools
 import json
 import os
@@ -22,6 +21,7 @@ from verl_patches.__main__ import app
 from verl_patches.config.compose import compose
 from verl_patches.errors import ConfigError
 from verl_patches.launch import launcher
+from verl_patches.processes import lock_file
 from verl_patches.trainer.summary import new_run_id, run_id
 
 pytestmark = pytest.mark.slow  # each starts processes
@@ -196,7 +196,6 @@ def test_a_folder_that_cannot_be_made_is_refused(start, tmp_path, root):
 
 HOLDS_A_FOLDER = """import time
 from verl_patches.launch import launcher
-from verl_patches.trainer.summary import new_run_id, run_id
 with launcher.short_temp_dir() as folder:
     print(folder, flush=True)
     time.sleep(600)
@@ -244,7 +243,6 @@ def test_signals_to_the_launcher(run_python, tmp_path, number, code):
 import sys, threading, os, time
 from verl_patches import processes
 from verl_patches.launch import launcher
-from verl_patches.trainer.summary import new_run_id, run_id
 from verl_patches.config.compose import compose
 processes.TERM_S = 0.5
 overrides = ["recipe.output_root={tmp_path}", "recipe.run=t"]
@@ -272,8 +270,7 @@ sys.exit(launcher.run(compose({NAME!r}, overrides), {NAME!r}, overrides).code)
 
 def test_a_folder_that_another_run_writes_is_refused(start, tmp_path):
     (tmp_path / "t").mkdir()
-    with (tmp_path / "t" / ".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with lock_file(tmp_path / "t" / ".lock"):
         with pytest.raises(ConfigError, match=r"being written by another run.*--run NAME"):
             start(SUMMARY)
 
@@ -286,8 +283,7 @@ def test_two_runs_with_one_folder_of_checkpoints_are_refused(start, tmp_path, se
     folder = tmp_path / "checkpoints"
     folder.mkdir()
     trainer = {**settings, "default_local_dir": str(folder)}
-    with (folder / ".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with lock_file(folder / ".lock"):
         if not refused:
             assert start(SUMMARY, trainer=trainer)[0].code == 0
             return

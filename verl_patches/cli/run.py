@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 from omegaconf import DictConfig
 from rich.console import Console
+from rich.text import Text
 
 from verl_patches.catalog import ROWS
 from verl_patches.cli.output import Json, report_plan
@@ -28,6 +29,7 @@ from verl_patches.platform import require as require_platform
 from verl_patches.upstream.checkouts import LINE, for_platform, require_trees, require_verl, trees_of
 from verl_patches.upstream.modified import refuse_modified
 from verl_patches.upstream.support import refused_keys
+from verl_patches.values import printable
 
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[key=value ...]", help="Any further Hydra overrides.")]
 ConfigName = Annotated[str, typer.Option(help="A file of configs/, such as grpo_deepseekv3_256die_true_weight.")]
@@ -170,9 +172,9 @@ def _progress(silent: bool, wide: bool = False, first: str = "") -> Iterator[Cal
 
         def show(line: str) -> None:
             if line.startswith(stay):
-                console.print(line[2:], highlight=False, markup=False, soft_wrap=True)
+                console.print(printable(line[2:]), highlight=False, markup=False, soft_wrap=True)
             elif line.startswith("~ ") and status:
-                status.update(line[2:])
+                status.update(Text(printable(line[2:])))
 
         show(f"| {first}" if first else "")
         yield show
@@ -194,5 +196,5 @@ def _report(outcome: launcher.Outcome, as_json: bool, off: str = "") -> None:
             logs += f"\n  Ray's logs: {outcome.folder / 'ray_logs'}"
         text = f"verl_patches: the run failed after {outcome.wall_s:.0f} s: {outcome.reason}\n{logs}"
         text += f"\n  {off}" if off else ""
-        typer.echo(text, err=True)
+        typer.echo(printable(text, keep="\n\t"), err=True)
     raise typer.Exit(outcome.code if outcome.code > 128 else min(outcome.code, 1))  # > 128: ended by a signal
