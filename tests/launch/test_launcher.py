@@ -115,6 +115,23 @@ def test_a_driver_that_fails_gives_code_reason_and_a_valid_summary(start, code, 
     assert summary["layout"]["train"] == "tp1 ep2 @2" and summary["steps"] in ([], [STEP])
 
 
+def test_an_error_while_the_users_reward_is_loaded_names_its_line(start, tmp_path, monkeypatch):
+    """The driver's log has no more than the traceback; an error before it, of the same file, is another one's."""
+    file = tmp_path / "reward.py"
+    file.write_text("import json\n\nTABLE = json.loads('')\n")
+    config = composed().copy()
+    config.custom_reward_function.path = str(file)
+    monkeypatch.setattr(sys.modules[__name__], "composed", lambda: config)
+    outcome, summary, _ = start(f"""
+import runpy
+try: runpy.run_path({str(file)!r})
+except ValueError as error: raise RuntimeError("Error loading module") from error
+""")
+    assert outcome.code == 1 and summary["exit"] == f"{file}:3: RuntimeError: Error loading module"
+    config.custom_reward_function.path = "other.py"
+    assert start("raise KeyError('a')")[1]["exit"] == "KeyError: 'a'"
+
+
 @pytest.mark.parametrize("key", ["wall_s", "quiet_s"])
 def test_a_hanging_driver_is_ended(start, key):
     timeouts = {"wall_s": None, "quiet_s": None, key: 3.0}

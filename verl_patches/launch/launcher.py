@@ -22,7 +22,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from verl_patches.config import environment
-from verl_patches.errors import ConfigError, RecipeError
+from verl_patches.errors import ConfigError, RecipeError, place_in
 from verl_patches.evaluation.plots import draw_memory, plot_run
 from verl_patches.launch.restart import Restarts
 from verl_patches.launch.run_folder import RunFolder, opened
@@ -39,6 +39,7 @@ SOCKET_PATH_BYTES = 107
 _RAY_SOCKET = "/session_2025-01-01_00-00-00_000000_0000000/sockets/plasma_store"
 _OWNER = "owner"  # in a run's temporary folder; its launcher holds the lock of this file
 _LOG_END_BYTES = 256 << 10
+_TRACEBACK_LINES = 100  # of an exception and its causes, at most
 _RAY_LOG_BYTES = 4 << 20  # of each of Ray's log files, its end
 _PREFIX = re.compile(r"^\([^()]*pid=\d+[^()]*\)\s?")
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
@@ -128,9 +129,7 @@ def _run_driver(
                         command, env=env, **streams, start_new_session=True, preexec_fn=die_with_parent
                     )
                 descendants.waited_for = frozenset({driver.pid})
-                code, reason = _supervise(
-                    driver, config.recipe.timeouts, folder, descendants, watch, signals, progress, started
-                )
+                code, reason = _supervise(driver, config, folder, descendants, watch, signals, progress, started)
             finally:
                 descendants.end_all()
         if code:
@@ -141,7 +140,7 @@ def _run_driver(
 
 def _supervise(
     driver: subprocess.Popen,
-    timeouts: DictConfig,
+    config: DictConfig,
     folder: Path,
     descendants: Descendants,
     watch: MemoryWatch,
@@ -151,7 +150,7 @@ def _supervise(
 ) -> tuple[int, str | None]:
     """Wait until the driver ends, or end it; (exit code, reason or None where neither launcher nor log has one)."""
     logs, log_bytes, reason = (folder / "driver.log", folder / "progress.log"), -1, None
-    next_memory = time.monotonic()
+    timeouts, next_memory = config.recipe.timeouts, time.monotonic()
     while (code := driver.poll()) is None:
         now = time.monotonic()
         progress.read()
@@ -176,7 +175,8 @@ def _supervise(
     _end_driver(driver)
     progress.read()
     if reason is None and code:  # the log: before other processes write what ending them causes
-        reason = _reason_of_driver(_summary_of_driver(folder)) or last_error(folder / "driver.log")
+        reason = _reason_of_driver(_summary_of_driver(folder))
+        reason = reason or last_error(folder / "driver.log", config.custom_reward_function.path)
         if code < 0:
             reason = f"driver ended by {signal.Signals(-code).name}" + (f"; last error: {reason}" if reason else "")
             code = 128 - code
@@ -284,8 +284,11 @@ def _head(config: DictConfig, here: RunFolder, trees: Trees | None) -> dict[str,
     return head
 
 
-def last_error(log: Path) -> str | None:
-    """The last exception of a log, with all lines of its message and without Ray's wrapping; None without one."""
+def last_error(log: Path, users_file: str | None = None) -> str | None:
+    """The last exception of a log, with all lines of its message and without Ray's wrapping; None without one.
+
+    It begins with the line of `users_file` that its traceback names.
+    """
     if not log.exists():
         return None
     text = _end_of(log, _LOG_END_BYTES).decode(errors="replace")
@@ -293,7 +296,7 @@ def last_error(log: Path) -> str | None:
     for number, line in reversed(list(enumerate(lines))):
         match = _ERROR.match(line)
         if match and match[1] != "RayTaskError":
-            message = [line]
+            message = [place_in("\n".join(lines[max(0, number - _TRACEBACK_LINES) : number]), users_file) + line]
             for text in lines[number + 1 : number + 12]:
                 if not text.startswith("  ") or text.lstrip().startswith("File "):
                     break
