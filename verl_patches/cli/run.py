@@ -15,7 +15,7 @@ from rich.text import Text
 
 from verl_patches.catalog import ROWS
 from verl_patches.cli.output import Json, report_plan
-from verl_patches.config.checks import Check, check_config, check_files, require
+from verl_patches.config.checks import Check, check_config, check_disk, check_files, require
 from verl_patches.config.compose import compose, keys_of, output_root
 from verl_patches.config.environment import switches_of
 from verl_patches.config.files import PATHS
@@ -77,6 +77,7 @@ def smoke_command(
     _refuse_without_effect(config)
     require_verl(config.recipe.line, trees)
     dirty = refuse_modified(config, trees)
+    _end_unless([check_disk(config, starts=True)])
     off = _rows_off(config)
     with _progress(as_json, wide, off) as show:
         made = smoke.prepare(options, output_root() / "cache", lambda text: show(f"| {text}"))
@@ -113,7 +114,7 @@ def train_command(
     require_verl(config.recipe.line, trees)
     dirty = refuse_modified(config, trees)
     ray_cluster.require_nodes(config)
-    _end_unless(check_files(config, must_exist=PATHS))
+    _end_unless([*check_files(config, must_exist=PATHS), check_disk(config, starts=True)])
     off = _rows_off(config)
     with _progress(as_json, wide, off) as show:
         outcome = launcher.run(config, config_name, overrides, show, trees, dirty=dirty)
