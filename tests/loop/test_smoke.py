@@ -126,6 +126,23 @@ def test_a_killed_worker_ends_the_run_with_a_reason_and_nothing_left(tmp_path):
         assert "a worker process died in step 1" in text and f"(pid {worker.pid} on " in text, text
 
 
+def test_a_killed_raylet_is_named_as_a_lost_node_and_nothing_is_left(tmp_path):
+    """With one node too, where every other process of Ray ends with it: what they write would hide the cause."""
+    with launched(tmp_path, "--steps", "50") as launcher:
+        processes = processes_after("step 1/50: reshard, rollout", tmp_path, launcher)
+        (raylet,) = (process for process in processes if process.name() == "raylet")
+        raylet.kill()
+        output, _ = launcher.communicate(timeout=240)
+    assert launcher.returncode == 1
+    for text in (reason_of(tmp_path, processes), output):
+        found = re.search(
+            r"LostNodeError: node ([\d.]+) with rank 0, rank 1 is lost: its raylet \(pid (\d+)\) (.*)", text
+        )
+        assert found and int(found[2]) == raylet.pid and found[3].startswith("was killed by SIGKILL"), text
+    record = json.loads((tmp_path / "r" / "watch.json").read_text())
+    assert [culprit["name"] for culprit in record["culprits"]] == ["rank 0", "rank 1"]
+
+
 def test_an_interrupted_run_leaves_nothing(tmp_path):
     bystander = subprocess.Popen(["sleep", "300"])
     try:

@@ -44,6 +44,7 @@ _RAY_LOG_BYTES = 4 << 20  # of each of Ray's log files, its end
 _PREFIX = re.compile(r"^\([^()]*pid=\d+[^()]*\)\s?")
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _ERRORS = "Error|Exception|Interrupt|Exit|Died|Timeout"
+_OF_THE_WATCH = re.compile(r"(?:\w+\.)*(?:LostNodeError|StallError):")
 _ERROR = re.compile(rf"^(?:[A-Za-z_]\w*\.)*([A-Za-z_]\w*(?:{_ERRORS}))(?:\(\w+\))?(?::|$)")
 
 
@@ -175,8 +176,9 @@ def _supervise(
     _end_driver(driver)
     progress.read()
     if reason is None and code:  # the log: before other processes write what ending them causes
-        reason = _reason_of_driver(_summary_of_driver(folder))
-        reason = reason or last_error(folder / "driver.log", config.custom_reward_function.path)
+        reason = last_error(folder / "driver.log", config.custom_reward_function.path)
+        if reason is None or not _OF_THE_WATCH.match(reason):  # the driver's, which sees all nodes
+            reason = _reason_of_driver(_summary_of_driver(folder)) or reason
         if code < 0:
             reason = f"driver ended by {signal.Signals(-code).name}" + (f"; last error: {reason}" if reason else "")
             code = 128 - code
