@@ -135,10 +135,8 @@ def test_a_killed_raylet_is_named_as_a_lost_node_and_nothing_is_left(tmp_path):
         output, _ = launcher.communicate(timeout=240)
     assert launcher.returncode == 1
     for text in (reason_of(tmp_path, processes), output):
-        found = re.search(
-            r"LostNodeError: node ([\d.]+) with rank 0, rank 1 is lost: its raylet \(pid (\d+)\) (.*)", text
-        )
-        assert found and int(found[2]) == raylet.pid and found[3].startswith("was killed by SIGKILL"), text
+        assert "LostNodeError: node " in text and "with rank 0, rank 1 is lost" in text, text
+        assert f"its raylet (pid {raylet.pid}) was killed by SIGKILL" in text, text
     record = json.loads((tmp_path / "r" / "watch.json").read_text())
     assert [culprit["name"] for culprit in record["culprits"]] == ["rank 0", "rank 1"]
 
