@@ -59,6 +59,13 @@ def test_a_running_run_has_phase_pace_and_end(folder):
     assert found["lines"] == ["proven", "step 2: a note"]
 
 
+def test_a_resumed_run_has_its_seam(folder):
+    again = {**step(2, 10.0), "resumed_after": 1}
+    write_json(folder / "summary.json", {"run": "r", "exit": "running", "steps": [step(1, 50.0), again]})
+    assert live(folder, NOW)["resumed"] == "after step 1"
+    assert "after step 1" in CliRunner().invoke(app, ["status", str(folder)]).stdout
+
+
 def test_before_the_first_step_ends_there_is_no_pace(folder):
     write_json(folder / "summary.json", {"run": "r", "exit": "running", "steps": []})
     found = live(folder, NOW)

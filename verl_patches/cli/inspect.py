@@ -225,6 +225,9 @@ def report_command(
     names = [str(summary.get("run")) for summary in summaries]
     ratio = ["ratio"] if len(names) > 1 else []
     table(" and ".join(names), ("figure", "unit", *names, *ratio), report.texts(rows))
+    for name, summary in zip(names, summaries, strict=True):
+        if seams := report.resumed(summary["steps"]):
+            typer.echo(printable(f"{name}: resumed {seams}"))
     typer.echo(printable(f"report: {path}"))
 
 

@@ -68,6 +68,8 @@ def _rows(found: dict[str, Any]) -> list[tuple[str, str]]:
         rows.append(("reason", "no launcher holds its lock: killed, or on a node whose locks this file system hides"))
     if found["step"]:
         rows.append(("step", f"{found['step']} of {found['steps'] or 'unknown'}"))
+    if found["resumed"]:
+        rows.append(("resumed", found["resumed"]))
     if found["phase"]:
         last = "" if found["phase_last_s"] is None else f", {found['phase_last_s']:.1f} s in the last step"
         rows.append(("phase", f"{found['phase']}: {found['phase_s']:.0f} s{last}"))

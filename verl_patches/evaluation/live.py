@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_patches.evaluation.record import PROGRESS, SUMMARY, last_lines, read_doing, read_summary
-from verl_patches.evaluation.report import median, timed_steps
+from verl_patches.evaluation.report import median, resumed, timed_steps
 from verl_patches.processes import is_locked
 
 LINES = 5  # of progress.log, the last ones
@@ -37,11 +37,11 @@ PHASES_OF = {
 def live(folder: Path, now: float | None = None) -> dict[str, Any]:
     """Plain data about a run at `now` (seconds since the epoch); None where the run does not have it yet.
 
-    step, steps: the one in progress, or the last one, of how many. phase, phase_s, phase_last_s: the call in progress,
-    its seconds so far, and those of the last step. step_s: median (evaluation/report.py). eta_s: of the run's end, by
-    that median. reward, grad_norm, logprob_delta, tokens_per_s, tflops_per_s, mfu: of the last finished step, rates by
-    rank. quiet_s: since anything was written. Between nodes seconds are as exact as their clocks. ConfigError for a
-    damaged file (record.py).
+    step, steps: the one in progress, or the last one, of how many. resumed: after which steps, as text. phase, phase_s,
+    phase_last_s: the call in progress, its seconds so far, and those of the last step. step_s: median
+    (evaluation/report.py). eta_s: of the run's end, by that median. reward, grad_norm, logprob_delta, tokens_per_s,
+    tflops_per_s, mfu: of the last finished step, rates by rank. quiet_s: since anything was written. Between nodes
+    seconds are as exact as their clocks. ConfigError for a damaged file (record.py).
     """
     now = time.time() if now is None else now
     summary, doing = read_summary(folder), read_doing(folder)
@@ -49,7 +49,7 @@ def live(folder: Path, now: float | None = None) -> dict[str, Any]:
     last = steps[-1] if steps else {}
     found: dict[str, Any] = {"run": summary.get("run") or folder.name, "folder": str(folder)}
     found |= {"state": _state(folder, ended, doing), "exit": ended}
-    found |= {"step": doing.get("step", last.get("step")), "steps": doing.get("steps")}
+    found |= {"step": doing.get("step", last.get("step")), "steps": doing.get("steps"), "resumed": resumed(steps)}
     pace = median(step["seconds"].get("step") for step in timed_steps(steps))
     found |= {"phase": None, "phase_s": None, "phase_last_s": None, "step_s": pace, "eta_s": None}
     if found["state"] == "running" and doing:

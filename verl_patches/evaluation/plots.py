@@ -69,6 +69,10 @@ def run_figure(summary: dict[str, Any]) -> Figure:
     right.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
     for axes in (left, right):
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        for after in filter(None, (step.get("resumed_after") for step in steps)):
+            axes.axvline(after + 0.5, color="0.4", linestyle="--", linewidth=1)
+            place = {"transform": axes.get_xaxis_transform(), "rotation": 90, "ha": "right", "va": "top"}
+            axes.text(after + 0.5, 0.98, f"resumed after step {after}", fontsize=7, **place)
     return figure
 
 

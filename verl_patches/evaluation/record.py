@@ -25,7 +25,8 @@ MOST_BYTES = 128 << 20  # of a JSON file; a run of 10,000 steps on 256 ranks has
 TAIL_BYTES = 8 << 20  # of progress.log
 LONGEST = 4096  # characters of a name and of a line
 
-Number = Annotated[float, Field(ge=-1e100, le=1e100, strict=True)] | None  # JSON has no NaN: None
+Size = Annotated[float, Field(ge=-1e100, le=1e100, strict=True)]
+Number = Size | None  # JSON has no NaN: None
 Line = Annotated[str, Field(max_length=LONGEST, strict=True), AfterValidator(printable)]
 Lines = Annotated[str, Field(strict=True), AfterValidator(lambda text: printable(text, keep="\n\t"))]
 Numbers = dict[Line, Number]
@@ -41,10 +42,19 @@ class Tokens(TypedDict, total=False):
     at_limit: Required[Number]
 
 
-class Memory(TypedDict):
-    """Of a step (memory/ledger.py)."""
+class Moment(TypedDict):
+    """Of a phase's memory (memory/ledger.py)."""
 
-    peak_bytes: Number
+    peak_bytes: Size
+    bytes: dict[Line, Size]
+    measured: dict[Line, Size]
+
+
+class Memory(TypedDict, total=False):
+    """Of a step."""
+
+    peak_bytes: Required[Number]
+    phases: dict[Line, Moment]
 
 
 class Sync(TypedDict):
@@ -74,6 +84,7 @@ class Step(TypedDict, total=False):
     memory: Memory | None
     rates: Rates | None
     profile: dict[str, Any] | None
+    resumed_after: Natural  # of the first step after a resume or a restart
 
 
 class Row(TypedDict, total=False):

@@ -71,6 +71,7 @@ def facts(summary: Mapping[str, Any]) -> dict[str, str]:
         "training layout": layout.get("train", "-"),
         "rollout layout": layout.get("rollout", "-"),
         "steps": f"{steps[0]['step']} to {steps[-1]['step']}",
+        "resumed": resumed(steps) or "-",
         "start, slowest worker": ", ".join(slowest) or "-",
         "ended": str(summary.get("exit")),
         "versions": ", ".join(f"{name} {version}" for name, version in summary.get("versions", {}).items()),
@@ -121,8 +122,14 @@ def _token_figures(steps: Sequence[Mapping[str, Any]], ranks: int | None) -> lis
 
 
 def timed_steps(steps: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
-    """Steps whose seconds are those of the run's pace: not the first, which warms up, and none that was profiled."""
-    return [step for step in steps[1:] if not step.get("profile")] or steps[1:] or steps
+    """Steps whose seconds are those of the run's pace: not the first of each part, which warms up; none profiled."""
+    usual = [step for step in steps[1:] if not step.get("profile") and not step.get("resumed_after")]
+    return usual or steps[1:] or steps
+
+
+def resumed(steps: Sequence[Mapping[str, Any]]) -> str:
+    """The seams of a run that was resumed or restarted, as text; empty without any."""
+    return ", ".join(f"after step {step['resumed_after']}" for step in steps if step.get("resumed_after"))
 
 
 def _flop_figures(steps: Sequence[Mapping[str, Any]]) -> list[Figure]:

@@ -24,6 +24,7 @@ from omegaconf import DictConfig, OmegaConf
 from verl_patches.config import environment
 from verl_patches.errors import ConfigError, RecipeError, place_in
 from verl_patches.evaluation.plots import draw_memory, plot_run
+from verl_patches.evaluation.record import SUMMARY, read_object, read_summary
 from verl_patches.launch.restart import Restarts
 from verl_patches.launch.run_folder import RunFolder, opened
 from verl_patches.layout.parallel import rollout_layout_of, train_layout_of
@@ -91,17 +92,13 @@ def run(
             Progress(folder).say(f"| {again}")
         wall_s = round(time.monotonic() - started, 1)
         head = {**_head(config, here, trees), **({"dirty": dict(dirty)} if dirty else {}), "wall_s": wall_s}
+        head |= {"restarts": restarts.records} if restarts.records else {}
         try:
             code, reason = write_summary(folder, code, reason, head, watch.peaks())
-            restarts.merge()
         except RecipeError as error:  # a full disk is then the driver's reason too
             return Outcome(code or 1, str(error), folder, wall_s, watch.peaks())
+        _draw(folder)
         progress.read()
-        summary = json.loads((folder / "summary.json").read_text())
-        if summary["steps"]:
-            plot_run(summary, folder / "training.png")
-        if any(step.get("memory") for step in summary["steps"]):
-            draw_memory(summary, folder / "memory.png")
         return Outcome(code, reason, folder, wall_s, watch.peaks())
 
 
@@ -325,10 +322,23 @@ def _end_of(file: Path, size: int) -> bytes:
         return opened.read()
 
 
+def _draw(folder: Path) -> None:
+    """training.png and memory.png of what summary.json records; a line where it cannot be drawn."""
+    try:
+        summary = read_summary(folder)
+    except ConfigError as error:
+        Progress(folder).say(f"| nothing is drawn: {error}")
+        return
+    if summary["steps"]:
+        plot_run(summary, folder / "training.png")
+    if any(step.get("memory") for step in summary["steps"]):
+        draw_memory(summary, folder / "memory.png")
+
+
 def _summary_of_driver(folder: Path) -> dict[str, Any]:
     try:
-        return dict(json.loads((folder / "summary.json").read_text()))
-    except (OSError, ValueError, TypeError):  # none, or not an object
+        return read_object(folder / SUMMARY)
+    except ConfigError:  # no object
         return {}
 
 

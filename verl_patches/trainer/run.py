@@ -246,10 +246,10 @@ class Run:
         found |= self.group.end_step()
         found["rates"] = self.rates and self.rates.of_step(self.group.lengths, found["tokens"], seconds)
         found["profile"] = profile_of_step([report["profile"] for report in reports])
-        raised = alarms.alarms_of(found, self.summary.data["steps"], metrics, self.recipe.alarms)
+        raised = alarms.alarms_of(found, self.summary.own_steps, metrics, self.recipe.alarms)
         found["alarms"] = [vars(alarm) for alarm in raised]
         self.summary.add_step(found)
-        first = len(self.summary.data["steps"]) == 1  # of this process: a resumed run starts at another number
+        first = len(self.summary.own_steps) == 1
         train = self.recipe.train
         more = REPLAY_COLUMNS[: 2 if train.routing_replay_control_every else 1] if train.routing_replay else ()
         for prefix, columns in (("-", (*NARROW, *more)), ("+", (*WIDE, *more))):
