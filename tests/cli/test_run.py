@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from verl_patches.__main__ import app
 from verl_patches.catalog import ROWS
 from verl_patches.cli import patches, run
+from verl_patches.config.compose import compose
 from verl_patches.config.environment import run_dir
 from verl_patches.errors import ConfigError
 from verl_patches.launch import launcher
@@ -109,13 +110,13 @@ def test_the_end_of_a_run_is_reported_with_its_exit_code(tmp_path, capsys, code,
     (tmp_path / "summary.json").write_text(json.dumps({"exit": reason}))
     outcome = launcher.Outcome(code, reason, tmp_path, 12.3, {"total": 3 << 30})
     with pytest.raises(typer.Exit) as ended:
-        run._report(outcome, as_json=False)
+        run._report(outcome, compose(TINY), as_json=False)
     printed = capsys.readouterr()
     assert ended.value.exit_code == (code if code > 128 else min(code, 1))  # 128 + n: ended by signal n
     assert ("ok in 12 s, peak memory 3.0 GiB" in printed.out) is (code == 0)
     assert (f"{reason}\n  log: {tmp_path / 'driver.log'}" in printed.err) is (code != 0)
     with pytest.raises(typer.Exit):
-        run._report(outcome, as_json=True)
+        run._report(outcome, compose(TINY), as_json=True)
     assert json.loads(capsys.readouterr().out) == {"exit": reason}
 
 

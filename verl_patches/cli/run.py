@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shlex
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -30,6 +32,7 @@ from verl_patches.upstream.checkouts import LINE, for_platform, require_trees, r
 from verl_patches.upstream.modified import refuse_modified
 from verl_patches.upstream.support import refused_keys
 from verl_patches.values import printable
+from verl_patches.weights.checkpoint_folders import newest, require_whole
 
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[key=value ...]", help="Any further Hydra overrides.")]
 ConfigName = Annotated[str, typer.Option(help="A file of configs/, such as grpo_deepseekv3_256die_true_weight.")]
@@ -84,7 +87,7 @@ def smoke_command(
         final = [*given, *made, *overrides]
         config = compose(options.config_name, final, verl_path=trees.verl)
         outcome = launcher.run(config, options.config_name, final, show, trees, dirty=dirty)
-    _report(outcome, as_json, off)
+    _report(outcome, config, as_json, off)
 
 
 def train_command(
@@ -118,7 +121,7 @@ def train_command(
     off = _rows_off(config)
     with _progress(as_json, wide, off) as show:
         outcome = launcher.run(config, config_name, overrides, show, trees, dirty=dirty)
-    _report(outcome, as_json, off)
+    _report(outcome, config, as_json, off)
 
 
 def _end_unless(checks: list[Check]) -> None:
@@ -181,8 +184,8 @@ def _progress(silent: bool, wide: bool = False, first: str = "") -> Iterator[Cal
         yield show
 
 
-def _report(outcome: launcher.Outcome, as_json: bool, off: str = "") -> None:
-    """Print how a run ended, with the rows that were `off`, and exit with its code."""
+def _report(outcome: launcher.Outcome, config: DictConfig, as_json: bool, off: str = "") -> None:
+    """Print how a run ended, with the rows that were `off`, and how to go on after a failure; exit with its code."""
     if as_json:
         typer.echo((outcome.folder / "summary.json").read_text())
     elif outcome.code == 0:
@@ -196,6 +199,25 @@ def _report(outcome: launcher.Outcome, as_json: bool, off: str = "") -> None:
         if (outcome.folder / "ray_logs").is_dir():
             logs += f"\n  Ray's logs: {outcome.folder / 'ray_logs'}"
         text = f"verl_patches: the run failed after {outcome.wall_s:.0f} s: {outcome.reason}\n{logs}"
-        text += f"\n  {off}" if off else ""
+        text += "".join(f"\n  {line}" for line in (off, *_going_on(config)) if line)
         typer.echo(printable(text, keep="\n\t"), err=True)
     raise typer.Exit(outcome.code if outcome.code > 128 else min(outcome.code, 1))  # > 128: ended by a signal
+
+
+def _going_on(config: DictConfig) -> list[str]:
+    """The newest whole checkpoint of a run that ended early, and the command that goes on; none without checkpoints."""
+    if config.trainer.save_freq <= 0:
+        return []
+    folder, resume = Path(config.trainer.default_local_dir).absolute(), "trainer.resume_mode"
+    try:
+        if (found := newest(folder)) is not None:
+            require_whole(found)
+    except ConfigError as error:
+        return [str(error)]
+    words = [
+        word for word in sys.argv[1:] if word.lstrip("+").partition("=")[0] not in (resume, "trainer.resume_from_path")
+    ]
+    if found is None:
+        return [f"no whole checkpoint of this run in {folder}: the same command starts again from step 1"]
+    command = shlex.join([sys.executable, "-m", "verl_patches", *words, f"{resume}=auto"])
+    return [f"newest whole checkpoint: {found}", f"to go on from it: {command}"]

@@ -29,7 +29,7 @@ Size = Annotated[float, Field(ge=-1e100, le=1e100, strict=True)]
 Number = Size | None  # JSON has no NaN: None
 Line = Annotated[str, Field(max_length=LONGEST, strict=True), AfterValidator(printable)]
 Lines = Annotated[str, Field(strict=True), AfterValidator(lambda text: printable(text, keep="\n\t"))]
-Numbers = dict[Line, Number]
+Numbers = dict[str, Number]  # by names that are looked up, not shown
 
 
 class Tokens(TypedDict, total=False):
@@ -46,15 +46,15 @@ class Moment(TypedDict):
     """Of a phase's memory (memory/ledger.py)."""
 
     peak_bytes: Size
-    bytes: dict[Line, Size]
-    measured: dict[Line, Size]
+    bytes: dict[str, Size]
+    measured: dict[str, Size]
 
 
 class Memory(TypedDict, total=False):
     """Of a step."""
 
     peak_bytes: Required[Number]
-    phases: dict[Line, Moment]
+    phases: dict[str, Moment]
 
 
 class Sync(TypedDict):
