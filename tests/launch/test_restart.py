@@ -8,10 +8,12 @@ import pytest
 from omegaconf import OmegaConf
 
 from tests.launch.test_launcher import FOLDER, start  # noqa: F401  the fixture
+from tests.weights.cases import make_checkpoint
 from verl_patches.config.compose import compose
 from verl_patches.errors import ConfigError
-from verl_patches.launch import restart
+from verl_patches.launch import restart, run_folder
 from verl_patches.launch.restart import Restarts, may_help
+from verl_patches.trainer.summary import run_id
 from verl_patches.watch.watcher import fault_in
 
 WORTH = [
@@ -89,6 +91,25 @@ def test_a_run_that_is_started_again_has_one_table_and_one_record(start):  # noq
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mode", "made"), [("auto", [(1, None), (2, None), (3, 2), (4, None)]), ("disable", [(3, 2), (4, None)])]
+)
+def test_a_run_that_is_resumed_has_one_table_and_one_record(start, tmp_path, mode, made):  # noqa: F811
+    """As one that is started again by itself; the part before keeps its own record. Another run has nothing of it."""
+    code = driver((steps([1, 2, 3]), "KeyError: a"), (steps([3, 4]), None))
+    saved = tmp_path / "t/checkpoints"
+    trainer = {"default_local_dir": str(saved), "save_freq": 1}
+    start(code, trainer=trainer)
+    make_checkpoint(saved, 2, run_id(saved.parent))
+    outcome, summary, _ = start(code, trainer={**trainer, "resume_mode": mode})
+    assert [(s["step"], s.get("resumed_after")) for s in summary["steps"]] == made
+    metrics = [json.loads(line) for line in (outcome.folder / "metrics.jsonl").read_text().splitlines()]
+    assert [m["step"] for m in metrics] == [step for step, _ in made]
+    before = json.loads((outcome.folder / "earlier/1/summary.json").read_text())
+    assert [s["step"] for s in before["steps"]] == [1, 2, 3] and "KeyError" in before["exit"]
+
+
+@pytest.mark.slow
 def test_what_was_recorded_stays_where_no_later_try_makes_a_step(start):  # noqa: F811
     """The second and third try end before their first step, and before they have a record."""
     code = driver((steps([1, 2]), "StallError: a"), (steps([]), "StallError: b"), (steps([]), "StallError: c"))
@@ -106,11 +127,11 @@ def test_a_damaged_record_of_an_earlier_part_is_left_out(tmp_path):
     whole = json.dumps({"steps": steps([1, 2])})
     for text, found in ((whole, True), ("{", False), (whole.replace("2", '"x"', 1), False), ("[]", False)):
         (part / "summary.json").write_text(text)
-        restart.carry_on(part, folder)
+        run_folder.carry_on(part, folder)
         assert (folder / "summary.json").exists() == found
         (folder / "summary.json").unlink(missing_ok=True)
     os.mkfifo(part / "metrics.jsonl")
-    restart.carry_on(part, folder)
+    run_folder.carry_on(part, folder)
     assert not list(folder.iterdir())
 
 

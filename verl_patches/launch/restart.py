@@ -1,25 +1,23 @@
 """Starting a run's driver again after a failure that another try may survive (recipe.restart).
 
 The checkpoint that a try goes on from is verl's and ours to find (trainer.resume_mode=auto). Here: which failures are
-worth a try, what is left out of it, where the files of a failed one go (attempts/N in the run's folder), and the record
-of all of them as one run.
+worth a try, what is left out of it, where the files of a failed one go (attempts/N in the run's folder), and the reason
+and culprits of each.
 """
 
 from __future__ import annotations
 
 import re
-import shutil
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig
 
 from verl_patches.errors import ConfigError
-from verl_patches.evaluation.record import SUMMARY, read_object, read_summary
+from verl_patches.evaluation.record import read_object
 from verl_patches.launch.ray_cluster import list_nodes, nodes_with_devices
-from verl_patches.trainer.summary import write_json
+from verl_patches.launch.run_folder import carry_on
 from verl_patches.watch.watcher import COLLECTIVE, RECORD, STACKS, fault_in
 
 ATTEMPTS = "attempts"
@@ -108,16 +106,3 @@ class Restarts:
             return f", on {', '.join(sorted(faulty))} again, as no spare node is there"
         self._left_out += sorted(faulty)
         return f", without {', '.join(sorted(faulty))}"
-
-
-def carry_on(part: Path, folder: Path) -> None:
-    """Leave a run's next part in `folder` the steps and metrics of the part before, whose files were moved to `part`.
-
-    trainer/summary.py goes on from them. A damaged record is left out, as the run itself is not.
-    """
-    with suppress(ConfigError):
-        if read_summary(part).get("steps"):
-            steps = read_object(part / SUMMARY)["steps"]  # with all keys
-            write_json(folder / SUMMARY, {"steps": steps, "exit": "running"})
-    if (metrics := part / "metrics.jsonl").is_file():
-        shutil.copyfile(metrics, folder / metrics.name)
