@@ -6,11 +6,13 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from tests.weights.cases import make_checkpoint
 from verl_patches.__main__ import app
 from verl_patches.config import files
 from verl_patches.config.checks import check_config, check_disk
 from verl_patches.config.compose import compose, model_shape_of
 from verl_patches.layout.inventory import build_inventory
+from verl_patches.trainer.summary import new_run_id
 
 TINY, LARGE = "grpo_deepseekv3_tiny_cpu", "grpo_deepseekv3_256die_true_weight"
 STEPS, SAVE, KEEP = "trainer.total_training_steps", "trainer.save_freq", "trainer.max_actor_ckpt_to_keep"
@@ -34,6 +36,20 @@ def test_checkpoints_take_those_that_are_kept_and_the_one_that_is_written(overri
     found = {need.name: need.size_bytes for need in files.disk_needs(config)}
     size = checkpoint_bytes(config, {"bf16": 14, "fp32": 12}[dtype])
     assert found.get("checkpoints", 0) == count * size and found["run"] >= 64 << 20
+
+
+def test_a_run_that_goes_on_writes_what_is_left_of_it_and_removes_its_own(tmp_path):
+    """After step 4 of 9, with two of its checkpoints there; for a run of another id they are not its own."""
+    saved, run = tmp_path / "r/checkpoints", new_run_id(tmp_path / "r", "r")
+    for step in (2, 4):
+        make_checkpoint(saved, step, run)
+    counts = []
+    for mode, keep in (("auto", 2), ("auto", "null"), ("disable", 2), ("disable", "null")):
+        given = [f"recipe.output_root={tmp_path}", "recipe.run=r", f"{STEPS}=9", f"{SAVE}=2", f"{KEEP}={keep}"]
+        config = compose(TINY, [*given, f"trainer.resume_mode={mode}"])
+        found = {need.name: need.size_bytes for need in files.disk_needs(config)}
+        counts.append(found["checkpoints"] / checkpoint_bytes(config, 12))
+    assert counts == [1, 3, 3, 5]  # steps 6, 8 and 9; and 2 as well with 4
 
 
 def test_recorded_responses_are_what_a_step_of_production_takes():

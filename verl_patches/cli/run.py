@@ -19,8 +19,9 @@ from verl_patches.catalog import ROWS
 from verl_patches.cli.output import Json, report_plan
 from verl_patches.config.checks import Check, check_config, check_disk, check_files, require
 from verl_patches.config.compose import compose, keys_of, output_root
-from verl_patches.config.environment import switches_of
+from verl_patches.config.environment import run_dir, switches_of
 from verl_patches.config.files import PATHS
+from verl_patches.config.run_start import checkpoints_of
 from verl_patches.errors import ConfigError
 from verl_patches.launch import launcher, ray_cluster, run_folder, smoke
 from verl_patches.model.mindspeed.arguments import arguments_of, explain
@@ -28,11 +29,12 @@ from verl_patches.patching.engine import Engine
 from verl_patches.patching.switches import VARIABLE, parse
 from verl_patches.planning.step_plan import Workload
 from verl_patches.platform import require as require_platform
+from verl_patches.trainer.summary import run_id
 from verl_patches.upstream.checkouts import LINE, for_platform, require_trees, require_verl, trees_of
 from verl_patches.upstream.modified import refuse_modified
 from verl_patches.upstream.support import refused_keys
 from verl_patches.values import printable
-from verl_patches.weights.checkpoint_folders import newest, require_whole
+from verl_patches.weights.checkpoint_folders import newest
 
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[key=value ...]", help="Any further Hydra overrides.")]
 ConfigName = Annotated[str, typer.Option(help="A file of configs/, such as grpo_deepseekv3_256die_true_weight.")]
@@ -206,18 +208,16 @@ def _report(outcome: launcher.Outcome, config: DictConfig, as_json: bool, off: s
 
 def _going_on(config: DictConfig) -> list[str]:
     """The newest whole checkpoint of a run that ended early, and the command that goes on; none without checkpoints."""
+    folder, resume = checkpoints_of(config), "trainer.resume_mode"
     if config.trainer.save_freq <= 0:
         return []
-    folder, resume = Path(config.trainer.default_local_dir).absolute(), "trainer.resume_mode"
     try:
-        if (found := newest(folder)) is not None:
-            require_whole(found)
-    except ConfigError as error:
+        found = newest(folder, run_id(run_dir(config)))
+    except ConfigError as error:  # it says what to go on from instead
         return [str(error)]
-    words = [
-        word for word in sys.argv[1:] if word.lstrip("+").partition("=")[0] not in (resume, "trainer.resume_from_path")
-    ]
     if found is None:
         return [f"no whole checkpoint of this run in {folder}: the same command starts again from step 1"]
-    command = shlex.join([sys.executable, "-m", "verl_patches", *words, f"{resume}=auto"])
+    keys = (resume, "trainer.resume_from_path")
+    others = (word for word in sys.argv[1:] if word.lstrip("+").partition("=")[0] not in keys)
+    command = shlex.join([sys.executable, "-m", "verl_patches", *others, f"{resume}=auto"])
     return [f"newest whole checkpoint: {found}", f"to go on from it: {command}"]

@@ -122,9 +122,10 @@ def check_files(config: DictConfig, must_exist: Collection[str]) -> list[Check]:
 
 def check_disk(config: DictConfig, starts: bool = False) -> Check:
     """Whether what the run writes fits on this machine's disks; a note but where the run `starts` here."""
-    fault = files.disk_fault(config)
+    needs = files.disk_needs(config)
+    fault = files.disk_fault(needs)
     return Check(
-        "disk", not (fault and starts), fault or files.disk_detail(config), note=fault is not None and not starts
+        "disk", not (fault and starts), fault or files.disk_detail(needs), note=fault is not None and not starts
     )
 
 

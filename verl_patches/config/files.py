@@ -17,10 +17,12 @@ from omegaconf import DictConfig
 
 from verl_patches.config.compose import config_file, model_changes, model_shape_of, reads_weights
 from verl_patches.config.environment import run_dir
+from verl_patches.config.run_start import Start, checkpoints_of, start_of
 from verl_patches.errors import ConfigError
 from verl_patches.layout.inventory import build_inventory, differences, read_model_shape
 from verl_patches.layout.model_folder import QUANTIZATION, weight_files
 from verl_patches.trainer.recording import find_recording
+from verl_patches.weights.checkpoint_folders import look
 from verl_patches.weights.source import open_source
 
 _DATA = ("data.train_files", "data.val_files")
@@ -197,28 +199,36 @@ class Need(NamedTuple):
 def disk_needs(config: DictConfig) -> list[Need]:
     """What a run will write (modelled): records and recorded responses to its folder, checkpoints to theirs.
 
-    Checkpoints are the most that are there at a time: those kept and the one that is being written.
+    Checkpoints are the most that come to those of the run that are there: those kept and the one that is being written.
     """
     steps, trainer, data = steps_of(config), config.trainer, config.data
+    try:
+        start = start_of(config, run_dir(config))
+    except ConfigError:  # which the rule about checkpoints names
+        start = Start()
+    done = start.step or 0
+    left = None if steps is None else max(steps - done, 0)
     records, step_bytes = _RECORD_BYTES
-    least, text = records + step_bytes * (steps or 1), "logs and records"
+    least, text = records + step_bytes * (left or 1), "logs and records"
     if config.recipe.rollout.record:
         rows = data.train_batch_size * config.actor_rollout_ref.rollout.n
         prompt, response = data.max_prompt_length, data.max_response_length
         size = rows * (4 * 8 * (prompt + response) + 4 * response)  # ids, masks, positions; log-probs in fp32
-        least += size * (steps or 1)
-        text += f", responses of {_many(steps, 'step')}, {_size(size)} each (modelled)"
+        least += size * (left or 1)
+        text += f", responses of {_many(left, 'step')}, {_size(size)} each (modelled)"
     needs = [Need("run", run_dir(config), least, text, "recipe.output_root, recipe.rollout.record")]
     if trainer.save_freq > 0:
         parameters = sum(parameter.count for parameter in build_inventory(model_shape_of(config)).parameters)
         size, kept = _PARAMETER_BYTES[config.recipe.dtype] * parameters, trainer.get("max_actor_ckpt_to_keep")
-        saves = None if steps is None else math.ceil(steps / trainer.save_freq)
-        count = min((number for number in (saves, kept and kept + 1) if number is not None), default=None)
+        saves = None if steps is None else math.ceil(steps / trainer.save_freq) - done // trainer.save_freq
+        held = len(look(checkpoints_of(config), start.id).own) if start.id else 0
+        most = max(kept + 1 - held, 1) if kept else None
+        count = min((number for number in (saves, most) if number is not None), default=None)
         text = "at least 2 checkpoints" if count is None else _many(count, "checkpoint")
         text += f", {_size(size)} each (modelled), one of them while it is written"
         keys = "trainer.default_local_dir, trainer.save_freq, trainer.max_actor_ckpt_to_keep"
         keys += f" (now {'null: all' if kept is None else kept})"
-        needs.append(Need("checkpoints", Path(trainer.default_local_dir).absolute(), size * (count or 2), text, keys))
+        needs.append(Need("checkpoints", checkpoints_of(config), size * (count or 2), text, keys))
     return needs
 
 
@@ -244,15 +254,15 @@ def steps_of(config: DictConfig) -> int | None:
     return rows // config.data.train_batch_size * config.trainer.total_epochs or None
 
 
-def disk_detail(config: DictConfig) -> str:
+def disk_detail(needs: Iterable[Need]) -> str:
     """What a run writes where, as text."""
-    return "; ".join(f"{_size(need.size_bytes)} in {need.folder}: {need.text}" for need in disk_needs(config))
+    return "; ".join(f"{_size(need.size_bytes)} in {need.folder}: {need.text}" for need in needs)
 
 
-def disk_fault(config: DictConfig) -> str | None:
+def disk_fault(needs: Iterable[Need]) -> str | None:
     """What a run would write beyond the free space of its file systems; None where all fits. Folders may share one."""
     by_device: dict[int, list[tuple[Path, Need]]] = {}
-    for need in disk_needs(config):
+    for need in needs:
         place = next(place for place in (need.folder, *need.folder.parents) if place.is_dir())
         by_device.setdefault(place.stat().st_dev, []).append((place, need))
     faults = []
