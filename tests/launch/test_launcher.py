@@ -40,6 +40,8 @@ child.stdout.readline()
 (out / "child.pid").write_text(str(child.pid))
 """
 SLEEP = "time.sleep(600)\n"
+# the watch's error, which the driver raises after the controller has written why it ended itself
+LOST = "raise type('LostNodeError', (Exception,), {})('node a is lost')"
 
 
 @functools.cache
@@ -105,6 +107,7 @@ def test_modified_sources_are_in_the_record_and_above_the_step_table(start):
         ("raise ValueError('a: expected 2, found 3\\n  do this')", 1, "ValueError: a: expected 2, found 3\n  do this"),
         (f"{SUMMARY}raise SystemExit(3)", 3, "exited with 3"),
         (SUMMARY.replace('"ok"', '"a worker died"') + "raise OSError('closed by peer')", 1, "a worker died"),
+        (SUMMARY.replace('"ok"', '"2 workers died"') + LOST, 1, "LostNodeError: node a is lost"),
         ("pass", 1, "without finishing"),
         ("import os; os.kill(os.getpid(), 9)", 128 + 9, "SIGKILL"),
     ],
