@@ -39,11 +39,12 @@ def test_how_the_raylet_of_this_node_has_ended(tmp_path, monkeypatch):
     """One that this process has started, by its exit; one of a Ray that it joined, by its socket."""
     import ray
 
-    dead, path = [], tmp_path / "raylet"
-    here = SimpleNamespace(dead_processes=lambda: dead, raylet_socket_name=str(path))
+    dead, path = [], "raylet"  # a socket's path may have 107 bytes
+    monkeypatch.chdir(tmp_path)
+    here = SimpleNamespace(dead_processes=lambda: dead, raylet_socket_name=path)
     monkeypatch.setattr(ray._private.worker.global_worker, "node", here)
     with socket.socket(socket.AF_UNIX) as raylet:
-        raylet.bind(str(path))
+        raylet.bind(path)
         raylet.listen()
         assert _raylets_end() is None
     assert _raylets_end() == "its raylet has ended"
