@@ -11,6 +11,7 @@ import typer
 
 from verl_patches.cli import cluster, contract, doctor, inspect, patches, plan, run, weights
 from verl_patches.errors import ConfigError, RecipeError
+from verl_patches.values import printable
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
 app.command("status")(patches.status_command)
@@ -37,10 +38,10 @@ def main() -> None:
     try:
         app()
     except ConfigError as error:
-        print(f"verl_patches: {error}", file=sys.stderr)
+        print(printable(f"verl_patches: {error}", keep="\n\t"), file=sys.stderr)
         raise SystemExit(2) from None
     except RecipeError as error:
-        print(f"verl_patches: {error}", file=sys.stderr)
+        print(printable(f"verl_patches: {error}", keep="\n\t"), file=sys.stderr)
         raise SystemExit(1) from None
 
 

@@ -1,5 +1,11 @@
 """The errors that users meet; their messages say what, where, expected, found, and what to do next."""
 
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
 
 class ConfigError(ValueError):
     """Something that a user gave is wrong: a configuration key, an argument, a file or a catalogue row."""
@@ -10,3 +16,14 @@ class RecipeError(RuntimeError):
 
     patching/engine.py derives PatchError from it: a row of the catalogue could not be made active, or is no longer.
     """
+
+
+def place_in(text: str, file: str | None) -> str:
+    """ "FILE:LINE: ", the last line of `file` that the tracebacks in `text` name; empty without one."""
+    lines = [line for path, line in re.findall(r'File "([^"\n]+)", line (\d+)', text) if file and _is(path, file)]
+    return f"{file}:{lines[-1]}: " if lines else ""
+
+
+def _is(path: str, file: str) -> bool:
+    """Whether a traceback's path is that of `file`, which may be relative to the folder of another process."""
+    return path == os.path.abspath(file) or Path(path).parts[-len(Path(file).parts) :] == Path(file).parts

@@ -15,6 +15,8 @@ import logging
 import os
 import re
 import signal
+import stat
+import struct
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -26,21 +28,35 @@ import psutil
 
 log = logging.getLogger(__name__)
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 1, 36, 37
+_FLOCK = "hhqqi"  # struct flock: type, whence, start, length, pid
 TERM_S, KILL_S = 5.0, 5.0  # how long to wait for processes after SIGTERM, and after SIGKILL
 
 
 def lock_file(path: Path) -> TextIO:
     """The file `path`, made where it is absent, locked for this process until it is closed.
 
-    BlockingIOError where another process has the lock; OSError where it cannot be opened, or is a symbolic link.
+    BlockingIOError where another process has the lock; OSError where it cannot be opened, or is a symbolic link. The
+    lock is of the open file (fcntl(2), F_OFD_SETLK): unlike flock's, `is_locked` sees it without taking one.
     """
     lock = open(path, "a", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o666))
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.fcntl(lock, fcntl.F_OFD_SETLK, struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
     except BaseException:
         lock.close()
         raise
     return lock
+
+
+def is_locked(path: Path) -> bool | None:
+    """Whether a process holds `lock_file` of this file, without locking it; None where there is no plain file."""
+    try:
+        if not stat.S_ISREG(path.lstat().st_mode):
+            return None
+        with path.open("rb") as file:
+            asked = struct.pack(_FLOCK, fcntl.F_RDLCK, os.SEEK_SET, 0, 0, 0)
+            return struct.unpack(_FLOCK, fcntl.fcntl(file, fcntl.F_OFD_GETLK, asked))[0] != fcntl.F_UNLCK
+    except OSError:
+        return None
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
@@ -24,6 +25,17 @@ Port = Annotated[int, Field(ge=1024, le=65535)]
 Name = Annotated[
     str, Field(pattern=r"^[A-Za-z0-9_][^/\x00-\x1f]*$", description="a plain folder name, such as smoke-ep2")
 ]
+
+
+def printable(text: str, keep: str = "") -> str:
+    """A text of unknown origin for a terminal or a file: control characters but `keep` as escapes, such as \\x1b."""
+    if text.isprintable():
+        return text
+    return "".join(char if char in keep or _is_shown(char) else char.encode("unicode_escape").decode() for char in text)
+
+
+def _is_shown(char: str) -> bool:
+    return char.isprintable() or unicodedata.category(char) == "Zs"
 
 
 def value_faults(schema: Any, values: Mapping[str, Any], prefix: str = "", may_lack: bool = False) -> list[str]:

@@ -9,12 +9,15 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from tests.weights.cases import make_checkpoint
 from verl_patches.__main__ import app
 from verl_patches.catalog import ROWS
 from verl_patches.cli import patches, run
+from verl_patches.config.compose import compose
 from verl_patches.config.environment import run_dir
 from verl_patches.errors import ConfigError
 from verl_patches.launch import launcher
+from verl_patches.trainer.summary import new_run_id
 from verl_patches.upstream.checkouts import VERL_CONFIG, verl_config_dir
 
 LARGE, TINY = "grpo_deepseekv3_256die_true_weight", "grpo_deepseekv3_tiny_cpu"
@@ -110,14 +113,38 @@ def test_the_end_of_a_run_is_reported_with_its_exit_code(tmp_path, capsys, code,
     (tmp_path / "summary.json").write_text(json.dumps({"exit": reason}))
     outcome = launcher.Outcome(code, reason, tmp_path, 12.3, {"total": 3 << 30})
     with pytest.raises(typer.Exit) as ended:
-        run._report(outcome, as_json=False)
+        run._report(outcome, compose(TINY), as_json=False)
     printed = capsys.readouterr()
     assert ended.value.exit_code == (code if code > 128 else min(code, 1))  # 128 + n: ended by signal n
     assert ("ok in 12 s, peak memory 3.0 GiB" in printed.out) is (code == 0)
     assert (f"{reason}\n  log: {tmp_path / 'driver.log'}" in printed.err) is (code != 0)
     with pytest.raises(typer.Exit):
-        run._report(outcome, as_json=True)
+        run._report(outcome, compose(TINY), as_json=True)
     assert json.loads(capsys.readouterr().out) == {"exit": reason}
+
+
+@pytest.mark.parametrize("saved", [[], [2, 4], [2, "damaged"], None])
+def test_a_run_that_ends_early_names_its_newest_whole_checkpoint_and_how_to_go_on(tmp_path, capsys, monkeypatch, saved):
+    """None: a run that saves nothing. Another run's checkpoint in the folder is not this run's."""
+    folder, own = tmp_path / "r" / "checkpoints", new_run_id(tmp_path / "r", "r")
+    for step in saved or ():
+        path = make_checkpoint(folder, 9 if step == "damaged" else step, own)
+        if step == "damaged":
+            (path / "rank_00000.safetensors").write_bytes(b"")
+    make_checkpoint(folder, 20, "fedcba9876543210")
+    (tmp_path / "r/summary.json").write_text(json.dumps({"exit": "interrupted by SIGINT"}))
+    words = ["smoke", "--run", "r", f"recipe.output_root={tmp_path}", "trainer.resume_mode=disable", "data.seed=a b"]
+    monkeypatch.setattr("sys.argv", ["verl_patches", *words])
+    config = compose(TINY, [*words[3:4], "recipe.run=r", f"trainer.save_freq={-1 if saved is None else 2}"])
+    with pytest.raises(typer.Exit):
+        run._report(launcher.Outcome(130, "interrupted by SIGINT", tmp_path / "r", 2.0), config, as_json=False)
+    said = capsys.readouterr().err
+    command = f"-m verl_patches smoke --run r recipe.output_root={tmp_path} 'data.seed=a b' trainer.resume_mode=auto"
+    assert (f"newest whole checkpoint: {folder / 'global_step_4'}" in said and command in said) == (saved == [2, 4])
+    assert (f"no whole checkpoint of this run in {folder}" in said and "from step 1" in said) == (saved == [])
+    if saved and "damaged" in saved:
+        assert "global_step_9" in said and f"trainer.resume_from_path={folder / 'global_step_2'}" in said
+    assert "global_step_20" not in said and ("checkpoint" in said) == (saved is not None)
 
 
 @pytest.fixture

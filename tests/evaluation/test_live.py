@@ -3,13 +3,16 @@
 import fcntl
 import json
 import os
+import struct
 
 import pytest
 from typer.testing import CliRunner
 
+from verl_patches import processes
 from verl_patches.__main__ import app
 from verl_patches.errors import ConfigError
 from verl_patches.evaluation.live import live
+from verl_patches.processes import lock_file
 from verl_patches.trainer.run import CALLS, Run
 from verl_patches.trainer.summary import Progress, write_json
 
@@ -38,8 +41,7 @@ def folder(tmp_path):
     (tmp_path / "progress.log").write_text("| proven\n- row\n~ step 3/10: reshard, rollout\n| step 2: a note\n")
     for file in tmp_path.iterdir():
         os.utime(file, (NOW - 7, NOW - 7))
-    with (tmp_path / ".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with lock_file(tmp_path / ".lock"):
         yield tmp_path
 
 
@@ -55,6 +57,13 @@ def test_a_running_run_has_phase_pace_and_end(folder):
     assert found["eta_s"] == 8 * 10.0 - 4  # steps 3 to 10, without the first one's warm-up
     assert (found["reward"], found["tokens_per_s"], found["tflops_per_s"], found["mfu"]) == (0.2, 200.0, 0.5, None)
     assert found["lines"] == ["proven", "step 2: a note"]
+
+
+def test_a_resumed_run_has_its_seam(folder):
+    again = {**step(2, 10.0), "resumed_after": 1}
+    write_json(folder / "summary.json", {"run": "r", "exit": "running", "steps": [step(1, 50.0), again]})
+    assert live(folder, NOW)["resumed"] == "after step 1"
+    assert "after step 1" in CliRunner().invoke(app, ["status", str(folder)]).stdout
 
 
 def test_before_the_first_step_ends_there_is_no_pace(folder):
@@ -75,6 +84,26 @@ def test_a_launcher_that_is_gone_is_seen_by_its_lock(folder):
     assert (live(copied, NOW)["state"], live(folder, NOW)["state"]) == ("lost", "running")
     (copied / ".lock").unlink()
     assert live(copied, NOW)["state"] == "running"  # the import alone has no launcher
+
+
+def test_a_look_takes_no_lock_of_the_run(folder, monkeypatch):
+    """A launcher that starts while `status` looks is not refused."""
+    (folder / "free").mkdir()
+    (folder / "free" / ".lock").touch()
+    looked, real = [], processes.fcntl.fcntl
+
+    def look(file, *command):
+        answer = real(file, *command)
+        with (folder / "free" / ".lock").open("w") as lock:
+            real(lock, fcntl.F_OFD_SETLK, struct.pack("hhqqi", fcntl.F_WRLCK, 0, 0, 0, 0))  # as `lock_file`
+            looked.append(file)
+        return answer
+
+    monkeypatch.setattr(processes.fcntl, "fcntl", look)
+    assert live(folder / "free", NOW)["state"] == "lost" and len(looked) == 1
+    (folder / "free" / ".lock").unlink()
+    os.mkfifo(folder / "free" / ".lock")
+    assert live(folder / "free", NOW)["state"] == "starting"  # no launcher makes one: it is not opened
 
 
 @pytest.mark.parametrize(("reason", "state", "code"), [("ok", "ended", 0), ("WorkerDiedError: rank 3", "failed", 1)])

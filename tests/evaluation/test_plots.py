@@ -40,6 +40,15 @@ def test_a_run_has_its_rewards_and_stacked_seconds_by_step(tmp_path):
     assert np.array_equal(saved, pixels(figure)) and not np.array_equal(saved, pixels(run_figure(run_of(0, 0.5, 1))))
 
 
+def test_a_resumed_run_has_a_marked_seam():
+    run = run_of(0.25, 0.5, 0.75)
+    assert not any(axes.texts for axes in run_figure(run).axes)  # control
+    run["steps"][1]["resumed_after"] = 4
+    for axes in run_figure(run).axes:
+        assert [text.get_text() for text in axes.texts] == ["resumed after step 4"]
+        assert list(axes.lines[-1].get_xdata()) == [4.5, 4.5]
+
+
 def phase(bytes_, peak=None, **measured):
     sizes = {name: size * MB for name, size in bytes_.items()}
     measured = {name: size * MB for name, size in measured.items()}

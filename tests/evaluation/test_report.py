@@ -75,6 +75,18 @@ def test_profiled_steps_are_left_out_of_medians_and_mfu_is_there_with_a_peak():
     assert values(run)["step"] == 10.0 and "not comparable" in report.markdown([run])
 
 
+def test_the_first_step_after_a_resume_is_left_out_too_and_the_seam_is_named(tmp_path):
+    run = run_of()
+    run["steps"][2]["resumed_after"] = 2
+    assert values(run)["step"] == (8.0 + 99.0) / 2 and report.facts(run)["resumed"] == "after step 2"
+    assert report.facts(run_of())["resumed"] == "-"
+    folder = written(tmp_path / "a", run)
+    done = CliRunner().invoke(app, ["report", str(folder)])
+    assert (
+        "a: resumed after step 2" in done.stdout and "| resumed | after step 2 |" in (folder / "report.md").read_text()
+    )
+
+
 def test_a_report_names_what_the_start_took():
     start = {
         part: {"max_s": seconds, "mean_s": 1.0, "rank": 3} for part, seconds in (("imports", 12.0), ("cpu", 14.25))

@@ -1,6 +1,5 @@
 """The launcher with real child processes: how runs end, exit codes, and that only the run's processes are ended."""
 
-import fcntl
 import functools
 import json
 import os
@@ -22,6 +21,7 @@ from verl_patches.__main__ import app
 from verl_patches.config.compose import compose
 from verl_patches.errors import ConfigError
 from verl_patches.launch import launcher
+from verl_patches.processes import lock_file
 from verl_patches.trainer.summary import new_run_id, run_id
 
 pytestmark = pytest.mark.slow  # each starts processes
@@ -40,6 +40,8 @@ child.stdout.readline()
 (out / "child.pid").write_text(str(child.pid))
 """
 SLEEP = "time.sleep(600)\n"
+# the watch's error, which the driver raises after the controller has written why it ended itself
+LOST = "raise type('LostNodeError', (Exception,), {})('node a is lost')"
 
 
 @functools.cache
@@ -105,6 +107,7 @@ def test_modified_sources_are_in_the_record_and_above_the_step_table(start):
         ("raise ValueError('a: expected 2, found 3\\n  do this')", 1, "ValueError: a: expected 2, found 3\n  do this"),
         (f"{SUMMARY}raise SystemExit(3)", 3, "exited with 3"),
         (SUMMARY.replace('"ok"', '"a worker died"') + "raise OSError('closed by peer')", 1, "a worker died"),
+        (SUMMARY.replace('"ok"', '"2 workers died"') + LOST, 1, "LostNodeError: node a is lost"),
         ("pass", 1, "without finishing"),
         ("import os; os.kill(os.getpid(), 9)", 128 + 9, "SIGKILL"),
     ],
@@ -113,6 +116,23 @@ def test_a_driver_that_fails_gives_code_reason_and_a_valid_summary(start, code, 
     outcome, summary, _ = start(code)
     assert outcome.code == exit_code and reason in outcome.reason == summary["exit"]
     assert summary["layout"]["train"] == "tp1 ep2 @2" and summary["steps"] in ([], [STEP])
+
+
+def test_an_error_while_the_users_reward_is_loaded_names_its_line(start, tmp_path, monkeypatch):
+    """The driver's log has no more than the traceback; an error before it, of the same file, is another one's."""
+    file = tmp_path / "reward.py"
+    file.write_text("import json\n\nTABLE = json.loads('')\n")
+    config = composed().copy()
+    config.custom_reward_function.path = str(file)
+    monkeypatch.setattr(sys.modules[__name__], "composed", lambda: config)
+    outcome, summary, _ = start(f"""
+import runpy
+try: runpy.run_path({str(file)!r})
+except ValueError as error: raise RuntimeError("Error loading module") from error
+""")
+    assert outcome.code == 1 and summary["exit"] == f"{file}:3: RuntimeError: Error loading module"
+    config.custom_reward_function.path = "other.py"
+    assert start("raise KeyError('a')")[1]["exit"] == "KeyError: 'a'"
 
 
 @pytest.mark.parametrize("key", ["wall_s", "quiet_s"])
@@ -196,7 +216,6 @@ def test_a_folder_that_cannot_be_made_is_refused(start, tmp_path, root):
 
 HOLDS_A_FOLDER = """import time
 from verl_patches.launch import launcher
-from verl_patches.trainer.summary import new_run_id, run_id
 with launcher.short_temp_dir() as folder:
     print(folder, flush=True)
     time.sleep(600)
@@ -244,7 +263,6 @@ def test_signals_to_the_launcher(run_python, tmp_path, number, code):
 import sys, threading, os, time
 from verl_patches import processes
 from verl_patches.launch import launcher
-from verl_patches.trainer.summary import new_run_id, run_id
 from verl_patches.config.compose import compose
 processes.TERM_S = 0.5
 overrides = ["recipe.output_root={tmp_path}", "recipe.run=t"]
@@ -272,8 +290,7 @@ sys.exit(launcher.run(compose({NAME!r}, overrides), {NAME!r}, overrides).code)
 
 def test_a_folder_that_another_run_writes_is_refused(start, tmp_path):
     (tmp_path / "t").mkdir()
-    with (tmp_path / "t" / ".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with lock_file(tmp_path / "t" / ".lock"):
         with pytest.raises(ConfigError, match=r"being written by another run.*--run NAME"):
             start(SUMMARY)
 
@@ -286,8 +303,7 @@ def test_two_runs_with_one_folder_of_checkpoints_are_refused(start, tmp_path, se
     folder = tmp_path / "checkpoints"
     folder.mkdir()
     trainer = {**settings, "default_local_dir": str(folder)}
-    with (folder / ".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with lock_file(folder / ".lock"):
         if not refused:
             assert start(SUMMARY, trainer=trainer)[0].code == 0
             return

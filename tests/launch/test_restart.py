@@ -1,16 +1,19 @@
 """Runs that are started again: which failures are, what each try leaves, and the one record of all of them."""
 
 import json
+import os
 import shutil
 
 import pytest
 from omegaconf import OmegaConf
 
 from tests.launch.test_launcher import FOLDER, start  # noqa: F401  the fixture
+from tests.weights.cases import make_checkpoint
 from verl_patches.config.compose import compose
 from verl_patches.errors import ConfigError
-from verl_patches.launch import restart
+from verl_patches.launch import restart, run_folder
 from verl_patches.launch.restart import Restarts, may_help
+from verl_patches.trainer.summary import run_id
 from verl_patches.watch.watcher import fault_in
 
 WORTH = [
@@ -43,7 +46,7 @@ def test_only_failures_by_chance_are_tried_again(reason):
 
 
 def steps(numbers):
-    return json.dumps([{"step": n, "reward": n / 10, "seconds": {"rollout": 1.0}} for n in numbers])
+    return [{"step": n, "reward": n / 10, "seconds": {"rollout": 1.0}} for n in numbers]
 
 
 def driver(*tries):
@@ -54,10 +57,13 @@ count = out / "count"
 number = int(count.read_text()) if count.exists() else 0
 count.write_text(str(number + 1))
 steps, error, overrides = *tries[number], sys.argv[1:]
-(out / "summary.json").write_text('{{"steps": ' + steps + ', "exit": "' + ("running" if error else "ok") + '"}}')
-with (out / "metrics.jsonl").open("a") as file:
-    for step in json.loads(steps):
-        file.write(json.dumps({{"step": step["step"], "try": number}}) + "\\n")
+from verl_patches.trainer.summary import Summary
+summary = Summary(out, {{"run": "t"}})
+for step in steps:
+    summary.add_step(step)
+    summary.add_metrics(step["step"], {{"try": number}})
+summary.data["exit"] = "running" if error else "ok"
+if steps: summary.write()
 with (out / "progress.log").open("a") as file:
     file.write(f"| try {{number}}\\n")
 if error:
@@ -73,6 +79,7 @@ def test_a_run_that_is_started_again_has_one_table_and_one_record(start):  # noq
     assert (outcome.code, summary["exit"]) == (0, "ok") and [s["step"] for s in summary["steps"]] == [1, 2, 3, 4]
     metrics = [json.loads(line) for line in (outcome.folder / "metrics.jsonl").read_text().splitlines()]
     assert [(m["step"], m["try"]) for m in metrics] == [(1, 0), (2, 0), (3, 1), (4, 1)]
+    assert [s.get("resumed_after") for s in summary["steps"]] == [None, None, 2, None]
     (record,) = summary["restarts"]
     assert "StallError: rank 1 is stopped" in record["reason"] and record["exit_code"] == 1
     first, second, third = lines
@@ -83,9 +90,49 @@ def test_a_run_that_is_started_again_has_one_table_and_one_record(start):  # noq
     assert "StallError" not in (outcome.folder / "driver.log").read_text()
 
 
-def test_a_line_of_metrics_that_was_not_written_to_its_end_is_left_out(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2, "re')
-    assert restart._metrics(tmp_path) == [{"step": 1}]
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mode", "made"), [("auto", [(1, None), (2, None), (3, 2), (4, None)]), ("disable", [(3, 2), (4, None)])]
+)
+def test_a_run_that_is_resumed_has_one_table_and_one_record(start, tmp_path, mode, made):  # noqa: F811
+    """As one that is started again by itself; the part before keeps its own record. Another run has nothing of it."""
+    code = driver((steps([1, 2, 3]), "KeyError: a"), (steps([3, 4]), None))
+    saved = tmp_path / "t/checkpoints"
+    trainer = {"default_local_dir": str(saved), "save_freq": 1}
+    start(code, trainer=trainer)
+    make_checkpoint(saved, 2, run_id(saved.parent))
+    outcome, summary, _ = start(code, trainer={**trainer, "resume_mode": mode})
+    assert [(s["step"], s.get("resumed_after")) for s in summary["steps"]] == made
+    metrics = [json.loads(line) for line in (outcome.folder / "metrics.jsonl").read_text().splitlines()]
+    assert [m["step"] for m in metrics] == [step for step, _ in made]
+    before = json.loads((outcome.folder / "earlier/1/summary.json").read_text())
+    assert [s["step"] for s in before["steps"]] == [1, 2, 3] and "KeyError" in before["exit"]
+
+
+@pytest.mark.slow
+def test_what_was_recorded_stays_where_no_later_try_makes_a_step(start):  # noqa: F811
+    """The second and third try end before their first step, and before they have a record."""
+    code = driver((steps([1, 2]), "StallError: a"), (steps([]), "StallError: b"), (steps([]), "StallError: c"))
+    outcome, summary, _ = start(code, restart={"times": 2, "without_nodes": []})
+    assert [s["step"] for s in summary["steps"]] == [1, 2] and "StallError: c" in summary["exit"]
+    assert (outcome.folder / "training.png").is_file() and len(summary["restarts"]) == 2
+    assert len((outcome.folder / "metrics.jsonl").read_text().splitlines()) == 2
+
+
+def test_a_damaged_record_of_an_earlier_part_is_left_out(tmp_path):
+    """A run that goes on does not end for it."""
+    part, folder = tmp_path / "part", tmp_path / "run"
+    part.mkdir()
+    folder.mkdir()
+    whole = json.dumps({"steps": steps([1, 2])})
+    for text, found in ((whole, True), ("{", False), (whole.replace("2", '"x"', 1), False), ("[]", False)):
+        (part / "summary.json").write_text(text)
+        run_folder.carry_on(part, folder)
+        assert (folder / "summary.json").exists() == found
+        (folder / "summary.json").unlink(missing_ok=True)
+    os.mkfifo(part / "metrics.jsonl")
+    run_folder.carry_on(part, folder)
+    assert not list(folder.iterdir())
 
 
 @pytest.mark.slow

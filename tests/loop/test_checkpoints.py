@@ -48,7 +48,10 @@ def test_runs_that_were_killed_in_a_save_and_stopped_in_a_step_go_on_as_if_they_
     # by a call of the trainer to it, or by the watch where that call comes late
     died = r"a worker process died in step .*rank 1 \(pid|rank 1 \(pid .* ended \d+ s ago .*by a signal"
     assert first.code and re.search(died, first.summary["exit"], re.S), first.summary["exit"]
-    assert [step["step"] for step in second.steps] == [2, 3]
+    newest = first.folder / "checkpoints" / "global_step_1"
+    assert f"newest whole checkpoint: {newest}" in first.output and " trainer.resume_mode=auto" in first.output
+    assert metrics_of(second, "step") == [[1], [2], [3]]  # one record of all parts, with its seams
+    assert [step.get("resumed_after") for step in second.steps] == [None, 1, 2]
     log = (second.folder / "attempts" / "1" / "driver.log").read_text(errors="replace")
     assert "Traceback" in log
     places = [f"| resumed from {second.folder / 'checkpoints'}/global_step_{n}: step {n} is complete" for n in (1, 2)]
@@ -63,9 +66,9 @@ def test_runs_that_were_killed_in_a_save_and_stopped_in_a_step_go_on_as_if_they_
     assert part == first.summary
     assert list(second.folder.glob("rollouts/*_3.safetensors"))
     whole = metrics_of(smoke(), "grad_norm", "reward")
-    assert metrics_of(second, "grad_norm", "reward") == whole[1:]
+    assert metrics_of(second, "grad_norm", "reward") == whole
     lines = (second.folder / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(text)["step"] for text in lines] == [2, 3]
+    assert [json.loads(text)["step"] for text in lines] == [1, 2, 3]
     state = 12 * 1_060_000  # fp32 weights and two moments of the tiny model's parameters
     (found,) = second.summary["checkpoints"]
     assert found["step"] == 3 and found["bytes"] < 1.03 * state, found

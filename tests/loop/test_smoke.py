@@ -126,6 +126,21 @@ def test_a_killed_worker_ends_the_run_with_a_reason_and_nothing_left(tmp_path):
         assert "a worker process died in step 1" in text and f"(pid {worker.pid} on " in text, text
 
 
+def test_a_killed_raylet_is_named_as_a_lost_node_and_nothing_is_left(tmp_path):
+    """With one node too, where every other process of Ray ends with it: what they write would hide the cause."""
+    with launched(tmp_path, "--steps", "50") as launcher:
+        processes = processes_after("step 1/50: reshard, rollout", tmp_path, launcher)
+        (raylet,) = (process for process in processes if process.name() == "raylet")
+        raylet.kill()
+        output, _ = launcher.communicate(timeout=240)
+    assert launcher.returncode == 1
+    for text in (reason_of(tmp_path, processes), output):
+        assert "LostNodeError: node " in text and "with rank 0, rank 1 is lost" in text, text
+        assert f"its raylet (pid {raylet.pid}) was killed by SIGKILL" in text, text
+    record = json.loads((tmp_path / "r" / "watch.json").read_text())
+    assert [culprit["name"] for culprit in record["culprits"]] == ["rank 0", "rank 1"]
+
+
 def test_an_interrupted_run_leaves_nothing(tmp_path):
     bystander = subprocess.Popen(["sleep", "300"])
     try:

@@ -1,6 +1,9 @@
 """The controller's side of a run: its table, the proofs before step 1, and how it names dead workers."""
 
+import importlib
 import json
+import sys
+from concurrent.futures import ProcessPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -175,6 +178,27 @@ def test_the_reason_of_a_workers_error_is_without_rays_traceback():
     error = RayTaskError("update_actor", "Traceback (most recent call last): ...", ValueError("expected 2, found 3"))
     assert run.reason_of(error) == run.reason_of(error.as_instanceof_cause()) == "ValueError: expected 2, found 3"
     assert run.reason_of(KeyError("a")) == "KeyError: 'a'"
+
+
+@pytest.mark.parametrize("absolute", [True, False])
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_an_error_in_a_users_reward_names_its_file_and_line(tmp_path, monkeypatch, elsewhere, absolute):
+    """Raised by a function that the file calls, here or in a process of a pool; and one that came from elsewhere."""
+    file = tmp_path / "mine" / "reward.py"
+    file.parent.mkdir()
+    file.write_text("import json\n\n\ndef score(text):\n    return json.loads(text)['score']\n")
+    monkeypatch.syspath_prepend(file.parent)
+    monkeypatch.chdir(tmp_path)
+    score = importlib.import_module("reward").score
+    given = str(file) if absolute else "mine/reward.py"
+    with pytest.raises(ValueError) as raised:
+        if elsewhere:
+            with ProcessPoolExecutor(1) as pool:
+                pool.submit(score, "x").result()
+        score("x")
+    del sys.modules["reward"]
+    assert run.reason_of(raised.value, users_file=given).startswith(f"{given}:5: JSONDecodeError: Expecting value")
+    assert run.reason_of(raised.value, users_file="other/reward.py").startswith("JSONDecodeError: ")
 
 
 @pytest.fixture

@@ -1,5 +1,7 @@
 import json
 
+import pytest
+
 from verl_patches.trainer.summary import Progress, Summary, phase_seconds, sync_of_step, tokens_of_step, versions
 
 
@@ -27,6 +29,30 @@ def test_metrics_of_every_step_are_a_line_of_json_without_nan(tmp_path):
         summary.add_metrics(step, {"a/b": value, "count": 3, "text": "x"})
     lines = [json.loads(text) for text in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert lines == [{"step": 1, "a/b": 0.5, "count": 3.0}, {"step": 2, "count": 3.0}]
+
+
+@pytest.mark.parametrize(("first", "kept"), [(3, [1, 2]), (1, []), (5, [1, 2, 3, 4]), (9, [1, 2, 3, 4])])
+def test_a_run_that_goes_on_has_one_record_with_its_seam(tmp_path, first, kept):
+    """The last line of the part before was not written to its end; steps that are made again are the later part's."""
+    before = Summary(tmp_path, {})
+    for step in (1, 2, 3, 4):
+        before.add_step({"step": step, "reward": 0.0, "logprob_delta": {"mean": 1e-7, "max": 1e-7}})
+        before.add_metrics(step, {"part": 1})
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 5, "pa')
+    summary = Summary(tmp_path, {"run": "x"})
+    assert len(summary.data["steps"]) == 4 and summary.own_steps == []
+    for step in (first, first + 1):
+        summary.add_step({"step": step, "reward": 1.0, "logprob_delta": None})
+        summary.add_metrics(step, {"part": 2})
+    record = json.loads((tmp_path / "summary.json").read_text())
+    made = [(step["step"], step["reward"], step.get("resumed_after")) for step in record["steps"]]
+    seam = None if first == 1 else first - 1
+    assert made == [*((step, 0.0, None) for step in kept), (first, 1.0, seam), (first + 1, 1.0, None)]
+    assert [step["step"] for step in summary.own_steps] == [first, first + 1]
+    lines = [json.loads(text) for text in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["part"]) for line in lines] == [*((s, 1) for s in kept), (first, 2), (first + 1, 2)]
+    assert (record["logprob_delta"] is not None) == bool(kept)
 
 
 def test_tokens_are_verls_without_padding():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import stat
 import time
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,6 +24,7 @@ from verl_patches.patching.install_prelude import PLACES
 from verl_patches.reshard.check import check_plan, figures, path_of
 from verl_patches.reshard.plan import DEFAULT_BUCKET_BYTES, plan_reshard
 from verl_patches.upstream.checkouts import LINE, trees_of, verl_check
+from verl_patches.values import printable
 
 GB = 1e9
 TRAIN_LIBRARIES, ROLLOUT_LIBRARIES = ("mindspeed", "megatron-local", "megatron-te"), ("vllm-ascend", "vllm")
@@ -206,6 +209,9 @@ def report_command(
     summaries = [report.read_run(folder) for folder in folders]
     rows = report.compare(summaries)
     path = output or folders[-1] / "report.md"
+    for made in (path, path.with_suffix(".png")) if output is None else ():
+        if os.path.lexists(made) and not stat.S_ISREG(made.lstat().st_mode):
+            raise ConfigError(f"report: {made} is there and no plain file; remove it, or give another with --output")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         pictures = _pictures(summaries, path)
@@ -219,7 +225,10 @@ def report_command(
     names = [str(summary.get("run")) for summary in summaries]
     ratio = ["ratio"] if len(names) > 1 else []
     table(" and ".join(names), ("figure", "unit", *names, *ratio), report.texts(rows))
-    typer.echo(f"report: {path}")
+    for name, summary in zip(names, summaries, strict=True):
+        if seams := report.resumed(summary["steps"]):
+            typer.echo(printable(f"{name}: resumed {seams}"))
+    typer.echo(printable(f"report: {path}"))
 
 
 def _pictures(summaries: list[dict[str, Any]], path: Path) -> list[str]:

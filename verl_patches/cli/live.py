@@ -17,6 +17,7 @@ from verl_patches.cli.output import console, print_json
 from verl_patches.config.compose import output_root
 from verl_patches.evaluation.live import PLACES, RUNNING, live
 from verl_patches.evaluation.report import find_run
+from verl_patches.values import printable
 
 REFRESH_S = 2.0
 STYLES = {"failed": "bold red", "lost": "bold red", "ended": "green"}
@@ -48,10 +49,10 @@ def show_live(run: Path, watch: bool, as_json: bool) -> NoReturn:
 def view(found: dict[str, Any]) -> Group:
     """What `evaluation.live.live` found, for a terminal."""
     step, steps = found["step"], found["steps"]
-    head = Text(f"{found['run']}: {found['state']}", style=STYLES.get(found["state"], "bold"))
+    head = Text(printable(f"{found['run']}: {found['state']}"), style=STYLES.get(found["state"], "bold"))
     made = Table(box=None, show_header=False, pad_edge=False)
     for name, value in _rows(found):
-        made.add_row(name, value)
+        made.add_row(name, Text(value))  # a str would be read as Rich's markup
     parts: list[Any] = [head, made]
     if step and steps:
         done = steps if found["state"] == "ended" else step - 1
@@ -62,11 +63,13 @@ def view(found: dict[str, Any]) -> Group:
 def _rows(found: dict[str, Any]) -> list[tuple[str, str]]:
     rows = []
     if found["state"] == "failed":
-        rows.append(("reason", found["exit"].splitlines()[0]))
+        rows.append(("reason", found["exit"].partition("\n")[0][:500]))
     if found["state"] == "lost":
         rows.append(("reason", "no launcher holds its lock: killed, or on a node whose locks this file system hides"))
     if found["step"]:
         rows.append(("step", f"{found['step']} of {found['steps'] or 'unknown'}"))
+    if found["resumed"]:
+        rows.append(("resumed", found["resumed"]))
     if found["phase"]:
         last = "" if found["phase_last_s"] is None else f", {found['phase_last_s']:.1f} s in the last step"
         rows.append(("phase", f"{found['phase']}: {found['phase_s']:.0f} s{last}"))

@@ -22,6 +22,7 @@ from verl_patches.planning.plan import build_plan
 from verl_patches.planning.remedies import remedies
 from verl_patches.planning.step_plan import Workload
 from verl_patches.upstream.checkouts import Trees
+from verl_patches.values import printable
 
 Json = Annotated[bool, typer.Option("--json", help="Plain JSON on standard output.")]
 _WIDTH = 200  # columns in pipes and files
@@ -63,11 +64,12 @@ def show(report: Report, fine: bool = True) -> None:
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], red: Iterable[int] = ()) -> None:
     """Print a table, 200 columns wide in pipes and files so that ids stay whole; `red`: row numbers."""
-    made, red = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False), set(red)
+    head = Text(printable(title), style="bold")  # a str would be read as Rich's markup
+    made, red = Table(title=head, title_justify="left", box=None, pad_edge=False), set(red)
     for column in columns:
-        made.add_column(column, overflow="fold")
+        made.add_column(Text(printable(column)), overflow="fold")
     for number, row in enumerate(rows):
-        made.add_row(*[Text(cell, style="red" if number in red else "") for cell in row])
+        made.add_row(*[Text(printable(cell, keep="\n"), style="red" if number in red else "") for cell in row])
     console().print(made)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, NoReturn
@@ -14,6 +13,7 @@ from verl_patches.cli.live import show_live
 from verl_patches.cli.output import Json, print_json, table
 from verl_patches.config.compose import output_root
 from verl_patches.errors import ConfigError, RecipeError
+from verl_patches.evaluation.record import read_summary
 from verl_patches.evaluation.report import find_run
 from verl_patches.patching import install_prelude
 from verl_patches.patching.engine import Engine
@@ -65,11 +65,11 @@ def status_command(
 def _show_run(run: Path, as_json: bool) -> NoReturn:
     """Print the states that a run recorded; exit code 1 where one is wrong."""
     run = find_run(run, output_root())
-    record = json.loads((run / "summary.json").read_text())
+    record = read_summary(run)
     rows = count_by_process(record.get("patches", []))
     if not rows:
         raise RecipeError(f"{run} has no recorded states: it ended before any process reported; see its driver.log")
-    ended, dirty = record["exit"], record.get("dirty", {})
+    ended, dirty = record.get("exit", "unknown"), record.get("dirty", {})
     wrong = [r["id"] for r in rows if WRONG & set(r["states"].values())]
     if as_json:
         print_json({"run": str(run), "exit": ended, "dirty": dirty, "rows": rows, "wrong": wrong})

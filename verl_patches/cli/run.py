@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shlex
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -11,13 +13,15 @@ from typing import Annotated
 import typer
 from omegaconf import DictConfig
 from rich.console import Console
+from rich.text import Text
 
 from verl_patches.catalog import ROWS
 from verl_patches.cli.output import Json, report_plan
-from verl_patches.config.checks import Check, check_config, check_files, require
+from verl_patches.config.checks import Check, check_config, check_disk, check_files, require
 from verl_patches.config.compose import compose, keys_of, output_root
-from verl_patches.config.environment import switches_of
+from verl_patches.config.environment import run_dir, switches_of
 from verl_patches.config.files import PATHS
+from verl_patches.config.run_start import checkpoints_of
 from verl_patches.errors import ConfigError
 from verl_patches.launch import launcher, ray_cluster, run_folder, smoke
 from verl_patches.model.mindspeed.arguments import arguments_of, explain
@@ -25,9 +29,12 @@ from verl_patches.patching.engine import Engine
 from verl_patches.patching.switches import VARIABLE, parse
 from verl_patches.planning.step_plan import Workload
 from verl_patches.platform import require as require_platform
+from verl_patches.trainer.summary import run_id
 from verl_patches.upstream.checkouts import LINE, for_platform, require_trees, require_verl, trees_of
 from verl_patches.upstream.modified import refuse_modified
 from verl_patches.upstream.support import refused_keys
+from verl_patches.values import printable
+from verl_patches.weights.checkpoint_folders import newest
 
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[key=value ...]", help="Any further Hydra overrides.")]
 ConfigName = Annotated[str, typer.Option(help="A file of configs/, such as grpo_deepseekv3_256die_true_weight.")]
@@ -75,13 +82,14 @@ def smoke_command(
     _refuse_without_effect(config)
     require_verl(config.recipe.line, trees)
     dirty = refuse_modified(config, trees)
+    _end_unless([check_disk(config, starts=True)])
     off = _rows_off(config)
     with _progress(as_json, wide, off) as show:
         made = smoke.prepare(options, output_root() / "cache", lambda text: show(f"| {text}"))
         final = [*given, *made, *overrides]
         config = compose(options.config_name, final, verl_path=trees.verl)
         outcome = launcher.run(config, options.config_name, final, show, trees, dirty=dirty)
-    _report(outcome, as_json, off)
+    _report(outcome, config, as_json, off)
 
 
 def train_command(
@@ -111,11 +119,11 @@ def train_command(
     require_verl(config.recipe.line, trees)
     dirty = refuse_modified(config, trees)
     ray_cluster.require_nodes(config)
-    _end_unless(check_files(config, must_exist=PATHS))
+    _end_unless([*check_files(config, must_exist=PATHS), check_disk(config, starts=True)])
     off = _rows_off(config)
     with _progress(as_json, wide, off) as show:
         outcome = launcher.run(config, config_name, overrides, show, trees, dirty=dirty)
-    _report(outcome, as_json, off)
+    _report(outcome, config, as_json, off)
 
 
 def _end_unless(checks: list[Check]) -> None:
@@ -170,16 +178,16 @@ def _progress(silent: bool, wide: bool = False, first: str = "") -> Iterator[Cal
 
         def show(line: str) -> None:
             if line.startswith(stay):
-                console.print(line[2:], highlight=False, markup=False, soft_wrap=True)
+                console.print(printable(line[2:]), highlight=False, markup=False, soft_wrap=True)
             elif line.startswith("~ ") and status:
-                status.update(line[2:])
+                status.update(Text(printable(line[2:])))
 
         show(f"| {first}" if first else "")
         yield show
 
 
-def _report(outcome: launcher.Outcome, as_json: bool, off: str = "") -> None:
-    """Print how a run ended, with the rows that were `off`, and exit with its code."""
+def _report(outcome: launcher.Outcome, config: DictConfig, as_json: bool, off: str = "") -> None:
+    """Print how a run ended, with the rows that were `off`, and how to go on after a failure; exit with its code."""
     if as_json:
         typer.echo((outcome.folder / "summary.json").read_text())
     elif outcome.code == 0:
@@ -193,6 +201,23 @@ def _report(outcome: launcher.Outcome, as_json: bool, off: str = "") -> None:
         if (outcome.folder / "ray_logs").is_dir():
             logs += f"\n  Ray's logs: {outcome.folder / 'ray_logs'}"
         text = f"verl_patches: the run failed after {outcome.wall_s:.0f} s: {outcome.reason}\n{logs}"
-        text += f"\n  {off}" if off else ""
-        typer.echo(text, err=True)
+        text += "".join(f"\n  {line}" for line in (off, *_going_on(config)) if line)
+        typer.echo(printable(text, keep="\n\t"), err=True)
     raise typer.Exit(outcome.code if outcome.code > 128 else min(outcome.code, 1))  # > 128: ended by a signal
+
+
+def _going_on(config: DictConfig) -> list[str]:
+    """The newest whole checkpoint of a run that ended early, and the command that goes on; none without checkpoints."""
+    folder, resume = checkpoints_of(config), "trainer.resume_mode"
+    if config.trainer.save_freq <= 0:
+        return []
+    try:
+        found = newest(folder, run_id(run_dir(config)))
+    except ConfigError as error:  # it says what to go on from instead
+        return [str(error)]
+    if found is None:
+        return [f"no whole checkpoint of this run in {folder}: the same command starts again from step 1"]
+    keys = (resume, "trainer.resume_from_path")
+    others = (word for word in sys.argv[1:] if word.lstrip("+").partition("=")[0] not in keys)
+    command = shlex.join([sys.executable, "-m", "verl_patches", *others, f"{resume}=auto"])
+    return [f"newest whole checkpoint: {found}", f"to go on from it: {command}"]

@@ -81,7 +81,7 @@ def check_config(config: DictConfig, must_exist: Collection[str] = ()) -> list[C
     checks += [*_length_checks(config), *_line_checks(config), *_on_policy_checks(config), *_truth_check_checks(config)]
     checks += [Check("tensor cache", False, fault) for fault in limits.faults(config)]
     checks += [Check("micro batch", False, fault) for fault in limits.budget_faults(config)]
-    checks += [*_swap_checks(config), _sleep_check(config)]
+    checks += [*_swap_checks(config), _sleep_check(config), check_disk(config)]
     others = (routing_replay, hccl, profile, watch)
     return [*checks, *(check for rules in others for check in _checks_of(rules, config, model))]
 
@@ -119,6 +119,15 @@ def _divides(name: str, total: int, part: int, key: str, quotient: str) -> Check
 def check_files(config: DictConfig, must_exist: Collection[str]) -> list[Check]:
     """The rules of files.py; `must_exist` as in `check_config`."""
     return [Check(*result) for result in files.checks(config, must_exist)]
+
+
+def check_disk(config: DictConfig, starts: bool = False) -> Check:
+    """Whether what the run writes fits on this machine's disks; a note but where the run `starts` here."""
+    needs = files.disk_needs(config)
+    fault = files.disk_fault(needs)
+    return Check(
+        "disk", not (fault and starts), fault or files.disk_detail(needs), note=fault is not None and not starts
+    )
 
 
 # the model

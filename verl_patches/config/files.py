@@ -1,26 +1,36 @@
-"""The rules about the files that a run reads: model folder, data, reward function, a recording to replay."""
+"""The rules about the files that a run reads: model folder, data, reward function, a recording to replay; and writes.
+
+What it writes is modelled: checkpoints from the model's parameters, responses from the shape of a batch.
+"""
 
 from __future__ import annotations
 
 import ast
+import math
 import os
+import shutil
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from omegaconf import DictConfig
 
 from verl_patches.config.compose import config_file, model_changes, model_shape_of, reads_weights
 from verl_patches.config.environment import run_dir
+from verl_patches.config.run_start import Start, checkpoints_of, start_of
 from verl_patches.errors import ConfigError
-from verl_patches.layout.inventory import differences, read_model_shape
+from verl_patches.layout.inventory import build_inventory, differences, read_model_shape
 from verl_patches.layout.model_folder import QUANTIZATION, weight_files
 from verl_patches.trainer.recording import find_recording
+from verl_patches.weights.checkpoint_folders import look
 from verl_patches.weights.source import open_source
 
 _DATA = ("data.train_files", "data.val_files")
 _MODEL, _REWARD = "actor_rollout_ref.model.path", "custom_reward_function.path"
 PATHS = (*_DATA, _MODEL, _REWARD)  # keys that name files which a run reads
+# of a parameter in a checkpoint: weight, fp32 main weight, two moments; fp32 weights are their own main ones
+_PARAMETER_BYTES = {"bf16": 14, "fp32": 12}
+_RECORD_BYTES = 64 << 20, 32 << 10  # of logs, and of a step in summary.json and metrics.jsonl
 _Found = tuple[str, bool, str] | tuple[str, bool, str, bool]  # fields of config/checks.py's Check
 
 
@@ -174,3 +184,92 @@ def _replay_checks(config: DictConfig) -> Iterator[_Found]:
             "give this run another name (--run NAME, recipe.run)"
         )
     yield "replay", not fault, fault or f"the responses of {replay}"
+
+
+class Need(NamedTuple):
+    """What a run writes to one folder: in bytes, as text, and which keys change it. Its name: run, checkpoints."""
+
+    name: str
+    folder: Path
+    size_bytes: int
+    text: str
+    keys: str
+
+
+def disk_needs(config: DictConfig) -> list[Need]:
+    """What a run will write (modelled): records and recorded responses to its folder, checkpoints to theirs.
+
+    Checkpoints are the most that come to those of the run that are there: those kept and the one that is being written.
+    """
+    steps, trainer, data = steps_of(config), config.trainer, config.data
+    try:
+        start = start_of(config, run_dir(config))
+    except ConfigError:  # which the rule about checkpoints names
+        start = Start()
+    done = start.step or 0
+    left = None if steps is None else max(steps - done, 0)
+    records, step_bytes = _RECORD_BYTES
+    least, text = records + step_bytes * (left or 1), "logs and records"
+    if config.recipe.rollout.record:
+        rows = data.train_batch_size * config.actor_rollout_ref.rollout.n
+        prompt, response = data.max_prompt_length, data.max_response_length
+        size = rows * (4 * 8 * (prompt + response) + 4 * response)  # ids, masks, positions; log-probs in fp32
+        least += size * (left or 1)
+        text += f", responses of {_many(left, 'step')}, {_size(size)} each (modelled)"
+    needs = [Need("run", run_dir(config), least, text, "recipe.output_root, recipe.rollout.record")]
+    if trainer.save_freq > 0:
+        parameters = sum(parameter.count for parameter in build_inventory(model_shape_of(config)).parameters)
+        size, kept = _PARAMETER_BYTES[config.recipe.dtype] * parameters, trainer.get("max_actor_ckpt_to_keep")
+        saves = None if steps is None else math.ceil(steps / trainer.save_freq) - done // trainer.save_freq
+        held = len(look(checkpoints_of(config), start.id).own) if start.id else 0
+        most = max(kept + 1 - held, 1) if kept else None
+        count = min((number for number in (saves, most) if number is not None), default=None)
+        text = "at least 2 checkpoints" if count is None else _many(count, "checkpoint")
+        text += f", {_size(size)} each (modelled), one of them while it is written"
+        keys = "trainer.default_local_dir, trainer.save_freq, trainer.max_actor_ckpt_to_keep"
+        keys += f" (now {'null: all' if kept is None else kept})"
+        needs.append(Need("checkpoints", checkpoints_of(config), size * (count or 2), text, keys))
+    return needs
+
+
+def _size(size_bytes: float) -> str:
+    return f"{size_bytes / 1e9:.1f} GB" if size_bytes >= 1e9 else f"{size_bytes / 1e6:.1f} MB"
+
+
+def _many(count: int | None, what: str) -> str:
+    if count is None:
+        return f"one {what} (their number is not known)"
+    return f"{count} {what}{'' if count == 1 else 's'}"
+
+
+def steps_of(config: DictConfig) -> int | None:
+    """Steps of a run: trainer.total_training_steps, or those of its epochs; None where no data files say so."""
+    if config.trainer.total_training_steps is not None:
+        return config.trainer.total_training_steps
+    files = config.data.train_files or []
+    try:
+        rows = sum(_read_rows(file, config.data.prompt_key) for file in ([files] if isinstance(files, str) else files))
+    except ConfigError:  # absent, or a fault that the rule about data names
+        return None
+    return rows // config.data.train_batch_size * config.trainer.total_epochs or None
+
+
+def disk_detail(needs: Iterable[Need]) -> str:
+    """What a run writes where, as text."""
+    return "; ".join(f"{_size(need.size_bytes)} in {need.folder}: {need.text}" for need in needs)
+
+
+def disk_fault(needs: Iterable[Need]) -> str | None:
+    """What a run would write beyond the free space of its file systems; None where all fits. Folders may share one."""
+    by_device: dict[int, list[tuple[Path, Need]]] = {}
+    for need in needs:
+        place = next(place for place in (need.folder, *need.folder.parents) if place.is_dir())
+        by_device.setdefault(place.stat().st_dev, []).append((place, need))
+    faults = []
+    for found in by_device.values():
+        free, wanted = shutil.disk_usage(found[0][0]).free, sum(need.size_bytes for _, need in found)
+        if wanted > free:
+            parts = "; ".join(f"{need.folder} gets {need.text}" for _, need in found)
+            keys = ", ".join(need.keys for _, need in found)
+            faults.append(f"expected {_size(wanted)} free, found {_size(free)}: {parts}. Free some, or change {keys}")
+    return "; ".join(faults) or None

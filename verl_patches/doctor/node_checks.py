@@ -26,15 +26,12 @@ from omegaconf import DictConfig
 
 from verl_patches.config import hccl
 from verl_patches.config.checks import check_files
-from verl_patches.config.compose import model_shape_of
-from verl_patches.config.environment import run_dir
-from verl_patches.config.files import PATHS
+from verl_patches.config.files import PATHS, Need, disk_needs
 from verl_patches.doctor.npu_tools import NotUnderstoodError
 from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.launch.launcher import require_free_port
 from verl_patches.launch.ray_cluster import object_store_bytes
 from verl_patches.launch.run_folder import require_output_folder
-from verl_patches.layout.inventory import build_inventory
 from verl_patches.patching.contract import PACKAGES, Sources, check
 from verl_patches.patching.report import NOT_RUN, Finding
 from verl_patches.patching.spec import PatchSpec
@@ -53,7 +50,6 @@ GIB, GB = 1 << 30, 1e9
 # files and processes: 16 workers with Ray's and HCCL's sockets and some hundred threads each; on a CPU a tiny run
 OPEN_FILES, PROCESSES = {True: 65536, False: 4096}, {True: 65536, False: 2048}
 FREE_BYTES = {True: 20 * GIB, False: GIB}  # of a folder for logs and sockets
-CHECKPOINT_BYTES = 14  # of a parameter: bf16 weight, fp32 weight and two moments (docs/checkpoints.md)
 PROBE_MIB, PROBE_REPEAT = 16, 3
 _DATA = "python data/prepare_deepscaler.py makes the data; custom_reward_function.path names the reward"
 _CONTAINER = "bash scripts/start_container.sh sets it"
@@ -259,25 +255,13 @@ def _files(node: Node) -> Iterator[Seen]:
         yield Seen(found.ok, found.detail, todo=todo, name=found.name, state=state)
 
 
-def checkpoint_bytes(config: DictConfig) -> int:
-    """Modelled bytes of the checkpoints that a run leaves, and the one that it writes; 0 where it saves none."""
-    if config.trainer.save_freq <= 0:
-        return 0
-    parameters = sum(parameter.count for parameter in build_inventory(model_shape_of(config)).parameters)
-    left = config.trainer.get("max_actor_ckpt_to_keep") or 1
-    return CHECKPOINT_BYTES * parameters * (left + 1)
-
-
 def _disk(node: Node) -> Iterator[Seen]:
     config, least = node.config, FREE_BYTES[node.npu]
-    needs = {"run": (run_dir(config), least), "temporary": (Path(tempfile.gettempdir()), least)}
-    if need := checkpoint_bytes(config):
-        needs["checkpoints"] = Path(config.trainer.default_local_dir).absolute(), need
-    for name, (folder, need) in needs.items():
-        existing = next(place for place in (folder, *folder.parents) if place.is_dir())
-        free = shutil.disk_usage(existing).free
-        expected = f"{need / GB:.1f} GB free" + (" (modelled)" if name == "checkpoints" else "")
-        yield Seen(free >= need, f"{free / GB:.1f} GB free", expected, name=name, where=str(folder))
+    for need in (*disk_needs(config), Need("temporary", Path(tempfile.gettempdir()), least, "", "TMPDIR")):
+        existing = next(place for place in (need.folder, *need.folder.parents) if place.is_dir())
+        free, wanted = shutil.disk_usage(existing).free, max(need.size_bytes, least)
+        expected = f"{wanted / GB:.1f} GB free" + (" (modelled)" if wanted > least else "")
+        yield Seen(free >= wanted, f"{free / GB:.1f} GB free", expected, name=need.name, where=str(need.folder))
     fault = fault_of(require_output_folder, config)
     yield Seen(fault is None, fault or "can be written to", "a folder that can be written to", name="run, writable")
 

@@ -12,20 +12,18 @@
 
 from __future__ import annotations
 
-import fcntl
-import json
-import statistics
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from verl_patches.evaluation.report import SUMMARY, timed_steps
-from verl_patches.trainer.summary import NOW
+from verl_patches.evaluation.record import PROGRESS, SUMMARY, last_lines, read_doing, read_summary
+from verl_patches.evaluation.report import median, resumed, timed_steps
+from verl_patches.processes import is_locked
 
 LINES = 5  # of progress.log, the last ones
 RUNNING = ("starting", "running", "ending")
-PLACES = (SUMMARY, "progress.log", "config.yaml")  # a folder with one of them is a run's
+PLACES = (SUMMARY, PROGRESS, "config.yaml")  # a folder with one of them is a run's
 # call of the trainer -> its phases in a step's seconds
 PHASES_OF = {
     "generate_sequences": ("reshard", "rollout"),
@@ -39,19 +37,20 @@ PHASES_OF = {
 def live(folder: Path, now: float | None = None) -> dict[str, Any]:
     """Plain data about a run at `now` (seconds since the epoch); None where the run does not have it yet.
 
-    step, steps: the one in progress, or the last one, of how many. phase, phase_s, phase_last_s: the call in progress,
-    its seconds so far, and those of the last step. step_s: median (evaluation/report.py). eta_s: of the run's end, by
-    that median. reward, grad_norm, logprob_delta, tokens_per_s, tflops_per_s, mfu: of the last finished step, rates by
-    rank. quiet_s: since anything was written. Between nodes seconds are as exact as their clocks.
+    step, steps: the one in progress, or the last one, of how many. resumed: after which steps, as text. phase, phase_s,
+    phase_last_s: the call in progress, its seconds so far, and those of the last step. step_s: median
+    (evaluation/report.py). eta_s: of the run's end, by that median. reward, grad_norm, logprob_delta, tokens_per_s,
+    tflops_per_s, mfu: of the last finished step, rates by rank. quiet_s: since anything was written. Between nodes
+    seconds are as exact as their clocks. ConfigError for a damaged file (record.py).
     """
     now = time.time() if now is None else now
-    summary, doing = _read(folder / SUMMARY), _read(folder / NOW)
+    summary, doing = read_summary(folder), read_doing(folder)
     steps, ended = summary.get("steps", []), summary.get("exit", "running")
     last = steps[-1] if steps else {}
     found: dict[str, Any] = {"run": summary.get("run") or folder.name, "folder": str(folder)}
     found |= {"state": _state(folder, ended, doing), "exit": ended}
-    found |= {"step": doing.get("step", last.get("step")), "steps": doing.get("steps")}
-    pace = _pace(steps)
+    found |= {"step": doing.get("step", last.get("step")), "steps": doing.get("steps"), "resumed": resumed(steps)}
+    pace = median(step["seconds"].get("step") for step in timed_steps(steps))
     found |= {"phase": None, "phase_s": None, "phase_last_s": None, "step_s": pace, "eta_s": None}
     if found["state"] == "running" and doing:
         before = [last.get("seconds", {}).get(phase) for phase in PHASES_OF.get(doing["call"], ())]
@@ -65,49 +64,15 @@ def live(folder: Path, now: float | None = None) -> dict[str, Any]:
     found |= {"logprob_delta": delta.get("mean"), "tokens_per_s": rates.get("tokens_per_s")}
     found |= {name: (rates.get(name) or {}).get("step") for name in ("tflops_per_s", "mfu")}
     written = [path.stat().st_mtime for path in map(folder.joinpath, (*PLACES, "driver.log")) if path.exists()]
-    return found | {"quiet_s": now - max(written), "lines": _lines(folder / "progress.log")}
+    return found | {"quiet_s": now - max(written, default=now), "lines": last_lines(folder, LINES)}
 
 
 def _state(folder: Path, ended: str, doing: Mapping[str, Any]) -> str:
-    lock = folder / ".lock"
     if ended == "ok":
         return "ended"
+    locked = is_locked(folder / ".lock")  # by the launcher; None where none made one
     if ended != "running":
-        return "ending" if lock.exists() and not _launcher_is_gone(lock) else "failed"
-    if _launcher_is_gone(lock):
+        return "ending" if locked else "failed"
+    if locked is False:
         return "lost"
     return "running" if doing else "starting"
-
-
-def _launcher_is_gone(lock: Path) -> bool:
-    """Whether nobody holds the lock of launch/launcher.py; False where no launcher made one."""
-    if not lock.exists():
-        return False
-    with lock.open() as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # given back at once, as the file is closed
-        except BlockingIOError:
-            return False
-    return True
-
-
-def _pace(steps: list[dict[str, Any]]) -> float | None:
-    """Median seconds of a step; None before the first one has ended."""
-    seconds = [step["seconds"]["step"] for step in timed_steps(steps)]
-    return statistics.median(seconds) if seconds else None
-
-
-def _read(path: Path) -> dict[str, Any]:
-    """A JSON file that is written atomically; empty before it is there."""
-    try:
-        return json.loads(path.read_text())
-    except FileNotFoundError:
-        return {}
-
-
-def _lines(path: Path) -> list[str]:
-    """The last lines that are for good."""
-    if not path.exists():
-        return []
-    lines = [line[2:] for line in path.read_text(errors="replace").splitlines() if line.startswith("| ")]
-    return lines[-LINES:]

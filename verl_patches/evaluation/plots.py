@@ -38,6 +38,11 @@ def _figure(width: float, height: float) -> Figure:
     return figure
 
 
+def _text(summary: Mapping[str, Any]) -> str:
+    """A run's name, in which matplotlib would read $ as the begin of TeX."""
+    return str(summary["run"]).replace("$", r"\$")
+
+
 def plot_run(summary: dict[str, Any], path: Path) -> Path:
     """`run_figure` as a PNG; returns its path."""
     run_figure(summary).savefig(path, dpi=100)
@@ -52,19 +57,28 @@ def run_figure(summary: dict[str, Any]) -> Figure:
     numbers = [s["step"] for s in steps]
     figure = _figure(11, 4)
     left, right = figure.subplots(1, 2)
-    left.plot(numbers, [s["reward"] for s in steps], marker="o", markersize=3)
-    left.set(title=f"{summary['run']}: mean reward", xlabel="step", ylabel="reward")
+    left.plot(numbers, _rewards(steps), marker="o", markersize=3)
+    left.set(title=f"{_text(summary)}: mean reward", xlabel="step", ylabel="reward")
     left.grid(alpha=0.3)
     below = [0.0] * len(steps)
     for phase in PHASES:
-        seconds = [s["seconds"].get(phase, 0.0) for s in steps]
+        seconds = [s["seconds"].get(phase) or 0.0 for s in steps]
         right.bar(numbers, seconds, bottom=below, label=phase)
         below = [a + b for a, b in zip(below, seconds, strict=True)]
     right.set(title="seconds per phase", xlabel="step", ylabel="s")
     right.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
     for axes in (left, right):
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        for after in filter(None, (step.get("resumed_after") for step in steps)):
+            axes.axvline(after + 0.5, color="0.4", linestyle="--", linewidth=1)
+            place = {"transform": axes.get_xaxis_transform(), "rotation": 90, "ha": "right", "va": "top"}
+            axes.text(after + 0.5, 0.98, f"resumed after step {after}", fontsize=7, **place)
     return figure
+
+
+def _rewards(steps: Sequence[Mapping[str, Any]]) -> list[float]:
+    """Of each step; NaN, which is not drawn, where it has none."""
+    return [float("nan") if step["reward"] is None else step["reward"] for step in steps]
 
 
 def plot_runs(summaries: Sequence[dict[str, Any]], path: Path) -> Path:
@@ -77,17 +91,17 @@ def runs_figure(summaries: Sequence[dict[str, Any]]) -> Figure:
     """Reward by step (left) and median seconds per phase (right) of several runs; the first step is left out."""
     figure = _figure(11, 4)
     left, right = figure.subplots(1, 2)
-    names = [f"{number}: {summary['run']}" for number, summary in enumerate(summaries, 1)]
+    names = [f"{number}: {_text(summary)}" for number, summary in enumerate(summaries, 1)]
     for name, summary in zip(names, summaries, strict=True):
         steps = summary["steps"]
-        left.plot([s["step"] for s in steps], [s["reward"] for s in steps], marker="o", markersize=3, label=name)
+        left.plot([s["step"] for s in steps], _rewards(steps), marker="o", markersize=3, label=name)
     left.set(title="mean reward", xlabel="step", ylabel="reward")
     left.grid(alpha=0.3)
     left.legend(fontsize=8)
     below = [0.0] * len(summaries)
     for phase in PHASES:
         timed = [summary["steps"][1:] or summary["steps"] for summary in summaries]
-        seconds = [statistics.median(s["seconds"].get(phase, 0.0) for s in steps) for steps in timed]
+        seconds = [statistics.median(s["seconds"].get(phase) or 0.0 for s in steps) for steps in timed]
         right.bar(names, seconds, bottom=below, label=phase)
         below = [a + b for a, b in zip(below, seconds, strict=True)]
     right.set(title="median seconds per phase", ylabel="s")
@@ -115,7 +129,7 @@ def memory_figure(summary: dict[str, Any]) -> Figure:
     figure = _figure(12, 4.5)
     left, right = figure.subplots(1, 2, width_ratios=(1.3, 1))
     if not phases:
-        figure.suptitle(f"{summary['run']}: no step has a memory ledger")
+        figure.suptitle(f"{_text(summary)}: no step has a memory ledger")
         return figure
     highest = {step: max(found.values(), key=lambda phase: phase["peak_bytes"]) for step, found in phases.items()}
     shown = max(phases, key=lambda step: (highest[step]["peak_bytes"], step))
@@ -126,7 +140,7 @@ def memory_figure(summary: dict[str, Any]) -> Figure:
     numbers = range(min(phases), max(phases) + 1)
     _stack(left, [highest.get(step) for step in numbers], groups, numbers[0], scale)
     span = f"steps {numbers[0]} to {numbers[-1]}" if len(numbers) > 1 else f"step {numbers[0]}"
-    left.set(title=f"{summary['run']}: highest phase of each step, {span}", xlabel="step", ylabel=unit)
+    left.set(title=f"{_text(summary)}: highest phase of each step, {span}", xlabel="step", ylabel=unit)
     left.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     detail = phases[shown]
     _stack(right, list(detail.values()), groups, 0, scale)

@@ -12,16 +12,18 @@ those that were profiled (recipe.profile.steps); a run that has no others has th
 
 from __future__ import annotations
 
-import json
+import math
+import os
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from verl_patches.errors import ConfigError
 from verl_patches.evaluation.plots import PHASES
+from verl_patches.evaluation.record import SUMMARY, read_summary
 
-SUMMARY = "summary.json"
 ENDS = 5  # steps of the means at the start and at the end of a run
 
 
@@ -40,7 +42,7 @@ def find_run(given: Path, root: Path, having: Sequence[str] = (SUMMARY,)) -> Pat
     """
     folders = given, root / given
     for folder in folders:
-        if any((folder / name).is_file() for name in having):
+        if any(os.path.lexists(folder / name) for name in having):
             return folder
     raise ConfigError(
         f"{given}: no {SUMMARY} in {' or '.join(str(folder.absolute()) for folder in folders)}; give the folder of a "
@@ -49,28 +51,28 @@ def find_run(given: Path, root: Path, having: Sequence[str] = (SUMMARY,)) -> Pat
 
 
 def read_run(folder: Path) -> dict[str, Any]:
-    """The summary of a run. ConfigError where it is not JSON of this recipe, or has no step."""
-    path = folder / SUMMARY
-    try:
-        summary = json.loads(path.read_text())
-    except ValueError as error:
-        raise ConfigError(f"{path}: is no JSON ({error}); expected the file as a run wrote it") from None
-    if not isinstance(summary, dict) or not summary.get("steps"):
-        ended = summary.get("exit", "unknown") if isinstance(summary, dict) else "unknown"
-        raise ConfigError(f"{path}: holds no finished step (the run ended: {ended}); see driver.log beside it")
+    """The summary of a run. ConfigError where it is not as a run writes it, or has no step."""
+    summary = read_summary(folder)
+    if not summary.get("steps"):
+        ended = summary.get("exit", "unknown")
+        raise ConfigError(
+            f"{folder / SUMMARY}: holds no finished step (the run ended: {ended}); see driver.log beside it"
+        )
     return summary
 
 
 def facts(summary: Mapping[str, Any]) -> dict[str, str]:
     """What a reader must know of a run before its figures."""
     steps, layout, start = summary["steps"], summary.get("layout", {}), summary.get("start", {})
+    slowest = [f"{part} {of['max_s']:.1f} s" for part, of in start.items() if of.get("max_s") is not None]
     return {
         "run": str(summary.get("run")),
         "line, platform, dtype": ", ".join(str(summary.get(key)) for key in ("line", "platform", "dtype")),
         "training layout": layout.get("train", "-"),
         "rollout layout": layout.get("rollout", "-"),
         "steps": f"{steps[0]['step']} to {steps[-1]['step']}",
-        "start, slowest worker": ", ".join(f"{part} {of['max_s']:.1f} s" for part, of in start.items()) or "-",
+        "resumed": resumed(steps) or "-",
+        "start, slowest worker": ", ".join(slowest) or "-",
         "ended": str(summary.get("exit")),
         "versions": ", ".join(f"{name} {version}" for name, version in summary.get("versions", {}).items()),
         "modified sources": ", ".join(summary.get("dirty", {})) or "none",
@@ -81,25 +83,24 @@ def figures(summary: Mapping[str, Any]) -> list[Figure]:
     """Seconds of phases, tokens, rewards, log-probs and memory of a run, always the same names in the same order."""
     steps = summary["steps"]
     timed = timed_steps(steps)
-    seconds = {phase: _median(step["seconds"].get(phase) for step in timed) for phase in (*PHASES, "step")}
+    seconds = {phase: median(step["seconds"].get(phase) for step in timed) for phase in (*PHASES, "step")}
     named = sum(seconds[phase] or 0.0 for phase in PHASES)
     other = None if seconds["step"] is None else max(seconds["step"] - named, 0.0)
     found = [Figure(phase, "s", seconds[phase]) for phase in PHASES]
     found += [Figure("other", "s", other), Figure("step", "s", seconds["step"])]
     found += _token_figures(timed, summary.get("ranks")) + _flop_figures(timed)
-    rewards = [step["reward"] for step in steps]
     found += [
-        Figure(f"reward, first {ENDS} steps", "", statistics.fmean(rewards[:ENDS])),
-        Figure(f"reward, last {ENDS} steps", "", statistics.fmean(rewards[-ENDS:])),
-        Figure("grad_norm", "", _median(step["grad_norm"] for step in steps)),
+        Figure(f"reward, first {ENDS} steps", "", _mean(step["reward"] for step in steps[:ENDS])),
+        Figure(f"reward, last {ENDS} steps", "", _mean(step["reward"] for step in steps[-ENDS:])),
+        Figure("grad_norm", "", median(step.get("grad_norm") for step in steps)),
     ]
     delta = summary.get("logprob_delta") or {}
     found += [Figure("|dlogp|, mean", "", delta.get("mean")), Figure("|dlogp|, largest", "", delta.get("max"))]
-    held = [step["memory"]["peak_bytes"] for step in steps if step.get("memory")]
-    received = [step["sync"]["received_bytes"]["max"] for step in steps if step.get("sync")]
+    held = _largest(step["memory"]["peak_bytes"] for step in steps if step.get("memory"))
+    received = _largest(step["sync"]["received_bytes"].get("max") for step in steps if step.get("sync"))
     found += [
-        Figure("tracked memory of a rank, peak", "MB", max(held) / 1e6 if held else None),
-        Figure("weights received by a rank in a step", "MB", max(received) / 1e6 if received else None),
+        Figure("tracked memory of a rank, peak", "MB", _mb(held)),
+        Figure("weights received by a rank in a step", "MB", _mb(received)),
         Figure("host memory of the starting node, peak", "MB", _mb(summary.get("peak_pss_bytes", {}).get("total"))),
     ]
     return found
@@ -112,38 +113,59 @@ def _token_figures(steps: Sequence[Mapping[str, Any]], ranks: int | None) -> lis
     rate = [_rate(step["tokens"]["total"], step["seconds"].get("step"), ranks) for step in counted]
     generated = [_rate(step["tokens"]["responses"], step["seconds"].get("rollout"), ranks) for step in counted]
     return [
-        Figure("tokens of a step", "", _median(total)),
-        Figure("tokens/s/rank", "1/s", _median(rate)),
-        Figure("generated/s/rank", "1/s", _median(generated)),
-        Figure("response length, mean", "tokens", _median(step["tokens"]["response_mean"] for step in counted)),
-        Figure("responses at the length limit", "share", _median(step["tokens"]["at_limit"] for step in counted)),
+        Figure("tokens of a step", "", median(total)),
+        Figure("tokens/s/rank", "1/s", median(rate)),
+        Figure("generated/s/rank", "1/s", median(generated)),
+        Figure("response length, mean", "tokens", median(step["tokens"]["response_mean"] for step in counted)),
+        Figure("responses at the length limit", "share", median(step["tokens"]["at_limit"] for step in counted)),
     ]
 
 
 def timed_steps(steps: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
-    """Steps whose seconds are those of the run's pace: not the first, which warms up, and none that was profiled."""
-    return [step for step in steps[1:] if not step.get("profile")] or steps[1:] or steps
+    """Steps whose seconds are those of the run's pace: not the first of each part, which warms up; none profiled."""
+    usual = [step for step in steps[1:] if not step.get("profile") and not step.get("resumed_after")]
+    return usual or steps[1:] or steps
+
+
+def resumed(steps: Sequence[Mapping[str, Any]]) -> str:
+    """The seams of a run that was resumed or restarted, as text; empty without any."""
+    return ", ".join(f"after step {step['resumed_after']}" for step in steps if step.get("resumed_after"))
 
 
 def _flop_figures(steps: Sequence[Mapping[str, Any]]) -> list[Figure]:
     """Model FLOPs over time, and as shares of the peak; None for a summary or a device without them."""
     rates = [step["rates"] for step in steps if step.get("rates")]
 
-    def median(name: str, phase: str) -> float | None:
-        return _median((rate[name] or {}).get(phase) for rate in rates)
+    def middle(name: str, phase: str) -> float | None:
+        return median((rate.get(name) or {}).get(phase) for rate in rates)
 
-    found = [Figure("TFLOP/s/rank", "", median("tflops_per_s", "step"))]
-    return found + [Figure(f"MFU, {phase}", "share", median("mfu", phase)) for phase in ("step", "rollout", "update")]
-
-
-def _rate(count: float, seconds: float | None, ranks: int) -> float | None:
-    return count / seconds / ranks if seconds else None
+    found = [Figure("TFLOP/s/rank", "", middle("tflops_per_s", "step"))]
+    return found + [Figure(f"MFU, {phase}", "share", middle("mfu", phase)) for phase in ("step", "rollout", "update")]
 
 
-def _median(values: Any) -> float | None:
+def _rate(count: float | None, seconds: float | None, ranks: int) -> float | None:
+    return _ratio(_ratio(count, seconds), ranks)
+
+
+def _ratio(above: float | None, below: float | None) -> float | None:
+    """Their ratio; None without both, and where it is no number."""
+    found = above / below if above is not None and below else math.inf
+    return found if math.isfinite(found) else None
+
+
+def median(values: Iterable[float | None]) -> float | None:
     """Median of the values that are there."""
     found = [value for value in values if value is not None]
     return statistics.median(found) if found else None
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    found = [value for value in values if value is not None]
+    return statistics.fmean(found) if found else None
+
+
+def _largest(values: Iterable[float | None]) -> float | None:
+    return max((value for value in values if value is not None), default=None)
 
 
 def _mb(size_bytes: float | None) -> float | None:
@@ -161,7 +183,7 @@ def compare(summaries: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         if row[0].name.startswith("MFU") and not any(values):
             continue
         first, last = values[0], values[-1]
-        ratio = last / first if len(values) > 1 and first and last is not None else None
+        ratio = _ratio(last, first) if len(values) > 1 else None
         rows.append({"name": row[0].name, "unit": row[0].unit, "values": values, "ratio": ratio})
     return rows
 
@@ -180,7 +202,8 @@ def markdown(summaries: Sequence[Mapping[str, Any]], pictures: Sequence[str] = (
     """The report of one run, or of several side by side, as Markdown; `pictures`: file names beside it."""
     names, every = [str(summary.get("run")) for summary in summaries], [facts(summary) for summary in summaries]
     ratio = ["ratio"] if len(names) > 1 else []
-    parts = [f"# {' and '.join(names)}", _table(["", *names], [[key, *(f[key] for f in every)] for key in every[0]])]
+    rows = [[key, *(f[key] for f in every)] for key in every[0]]
+    parts = [f"# {_cell(' and '.join(names))}", _table(["", *names], rows)]
     if any(len(summary["steps"]) == 1 for summary in summaries):
         parts.append("A run of one step: its seconds include the start.")
     elif any(step.get("profile") for summary in summaries for step in timed_steps(summary["steps"])):
@@ -192,4 +215,9 @@ def markdown(summaries: Sequence[Mapping[str, Any]], pictures: Sequence[str] = (
 
 def _table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = [titles, ["---"] * len(titles), *rows]
-    return "\n".join(f"| {' | '.join(cell.replace('|', '&#124;') for cell in row)} |" for row in lines)
+    return "\n".join(f"| {' | '.join(map(_cell, row))} |" for row in lines)
+
+
+def _cell(text: str) -> str:
+    """A text in one line of Markdown: no column, no HTML."""
+    return escape(text, quote=False).replace("|", "&#124;").replace("\n", " ")

@@ -22,8 +22,9 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from verl_patches.config import environment
-from verl_patches.errors import ConfigError, RecipeError
+from verl_patches.errors import ConfigError, RecipeError, place_in
 from verl_patches.evaluation.plots import draw_memory, plot_run
+from verl_patches.evaluation.record import SUMMARY, read_object, read_summary
 from verl_patches.launch.restart import Restarts
 from verl_patches.launch.run_folder import RunFolder, opened
 from verl_patches.layout.parallel import rollout_layout_of, train_layout_of
@@ -39,10 +40,12 @@ SOCKET_PATH_BYTES = 107
 _RAY_SOCKET = "/session_2025-01-01_00-00-00_000000_0000000/sockets/plasma_store"
 _OWNER = "owner"  # in a run's temporary folder; its launcher holds the lock of this file
 _LOG_END_BYTES = 256 << 10
+_TRACEBACK_LINES = 100  # of an exception and its causes, at most
 _RAY_LOG_BYTES = 4 << 20  # of each of Ray's log files, its end
 _PREFIX = re.compile(r"^\([^()]*pid=\d+[^()]*\)\s?")
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _ERRORS = "Error|Exception|Interrupt|Exit|Died|Timeout"
+_OF_THE_WATCH = re.compile(r"(?:\w+\.)*(?:LostNodeError|StallError):")
 _ERROR = re.compile(rf"^(?:[A-Za-z_]\w*\.)*([A-Za-z_]\w*(?:{_ERRORS}))(?:\(\w+\))?(?::|$)")
 
 
@@ -89,17 +92,13 @@ def run(
             Progress(folder).say(f"| {again}")
         wall_s = round(time.monotonic() - started, 1)
         head = {**_head(config, here, trees), **({"dirty": dict(dirty)} if dirty else {}), "wall_s": wall_s}
+        head |= {"restarts": restarts.records} if restarts.records else {}
         try:
             code, reason = write_summary(folder, code, reason, head, watch.peaks())
-            restarts.merge()
         except RecipeError as error:  # a full disk is then the driver's reason too
             return Outcome(code or 1, str(error), folder, wall_s, watch.peaks())
+        _draw(folder)
         progress.read()
-        summary = json.loads((folder / "summary.json").read_text())
-        if summary["steps"]:
-            plot_run(summary, folder / "training.png")
-        if any(step.get("memory") for step in summary["steps"]):
-            draw_memory(summary, folder / "memory.png")
         return Outcome(code, reason, folder, wall_s, watch.peaks())
 
 
@@ -128,9 +127,7 @@ def _run_driver(
                         command, env=env, **streams, start_new_session=True, preexec_fn=die_with_parent
                     )
                 descendants.waited_for = frozenset({driver.pid})
-                code, reason = _supervise(
-                    driver, config.recipe.timeouts, folder, descendants, watch, signals, progress, started
-                )
+                code, reason = _supervise(driver, config, folder, descendants, watch, signals, progress, started)
             finally:
                 descendants.end_all()
         if code:
@@ -141,7 +138,7 @@ def _run_driver(
 
 def _supervise(
     driver: subprocess.Popen,
-    timeouts: DictConfig,
+    config: DictConfig,
     folder: Path,
     descendants: Descendants,
     watch: MemoryWatch,
@@ -151,7 +148,7 @@ def _supervise(
 ) -> tuple[int, str | None]:
     """Wait until the driver ends, or end it; (exit code, reason or None where neither launcher nor log has one)."""
     logs, log_bytes, reason = (folder / "driver.log", folder / "progress.log"), -1, None
-    next_memory = time.monotonic()
+    timeouts, next_memory = config.recipe.timeouts, time.monotonic()
     while (code := driver.poll()) is None:
         now = time.monotonic()
         progress.read()
@@ -176,7 +173,9 @@ def _supervise(
     _end_driver(driver)
     progress.read()
     if reason is None and code:  # the log: before other processes write what ending them causes
-        reason = _reason_of_driver(_summary_of_driver(folder)) or last_error(folder / "driver.log")
+        reason = last_error(folder / "driver.log", config.custom_reward_function.path)
+        if reason is None or not _OF_THE_WATCH.match(reason):  # the driver's, which sees all nodes
+            reason = _reason_of_driver(_summary_of_driver(folder)) or reason
         if code < 0:
             reason = f"driver ended by {signal.Signals(-code).name}" + (f"; last error: {reason}" if reason else "")
             code = 128 - code
@@ -284,8 +283,11 @@ def _head(config: DictConfig, here: RunFolder, trees: Trees | None) -> dict[str,
     return head
 
 
-def last_error(log: Path) -> str | None:
-    """The last exception of a log, with all lines of its message and without Ray's wrapping; None without one."""
+def last_error(log: Path, users_file: str | None = None) -> str | None:
+    """The last exception of a log, with all lines of its message and without Ray's wrapping; None without one.
+
+    It begins with the line of `users_file` that its traceback names.
+    """
     if not log.exists():
         return None
     text = _end_of(log, _LOG_END_BYTES).decode(errors="replace")
@@ -293,7 +295,7 @@ def last_error(log: Path) -> str | None:
     for number, line in reversed(list(enumerate(lines))):
         match = _ERROR.match(line)
         if match and match[1] != "RayTaskError":
-            message = [line]
+            message = [place_in("\n".join(lines[max(0, number - _TRACEBACK_LINES) : number]), users_file) + line]
             for text in lines[number + 1 : number + 12]:
                 if not text.startswith("  ") or text.lstrip().startswith("File "):
                     break
@@ -320,10 +322,23 @@ def _end_of(file: Path, size: int) -> bytes:
         return opened.read()
 
 
+def _draw(folder: Path) -> None:
+    """training.png and memory.png of what summary.json records; a line where it cannot be drawn."""
+    try:
+        summary = read_summary(folder)
+    except ConfigError as error:
+        Progress(folder).say(f"| nothing is drawn: {error}")
+        return
+    if summary["steps"]:
+        plot_run(summary, folder / "training.png")
+    if any(step.get("memory") for step in summary["steps"]):
+        draw_memory(summary, folder / "memory.png")
+
+
 def _summary_of_driver(folder: Path) -> dict[str, Any]:
     try:
-        return dict(json.loads((folder / "summary.json").read_text()))
-    except (OSError, ValueError, TypeError):  # none, or not an object
+        return read_object(folder / SUMMARY)
+    except ConfigError:  # no object
         return {}
 
 

@@ -1,13 +1,12 @@
 """Starting a run's driver again after a failure that another try may survive (recipe.restart).
 
 The checkpoint that a try goes on from is verl's and ours to find (trainer.resume_mode=auto). Here: which failures are
-worth a try, what is left out of it, where the files of a failed one go (attempts/N in the run's folder), and the record
-of all of them as one run.
+worth a try, what is left out of it, where the files of a failed one go (attempts/N in the run's folder), and the reason
+and culprits of each.
 """
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,8 +15,9 @@ from typing import Any
 from omegaconf import DictConfig
 
 from verl_patches.errors import ConfigError
+from verl_patches.evaluation.record import read_object
 from verl_patches.launch.ray_cluster import list_nodes, nodes_with_devices
-from verl_patches.trainer.summary import write_json, writing
+from verl_patches.launch.run_folder import carry_on
 from verl_patches.watch.watcher import COLLECTIVE, RECORD, STACKS, fault_in
 
 ATTEMPTS = "attempts"
@@ -66,6 +66,7 @@ class Restarts:
         for name in OF_A_TRY:
             if (path := self._folder / name).exists():
                 path.rename(aside / name)
+        carry_on(aside, self._folder)
         reason = reason.replace(str(self._folder / STACKS), str(aside / STACKS))
         self.records.append({"reason": reason, "exit_code": code, "culprits": culprits, "left_out": left_out})
         return f"restart {number} of {self._times}, from the newest checkpoint{left_out}: {reason}"
@@ -75,9 +76,9 @@ class Restarts:
         if self._config.recipe.watch.action == "report":
             return [], None  # the record may be of an earlier stall, which the run survived
         try:
-            record = json.loads((self._folder / RECORD).read_text())
+            record = read_object(self._folder / RECORD)
             return list(record["culprits"]), record.get("raised")
-        except (OSError, ValueError, KeyError):
+        except (ConfigError, KeyError, TypeError):
             return [], None
 
     def _blamed(self, culprits: Sequence[dict[str, Any]], raised: str | None) -> Sequence[dict[str, Any]]:
@@ -105,45 +106,3 @@ class Restarts:
             return f", on {', '.join(sorted(faulty))} again, as no spare node is there"
         self._left_out += sorted(faulty)
         return f", without {', '.join(sorted(faulty))}"
-
-    def merge(self) -> None:
-        """Put the steps and metrics of earlier tries before those of the last one, and the tries into the summary.
-
-        A step that a later try made again is the later one's.
-        """
-        if not self.records:
-            return
-        folders = [self._folder / ATTEMPTS / str(number + 1) for number in range(len(self.records))]
-        summary = _read(self._folder / "summary.json")
-        lines = _metrics(self._folder)
-        for folder in reversed(folders):
-            steps, first = _read(folder / "summary.json").get("steps", []), _first(summary.get("steps", []))
-            summary["steps"] = [step for step in steps if step["step"] < first] + summary.get("steps", [])
-            first = _first(lines)
-            lines = [line for line in _metrics(folder) if line["step"] < first] + lines
-        summary["restarts"] = self.records
-        write_json(self._folder / "summary.json", summary)
-        if lines:
-            with writing(self._folder / "metrics.jsonl"):
-                (self._folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-
-
-def _first(records: Sequence[dict[str, Any]]) -> float:
-    return records[0]["step"] if records else float("inf")
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        return dict(json.loads(path.read_text()))
-    except (OSError, ValueError, TypeError):
-        return {}
-
-
-def _metrics(folder: Path) -> list[dict[str, Any]]:
-    path, found = folder / "metrics.jsonl", []
-    for line in path.read_text().splitlines() if path.is_file() else []:
-        try:
-            found.append(json.loads(line))
-        except ValueError:  # the last one of a try that was killed, or whose disk was full
-            continue
-    return found

@@ -10,8 +10,9 @@ A start goes on with the run that is there, or begins a new one: config/run_star
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,8 +21,9 @@ from omegaconf import DictConfig
 from verl_patches.config.environment import run_dir
 from verl_patches.config.run_start import Start, checkpoints_of, is_inside, start_of, uses_checkpoints
 from verl_patches.errors import ConfigError
+from verl_patches.evaluation.record import SUMMARY, read_object, read_summary
 from verl_patches.processes import lock_file
-from verl_patches.trainer.summary import RUN, new_run_id, run_id
+from verl_patches.trainer.summary import RUN, new_run_id, run_id, write_json
 from verl_patches.weights.checkpoint_folders import next_aside, recover, size_bytes
 
 # what a run leaves in its folder, written by launcher and driver; the next part or run of that name moves these aside
@@ -118,7 +120,22 @@ def _set_aside(folder: Path, saved: Path, start: Start) -> list[str]:
     for path in outputs:
         if path.exists() or path.is_symlink():
             path.rename(aside / path.name)
+    if start.id:
+        carry_on(aside, folder)
     return said
+
+
+def carry_on(part: Path, folder: Path) -> None:
+    """Leave a run's next part in `folder` the steps and metrics of the part before, whose files were moved to `part`.
+
+    trainer/summary.py goes on from them. A damaged record is left out, as the run itself is not.
+    """
+    with suppress(ConfigError):
+        if read_summary(part).get("steps"):
+            steps = read_object(part / SUMMARY)["steps"]  # with all keys
+            write_json(folder / SUMMARY, {"steps": steps, "exit": "running"})
+    if (metrics := part / "metrics.jsonl").is_file():
+        shutil.copyfile(metrics, folder / metrics.name)
 
 
 def id_without_launcher(config: DictConfig) -> str:

@@ -7,10 +7,12 @@ import logging
 import math
 import re
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from verl_patches.errors import place_in
 from verl_patches.layout.parallel import rollout_layout_of, train_layout_of, world_size
 from verl_patches.memory.counters import offload_of_step
 from verl_patches.memory.ledger import memory_of_step, said_of
@@ -244,10 +246,10 @@ class Run:
         found |= self.group.end_step()
         found["rates"] = self.rates and self.rates.of_step(self.group.lengths, found["tokens"], seconds)
         found["profile"] = profile_of_step([report["profile"] for report in reports])
-        raised = alarms.alarms_of(found, self.summary.data["steps"], metrics, self.recipe.alarms)
+        raised = alarms.alarms_of(found, self.summary.own_steps, metrics, self.recipe.alarms)
         found["alarms"] = [vars(alarm) for alarm in raised]
         self.summary.add_step(found)
-        first = len(self.summary.data["steps"]) == 1  # of this process: a resumed run starts at another number
+        first = len(self.summary.own_steps) == 1
         train = self.recipe.train
         more = REPLAY_COLUMNS[: 2 if train.routing_replay_control_every else 1] if train.routing_replay else ()
         for prefix, columns in (("-", (*NARROW, *more)), ("+", (*WIDE, *more))):
@@ -341,16 +343,18 @@ def _number(value: Any) -> float | None:
     return None if value is None or not math.isfinite(value) else float(value)
 
 
-def reason_of(error: BaseException, raised_by: str = "") -> str:
+def reason_of(error: BaseException, raised_by: str = "", users_file: str | None = None) -> str:
     """The error's type and message; of what a worker raised, without the traceback that Ray puts before it.
 
-    raised_by: the worker, for the beginning of the sentence.
+    raised_by: the worker, for the beginning of the sentence. users_file: of the reward function; the sentence names
+    its line where the error came from there, also in another process.
     """
     from ray.exceptions import RayError, RayTaskError
 
+    place = place_in("".join(traceback.format_exception(error)), users_file)
     if isinstance(error, RayTaskError) and not isinstance(error.cause, RayError):
         error = error.cause
-    return f"{raised_by}{type(error).__name__}: {error}"
+    return f"{raised_by}{place}{type(error).__name__}: {error}"
 
 
 def fit_as_run(original: Callable) -> Callable:
@@ -372,7 +376,8 @@ def fit_as_run(original: Callable) -> Callable:
             reason = "ok"
             return result
         except BaseException as error:
-            reason = reason_of(error, run.raised_by(error))
+            users_file = (trainer.config.get("custom_reward_function") or {}).get("path")
+            reason = reason_of(error, run.raised_by(error), users_file)
             if isinstance(error, Exception) and (dead := run.dead_workers()):
                 reason = f"{run.death_of(dead)}; the first one: {reason}"
                 raise WorkerDiedError(reason) from error

@@ -36,6 +36,7 @@ PACKAGES = (
     "ray",
     "transformers",
 )
+_LINE = re.compile(rb'\{"step": (\d+)[,}].*\n')  # of metrics.jsonl
 # phase of the table -> verl's own timer around it
 TIMERS = {
     "rollout": "gen",
@@ -188,7 +189,12 @@ class Progress:
 
 
 class Summary:
-    """The record of one run; `write` stores it after every change, and does nothing without a folder."""
+    """The record of one run; `write` stores it after every change, and does nothing without a folder.
+
+    A run that goes on, after a resume or a restart, has the record of its earlier parts in its folder (the launcher
+    leaves it there): this one begins with it, and the first step of this process takes the place of what is recorded
+    from that step on. That step has `resumed_after`, the step before it.
+    """
 
     def __init__(self, folder: Path | None, head: dict[str, Any]):
         self.path = None if folder is None else folder / "summary.json"
@@ -196,17 +202,30 @@ class Summary:
         self.data: dict[str, Any] = {
             **head,
             "versions": versions(),
-            "steps": [],
+            "steps": [] if self.path is None else _steps_in(self.path),
             "logprob_delta": None,
             "patches": [],
             "peak_pss_bytes": {},
             "exit": "running",
         }
+        self._earlier: int | None = None  # number of steps of earlier parts, once this process has made one
+
+    @property
+    def own_steps(self) -> list[dict[str, Any]]:
+        """The steps of this process."""
+        return [] if self._earlier is None else self.data["steps"][self._earlier :]
 
     def add_step(self, step: dict[str, Any]) -> None:
         """Append one step (its content: trainer/run.py) and update the run's log-prob delta."""
+        if self._earlier is None:
+            self.data["steps"] = [earlier for earlier in self.data["steps"] if earlier["step"] < step["step"]]
+            self._earlier = len(self.data["steps"])
+            if step["step"] > 1:
+                step = {**step, "resumed_after": step["step"] - 1}
+            if self.metrics is not None and self.metrics.exists():
+                _cut(self.metrics, step["step"])
         self.data["steps"].append(step)
-        deltas = [s["logprob_delta"] for s in self.data["steps"] if s["logprob_delta"]]
+        deltas = [s["logprob_delta"] for s in self.data["steps"] if s.get("logprob_delta")]
         if deltas:
             self.data["logprob_delta"] = {
                 "mean": sum(d["mean"] for d in deltas) / len(deltas),
@@ -226,3 +245,24 @@ class Summary:
         """Write the file."""
         if self.path is not None:
             write_json(self.path, self.data)
+
+
+def _steps_in(path: Path) -> list[dict[str, Any]]:
+    """The steps of the record that is there; none where it is none."""
+    try:
+        steps = json.loads(path.read_text())["steps"]
+        return [step for step in steps if isinstance(step["step"], int)]
+    except (OSError, ValueError, LookupError, TypeError):
+        return []
+
+
+def _cut(metrics: Path, step: int) -> None:
+    """Cut metrics.jsonl before the first line of `step` or a later one, or one that was not written to its end."""
+    at = 0
+    with writing(metrics), metrics.open("r+b") as file:
+        for line in file:
+            found = _LINE.match(line)
+            if found is None or int(found[1]) >= step:
+                break
+            at += len(line)
+        file.truncate(at)

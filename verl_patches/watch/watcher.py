@@ -10,9 +10,10 @@ from __future__ import annotations
 import json
 import logging
 import re
+import signal
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -128,20 +129,27 @@ class Watcher:
             other.lost = name not in alive
 
     def _refuse_lost(self, error: BaseException | None = None) -> None:
-        for other in self._others.values():
-            if not other.seen or not (other.lost or other.unanswered_s() > LOST_S):
-                continue
-            ranks = ", ".join(seen.beat.name for seen in other.seen)
-            how = "Ray's head has lost it" if other.lost else f"no answer for {other.unanswered_s():.0f} s"
-            place = next((seen.beat.place for seen in other.seen if seen.beat.place), "no call")
-            text = f"node {other.address} with {ranks} is lost: {how}; its ranks were last seen in {place}"
+        for address, of_node, how in self._lost(own=error is not None):
+            ranks = ", ".join(seen.beat.name for seen in of_node)
+            place = next((seen.beat.place for seen in of_node if seen.beat.place), "no call")
+            text = f"node {address} with {ranks} is lost: {how}; its ranks were last seen in {place}"
             if error is not None or self._stops:
-                self._record(other.seen, text, [])
+                self._record(of_node, text, [])
                 raise LostNodeError(text) from error
             if not self._recorded:
                 self._recorded = True
-                self._record(other.seen, text, [])
+                self._record(of_node, text, [])
                 log.warning("watch: %s", text)
+
+    def _lost(self, own: bool) -> Iterator[tuple[str, list[Seen], str]]:
+        """(address, its processes, how) of each lost node with ranks; of the driver's `own` one too, if asked."""
+        for other in self._others.values():
+            if other.seen and (other.lost or other.unanswered_s() > LOST_S):
+                how = "Ray's head has lost it" if other.lost else f"no answer for {other.unanswered_s():.0f} s"
+                yield other.address, other.seen, how
+        here = [replace(seen, node=self._own) for seen in node.look(self._folder) if seen.beat.rank is not None]
+        if own and here and (how := _raylets_end()):
+            yield self._address, here, how
 
     def _end_at(self, stall: Stall) -> None:
         asked = [*stall.culprits, *stall.waiting]
@@ -181,6 +189,24 @@ class Watcher:
             (self._to / RECORD).write_text(json.dumps(record, indent=1) + "\n")
         except OSError as error:
             log.warning("watch: %s cannot be written: %s", self._to / RECORD, error.strerror)
+
+
+def _raylets_end() -> str | None:
+    """How the raylet of this node has ended, which ends all of Ray's processes here; None while it answers."""
+    import ray
+
+    here = ray._private.worker.global_worker.node
+    for kind, process in here.dead_processes():  # of those that this process has started
+        if kind == "raylet":
+            code = process.returncode
+            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
+            return f"its raylet (pid {process.pid}) {how}"
+    with socket.socket(socket.AF_UNIX) as connection:
+        try:
+            connection.connect(here.raylet_socket_name)
+        except OSError:
+            return "its raylet has ended"
+    return None
 
 
 def fault_in(text: str) -> str | None:

@@ -1,0 +1,110 @@
+"""What a run will write against the free space of its file systems; before a start and in a dry run."""
+
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from tests.weights.cases import make_checkpoint
+from verl_patches.__main__ import app
+from verl_patches.config import files
+from verl_patches.config.checks import check_config, check_disk
+from verl_patches.config.compose import compose, model_shape_of
+from verl_patches.layout.inventory import build_inventory
+from verl_patches.trainer.summary import new_run_id
+
+TINY, LARGE = "grpo_deepseekv3_tiny_cpu", "grpo_deepseekv3_256die_true_weight"
+STEPS, SAVE, KEEP = "trainer.total_training_steps", "trainer.save_freq", "trainer.max_actor_ckpt_to_keep"
+Usage = namedtuple("Usage", "free")
+
+
+def checkpoint_bytes(config, of_parameter):
+    return of_parameter * sum(parameter.count for parameter in build_inventory(model_shape_of(config)).parameters)
+
+
+@pytest.mark.parametrize(("overrides", "count"), [
+    ([f"{STEPS}=5", f"{SAVE}=2", f"{KEEP}=null"], 3),  # after steps 2, 4 and the last
+    ([f"{STEPS}=5", f"{SAVE}=1", f"{KEEP}=2"], 3),  # 2 that are kept, and one that is written
+    ([f"{STEPS}=5", f"{SAVE}=5", f"{KEEP}=3"], 1),
+    ([f"{STEPS}=5", f"{SAVE}=-1"], 0),
+    ([f"{STEPS}=null", f"{SAVE}=1"], 2),  # the tiny config's data is not there: the steps are not known
+])  # fmt: skip
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_checkpoints_take_those_that_are_kept_and_the_one_that_is_written(overrides, count, dtype):
+    config = compose(TINY, [*overrides, f"recipe.dtype={dtype}"])
+    found = {need.name: need.size_bytes for need in files.disk_needs(config)}
+    size = checkpoint_bytes(config, {"bf16": 14, "fp32": 12}[dtype])
+    assert found.get("checkpoints", 0) == count * size and found["run"] >= 64 << 20
+
+
+def test_a_run_that_goes_on_writes_what_is_left_of_it_and_removes_its_own(tmp_path):
+    """After step 4 of 9, with two of its checkpoints there; for a run of another id they are not its own."""
+    saved, run = tmp_path / "r/checkpoints", new_run_id(tmp_path / "r", "r")
+    for step in (2, 4):
+        make_checkpoint(saved, step, run)
+    counts = []
+    for mode, keep in (("auto", 2), ("auto", "null"), ("disable", 2), ("disable", "null")):
+        given = [f"recipe.output_root={tmp_path}", "recipe.run=r", f"{STEPS}=9", f"{SAVE}=2", f"{KEEP}={keep}"]
+        config = compose(TINY, [*given, f"trainer.resume_mode={mode}"])
+        found = {need.name: need.size_bytes for need in files.disk_needs(config)}
+        counts.append(found["checkpoints"] / checkpoint_bytes(config, 12))
+    assert counts == [1, 3, 3, 5]  # steps 6, 8 and 9; and 2 as well with 4
+
+
+def test_recorded_responses_are_what_a_step_of_production_takes():
+    """1.2 GB a step (docs/own-data-and-reward.md); nothing without recipe.rollout.record."""
+    sizes = []
+    for record, steps in (("false", 10), ("true", 10), ("true", 20)):
+        config = compose(LARGE, [f"recipe.rollout.record={record}", f"{STEPS}={steps}"])
+        sizes.append(files.disk_needs(config)[0].size_bytes)
+    assert (sizes[1] - sizes[0]) / 10 == pytest.approx(1.2e9, rel=0.05) and sizes[2] - sizes[1] > 10 * 1.1e9
+
+
+@pytest.fixture
+def disk(monkeypatch, tmp_path):
+    """disk(free, ...) -> a config whose run and checkpoints are on file systems with so many free bytes."""
+
+    def make(free, checkpoints=None, *overrides):
+        monkeypatch.setattr(files.shutil, "disk_usage", lambda place: Usage(free[Path(place).stat().st_dev]))
+        given = [f"{STEPS}=4", f"{SAVE}=1", f"{KEEP}=1", f"recipe.output_root={tmp_path / 'new'}"]
+        given += [f"trainer.default_local_dir={checkpoints}"] if checkpoints else []
+        return compose(TINY, [*given, *overrides])
+
+    return make
+
+
+def test_a_start_that_would_fill_the_disk_is_refused_and_a_dry_run_says_so(disk, tmp_path):
+    """One file system holds both; one byte less than both take is too little, though each alone would fit."""
+    here = tmp_path.stat().st_dev
+    need = sum(need.size_bytes for need in files.disk_needs(disk({here: 0})))
+    config = disk({here: need})
+    fits = check_disk(config, starts=True)
+    assert fits.ok and not fits.note and "2 checkpoints" in fits.detail
+    config = disk({here: need - 1})
+    full = check_disk(config, starts=True)
+    assert not full.ok and str(tmp_path / "new") in full.detail and "2 checkpoints" in full.detail
+    assert KEEP in full.detail and "recipe.output_root" in full.detail
+    (planned,) = [check for check in check_config(config) if check.name == "disk"]
+    assert planned.ok and planned.note and planned.detail == full.detail
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no second file system")
+def test_file_systems_are_looked_at_one_by_one(disk, tmp_path):
+    here, other = tmp_path.stat().st_dev, Path("/dev/shm").stat().st_dev
+    run, checkpoints = (need.size_bytes for need in files.disk_needs(disk({here: 0, other: 0})))
+    there = "/dev/shm/not/there"
+    assert check_disk(disk({here: run, other: checkpoints}, there), starts=True).ok
+    assert not check_disk(disk({here: run + checkpoints, other: checkpoints - 1}, there), starts=True).ok
+    assert "/dev/shm/not/there" not in check_disk(disk({here: run - 1, other: checkpoints}, there), starts=True).detail
+
+
+@pytest.mark.parametrize("command", ["smoke", "train"])
+def test_the_commands_refuse_with_code_1_before_anything_is_written(disk, tmp_path, command, monkeypatch):
+    disk({tmp_path.stat().st_dev: 1000})
+    words = ["smoke"] if command == "smoke" else ["train", "--config-name", TINY]
+    monkeypatch.setattr("verl_patches.cli.run.check_files", lambda *_, **__: [])  # no data is there
+    done = CliRunner().invoke(app, [*words, f"recipe.output_root={tmp_path / 'new'}"])
+    assert done.exit_code == 1 and "disk: expected " in done.output and not (tmp_path / "new").exists()
+    dry = CliRunner().invoke(app, ["train", "--config-name", TINY, "--dry-run", f"recipe.output_root={tmp_path}"])
+    assert dry.exit_code == 0 and "found 0.0 MB" in dry.output

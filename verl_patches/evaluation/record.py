@@ -1,0 +1,211 @@
+"""The files of a run's folder as every command reads them: their kind, size, JSON and values are checked first.
+
+A folder may come from anywhere. Texts are made printable (`verl_patches.values.printable`), numbers are finite or
+None, and a file that is not as a run writes it is a ConfigError with its path, what was expected and what was found.
+Keys that no command shows are left out; `read_object` gives all of them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, FailFast, Field, TypeAdapter, ValidationError
+from typing_extensions import Required, TypedDict
+
+from verl_patches.errors import ConfigError
+from verl_patches.trainer.summary import NOW
+from verl_patches.values import Natural, printable
+
+SUMMARY, PROGRESS = "summary.json", "progress.log"
+MOST_BYTES = 128 << 20  # of a JSON file; a run of 10,000 steps on 256 ranks has about 60 MiB
+TAIL_BYTES = 8 << 20  # of progress.log
+LONGEST = 4096  # characters of a name and of a line
+
+Size = Annotated[float, Field(ge=-1e100, le=1e100, strict=True)]
+Number = Size | None  # JSON has no NaN: None
+Line = Annotated[str, Field(max_length=LONGEST, strict=True), AfterValidator(printable)]
+Lines = Annotated[str, Field(strict=True), AfterValidator(lambda text: printable(text, keep="\n\t"))]
+Numbers = dict[str, Number]  # by names that are looked up, not shown
+
+
+class Tokens(TypedDict, total=False):
+    """Of a step (trainer/summary.py)."""
+
+    total: Required[Number]
+    responses: Required[Number]
+    response_mean: Required[Number]
+    response_max: Number
+    at_limit: Required[Number]
+
+
+class Moment(TypedDict):
+    """Of a phase's memory (memory/ledger.py)."""
+
+    peak_bytes: Size
+    bytes: dict[str, Size]
+    measured: dict[str, Size]
+
+
+class Memory(TypedDict, total=False):
+    """Of a step."""
+
+    peak_bytes: Required[Number]
+    phases: dict[str, Moment]
+
+
+class Sync(TypedDict):
+    """Of a step's weight syncs."""
+
+    received_bytes: Numbers
+
+
+class Rates(TypedDict, total=False):
+    """Of a step (trainer/rates.py)."""
+
+    tokens_per_s: Number
+    tflops_per_s: Numbers | None
+    mfu: Numbers | None
+
+
+class Step(TypedDict, total=False):
+    """One step (trainer/run.py)."""
+
+    step: Required[Natural]
+    seconds: Required[Numbers]
+    reward: Required[Number]
+    grad_norm: Number
+    tokens: Tokens | None
+    logprob_delta: Numbers | None
+    sync: Sync | None
+    memory: Memory | None
+    rates: Rates | None
+    profile: dict[str, Any] | None
+    resumed_after: Natural  # of the first step after a resume or a restart
+
+
+class Row(TypedDict, total=False):
+    """The state of one row of the catalogue in one process."""
+
+    id: Required[Line]
+    state: Required[Line]
+    target: Required[Line]
+    process: Required[Line]
+    reason: Lines
+
+
+class Summary(TypedDict, total=False):
+    """summary.json (trainer/summary.py); a run that has no step yet has the launcher's part, or nothing."""
+
+    run: Line | None
+    line: Line
+    platform: Line
+    dtype: Line
+    layout: dict[Line, Line]
+    ranks: Natural
+    versions: dict[Line, Line]
+    dirty: dict[Line, list[Line]]
+    start: dict[Line, Numbers]
+    steps: Annotated[list[Step], FailFast()]
+    logprob_delta: Numbers | None
+    patches: Annotated[list[Row], FailFast()]
+    peak_pss_bytes: Numbers
+    exit: Lines
+
+
+class Doing(TypedDict):
+    """now.json: the call that a run is in (Run.show_call of trainer/run.py)."""
+
+    step: Natural
+    steps: Natural
+    call: Line
+    phase: Line
+    since: Annotated[float, Field(ge=0, le=1e100, strict=True)]
+    step_since: Annotated[float, Field(ge=0, le=1e100, strict=True)]
+
+
+_SUMMARY, _DOING = TypeAdapter(Summary), TypeAdapter(Doing)
+
+
+def read_summary(folder: Path) -> dict[str, Any]:
+    """What summary.json says; empty before it is there. ConfigError where it is not as a run writes it."""
+    return _checked(_SUMMARY, folder / SUMMARY)
+
+
+def read_doing(folder: Path) -> dict[str, Any]:
+    """What now.json says; empty before it is there. ConfigError as `read_summary`."""
+    return _checked(_DOING, folder / NOW)
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """All of a JSON object in a run's folder, empty before it is there; NaN and Infinity are None. ConfigError."""
+    content = _content(path, MOST_BYTES)
+    if content is None:
+        return {}
+    try:
+        found = json.loads(content, parse_constant=lambda name: None)
+    except (ValueError, RecursionError) as error:
+        raise _damaged(path, f"is no JSON ({error}), {len(content)} bytes") from None
+    if not isinstance(found, dict):
+        raise _damaged(path, f"expected a JSON object, found {_short(found)}")
+    return found
+
+
+def last_lines(folder: Path, count: int) -> list[str]:
+    """The last lines of progress.log that are for good, of its last TAIL_BYTES; none before it is there."""
+    content = _content(folder / PROGRESS, None, TAIL_BYTES)
+    lines = [line[2:] for line in (content or b"").decode(errors="replace").split("\n") if line.startswith("| ")]
+    return [printable(line[:LONGEST]) for line in lines[-count:]]
+
+
+def _checked(adapter: TypeAdapter, path: Path) -> dict[str, Any]:
+    """The values of `adapter`'s keys. ConfigError names the first one that it does not allow."""
+    found = read_object(path)
+    if not found:
+        return {}
+    try:
+        return adapter.validate_python(found)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
+        place, (begin, *rest) = ".".join(map(str, first["loc"])), first["msg"]
+        text = f"{printable(place)[:200]}: {begin.lower()}{''.join(rest)}, found {_short(first['input'])}"
+        raise _damaged(path, text) from None
+
+
+def _content(path: Path, most: int | None, tail: int | None = None) -> bytes | None:
+    """The bytes of a file, at most its last `tail`; None where there is none. ConfigError for any other kind or size.
+
+    The kind is looked at before the file is opened: a FIFO would wait for a writer.
+    """
+    try:
+        mode = path.stat().st_mode
+        if not stat.S_ISREG(mode):
+            kind = next(word for word, holds in _KINDS.items() if holds(mode))
+            raise ConfigError(f"{path}: expected a file as a run writes it, found a {kind}; give another run")
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            if most is not None and size > most:
+                raise _damaged(path, f"expected at most {most} bytes, found {size}")
+            file.seek(max(0, size - (size if tail is None else tail)))
+            return file.read(most if tail is None else tail)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror}); expected a file as a run writes it") from None
+
+
+_KINDS = {"folder": stat.S_ISDIR, "FIFO": stat.S_ISFIFO, "socket": stat.S_ISSOCK, "device": lambda mode: True}
+
+
+def _damaged(path: Path, text: str) -> ConfigError:
+    return ConfigError(f"{path}: {text}. It is not as a run wrote it: see driver.log and metrics.jsonl beside it")
+
+
+def _short(value: Any) -> str:
+    """A value for a sentence: its type, and a little of a text or a number."""
+    if isinstance(value, dict | list):
+        return f"{'an object' if isinstance(value, dict) else 'a list'} of {len(value)}"
+    return printable(repr(value[:60] if isinstance(value, str) else value))[:80]
