@@ -149,7 +149,7 @@ def test_every_kind_of_damage_is_named(tmp_path):
     with pytest.raises(ConfigError, match="model.digest"):
         m.read_manifest(tmp_path)
     for damaged in (
-        text.replace('"version": 1', '"version": 2'),
+        text.replace('"version": 2', '"version": 3'),
         text[: len(text) // 2],
         text.replace("sha256", "sha"),
     ):
