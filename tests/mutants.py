@@ -161,6 +161,12 @@ MUTANTS = (
            Tests("memory/test_sleep_mode.py", "what_is_awake")),
     Mutant("expected-window-of-single-experts", "memory/expected.py",
            'stacked = setting.train_library == "mindspeed"', "stacked = False", Tests("memory/test_expected.py")),
+    Mutant("activations-router-without-its-mask", "memory/activations.py",
+           "tokens * (5 * experts", "tokens * (4 * experts", Tests("memory/test_activations.py", "256_die")),
+    # micro batches
+    Mutant("packing-order-not-inverted", "worker/dynamic_batches.py",
+           "torch.tensor(list(chain.from_iterable(self.rows))).argsort()",
+           "torch.tensor(list(chain.from_iterable(self.rows)))", Tests("trainer/test_dynamic_batches.py", "order_of")),
     # tensor cache
     Mutant("batch-plan-shares-overlap", "tensor_cache/batch_plan.py",
            "range(samples * rank // world, samples * (rank + 1) // world)",

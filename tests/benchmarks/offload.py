@@ -37,6 +37,9 @@ def child(measurement: str, functions: str, platform: str = "cpu") -> Any:
 
 def count(functions: str) -> list[dict[str, Any]]:
     """Per phase of the third step: {phase, copied_bytes, plan_bytes, host_allocations}."""
+    import verl_patches.prelude_patch  # noqa: F401  before Megatron, as in a worker
+
+    # isort: split
     from tests.memory import offload_job as job
     from tests.memory.counted import Counted
 

@@ -404,6 +404,9 @@ def test_files_that_the_user_names_must_exist_and_be_whole(tmp_path):
     ("rope_theta", "x", "rope_theta is 'x'; expected a number > 0"),
     ("n_group", 3, "n_group is 3 and topk_group .; expected a divisor of (16|256), and 1 to n_group"),
     ("topk_group", 9, "topk_group 9; expected"),
+    ("num_hidden_layers", 1000000000, "num_hidden_layers 1000000000 with .*expected at most"),
+    ("n_routed_experts", 32, r"n_routed_experts 32 \(expected (16|256)\)"),
+    ("hidden_size", "x", "hidden_size is 'x'; expected a whole number"),
 ])  # fmt: skip
 @pytest.mark.parametrize("name", [TINY, LARGE])
 def test_a_model_that_training_would_compute_wrongly_is_refused(name, key, value, words):

@@ -35,29 +35,33 @@ MEASURED = {
 MEASURED["tp2_overlapped"] = (2, {**MEASURED["tp2_extends_ep"][1], "train": {"alltoall_overlap": True}})
 
 
-@pytest.fixture(scope="module", params=MEASURED)
-def measured(request, a3_sources, run_ranks, tmp_path_factory):
-    """(name, model, layout, {tokens: {layer: mean bytes of the ranks}})."""
+@pytest.fixture(scope="module")
+def saved(a3_sources, run_ranks, tmp_path_factory):
+    """saved(case of MEASURED, **sizes) -> (model, layout, {tokens: {layer: mean bytes of the ranks}})."""
     from tests.model.mindspeed_start import engine_config
 
-    ranks, sizes = MEASURED[request.param]
-    folder = tmp_path_factory.mktemp("model")
-    text = json.loads((MODELS / "deepseekv3_tiny.json").read_text()) | SIZES
-    (folder / "config.json").write_text(json.dumps(text))
-    sources = a3_sources()
-    config = engine_config(folder, sources[0], ranks, dict(sizes), "bf16")
-    env = {"VERL_PATCHES": "line=a3,platform=cpu", "PYTHONPATH": os.pathsep.join(map(str, sources))}
-    call = "tests.memory.saved_job:saved_by_layers", config, folder, TOKENS
-    found = run_ranks("tests.model.mindspeed_start:run", *call, size=ranks, env=env, backend=None, timeout_s=200)
-    layout = ParallelLayout(ranks, tp=ranks, ep=ranks, etp=1)
-    means = {n: {i: sum(rank[n][i] for rank in found) / ranks for i in found[0][n]} for n in TOKENS}
-    return request.param, read_model_shape(text), layout, means
+    def measure(case, **sizes):
+        ranks, changes = MEASURED[case]
+        folder = tmp_path_factory.mktemp("model")
+        text = json.loads((MODELS / "deepseekv3_tiny.json").read_text()) | SIZES | sizes
+        (folder / "config.json").write_text(json.dumps(text))
+        sources = a3_sources()
+        config = engine_config(folder, sources[0], ranks, dict(changes), "bf16")
+        env = {"VERL_PATCHES": "line=a3,platform=cpu", "PYTHONPATH": os.pathsep.join(map(str, sources))}
+        call = "tests.memory.saved_job:saved_by_layers", config, folder, TOKENS
+        found = run_ranks("tests.model.mindspeed_start:run", *call, size=ranks, env=env, backend=None, timeout_s=200)
+        layout = ParallelLayout(ranks, tp=ranks, ep=ranks, etp=1)
+        means = {n: {i: sum(rank[n][i] for rank in found) / ranks for i in found[0][n]} for n in TOKENS}
+        return read_model_shape(text), layout, means
+
+    return measure
 
 
 @pytest.mark.slow
 @pytest.mark.upstream
-def test_a_layer_saves_what_the_formulas_say(measured):
-    name, model, layout, means = measured
+@pytest.mark.parametrize("name", MEASURED)
+def test_a_layer_saves_what_the_formulas_say(saved, name):
+    model, layout, means = saved(name)
     for tokens, layers in means.items():
         for layer, size_bytes in layers.items():
             terms = layer_terms(model, model.is_moe(layer), tokens, layout, unpadded=name == "tp1_unpadded")
@@ -66,6 +70,22 @@ def test_a_layer_saves_what_the_formulas_say(measured):
                 assert part < 0.04 * size_bytes or sum(terms.values()) - part != pytest.approx(size_bytes, rel=0.02), (
                     term
                 )
+
+
+@pytest.mark.slow
+@pytest.mark.upstream
+def test_what_the_router_saves_of_each_expert_and_token(saved):
+    """More experts, more tokens, all else equal: only the router saves more, an fp32 score and a bool of its mask."""
+    counts, layer = (16, 32), 2
+    models, layouts, means = zip(*(saved("tp1", n_routed_experts=experts) for experts in counts), strict=True)
+
+    def of_each(found):
+        """`found(number of the model, tokens)`, of an expert and token: what depends on one of both alone cancels."""
+        few, many = (found(1, tokens) - found(0, tokens) for tokens in TOKENS)
+        return (many - few) / ((counts[1] - counts[0]) * (TOKENS[1] - TOKENS[0]))
+
+    measured = of_each(lambda number, tokens: means[number][tokens][layer])
+    assert measured == of_each(lambda i, tokens: layer_terms(models[i], True, tokens, layouts[i])["router"]) == 4 + 1
 
 
 RUN = Passes(4096, 4096, 4096, micro_batches=1024, recompute_layers=8, imbalance=1.0)
@@ -77,6 +97,7 @@ def test_the_256_die_update_written_out():
     assert layer["attention"] == 2 * 4096 * 32 * (4 * 256 + 128) + 4096 * 32 * 64
     assert layer["experts"] == 2 * 8192 * (2 * 7168 + 3 * 2048) + 2 * 8192 * 7168
     assert layer["norms"] == 4 * 2 * 1024 * 7168 + 8 * 1024
+    assert layer["router"] == 4 * (1024 + 256) * 7168 + 4096 * ((4 + 1) * 256 + 20 * 8 + 64)
     found = update_bytes(BIG, TRAIN, 0, 8, RUN)
     assert found["kept_activations"] == 8 * 7 * 2 * 1024 * 7168  # 8 micro batches in flight, inputs of 7 layers
     assert update_bytes(BIG, TRAIN, 3, 8, RUN)["kept_activations"] == 5 * 8 * 2 * 1024 * 7168

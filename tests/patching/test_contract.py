@@ -1,9 +1,15 @@
 """The contract check on a small upstream package: every kind of change is reported, an unchanged tree is fine."""
 
 import dataclasses
+import importlib.machinery
+import importlib.util
 import json
+import os
+import py_compile
 import shutil
+import struct
 from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 
@@ -124,6 +130,51 @@ def test_one_changed_token_names_row_file_line_and_statement(tree):
     assert report.exit_code == 1 and found["up.read"].state == "fine"
     assert found["up.weigh"].details == ("up/tools.py:7: total = thing * 3",)
     assert "1 statement(s) new or changed, 0 gone" in found["up.weigh"].found
+
+
+def test_a_decorator_on_the_class_of_a_method_is_named(tree, tmp_path):
+    shutil.copytree(tree, tmp_path / "known")
+    edit(tree, "up/tools.py", "class Scale:", "@total_ordering\nclass Scale(Base):")
+    _, found = look(tree, weigh(), read(), base={"up": tmp_path / "known"})
+    assert found["up.weigh"].state == "fine" and found["up.read"].where == "up/tools.py:15"
+    assert found["up.read"].details[0] == "up/tools.py:13: @total_ordering class Scale(Base):"
+    assert "+@total_ordering" in found["up.read"].details and "-class Scale:" in found["up.read"].details
+
+
+def compiled(file, text, unchecked=False):
+    """Put byte code of `text` where Python keeps that of `file`; of the time and size of the file unless unchecked."""
+    other = file.with_name("other.txt")
+    other.write_text(text)
+    cached = importlib.util.cache_from_source(file)
+    mode = py_compile.PycInvalidationMode.UNCHECKED_HASH if unchecked else py_compile.PycInvalidationMode.TIMESTAMP
+    py_compile.compile(str(other), cached, invalidation_mode=mode)
+    other.unlink()
+    content, facts = bytearray(Path(cached).read_bytes()), file.stat()
+    if not unchecked:
+        content[8:16] = struct.pack("<LL", int(facts.st_mtime), facts.st_size)
+    Path(cached).write_bytes(content)
+    return f"__pycache__/{Path(cached).name}"
+
+
+@pytest.mark.parametrize("unchecked", [False, True])
+def test_byte_code_that_passes_for_that_of_another_text_is_named(tree, unchecked):
+    file = tree / "up/tools.py"
+    compiled(file, file.read_text(), unchecked)
+    assert finding(tree, weigh()).state == "fine"
+    name = compiled(file, file.read_text().replace("thing * 2", "thing * 3"), unchecked)
+    found = finding(tree, weigh())
+    assert found.state == "problem" and f"Python imports {name} instead" in found.found
+    if not unchecked:
+        os.utime(file, (1, 1))  # Python compiles the text again
+        assert finding(tree, weigh()).state == "fine"
+
+
+def test_an_extension_module_beside_a_target_is_named(tree):
+    name = f"tools{importlib.machinery.EXTENSION_SUFFIXES[0]}"
+    (tree / "up" / name).write_bytes(b"x")
+    assert f"Python imports {name} instead" in finding(tree, weigh()).found
+    (tree / "up" / name).rename(tree / "up" / "other.so")
+    assert finding(tree, weigh()).state == "fine"
 
 
 def test_removed_statements_are_counted_and_a_known_tree_gives_the_diff(tree, tmp_path):

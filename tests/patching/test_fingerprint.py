@@ -70,6 +70,37 @@ def test_the_place_of_a_statement_counts(printed, before, after):
     assert printed(f"def f(x):\n {before}", "f") != printed(f"def f(x):\n {after}", "f")
 
 
+OUTER = """
+@keep
+class B(Base, metaclass=Meta):
+    class C(B1):
+        def m(self): return 1
+        def n(self): return 1
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("@keep", "@other"),
+        ("@keep\n", ""),
+        ("@keep", "@keep\n@more"),
+        ("Base", "Mine"),
+        ("metaclass=Meta", "metaclass=Mine"),
+        ("Meta", "Meta, slots=1"),
+        ("(B1)", "(B1, B2)"),
+        ("    class C", "    @more\n    class C"),
+    ],
+)
+def test_the_headers_of_the_classes_around_a_method_count(printed, before, after):
+    assert printed(OUTER, "B.C.m") != printed(OUTER.replace(before, after), "B.C.m") != fp.NO_SOURCE
+
+
+def test_the_bodies_of_the_classes_around_a_method_do_not_count(printed):
+    changed = OUTER.replace("def n(self): return 1", "def n(self): return 2\n    x = 1")
+    assert printed(OUTER, "B.C.m") == printed(changed, "B.C.m") and printed(OUTER, "B.C") != printed(changed, "B.C")
+
+
 def without_docstrings(tree):
     for node in ast.walk(tree):
         if isinstance(node, fp.DEFINITIONS) and ast.get_docstring(node, False):

@@ -9,7 +9,7 @@ from verl_patches.worker import recipe_worker
 from verl_patches.worker.context import context
 from verl_patches.worker.dynamic_batches import Packing, by_tokens, equal_samples, packing
 
-PACKINGS = [[[0], [1], [2], [3], [4]], [[3, 1], [4, 0, 2]], [[4, 3, 2, 1, 0]]]
+PACKINGS = [[[0], [1], [2], [3], [4]], [[3, 1], [4, 2, 0]], [[4, 3, 2, 1, 0]]]  # the second is not its own inverse
 MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 
 

@@ -12,14 +12,21 @@ from verl_patches.errors import ConfigError
 from verl_patches.patching.contract import installed_root
 from verl_patches.patching.install_prelude import LINE
 from verl_patches.upstream.checkouts import Trees, trees_of
-from verl_patches.upstream.modified import refuse_modified, roots_of, source_findings, tree_changes
+from verl_patches.upstream.modified import (
+    record_changes,
+    record_digest,
+    refuse_modified,
+    roots_of,
+    source_findings,
+    tree_changes,
+)
 from verl_patches.upstream.pins import Repository, load_pins
 
 FILES = {
     WORKER: WORKER_TEXT,
     "verl/a.py": "a = 1\n",
     "verl/data.txt": "d\n",
-    ".gitignore": "*.pyc\n*.log\n/verl/_version.py\n/verl/mine.py\n/out/\n/build/\n/odd/\n",
+    ".gitignore": "*.pyc\n*.so\n*.log\n/verl/_version.py\n/verl/mine.py\n/out/\n/build/\n/odd/\n",
 }
 
 
@@ -56,6 +63,7 @@ def write(folder, files):
         {"verl/_version.py": "v = 1"},
         {"build/lib/verl/a.py": "x"},
         {"out/site-packages/x.py": "x"},
+        {"verl/ops.cpython-311-x86_64-linux-gnu.so": "x", "verl/data.so": "x", "build/verl/a.so": "x"},
     ],
 )
 def test_files_that_are_no_change(tree, files):
@@ -73,6 +81,9 @@ def test_files_that_are_no_change(tree, files):
         ({"new/deep/x.txt": "x"}, "new/deep/x.txt (extra)"),
         ({"verl/mine.py": "x"}, "verl/mine.py (extra)"),  # git ignores it, Python would import it
         ({"odd/x/y.py": "x"}, "odd/x/y.py (extra)"),
+        ({"verl/a.cpython-311-x86_64-linux-gnu.so": "x"}, "verl/a.cpython-311-x86_64-linux-gnu.so (extra)"),
+        ({"verl/a/__init__.abi3.so": "x"}, "verl/a/__init__.abi3.so (extra)"),  # a package comes before a module
+        ({"verl/lost.pyc": "x"}, "verl/lost.pyc (extra)"),
         ({WORKER: f"{LINE}\n{LINE}\n{WORKER_TEXT}"}, f"{WORKER} (modified)"),
         ({WORKER: f"{LINE}\n{WORKER_TEXT}x = 1\n"}, f"{WORKER} (modified)"),
         ({"verl/a.py": f"{LINE}\na = 1\n"}, "verl/a.py (modified)"),
@@ -131,21 +142,60 @@ def test_a_tree_that_cannot_be_compared_is_a_problem(tree, tmp_path):
     assert "cannot be compared" in found(tree).found and found(tree).state == "problem"
 
 
-def test_an_installed_package_is_compared_with_its_record(tmp_path):
-    line = load_pins().line("pypi")
+@pytest.fixture
+def installed(tmp_path):
+    """A function: the finding about a small verl that is installed in tmp_path and whose RECORD is pinned."""
     install(tmp_path, "verl", "0.4.0", {"verl/a.py": "a = 1\n", "verl/b.yaml": "b\n", WORKER: WORKER_TEXT})
+    record = tmp_path / "verl-0.4.0.dist-info/RECORD"
+    digests = {"verl": (record_digest("verl", record),)}
+    line = load_pins().line("pypi").model_copy(update={"records": digests})
+
+    def look():
+        (found,) = source_findings(line, {"verl": tmp_path})
+        return found
+
+    return look
+
+
+def test_an_installed_package_is_compared_with_its_record(tmp_path, installed):
     (tmp_path / WORKER).write_text(f"{LINE}\n{WORKER_TEXT}")
-    write(tmp_path, {"verl/__pycache__/a.pyc": "x", "other.pth": "x"})
-
-    def changes():
-        (finding,) = source_findings(line, {"verl": tmp_path})
-        assert (finding.state == "problem") == bool(finding.details)
-        return finding.details
-
-    assert changes() == ()
+    write(tmp_path, {"verl/__pycache__/a.pyc": "x", "other.pth": "x", "verl/ops.so": "x"})
+    assert (installed().state, installed().details) == ("fine", ())
     (tmp_path / "verl/b.yaml").unlink()
-    write(tmp_path, {"verl/a.py": "a = 2\n", "verl/c.py": ""})
-    assert changes() == ("verl/a.py (modified)", "verl/b.yaml (deleted)", "verl/c.py (extra)")
+    write(tmp_path, {"verl/a.py": "a = 2\n", "verl/c.py": "", "verl/a.abi3.so": "x"})
+    found = ("verl/a.abi3.so (extra)", "verl/a.py (modified)", "verl/b.yaml (deleted)", "verl/c.py (extra)")
+    assert (installed().state, installed().details) == ("problem", found)
+
+
+def test_lines_that_pip_adds_to_a_record_do_not_count(tmp_path, installed):
+    record = tmp_path / "verl-0.4.0.dist-info/RECORD"
+    first, *rest = record.read_text().splitlines()
+    more = [
+        "../../../bin/verl,sha256=x,3",
+        "verl/__pycache__/a.cpython-311.pyc,,",
+        "verl-0.4.0.dist-info/INSTALLER,sha256=y,4",
+    ]
+    record.write_text("\n".join([*rest, *more, first]) + "\n")
+    assert installed().state == "fine"
+
+
+def test_a_file_edited_together_with_its_line_in_the_record_is_seen(tmp_path, installed):
+    files = {"verl/a.py": "a = 2\n", "verl/b.yaml": "b\n", WORKER: WORKER_TEXT}
+    install(tmp_path, "verl", "0.4.0", files)
+    record = tmp_path / "verl-0.4.0.dist-info/RECORD"
+    assert record_changes("verl", tmp_path, record) == []  # the control: RECORD alone says nothing
+    assert installed().state == "problem" and record_digest("verl", record) in installed().found
+    install(tmp_path, "verl", "0.4.0", files | {"verl/a.py": "a = 1\n"})
+    assert installed().state == "fine"
+    install(tmp_path, "another", "1.0", files)  # a RECORD that is read before verl's
+    assert installed().state == "problem" and "another-1.0.dist-info" in installed().found
+
+
+@pytest.mark.slow
+def test_the_installed_wheels_are_the_pinned_ones():
+    line = load_pins().line("pypi")
+    assert set(line.records) <= set(line.packages)
+    assert [f.state for f in source_findings(line, roots_of("pypi", Trees()))] == ["fine"] * len(line.records)
 
 
 def config(line, drift="strict"):

@@ -40,14 +40,26 @@ def test_decode_is_the_formula_of_every_block(shape, dtype):
         assert found[row, column] == torch.tensor(value, dtype=torch.float32).to(dtype)
 
 
-@pytest.mark.parametrize("numbers", ["all", "without NaN", "negative NaN"])
-def test_every_byte_has_its_value(numbers):
-    """Also where no value is NaN, which has a faster way."""
-    left_out = {"all": [], "without NaN": [0x7F, 0xFF], "negative NaN": [0x7F]}[numbers]
-    values = torch.tensor([byte for byte in range(256) if byte not in left_out], dtype=torch.uint8)
-    stored = values.repeat(128, 1)
-    found = fp8.decode(stored.view(torch.float8_e4m3fn), torch.ones(1, 2), BLOCK, torch.float32)
-    assert numpy.array_equal(found.double().numpy(), numpy.tile(VALUES[values.numpy()], (128, 1)), equal_nan=True)
+def test_every_byte_has_its_value_and_nan_is_refused():
+    values = torch.tensor([byte for byte in range(256) if byte & 127 != 127], dtype=torch.uint8)
+    stored, scales = values.repeat(128, 1), torch.ones(1, 2)
+    found = fp8.decode(stored.view(torch.float8_e4m3fn), scales, BLOCK, torch.float32)
+    assert numpy.array_equal(found.double().numpy(), numpy.tile(VALUES[values.numpy()], (128, 1)))
+    for nan in (0x7F, 0xFF):
+        stored[77, 9] = nan
+        with pytest.raises(RecipeError, match="w.weight: holds NaN"):
+            fp8.decode(stored.view(torch.float8_e4m3fn), scales, BLOCK, torch.bfloat16, "w.weight")
+
+
+@pytest.mark.parametrize("scale", [torch.nan, torch.inf, -torch.inf, 0.0, -0.0, -1.0, 1e36])
+def test_a_scale_that_no_finite_block_has_is_refused(scale):
+    scales = torch.full((3, 2), 1e-45)
+    scales[0, 1] = fp8.LARGEST_SCALE
+    fp8.require_scales(scales, "w")  # control
+    assert (scales * fp8.LARGEST).bfloat16().isfinite().all()
+    scales[2, 1] = scale
+    with pytest.raises(RecipeError, match=r"w: the scale of block \[2, 1\] is "):
+        fp8.require_scales(scales, "w")
 
 
 @pytest.mark.parametrize("shape", [(128, 128), (200, 140), (3, 5)])

@@ -29,7 +29,7 @@ from verl_patches.config.environment import DROPPED, derive, run_dir
 from verl_patches.config.recipe import VLLM_DTYPES
 from verl_patches.config.run_start import start_of
 from verl_patches.errors import ConfigError
-from verl_patches.layout.inventory import ModelShape, build_inventory
+from verl_patches.layout.inventory import ModelShape, build_inventory, differences, read_model_shape
 from verl_patches.layout.model_folder import read_json_object
 from verl_patches.layout.parallel import ParallelLayout, rollout_layout_of, train_layout_of
 from verl_patches.memory.schedule import sleeps_by_vllm
@@ -71,7 +71,7 @@ def check_config(config: DictConfig, must_exist: Collection[str] = ()) -> list[C
         layouts.append(None if fault else build(config))
         checks.append(Check(name, not fault, fault or str(layouts[-1])))
     train, rollout = layouts
-    checks += [*check_files(config, must_exist), *_model_checks(config)]
+    checks += [*check_files(config, must_exist), *_model_checks(config, model)]
     if train:
         checks += [*_train_checks(config, train, model), *_checkpoint_checks(config, train)]
     if rollout:
@@ -147,8 +147,11 @@ class _HfNumbers:
     rope_scaling: dict[str, Any] | None = None
 
 
-def _model_checks(config: DictConfig) -> Iterator[Check]:
-    """What verl's converter and MindSpeed-LLM take for granted in a DeepSeek-V3's config.json; others train wrongly."""
+def _model_checks(config: DictConfig, model: ModelShape) -> Iterator[Check]:
+    """What verl's converter and MindSpeed-LLM take for granted in a DeepSeek-V3's config.json; others train wrongly.
+
+    Its sizes are those of `model`, which all else is planned with.
+    """
     hf = hf_config_of(config)
     faults = value_faults(_HfNumbers, {field.name: hf.get(field.name) for field in fields(_HfNumbers)})
     for key, expected, _ in ONLY:
@@ -159,6 +162,12 @@ def _model_checks(config: DictConfig) -> Iterator[Check]:
     experts, groups, chosen = (hf.get(key) for key in ("n_routed_experts", "n_group", "topk_group"))
     if not faults and groups and chosen and (experts % groups or chosen > groups):
         faults.append(f"n_group is {groups} and topk_group {chosen}; expected a divisor of {experts}, and 1 to n_group")
+    if not faults:
+        try:
+            found = replace(read_model_shape(hf), torch_dtype=model.torch_dtype)
+            faults += [unlike] if (unlike := differences(found, model)) else []
+        except ConfigError as error:
+            faults.append(str(error))
     where = "the model's config.json, with actor_rollout_ref.model.override_config.model_config over it"
     detail = f"{'; '.join(faults)} ({where}): this model cannot be trained" if faults else "a DeepSeek-V3"
     yield Check("model config", not faults, detail)

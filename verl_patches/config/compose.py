@@ -212,7 +212,7 @@ def hf_config_of(config: DictConfig) -> dict[str, Any]:
     The file is that of the model's folder, where it exists here, else recipe.model_shape.
     """
     file = config_file(config)
-    return {**read_config(file if file.is_file() else shape_file(config)), **model_changes(config)}
+    return {**read_config(file if file.exists() else shape_file(config)), **model_changes(config)}
 
 
 def reads_weights(config: DictConfig) -> bool:

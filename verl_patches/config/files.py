@@ -51,7 +51,7 @@ def _folder_checks(config: DictConfig, must_exist: Collection[str]) -> Iterator[
             "config.json is not read, and null ends rank 0, where verl prints it (configuration_utils.py:845)"
         )
         yield "model folder", False, text
-    if not path.is_file():
+    if not path.exists():
         yield _absent("model folder", [path], _MODEL, _MODEL in must_exist, "the folder of a HF model")
         return
     found, model = read_model_shape(path), model_shape_of(config)

@@ -23,6 +23,8 @@ from verl_patches.values import Count, Natural, value_faults
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
 MODEL_DTYPES = ("float32", "bfloat16", "float16")  # what a model may be in; single tensors of it may be fp8
+MOST_TENSORS = 1_000_000  # of a model; DeepSeek-V3 has 45,395
+_OUTSIDE_EXPERTS = 16  # most tensors of a layer besides its routed experts, rounded up
 
 
 class Parameter(NamedTuple):
@@ -82,7 +84,7 @@ def read_model_shape(config: Mapping | str | Path) -> ModelShape:
     """Read an HF config: a dict, a config.json, or the folder that holds one.
 
     Raises ConfigError for a file that cannot be read, a missing key or wrong size, another model type, tied embeddings
-    or attention biases (not DeepSeek-V3).
+    or attention biases (not DeepSeek-V3), and for more tensors than a list of them should have (MOST_TENSORS).
     """
     where = "HF config"
     if not isinstance(config, Mapping):
@@ -102,6 +104,12 @@ def read_model_shape(config: Mapping | str | Path) -> ModelShape:
         raise ConfigError(
             f"{where}: num_experts_per_tok is {shape.num_experts_per_tok}; expected at most n_routed_experts "
             f"{shape.n_routed_experts}"
+        )
+    count = shape.num_hidden_layers * (_OUTSIDE_EXPERTS + 3 * shape.n_routed_experts)
+    if count > MOST_TENSORS:
+        raise ConfigError(
+            f"{where}: num_hidden_layers {shape.num_hidden_layers} with n_routed_experts {shape.n_routed_experts} make "
+            f"up to {count} tensors; expected at most {MOST_TENSORS}. Take sizes from the model's own config.json"
         )
     return shape
 

@@ -11,12 +11,16 @@ memory, in each process, because the run's folder need not be shared between nod
                reads it only to pass over their tensors (deepseek_v2.py:763); with 0 its loader ends in a KeyError
 
 The key is deleted, not set to None: transformers 4.51 to 4.52 call `.to_dict()` on it when a configuration is printed
-(configuration_utils.py:845), which verl does on rank 0. No torch here.
+(configuration_utils.py:845), which verl does on rank 0.
+
+A file of such a folder is refused by kind and size before it is opened (`require_file`): a pipe would be waited for, a
+device or a link could bring any bytes. No torch here.
 """
 
 from __future__ import annotations
 
 import json
+import stat
 import struct
 from collections.abc import Mapping
 from pathlib import Path
@@ -28,22 +32,66 @@ QUANTIZATION, MTP_LAYERS = "quantization_config", "num_nextn_predict_layers"
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 SCALE = "weight_scale_inv"  # ends the names of fp8 weights' scales
 _MODEL_TYPE = "deepseek_v3"
-_LONGEST_HEADER = 100_000_000  # bytes, safetensors' own limit
+LONGEST_JSON = 100_000_000  # bytes of a JSON file, and of a safetensors header, whose own limit this is
+_KINDS = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a named pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a character device",
+    stat.S_IFBLK: "a block device",
+}
+
+
+def require_file(path: Path, most_bytes: int | None = None) -> int:
+    """The bytes of a file; ConfigError unless it is a regular file of its own folder with at most `most_bytes`.
+
+    The folder itself may be a link; a link to another file of the folder is one of its files.
+    """
+    try:
+        real, found = path.resolve(strict=True), path.stat()
+    except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: a loop of links; ValueError: a zero byte
+        raise ConfigError(f"{path}: cannot be read ({type(error).__name__}: {error}); copy it again") from error
+    if not real.is_relative_to(path.parent.resolve()):
+        raise ConfigError(
+            f"{path}: is a link to {real}, outside of its folder; expected a file. Of a folder in the cache of "
+            f"Hugging Face, whose files are such links, make one of files: cp -rL {path.parent} NEW_FOLDER"
+        )
+    if not stat.S_ISREG(found.st_mode):
+        raise ConfigError(f"{path}: expected a file, found {_KINDS.get(stat.S_IFMT(found.st_mode), 'something else')}")
+    if most_bytes is not None and found.st_size > most_bytes:
+        raise ConfigError(f"{path}: expected at most {most_bytes} bytes, found {found.st_size}; copy it again")
+    return found.st_size
+
+
+def require_files(folder: Path) -> None:
+    """`require_file` of everything in a model folder but the folders in it: all that a reader of it may open."""
+    real = folder.resolve()
+    for path in sorted(folder.iterdir()):
+        if not (path.is_dir() and path.resolve().is_relative_to(real)):
+            require_file(path)
+
+
+def require_name(name: Any, where: str) -> str:
+    """`name` if it is that of a file in the folder of the file that names it; ConfigError for a path, or no text."""
+    if not isinstance(name, str) or name in ("", ".", "..") or "/" in name or not name.isprintable():
+        raise ConfigError(f"{where}: {name!r:.200} is no name of a file beside it; copy it again")
+    return name
 
 
 def read_config(path: str | Path) -> dict[str, Any]:
     """config.json (the file, or the folder that holds it) as training reads it; ConfigError where there is none."""
     path = Path(path)
     path = path / "config.json" if path.is_dir() else path
-    if not path.is_file():
+    if not path.exists():
         raise ConfigError(f"{path}: no such file; expected a HF model folder or its config.json")
     config = read_json_object(path)
     config.pop(QUANTIZATION, None)
     return {**config, MTP_LAYERS: 0} if config.get(MTP_LAYERS) else config
 
 
-def read_json_object(path: Path) -> dict[str, Any]:
-    """The content of a JSON file that holds an object; ConfigError for any other file."""
+def read_json_object(path: Path, most_bytes: int = LONGEST_JSON) -> dict[str, Any]:
+    """The content of a JSON file that holds an object; ConfigError for any other file, as `require_file`."""
+    require_file(path, most_bytes)
     try:
         content = json.loads(path.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError, RecursionError) as error:
@@ -77,16 +125,16 @@ def safetensors_header(path: Path) -> Mapping[str, Any]:
 
     The format: 8 bytes with the header's length, the header (JSON), the tensors' bytes.
     """
+    found = require_file(path)
     try:
         with path.open("rb") as file:
             start = file.read(8)
             length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
-            header = json.loads(file.read(length)) if 0 < length <= _LONGEST_HEADER else None
+            header = json.loads(file.read(length)) if 0 < length <= LONGEST_JSON else None
         tensors = {name: tensor for name, tensor in header.items() if name != "__metadata__"}
+        if not all(map(_is_tensor, tensors.values())):
+            raise ValueError("no dtype, shape and data_offsets of a tensor")
         size = 8 + length + max((tensor["data_offsets"][1] for tensor in tensors.values()), default=0)
-        if not all(isinstance(tensor["dtype"], str) for tensor in tensors.values()):
-            raise ValueError("a dtype is no text")
-        found = path.stat().st_size
     except (OSError, ValueError, AttributeError, LookupError, TypeError, RecursionError) as error:
         raise ConfigError(
             f"{path}: not a whole safetensors file (its header cannot be read); download or record it again"
@@ -96,3 +144,10 @@ def safetensors_header(path: Path) -> Mapping[str, Any]:
             f"{path}: not a whole safetensors file ({found} bytes, expected {size}); download or record it again"
         )
     return tensors
+
+
+def _is_tensor(found: Any) -> bool:
+    """Whether an entry of a header has the types of one; TypeError, LookupError for others."""
+    numbers = [*found["shape"], *found["data_offsets"]]
+    sizes = len(found["data_offsets"]) == 2 and all(type(number) is int and number >= 0 for number in numbers)
+    return sizes and isinstance(found["dtype"], str)

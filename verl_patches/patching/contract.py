@@ -1,9 +1,10 @@
 """`check`: compares what every row of one line expects of upstream with upstream's sources.
 
-For each row: the target's body is the reviewed one; the provider accepts every call that the target accepts (of a wrap,
-`provider(original) -> replacement`, the functions that it returns are compared); all bindings are listed. Sources are
-read as text from {top-level package: the folder that holds it}; nothing of upstream is imported. Bindings are searched
-in the upstream packages of the line, and in those modules of other packages (torch) that rows name.
+For each row: the target's body is the reviewed one, and nothing compiled takes its place; the provider accepts every
+call that the target accepts (of a wrap, `provider(original) -> replacement`, the functions that it returns are
+compared); all bindings are listed. Sources are read as text from {top-level package: the folder that holds it}; nothing
+of upstream is imported. Bindings are searched in the upstream packages of the line, and in those modules of other
+packages (torch) that rows name.
 """
 
 from __future__ import annotations
@@ -12,10 +13,13 @@ import ast
 import difflib
 import importlib.metadata
 import importlib.util
+import marshal
+import struct
 import sys
 import warnings
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import NamedTuple
 
@@ -183,6 +187,8 @@ class RowCheck:
             except SyntaxError as error:
                 yield Part("problem", f"this Python cannot read {self._at(self.file, error.lineno)}: {error.msg}")
                 return
+            if instead := _imported_instead(self.file):
+                yield Part("problem", f"Python imports {instead} instead, which is not compiled from it", "remove it")
             exists = yield from self._body()
             if exists and spec.kind != "extend":
                 yield self._signature()
@@ -315,6 +321,33 @@ def _root_of(file: Path, module: str) -> Path:
     return file.parents[module.count(".") + (file.name == "__init__.py")]
 
 
+def _imported_instead(file: Path) -> str:
+    """The file that this interpreter imports in place of the text of `file`; empty where that is compiled from it.
+
+    An extension module beside it, or byte code that passes for that of the text (of its time and size, of its hash, or
+    marked as unchecked) and holds other code.
+    """
+    for suffix in EXTENSION_SUFFIXES:
+        if (beside := file.with_name(file.stem + suffix)).exists():
+            return beside.name
+    cached = Path(importlib.util.cache_from_source(file))
+    if not cached.is_file():
+        return ""
+    content, text, facts = cached.read_bytes(), file.read_bytes(), file.stat()
+    head, flags = content[:16], int.from_bytes(content[4:8], "little")
+    if flags & 1:
+        is_used = not flags & 2 or head[8:] == importlib.util.source_hash(text)
+    else:
+        is_used = head[8:] == struct.pack("<LL", int(facts.st_mtime) & 0xFFFFFFFF, facts.st_size & 0xFFFFFFFF)
+    if not is_used or head[:4] != importlib.util.MAGIC_NUMBER:
+        return ""
+    try:
+        is_same = marshal.loads(content[16:]) == compile(text, str(file), "exec", dont_inherit=True)
+    except (EOFError, ValueError, TypeError):
+        is_same = False
+    return "" if is_same else f"{cached.parent.name}/{cached.name}"
+
+
 def _version(package: str) -> str:
     if package in sys.stdlib_module_names:
         return "of Python " + sys.version.split()[0]
@@ -342,9 +375,11 @@ def _changes(reviewed: list[str], found: list[Statement]) -> tuple[list[Statemen
 
 
 def _source_text(definitions: list[Definition]) -> list[str]:
-    """The lines of some definitions, decorators included."""
+    """The lines of some definitions, decorators included, and those of the headers of the classes around them."""
     lines = []
     for one in definitions:
         first = min([one.node.lineno, *(mark.lineno for mark in getattr(one.node, "decorator_list", ()))])
         lines += fp.source_lines(one.file)[first - 1 : one.node.end_lineno]
+        headers = one.statements()[-len(one.classes) :] if one.classes else ()
+        lines += [line for header in headers for line in header.source()]
     return lines

@@ -3,9 +3,10 @@
 Sources are read from disk; nothing is imported. A definition is a list of statements, each with its own hash, so that
 `check` can name the statements that changed. A compound statement gives one entry for its header (test, target, handler
 type, pattern ...) and one for every statement inside. Depth and field (body, orelse, finalbody) count, so a statement
-that moves out of an `if` changes. Fields of the syntax tree are read by name and empty ones left out, so that fields
-which newer Python versions add (type_params and the like) change nothing; tests/patching/test_fingerprint.py compares
-Python 3.10 to 3.13.
+that moves out of an `if` changes. Of a method, the headers of the classes around it count too: their decorators, bases
+and keywords, such as a metaclass, decide what becomes of it. Fields of the syntax tree are read by name and empty ones
+left out, so that fields which newer Python versions add (type_params and the like) change nothing;
+tests/patching/test_fingerprint.py compares Python 3.10 to 3.13.
 """
 
 from __future__ import annotations
@@ -28,11 +29,16 @@ NO_SOURCE = "no-python-source"
 
 @dataclass(frozen=True)
 class Definition:
-    """One definition of a name: its syntax tree and the file and module that it stands in."""
+    """One definition of a name: its syntax tree, the file and module that it stands in, and the classes around it."""
 
     node: ast.AST
     file: Path
     module: str
+    classes: tuple[ast.ClassDef, ...] = ()
+
+    def statements(self) -> list[Statement]:
+        """Its own statements in source order, then the headers of its classes, the outermost first."""
+        return [*flatten(self.node, self.file), *(flatten(each, self.file)[0] for each in self.classes)]
 
 
 def fingerprint(place: str, root: Path | None = None) -> str:
@@ -45,8 +51,8 @@ def fingerprint(place: str, root: Path | None = None) -> str:
 
 
 def statements(place: str, root: Path | None = None) -> list[Statement]:
-    """The statements of "module:qualname" in source order, of all its definitions; empty where there is none."""
-    return [statement for d in definitions(place, root) for statement in flatten(d.node, d.file)]
+    """The statements of "module:qualname", of all its definitions in source order; empty where there is none."""
+    return [statement for d in definitions(place, root) for statement in d.statements()]
 
 
 def current(line: str, target: str) -> str:
@@ -80,9 +86,9 @@ def definitions(
     if read is not None:
         read[module] = path
     stat, found = path.stat(), []
-    for node in _nodes(str(path), (stat.st_mtime_ns, stat.st_size), qualname):
+    for *classes, node in _nodes(str(path), (stat.st_mtime_ns, stat.st_size), qualname):
         if not isinstance(node, ast.ImportFrom):
-            found.append(Definition(node, path, module))
+            found.append(Definition(node, path, module, tuple(classes)))
             continue
         origin = import_origin(node, module, path.name == "__init__.py")
         if origin.split(".")[0] == module.split(".")[0]:
@@ -230,12 +236,12 @@ def _tree(path: str, _version: tuple[int, int]) -> ast.Module:
 
 
 @functools.lru_cache(maxsize=512)
-def _nodes(path: str, version: tuple[int, int], qualname: str) -> tuple[ast.AST, ...]:
-    """The statements that bind a qualname; a from-import ends the search where it binds the first name."""
-    nodes: list[ast.AST] = [_tree(path, version)]
+def _nodes(path: str, version: tuple[int, int], qualname: str) -> tuple[tuple[ast.AST, ...], ...]:
+    """(classes around it ..., statement) of each that binds a qualname; a from-import of the first name ends it."""
+    found: list[tuple[ast.AST, ...]] = [(_tree(path, version),)]
     for step in qualname.split("."):
-        nodes = [found for node in nodes for found in _named(node, step)]
-    return tuple(nodes)
+        found = [(*outer, node) for outer in found for node in _named(outer[-1], step)]
+    return tuple(nodes[1:] for nodes in found)
 
 
 def _named(node: ast.AST, name: str) -> list[ast.AST]:

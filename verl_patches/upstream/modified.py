@@ -1,8 +1,9 @@
 """Files of the upstream sources that differ from their pins: git trees by hash, installed packages by RECORD.
 
 Contents are hashed, so git's index (assume-unchanged), another owner of the clone or a time stamp cannot hide an edit.
+Of an installed package the RECORD itself is compared first: the pin file has the digest of that of each pinned wheel.
 Not counted: the prelude line, __pycache__, executable bits, files that the pin file lists as `generated`, and files
-that git ignores, unless Python could import them (.py outside build/ and dist/).
+that git ignores, unless Python could import them, or would in place of a pinned file (outside build/ and dist/).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import hashlib
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from pathlib import Path
 
 from omegaconf import DictConfig
@@ -125,7 +127,7 @@ def tree_changes(folder: Path, reference: str, generated: tuple[str, ...] = ()) 
             data = _content(folder / path, mode == _LINK)
             found += _difference(path, data, lambda data, blob=blob: _git_blob(data) == blob)
     extra = {path: link for path, link in _files(folder, folder) if path not in wanted and path not in generated}
-    ignored = _ignored(folder, [path for path, link in extra.items() if not _can_be_imported(path, link)])
+    ignored = _ignored(folder, [path for path, link in extra.items() if not _can_be_imported(path, link, wanted)])
     found += [f"{path} (extra)" for path in extra if path not in ignored]
     return sorted(found)
 
@@ -177,11 +179,21 @@ def _ignored(folder: Path, paths: list[str]) -> set[str]:
     return names
 
 
-def _can_be_imported(path: str, link: bool) -> bool:
-    """Whether a file is a Python module, or a link to a folder that may hold some; not below build/ and dist/."""
+def _can_be_imported(path: str, link: bool, pinned: AbstractSet[str]) -> bool:
+    """Whether Python could import a file beside the `pinned` ones; not below build/ and dist/.
+
+    A module, a link to a folder that may hold some, byte code without its source, an extension module that takes the
+    place of a pinned module. Other extension modules are what building writes (Megatron's helpers, vllm-ascend's ops).
+    """
     *folders, name = path.split("/")
     if folders[:1] in (["build"], ["dist"]) or not all(map(str.isidentifier, folders)):
         return False
+    module = "/".join((*folders, name.partition(".")[0]))
+    if name.endswith(".pyc"):
+        return f"{module}.py" not in pinned
+    if name.endswith(".so"):
+        package = module.removesuffix("/__init__")
+        return not pinned.isdisjoint((f"{package}.py", f"{package}/__init__.py"))
     return name.endswith(".py") or (link and name.isidentifier())
 
 
@@ -202,6 +214,9 @@ def _package_finding(name: str, package: str, root: Path, line: Line) -> Finding
     again = f"install {distribution} {pinned} again: python -m pip install --force-reinstall --no-deps"
     if not same_version(pinned, version):
         return Finding(name, "problem", place, wanted, version, f"install {distribution} {pinned} in place of it")
+    if pin is None and (found := record_digest(package, record)) not in line.records.get(distribution, ()):
+        text = f"{record} is not that of the pinned wheel: its digest is {found}"
+        return Finding(name, "problem", place, " or ".join(line.records.get(distribution, ())), text, again)
     if files := record_changes(package, root, record):
         return Finding(name, "problem", place, wanted, files_text(files), again, tuple(files))
     unknown = "; its commit is not known" if pin else ""
@@ -215,17 +230,32 @@ def _record_of(package: str, root: Path | None) -> Path | None:
     return next((record for record in records if listed.search(record.read_text())), None)
 
 
+def record_digest(package: str, record: Path) -> str:
+    """sha256 of the lines "PATH,HASH", sorted, of a top-level package in a RECORD: the same in the wheel and installed.
+
+    pip adds lines of other folders (dist-info, scripts), and byte code, which has no hash.
+    """
+    lines = sorted(f"{path},{digest}\n" for path, digest in _recorded(package, record).items())
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+
+def _recorded(package: str, record: Path) -> dict[str, str]:
+    """{path: hash} of the files of a top-level package that a wheel brought."""
+    with record.open(newline="") as text:
+        rows = [(path, digest) for path, digest, *_ in csv.reader(text) if path.startswith(f"{package}/")]
+    return {path: digest for path, digest in rows if digest}
+
+
 def record_changes(package: str, root: Path, record: Path) -> list[str]:
     """As `tree_changes`: the files of a package in `root` against the hashes of its RECORD; extra ones if Python."""
-    with record.open(newline="") as text:
-        wanted = {path: digest for path, digest, *_ in csv.reader(text) if path.startswith(f"{package}/")}
-    found = []
+    wanted, found = _recorded(package, record), []
     for path, digest in wanted.items():
-        if digest:  # byte code made at installation has none
-            data = _content(root / path, link=False)
-            found += _difference(path, data, lambda data, digest=digest: _record_hash(data, digest) == digest)
-    here = {path for path, _ in _files(root / package, root) if path.endswith(".py")}
-    return sorted([*found, *(f"{path} (extra)" for path in here - set(wanted))])
+        data = _content(root / path, link=False)
+        found += _difference(path, data, lambda data, digest=digest: _record_hash(data, digest) == digest)
+    for path, link in _files(root / package, root):
+        if path not in wanted and _can_be_imported(path, link, wanted.keys()):
+            found.append(f"{path} (extra)")
+    return sorted(found)
 
 
 def _record_hash(data: bytes, like: str) -> str:

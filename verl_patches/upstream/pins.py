@@ -17,6 +17,7 @@ from verl_patches.errors import ConfigError
 PIN_FILE = Path(__file__).resolve().parents[2] / "configs" / "upstream.yaml"
 
 Hash = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{40}$")]
+Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 Version = Annotated[str, StringConstraints(min_length=1)]  # of a package: exact, or a pattern such as 0.1*
 Kind = Annotated[str, StringConstraints(pattern=r"^(int|text|path|\d+\.\.\d+)$")]
 
@@ -129,7 +130,9 @@ class Container(_Strict):
 class Line(_Strict):
     """One upstream line: exact versions of Python packages, of the Ascend software below, and repositories.
 
-    python: the minor versions that all of them support, the preferred one first.
+    python: the minor versions that all of them support, the preferred one first. records: of the packages that are
+    compared file by file, the digests of the pinned wheels' RECORDs (upstream/modified.py, record_digest): one for each
+    wheel of that version.
     """
 
     use: Words
@@ -138,6 +141,7 @@ class Line(_Strict):
     python: Annotated[tuple[Version, ...], Field(min_length=1)]
     packages: Mapping[str, Version]
     repositories: Mapping[str, Repository]
+    records: Mapping[str, Annotated[tuple[Sha256, ...], Field(min_length=1)]] = Field(default_factory=dict)
     system: Mapping[str, Version] = Field(default_factory=dict)
     limits: tuple[str, ...] = ()
     container: Container | None = None

@@ -1,12 +1,14 @@
 """Run a planned conversion (plan.py): one pass, a few blocks of rows in memory, resumable, a share of the files a node.
 
 Groups of files are written several at a time, each by a thread: reads, changes of dtype, checksums, writes and fsync of
-different groups overlap. A thread holds a few blocks of rows whatever the files' size.
+different groups overlap. A thread holds a few blocks of rows whatever the files' size. What is read is compared with
+the sha256 that the source's manifest has of it, in the same pass; a HF folder that was downloaded has none.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import shutil
 import threading
@@ -20,13 +22,17 @@ import torch
 from verl_patches.errors import RecipeError
 from verl_patches.reshard.region import Region, overlap
 from verl_patches.weights import fp8
-from verl_patches.weights.manifest import FileEntry, Manifest, TensorEntry, file_problems, read_manifest
+from verl_patches.weights.digests import DIGITS, Beside
+from verl_patches.weights.manifest import MANIFEST, FileEntry, Manifest, TensorEntry, file_problems, read_manifest
 from verl_patches.weights.plan import MOST_THREADS, Group, OutFile, Plan, block_rows
-from verl_patches.weights.shards import TORCH_DTYPES, tensor_bytes
+from verl_patches.weights.shards import TORCH_DTYPES, require_finite, tensor_bytes
 from verl_patches.weights.source import BLOCK, FP8, Part, Source, SourceFiles, SourceTensor, scale_name
 from verl_patches.weights.writer import FileWriter, begin, complete, missing_files, reopen
 
 Progress = Callable[[int], None]  # gets the bytes of tensors, or of files that are there already, since its last call
+_COPY_AGAIN = (
+    "the source is damaged: copy the file again, or take an older checkpoint; `weights verify` names all faults"
+)
 
 
 class Done(NamedTuple):
@@ -47,12 +53,13 @@ def convert(plan: Plan, folder: str | Path, part: int = 0, parts: int = 1, progr
     """Write `plan`'s share `part` of `parts` to `folder`; finished files that are there and right stay.
 
     Raises ConfigError for a folder that holds something else, RecipeError for a full disk, a source that changes
-    meanwhile or values that FP8 cannot store. Whatever happens, the folder is complete or says that it is not.
+    meanwhile or is damaged, NaN and infinity. Whatever happens, the folder is complete or says that it is not.
     """
     folder, groups = Path(folder), plan.share(part, parts)
     small = [*plan.texts, *plan.copies] if part == 0 else []
     mine = {file.name: file for group in groups for file in group.files}
     _check_space(folder, mine.values())
+    _check_source(plan.source, groups, ["config.json", *small])
     recorded = begin(folder, plan.manifest)
     finished = _finished(folder, plan, recorded, [*mine, *small], progress)
     todo = [group for group in (_without(group, finished) for group in groups) if group.files]
@@ -98,6 +105,18 @@ def _check_space(folder: Path, files: Iterable[OutFile]) -> None:
             f"{folder}: {size} bytes are to be written, {free} are free. Free space, choose another folder, or share "
             "the work between nodes with --part; then run the same command again, finished files are kept"
         )
+
+
+def _check_source(source: Source, groups: Iterable[Group], small: Iterable[str]) -> None:
+    """RecipeError where a file that is read is not the manifest's and its tensors have no digests of their own.
+
+    These are small ones, and those of an older format, which are read twice.
+    """
+    entries = {entry.name: entry for entry in source.files}
+    parts = (part for group in groups for name in group.names for part in source.tensors[name].stored)
+    for name in sorted(entries.keys() & {*small, *(part.file for part in parts if part.sha256 is None)}):
+        if problems := file_problems(source.folder, entries[name]):
+            raise RecipeError(f"{source.folder / name}: {problems[0]}; {_COPY_AGAIN}")
 
 
 # ---- groups
@@ -185,6 +204,7 @@ def _write_block(name: str, start: int, value: torch.Tensor, wanted, scales) -> 
             if cut is None:
                 continue
             stored = cut.to(dtype)
+            require_finite(stored, name)
         writer.write(tensor_bytes(stored))
         size += stored.nbytes
     return size
@@ -203,31 +223,50 @@ def _cut(value: torch.Tensor, rows: Region, entry: TensorEntry) -> torch.Tensor 
 
 
 class _Reader:
-    """Blocks of rows of source tensors; counts the bytes that it reads. Files stay open inside."""
+    """Blocks of rows of source tensors; counts the bytes that it reads. Files stay open inside.
+
+    Raises RecipeError for a tensor whose bytes are not those of the manifest, once its last block was taken.
+    """
 
     def __init__(self, source: Source):
         self.source, self.read_bytes = source, 0
         self._files = SourceFiles(source.folder, sequential=True)
+        self._beside, self._digests = Beside(), {}
 
     def __enter__(self) -> _Reader:
         return self
 
     def __exit__(self, *exc) -> None:
+        self._beside.close()
         self._files.__exit__(*exc)
 
     def blocks(self, tensor: SourceTensor) -> Iterator[tuple[int, torch.Tensor]]:
         """(first row, values) of `tensor`, a block of rows at a time; FP8 is decoded to bf16, else the stored dtype."""
         step, scales = block_rows(tensor, (self.source.block or BLOCK)[0]), None
+        self._digests = {part: hashlib.sha256() for part in tensor.stored if part.sha256 is not None}
         if tensor.scale:
             shape = self.source.scale_shape(tensor)
             scales = self._rows(tensor.scale, shape, torch.float32, 0, shape[0])
+            fp8.require_scales(scales, tensor.scale.region.name)
         for start in range(0, tensor.shape[0], step):
             stop = min(start + step, tensor.shape[0])
             value = self._block(tensor, start, stop)
             if scales is not None:
                 block = self.source.block
-                value = fp8.decode(value, scales[start // block[0] :], block, torch.bfloat16)
+                value = fp8.decode(value, scales[start // block[0] :], block, torch.bfloat16, tensor.name)
             yield start, value
+        self._compare()
+
+    def _compare(self) -> None:
+        """RecipeError unless the parts that were read have the digests of the manifest."""
+        self._beside.wait()
+        for part, digest in self._digests.items():
+            found = digest.hexdigest()[:DIGITS]
+            if found != part.sha256:
+                raise RecipeError(
+                    f"{self.source.folder / part.file}: {part.region}: expected sha256 {part.sha256} ({MANIFEST}), "
+                    f"found {found}; {_COPY_AGAIN}"
+                )
 
     def _block(self, tensor: SourceTensor, start: int, stop: int) -> torch.Tensor:
         """Rows [start, stop), joined from the parts that hold them."""
@@ -247,6 +286,9 @@ class _Reader:
         """Rows [first, last) of a part that is stored in `shape`."""
         out = torch.empty((last - first, *shape[1:]), dtype=dtype)
         row = out.nbytes // len(out)
-        self._files.read_into(tensor_bytes(out), part, part.offset + first * row)
+        view = tensor_bytes(out)
+        self._files.read_into(view, part, part.offset + first * row)
+        if part in self._digests:
+            self._beside.add(self._digests[part].update, view)
         self.read_bytes += out.nbytes
         return out

@@ -4,6 +4,7 @@ A weight [R, C] in float8_e4m3fn has an fp32 scale for each block of 128 x 128, 
 [ceil(R / 128), ceil(C / 128)]; blocks at the lower and right edge may be smaller. value = fp8 * scale, computed in
 fp32 and rounded once (`weight_dequant` in inference/kernel.py of deepseek-ai/DeepSeek-V3). Encoding follows `act_quant`
 there: scale = max |value| of the block / 448, the largest e4m3fn; a block of zeros, where that is 0 / 0, has scale 1.
+NaN, and scales that no finite block has (NaN, infinity, 0, negative ones), are refused in both directions.
 
 torch on a CPU converts fp8 one element at a time. The bits of an e4m3fn, moved by 7 places, are those of an fp16 of
 1/256 of the value, so shifts and torch's vectorised conversion of fp16 do it several times faster, and exactly.
@@ -18,14 +19,32 @@ import torch
 from verl_patches.errors import RecipeError
 
 LARGEST = 448.0  # of float8_e4m3fn
+LARGEST_SCALE = torch.finfo(torch.bfloat16).max / LARGEST  # with it every value is finite in bf16
 _AT_ONCE = 1 << 17  # elements, so that what lies between fp8 and the result stays in a core's cache
 
 
-def decode(stored: torch.Tensor, scales: torch.Tensor, block: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Values in `dtype` of `stored` [R, C] in fp8, rows from the start of a block on, with `scales` of its blocks."""
+def require_scales(scales: torch.Tensor, name: str) -> None:
+    """RecipeError unless every scale [rows, columns] is one of finite values: above 0, at most LARGEST_SCALE."""
+    good = (scales > 0) & (scales <= LARGEST_SCALE)  # false for NaN
+    if not good.all():
+        row, column = (~good).nonzero()[0].tolist()
+        raise RecipeError(
+            f"{name}: the scale of block [{row}, {column}] is {scales[row, column].item()}; expected one above 0 and "
+            f"at most {LARGEST_SCALE:.3g}: the weights are damaged; download or write the folder again"
+        )
+
+
+def decode(
+    stored: torch.Tensor, scales: torch.Tensor, block: Sequence[int], dtype: torch.dtype, name: str = "tensor"
+) -> torch.Tensor:
+    """Values in `dtype` of `stored` [R, C] in fp8, rows from the start of a block on, with `scales` of its blocks.
+
+    Raises RecipeError for NaN; scales are not looked at (`require_scales`).
+    """
     (rows, columns), width = block, stored.shape[1]
     out, numbers = torch.empty(stored.shape, dtype=dtype), stored.view(torch.int8)
-    has_nan = numbers.amax() == 127 or stored.view(torch.uint8).amax() == 255  # 0x7f and 0xff, no bits of an fp16 NaN
+    if numbers.amax() == 127 or stored.view(torch.uint8).amax() == 255:  # 0x7f and 0xff, no bits of an fp16 NaN
+        raise RecipeError(f"{name}: holds NaN: the weights are damaged; download or write the folder again")
     step = max(1, min(rows, _AT_ONCE // width))
     bits, values = torch.empty(step, width, dtype=torch.int16), torch.empty(step, width)
     for first in range(0, len(stored), rows):
@@ -33,10 +52,6 @@ def decode(stored: torch.Tensor, scales: torch.Tensor, block: Sequence[int], dty
         for start in range(first, min(first + rows, len(stored)), step):
             stop = min(start + step, first + rows, len(stored))
             value = values[: stop - start]
-            if has_nan:
-                value.copy_(stored[start:stop])
-                out[start:stop] = value.mul_(scale)
-                continue
             half = bits[: stop - start].copy_(numbers[start:stop])
             half.bitwise_left_shift_(7).bitwise_and_(~0x4000)  # the sign was extended to both upper bits
             out[start:stop] = value.copy_(half.view(torch.float16)).mul_(scale * 256)
@@ -55,7 +70,7 @@ def encode(values: torch.Tensor, block: Sequence[int], name: str = "tensor") -> 
         largest = torch.maximum(band.amax(0), -band.amin(0))  # of the absolute values, several times faster
         peak = torch.nn.functional.pad(largest, (0, count * columns - width)).view(count, columns)
         scale = peak.amax(1) / LARGEST
-        if not scale.isfinite().all():
+        if not (scale <= LARGEST_SCALE).all():  # false for NaN
             raise RecipeError(f"{name}: rows from {start} hold NaN or infinity, which FP8 cannot store; check the run")
         scale[scale == 0] = 1.0
         band.div_(scale.repeat_interleave(columns)[:width]).clamp_(-LARGEST, LARGEST)

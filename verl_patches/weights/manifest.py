@@ -10,8 +10,9 @@ complete tensor it is:
     flat      None, or the first element that is stored, of the region flattened in row-major order: a shard of a
               distributed optimizer holds such a range; `shape` is then (elements,)
     columns   with `flat`: the region is flattened column by column, as MindSpeed stores stacked experts
-    sha256_to_end  first 16 digits of the sha256 of the file up to the tensor's end: in a damaged file, the first tensor
-              for which it differs is damaged. It costs nothing beside the file's own sha256
+    sha256    first 16 digits of the sha256 of the tensor's bytes, which who reads the whole tensor compares. The file's
+              own is that of its header and of these digests (digests.py). A folder of version 1 has none, and the plain
+              sha256 of each file
 
 HF names and regions, not Megatron's parameter names: Megatron's differ between its own modules, Transformer Engine's
 and MindSpeed's, join gate and up, stack experts and count layers from the stage's first. A region is the same for all
@@ -42,11 +43,12 @@ from typing import Any
 
 from verl_patches.errors import ConfigError
 from verl_patches.layout.inventory import ModelShape
-from verl_patches.layout.model_folder import read_json_object, safetensors_header
+from verl_patches.layout.model_folder import read_json_object, require_name, safetensors_header
 from verl_patches.reshard.region import Region
+from verl_patches.weights.digests import FileDigest
 
 FORMAT, VERSION = "verl_patches weights", 2
-WITHOUT_DIGEST = 1  # the version before: read, but its manifest does not cover itself
+WITHOUT_DIGESTS = 1  # the version before: read, but it has no digest of itself or of tensors
 SAVED = re.compile(r"global_step_([1-9][0-9]*)")  # the name of a checkpoint's folder
 MANIFEST, ENTRIES, PARTIAL = "manifest.json", "manifest.d", ".partial"
 CHECKPOINT = "checkpoint"
@@ -56,7 +58,7 @@ OF_RANK, OF_TRAINER = "rank_", "trainer."  # names of files of one rank of a che
 # safetensors' names of dtypes -> bytes of an element
 ITEM_BYTES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2}
 ITEM_BYTES |= {"F8_E4M3": 1, "F8_E5M2": 1, "I8": 1, "U8": 1, "BOOL": 1}
-DIGITS = 16  # of sha256_to_end
+LARGEST_BYTES = 1 << 30  # of a manifest; that of all 256 dies has 6.7 MB
 _CHUNK_BYTES = 4 << 20  # that is read at a time for a checksum
 
 
@@ -71,7 +73,7 @@ class TensorEntry:
     whole: tuple[int, ...]
     role: str = WEIGHT
     flat: int | None = None
-    sha256_to_end: str | None = None
+    sha256: str | None = None
     columns: bool = False
 
     def __post_init__(self):
@@ -100,12 +102,20 @@ def whole_tensor(key: str, dtype: str, shape: Sequence[int], role: str = WEIGHT,
 
 @dataclass(frozen=True)
 class FileEntry:
-    """One file of a folder: its name, bytes, sha256 (hex), and tensors in the order of their bytes."""
+    """One file of a folder: its name, bytes, sha256 (hex; explained above), and tensors in the order of their bytes."""
 
     name: str
     size_bytes: int
     sha256: str
     tensors: tuple[TensorEntry, ...] = ()
+
+    def __post_init__(self):
+        require_name(self.name, MANIFEST)
+
+    @property
+    def has_digests(self) -> bool:
+        """Whether each tensor has a digest of its own."""
+        return bool(self.tensors) and all(tensor.sha256 is not None for tensor in self.tensors)
 
 
 @dataclass(frozen=True)
@@ -180,7 +190,7 @@ def _tensor_fields(tensor: TensorEntry) -> dict[str, Any]:
         found["of"] = region.name
     if tensor.flat is not None or tensor.shape != tensor.whole:
         found |= {"whole": tensor.whole, "axis": region.axis, "start": region.start, "stop": region.stop}
-    found |= {key: getattr(tensor, key) for key in ("flat", "sha256_to_end") if getattr(tensor, key) is not None}
+    found |= {key: getattr(tensor, key) for key in ("flat", "sha256") if getattr(tensor, key) is not None}
     if tensor.columns:
         found["columns"] = True
     return found if tensor.role == WEIGHT else {**found, "role": tensor.role}
@@ -190,7 +200,7 @@ def _tensor_of(found: dict[str, Any]) -> TensorEntry:
     key, shape = found["key"], tuple(found["shape"])
     whole = tuple(found.get("whole", shape))
     region = Region(found.get("of", key), found.get("axis", 0), found.get("start", 0), found.get("stop", whole[0]))
-    more = {name: found[name] for name in ("role", "flat", "sha256_to_end", "columns") if name in found}
+    more = {name: found[name] for name in ("role", "flat", "sha256", "columns") if name in found}
     return TensorEntry(key, found["dtype"], shape, region, whole, **more)
 
 
@@ -212,8 +222,8 @@ def read_manifest(folder: str | Path, complete: bool = True) -> Manifest:
     path = Path(folder) / MANIFEST
     if not path.is_file():
         raise ConfigError(f"{folder}: no {MANIFEST}; expected a folder of sharded weights")
-    found = read_json_object(path)
-    if found.get("format") != FORMAT or found.get("version") not in (VERSION, WITHOUT_DIGEST):
+    found = read_json_object(path, LARGEST_BYTES)
+    if found.get("format") != FORMAT or found.get("version") not in (VERSION, WITHOUT_DIGESTS):
         raise ConfigError(
             f"{path}: expected format {FORMAT!r}, version {VERSION}, found {found.get('format')!r}, "
             f"{found.get('version')!r}; write the folder again with this version of the code"
@@ -227,12 +237,13 @@ def read_manifest(folder: str | Path, complete: bool = True) -> Manifest:
     try:
         model = ModelShape(**{f.name: found["model"]["config"][f.name] for f in fields(ModelShape)})
         files = tuple(_file_of(file) for file in found["files"])
+        expected = tuple(require_name(name, str(path)) for name in found["expected"])
         plain = {name: found[name] for name in ("kind", "layout", "dtype", "identity", "facts")}
         manifest = Manifest(
             **plain,
             model=model,
             files=files,
-            expected=tuple(found["expected"]),
+            expected=expected,
             complete=found["state"] == "complete",
             covered=covered,
         )
@@ -324,42 +335,25 @@ def file_problems(folder: str | Path, entry: FileEntry, progress: Callable[[int]
         return [Problem(entry.name, "", f"a file of {entry.size_bytes} bytes", "no file")]
     if (size := path.stat().st_size) != entry.size_bytes:
         return [Problem(entry.name, "", f"{entry.size_bytes} bytes", f"{size} bytes")]
-    found = digest_of(path, progress)
-    if found == entry.sha256:
-        return []
-    damaged = _first_damage(path, entry) if entry.tensors else []
-    return [*damaged, Problem(entry.name, "", f"sha256 {entry.sha256}", f"sha256 {found}")]
-
-
-def digest_of(path: Path, progress: Callable[[int], None] = lambda _: None) -> str:
-    """sha256 (hex) of a file."""
-    with path.open("rb", buffering=0) as file:
-        return _read_digest(file, hashlib.sha256(), path.stat().st_size, progress).hexdigest()
-
-
-def _read_digest(file: Any, digest: Any, size: int, progress: Callable[[int], None] = lambda _: None) -> Any:
-    """`digest` with the next `size` bytes of an unbuffered file, or those that it has."""
-    buffer = memoryview(bytearray(min(size, _CHUNK_BYTES)))
-    while size and (count := file.readinto(buffer[:size])):
-        digest.update(buffer[:count])
-        size -= count
-        progress(count)
-    return digest
-
-
-def _first_damage(path: Path, entry: FileEntry) -> list[Problem]:
-    """The header, or the first tensor, whose bytes are not those that were written; empty where entries do not say."""
-    head = header_of(entry.tensors, entry.name)
+    head, sizes = b"", ()
+    if entry.has_digests:
+        head, sizes = header_of(entry.tensors, entry.name), [tensor.size_bytes for tensor in entry.tensors]
     with path.open("rb", buffering=0) as file:
         if file.read(len(head)) != head:
             return [Problem(entry.name, "", "the header that was written", "another header")]
-        digest = hashlib.sha256(head)
-        for tensor in entry.tensors:
-            found = _read_digest(file, digest, tensor.size_bytes).hexdigest()[:DIGITS]
-            if tensor.sha256_to_end not in (None, found):
-                expected = f"sha256 {tensor.sha256_to_end} of the file up to its end"
-                return [Problem(entry.name, tensor.key, expected, f"{found}; tensors behind it were not compared")]
-    return []
+        progress(len(head))
+        digest, buffer = FileDigest(head, sizes), memoryview(bytearray(min(size, _CHUNK_BYTES)))
+        while count := file.readinto(buffer):
+            digest.update(buffer[:count])
+            progress(count)
+    found = [
+        Problem(entry.name, tensor.key, f"sha256 {tensor.sha256}", f"sha256 {seen}")
+        for tensor, seen in zip(entry.tensors, digest.tensors, strict=False)
+        if tensor.sha256 != seen
+    ]
+    if digest.hexdigest() != entry.sha256:
+        found.append(Problem(entry.name, "", f"sha256 {entry.sha256}", f"sha256 {digest.hexdigest()}"))
+    return found
 
 
 def folder_problems(folder: str | Path, manifest: Manifest, progress: Callable[[int], None] = lambda _: None):

@@ -17,7 +17,7 @@ import torch
 from verl_patches.reshard.region import Region, overlap, part_of
 from verl_patches.weights import fp8
 from verl_patches.weights.manifest import ITEM_BYTES
-from verl_patches.weights.shards import TORCH_DTYPES, tensor_bytes
+from verl_patches.weights.shards import TORCH_DTYPES, require_finite, tensor_bytes
 from verl_patches.weights.source import Part, Source, SourceFiles, SourceTensor
 
 BAND_BYTES = 16 << 20  # of stored values that are read at once
@@ -41,7 +41,8 @@ class _Window(NamedTuple):
 class RegionReader:
     """Regions of the tensors of `source`; a context manager: files stay open inside.
 
-    `progress` gets the bytes of each read. RecipeError where a file has become shorter since `source` was opened.
+    `progress` gets the bytes of each read. RecipeError where a file has become shorter since `source` was opened, and
+    for NaN, infinity and scales of such values.
     """
 
     def __init__(self, source: Source, progress: Callable[[int], None] = lambda _: None):
@@ -80,7 +81,9 @@ class RegionReader:
                 if scales is not None:
                     height, width = self.source.block
                     of_band = scales[rows.start // height :, window.read.start // width :]
-                    value = fp8.decode(value, of_band, self.source.block, torch.bfloat16)
+                    value = fp8.decode(value, of_band, self.source.block, torch.bfloat16, tensor.name)
+                else:
+                    require_finite(value, tensor.name)
                 first = window.columns.start - window.read.start
                 value = value[:, first : first + len(window.columns)]
                 at = out.narrow(0, rows.start - window.rows.start, len(rows))
@@ -118,7 +121,9 @@ class RegionReader:
             return None
         rows, width = self.source.scale_shape(tensor)
         window = _Window(tensor.scale, range(rows), range(width), range(width), width, tensor.scale.region)
-        return self._read(window, window.rows, torch.float32).clone()
+        scales = self._read(window, window.rows, torch.float32).clone()
+        fp8.require_scales(scales, tensor.scale.region.name)
+        return scales
 
     def _read(self, window: _Window, rows: range, dtype: torch.dtype) -> torch.Tensor:
         """[rows, columns that are read] as stored: a view of the buffer, valid until the next read."""

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from verl_patches.errors import ConfigError
+from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.reshard.region import Region, cover, overlap
 from verl_patches.weights.manifest import WEIGHT, Manifest, TensorEntry, check_headers, read_manifest
 
@@ -108,3 +108,13 @@ def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     """The bytes of a tensor as `FileWriter.write` takes them; a view if it is contiguous and on the CPU."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     return memoryview(flat.view(torch.uint8).numpy())
+
+
+def require_finite(value: torch.Tensor, name: str) -> None:
+    """RecipeError where a floating tensor holds NaN or infinity. A sum is finite only if all is, and costs one read."""
+    if value.sum(dtype=torch.float32).isfinite() or value.isfinite().all():  # the sum alone may be too large
+        return
+    raise RecipeError(
+        f"{name}: holds NaN or infinity: the weights are damaged, or the run that wrote them was; download the folder "
+        "again, or take an older checkpoint"
+    )

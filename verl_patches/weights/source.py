@@ -2,7 +2,8 @@
 
 A folder is a HF model folder (bf16, fp16, fp32, or FP8 with block scales), or one of this project's (manifest.py: a
 layout's shards, or a checkpoint, of which the weights are read). Only headers, indices and a few KB of each file are
-read here. Tensors of layers that config.json does not count (multi-token prediction) are left out. No torch.
+read here; digests of tensors, which a folder of this project's has, are compared by who reads their bytes (convert.py).
+Tensors of layers that config.json does not count (multi-token prediction) are left out. No torch.
 """
 
 from __future__ import annotations
@@ -26,11 +27,22 @@ from verl_patches.layout.model_folder import (
     SINGLE,
     read_config,
     read_json_object,
+    require_files,
+    require_name,
     safetensors_header,
     weight_files,
 )
 from verl_patches.reshard.region import Region, cover
-from verl_patches.weights.manifest import ITEM_BYTES, MANIFEST, WEIGHT, check_headers, has_manifest, read_manifest
+from verl_patches.weights.manifest import (
+    ITEM_BYTES,
+    MANIFEST,
+    WEIGHT,
+    FileEntry,
+    Manifest,
+    check_headers,
+    has_manifest,
+    read_manifest,
+)
 
 FP8 = "F8_E4M3"
 FLOATS = ("F32", "BF16", "F16")
@@ -55,11 +67,15 @@ _SHOWN = 3
 
 
 class Part(NamedTuple):
-    """Where a region of a tensor is: `offset` is that of its first byte in `file`, and its rows follow each other."""
+    """Where a region of a tensor is: `offset` is that of its first byte in `file`, and its rows follow each other.
+
+    `sha256`: first digits of that of its bytes, None where none was recorded.
+    """
 
     file: str
     offset: int
     region: Region
+    sha256: str | None = None
 
 
 class SourceTensor(NamedTuple):
@@ -70,6 +86,11 @@ class SourceTensor(NamedTuple):
     shape: tuple[int, ...]
     parts: tuple[Part, ...]
     scale: Part | None = None
+
+    @property
+    def stored(self) -> tuple[Part, ...]:
+        """Its parts, and its scales."""
+        return (*self.parts, self.scale) if self.scale else self.parts
 
     @property
     def size_bytes(self) -> int:
@@ -83,7 +104,7 @@ class Source:
 
     `kind`: "hf", "shards" or "checkpoint". `config`: config.json as it is. `block`: the FP8 block, None without FP8.
     `left_out`: names of tensors beyond the counted layers. `identity`: digest of what the files are, from their sizes,
-    headers and a sample of their bytes, or from their sha256 where a manifest has them.
+    headers and a sample of their bytes, or from their sha256 where a manifest has them. `files`: that manifest's.
     """
 
     folder: Path
@@ -94,6 +115,7 @@ class Source:
     block: tuple[int, int] | None
     left_out: tuple[str, ...]
     identity: str
+    files: tuple[FileEntry, ...] = ()
 
     def scale_shape(self, tensor: SourceTensor) -> tuple[int, int]:
         """Shape of the scales of a tensor in FP8."""
@@ -114,9 +136,12 @@ def open_source(folder: str | Path, only_plan: bool = False) -> Source:
     """Read and check what `folder` holds. With `only_plan` a HF folder may be config.json and the index alone.
 
     Raises ConfigError that names the file or tensor: a missing or unknown tensor, one in two files, an index that does
-    not match the files, a file that is cut off, another shape or dtype, a missing scale, an unsupported config.
+    not match the files, a file that is cut off, another shape or dtype, a missing scale, an unsupported config, a link
+    out of the folder, a pipe or device in it.
     """
     folder = Path(folder)
+    if folder.is_dir():
+        require_files(folder)
     return _of_manifest(folder) if has_manifest(folder) else _of_hf(folder, only_plan)
 
 
@@ -165,45 +190,55 @@ class SourceFiles:
 def _of_manifest(folder: Path) -> Source:
     manifest = read_manifest(folder)
     if manifest.kind == "hf":
-        return _of_hf(folder, only_plan=False, identity=_digest((f.name, f.sha256) for f in manifest.files))
+        return _of_hf(folder, only_plan=False, manifest=manifest)
     check_headers(folder, manifest)
     raw, inventory = _config_of(folder)
     if unlike := differences(inventory.model, manifest.model):
         raise ConfigError(f"{folder}: config.json is not of the model in {MANIFEST}: {unlike}; copy both again")
     parts: dict[str, list[Part]] = {}
-    dtypes: dict[str, str] = {}
+    stored: dict[str, tuple[str, tuple[int, ...]]] = {}
     for file in manifest.files:
         weights = [tensor for tensor in file.tensors if tensor.role == WEIGHT]
         if not weights:
             continue
         header = _Header(folder / file.name)
         for tensor in weights:
-            name = tensor.region.name
-            if tensor.flat is not None or dtypes.setdefault(name, tensor.dtype) != tensor.dtype:
-                raise ConfigError(f"{folder / file.name}: {tensor.key}: expected weights as regions of one dtype")
-            parts.setdefault(name, []).append(Part(file.name, header.offset(tensor.key), tensor.region))
+            name, facts = tensor.region.name, (tensor.dtype, tensor.whole)
+            if tensor.flat is not None or stored.setdefault(name, facts) != facts:
+                raise ConfigError(
+                    f"{folder / file.name}: {tensor.key}: expected weights as regions of one dtype, shape"
+                )
+            part = Part(file.name, header.offset(tensor.key), tensor.region, tensor.sha256)
+            parts.setdefault(name, []).append(part)
     _check_names(folder, inventory, parts)
     tensors = {}
     for parameter in inventory.parameters:
         name, whole = parameter.name, Region(parameter.name, 0, 0, parameter.shape[0])
+        dtype, shape = stored[name]
+        if shape != parameter.shape:
+            raise ConfigError(f"{folder}: {name}: expected shape {parameter.shape} (config.json), found {shape}")
         held = sorted(parts[name], key=lambda part: part.region[1:3])
         missing, doubled = cover(whole, (part.region for part in held), parameter.shape)
         if missing or doubled:
             what = f"{missing[0]} is in no file" if missing else f"{doubled[0]} is in two files"
             raise ConfigError(f"{folder}: {what}; write or copy the folder again")
-        tensors[name] = SourceTensor(name, dtypes[name], parameter.shape, tuple(held))
-    identity = _digest((file.name, file.sha256) for file in manifest.files)
-    return Source(folder, manifest.kind, raw, inventory, tensors, None, (), identity)
+        tensors[name] = SourceTensor(name, dtype, parameter.shape, tuple(held))
+    return Source(folder, manifest.kind, raw, inventory, tensors, None, (), _identity(manifest), manifest.files)
+
+
+def _identity(manifest: Manifest) -> str:
+    return _digest((file.name, file.sha256) for file in manifest.files)
 
 
 # ---- a HF folder
 
 
 class _Header:
-    """The header of one safetensors file, its tensors' sizes checked."""
+    """The header of one safetensors file, its tensors' sizes checked; with the digests that its `entry` has of them."""
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, entry: FileEntry | None = None):
         self.path, self.tensors = path, safetensors_header(path)
+        self._sha256 = {tensor.key: tensor.sha256 for tensor in entry.tensors} if entry else {}
         sizes = [tensor["data_offsets"][1] for tensor in self.tensors.values()]
         self.data_bytes = max(sizes, default=0)
         self.start = path.stat().st_size - self.data_bytes
@@ -222,6 +257,11 @@ class _Header:
         """Of the tensor's first byte in the file."""
         return self.start + self.tensors[name]["data_offsets"][0]
 
+    def part(self, name: str) -> Part:
+        """Where the whole tensor `name` is."""
+        rows = self.tensors[name]["shape"][0]
+        return Part(self.path.name, self.offset(name), Region(name, 0, 0, rows), self._sha256.get(name))
+
     def sample(self) -> bytes:
         """Bytes of the start and the end of the tensors: other weights of the same model have others."""
         with self.path.open("rb") as file:
@@ -236,13 +276,14 @@ def _config_of(folder: Path) -> tuple[dict[str, Any], Inventory]:
     return read_json_object(folder / "config.json"), build_inventory(read_model_shape(config))
 
 
-def _of_hf(folder: Path, only_plan: bool, identity: str | None = None) -> Source:
+def _of_hf(folder: Path, only_plan: bool, manifest: Manifest | None = None) -> Source:
     raw, inventory = _config_of(folder)
     block = _block_of(folder, raw)
     index = _read_index(folder)
     if only_plan and index and not weight_files(folder):
         return _from_index(folder, raw, inventory, block, index)
-    headers = {name: _Header(folder / name) for name in _files_of(folder, index)}
+    entries = {file.name: file for file in manifest.files} if manifest else {}
+    headers = {name: _Header(folder / name, entries.get(name)) for name in _files_of(folder, index)}
     where: dict[str, str] = {}
     for file, header in headers.items():
         for name in header.tensors:
@@ -271,9 +312,10 @@ def _of_hf(folder: Path, only_plan: bool, identity: str | None = None) -> Source
             f"{folder / where[name]}: {name} is the scale of no FP8 tensor; expected one of a weight in FP8"
         )
     samples = ((file, header.data_bytes, repr(header.tensors), header.sample()) for file, header in headers.items())
-    identity = identity or _digest(samples)
+    identity = _identity(manifest) if manifest else _digest(samples)
     fp8 = block if any(tensor.dtype == FP8 for tensor in tensors.values()) else None
-    return Source(folder, "hf", raw, inventory, tensors, fp8, tuple(sorted(where.keys() - counted)), identity)
+    left_out = tuple(sorted(where.keys() - counted))
+    return Source(folder, "hf", raw, inventory, tensors, fp8, left_out, identity, tuple(entries.values()))
 
 
 def _block_of(folder: Path, config: Mapping[str, Any]) -> tuple[int, int] | None:
@@ -293,12 +335,12 @@ def _block_of(folder: Path, config: Mapping[str, Any]) -> tuple[int, int] | None
 
 def _read_index(folder: Path) -> dict[str, str] | None:
     path = folder / INDEX
-    if not path.is_file():
+    if not path.exists():
         return None
     found = read_json_object(path).get("weight_map")
-    if not isinstance(found, dict) or not all(isinstance(file, str) for file in found.values()):
+    if not isinstance(found, dict):
         raise ConfigError(f"{path}: expected weight_map, {{tensor: file}}; copy it again")
-    return found
+    return {tensor: require_name(file, str(path)) for tensor, file in found.items()}
 
 
 def _files_of(folder: Path, index: dict[str, str] | None) -> list[str]:
@@ -354,8 +396,7 @@ def _whole(header: _Header, parameter: Parameter) -> SourceTensor:
     allowed = (FP8, *FLOATS) if parameter.kind in FP8_KINDS else FLOATS
     if found["dtype"] not in allowed:
         raise ConfigError(f"{header.path}: {name}: expected one of {', '.join(allowed)}, found {found['dtype']}")
-    part = Part(header.path.name, header.offset(name), Region(name, 0, 0, shape[0]))
-    return SourceTensor(name, found["dtype"], shape, (part,))
+    return SourceTensor(name, found["dtype"], shape, (header.part(name),))
 
 
 def _scale(folder: Path, tensor: SourceTensor, name: str, headers, where, block) -> Part:
@@ -376,7 +417,7 @@ def _scale(folder: Path, tensor: SourceTensor, name: str, headers, where, block)
             f"{header.path}: {name}: expected F32 {expected} (blocks of {block[0]} x {block[1]}), "
             f"found {found['dtype']} {tuple(found['shape'])}"
         )
-    return Part(where[name], header.offset(name), Region(name, 0, 0, expected[0]))
+    return header.part(name)
 
 
 def _from_index(folder: Path, raw, inventory: Inventory, block, index: Mapping[str, str]) -> Source:

@@ -8,19 +8,17 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import hashlib
 import os
 import secrets
 import shutil
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from verl_patches.errors import ConfigError, RecipeError
+from verl_patches.weights.digests import Beside, FileDigest
 from verl_patches.weights.manifest import (
-    DIGITS,
     ENTRIES,
     MANIFEST,
     PARTIAL,
@@ -171,9 +169,7 @@ class FileWriter:
     def __init__(self, folder: str | Path, name: str, tensors: Sequence[TensorEntry] = ()):
         self.path, self.tensors = Path(folder) / name, tuple(tensors)
         self.partial = self.path.with_name(name + PARTIAL)
-        self._left = [tensor.size_bytes for tensor in self.tensors]  # bytes of each that are not written yet
-        self._to_end: list[str] = []
-        self._written, self._sha256, self._finished = 0, hashlib.sha256(), False
+        self._written, self._finished = 0, False
 
     def __enter__(self) -> FileWriter:
         head = header_of(self.tensors, str(self.path)) if self.tensors else b""
@@ -186,10 +182,8 @@ class FileWriter:
                 f"{self.partial}: another process writes this file; wait for it, or give each process its own --part"
             ) from None
         self._file.truncate(0)
-        self._hasher = ThreadPoolExecutor(1)
-        self._hashing: Future | None = None
+        self._digest, self._beside = FileDigest(head, [tensor.size_bytes for tensor in self.tensors]), Beside()
         try:
-            self._sha256.update(head)
             self._put(head)
         except BaseException:
             self.__exit__()
@@ -202,8 +196,7 @@ class FileWriter:
         The buffer may be changed once the next `write` or `finish` has returned, not before.
         """
         view = memoryview(data).cast("B")
-        self._wait()
-        self._hashing = self._hasher.submit(self._hash, view)
+        self._beside.add(self._hash, view)
         self._put(view)
 
     def _put(self, view: Any) -> None:
@@ -214,40 +207,26 @@ class FileWriter:
         self._written += len(view)
 
     def _hash(self, view: memoryview) -> None:
-        """Add `view` to the sha256, and note it at the end of each tensor."""
-        while len(view) and len(self._to_end) < len(self.tensors):
-            at = len(self._to_end)
-            take = min(len(view), self._left[at])
-            self._sha256.update(view[:take])
-            self._left[at] -= take
-            view = view[take:]
-            if not self._left[at]:
-                self._to_end.append(self._sha256.copy().hexdigest()[:DIGITS])
-        if self.tensors and len(view):
-            raise RecipeError(f"{self.path}: {len(view)} bytes more than its tensors have")
-        self._sha256.update(view)
-
-    def _wait(self) -> None:
-        if self._hashing is not None:
-            self._hashing.result()
+        if more := self._digest.update(view):
+            raise RecipeError(f"{self.path}: {more} bytes more than its tensors have")
 
     def finish(self) -> FileEntry:
         """Make the bytes durable, give the file its name, and record it. RecipeError where bytes are missing."""
-        self._wait()
-        if missing := sum(self._left):
-            name = next(t.key for t, left in zip(self.tensors, self._left, strict=True) if left)
+        self._beside.wait()
+        if missing := self._digest.missing:
+            name = self.tensors[len(self._digest.tensors)].key
             raise RecipeError(f"{self.path}: {missing} bytes are missing, from {name} on")
         with _named_disk_errors(self.path, self._written):
             os.fsync(self._file.fileno())
         os.replace(self.partial, self.path)
         self._finished = True
-        tensors = tuple(replace(t, sha256_to_end=each) for t, each in zip(self.tensors, self._to_end, strict=True))
-        entry = FileEntry(self.path.name, self._written, self._sha256.hexdigest(), tensors)
+        tensors = tuple(replace(t, sha256=each) for t, each in zip(self.tensors, self._digest.tensors, strict=True))
+        entry = FileEntry(self.path.name, self._written, self._digest.hexdigest(), tensors)
         record(self.path.parent, entry)
         return entry
 
     def __exit__(self, *exc: Any) -> None:
-        self._hasher.shutdown()
+        self._beside.close()
         if not self._finished:
             self.partial.unlink(missing_ok=True)
         self._file.close()

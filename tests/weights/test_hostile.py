@@ -1,0 +1,381 @@
+"""Weights that are damaged, not finite, or laid out to harm are refused by name; nothing of them looks complete."""
+
+import hashlib
+import json
+import os
+import socket
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from typer.testing import CliRunner
+
+from tests.weights.cases import make_folder, make_fp8_folder, read_folder, store
+from verl_patches.__main__ import app
+from verl_patches.errors import ConfigError, RecipeError
+from verl_patches.layout.inventory import MOST_TENSORS, build_inventory, read_model_shape
+from verl_patches.layout.model_folder import INDEX, SCALE, read_config
+from verl_patches.layout.parallel import parse_layout
+from verl_patches.model.tiny import tiny_config
+from verl_patches.reshard.region import Region
+from verl_patches.weights import manifest as m
+from verl_patches.weights.convert import convert
+from verl_patches.weights.plan import plan_conversion
+from verl_patches.weights.regions import RegionReader
+from verl_patches.weights.shards import DTYPES, tensor_bytes
+from verl_patches.weights.source import open_source
+from verl_patches.weights.writer import FileWriter, begin, complete
+
+SMALL = tiny_config() | {"num_hidden_layers": 2, "n_routed_experts": 6, "n_group": 1, "topk_group": 1}
+LAYOUT = parse_layout("tp2 pp2 ep3 etp1 @12 layers=1,1")
+DOWN, ROUTER, NORM = (f"model.layers.1.{n}.weight" for n in ("mlp.experts.3.down_proj", "mlp.gate", "input_layernorm"))
+
+
+def run(source, destination, layout=None, dtype=None, file_bytes=100_000):
+    return convert(plan_conversion(open_source(source), layout, dtype, file_bytes), destination)
+
+
+def is_incomplete(folder):
+    """Whether nothing passes the folder for complete, nor a file for finished that is not right."""
+    if not m.has_manifest(folder):
+        return not folder.exists()
+    manifest = m.read_manifest(folder, complete=False)
+    finished = [m.read_record(folder, name) for name in m.recorded(folder)]
+    problems = [problem for entry in finished for problem in m.file_problems(folder, entry)]
+    return not manifest.complete and not problems and not list(folder.glob("*.partial"))
+
+
+# ---- bytes that are not those that were written
+
+
+def make_checkpoint(folder, tensors):
+    """A checkpoint of one rank, as a save writes it."""
+    entries = m.in_data_order([m.whole_tensor(name, DTYPES[t.dtype], t.shape) for name, t in tensors.items()])
+    expected = ("rank_00000.safetensors", "config.json", "tokenizer.json")
+    begin(folder, m.Manifest(m.KINDS[2], read_model_shape(SMALL), "@1", "bf16", "x", expected, facts={"step": 1}))
+    with FileWriter(folder, expected[0], entries) as file:
+        for entry in entries:
+            file.write(tensor_bytes(tensors[entry.key]))
+        file.finish()
+    for name, text in (("config.json", json.dumps(SMALL)), ("tokenizer.json", "{}")):
+        with FileWriter(folder, name) as file:
+            file.write(text.encode())
+            file.finish()
+    complete(folder)
+
+
+@pytest.fixture
+def sources(tmp_path):
+    """{kind: folder}: shards, HF folders in bf16 and in FP8, and a checkpoint, all with checksums."""
+    tensors = make_folder(tmp_path / "plain", SMALL)
+    run(tmp_path / "plain", tmp_path / "shards", LAYOUT)
+    run(tmp_path / "plain", tmp_path / "hf")
+    run(tmp_path / "plain", tmp_path / "fp8", dtype="fp8")
+    make_checkpoint(tmp_path / "checkpoint", tensors)
+    return {kind: tmp_path / kind for kind in ("shards", "hf", "fp8", "checkpoint")}
+
+
+def flip(path, at=-1):
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+def place_of(folder, key):
+    """(file, offset of the last byte) of a stored tensor: one bit there changes a value a little."""
+    for file in m.read_manifest(folder).files:
+        end = file.size_bytes
+        for tensor in reversed(file.tensors):
+            if tensor.key == key:
+                return folder / file.name, end - 2
+            end -= tensor.size_bytes
+    raise AssertionError(key)
+
+
+def as_version_1(folder, change=lambda found: None):
+    """Make the manifest one of format 1: plain sha256 of files, none of tensors; then `change` it."""
+    found = json.loads((folder / m.MANIFEST).read_text()) | {"version": 1}
+    found.pop("digest", None)
+    for file in found["files"]:
+        file["sha256"] = hashlib.sha256((folder / file["name"]).read_bytes()).hexdigest()
+        for tensor in file["tensors"]:
+            tensor["sha256_to_end"] = tensor.pop("sha256")
+    change(found)
+    (folder / m.MANIFEST).write_text(json.dumps(found))
+
+
+@pytest.mark.parametrize("key", [DOWN, ROUTER, NORM])
+@pytest.mark.parametrize("layout", [None, LAYOUT])
+@pytest.mark.parametrize("kind", ["shards", "hf", "fp8", "checkpoint"])
+def test_a_flipped_bit_of_a_source_with_checksums_is_not_converted(tmp_path, sources, kind, layout, key):
+    run(sources[kind], tmp_path / "control", layout)
+    path, at = place_of(sources[kind], key)
+    flip(path, at)
+    with pytest.raises(RecipeError, match=rf"{path.name}: {key}.*: expected sha256 .*manifest.json.*found"):
+        run(sources[kind], tmp_path / "out", layout)
+    assert is_incomplete(tmp_path / "out")
+    flip(path, at)
+    run(sources[kind], tmp_path / "out", layout)  # goes on
+    assert m.folder_problems(tmp_path / "out", m.read_manifest(tmp_path / "out")) == []
+
+
+def test_flipped_scales_and_columns_are_seen_too(tmp_path, sources):
+    path, at = place_of(sources["fp8"], f"{DOWN}_scale_inv")
+    flip(path, at)
+    with pytest.raises(RecipeError, match=f"{path.name}: {DOWN}_scale_inv.*: expected sha256 "):
+        run(sources["fp8"], tmp_path / "out")
+    path, at = place_of(sources["shards"], "model.layers.1.self_attn.o_proj.weight")  # cut by columns
+    flip(path, at)
+    with pytest.raises(RecipeError, match=rf"{path.name}: model.layers.1.self_attn.o_proj.*: expected sha256 "):
+        run(sources["shards"], tmp_path / "other")
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "config.json"])
+def test_a_damaged_small_file_is_not_copied(tmp_path, sources, name):
+    path = sources["checkpoint"] / name
+    path.write_text(path.read_text() + "\n")
+    with pytest.raises(RecipeError, match=f"{name}: .*expected .* bytes, found"):
+        run(sources["checkpoint"], tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_of_format_1_is_read_and_checked_by_its_files(tmp_path, sources):
+    as_version_1(sources["shards"])
+    assert m.folder_problems(sources["shards"], m.read_manifest(sources["shards"])) == []
+    run(sources["shards"], tmp_path / "back")
+    assert read_folder(tmp_path / "back").keys() == read_folder(tmp_path / "plain").keys()
+    path, at = place_of(sources["shards"], DOWN)
+    flip(path, at)
+    with pytest.raises(RecipeError, match=f"{path.name}: .*expected sha256"):
+        run(sources["shards"], tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_export_of_a_damaged_checkpoint_ends_with_1(tmp_path, sources):
+    path, at = place_of(sources["checkpoint"], DOWN)
+    flip(path, at)
+    for more in ([], ["--fp8"]):
+        arguments = ["weights", "export", str(sources["checkpoint"]), str(tmp_path / f"out{len(more)}"), *more]
+        done = CliRunner().invoke(app, arguments)
+        assert isinstance(done.exception, RecipeError) and not isinstance(done.exception, ConfigError)
+        assert DOWN in str(done.exception)
+
+
+# ---- values that are not finite
+
+
+def spoil(folder, name, change):
+    """Store the folder's tensors again after `change` of one of them, without checksums."""
+    tensors = read_folder(folder)
+    change(tensors[name].reshape(-1))
+    for path in folder.glob("*.safetensors"):
+        path.unlink()
+    store(folder, tensors)
+
+
+def put(value):
+    def change(tensor):
+        tensor[tensor.numel() // 2] = value
+
+    return change
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("name", [DOWN, "model.norm.weight", "model.layers.1.mlp.gate.e_score_correction_bias"])
+@pytest.mark.parametrize(("layout", "dtype"), [(None, None), (LAYOUT, None), (None, "fp8")])
+def test_a_value_that_is_not_finite_is_refused(tmp_path, value, name, layout, dtype):
+    tensors = make_folder(tmp_path / "hf", SMALL)
+    run(tmp_path / "hf", tmp_path / "control", layout, dtype)
+    spoil(tmp_path / "hf", name, put(value))
+    with pytest.raises(RecipeError, match=f"{name}: .*NaN or infinity"):
+        run(tmp_path / "hf", tmp_path / "out", layout, dtype)
+    assert is_incomplete(tmp_path / "out")
+    with RegionReader(open_source(tmp_path / "hf")) as reader, pytest.raises(RecipeError, match=f"{name}: holds NaN"):
+        whole = torch.empty(tensors[name].shape)
+        reader.copy(Region(name, 0, 0, len(whole)), whole)
+
+
+def test_large_values_are_finite_and_rounding_to_infinity_is_refused(tmp_path):
+    """A sum of large values is infinite although each is finite; fp32 past the largest bf16 is not, in bf16."""
+    wide = {name: tensor.float() for name, tensor in make_folder(tmp_path / "bf16", SMALL).items()}
+    wide[DOWN][:] = 3e38
+    make_folder(tmp_path / "hf", SMALL | {"torch_dtype": "float32"}, tensors=wide)
+    run(tmp_path / "hf", tmp_path / "kept")
+    run(tmp_path / "hf", tmp_path / "rounded", dtype="bf16")
+    wide[DOWN][1, 1] = torch.finfo(torch.float32).max
+    store(tmp_path / "hf", wide)
+    run(tmp_path / "hf", tmp_path / "kept_too")
+    with pytest.raises(RecipeError, match=f"{DOWN}: holds NaN or infinity"):
+        run(tmp_path / "hf", tmp_path / "out", dtype="bf16")
+
+
+@pytest.mark.parametrize("layout", [None, LAYOUT])
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        (DOWN, torch.nan, f"{DOWN}: holds NaN"),
+        *((f"{DOWN}_scale_inv", v, f"{DOWN}_scale_inv: the scale of block") for v in (torch.nan, torch.inf, 0.0, -1.0)),
+    ],
+)
+def test_nan_in_fp8_and_bad_scales_are_refused(tmp_path, layout, name, value, words):
+    make_fp8_folder(tmp_path, SMALL)
+    run(tmp_path / "fp8", tmp_path / "control", layout)
+    spoil(tmp_path / "fp8", name, put(value))
+    with pytest.raises(RecipeError, match=words):
+        run(tmp_path / "fp8", tmp_path / "out", layout)
+    assert is_incomplete(tmp_path / "out")
+    with RegionReader(open_source(tmp_path / "fp8")) as reader, pytest.raises(RecipeError, match=words):
+        whole = torch.empty(build_inventory(SMALL).by_name[DOWN].shape)
+        reader.copy(Region(DOWN, 0, 0, len(whole)), whole)
+    assert name.endswith(SCALE) == (name != DOWN)
+
+
+# ---- files that are no files, names that are paths, sizes that nothing has
+
+
+def replaced(path, make):
+    """Put what `make` makes in the place of a file; the file itself goes to another folder."""
+    other = path.parent.parent / f"elsewhere-{path.name}"
+    path.rename(other)
+    make(path, other)
+
+
+def make_socket(path, _):
+    with socket.socket(socket.AF_UNIX) as made:
+        os.chdir(path.parent)  # the length of a socket's name is limited
+        made.bind(path.name)
+
+
+KINDS = {
+    "named pipe": lambda path, _: os.mkfifo(path),
+    "socket": make_socket,
+    "folder": lambda path, _: path.mkdir(),
+    "is a link to": lambda path, other: path.symlink_to(other),
+    "is a link to /dev/zero": lambda path, _: path.symlink_to("/dev/zero"),
+    "FileNotFoundError": lambda path, _: path.symlink_to("nothing"),
+}
+
+
+READ = ("config.json", INDEX, "model-2.safetensors", "tokenizer.json")
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [(kind, name) for kind in KINDS for name in READ if (kind, name) != ("folder", "tokenizer.json")],  # is not read
+)
+def test_what_is_no_file_of_the_folder_is_refused_by_kind(tmp_path, monkeypatch, kind, name):
+    monkeypatch.chdir(tmp_path)
+    make_folder(tmp_path / "hf", SMALL)
+    replaced(tmp_path / "hf" / name, KINDS[kind])
+    with pytest.raises(ConfigError, match=rf"{name}: .*{kind}"):
+        run(tmp_path / "hf", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    if name == "config.json":
+        with pytest.raises(ConfigError, match=rf"{name}: .*{kind}" if kind != "FileNotFoundError" else "no such file"):
+            read_config(tmp_path / "hf")
+
+
+def test_a_folder_that_is_a_link_and_links_inside_of_it_are_read(tmp_path):
+    tensors = make_folder(tmp_path / "hf", SMALL)
+    (tmp_path / "hf" / "model-2.safetensors").rename(tmp_path / "hf" / "held")
+    (tmp_path / "hf" / "model-2.safetensors").symlink_to("held")
+    (tmp_path / "link").symlink_to("hf")
+    run(tmp_path / "link", tmp_path / "out")
+    assert read_folder(tmp_path / "out").keys() == tensors.keys()
+
+
+def test_a_folder_of_hugging_faces_cache_gets_the_command_that_makes_files_of_it(tmp_path):
+    make_folder(tmp_path / "blobs", SMALL)
+    snapshot = tmp_path / "snapshots" / "0123"
+    snapshot.mkdir(parents=True)
+    for path in (tmp_path / "blobs").iterdir():
+        (snapshot / path.name).symlink_to(f"../../blobs/{path.name}")
+    with pytest.raises(ConfigError, match=f"cp -rL {snapshot} NEW_FOLDER"):
+        open_source(snapshot)
+    assert os.system(f"cp -rL {snapshot} {tmp_path / 'new'}") == 0
+    open_source(tmp_path / "new")
+
+
+NAMES = ["../hf/model-2.safetensors", "/dev/zero", "a/b.safetensors", "", ".", "..", "a\0b", "a\nb", None, 3, ["x"]]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_name_in_an_index_or_manifest_stays_in_its_folder(tmp_path, sources, name):
+    index = json.loads((tmp_path / "plain" / INDEX).read_text())
+    index["weight_map"][DOWN] = name
+    (tmp_path / "plain" / INDEX).write_text(json.dumps(index))
+    with pytest.raises(ConfigError, match="is no name of a file beside it"):
+        open_source(tmp_path / "plain")
+    as_version_1(sources["shards"], lambda found: found["files"][0].update(name=name))
+    with pytest.raises(ConfigError, match="is no name of a file beside it"):
+        m.read_manifest(sources["shards"])
+    as_version_1(sources["hf"], lambda found: found.update(expected=[name], state="writing"))
+    with pytest.raises(ConfigError, match="is no name of a file beside it"):
+        m.read_manifest(sources["hf"], complete=False)
+
+
+def test_a_json_file_that_is_too_large_is_not_read(tmp_path):
+    make_folder(tmp_path / "hf", SMALL)
+    for name in ("config.json", INDEX):
+        before = (tmp_path / "hf" / name).read_bytes()
+        os.truncate(tmp_path / "hf" / name, 1 << 40)  # sparse
+        with pytest.raises(ConfigError, match=rf"{name}: expected at most \d+ bytes, found {1 << 40}"):
+            open_source(tmp_path / "hf")
+        (tmp_path / "hf" / name).write_bytes(before)
+    (tmp_path / "hf" / m.MANIFEST).touch()
+    os.truncate(tmp_path / "hf" / m.MANIFEST, 1 << 40)
+    with pytest.raises(ConfigError, match=rf"{m.MANIFEST}: expected at most"):
+        open_source(tmp_path / "hf")
+
+
+@pytest.mark.parametrize("text", ["[" * 200_000, '{"a":' * 200_000, "9" * 5000, "{", '{"a": 1}x'])
+def test_json_that_cannot_be_read_is_named(tmp_path, text):
+    make_folder(tmp_path / "hf", SMALL)
+    (tmp_path / "hf" / "config.json").write_text(text)
+    with pytest.raises(ConfigError, match="config.json: "):
+        open_source(tmp_path / "hf")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_hidden_layers": 10**9},
+        {"n_routed_experts": 10**9},
+        {"num_hidden_layers": 10**9, "first_k_dense_replace": 10**9},
+        {"num_hidden_layers": 10**5, "n_routed_experts": 10**5},
+    ],
+)
+def test_a_model_of_a_billion_layers_or_experts_is_refused_before_it_is_listed(tmp_path, changes):
+    (tmp_path / "config.json").write_text(json.dumps(SMALL | changes))
+    with pytest.raises(ConfigError, match=rf"{tmp_path}: num_hidden_layers .*expected at most {MOST_TENSORS}"):
+        build_inventory(tmp_path)
+    large = SMALL | {"num_hidden_layers": 400, "n_routed_experts": 800}
+    assert read_model_shape(large).n_routed_experts == 800  # control: twenty times as many tensors as DeepSeek-V3
+
+
+HEADERS = [
+    {"dtype": "BF16", "shape": None, "data_offsets": [0, 4]},
+    {"dtype": "BF16", "shape": [-1, -2], "data_offsets": [0, 4]},
+    {"dtype": "BF16", "shape": [2.0], "data_offsets": [0, 4]},
+    {"dtype": "BF16", "shape": [True, 2], "data_offsets": [0, 4]},
+    {"dtype": "BF16", "shape": [2], "data_offsets": [0, 2, 4]},
+    {"dtype": "BF16", "shape": [2], "data_offsets": [-4, 4]},
+    {"dtype": "BF16", "shape": [2]},
+    {"dtype": 3, "shape": [2], "data_offsets": [0, 4]},
+    [],
+    None,
+]
+
+
+@pytest.mark.parametrize("entry", HEADERS)
+def test_a_header_with_other_types_is_refused(tmp_path, entry):
+    make_folder(tmp_path / "hf", SMALL, files=1)
+    file = tmp_path / "hf" / "model-1.safetensors"
+    save_file({"x": torch.ones(2).bfloat16()}, file)
+    with safe_open(file, "pt") as opened:
+        assert list(opened.keys()) == ["x"]  # control: a whole file
+    text = json.dumps({"x": entry}).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + bytes(4))
+    with pytest.raises(ConfigError, match=r"model-1.safetensors: not a whole safetensors file"):
+        open_source(tmp_path / "hf")
