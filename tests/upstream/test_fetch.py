@@ -119,7 +119,9 @@ def test_the_addresses_of_a_pin_are_tried_in_order(upstream, dest):
     report, found = run(dest, pin, log=logged.append)
     assert report.exit_code == 0 and found["verl"].found.startswith("cloned")
     fetched = [text.rpartition(" ")[2] for text in logged if "fetching" in text]
-    assert fetched == [NOWHERE, str(upstream.bare)] and sum("127.0.0.1" in text for text in logged) == 2  # and its error
+    assert (
+        fetched == [NOWHERE, str(upstream.bare)] and sum("127.0.0.1" in text for text in logged) == 2
+    )  # and its error
 
     older = dest.parent / "older.git"  # an address that serves another content: the second one is taken too
     git(dest.parent, "clone", "-q", "--mirror", str(upstream.bare), str(older))

@@ -124,7 +124,7 @@ def sources(needed: Mapping[str, Repository], mirror: str | None) -> dict[str, t
 
 
 def _repository(name: str, pin: Repository, path: Path, places: Sequence[str], log: Log) -> Iterator[Finding]:
-    """Clone `pin` from one of `places` (none: it exists) and verify it; the finding about it, and notes about the pin."""
+    """Clone `pin` from one of `places` (none: it exists) and verify it; the finding about it, notes about the pin."""
     expected = f"commit {pin.commit}" + (f", tree {pin.tree}" if pin.tree else "")
     try:
         if places:
