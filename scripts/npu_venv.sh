@@ -4,7 +4,7 @@
 #   bash scripts/npu_venv.sh [--a3] [--venv DIR]
 #
 #   --venv DIR   the environment of scripts/setup.sh (default: .venv)
-#   --a3         DIR.a3: torch, transformers and numpy of line a3's image, to run tests with (1 GB to download; by hand)
+#   --a3         DIR.a3: torch and what else line a3's image has in another version than DIR, to run tests with (1 GB to download)
 #
 # Without --a3 it is DIR.npu, in which the real torch_npu is imported without CANN and without an NPU; only fake tensors exist
 # there: see tests/npu/answers.c. torch_npu (44 MB to download) is over DIR's torch. What a package asks of libraries that are not
@@ -27,8 +27,19 @@ done
 base=$(cd "$base" && pwd -P)
 venv=$base.$kind stubs=$base.$kind/stubs stamp=$base.$kind/stubs/.finished pins=$root/configs/requirements-npu-stubs.txt
 if [ "$kind" = a3 ]; then
-    pins=$venv.pins # python_version: two lines of a package that is not the same for both Pythons
-    grep -E '^(torch|transformers|numpy)==' "$root/configs/requirements-a3.txt" >"$pins"
+    pins=$venv.pins
+    "$base/bin/python" -I - "$root/scripts" >"$pins" <<'END' || die "$base is not ready; run: bash scripts/setup.sh --venv $base"
+import sys
+from importlib import metadata
+sys.path.insert(0, sys.argv[1])
+import lock_a3
+for name, version in lock_a3.locked("3.11").items():
+    try:
+        if metadata.version(name).partition("+")[0] != version:
+            print(f"{name}=={version}")
+    except metadata.PackageNotFoundError:
+        pass
+END
 fi
 export TORCH_DEVICE_BACKEND_AUTOLOAD=0 # else torch imports torch_npu, which needs the stubs first
 unset PYTHONPATH PYTHONHOME PIP_TARGET PIP_PREFIX PIP_USER PIP_REQUIREMENT
