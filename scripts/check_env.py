@@ -17,7 +17,7 @@ import hashlib
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from importlib import metadata
 from pathlib import Path
 
@@ -42,6 +42,11 @@ def read_pins(files: list[Path]) -> dict[str, str]:
             if pins.setdefault(canonical(line.partition("==")[0]), line) != line:
                 raise ValueError(f"{file}:{number}: {line} is pinned before with another version")
     return pins
+
+
+def by_name(dists: Iterable[metadata.Distribution]) -> dict[str, metadata.Distribution]:
+    """{canonical name: distribution}; of two, the first on the path, which is imported."""
+    return {canonical(d.metadata["Name"]): d for d in reversed([*dists]) if d.metadata["Name"]}
 
 
 def is_damaged(dist: metadata.Distribution) -> bool:
@@ -118,7 +123,7 @@ def main() -> int:
     parser.add_argument("--project", type=Path, metavar="ROOT", help="also demand the project, installed from ROOT")
     args = parser.parse_args()
     pins = read_pins(args.pins)
-    dists = {canonical(d.metadata["Name"]): d for d in metadata.distributions() if d.metadata["Name"]}
+    dists = by_name(metadata.distributions())
     findings = list(package_findings(pins, dists))
     if args.project:
         findings += project_findings(args.project, dists)

@@ -26,6 +26,7 @@ import sysconfig
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,14 @@ SAFE_ENV = {
     "TOKENIZERS_PARALLELISM": "false",
     "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
 }
+
+
+def emulated_npu() -> str:
+    """VERL_PATCHES for platform npu_emulated, as reviewed with line pypi's torch; with another, drift is a warning."""
+    from verl_patches.upstream.pins import load_pins, same_version
+
+    reviewed = same_version(load_pins().line("pypi").packages["torch"], metadata.version("torch"))
+    return "line=a3,platform=npu_emulated" + ("" if reviewed else ",drift=warn")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

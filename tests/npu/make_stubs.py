@@ -1,12 +1,13 @@
-"""Stand-ins for the CANN libraries that the torch_npu of this Python names, so that it can be imported without CANN.
+"""Stand-ins for the libraries that a package of this Python names and this machine lacks, so that it can be imported.
 
-    python tests/npu/make_stubs.py OUT      prints a line of what was made
+    python tests/npu/make_stubs.py OUT torch-npu|torch      prints a line of what was made
 
-What is missing is asked of the wheel itself: the libraries that the loader does not find for its .so files, and the
-symbols that neither they, nor torch, nor the system define. Every one becomes a function that returns 0 (C++ vtables
-and type information become zeroed memory), but those of answers.c, which must say something or refuse. One library
-holds all, under each missing name, and notes each call (answers.c says where). Needs gcc, nm and ldd. Exits: 0 made, 1
-it cannot be.
+torch-npu: the libraries of CANN; torch: those of CUDA, for a CUDA build on a machine without it. What is missing is
+asked of the wheel itself: the libraries that the loader does not find for its .so files, and the symbols that neither
+they, nor torch, nor the system define. Every one becomes a function that returns 0 (C++ vtables and type information
+become zeroed memory), but those of the package's file in ANSWERS, which must say something or refuse. One library holds
+all, under each missing name and with the versions that symbols are asked for by; it notes each call (answers.c says
+where). Needs gcc, nm and ldd. Exits: 0 made, 1 it cannot be.
 """
 
 from __future__ import annotations
@@ -18,10 +19,11 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
-ANSWERS = Path(__file__).with_name("answers.c")
+HERE = Path(__file__).resolve().parent
+ANSWERS = {"torch-npu": HERE / "answers.c", "torch": HERE / "cuda_answers.c"}
 TOOLS = {"gcc": "gcc", "nm": "binutils", "ldd": "libc-bin"}  # command -> Debian package
 DATA = ("_ZTV", "_ZTI", "_ZTS", "_ZTT")  # vtable, type information and its name, table of vtables
-LIBRARY = "libcann_stubs.so"
+LIBRARY = "libstubs.so"
 
 
 class NoStubs(Exception):
@@ -61,26 +63,37 @@ def symbols(file: Path, which: str) -> set[str]:
     return {line[-1].partition("@")[0] for line in lines if len(line) > 1 and (which == "defined" or line[-2] == "U")}
 
 
-def missing(npu: list[Path], torch: list[Path]) -> tuple[list[str], list[str]]:
-    """(library names, symbols) that nothing on this machine gives."""
-    folders = ":".join(dict.fromkeys(str(file.parent) for file in npu + torch))
+def versions(files: list[Path], libraries: list[str]) -> str:
+    """A linker script that gives each symbol the version, named as its library, that `files` ask for it by."""
+    wanted: dict[str, set[str]] = {}
+    for file in files:
+        for line in run("nm", "-D", "--undefined-only", str(file)).splitlines():
+            symbol, _, version = line.split()[-1].partition("@")
+            if version in libraries:
+                wanted.setdefault(version, set()).add(symbol)
+    return "".join(f'"{name}" {{ {"; ".join(sorted(found))}; }};\n' for name, found in sorted(wanted.items()))
+
+
+def missing(wheel: list[Path], torch: list[Path]) -> tuple[list[str], list[str]]:
+    """(library names, symbols) that nothing on this machine gives to `wheel`; torch: libraries loaded before it."""
+    folders = ":".join(dict.fromkeys(str(file.parent) for file in wheel + torch))
     libraries: set[str] = set()
     system: set[Path] = {Path(sys.executable).resolve()}  # the interpreter's own symbols
-    for file in (*npu, *system):
+    for file in (*wheel, *system):
         for line in run("ldd", str(file), LD_LIBRARY_PATH=folders).splitlines():
             name, _, place = line.strip().partition(" => ")
             if place == "not found":
                 libraries.add(name)
             elif line.strip().startswith("/") or place.startswith("/"):
                 system.add(Path((place or name).partition(" (")[0]))
-    known = set().union(*(symbols(file, "defined") for file in {*npu, *torch, *system}))
-    wanted = set().union(*(symbols(file, "undefined") for file in npu))
+    known = set().union(*(symbols(file, "defined") for file in {*wheel, *torch, *system}))
+    wanted = set().union(*(symbols(file, "undefined") for file in wheel))
     return sorted(libraries), sorted(wanted - known)
 
 
-def source(names: list[str]) -> str:
-    """C for every symbol that answers.c does not define."""
-    answered = set(re.findall(r"^\w[\w *]*\b(\w+)\(", ANSWERS.read_text(), re.MULTILINE))
+def source(names: list[str], answers: Path) -> str:
+    """C for every symbol that `answers` does not define."""
+    answered = set(re.findall(r"^\w[\w *]*\b(\w+)\(", answers.read_text(), re.MULTILINE))
     odd = [name for name in names if not re.fullmatch(r"\w+", name)]
     if odd:
         raise NoStubs(f"symbols that C cannot name: {odd[:5]}; expected letters, digits and _")
@@ -94,15 +107,18 @@ def source(names: list[str]) -> str:
     )
 
 
-def make(out: Path) -> str:
-    """Build the stubs in `out`; returns what was made, in words."""
-    libraries, names = missing(wheel_files("torch-npu"), wheel_files("torch"))
+def make(out: Path, package: str) -> str:
+    """Build the stubs of `package` in `out`; returns what was made, in words."""
+    wheel = wheel_files(package)
+    libraries, names = missing(wheel, wheel_files("torch"))
     if not libraries:
-        raise NoStubs("nothing is missing: CANN is installed here, use it")
+        raise NoStubs(f"nothing is missing: what {package} needs is installed here, use it")
     out.mkdir(parents=True, exist_ok=True)
-    (out / "stubs.c").write_text(source(names))
-    built = out / LIBRARY
-    run("gcc", "-shared", "-fPIC", "-fno-builtin", "-w", "-o", str(built), str(out / "stubs.c"), str(ANSWERS))
+    (out / "stubs.c").write_text(source(names, ANSWERS[package]))
+    (out / "versions").write_text(versions(wheel, libraries))
+    options = [f"-Wl,--version-script={out / 'versions'}"] if (out / "versions").read_text() else []
+    sources = [str(out / "stubs.c"), str(ANSWERS[package])]
+    run("gcc", "-shared", "-fPIC", "-fno-builtin", "-w", *options, "-o", str(out / LIBRARY), *sources)
     for name in libraries:
         link = out / name
         link.unlink(missing_ok=True)
@@ -112,6 +128,6 @@ def make(out: Path) -> str:
 
 if __name__ == "__main__":
     try:
-        print(make(Path(sys.argv[1])))
+        print(make(Path(sys.argv[1]), sys.argv[2]))
     except NoStubs as error:
-        sys.exit(f"stubs for CANN: {error}")
+        sys.exit(f"stubs for {sys.argv[2]}: {error}")

@@ -1,4 +1,4 @@
-"""Making the stand-ins for CANN: what is asked of the libraries, and what it says where it cannot be done."""
+"""Making the stand-ins for CANN and CUDA: what is asked of the libraries, and what it says where it cannot be done."""
 
 import shutil
 import subprocess
@@ -31,6 +31,25 @@ def test_only_what_nothing_here_defines_is_missing(tmp_path):
     assert make_stubs.missing([user], [here]) == (["libgone.so"], ["gone"])
 
 
+@pytest.mark.skipif(not all(map(shutil.which, ("gcc", "nm", "ldd"))), reason="needs gcc, nm and ldd")
+def test_symbols_have_the_versions_that_they_are_asked_for_by(tmp_path, monkeypatch):
+    """As CUDA's; the loader refuses a library under its name that lacks them."""
+    (tmp_path / "script").write_text('"libgone.so" { gone; };')
+    gone = compiled(tmp_path, "gone", "int gone(void) { return 1; }", f"-Wl,--version-script={tmp_path / 'script'}")
+    user = compiled(tmp_path, "user", "int gone(void); int user(void) { return gone(); }", f"-L{tmp_path}", "-lgone")
+    gone.unlink()
+    monkeypatch.setattr(make_stubs, "wheel_files", lambda package: [user] if package == "torch" else [])
+    load = [sys.executable, "-c", "import ctypes, sys; print(ctypes.CDLL(sys.argv[1]).user())", str(user)]
+    made = []
+    for versions in (make_stubs.versions, lambda *_: ""):
+        monkeypatch.setattr(make_stubs, "versions", versions)
+        make_stubs.make(tmp_path / "out", "torch")
+        env = {"LD_LIBRARY_PATH": str(tmp_path / "out"), "PATH": ""}
+        made.append(subprocess.run(load, capture_output=True, text=True, env=env))
+    assert made[0].stdout == "0\n", made[0].stderr
+    assert made[1].returncode != 0  # the control
+
+
 def test_missing_tools_are_named(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(make_stubs.NoStubs, match="gcc, nm, ldd; on Debian: apt-get install gcc binutils libc-bin"):
@@ -38,7 +57,9 @@ def test_missing_tools_are_named(tmp_path, monkeypatch):
 
 
 def test_a_python_without_torch_npu_is_refused(tmp_path):
-    done = subprocess.run([sys.executable, HERE / "make_stubs.py", tmp_path / "out"], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, HERE / "make_stubs.py", tmp_path / "out", "torch-npu"], capture_output=True, text=True
+    )
     assert done.returncode == 1 and "torch-npu is not installed" in done.stderr and not (tmp_path / "out").exists()
 
 

@@ -6,9 +6,11 @@ Needs the sources of line a3 (--upstream), and MindSpeed's Python requirements t
 import functools
 import importlib.util
 import os
+import re
 
 import pytest
 
+from tests.conftest import ROOT
 from tests.platform import npu_names
 from verl_patches.platform.cpu.ascend import mindspeed_ops, packages
 from verl_patches.platform.npu import op_schemas
@@ -134,6 +136,8 @@ def test_every_builder_is_known(a3_sources):
     }
     assert found == with_reference | set(mindspeed_ops.WITHOUT_REFERENCE)
     assert len(with_reference) == len(mindspeed_ops.OPS)
+    written = set(re.findall(r"\b\w+OpBuilder\b", (ROOT / "docs" / "environment.md").read_text()))
+    assert written == with_reference  # what a user compiles before the first run
 
 
 # -- real modules -----------------------------------------------------------------------------------------------------

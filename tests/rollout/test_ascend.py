@@ -10,7 +10,7 @@ import json
 import pytest
 from omegaconf import OmegaConf
 
-from tests.conftest import ROOT
+from tests.conftest import ROOT, emulated_npu
 from verl_patches.config.compose import compose
 from verl_patches.model.tiny import make_tiny_model
 
@@ -70,8 +70,7 @@ def run(run_python, request):
         env["PYTHONPATH"] = ":".join(str(request.config.getoption("--upstream").absolute() / tree) for tree in trees)
         code = f"import json, sys\nfrom tests.rollout.{module} import {function} as run\n"
         code += "print('FOUND' + json.dumps(run(*json.loads(sys.argv[1]))))"
-        patches = "line=a3,platform=npu_emulated"
-        done = run_python(code, json.dumps(arguments), patches=patches, env=env, timeout_s=600).check()
+        done = run_python(code, json.dumps(arguments), patches=emulated_npu(), env=env, timeout_s=600).check()
         return json.loads(done.out.partition("FOUND")[2])
 
     return of

@@ -145,12 +145,18 @@ def test_check_env_finds_missing_damaged_and_cuda_packages(tmp_path, check_env):
     (lib / "gone" / "data.txt").unlink()
     (lib / "emptied" / "data.txt").write_text("")
     (lib / "good" / "data.txt").write_text("an edited file is not a damaged one")
-    dists = {check_env.canonical(d.metadata["Name"]): d for d in metadata.distributions(path=[str(lib)])}
+    dists = check_env.by_name(metadata.distributions(path=[str(lib)]))
     pins = {pin.partition("==")[0]: pin for pin in "good==1.0 old==2.0 gone==1.0 emptied==1.0 local==2.0 no==1".split()}
     found = ["missing old==2.0", "damaged gone==1.0", "damaged emptied==1.0", "missing no==1"]
     assert list(check_env.package_findings(pins, dists)) == found
     assert list(check_env.cuda_findings(dists)) == ["cuda nvidia-cublas==12.0"]
     assert list(check_env.package_findings({"local": "local==2.0+cu1"}, dists)) == ["missing local==2.0+cu1"]
+    write_wheel(tmp_path, "old", "2.0")
+    zipfile.ZipFile(next(tmp_path.glob("old-2.0*.whl"))).extractall(tmp_path / "over")
+    path = [str(tmp_path / "over"), str(lib)]  # the first is imported
+    assert "missing old==2.0" not in check_env.package_findings(
+        pins, check_env.by_name(metadata.distributions(path=path))
+    )
 
 
 @pytest.mark.parametrize(("value", "found"), [("None", []), ("'12.8'", ["cuda torch==2.0 is built for CUDA 12.8"])])

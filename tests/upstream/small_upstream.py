@@ -50,7 +50,7 @@ class Upstream:
 
     def pin(self, at: str, **more) -> Repository:
         tree = git(self.bare, "rev-parse", f"{at}^{{tree}}")
-        facts = {"url": str(self.bare), "commit": at, "tree": tree, "packages": ["verl"], "version": "1", **more}
+        facts = {"urls": [str(self.bare)], "commit": at, "tree": tree, "packages": ["verl"], "version": "1", **more}
         return Repository.model_validate(facts)
 
 

@@ -113,16 +113,38 @@ def test_files_that_are_no_clone_are_refused_even_inside_another_repository(upst
     assert "no git clone" in report.findings[0].found and (dest / "verl" / "notes.txt").read_text() == "mine"
 
 
+def test_the_addresses_of_a_pin_are_tried_in_order(upstream, dest):
+    logged = []
+    pin = upstream.pin(upstream.first).model_copy(update={"urls": (NOWHERE, str(upstream.bare))})
+    report, found = run(dest, pin, log=logged.append)
+    assert report.exit_code == 0 and found["verl"].found.startswith("cloned")
+    fetched = [text.rpartition(" ")[2] for text in logged if "fetching" in text]
+    assert (
+        fetched == [NOWHERE, str(upstream.bare)] and sum("127.0.0.1" in text for text in logged) == 2
+    )  # and its error
+
+    older = dest.parent / "older.git"  # an address that serves another content: the second one is taken too
+    git(dest.parent, "clone", "-q", "--mirror", str(upstream.bare), str(older))
+    for ref in ("refs/heads/main", "refs/pull/7/head"):
+        git(older, "update-ref", ref, upstream.first)
+    git(older, "gc", "-q", "--prune=now")
+    pin = upstream.pin(upstream.second).model_copy(update={"urls": (str(older), str(upstream.bare))})
+    assert run(dest.with_name("other"), pin)[0].exit_code == 0
+    report, found = run(dest.with_name("none"), pin.model_copy(update={"urls": (str(older), NOWHERE)}))
+    assert report.exit_code == 1 and not (dest.with_name("none") / "verl").exists()
+    assert str(older) in found["verl"].found and NOWHERE in found["verl"].found and "--mirror" in found["verl"].todo
+
+
 @pytest.mark.parametrize("place", ["owner/verl.git", "mirrors/verl", "file://owner/verl.git"])
 def test_a_mirror_is_a_folder_of_clones_or_the_beginning_of_a_url(upstream, dest, place):
     mirror = upstream.bare.parents[1] / place.removeprefix("file://").rpartition("/")[0]
     if not mirror.exists():  # a plain clone with a work tree is one too
         git(dest.parent, "clone", "-q", str(upstream.bare), str(mirror / "verl"))
-    pin = upstream.pin(upstream.second, ref="main").model_copy(update={"url": NOWHERE})
+    pin = upstream.pin(upstream.second, ref="main").model_copy(update={"urls": (NOWHERE,)})
     report, found = run(dest, pin, mirror=mirror.as_uri() if place.startswith("file") else str(mirror))
     assert report.exit_code == 0, found
     assert git(dest / "verl", "remote", "get-url", "origin") == NOWHERE
-    assert sources({"verl": pin}, "git@host:group") == {"verl": "git@host:group/verl.git"}
+    assert sources({"verl": pin}, "git@host:group") == {"verl": ("git@host:group/verl.git",)}
 
 
 def test_all_missing_mirrors_are_listed_with_the_commands_that_make_them(upstream, tmp_path, dest):
@@ -163,12 +185,12 @@ def test_with_a_mirror_the_pins_url_is_not_contacted_and_a_silent_server_ends(
 ):
     contacted, url = silent_server
     monkeypatch.setattr(fetch_module, "FETCH_S", 2)
-    pin = upstream.pin(upstream.first, ref="main").model_copy(update={"url": url})
+    pin = upstream.pin(upstream.first, ref="main").model_copy(update={"urls": (url,)})
     assert run(dest, pin, mirror=str(upstream.bare.parent))[0].exit_code == 0
     assert contacted == []
     report, found = run(dest.with_name("other"), pin)  # the control: without a mirror it is contacted
     assert report.exit_code == 1 and "did not end within 2 s" in found["verl"].found and contacted
-    report, found = run(dest.with_name("other"), pin.model_copy(update={"url": NOWHERE}))  # git's own error text
+    report, found = run(dest.with_name("other"), pin.model_copy(update={"urls": (NOWHERE,)}))  # git's own error text
     assert report.exit_code == 1 and "127.0.0.1" in found["verl"].found
     assert not (dest.with_name("other") / "verl").exists()
 

@@ -37,7 +37,7 @@ def tree(tmp_path):
     folder.mkdir()
     git(folder, "init", "-q")
     head = commit(folder, FILES)
-    facts = {"url": "u", "commit": head, "tree": git(folder, "rev-parse", "HEAD^{tree}"), "version": "1"}
+    facts = {"urls": ["u"], "commit": head, "tree": git(folder, "rev-parse", "HEAD^{tree}"), "version": "1"}
     return folder, line_of(verl=Repository(**facts, packages=("verl",), generated=("verl/_version.py",)))
 
 

@@ -25,6 +25,8 @@ def test_both_lines_are_there_and_every_repository_is_at_a_full_hash():
     assert set(A3.system) == {"driver", "firmware", "cann_toolkit", "cann_kernels", "cann_nnal"}
     assert {name for name, r in A3.repositories.items() if r.tree is None} <= {"vllm"}  # a note of fetch
     assert A3.packages["vllm"] == A3.repositories["vllm"].version
+    hosts = {name: [url.split("/")[2] for url in r.urls] for name, r in A3.repositories.items()}
+    assert {n for n, found in hosts.items() if found == ["gitee.com", "gitcode.com"]} == {"MindSpeed", "MindSpeed-LLM"}
 
 
 @pytest.mark.parametrize(
@@ -32,6 +34,7 @@ def test_both_lines_are_there_and_every_repository_is_at_a_full_hash():
     [
         (lambda d: d["lines"]["a3"].update(pyhton="3.10"), r"lines\.a3\.pyhton: Extra inputs"),
         (lambda d: d["lines"]["a3"]["repositories"]["verl"].update(commit="54c9b73"), r"repositories\.verl\.commit"),
+        (lambda d: d["lines"]["a3"]["repositories"]["verl"].update(urls=[]), r"repositories\.verl\.urls"),
         (lambda d: d["environment"]["VLLM_USE_V1"].update(allowed="bool"), r"VLLM_USE_V1\.allowed"),
         (lambda d: d["unsupported"][0].pop("why"), r"unsupported\.0\.why: Field required"),
     ],

@@ -59,7 +59,7 @@ def fetch_upstream(
         source = sources({name: pin for name, pin in chosen.items() if _is_absent(dest / name)}, mirror)
         findings: list[Finding] = []
         for name, pin in chosen.items():
-            findings += _repository(name, pin, dest / name, source.get(name), log)
+            findings += _repository(name, pin, dest / name, source.get(name, ()), log)
         if all(finding.state != "problem" for finding in findings):
             findings += [_prelude(dest / name) for name, pin in chosen.items() if "verl" in pin.packages]
             findings += _checked(line_name, line, dest, check)
@@ -93,27 +93,27 @@ def _is_absent(path: Path) -> bool:
     return not path.exists() or (path.is_dir() and not any(path.iterdir()))
 
 
-def sources(needed: Mapping[str, Repository], mirror: str | None) -> dict[str, str]:
-    """{name: URL or folder to fetch from}; nothing is contacted here.
+def sources(needed: Mapping[str, Repository], mirror: str | None) -> dict[str, tuple[str, ...]]:
+    """{name: URLs or folder to fetch from, in this order}; nothing is contacted here.
 
     mirror: None: the pins' URLs. A URL (or host:path): mirror/NAME.git. A folder: NAME.git or NAME in it, bare or not.
     With a mirror no pin's URL is contacted. Raises ConfigError that lists every mirror missing from a folder, and the
     commands that make them.
     """
     if mirror is None:
-        return {name: pin.url for name, pin in needed.items()}
+        return {name: pin.urls for name, pin in needed.items()}
     folder = Path(mirror).absolute()
     if not folder.is_dir():
         if not re.match(r"[A-Za-z][\w+.-]*://|[\w.@-]+:", mirror):
             raise ConfigError(f"--mirror {mirror}: expected a folder of git mirrors or a URL, found neither")
-        return {name: f"{mirror.rstrip('/')}/{name}.git" for name in needed}
+        return {name: (f"{mirror.rstrip('/')}/{name}.git",) for name in needed}
     found = {}
     for name in needed:
         places = [folder / f"{name}.git", folder / name]
-        found[name] = next((str(p) for p in places if (p / ".git").exists() or (p / "HEAD").is_file()), None)
-    missing = [name for name, place in found.items() if place is None]
+        found[name] = tuple(str(p) for p in places if (p / ".git").exists() or (p / "HEAD").is_file())[:1]
+    missing = [name for name, place in found.items() if not place]
     if missing:
-        commands = [f"git clone --mirror {needed[name].url} {folder / name}.git" for name in missing]
+        commands = [f"git clone --mirror {needed[name].urls[0]} {folder / name}.git" for name in missing]
         raise ConfigError(
             f"--mirror {folder}: found no NAME.git or NAME of {', '.join(missing)}; nothing was fetched. "
             "Make them on a machine with network and copy them here, or give --only:\n  " + "\n  ".join(commands)
@@ -121,22 +121,21 @@ def sources(needed: Mapping[str, Repository], mirror: str | None) -> dict[str, s
     return found
 
 
-def _repository(name: str, pin: Repository, path: Path, source: str | None, log: Log) -> Iterator[Finding]:
-    """Clone `pin` from `source` (None: it exists) and verify it; the finding about it, and notes about the pin."""
+def _repository(name: str, pin: Repository, path: Path, places: Sequence[str], log: Log) -> Iterator[Finding]:
+    """Clone `pin` from one of `places` (none: it exists) and verify it; the finding about it, notes about the pin."""
     expected = f"commit {pin.commit}" + (f", tree {pin.tree}" if pin.tree else "")
-    log(f"{name}: fetching {pin.commit[:12]} from {source}" if source else f"{name}: verifying {path}")
     try:
-        if source:
-            _clone(path, pin, source)
+        if places:
+            _clone(name, path, pin, places, log)
         else:
+            log(f"{name}: verifying {path}")
             _verify(path, pin)
         tree = git(path, "rev-parse", "HEAD^{tree}")
     except (RecipeError, OSError) as error:
         log(f"{name}: {error}")
-        todo = error.todo if isinstance(error, CloneError) else "check the network and run this again, or give --mirror"
-        yield Finding(name, "problem", str(path), expected, str(error), todo)
+        yield Finding(name, "problem", str(path), expected, str(error), _todo(error))
         return
-    yield Finding(name, "fine", str(path), expected, f"{'cloned' if source else 'exists'}, no change, tree {tree}")
+    yield Finding(name, "fine", str(path), expected, f"{'cloned' if places else 'exists'}, no change, tree {tree}")
     if pin.tree is None:
         found, todo = f"none; the tree of this clone is {tree}", "record it in configs/upstream.yaml"
         yield Finding(f"{name} tree", "note", str(path), "a tree hash in the pin file", found, todo)
@@ -144,13 +143,32 @@ def _repository(name: str, pin: Repository, path: Path, source: str | None, log:
         yield Finding(f"{name} PR {pull.number}", "note", str(path), "", f"not merged: {pull.why}")
 
 
-def _clone(path: Path, pin: Repository, source: str) -> None:
+def _todo(error: Exception) -> str:
+    return error.todo if isinstance(error, CloneError) else "check the network and run this again, or give --mirror"
+
+
+def _clone(name: str, path: Path, pin: Repository, places: Sequence[str], log: Log) -> None:
+    """Clone from the first of `places` that has the pin; CloneError says what each of them answered."""
+    failed: dict[str, RecipeError] = {}
+    for place in places:
+        log(f"{name}: fetching {pin.commit[:12]} from {place}")
+        try:
+            return _clone_from(place, path, pin)
+        except RecipeError as error:
+            failed[place] = error
+            if len(failed) < len(places):
+                log(f"{name}: {error}")
+    todo = ", or ".join(dict.fromkeys(_todo(error) for error in failed.values()))
+    raise CloneError("; ".join(f"from {place}: {error}" for place, error in failed.items()), todo)
+
+
+def _clone_from(source: str, path: Path, pin: Repository) -> None:
     """Make and verify a clone beside `path`, then rename it; what an interrupted run left is removed first."""
     partial = path.with_name(f".{path.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
     git(partial, "init", "--quiet", "--template=")
-    git(partial, "remote", "add", "origin", pin.url)
+    git(partial, "remote", "add", "origin", pin.urls[0])
     try:
         _fetch(partial, source, pin.commit, "--depth=1")
     except RecipeError as error:
@@ -160,8 +178,8 @@ def _clone(path: Path, pin: Repository, source: str) -> None:
     try:
         git(partial, "checkout", "--quiet", "--detach", pin.commit)
     except RecipeError as error:
-        todo = "check url and ref of the pin, or update the mirror"
-        raise CloneError(f"{source} has no commit {pin.commit} ({error})", todo) from error
+        todo = "check urls and ref of the pin, or update the mirror"
+        raise CloneError(f"it has no commit {pin.commit} ({error})", todo) from error
     _verify(partial, pin)
     partial.rename(path)
 

@@ -37,11 +37,12 @@ class PullRequest(_Strict):
 class Repository(_Strict):
     """One git repository at one commit. `packages`: top-level Python packages in its root.
 
-    ref: the tag, branch or pull-request ref that contains the commit. tree: the commit's tree hash, None where it is
-    unknown. by_pip: pip installs it; the others are on PYTHONPATH. generated: files that installing writes into it.
+    urls: its addresses, tried in this order. ref: the tag, branch or pull-request ref that contains the commit. tree:
+    the commit's tree hash, None where it is unknown. by_pip: pip installs it; the others are on PYTHONPATH. generated:
+    files that installing writes into it.
     """
 
-    url: str
+    urls: Annotated[tuple[str, ...], Field(min_length=1)]
     commit: Hash
     tree: Hash | None
     packages: tuple[str, ...]

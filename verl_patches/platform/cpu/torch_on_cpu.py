@@ -135,6 +135,11 @@ class Stream(_Finished):
         return event
 
 
+if hasattr(torch, "_streambase"):  # torch 2.5: torch._dynamo asserts that a device's classes are of these
+    torch._streambase._EventBase.register(Event)
+    torch._streambase._StreamBase.register(Stream)
+
+
 # -- tensors -----------------------------------------------------------------------------------------------------------
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -129,15 +128,27 @@ def cache_compile(func: Callable, *, config: Any = None, dynamic: bool = True, f
     return call
 
 
-@contextmanager
-def npu_stream_switch(stream_tag: str, stream_priority: int = 0):
+class _Stream:
+    """What torchair's npu_stream_switch gives: a class, as Dynamo of torch 2.5 traces no generator of contextlib."""
+
+    def __init__(self, stream_tag: str):
+        self.stream_tag = stream_tag
+
+    def __enter__(self) -> None:
+        if (
+            not torch.compiler.is_compiling()
+        ):  # a trace takes the count for a constant, and traces again when it changes
+            Graphs.stream_switches += 1
+            Graphs.stream = self.stream_tag
+
+    def __exit__(self, *error: Any) -> None:
+        if not torch.compiler.is_compiling():
+            Graphs.stream = None
+
+
+def npu_stream_switch(stream_tag: str, stream_priority: int = 0) -> _Stream:
     """Work of another stream of the graph: done at once."""
-    if not torch.compiler.is_compiling():  # a trace takes the count for a constant, and traces again when it changes
-        Graphs.stream_switches += 1
-        Graphs.stream = stream_tag
-    yield
-    if not torch.compiler.is_compiling():
-        Graphs.stream = None
+    return _Stream(stream_tag)
 
 
 def npu_wait_tensor(input: torch.Tensor, dependency: torch.Tensor) -> torch.Tensor:

@@ -50,6 +50,9 @@ DEVICE: tuple[PatchSpec, ...] = (
          "torch takes the named backend for a device, and Dynamo asks for its stream"),
     _row("accelerator", "torch:_C._get_accelerator", "replace", "torch_names:accelerator_is_host",
          "torch.distributed.barrier makes its tensor there (distributed_c10d.py)"),
+    _row("has_triton", "torch.utils._triton:has_triton", "replace", "torch_names:no_triton",
+         "transfer_to_npu sets it too (torch_npu/contrib/transfer_to_npu.py:379): Dynamo of torch 2.5 asks it for each "
+         "value that it wraps, and it asks the device for a compute capability"),
     _row("memory_snapshot", "torch.cpu:memory_snapshot", "extend", "memory_pool:memory_snapshot",
          "row memory.sleep_mode reads the segments of the device that tensors are on"),
     _row("init_process_group", "torch.distributed.distributed_c10d:init_process_group", "wrap",

@@ -89,6 +89,11 @@ def no_accelerator() -> bool:
     return False
 
 
+def no_triton() -> bool:
+    """has_triton: no device of Triton's is there."""
+    return False
+
+
 def accelerator_is_host(check: Any = None) -> torch.device:
     """torch._C._get_accelerator: dist.barrier makes its tensor there."""
     return torch.device("cpu")

@@ -1,0 +1,113 @@
+"""configs/requirements-a3.txt: every package of the image of line a3 has a file for aarch64 and both Pythons, still."""
+
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from packaging.utils import canonicalize_name
+
+from tests.scripts.test_requirements import requirements
+from verl_patches.upstream.pins import load_pins, same_version
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "scripts"))
+
+import lock_a3  # noqa: E402
+
+A3 = load_pins().line("a3")
+
+
+@pytest.mark.parametrize("python", A3.python)
+def test_the_lock_has_the_pins_and_meets_our_requirements(python):
+    found = lock_a3.locked(python)
+    built = {"apex", *A3.repositories}  # from sources
+    pins = {canonicalize_name(name): version for name, version in A3.packages.items() if name not in built}
+    assert {name: found.get(name) for name, v in pins.items() if not same_version(v, found.get(name, ""))} == {}
+    assert [r for name, r in requirements().items() if not r.specifier.contains(found[name])] == []
+    assert len(found) > 150 and not built & set(found) and not [name for name in found if name.startswith("nvidia")]
+
+
+def test_a_package_that_differs_between_the_pythons_has_a_marker(monkeypatch, tmp_path):
+    found = {"3.10": {"a": "1", "b": "1", "only": "3"}, "3.11": {"a": "1", "b": "2"}}
+    text = lock_a3.text_of(found)
+    assert text.splitlines()[-4:] == [
+        "a==1",
+        'b==1 ; python_version == "3.10"',
+        'b==2 ; python_version == "3.11"',
+        'only==3 ; python_version == "3.10"',
+    ]
+    monkeypatch.setattr(lock_a3, "LOCK", tmp_path / "lock.txt")
+    lock_a3.LOCK.write_text(text)
+    assert {python: lock_a3.locked(python) for python in found} == found
+
+
+@pytest.fixture
+def reachable():
+    """Skips where the index cannot be asked."""
+    try:
+        lock_a3.resolve(["wheel"], "3.11")
+    except lock_a3.NotReachable as error:
+        pytest.skip(f"index not reachable: {str(error)[-200:]}")
+
+
+@pytest.mark.full
+@pytest.mark.upstream
+def test_it_resolves_to_the_same_again(reachable, request, capsys):
+    code = lock_a3.main(["--upstream", str(request.config.getoption("--upstream"))])
+    assert code == 0, capsys.readouterr()
+
+
+@pytest.mark.full
+def test_a_pin_without_a_file_for_aarch64_is_refused(reachable):
+    before = A3.model_copy(update={"packages": {**A3.packages, "tensordict": "0.6.2"}})  # the pin until 2026-11
+    with pytest.raises(lock_a3.NoFile, match=r"tensordict==0\.6\.2 has no wheels with a matching platform"):
+        lock_a3.resolve(lock_a3.pinned(before), "3.11", "--no-deps")
+    alone = ["tensordict==0.6.2"]
+    with pytest.raises(lock_a3.NoFile):
+        lock_a3.resolve(alone, "3.10", "--no-deps")
+    found = lock_a3.resolve(alone, "3.10", "--no-deps", platform="x86_64-manylinux_2_28")
+    assert found == {"tensordict": "0.6.2"}
+
+
+def test_an_index_that_does_not_answer_is_another_fault(monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("UV_DEFAULT_INDEX", "http://127.0.0.1:9/simple")  # nothing listens there
+    monkeypatch.setenv("UV_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("UV_HTTP_RETRIES", "0")
+    with pytest.raises(lock_a3.NotReachable, match="127.0.0.1:9"):
+        lock_a3.resolve(["wheel"], "3.11")
+    monkeypatch.setattr(lock_a3, "requirements", lambda upstream: ["wheel"])
+    assert lock_a3.main(["--upstream", str(tmp_path)]) == 2
+    assert "index not reachable" in capsys.readouterr().err
+
+
+IMPORTS = """
+import importlib, sys
+from importlib import metadata
+for name in sys.argv[1:]:
+    files = [file.parts for file in metadata.distribution(name).files or ()]
+    modules = {parts[0] for parts in files if parts[1:] == ("__init__.py",)}
+    modules |= {parts[0].removesuffix(".py") for parts in files if len(parts) == 1 and parts[0].endswith(".py")}
+    for module in sorted(modules - {"docs", "examples", "scripts", "test", "tests"}):
+        try:
+            importlib.import_module(module)
+        except Exception as error:
+            print(f"{name}: {type(error).__name__}: {error}")
+"""
+
+
+def test_every_package_can_be_imported_beside_the_others(run_python):
+    """Their metadata do not say everything; on x86, in Python 3.11."""
+    if not same_version(A3.packages["torch"], metadata.version("torch")):
+        pytest.skip("runs by hand: env $(bash scripts/npu_venv.sh --a3) -m pytest ...")
+    names = lock_a3.locked("3.11").keys() - {"torch-npu"}
+    assert run_python(IMPORTS, *sorted(names), timeout_s=300).check().out == ""
+
+
+def test_a_package_that_cannot_be_imported_is_seen(run_python, tmp_path):
+    (tmp_path / "odd.py").write_text("raise ImportError('odd requires NumPy 2.0')")
+    (tmp_path / "odd-1.dist-info").mkdir()
+    (tmp_path / "odd-1.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: odd\nVersion: 1\n")
+    (tmp_path / "odd-1.dist-info" / "RECORD").write_text("odd.py,,\n")
+    done = run_python(IMPORTS, "odd", "packaging", env={"PYTHONPATH": str(tmp_path)}).check()
+    assert done.out == "odd: ImportError: odd requires NumPy 2.0\n"
