@@ -106,6 +106,7 @@ def train_command(
         report_plan(config, config_name, overrides, trees, Workload(), as_json)
     _end_unless(check_config(config, must_exist=keys_of(overrides)))
     _refuse_without_effect(config)
+    launcher.require_lasting_folders(config)
     require_platform(config.recipe.platform)
     require_verl(config.recipe.line, trees)
     dirty = refuse_modified(config, trees)

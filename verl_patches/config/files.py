@@ -19,8 +19,8 @@ from verl_patches.trainer.recording import find_recording
 from verl_patches.weights.source import open_source
 
 _DATA = ("data.train_files", "data.val_files")
-_MODEL, _REWARD = "actor_rollout_ref.model.path", "custom_reward_function.path"
-PATHS = (*_DATA, _MODEL, _REWARD)  # keys that name files which a run reads
+_MODEL, REWARD = "actor_rollout_ref.model.path", "custom_reward_function.path"
+PATHS = (*_DATA, _MODEL, REWARD)  # keys that name files which a run reads
 _Found = tuple[str, bool, str] | tuple[str, bool, str, bool]  # fields of config/checks.py's Check
 
 
@@ -133,7 +133,7 @@ def _reward_checks(config: DictConfig, must_exist: Collection[str]) -> Iterator[
         return
     file, key = Path(section.path), "custom_reward_function"
     if not os.path.isfile(file):
-        yield _absent("reward function", [file], _REWARD, _REWARD in must_exist, "a Python file")
+        yield _absent("reward function", [file], REWARD, REWARD in must_exist, "a Python file")
         return
     try:
         names = set(_names_bound(ast.parse(file.read_bytes())))

@@ -31,7 +31,7 @@ from verl_patches.config.environment import run_dir
 from verl_patches.config.files import PATHS
 from verl_patches.doctor.npu_tools import NotUnderstoodError
 from verl_patches.errors import ConfigError, RecipeError
-from verl_patches.launch.launcher import require_free_port, require_output_folder
+from verl_patches.launch.launcher import require_free_port, require_lasting_folders, require_output_folder
 from verl_patches.launch.ray_cluster import object_store_bytes
 from verl_patches.layout.inventory import build_inventory
 from verl_patches.patching.contract import PACKAGES, Sources, check
@@ -279,6 +279,9 @@ def _disk(node: Node) -> Iterator[Seen]:
         yield Seen(free >= need, f"{free / GB:.1f} GB free", expected, name=name, where=str(folder))
     fault = fault_of(require_output_folder, config)
     yield Seen(fault is None, fault or "can be written to", "a folder that can be written to", name="run, writable")
+    fault = fault_of(require_lasting_folders, config)
+    todo = "" if fault is None else "cluster down, add volumes to the job file, cluster up (docs/cluster.md#volumes)"
+    yield Seen(fault is None, fault or "yes", "in folders of the host, not in a container's own", todo, "outlives it")
 
 
 # memory and limits
