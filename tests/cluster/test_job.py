@@ -36,8 +36,15 @@ def test_the_example_is_a_job_of_256_dies():
         ({"hosts": ["a", "a"]}, "an address twice"),
         ({"provider": "kubernetes"}, "image is missing"),
         ({"provider": "slurm"}, "command is missing"),
-        ({"provider": "slurm", "image": "a", "command": ["a"]}, "at /c/outputs, where runs write, found none: results"),
-        ({"provider": "slurm", "image": "a", "command": ["a"], "volumes": {"/d": "/c/out"}}, "found /c/out: results"),
+        ({"provider": "slurm", "image": "a", "command": ["a"]}, "at /c/outputs, where runs write, found none"),
+        (
+            {"provider": "slurm", "image": "a", "command": ["a"], "volumes": {"/d": "/c/out"}},
+            "at /c/outputs, where runs write, found /c/out",
+        ),
+        (
+            {"provider": "slurm", "image": "a", "command": ["a"], "volumes": {"/d": "/c/outputs"}, "logs": "/l"},
+            "at /l, where logs are gathered, found /c/outputs",
+        ),
         ({"volumes": {"/d": "/d"}}, "the job has no image"),
         ({"image": "a", "volumes": {"/d": "/d", "/e": "/d"}}, "a folder of the container twice"),
         ({"image": "a", "volumes": {"d": "/d"}}, "volumes.d"),

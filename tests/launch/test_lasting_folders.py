@@ -5,7 +5,9 @@ import sys
 
 import psutil
 import pytest
+from typer.testing import CliRunner
 
+from verl_patches.__main__ import app
 from verl_patches.cluster.job import load_job
 from verl_patches.config.compose import CONFIGS_DIR, compose
 from verl_patches.errors import ConfigError
@@ -72,6 +74,12 @@ def test_an_override_counts_as_the_run_resolves_it(refusal, monkeypatch, key, in
     table = OWN + mounted("/data", *(str(ROOT / place) for place in PLACES))
     assert refusal(table) == refusal(table, f"{key}={mount}") == ""
     assert f"{key}: {ROOT / path}" in refusal(table, f"{key}={inside}")
+
+
+def test_train_is_refused_before_anything_is_started(refusal):
+    said = refusal(OWN)  # the command sees the same table
+    done = CliRunner().invoke(app, ["train", "--config-name", "grpo_deepseekv3_256die_true_weight"])
+    assert isinstance(done.exception, ConfigError) and str(done.exception) == said
 
 
 def test_smoke_runs_in_containers_as_before(refusal):

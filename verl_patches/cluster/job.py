@@ -135,13 +135,19 @@ class Job(_Strict):
             raise ValueError("volumes are folders of containers, but the job has no image")
         if len(set(self.volumes.values())) != len(self.volumes):
             raise ValueError("volumes has a folder of the container twice")
-        results = f"{self.checkout}/outputs"
-        if self.image and self.provider != "nodes" and not self.is_mounted(results):
-            raise ValueError(
-                f"volumes: expected a folder of the hosts at {results}, where runs write, found "
-                f"{', '.join(self.volumes.values()) or 'none'}: results would be deleted with the containers. Add "
-                f"/data/{self.name}/outputs: {results}, or another folder that all hosts share"
-            )
+        if not self.image or self.provider == "nodes":
+            return
+        needed = {"outputs": "runs write"}
+        if self.provider == "slurm":  # its tasks gather logs in their own containers
+            needed[self.logs or f"outputs/{self.name}/cluster"] = "logs are gathered"
+        for folder, why in needed.items():
+            place = str(PurePosixPath(self.checkout, folder))
+            if not self.is_mounted(place):
+                raise ValueError(
+                    f"volumes: expected a folder of the hosts at {place}, where {why}, found "
+                    f"{', '.join(self.volumes.values()) or 'none'}: it would be deleted with the containers. Add "
+                    f"/data/{self.name}/{PurePosixPath(folder).name}: {place}, or another folder that all hosts share"
+                )
 
     def is_mounted(self, path: str) -> bool:
         """Whether a path of the container lies in one of its volumes."""
