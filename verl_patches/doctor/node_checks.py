@@ -281,7 +281,7 @@ def _disk(node: Node) -> Iterator[Seen]:
     yield Seen(fault is None, fault or "can be written to", "a folder that can be written to", name="run, writable")
     fault = fault_of(require_lasting_folders, config)
     todo = "" if fault is None else "cluster down, add volumes to the job file, cluster up (docs/cluster.md#volumes)"
-    yield Seen(fault is None, fault or "yes", "in folders of the host, not in a container's own", todo, "outlives it")
+    yield Seen(fault is None, fault or "yes", "outlives the container", todo, "run, lasting")
 
 
 # memory and limits
