@@ -4,11 +4,15 @@
 #   bash scripts/start_container.sh [further options of docker run]     then: docker exec -it deepseekv3-a3 bash
 #   NAME=run1 IMAGE=registry/deepseekv3-a3:1 bash scripts/start_container.sh     `cluster up` calls it so on each host
 #
-# /data of the host is mounted; for another folder give --volume DIR:DIR. Every device is named, as in vllm-ascend's
-# installation guide; for a driver that refuses otherwise give --privileged. Not run here: no NPU was available.
+# Folders of the host are mounted as VOLUMES lists them, HOST:CONTAINER; whatever else is written is deleted with the
+# container. Every device is named, as in vllm-ascend's installation guide; for a driver that refuses otherwise give
+# --privileged. Not run here: no NPU was available.
 set -euo pipefail
 
 name=${NAME:-deepseekv3-a3} image=${IMAGE:-deepseekv3-a3}
+# results, prepared data and the model at the configs' default places; configs/cluster_256die.yaml has the same
+volumes=${VOLUMES-/data:/data /data/deepseekv3/outputs:/opt/deepseekv3/outputs
+    /data/deepseekv3/deepscaler:/opt/deepseekv3/data/deepscaler /data/DeepSeek-V3:/opt/deepseekv3/DeepSeek-V3-hf}
 options=(--init --name "$name" --network host
     --shm-size 256g # a limit of /dev/shm, above the 200 GB that Ray's object store takes at most by default
     --ulimit memlock=-1 --ulimit nofile=1048576:1048576)
@@ -17,5 +21,5 @@ for device in davinci{0..15} davinci_manager devmm_svm hisi_hdc; do options+=(--
 for path in /usr/local/dcmi /usr/local/bin/npu-smi /usr/local/sbin /usr/local/Ascend/driver /etc/localtime; do
     options+=(--volume "$path:$path:ro")
 done
-for path in /var/log/npu/slog/slogd /data; do options+=(--volume "$path:$path"); done
+for volume in /var/log/npu/slog/slogd:/var/log/npu/slog/slogd $volumes; do options+=(--volume "$volume"); done
 exec docker run --interactive --tty --detach "${options[@]}" "$@" "$image" /bin/bash

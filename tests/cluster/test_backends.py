@@ -14,10 +14,13 @@ import yaml
 from verl_patches.cluster import backends, node
 from verl_patches.cluster.backends import Batch, Hosts, Kuberay
 from verl_patches.cluster.job import Job
+from verl_patches.cluster.volumes import refusal, unsaved
+from verl_patches.config.environment import REPOSITORY
 from verl_patches.errors import ConfigError, RecipeError
 
 LOGS = Path("/dev/null/logs")  # where none can be written
 BASE = {"name": "j", "dies": 16, "wait_s": 0.1}
+VOLUMES = {"/data/j": f"{REPOSITORY}/outputs"}
 
 
 @pytest.fixture
@@ -38,6 +41,8 @@ def program(tmp_path, monkeypatch):
 
 def hosts(ssh, **changes):
     named = {"hosts": ["10.0.0.1", "10.0.0.2"], "ssh": {"command": [str(ssh)]}, "python": sys.executable}
+    if "image" in changes:
+        named["volumes"] = VOLUMES
     return Hosts(Job(**{**BASE, "nodes": 2, "provider": "ssh", **named, **changes}), {})
 
 
@@ -174,6 +179,7 @@ def test_containers_are_started_by_the_script_and_only_those_are_removed(program
     assert "--name j " in started and f"{labels} registry/a3:1" in started
     assert any(line.startswith("docker exec -i j bash -lc") for line in calls)
     assert made.down(tmp_path / "logs") == []
+    assert f"--volume /data/j:{REPOSITORY}/outputs " in started and "/data:/data" not in started
     assert "docker ps --all --quiet --filter label=verl_patches.job=j\ndocker rm --force abc" in program.calls()
 
 
@@ -226,6 +232,81 @@ def test_the_container_of_a_host_whose_logs_did_not_arrive_stays(program, tmp_pa
     assert len(hosts(ssh, image="a3").down(None)) == 2
 
 
+@pytest.fixture
+def container(program, tmp_path):
+    """A folder that stands for what a container has written beside its image; `docker rm` deletes it."""
+    layer, outputs = tmp_path / "layer", tmp_path / "layer" / f"{REPOSITORY}/outputs".lstrip("/")
+    outputs.mkdir(parents=True)  # Docker makes the places of mounts there
+    program(
+        "docker",
+        f"""case "$*" in ps*) [ ! -d {layer} ] || echo 1f;; diff*) cd {layer} && find . -mindepth 1 -printf 'A /%P\n';;
+        *"container inspect"*) exit 1;; inspect*) echo "M {REPOSITORY}/outputs";; "rm --force"*) rm -r {layer};;
+        exec*) ;; esac""",
+    )
+    return layer
+
+
+def written(layer, path):
+    file = layer / (path if path.startswith("/") else f"{REPOSITORY}/{path}").lstrip("/")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("of a run")
+    return file
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "results/mine/summary.json",
+        "/home/me/results/mine/metrics.jsonl",
+        "checkpoints/global_step_8/manifest.json",  # a relative trainer.default_local_dir
+        "/tmp/checkpoints/global_step_8/rank_0/model.safetensors",
+        "data/deepscaler/train.parquet",
+        "/var/data/test.parquet",
+        "DeepSeek-V3-bf16/model-00001-of-00163.safetensors",
+        "/home/me/my_reward.py",
+    ],
+)
+def test_down_does_not_delete_a_container_that_holds_files_of_a_user(program, container, path):
+    file = written(container, path)
+    (fault,) = hosts(program("ssh", 'bash -c "$2"'), image="a3", nodes=1, hosts=["10.0.0.1"]).down(None)
+    assert file.exists() and not any(line.startswith("docker rm") for line in program.docker())
+    assert fault.startswith("node 0 (10.0.0.1): container j holds /") and "then docker rm --force j" in fault
+    assert any(line.startswith("docker exec") for line in program.docker())  # what ran has been ended
+
+
+def test_down_deletes_a_container_whose_files_are_those_of_programs_or_in_volumes(program, container):
+    """The control: Ray's folder, compiled Python and operators, logs that `down` gathers, and a mount's own folder."""
+    for path in (
+        "/tmp/verl_patches_cluster/ray/session_1/runtime_resources/a.parquet",
+        "verl_patches/__pycache__/errors.cpython-311.pyc",
+        "kernel_meta_7/op.o",
+        "fusion_result.json",
+        "/home/me/ascend/log/debug/plog/plog-1.log",
+        "/home/me/.cache/torch_extensions/op.so",
+        "/tmp/plan.txt",
+        "/usr/lib/python3.11/site-packages/extra.py",
+    ):
+        written(container, path)
+    assert hosts(program("ssh", 'bash -c "$2"'), image="a3", nodes=1, hosts=["10.0.0.1"]).down(None) == []
+    assert not container.exists()
+
+
+def test_what_to_copy_out_of_a_container_is_its_new_folder_or_a_changed_file(program):
+    changes = "C /opt\nC /opt/r\nA /opt/r/ckpt\nA /opt/r/ckpt/a.pt\nA /opt/r/ckpt/b.pt\nC /opt/r/configs\n"
+    changes += "C /opt/r/configs/a.yaml\nC /opt/r/data\nD /opt/r/data/old.json\nWelcome to /etc\n"
+    job = hosts(program("ssh", "exit 1"), image="a3", checkout="/opt/r", volumes={"/data/o": "/opt/r/outputs"}).job
+    assert unsaved(job, changes) == ["/opt/r/ckpt", "/opt/r/configs/a.yaml"]
+    assert unsaved(job, changes + "M /opt/r\n") == []
+    assert refusal(job, ["/a", "/b", "/c", "/d"]).startswith("container j holds /a, /b, /c and 1 more,")
+
+
+def test_a_container_whose_changes_are_not_known_stays(program, container):
+    written(container, "/tmp/plan.txt")
+    program("docker", 'case "$*" in ps*) echo 1f;; diff*) echo "no such driver" >&2; exit 1;; esac')
+    (fault,) = hosts(program("ssh", 'bash -c "$2"'), image="a3", nodes=1, hosts=["10.0.0.1"]).down(None)
+    assert "no such driver" in fault and container.exists()
+
+
 def test_logs_have_a_limit_of_their_own(program, tmp_path, monkeypatch):
     for name, value in (("MARGIN_S", 0.5), ("LOGS_S", 60.0)):
         monkeypatch.setattr(backends, name, value)
@@ -235,7 +316,7 @@ def test_logs_have_a_limit_of_their_own(program, tmp_path, monkeypatch):
     assert "no end within 0.5 s" in hosts(ssh, nodes=1, hosts=["10.0.0.1"]).down(None)[0]
 
 
-KUBE = {"image": "a3", "command": ["true"], "nodes": 2, "provider": "kubernetes"}
+KUBE = {"image": "a3", "volumes": VOLUMES, "command": ["true"], "nodes": 2, "provider": "kubernetes"}
 
 
 def kubectl(program, state, pods=()):

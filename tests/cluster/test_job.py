@@ -1,8 +1,12 @@
 """The job file: strict, secrets by name only, completed by the variables of public samples; and the port plan."""
 
+import os
+import subprocess
+
 import pytest
 import yaml
 
+from verl_patches.cluster.backends import START_CONTAINER
 from verl_patches.cluster.job import Job, as_text, load_job, read_job, require_secrets
 from verl_patches.config.compose import CONFIGS_DIR
 from verl_patches.config.ray_start import RayPorts, ray_start
@@ -32,6 +36,19 @@ def test_the_example_is_a_job_of_256_dies():
         ({"hosts": ["a", "a"]}, "an address twice"),
         ({"provider": "kubernetes"}, "image is missing"),
         ({"provider": "slurm"}, "command is missing"),
+        ({"provider": "slurm", "image": "a", "command": ["a"]}, "at /c/outputs, where runs write, found none"),
+        (
+            {"provider": "slurm", "image": "a", "command": ["a"], "volumes": {"/d": "/c/out"}},
+            "at /c/outputs, where runs write, found /c/out",
+        ),
+        (
+            {"provider": "slurm", "image": "a", "command": ["a"], "volumes": {"/d": "/c/outputs"}, "logs": "/l"},
+            "at /l, where logs are gathered, found /c/outputs",
+        ),
+        ({"volumes": {"/d": "/d"}}, "the job has no image"),
+        ({"image": "a", "volumes": {"/d": "/d", "/e": "/d"}}, "a folder of the container twice"),
+        ({"image": "a", "volumes": {"d": "/d"}}, "volumes.d"),
+        ({"image": "a", "volumes": {"/d": "/d,/e"}}, "volumes./d"),
         ({"env": {"HF_TOKEN": "x"}}, "env has the value of HF_TOKEN"),
         ({"env": {"A": "x"}, "secrets": ["A"]}, "env has the value of A"),
         ({"ports": {"gcs": 6380}}, "overlap at 6380"),
@@ -40,7 +57,28 @@ def test_the_example_is_a_job_of_256_dies():
 )
 def test_a_wrong_job_is_refused_by_name(changes, text):
     with pytest.raises(ConfigError, match=text):
-        read(**changes)
+        read(checkout="/c", **changes)
+
+
+@pytest.mark.parametrize("folder", ["/c/outputs", "/c"])
+def test_a_job_with_containers_has_a_volume_for_results(folder):
+    """On nodes whose containers somebody else has started the volumes are theirs."""
+    job = read(checkout="/c", provider="slurm", command=["a"], image="a", volumes={"/d": folder})[0]
+    assert job.is_mounted("/c/outputs/run") and not job.is_mounted("/d/outputs")
+    assert read(checkout="/c", image="a")[0].provider == "nodes"
+
+
+def test_a_container_that_is_started_by_hand_has_the_volumes_of_the_example(tmp_path):
+    (tmp_path / "docker").write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    (tmp_path / "docker").chmod(0o755)
+    env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    words = subprocess.run(
+        ["bash", START_CONTAINER], env=env, capture_output=True, text=True, check=True
+    ).stdout.split()
+    given = [value for option, value in zip(words, words[1:], strict=False) if option == "--volume"]
+    volumes = load_job(str(CONFIGS_DIR / "cluster_256die.yaml"), "", {})[0].volumes
+    own = ("/usr/local/", "/etc/localtime", "/var/log/npu/")  # of the host's driver
+    assert [value for value in given if not value.startswith(own)] == [":".join(pair) for pair in volumes.items()]
 
 
 def test_env_may_have_words_that_only_look_like_secrets():

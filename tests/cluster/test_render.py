@@ -17,11 +17,10 @@ from verl_patches.cluster.render import ray_job, rendered
 from verl_patches.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
-JOB = {"name": "j", "nodes": 4, "dies": 16, "image": "registry/a3:1", "command": ["python", "train.py"]}
-KUBERNETES = {
-    "provider": "kubernetes",
-    "kubernetes": {"queue": "rl", "secret": "tokens", "volumes": {"/data": "/data"}},
-}
+VOLUMES = {"/data": "/data", "/data/j": "/c/outputs"}
+IMAGE = {"image": "registry/a3:1", "volumes": VOLUMES, "checkout": "/c"}
+JOB = {"name": "j", "nodes": 4, "dies": 16, "command": ["python", "train.py"], **IMAGE}
+KUBERNETES = {"provider": "kubernetes", "kubernetes": {"queue": "rl", "secret": "tokens"}}
 # of KubeRay's config/crd/bases/ray.io_rayjobs.yaml, version v1, at commit feeaf72f: field -> type or fields; "*": any
 POD = {
     "spec": {
@@ -84,6 +83,11 @@ def test_a_ray_job_has_fields_of_the_custom_resource_alone():
     for group in (cluster["headGroupSpec"], workers):
         (container,) = group["template"]["spec"]["containers"]
         assert container["resources"]["limits"]["huawei.com/Ascend910"] == "16"
+        places = {
+            volume["name"]: volume.get("hostPath", {}).get("path") for volume in group["template"]["spec"]["volumes"]
+        }
+        found = {places[mount["name"]]: mount["mountPath"] for mount in container["volumeMounts"] if len(mount) == 2}
+        assert found == {None: "/dev/shm", **VOLUMES}  # the others are read-only
         env = {entry["name"]: entry for entry in container["env"]}
         assert env["HF_TOKEN"]["valueFrom"]["secretKeyRef"] == {"name": "tokens", "key": "HF_TOKEN"}
         assert env["HCCL_SOCKET_IFNAME"]["value"] == "=eth0" and "PYTHONPATH" not in env  # the image has its own
@@ -95,18 +99,18 @@ def test_a_ray_job_has_fields_of_the_custom_resource_alone():
 
 def test_the_entrypoint_is_one_simple_command_for_the_shell_of_the_operator():
     """KubeRay makes `... ray job submit ... -- ENTRYPOINT ; fi` of it. Control: words that a shell would change."""
-    job = {**JOB, **KUBERNETES, "checkout": "/opt/recipe", "command": ["python", "train.py", "recipe.patches=[-a.b]"]}
+    job = {**JOB, **KUBERNETES, "command": ["python", "train.py", "recipe.patches=[-a.b]"]}
     text = ray_job(Job(**job))["spec"]["entrypoint"]
     line = f"if true ; then printf '%s\\n' -- {text} ; fi"
     done = subprocess.run(["bash", "-ce", line], capture_output=True, text=True, check=True)
-    assert done.stdout.split("\n")[1:-1] == ["env", "--chdir=/opt/recipe", *job["command"]]
+    assert done.stdout.split("\n")[1:-1] == ["env", "--chdir=/c", *job["command"]]
     for word in ("a b", "a;b", "$HOME", "it's", "a&&b", "(a)", "a*"):
         with pytest.raises(ConfigError, match="two shells read the words"):
             ray_job(Job(**{**job, "command": ["python", word]}))
 
 
 def test_upstream_trees_of_the_job_replace_those_of_the_image():
-    made = ray_job(Job(**{**JOB, "nodes": 1}, provider="kubernetes", checkout="/c", upstream=["/u"]))
+    made = ray_job(Job(**{**JOB, "nodes": 1}, provider="kubernetes", upstream=["/u"]))
     (container,) = made["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]["containers"]
     assert {"name": "PYTHONPATH", "value": "/c:/u"} in container["env"]
 
@@ -137,20 +141,22 @@ def test_the_batch_script_gives_every_task_the_job_its_rank_and_the_head(tmp_pat
     log = tmp_path / "log"
     programs = {
         "scontrol": "echo first; echo second",
-        "srun": 'while [ "$1" != bash ]; do shift; done; for i in 0 1; do SLURM_NODEID=$i "$@" || exit 1; done',
+        "srun": f'echo "$*" > {tmp_path}/words; while [ "$1" != bash ]; do shift; done; '
+        'for i in 0 1; do SLURM_NODEID=$i "$@" || exit 1; done',
         "python": f'echo "$* head=$MASTER_ADDR rank=$NODE_RANK path=$PYTHONPATH" >> {log}; cat >> {log}',
     }
     for name, text in programs.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
         (tmp_path / name).chmod(0o755)
-    job = Job(
-        **JOB, provider="slurm", checkout=str(tmp_path), env={"A": "it's $HOME"}, slurm={"options": ["--account=x"]}
-    )
+    places = {"checkout": str(tmp_path), "volumes": {**VOLUMES, "/data/j": f"{tmp_path}/outputs"}}
+    slurm = {"options": ["--account=x"]}
+    job = Job(**{**JOB, **places}, provider="slurm", env={"A": "it's $HOME"}, slurm=slurm)
     text = rendered(job)
     assert "#SBATCH --nodes=4\n" in text and "#SBATCH --account=x\n" in text
     env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_NODELIST": "x", "NODE_RANK": "7"}
     done = subprocess.run(["bash"], input=text, text=True, capture_output=True, env=env)
     assert done.returncode == 0, done.stderr
+    assert f"--container-mounts=/data:/data,/data/j:{tmp_path}/outputs bash" in (tmp_path / "words").read_text()
     for rank, part in enumerate(log.read_text().split("-m verl_patches ")[1:]):
         line, _, given = part.partition("\n")
         assert line == f"cluster up - --node-rank {rank} --run --block head=first rank= path={tmp_path}"

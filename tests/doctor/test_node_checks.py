@@ -7,6 +7,7 @@ import subprocess
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.doctor import recorded
@@ -252,6 +253,15 @@ def test_disk_holds_the_checkpoints_of_the_model(make_node, production):
     found = findings(replace(make_node(), config=config), "disk")["disk: checkpoints"]
     assert found.state == "problem"
     assert found.expected == "18788.7 GB free (modelled)"  # twice the 9.39 TB of docs/checkpoints.md
+
+
+@pytest.mark.parametrize(("root", "state"), [("overlay", "problem"), ("ext4", "fine")])
+def test_what_would_be_deleted_with_the_container_is_named(make_node, tmp_path, monkeypatch, root, state):
+    (tmp_path / "self").mkdir()
+    (tmp_path / "self" / "mounts").write_text(f"none / {root} rw 0 0\n")
+    monkeypatch.setattr(psutil, "PROCFS_PATH", str(tmp_path))
+    found = findings(make_node(), "disk")["disk: run, lasting"]
+    assert found.state == state and ("recipe.output_root: " in found.found) == bool(found.todo) == (root == "overlay")
 
 
 def test_sizes_of_the_plan(production):

@@ -50,7 +50,7 @@ def pinned():
 
 
 def test_the_arguments_are_the_pins():
-    assert DEFAULTS == {**pinned(), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "APEX_REF": "master"}
+    assert DEFAULTS == {**pinned(), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "APEX_REF": A3.downloads["apex"].commit}
     cann = {A3.system[name] for name in ("cann_toolkit", "cann_kernels", "cann_nnal")}
     name, _, tag = A3.container.image.rpartition(":")
     assert name.endswith("/cann") and {tag.split("-")[0]} == {version.lower() for version in cann} and "-a3-" in tag

@@ -47,6 +47,67 @@ def test_a_key_that_is_wrong_is_named(tmp_path, edit, message):
         load_pins(path)
 
 
+RUNBOOKS = [(ROOT / "docs" / folder / "256-die-runbook.md").read_text() for folder in ("", "zh")]
+
+
+def downloads_of(text):
+    """What a runbook's commands download: wheels, packages, clones and their commits, files of Hugging Face."""
+    lines = [
+        line
+        for body in re.findall(r"^```bash\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+        for line in body.replace("\\\n", " ").splitlines()
+    ]
+    code = "\n".join(lines)
+    hub = re.findall(r"hf (?:download|cache verify) (\S+)(?: (\w+\.json))?.*--revision (\w+)", code)
+    return {
+        "wheels": set(re.findall(r"^([0-9a-f]{64})  (\S+)$", code, re.MULTILINE)),
+        "packages": set(re.findall(r"(torch\w*)==(\S+)", code)),
+        "addresses": set(re.findall(r"https://[\w./-]+\.git\b", text)),
+        "clones": set(re.findall(r"git -C packages/(\S+) checkout --quiet (\w+)", code)),
+        "hub": {(name, commit) for name, _, commit in hub},
+        "files": {file for _, file, _ in hub if file},
+    }
+
+
+def pinned_downloads(line):
+    found = line.downloads
+    hub = found["model"], found["data"]
+    return {
+        "wheels": {(found[name].sha256, found[name].file) for name in ("torch", "torch_npu")},
+        "packages": {(name, line.packages[name]) for name in ("torch", "torch_npu")},
+        "addresses": {*found["apex"].urls, *found["NVIDIA-apex"].urls},
+        "clones": {("apex", found["apex"].commit)},
+        "hub": {(files.repository, files.commit) for files in hub},
+        "files": {files.file for files in hub if files.file},
+    }
+
+
+def test_what_the_runbooks_download_is_pinned():
+    assert set(A3.downloads) == {"torch", "torch_npu", "apex", "NVIDIA-apex", "model", "data"}
+    assert [downloads_of(text) for text in RUNBOOKS] == [pinned_downloads(A3)] * 2
+    for name in ("torch", "torch_npu"):
+        python = "cp" + A3.container.python.replace(".", "")
+        assert A3.downloads[name].file.startswith(f"{name}-{A3.packages[name]}-{python}-{python}-")
+    assert f"{A3.downloads['model'].bytes / 1e9:.1f} GB" in RUNBOOKS[0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "old", "new"),
+    [
+        ("wheels", "340ce0432", "340ce0433"),
+        ("packages", "torch==2.5.1", "torch==2.5.2"),
+        ("addresses", "gitee.com/ascend/apex", "gitee.com/ascend/apex2"),
+        ("clones", "quiet 49a7994e", "quiet 49a7994f"),
+        ("hub", "revision b6ae8c", "revision b6ae8d"),
+        ("files", "Dataset deepscaler.json", "Dataset deepscaler2.json"),
+    ],
+)
+def test_another_download_in_a_runbook_is_seen(kind, old, new):
+    assert old in RUNBOOKS[0]
+    expected, found = pinned_downloads(A3), downloads_of(RUNBOOKS[0].replace(old, new))
+    assert [name for name in expected if expected[name] != found[name]] == [kind]
+
+
 def test_an_unknown_line_is_refused():
     with pytest.raises(ConfigError, match="expected one of pypi, a3"):
         PINS.line("a2")

@@ -115,6 +115,7 @@ def train_command(
     run_folder.require_start(config)
     _end_unless(check_config(config, must_exist=keys_of(overrides)))
     _refuse_without_effect(config)
+    run_folder.require_lasting_folders(config)
     require_platform(config.recipe.platform)
     require_verl(config.recipe.line, trees)
     dirty = refuse_modified(config, trees)

@@ -25,6 +25,7 @@ from verl_patches.cluster.gather import PLOG_VARIABLE, unpack
 from verl_patches.cluster.job import Job, as_text, of_a_node
 from verl_patches.cluster.node import ALREADY
 from verl_patches.cluster.render import node_command, ray_job, slurm_script
+from verl_patches.cluster.volumes import CHANGES, refusal, unsaved
 from verl_patches.config.environment import REPOSITORY
 from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.patching.report import Finding
@@ -210,6 +211,7 @@ class Hosts:
         options = shlex.join(
             ["--label", f"{LABEL}={job.name}", "--label", f"{DIGEST}={job.digest}", *job.ssh.container_options]
         )
+        volumes = " ".join(f"{host}:{folder}" for host, folder in job.volumes.items())
         foreign = f"a container {job.name} exists that cluster up did not start"
         other = f"container {job.name} was started for another image or job file: cluster down, then cluster up"
         # one that could not be started is no use to the next call; docker rm leaves a running one alone
@@ -220,7 +222,8 @@ class Hosts:
             [ "$digest" = {job.digest} ] || {{ echo {shlex.quote(other)} >&2; exit 2; }}
             docker start {job.name} > /dev/null && echo old
         else
-            NAME={job.name} IMAGE={shlex.quote(str(job.image))} bash -s -- {options} > /dev/null || {failed}
+            NAME={job.name} IMAGE={shlex.quote(str(job.image))} VOLUMES={shlex.quote(volumes)} \
+                bash -s -- {options} > /dev/null || {failed}
             echo new
         fi"""
         line = f"bash -c {shlex.quote(line)}"
@@ -233,8 +236,16 @@ class Hosts:
         return f"docker ps --all --quiet --filter label={LABEL}={self.job.name}"
 
     def _remove_containers(self, ranks: Sequence[int] | None = None) -> dict[int, Answer]:
-        line = f'ids=$({self._listed}) && if [ -n "$ids" ]; then docker rm --force $ids; fi'
-        return self._each(lambda rank: self._on(rank, line, "", MARGIN_S), ranks)
+        """Delete the job's containers on hosts, except those that hold files of a user outside their volumes."""
+        listed = f"ids=$({self._listed}) || exit 1; "
+        look = f"{listed}for id in $ids; do {CHANGES} || exit 1; done"
+        answers = self._each(lambda rank: self._on(rank, look, "", MARGIN_S), ranks)
+        for rank, answer in answers.items():
+            if answer.code == 0 and (left := unsaved(self.job, answer.output.decode(errors="replace"))):
+                answers[rank] = Answer(1, b"", refusal(self.job, left))
+        line = listed + 'if [ -n "$ids" ]; then docker rm --force $ids; fi'
+        free = [rank for rank, answer in answers.items() if answer.code == 0]
+        return answers | self._each(lambda rank: self._on(rank, line, "", MARGIN_S), free)
 
     def run(self, to: BinaryIO, say: Callable[[str], None]) -> int:
         """Start the job's command on the head's host and write its output to a stream; its exit code."""

@@ -7,7 +7,7 @@ import json
 import os
 import shlex
 from collections.abc import Mapping
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal
 
 import yaml
@@ -21,6 +21,7 @@ from verl_patches.errors import ConfigError
 Name = Annotated[str, StringConstraints(pattern=r"^[a-z]([-a-z0-9]{0,38}[a-z0-9])?$")]
 Variable = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 Address = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9:][-A-Za-z0-9.:]*$")]
+Folder = Annotated[str, StringConstraints(pattern=r"^/[^:,\s]+$")]  # docker and Slurm separate by : and ,
 PortNumber = Annotated[int, Field(ge=1024, le=65535)]
 Count = Annotated[int, Field(ge=1)]
 # what the scripts of public samples export: {variable: field}
@@ -50,7 +51,7 @@ class Ssh(_Strict):
 
 
 class Kubernetes(_Strict):
-    """Of the RayJob. `secret`: the Secret that has the job's secrets as keys; `volumes`: {path of the host: mount}."""
+    """Of the RayJob. `secret`: the Secret that has the job's secrets as keys."""
 
     namespace: Name = "default"
     queue: str | None = None
@@ -59,7 +60,6 @@ class Kubernetes(_Strict):
     cpus: Count = 64
     memory_gib: Count = 1024
     shared_memory_gib: Count = 256
-    volumes: dict[str, str] = {}
 
 
 class Slurm(_Strict):
@@ -74,7 +74,8 @@ class Slurm(_Strict):
 class Job(_Strict):
     """One job file, completed from the environment of the seeds' scripts; unknown keys are refused.
 
-    provider: how nodes are reached. nodes, dies: how many, and how many dies each. device: Ray's name of a die.
+    provider: how nodes are reached. volumes: {folder of the host: folder of the container}, with an image; nothing else
+    outlives a container. nodes, dies: how many, and how many dies each. device: Ray's name of a die.
     hosts: addresses in the order of ranks (ssh), the first has Ray's head. command: words, run on the head's node.
     env: variables of Ray and the command. secrets: names of variables, whose values are in the caller's environment.
     checkout, upstream, python: the same paths on every node, in the image where there is one. folder: of sockets, logs
@@ -84,6 +85,7 @@ class Job(_Strict):
     name: Name
     provider: Literal["nodes", "ssh", "kubernetes", "slurm"] = "nodes"
     image: str | None = None
+    volumes: dict[Folder, Folder] = {}
     nodes: Count
     dies: Count
     device: Literal["NPU", "GPU"] = "NPU"
@@ -116,6 +118,7 @@ class Job(_Strict):
             raise ValueError("kubernetes.secret is missing: the name of the Secret that has the job's secrets as keys")
         if self.provider in ("kubernetes", "slurm") and not self.command:
             raise ValueError(f"command is missing, which provider {self.provider} starts")
+        self._require_volumes()
         known = set(self.env) & set(self.secrets)
         shown = [name for name in self.env if _SECRET_PARTS & set(name.upper().split("_"))]
         if known or shown:
@@ -126,6 +129,29 @@ class Job(_Strict):
             if first <= last:
                 raise ValueError(f"ports: those of {name} and {other} overlap at {first}")
         return self
+
+    def _require_volumes(self) -> None:
+        if self.volumes and not self.image:
+            raise ValueError("volumes are folders of containers, but the job has no image")
+        if len(set(self.volumes.values())) != len(self.volumes):
+            raise ValueError("volumes has a folder of the container twice")
+        if not self.image or self.provider == "nodes":
+            return
+        needed = {"outputs": "runs write"}
+        if self.provider == "slurm":  # its tasks gather logs in their own containers
+            needed[self.logs or f"outputs/{self.name}/cluster"] = "logs are gathered"
+        for folder, why in needed.items():
+            place = str(PurePosixPath(self.checkout, folder))
+            if not self.is_mounted(place):
+                raise ValueError(
+                    f"volumes: expected a folder of the hosts at {place}, where {why}, found "
+                    f"{', '.join(self.volumes.values()) or 'none'}: it would be deleted with the containers. Add "
+                    f"/data/{self.name}/{PurePosixPath(folder).name}: {place}, or another folder that all hosts share"
+                )
+
+    def is_mounted(self, path: str) -> bool:
+        """Whether a path of the container lies in one of its volumes."""
+        return any(PurePosixPath(path).is_relative_to(folder) for folder in self.volumes.values())
 
     @property
     def port_plan(self) -> RayPorts:

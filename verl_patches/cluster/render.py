@@ -90,13 +90,13 @@ def _pod(job: Job, is_head: bool) -> dict[str, Any]:
     for name in job.secrets:
         env.append({"name": name, "valueFrom": {"secretKeyRef": {"name": kubernetes.secret, "key": name}}})
     hosts = dict.fromkeys(HOSTS_OWN) if job.device == "NPU" else {}
-    hosts = {path: path for path in hosts} | kubernetes.volumes
+    hosts = {path: path for path in hosts} | job.volumes
     mounts = [{"name": "shm", "mountPath": "/dev/shm"}]
     shm = {"medium": "Memory", "sizeLimit": f"{kubernetes.shared_memory_gib}Gi"}
     volumes: list[dict[str, Any]] = [{"name": "shm", "emptyDir": shm}]
     for number, (path, mount) in enumerate(hosts.items()):
         volumes.append({"name": f"host-{number}", "hostPath": {"path": path}})
-        read_only = {} if path in kubernetes.volumes else {"readOnly": True}
+        read_only = {} if path in job.volumes else {"readOnly": True}
         mounts.append({"name": f"host-{number}", "mountPath": mount, **read_only})
     container: dict[str, Any] = {"name": "ray-head" if is_head else "ray-worker", "image": job.image, "env": env}
     container["resources"] = {"limits": sizes, "requests": dict(sizes)}
@@ -160,6 +160,8 @@ def slurm_script(job: Job) -> str:
     header = "".join(f"#SBATCH {line}\n" for line in lines)
     needed = "".join(f': "${{{name}:?a secret of the job, which sbatch must inherit}}"\n' for name in job.secrets)
     image = [f"--container-image={job.image}"] if job.image else []  # of the plugin pyxis
+    if job.volumes:
+        image.append("--container-mounts=" + ",".join(f"{host}:{folder}" for host, folder in job.volumes.items()))
     words = [
         "srun",
         "--ntasks-per-node=1",

@@ -31,7 +31,7 @@ from verl_patches.doctor.npu_tools import NotUnderstoodError
 from verl_patches.errors import ConfigError, RecipeError
 from verl_patches.launch.launcher import require_free_port
 from verl_patches.launch.ray_cluster import object_store_bytes
-from verl_patches.launch.run_folder import require_output_folder
+from verl_patches.launch.run_folder import require_lasting_folders, require_output_folder
 from verl_patches.patching.contract import PACKAGES, Sources, check
 from verl_patches.patching.report import NOT_RUN, Finding
 from verl_patches.patching.spec import PatchSpec
@@ -264,6 +264,9 @@ def _disk(node: Node) -> Iterator[Seen]:
         yield Seen(free >= wanted, f"{free / GB:.1f} GB free", expected, name=need.name, where=str(need.folder))
     fault = fault_of(require_output_folder, config)
     yield Seen(fault is None, fault or "can be written to", "a folder that can be written to", name="run, writable")
+    fault = fault_of(require_lasting_folders, config)
+    todo = "" if fault is None else "cluster down, add volumes to the job file, cluster up (docs/cluster.md#volumes)"
+    yield Seen(fault is None, fault or "yes", "outlives the container", todo, "run, lasting")
 
 
 # memory and limits

@@ -16,9 +16,11 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from omegaconf import DictConfig
+import psutil
+from omegaconf import DictConfig, OmegaConf
 
-from verl_patches.config.environment import run_dir
+from verl_patches.config.environment import REPOSITORY, run_dir
+from verl_patches.config.files import PATHS, REWARD
 from verl_patches.config.run_start import Start, checkpoints_of, is_inside, start_of, uses_checkpoints
 from verl_patches.errors import ConfigError
 from verl_patches.evaluation.record import SUMMARY, read_object, read_summary
@@ -56,6 +58,33 @@ def require_output_folder(config: DictConfig) -> None:
             raise OSError(f"{existing} is no folder that can be written to")
     except OSError as error:
         raise ConfigError(f"{folder}: {_FOLDER}, found: {error}") from error
+
+
+def require_lasting_folders(config: DictConfig) -> None:
+    """ConfigError where a run on NPUs would write or read in its container's own file system, deleted with it.
+
+    A container is known by the overlay that its root is.
+    """
+    mounts = {Path(mount.mountpoint): mount.fstype for mount in psutil.disk_partitions(all=True)}
+    root = Path("/")
+    if config.recipe.platform != "npu" or "overlay" not in mounts.get(root, ""):
+        return
+    inside = []
+    for key in ("recipe.output_root", "trainer.default_local_dir", *PATHS):
+        given = OmegaConf.select(config, key) or []
+        for path in [given] if isinstance(given, str) else given:
+            real = Path(path).resolve()
+            of_image = key == REWARD and real.is_relative_to(REPOSITORY / "verl_patches")
+            if not of_image and next(place for place in (real, *real.parents) if place in mounts) == root:
+                inside.append(f"{key}: {path}")
+    if inside:
+        own = ("/proc", "/sys", "/dev", "/etc", "/run", "/usr", "/var")
+        folders = [str(place) for place in mounts if place != root and not str(place).startswith(own)]
+        raise ConfigError(
+            f"{'; '.join(inside)} would be deleted with this container; expected folders of the host, mounted here: "
+            f"{', '.join(folders) or 'none is'}. Mount one there (volumes of the job file, or VOLUMES of "
+            "scripts/start_container.sh), or give a path in one that is"
+        )
 
 
 def require_start(config: DictConfig) -> None:

@@ -121,6 +121,31 @@ class RolloutKeys(_Strict):
     given_by_verl: GivenByVerl
 
 
+class Wheel(_Strict):
+    """A file of the package index for container.python on aarch64."""
+
+    file: str
+    bytes: int
+    sha256: Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
+
+
+class Clone(_Strict):
+    """A git repository from which the image builds a package. urls: its addresses, the preferred one first."""
+
+    urls: Annotated[tuple[str, ...], Field(min_length=1)]
+    commit: Hash
+    tree: Hash
+
+
+class HubFiles(_Strict):
+    """Files of a Hugging Face repository at a commit, which has their checksums. file: None means all of them."""
+
+    repository: str
+    commit: Hash
+    file: str | None = None
+    bytes: int | None = None
+
+
 class Container(_Strict):
     """Base image of the line's Dockerfile, and the Python in it: one of the line's."""
 
@@ -133,7 +158,8 @@ class Line(_Strict):
 
     python: the minor versions that all of them support, the preferred one first. records: of the packages that are
     compared file by file, the digests of the pinned wheels' RECORDs (upstream/modified.py, record_digest): one for each
-    wheel of that version.
+    wheel of that version. downloads: what the image and a run need beside them; docs/256-die-runbook.md has the
+    commands.
     """
 
     use: Words
@@ -146,6 +172,7 @@ class Line(_Strict):
     system: Mapping[str, Version] = Field(default_factory=dict)
     limits: tuple[str, ...] = ()
     container: Container | None = None
+    downloads: Mapping[str, Wheel | Clone | HubFiles] = Field(default_factory=dict)
 
     @model_validator(mode="after")
     def _the_base_image_has_a_python_of_the_line(self) -> Line:

@@ -240,12 +240,7 @@ def read_manifest(folder: str | Path, complete: bool = True) -> Manifest:
         expected = tuple(require_name(name, str(path)) for name in found["expected"])
         plain = {name: found[name] for name in ("kind", "layout", "dtype", "identity", "facts")}
         manifest = Manifest(
-            **plain,
-            model=model,
-            files=files,
-            expected=expected,
-            complete=found["state"] == "complete",
-            covered=covered,
+            **plain, model=model, files=files, expected=expected, complete=found["state"] == "complete", covered=covered
         )
         digest = found["model"]["digest"]
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:

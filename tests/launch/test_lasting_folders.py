@@ -1,0 +1,125 @@
+"""A run on NPUs keeps nothing in its container's own file system: mount tables of the test, and a real overlay."""
+
+import subprocess
+import sys
+
+import psutil
+import pytest
+from typer.testing import CliRunner
+
+from verl_patches.__main__ import app
+from verl_patches.cluster.job import load_job
+from verl_patches.config.compose import CONFIGS_DIR, compose
+from verl_patches.errors import ConfigError
+from verl_patches.launch.run_folder import require_lasting_folders
+
+ROOT = CONFIGS_DIR.parent
+OWN = "overlay / overlay rw 0 0\nproc /proc proc rw 0 0\ntmpfs /dev tmpfs rw 0 0\n"
+HOST = OWN.replace("overlay / overlay", "/dev/sda1 / ext4")
+PLACES = {  # where the 256-die configs read and write by default, below the checkout
+    "outputs": ("recipe.output_root", "trainer.default_local_dir"),
+    "data/deepscaler": ("data.train_files", "data.val_files"),
+    "DeepSeek-V3-hf": ("actor_rollout_ref.model.path",),
+}
+
+
+def mounted(*folders):
+    return "".join(f"nas:/x {folder} nfs4 rw 0 0\n" for folder in folders)
+
+
+@pytest.fixture
+def refusal(tmp_path, monkeypatch):
+    """refusal(mount table, *overrides): what the 256-die run says of it, "" where it starts."""
+    (tmp_path / "self").mkdir()
+    monkeypatch.setattr(psutil, "PROCFS_PATH", str(tmp_path))
+
+    def ask(table, *overrides, name="grpo_deepseekv3_256die_true_weight"):
+        (tmp_path / "self" / "mounts").write_text(table)
+        try:
+            require_lasting_folders(compose(name, list(overrides)))
+        except ConfigError as error:
+            return str(error)
+        return ""
+
+    return ask
+
+
+def test_with_the_volumes_of_the_example_job_both_256_die_runs_start(refusal):
+    job = load_job(str(CONFIGS_DIR / "cluster_256die.yaml"), "", {})[0]
+    inside = [folder.replace(job.checkout, str(ROOT)) for folder in job.volumes.values()]
+    for name in ("grpo_deepseekv3_256die_true_weight", "grpo_deepseekv3_256die_random_init"):
+        assert refusal(OWN + mounted(*inside), name=name) == ""
+        assert refusal(OWN, name=name) and refusal(HOST, name=name) == ""  # on a host nothing is deleted
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_place_that_is_not_mounted_is_named_with_its_key_and_the_mounts(refusal, place):
+    others = [str(ROOT / other) for other in PLACES if other != place]
+    said = refusal(OWN + mounted(*others))
+    assert all(f"{key}: {ROOT / place}" in said for key in PLACES[place]) and all(other in said for other in others)
+    assert not any(key in said for other in PLACES if other != place for key in PLACES[other])
+
+
+@pytest.mark.parametrize(
+    ("key", "inside", "mount", "path"),
+    [
+        ("trainer.default_local_dir", "/home/me/ckpt", "/data/ckpt", "/home/me/ckpt"),
+        ("recipe.output_root", "results", "outputs/more", "results"),
+        ("data.train_files", "[/data/a.parquet,/tmp/b.parquet]", "[/data/a.parquet]", "/tmp/b.parquet"),
+        ("custom_reward_function.path", "/home/me/mine.py", "/data/mine.py", "/home/me/mine.py"),
+    ],
+)
+def test_an_override_counts_as_the_run_resolves_it(refusal, monkeypatch, key, inside, mount, path):
+    monkeypatch.chdir(ROOT)
+    table = OWN + mounted("/data", *(str(ROOT / place) for place in PLACES))
+    assert refusal(table) == refusal(table, f"{key}={mount}") == ""
+    assert f"{key}: {ROOT / path}" in refusal(table, f"{key}={inside}")
+
+
+def test_train_is_refused_before_anything_is_started(refusal):
+    said = refusal(OWN)  # the command sees the same table
+    done = CliRunner().invoke(app, ["train", "--config-name", "grpo_deepseekv3_256die_true_weight"])
+    assert isinstance(done.exception, ConfigError) and str(done.exception) == said
+
+
+def test_smoke_runs_in_containers_as_before(refusal):
+    assert refusal(OWN, name="grpo_deepseekv3_tiny_cpu") == ""
+
+
+IN_CONTAINER = """
+import sys
+from verl_patches.config.compose import compose
+from verl_patches.errors import ConfigError
+from verl_patches.launch.run_folder import require_lasting_folders
+for folder in sys.argv[1:]:
+    keys = "recipe.output_root", "data.train_files", "data.val_files", "actor_rollout_ref.model.path"
+    config = compose("grpo_deepseekv3_256die_true_weight", [f"{key}={folder}/x" for key in keys])
+    try:
+        require_lasting_folders(config)
+        print(folder, "starts")
+    except ConfigError as error:
+        print(folder, "refused", error)
+"""
+# as a container engine does: an overlay over the image, here this machine's root, and folders of the host in it
+CONTAINER = """set -e
+mount -t tmpfs none "$1"
+mkdir "$1"/{upper,work,merged}
+mount -t overlay overlay -o "lowerdir=/,upperdir=$1/upper,workdir=$1/work" "$1/merged"
+mount -t proc proc "$1/merged/proc"
+mkdir -p "$1/merged$2" "$1/merged/vp_data"
+mount --bind "$2" "$1/merged$2"
+mount --bind "$2" "$1/merged/vp_data"
+exec chroot "$1/merged" env PYTHONPATH="$2" "$3" -c "$4" /vp_data /vp_own
+"""
+
+
+@pytest.mark.slow
+def test_in_a_real_overlay_a_folder_of_the_host_is_told_from_the_containers_own(tmp_path):
+    words = ["unshare", "--mount", "bash", "-c", CONTAINER, "container", tmp_path, ROOT, sys.executable, IN_CONTAINER]
+    done = subprocess.run([*map(str, words)], capture_output=True, text=True)
+    if "unshare:" in done.stderr or "mount:" in done.stderr:
+        pytest.skip(f"no mount namespace or overlay here: {done.stderr.strip()}")
+    assert done.returncode == 0, done.stderr
+    first, second = done.stdout.splitlines()
+    assert first == "/vp_data starts"
+    assert second.startswith("/vp_own refused recipe.output_root: /vp_own/x") and "/vp_data" in second
