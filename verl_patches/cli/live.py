@@ -53,11 +53,10 @@ def view(found: dict[str, Any]) -> Group:
     made = Table(box=None, show_header=False, pad_edge=False)
     for name, value in _rows(found):
         made.add_row(name, Text(value))  # a str would be read as Rich's markup
-    parts: list[Any] = [head, made]
     if step and steps:
         done = steps if found["state"] == "ended" else step - 1
-        parts.append(ProgressBar(total=steps, completed=done, width=60))
-    return Group(*parts, *(Text(line) for line in found["lines"]))
+        made.add_row("", ProgressBar(total=steps, completed=done, width=60))  # in a row: a bar ends no line
+    return Group(head, made, *(Text(line) for line in found["lines"]))
 
 
 def _rows(found: dict[str, Any]) -> list[tuple[str, str]]:
