@@ -24,12 +24,12 @@ def score(text, gold="42", **options):
 RIGHT_BOXES = r"""
 \boxed{42} ; We get $\boxed{ 42 }$, which is the answer. ; First \boxed{7}, no: \boxed{42} ; \boxed {42}
  ; stray } brace and { another, then \boxed{42} ; \boxed{42} and so it ends { ; 日本語 → \boxed{42}。
- ; An escaped \{ brace \boxed{42}"""
-# the gold text outside the last box, several answers in one box, sums, equations, full-width digits
+ ; An escaped \{ brace \boxed{42} ; \boxed{４２}"""
+# the gold text outside the last box, several answers in one box, sums, equations, other wide digits, digits in circles
 WRONG_BOXES = r"""
 The answer is 42. \boxed{41} ; \boxed{42} or rather \boxed{41} ; 42 \boxed{x} 42 ; \boxed{4}2 ; \boxed{42, 41}
  ; \boxed{41 \text{ or } 42} ; \boxed{4 2} ; \boxed{41 1} ; \boxed{41=42} ; \boxed{1=2=42} ; \boxed{$41$ and $42$}
- ; \boxed{\text{answer: \(42\)} 41} ; \boxed{42x} ; \boxed{\frac{42}{0}} ; \boxed{４２}"""
+ ; \boxed{\text{answer: \(42\)} 41} ; \boxed{42x} ; \boxed{\frac{42}{0}} ; \boxed{４３} ; \boxed{④②}"""
 # no box, an empty one, a last one that is not closed, a box inside a box
 NO_BOXES = r"""
 42 ; #### 42 ; $42$ ; boxed{42} ; \\boxed{42} ; \boxed 42 ; \fbox{42} ; \boxed{} ; \boxed{  } ; \boxed{42

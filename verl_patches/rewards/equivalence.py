@@ -38,8 +38,13 @@ POINTS, FEWEST_POINTS = 12, 4  # at which functions are compared
 
 _UNSAFE = re.compile(r"\$|\\[(\[]|\\$|(?i:answer)")  # math-verify would search inside the answer for another answer
 _EQUALS = re.compile(r"(?<![<>!:])=")
+_GREEK = (
+    "[Aa]lpha|[Bb]eta|[Gg]amma|[Dd]elta|(?:var)?epsilon|zeta|eta|(?:var)?[Tt]heta|kappa|[Ll]ambda|mu|nu|xi|rho|[Ss]igma"
+    "|tau|(?:var)?[Pp]hi|chi|[Pp]si|[Oo]mega|ell"
+)
 _NAME = re.compile(
-    r"(?:\([A-Za-z](?:,[A-Za-z])+\)|[A-Za-z](?:_\{?\w+\}?)?'*(?:\([A-Za-z0-9, ]+\))?|\\[A-Za-z]+|\\text\{[^{}]*\})"
+    r"\([A-Za-z](?:,[A-Za-z])+\)|[A-Za-z](?:_\{?\w+\}?)?'*(?:\([A-Za-z0-9, ]+\))?"
+    rf"|\\(?:{_GREEK}|max|min|gcd|det|dim|deg)(?:_\{{?\w+\}}?)?|\\text\{{(?![^{{}}]*\b(?:not|no|never)\b)[^{{}}]*\}}"
 )
 _VARIABLE = r"(?:[A-Za-z]|\\(?:alpha|beta|gamma|theta|lambda|mu|phi|omega))(?:_\{?\w+\}?)?"
 _IN_SET = re.compile(rf"({_VARIABLE})\s*\\in(?![A-Za-z])\s*(\\\{{[^\\]*\\\}})")
@@ -394,7 +399,7 @@ def _equal_functions(a: Any, b: Any) -> bool:
 
 
 _COMMANDS = """
-frac sqrt cdot times div pm mp pi infty sum prod int lim to binom exp log ln max min gcd lcm vec hat mid begin end circ
+frac sqrt cdot times div pi infty sum prod int lim to binom exp log ln max min gcd lcm vec hat mid begin end circ
 sin cos tan cot sec csc sinh cosh tanh coth arcsin arccos arctan arccot arcsec arccsc lfloor rfloor lceil rceil
 alpha beta gamma delta epsilon varepsilon zeta eta theta vartheta iota kappa lambda mu nu xi rho sigma tau upsilon phi
 varphi chi psi omega Gamma Delta Theta Lambda Xi Pi Sigma Upsilon Phi Psi Omega
@@ -404,7 +409,7 @@ _NAMES = re.compile(r"_\{?\w+\}?|\\(?:begin|end)\{[a-z]+\}|\\[A-Za-z]+")
 _MISREAD = re.compile(
     r"[0-9)}]\s*(?:'|\\\{)|(?<![A-Za-z])[0-9.]+\s*_|[)]\s*_"  # 5', 5\{6\}, 5_{max}
     r"|^\[[^,]*\]$|(?<![0-9.])0\s*[A-Za-z]|\\vec\s*\{[^{}]*\}\s*\\(?:times|cdot)"  # [5], 0x10, products of vectors
-    r"|\.[0-9]*\.|!\s*[!0-9]|\^\s*(?:\w|\{[^{}]*\})\s*\^"  # 1.2.3, 5!!, 2^3^2
+    r"|\.[0-9]*\.|!\s*[!0-9]|\|\s*_"  # 1.2.3, 5!!, 5|_2
     r"|\\frac\s*\{\s*d\s*(?:\^\{?[0-9]\}?)?\s*[A-Za-z]|(?<![A-Za-z])d[a-z]\s*/\s*d[a-z]"  # derivatives
 )
 _DECIMALS = re.compile(r"(\^\s*)?(?:([0-9]*)\.([0-9]+)|([0-9]+)\.(?![0-9]))")
@@ -412,7 +417,11 @@ _DECIMALS = re.compile(r"(\^\s*)?(?:([0-9]*)\.([0-9]+)|([0-9]+)\.(?![0-9]))")
 
 def _is_read(answer: str) -> bool:
     r"""Whether math-verify reads all of the answer; it drops \text{...}, primes of numbers and unknown commands."""
-    if _MISREAD.search(answer) or any(name not in _COMMANDS for name in re.findall(r"\\([A-Za-z]+)", answer)):
+    if (
+        answer.count("|") % 2
+        or _MISREAD.search(answer)
+        or any(name not in _COMMANDS for name in re.findall(r"\\([A-Za-z]+)", answer))
+    ):
         return False
     return re.search("[A-Za-z]{4}", _NAMES.sub(" ", answer)) is None  # a word, not a product of letters
 
@@ -441,7 +450,7 @@ def _parsed(answer: str) -> Any:
     # math-verify makes letters small: a capital, or several as one name, gets another name
     answer = _CAPITALS.sub(lambda m: m[1] or f"{m[2][0].lower()}_{{capital{m[2][1:]}}}", answer)
     answer = _DECIMALS.sub(_exact, answer)
-    spellings = NormalizationConfig(True, units=False, malformed_operators=True, nits=True, boxed="all")
+    spellings = NormalizationConfig(True, units=False, malformed_operators=False, nits=True, boxed="all")
     config = (LatexExtractionConfig(boxed_match_priority=-1, normalization_config=spellings),)
     results = parse(f"${answer}$", config, fallback_mode="no_fallback", parsing_timeout=None)
     if not results or isinstance(results[0], str):

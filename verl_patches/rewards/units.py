@@ -6,18 +6,35 @@ import re
 from fractions import Fraction
 from typing import NamedTuple
 
+HAN = "\u4e00-\u9fff"  # Chinese characters
 _SCALES = {"dozen": 12, "hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+_SCALES |= {"百": 10**2, "千": 10**3, "万": 10**4, "百万": 10**6, "千万": 10**7, "亿": 10**8}
+_CHINESE = [
+    (re.compile(pattern), spelling)
+    for pattern, spelling in (("^([百千]?万|亿)", r"\1 "), ("平方", " square "), ("立方", " cubic "), ("每", "/"))
+]
 _TABLE = """
-length m meter metre = 1; cm centimeter centimetre = 1/100; mm millimeter millimetre = 1/1000
-length km kilometer kilometre = 1000; in inch = 0.0254; ft foot feet = 0.3048; yd yard = 0.9144; mi mile = 1609.344
-time s sec second = 1; min minute = 60; h hr hour = 3600; day = 86400; week = 604800
-calendar month = 1; year = 12
-mass g gram = 1; kg kilogram = 1000; mg milligram = 1/1000; lb pound = 453.59237; oz ounce = 28.349523125
-money dollar USD = 100; cent ¢ = 1
-volume l L liter litre = 1; ml mL milliliter millilitre = 1/1000
+length m meter metre 米 = 1; cm centimeter centimetre 厘米 公分 = 1/100; mm millimeter millimetre 毫米 = 1/1000
+length dm decimeter decimetre 分米 = 1/10; km kilometer kilometre 千米 公里 = 1000
+length in inch 英寸 = 0.0254; ft foot feet 英尺 = 0.3048; yd yard 码 = 0.9144; mi mile 英里 = 1609.344
+time s sec second 秒 = 1; min minute 分钟 = 60; h hr hour 小时 = 3600; day 天 日 = 86400; week 周 星期 = 604800
+calendar month 月 个月 = 1; year 年 = 12
+mass g gram 克 = 1; kg kilogram 千克 公斤 = 1000; mg milligram 毫克 = 1/1000; 吨 = 1000000
+mass lb pound 磅 = 453.59237; oz ounce 盎司 = 28.349523125
+money dollar USD 美元 = 100; cent ¢ 美分 = 1
+yuan yuan 元 人民币 RMB CNY = 1; 角 = 1/10
+euro euro 欧元 EUR = 1
+sterling sterling 英镑 GBP = 1
+yen yen 日元 円 JPY = 1
+rupee rupee INR = 1
+volume l L liter litre 升 = 1; ml mL milliliter millilitre 毫升 = 1/1000
 angle degree deg ^\\circ = 1
-count unit = 1
-people person people = 1
+temperature celsius 摄氏度 = 1
+fahrenheit fahrenheit 华氏度 = 1
+count unit 个 只 本 张 条 棵 辆 件 支 枝 种 块 = 1
+people person people 人 名 位 = 1
+score 分 = 1
+age 岁 = 1
 """
 _UNITS = {
     name: (line.split()[0], Fraction(group.partition("=")[2].strip()))
@@ -36,7 +53,7 @@ _NUMBER_WORD = re.compile(  # a plural, or what looks like one, that changes the
 _SHORT = {"mph": "mi/hr", "kph": "km/hr", "kmh": "km/hr"}
 _QUANTITY = re.compile(
     r"(?P<value>.*(?:[0-9})]|\\pi))\s*(?:"
-    r"\\text\{\s*(?P<text>[A-Za-z¢][A-Za-z¢/ .^{}0-9]*?)\s*\}(?P<power>\^\{?[23]\}?)?"
+    rf"\\text\{{\s*(?P<text>[A-Za-z¢{HAN}][A-Za-z¢{HAN}/ .^{{}}0-9]*?)\s*\}}(?P<power>\^\{{?[23]\}}?)?"
     r"|(?P<degrees>\^\\circ)"
     r"|(?P<bare>(?<!\\pi)(?!(?:in|ft|mi|yd|lb|oz|hr)\b)[A-Za-z]{2}[A-Za-z/ .]*(?:\^\{?[23]\}?)?"
     r"|(?<= )[A-Za-z][A-Za-z/ .]*(?:\^\{?[23]\}?)?))"
@@ -67,6 +84,8 @@ def quantity(answer: str) -> tuple[str, Unit | None]:
     if match["degrees"] and re.search(r"\\(?:sin|cos|tan|cot|sec|csc)", value):
         return answer, None
     text = (match["text"] or bare or match["degrees"]).strip(" .")
+    for pattern, spelling in _CHINESE:
+        text = pattern.sub(spelling, text)
     words = (_SHORT.get(text, text) + (match["power"] or "")).split()
     scale = 1
     while words and words[0].lower() in _SCALES:
@@ -90,7 +109,7 @@ def _unit(text: str) -> Unit | None:
             if word.strip(".").lower() in ("square", "sq", "cubic") and not names:
                 power = 3 if word.lower() == "cubic" else 2
                 continue
-            match = re.fullmatch(r"(\^\\circ|[A-Za-z¢]+\.?)(?:\^\{?([23])\}?)?", word)
+            match = re.fullmatch(rf"(\^\\circ|[A-Za-z¢{HAN}]+\.?)(?:\^\{{?([23])\}}?)?", word)
             known = match and _known(match[1].rstrip("."))
             if not known:
                 return None

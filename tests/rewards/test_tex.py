@@ -1,0 +1,189 @@
+r"""TeX's arguments without braces: the reader, pairs of answers, and random expressions in both spellings."""
+
+from fractions import Fraction
+from math import comb
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from verl_patches.rewards.equivalence import equivalent
+from verl_patches.rewards.tex import MAX_NESTING, TexError, braced
+
+# text -> with braces
+READ = r"""
+\frac12 -> \frac{1}{2} ; \frac{1}2 -> \frac{1}{2} ; \frac1{72} -> \frac{1}{72} ; \frac 1 2 -> \frac{1}{2}
+\frac123 -> \frac{1}{2}3 ; \dfrac\pi4 -> \frac{\pi}{4} ; \tfrac ab -> \frac{a}{b} ; \frac1x -> \frac{1}{x}
+\frac\sqrt32 -> \frac{\sqrt{3}}{2} ; \frac\alpha\beta -> \frac{\alpha}{\beta}
+\cfrac{1}{\frac23} -> \frac{1}{\frac{2}{3}} ; \sqrt\pi -> \sqrt{\pi} ; \sqrt12 -> \sqrt{1}2
+\sqrt xy -> \sqrt{x}y ; \sqrt[3]2 -> \sqrt[3]{2} ; \sqrt(2) -> \sqrt{2} ; \sqrt((1+2)3) -> \sqrt{(1+2)3}
+\sqrt\frac12 -> \sqrt{\frac{1}{2}} ; \sqrt[\frac12]4 -> \sqrt[\frac{1}{2}]{4} ; \binom52 -> \binom{5}{2}
+\dbinom n{k+1} -> \binom{n}{k+1} ; {5\choose2} -> {\binom{5}{2}} ; {a+b\over2} -> {\frac{a+b}{2}}
+x^2y -> x^{2}y ; x^\pi -> x^{\pi} ; 2^\frac12 -> 2^{\frac{1}{2}} ; x_1^2 -> x_{1}^{2} ; x^2_1 -> x^{2}_{1}
+e^-x -> e^{-x} ; 2^10 -> 2^{10} ; 4^.5 -> 4^{.5} ; 10^-7 -> 10^{-7} ; 2^(3+1) -> 2^{3+1}
+2^-(3+1) -> 2^{-(3+1)} ; e^i\pi -> e^{i}\pi ; \log_28 -> \log_{2}8 ; \sin^22x -> \sin^{2}2x
+\tan^{-1}1 -> \tan^{-1}1 ; 30^\circ -> 30^{\circ} ; \overline3 -> \overline{3} ; \text5 -> \text{5}
+5\text{ a_1 \frac12} -> 5\text{ a_1 \frac12} ; \mathbb R -> \mathbb{R} ; \not=5 -> \not{=}5 ; \not 5 -> \not{5}
+2\binom52 -> 2\cdot \binom{5}{2} ; \frac42(3) -> \frac{4}{2}\cdot (3)
+\frac42\frac62 -> \frac{4}{2}\cdot \frac{6}{2} ; (2)\frac12 -> (2)\cdot \frac{1}{2} ; 2\frac12 -> 2\frac{1}{2}
+\sin\frac12 -> \sin\frac{1}{2} ; \{1,2\} -> \{1,2\}
+\begin{pmatrix}1\\\frac12\end{pmatrix} -> \begin{pmatrix}1\\\frac{1}{2}\end{pmatrix} ; \frac1 -> \frac{1}
+x^ -> x^"""
+NO_TEX = [
+    "x^2^3",
+    "x^{2^{3}}^2",
+    "x^2 ^3",
+    "x_1_2",
+    "x^2_1^3",
+    "{",
+    "}",
+    r"\frac{1}{2",
+    r"\frac{1}{2}}",
+    r"\sqrt(2",
+    r"\text{",
+    "5\\",
+    "x^_2",
+    "x^^2",
+]
+
+
+@pytest.mark.parametrize("pair", READ.strip().replace("\n", " ; ").split(" ; "))
+def test_an_argument_is_one_group_one_command_or_one_character(pair):
+    text, expected = pair.split(" -> ")
+    assert braced(text) == expected
+    assert braced(expected).replace(r"\cdot \cdot ", r"\cdot ") == expected  # idempotent
+
+
+@pytest.mark.parametrize("text", NO_TEX)
+def test_what_is_no_tex_is_refused_and_equals_nothing(text):
+    with pytest.raises(TexError):
+        braced(text)
+    assert not equivalent("5", text) and not equivalent("64", text)
+
+
+@pytest.mark.parametrize("unit", [r"\sqrt", "{", r"\frac1", "x^{", r"\sqrt("])
+def test_nesting_is_bounded_before_it_is_followed(unit):
+    closing = {"{": "}", "x^{": "}", r"\sqrt(": ")"}.get(unit, "")
+    shallow, deep = (unit * n + "2" + closing * n for n in (MAX_NESTING // 3, MAX_NESTING + 1))
+    assert braced(shallow)
+    with pytest.raises(TexError, match="levels"):
+        braced(deep)
+
+
+EQUAL = r"""
+\frac{1}{2} == \frac{1}2 ; \frac{1}{72} == \frac1{72} ; \frac{3}{7} == \frac37 ; -\frac{1}{2} == -\frac12
+0.5 == \dfrac12 ; \frac{\pi}{4} == \frac\pi4 ; \frac{\pi}{12} == \frac\pi{12} ; \frac{2}{\pi} == \frac2\pi
+\sqrt{\pi} == \sqrt\pi ; \frac{\sqrt{3}}{2} == \frac{\sqrt3}2 ; \frac{\sqrt{3}}{2} == \frac\sqrt32
+\frac{1}{\sqrt{2}} == \frac1{\sqrt2} ; \frac{1}{\sqrt{2}} == \frac1\sqrt2 ; \sqrt{\frac{1}{2}} == \sqrt\frac12
+2 == \sqrt[3]8 ; \sqrt{2} == \sqrt(2) ; \sqrt{2} == sqrt(2) ; \binom{5}{2} == \binom52 ; 10 == \binom52
+10 == \dbinom5{2} ; 10 == {5\choose 2} ; \frac{1}{2} == {1\over2} ; 20 == 2\binom52 ; \frac{a}{b} == \frac ab
+\frac{x+1}{2} == \frac{x+1}2 ; \frac{x}{y^{2}} == \frac x{y^2} ; 2^{\frac{1}{2}} == 2^\frac12
+2^{\sqrt{2}} == 2^\sqrt2 ; x^{\pi} == x^\pi ; 1024 == 2^10 ; 0.001 == 10^-3 ; 16 == 2^(3+1) ; e^{-x} == e^-x
+3 == \log_28 ; 1\frac{1}{2} == 1\frac12 ; \frac{3}{2} == 1\frac12 ; \frac{\pi}{4} == \arctan 1
+\frac\pi4 == \arctan1 ; \frac{\pi}{3} == \arctan\sqrt3 ; \frac{\pi}{6} == \arcsin\frac12
+\frac\pi3 == \arccos\frac12 ; \frac\pi2 == 2\arctan 1 ; \frac\pi4 == \tan^{-1}1
+\frac{\pi}{4} == \arctan\frac12+\arctan\frac13 ; \pi == \arccos(-1) ; \frac\pi4 == arctan(1)
+\frac\pi4 == \operatorname{arctan}1 ; \frac12 == \sin\frac\pi6 ; -1 == \cos\pi ; 1 == \tan45^\circ
+0.25 == \sin^2 30^\circ ; \frac{3}{4} == \cos^2\frac\pi6 ; 1 == \ln e ; 0.\overline{3} == 0.\overline3
+6 == \frac42(3) ; 6 == \frac42\frac62 ; 1 == (2)\frac12 ; \frac{1}{4} == \frac12\frac12 ; x_{1}=5 == x_1=5
+\text{even} == \mathrm{even} ; \frac{\frac{1}{2}}{3} == \frac{\frac12}3 ; 2\sqrt{\pi} == 2\sqrt\pi"""
+UNEQUAL = r"""
+\frac{12}{3} == \frac123 ; \frac{1}{23} == \frac123 ; \frac{1}{2} == \frac21 ; \frac{1}{72} == \frac{17}2
+\sqrt{12} == \sqrt12 ; \sqrt{\pi} == \sqrt2\pi ; \sqrt{\pi r} == \sqrt\pi r ; \sqrt{xy} == \sqrt xy
+\frac{\sqrt{3}}{2} == \sqrt{\frac32} ; \frac{\sqrt{3}}{2} == \frac3{\sqrt2} ; 2\sqrt[3]{3} == \sqrt[3]2
+\binom{5}{2} == \binom25 ; \binom{5}{23} == \binom523 ; 12 == 2\binom52 ; 5 == \frac42(3) ; 5 == \frac42\frac62
+5 == \binom21\binom31 ; 2.5 == (2)\frac12 ; 5 == (2)3 ; 6 == 2^3^1 ; 64 == 2^{3^{1}}^{2} ; e^{i\pi} == e^i\pi
+e^{2x} == e^2x ; x^{2y} == x^2y ; 2^{\frac{1}{2}} == 2^\frac13 ; 20 == 2^10 ; 8 == 2^(3+1)
+\log_{28} 2 == \log_28 ; \frac{\pi}{4} == \arctan 2 ; \frac{\pi}{4} == \frac4\pi
+\frac{\pi}{4} == \frac{\pi}{\arctan 4} ; \frac{\pi}{6} == \arcsin\frac13 ; \frac{\pi}{4} == \tan^{-1}2
+1 == \tan^{-1}1 ; \frac{\pi}{2} == \arctan 1 2 ; \frac\pi4 == \arccot 2 ; \frac{1}{2} == \frac{1} ; x^{A} == x^a
+x_{a}^{A} == x^A ; \frac{1}{2} == \frac{1}{2 ; \frac{1}{2} == \frac{1}{2}} ; \frac12 == 1\over2\over1"""
+
+
+def pairs(table):
+    return [tuple(pair.split(" == ")) for pair in table.strip().replace("\n", " ; ").split(" ; ")]
+
+
+@pytest.mark.parametrize(("gold", "answer"), pairs(EQUAL))
+def test_equal_with_and_without_braces(gold, answer):
+    assert equivalent(gold, answer) and equivalent(answer, gold)
+
+
+@pytest.mark.parametrize(("gold", "answer"), pairs(UNEQUAL))
+def test_other_values_are_not_equal(gold, answer):
+    assert not equivalent(gold, answer) and not equivalent(answer, gold)
+
+
+# -- random expressions -----------------------------------------------------------------------------------------------
+
+LEAVES = st.one_of(st.integers(1, 9), st.integers(10, 99)).map(lambda n: ("number", n))
+
+
+def _tree(children):
+    return st.one_of(
+        st.tuples(st.just("frac"), children, children),
+        st.tuples(st.just("product"), children, children),
+        st.tuples(st.just("sum"), children, children),
+        st.tuples(st.just("square"), children),
+        st.tuples(st.just("root"), st.integers(1, 9)),  # of its square
+        st.tuples(st.just("binom"), st.integers(2, 9), st.integers(1, 2)),
+    )
+
+
+TREES = st.recursive(LEAVES, _tree, max_leaves=5)
+
+
+def value(tree) -> Fraction:
+    kind, *parts = tree
+    if kind in ("number", "root"):
+        return Fraction(parts[0])
+    if kind == "binom":
+        return Fraction(comb(*parts))
+    values = [value(part) for part in parts]
+    if kind == "square":
+        return values[0] ** 2
+    return values[0] / values[1] if kind == "frac" else values[0] * values[1] if kind == "product" else sum(values)
+
+
+def written(tree, draw) -> str:
+    """The expression in TeX; `draw()` says whether an argument goes without braces where TeX allows that."""
+
+    def argument(text):
+        bare = len(text) == 1 and text.isalnum()
+        return (" " if draw() else "") + text if bare and draw() else f"{{{text}}}"
+
+    kind, *parts = tree
+    if kind == "number":
+        return str(parts[0])
+    if kind == "root":
+        return rf"\sqrt{argument(str(parts[0] ** 2))}"
+    if kind == "binom":
+        return rf"\binom{argument(str(parts[0]))}{argument(str(parts[1]))}"
+    texts = [written(part, draw) for part in parts]
+    if kind == "frac":
+        return rf"\{'dt'[draw()] if draw() else ''}frac{argument(texts[0])}{argument(texts[1])}"
+    if kind == "square":
+        return f"({texts[0]})^{argument('2')}"
+    return rf"({texts[0]})\cdot({texts[1]})" if kind == "product" else f"({texts[0]}+{texts[1]})"
+
+
+@settings(max_examples=60, deadline=None)
+@given(TREES, st.data())
+def test_a_random_expression_has_one_reading_and_its_own_value(tree, data):
+    bare = written(tree, lambda: data.draw(st.booleans()))
+    full = written(tree, lambda: False)
+    assert braced(bare).replace(" ", "") == braced(full).replace(" ", "")
+    found = value(tree)
+    if abs(found.numerator) < 10**9 and found.denominator < 10**9:
+        assert equivalent(str(found), bare), (bare, found)
+        assert not equivalent(str(found + 1), bare) and not equivalent(str(-found), bare)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.text("12ab^_{}()[]\\+- ", max_size=20) | st.text(max_size=30))
+def test_no_text_breaks_the_reader_and_reading_twice_changes_nothing(text):
+    try:
+        once = braced(text)
+    except TexError:
+        return
+    assert braced(once) == once
